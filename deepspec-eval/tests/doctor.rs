@@ -16,7 +16,7 @@ use deepspec_core::recipe::LossNormalization;
 use deepspec_core::{Slots, Tap};
 use deepspec_drafters::{
     BlockConfig, BlockObjective, BlockPlan, BlockSpec, DraftDecoder, Eagle3Config, Eagle3Objective,
-    Eagle3Plan, LossAlphas, Supervise, TrainSample, TrainableDrafter,
+    Eagle3Plan, LossRecipe, Supervise, TrainSample, TrainableDrafter,
 };
 use deepspec_models::{ModelConfig, save};
 use serde_json::{Value, json};
@@ -77,8 +77,8 @@ fn block(taps: [i64; 3], slots: Slots) -> BlockPlan {
         markov: None,
         confidence: None,
     };
-    let alphas = LossAlphas { ce: 1.0, soft_ce: 1.0, ..LossAlphas::default() };
-    BlockPlan::new(config, BlockObjective { alphas, decay_gamma: 8.0 })
+    let loss = LossRecipe { ce_alpha: 1.0, soft_ce_alpha: 1.0, decay_gamma: 8.0, ..LossRecipe::NONE };
+    BlockPlan::new(config, BlockObjective { loss, confidence_alpha: 0.0 })
 }
 
 /// The same for an Eagle3 drafter.

@@ -10,7 +10,7 @@ use common::training::{GAMMA, Lessons, smoke, train};
 use common::{answers, deepspec_eval, repository, results};
 use deepspec_core::{Slots, Tap};
 use deepspec_drafters::{
-    BlockConfig, BlockObjective, BlockPlan, BlockSpec, Confidence, DraftDecoder, LossAlphas,
+    BlockConfig, BlockObjective, BlockPlan, BlockSpec, Confidence, DraftDecoder, LossRecipe,
 };
 use deepspec_models::{ModelConfig, save};
 use deepspec_testkit::tiny;
@@ -52,8 +52,8 @@ fn bench() -> &'static Path {
             markov: None,
             confidence: Some(Confidence { with_markov: false }),
         };
-        let alphas = LossAlphas { ce: 1.0, soft_ce: 1.0, confidence: 1.0, ..LossAlphas::default() };
-        let plan = BlockPlan::new(config, BlockObjective { alphas, decay_gamma: 8.0 });
+        let loss = LossRecipe { ce_alpha: 1.0, soft_ce_alpha: 1.0, decay_gamma: 8.0, ..LossRecipe::NONE };
+        let plan = BlockPlan::new(config, BlockObjective { loss, confidence_alpha: 1.0 });
         let (suites, rows) = (smoke(), LIMIT..LEARNED);
         let lessons = Lessons { target: target.clone(), suites, rows, tokens: TOKENS, thinking: false };
         let samples = lessons.samples(&[Tap::Layer(0), Tap::Layer(2)], |out| (out.taps, out.hidden));

@@ -20,8 +20,8 @@ use std::process::{Child, ChildStdout, Command, Stdio};
 
 use deepspec_core::{Slots, Tap};
 use deepspec_drafters::{
-    Block, BlockConfig, BlockSpec, Confidence, DraftDecoder, LossAlphas, LossDenominator, Markov, MarkovKind,
-    TrainSample, anchor_candidates,
+    Block, BlockConfig, BlockObjective, BlockSpec, Confidence, DraftDecoder, LossDenominator, LossRecipe,
+    Markov, MarkovKind, TrainSample, anchor_candidates,
 };
 use deepspec_models::ModelConfig;
 use deepspec_train::dist::ProcessGroup;
@@ -290,7 +290,8 @@ fn measure(shape: &Shape) {
     let text = text();
     // Not before: memory that making the weights left behind would be kept, and used without being counted.
     deepspec_ops::prepare_process();
-    let alphas = LossAlphas { ce: 0.1, l1: 0.9, confidence: 1.0, ..LossAlphas::default() };
+    let loss = LossRecipe { ce_alpha: 0.1, l1_alpha: 0.9, ..LossRecipe::NONE };
+    let objective = BlockObjective { loss, confidence_alpha: 1.0 };
     // Milliseconds of step number `number`, without the making of its data.
     let mut step = |number: usize| {
         let samples = (0..shape.samples).map(|index| shape.sample(&text, number, index));
@@ -298,7 +299,7 @@ fn measure(shape: &Shape) {
         let before = on_core();
         let batch = block.config().batch(&samples, 4.0, Device::Cpu, Kind::Float).expect("anchors");
         drop(samples);
-        let _ = block.accumulate(&batch, &alphas, LossDenominator(1000.0), None);
+        let _ = block.accumulate(&batch, &objective, LossDenominator(1000.0), None);
         let _ = optimizer.step(6e-4, &alone).expect("alone");
         on_core() - before
     };

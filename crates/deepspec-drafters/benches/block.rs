@@ -7,8 +7,8 @@ use std::path::Path;
 use criterion::{Criterion, criterion_group, criterion_main};
 use deepspec_core::{Slots, Tap};
 use deepspec_drafters::{
-    Block, BlockConfig, BlockProposer, BlockSpec, Confidence, DraftDecoder, LossAlphas, LossDenominator,
-    Markov, MarkovKind, TrainSample,
+    Block, BlockConfig, BlockObjective, BlockProposer, BlockSpec, Confidence, DraftDecoder, LossDenominator,
+    LossRecipe, Markov, MarkovKind, TrainSample,
 };
 use deepspec_engine::{Context, DraftRequest, Proposer, Sampling, SamplingBatch};
 use deepspec_models::ModelConfig;
@@ -65,14 +65,15 @@ fn measure(criterion: &mut Criterion, memory: &str) {
         let _ = parameter.set_requires_grad(true);
     }
     let samples = samples();
-    let alphas = LossAlphas { ce: 0.1, l1: 0.9, confidence: 1.0, ..LossAlphas::default() };
+    let loss = LossRecipe { ce_alpha: 0.1, l1_alpha: 0.9, ..LossRecipe::NONE };
+    let objective = BlockObjective { loss, confidence_alpha: 1.0 };
     let mut group = criterion.benchmark_group(memory);
     group.sample_size(20);
     group.bench_function("training pass, 4 sequences", |bench| {
         bench.iter(|| {
             let batch =
                 block.config().batch(&samples, 4.0, Device::Cpu, Kind::Float).expect("there are anchors");
-            let _ = black_box(block.accumulate(&batch, &alphas, LossDenominator(1000.0), None));
+            let _ = black_box(block.accumulate(&batch, &objective, LossDenominator(1000.0), None));
         });
     });
     let _guard = tch::no_grad_guard();

@@ -16,14 +16,16 @@ use std::process::Command;
 
 use deepspec_core::{Slots, Tap};
 use deepspec_drafters::{
-    Block, BlockBatch, BlockConfig, BlockSpec, Confidence, DraftDecoder, LossAlphas, LossDenominator, Markov,
-    MarkovKind, TrainSample,
+    Block, BlockBatch, BlockConfig, BlockObjective, BlockSpec, Confidence, DraftDecoder, LossDenominator,
+    LossRecipe, Markov, MarkovKind, TrainSample,
 };
 use deepspec_models::ModelConfig;
 use tch::{Device, Kind, Tensor};
 
-const ALPHAS: LossAlphas =
-    LossAlphas { ce: 0.1, l1: 0.9, soft_ce: 0.0, kl: 0.0, lk: None, dpace: None, confidence: 1.0 };
+const OBJECTIVE: BlockObjective = BlockObjective {
+    loss: LossRecipe { ce_alpha: 0.1, l1_alpha: 0.9, ..LossRecipe::NONE },
+    confidence_alpha: 1.0,
+};
 const NORMALISER: LossDenominator = LossDenominator(1000.0);
 const WIDTH: i64 = 256;
 const GAMMA: usize = 7;
@@ -74,8 +76,8 @@ fn batch(block: &Block, anchors: usize) -> BlockBatch {
 
 fn pass(block: &Block, batch: &BlockBatch, variant: &str) {
     match variant {
-        "autograd" => slow::objective(block, batch, &ALPHAS, NORMALISER).0.backward(),
-        _ => drop(block.accumulate(batch, &ALPHAS, NORMALISER, None)),
+        "autograd" => slow::objective(block, batch, &OBJECTIVE, NORMALISER).0.backward(),
+        _ => drop(block.accumulate(batch, &OBJECTIVE, NORMALISER, None)),
     }
 }
 

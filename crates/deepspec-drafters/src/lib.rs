@@ -23,7 +23,7 @@ pub use block_common::{
     AnchoredProposer, AnchoredSum, BlockBatch, BlockDrafter, BlockSpec, Drafting, LayerType,
     anchor_candidates, eval_mask, slot_weight,
 };
-pub use deepspec_ops::distill_loss::{Dpace, Lk, LkForm, LossAlphas, LossRecipe};
+pub use deepspec_ops::distill_loss::{Dpace, Lk, LkForm, LossRecipe};
 pub use dflash2::{
     Convolution, DFlash2, DFlash2Config, DFlash2Objective, DFlash2Plan, DFlash2Proposer, DFlash2Recipe,
     DFlash2Sum, Selector,

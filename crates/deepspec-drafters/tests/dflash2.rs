@@ -11,7 +11,7 @@ use deepspec_checkpoint::{CheckpointFormat, Target, convert};
 use deepspec_core::{Slots, Tap};
 use deepspec_drafters::{
     Block, BlockBatch, BlockConfig, BlockSpec, Convolution, DFlash2, DFlash2Config, DFlash2Proposer,
-    DFlash2Sum, DraftDecoder, DrafterConfig, LossAlphas, LossDenominator, TrainSample, open_checkpoint,
+    DFlash2Sum, DraftDecoder, DrafterConfig, LossDenominator, LossRecipe, TrainSample, open_checkpoint,
 };
 use deepspec_engine::{Context, DraftRequest, Proposer, Sampling, SamplingBatch};
 use deepspec_models::{ModelConfig, Weights, save};
@@ -159,8 +159,9 @@ fn gradients_are_autograds() {
         for (_, parameter) in model.parameters() {
             let _ = parameter.set_requires_grad(true);
         }
-        let (batch, alphas) = (batch(&model), LossAlphas { ce: 1.0, l1: 0.3, ..LossAlphas::default() });
-        let (loss, named) = slow(&model, &batch, &alphas);
+        let (batch, recipe) =
+            (batch(&model), LossRecipe { ce_alpha: 1.0, l1_alpha: 0.3, ..LossRecipe::NONE });
+        let (loss, named) = slow(&model, &batch, &recipe);
         loss.backward();
         let taken = || -> Vec<(String, Tensor)> {
             let gradient = |(name, parameter): &(String, Tensor)| {
@@ -171,7 +172,7 @@ fn gradients_are_autograds() {
             model.parameters().iter().map(gradient).collect()
         };
         let expected = taken();
-        let sums = model.accumulate(&batch, &alphas, ALPHA, LossDenominator(50.0), None);
+        let sums = model.accumulate(&batch, &recipe, ALPHA, LossDenominator(50.0), None);
         for ((name, found), (_, expected)) in taken().into_iter().zip(&expected) {
             let size = expected.abs().max().double_value(&[]);
             assert!(size > 0.0, "{name} has gradients of {size}");
@@ -196,7 +197,7 @@ fn gradients_are_autograds() {
 }
 
 /// The loss with a graph, and sums by name.
-fn slow(model: &DFlash2, batch: &BlockBatch, alphas: &LossAlphas) -> (Tensor, Vec<(&'static str, f64)>) {
+fn slow(model: &DFlash2, batch: &BlockBatch, recipe: &LossRecipe) -> (Tensor, Vec<(&'static str, f64)>) {
     let hidden = model.hidden(batch);
     let rows = |t: &Tensor| t.flatten(0, 1).index_select(0, batch.rows());
     let (_, features) = model.features(&hidden, batch.previous()).unwrap();
@@ -214,7 +215,7 @@ fn slow(model: &DFlash2, batch: &BlockBatch, alphas: &LossAlphas) -> (Tensor, Ve
     let weighted = |values: &Tensor, weights: &Tensor| (values * weights).sum(Kind::Float);
     let (ce, l1) = (weighted(&ce, batch.weights()), weighted(&l1, batch.weights()));
     let selector = weighted(&selector, &batch.weights().masked_select(&recalled));
-    let loss = &ce * alphas.ce + &l1 * alphas.l1 + &selector * ALPHA;
+    let loss = &ce * recipe.ce_alpha + &l1 * recipe.l1_alpha + &selector * ALPHA;
     let first = batch.rows().remainder(BLOCK as i64 - 1).eq(0);
     let sums = [
         ("ce", &ce),

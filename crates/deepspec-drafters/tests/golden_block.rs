@@ -6,7 +6,8 @@ use common::{assert_close, device, tensor};
 use deepspec_cost::planner::{Planner, StepLoad};
 use deepspec_cost::policy::Policy;
 use deepspec_drafters::{
-    Block, BlockProposer, BlockSum, LossAlphas, LossDenominator, TrainSample, anchor_candidates, eval_mask,
+    Block, BlockObjective, BlockProposer, BlockSum, LossDenominator, LossRecipe, TrainSample,
+    anchor_candidates, eval_mask,
 };
 use deepspec_engine::{Context, DraftRequest, Proposer, Sampling, SamplingBatch};
 use deepspec_testkit::golden::Case;
@@ -72,18 +73,20 @@ fn check_training(name: &str) {
     }
 
     let scalar = |name: &str| case.expected(name).f64s()[0];
-    let alphas = LossAlphas {
-        ce: alpha(&case, "ce_loss_alpha"),
-        l1: alpha(&case, "l1_loss_alpha"),
-        confidence: if block.config().confidence.is_some() {
+    let objective = BlockObjective {
+        loss: LossRecipe {
+            ce_alpha: alpha(&case, "ce_loss_alpha"),
+            l1_alpha: alpha(&case, "l1_loss_alpha"),
+            ..LossRecipe::NONE
+        },
+        confidence_alpha: if block.config().confidence.is_some() {
             alpha(&case, "confidence_head_alpha")
         } else {
             0.0
         },
-        ..LossAlphas::default()
     };
     let normaliser = LossDenominator(scalar("ce_loss_den"));
-    let sums: Vec<f64> = Vec::try_from(block.accumulate(&batch, &alphas, normaliser, None)).unwrap();
+    let sums: Vec<f64> = Vec::try_from(block.accumulate(&batch, &objective, normaliser, None)).unwrap();
     let names = BlockSum::all(gamma).map(BlockSum::name).collect::<Vec<_>>();
     let sum = |name: &str| sums[names.iter().position(|n| n == name).unwrap()];
     let close = |what: &str, found: f64, expected: f64, tolerance: f64| {
@@ -95,10 +98,10 @@ fn check_training(name: &str) {
     close("loss", sum("loss") / (normaliser.0 + 1e-6), scalar("loss"), LOSS);
     close("weight", sum("weight"), scalar("ce_loss_den"), LOSS);
     close("ce", sum("ce"), scalar("ce_loss_num"), LOSS);
-    if case.all_expected().contains_key("l1_loss_num") && alphas.l1 > 0.0 {
+    if case.all_expected().contains_key("l1_loss_num") && objective.loss.l1_alpha > 0.0 {
         close("l1", sum("l1"), scalar("l1_loss_num"), LOSS);
     }
-    if alphas.confidence > 0.0 {
+    if objective.confidence_alpha > 0.0 {
         close("confidence", sum("confidence"), scalar("confidence_loss_num"), LOSS);
     }
     let metrics = case.scalar("train_metrics");

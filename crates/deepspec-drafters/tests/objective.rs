@@ -7,8 +7,8 @@ use std::path::Path;
 
 use deepspec_core::{Slots, Tap};
 use deepspec_drafters::{
-    Block, BlockBatch, BlockConfig, BlockSpec, BlockSum, Confidence, Dpace, DraftDecoder, Lk, LkForm,
-    LossAlphas, LossDenominator, Markov, MarkovKind, TrainSample,
+    Block, BlockBatch, BlockConfig, BlockObjective, BlockSpec, BlockSum, Confidence, Dpace, DraftDecoder, Lk,
+    LkForm, LossDenominator, LossRecipe, Markov, MarkovKind, TrainSample,
 };
 use deepspec_models::ModelConfig;
 use tch::{Device, Kind, Tensor};
@@ -102,32 +102,32 @@ fn gradients(block: &Block) -> Vec<(String, Tensor)> {
 }
 
 /// Gradients within `tolerance` by norm, sums within 1e-5 in float32.
-fn check(shape: Shape, alphas: LossAlphas, tolerance: f64) {
+fn check(shape: Shape, objective: BlockObjective, tolerance: f64) {
     let block = block(shape);
     let batch = batch(&block, shape);
-    let (loss, expected) = slow::objective(&block, &batch, &alphas, LossDenominator(NORMALISER));
+    let (loss, expected) = slow::objective(&block, &batch, &objective, LossDenominator(NORMALISER));
     loss.backward();
     let slow = gradients(&block);
     let sums: Vec<f64> =
-        Vec::try_from(block.accumulate(&batch, &alphas, LossDenominator(NORMALISER), None)).unwrap();
+        Vec::try_from(block.accumulate(&batch, &objective, LossDenominator(NORMALISER), None)).unwrap();
     let names = BlockSum::all(GAMMA).map(BlockSum::name).collect::<Vec<_>>();
     for (name, expected) in expected {
         let found = sums[names.iter().position(|n| n == name).unwrap()];
         let error = (found - expected).abs() / expected.abs();
-        assert!(error < tolerance, "{shape:?} {alphas:?}: {name} is {found}, expected {expected}");
+        assert!(error < tolerance, "{shape:?} {objective:?}: {name} is {found}, expected {expected}");
     }
     for ((name, fast), (_, slow)) in gradients(&block).iter().zip(&slow) {
         let norm = |t: &Tensor| t.norm().double_value(&[]);
         let error = norm(&(fast - slow));
         assert!(
             error <= tolerance * norm(slow),
-            "{shape:?} {alphas:?}: gradient of {name} is off by {error:e}, its norm is {:e}",
+            "{shape:?} {objective:?}: gradient of {name} is off by {error:e}, its norm is {:e}",
             norm(slow)
         );
     }
     // A second pass adds to the gradients.
     for _ in 0..2 {
-        let _ = block.accumulate(&batch, &alphas, LossDenominator(NORMALISER), None);
+        let _ = block.accumulate(&batch, &objective, LossDenominator(NORMALISER), None);
     }
     for ((name, twice), (_, slow)) in gradients(&block).iter().zip(&slow) {
         let error = (twice - slow * 2.0).norm().double_value(&[]);
@@ -138,9 +138,17 @@ fn check(shape: Shape, alphas: LossAlphas, tolerance: f64) {
     }
 }
 
-const DSPARK: LossAlphas =
-    LossAlphas { ce: 0.1, l1: 0.9, soft_ce: 0.0, kl: 0.0, lk: None, dpace: None, confidence: 1.0 };
-const NOTHING: LossAlphas = LossAlphas { ce: 0.0, l1: 0.0, ..DSPARK };
+const DSPARK: BlockObjective = BlockObjective {
+    loss: LossRecipe { ce_alpha: 0.1, l1_alpha: 0.9, ..LossRecipe::NONE },
+    confidence_alpha: 1.0,
+};
+
+/// One objective beside the confidence head's.
+fn only(loss: LossRecipe) -> BlockObjective {
+    BlockObjective { loss, ..DSPARK }
+}
+
+const NOTHING: LossRecipe = LossRecipe::NONE;
 
 #[test]
 fn every_head_has_the_gradients_of_autograd() {
@@ -161,26 +169,29 @@ fn every_head_has_the_gradients_of_autograd() {
 fn every_loss_has_the_gradients_of_autograd() {
     let lk = |form, alpha, eta| Some(Lk { form, alpha, eta });
     let losses = [
-        LossAlphas { ce: 1.0, ..NOTHING },
-        LossAlphas { l1: 0.7, ..NOTHING },
-        LossAlphas { soft_ce: 0.7, ..NOTHING },
-        LossAlphas { kl: 1.3, ..NOTHING },
-        LossAlphas { lk: lk(LkForm::LogAcceptance, 0.8, 3.0), ..NOTHING },
-        LossAlphas { lk: lk(LkForm::Hybrid, 0.8, 3.0), ..NOTHING },
-        LossAlphas { ce: 1.0, dpace: Some(Dpace { smoothing: 0.5 }), ..NOTHING },
-        LossAlphas {
-            ce: 0.3,
-            l1: 0.2,
-            soft_ce: 0.4,
-            kl: 0.1,
-            lk: lk(LkForm::Hybrid, 0.6, 1.5),
-            dpace: Some(Dpace { smoothing: 0.2 }),
-            confidence: 0.5,
+        only(LossRecipe { ce_alpha: 1.0, ..NOTHING }),
+        only(LossRecipe { l1_alpha: 0.7, ..NOTHING }),
+        only(LossRecipe { soft_ce_alpha: 0.7, ..NOTHING }),
+        only(LossRecipe { kl_alpha: 1.3, ..NOTHING }),
+        only(LossRecipe { lk: lk(LkForm::LogAcceptance, 0.8, 3.0), ..NOTHING }),
+        only(LossRecipe { lk: lk(LkForm::Hybrid, 0.8, 3.0), ..NOTHING }),
+        only(LossRecipe { ce_alpha: 1.0, dpace: Some(Dpace { smoothing: 0.5 }), ..NOTHING }),
+        BlockObjective {
+            loss: LossRecipe {
+                ce_alpha: 0.3,
+                l1_alpha: 0.2,
+                soft_ce_alpha: 0.4,
+                kl_alpha: 0.1,
+                lk: lk(LkForm::Hybrid, 0.6, 1.5),
+                dpace: Some(Dpace { smoothing: 0.2 }),
+                ..LossRecipe::NONE
+            },
+            confidence_alpha: 0.5,
         },
     ];
-    for alphas in losses {
+    for objective in losses {
         for softcap in [None, Some(2.0)] {
-            check(Shape { softcap, ..PLAIN }, alphas, 1e-5);
+            check(Shape { softcap, ..PLAIN }, objective, 1e-5);
         }
     }
 }
@@ -199,7 +210,7 @@ fn chunks_tiles_and_pieces_join_without_a_seam() {
     for (vocab, kind) in cases {
         check(
             Shape { vocab, anchors: 90, markov: Some(kind), ..PLAIN },
-            LossAlphas { ce: 1.0, kl: 0.5, dpace, ..NOTHING },
+            only(LossRecipe { ce_alpha: 1.0, kl_alpha: 0.5, dpace, ..NOTHING }),
             1e-5,
         );
     }
@@ -252,8 +263,12 @@ fn gradients_stay_finite_at_both_ends() {
         // Logits in the thousands: both distributions are one-hot, at other tokens.
         let _ = tch::no_grad(|| parameter.shallow_clone().g_mul_scalar_(300.0));
     }
-    let sums =
-        block.accumulate(&batch, &LossAlphas { kl: 1.0, lk, ..DSPARK }, LossDenominator(NORMALISER), None);
+    let sums = block.accumulate(
+        &batch,
+        &BlockObjective { loss: LossRecipe { kl_alpha: 1.0, lk, ..DSPARK.loss }, ..DSPARK },
+        LossDenominator(NORMALISER),
+        None,
+    );
     assert!(sums.isfinite().all().int64_value(&[]) == 1, "{sums:?}");
     for (name, gradient) in gradients(&block) {
         assert!(gradient.isfinite().all().int64_value(&[]) == 1, "{name}");
@@ -270,10 +285,10 @@ fn the_divergence_of_bfloat16_logits_does_not_cancel() {
         let norm =
             block.parameters().iter().find(|(name, _)| name == "norm.weight").unwrap().1.shallow_clone();
         let _ = tch::no_grad(|| norm.shallow_clone().g_mul_scalar_(0.02));
-        let alphas = LossAlphas { kl: 1.0, ..NOTHING };
+        let objective = only(LossRecipe { kl_alpha: 1.0, ..NOTHING });
         let sums: Vec<f64> = Vec::try_from(block.accumulate(
             &batch(&block, shape),
-            &alphas,
+            &objective,
             LossDenominator(NORMALISER),
             None,
         ))
@@ -291,7 +306,7 @@ fn the_divergence_of_bfloat16_logits_does_not_cancel() {
 #[test]
 fn the_confidence_loss_reaches_the_backbone_and_not_the_logits() {
     let block = block(PLAIN);
-    let _ = block.accumulate(&batch(&block, PLAIN), &NOTHING, LossDenominator(NORMALISER), None);
+    let _ = block.accumulate(&batch(&block, PLAIN), &only(NOTHING), LossDenominator(NORMALISER), None);
     for (name, gradient) in gradients(&block) {
         let moves = gradient.abs().max().double_value(&[]) > 0.0;
         assert_eq!(moves, name != "markov_head.markov_w2.weight", "{name}");

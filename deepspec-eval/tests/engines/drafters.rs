@@ -7,7 +7,7 @@ use deepspec_core::recipe::LossNormalization;
 use deepspec_core::{Slots, Tap};
 use deepspec_drafters::{
     BlockConfig, BlockObjective, BlockPlan, BlockSpec, DraftDecoder, DrafterPlan, Eagle3Config,
-    Eagle3Objective, Eagle3Plan, LossAlphas, Markov, MarkovKind, Supervise,
+    Eagle3Objective, Eagle3Plan, LossRecipe, Markov, MarkovKind, Supervise,
 };
 use deepspec_models::{ModelConfig, save};
 use deepspec_testkit::conversations::tokenizers;
@@ -139,8 +139,8 @@ fn block(
         markov: markov.map(|rank| Markov { kind: MarkovKind::Vanilla, rank }),
         confidence: None,
     };
-    let alphas = LossAlphas { ce: 1.0, ..LossAlphas::default() };
-    let plan = BlockPlan::new(config, BlockObjective { alphas, decay_gamma: 4.0 });
+    let loss = LossRecipe { ce_alpha: 1.0, decay_gamma: 4.0, ..LossRecipe::NONE };
+    let plan = BlockPlan::new(config, BlockObjective { loss, confidence_alpha: 0.0 });
     taught(&plan, target, &taps, steps)
 }
 

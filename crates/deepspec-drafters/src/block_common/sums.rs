@@ -4,7 +4,7 @@ use serde_json::{Map, Value, json};
 use tch::{Kind, Tensor};
 
 use super::BlockBatch;
-use deepspec_ops::distill_loss::{Column, LossAlphas, LossOutput, TERMS};
+use deepspec_ops::distill_loss::{Column, LossOutput, LossRecipe, TERMS};
 
 /// Sums that add over micro-batches and ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -132,7 +132,7 @@ impl Window<'_> {
     /// divided once, here.
     pub fn metrics(
         &self,
-        alphas: &LossAlphas,
+        recipe: &LossRecipe,
         samples: usize,
         loss: (&str, f64),
         own: &[(&str, f64)],
@@ -153,11 +153,11 @@ impl Window<'_> {
         }
         put("anchors_per_sample", json!(blocks / samples.max(1) as f64));
         put("supervised_per_block", json!(ratio(drafts, blocks)));
-        for (place, term) in TERMS.iter().enumerate().filter(|(_, term)| term.is_reported(alphas)) {
+        for (place, term) in TERMS.iter().enumerate().filter(|(_, term)| term.is_reported(recipe)) {
             // Those that stand above keep their place.
             put(&format!("{}_loss", term.name()), json!(mean(AnchoredSum::Term(place))));
         }
-        if alphas.dpace.is_some() {
+        if recipe.dpace.is_some() {
             put("dpace_loss", json!(mean(AnchoredSum::Dpace)));
         }
         metrics

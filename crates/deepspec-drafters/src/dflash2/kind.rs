@@ -20,7 +20,7 @@ use crate::{
     ConfigIssue, Drafter, DrafterPlan, GradReadyHook, LossDenominator, Metrics, Predictions, Settings,
     TrainSample,
 };
-use deepspec_ops::distill_loss::LossAlphas;
+use deepspec_ops::distill_loss::LossRecipe;
 
 /// Parallel block drafter with convolutions and a path selector.
 pub const KIND: DrafterKindInfo = DrafterKindInfo {
@@ -55,12 +55,10 @@ pub type DFlash2Plan = Plan<DFlash2Parts>;
 /// How a DFlash 2 drafter is trained.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct DFlash2Objective {
-    /// Weights of the losses of all logits.
-    pub alphas: LossAlphas,
+    /// Weights of the losses of all logits, and of positions.
+    pub loss: LossRecipe,
     /// Weight of the selector's loss.
     pub selector_alpha: f64,
-    /// Draft k of a block weighs exp(−k / this).
-    pub decay_gamma: f64,
 }
 
 impl Settings for DFlash2Recipe {
@@ -89,12 +87,7 @@ impl Settings for DFlash2Recipe {
             "selector_top_k" => ("selector.top_k", problem),
             other => (other, problem),
         })?;
-        let loss = self.loss();
-        let objective = DFlash2Objective {
-            alphas: LossAlphas::new(&loss, 0.0),
-            selector_alpha: self.selector.alpha,
-            decay_gamma: loss.decay_gamma,
-        };
+        let objective = DFlash2Objective { loss: self.loss(), selector_alpha: self.selector.alpha };
         Ok(Box::new(DFlash2Plan::new(config, objective)))
     }
 }
@@ -118,7 +111,7 @@ impl DrafterKind for DFlash2Parts {
     }
 
     fn loss_weight(plan: &DFlash2Plan, loss_mask: &[bool], anchors: &[usize]) -> f64 {
-        block_weight(&plan.config.blocks, plan.objective.decay_gamma, loss_mask, anchors)
+        block_weight(&plan.config.blocks, plan.objective.loss.decay_gamma, loss_mask, anchors)
     }
 
     fn accumulate(
@@ -128,9 +121,9 @@ impl DrafterKind for DFlash2Parts {
         normaliser: LossDenominator,
         listener: Option<GradReadyHook>,
     ) -> Option<Tensor> {
-        let DFlash2Objective { alphas, selector_alpha, decay_gamma } = objective;
-        let batch = model.config().batch(samples, *decay_gamma, model.device(), model.kind())?;
-        Some(model.accumulate(&batch, alphas, *selector_alpha, normaliser, listener))
+        let DFlash2Objective { loss, selector_alpha } = objective;
+        let batch = model.config().batch(samples, loss.decay_gamma, model.device(), model.kind())?;
+        Some(model.accumulate(&batch, loss, *selector_alpha, normaliser, listener))
     }
 
     fn stages(model: &DFlash2) -> Vec<String> {
@@ -138,7 +131,7 @@ impl DrafterKind for DFlash2Parts {
     }
 
     fn metrics(plan: &DFlash2Plan) -> Box<dyn Metrics> {
-        Box::new(DFlash2Metrics { alphas: plan.objective.alphas, gamma: plan.config.blocks.drafted() })
+        Box::new(DFlash2Metrics { loss: plan.objective.loss, gamma: plan.config.blocks.drafted() })
     }
 
     fn flops(plan: &DFlash2Plan, samples: &[TrainSample]) -> f64 {

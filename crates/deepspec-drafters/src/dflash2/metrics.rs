@@ -5,7 +5,7 @@ use serde_json::{Map, Value};
 use crate::Metrics;
 use crate::block_common::AnchoredSum;
 use crate::block_common::sums::{Window, ratio};
-use deepspec_ops::distill_loss::LossAlphas;
+use deepspec_ops::distill_loss::LossRecipe;
 
 /// Sums of a micro-batch. Accept rates are those of the selector behind the true previous tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -32,7 +32,7 @@ impl DFlash2Sum {
 #[derive(Debug, Clone, Copy)]
 pub struct DFlash2Metrics {
     /// Weights of the losses.
-    pub alphas: LossAlphas,
+    pub loss: LossRecipe,
     /// γ.
     pub gamma: usize,
 }
@@ -56,6 +56,6 @@ impl Metrics for DFlash2Metrics {
         let own = |sum| window.own(&DFlash2Sum::OWN, sum);
         let selector = window.mean(own(DFlash2Sum::Selector));
         let recall = ratio(own(DFlash2Sum::Recalled), window.of(AnchoredSum::Drafts));
-        window.metrics(&self.alphas, samples, ("selector_loss", selector), &[("candidate_recall", recall)])
+        window.metrics(&self.loss, samples, ("selector_loss", selector), &[("candidate_recall", recall)])
     }
 }

@@ -2,7 +2,7 @@
 
 use deepspec_ops::add_rows;
 use deepspec_ops::distill_loss::{
-    AuxLossOutput, Column, LossAlphas, RowObjective, Span, Supervised, distill_loss,
+    AuxLossOutput, Column, LossRecipe, RowObjective, Span, Supervised, distill_loss,
 };
 use tch::{Kind, Tensor};
 
@@ -77,7 +77,7 @@ impl DFlash2 {
     pub fn accumulate(
         &self,
         batch: &BlockBatch,
-        alphas: &LossAlphas,
+        recipe: &LossRecipe,
         alpha: f64,
         normaliser: LossDenominator,
         listener: Option<GradReadyHook>,
@@ -117,7 +117,7 @@ impl DFlash2 {
                 agreement: false,
                 extra: Some(&loss),
             };
-            distill_loss(&self.vocabulary().loss_head(), &rows, alphas)
+            distill_loss(&self.vocabulary().loss_head(), &rows, recipe)
         });
         let surrogate =
             (&rows * &output.hidden).sum(Kind::Float) + (&features * &loss.by_features).sum(Kind::Float);

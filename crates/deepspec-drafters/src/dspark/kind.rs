@@ -21,7 +21,7 @@ use crate::{
     ConfigIssue, Drafter, DrafterPlan, GradReadyHook, LossDenominator, Metrics, Predictions, Settings,
     TrainSample,
 };
-use deepspec_ops::distill_loss::{LossAlphas, LossRecipe};
+use deepspec_ops::distill_loss::LossRecipe;
 
 /// The heads, and all that stands before them.
 const PARTS: &[ParamGroup] = &[
@@ -111,8 +111,8 @@ impl Settings for BlockSettings {
             "confidence_head_with_markov" => ("confidence.with_markov", problem),
             other => (other, problem),
         })?;
-        let alphas = LossAlphas::new(loss, block.confidence.map_or(0.0, |head| head.alpha));
-        let objective = BlockObjective { alphas, decay_gamma: loss.decay_gamma };
+        let confidence_alpha = block.confidence.map_or(0.0, |head| head.alpha);
+        let objective = BlockObjective { loss: *loss, confidence_alpha };
         Ok(Box::new(BlockPlan::new(config, objective)))
     }
 }
@@ -126,10 +126,10 @@ pub type BlockPlan = Plan<BlockParts>;
 /// How a block drafter is trained.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct BlockObjective {
-    /// Weights of the losses.
-    pub alphas: LossAlphas,
-    /// Slot k of a block weighs exp(−k / this).
-    pub decay_gamma: f64,
+    /// Weights of the losses and of positions.
+    pub loss: LossRecipe,
+    /// Weight of the confidence head's binary cross entropy.
+    pub confidence_alpha: f64,
 }
 
 impl DrafterKind for BlockParts {
@@ -151,7 +151,7 @@ impl DrafterKind for BlockParts {
     }
 
     fn loss_weight(plan: &BlockPlan, loss_mask: &[bool], anchors: &[usize]) -> f64 {
-        block_weight(&plan.config.blocks, plan.objective.decay_gamma, loss_mask, anchors)
+        block_weight(&plan.config.blocks, plan.objective.loss.decay_gamma, loss_mask, anchors)
     }
 
     fn accumulate(
@@ -162,8 +162,8 @@ impl DrafterKind for BlockParts {
         listener: Option<GradReadyHook>,
     ) -> Option<Tensor> {
         let (device, kind) = (model.device(), model.kind());
-        let batch = model.config().batch(samples, objective.decay_gamma, device, kind)?;
-        Some(model.accumulate(&batch, &objective.alphas, normaliser, listener))
+        let batch = model.config().batch(samples, objective.loss.decay_gamma, device, kind)?;
+        Some(model.accumulate(&batch, objective, normaliser, listener))
     }
 
     fn stages(model: &Block) -> Vec<String> {
@@ -171,7 +171,7 @@ impl DrafterKind for BlockParts {
     }
 
     fn metrics(plan: &BlockPlan) -> Box<dyn Metrics> {
-        Box::new(BlockMetrics::new(plan.objective.alphas, plan.config.blocks.drafted()))
+        Box::new(BlockMetrics::new(plan.objective.loss, plan.config.blocks.drafted()))
     }
 
     fn flops(plan: &BlockPlan, samples: &[TrainSample]) -> f64 {

@@ -5,19 +5,19 @@ use serde_json::{Map, Value};
 use super::objective::BlockSum;
 use crate::Metrics;
 use crate::block_common::sums::Window;
-use deepspec_ops::distill_loss::LossAlphas;
+use deepspec_ops::distill_loss::LossRecipe;
 
 /// What the sums of a block drafter's micro-batches mean.
 #[derive(Debug, Clone, Copy)]
 pub struct BlockMetrics {
-    alphas: LossAlphas,
+    loss: LossRecipe,
     gamma: usize,
 }
 
 impl BlockMetrics {
     /// Those of blocks of γ drafts under these weights of the losses.
-    pub fn new(alphas: LossAlphas, gamma: usize) -> Self {
-        Self { alphas, gamma }
+    pub fn new(loss: LossRecipe, gamma: usize) -> Self {
+        Self { loss, gamma }
     }
 }
 
@@ -38,6 +38,6 @@ impl Metrics for BlockMetrics {
             ("confidence_bias", mean(BlockSum::ConfidenceBias)),
             ("confidence_prefix_bias", mean(BlockSum::PrefixBias)),
         ];
-        window.metrics(&self.alphas, samples, ("confidence_loss", mean(BlockSum::Confidence)), &own)
+        window.metrics(&self.loss, samples, ("confidence_loss", mean(BlockSum::Confidence)), &own)
     }
 }

@@ -1,9 +1,10 @@
 //! The training objective of DSpark and DFlash: losses over supervised slots, their gradients and their statistics.
 
-use deepspec_ops::distill_loss::{Bias, Column, LossAlphas, LossOutput, Supervised, distill_loss};
+use deepspec_ops::distill_loss::{Bias, Column, LossOutput, LossRecipe, Supervised, distill_loss};
 use tch::{Kind, Reduction, Tensor};
 
 use super::heads::MarkovHead;
+use super::kind::BlockObjective;
 use super::model::Block;
 use crate::block_common::{AnchoredSum, BlockBatch, sums};
 use crate::draft_model::gradient;
@@ -50,7 +51,7 @@ impl Block {
     /// Forward and backward of a batch: adds the gradients of all losses to those of the parameters, which must require them,
     /// and gives every [`BlockSum`], `[K]` float64, detached.
     ///
-    /// With weights w over the supervised slots, every loss of `alphas` is Σ w·loss over the normaliser + 1e-6. The
+    /// With weights w over the supervised slots, every loss of `objective` is Σ w·loss over the normaliser + 1e-6. The
     /// confidence's is the BCE against c* = clamp(1 − ½‖p^d − p^t‖₁, 0, 1). p^t and c* are constants.
     ///
     /// Autograd sees the backbone and the small heads only. What lies behind the final states is differentiated in closed form,
@@ -60,7 +61,7 @@ impl Block {
     pub fn accumulate(
         &self,
         batch: &BlockBatch,
-        alphas: &LossAlphas,
+        objective: &BlockObjective,
         normaliser: LossDenominator,
         listener: Option<GradReadyHook>,
     ) -> Tensor {
@@ -77,7 +78,8 @@ impl Block {
             supervised(&markov.features(hidden, e)) // [R, r]
         });
         let rows = supervised(hidden); // [R, d]
-        let output = tch::no_grad(|| self.head_losses(batch, &rows, features.as_ref(), alphas, scale));
+        let output =
+            tch::no_grad(|| self.head_losses(batch, &rows, features.as_ref(), &objective.loss, scale));
         let accept = (output.column(Column::L1) * -0.5 + 1.0).clamp(0.0, 1.0);
 
         let mut surrogate = (&rows * &output.hidden).sum(Kind::Float);
@@ -87,7 +89,7 @@ impl Block {
         let confidence_logits = self.confidence_logits(&rows, e.as_ref().map(&supervised).as_ref());
         let bce = confidence_logits.as_ref().map(|logits| batch.weighted(&confidence_loss(logits, &accept)));
         if let Some(bce) = &bce {
-            surrogate += bce * (alphas.confidence * scale);
+            surrogate += bce * (objective.confidence_alpha * scale);
         }
         pass.backward(&surrogate, listener);
         tch::no_grad(|| {
@@ -95,7 +97,7 @@ impl Block {
             if let (Some(markov), Some(e), Some(sums)) = (markov, e, &batch.previous_sums) {
                 sums.add(&gradient(markov.w1()), &e.grad().flatten(0, 1));
             }
-            let bce = bce.map(|bce| bce.detach() * alphas.confidence);
+            let bce = bce.map(|bce| bce.detach() * objective.confidence_alpha);
             let mut loss = output.column(Column::Loss).sum(Kind::Double);
             if let Some(bce) = &bce {
                 loss += bce;
@@ -111,7 +113,7 @@ impl Block {
         batch: &BlockBatch,
         rows: &Tensor,
         features: Option<&Tensor>,
-        alphas: &LossAlphas,
+        loss: &LossRecipe,
         scale: f64,
     ) -> LossOutput {
         let markov_w2 = self.parts.markov.as_ref().map(|markov| markov.w2().stored());
@@ -144,7 +146,7 @@ impl Block {
             agreement: false,
             extra: None,
         };
-        let output = distill_loss(&self.vocabulary().loss_head(), &supervised, alphas);
+        let output = distill_loss(&self.vocabulary().loss_head(), &supervised, loss);
         if let Some((mut gradient, sum)) = w2.filter(|(gradient, _)| gradient.kind() != Kind::Float) {
             let _ = gradient.g_add_(&sum.to_kind(gradient.kind()));
         }

@@ -1,6 +1,6 @@
 //! The loss of the training-time test: soft cross entropy of every step against the target.
 
-use deepspec_ops::distill_loss::{Column, LossAlphas, LossOutput, Supervised, distill_loss};
+use deepspec_ops::distill_loss::{Column, LossOutput, LossRecipe, Supervised, distill_loss};
 use tch::{Kind, Tensor};
 
 use super::batch::{Eagle3Batch, Step};
@@ -90,7 +90,7 @@ impl Eagle3 {
             agreement: true,
             extra: None,
         };
-        let alphas = LossAlphas { soft_ce: 1.0, ..LossAlphas::default() };
-        distill_loss(&self.vocabulary().loss_head(), &supervised, &alphas)
+        let recipe = LossRecipe { soft_ce_alpha: 1.0, ..LossRecipe::NONE };
+        distill_loss(&self.vocabulary().loss_head(), &supervised, &recipe)
     }
 }

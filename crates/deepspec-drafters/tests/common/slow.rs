@@ -1,6 +1,6 @@
 //! The objective of block drafters with autograd and whole `[R, V]` tensors: what the closed form in the library means.
 
-use deepspec_drafters::{Block, BlockBatch, Dpace, Lk, LkForm, LossAlphas, LossDenominator};
+use deepspec_drafters::{Block, BlockBatch, BlockObjective, Dpace, Lk, LkForm, LossDenominator};
 use tch::{Kind, Reduction, Tensor};
 
 /// D-PACE's weights, row by row.
@@ -21,9 +21,10 @@ fn paces(dpace: Dpace, ce: &Tensor, rows: &[i64], gamma: i64) -> Tensor {
 pub fn objective(
     block: &Block,
     batch: &BlockBatch,
-    alphas: &LossAlphas,
+    objective: &BlockObjective,
     normaliser: LossDenominator,
 ) -> (Tensor, Vec<(&'static str, f64)>) {
+    let recipe = &objective.loss;
     let hidden = block.hidden(batch);
     let rows = |t: &Tensor| t.flatten(0, 1).index_select(0, batch.rows());
     let features = block.features(&hidden, batch.previous());
@@ -39,23 +40,23 @@ pub fn objective(
     let l1 = sum((&p - &q).abs());
     let (soft_ce, kl) = (-sum(&q * &log_p), sum(&q * (&log_q - &log_p)));
     let overlap = sum(p.minimum(&q));
-    let lk = alphas.lk.map(|Lk { form, eta, .. }| match form {
+    let lk = recipe.lk.map(|Lk { form, eta, .. }| match form {
         LkForm::LogAcceptance => -overlap.log(),
         LkForm::Hybrid => {
             let blend = (overlap.detach() * -eta).exp();
             &blend * &kl + (1.0 - &blend) * (1.0 - &overlap)
         }
     });
-    let paced = alphas.dpace.map(|dpace| {
+    let paced = recipe.dpace.map(|dpace| {
         let rows = Vec::<i64>::try_from(batch.rows()).unwrap();
         (&ce * paces(dpace, &ce.detach(), &rows, block.config().blocks.drafted() as i64)).sum(Kind::Float)
     });
     let dpace = paced.as_ref().map(|paced| ("dpace", paced.detach()));
-    let mut loss = paced.unwrap_or_else(|| weighted(&ce)) * alphas.ce
-        + weighted(&l1) * alphas.l1
-        + weighted(&soft_ce) * alphas.soft_ce
-        + weighted(&kl) * alphas.kl;
-    if let Some((lk, value)) = alphas.lk.zip(lk.as_ref()) {
+    let mut loss = paced.unwrap_or_else(|| weighted(&ce)) * recipe.ce_alpha
+        + weighted(&l1) * recipe.l1_alpha
+        + weighted(&soft_ce) * recipe.soft_ce_alpha
+        + weighted(&kl) * recipe.kl_alpha;
+    if let Some((lk, value)) = recipe.lk.zip(lk.as_ref()) {
         loss += weighted(value) * lk.alpha;
     }
     let accept = (l1.detach() * -0.5 + 1.0).clamp(0.0, 1.0);
@@ -63,10 +64,10 @@ pub fn objective(
     if let Some(logits) = block.confidence_logits(&rows(&hidden), e.as_ref()) {
         let none = None::<&Tensor>;
         let bce = weighted(&logits.binary_cross_entropy_with_logits(&accept, none, none, Reduction::None));
-        loss += &bce * alphas.confidence;
+        loss += &bce * objective.confidence_alpha;
         sums.push(("confidence", bce));
     }
-    if alphas.soft_ce + alphas.kl > 0.0 {
+    if recipe.soft_ce_alpha + recipe.kl_alpha > 0.0 {
         sums.extend([("soft_ce", weighted(&soft_ce)), ("kl", weighted(&kl))]);
     }
     sums.extend(dpace);

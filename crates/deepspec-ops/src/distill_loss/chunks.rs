@@ -5,8 +5,9 @@ use tch::{Device, Kind, Tensor};
 use super::bias::{Bias, ChunkBias};
 use super::inputs::{LossHead, RowObjective, Supervised};
 use super::pieces::{TokenRange, pitch, spaced};
+use super::recipe::LossRecipe;
 use super::span::{Span, spans};
-use super::terms::{LossAlphas, TERMS};
+use super::terms::TERMS;
 use super::tile::Logits;
 use crate::ffi::{multiply, range, softmax_targets};
 
@@ -168,7 +169,7 @@ pub fn tile_rows(vocab: i64, rows: usize, gamma: i64, device: Device) -> usize {
 /// Losses of all rows and their gradients. To be called without a graph.
 ///
 /// Beside its results it holds the buffers of one chunk and the temporaries of a tile ([`buffer_bytes`]).
-pub fn distill_loss(head: &LossHead, rows: &Supervised, alphas: &LossAlphas) -> LossOutput {
+pub fn distill_loss(head: &LossHead, rows: &Supervised, recipe: &LossRecipe) -> LossOutput {
     let _range = range(c"objective");
     let (weight, kind, device) = (&head.weight, rows.hidden.kind(), rows.hidden.device());
     let vocab = weight.size()[0];
@@ -230,7 +231,7 @@ pub fn distill_loss(head: &LossHead, rows: &Supervised, alphas: &LossAlphas) -> 
             }
         }
         let entropies = is_weighed.then(|| {
-            softmax_targets(&mut target, rows.needs(alphas).soft)
+            softmax_targets(&mut target, rows.needs(recipe).soft)
                 .expect("float32 logits as a product leaves them, and memory")
         });
         for tile in spans(&rows.counts[chunk.first_block..chunk.first_block + chunk.blocks], tile) {
@@ -248,7 +249,7 @@ pub fn distill_loss(head: &LossHead, rows: &Supervised, alphas: &LossAlphas) -> 
                 entropies: entropies.as_ref().map(of_tile),
                 source_of_row: source_of_row.as_ref().map(|of_row| tile.of(of_row)),
             };
-            let found = logits.differentiate(head, rows, &in_all, alphas);
+            let found = logits.differentiate(head, rows, &in_all, recipe);
             in_all.of(&output.rows).copy_(&found);
         }
         let by_bias = apart.as_ref().unwrap_or(&base);

@@ -3,9 +3,10 @@
 use tch::Tensor;
 
 use super::bias::Bias;
+use super::recipe::LossRecipe;
 use super::sources::TeacherIndex;
 use super::span::Span;
-use super::terms::{LossAlphas, Needs};
+use super::terms::Needs;
 
 /// The head that drafter and target share.
 pub struct LossHead {
@@ -55,8 +56,8 @@ pub struct Supervised<'a> {
 }
 
 impl Supervised<'_> {
-    pub(super) fn needs(&self, alphas: &LossAlphas) -> Needs {
-        Needs { agreement: self.agreement, ..alphas.needs() }
+    pub(super) fn needs(&self, recipe: &LossRecipe) -> Needs {
+        Needs { agreement: self.agreement, ..recipe.needs() }
     }
 }
 

@@ -1,7 +1,7 @@
 //! Distillation losses over the vocabulary, in closed form: the full `[R, V]` tensors never exist at once, and autograd never
 //! sees them.
 //!
-//! [`LossAlphas`] weighs the terms, `rows` turns logits into losses and gradients by the logits, and [`distill_loss`] walks over
+//! [`LossRecipe`] weighs the terms, `rows` turns logits into losses and gradients by the logits, and [`distill_loss`] walks over
 //! all rows in chunks. The tests compare it with the formulas under autograd.
 
 mod bias;
@@ -22,4 +22,4 @@ pub use recipe::{Dpace, Lk, LkForm, LossRecipe};
 pub use sources::TeacherIndex;
 pub use sources::distinct;
 pub use span::Span;
-pub use terms::{LossAlphas, TERMS};
+pub use terms::TERMS;

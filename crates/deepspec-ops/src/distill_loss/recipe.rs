@@ -34,6 +34,12 @@ pub struct LossRecipe {
     pub decay_gamma: f64,
 }
 
+impl Default for LossRecipe {
+    fn default() -> Self {
+        Self::NONE
+    }
+}
+
 /// How the overlap α = Σ min(p^d, p^t), the target's accept rate, is learned (LK losses, arXiv 2602.23881).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]

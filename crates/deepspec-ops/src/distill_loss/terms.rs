@@ -30,16 +30,16 @@ pub trait LossTerm: Sync {
     fn name(&self) -> &'static str;
 
     /// Its weight.
-    fn alpha(&self, alphas: &LossAlphas) -> f64;
+    fn alpha(&self, recipe: &LossRecipe) -> f64;
 
     /// What must be measured for it.
-    fn needs(&self, _alphas: &LossAlphas) -> Needs {
+    fn needs(&self, _recipe: &LossRecipe) -> Needs {
         Needs::default()
     }
 
     /// Whether there is a metric of it.
-    fn is_reported(&self, alphas: &LossAlphas) -> bool {
-        self.alpha(alphas) != 0.0
+    fn is_reported(&self, recipe: &LossRecipe) -> bool {
+        self.alpha(recipe) != 0.0
     }
 
     /// Whether D-PACE's position weights replace its own.
@@ -48,7 +48,7 @@ pub trait LossTerm: Sync {
     }
 
     /// Its value in each row, `[n, 1]`, and its gradient; None where it was not measured.
-    fn evaluate(&self, distances: &RowStats, alphas: &LossAlphas) -> Option<(Tensor, Gradient)>;
+    fn evaluate(&self, distances: &RowStats, recipe: &LossRecipe) -> Option<(Tensor, Gradient)>;
 }
 
 /// Distances that not every loss needs.
@@ -98,11 +98,11 @@ impl LossTerm for CrossEntropy {
         "ce"
     }
 
-    fn alpha(&self, alphas: &LossAlphas) -> f64 {
-        alphas.ce
+    fn alpha(&self, recipe: &LossRecipe) -> f64 {
+        recipe.ce_alpha
     }
 
-    fn is_reported(&self, _: &LossAlphas) -> bool {
+    fn is_reported(&self, _: &LossRecipe) -> bool {
         true
     }
 
@@ -110,7 +110,7 @@ impl LossTerm for CrossEntropy {
         true
     }
 
-    fn evaluate(&self, distances: &RowStats, _: &LossAlphas) -> Option<(Tensor, Gradient)> {
+    fn evaluate(&self, distances: &RowStats, _: &LossRecipe) -> Option<(Tensor, Gradient)> {
         let gradient = Gradient { label: Some(Factor::One), ..Gradient::default() };
         Some((distances.ce.shallow_clone(), gradient))
     }
@@ -124,15 +124,15 @@ impl LossTerm for L1 {
         "l1"
     }
 
-    fn alpha(&self, alphas: &LossAlphas) -> f64 {
-        alphas.l1
+    fn alpha(&self, recipe: &LossRecipe) -> f64 {
+        recipe.l1_alpha
     }
 
-    fn is_reported(&self, _: &LossAlphas) -> bool {
+    fn is_reported(&self, _: &LossRecipe) -> bool {
         true
     }
 
-    fn evaluate(&self, distances: &RowStats, _: &LossAlphas) -> Option<(Tensor, Gradient)> {
+    fn evaluate(&self, distances: &RowStats, _: &LossRecipe) -> Option<(Tensor, Gradient)> {
         let gradient = Gradient { l1: Some(Factor::One), ..Gradient::default() };
         Some((distances.l1.shallow_clone(), gradient))
     }
@@ -146,15 +146,15 @@ impl LossTerm for SoftCrossEntropy {
         "soft_ce"
     }
 
-    fn alpha(&self, alphas: &LossAlphas) -> f64 {
-        alphas.soft_ce
+    fn alpha(&self, recipe: &LossRecipe) -> f64 {
+        recipe.soft_ce_alpha
     }
 
-    fn needs(&self, alphas: &LossAlphas) -> Needs {
-        Needs { soft: alphas.soft_ce != 0.0, ..Needs::default() }
+    fn needs(&self, recipe: &LossRecipe) -> Needs {
+        Needs { soft: recipe.soft_ce_alpha != 0.0, ..Needs::default() }
     }
 
-    fn evaluate(&self, distances: &RowStats, _: &LossAlphas) -> Option<(Tensor, Gradient)> {
+    fn evaluate(&self, distances: &RowStats, _: &LossRecipe) -> Option<(Tensor, Gradient)> {
         let (soft_ce, _) = distances.soft.as_ref()?;
         Some((soft_ce.shallow_clone(), Gradient { soft: Some(Factor::One), ..Gradient::default() }))
     }
@@ -168,15 +168,15 @@ impl LossTerm for Divergence {
         "kl"
     }
 
-    fn alpha(&self, alphas: &LossAlphas) -> f64 {
-        alphas.kl
+    fn alpha(&self, recipe: &LossRecipe) -> f64 {
+        recipe.kl_alpha
     }
 
-    fn needs(&self, alphas: &LossAlphas) -> Needs {
-        Needs { soft: alphas.kl != 0.0, ..Needs::default() }
+    fn needs(&self, recipe: &LossRecipe) -> Needs {
+        Needs { soft: recipe.kl_alpha != 0.0, ..Needs::default() }
     }
 
-    fn evaluate(&self, distances: &RowStats, _: &LossAlphas) -> Option<(Tensor, Gradient)> {
+    fn evaluate(&self, distances: &RowStats, _: &LossRecipe) -> Option<(Tensor, Gradient)> {
         let (_, kl) = distances.soft.as_ref()?;
         Some((kl.shallow_clone(), Gradient { soft: Some(Factor::One), ..Gradient::default() }))
     }
@@ -191,21 +191,21 @@ impl LossTerm for Overlap {
         "lk"
     }
 
-    fn alpha(&self, alphas: &LossAlphas) -> f64 {
-        alphas.lk.map_or(0.0, |lk| lk.alpha)
+    fn alpha(&self, recipe: &LossRecipe) -> f64 {
+        recipe.lk.map_or(0.0, |lk| lk.alpha)
     }
 
-    fn is_reported(&self, alphas: &LossAlphas) -> bool {
-        alphas.lk.is_some()
+    fn is_reported(&self, recipe: &LossRecipe) -> bool {
+        recipe.lk.is_some()
     }
 
-    fn needs(&self, alphas: &LossAlphas) -> Needs {
-        let hybrid = alphas.lk.is_some_and(|lk| lk.form == LkForm::Hybrid);
-        Needs { soft: hybrid, overlap: alphas.lk.is_some(), agreement: false }
+    fn needs(&self, recipe: &LossRecipe) -> Needs {
+        let hybrid = recipe.lk.is_some_and(|lk| lk.form == LkForm::Hybrid);
+        Needs { soft: hybrid, overlap: recipe.lk.is_some(), agreement: false }
     }
 
-    fn evaluate(&self, distances: &RowStats, alphas: &LossAlphas) -> Option<(Tensor, Gradient)> {
-        let (Lk { form, eta, .. }, overlap) = alphas.lk.zip(distances.overlap.as_ref())?;
+    fn evaluate(&self, distances: &RowStats, recipe: &LossRecipe) -> Option<(Tensor, Gradient)> {
+        let (Lk { form, eta, .. }, overlap) = recipe.lk.zip(distances.overlap.as_ref())?;
         // ∂α = −½ ∂‖p^d − p^t‖₁, because both distributions sum to 1.
         Some(match (form, &distances.soft) {
             (LkForm::Hybrid, Some((_, kl))) => {
@@ -223,25 +223,6 @@ impl LossTerm for Overlap {
             }
         })
     }
-}
-
-/// Weights of the losses.
-#[derive(Debug, Clone, Copy, PartialEq, Default)]
-pub struct LossAlphas {
-    /// Of the cross entropy with the label.
-    pub ce: f64,
-    /// Of ‖p^d − p^t‖₁.
-    pub l1: f64,
-    /// Of the cross entropy with p^t.
-    pub soft_ce: f64,
-    /// Of the divergence of p^t from p^d.
-    pub kl: f64,
-    /// Of an overlap loss.
-    pub lk: Option<Lk>,
-    /// Position weights of `ce` that follow the drafter's confidence (arXiv 2605.18810).
-    pub dpace: Option<Dpace>,
-    /// Of the confidence head's binary cross entropy.
-    pub confidence: f64,
 }
 
 /// Weight of each row's gradient by the logits, `[n, 1]` each; None where no loss has one.
@@ -290,13 +271,7 @@ pub(super) struct WeightedLoss {
     pub coeffs: GradCoeffs,
 }
 
-impl LossAlphas {
-    /// Those of a recipe; `confidence` is the weight of the confidence head's loss.
-    pub fn new(loss: &LossRecipe, confidence: f64) -> Self {
-        let LossRecipe { ce_alpha, l1_alpha, soft_ce_alpha, kl_alpha, lk, dpace, .. } = *loss;
-        Self { ce: ce_alpha, l1: l1_alpha, soft_ce: soft_ce_alpha, kl: kl_alpha, lk, dpace, confidence }
-    }
-
+impl LossRecipe {
     /// What must be measured beside the cross entropy and ‖p^d − p^t‖₁, which always are.
     pub(super) fn needs(&self) -> Needs {
         TERMS.iter().map(|term| term.needs(self)).fold(Needs::default(), |all, needs| Needs {

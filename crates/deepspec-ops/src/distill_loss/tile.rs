@@ -3,9 +3,10 @@
 use tch::{Kind, Tensor};
 
 use super::inputs::{AuxLossOutput, LossHead, Supervised};
+use super::recipe::LossRecipe;
 use super::rows::{Rows, Target};
 use super::span::Span;
-use super::terms::{GradCoeffs, LossAlphas, RowStats, TERMS, WeightedLoss};
+use super::terms::{GradCoeffs, RowStats, TERMS, WeightedLoss};
 use crate::ffi::{LogitRows, RowsMeasured, TargetProbs};
 
 /// A tile of the buffers, in the kind of the weights.
@@ -29,9 +30,9 @@ impl Logits {
         head: &LossHead,
         rows: &Supervised,
         span: &Span,
-        alphas: &LossAlphas,
+        recipe: &LossRecipe,
     ) -> Tensor {
-        if let Some(found) = self.differentiate_where_they_lie(head, rows, span, alphas) {
+        if let Some(found) = self.differentiate_where_they_lie(head, rows, span, recipe) {
             return found;
         }
         let Self { base, bias, target, entropies, source_of_row } = self;
@@ -56,9 +57,9 @@ impl Logits {
                 Target::Logits(target)
             }
         };
-        let needs = rows.needs(alphas);
+        let needs = rows.needs(recipe);
         let (rows_of, distances) = Rows::measure(draft, target, &span.of(rows.labels), needs);
-        let mut judged = TileLoss::of(distances, rows, span, alphas);
+        let mut judged = TileLoss::of(distances, rows, span, recipe);
         let mut gradient = rows_of.gradient(&std::mem::take(&mut judged.coeffs).scaled(rows.scale));
         if let Some(extra) = &extra {
             let _ = gradient.scatter_add_(1, &extra.tokens, &extra.gradient);
@@ -83,7 +84,7 @@ impl Logits {
         head: &LossHead,
         rows: &Supervised,
         span: &Span,
-        alphas: &LossAlphas,
+        recipe: &LossRecipe,
     ) -> Option<Tensor> {
         if rows.extra.is_some() || self.entropies.is_some() {
             return None;
@@ -98,11 +99,11 @@ impl Logits {
             cap: head.softcap,
         };
         let measured = logits.measure()?;
-        let (needs, RowsMeasured { ce, l1, overlap, soft }) = (rows.needs(alphas), measured.distances());
+        let (needs, RowsMeasured { ce, l1, overlap, soft }) = (rows.needs(recipe), measured.distances());
         let agreement = needs.agreement.then(|| measured.agreement());
         let soft = soft.filter(|_| needs.soft);
         let distances = RowStats { ce, l1, soft, overlap: Some(overlap), agreement };
-        let mut judged = TileLoss::of(distances, rows, span, alphas);
+        let mut judged = TileLoss::of(distances, rows, span, recipe);
         logits.slope(&measured, &std::mem::take(&mut judged.coeffs).scaled(rows.scale).factors(&labels));
         Some(judged.columns(None))
     }
@@ -119,14 +120,14 @@ struct TileLoss {
 }
 
 impl TileLoss {
-    fn of(distances: RowStats, rows: &Supervised, span: &Span, alphas: &LossAlphas) -> Self {
+    fn of(distances: RowStats, rows: &Supervised, span: &Span, recipe: &LossRecipe) -> Self {
         let weights = span.of(rows.weights).unsqueeze(1);
-        let paced = alphas.dpace.map(|dpace| {
+        let paced = recipe.dpace.map(|dpace| {
             let slots = span.of(rows.slot_index) - span.first_block as i64 * rows.gamma;
-            LossAlphas::dpace_weights(dpace, &distances.ce, &slots, span.blocks as i64, rows.gamma)
+            LossRecipe::dpace_weights(dpace, &distances.ce, &slots, span.blocks as i64, rows.gamma)
         });
         let WeightedLoss { terms, loss, coeffs } =
-            alphas.evaluate(&distances, &weights, paced.as_ref().unwrap_or(&weights));
+            recipe.evaluate(&distances, &weights, paced.as_ref().unwrap_or(&weights));
         Self { distances, terms, loss, coeffs, paced }
     }
 
