@@ -6,9 +6,9 @@ use super::bias::{Bias, ChunkBias};
 use super::inputs::{LossHead, RowObjective, Supervised};
 use super::pieces::{TokenRange, pitch, spaced};
 use super::recipe::LossRecipe;
+use super::rows::Logits;
 use super::span::{Span, spans};
 use super::terms::TERMS;
-use super::tile::Logits;
 use crate::ffi::{multiply, range, softmax_targets};
 
 /// Rows of a chunk: matrix products want many, memory few. A chunk with this many bytes per float32 buffer lies between.

@@ -13,7 +13,6 @@ mod rows;
 mod sources;
 mod span;
 mod terms;
-mod tile;
 
 pub use bias::Bias;
 pub use chunks::{Column, HeadShape, LossOutput, buffer_bytes, distill_loss, tile_rows};

@@ -3,6 +3,7 @@
 use tch::{Kind, Tensor};
 
 use super::recipe::{Dpace, Lk, LkForm, LossRecipe};
+use crate::ffi::RowsMeasured;
 
 /// Below this an overlap counts as this, so that its logarithm stays finite.
 const LEAST_OVERLAP: f64 = 1e-8;
@@ -22,6 +23,14 @@ pub struct RowStats {
     pub overlap: Option<Tensor>,
     /// 1 where both prefer the same token, where that is asked for.
     pub agreement: Option<Tensor>,
+}
+
+impl RowStats {
+    /// Distances that a kernel measured.
+    pub(super) fn measured(found: RowsMeasured, agreement: Option<Tensor>, needs: Needs) -> Self {
+        let RowsMeasured { ce, l1, overlap, soft } = found;
+        Self { ce, l1, soft: soft.filter(|_| needs.soft), overlap: Some(overlap), agreement }
+    }
 }
 
 /// A loss of a row with label x*, drafter p^d and target p^t.
@@ -297,17 +306,24 @@ impl LossRecipe {
         WeightedLoss { terms, loss, coeffs }
     }
 
+    /// Position weights of the cross entropy that follow the drafter, `[n, 1]`, constant in the gradient; None where those of the
+    /// recipe's decay hold. The rows are those of `blocks` whole blocks of γ positions; `slots` gives block · γ + position, `[n]`.
+    pub(super) fn ce_weights(
+        &self,
+        stats: &RowStats,
+        slots: impl FnOnce() -> Tensor,
+        blocks: i64,
+        gamma: i64,
+    ) -> Option<Tensor> {
+        let dpace = self.dpace?;
+        Some(Self::dpace_weights(dpace, &stats.ce, &slots(), blocks, gamma))
+    }
+
     /// Position weights of the label's cross entropy by D-PACE: with the drafter's confidence q_i = p^d(x*_i), smoothed to
     /// (1 − s)·q_i + s, the weight of position j is Σ_{m ≥ j} Π_{i ≤ m} of them, constant in the gradient.
     ///
     /// `ce [n, 1]` are the rows of `blocks` whole blocks of γ positions; `slot_index [n]` is block · γ + position.
-    pub(super) fn dpace_weights(
-        dpace: Dpace,
-        ce: &Tensor,
-        slot_index: &Tensor,
-        blocks: i64,
-        gamma: i64,
-    ) -> Tensor {
+    fn dpace_weights(dpace: Dpace, ce: &Tensor, slot_index: &Tensor, blocks: i64, gamma: i64) -> Tensor {
         let confidence = ce.squeeze_dim(1).neg().exp() * (1.0 - dpace.smoothing) + dpace.smoothing;
         // Positions behind the supervised ones end the prefix.
         let survival = Tensor::zeros([blocks * gamma], (Kind::Float, ce.device()))
