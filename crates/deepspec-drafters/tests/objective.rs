@@ -175,6 +175,7 @@ fn every_loss_has_the_gradients_of_autograd() {
         only(LossRecipe { kl_alpha: 1.3, ..NOTHING }),
         only(LossRecipe { lk: lk(LkForm::LogAcceptance, 0.8, 3.0), ..NOTHING }),
         only(LossRecipe { lk: lk(LkForm::Hybrid, 0.8, 3.0), ..NOTHING }),
+        only(LossRecipe { ce_alpha: 1.0, until_first_error: true, ..NOTHING }),
         only(LossRecipe { ce_alpha: 1.0, dpace: Some(Dpace { smoothing: 0.5 }), ..NOTHING }),
         BlockObjective {
             loss: LossRecipe {

@@ -66,6 +66,14 @@ fn mistakes_are_named_with_their_line_and_whole_key() {
         "drafter.dspark.loss={l1_alpha: 1, dpace: {}}",
         "`drafter.dspark.loss.dpace`: it weighs the cross entropy",
     );
+    wrong(
+        "drafter.dspark.loss={ce_alpha: 1, until_first_error: true, dpace: {}}",
+        "`drafter.dspark.loss.until_first_error`: `dpace` weighs positions too",
+    );
+    wrong(
+        "drafter.dspark.loss={l1_alpha: 1, until_first_error: true}",
+        "`drafter.dspark.loss.until_first_error`: it weighs the cross entropy",
+    );
     wrong("drafter.dspark.loss={lk: {type: hybird}}", "hybird");
     wrong("drafter.dspark.loss={lk: {type: hybrid, eta: -1}}", "`drafter.dspark.loss.lk.eta`");
     let dflash = MINIMAL.replace("dspark:", "dflash:");

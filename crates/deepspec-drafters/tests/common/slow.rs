@@ -52,7 +52,18 @@ pub fn objective(
         (&ce * paces(dpace, &ce.detach(), &rows, block.config().blocks.drafted() as i64)).sum(Kind::Float)
     });
     let dpace = paced.as_ref().map(|paced| ("dpace", paced.detach()));
-    let mut loss = paced.unwrap_or_else(|| weighted(&ce)) * recipe.ce_alpha
+    let until_error = recipe.until_first_error.then(|| {
+        let rows = Vec::<i64>::try_from(batch.rows()).unwrap();
+        let right = Vec::<bool>::try_from(logits.argmax(-1, false).eq_tensor(batch.labels())).unwrap();
+        let gamma = block.config().blocks.drafted() as i64;
+        let counts = |row: usize| {
+            let of_block = (0..row).filter(|&other| rows[other] / gamma == rows[row] / gamma);
+            of_block.fold(1.0_f32, |so_far, other| if right[other] { so_far } else { 0.0 })
+        };
+        let counted = Tensor::from_slice(&(0..rows.len()).map(counts).collect::<Vec<_>>());
+        (&ce * batch.weights() * counted).sum(Kind::Float)
+    });
+    let mut loss = paced.or(until_error).unwrap_or_else(|| weighted(&ce)) * recipe.ce_alpha
         + weighted(&l1) * recipe.l1_alpha
         + weighted(&soft_ce) * recipe.soft_ce_alpha
         + weighted(&kl) * recipe.kl_alpha;

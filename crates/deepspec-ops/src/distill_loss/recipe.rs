@@ -29,6 +29,10 @@ pub struct LossRecipe {
     /// `decay_gamma`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub dpace: Option<Dpace>,
+    /// Whether the cross entropy counts only up to and including the first slot whose likeliest token is not the label (Spec-AUF,
+    /// arXiv 2607.01893).
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub until_first_error: bool,
     /// Position k of a block weighs exp(−k / this).
     #[serde(default = "decay_gamma")]
     pub decay_gamma: f64,
@@ -85,6 +89,7 @@ impl LossRecipe {
         kl_alpha: 0.0,
         lk: None,
         dpace: None,
+        until_first_error: false,
         decay_gamma: DECAY_GAMMA,
     };
 
@@ -114,6 +119,16 @@ impl LossRecipe {
                 "all weights are 0; give at least one of ce_alpha, l1_alpha, soft_ce_alpha, kl_alpha and lk"
                     .into(),
             ));
+        }
+        if self.until_first_error && self.dpace.is_some() {
+            return Err((
+                "loss.until_first_error",
+                "`dpace` weighs positions too; leave one of both out".into(),
+            ));
+        }
+        if self.until_first_error && self.ce_alpha == 0.0 {
+            let problem = "it weighs the cross entropy with the label, but ce_alpha is 0";
+            return Err(("loss.until_first_error", problem.into()));
         }
         match self.dpace {
             Some(Dpace { smoothing }) if !(smoothing > 0.0 && smoothing <= 1.0) => {

@@ -86,7 +86,8 @@ impl Logits {
         recipe: &LossRecipe,
     ) -> Option<Tensor> {
         let needs = rows.needs(recipe);
-        if rows.extra.is_some() || self.entropies.is_some() {
+        // The kernels do not find which token the drafter prefers.
+        if rows.extra.is_some() || self.entropies.is_some() || needs.correct {
             return None;
         }
         let labels = span.of(rows.labels);
@@ -121,7 +122,7 @@ impl TileLoss {
     fn of(distances: RowStats, rows: &Supervised, span: &Span, recipe: &LossRecipe) -> Self {
         let weights = span.of(rows.weights).unsqueeze(1);
         let slots = || span.of(rows.slot_index) - span.first_block as i64 * rows.gamma;
-        let paced = recipe.ce_weights(&distances, slots, span.blocks as i64, rows.gamma);
+        let paced = recipe.ce_weights(&distances, &weights, slots, span.blocks as i64, rows.gamma);
         let WeightedLoss { terms, loss, coeffs } =
             recipe.evaluate(&distances, &weights, paced.as_ref().unwrap_or(&weights));
         Self { distances, terms, loss, coeffs, paced }
@@ -191,10 +192,12 @@ impl Rows {
     /// Turns logits of the drafter, `[n, V]` float32, into probabilities and measures them; `labels [n]`. Logits are used up.
     fn measure(mut draft: Tensor, target: Target, labels: &Tensor, needs: Needs) -> (Self, RowStats) {
         let labels = labels.unsqueeze(1);
+        let correct = needs.correct.then(|| draft.argmax(-1, true).eq_tensor(&labels).to_kind(Kind::Float));
         let mut target = match target {
             Target::Weighed(target) => {
                 assert!(!needs.agreement, "which token a weighed target prefers is not known any more");
-                return Self::measure_weighed(draft, target, labels, needs);
+                let (rows, stats) = Self::measure_weighed(draft, target, labels, needs);
+                return (rows, RowStats { correct, ..stats });
             }
             Target::Logits(target) => target,
         };
@@ -205,7 +208,7 @@ impl Rows {
         if let Some(entropies) = softmax_targets(&mut target, needs.soft) {
             let target = TargetProbs { probabilities: target, entropies, source_of_row: None };
             let (rows, distances) = Self::measure_weighed(draft, target, labels, needs);
-            return (rows, RowStats { agreement, ..distances });
+            return (rows, RowStats { agreement, correct, ..distances });
         }
         shift(&mut draft);
         shift(&mut target);
@@ -225,6 +228,7 @@ impl Rows {
             l1: row_sum(&difference.abs()),
             soft,
             agreement,
+            correct,
             overlap: needs.overlap.then(|| row_sum(&draft.minimum(&target))),
         };
         (Self { draft, against: Against::Separate { target, difference }, labels }, distances)
@@ -298,7 +302,7 @@ mod tests {
         // The last row agrees with its target.
         let preferred = target.get(3).argmax(-1, false).int64_value(&[]);
         let _ = draft.get(3).get(preferred).fill_(100.0);
-        let needs = Needs { soft: true, overlap: true, agreement: true };
+        let needs = Needs { soft: true, overlap: true, agreement: true, correct: true };
         let measured = [Kind::Float, Kind::Double].map(|kind| {
             let target = Target::Logits(target.to_kind(kind).copy());
             let (rows, found) = Rows::measure(draft.to_kind(kind).copy(), target, &labels, needs);

@@ -23,13 +23,16 @@ pub struct RowStats {
     pub overlap: Option<Tensor>,
     /// 1 where both prefer the same token, where that is asked for.
     pub agreement: Option<Tensor>,
+    /// 1 where the drafter's likeliest token is the label, where a loss needs it.
+    pub correct: Option<Tensor>,
 }
 
 impl RowStats {
     /// Distances that a kernel measured.
     pub(super) fn measured(found: RowsMeasured, agreement: Option<Tensor>, needs: Needs) -> Self {
         let RowsMeasured { ce, l1, overlap, soft } = found;
-        Self { ce, l1, soft: soft.filter(|_| needs.soft), overlap: Some(overlap), agreement }
+        let soft = soft.filter(|_| needs.soft);
+        Self { ce, l1, soft, overlap: Some(overlap), agreement, correct: None }
     }
 }
 
@@ -69,6 +72,8 @@ pub struct Needs {
     pub overlap: bool,
     /// Whether both prefer the same token.
     pub agreement: bool,
+    /// Whether the drafter's likeliest token is the label.
+    pub correct: bool,
 }
 
 /// The gradient of a term by the drafter's logits, as factors of three that all terms share.
@@ -210,7 +215,7 @@ impl LossTerm for Overlap {
 
     fn needs(&self, recipe: &LossRecipe) -> Needs {
         let hybrid = recipe.lk.is_some_and(|lk| lk.form == LkForm::Hybrid);
-        Needs { soft: hybrid, overlap: recipe.lk.is_some(), agreement: false }
+        Needs { soft: hybrid, overlap: recipe.lk.is_some(), ..Needs::default() }
     }
 
     fn evaluate(&self, distances: &RowStats, recipe: &LossRecipe) -> Option<(Tensor, Gradient)> {
@@ -283,10 +288,12 @@ pub(super) struct WeightedLoss {
 impl LossRecipe {
     /// What must be measured beside the cross entropy and ‖p^d − p^t‖₁, which always are.
     pub(super) fn needs(&self) -> Needs {
-        TERMS.iter().map(|term| term.needs(self)).fold(Needs::default(), |all, needs| Needs {
+        let own = Needs { correct: self.until_first_error, ..Needs::default() };
+        TERMS.iter().map(|term| term.needs(self)).fold(own, |all, needs| Needs {
             soft: all.soft || needs.soft,
             overlap: all.overlap || needs.overlap,
             agreement: all.agreement || needs.agreement,
+            correct: all.correct || needs.correct,
         })
     }
 
@@ -311,12 +318,27 @@ impl LossRecipe {
     pub(super) fn ce_weights(
         &self,
         stats: &RowStats,
+        weights: &Tensor,
         slots: impl FnOnce() -> Tensor,
         blocks: i64,
         gamma: i64,
     ) -> Option<Tensor> {
+        if let Some(correct) = stats.correct.as_ref().filter(|_| self.until_first_error) {
+            return Some(weights * Self::before_first_error(correct, &slots(), blocks, gamma));
+        }
         let dpace = self.dpace?;
         Some(Self::dpace_weights(dpace, &stats.ce, &slots(), blocks, gamma))
+    }
+
+    /// 1 in the rows up to and including the first of their block that is not `correct`, 0 behind: `[n, 1]`.
+    fn before_first_error(correct: &Tensor, slots: &Tensor, blocks: i64, gamma: i64) -> Tensor {
+        let prefix = Tensor::ones([blocks * gamma], (Kind::Float, correct.device()))
+            .index_copy(0, slots, &correct.squeeze_dim(1))
+            .view([blocks, gamma])
+            .cumprod(1, Kind::Float);
+        let first = prefix.narrow(1, 0, 1).ones_like();
+        let before = Tensor::cat(&[first, prefix.narrow(1, 0, gamma - 1)], 1);
+        before.view([-1]).index_select(0, slots).unsqueeze(1)
     }
 
     /// Position weights of the label's cross entropy by D-PACE: with the drafter's confidence q_i = p^d(x*_i), smoothed to
@@ -332,5 +354,23 @@ impl LossRecipe {
             .cumprod(1, Kind::Float);
         let value = survival.flip([1]).cumsum(1, Kind::Float).flip([1]);
         value.view([-1]).index_select(0, slot_index).unsqueeze(1)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn slots_count_up_to_the_first_error_of_their_block() {
+        // Three blocks of four slots; the second has two supervised slots, the third one.
+        let slots = [0_i64, 1, 2, 3, 4, 5, 8];
+        let correct = [1.0_f32, 1.0, 0.0, 1.0, 0.0, 1.0, 1.0];
+        let correct = Tensor::from_slice(&correct).unsqueeze(1);
+        let counted = LossRecipe::before_first_error(&correct, &Tensor::from_slice(&slots), 3, 4);
+        assert_eq!(
+            Vec::<f32>::try_from(counted.view([-1])).unwrap(),
+            [1.0, 1.0, 1.0, 0.0, 1.0, 0.0, 1.0]
+        );
     }
 }
