@@ -5,7 +5,6 @@ use std::iter;
 use std::num::NonZeroUsize;
 use std::time::{Duration, Instant};
 
-use crate::dist::ProcessGroup;
 use anyhow::Context;
 use deepspec_capture::{StatesError, check_fit};
 use deepspec_core::cli::{self, UsageError};
@@ -19,6 +18,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::args::Args;
 use crate::budget::read_beside;
+use crate::dist::ProcessGroup;
 use crate::dummy_data::random_samples;
 use crate::loader::HELD;
 use crate::optimizer::AdamW;

@@ -3,7 +3,6 @@
 use std::path::Path;
 use std::time::Instant;
 
-use crate::dist::ProcessGroup;
 use deepspec_capture::{Dataset, TargetSpec};
 use deepspec_core::recipe::{EvalRecipe, Recipe};
 use deepspec_core::{Tap, env, usage};
@@ -15,6 +14,7 @@ use serde_json::{Value, json};
 use tch::{Device, Kind};
 
 use crate::budget::bytes_of;
+use crate::dist::ProcessGroup;
 
 /// The target and the suites, kept for the whole run.
 pub struct Evaluation {

@@ -5,7 +5,6 @@ use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::Duration;
 
-use crate::dist::{Carrier, GroupError, ProcessGroup};
 use anyhow::Context;
 use deepspec_capture::{Dataset, StateSource, StatesError, TargetRuntime, TargetSpec};
 use deepspec_core::cli::{self, ExitWith, UsageError, Verbosity};
@@ -22,6 +21,7 @@ use crate::args::Args;
 use crate::bench;
 use crate::budget::Costs;
 use crate::checkpoint::{Checkpoints, DataId, restore};
+use crate::dist::{Carrier, GroupError, ProcessGroup};
 use crate::evaluation::{EvalPrompts, Evaluation};
 use crate::loader::{Loader, LoaderOptions};
 use crate::lr::LrSchedule;

@@ -2,13 +2,13 @@
 
 use std::path::Path;
 
-use crate::cache::{FinalStates, PlannedSample};
 use deepspec_core::recipe::Recipe;
 use deepspec_engine::{ModelInput, Target};
 use deepspec_models::{TargetModel, TargetOptions};
 use deepspec_ops::{CudaEvent, CudaStream, Upload};
 use tch::{Device, Kind, Tensor};
 
+use crate::cache::{FinalStates, PlannedSample};
 use crate::{Budget, StatesError};
 
 /// Tokens of one forward on the CPU: past this a forward gets no faster, only larger.

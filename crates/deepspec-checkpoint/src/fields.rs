@@ -9,7 +9,8 @@ use crate::CheckpointError;
 
 /// An object of the file and the keys that lead to it.
 pub struct Fields<'a> {
-    path: &'a Path,
+    /// The file, for errors.
+    pub path: &'a Path,
     /// Its keys.
     pub map: &'a Map<String, Value>,
     within: String,
@@ -53,10 +54,19 @@ impl<'a> Fields<'a> {
     ///
     /// # Errors
     /// If it is something else.
-    pub fn size(&self, key: &str) -> Result<Option<u64>, CheckpointError> {
-        self.typed(key, "a positive integer", |value| {
-            value.as_u64().filter(|count| (1..1 << 31).contains(count))
+    pub fn size<T: From<u32>>(&self, key: &str) -> Result<Option<T>, CheckpointError> {
+        let size = |value: &Value| value.as_u64().and_then(|size| u32::try_from(size).ok());
+        self.typed(key, "a whole number from 1 to 2147483647", |value| {
+            size(value).filter(|size| (1..1 << 31).contains(size)).map(T::from)
         })
+    }
+
+    /// A number.
+    ///
+    /// # Errors
+    /// If it is something else.
+    pub fn number(&self, key: &str) -> Result<Option<f64>, CheckpointError> {
+        self.typed(key, "a number", Value::as_f64)
     }
 
     /// True or false.
@@ -122,7 +132,7 @@ impl<'a> Fields<'a> {
     ///
     /// # Errors
     /// If there is none.
-    pub fn required_size(&self, key: &str) -> Result<u64, CheckpointError> {
+    pub fn required_size<T: From<u32>>(&self, key: &str) -> Result<T, CheckpointError> {
         self.required(key, self.size(key)?)
     }
 
@@ -132,6 +142,25 @@ impl<'a> Fields<'a> {
     /// If there is none.
     pub fn required_object(&self, key: &str) -> Result<Self, CheckpointError> {
         self.required(key, self.object(key)?)
+    }
+
+    /// A string that may be absent but have no other value.
+    ///
+    /// # Errors
+    /// If it is something else.
+    pub fn only_text(&self, key: &str, only: &str) -> Result<(), CheckpointError> {
+        match self.text(key)?.filter(|&found| found != only) {
+            None => Ok(()),
+            Some(found) => Err(self.error(key, format!("\"{found}\" is not supported; expected \"{only}\""))),
+        }
+    }
+
+    /// A feature that is not supported and must be off or absent.
+    ///
+    /// # Errors
+    /// If it is on, with `problem`.
+    pub fn only_off(&self, key: &str, problem: &str) -> Result<(), CheckpointError> {
+        if self.flag(key)?.unwrap_or(false) { Err(self.error(key, problem)) } else { Ok(()) }
     }
 
     /// The first of `architectures`.

@@ -40,7 +40,7 @@ pub fn tensors(path: &Path, drafter: &Drafter) -> Result<Option<Shapes>, Checkpo
     }
     let fields = Fields::new(path, &drafter.decoder);
     let width = drafter.hidden_size as usize;
-    let inner = fields.required_size("intermediate_size")? as usize;
+    let inner = fields.required_size::<u64>("intermediate_size")? as usize;
     let heads = Heads::of(&fields, drafter)?;
     let [heads, groups, dim] = [heads.query, heads.key_value, heads.dim].map(|size| size as usize);
     let read = drafter.kind.layer_inputs() * width;

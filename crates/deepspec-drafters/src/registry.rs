@@ -2,13 +2,14 @@
 
 use std::path::Path;
 
+use deepspec_checkpoint::Fields;
 use deepspec_checkpoint::{
     Checkpoint, CheckpointError, CheckpointFormat, Known, Tensors, foreign_attention, foreign_layout,
 };
 use deepspec_core::cli::UsageError;
 use deepspec_core::config::{ConfigError, Document, with_nearest};
 use deepspec_core::recipe::{DrafterRecipe, Recipe};
-use deepspec_models::config::{Fields, read_json};
+use deepspec_models::config::read_json;
 use deepspec_models::{ModelConfig, ModelError, families};
 use schemars::{JsonSchema, SchemaGenerator};
 use serde_json::{Map, Value};
@@ -135,7 +136,7 @@ pub fn checkpoints_like(dir: &Path) -> Result<&'static Checkpoints, ModelError> 
     }
     // EAGLE's own drafters name the class of a language model.
     let known = named.filter(|known| !known.are_language_models || foreign().is_none());
-    known.ok_or_else(|| {
+    Ok(known.ok_or_else(|| {
         if let Some(advice) = open_checkpoint(dir).ok().and_then(|checkpoint| checkpoint.advice()) {
             let found = found.unwrap_or("no class");
             return fields.error("architectures", format!("{found} is not read: {advice}"));
@@ -147,7 +148,7 @@ pub fn checkpoints_like(dir: &Path) -> Result<&'static Checkpoints, ModelError> 
         let found = found
             .map_or_else(|| "no class is named".into(), |found| format!("\"{found}\" is no known drafter"));
         fields.error("architectures", format!("{found}; expected one of {names}"))
-    })
+    })?)
 }
 
 /// Checks that the folder is a drafter checkpoint of a known kind, in the layout that is read here, with all that drafting takes.
@@ -164,14 +165,16 @@ fn whole_checkpoints_like(dir: &Path) -> Result<&'static Checkpoints, ModelError
     if known.layouts.is_some() {
         let (path, map) = read_json(dir)?;
         if let Some((key, problem)) = foreign_attention(&map) {
-            return Err(Fields::new(&path, &map).error(&key, problem));
+            return Err(Fields::new(&path, &map).error(&key, problem).into());
         }
     }
     let for_engines = open_checkpoint(dir).ok().filter(Checkpoint::leaves_ends);
     match for_engines.and_then(|checkpoint| checkpoint.advice()) {
         Some(advice) => {
             let (path, map) = read_json(dir)?;
-            Err(Fields::new(&path, &map).error("architectures", format!("the folder is not read: {advice}")))
+            Err(Fields::new(&path, &map)
+                .error("architectures", format!("the folder is not read: {advice}"))
+                .into())
         }
         None => Ok(known),
     }
@@ -201,7 +204,7 @@ pub fn open_checkpoint(dir: &Path) -> Result<Checkpoint, CheckpointError> {
 fn check_reference(dir: &Path) -> Result<(), ModelError> {
     let (path, map) = read_json(dir)?;
     if let Some((key, problem)) = foreign_attention(&map) {
-        return Err(Fields::new(&path, &map).error(&key, problem));
+        return Err(Fields::new(&path, &map).error(&key, problem).into());
     }
     let found = map.get("architectures").and_then(|list| list.get(0)).and_then(Value::as_str);
     of_class(found).map_or(Ok(()), |known| (known.check)(dir))

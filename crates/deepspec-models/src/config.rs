@@ -3,7 +3,7 @@
 use std::fmt;
 use std::path::{Path, PathBuf};
 
-use deepspec_checkpoint::DecoderFamily;
+use deepspec_checkpoint::{CheckpointError, DecoderFamily, Fields};
 use deepspec_core::atomic;
 use deepspec_cost::estimate::{AttentionSize, ModelSize};
 use deepspec_ops::distill_loss::HeadShape;
@@ -44,128 +44,33 @@ pub struct ModelConfig {
     pub raw: Map<String, Value>,
 }
 
-/// Typed access to the keys of a JSON config, with errors that name file and key.
-pub struct Fields<'a> {
-    /// The file, for errors.
-    pub path: &'a Path,
-    /// The object.
-    pub map: &'a Map<String, Value>,
-    /// Keys that lead to the object, each with a dot behind it.
-    within: String,
+/// `num_hidden_layers`.
+///
+/// # Errors
+/// If it is missing or not between 1 and [`MAX_LAYERS`].
+pub fn layer_count(fields: &Fields) -> Result<usize, ModelError> {
+    let key = "num_hidden_layers";
+    let layers = fields.required_size::<u64>(key)? as usize;
+    if layers <= MAX_LAYERS {
+        return Ok(layers);
+    }
+    Err(fields.error(key, format!("{layers} is not between 1 and {MAX_LAYERS}")).into())
 }
 
-impl<'a> Fields<'a> {
-    /// The top-level object of a file.
-    pub fn new(path: &'a Path, map: &'a Map<String, Value>) -> Self {
-        Self { path, map, within: String::new() }
+/// The heads, if attention and rotary embeddings can compute with them; `key_value` and `dim` are the keys that they came from.
+///
+/// # Errors
+/// If key heads do not divide query heads, or the width is odd.
+pub fn checked_heads(fields: &Fields, key_value: &str, dim: &str, heads: Heads) -> Result<Heads, ModelError> {
+    if heads.query % heads.key_value != 0 {
+        let problem = format!("{} does not divide the {} attention heads", heads.key_value, heads.query);
+        return Err(fields.error(key_value, problem).into());
     }
-
-    /// An error about `key`.
-    pub fn error(&self, key: &str, problem: impl Into<String>) -> ModelError {
-        let key = format!("{}{key}", self.within);
-        ModelError::Config { path: self.path.to_path_buf(), key, problem: problem.into() }
+    if heads.dim % 2 != 0 || heads.dim == 0 {
+        let problem = format!("{} is no even width; rotary embedding needs pairs", heads.dim);
+        return Err(fields.error(dim, problem).into());
     }
-
-    fn typed<T>(
-        &self,
-        key: &str,
-        expected: &str,
-        read: impl Fn(&'a Value) -> Option<T>,
-    ) -> Result<Option<T>, ModelError> {
-        match self.map.get(key) {
-            None | Some(Value::Null) => Ok(None),
-            Some(value) => read(value)
-                .map(Some)
-                .ok_or_else(|| self.error(key, format!("expected {expected}, found {value}"))),
-        }
-    }
-
-    /// A positive integer, if the key is there.
-    pub fn size(&self, key: &str) -> Result<Option<i64>, ModelError> {
-        self.typed(key, "a whole number from 1 to 2147483647", |value| {
-            value.as_i64().filter(|&n| n > 0 && n < 1 << 31)
-        })
-    }
-
-    /// An integer from 0, if the key is there.
-    pub fn count(&self, key: &str) -> Result<Option<u64>, ModelError> {
-        self.typed(key, "an integer from 0", Value::as_u64)
-    }
-
-    /// `num_hidden_layers`.
-    pub fn layers(&self) -> Result<usize, ModelError> {
-        let key = "num_hidden_layers";
-        let layers = self.required(key, self.size(key)?)? as usize;
-        if layers <= MAX_LAYERS {
-            return Ok(layers);
-        }
-        Err(self.error(key, format!("{layers} is not between 1 and {MAX_LAYERS}")))
-    }
-
-    /// A number, if the key is there.
-    pub fn number(&self, key: &str) -> Result<Option<f64>, ModelError> {
-        self.typed(key, "a number", Value::as_f64)
-    }
-
-    /// A boolean, if the key is there.
-    pub fn flag(&self, key: &str) -> Result<Option<bool>, ModelError> {
-        self.typed(key, "true or false", Value::as_bool)
-    }
-
-    /// A string, if the key is there.
-    pub fn text(&self, key: &str) -> Result<Option<String>, ModelError> {
-        self.typed(key, "a string", |value| value.as_str().map(str::to_string))
-    }
-
-    /// A list of strings, if the key is there.
-    pub fn texts(&self, key: &str) -> Result<Option<Vec<String>>, ModelError> {
-        self.typed(key, "a list of strings", |value| {
-            value.as_array()?.iter().map(|text| text.as_str().map(str::to_string)).collect()
-        })
-    }
-
-    /// A list of integers, if the key is there.
-    pub fn integers(&self, key: &str) -> Result<Option<Vec<i64>>, ModelError> {
-        self.typed(key, "a list of integers", |value| value.as_array()?.iter().map(Value::as_i64).collect())
-    }
-
-    /// An object within this one, if the key is there.
-    pub fn object(&self, key: &str) -> Result<Option<Self>, ModelError> {
-        let map = self.typed(key, "an object", Value::as_object)?;
-        let within = format!("{}{key}.", self.within);
-        Ok(map.map(|map| Self { path: self.path, map, within }))
-    }
-
-    /// The value of a key that must be there.
-    pub fn required<T>(&self, key: &str, value: Option<T>) -> Result<T, ModelError> {
-        value.ok_or_else(|| self.error(key, "missing"))
-    }
-
-    /// A string that may be absent but have no other value.
-    pub fn only_text(&self, key: &str, only: &str) -> Result<(), ModelError> {
-        match self.text(key)?.filter(|found| found != only) {
-            None => Ok(()),
-            Some(found) => Err(self.error(key, format!("\"{found}\" is not supported; expected \"{only}\""))),
-        }
-    }
-
-    /// A feature that is not supported and must be off or absent.
-    pub fn only_off(&self, key: &str, problem: &str) -> Result<(), ModelError> {
-        if self.flag(key)?.unwrap_or(false) { Err(self.error(key, problem)) } else { Ok(()) }
-    }
-
-    /// Heads that can be computed with, or an error about the key that they came from.
-    pub fn heads(&self, key_value: &str, dim: &str, heads: Heads) -> Result<Heads, ModelError> {
-        if heads.query % heads.key_value != 0 {
-            let problem = format!("{} does not divide the {} attention heads", heads.key_value, heads.query);
-            return Err(self.error(key_value, problem));
-        }
-        if heads.dim % 2 != 0 || heads.dim == 0 {
-            let problem = format!("{} is no even width; rotary embedding needs pairs", heads.dim);
-            return Err(self.error(dim, problem));
-        }
-        Ok(heads)
-    }
+    Ok(heads)
 }
 
 /// Reads `dir/config.json` as a JSON object.
@@ -251,9 +156,9 @@ pub(crate) fn sliding_layers(fields: &Fields, layers: usize) -> Result<Option<Ve
     let Some(types) = fields.texts("layer_types")? else { return Ok(None) };
     if types.len() != layers {
         let problem = format!("{} types for {layers} layers", types.len());
-        return Err(fields.error("layer_types", problem));
+        return Err(fields.error("layer_types", problem).into());
     }
-    let sliding = |name: &String| match name.as_str() {
+    let sliding = |name: &&str| match *name {
         FULL => Ok(false),
         SLIDING => Ok(true),
         other => {
@@ -261,7 +166,7 @@ pub(crate) fn sliding_layers(fields: &Fields, layers: usize) -> Result<Option<Ve
             Err(fields.error("layer_types", problem))
         }
     };
-    types.iter().map(sliding).collect::<Result<_, _>>().map(Some)
+    Ok(Some(types.iter().map(sliding).collect::<Result<_, CheckpointError>>()?))
 }
 
 /// A config.json.

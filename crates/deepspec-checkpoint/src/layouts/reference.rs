@@ -33,7 +33,7 @@ pub fn read(
     let mut decoder = Decoder::read(fields, &own, known.families)?;
     decoder.obstacles.extend(container::attention(fields.map));
     let kind = (kind.reference)(fields, &decoder)?;
-    fields.required_size("num_target_layers")?;
+    fields.required_size::<u64>("num_target_layers")?;
     let taps = taps(fields, "target_layer_ids", -1)?;
     decoder.drafter(fields, architecture, taps, kind)
 }

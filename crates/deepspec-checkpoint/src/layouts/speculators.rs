@@ -46,7 +46,9 @@ pub fn read(fields: &Fields, tensors: &Tensors, known: Known) -> Result<Drafter,
     } else if let Some(name) = pruning(tensors)? {
         stops(name, "it maps a pruned vocabulary, which other layouts cannot say".into());
     }
-    if let Some(width) = fields.size("target_hidden_size")?.filter(|&width| width != decoder.hidden_size) {
+    if let Some(width) =
+        fields.size::<u64>("target_hidden_size")?.filter(|&width| width != decoder.hidden_size)
+    {
         stops("target_hidden_size", format!("{width} is not the drafter's {}", decoder.hidden_size));
     }
     let kind = (kind.speculators)(fields, &mut decoder)?;

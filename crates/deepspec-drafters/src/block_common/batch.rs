@@ -1,5 +1,7 @@
 //! From samples and anchors to the tensors of one training pass. Sequences lie end to end: no padding, no dummy anchors.
 
+use deepspec_ops::SequenceSpan;
+use deepspec_ops::distill_loss::{TeacherIndex, distinct};
 use deepspec_ops::range;
 use deepspec_ops::{Upload, UploadSlice};
 use tch::{Device, Kind, Tensor};
@@ -8,8 +10,6 @@ use super::BlockSpec;
 use super::token_sums::TokenSums;
 use crate::TrainSample;
 use crate::draft_model::joined;
-use deepspec_ops::SequenceSpan;
-use deepspec_ops::distill_loss::{TeacherIndex, distinct};
 
 /// Where a block may start: i ≤ T − 2 with token i and token i + 1 supervised.
 pub fn anchor_candidates(loss_mask: &[bool]) -> Vec<usize> {

@@ -1,8 +1,8 @@
 //! What the blocks of a drafter look like, read from and written to its checkpoint's config.json.
 
+use deepspec_checkpoint::Fields;
 use deepspec_core::Slots;
 use deepspec_models::ModelError;
-use deepspec_models::config::Fields;
 use serde_json::{Map, Value, json};
 
 use crate::{ConfigIssue, WarmStart};
@@ -50,10 +50,12 @@ impl BlockSpec {
             None => unsaid,
         };
         Ok(Self {
-            block_size: fields.required(size, fields.size(size)?)? as usize,
+            block_size: fields.required_size::<u64>(size)? as usize,
             slots,
             mask_token_id: fields.required(mask, fields.map.get(mask).and_then(Value::as_i64))?,
-            num_anchors: fields.size("num_anchors")?.map_or_else(num_anchors, |anchors| anchors as usize),
+            num_anchors: fields
+                .size::<i64>("num_anchors")?
+                .map_or_else(num_anchors, |anchors| anchors as usize),
         })
     }
 

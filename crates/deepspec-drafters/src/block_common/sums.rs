@@ -1,10 +1,10 @@
 //! Sums of a micro-batch that all drafters of anchored blocks have, and the metrics made from them.
 
+use deepspec_ops::distill_loss::{Column, LossOutput, LossRecipe, TERMS};
 use serde_json::{Map, Value, json};
 use tch::{Kind, Tensor};
 
 use super::BlockBatch;
-use deepspec_ops::distill_loss::{Column, LossOutput, LossRecipe, TERMS};
 
 /// Sums that add over micro-batches and ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -2,9 +2,10 @@
 
 use std::path::Path;
 
+use deepspec_checkpoint::Fields;
 use deepspec_core::Slots;
 use deepspec_models::ModelError;
-use deepspec_models::config::{Fields, read_json};
+use deepspec_models::config::read_json;
 use serde_json::{Map, Value, json};
 
 use super::recipe::Convolution;

@@ -4,6 +4,7 @@ use deepspec_core::recipe::Recipe;
 use deepspec_core::{FinalStates, Slots};
 use deepspec_models::ModelConfig;
 use deepspec_models::nn::Builder;
+use deepspec_ops::distill_loss::LossRecipe;
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 
@@ -20,7 +21,6 @@ use crate::{
     ConfigIssue, Drafter, DrafterPlan, GradReadyHook, LossDenominator, Metrics, Predictions, Settings,
     TrainSample,
 };
-use deepspec_ops::distill_loss::LossRecipe;
 
 /// Parallel block drafter with convolutions and a path selector.
 pub const KIND: DrafterKindInfo = DrafterKindInfo {

@@ -65,7 +65,7 @@ fn contained(fields: &Fields, families: &[Family]) -> Result<(CheckpointFormat, 
     }
     // As with DFlash, the block size may stand outside.
     let mut keys = config.inner.map.clone();
-    if let Some(outside) = fields.size("block_size")? {
+    if let Some(outside) = fields.size::<u64>("block_size")? {
         let inside = keys.entry("block_size").or_insert(outside.into());
         if *inside != outside {
             return Err(fields.error("block_size", format!("{outside}, and in dflash_config {inside}")));

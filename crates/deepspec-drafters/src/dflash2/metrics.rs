@@ -1,11 +1,11 @@
 //! From the sums of a logging window to DFlash 2's metrics.
 
+use deepspec_ops::distill_loss::LossRecipe;
 use serde_json::{Map, Value};
 
 use crate::Metrics;
 use crate::block_common::AnchoredSum;
 use crate::block_common::sums::{Window, ratio};
-use deepspec_ops::distill_loss::LossRecipe;
 
 /// Sums of a micro-batch. Accept rates are those of the selector behind the true previous tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

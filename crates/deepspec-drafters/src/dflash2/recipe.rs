@@ -2,12 +2,12 @@
 
 use deepspec_core::Slots;
 use deepspec_core::recipe::at_least_one;
+use deepspec_ops::distill_loss::LossRecipe;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use crate::ConfigIssue;
 use crate::block_common::{DraftLayers, LayerType, num_anchors};
-use deepspec_ops::distill_loss::LossRecipe;
 
 /// A DFlash 2 drafter.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]

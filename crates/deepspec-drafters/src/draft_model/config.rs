@@ -2,10 +2,11 @@
 
 use std::path::Path;
 
+use deepspec_checkpoint::Fields;
 use deepspec_core::Tap;
 use deepspec_core::cli::UsageError;
 use deepspec_core::recipe::Recipe;
-use deepspec_models::config::{Fields, MAX_LAYERS};
+use deepspec_models::config::MAX_LAYERS;
 use deepspec_models::{ModelConfig, ModelError, check_taps};
 use serde_json::{Map, Value, json};
 
@@ -63,7 +64,7 @@ impl DraftDecoder {
         let ids = fields.required(key, fields.integers(key)?)?;
         let taps = Tap::from_layer_ids(ids.iter().copied())
             .ok_or_else(|| fields.error(key, format!("{ids:?} are no layer ids; expected them from -1")))?;
-        let num_target_layers = fields.required(layers, fields.size(layers)?)? as usize;
+        let num_target_layers = fields.required_size::<u64>(layers)? as usize;
         Ok(Self { model: ModelConfig::parse(path, map.clone())?, taps, num_target_layers })
     }
 

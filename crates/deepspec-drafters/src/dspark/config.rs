@@ -2,9 +2,10 @@
 
 use std::path::Path;
 
+use deepspec_checkpoint::Fields;
 use deepspec_core::Slots;
 use deepspec_models::ModelError;
-use deepspec_models::config::{Fields, read_json};
+use deepspec_models::config::read_json;
 use serde_json::{Map, Value, json};
 use tch::{Device, Kind};
 
@@ -42,7 +43,7 @@ impl DrafterConfig for BlockConfig {
         let rank = rank(&fields)?;
         let key = "markov_head_type";
         let named = fields.text(key)?;
-        let kind = MarkovKind::parse(named.as_deref().unwrap_or("vanilla"));
+        let kind = MarkovKind::parse(named.unwrap_or("vanilla"));
         let markov = match rank {
             0 => None,
             rank => Some(Markov { kind: kind.map_err(|problem| fields.error(key, problem))?, rank }),
@@ -169,9 +170,8 @@ fn rank(fields: &Fields) -> Result<i64, ModelError> {
         None | Some(Value::Null) => Ok(0),
         Some(value) => {
             let rank = value.as_i64().filter(|rank| (0..=MAX_RANK).contains(rank));
-            rank.ok_or_else(|| {
-                fields.error("markov_rank", format!("expected an integer from 0, found {value}"))
-            })
+            let problem = || format!("expected an integer from 0, found {value}");
+            Ok(rank.ok_or_else(|| fields.error("markov_rank", problem()))?)
         }
     }
 }

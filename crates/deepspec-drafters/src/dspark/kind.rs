@@ -5,6 +5,7 @@ use deepspec_core::config::ConfigError;
 use deepspec_core::recipe::Recipe;
 use deepspec_models::ModelConfig;
 use deepspec_models::nn::Builder;
+use deepspec_ops::distill_loss::LossRecipe;
 use serde_json::{Value, json};
 use tch::{Device, Tensor};
 
@@ -21,7 +22,6 @@ use crate::{
     ConfigIssue, Drafter, DrafterPlan, GradReadyHook, LossDenominator, Metrics, Predictions, Settings,
     TrainSample,
 };
-use deepspec_ops::distill_loss::LossRecipe;
 
 /// The heads, and all that stands before them.
 const PARTS: &[ParamGroup] = &[

@@ -1,11 +1,11 @@
 //! From the sums of a logging window to DSpark's and DFlash's metrics.
 
+use deepspec_ops::distill_loss::LossRecipe;
 use serde_json::{Map, Value};
 
 use super::objective::BlockSum;
 use crate::Metrics;
 use crate::block_common::sums::Window;
-use deepspec_ops::distill_loss::LossRecipe;
 
 /// What the sums of a block drafter's micro-batches mean.
 #[derive(Debug, Clone, Copy)]

@@ -2,6 +2,7 @@
 //! long as it or a later step of it is supervised, and no longer.
 
 use deepspec_core::recipe::LossNormalization;
+use deepspec_ops::distill_loss::{TeacherIndex, distinct};
 use deepspec_ops::range;
 use deepspec_ops::{Upload, UploadSlice, Uploaded};
 use tch::{Device, Kind, Tensor};
@@ -9,7 +10,6 @@ use tch::{Device, Kind, Tensor};
 use super::recipe::{Eagle3Objective, Supervise};
 use crate::TrainSample;
 use crate::draft_model::joined;
-use deepspec_ops::distill_loss::{TeacherIndex, distinct};
 
 /// Columns whose attention is one call: what such a call holds at once is bounded whatever the sequence's length.
 pub(super) const PIECE: usize = 256;

@@ -2,8 +2,9 @@
 
 use std::path::Path;
 
+use deepspec_checkpoint::Fields;
 use deepspec_models::ModelError;
-use deepspec_models::config::{Fields, read_json};
+use deepspec_models::config::read_json;
 use serde_json::{Map, Value, json};
 
 use crate::ConfigIssue;
@@ -30,11 +31,13 @@ impl DrafterConfig for Eagle3Config {
         let (path, map) = read_json(dir)?;
         let decoder = DraftDecoder::read(&path, &map)?;
         let fields = Fields::new(&path, &map);
-        let size = |key: &str| fields.size(key).and_then(|value| fields.required(key, value));
+        let size = |key: &str| fields.required_size::<u64>(key);
         let layers = decoder.model.layers.len();
-        if let Some(found) = fields.size("draft_num_hidden_layers")?.filter(|&found| found != layers as i64) {
+        if let Some(found) =
+            fields.size::<i64>("draft_num_hidden_layers")?.filter(|&found| found != layers as i64)
+        {
             let problem = format!("{found}, but num_hidden_layers is {layers}");
-            return Err(fields.error("draft_num_hidden_layers", problem));
+            return Err(fields.error("draft_num_hidden_layers", problem).into());
         }
         let config = Self {
             ttt_length: size("ttt_length")? as usize,

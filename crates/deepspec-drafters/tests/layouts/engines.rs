@@ -1,9 +1,10 @@
 //! The layouts that engines load.
 
-use crate::common::{Folder, bytes, golden, target};
 use deepspec_checkpoint::{CheckpointError, CheckpointFormat, Engine, Target, for_engine};
 use deepspec_drafters::open_checkpoint;
 use serde_json::json;
+
+use crate::common::{Folder, bytes, golden, target};
 
 #[test]
 fn each_engine_gets_the_layout_that_it_loads() {

@@ -3,12 +3,12 @@
 use std::cell::OnceCell;
 
 use deepspec_core::rng::Purpose;
+use deepspec_ops::{DeviceArange, Upload, runs};
 use tch::{Device, Kind, Tensor};
 
 use super::Engine;
 use super::uniforms::{UniformCounts, UniformSource};
 use crate::{Proposer, Sampling, SamplingBatch, Target};
-use deepspec_ops::{DeviceArange, Upload, runs};
 
 /// Anchors, draws and settings of the slots that take part in a step.
 pub struct StepInputs {

@@ -1,10 +1,10 @@
 //! Random numbers of a sequence, sent to the device for many steps at once.
 
 use deepspec_core::rng::{Purpose, Stream};
+use deepspec_ops::Upload;
 use tch::{Device, Tensor};
 
 use crate::Sampling;
-use deepspec_ops::Upload;
 
 /// Steps of a sequence whose draws are sent at once.
 const STEPS: usize = 256;

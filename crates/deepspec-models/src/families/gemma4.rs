@@ -1,13 +1,12 @@
 //! Gemma 4 (dense text part): most layers see a sliding window, every few see everything with wider heads of their own.
 
-use deepspec_checkpoint::DecoderFamily;
+use deepspec_checkpoint::{DecoderFamily, Fields};
 use deepspec_text::ChatFormat;
 use serde_json::{Map, Value as Json, json};
 
 use super::{draft, rope};
 use crate::ModelError;
-use crate::config::{Fields, ModelConfig};
-use crate::config::{TargetFamily, sliding_layers};
+use crate::config::{ModelConfig, TargetFamily, checked_heads, layer_count, sliding_layers};
 use crate::nn::{Activation, AttentionSpec, Heads, LayerSpec, Norms, Value};
 
 /// Without `layer_types`, every layer of this number is a full one.
@@ -69,7 +68,7 @@ fn read(outer: &Fields) -> Result<ModelConfig, ModelError> {
         key_value: size("num_key_value_heads")?,
         dim: fields.size("head_dim")?.unwrap_or(256),
     };
-    let local = fields.heads("num_key_value_heads", "head_dim", local)?;
+    let local = checked_heads(fields, "num_key_value_heads", "head_dim", local)?;
     let shares_key = fields.flag("attention_k_eq_v")?.unwrap_or(false);
     let global_kv = fields.size("num_global_key_value_heads")?.filter(|_| shares_key);
     let global = Heads {
@@ -77,8 +76,8 @@ fn read(outer: &Fields) -> Result<ModelConfig, ModelError> {
         key_value: global_kv.unwrap_or(local.key_value),
         dim: fields.size("global_head_dim")?.unwrap_or(512),
     };
-    let window = fields.size("sliding_window")?.unwrap_or(if unified { 1024 } else { 512 }) as usize;
-    let trained_for = fields.size("max_position_embeddings")?.unwrap_or(131_072) as usize;
+    let window = fields.size::<i64>("sliding_window")?.unwrap_or(if unified { 1024 } else { 512 }) as usize;
+    let trained_for = fields.size::<i64>("max_position_embeddings")?.unwrap_or(131_072) as usize;
     let eps = fields.number("rms_norm_eps")?.unwrap_or(1e-6);
 
     let ropes = rope::ByLayerType::new(fields, trained_for)?;
@@ -87,7 +86,7 @@ fn read(outer: &Fields) -> Result<ModelConfig, ModelError> {
     let layer = |(index, full): (usize, bool)| {
         let heads = match &overrides {
             Some(overrides) => overridden(overrides, index, local)?,
-            None if full => fields.heads("num_global_key_value_heads", "global_head_dim", global)?,
+            None if full => checked_heads(fields, "num_global_key_value_heads", "global_head_dim", global)?,
             None => local,
         };
         let (window, value, rope) = match (full, shares_key) {
@@ -108,14 +107,14 @@ fn read(outer: &Fields) -> Result<ModelConfig, ModelError> {
             scaled: true,
         })
     };
-    let full = full_layers(fields, fields.layers()?)?;
+    let full = full_layers(fields, layer_count(fields)?)?;
     let tied = match outer.flag("tie_word_embeddings")? {
         Some(tied) => tied,
         None => fields.flag("tie_word_embeddings")?.unwrap_or(true),
     };
     let softcap = fields.number("final_logit_softcapping")?;
     if let Some(cap) = softcap.filter(|cap| *cap <= 0.0) {
-        return Err(fields.error("final_logit_softcapping", format!("{cap} is not positive")));
+        return Err(fields.error("final_logit_softcapping", format!("{cap} is not positive")).into());
     }
     Ok(ModelConfig {
         family: &FAMILY,
@@ -141,19 +140,19 @@ fn refuse_unsupported(fields: &Fields, unified: bool) -> Result<(), ModelError> 
     let per_layer = fields.count("hidden_size_per_layer_input")?.unwrap_or(if unified { 0 } else { 256 });
     if per_layer > 0 {
         let problem = format!("{per_layer}: embeddings per layer are not supported; expected 0");
-        return Err(fields.error("hidden_size_per_layer_input", problem));
+        return Err(fields.error("hidden_size_per_layer_input", problem).into());
     }
     if let Some(shared) = fields.count("num_kv_shared_layers")?.filter(|&shared| shared > 0) {
         let problem =
             format!("{shared}: layers that share keys and values with others are not supported; expected 0");
-        return Err(fields.error("num_kv_shared_layers", problem));
+        return Err(fields.error("num_kv_shared_layers", problem).into());
     }
     // "vision" is about image tokens, which a text has none of.
-    match fields.text("use_bidirectional_attention")?.as_deref() {
+    match fields.text("use_bidirectional_attention")? {
         None | Some("vision") => Ok(()),
         Some(other) => {
             let problem = format!("\"{other}\" is not supported; expected \"vision\" or null");
-            Err(fields.error("use_bidirectional_attention", problem))
+            Err(fields.error("use_bidirectional_attention", problem).into())
         }
     }
 }
@@ -175,16 +174,16 @@ fn overridden(overrides: &Fields, index: usize, common: Heads) -> Result<Heads, 
     let Some(own) = overrides.object(&index.to_string())? else { return Ok(common) };
     if let Some(key) = own.map.keys().find(|key| !["head_dim", "num_key_value_heads"].contains(&key.as_str()))
     {
-        return Err(
-            own.error(key, "a layer's own value is supported for head_dim and num_key_value_heads only")
-        );
+        return Err(own
+            .error(key, "a layer's own value is supported for head_dim and num_key_value_heads only")
+            .into());
     }
     let heads = Heads {
         query: common.query,
         key_value: own.size("num_key_value_heads")?.unwrap_or(common.key_value),
         dim: own.size("head_dim")?.unwrap_or(common.dim),
     };
-    own.heads("num_key_value_heads", "head_dim", heads)
+    checked_heads(&own, "num_key_value_heads", "head_dim", heads)
 }
 
 /// The text part's settings with every choice spelled out that depends on the kind of Gemma 4 model around it.

@@ -1,14 +1,14 @@
 //! Llama (dense): one kind of layer, without norms on queries and keys.
 
-use deepspec_checkpoint::DecoderFamily;
+use deepspec_checkpoint::{DecoderFamily, Fields};
 use deepspec_text::ChatFormat;
 use serde_json::{Map, Value as Json, json};
 
 use super::pre_norm::{self, Differences};
 use super::{draft, qwen3};
 use crate::ModelError;
-use crate::config::TargetFamily;
-use crate::config::{Fields, ModelConfig};
+use crate::config::ModelConfig;
+use crate::config::{TargetFamily, layer_count};
 use crate::nn::LayerSpec;
 
 /// Llama 2 and 3, and what is built like them.
@@ -61,7 +61,7 @@ fn defaults() -> Vec<(&'static str, Json)> {
 /// As [`ModelConfig::load`].
 fn read(fields: &Fields) -> Result<ModelConfig, ModelError> {
     fields.only_off("mlp_bias", "biases in the MLP are not supported")?;
-    let windows = vec![None; fields.layers()?];
+    let windows = vec![None; layer_count(fields)?];
     pre_norm::read(fields, Differences { family: &FAMILY, qk_norm: false, longest: 2048, windows })
 }
 

@@ -9,10 +9,11 @@ mod rope;
 
 use std::path::Path;
 
+use deepspec_checkpoint::Fields;
 use deepspec_text::ChatFormat;
 use serde_json::{Map, Value};
 
-use crate::config::{Family, Fields, ModelConfig, read_json};
+use crate::config::{Family, ModelConfig, read_json};
 use crate::{ModelError, Weights};
 
 const FAMILIES: [Family; 3] = [&qwen3::FAMILY, &gemma4::FAMILY, &llama::FAMILY];
@@ -50,8 +51,7 @@ impl ModelConfig {
 /// Reads a config.json of any known family.
 fn read(fields: &Fields) -> Result<ModelConfig, ModelError> {
     let found = fields.text("model_type")?;
-    let is_meant =
-        |family: &Family| found.as_deref().is_some_and(|found| family.decoder.model_types.contains(&found));
+    let is_meant = |family: &Family| found.is_some_and(|found| family.decoder.model_types.contains(&found));
     if let Some(family) = families().find(is_meant) {
         return (family.read)(fields);
     }
@@ -59,7 +59,7 @@ fn read(fields: &Fields) -> Result<ModelConfig, ModelError> {
     let known: Vec<String> =
         families().flat_map(|family| family.decoder.model_types).map(|name| format!("\"{name}\"")).collect();
     let (last, others) = known.split_last().map_or(("", &known[..]), |(last, others)| (last, others));
-    Err(fields.error("model_type", format!("{found}; expected {} or {last}", others.join(", "))))
+    Err(fields.error("model_type", format!("{found}; expected {} or {last}", others.join(", "))).into())
 }
 
 /// Words in the names of a multimodal model's other modules, and of modules that draft (MTP).

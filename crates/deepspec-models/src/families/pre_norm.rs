@@ -1,10 +1,11 @@
 //! What Qwen3 and Llama have alike: equal layers with norms before attention and MLP, and one rotary embedding.
 
+use deepspec_checkpoint::Fields;
 use serde_json::Map;
 
 use super::{Family, rope};
 use crate::ModelError;
-use crate::config::{Fields, ModelConfig};
+use crate::config::{ModelConfig, checked_heads};
 use crate::nn::{Activation, AttentionSpec, Heads, LayerSpec, Norms, Value};
 
 /// In what such a family differs from the others.
@@ -36,11 +37,12 @@ pub(super) fn read(fields: &Fields, differences: Differences) -> Result<ModelCon
         None => {
             let problem =
                 format!("{query} does not divide the hidden size {hidden_size}, and there is no head_dim");
-            return Err(fields.error("num_attention_heads", problem));
+            return Err(fields.error("num_attention_heads", problem).into());
         }
     };
-    let heads = fields.heads("num_key_value_heads", "head_dim", Heads { query, key_value, dim })?;
-    let trained_for = fields.size("max_position_embeddings")?.map_or(longest, |longest| longest as usize);
+    let heads = checked_heads(fields, "num_key_value_heads", "head_dim", Heads { query, key_value, dim })?;
+    let trained_for =
+        fields.size::<i64>("max_position_embeddings")?.map_or(longest, |longest| longest as usize);
     let (rope, longest) = rope::flat(fields, dim, trained_for)?;
     let eps = fields.number("rms_norm_eps")?.unwrap_or(1e-6);
     let intermediate_size = size("intermediate_size")?;

@@ -1,14 +1,13 @@
 //! Qwen3 (dense): one kind of layer, with or without a sliding window.
 
-use deepspec_checkpoint::DecoderFamily;
+use deepspec_checkpoint::{DecoderFamily, Fields};
 use deepspec_text::ChatFormat;
 use serde_json::{Map, Value as Json, json};
 
 use super::draft;
 use super::pre_norm::{self, Differences};
 use crate::ModelError;
-use crate::config::{Fields, ModelConfig};
-use crate::config::{TargetFamily, sliding_layers};
+use crate::config::{ModelConfig, TargetFamily, layer_count, sliding_layers};
 use crate::nn::LayerSpec;
 
 /// Qwen3, dense.
@@ -69,11 +68,11 @@ fn read(fields: &Fields) -> Result<ModelConfig, ModelError> {
 
 /// The window of every layer. Without `layer_types`, those from `max_window_layers` on have one.
 fn windows(fields: &Fields) -> Result<Vec<Option<usize>>, ModelError> {
-    let layers = fields.layers()?;
+    let layers = layer_count(fields)?;
     if !fields.flag("use_sliding_window")?.unwrap_or(false) {
         return Ok(vec![None; layers]);
     }
-    let window = fields.size("sliding_window")?;
+    let window = fields.size::<i64>("sliding_window")?;
     let window = fields.required("sliding_window", window)? as usize;
     let sliding = match sliding_layers(fields, layers)? {
         Some(sliding) => sliding,

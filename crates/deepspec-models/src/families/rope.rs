@@ -1,7 +1,8 @@
 //! RoPE settings of a config.json in their spellings, with every kind of scaling known or refused by name.
 
+use deepspec_checkpoint::Fields;
+
 use crate::ModelError;
-use crate::config::Fields;
 use crate::nn::{RopeSpec, Scaling, Yarn};
 
 const DEFAULT_THETA: f64 = 10_000.0;
@@ -109,14 +110,14 @@ impl Reader<'_> {
         let theta = positive(settings, "rope_theta", settings.number("rope_theta")?.unwrap_or(theta))?;
         let kind = match settings.text("rope_type")? {
             Some(kind) => kind,
-            None => settings.text("type")?.unwrap_or_else(|| "default".into()),
+            None => settings.text("type")?.unwrap_or("default"),
         };
         let part = settings.number("partial_rotary_factor")?;
         if kind != "proportional" && kind != "default" && part.is_some_and(|part| part != 1.0) {
             let problem = format!("rotating a part of each head is not supported together with \"{kind}\"");
-            return Err(settings.error("partial_rotary_factor", problem));
+            return Err(settings.error("partial_rotary_factor", problem).into());
         }
-        let scaling = match kind.as_str() {
+        let scaling = match kind {
             "default" => Scaling::None,
             "proportional" => Scaling::Proportional {
                 planes: planes(part.unwrap_or(1.0), head_dim),
@@ -134,7 +135,7 @@ impl Reader<'_> {
                 let problem = format!(
                     "\"{other}\" is not supported; expected default, linear, llama3, yarn or proportional"
                 );
-                return Err(settings.error("rope_type", problem));
+                return Err(settings.error("rope_type", problem).into());
             }
         };
         Ok(RopeSpec { theta, head_dim, scaling })
@@ -143,7 +144,7 @@ impl Reader<'_> {
     fn yarn(&self, theta: f64) -> Result<Yarn, ModelError> {
         let settings = self.settings;
         if theta <= 1.0 {
-            return Err(settings.error("rope_theta", format!("{theta}: yarn needs a base above 1")));
+            return Err(settings.error("rope_theta", format!("{theta}: yarn needs a base above 1")).into());
         }
         let original = self.original()?;
         // An explicit null means the ratio of the two lengths.
@@ -195,5 +196,5 @@ fn positive(fields: &Fields, key: &str, value: f64) -> Result<f64, ModelError> {
     if value > 0.0 && value.is_finite() {
         return Ok(value);
     }
-    Err(fields.error(key, format!("{value} is not a positive number")))
+    Err(fields.error(key, format!("{value} is not a positive number")).into())
 }

@@ -368,9 +368,6 @@ mod tests {
         let correct = [1.0_f32, 1.0, 0.0, 1.0, 0.0, 1.0, 1.0];
         let correct = Tensor::from_slice(&correct).unsqueeze(1);
         let counted = LossRecipe::before_first_error(&correct, &Tensor::from_slice(&slots), 3, 4);
-        assert_eq!(
-            Vec::<f32>::try_from(counted.view([-1])).unwrap(),
-            [1.0, 1.0, 1.0, 0.0, 1.0, 0.0, 1.0]
-        );
+        assert_eq!(Vec::<f32>::try_from(counted.view([-1])).unwrap(), [1.0, 1.0, 1.0, 0.0, 1.0, 0.0, 1.0]);
     }
 }
