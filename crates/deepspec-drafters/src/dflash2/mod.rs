@@ -3,19 +3,9 @@
 //!
 //! Legend beside the crate's: K taps of a convolution, c channels of its groups, k candidates of a slot, r rank of the selector.
 
-mod config;
-mod convolution;
-mod cost;
-mod kind;
-mod layouts;
-mod metrics;
+mod formats;
 mod model;
-mod objective;
-mod recipe;
-mod selector;
+mod train;
 
-pub use config::DFlash2Config;
-pub use kind::{DFlash2Objective, DFlash2Plan, DFlash2Proposer, KIND};
-pub use metrics::DFlash2Sum;
-pub use model::DFlash2;
-pub use recipe::{Convolution, DFlash2Recipe, Selector};
+pub use model::{Convolution, DFlash2, DFlash2Config, DFlash2Recipe, Selector};
+pub use train::{DFlash2Objective, DFlash2Plan, DFlash2Proposer, DFlash2Sum, KIND};

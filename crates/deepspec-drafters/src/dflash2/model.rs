@@ -1,13 +1,355 @@
-//! DFlash 2: a backbone with convolutions in its layers, and the selector behind it.
+//! DFlash 2: keys of recipes and checkpoints, convolutions, the selector, and drafting.
+//!
+//! The slots of a block fill in: the first repeats the anchor, and each other slot drafts a token. DFlash 2 adds short convolutions
+//! along the slots around attention and MLP, and a selector that walks over each slot's likeliest tokens from the anchor on.
 
-use deepspec_models::nn::{Builder, LayerHook};
-use tch::Tensor;
+use std::path::Path;
 
-use super::config::DFlash2Config;
-use super::convolution::Convolutions;
-use super::selector::PathSelector;
-use crate::block_common::{Backbone, BlockDrafter, BlockSpec};
-use crate::draft_model::DraftModel;
+use deepspec_checkpoint::Fields;
+use deepspec_core::Slots;
+use deepspec_core::recipe::at_least_one;
+use deepspec_models::ModelError;
+use deepspec_models::config::read_json;
+use deepspec_models::nn::{Builder, Init, LayerHook, Linear};
+use deepspec_ops::distill_loss::LossRecipe;
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value, json};
+use tch::{Kind, Tensor};
+
+use crate::ConfigIssue;
+use crate::block_common::{Backbone, BlockDrafter, BlockSpec, DraftLayers, LayerType, MAX_RANK, num_anchors};
+use crate::draft_model::{DraftDecoder, DraftModel, DrafterConfig, WarmStart};
+
+/// A DFlash 2 drafter.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct DFlash2Recipe {
+    /// B, slots of a block; all but the first draft.
+    pub block_size: usize,
+    /// Decoder layers of the drafter.
+    pub num_draft_layers: usize,
+    /// Tokens that a draft layer with a window sees, itself included. The layers without one see everything.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub sliding_window: Option<usize>,
+    /// The kind of each draft layer; absent means a window in all of them where there is one, and in none elsewhere.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub layer_types: Vec<LayerType>,
+    /// A token that never occurs in text; stands for what is to be predicted.
+    pub mask_token_id: i64,
+    /// Blocks per training sequence.
+    #[serde(default = "num_anchors")]
+    pub num_anchors: usize,
+    /// The convolutions.
+    #[serde(default)]
+    pub convolution: Convolution,
+    /// The selector.
+    #[serde(default)]
+    pub selector: Selector,
+    /// Weights of the losses of all logits; absent means the label's cross entropy.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub loss: Option<LossRecipe>,
+}
+
+/// The convolutions along the slots of a block.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields, default)]
+pub struct Convolution {
+    /// K: a slot and the K − 1 before it.
+    pub kernel_size: i64,
+    /// c, channels that share what is added to their coefficients.
+    pub group_size: i64,
+}
+
+impl Default for Convolution {
+    fn default() -> Self {
+        Self { kernel_size: 2, group_size: 16 }
+    }
+}
+
+/// The selector of a path over candidates.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields, default)]
+pub struct Selector {
+    /// r.
+    pub rank: i64,
+    /// k, candidates of each slot.
+    pub top_k: i64,
+    /// Weight of its loss.
+    pub alpha: f64,
+}
+
+impl Default for Selector {
+    fn default() -> Self {
+        Self { rank: 256, top_k: 16, alpha: 1.0 }
+    }
+}
+
+impl DFlash2Recipe {
+    /// Its draft layers.
+    pub fn layers(&self) -> DraftLayers<'_> {
+        let Self { num_draft_layers: count, sliding_window, layer_types: types, .. } = self;
+        DraftLayers { count: *count, sliding_window: *sliding_window, types }
+    }
+
+    /// Weights of the losses of all logits.
+    pub fn loss(&self) -> LossRecipe {
+        self.loss.unwrap_or(LossRecipe { ce_alpha: 1.0, ..LossRecipe::NONE })
+    }
+
+    /// Checks values against their ranges and each other.
+    ///
+    /// # Errors
+    /// A key and what is wrong with it.
+    pub fn check(&self) -> Result<(), ConfigIssue> {
+        at_least_one(&[
+            ("num_draft_layers", self.num_draft_layers),
+            ("num_anchors", self.num_anchors),
+            ("sliding_window", self.sliding_window.unwrap_or(1)),
+        ])?;
+        self.layers().check()?;
+        if Slots::FillIn.drafted(self.block_size) == 0 {
+            return Err(("block_size", "must be at least 2: the first slot drafts nothing".into()));
+        }
+        if !self.selector.alpha.is_finite() || self.selector.alpha < 0.0 {
+            return Err(("selector.alpha", "must be a number from 0".into()));
+        }
+        Ok(())
+    }
+}
+
+/// A DFlash 2 drafter's architecture.
+#[derive(Debug, Clone, PartialEq)]
+pub struct DFlash2Config {
+    /// Its decoder and where the target is tapped.
+    pub decoder: DraftDecoder,
+    /// Its blocks, whose slots fill in.
+    pub blocks: BlockSpec,
+    /// Its convolutions.
+    pub convolution: Convolution,
+    /// r of its selector.
+    pub selector_rank: i64,
+    /// k of its selector.
+    pub selector_top_k: i64,
+}
+
+impl DrafterConfig for DFlash2Config {
+    const CLASS: &'static str = "DFlash2Model";
+    const CHOOSES_SLOTS: bool = false;
+
+    fn load(dir: &Path) -> Result<Self, ModelError> {
+        let (path, map) = read_json(dir)?;
+        let fields = Fields::new(&path, &map);
+        let size = |key: &str| fields.size(key).and_then(|value| fields.required(key, value));
+        let config = Self {
+            decoder: DraftDecoder::read(&path, &map)?,
+            blocks: BlockSpec::read(&fields, Slots::FillIn)?,
+            convolution: Convolution {
+                kernel_size: size("conv_kernel_size")?,
+                group_size: size("conv_group_size")?,
+            },
+            selector_rank: size("selector_rank")?,
+            selector_top_k: size("selector_top_k")?,
+        };
+        config.validate().map_err(|(key, problem)| fields.error(key, problem))?;
+        Ok(config)
+    }
+
+    fn decoder(&self) -> &DraftDecoder {
+        &self.decoder
+    }
+
+    fn decoder_mut(&mut self) -> &mut DraftDecoder {
+        &mut self.decoder
+    }
+
+    fn draft_len(&self) -> usize {
+        self.blocks.drafted()
+    }
+
+    fn anchored(&self) -> Option<&BlockSpec> {
+        Some(&self.blocks)
+    }
+
+    fn anchored_mut(&mut self) -> Option<&mut BlockSpec> {
+        Some(&mut self.blocks)
+    }
+
+    fn shrink(&mut self) {
+        self.blocks.shrink();
+        (self.selector_rank, self.selector_top_k) = (8, self.selector_top_k.min(8));
+        self.convolution.group_size = 1; // divides any width
+    }
+
+    fn transfer(&self, from: &Self, transfer: &mut WarmStart) {
+        self.blocks.transfer(&from.blocks, transfer);
+        let (theirs, own) = (&from.convolution, &self.convolution);
+        transfer.compare("convolution.kernel_size", &theirs.kernel_size, &own.kernel_size);
+        transfer.compare("convolution.group_size", &theirs.group_size, &own.group_size);
+        transfer.compare("selector.rank", &from.selector_rank, &self.selector_rank);
+        transfer.compare("selector.top_k", &from.selector_top_k, &self.selector_top_k);
+    }
+
+    fn to_json(&self) -> Map<String, Value> {
+        let mut map = self.decoder.to_json(&self.architecture());
+        self.blocks.write(&mut map);
+        map.insert("conv_kernel_size".into(), json!(self.convolution.kernel_size));
+        map.insert("conv_group_size".into(), json!(self.convolution.group_size));
+        map.insert("selector_rank".into(), json!(self.selector_rank));
+        map.insert("selector_top_k".into(), json!(self.selector_top_k));
+        map
+    }
+}
+
+impl DFlash2Config {
+    /// Checks the fields against each other.
+    ///
+    /// # Errors
+    /// A key and what is wrong with it.
+    pub fn validate(&self) -> Result<(), ConfigIssue> {
+        self.decoder.check()?;
+        let (width, vocab) = (self.decoder.model.hidden_size, self.decoder.model.vocab_size);
+        self.blocks.check(vocab)?;
+        if self.blocks.slots != Slots::FillIn {
+            return Err(("sample_from_anchor", "true; the slots of DFlash 2 fill in".into()));
+        }
+        let within = |key, found, most: i64| match found {
+            found if (1..=most).contains(&found) => Ok(()),
+            found => Err((key, format!("{found} is not between 1 and {most}"))),
+        };
+        within("conv_kernel_size", self.convolution.kernel_size, self.blocks.block_size as i64)?;
+        within("selector_rank", self.selector_rank, MAX_RANK)?;
+        within("selector_top_k", self.selector_top_k, vocab)?;
+        let group = self.convolution.group_size;
+        if group < 1 || width % group != 0 {
+            return Err(("conv_group_size", format!("{group} does not divide the hidden size {width}")));
+        }
+        Ok(())
+    }
+}
+
+/// The two convolutions around one half of a layer. At first they give back what they read.
+///
+/// Slot t becomes `Σ_{o<K} (base[o] + δ_t[o, group]) ⊙ x_{t−o}`, with zeros before the block. The δ of both sides are one projection of
+/// the half's normed input.
+pub struct Convolutions {
+    base: Tensor,       // [2, K, d]
+    projection: Linear, // d -> 2·K·d/c
+    shape: Convolution,
+    /// B.
+    block_size: i64,
+}
+
+/// What is added to the coefficients of rows of whole blocks, `[2, K, N, B, d/c, 1]`.
+struct Deltas(Tensor);
+
+impl Convolutions {
+    /// Those called `name` for blocks of B slots.
+    pub fn new(b: &Builder, name: &str, width: i64, shape: Convolution, block_size: usize) -> Self {
+        let Convolution { kernel_size, group_size } = shape;
+        let deltas = 2 * kernel_size * width / group_size;
+        Self {
+            base: b.get(&format!("{name}.base_kernel"), &[2, kernel_size, width], Init::Identity),
+            projection: Linear::starting_at_zero(b, &format!("{name}.kernel_projection"), width, deltas),
+            shape,
+            block_size: block_size as i64,
+        }
+    }
+
+    /// What stands around `run`, over rows of whole blocks `[N·B, d]`.
+    pub fn around(&self, normed: &Tensor, run: &mut dyn FnMut(&Tensor) -> Tensor) -> Tensor {
+        let Convolution { kernel_size, group_size } = self.shape;
+        let groups = normed.size()[1] / group_size;
+        let deltas = self.projection.forward(normed).view([-1, self.block_size, 2, kernel_size, groups, 1]);
+        let deltas = Deltas(deltas.permute([2, 3, 0, 1, 4, 5]));
+        let read = self.convolve(0, &deltas, normed);
+        self.convolve(1, &deltas, &run(&read))
+    }
+
+    /// One side's convolution of rows of whole blocks `[N·B, d]`.
+    fn convolve(&self, side: i64, Deltas(deltas): &Deltas, x: &Tensor) -> Tensor {
+        let (size, groups) = (self.block_size, deltas.size()[4]);
+        let x = x.view([-1, size, groups, self.shape.group_size]);
+        let tap = |o: i64| {
+            // x_{t−o}, zeros where that is before the block.
+            let read = if o == 0 {
+                x.shallow_clone()
+            } else {
+                let kept = size - o;
+                x.narrow(1, 0, kept).constant_pad_nd([0, 0, 0, 0, size - kept, 0])
+            };
+            let base = self.base.get(side).get(o).view([groups, self.shape.group_size]);
+            &read * base + &read * deltas.get(side).get(o)
+        };
+        let first = tap(0);
+        let y = (1..self.shape.kernel_size).fold(first, |sum, o| sum + tap(o));
+        y.view([-1, groups * self.shape.group_size])
+    }
+}
+
+/// Scores each slot's k likeliest tokens: `S(a, b) = U(b) + ⟨A[a] ⊙ P h, B[b]⟩` for token b behind token a, with logits U and state h. At
+/// first it adds nothing.
+pub struct PathSelector {
+    predecessors: Tensor, // A, [V, r]
+    successors: Tensor,   // B, [V, r]
+    projection: Linear,   // P, d -> r
+    top_k: i64,
+}
+
+/// Candidates of n slots.
+pub struct Candidates {
+    /// Their ids, `[n, k]`.
+    pub tokens: Tensor,
+    /// Their rows of B, `[n, k, r]` float32.
+    pub successors: Tensor,
+    /// Their scores, `[n, k]` float32.
+    pub scores: Tensor,
+}
+
+impl PathSelector {
+    pub fn new(b: &Builder, config: &DFlash2Config) -> Self {
+        let (model, rank) = (&config.decoder.model, config.selector_rank);
+        let codebook =
+            |name: &str, init| b.get(&format!("candidate_selector.{name}"), &[model.vocab_size, rank], init);
+        Self {
+            predecessors: codebook("predecessor_codebook", Init::Normal),
+            successors: codebook("successor_codebook", Init::Zeros),
+            projection: Linear::new(b, "candidate_selector.hidden_projection", model.hidden_size, rank),
+            top_k: config.selector_top_k,
+        }
+    }
+
+    /// A and B, `[V, r]` each.
+    pub fn codebooks(&self) -> (&Tensor, &Tensor) {
+        (&self.predecessors, &self.successors)
+    }
+
+    /// `A[token]`, `[.., r]`.
+    pub fn embed(&self, previous: &Tensor) -> Tensor {
+        Tensor::embedding(&self.predecessors, previous, -1, false, false)
+    }
+
+    /// `A[a] ⊙ P h`: states `[.., d]` and embeddings `[.., r]` to `[.., r]`.
+    pub fn features(&self, hidden: &Tensor, embeddings: &Tensor) -> Tensor {
+        self.projection.forward(hidden) * embeddings
+    }
+
+    /// The candidates of float32 logits `[n, V]` with features `[n, r]`.
+    pub fn candidates(&self, logits: &Tensor, features: &Tensor) -> Candidates {
+        let (unary, tokens) = logits.topk(self.top_k, -1, true, true);
+        let shape = [-1, self.top_k, features.size()[1]];
+        let successors =
+            self.successors.index_select(0, &tokens.flatten(0, 1)).view(shape).to_kind(Kind::Float);
+        let pairs = successors.bmm(&features.to_kind(Kind::Float).unsqueeze(2)).squeeze_dim(2);
+        Candidates { tokens, successors, scores: unary + pairs }
+    }
+
+    /// Float32 logits `[n, V]` that only candidates have: −∞ elsewhere.
+    pub fn restrict(&self, logits: &Tensor, features: &Tensor) -> Tensor {
+        let Candidates { tokens, scores, .. } = self.candidates(logits, features);
+        logits.full_like(f64::NEG_INFINITY).scatter(1, &tokens, &scores)
+    }
+}
 
 /// A DFlash 2 drafter.
 pub type DFlash2 = DraftModel<DFlash2Parts>;

@@ -1,17 +1,8 @@
 //! DSpark (Markov and confidence heads) and DFlash (neither).
 
-mod config;
-mod cost;
-mod heads;
-mod kind;
-pub mod layouts;
-mod metrics;
+pub mod formats;
 mod model;
-mod objective;
-mod recipe;
+mod train;
 
-pub use config::{BlockConfig, Confidence};
-pub use kind::{BlockObjective, BlockPlan, BlockProposer, DFLASH, DSPARK};
-pub use model::Block;
-pub use objective::BlockSum;
-pub use recipe::{BlockRecipe, ConfidenceRecipe, Markov, MarkovKind};
+pub use model::{Block, BlockConfig, BlockRecipe, Confidence, ConfidenceRecipe, Markov, MarkovKind};
+pub use train::{BlockObjective, BlockPlan, BlockProposer, BlockSum, DFLASH, DSPARK};

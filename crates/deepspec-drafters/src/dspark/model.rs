@@ -1,13 +1,435 @@
-//! DSpark and DFlash: a backbone and, behind it, the heads that there are.
+//! DSpark and DFlash: keys of recipes and checkpoints, heads, and drafting.
+//!
+//! A block of B tokens `[anchor, mask, …]` runs through the backbone at once, and every slot drafts a token. DSpark adds a Markov
+//! head, which corrects a slot's logits by the token before it, and a confidence head, which predicts whether the target accepts
+//! the token. DFlash has neither head.
 
+use std::path::Path;
+
+use deepspec_checkpoint::Fields;
+use deepspec_core::Slots;
+use deepspec_core::recipe::at_least_one;
 use deepspec_engine::DraftSampling;
-use deepspec_models::nn::Builder;
-use tch::{Kind, Tensor};
+use deepspec_models::ModelError;
+use deepspec_models::config::read_json;
+use deepspec_models::nn::{Builder, Init, Linear, Weight};
+use deepspec_ops::distill_loss::LossRecipe;
+use deepspec_ops::linear;
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value, json};
+use tch::{Device, Kind, Tensor};
 
-use super::config::BlockConfig;
-use super::heads::{ConfidenceHead, MarkovHead, MarkovState};
-use crate::block_common::{Backbone, BlockDrafter, BlockSpec};
-use crate::draft_model::DraftModel;
+use crate::block_common::{
+    Backbone, BlockBatch, BlockDrafter, BlockSpec, DraftLayers, LayerType, MAX_RANK, num_anchors,
+};
+use crate::draft_model::{DraftDecoder, DraftModel, DrafterConfig, WarmStart};
+use crate::{ConfigIssue, TrainSample};
+
+/// A block drafter.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct BlockRecipe {
+    /// B, slots of a block. All of them draft, or with `slots: fill_in` all but the first.
+    pub block_size: usize,
+    /// What the slots predict.
+    #[serde(default)]
+    pub slots: Slots,
+    /// Decoder layers of the drafter.
+    pub num_draft_layers: usize,
+    /// Tokens that a draft layer with a window sees, itself included. The layers without one see everything.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub sliding_window: Option<usize>,
+    /// The kind of each draft layer; absent means a window in all of them where there is one, and in none elsewhere.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub layer_types: Vec<LayerType>,
+    /// A token that never occurs in text; stands for what is to be predicted.
+    pub mask_token_id: i64,
+    /// Blocks per training sequence.
+    #[serde(default = "num_anchors")]
+    pub num_anchors: usize,
+    /// The Markov head; absent means none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub markov: Option<Markov>,
+    /// The confidence head; absent means none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub confidence: Option<ConfidenceRecipe>,
+    /// Weights of the losses; absent means the algorithm's own.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub loss: Option<LossRecipe>,
+}
+
+/// How the bias on the logits depends on the previous token.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum MarkovKind {
+    /// `W2 e`.
+    Vanilla,
+    /// `W2 (σ(G[h; e] + b) ⊙ e)`.
+    Gated,
+    /// `W2 tanh(o)` of a gated recurrent state.
+    Rnn,
+}
+
+impl MarkovKind {
+    /// The kind of this name in config files.
+    ///
+    /// # Errors
+    /// What is wrong with it.
+    pub(super) fn parse(name: &str) -> Result<Self, String> {
+        let found = [Self::Vanilla, Self::Gated, Self::Rnn].into_iter().find(|kind| kind.name() == name);
+        found.ok_or_else(|| format!("\"{name}\" is unknown; expected vanilla, gated or rnn"))
+    }
+
+    /// Its name in config files.
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::Vanilla => "vanilla",
+            Self::Gated => "gated",
+            Self::Rnn => "rnn",
+        }
+    }
+}
+
+/// The Markov head: a low-rank correction of the logits by the previous token.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Markov {
+    /// Its form.
+    #[serde(rename = "type")]
+    pub kind: MarkovKind,
+    /// r, its rank.
+    pub rank: i64,
+}
+
+/// The confidence head.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct ConfidenceRecipe {
+    /// Whether it also reads the previous token's Markov embedding.
+    pub with_markov: bool,
+    /// Weight of its loss.
+    #[serde(default = "one")]
+    pub alpha: f64,
+}
+
+fn one() -> f64 {
+    1.0
+}
+
+impl BlockRecipe {
+    /// Its draft layers.
+    pub fn layers(&self) -> DraftLayers<'_> {
+        let Self { num_draft_layers: count, sliding_window, layer_types: types, .. } = self;
+        DraftLayers { count: *count, sliding_window: *sliding_window, types }
+    }
+
+    /// Checks values against their ranges and each other.
+    pub fn check(&self) -> Result<(), ConfigIssue> {
+        at_least_one(&[
+            ("block_size", self.block_size),
+            ("num_draft_layers", self.num_draft_layers),
+            ("num_anchors", self.num_anchors),
+            ("sliding_window", self.sliding_window.unwrap_or(1)),
+        ])?;
+        self.layers().check()?;
+        if self.slots.drafted(self.block_size) == 0 {
+            return Err((
+                "block_size",
+                "must be at least 2: the first slot of fill_in drafts nothing".into(),
+            ));
+        }
+        if self.confidence.is_some_and(|confidence| confidence.with_markov) && self.markov.is_none() {
+            return Err(("confidence.with_markov", "there is no Markov head to read from".into()));
+        }
+        if self.confidence.is_some_and(|confidence| !confidence.alpha.is_finite() || confidence.alpha < 0.0) {
+            return Err(("confidence.alpha", "must be a number from 0".into()));
+        }
+        if self.markov.is_some_and(|markov| markov.rank < 1) {
+            return Err(("markov.rank", "must be at least 1; leave `markov` out for no head".into()));
+        }
+        Ok(())
+    }
+}
+
+/// The confidence head.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Confidence {
+    /// Whether it reads the previous token's Markov embedding beside the hidden state.
+    pub with_markov: bool,
+}
+
+/// A block drafter's architecture.
+#[derive(Debug, Clone, PartialEq)]
+pub struct BlockConfig {
+    /// Its decoder and where the target is tapped.
+    pub decoder: DraftDecoder,
+    /// Its blocks.
+    pub blocks: BlockSpec,
+    /// Markov head, if any.
+    pub markov: Option<Markov>,
+    /// Confidence head, if any.
+    pub confidence: Option<Confidence>,
+}
+
+impl DrafterConfig for BlockConfig {
+    const CLASS: &'static str = "DSparkModel";
+
+    fn load(dir: &Path) -> Result<Self, ModelError> {
+        let (path, map) = read_json(dir)?;
+        let fields = Fields::new(&path, &map);
+        let rank = rank(&fields)?;
+        let key = "markov_head_type";
+        let named = fields.text(key)?;
+        let kind = MarkovKind::parse(named.unwrap_or("vanilla"));
+        let markov = match rank {
+            0 => None,
+            rank => Some(Markov { kind: kind.map_err(|problem| fields.error(key, problem))?, rank }),
+        };
+        let confidence = fields.flag("enable_confidence_head")?.unwrap_or(false).then_some(());
+        let with_markov = fields.flag("confidence_head_with_markov")?.unwrap_or(false);
+        let config = Self {
+            decoder: DraftDecoder::read(&path, &map)?,
+            blocks: BlockSpec::read(&fields, Slots::AnchorPredicts)?,
+            confidence: confidence.map(|()| Confidence { with_markov }),
+            markov,
+        };
+        config.validate().map_err(|(key, problem)| fields.error(key, problem))?;
+        Ok(config)
+    }
+
+    fn decoder(&self) -> &DraftDecoder {
+        &self.decoder
+    }
+
+    fn decoder_mut(&mut self) -> &mut DraftDecoder {
+        &mut self.decoder
+    }
+
+    fn draft_len(&self) -> usize {
+        self.blocks.drafted()
+    }
+
+    fn anchored(&self) -> Option<&BlockSpec> {
+        Some(&self.blocks)
+    }
+
+    fn anchored_mut(&mut self) -> Option<&mut BlockSpec> {
+        Some(&mut self.blocks)
+    }
+
+    fn shrink(&mut self) {
+        self.blocks.shrink();
+        self.markov = self.markov.map(|markov| Markov { rank: 8, ..markov });
+    }
+
+    /// Heads that the other drafter does not have stay fresh.
+    fn transfer(&self, from: &Self, transfer: &mut WarmStart) {
+        self.blocks.transfer(&from.blocks, transfer);
+        match from.markov {
+            Some(_) => transfer.compare_words("markov", from.markov_words(), self.markov_words()),
+            None => transfer.may_be_fresh.push("markov_head."),
+        }
+        match from.confidence {
+            Some(_) => transfer.compare_words("confidence", from.confidence_words(), self.confidence_words()),
+            None => transfer.may_be_fresh.push("confidence_head."),
+        }
+    }
+
+    fn to_json(&self) -> Map<String, Value> {
+        let mut map = self.decoder.to_json(&self.architecture());
+        self.blocks.write(&mut map);
+        map.insert("markov_rank".into(), json!(self.markov.map_or(0, |markov| markov.rank)));
+        match self.markov {
+            Some(markov) => map.insert("markov_head_type".into(), json!(markov.kind)),
+            None => map.remove("markov_head_type"),
+        };
+        map.insert("enable_confidence_head".into(), json!(self.confidence.is_some()));
+        match self.confidence {
+            Some(confidence) => {
+                map.insert("confidence_head_with_markov".into(), json!(confidence.with_markov))
+            }
+            None => map.remove("confidence_head_with_markov"),
+        };
+        map
+    }
+}
+
+impl BlockConfig {
+    fn markov_words(&self) -> String {
+        self.markov
+            .map_or("none".into(), |head| format!("{:?}, rank {}", head.kind, head.rank).to_lowercase())
+    }
+
+    fn confidence_words(&self) -> String {
+        self.confidence.map_or("none".into(), |head| {
+            if head.with_markov {
+                "with Markov embeddings".into()
+            } else {
+                "without Markov embeddings".into()
+            }
+        })
+    }
+
+    /// The tensors of one pass over samples; see [`BlockBatch::new`].
+    pub fn batch(
+        &self,
+        samples: &[TrainSample],
+        decay_gamma: f64,
+        device: Device,
+        kind: Kind,
+    ) -> Option<BlockBatch> {
+        BlockBatch::new(samples, &self.blocks, self.markov.is_some(), decay_gamma, device, kind)
+    }
+
+    /// Checks the fields against each other; the error is a key and what is wrong with it.
+    ///
+    /// # Errors
+    /// If they contradict each other.
+    pub fn validate(&self) -> Result<(), ConfigIssue> {
+        self.decoder.check()?;
+        self.blocks.check(self.decoder.model.vocab_size)?;
+        if let Some(markov) = self.markov.filter(|markov| !(1..=MAX_RANK).contains(&markov.rank)) {
+            return Err(("markov_rank", format!("{} is not between 1 and {MAX_RANK}", markov.rank)));
+        }
+        if self.confidence.is_some_and(|confidence| confidence.with_markov) && self.markov.is_none() {
+            return Err((
+                "confidence_head_with_markov",
+                "the confidence head wants the Markov embedding, but there is no Markov head".into(),
+            ));
+        }
+        Ok(())
+    }
+}
+
+/// `markov_rank`, where 0 or absence means no head.
+fn rank(fields: &Fields) -> Result<i64, ModelError> {
+    match fields.map.get("markov_rank") {
+        None | Some(Value::Null) => Ok(0),
+        Some(value) => {
+            let rank = value.as_i64().filter(|rank| (0..=MAX_RANK).contains(rank));
+            let problem = || format!("expected an integer from 0, found {value}");
+            Ok(rank.ok_or_else(|| fields.error("markov_rank", problem()))?)
+        }
+    }
+}
+
+/// Low-rank bias on the logits, given the previous token.
+pub struct MarkovHead {
+    w1: Tensor, // [V, r]
+    w2: Weight, // [V, r]
+    form: Form,
+    rank: i64,
+}
+
+enum Form {
+    Vanilla,
+    Gated(Linear),
+    Rnn(Linear),
+}
+
+/// The recurrent state `[S, r]`; stays empty for heads without one.
+#[derive(Default)]
+pub struct MarkovState(Option<Tensor>);
+
+impl MarkovHead {
+    pub fn new(b: &Builder, markov: Markov, vocab: i64, hidden: i64) -> Self {
+        let rank = markov.rank;
+        Self {
+            w1: b.get("markov_head.markov_w1.weight", &[vocab, rank], Init::Normal),
+            w2: b.product("markov_head.markov_w2.weight", &[vocab, rank], Init::Normal),
+            form: match markov.kind {
+                MarkovKind::Vanilla => Form::Vanilla,
+                MarkovKind::Gated => {
+                    Form::Gated(Linear::with_bias(b, "markov_head.gate_proj", hidden + rank, rank))
+                }
+                MarkovKind::Rnn => {
+                    Form::Rnn(Linear::with_bias(b, "markov_head.joint_proj", 2 * rank + hidden, 3 * rank))
+                }
+            },
+            rank,
+        }
+    }
+
+    /// The embedding of previous tokens, `[V, r]`.
+    pub fn w1(&self) -> &Tensor {
+        &self.w1
+    }
+
+    /// What turns features into the bias, `[V, r]`.
+    pub fn w2(&self) -> &Weight {
+        &self.w2
+    }
+
+    /// Whether its features are the previous token's embedding, whatever the states.
+    pub fn reads_previous_alone(&self) -> bool {
+        matches!(self.form, Form::Vanilla)
+    }
+
+    /// `e = W1[token]`, `[.., r]`.
+    pub fn embed(&self, tokens: &Tensor) -> Tensor {
+        Tensor::embedding(&self.w1, tokens, -1, false, false)
+    }
+
+    /// What W2 turns into the bias, for one position: `hidden [S, d]`, `e [S, r]` to `[S, r]`.
+    pub fn step(&self, hidden: &Tensor, e: &Tensor, state: &mut MarkovState) -> Tensor {
+        match &self.form {
+            Form::Vanilla => e.shallow_clone(),
+            Form::Gated(gate) => gate.forward(&Tensor::cat(&[hidden, e], -1)).sigmoid() * e,
+            Form::Rnn(joint) => {
+                let s = state.0.take().unwrap_or_else(|| e.zeros_like());
+                let parts = joint.forward(&Tensor::cat(&[&s, e, hidden], -1)).split(self.rank, -1);
+                let keep = parts[0].sigmoid();
+                let s = &keep * s + (1.0 - &keep) * parts[1].tanh();
+                state.0 = Some(s);
+                parts[2].tanh()
+            }
+        }
+    }
+
+    /// Teacher-forced [`MarkovHead::step`]s over whole blocks: `hidden [A, γ, d]`, `e [A, γ, r]` to `[A, γ, r]`.
+    pub fn features(&self, hidden: &Tensor, e: &Tensor) -> Tensor {
+        match &self.form {
+            Form::Vanilla | Form::Gated(_) => self.step(hidden, e, &mut MarkovState::default()),
+            Form::Rnn(_) => {
+                let mut state = MarkovState::default();
+                let steps: Vec<Tensor> = (0..e.size()[1])
+                    .map(|k| self.step(&hidden.select(1, k), &e.select(1, k), &mut state))
+                    .collect();
+                Tensor::stack(&steps, 1)
+            }
+        }
+    }
+
+    /// `W2 · features`, `[.., r]` to `[.., V]`.
+    pub fn bias(&self, features: &Tensor) -> Tensor {
+        linear(features, &self.w2, None)
+    }
+}
+
+/// Logit of the probability that the target accepts a drafted token, given that it accepted those before.
+pub struct ConfidenceHead {
+    proj: Linear,
+    with_markov: bool,
+}
+
+impl ConfidenceHead {
+    pub fn new(b: &Builder, config: &BlockConfig) -> Option<Self> {
+        let confidence = config.confidence?;
+        let rank = if confidence.with_markov { config.markov.map_or(0, |markov| markov.rank) } else { 0 };
+        let proj = Linear::with_bias(b, "confidence_head.proj", config.decoder.model.hidden_size + rank, 1);
+        Some(Self { proj, with_markov: confidence.with_markov })
+    }
+
+    /// `hidden [.., d]` and the previous token's `e [.., r]` to logits `[..]`.
+    pub fn forward(&self, hidden: &Tensor, e: Option<&Tensor>) -> Tensor {
+        let logit = match e {
+            Some(e) if self.with_markov => self.proj.forward(&Tensor::cat(&[hidden, e], -1)),
+            _ => self.proj.forward(hidden),
+        };
+        logit.squeeze_dim(-1)
+    }
+}
 
 /// A DSpark or DFlash drafter.
 pub type Block = DraftModel<BlockParts>;

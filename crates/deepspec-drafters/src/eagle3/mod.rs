@@ -3,21 +3,9 @@
 //! Column i pairs the state of token i with the embedding of token i + 1 and predicts token i + 2. In step s of the
 //! training-time test the drafter's own output of step s − 1 takes the state's place, and the token is i + 1 + s.
 
-mod batch;
-mod config;
-mod cost;
-mod kind;
-mod layouts;
-mod metrics;
+mod formats;
 mod model;
-mod objective;
-mod proposer;
-mod recipe;
+mod train;
 
-pub use batch::Eagle3Batch;
-pub use config::Eagle3Config;
-pub use kind::{Eagle3Plan, KIND};
-pub use metrics::Eagle3Metrics;
-pub use model::Eagle3;
-pub use proposer::Eagle3Proposer;
-pub use recipe::{Eagle3Objective, Eagle3Recipe, Supervise};
+pub use model::{Eagle3, Eagle3Config, Eagle3Objective, Eagle3Proposer, Eagle3Recipe, Supervise};
+pub use train::{Eagle3Batch, Eagle3Metrics, Eagle3Plan, KIND};

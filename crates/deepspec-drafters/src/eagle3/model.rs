@@ -1,14 +1,161 @@
-//! The drafter: decoder layers that read a token's embedding beside the state they continue.
+//! Eagle3: keys of recipes and checkpoints, layers, and drafting.
 //!
-//! n columns of a step, N of step 0, H heads, G key/value heads, D head width.
+//! Decoder layers read a token's embedding beside the state that they continue, and draft one token after the other. In training,
+//! the drafter's own states take the place of the target's after the first step (training-time test).
+//!
+//! Shapes: n columns of a step, N columns of step 0, H heads, G key/value heads, D head dim.
 
+use std::path::Path;
+
+use deepspec_checkpoint::Fields;
+use deepspec_core::Tap;
+use deepspec_core::recipe::{LossNormalization, at_least_one};
+use deepspec_engine::{DraftRequest, DraftSampling, Proposal, Proposer};
+use deepspec_models::config::read_json;
 use deepspec_models::nn::{AttentionSpec, Builder, DecoderLayer, Heads, LayerInput, Qkv, RmsNorm};
-use deepspec_ops::range;
+use deepspec_models::{ModelConfig, ModelError};
+use deepspec_ops::kv_attention::{Chunk, KvCache, MaskKind};
+use deepspec_ops::{DeviceArange, range, runs};
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value, json};
 use tch::{Kind, Tensor};
 
-use super::batch::{Eagle3Batch, Step, TttCall};
-use super::config::Eagle3Config;
-use crate::draft_model::DraftModel;
+use super::train::{Eagle3Batch, Step, TttCall};
+use crate::draft_model::{DraftDecoder, DraftModel, DrafterConfig};
+use crate::drafter::token_by_token;
+use crate::{ConfigIssue, Drafter, DrafterProbe};
+
+/// An Eagle3 drafter.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields, default)]
+pub struct Eagle3Recipe {
+    /// Decoder layers of the drafter.
+    pub num_draft_layers: usize,
+    /// Steps of the training-time test, and drafted tokens per block.
+    pub ttt_length: usize,
+    /// The loss of step s weighs this to the power of s.
+    pub step_loss_decay: f64,
+    /// Which predictions are trained.
+    pub supervise: Supervise,
+}
+
+impl Default for Eagle3Recipe {
+    fn default() -> Self {
+        Self { num_draft_layers: 1, ttt_length: 7, step_loss_decay: 0.8, supervise: Supervise::Shifted }
+    }
+}
+
+/// Which predictions of Eagle3 are trained.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum Supervise {
+    /// Those two places behind a supervised token, as the reference has it: the first two tokens of an answer are not
+    /// trained, and the two behind its end are.
+    Shifted,
+    /// Those of supervised tokens.
+    Labels,
+}
+
+/// How an Eagle3 drafter is trained.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Eagle3Objective {
+    /// Which predictions are trained.
+    pub supervise: Supervise,
+    /// The loss of step s weighs this to the power of s.
+    pub step_loss_decay: f64,
+    /// Whether a sequence is averaged over its own length, or over the longest one's of the micro-batch as the reference
+    /// does.
+    pub normalization: LossNormalization,
+}
+
+impl Eagle3Recipe {
+    /// Checks values against their ranges.
+    pub fn check(&self) -> Result<(), (&'static str, String)> {
+        at_least_one(&[("num_draft_layers", self.num_draft_layers), ("ttt_length", self.ttt_length)])?;
+        if self.step_loss_decay.is_nan() || self.step_loss_decay <= 0.0 || self.step_loss_decay > 1.0 {
+            let problem = format!("{} is not in (0, 1]", self.step_loss_decay);
+            return Err(("step_loss_decay", problem));
+        }
+        Ok(())
+    }
+}
+
+/// More steps are a mistake; refused here, they cannot exhaust the memory.
+const MAX_STEPS: usize = 1024;
+
+/// An Eagle3 drafter's architecture.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Eagle3Config {
+    /// Its decoder and where the target is tapped.
+    pub decoder: DraftDecoder,
+    /// Steps it was trained for, and drafted tokens per block.
+    pub ttt_length: usize,
+    /// The loss of step s weighs this to the power of s; kept for information.
+    pub step_loss_decay: f64,
+}
+
+impl DrafterConfig for Eagle3Config {
+    const CLASS: &'static str = "Eagle3Model";
+
+    fn load(dir: &Path) -> Result<Self, ModelError> {
+        let (path, map) = read_json(dir)?;
+        let decoder = DraftDecoder::read(&path, &map)?;
+        let fields = Fields::new(&path, &map);
+        let size = |key: &str| fields.required_size::<u64>(key);
+        let layers = decoder.model.layers.len();
+        if let Some(found) =
+            fields.size::<i64>("draft_num_hidden_layers")?.filter(|&found| found != layers as i64)
+        {
+            let problem = format!("{found}, but num_hidden_layers is {layers}");
+            return Err(fields.error("draft_num_hidden_layers", problem).into());
+        }
+        let config = Self {
+            ttt_length: size("ttt_length")? as usize,
+            step_loss_decay: fields.number("step_loss_decay")?.unwrap_or(0.8),
+            decoder,
+        };
+        config.validate().map_err(|(key, problem)| fields.error(key, problem))?;
+        Ok(config)
+    }
+
+    fn decoder(&self) -> &DraftDecoder {
+        &self.decoder
+    }
+
+    fn decoder_mut(&mut self) -> &mut DraftDecoder {
+        &mut self.decoder
+    }
+
+    fn draft_len(&self) -> usize {
+        self.ttt_length
+    }
+
+    fn to_json(&self) -> Map<String, Value> {
+        let mut map = self.decoder.to_json(&self.architecture());
+        map.insert("ttt_length".into(), json!(self.ttt_length));
+        map.insert("step_loss_decay".into(), json!(self.step_loss_decay));
+        map.insert("draft_num_hidden_layers".into(), json!(self.decoder.model.layers.len()));
+        map
+    }
+}
+
+impl Eagle3Config {
+    /// Checks the fields against each other; the error is a key and what is wrong with it.
+    ///
+    /// # Errors
+    /// If they contradict each other.
+    pub fn validate(&self) -> Result<(), ConfigIssue> {
+        self.decoder.check()?;
+        if self.decoder.model.layers.iter().any(|layer| layer.attention.window.is_some()) {
+            return Err(("layer_types", "Eagle3 layers with a sliding window are not supported".into()));
+        }
+        if !(1..=MAX_STEPS).contains(&self.ttt_length) {
+            return Err(("ttt_length", format!("{} is not between 1 and {MAX_STEPS}", self.ttt_length)));
+        }
+        Ok(())
+    }
+}
 
 /// An Eagle3 drafter.
 pub type Eagle3 = DraftModel<Eagle3Parts>;
@@ -130,4 +277,139 @@ fn attend(spec: &AttentionSpec, step: &Step, history: &History, q: &Tensor) -> T
         y.view([key_value, repeats, piece.rows, dim]).permute([2, 0, 1, 3]).reshape([piece.rows, query * dim])
     };
     Tensor::cat(&step.pieces.iter().map(piece).collect::<Vec<_>>(), 0)
+}
+
+/// An Eagle3 drafter with histories of committed tokens.
+pub struct Eagle3Proposer {
+    model: Eagle3,
+    block_size: usize,
+    cache: KvCache,
+    /// State after each slot's last committed token, `[slots, d]`.
+    states: Tensor,
+    /// Which lists of slots are cut from.
+    ruler: DeviceArange,
+}
+
+impl Eagle3Proposer {
+    /// A proposer with empty histories for `slots` sequences.
+    pub fn new(model: Eagle3, slots: usize) -> Self {
+        let (kind, device) = (model.kind(), model.device());
+        let cache = KvCache::new(&model.attentions(), slots, kind, device);
+        let states = Tensor::zeros([slots as i64, model.config().decoder.model.hidden_size], (kind, device));
+        Self { cache, states, ruler: DeviceArange::new(device), block_size: model.config().ttt_length, model }
+    }
+
+    /// The model.
+    pub fn model(&self) -> &Eagle3 {
+        &self.model
+    }
+
+    /// Runs tokens behind the states before them; the histories grow by them.
+    fn extend(&mut self, chunks: &[Chunk], tokens: &Tensor, states: Tensor) -> Tensor {
+        let plan = self.cache.plan(chunks, MaskKind::Causal);
+        let (token, rotations) = (self.model.embed(tokens), self.model.planned_rotations(&plan));
+        let layers = self.model.parts.layers.iter().enumerate();
+        let states = layers.fold(states, |states, (i, layer)| {
+            let input = LayerInput { x: &states, repeated: None, embeddings: Some(&token) };
+            layer.forward(input, rotations.of(i), &mut self.cache.attention(i, &plan), None)
+        });
+        self.cache.advance(chunks);
+        states
+    }
+
+    /// The chunks that are taken in, and those of each drafted token but the last.
+    fn chunks(&self, request: &DraftRequest) -> (Vec<Chunk>, Vec<Vec<Chunk>>) {
+        let taken = self.cache.behind(&request.context.chunks);
+        let drafted = |k: usize| {
+            let chunk = |&slot: &usize| {
+                let rows = taken.iter().find(|chunk| chunk.slot == slot).map_or(0, |chunk| chunk.len);
+                Chunk { slot, past_len: self.cache.len(slot) + rows + k, len: 1 }
+            };
+            request.slots.iter().map(chunk).collect()
+        };
+        let drafted = (0..self.block_size.saturating_sub(1)).map(drafted).collect();
+        (taken, drafted)
+    }
+}
+
+impl Drafter for Eagle3Proposer {
+    fn share(&self, slots: usize) -> Box<dyn Drafter> {
+        Box::new(Self::new(self.model.share(), slots))
+    }
+
+    fn taps(&self) -> &[Tap] {
+        &self.model.config().decoder.taps
+    }
+
+    fn draft_sampling(&self) -> DraftSampling {
+        DraftSampling::Probabilistic
+    }
+
+    fn check_fits(&self, target: &ModelConfig) -> Result<(), ModelError> {
+        self.model.config().decoder.check_fits(target)
+    }
+
+    fn draft(&mut self, tokens: usize) {
+        self.block_size = tokens.min(self.model.config().ttt_length);
+    }
+
+    fn examined(&self) -> Option<Box<dyn DrafterProbe>> {
+        Some(Box::new(self.model.share()))
+    }
+}
+
+impl Proposer for Eagle3Proposer {
+    fn draft_len(&self) -> usize {
+        self.block_size
+    }
+
+    fn ends_at_stop_tokens(&self) -> bool {
+        true
+    }
+
+    fn reads_hidden(&self) -> bool {
+        false
+    }
+
+    fn propose(&mut self, request: &DraftRequest) -> Proposal {
+        let (taken, drafted) = self.chunks(request);
+        self.cache.reserve(&[taken.clone(), drafted.concat()].concat());
+        let (context, slots) = (request.context, request.slots);
+        if !taken.is_empty() {
+            let states = self.extend(&taken, &context.next, self.model.fuse(&context.taps));
+            // Every slot's last committed token.
+            let ends = context.chunks.iter().scan(0, |end, &(_, rows)| {
+                *end += rows as i64;
+                Some((*end - 1, 1))
+            });
+            let new = self.ruler.pick(context.chunks.iter().map(|&(slot, _)| slot));
+            let _ = self.states.index_copy_(0, &new, &runs(&states, ends));
+        }
+        let past_len: Vec<usize> = slots.iter().map(|&slot| self.cache.len(slot)).collect();
+        let mut states = self.states.index_select(0, &self.ruler.pick(slots.iter().copied())); // [S, d]
+        let mut drafted = drafted.iter();
+        let proposal = token_by_token(request, self.block_size, |last| {
+            if let Some(token) = last
+                && let Some(chunks) = drafted.next()
+            {
+                states = self.extend(chunks, token, states.shallow_clone());
+            }
+            self.model.draft_logits(&states)
+        });
+        // What was drafted is forgotten; what of it is accepted comes back with the target's states.
+        slots.iter().zip(past_len).for_each(|(&slot, past_len)| self.cache.truncate(slot, past_len));
+        proposal
+    }
+
+    fn truncate(&mut self, slot: usize, len: usize) {
+        self.cache.truncate(slot, len);
+    }
+
+    fn history_bytes(&self, tokens: usize) -> u64 {
+        self.cache.history_bytes(tokens) as u64
+    }
+
+    fn release(&mut self) {
+        self.cache.release();
+    }
 }

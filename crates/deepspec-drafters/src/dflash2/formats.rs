@@ -1,4 +1,4 @@
-//! Checkpoints of DFlash 2 in the layouts of several tools.
+//! Checkpoints of DFlash 2 in the layouts of other tools.
 
 use std::sync::Arc;
 
@@ -10,9 +10,9 @@ use deepspec_checkpoint::{
 use deepspec_core::Slots;
 use serde_json::{Map, Value, json};
 
-use super::config::DFlash2Config;
+use super::model::DFlash2Config;
 use crate::draft_model::DrafterConfig;
-use crate::dspark::layouts::{BlockLayout, GGUF_ARCHITECTURE, HEADS, block_size, mask_token};
+use crate::dspark::formats::{BlockLayout, GGUF_ARCHITECTURE, HEADS, block_size, mask_token};
 
 /// How DFlash 2 is read.
 pub static READER: Reader = Reader {

@@ -1,4 +1,4 @@
-//! Checkpoints of Eagle3 in the layouts of several tools.
+//! Checkpoints of Eagle3 in the layouts of other tools.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use deepspec_checkpoint::{
 use deepspec_core::Tap;
 use serde_json::{Map, Value, json};
 
-use super::config::Eagle3Config;
+use super::model::Eagle3Config;
 use crate::draft_model::DrafterConfig;
 
 /// How Eagle3 is read.

@@ -1,4 +1,4 @@
-//! Checkpoints of block drafters in the layouts of several tools.
+//! Checkpoints of DSpark and DFlash in the layouts of other tools.
 
 use std::sync::Arc;
 
@@ -11,8 +11,7 @@ use deepspec_core::Slots;
 use serde::Serialize;
 use serde_json::{Map, Value, json};
 
-use super::config::BlockConfig;
-use super::recipe::MarkovKind;
+use super::model::{BlockConfig, MarkovKind};
 use crate::draft_model::DrafterConfig;
 
 /// How block drafters are read.

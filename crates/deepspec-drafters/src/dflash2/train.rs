@@ -1,0 +1,412 @@
+//! Training of DFlash 2: objective, metrics and costs.
+
+use deepspec_core::recipe::Recipe;
+use deepspec_core::{FinalStates, Slots};
+use deepspec_models::ModelConfig;
+use deepspec_models::nn::Builder;
+use deepspec_ops::distill_loss::{
+    AuxLossOutput, Column, LossRecipe, RowObjective, Span, Supervised, distill_loss,
+};
+use deepspec_ops::{add_rows, distill_loss};
+use serde_json::{Map, Value, json};
+use tch::{Device, Kind, Tensor};
+
+use super::model::{Candidates, DFlash2, DFlash2Config, DFlash2Parts, DFlash2Recipe, PathSelector};
+use crate::block_common::sums::{Window, ratio};
+use crate::block_common::{
+    AnchoredProposer, AnchoredSum, BlockBatch, BlockSpec, anchor_candidates, backbone_flops,
+    backbone_pass_bytes, backbone_product_shapes, block_weight, eval_mask, sums,
+};
+use crate::draft_model::{
+    DIRECTIONS, DraftDecoder, DrafterConfig, DrafterKind, PassBytes, Plan, SampleSize, check, gradient, load,
+};
+use crate::registration::{Checkpoints, DrafterKindInfo, ParamGroup, RecipeSettings, classes};
+use crate::{
+    ConfigIssue, Drafter, DrafterPlan, GradReadyHook, LossDenominator, Metrics, Predictions, Settings,
+    TrainSample, block_common,
+};
+
+/// Parallel block drafter with convolutions and a path selector.
+pub const KIND: DrafterKindInfo = DrafterKindInfo {
+    name: "dflash2",
+    title: "DFlash 2",
+    parts: &[block_common::BACKBONE, ParamGroup { name: "selector", prefixes: &["candidate_selector."] }],
+    settings: Some(RecipeSettings {
+        read: |section| {
+            let recipe: DFlash2Recipe = section.read()?;
+            let checked = recipe.check().and_then(|()| recipe.loss().check());
+            checked.map_err(|(key, problem)| section.error(key, problem))?;
+            Ok(Box::new(recipe))
+        },
+        schema: |schemas| schemas.subschema_for::<DFlash2Recipe>(),
+    }),
+    checkpoints: Some(Checkpoints {
+        classes: || classes(DFlash2Config::CLASS),
+        hold: "DFlash 2",
+        are_language_models: false,
+        check: check::<DFlash2Parts>,
+        load: load::<DFlash2Parts>,
+        layouts: Some(&super::formats::READER),
+    }),
+};
+
+/// A DFlash 2 drafter with context histories.
+pub type DFlash2Proposer = AnchoredProposer<DFlash2Parts>;
+
+/// A DFlash 2 drafter before any weight is there.
+pub type DFlash2Plan = Plan<DFlash2Parts>;
+
+/// How a DFlash 2 drafter is trained.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct DFlash2Objective {
+    /// Weights of the losses of all logits, and of positions.
+    pub loss: LossRecipe,
+    /// Weight of the selector's loss.
+    pub selector_alpha: f64,
+}
+
+impl Settings for DFlash2Recipe {
+    fn to_json(&self) -> Value {
+        json!(self)
+    }
+
+    fn fit(&self, recipe: &Recipe, target: &ModelConfig) -> Result<Box<dyn DrafterPlan>, ConfigIssue> {
+        let config = DFlash2Config {
+            decoder: DraftDecoder::behind_anchors(target, recipe, self.layers().windows())?,
+            blocks: BlockSpec {
+                block_size: self.block_size,
+                slots: Slots::FillIn,
+                mask_token_id: self.mask_token_id,
+                num_anchors: self.num_anchors,
+            },
+            convolution: self.convolution,
+            selector_rank: self.selector.rank,
+            selector_top_k: self.selector.top_k,
+        };
+        config.validate().map_err(|(key, problem)| match key {
+            "num_hidden_layers" => ("num_draft_layers", problem),
+            "conv_kernel_size" => ("convolution.kernel_size", problem),
+            "conv_group_size" => ("convolution.group_size", problem),
+            "selector_rank" => ("selector.rank", problem),
+            "selector_top_k" => ("selector.top_k", problem),
+            other => (other, problem),
+        })?;
+        let objective = DFlash2Objective { loss: self.loss(), selector_alpha: self.selector.alpha };
+        Ok(Box::new(DFlash2Plan::new(config, objective)))
+    }
+}
+
+impl DrafterKind for DFlash2Parts {
+    type Config = DFlash2Config;
+    type Objective = DFlash2Objective;
+    const FINAL_STATES: FinalStates = FinalStates::Supervised;
+    const RECOMPUTES: bool = true;
+
+    fn new(b: &Builder, config: &DFlash2Config) -> Self {
+        Self::build(b, config)
+    }
+
+    fn anchors(
+        plan: &DFlash2Plan,
+        loss_mask: &[bool],
+        choose: &mut dyn FnMut(&[usize], usize) -> Vec<usize>,
+    ) -> Vec<usize> {
+        choose(&anchor_candidates(loss_mask), plan.config.blocks.num_anchors)
+    }
+
+    fn loss_weight(plan: &DFlash2Plan, loss_mask: &[bool], anchors: &[usize]) -> f64 {
+        block_weight(&plan.config.blocks, plan.objective.loss.decay_gamma, loss_mask, anchors)
+    }
+
+    fn accumulate(
+        model: &DFlash2,
+        objective: &DFlash2Objective,
+        samples: &[TrainSample],
+        normaliser: LossDenominator,
+        listener: Option<GradReadyHook>,
+    ) -> Option<Tensor> {
+        let DFlash2Objective { loss, selector_alpha } = objective;
+        let batch = model.config().batch(samples, loss.decay_gamma, model.device(), model.kind())?;
+        Some(model.accumulate(&batch, loss, *selector_alpha, normaliser, listener))
+    }
+
+    fn stages(model: &DFlash2) -> Vec<String> {
+        model.layer_stages()
+    }
+
+    fn metrics(plan: &DFlash2Plan) -> Box<dyn Metrics> {
+        Box::new(DFlash2Metrics { loss: plan.objective.loss, gamma: plan.config.blocks.drafted() })
+    }
+
+    fn flops(plan: &DFlash2Plan, samples: &[TrainSample]) -> f64 {
+        plan.config.flops(samples)
+    }
+
+    fn pass_bytes(config: &DFlash2Config, samples: &[SampleSize], kind: Kind, device: Device) -> PassBytes {
+        config.pass_bytes(samples, kind.elt_size_in_bytes(), device)
+    }
+
+    fn product_shapes(config: &DFlash2Config) -> usize {
+        config.product_shapes()
+    }
+
+    fn drafter(model: DFlash2, slots: usize) -> Box<dyn Drafter> {
+        Box::new(AnchoredProposer::new(model, slots))
+    }
+
+    fn predict<'a>(model: &'a DFlash2, samples: &[TrainSample]) -> Option<Predictions<'a>> {
+        block_common::predict(model, samples)
+    }
+}
+
+impl DFlash2Config {
+    /// The tensors of one pass over samples; see [`BlockBatch::new`].
+    pub fn batch(
+        &self,
+        samples: &[TrainSample],
+        decay_gamma: f64,
+        device: Device,
+        kind: Kind,
+    ) -> Option<BlockBatch> {
+        BlockBatch::new(samples, &self.blocks, true, decay_gamma, device, kind)
+    }
+}
+
+/// The cross entropy with the label among the candidates behind the true previous token. A label that is none of them is not learned.
+struct SelectorLoss<'a> {
+    selector: &'a PathSelector,
+    batch: &'a BlockBatch,
+    /// `[R, r]`.
+    features: &'a Tensor,
+    /// Where their gradients go, `[R, r]`.
+    by_features: Tensor,
+    /// Where those of B go, `[V, r]` float32; None where it does not learn.
+    by_successors: Option<Tensor>,
+    /// Its weight.
+    alpha: f64,
+    /// Factor on the gradients.
+    scale: f64,
+}
+
+/// Columns of the [`SelectorLoss`]: its value, 0 where the label is no candidate.
+const CE: Column = Column::Extra(0);
+/// 1 where the label is a candidate.
+const RECALLED: Column = Column::Extra(1);
+/// The probability that what is drafted is accepted: Σ min(q, p^t) over the candidates.
+const ACCEPT: Column = Column::Extra(2);
+
+impl RowObjective for SelectorLoss<'_> {
+    fn columns(&self) -> i64 {
+        3
+    }
+
+    fn evaluate(&self, draft: &Tensor, target: &Tensor, span: &Span) -> AuxLossOutput {
+        let features = span.of(self.features);
+        let Candidates { tokens, successors, scores } = self.selector.candidates(draft, &features);
+        let label = tokens.eq_tensor(&span.of(&self.batch.labels).unsqueeze(1)).to_kind(Kind::Float);
+        let recalled = label.sum_dim_intlist(-1, true, Kind::Float);
+        let log_q = scores.log_softmax(-1, Kind::Float);
+        let (q, ce) = (log_q.exp(), -(&log_q * &label).sum_dim_intlist(-1, true, Kind::Float));
+        let p = (target.gather(1, &tokens, false) - target.logsumexp(-1, true)).exp();
+        let accept = q.minimum(&p).sum_dim_intlist(-1, true, Kind::Float);
+
+        let weights = span.of(&self.batch.weights).unsqueeze(1) * self.alpha;
+        let gradient = (q - label) * (&weights * &recalled * self.scale); // [n, k]
+        let by_pairs = gradient.unsqueeze(1); // [n, 1, k]
+        span.of(&self.by_features).copy_(&by_pairs.bmm(&successors).squeeze_dim(1));
+        if let Some(sum) = &self.by_successors {
+            let by_rows = gradient.unsqueeze(2) * features.to_kind(Kind::Float).unsqueeze(1); // [n, k, r]
+            add_rows(sum, &tokens.flatten(0, 1), &by_rows.flatten(0, 1));
+        }
+        AuxLossOutput {
+            columns: Tensor::cat(&[&ce, &recalled, &accept], 1),
+            loss: ce * weights,
+            tokens,
+            gradient,
+        }
+    }
+}
+
+impl DFlash2 {
+    /// Forward and backward of a batch: adds the gradients of all losses to those of the parameters, which must require them, and
+    /// gives every [`DFlash2Sum`], `[K]` float64, detached.
+    ///
+    /// With weights w over the supervised drafts, every loss is Σ w·loss over the normaliser + 1e-6, that of the selector too, whose
+    /// weight is `alpha`. As for other drafters, autograd sees the backbone and the selector's features only.
+    pub fn accumulate(
+        &self,
+        batch: &BlockBatch,
+        recipe: &LossRecipe,
+        alpha: f64,
+        normaliser: LossDenominator,
+        listener: Option<GradReadyHook>,
+    ) -> Tensor {
+        let scale = normaliser.scale();
+        let supervised = |tensor: &Tensor| tensor.flatten(0, 1).index_select(0, &batch.rows);
+        let selector = &self.parts.selector;
+        let (predecessors, successors) = selector.codebooks();
+        let pass = self.pass(batch, listener.is_some());
+        let hidden = &pass.hidden; // [A, γ, d]
+        // A leaf, because few rows of A have a gradient: autograd would make one for all of them.
+        let e = tch::no_grad(|| selector.embed(&batch.previous)).set_requires_grad(true);
+        let features = supervised(&selector.features(hidden, &e)); // [R, r]
+        let rows = supervised(hidden); // [R, d]
+        let learns = successors.requires_grad();
+        let loss = SelectorLoss {
+            selector,
+            batch,
+            features: &features.detach(),
+            by_features: features.zeros_like(),
+            by_successors: learns.then(|| successors.zeros_like().to_kind(Kind::Float).detach()),
+            alpha,
+            scale,
+        };
+        let output = tch::no_grad(|| {
+            let rows = Supervised {
+                hidden: &rows,
+                bias: None,
+                teacher: &batch.teacher,
+                sources: batch.sources(),
+                labels: &batch.labels,
+                weights: &batch.weights,
+                slot_index: &batch.rows,
+                counts: &batch.counts,
+                gamma: self.config().blocks.drafted() as i64,
+                scale,
+                agreement: false,
+                extra: Some(&loss),
+            };
+            distill_loss(&self.vocabulary().loss_head(), &rows, recipe)
+        });
+        let surrogate =
+            (&rows * &output.hidden).sum(Kind::Float) + (&features * &loss.by_features).sum(Kind::Float);
+        pass.backward(&surrogate, listener);
+        tch::no_grad(|| {
+            if let (true, Some(sums)) = (predecessors.requires_grad(), &batch.previous_sums) {
+                sums.add(&gradient(predecessors), &e.grad().flatten(0, 1));
+            }
+            if let Some(sum) = &loss.by_successors {
+                let mut gradient = gradient(successors);
+                let _ = gradient.g_add_(&sum.to_kind(gradient.kind()));
+            }
+            let numerator = output.column(Column::Loss).sum(Kind::Double);
+            let own = sums::joined(DFlash2Sum::OWN.into_iter().map(|sum| match sum {
+                DFlash2Sum::Recalled => output.column(RECALLED).sum(Kind::Double),
+                _ => batch.weighted(&output.column(CE)),
+            }));
+            Tensor::cat(&[batch.sums(&output, &numerator, &output.column(ACCEPT)), own], 0)
+        })
+    }
+}
+
+/// Sums of a micro-batch. Accept rates are those of the selector behind the true previous tokens.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum DFlash2Sum {
+    /// What all drafters of anchored blocks have.
+    Shared(AnchoredSum),
+    /// The selector's cross entropy with position weights.
+    Selector,
+    /// Labels that were among the candidates.
+    Recalled,
+}
+
+impl DFlash2Sum {
+    /// Those of this kind alone, in the order in which they stand.
+    pub const OWN: [Self; 2] = [Self::Selector, Self::Recalled];
+
+    /// All of them for blocks of γ drafts, in the order in which they stand.
+    pub fn all(gamma: usize) -> impl Iterator<Item = Self> {
+        AnchoredSum::all(gamma).map(Self::Shared).chain(Self::OWN)
+    }
+}
+
+/// What the sums of a DFlash 2 drafter's micro-batches mean.
+#[derive(Debug, Clone, Copy)]
+pub struct DFlash2Metrics {
+    /// Weights of the losses.
+    pub loss: LossRecipe,
+    /// γ.
+    pub gamma: usize,
+}
+
+impl Metrics for DFlash2Metrics {
+    fn count(&self) -> usize {
+        DFlash2Sum::all(self.gamma).count()
+    }
+
+    fn headline(&self) -> &'static [(&'static str, &'static str)] {
+        &[
+            ("ce", "ce_loss"),
+            ("selector", "selector_loss"),
+            ("recall", "candidate_recall"),
+            ("τ", "tau_probabilistic"),
+        ]
+    }
+
+    fn metrics(&self, sums: &[f64], samples: usize) -> Map<String, Value> {
+        let window = Window { gamma: self.gamma, sums };
+        let own = |sum| window.own(&DFlash2Sum::OWN, sum);
+        let selector = window.mean(own(DFlash2Sum::Selector));
+        let recall = ratio(own(DFlash2Sum::Recalled), window.of(AnchoredSum::Drafts));
+        window.metrics(&self.loss, samples, ("selector_loss", selector), &[("candidate_recall", recall)])
+    }
+}
+
+/// Halves of a layer, each with a convolution before it and one behind it.
+const HALVES: usize = 2;
+/// Convolutions of a half.
+const SIDES: usize = 2;
+
+impl DFlash2Config {
+    /// Outputs of a half's projection to coefficients.
+    fn coefficients(&self) -> usize {
+        let channels = self.decoder.model.hidden_size / self.convolution.group_size;
+        (SIDES as i64 * self.convolution.kernel_size * channels) as usize
+    }
+
+    /// What forward and backward over `samples` hold at most beside the weights and their gradients, at `bytes` per value.
+    pub fn pass_bytes(&self, samples: &[SampleSize], bytes: usize, device: Device) -> PassBytes {
+        let (model, rank) = (&self.decoder.model, self.selector_rank as usize);
+        let (d, vocab) = (model.hidden_size as usize, model.vocab_size);
+        let gamma = self.blocks.drafted();
+        let anchors: usize = samples.iter().map(|sample| sample.anchors).sum();
+        let (slots, rows) = (anchors * self.blocks.block_size, anchors * gamma);
+        let mut backbone = backbone_pass_bytes(&self.decoder, &self.blocks, false, samples, bytes, device);
+        // Autograd keeps what each convolution reads, once per tap: as it is, and moved by some slots.
+        let read = SIDES * self.convolution.kernel_size as usize * d;
+        let convolved = HALVES * slots * (read + self.coefficients()) * bytes;
+        backbone.by_layer.iter_mut().for_each(|layer| *layer += convolved);
+        // The candidates' rows of B as they are, in float32, and as gradients.
+        let tile = distill_loss::tile_rows(vocab, rows, gamma as i64, device);
+        let candidates = tile * self.selector_top_k as usize * rank * (bytes + 2 * size_of::<f32>());
+        let objective =
+            distill_loss::buffer_bytes(model.head_shape(), false, rows, gamma as i64, bytes, device)
+                + candidates
+                + rows * (3 * d + 3 * rank) * bytes
+                + vocab as usize * rank * size_of::<f32>();
+        PassBytes { objective, ..backbone }
+    }
+
+    /// Shapes of matrix products in passes over micro-batches of one size.
+    pub fn product_shapes(&self) -> usize {
+        // Both halves' coefficients have one shape; then the selector's projection, and logits with their gradient.
+        backbone_product_shapes(&self.decoder) + 2 * DIRECTIONS + 2
+    }
+
+    /// Floating-point operations of forward and backward over `samples`, counted as [`backbone_flops`] does.
+    pub fn flops(&self, samples: &[TrainSample]) -> f64 {
+        let (model, rank) = (&self.decoder.model, self.selector_rank as f64);
+        let (d, vocab, gamma) = (model.hidden_size as f64, model.vocab_size as f64, self.blocks.drafted());
+        let coefficients = (HALVES * model.layers.len() * self.coefficients()) as f64;
+        let of_sample = |sample: &TrainSample| {
+            let supervised = sample.anchors.iter().map(|&anchor| eval_mask(&sample.loss_mask, anchor, gamma));
+            let rows = supervised.sum::<usize>() as f64;
+            let slots = (sample.anchors.len() * self.blocks.block_size) as f64;
+            let drafts = (sample.anchors.len() * gamma) as f64;
+            let pairs = rows * self.selector_top_k as f64 * rank;
+            let products = rows * d * vocab + slots * d * coefficients + drafts * d * rank + pairs;
+            backbone_flops(&self.decoder, &self.blocks, sample) + 2.0 * 3.0 * products
+        };
+        samples.iter().filter(|sample| !sample.anchors.is_empty()).map(of_sample).sum()
+    }
+}

@@ -1,0 +1,456 @@
+//! Training of DSpark and DFlash: objective, metrics and costs.
+
+use deepspec_core::FinalStates;
+use deepspec_core::config::ConfigError;
+use deepspec_core::recipe::Recipe;
+use deepspec_models::ModelConfig;
+use deepspec_models::nn::Builder;
+use deepspec_ops::distill_loss;
+use deepspec_ops::distill_loss::{Bias, Column, LossOutput, LossRecipe, Supervised, distill_loss};
+use serde_json::{Map, Value, json};
+use tch::{Device, Kind, Reduction, Tensor};
+
+use super::model::{Block, BlockConfig, BlockParts, BlockRecipe, Confidence, MarkovHead, MarkovKind};
+use crate::block_common::sums::Window;
+use crate::block_common::{
+    AnchoredProposer, AnchoredSum, BlockBatch, BlockSpec, anchor_candidates, backbone_flops,
+    backbone_pass_bytes, backbone_product_shapes, block_weight, eval_mask, sums,
+};
+use crate::draft_model::{
+    DraftDecoder, DrafterConfig, DrafterKind, PassBytes, Plan, SampleSize, check, gradient, load,
+};
+use crate::registration::{Checkpoints, DrafterKindInfo, ParamGroup, RecipeSettings, Section, classes};
+use crate::{
+    ConfigIssue, Drafter, DrafterPlan, GradReadyHook, LossDenominator, Metrics, Predictions, Settings,
+    TrainSample, block_common,
+};
+
+/// The heads, and all that stands before them.
+const PARTS: &[ParamGroup] = &[
+    block_common::BACKBONE,
+    ParamGroup { name: "markov", prefixes: &["markov_head."] },
+    ParamGroup { name: "confidence", prefixes: &["confidence_head."] },
+];
+
+/// Parallel block drafter with sequential heads.
+pub const DSPARK: DrafterKindInfo = DrafterKindInfo {
+    name: "dspark",
+    title: "DSpark",
+    parts: PARTS,
+    settings: Some(RecipeSettings {
+        read: |section| Ok(Box::new(BlockSettings::check(section, section.read()?, (0.1, 0.9))?)),
+        schema: |schemas| schemas.subschema_for::<BlockRecipe>(),
+    }),
+    checkpoints: Some(Checkpoints {
+        classes: || classes(BlockConfig::CLASS),
+        hold: "a block drafter (DSpark, DFlash)",
+        are_language_models: false,
+        check: check::<BlockParts>,
+        load: load::<BlockParts>,
+        layouts: Some(&super::formats::READER),
+    }),
+};
+
+/// The same without heads, trained with cross entropy. Its checkpoints are DSpark's.
+pub const DFLASH: DrafterKindInfo = DrafterKindInfo {
+    name: "dflash",
+    title: "DFlash",
+    parts: PARTS,
+    settings: Some(RecipeSettings {
+        read: |section| {
+            let recipe: BlockRecipe = section.read()?;
+            if recipe.markov.is_some() || recipe.confidence.is_some() {
+                return Err(section.error("", "DFlash has no Markov and no confidence head; use `dspark`"));
+            }
+            Ok(Box::new(BlockSettings::check(section, recipe, (1.0, 0.0))?))
+        },
+        schema: |schemas| schemas.subschema_for::<BlockRecipe>(),
+    }),
+    checkpoints: None,
+};
+
+/// A block drafter's settings.
+struct BlockSettings {
+    recipe: BlockRecipe,
+    loss: LossRecipe,
+}
+
+impl BlockSettings {
+    /// Checks them; the α of cross entropy and L1 hold where no loss is given.
+    fn check(
+        section: &Section,
+        recipe: BlockRecipe,
+        (ce_alpha, l1_alpha): (f64, f64),
+    ) -> Result<Self, ConfigError> {
+        let loss = recipe.loss.unwrap_or(LossRecipe { ce_alpha, l1_alpha, ..LossRecipe::NONE });
+        let wrong = |(key, problem): (&str, String)| section.error(key, problem);
+        recipe.check().and_then(|()| loss.check()).map_err(wrong)?;
+        Ok(Self { recipe, loss })
+    }
+}
+
+impl Settings for BlockSettings {
+    fn to_json(&self) -> Value {
+        json!(self.recipe)
+    }
+
+    fn fit(&self, recipe: &Recipe, target: &ModelConfig) -> Result<Box<dyn DrafterPlan>, ConfigIssue> {
+        let Self { recipe: block, loss } = self;
+        let config = BlockConfig {
+            decoder: DraftDecoder::behind_anchors(target, recipe, block.layers().windows())?,
+            blocks: BlockSpec {
+                block_size: block.block_size,
+                slots: block.slots,
+                mask_token_id: block.mask_token_id,
+                num_anchors: block.num_anchors,
+            },
+            markov: block.markov,
+            confidence: block.confidence.map(|head| Confidence { with_markov: head.with_markov }),
+        };
+        config.validate().map_err(|(key, problem)| match key {
+            "num_hidden_layers" => ("num_draft_layers", problem),
+            "markov_rank" => ("markov.rank", problem),
+            "confidence_head_with_markov" => ("confidence.with_markov", problem),
+            other => (other, problem),
+        })?;
+        let confidence_alpha = block.confidence.map_or(0.0, |head| head.alpha);
+        let objective = BlockObjective { loss: *loss, confidence_alpha };
+        Ok(Box::new(BlockPlan::new(config, objective)))
+    }
+}
+
+/// A block drafter with context histories.
+pub type BlockProposer = AnchoredProposer<BlockParts>;
+
+/// A block drafter before any weight is there.
+pub type BlockPlan = Plan<BlockParts>;
+
+/// How a block drafter is trained.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct BlockObjective {
+    /// Weights of the losses and of positions.
+    pub loss: LossRecipe,
+    /// Weight of the confidence head's binary cross entropy.
+    pub confidence_alpha: f64,
+}
+
+impl DrafterKind for BlockParts {
+    type Config = BlockConfig;
+    type Objective = BlockObjective;
+    const FINAL_STATES: FinalStates = FinalStates::Supervised;
+    const RECOMPUTES: bool = true;
+
+    fn new(b: &Builder, config: &BlockConfig) -> Self {
+        Self::build(b, config)
+    }
+
+    fn anchors(
+        plan: &BlockPlan,
+        loss_mask: &[bool],
+        choose: &mut dyn FnMut(&[usize], usize) -> Vec<usize>,
+    ) -> Vec<usize> {
+        choose(&anchor_candidates(loss_mask), plan.config.blocks.num_anchors)
+    }
+
+    fn loss_weight(plan: &BlockPlan, loss_mask: &[bool], anchors: &[usize]) -> f64 {
+        block_weight(&plan.config.blocks, plan.objective.loss.decay_gamma, loss_mask, anchors)
+    }
+
+    fn accumulate(
+        model: &Block,
+        objective: &BlockObjective,
+        samples: &[TrainSample],
+        normaliser: LossDenominator,
+        listener: Option<GradReadyHook>,
+    ) -> Option<Tensor> {
+        let (device, kind) = (model.device(), model.kind());
+        let batch = model.config().batch(samples, objective.loss.decay_gamma, device, kind)?;
+        Some(model.accumulate(&batch, objective, normaliser, listener))
+    }
+
+    fn stages(model: &Block) -> Vec<String> {
+        model.layer_stages()
+    }
+
+    fn metrics(plan: &BlockPlan) -> Box<dyn Metrics> {
+        Box::new(BlockMetrics::new(plan.objective.loss, plan.config.blocks.drafted()))
+    }
+
+    fn flops(plan: &BlockPlan, samples: &[TrainSample]) -> f64 {
+        plan.config.flops(samples)
+    }
+
+    fn pass_bytes(
+        config: &BlockConfig,
+        samples: &[SampleSize],
+        kind: tch::Kind,
+        device: Device,
+    ) -> PassBytes {
+        config.pass_bytes(samples, kind.elt_size_in_bytes(), device)
+    }
+
+    fn product_shapes(config: &BlockConfig) -> usize {
+        config.product_shapes()
+    }
+
+    fn drafter(model: Block, slots: usize) -> Box<dyn Drafter> {
+        Box::new(AnchoredProposer::new(model, slots))
+    }
+
+    fn predict<'a>(model: &'a Block, samples: &[TrainSample]) -> Option<Predictions<'a>> {
+        block_common::predict(model, samples)
+    }
+}
+
+/// Sums of a micro-batch: those of all drafters of anchored blocks, and these drafters' own.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum BlockSum {
+    /// What all have.
+    Shared(AnchoredSum),
+    /// The confidence's binary cross entropy with position weights.
+    Confidence,
+    /// Weighted |c − c*|.
+    ConfidenceAbsError,
+    /// Weighted c − c*.
+    ConfidenceBias,
+    /// Weighted Π c − Π c*.
+    PrefixBias,
+}
+
+impl BlockSum {
+    /// Those of these drafters alone, in the order in which they stand.
+    pub const OWN: [Self; 4] =
+        [Self::Confidence, Self::ConfidenceAbsError, Self::ConfidenceBias, Self::PrefixBias];
+
+    /// All of them for blocks of γ drafts, in the order in which they stand.
+    pub fn all(gamma: usize) -> impl Iterator<Item = Self> {
+        AnchoredSum::all(gamma).map(Self::Shared).chain(Self::OWN)
+    }
+
+    /// Its name, for messages and tests.
+    pub fn name(self) -> String {
+        match self {
+            Self::Shared(sum) => sum.name(),
+            Self::Confidence => "confidence".into(),
+            Self::ConfidenceAbsError => "confidence_abs_error".into(),
+            Self::ConfidenceBias => "confidence_bias".into(),
+            Self::PrefixBias => "prefix_bias".into(),
+        }
+    }
+}
+
+impl Block {
+    /// Forward and backward of a batch: adds the gradients of all losses to those of the parameters, which must require them,
+    /// and gives every [`BlockSum`], `[K]` float64, detached.
+    ///
+    /// With weights w over the supervised slots, every loss of `objective` is Σ w·loss over the normaliser + 1e-6. The
+    /// confidence's is the BCE against c* = clamp(1 − ½‖p^d − p^t‖₁, 0, 1). p^t and c* are constants.
+    ///
+    /// Autograd sees the backbone and the small heads only. What lies behind the final states is differentiated in closed form,
+    /// and one backward through Σ state · gradient carries it on.
+    ///
+    /// `listener` hears of the stages of [`TrainableDrafter`](crate::TrainableDrafter).
+    pub fn accumulate(
+        &self,
+        batch: &BlockBatch,
+        objective: &BlockObjective,
+        normaliser: LossDenominator,
+        listener: Option<GradReadyHook>,
+    ) -> Tensor {
+        let scale = normaliser.scale();
+        let supervised = |tensor: &Tensor| tensor.flatten(0, 1).index_select(0, &batch.rows);
+        let pass = self.pass(batch, listener.is_some());
+        let hidden = &pass.hidden; // [A, γ, d]
+        // A leaf, because few rows of W1 have a gradient: autograd would make one for all of them.
+        let e = self.parts.markov.as_ref().map(|markov| {
+            let e = tch::no_grad(|| markov.embed(&batch.previous));
+            e.set_requires_grad(true)
+        });
+        let features = self.parts.markov.as_ref().zip(e.as_ref()).map(|(markov, e)| {
+            supervised(&markov.features(hidden, e)) // [R, r]
+        });
+        let rows = supervised(hidden); // [R, d]
+        let output =
+            tch::no_grad(|| self.head_losses(batch, &rows, features.as_ref(), &objective.loss, scale));
+        let accept = (output.column(Column::L1) * -0.5 + 1.0).clamp(0.0, 1.0);
+
+        let mut surrogate = (&rows * &output.hidden).sum(Kind::Float);
+        if let Some((features, by_features)) = features.as_ref().zip(output.features.as_ref()) {
+            surrogate += (features * by_features).sum(Kind::Float);
+        }
+        let confidence_logits = self.confidence_logits(&rows, e.as_ref().map(&supervised).as_ref());
+        let bce = confidence_logits.as_ref().map(|logits| batch.weighted(&confidence_loss(logits, &accept)));
+        if let Some(bce) = &bce {
+            surrogate += bce * (objective.confidence_alpha * scale);
+        }
+        pass.backward(&surrogate, listener);
+        tch::no_grad(|| {
+            let markov = self.parts.markov.as_ref().filter(|markov| markov.w1().requires_grad());
+            if let (Some(markov), Some(e), Some(sums)) = (markov, e, &batch.previous_sums) {
+                sums.add(&gradient(markov.w1()), &e.grad().flatten(0, 1));
+            }
+            let bce = bce.map(|bce| bce.detach() * objective.confidence_alpha);
+            let mut loss = output.column(Column::Loss).sum(Kind::Double);
+            if let Some(bce) = &bce {
+                loss += bce;
+            }
+            let own = Self::confidence_sums(batch, &accept, confidence_logits.as_ref());
+            Tensor::cat(&[batch.sums(&output, &loss, &accept), own], 0)
+        })
+    }
+
+    /// Losses behind the final states `rows [R, d]`, without a graph; W2's gradient is added where it belongs.
+    fn head_losses(
+        &self,
+        batch: &BlockBatch,
+        rows: &Tensor,
+        features: Option<&Tensor>,
+        loss: &LossRecipe,
+        scale: f64,
+    ) -> LossOutput {
+        let markov_w2 = self.parts.markov.as_ref().map(|markov| markov.w2().stored());
+        let w2 = markov_w2.as_ref().filter(|w2| w2.requires_grad()).map(|w2| {
+            let gradient = gradient(w2);
+            // Sums of many chunks would be rounded often in a narrower kind.
+            let sum = match gradient.kind() {
+                Kind::Float => gradient.shallow_clone(),
+                _ => gradient.zeros_like().to_kind(Kind::Float),
+            };
+            (gradient, sum)
+        });
+        let reads_previous_alone = self.parts.markov.as_ref().is_some_and(MarkovHead::reads_previous_alone);
+        let alike = reads_previous_alone.then_some(&batch.tokens_before[..]);
+        let bias = markov_w2.as_ref().zip(features).map(|(markov_w2, features)| {
+            let w2_gradient = w2.as_ref().map(|(_, sum)| sum);
+            Bias { features, alike, w2: markov_w2, w2_gradient }
+        });
+        let supervised = Supervised {
+            hidden: rows,
+            bias,
+            teacher: &batch.teacher,
+            sources: batch.sources(),
+            labels: &batch.labels,
+            weights: &batch.weights,
+            slot_index: &batch.rows,
+            counts: &batch.counts,
+            gamma: self.config().blocks.drafted() as i64,
+            scale,
+            agreement: false,
+            extra: None,
+        };
+        let output = distill_loss(&self.vocabulary().loss_head(), &supervised, loss);
+        if let Some((mut gradient, sum)) = w2.filter(|(gradient, _)| gradient.kind() != Kind::Float) {
+            let _ = gradient.g_add_(&sum.to_kind(gradient.kind()));
+        }
+        output
+    }
+
+    /// [`BlockSum::OWN`], `[4]` float64; 0 without a confidence head. `accept [R]` are the accept rates.
+    fn confidence_sums(batch: &BlockBatch, accept: &Tensor, logits: Option<&Tensor>) -> Tensor {
+        let Some(logits) = logits else {
+            return Tensor::zeros([BlockSum::OWN.len() as i64], (Kind::Double, accept.device()));
+        };
+        let confidence = logits.sigmoid();
+        let error = &confidence - accept;
+        let survival = |rates: &Tensor| batch.by_block(rates).cumprod(1, Kind::Float);
+        let prefix = (survival(&confidence) - survival(accept)) * batch.by_block(&batch.weights);
+        sums::joined(BlockSum::OWN.into_iter().map(|sum| match sum {
+            BlockSum::Confidence => batch.weighted(&confidence_loss(logits, accept)),
+            BlockSum::ConfidenceAbsError => batch.weighted(&error.abs()),
+            BlockSum::ConfidenceBias => batch.weighted(&error),
+            _ => prefix.sum(Kind::Float),
+        }))
+    }
+}
+
+/// The binary cross entropy of confidence logits against accept rates, `[R]`.
+fn confidence_loss(logits: &Tensor, accept: &Tensor) -> Tensor {
+    let none = None::<&Tensor>;
+    logits.binary_cross_entropy_with_logits(accept, none, none, Reduction::None)
+}
+
+/// What the sums of a block drafter's micro-batches mean.
+#[derive(Debug, Clone, Copy)]
+pub struct BlockMetrics {
+    loss: LossRecipe,
+    gamma: usize,
+}
+
+impl BlockMetrics {
+    /// Those of blocks of γ drafts under these weights of the losses.
+    pub fn new(loss: LossRecipe, gamma: usize) -> Self {
+        Self { loss, gamma }
+    }
+}
+
+impl Metrics for BlockMetrics {
+    fn count(&self) -> usize {
+        BlockSum::all(self.gamma).count()
+    }
+
+    fn headline(&self) -> &'static [(&'static str, &'static str)] {
+        &[("ce", "ce_loss"), ("l1", "l1_loss"), ("conf", "confidence_loss"), ("τ", "tau_probabilistic")]
+    }
+
+    fn metrics(&self, sums: &[f64], samples: usize) -> Map<String, Value> {
+        let window = Window { gamma: self.gamma, sums };
+        let mean = |own| window.mean(window.own(&BlockSum::OWN, own));
+        let own = [
+            ("confidence_abs_error", mean(BlockSum::ConfidenceAbsError)),
+            ("confidence_bias", mean(BlockSum::ConfidenceBias)),
+            ("confidence_prefix_bias", mean(BlockSum::PrefixBias)),
+        ];
+        window.metrics(&self.loss, samples, ("confidence_loss", mean(BlockSum::Confidence)), &own)
+    }
+}
+
+impl BlockConfig {
+    /// What forward and backward over `samples` hold at most beside the weights and their gradients, at `bytes` per value, if all drafts are supervised.
+    pub fn pass_bytes(&self, samples: &[SampleSize], bytes: usize, device: Device) -> PassBytes {
+        let rows = samples.iter().map(|sample| sample.anchors * self.blocks.drafted()).sum();
+        let backbone = backbone_pass_bytes(&self.decoder, &self.blocks, true, samples, bytes, device);
+        PassBytes { objective: self.objective_bytes(rows, bytes, device), ..backbone }
+    }
+
+    /// Shapes of matrix products in passes over micro-batches of one size.
+    pub fn product_shapes(&self) -> usize {
+        // Logits and their gradient, of chunks that are multiplied at one size; likewise the bias with that of its weight.
+        let head = 2 + if self.markov.is_some() { 3 } else { 0 };
+        backbone_product_shapes(&self.decoder) + head
+    }
+
+    /// What the losses over `rows` rows work with: a chunk's buffers, states and features of all rows with their gradients and the
+    /// teacher's states, and float32 sums for a narrower W2.
+    fn objective_bytes(&self, rows: usize, bytes: usize, device: Device) -> usize {
+        let (d, vocab) = (self.decoder.model.hidden_size as usize, self.decoder.model.vocab_size);
+        let rank = self.markov.map_or(0, |markov| markov.rank as usize);
+        let sums = if bytes < size_of::<f32>() { vocab as usize * rank * size_of::<f32>() } else { 0 };
+        let gamma = self.blocks.drafted() as i64;
+        distill_loss::buffer_bytes(self.decoder.model.head_shape(), rank > 0, rows, gamma, bytes, device)
+            + rows * (3 * d + 2 * rank) * bytes
+            + sums
+    }
+
+    /// Floating-point operations of forward and backward over `samples`, counted as [`backbone_flops`] does; the teacher's logits
+    /// count once. What drafts share counts for each of them.
+    pub fn flops(&self, samples: &[TrainSample]) -> f64 {
+        let (d, vocab) = (self.decoder.model.hidden_size as f64, self.decoder.model.vocab_size as f64);
+        let gamma = self.blocks.drafted();
+        let of_sample = |sample: &TrainSample| {
+            let supervised = sample.anchors.iter().map(|&anchor| eval_mask(&sample.loss_mask, anchor, gamma));
+            let rows = supervised.sum::<usize>() as f64;
+            let mut products = (2.0 + 1.0) * rows * d * vocab;
+            if let Some(markov) = self.markov {
+                let (rank, slots) = (markov.rank as f64, (sample.anchors.len() * gamma) as f64);
+                let gate = match markov.kind {
+                    MarkovKind::Vanilla => 0.0,
+                    MarkovKind::Gated => (d + rank) * rank,
+                    MarkovKind::Rnn => (d + 2.0 * rank) * 3.0 * rank,
+                };
+                products += 3.0 * (rows * rank * vocab + slots * gate);
+            }
+            backbone_flops(&self.decoder, &self.blocks, sample) + 2.0 * products
+        };
+        samples.iter().filter(|sample| !sample.anchors.is_empty()).map(of_sample).sum()
+    }
+}

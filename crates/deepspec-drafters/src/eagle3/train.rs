@@ -1,0 +1,609 @@
+//! Training of Eagle3: batches of the training-time test, objective, metrics and costs.
+
+use deepspec_core::FinalStates;
+use deepspec_core::recipe::{LossNormalization, Recipe};
+use deepspec_models::ModelConfig;
+use deepspec_models::nn::{Builder, Heads};
+use deepspec_ops::distill_loss::{
+    Column, LossOutput, LossRecipe, Supervised, TeacherIndex, distill_loss, distinct,
+};
+use deepspec_ops::{AutogradMemory, Upload, UploadSlice, Uploaded, distill_loss, range};
+use serde_json::{Map, Value, json};
+use tch::{Device, Kind, Tensor};
+
+use super::model::{
+    Eagle3, Eagle3Config, Eagle3Objective, Eagle3Parts, Eagle3Proposer, Eagle3Recipe, Supervise,
+};
+use crate::draft_model::{
+    DIRECTIONS, DraftDecoder, DrafterConfig, DrafterKind, PROJECTIONS, PassBytes, Plan, SampleSize, backward,
+    check, family_norms, joined, layer_shapes, load,
+};
+use crate::registration::{Checkpoints, DrafterKindInfo, ParamGroup, RecipeSettings, classes};
+use crate::{
+    ConfigIssue, Drafter, DrafterPlan, GradReadyHook, LossDenominator, Metrics, Predictions, Settings,
+    TrainSample,
+};
+
+/// Columns whose attention is one call: what such a call holds at once is bounded whatever the sequence's length.
+pub(super) const PIECE: usize = 256;
+
+/// Some columns of a step, all of one sequence; C says where its list is, or holds it.
+pub(super) struct TttCall<C = Tensor> {
+    /// The first among the step's n, and how many.
+    pub first: i64,
+    pub rows: i64,
+    /// The first column of step 0 that they see, and how many up to the last of them.
+    pub first_key: i64,
+    pub keys: i64,
+    /// Their own places among these, `[rows]`.
+    pub columns: C,
+}
+
+/// One step: n columns that are still needed.
+pub(super) struct Step {
+    /// Which columns of the step before these are, `[n]`; None for all.
+    pub kept: Option<Tensor>,
+    /// The token each column reads, `[n]`.
+    pub tokens: Tensor,
+    /// Rotary position of each column, `[n]`.
+    pub positions: Tensor,
+    /// All columns, in order.
+    pub pieces: Vec<TttCall>,
+    /// Supervised columns among the n, `[R]`.
+    pub rows: Tensor,
+    /// The first of all steps' supervised columns that is its own, and how many.
+    pub supervised: (i64, i64),
+}
+
+impl Step {
+    /// Its part of what all steps' supervised columns have.
+    pub fn of(&self, all: &Tensor) -> Tensor {
+        all.narrow(0, self.supervised.0, self.supervised.1)
+    }
+}
+
+/// A [`Step`] whose lists and states are still to travel.
+struct StepPlan {
+    kept: Option<UploadSlice>,
+    tokens: UploadSlice,
+    positions: UploadSlice,
+    pieces: Vec<TttCall<UploadSlice>>,
+    rows: UploadSlice,
+    supervised: (i64, i64),
+}
+
+impl StepPlan {
+    fn on_device(self, lists: &Uploaded) -> Step {
+        let piece = |TttCall { first, rows, first_key, keys, columns }: TttCall<UploadSlice>| {
+            let columns = lists.of(columns);
+            TttCall { first, rows, first_key, keys, columns }
+        };
+        Step {
+            kept: self.kept.map(|kept| lists.of(kept)),
+            tokens: lists.of(self.tokens),
+            positions: lists.of(self.positions),
+            pieces: self.pieces.into_iter().map(piece).collect(),
+            rows: lists.of(self.rows),
+            supervised: self.supervised,
+        }
+    }
+}
+
+/// The tensors of one pass over some sequences.
+pub struct Eagle3Batch {
+    pub(super) taps: Tensor, // [N, m·d], the columns of step 0
+    /// The steps that have columns; the later ones have fewer.
+    pub(super) steps: Vec<Step>,
+    /// Target states that predict what the supervised columns are to predict, each once, `[S, d]`.
+    pub(super) teacher: Tensor,
+    /// Weights of the supervised columns, step after step: 1 over the sequence's length, `[R]` float32.
+    pub(super) weights: Tensor,
+    /// Which of the target's states each of them has, `[R]`.
+    sources: Tensor,
+    /// These columns in the order of what they predict.
+    pub(super) ordered: Ordered,
+}
+
+/// All steps' supervised columns in the order of the target's states that predict what they are to predict.
+pub(super) struct Ordered {
+    /// The place of each in the order step after step, `[R]`.
+    pub order: Tensor,
+    /// The inverse permutation, `[R]`.
+    pub inverse: Tensor,
+    /// Weights times the decay of their step, `[R]` float32.
+    pub decayed: Tensor,
+    /// Which of the target's states each has, on the host and on the device.
+    sources: (Vec<i64>, Tensor),
+}
+
+impl Ordered {
+    /// Which of the target's states they have.
+    pub fn sources(&self) -> TeacherIndex<'_> {
+        TeacherIndex { of_rows: &self.sources.0, there: &self.sources.1 }
+    }
+}
+
+/// Whether column `i` is supervised at step `s`: it then predicts token i + 2 + s from the target's state of token i + 1 + s.
+pub(super) fn supervised(supervise: Supervise, loss_mask: &[bool], i: usize, s: usize) -> bool {
+    // The last token predicts nothing.
+    let (decides, known) = match supervise {
+        Supervise::Shifted => (i + s, loss_mask.len().saturating_sub(1)),
+        Supervise::Labels => (i + s + 2, loss_mask.len()),
+    };
+    decides < known && loss_mask[decides]
+}
+
+/// The columns of one sequence that step `s` of `steps` still needs.
+pub(super) fn needed(supervise: Supervise, loss_mask: &[bool], s: usize, steps: usize) -> Vec<usize> {
+    let later = |i: usize| (s..steps).any(|r| supervised(supervise, loss_mask, i, r));
+    let mut columns: Vec<usize> = (0..loss_mask.len()).filter(|&i| later(i)).collect();
+    // At first, all before the last one too: they are attended to.
+    if let (0, Some(&last)) = (s, columns.last()) {
+        columns = (0..=last).collect();
+    }
+    columns
+}
+
+impl Eagle3Batch {
+    /// Supervised rows of step `s` among the columns that it computes, `[R]`: sequence after sequence, in order.
+    pub fn supervised(&self, s: usize) -> &Tensor {
+        &self.steps[s].rows
+    }
+
+    /// The target's states that predict what these rows are to predict, `[R, d]`.
+    pub fn teacher(&self, s: usize) -> Tensor {
+        self.teacher.index_select(0, &self.steps[s].of(&self.sources))
+    }
+
+    /// Lays out the samples. None if nothing in them is supervised. All samples' states lie on one device, which may be another
+    /// than `device`.
+    ///
+    /// # Panics
+    /// If the state that predicts a supervised label is not among a sample's `last_positions`; a cache that keeps supervised
+    /// rows has them all.
+    pub fn new(
+        samples: &[TrainSample],
+        objective: &Eagle3Objective,
+        steps: usize,
+        device: Device,
+        kind: Kind,
+    ) -> Option<Self> {
+        let _range = range(c"upload");
+        let supervise = objective.supervise;
+        let longest = samples.iter().map(|sample| sample.input_ids.len()).max()?;
+        let used: Vec<&TrainSample> =
+            samples.iter().filter(|s| !needed(supervise, &s.loss_mask, 0, steps).is_empty()).collect();
+        let weight = |sample: &TrainSample| match objective.normalization {
+            LossNormalization::Global => 1.0 / sample.input_ids.len() as f32,
+            LossNormalization::MicroBatch => 1.0 / longest as f32,
+        };
+        let from = used.first()?.last.device();
+        let first_columns = |sample: &TrainSample| needed(supervise, &sample.loss_mask, 0, steps).len();
+        let mut indices = Upload::default();
+        let (mut weights, mut decayed): (Vec<f32>, Vec<f32>) = (vec![], vec![]);
+        // Of each supervised column: the sample, and the row of its last states.
+        let mut states: Vec<(usize, i64)> = vec![];
+        let mut plan = |s: usize| {
+            let (mut kept, mut tokens, mut positions, mut pieces) = (vec![], vec![], vec![], vec![]);
+            let (mut rows, mut before, mut first_key) = (vec![], 0, 0);
+            let first = weights.len();
+            let decay = objective.step_loss_decay.powi(s as i32);
+            for (number, sample) in used.iter().enumerate() {
+                let own = needed(supervise, &sample.loss_mask, s, steps);
+                let earlier = needed(supervise, &sample.loss_mask, s.saturating_sub(1), steps);
+                for (piece, part) in own.chunks(PIECE).enumerate() {
+                    pieces.push(TttCall {
+                        first: (tokens.len() + piece * PIECE) as i64,
+                        rows: part.len() as i64,
+                        first_key,
+                        keys: part[part.len() - 1] as i64 + 1,
+                        columns: indices.push(part.iter().map(|&i| i as i64)),
+                    });
+                }
+                first_key += first_columns(sample) as i64;
+                for &i in &own {
+                    // The columns of a step are among those of the step before.
+                    kept.extend(earlier.binary_search(&i).ok().map(|place| (before + place) as i64));
+                    if supervised(supervise, &sample.loss_mask, i, s) {
+                        rows.push(tokens.len() as i64);
+                        states.push((number, sample.last_row(i + 1 + s)));
+                        weights.push(weight(sample));
+                        decayed.push((f64::from(weight(sample)) * decay) as f32);
+                    }
+                    tokens.push(sample.input_ids[i + 1 + s]);
+                    positions.push((i + s) as i64);
+                }
+                before += earlier.len();
+            }
+            (!tokens.is_empty()).then(|| StepPlan {
+                kept: (kept.len() < before).then(|| indices.push(kept)),
+                tokens: indices.push(tokens),
+                positions: indices.push(positions),
+                pieces,
+                supervised: (first as i64, rows.len() as i64),
+                rows: indices.push(rows),
+            })
+        };
+        let plans: Vec<StepPlan> = (0..steps).map_while(&mut plan).collect();
+
+        let (distinct, sources) = distinct(&states);
+        let of_samples: Vec<UploadSlice> = (0..used.len())
+            .map(|sample| indices.push(distinct.iter().filter(|(of, _)| *of == sample).map(|(_, row)| *row)))
+            .collect();
+        let mut order: Vec<usize> = (0..states.len()).collect();
+        order.sort_by_key(|&row| states[row]);
+        let mut inverse = vec![0; order.len()];
+        order.iter().enumerate().for_each(|(place, &row)| inverse[row] = place as i64);
+        let ordered: Vec<i64> = order.iter().map(|&row| sources[row]).collect();
+        let decayed: Vec<f32> = order.iter().map(|&row| decayed[row]).collect();
+        let sources = indices.push(sources);
+        let there_ordered = indices.push(ordered.iter().copied());
+        let (order, inverse) = (indices.push(order.iter().map(|&row| row as i64)), indices.push(inverse));
+        let [weights, decayed] = [weights, decayed].map(|list| indices.push_floats(&list));
+        let here = indices.send(device);
+        let there = if from == device { None } else { Some(indices.send(from)) };
+        let there = there.as_ref().unwrap_or(&here);
+        let taps = used.iter().map(|sample| sample.taps.narrow(0, 0, first_columns(sample) as i64));
+        let taps: Vec<Tensor> = taps.collect();
+        let teacher = used.iter().zip(&of_samples);
+        let teacher: Vec<Tensor> =
+            teacher.map(|(sample, rows)| sample.last.index_select(0, &there.of(*rows))).collect();
+        Some(Self {
+            taps: joined(&taps, from, device, kind),
+            steps: plans.into_iter().map(|plan| plan.on_device(&here)).collect(),
+            teacher: joined(&teacher, from, device, kind),
+            weights: here.floats(weights),
+            sources: here.of(sources),
+            ordered: Ordered {
+                order: here.of(order),
+                inverse: here.of(inverse),
+                decayed: here.floats(decayed),
+                sources: (ordered, here.of(there_ordered)),
+            },
+        })
+    }
+}
+
+/// Autoregressive drafter, trained on its own outputs.
+pub const KIND: DrafterKindInfo = DrafterKindInfo {
+    name: "eagle3",
+    title: "Eagle3",
+    parts: &[
+        ParamGroup { name: "fusion", prefixes: &["fc."] },
+        ParamGroup { name: "layers", prefixes: &["layers."] },
+        ParamGroup { name: "norm", prefixes: &["norm."] },
+    ],
+    settings: Some(RecipeSettings {
+        read: |section| {
+            let recipe: Eagle3Recipe = section.read()?;
+            recipe.check().map_err(|(key, problem)| section.error(key, problem))?;
+            Ok(Box::new(recipe))
+        },
+        schema: |schemas| schemas.subschema_for::<Eagle3Recipe>(),
+    }),
+    checkpoints: Some(Checkpoints {
+        classes: || classes(Eagle3Config::CLASS),
+        hold: "Eagle3",
+        are_language_models: false,
+        check: check::<Eagle3Parts>,
+        load: load::<Eagle3Parts>,
+        layouts: Some(&super::formats::READER),
+    }),
+};
+
+/// An Eagle3 drafter before any weight is there.
+pub type Eagle3Plan = Plan<Eagle3Parts>;
+
+impl Settings for Eagle3Recipe {
+    fn to_json(&self) -> Value {
+        json!(self)
+    }
+
+    fn fit(&self, recipe: &Recipe, target: &ModelConfig) -> Result<Box<dyn DrafterPlan>, ConfigIssue> {
+        let config = Eagle3Config {
+            decoder: DraftDecoder::like_target(target, recipe, self.num_draft_layers)
+                .map_err(|(_, problem)| ("num_draft_layers", problem))?,
+            ttt_length: self.ttt_length,
+            step_loss_decay: self.step_loss_decay,
+        };
+        config.validate().map_err(|(key, problem)| match key {
+            "num_hidden_layers" => ("num_draft_layers", problem),
+            other => (other, problem),
+        })?;
+        let objective = Eagle3Objective {
+            supervise: self.supervise,
+            step_loss_decay: self.step_loss_decay,
+            normalization: recipe.train.loss_normalization,
+        };
+        Ok(Box::new(Eagle3Plan::new(config, objective)))
+    }
+}
+
+impl DrafterKind for Eagle3Parts {
+    type Config = Eagle3Config;
+    type Objective = Eagle3Objective;
+    const FINAL_STATES: FinalStates = FinalStates::Supervised;
+
+    fn new(b: &Builder, config: &Eagle3Config) -> Self {
+        Self::build(b, config)
+    }
+
+    fn accumulate(
+        model: &Eagle3,
+        objective: &Eagle3Objective,
+        samples: &[TrainSample],
+        normaliser: LossDenominator,
+        _listener: Option<GradReadyHook>,
+    ) -> Option<Tensor> {
+        let steps = model.config().ttt_length;
+        let batch = Eagle3Batch::new(samples, objective, steps, model.device(), model.kind());
+        Some(model.accumulate(batch.as_ref(), normaliser, samples.len()))
+    }
+
+    fn metrics(plan: &Eagle3Plan) -> Box<dyn Metrics> {
+        Box::new(Eagle3Metrics::new(plan.config.ttt_length, plan.objective.step_loss_decay))
+    }
+
+    fn flops(plan: &Eagle3Plan, samples: &[TrainSample]) -> f64 {
+        plan.config.flops(samples, plan.objective.supervise)
+    }
+
+    fn pass_bytes(
+        config: &Eagle3Config,
+        samples: &[SampleSize],
+        kind: tch::Kind,
+        device: Device,
+    ) -> PassBytes {
+        config.pass_bytes(samples, kind.elt_size_in_bytes(), device)
+    }
+
+    fn product_shapes(config: &Eagle3Config) -> usize {
+        config.product_shapes()
+    }
+
+    fn drafter(model: Eagle3, slots: usize) -> Box<dyn Drafter> {
+        Box::new(Eagle3Proposer::new(model, slots))
+    }
+
+    fn predict<'a>(model: &'a Eagle3, samples: &[TrainSample]) -> Option<Predictions<'a>> {
+        let objective = Eagle3Objective {
+            supervise: Supervise::Labels,
+            step_loss_decay: 1.0,
+            normalization: LossNormalization::Global,
+        };
+        let device = samples.first()?.taps.device();
+        let batch = Eagle3Batch::new(samples, &objective, model.config().ttt_length, device, model.kind())?;
+        let states = model.states(&batch);
+        let rows = |step: usize| batch.supervised(step);
+        let steps: Vec<usize> = (0..states.len()).take_while(|&step| rows(step).size()[0] > 0).collect();
+        let counts: Vec<i64> = steps.iter().map(|&step| rows(step).size()[0]).collect();
+        let teacher: Vec<Tensor> = steps.iter().map(|&step| batch.teacher(step)).collect();
+        let states: Vec<Tensor> =
+            steps.iter().map(|&step| states[step].index_select(0, rows(step))).collect();
+        if counts.is_empty() {
+            return None;
+        }
+        let (teacher, states) = (Tensor::cat(&teacher, 0), Tensor::cat(&states, 0));
+        let logits = move |start, len| model.draft_logits(&states.narrow(0, start, len));
+        Some(Predictions { counts, teacher, logits: Box::new(logits), confidence: None })
+    }
+}
+
+impl Eagle3 {
+    /// Forward and backward of a batch of `sequences` samples, None where nothing in them is supervised: gradients are added to
+    /// those of the parameters. Loss: Σ_s decay^s · Σ w·CE_s / normaliser, w being 1 over a sequence's length. Gives the sums
+    /// that [`super::Eagle3Metrics`] names, float64.
+    ///
+    /// Autograd sees the layers only. The head is differentiated in closed form, over the rows of all steps at once, and one backward
+    /// through Σ state · gradient carries it on.
+    pub fn accumulate(
+        &self,
+        batch: Option<&Eagle3Batch>,
+        normaliser: LossDenominator,
+        sequences: usize,
+    ) -> Tensor {
+        let double = (Kind::Double, self.device());
+        let count = Tensor::full([1], sequences as f64, double);
+        let Some(batch) = batch else {
+            let empty = Tensor::zeros([4 * self.config().ttt_length as i64 + 3], double);
+            return Tensor::cat(&[empty, count], 0);
+        };
+        let states = self.states(batch);
+        let normed = |(step, states): (&Step, &Tensor)| self.final_norm(&states.index_select(0, &step.rows));
+        // What predicts the same token stands side by side, so that the target's logits are computed once for all steps.
+        let rows = Tensor::cat(&batch.steps.iter().zip(&states).map(normed).collect::<Vec<_>>(), 0)
+            .index_select(0, &batch.ordered.order); // [R, d]
+        let output = tch::no_grad(|| self.head_losses(batch, &rows, 1.0 / normaliser.0));
+        let by_step = |column: Column| output.column(column).index_select(0, &batch.ordered.inverse);
+        let accept = (by_step(Column::L1) * -0.5 + 1.0).clamp(0.0, 1.0); // Σ min(p^d, p^t)
+        let correct = by_step(Column::Agreement);
+        let entropy = by_step(Column::SOFT_CE) * &batch.weights;
+        let mut sums: Vec<Tensor> = vec![];
+        let mut taus = [(); 2].map(|()| Tensor::zeros([], double));
+        let mut survivors: Option<[Tensor; 2]> = None;
+        for (step, states) in batch.steps.iter().zip(&states) {
+            let (correct, accept) = (step.of(&correct), step.of(&accept));
+            let all = |rows: &Tensor| rows.sum(Kind::Double);
+            sums.extend([all(&step.of(&entropy)), all(&correct.ones_like()), all(&correct), all(&accept)]);
+            let by_column = |rows: &Tensor| {
+                Tensor::zeros([states.size()[0]], (Kind::Float, rows.device())).index_add(0, &step.rows, rows)
+            };
+            let here = [by_column(&correct), by_column(&accept)];
+            let alive = match survivors.take() {
+                None => here,
+                Some(before) => {
+                    let kept = before.map(|all| match &step.kept {
+                        Some(kept) => all.index_select(0, kept),
+                        None => all,
+                    });
+                    [&kept[0] * &here[0], &kept[1] * &here[1]]
+                }
+            };
+            taus.iter_mut().zip(&alive).for_each(|(tau, alive)| *tau += all(alive));
+            survivors = Some(alive);
+        }
+        let surrogate = (rows * &output.hidden).sum(Kind::Float);
+        drop(states);
+        backward(&surrogate);
+        let none = Tensor::zeros([], double);
+        sums.resize_with(4 * self.config().ttt_length, || none.shallow_clone());
+        let columns = sums[1].shallow_clone(); // supervised at step 0: where a chain of drafts may begin
+        sums.extend(taus.into_iter().chain([columns, count]));
+        let sums: Vec<Tensor> = sums.iter().map(|sum| sum.to_kind(Kind::Double).reshape([1])).collect();
+        Tensor::cat(&sums, 0)
+    }
+
+    /// Losses behind the normed states of all steps' supervised columns in their [order](super::train::Ordered), `[R, d]`, without a graph.
+    fn head_losses(&self, batch: &Eagle3Batch, rows: &Tensor, scale: f64) -> LossOutput {
+        // No loss looks at a label, or at whole blocks.
+        let nowhere = rows.new_zeros([rows.size()[0]], (Kind::Int64, rows.device()));
+        let supervised = Supervised {
+            hidden: rows,
+            bias: None,
+            teacher: &batch.teacher,
+            sources: batch.ordered.sources(),
+            labels: &nowhere,
+            weights: &batch.ordered.decayed,
+            slot_index: &nowhere,
+            counts: &vec![1; rows.size()[0] as usize],
+            gamma: 1,
+            scale,
+            agreement: true,
+            extra: None,
+        };
+        let recipe = LossRecipe { soft_ce_alpha: 1.0, ..LossRecipe::NONE };
+        distill_loss(&self.vocabulary().loss_head(), &supervised, &recipe)
+    }
+}
+
+/// What the sums of an Eagle3 drafter's micro-batches mean: per step Σ w·CE, supervised rows, rows where draft and target agree
+/// on the best token, and Σ accept rate; then Σ of chains of both, supervised columns of step 0, and sequences.
+#[derive(Debug, Clone, Copy)]
+pub struct Eagle3Metrics {
+    steps: usize,
+    decay: f64,
+}
+
+impl Eagle3Metrics {
+    /// Those of so many steps, the loss of step s weighing `decay`^s.
+    pub fn new(steps: usize, decay: f64) -> Self {
+        Self { steps, decay }
+    }
+}
+
+impl Metrics for Eagle3Metrics {
+    fn count(&self) -> usize {
+        4 * self.steps + 4
+    }
+
+    fn headline(&self) -> &'static [(&'static str, &'static str)] {
+        &[("first", "first_loss"), ("last", "last_loss"), ("τ", "tau_probabilistic")]
+    }
+
+    fn metrics(&self, sums: &[f64], _samples: usize) -> Map<String, Value> {
+        let ratio = |num: f64, den: f64| if den > 0.0 { num / den } else { 0.0 };
+        let (steps, tail) = sums.split_at(4 * self.steps);
+        let (columns, sequences) = (tail[2], tail[3]);
+        let per_step = |of: &dyn Fn(&[f64]) -> f64| steps.chunks(4).map(of).collect::<Vec<_>>();
+        let losses = per_step(&|step| ratio(step[0], sequences));
+        let weighted = losses.iter().enumerate().map(|(s, loss)| self.decay.powi(s as i32) * loss);
+        let metrics = json!({
+            "loss": weighted.sum::<f64>(),
+            "step_loss": losses,
+            "first_loss": losses.first(),
+            "last_loss": losses.last(),
+            "valid_tokens": per_step(&|step| step[1]),
+            "accuracy": per_step(&|step| ratio(step[2], step[1])),
+            "accept_rate": per_step(&|step| ratio(step[3], step[1])),
+            "tau_greedy": 1.0 + ratio(tail[0], columns),
+            "tau_probabilistic": 1.0 + ratio(tail[1], columns),
+        });
+        match metrics {
+            Value::Object(map) => map,
+            _ => Map::new(),
+        }
+    }
+}
+
+impl Eagle3Config {
+    /// Floating-point operations of forward and backward over `samples`, counted as for block drafters: two per multiplication in
+    /// the matrix products of the columns that are computed and the rows that are supervised.
+    pub fn flops(&self, samples: &[TrainSample], supervise: Supervise) -> f64 {
+        let (d, vocab) = (self.decoder.model.hidden_size as f64, self.decoder.model.vocab_size as f64);
+        let taps = self.decoder.taps.len() as f64;
+        let mut products = 0.0;
+        for sample in samples {
+            for s in 0..self.ttt_length {
+                let columns = needed(supervise, &sample.loss_mask, s, self.ttt_length);
+                let is_supervised = |i: &&usize| supervised(supervise, &sample.loss_mask, **i, s);
+                let rows = columns.iter().filter(is_supervised).count() as f64;
+                // Column i sees i + 1 columns of step 0 and one of each later step.
+                let seen: usize = columns.iter().map(|i| i + 1 + s).sum();
+                let count = columns.len() as f64;
+                if s == 0 {
+                    products += 2.0 * count * taps * d * d;
+                }
+                for layer in &self.decoder.model.layers {
+                    let Heads { query, key_value, dim } = layer.attention.heads;
+                    let (queries, keys) = ((query * dim) as f64, (key_value * dim) as f64);
+                    let inner = layer.intermediate_size as f64;
+                    let projected = 2.0 * d * (queries + 2.0 * keys) + queries * d + 3.0 * d * inner;
+                    products += 3.0 * (count * projected + 2.0 * seen as f64 * queries);
+                }
+                products += (2.0 + 1.0) * rows * d * vocab;
+            }
+        }
+        2.0 * products
+    }
+
+    /// Shapes of matrix products in passes over micro-batches of one size: every step has columns of its own number.
+    pub fn product_shapes(&self) -> usize {
+        let steps = self.ttt_length * layer_shapes(&self.decoder.model.layers) * DIRECTIONS * PROJECTIONS;
+        // The taps need no gradient; logits and theirs come in chunks of one size.
+        2 + steps + 2
+    }
+
+    /// What forward and backward hold at most beside the weights and their gradients, at `bytes` per value.
+    ///
+    /// Steps after the first compute hardly more columns than are supervised.
+    pub fn pass_bytes(&self, samples: &[SampleSize], bytes: usize, device: Device) -> PassBytes {
+        let (d, steps) = (self.decoder.model.hidden_size as usize, self.ttt_length);
+        let tokens: usize = samples.iter().map(|sample| sample.tokens).sum();
+        let rows = steps * samples.iter().map(|sample| sample.supervised).sum::<usize>();
+        let columns = |sample: &SampleSize, s: usize| if s == 0 { sample.tokens } else { sample.supervised };
+        let all: usize = (0..steps).flat_map(|s| samples.iter().map(move |sample| columns(sample, s))).sum();
+        let of = AutogradMemory::of(bytes, device);
+        let norm = of.normed() + bytes;
+        // The supervised rows of every step are picked out and normed.
+        let mut kept = tokens * d * bytes * self.decoder.taps.len() + rows * d * norm;
+        // They in another order, their gradients, and the teacher's states, which the steps share.
+        let objective =
+            distill_loss::buffer_bytes(self.decoder.model.head_shape(), false, rows, 1, bytes, device)
+                + (2 * rows + rows.div_ceil(steps.max(1))) * d * bytes;
+        let mut layers = 0;
+        for layer in &self.decoder.model.layers {
+            let Heads { query, key_value, dim } = layer.attention.heads;
+            let (queries, keys) = ((query * dim) as usize, (key_value * dim) as usize);
+            let inner = layer.intermediate_size as usize * bytes;
+            // The token's embedding is frozen, of which the norm keeps one form; the state; both side by side; the residual before the MLP.
+            kept += all * d * (size_of::<f32>() + of.normed() + 2 * bytes + norm);
+            // Queries are normed and laid out for the attention, whose output is laid out once more.
+            let head_norm = if layer.qk_norm { of.normed() } else { 0 };
+            kept += all * (queries * (head_norm + 3 * bytes) + keys * (head_norm + 2 * bytes));
+            kept += all * of.mlp(layer.activation) * inner;
+            kept += family_norms(layer, all, all, of);
+            // Each piece has keys, values and a mask of its own.
+            for (s, sample) in (0..steps).flat_map(|s| samples.iter().map(move |sample| (s, sample))) {
+                let count = columns(sample, s);
+                let pieces = (0..count).step_by(PIECE).map(|first| {
+                    let rows = PIECE.min(count - first);
+                    let seen = (first + rows) * sample.tokens / count + s * rows;
+                    seen * (2 * keys + rows * (query / key_value) as usize) * bytes
+                });
+                kept += pieces.sum::<usize>();
+            }
+            layers = layers.max(of.mlp_gradients(layer.activation) * inner * tokens);
+        }
+        PassBytes { kept, layers, objective, ..PassBytes::default() }
+    }
+}
