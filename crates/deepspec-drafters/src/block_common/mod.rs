@@ -10,6 +10,7 @@ mod batch;
 mod blocks;
 mod cost;
 mod examined;
+pub(crate) mod formats;
 mod layers;
 mod proposer;
 pub(crate) mod sums;

@@ -11,8 +11,8 @@ use deepspec_core::Slots;
 use serde_json::{Map, Value, json};
 
 use super::model::DFlash2Config;
+use crate::block_common::formats::{GGUF_ARCHITECTURE, HEADS, block_size, mask_token};
 use crate::draft_model::DrafterConfig;
-use crate::dspark::formats::{BlockLayout, GGUF_ARCHITECTURE, HEADS, block_size, mask_token};
 
 /// How DFlash 2 is read.
 pub static READER: Reader = Reader {
@@ -45,8 +45,10 @@ const MAX_RANK: u64 = 1 << 20;
 /// DFlash 2's own settings as checkpoints say them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct DFlash2Layout {
-    /// Its blocks, without heads.
-    block: BlockLayout,
+    /// B, slots of a block.
+    block_size: u64,
+    /// Stands for the tokens to be predicted.
+    mask_token_id: u64,
     /// Taps of a convolution.
     conv_kernel_size: u64,
     /// Channels that share a dynamic kernel.
@@ -84,8 +86,7 @@ impl DFlash2Layout {
         if fields.flag("sample_from_anchor")?.unwrap_or(false) {
             return Err(fields.error("sample_from_anchor", "true; the slots of DFlash 2 fill in"));
         }
-        let size = block_size(fields, Slots::FillIn)?;
-        let block = BlockLayout::filling_in(size, mask_token(fields, decoder.vocab_size)?);
+        let block_size = block_size(fields, Slots::FillIn)?;
         let within = |key: &str, most: u64| match fields.required_size(key)? {
             found if found <= most => Ok(found),
             found => Err(fields.error(key, format!("{found} is not between 1 and {most}"))),
@@ -97,8 +98,9 @@ impl DFlash2Layout {
             return Err(fields.error("conv_group_size", problem));
         }
         Ok(Self {
-            block,
-            conv_kernel_size: within("conv_kernel_size", block.block_size)?,
+            block_size,
+            mask_token_id: mask_token(fields, decoder.vocab_size)?,
+            conv_kernel_size: within("conv_kernel_size", block_size)?,
             conv_group_size: group,
             selector_rank: within("selector_rank", MAX_RANK)?,
             selector_top_k: within("selector_top_k", decoder.vocab_size)?,
@@ -107,8 +109,8 @@ impl DFlash2Layout {
 
     fn keys(&self) -> Map<String, Value> {
         keys([
-            ("block_size", json!(self.block.block_size)),
-            ("mask_token_id", json!(self.block.mask_token_id)),
+            ("block_size", json!(self.block_size)),
+            ("mask_token_id", json!(self.mask_token_id)),
             ("conv_kernel_size", json!(self.conv_kernel_size)),
             ("conv_group_size", json!(self.conv_group_size)),
             ("selector_rank", json!(self.selector_rank)),
@@ -127,11 +129,11 @@ impl KindSettings for DFlash2Layout {
     }
 
     fn drafted(&self) -> u64 {
-        self.block.drafted()
+        self.block_size - 1
     }
 
     fn mask_token_id(&self) -> Option<u64> {
-        Some(self.block.mask_token_id)
+        Some(self.mask_token_id)
     }
 
     fn fills_in(&self) -> bool {
@@ -143,13 +145,11 @@ impl KindSettings for DFlash2Layout {
     }
 
     fn lines(&self) -> Vec<(&'static str, String)> {
-        let Self { block, conv_kernel_size, conv_group_size, selector_rank, selector_top_k } = self;
+        let Self { conv_kernel_size, conv_group_size, selector_rank, selector_top_k, .. } = self;
+        let (drafted, size, slots) = (self.drafted(), self.block_size, Slots::FillIn);
         vec![
-            (
-                "drafts",
-                format!("{} tokens in blocks of {}; {}", block.drafted(), block.block_size, block.slots),
-            ),
-            ("mask token", block.mask_token_id.to_string()),
+            ("drafts", format!("{drafted} tokens in blocks of {size}; {slots}")),
+            ("mask token", self.mask_token_id.to_string()),
             ("convolution", format!("{conv_kernel_size} taps, groups of {conv_group_size} channels")),
             ("selector", format!("of rank {selector_rank} over {selector_top_k} candidates a slot")),
         ]
@@ -213,7 +213,7 @@ impl KindSettings for DFlash2Layout {
             ));
         }
         let sizes = [
-            ("block_size", self.block.block_size),
+            ("block_size", self.block_size),
             ("conv_kernel_size", self.conv_kernel_size),
             ("conv_group_size", self.conv_group_size),
             ("selector_rank", self.selector_rank),

@@ -12,6 +12,7 @@ use serde::Serialize;
 use serde_json::{Map, Value, json};
 
 use super::model::{BlockConfig, MarkovKind};
+use crate::block_common::formats::{GGUF_ARCHITECTURE, HEADS, block_size, mask_token};
 use crate::draft_model::DrafterConfig;
 
 /// How block drafters are read.
@@ -46,13 +47,6 @@ pub static READER: Reader = Reader {
     ],
 };
 
-/// Keys of the heads.
-pub const HEADS: [&str; 4] =
-    ["markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"];
-
-/// What llama.cpp calls drafters behind anchors.
-pub const GGUF_ARCHITECTURE: &str = "dflash";
-
 /// The Markov head.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 struct Markov {
@@ -64,7 +58,7 @@ struct Markov {
 
 /// A block drafter's own settings as checkpoints say them: DSpark with heads, DFlash without.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-pub struct BlockLayout {
+struct BlockLayout {
     /// B, slots of a block.
     pub block_size: u64,
     /// Stands for the tokens to be predicted.
@@ -156,13 +150,8 @@ fn contained(
 }
 
 impl BlockLayout {
-    /// Blocks without heads whose slots fill in.
-    pub fn filling_in(block_size: u64, mask_token_id: u64) -> Self {
-        Self { block_size, mask_token_id, slots: Slots::FillIn, markov: None, confidence_with_markov: None }
-    }
-
     /// Tokens that it drafts.
-    pub fn drafted(&self) -> u64 {
+    fn drafted(&self) -> u64 {
         self.block_size.saturating_sub(self.slots.first() as u64)
     }
 
@@ -503,26 +492,4 @@ fn confidence(fields: &Fields, markov: Option<Markov>) -> Result<Option<bool>, C
         return Err(fields.error("confidence_head_with_markov", problem));
     }
     Ok(Some(with_markov))
-}
-
-/// More slots of a block are a mistake.
-const MAX_BLOCK: u64 = 1024;
-
-/// `block_size`, of which at least one slot drafts.
-pub fn block_size(fields: &Fields, slots: Slots) -> Result<u64, CheckpointError> {
-    let (key, least) = ("block_size", slots.first() as u64 + 1);
-    match fields.required_size(key)? {
-        size if (least..=MAX_BLOCK).contains(&size) => Ok(size),
-        size => Err(fields.error(key, format!("{size} is not between {least} and {MAX_BLOCK}"))),
-    }
-}
-
-/// `mask_token_id` within the vocabulary.
-pub fn mask_token(fields: &Fields, vocab: u64) -> Result<u64, CheckpointError> {
-    let key = "mask_token_id";
-    let id = fields.required(key, fields.count(key)?)?;
-    if id < vocab {
-        return Ok(id);
-    }
-    Err(fields.error(key, format!("{id} is outside of the vocabulary of {vocab}")))
 }

@@ -1,6 +1,6 @@
 //! DSpark (Markov and confidence heads) and DFlash (neither).
 
-pub mod formats;
+mod formats;
 mod model;
 mod train;
 
