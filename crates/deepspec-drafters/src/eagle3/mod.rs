@@ -7,5 +7,7 @@ mod formats;
 mod model;
 mod train;
 
-pub use model::{Eagle3, Eagle3Config, Eagle3Objective, Eagle3Proposer, Eagle3Recipe, Supervise};
-pub use train::{Eagle3Batch, Eagle3Metrics, Eagle3Plan, KIND};
+pub use model::{
+    Eagle3, Eagle3Batch, Eagle3Config, Eagle3Objective, Eagle3Proposer, Eagle3Recipe, Supervise,
+};
+pub use train::{Eagle3Metrics, Eagle3Plan, KIND};
