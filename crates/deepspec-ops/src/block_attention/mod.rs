@@ -1,4 +1,4 @@
-//! Attention of blocks behind anchors: each sees the context strictly before its anchor, and itself; no block sees another.
+//! Attention of draft blocks: a block sees the context strictly before its anchor, and itself. No block sees another.
 
 mod memory;
 mod tiles;
@@ -15,39 +15,38 @@ use crate::ffi::{
 pub use memory::BlockSizes;
 use tiles::tiled;
 
-/// Neighbouring blocks that attend to the context together. They share what lies before the first of them, which needs no mask; the
-/// context among them does.
+/// Adjacent blocks that attend to the context together. Context before the first of them needs no mask, context between them does.
 const TILE: usize = 32;
-/// Parts of the context begin and end at multiples of so many keys, so that few shapes of products occur: libraries keep code for each.
+/// Parts of the context begin and end at multiples of this: libraries keep code for every shape of a product.
 const ALIGNED: usize = 64;
-/// Added to scores of keys that are not seen. Finite, so that a row which sees none of them has a log-sum-exp.
+/// Added to scores of masked keys. It is finite: a row without visible keys still has a log-sum-exp.
 const HIDDEN: f64 = -1e30;
 
-/// One sequence inside a batch. Public for the test and the bench of [`BlockAttention`].
+/// One sequence of a batch.
 pub struct SequenceSpan {
     /// T, its tokens.
     pub tokens: i64,
-    /// Where its blocks begin.
+    /// Positions of its anchors.
     pub anchors: Vec<usize>,
-    /// The same on the device, `[A]`.
+    /// Positions of its anchors on the device, `[A]`.
     pub positions: Tensor,
 }
 
-/// What the blocks of some sequences see in layers of one shape. Public for its test and its bench.
+/// Attention of the blocks of some sequences, for layers of one shape.
 pub struct BlockAttention {
     heads: Heads,
     scale: f64,
     block_size: i64,
-    way: Way,
+    kernel: Kernel,
 }
 
-/// How it is computed.
-enum Way {
-    /// For each sequence, tiles of blocks over parts of the context, which are merged.
+/// The kernel that computes it.
+enum Kernel {
+    /// Products over tiles of blocks and parts of the context, merged by their log-sum-exps.
     Parts(Vec<OfSequence>),
-    /// For each sequence, with its blocks and tokens, all tiles at once, by fused kernels of a GPU.
+    /// Fused kernels of a GPU over all tiles of a sequence; `sizes` are its blocks and tokens.
     Tiled { sequences: Vec<TiledAttention>, sizes: Vec<[i64; 2]> },
-    /// One block after the other.
+    /// A CPU kernel, block by block.
     ByBlock { sequences: Vec<SequenceBlocks>, window: Option<i64> },
 }
 
@@ -55,57 +54,57 @@ struct OfSequence {
     blocks: i64,
     tokens: i64,
     parts: Vec<AttentionPart>,
-    /// Where a window is shorter than a block.
+    /// The mask within a block, where a window is shorter than a block.
     block_mask: Option<Tensor>,
 }
 
-/// Whether blocks like these are attended to one by one.
+/// Whether a CPU kernel attends block by block.
 fn is_by_block(heads: Heads, kind: Kind, device: Device) -> bool {
     device == Device::Cpu && kind == Kind::Float && attends_by_block(heads.dim)
 }
 
 impl BlockAttention {
-    /// Lays out blocks of `block_size` slots behind the anchors of one sequence after the other, at least one. Sorted anchors are fastest. `kind` is
-    /// that of the queries.
+    /// Plans blocks of `block_size` slots at the anchors of at least one sequence. Sorted anchors are fastest. `kind` is the dtype of the
+    /// queries.
     pub fn new(spec: &AttentionSpec, block_size: usize, spans: &[SequenceSpan], kind: Kind) -> Self {
         let AttentionSpec { heads, scale, window } = *spec;
         debug_assert!(!spans.is_empty(), "no sequences");
         let by_block = spans.iter().all(|span| is_by_block(heads, kind, span.positions.device()));
-        let way = if by_block {
+        let kernel = if by_block {
             let of = |span: &SequenceSpan| SequenceBlocks {
                 tokens: span.tokens,
                 anchors: span.anchors.iter().map(|&anchor| anchor as i64).collect(),
             };
             let window = window.map(|window| window as i64);
-            Way::ByBlock { sequences: spans.iter().map(of).collect(), window }
+            Kernel::ByBlock { sequences: spans.iter().map(of).collect(), window }
         } else if window.is_none()
             && attends_in_tiles(&spans[0].positions, kind, heads.dim)
             && let Some(sequences) = tiled(heads, scale, block_size, spans, spans[0].positions.device())
         {
             let sizes = spans.iter().map(|span| [span.anchors.len() as i64, span.tokens]).collect();
-            Way::Tiled { sequences, sizes }
+            Kernel::Tiled { sequences, sizes }
         } else {
-            Way::Parts(spans.iter().map(|span| OfSequence::new(spec, block_size, span, kind)).collect())
+            Kernel::Parts(spans.iter().map(|span| OfSequence::new(spec, block_size, span, kind)).collect())
         };
-        Self { heads, scale, block_size: block_size as i64, way }
+        Self { heads, scale, block_size: block_size as i64, kernel }
     }
 
-    /// Queries, keys and values of the blocks, `[ΣA·B, heads, D]`, and keys and values of the context, `[ΣT, G, D]`, to `[ΣA·B, H·D]`.
+    /// Queries, keys and values of the blocks `[ΣA·B, heads, D]`, and keys and values of the context `[ΣT, G, D]`, to `[ΣA·B, H·D]`.
     pub fn forward(&self, block: &Qkv, k: &Tensor, v: &Tensor) -> Tensor {
-        match &self.way {
-            Way::ByBlock { sequences, window } => {
+        match &self.kernel {
+            Kernel::ByBlock { sequences, window } => {
                 let (context, own) = (KeyValues { k, v }, KeyValues { k: &block.k, v: &block.v });
                 attend_by_block(&block.q, &context, &own, sequences, *window, self.scale)
                     .expect("it was asked whether there are kernels for them")
             }
-            Way::Parts(sequences) => {
+            Kernel::Parts(sequences) => {
                 let sizes: Vec<[i64; 2]> = sequences.iter().map(|of| [of.blocks, of.tokens]).collect();
                 let attend = |at: usize, block: &Qkv, k: &Tensor, v: &Tensor| {
                     self.of_sequence(&sequences[at], block, k, v)
                 };
                 self.one_by_one(&sizes, block, (k, v), attend)
             }
-            Way::Tiled { sequences, sizes } => {
+            Kernel::Tiled { sequences, sizes } => {
                 let attend = |at: usize, block: &Qkv, k: &Tensor, v: &Tensor| {
                     let (context, own) = (KeyValues { k, v }, KeyValues { k: &block.k, v: &block.v });
                     sequences[at].attend(&block.q, &context, &own)
@@ -115,7 +114,7 @@ impl BlockAttention {
         }
     }
 
-    /// What `attend` makes of one sequence after the other, of so many blocks and tokens each.
+    /// Calls `attend` for each sequence; `sizes` are their blocks and tokens.
     fn one_by_one(
         &self,
         sizes: &[[i64; 2]],
@@ -137,7 +136,7 @@ impl BlockAttention {
         }
     }
 
-    /// The same of one sequence, in parts.
+    /// Attention of one sequence, in parts.
     fn of_sequence(&self, of: &OfSequence, block: &Qkv, k: &Tensor, v: &Tensor) -> Tensor {
         let (Heads { query, key_value, dim }, size) = (self.heads, self.block_size);
         let repeats = self.heads.repeats();
@@ -152,7 +151,7 @@ impl BlockAttention {
     }
 }
 
-/// `whole` cut into pieces of so many rows, by one split: the gradient of each `narrow` would be as large as the whole.
+/// Splits `whole` into so many rows each. The gradient of every `narrow` would be as large as the whole.
 fn apart(whole: &Tensor, rows: &[i64]) -> Vec<Tensor> {
     match rows {
         [_] => vec![whole.shallow_clone()],
@@ -190,8 +189,8 @@ impl OfSequence {
     }
 }
 
-/// The context of a tile of blocks, of so many `tokens` in all: the keys that all slots of the tile see, and those before and behind that
-/// only some see. A slot at p sees keys behind p − window.
+/// Ranges of the context of a tile of blocks: keys that all its slots see, and keys before and after that only some slots see. A slot
+/// at position p sees keys after p − window.
 fn seen(
     anchors: &[usize],
     block_size: usize,
@@ -209,7 +208,7 @@ fn seen(
     } else {
         [(first..of_all.start, false), (of_all.clone(), true), (of_all.end..last, false)]
     };
-    // Before an anchor at 0 there is nothing.
+    // An anchor at 0 has no context.
     ranges.into_iter().filter(move |(keys, _)| high > 0 && !keys.is_empty())
 }
 
@@ -221,7 +220,7 @@ struct Masks {
 }
 
 impl Masks {
-    /// Of context keys, for blocks behind `anchors [n]`: `[1, 1, n·repeats·B, K]`.
+    /// The mask of context keys for blocks at `anchors [n]`: `[1, 1, n·repeats·B, K]`.
     fn context(&self, anchors: &Tensor, keys: &Range<i64>) -> Tensor {
         let options = (Kind::Int64, anchors.device());
         let (anchors, blocks) = (anchors.view([-1, 1, 1]), anchors.size()[0]);
@@ -235,7 +234,7 @@ impl Masks {
         self.added(&hidden.unsqueeze(1)).expand(all, false).reshape([1, 1, -1, all[3]])
     }
 
-    /// Of the keys of the block itself, on the device of `like`: `[1, 1, repeats·B, B]`.
+    /// The mask of a block's own keys, on the device of `like`: `[1, 1, repeats·B, B]`.
     fn block(&self, like: &Tensor) -> Tensor {
         let slots = Tensor::arange(self.block_size, (Kind::Int64, like.device()));
         let window = self.window.unwrap_or(self.block_size);

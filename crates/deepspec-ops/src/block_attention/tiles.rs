@@ -1,4 +1,4 @@
-//! Blocks of a sequence in tiles, as fused attention on a GPU takes them.
+//! Tiles of a sequence's blocks for the fused attention of a GPU.
 
 use tch::{Device, Kind};
 
@@ -7,32 +7,32 @@ use crate::attention::Heads;
 use crate::ffi::{TiledAttention, TiledBlocks};
 use crate::upload::Upload;
 
-/// Blocks of a tile. Of what only some of them see most is computed in vain, and what all see is copied once a tile.
+/// Blocks per tile. More blocks waste work on keys that only some of them see; fewer copy the shared keys more often.
 pub(super) const SLOTS: usize = 16;
-/// What all blocks of a tile see ends at a multiple of so many keys.
+/// Shared keys of a tile end at a multiple of this.
 const ALIGNED: usize = 64;
-/// A tile ends where more keys would be seen by some of its blocks only than these, and than twice as many as so many blocks take on average.
+/// Least limit on the keys that only some blocks of a tile see; the limit is twice the average spacing of a full tile, if that is more.
 const LEAST_REST: usize = 256;
-/// Bytes that copies of what a sequence's tiles see, and their slopes, may take in a backward.
+/// Most bytes of a sequence's copied keys and values, with their gradients, in a backward pass.
 pub(super) const MOST_BYTES: usize = 4 << 30;
-/// Keys and values, and the slopes of both.
+/// Keys, values and their gradients.
 pub(super) const COPIES: usize = 4;
 
-/// Which blocks share a tile.
+/// Assignment of blocks to tiles.
 #[derive(Debug, PartialEq, Eq)]
 struct Tiles {
-    /// Keys that all blocks of a tile see.
+    /// Keys that all blocks of each tile see.
     seen: Vec<usize>,
-    /// The block of each slot; the last one of a tile once more in those that are left over.
+    /// The block of each place; the last block of a tile fills the places that are left.
     blocks: Vec<usize>,
-    /// The slot of each block.
+    /// The place of each block.
     places: Vec<usize>,
-    /// Keys behind `seen` that hold all that some block of a tile sees.
+    /// Keys after `seen` that cover what some block of a tile sees.
     rest: usize,
 }
 
 impl Tiles {
-    /// Of a sequence of so many tokens.
+    /// Tiles of the blocks at `anchors` of a sequence of so many tokens.
     fn of(anchors: &[usize], tokens: usize) -> Self {
         let most_rest = most_rest(anchors.len(), tokens);
         let mut order: Vec<usize> = (0..anchors.len()).collect();
@@ -60,18 +60,18 @@ impl Tiles {
         tiles
     }
 
-    /// Whether what its backward copies has room, with heads of keys of so many bytes in all.
+    /// Whether the copies of the backward pass fit; `line` is the bytes of one token's keys.
     fn has_room(&self, line: usize) -> bool {
         COPIES * self.seen.iter().sum::<usize>() * line <= MOST_BYTES
     }
 }
 
-/// Keys that some blocks of a tile may see alone.
+/// Most keys that only some blocks of a tile may see.
 pub(super) fn most_rest(anchors: usize, tokens: usize) -> usize {
     (2 * SLOTS * tokens / anchors.max(1)).max(LEAST_REST)
 }
 
-/// The attention of blocks of `size` positions behind the anchors of sequences, on a GPU; None where one of them would take too much memory.
+/// Plans of the fused attention for blocks of `size` slots; None where a sequence would take too much memory.
 pub(super) fn tiled(
     heads: Heads,
     scale: f64,
@@ -81,7 +81,7 @@ pub(super) fn tiled(
 ) -> Option<Vec<TiledAttention>> {
     let rows = SLOTS * size * heads.repeats() as usize;
     let line = (heads.key_value * heads.dim) as usize * Kind::BFloat16.elt_size_in_bytes();
-    // All sequences' numbers travel together.
+    // One upload carries the indices of all sequences.
     let (mut numbers, mut of_sequences) = (Upload::default(), vec![]);
     for SequenceSpan { tokens, anchors, .. } in spans {
         let tiles = Tiles::of(anchors, *tokens as usize);
@@ -94,7 +94,7 @@ pub(super) fn tiled(
             offsets.push(offsets[offsets.len() - 1] + seen);
         }
         let of_slot = tiles.blocks.iter().map(|&block| anchors[block]);
-        // As `TiledBlocks` wants them.
+        // In the order that `TiledBlocks` documents.
         let list = (tiles.seen.iter().copied())
             .chain(offsets[..count].iter().copied())
             .chain(tiles.blocks.iter().copied())

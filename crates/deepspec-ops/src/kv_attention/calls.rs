@@ -1,4 +1,4 @@
-//! The calls that the attention of a chunk is made of, and what is visible in each.
+//! SDPA calls that compute the attention of a group of chunks, and their masks.
 
 use std::ops::Range;
 
@@ -6,12 +6,12 @@ use tch::{Kind, Tensor};
 
 use super::{MaskKind, SPAN};
 
-/// Scores of one head and sequence up to which a chunk attends in one call.
+/// Scores per key head and sequence up to which a chunk is one call.
 const WHOLE: usize = 1 << 27;
-/// Scores of the calls that a larger chunk is cut into: their masks are made one at a time.
+/// Scores per call of a longer chunk. Its masks are made one at a time.
 const PIECE: usize = 1 << 25;
 
-/// What decides a layer's masks.
+/// Facts about a layer that decide its masks.
 #[derive(PartialEq)]
 pub struct MaskShape {
     /// Query heads per key/value head.
@@ -20,24 +20,24 @@ pub struct MaskShape {
     pub window: Option<usize>,
 }
 
-/// Queries of a group that attend in one call.
+/// One SDPA call over queries of a group.
 pub struct AttentionCall {
     /// Rows within every chunk.
     pub rows: Range<usize>,
-    /// Positions handed to the attention.
+    /// Key positions that the call reads.
     pub keys: Range<usize>,
-    /// [`AttentionCall::mask`], where it is worth keeping for all layers.
+    /// The mask, where all layers share it; see [`AttentionCall::mask`].
     pub mask: Option<Tensor>,
 }
 
 impl MaskShape {
-    /// Cuts chunks of `width` tokens whose histories then need `span` into calls. What each call reads follows from these two
-    /// numbers alone.
+    /// Splits chunks of `width` tokens, whose sequences then span `span` tokens, into calls. These two numbers alone decide what each
+    /// call reads.
     pub fn cut(&self, width: usize, span: usize, visibility: MaskKind) -> Vec<AttentionCall> {
         let scores = self.repeats * span;
         let most = if scores * width <= WHOLE { width } else { (PIECE / scores).max(1) };
         let most = self.window.map_or(most, |window| most.min(window.max(SPAN)));
-        // Histories of a group differ by less than a span.
+        // Sequences of a group differ in length by less than SPAN.
         let (least_held, most_held) = ((span + 1).saturating_sub(SPAN + width), span - width);
         let piece = |start: usize| {
             let rows = start..width.min(start + most);
@@ -53,7 +53,7 @@ impl MaskShape {
 }
 
 impl AttentionCall {
-    /// 0 where visible, −∞ elsewhere: `[S, 1, repeats·rows, keys]`, for slots that hold `past_len [S, 1, 1]`.
+    /// The additive mask, 0 or −∞, `[S, 1, repeats·rows, keys]`, for sequences of `past_len [S, 1, 1]` tokens.
     pub fn mask(
         &self,
         view: &MaskShape,

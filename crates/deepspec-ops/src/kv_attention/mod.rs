@@ -1,4 +1,4 @@
-//! Key/value histories of many slots, and attention of ragged batches over them.
+//! The KV cache of many sequences, and attention of ragged batches over it.
 
 mod calls;
 mod plan;
@@ -21,62 +21,61 @@ use plan::{Group, Placed, Slots};
 pub use pool::{KEPT, capacity};
 use pool::{Layout, Pool};
 
-/// Attention of groups reads histories in whole multiples of this many tokens.
+/// Grouped attention reads keys in whole multiples of this many tokens.
 ///
-/// The sums of an attention depend, in the last bits, on how many keys it is handed. So that a sequence's states do not
-/// depend on the sequences it rides with, that number follows from its own length alone, and only chunks that agree in it
-/// share a call.
+/// The number of keys of a call changes the last bits of its sums. A sequence's own length alone decides that number, and only
+/// chunks with equal numbers share a call. A sequence's states therefore do not depend on its batch.
 const SPAN: usize = 256;
 
-/// Keys and values per layer, filled from the left. Layers with a window keep everything too, so that a rollback is a change
-/// of length everywhere; they read only what the window can reach.
+/// Keys and values of every layer, filled from the left.
 ///
-/// A history takes memory for its own length, and gives it back when it is forgotten.
+/// Layers with a window keep all tokens too, and read those within the window: a rollback then changes lengths only. A sequence
+/// takes memory for its own length, and frees it when it is truncated to nothing.
 pub struct KvCache {
     layers: Vec<Layer>,
     views: Vec<MaskShape>,
     layout: Layout,
-    /// By the capacity of their rows.
+    /// Pools by the capacity of their rows.
     pools: BTreeMap<usize, Pool>,
     slots: Vec<Slot>,
     options: (Kind, Device),
-    /// Whether chunks of a few tokens can attend one by one on the CPU, where their histories lie.
+    /// Whether the CPU kernel attends to short chunks in place, without gathering keys.
     attends_in_place: bool,
-    /// Which rows and positions are cut from.
+    /// Row indices and positions are slices of it.
     ruler: DeviceArange,
 }
 
 struct Layer {
     heads: Heads,
     scale: f64,
-    /// Which of the cache's views it has.
+    /// Index of its mask shape.
     view: usize,
 }
 
-/// A history.
+/// Keys and values of one sequence.
 #[derive(Default, Clone)]
 struct Slot {
-    /// Tokens in it.
+    /// Its tokens.
     len: usize,
-    /// Tokens of its row that have been written since it was taken, those of rejected tails included.
+    /// Tokens of its row that were written since the row was taken, rejected drafts included.
     written: usize,
-    /// Capacity of its pool, and its row there; none while it holds nothing.
+    /// Capacity of its pool and its row there; None while it is empty.
     place: Option<(usize, usize)>,
 }
 
-/// Tokens behind what a slot holds.
+/// New tokens of one sequence.
 #[derive(Debug, Clone, Copy)]
 pub struct Chunk {
-    /// The slot.
+    /// Its slot in the cache.
     pub slot: usize,
-    /// Tokens before these.
+    /// Tokens of the sequence before them.
     pub past_len: usize,
-    /// Tokens, one or more.
+    /// Their number, at least one.
     pub len: usize,
 }
 
 impl KvCache {
-    /// Empty histories of layers that attend like this.
+    /// An empty cache of so many slots, for layers with these attentions.
     pub fn new(layers: &[AttentionSpec], slots: usize, kind: Kind, device: Device) -> Self {
         let mut views: Vec<MaskShape> = vec![];
         let layout = Layout::new(layers.iter().map(|layer| layer.heads).collect(), (kind, device));
@@ -106,30 +105,30 @@ impl KvCache {
         &self.views
     }
 
-    /// Tokens in the history of `slot`.
+    /// Tokens of the sequence in `slot`.
     pub fn len(&self, slot: usize) -> usize {
         self.slots[slot].len
     }
 
-    /// Chunks `(slot, tokens)` behind what their slots hold.
+    /// Chunks of `(slot, tokens)` that append to their sequences.
     pub fn behind(&self, chunks: &[(usize, usize)]) -> Vec<Chunk> {
         let chunk = |&(slot, len): &(usize, usize)| Chunk { slot, past_len: self.len(slot), len };
         chunks.iter().map(chunk).collect()
     }
 
-    /// Bytes that a history of up to `tokens` takes.
+    /// Bytes that a sequence of up to `tokens` takes.
     pub fn history_bytes(&self, tokens: usize) -> usize {
         capacity(tokens) * self.layout.token_bytes()
     }
 
-    /// Bytes that are taken now.
+    /// Bytes that are allocated now.
     #[cfg(test)]
     fn bytes(&self) -> usize {
         let rows = self.pools.values().map(|pool| pool.capacity * pool.rows().1);
         rows.sum::<usize>() * self.layout.token_bytes()
     }
 
-    /// Forgets everything of `slot` past `len`. A history of nothing gives its memory back.
+    /// Truncates the sequence in `slot` to `len` tokens. An empty one frees its memory.
     pub fn truncate(&mut self, slot: usize, len: usize) {
         self.slots[slot].len = self.slots[slot].len.min(len);
         if len == 0 {
@@ -143,16 +142,16 @@ impl KvCache {
         if let Some((pool, row)) = pool {
             pool.free(row, written);
         }
-        // Without a row, too: the slot may be one for which there was no memory halfway through the layers.
+        // Even without a row: memory may have run out between two layers.
         self.give_back(KEPT);
     }
 
-    /// Gives back all that no history uses.
+    /// Frees all memory that no sequence uses.
     pub fn release(&mut self) {
         self.give_back(0);
     }
 
-    /// Gives back what no history uses, but for up to `kept` bytes that the next ones will want.
+    /// Frees memory that no sequence uses, except `kept` bytes for the next sequences.
     fn give_back(&mut self, kept: usize) {
         let token = self.layout.token_bytes();
         let unused = |pool: &Pool| {
@@ -176,7 +175,7 @@ impl KvCache {
         }
     }
 
-    /// Makes room for chunks. Histories that outgrow their rows move to larger ones.
+    /// Allocates room for chunks. Sequences that outgrow their rows move to larger rows.
     pub fn reserve(&mut self, chunks: &[Chunk]) {
         let mut moving: BTreeMap<usize, usize> = BTreeMap::new(); // slot to capacity
         for chunk in chunks {
@@ -189,7 +188,7 @@ impl KvCache {
         }
         let moving: Vec<(usize, usize)> = moving.into_iter().collect();
         let bytes = moving.iter().map(|(_, capacity)| capacity).sum::<usize>() * self.layout.token_bytes();
-        // Large rows that all move at once would all be there twice.
+        // All large rows would exist twice if they moved at once.
         let turns = if bytes > KEPT { 4 } else { 1 };
         for some in moving.chunks(moving.len().div_ceil(turns).max(1)) {
             let mut wanted: BTreeMap<usize, usize> = BTreeMap::new(); // capacity to rows
@@ -209,7 +208,7 @@ impl KvCache {
         }
     }
 
-    /// Gives a history a row of another pool, which has one.
+    /// Moves a sequence to a free row of another pool.
     fn move_to(&mut self, slot: usize, capacity: usize) {
         let Slot { len, written, place } = self.slots[slot];
         let Some(row) = self.pools.get_mut(&capacity).map(Pool::take) else { return };
@@ -248,7 +247,7 @@ impl KvCache {
         KvAttention { cache: self, layer, plan }
     }
 
-    /// Stores the planned rows and lets their queries attend to their slots' histories: `[N, H·D]`.
+    /// Stores the planned rows, and attends from their queries to their sequences: `[N, H·D]`.
     fn attend(&mut self, layer: usize, plan: &AttentionPlan, qkv: &Qkv) -> Tensor {
         let grouped = plan.grouped(self);
         let in_place = (!grouped.few.is_empty())
@@ -271,7 +270,7 @@ impl KvCache {
         }
     }
 
-    /// Where chunks lie in a layer.
+    /// Chunks as the kernels take them: pools, rows and lengths of one layer.
     fn history_chunks(&self, layer: usize, placed: &[Placed]) -> Vec<HistoryChunk<'_>> {
         let chunk = |placed: &Placed| {
             let pool = self.pools.get(&placed.capacity)?.layer(layer);
@@ -281,7 +280,7 @@ impl KvCache {
         placed.iter().filter_map(chunk).collect()
     }
 
-    /// What [`KvCache::attend`] gives for the chunks that attend by themselves: `[N, H·D]` with zeros in the others' rows.
+    /// Attention of the `few` chunks by the CPU kernel: `[N, H·D]`, with zeros in the rows of other chunks.
     fn attend_in_place(&self, layer: usize, few: &[Placed], visibility: MaskKind, qkv: &Qkv) -> Tensor {
         let Layer { scale, view, .. } = self.layers[layer];
         let chunks = self.history_chunks(layer, few);
@@ -291,7 +290,7 @@ impl KvCache {
         history_attention(KvRows::Separate([&q, &k, &v]), &chunks, view)
     }
 
-    /// `q [S·L, H, D]` of one group to `[S·L, H·D]`.
+    /// Attention of one group by SDPA: `q [S·L, H, D]` to `[S·L, H·D]`.
     fn attend_group(&self, layer: usize, group: &Group, visibility: MaskKind, q: &Tensor) -> Tensor {
         let Layer { heads: Heads { query, key_value, dim }, scale, view } = self.layers[layer];
         let Some(pool) = self.pools.get(&group.capacity) else { return q.flatten(1, 2) };
@@ -319,7 +318,7 @@ impl KvCache {
         y.reshape([-1, query * dim])
     }
 
-    /// Keeps chunks that were written: their slots' histories end with them.
+    /// Commits chunks that were written: their sequences now end with them.
     pub fn advance(&mut self, chunks: &[Chunk]) {
         for chunk in chunks {
             self.slots[chunk.slot].len = chunk.past_len + chunk.len;

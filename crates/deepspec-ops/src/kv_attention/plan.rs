@@ -1,4 +1,4 @@
-//! Where the rows of a feed go and what they see.
+//! Rows of a batch in the KV cache, and the keys that they see.
 
 use std::cell::OnceCell;
 
@@ -8,36 +8,36 @@ use super::calls::{AttentionCall, MaskShape};
 use super::{Chunk, KvCache, SPAN};
 use crate::ffi::FEW_ROWS;
 
-/// Tokens of a chunk that attends by itself on the CPU: blocks, what was accepted of them, and short prompts, which would be padded to
-/// [`SPAN`]. The scores of those query heads that share keys, which each thread keeps room for (4 MiB), are no more than `FEW_SCORES`.
+/// Most tokens of a chunk for the CPU kernel: draft blocks, accepted tokens and short prompts. SDPA would pad their keys to [`SPAN`].
+/// Each thread keeps room for the scores of one key head, at most `FEW_SCORES` (4 MiB).
 const FEW_TOKENS: usize = 128;
 const FEW_SCORES: usize = 1 << 20;
 
-/// What a fed token sees of its own chunk.
+/// Tokens of its own chunk that a token sees.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MaskKind {
-    /// Itself and what came before.
+    /// Itself and the tokens before it.
     Causal,
     /// The whole chunk.
     Block,
 }
 
-/// Row and position of every row of a feed in the pools.
+/// Pool row and position of every row of a batch.
 pub struct Rows {
-    /// Positions in the order of the feed, `[N]` int64.
+    /// Positions in the order of the batch, `[N]` int64.
     positions: Tensor,
-    /// The feed's rows pool after pool; None where all are in one.
+    /// Row indices of the batch, pool after pool; None where all are in one pool.
     pub(super) order: Option<Tensor>,
     pub(super) pools: Vec<PoolRows>,
 }
 
-/// The rows of a feed that one pool takes.
+/// Rows of a batch that go to one pool.
 pub(super) struct PoolRows {
     pub capacity: usize,
-    /// Of the ordered rows.
+    /// The first of the ordered rows.
     pub first: i64,
     pub count: i64,
-    /// Row of the pool and position within it, `[count]` each.
+    /// Rows of the pool and positions, `[count]` each.
     pub place: [Tensor; 2],
 }
 
@@ -50,16 +50,16 @@ pub struct AttentionPlan {
     /// The chunks in the order of the batch.
     pub(super) placed: Vec<Placed>,
     pub(super) visibility: MaskKind,
-    /// Whether one kernel call attends to all chunks where their histories lie.
+    /// Whether one kernel call attends to all chunks in place.
     pub(super) in_place: bool,
     /// The chunks by how they attend otherwise; computed when a layer first needs it.
     grouped: OnceCell<Grouped>,
 }
 
-/// Chunks that attend where their histories lie, and groups of the others.
+/// Short chunks for the CPU kernel, and groups of the others for SDPA.
 pub(super) struct Grouped {
     pub rows: Rows,
-    /// Chunks that attend one by one where they lie.
+    /// Short chunks.
     pub few: Vec<Placed>,
     /// The groups' rows of the batch, one group after the other; None where that is the batch or there are none.
     pub order: Option<Tensor>,
@@ -85,16 +85,16 @@ impl AttentionPlan {
     }
 }
 
-/// Chunks of one length in one pool whose histories need the same span.
+/// Chunks of one length in one pool whose sequences round up to one multiple of SPAN.
 pub(super) struct Group {
     pub capacity: usize,
     pub rows: i64,
     pub slots: Slots,
     /// L, the length of every chunk.
     pub width: i64,
-    /// Tokens that the slots held before, `[S, 1, 1]` int64.
+    /// Tokens of the sequences before the chunks, `[S, 1, 1]` int64.
     pub past_len: Tensor,
-    /// The calls that make up the attention, for each of the cache's views.
+    /// SDPA calls, for each mask shape of the cache.
     pub views: Vec<Vec<AttentionCall>>,
 }
 
@@ -117,17 +117,17 @@ pub(super) struct Placed {
     pub chunk: Chunk,
     pub capacity: usize,
     pub row: usize,
-    /// Its first row in the feed.
+    /// Its first row in the batch.
     pub first: usize,
 }
 
 impl Placed {
-    /// Its rows of the feed, as a run.
+    /// Its rows of the batch: the first and their number.
     fn rows(&self) -> (i64, i64) {
         (self.first as i64, self.chunk.len as i64)
     }
 
-    /// Pool, width and span: what chunks of a group have in common.
+    /// Pool, width and span, which chunks of a group share.
     fn kind(&self) -> (usize, usize, usize) {
         let Chunk { past_len, len, .. } = self.chunk;
         (self.capacity, len, (past_len + len).next_multiple_of(SPAN))
@@ -135,7 +135,7 @@ impl Placed {
 }
 
 impl KvCache {
-    /// Where these chunks go, in the order of the feed. There must be room for them; see [`KvCache::reserve`].
+    /// Rows of these chunks, in the order of the batch. There must be room for them; see [`KvCache::reserve`].
     pub fn place(&self, chunks: &[Chunk]) -> Rows {
         let mut placed = self.placed(chunks);
         placed.sort_by_key(|placed| placed.capacity);
@@ -170,7 +170,7 @@ impl KvCache {
     fn grouped(&self, chunks: &[Placed], visibility: MaskKind) -> Grouped {
         let (few, mut placed): (Vec<Placed>, Vec<Placed>) =
             chunks.iter().partition(|placed| self.is_few(&placed.chunk));
-        // Pool after pool, and in a group row after row: rows that lie side by side are read without copying them.
+        // Sorted by pool and row: adjacent rows are read without copying them.
         placed.sort_by_key(|placed| (placed.kind(), placed.row));
         let in_place = placed.is_empty() || (few.is_empty() && in_order(&placed));
         let order = (!in_place).then(|| self.order(&placed));
@@ -211,10 +211,10 @@ impl KvCache {
         }
     }
 
-    /// Whether a chunk attends by itself. That follows from the chunk alone.
+    /// Whether a chunk is short enough for the CPU kernel. The chunk alone decides that.
     fn is_few(&self, chunk: &Chunk) -> bool {
         let repeats = self.views().iter().map(|view| view.repeats).max().unwrap_or(1);
-        // Whole vectors of queries for each key.
+        // The kernel pads the queries of a key to whole vectors.
         let scores = (repeats * chunk.len).next_multiple_of(16) * (chunk.past_len + chunk.len);
         self.attends_in_place && chunk.len <= FEW_TOKENS && scores <= FEW_SCORES
     }
@@ -229,12 +229,12 @@ impl KvCache {
         chunks.iter().map(placed).collect()
     }
 
-    /// What brings the feed into the order of `placed`.
+    /// Row indices that bring the batch into the order of `placed`.
     fn order(&self, placed: &[Placed]) -> Tensor {
         self.ruler.runs(placed.iter().map(Placed::rows))
     }
 
-    /// What brings rows in the order of `placed` back into that of the feed.
+    /// Row indices that bring rows in the order of `placed` back into the order of the batch.
     fn back(&self, placed: &[Placed]) -> Tensor {
         let mut ends = 0;
         let mut places: Vec<(usize, (i64, i64))> = placed
@@ -249,9 +249,8 @@ impl KvCache {
         self.ruler.runs(places.into_iter().map(|(_, place)| place))
     }
 
-    /// The rows of chunks that are ordered by pool, and `order`, what brings the feed into that order. All of one pool are written
-    /// as they come.
-    fn rows(&self, placed: &[Placed], feed: &[Chunk], order: Option<&Tensor>) -> Rows {
+    /// Rows of chunks that are sorted by pool; `order` brings the batch into that order. Rows that all go to one pool keep theirs.
+    fn rows(&self, placed: &[Placed], batch: &[Chunk], order: Option<&Tensor>) -> Rows {
         let mut first = 0;
         let mut pool = |placed: &[&Placed]| {
             let count = placed.iter().map(|placed| placed.chunk.len as i64).sum::<i64>();
@@ -261,13 +260,13 @@ impl KvCache {
             PoolRows { capacity: placed[0].capacity, first: first - count, count, place }
         };
         let mut all: Vec<&Placed> = placed.iter().collect();
-        if placed.len() == feed.len() && placed.iter().all(|other| other.capacity == placed[0].capacity) {
+        if placed.len() == batch.len() && placed.iter().all(|other| other.capacity == placed[0].capacity) {
             all.sort_by_key(|placed| placed.first);
             let only = pool(&all);
             return Rows { positions: only.place[1].shallow_clone(), order: None, pools: vec![only] };
         }
         Rows {
-            positions: self.ruler.runs(feed.iter().map(positions)),
+            positions: self.ruler.runs(batch.iter().map(positions)),
             order: order.map(Tensor::shallow_clone),
             pools: all.chunk_by(|a, b| a.capacity == b.capacity).map(pool).collect(),
         }
@@ -282,7 +281,6 @@ fn in_order(placed: &[Placed]) -> bool {
     placed.is_sorted_by_key(|placed| placed.first)
 }
 
-/// What a piece's mask takes from its group.
 impl Group {
     pub(super) fn mask(
         &self,

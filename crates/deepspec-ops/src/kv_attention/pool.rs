@@ -1,23 +1,23 @@
-//! Memory of histories: rows of one capacity side by side, as many as are in use.
+//! Memory of the KV cache: pools of rows of one capacity.
 //!
-//! A row belongs to one history. Histories of about the same length lie in one tensor, so that an attention reads many of them
-//! at once without copying; a history that outgrows its row moves to a pool of longer ones.
+//! A row belongs to one sequence. Sequences of about one length share a tensor, and attention reads many of them without copying.
+//! A sequence that outgrows its row moves to a pool of longer rows.
 
 use tch::{Device, Kind, Tensor};
 
 use super::SPAN;
 use crate::attention::Heads;
 
-/// Bytes of rows in no use that are kept for the next histories.
+/// Bytes of unused rows that are kept for the next sequences.
 pub const KEPT: usize = 16 << 20;
 
-/// Capacity of the rows for histories of up to `tokens`, a multiple of [`SPAN`]: two sizes per octave once they are long.
+/// Capacity of the rows for sequences of up to `tokens`: a multiple of [`SPAN`], two sizes per octave for long ones.
 pub fn capacity(tokens: usize) -> usize {
     let tokens = tokens.max(1);
     tokens.next_multiple_of((tokens.next_power_of_two() / 4).max(SPAN))
 }
 
-/// What a row holds for each token.
+/// Shapes of a token's keys and values in every layer.
 pub struct Layout {
     layers: Vec<Heads>,
     options: (Kind, Device),
@@ -27,7 +27,7 @@ pub struct Layout {
 pub struct Pool {
     /// Tokens of a row.
     pub capacity: usize,
-    /// Which rows are in use.
+    /// The rows in use.
     used: Vec<bool>,
     /// Keys and values of every layer, `[rows, capacity, G, D]` each. There may be more rows than `used` knows of, where memory
     /// ran out before all layers had theirs.
@@ -69,7 +69,7 @@ impl Pool {
         [keys, values]
     }
 
-    /// Sees to it that `more` rows can be taken, and a few beyond where they cost little; `most` rows are enough for all histories.
+    /// Allocates so that `more` rows can be taken, and a few more where they are small; `most` rows are enough for all sequences.
     pub fn make_room(&mut self, more: usize, most: usize, layout: &Layout) {
         let (used, rows) = self.rows();
         let needed = used + more;
@@ -78,7 +78,7 @@ impl Pool {
         }
         let spare = (needed / 2).min(KEPT / (layout.token_bytes() * self.capacity).max(1));
         let wanted = (needed + spare).min(most.max(needed));
-        // Layer by layer, so that old and new memory are there together for one layer only.
+        // Layer by layer: only one layer has old and new memory at a time.
         for (tensors, &heads) in self.layers.iter_mut().zip(&layout.layers) {
             for tensor in tensors {
                 let there = tensor.size()[0];
@@ -100,8 +100,8 @@ impl Pool {
         row
     }
 
-    /// Zeros the first `written` tokens of a row and lets go of it: whatever stood there, numbers that are not finite above all,
-    /// must not reach the next history through what its attention masks.
+    /// Zeros the first `written` tokens of a row and frees it. Attention multiplies masked values by 0, and a NaN among them would
+    /// reach the next sequence.
     pub fn free(&mut self, row: usize, written: usize) {
         let written = written.min(self.capacity) as i64;
         if written > 0 {
@@ -120,7 +120,7 @@ impl Pool {
         }
     }
 
-    /// Moves the rows in use to the front and gives the others' memory back. Calls `moved(from, to)` for each row that moves.
+    /// Moves the rows in use to the front and frees the others. Calls `moved(from, to)` for each row that moves.
     pub fn shrink(&mut self, layout: &Layout, mut moved: impl FnMut(usize, usize)) {
         let (used, rows) = self.rows();
         let mut last = rows;
@@ -140,7 +140,7 @@ impl Pool {
         self.trim(layout);
     }
 
-    /// Gives back rows that only some layers have: those that were grown before memory ran out.
+    /// Frees rows that only some layers have because memory ran out.
     pub fn trim(&mut self, layout: &Layout) {
         let rows = self.used.len() as i64;
         for (tensors, heads) in self.layers.iter_mut().zip(&layout.layers) {
@@ -155,7 +155,7 @@ impl Pool {
                         fewer.copy_(&tensor.narrow(0, 0, rows));
                         *tensor = fewer;
                     }
-                    // Where not even this can be had, the layer keeps what it has, for a later row.
+                    // If even that allocation fails, the layer keeps its rows for later.
                     Err(_) => drop(tensor.narrow(0, rows, beyond).zero_()),
                 }
             }
