@@ -1,4 +1,4 @@
-//! The Markov head's part of the logits, and its gradients.
+//! The Markov bias of the logits, and its gradients.
 
 use tch::Tensor;
 
@@ -7,42 +7,43 @@ use super::sources::distinct;
 use super::span::Span;
 use crate::ffi::{add_to_rows, multiply, sum_rows};
 
-/// The Markov head's part of the logits, `features · W2ᵀ`.
+/// The Markov bias of the logits, `features · W2ᵀ`.
 #[derive(Clone, Copy)]
 pub struct Bias<'a> {
-    /// `[R, r]`.
+    /// Features, `[R, r]`.
     pub features: &'a Tensor,
-    /// A number for each row, `[R]`: rows of one number have the same features, of whose gradients the sum alone is used. None where all may differ.
+    /// A number for each row, `[R]`: rows of one number have equal features, and only the sum of their gradients is used. None where
+    /// all rows may differ.
     pub alike: Option<&'a [i64]>,
-    /// W2 `[V, r]`.
+    /// W2, `[V, r]`.
     pub w2: &'a Tensor,
-    /// To which the gradient by W2 is added, `[V, r]`: float32, or W2's kind where that is float32 too. None where it does not learn.
+    /// Float32 sum to which the gradient of W2 is added, `[V, r]`. None where W2 is frozen.
     pub w2_gradient: Option<&'a Tensor>,
 }
 
-/// The same of a chunk, for some tokens at a time.
+/// The bias of one chunk, for one range of the vocabulary at a time.
 pub(super) struct ChunkBias<'a> {
     of: Bias<'a>,
-    /// Of its n rows, or of those that differ: `[n, r]`.
+    /// Features of its n rows, or of its distinct rows: `[n, r]`.
     features: Tensor,
-    /// The gradients by them.
+    /// Their gradients.
     by_features: Tensor,
     shared: Option<Shared<'a>>,
 }
 
-/// Rows that have features in common.
+/// Rows that share features.
 struct Shared<'a> {
-    /// Of those with the same ones, the last: where it is among all.
+    /// The last row of each set of equal features, among all rows.
     last_rows: Tensor,
-    /// For each row of the chunk, which of those it has.
+    /// Set of each row of the chunk.
     of_rows: Tensor,
-    /// For as many rows, or more, and some tokens.
+    /// Room for the bias of the sets over one range of the vocabulary.
     buffer: &'a Tensor,
 }
 
 impl<'a> ChunkBias<'a> {
-    /// Where there is a `buffer`, of at least as many rows as the chunk has and as many columns as there are tokens at a time, what rows have in
-    /// common is multiplied once; else row by row. The gradients by the features go to their place in `by_features [R, r]`.
+    /// With a `buffer` of at least the chunk's rows and one range's columns, equal features are multiplied once; without one, row by row.
+    /// Gradients of the features are written to `by_features [R, r]`.
     pub fn new(of: Bias<'a>, chunk: &Span, by_features: &Tensor, buffer: Option<&'a Tensor>) -> Self {
         let shared = of.alike.zip(buffer).and_then(|(alike, buffer)| {
             let first = chunk.first_row as usize;
@@ -66,7 +67,7 @@ impl<'a> ChunkBias<'a> {
         Self { of, features, by_features, shared }
     }
 
-    /// Puts it in place of the `logits [n, C]` of some tokens, or adds it to them.
+    /// Writes the bias of some tokens to `logits [n, C]`, or adds it to them.
     pub fn write(&self, tokens: &TokenRange, logits: &mut Tensor, add: bool) {
         let w2 = tokens.of_weight(self.of.w2);
         match &self.shared {
@@ -80,7 +81,7 @@ impl<'a> ChunkBias<'a> {
         }
     }
 
-    /// Carries on gradients by the logits of some tokens, `[n, C]`: to the features, and to W2. All pieces come one after the other.
+    /// Adds gradients `[n, C]` of the logits of some tokens to those of features and W2. Ranges come in the order of the vocabulary.
     pub fn backward(&mut self, tokens: &TokenRange, by_rows: &Tensor) {
         let gradients = match &self.shared {
             Some(shared) => {
@@ -96,7 +97,7 @@ impl<'a> ChunkBias<'a> {
         }
     }
 
-    /// Brings the gradients by the features of `chunk` to their place in `by_features [R, r]`, where they are not made there.
+    /// Writes gradients of shared features to `by_features [R, r]`.
     pub fn finish(self, chunk: &Span, by_features: &Tensor) {
         if let Some(Shared { last_rows, .. }) = self.shared {
             let _ = chunk.of(by_features).zero_();
@@ -106,7 +107,7 @@ impl<'a> ChunkBias<'a> {
 }
 
 impl Shared<'_> {
-    /// The part of the buffer that such tokens take.
+    /// The buffer for a range of tokens.
     fn piece(&self, tokens: &TokenRange) -> Tensor {
         self.buffer.narrow(0, 0, self.last_rows.size()[0]).narrow(1, 0, tokens.count())
     }

@@ -1,4 +1,4 @@
-//! The walk over all supervised rows: head, Markov bias, losses and their gradients, some rows at a time.
+//! The loop over all supervised rows: head, Markov bias, losses and their gradients, one chunk of rows at a time.
 
 use tch::{Device, Kind, Tensor};
 
@@ -11,55 +11,54 @@ use super::span::{Span, spans};
 use super::terms::TERMS;
 use crate::ffi::{multiply, range, softmax_targets};
 
-/// Rows of a chunk: matrix products want many, memory few. A chunk with this many bytes per float32 buffer lies between.
+/// Bytes of a chunk's float32 buffer, and limits on its rows. More rows speed up matrix products, fewer rows save memory.
 const CHUNK_BYTES: i64 = 40 << 20;
 const CHUNK_ROWS: (i64, i64) = (64, 224);
-/// Where a bias is added to the logits in place and has no buffer of its own: of more rows, more may have it in common.
+/// Limits where the bias is added to the logits in place and needs no buffer: more rows then share one bias.
 const CHUNK_BYTES_IN_PLACE: i64 = 64 << 20;
 const CHUNK_ROWS_IN_PLACE: (i64, i64) = (64, 448);
-/// A GPU reads the whole head for every chunk, and writes the gradients of all of a Markov head's weights, which few rows do not pay for: each of the latter's
-/// products took 0.5 ms of an H200 at V = 151,936, with 512 rows. A chunk with this many bytes per buffer lies between.
+/// Limits on a GPU, which reads the whole head for every chunk and writes all gradients of the Markov head. At V = 151,936 and 512
+/// rows, each product for these gradients took 0.5 ms of an H200.
 const GPU_CHUNK_BYTES: i64 = 544 << 20;
 const GPU_CHUNK_ROWS: (i64, i64) = (512, 1792);
-/// Rows whose temporaries a GPU has at a time, where it has any.
+/// Rows of a tile on a GPU, where the losses need temporaries.
 const GPU_TILE_ROWS: i64 = 512;
-/// Between the products lie a few passes over a tile, which the CPU's caches should hold.
+/// Bytes of a tile on a CPU. The losses pass over a tile a few times, and caches should hold it.
 const TILE_BYTES: i64 = 1 << 19;
-/// Of rows that are measured and differentiated in place, one after the other, it need not stay in the nearest ones: larger, so that operators are called
-/// less often.
+/// Bytes of a tile where a kernel measures and differentiates row by row in place. Larger tiles mean fewer calls.
 const TILE_BYTES_IN_PLACE: i64 = 4 << 20;
-/// A bias that is added in place is made for so many tokens at a time, which the caches hold until it is added. A multiple of the inputs that our own products
-/// add up at a time (matrices.cpp), whose sums so keep their bits.
+/// Tokens for which an in-place bias is computed at a time; caches hold it until it is added. The number is a multiple of the inputs
+/// that one block of a matrix product sums (matrices.cpp): sums then keep their bits.
 const TOKENS_AT_A_TIME: i64 = 512;
-/// Of logits, and of the states that they are made of: the drafter's and the target's.
+/// Buffers of logits, and of hidden states: one of the drafter, one of the target.
 const LOGITS: usize = 2;
-/// Of a tile, at a time.
+/// Float32 temporaries of a tile at a time.
 const TEMPORARIES: usize = 6;
-/// With a soft-cap, whose slope is kept.
+/// The number with a soft-cap, whose derivative is kept.
 const TEMPORARIES_OF_CAP: usize = TEMPORARIES + 1;
-/// The same of float32 on the CPU, where losses are measured and differentiated in place, and only a soft-cap leaves something.
+/// The number with a soft-cap for float32 on the CPU, where losses run in place.
 const TEMPORARIES_OF_CAP_IN_PLACE: usize = 5;
 
-/// Gradients by the inputs, and what was found about each row.
+/// Gradients of the inputs, and measurements of each row.
 pub struct LossOutput {
-    /// By the states, `[R, d]`.
+    /// Gradient of the hidden states, `[R, d]`.
     pub hidden: Tensor,
-    /// By the features, `[R, r]`; None without a Markov head. Of rows that are given as alike, one may have the gradient of all.
+    /// Gradient of the features, `[R, r]`; None without a Markov head. One of the rows that are alike may hold the gradient of all.
     pub features: Option<Tensor>,
-    /// One column for each [`Column`], float32.
+    /// One float32 column for each [`Column`].
     rows: Tensor,
 }
 
-/// What is found about a row.
+/// A measurement of a row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Column {
-    /// One of [`TERMS`], without any weight; 0 where it is not learned and was not measured.
+    /// One of [`TERMS`], unweighted; 0 where it was not measured.
     Term(usize),
-    /// The label's cross entropy with D-PACE's weight; 0 without it.
+    /// The cross entropy with position weights that follow the drafter; 0 without them.
     Dpace,
-    /// The α- and position-weighted loss, the confidence's apart.
+    /// The loss with all weights, without the confidence head's.
     Loss,
-    /// 1 where drafter and target prefer the same token; 0 where that was not asked for.
+    /// 1 where drafter and target prefer one token; 0 where that was not requested.
     Agreement,
     /// One of the columns of a [`RowObjective`].
     Extra(i64),
@@ -84,13 +83,13 @@ impl Column {
 }
 
 impl LossOutput {
-    /// What was found of all rows, `[R]`.
+    /// One measurement of all rows, `[R]`.
     pub fn column(&self, column: Column) -> Tensor {
         self.rows.select(1, column.place())
     }
 }
 
-/// Most rows of a chunk, of values of so many bytes; `adds_in_place` says whether on the CPU a bias is added to its logits in place.
+/// Most rows of a chunk; `value` is the bytes of a logit, and `adds_in_place` whether a CPU adds the bias to the logits in place.
 fn most_chunk_rows(vocab: i64, adds_in_place: bool, value: usize, device: Device) -> i64 {
     let (bytes, value, (least, most)) = match (device, adds_in_place) {
         (Device::Cpu, false) => (CHUNK_BYTES, 4, CHUNK_ROWS),
@@ -108,14 +107,14 @@ fn most_tile_rows(vocab: i64, device: Device) -> i64 {
     }
 }
 
-/// Rows of a chunk, of so many rows in blocks of γ: all chunks have as many as one another, but for the last block's.
+/// Rows per chunk for so many rows in blocks of γ: all chunks are equal except for part of a block.
 fn even(most: i64, rows: i64, gamma: i64) -> i64 {
     let up = |value: i64, to: i64| (value + to - 1) / to;
     let chunks = up(rows, most).max(1);
     (up(up(rows, chunks), gamma) * gamma).min(most)
 }
 
-/// Shape of a head, as far as memory depends on it.
+/// Shape of a head.
 #[derive(Debug, Clone, Copy)]
 pub struct HeadShape {
     /// V, size of the vocabulary.
@@ -126,10 +125,11 @@ pub struct HeadShape {
     pub is_capped: bool,
 }
 
-/// Bytes that [`distill_loss`] works with beside its results for so many rows in blocks of γ, in a kind of `value` bytes: a chunk's logits and the
-/// states that they are made of, the `bias` of a Markov head where that has a buffer of its own, else what rows have of it in common, and a tile's
-/// temporaries. No two rows are taken to have one source, and drafters with a bias to have no other objective. Of a few rows less, which take one
-/// chunk less, there can be more in a chunk.
+/// Bytes of the buffers of [`distill_loss`] for so many rows in blocks of γ; `value` is the bytes of a logit.
+///
+/// They are a chunk's logits and hidden states, the bias of a Markov head, and a tile's temporaries. The estimate assumes that rows do
+/// not share target states, and that drafters with a bias have no [`RowObjective`]. A few rows fewer can mean one chunk fewer, and
+/// larger chunks.
 pub fn buffer_bytes(
     head: HeadShape,
     bias: bool,
@@ -156,36 +156,37 @@ pub fn buffer_bytes(
         (false, true) => TEMPORARIES_OF_CAP,
         (false, false) => TEMPORARIES,
     };
-    // Unless targets are weighed before ([`distill_loss`]), rows get copies of their sources'.
+    // Without the kernels, each row gets a copy of its target logits.
     let tile = tile_rows(vocab, rows, gamma, device) * vocab as usize;
     chunk * of_row * value + tile * (value + temporaries * size_of::<f32>())
 }
 
-/// Rows of a tile, of so many rows in blocks of γ.
+/// Rows per tile for so many rows in blocks of γ.
 pub fn tile_rows(vocab: i64, rows: usize, gamma: i64, device: Device) -> usize {
     most_tile_rows(vocab, device).min(rows as i64).max(gamma) as usize
 }
 
-/// Losses of all rows and their gradients. To be called without a graph.
+/// Losses of all rows and their gradients. Autograd must be off.
 ///
-/// Beside its results it holds the buffers of one chunk and the temporaries of a tile ([`buffer_bytes`]).
+/// It holds the buffers of one chunk and the temporaries of one tile ([`buffer_bytes`]).
 pub fn distill_loss(head: &LossHead, rows: &Supervised, recipe: &LossRecipe) -> LossOutput {
     let _range = range(c"objective");
     let (weight, kind, device) = (&head.weight, rows.hidden.kind(), rows.hidden.device());
     let vocab = weight.size()[0];
-    // The target's logits become probabilities before rows are measured beside them, once for all rows of a source. A soft-cap and an extra objective
-    // go over the logits of whole rows, and which token is preferred is asked of them.
+    // The kernels need target probabilities, computed once for all rows that share a target state. A soft-cap, a RowObjective and the
+    // preferred token need the logits of whole rows instead.
     let is_weighed = kind == Kind::Float
         && device == Device::Cpu
         && head.softcap.is_none()
         && rows.extra.is_none()
         && !rows.agreement;
-    // Then a bias is added to the logits at once, and both have one gradient. Elsewhere it has a place of its own, and is by row: on GPUs sums over rows
-    // that have it in common would depend on the order of threads, a soft-cap lies between both, and narrower kinds would be rounded once more.
+    // With the kernels, the bias is added to the logits in place, and both have one gradient. Elsewhere the bias has a buffer per row:
+    // sums over shared rows would depend on the order of a GPU's threads, a soft-cap applies to the base alone, and bfloat16 would be
+    // rounded once more.
     let adds_in_place = is_weighed && rows.bias.is_some();
     let most = most_chunk_rows(vocab, adds_in_place, kind.elt_size_in_bytes(), device);
     let chunks = spans(rows.counts, even(most, rows.labels.size()[0], rows.gamma));
-    // For bfloat16 products of the CPU libtorch keeps code for each number of rows: there they stay as many as the chunk's.
+    // libtorch keeps code for every shape of a bfloat16 product on the CPU: there each row has a target state of its own.
     let are_shared = kind == Kind::Float || device != Device::Cpu;
     let range_of = |chunk: &Span| if are_shared { rows.sources.range(chunk) } else { (0, chunk.rows) };
     let ranges: Vec<(i64, i64)> = chunks.iter().map(range_of).collect();
@@ -215,7 +216,7 @@ pub fn distill_loss(head: &LossHead, rows: &Supervised, recipe: &LossRecipe) -> 
         } else {
             rows.teacher.index_select(0, &chunk.of(rows.sources.there))
         };
-        // Draft and target share the head, so that it is read once for both.
+        // Drafter and target share the head: one product reads it once for both.
         let states = Tensor::cat(&[chunk.of(rows.hidden), teacher], 0);
         let (base, mut target) = (logits.narrow(0, 0, n), logits.narrow(0, n, count));
         let mut bias = rows
@@ -253,7 +254,7 @@ pub fn distill_loss(head: &LossHead, rows: &Supervised, recipe: &LossRecipe) -> 
             in_all.of(&output.rows).copy_(&found);
         }
         let by_bias = apart.as_ref().unwrap_or(&base);
-        // Without a soft-cap the gradients by base and bias are the same, and lie where the bias' do.
+        // Without a soft-cap, base and bias have one gradient, in the buffer of the bias.
         let by_base = if head.softcap.is_none() { by_bias } else { &base };
         let mut by_hidden = chunk.of(&output.hidden);
         for tokens in TokenRange::pieces(vocab, at_a_time) {

@@ -31,27 +31,27 @@ impl LossHead {
 pub struct Supervised<'a> {
     /// Final-normed states of the drafter, `[R, d]`.
     pub hidden: &'a Tensor,
-    /// None without a Markov head.
+    /// Markov bias of the logits; None without a Markov head.
     pub bias: Option<Bias<'a>>,
     /// Final-normed states of the target that predict the labels, `[S, d]`.
     pub teacher: &'a Tensor,
-    /// Which of them is each row's.
+    /// Index of each row's target state.
     pub sources: TeacherIndex<'a>,
-    /// `[R]`.
+    /// Label tokens, `[R]`.
     pub labels: &'a Tensor,
     /// Position weights, `[R]` float32.
     pub weights: &'a Tensor,
-    /// Where each row stands: block · γ + position, `[R]`.
+    /// Slot of each row: block · γ + position, `[R]`.
     pub slot_index: &'a Tensor,
-    /// Rows of each block, one after the other.
+    /// Rows of each block.
     pub counts: &'a [usize],
-    /// γ.
+    /// γ, drafted tokens of a block.
     pub gamma: i64,
-    /// Factor on the gradients: one over the normaliser.
+    /// Factor on the gradients: one over the denominator of the loss.
     pub scale: f64,
-    /// Whether it is to be found out in which rows drafter and target prefer the same token.
+    /// Whether to measure in which rows drafter and target prefer one token.
     pub agreement: bool,
-    /// An objective beside the terms.
+    /// A further objective of the drafter.
     pub extra: Option<&'a dyn RowObjective>,
 }
 
@@ -63,21 +63,21 @@ impl Supervised<'_> {
 
 /// A drafter's own objective on its logits, beside the terms.
 pub trait RowObjective {
-    /// Columns that it finds of each row.
+    /// Its measurements of each row.
     fn columns(&self) -> i64;
 
-    /// Some rows, which `span` picks of tensors over all rows, with the float32 logits of drafter and target, `[n, V]`.
+    /// Loss and gradients of the rows of `span`, from the float32 logits of drafter and target, `[n, V]`.
     fn evaluate(&self, draft: &Tensor, target: &Tensor, span: &Span) -> AuxLossOutput;
 }
 
 /// Loss and gradients that a [`RowObjective`] computes for n rows, float32.
 pub struct AuxLossOutput {
-    /// Its columns, `[n, C]`.
+    /// Measurements, `[n, C]`.
     pub columns: Tensor,
-    /// Its loss with all its weights but the factor on gradients, `[n, 1]`.
+    /// The loss with all weights except [`Supervised::scale`], `[n, 1]`.
     pub loss: Tensor,
     /// Tokens whose logits have a gradient, `[n, k]`, each once in a row.
     pub tokens: Tensor,
-    /// Their gradients with that factor, `[n, k]`.
+    /// Their gradients, with that factor, `[n, k]`.
     pub gradient: Tensor,
 }

@@ -1,8 +1,8 @@
-//! Logits some tokens of the vocabulary at a time, and how buffers for them lie.
+//! Ranges of the vocabulary, and the layout of buffers of logits.
 
 use tch::{Device, Kind, Tensor};
 
-/// Some consecutive tokens of the vocabulary: columns of logits, and rows of weights.
+/// A range of the vocabulary: columns of logits, and rows of weights.
 pub(super) struct TokenRange {
     first: i64,
     count: i64,
@@ -24,28 +24,28 @@ impl TokenRange {
         weight.narrow(0, self.first, self.count)
     }
 
-    /// Whether no others come before them.
+    /// Whether the range starts at token 0.
     pub fn is_first(&self) -> bool {
         self.first == 0
     }
 
-    /// How many they are.
+    /// Its number of tokens.
     pub fn count(&self) -> i64 {
         self.count
     }
 }
 
-/// Bytes of a page of memory, and values of a line of the caches.
+/// Bytes of a page of memory.
 const PAGE: i64 = 4096;
+/// Float32 values of a cache line.
 const LINE: i64 = 16;
 
-/// Values from one row of a buffer to the next, where rows are of `width`: whole pages apart, rows that are worked at side by side would share few
-/// places of the nearest cache.
+/// Stride of a buffer's rows. Rows that are whole pages apart would compete for a few sets of the first-level cache.
 pub(super) fn pitch(width: i64) -> i64 {
     if width * size_of::<f32>() as i64 % PAGE == 0 { width + LINE } else { width }
 }
 
-/// A buffer of the CPU for float32 rows, a [`pitch`] apart: `[rows, width]`.
+/// A float32 buffer `[rows, width]` on the CPU, with rows a [`pitch`] apart.
 pub(super) fn spaced(rows: i64, width: i64) -> Tensor {
     Tensor::empty([rows, pitch(width)], (Kind::Float, Device::Cpu)).narrow(1, 0, width)
 }

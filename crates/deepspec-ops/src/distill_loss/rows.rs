@@ -1,4 +1,4 @@
-//! Rows of logits: how far the drafter is from label and target, their losses, and the gradients that take the logits' place.
+//! Tiles of logits: distances of the drafter from label and target, losses, and gradients in place of the logits.
 
 use tch::{Kind, Tensor};
 
@@ -8,22 +8,22 @@ use super::span::Span;
 use super::terms::{GradCoeffs, Needs, RowStats, TERMS, WeightedLoss};
 use crate::ffi::{LogitRows, TargetProbs, measure_rows, slope_rows, softmax_targets};
 
-/// A tile of the buffers, in the kind of the weights.
+/// A tile of the buffers, in the dtype of the weights.
 pub(super) struct Logits {
     pub base: Tensor,
-    /// Where it is not added to the base already.
+    /// The bias, where it is not added to the base already.
     pub bias: Option<Tensor>,
-    /// Of the rows, or of all sources.
+    /// Target logits of the rows, or of all target states.
     pub target: Tensor,
-    /// Of the target's rows, where `target` already is probabilities.
+    /// Entropies of the target, where `target` holds probabilities.
     pub entropies: Option<Tensor>,
-    /// Each row's source, where `target` is of all sources.
+    /// Index of each row's target state, where `target` holds all.
     pub source_of_row: Option<Tensor>,
 }
 
 impl Logits {
-    /// The columns of the tile, whose rows are `span` of all. Leaves the gradients in place of the logits: by the bias
-    /// where there is one, and by the base where it has none of its own or is soft-capped.
+    /// Measurements of the tile, whose rows are `span` of all rows. Gradients take the place of the logits: of the bias where there is
+    /// one, and of the base where there is none or the base is soft-capped.
     pub fn differentiate(
         self,
         head: &LossHead,
@@ -77,7 +77,7 @@ impl Logits {
         judged.columns(extra)
     }
 
-    /// The same on a GPU, for logits that stay in bfloat16; None where there are no kernels for it.
+    /// Measurements and gradients by the GPU kernels for bfloat16 logits; None where no kernels fit.
     fn differentiate_where_they_lie(
         &self,
         head: &LossHead,
@@ -108,7 +108,7 @@ impl Logits {
     }
 }
 
-/// The losses of measured rows.
+/// Losses of measured rows.
 struct TileLoss {
     distances: RowStats,
     terms: [Option<Tensor>; TERMS.len()],
@@ -128,7 +128,7 @@ impl TileLoss {
         Self { distances, terms, loss, coeffs, paced }
     }
 
-    /// The columns.
+    /// The measurements, a column each.
     fn columns(self, extra: Option<AuxLossOutput>) -> Tensor {
         let Self { distances: RowStats { ce, agreement, .. }, terms, loss, paced, .. } = self;
         let paced = paced.map(|paced| &ce * paced);
@@ -140,14 +140,14 @@ impl TileLoss {
     }
 }
 
-/// Copies values to their place, where they are not made in it.
+/// Copies `values` to `place`, unless they are there already.
 fn put(mut place: Tensor, values: &Tensor) {
     if place.data_ptr() != values.data_ptr() {
         place.copy_(values);
     }
 }
 
-/// What the target has for some rows of the drafter.
+/// The target's side of some rows.
 enum Target {
     /// Logits of each row, `[n, V]` float32.
     Logits(Tensor),
@@ -155,7 +155,7 @@ enum Target {
     Weighed(TargetProbs),
 }
 
-/// p^d of some rows, `[n, V]` float32, and what their gradient needs beside them.
+/// Drafter probabilities p^d of some rows, `[n, V]` float32, and the tensors that their gradient needs.
 struct Rows {
     draft: Tensor,
     against: Against,
@@ -164,14 +164,14 @@ struct Rows {
 
 enum Against {
     Weighed(TargetProbs),
-    /// p^t and p^d − p^t, `[n, V]`, where libtorch's operators are taken.
+    /// p^t and p^d − p^t, `[n, V]`, for libtorch's operators.
     Separate {
         target: Tensor,
         difference: Tensor,
     },
 }
 
-/// e^x / Σ e^x in place of `x [n, V]`, and log Σ e^x, once x has lost its largest value.
+/// Softmax in place of `x [n, V]`, whose largest value per row is 0, and log Σ e^x.
 fn normalise(x: &mut Tensor) -> Tensor {
     let _ = x.exp_();
     let sum = row_sum(x);
@@ -179,7 +179,7 @@ fn normalise(x: &mut Tensor) -> Tensor {
     sum.log()
 }
 
-/// Takes each row's largest value off.
+/// Subtracts each row's largest value.
 fn shift(x: &mut Tensor) {
     let _ = x.g_sub_(&x.amax(-1, true));
 }
@@ -189,7 +189,7 @@ fn row_sum(x: &Tensor) -> Tensor {
 }
 
 impl Rows {
-    /// Turns logits of the drafter, `[n, V]` float32, into probabilities and measures them; `labels [n]`. Logits are used up.
+    /// Turns the drafter's float32 logits `[n, V]` into probabilities in place, and measures them against `labels [n]` and target.
     fn measure(mut draft: Tensor, target: Target, labels: &Tensor, needs: Needs) -> (Self, RowStats) {
         let labels = labels.unsqueeze(1);
         let correct = needs.correct.then(|| draft.argmax(-1, true).eq_tensor(&labels).to_kind(Kind::Float));
@@ -290,7 +290,7 @@ mod tests {
 
     use super::*;
 
-    /// What the kernels refuse is measured by libtorch's operators, and finds what they find of float32.
+    /// libtorch's operators, which run where the kernels refuse, measure what the kernels measure.
     #[test]
     fn rows_of_other_kinds_are_measured_as_those_of_float32_are() {
         let values = |step: f64| {

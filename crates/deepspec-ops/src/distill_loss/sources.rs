@@ -1,20 +1,20 @@
-//! Which of the target's states predict which rows' labels.
+//! Index from rows to target states.
 
 use tch::Tensor;
 
 use super::span::Span;
 
-/// The target's states that predict labels, each once: blocks that overlap share them.
+/// Index from rows to the target states that predict their labels. Blocks that overlap share states.
 #[derive(Clone, Copy)]
 pub struct TeacherIndex<'a> {
-    /// Which of them each row has, `[R]`; those of consecutive blocks are a range without gaps.
+    /// State of each row, `[R]`. Consecutive blocks use a range without gaps.
     pub of_rows: &'a [i64],
-    /// The same where the rows are.
+    /// The same indices on the device of the rows.
     pub there: &'a Tensor,
 }
 
 impl TeacherIndex<'_> {
-    /// The range of those that some rows have: the first, and how many.
+    /// Range of states that the rows of `span` use: the first and their number.
     pub(super) fn range(&self, span: &Span) -> (i64, i64) {
         let of_rows = &self.of_rows[span.first_row as usize..][..span.rows as usize];
         let (first, last) =
@@ -22,7 +22,7 @@ impl TeacherIndex<'_> {
         (first, last + 1 - first)
     }
 
-    /// Whether no two of some rows share one, and they come in order.
+    /// Whether the rows of `span` use one state each, in order.
     pub(super) fn are_the_rows(&self, span: &Span) -> bool {
         let of_rows = &self.of_rows[span.first_row as usize..][..span.rows as usize];
         of_rows.windows(2).all(|pair| pair[1] == pair[0] + 1)

@@ -1,8 +1,8 @@
-//! Ranges of rows that are worked on together.
+//! Ranges of rows and blocks.
 
 use tch::Tensor;
 
-/// Some consecutive blocks and their rows.
+/// Consecutive blocks and their rows.
 #[derive(Clone, Copy)]
 pub struct Span {
     pub(super) first_block: usize,
@@ -12,13 +12,13 @@ pub struct Span {
 }
 
 impl Span {
-    /// Its rows of a tensor.
+    /// The rows of `tensor` in this range.
     pub fn of(&self, tensor: &Tensor) -> Tensor {
         tensor.narrow(0, self.first_row, self.rows)
     }
 }
 
-/// Whole blocks in groups of at most `most` rows, but at least one block each.
+/// Groups of whole blocks of at most `most` rows, and of at least one block.
 pub(super) fn spans(counts: &[usize], most: i64) -> Vec<Span> {
     let mut spans: Vec<Span> = vec![];
     let mut next = Span { first_block: 0, blocks: 0, first_row: 0, rows: 0 };

@@ -1,17 +1,17 @@
-//! The losses of single rows, a line each in [`TERMS`]: their values, and their gradients in closed form.
+//! Loss terms of single rows, a line each in [`TERMS`]: values, and gradients in closed form.
 
 use tch::{Kind, Tensor};
 
 use super::recipe::{Dpace, Lk, LkForm, LossRecipe};
 use crate::ffi::RowsMeasured;
 
-/// Below this an overlap counts as this, so that its logarithm stays finite.
+/// Least overlap in a logarithm, which stays finite.
 const LEAST_OVERLAP: f64 = 1e-8;
 
 /// All terms, in the order of their columns and sums.
 pub const TERMS: [&dyn LossTerm; 5] = [&CrossEntropy, &L1, &SoftCrossEntropy, &Divergence, &Overlap];
 
-/// Distances of some rows, `[n, 1]` float32 each.
+/// Measurements of some rows, `[n, 1]` float32 each.
 pub struct RowStats {
     /// −log p^d(x*).
     pub ce: Tensor,
@@ -19,16 +19,16 @@ pub struct RowStats {
     pub l1: Tensor,
     /// −Σ p^t log p^d and Σ p^t log(p^t/p^d), where a loss needs them.
     pub soft: Option<(Tensor, Tensor)>,
-    /// Σ min(p^d, p^t), where a loss needs it or it costs nothing.
+    /// Σ min(p^d, p^t), where a loss needs it or a kernel gives it.
     pub overlap: Option<Tensor>,
-    /// 1 where both prefer the same token, where that is asked for.
+    /// 1 where both prefer one token, where that was requested.
     pub agreement: Option<Tensor>,
     /// 1 where the drafter's likeliest token is the label, where a loss needs it.
     pub correct: Option<Tensor>,
 }
 
 impl RowStats {
-    /// Distances that a kernel measured.
+    /// Measurements of a kernel.
     pub(super) fn measured(found: RowsMeasured, agreement: Option<Tensor>, needs: Needs) -> Self {
         let RowsMeasured { ce, l1, overlap, soft } = found;
         let soft = soft.filter(|_| needs.soft);
@@ -38,13 +38,13 @@ impl RowStats {
 
 /// A loss of a row with label x*, drafter p^d and target p^t.
 pub trait LossTerm: Sync {
-    /// Names its sum, and with `_loss` behind it its metric.
+    /// The name of its sum; its metric is `NAME_loss`.
     fn name(&self) -> &'static str;
 
     /// Its weight.
     fn alpha(&self, recipe: &LossRecipe) -> f64;
 
-    /// What must be measured for it.
+    /// Measurements that it needs.
     fn needs(&self, _recipe: &LossRecipe) -> Needs {
         Needs::default()
     }
@@ -54,7 +54,7 @@ pub trait LossTerm: Sync {
         self.alpha(recipe) != 0.0
     }
 
-    /// Whether D-PACE's position weights replace its own.
+    /// Whether position weights that follow the drafter apply to it.
     fn is_paced(&self) -> bool {
         false
     }
@@ -63,20 +63,20 @@ pub trait LossTerm: Sync {
     fn evaluate(&self, distances: &RowStats, recipe: &LossRecipe) -> Option<(Tensor, Gradient)>;
 }
 
-/// Distances that not every loss needs.
+/// Measurements that only some losses need.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Needs {
     /// −Σ p^t log p^d and Σ p^t log(p^t/p^d).
     pub soft: bool,
     /// Σ min(p^d, p^t).
     pub overlap: bool,
-    /// Whether both prefer the same token.
+    /// Whether both prefer one token.
     pub agreement: bool,
     /// Whether the drafter's likeliest token is the label.
     pub correct: bool,
 }
 
-/// The gradient of a term by the drafter's logits, as factors of three that all terms share.
+/// The gradient of a term with respect to the drafter's logits, as factors of three gradients that all terms share.
 #[derive(Default)]
 pub struct Gradient {
     /// Of p^d − onehot(x*).
@@ -89,9 +89,9 @@ pub struct Gradient {
 
 /// A factor of each row.
 enum Factor {
-    /// The same in all of them.
+    /// 1 in every row.
     One,
-    /// `[n, 1]`.
+    /// A factor per row, `[n, 1]`.
     Rows(Tensor),
 }
 
@@ -239,7 +239,7 @@ impl LossTerm for Overlap {
     }
 }
 
-/// Weight of each row's gradient by the logits, `[n, 1]` each; None where no loss has one.
+/// Factors of the three gradients, `[n, 1]` each; None where no loss has one.
 #[derive(Default)]
 pub(super) struct GradCoeffs {
     /// Of p^d − onehot(x*).
@@ -251,7 +251,7 @@ pub(super) struct GradCoeffs {
 }
 
 impl GradCoeffs {
-    /// Adds those of a term whose rows weigh `weights [n, 1]`.
+    /// Adds the factors of a term with row weights `weights [n, 1]`.
     fn add(&mut self, gradient: Gradient, weights: &Tensor) {
         let Gradient { label, soft, l1 } = gradient;
         for (sum, factor) in [(&mut self.label, label), (&mut self.soft, soft), (&mut self.l1, l1)] {
@@ -261,14 +261,14 @@ impl GradCoeffs {
         }
     }
 
-    /// All three side by side, `[n, 3]`, for rows of `labels`.
+    /// The three factors as `[n, 3]`.
     pub fn factors(&self, labels: &Tensor) -> Tensor {
         let none = labels.zeros_like().to_kind(Kind::Float).view([-1, 1]);
         let factors = [&self.label, &self.soft, &self.l1].map(|of| of.as_ref().unwrap_or(&none));
         Tensor::cat(&factors, 1)
     }
 
-    /// All of them times a number.
+    /// The factors times a number.
     pub fn scaled(self, factor: f64) -> Self {
         let scaled = |coefficient: Option<Tensor>| coefficient.map(|coefficient| coefficient * factor);
         Self { label: scaled(self.label), soft: scaled(self.soft), l1: scaled(self.l1) }
@@ -277,16 +277,16 @@ impl GradCoeffs {
 
 /// Losses of some rows.
 pub(super) struct WeightedLoss {
-    /// Of each of [`TERMS`], `[n, 1]`; None where it was not measured.
+    /// Values of [`TERMS`], `[n, 1]`; None where a term was not measured.
     pub terms: [Option<Tensor>; TERMS.len()],
-    /// Weighted by α and position, and summed.
+    /// Their sum, weighted by α and position.
     pub loss: Tensor,
-    /// What its gradient is made of.
+    /// Factors of its gradient.
     pub coeffs: GradCoeffs,
 }
 
 impl LossRecipe {
-    /// What must be measured beside the cross entropy and ‖p^d − p^t‖₁, which always are.
+    /// Measurements beside the cross entropy and ‖p^d − p^t‖₁, which are always made.
     pub(super) fn needs(&self) -> Needs {
         let own = Needs { correct: self.until_first_error, ..Needs::default() };
         TERMS.iter().map(|term| term.needs(self)).fold(own, |all, needs| Needs {
@@ -297,7 +297,7 @@ impl LossRecipe {
         })
     }
 
-    /// Losses of rows. `weights` and `paced` are `[n, 1]`: those of the positions, and those that replace them where D-PACE does.
+    /// Losses of rows. `weights` and `paced` are `[n, 1]`: position weights, and those that follow the drafter.
     pub(super) fn evaluate(&self, distances: &RowStats, weights: &Tensor, paced: &Tensor) -> WeightedLoss {
         let (mut loss, mut coeffs) = (distances.ce.zeros_like(), GradCoeffs::default());
         let terms = TERMS.map(|term| {
@@ -330,7 +330,7 @@ impl LossRecipe {
         Some(Self::dpace_weights(dpace, &stats.ce, &slots(), blocks, gamma))
     }
 
-    /// 1 in the rows up to and including the first of their block that is not `correct`, 0 behind: `[n, 1]`.
+    /// 1 in rows up to and including the first row of their block that is not `correct`, 0 after it: `[n, 1]`.
     fn before_first_error(correct: &Tensor, slots: &Tensor, blocks: i64, gamma: i64) -> Tensor {
         let prefix = Tensor::ones([blocks * gamma], (Kind::Float, correct.device()))
             .index_copy(0, slots, &correct.squeeze_dim(1))
@@ -347,7 +347,7 @@ impl LossRecipe {
     /// `ce [n, 1]` are the rows of `blocks` whole blocks of γ positions; `slot_index [n]` is block · γ + position.
     fn dpace_weights(dpace: Dpace, ce: &Tensor, slot_index: &Tensor, blocks: i64, gamma: i64) -> Tensor {
         let confidence = ce.squeeze_dim(1).neg().exp() * (1.0 - dpace.smoothing) + dpace.smoothing;
-        // Positions behind the supervised ones end the prefix.
+        // Unsupervised slots end the prefix.
         let survival = Tensor::zeros([blocks * gamma], (Kind::Float, ce.device()))
             .index_copy(0, slot_index, &confidence)
             .view([blocks, gamma])
