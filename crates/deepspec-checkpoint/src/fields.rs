@@ -47,7 +47,9 @@ impl<'a> Fields<'a> {
     /// # Errors
     /// If it is something else.
     pub fn count(&self, key: &str) -> Result<Option<u64>, CheckpointError> {
-        self.typed(key, "an integer from 0", |value| value.as_u64().filter(|&count| count < 1 << 31))
+        self.typed(key, "a whole number from 0 to 2147483647", |value| {
+            value.as_u64().filter(|&count| count < 1 << 31)
+        })
     }
 
     /// An integer from 1, below 2³¹.

@@ -29,7 +29,7 @@ pub struct RopeParameters {
     pub map: Map<String, Value>,
 }
 
-/// The checkpoint's rotary embeddings for vLLM and SGLang, which read `linear`, `llama3` and `yarn` as transformers does.
+/// The checkpoint's rotary embeddings for vLLM and SGLang, which read `linear`, `llama3` and plain `yarn` as transformers does.
 ///
 /// # Errors
 /// [`CheckpointError::Refused`] for another kind of scaling; settings of Llama 3's scaling that are missing or impossible.
@@ -44,7 +44,21 @@ pub fn parameters(source: &Checkpoint, to: &'static str) -> Result<RopeParameter
     };
     match kind {
         "llama3" => drop(with_factors(source, Heads::of(&fields, source.drafter())?.dim, to)?),
-        "linear" | "yarn" => {}
+        "linear" => {
+            positive(&chosen, "factor")?;
+        }
+        "yarn" => {
+            positive(&chosen, "factor")?;
+            // vLLM and SGLang read these otherwise than transformers, or not at all.
+            let differing = ["attention_factor", "mscale", "mscale_all_dim"];
+            if let Some(key) =
+                differing.into_iter().find(|&key| chosen.map.get(key).is_some_and(|value| !value.is_null()))
+            {
+                let reason =
+                    format!("rotary embeddings scaled by `yarn` with `{key}`, which engines read otherwise");
+                return Err(source.refused(to, reason));
+            }
+        }
         other => {
             let reason = format!(
                 "rotary embeddings scaled by `{other}` are not written; expected linear, llama3 or yarn"
@@ -55,9 +69,21 @@ pub fn parameters(source: &Checkpoint, to: &'static str) -> Result<RopeParameter
     let mut map = chosen.map.clone();
     map.remove("type");
     map.extend(said([("rope_type", kind.into()), ("rope_theta", theta.into())]));
-    // transformers lets the length at the top of the config win.
-    map.extend(fields.map.get(ORIGINAL).map(|original| (ORIGINAL.into(), original.clone())));
+    // transformers lets the length at the top of the config win, and takes the trained length where none is given.
+    let original = fields.map.get(ORIGINAL).or(chosen.map.get(ORIGINAL));
+    let original = original.or(fields.map.get("max_position_embeddings").filter(|_| kind == "yarn"));
+    map.extend(original.map(|original| (ORIGINAL.into(), original.clone())));
     Ok(RopeParameters { theta, scaling: Some(kind.into()), map })
+}
+
+/// Whether llama.cpp can be told of the checkpoint's rotary embeddings.
+///
+/// # Errors
+/// As [`with_factors`]; the width of a head is missing or wrong.
+pub fn for_llama_cpp(source: &Checkpoint) -> Result<(), CheckpointError> {
+    let path = source.dir().join("config.json");
+    let fields = Fields::new(&path, &source.drafter().decoder);
+    with_factors(source, Heads::of(&fields, source.drafter())?.dim, "llama.cpp").map(drop)
 }
 
 /// The checkpoint's rotary embeddings of heads of `dim` values, plain or scaled as Llama 3's are.
@@ -71,11 +97,7 @@ pub fn with_factors(source: &Checkpoint, dim: u64, to: &'static str) -> Result<R
     else {
         return Ok(Rope { theta: unscaled(source, to)?, factors: None });
     };
-    let number = |key: &str| {
-        let value = chosen.required(key, chosen.map.get(key).and_then(Value::as_f64))?;
-        let positive = value > 0.0 && value.is_finite();
-        positive.then_some(value).ok_or_else(|| chosen.error(key, format!("{value} is not above 0")))
-    };
+    let number = |key: &str| positive(&chosen, key);
     let llama3 = Llama3 {
         slow: number("low_freq_factor")?,
         fast: number("high_freq_factor")?,
@@ -90,6 +112,13 @@ pub fn with_factors(source: &Checkpoint, dim: u64, to: &'static str) -> Result<R
     let planes = dim / 2;
     let factor = |plane: u64| llama3.factor(theta.powf(-(plane as f64) / planes as f64), most) as f32;
     Ok(Rope { theta, factors: Some((0..planes).map(factor).collect()) })
+}
+
+/// A number above 0.
+fn positive(fields: &Fields, key: &str) -> Result<f64, CheckpointError> {
+    let value = fields.required(key, fields.number(key)?)?;
+    let positive = value > 0.0 && value.is_finite();
+    positive.then_some(value).ok_or_else(|| fields.error(key, format!("{value} is not above 0")))
 }
 
 fn said<const N: usize>(entries: [(&str, Value); N]) -> Map<String, Value> {

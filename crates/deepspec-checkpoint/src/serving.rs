@@ -233,9 +233,13 @@ impl Examined<'_> {
     /// A scaled rotation, or a base that newer and older keys would say differently.
     fn rotation(&self) -> Option<Risk> {
         let config = self.checkpoint.drafter();
-        let told = match rope::parameters(self.checkpoint, self.server.layout()) {
+        let rope = match self.server {
+            Server::LlamaCpp => rope::for_llama_cpp(self.checkpoint).map(|()| None),
+            _ => rope::parameters(self.checkpoint, self.server.layout()).map(|rope| rope.scaling),
+        };
+        let told = match rope {
             Err(error) => Some(error.to_string()),
-            Ok(rope) => rope.scaling.filter(|kind| kind != "llama3").map(|kind| {
+            Ok(scaling) => scaling.filter(|kind| kind != "llama3").map(|kind| {
                 format!(
                     "rotary embeddings are scaled by `{kind}`, which no test here compares with the engine's"
                 )

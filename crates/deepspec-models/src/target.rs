@@ -190,7 +190,7 @@ impl TargetModel {
     /// One pass over all rows at once.
     fn pass(&mut self, chunks: &[Chunk], tokens: &Tensor) -> ModelOutput {
         let plan = self.cache.plan(chunks, MaskKind::Causal);
-        let rotations = self.ropes.below(plan.end(), plan.positions(), self.kind);
+        let rotations = self.ropes.planned(&plan, self.kind);
         let mut x = self.vocabulary.embed(tokens); // [N, d]
         let mut captured = Vec::with_capacity(self.taps.len());
         if self.taps.first() == Some(&Tap::Embedding) {

@@ -3,6 +3,8 @@
 //! The fused layer computes what `DecoderLayer::forward` in `deepspec-models` computes operator by operator. On the CPU both
 //! give equal bits.
 
+use std::cell::OnceCell;
+
 use tch::{Device, Kind, Tensor};
 
 use crate::attention::{Heads, Qkv};
@@ -66,12 +68,14 @@ pub struct LayerWeights<'a> {
     pub mlp: [&'a Weight; 3],
     /// Heads of the attention.
     pub heads: Heads,
+    /// Whether the weights fit the kernels; found out once.
+    pub fits: &'a OnceCell<bool>,
 }
 
 /// A decoder layer over `x [N, d]`, of which some rows may be `repeated`: `[N, d]`. `angles` are the cosines and sines of the
 /// rows' positions, `[N, 1, D/2]` each.
 ///
-/// None where no kernels fit: they take packed weights on the CPU, or a few bfloat16 rows on a GPU, and an attention over
+/// None where no kernels fit. They take packed weights on the CPU, or a few bfloat16 rows on a GPU. The attention must take
 /// projected rows ([`Attend::projected`]).
 pub fn decoder_layer(
     x: &Tensor,
@@ -82,10 +86,12 @@ pub fn decoder_layer(
 ) -> Option<Tensor> {
     let attend = attend.projected()?;
     if let Some(packed) = Kernels::of(weights, packed) {
-        return packed.has_kernels(weights).then(|| packed.run(x, repeated, weights, angles, attend));
+        let fits = *weights.fits.get_or_init(|| packed.has_kernels(weights));
+        return fits.then(|| packed.run(x, repeated, weights, angles, attend));
     }
     let stored = Kernels::of(weights, stored)?;
-    stored.has_kernels(weights).then(|| stored.run(x, repeated, weights, angles, attend))
+    let fits = *weights.fits.get_or_init(|| stored.has_kernels(weights));
+    fits.then(|| stored.run(x, repeated, weights, angles, attend))
 }
 
 /// Weights in one form.
@@ -218,5 +224,64 @@ impl Kernels<'_, Tensor> {
         output.size()[0] == width
             && qkv.into_iter().chain([output, gate, up, down]).chain(norms(weights)).all(fits)
             && ffi::has_few_rows(gate, width, inner, weights.heads.dim, weights.heads.repeats())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Attends to nothing but itself: gives the queries back.
+    struct Queries {
+        heads: Heads,
+        projects: bool,
+    }
+
+    impl Attend for Queries {
+        fn attend(&mut self, qkv: &Qkv) -> Tensor {
+            qkv.q.flatten(1, 2)
+        }
+
+        fn projected(&mut self) -> Option<&mut dyn AttendProjected> {
+            if self.projects { Some(self) } else { None }
+        }
+    }
+
+    impl AttendProjected for Queries {
+        fn attend_projected(&mut self, qkv: &Tensor, _: ProjectedHeads<'_>) -> Tensor {
+            qkv.narrow(1, 0, self.heads.query * self.heads.dim).contiguous()
+        }
+    }
+
+    #[test]
+    fn packed_layers_are_fused_and_others_are_not() {
+        let heads = Heads { query: 2, key_value: 1, dim: 32 };
+        let values = |shape: [i64; 2], seed: u64| {
+            Tensor::from_slice(&deepspec_testkit::noise(seed, (shape[0] * shape[1]) as usize)).view(shape)
+        };
+        let shapes = [[64, 64], [32, 64], [32, 64], [64, 64], [96, 64], [96, 64], [64, 96]];
+        let stored = shapes.map(|shape| Weight::Stored(values(shape, 7)));
+        let packed = shapes.map(|shape| Weight::Stored(values(shape, 7)).packed());
+        let (norm, x) = (values([1, 64], 1).view([64]), values([3, 64], 2));
+        let angles = [values([3, 16], 3).unsqueeze(1), values([3, 16], 4).unsqueeze(1)];
+        let run = |weights: &[Weight; 7], projects: bool| {
+            let [query, key, value, output, gate, up, down] = weights;
+            let norm = RmsNormParams { weights: &norm, eps: 1e-6 };
+            let weights = LayerWeights {
+                input_norm: norm,
+                qkv: [query, key, value],
+                qk_norms: None,
+                output,
+                mlp_norm: norm,
+                mlp: [gate, up, down],
+                heads,
+                fits: &OnceCell::new(),
+            };
+            decoder_layer(&x, None, &weights, angles.each_ref(), &mut Queries { heads, projects })
+        };
+        let has_kernels = packed.iter().all(|weight| matches!(weight, Weight::Packed(_)));
+        assert_eq!(run(&packed, true).is_some(), has_kernels && ffi::has_history_attention(heads.dim));
+        assert!(run(&packed, false).is_none(), "the attention takes no projections");
+        assert!(run(&stored, true).is_none(), "these are no weights for kernels");
     }
 }

@@ -50,7 +50,7 @@ pub mod kernels {
     pub use crate::decoder_layer::ProjectedHeads;
     pub use crate::ffi::{
         HistoryChunk, KvWindow, LogitRows, few_rows_attention, few_rows_gated_product, few_rows_product,
-        rotate, silu_times,
+        has_few_rows, rotate, silu_times,
     };
 }
 

@@ -6,7 +6,7 @@ use std::sync::OnceLock;
 use deepspec_ops::RmsNormParams;
 use deepspec_ops::kernels::{
     HistoryChunk, KvWindow, LogitRows, ProjectedHeads, few_rows_attention, few_rows_gated_product,
-    few_rows_product, rotate, silu_times,
+    few_rows_product, has_few_rows, rotate, silu_times,
 };
 use tch::{Device, Kind, Tensor};
 
@@ -49,9 +49,11 @@ fn compare_layer([query, group, dim]: [i64; 3], past: [usize; 3], window: Option
     let (width, inner, eps) = (256, 320, 1e-6);
     let device = test_device();
     if device == Device::Cpu {
+        assert!(!has_few_rows(&values(&[1], 1.0), width, inner, dim, query / group));
         return;
     }
     let there = |of: &Tensor| of.to_device(device);
+    assert!(has_few_rows(&there(&values(&[1], 1.0)), width, inner, dim, query / group));
     let exact = |of: &Tensor| of.to_kind(Kind::Double);
     let rounded = |of: &Tensor| of.to_kind(Kind::BFloat16).to_kind(Kind::Double);
     let norm = |x: &Tensor, gain: &Tensor| {

@@ -5,13 +5,12 @@ use crate::tokenizer::{ChatTokenizer, Encoded};
 
 /// A text with its tokens.
 ///
-/// Tokenizers cut a text at its added tokens (such as `<|im_end|>`) before anything else, and tokenise each piece between
-/// two of them alone. So the tokens of `text[..byte]` are those of the whole text up to the last added token before `byte`,
-/// and those of the rest, which is short.
+/// Tokenizers split a text at its added tokens (such as `<|im_end|>`) first, and tokenise each piece alone. The tokens of
+/// `text[..byte]` are therefore those of the whole text up to the last added token before `byte`, and those of the short rest.
 ///
-/// A template may write no added token. Pre-tokenizers split each piece into words from its start to its end, and tokens
-/// merge within a word. So a word some words before `byte` is a cut as well, unless the tokenizer treats the start of a text
-/// in a way of its own; then the first words of the rest have other tokens, and the added token is taken.
+/// A template may write no added token. Pre-tokenizers split each piece into words from left to right, and tokens merge
+/// within a word. A word some words before `byte` therefore serves as well. Some tokenizers treat the start of a text in
+/// their own way: the next two words then have other tokens, and the added token is taken.
 pub(crate) struct Prefixes<'t> {
     tokenizer: &'t ChatTokenizer,
     text: &'t str,
@@ -30,11 +29,8 @@ struct Cut {
     end: usize,
 }
 
-/// Words between a cut and the end of a beginning: the end changes how the last words are split, and no pre-tokenizer looks
-/// further ahead than the next word.
+/// Words between a cut and the end of a prefix. The end changes how the last words are split; earlier words keep their tokens.
 const WORDS_BEFORE_END: usize = 8;
-/// Words behind a cut whose tokens have to be those of the whole text.
-const COMPARED_WORDS: usize = 2;
 
 impl<'t> Prefixes<'t> {
     /// Tokenises `text`.
@@ -91,10 +87,13 @@ impl<'t> Prefixes<'t> {
             && self.words[first].start > start
         {
             let word = self.words[first];
-            let compared = &self.ids[word.place..self.words[first + COMPARED_WORDS].place];
-            let rest = self.tokenizer.encode(&other[word.start..])?;
-            if rest.starts_with(compared) {
-                return Ok((word.place, rest));
+            let [next, end] = [1, 2].map(|more| self.words[first + more].place);
+            // Equal words could hide a token that the tokenizer puts before a text.
+            if self.ids[word.place..next] != self.ids[next..end] {
+                let rest = self.tokenizer.encode(&other[word.start..])?;
+                if rest.starts_with(&self.ids[word.place..end]) {
+                    return Ok((word.place, rest));
+                }
             }
         }
         Ok((place, self.tokenizer.encode(&other[start..])?))

@@ -160,6 +160,9 @@ impl Window<'_> {
         if recipe.dpace.is_some() {
             put("dpace_loss", json!(mean(AnchoredSum::Dpace)));
         }
+        if recipe.until_first_error {
+            put("ce_until_first_error_loss", json!(mean(AnchoredSum::Dpace)));
+        }
         metrics
     }
 }

@@ -307,6 +307,7 @@ pub struct Candidates {
 }
 
 impl PathSelector {
+    /// Asks for its tensors.
     pub fn new(b: &Builder, config: &DFlash2Config) -> Self {
         let (model, rank) = (&config.decoder.model, config.selector_rank);
         let codebook =

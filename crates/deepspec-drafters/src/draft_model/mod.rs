@@ -173,7 +173,7 @@ impl<K: DrafterKind> DraftModel<K> {
 
     /// Rotations of the rows of a batch of chunks.
     pub(crate) fn planned_rotations(&self, plan: &AttentionPlan) -> Rotations<'_> {
-        self.ropes.below(plan.end(), plan.positions(), self.kind)
+        self.ropes.planned(plan, self.kind)
     }
 
     pub(crate) fn rotations(&self, positions: &Tensor) -> Rotations<'_> {

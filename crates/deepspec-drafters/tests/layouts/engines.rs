@@ -85,12 +85,35 @@ fn scaled_rotary_embeddings_are_written_for_engines() {
         assert_eq!((&config["rope_parameters"], &config["rope_scaling"]), (stretched, stretched));
         assert_eq!(config["rope_theta"], 5e5);
     }
-    let reference = golden("dspark_vanilla");
-    let mut config = reference.config();
-    config["rope_scaling"] = json!({"rope_type": "dynamic", "factor": 2.0});
-    reference.put(&config);
-    let (source, target) = (open_checkpoint(reference.path()).unwrap(), target(&reference));
-    let target = Target::open(target.path(), "owner/target").unwrap();
-    let told = for_engine(&source, Engine::Vllm, &target).err().unwrap().to_string();
-    assert!(told.contains("\"dynamic\" is not supported"), "{told}");
+    // The length that YaRN starts from is written where transformers takes the trained one.
+    let scaled = |scaling: serde_json::Value| {
+        let reference = golden("dspark_vanilla");
+        let mut config = reference.config();
+        config["rope_scaling"] = scaling;
+        reference.put(&config);
+        let (source, target) = (open_checkpoint(reference.path()).unwrap(), target(&reference));
+        let target = Target::open(target.path(), "owner/target").unwrap();
+        let folder = Folder::new();
+        let written = for_engine(&source, Engine::Vllm, &target)
+            .and_then(|plan| plan.write(&folder.path().join("out"), false))
+            .map_err(|error| error.to_string());
+        written.map(|_| (folder.within("out").config(), config["max_position_embeddings"].clone()))
+    };
+    let (written, trained) = scaled(json!({"rope_type": "yarn", "factor": 2.0})).unwrap();
+    assert_eq!(written["rope_parameters"]["original_max_position_embeddings"], trained);
+    for (scaling, words) in [
+        (json!({"rope_type": "dynamic", "factor": 2.0}), "\"dynamic\" is not supported"),
+        (
+            json!({"rope_type": "yarn", "factor": 2.0, "attention_factor": 1.5}),
+            "`attention_factor`, which engines read otherwise",
+        ),
+        (
+            json!({"rope_type": "yarn", "factor": 2.0, "mscale": 0.7, "mscale_all_dim": 0.7}),
+            "`mscale`, which engines read",
+        ),
+        (json!({"rope_type": "yarn", "factor": null}), "`rope_scaling.factor`: missing"),
+    ] {
+        let told = scaled(scaling).unwrap_err();
+        assert!(told.contains(words), "{told}");
+    }
 }

@@ -170,7 +170,8 @@ impl<'a> Builder<'a> {
         }
     }
 
-    /// A tensor of the checkpoint. Behind the first error it is an empty outline, and nothing is read any more.
+    /// A tensor of the checkpoint. After the first error nothing is read any more, and the tensor is empty: the shape that a broken
+    /// config asks for may not fit into memory.
     fn read_checkpoint(&self, weights: &Weights, name: &str, shape: &[i64]) -> Tensor {
         let mut error = self.error.borrow_mut();
         if error.is_none() {
@@ -179,7 +180,7 @@ impl<'a> Builder<'a> {
                 Err(found) => *error = Some(found),
             }
         }
-        Tensor::empty(shape, (Kind::BFloat16, HOST))
+        Tensor::empty(vec![0; shape.len()], (Kind::BFloat16, HOST))
     }
 
     /// All tensors that were handed out since the last call.

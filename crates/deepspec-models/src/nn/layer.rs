@@ -1,5 +1,7 @@
 //! One decoder layer: grouped-query attention and a gated MLP. A [`LayerSpec`] says what a family adds.
 
+use std::cell::OnceCell;
+
 use deepspec_ops::{Activation, Attend, GatedMlp, LayerWeights, RepeatedRows, decoder_layer, gated_mlp};
 use tch::Tensor;
 
@@ -74,6 +76,8 @@ pub struct DecoderLayer {
     mlp_out_norm: Option<RmsNorm>,
     /// Factor on the layer's output, `[1]`.
     layer_scalar: Option<Tensor>,
+    /// Whether the weights fit the kernels of a fused layer.
+    fits: OnceCell<bool>,
 }
 
 impl DecoderLayer {
@@ -115,6 +119,7 @@ impl DecoderLayer {
             mlp_norm,
             mlp_out_norm,
             layer_scalar,
+            fits: OnceCell::new(),
         }
     }
 
@@ -152,6 +157,7 @@ impl DecoderLayer {
             Some(hook) => hook.around_attention(&normed, &mut attention),
             None => attention(&normed),
         };
+        drop(normed);
         // 3. Norm of a sandwich, and residual: [N, d].
         let x = add_residual(x, optionally_normed(self.attention_out_norm.as_ref(), y));
         // 4. Norm and MLP: [N, d] -> [N, I] -> [N, d].
@@ -185,6 +191,7 @@ impl DecoderLayer {
             mlp_norm: self.mlp_norm.params(),
             mlp: [&mlp.gate_proj, &mlp.up_proj, &mlp.down_proj].map(Linear::weight),
             heads: attention.heads,
+            fits: &self.fits,
         })
     }
 }

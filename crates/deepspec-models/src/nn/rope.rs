@@ -1,5 +1,6 @@
 //! Rotary embeddings of a stack of layers.
 
+use deepspec_ops::kv_attention::AttentionPlan;
 use deepspec_ops::{Rope, RopeSpec, Rotation};
 use tch::{Device, Kind, Tensor};
 
@@ -42,10 +43,12 @@ impl RotaryEmbeddings {
         }
     }
 
-    /// The same of positions that are all below `end`, wherever they are. They are cut from a table: on a GPU that takes two kernels instead of eight, and on the CPU nobody looks for the largest.
-    pub fn below(&self, end: usize, positions: &Tensor, kind: Kind) -> Rotations<'_> {
+    /// The rotations of the rows of a plan. For a few rows they are slices of a table: two kernels of a GPU instead of eight, and on
+    /// the CPU no search for the largest position.
+    pub fn planned(&self, plan: &AttentionPlan, kind: Kind) -> Rotations<'_> {
+        let Some(end) = plan.end_in_place() else { return self.at(plan.positions(), kind) };
         Rotations {
-            distinct: self.ropes.iter().map(|rope| rope.below(end as i64, positions, kind)).collect(),
+            distinct: self.ropes.iter().map(|rope| rope.below(end as i64, plan.positions(), kind)).collect(),
             of_layer: &self.of_layer,
         }
     }

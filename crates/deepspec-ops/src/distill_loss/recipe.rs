@@ -32,16 +32,11 @@ pub struct LossRecipe {
     /// Whether the cross entropy counts only up to and including the first slot whose likeliest token is not the label (Spec-AUF,
     /// arXiv 2607.01893).
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    #[schemars(extend("default" = false))]
     pub until_first_error: bool,
     /// Position k of a block weighs exp(−k / this).
     #[serde(default = "decay_gamma")]
     pub decay_gamma: f64,
-}
-
-impl Default for LossRecipe {
-    fn default() -> Self {
-        Self::NONE
-    }
 }
 
 /// How the overlap α = Σ min(p^d, p^t), the target's accept rate, is learned (LK losses, arXiv 2602.23881).

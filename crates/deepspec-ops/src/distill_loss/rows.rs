@@ -86,7 +86,7 @@ impl Logits {
         recipe: &LossRecipe,
     ) -> Option<Tensor> {
         let needs = rows.needs(recipe);
-        // The kernels do not find which token the drafter prefers.
+        // The kernels do not hand out which token the drafter prefers.
         if rows.extra.is_some() || self.entropies.is_some() || needs.correct {
             return None;
         }

@@ -31,21 +31,53 @@ pub struct GatedMlp<'a> {
 
 /// `down(act(gate(x)) ⊙ up(x))` of `x [N, d]`: `[N, d]`.
 ///
-/// For SiLU on the CPU, packed weights run in two calls, and in training one kernel computes the product of the gated values
-/// and `down`, whose backward keeps `gate(x)` and `up(x)` alone. All other cases run operator by operator.
+/// Kernels run for SiLU on the CPU. Packed weights take two calls. In training, one kernel multiplies the gated values by `down`,
+/// and keeps `gate(x)` and `up(x)` alone for the backward pass.
 pub fn gated_mlp(x: &Tensor, weights: GatedMlp<'_>) -> Tensor {
     let GatedMlp { gate, up, down, activation } = weights;
-    if activation != Activation::Silu {
-        return reference::gated_mlp(x, weights);
-    }
-    if let (Weight::Packed(gate), Weight::Packed(up)) = (gate, up) {
+    if let (Activation::Silu, Weight::Packed(gate), Weight::Packed(up)) = (activation, gate, up) {
         return linear(&ffi::packed_gated_product(x, None, gate, up), down, None);
     }
     let (gate, up) = (linear(x, gate, None), linear(x, up, None));
-    if let Weight::Stored(down) = down
+    if let (Activation::Silu, Weight::Stored(down)) = (activation, down)
         && let Some(y) = ffi::gated_product(&gate, &up, down)
     {
         return y;
     }
-    linear(&ffi::silu_times(&gate, &up).unwrap_or_else(|| gate.silu() * up), down, None)
+    let gated = if activation == Activation::Silu { ffi::silu_times(&gate, &up) } else { None };
+    linear(&gated.unwrap_or_else(|| reference::gated(&gate, &up, activation)), down, None)
+}
+
+#[cfg(test)]
+mod tests {
+    use tch::Kind;
+
+    use super::*;
+
+    #[test]
+    fn kernels_compute_what_the_reference_computes() {
+        let values = |shape: [i64; 2], seed: u64| {
+            Tensor::from_slice(&deepspec_testkit::noise(seed, (shape[0] * shape[1]) as usize)).view(shape)
+        };
+        let (d, inner) = (64, 96);
+        let x = values([5, d], 1);
+        let [gate, up, down] = [values([inner, d], 2), values([inner, d], 3), values([d, inner], 4)];
+        for activation in [Activation::Silu, Activation::GeluTanh] {
+            let gated = reference::gated(
+                &x.linear(&gate, None::<&Tensor>),
+                &x.linear(&up, None::<&Tensor>),
+                activation,
+            );
+            let expected = gated.linear(&down, None::<&Tensor>);
+            for form in [
+                |tensor: &Tensor| Weight::Stored(tensor.shallow_clone()),
+                |tensor: &Tensor| Weight::Stored(tensor.shallow_clone()).packed(),
+            ] {
+                let [gate, up, down] = [&gate, &up, &down].map(form);
+                let found = gated_mlp(&x, GatedMlp { gate: &gate, up: &up, down: &down, activation });
+                let error = (found - &expected).abs().max().to_kind(Kind::Double).double_value(&[]);
+                assert!(error < 1e-4, "{activation:?}: {error:e}");
+            }
+        }
+    }
 }

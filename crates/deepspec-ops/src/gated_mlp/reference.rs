@@ -1,16 +1,14 @@
-//! The MLP operator by operator.
+//! The gate by libtorch's operators.
 
 use tch::Tensor;
 
-use super::{Activation, GatedMlp};
-use crate::linear::linear;
+use super::Activation;
 
-/// See [`super::gated_mlp`].
-pub(super) fn gated_mlp(x: &Tensor, GatedMlp { gate, up, down, activation }: GatedMlp<'_>) -> Tensor {
-    let (gate, up) = (linear(x, gate, None), linear(x, up, None));
+/// `act(gate) ⊙ up`, `[N, I]`.
+pub(super) fn gated(gate: &Tensor, up: &Tensor, activation: Activation) -> Tensor {
     let gate = match activation {
         Activation::Silu => gate.silu(),
         Activation::GeluTanh => gate.gelu("tanh"),
     };
-    linear(&(gate * up), down, None)
+    gate * up
 }

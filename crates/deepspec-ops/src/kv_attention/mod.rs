@@ -11,8 +11,8 @@ use tch::{Device, Kind, Tensor};
 use crate::attention::{AttentionSpec, Heads, Qkv};
 use crate::decoder_layer::{Attend, AttendProjected};
 use crate::ffi::{
-    HistoryChunk, KvRows, KvWindow, ProjectedHeads, few_rows_attention, has_history_attention,
-    history_attention,
+    FEW_ROWS, HistoryChunk, KvRows, KvWindow, ProjectedHeads, few_rows_attention, has_few_rows,
+    has_history_attention, history_attention,
 };
 use crate::upload::DeviceArange;
 use calls::{AttentionCall, MaskShape};
@@ -39,11 +39,41 @@ pub struct KvCache {
     pools: BTreeMap<usize, Pool>,
     slots: Vec<Slot>,
     options: (Kind, Device),
-    /// Whether the CPU kernel attends to short chunks in place, without gathering keys.
-    attends_in_place: bool,
+    in_place: InPlace,
     /// Row indices and positions are slices of it.
     ruler: DeviceArange,
 }
+
+/// Chunks that a kernel attends to in place, without gathering keys.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum InPlace {
+    /// None.
+    Never,
+    /// Short chunks, on the CPU in float32.
+    ShortChunks,
+    /// All chunks of a batch, on a GPU in bfloat16, where they have at most [`FEW_ROWS`] rows.
+    FewRows,
+}
+
+impl InPlace {
+    fn of(mut layers: impl Iterator<Item = Heads>, kind: Kind, device: Device) -> Self {
+        match (kind, device) {
+            (Kind::Float, Device::Cpu) if layers.all(|heads| has_history_attention(heads.dim)) => {
+                Self::ShortChunks
+            }
+            (Kind::BFloat16, Device::Cuda(_)) => {
+                let like = Tensor::zeros([1], (kind, device));
+                // Widths that all kernels take: the layers' own are checked with their weights.
+                let has = |heads: Heads| has_few_rows(&like, WIDTH, WIDTH, heads.dim, heads.repeats());
+                if layers.all(has) { Self::FewRows } else { Self::Never }
+            }
+            _ => Self::Never,
+        }
+    }
+}
+
+/// A width of rows for which the kernels of a GPU exist.
+const WIDTH: i64 = 256;
 
 struct Layer {
     heads: Heads,
@@ -90,11 +120,10 @@ impl KvCache {
                 Layer { heads, scale, view: number }
             })
             .collect();
-        let has = |layer: &Layer| has_history_attention(layer.heads.dim);
-        let attends_in_place = (kind, device) == (Kind::Float, Device::Cpu) && layers.iter().all(has);
+        let in_place = InPlace::of(layers.iter().map(|layer| layer.heads), kind, device);
         let slots = vec![Slot::default(); slots];
         let (options, ruler) = ((kind, device), DeviceArange::new(device));
-        Self { layers, views, layout, pools: BTreeMap::new(), slots, options, attends_in_place, ruler }
+        Self { layers, views, layout, pools: BTreeMap::new(), slots, options, in_place, ruler }
     }
 
     fn kind(&self) -> Kind {
@@ -352,9 +381,11 @@ impl AttendProjected for KvAttention<'_> {
         let sees_chunk = plan.visibility == MaskKind::Block;
         let view = KvWindow { scale, window: cache.views[view].window, sees_chunk };
         let chunks = cache.history_chunks(*layer, &plan.placed);
-        match cache.attends_in_place {
-            true => history_attention(KvRows::Projected(qkv, heads), &chunks, view),
-            false => few_rows_attention(qkv, &heads, &chunks, view),
+        match cache.in_place {
+            InPlace::FewRows => few_rows_attention(qkv, &heads, &chunks, view),
+            InPlace::ShortChunks | InPlace::Never => {
+                history_attention(KvRows::Projected(qkv, heads), &chunks, view)
+            }
         }
     }
 }

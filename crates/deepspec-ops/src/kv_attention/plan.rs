@@ -2,11 +2,10 @@
 
 use std::cell::OnceCell;
 
-use tch::{Device, Kind, Tensor};
+use tch::{Kind, Tensor};
 
 use super::calls::{AttentionCall, MaskShape};
-use super::{Chunk, KvCache, SPAN};
-use crate::ffi::FEW_ROWS;
+use super::{Chunk, FEW_ROWS, InPlace, KvCache, SPAN};
 
 /// Most tokens of a chunk for the CPU kernel: draft blocks, accepted tokens and short prompts. SDPA would pad their keys to [`SPAN`].
 /// Each thread keeps room for the scores of one key head, at most `FEW_SCORES` (4 MiB).
@@ -74,14 +73,15 @@ impl AttentionPlan {
         &self.positions
     }
 
-    /// One more than the largest position.
-    pub fn end(&self) -> usize {
-        self.end
+    /// One more than the largest position, where a kernel attends to all chunks in place: rotations of so few rows are slices of a
+    /// table. None otherwise.
+    pub fn end_in_place(&self) -> Option<usize> {
+        self.in_place.then_some(self.end)
     }
 
     /// The chunks by how they attend in `cache`, which made the plan.
     pub(super) fn grouped(&self, cache: &KvCache) -> &Grouped {
-        self.grouped.get_or_init(|| cache.grouped(&self.placed, self.visibility))
+        self.grouped.get_or_init(|| cache.grouped(self))
     }
 }
 
@@ -140,13 +140,14 @@ impl KvCache {
         let mut placed = self.placed(chunks);
         placed.sort_by_key(|placed| placed.capacity);
         let order = (!in_order(&placed)).then(|| self.order(&placed));
-        self.rows(&placed, chunks, order.as_ref())
+        let positions = self.ruler.runs(chunks.iter().map(span));
+        self.rows(&placed, chunks, order.as_ref(), positions)
     }
 
     /// Rows and masks of chunks, in the order of the batch. There must be room for them; see [`KvCache::reserve`].
     pub fn plan(&self, chunks: &[Chunk], visibility: MaskKind) -> AttentionPlan {
         AttentionPlan {
-            positions: self.ruler.runs(chunks.iter().map(positions)),
+            positions: self.ruler.runs(chunks.iter().map(span)),
             end: chunks.iter().map(|chunk| chunk.past_len + chunk.len).max().unwrap_or(0),
             placed: self.placed(chunks),
             visibility,
@@ -155,19 +156,21 @@ impl KvCache {
         }
     }
 
-    /// Whether one kernel call attends to all of these chunks: on the CPU where each is short, on a GPU where they have at most
-    /// [`FEW_ROWS`] rows in all and see only what lies before them.
+    /// Whether one kernel call attends to all of these chunks in place. A CPU's kernel takes short chunks. A GPU's takes causal chunks
+    /// of at most [`FEW_ROWS`] rows in all: drafted blocks were not run with it on hardware.
     fn all_in_place(&self, chunks: &[Chunk], visibility: MaskKind) -> bool {
         let none_is_empty = !chunks.is_empty() && chunks.iter().all(|chunk| chunk.len > 0);
         let rows = || chunks.iter().map(|chunk| chunk.len).sum::<usize>();
         none_is_empty
-            && match self.options.1 {
-                Device::Cpu => chunks.iter().all(|chunk| self.is_few(chunk)),
-                _ => visibility == MaskKind::Causal && rows() <= FEW_ROWS,
+            && match self.in_place {
+                InPlace::Never => false,
+                InPlace::ShortChunks => chunks.iter().all(|chunk| self.is_few(chunk)),
+                InPlace::FewRows => visibility == MaskKind::Causal && rows() <= FEW_ROWS,
             }
     }
 
-    fn grouped(&self, chunks: &[Placed], visibility: MaskKind) -> Grouped {
+    fn grouped(&self, plan: &AttentionPlan) -> Grouped {
+        let (chunks, visibility) = (plan.placed.as_slice(), plan.visibility);
         let (few, mut placed): (Vec<Placed>, Vec<Placed>) =
             chunks.iter().partition(|placed| self.is_few(&placed.chunk));
         // Sorted by pool and row: adjacent rows are read without copying them.
@@ -176,7 +179,7 @@ impl KvCache {
         let order = (!in_place).then(|| self.order(&placed));
         let chunks: Vec<Chunk> = chunks.iter().map(|placed| placed.chunk).collect();
         Grouped {
-            rows: self.rows(&placed, &chunks, order.as_ref()),
+            rows: self.rows(&placed, &chunks, order.as_ref(), plan.positions.shallow_clone()),
             back: (!in_place && few.is_empty()).then(|| self.back(&placed)),
             order,
             groups: placed
@@ -216,7 +219,7 @@ impl KvCache {
         let repeats = self.views().iter().map(|view| view.repeats).max().unwrap_or(1);
         // The kernel pads the queries of a key to whole vectors.
         let scores = (repeats * chunk.len).next_multiple_of(16) * (chunk.past_len + chunk.len);
-        self.attends_in_place && chunk.len <= FEW_TOKENS && scores <= FEW_SCORES
+        self.in_place == InPlace::ShortChunks && chunk.len <= FEW_TOKENS && scores <= FEW_SCORES
     }
 
     fn placed(&self, chunks: &[Chunk]) -> Vec<Placed> {
@@ -250,30 +253,31 @@ impl KvCache {
     }
 
     /// Rows of chunks that are sorted by pool; `order` brings the batch into that order. Rows that all go to one pool keep theirs.
-    fn rows(&self, placed: &[Placed], batch: &[Chunk], order: Option<&Tensor>) -> Rows {
+    fn rows(&self, placed: &[Placed], batch: &[Chunk], order: Option<&Tensor>, positions: Tensor) -> Rows {
         let mut first = 0;
         let mut pool = |placed: &[&Placed]| {
             let count = placed.iter().map(|placed| placed.chunk.len as i64).sum::<i64>();
             let rows = self.ruler.repeated(placed.iter().map(|placed| (placed.row, placed.chunk.len)));
             first += count;
-            let place = [rows, self.ruler.runs(placed.iter().map(|placed| positions(&placed.chunk)))];
+            let place = [rows, self.ruler.runs(placed.iter().map(|placed| span(&placed.chunk)))];
             PoolRows { capacity: placed[0].capacity, first: first - count, count, place }
         };
         let mut all: Vec<&Placed> = placed.iter().collect();
         if placed.len() == batch.len() && placed.iter().all(|other| other.capacity == placed[0].capacity) {
             all.sort_by_key(|placed| placed.first);
             let only = pool(&all);
-            return Rows { positions: only.place[1].shallow_clone(), order: None, pools: vec![only] };
+            return Rows { positions, order: None, pools: vec![only] };
         }
         Rows {
-            positions: self.ruler.runs(batch.iter().map(positions)),
+            positions,
             order: order.map(Tensor::shallow_clone),
             pools: all.chunk_by(|a, b| a.capacity == b.capacity).map(pool).collect(),
         }
     }
 }
 
-fn positions(chunk: &Chunk) -> (i64, i64) {
+/// First position of a chunk, and its number of tokens.
+fn span(chunk: &Chunk) -> (i64, i64) {
     (chunk.past_len as i64, chunk.len as i64)
 }
 

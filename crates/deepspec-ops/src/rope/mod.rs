@@ -16,3 +16,17 @@ pub use table::{Rope, Rotation};
 pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Tensor {
     ffi::rotate(x, cos, sin).unwrap_or_else(|| reference::rope(x, cos, sin))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn kernels_compute_what_the_reference_computes() {
+        let values = |seed: u64, count: usize| Tensor::from_slice(&deepspec_testkit::noise(seed, count));
+        let x = values(1, 5 * 3 * 64).view([5, 3, 64]);
+        let angles = values(2, 5 * 32).view([5, 1, 32]);
+        let (cos, sin) = (angles.cos(), angles.sin());
+        assert!(rope(&x, &cos, &sin).allclose(&reference::rope(&x, &cos, &sin), 1e-5, 1e-6, false));
+    }
+}

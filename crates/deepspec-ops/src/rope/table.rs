@@ -1,6 +1,6 @@
 //! Cosines and sines of positions; angles are float32 whatever the model's dtype.
 
-use std::cell::RefCell;
+use std::cell::{OnceCell, RefCell};
 use std::f64::consts::TAU;
 
 use tch::{Device, Kind, Tensor};
@@ -18,8 +18,10 @@ const KEPT_FIRST: i64 = 1 << 10;
 
 /// A rotary embedding: the inverse frequencies of one head width.
 pub struct Rope {
-    inv_freq: Tensor, // [D/2] float32
-    attention_factor: f64,
+    spec: RopeSpec,
+    device: Device,
+    /// `[D/2]` float32, computed when first needed: a config may ask for heads that its weights do not have.
+    inv_freq: OnceCell<Tensor>,
     /// The rotations of positions 0, 1, 2, …, as far as anybody asked.
     kept: RefCell<Option<Rotation>>,
 }
@@ -31,43 +33,22 @@ pub struct Rotation {
 }
 
 impl Rope {
-    /// The frequencies of `spec` on `device`.
+    /// The embedding of `spec` on `device`.
     pub fn new(spec: &RopeSpec, device: Device) -> Self {
-        let plain = plain(spec, device);
-        let inv_freq = match spec.scaling {
-            Scaling::None => plain,
-            Scaling::Proportional { planes, factor } => {
-                let _ = plain.narrow(0, planes, spec.head_dim / 2 - planes).zero_();
-                plain / factor
-            }
-            Scaling::Linear { factor } => plain / factor,
-            Scaling::Llama3 { factor, low_freq_factor, high_freq_factor, original } => {
-                let turns = &plain * (original / TAU);
-                let kept = ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0.0, 1.0);
-                blend(&plain, factor, &kept)
-            }
-            Scaling::Yarn(yarn) => {
-                let (first, last) = ramp(spec, yarn);
-                let planes = Tensor::arange(spec.head_dim / 2, (Kind::Float, device));
-                let slowed = ((planes - first) / (last - first)).clamp(0.0, 1.0);
-                blend(&plain, yarn.factor, &(1.0 - slowed))
-            }
-        };
-        let attention_factor = match spec.scaling {
-            Scaling::Yarn(yarn) => yarn.attention_factor,
-            _ => 1.0,
-        };
-        Self { inv_freq, attention_factor, kept: RefCell::new(None) }
+        Self { spec: *spec, device, inv_freq: OnceCell::new(), kept: RefCell::new(None) }
     }
 
     /// θ^(−2i/D) after scaling, `[D/2]` float32.
     pub fn inverse_frequencies(&self) -> &Tensor {
-        &self.inv_freq
+        self.inv_freq.get_or_init(|| frequencies(&self.spec, self.device))
     }
 
     /// Factor on cosines and sines.
     pub fn attention_factor(&self) -> f64 {
-        self.attention_factor
+        match self.spec.scaling {
+            Scaling::Yarn(yarn) => yarn.attention_factor,
+            _ => 1.0,
+        }
     }
 
     /// The rotation of integer positions `[N]`: on the CPU, where it takes several operators on few numbers, that of a position is computed once.
@@ -102,7 +83,7 @@ impl Rope {
     /// The rotations of positions from 0 on, at least so many.
     fn table(&self, length: i64, kind: Kind) -> Rotation {
         let length = (length as u64).next_power_of_two() as i64;
-        let device = self.inv_freq.device();
+        let device = self.device;
         let positions = Tensor::arange(length, (Kind::Int64, device));
         if device == Device::Cpu { self.computed(&positions, kind) } else { self.piece(&positions, kind) }
     }
@@ -112,7 +93,7 @@ impl Rope {
     /// In pieces of whole vectors that libtorch does not share among threads: its cosines of what fills no vector of the processor, at the
     /// end or where a thread's share ends, differ in the last bit from those of what does, and which positions those are must not depend on the others.
     fn computed(&self, positions: &Tensor, kind: Kind) -> Rotation {
-        let (rows, width) = (positions.size()[0], (self.inv_freq.numel() as i64).max(1));
+        let (rows, width) = (positions.size()[0], (self.inverse_frequencies().numel() as i64).max(1));
         // So many rows fill vectors.
         let whole = VALUES / gcd(width, VALUES);
         let most = (ONE_THREAD / width / whole * whole).max(whole);
@@ -131,8 +112,8 @@ impl Rope {
 
     /// The rotation of integer positions `[N]`, all of them at once.
     fn piece(&self, positions: &Tensor, kind: Kind) -> Rotation {
-        let angles = positions.to_kind(Kind::Float).unsqueeze(1) * &self.inv_freq; // [N, D/2]
-        let scaled = |x: Tensor| (x * self.attention_factor).to_kind(kind).unsqueeze(1);
+        let angles = positions.to_kind(Kind::Float).unsqueeze(1) * self.inverse_frequencies(); // [N, D/2]
+        let scaled = |x: Tensor| (x * self.attention_factor()).to_kind(kind).unsqueeze(1);
         Rotation { cos: scaled(angles.cos()), sin: scaled(angles.sin()) }
     }
 }
@@ -140,6 +121,30 @@ impl Rope {
 /// The greatest common divisor.
 fn gcd(a: i64, b: i64) -> i64 {
     if b == 0 { a } else { gcd(b, a % b) }
+}
+
+/// θ^(−2i/D) after scaling, for i < D/2.
+fn frequencies(spec: &RopeSpec, device: Device) -> Tensor {
+    let plain = plain(spec, device);
+    match spec.scaling {
+        Scaling::None => plain,
+        Scaling::Proportional { planes, factor } => {
+            let _ = plain.narrow(0, planes, spec.head_dim / 2 - planes).zero_();
+            plain / factor
+        }
+        Scaling::Linear { factor } => plain / factor,
+        Scaling::Llama3 { factor, low_freq_factor, high_freq_factor, original } => {
+            let turns = &plain * (original / TAU);
+            let kept = ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0.0, 1.0);
+            blend(&plain, factor, &kept)
+        }
+        Scaling::Yarn(yarn) => {
+            let (first, last) = ramp(spec, yarn);
+            let planes = Tensor::arange(spec.head_dim / 2, (Kind::Float, device));
+            let slowed = ((planes - first) / (last - first)).clamp(0.0, 1.0);
+            blend(&plain, yarn.factor, &(1.0 - slowed))
+        }
+    }
 }
 
 /// θ^(−2i/D) for i < D/2.
