@@ -1,4 +1,4 @@
-//! What the programs know of a drafter, whatever its kind.
+//! Traits of drafters, as the programs use them.
 
 use std::path::Path;
 
@@ -13,60 +13,59 @@ use crate::block_common::BlockSpec;
 use crate::draft_model::{PassBytes, SampleSize};
 use crate::{LossDenominator, TrainSample};
 
-/// How a drafter is loaded.
+/// Options for loading a drafter.
 #[derive(Debug, Clone)]
 pub struct DrafterOptions {
-    /// Where it runs.
+    /// Its device.
     pub device: Device,
-    /// Kind of weights and activations.
+    /// Dtype of weights and activations.
     pub kind: Kind,
-    /// Sequences it holds at once.
+    /// Most sequences at a time.
     pub slots: usize,
 }
 
-/// A drafter that proposes: what evaluation and serving need.
+/// A drafter for evaluation and serving.
 pub trait Drafter: Proposer + Send {
-    /// The same drafter for `slots` other sequences, as it was loaded: it shares the weights.
+    /// A drafter for `slots` other sequences that shares the weights.
     fn share(&self, slots: usize) -> Box<dyn Drafter>;
 
-    /// Where it taps the target.
+    /// Target layers whose hidden states it reads.
     fn taps(&self) -> &[Tap] {
         &[]
     }
 
-    /// Whether its proposals come with confidences.
+    /// Whether it has a confidence head.
     fn has_confidence(&self) -> bool {
         false
     }
 
-    /// The rule under which the target was seen to accept more tokens of this kind of drafter at temperatures above 0. Each drawn token
-    /// has to follow from the drawn ones before it: kinds that predict their positions side by side gain by taking the likeliest.
+    /// The draft sampling under which targets accepted more tokens at temperatures above 0. Drafters that predict the positions of a
+    /// block independently gain by greedy drafts.
     fn draft_sampling(&self) -> DraftSampling;
 
-    /// Drafts without the Markov head from now on; whether there is one.
+    /// Turns the Markov head off; whether there is one.
     fn ignore_markov(&mut self) -> bool {
         false
     }
 
-    /// Whether this drafter belongs to this target, judged by their configs.
+    /// Checks by the configs that the drafter was made for this target.
     ///
     /// # Errors
     /// [`ModelError::Mismatch`] naming what differs.
     fn check_fits(&self, target: &ModelConfig) -> Result<(), ModelError>;
 
-    /// Drafts `tokens` per block from now on where drafting goes token by token, a trained drafter no more than it was trained for. Block
-    /// drafters compute their blocks whole.
+    /// Sets the tokens per block of an autoregressive drafter, up to the number that it was trained for. Block drafters ignore it.
     fn draft(&mut self, _tokens: usize) {}
 
-    /// The model for a closer look, sharing its weights; None for a language model, which reads nothing of the target.
+    /// A probe for the doctor that shares the weights; None for a language model, which reads no hidden states.
     fn examined(&self) -> Option<Box<dyn DrafterProbe>> {
         None
     }
 }
 
-/// A drafter's settings in a recipe, before a target is known.
+/// Settings of a drafter in a recipe.
 pub trait Settings {
-    /// All of them, defaults included.
+    /// All settings, with defaults.
     fn to_json(&self) -> Value;
 
     /// The drafter that `recipe` asks for, for this target.
@@ -76,18 +75,18 @@ pub trait Settings {
     fn fit(&self, recipe: &Recipe, target: &ModelConfig) -> Result<Box<dyn DrafterPlan>, ConfigIssue>;
 }
 
-/// A key of a drafter's settings, and what is wrong with it.
+/// A key of a drafter's settings, and the problem with its value.
 pub type ConfigIssue = (&'static str, String);
 
-/// Architecture and objective of a drafter, fitted to a target, before any weight is there.
+/// Architecture and objective of a drafter for one target, without weights.
 pub trait DrafterPlan: Send + Sync {
     /// γ, drafted tokens per block.
     fn draft_len(&self) -> usize;
 
-    /// A drafter of the same parts at sizes whose weights and states count for nothing, and its model's sizes.
+    /// A drafter with the same parts at tiny sizes, and its model's sizes.
     fn smallest(&self) -> (Box<dyn DrafterPlan>, ModelConfig);
 
-    /// A fresh drafter with the target's embedding and head (both `[V, d]`, shared and frozen), on their device.
+    /// A drafter with random weights, and with the target's embedding and head (`[V, d]` each, shared and frozen), on their device.
     fn build(
         &self,
         embed_tokens: &Tensor,
@@ -96,76 +95,74 @@ pub trait DrafterPlan: Send + Sync {
         kind: Kind,
     ) -> Box<dyn TrainableDrafter>;
 
-    /// Where blocks start in a sample, in order; `choose(candidates, count)` draws at most `count` of them. None where the
-    /// whole sequence is learned from. It depends on the sample's loss mask alone, so that the denominator of an optimiser step
-    /// is known before any forward.
+    /// Anchors of a sample, in order; `choose(candidates, count)` samples at most `count` of them. None for drafters without blocks.
+    /// They depend on the loss mask alone: the denominator of an optimiser step is known before the forward pass.
     fn anchors(
         &self,
         loss_mask: &[bool],
         choose: &mut dyn FnMut(&[usize], usize) -> Vec<usize>,
     ) -> Vec<usize>;
 
-    /// Which final states of the target its samples must come with.
+    /// Final hidden states of the target that its samples need.
     fn final_states(&self) -> FinalStates;
 
-    /// What the sample adds to the denominator of the loss.
+    /// The sample's share of the denominator of the loss.
     fn loss_weight(&self, loss_mask: &[bool], anchors: &[usize]) -> f64;
 
-    /// What the sums of its micro-batches mean.
+    /// Metrics from the sums of its micro-batches.
     fn metrics(&self) -> Box<dyn Metrics>;
 
-    /// Floating-point operations of forward and backward over `samples`.
+    /// Floating-point operations of forward and backward pass over `samples`.
     fn flops(&self, samples: &[TrainSample]) -> f64;
 
-    /// What forward and backward over samples of these sizes hold at most beside weights and gradients of this kind.
+    /// Peak bytes of forward and backward pass over samples of these sizes, beside weights and gradients.
     fn pass_bytes(&self, samples: &[SampleSize], kind: Kind, device: Device) -> PassBytes;
 
-    /// What the code that is compiled for passes over micro-batches of one size takes, in weights of this kind.
+    /// Bytes of the code that oneDNN compiles for passes over micro-batches of one size.
     fn code_bytes(&self, kind: Kind, device: Device) -> usize;
 
-    /// Keeps parameters as they are whose names begin like this.
+    /// Freezes parameters whose names have one of these prefixes.
     fn freeze(&mut self, prefixes: Vec<&'static str>);
 
-    /// Keeps of each layer its input only, and computes the rest once more for the backward; whether it can.
+    /// Turns activation checkpointing of the layers on; whether the drafter can.
     fn recompute(&mut self) -> bool;
 
-    /// Number of weights, embedding and head not counted.
+    /// Numbers of weights, without embedding and head.
     fn weights(&self) -> WeightCounts;
 }
 
-/// How many weights a drafter has.
+/// Numbers of weights of a drafter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct WeightCounts {
-    /// Those that learn.
+    /// Trained weights.
     pub trained: usize,
-    /// Those that stay as they are.
+    /// Frozen weights.
     pub frozen: usize,
 }
 
-/// What the sums of a drafter's micro-batches mean.
+/// Metrics of a drafter from the sums of its micro-batches.
 pub trait Metrics {
-    /// How many sums there are.
+    /// Number of sums.
     fn count(&self) -> usize;
 
-    /// Metric keys shown beside the loss, under these short names.
+    /// Metrics that a log line shows beside the loss: short name and key.
     fn headline(&self) -> &'static [(&'static str, &'static str)];
 
-    /// The metrics of a window over `samples` sequences, the total `loss` and `tau_probabilistic` among them. Every mean is
-    /// divided once, here.
+    /// Metrics of a logging window over `samples` sequences, `loss` and `tau_probabilistic` among them.
     fn metrics(&self, sums: &[f64], samples: usize) -> Map<String, Value>;
 }
 
-/// Hears of the parameters whose gradients are complete: how many stages there are of them so far.
+/// Called when gradients of further parameters are complete, with the number of complete stages so far.
 pub type GradReadyHook<'a> = &'a mut dyn FnMut(usize);
 
-/// A drafter with its objective: what a trainer needs.
+/// A drafter with its objective, for a trainer.
 pub trait TrainableDrafter {
-    /// Forward and backward of one micro-batch: gradients are added to those of the parameters. Gives the sums that the plan's
-    /// [`Metrics`] explain, float64, detached, on the drafter's device; they add over micro-batches and ranks. None where they
-    /// have nothing to add.
+    /// Forward and backward pass of one micro-batch, which adds to the gradients of the parameters.
     ///
-    /// `listener`, where there is one, hears of every one of the [`stages`](Self::stages) whose gradients are complete, while those of others are
-    /// still to come; where nothing is learned it hears of none.
+    /// Returns the sums for [`Metrics`]: float64, detached, on the drafter's device. They add up over micro-batches and ranks. None where
+    /// no token is supervised.
+    ///
+    /// `listener` is called for each of the [`stages`](Self::stages) as soon as its gradients are complete.
     fn accumulate(
         &self,
         samples: &[TrainSample],
@@ -173,73 +170,73 @@ pub trait TrainableDrafter {
         listener: Option<GradReadyHook>,
     ) -> Option<Tensor>;
 
-    /// Beginnings of the names of parameters whose gradients are complete before a backward ends, in the order in which they are.
+    /// Prefixes of the names of parameters whose gradients are complete before the backward pass ends, in that order.
     fn stages(&self) -> Vec<String>;
 
-    /// A drafter for `slots` sequences with the weights as they are and as they become: it shares their storage.
+    /// A drafter for `slots` sequences that shares the weights, also as training changes them.
     fn drafter(&self, slots: usize) -> Box<dyn Drafter>;
 
-    /// Takes over the weights of the drafter checkpoint in `dir`. Heads that its drafter does not have stay fresh, so that
-    /// DSpark may start from DFlash; gives the names of these parameters. The embedding and the head stay the target's.
+    /// Loads the weights of the drafter checkpoint in `dir`. Heads that it lacks keep their random weights: DSpark may start from DFlash.
+    /// Returns the names of these parameters. Embedding and head stay the target's.
     ///
     /// # Errors
-    /// [`ModelError::Mismatch`] naming every setting that differs otherwise; any other error if `dir` is no whole checkpoint.
+    /// [`ModelError::Mismatch`] with every setting that differs; any other error if `dir` is not a whole checkpoint.
     fn start_from(&self, dir: &Path) -> Result<Vec<String>, ModelError>;
 
-    /// Parameters that learn, by checkpoint name, sharing storage with the model.
+    /// Trained parameters by checkpoint name; they share storage with the model.
     fn parameters(&self) -> &[(String, Tensor)];
 
-    /// Everything a checkpoint holds: the parameters and what is frozen.
+    /// All tensors of a checkpoint: parameters and frozen tensors.
     fn checkpoint(&self) -> Vec<(String, Tensor)>;
 
     /// The checkpoint's config.json.
     fn config_json(&self) -> Map<String, Value>;
 }
 
-/// A drafter under examination: how it reads its weights and the target's states can be changed.
+/// A drafter for the doctor, which changes how weights and hidden states are read.
 pub trait DrafterProbe {
-    /// Its decoder's settings.
+    /// The config of its decoder.
     fn model(&self) -> &ModelConfig;
 
-    /// Where it taps the target.
+    /// Target layers whose hidden states it reads.
     fn taps(&self) -> &[Tap];
 
-    /// Its blocks, where it drafts whole ones behind anchors; None for one that goes token by token.
+    /// Its blocks; None for an autoregressive drafter.
     fn anchored(&self) -> Option<&BlockSpec>;
 
-    /// Whether its checkpoint says what the slots of its blocks predict.
+    /// Whether its config says which tokens the slots of a block predict.
     fn chooses_slots(&self) -> bool;
 
-    /// Its embedding and head, both `[V, d]`.
+    /// Its embedding and head, `[V, d]` each.
     fn embed_and_head(&self) -> (Tensor, Tensor);
 
-    /// Whether it can draft for this target at all.
+    /// Checks that it can draft for this target.
     ///
     /// # Errors
     /// [`ModelError::Mismatch`] naming what differs.
     fn check_fits(&self, target: &ModelConfig) -> Result<(), ModelError>;
 
-    /// The same weights read otherwise.
+    /// The same weights with other settings.
     fn read_as(&self, reading: &DrafterOverrides) -> Box<dyn DrafterProbe>;
 
-    /// What it predicts of samples with anchors of whole blocks, teacher-forced; None where they or its blocks are too short.
+    /// Teacher-forced predictions for samples with anchors of whole blocks; None where samples or blocks are too short.
     fn predict(&self, samples: &[TrainSample]) -> Option<Predictions<'_>>;
 }
 
-/// What is changed about how a drafter is read; the rest stays.
+/// Settings of a drafter that a probe overrides.
 #[derive(Default)]
 pub struct DrafterOverrides<'a> {
-    /// The rotary settings of these layers.
+    /// Rotary settings of this model's layers.
     pub rope_of: Option<&'a ModelConfig>,
     /// Another mask token.
     pub mask_token_id: Option<i64>,
-    /// Another convention of slots.
+    /// Other tokens for the slots to predict.
     pub slots: Option<Slots>,
-    /// Another embedding and head, both `[V, d]`.
+    /// Another embedding and head, `[V, d]` each.
     pub embed_and_head: Option<(&'a Tensor, &'a Tensor)>,
 }
 
-/// Teacher-forced predictions, one position of drafted blocks after the other: R rows in all.
+/// Teacher-forced predictions of R rows, sorted by their position in a block.
 pub struct Predictions<'a> {
     /// Rows of each position.
     pub counts: Vec<i64>,
@@ -251,8 +248,7 @@ pub struct Predictions<'a> {
     pub confidence: Option<f64>,
 }
 
-/// Draws γ tokens one after the other. `logits` gives those behind the last one that was drawn, and at first behind the
-/// anchors: `[S, V]`.
+/// Samples γ tokens autoregressively. `logits` computes the logits `[S, V]` after the last sampled token, and first after the anchors.
 pub(crate) fn token_by_token(
     request: &DraftRequest,
     gamma: usize,

@@ -1,10 +1,9 @@
-//! Drafters: each kind in a folder of its own, with its settings in recipes, its architecture, its objective, its costs and how it
-//! proposes; the programs meet all of them as [`Drafter`], [`DrafterPlan`], [`TrainableDrafter`] and [`DrafterProbe`].
+//! Drafters, a folder each. The programs use them as [`Drafter`], [`DrafterPlan`], [`TrainableDrafter`] and [`DrafterProbe`].
 //!
-//! A kind that is trained on a target's states implements [`DrafterKind`] and [`DrafterConfig`]; what all kinds share then comes from
-//! [`DraftModel`] and [`Plan`]. A line in `registry.rs` makes it known.
+//! A drafter that is trained on hidden states implements [`DrafterKind`] and [`DrafterConfig`]; [`DraftModel`] and [`Plan`] have the
+//! parts that all of them share. A line in `registry.rs` registers it.
 //!
-//! Legend: N rows (tokens), T context tokens of one sequence, d hidden size, m taps, V vocabulary, H heads, G key/value heads,
+//! Shapes: N rows (tokens), T context tokens of one sequence, d hidden size, m taps, V vocabulary, H heads, G key/value heads,
 //! D head dim, S slots of an engine, A blocks, B slots of a block, γ tokens that it drafts, r Markov rank.
 
 mod block_common;

@@ -1,4 +1,4 @@
-//! The backbone: draft layers whose queries come from the block and whose keys come from the target's states and the block.
+//! The backbone: draft layers with queries from the block, and keys from the target's hidden states and the block.
 
 use deepspec_models::ModelConfig;
 use deepspec_models::nn::{AttentionSpec, Builder, DecoderLayer, LayerInput, Qkv, RmsNorm, Rotations};
@@ -10,7 +10,7 @@ use super::batch::BlockBatch;
 use crate::GradReadyHook;
 use crate::draft_model::{DraftModel, DrafterConfig, backward};
 
-/// Before a layer's number in the names of its parameters.
+/// Prefix of a layer's number in the names of its parameters.
 const LAYERS: &str = "layers.";
 
 /// Draft layers between two norms.
@@ -32,44 +32,44 @@ impl Backbone {
     }
 }
 
-/// What all layers of a pass read.
+/// Tensors that all layers of a pass read.
 struct Shared<'a> {
     context_rotations: Rotations<'a>,
     block_rotations: Rotations<'a>,
-    /// By what a layer attends to.
+    /// Attention plans by the shape of a layer's attention.
     planned: Vec<(AttentionSpec, BlockAttention)>,
 }
 
-/// A training pass between forward and backward.
+/// A training pass between its forward and its backward.
 pub(crate) struct Pass<'a, K: BlockDrafter> {
-    /// As [`DraftModel::hidden`] gives them.
+    /// Hidden states, as [`DraftModel::hidden`] computes them.
     pub hidden: Tensor,
-    /// None where one backward goes through all layers.
+    /// None where autograd runs through all layers at once.
     apart: Option<LayerwiseBackward<'a, K>>,
 }
 
-/// Layers that are gone back through one by one.
+/// Layers whose backward passes run one by one.
 struct LayerwiseBackward<'a, K: BlockDrafter> {
     model: &'a DraftModel<K>,
     shared: Shared<'a>,
     context: Tensor,
-    /// The context as the layers see it, a leaf.
+    /// The context that the layers read, a leaf of autograd.
     seen: Tensor,
     layers: Vec<Kept>,
-    /// The last layer's output, a leaf.
+    /// The last layer's output, a leaf of autograd.
     last: Tensor,
 }
 
-/// What is kept of a layer.
+/// Tensors that are kept of a layer.
 struct Kept {
-    /// A leaf where the layer has been through it already.
+    /// The layer's input: a leaf, unless the layer is recomputed.
     input: Tensor,
-    /// None where it is computed once more.
+    /// None where the layer is recomputed.
     output: Option<Tensor>,
 }
 
 impl<K: BlockDrafter> Pass<'_, K> {
-    /// Carries the gradients of a surrogate of the losses on to all parameters; `listener` hears of every layer that they have been through.
+    /// Runs the backward pass of a surrogate of the losses; `listener` is called after each layer.
     pub fn backward(self, surrogate: &Tensor, listener: Option<GradReadyHook>) {
         backward(surrogate);
         let Some(LayerwiseBackward { model, shared, context, seen, mut layers, last }) = self.apart else {
@@ -102,12 +102,12 @@ impl<K: BlockDrafter> Pass<'_, K> {
     }
 }
 
-/// What layer `i` reads, cut off from what made it. What goes into the first layer is frozen.
+/// The input of layer `i`, detached. The first layer's input is frozen.
 fn leaf(input: &Tensor, i: usize) -> Tensor {
     input.detach().set_requires_grad(i > 0)
 }
 
-/// What belongs to the first slots of blocks and, behind them, to all other slots, `[A + 1, ..]`, for all slots of blocks of `size`: `[A·size, ..]`.
+/// Repeats `[A + 1, ..]` rows over blocks: row i for the first slot of block i, and the last row for all other slots, `[A·size, ..]`.
 pub(super) fn over_blocks(rows: &Tensor, size: i64) -> Tensor {
     let blocks = rows.size()[0] - 1;
     let mut others = rows.size();
@@ -122,7 +122,7 @@ impl<K: BlockDrafter> DraftModel<K> {
         self.parts.backbone().hidden_norm.forward(&self.fuse(taps))
     }
 
-    /// Head without any bias, float32: `[.., d]` to `[.., V]`. Also gives the target's logits from its last hidden states.
+    /// Float32 logits of the shared head without a bias: `[.., d]` to `[.., V]`. They are the target's for its final hidden states.
     pub fn base_logits(&self, hidden: &Tensor) -> Tensor {
         self.vocabulary().logits(hidden)
     }
@@ -142,16 +142,16 @@ impl<K: BlockDrafter> DraftModel<K> {
         K::confidence(self, hidden, embeddings)
     }
 
-    /// The states of rows of whole blocks, `[N·B, d]`, that the heads read: those of the slots that draft, `[N, γ, d]`.
+    /// Normed hidden states of the slots that draft, `[N, γ, d]`, from rows of whole blocks `[N·B, d]`.
     pub(super) fn drafting_states(&self, x: &Tensor) -> Tensor {
         let (blocks, width) = (K::blocks(self.config()), self.config().model().hidden_size);
         let (first, gamma) = (blocks.slots.first() as i64, blocks.drafted() as i64);
-        // In order, as the norm reads rows, and keeps them.
+        // Contiguous, as the norm reads and keeps rows.
         let drafting = x.view([-1, blocks.block_size as i64, width]).narrow(1, first, gamma).contiguous();
         self.parts.backbone().norm.forward(&drafting)
     }
 
-    /// All blocks of a batch in one pass: `h [A, γ, d]` of the slots that draft, after the final norm.
+    /// Hidden states of all blocks of a batch in one pass: `[A, γ, d]` of the slots that draft, after the final norm.
     pub fn hidden(&self, batch: &BlockBatch) -> Tensor {
         let _range = range(c"forward");
         let shared = self.shared(batch);
@@ -162,7 +162,7 @@ impl<K: BlockDrafter> DraftModel<K> {
         self.drafting_states(&last)
     }
 
-    /// The same for a training pass, which ends with [`Pass::backward`]: layer by layer where they are recomputed, or where `is_heard`.
+    /// A training pass, which ends with [`Pass::backward`]. Backward passes run layer by layer with recomputation or a listener.
     pub(crate) fn pass<'a>(&'a self, batch: &'a BlockBatch, is_heard: bool) -> Pass<'a, K> {
         let again = self.recomputes();
         if !(again || is_heard) || !self.layers_learn() {
@@ -186,7 +186,7 @@ impl<K: BlockDrafter> DraftModel<K> {
         Pass { hidden, apart: Some(LayerwiseBackward { model: self, shared, context, seen, layers, last }) }
     }
 
-    /// Whether any layer does: nothing of them is kept otherwise.
+    /// Whether any layer is trained. Autograd keeps nothing of frozen layers.
     fn layers_learn(&self) -> bool {
         self.parameters().iter().any(|(name, _)| name.starts_with(LAYERS))
     }
@@ -197,7 +197,7 @@ impl<K: BlockDrafter> DraftModel<K> {
         layers.rev().map(|i| format!("{LAYERS}{i}.")).collect()
     }
 
-    /// What all layers of a pass over a batch read.
+    /// Tensors that all layers of a pass over a batch read.
     fn shared<'a>(&'a self, batch: &'a BlockBatch) -> Shared<'a> {
         let size = K::blocks(self.config()).block_size;
         let mut planned: Vec<(AttentionSpec, BlockAttention)> = vec![];
@@ -212,7 +212,7 @@ impl<K: BlockDrafter> DraftModel<K> {
         Shared { context_rotations, block_rotations: self.rotations(&batch.block_positions), planned }
     }
 
-    /// Layer `i` over the rows of all blocks, `[A·B, d]`, behind their context `[T, d]`.
+    /// Layer `i` over the rows of all blocks, `[A·B, d]`, with their context `[T, d]`.
     fn layer(&self, i: usize, shared: &Shared<'_>, context: &Tensor, x: &Tensor) -> Tensor {
         let (layer, spec) = (&self.parts.backbone().layers[i], &self.config().model().layers[i].attention);
         let size = K::blocks(self.config()).block_size;

@@ -1,4 +1,4 @@
-//! What the backbone costs in arithmetic and in memory.
+//! Operations and memory of the backbone.
 
 use deepspec_models::nn::Heads;
 use deepspec_ops::{AutogradMemory, BlockSizes};
@@ -10,12 +10,10 @@ use crate::draft_model::{
     DIRECTIONS, DraftDecoder, PROJECTIONS, PassBytes, SampleSize, family_norms, layer_shapes,
 };
 
-/// What forward and backward over `samples` hold at most beside the weights and their gradients, at `bytes` per value, but for the
-/// losses.
+/// Peak bytes of forward and backward pass over `samples`, beside weights, gradients and losses, at `bytes` per value.
 ///
-/// Counted are the tensors that autograd keeps for the backward and, on top of them, what the backward of a layer's MLP works with,
-/// or that of its attention, sequence by sequence, before which the layer's MLP is freed. Scores are never kept. `is_plain` says whether the first
-/// layer projects what all masked slots have in common once.
+/// The sum has the tensors that autograd keeps, and the temporaries of the backward pass of a layer's MLP or of its attention, whichever
+/// are more. Scores are never kept. `is_plain` says whether the first layer projects mask tokens once.
 pub fn backbone_pass_bytes(
     decoder: &DraftDecoder,
     blocks: &BlockSpec,
@@ -42,7 +40,7 @@ pub fn backbone_pass_bytes(
         if decoder.model.layers[..i].iter().all(|other| other.attention != *attention) {
             kept += BlockSizes::mask_bytes(&sequences, attention, size, bytes);
         }
-        // Queries are normed and rotated, and come out of the attention; keys are normed and rotated; values are themselves.
+        // Kept are queries before and after the rotation, keys likewise, values, and the output.
         let head_norm = if layer.qk_norm { of.normed() } else { 0 };
         let projected = |width: usize| width * (head_norm + 2 * bytes);
         let distinct = if i == 0 && is_plain { anchors + 1 } else { slots };
@@ -59,30 +57,29 @@ pub fn backbone_pass_bytes(
         let backward = BlockSizes::backward_bytes(&sequences, attention, size, bytes, device);
         layers = layers.max(of.mlp_gradients(layer.activation) * inner).max(backward.saturating_sub(mlp));
     }
-    // The layer's output, its slope, their product and the slope of its input; the context's slope so far, and that by this layer.
+    // The layer's output, its gradient, their product, the input's gradient; the context's gradient so far and this layer's share.
     let between = (4 * slots + 2 * tokens) * d * bytes;
     PassBytes { kept, by_layer, input: slots * d * bytes, between, layers, ..PassBytes::default() }
 }
 
 /// Shapes of matrix products in passes over micro-batches of one size.
 pub fn backbone_product_shapes(decoder: &DraftDecoder) -> usize {
-    // Scores and outputs, by context and by block. Parts of the context are of more shapes, up to one per 64 tokens, of which only bfloat16
-    // keeps code; what that takes was not measured.
+    // Scores and outputs, by context and by block. Parts of the context have up to one more shape per 64 tokens; their code was not
+    // measured.
     const ATTENTION: usize = 4;
-    // The context is projected apart.
+    // The context has a projection of its own.
     let layer = DIRECTIONS * (PROJECTIONS + 1 + ATTENTION);
-    // Queries and keys of the first layer, where they are computed once for all masked slots.
+    // Queries and keys of the first layer, which projects mask tokens once.
     const FIRST: usize = 2 * DIRECTIONS;
-    // The taps need no gradient.
+    // Captured hidden states need no gradient.
     2 + FIRST + layer_shapes(&decoder.model.layers) * layer
 }
 
-/// Floating-point operations of the backbone's forward and backward over a sample with anchors: two per multiplication in the matrix
-/// products that the architecture asks for, masked attention not counted, nothing counted twice that is computed twice, and all that several drafts share
-/// for each of them.
+/// Floating-point operations of the backbone's forward and backward pass over a sample: two per multiplication of the architecture's
+/// matrix products. Masked attention and recomputation do not count; work that drafts share counts for each of them.
 ///
-/// A trainable product counts three times (itself, the gradients of its input and of its weights), one whose input is constant or
-/// whose weights are frozen twice.
+/// A trained product counts three times: itself, the gradient of its input and the gradient of its weight. A product with a constant input
+/// or a frozen weight counts twice.
 pub fn backbone_flops(decoder: &DraftDecoder, blocks: &BlockSpec, sample: &TrainSample) -> f64 {
     let (d, size, taps) = (decoder.model.hidden_size as f64, blocks.block_size, decoder.taps.len() as f64);
     let tokens = sample.input_ids.len() as f64;

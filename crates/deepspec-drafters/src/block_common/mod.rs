@@ -1,7 +1,7 @@
-//! Drafters of whole blocks behind anchors: what DSpark, DFlash and their kin share.
+//! Block drafters: the parts that DSpark, DFlash and DFlash 2 share.
 //!
-//! B inputs `[anchor, mask, …, mask]` run through the backbone at once; γ of the slots draft a token each ([`Slots`]). A kind adds
-//! what turns the states of these slots into logits.
+//! B tokens `[anchor, mask, …, mask]` run through the backbone at once, and γ of the slots draft a token each ([`Slots`]). Each drafter
+//! adds its own way from hidden states to logits.
 //!
 //! [`Slots`]: deepspec_core::Slots
 
@@ -36,9 +36,9 @@ use crate::registration::ParamGroup;
 pub(crate) const BACKBONE: ParamGroup =
     ParamGroup { name: "backbone", prefixes: &["fc.", "hidden_norm.", "layers.", "norm."] };
 
-/// A kind of drafter that drafts whole blocks behind anchors.
+/// A drafter of whole blocks.
 pub trait BlockDrafter: DrafterKind {
-    /// What drafting a slot leaves for the next one.
+    /// State from one drafted slot to the next.
     type State: Default;
 
     /// Its backbone.
@@ -52,7 +52,7 @@ pub trait BlockDrafter: DrafterKind {
     /// Its blocks.
     fn blocks(config: &Self::Config) -> &BlockSpec;
 
-    /// Whether its proposals come with confidences.
+    /// Whether it has a confidence head.
     fn has_confidence(_config: &Self::Config) -> bool {
         false
     }
@@ -64,13 +64,13 @@ pub trait BlockDrafter: DrafterKind {
         DraftSampling::Greedy
     }
 
-    /// Drafts without the Markov head from now on; whether there is one.
+    /// Turns the Markov head off; whether there is one.
     fn ignore_markov(&mut self) -> bool {
         false
     }
 
-    /// Drafts one slot: float32 logits `[S, V]` from those of the head alone (`base`), its states `[S, d]` and the tokens before it
-    /// `[S]`; and the embeddings of these that the confidence reads, `[S, r]`.
+    /// Float32 logits `[S, V]` of one slot, from the shared head's logits `base`, hidden states `[S, d]` and previous tokens `[S]`.
+    /// Also returns the embeddings `[S, r]` of the previous tokens, for the confidence head.
     fn step(
         model: &DraftModel<Self>,
         base: Tensor,
@@ -79,14 +79,14 @@ pub trait BlockDrafter: DrafterKind {
         state: &mut Self::State,
     ) -> (Tensor, Option<Tensor>);
 
-    /// Embeddings of the previous tokens and the features that the logits depend on, both `[A, γ, r]`, of whole blocks with states
-    /// `[A, γ, d]` and the true previous tokens `[A, γ]`; None where logits depend on states alone.
+    /// Embeddings of the previous tokens, and features of the logits, `[A, γ, r]` each, teacher-forced from hidden states `[A, γ, d]` and
+    /// previous tokens `[A, γ]`. None where logits depend on hidden states alone.
     fn features(model: &DraftModel<Self>, hidden: &Tensor, previous: &Tensor) -> Option<(Tensor, Tensor)>;
 
-    /// Logits of slots, float32 `[R, V]`: states `[R, d]` and features `[R, r]`.
+    /// Float32 logits `[R, V]` from hidden states `[R, d]` and features `[R, r]`.
     fn slot_logits(model: &DraftModel<Self>, hidden: &Tensor, features: Option<&Tensor>) -> Tensor;
 
-    /// Confidence logits `[..]` of states `[.., d]` and embeddings `[.., r]`; None without such a head.
+    /// Confidence logits `[..]` from hidden states `[.., d]` and embeddings `[.., r]`; None without a confidence head.
     fn confidence(
         _model: &DraftModel<Self>,
         _hidden: &Tensor,

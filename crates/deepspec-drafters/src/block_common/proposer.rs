@@ -1,4 +1,4 @@
-//! Proposing: the context's keys and values are projected once per verified token and cached per slot.
+//! Drafting with block drafters. Keys and values of the context are projected once per verified token, and cached.
 
 use deepspec_core::Tap;
 use deepspec_engine::{Context, DraftRequest, DraftSampling, Proposal, Proposer};
@@ -13,22 +13,22 @@ use super::backbone::over_blocks;
 use crate::draft_model::{DraftModel, DrafterConfig};
 use crate::{Drafter, DrafterProbe};
 
-/// A drafter of anchored blocks with context histories.
+/// A block drafter with a KV cache.
 pub struct AnchoredProposer<K: BlockDrafter> {
     model: DraftModel<K>,
     cache: KvCache,
 }
 
-/// What a drafted block leaves behind for the confidence head.
+/// Inputs of the confidence head for drafted blocks.
 pub struct Drafting {
-    /// States `[S, γ, d]`, after the final norm.
+    /// Hidden states after the final norm, `[S, γ, d]`.
     pub hidden: Tensor,
     /// Embeddings of the tokens before each slot, `[S, γ, r]`.
     pub embeddings: Option<Tensor>,
 }
 
 impl<K: BlockDrafter> AnchoredProposer<K> {
-    /// A proposer with empty histories for `slots` sequences.
+    /// A proposer with an empty KV cache for `slots` sequences.
     pub fn new(model: DraftModel<K>, slots: usize) -> Self {
         let cache = KvCache::new(&model.attentions(), slots, model.kind(), model.device());
         Self { model, cache }
@@ -39,8 +39,8 @@ impl<K: BlockDrafter> AnchoredProposer<K> {
         &self.model
     }
 
-    /// The model's part of a proposal: takes in the context, runs blocks behind the `anchors [S]`, and hands the float32 logits `[S, V]`
-    /// of one drafting slot after the other to `choose(k, logits)`, whose tokens `[S]` the next goes on from.
+    /// Appends the context to the cache and runs blocks at the `anchors [S]`. Slot by slot, `choose(k, logits)` picks tokens `[S]` from
+    /// float32 logits `[S, V]`, and the next slot continues from them.
     pub fn forward(
         &mut self,
         context: &Context,
@@ -68,7 +68,7 @@ impl<K: BlockDrafter> AnchoredProposer<K> {
         Drafting { hidden, embeddings }
     }
 
-    /// The slots' blocks, behind the context that is being `taken` in.
+    /// Blocks of the slots, after the context that is appended.
     fn blocks(&self, taken: &[Chunk], slots: &[usize]) -> Vec<Chunk> {
         let len = self.slots();
         let block = |&slot: &usize| {
@@ -82,7 +82,7 @@ impl<K: BlockDrafter> AnchoredProposer<K> {
         slots.iter().map(block).collect()
     }
 
-    /// Appends newly verified states to the histories.
+    /// Appends keys and values of newly verified tokens to the cache.
     fn append_context(&mut self, context: &Context, chunks: &[Chunk], rows: &Rows) {
         let rotations = self.model.rotations(rows.positions());
         let hidden = self.model.context(&context.taps);
@@ -93,8 +93,8 @@ impl<K: BlockDrafter> AnchoredProposer<K> {
         self.cache.advance(chunks);
     }
 
-    /// Backbone states `[S, γ, d]` of blocks `[anchor, mask, …]`, after the final norm. The blocks' own keys stand behind the context
-    /// for this pass only: the history does not advance over them.
+    /// Hidden states `[S, γ, d]` of blocks `[anchor, mask, …]`, after the final norm. The blocks' own keys are in the cache for this pass
+    /// only: it does not advance over them.
     fn hidden(&mut self, blocks: &[Chunk], anchors: &Tensor) -> Tensor {
         let plan = self.cache.plan(blocks, MaskKind::Block);
         let rotations = self.model.planned_rotations(&plan);

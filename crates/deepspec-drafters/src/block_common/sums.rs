@@ -1,4 +1,4 @@
-//! Sums of a micro-batch that all drafters of anchored blocks have, and the metrics made from them.
+//! Sums of a micro-batch that all block drafters have, and their metrics.
 
 use deepspec_ops::distill_loss::{Column, LossOutput, LossRecipe, TERMS};
 use serde_json::{Map, Value, json};
@@ -6,26 +6,26 @@ use tch::{Kind, Tensor};
 
 use super::BlockBatch;
 
-/// Sums that add over micro-batches and ranks.
+/// Sums that add up over micro-batches and ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum AnchoredSum {
     /// Σ of the position weights.
     Weight,
-    /// The numerator of all that is learned.
+    /// The numerator of the whole loss.
     Loss,
-    /// A row loss with position weights only: one of the table of terms.
+    /// One of the loss terms, with position weights only.
     Term(usize),
-    /// The label's cross entropy with D-PACE's weights.
+    /// The cross entropy with position weights that follow the drafter.
     Dpace,
-    /// Σ 1 + Π accept rate over the blocks.
+    /// Σ over the blocks of 1 + Π accept rates.
     Tau,
-    /// Blocks.
+    /// Number of blocks.
     Blocks,
-    /// Supervised drafts.
+    /// Number of supervised drafts.
     Drafts,
-    /// Σ accept rate at a position.
+    /// Σ of accept rates at a position.
     Accept(usize),
-    /// Supervised drafts at a position.
+    /// Number of supervised drafts at a position.
     Count(usize),
 }
 
@@ -35,7 +35,7 @@ impl AnchoredSum {
     /// ‖p^d − p^t‖₁.
     pub const L1: Self = Self::Term(1);
 
-    /// All of them for blocks of γ drafts, in the order in which they stand.
+    /// All sums for blocks of γ drafts, in their order.
     pub fn all(gamma: usize) -> impl Iterator<Item = Self> {
         let terms = (0..TERMS.len()).map(Self::Term);
         [Self::Weight, Self::Loss]
@@ -63,25 +63,25 @@ impl AnchoredSum {
 }
 
 impl BlockBatch {
-    /// Values of the supervised drafts `[R]` where they stand in their blocks, `[A, γ]`, and 0 elsewhere.
+    /// Values of the supervised drafts `[R]` at their slots, `[A, γ]`, and 0 elsewhere.
     pub(crate) fn by_block(&self, rows: &Tensor) -> Tensor {
         let all = Tensor::zeros([self.previous.numel() as i64], (Kind::Float, rows.device()));
         all.index_add(0, &self.rows, rows).view_as(&self.previous)
     }
 
-    /// Σ of values of the supervised drafts `[R]` with their position weights.
+    /// Σ of values of the supervised drafts `[R]`, with position weights.
     pub(crate) fn weighted(&self, values: &Tensor) -> Tensor {
         (values * &self.weights).sum(Kind::Float)
     }
 
-    /// Every [`AnchoredSum`], `[K]` float64: `loss` is the numerator of what is learned, `accept [R]` are the accept rates.
+    /// Every [`AnchoredSum`], `[K]` float64; `loss` is the numerator of the whole loss, `accept [R]` are the accept rates.
     pub(crate) fn sums(&self, output: &LossOutput, loss: &Tensor, accept: &Tensor) -> Tensor {
         let (device, count) = (accept.device(), accept.size()[0] as f64);
         let accepted = self.by_block(accept);
         let survival = accepted.cumprod(1, Kind::Float); // Π accept rate, 0 behind the supervised drafts
         let accepted_at = accepted.sum_dim_intlist(0, false, Kind::Double);
         let supervised_at = self.by_block(&accept.ones_like()).sum_dim_intlist(0, false, Kind::Double);
-        // Filled where it is needed: a number of the host's would have to travel.
+        // Filled on the device: a host's number would need a copy.
         let number = |value: f64| Tensor::full([], value, (Kind::Double, device));
         let value = |sum: AnchoredSum| match sum {
             AnchoredSum::Weight => self.weights.sum(Kind::Float),
@@ -98,38 +98,37 @@ impl BlockBatch {
     }
 }
 
-/// Sums side by side, `[K]` float64.
+/// Joins sums, `[K]` float64.
 pub(crate) fn joined(sums: impl Iterator<Item = Tensor>) -> Tensor {
     Tensor::cat(&sums.map(|sum| sum.to_kind(Kind::Double).reshape([1])).collect::<Vec<_>>(), 0)
 }
 
-/// The sums of a window, to be asked for by what they are.
+/// Sums of a logging window.
 pub(crate) struct Window<'a> {
-    /// γ.
+    /// γ, drafted tokens per block.
     pub gamma: usize,
-    /// Those of [`AnchoredSum::all`], and then the kind's own.
+    /// The sums of [`AnchoredSum::all`], and then the drafter's own.
     pub sums: &'a [f64],
 }
 
 impl Window<'_> {
-    /// One of them.
+    /// One of the shared sums.
     pub fn of(&self, sum: AnchoredSum) -> f64 {
         self.sums[AnchoredSum::all(self.gamma).take_while(|other| *other != sum).count()]
     }
 
-    /// One of the kind's `own`, which stand in this order.
+    /// One of the drafter's `own` sums, in this order.
     pub fn own<S: PartialEq>(&self, own: &[S], sum: S) -> f64 {
         let place = own.iter().take_while(|other| **other != sum).count();
         self.sums[AnchoredSum::all(self.gamma).count() + place]
     }
 
-    /// A sum with position weights as their mean.
+    /// The mean of a sum with position weights.
     pub fn mean(&self, weighted: f64) -> f64 {
         ratio(weighted, self.of(AnchoredSum::Weight))
     }
 
-    /// The metrics that all kinds have; `loss` is the kind's own, and `own` what else it measures, under their names. Every mean is
-    /// divided once, here.
+    /// Metrics of all block drafters. `loss` is the drafter's own loss and `own` its further metrics, by name.
     pub fn metrics(
         &self,
         recipe: &LossRecipe,
@@ -154,7 +153,7 @@ impl Window<'_> {
         put("anchors_per_sample", json!(blocks / samples.max(1) as f64));
         put("supervised_per_block", json!(ratio(drafts, blocks)));
         for (place, term) in TERMS.iter().enumerate().filter(|(_, term)| term.is_reported(recipe)) {
-            // Those that stand above keep their place.
+            // Terms that are there already keep their place.
             put(&format!("{}_loss", term.name()), json!(mean(AnchoredSum::Term(place))));
         }
         if recipe.dpace.is_some() {
@@ -167,7 +166,7 @@ impl Window<'_> {
     }
 }
 
-/// `numerator` over `denominator`, 0 where there is nothing.
+/// `numerator` over `denominator`; 0 where the latter is 0.
 pub(crate) fn ratio(numerator: f64, denominator: f64) -> f64 {
     if denominator > 0.0 { numerator / denominator } else { 0.0 }
 }

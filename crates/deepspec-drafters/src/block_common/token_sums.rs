@@ -1,24 +1,24 @@
-//! The gradient of an embedding: what belongs to one token is added up in float32 and in a fixed order, on every device.
+//! The gradient of an embedding: addends of one token are summed in float32 and in a fixed order, on every device.
 //!
-//! Adding row by row in place would round every sum to the embedding's kind, and on a GPU in whatever order its threads come:
-//! of a thousand equal addends bfloat16 keeps less than half.
+//! Adding row by row in place would round every sum to the embedding's dtype, and a GPU would add in no fixed order. Of a thousand
+//! equal addends, bfloat16 keeps less than half.
 
 use deepspec_ops::{Upload, UploadSlice, Uploaded};
 use std::collections::BTreeMap;
 
 use tch::{Kind, Tensor};
 
-/// Which of N addends belong to which of U tokens.
+/// Index from N addends to U distinct tokens.
 pub(crate) struct TokenSums {
-    /// The tokens, each once: `[U]`.
+    /// Distinct tokens, `[U]`.
     tokens: Tensor,
-    /// Token after token, the row that it has and its addends: `[U + N]`, counted in U rows and then N addends.
+    /// For each token its row and its addends, `[U + N]`: indices into U rows followed by N addends.
     order: Tensor,
-    /// How many of these each token has: `[U]`.
+    /// Number of these indices per token, `[U]`.
     counts: Tensor,
 }
 
-/// The lists of [`TokenSums`] on their way.
+/// The lists of [`TokenSums`] in an upload.
 pub(crate) struct TokenPlaces {
     tokens: UploadSlice,
     order: UploadSlice,
@@ -43,19 +43,18 @@ impl TokenSums {
         }
     }
 
-    /// The lists where they are needed.
+    /// The lists on the device.
     pub fn new(places: &TokenPlaces, there: &Uploaded) -> Self {
         let TokenPlaces { tokens, order, counts } = places;
         Self { tokens: there.of(*tokens), order: there.of(*order), counts: there.of(*counts) }
     }
 
-    /// Adds `addends [N, r]` to the rows of `gradient [V, r]`, to be called without a graph: a row is rounded to its kind once, when
-    /// all is added.
+    /// Adds `addends [N, r]` to the rows of `gradient [V, r]`. Each row is rounded to its dtype once. Autograd must be off.
     pub fn add(&self, gradient: &Tensor, addends: &Tensor) {
         let before = gradient.index_select(0, &self.tokens);
         let all = Tensor::cat(&[&before, addends], 0).to_kind(Kind::Float).index_select(0, &self.order);
         let none = None::<&Tensor>;
-        // The counts are known to be right; to look at them would make the host wait for the device.
+        // The counts are right; a check would make the host wait for the device.
         let sums = Tensor::segment_reduce(&all, "sum", Some(&self.counts), none, none, 0, true, 0.0);
         let _ = gradient.shallow_clone().index_copy_(0, &self.tokens, &sums.to_kind(gradient.kind()));
     }
@@ -85,7 +84,7 @@ mod tests {
         }
     }
 
-    /// What was there comes first, then the addends in their order.
+    /// The old value comes first, then the addends in their order.
     #[test]
     fn float32_sums_have_the_bits_of_one_addition_after_the_other() {
         let tokens: Vec<i64> = (0..600).map(|i| (i * i + 3 * i) % 37).collect();

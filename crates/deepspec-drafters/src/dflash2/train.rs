@@ -393,7 +393,7 @@ impl DFlash2Config {
         backbone_product_shapes(&self.decoder) + 2 * DIRECTIONS + 2
     }
 
-    /// Floating-point operations of forward and backward over `samples`, counted as [`backbone_flops`] does.
+    /// Floating-point operations of forward and backward over `samples`, counted as `backbone_flops` does.
     pub fn flops(&self, samples: &[TrainSample]) -> f64 {
         let (model, rank) = (&self.decoder.model, self.selector_rank as f64);
         let (d, vocab, gamma) = (model.hidden_size as f64, model.vocab_size as f64, self.blocks.drafted());

@@ -1,4 +1,4 @@
-//! A drafter's tensors: what is trained, what is frozen, and how they are read.
+//! Tensors of a drafter: trained, frozen and loaded.
 
 use std::path::Path;
 
@@ -9,12 +9,12 @@ use tch::{Device, Kind, Tensor};
 const EMBED: &str = "embed_tokens.weight";
 const HEAD: &str = "lm_head.weight";
 
-/// Whether this is the target's embedding or head, of which every checkpoint holds a copy.
+/// Whether this is the embedding or the head, which every checkpoint copies from the target.
 pub fn is_embed_or_head(name: &str) -> bool {
     name == EMBED || name == HEAD
 }
 
-/// What a builder handed out, and the target's embedding and head: all that a checkpoint holds.
+/// All tensors of a checkpoint: those of a builder, and the target's embedding and head.
 pub fn with_ends(mut named: StateDict, vocabulary: &EmbedHead) -> StateDict {
     named.buffers.push((EMBED.to_string(), vocabulary.embed_tokens().shallow_clone()));
     match vocabulary.lm_head().share() {
@@ -24,13 +24,13 @@ pub fn with_ends(mut named: StateDict, vocabulary: &EmbedHead) -> StateDict {
     named
 }
 
-/// Keeps parameters as they are whose names begin like this.
+/// Freezes parameters whose names have one of these prefixes.
 pub fn freeze(named: &mut StateDict, prefixes: &[&str]) {
     let is_frozen = |(name, _): &mut (String, Tensor)| prefixes.iter().any(|prefix| name.starts_with(prefix));
     named.buffers.extend(named.parameters.extract_if(.., is_frozen));
 }
 
-/// Reads the drafter in `dir`, packed or not: `build` asks for its tensors by name, beside its embedding and head.
+/// Loads the drafter in `dir`, packed or not; `build` asks for its tensors by name, beside embedding and head.
 ///
 /// # Errors
 /// If a tensor is missing, misshapen, not finite, or of no use to the config.

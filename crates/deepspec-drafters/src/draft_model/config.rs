@@ -1,4 +1,4 @@
-//! What the configs of all trained drafters have in common: a decoder like the target's, and where the target is tapped.
+//! Config keys of all trained drafters: a decoder like the target's, and the target layers that the drafter reads.
 
 use std::path::Path;
 
@@ -12,19 +12,19 @@ use serde_json::{Map, Value, json};
 
 use crate::ConfigIssue;
 
-/// A drafter's decoder and its place at the target.
+/// A drafter's decoder, and the target layers that it reads.
 #[derive(Debug, Clone, PartialEq)]
 pub struct DraftDecoder {
     /// The decoder's sizes; its layers are the draft layers.
     pub model: ModelConfig,
-    /// Where the target is tapped, in order.
+    /// Target layers that it reads, in order.
     pub taps: Vec<Tap>,
-    /// Layers of the target.
+    /// Number of layers of the target.
     pub num_target_layers: usize,
 }
 
 impl DraftDecoder {
-    /// One of a drafter behind anchors; each of its layers has the window that `windows` gives it.
+    /// The decoder of a block drafter; `windows` are the windows of its layers.
     ///
     /// # Errors
     /// A key of the recipe, and what is wrong with it.
@@ -36,7 +36,7 @@ impl DraftDecoder {
         Self::of(target, recipe, target.anchored_decoder(&windows.take(MAX_LAYERS + 1).collect::<Vec<_>>()))
     }
 
-    /// One with so many layers like the target's.
+    /// A decoder with so many layers like the target's.
     ///
     /// # Errors
     /// A key of the recipe, and what is wrong with it.
@@ -54,7 +54,7 @@ impl DraftDecoder {
         Ok(Self { model, taps, num_target_layers: target.layers.len() })
     }
 
-    /// Reads it from a checkpoint's config.json.
+    /// Reads config.json of a checkpoint.
     ///
     /// # Errors
     /// If a key is missing or of a wrong type.
@@ -68,7 +68,7 @@ impl DraftDecoder {
         Ok(Self { model: ModelConfig::parse(path, map.clone())?, taps, num_target_layers })
     }
 
-    /// Checks the decoder and the taps.
+    /// Checks decoder and target layers.
     ///
     /// # Errors
     /// A key and what is wrong with it.
@@ -84,7 +84,7 @@ impl DraftDecoder {
             .map_err(|error| ("target_layer_ids", error.to_string()))
     }
 
-    /// Whether a target of this architecture can be drafted for.
+    /// Checks that the drafter fits a target of this architecture.
     ///
     /// # Errors
     /// [`ModelError::Mismatch`] naming what differs.
@@ -100,7 +100,7 @@ impl DraftDecoder {
             .filter(|(_, drafter, target)| drafter != target)
             .map(|(what, drafter, target)| format!("{what} {target}, the drafter was trained for {drafter}"))
             .collect();
-        // Which families' layers go with it is for the target to say; what a kind of drafter makes of them, for its checkpoint.
+        // The target knows the families whose drafters it can have.
         if !target.has_drafters_of(model.family) {
             let (target, drafter) = (target.family, model.family);
             differences.push(format!("the architecture of {target}, the drafter was trained for {drafter}"));
@@ -120,7 +120,7 @@ impl DraftDecoder {
         ))))
     }
 
-    /// The decoder's config.json with the keys of every drafter on top.
+    /// config.json of the decoder, with the keys that every drafter adds.
     pub fn to_json(&self, architecture: &str) -> Map<String, Value> {
         let mut map = self.model.raw.clone();
         map.insert("architectures".into(), json!([architecture]));

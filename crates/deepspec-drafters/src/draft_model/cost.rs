@@ -1,58 +1,58 @@
-//! What planning a training pass goes by.
+//! Memory of a training pass.
 
 use deepspec_models::nn::{LayerSpec, Norms, Value};
 use deepspec_ops::{AutogradMemory, NORMED};
 
-/// Matrix products of a layer with a weight: queries, keys and values, output, gate and up, down.
+/// Weighted matrix products of a layer: queries, keys and values, output, gate and up, down.
 pub(crate) const PROJECTIONS: usize = 5;
-/// Each of them has gradients by its input and by its weight, which are products of other shapes.
+/// Products per weight: the forward, and the gradients of input and weight, of other shapes each.
 pub(crate) const DIRECTIONS: usize = 3;
-/// Kinds of layers by the shapes of their products.
+/// Number of distinct layers by the shapes of their products.
 pub(crate) fn layer_shapes(layers: &[LayerSpec]) -> usize {
     let shape = |layer: &LayerSpec| (layer.attention.heads, layer.intermediate_size);
     let is_first = |i: &usize| layers[..*i].iter().all(|other| shape(other) != shape(&layers[*i]));
     (0..layers.len()).filter(is_first).count()
 }
 
-/// A sample of a micro-batch, as far as its cost depends on it.
+/// Sizes of a sample of a micro-batch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SampleSize {
-    /// T.
+    /// T, its tokens.
     pub tokens: usize,
-    /// How many of them are supervised.
+    /// Number of supervised tokens.
     pub supervised: usize,
-    /// Blocks that start in it; 0 for drafters without anchors.
+    /// Number of its blocks; 0 for autoregressive drafters.
     pub anchors: usize,
 }
 
-/// Bytes that a training pass holds beside weights and gradients.
+/// Bytes of a training pass beside weights and gradients.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct PassBytes {
-    /// Kept from the forward for the backward, but for what stands under `by_layer`.
+    /// Kept from forward to backward, without `by_layer`.
     pub kept: usize,
-    /// Kept by each layer that could be recomputed.
+    /// Kept by each layer that can be recomputed.
     pub by_layer: Vec<usize>,
-    /// What stays of such a layer where it is recomputed.
+    /// Kept of a layer that is recomputed.
     pub input: usize,
-    /// What carrying gradients from one recomputed layer to the next takes.
+    /// Gradients between two recomputed layers.
     pub between: usize,
-    /// What the backward of the layers works with on top, less what it has freed by then; no loss is computed then.
+    /// Temporaries of the layers' backward pass, after what it has freed.
     pub layers: usize,
-    /// What the losses work with on top.
+    /// Temporaries of the losses.
     pub objective: usize,
     /// Whether layers are recomputed.
     pub recomputes: bool,
 }
 
 impl PassBytes {
-    /// Kept from the forward for the backward, when the losses are computed.
+    /// Kept from forward to backward while the losses are computed.
     pub fn activations(&self) -> usize {
         let of_layers =
             if self.recomputes { self.by_layer.len() * self.input } else { self.by_layer.iter().sum() };
         self.kept + of_layers
     }
 
-    /// What losses or layers work with on top, at the worst moment.
+    /// Most temporaries of losses or layers.
     pub fn workspace(&self) -> usize {
         let again = if self.recomputes {
             self.by_layer.iter().max().map_or(0, |most| most + self.between)
@@ -62,14 +62,14 @@ impl PassBytes {
         self.objective.max(again + self.layers)
     }
 
-    /// At the worst moment.
+    /// Peak.
     pub fn peak(&self) -> usize {
         self.activations() + self.workspace()
     }
 }
 
-/// Bytes that autograd keeps of the norms that only some families have, in a layer of so many rows which makes values of `sources`
-/// rows: those behind attention and MLP, and the values', which libtorch's operator norms.
+/// Bytes that autograd keeps of norms that only some families have, in a layer of so many rows with values of `sources` rows: the norms
+/// of a sandwich, and the norm of values.
 pub(crate) fn family_norms(layer: &LayerSpec, rows: usize, sources: usize, of: AutogradMemory) -> usize {
     let behind = if layer.norms == Norms::Sandwich { 2 * rows * layer.hidden_size as usize } else { 0 };
     let heads = layer.attention.heads;

@@ -1,4 +1,4 @@
-//! What a kind of trained drafter says of itself, and what all kinds make of it.
+//! Traits of a trained drafter, and the plan and the trainer's view that follow from them.
 
 use std::fmt::Debug;
 use std::path::Path;
@@ -16,7 +16,7 @@ use crate::{
     Metrics, Predictions, TrainSample, TrainableDrafter, WeightCounts,
 };
 
-/// The architecture of a kind of drafter, as a checkpoint's config.json gives it.
+/// The architecture of a drafter, as config.json of a checkpoint has it.
 pub trait DrafterConfig: Debug + Clone + Send + Sync + 'static {
     /// Reads `dir/config.json`.
     ///
@@ -27,21 +27,21 @@ pub trait DrafterConfig: Debug + Clone + Send + Sync + 'static {
     /// The checkpoint's config.json.
     fn to_json(&self) -> Map<String, Value>;
 
-    /// Its class behind the prefix of a family.
+    /// The end of its class name; a family's name comes before it.
     const CLASS: &'static str;
 
-    /// Whether a recipe says what the slots of its blocks predict.
+    /// Whether a recipe chooses the tokens that the slots of a block predict.
     const CHOOSES_SLOTS: bool = true;
 
-    /// The class whose checkpoints these are.
+    /// The class name in `architectures` of its checkpoints.
     fn architecture(&self) -> String {
         format!("{}{}", self.model().family.decoder.prefix, Self::CLASS)
     }
 
-    /// Its decoder and where the target is tapped.
+    /// Its decoder and the target layers that it reads.
     fn decoder(&self) -> &DraftDecoder;
 
-    /// The same, to change it.
+    /// Its decoder, mutable.
     fn decoder_mut(&mut self) -> &mut DraftDecoder;
 
     /// Its decoder's sizes.
@@ -52,30 +52,29 @@ pub trait DrafterConfig: Debug + Clone + Send + Sync + 'static {
     /// γ, drafted tokens per block.
     fn draft_len(&self) -> usize;
 
-    /// Its blocks, where it drafts whole ones behind anchors.
+    /// Its blocks; None for an autoregressive drafter.
     fn anchored(&self) -> Option<&BlockSpec> {
         None
     }
 
-    /// The same, to change them.
+    /// Its blocks, mutable.
     fn anchored_mut(&mut self) -> Option<&mut BlockSpec> {
         None
     }
 
-    /// Makes its own parts as small as they can be.
+    /// Shrinks its own parts to tiny sizes.
     fn shrink(&mut self) {}
 
-    /// Adds what decides whether a drafter like this can take over the weights of one `from` another checkpoint, beside decoder,
-    /// taps and target.
+    /// Compares its own settings with those of a checkpoint that training starts `from`.
     fn transfer(&self, _from: &Self, _transfer: &mut WarmStart) {}
 }
 
-/// A kind of drafter that is trained on a target's states. The type itself holds the weights that it has beside the fusion of the
-/// taps, the embedding and the head, which all kinds share ([`DraftModel`]).
+/// A drafter that is trained on a target's hidden states. The type holds its own weights; [`DraftModel`] holds embedding, head and the
+/// projection of captured hidden states.
 pub trait DrafterKind: Sized + Send + 'static {
     /// Its architecture.
     type Config: DrafterConfig;
-    /// How it is trained.
+    /// Its objective.
     type Objective: Debug + Clone + Send + Sync + 'static;
 
     /// See [`DrafterPlan::final_states`].
@@ -84,7 +83,7 @@ pub trait DrafterKind: Sized + Send + 'static {
     /// See [`DrafterPlan::recompute`].
     const RECOMPUTES: bool = false;
 
-    /// Asks for the tensors in the order in which they are trained.
+    /// Asks the builder for its tensors, in the order in which they are trained.
     fn new(b: &Builder, config: &Self::Config) -> Self;
 
     /// See [`DrafterPlan::anchors`].
@@ -134,7 +133,7 @@ pub trait DrafterKind: Sized + Send + 'static {
     fn predict<'a>(model: &'a DraftModel<Self>, samples: &[TrainSample]) -> Option<Predictions<'a>>;
 }
 
-/// Checks the config.json of a drafter of one kind.
+/// Checks config.json of a drafter.
 ///
 /// # Errors
 /// If a key is missing, wrong, or asks for what is not computed.
@@ -142,7 +141,7 @@ pub fn check<K: DrafterKind>(dir: &Path) -> Result<(), ModelError> {
     K::Config::load(dir).map(drop)
 }
 
-/// Loads a drafter of one kind.
+/// Loads a drafter.
 ///
 /// # Errors
 /// If config.json or a tensor is missing or does not fit.
@@ -150,19 +149,19 @@ pub fn load<K: DrafterKind>(dir: &Path, options: &DrafterOptions) -> Result<Box<
     Ok(K::drafter(DraftModel::load_packed(dir, options.device, options.kind)?, options.slots))
 }
 
-/// Architecture and objective of a drafter before any weight is there.
+/// Architecture and objective of a drafter, without weights.
 pub struct Plan<K: DrafterKind> {
     /// The architecture.
     pub config: K::Config,
     /// How it is trained.
     pub objective: K::Objective,
-    /// Parameters whose names begin like this stay as they are.
+    /// Prefixes of the names of frozen parameters.
     frozen: Vec<&'static str>,
     recomputes: bool,
 }
 
 impl<K: DrafterKind> Plan<K> {
-    /// A drafter all of which learns.
+    /// A drafter without frozen parameters.
     pub fn new(config: K::Config, objective: K::Objective) -> Self {
         Self { config, objective, frozen: vec![], recomputes: false }
     }
@@ -180,7 +179,7 @@ impl<K: DrafterKind> DrafterPlan for Plan<K> {
         (model.hidden_size, model.vocab_size) = (64, 64);
         for layer in &mut model.layers {
             (layer.hidden_size, layer.intermediate_size) = (64, 64);
-            // Rotations and scales are those of the head's own width.
+            // The head dim stays: rotary settings and scales depend on it.
             let heads = &mut layer.attention.heads;
             (heads.query, heads.key_value) = (2, 1);
         }

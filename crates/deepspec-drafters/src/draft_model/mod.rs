@@ -1,5 +1,5 @@
-//! What all drafters share that are trained on a target's states: its embedding and head, the fusion of its captured
-//! states, positions, and how their tensors are made, read and shared.
+//! The parts that all drafters trained on hidden states share: embedding and head, the projection of captured hidden states, rotary
+//! embeddings, and loading, sharing and packing of tensors.
 
 mod checkpoint;
 mod config;
@@ -29,23 +29,23 @@ pub(crate) use cost::{DIRECTIONS, PROJECTIONS, family_norms, layer_shapes};
 pub(crate) use gradients::{backward, gradient};
 pub(crate) use upload::joined;
 
-/// A drafter that is trained on a target's states.
+/// A drafter that is trained on a target's hidden states.
 pub struct DraftModel<K: DrafterKind> {
     config: K::Config,
     vocabulary: EmbedHead, // frozen
     fc: Linear,
     pub(crate) parts: K,
     ropes: RotaryEmbeddings,
-    /// Everything that a checkpoint holds, sharing storage with the model.
+    /// All tensors of a checkpoint; they share storage with the model.
     tensors: StateDict,
     kind: Kind,
     device: Device,
-    /// Whether a training pass keeps of its layers their inputs only.
+    /// Whether layers are recomputed in the backward pass (activation checkpointing).
     recomputes: bool,
 }
 
 impl<K: DrafterKind> DraftModel<K> {
-    /// A fresh drafter with the target's embedding and head (both `[V, d]`, shared and frozen).
+    /// A drafter with random weights, and with the target's embedding and head (`[V, d]` each, shared and frozen).
     pub fn fresh(config: K::Config, embed_tokens: &Tensor, lm_head: &Tensor, seed: u64, kind: Kind) -> Self {
         let b = Builder::fresh(seed, config.model().initializer_range, embed_tokens.device(), kind);
         Self::build(config, &b, embed_tokens.shallow_clone(), Weight::Stored(lm_head.shallow_clone()), kind)
@@ -59,7 +59,7 @@ impl<K: DrafterKind> DraftModel<K> {
         Self::read(dir, device, kind, false)
     }
 
-    /// The same, packed to decode with: it does not learn.
+    /// Loads the checkpoint in `dir` for inference, with packed weights.
     ///
     /// # Errors
     /// As [`DraftModel::load`].
@@ -92,7 +92,7 @@ impl<K: DrafterKind> DraftModel<K> {
         }
     }
 
-    /// The names and shapes of the parameters of a drafter like this, without their values.
+    /// Names and shapes of the parameters of such a drafter, without values.
     pub fn outline(config: K::Config) -> Vec<(String, Tensor)> {
         let ends = Tensor::empty([0, config.model().hidden_size], (Kind::BFloat16, HOST));
         let head = Weight::Stored(ends.shallow_clone());
@@ -100,19 +100,19 @@ impl<K: DrafterKind> DraftModel<K> {
         outline.tensors.parameters
     }
 
-    /// The same drafter once more, sharing all weights with this one.
+    /// A second drafter that shares all weights with this one.
     pub fn share(&self) -> Self {
         self.share_as(self.config.clone(), None)
     }
 
-    /// The same drafter as it is now, packed to decode with.
+    /// A copy of the drafter for inference, with packed weights.
     pub fn packed(&self) -> Self {
         let (embed, head) = (self.vocabulary.embed_tokens(), self.vocabulary.lm_head().share().packed());
         let b = Builder::sharing(&self.tensors).packing();
         Self::build(self.config.clone(), &b, embed.shallow_clone(), head, self.kind)
     }
 
-    /// The same weights as a drafter of another config, of the same shapes, reads them; with other ends (both `[V, d]`) where there are some.
+    /// The same weights under another config of the same shapes, and with another embedding and head (`[V, d]` each) if given.
     pub fn share_as(&self, config: K::Config, ends: Option<(&Tensor, &Tensor)>) -> Self {
         let (embed, head) = match ends {
             Some((embed, head)) => (embed, Weight::Stored(head.shallow_clone())),
@@ -121,7 +121,7 @@ impl<K: DrafterKind> DraftModel<K> {
         Self::build(config, &Builder::sharing(&self.tensors), embed.shallow_clone(), head, self.kind)
     }
 
-    /// Its embedding and head, both `[V, d]`; a copy of the head where that is packed.
+    /// Its embedding and head, `[V, d]` each; a copy of the head where that is packed.
     pub fn embed_and_head(&self) -> (Tensor, Tensor) {
         (self.vocabulary.embed_tokens().shallow_clone(), self.vocabulary.lm_head().stored())
     }
@@ -131,32 +131,32 @@ impl<K: DrafterKind> DraftModel<K> {
         &self.config
     }
 
-    /// Keeps parameters as they are whose names begin like this.
+    /// Freezes parameters whose names have one of these prefixes.
     fn freeze(&mut self, prefixes: &[&str]) {
         checkpoint::freeze(&mut self.tensors, prefixes);
     }
 
-    /// Parameters that can learn, by checkpoint name, sharing storage with the model; those that are packed cannot.
+    /// Trained parameters by checkpoint name; they share storage with the model. Packed weights are not among them.
     pub fn parameters(&self) -> &[(String, Tensor)] {
         &self.tensors.parameters
     }
 
-    /// Everything a checkpoint holds: the parameters and what is frozen.
+    /// All tensors of a checkpoint: parameters and frozen tensors.
     pub fn checkpoint(&self) -> Vec<(String, Tensor)> {
         self.tensors.all()
     }
 
-    /// Kind of weights and activations.
+    /// Dtype of weights and activations.
     pub fn kind(&self) -> Kind {
         self.kind
     }
 
-    /// Where it lives.
+    /// Its device.
     pub fn device(&self) -> Device {
         self.device
     }
 
-    /// Whether a training pass keeps of its layers their inputs only.
+    /// Whether layers are recomputed in the backward pass (activation checkpointing).
     pub(crate) fn recomputes(&self) -> bool {
         self.recomputes
     }
@@ -166,7 +166,7 @@ impl<K: DrafterKind> DraftModel<K> {
         &self.vocabulary
     }
 
-    /// Who attends to whom, layer by layer.
+    /// Attention of each layer.
     pub(crate) fn attentions(&self) -> Vec<AttentionSpec> {
         self.config.model().layers.iter().map(|layer| layer.attention).collect()
     }
@@ -180,7 +180,7 @@ impl<K: DrafterKind> DraftModel<K> {
         self.ropes.at(positions, self.kind)
     }
 
-    /// Captured states `[T, m·d]` to `[T, d]`.
+    /// Projects captured hidden states `[T, m·d]` to `[T, d]`.
     pub(crate) fn fuse(&self, taps: &Tensor) -> Tensor {
         self.fc.forward(taps)
     }

@@ -1,4 +1,4 @@
-//! Training that begins from another run's weights.
+//! Training that starts from the weights of another run.
 
 use std::fmt::Debug;
 use std::path::Path;
@@ -12,15 +12,15 @@ use super::checkpoint::is_embed_or_head;
 use super::{DraftModel, DrafterConfig, DrafterKind};
 use crate::registry::checkpoints_like;
 
-/// What decides whether weights can be taken over.
+/// Settings that decide whether weights can be loaded.
 #[derive(Default)]
 pub struct WarmStart {
     settings: Vec<Setting>,
-    /// Beginnings of the names of parameters that may stay fresh, because the other drafter has no such part.
+    /// Prefixes of parameters that may stay random, because the other drafter lacks them.
     pub may_be_fresh: Vec<&'static str>,
 }
 
-/// A setting that shapes the weights: what it is in the checkpoint, and what the recipe asks for.
+/// A setting that shapes the weights, in the checkpoint and in the recipe.
 struct Setting {
     key: &'static str,
     there: String,
@@ -28,12 +28,12 @@ struct Setting {
 }
 
 impl WarmStart {
-    /// Weights can only be taken over if these are equal.
+    /// Requires equal values.
     pub fn compare<T: Debug>(&mut self, key: &'static str, there: &T, here: &T) {
         self.settings.push(Setting { key, there: format!("{there:?}"), here: format!("{here:?}") });
     }
 
-    /// [`WarmStart::compare`], by words.
+    /// Requires equal values, as text.
     pub fn compare_words(&mut self, key: &'static str, there: String, here: String) {
         self.settings.push(Setting { key, there, here });
     }

@@ -1,9 +1,9 @@
-//! The states of a micro-batch on their way to its device: one transfer, however many samples it has.
+//! Hidden states of a micro-batch, sent to its device by one copy.
 
 use tch::{Device, Kind, Tensor};
 
-/// Joins the parts, which lie on `from`, along their first dimension as `kind` on `device`. Where that is another device, they
-/// travel by one transfer, and in the kind that they have.
+/// Joins parts on the device `from` along their first dimension, as `kind` on `device`. Between two devices, one copy moves them before
+/// they are cast.
 pub(crate) fn joined(parts: &[Tensor], from: Device, device: Device, kind: Kind) -> Tensor {
     if from == device {
         let parts: Vec<Tensor> = parts.iter().map(|part| part.to_kind(kind)).collect();

@@ -431,7 +431,7 @@ impl BlockConfig {
             + sums
     }
 
-    /// Floating-point operations of forward and backward over `samples`, counted as [`backbone_flops`] does; the teacher's logits
+    /// Floating-point operations of forward and backward over `samples`, counted as `backbone_flops` does; the teacher's logits
     /// count once. What drafts share counts for each of them.
     pub fn flops(&self, samples: &[TrainSample]) -> f64 {
         let (d, vocab) = (self.decoder.model.hidden_size as f64, self.decoder.model.vocab_size as f64);

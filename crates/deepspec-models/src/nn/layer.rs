@@ -2,10 +2,11 @@
 
 use std::cell::OnceCell;
 
-use deepspec_ops::{Activation, Attend, GatedMlp, LayerWeights, RepeatedRows, decoder_layer, gated_mlp};
+use deepspec_ops::{Activation, Attend, LayerWeights, RepeatedRows, decoder_layer};
 use tch::Tensor;
 
 use super::attention::{Attention, optionally_normed};
+use super::mlp::Mlp;
 use super::spec::{LayerSpec, Norms};
 use super::{Builder, Init, Linear, RmsNorm, Rotation};
 
@@ -33,32 +34,6 @@ pub trait LayerHook {
 
     /// Called in place of `mlp(normed)`, which is `[N, d]` to `[N, d]`.
     fn around_mlp(&self, normed: &Tensor, mlp: &mut dyn FnMut(&Tensor) -> Tensor) -> Tensor;
-}
-
-/// The gated MLP `down(act(gate(x)) ⊙ up(x))`.
-struct Mlp {
-    gate_proj: Linear,
-    up_proj: Linear,
-    down_proj: Linear,
-    activation: Activation,
-}
-
-impl Mlp {
-    fn new(b: &Builder, name: &str, spec: &LayerSpec) -> Self {
-        let (d, inner) = (spec.hidden_size, spec.intermediate_size);
-        Self {
-            gate_proj: Linear::new(b, &format!("{name}.gate_proj"), d, inner),
-            up_proj: Linear::new(b, &format!("{name}.up_proj"), d, inner),
-            down_proj: Linear::new(b, &format!("{name}.down_proj"), inner, d),
-            activation: spec.activation,
-        }
-    }
-
-    fn forward(&self, x: &Tensor) -> Tensor {
-        let Self { gate_proj, up_proj, down_proj, activation } = self;
-        let (gate, up, down) = (gate_proj.weight(), up_proj.weight(), down_proj.weight());
-        gated_mlp(x, GatedMlp { gate, up, down, activation: *activation })
-    }
 }
 
 /// Attention and MLP, each between its norms and beside a residual.

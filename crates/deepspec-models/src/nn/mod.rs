@@ -4,6 +4,7 @@ mod attention;
 mod builder;
 mod layer;
 mod linear;
+mod mlp;
 mod rope;
 mod spec;
 mod vocabulary;

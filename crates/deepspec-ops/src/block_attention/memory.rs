@@ -6,14 +6,14 @@ use super::tiles::{COPIES, MOST_BYTES, SLOTS, most_rest};
 use super::{ALIGNED, TILE, is_by_block};
 use crate::attention::{AttentionSpec, Heads};
 
-/// Float32 tensors of the size of a sequence's queries in its backward, beside their gradients: the gradients of its output, and
-/// in parts those of its queries by the blocks and by a part.
+/// Float32 tensors of the size of a sequence's queries in its backward pass: the gradient of the output, and the gradients of the
+/// queries through the block and through a part of the context.
 const QUERIES_AT_WORK: usize = 3;
 /// The number where blocks run one by one.
 const QUERIES_BY_BLOCK: usize = 1;
 /// Float32 tensors of the size of a sequence's keys and values, beside their gradients: gradients by part.
 const KEYS_AT_WORK: usize = 2;
-/// The number on CPUs, where blocks may run one by one: keys and values, each in panels of two kinds.
+/// The number on CPUs, whose kernel packs keys and values in two layouts each.
 const PANELS_AT_WORK: usize = 4;
 /// Keys and values.
 const SIDES: usize = 2;
@@ -80,8 +80,8 @@ impl BlockSizes {
         if may_be_tiled { in_parts.max(self.tiled_at_work(size, queries, keys, bytes)) } else { in_parts }
     }
 
-    /// Bytes of one sequence in tiles on a GPU: copies of the context that tiles see, at most all of it, and of the context that
-    /// some blocks see alone, with their gradients; queries, their gradients by both parts and the output's; float32 sums.
+    /// Bytes of one sequence in tiles on a GPU. They are copies of the context with their gradients, the queries with three
+    /// gradients, and float32 sums.
     fn tiled_at_work(&self, size: usize, queries: usize, keys: usize, bytes: usize) -> usize {
         const OF_QUERIES: usize = 4;
         let tiles = self.blocks.div_ceil(SLOTS);

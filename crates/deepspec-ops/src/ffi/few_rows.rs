@@ -62,7 +62,7 @@ pub fn has_few_rows(like: &Tensor, width: i64, inner: i64, dim: i64, repeats: i6
     unsafe { ds_has_few_rows(like.as_ptr().cast(), width, inner, dim, repeats) }
 }
 
-/// `norm(x) [W₁; W₂; W₃]ᵀ + residual` of up to [`FEW_ROWS`] rows `x [N, I]`: up to three weights `[Oᵢ, I]`, of which the outputs lie one behind the other.
+/// `norm(x) [W₁; W₂; W₃]ᵀ + residual` of up to 8 rows `x [N, I]`: up to three weights `[Oᵢ, I]`, of which the outputs lie one behind the other.
 /// Sums are float32, rounded once. Without a graph.
 ///
 /// # Panics
@@ -85,7 +85,7 @@ pub fn few_rows_product(
     made("a product of a few rows", problem, out)
 }
 
-/// `silu(norm(x) Wᵍᵀ) ⊙ (norm(x) Wᵘᵀ)` of up to [`FEW_ROWS`] rows `x [N, I]`, with weights `[O, I]`.
+/// `silu(norm(x) Wᵍᵀ) ⊙ (norm(x) Wᵘᵀ)` of up to 8 rows `x [N, I]`, with weights `[O, I]`.
 ///
 /// # Panics
 /// As [`few_rows_product`].
@@ -106,7 +106,7 @@ pub fn few_rows_gated_product(x: &Tensor, gain: RmsNormParams<'_>, gate: &Tensor
     made("a gated product of a few rows", problem, out)
 }
 
-/// [`super::history_attention`] of up to [`FEW_ROWS`] rows, all of them of some chunk, `qkv [N, (H + 2G)·D]`: queries, keys and values that are neither normed
+/// `history_attention` of up to 8 rows, all of them of some chunk, `qkv [N, (H + 2G)·D]`: queries, keys and values that are neither normed
 /// nor turned yet. Gives `[N, H·D]`.
 ///
 /// # Panics

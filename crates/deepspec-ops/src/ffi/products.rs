@@ -103,7 +103,7 @@ impl PackedWeight {
     /// `x Wᵀ` over the last dimension of `x [.., input]`: `[.., output]`.
     ///
     /// # Panics
-    /// As [`packed_product`].
+    /// As `packed_product`.
     pub fn product(&self, x: &Tensor) -> Tensor {
         packed_product(x, None, &[self], None)
     }
@@ -126,7 +126,7 @@ pub fn packed_product(
 /// `silu(norm(x) Gᵀ) ⊙ (norm(x) Wᵀ)`, of which neither factor is written down.
 ///
 /// # Panics
-/// As [`packed_product`], and if G is of another size.
+/// As `packed_product`, and if G is of another size.
 pub fn packed_gated_product(
     x: &Tensor,
     gain: Option<RmsNormParams<'_>>,

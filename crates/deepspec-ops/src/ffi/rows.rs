@@ -36,7 +36,7 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Option<Tensor> {
 
 /// Where the largest of the values of each row stands, `[..]` int64 for `x [.., V]`; of several the first. Nothing is differentiated.
 ///
-/// None as for [`rms_norm`], and where a value is not a number.
+/// None as for `rms_norm`, and where a value is not a number.
 pub fn argmax(x: &Tensor) -> Option<Tensor> {
     // SAFETY: as above.
     unsafe { owned(ds_argmax(x.as_ptr().cast())) }
@@ -44,7 +44,7 @@ pub fn argmax(x: &Tensor) -> Option<Tensor> {
 
 /// softmax(logits / temperature) of `logits [n, V]` with `temperatures`, n of them. A row's bits do not depend on the other rows.
 ///
-/// None as for [`rms_norm`], for gradients, and where there is nothing or not a temperature for each row.
+/// None as for `rms_norm`, for gradients, and where there is nothing or not a temperature for each row.
 pub fn distributions(logits: &Tensor, temperatures: &Tensor) -> Option<Tensor> {
     // SAFETY: as above.
     unsafe { owned(ds_distributions(logits.as_ptr().cast(), temperatures.as_ptr().cast())) }
@@ -53,7 +53,7 @@ pub fn distributions(logits: &Tensor, temperatures: &Tensor) -> Option<Tensor> {
 /// Of each row of `weights [n, V]`, which are not negative, the first token whose cumulated weight, in float64, is greater than the row's of `uniforms
 /// [n]` float64 times all of it: `[n]` int64. Where none is, the last token; where weights are not numbers, the first.
 ///
-/// None as for [`rms_norm`], for gradients, and where there is nothing or not a uniform for each row.
+/// None as for `rms_norm`, for gradients, and where there is nothing or not a uniform for each row.
 pub fn draw(weights: &Tensor, uniforms: &Tensor) -> Option<Tensor> {
     // SAFETY: as above.
     unsafe { owned(ds_draw(weights.as_ptr().cast(), uniforms.as_ptr().cast())) }
@@ -61,7 +61,7 @@ pub fn draw(weights: &Tensor, uniforms: &Tensor) -> Option<Tensor> {
 
 /// Turns the planes (i, D/2 + i) of `x [N, heads, D]` by angles whose cosines and sines are `[N, 1, D/2]`.
 ///
-/// None as for [`rms_norm`], but that bfloat16 on a GPU is taken where that can be compiled for.
+/// None as for `rms_norm`, but that bfloat16 on a GPU is taken where that can be compiled for.
 pub fn rotate(x: &Tensor, cosines: &Tensor, sines: &Tensor) -> Option<Tensor> {
     // SAFETY: as above.
     unsafe { owned(ds_rotate(x.as_ptr().cast(), cosines.as_ptr().cast(), sines.as_ptr().cast())) }
@@ -69,7 +69,7 @@ pub fn rotate(x: &Tensor, cosines: &Tensor, sines: &Tensor) -> Option<Tensor> {
 
 /// `silu(gate) ⊙ up`, of one shape.
 ///
-/// None as for [`rms_norm`], and for gradients; but bfloat16 on a GPU is taken where that can be compiled for, with gradients too.
+/// None as for `rms_norm`, and for gradients; but bfloat16 on a GPU is taken where that can be compiled for, with gradients too.
 pub fn silu_times(gate: &Tensor, up: &Tensor) -> Option<Tensor> {
     // SAFETY: as above.
     unsafe { owned(ds_silu_times(gate.as_ptr().cast(), up.as_ptr().cast())) }
@@ -78,7 +78,7 @@ pub fn silu_times(gate: &Tensor, up: &Tensor) -> Option<Tensor> {
 /// `(silu(gate) ⊙ up) Wᵀ` of `gate` and `up [.., d]` and `weight [outputs, d]`, for gradients: the backward makes the product's input once more, which
 /// is not kept for it. The gradient of a weight that is a parameter is added to its `grad` by the backward itself, as that of [`super::projection`].
 ///
-/// None as for [`rms_norm`], and where nothing learns.
+/// None as for `rms_norm`, and where nothing learns.
 pub fn gated_product(gate: &Tensor, up: &Tensor, weight: &Tensor) -> Option<Tensor> {
     // SAFETY: as above.
     unsafe { owned(ds_gated_product(gate.as_ptr().cast(), up.as_ptr().cast(), weight.as_ptr().cast())) }

@@ -373,7 +373,7 @@ impl Attend for KvAttention<'_> {
 }
 
 impl AttendProjected for KvAttention<'_> {
-    /// On a GPU the kernel reads histories before the kernel in front of it is done: whatever moves them must have been enqueued
+    /// A GPU's kernel starts to read the cache before the previous kernel ends. Work that moves rows of the cache must be enqueued
     /// before the layers.
     fn attend_projected(&mut self, qkv: &Tensor, heads: ProjectedHeads<'_>) -> Tensor {
         let Self { cache, layer, plan } = self;

@@ -11,7 +11,7 @@ use crate::attention::Heads;
 /// Bytes of unused rows that are kept for the next sequences.
 pub const KEPT: usize = 16 << 20;
 
-/// Capacity of the rows for sequences of up to `tokens`: a multiple of [`SPAN`], two sizes per octave for long ones.
+/// Capacity of the rows for sequences of up to `tokens`: a multiple of 256, two sizes per octave for long ones.
 pub fn capacity(tokens: usize) -> usize {
     let tokens = tokens.max(1);
     tokens.next_multiple_of((tokens.next_power_of_two() / 4).max(SPAN))

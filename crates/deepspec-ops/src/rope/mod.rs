@@ -10,7 +10,7 @@ use crate::ffi;
 pub use spec::{RopeSpec, Scaling, Yarn};
 pub use table::{Rope, Rotation};
 
-/// Rotates heads `x [N, H, D]` by `cos` and `sin`, `[N, 1, D/2]` each: value `i` and value `i + D/2` of a head are one pair.
+/// Rotates heads `x [N, H, D]` by `cos` and `sin`, `[N, 1, D/2]` each. Value `i` and value `i + D/2` of a head are one pair.
 ///
 /// A kernel runs on contiguous tensors of the CPU, forward and backward; libtorch's operators run elsewhere.
 pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Tensor {
