@@ -1,4 +1,4 @@
-//! `config.json` of a Hugging Face model: typed fields, and the architecture that a family reads from them.
+//! `config.json` of a Hugging Face model, and the architecture that a family reads from it.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -14,13 +14,13 @@ use serde_json::{Map, Value};
 use crate::ModelError;
 use crate::nn::{self, Heads, LayerSpec};
 
-/// Decoders of more layers are mistakes; refused early, they cannot exhaust the memory.
+/// Most layers of a decoder. More are a mistake, refused before they exhaust memory.
 pub const MAX_LAYERS: usize = 1024;
 
-/// The architecture of a causal language model, as its config.json gives it.
+/// The architecture of a causal language model, from its config.json.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ModelConfig {
-    /// What it was read as.
+    /// Its family.
     pub family: Family,
     /// d, the width of the residual stream.
     pub hidden_size: i64,
@@ -28,11 +28,11 @@ pub struct ModelConfig {
     pub vocab_size: i64,
     /// ε of the final norm.
     pub rms_norm_eps: f64,
-    /// Longest sequence the model was made for.
+    /// Longest sequence that the model was trained for.
     pub max_position_embeddings: usize,
     /// Whether the head is the embedding.
     pub tie_word_embeddings: bool,
-    /// Standard deviation of fresh weights.
+    /// Standard deviation of random weights.
     pub initializer_range: f64,
     /// Factor on embeddings.
     pub embed_scale: f64,
@@ -57,7 +57,7 @@ pub fn layer_count(fields: &Fields) -> Result<usize, ModelError> {
     Err(fields.error(key, format!("{layers} is not between 1 and {MAX_LAYERS}")).into())
 }
 
-/// The heads, if attention and rotary embeddings can compute with them; `key_value` and `dim` are the keys that they came from.
+/// Checks heads for attention and rotary embeddings; `key_value` and `dim` are the keys that they came from.
 ///
 /// # Errors
 /// If key heads do not divide query heads, or the width is odd.
@@ -76,7 +76,7 @@ pub fn checked_heads(fields: &Fields, key_value: &str, dim: &str, heads: Heads) 
 /// Reads `dir/config.json` as a JSON object.
 ///
 /// # Errors
-/// If `dir` is no folder, or the file is missing or no JSON object.
+/// If `dir` is not a folder, or the file is missing or not a JSON object.
 pub fn read_json(dir: &Path) -> Result<(PathBuf, Map<String, Value>), ModelError> {
     let path = dir.join("config.json");
     if !path.is_file() {
@@ -95,7 +95,7 @@ pub fn read_json(dir: &Path) -> Result<(PathBuf, Map<String, Value>), ModelError
 }
 
 impl ModelConfig {
-    /// Values of the keys and values of `slots` histories that hold up to `tokens`, in the rows that they take.
+    /// Numbers in the KV cache of `slots` sequences of up to `tokens` tokens, with the padding of their rows.
     pub fn history(&self, slots: usize, tokens: usize) -> usize {
         let heads = self.layers.iter().map(|layer| layer.attention.heads);
         let row: usize = heads.map(|heads| 2 * heads.key_value as usize * heads.dim as usize).sum();
@@ -111,7 +111,7 @@ impl ModelConfig {
         }
     }
 
-    /// Values of embedding, head and projections: all weights but for those of the norms, which are less than a thousandth.
+    /// Weights of embedding, head and projections. Norms are not counted: they are less than a thousandth.
     pub fn weights(&self) -> usize {
         let projections = |layer: &LayerSpec| {
             let Heads { query, key_value, dim } = layer.attention.heads;
@@ -123,7 +123,7 @@ impl ModelConfig {
         (layers + ends * self.vocab_size * self.hidden_size) as usize
     }
 
-    /// The sizes by which costs of passes are estimated.
+    /// Sizes for cost estimates.
     pub fn size(&self) -> ModelSize {
         let layers = self.layers.iter().map(|layer| {
             let Heads { query, key_value, dim } = layer.attention.heads;
@@ -145,10 +145,10 @@ impl ModelConfig {
 
 /// `layer_types` of layers with a window.
 pub const SLIDING: &str = "sliding_attention";
-/// `layer_types` of layers that see everything.
+/// `layer_types` of layers without a window.
 pub const FULL: &str = "full_attention";
 
-/// Which layers have a window by `layer_types`; None without that key.
+/// Whether each layer has a window, by `layer_types`; None without that key.
 ///
 /// # Errors
 /// If the key holds another number of types, or an unknown one.
@@ -172,7 +172,7 @@ pub(crate) fn sliding_layers(fields: &Fields, layers: usize) -> Result<Option<Ve
 /// A config.json.
 pub(crate) type RawConfig = Map<String, Value>;
 
-/// A family of causal language models, as its file announces it.
+/// A family of causal language models.
 pub struct TargetFamily {
     /// Its names and the form of its layers.
     pub decoder: &'static DecoderFamily,
@@ -182,13 +182,13 @@ pub struct TargetFamily {
     pub(crate) read: fn(&Fields) -> Result<ModelConfig, ModelError>,
     /// The config.json of a decoder of these layers, from a target's.
     pub(crate) draft_config: fn(&RawConfig, &[LayerSpec]) -> RawConfig,
-    /// Whose layers drafters behind anchors have; None where it is their own.
+    /// The family whose layers its block drafters have; None for its own.
     pub(crate) behind_anchors: Option<Family>,
-    /// Why a decoder cannot have draft layers with these windows; None where it can.
+    /// The reason why draft layers cannot have these windows; None where they can.
     pub(crate) refuse_windows: fn(&[Option<usize>]) -> Option<&'static str>,
-    /// How its own models mark who speaks, where that has a name.
+    /// The chat format of its models, where it has a name.
     pub chat: Option<ChatFormat>,
-    /// Hub ids of its models whose sizes are known without them, and their config.json.
+    /// Hub ids of models whose sizes are built in, with their config.json.
     pub shapes: &'static [(&'static str, &'static str)],
 }
 

@@ -1,4 +1,4 @@
-//! What can be wrong with a model on disk.
+//! Errors of models on disk.
 
 use std::path::PathBuf;
 
@@ -17,7 +17,7 @@ pub enum ModelError {
     NotAModel {
         /// The folder or file.
         path: PathBuf,
-        /// What is missing or wrong.
+        /// The problem.
         problem: String,
     },
     /// A key of config.json is missing, of a wrong type or unsupported.
@@ -27,7 +27,7 @@ pub enum ModelError {
         path: PathBuf,
         /// The key.
         key: String,
-        /// What was found and what was expected.
+        /// The value found, and the expected one.
         problem: String,
     },
     /// A tensor is not in the checkpoint.
@@ -40,9 +40,9 @@ pub enum ModelError {
         path: PathBuf,
         /// The tensor's name.
         name: String,
-        /// What was being loaded.
+        /// The model that was loaded.
         expected: String,
-        /// A tensor there whose name has the same end.
+        /// A tensor of the checkpoint whose name ends likewise.
         like: Option<String>,
     },
     /// A tensor has another shape than the config says.
@@ -62,7 +62,7 @@ pub enum ModelError {
     Mismatch(#[source] UsageError),
 }
 
-/// Files of weights are read by the crate of the dialects.
+/// Files of weights are read by `deepspec-checkpoint`.
 impl From<CheckpointError> for ModelError {
     fn from(error: CheckpointError) -> Self {
         match error {

@@ -1,4 +1,4 @@
-//! What makes two targets the same, and the tokens that end their answers.
+//! Digests of targets, and the tokens that end their answers.
 
 use std::fs::{self, File};
 use std::io::Write;
@@ -15,9 +15,9 @@ use serde_json::{Map, Value};
 use crate::ModelError;
 use crate::config::read_json;
 
-/// Files up to this many bytes are hashed anew each time; the digests of larger ones are remembered.
+/// Files up to this many bytes are hashed each time; digests of larger files are cached.
 const SMALL: u64 = 64 << 20;
-/// Bytes that versions before 0.2 read at each probe of a larger file, and how many probes there were.
+/// Bytes per probe of a large file in versions before 0.2, and the number of probes.
 const PROBE: u64 = 64 << 10;
 const PROBES: u64 = 16;
 
@@ -42,8 +42,8 @@ pub fn config_digest(dir: &Path) -> Result<String, ModelError> {
     Ok(hasher.hex())
 }
 
-/// A digest of all bytes of the weights, file by file with its name. Large files are hashed once: their digests are remembered in
-/// the cache folder by path, size and time of change.
+/// A digest of all bytes of the weights, with the names of their files. Digests of large files are kept in the cache folder by path,
+/// size and modification time.
 ///
 /// # Errors
 /// If the folder cannot be read or holds no weights.
@@ -58,8 +58,7 @@ pub fn weights_digest(dir: &Path) -> Result<String, ModelError> {
     })
 }
 
-/// The digest of the weights as versions before 0.2 made it: of large files by probes of their bytes. Caches of hidden states that were
-/// built by them are bound to it.
+/// The digest of the weights in versions before 0.2, which read large files in probes. Caches of hidden states of these versions hold it.
 ///
 /// # Errors
 /// As [`weights_digest`].
@@ -79,7 +78,7 @@ pub fn probed_weights_digest(dir: &Path) -> Result<String, ModelError> {
     })
 }
 
-/// A digest over the weight files of a folder, by name: over what `part` makes of each file and its length.
+/// A digest over the weight files of a folder, by name; `part` digests one file of a length.
 fn digest_of(
     dir: &Path,
     part: impl Fn(&Path, u64) -> Result<Vec<u8>, FileError>,
@@ -91,7 +90,7 @@ fn digest_of(
     let of = |kind: &str| -> Vec<&PathBuf> {
         all.iter().filter(|path| path.extension().is_some_and(|found| found == kind)).collect()
     };
-    // A GGUF beside safetensors is not what is read.
+    // Safetensors are read before a GGUF.
     let mut paths = of("safetensors");
     if paths.is_empty() {
         paths = of("gguf");
@@ -111,7 +110,7 @@ fn digest_of(
     Ok(hasher.hex())
 }
 
-/// The SHA-256 of a file. It is kept in the cache folder and taken from there as long as path, size and time of change are the same.
+/// The SHA-256 of a file, from the cache folder while path, size and modification time are unchanged.
 fn remembered_digest(path: &Path) -> Result<String, FileError> {
     let known = env::cache_dir().and_then(|cache| {
         let place = fs::canonicalize(path).ok()?;
@@ -126,7 +125,7 @@ fn remembered_digest(path: &Path) -> Result<String, FileError> {
     }
     let digest = digest::file(path)?;
     if let Some(file) = known {
-        // Who cannot remember hashes again next time.
+        // Without a cache folder the file is hashed again next time.
         let folder = file.parent().map_or(Ok(()), atomic::create_dir);
         let kept = folder.and_then(|()| atomic::replace(&file, |out| out.write_all(digest.as_bytes())));
         if let Err(error) = kept {

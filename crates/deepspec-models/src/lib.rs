@@ -1,6 +1,6 @@
-//! Targets on libtorch, and the parts that drafters are built of too.
+//! Targets on libtorch, and modules that drafters share.
 //!
-//! Legend: N rows (tokens), T context tokens of one sequence, d hidden size, m taps, V vocabulary, H heads, G key/value heads,
+//! Shapes: N rows (tokens), T context tokens of one sequence, d hidden size, m taps, V vocabulary, H heads, G key/value heads,
 //! D head dim, S slots.
 
 pub mod config;

@@ -1,17 +1,17 @@
-//! What histories may take of the memory that is free beside the models.
+//! Memory for the KV cache beside the models.
 
 use deepspec_engine::{Proposer, Target};
 use deepspec_ops::kv_attention::KEPT;
 
 use crate::TargetModel;
 
-/// Prompt tokens that a step may run at once.
+/// Most prompt tokens of a step.
 const PROMPT_TOKENS: usize = 8192;
-/// Of ten parts of the memory that is free, those that are counted on: allocators round up, and other programs come and go.
+/// Tenths of the free memory that the cache may use: allocators round up, and other programs allocate too.
 const PARTS: u64 = 9;
 
-/// Bytes that the histories of all sequences may take where these models run: what is free now, less what the largest step works
-/// with in each of so many engines that share the slots. None where the device does not say what is free.
+/// Bytes for the KV caches of all sequences: the free memory, less the peak of a step in each of so many engines. None where the device
+/// does not report its free memory.
 pub fn room(
     target: &TargetModel,
     drafter: Option<&dyn Proposer>,
@@ -23,36 +23,36 @@ pub fn room(
     let working = target.working_bytes(PROMPT_TOKENS + judged, judged);
     let (kept, layers) = (2 * KEPT as u64, target.config().layers.len() as u64);
     let left = (free / 10 * PARTS).saturating_sub(engines as u64 * (working + kept));
-    // While a pool of histories grows, one layer of it is there twice.
+    // A pool that grows holds one layer twice.
     Some(left / (layers + 1) * layers)
 }
 
-/// Bytes that the histories of a sequence of `tokens` take in both models, with a drafted block behind it.
+/// Bytes of a sequence of `tokens` and a drafted block in the KV caches of both models.
 pub fn history_bytes(target: &TargetModel, drafter: Option<&dyn Proposer>, tokens: usize) -> u64 {
     let tokens = tokens + drafter.map_or(0, |drafter| drafter.draft_len());
     target.history_bytes(tokens) + drafter.map_or(0, |drafter| drafter.history_bytes(tokens))
 }
 
-/// How many sequences of a certain length have room at once.
+/// Number of sequences of a length that fit into memory.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Fit {
-    /// All of them.
+    /// All sequences.
     All,
-    /// One at least.
+    /// At least one.
     Fewer {
-        /// The numbers, in a sentence without an end.
+        /// Explanation for the log, without a period.
         told: String,
     },
-    /// Not even one.
+    /// None.
     Shorter {
-        /// The most tokens that one sequence can have.
+        /// Most tokens of one sequence.
         tokens: usize,
-        /// The numbers, in a sentence without an end.
+        /// Explanation for the log, without a period.
         told: String,
     },
 }
 
-/// Sets `slots` sequences of `context` tokens against `memory` bytes; `bytes` says what a history of so many tokens takes.
+/// Compares `slots` sequences of `context` tokens with `memory` bytes; `bytes` gives the bytes of a sequence of so many tokens.
 pub fn fit(slots: usize, context: usize, memory: u64, bytes: impl Fn(usize) -> u64) -> Fit {
     let gigabytes = |bytes: u64| format!("{:.2} GB", bytes as f64 / 1e9);
     let one = bytes(context);

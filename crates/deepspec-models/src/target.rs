@@ -1,4 +1,4 @@
-//! The target: a causal language model with key/value slots and taps into its layers.
+//! The target: a causal language model with a KV cache that captures hidden states of its layers.
 
 use std::cell::OnceCell;
 use std::path::Path;
@@ -16,24 +16,24 @@ use crate::nn::{
 };
 use crate::{ModelConfig, ModelError, Weights};
 
-/// Tokens that a slot takes in within one pass. What a pass holds for a token (the MLP's insides above all) is far more than
-/// what stays of it.
+/// Most tokens of a sequence per pass. The activations of a token, those of the MLP above all, are far larger than its keys and
+/// values.
 const PASS_TOKENS: usize = 4096;
 
-/// Bytes per logit of what verification makes of it: float32 logits and distributions of target and drafter, float64 sums of
-/// them, and the sorted copies of the filters.
+/// Bytes per logit of verification: float32 logits and distributions of target and drafter, float64 sums, and sorted copies for top-k
+/// and top-p.
 pub const JUDGED_BYTES: u64 = 48;
 
-/// How a target is loaded.
+/// Options for loading a target.
 #[derive(Debug, Clone)]
 pub struct TargetOptions {
-    /// Where it runs.
+    /// Its device.
     pub device: Device,
-    /// Kind of weights and activations.
+    /// Dtype of weights and activations.
     pub kind: Kind,
-    /// Sequences it holds at once.
+    /// Most sequences at a time.
     pub slots: usize,
-    /// Layers whose raw output is captured, strictly increasing.
+    /// Layers whose outputs are captured, strictly increasing.
     pub taps: Vec<Tap>,
 }
 
@@ -41,7 +41,7 @@ pub struct TargetOptions {
 pub struct TargetModel {
     config: ModelConfig,
     vocabulary: EmbedHead,
-    /// The head once more, packed. Made where logits are asked for; capturing does without.
+    /// The packed head, made when logits are first computed. Capturing hidden states needs none.
     decoding_head: OnceCell<Weight>,
     layers: Vec<DecoderLayer>,
     norm: RmsNorm,
@@ -50,9 +50,9 @@ pub struct TargetModel {
     taps: Vec<Tap>,
     kind: Kind,
     device: Device,
-    /// What its checkpoint calls its tensors.
+    /// Names of its tensors in the checkpoint.
     names: Names,
-    /// Those of its layers and its norm, sharing their storage.
+    /// Tensors of its layers and its norm; they share storage with the model.
     named: StateDict,
 }
 
@@ -61,7 +61,7 @@ impl TargetModel {
     /// model).
     ///
     /// # Errors
-    /// If the folder is no model of a known family, tensors are missing or misshapen, or a tap names no layer.
+    /// If the folder is not a model of a known family, tensors are missing or of another shape, or a captured layer does not exist.
     pub fn load(dir: &Path, options: &TargetOptions) -> Result<Self, ModelError> {
         let config = ModelConfig::load(dir)?;
         check_taps(&options.taps, config.layers.len())?;
@@ -90,7 +90,7 @@ impl TargetModel {
         })
     }
 
-    /// The same model for `slots` other sequences: it shares the weights.
+    /// A model for `slots` other sequences that shares the weights.
     pub fn share(&self, slots: usize) -> Self {
         let options = TargetOptions { device: self.device, kind: self.kind, slots, taps: self.taps.clone() };
         let shared = Self::build(
@@ -137,31 +137,31 @@ impl TargetModel {
         self.decoding_head.get_or_init(|| self.vocabulary.lm_head().share().packed())
     }
 
-    /// Its architecture.
+    /// Its config.
     pub fn config(&self) -> &ModelConfig {
         &self.config
     }
 
-    /// Its embedding and head as [`load_embed_and_head`] gives them, sharing storage with the model.
+    /// Its embedding and head, as [`load_embed_and_head`] loads them; they share storage with the model.
     pub fn embed_and_head(&self) -> (Tensor, Tensor) {
         (self.vocabulary.embed_tokens().shallow_clone(), self.vocabulary.lm_head().stored())
     }
 }
 
 impl TargetModel {
-    /// Chunks `(slot, tokens)` behind what their slots hold.
+    /// Chunks of `(slot, tokens)` that append to their sequences.
     pub fn behind(&self, chunks: &[(usize, usize)]) -> Vec<Chunk> {
         self.cache.behind(chunks)
     }
 
-    /// Makes room for chunks.
+    /// Allocates room for chunks.
     pub fn reserve(&mut self, chunks: &[Chunk]) {
         self.cache.reserve(chunks);
     }
 
-    /// Appends the `tokens [N]` of chunks for which there is room to their slots' histories.
+    /// Runs the `tokens [N]` of chunks, and appends them to their sequences. There must be room for them.
     ///
-    /// Chunks of more than [`PASS_TOKENS`] run in several passes, so that the memory of a pass does not grow with their length.
+    /// Chunks of more than [`PASS_TOKENS`] run in several passes, which bounds the memory of a pass.
     pub fn run(&mut self, chunks: &[Chunk], tokens: &Tensor) -> ModelOutput {
         let passes = passes(chunks);
         if passes.len() <= 1 {
@@ -180,14 +180,14 @@ impl TargetModel {
             hidden.push(out.hidden);
             taps.push(out.taps);
         }
-        // From the rows of one pass after the other to the order of the feed.
+        // From the order of the passes to the order of the batch.
         places.sort_unstable();
         let in_order =
             |parts: Vec<Tensor>| runs(&Tensor::cat(&parts, 0), places.iter().map(|(_, place)| *place));
         ModelOutput { hidden: in_order(hidden), taps: in_order(taps) }
     }
 
-    /// One pass over all rows at once.
+    /// One pass over all rows.
     fn pass(&mut self, chunks: &[Chunk], tokens: &Tensor) -> ModelOutput {
         let plan = self.cache.plan(chunks, MaskKind::Causal);
         let rotations = self.ropes.planned(&plan, self.kind);
@@ -211,7 +211,7 @@ impl TargetModel {
         ModelOutput { hidden: self.norm.forward(&x), taps }
     }
 
-    /// Bytes that a forward of `rows` tokens works with at most, the logits and distributions of `judged` of them, and the packed head.
+    /// Peak bytes of a forward pass of `rows` tokens, with logits and distributions of `judged` tokens and the packed head.
     pub fn working_bytes(&self, rows: usize, judged: usize) -> u64 {
         let layer = |layer: &crate::nn::LayerSpec| {
             let heads = layer.attention.heads;
@@ -257,15 +257,15 @@ impl Target for TargetModel {
     }
 }
 
-/// Rows of a feed that one slot takes in within one pass.
+/// Rows of one sequence in one pass.
 struct PassPart {
     chunk: Chunk,
-    /// The first of them.
+    /// The first row.
     first: i64,
 }
 
-/// Cuts every chunk at multiples of [`PASS_TOKENS`] from its own start, whatever it rides with: the n-th pieces of all chunks
-/// run together.
+/// Splits every chunk at multiples of [`PASS_TOKENS`] from its own start; the n-th pieces of all chunks share a pass. A chunk's pieces
+/// therefore do not depend on its batch.
 fn passes(chunks: &[Chunk]) -> Vec<Vec<PassPart>> {
     let mut passes: Vec<Vec<PassPart>> = vec![];
     let mut first = 0;
@@ -282,8 +282,7 @@ fn passes(chunks: &[Chunk]) -> Vec<Vec<PassPart>> {
     passes
 }
 
-/// The target's embedding and head as they are stored, `[V, d]` each (one tensor where they are tied), without the layers
-/// between them. The config says what is done to embeddings and logits.
+/// Loads the target's embedding and head alone, `[V, d]` each; one tensor where they are tied.
 ///
 /// # Errors
 /// If the folder lacks these tensors.
@@ -309,7 +308,7 @@ fn read_embed_and_head(
     Ok((embed, head))
 }
 
-/// Taps must name layers, each once, in order.
+/// Checks that captured layers exist and increase.
 ///
 /// # Errors
 /// [`ModelError::Mismatch`] with the ids found and those possible.

@@ -14,13 +14,13 @@ use tch::{Device, Kind, Tensor};
 use crate::ModelError;
 use crate::config::read_json;
 
-/// Values written at once.
+/// Values per write.
 const PIECE: usize = 4 << 20;
 
-/// The tensors of a checkpoint, read one at a time when asked for.
+/// Tensors of a checkpoint, read one by one on request.
 pub struct Weights {
     tensors: Tensors,
-    /// What is being loaded, for messages.
+    /// The model that is loaded, for messages.
     expected: String,
     unread: RefCell<Vec<String>>,
     device: Device,
@@ -62,7 +62,7 @@ impl Weights {
         Self { tensors, expected, unread, device, kind }
     }
 
-    /// Values of all tensors together, read or not.
+    /// Number of values of all tensors.
     pub fn values(&self) -> usize {
         self.tensors.iter().map(|(_, facts)| facts.shape.iter().product::<usize>()).sum()
     }
@@ -80,7 +80,7 @@ impl Weights {
         Ok(self.tensors.check_finite()?)
     }
 
-    /// A tensor whose name is `name` behind another beginning, or the same module's in a quantised form.
+    /// A tensor with the name `name` after another prefix, or a quantised tensor of the module.
     fn like(&self, name: &str) -> Option<String> {
         let within = name.strip_prefix("model.").unwrap_or(name);
         let module = name.strip_suffix("weight").unwrap_or(name);
@@ -91,7 +91,7 @@ impl Weights {
         self.tensors.iter().map(|(other, _)| other).find(is_like).map(str::to_owned)
     }
 
-    /// Names that were never asked for.
+    /// Names of tensors that were not read.
     pub fn unread(&self) -> Vec<String> {
         self.unread.borrow().clone()
     }
@@ -142,8 +142,7 @@ fn kind_of(dtype: Dtype) -> Option<Kind> {
     })
 }
 
-/// Writes tensors as one safetensors file, atomically, in the given kind and sorted by name. One tensor at a time is copied: beside a
-/// model's training state there is no room for another.
+/// Writes tensors as one safetensors file, atomically, in the given dtype and sorted by name. One tensor at a time is copied to the host.
 ///
 /// # Errors
 /// Any I/O failure, with the path.
@@ -151,8 +150,8 @@ pub fn save(path: &Path, tensors: &[(String, Tensor)], kind: Kind) -> Result<(),
     write(path, &sorted(tensors), kind)
 }
 
-/// Writes the weights of a checkpoint into the fresh folder `dir` as [`save`] does: as `model.safetensors`, or, where that would hold
-/// more than `most` bytes of values, as shards with an index.
+/// Writes the weights of a checkpoint into the empty folder `dir`: as `model.safetensors`, or as shards with an index above `most`
+/// bytes.
 ///
 /// # Errors
 /// Any I/O failure, with the path.
@@ -195,7 +194,7 @@ fn write(path: &Path, tensors: &[&(String, Tensor)], kind: Kind) -> Result<(), M
     let header =
         Metadata::new(None, tensors.iter().map(info).collect()).map_err(|e| problem(e.to_string()))?;
     let mut header = serde_json::to_vec(&header).map_err(|error| problem(error.to_string()))?;
-    // The values that follow are aligned.
+    // The header ends at a multiple of 8 bytes, which aligns the values.
     header.resize(header.len().next_multiple_of(size_of::<u64>()), b' ');
     Ok(atomic::replace(path, |file| {
         file.write_all(&(header.len() as u64).to_le_bytes())?;
@@ -204,7 +203,7 @@ fn write(path: &Path, tensors: &[&(String, Tensor)], kind: Kind) -> Result<(), M
     })?)
 }
 
-/// Writes the values a piece at a time: an embedding would otherwise be held once more.
+/// Writes values piece by piece, without a copy of a whole embedding.
 fn write_values(file: &mut impl Write, tensor: &Tensor, kind: Kind) -> io::Result<()> {
     let flat = tensor.detach().contiguous().view(-1);
     (0..flat.numel()).step_by(PIECE).try_for_each(|first| {

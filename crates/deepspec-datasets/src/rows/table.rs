@@ -70,7 +70,7 @@ impl Table {
         usize::try_from(self.metadata.metadata().row_group(group).total_byte_size()).unwrap_or(usize::MAX)
     }
 
-    /// The rows of one group, in batches of about [`BATCH_BYTES`].
+    /// The rows of one group, in batches of about 1 MiB.
     ///
     /// # Errors
     /// If the file cannot be opened or the group is malformed.

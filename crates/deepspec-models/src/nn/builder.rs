@@ -1,4 +1,4 @@
-//! Where parameters come from: a checkpoint, fresh random numbers, or a model that is there already.
+//! Sources of parameters: a checkpoint, random numbers, or another model.
 
 use std::cell::RefCell;
 use std::sync::{Mutex, PoisonError};
@@ -10,7 +10,7 @@ use tch::{Device, Kind, Tensor};
 use super::Weight;
 use crate::{ModelError, Weights};
 
-/// How a fresh parameter starts.
+/// Initialization of a random parameter.
 #[derive(Debug, Clone, Copy)]
 pub enum Init {
     /// N(0, initializer_range²).
@@ -19,7 +19,7 @@ pub enum Init {
     Ones,
     /// All zeros, for biases.
     Zeros,
-    /// Of each matrix `[K, d]` ones in the first row and zeros below, for a convolution that gives back what it reads.
+    /// Ones in the first row of each matrix `[K, d]` and zeros below: a convolution that is the identity.
     Identity,
 }
 
@@ -30,29 +30,29 @@ enum Source<'a> {
     Outline,
 }
 
-/// Hands out parameters by checkpoint name and remembers them in order.
+/// Gives parameters by checkpoint name, and remembers them in order.
 pub struct Builder<'a> {
     source: Source<'a>,
-    /// Whether weights of products are packed.
+    /// Whether weights of linear layers are packed.
     packs: bool,
     named: RefCell<StateDict>,
     /// The first tensor that a checkpoint could not give.
     error: RefCell<Option<ModelError>>,
 }
 
-/// Tensors by checkpoint name, in the order they were asked for; they share storage with the model.
+/// Tensors by checkpoint name, in the order of the requests; they share storage with the model.
 #[derive(Default)]
 pub struct StateDict {
-    /// Those that are trained.
+    /// Trained tensors.
     pub parameters: Vec<(String, Tensor)>,
-    /// Those that are stored only.
+    /// Tensors that are stored but not trained.
     pub buffers: Vec<(String, Tensor)>,
-    /// Weights that are packed to decode with; they are in neither other list.
+    /// Weights that are packed for inference; they are in neither other list.
     pub packed: Vec<(String, PackedWeight)>,
 }
 
 impl StateDict {
-    /// All of them, in the form in which a checkpoint stores them: what is packed is copied out of that.
+    /// All tensors as a checkpoint stores them; packed weights are copied.
     pub fn all(&self) -> Vec<(String, Tensor)> {
         let Self { parameters, buffers, packed } = self.share();
         let unpacked = packed.into_iter().map(|(name, weight)| (name, weight.unpacked()));
@@ -89,20 +89,20 @@ impl<'a> Builder<'a> {
         Self::new(Source::Checkpoint(weights))
     }
 
-    /// Draws parameters with standard deviation `std`; each depends on `seed` and its own name only.
+    /// Draws random parameters with standard deviation `std`; `seed` and its name alone decide each.
     pub fn fresh(seed: u64, std: f64, device: Device, kind: Kind) -> Self {
         Self::new(Source::Fresh { seed, std, device, kind })
     }
 
-    /// Hands out parameters whose values nobody looks at: memory that is never touched.
+    /// Gives parameters without values, for their shapes: memory that is never touched.
     pub fn outline() -> Self {
         Self::new(Source::Outline)
     }
 
-    /// Hands out the parameters of another model, sharing their storage.
+    /// Gives the parameters of another model, which share storage.
     ///
     /// # Panics
-    /// When a parameter is asked for that the other model has not, or has in another shape.
+    /// If the other model lacks a parameter, or has it in another shape.
     pub fn sharing(named: &'a StateDict) -> Self {
         Self::new(Source::Shared(named))
     }
@@ -111,7 +111,7 @@ impl<'a> Builder<'a> {
         Self { source, packs: false, named: RefCell::default(), error: RefCell::default() }
     }
 
-    /// The same, packing the weights of products: for a model that decodes, and does not learn.
+    /// Packs the weights of linear layers, for inference.
     pub fn packing(self) -> Self {
         Self { packs: true, ..self }
     }
@@ -123,12 +123,12 @@ impl<'a> Builder<'a> {
         tensor
     }
 
-    /// The weight `[output, input]` of a product.
+    /// The weight `[output, input]` of a linear layer.
     pub fn product(&self, name: &str, shape: &[i64; 2], init: Init) -> Weight {
         let shared = if let Source::Shared(model) = self.source { model.packed(name, shape) } else { None };
         let weight = match shared {
             Some(packed) => Weight::Packed(packed),
-            // Of a model that learns the values are taken, as they are now.
+            // Packing copies the current values of a model in training.
             None if self.packs && self.error.borrow().is_none() => {
                 Weight::Stored(self.read(name, shape, init).detach()).packed()
             }
@@ -142,7 +142,7 @@ impl<'a> Builder<'a> {
         weight
     }
 
-    /// The same for a tensor that is stored but not trained.
+    /// The tensor `name` of the given shape, which is stored but not trained.
     pub fn buffer(&self, name: &str, shape: &[i64], init: Init) -> Tensor {
         let tensor = self.read(name, shape, init);
         self.named.borrow_mut().buffers.push((name.to_string(), tensor.shallow_clone()));
@@ -183,7 +183,7 @@ impl<'a> Builder<'a> {
         Tensor::empty(vec![0; shape.len()], (Kind::BFloat16, HOST))
     }
 
-    /// All tensors that were handed out since the last call.
+    /// All tensors that were given since the last call.
     pub fn take_named(&self) -> StateDict {
         self.named.take()
     }
@@ -197,9 +197,9 @@ impl<'a> Builder<'a> {
     }
 }
 
-/// Standard normal draws by the seed alone.
+/// Standard normal numbers; the seed alone decides them.
 fn normal(shape: &[i64], seed: i64) -> Tensor {
-    // Torch has one generator for all threads: nobody may draw between seeding and drawing.
+    // Torch has one generator for all threads: no other thread may draw between seeding and drawing.
     static GENERATOR: Mutex<()> = Mutex::new(());
     let _alone = GENERATOR.lock().unwrap_or_else(PoisonError::into_inner);
     tch::manual_seed(seed);

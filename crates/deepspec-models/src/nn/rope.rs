@@ -6,21 +6,21 @@ use tch::{Device, Kind, Tensor};
 
 use super::LayerSpec;
 
-/// The rotary embeddings of a stack of layers, one for each kind of layer.
+/// Rotary embeddings of a stack of layers, one per distinct setting.
 pub struct RotaryEmbeddings {
     ropes: Vec<Rope>,
-    /// Which of them each layer uses.
+    /// Index of each layer's embedding.
     of_layer: Vec<usize>,
 }
 
-/// What N positions turn by, in every layer.
+/// Rotations of N positions, for every layer.
 pub struct Rotations<'a> {
     distinct: Vec<Rotation>,
     of_layer: &'a [usize],
 }
 
 impl RotaryEmbeddings {
-    /// Those of `layers` on `device`.
+    /// Embeddings of `layers` on `device`.
     pub fn new(layers: &[LayerSpec], device: Device) -> Self {
         let mut specs: Vec<&RopeSpec> = vec![];
         let of_layer = layers
@@ -35,7 +35,7 @@ impl RotaryEmbeddings {
         Self { ropes: specs.into_iter().map(|spec| Rope::new(spec, device)).collect(), of_layer }
     }
 
-    /// The rotations of integer positions `[N]`.
+    /// Rotations of integer positions `[N]`.
     pub fn at(&self, positions: &Tensor, kind: Kind) -> Rotations<'_> {
         Rotations {
             distinct: self.ropes.iter().map(|rope| rope.at(positions, kind)).collect(),
@@ -43,7 +43,7 @@ impl RotaryEmbeddings {
         }
     }
 
-    /// The rotations of the rows of a plan. For a few rows they are slices of a table: two kernels of a GPU instead of eight, and on
+    /// Rotations of the rows of a plan. For a few rows they are slices of a table: two kernels of a GPU instead of eight, and on
     /// the CPU no search for the largest position.
     pub fn planned(&self, plan: &AttentionPlan, kind: Kind) -> Rotations<'_> {
         let Some(end) = plan.end_in_place() else { return self.at(plan.positions(), kind) };
@@ -55,7 +55,7 @@ impl RotaryEmbeddings {
 }
 
 impl Rotations<'_> {
-    /// That of one layer.
+    /// The rotation of one layer.
     pub fn of(&self, layer: usize) -> &Rotation {
         &self.distinct[self.of_layer[layer]]
     }

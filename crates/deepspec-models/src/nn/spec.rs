@@ -1,19 +1,19 @@
-//! Facts about a decoder layer. Families state them, layers and caches read them; nothing here knows a family's name.
+//! Settings of a decoder layer, without the names of families.
 
 use deepspec_ops::{Activation, AttentionSpec, RopeSpec};
 
-/// Where a layer's values come from.
+/// The source of a layer's values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Value {
-    /// A projection of their own.
+    /// Their own projection.
     Projected,
-    /// A projection of their own, RMS-normed per head without weights.
+    /// Their own projection, RMS-normed per head without weights.
     Normed,
-    /// What the key projection gives, before norm and rotation, RMS-normed per head without weights.
+    /// The key projection before norm and rotation, RMS-normed per head without weights.
     SharesKey,
 }
 
-/// Where a layer's norms stand.
+/// The places of a layer's norms.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Norms {
     /// Before attention and before the MLP.
@@ -33,13 +33,13 @@ pub struct LayerSpec {
     pub attention: AttentionSpec,
     /// Rotary embedding of queries and keys.
     pub rope: RopeSpec,
-    /// Where the values come from.
+    /// The source of the values.
     pub value: Value,
-    /// Where the norms stand.
+    /// The places of the norms.
     pub norms: Norms,
     /// Whether queries and keys are RMS-normed per head.
     pub qk_norm: bool,
-    /// ε of all of them.
+    /// ε of all norms.
     pub eps: f64,
     /// The MLP's gate.
     pub activation: Activation,

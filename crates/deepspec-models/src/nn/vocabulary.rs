@@ -1,4 +1,4 @@
-//! Both ends of a language model: tokens become states, states become logits.
+//! Embedding and head of a language model.
 
 use deepspec_ops::distill_loss::LossHead;
 use deepspec_ops::linear;
@@ -10,14 +10,13 @@ use super::Weight;
 pub struct EmbedHead {
     embed_tokens: Tensor,
     lm_head: Weight,
-    /// Factor on embeddings, in the kind of the weights; None for 1.
+    /// Factor on embeddings, in the dtype of the weights; None for 1.
     scale: Option<Tensor>,
     softcap: Option<f64>,
 }
 
 impl EmbedHead {
-    /// Embeddings are multiplied by `scale`, which is first rounded to the weights' kind; logits `x` become `c·tanh(x/c)` where
-    /// there is a soft-cap c.
+    /// Embeddings are multiplied by `scale`, rounded to the dtype of the weights. With a soft-cap c, logits `x` become `c·tanh(x/c)`.
     pub fn new(embed_tokens: Tensor, lm_head: Weight, scale: f64, softcap: Option<f64>) -> Self {
         let factor =
             || Tensor::from(scale as f32).to_kind(embed_tokens.kind()).to_device(embed_tokens.device());
@@ -40,12 +39,12 @@ impl EmbedHead {
         self.scale.as_ref().map_or_else(|| x.shallow_clone(), |scale| &x * scale)
     }
 
-    /// Final-normed states `[.., d]` to float32 logits `[.., V]`.
+    /// Float32 logits `[.., V]` of normed hidden states `[.., d]`.
     pub fn logits(&self, hidden: &Tensor) -> Tensor {
         self.logits_by(&self.lm_head, hidden)
     }
 
-    /// The same by the head in another form.
+    /// Float32 logits by another form of the head.
     pub fn logits_by(&self, lm_head: &Weight, hidden: &Tensor) -> Tensor {
         let logits = linear(hidden, lm_head, None).to_kind(Kind::Float);
         match self.softcap {
@@ -54,7 +53,7 @@ impl EmbedHead {
         }
     }
 
-    /// The head as the losses take it; its weight is copied where it is packed.
+    /// The head for the losses; a packed weight is copied.
     pub fn loss_head(&self) -> LossHead {
         LossHead { weight: self.lm_head.stored(), softcap: self.softcap }
     }
