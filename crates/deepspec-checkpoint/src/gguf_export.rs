@@ -66,7 +66,7 @@ impl<'a> Gguf<'a> {
         let path = source.dir().join("config.json");
         let fields = Fields::new(&path, &drafter.decoder);
         let heads = Heads::of(&fields, &drafter)?;
-        let rope = rope::with_factors(source, heads.dim, NAME)?;
+        let rope = rope::with_factors(source, NAME)?;
         if parts.in_pairs && !heads.dim.is_multiple_of(2) {
             return Err(source.refused(NAME, format!("heads of {} values do not turn in pairs", heads.dim)));
         }

@@ -43,7 +43,9 @@ pub fn parameters(source: &Checkpoint, to: &'static str) -> Result<RopeParameter
         return Ok(RopeParameters { theta, scaling: None, map });
     };
     match kind {
-        "llama3" => drop(with_factors(source, Heads::of(&fields, source.drafter())?.dim, to)?),
+        "llama3" => {
+            with_factors(source, to)?;
+        }
         "linear" => {
             positive(&chosen, "factor")?;
         }
@@ -76,23 +78,15 @@ pub fn parameters(source: &Checkpoint, to: &'static str) -> Result<RopeParameter
     Ok(RopeParameters { theta, scaling: Some(kind.into()), map })
 }
 
-/// Whether llama.cpp can be told of the checkpoint's rotary embeddings.
+/// The checkpoint's rotary embeddings with a factor per pair of dimensions, plain or scaled as Llama 3's are.
 ///
 /// # Errors
-/// As [`with_factors`]; the width of a head is missing or wrong.
-pub fn for_llama_cpp(source: &Checkpoint) -> Result<(), CheckpointError> {
+/// [`CheckpointError::Refused`] for `to` for another scaling; settings of Llama 3's scaling or of the heads that are missing or
+/// impossible.
+pub fn with_factors(source: &Checkpoint, to: &'static str) -> Result<Rope, CheckpointError> {
     let path = source.dir().join("config.json");
     let fields = Fields::new(&path, &source.drafter().decoder);
-    with_factors(source, Heads::of(&fields, source.drafter())?.dim, "llama.cpp").map(drop)
-}
-
-/// The checkpoint's rotary embeddings of heads of `dim` values, plain or scaled as Llama 3's are.
-///
-/// # Errors
-/// As [`unscaled`], for any other scaling; settings of Llama 3's that are missing or impossible.
-pub fn with_factors(source: &Checkpoint, dim: u64, to: &'static str) -> Result<Rope, CheckpointError> {
-    let path = source.dir().join("config.json");
-    let fields = Fields::new(&path, &source.drafter().decoder);
+    let dim = Heads::of(&fields, source.drafter())?.dim;
     let Some((chosen, "llama3")) = chosen(&fields)?.map(|(chosen, kind)| (chosen, kind.unwrap_or_default()))
     else {
         return Ok(Rope { theta: unscaled(source, to)?, factors: None });

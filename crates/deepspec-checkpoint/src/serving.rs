@@ -234,7 +234,7 @@ impl Examined<'_> {
     fn rotation(&self) -> Option<Risk> {
         let config = self.checkpoint.drafter();
         let rope = match self.server {
-            Server::LlamaCpp => rope::for_llama_cpp(self.checkpoint).map(|()| None),
+            Server::LlamaCpp => rope::with_factors(self.checkpoint, self.server.layout()).map(|_| None),
             _ => rope::parameters(self.checkpoint, self.server.layout()).map(|rope| rope.scaling),
         };
         let told = match rope {

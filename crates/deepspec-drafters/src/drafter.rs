@@ -216,7 +216,7 @@ pub trait DrafterProbe {
     /// [`ModelError::Mismatch`] naming what differs.
     fn check_fits(&self, target: &ModelConfig) -> Result<(), ModelError>;
 
-    /// The same weights with other settings.
+    /// A probe with these weights and other settings.
     fn read_as(&self, reading: &DrafterOverrides) -> Box<dyn DrafterProbe>;
 
     /// Teacher-forced predictions for samples with anchors of whole blocks; None where samples or blocks are too short.

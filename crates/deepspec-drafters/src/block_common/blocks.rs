@@ -24,7 +24,7 @@ pub fn num_anchors() -> usize {
 pub struct BlockSpec {
     /// B, slots of a block, the anchor's included.
     pub block_size: usize,
-    /// What the slots predict.
+    /// Tokens that the slots predict.
     pub slots: Slots,
     /// Stands for the tokens to be predicted.
     pub mask_token_id: i64,

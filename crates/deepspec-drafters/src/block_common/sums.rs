@@ -16,7 +16,7 @@ pub enum AnchoredSum {
     /// One of the loss terms, with position weights only.
     Term(usize),
     /// The cross entropy with position weights that follow the drafter.
-    Dpace,
+    AdaptiveCe,
     /// Σ over the blocks of 1 + Π accept rates.
     Tau,
     /// Number of blocks.
@@ -41,7 +41,7 @@ impl AnchoredSum {
         [Self::Weight, Self::Loss]
             .into_iter()
             .chain(terms)
-            .chain([Self::Dpace, Self::Tau, Self::Blocks, Self::Drafts])
+            .chain([Self::AdaptiveCe, Self::Tau, Self::Blocks, Self::Drafts])
             .chain((0..gamma).map(Self::Accept))
             .chain((0..gamma).map(Self::Count))
     }
@@ -52,7 +52,7 @@ impl AnchoredSum {
             Self::Weight => "weight".into(),
             Self::Loss => "loss".into(),
             Self::Term(term) => TERMS[term].name().into(),
-            Self::Dpace => "dpace".into(),
+            Self::AdaptiveCe => "adaptive_ce".into(),
             Self::Tau => "tau".into(),
             Self::Blocks => "blocks".into(),
             Self::Drafts => "drafts".into(),
@@ -87,7 +87,7 @@ impl BlockBatch {
             AnchoredSum::Weight => self.weights.sum(Kind::Float),
             AnchoredSum::Loss => loss.shallow_clone(),
             AnchoredSum::Term(term) => self.weighted(&output.column(Column::Term(term))),
-            AnchoredSum::Dpace => output.column(Column::Dpace).sum(Kind::Float),
+            AnchoredSum::AdaptiveCe => output.column(Column::AdaptiveCe).sum(Kind::Float),
             AnchoredSum::Tau => survival.sum(Kind::Double) + self.blocks as f64,
             AnchoredSum::Blocks => number(self.blocks as f64),
             AnchoredSum::Drafts => number(count),
@@ -157,10 +157,10 @@ impl Window<'_> {
             put(&format!("{}_loss", term.name()), json!(mean(AnchoredSum::Term(place))));
         }
         if recipe.dpace.is_some() {
-            put("dpace_loss", json!(mean(AnchoredSum::Dpace)));
+            put("dpace_loss", json!(mean(AnchoredSum::AdaptiveCe)));
         }
         if recipe.until_first_error {
-            put("ce_until_first_error_loss", json!(mean(AnchoredSum::Dpace)));
+            put("ce_until_first_error_loss", json!(mean(AnchoredSum::AdaptiveCe)));
         }
         metrics
     }

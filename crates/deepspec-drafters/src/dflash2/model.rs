@@ -57,7 +57,7 @@ pub struct DFlash2Recipe {
 pub struct Convolution {
     /// K: a slot and the K − 1 before it.
     pub kernel_size: i64,
-    /// c, channels that share what is added to their coefficients.
+    /// c, channels that share a dynamic part of their coefficients.
     pub group_size: i64,
 }
 
@@ -121,7 +121,7 @@ impl DFlash2Recipe {
 /// A DFlash 2 drafter's architecture.
 #[derive(Debug, Clone, PartialEq)]
 pub struct DFlash2Config {
-    /// Its decoder and where the target is tapped.
+    /// Its decoder and the target layers that it reads.
     pub decoder: DraftDecoder,
     /// Its blocks, whose slots fill in.
     pub blocks: BlockSpec,
@@ -228,10 +228,10 @@ impl DFlash2Config {
     }
 }
 
-/// The two convolutions around one half of a layer. At first they give back what they read.
+/// The convolutions before and after attention or MLP of a layer. At first they are the identity.
 ///
-/// Slot t becomes `Σ_{o<K} (base[o] + δ_t[o, group]) ⊙ x_{t−o}`, with zeros before the block. The δ of both sides are one projection of
-/// the half's normed input.
+/// Slot t becomes `Σ_{o<K} (base[o] + δ_t[o, group]) ⊙ x_{t−o}`, with zeros before the block. One projection of the normed input gives
+/// the δ of both convolutions.
 pub struct Convolutions {
     base: Tensor,       // [2, K, d]
     projection: Linear, // d -> 2·K·d/c
@@ -240,11 +240,11 @@ pub struct Convolutions {
     block_size: i64,
 }
 
-/// What is added to the coefficients of rows of whole blocks, `[2, K, N, B, d/c, 1]`.
+/// Dynamic parts of the coefficients for rows of whole blocks, `[2, K, N, B, d/c, 1]`.
 struct Deltas(Tensor);
 
 impl Convolutions {
-    /// Those called `name` for blocks of B slots.
+    /// Asks the builder for the convolutions `name`, for blocks of B slots.
     pub fn new(b: &Builder, name: &str, width: i64, shape: Convolution, block_size: usize) -> Self {
         let Convolution { kernel_size, group_size } = shape;
         let deltas = 2 * kernel_size * width / group_size;
@@ -256,7 +256,7 @@ impl Convolutions {
         }
     }
 
-    /// What stands around `run`, over rows of whole blocks `[N·B, d]`.
+    /// Convolves the input and the output of `run`, over rows of whole blocks `[N·B, d]`.
     pub fn around(&self, normed: &Tensor, run: &mut dyn FnMut(&Tensor) -> Tensor) -> Tensor {
         let Convolution { kernel_size, group_size } = self.shape;
         let groups = normed.size()[1] / group_size;
@@ -266,12 +266,12 @@ impl Convolutions {
         self.convolve(1, &deltas, &run(&read))
     }
 
-    /// One side's convolution of rows of whole blocks `[N·B, d]`.
+    /// The convolution before (0) or after (1), of rows of whole blocks `[N·B, d]`.
     fn convolve(&self, side: i64, Deltas(deltas): &Deltas, x: &Tensor) -> Tensor {
         let (size, groups) = (self.block_size, deltas.size()[4]);
         let x = x.view([-1, size, groups, self.shape.group_size]);
         let tap = |o: i64| {
-            // x_{t−o}, zeros where that is before the block.
+            // x_{t−o}, zeros before the block.
             let read = if o == 0 {
                 x.shallow_clone()
             } else {
@@ -287,8 +287,8 @@ impl Convolutions {
     }
 }
 
-/// Scores each slot's k likeliest tokens: `S(a, b) = U(b) + ⟨A[a] ⊙ P h, B[b]⟩` for token b behind token a, with logits U and state h. At
-/// first it adds nothing.
+/// Scores each slot's k likeliest tokens: `S(a, b) = U(b) + ⟨A[a] ⊙ P h, B[b]⟩` for token b after token a, with logits U and hidden state
+/// h. At first it adds nothing.
 pub struct PathSelector {
     predecessors: Tensor, // A, [V, r]
     successors: Tensor,   // B, [V, r]
@@ -307,7 +307,7 @@ pub struct Candidates {
 }
 
 impl PathSelector {
-    /// Asks for its tensors.
+    /// Asks the builder for its tensors.
     pub fn new(b: &Builder, config: &DFlash2Config) -> Self {
         let (model, rank) = (&config.decoder.model, config.selector_rank);
         let codebook =
@@ -335,7 +335,7 @@ impl PathSelector {
         self.projection.forward(hidden) * embeddings
     }
 
-    /// The candidates of float32 logits `[n, V]` with features `[n, r]`.
+    /// Candidates of float32 logits `[n, V]` with features `[n, r]`.
     pub fn candidates(&self, logits: &Tensor, features: &Tensor) -> Candidates {
         let (unary, tokens) = logits.topk(self.top_k, -1, true, true);
         let shape = [-1, self.top_k, features.size()[1]];
@@ -345,7 +345,7 @@ impl PathSelector {
         Candidates { tokens, successors, scores: unary + pairs }
     }
 
-    /// Float32 logits `[n, V]` that only candidates have: −∞ elsewhere.
+    /// Float32 logits `[n, V]`: the candidates' scores, and −∞ elsewhere.
     pub fn restrict(&self, logits: &Tensor, features: &Tensor) -> Tensor {
         let Candidates { tokens, scores, .. } = self.candidates(logits, features);
         logits.full_like(f64::NEG_INFINITY).scatter(1, &tokens, &scores)
@@ -380,7 +380,7 @@ impl LayerHook for LayerConvolutions {
 }
 
 impl DFlash2Parts {
-    /// Asks for the tensors in the order in which they are trained.
+    /// Asks the builder for its tensors, in the order in which they are trained.
     pub(super) fn build(b: &Builder, config: &DFlash2Config) -> Self {
         let (model, size) = (&config.decoder.model, config.blocks.block_size);
         let convolutions = |layer: usize| {

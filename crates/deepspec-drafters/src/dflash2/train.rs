@@ -14,8 +14,8 @@ use tch::{Device, Kind, Tensor};
 use super::model::{Candidates, DFlash2, DFlash2Config, DFlash2Parts, DFlash2Recipe, PathSelector};
 use crate::block_common::sums::{Window, ratio};
 use crate::block_common::{
-    AnchoredProposer, AnchoredSum, BlockBatch, BlockSpec, anchor_candidates, backbone_flops,
-    backbone_pass_bytes, backbone_product_shapes, block_weight, eval_mask, sums,
+    AnchoredProposer, AnchoredSum, BlockBatch, BlockSpec, backbone_flops, backbone_pass_bytes,
+    backbone_product_shapes, block_weight, eval_mask, sums,
 };
 use crate::draft_model::{
     DIRECTIONS, DraftDecoder, DrafterConfig, DrafterKind, PassBytes, Plan, SampleSize, check, gradient, load,
@@ -50,13 +50,13 @@ pub const KIND: DrafterKindInfo = DrafterKindInfo {
     }),
 };
 
-/// A DFlash 2 drafter with context histories.
+/// A DFlash 2 drafter with a KV cache.
 pub type DFlash2Proposer = AnchoredProposer<DFlash2Parts>;
 
-/// A DFlash 2 drafter before any weight is there.
+/// Architecture and objective of a DFlash 2 drafter, without weights.
 pub type DFlash2Plan = Plan<DFlash2Parts>;
 
-/// How a DFlash 2 drafter is trained.
+/// The objective of a DFlash 2 drafter.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct DFlash2Objective {
     /// Weights of the losses of all logits, and of positions.
@@ -106,14 +106,6 @@ impl DrafterKind for DFlash2Parts {
         Self::build(b, config)
     }
 
-    fn anchors(
-        plan: &DFlash2Plan,
-        loss_mask: &[bool],
-        choose: &mut dyn FnMut(&[usize], usize) -> Vec<usize>,
-    ) -> Vec<usize> {
-        choose(&anchor_candidates(loss_mask), plan.config.blocks.num_anchors)
-    }
-
     fn loss_weight(plan: &DFlash2Plan, loss_mask: &[bool], anchors: &[usize]) -> f64 {
         block_weight(&plan.config.blocks, plan.objective.loss.decay_gamma, loss_mask, anchors)
     }
@@ -160,7 +152,7 @@ impl DrafterKind for DFlash2Parts {
 }
 
 impl DFlash2Config {
-    /// The tensors of one pass over samples; see [`BlockBatch::new`].
+    /// Tensors of one pass over samples; see [`BlockBatch::new`].
     pub fn batch(
         &self,
         samples: &[TrainSample],
@@ -172,15 +164,15 @@ impl DFlash2Config {
     }
 }
 
-/// The cross entropy with the label among the candidates behind the true previous token. A label that is none of them is not learned.
+/// The cross entropy with the label among the candidates after the true previous token. A label that is not a candidate has no loss.
 struct SelectorLoss<'a> {
     selector: &'a PathSelector,
     batch: &'a BlockBatch,
-    /// `[R, r]`.
+    /// Features of the candidates, `[R, r]`.
     features: &'a Tensor,
-    /// Where their gradients go, `[R, r]`.
+    /// Receives the gradients of the features, `[R, r]`.
     by_features: Tensor,
-    /// Where those of B go, `[V, r]` float32; None where it does not learn.
+    /// Receives the gradients of B, `[V, r]` float32; None where B is frozen.
     by_successors: Option<Tensor>,
     /// Its weight.
     alpha: f64,
@@ -192,7 +184,7 @@ struct SelectorLoss<'a> {
 const CE: Column = Column::Extra(0);
 /// 1 where the label is a candidate.
 const RECALLED: Column = Column::Extra(1);
-/// The probability that what is drafted is accepted: Σ min(q, p^t) over the candidates.
+/// The probability that the drafted token is accepted: Σ min(q, p^t) over the candidates.
 const ACCEPT: Column = Column::Extra(2);
 
 impl RowObjective for SelectorLoss<'_> {
@@ -228,11 +220,11 @@ impl RowObjective for SelectorLoss<'_> {
 }
 
 impl DFlash2 {
-    /// Forward and backward of a batch: adds the gradients of all losses to those of the parameters, which must require them, and
-    /// gives every [`DFlash2Sum`], `[K]` float64, detached.
+    /// Forward and backward pass of a batch. Adds the gradients of all losses to those of the parameters, which must require them.
+    /// Returns every [`DFlash2Sum`], `[K]` float64, detached.
     ///
-    /// With weights w over the supervised drafts, every loss is Σ w·loss over the normaliser + 1e-6, that of the selector too, whose
-    /// weight is `alpha`. As for other drafters, autograd sees the backbone and the selector's features only.
+    /// With weights w over the supervised drafts, every loss is Σ w·loss over the normaliser + 1e-6; `alpha` weighs the selector's.
+    /// Autograd sees the backbone and the selector's features only.
     pub fn accumulate(
         &self,
         batch: &BlockBatch,
@@ -299,10 +291,10 @@ impl DFlash2 {
     }
 }
 
-/// Sums of a micro-batch. Accept rates are those of the selector behind the true previous tokens.
+/// Sums of a micro-batch. Accept rates are the selector's after the true previous tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DFlash2Sum {
-    /// What all drafters of anchored blocks have.
+    /// A sum that all block drafters have.
     Shared(AnchoredSum),
     /// The selector's cross entropy with position weights.
     Selector,
@@ -311,21 +303,21 @@ pub enum DFlash2Sum {
 }
 
 impl DFlash2Sum {
-    /// Those of this kind alone, in the order in which they stand.
+    /// Sums of DFlash 2 alone, in their order.
     pub const OWN: [Self; 2] = [Self::Selector, Self::Recalled];
 
-    /// All of them for blocks of γ drafts, in the order in which they stand.
+    /// All sums for blocks of γ drafts, in their order.
     pub fn all(gamma: usize) -> impl Iterator<Item = Self> {
         AnchoredSum::all(gamma).map(Self::Shared).chain(Self::OWN)
     }
 }
 
-/// What the sums of a DFlash 2 drafter's micro-batches mean.
+/// Metrics of a DFlash 2 drafter from the sums of its micro-batches.
 #[derive(Debug, Clone, Copy)]
 pub struct DFlash2Metrics {
     /// Weights of the losses.
     pub loss: LossRecipe,
-    /// γ.
+    /// γ, drafted tokens per block.
     pub gamma: usize,
 }
 
@@ -352,19 +344,19 @@ impl Metrics for DFlash2Metrics {
     }
 }
 
-/// Halves of a layer, each with a convolution before it and one behind it.
+/// Attention and MLP of a layer, with convolutions before and after each.
 const HALVES: usize = 2;
-/// Convolutions of a half.
+/// Convolutions around attention or MLP.
 const SIDES: usize = 2;
 
 impl DFlash2Config {
-    /// Outputs of a half's projection to coefficients.
+    /// Outputs of one projection to coefficients.
     fn coefficients(&self) -> usize {
         let channels = self.decoder.model.hidden_size / self.convolution.group_size;
         (SIDES as i64 * self.convolution.kernel_size * channels) as usize
     }
 
-    /// What forward and backward over `samples` hold at most beside the weights and their gradients, at `bytes` per value.
+    /// Peak bytes of forward and backward pass over `samples`, beside weights and gradients, at `bytes` per value.
     pub fn pass_bytes(&self, samples: &[SampleSize], bytes: usize, device: Device) -> PassBytes {
         let (model, rank) = (&self.decoder.model, self.selector_rank as usize);
         let (d, vocab) = (model.hidden_size as usize, model.vocab_size);
@@ -372,11 +364,11 @@ impl DFlash2Config {
         let anchors: usize = samples.iter().map(|sample| sample.anchors).sum();
         let (slots, rows) = (anchors * self.blocks.block_size, anchors * gamma);
         let mut backbone = backbone_pass_bytes(&self.decoder, &self.blocks, false, samples, bytes, device);
-        // Autograd keeps what each convolution reads, once per tap: as it is, and moved by some slots.
+        // Autograd keeps the input of each convolution once per tap, shifted by its slots.
         let read = SIDES * self.convolution.kernel_size as usize * d;
         let convolved = HALVES * slots * (read + self.coefficients()) * bytes;
         backbone.by_layer.iter_mut().for_each(|layer| *layer += convolved);
-        // The candidates' rows of B as they are, in float32, and as gradients.
+        // The candidates' rows of B, in the weights' dtype and in float32, and their gradients.
         let tile = distill_loss::tile_rows(vocab, rows, gamma as i64, device);
         let candidates = tile * self.selector_top_k as usize * rank * (bytes + 2 * size_of::<f32>());
         let objective =
@@ -389,11 +381,11 @@ impl DFlash2Config {
 
     /// Shapes of matrix products in passes over micro-batches of one size.
     pub fn product_shapes(&self) -> usize {
-        // Both halves' coefficients have one shape; then the selector's projection, and logits with their gradient.
+        // Coefficients of one shape, the selector's projection, and logits with their gradient.
         backbone_product_shapes(&self.decoder) + 2 * DIRECTIONS + 2
     }
 
-    /// Floating-point operations of forward and backward over `samples`, counted as `backbone_flops` does.
+    /// Floating-point operations of forward and backward pass over `samples`, counted as in `backbone_flops`.
     pub fn flops(&self, samples: &[TrainSample]) -> f64 {
         let (model, rank) = (&self.decoder.model, self.selector_rank as f64);
         let (d, vocab, gamma) = (model.hidden_size as f64, model.vocab_size as f64, self.blocks.drafted());

@@ -10,7 +10,7 @@ use serde_json::{Map, Value};
 use tch::{Device, Kind, Tensor};
 
 use super::{DraftDecoder, DraftModel, PassBytes, SampleSize, WarmStart};
-use crate::block_common::BlockSpec;
+use crate::block_common::{BlockSpec, anchor_candidates};
 use crate::{
     Drafter, DrafterOptions, DrafterOverrides, DrafterPlan, DrafterProbe, GradReadyHook, LossDenominator,
     Metrics, Predictions, TrainSample, TrainableDrafter, WeightCounts,
@@ -85,15 +85,6 @@ pub trait DrafterKind: Sized + Send + 'static {
 
     /// Asks the builder for its tensors, in the order in which they are trained.
     fn new(b: &Builder, config: &Self::Config) -> Self;
-
-    /// See [`DrafterPlan::anchors`].
-    fn anchors(
-        _plan: &Plan<Self>,
-        _loss_mask: &[bool],
-        _choose: &mut dyn FnMut(&[usize], usize) -> Vec<usize>,
-    ) -> Vec<usize> {
-        vec![]
-    }
 
     /// See [`DrafterPlan::loss_weight`].
     fn loss_weight(_plan: &Plan<Self>, _loss_mask: &[bool], _anchors: &[usize]) -> f64 {
@@ -206,7 +197,8 @@ impl<K: DrafterKind> DrafterPlan for Plan<K> {
         loss_mask: &[bool],
         choose: &mut dyn FnMut(&[usize], usize) -> Vec<usize>,
     ) -> Vec<usize> {
-        K::anchors(self, loss_mask, choose)
+        let blocks = self.config.anchored();
+        blocks.map_or_else(Vec::new, |blocks| choose(&anchor_candidates(loss_mask), blocks.num_anchors))
     }
 
     fn final_states(&self) -> FinalStates {

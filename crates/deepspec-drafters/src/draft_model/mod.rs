@@ -112,7 +112,7 @@ impl<K: DrafterKind> DraftModel<K> {
         Self::build(self.config.clone(), &b, embed.shallow_clone(), head, self.kind)
     }
 
-    /// The same weights under another config of the same shapes, and with another embedding and head (`[V, d]` each) if given.
+    /// A drafter with these weights and another config of equal shapes, and with another embedding and head (`[V, d]` each) if given.
     pub fn share_as(&self, config: K::Config, ends: Option<(&Tensor, &Tensor)>) -> Self {
         let (embed, head) = match ends {
             Some((embed, head)) => (embed, Weight::Stored(head.shallow_clone())),

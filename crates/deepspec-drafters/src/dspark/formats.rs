@@ -63,7 +63,7 @@ struct BlockLayout {
     pub block_size: u64,
     /// Stands for the tokens to be predicted.
     pub mask_token_id: u64,
-    /// What its slots predict.
+    /// Tokens that its slots predict.
     pub slots: Slots,
     /// Markov head, if any.
     markov: Option<Markov>,

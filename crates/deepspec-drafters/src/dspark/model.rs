@@ -32,7 +32,7 @@ use crate::{ConfigIssue, TrainSample};
 pub struct BlockRecipe {
     /// B, slots of a block. All of them draft, or with `slots: fill_in` all but the first.
     pub block_size: usize,
-    /// What the slots predict.
+    /// Tokens that the slots predict.
     #[serde(default)]
     pub slots: Slots,
     /// Decoder layers of the drafter.
@@ -75,7 +75,7 @@ impl MarkovKind {
     /// The kind of this name in config files.
     ///
     /// # Errors
-    /// What is wrong with it.
+    /// The problem with an unknown name.
     pub(super) fn parse(name: &str) -> Result<Self, String> {
         let found = [Self::Vanilla, Self::Gated, Self::Rnn].into_iter().find(|kind| kind.name() == name);
         found.ok_or_else(|| format!("\"{name}\" is unknown; expected vanilla, gated or rnn"))
@@ -162,7 +162,7 @@ pub struct Confidence {
 /// A block drafter's architecture.
 #[derive(Debug, Clone, PartialEq)]
 pub struct BlockConfig {
-    /// Its decoder and where the target is tapped.
+    /// Its decoder and the target layers that it reads.
     pub decoder: DraftDecoder,
     /// Its blocks.
     pub blocks: BlockSpec,
@@ -223,7 +223,7 @@ impl DrafterConfig for BlockConfig {
         self.markov = self.markov.map(|markov| Markov { rank: 8, ..markov });
     }
 
-    /// Heads that the other drafter does not have stay fresh.
+    /// Heads that the other drafter lacks keep their random weights.
     fn transfer(&self, from: &Self, transfer: &mut WarmStart) {
         self.blocks.transfer(&from.blocks, transfer);
         match from.markov {
@@ -271,7 +271,7 @@ impl BlockConfig {
         })
     }
 
-    /// The tensors of one pass over samples; see [`BlockBatch::new`].
+    /// Tensors of one pass over samples; see [`BlockBatch::new`].
     pub fn batch(
         &self,
         samples: &[TrainSample],
@@ -282,10 +282,10 @@ impl BlockConfig {
         BlockBatch::new(samples, &self.blocks, self.markov.is_some(), decay_gamma, device, kind)
     }
 
-    /// Checks the fields against each other; the error is a key and what is wrong with it.
+    /// Checks the fields against each other.
     ///
     /// # Errors
-    /// If they contradict each other.
+    /// A key, and the problem with its value.
     pub fn validate(&self) -> Result<(), ConfigIssue> {
         self.decoder.check()?;
         self.blocks.check(self.decoder.model.vocab_size)?;
@@ -328,7 +328,7 @@ enum Form {
     Rnn(Linear),
 }
 
-/// The recurrent state `[S, r]`; stays empty for heads without one.
+/// The recurrent state `[S, r]`; empty for heads without one.
 #[derive(Default)]
 pub struct MarkovState(Option<Tensor>);
 
@@ -356,12 +356,12 @@ impl MarkovHead {
         &self.w1
     }
 
-    /// What turns features into the bias, `[V, r]`.
+    /// The projection from features to the bias, `[V, r]`.
     pub fn w2(&self) -> &Weight {
         &self.w2
     }
 
-    /// Whether its features are the previous token's embedding, whatever the states.
+    /// Whether its features depend on the previous token alone.
     pub fn reads_previous_alone(&self) -> bool {
         matches!(self.form, Form::Vanilla)
     }
@@ -371,7 +371,7 @@ impl MarkovHead {
         Tensor::embedding(&self.w1, tokens, -1, false, false)
     }
 
-    /// What W2 turns into the bias, for one position: `hidden [S, d]`, `e [S, r]` to `[S, r]`.
+    /// Features of one slot: hidden states `[S, d]` and embeddings `e [S, r]` to `[S, r]`.
     pub fn step(&self, hidden: &Tensor, e: &Tensor, state: &mut MarkovState) -> Tensor {
         match &self.form {
             Form::Vanilla => e.shallow_clone(),
@@ -407,7 +407,7 @@ impl MarkovHead {
     }
 }
 
-/// Logit of the probability that the target accepts a drafted token, given that it accepted those before.
+/// The confidence head: the logit of the probability that the target accepts a token after it accepted the earlier ones.
 pub struct ConfidenceHead {
     proj: Linear,
     with_markov: bool,
@@ -439,12 +439,12 @@ pub struct BlockParts {
     backbone: Backbone,
     pub(super) markov: Option<MarkovHead>,
     pub(super) confidence: Option<ConfidenceHead>,
-    /// Whether the Markov head has a say in the tokens.
+    /// Whether the Markov head corrects logits.
     biased: bool,
 }
 
 impl BlockParts {
-    /// Asks for the tensors in the order in which they are trained.
+    /// Asks the builder for its tensors, in the order in which they are trained.
     pub(super) fn build(b: &Builder, config: &BlockConfig) -> Self {
         let model = &config.decoder.model;
         Self {
@@ -480,7 +480,7 @@ impl BlockDrafter for BlockParts {
         }
     }
 
-    /// Confidences still read the head's embeddings, where they were trained to.
+    /// The confidence head still reads its embeddings, if it was trained so.
     fn ignore_markov(&mut self) -> bool {
         self.biased = false;
         self.markov.is_some()

@@ -13,8 +13,8 @@ use tch::{Device, Kind, Reduction, Tensor};
 use super::model::{Block, BlockConfig, BlockParts, BlockRecipe, Confidence, MarkovHead, MarkovKind};
 use crate::block_common::sums::Window;
 use crate::block_common::{
-    AnchoredProposer, AnchoredSum, BlockBatch, BlockSpec, anchor_candidates, backbone_flops,
-    backbone_pass_bytes, backbone_product_shapes, block_weight, eval_mask, sums,
+    AnchoredProposer, AnchoredSum, BlockBatch, BlockSpec, backbone_flops, backbone_pass_bytes,
+    backbone_product_shapes, block_weight, eval_mask, sums,
 };
 use crate::draft_model::{
     DraftDecoder, DrafterConfig, DrafterKind, PassBytes, Plan, SampleSize, check, gradient, load,
@@ -25,7 +25,7 @@ use crate::{
     TrainSample, block_common,
 };
 
-/// The heads, and all that stands before them.
+/// Parameter groups that `train.freeze` names.
 const PARTS: &[ParamGroup] = &[
     block_common::BACKBONE,
     ParamGroup { name: "markov", prefixes: &["markov_head."] },
@@ -51,7 +51,7 @@ pub const DSPARK: DrafterKindInfo = DrafterKindInfo {
     }),
 };
 
-/// The same without heads, trained with cross entropy. Its checkpoints are DSpark's.
+/// DSpark without heads, trained with cross entropy. Its checkpoints are DSpark's.
 pub const DFLASH: DrafterKindInfo = DrafterKindInfo {
     name: "dflash",
     title: "DFlash",
@@ -76,7 +76,7 @@ struct BlockSettings {
 }
 
 impl BlockSettings {
-    /// Checks them; the α of cross entropy and L1 hold where no loss is given.
+    /// Checks settings. `ce_alpha` and `l1_alpha` are the weights where the recipe gives no loss.
     fn check(
         section: &Section,
         recipe: BlockRecipe,
@@ -119,13 +119,13 @@ impl Settings for BlockSettings {
     }
 }
 
-/// A block drafter with context histories.
+/// A block drafter with a KV cache.
 pub type BlockProposer = AnchoredProposer<BlockParts>;
 
-/// A block drafter before any weight is there.
+/// Architecture and objective of a block drafter, without weights.
 pub type BlockPlan = Plan<BlockParts>;
 
-/// How a block drafter is trained.
+/// The objective of a block drafter.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct BlockObjective {
     /// Weights of the losses and of positions.
@@ -142,14 +142,6 @@ impl DrafterKind for BlockParts {
 
     fn new(b: &Builder, config: &BlockConfig) -> Self {
         Self::build(b, config)
-    }
-
-    fn anchors(
-        plan: &BlockPlan,
-        loss_mask: &[bool],
-        choose: &mut dyn FnMut(&[usize], usize) -> Vec<usize>,
-    ) -> Vec<usize> {
-        choose(&anchor_candidates(loss_mask), plan.config.blocks.num_anchors)
     }
 
     fn loss_weight(plan: &BlockPlan, loss_mask: &[bool], anchors: &[usize]) -> f64 {
@@ -202,10 +194,10 @@ impl DrafterKind for BlockParts {
     }
 }
 
-/// Sums of a micro-batch: those of all drafters of anchored blocks, and these drafters' own.
+/// Sums of a micro-batch: the shared sums of block drafters, and those of DSpark and DFlash.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum BlockSum {
-    /// What all have.
+    /// A sum that all block drafters have.
     Shared(AnchoredSum),
     /// The confidence's binary cross entropy with position weights.
     Confidence,
@@ -218,11 +210,11 @@ pub enum BlockSum {
 }
 
 impl BlockSum {
-    /// Those of these drafters alone, in the order in which they stand.
+    /// Sums of DSpark and DFlash alone, in their order.
     pub const OWN: [Self; 4] =
         [Self::Confidence, Self::ConfidenceAbsError, Self::ConfidenceBias, Self::PrefixBias];
 
-    /// All of them for blocks of γ drafts, in the order in which they stand.
+    /// All sums for blocks of γ drafts, in their order.
     pub fn all(gamma: usize) -> impl Iterator<Item = Self> {
         AnchoredSum::all(gamma).map(Self::Shared).chain(Self::OWN)
     }
@@ -240,16 +232,16 @@ impl BlockSum {
 }
 
 impl Block {
-    /// Forward and backward of a batch: adds the gradients of all losses to those of the parameters, which must require them,
-    /// and gives every [`BlockSum`], `[K]` float64, detached.
+    /// Forward and backward pass of a batch. Adds the gradients of all losses to those of the parameters, which must require them.
+    /// Returns every [`BlockSum`], `[K]` float64, detached.
     ///
-    /// With weights w over the supervised slots, every loss of `objective` is Σ w·loss over the normaliser + 1e-6. The
-    /// confidence's is the BCE against c* = clamp(1 − ½‖p^d − p^t‖₁, 0, 1). p^t and c* are constants.
+    /// With weights w over the supervised slots, every loss of `objective` is Σ w·loss over the normaliser + 1e-6. The confidence
+    /// loss is the BCE against c* = clamp(1 − ½‖p^d − p^t‖₁, 0, 1). p^t and c* are constants.
     ///
-    /// Autograd sees the backbone and the small heads only. What lies behind the final states is differentiated in closed form,
-    /// and one backward through Σ state · gradient carries it on.
+    /// Autograd sees the backbone and the small heads only. Losses are differentiated in closed form, and one backward pass through
+    /// Σ state · gradient continues from there.
     ///
-    /// `listener` hears of the stages of [`TrainableDrafter`](crate::TrainableDrafter).
+    /// `listener` is called as in [`TrainableDrafter`](crate::TrainableDrafter).
     pub fn accumulate(
         &self,
         batch: &BlockBatch,
@@ -299,7 +291,7 @@ impl Block {
         })
     }
 
-    /// Losses behind the final states `rows [R, d]`, without a graph; W2's gradient is added where it belongs.
+    /// Losses of the final hidden states `rows [R, d]`, without a graph; the gradient of W2 is added to W2's.
     fn head_losses(
         &self,
         batch: &BlockBatch,
@@ -311,7 +303,7 @@ impl Block {
         let markov_w2 = self.parts.markov.as_ref().map(|markov| markov.w2().stored());
         let w2 = markov_w2.as_ref().filter(|w2| w2.requires_grad()).map(|w2| {
             let gradient = gradient(w2);
-            // Sums of many chunks would be rounded often in a narrower kind.
+            // A narrower dtype would round the sum once per chunk.
             let sum = match gradient.kind() {
                 Kind::Float => gradient.shallow_clone(),
                 _ => gradient.zeros_like().to_kind(Kind::Float),
@@ -369,7 +361,7 @@ fn confidence_loss(logits: &Tensor, accept: &Tensor) -> Tensor {
     logits.binary_cross_entropy_with_logits(accept, none, none, Reduction::None)
 }
 
-/// What the sums of a block drafter's micro-batches mean.
+/// Metrics of a block drafter from the sums of its micro-batches.
 #[derive(Debug, Clone, Copy)]
 pub struct BlockMetrics {
     loss: LossRecipe,
@@ -377,7 +369,7 @@ pub struct BlockMetrics {
 }
 
 impl BlockMetrics {
-    /// Those of blocks of γ drafts under these weights of the losses.
+    /// Metrics of blocks of γ drafts with these weights of the losses.
     pub fn new(loss: LossRecipe, gamma: usize) -> Self {
         Self { loss, gamma }
     }
@@ -405,7 +397,8 @@ impl Metrics for BlockMetrics {
 }
 
 impl BlockConfig {
-    /// What forward and backward over `samples` hold at most beside the weights and their gradients, at `bytes` per value, if all drafts are supervised.
+    /// Peak bytes of forward and backward pass over `samples`, beside weights and gradients, at `bytes` per value. All drafts are
+    /// taken as supervised.
     pub fn pass_bytes(&self, samples: &[SampleSize], bytes: usize, device: Device) -> PassBytes {
         let rows = samples.iter().map(|sample| sample.anchors * self.blocks.drafted()).sum();
         let backbone = backbone_pass_bytes(&self.decoder, &self.blocks, true, samples, bytes, device);
@@ -414,13 +407,13 @@ impl BlockConfig {
 
     /// Shapes of matrix products in passes over micro-batches of one size.
     pub fn product_shapes(&self) -> usize {
-        // Logits and their gradient, of chunks that are multiplied at one size; likewise the bias with that of its weight.
+        // Logits and their gradient, in chunks of one size; the bias, its gradient and its weight's.
         let head = 2 + if self.markov.is_some() { 3 } else { 0 };
         backbone_product_shapes(&self.decoder) + head
     }
 
-    /// What the losses over `rows` rows work with: a chunk's buffers, states and features of all rows with their gradients and the
-    /// teacher's states, and float32 sums for a narrower W2.
+    /// Bytes of the losses of so many rows: buffers of a chunk, hidden states and features with their gradients, the target's hidden
+    /// states, and float32 sums for a narrower W2.
     fn objective_bytes(&self, rows: usize, bytes: usize, device: Device) -> usize {
         let (d, vocab) = (self.decoder.model.hidden_size as usize, self.decoder.model.vocab_size);
         let rank = self.markov.map_or(0, |markov| markov.rank as usize);
@@ -431,8 +424,8 @@ impl BlockConfig {
             + sums
     }
 
-    /// Floating-point operations of forward and backward over `samples`, counted as `backbone_flops` does; the teacher's logits
-    /// count once. What drafts share counts for each of them.
+    /// Floating-point operations of forward and backward pass over `samples`, counted as in `backbone_flops`. The target's logits count
+    /// once; work that drafts share counts for each of them.
     pub fn flops(&self, samples: &[TrainSample]) -> f64 {
         let (d, vocab) = (self.decoder.model.hidden_size as f64, self.decoder.model.vocab_size as f64);
         let gamma = self.blocks.drafted();

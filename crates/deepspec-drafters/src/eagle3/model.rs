@@ -36,7 +36,7 @@ pub struct Eagle3Recipe {
     pub ttt_length: usize,
     /// The loss of step s weighs this to the power of s.
     pub step_loss_decay: f64,
-    /// Which predictions are trained.
+    /// Predictions that are trained.
     pub supervise: Supervise,
 }
 
@@ -46,21 +46,21 @@ impl Default for Eagle3Recipe {
     }
 }
 
-/// Which predictions of Eagle3 are trained.
+/// Predictions of Eagle3 that are trained.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Supervise {
-    /// Those two places behind a supervised token, as the reference has it: the first two tokens of an answer are not
-    /// trained, and the two behind its end are.
+    /// Predictions two places after a supervised token, as in the reference: the first two tokens of an answer are not
+    /// trained, and the two after its end are.
     Shifted,
-    /// Those of supervised tokens.
+    /// Predictions of supervised tokens.
     Labels,
 }
 
-/// How an Eagle3 drafter is trained.
+/// The objective of an Eagle3 drafter.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Eagle3Objective {
-    /// Which predictions are trained.
+    /// Predictions that are trained.
     pub supervise: Supervise,
     /// The loss of step s weighs this to the power of s.
     pub step_loss_decay: f64,
@@ -81,13 +81,13 @@ impl Eagle3Recipe {
     }
 }
 
-/// More steps are a mistake; refused here, they cannot exhaust the memory.
+/// Most steps. More are a mistake, refused before they exhaust memory.
 const MAX_STEPS: usize = 1024;
 
 /// An Eagle3 drafter's architecture.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Eagle3Config {
-    /// Its decoder and where the target is tapped.
+    /// Its decoder and the target layers that it reads.
     pub decoder: DraftDecoder,
     /// Steps it was trained for, and drafted tokens per block.
     pub ttt_length: usize,
@@ -141,10 +141,10 @@ impl DrafterConfig for Eagle3Config {
 }
 
 impl Eagle3Config {
-    /// Checks the fields against each other; the error is a key and what is wrong with it.
+    /// Checks the fields against each other.
     ///
     /// # Errors
-    /// If they contradict each other.
+    /// A key, and the problem with its value.
     pub fn validate(&self) -> Result<(), ConfigIssue> {
         self.decoder.check()?;
         if self.decoder.model.layers.iter().any(|layer| layer.attention.window.is_some()) {
@@ -168,7 +168,7 @@ pub struct Eagle3Parts {
 }
 
 impl Eagle3Parts {
-    /// Asks for the tensors in the order in which they are trained.
+    /// Asks the builder for its tensors, in the order in which they are trained.
     pub(super) fn build(b: &Builder, config: &Eagle3Config) -> Self {
         let c = &config.decoder.model;
         let layers = c.layers.iter().enumerate();
@@ -181,26 +181,26 @@ impl Eagle3Parts {
     }
 }
 
-/// Columns whose attention is one call: what such a call holds at once is bounded whatever the sequence's length.
+/// Most columns per attention call, which bounds its memory for every length of a sequence.
 pub(super) const PIECE: usize = 256;
 
-/// Some columns of a step, all of one sequence; C says where its list is, or holds it.
+/// One attention call over columns of one sequence in a step. C is its list, or the list's place in an upload.
 pub(super) struct TttCall<C = Tensor> {
-    /// The first among the step's n, and how many.
+    /// The first of the step's n columns, and their number.
     pub first: i64,
     pub rows: i64,
-    /// The first column of step 0 that they see, and how many up to the last of them.
+    /// The first column of step 0 that they see, and the number up to the last.
     pub first_key: i64,
     pub keys: i64,
-    /// Their own places among these, `[rows]`.
+    /// Their own indices among these, `[rows]`.
     pub columns: C,
 }
 
 /// One step: n columns that are still needed.
 pub(super) struct Step {
-    /// Which columns of the step before these are, `[n]`; None for all.
+    /// Indices of its columns among those of the step before, `[n]`; None for all.
     pub kept: Option<Tensor>,
-    /// The token each column reads, `[n]`.
+    /// Input token of each column, `[n]`.
     pub tokens: Tensor,
     /// Rotary position of each column, `[n]`.
     pub positions: Tensor,
@@ -208,18 +208,18 @@ pub(super) struct Step {
     pub pieces: Vec<TttCall>,
     /// Supervised columns among the n, `[R]`.
     pub rows: Tensor,
-    /// The first of all steps' supervised columns that is its own, and how many.
+    /// Its range among all steps' supervised columns: the first, and their number.
     pub supervised: (i64, i64),
 }
 
 impl Step {
-    /// Its part of what all steps' supervised columns have.
+    /// Its rows of a tensor over all steps' supervised columns.
     pub fn of(&self, all: &Tensor) -> Tensor {
         all.narrow(0, self.supervised.0, self.supervised.1)
     }
 }
 
-/// A [`Step`] whose lists and states are still to travel.
+/// A [`Step`] whose lists and hidden states are not on the device yet.
 struct StepPlan {
     kept: Option<UploadSlice>,
     tokens: UploadSlice,
@@ -246,35 +246,35 @@ impl StepPlan {
     }
 }
 
-/// The tensors of one pass over some sequences.
+/// Tensors of one pass over some sequences.
 pub struct Eagle3Batch {
     pub(super) taps: Tensor, // [N, m·d], the columns of step 0
     /// The steps that have columns; the later ones have fewer.
     pub(super) steps: Vec<Step>,
-    /// Target states that predict what the supervised columns are to predict, each once, `[S, d]`.
+    /// Distinct target states that predict the labels of the supervised columns, `[S, d]`.
     pub(super) teacher: Tensor,
     /// Weights of the supervised columns, step after step: 1 over the sequence's length, `[R]` float32.
     pub(super) weights: Tensor,
-    /// Which of the target's states each of them has, `[R]`.
+    /// Index of each one's target state, `[R]`.
     sources: Tensor,
-    /// These columns in the order of what they predict.
+    /// The supervised columns in the order of their target states.
     pub(super) ordered: Ordered,
 }
 
-/// All steps' supervised columns in the order of the target's states that predict what they are to predict.
+/// All steps' supervised columns in the order of their target states.
 pub(super) struct Ordered {
-    /// The place of each in the order step after step, `[R]`.
+    /// Index of each in the order of the steps, `[R]`.
     pub order: Tensor,
     /// The inverse permutation, `[R]`.
     pub inverse: Tensor,
     /// Weights times the decay of their step, `[R]` float32.
     pub decayed: Tensor,
-    /// Which of the target's states each has, on the host and on the device.
+    /// Index of each one's target state, on the host and on the device.
     sources: (Vec<i64>, Tensor),
 }
 
 impl Ordered {
-    /// Which of the target's states they have.
+    /// Index from these columns to target states.
     pub fn sources(&self) -> TeacherIndex<'_> {
         TeacherIndex { of_rows: &self.sources.0, there: &self.sources.1 }
     }
@@ -290,11 +290,11 @@ pub(super) fn supervised(supervise: Supervise, loss_mask: &[bool], i: usize, s: 
     decides < known && loss_mask[decides]
 }
 
-/// The columns of one sequence that step `s` of `steps` still needs.
+/// Columns of one sequence that step `s` of `steps` needs.
 pub(super) fn needed(supervise: Supervise, loss_mask: &[bool], s: usize, steps: usize) -> Vec<usize> {
     let later = |i: usize| (s..steps).any(|r| supervised(supervise, loss_mask, i, r));
     let mut columns: Vec<usize> = (0..loss_mask.len()).filter(|&i| later(i)).collect();
-    // At first, all before the last one too: they are attended to.
+    // Step 0 needs all columns before the last one: later columns attend to them.
     if let (0, Some(&last)) = (s, columns.last()) {
         columns = (0..=last).collect();
     }
@@ -307,13 +307,13 @@ impl Eagle3Batch {
         &self.steps[s].rows
     }
 
-    /// The target's states that predict what these rows are to predict, `[R, d]`.
+    /// Target states that predict the labels of these rows, `[R, d]`.
     pub fn teacher(&self, s: usize) -> Tensor {
         self.teacher.index_select(0, &self.steps[s].of(&self.sources))
     }
 
-    /// Lays out the samples. None if nothing in them is supervised. All samples' states lie on one device, which may be another
-    /// than `device`.
+    /// A batch of samples on `device`. None if no token of them is supervised. Their hidden states may be on another device, the same
+    /// for all.
     ///
     /// # Panics
     /// If the state that predicts a supervised label is not among a sample's `last_positions`; a cache that keeps supervised
@@ -338,7 +338,7 @@ impl Eagle3Batch {
         let first_columns = |sample: &TrainSample| needed(supervise, &sample.loss_mask, 0, steps).len();
         let mut indices = Upload::default();
         let (mut weights, mut decayed): (Vec<f32>, Vec<f32>) = (vec![], vec![]);
-        // Of each supervised column: the sample, and the row of its last states.
+        // Sample and row of its last states, for each supervised column.
         let mut states: Vec<(usize, i64)> = vec![];
         let mut plan = |s: usize| {
             let (mut kept, mut tokens, mut positions, mut pieces) = (vec![], vec![], vec![], vec![]);
@@ -421,12 +421,12 @@ impl Eagle3Batch {
     }
 }
 
-/// Keys and values that one layer made of the columns that are still needed.
+/// Keys and values of one layer for the columns that later steps need.
 #[derive(Default)]
 pub(super) struct History {
-    /// Of step 0, `[N, G, D]` each.
+    /// Keys and values of step 0, `[N, G, D]` each.
     context: Option<(Tensor, Tensor)>,
-    /// Of every later step so far, `[n, G, D]` each.
+    /// Keys and values of every later step, `[n, G, D]` each.
     own: Vec<(Tensor, Tensor)>,
 }
 
@@ -436,7 +436,7 @@ impl Eagle3 {
         self.logits(&self.final_norm(states))
     }
 
-    /// What the head reads of states `[.., d]`.
+    /// Normed states for the head, `[.., d]`.
     pub(super) fn final_norm(&self, states: &Tensor) -> Tensor {
         self.parts.norm.forward(states)
     }
@@ -495,7 +495,7 @@ fn attend(spec: &AttentionSpec, step: &Step, history: &History, q: &Tensor) -> T
     let Some((keys, values)) = &history.context else { return q.flatten(1, 2) };
     let piece = |piece: &TttCall| {
         let own = |t: &Tensor| t.narrow(0, piece.first, piece.rows);
-        // What the piece sees of step 0, then its own columns of each later step: [1, G, K, D].
+        // Keys of step 0, then the piece's own columns of each later step: [1, G, K, D].
         let seen = |context: &Tensor, later: &dyn Fn(&(Tensor, Tensor)) -> Tensor| {
             let mut parts = vec![context.narrow(0, piece.first_key, piece.keys)];
             parts.extend(history.own.iter().map(|made| own(&later(made))));
@@ -519,19 +519,19 @@ fn attend(spec: &AttentionSpec, step: &Step, history: &History, q: &Tensor) -> T
     Tensor::cat(&step.pieces.iter().map(piece).collect::<Vec<_>>(), 0)
 }
 
-/// An Eagle3 drafter with histories of committed tokens.
+/// An Eagle3 drafter with a KV cache of committed tokens.
 pub struct Eagle3Proposer {
     model: Eagle3,
     block_size: usize,
     cache: KvCache,
     /// State after each slot's last committed token, `[slots, d]`.
     states: Tensor,
-    /// Which lists of slots are cut from.
+    /// Lists of slots are slices of it.
     ruler: DeviceArange,
 }
 
 impl Eagle3Proposer {
-    /// A proposer with empty histories for `slots` sequences.
+    /// A proposer with an empty KV cache for `slots` sequences.
     pub fn new(model: Eagle3, slots: usize) -> Self {
         let (kind, device) = (model.kind(), model.device());
         let cache = KvCache::new(&model.attentions(), slots, kind, device);
@@ -544,7 +544,7 @@ impl Eagle3Proposer {
         &self.model
     }
 
-    /// Runs tokens behind the states before them; the histories grow by them.
+    /// Runs tokens with the states before them, and appends them to the cache.
     fn extend(&mut self, chunks: &[Chunk], tokens: &Tensor, states: Tensor) -> Tensor {
         let plan = self.cache.plan(chunks, MaskKind::Causal);
         let (token, rotations) = (self.model.embed(tokens), self.model.planned_rotations(&plan));
@@ -557,7 +557,7 @@ impl Eagle3Proposer {
         states
     }
 
-    /// The chunks that are taken in, and those of each drafted token but the last.
+    /// Chunks of the new context, and of each drafted token but the last.
     fn chunks(&self, request: &DraftRequest) -> (Vec<Chunk>, Vec<Vec<Chunk>>) {
         let taken = self.cache.behind(&request.context.chunks);
         let drafted = |k: usize| {
@@ -617,7 +617,7 @@ impl Proposer for Eagle3Proposer {
         let (context, slots) = (request.context, request.slots);
         if !taken.is_empty() {
             let states = self.extend(&taken, &context.next, self.model.fuse(&context.taps));
-            // Every slot's last committed token.
+            // The last committed token of every slot.
             let ends = context.chunks.iter().scan(0, |end, &(_, rows)| {
                 *end += rows as i64;
                 Some((*end - 1, 1))
@@ -636,7 +636,7 @@ impl Proposer for Eagle3Proposer {
             }
             self.model.draft_logits(&states)
         });
-        // What was drafted is forgotten; what of it is accepted comes back with the target's states.
+        // Drafted tokens leave the cache; accepted ones return with the target's hidden states.
         slots.iter().zip(past_len).for_each(|(&slot, past_len)| self.cache.truncate(slot, past_len));
         proposal
     }

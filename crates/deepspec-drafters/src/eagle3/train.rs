@@ -50,7 +50,7 @@ pub const KIND: DrafterKindInfo = DrafterKindInfo {
     }),
 };
 
-/// An Eagle3 drafter before any weight is there.
+/// Architecture and objective of an Eagle3 drafter, without weights.
 pub type Eagle3Plan = Plan<Eagle3Parts>;
 
 impl Settings for Eagle3Recipe {
@@ -149,12 +149,12 @@ impl DrafterKind for Eagle3Parts {
 }
 
 impl Eagle3 {
-    /// Forward and backward of a batch of `sequences` samples, None where nothing in them is supervised: gradients are added to
-    /// those of the parameters. Loss: Σ_s decay^s · Σ w·CE_s / normaliser, w being 1 over a sequence's length. Gives the sums
-    /// that [`super::Eagle3Metrics`] names, float64.
+    /// Forward and backward pass of a batch of `sequences` samples, None where no token is supervised. Adds to the gradients of the
+    /// parameters. The loss is Σ_s decay^s · Σ w·CE_s / normaliser, with w = 1 over a sequence's length. Returns the sums for
+    /// [`super::Eagle3Metrics`], float64.
     ///
-    /// Autograd sees the layers only. The head is differentiated in closed form, over the rows of all steps at once, and one backward
-    /// through Σ state · gradient carries it on.
+    /// Autograd sees the layers only. The head is differentiated in closed form over the rows of all steps, and one backward pass
+    /// through Σ state · gradient continues from there.
     pub fn accumulate(
         &self,
         batch: Option<&Eagle3Batch>,
@@ -169,7 +169,7 @@ impl Eagle3 {
         };
         let states = self.states(batch);
         let normed = |(step, states): (&Step, &Tensor)| self.final_norm(&states.index_select(0, &step.rows));
-        // What predicts the same token stands side by side, so that the target's logits are computed once for all steps.
+        // Rows are sorted by their target state, whose logits are computed once for all steps.
         let rows = Tensor::cat(&batch.steps.iter().zip(&states).map(normed).collect::<Vec<_>>(), 0)
             .index_select(0, &batch.ordered.order); // [R, d]
         let output = tch::no_grad(|| self.head_losses(batch, &rows, 1.0 / normaliser.0));
@@ -212,9 +212,9 @@ impl Eagle3 {
         Tensor::cat(&sums, 0)
     }
 
-    /// Losses behind the normed states of all steps' supervised columns in their [order](super::train::Ordered), `[R, d]`, without a graph.
+    /// Losses of the normed states of all steps' supervised columns, `[R, d]`, sorted by their target states, without a graph.
     fn head_losses(&self, batch: &Eagle3Batch, rows: &Tensor, scale: f64) -> LossOutput {
-        // No loss looks at a label, or at whole blocks.
+        // Its loss reads no label, and its blocks are single rows.
         let nowhere = rows.new_zeros([rows.size()[0]], (Kind::Int64, rows.device()));
         let supervised = Supervised {
             hidden: rows,
@@ -235,8 +235,8 @@ impl Eagle3 {
     }
 }
 
-/// What the sums of an Eagle3 drafter's micro-batches mean: per step Σ w·CE, supervised rows, rows where draft and target agree
-/// on the best token, and Σ accept rate; then Σ of chains of both, supervised columns of step 0, and sequences.
+/// Metrics of an Eagle3 drafter from the sums of its micro-batches. Per step these are Σ w·CE, supervised rows, rows where drafter and
+/// target prefer one token, and Σ of accept rates. Then follow Σ of chains of both, supervised columns of step 0, and sequences.
 #[derive(Debug, Clone, Copy)]
 pub struct Eagle3Metrics {
     steps: usize,
@@ -244,7 +244,7 @@ pub struct Eagle3Metrics {
 }
 
 impl Eagle3Metrics {
-    /// Those of so many steps, the loss of step s weighing `decay`^s.
+    /// Metrics of so many steps; the loss of step s weighs `decay`^s.
     pub fn new(steps: usize, decay: f64) -> Self {
         Self { steps, decay }
     }
@@ -285,8 +285,8 @@ impl Metrics for Eagle3Metrics {
 }
 
 impl Eagle3Config {
-    /// Floating-point operations of forward and backward over `samples`, counted as for block drafters: two per multiplication in
-    /// the matrix products of the columns that are computed and the rows that are supervised.
+    /// Floating-point operations of forward and backward pass over `samples`, counted as for block drafters, for the columns that are
+    /// computed and the rows that are supervised.
     pub fn flops(&self, samples: &[TrainSample], supervise: Supervise) -> f64 {
         let (d, vocab) = (self.decoder.model.hidden_size as f64, self.decoder.model.vocab_size as f64);
         let taps = self.decoder.taps.len() as f64;
@@ -315,14 +315,14 @@ impl Eagle3Config {
         2.0 * products
     }
 
-    /// Shapes of matrix products in passes over micro-batches of one size: every step has columns of its own number.
+    /// Shapes of matrix products in passes over micro-batches of one size. Every step has its own number of columns.
     pub fn product_shapes(&self) -> usize {
         let steps = self.ttt_length * layer_shapes(&self.decoder.model.layers) * DIRECTIONS * PROJECTIONS;
-        // The taps need no gradient; logits and theirs come in chunks of one size.
+        // Captured hidden states need no gradient; logits and their gradients come in chunks of one size.
         2 + steps + 2
     }
 
-    /// What forward and backward hold at most beside the weights and their gradients, at `bytes` per value.
+    /// Peak bytes of forward and backward pass beside weights and gradients, at `bytes` per value.
     ///
     /// Steps after the first compute hardly more columns than are supervised.
     pub fn pass_bytes(&self, samples: &[SampleSize], bytes: usize, device: Device) -> PassBytes {
@@ -333,9 +333,9 @@ impl Eagle3Config {
         let all: usize = (0..steps).flat_map(|s| samples.iter().map(move |sample| columns(sample, s))).sum();
         let of = AutogradMemory::of(bytes, device);
         let norm = of.normed() + bytes;
-        // The supervised rows of every step are picked out and normed.
+        // The supervised rows of every step, selected and normed.
         let mut kept = tokens * d * bytes * self.decoder.taps.len() + rows * d * norm;
-        // They in another order, their gradients, and the teacher's states, which the steps share.
+        // These rows in another order, their gradients, and the target states, which the steps share.
         let objective =
             distill_loss::buffer_bytes(self.decoder.model.head_shape(), false, rows, 1, bytes, device)
                 + (2 * rows + rows.div_ceil(steps.max(1))) * d * bytes;
@@ -344,9 +344,9 @@ impl Eagle3Config {
             let Heads { query, key_value, dim } = layer.attention.heads;
             let (queries, keys) = ((query * dim) as usize, (key_value * dim) as usize);
             let inner = layer.intermediate_size as usize * bytes;
-            // The token's embedding is frozen, of which the norm keeps one form; the state; both side by side; the residual before the MLP.
+            // The embedding, of which the norm keeps one form, the state, both joined, and the residual before the MLP.
             kept += all * d * (size_of::<f32>() + of.normed() + 2 * bytes + norm);
-            // Queries are normed and laid out for the attention, whose output is laid out once more.
+            // Queries before and after the norm, in the order of the attention, and its output.
             let head_norm = if layer.qk_norm { of.normed() } else { 0 };
             kept += all * (queries * (head_norm + 3 * bytes) + keys * (head_norm + 2 * bytes));
             kept += all * of.mlp(layer.activation) * inner;

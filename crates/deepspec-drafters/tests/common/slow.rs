@@ -51,7 +51,6 @@ pub fn objective(
         let rows = Vec::<i64>::try_from(batch.rows()).unwrap();
         (&ce * paces(dpace, &ce.detach(), &rows, block.config().blocks.drafted() as i64)).sum(Kind::Float)
     });
-    let dpace = paced.as_ref().map(|paced| ("dpace", paced.detach()));
     let until_error = recipe.until_first_error.then(|| {
         let rows = Vec::<i64>::try_from(batch.rows()).unwrap();
         let right = Vec::<bool>::try_from(logits.argmax(-1, false).eq_tensor(batch.labels())).unwrap();
@@ -63,7 +62,9 @@ pub fn objective(
         let counted = Tensor::from_slice(&(0..rows.len()).map(counts).collect::<Vec<_>>());
         (&ce * batch.weights() * counted).sum(Kind::Float)
     });
-    let mut loss = paced.or(until_error).unwrap_or_else(|| weighted(&ce)) * recipe.ce_alpha
+    let adaptive = paced.or(until_error);
+    let adaptive_ce = adaptive.as_ref().map(|adaptive| ("adaptive_ce", adaptive.detach()));
+    let mut loss = adaptive.unwrap_or_else(|| weighted(&ce)) * recipe.ce_alpha
         + weighted(&l1) * recipe.l1_alpha
         + weighted(&soft_ce) * recipe.soft_ce_alpha
         + weighted(&kl) * recipe.kl_alpha;
@@ -81,7 +82,7 @@ pub fn objective(
     if recipe.soft_ce_alpha + recipe.kl_alpha > 0.0 {
         sums.extend([("soft_ce", weighted(&soft_ce)), ("kl", weighted(&kl))]);
     }
-    sums.extend(dpace);
+    sums.extend(adaptive_ce);
     sums.extend(lk.map(|lk| ("lk", weighted(&lk))));
     sums.push(("loss", loss.shallow_clone()));
     (

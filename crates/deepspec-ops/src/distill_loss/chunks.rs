@@ -55,7 +55,7 @@ pub enum Column {
     /// One of [`TERMS`], unweighted; 0 where it was not measured.
     Term(usize),
     /// The cross entropy with position weights that follow the drafter; 0 without them.
-    Dpace,
+    AdaptiveCe,
     /// The loss with all weights, without the confidence head's.
     Loss,
     /// 1 where drafter and target prefer one token; 0 where that was not requested.
@@ -74,7 +74,7 @@ impl Column {
     fn place(self) -> i64 {
         match self {
             Self::Term(term) => term as i64,
-            Self::Dpace => TERMS.len() as i64,
+            Self::AdaptiveCe => TERMS.len() as i64,
             Self::Loss => TERMS.len() as i64 + 1,
             Self::Agreement => TERMS.len() as i64 + 2,
             Self::Extra(column) => Self::COUNT + column,
@@ -295,7 +295,8 @@ mod tests {
             let Column::Term(term) = column else { panic!("{column:?} is no term") };
             assert_eq!(TERMS[term].name(), name);
         }
-        let all = (0..TERMS.len()).map(Column::Term).chain([Column::Dpace, Column::Loss, Column::Agreement]);
+        let all =
+            (0..TERMS.len()).map(Column::Term).chain([Column::AdaptiveCe, Column::Loss, Column::Agreement]);
         assert!(all.map(Column::place).eq(0..Column::COUNT));
     }
 }

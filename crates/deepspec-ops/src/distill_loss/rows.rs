@@ -115,26 +115,26 @@ struct TileLoss {
     loss: Tensor,
     coeffs: GradCoeffs,
     /// Weights of the cross entropy that follow the drafter.
-    paced: Option<Tensor>,
+    adaptive: Option<Tensor>,
 }
 
 impl TileLoss {
     fn of(distances: RowStats, rows: &Supervised, span: &Span, recipe: &LossRecipe) -> Self {
         let weights = span.of(rows.weights).unsqueeze(1);
         let slots = || span.of(rows.slot_index) - span.first_block as i64 * rows.gamma;
-        let paced = recipe.ce_weights(&distances, &weights, slots, span.blocks as i64, rows.gamma);
+        let adaptive = recipe.ce_weights(&distances, &weights, slots, span.blocks as i64, rows.gamma);
         let WeightedLoss { terms, loss, coeffs } =
-            recipe.evaluate(&distances, &weights, paced.as_ref().unwrap_or(&weights));
-        Self { distances, terms, loss, coeffs, paced }
+            recipe.evaluate(&distances, &weights, adaptive.as_ref().unwrap_or(&weights));
+        Self { distances, terms, loss, coeffs, adaptive }
     }
 
     /// The measurements, a column each.
     fn columns(self, extra: Option<AuxLossOutput>) -> Tensor {
-        let Self { distances: RowStats { ce, agreement, .. }, terms, loss, paced, .. } = self;
-        let paced = paced.map(|paced| &ce * paced);
+        let Self { distances: RowStats { ce, agreement, .. }, terms, loss, adaptive, .. } = self;
+        let adaptive = adaptive.map(|adaptive| &ce * adaptive);
         let zero = ce.zeros_like();
         let none = || zero.shallow_clone();
-        let columns = terms.into_iter().chain([paced, Some(loss), agreement]);
+        let columns = terms.into_iter().chain([adaptive, Some(loss), agreement]);
         let columns = columns.map(|column| column.unwrap_or_else(none));
         Tensor::cat(&columns.chain(extra.map(|extra| extra.columns)).collect::<Vec<_>>(), 1)
     }

@@ -9,7 +9,7 @@ use super::span::Span;
 pub struct TeacherIndex<'a> {
     /// State of each row, `[R]`. Consecutive blocks use a range without gaps.
     pub of_rows: &'a [i64],
-    /// The same indices on the device of the rows.
+    /// These indices on the device of the rows.
     pub there: &'a Tensor,
 }
 

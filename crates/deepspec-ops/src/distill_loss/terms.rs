@@ -55,7 +55,7 @@ pub trait LossTerm: Sync {
     }
 
     /// Whether position weights that follow the drafter apply to it.
-    fn is_paced(&self) -> bool {
+    fn is_adaptive(&self) -> bool {
         false
     }
 
@@ -120,7 +120,7 @@ impl LossTerm for CrossEntropy {
         true
     }
 
-    fn is_paced(&self) -> bool {
+    fn is_adaptive(&self) -> bool {
         true
     }
 
@@ -297,14 +297,14 @@ impl LossRecipe {
         })
     }
 
-    /// Losses of rows. `weights` and `paced` are `[n, 1]`: position weights, and those that follow the drafter.
-    pub(super) fn evaluate(&self, distances: &RowStats, weights: &Tensor, paced: &Tensor) -> WeightedLoss {
+    /// Losses of rows. `weights` and `adaptive` are `[n, 1]`: position weights, and those that follow the drafter.
+    pub(super) fn evaluate(&self, distances: &RowStats, weights: &Tensor, adaptive: &Tensor) -> WeightedLoss {
         let (mut loss, mut coeffs) = (distances.ce.zeros_like(), GradCoeffs::default());
         let terms = TERMS.map(|term| {
             let (value, gradient) = term.evaluate(distances, self)?;
             let alpha = term.alpha(self);
             if alpha != 0.0 {
-                let weights = if term.is_paced() { paced } else { weights } * alpha;
+                let weights = if term.is_adaptive() { adaptive } else { weights } * alpha;
                 loss += &value * &weights;
                 coeffs.add(gradient, &weights);
             }

@@ -26,7 +26,7 @@ impl Weight {
         }
     }
 
-    /// The same weight, not copied.
+    /// A second handle on this weight, not a copy.
     pub fn share(&self) -> Self {
         match self {
             Self::Stored(stored) => Self::Stored(stored.shallow_clone()),

@@ -28,7 +28,7 @@ pub enum Scaling {
         /// Tokens the model was first trained for.
         original: f64,
     },
-    /// The same idea with a ramp over the plane's number (Peng et al. 2023).
+    /// Interpolation with a ramp over the plane's index (YaRN, Peng et al. 2023).
     Yarn(Yarn),
 }
 
