@@ -128,6 +128,10 @@ cargo test --workspace --release --no-fail-fast "$@" 2>&1 | tee "$check/cargo.lo
     # A program that crashes lists no test.
     /process didn.t exit successfully/ { sub(/^ +/, ""); print }' "$check/cargo.log" | sort -u)
 
+# The golden suite on libtorch's operators alone: the references of our kernels, which a build without the feature runs.
+if [ $# = 0 ]; then
+    part cargo test --release --no-default-features -p deepspec-models -p deepspec-drafters --test 'golden*'
+fi
 # The check of a GPU, at toy size where there is none: with it the golden suite on `--device cuda`.
 if [ $# = 0 ]; then
     if ! nvidia-smi -L >/dev/null 2>&1; then

@@ -28,7 +28,10 @@ fn main() {
             return;
         }
     };
-    // Nobody asks which exceptions of arithmetic occurred, and to keep them, choices between two values would stay jumps, not vectors.
+    if env::var_os("CARGO_FEATURE_KERNELS").is_some() {
+        shim.define("DEEPSPEC_KERNELS", None);
+    }
+    // Without these flags the compiler keeps exceptions of arithmetic, and does not vectorise a choice between two values.
     shim.flag("-fno-trapping-math").flag("-fno-math-errno");
     // As system headers, whose warnings are not ours.
     for include in ["include", "include/torch/csrc/api/include"] {

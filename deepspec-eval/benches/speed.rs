@@ -307,7 +307,7 @@ fn tokens(completions: &[Completion]) -> usize {
 }
 
 fn main() -> anyhow::Result<()> {
-    deepspec_ops::prepare_process();
+    deepspec_ops::init_runtime();
     tch::set_num_threads(1);
     let limit = std::env::args().skip(1).find_map(|argument| argument.parse().ok());
     let python = std::env::var("DEEPSPEC_TEST_PYTHON").unwrap_or_else(|_| "python3".into());

@@ -65,7 +65,7 @@ enum Command {
 }
 
 fn main() -> ExitCode {
-    deepspec_ops::prepare_process();
+    deepspec_ops::init_runtime();
     let cli: Cli = deepspec_core::command_line::parse(deepspec_ops::LIBTORCH, &[]);
     let verbosity = Verbosity::from_flags(cli.quiet, cli.verbose);
     cli::start_logging(verbosity);

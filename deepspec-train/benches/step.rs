@@ -289,7 +289,7 @@ fn measure(shape: &Shape) {
     drop(state);
     let text = text();
     // Not before: memory that making the weights left behind would be kept, and used without being counted.
-    deepspec_ops::prepare_process();
+    deepspec_ops::init_runtime();
     let loss = LossRecipe { ce_alpha: 0.1, l1_alpha: 0.9, ..LossRecipe::NONE };
     let objective = BlockObjective { loss, confidence_alpha: 1.0 };
     // Milliseconds of step number `number`, without the making of its data.

@@ -7,7 +7,7 @@ use deepspec_core::env;
 use deepspec_train::{Args, DESCRIPTIONS, run};
 
 fn main() -> ExitCode {
-    deepspec_ops::prepare_process();
+    deepspec_ops::init_runtime();
     let args: Args = deepspec_core::command_line::parse(deepspec_ops::LIBTORCH, &DESCRIPTIONS);
     // The leader speaks for all; the others only when something is wrong.
     let follows = env::ranks().is_ok_and(|place| place.is_some_and(|place| place.rank > 0));

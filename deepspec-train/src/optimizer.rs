@@ -283,16 +283,11 @@ fn sizes_of(slots: &[Slot]) -> Vec<(&str, usize)> {
 
 /// The global norm of the gradients, a float64 scalar, and the divisor max(1, (norm + 1e-6)/max) that clips them, float32.
 pub fn clip(gradients: &[Tensor], max_norm: f64) -> (Tensor, Tensor) {
-    let squares: Vec<Tensor> = gradients.iter().map(square_sum_of).collect();
+    let squares: Vec<Tensor> =
+        gradients.iter().map(|gradient| square_sum(&gradient.to_kind(Kind::Float))).collect();
     let norm = Tensor::stack(&squares, 0).sum(Kind::Double).sqrt();
     let divisor = ((&norm + CLIP_EPS) / max_norm).clamp_min(1.0).to_kind(Kind::Float);
     (norm, divisor)
-}
-
-/// Σ x², whatever the kind: added up over so few values at once that its rounding does not grow with their number.
-fn square_sum_of(values: &Tensor) -> Tensor {
-    let values = values.to_kind(Kind::Float);
-    square_sum(&values).unwrap_or_else(|| values.square().sum(Kind::Double))
 }
 
 #[cfg(test)]

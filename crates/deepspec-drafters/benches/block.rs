@@ -109,7 +109,7 @@ fn measure(criterion: &mut Criterion, memory: &str) {
 
 fn benches(criterion: &mut Criterion) {
     measure(criterion, "memory handed back");
-    deepspec_ops::prepare_process();
+    deepspec_ops::init_runtime();
     measure(criterion, "memory kept");
 }
 

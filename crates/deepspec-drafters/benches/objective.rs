@@ -110,7 +110,7 @@ fn median(mut values: Vec<f64>) -> f64 {
 /// Sets the allocator up as the programs do. Only when the weights are there: memory that their making left behind would be
 /// kept, and used without being counted.
 fn prepare() {
-    deepspec_ops::prepare_process();
+    deepspec_ops::init_runtime();
 }
 
 /// Measures one variant in this process and prints `peak time`.

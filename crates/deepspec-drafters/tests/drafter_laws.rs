@@ -259,6 +259,7 @@ fn gemma4_layer_scalars_are_saved_and_not_trained() {
 
 /// A drafter in training is measured with the weights that it has then, packed.
 #[test]
+#[cfg_attr(not(feature = "kernels"), ignore = "weights are packed for kernels only")]
 fn a_drafter_that_learns_is_packed_as_it_is_now() {
     let _guard = tch::no_grad_guard();
     for target in targets() {

@@ -1,7 +1,7 @@
 //! The batched speculative decoding engine.
 //!
 //! A *slot* is a sequence with its key/value history. Each step the drafter proposes a block for every decoding slot, the
-//! target scores all blocks (and the prompts of newly admitted sequences) in one forward, and [`verify`] commits
+//! target scores all blocks (and the prompts of newly admitted sequences) in one forward, and [`deepspec_ops::verify`] commits
 //! tokens so that the output is distributed exactly as the target's. Plain decoding is the same loop with empty blocks.
 //!
 //! Legend: S sequences in a step, Γ longest proposal, γ block size, V vocabulary, N fed tokens, d hidden size, m taps.
@@ -13,7 +13,6 @@ mod replicas;
 mod request;
 mod sampling;
 mod tally;
-mod verify;
 
 pub use engine::Engine;
 pub use model::{Context, DraftRequest, ModelInput, ModelOutput, Proposal, Proposer, Target};
@@ -22,6 +21,5 @@ pub use request::{
     Completion, Cycle, DraftSampling, EngineError, EngineOptions, Event, Finish, Request, RequestId,
     StepTimes,
 };
-pub use sampling::{Sampling, SamplingBatch, draw};
+pub use sampling::{Sampling, SamplingBatch};
 pub use tally::Tally;
-pub use verify::{Verdict, verify};

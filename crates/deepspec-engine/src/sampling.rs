@@ -1,5 +1,6 @@
 //! From logits to distributions and from distributions to tokens.
 
+use deepspec_ops::{argmax, sample};
 use serde::{Deserialize, Serialize};
 use tch::{Device, Kind, Tensor};
 
@@ -120,20 +121,14 @@ impl SamplingBatch {
     /// The distributions that tokens are drawn from: float32 `[S, V]` from logits `[S, V]`.
     pub fn distributions(&self, logits: &Tensor) -> Tensor {
         if self.is_greedy() {
-            return one_hot(&likeliest(logits), logits.size()[1]);
+            return one_hot(&argmax(logits), logits.size()[1]);
         }
-        let (mut in_float32, temperatures) = (logits.to_kind(Kind::Float), self.column(0));
-        if logits.device() == Device::Cpu {
-            // The kernel refuses rows that lie apart, as one slot's rows of several blocks do, and takes the one of a single block.
-            in_float32 = in_float32.contiguous();
-        }
-        let mut probs = deepspec_ops::distributions(&in_float32, &temperatures)
-            .unwrap_or_else(|| (in_float32 / temperatures).softmax(-1, Kind::Float));
+        let mut probs = deepspec_ops::distributions(logits, &self.column(0));
         if self.rows.iter().any(Sampling::filters) {
             probs = self.filtered(&probs);
         }
         if self.rows.iter().any(Sampling::is_greedy) {
-            probs = one_hot(&likeliest(logits), logits.size()[1]).where_self(&self.column(1).gt(0.0), &probs);
+            probs = one_hot(&argmax(logits), logits.size()[1]).where_self(&self.column(1).gt(0.0), &probs);
         }
         probs
     }
@@ -142,10 +137,10 @@ impl SamplingBatch {
     /// distributions, where they are not all sure of their token.
     pub fn sample(&self, logits: &Tensor, uniforms: &Tensor) -> (Tensor, Option<Tensor>) {
         if self.is_greedy() {
-            return (likeliest(logits), None);
+            return (argmax(logits), None);
         }
         let distributions = self.distributions(logits);
-        (draw(&distributions, uniforms), Some(distributions))
+        (sample(&distributions, uniforms), Some(distributions))
     }
 
     /// Applies top-k, top-p and min-p row by row and renormalises. What becomes of a row does not depend on the others.
@@ -190,25 +185,10 @@ fn mass_of(weights: &Tensor) -> Tensor {
     sums.narrow(1, sums.size()[1] - 1, 1).to_kind(Kind::Float)
 }
 
-/// The token of the largest logit of each row, `[S]` from logits `[S, V]`.
-pub(crate) fn likeliest(logits: &Tensor) -> Tensor {
-    deepspec_ops::argmax(logits).unwrap_or_else(|| logits.argmax(-1, false))
-}
-
 /// Float32 distributions `[.., V]` that are sure of a token `[..]` each, of a vocabulary of V.
 pub(crate) fn one_hot(tokens: &Tensor, vocab: i64) -> Tensor {
     let size = [tokens.size().as_slice(), &[vocab]].concat();
     Tensor::zeros(size, (Kind::Float, tokens.device())).scatter_value_(-1, &tokens.unsqueeze(-1), 1.0)
-}
-
-/// Inverse-CDF draws: token = first index with cdf > u·total; `weights [S, V]` need no normalisation, `uniforms [S]` float64.
-pub fn draw(weights: &Tensor, uniforms: &Tensor) -> Tensor {
-    deepspec_ops::draw(weights, uniforms).unwrap_or_else(|| {
-        let cdf = weights.cumsum(-1, Kind::Double);
-        let vocab = cdf.size()[1];
-        let threshold = cdf.narrow(1, vocab - 1, 1) * uniforms.unsqueeze(1);
-        cdf.le_tensor(&threshold).sum_dim_intlist(-1, false, Kind::Int64).clamp_max(vocab - 1)
-    })
 }
 
 #[cfg(test)]
@@ -313,7 +293,7 @@ mod tests {
             let (tokens, distributions) = batch.sample(&logits, &uniforms);
             assert!(distributions.is_none());
             let one_hots = batch.distributions(&logits);
-            assert_eq!(tokens, draw(&one_hots, &uniforms));
+            assert_eq!(tokens, sample(&one_hots, &uniforms));
             let proposal = Proposal::of(vec![(tokens, None)], None);
             assert_eq!(proposal.distributions(1, 3), one_hots.unsqueeze(1));
         }
@@ -322,7 +302,7 @@ mod tests {
     #[test]
     fn draws_invert_the_cdf() {
         let weights = Tensor::from_slice(&[0.2f32, 0.0, 0.8]).unsqueeze(0).expand([4, 3], false);
-        let tokens = draw(&weights, &Tensor::from_slice(&[0.0, 0.19, 0.21, 0.999_999_9]));
+        let tokens = sample(&weights, &Tensor::from_slice(&[0.0, 0.19, 0.21, 0.999_999_9]));
         assert_eq!(Vec::<i64>::try_from(tokens).unwrap(), [0, 0, 2, 2]);
     }
 }

@@ -1,6 +1,6 @@
 //! The accept step against 200 reference cases with explicit uniforms.
 
-use deepspec_engine::verify;
+use deepspec_ops::verify;
 use deepspec_testkit::golden::{Array, Case, Values};
 use tch::{Device, Kind, Tensor};
 

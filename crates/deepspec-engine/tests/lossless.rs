@@ -17,8 +17,9 @@ use deepspec_cost::curve::CostCurve;
 use deepspec_cost::planner::Planner;
 use deepspec_engine::{
     Completion, DraftSampling, Engine, EngineOptions, ModelInput, ModelOutput, Request, Sampling,
-    SamplingBatch, Target, Verdict, draw, verify,
+    SamplingBatch, Target,
 };
+use deepspec_ops::{Verification, sample, verify};
 use deepspec_testkit::law::{Counts, count, misfit};
 use tch::{Device, Kind, Tensor};
 
@@ -206,7 +207,7 @@ fn greedy_drafts_are_accepted_with_the_targets_probability_of_them() {
     }
 }
 
-type Verify = fn(&Tensor, &Tensor, &Tensor, &Tensor, &Tensor, &Tensor) -> Verdict;
+type Verify = fn(&Tensor, &Tensor, &Tensor, &Tensor, &Tensor, &Tensor) -> Verification;
 
 /// The engine's loop in a few lines, around any way to verify: all sequences at once, every block whole.
 fn outputs_with(verify: Verify, sampling: Sampling) -> Counts {
@@ -223,7 +224,7 @@ fn outputs_with(verify: Verify, sampling: Sampling) -> Counts {
     };
     let first =
         settings.distributions(&logits_of(vec![prompt_prefix(); count_of].into_iter(), target_logits));
-    let first = prefixes(&draw(&first, &uniforms(0, Purpose::Target, 1).squeeze_dim(1)));
+    let first = prefixes(&sample(&first, &uniforms(0, Purpose::Target, 1).squeeze_dim(1)));
     let mut outputs: Vec<Vec<i64>> = first.into_iter().map(|token| vec![token]).collect();
     for step in 1..LENGTH as u64 {
         let now: Vec<i64> = outputs
@@ -267,10 +268,10 @@ fn without_residual(
     lens: &Tensor,
     accept: &Tensor,
     next: &Tensor,
-) -> Verdict {
+) -> Verification {
     let right = verify(p, q, x, lens, accept, next);
     let at = right.accepted.view([-1, 1, 1]).expand([-1, 1, V], false);
-    Verdict { next: draw(&p.gather(1, &at, false).squeeze_dim(1), next), accepted: right.accepted }
+    Verification { next: sample(&p.gather(1, &at, false).squeeze_dim(1), next), accepted: right.accepted }
 }
 
 /// Accepts with probability p(x) instead of min(1, p(x) / q(x)).
@@ -281,7 +282,7 @@ fn without_ratio(
     lens: &Tensor,
     accept: &Tensor,
     next: &Tensor,
-) -> Verdict {
+) -> Verification {
     let chosen = q.gather(2, &x.unsqueeze(2), false).squeeze_dim(2);
     verify(p, q, x, lens, &(accept / chosen.to_kind(Kind::Double)), next)
 }

@@ -38,7 +38,7 @@ fn churn(thread: usize) {
 
 #[test]
 fn holds_no_more_than_was_needed_at_once() {
-    deepspec_ops::prepare_process();
+    deepspec_ops::init_runtime();
     tch::set_num_threads(1);
     churn(0);
     let before = resident();

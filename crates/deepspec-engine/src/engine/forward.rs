@@ -1,13 +1,11 @@
 //! What the target runs, and what it says of the blocks.
 
-use deepspec_ops::runs;
+use deepspec_ops::{Verification, argmax, runs, verify, verify_greedy};
 use tch::{Kind, Tensor};
 
 use super::{Engine, Step, StepInputs, to_host};
 use crate::outcome::{VerifyOutcome, padding};
-use crate::sampling::likeliest;
-use crate::verify::verify_sure;
-use crate::{Proposer, Target, Verdict, verify};
+use crate::{Proposer, Target};
 
 /// Where the rows of a step's blocks lie, on the device.
 pub(super) struct Lengths {
@@ -92,7 +90,7 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         numbers: &StepInputs,
         lengths: &Lengths,
         logits: &Tensor,
-    ) -> (Verdict, Vec<Tensor>) {
+    ) -> (Verification, Vec<Tensor>) {
         let (sequences, longest) = (step.decoding.len() as i64, step.longest() as i64);
         let tokens = match &step.proposal {
             Some(proposal) => proposal.tokens.narrow(1, 0, longest),
@@ -108,7 +106,7 @@ impl<T: Target, P: Proposer> Engine<T, P> {
             rows.view([&[sequences, longest + 1], inner].concat().as_slice())
         };
         let verdict = if numbers.decoding.is_greedy() {
-            verify_sure(&by_block(likeliest(logits)), &tokens, &lengths.lens)
+            verify_greedy(&by_block(argmax(logits)), &tokens, &lengths.lens)
         } else {
             let repeats: Vec<usize> = step.lens.iter().map(|len| len + 1).collect();
             let probs = numbers.decoding.repeated(&repeats, lengths.of_row.as_ref()).distributions(logits);

@@ -1,6 +1,7 @@
 //! Attention of draft blocks: a block sees the context strictly before its anchor, and itself. No block sees another.
 
 mod memory;
+mod reference;
 mod tiles;
 
 use std::ops::Range;
@@ -34,7 +35,6 @@ pub struct SequenceSpan {
 
 /// Attention of the blocks of some sequences, for layers of one shape.
 pub struct BlockAttention {
-    heads: Heads,
     scale: f64,
     block_size: i64,
     kernel: Kernel,
@@ -51,6 +51,9 @@ enum Kernel {
 }
 
 struct OfSequence {
+    spec: AttentionSpec,
+    /// Positions of its anchors, `[A]`.
+    anchors: Tensor,
     blocks: i64,
     tokens: i64,
     parts: Vec<AttentionPart>,
@@ -86,7 +89,7 @@ impl BlockAttention {
         } else {
             Kernel::Parts(spans.iter().map(|span| OfSequence::new(spec, block_size, span, kind)).collect())
         };
-        Self { heads, scale, block_size: block_size as i64, kernel }
+        Self { scale, block_size: block_size as i64, kernel }
     }
 
     /// Queries, keys and values of the blocks `[ΣA·B, heads, D]`, and keys and values of the context `[ΣT, G, D]`, to `[ΣA·B, H·D]`.
@@ -138,15 +141,19 @@ impl BlockAttention {
 
     /// Attention of one sequence, in parts.
     fn of_sequence(&self, of: &OfSequence, block: &Qkv, k: &Tensor, v: &Tensor) -> Tensor {
-        let (Heads { query, key_value, dim }, size) = (self.heads, self.block_size);
-        let repeats = self.heads.repeats();
+        let AttentionSpec { heads: Heads { query, key_value, dim }, scale, .. } = of.spec;
+        let (repeats, size) = (of.spec.heads.repeats(), self.block_size);
         // The query heads that share keys become further queries: [A·B, H, D] -> [G, A, repeats·B, D].
         let q = block.q.view([-1, size, key_value, repeats, dim]).permute([2, 0, 3, 1, 4]);
         let q = q.reshape([key_value, -1, repeats * size, dim]);
         let own = |t: &Tensor| t.view([-1, size, key_value, dim]).permute([2, 0, 1, 3]); // [G, A, B, D]
-        let (k, v, own_k, own_v) = (k.transpose(0, 1), v.transpose(0, 1), own(&block.k), own(&block.v));
-        let (context, own) = (KeyValues { k: &k, v: &v }, KeyValues { k: &own_k, v: &own_v });
-        let y = block_attention(&q, &context, &own, &of.parts, of.block_mask.as_ref(), self.scale);
+        let (by_head, own_k, own_v) = ([k, v].map(|t| t.transpose(0, 1)), own(&block.k), own(&block.v));
+        let (context, own) =
+            (KeyValues { k: &by_head[0], v: &by_head[1] }, KeyValues { k: &own_k, v: &own_v });
+        let merged = block_attention(&q, &context, &own, &of.parts, of.block_mask.as_ref(), scale);
+        let Some(y) = merged else {
+            return reference::block_attention(block, k, v, &of.anchors, size, &of.spec);
+        };
         y.view([key_value, -1, repeats, size, dim]).permute([1, 3, 0, 2, 4]).reshape([-1, query * dim])
     }
 }
@@ -185,7 +192,9 @@ impl OfSequence {
             }
         }
         let block_mask = window.filter(|&window| window < block_size).map(|_| masks.block(positions));
-        Self { blocks: anchors.len() as i64, tokens: *tokens, parts, block_mask }
+        let anchors_here = positions.shallow_clone();
+        let blocks = anchors.len() as i64;
+        Self { spec: *spec, anchors: anchors_here, blocks, tokens: *tokens, parts, block_mask }
     }
 }
 
@@ -263,5 +272,47 @@ mod tests {
         assert_eq!(of(&[190, 200], Some(200)), [(0..64, false), (64..128, true), (128..256, false)]);
         assert_eq!(of(&[190, 200], Some(30)), [(128..256, false)]);
         assert_eq!(of(&[190, 200], Some(1)), [(128..256, false)]);
+    }
+
+    /// Outputs of blocks of 4 slots at 40 anchors of 90 tokens, and gradients of all inputs.
+    fn run(
+        window: Option<usize>,
+        attend: impl Fn(&AttentionSpec, &SequenceSpan, &Qkv, &Tensor, &Tensor) -> Tensor,
+    ) -> Vec<Tensor> {
+        let heads = Heads { query: 4, key_value: 2, dim: 16 };
+        let spec = AttentionSpec { heads, scale: 0.25, window };
+        let anchors: Vec<usize> = (0..40).map(|block| 2 * block + 5).collect();
+        let positions: Vec<i64> = anchors.iter().map(|&anchor| anchor as i64).collect();
+        let span = SequenceSpan { tokens: 90, anchors, positions: Tensor::from_slice(&positions) };
+        let values = |rows: i64, heads: i64, seed: u64| {
+            let noise = deepspec_testkit::noise(seed, (rows * heads * 16) as usize);
+            Tensor::from_slice(&noise).view([rows, heads, 16]).set_requires_grad(true)
+        };
+        let block = Qkv { q: values(160, 4, 1), k: values(160, 2, 2), v: values(160, 2, 3) };
+        let (k, v) = (values(90, 2, 4), values(90, 2, 5));
+        let y = attend(&spec, &span, &block, &k, &v);
+        (&y * y.sin()).sum(Kind::Float).backward();
+        let inputs = [&block.q, &block.k, &block.v, &k, &v];
+        [y.detach()].into_iter().chain(inputs.map(Tensor::grad)).collect()
+    }
+
+    #[test]
+    fn kernels_compute_what_the_reference_computes() {
+        for window in [None, Some(30), Some(2)] {
+            let expected = run(window, |spec, span, block, k, v| {
+                reference::block_attention(block, k, v, &span.positions, 4, spec)
+            });
+            let found = run(window, |spec, span, block, k, v| {
+                BlockAttention::new(spec, 4, std::slice::from_ref(span), Kind::Float).forward(block, k, v)
+            });
+            let in_parts = run(window, |spec, span, block, k, v| {
+                let kernel = Kernel::Parts(vec![OfSequence::new(spec, 4, span, Kind::Float)]);
+                BlockAttention { scale: spec.scale, block_size: 4, kernel }.forward(block, k, v)
+            });
+            for (found, expected) in found.iter().chain(&in_parts).zip(expected.iter().cycle()) {
+                let error = (found - expected).abs().max().double_value(&[]);
+                assert!(error < 1e-5, "window {window:?}: off by {error:e}");
+            }
+        }
     }
 }

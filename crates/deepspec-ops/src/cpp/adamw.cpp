@@ -122,12 +122,4 @@ at::Tensor* ds_square_sum(const at::Tensor* values) {
     return at::full({}, sum, values->options().dtype(at::kDouble));
   });
 }
-
-// The gradient that a parameter has, which has none then; null where it has none.
-at::Tensor* ds_take_gradient(const at::Tensor* parameter) {
-  return made([&]() -> at::Tensor {
-    if (!parameter->is_leaf() || !parameter->requires_grad()) return {};
-    return std::exchange(parameter->mutable_grad(), at::Tensor());
-  });
-}
 }

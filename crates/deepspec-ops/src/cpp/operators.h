@@ -18,12 +18,12 @@ constexpr int64_t kGrain = 32768;
 constexpr int64_t kWork = 1 << 20;
 
 // Whether it lies as these operators read it: float32 on the CPU, value behind value.
-bool plain(const at::Tensor& tensor) {
+inline bool plain(const at::Tensor& tensor) {
   return tensor.device().is_cpu() && tensor.scalar_type() == at::kFloat && tensor.is_contiguous();
 }
 
 // Whether what is made of it now belongs to a graph.
-bool learns(const at::Tensor& tensor) { return c10::GradMode::is_enabled() && tensor.requires_grad(); }
+inline bool learns(const at::Tensor& tensor) { return c10::GradMode::is_enabled() && tensor.requires_grad(); }
 
 // Calls `each(task)` for all of `count` tasks, on several threads where there are some and more tasks than `grain`.
 template <typename Each>

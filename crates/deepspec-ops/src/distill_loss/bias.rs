@@ -5,7 +5,8 @@ use tch::Tensor;
 use super::pieces::TokenRange;
 use super::sources::distinct;
 use super::span::Span;
-use crate::ffi::{add_to_rows, multiply, sum_rows};
+use crate::ffi;
+use crate::linear::multiply;
 
 /// The Markov bias of the logits, `features · W2ᵀ`.
 #[derive(Clone, Copy)]
@@ -75,7 +76,9 @@ impl<'a> ChunkBias<'a> {
                 assert!(add, "what rows have in common is added to what they have of their own");
                 let mut in_common = shared.piece(tokens);
                 multiply(&self.features, &w2.tr(), &mut in_common, false);
-                add_to_rows(logits, &shared.of_rows, &in_common);
+                if !ffi::add_to_rows(logits, &shared.of_rows, &in_common) {
+                    let _ = logits.g_add_(&in_common.index_select(0, &shared.of_rows));
+                }
             }
             None => multiply(&self.features, &w2.tr(), logits, add),
         }
@@ -86,7 +89,9 @@ impl<'a> ChunkBias<'a> {
         let gradients = match &self.shared {
             Some(shared) => {
                 let mut sums = shared.piece(tokens);
-                sum_rows(by_rows, &shared.of_rows, &mut sums);
+                if !ffi::sum_rows(by_rows, &shared.of_rows, &mut sums) {
+                    let _ = sums.zero_().index_add_(0, &shared.of_rows, by_rows);
+                }
                 sums
             }
             None => by_rows.shallow_clone(),

@@ -9,7 +9,8 @@ use super::recipe::LossRecipe;
 use super::rows::Logits;
 use super::span::{Span, spans};
 use super::terms::TERMS;
-use crate::ffi::{multiply, range, softmax_targets};
+use crate::ffi::{range, softmax_targets};
+use crate::linear::multiply;
 
 /// Bytes of a chunk's float32 buffer, and limits on its rows. More rows speed up matrix products, fewer rows save memory.
 const CHUNK_BYTES: i64 = 40 << 20;
@@ -175,7 +176,8 @@ pub fn distill_loss(head: &LossHead, rows: &Supervised, recipe: &LossRecipe) -> 
     let vocab = weight.size()[0];
     // The kernels need target probabilities, computed once for all rows that share a target state. A soft-cap, a RowObjective and the
     // preferred token need the logits of whole rows instead.
-    let is_weighed = kind == Kind::Float
+    let is_weighed = cfg!(feature = "kernels")
+        && kind == Kind::Float
         && device == Device::Cpu
         && head.softcap.is_none()
         && rows.extra.is_none()

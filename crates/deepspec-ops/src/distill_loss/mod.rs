@@ -9,6 +9,7 @@ mod chunks;
 mod inputs;
 mod pieces;
 mod recipe;
+mod reference;
 mod rows;
 mod sources;
 mod span;

@@ -4,6 +4,7 @@ use tch::{Kind, Tensor};
 
 use super::inputs::{AuxLossOutput, LossHead, Supervised};
 use super::recipe::LossRecipe;
+use super::reference;
 use super::span::Span;
 use super::terms::{GradCoeffs, Needs, RowStats, TERMS, WeightedLoss};
 use crate::ffi::{LogitRows, TargetProbs, measure_rows, slope_rows, softmax_targets};
@@ -155,48 +156,26 @@ enum Target {
     Weighed(TargetProbs),
 }
 
-/// Drafter probabilities p^d of some rows, `[n, V]` float32, and the tensors that their gradient needs.
-struct Rows {
-    draft: Tensor,
-    against: Against,
-    labels: Tensor, // [n, 1]
-}
-
-enum Against {
-    Weighed(TargetProbs),
-    /// p^t and p^d − p^t, `[n, V]`, for libtorch's operators.
-    Separate {
-        target: Tensor,
-        difference: Tensor,
+/// Measured rows, whose gradient can be computed once.
+enum Rows {
+    /// A kernel measured them: drafter probabilities p^d `[n, V]` float32, the target's, and labels `[n, 1]`.
+    Kernel {
+        draft: Tensor,
+        target: TargetProbs,
+        labels: Tensor,
     },
-}
-
-/// Softmax in place of `x [n, V]`, whose largest value per row is 0, and log Σ e^x.
-fn normalise(x: &mut Tensor) -> Tensor {
-    let _ = x.exp_();
-    let sum = row_sum(x);
-    let _ = x.g_mul_(&sum.reciprocal());
-    sum.log()
-}
-
-/// Subtracts each row's largest value.
-fn shift(x: &mut Tensor) {
-    let _ = x.g_sub_(&x.amax(-1, true));
-}
-
-fn row_sum(x: &Tensor) -> Tensor {
-    x.sum_dim_intlist(-1, true, Kind::Float)
+    Reference(reference::Measured),
 }
 
 impl Rows {
     /// Turns the drafter's float32 logits `[n, V]` into probabilities in place, and measures them against `labels [n]` and target.
-    fn measure(mut draft: Tensor, target: Target, labels: &Tensor, needs: Needs) -> (Self, RowStats) {
+    fn measure(draft: Tensor, target: Target, labels: &Tensor, needs: Needs) -> (Self, RowStats) {
         let labels = labels.unsqueeze(1);
         let correct = needs.correct.then(|| draft.argmax(-1, true).eq_tensor(&labels).to_kind(Kind::Float));
         let mut target = match target {
             Target::Weighed(target) => {
-                assert!(!needs.agreement, "which token a weighed target prefers is not known any more");
-                let (rows, stats) = Self::measure_weighed(draft, target, labels, needs);
+                assert!(!needs.agreement, "the argmax of a target is unknown once it is a distribution");
+                let (rows, stats) = Self::measure_by_kernel(draft, target, labels, needs);
                 return (rows, RowStats { correct, ..stats });
             }
             Target::Logits(target) => target,
@@ -205,36 +184,20 @@ impl Rows {
             let same = draft.argmax(-1, true).eq_tensor(&target.argmax(-1, true));
             same.to_kind(Kind::Float)
         });
-        if let Some(entropies) = softmax_targets(&mut target, needs.soft) {
-            let target = TargetProbs { probabilities: target, entropies, source_of_row: None };
-            let (rows, distances) = Self::measure_weighed(draft, target, labels, needs);
-            return (rows, RowStats { agreement, correct, ..distances });
-        }
-        shift(&mut draft);
-        shift(&mut target);
-        let label = draft.gather(1, &labels, false);
-        let (draft_logits, target_logits) =
-            (needs.soft.then(|| draft.copy()), needs.soft.then(|| target.copy()));
-        let (draft_log, target_log) = (normalise(&mut draft), normalise(&mut target));
-        let soft = draft_logits.zip(target_logits).map(|(draft_logits, target_logits)| {
-            let soft_ce = &draft_log - row_sum(&(&target * draft_logits));
-            let entropy = &target_log - row_sum(&(&target * target_logits));
-            let kl = &soft_ce - entropy;
-            (soft_ce, kl)
-        });
-        let difference = &draft - &target;
-        let distances = RowStats {
-            ce: draft_log - label,
-            l1: row_sum(&difference.abs()),
-            soft,
-            agreement,
-            correct,
-            overlap: needs.overlap.then(|| row_sum(&draft.minimum(&target))),
+        let (rows, stats) = match softmax_targets(&mut target, needs.soft) {
+            Some(entropies) => {
+                let target = TargetProbs { probabilities: target, entropies, source_of_row: None };
+                Self::measure_by_kernel(draft, target, labels, needs)
+            }
+            None => {
+                let (measured, stats) = reference::measure(draft, target, labels, needs);
+                (Self::Reference(measured), stats)
+            }
         };
-        (Self { draft, against: Against::Separate { target, difference }, labels }, distances)
+        (rows, RowStats { agreement, correct, ..stats })
     }
 
-    fn measure_weighed(
+    fn measure_by_kernel(
         mut draft: Tensor,
         target: TargetProbs,
         labels: Tensor,
@@ -244,43 +207,19 @@ impl Rows {
         let Some(found) = measured else {
             panic!("no memory for rows {:?}, or they do not fit {target:?}", draft.size());
         };
-        let distances = RowStats::measured(found, None, needs);
-        (Self { draft, against: Against::Weighed(target), labels }, distances)
+        (Self::Kernel { draft, target, labels }, RowStats::measured(found, None, needs))
     }
 
-    /// Gradient by the drafter's logits, `[n, V]`: with sign s of p^d − p^t,
-    /// `label·(p^d − onehot) + soft·(p^d − p^t) + l1·p^d ⊙ (s − Σ p^d s)`.
+    /// Gradient by the drafter's logits, `[n, V]`; see [`reference::Measured::gradient`].
     fn gradient(self, coeffs: &GradCoeffs) -> Tensor {
-        let Self { mut draft, against, labels } = self;
-        let none = labels.zeros_like().to_kind(Kind::Float);
-        let (mut target, mut difference) = match against {
-            Against::Separate { target, difference } => (target, difference),
-            Against::Weighed(target) => {
+        match self {
+            Self::Kernel { mut draft, target, labels } => {
                 let done = slope_rows(&mut draft, &target, &labels, &coeffs.factors(&labels));
-                assert!(done, "rows that were measured have no gradient");
-                return draft;
+                assert!(done, "rows that a kernel measured have no gradient");
+                draft
             }
-        };
-        let mut factor = none; // of p^d, constant along a row
-        for coefficient in [&coeffs.label, &coeffs.soft].into_iter().flatten() {
-            factor += coefficient;
+            Self::Reference(measured) => measured.gradient(coeffs),
         }
-        let mut gradient = match &coeffs.l1 {
-            Some(l1) => {
-                let _ = difference.sign_();
-                factor -= l1 * row_sum(&(&draft * &difference));
-                let _ = difference.g_mul_(l1).g_add_(&factor);
-                difference.g_mul_(&draft)
-            }
-            None => draft * factor,
-        };
-        if let Some(soft) = &coeffs.soft {
-            let _ = gradient.g_sub_(&target.g_mul_(soft));
-        }
-        if let Some(label) = &coeffs.label {
-            let _ = gradient.scatter_add_(1, &labels, &label.neg());
-        }
-        gradient
     }
 }
 
@@ -290,9 +229,9 @@ mod tests {
 
     use super::*;
 
-    /// libtorch's operators, which run where the kernels refuse, measure what the kernels measure.
+    /// The reference, which takes float64 rows, measures what the kernels measure in float32.
     #[test]
-    fn rows_of_other_kinds_are_measured_as_those_of_float32_are() {
+    fn kernels_compute_what_the_reference_computes() {
         let values = |step: f64| {
             let angles = Tensor::arange(4 * 40, (Kind::Double, Device::Cpu)) * step;
             angles.sin().view([4, 40]) * 5.0

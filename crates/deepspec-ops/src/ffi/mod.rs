@@ -4,42 +4,39 @@
     reason = "foreign code: the dynamic loader, the C allocator, signals, and the shim over c10d and libtorch"
 )]
 
-mod adamw;
-mod attention;
+#[cfg_attr(not(feature = "kernels"), allow(dead_code, reason = "only kernels read these arguments"))]
+mod args;
 pub mod c10d;
-mod few_rows;
 mod filling;
-mod history;
-mod losses;
-mod matrices;
+mod gradient;
+#[cfg(feature = "kernels")]
+mod kernels;
+#[cfg(not(feature = "kernels"))]
+#[path = "without_kernels.rs"]
+mod kernels;
 mod memory;
-mod products;
 mod profile;
-mod rows;
+mod runtime;
 mod stream;
 
 use std::error::Error;
+use std::ffi::c_void;
 use std::io;
 use std::process::{Child, Command};
 
 use libloading::Library;
+use tch::Tensor;
 
-pub use adamw::{AdamWSettings, AdamWTensors, adamw, square_sum, take_gradient};
-pub use attention::{
-    AttentionPart, KeyValues, SequenceBlocks, TiledAttention, TiledBlocks, attend_by_block, attends_by_block,
-    attends_in_tiles, block_attention,
+pub use args::{
+    AdamWSettings, AdamWTensors, AttentionPart, FEW_ROWS, HistoryChunk, KeyValues, KvRows, KvWindow,
+    LogitRows, ProjectedHeads, RmsNormParams, RowsMeasured, SequenceBlocks, TargetProbs, TiledBlocks,
 };
-pub use few_rows::{FEW_ROWS, few_rows_attention, few_rows_gated_product, few_rows_product, has_few_rows};
 pub use filling::UninitTensor;
-pub use history::{HistoryChunk, KvRows, KvWindow, ProjectedHeads, has_history_attention, history_attention};
-pub use losses::{
-    LogitRows, RowsMeasured, TargetProbs, add_to_rows, measure_rows, slope_rows, softmax_targets, sum_rows,
-};
-pub use matrices::{multiply, projection};
+pub use gradient::take_gradient;
+pub use kernels::*;
 pub use memory::{DeviceMemory, device_memory, gpu_free_memory, has_bfloat16, restart_device_peak};
-pub use products::{PackedWeight, packed_gated_product, packed_product};
 pub use profile::{Profile, Range, range};
-pub use rows::{RmsNormParams, argmax, distributions, draw, gated_product, rms_norm, rotate, silu_times};
+pub use runtime::init_runtime;
 pub use stream::{CudaEvent, CudaStream, StreamGuard, pinned};
 
 /// libtorch's CUDA part. Our binaries need only libtorch_cpu, so CUDA stays invisible until this is opened.
@@ -60,53 +57,6 @@ pub fn load_cuda() -> Result<(), String> {
     std::mem::forget(library);
     Ok(())
 }
-
-/// Lets the C allocator, which libtorch's smaller CPU tensors come from, keep freed memory instead of returning it to the system.
-#[cfg(all(target_os = "linux", target_env = "gnu"))]
-pub fn keep_freed_memory() {
-    /// The largest threshold that glibc takes on 64-bit machines.
-    const MMAP_THRESHOLD: libc::c_int = 32 << 20;
-    const TOP_PAD: libc::c_int = 64 << 20;
-    // SAFETY: mallopt only sets parameters of the allocator, which it locks; values out of range are refused, not undefined.
-    unsafe {
-        libc::mallopt(libc::M_MMAP_THRESHOLD, MMAP_THRESHOLD);
-        libc::mallopt(libc::M_TRIM_THRESHOLD, libc::c_int::MAX);
-        libc::mallopt(libc::M_TOP_PAD, TOP_PAD);
-    }
-}
-
-/// Other allocators have no such thresholds.
-#[cfg(not(all(target_os = "linux", target_env = "gnu")))]
-pub fn keep_freed_memory() {}
-
-/// Takes into the program what lets OpenMP's threads wait asleep; it has run before `main`.
-#[cfg(target_os = "linux")]
-pub fn wait_asleep() {
-    unsafe extern "C" {
-        fn ds_wait_asleep();
-    }
-    // SAFETY: it does nothing.
-    unsafe { ds_wait_asleep() };
-}
-
-/// Other systems have no such place before a program's libraries.
-#[cfg(not(target_os = "linux"))]
-pub fn wait_asleep() {}
-
-/// Gives libtorch's large CPU tensors memory of their own, in which freed blocks leave no gaps.
-#[cfg(target_os = "linux")]
-pub fn pool_large_blocks() {
-    unsafe extern "C" {
-        fn ds_pool_large_blocks();
-    }
-    // SAFETY: the shim sets a pointer in libtorch's table of allocators, which nobody reads yet: this comes first in `main`.
-    // The allocator that it installs lives for ever, and tensors keep the deleter that they were made with.
-    unsafe { ds_pool_large_blocks() };
-}
-
-/// Other systems cannot resize a block in place.
-#[cfg(not(target_os = "linux"))]
-pub fn pool_large_blocks() {}
 
 /// Lets the process go at once when it is about to exit, with code 1: a thread that is held in foreign code for good would otherwise
 /// see the libraries under it taken down, and may keep the process from ending.
@@ -144,20 +94,9 @@ pub fn die_with_parent(command: &mut Command) {
 #[cfg(not(target_os = "linux"))]
 pub fn die_with_parent(_command: &mut Command) {}
 
-#[cfg(all(test, target_os = "linux", target_arch = "x86_64"))]
-mod tests {
-    /// MKL's question is answered by this program and not by MKL itself.
-    #[test]
-    fn mkl_asks_this_program_what_the_processor_can_do() {
-        unsafe extern "C" {
-            fn mkl_serv_intel_cpu_true() -> libc::c_int;
-        }
-        // SAFETY: dlsym reads a C string; with RTLD_DEFAULT it finds what the loader gives everyone who asks for the name.
-        let found = unsafe { libc::dlsym(libc::RTLD_DEFAULT, c"mkl_serv_intel_cpu_true".as_ptr()) };
-        assert_eq!(found.addr(), mkl_serv_intel_cpu_true as *const () as usize);
-        // SAFETY: it takes nothing and only asks the processor.
-        let answer = unsafe { mkl_serv_intel_cpu_true() };
-        let can = std::arch::is_x86_feature_detected!("avx512f");
-        assert!(answer == 1 || !can || std::env::var_os("DEEPSPEC_MKL_BY_MAKER").is_some());
-    }
+/// # Safety
+/// `made` is null or a tensor from `new` that belongs to nobody else.
+unsafe fn owned(made: *mut c_void) -> Option<Tensor> {
+    // SAFETY: by this function's own contract; tch frees it by `delete`.
+    (!made.is_null()).then(|| unsafe { Tensor::from_ptr(made.cast()) })
 }

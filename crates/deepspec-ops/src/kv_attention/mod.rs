@@ -3,6 +3,7 @@
 mod calls;
 mod plan;
 mod pool;
+mod reference;
 
 use std::collections::BTreeMap;
 
@@ -15,9 +16,9 @@ use crate::ffi::{
     has_history_attention, history_attention,
 };
 use crate::upload::DeviceArange;
-use calls::{AttentionCall, MaskShape};
+use calls::MaskShape;
 pub use plan::{AttentionPlan, MaskKind, Rows};
-use plan::{Group, Placed, Slots};
+use plan::{Group, Placed};
 pub use pool::{KEPT, capacity};
 use pool::{Layout, Pool};
 
@@ -76,8 +77,7 @@ impl InPlace {
 const WIDTH: i64 = 256;
 
 struct Layer {
-    heads: Heads,
-    scale: f64,
+    spec: AttentionSpec,
     /// Index of its mask shape.
     view: usize,
 }
@@ -111,16 +111,16 @@ impl KvCache {
         let layout = Layout::new(layers.iter().map(|layer| layer.heads).collect(), (kind, device));
         let layers: Vec<Layer> = layers
             .iter()
-            .map(|&AttentionSpec { heads, scale, window }| {
-                let view = MaskShape { repeats: heads.repeats() as usize, window };
+            .map(|&spec| {
+                let view = MaskShape { repeats: spec.heads.repeats() as usize, window: spec.window };
                 let number = views.iter().position(|known| *known == view).unwrap_or_else(|| {
                     views.push(view);
                     views.len() - 1
                 });
-                Layer { heads, scale, view: number }
+                Layer { spec, view: number }
             })
             .collect();
-        let in_place = InPlace::of(layers.iter().map(|layer| layer.heads), kind, device);
+        let in_place = InPlace::of(layers.iter().map(|layer| layer.spec.heads), kind, device);
         let slots = vec![Slot::default(); slots];
         let (options, ruler) = ((kind, device), DeviceArange::new(device));
         Self { layers, views, layout, pools: BTreeMap::new(), slots, options, in_place, ruler }
@@ -311,40 +311,19 @@ impl KvCache {
 
     /// Attention of the `few` chunks by the CPU kernel: `[N, H·D]`, with zeros in the rows of other chunks.
     fn attend_in_place(&self, layer: usize, few: &[Placed], visibility: MaskKind, qkv: &Qkv) -> Tensor {
-        let Layer { scale, view, .. } = self.layers[layer];
+        let AttentionSpec { scale, window, .. } = self.layers[layer].spec;
         let chunks = self.history_chunks(layer, few);
         let [q, k, v] = [&qkv.q, &qkv.k, &qkv.v].map(Tensor::contiguous);
         let sees_chunk = visibility == MaskKind::Block;
-        let view = KvWindow { scale, window: self.views[view].window, sees_chunk };
+        let view = KvWindow { scale, window, sees_chunk };
         history_attention(KvRows::Separate([&q, &k, &v]), &chunks, view)
     }
 
     /// Attention of one group by SDPA: `q [S·L, H, D]` to `[S·L, H·D]`.
     fn attend_group(&self, layer: usize, group: &Group, visibility: MaskKind, q: &Tensor) -> Tensor {
-        let Layer { heads: Heads { query, key_value, dim }, scale, view } = self.layers[layer];
         let Some(pool) = self.pools.get(&group.capacity) else { return q.flatten(1, 2) };
-        let ([keys, values], repeats) = (pool.layer(layer), query / key_value);
-        let q = q.view([-1, group.width, key_value, repeats, dim]).permute([0, 2, 3, 1, 4]);
-        let attend = |piece: &AttentionCall| {
-            let rows = (piece.rows.end - piece.rows.start) as i64;
-            // The query heads that share keys become further queries: [S, G, repeats·L, D].
-            let q = q.narrow(3, piece.rows.start as i64, rows).reshape([-1, key_value, repeats * rows, dim]);
-            let history = |tensor: &Tensor| {
-                let (first, count) = (piece.keys.start as i64, (piece.keys.end - piece.keys.start) as i64);
-                match &group.slots {
-                    Slots::Range(slot, slots) => tensor.narrow(0, *slot, *slots).narrow(1, first, count),
-                    Slots::Picked(slots) => tensor.narrow(1, first, count).index_select(0, slots),
-                }
-                .transpose(1, 2)
-            };
-            let mask = group.mask(piece, &self.views[view], visibility, self.kind());
-            let (k, v) = (history(keys), history(values));
-            let y = Tensor::scaled_dot_product_attention(&q, &k, &v, Some(&mask), 0.0, false, scale, false);
-            y.view([-1, key_value, repeats, rows, dim]).permute([0, 3, 1, 2, 4]) // [S, L, G, repeats, D]
-        };
-        let outputs: Vec<Tensor> = group.views[view].iter().map(attend).collect();
-        let y = if let [only] = outputs.as_slice() { only.shallow_clone() } else { Tensor::cat(&outputs, 1) };
-        y.reshape([-1, query * dim])
+        let Layer { spec, view } = &self.layers[layer];
+        reference::kv_attention(q, pool.layer(layer), group, &group.views[*view], spec, visibility)
     }
 
     /// Commits chunks that were written: their sequences now end with them.
@@ -377,9 +356,8 @@ impl AttendProjected for KvAttention<'_> {
     /// before the layers.
     fn attend_projected(&mut self, qkv: &Tensor, heads: ProjectedHeads<'_>) -> Tensor {
         let Self { cache, layer, plan } = self;
-        let Layer { scale, view, .. } = cache.layers[*layer];
-        let sees_chunk = plan.visibility == MaskKind::Block;
-        let view = KvWindow { scale, window: cache.views[view].window, sees_chunk };
+        let AttentionSpec { scale, window, .. } = cache.layers[*layer].spec;
+        let view = KvWindow { scale, window, sees_chunk: plan.visibility == MaskKind::Block };
         let chunks = cache.history_chunks(*layer, &plan.placed);
         match cache.in_place {
             InPlace::FewRows => few_rows_attention(qkv, &heads, &chunks, view),

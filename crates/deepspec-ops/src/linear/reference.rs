@@ -1,8 +1,17 @@
 //! The layer by libtorch's operator.
 
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
 /// See [`super::linear`].
 pub(super) fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Tensor {
     x.linear(weight, bias)
+}
+
+/// See [`super::multiply`].
+pub(super) fn multiply(a: &Tensor, b: &Tensor, out: &mut Tensor, add: bool) {
+    let _ = match add {
+        true if a.kind() == out.kind() && a.kind() == Kind::Float => out.addmm_(a, b),
+        true => out.g_add_(&a.mm(b)),
+        false => a.mm_out(out, b),
+    };
 }

@@ -1,24 +1,13 @@
 //! Attention of blocks behind anchors, with a backward of its own: tch has no way to write one.
 
 use std::ffi::{c_char, c_void};
-use std::ops::Range;
 use std::ptr::{self, NonNull};
 
 use tch::{Kind, Tensor};
 
-use super::c10d::check;
-use super::rows::owned;
-
-/// Queries of neighbouring rows and the keys that they attend to.
-pub struct AttentionPart {
-    /// Rows of the queries, all blocks' one after the other.
-    pub rows: Range<i64>,
-    /// Keys of the context, not none.
-    pub keys: Range<i64>,
-    /// Added to the scores, `[1, 1, rows, keys]`; none where all keys are seen by all rows. What is hidden has a very low number
-    /// instead of −∞, so that rows which see nothing of the part have a log-sum-exp.
-    pub mask: Option<Tensor>,
-}
+use super::super::args::{AttentionPart, KeyValues, SequenceBlocks, TiledBlocks};
+use super::super::c10d::check;
+use super::super::owned;
 
 #[repr(C)]
 struct RawPart {
@@ -61,14 +50,6 @@ unsafe extern "C" {
     ) -> *mut c_char;
 }
 
-/// Keys and values of a context or of blocks.
-pub struct KeyValues<'a> {
-    /// Keys.
-    pub k: &'a Tensor,
-    /// Values.
-    pub v: &'a Tensor,
-}
-
 /// Attention of `q [G, A, r, D]`, A blocks of r queries: each block over its own keys, `[G, A, B, D]`, and each row over those of the context,
 /// `[G, T, D]`, that `parts` give it. Rows and keys that no part names do not see each other. Gives `[G, A, r, D]`, with gradients for all five.
 ///
@@ -83,7 +64,7 @@ pub fn block_attention(
     parts: &[AttentionPart],
     block_mask: Option<&Tensor>,
     scale: f64,
-) -> Tensor {
+) -> Option<Tensor> {
     let pointer = |mask: Option<&Tensor>| mask.map_or(ptr::null(), |mask| mask.as_ptr().cast());
     let raw: Vec<RawPart> = parts
         .iter()
@@ -106,22 +87,13 @@ pub fn block_attention(
         panic!("attention of blocks: {problem}");
     }
     // SAFETY: without an error it is a tensor from `new` that belongs to nobody else; tch frees it by `delete`.
-    unsafe { Tensor::from_ptr(out.cast()) }
+    Some(unsafe { Tensor::from_ptr(out.cast()) })
 }
 
 /// Whether [`attend_by_block`] is the better choice for heads of D values, for float32 on this CPU.
 pub fn attends_by_block(dim: i64) -> bool {
     // SAFETY: it only asks the processor.
     unsafe { ds_attends_by_block(dim) }
-}
-
-/// One sequence's part of what [`attend_by_block`] takes.
-#[derive(Debug, Clone)]
-pub struct SequenceBlocks {
-    /// Tokens of its context.
-    pub tokens: i64,
-    /// The anchors of its blocks, which see the context before them.
-    pub anchors: Vec<i64>,
 }
 
 #[repr(C)]
@@ -188,39 +160,6 @@ unsafe extern "C" {
 pub fn attends_in_tiles(like: &Tensor, kind: Kind, dim: i64) -> bool {
     // SAFETY: the shim reads the tensor's device, and catches every C++ exception.
     kind == Kind::BFloat16 && unsafe { ds_attends_in_tiles(like.as_ptr().cast(), dim) }
-}
-
-/// How the blocks of a sequence are cut into tiles, on a GPU. Beside these numbers there is a tensor of others, int32, one list after the other: for each
-/// tile the keys that all its blocks see and where those lie among all tiles' (`2 · tiles`); for each slot its block and that one's anchor
-/// (`2 · tiles · slots`); the slot of each block (`blocks`); and three sums with a beginning of 0 (`3 · (tiles + 1)`): of the tiles' queries, of the keys that
-/// they see, and of nothing.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
-pub struct TiledBlocks {
-    /// Tiles.
-    pub tiles: i64,
-    /// Blocks of a tile.
-    pub slots: i64,
-    /// Positions of a block.
-    pub size: i64,
-    /// Heads of queries to a head of keys.
-    pub repeats: i64,
-    /// Heads of keys.
-    pub groups: i64,
-    /// D.
-    pub dim: i64,
-    /// Keys behind those that all blocks of a tile see.
-    pub rest: i64,
-    /// T, tokens of the context.
-    pub tokens: i64,
-    /// Blocks of the sequence.
-    pub blocks: i64,
-    /// Keys that tiles see, added up.
-    pub packed: i64,
-    /// The most that one sees.
-    pub most_seen: i64,
-    /// Of the scores.
-    pub scale: f64,
 }
 
 /// The attention of [`block_attention`] for bfloat16 on a GPU, where each block of a sequence sees the context before its anchor.
@@ -307,7 +246,7 @@ mod tests {
         let [own_k, own_v] = [own.k, own.v].map(|own| own.view([-1, size, 2, dim]).permute([2, 0, 1, 3]));
         let (k, v) = (context.k.transpose(0, 1), context.v.transpose(0, 1));
         let (context, own) = (KeyValues { k: &k, v: &v }, KeyValues { k: &own_k, v: &own_v });
-        let y = block_attention(&rows, &context, &own, parts, Some(own_mask), 0.2);
+        let y = block_attention(&rows, &context, &own, parts, Some(own_mask), 0.2).unwrap();
         y.view([2, -1, 3, size, dim]).permute([1, 3, 0, 2, 4]).reshape([-1, 6 * dim])
     }
 

@@ -5,6 +5,8 @@ use std::ffi::c_void;
 
 use tch::Tensor;
 
+use super::super::owned;
+
 unsafe extern "C" {
     fn ds_rms_norm(x: *const c_void, weight: *const c_void, eps: f64) -> *mut c_void;
     fn ds_argmax(x: *const c_void) -> *mut c_void;
@@ -13,15 +15,6 @@ unsafe extern "C" {
     fn ds_rotate(x: *const c_void, cosines: *const c_void, sines: *const c_void) -> *mut c_void;
     fn ds_silu_times(gate: *const c_void, up: *const c_void) -> *mut c_void;
     fn ds_gated_product(gate: *const c_void, up: *const c_void, weight: *const c_void) -> *mut c_void;
-}
-
-/// The weights `[d]` and ε of an RMS norm.
-#[derive(Clone, Copy)]
-pub struct RmsNormParams<'a> {
-    /// Its weights.
-    pub weights: &'a Tensor,
-    /// Its ε.
-    pub eps: f64,
 }
 
 /// `x / rms(x) · weight` over the last dimension of `x [.., d]`; `weight [d]`. A row's bits do not depend on the other rows.
@@ -82,13 +75,6 @@ pub fn silu_times(gate: &Tensor, up: &Tensor) -> Option<Tensor> {
 pub fn gated_product(gate: &Tensor, up: &Tensor, weight: &Tensor) -> Option<Tensor> {
     // SAFETY: as above.
     unsafe { owned(ds_gated_product(gate.as_ptr().cast(), up.as_ptr().cast(), weight.as_ptr().cast())) }
-}
-
-/// # Safety
-/// `made` is null or a tensor from `new` that belongs to nobody else.
-pub(super) unsafe fn owned(made: *mut c_void) -> Option<Tensor> {
-    // SAFETY: by this function's own contract; tch frees it by `delete`.
-    (!made.is_null()).then(|| unsafe { Tensor::from_ptr(made.cast()) })
 }
 
 #[cfg(test)]

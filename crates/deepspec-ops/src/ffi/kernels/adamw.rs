@@ -4,38 +4,9 @@ use std::ffi::{c_char, c_void};
 
 use tch::Tensor;
 
-use super::c10d::check;
-use super::rows::owned;
-
-/// One tensor's update: float32 and contiguous, of one shape and device.
-pub struct AdamWTensors<'a> {
-    /// What is learned.
-    pub weights: &'a mut Tensor,
-    /// Its gradient, which is divided in place, and on the CPU left zero.
-    pub gradient: &'a mut Tensor,
-    /// First moment.
-    pub exp_avg: &'a mut Tensor,
-    /// Second moment.
-    pub exp_avg_sq: &'a mut Tensor,
-}
-
-/// The numbers of a step.
-#[repr(C)]
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct AdamWSettings {
-    /// Learning rate.
-    pub lr: f64,
-    /// Decay of the first moment.
-    pub beta1: f64,
-    /// Decay of the second moment.
-    pub beta2: f64,
-    /// Decoupled weight decay.
-    pub weight_decay: f64,
-    /// Added to the root of the second moment.
-    pub eps: f64,
-    /// Number of this step, from 1.
-    pub step: f64,
-}
+use super::super::args::{AdamWSettings, AdamWTensors};
+use super::super::c10d::check;
+use super::super::owned;
 
 #[repr(C)]
 struct RawTensors {
@@ -60,9 +31,9 @@ unsafe extern "C" {
 ///
 /// # Panics
 /// If a tensor is not as [`AdamWTensors`] says.
-pub fn adamw(tensors: &mut [AdamWTensors<'_>], divisor: &Tensor, settings: AdamWSettings) {
+pub fn adamw(tensors: &mut [AdamWTensors<'_>], divisor: &Tensor, settings: AdamWSettings) -> bool {
     if tensors.is_empty() {
-        return; // libtorch refuses empty lists
+        return true; // libtorch refuses empty lists
     }
     let raw: Vec<RawTensors> = tensors
         .iter_mut()
@@ -79,6 +50,7 @@ pub fn adamw(tensors: &mut [AdamWTensors<'_>], divisor: &Tensor, settings: AdamW
     if let Err(problem) = outcome {
         panic!("AdamW: {problem}");
     }
+    true
 }
 
 /// Σ x², a float64 scalar, of float32 values on the CPU; rounding does not grow with their number.
@@ -87,16 +59,6 @@ pub fn adamw(tensors: &mut [AdamWTensors<'_>], divisor: &Tensor, settings: AdamW
 pub fn square_sum(values: &Tensor) -> Option<Tensor> {
     // SAFETY: the shim reads the tensor during the call, catches every C++ exception, and returns null or a tensor of its own.
     unsafe { owned(ds_square_sum(values.as_ptr().cast())) }
-}
-
-unsafe extern "C" {
-    fn ds_take_gradient(parameter: *const c_void) -> *mut c_void;
-}
-
-/// The gradient that a parameter has. It has none afterwards, so that the next is not added to zeros.
-pub fn take_gradient(parameter: &Tensor) -> Option<Tensor> {
-    // SAFETY: the shim takes the parameter's own reference to its gradient over, or returns null; it catches every C++ exception.
-    unsafe { owned(ds_take_gradient(parameter.as_ptr().cast())) }
 }
 
 #[cfg(test)]

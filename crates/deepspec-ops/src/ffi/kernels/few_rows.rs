@@ -5,12 +5,9 @@ use std::ptr;
 
 use tch::Tensor;
 
-use super::c10d::check;
-use super::history::{HistoryChunk, KvWindow, ProjectedHeads, RawChunk};
-use super::rows::RmsNormParams;
-
-/// Most rows of a call. A row's bits do not depend on rows of other sequences, nor on those behind it.
-pub const FEW_ROWS: usize = 8;
+use super::super::args::{HistoryChunk, KvWindow, ProjectedHeads, RmsNormParams};
+use super::super::c10d::check;
+use super::history::RawChunk;
 
 #[repr(C)]
 struct RawHeads {

@@ -5,8 +5,9 @@ use std::ptr;
 
 use tch::Tensor;
 
-use super::c10d::check;
-use super::rows::owned;
+use super::super::args::{LogitRows, RowsMeasured, TargetProbs};
+use super::super::c10d::check;
+use super::super::owned;
 
 unsafe extern "C" {
     fn ds_weigh_target(logits: *const c_void, entropy: bool) -> *mut c_void;
@@ -45,45 +46,6 @@ unsafe extern "C" {
         found: *const c_void,
         factors: *const c_void,
     ) -> *mut c_char;
-}
-
-/// What a target predicts for n rows of a drafter.
-#[derive(Debug)]
-pub struct TargetProbs {
-    /// p^t, `[n, V]`, or of S sources `[S, V]`.
-    pub probabilities: Tensor,
-    /// −Σ p^t log p^t, `[n]` or `[S]` float64; 0 where it was not asked for.
-    pub entropies: Tensor,
-    /// Each row's source, `[n]` int64, where rows share them.
-    pub source_of_row: Option<Tensor>,
-}
-
-/// How far n rows of logits of a drafter are from their labels x* and from a target; p^d and p^t are the probabilities. Distances are `[n, 1]` each.
-pub struct RowsMeasured {
-    /// −log p^d(x*).
-    pub ce: Tensor,
-    /// ‖p^d − p^t‖₁.
-    pub l1: Tensor,
-    /// Σ min(p^d, p^t).
-    pub overlap: Tensor,
-    /// −Σ p^t log p^d and Σ p^t log(p^t/p^d), where they were asked for. Rounding leaves the latter some 1e-7 beside 0, or below it, where both are equal.
-    pub soft: Option<(Tensor, Tensor)>,
-}
-
-/// Logits of n rows of a drafter and of its target, in bfloat16 on a GPU.
-pub struct LogitRows<'a> {
-    /// The drafter's `[n, V]`, before a bias and a cap.
-    pub base: &'a Tensor,
-    /// What a Markov head adds, `[n, V]`.
-    pub bias: Option<&'a Tensor>,
-    /// The target's `[n, V]`, or of S sources `[S, V]`, before a cap.
-    pub target: &'a Tensor,
-    /// Each row's source, `[n]` int64, where rows share them.
-    pub source_of_row: Option<&'a Tensor>,
-    /// `[n]` int64.
-    pub labels: &'a Tensor,
-    /// c of `c · tanh(logit / c)`, which base and target are bent by.
-    pub cap: Option<f64>,
 }
 
 /// What [`LogitRows::measure`] found: a column for each of the distances, and what the gradients need.
@@ -197,24 +159,19 @@ pub fn measure_rows(
 }
 
 /// In place of `sums [S, V]`, the sums of those of `rows [n, V]` that have the same source, `source_of_row [n]` int64. Both share no memory.
-pub fn sum_rows(rows: &Tensor, source_of_row: &Tensor, sums: &mut Tensor) {
+///
+/// False, and nothing is done, as for [`softmax_targets`].
+pub fn sum_rows(rows: &Tensor, source_of_row: &Tensor, sums: &mut Tensor) -> bool {
     // SAFETY: the shim writes to the last tensor only, which is the caller's alone, and reads the others, during the call, and catches every C++ exception.
-    let done =
-        unsafe { ds_sum_rows(rows.as_ptr().cast(), source_of_row.as_ptr().cast(), sums.as_ptr().cast()) };
-    if !done {
-        let _ = sums.zero_().index_add_(0, source_of_row, rows);
-    }
+    unsafe { ds_sum_rows(rows.as_ptr().cast(), source_of_row.as_ptr().cast(), sums.as_ptr().cast()) }
 }
 
 /// Adds to each of `rows [n, V]` the row of `values [S, V]` whose number `source_of_row [n]` int64 has for it. Both share no memory.
-pub fn add_to_rows(rows: &mut Tensor, source_of_row: &Tensor, values: &Tensor) {
+///
+/// False, and nothing is done, as for [`softmax_targets`].
+pub fn add_to_rows(rows: &mut Tensor, source_of_row: &Tensor, values: &Tensor) -> bool {
     // SAFETY: the shim writes to the first tensor only, which is the caller's alone, and reads the others, during the call, and catches every C++ exception.
-    let done = unsafe {
-        ds_add_to_rows(rows.as_ptr().cast(), source_of_row.as_ptr().cast(), values.as_ptr().cast())
-    };
-    if !done {
-        let _ = rows.g_add_(&values.index_select(0, source_of_row));
-    }
+    unsafe { ds_add_to_rows(rows.as_ptr().cast(), source_of_row.as_ptr().cast(), values.as_ptr().cast()) }
 }
 
 /// Turns the probabilities `draft [n, V]` of [`measure_rows`] into gradients by the logits: `factors [n, 3]` of p^d − onehot(x*), of p^d − p^t, and of

@@ -2,10 +2,10 @@
 
 use std::ffi::{c_char, c_void};
 
-use tch::{Kind, Tensor};
+use tch::Tensor;
 
-use super::c10d::check;
-use super::rows::owned;
+use super::super::c10d::check;
+use super::super::owned;
 
 unsafe extern "C" {
     fn ds_multiplies() -> bool;
@@ -22,17 +22,9 @@ unsafe extern "C" {
 /// `a b` of `a [m, k]` and `b [k, n]`, whichever way they lie, in place of `out [m, n]`, or added to it: on one device, of one kind, but that sums may be
 /// float32, and without a graph. `out` shares no memory with them.
 ///
-/// # Panics
-/// As libtorch's own product, where they do not fit together.
-pub fn multiply(a: &Tensor, b: &Tensor, out: &mut Tensor, add: bool) {
-    if multiplies() && multiply_here(a, b, out, add) {
-        return;
-    }
-    let _ = match add {
-        true if a.kind() == out.kind() && a.kind() == Kind::Float => out.addmm_(a, b),
-        true => out.g_add_(&a.mm(b)),
-        false => a.mm_out(out, b),
-    };
+/// False, and nothing is done, where libtorch's product is faster or the tensors are no float32 matrices of the CPU.
+pub fn multiply(a: &Tensor, b: &Tensor, out: &mut Tensor, add: bool) -> bool {
+    multiplies() && multiply_here(a, b, out, add)
 }
 
 /// Whether the shim's products are the better choice on this processor.
@@ -70,7 +62,7 @@ fn projection_here(x: &Tensor, weight: &Tensor) -> Option<Tensor> {
 
 #[cfg(test)]
 mod tests {
-    use tch::Device;
+    use tch::{Device, Kind};
 
     use super::*;
 
@@ -148,7 +140,7 @@ mod tests {
         assert!(out.equal(&values(&[8, 32], 2.0)));
         // Sums of a narrower kind are float32.
         let narrow = |tensor: &Tensor| tensor.to_kind(Kind::BFloat16);
-        multiply(&narrow(&a), &narrow(&b), &mut out, true);
+        crate::linear::multiply(&narrow(&a), &narrow(&b), &mut out, true);
         let expected = narrow(&a).mm(&narrow(&b)).to_kind(Kind::Float) + values(&[8, 32], 2.0);
         assert!(out.equal(&expected));
     }

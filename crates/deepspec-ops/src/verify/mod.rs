@@ -1,25 +1,26 @@
-//! Exact rejection sampling of drafted blocks (Leviathan et al. 2023; Chen et al. 2023).
+//! Exact rejection sampling of draft blocks (Leviathan et al. 2023; Chen et al. 2023).
 
 use tch::{Kind, Tensor};
 
-use crate::sampling::draw;
+use crate::sample::sample;
 
 /// A residual with less mass than this is replaced by the target distribution.
 const RESIDUAL_FLOOR: f64 = 1e-8;
 
-/// The outcome of verifying S blocks.
-pub struct Verdict {
-    /// Accepted draft tokens per block, before any stop token is considered: `[S]` int64.
+/// The result of verifying S blocks.
+pub struct Verification {
+    /// Accepted draft tokens of each block, before stop tokens are considered: `[S]` int64.
     pub accepted: Tensor,
-    /// The token after the accepted ones, from the residual or, where all were accepted, from the target: `[S]` int64.
+    /// The token after the accepted ones: `[S]` int64. It comes from the residual, or from the target after a fully accepted block.
     pub next: Tensor,
 }
 
-/// Accepts token x_k with probability min(1, p_k(x_k)/q_k(x_k)), left to right, and draws the next token from
-/// normalise(max(p − q, 0)) at the first rejection or from p behind a fully accepted block.
+/// Accepts token x_k with probability min(1, p_k(x_k)/q_k(x_k)), from left to right. The next token comes from
+/// normalise(max(p − q, 0)) at the first rejection, or from p after a fully accepted block.
 ///
-/// `target [S, Γ+1, V]` and `draft [S, Γ, V]` are float32 distributions, `tokens [S, Γ]` the drafted tokens, `lens [S]` int64
-/// the block lengths γ' ≤ Γ, `accept_uniforms [S, Γ]` and `next_uniforms [S]` float64 in [0, 1).
+/// `target [S, Γ+1, V]` and `draft [S, Γ, V]` are float32 distributions, `tokens [S, Γ]` the draft tokens, `lens [S]` int64 the
+/// block lengths γ' ≤ Γ, `accept_uniforms [S, Γ]` and `next_uniforms [S]` float64 in [0, 1). libtorch's operators compute it on every
+/// device.
 pub fn verify(
     target: &Tensor,
     draft: &Tensor,
@@ -27,14 +28,17 @@ pub fn verify(
     lens: &Tensor,
     accept_uniforms: &Tensor,
     next_uniforms: &Tensor,
-) -> Verdict {
+) -> Verification {
     let longest = tokens.size()[1];
     if longest == 0 {
-        return Verdict { accepted: lens.zeros_like(), next: draw(&target.select(1, 0), next_uniforms) };
+        return Verification {
+            accepted: lens.zeros_like(),
+            next: sample(&target.select(1, 0), next_uniforms),
+        };
     }
     let chosen =
         |probs: &Tensor| probs.narrow(1, 0, longest).gather(2, &tokens.unsqueeze(2), false).squeeze_dim(2); // [S, Γ]
-    // A token that was drawn has q > 0; the least positive number keeps 0 / 0 from being no number.
+    // A sampled token has q > 0; the clamp avoids 0 / 0.
     let ratio = chosen(target).to_kind(Kind::Double)
         / chosen(draft).to_kind(Kind::Double).clamp_min(f64::MIN_POSITIVE);
     let accepted = survivors(&accept_uniforms.lt_tensor(&ratio), lens); // [S]
@@ -45,22 +49,21 @@ pub fn verify(
     let residual = (&p - at(draft, &accepted.clamp_max(longest - 1))).clamp_min(0.0);
     let rejected = accepted.lt_tensor(lens).unsqueeze(1);
     let usable = residual.sum_dim_intlist(1, true, Kind::Float).gt(RESIDUAL_FLOOR).logical_and(&rejected);
-    let next = draw(&residual.where_self(&usable, &p), next_uniforms);
-    Verdict { accepted, next }
+    let next = sample(&residual.where_self(&usable, &p), next_uniforms);
+    Verification { accepted, next }
 }
 
-/// [`verify`] for a target that is sure of a token at every place, as it is at temperature 0; `target [S, Γ+1]` int64 holds these tokens. Neither
-/// chance nor how sure the drafter was decides anything then.
-pub fn verify_sure(target: &Tensor, tokens: &Tensor, lens: &Tensor) -> Verdict {
+/// Greedy verification: accepts the longest prefix of `tokens [S, Γ]` that matches the target's argmax, `target [S, Γ+1]` int64.
+pub fn verify_greedy(target: &Tensor, tokens: &Tensor, lens: &Tensor) -> Verification {
     if tokens.size()[1] == 0 {
-        return Verdict { accepted: lens.zeros_like(), next: target.select(1, 0) };
+        return Verification { accepted: lens.zeros_like(), next: target.select(1, 0) };
     }
     let accepted = survivors(&target.narrow(1, 0, tokens.size()[1]).eq_tensor(tokens), lens);
     let next = target.gather(1, &accepted.unsqueeze(1), false).squeeze_dim(1);
-    Verdict { accepted, next }
+    Verification { accepted, next }
 }
 
-/// How many tokens stand before the first that does not hold, of so many as were drafted: `[S]` int64 of `holds [S, Γ]` and `lens [S]`.
+/// Number of tokens before the first one that does not hold, within the block lengths: `[S]` int64 of `holds [S, Γ]` and `lens [S]`.
 fn survivors(holds: &Tensor, lens: &Tensor) -> Tensor {
     let offset = Tensor::arange(holds.size()[1], (Kind::Int64, holds.device())).unsqueeze(0);
     let survives = holds.logical_and(&offset.lt_tensor(&lens.unsqueeze(1)));
@@ -100,7 +103,7 @@ mod tests {
     }
 
     #[test]
-    fn a_sure_target_decides_as_its_distributions_do() {
+    fn greedy_verification_equals_verification_of_one_hot_distributions() {
         let (sequences, longest, vocab) = (60, 5, 7);
         let cpu = (Kind::Int64, Device::Cpu);
         let target = Tensor::arange(sequences * (longest + 1), cpu).square().remainder(vocab);
@@ -114,13 +117,13 @@ mod tests {
         for q in [q.shallow_clone(), &q * 0.79 + 0.03] {
             let uniforms = Tensor::full([sequences, longest], 0.999, (Kind::Double, Device::Cpu));
             let expected = verify(&p, &q, &tokens, &lens, &uniforms, &uniforms.select(1, 0));
-            let found = verify_sure(&target, &tokens, &lens);
+            let found = verify_greedy(&target, &tokens, &lens);
             assert_eq!(found.accepted, expected.accepted);
             assert_eq!(found.next, expected.next);
             let counts = found.accepted.bincount::<Tensor>(None, longest + 1);
             assert!(counts.min().int64_value(&[]) > 0, "accepted so often: {counts}");
         }
-        let undrafted = verify_sure(&target.narrow(1, 0, 1), &tokens.narrow(1, 0, 0), &lens.zeros_like());
+        let undrafted = verify_greedy(&target.narrow(1, 0, 1), &tokens.narrow(1, 0, 0), &lens.zeros_like());
         assert_eq!(undrafted.accepted, lens.zeros_like());
         assert_eq!(undrafted.next, target.select(1, 0));
     }

@@ -6,8 +6,8 @@ use std::sync::LazyLock;
 
 use tch::{Device, Kind, Tensor};
 
-use super::c10d::check;
-use super::rows::RmsNormParams;
+use super::super::args::RmsNormParams;
+use super::super::c10d::check;
 
 /// The instructions that products are computed by, as the shim numbers them; 0 where it has none for the processor.
 static LEVEL: LazyLock<i32> = LazyLock::new(|| {

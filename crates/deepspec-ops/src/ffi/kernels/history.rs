@@ -5,34 +5,8 @@ use std::ptr;
 
 use tch::{Device, Kind, Tensor};
 
-use super::c10d::check;
-use super::rows::RmsNormParams;
-
-/// One sequence's queries, and where its history is.
-#[derive(Clone, Copy)]
-pub struct HistoryChunk<'a> {
-    /// Keys and values of the pool, `[rows, capacity, G, D]`.
-    pub pool: [&'a Tensor; 2],
-    /// The row of the pool.
-    pub row: usize,
-    /// Tokens before these.
-    pub past_len: usize,
-    /// Tokens of the chunk.
-    pub len: usize,
-    /// The first of its rows among the queries.
-    pub first: usize,
-}
-
-/// Who sees what.
-#[derive(Debug, Clone, Copy)]
-pub struct KvWindow {
-    /// Factor on the scores.
-    pub scale: f64,
-    /// Keys that a query sees; None for all before it.
-    pub window: Option<usize>,
-    /// Whether a query sees what comes behind it in its chunk.
-    pub sees_chunk: bool,
-}
+use super::super::args::{HistoryChunk, KvRows, KvWindow, ProjectedHeads, RmsNormParams};
+use super::super::c10d::check;
 
 #[repr(C)]
 pub(super) struct RawChunk {
@@ -55,30 +29,6 @@ impl RawChunk {
             first: chunk.first as i64,
         }
     }
-}
-
-/// Heads of queries, keys and values that lie side by side, and what is done to queries and keys before they attend.
-#[derive(Clone, Copy)]
-pub struct ProjectedHeads<'a> {
-    /// H, heads of queries.
-    pub query: i64,
-    /// G, heads of keys.
-    pub key_value: i64,
-    /// D.
-    pub dim: i64,
-    /// Norms of queries and keys, `[D]`, of one ε.
-    pub gains: Option<[RmsNormParams<'a>; 2]>,
-    /// Cosines and sines of what each row is turned by, D/2 of each.
-    pub angles: [&'a Tensor; 2],
-}
-
-/// Queries, keys and values of N rows.
-#[derive(Clone, Copy)]
-pub enum KvRows<'a> {
-    /// As they attend: `[N, H, D]`, and `[N, G, D]` twice.
-    Separate([&'a Tensor; 3]),
-    /// Side by side, `[N, (H + 2G)·D]`, neither normed nor turned yet.
-    Projected(&'a Tensor, ProjectedHeads<'a>),
 }
 
 /// The shim's `KvRows`.

@@ -1,0 +1,89 @@
+//! Measurements of rows and gradients of their losses by libtorch's operators.
+
+use tch::{Kind, Tensor};
+
+use super::terms::{GradCoeffs, Needs, RowStats};
+
+/// Probabilities of measured rows, `[n, V]` each, from which [`Measured::gradient`] computes the gradient.
+pub(super) struct Measured {
+    draft: Tensor,
+    target: Tensor,
+    /// p^d − p^t.
+    difference: Tensor,
+    labels: Tensor, // [n, 1]
+}
+
+/// Turns float32 logits of drafter and target, `[n, V]` each, into probabilities in place, and measures them against `labels [n, 1]`.
+pub(super) fn measure(
+    mut draft: Tensor,
+    mut target: Tensor,
+    labels: Tensor,
+    needs: Needs,
+) -> (Measured, RowStats) {
+    shift(&mut draft);
+    shift(&mut target);
+    let label = draft.gather(1, &labels, false);
+    let logits = needs.soft.then(|| (draft.copy(), target.copy()));
+    let (draft_log, target_log) = (normalise(&mut draft), normalise(&mut target));
+    let soft = logits.map(|(draft_logits, target_logits)| {
+        let soft_ce = &draft_log - row_sum(&(&target * draft_logits));
+        let entropy = &target_log - row_sum(&(&target * target_logits));
+        let kl = &soft_ce - entropy;
+        (soft_ce, kl)
+    });
+    let difference = &draft - &target;
+    let stats = RowStats {
+        ce: draft_log - label,
+        l1: row_sum(&difference.abs()),
+        soft,
+        agreement: None,
+        correct: None,
+        overlap: needs.overlap.then(|| row_sum(&draft.minimum(&target))),
+    };
+    (Measured { draft, target, difference, labels }, stats)
+}
+
+impl Measured {
+    /// Gradient by the drafter's logits, `[n, V]`: with sign s of p^d − p^t,
+    /// `label·(p^d − onehot) + soft·(p^d − p^t) + l1·p^d ⊙ (s − Σ p^d s)`.
+    pub(super) fn gradient(self, coeffs: &GradCoeffs) -> Tensor {
+        let Self { draft, mut target, mut difference, labels } = self;
+        let mut factor = labels.zeros_like().to_kind(Kind::Float); // of p^d, constant along a row
+        for coefficient in [&coeffs.label, &coeffs.soft].into_iter().flatten() {
+            factor += coefficient;
+        }
+        let mut gradient = match &coeffs.l1 {
+            Some(l1) => {
+                let _ = difference.sign_();
+                factor -= l1 * row_sum(&(&draft * &difference));
+                let _ = difference.g_mul_(l1).g_add_(&factor);
+                difference.g_mul_(&draft)
+            }
+            None => draft * factor,
+        };
+        if let Some(soft) = &coeffs.soft {
+            let _ = gradient.g_sub_(&target.g_mul_(soft));
+        }
+        if let Some(label) = &coeffs.label {
+            let _ = gradient.scatter_add_(1, &labels, &label.neg());
+        }
+        gradient
+    }
+}
+
+/// Softmax in place of `x [n, V]`, whose largest value per row is 0, and log Σ e^x.
+fn normalise(x: &mut Tensor) -> Tensor {
+    let _ = x.exp_();
+    let sum = row_sum(x);
+    let _ = x.g_mul_(&sum.reciprocal());
+    sum.log()
+}
+
+/// Subtracts each row's largest value.
+fn shift(x: &mut Tensor) {
+    let _ = x.g_sub_(&x.amax(-1, true));
+}
+
+fn row_sum(x: &Tensor) -> Tensor {
+    x.sum_dim_intlist(-1, true, Kind::Float)
+}

@@ -1,0 +1,48 @@
+//! Distributions over the vocabulary, and tokens from them.
+
+mod reference;
+
+use tch::{Device, Kind, Tensor};
+
+use crate::ffi;
+
+/// The index of the largest value of each row, the first of several: `[..]` int64 of `x [.., V]`.
+pub fn argmax(x: &Tensor) -> Tensor {
+    ffi::argmax(x).unwrap_or_else(|| x.argmax(-1, false))
+}
+
+/// softmax(logits / temperature): float32 `[n, V]` of `logits [n, V]` and `temperatures [n, 1]` float32. On the CPU a row's bits do
+/// not depend on the other rows.
+pub fn distributions(logits: &Tensor, temperatures: &Tensor) -> Tensor {
+    let mut logits = logits.to_kind(Kind::Float);
+    if logits.device() == Device::Cpu {
+        // The kernel takes contiguous rows only.
+        logits = logits.contiguous();
+    }
+    ffi::distributions(&logits, temperatures)
+        .unwrap_or_else(|| reference::distributions(&logits, temperatures))
+}
+
+/// Draws a token from each row by inverting the cumulative distribution: the first index whose cumulative weight exceeds
+/// uniform · total. `weights [n, V]` need not be normalised, `uniforms [n]` are float64 in [0, 1): `[n]` int64.
+pub fn sample(weights: &Tensor, uniforms: &Tensor) -> Tensor {
+    ffi::draw(weights, uniforms).unwrap_or_else(|| reference::sample(weights, uniforms))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn kernels_compute_what_the_reference_computes() {
+        let values = |seed: u64, shape: [i64; 2]| {
+            Tensor::from_slice(&deepspec_testkit::noise(seed, (shape[0] * shape[1]) as usize)).view(shape)
+        };
+        let (logits, temperatures) = (values(1, [7, 300]) * 9.0, values(2, [7, 1]).abs() + 0.1);
+        let found = distributions(&logits, &temperatures);
+        assert!(found.allclose(&reference::distributions(&logits, &temperatures), 1e-5, 1e-7, false));
+        let uniforms = Tensor::from_slice(&[0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 0.999_999]);
+        assert_eq!(sample(&found, &uniforms), reference::sample(&found, &uniforms));
+        assert_eq!(argmax(&logits), logits.argmax(-1, false));
+    }
+}
