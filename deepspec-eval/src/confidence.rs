@@ -1,4 +1,5 @@
-//! How far a drafter's confidences can be believed, and what cutting blocks by them would give.
+//! Reliability of a drafter's confidences, and the effect of cutting blocks at a confidence
+//! threshold.
 
 use deepspec_core::rng::{Purpose, Stream};
 use deepspec_cost::ScheduleError;
@@ -9,29 +10,30 @@ use serde::{Deserialize, Serialize};
 
 /// Thresholds of the sweep: 0, 0.05, …, 0.95.
 const THRESHOLDS: u32 = 20;
-/// Times that labels are drawn for the noise of the calibration error.
+/// Number of times that outcomes are drawn for the noise of the calibration error.
 const DRAWS: u64 = 200;
 
-/// What the results say of the confidences of a run.
+/// Confidence section of a run's results.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct ConfidenceResult {
-    /// Of the confidences as the run used them.
+    /// Reliability of the confidences as the run used them.
     pub reliability: ReliabilityReport,
-    /// Of the confidences as the head gives them, where the run had calibrated them.
+    /// Reliability of the confidence head's raw outputs, if the run calibrated them.
     pub uncalibrated: Option<ReliabilityReport>,
-    /// What thresholds on the confidence would give; empty where the run itself cut its blocks.
+    /// Effect of thresholds on the confidence; empty if the run itself cut its blocks.
     pub sweep: Vec<SweepPoint>,
 }
 
-/// The cycles of a run, had their blocks been cut before the first token of lower confidence. An estimate: each cycle is cut
-/// where it stands, while in a real run the cycles after it would start elsewhere.
+/// The cycles of a run, with each block cut before the first token below a confidence threshold.
+/// This is an estimate: the run's cycles are cut in place, while a real run's later cycles would
+/// start at other tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct SweepPoint {
     /// The threshold.
     pub threshold: f64,
     /// Drafted tokens that would be verified.
     pub proposed: u64,
-    /// Of these, accepted ones.
+    /// Accepted tokens among the proposed ones.
     pub accepted: u64,
     /// Tokens that would be committed.
     pub committed: u64,
@@ -45,23 +47,24 @@ impl SweepPoint {
         self.committed as f64 / self.cycles as f64
     }
 
-    /// Tokens that the target verifies per token committed; the anchor of a cycle is verified too.
+    /// Tokens that the target verifies per committed token. The anchor of each cycle is verified
+    /// too.
     pub fn verified_per_committed(&self) -> f64 {
         (self.proposed + self.cycles) as f64 / self.committed as f64
     }
 }
 
-/// One block as it was verified, up to the first stop token drafted, whatever became of it: what stands behind one is part of
-/// no answer, no drafter is trained on it, and an accepted one says nothing of it.
+/// A block as it was verified, up to the first drafted stop token. Tokens after a stop token belong
+/// to no answer, and no drafter is trained on them, so their acceptance is meaningless.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Observed {
-    /// Confidence logits of the usable tokens.
+    /// Confidence logits of the tokens up to the stop token.
     pub logits: Vec<f32>,
-    /// How many of them were accepted.
+    /// Number of accepted tokens among them.
     pub accepted: usize,
 }
 
-/// The confidences of cycles; None without a confidence head.
+/// The reliability and the threshold sweep of `cycles`; None without a confidence head.
 ///
 /// # Errors
 /// A logit is NaN, or there are more logits than positions.
@@ -89,7 +92,8 @@ pub fn measure<'c>(
     }))
 }
 
-/// What thresholds on the confidence would give for these cycles of whole blocks; nothing without a confidence head.
+/// The effect of thresholds on the confidence for cycles of whole blocks; empty without a
+/// confidence head.
 ///
 /// # Errors
 /// As [`measure`].
@@ -107,12 +111,13 @@ pub fn sweep<'c>(
     (0..THRESHOLDS).map(point).collect()
 }
 
-/// Temperatures for all positions; those not given are 1.
+/// Temperatures for all positions; missing ones are 1.
 pub fn filled(temperatures: &[f64], positions: usize) -> Result<Calibration, ScheduleError> {
     Calibration::new((0..positions).map(|k| temperatures.get(k).copied().unwrap_or(1.0)).collect())
 }
 
-/// Reliability of logits under these temperatures, given with how many of the tokens were accepted.
+/// Reliability of confidence logits under the temperatures of `calibration`, from the number of
+/// accepted tokens of each block.
 ///
 /// # Errors
 /// A logit is NaN, or there are more logits than positions.
@@ -128,9 +133,9 @@ pub fn reliability<'o>(
     Ok(sums.finish())
 }
 
-/// The 95 % quantile of the calibration error, averaged over positions as in a report's summary, of outcomes that are drawn
-/// from these very confidences, each block by itself: what is left of it when nothing is wrong but chance, and no block
-/// resembles another.
+/// 95 % quantile of the calibration error, averaged over positions as in a report's summary, for
+/// outcomes drawn from these confidences. It is the error that chance causes in a calibrated head
+/// whose blocks are independent.
 ///
 /// # Errors
 /// As [`reliability`].
@@ -166,7 +171,7 @@ fn sweep_point<'c>(
         let confidences = calibration.confidences(&cycle.confidence)?;
         let kept = confidences.iter().take_while(|&&c| c >= threshold).count() as u32;
         let accepted = cycle.accepted.min(kept);
-        // A stop token that is still among the accepted ones leaves no bonus token, and ends the proposal.
+        // An accepted stop token that is kept leaves no bonus token, and ends the answer.
         let stopped = cycle.committed == cycle.accepted && accepted == cycle.accepted;
         point.proposed += u64::from(kept);
         point.accepted += u64::from(accepted);
@@ -187,7 +192,8 @@ mod tests {
 
     #[test]
     fn nothing_counts_behind_a_stop_token_that_was_drafted() {
-        // The second token drafted is the stop token: accepted by the first block, rejected by the others.
+        // The second drafted token is the stop token: the first block accepts it, the others reject
+        // it or go past it.
         let stopped = cycle(&[1.0, 0.5], 2, 2);
         let rejected = |accepted| Cycle { usable: 2, ..cycle(&[1.0, 0.5, 4.0, 4.0], accepted, accepted + 1) };
         let cycles = [stopped, rejected(1), rejected(0), cycle(&[1.0, 0.5, 0.0, 0.0], 4, 5)];
@@ -205,7 +211,7 @@ mod tests {
         let found = measure(cycles.iter(), 3, None, false).unwrap().unwrap();
         let first = found.sweep[0];
         assert_eq!((first.proposed, first.accepted, first.committed, first.cycles), (7, 4, 6, 3));
-        // At 0.95 only the second block keeps tokens, and its stop token is among them.
+        // At 0.95 only the second block keeps tokens, including its stop token.
         let last = found.sweep[19];
         assert_eq!((last.proposed, last.accepted, last.committed, last.cycles), (2, 2, 4, 3));
         assert_eq!((last.accepted_length(), last.verified_per_committed()), (4.0 / 3.0, 5.0 / 4.0));

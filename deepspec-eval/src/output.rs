@@ -1,4 +1,4 @@
-//! Standard output.
+//! Writes to standard output, and checks output files.
 
 use std::io::{self, Write};
 use std::path::Path;
@@ -7,26 +7,27 @@ use deepspec_core::{atomic, cli, usage};
 use serde::Serialize;
 use serde_json::Value;
 
-/// Writes results to standard output; a reader that stops reading (`| head`) has seen enough.
+/// Writes results to standard output. A closed pipe (`| head`) is not an error.
 ///
 /// # Errors
-/// If it cannot be written otherwise.
+/// Fails if standard output cannot be written for another reason.
 pub fn print(text: &str) -> io::Result<()> {
     let mut stdout = cli::stdout();
     stdout.write_all(text.as_bytes())?;
     stdout.flush()
 }
 
-/// Whether `file` holds `found` already, but for the version of the program that wrote it: whoever asks again has nothing to do.
+/// Whether `file` holds `found` already, apart from the program version, so that nothing is left to
+/// do.
 ///
 /// # Errors
-/// A usage error where the file is there and holds something else; it cannot be read.
+/// A usage error if the file exists and holds something else; also fails if it cannot be read.
 pub fn is_there(file: &Path, found: &impl Serialize) -> anyhow::Result<bool> {
     if !file.exists() {
         return Ok(false);
     }
     let mut found = serde_json::to_value(found)?;
-    // Numbers as a file gives them.
+    // Round trip through text, for numbers as the file has them.
     found = serde_json::from_str(&found.to_string())?;
     let mut kept: Value = serde_json::from_str(&atomic::read_text(file)?).unwrap_or_default();
     for value in [&mut found, &mut kept] {
@@ -39,8 +40,8 @@ pub fn is_there(file: &Path, found: &impl Serialize) -> anyhow::Result<bool> {
     Ok(true)
 }
 
-/// Refuses to write `files` into `dir` where some of them are there: results of the same kind, which `own` tells, are replaced with
-/// `overwrite`, those of another never.
+/// Refuses to write `files` into `dir` if some of them exist. Results of the kind that has the file
+/// `own` are replaced with `overwrite`, results of another kind never.
 ///
 /// # Errors
 /// A usage error that names the file.

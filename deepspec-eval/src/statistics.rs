@@ -1,72 +1,73 @@
-//! How sure an accepted length is: bootstrap over prompts (Efron 1979), alone and paired.
+//! Uncertainty of accepted lengths: bootstrap over prompts (Efron 1979), single and paired.
 //!
-//! The cycles of one prompt resemble each other, so prompts are what is resampled, each with all its cycles, turns and
-//! seeds. A suite's τ is a ratio of sums over its prompts; domains and overall are means over suites. A resample gives
-//! every prompt a weight of its own, drawn from Poisson(1) (Hanley & MacGibbon 2006) by suite, sample and resample alone: two
-//! results over the same prompts see the same resamples, and the differences between them are paired differences.
+//! The cycles of one prompt are correlated, so the bootstrap resamples prompts, each with all its
+//! cycles, turns and seeds. A suite's τ is a ratio of sums over its prompts; domains and overall
+//! are means over suites. A resample gives every prompt a Poisson(1) weight (Hanley & MacGibbon
+//! 2006) that depends only on suite, sample and resample. Two results over the same prompts thus
+//! have the same resamples, and their differences are paired.
 
 use deepspec_core::rng::{Purpose, Stream};
 use serde::{Deserialize, Serialize};
 
-/// Resamples; the ends of a 95 % interval then stand on 50 resamples each.
+/// Number of resamples; 50 of them lie beyond each end of a 95 % interval.
 pub const RESAMPLES: usize = 2000;
-/// Any constant: intervals should not change from one look to the next.
+/// A constant seed, so that repeated calls give equal intervals.
 const SEED: u64 = 1979;
-/// Half of what a 95 % interval leaves out.
+/// Share of the distribution beyond each end of a 95 % interval.
 const TAIL: f64 = 0.025;
 
-/// What one prompt gave, over all its turns and seeds.
+/// Counts of one prompt, over all its turns and seeds.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Counts {
-    /// Committed tokens.
+    /// Number of committed tokens.
     pub committed: u64,
-    /// Cycles.
+    /// Number of cycles.
     pub cycles: u64,
 }
 
 /// The 95 % bootstrap interval of a value.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Interval {
-    /// Its lower end.
+    /// Lower end.
     pub low: f64,
-    /// Its upper end.
+    /// Upper end.
     pub high: f64,
 }
 
-/// Mean, middle and far ends of measured values.
+/// Mean, median and upper percentiles of measured values.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
 pub struct Percentiles {
     /// Mean.
     pub mean: f64,
-    /// Half of them are no larger.
+    /// Median.
     pub p50: f64,
-    /// All but one in twenty.
+    /// 95th percentile.
     pub p95: f64,
-    /// All but one in a hundred.
+    /// 99th percentile.
     pub p99: f64,
 }
 
 impl Percentiles {
-    /// Of these values; None without any.
+    /// Percentiles of `values`; None without any.
     pub fn of(mut values: Vec<f64>) -> Option<Self> {
         if values.is_empty() {
             return None;
         }
         values.sort_by(f64::total_cmp);
         let count = values.len();
-        // The least value that this share of all does not exceed.
+        // The smallest value with at least this share of all values at or below it.
         let at = |share: f64| values[((count as f64 * share).ceil() as usize).clamp(1, count) - 1];
         let mean = values.iter().sum::<f64>() / count as f64;
         Some(Self { mean, p50: at(0.5), p95: at(0.95), p99: at(0.99) })
     }
 }
 
-/// A value, and the values it takes over resampled prompts.
+/// A value with its bootstrap distribution over prompts.
 #[derive(Debug, Clone)]
 pub struct Estimate {
-    /// The value over the prompts themselves.
+    /// The value over all prompts.
     pub value: Option<f64>,
-    /// One value per resample, NaN where there is nothing to divide.
+    /// One value per resample, NaN for a division by zero.
     resampled: Vec<f64>,
 }
 
@@ -95,22 +96,23 @@ impl Estimate {
         let ratio = |[committed, cycles]: [f64; 2]| committed / cycles;
         Self {
             value: (speaking > 0).then(|| ratio(total)),
-            // A single prompt says nothing about how prompts differ.
+            // The spread between prompts is unknown with a single prompt.
             resampled: if speaking > 1 { resampled.into_iter().map(ratio).collect() } else { vec![] },
         }
     }
 
-    /// A value and what it is over resamples, the first [`RESAMPLES`] of [`weights`].
+    /// A value with its values over resamples, at most [`RESAMPLES`], weighted as by [`weights`].
     pub fn new(value: f64, resampled: Vec<f64>) -> Self {
         Self { value: Some(value), resampled }
     }
 
-    /// A value of which nothing more is known.
+    /// A value without resamples.
     pub fn bare(value: Option<f64>) -> Self {
         Self { value, resampled: vec![] }
     }
 
-    /// The mean over the suites that have a value. There is no interval unless each of them has one.
+    /// The mean over the suites that have a value. It has no interval unless each of these suites
+    /// has one.
     pub fn mean<'e>(suites: impl IntoIterator<Item = &'e Self>) -> Self {
         let suites: Vec<_> = suites.into_iter().filter_map(|suite| Some((suite.value?, suite))).collect();
         let mean = |values: &mut dyn Iterator<Item = f64>| values.sum::<f64>() / suites.len() as f64;
@@ -123,7 +125,7 @@ impl Estimate {
         }
     }
 
-    /// How much larger it is than `other`, resample by resample.
+    /// The difference `self` − `other`, resample by resample.
     pub fn minus(&self, other: &Self) -> Self {
         Self {
             value: self.value.zip(other.value).map(|(a, b)| a - b),
@@ -131,15 +133,16 @@ impl Estimate {
         }
     }
 
-    /// Where 95 % of the resampled values lie.
+    /// The central 95 % of the resampled values.
     pub fn interval(&self) -> Option<Interval> {
         self.value?;
         let [low, high] = quantiles(&self.resampled, [TAIL, 1.0 - TAIL])?;
         Some(Interval { low, high })
     }
 
-    /// The same for a value that chance makes larger, as it does sums of absolute values: what resampling adds on the average
-    /// is taken off, without which the interval might lie above the value.
+    /// [`Estimate::interval`] for a statistic that chance makes larger, such as a sum of absolute
+    /// values. The mean increase by resampling is subtracted, as the interval might lie above the
+    /// value otherwise.
     pub fn centred_interval(&self) -> Option<Interval> {
         let (value, Interval { low, high }) = (self.value?, self.interval()?);
         let values = || self.resampled.iter().filter(|value| !value.is_nan());
@@ -147,8 +150,9 @@ impl Estimate {
         Some(Interval { low: low - added, high: high - added })
     }
 
-    /// Two-sided p-value of "the value is 0": twice the smaller share of resamples on either side of 0, 0 on both, and
-    /// never less than the resamples can tell.
+    /// Two-sided p-value of the hypothesis "the value is 0": twice the smaller share of resamples
+    /// on either side of 0. A resample of 0 counts on both sides. The p-value is at least the
+    /// resolution of the resamples.
     pub fn p_value(&self) -> Option<f64> {
         self.value?;
         let values = || self.resampled.iter().filter(|value| !value.is_nan());
@@ -159,14 +163,14 @@ impl Estimate {
     }
 }
 
-/// How often each of [`RESAMPLES`] resamples has this prompt.
+/// Weight of the prompt in each of [`RESAMPLES`] resamples.
 pub fn weights(suite: &str, sample: &str) -> impl Iterator<Item = f64> {
     let stream = Stream::new(SEED, &format!("{suite}/{sample}"));
     (0..RESAMPLES as u64).map(move |resample| poisson(stream.uniform(resample, Purpose::Resample, 0)))
 }
 
-/// The values at these shares of the sorted ones, in between where no value stands there; None without values. NaN counts as
-/// no value.
+/// Quantiles of the values at the given shares, with linear interpolation; None without values. NaN
+/// is ignored.
 pub fn quantiles<const N: usize>(values: &[f64], shares: [f64; N]) -> Option<[f64; N]> {
     let mut values: Vec<f64> = values.iter().copied().filter(|value| !value.is_nan()).collect();
     values.sort_by(f64::total_cmp);
@@ -177,7 +181,7 @@ pub fn quantiles<const N: usize>(values: &[f64], shares: [f64; N]) -> Option<[f6
     }))
 }
 
-/// The Poisson(1) number at this place of its distribution.
+/// Quantile `uniform` of the Poisson(1) distribution.
 fn poisson(uniform: f64) -> f64 {
     let (mut count, mut mass) = (0.0, (-1.0f64).exp());
     let mut below = mass;
@@ -193,7 +197,8 @@ fn poisson(uniform: f64) -> f64 {
 mod tests {
     use super::*;
 
-    /// Prompts whose own accepted lengths differ: mean 2 + `shift`, spread evenly over ±1; 3 to 30 cycles each.
+    /// Prompts with different accepted lengths: mean 2 + `shift`, uniform within ±1, with 3 to 30
+    /// cycles each.
     fn prompts(experiment: u64, count: u64, shift: f64) -> Vec<(String, Counts)> {
         let stream = Stream::new(experiment, "prompts");
         let prompt = |i| {
@@ -249,7 +254,8 @@ mod tests {
 
     #[test]
     fn pairing_sees_what_prompts_share() {
-        // The second arm accepts a little more on every prompt; prompts themselves differ much more than that.
+        // The second arm accepts 0.1 tokens more on every prompt, while prompts differ by much
+        // more.
         let (a, b) = (prompts(3, 80, 0.0), prompts(3, 80, 0.1));
         let paired = tau("s", &b).minus(&tau("s", &a));
         let unpaired = tau("s", &b).minus(&tau("t", &a));

@@ -1,4 +1,4 @@
-//! Aligned tables of plain text.
+//! Aligned plain-text tables.
 
 use tabled::builder::Builder;
 use tabled::grid::config::HorizontalLine;
@@ -9,28 +9,28 @@ use tabled::settings::{Alignment, Padding, Style};
 
 use crate::statistics::Interval;
 
-/// Columns of a terminal that a table fits; what is wider goes on below, under the first column again.
+/// Terminal width in characters. Wider tables continue below, with the first column repeated.
 const WIDTH: usize = 80;
-/// Blanks between columns.
+/// Spaces between columns.
 const GAP: usize = 2;
-/// Stands for a value that does not exist.
+/// Cell of a missing value.
 const NOTHING: &str = "–";
 
 /// Rows under a header; the first column is flush left, the others flush right.
 pub struct Table {
     header: Vec<String>,
-    /// Titles over several columns each: how many columns, and the title.
+    /// Titles over several columns: the number of columns, and the title.
     titles: Vec<(usize, String)>,
     rows: Vec<Option<Vec<String>>>,
 }
 
 impl Table {
-    /// A table of these columns.
+    /// An empty table with these columns.
     pub fn new(header: Vec<String>) -> Self {
         Self { header, titles: vec![], rows: vec![] }
     }
 
-    /// Puts a title over the next `columns` columns.
+    /// Adds a title over the next `columns` columns.
     pub fn title(&mut self, columns: usize, title: &str) {
         self.titles.push((columns, title.to_string()));
     }
@@ -41,18 +41,18 @@ impl Table {
         self.rows.push(Some(cells));
     }
 
-    /// Appends a line between rows.
+    /// Appends a horizontal line.
     pub fn rule(&mut self) {
         self.rows.push(None);
     }
 
-    /// The whole table with a final newline, in parts below each other where it is wider than a terminal.
+    /// The table as text with a final newline, split into parts if it is wider than a terminal.
     pub fn render(&self) -> String {
         let parts: Vec<String> = self.parts().iter().map(|columns| self.part(columns)).collect();
         parts.join("\n")
     }
 
-    /// Columns of each part. Each begins with the first one.
+    /// Columns of each part; every part begins with the first column.
     fn parts(&self) -> Vec<Vec<usize>> {
         let width = |column: usize| {
             let rows = self.rows.iter().flatten().chain([&self.header]);
@@ -60,7 +60,7 @@ impl Table {
         };
         let widths: Vec<usize> = (0..self.header.len()).map(width).collect();
         let Some(first) = widths.first() else { return vec![vec![]] };
-        // Columns under one title stay together where they can.
+        // Columns under one title stay together if they fit.
         let mut groups = vec![0; widths.len()];
         let mut from = 0;
         for (count, _) in &self.titles {
@@ -84,7 +84,7 @@ impl Table {
         parts
     }
 
-    /// The table of these columns alone.
+    /// A table of the given columns.
     fn part(&self, columns: &[usize]) -> String {
         let chosen =
             |cells: &[String]| columns.iter().map(|&column| cells[column].clone()).collect::<Vec<_>>();
@@ -138,7 +138,7 @@ pub fn number(value: Option<f64>, digits: usize) -> String {
     value.map_or_else(|| NOTHING.into(), |value| format!("{value:.digits$}"))
 }
 
-/// A rate of things per second: decimals only where they say something.
+/// A rate per second, with one decimal below 99.5.
 pub fn rate(value: Option<f64>) -> String {
     number(value, if value.is_some_and(|value| value < 99.5) { 1 } else { 0 })
 }

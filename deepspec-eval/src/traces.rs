@@ -1,10 +1,11 @@
-//! `traces.parquet`: every verification cycle of a run, one row each.
+//! `traces.parquet`: one row per verification cycle of a run.
 //!
-//! Rows stand in the order of `outputs.jsonl`. `suite`, `sample`, `seed` and `turn` say whose cycle it is, `cycle` counts
-//! from 0 within a turn. `proposed`, `accepted` and `committed` tokens follow the counting rules, which end at an accepted
-//! stop token; `usable` of the proposed ones stand no further than the first stop token drafted, whatever became of it
-//! (traces of earlier versions have no such column). `confidences` are those of the proposed tokens as the run used them, that
-//! is, after calibration, `confidence_logits` the head's own. Without a confidence head both lists are empty.
+//! Rows are in the order of `outputs.jsonl`. The columns `suite`, `sample`, `seed` and `turn`
+//! identify the answer, and `cycle` counts from 0 within a turn. The counts `proposed`, `accepted`
+//! and `committed` end at an accepted stop token. `usable` counts the proposed tokens up to the
+//! first drafted stop token, accepted or not; traces of earlier versions lack it. `confidences` are
+//! those of the proposed tokens after calibration, and `confidence_logits` are the confidence
+//! head's outputs. Both lists are empty without a confidence head.
 
 use std::fs::File;
 use std::io;
@@ -26,19 +27,19 @@ use parquet::arrow::arrow_reader::ParquetRecordBatchReaderBuilder;
 use parquet::basic::{Compression, ZstdLevel};
 use parquet::file::properties::WriterProperties;
 
-/// Name of the file.
+/// Name of the trace file.
 pub const FILE: &str = "traces.parquet";
-/// Rows written at once.
+/// Number of rows written at once.
 const BATCH: usize = 1 << 16;
 
 /// One cycle.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Trace<'a> {
-    /// The suite's name.
+    /// Name of the suite.
     pub suite: &'a str,
-    /// The sample's id.
+    /// Id of the sample.
     pub sample: &'a str,
-    /// Seed of the draws.
+    /// Sampling seed.
     pub seed: u64,
     /// Turn of the conversation, from 0.
     pub turn: u32,
@@ -46,11 +47,11 @@ pub struct Trace<'a> {
     pub cycle: u32,
     /// Drafted tokens that were verified, up to an accepted stop token.
     pub proposed: u32,
-    /// Of these, the ones up to the first stop token drafted; unknown in traces of earlier versions.
+    /// Verified tokens up to the first drafted stop token; None in traces of earlier versions.
     pub usable: Option<u32>,
     /// Drafted tokens that were accepted, up to a stop token.
     pub accepted: u32,
-    /// Tokens committed.
+    /// Number of committed tokens.
     pub committed: u32,
     /// Confidences of the proposed tokens.
     pub confidences: Vec<f32>,
@@ -77,10 +78,10 @@ fn schema() -> Arc<Schema> {
     ]))
 }
 
-/// Writes the traces into `dir`, whole or not at all.
+/// Writes the traces into `dir` atomically.
 ///
 /// # Errors
-/// Any I/O failure, with the path.
+/// Fails on I/O errors, with the path.
 pub fn write<'a>(dir: &Path, mut traces: impl Iterator<Item = Trace<'a>>) -> anyhow::Result<()> {
     let compression = Compression::ZSTD(ZstdLevel::default());
     let properties = WriterProperties::builder().set_compression(compression).build();
@@ -132,10 +133,11 @@ fn batch(schema: &Arc<Schema>, rows: &[Trace]) -> Result<RecordBatch, ArrowError
     RecordBatch::try_new(schema.clone(), columns)
 }
 
-/// Hands every trace of a run to `each`, in order. `path` is the run's folder or a file in it.
+/// Calls `each` with every trace of a run, in order. `path` is the run's folder or a file in it.
 ///
 /// # Errors
-/// Usage errors that name the file: not there, not Parquet, or without a column that this version writes.
+/// Usage errors that name the file: it is missing, is not Parquet, or lacks a column of this
+/// version.
 pub fn read(path: &Path, mut each: impl FnMut(&Trace)) -> anyhow::Result<()> {
     let file = file_of(path);
     let handle = match File::open(&file) {
@@ -147,7 +149,7 @@ pub fn read(path: &Path, mut each: impl FnMut(&Trace)) -> anyhow::Result<()> {
         Ok(reader) => reader,
         Err(error) => usage!("{}: {error}", file.display()),
     };
-    // The decoder of a damaged file may panic.
+    // The Parquet decoder may panic on a damaged file.
     let done = contain(|| {
         reader.into_iter().try_for_each(|batch| {
             batch.map_err(|error| error.to_string()).and_then(|batch| rows(&batch, &mut each))
@@ -159,7 +161,7 @@ pub fn read(path: &Path, mut each: impl FnMut(&Trace)) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The traces that belong to a run's folder or results file.
+/// Path of the traces for a run's folder or results file.
 fn file_of(path: &Path) -> PathBuf {
     let dir = if path.is_dir() { path } else { path.parent().unwrap_or(path) };
     dir.join(FILE)

@@ -1,4 +1,5 @@
-//! JSON files of our own: which layout they have, and where in them something is wrong.
+//! Reads this project's JSON files with a check of format and version, and errors that name the
+//! key.
 
 use std::path::Path;
 
@@ -6,10 +7,11 @@ use deepspec_core::{atomic, usage};
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
-/// Reads a file of this format and version; `foreign` follows the file's name where it is of another.
+/// Reads a JSON file of the given format and version. If the file has another format, `foreign`
+/// follows its name in the error.
 ///
 /// # Errors
-/// Usage errors that name the file, and the key with what was expected of it; an unreadable file.
+/// Usage errors that name the file and the invalid key; also fails if the file cannot be read.
 pub fn read<T: DeserializeOwned>(
     file: &Path,
     (format, version): (&str, u64),

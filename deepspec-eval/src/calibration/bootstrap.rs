@@ -1,9 +1,11 @@
-//! How sure a mean calibration error is, and what chance makes of it, when whole prompts are what varies.
+//! Bootstrap over prompts for the mean calibration error: its interval, and the part that chance
+//! explains.
 //!
-//! The blocks of one prompt resemble each other: a head that is too sure of a prompt is so in most of its blocks, which is one
-//! chance and not twenty. What is resampled are therefore prompts, with all their blocks, turns and seeds. The error is a sum
-//! of absolute values, Σ_cells |Σ a − Σ accepted| per observation over the cells of position and bin: chance only makes it
-//! larger, and so does resampling.
+//! The blocks of one prompt are not independent: a head that is overconfident on a prompt is so in
+//! most of its blocks. The bootstrap therefore resamples whole prompts, with all their blocks,
+//! turns and seeds. The error is a sum of absolute values, Σ_cells |Σ a − Σ accepted| per
+//! observation over the cells of position and bin. Chance only makes such a sum larger, and so does
+//! resampling.
 
 use deepspec_cost::ScheduleError;
 use deepspec_cost::calibrate::Calibration;
@@ -12,25 +14,25 @@ use deepspec_cost::reliability::{Binning, Reliability};
 use crate::confidence::Observed;
 use crate::statistics::{Estimate, RESAMPLES, quantiles, weights};
 
-/// A prompt and the blocks that were drafted for it, of all turns and seeds.
+/// A prompt and the blocks drafted for it, over all turns and seeds.
 pub struct Prompt {
-    /// Its suite.
+    /// Suite of the prompt.
     pub suite: String,
-    /// Its id.
+    /// Id of the prompt.
     pub sample: String,
-    /// What was drafted and what became of it.
+    /// Confidence logits and outcomes of the drafted blocks.
     pub blocks: Vec<Observed>,
 }
 
 /// A mean calibration error over prompts.
 pub struct PromptError {
-    /// As measured, and over resamples.
+    /// The measured error, and its values over resamples.
     pub estimate: Estimate,
-    /// 95 % quantile of the error that the differences among prompts alone would leave of none.
+    /// 95 % quantile of the error that differences between prompts alone would cause.
     pub of_chance: f64,
 }
 
-/// Sums over prompts.
+/// Sums over prompts that the calibration error is computed from.
 #[derive(Clone)]
 struct Sums {
     observations: f64,
@@ -44,19 +46,20 @@ impl Sums {
         self.gaps.iter_mut().zip(&other.gaps).for_each(|(sum, gap)| *sum += weight * gap);
     }
 
-    /// NaN without observations.
+    /// The mean calibration error; NaN without observations.
     fn error(&self) -> f64 {
         self.gaps.iter().map(|gap| gap.abs()).sum::<f64>() / self.observations
     }
 
-    /// The error that is left of `self` where that of `all` is what is true of every prompt.
+    /// The error of `self` around the gaps of `all`, taken as the true gaps of every prompt.
     fn error_around(&self, all: &Self) -> f64 {
         let gaps = self.gaps.iter().zip(&all.gaps);
         gaps.map(|(gap, all)| (gap - all).abs()).sum::<f64>() / all.observations
     }
 }
 
-/// The mean calibration error of these prompts' confidences under `temperatures`; None where nothing was drafted.
+/// The mean calibration error of the prompts' confidences under `temperatures`; None without
+/// drafted tokens.
 ///
 /// # Errors
 /// A logit is NaN, or there are more logits than positions.
@@ -68,10 +71,10 @@ pub fn error(
     error_by_prompt(prompts, positions, |_| temperatures)
 }
 
-/// As [`error`], where each prompt has temperatures of its own.
+/// [`error`] with temperatures that depend on the prompt.
 ///
 /// # Errors
-/// As there.
+/// As [`error`].
 pub fn error_by_prompt<'t>(
     prompts: &[Prompt],
     positions: usize,
@@ -110,10 +113,11 @@ mod tests {
     use super::*;
     use crate::confidence::{Observed, noise};
 
-    /// With ±2 on the logit of every prompt the head is right on the average if it is divided by this.
+    /// A spread of ±2 on every prompt's logit is calibrated on average with this temperature.
     const RIGHT: f64 = 1.21;
 
-    /// Prompts of one-token blocks whose truth is the head's logit and something of the prompt's own, ±`spread` on the logit.
+    /// Prompts of one-token blocks. The true logit is the head's plus an offset per prompt, uniform
+    /// within ±`spread`.
     fn prompts(experiment: u64, count: u64, spread: f64) -> Vec<Prompt> {
         let stream = Stream::new(experiment, "calibration");
         let prompt = |i: u64| {
@@ -139,7 +143,7 @@ mod tests {
         error(prompts, 1, &Calibration::new(vec![temperature]).unwrap()).unwrap().unwrap()
     }
 
-    /// Share of experiments in which this holds.
+    /// Share of experiments for which `holds` is true.
     fn share(holds: impl Fn(u64) -> bool) -> f64 {
         let experiments = 60;
         (0..experiments).filter(|&experiment| holds(experiment)).count() as f64 / experiments as f64
@@ -160,7 +164,8 @@ mod tests {
 
     #[test]
     fn chance_among_prompts_leaves_more_than_chance_among_blocks() {
-        // Whatever prompts have of their own, the head is right on the whole: nothing but chance is to be seen.
+        // The head is calibrated over all prompts, whatever the offset of each: any error left is
+        // chance.
         let independent = |prompts: &[Prompt]| {
             let blocks = prompts.iter().flat_map(|prompt| &prompt.blocks);
             noise(blocks, 1, &Calibration::new(vec![RIGHT]).unwrap()).unwrap()
@@ -172,7 +177,8 @@ mod tests {
             })
         };
         let by_prompt = |prompts: &[Prompt]| at(prompts, RIGHT).of_chance;
-        // At 5 %, more than 15 % of 60 experiments are above the bound once in a thousand times.
+        // At a rate of 5 %, more than 15 % of 60 experiments exceed the bound once in a thousand
+        // times.
         assert!(exceeds([2.0, RIGHT], &by_prompt) <= 0.15);
         assert!(exceeds([2.0, RIGHT], &independent) > 0.25, "blocks of one prompt are not independent");
         let by_prompt = |prompts: &[Prompt]| at(prompts, 1.0).of_chance;

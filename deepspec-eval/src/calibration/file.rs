@@ -1,4 +1,4 @@
-//! `calibration.json`.
+//! The file `calibration.json`.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -16,99 +16,104 @@ use crate::versioned;
 const FORMAT: &str = "deepspec-calibration";
 const VERSION: u64 = 1;
 
-/// Temperatures for the confidences of one drafter, how they were found, and what they are worth.
+/// Temperatures for the confidences of one drafter, their fits, and their effect on held-out
+/// prompts.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Calibration {
     format: String,
     format_version: u64,
     tool_version: String,
-    /// The drafter they are for.
+    /// The drafter that the temperatures belong to.
     drafter: DrafterIdentity,
-    /// The target it drafted for.
+    /// The target that the drafter drafted for.
     target: TargetIdentity,
-    /// Temperature of the run that was observed.
+    /// Sampling temperature of the run that was observed.
     sampling_temperature: f64,
-    /// t_1, t_2, …: divide the confidence logits.
+    /// Temperatures t_1, t_2, … by position, which divide the confidence logits.
     pub temperatures: Vec<f64>,
-    /// How each was found.
+    /// Fit of each temperature; None for a position without observations.
     pub fit: Vec<Option<Fit>>,
-    /// Prompts whose blocks the temperatures were fitted to.
+    /// Number of prompts whose blocks the temperatures were fitted to.
     pub fit_prompts: usize,
-    /// What they are worth on other prompts.
+    /// Reliability on the held-out prompts.
     pub held_out: HeldOut,
-    /// Other ways to fit the same prompts, judged by the same others; absent from files of earlier versions.
+    /// Other fits on the same prompts, judged on the same held-out prompts; absent from files of
+    /// earlier versions.
     #[serde(default)]
     pub alternatives: Vec<Alternative>,
 }
 
-/// Temperatures that were found another way.
+/// Temperatures that were fitted by another method.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Alternative {
-    /// How: `pooled` (one for all positions), `joint` (all positions together), or `by domain` (as `temperatures`, for each domain).
+    /// Method: `pooled` (one for all positions), `joint` (all positions together), or `by domain`
+    /// (as `temperatures`, for each domain).
     pub method: String,
-    /// t_1, t_2, … by domain; under `all` where one is for all.
+    /// t_1, t_2, … by domain; under the key `all` if one list is for all domains.
     pub temperatures: BTreeMap<String, Vec<f64>>,
     /// Mean calibration error on the held-out prompts.
     pub ece: Option<f64>,
-    /// 95 % interval of how much it adds to the error of `temperatures`, over resampled prompts: below 0 it is better.
+    /// 95 % interval, over resampled prompts, of this error minus that of `temperatures`: below 0
+    /// is better.
     pub change: Option<Interval>,
 }
 
-/// The temperature of a position on the prompts it was fitted to.
+/// Fit of the temperature of one position.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Fit {
-    /// Blocks that reached the position.
+    /// Number of blocks that reached the position.
     pub count: usize,
     /// Calibration error with all temperatures 1.
     pub ece_before: f64,
-    /// Calibration error with those found.
+    /// Calibration error with the fitted temperatures.
     pub ece_after: f64,
 }
 
-/// Reliability on prompts that had no say in the temperatures.
+/// Reliability on prompts that the temperatures were not fitted to.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct HeldOut {
-    /// How many.
+    /// Number of held-out prompts.
     pub prompts: usize,
-    /// With all temperatures 1.
+    /// Reliability with all temperatures 1.
     pub before: ReliabilityReport,
-    /// With the temperatures.
+    /// Reliability with the fitted temperatures.
     pub after: ReliabilityReport,
-    /// 95 % quantile of the mean calibration error when outcomes are drawn from the calibrated confidences themselves, each
-    /// block by itself.
+    /// 95 % quantile of the mean calibration error if outcomes are drawn from the calibrated
+    /// confidences, independently for each block.
     pub ece_of_chance: f64,
-    /// The same of the confidences as they were; absent from files of earlier versions, as what follows.
+    /// `ece_of_chance` of the raw confidences. This field and the next are absent from files of
+    /// earlier versions.
     #[serde(default)]
     pub ece_of_chance_before: Option<f64>,
-    /// The mean calibration errors over resampled prompts.
+    /// Mean calibration errors over resampled prompts.
     #[serde(default)]
     pub bootstrap: Option<Bootstrap>,
 }
 
-/// How sure the mean calibration errors are, by bootstrap over prompts.
+/// Bootstrap over prompts of the mean calibration errors.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Bootstrap {
-    /// With all temperatures 1.
+    /// Error with all temperatures 1.
     pub before: AcceptanceInterval,
-    /// With the temperatures.
+    /// Error with the fitted temperatures.
     pub after: AcceptanceInterval,
-    /// 95 % interval of how much the temperatures add to the error, over the same resamples: below 0 they help, above it they
-    /// do harm.
+    /// 95 % interval of the error after less the error before, over the same resamples: below 0 the
+    /// temperatures help, above 0 they harm.
     pub change: Option<Interval>,
 }
 
-/// How sure a mean calibration error is.
+/// Uncertainty of a mean calibration error.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct AcceptanceInterval {
-    /// 95 % interval of the error as so many prompts show it.
+    /// 95 % bootstrap interval of the error over prompts.
     pub interval: Option<Interval>,
-    /// 95 % quantile of the error that differences among prompts alone would leave.
+    /// 95 % quantile of the error that differences between prompts alone would cause.
     pub ece_of_chance: f64,
 }
 
 impl Calibration {
-    /// Everything but what stays the same.
+    /// A calibration of this version's format.
     pub fn new(
         (drafter, target): (DrafterIdentity, TargetIdentity),
         sampling_temperature: f64,
@@ -134,10 +139,10 @@ impl Calibration {
         }
     }
 
-    /// Reads a calibration.
+    /// Reads a `calibration.json`.
     ///
     /// # Errors
-    /// Usage errors: no such file, not a calibration that this version reads.
+    /// Usage errors: the file does not exist, or this version cannot read it as a calibration.
     pub fn read(file: &Path) -> anyhow::Result<Self> {
         if !file.is_file() {
             usage!("{} does not exist; `deepspec-eval calibrate` writes it", file.display());
@@ -149,7 +154,7 @@ impl Calibration {
         }
     }
 
-    /// What a file of the right layout may still have wrong.
+    /// A semantic error in a file of the right layout, if there is one.
     fn problem(&self) -> Option<String> {
         let (found, block) = (self.temperatures.len(), self.drafter.block_size);
         if found > block {
@@ -158,15 +163,15 @@ impl Calibration {
         if found != self.fit.len() {
             return Some(format!("`temperatures` has {found} values, `fit` {}", self.fit.len()));
         }
-        // The engine divides in single precision, where what is smaller would be 0.
+        // The engine divides in float32, where a smaller temperature would be 0 or subnormal.
         let at = self.temperatures.iter().position(|&t| !(t > 0.0 && (t as f32).is_normal()))?;
         Some(format!("`temperatures[{at}]` is {:e}, no positive number of 32 bits", self.temperatures[at]))
     }
 
-    /// The temperatures, if they were found for the drafter in `dir`.
+    /// The temperatures, after a check that they were fitted for the drafter in `dir`.
     ///
     /// # Errors
-    /// A usage error if they were not.
+    /// A usage error if they were fitted for another drafter.
     pub fn for_drafter(self, file: &Path, dir: &Path) -> anyhow::Result<Vec<f64>> {
         let theirs = [&self.drafter.config_digest, &self.drafter.weights_digest];
         let ours = [&config_digest(dir)?, &weights_digest(dir)?];

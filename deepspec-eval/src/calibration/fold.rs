@@ -1,4 +1,4 @@
-//! A drafter whose confidence head has a temperature folded in.
+//! Writes a drafter with a temperature folded into its confidence head.
 
 use std::fs;
 use std::path::Path;
@@ -10,13 +10,15 @@ use tch::{Kind, Tensor};
 use crate::results::DrafterIdentity;
 
 const WEIGHTS: &str = "model.safetensors";
-/// The projection whose output is the confidence logit: σ((w·x + b) / t) is σ of the projection with w / t and b / t.
+/// Projection that computes the confidence logit: σ((w·x + b) / t) is σ of the projection with
+/// weights w / t and b / t.
 const PROJECTION: &str = "confidence_head.proj.";
 
-/// Checks that a drafter can be folded, before anything is fitted.
+/// Checks that a temperature can be folded into the drafter, before anything is fitted.
 ///
 /// # Errors
-/// Usage errors: there is no such drafter any more or another stands in its place, its weights are in several files, or `to` exists.
+/// Usage errors: the drafter is missing, was replaced, or has its weights in several files; or `to`
+/// exists.
 pub fn check(drafter: &DrafterIdentity, to: &Path) -> anyhow::Result<()> {
     let weights = Path::new(&drafter.path).join(WEIGHTS);
     if !weights.is_file() {
@@ -34,10 +36,11 @@ pub fn check(drafter: &DrafterIdentity, to: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Writes the drafter in `from` into the fresh folder `to`, its confidence logits divided by `temperature`.
+/// Writes the drafter in `from` into the fresh folder `to`, its confidence logits divided by
+/// `temperature`.
 ///
 /// # Errors
-/// It has no confidence head, or weights of several kinds. Any I/O failure.
+/// Fails if the drafter has no confidence head or weights of several dtypes, and on I/O failures.
 pub fn write(from: &Path, to: &Path, temperature: f64) -> anyhow::Result<()> {
     let weights = from.join(WEIGHTS);
     let mut tensors = Tensor::read_safetensors(&weights)?;
@@ -56,7 +59,7 @@ pub fn write(from: &Path, to: &Path, temperature: f64) -> anyhow::Result<()> {
             fs::copy(&path, to.join(name))?;
         }
     }
-    // Last, so that a folder with weights is a whole one.
+    // The weights are written last, so that a folder with weights is complete.
     Ok(save(&to.join(WEIGHTS), &tensors, kind)?)
 }
 
@@ -78,7 +81,7 @@ mod tests {
         for ((name, before), (same, after)) in before.iter().zip(&after) {
             assert_eq!((name, before.kind()), (same, after.kind()));
             if name.starts_with(PROJECTION) {
-                // Once divided and rounded, 8 bits of each number are right.
+                // The quotient is rounded to bfloat16, so that 8 bits are right.
                 let off = (after.to_kind(Kind::Double) * 1.6 - before.to_kind(Kind::Double)).abs();
                 let bound = before.to_kind(Kind::Double).abs() * 2f64.powi(-8);
                 assert!(bool::try_from(off.le_tensor(&bound).all()).unwrap(), "{name}");

@@ -1,4 +1,5 @@
-//! `calibrate`: temperatures that make a drafter's confidences say what happens (sequential temperature scaling).
+//! `calibrate`: fits temperatures that calibrate a drafter's confidences (sequential temperature
+//! scaling).
 
 mod bootstrap;
 mod file;
@@ -24,7 +25,7 @@ use bootstrap::{Prompt, PromptError};
 pub use file::Calibration;
 use file::{AcceptanceInterval, Alternative, Bootstrap, Fit, HeldOut};
 
-/// Which run, and where the temperatures go.
+/// Arguments of `calibrate`.
 #[derive(clap::Args)]
 pub struct Args {
     /// Output folder of a `deepspec-eval run` of the drafter with whole blocks
@@ -48,7 +49,8 @@ pub struct Args {
 /// Runs the command.
 ///
 /// # Errors
-/// Usage errors: results without confidences, or too few prompts. An unwritable output.
+/// Usage errors: results without confidences, or too few prompts. Also fails if an output cannot be
+/// written.
 pub fn run(args: &Args) -> anyhow::Result<()> {
     let results = Results::read(&args.results)?;
     let policy = results.settings.policy();
@@ -111,15 +113,15 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     Ok(crate::output::print(&text)?)
 }
 
-/// The way to fit that finds one temperature for all positions.
+/// Name of the method that fits one temperature for all positions.
 const POOLED: &str = "pooled";
-/// What temperatures for all domains stand under.
+/// Key of temperatures that apply to all domains.
 const ALL: &str = "all";
-/// Temperatures that joint fits try for each position, and times that they go over all positions.
+/// Grid size per position of joint fits, and number of sweeps over all positions.
 const JOINT_GRID: usize = 81;
 const JOINT_SWEEPS: usize = 4;
 
-/// Other ways to fit, beside the sequential one.
+/// Fits by the other methods, to compare with the sequential one.
 fn alternatives(
     fitted: &Side,
     held_out: &Side,
@@ -130,7 +132,7 @@ fn alternatives(
     let of_sequential = bootstrap::error(&held_out.prompts, positions, sequential)?;
     let domain = |prompt: &Prompt| domains.get(&prompt.suite).map_or("", |domain| domain.name()).to_string();
     let judged = |method: &str, by_domain: BTreeMap<String, Temperatures>| -> anyhow::Result<Alternative> {
-        // A domain that only the held-out prompts have goes by what was found for all.
+        // A domain that only held-out prompts have uses the temperatures of all domains.
         let of =
             |prompt: &Prompt| by_domain.get(&domain(prompt)).or(by_domain.get(ALL)).unwrap_or(sequential);
         let error = bootstrap::error_by_prompt(&held_out.prompts, positions, of)?;
@@ -167,14 +169,15 @@ fn alternatives(
     ])
 }
 
-/// Some of the prompts.
+/// One half of the prompts: to fit to, or held out.
 #[derive(Default)]
 struct Side {
     prompts: Vec<Prompt>,
 }
 
 impl Side {
-    /// The prompts to fit to, and those to judge by: half of every suite's each, shuffled by a hash of their ids.
+    /// The prompts to fit to and the held-out prompts: half of each suite, shuffled by a hash of
+    /// their ids.
     fn read(args: &Args) -> anyhow::Result<[Self; 2]> {
         let mut suites: BTreeMap<String, BTreeMap<String, Vec<Observed>>> = BTreeMap::new();
         let (mut silent, mut unbounded) = (0, 0);
@@ -255,7 +258,7 @@ impl Side {
     }
 }
 
-/// What the file says of an error. None is below 0, which the interval does not know.
+/// The bootstrap entry of an error. The interval is clamped at 0, since no error is negative.
 fn sureness(error: &PromptError) -> AcceptanceInterval {
     let interval = error.estimate.centred_interval();
     let interval = interval.map(|Interval { low, high }| Interval { low: low.max(0.0), high: high.max(0.0) });

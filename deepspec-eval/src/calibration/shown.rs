@@ -1,4 +1,4 @@
-//! A calibration for people.
+//! Renders a calibration as text.
 
 use deepspec_cost::reliability::{PositionReliability, ReliabilityReport};
 
@@ -6,7 +6,7 @@ use super::file::{AcceptanceInterval, Alternative, Bootstrap, Calibration, HeldO
 use crate::statistics::Interval;
 use crate::table::{Table, number};
 
-/// The temperatures position by position, what they are worth on other prompts, and what to do.
+/// The temperatures by position, their effect on held-out prompts, and advice.
 pub fn render(calibration: &Calibration) -> String {
     let held_out = &calibration.held_out;
     let bootstrap = held_out.bootstrap.as_ref();
@@ -21,7 +21,7 @@ pub fn render(calibration: &Calibration) -> String {
     )
 }
 
-/// Other ways to fit beside the one that is written.
+/// The table of the other fits.
 fn others(alternatives: &[Alternative]) -> String {
     if alternatives.is_empty() {
         return String::new();
@@ -73,7 +73,7 @@ fn positions(calibration: &Calibration) -> String {
     table.render()
 }
 
-/// The mean errors: what of them is sure, and what chance alone would leave.
+/// The table of mean errors, with their intervals and the errors that chance alone explains.
 fn errors(held_out: &HeldOut, Bootstrap { before, after, change }: &Bootstrap) -> String {
     let header = ["", "ECE", "95 % interval", "blocks", "prompts"];
     let mut table = Table::new(header.map(String::from).to_vec());
@@ -105,7 +105,7 @@ fn range(interval: Option<Interval>) -> String {
     interval.map_or_else(String::new, |Interval { low, high }| format!("{low:.3} … {high:.3}"))
 }
 
-/// What the prompts say that the temperatures were not fitted to.
+/// The conclusion that the held-out prompts allow.
 fn verdict(change: Option<Interval>) -> &'static str {
     match change {
         Some(Interval { low, .. }) if low > 0.0 => {
@@ -124,7 +124,8 @@ mod tests {
     use crate::calibration::{Prompt, Side};
     use crate::confidence::Observed;
 
-    /// What is told of a temperature for a head that says σ(2.2) = 0.9 where so many in ten are accepted of each prompt.
+    /// The verdict on a temperature for a head whose confidence is σ(2.2) = 0.9, where `accepted`
+    /// of ten blocks per prompt are accepted.
     fn told(temperature: f64, accepted: impl Fn(usize) -> usize) -> &'static str {
         let blocks = |prompt: usize| {
             let of = accepted(prompt);
@@ -138,12 +139,12 @@ mod tests {
 
     #[test]
     fn temperatures_that_do_harm_are_told() {
-        // Nine in ten of every prompt, as the head says.
+        // Nine of ten blocks of every prompt are accepted, as the head predicts.
         assert!(told(0.5, |_| 9).contains("better without these temperatures"));
         assert!(told(1.0, |_| 9).contains("cannot tell"));
         assert!(told(3.0, |_| 7).contains("better with these temperatures"));
-        // All of every other prompt and eight in ten of the rest: 0.9 again, but a few prompts more of one kind would have it
-        // above or below what either temperature makes of it.
+        // Ten of ten blocks of every other prompt and eight of ten of the rest: 0.9 again. A few
+        // more prompts of one kind would put the mean above or below either prediction.
         assert!(told(0.9, |i| 8 + 2 * (i % 2)).contains("cannot tell"));
     }
 }

@@ -12,7 +12,7 @@ use deepspec_drafters::open_checkpoint;
 
 use super::{dir, report};
 
-/// What to convert, and to what.
+/// Arguments of `checkpoint convert`.
 #[derive(clap::Args)]
 pub struct Args {
     /// Folder or hub id of the drafter checkpoint
@@ -36,7 +36,7 @@ pub struct Args {
     overwrite: bool,
 }
 
-/// What is written.
+/// Layout of the converted checkpoint.
 #[derive(Debug, Clone, Copy)]
 enum Layout {
     Format(CheckpointFormat),
@@ -60,7 +60,8 @@ impl FromStr for Layout {
 /// Runs the command.
 ///
 /// # Errors
-/// Usage errors and refusals, broken checkpoints, unwritable outputs.
+/// Usage errors, conversions that are refused, broken checkpoints, and outputs that cannot be
+/// written.
 pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     let from = dir("--from", &args.from, verbosity)?;
     let source = open_checkpoint(&from).map_err(report)?;

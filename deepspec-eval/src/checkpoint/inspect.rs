@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 
 use super::{dir, report};
 
-/// What to look into.
+/// Arguments of `checkpoint inspect`.
 #[derive(clap::Args)]
 pub struct Args {
     /// Folder or hub id of a drafter checkpoint
@@ -25,7 +25,7 @@ pub struct Args {
 /// Runs the command.
 ///
 /// # Errors
-/// If it is no drafter checkpoint of a known dialect.
+/// Fails if the folder is no drafter checkpoint of a known dialect.
 pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     let checkpoint = open_checkpoint(&dir("CHECKPOINT", &args.checkpoint, verbosity)?).map_err(report)?;
     let text = if args.json {
@@ -36,7 +36,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     Ok(crate::output::print(&text)?)
 }
 
-/// Values of the trained tensors, and of those that are the target's.
+/// Parameter counts of the trained tensors, and of the tensors copied from the target.
 fn parameters(checkpoint: &Checkpoint) -> (usize, usize) {
     let (mut trained, mut targets) = (0, 0);
     for (name, facts) in checkpoint.tensors().iter() {
@@ -46,7 +46,8 @@ fn parameters(checkpoint: &Checkpoint) -> (usize, usize) {
     (trained, targets)
 }
 
-/// Every other dialect, with the reason where it is refused; of a folder for engines also its own, which fills in what engines take from the target.
+/// All other dialects, each with the reason if it is refused. A checkpoint without embedding and
+/// head also lists its own dialect, whose conversion fills them in.
 fn conversions(checkpoint: &Checkpoint) -> Vec<(CheckpointFormat, Option<String>)> {
     let own = checkpoint.dialect();
     let others =

@@ -1,4 +1,4 @@
-//! `checkpoint`: drafter checkpoints of any tool are looked into, converted, and examined beside their target.
+//! `checkpoint`: inspects, converts and diagnoses drafter checkpoints of any tool.
 
 mod convert;
 mod doctor;
@@ -11,7 +11,7 @@ use deepspec_checkpoint::CheckpointError;
 use deepspec_core::cli::{UsageError, Verbosity};
 use deepspec_hub::{HubError, model_dir};
 
-/// What is done with a checkpoint.
+/// Subcommands of `checkpoint`.
 #[derive(clap::Subcommand)]
 pub enum Command {
     /// Tell a checkpoint's dialect and what is in it
@@ -25,7 +25,7 @@ pub enum Command {
 /// Runs the command.
 ///
 /// # Errors
-/// Usage errors, broken checkpoints, unwritable outputs.
+/// Usage errors, broken checkpoints, and outputs that cannot be written.
 pub fn run(command: &Command, verbosity: Verbosity) -> anyhow::Result<()> {
     match command {
         Command::Inspect(args) => inspect::run(args, verbosity),
@@ -34,12 +34,12 @@ pub fn run(command: &Command, verbosity: Verbosity) -> anyhow::Result<()> {
     }
 }
 
-/// The folder of a model, fetched if it is a hub id; `flag` is for errors.
+/// The folder of a model, downloaded for a hub id; `flag` is the context of errors.
 fn dir(flag: &'static str, model: &str, verbosity: Verbosity) -> anyhow::Result<PathBuf> {
     model_dir(model, None, verbosity).map_err(HubError::report).context(flag)
 }
 
-/// A refusal is a mistake of the caller's, anything else is one of the files'.
+/// Maps a refusal to a usage error, and keeps all other errors.
 fn report(error: CheckpointError) -> anyhow::Error {
     match error {
         CheckpointError::Refused { .. } | CheckpointError::Exists { .. } => {

@@ -1,4 +1,4 @@
-//! How much longer one result's accepted lengths are than another's, prompt by prompt.
+//! Differences of accepted lengths between two results, paired by prompt.
 
 use deepspec_datasets::suites::Domain;
 use serde::Serialize;
@@ -9,7 +9,7 @@ use crate::results::SuiteResult;
 use crate::statistics::{Estimate, Interval};
 use crate::table::{Table, number};
 
-/// One result against another.
+/// Differences between two results.
 #[derive(Serialize)]
 pub struct Deltas {
     label: String,
@@ -23,17 +23,17 @@ pub struct Deltas {
 #[derive(Serialize)]
 struct Delta {
     name: String,
-    /// τ of the one less τ of the other.
+    /// τ of the first result minus τ of the second.
     delta: Option<f64>,
-    /// 95 % bootstrap interval over the prompts that both answered.
+    /// 95 % bootstrap interval over the prompts that both results answered.
     interval: Option<Interval>,
-    /// Two-sided p-value of no difference.
+    /// Two-sided p-value of the hypothesis that there is no difference.
     p_value: Option<f64>,
-    /// Prompts that both answered with at least one cycle.
+    /// Number of prompts with at least one cycle in both results.
     prompts: usize,
 }
 
-/// A suite's difference, resampled.
+/// The difference of one suite, over resamples.
 struct Resampled {
     name: String,
     domain: Domain,
@@ -42,7 +42,7 @@ struct Resampled {
 }
 
 impl Deltas {
-    /// `one` less `other` over the suites that all results have.
+    /// `one` minus `other`, over the suites that all results have.
     pub fn new(one: &Labelled, other: &Labelled, common: &[String]) -> Self {
         let suites: Vec<Resampled> = common.iter().filter_map(|name| resample(one, other, name)).collect();
         let of = |domain| suites.iter().filter(move |suite: &&Resampled| suite.domain == domain);
@@ -63,7 +63,7 @@ impl Deltas {
         }
     }
 
-    /// A table for people.
+    /// Renders the differences as a table.
     pub fn render(&self) -> String {
         let header = ["suite", "Δτ", "95 % interval", "p", "prompts"];
         let mut table = Table::new(header.map(String::from).to_vec());
@@ -76,7 +76,8 @@ impl Deltas {
     }
 }
 
-/// The paired difference in a suite, over the prompts that both have; without prompts to pair, the plain difference.
+/// The paired difference in a suite, over the prompts of both results; without common prompts, the
+/// plain difference.
 fn resample(one: &Labelled, other: &Labelled, name: &String) -> Option<Resampled> {
     let of =
         |labelled: &'_ Labelled| labelled.results.suites.iter().find(|suite| suite.name == *name).cloned();

@@ -1,4 +1,4 @@
-//! What keeps results from being comparable.
+//! Settings and inputs that make results incomparable.
 
 use deepspec_core::digest::short;
 use deepspec_engine::DraftSampling;
@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use super::labelled::Labelled;
 use crate::results::{Results, SuiteResult};
 
-/// What keeps the results from being comparable, a sentence each.
+/// All differences that make the results incomparable, one sentence each.
 pub fn all(compared: &[Labelled]) -> Vec<String> {
     let Some((first, others)) = compared.split_first() else { return vec![] };
     let mut sentences = vec![];
@@ -49,7 +49,8 @@ pub fn all(compared: &[Labelled]) -> Vec<String> {
     sentences
 }
 
-/// The accepted lengths under each draft rule, where the results stand under several and all of them know it.
+/// The accepted lengths under each rule of draft sampling, if the results use several and all have
+/// both.
 fn by_rule(compared: &[Labelled]) -> Vec<String> {
     let rule = |one: &Labelled| one.results.settings.draft_sampling;
     if compared.windows(2).all(|pair| rule(&pair[0]) == rule(&pair[1])) {
@@ -125,8 +126,8 @@ fn speed_facts(results: &Results) -> Vec<(String, Value)> {
     facts.map(|(name, value)| (name.to_string(), value)).to_vec()
 }
 
-/// Whether two results decode one target over one file of a suite: only then do differences between their prompts mean
-/// something.
+/// Whether two results are of one target and one file of a suite. Only then can their prompts be
+/// paired.
 pub fn pairs(a: &Results, b: &Results, suite: &str) -> bool {
     let digest = |results: &Results| {
         let suite = results.suites.iter().find(|one| one.name == suite);

@@ -1,4 +1,4 @@
-//! Damaged results and traces: they are compared, or refused with the file and the key.
+//! Fuzz test: damaged results and traces are compared, or refused with the file and the key.
 
 use std::fs;
 use std::path::Path;
@@ -11,7 +11,7 @@ use super::{Args, Comparison};
 use crate::results::{self, sample};
 use crate::traces::{self, Trace};
 
-/// A folder as a run leaves it.
+/// Writes an output folder of a run.
 fn folder(dir: &Path) {
     fs::create_dir_all(dir).unwrap();
     let found = sample::results();
@@ -35,7 +35,7 @@ fn folder(dir: &Path) {
     traces::write(dir, rows).unwrap();
 }
 
-/// What `compare` does with two folders, up to its output; the refusal as it is printed.
+/// Compares two folders; fails with the message that would be printed.
 fn compare(dirs: [&Path; 2]) -> Result<Value, String> {
     let args = Args { results: dirs.map(Path::to_path_buf).to_vec(), labels: vec![], json: false };
     let comparison = Comparison::read(&args).map_err(|error| one_line(&error))?;
@@ -43,7 +43,8 @@ fn compare(dirs: [&Path; 2]) -> Result<Value, String> {
     Ok(serde_json::to_value(&comparison).unwrap())
 }
 
-/// Damages a file of the second folder so often; how often that was refused, in one line that names it.
+/// Damages a file of the second folder `times` times. Returns how often that was refused, with one
+/// line that names the file.
 fn provoke(file: &str, seed: u64, times: usize) -> usize {
     let dir = tempfile::tempdir().unwrap();
     let dirs = [dir.path().join("one"), dir.path().join("two")];

@@ -1,4 +1,4 @@
-//! A result under the name that a comparison gives it.
+//! A result with the label that the comparison gives it.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -6,29 +6,29 @@ use std::path::PathBuf;
 use crate::results::{Results, SuiteResult};
 use crate::statistics::{Counts, Estimate};
 
-/// A result and its name.
+/// A result with its label.
 pub struct Labelled {
     pub label: String,
     pub path: PathBuf,
     pub results: Results,
-    /// What every prompt gave, by suite and sample.
+    /// Counts of every prompt, by suite and sample.
     pub prompts: Prompts,
 }
 
-/// By suite.
+/// Counts by suite.
 pub type Prompts = BTreeMap<String, Suite>;
-/// By sample.
+/// Counts by sample.
 pub type Suite = BTreeMap<String, Counts>;
 
 impl Labelled {
-    /// Which suites it has, as a phrase.
+    /// The suites of the result, as a phrase.
     pub fn suites(&self) -> String {
         let names: Vec<&str> = self.results.suites.iter().map(|suite| suite.name.as_str()).collect();
         let names = if names.is_empty() { "none".into() } else { names.join(", ") };
         format!("{} has {names}", self.path.display())
     }
 
-    /// τ of a suite over resampled prompts.
+    /// τ of a suite, over resampled prompts.
     pub fn length(&self, suite: &SuiteResult) -> Estimate {
         match self.prompts.get(&suite.name) {
             Some(prompts) => {

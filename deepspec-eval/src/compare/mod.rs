@@ -1,4 +1,4 @@
-//! `compare`: several results side by side.
+//! `compare`: shows several results side by side.
 
 mod deltas;
 mod differences;
@@ -17,7 +17,7 @@ use crate::traces;
 use deltas::Deltas;
 use labelled::{Labelled, Prompts};
 
-/// Which results to compare.
+/// Arguments of `compare`.
 #[derive(clap::Args)]
 pub struct Args {
     /// Output folders of `deepspec-eval run`
@@ -34,7 +34,7 @@ pub struct Args {
 /// Runs the command.
 ///
 /// # Errors
-/// Usage errors: unreadable results, a wrong number of labels, no suite in common.
+/// Usage errors: unreadable results, a wrong number of labels, or no suite in common.
 pub fn run(args: &Args) -> anyhow::Result<()> {
     let comparison = Comparison::read(args)?;
     for difference in &comparison.differences {
@@ -78,7 +78,7 @@ impl Comparison {
     }
 }
 
-/// The folders' names (of a results file, that of its folder), as far as they differ; else as many of the folders above as tell them apart.
+/// Default labels: the folders' names, with as many parent folders as needed to tell them apart.
 fn default_labels(paths: &[PathBuf]) -> Vec<String> {
     let parts = |path: &PathBuf| {
         let dir = if path.is_file() { path.parent().unwrap_or(path) } else { path };
@@ -87,7 +87,8 @@ fn default_labels(paths: &[PathBuf]) -> Vec<String> {
         parts.collect::<Vec<_>>()
     };
     let all: Vec<Vec<String>> = paths.iter().map(parts).collect();
-    // From the end; a part that all folders share says nothing, and is left out unless it is the only one.
+    // Depths count from the end. A part that all folders share is left out unless it is the only
+    // one.
     let part = |parts: &[String], depth: usize| parts.iter().rev().nth(depth).cloned();
     let deepest = all.iter().map(Vec::len).max().unwrap_or(0);
     let differs = |depth: &usize| all.iter().any(|parts| part(parts, *depth) != part(&all[0], *depth));
@@ -104,7 +105,8 @@ fn default_labels(paths: &[PathBuf]) -> Vec<String> {
     tried.find(are_distinct).unwrap_or_else(|| labels(&depths))
 }
 
-/// What the traces beside the results say of every prompt; nothing, with a warning, where they do not belong to them.
+/// Counts of every prompt from the traces beside the results. Empty, with a warning, if the traces
+/// are of another run.
 fn prompts(path: &Path, results: &Results) -> Prompts {
     let mut prompts = Prompts::new();
     let read = traces::read(path, |trace| {
@@ -127,7 +129,7 @@ fn prompts(path: &Path, results: &Results) -> Prompts {
     Prompts::new()
 }
 
-/// The suites that all results have, in the order of the first.
+/// The suites that all results have, in the order of the first result.
 fn common_suites(compared: &[Labelled]) -> Vec<String> {
     let has = |one: &Labelled, name: &str| one.results.suites.iter().any(|suite| suite.name == name);
     let first = compared.first().map_or(&[][..], |one| &one.results.suites);
@@ -135,7 +137,7 @@ fn common_suites(compared: &[Labelled]) -> Vec<String> {
     names.filter(|name| compared.iter().all(|one| has(one, name))).collect()
 }
 
-/// Puts every suite into the domain that the first result has it in, so that the rows of all columns are the same.
+/// Gives every suite the domain it has in the first result, so that all columns have the same rows.
 fn agree_on_domains(compared: &mut [Labelled]) {
     let Some((first, others)) = compared.split_first_mut() else { return };
     for suite in others.iter_mut().flat_map(|other| &mut other.results.suites) {
@@ -144,13 +146,13 @@ fn agree_on_domains(compared: &mut [Labelled]) {
     }
 }
 
-/// What is shown.
+/// The comparison as it is printed.
 #[derive(Serialize)]
 struct Comparison {
     suites: Vec<String>,
     differences: Vec<String>,
     columns: Vec<Column>,
-    /// Every other result against the first.
+    /// Differences of every other result from the first.
     deltas: Vec<Deltas>,
 }
 

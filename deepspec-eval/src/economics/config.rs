@@ -1,9 +1,9 @@
-//! A model's config.json as layers that cost something.
+//! Reads a model's config.json as the layers of a roofline.
 
 use deepspec_cost::economics::{Attention, FeedForward, Layer, Precision, Target};
 use serde_json::Value;
 
-/// Keys of layers that are built in ways that are not read here.
+/// Keys of layer types that this program does not read.
 pub fn unread(json: &Value) -> Vec<&'static str> {
     let json = inner(json);
     let is_said = |key: &&str| json.get(*key).is_some_and(|value| !value.is_null());
@@ -11,7 +11,7 @@ pub fn unread(json: &Value) -> Vec<&'static str> {
         .into_iter()
         .filter(is_said)
         .collect();
-    // Which layers have experts, where not all of them do.
+    // Keys for models in which only some layers have experts.
     let all = |key: &&str| match json.get(*key) {
         Some(Value::Array(layers)) => layers.is_empty(),
         Some(step) => step.is_null() || step.as_f64() == Some(1.0),
@@ -19,7 +19,7 @@ pub fn unread(json: &Value) -> Vec<&'static str> {
     };
     let sparse = ["decoder_sparse_step", "mlp_only_layers", "interleave_moe_layer_step"];
     unread.extend(sparse.into_iter().filter(|key| !all(key)));
-    // Which layers have windows, where no list says it.
+    // Sliding windows of some layers, without a `layer_types` list that names them.
     let windows =
         json.get("sliding_window").is_some_and(Value::is_number) && json.get("layer_types").is_none();
     let alternate =
@@ -30,21 +30,21 @@ pub fn unread(json: &Value) -> Vec<&'static str> {
     unread
 }
 
-/// Whether this is a drafter whose layers a whole block goes through at once.
+/// Whether the model is a drafter that runs whole blocks through its layers at once.
 pub fn drafts_blocks(json: &Value) -> bool {
     [json, &json["dflash_config"]].into_iter().any(|keys| keys.get("block_size").is_some())
 }
 
-/// Models with eyes keep what counts here one level down.
+/// The text model's config, which multimodal models nest in `text_config`.
 fn inner(json: &Value) -> &Value {
     json.get("text_config").filter(|inner| inner.is_object()).unwrap_or(json)
 }
 
-/// Reads the keys that transformers' families share: Llama, Qwen, Gemma, Mixtral, Qwen-MoE, DeepSeek and their like. What [`unread`] lists
-/// is left out.
+/// Reads the keys that transformers' model families share: Llama, Qwen, Gemma, Mixtral, Qwen-MoE,
+/// DeepSeek and similar ones. Keys listed by [`unread`] are ignored.
 ///
 /// # Errors
-/// The key that is missing or no number.
+/// Names the key that is missing, not a number, or below 1.
 pub fn target(json: &Value, weights: Precision, expert_parallel: f64) -> Result<Target, String> {
     let json = inner(json);
     let find = |keys: &[&str]| keys.iter().find_map(|key| json.get(*key).and_then(Value::as_f64));
@@ -130,12 +130,12 @@ pub fn target(json: &Value, weights: Precision, expert_parallel: f64) -> Result<
     Ok(Target { layers, head, head_precision: Precision::Bf16, hidden, expert_parallel })
 }
 
-/// How many layers see a window only, and what their attention does.
+/// Number of layers with a sliding window, and their attention.
 fn windowed(json: &Value, attention: Attention) -> Option<(f64, Attention)> {
     let window = json.get("sliding_window").and_then(Value::as_f64)?;
     let count = match json.get("layer_types").and_then(Value::as_array) {
         Some(kinds) => kinds.iter().filter(|kind| kind.as_str() == Some("sliding_attention")).count(),
-        // Mistral's layers all have one; Qwen2's none unless they say so.
+        // All of Mistral's layers have the window; Qwen2's have it only if the config says so.
         None if json.get("use_sliding_window").and_then(Value::as_bool) == Some(false) => 0,
         None => usize::MAX,
     };
@@ -166,11 +166,13 @@ mod tests {
             target.layers.iter().map(of).sum::<f64>() + target.head
         };
         let of = |json| target(&json, Precision::Bf16, 1.0).unwrap();
-        // Qwen3-4B has 4.02 billion weights; a head that is tied to the embedding is counted once.
+        // Qwen3-4B has 4.02 billion weights; an LM head that is tied to the embedding is counted
+        // once.
         let qwen = json!({"hidden_size": 2560, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
             "head_dim": 128, "intermediate_size": 9728, "vocab_size": 151936});
         assert!((weights(&of(qwen)) / 4.02e9 - 1.0).abs() < 0.01);
-        // DeepSeek-V3: 671 billion with an embedding of 0.93 that no step reads whole.
+        // DeepSeek-V3 has 671 billion weights, with an embedding of 0.93 billion that no step reads
+        // whole.
         let deepseek = json!({"hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128, "kv_lora_rank": 512,
             "q_lora_rank": 1536, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
             "intermediate_size": 18432, "moe_intermediate_size": 2048, "n_routed_experts": 256, "num_experts_per_tok": 8,

@@ -1,4 +1,5 @@
-//! `economics`: what a speculated token costs on an accelerator by batch and context, and how far to speculate.
+//! `economics`: computes the cost of a speculated token on an accelerator by batch and context, and
+//! the best draft length.
 
 mod config;
 
@@ -15,10 +16,10 @@ use crate::plot::{Axis, Plot, SeriesStyle, chart, heading, series};
 use crate::report::{Block, Document, write_document};
 use crate::table::Table;
 
-/// Drafted tokens at most.
+/// Maximum number of drafted tokens.
 const MOST: u32 = 64;
 
-/// Which target where, and what is drafted.
+/// Arguments of `economics`.
 #[derive(clap::Args)]
 pub struct Args {
     /// A model's folder, config.json or hub id, or a description of its layers (.yaml; `economics --print-model` writes one to start from)
@@ -69,7 +70,7 @@ pub struct Args {
     json: bool,
 }
 
-/// What weights are stored as.
+/// Storage format of the weights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 enum Stored {
     /// 16 bits.
@@ -90,19 +91,19 @@ impl From<Stored> for Precision {
     }
 }
 
-/// A place of the map.
+/// A point of the map.
 #[derive(Debug, Clone, Copy, Serialize)]
 struct Point {
     acceptance: f64,
     context: u32,
     batch: u32,
-    /// The number of drafted tokens that is fastest.
+    /// Number of drafted tokens with the highest throughput.
     best_length: u32,
-    /// Throughput with it over plain decoding.
+    /// Throughput with `best_length` over that of plain decoding.
     speed_up: f64,
-    /// What one more verified token per request costs beside a token of plain decoding.
+    /// Cost of one more verified token per request, relative to a token of plain decoding.
     marginal: f64,
-    /// Tokens per second of plain decoding, of all requests.
+    /// Tokens per second of plain decoding, over all requests.
     plain_tokens_per_second: f64,
 }
 
@@ -120,7 +121,8 @@ struct Map<'a> {
 /// Runs the command.
 ///
 /// # Errors
-/// Usage errors: no such model or accelerator, a config that leaves something open. An unwritable output.
+/// Usage errors: an unknown model or accelerator, or a config that lacks a value. Also fails if an
+/// output cannot be written.
 pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     if args.expert_parallel == 0 {
         usage!("--expert-parallel must be at least 1");
@@ -221,7 +223,8 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
 }
 
 impl Args {
-    /// The layers that a folder, a config.json or a .yaml describes, and whether a config.json says that whole blocks go through them.
+    /// The layers from a folder, a config.json or a .yaml file, and whether whole blocks run
+    /// through them at once.
     fn described(&self, model: &Path, expert_parallel: f64) -> anyhow::Result<(Target, bool)> {
         let name = model.display();
         if is_description(model) {
@@ -264,7 +267,7 @@ impl Args {
         (header, points.chunks(self.batch.len()).map(row).collect())
     }
 
-    /// What was taken for granted, in a sentence.
+    /// The assumptions of the estimate, in a sentence.
     fn assumptions(&self, draft: &Draft) -> String {
         let drafting = match (draft, &self.draft_model) {
             (Draft::PerToken(share), _) => format!(
@@ -350,7 +353,7 @@ impl Args {
     }
 }
 
-/// Prints the description of the model's layers, and before it what of them is not read.
+/// Prints the description of the model's layers, after comments on the keys that were not read.
 fn print_model(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     let model = found(&args.model, verbosity)?;
     if is_description(&model) {
@@ -367,7 +370,7 @@ fn print_model(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     Ok(crate::output::print(&(unread.collect::<String>() + &serde_yaml::to_string(&target)?))?)
 }
 
-/// Where a model is: a path, or what a hub id is fetched to.
+/// Path of a model: the given path, or the download of a hub id.
 fn found(model: &str, verbosity: Verbosity) -> anyhow::Result<PathBuf> {
     let path = env::expand_home(model);
     if path.exists() || is_description(&path) || path.extension().is_some_and(|extension| extension == "json")
@@ -381,7 +384,7 @@ fn is_description(model: &Path) -> bool {
     model.extension().is_some_and(|extension| extension == "yaml" || extension == "yml")
 }
 
-/// Tokens that a model's config.json says it holds; None where it does not say.
+/// Context length in the model's config.json, if it is given.
 fn context_limit(model: &Path) -> anyhow::Result<Option<u32>> {
     if is_description(model) {
         return Ok(None);

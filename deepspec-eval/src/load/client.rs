@@ -1,4 +1,4 @@
-//! Users of a server: each request is timed from its first byte out to its last byte in.
+//! HTTP client that times each request from sending it to the last byte of the response.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -18,53 +18,55 @@ use tokio::time;
 use super::Level;
 use super::events::Events;
 
-/// How long a server may say nothing.
+/// Read timeout of a connection to the server.
 const PATIENCE: Duration = Duration::from_secs(120);
 
-/// What is asked.
+/// A prompt to send.
 #[derive(Debug, Clone)]
 pub struct Prompt {
-    /// Its suite.
+    /// Suite of the prompt.
     pub suite: String,
-    /// Its id there.
+    /// Id of the prompt in the suite.
     pub sample: String,
     /// The user's message.
     pub text: String,
 }
 
-/// When requests are made.
+/// When requests are sent.
 #[derive(Debug, Clone, Copy)]
 pub struct Arrivals {
-    /// How many.
+    /// Number of users, or requests per second.
     pub level: Level,
-    /// Before what counts.
+    /// Warm-up time before the measurement.
     pub warm_up: Duration,
-    /// What counts.
+    /// Duration of the measurement.
     pub seconds: Duration,
 }
 
-/// A request and what became of it; times are since the run began.
+/// A request with its response; times are since the start of the run.
 #[derive(Debug, Clone, Default)]
 pub struct RequestRecord {
     /// Suite of its prompt.
     pub suite: String,
     /// Id of its prompt.
     pub sample: String,
-    /// When it was made.
+    /// Time when the request was sent.
     pub begun: Duration,
-    /// When its answer had ended, or it had failed.
+    /// Time when the response ended or the request failed.
     pub ended: Duration,
-    /// When text came; the first and the last are its first and last token.
+    /// Arrival time of each text chunk. The first counts as the first token, the last as the last
+    /// token.
     pub chunks: Vec<Duration>,
     /// Tokens of prompt and answer, as the server counts them.
     pub tokens: [u64; 2],
-    /// Whether the server did not count the answer's, so that these are its pieces of text.
+    /// Whether `tokens` has the number of text chunks, because the server did not count the
+    /// answer's tokens.
     pub tokens_are_pieces: bool,
-    /// Why there is no answer.
+    /// Error message if the request failed.
     pub problem: Option<String>,
 }
 
-/// One server's model.
+/// Client of one model on one server.
 #[derive(Clone)]
 pub struct Client {
     http: reqwest::Client,
@@ -73,22 +75,22 @@ pub struct Client {
     asking: RequestOptions,
 }
 
-/// How it is asked.
+/// Options of all requests.
 #[derive(Debug, Clone, Copy)]
 pub struct RequestOptions {
-    /// Tokens of an answer at most.
+    /// `max_tokens` of each request.
     pub max_tokens: u32,
-    /// Divides the logits.
+    /// Sampling temperature, which divides the logits.
     pub temperature: f64,
-    /// Chat templates' `enable_thinking`, where it is said.
+    /// `enable_thinking` of the chat template; None leaves it out of the request.
     pub thinking: Option<bool>,
 }
 
 impl Client {
-    /// Finds out whether somebody is there.
+    /// Connects to the server, and asks for its models if `model` is None.
     ///
     /// # Errors
-    /// Nobody is, or has no model.
+    /// Fails if the server cannot be reached or lists no model.
     pub fn connect(
         runtime: &Runtime,
         server: &str,
@@ -104,7 +106,8 @@ impl Client {
                 value.context("OPENAI_API_KEY holds characters that no header may have")?,
             );
         }
-        // A connection for each request: servers close idle ones, and a request that meets that is lost.
+        // One connection per request: servers close idle connections, and a request on a closed one
+        // is lost.
         deepspec_hub::prepare_tls();
         let http = reqwest::Client::builder()
             .pool_max_idle_per_host(0)
@@ -127,7 +130,7 @@ impl Client {
         Ok(Self { url: url("/v1/chat/completions")?, http, model, asking })
     }
 
-    /// Asks until the time is over, and waits for what is under way then.
+    /// Sends requests until the time is over, and waits for those in flight.
     pub async fn ask(&self, prompts: Arc<Vec<Prompt>>, arrivals: Arrivals) -> Vec<RequestRecord> {
         let (begun, end) = (Instant::now(), arrivals.warm_up + arrivals.seconds);
         let next = Arc::new(AtomicUsize::new(0));
@@ -141,7 +144,7 @@ impl Client {
                         while begun.elapsed() < end {
                             let prompt = &prompts[next.fetch_add(1, Ordering::Relaxed) % prompts.len()];
                             asked.push(client.request(prompt, begun).await);
-                            // Who is turned away does not hammer at the door.
+                            // A user whose request failed waits before the next one.
                             if asked.last().is_some_and(|asked| asked.problem.is_some()) {
                                 time::sleep(Duration::from_millis(200)).await;
                             }
@@ -154,7 +157,7 @@ impl Client {
                 let stream = Stream::new(rate.to_bits(), "arrivals");
                 let mut at = Duration::ZERO;
                 for index in 0u64.. {
-                    // Times between arrivals by chance are exponential.
+                    // The times between Poisson arrivals are exponentially distributed.
                     at +=
                         Duration::from_secs_f64(-(1.0 - stream.uniform(index, Purpose::Init, 0)).ln() / rate);
                     if at >= end {
@@ -222,17 +225,17 @@ impl Client {
     }
 }
 
-/// What a stream has said so far.
+/// State of a stream so far.
 #[derive(Default)]
 struct Streamed {
     finish: Option<FinishReason>,
     is_done: bool,
-    /// Tokens of prompt and answer, as last counted.
+    /// Latest token counts of prompt and answer.
     counted: [Option<u64>; 2],
 }
 
 impl Streamed {
-    /// Takes the data of an event.
+    /// Reads the data of one event.
     fn take(&mut self, data: &str, now: Duration, asked: &mut RequestRecord) -> anyhow::Result<()> {
         if data.trim() == "[DONE]" {
             self.is_done = true;
@@ -242,7 +245,7 @@ impl Streamed {
         if !event.is_object() {
             bail!("an event of the stream is no object: {}", data.chars().take(200).collect::<String>());
         }
-        // vLLM and others also write errors as events of their own.
+        // vLLM and other servers also send errors as events without `error`.
         let is_error =
             event["object"] == "error" || (event.get("choices").is_none() && event["message"].is_string());
         let own = is_error.then_some(&event);
@@ -258,7 +261,7 @@ impl Streamed {
             asked.chunks.push(now);
         }
         self.finish = FinishReason::of_field(choice.get("finish_reason")).or(self.finish);
-        // OpenAI's names, and those of llama.cpp beside them.
+        // OpenAI's token counts, which take precedence over llama.cpp's `timings`.
         let counts =
             [("timings", ["prompt_n", "predicted_n"]), ("usage", ["prompt_tokens", "completion_tokens"])];
         for (object, keys) in counts {
@@ -269,7 +272,7 @@ impl Streamed {
         Ok(())
     }
 
-    /// What the request came to, once nothing more comes.
+    /// Finishes the record of a request at the end of its stream.
     fn end(self, asked: &mut RequestRecord) -> anyhow::Result<()> {
         match self.finish {
             Some(reason) if reason.completeness() == Completeness::Broken => {
@@ -295,7 +298,7 @@ mod tests {
     use super::*;
     use deepspec_testkit::mutate::Dice;
 
-    /// What becomes of a stream that comes in pieces of so many bytes.
+    /// Reads a stream that arrives in chunks of `piece` bytes.
     fn read(stream: &[u8], piece: usize) -> (anyhow::Result<()>, RequestRecord) {
         let (mut events, mut streamed, mut asked) =
             (Events::default(), Streamed::default(), RequestRecord::default());
@@ -314,7 +317,8 @@ mod tests {
         (ended, asked)
     }
 
-    /// Pieces of text in a stream, as the plainest reader has them; `None` where a line is no JSON.
+    /// Number of text chunks in a stream, counted in the simplest way; `None` if a line is not
+    /// JSON.
     fn pieces(stream: &[u8]) -> Option<usize> {
         let text = String::from_utf8_lossy(stream);
         let data = text
@@ -332,7 +336,8 @@ mod tests {
             .map(|all| all.into_iter().filter(|&said| said).count())
     }
 
-    /// Streams with nulls, other types and unknown keys anywhere, and lines that are cut: each is counted, or it is said what is wrong.
+    /// Streams with random nulls, types, unknown keys and truncated lines are either counted or
+    /// reported as errors.
     #[test]
     fn damaged_streams_are_counted_or_say_what_is_wrong() {
         let words = ["content", "delta", "choices", "error", "usage", "finish_reason", "abort", "stop", "x"];

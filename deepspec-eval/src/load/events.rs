@@ -1,21 +1,22 @@
-//! Server-sent events out of bytes as they arrive.
+//! Parser of server-sent events from a byte stream.
 
-/// Gathers lines into events, as the HTML standard has them: an event's data are its `data` lines, and a blank line ends it. Comments,
-/// other fields and events without data are left out.
+/// Collects lines into events as the HTML standard defines them: the data of an event is its `data`
+/// lines, and a blank line ends it. Comments, other fields and events without data are dropped.
 #[derive(Default)]
 pub struct Events {
-    /// Bytes of a line that has not ended.
+    /// Bytes of the unfinished line.
     line: Vec<u8>,
-    /// Data lines of an event that has not ended.
+    /// Data lines of the unfinished event.
     data: Vec<String>,
-    /// Whether the last byte was a carriage return, which a line feed may belong to.
+    /// Whether the last byte was a carriage return; a line feed after it belongs to the same line
+    /// end.
     returned: bool,
-    /// Whether the first line has ended, before which a byte order mark may stand.
+    /// Whether the first line has ended, which may begin with a byte order mark.
     begun: bool,
 }
 
 impl Events {
-    /// Takes the next bytes; the data of the events that they complete.
+    /// Parses the next bytes, and returns the data of the events that they complete.
     pub fn push(&mut self, bytes: &[u8]) -> Vec<String> {
         let mut complete = vec![];
         for &byte in bytes {
@@ -34,7 +35,7 @@ impl Events {
         complete
     }
 
-    /// The data of an event that the end of the stream cut off before its blank line.
+    /// The data of an event that the stream ended without a blank line.
     pub fn finish(mut self) -> Option<String> {
         let complete = if self.line.is_empty() { None } else { self.end_line() };
         complete.or_else(|| self.end_line())

@@ -1,4 +1,4 @@
-//! `load`: asks a server as many users would, and says how fast answers come to each of them and to all.
+//! `load`: sends requests to servers as many users would, and measures throughput and latencies.
 
 mod client;
 mod events;
@@ -24,14 +24,14 @@ use tokio::runtime::Runtime;
 use client::{Arrivals, Client, Prompt, RequestOptions};
 use summary::Summary;
 
-/// What load.json is.
+/// Format name in load.json.
 pub const FORMAT: &str = "deepspec-load";
-/// Its version.
+/// Format version in load.json.
 pub const VERSION: u64 = 1;
-/// Share of requests that may fail in a run whose figures mean something.
+/// Share of failed requests above which a run counts as failed.
 const FEW: f64 = 0.05;
 
-/// Whom to ask what, and how often. A key for the server is taken from OPENAI_API_KEY.
+/// Arguments of `load`. The API key of the server is read from OPENAI_API_KEY.
 #[derive(clap::Args)]
 pub struct Args {
     /// Server that speaks the OpenAI API, with a name for it in front where there are several: plain=http://127.0.0.1:30000
@@ -78,7 +78,7 @@ pub struct Args {
     json: bool,
 }
 
-/// What chat templates are told of thinking.
+/// Value of `enable_thinking` in requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 enum Thinking {
     /// To think.
@@ -89,7 +89,7 @@ enum Thinking {
     Unsaid,
 }
 
-/// A server and what it is called in tables.
+/// A server with its name in tables.
 #[derive(Debug, Clone)]
 struct Server {
     name: String,
@@ -114,13 +114,13 @@ impl FromStr for Server {
     }
 }
 
-/// How many ask.
+/// Load of a run.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Level {
-    /// So many users, each with one request at a time.
+    /// Number of users with one request in flight each.
     Concurrency(usize),
-    /// So many requests per second.
+    /// Requests per second.
     Rate(f64),
 }
 
@@ -133,7 +133,7 @@ impl fmt::Display for Level {
     }
 }
 
-/// Everything that was measured.
+/// Contents of load.json.
 #[derive(Serialize)]
 pub struct LoadReport {
     format: &'static str,
@@ -144,14 +144,15 @@ pub struct LoadReport {
     warm_up: f64,
     max_new_tokens: u32,
     temperature: f64,
-    /// One run each, by server and then by level.
+    /// One summary per run, ordered by server and then by level.
     pub runs: Vec<Summary>,
 }
 
 /// Runs the command.
 ///
 /// # Errors
-/// Usage errors, a server that cannot be reached or whose every answer fails, an unwritable output.
+/// Usage errors, a server that cannot be reached or fails every request, and outputs that cannot be
+/// written.
 pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     let file = args.output_dir.join("load.json");
     let others = ["report.md", "report.html", "requests.parquet"];
@@ -185,7 +186,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
             Thinking::Unsaid => None,
         },
     };
-    // All of them, before the first is measured for long.
+    // Connect to all servers before the first measurement.
     let connect = |server: &Server| Client::connect(&runtime, &server.url, args.model.as_deref(), asking);
     let clients = args.servers.iter().map(connect).collect::<anyhow::Result<Vec<_>>>()?;
     let mut hopeless = None;
@@ -243,7 +244,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     conclude(&report)
 }
 
-/// Exit code 1 where more than a few requests of a run failed, with the reasons.
+/// Exit code 1 with the reasons, if more than the share [`FEW`] of a run's requests failed.
 fn conclude(report: &LoadReport) -> anyhow::Result<()> {
     let has_failed = |run: &&Summary| run.failed as f64 > FEW * run.requests as f64;
     let runs: Vec<&Summary> = report.runs.iter().filter(has_failed).collect();
@@ -270,7 +271,8 @@ fn conclude(report: &LoadReport) -> anyhow::Result<()> {
 }
 
 impl Args {
-    /// Whether `file` holds what is asked for: the same prompts, limits and servers at the same levels, with few failures.
+    /// Whether `file` has this measurement: the same suites, limits and servers at the same levels,
+    /// with few failures.
     fn is_measured(&self, file: &Path, levels: &[Level]) -> bool {
         let text = std::fs::read_to_string(file).unwrap_or_default();
         let kept: Value = serde_json::from_str(&text).unwrap_or_default();
@@ -301,7 +303,7 @@ impl Args {
     }
 
     fn levels(&self) -> anyhow::Result<Vec<Level>> {
-        // A day is more than anybody measures, and times stay within what clocks can add.
+        // A day at most, so that adding times cannot overflow.
         let lasts = |seconds: f64| (0.0..=86_400.0).contains(&seconds);
         if !lasts(self.seconds) || self.seconds == 0.0 || !lasts(self.warm_up) {
             usage!("--seconds must be positive, --warm-up at least 0, and both a day (86400) at most");
@@ -327,7 +329,7 @@ impl Args {
     }
 }
 
-/// One prompt of each suite after the other, so that every stretch of a run has all of them.
+/// Interleaves the prompts of all suites, so that every part of a run has prompts of each.
 fn alternating(suites: Vec<Vec<Prompt>>) -> Vec<Prompt> {
     let mut queues: Vec<_> = suites.into_iter().map(Vec::into_iter).collect();
     let mut prompts = vec![];

@@ -1,4 +1,4 @@
-//! Measured load as a table, a page with plots, and a row per request.
+//! Writes load measurements as a table, a report with plots, and one Parquet row per request.
 
 use std::io;
 use std::path::Path;
@@ -55,7 +55,7 @@ fn rows(report: &LoadReport) -> Vec<Vec<String>> {
     report.runs.iter().map(row).collect()
 }
 
-/// One line per run.
+/// The table with one line per run.
 pub fn table(report: &LoadReport) -> Table {
     let mut table = Table::new(COLUMNS.map(String::from).to_vec());
     rows(report).into_iter().for_each(|row| table.row(row));
@@ -112,7 +112,7 @@ fn frontier(report: &LoadReport) -> Result<Plot> {
     })
 }
 
-/// Writes `requests.parquet`: a row per request, times in seconds since its run began.
+/// Writes `requests.parquet`: one row per request, with times in seconds since the run began.
 pub fn write_requests(dir: &Path, requests: &[(String, Level, RequestRecord)]) -> Result<()> {
     let texts = |of: fn(&(String, Level, RequestRecord)) -> String| -> ArrayRef {
         Arc::new(StringArray::from_iter_values(requests.iter().map(of)))

@@ -1,4 +1,4 @@
-//! What a run comes to.
+//! Summary of a run's requests.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -9,54 +9,56 @@ use super::Level;
 use super::client::{Arrivals, RequestRecord};
 use crate::statistics::Percentiles;
 
-/// One server at one level.
+/// Summary of one server at one level of load.
 #[derive(Debug, Clone, Serialize)]
 pub struct Summary {
     /// The server's name.
     pub server: String,
-    /// How many asked.
+    /// Level of load.
     pub level: Level,
-    /// Requests made within the time that counts, and those of them that failed.
+    /// Requests sent within the measured time, failed ones included.
     pub requests: usize,
-    /// Failed ones.
+    /// Failed requests among them.
     pub failed: usize,
-    /// Why they failed, and how many for each reason.
+    /// Number of failures by reason.
     pub problems: BTreeMap<String, usize>,
-    /// Answers whose tokens the server did not count: their pieces of text were counted.
+    /// Answers whose text chunks were counted, because the server did not count tokens.
     pub tokens_are_pieces: usize,
-    /// Tokens of answers per second that came within the time, of all users together.
+    /// Generated tokens per second within the measured time, over all users.
     pub tokens_per_second: f64,
-    /// Tokens of prompts per second.
+    /// Prompt tokens per second.
     pub prompt_tokens_per_second: f64,
-    /// The time in which nobody waited for a first token: what decoding alone does, without prompts.
+    /// Throughput while no request waited for its first token: decoding without prefill.
     pub decoding: Option<Decoding>,
-    /// Median over answers of tokens per second behind the first token: what one user sees, without the prompt.
+    /// Median over answers of tokens per second after the first token: a user's speed without
+    /// prefill.
     pub user_tokens_per_second: Option<f64>,
-    /// From a request to its first text.
+    /// Time from a request to its first text chunk.
     pub time_to_first_token: Option<Percentiles>,
-    /// Between pieces of text, each as many tokens as the server sent at once.
+    /// Time between text chunks, which can have several tokens each.
     pub between_chunks: Option<Percentiles>,
-    /// Time of an answer behind its first token over its other tokens.
+    /// Time of an answer after its first token, divided by its number of other tokens.
     pub time_per_token: Option<Percentiles>,
-    /// Requests under way, on average over the time that counts.
+    /// Mean number of requests in flight over the measured time.
     pub under_way: f64,
 }
 
-/// Answers that were decoded while no prompt was computed.
+/// Decoding throughput while no request was in prefill.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Decoding {
-    /// Of all users together.
+    /// Tokens per second over all users.
     pub tokens_per_second: f64,
-    /// How much of the time that counts this was.
+    /// Seconds of the measured time without prefill.
     pub seconds: f64,
 }
 
 impl Decoding {
-    /// Of what was asked and the time that counts; `None` where at every moment somebody waited for a first token or nobody was answered.
-    /// The tokens behind an answer's first are spread over its pieces of text alike, each over the time since the piece before.
+    /// Measures the decoding throughput of `asked` within `window`; `None` if no moment had
+    /// decoding without prefill. An answer's tokens after the first are spread evenly over its
+    /// later text chunks, each over the time since the chunk before.
     fn of(asked: &[RequestRecord], window: (f64, f64)) -> Option<Self> {
         let of = |time: &Duration| time.as_secs_f64();
-        // What changes at a moment: how many wait, and how many tokens a second come.
+        // Events: time, change in the number of waiting requests, change in tokens per second.
         let mut changes = vec![(window.0, 0, 0.0), (window.1, 0, 0.0)];
         for one in asked {
             changes
@@ -65,7 +67,7 @@ impl Decoding {
                 continue;
             }
             let tokens = one.tokens[1].saturating_sub(1) as f64 / one.chunks.len().saturating_sub(1) as f64;
-            // Pieces that were read at once all came in the time since those before.
+            // Chunks with equal arrival times share the interval since the chunk before.
             let at_once: Vec<&[Duration]> = one.chunks.chunk_by(|a, b| a == b).collect();
             for pair in at_once.windows(2) {
                 let (from, to) = (of(&pair[0][0]), of(&pair[1][0]));
@@ -79,7 +81,7 @@ impl Decoding {
             waiting += pair[0].1;
             speed += pair[0].2;
             let lasts = (pair[1].0.min(window.1) - pair[0].0.max(window.0)).max(0.0);
-            // What is left of sums of speeds when all have ended is rounding.
+            // A remainder of the sum of speeds after all answers have ended is rounding error.
             if waiting == 0 && speed > 1e-6 {
                 seconds += lasts;
                 tokens += speed * lasts;
@@ -90,8 +92,8 @@ impl Decoding {
 }
 
 impl Summary {
-    /// Of what was asked. An answer that reaches beyond the time counts with the share of its tokens that came within it, as if they came
-    /// evenly behind the first.
+    /// Summarises `asked`. An answer that ends after the measured time counts with the share of
+    /// tokens that arrived in time, assuming an even rate after the first.
     pub fn new(server: &str, level: Level, arrivals: Arrivals, asked: &[RequestRecord]) -> Self {
         let window = (arrivals.warm_up.as_secs_f64(), (arrivals.warm_up + arrivals.seconds).as_secs_f64());
         let within = |begin: f64, end: f64| (end.min(window.1) - begin.max(window.0)).max(0.0);
@@ -152,7 +154,7 @@ impl Summary {
         }
     }
 
-    /// Why nothing was answered, if nothing was.
+    /// The reason of the first failure, if no request was answered.
     pub fn hopeless<'a>(&self, asked: &'a [RequestRecord]) -> Option<&'a str> {
         let problems: Vec<_> = asked.iter().map(|one| one.problem.as_deref()).collect();
         problems
@@ -161,7 +163,7 @@ impl Summary {
             .then(|| problems.first().copied().flatten().unwrap_or("none was made in the time"))
     }
 
-    /// In one line.
+    /// The summary in one line.
     pub fn line(&self) -> String {
         format!(
             "{} at {}: {:.0} tokens/s, {} requests, {} failed",
@@ -203,14 +205,16 @@ mod tests {
         let first = found.time_to_first_token.unwrap();
         assert_eq!((first.p50, first.p99), (1.0, 2.0));
         assert_eq!(found.user_tokens_per_second, Some(10.0), "of 10 and 99 the lower middle");
-        // Nobody waits from 10 to 11 (of 19 tokens half), from 13 to 15 (of 50 tokens 25 in one second, a fourth of 25 in the next), where
-        // one fails at 16, from then to 18 (half of 25), and from 21 on, which does not count.
+        // No request waits from 10 to 11, with half of 19 tokens. From 13 to 15, 25 of 50 tokens
+        // arrive in the first second, and a fourth of 25 in the other. A request fails at 16; half
+        // of 25 tokens arrive from then to 18. The time from 21 on is not measured.
         let decoding = found.decoding.unwrap();
         assert!((decoding.seconds - 5.0).abs() < 1e-9, "{decoding:?}");
         let tokens = 9.5 + 25.0 + 25.0 / 4.0 + 25.0 / 2.0;
         assert!((decoding.tokens_per_second - tokens / 5.0).abs() < 1e-9, "{decoding:?}");
         assert_eq!(Decoding::of(&[asked(0.0, &[30.0, 31.0], 5)], (10.0, 20.0)), None);
-        // Pieces that were read at once are as many tokens as others: 10 behind the first in each of three, two of them from 1 to 2.
+        // Chunks with equal arrival times carry as many tokens as others: 10 after the first in
+        // each of three. Two of these chunks arrive from 1 to 2.
         let at_once = Decoding::of(&[asked(0.0, &[1.0, 2.0, 2.0, 3.0], 31)], (0.0, 9.0)).unwrap();
         assert!(
             (at_once.seconds - 2.0).abs() < 1e-9 && (at_once.tokens_per_second - 15.0).abs() < 1e-9,

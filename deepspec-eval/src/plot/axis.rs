@@ -1,4 +1,4 @@
-//! Values along an edge.
+//! Axes of plots.
 
 use std::ops::Range;
 
@@ -10,18 +10,19 @@ use super::palette::GREY;
 use super::theme::{SMALL, letters};
 use super::units::UNITS;
 
-/// A range of values with ticks; plotters takes it as a coordinate.
+/// A range of values with ticks, which plotters uses as a coordinate.
 #[derive(Clone)]
 pub struct Axis {
-    /// What it measures, with the unit.
+    /// Label of the axis, with the unit.
     pub label: &'static str,
     scale: RangedCoordf64,
-    /// Values that are written.
+    /// Labelled tick values.
     ticks: Vec<(f64, String)>,
 }
 
 impl Axis {
-    /// An axis with at most `count` ticks at round values. In place of a range that is none, it has 0 to 1.
+    /// An axis with at most `count` ticks at round values. An empty or non-finite range becomes 0
+    /// to 1.
     pub fn values(label: &'static str, range: Range<f64>, count: usize) -> Self {
         let span = range.end - range.start;
         let sound = span.is_finite() && span > 1e-9;
@@ -33,14 +34,15 @@ impl Axis {
         Self { label, scale, ticks }
     }
 
-    /// Base-2 logarithms of counts from 1 to `most`, with a tick at every doubling that says the count.
+    /// Base-2 logarithms of counts from 1 to `most`, with a tick at every doubling, labelled with
+    /// the count.
     pub fn doublings(label: &'static str, most: f64) -> Self {
         let most = most.max(2.0).log2().ceil();
         let ticks = (0..=most as u32).map(|power| (f64::from(power), (1u64 << power).to_string())).collect();
         Self { label, scale: (0.0..most).into(), ticks }
     }
 
-    /// [`Axis::doublings`] with a place for 0 before the 1: see [`doubling`].
+    /// [`Axis::doublings`] with a tick for 0 before the 1: see [`doubling`].
     pub fn doublings_and_zero(label: &'static str, most: f64) -> Self {
         let Self { label, mut ticks, .. } = Self::doublings(label, most);
         let last = ticks.last().map_or(1.0, |(at, _)| *at);
@@ -48,28 +50,29 @@ impl Axis {
         Self { label, scale: (NONE_AT..last).into(), ticks }
     }
 
-    /// The integers from 1 to `count`, each in the middle of its place.
+    /// The integers from 1 to `count`, each in the middle of its cell.
     pub fn steps(label: &'static str, count: usize) -> Self {
         let ticks = (1..=count).step_by(count / 16 + 1).map(|k| (k as f64, k.to_string())).collect();
         Self { label, scale: (0.5..count.max(1) as f64 + 0.5).into(), ticks }
     }
 
-    /// A row for each name, from above; the rows' middles are at 0, 1, 2, …
+    /// One row per name, from top to bottom, with the middles at 0, 1, 2, …
     pub fn rows<'n>(names: impl IntoIterator<Item = &'n str>) -> Self {
         let names = names.into_iter().enumerate();
         let ticks: Vec<_> = names.map(|(row, name)| (row as f64, name.to_string())).collect();
         Self { label: "", scale: (ticks.len().max(1) as f64 - 0.5..-0.5).into(), ticks }
     }
 
-    /// How wide the texts at its ticks are, in pixels.
+    /// Width of the widest tick label, in pixels.
     ///
     /// # Errors
-    /// The font cannot be used.
+    /// Fails if the font cannot be used.
     pub fn texts_width(&self) -> Result<u32> {
         let font = letters(SMALL, GREY).font;
         let mut widest = 0;
         for (_, text) in &self.ticks {
-            // What our font lacks is drawn by another one, in letters that may be as wide as high.
+            // Characters that our font lacks are drawn in another font, which may be as wide as
+            // high.
             let text = text.replace(|c: char| !c.is_ascii(), "W");
             widest = widest.max(font.box_size(&text)?.0);
         }
@@ -77,10 +80,10 @@ impl Axis {
     }
 }
 
-/// Where 0 stands before the logarithms of counts from 1.
+/// Coordinate of 0 on the logarithmic axis of counts.
 const NONE_AT: f64 = -1.0;
 
-/// Where a count from 0 stands on [`Axis::doublings_and_zero`].
+/// Coordinate of a count from 0 on [`Axis::doublings_and_zero`].
 pub fn doubling(count: f64) -> f64 {
     if count < 1.0 { NONE_AT } else { count.log2() }
 }

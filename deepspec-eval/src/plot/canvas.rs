@@ -1,4 +1,4 @@
-//! A drawing as SVG and as PNG.
+//! Renders a drawing as SVG and PNG.
 
 use anyhow::{Context, Result, ensure};
 use plotters::coord::Shift;
@@ -8,29 +8,30 @@ use tiny_skia::Pixmap;
 use super::paper::DualBackend;
 use super::units::{MIDDLE, UNITS, is_shown, px};
 
-/// Pixels of a PNG for each of the drawing's, either way: it looks sharp on dense screens too.
+/// PNG pixels per pixel of the drawing, in each direction, so that plots are sharp on dense
+/// screens.
 const DENSITY: u32 = 2;
-/// The most pixels of a drawing, either way.
+/// Maximum width and height of a drawing in pixels.
 const MOST_PIXELS: u32 = 16_384;
-/// Pixels left free at each edge.
+/// Margin at each edge, in pixels.
 const MARGIN: f64 = 16.0;
 
-/// What is drawn on; lengths on it are [`super::px`].
+/// Drawing area; lengths on it are [`super::px`].
 pub type Canvas<'a> = DrawingArea<DualBackend<'a>, Shift>;
 
 /// A finished drawing.
 pub struct Plot {
-    /// What it shows, for those who cannot see it.
+    /// Title of the plot, also for screen readers.
     pub title: &'static str,
     svg: String,
     picture: Pixmap,
 }
 
 impl Plot {
-    /// Draws on a white ground of so many pixels, within a margin.
+    /// Draws on a white background of `size` pixels, within a margin.
     ///
     /// # Errors
-    /// Those of `paint`, or pixels that are none or too many, with the plot's title.
+    /// Errors of `paint`, or a size that is zero or too large, with the plot's title.
     pub fn draw(
         title: &'static str,
         size: (u32, u32),
@@ -41,15 +42,15 @@ impl Plot {
         Ok(Self { title, svg, picture })
     }
 
-    /// As an SVG document, which can stand in an HTML page too and fetches nothing from elsewhere.
+    /// The plot as an SVG document, which can be embedded in HTML and loads nothing.
     pub fn svg(&self) -> &str {
         &self.svg
     }
 
-    /// As a PNG file of `DENSITY` times as many pixels either way.
+    /// The plot as a PNG file with `DENSITY` times the pixels in each direction.
     ///
     /// # Errors
-    /// The encoder's.
+    /// Fails if the PNG encoder fails.
     pub fn png(&self) -> Result<Vec<u8>> {
         self.picture.encode_png().with_context(|| format!("writing the plot `{}` as PNG", self.title))
     }
@@ -72,7 +73,7 @@ fn draw(
         paint(&canvas.margin(margin, margin, margin, margin))?;
         canvas.present()?;
     }
-    // Pixels instead of units outside, a title, and texts that are as high above their middle as below it.
+    // Set the outer size in pixels, add a title, and centre texts vertically.
     let (_, shapes) = drawn.split_once('>').context("an SVG without a tag")?;
     let shapes = shapes.replace(" dy=\"0.5ex\" ", &format!(" dy=\"{MIDDLE}em\" "));
     let mut svg = format!(

@@ -1,4 +1,4 @@
-//! A title, a legend, axes, and values between them.
+//! Titles, legends, axes and series of charts.
 
 use anyhow::Result;
 use plotters::prelude::*;
@@ -9,13 +9,13 @@ use super::paper::DualBackend;
 use super::theme::{LARGE, SMALL, letters};
 use super::{Axis, Canvas, SeriesStyle, px, stroke};
 
-/// Axes with what is drawn between them.
+/// Axes with the series drawn between them.
 pub type Chart<'a> = ChartContext<'a, DualBackend<'a>, Cartesian2d<Axis, Axis>>;
 
-/// Writes a title and, below it, the keys of a legend; gives what is left below them.
+/// Draws a title with a legend below it, and returns the area below them.
 ///
 /// # Errors
-/// Drawing fails.
+/// Fails if drawing fails.
 pub fn heading<'a>(area: &Canvas<'a>, title: &str, keys: &[(&str, SeriesStyle)]) -> Result<Canvas<'a>> {
     area.draw_text(title, &letters(LARGE, INK), (0, 0))?;
     let style = letters(SMALL, INK);
@@ -30,10 +30,10 @@ pub fn heading<'a>(area: &Canvas<'a>, title: &str, keys: &[(&str, SeriesStyle)])
     Ok(area.split_vertically(px(height)).1)
 }
 
-/// Draws axes with a grid; what is written beside them has its place within `area`.
+/// Draws axes with a grid; tick labels and axis labels also fit into `area`.
 ///
 /// # Errors
-/// Drawing fails.
+/// Fails if drawing fails.
 pub fn chart<'a>(area: &Canvas<'a>, x: Axis, y: Axis) -> Result<Chart<'a>> {
     const TICK: f64 = 3.0;
     let of_label = |axis: &Axis, room: f64| if axis.label.is_empty() { 0 } else { px(room) };
@@ -55,10 +55,10 @@ pub fn chart<'a>(area: &Canvas<'a>, x: Axis, y: Axis) -> Result<Chart<'a>> {
     Ok(chart)
 }
 
-/// Writes a text above and to the right of each value.
+/// Draws a text above and to the right of each value.
 ///
 /// # Errors
-/// Drawing fails.
+/// Fails if drawing fails.
 pub fn point_labels(chart: &mut Chart, values: impl IntoIterator<Item = (f64, f64, String)>) -> Result<()> {
     let style = letters(SMALL, GREY).pos(Pos::new(HPos::Left, VPos::Bottom));
     let finite = values.into_iter().filter(|(x, y, _)| x.is_finite() && y.is_finite());
@@ -68,10 +68,10 @@ pub fn point_labels(chart: &mut Chart, values: impl IntoIterator<Item = (f64, f6
     Ok(())
 }
 
-/// Joins values by a line and marks each of them. Values that are not finite are left out.
+/// Draws values as a line with markers. Non-finite values are left out.
 ///
 /// # Errors
-/// Drawing fails.
+/// Fails if drawing fails.
 pub fn series(
     chart: &mut Chart,
     values: impl IntoIterator<Item = (f64, f64)>,

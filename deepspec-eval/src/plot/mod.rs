@@ -1,9 +1,9 @@
-//! What our charts share: colours, letters, axes, legends, and the way to SVG and PNG.
+//! Shared parts of plots: colours, fonts, axes, legends, and SVG and PNG output.
 //!
-//! `plotters` draws on an SVG document and, by `tiny-skia`, on a picture of it at once.
+//! `plotters` draws an SVG document and, through `tiny-skia`, a bitmap at the same time.
 //!
-//! [`Plot::draw`] gives a [`Canvas`] to draw on, [`heading`] and [`chart`] put a title, a legend and axes on
-//! it, and a chart's values are plotters' own elements, or [`series`] of marked ones.
+//! [`Plot::draw`] provides a [`Canvas`]. [`heading`] and [`chart`] draw a title, a legend and axes
+//! on it. The values of a chart are elements of plotters, or a [`series`] of marked values.
 
 mod axis;
 mod canvas;

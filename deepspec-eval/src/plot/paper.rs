@@ -1,4 +1,4 @@
-//! What plotters draws on: an SVG document, and a picture of it in pixels.
+//! Backend of plotters that draws an SVG document and a bitmap.
 
 use std::io;
 
@@ -12,20 +12,22 @@ use super::units::{FONT, MIDDLE, UNITS, is_shown};
 
 type Drawn = Result<(), DrawingErrorKind<io::Error>>;
 
-/// A backend of plotters that draws everything twice: places are in units, of which a pixel of the document has [`UNITS`].
+/// A backend of plotters that draws everything twice. Coordinates are in units, [`UNITS`] per pixel
+/// of the document.
 pub struct DualBackend<'a> {
     document: SVGBackend<'a>,
     picture: &'a mut Pixmap,
-    /// From units to the picture's pixels.
+    /// Transform from units to pixels of the bitmap.
     to_pixels: Transform,
     letters: FontRef<'static>,
 }
 
 impl<'a> DualBackend<'a> {
-    /// An empty document of so many pixels, and the `picture`, whose pixels are as many or more.
+    /// An empty document of `width` × `height` pixels, and the bitmap `picture`, whose pixels can
+    /// be denser.
     ///
     /// # Errors
-    /// Our font cannot be read.
+    /// Fails if the font cannot be read.
     pub fn new(
         document: &'a mut String,
         picture: &'a mut Pixmap,
@@ -61,8 +63,8 @@ impl<'a> DualBackend<'a> {
         }
     }
 
-    /// The outlines of a text whose letters are `em` units high, and how far it reaches; it begins at 0 on the base line. Letters stand behind each
-    /// other without kerning.
+    /// Outlines of a text with letters of `em` units, and its width. It begins at 0 on the base
+    /// line, without kerning.
     fn outlines(&self, text: &str, em: f32) -> (Option<Path>, f32) {
         let scale = em / self.letters.units_per_em().unwrap_or(2048.0);
         let (mut path, mut at) = (PathBuilder::new(), 0.0);
@@ -185,7 +187,8 @@ impl DrawingBackend for DualBackend<'_> {
         self.document.fill_polygon(corners, style)
     }
 
-    /// As the document says it: the size that plotters names is 1.24 em, places are of the text's beginning, middle or end.
+    /// Draws the text as the SVG document does: plotters' size is 1.24 em, and `at` is the text's
+    /// start, middle or end.
     fn draw_text<S: BackendTextStyle>(&mut self, text: &str, style: &S, at: BackendCoord) -> Drawn {
         let em = (style.size() / 1.24) as f32;
         let (path, width) = self.outlines(text, em);
@@ -229,7 +232,8 @@ mod tests {
     use crate::plot::theme::{LARGE, letters};
     use crate::plot::{Plot, px};
 
-    /// The dark pixels of a text at the middle of a picture, from there: left, top, right and bottom.
+    /// Extent of the dark pixels around a text drawn at the middle of a picture: left, top, right
+    /// and bottom.
     fn reach(pos: Pos, transform: FontTransform) -> [i64; 4] {
         let plot = Plot::draw("text", (200, 200), |canvas| {
             let (width, height) = canvas.dim_in_pixel();
@@ -250,7 +254,8 @@ mod tests {
     #[test]
     fn texts_stand_at_their_anchors() {
         let at = |h, v| reach(Pos::new(h, v), FontTransform::None);
-        // Four letters of 13 pixels, twice as many here: capitals are 0.73 em high and 0.75 em wide.
+        // Four letters of 13 pixels, doubled in the PNG: capitals are 0.73 em high and 0.75 em
+        // wide.
         let em = 2 * i64::from(px(LARGE)) / i64::from(UNITS);
         let near =
             |found: i64, expected: f64| (found as f64 - expected * em as f64).abs() <= 0.15 * em as f64;
@@ -267,7 +272,7 @@ mod tests {
     fn turned_texts_turn_about_their_place() {
         let pos = Pos::new(HPos::Left, VPos::Top);
         let [left, top, right, bottom] = reach(pos, FontTransform::None);
-        // What was right of the place is below, left of or above it, and what was below it is left of, above or right of it.
+        // A turn by 90, 180 or 270 degrees permutes the four extents.
         let expected = [
             (FontTransform::Rotate90, [-bottom, left, -top, right]),
             (FontTransform::Rotate180, [-right, -bottom, -left, -top]),

@@ -1,4 +1,4 @@
-//! Colours, lines, letters and marks.
+//! Colours, lines, fonts and markers.
 
 use std::sync::Once;
 
@@ -10,7 +10,7 @@ use super::paper::DualBackend;
 use super::px;
 use super::units::FONT;
 
-/// Colours that are told apart in colour-blind vision (Okabe & Ito 2008).
+/// Colours that colour-blind readers can tell apart (Okabe & Ito 2008).
 pub mod palette {
     use plotters::style::RGBColor;
 
@@ -24,25 +24,25 @@ pub mod palette {
     pub const ORANGE: RGBColor = RGBColor(0xe6, 0x9f, 0x00);
     /// Reddish purple.
     pub const PURPLE: RGBColor = RGBColor(0xcc, 0x79, 0xa7);
-    /// Text.
+    /// Colour of text.
     pub const INK: RGBColor = RGBColor(0x22, 0x22, 0x22);
-    /// Text of less weight, axes.
+    /// Colour of secondary text and axes.
     pub const GREY: RGBColor = RGBColor(0x66, 0x66, 0x66);
-    /// Grid lines.
+    /// Colour of grid lines.
     pub const FAINT: RGBColor = RGBColor(0xe4, 0xe4, 0xe4);
 }
 
-/// Where our own font is not installed, a browser takes a like one.
+/// Fallback fonts for browsers without our own font.
 const FAMILIES: &str = "DejaVu Sans, Verdana, Helvetica, Arial, sans-serif";
-/// Pixels of the letters at ticks, axes and keys.
+/// Font size of ticks, axes and legends, in pixels.
 pub(crate) const SMALL: f64 = 11.0;
-/// Pixels of the letters of a title.
+/// Font size of titles, in pixels.
 pub(crate) const LARGE: f64 = 13.0;
 
-/// Letters of so many pixels. What plotters calls the size is 1.24 times the em.
+/// Text style of `size` pixels. Plotters' size is 1.24 times the em.
 pub(crate) fn letters(size: f64, color: RGBColor) -> TextStyle<'static> {
     static REGISTERED: Once = Once::new();
-    // Were the font damaged, plotters would not find it where it measures a text, and say so.
+    // With a damaged font, plotters reports the missing font when it measures a text.
     REGISTERED.call_once(|| {
         let _ = register_font(FAMILIES, FontStyle::Normal, FONT);
     });
@@ -50,12 +50,12 @@ pub(crate) fn letters(size: f64, color: RGBColor) -> TextStyle<'static> {
     FontDesc::new(FontFamily::Name(FAMILIES), size, FontStyle::Normal).color(&color)
 }
 
-/// A line of so many pixels.
+/// A line style of `width` pixels.
 pub fn stroke(color: RGBColor, width: f64) -> ShapeStyle {
     color.stroke_width(px(width).unsigned_abs())
 }
 
-/// How a value is marked.
+/// Marker of a value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Marker {
     /// A disc.
@@ -68,12 +68,12 @@ pub enum Marker {
     Diamond,
 }
 
-/// How values of one kind are shown.
+/// Colour and marker of a series.
 #[derive(Debug, Clone, Copy)]
 pub struct SeriesStyle(pub RGBColor, pub Marker);
 
 impl SeriesStyle {
-    /// One of many: colours first, then markers.
+    /// Style of series number `index`: colours vary first, then markers.
     pub fn nth(index: usize) -> Self {
         use palette::{BLUE, GREEN, GREY, INK, ORANGE, PURPLE, VERMILION};
         const COLOURS: [RGBColor; 7] = [INK, VERMILION, BLUE, GREEN, ORANGE, PURPLE, GREY];
@@ -81,10 +81,10 @@ impl SeriesStyle {
         Self(COLOURS[index % COLOURS.len()], MARKERS[index / COLOURS.len() % MARKERS.len()])
     }
 
-    /// Marks a value at `place`; the radius is in pixels.
+    /// Draws the marker at `place`; the radius is in pixels.
     ///
     /// # Errors
-    /// Drawing fails.
+    /// Fails if drawing fails.
     pub fn mark<C: CoordTranslate>(
         self,
         area: &DrawingArea<DualBackend, C>,

@@ -1,4 +1,5 @@
-//! `profile`: seconds of a step of our engine by tokens in the batch and by context, and of drafting by requests.
+//! `profile`: measures seconds per engine step by batch tokens and context, and seconds of drafting
+//! by requests.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -26,20 +27,21 @@ use crate::results::{DrafterIdentity, TargetIdentity};
 use crate::run::{Dtype, models};
 use crate::table::Table;
 
-/// Steps of a cell that are not timed.
+/// Untimed warm-up steps per cell.
 const WARM: u32 = 2;
-/// Steps that are timed at least, unless they take as long as [`MOST`].
+/// Minimum number of timed steps, unless they take as long as [`MOST`].
 const TIMED: u32 = 8;
-/// Turns in which the parts of a cost are fitted.
+/// Number of iterations in which the parts of a cost are fitted.
 const TURNS: usize = 50;
-/// How long steps of a cell are timed at least.
+/// Minimum time over which the steps of a cell are timed.
 const LEAST: Duration = Duration::from_millis(150);
-/// Times that all cells are gone over: what disturbs a cell adds to it, and the least of its medians counts.
+/// Number of passes over all cells. Disturbances only add time, so the least median over the passes
+/// counts.
 const ROUNDS: usize = 3;
-/// How long they are at most.
+/// Maximum time over which the steps of a cell are timed.
 const MOST: Duration = Duration::from_secs(5);
 
-/// What to measure on what.
+/// Arguments of `profile`.
 #[derive(clap::Args)]
 pub struct Args {
     /// Folder, GGUF file or hub id (owner/name, owner/name@revision) of the target
@@ -71,21 +73,21 @@ pub struct Args {
     json: bool,
 }
 
-/// Steps of one kind.
+/// Measurement of one kind of step.
 #[derive(Debug, Clone, Copy, Serialize)]
 struct Cell {
     context: usize,
     requests: usize,
-    /// Verified tokens of the batch, anchors included.
+    /// Verified tokens of the batch, including anchors.
     batch_tokens: usize,
     steps: u32,
-    /// Median seconds of verification, and of what the host does around it.
+    /// Median seconds of verification, including the host's work around it.
     verify_seconds: f64,
     /// Median seconds of drafting.
     draft_seconds: f64,
 }
 
-/// Where it was measured.
+/// Machine of the measurement.
 #[derive(Serialize)]
 struct Machine {
     processor: String,
@@ -94,7 +96,7 @@ struct Machine {
     threads: i32,
 }
 
-/// What is written.
+/// Contents of the cost file.
 #[derive(Serialize)]
 struct Profile {
     format: &'static str,
@@ -105,14 +107,14 @@ struct Profile {
     drafter: Option<DrafterIdentity>,
     #[serde(flatten)]
     cost: MeasuredCost,
-    /// What was measured: `verify` and `requests` are fitted to it as a sum.
+    /// The measured cells, to which `verify` and `requests` are fitted as a sum.
     measured: Vec<Cell>,
 }
 
 /// Runs the command.
 ///
 /// # Errors
-/// Usage errors, models that cannot be loaded, an unwritable output.
+/// Usage errors, models that cannot be loaded, and outputs that cannot be written.
 pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     let (requests, contexts) =
         (ascending("--requests", &args.requests)?, ascending("--contexts", &args.contexts)?);
@@ -198,7 +200,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     Ok(crate::output::print(&text)?)
 }
 
-/// Whether the file has measurements of what is asked for already.
+/// Whether the file has this measurement already; a usage error if it has another one.
 fn is_measured(file: &Path, asked: &Value) -> anyhow::Result<bool> {
     if !file.exists() {
         return Ok(false);
@@ -238,14 +240,14 @@ fn ascending(flag: &str, counts: &[usize]) -> anyhow::Result<Vec<usize>> {
     Ok(counts)
 }
 
-/// The processor's name, where the system says it.
+/// Name of the processor from /proc/cpuinfo, or `unknown`.
 fn processor() -> String {
     let text = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let line = text.lines().find(|line| line.starts_with("model name"));
     line.and_then(|line| line.split_once(": ")).map_or_else(|| "unknown".into(), |(_, name)| name.into())
 }
 
-/// The lengths of verified prefixes to measure, beside none: powers of two less one, and whole blocks.
+/// Lengths of verified prefixes to measure: 2^n − 1 from 0 on, and whole blocks.
 fn lengths(block: usize) -> Vec<usize> {
     let mut lengths: Vec<usize> = std::iter::successors(Some(0), |length| Some(2 * length + 1))
         .take_while(|&length| length < block)
@@ -254,14 +256,14 @@ fn lengths(block: usize) -> Vec<usize> {
     lengths
 }
 
-/// Tokens that an answer may grow by while its steps are timed.
+/// Maximum number of tokens that an answer grows by while its steps are timed.
 fn answer_tokens(block: usize) -> usize {
-    // Fast steps are timed for as long as [`LEAST`]; more than that many of them tell nothing more.
-    // One more, so that none ends with the last of them.
+    // Fast steps are timed for [`LEAST`]; more steps than this add nothing. The extra token keeps
+    // answers from ending with the last step.
     lengths(block).len() * (WARM + 4 * TIMED) as usize * (block + 1) + 1
 }
 
-/// Times the steps of all cells, and seconds per token of prompts.
+/// Measures the steps of all cells, and seconds per prompt token.
 fn measure<T: Target, P: Proposer>(
     mut engine: Engine<T, P>,
     requests: &[usize],
@@ -284,12 +286,12 @@ fn measure<T: Target, P: Proposer>(
                 id: index.to_string(),
                 prompt: (0..context).map(token).collect(),
                 sampling: Sampling::new(1.0, 0),
-                // A token for each step in which others' prompts are taken in.
+                // One token for each step that prefills other prompts.
                 max_new_tokens: answer_tokens(block) + count,
                 stop_ids: vec![],
             })?);
         }
-        // Prompts are taken in within as many steps as they need; those already there are decoded meanwhile.
+        // Several steps may be needed to prefill all prompts; earlier requests decode meanwhile.
         engine = engine.with_planner(Planner::new(Policy::Fixed(0), None)?);
         while engine.queued() > 0 {
             let (before, waiting) = (engine.times(), engine.queued());
@@ -311,7 +313,7 @@ fn measure<T: Target, P: Proposer>(
     Ok((cells.into_values().collect(), prefill / prompts.max(1) as f64))
 }
 
-/// Every request must be there in every step that is timed.
+/// Fails if a request failed or ended while steps were timed.
 fn unbroken(events: Vec<Event>, context: usize, requests: usize) -> anyhow::Result<()> {
     for event in events {
         match event {
@@ -366,7 +368,7 @@ fn median(mut values: Vec<f64>) -> f64 {
     values[values.len() / 2]
 }
 
-/// The cells as a part by tokens, one by requests, and one of drafting; larger ones are never cheaper.
+/// Splits the cells into costs by tokens, by requests, and of drafting. Costs never fall with size.
 fn cost(cells: &[Cell], plain: &[Cell], prefill: f64) -> MeasuredCost {
     let drafted = cells.iter().any(|cell| cell.batch_tokens > cell.requests);
     let of_requests = if drafted { by_requests(cells) } else { BTreeMap::new() };
@@ -385,7 +387,7 @@ fn cost(cells: &[Cell], plain: &[Cell], prefill: f64) -> MeasuredCost {
     }
 }
 
-/// A table for each context of what cells of so many tokens take on average.
+/// One table per context: the mean seconds of the cells with equal batch tokens.
 fn by_context(cells: &[Cell], seconds: impl Fn(&Cell) -> f64) -> Vec<VerifyCost> {
     let table = |cells: &[Cell]| {
         let (batch_tokens, seconds) = means(cells.iter().map(|cell| (cell.batch_tokens, seconds(cell))));
@@ -394,7 +396,7 @@ fn by_context(cells: &[Cell], seconds: impl Fn(&Cell) -> f64) -> Vec<VerifyCost>
     cells.chunk_by(|a, b| a.context == b.context).map(table).collect()
 }
 
-/// Means of values by key, in its order, never falling.
+/// Means of values by key, in ascending order of keys, made non-decreasing.
 fn means(values: impl Iterator<Item = (usize, f64)>) -> (Vec<usize>, Vec<f64>) {
     let mut groups = BTreeMap::<usize, Vec<f64>>::new();
     values.for_each(|(key, value)| groups.entry(key).or_default().push(value));
@@ -403,8 +405,9 @@ fn means(values: impl Iterator<Item = (usize, f64)>) -> (Vec<usize>, Vec<f64>) {
     (groups.into_keys().collect(), never_falling(&seconds))
 }
 
-/// What steps take longer for their requests: the mean by which those of as many tokens take longer than with the fewest requests. Sums of
-/// two parts are fitted to the cells in turns.
+/// Seconds that a step takes longer for its number of requests, relative to the fewest requests at
+/// the same batch tokens. The parts by tokens and by requests are fitted to the cells by
+/// alternation.
 fn by_requests(cells: &[Cell]) -> BTreeMap<usize, f64> {
     let key = |cell: &Cell| (cell.context, cell.batch_tokens);
     let mut of_requests: BTreeMap<usize, f64> = cells.iter().map(|cell| (cell.requests, 0.0)).collect();

@@ -1,4 +1,4 @@
-//! The plots of a report.
+//! Plots of a report.
 
 use crate::plot::palette::{BLUE, GREEN, GREY, INK, ORANGE, PURPLE, VERMILION};
 use crate::plot::{Axis, Canvas, Chart, Marker, Plot, SeriesStyle, chart, heading, px, series, stroke};
@@ -12,7 +12,7 @@ use crate::confidence::{ConfidenceResult, SweepPoint};
 use crate::results::{Metrics, Results, SuiteResult, Timing};
 
 const WIDTH: u32 = 720;
-/// Positions whose reliability is drawn.
+/// Number of positions whose reliability is drawn.
 const DIAGRAMS: usize = 8;
 
 fn look(domain: Domain) -> SeriesStyle {
@@ -24,12 +24,12 @@ fn look(domain: Domain) -> SeriesStyle {
     }
 }
 
-/// Keys of the domains that the results have.
+/// Legend of the domains in the results.
 fn domains(results: &Results) -> Vec<(&'static str, SeriesStyle)> {
     results.domains.iter().map(|found| (found.domain.name(), look(found.domain))).collect()
 }
 
-/// A plot with a row for each name; long names make it wider.
+/// A plot with one row per name, wider for long names.
 fn row_plot(
     title: &'static str,
     names: &[&str],
@@ -40,7 +40,7 @@ fn row_plot(
     Plot::draw(title, (width, 120 + 28 * names.len() as u32), |canvas| paint(canvas, rows))
 }
 
-/// τ by suite with intervals, and the published ones beside them.
+/// τ by suite with intervals, beside published values.
 pub fn lengths(results: &Results, published: Option<Published>) -> Result<Plot> {
     let suites = results.suites.iter().map(|suite| {
         let known = published.and_then(|published| published.suite(&suite.name));
@@ -128,7 +128,7 @@ pub fn reliability(confidence: &ConfidenceResult) -> Result<Plot> {
     })
 }
 
-/// Bins as discs whose area is their share of the observations.
+/// Draws bins as discs whose area is their share of the observations.
 fn diagram(chart: &Chart, position: &PositionReliability, look: SeriesStyle) -> Result<()> {
     position.bins.iter().try_for_each(|bin| {
         let share = bin.count as f64 / position.count.max(1) as f64;
@@ -137,7 +137,7 @@ fn diagram(chart: &Chart, position: &PositionReliability, look: SeriesStyle) -> 
     })
 }
 
-/// What thresholds on the confidence would give.
+/// Tokens per cycle and verification cost by confidence threshold.
 pub fn sweep(confidence: &ConfidenceResult) -> Result<Plot> {
     let by_threshold = |value: &dyn Fn(&SweepPoint) -> f64| -> Vec<(f64, f64)> {
         confidence.sweep.iter().map(|point| (point.threshold, value(point))).collect()
@@ -173,7 +173,7 @@ fn thresholds(area: &Canvas, title: &str, label: &'static str, lines: &[Sweep]) 
     lines.iter().try_for_each(|(_, look, values)| series(&mut chart, values.iter().copied(), *look))
 }
 
-/// Where the time of a generated token goes, by suite, with and without the drafter.
+/// Time per generated token by suite, with and without the drafter.
 pub fn times(results: &Results) -> Result<Plot> {
     let (names, bars): (Vec<_>, Vec<_>) = results.suites.iter().flat_map(bars).unzip();
     let parts = [("draft", BLUE), ("target", ORANGE), ("host", GREY)];
@@ -195,7 +195,7 @@ pub fn times(results: &Results) -> Result<Plot> {
     })
 }
 
-/// Milliseconds per token of drafting, target and host; a bar with the drafter and one without.
+/// Milliseconds per token of drafting, target and host: one bar with the drafter and one without.
 fn bars(suite: &SuiteResult) -> impl Iterator<Item = (&str, [f64; 3])> {
     let parts = |time: &Timing, tokens: u64| {
         [time.draft_s, time.verify_s, time.host_s].map(|seconds| 1e3 * seconds / tokens.max(1) as f64)

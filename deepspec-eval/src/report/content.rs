@@ -1,4 +1,4 @@
-//! What a report says, in order.
+//! Contents of a run's report, in order.
 
 use anyhow::Result;
 use deepspec_core::cli::count;
@@ -16,7 +16,7 @@ use crate::table::{factor, number, range, rate};
 /// The report of a run.
 ///
 /// # Errors
-/// A plot cannot be drawn.
+/// Fails if a plot cannot be drawn.
 pub fn document(results: &Results) -> Result<Document> {
     let drafter = results.drafter.as_ref().map(|drafter| name(&drafter.path, drafter.hub_id.as_ref()));
     let target = name(&results.target.path, results.target.hub_id.as_ref());
@@ -48,7 +48,7 @@ pub fn document(results: &Results) -> Result<Document> {
     Ok(Document { title, blocks })
 }
 
-/// The hub id, or the folder's name; that of a training step says little without its run's.
+/// The hub id or the folder's name, with the parent folder's name for a training step.
 fn name(path: &str, hub_id: Option<&String>) -> String {
     let mut folders = path.trim_end_matches('/').rsplit('/');
     let (folder, parent) = (folders.next().unwrap_or(path), folders.next());
@@ -79,7 +79,7 @@ fn summary(results: &Results) -> String {
     words
 }
 
-/// A row per suite, domain and for all.
+/// One row per suite and domain, and one overall.
 fn rows(results: &Results, cells: impl Fn(&str, &Metrics) -> Vec<String>) -> Vec<Vec<String>> {
     let suites = results.suites.iter().map(|suite| (suite.name.as_str(), &suite.metrics));
     let domains = results.domains.iter().map(|domain| (domain.domain.name(), &domain.metrics));

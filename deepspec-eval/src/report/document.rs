@@ -1,4 +1,4 @@
-//! A report's text, written as Markdown or as a page of HTML that needs nothing else.
+//! A report document, written as Markdown or as a self-contained HTML page.
 
 use crate::plot::Plot;
 
@@ -12,19 +12,19 @@ pub enum Block {
     List(Vec<String>),
     /// Rows of cells; the first column is flush left, the others flush right.
     Table(Vec<String>, Vec<Vec<String>>),
-    /// A plot: its file's name without ending, and what it shows.
+    /// A plot with its file name, without extension.
     Plot(&'static str, Plot),
 }
 
 /// A report.
 pub struct Document {
-    /// Its heading.
+    /// Title of the report.
     pub title: String,
-    /// Its parts.
+    /// Parts of the report, in order.
     pub blocks: Vec<Block>,
 }
 
-/// Folder of the plots, beside the report.
+/// Folder of the plots beside the report.
 pub const PLOTS: &str = "plots";
 
 const STYLE: &str = "body{font:15px/1.5 system-ui,sans-serif;color:#222;background:#fff;max-width:62rem;margin:2rem auto;\
@@ -34,7 +34,7 @@ border-bottom:1px solid #e4e4e4}th{font-weight:600;border-bottom:1px solid #666}
 .wide{overflow-x:auto}svg{max-width:100%;height:auto}";
 
 impl Document {
-    /// As Markdown; plots are linked from [`PLOTS`].
+    /// The report as Markdown, with links to the plots in [`PLOTS`].
     pub fn markdown(&self) -> String {
         let mut text = format!("# {}\n", plain(&self.title));
         for block in &self.blocks {
@@ -64,7 +64,7 @@ impl Document {
         text
     }
 
-    /// As HTML with everything in it.
+    /// The report as HTML with embedded plots.
     pub fn html(&self) -> String {
         let title = escaped(&self.title);
         let mut page = format!(
@@ -98,7 +98,7 @@ impl Document {
     }
 }
 
-/// Text that Markdown leaves as it is.
+/// Escapes Markdown's special characters.
 fn plain(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     for character in text.chars() {

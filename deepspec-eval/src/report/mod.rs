@@ -1,4 +1,4 @@
-//! What a run found, for people: tables on the terminal, `report.md`, `report.html` and plots.
+//! Reports of a run: tables on the terminal, `report.md`, `report.html` and plots.
 
 mod charts;
 mod content;
@@ -20,7 +20,7 @@ pub use terminal::render as terminal;
 /// Writes `report.md`, `report.html` and the plots, as SVG and PNG, into `dir`.
 ///
 /// # Errors
-/// Any I/O failure, with the path; a plot cannot be drawn.
+/// Fails on I/O errors, with the path, or if a plot cannot be drawn.
 pub fn write(dir: &Path, results: &Results) -> anyhow::Result<()> {
     write_document(dir, &content::document(results)?)
 }

@@ -1,6 +1,7 @@
-//! Accepted lengths that were published for released drafters (DSpark paper, table 1: temperature 1, blocks of 7).
+//! Published accepted lengths of the released drafters (DSpark paper, table 1: temperature 1,
+//! blocks of 7).
 
-/// Suites of the columns.
+/// Suites of the columns of [`TABLE`].
 const SUITES: [&str; 9] = [
     "gsm8k",
     "math500",
@@ -13,7 +14,7 @@ const SUITES: [&str; 9] = [
     "arena-hard-v2",
 ];
 
-/// By the hub id's parts: target, drafter, and τ of every suite.
+/// Target and drafter in the hub id, and τ of every suite.
 const TABLE: [(&str, &str, [f64; 9]); 12] = [
     ("qwen3_4b", "eagle3", [5.14, 4.62, 3.92, 3.69, 4.16, 3.77, 2.39, 2.26, 2.55]),
     ("qwen3_4b", "dflash", [5.40, 4.85, 4.15, 4.40, 4.74, 4.18, 3.07, 2.96, 2.83]),
@@ -34,7 +35,7 @@ const TABLE: [(&str, &str, [f64; 9]); 12] = [
 pub struct Published(&'static [f64; 9]);
 
 impl Published {
-    /// The row of the released checkpoint with this hub id, whatever its revision.
+    /// The row of the released checkpoint with this hub id, for any revision.
     pub fn of(hub_id: &str) -> Option<Self> {
         let name = hub_id.split('@').next()?.strip_prefix("deepseek-ai/")?;
         let named = |target: &str, drafter: &str| match drafter {

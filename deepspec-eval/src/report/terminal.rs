@@ -1,4 +1,4 @@
-//! Results as tables for people.
+//! Renders results as text tables for the terminal.
 
 use deepspec_core::cli;
 use deepspec_engine::{DraftSampling, Sampling};
@@ -6,10 +6,10 @@ use deepspec_engine::{DraftSampling, Sampling};
 use crate::results::{Metrics, Results, Settings, Timing};
 use crate::table::{Table, factor, number, range, rate};
 
-/// Up to this many positions, unconditional and conditional rates stand side by side.
+/// Maximum number of positions for which unconditional and conditional rates are in one table.
 const SIDE_BY_SIDE: usize = 8;
 
-/// What was run, a table of lengths and speeds, a table of positions, and notes.
+/// Renders the run's settings, tables of lengths, speeds and positions, and notes.
 pub fn render(results: &Results) -> String {
     let mut parts = vec![heading(results), speeds(results).render()];
     parts.extend(by_rule(results).map(|(names, rows)| {
@@ -36,7 +36,7 @@ fn heading(results: &Results) -> String {
     )
 }
 
-/// The rows of every table: suites, domains, overall.
+/// Fills a table with rows of suites, domains and overall.
 fn fill(table: &mut Table, results: &Results, cells: impl Fn(&Metrics, [String; 2]) -> Vec<String>) {
     let named = |name: String, cells: Vec<String>| std::iter::once(name).chain(cells).collect();
     for suite in &results.suites {
@@ -94,7 +94,8 @@ fn positions(results: &Results) -> Vec<Table> {
     }
 }
 
-/// Accepted lengths under both rules, with a row per suite and one for all: names of the columns, and the rows.
+/// Column names and rows of the accepted lengths under both rules, one row per suite and one
+/// overall.
 pub fn by_rule(results: &Results) -> Option<([&'static str; 5], Vec<Vec<String>>)> {
     let other = results.other_rule.as_ref()?;
     let suites = results.suites.iter().zip(&other.suites).map(|(suite, other)| {
@@ -113,7 +114,8 @@ pub fn by_rule(results: &Results) -> Option<([&'static str; 5], Vec<Vec<String>>
     Some((["suite", "τ probabilistic", "95 % interval", "τ greedy", "95 % interval"], rows.collect()))
 }
 
-/// Under which rule the accepted lengths stand. At temperature 0, and without a drafter, there is one.
+/// A sentence on the rule of draft sampling. None at temperature 0 or without a drafter, where both
+/// rules agree.
 fn rule(results: &Results) -> Option<String> {
     let one = results.drafter.is_none() || Sampling::new(results.settings.temperature, 0).is_greedy();
     let rule = results.settings.draft_sampling;
@@ -129,7 +131,7 @@ fn rule(results: &Results) -> Option<String> {
     })
 }
 
-/// What else there is to say, a sentence each.
+/// Further notes, one sentence each.
 pub fn notes(results: &Results) -> Vec<String> {
     let mut notes = vec![
         "Domains and overall are means over suites; intervals hold 95 % of 2000 bootstrap resamples of prompts."
@@ -149,7 +151,7 @@ pub fn notes(results: &Results) -> Vec<String> {
         .iter()
         .map(|suite| {
             let counts = &suite.counts;
-            // The first token of an answer is the prefill's, and of no cycle.
+            // The prefill computes an answer's first token, which belongs to no cycle.
             (counts.committed + counts.samples).saturating_sub(counts.output_tokens)
         })
         .sum();

@@ -1,4 +1,4 @@
-//! Ratios, and the times they are taken over.
+//! Times of a run, and ratios computed from them.
 
 use std::time::Duration;
 
@@ -7,33 +7,33 @@ use serde::{Deserialize, Serialize};
 
 use crate::statistics::Interval;
 
-/// Seconds of wall clock, summed over the processes that took part.
+/// Seconds of wall clock, summed over the worker processes.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Timing {
-    /// From the first prompt to the last token.
+    /// Time from the first prompt to the last token.
     pub wall_s: f64,
-    /// Drafting.
+    /// Time of drafting.
     pub draft_s: f64,
-    /// The target's forwards, verification and the wait for its results.
+    /// Time of the target's forwards, including verification and the wait for its results.
     pub verify_s: f64,
-    /// Bookkeeping on the host.
+    /// Time of bookkeeping on the host.
     pub host_s: f64,
-    /// Forwards of the target.
+    /// Number of forwards of the target.
     pub steps: u64,
 }
 
 impl Timing {
-    /// No time at all.
+    /// A duration of zero.
     pub const ZERO: Self = Self { wall_s: 0.0, draft_s: 0.0, verify_s: 0.0, host_s: 0.0, steps: 0 };
 
-    /// Whether a clock can have shown this: no part is negative, or longer than thirty years.
+    /// Whether a clock can have measured this: no part is negative or longer than thirty years.
     pub fn is_possible(&self) -> bool {
         const LONGEST: f64 = 1e9;
         let parts = [self.wall_s, self.draft_s, self.verify_s, self.host_s, self.steps as f64];
         parts.iter().all(|part| (0.0..=LONGEST).contains(part))
     }
 
-    /// Adds another stretch of time.
+    /// Adds the times of `other`.
     pub fn add(&mut self, other: &Self) {
         self.wall_s += other.wall_s;
         self.draft_s += other.draft_s;
@@ -42,7 +42,7 @@ impl Timing {
         self.steps += other.steps;
     }
 
-    /// `wall` and what the engine's clocks counted meanwhile.
+    /// `wall`, with the difference of the engine's times.
     pub fn between(before: StepTimes, after: StepTimes, wall: Duration) -> Self {
         Self {
             wall_s: wall.as_secs_f64(),
@@ -58,39 +58,40 @@ impl Timing {
     }
 }
 
-/// Plain decoding.
+/// Results of plain decoding.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Baseline {
-    /// Generated tokens.
+    /// Number of generated tokens.
     pub output_tokens: u64,
-    /// Where its time went.
+    /// Times of plain decoding.
     pub timing: Timing,
     /// `output_tokens` per second.
     pub tokens_per_s: Option<f64>,
 }
 
 impl Baseline {
-    /// So many tokens in this time.
+    /// Plain decoding of `output_tokens` tokens in time `timing`.
     pub fn new(output_tokens: u64, timing: Timing) -> Self {
         Self { output_tokens, timing, tokens_per_s: timing.per_second(output_tokens) }
     }
 }
 
-/// Ratios of a suite, or their averages over suites. Absent where there is nothing to divide.
+/// Ratios of a suite, or their averages over suites; None for a division by zero.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub struct Metrics {
     /// τ: tokens committed per cycle.
     pub accepted_length: Option<f64>,
-    /// Its 95 % bootstrap interval over prompts.
+    /// 95 % bootstrap interval of the accepted length over prompts.
     #[serde(default)]
     pub accepted_length_interval: Option<Interval>,
     /// Committed tokens per token that the target verified.
     pub verify_rate: Option<f64>,
     /// Fraction of verified draft tokens that were thrown away.
     pub wasted_verify: Option<f64>,
-    /// Fraction of blocks that accepted position k, whatever happened before it.
+    /// Fraction of blocks that accepted position k, whatever their earlier positions.
     pub rates: Vec<Option<f64>>,
-    /// The same among the blocks that accepted all earlier positions.
+    /// Fraction of blocks that accepted position k, among blocks that accepted all earlier
+    /// positions.
     pub conditional_rates: Vec<Option<f64>>,
     /// Generated tokens per second.
     pub tokens_per_s: Option<f64>,
@@ -135,7 +136,7 @@ impl Metrics {
     }
 }
 
-/// The mean, of what there is.
+/// The mean of the values; None without values.
 pub fn mean(values: impl Iterator<Item = f64>) -> Option<f64> {
     let (sum, count) = values.fold((0.0, 0), |(sum, count), value| (sum + value, count + 1));
     (count > 0).then(|| sum / f64::from(count))

@@ -1,4 +1,4 @@
-//! `results.json`: what was measured, as counts first; ratios are computed from them.
+//! `results.json`: the counts of a run, and ratios computed from them.
 
 mod metrics;
 #[cfg(test)]
@@ -20,28 +20,29 @@ use crate::versioned;
 pub use metrics::{Baseline, Metrics, Timing, mean};
 pub use settings::{DrafterIdentity, Settings, TargetIdentity, Turns};
 
-/// Name of the file; it is written last and says that the other outputs are whole.
+/// File name. The file is written last, so that its presence means that all outputs are complete.
 pub const FILE: &str = "results.json";
 const FORMAT: &str = "deepspec-results";
 const VERSION: u64 = 1;
 
-/// Everything one run found.
+/// Results of a run.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Results {
     /// Always `deepspec-results`.
     pub format: String,
-    /// Version of this layout.
+    /// Version of the file format.
     pub format_version: u64,
-    /// Version of the program that wrote it.
+    /// Version of the program that wrote the file.
     pub tool_version: String,
-    /// How it was run.
+    /// Settings of the run.
     pub settings: Settings,
-    /// What decided the answers, digests of models and suites among it: the same command again has nothing to do.
+    /// Everything that the answers depend on, including digests of models and suites. A repeated
+    /// command with equal values has nothing to do.
     #[serde(default)]
     pub asked: Map<String, Value>,
-    /// The model that was decoded.
+    /// The target model.
     pub target: TargetIdentity,
-    /// The drafter; none for plain decoding.
+    /// The drafter; None for plain decoding.
     pub drafter: Option<DrafterIdentity>,
     /// One entry per suite.
     pub suites: Vec<SuiteResult>,
@@ -49,22 +50,23 @@ pub struct Results {
     pub domains: Vec<DomainResult>,
     /// Averages over all suites.
     pub overall: Metrics,
-    /// Accepted lengths where drafted tokens are chosen by the other rule; none at temperature 0, where both are one.
+    /// Accepted lengths under the other rule of draft sampling; None at temperature 0, where both
+    /// rules agree.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub other_rule: Option<OtherRule>,
-    /// How far the drafter's confidences can be believed, over the cycles of all suites.
+    /// Reliability of the drafter's confidences, over the cycles of all suites.
     #[serde(default)]
     pub confidence: Option<ConfidenceResult>,
 }
 
-/// What one suite gave.
+/// Results of one suite.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct SuiteResult {
-    /// Its name.
+    /// Name of the suite.
     pub name: String,
-    /// Its domain.
+    /// Domain of the suite.
     pub domain: Domain,
-    /// Its file, for people.
+    /// Path of the suite's file, for display only.
     pub file: String,
     /// SHA-256 of the file.
     pub file_digest: String,
@@ -74,45 +76,47 @@ pub struct SuiteResult {
     pub skipped: Vec<String>,
     /// Samples that had less room than `max_new_tokens`.
     pub shortened: usize,
-    /// Turns that were not asked because the conversation before them had filled the target's context or had been cut short.
+    /// Number of turns that were not asked, because the earlier conversation filled the context or
+    /// an answer was truncated.
     #[serde(default)]
     pub unasked: usize,
     /// Tokens of all prompts.
     pub prompt_tokens: u64,
-    /// The counts everything else is computed from.
+    /// Counts that all ratios are computed from.
     pub counts: Tally,
-    /// What thresholds on the confidence would give; empty where the run itself cut its blocks, or there is none.
+    /// Effect of confidence thresholds; empty if the run itself cut its blocks, or without a
+    /// confidence head.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub sweep: Vec<SweepPoint>,
-    /// Where the time of the run went.
+    /// Times of the run.
     pub timing: Timing,
     /// Plain decoding of the same samples in the same run.
     pub baseline: Option<Baseline>,
-    /// Ratios of the above.
+    /// Ratios computed from the counts and times.
     pub metrics: Metrics,
 }
 
-/// Accepted lengths of the same samples under the rule that is not the run's.
+/// Accepted lengths of the same samples under the other rule of draft sampling.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct OtherRule {
-    /// The rule.
+    /// The other rule.
     pub draft_sampling: DraftSampling,
-    /// The suites, in the order of the results.
+    /// Accepted lengths of the suites, in the order of the results.
     pub suites: Vec<RuleLength>,
-    /// The mean over them.
+    /// Mean accepted length over the suites.
     pub accepted_length: Option<f64>,
-    /// Its 95 % bootstrap interval over prompts.
+    /// 95 % bootstrap interval of the mean over prompts.
     pub accepted_length_interval: Option<Interval>,
 }
 
-/// The accepted length of a suite under a rule.
+/// The accepted length of one suite under a rule.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct RuleLength {
-    /// The suite.
+    /// Name of the suite.
     pub suite: String,
     /// τ: tokens committed per cycle.
     pub accepted_length: Option<f64>,
-    /// Its 95 % bootstrap interval over prompts.
+    /// 95 % bootstrap interval of the accepted length over prompts.
     pub accepted_length_interval: Option<Interval>,
 }
 
@@ -121,14 +125,14 @@ pub struct RuleLength {
 pub struct DomainResult {
     /// The domain.
     pub domain: Domain,
-    /// Its suites.
+    /// Suites of the domain.
     pub suites: Vec<String>,
-    /// Their means.
+    /// Mean metrics of the suites.
     pub metrics: Metrics,
 }
 
 impl Results {
-    /// Results with their averages.
+    /// Builds results with their averages.
     pub fn new(
         settings: Settings,
         target: TargetIdentity,
@@ -159,7 +163,7 @@ impl Results {
     /// Reads the results in a folder, or a results file.
     ///
     /// # Errors
-    /// Usage errors: nothing there, or not results that this version reads.
+    /// Usage errors: the file does not exist, or this version cannot read it as results.
     pub fn read(path: &Path) -> anyhow::Result<Self> {
         let file = if path.is_dir() { path.join(FILE) } else { path.to_path_buf() };
         if !file.is_file() {
@@ -171,7 +175,7 @@ impl Results {
         versioned::read(&file, (FORMAT, VERSION), "not written by this version of `deepspec-eval run`")
     }
 
-    /// Writes them into a folder, whole or not at all.
+    /// Writes the results into a folder atomically.
     ///
     /// # Errors
     /// Any I/O failure, with the path.
@@ -179,10 +183,10 @@ impl Results {
         Ok(atomic::write_json(&dir.join(FILE), self)?)
     }
 
-    /// The file's text.
+    /// The contents of the file.
     ///
     /// # Errors
-    /// None that could be provoked.
+    /// Fails if serialisation fails, which no results are known to cause.
     pub fn to_json(&self) -> anyhow::Result<String> {
         Ok(serde_json::to_string_pretty(self).context("writing JSON")? + "\n")
     }
@@ -190,13 +194,13 @@ impl Results {
 
 /// A suite's results with its τ over resampled prompts.
 pub struct Scored {
-    /// The results.
+    /// Results of the suite.
     pub suite: SuiteResult,
-    /// The resampled τ.
+    /// τ over resampled prompts.
     pub length: Estimate,
 }
 
-/// The averages of every domain that has suites, and those over all suites.
+/// Averages of every domain that has suites, and over all suites.
 pub fn averages(scored: &[Scored]) -> (Vec<DomainResult>, Metrics) {
     let of = |domain| scored.iter().filter(move |one| one.suite.domain == domain);
     let domains = Domain::ALL.into_iter().filter(|&domain| of(domain).next().is_some());
@@ -225,7 +229,7 @@ mod tests {
 
     #[test]
     fn suites_weigh_the_same_whatever_their_size() {
-        // τ: 3 over one cycle, 1.5 over two; chat has no cycle at all.
+        // τ is 3 over one cycle and 1.5 over two; chat has no cycle.
         let suites = [
             suite("a", Domain::Math, &[2]),
             suite("b", Domain::Math, &[1, 0]),

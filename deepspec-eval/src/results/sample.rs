@@ -9,7 +9,7 @@ use crate::statistics::{Counts, Estimate};
 
 const TIMING: Timing = Timing { wall_s: 2.0, draft_s: 0.5, verify_s: 1.0, host_s: 0.5, steps: 9 };
 
-/// Results of a suite with a cycle for each of these accepted counts, in blocks of 2.
+/// Results of a suite of blocks of 2, with one cycle per entry of `accepted`.
 pub fn suite(name: &str, domain: Domain, accepted: &[u32]) -> Scored {
     let cycle = |&accepted: &u32| {
         let (proposed, committed, confidence) = (2, accepted + 1, vec![]);

@@ -1,58 +1,60 @@
-//! How a run was made, and with what.
+//! Settings of a run, and identities of its models.
 
 use deepspec_cost::policy::Policy;
 use deepspec_engine::DraftSampling;
 use serde::{Deserialize, Serialize};
 
-/// How a run was made.
+/// Settings of a run.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Settings {
-    /// Decides which rows of a capped suite are scored, and draws.
+    /// Seed of sampling, and of the choice of rows from a capped suite.
     pub seed: u64,
-    /// All seeds that every sample was answered with, `seed` first; results of earlier versions have `seed` alone.
+    /// All seeds, `seed` first; every sample is answered once per seed. Empty in results of earlier
+    /// versions.
     #[serde(default)]
     pub seeds: Vec<u64>,
-    /// Divides the logits.
+    /// Sampling temperature, which divides the logits.
     pub temperature: f64,
-    /// Limit of generated tokens per sample.
+    /// Maximum number of generated tokens per sample.
     pub max_new_tokens: usize,
-    /// Samples per suite at most.
+    /// Maximum number of samples per suite.
     pub limit: Option<usize>,
-    /// Which turns of a sample are answered.
+    /// Turns of a sample that are answered.
     pub turns: Turns,
-    /// The chat template's `enable_thinking`.
+    /// `enable_thinking` of the chat template.
     pub thinking: bool,
     /// System message before every prompt.
     pub system_prompt: Option<String>,
-    /// How much of each block is verified. Results of earlier versions say `confidence_threshold` instead; see [`Settings::policy`].
+    /// Schedule of verification. Results of earlier versions have `confidence_threshold` instead;
+    /// see [`Settings::policy`].
     #[serde(default)]
     pub schedule: Policy,
-    /// The threshold, where that is the schedule.
+    /// The threshold of a threshold schedule.
     pub confidence_threshold: Option<f64>,
-    /// What the schedule weighed tokens against: the file's name.
+    /// Cost file of a schedule that weighs costs.
     #[serde(default)]
     pub cost: Option<String>,
-    /// Temperatures that divide the confidence logits, position by position.
+    /// Temperatures that divide the confidence logits, by position.
     #[serde(default)]
     pub calibration: Option<Vec<f64>>,
-    /// Whether the Markov head was left out of drafting.
+    /// Whether drafting ignored the Markov head.
     #[serde(default)]
     pub no_markov: bool,
-    /// Blocks are cut to this length.
+    /// Maximum length of verified blocks.
     pub max_draft_tokens: Option<usize>,
-    /// How drafted tokens were chosen; results of earlier versions drew them.
+    /// Rule of draft sampling; results of earlier versions used probabilistic drafting.
     #[serde(default)]
     pub draft_sampling: DraftSampling,
-    /// Samples decoded at once.
+    /// Number of samples decoded at once.
     pub slots: usize,
-    /// Engines that they were shared out among; one in results of earlier versions.
+    /// Number of engines that share the slots; 1 in results of earlier versions.
     #[serde(default = "one")]
     pub lanes: usize,
-    /// Where the models ran.
+    /// Device of the models.
     pub device: String,
-    /// Kind of their weights.
+    /// Dtype of the weights.
     pub dtype: String,
-    /// Threads that libtorch used on the CPU.
+    /// Number of CPU threads of libtorch.
     pub threads: i32,
 }
 
@@ -61,7 +63,7 @@ fn one() -> usize {
 }
 
 impl Settings {
-    /// How much of each block was verified.
+    /// The schedule that decides how much of each block is verified.
     pub fn policy(&self) -> Policy {
         match (self.schedule, self.confidence_threshold) {
             (Policy::Whole, Some(threshold)) => Policy::Threshold(threshold),
@@ -78,7 +80,7 @@ impl Settings {
     }
 }
 
-/// Which turns of a sample are answered.
+/// Turns of a sample that are answered.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum Turns {
@@ -88,40 +90,40 @@ pub enum Turns {
     All,
 }
 
-/// What makes two targets the same.
+/// Identity of a target: targets with equal digests are the same.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TargetIdentity {
-    /// Its folder, for people.
+    /// Folder of the target, for display only.
     pub path: String,
-    /// Its hub id, if it was named by one.
+    /// Hub id of the target, if it was given by one.
     #[serde(default)]
     pub hub_id: Option<String>,
-    /// Digest of its architecture.
+    /// Digest of the architecture.
     pub config_digest: String,
-    /// Digest of probes of its weights.
+    /// Digest of the weight files.
     pub weights_digest: String,
-    /// SHA-256 of its tokenizer.json.
+    /// SHA-256 of tokenizer.json.
     pub tokenizer_digest: String,
-    /// Digest of what its chat template writes.
+    /// Digest of the chat template's output.
     pub template_digest: String,
-    /// Tokens that end an answer.
+    /// Token ids that end an answer.
     pub stop_ids: Vec<i64>,
 }
 
-/// Which drafter it was.
+/// Identity of a drafter.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DrafterIdentity {
-    /// Its folder, for people.
+    /// Folder of the drafter, for display only.
     pub path: String,
-    /// Its hub id, if it was named by one.
+    /// Hub id of the drafter, if it was given by one.
     #[serde(default)]
     pub hub_id: Option<String>,
-    /// Digest of its architecture.
+    /// Digest of the architecture.
     pub config_digest: String,
-    /// Digest of probes of its weights.
+    /// Digest of the weight files.
     pub weights_digest: String,
-    /// Drafted tokens per block.
+    /// Number of drafted tokens per block.
     pub block_size: usize,
-    /// Target layers whose states it reads.
+    /// Target layers whose hidden states the drafter reads.
     pub taps: Vec<i64>,
 }

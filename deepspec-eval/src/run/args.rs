@@ -1,4 +1,4 @@
-//! What `run` is told, checked as far as it can be before anything is read.
+//! Arguments of `run`, with the checks that need no files.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -14,15 +14,17 @@ use tch::Device;
 
 use crate::results::Turns;
 
-/// Samples that can be decoded at once at most.
+/// Maximum number of samples decoded at once.
 const MOST_SLOTS: usize = 1 << 16;
-/// Slots of a lane that was not asked for.
+/// Slots per lane if `--lanes` is not given.
 const SLOTS_OF_LANE: usize = 8;
-/// Values of the largest models that get lanes unasked: of larger ones caches hold too little, and each lane waits for memory on its own. With 16
-/// slots on two cores, two lanes were 1.4 times as fast as one engine of both threads with 6 M values, and 0.86 times with 135 M.
+/// Maximum parameter count for several lanes by default. Larger models gain less from caches, and
+/// each lane waits for memory by itself. With 16 slots on two cores, two lanes were 1.4 times as
+/// fast as one engine with both threads at 6 M parameters. At 135 M parameters they were 0.86 times
+/// as fast.
 const VALUES_OF_LANES: usize = 33_000_000;
 
-/// What to decode with what, and how.
+/// Arguments of `run`.
 #[derive(clap::Args)]
 pub struct Args {
     /// Folder, GGUF file or hub id (owner/name, owner/name@revision) of the model whose answers are generated
@@ -151,7 +153,7 @@ pub enum DraftRule {
 }
 
 impl DraftRule {
-    /// The rule for a drafter, if there is one.
+    /// The rule for `drafter`, or the default without one.
     pub fn of(self, drafter: Option<&dyn Drafter>) -> DraftSampling {
         match self {
             Self::Auto => drafter.map(Drafter::draft_sampling).unwrap_or_default(),
@@ -172,12 +174,12 @@ pub enum Dtype {
     Bfloat16,
 }
 
-/// Part `index` of `count`, from 1.
+/// Worker `index` of `count`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Worker {
-    /// From 0.
+    /// Index, counted from 0.
     pub index: usize,
-    /// Above `index`.
+    /// Number of workers, greater than `index`.
     pub count: usize,
 }
 
@@ -199,31 +201,32 @@ impl fmt::Display for Worker {
     }
 }
 
-/// Reads a domain's name, and lets the help text show those that have suites of their own accord.
+/// Parser of domain names; the help lists the domains that have published suites.
 fn domain_parser() -> impl TypedValueParser<Value = Domain> {
     PossibleValuesParser::new(Domain::KNOWN.map(Domain::name)).try_map(|name| name.parse::<Domain>())
 }
 
 impl Args {
-    /// The drafter, if there is one.
+    /// The drafter's name; None for plain decoding.
     pub fn draft(&self) -> Option<&str> {
         (self.draft != "none").then_some(self.draft.as_str())
     }
 
-    /// Whether the samples are decoded again under the other rule: at temperature 0 both are one.
+    /// Whether the samples are decoded again under the other rule. At temperature 0 both rules
+    /// agree.
     pub fn reports_other_rule(&self) -> bool {
         self.other_rule == Switch::On && !Sampling::new(self.temperature, 0).is_greedy()
     }
 
-    /// How much of each block is verified.
+    /// The schedule that decides how much of each block is verified.
     pub fn policy(&self) -> Policy {
         self.confidence_threshold.map_or(self.schedule, Policy::Threshold)
     }
 
-    /// Engines that the slots are shared out among, where models of so many values run.
+    /// Number of engines that share the slots, for models of `values` parameters in all.
     ///
     /// # Errors
-    /// Usage errors.
+    /// A usage error if several lanes are requested on a GPU.
     pub fn lanes(&self, device: Device, threads: usize, values: usize) -> anyhow::Result<usize> {
         let is_cpu = device == Device::Cpu;
         Ok(match self.lanes {
@@ -231,17 +234,17 @@ impl Args {
                 usage!("--lanes {lanes}: a GPU has one engine; lanes are for the CPU")
             }
             Some(lanes) => lanes,
-            // What pays depends on all that an engine runs at once, and a profile is of one.
+            // A cost curve is of one engine that runs everything, and a profile records one engine.
             None if !is_cpu || self.policy().reads_cost() || self.profile.is_some() => 1,
             None if values > VALUES_OF_LANES => 1,
             None => (self.slots / SLOTS_OF_LANE).clamp(1, threads.max(1)),
         })
     }
 
-    /// Checks what can be checked before anything is read.
+    /// Checks the arguments without reading any file.
     ///
     /// # Errors
-    /// Usage errors.
+    /// Usage errors of the arguments.
     pub fn check(&self) -> anyhow::Result<()> {
         let counts = [
             ("--limit", self.limit),

@@ -1,4 +1,4 @@
-//! One pass over all suites, timed suite by suite.
+//! Decodes all suites in one pass, timed suite by suite.
 
 use std::collections::HashMap;
 use std::time::Instant;
@@ -17,25 +17,25 @@ use super::journal::Journal;
 use super::journal_check;
 use crate::results::{Timing, Turns};
 
-/// Samples of an engine's untimed warm-up, and tokens of each.
+/// Number of samples of an engine's untimed warm-up, and tokens of each.
 const WARM_UP: (usize, usize) = (4, 4);
 
-/// What is decoded.
+/// Everything that a pass decodes.
 pub struct Plan<'a> {
-    /// The suites, one after the other.
+    /// The suites, decoded one after the other.
     pub suites: &'a [TokenizedSuite],
-    /// How each turn is asked.
+    /// Template that turns conversations into requests.
     pub asking: &'a RequestTemplate<'a>,
-    /// Each sample is answered once with every seed.
+    /// Seeds; each sample is answered once per seed.
     pub seeds: &'a [u64],
-    /// Which turns are answered.
+    /// Turns that are answered.
     pub turns: Turns,
-    /// The samples that are this process's; all without one.
+    /// The worker whose share of samples is decoded; all samples without one.
     pub worker: Option<Worker>,
 }
 
 impl Plan<'_> {
-    /// How many conversations there are, and the tokens of the longest after its first answer.
+    /// Number of conversations, and tokens of the longest one after its first answer.
     pub fn conversations(&self) -> (usize, usize) {
         let owned = |suite: &'_ TokenizedSuite| {
             let requests = suite.requests.iter().enumerate().filter(|(sample, _)| self.owns(*sample));
@@ -50,35 +50,35 @@ impl Plan<'_> {
     }
 }
 
-/// An answer to a turn of a sample.
+/// The answer to one turn of a sample.
 pub struct Answer {
-    /// Which of the suite's requests.
+    /// Index of the suite's request.
     pub sample: usize,
-    /// Seed of its draws.
+    /// Sampling seed.
     pub seed: u64,
     /// Turn of the conversation, from 0.
     pub turn: usize,
-    /// Tokens of its prompt.
+    /// Number of prompt tokens.
     pub prompt_tokens: usize,
-    /// What the engine reported.
+    /// Completion that the engine returned.
     pub completion: Completion,
 }
 
-/// What decoding one suite gave.
+/// Results of decoding one suite.
 pub struct Pass {
-    /// The answers, by seed, sample and turn.
+    /// Answers by seed, sample and turn.
     pub answers: Vec<Answer>,
-    /// Turns that could not be asked.
+    /// Number of turns that could not be asked.
     pub unasked: usize,
-    /// Where the time went.
+    /// Times of the suite.
     pub timing: Timing,
 }
 
-/// Decodes the suites one after the other, each from empty slots to empty slots. What `journal` has is taken from there,
-/// and what it has not is added to it. `trace` records steps of the main arm.
+/// Decodes the suites one after the other, each from empty slots to empty slots. Answers in
+/// `journal` are reused, and new ones are added to it. `trace` records steps of the main pass.
 ///
 /// # Errors
-/// If the engine refuses a request, or the journal cannot be written.
+/// Fails if the engine refuses a request, or if the journal cannot be written.
 pub fn decode(
     engine: &mut dyn Generator,
     plan: &Plan,
@@ -111,22 +111,22 @@ pub fn decode(
     Ok(passes)
 }
 
-/// A turn to be answered.
+/// A turn that waits for its answer.
 struct PendingTurn {
     sample: usize,
     seed: u64,
     turn: usize,
-    /// The conversation up to it.
+    /// Messages up to and including the turn.
     messages: Vec<Message>,
 }
 
-/// When time was last taken.
+/// Times at the last answer.
 struct Clock {
     times: StepTimes,
     instant: Instant,
 }
 
-/// A suite at work.
+/// State of decoding one suite.
 struct Decoding<'a> {
     plan: &'a Plan<'a>,
     suite: &'a TokenizedSuite,
@@ -171,7 +171,8 @@ impl Decoding<'_> {
         Ok(())
     }
 
-    /// Answers a turn and those that follow as far as the journal knows them, and has the engine answer the next.
+    /// Reuses the journal's answers to the turn and the turns after it, then submits the first
+    /// unanswered turn.
     fn ask(&mut self, mut asked: PendingTurn) -> anyhow::Result<()> {
         loop {
             let Some(request) = self.request(&asked)? else {
@@ -196,7 +197,7 @@ impl Decoding<'_> {
         }
     }
 
-    /// The engine has answered a turn.
+    /// Records the completion of a turn, and asks the next one.
     fn done(&mut self, ticket: RequestId, completion: Completion) -> anyhow::Result<()> {
         let Some((asked, prompt_tokens)) = self.running.remove(&ticket) else { return Ok(()) };
         let timing = Timing::between(self.clock.times, self.engine.times(), self.clock.instant.elapsed());
@@ -216,7 +217,7 @@ impl Decoding<'_> {
         }
     }
 
-    /// Counts an answer; the turn that follows it.
+    /// Counts an answer, and returns the next turn.
     fn count(
         &mut self,
         asked: PendingTurn,
@@ -238,7 +239,7 @@ impl Decoding<'_> {
                 None
             }
             Some(said) => {
-                // As clients of a server go on: with the answer, not with what was thought before it.
+                // As clients of a server do: the answer without its thinking text.
                 let answer = self.plan.asking.tokenizer.decode_answer(&completion.tokens)?;
                 messages.push(Message::new(Role::Assistant, without_thoughts(&answer)));
                 messages.push(Message::new(Role::User, said.as_str()));
@@ -250,7 +251,7 @@ impl Decoding<'_> {
         Ok(next)
     }
 
-    /// What the engine is asked; nothing if the conversation has filled the context.
+    /// The request of a turn; None if the conversation has filled the context.
     fn request(&mut self, asked: &PendingTurn) -> anyhow::Result<Option<Request>> {
         let PendingTurn { sample, seed, turn, ref messages } = *asked;
         let first = &self.suite.requests[sample];
@@ -278,7 +279,7 @@ impl Decoding<'_> {
     }
 }
 
-/// The first forwards set up libtorch and its threads; they should not count against whoever comes first.
+/// Runs untimed requests, because the first forwards set up libtorch and its threads.
 fn warm_up(engine: &mut dyn Generator, suites: &[TokenizedSuite]) -> anyhow::Result<()> {
     let (samples, tokens) = WARM_UP;
     let requests = suites.iter().flat_map(|suite| &suite.requests);

@@ -1,32 +1,32 @@
-//! An answer of an evaluation.
+//! One answer of an evaluation, as the journal has it.
 
 use deepspec_engine::{Completion, Cycle, Finish};
 use serde::{Deserialize, Serialize};
 
 use crate::results::Timing;
 
-/// Whether an answer was drafted or decoded plainly.
+/// Drafter and rule of draft sampling that an answer was decoded with.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum DecodeMode {
-    /// With the drafter of the run, or without one if it has none.
+    /// The run's drafter and rule; plain decoding if the run has no drafter.
     Main,
-    /// With the drafter of the run, whose tokens are chosen by the rule that is not the run's.
+    /// The run's drafter with the other rule of draft sampling.
     Other,
-    /// Plain decoding beside a drafter.
+    /// Plain decoding in a run with a drafter.
     Baseline,
 }
 
-/// Which answer.
+/// Key of an answer.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Key {
-    /// How it was decoded.
+    /// Mode of decoding.
     pub arm: DecodeMode,
-    /// The suite's name.
+    /// Name of the suite.
     pub suite: String,
-    /// The sample's id.
+    /// Id of the sample.
     pub sample: String,
-    /// Seed of its draws.
+    /// Sampling seed.
     pub seed: u64,
     /// Turn of the conversation, from 0.
     pub turn: usize,
@@ -35,22 +35,22 @@ pub struct Key {
 /// An answer.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Entry {
-    /// Which one.
+    /// Key of the answer.
     pub key: Key,
-    /// Tokens of its prompt.
+    /// Number of prompt tokens.
     pub prompt_tokens: usize,
-    /// Its tokens.
+    /// Token ids of the answer.
     pub tokens: Vec<i64>,
-    /// Why it ended.
+    /// Reason for its end.
     pub finish: Finish,
-    /// Its verifications.
+    /// Verification cycles.
     pub cycles: Vec<Cycle>,
-    /// What went by since the answer before it.
+    /// Time since the answer before it.
     pub timing: Timing,
 }
 
 impl Entry {
-    /// The answer as the engine reported it.
+    /// The answer as the engine's completion.
     pub fn completion(self, id: String) -> Completion {
         Completion { id, tokens: self.tokens, finish: self.finish, cycles: self.cycles }
     }

@@ -1,4 +1,5 @@
-//! Damaged journals: whatever stands in one, a run goes on with answers that can be true, or is told the file.
+//! Fuzz test of damaged journals: a run continues with plausible answers, or fails with the name of
+//! the file.
 
 use std::fs;
 use std::path::Path;
@@ -30,7 +31,8 @@ fn entry(sample: usize, tokens: &[i64], finish: Finish, cycles: Vec<Cycle>) -> E
     Entry { key, prompt_tokens: 3, tokens: tokens.to_vec(), finish, cycles, timing: TIMING }
 }
 
-/// Answers as the engine gives them: ended by a bonus token, within a block, by the limit, beyond it, and at once.
+/// Answers that an engine can return: ended by a bonus token, within a block, by the limit, beyond
+/// it, and at once.
 fn answers() -> Vec<Entry> {
     vec![
         entry(0, &[1, 2, 3, STOP], Finish::Stop, vec![cycle(4, 1, 2), cycle(4, 0, 1)]),
@@ -57,14 +59,14 @@ fn open(dir: &Path) -> anyhow::Result<Journal> {
     Journal::open(dir, None, &facts(), false)
 }
 
-/// The answers that a journal gives for what is asked.
+/// The answers that the journal accepts for the request.
 fn taken(journal: &mut Journal) -> Vec<Entry> {
     let request = request();
     let asked = ExpectedAnswer { request: &request, block_size: BLOCK, vocab_size: VOCAB };
     answers().iter().filter_map(|answer| journal.take(&answer.key, &asked)).collect()
 }
 
-/// A folder with a journal of all answers, and its text.
+/// A folder with a journal of all answers, and the journal's contents.
 fn written() -> (tempfile::TempDir, Vec<u8>) {
     let dir = tempfile::tempdir().unwrap();
     let mut journal = open(dir.path()).unwrap();

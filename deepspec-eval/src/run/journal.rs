@@ -1,8 +1,9 @@
-//! What an evaluation has decoded so far: a line per answer, kept in the output folder until the results are written.
+//! Journal of an evaluation: one line per answer, kept in the output folder until the results are
+//! written.
 //!
-//! An interrupted evaluation is gone on with by the same command, and one that is spread over processes (`--worker`) leaves
-//! its answers here for the process that gathers them. Answers do not depend on who decoded what beside them, so it does not
-//! matter how often either happens.
+//! An interrupted evaluation continues with the same command. Worker processes (`--worker`) leave
+//! their answers in journals for the process that gathers them. Answers do not depend on the other
+//! requests of a batch, so that interruptions and workers do not change them.
 
 use std::collections::HashMap;
 use std::fs::{self, File};
@@ -21,33 +22,35 @@ use super::journal_check::ExpectedAnswer;
 
 const FORMAT: &str = "deepspec-eval-journal 3";
 
-/// The first line of a journal.
+/// First line of a journal.
 #[derive(Serialize, Deserialize)]
 struct Header {
     format: String,
     run: Map<String, Value>,
 }
 
-/// The journals of an output folder, one of which is this process's own.
+/// The journals of an output folder, including this process's own.
 pub struct Journal {
     own: Appender,
-    /// What its first line will be, until it is written.
+    /// The first line of the own journal, until it is written.
     header: Option<Header>,
-    /// Keep other processes from writing to any of the files meanwhile.
+    /// Locks that keep other processes from writing to the files.
     _locks: Vec<File>,
     files: Vec<PathBuf>,
     earlier: Earlier,
 }
 
-/// The answers that were there already, each with its file and line.
+/// Answers of earlier runs, each with its file and line.
 type Earlier = HashMap<Key, (Entry, PathBuf, usize)>;
 
 impl Journal {
-    /// Opens the journals in `dir` that earlier or other processes left, and the one of this process. `run` says what
-    /// decides the answers: journals of another run are refused, or dropped with `overwrite`.
+    /// Opens the journal of this process, and the journals of earlier or other processes in `dir`.
+    /// `run` has everything that the answers depend on. Journals of another run are refused, or
+    /// dropped with `overwrite`.
     ///
     /// # Errors
-    /// Usage errors: journals of another run, another process that writes the same one. Any I/O failure, with the path.
+    /// Usage errors: a journal of another run, or one that another process writes. Also fails on
+    /// I/O errors, with the path.
     pub fn open(
         dir: &Path,
         worker: Option<Worker>,
@@ -57,7 +60,7 @@ impl Journal {
         let own = dir.join(worker.map_or("journal.jsonl".into(), |worker| {
             format!("journal-{}-of-{}.jsonl", worker.index + 1, worker.count)
         }));
-        // A worker reads its own; whoever gathers needs them all.
+        // A worker reads only its own journal; the gathering process reads all.
         let mut files = if worker.is_some() { vec![] } else { journals(dir)? };
         if overwrite {
             remove(&files)?;
@@ -71,7 +74,8 @@ impl Journal {
         for file in &files {
             begun = read(file, run, &mut earlier)?; // our own is the last
         }
-        // The first answer brings the header with it: a run that fails before is no evaluation to go on with.
+        // The header is written with the first answer, so that a run that fails earlier leaves no
+        // journal.
         let header = (!begun).then(|| Header { format: FORMAT.into(), run: run.clone() });
         if !earlier.is_empty() {
             tracing::info!("{} answers are there already", earlier.len());
@@ -79,8 +83,8 @@ impl Journal {
         Ok(Self { own: appender, header, _locks: locks, files, earlier })
     }
 
-    /// The answer, if it is there already and can be one to what is asked; otherwise it is to be decoded again, after a
-    /// warning that names file and line.
+    /// The journal's answer, if there is one that passes the check. An answer that fails the check
+    /// is dropped with a warning that names file and line.
     pub fn take(&mut self, key: &Key, asked: &ExpectedAnswer) -> Option<Entry> {
         let (entry, file, line) = self.earlier.remove(key)?;
         match asked.check(&entry) {
@@ -92,10 +96,10 @@ impl Journal {
         }
     }
 
-    /// Keeps an answer.
+    /// Appends an answer to the journal.
     ///
     /// # Errors
-    /// Any I/O failure, with the path.
+    /// Fails on I/O errors, with the path.
     pub fn keep(&mut self, entry: &Entry) -> anyhow::Result<()> {
         if let Some(header) = self.header.take() {
             self.own.append(&header)?;
@@ -103,10 +107,10 @@ impl Journal {
         Ok(self.own.append(entry)?)
     }
 
-    /// Removes the journals, once the results stand for them.
+    /// Removes the journals after the results are written.
     ///
     /// # Errors
-    /// Any I/O failure, with the path.
+    /// Fails on I/O errors, with the path.
     pub fn remove(self) -> anyhow::Result<()> {
         remove(&self.files)
     }
@@ -140,7 +144,8 @@ fn remove(files: &[PathBuf]) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Adds what a journal holds; whether it holds anything. Lines that are torn or damaged are decoded again.
+/// Adds the answers of a journal to `earlier`, and returns whether it has a header. Truncated or
+/// damaged lines are skipped.
 fn read(file: &Path, run: &Map<String, Value>, earlier: &mut Earlier) -> anyhow::Result<bool> {
     let opened = File::open(file).map_err(FileError::at("opening", file))?;
     let mut lines = BufReader::new(opened).split(b'\n');

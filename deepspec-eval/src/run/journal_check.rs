@@ -1,25 +1,25 @@
-//! Whether a line of a journal can be the answer to what is asked. A damaged one must not be believed: it would spoil the
-//! results, and counts without bounds would fill the memory.
+//! Checks that a line of a journal can be the answer to its request. A damaged line would spoil the
+//! results, and unbounded counts could exhaust memory.
 
 use deepspec_engine::{Cycle, Finish, Request};
 
 use super::entry::Entry;
 
-/// What an answer is checked against.
+/// The request that an answer is checked against.
 pub struct ExpectedAnswer<'a> {
-    /// What the engine would be asked.
+    /// The request to the engine.
     pub request: &'a Request,
     /// γ of the drafter, 0 without one.
     pub block_size: usize,
-    /// Ids of the target's vocabulary.
+    /// Size of the target's vocabulary.
     pub vocab_size: usize,
 }
 
 impl ExpectedAnswer<'_> {
-    /// Whether the engine can have answered this.
+    /// Checks that the engine can have returned `entry`.
     ///
     /// # Errors
-    /// A phrase that names the field and what it should be.
+    /// A phrase that names the field and its problem.
     pub fn check(&self, entry: &Entry) -> Result<(), String> {
         let Request { prompt, max_new_tokens: limit, stop_ids, .. } = self.request;
         if entry.prompt_tokens != prompt.len() {
@@ -49,7 +49,7 @@ impl ExpectedAnswer<'_> {
         }
     }
 
-    /// A cycle by itself. The last one lacks the bonus token where an accepted stop token ended it.
+    /// Checks one cycle. The last one lacks the bonus token if an accepted stop token ended it.
     fn check_cycle(&self, cycle: &Cycle, last: bool) -> Result<(), String> {
         let Cycle { proposed, usable, accepted, committed, confidence } = cycle;
         let block = self.block_size;
@@ -63,7 +63,7 @@ impl ExpectedAnswer<'_> {
         if !(stopped || accepted.checked_add(1) == Some(*committed)) {
             return Err(format!("committed {committed} for accepted {accepted}"));
         }
-        // The stop token that ended a block is the first in it.
+        // A stop token that ended the block is the first in it.
         let fewest = if stopped { *proposed } else { (*accepted).max(1).min(*proposed) };
         if !(fewest..=*proposed).contains(usable) {
             return Err(format!("usable {usable} of proposed {proposed} with accepted {accepted}"));
@@ -79,7 +79,8 @@ impl ExpectedAnswer<'_> {
     }
 }
 
-/// The tokens are the prompt's own first one and what the cycles committed, cut at the limit; no cycle begins beyond it.
+/// Checks the token count: the first token from the prefill plus the committed tokens, cut at the
+/// limit. No cycle begins beyond the limit.
 fn check_sum(entry: &Entry, limit: usize) -> Result<(), String> {
     let committed: u64 = entry.cycles.iter().map(|cycle| u64::from(cycle.committed)).sum();
     let last = entry.cycles.last().map_or(0, |cycle| u64::from(cycle.committed));

@@ -35,14 +35,14 @@ use entry::DecodeMode;
 use journal::Journal;
 use models::{Decoded, Models};
 
-/// Folders of target and drafter.
+/// Model folders.
 struct Dirs {
     target: PathBuf,
     draft: Option<PathBuf>,
 }
 
 impl Dirs {
-    /// Fetches what is named by a hub id.
+    /// Downloads the models that are given by a hub id.
     fn find(args: &Args, verbosity: Verbosity) -> anyhow::Result<Self> {
         let fetch = |flag: &'static str, model: &str| {
             model_dir(model, None, verbosity).map_err(HubError::report).context(flag)
@@ -55,11 +55,11 @@ impl Dirs {
 /// Runs the command.
 ///
 /// # Errors
-/// Usage errors, models that cannot be loaded, unwritable outputs.
+/// Usage errors, models that cannot be loaded, and outputs that cannot be written.
 pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     args.check()?;
     let place = models::place(&args.device, args.dtype)?;
-    // Before anything is dropped to start again.
+    // A bad profile path must fail before `--overwrite` deletes anything.
     let mut trace = match &args.profile {
         Some(path) => StepTrace::new(path, place.device).map_err(UsageError)?,
         None => StepTrace::none(),
@@ -145,10 +145,10 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     Ok(crate::output::print(&text)?)
 }
 
-/// Prints the results that are there, of the same evaluation.
+/// Prints the existing results of the same evaluation.
 ///
 /// # Errors
-/// A usage error where they are of another one.
+/// A usage error if they are of another evaluation.
 fn show_again(args: &Args, asked: &Map<String, Value>) -> anyhow::Result<()> {
     let (results, dir) = (Results::read(&args.output_dir)?, args.output_dir.display());
     let differences = config::differences(&json!(results.asked), &json!(asked));
@@ -201,7 +201,7 @@ fn settings(
     })
 }
 
-/// Warns where prompts ask for thinking otherwise than those that the drafter was trained on.
+/// Warns if the run's thinking mode differs from that of the drafter's training data.
 fn warn_of_thinking(draft: Option<&Path>, thinking: bool) {
     let trained = draft.and_then(deepspec_drafters::trained_thinking).filter(|&trained| trained != thinking);
     if let Some(trained) = trained {
@@ -215,8 +215,8 @@ fn warn_of_thinking(draft: Option<&Path>, thinking: bool) {
     }
 }
 
-/// What decides the answers, and how fast they come but for threads and the lanes that follow from them: an interrupted evaluation is only gone on
-/// with where it is the same.
+/// Everything that the answers or their speed depend on, except threads and lanes. A journal can be
+/// continued only if all of it is equal.
 fn facts(
     settings: &Settings,
     target: &Value,
@@ -230,9 +230,9 @@ fn facts(
     for speed in ["threads", "lanes"] {
         facts.remove(speed);
     }
-    // Two versions need not decode alike.
+    // Another version may decode differently.
     facts.insert("tool_version".into(), json!(deepspec_core::VERSION));
-    // Shards may run on the devices of one machine.
+    // Workers may run on different devices of one machine.
     let kind = settings.device.split(':').next().unwrap_or_default();
     facts.insert("device".into(), json!(kind));
     for part in ["config_digest", "weights_digest", "tokenizer_digest", "template_digest", "stop_ids"] {

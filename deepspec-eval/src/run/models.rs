@@ -1,4 +1,4 @@
-//! Target and drafter: where they run, whether they fit, and what they are.
+//! Target and drafter: device, dtype, loading, memory, and identities.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -23,12 +23,12 @@ use super::entry::DecodeMode;
 use super::journal::Journal;
 use crate::results::{DrafterIdentity, Settings, TargetIdentity, Turns};
 
-/// Where tensors live, and of which kind they are.
+/// Device and dtype of the tensors.
 #[derive(Debug, Clone, Copy)]
 pub struct DeviceAndDtype {
     /// The device.
     pub device: Device,
-    /// The kind of weights and activations.
+    /// Dtype of weights and activations.
     pub kind: Kind,
 }
 
@@ -38,7 +38,7 @@ impl DeviceAndDtype {
         deepspec_ops::device_name(self.device)
     }
 
-    /// The kind as `--dtype` spells it.
+    /// The dtype as `--dtype` spells it.
     pub fn kind_name(self) -> &'static str {
         deepspec_ops::kind_name(self.kind)
     }
@@ -58,7 +58,8 @@ pub fn place(device: &str, dtype: Dtype) -> anyhow::Result<DeviceAndDtype> {
     Ok(DeviceAndDtype { device, kind })
 }
 
-/// Tokens that the target in `dir` can hold, and rows of its embedding. Warns of a tokenizer with more ids than it.
+/// Context length and embedding rows of the target in `dir`. Warns of a tokenizer with more ids
+/// than rows.
 pub fn limits(dir: &Path, tokenizer: &ChatTokenizer) -> anyhow::Result<(usize, usize)> {
     let config = ModelConfig::load(dir)?;
     let vocab_size = config.vocab_size as usize;
@@ -66,31 +67,32 @@ pub fn limits(dir: &Path, tokenizer: &ChatTokenizer) -> anyhow::Result<(usize, u
     Ok((config.max_position_embeddings, vocab_size))
 }
 
-/// What came of decoding.
+/// Results of a decoding pass.
 pub struct Decoded {
-    /// Suite by suite.
+    /// Answers, suite by suite.
     pub passes: Vec<Pass>,
-    /// Engines that the slots were shared out among.
+    /// Number of engines that shared the slots.
     pub lanes: usize,
 }
 
-/// What a run loads.
+/// Settings of the models that a pass loads.
 pub struct Models<'a> {
     /// The target's folder.
     pub target: &'a Path,
-    /// Where everything runs.
+    /// Device and dtype of all models.
     pub place: DeviceAndDtype,
-    /// Tokens per slot.
+    /// Maximum number of tokens per slot.
     pub context: usize,
-    /// Slots, thresholds and limits.
+    /// Settings of the run: slots, thresholds and limits.
     pub settings: &'a Settings,
 }
 
 impl Models<'_> {
-    /// Loads the target and decodes the suites with the drafter, if there is one, in so many lanes or fewer. The target does not stay loaded.
+    /// Loads the target and decodes the suites in at most `lanes` lanes, with the drafter if there
+    /// is one. The target is unloaded afterwards.
     ///
     /// # Errors
-    /// If the target cannot be loaded, or the drafter does not belong to it.
+    /// Fails if the target cannot be loaded, or if the drafter does not fit it.
     pub fn decode(
         &self,
         drafter: Option<(&dyn Drafter, &DrafterIdentity)>,
@@ -104,7 +106,7 @@ impl Models<'_> {
         let slots = settings.slots;
         let (drafter, identity) = drafter.unzip();
         let drafter = drafter.map(|drafter| self.shared(drafter, slots)).transpose()?;
-        // Plain decoding captures nothing, so that it is as fast as it can be.
+        // Plain decoding captures no hidden states, so that it runs at full speed.
         let taps = drafter.as_ref().map_or_else(Vec::new, |drafter| drafter.taps().to_vec());
         let target = TargetModel::load(self.target, &TargetOptions { device, kind, slots, taps })?;
         if let Some(drafter) = &drafter {
@@ -159,8 +161,8 @@ impl Models<'_> {
         Ok(Decoded { passes, lanes })
     }
 
-    /// Slots of each lane, and the bytes of all sequences' histories where the device says what is free: as many lanes as are wanted, or fewer,
-    /// because the longest conversation has to have room in each.
+    /// Slots of each lane, and bytes for all KV caches if the device reports free memory. There are
+    /// `wanted` lanes, or fewer if the longest conversation would not fit into each.
     fn lanes_with_room(
         &self,
         wanted: usize,
@@ -184,8 +186,7 @@ impl Models<'_> {
         found
     }
 
-    /// Has a drafter draft as it is asked to.
-    /// Another of the drafter, for other slots.
+    /// A copy of the drafter for `slots` slots, set up as the run's settings say.
     fn shared(&self, drafter: &dyn Drafter, slots: usize) -> anyhow::Result<Box<dyn Drafter>> {
         let mut shared = drafter.share(slots);
         set_up(shared.as_mut(), self.settings.max_draft_tokens, self.settings.no_markov)?;
@@ -193,10 +194,10 @@ impl Models<'_> {
     }
 }
 
-/// Loads the drafter in `dir`, to draft as the arguments ask.
+/// Loads the drafter in `dir` and sets it up as the arguments say.
 ///
 /// # Errors
-/// If it cannot be loaded, or is a language model of another tokenizer.
+/// Fails if it cannot be loaded, or if it is a language model with another tokenizer.
 pub fn drafter(
     dir: &Path,
     args: &Args,
@@ -219,7 +220,7 @@ fn set_up(drafter: &mut dyn Drafter, max_draft_tokens: Option<usize>, no_markov:
     Ok(())
 }
 
-/// What says how much of each block is verified.
+/// The planner, which decides how much of each block is verified.
 fn planner(settings: &Settings, weights: Weights) -> anyhow::Result<Planner> {
     let Some(file) = &settings.cost else { return Ok(Planner::new(settings.policy(), None)?) };
     match cost_file::read_for(Path::new(file), weights, settings.slots) {
@@ -231,7 +232,8 @@ fn planner(settings: &Settings, weights: Weights) -> anyhow::Result<Planner> {
     }
 }
 
-/// Says where fewer conversations run at once than could. One that never has room is refused by the engine, when its turn comes.
+/// Warns if memory limits the number of concurrent conversations. The engine itself refuses a
+/// conversation that never fits.
 fn tell_room(slots: usize, plan: &Plan, memory: u64, target: &TargetModel, drafter: Option<&dyn Proposer>) {
     let bytes = |tokens: usize| history_bytes(target, drafter, tokens);
     let (conversations, longest) = plan.conversations();
@@ -240,7 +242,7 @@ fn tell_room(slots: usize, plan: &Plan, memory: u64, target: &TargetModel, draft
     }
 }
 
-/// What the results say about the drafter.
+/// Identity of the drafter for the results.
 pub fn drafter_identity(
     name: &str,
     dir: &Path,
@@ -256,10 +258,10 @@ pub fn drafter_identity(
     })
 }
 
-/// A language model drafts in its own tokens: they must be the target's.
+/// Checks that a language model used as drafter has the target's tokens.
 ///
 /// # Errors
-/// A usage error with the first token that differs.
+/// A usage error that names the first token that differs.
 pub fn check_tokens(draft: &Path, tokenizer: &ChatTokenizer) -> anyhow::Result<()> {
     if deepspec_drafters::is_language_model(draft)?
         && let Err(error) = tokenizer.check_drafter(draft)
@@ -269,12 +271,12 @@ pub fn check_tokens(draft: &Path, tokenizer: &ChatTokenizer) -> anyhow::Result<(
     Ok(())
 }
 
-/// The hub id behind a model's name, unless it lies here.
+/// The name if it is a hub id; None for a local path.
 fn hub_id(name: &str) -> Option<String> {
     (!env::expand_home(name).exists()).then(|| name.to_string())
 }
 
-/// What the results say about the target.
+/// Identity of the target for the results.
 pub fn target_identity(
     name: &str,
     dir: &Path,

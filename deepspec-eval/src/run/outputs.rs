@@ -1,4 +1,4 @@
-//! The files of a run: answers, traces, and last the results.
+//! Writes the files of a run: answers and traces, then the report, and the results last.
 
 use std::fs;
 use std::io::{self, Write};
@@ -18,7 +18,8 @@ use crate::traces::{self, Trace};
 
 const OUTPUTS: &str = "outputs.jsonl";
 
-/// Writes everything into `dir`; old results go first, so that they never stand beside new outputs.
+/// Writes all files into `dir`. Old results are deleted first, so that they are never beside new
+/// outputs.
 pub fn write(
     dir: &Path,
     tokenizer: &ChatTokenizer,

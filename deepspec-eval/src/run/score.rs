@@ -1,4 +1,4 @@
-//! From answers to what the results say of a suite.
+//! Computes the results of suites from answers.
 
 use std::collections::BTreeMap;
 
@@ -10,7 +10,7 @@ use crate::confidence::{self, ConfidenceResult};
 use crate::results::{Baseline, Metrics, OtherRule, RuleLength, Scored, Settings, SuiteResult};
 use crate::statistics::{Counts, Estimate};
 
-/// Scores the suites; `plain` is plain decoding of the same samples.
+/// Scores the suites; `plain` has the answers of plain decoding for the same samples.
 pub fn all(
     suites: &[TokenizedSuite],
     drafted: &[Pass],
@@ -23,7 +23,7 @@ pub fn all(
     passes.map(|((suite, pass), plain)| score(suite, pass, plain, block_size, settings)).collect()
 }
 
-/// Accepted lengths under the rule that is not the run's.
+/// Accepted lengths under the other rule of draft sampling.
 pub fn other_rule(suites: &[TokenizedSuite], passes: &[Pass], settings: &Settings) -> OtherRule {
     let lengths: Vec<Estimate> = suites.iter().zip(passes).map(|(suite, pass)| length(suite, pass)).collect();
     let named = suites.iter().zip(passes).zip(&lengths).map(|((suite, pass), length)| RuleLength {
@@ -40,7 +40,7 @@ pub fn other_rule(suites: &[TokenizedSuite], passes: &[Pass], settings: &Setting
     }
 }
 
-/// A suite's τ over resampled prompts.
+/// A suite's τ, over resampled prompts.
 fn length(suite: &TokenizedSuite, pass: &Pass) -> Estimate {
     let mut prompts = BTreeMap::<&str, Counts>::new();
     for answer in &pass.answers {
@@ -66,7 +66,7 @@ fn score(
         vec![]
     } else {
         let cycles = pass.answers.iter().flat_map(|answer| &answer.completion.cycles);
-        // What is wrong with them is said where those of all suites are judged.
+        // `confidence` reports invalid confidences of all suites.
         confidence::sweep(cycles, block_size, settings.calibration.as_deref()).unwrap_or_default()
     };
     let suite = SuiteResult {
@@ -94,7 +94,7 @@ fn tally(answers: &[Answer], block_size: usize) -> Tally {
     counts
 }
 
-/// The confidences of all cycles, if there are any that can be counted.
+/// Reliability of the confidences of all cycles. None, with a warning, if they are invalid.
 pub fn confidence(passes: &[Pass], block_size: usize, settings: &Settings) -> Option<ConfidenceResult> {
     let answers = passes.iter().flat_map(|pass| &pass.answers);
     let cycles = answers.flat_map(|answer| &answer.completion.cycles);

@@ -1,4 +1,4 @@
-//! What a simulation says, as engines read it.
+//! Writes the result of a simulation as settings of engines.
 
 use std::fmt::Write as _;
 use std::fs;
@@ -13,14 +13,14 @@ use serde_json::{Value, json};
 use super::{Advice, Simulation};
 use crate::results::DrafterIdentity;
 
-/// The files that are written.
+/// Names of the files.
 pub const FILES: [&str; 5] =
     ["engines.md", "sglang-cost.json", "sglang-sts.json", "vllm-batch-sizes.json", "vllm-adaptive.json"];
 
-/// Takes them away.
+/// Removes the files of an earlier simulation.
 ///
 /// # Errors
-/// A file that is there and stays.
+/// Fails if a file exists and cannot be removed.
 pub fn remove(dir: &Path) -> Result<()> {
     for path in FILES.map(|name| dir.join(name)) {
         match fs::remove_file(&path) {
@@ -33,7 +33,7 @@ pub fn remove(dir: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Writes SGLang's temperatures and costs, vLLM's settings, and a text with the command lines.
+/// Writes SGLang's temperatures and costs, vLLM's settings, and a text with command lines.
 pub fn write(
     dir: &Path,
     simulation: &Simulation,
@@ -57,11 +57,12 @@ pub fn write(
     Ok(())
 }
 
-/// SGLang's sum of a constant, a part by requests and a part by tokens. Its engine always drafts, so that drafting is part of the requests'.
+/// SGLang's cost table: a sum of a constant, a part by requests and a part by tokens. SGLang always
+/// drafts, so that the part by requests includes drafting.
 fn additive(cost: &StepCost, context: usize) -> Value {
     let most = cost.max_batch();
     let probes: Vec<usize> = std::iter::successors(Some(1), |&at| {
-        // Each about an eighth more than the one before.
+        // Each probe is about an eighth larger than the one before.
         Some(at + (at / 8).max(1)).filter(|&next| next < most)
     })
     .chain((most > 1).then_some(most))
@@ -78,7 +79,8 @@ fn additive(cost: &StepCost, context: usize) -> Value {
     })
 }
 
-/// vLLM's list: from the first to the last of so many requests, so many tokens; loads between two that were simulated count as the lower.
+/// vLLM's list of [first number of requests, last number, draft tokens]. Loads between two
+/// simulated ones use the settings of the lower one.
 fn ranges(advice: &[Advice]) -> Vec<[usize; 3]> {
     let mut advice: Vec<&Advice> = advice.iter().collect();
     advice.sort_by_key(|advice| advice.concurrency);
@@ -125,7 +127,7 @@ fn text(dir: &Path, simulation: &Simulation, drafter: &DrafterIdentity, ranges: 
         )
     };
     let fixed = llama(&format!("--spec-draft-n-max {tokens}"));
-    // A threshold that does not pay is no advice.
+    // A threshold that is slower than plain decoding is not recommended.
     let threshold = lowest.and_then(|advice| advice.threshold.filter(|(_, gain)| *gain > 1.0));
     let (said, by_threshold) = threshold.map_or((String::new(), String::new()), |(threshold, gain)| {
         let said = format!(

@@ -1,4 +1,4 @@
-//! `simulate`: what schedules would earn at which load, from a recorded run and a cost curve.
+//! `simulate`: estimates the throughput of schedules by load, from a recorded run and a cost curve.
 
 mod emit;
 mod host;
@@ -27,10 +27,10 @@ use recording::Recording;
 use replay::{Replay, ReplayResult};
 use served::Served;
 
-/// Factors on the confidences' logits under which the prefix scheduler is tried.
+/// Factors on the confidence logits with which the prefix scheduler is also simulated.
 const SHARPNESS: [f64; 4] = [0.25, 0.5, 2.0, 4.0];
 
-/// What to replay under which schedules.
+/// Arguments of `simulate`.
 #[derive(clap::Args)]
 pub struct Args {
     /// Output folder of a `deepspec-eval run` of the drafter that verified whole blocks
@@ -73,18 +73,18 @@ pub struct Args {
     json: bool,
 }
 
-/// A schedule at every load.
+/// Results of one schedule at every load.
 #[derive(Debug, Serialize)]
 pub struct ScheduleCurve {
-    /// Which.
+    /// The schedule.
     pub schedule: Policy,
-    /// Factor on the confidences' logits.
+    /// Factor on the confidence logits.
     pub sharpness: f64,
-    /// One outcome per concurrency.
+    /// One result per concurrency.
     pub outcomes: Vec<ReplayResult>,
 }
 
-/// Everything that was found.
+/// Contents of simulation.json.
 #[derive(Debug, Serialize)]
 pub struct Simulation {
     format: &'static str,
@@ -93,60 +93,63 @@ pub struct Simulation {
     results: String,
     cost: String,
     recorded_cycles: usize,
-    /// What is added to the costs.
+    /// Overhead on top of the costs.
     pub host: Host,
-    /// What was measured, where that was told from it.
+    /// Measured throughputs that the overhead was fitted to; empty without `--served`.
     pub served: Vec<Served>,
-    /// The furthest that what is foretold is off what was measured, as a share of it.
+    /// Largest relative error of the simulated throughputs against `served`.
     pub served_off: Option<f64>,
-    /// The schedules.
+    /// Results of the schedules.
     pub courses: Vec<ScheduleCurve>,
-    /// The prefix scheduler with confidences that are surer of themselves than they should be, or less.
+    /// Results of the prefix scheduler with over- or underconfident probabilities.
     pub miscalibrated: Vec<ScheduleCurve>,
-    /// Mean tokens of history, at which costs were read.
+    /// Mean context length in tokens, at which costs were read.
     pub context: usize,
-    /// The lowest concurrency at which whole blocks are larger batches than were measured: their times are a forecast from there on.
+    /// Lowest concurrency at which whole blocks exceed the measured batch sizes. Times are
+    /// extrapolated from there on.
     pub forecast_from: Option<usize>,
-    /// What follows for the concurrencies.
+    /// Recommended settings for each concurrency.
     pub advice: Vec<Advice>,
-    /// Where whole blocks and each fixed length fall below plain decoding.
+    /// Loads at which whole blocks and each fixed length become slower than plain decoding.
     pub crossovers: Vec<Crossover>,
 }
 
-/// From where on a length that knows no load is slower than plain decoding.
+/// The load from which a fixed draft length is slower than plain decoding.
 #[derive(Debug, Clone, Copy, Serialize)]
 pub struct Crossover {
-    /// Whole blocks, or so many tokens of them.
+    /// Whole blocks, or a fixed number of tokens.
     pub schedule: Policy,
-    /// The lowest concurrency at which it is; none where it never is.
+    /// Lowest concurrency at which it is slower; None if it never is.
     pub from: Option<usize>,
 }
 
 /// The best schedule at a load.
 #[derive(Debug, Clone, Serialize)]
 pub struct Advice {
-    /// Sequences decoded at once.
+    /// Number of sequences decoded at once.
     pub concurrency: usize,
-    /// The schedule of highest throughput.
+    /// The schedule with the highest throughput.
     pub best: Policy,
-    /// Its throughput over that of plain decoding.
+    /// Throughput of `best` over that of plain decoding.
     pub over_plain: f64,
     /// The best number of tokens to verify of each block, 0 for plain decoding.
     pub fixed: usize,
-    /// Throughput of that over plain decoding.
+    /// Throughput with `fixed` over that of plain decoding.
     pub fixed_over_plain: f64,
-    /// The best threshold and its throughput over plain decoding, where one was tried.
+    /// The best threshold and its throughput over that of plain decoding, if thresholds were
+    /// simulated.
     pub threshold: Option<(f64, f64)>,
 }
 
 /// Runs the command.
 ///
 /// # Errors
-/// Usage errors: no such run, one that cannot be replayed, costs that end too early. An unwritable output.
+/// Usage errors: a run that is missing or cannot be replayed, or costs that end too early. Also
+/// fails if an output cannot be written.
 pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     let file = args.output_dir.join("simulation.json");
     let others = [&emit::FILES[..], &["throughput.svg", "frontier.svg"]].concat();
-    // What is there already is compared with what is found.
+    // Existing results are compared with the new ones below.
     crate::output::check_fresh(&args.output_dir, "simulation.json", &others, true)?;
     if args.concurrency.is_empty() || args.concurrency.contains(&0) || args.cycles == 0 {
         usage!("--concurrency and --cycles must be at least 1");
@@ -170,7 +173,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
         None => None,
     };
     let weights = Weights { target: &results.target.weights_digest, drafter: Some(&drafter.weights_digest) };
-    // Whether they reach far enough is asked of all loads below.
+    // The largest batch of the costs is checked against all loads below.
     let cost = match cost_file::read_for(&args.cost, weights, 1) {
         Ok((cost, told)) => {
             told.iter().for_each(|words| tracing::warn!("--cost {words}"));
@@ -213,7 +216,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     }
     atomic::create_dir(&args.output_dir)?;
     render::write_plots(&args.output_dir, &simulation, &args.concurrency)?;
-    // What an earlier simulation said to engines does not follow from this one.
+    // Settings of an earlier simulation do not belong to these results.
     emit::remove(&args.output_dir)?;
     if args.emit {
         emit::write(&args.output_dir, &simulation, &cost, drafter, temperatures.as_deref())?;
@@ -231,7 +234,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     Ok(crate::output::print(&text)?)
 }
 
-/// The schedules that are asked for, or those that suit the drafter.
+/// The requested schedules, or default ones for the drafter.
 fn schedules(args: &Args, recording: &Recording) -> anyhow::Result<Vec<Policy>> {
     let mut schedules = args.schedules.clone();
     if schedules.is_empty() {
@@ -247,7 +250,7 @@ fn schedules(args: &Args, recording: &Recording) -> anyhow::Result<Vec<Policy>> 
     if let Some(policy) = schedules.iter().find(|policy| policy.reads_confidence() && !recording.confident) {
         usage!("--schedule {policy}: the drafter has no confidence head");
     }
-    // Both ends are what everything else is compared to.
+    // All others are compared with plain decoding and whole blocks, so these two come first.
     schedules.retain(|policy| ![Policy::Plain, Policy::Whole].contains(policy));
     schedules.splice(0..0, [Policy::Plain, Policy::Whole]);
     Ok(schedules)
@@ -272,7 +275,7 @@ fn simulate(
     if let Some(fit) = fit {
         replay.host = fit.host;
     }
-    // As many schedules at once as there are threads, and their loads among those too.
+    // Replays as many schedules in parallel as there are threads, and their loads in parallel too.
     for some in wanted.chunks(rayon::current_num_threads()) {
         let replayed = some.par_iter().map(|&(schedule, sharpness)| {
             let replay = Replay { sharpness, ..replay };

@@ -1,4 +1,4 @@
-//! What a run recorded: its answers, block by block.
+//! Recorded answers of a run, block by block.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -9,47 +9,47 @@ use deepspec_cost::survival::sigmoid;
 use crate::results::Results;
 use crate::traces;
 
-/// A block that was drafted and verified whole.
+/// A block that was drafted and verified as a whole.
 #[derive(Debug, Clone)]
 pub struct Recorded {
-    /// Tokens of the answer before it.
+    /// Number of answer tokens before the block.
     pub start: usize,
-    /// Confidences of its tokens, as the run used them; 1 without a confidence head.
+    /// Confidences of the block's tokens, as the run used them; 1 without a confidence head.
     pub confidences: Vec<f64>,
-    /// Tokens that were accepted.
+    /// Number of accepted tokens.
     pub accepted: usize,
-    /// Whether the last of them ended the answer, without a token behind it.
+    /// Whether the last accepted token ended the answer, without a bonus token.
     pub stopped: bool,
 }
 
-/// An answer as it was generated.
+/// A recorded answer.
 #[derive(Debug, Clone)]
 pub struct Answer {
-    /// Tokens of its prompt, as the suite's mean has them.
+    /// Number of prompt tokens, as the mean over the suite.
     pub prompt: usize,
-    /// Tokens of the answer, the first one from the prompt's step.
+    /// Number of answer tokens, including the first one from the prefill.
     pub tokens: usize,
-    /// Its blocks, one after the other.
+    /// Blocks of the answer, in order.
     pub blocks: Vec<Recorded>,
 }
 
-/// The answers of a run.
+/// All answers of a run.
 #[derive(Debug)]
 pub struct Recording {
-    /// By suite, sample, seed and turn.
+    /// Answers by suite, sample, seed and turn.
     pub answers: Vec<Answer>,
-    /// γ.
+    /// Block size γ.
     pub block: usize,
     /// Whether the drafter has a confidence head.
     pub confident: bool,
 }
 
 impl Recording {
-    /// Reads the traces of a run that verified whole blocks; `temperatures` divide the confidence logits where they are given, else
-    /// confidences are what the run used.
+    /// Reads the traces of a run that verified whole blocks. `temperatures` divide the confidence
+    /// logits; without them, the confidences are those of the run.
     ///
     /// # Errors
-    /// Usage errors: no such run, one that cut its blocks or drafted nothing.
+    /// Usage errors: no run in `dir`, or one that cut its blocks or drafted nothing.
     pub fn read(dir: &Path, results: &Results, temperatures: Option<&[f64]>) -> anyhow::Result<Self> {
         let policy = results.settings.policy();
         if policy.cuts() {
@@ -90,7 +90,8 @@ impl Recording {
             });
             answer.tokens += trace.committed as usize;
         })?;
-        // A block that ends with an accepted stop token was longer: what would stand behind it is never accepted.
+        // Traces end at an accepted stop token. The tokens after it are never accepted, so the rest
+        // of the block is filled up.
         let mut answers: Vec<Answer> = answers.into_values().collect();
         let blocks = answers.iter_mut().flat_map(|answer| &mut answer.blocks);
         blocks.for_each(|recorded| recorded.confidences.resize(block, 0.5));
@@ -107,7 +108,7 @@ impl Recording {
         Ok(Self { answers, block, confident })
     }
 
-    /// Mean tokens of history of a block.
+    /// Mean context length of the blocks, in tokens.
     pub fn context(&self) -> usize {
         let tokens: usize = self
             .answers
@@ -117,7 +118,7 @@ impl Recording {
         tokens / self.cycles().max(1)
     }
 
-    /// Recorded blocks.
+    /// Number of recorded blocks.
     pub fn cycles(&self) -> usize {
         self.answers.iter().map(|answer| answer.blocks.len()).sum()
     }

@@ -1,4 +1,4 @@
-//! A simulation as tables and plots.
+//! Renders a simulation as tables and plots.
 
 use std::path::Path;
 
@@ -12,7 +12,7 @@ use crate::plot::{Axis, Plot, SeriesStyle, chart, heading, point_labels, series}
 use crate::report::write_plot;
 use crate::table::Table;
 
-/// Tables of throughput, and what follows from them.
+/// Tables of throughput, and recommended settings.
 pub fn render(simulation: &Simulation, concurrency: &[usize]) -> String {
     let mut text = format!(
         "tokens/s by sequences decoded at once, from {} recorded blocks\n\n",
@@ -85,7 +85,7 @@ pub fn render(simulation: &Simulation, concurrency: &[usize]) -> String {
     text
 }
 
-/// Throughput over that of plain decoding, and tokens/s of each user against those of all.
+/// Plots of throughput over plain decoding, and of tokens/s per user against the total.
 pub fn write_plots(dir: &Path, simulation: &Simulation, concurrency: &[usize]) -> Result<()> {
     let names: Vec<String> = simulation.courses.iter().map(|course| course.schedule.to_string()).collect();
     let keys: Vec<(&str, SeriesStyle)> =

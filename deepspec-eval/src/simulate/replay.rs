@@ -1,4 +1,5 @@
-//! An engine that replays recorded answers: what it verifies is counted, what it takes is read off a cost curve.
+//! A simulated engine that replays recorded answers: it counts verified tokens and reads times from
+//! a cost curve.
 
 use std::sync::Arc;
 
@@ -13,42 +14,43 @@ use serde::Serialize;
 use super::host::{Host, PARTS};
 use super::recording::{Answer, Recorded, Recording};
 
-/// What came of replaying.
+/// Totals of a replay.
 #[derive(Debug, Clone, Copy, Default, Serialize)]
 pub struct ReplayResult {
-    /// Sequences decoded at once.
+    /// Number of sequences decoded at once.
     pub concurrency: usize,
-    /// Cycles: a step of a sequence each.
+    /// Number of cycles: one per sequence and step.
     pub cycles: u64,
-    /// Tokens committed by cycles.
+    /// Number of tokens committed by cycles.
     pub tokens: u64,
-    /// First tokens of answers, which prompts bring.
+    /// Number of first tokens of answers, which the prefill computes.
     pub first_tokens: u64,
-    /// Drafted tokens that were verified.
+    /// Number of drafted tokens that were verified.
     pub verified: u64,
-    /// Of these, accepted ones.
+    /// Accepted tokens among the verified ones.
     pub accepted: u64,
-    /// Steps of the engine, and those of them that drafted.
+    /// Number of steps, with or without drafting.
     pub steps: u64,
-    /// Steps with drafting.
+    /// Number of steps with drafting.
     pub drafted_steps: u64,
-    /// Time by the cost curve, and what the server adds.
+    /// Seconds by the cost curve, plus the server's overhead.
     pub seconds: f64,
 }
 
 impl ReplayResult {
-    /// Tokens per second of all sequences together.
+    /// Tokens per second over all sequences.
     pub fn throughput(&self) -> f64 {
         self.all_tokens() as f64 / self.seconds
     }
 
-    /// Tokens of answers, those that prompts bring too.
+    /// Answer tokens, including those from the prefill.
     pub fn all_tokens(&self) -> u64 {
         self.tokens + self.first_tokens
     }
 
-    /// What the parts of a [`Host`] multiply: seconds of the cost curve (of a replay [at cost](Replay::at_cost)), steps, those at which
-    /// the schedule weighs costs, tokens.
+    /// Amounts that the parts of a [`Host`] multiply: seconds of the cost curve, steps, steps in
+    /// which the schedule weighs costs, and tokens. The seconds are those of
+    /// [`Replay::at_cost`].
     pub fn parts(&self, policy: Policy) -> [f64; PARTS] {
         let steps = self.steps as f64;
         let choices = if policy.reads_cost() { steps } else { 0.0 };
@@ -60,54 +62,55 @@ impl ReplayResult {
         self.tokens as f64 / self.cycles as f64
     }
 
-    /// Share of steps that drafted.
+    /// Share of steps with drafting.
     pub fn drafting(&self) -> f64 {
         self.drafted_steps as f64 / self.steps as f64
     }
 
-    /// Share of verified drafts that were rejected.
+    /// Share of verified draft tokens that were rejected.
     pub fn wasted(&self) -> f64 {
         (self.verified - self.accepted) as f64 / self.verified.max(1) as f64
     }
 }
 
-/// A sequence that is replayed.
+/// A sequence in a slot of the replay.
 struct Playing {
     answer: usize,
-    /// Tokens of the answer so far.
+    /// Answer tokens so far.
     at: usize,
 }
 
-/// How to replay.
+/// Settings of a replay.
 #[derive(Clone, Copy)]
 pub struct Replay<'a> {
-    /// What.
+    /// The recorded answers.
     pub recording: &'a Recording,
-    /// What steps cost.
+    /// Costs of steps.
     pub cost: &'a Arc<StepCost>,
-    /// Multiplies the confidences' logits before the policy sees them: 1 leaves them, 2 makes the drafter surer of itself.
+    /// Factor on the confidence logits that the policy reads: 2 makes the drafter more confident.
     pub sharpness: f64,
-    /// What is added to these costs, as the planner too sees while it replays.
+    /// Overhead on top of the costs, which the planner also observes.
     pub host: Host,
-    /// Cycles after which it is over.
+    /// Number of cycles to replay.
     pub cycles: u64,
 }
 
 impl Replay<'_> {
-    /// Replays answers in a random order, so many at once, the next one as soon as one has ended.
+    /// Replays answers in a random order, `concurrency` at once. A finished answer is replaced by
+    /// the next one.
     ///
     /// # Errors
-    /// The costs do not suit the policy.
+    /// Fails if the costs do not suit the policy.
     pub fn run(&self, policy: Policy, concurrency: usize) -> Result<ReplayResult, ScheduleError> {
         let mut outcome = self.at_cost(policy, concurrency)?;
         outcome.seconds = self.host.seconds(outcome.parts(policy));
         Ok(outcome)
     }
 
-    /// The same, but that its seconds are those of the cost curve alone.
+    /// [`Replay::run`] with the seconds of the cost curve alone.
     ///
     /// # Errors
-    /// The costs do not suit the policy.
+    /// Fails if the costs do not suit the policy.
     pub fn at_cost(&self, policy: Policy, concurrency: usize) -> Result<ReplayResult, ScheduleError> {
         let mut planner = Planner::new(policy, policy.reads_cost().then(|| Arc::clone(self.cost)))?;
         let stream = Stream::new(concurrency as u64, "replay");
@@ -118,7 +121,7 @@ impl Replay<'_> {
         };
         let mut outcome = ReplayResult { concurrency, ..ReplayResult::default() };
         let mut slots: Vec<Option<Playing>> = (0..concurrency).map(|_| None).collect();
-        // Sequences begin at different places of their answers, as they stand in an engine that has run for long.
+        // Sequences begin at random places of their answers, as in an engine that has run for long.
         let spread = |slot: usize, tokens: usize| {
             1 + (stream.uniform(slot as u64, Purpose::Init, 0) * (tokens - 1) as f64) as usize
         };
@@ -129,7 +132,8 @@ impl Replay<'_> {
         }
         while outcome.cycles < self.cycles {
             let decoding: Vec<usize> = (0..concurrency).filter(|&slot| slots[slot].is_some()).collect();
-            // Free slots take in a prompt beside the others' blocks; its answer begins with the token that follows.
+            // Each free slot prefills a prompt during the step, and its answer begins with the
+            // token after it.
             let (mut prompts, mut fresh) = (0, vec![]);
             for playing in &slots {
                 let begun = playing.is_none().then(|| {
@@ -186,7 +190,7 @@ impl Replay<'_> {
                 .filter(|(playing, _)| playing.is_none())
                 .for_each(|(slot, new)| *slot = new);
             let decoded = match policy {
-                // Served without a drafter.
+                // Plain decoding is served without a drafter.
                 Policy::Plain => self.cost.plain_seconds(load.requests, load.context),
                 _ => self.cost.seconds(load.requests, verified, load.context, drafted),
             };
@@ -205,7 +209,8 @@ impl Replay<'_> {
         self.recording.answers[playing.answer].prompt + playing.at
     }
 
-    /// The block that was drafted nearest to where the sequence stands: under another policy it comes to stand between those recorded.
+    /// The recorded block nearest to the sequence's position, since another policy reaches other
+    /// positions than the recorded run.
     fn recorded(&self, playing: &Playing) -> &Recorded {
         let blocks = &self.recording.answers[playing.answer].blocks;
         let behind = blocks.partition_point(|block| block.start < playing.at).min(blocks.len() - 1);
@@ -214,7 +219,7 @@ impl Replay<'_> {
         &blocks[if apart(before) < apart(behind) { before } else { behind }]
     }
 
-    /// Its confidences as the policy sees them.
+    /// Confidences of a block as the policy reads them.
     fn seen(&self, block: &Recorded) -> Vec<f64> {
         if self.sharpness == 1.0 {
             return block.confidences.clone();
@@ -234,7 +239,8 @@ mod tests {
 
     use super::*;
 
-    /// Blocks of seven tokens, three in ten of them easy, that commit 3 tokens on average, with confidences that are right.
+    /// Blocks of seven tokens, three in ten of them easy, that commit 3 tokens on average, with
+    /// calibrated confidences.
     fn recording() -> Recording {
         let stream = Stream::new(1, "recording");
         let answer = |index: u64| {
@@ -257,8 +263,8 @@ mod tests {
         Recording { answers: (0..200).map(answer).collect(), block: 7, confident: true }
     }
 
-    /// What DeepSeek-V4-Flash was published to make in vLLM (#52362): requests at once, and tokens per second without drafts, with all seven
-    /// verified, and with as many as its scheduler chose.
+    /// Published throughput of DeepSeek-V4-Flash in vLLM (#52362): concurrent requests, then tokens
+    /// per second without drafts, with all seven drafts verified, and with its adaptive scheduler.
     const PUBLISHED: [(usize, f64, f64, f64); 5] = [
         (4, 382.0, 970.0, 902.0),
         (16, 1343.0, 2910.0, 2774.0),
@@ -267,7 +273,7 @@ mod tests {
         (256, 8879.0, 7852.0, 13325.0),
     ];
 
-    /// The costs that follow from the first two columns and an accepted length of 3.
+    /// Costs that follow from the first two columns and an accepted length of 3.
     fn published_cost() -> Arc<StepCost> {
         let file = concat!(env!("CARGO_MANIFEST_DIR"), "/../assets/costs/deepseek-v4-flash.json");
         Arc::new(deepspec_cost::cost_file::read(Path::new(file)).unwrap())
@@ -290,7 +296,7 @@ mod tests {
             };
             replay.run(policy, requests).unwrap().throughput()
         };
-        // What scheduling takes there follows from the first row alone.
+        // The scheduling overhead is computed from the first row.
         let (first, _, whole, adaptive) = PUBLISHED[0];
         let free = rate(Policy::PrefixAsync, first, 0.0) / rate(Policy::Whole, first, 0.0);
         let step = cost.seconds(first, 8 * first, 1, true);
@@ -303,15 +309,16 @@ mod tests {
                 assert!((found / published - 1.0).abs() < 0.12, "{requests}: {found} for {published}");
             }
             let [ours, theirs] = [found[2] / found[1] - 1.0, adaptive / whole - 1.0];
-            // The first row is what the overhead was found from.
+            // The overhead was computed from the first row, whose sign is thus no test.
             assert_eq!(ours > 0.0, theirs > 0.0, "{requests}: {ours:+.3} where {theirs:+.3} is published");
             assert!(index != 1 || ours > -0.1, "{requests}: {ours:+.3} where {theirs:+.3} is published");
         }
-        // Between the rows that are published it loses too.
+        // Adaptive verification is also slower between the published rows.
         assert!(rate(Policy::PrefixAsync, 32, overhead) < rate(Policy::Whole, 32, overhead));
     }
 
-    /// Seconds that the planner's part of a step takes on the host, for 256 requests (docs/architecture.md, Prefix scheduler).
+    /// Seconds of the planner's work in a step on the host, for 256 requests (docs/architecture.md,
+    /// Prefix scheduler).
     const CHOICE: f64 = 50e-6;
 
     #[test]
@@ -351,7 +358,8 @@ mod tests {
     #[test]
     fn what_a_server_adds_to_its_steps_decides_whether_it_drafts() {
         let recording = recording();
-        // A token more costs six tenths of a step, drafting eight: by costs alone no number of tokens is worth that.
+        // A further token costs 0.6 of a one-token step, and drafting costs 0.8: by these costs no
+        // draft length pays.
         let table = (1..=64).map(|tokens| 1e3 / (1.0 + 0.6 * f64::from(tokens - 1))).collect();
         let curve = CostCurve::new(table).unwrap();
         let cost = Arc::new(StepCost::new(vec![(1, curve)], vec![(1, 0.8e-3)]).unwrap());
@@ -362,7 +370,8 @@ mod tests {
         let free = Host::scheduling(0.0);
         let [alone, slower, loaded] =
             [free, Host { factor: 1.5, ..free }, Host { step: 1e-3, ..free }].map(drafting);
-        // What makes all steps longer alike changes nothing; what each step costs beside its tokens is shared by those that are accepted.
+        // A common factor on all steps changes nothing. A constant per step favours drafting, since
+        // accepted tokens share it.
         assert!(alone < 0.1 && slower < 0.1, "{alone} {slower}");
         assert!(loaded > 0.2, "{alone} {loaded}");
     }

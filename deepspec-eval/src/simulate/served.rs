@@ -1,4 +1,4 @@
-//! What servers were seen to do: it tells what they take beside the steps that a cost curve knows.
+//! Measured throughput of servers, to which the overhead of a [`Host`] is fitted.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
@@ -15,23 +15,24 @@ use super::replay::{Replay, ReplayResult};
 use crate::load::{FORMAT, VERSION};
 use crate::versioned;
 
-/// Replays of the fit: what steps take decides what the prefix schedules do, and that what is told of the steps.
+/// Number of replays of the fit. The fitted step times change the decisions of prefix schedules,
+/// which change the fit.
 const REPLAYS: usize = 6;
-/// Share of the costs below which measurements follow something else.
+/// A fitted factor on the costs below this means that the measurements do not follow the costs.
 const LEAST_FACTOR: f64 = 0.01;
 
-/// Throughput of a server.
+/// Measured throughput of a server.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Served {
-    /// How it schedules.
+    /// Schedule of the server.
     pub schedule: Policy,
-    /// Users at once.
+    /// Number of concurrent users.
     pub concurrency: usize,
-    /// Tokens per second of all of them, the median where it was measured several times.
+    /// Tokens per second over all users; the median of repeated measurements.
     pub tokens_per_second: f64,
 }
 
-/// A file of `deepspec-eval load`, as far as it is read.
+/// Fields of a load.json that are read.
 #[derive(Deserialize)]
 struct Load {
     runs: Vec<Run>,
@@ -52,10 +53,11 @@ enum Level {
     Rate(f64),
 }
 
-/// Reads files of `deepspec-eval load` whose servers are named after their schedules.
+/// Reads load.json files of servers that are named after their schedules.
 ///
 /// # Errors
-/// Usage errors: a file that is none, a server of another name, loads that arrive by chance, requests that failed, too few of them.
+/// Usage errors: a file of another format, a server of another name, Poisson arrivals, failed
+/// requests, or too few measurements.
 pub fn read(files: &[PathBuf]) -> anyhow::Result<Vec<Served>> {
     let mut found: BTreeMap<(String, usize), (Policy, Vec<f64>)> = BTreeMap::new();
     for file in files {
@@ -107,20 +109,21 @@ fn distinct<T: Ord>(all: impl Iterator<Item = T>) -> usize {
     all.collect::<BTreeSet<T>>().len()
 }
 
-/// What servers add to their steps, and how well that describes them.
+/// The fitted overhead, and how well it describes the servers.
 #[derive(Debug, Clone, Copy, Serialize)]
 pub struct Fit {
-    /// What they add.
+    /// The overhead.
     pub host: Host,
-    /// The furthest that a foretold throughput is off a measured one it was told from, as a share of it.
+    /// Largest relative error of the simulated throughputs.
     pub worst: f64,
 }
 
-/// What servers add to the costs of `replay`, that it takes what they took: least squares of relative errors, no part negative. What
-/// weighing costs takes is left as it stands in `replay` where no such schedule was measured.
+/// Fits the overhead of servers to their measured throughputs: non-negative least squares of
+/// relative errors. Without a measured schedule that weighs costs, `choice` stays as in `replay`.
 ///
 /// # Errors
-/// The costs do not suit a schedule. A usage error where what was measured does not follow them at all.
+/// Fails if the costs do not suit a schedule. A usage error if the measurements do not follow the
+/// costs.
 pub fn fit(replay: &Replay, served: &[Served]) -> anyhow::Result<Fit> {
     let weighed = weighs_costs(served);
     let mut host = replay.host;
@@ -151,7 +154,7 @@ pub fn fit(replay: &Replay, served: &[Served]) -> anyhow::Result<Fit> {
     Ok(fit)
 }
 
-/// Whether a schedule that weighs costs is among those that were measured.
+/// Whether any measured schedule weighs costs.
 pub fn weighs_costs(served: &[Served]) -> bool {
     served.iter().any(|served| served.schedule.reads_cost())
 }

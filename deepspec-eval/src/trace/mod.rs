@@ -1,4 +1,4 @@
-//! `trace`: one generation, cycle by cycle, with what was drafted and what became of it.
+//! `trace`: shows one generation cycle by cycle, with drafted, accepted and rejected tokens.
 
 mod recorder;
 mod shown;
@@ -21,7 +21,7 @@ use crate::run::{Dtype, Switch, models};
 use recorder::Recorder;
 use shown::Trace;
 
-/// What to generate, and with what.
+/// Arguments of `trace`.
 #[derive(clap::Args)]
 pub struct Args {
     /// The user's message
@@ -120,7 +120,7 @@ impl Args {
         }
     }
 
-    /// The answer and every block that was drafted for it.
+    /// Generates the answer, and records every block that was drafted for it.
     fn generate(
         &self,
         target: &Path,

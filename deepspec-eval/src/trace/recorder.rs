@@ -1,23 +1,23 @@
-//! A drafter that keeps what it proposes.
+//! A drafter that records its proposals.
 
 use std::cell::RefCell;
 use std::rc::Rc;
 
 use deepspec_engine::{DraftRequest, Proposal, Proposer};
 
-/// Hands on what the drafter within proposes for the first slot, and keeps it.
+/// Forwards the calls to a drafter, and records its proposals for the first slot.
 pub struct Recorder<P> {
     drafter: P,
     blocks: Rc<RefCell<Vec<Vec<i64>>>>,
 }
 
 impl<P> Recorder<P> {
-    /// Nothing is recorded yet.
+    /// A recorder without recorded blocks.
     pub fn new(drafter: P) -> Self {
         Self { drafter, blocks: Rc::default() }
     }
 
-    /// All blocks so far, growing as proposals are made.
+    /// All recorded blocks; the list grows with every proposal.
     pub fn blocks(&self) -> Rc<RefCell<Vec<Vec<i64>>>> {
         self.blocks.clone()
     }

@@ -1,4 +1,4 @@
-//! A generation for people and for programs.
+//! Renders a generation as text and JSON.
 
 use std::fmt::Write;
 
@@ -11,35 +11,35 @@ const REJECTED: &str = "\x1b[9;31m";
 const BONUS: &str = "\x1b[1;36m";
 const PLAIN: &str = "\x1b[0m";
 
-/// A generation cycle by cycle.
+/// A generation, cycle by cycle.
 #[derive(Debug, Serialize)]
 pub struct Trace {
-    /// The prompt's own next token, which is no drafter's.
+    /// The first token of the answer, which the prefill computes.
     first: String,
     cycles: Vec<Cycle>,
-    /// Tokens of the answer.
+    /// Number of tokens of the answer.
     tokens: usize,
-    /// Mean of the tokens that a cycle commits; none without a cycle.
+    /// Mean number of tokens that a cycle commits; None without cycles.
     accepted_length: Option<f64>,
 }
 
-/// One block and what the target made of it. Texts are those of the single tokens.
+/// One block and its verification. Each text is that of a single token.
 #[derive(Debug, PartialEq, Serialize)]
 struct Cycle {
     accepted: Vec<String>,
-    /// The first is the one that was rejected, the others fell with it.
+    /// The first text is the rejected token, the others are the tokens after it.
     rejected: Vec<String>,
-    /// The target's own token; none behind an accepted stop token.
+    /// The bonus token, sampled by the target; None after an accepted stop token.
     bonus: Option<String>,
-    /// Of the tokens that were verified; empty without a confidence head.
+    /// Confidences of the verified tokens; empty without a confidence head.
     confidences: Vec<f32>,
 }
 
 impl Trace {
-    /// Puts together what was committed and the blocks that were drafted.
+    /// Combines the committed tokens with the drafted blocks.
     ///
     /// # Errors
-    /// If a token has no text.
+    /// Fails if a token cannot be decoded.
     pub fn new(
         tokenizer: &ChatTokenizer,
         completion: &Completion,
@@ -68,7 +68,8 @@ impl Trace {
         Ok(Self { first, cycles, tokens: tokens.len(), accepted_length })
     }
 
-    /// One line a cycle; without colours, rejected tokens stand between `[-` and `-]`, the target's own between `{+` and `+}`.
+    /// One line per cycle. Without colours, rejected tokens are marked as `[-…-]`, and the target's
+    /// own tokens as `{+…+}`.
     pub fn render(&self, colour: bool) -> String {
         let paint = |codes: &str, [open, close]: [&str; 2], text: String| match (text.is_empty(), colour) {
             (true, _) => text,
@@ -117,7 +118,7 @@ fn sigmoid(logit: &f32) -> f32 {
     1.0 / (1.0 + (-logit).exp())
 }
 
-/// Text that stays on its line and sends nothing to the terminal.
+/// The text without line breaks and control characters.
 fn line(text: &str) -> String {
     let shown = |c: char| match c {
         '\n' => '↵',

@@ -1,4 +1,5 @@
-//! `watch`: reads the metrics page of a running engine over time: what speculation earns at which load.
+//! `watch`: reads the metrics page of a running engine over time, for the effect of speculation by
+//! load.
 
 mod page;
 
@@ -22,10 +23,10 @@ use crate::statistics::Percentiles;
 use crate::table::Table;
 use page::Page;
 
-/// How long a page may take.
+/// Timeout of reading the metrics page.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// Which engine, for how long.
+/// Arguments of `watch`.
 #[derive(clap::Args)]
 pub struct Args {
     /// Address of vLLM, SGLang, llama.cpp (with --metrics) or `deepspec-data serve`; /metrics is asked there
@@ -48,14 +49,14 @@ pub struct Args {
     json: bool,
 }
 
-/// Between two looks.
+/// Measurements between two reads of the page.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 struct Interval {
-    /// Seconds since the first look, at its end.
+    /// Seconds from the first read to the end of the interval.
     at: f64,
-    /// Requests that were decoded, at its end.
+    /// Running requests at the end of the interval.
     running: f64,
-    /// Requests that waited.
+    /// Waiting requests at the end of the interval.
     waiting: f64,
     /// Tokens per second.
     tokens_per_second: Option<f64>,
@@ -68,7 +69,7 @@ struct Interval {
 }
 
 impl Interval {
-    /// What happened between two pages; None where the engine was started anew.
+    /// The differences between two pages; None if the engine was restarted between them.
     fn between(before: &Page, after: &Page, at: f64, seconds: f64) -> Option<Self> {
         let more = |of: fn(&Page) -> Option<f64>| Some(of(after)? - of(before)?);
         let counts = [more(|page| page.drafts), more(|page| page.accepted), more(|page| page.generated)];
@@ -78,7 +79,8 @@ impl Interval {
         let [drafts, accepted, generated] = counts;
         let tokens = more(|page| page.draft_tokens);
         let ratio = |a: Option<f64>, b: Option<f64>| a.zip(b).filter(|(_, b)| *b > 0.0).map(|(a, b)| a / b);
-        // SGLang counts verifications when requests end; what it says itself is of now, and stays when nothing runs.
+        // SGLang counts verifications when requests end. Its gauges are momentary values, which
+        // keep their last value when nothing runs.
         let of_verifications = ratio(generated, more(|page| page.verifications));
         let busy = after.running.is_none_or(|running| running > 0.0);
         let said = |of: Option<f64>| of.filter(|_| busy);
@@ -97,10 +99,10 @@ impl Interval {
     }
 }
 
-/// All intervals with about as many requests.
+/// Statistics of all intervals with about as many running requests.
 #[derive(Debug, Clone, Serialize)]
 struct Occupancy {
-    /// Requests that were decoded, from and to.
+    /// Minimum and maximum number of running requests.
     running: [u64; 2],
     intervals: usize,
     accepted_length: Option<Percentiles>,
@@ -122,7 +124,8 @@ struct Watched<'a> {
 /// Runs the command.
 ///
 /// # Errors
-/// Usage errors, an engine that cannot be reached or counts nothing, an unwritable output.
+/// Usage errors, an engine that cannot be reached or has no counters, and outputs that cannot be
+/// written.
 pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     if !((0.01..=86_400.0).contains(&args.every) && args.seconds >= args.every && args.seconds <= 1e7) {
         usage!(
@@ -182,7 +185,7 @@ async fn look(args: &Args, base: &str, verbosity: Verbosity) -> anyhow::Result<V
     ticks.tick().await;
     while begun.elapsed().as_secs_f64() + 0.5 * args.every < args.seconds {
         ticks.tick().await;
-        // An engine that is started anew does not end the watch.
+        // The watch continues after an engine restart.
         let after = match page().await {
             Ok(after) => after,
             Err(error) => {
@@ -218,7 +221,7 @@ fn line(of: &Interval) -> String {
     )
 }
 
-/// Intervals by the power of two that their running requests come up to.
+/// Groups intervals by the power of two of their running requests.
 fn occupancies(intervals: &[Interval]) -> Vec<Occupancy> {
     let mut groups = BTreeMap::<u32, Vec<&Interval>>::new();
     for interval in intervals {
@@ -264,7 +267,7 @@ fn rows(occupancy: &[Occupancy]) -> Vec<Vec<String>> {
     occupancy.iter().map(row).collect()
 }
 
-/// One of the values of an occupancy.
+/// Accessor of a statistic of an [`Occupancy`].
 type Value = fn(&Occupancy) -> Option<Percentiles>;
 
 fn document(watched: &Watched) -> anyhow::Result<Document> {

@@ -1,51 +1,53 @@
-//! The metrics page of an engine, in the words of one.
+//! Parses the metrics page of an engine, with one set of names for all engines.
 
 use std::collections::BTreeMap;
 
 use prometheus_parse::{Scrape, Value};
 
-/// What an engine says of speculation and load at one time. Counters are since its start.
+/// An engine's metrics of speculation and load at one time. Counters are since its start.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Page {
-    /// Blocks that were verified.
+    /// Number of verified blocks.
     pub drafts: Option<f64>,
-    /// Drafted tokens that were verified.
+    /// Number of drafted tokens that were verified.
     pub draft_tokens: Option<f64>,
-    /// Drafted tokens that were accepted.
+    /// Number of drafted tokens that were accepted.
     pub accepted: Option<f64>,
-    /// Tokens of answers.
+    /// Number of generated tokens.
     pub generated: Option<f64>,
-    /// Verifications, where blocks are not counted (SGLang).
+    /// Number of verifications, if the engine does not count blocks (SGLang).
     pub verifications: Option<f64>,
-    /// τ as the engine says it, where it cannot be counted.
+    /// τ as the engine reports it, without counters.
     pub accepted_length: Option<f64>,
-    /// Accepted of drafted tokens as the engine says it, where they cannot be counted.
+    /// Accepted share of drafted tokens as the engine reports it, without counters.
     pub accept_rate: Option<f64>,
-    /// Requests that are decoded.
+    /// Number of running requests.
     pub running: Option<f64>,
-    /// Requests that wait.
+    /// Number of waiting requests.
     pub waiting: Option<f64>,
 }
 
-/// Labels of processes that all say the same.
+/// Labels of processes that all report the same values.
 const REPLICAS: [&str; 4] = ["tp_rank", "pp_rank", "moe_ep_rank", "engine_type"];
 
 impl Page {
-    /// Reads a page of vLLM, SGLang, llama.cpp or ours. Data-parallel engines are added up.
+    /// Reads a page of vLLM, SGLang, llama.cpp or `deepspec-data serve`. Values of data-parallel
+    /// engines are summed.
     ///
     /// # Errors
-    /// It is no page of metrics.
+    /// Fails if the text is not a metrics page.
     pub fn parse(text: &str) -> Result<Self, String> {
         let scrape =
             Scrape::parse(text.lines().map(|line| Ok(named(line)))).map_err(|error| error.to_string())?;
-        // Name behind the engine's prefix, and the labels that tell engines apart → value.
+        // Values by metric name without the engine's prefix, then by the labels that distinguish
+        // engines.
         let mut values: BTreeMap<String, BTreeMap<String, f64>> = BTreeMap::new();
         for sample in scrape.samples {
             let value = match sample.value {
                 Value::Counter(value) | Value::Gauge(value) | Value::Untyped(value) => value,
                 Value::Histogram(_) | Value::Summary(_) => continue,
             };
-            // SGLang's drafter has its own series.
+            // SGLang's drafter has separate series.
             if sample.labels.get("engine_type") == Some("draft") {
                 continue;
             }
@@ -78,7 +80,7 @@ impl Page {
     }
 }
 
-/// Stands for the colon behind an engine's prefix, which the parser takes for no letter of a name.
+/// Replaces the colon after an engine's prefix, which the parser does not accept in names.
 const BEHIND: &str = "__";
 
 fn named(line: &str) -> String {

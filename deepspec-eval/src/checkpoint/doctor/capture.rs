@@ -1,4 +1,4 @@
-//! The target's states of its own answers, of all layers that a suspicion may want.
+//! The target's hidden states of its own answers, for all layers that a trial may need.
 
 use deepspec_core::Tap;
 use deepspec_engine::{ModelInput, Target};
@@ -7,7 +7,7 @@ use tch::Tensor;
 
 use super::decode::PromptRun;
 
-/// The drafter's layers and their neighbours, as far as the target has them.
+/// The drafter's tapped layers and their neighbours, within the target's layers.
 pub fn layers(taps: &[Tap], config: &ModelConfig) -> Vec<Tap> {
     let mut layers: Vec<Tap> =
         taps.iter().flat_map(|tap| [-1, 0, 1].map(|by| tap.moved(by))).flatten().collect();
@@ -17,30 +17,30 @@ pub fn layers(taps: &[Tap], config: &ModelConfig) -> Vec<Tap> {
     layers
 }
 
-/// One prompt with its answer. T tokens.
+/// One prompt with its answer, T tokens.
 pub struct Answer {
-    /// All ids.
+    /// Token ids of prompt and answer.
     pub ids: Vec<i64>,
-    /// How many of them are the prompt.
+    /// Number of prompt tokens.
     pub prompt: usize,
-    /// The outputs of all captured layers side by side, `[T, n·d]`.
+    /// Hidden states after all captured layers, concatenated: `[T, n·d]`.
     states: Tensor,
-    /// Final-normed states `[T, d]`.
+    /// Hidden states after the final norm, `[T, d]`.
     pub last: Tensor,
 }
 
-/// All answers.
+/// All answers with their captured hidden states.
 pub struct Captured {
     layers: Vec<Tap>,
     width: i64,
     /// The last decoder layer.
     top: Tap,
-    /// The answers.
+    /// One entry per prompt.
     pub answers: Vec<Answer>,
 }
 
 impl Captured {
-    /// Runs the target over what it answered; it captures these layers.
+    /// Runs the target over its answers and captures the hidden states of `layers`.
     pub fn new(target: &mut TargetModel, layers: &[Tap], asked: &PromptRun) -> Self {
         let (width, top) = (target.config().hidden_size, Tap::Layer(target.config().layers.len() as u32 - 1));
         let answers = asked.answers.iter().map(|(ids, prompt)| {
@@ -54,17 +54,18 @@ impl Captured {
         Self { layers: layers.to_vec(), width, top, answers }
     }
 
-    /// Whether these layers were captured.
+    /// Whether all of `taps` were captured.
     pub fn has(&self, taps: &[Tap]) -> bool {
         taps.iter().all(|tap| self.layers.contains(tap))
     }
 
-    /// Whether the last decoder layer is among them.
+    /// Whether `taps` has the last decoder layer.
     pub fn is_top_among(&self, taps: &[Tap]) -> bool {
         taps.contains(&self.top)
     }
 
-    /// What a drafter with these taps reads of an answer, `[T, m·d]`; the last layer's state after the final norm if `normed`.
+    /// The drafter's input from the layers `taps` of an answer, `[T, m·d]`. With `normed`, the last
+    /// layer is read after the final norm.
     pub fn taps(&self, answer: &Answer, taps: &[Tap], normed: bool) -> Tensor {
         let of = |tap: &Tap| {
             if normed && *tap == self.top {

@@ -1,4 +1,4 @@
-//! Decoding for real: the accepted length, and the target's own answers.
+//! Decodes the prompts: accepted length, and the target's own answers.
 
 use std::path::Path;
 
@@ -11,20 +11,20 @@ use deepspec_text::ChatTokenizer;
 
 use super::{Args, DeviceAndDtype, SLOTS};
 
-/// What the released recipes put before conversations without a system message.
+/// System message that the released recipes add to conversations without one.
 const SYSTEM_PROMPT: &str = "You are a helpful assistant.";
 
-/// How prompts are asked.
+/// Options of the chat template for all prompts.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PromptOptions {
-    /// The chat template's `enable_thinking`.
+    /// `enable_thinking` of the chat template.
     pub thinking: bool,
     /// System message before every prompt.
     pub system_prompt: Option<String>,
 }
 
 impl PromptOptions {
-    /// The manners that differ in one thing.
+    /// Variants of these options that differ in one of them.
     pub fn others(&self) -> Vec<Self> {
         let system_prompt = match &self.system_prompt {
             Some(_) => None,
@@ -33,7 +33,7 @@ impl PromptOptions {
         vec![Self { thinking: !self.thinking, ..self.clone() }, Self { system_prompt, ..self.clone() }]
     }
 
-    /// The manner in words.
+    /// The options in words.
     pub fn told(&self) -> String {
         let thinking = if self.thinking { "on" } else { "off" };
         let system = self
@@ -44,18 +44,18 @@ impl PromptOptions {
     }
 }
 
-/// What one manner of asking gave.
+/// Result of decoding all prompts with one set of options.
 pub struct PromptRun {
-    /// The manner.
+    /// The options of the run.
     pub manner: PromptOptions,
-    /// Prompt and answer of every sample: all ids, and how many of them are the prompt.
+    /// Token ids of prompt and answer of every sample, and the number of prompt tokens.
     pub answers: Vec<(Vec<i64>, usize)>,
-    /// Tokens committed by every cycle.
+    /// Tokens committed by each cycle.
     pub cycles: Vec<f64>,
 }
 
 impl PromptRun {
-    /// τ, and the standard error of it.
+    /// τ and its standard error.
     pub fn accepted_length(&self) -> (f64, f64) {
         let count = self.cycles.len() as f64;
         if self.cycles.is_empty() {
@@ -68,7 +68,7 @@ impl PromptRun {
     }
 }
 
-/// What is asked, of whom.
+/// Everything that requests are built from.
 pub struct Prompts<'a> {
     pub args: &'a Args,
     pub tokenizer: &'a ChatTokenizer,
@@ -79,7 +79,7 @@ pub struct Prompts<'a> {
 /// An engine with target and drafter.
 ///
 /// # Errors
-/// If one of them cannot be loaded.
+/// Fails if one of them cannot be loaded.
 pub fn engine(
     target: &Path,
     draft: &Path,
@@ -96,10 +96,10 @@ pub fn engine(
 }
 
 impl Prompts<'_> {
-    /// Asks all prompts in this manner.
+    /// Decodes all prompts with the options `manner`.
     ///
     /// # Errors
-    /// If the template refuses one, or the target's logits are not finite.
+    /// Fails if the template refuses a prompt, or if the target's logits are not finite.
     pub fn decode(
         &self,
         engine: &mut Engine<TargetModel, Box<dyn Drafter>>,

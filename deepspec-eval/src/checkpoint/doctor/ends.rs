@@ -1,4 +1,4 @@
-//! The drafter's embedding and head beside the target's: copies, or something else.
+//! Compares the drafter's embedding and LM head with the target's.
 
 use std::collections::HashSet;
 
@@ -10,20 +10,20 @@ use tch::{Device, Kind, Tensor};
 use super::finding;
 use super::report::{Cause, Finding};
 
-/// How the rows of one matrix compare.
+/// Result of comparing the rows of one matrix.
 struct Rows {
     name: &'static str,
     rows: usize,
-    /// Rows that are not the target's of the same id.
+    /// Rows that differ from the target's row of that token id.
     differing: usize,
-    /// Those of them that the target has under another id.
+    /// Differing rows that equal the target's row of another token id.
     elsewhere: usize,
 }
 
-/// Both ends.
+/// Results for embedding and LM head.
 pub struct Ends(Vec<Rows>);
 
-/// Compares both ends row by row, as bfloat16.
+/// Compares embedding and LM head row by row, as bfloat16.
 pub fn compare(drafter: &dyn DrafterProbe, target: &TargetModel) -> Ends {
     let ((own_embed, own_head), (embed, head)) = (drafter.embed_and_head(), target.embed_and_head());
     Ends(vec![rows("embed_tokens", &own_embed, &embed), rows("lm_head", &own_head, &head)])
@@ -52,17 +52,18 @@ fn bytes(matrix: &Tensor) -> Vec<Vec<u8>> {
 }
 
 impl Ends {
-    /// Whether a row of either is not the target's.
+    /// Whether any row of either matrix differs from the target's.
     pub fn differ(&self) -> bool {
         self.0.iter().any(|rows| rows.differing > 0)
     }
 
-    /// Whether most of what differs is the target's under other ids: another vocabulary.
+    /// Whether most differing rows are the target's under other ids, which means another
+    /// vocabulary.
     pub fn is_permuted(&self) -> bool {
         self.0.iter().any(|rows| rows.elsewhere * 2 > rows.differing && rows.differing * 100 > rows.rows)
     }
 
-    /// What there is to say of them.
+    /// Findings about the differing rows.
     pub fn findings(&self) -> Vec<Finding> {
         let differing = self.0.iter().filter(|rows| rows.differing > 0);
         differing

@@ -1,8 +1,9 @@
 //! `checkpoint doctor`: why a drafter's accepted length is low, by measurement.
 //!
-//! The drafter decodes a few prompts for real, which gives the accepted length and the target's own answers. The target's
-//! states of these answers are captured once. Every suspicion is then one pass of the drafter over them, teacher-forced as in
-//! training, with one thing changed: if the accepted length rises, that thing is the likeliest cause.
+//! The drafter first decodes a few prompts, which gives the accepted length and the target's own
+//! answers. The target's hidden states of these answers are captured once. Each trial then runs the
+//! drafter over them, teacher-forced as in training, with one thing changed. If the accepted length
+//! rises, that thing is the likeliest cause.
 
 mod capture;
 mod decode;
@@ -27,7 +28,7 @@ use capture::Captured;
 use decode::{PromptOptions, PromptRun, Prompts};
 use report::{Cause, Diagnosis, Finding, Serving};
 
-/// What to examine.
+/// Arguments of `checkpoint doctor`.
 #[derive(clap::Args)]
 pub struct Args {
     /// Folder, GGUF file or hub id of the target
@@ -73,9 +74,9 @@ pub struct Args {
     json: bool,
 }
 
-/// Sequences decoded at once.
+/// Number of sequences decoded at once.
 const SLOTS: usize = 16;
-/// Asked where no suite is named.
+/// Suites used if none is named.
 const SMOKE: [&str; 3] = ["smoke-math", "smoke-code", "smoke-chat"];
 
 impl Args {
@@ -103,13 +104,13 @@ impl Args {
     }
 }
 
-/// Where tensors live, and of which kind they are.
+/// Device and dtype of the tensors.
 type DeviceAndDtype = (Device, Kind);
 
 /// Runs the command.
 ///
 /// # Errors
-/// Usage errors, and models that cannot be loaded for another reason than those that are diagnosed.
+/// Usage errors, and models that cannot be loaded for a reason that the doctor does not diagnose.
 pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     args.check()?;
     let device = match deepspec_ops::device(&args.device) {
@@ -124,12 +125,12 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
         None => None,
     };
     let mut report = match deepspec_drafters::check_layout(&draft) {
-        // What only engines read is not decoded with here.
+        // A layout that only engines read is not decoded here.
         Err(unread) if serving.is_some() => Diagnosis::unread(&unread),
         _ => examine(args, &target, &draft, place)?,
     };
     if let Some(mut serving) = serving {
-        // A drafter that cannot draft for the target was not decoded with.
+        // A drafter that does not fit the target was not decoded with.
         if report.accepted_length.is_some() {
             serving.expected = Some(expected(args, &target, &draft, place)?);
         }
@@ -181,7 +182,7 @@ fn examine(args: &Args, target: &Path, draft: &Path, place: DeviceAndDtype) -> a
     Ok(report)
 }
 
-/// The accepted length where the likeliest token is drafted, as engines do unless they are told otherwise.
+/// The accepted length with greedy drafting, the engines' default.
 fn expected(args: &Args, target: &Path, draft: &Path, place: DeviceAndDtype) -> anyhow::Result<f64> {
     let _no_grad = tch::no_grad_guard();
     let (config, tokenizer) = (ModelConfig::load(target)?, ChatTokenizer::load(target)?);
@@ -192,7 +193,7 @@ fn expected(args: &Args, target: &Path, draft: &Path, place: DeviceAndDtype) -> 
     Ok(prompts.decode(&mut engine, args.manner())?.accepted_length().0)
 }
 
-/// Real decoding as the user asks, then in the other manners.
+/// Decodes with the user's options, then with the variants of them.
 fn decode_all(
     prompts: &Prompts,
     args: &Args,
@@ -207,7 +208,7 @@ fn decode_all(
     std::iter::once(own).chain(manners).map(|manner| prompts.decode(&mut engine, manner)).collect()
 }
 
-/// A finding about the drafter's target.
+/// A finding with its cause and evidence.
 fn finding(cause: Cause, evidence: String) -> Finding {
     Finding { cause, evidence }
 }

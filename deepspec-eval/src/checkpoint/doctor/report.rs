@@ -1,4 +1,4 @@
-//! What was measured, what it points to, and what to do.
+//! The doctor's report: measurements, the likeliest cause, and advice.
 
 use std::fmt::Write;
 use std::path::Path;
@@ -11,40 +11,42 @@ use serde::Serialize;
 use super::decode::PromptRun;
 use super::score::Rise;
 
-/// A rise of the accepted length that counts: this much, and this part of what is drafted and accepted now.
+/// The least rise of the accepted length that counts, absolute and relative to the accepted drafted
+/// tokens.
 const RISE: f64 = 0.1;
 const RISE_PART: f64 = 0.2;
-/// Trials this close are as good as each other: the first, which is the most usual, is named.
+/// Trials within this difference are ties. The first of them, the most common cause, is named.
 const TIE: f64 = 0.05;
-/// A smaller rise counts too, down to [`TIE`], if the overlaps of the distributions rise by so many standard errors on the same
-/// blocks: layers that are off by one cost a drafter that generalises little, but that on nearly every prompt.
+/// A smaller rise, down to [`TIE`], counts if the overlap of the distributions rises by this many
+/// standard errors. Layers that are off by one cost a drafter that generalises little, but cost it
+/// on nearly every prompt.
 const CLEAR: f64 = 3.0;
-/// Two real accepted lengths differ if they are so many standard errors apart.
+/// Two decoded accepted lengths differ if they are this many standard errors apart.
 const ERRORS: f64 = 3.0;
 
-/// What can be wrong.
+/// Causes of a low accepted length.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Cause {
-    /// It was trained for another target.
+    /// The drafter was trained for another target.
     Target,
-    /// Its token ids mean other tokens.
+    /// The drafter's token ids mean other tokens.
     Vocabulary,
-    /// Its embedding or head is not the target's.
+    /// The drafter's embedding or LM head differs from the target's.
     Ends,
-    /// It reads other layers than it was trained on.
+    /// The drafter reads other layers than in training.
     Taps,
-    /// The last layer's state before or after the final norm.
+    /// The last layer's hidden state is read on the wrong side of the final norm.
     FinalNorm,
-    /// The token that stands for what is to be predicted.
+    /// The mask token differs from that of training.
     MaskToken,
-    /// What a slot predicts.
+    /// The slots of a block predict other positions than in training.
     Slots,
-    /// Rotary settings.
+    /// The RoPE settings differ from those of training.
     Rope,
-    /// Thinking or system message other than in training.
+    /// Thinking or the system message differs from training.
     Template,
-    /// The confidence head.
+    /// The confidence head is miscalibrated.
     Confidence,
 }
 
@@ -90,27 +92,27 @@ impl Cause {
     }
 }
 
-/// A fact that was seen without trying anything.
+/// An observation that needed no trial.
 #[derive(Debug, Clone, Serialize)]
 pub struct Finding {
-    /// What it points to.
+    /// The cause that it points to.
     pub cause: Cause,
-    /// The fact, in numbers.
+    /// The observation, in numbers.
     pub evidence: String,
 }
 
-/// A suspicion that was tried.
+/// A trial: the accepted length with one thing changed.
 #[derive(Debug, Clone, Serialize)]
 pub struct Trial {
-    /// What it would mean.
+    /// The cause if the change helps.
     pub cause: Cause,
-    /// What was changed.
+    /// Description of the change.
     pub what: String,
-    /// Accepted length as it is.
+    /// Accepted length without the change.
     pub before: f64,
     /// Accepted length with the change.
     pub after: f64,
-    /// How sure a rise is, where both are of the same blocks.
+    /// Rise with its standard error, if both lengths are of the same blocks.
     pub rise: Option<Rise>,
 }
 
@@ -119,55 +121,55 @@ impl Trial {
         self.after - self.before
     }
 
-    /// Whether the change is more than noise.
+    /// Whether the rise is larger than noise.
     fn counts(&self) -> bool {
         let clear = self.rise.is_some_and(|rise| rise.overlap > CLEAR * rise.error);
         self.gain() > RISE.max(RISE_PART * (self.before - 1.0)) || (clear && self.gain() > TIE)
     }
 }
 
-/// Everything that the examination gave.
+/// Everything that the doctor found.
 #[derive(Debug, Default, Serialize)]
 pub struct Diagnosis {
-    /// τ of real decoding.
+    /// τ of decoding.
     pub accepted_length: Option<f64>,
-    /// Its cycles.
+    /// Number of cycles that τ is a mean over.
     pub cycles: usize,
-    /// How it was asked.
+    /// Chat template options of the prompts.
     pub asked: String,
     /// τ estimated from teacher-forced acceptances.
     pub estimated: Option<f64>,
     /// Teacher-forced acceptance at each position.
     pub accept: Vec<f64>,
-    /// Facts.
+    /// Observations.
     pub findings: Vec<Finding>,
-    /// Suspicions.
+    /// Trials.
     pub trials: Vec<Trial>,
     /// The likeliest cause, if there is one.
     pub cause: Option<Cause>,
-    /// The conclusion, in words.
+    /// The conclusion in words.
     pub verdict: String,
-    /// What to do about it.
+    /// Advice on the cause.
     pub advice: String,
-    /// What an engine would make of the checkpoint.
+    /// How an engine would read the checkpoint.
     pub serving: Option<Serving>,
     notes: Vec<String>,
 }
 
-/// A checkpoint as an engine would read it.
+/// An engine's reading of the checkpoint.
 #[derive(Debug, Serialize)]
 pub struct Serving {
     engine: Server,
     risks: Vec<Risk>,
-    /// The accepted length there, if nothing is misread.
+    /// The expected accepted length in the engine, if nothing is misread.
     pub expected: Option<f64>,
 }
 
 impl Serving {
-    /// Compares the folder with what `server` reads; `name` is what the target is called.
+    /// Compares the checkpoint with what `server` reads; `name` is the target's name.
     ///
     /// # Errors
-    /// If the checkpoint or the target is broken.
+    /// Fails if the checkpoint or the target is broken.
     pub fn examine(server: Server, draft: &Path, target: &Path, name: &str) -> anyhow::Result<Self> {
         let checkpoint = open_checkpoint(draft).map_err(super::super::report)?;
         let target = Target::open(target, name).map_err(super::super::report)?;
@@ -190,7 +192,7 @@ impl Serving {
 }
 
 impl Diagnosis {
-    /// A drafter that cannot draft for the target at all.
+    /// The report on a drafter that does not fit the target.
     pub fn misfit(evidence: String) -> Self {
         let is_vocabulary = evidence.contains("vocab_size");
         let cause = if is_vocabulary { Cause::Vocabulary } else { Cause::Target };
@@ -200,20 +202,20 @@ impl Diagnosis {
         report
     }
 
-    /// A folder in a layout that nothing is decoded from here.
+    /// The report on a checkpoint layout that this program does not decode with.
     pub fn unread(why: &ModelError) -> Self {
         let advice = "what an engine makes of its files stands below; for an accepted length examine the checkpoint that it was made of, or what `convert --to reference` makes of it";
         Self { verdict: format!("not decoded with: {why}"), advice: advice.into(), ..Self::default() }
     }
 
-    /// Takes over what decoding as the user asks gave.
+    /// Records the run with the user's options.
     pub fn measured(&mut self, base: &PromptRun) {
         self.accepted_length = Some(base.accepted_length().0);
         self.cycles = base.cycles.len();
         self.asked = base.manner.told();
     }
 
-    /// Tries another manner of asking: it counts only if it is clearly better.
+    /// Compares a run with other options. It counts as a trial only if it is clearly better.
     pub fn compare(&mut self, base: &PromptRun, other: &PromptRun) {
         let ((before, error), (after, other_error)) = (base.accepted_length(), other.accepted_length());
         let clear = after - before > ERRORS * error.hypot(other_error);
@@ -225,13 +227,13 @@ impl Diagnosis {
         }
     }
 
-    /// Something that explains the numbers.
+    /// Adds a remark on the numbers.
     pub fn note(&mut self, text: &str) {
         self.notes.push(text.into());
     }
 
-    /// Names the likeliest cause: a vocabulary that is another one first, because everything else follows from it, else what
-    /// raised the accepted length most.
+    /// Names the likeliest cause. Another vocabulary comes first, since everything else follows
+    /// from it; then the trial with the largest rise.
     pub fn conclude(&mut self, is_permuted: bool) {
         if is_permuted {
             let evidence = self.evidence(Cause::Vocabulary);
@@ -256,7 +258,7 @@ impl Diagnosis {
         self.advice = "if it is low all the same, the drafter has learned too little, or these prompts are unlike its training".into();
     }
 
-    /// What speaks for a cause.
+    /// The evidence for a cause.
     fn evidence(&self, cause: Cause) -> String {
         let found = self.findings.iter().filter(|finding| finding.cause == cause);
         found.map(|finding| finding.evidence.as_str()).collect::<Vec<_>>().join("; ")

@@ -1,6 +1,6 @@
-//! What a drafter would accept on the target's own answers, teacher-forced.
+//! Scores a drafter's acceptance on the target's own answers, teacher-forced.
 //!
-//! A blocks, γ slots, R rows, V vocabulary.
+//! Shapes: A blocks, γ slots, R rows, V vocabulary.
 
 use std::path::Path;
 
@@ -15,45 +15,45 @@ use tch::{Kind, Tensor};
 use super::DeviceAndDtype;
 use super::capture::{Answer, Captured};
 
-/// Rows whose distributions exist at once.
+/// Rows whose distributions are in memory at once.
 const CHUNK: i64 = 256;
-/// Blocks per answer at most.
+/// Maximum number of blocks per answer.
 const ANCHORS: usize = 12;
-/// Below this, the likeliest token is taken.
+/// Sampling temperatures below this mean greedy decoding.
 const GREEDY: f64 = 1e-5;
-/// Parts that the answers are dealt into, to see how much a change depends on which they are.
+/// Number of parts that the answers are split into, for the jackknife error.
 const PARTS: usize = 8;
 
-/// One thing changed about how the drafter is read.
+/// One change to how the drafter reads its inputs.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Change {
-    /// Nothing.
+    /// No change.
     None,
-    /// Its taps are other layers.
+    /// The drafter's taps are other layers.
     Taps(Vec<Tap>),
-    /// The last layer's state is taken after the final norm.
+    /// The last layer's hidden state is read after the final norm.
     FinalNorm,
-    /// Another mask token.
+    /// The mask token is another one.
     Mask(i64),
-    /// Its slots predict what those of the other convention do.
+    /// The slots follow the other convention of positions.
     Slots(Slots),
-    /// The target's rotary settings.
+    /// The drafter uses the target's RoPE settings.
     Rope,
-    /// The target's embedding and head.
+    /// The drafter uses the target's embedding and LM head.
     EmbedAndHead,
 }
 
-/// What was accepted of some answers, position by position.
+/// Sums over the answers of one part, by position.
 #[derive(Debug, Clone, Default)]
 struct Part {
-    /// Rows.
+    /// Number of rows.
     rows: Vec<f64>,
-    /// Sum of their acceptances at the temperature that was asked for.
+    /// Sum of the acceptances at the requested temperature.
     accept: Vec<f64>,
-    /// Sum of Σ min(p^d, p^t) at temperature 1: it moves with every change of the drafter, where the likeliest token often
-    /// stays.
+    /// Sum of Σ min(p^d, p^t) at temperature 1, which moves with every change of the drafter,
+    /// unlike the argmax.
     overlap: Vec<f64>,
-    /// Sum of the confidences over all positions, of a drafter with such a head.
+    /// Sum of the confidences over all positions, if the drafter has a confidence head.
     confidence: Option<f64>,
 }
 
@@ -66,13 +66,13 @@ impl Part {
     }
 }
 
-/// What was accepted, part by part.
+/// Acceptances of all parts.
 #[derive(Debug, Clone)]
 pub struct Score {
     parts: Vec<Part>,
 }
 
-/// How much the accepted length rises that the overlaps of the distributions make.
+/// Rise of the accepted length, computed from the overlaps of the distributions.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Rise {
     /// The rise.
@@ -87,7 +87,8 @@ impl Score {
         means(&self.parts, None, |part| &part.accept)
     }
 
-    /// Mean confidence and mean acceptance over all positions, of a drafter with such a head.
+    /// Mean confidence and mean acceptance over all positions, if the drafter has a confidence
+    /// head.
     pub fn confidence(&self) -> Option<(f64, f64)> {
         let predicted = self.parts.iter().map(|part| part.confidence).sum::<Option<f64>>()?;
         let total = |of: fn(&Part) -> &Vec<f64>| self.parts.iter().flat_map(of).sum::<f64>();
@@ -95,12 +96,12 @@ impl Score {
         Some((predicted / rows, total(|part| &part.accept) / rows))
     }
 
-    /// The accepted length that these acceptances make, were they independent: 1 + Σ_k Π_{i≤k} a_i.
+    /// The accepted length for independent acceptances: 1 + Σ_k Π_{i≤k} a_i.
     pub fn accepted_length(&self) -> f64 {
         length(&self.accept())
     }
 
-    /// How much longer answers are accepted than with `before`, on the same blocks; None with a single part.
+    /// Rise of the accepted length over `before`, on the same blocks; None with a single part.
     pub fn rise_over(&self, before: &Self) -> Option<Rise> {
         let parts = self.parts.len().min(before.parts.len());
         let rise = |without| {
@@ -116,7 +117,7 @@ impl Score {
     }
 }
 
-/// Means at each position over the parts, but for one of them.
+/// Means at each position over the parts, without part `without`.
 fn means(parts: &[Part], without: Option<usize>, of: fn(&Part) -> &Vec<f64>) -> Vec<f64> {
     let parts = || parts.iter().enumerate().filter(move |(i, _)| Some(*i) != without).map(|(_, part)| part);
     let positions = parts().map(|part| part.rows.len()).max().unwrap_or(0);
@@ -133,10 +134,10 @@ fn length(accept: &[f64]) -> f64 {
     1.0 + survival.sum::<f64>()
 }
 
-/// Loads the drafter in `dir` for a closer look.
+/// Loads the drafter in `dir` for examination.
 ///
 /// # Errors
-/// As [`deepspec_drafters::load`]; a language model as drafter.
+/// As [`deepspec_drafters::load`], and if the drafter is a plain language model.
 pub fn open(dir: &Path, (device, kind): DeviceAndDtype) -> Result<Box<dyn DrafterProbe>, ModelError> {
     let drafter = deepspec_drafters::load(dir, &DrafterOptions { device, kind, slots: 1 })?;
     drafter.examined().ok_or_else(|| {
@@ -148,10 +149,10 @@ pub fn open(dir: &Path, (device, kind): DeviceAndDtype) -> Result<Box<dyn Drafte
     })
 }
 
-/// What is accepted of a drafter with one thing changed; None where the answers are too short for a block.
+/// The score of a drafter with one change; None if the answers are too short for a block.
 ///
 /// # Errors
-/// If the target's layers cannot attend with the windows of the drafter's.
+/// Fails if the target's layers cannot attend with the windows of the drafter's layers.
 pub fn score(
     drafter: &dyn DrafterProbe,
     change: &Change,
@@ -164,7 +165,7 @@ pub fn score(
         _ => drafter.taps(),
     };
     let ends = target.embed_and_head();
-    // The target's rotary settings, for layers like the drafter's.
+    // The target's RoPE settings, for layers with the drafter's windows.
     let windows: Vec<Option<usize>> =
         drafter.model().layers.iter().map(|layer| layer.attention.window).collect();
     let like = target.config().anchored_decoder(&windows)?;
@@ -199,7 +200,7 @@ pub fn score(
     Ok((!parts.is_empty()).then_some(Score { parts }))
 }
 
-/// Compares distributions.
+/// Compares the distributions of drafter and target.
 struct Judge<'a> {
     target: &'a TargetModel,
     temperature: f64,
@@ -227,7 +228,7 @@ impl Judge<'_> {
     }
 }
 
-/// A sample with everything supervised that the target said.
+/// A training sample in which all tokens of the answer are supervised.
 fn sample(answer: &Answer, taps: Tensor, anchors: Vec<usize>) -> TrainSample {
     let length = answer.ids.len();
     TrainSample {
@@ -240,7 +241,7 @@ fn sample(answer: &Answer, taps: Tensor, anchors: Vec<usize>) -> TrainSample {
     }
 }
 
-/// Anchors of whole blocks, whose slots all have a token behind them, spread evenly over the answer.
+/// Anchors of whole blocks, whose slots all have a next token, spread evenly over the answer.
 fn anchors(answer: &Answer, block_size: usize) -> Vec<usize> {
     let end = answer.ids.len().saturating_sub(block_size);
     let count = end.saturating_sub(answer.prompt);

@@ -1,4 +1,4 @@
-//! Suspicions, each tried on the captured answers.
+//! Trials of all possible causes on the captured answers.
 
 use deepspec_core::Tap;
 use deepspec_drafters::DrafterProbe;
@@ -13,15 +13,15 @@ use super::score::{Change, score};
 
 /// Mask tokens of released drafters (Qwen3, Gemma 4).
 const KNOWN_MASKS: [i64; 2] = [151_669, 4];
-/// Mask tokens that are tried at most.
+/// Maximum number of mask tokens to try.
 const MASKS: usize = 24;
-/// A confidence this far from the acceptance it predicts is worth a word.
+/// A difference of mean confidence and mean acceptance above this is reported.
 const MISCALIBRATED: f64 = 0.15;
 
-/// Estimates the accepted length as it is and under every suspicion that applies.
+/// Estimates the accepted length without a change, and with the change of every trial that applies.
 ///
 /// # Errors
-/// If the target's layers cannot attend with the windows of the drafter's.
+/// Fails if the target's layers cannot attend with the windows of the drafter's layers.
 pub fn estimate(
     report: &mut Diagnosis,
     drafter: &dyn DrafterProbe,
@@ -68,7 +68,7 @@ pub fn estimate(
     Ok(())
 }
 
-/// Whether the drafter turns its keys otherwise than the target does.
+/// Whether the drafter's RoPE settings differ from the target's.
 fn differing_rope(drafter: &dyn DrafterProbe, target: &ModelConfig) -> bool {
     let windows: Vec<Option<usize>> =
         drafter.model().layers.iter().map(|layer| layer.attention.window).collect();
@@ -116,7 +116,8 @@ fn suspicions(
     found
 }
 
-/// Ids that may have been the mask token: what the target's config names, special tokens, ids that no text has.
+/// Candidates for the mask token: ids that the target's config names, special tokens, and unused
+/// ids.
 fn masks(config: &ModelConfig, tokenizer: &ChatTokenizer) -> Vec<i64> {
     let vocab = config.vocab_size;
     let text = config.raw.get("text_config").and_then(Value::as_object).unwrap_or(&config.raw);
