@@ -1,26 +1,27 @@
-//! Equal bins of [0, 1], shared by the reliability metrics and by calibration, which minimises one of them.
+//! Equal bins of [0, 1], shared by the reliability metrics and by calibration, which minimises the
+//! calibration error.
 
 /// Probabilities are clamped to [ε, 1 − ε] before they are used, as in the reference.
 const PROBABILITY_EPS: f64 = 1e-8;
 
-/// The probability as it is counted.
+/// The probability, clamped to [ε, 1 − ε].
 pub fn clamped(probability: f64) -> f64 {
     probability.clamp(PROBABILITY_EPS, 1.0 - PROBABILITY_EPS)
 }
 
-/// ⌊p · bins⌋, the last bin closed. `bins` > 0.
+/// Bin of a probability: ⌊p · bins⌋, with the last bin closed. `bins` > 0.
 pub fn index(probability: f64, bins: usize) -> usize {
     ((probability * bins as f64) as usize).min(bins - 1)
 }
 
-/// What fell into one bin.
+/// Sums over the observations in one bin.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct BinSums {
-    /// Observations.
+    /// Number of observations.
     pub count: u64,
     /// Sum of the predicted probabilities.
     pub predicted: f64,
-    /// Observations whose prefix was accepted.
+    /// Number of observations whose prefix was accepted.
     pub accepted: u64,
 }
 
@@ -32,7 +33,7 @@ impl BinSums {
         self.accepted += u64::from(accepted);
     }
 
-    /// Adds what another bin holds.
+    /// Adds the sums of another bin.
     pub fn merge(&mut self, other: &Self) {
         self.count += other.count;
         self.predicted += other.predicted;
@@ -40,8 +41,8 @@ impl BinSums {
     }
 }
 
-/// Expected calibration error Σ_b n_b/N · |mean predicted − mean accepted| = Σ_b |Σ predicted − Σ accepted| / N; `None`
-/// without observations.
+/// Expected calibration error Σ_b n_b/N · |mean predicted − mean accepted| = Σ_b |Σ predicted − Σ
+/// accepted| / N. `None` without observations.
 pub fn calibration_error(bins: &[BinSums]) -> Option<f64> {
     let count: u64 = bins.iter().map(|bin| bin.count).sum();
     let gap: f64 = bins.iter().map(|bin| (bin.predicted - bin.accepted as f64).abs()).sum();

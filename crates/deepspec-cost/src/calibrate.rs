@@ -1,28 +1,31 @@
-//! Sequential temperature scaling (STS; docs/architecture.md, Sequential temperature scaling): confidences c_k = σ(logit_k / t_k), one temperature per position.
+//! Sequential temperature scaling (STS; docs/architecture.md, Sequential temperature scaling):
+//! confidences c_k = σ(logit_k / t_k), one temperature per position.
 //!
-//! From left to right, t_k is the grid value that minimises the calibration error of the survival a_k = a_{k−1} · c_k with
-//! the earlier temperatures fixed. A positive temperature is monotone, so the order of the c_k of one position stays; the
-//! order of products may change.
+//! From left to right, t_k is the grid value with the least calibration error of the survival a_k =
+//! a_{k−1} · c_k. Earlier temperatures are fixed. Division by a positive temperature is monotone,
+//! so the order of the c_k of one position stays; the order of products may change.
 
 use crate::ScheduleError;
 use crate::bins::{self, BinSums};
 use crate::survival::{check_outcome, sigmoid};
 
-/// One proposal as recorded: a confidence logit per token really proposed and how many leading tokens were accepted.
+/// One recorded proposal: a confidence logit per proposed token, and the number of accepted leading
+/// tokens.
 #[derive(Debug, Clone, Copy)]
 pub struct Proposal<'a> {
     /// Raw outputs of the confidence head.
     pub logits: &'a [f32],
-    /// Accepted tokens, before a stop token cuts the answer.
+    /// Number of accepted tokens, before a stop token truncates the answer.
     pub accepted: usize,
 }
 
-/// Where temperatures are searched. The paper names neither grid nor tie-break: the first of equals wins.
+/// Grid search for temperatures. The paper specifies neither grid nor tie-break; here the first
+/// minimum wins.
 #[derive(Debug, Clone, PartialEq)]
 pub struct GridSearch {
     /// Temperatures to try.
     pub grid: Vec<f64>,
-    /// Equal bins of the calibration error.
+    /// Number of equal bins of the calibration error.
     pub bins: usize,
 }
 
@@ -39,10 +42,10 @@ pub fn logarithmic(low: f64, high: f64, points: usize) -> Vec<f64> {
     (0..points).map(|i| 10f64.powf(low.log10() + step * i as f64)).collect()
 }
 
-/// The temperature found for one position.
+/// The fitted temperature of one position.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct PositionFit {
-    /// Proposals that reached this position.
+    /// Number of proposals that reached this position.
     pub count: usize,
     /// Index of the temperature in the grid.
     pub grid_index: usize,
@@ -50,17 +53,19 @@ pub struct PositionFit {
     pub temperature: f64,
     /// Calibration error of the survival at this position with all temperatures 1.
     pub ece_before: f64,
-    /// The same with the temperatures found. 1 need not be on the grid, so this can exceed `ece_before`.
+    /// Calibration error with the fitted temperatures. It can exceed `ece_before`, since 1 need not
+    /// be on the grid.
     pub ece_after: f64,
 }
 
-/// Finds the temperatures of `positions` positions. A position that no proposal reached has no fit.
+/// Fits the temperatures of `positions` positions. A position that no proposal reached has no fit.
 ///
-/// Costs proposals × positions × grid logistic functions.
+/// The cost is proposals × positions × grid evaluations of the logistic function.
 ///
 /// # Errors
-/// The grid or the bins are empty, a temperature is not finite and positive, a logit is NaN, or a proposal is longer than
-/// `positions` or shorter than what was accepted of it.
+/// Fails if the grid or the bins are empty, if a temperature is not finite and positive, or if a
+/// logit is NaN. Also fails if a proposal is longer than `positions` or has fewer tokens than were
+/// accepted.
 pub fn fit(
     proposals: &[Proposal<'_>],
     positions: usize,
@@ -98,7 +103,7 @@ fn fit_position(
     };
     let ece_before = ece(raw, 1.0)?;
     let errors = search.grid.iter().map(|&temperature| ece(calibrated, temperature).unwrap_or(f64::INFINITY));
-    let (grid_index, ece_after) = errors.enumerate().min_by(|(_, a), (_, b)| a.total_cmp(b))?; // the first of equals
+    let (grid_index, ece_after) = errors.enumerate().min_by(|(_, a), (_, b)| a.total_cmp(b))?; // the first minimum
     let temperature = search.grid[grid_index];
     Some(PositionFit { count: reached.len(), grid_index, temperature, ece_before, ece_after })
 }
@@ -112,8 +117,9 @@ fn advance(survival: &mut [f64], proposals: &[Proposal<'_>], k: usize, temperatu
     }
 }
 
-/// One temperature for all positions: the one of the grid with the least mean calibration error, the first of equals. What an engine profits
-/// from that reads raw confidences: it can be folded into the head's weights.
+/// Fits one temperature for all positions: the first grid value with the least mean calibration
+/// error. Engines that read raw confidences can use it, since it can be folded into the head's
+/// weights.
 ///
 /// # Errors
 /// As [`fit`].
@@ -127,8 +133,9 @@ pub fn fit_pooled(
     Ok(least(&search.grid, error))
 }
 
-/// A temperature per position, found together: from one for all on, each in turn becomes the one with the least mean calibration error
-/// beside the others', until none changes or `sweeps` are over.
+/// Fits one temperature per position by coordinate descent, starting from the pooled temperature.
+/// Each sweep sets every temperature to the grid value with the least mean calibration error, the
+/// others fixed. It ends when no temperature changes, or after `sweeps` sweeps.
 ///
 /// # Errors
 /// As [`fit`].
@@ -161,7 +168,7 @@ fn least(grid: &[f64], error: impl Fn(&f64) -> f64) -> f64 {
     errors.min_by(|(_, a), (_, b)| a.total_cmp(b)).map_or(1.0, |(temperature, _)| temperature)
 }
 
-/// The calibration error over all positions, each weighted by its observations.
+/// Calibration error over all positions, weighted by their observations.
 fn mean_error(proposals: &[Proposal<'_>], temperatures: &[f64], bins: usize) -> f64 {
     let mut sums = vec![BinSums::default(); bins * temperatures.len()];
     for proposal in proposals {
@@ -175,14 +182,14 @@ fn mean_error(proposals: &[Proposal<'_>], temperatures: &[f64], bins: usize) -> 
     bins::calibration_error(&sums).unwrap_or(f64::INFINITY)
 }
 
-/// Temperatures in use, one per position.
+/// Temperatures of the confidence logits, one per position.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Calibration {
     temperatures: Vec<f64>,
 }
 
 impl Calibration {
-    /// Takes temperatures as they were stored.
+    /// Wraps stored temperatures.
     ///
     /// # Errors
     /// A temperature is not finite and positive.
@@ -191,12 +198,12 @@ impl Calibration {
         Ok(Self { temperatures })
     }
 
-    /// Temperatures as found; a position without a fit keeps its logits (t = 1).
+    /// Temperatures of the fits; a position without a fit has t = 1.
     pub fn from_fits(fits: &[Option<PositionFit>]) -> Self {
         Self { temperatures: fits.iter().map(|fit| fit.map_or(1.0, |fit| fit.temperature)).collect() }
     }
 
-    /// t_1, t_2, …
+    /// The temperatures t_1, t_2, …
     pub fn temperatures(&self) -> &[f64] {
         &self.temperatures
     }

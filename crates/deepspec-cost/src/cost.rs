@@ -1,30 +1,35 @@
-//! What a step of an engine costs: drafting for R requests, and a verification of B tokens behind a context.
+//! Cost of an engine step: drafting for R requests, and verification of B tokens at a context
+//! length.
 
 use crate::ScheduleError;
 use crate::curve::CostCurve;
 use crate::scheduler::Price;
 
-/// Seconds of a step by requests, tokens and context.
+/// Seconds of a step by requests, batch tokens and context length.
 #[derive(Debug, Clone, PartialEq)]
 pub struct StepCost {
-    /// Verification by tokens in the batch, for contexts of so many tokens, ascending.
+    /// Verification cost by batch tokens, one curve per context length, in ascending order.
     verify: Vec<(usize, CostCurve)>,
-    /// Drafting: (requests, seconds), ascending; empty where drafting costs nothing that was measured.
+    /// Drafting cost: (requests, seconds), ascending; empty without measurements, which counts as
+    /// 0.
     draft: Vec<(usize, f64)>,
-    /// What a step takes longer for its requests, however many tokens each has: (requests, seconds), ascending.
+    /// Additional seconds of a step by its number of requests, regardless of their tokens:
+    /// (requests, seconds), ascending.
     requests: Vec<(usize, f64)>,
-    /// Steps of a target that no drafter listens to, by requests, for contexts of so many tokens; empty where that was not measured.
+    /// Cost of plain decoding without a drafter, by requests, one curve per context length; empty
+    /// if not measured.
     plain: Vec<(usize, CostCurve)>,
-    /// Of a token of a prompt.
+    /// Seconds per prompt token.
     prefill: f64,
 }
 
 impl StepCost {
-    /// Costs from one curve of verification per context (tokens of history per request) and from measured (requests, seconds) of
-    /// drafting, both ascending.
+    /// Costs from one verification curve per context length (tokens in the KV cache of a request),
+    /// and from measured (requests, seconds) of drafting. Both are ascending.
     ///
     /// # Errors
-    /// There is no curve, contexts or requests do not ascend, or a time of drafting is not finite and at least 0.
+    /// Fails without a curve, if contexts or requests do not ascend, or if a drafting time is not
+    /// finite and at least 0.
     pub fn new(verify: Vec<(usize, CostCurve)>, draft: Vec<(usize, f64)>) -> Result<Self, ScheduleError> {
         if verify.is_empty() {
             return Err(ScheduleError::Empty { what: "cost curve" });
@@ -34,46 +39,49 @@ impl StepCost {
         Ok(Self { verify, draft, requests: vec![], plain: vec![], prefill: 0.0 })
     }
 
-    /// With what steps of plain decoding take by requests where no drafter is there, for which the target would keep states: one curve per
-    /// context, ascending.
+    /// Adds the cost of plain decoding by requests, without a drafter for which the target captures
+    /// hidden states: one curve per context, ascending.
     ///
     /// # Errors
-    /// Contexts do not ascend.
+    /// Fails if contexts do not ascend.
     pub fn with_plain(mut self, plain: Vec<(usize, CostCurve)>) -> Result<Self, ScheduleError> {
         check_contexts(&plain)?;
         self.plain = plain;
         Ok(self)
     }
 
-    /// With what a step takes longer for its requests, whether they draft or not; ascending.
+    /// Adds the additional seconds of a step by its number of requests, with or without drafting;
+    /// ascending.
     ///
     /// # Errors
-    /// Requests do not ascend, or a time is not finite and at least 0.
+    /// Fails if requests do not ascend, or if a time is not finite and at least 0.
     pub fn with_requests(mut self, requests: Vec<(usize, f64)>) -> Result<Self, ScheduleError> {
         check(&requests)?;
         self.requests = requests;
         Ok(self)
     }
 
-    /// With seconds per token of a prompt that a step takes in beside what it verifies; without it prompts cost nothing.
+    /// Adds the seconds per prompt token that a step prefills beside verification. By default
+    /// prefill costs nothing.
     #[must_use]
     pub fn with_prefill(mut self, seconds: f64) -> Self {
         self.prefill = seconds;
         self
     }
 
-    /// Seconds that a step takes longer for so many tokens of prompts.
+    /// Additional seconds of a step that prefills `tokens` prompt tokens.
     pub fn prefill_seconds(&self, tokens: usize) -> f64 {
         self.prefill * tokens as f64
     }
 
-    /// The curve that was measured at the context nearest to this one by ratio.
+    /// The curve of the measured context with the nearest ratio to `context`.
     pub fn curve(&self, context: usize) -> &CostCurve {
-        // There is one at least.
+        // `verify` is never empty.
         nearest(&self.verify, context).unwrap_or(&self.verify[0].1)
     }
 
-    /// Seconds of drafting for so many requests: linear between measurements, in proportion to the requests past the last.
+    /// Seconds of drafting for `requests`: interpolated between measurements, and proportional to
+    /// the requests past the last one.
     pub fn draft_seconds(&self, requests: usize) -> f64 {
         between(&self.draft, requests)
     }
@@ -84,19 +92,20 @@ impl StepCost {
         price.throughput(requests, requests as f64)
     }
 
-    /// Tokens of the largest batch that is known at every context.
+    /// The largest batch in tokens that all curves cover.
     pub fn max_batch(&self) -> usize {
         self.verify.iter().map(|(_, curve)| curve.max_batch()).min().unwrap_or(0)
     }
 
-    /// Seconds of a step that verifies so many tokens at a context, with or without drafting for so many requests. Past the curve's end
-    /// they grow as between its half and its end.
+    /// Seconds of a step that verifies `tokens` tokens at a context, with or without drafting for
+    /// `requests`. Beyond the curve they are extrapolated as in [`CostCurve::step_seconds`].
     pub fn seconds(&self, requests: usize, tokens: usize, context: usize, drafted: bool) -> f64 {
         let draft = if drafted { self.draft_seconds(requests) } else { 0.0 };
         draft + between(&self.requests, requests) + self.curve(context).step_seconds(tokens)
     }
 
-    /// Seconds of a step of an engine without a drafter: as measured, else as a step that drafts nothing.
+    /// Seconds of a plain-decoding step without a drafter: as measured, or else as a step that
+    /// drafts nothing.
     pub fn plain_seconds(&self, requests: usize, context: usize) -> f64 {
         match nearest(&self.plain, context) {
             Some(curve) => curve.step_seconds(requests),
@@ -110,7 +119,7 @@ impl StepCost {
     }
 }
 
-/// The curve of the context nearest to this one by ratio.
+/// The curve of the context with the nearest ratio to `context`.
 fn nearest(curves: &[(usize, CostCurve)], context: usize) -> Option<&CostCurve> {
     let apart = |of: usize| ((of.max(1) as f64) / (context.max(1) as f64)).ln().abs();
     curves.iter().min_by(|a, b| apart(a.0).total_cmp(&apart(b.0))).map(|(_, curve)| curve)
@@ -136,7 +145,8 @@ fn check(times: &[(usize, f64)]) -> Result<(), ScheduleError> {
     }
 }
 
-/// Linear between measurements, the first one's below them, and in proportion to the requests past the last; 0 where there are none.
+/// Interpolates between measurements. Below the first one its value holds; past the last one times
+/// are proportional to the requests. 0 without measurements.
 fn between(times: &[(usize, f64)], requests: usize) -> f64 {
     let at = times.partition_point(|&(of, _)| of < requests);
     match (at.checked_sub(1).map(|before| times[before]), times.get(at)) {

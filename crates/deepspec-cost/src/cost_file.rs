@@ -1,4 +1,5 @@
-//! Files that say what steps cost: what `deepspec-eval profile` writes, both of SGLang's formats, and tables (CSV).
+//! Reads files of step costs: the format of `deepspec-eval profile`, both of SGLang's formats, and
+//! CSV tables.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -14,54 +15,55 @@ use crate::curve::CostCurve;
 
 /// Value of `format` in files of `deepspec-eval profile`.
 pub const FORMAT: &str = "deepspec-step-cost";
-/// Value of `format_version` there.
+/// Value of `format_version` in files of `deepspec-eval profile`.
 pub const VERSION: u64 = 1;
 
-/// Measured verification behind contexts of one length.
+/// Measured verification times at one context length.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct VerifyCost {
-    /// Tokens of history per request.
+    /// Context length of each request, in tokens.
     pub context: usize,
-    /// Tokens in the batch, ascending.
+    /// Batch sizes in tokens, ascending.
     pub batch_tokens: Vec<usize>,
     /// Seconds of a step.
     pub seconds: Vec<f64>,
 }
 
-/// Measured times by requests.
+/// Measured times by number of requests.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub struct RequestCost {
-    /// Requests, ascending.
+    /// Numbers of requests, ascending.
     pub requests: Vec<usize>,
-    /// Seconds.
+    /// Seconds for each number of requests.
     pub seconds: Vec<f64>,
 }
 
-/// What of a profile costs follow from.
+/// The part of a profile that costs are computed from.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct MeasuredCost {
-    /// One table per context, ascending.
+    /// Verification times, one table per context, ascending.
     pub verify: Vec<VerifyCost>,
-    /// Drafting; empty without a drafter.
+    /// Drafting times; empty without a drafter.
     #[serde(default)]
     pub draft: RequestCost,
-    /// What a step takes longer for its requests, whether they draft or not.
+    /// Additional seconds of a step by its number of requests, with or without drafting.
     #[serde(default)]
     pub requests: RequestCost,
-    /// Steps of the target with no drafter to keep states for, one table per context, ascending; empty without a drafter, and in files of
-    /// versions that did not measure it.
+    /// Plain-decoding steps of a target that captures no hidden states, one table per context,
+    /// ascending. Empty without a drafter, and in files of earlier versions.
     #[serde(default)]
     pub plain: Vec<VerifyCost>,
-    /// Seconds per token of a prompt.
+    /// Seconds per prompt token.
     #[serde(default)]
     pub prefill_seconds_per_token: f64,
 }
 
 impl MeasuredCost {
-    /// As costs.
+    /// Converts the tables to costs.
     ///
     /// # Errors
-    /// Lists of different lengths, or what [`CostCurve::from_step_seconds`] and [`StepCost::new`] refuse.
+    /// Fails if two lists differ in length, and as [`CostCurve::from_step_seconds`] and
+    /// [`StepCost::new`].
     pub fn cost(&self) -> Result<StepCost, ScheduleError> {
         let curve = |table: &VerifyCost| {
             let points = paired(&table.batch_tokens, &table.seconds, "batch_tokens and seconds")?;
@@ -87,7 +89,7 @@ fn paired(counts: &[usize], values: &[f64], what: &'static str) -> Result<Vec<(u
     Ok(counts.iter().copied().zip(values.iter().copied()).collect())
 }
 
-/// SGLang's table of rates.
+/// SGLang's table of steps per second.
 #[derive(Deserialize)]
 struct Rates {
     sample_batch_tokens: Vec<usize>,
@@ -96,7 +98,8 @@ struct Rates {
 }
 
 impl Rates {
-    /// A batch has the rate of the largest sample that is not larger, the first one below it.
+    /// A batch has the rate of the largest sample that does not exceed it, or the first rate below
+    /// the first sample.
     fn cost(&self) -> Result<StepCost, ScheduleError> {
         let samples = paired(&self.sample_batch_tokens, &self.sample_steps_per_sec, "samples")?;
         let (Some(&(_, first)), Some(&(last, _))) = (samples.first(), samples.last()) else {
@@ -117,7 +120,7 @@ impl Rates {
     }
 }
 
-/// SGLang's sum of a constant, a part by requests and a part by tokens.
+/// SGLang's cost as a sum of a constant, a part by requests and a part by tokens.
 #[derive(Deserialize)]
 struct Additive {
     bias_seconds: f64,
@@ -128,8 +131,9 @@ struct Additive {
 }
 
 impl Additive {
-    /// The part by requests is spent whether anything is drafted or not: the engine always drafts. Its profiler rounds tokens to multiples of
-    /// 64, so that the first may be 0, and least squares may leave a part below 0; those count as 1 and as nothing.
+    /// SGLang always drafts, so the part by requests holds with and without drafting. Its profiler
+    /// rounds tokens to multiples of 64, so the first count may be 0, which is read as 1. Least
+    /// squares may yield a negative part, which is read as 0.
     fn cost(&self) -> Result<StepCost, ScheduleError> {
         let tokens = paired(&self.m_probes, &self.theta_seconds, "m_probes and theta_seconds")?;
         let points: Vec<_> =
@@ -137,7 +141,7 @@ impl Additive {
         let requests = paired(&self.bs_probes, &self.alpha_seconds, "bs_probes and alpha_seconds")?;
         let mut requests: Vec<_> =
             requests.into_iter().map(|(requests, alpha)| (requests, alpha.max(0.0))).collect();
-        // Past the last probe nothing is added there.
+        // The part by requests is constant past the last probe.
         if let Some(&(_, alpha)) = requests.last().filter(|(last, _)| *last < crate::curve::MAX_BATCH) {
             requests.push((crate::curve::MAX_BATCH, alpha));
         }
@@ -145,29 +149,29 @@ impl Additive {
     }
 }
 
-/// Whose steps are meant: digests of the weights.
+/// Digests of the weights that the costs are for.
 #[derive(Debug, Clone, Copy)]
 pub struct Weights<'a> {
-    /// The target's.
+    /// Digest of the target's weights.
     pub target: &'a str,
-    /// The drafter's, where there is one.
+    /// Digest of the drafter's weights, if there is a drafter.
     pub drafter: Option<&'a str>,
 }
 
-/// Reads a file of costs. A name that ends in `.csv` is of a table with the columns `batch_tokens` and either `seconds` or
-/// `steps_per_second`, and with `context` where there are several; everything else is JSON.
+/// Reads a file of costs. A `.csv` file is a table with the column `batch_tokens`, either `seconds`
+/// or `steps_per_second`, and `context` for several contexts. Every other file is JSON.
 ///
 /// # Errors
-/// What is wrong, with the file's name.
+/// The problem, with the file's name.
 pub fn read(file: &Path) -> Result<StepCost, String> {
     Ok(parse(file)?.0)
 }
 
-/// Reads the costs of an engine with so many slots and these weights; beside them, what of the file speaks of other weights. Files of other
-/// tools say nothing of that.
+/// Reads the costs of an engine with `slots` slots and these weights, with warnings if the file was
+/// measured with other weights. Files of other tools have no digests to compare.
 ///
 /// # Errors
-/// As [`read`], and batches that end before there is a token for each slot.
+/// As [`read`], and if the largest batch has fewer tokens than slots.
 pub fn read_for(file: &Path, weights: Weights, slots: usize) -> Result<(StepCost, Vec<String>), String> {
     let (cost, json) = parse(file)?;
     let (name, known) = (file.display(), cost.max_batch());
@@ -197,7 +201,7 @@ pub fn read_for(file: &Path, weights: Weights, slots: usize) -> Result<(StepCost
     Ok((cost, told))
 }
 
-/// The costs, and the JSON that they stand in; null for a table.
+/// The costs and the JSON of the file; null for a CSV table.
 fn parse(file: &Path) -> Result<(StepCost, Value), String> {
     let name = file.display();
     let mut bytes = fs::read(file)
@@ -240,7 +244,7 @@ fn from_json(bytes: &[u8]) -> Result<(StepCost, Value), String> {
     Ok((cost.map_err(|error| error.to_string())?, value))
 }
 
-/// A row of a table.
+/// A row of a CSV table.
 #[derive(Deserialize)]
 struct Row {
     context: Option<usize>,

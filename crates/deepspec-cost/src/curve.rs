@@ -1,14 +1,17 @@
-//! What a verification batch costs: the profiled table SPS(B) (docs/architecture.md, Prefix scheduler).
+//! Cost of a verification batch: the profiled table SPS(B) (docs/architecture.md, Prefix
+//! scheduler).
 
 use crate::ScheduleError;
 
-/// No verification batch comes near so many tokens; a larger number is a mistake that would only eat memory.
+/// Limit on batch tokens. No batch comes near it, so that a larger number is a mistake that would
+/// exhaust memory.
 pub(crate) const MAX_BATCH: usize = 1 << 20;
 
-/// Target forward passes per second for every batch size from 1 token to the largest that was profiled.
+/// Target forward passes per second for every batch size from 1 token to the largest that was
+/// profiled.
 ///
-/// B counts the tokens of one verification pass over all requests: B = Σ_r (1 + l_r). The table need not fall with B: real
-/// kernels have steps.
+/// B counts the tokens of one verification pass over all requests: B = Σ_r (1 + l_r). SPS need not
+/// fall with B: times of real kernels are step functions.
 #[derive(Debug, Clone, PartialEq)]
 pub struct CostCurve {
     /// SPS(1), SPS(2), …
@@ -19,7 +22,7 @@ impl CostCurve {
     /// A curve from SPS(1), SPS(2), … in steps per second.
     ///
     /// # Errors
-    /// The table is empty, or a rate is not finite and positive.
+    /// Fails if the table is empty, or if a rate is not finite and positive.
     pub fn new(table: Vec<f64>) -> Result<Self, ScheduleError> {
         if table.is_empty() {
             return Err(ScheduleError::Empty { what: "rates in the cost curve" });
@@ -30,11 +33,12 @@ impl CostCurve {
         }
     }
 
-    /// A curve through measured points (tokens in the batch, seconds per step), ascending in the batch: step times are
-    /// linear between two points, and below the first they are the first's.
+    /// A curve through measured points (batch tokens, seconds per step), ascending in the batch.
+    /// Step times are interpolated between points. Below the first point its time holds.
     ///
     /// # Errors
-    /// There are no points, batches do not ascend within 1 … 2²⁰, or a time is not finite and positive.
+    /// Fails without points, if batches do not ascend within 1 … 2²⁰, or if a time is not finite
+    /// and positive.
     pub fn from_step_seconds(points: &[(usize, f64)]) -> Result<Self, ScheduleError> {
         let &(first, seconds) = points.first().ok_or(ScheduleError::Empty { what: "measured batches" })?;
         if let Some(&(batch, value)) =
@@ -62,14 +66,14 @@ impl CostCurve {
         self.table.len()
     }
 
-    /// SPS(`batch`) in steps per second; 0 for an empty batch and past [`Self::max_batch`], so that no scheduler forms a
-    /// batch that was never profiled.
+    /// SPS(`batch`) in steps per second; 0 for an empty batch and past [`Self::max_batch`], so that
+    /// no scheduler forms a batch that was never profiled.
     pub fn steps_per_second(&self, batch: usize) -> f64 {
         batch.checked_sub(1).and_then(|index| self.table.get(index)).copied().unwrap_or(0.0)
     }
 
-    /// Seconds of a step of `batch` tokens. Past [`Self::max_batch`] they grow as between its half and its end, at least not falling: a
-    /// forecast, no measurement.
+    /// Seconds of a step of `batch` tokens. Beyond [`Self::max_batch`] they are extrapolated with
+    /// the mean increase over the upper half of the curve, or 0 if that falls.
     pub fn step_seconds(&self, batch: usize) -> f64 {
         let (batch, end) = (batch.max(1), self.table.len());
         let at = |batch: usize| 1.0 / self.table[batch - 1];
@@ -86,8 +90,9 @@ impl CostCurve {
     }
 }
 
-/// The step times nearest to those measured (by squares) that never fall as batches grow: pool-adjacent-violators. A larger batch that
-/// seemed faster was noise, and a scheduler would chase it.
+/// The non-decreasing step times nearest to the measured ones in least squares
+/// (pool-adjacent-violators). A larger batch that seemed faster was noise, which a scheduler would
+/// exploit.
 pub fn never_falling(seconds: &[f64]) -> Vec<f64> {
     let mut pools: Vec<(f64, usize)> = vec![];
     for &value in seconds {

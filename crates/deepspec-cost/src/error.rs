@@ -1,8 +1,8 @@
-//! What can be wrong with numbers from outside.
+//! Errors of invalid confidences, proposals, temperatures and costs.
 
 use std::fmt;
 
-/// Numbers that cannot be used; positions and requests count from 0.
+/// Invalid input numbers; positions and requests count from 0.
 #[derive(Debug, Clone, PartialEq)]
 pub enum ScheduleError {
     /// A confidence is not a probability.
@@ -19,56 +19,56 @@ pub enum ScheduleError {
     },
     /// More tokens were accepted than proposed.
     Accepted {
-        /// Tokens accepted.
+        /// Number of accepted tokens.
         accepted: usize,
-        /// Tokens proposed.
+        /// Number of proposed tokens.
         proposed: usize,
     },
-    /// A proposal is longer than there are positions.
+    /// A proposal has more tokens than there are positions.
     TooLong {
-        /// Tokens proposed.
+        /// Number of proposed tokens.
         proposed: usize,
-        /// Positions there are.
+        /// Number of positions.
         positions: usize,
     },
     /// Two accumulators of different shape cannot be merged.
     Mismatch {
-        /// What differs.
+        /// The quantity that differs.
         what: &'static str,
-        /// On the left.
+        /// Count on the left.
         left: usize,
-        /// On the right.
+        /// Count on the right.
         right: usize,
     },
     /// A temperature is not finite and positive.
     Temperature {
         /// Index in the list.
         index: usize,
-        /// The temperature.
+        /// Value of the temperature.
         value: f64,
     },
     /// A rate or time of a cost curve is not finite and positive.
     Cost {
         /// Tokens in the batch.
         batch: usize,
-        /// Its rate in steps per second, or its time in seconds.
+        /// Rate in steps per second, or time in seconds.
         value: f64,
     },
     /// Measured batches are not strictly ascending within 1 … 2²⁰ tokens.
     Order {
-        /// The batch out of order.
+        /// The batch that is out of order, in tokens.
         batch: usize,
     },
-    /// More requests than the cost curve knows batches.
+    /// There are more requests than the cost curve's largest batch has tokens.
     BeyondCurve {
-        /// Requests; each needs one token of the batch.
+        /// Number of requests; each needs one token of the batch.
         requests: usize,
         /// The largest batch of the curve.
         max_batch: usize,
     },
-    /// Something that must not be empty is.
+    /// A required list is empty.
     Empty {
-        /// What is empty.
+        /// Name of the list.
         what: &'static str,
     },
 }

@@ -1,10 +1,11 @@
-//! Parts of times that cannot be negative.
+//! Non-negative least squares.
 
-/// Rounds of least squares; they have settled long before.
+/// Number of sweeps of coordinate descent, far more than convergence takes.
 const ROUNDS: usize = 20_000;
 
-/// x ≥ 0 for which the products of x and these rows are as near as can be to 1, by squares: one coordinate after the other, the first one
-/// first, so that it has what the rows cannot tell apart. Rows of parts over the time that all of them took make errors relative.
+/// Finds x ≥ 0 that minimises Σ (row · x − 1)² over the rows, by coordinate descent. The first
+/// coordinate comes first, so that it gets everything that the rows cannot separate. Rows of parts
+/// divided by their total time make the errors relative.
 pub fn non_negative<const N: usize>(rows: &[[f64; N]]) -> [f64; N] {
     let mut x = [0.0; N];
     for round in 0..ROUNDS * N {
@@ -31,12 +32,12 @@ mod tests {
             rows.iter().zip(took).map(|(row, took)| row.map(|part| part / took)).collect();
         let [factor, step] = non_negative(&relative);
         assert!((factor - 1.2).abs() < 1e-9 && (step - 1e-3).abs() < 1e-12, "{factor} {step}");
-        // Steps that would have to take less than nothing take nothing.
+        // A negative time per step is fitted as 0.
         let took = rows.map(|[seconds, steps]| 2.0 * seconds - 1e-5 * steps);
         let relative: Vec<[f64; 2]> =
             rows.iter().zip(took).map(|(row, took)| row.map(|part| part / took)).collect();
         assert_eq!(non_negative(&relative)[1], 0.0);
-        // What one row cannot tell apart is the first part's.
+        // One row cannot separate the parts, so the first gets everything.
         assert_eq!(non_negative(&[[2.0, 8.0]]), [0.5, 0.0]);
     }
 }

@@ -1,4 +1,5 @@
-//! A policy at work: asked before every step whether to draft, and after drafting how much of each block to verify.
+//! Applies a policy: before every step it decides whether to draft, and after drafting how much of
+//! each block to verify.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -8,51 +9,53 @@ use crate::cost::StepCost;
 use crate::policy::Policy;
 use crate::scheduler::{Stop, filled_and_worth, search, survivals};
 
-/// Blocks whose confidences say whether drafting pays.
+/// Number of recent blocks whose confidences decide whether drafting pays.
 const REMEMBERED: usize = 64;
-/// After so many steps without drafting two are drafted again, to see whether that still does not pay; after twice as many where it did not,
-/// and so on up to [`LONGEST`]: a step of drafting may take as long as several without.
+/// Number of steps without drafting before a probe, which drafts in two steps to see whether
+/// drafting pays again. The wait doubles after every probe that does not pay, up to [`LONGEST`], as
+/// a drafting step can cost several plain ones.
 const PROBE: usize = 32;
-/// Steps between probes at most.
+/// Maximum number of steps between probes.
 const LONGEST: usize = 512;
-/// Share of the newest step in what steps are held to take.
+/// Weight of the newest step in the running mean of step times.
 const NEW: f64 = 0.05;
-/// The same of a step that was drafted to find that out: what was known is old.
+/// Weight of a probe in the running mean, which is old by then.
 const NEW_OF_PROBE: f64 = 0.5;
-/// Steps between the confidences that decide on a budget and the step that spends it.
+/// Number of steps between the confidences that set a budget and the step that spends it.
 const LAG: usize = 2;
 
-/// What a step works on.
+/// Load of a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StepLoad {
-    /// R: sequences that are decoded.
+    /// Number of decoded sequences R.
     pub requests: usize,
-    /// Mean tokens of their histories.
+    /// Mean context length in tokens.
     pub context: usize,
 }
 
-/// A policy with what it remembers of earlier steps. By default whole blocks are verified.
+/// A policy with its memory of earlier steps. The default verifies whole blocks.
 #[derive(Debug, Clone, Default)]
 pub struct Planner {
     policy: Policy,
     cost: Option<Arc<StepCost>>,
-    /// Confidences of the blocks drafted last, one row each.
+    /// Confidences of the last drafted blocks, one row each.
     blocks: VecDeque<Vec<f64>>,
-    /// Budgets that the blocks of the steps drafted last are worth, and how many they were, the newest behind.
+    /// Budgets computed from the last drafted steps, each with its number of requests, newest last.
     budgets: VecDeque<(usize, usize)>,
-    /// Steps since one was drafted.
+    /// Number of steps since the last drafted one.
     idle: usize,
-    /// Whether this step is drafted though that is held not to pay.
+    /// State of the probe in this step.
     probe: Probe,
-    /// Probes since drafting paid.
+    /// Number of probes since drafting last paid.
     probes: u32,
-    /// Whether the drafter had to catch up in the last step that was drafted.
+    /// Whether the drafter had to catch up in the last drafted step.
     catches_up: bool,
-    /// What plain steps and drafting ones took of late over what the cost curve says.
+    /// Measured over expected times of recent plain steps and drafting steps.
     drift: [Drift; 2],
 }
 
-/// Where in a probe a step is. The first one takes in what was committed without drafting; only the second shows what drafting takes.
+/// State of a probe. In its first step the drafter catches up on tokens that were committed without
+/// drafting; only the second step measures the time of drafting.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 enum Probe {
     #[default]
@@ -72,10 +75,10 @@ impl Default for Drift {
 }
 
 impl Planner {
-    /// A planner that remembers nothing yet.
+    /// A planner without memory.
     ///
     /// # Errors
-    /// The policy needs to know what steps cost, and nobody says.
+    /// Fails if the policy needs step costs and `cost` is None.
     pub fn new(policy: Policy, cost: Option<Arc<StepCost>>) -> Result<Self, ScheduleError> {
         if policy.reads_cost() && cost.is_none() {
             return Err(ScheduleError::Empty {
@@ -85,12 +88,13 @@ impl Planner {
         Ok(Self { policy, cost, ..Self::default() })
     }
 
-    /// The policy.
+    /// The policy of the planner.
     pub fn policy(&self) -> Policy {
         self.policy
     }
 
-    /// Whether to draft in this step. Of policies that know costs: unless the blocks drafted last say that plain decoding is faster.
+    /// Whether to draft in this step. A policy that reads costs drafts unless the last blocks
+    /// predict that plain decoding is faster.
     pub fn drafts(&mut self, load: StepLoad) -> bool {
         let pays = match (self.policy, &self.cost) {
             (Policy::Plain, _) => false,
@@ -109,12 +113,12 @@ impl Planner {
         };
         self.probes = if pays { 0 } else { self.probes + u32::from(self.probe == Probe::CatchesUp) };
         if self.probe == Probe::CatchesUp {
-            // What was remembered that long counts for less, so that a drafter that became better is noticed after a few probes.
+            // Drops the older half of the blocks, so that a few probes notice a better drafter.
             self.blocks.drain(..self.blocks.len() / 2);
         }
         let drafts = pays || self.probe != Probe::None;
         if drafts && self.idle > 0 {
-            // A budget is of the steps right before, or of none.
+            // A budget from before a pause in drafting is not used.
             self.budgets.clear();
         }
         self.catches_up = self.idle > 0;
@@ -122,32 +126,34 @@ impl Planner {
         drafts
     }
 
-    /// Takes note of how long a step took that decoded `load` and nothing else, `tokens` of it verified. A curve that was measured elsewhere,
-    /// or under other load, is wrong in one way for steps that draft and in another for those that do not: that decides whether to draft.
+    /// Records the time of a step that decoded `load` with `tokens` verified tokens, and did
+    /// nothing else. A curve measured on another machine or load has different errors for drafting
+    /// and for plain steps. The correction decides whether to draft.
     pub fn observe(&mut self, load: StepLoad, tokens: usize, drafted: bool, seconds: f64) {
         let Some(cost) = self.cost.as_ref().filter(|_| self.policy.reads_cost()) else { return };
-        // The first one after some without drafts takes in what they left, which the next will not have.
+        // In the first drafted step after a pause the drafter catches up, which later steps need
+        // not do.
         if drafted && self.catches_up {
             return;
         }
-        // A step that was interrupted says nothing of the next.
+        // An interrupted step does not predict the next one, so the ratio is clamped.
         let ratio = (seconds / cost.seconds(load.requests, tokens, load.context, drafted)).clamp(0.5, 2.0);
         let Drift(mean) = &mut self.drift[usize::from(drafted)];
         *mean += (ratio - *mean) * if self.probe == Probe::Measures { NEW_OF_PROBE } else { NEW };
     }
 
-    /// Throughput with blocks like those drafted last over that without drafting.
+    /// Predicted throughput with blocks like the last drafted ones, over that of plain decoding.
     fn gain(&self, cost: &StepCost, load: StepLoad) -> f64 {
         let plain = cost.plain_throughput(load.requests, load.context);
         let rows: Vec<&[f64]> = self.blocks.iter().map(Vec::as_slice).collect();
-        // What the policy will find, not what there is: on a stepped curve it may stop before the step.
+        // Searches as the policy does: on a stepped curve it may stop before the step.
         let stop = if self.policy == Policy::Prefix { Stop::FirstDrop } else { Stop::Never };
         let (_, throughput) = best_budget(&rows, cost, load, stop);
         throughput / plain * self.drift[0].0 / self.drift[1].0
     }
 
-    /// Drafted tokens to verify of each of the blocks, `block` tokens long. Their `confidences`, one row each, may be left out where the
-    /// policy does not read them.
+    /// Numbers of drafted tokens to verify of each block of `block` tokens. `confidences` has one
+    /// row per block, and may be empty for policies that do not read it.
     pub fn lengths(&mut self, load: StepLoad, block: usize, confidences: Vec<Vec<f64>>) -> Vec<usize> {
         match self.policy {
             Policy::Plain => vec![0; load.requests],
@@ -163,14 +169,14 @@ impl Planner {
 
     fn scheduled(&mut self, load: StepLoad, mut confidences: Vec<Vec<f64>>) -> Vec<usize> {
         let Some(cost) = self.cost.clone() else { return vec![0; load.requests] };
-        // What is no probability promises nothing.
+        // NaN counts as 0, and other values are clamped to [0, 1].
         let sound = |c: &mut f64| *c = if c.is_nan() { 0.0 } else { c.clamp(0.0, 1.0) };
         confidences.iter_mut().flatten().for_each(sound);
         let lengths = match self.policy {
             Policy::PrefixAsync => {
                 let all = cost.curve(load.context).max_batch().saturating_sub(load.requests);
                 let stale = if self.budgets.len() == LAG { self.budgets.pop_front() } else { None };
-                // Of other requests than now there was as much for each.
+                // Scales the budget to the present number of requests.
                 let budget = stale.map_or(all, |(worth, of)| (worth * load.requests).div_ceil(of.max(1)));
                 let price = cost.price(load.requests, load.context);
                 let (lengths, worth) = filled_and_worth(&confidences, budget.min(all), price);
@@ -184,7 +190,7 @@ impl Planner {
     }
 
     fn remember(&mut self, confidences: Vec<Vec<f64>>) {
-        // Of many blocks an even choice.
+        // Keeps an even selection of many blocks.
         let every = confidences.len().div_ceil(REMEMBERED).max(1);
         self.blocks.extend(confidences.into_iter().step_by(every));
         let surplus = self.blocks.len().saturating_sub(REMEMBERED);
@@ -192,12 +198,13 @@ impl Planner {
     }
 }
 
-/// The number of drafted tokens that promises the highest throughput for a step, were its blocks as these `rows` of confidences, and that
-/// throughput; found as `stop` says. A search over all of them may not be spent on these very blocks.
+/// The number of drafted tokens with the highest expected throughput for a step with blocks like
+/// `rows`, and that throughput; `stop` selects the search. A search with `Stop::Never` may not be
+/// applied to these very blocks.
 fn best_budget(rows: &[&[f64]], cost: &StepCost, load: StepLoad, stop: Stop) -> (usize, f64) {
     let price = cost.price(load.requests, load.context);
     let requests = load.requests as f64;
-    // As many blocks as there are requests, in the proportions of the rows: tokens come in fractions.
+    // Scales the rows to the number of requests, so tokens are fractional.
     let scale = requests / rows.len().max(1) as f64;
     let (mut best, mut sum) = ((0, price.throughput(load.requests, requests)), 0.0);
     for (taken, a) in survivals(rows).enumerate() {
@@ -222,7 +229,7 @@ mod tests {
         StepLoad { requests, context: 100 }
     }
 
-    /// A machine on which a step takes 1 ms up to 4 tokens, and so much more of it per token behind them.
+    /// A machine whose step takes 1 ms up to 4 tokens, and `slope` ms more per further token.
     fn cost(slope: f64, draft: f64) -> Option<Arc<StepCost>> {
         let seconds = |batch: usize| 1e-3 * (1.0 + slope * batch.saturating_sub(4) as f64);
         let table = (1..=512).map(|batch| 1.0 / seconds(batch)).collect();
@@ -265,7 +272,7 @@ mod tests {
         let [sure, unsure] = [0.99, 0.01].map(|c| [vec![c; 3], vec![c; 3]]);
         assert_eq!(lengths(&mut planner, &unsure), [3, 3], "nothing is known yet");
         assert_eq!(lengths(&mut planner, &sure), [3, 3]);
-        // Two free places are all that unsure tokens are worth, and the best of the present ones have them.
+        // The budget of the unsure step is two tokens, and the best current candidates get them.
         assert_eq!(lengths(&mut planner, &[vec![0.5; 3], vec![0.99; 3]]), [0, 2]);
         assert_eq!(lengths(&mut planner, &unsure), [3, 3], "those of two steps before were sure");
     }
@@ -274,7 +281,7 @@ mod tests {
     fn a_budget_from_before_a_pause_is_forgotten() {
         let mut planner = Planner::new(Policy::PrefixAsync, cost(0.25, 0.0)).unwrap();
         let rows = |requests: usize| vec![vec![0.9; 3]; requests];
-        // Four requests leave no free token, so that blocks are worth nothing.
+        // Four requests leave no free token, so blocks have a budget of 0.
         (0..2).for_each(|_| drop(lengths(&mut planner, &rows(4))));
         assert!((0..3).all(|_| !planner.drafts(load(4))), "nor do they pay");
         assert!(planner.drafts(load(1)), "for one alone they do");
@@ -296,16 +303,17 @@ mod tests {
             }
             count
         };
-        // Every token takes as long as the first one: nothing is worth drafting for.
+        // Every token takes as long as the first one, so drafting never pays.
         assert_eq!(drafted((1..64).map(|tokens| 0.01 * f64::from(tokens)).collect(), 0.003, 1), 5);
-        // The step from four tokens to five costs half as much again, all behind it nothing: admission stops before it.
+        // The step from four tokens to five costs half as much again, and further tokens are free:
+        // admission stops before it.
         let stepped = (1..64).map(|tokens| if tokens <= 4 { 0.001 } else { 0.0015 }).collect();
         assert_eq!(drafted(stepped, 0.0002, 4), 5);
     }
 
     #[test]
     fn a_curve_that_does_not_hold_is_corrected_by_what_steps_take() {
-        // By the curve drafting pays; drafting steps take twice as long.
+        // By the curve drafting pays, but drafting steps take twice as long.
         let mut planner = Planner::new(Policy::Prefix, cost(0.25, 0.5e-3)).unwrap();
         let mut drafted = 0;
         for _ in 0..400 {

@@ -1,49 +1,51 @@
-//! How much of each drafted block an engine verifies.
+//! Policies that decide how much of each drafted block an engine verifies.
 
 use std::fmt;
 use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-/// A rule for the lengths of verified prefixes. None of them lets what stands behind a token decide on it, so that answers keep the target's
-/// law under each.
+/// A rule for the lengths of verified prefixes. No rule decides on a token by the tokens after it,
+/// so answers follow the target's distribution.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub enum Policy {
-    /// Nothing is drafted.
+    /// Plain decoding without drafts.
     Plain,
-    /// Whole blocks.
+    /// Verifies whole blocks.
     #[default]
     Whole,
-    /// At most so many tokens of each block.
+    /// Verifies at most this many tokens of each block.
     Fixed(usize),
-    /// Up to the first token whose confidence is below.
+    /// Verifies the tokens before the first one whose confidence is below the threshold.
     Threshold(f64),
-    /// The prefix scheduler: best tokens first, while throughput rises (Algorithm 1). Drafts nothing while that would not pay.
+    /// Prefix scheduler: admits the best tokens first while throughput rises (Algorithm 1). It
+    /// drafts nothing if that would not pay.
     Prefix,
-    /// The same with a budget of tokens that follows from the confidences of two steps before, as engines need it whose host runs ahead of
-    /// the device.
+    /// [`Policy::Prefix`] with a token budget from the confidences of two steps before, for engines
+    /// whose host runs ahead of the device.
     PrefixAsync,
 }
 
 impl Policy {
-    /// Whether it reads confidences.
+    /// Whether the policy reads confidences.
     pub fn reads_confidence(self) -> bool {
         matches!(self, Self::Threshold(_) | Self::Prefix | Self::PrefixAsync)
     }
 
-    /// Whether it leaves out tokens by what confidences say, so that a run of it never sees what became of them.
+    /// Whether the policy cuts blocks by confidence, so that a run does not observe the tokens that
+    /// were cut.
     pub fn cuts(self) -> bool {
         self.reads_confidence() && self != Self::Threshold(0.0)
     }
 
-    /// Whether it must know what steps cost.
+    /// Whether the policy needs step costs.
     pub fn reads_cost(self) -> bool {
         matches!(self, Self::Prefix | Self::PrefixAsync)
     }
 }
 
-/// How the names are written.
+/// Spelling of the policies in arguments.
 const SPELT: &str = "plain, whole, fixed:K, threshold:t, prefix or prefix-async";
 
 impl FromStr for Policy {

@@ -1,5 +1,6 @@
-//! How far the survival probabilities a_k can be believed, per position of the proposal (docs/architecture.md, Reliability, golden case
-//! `confidence_metrics`): an observation is (a_k, was the prefix up to k accepted?).
+//! Reliability of the survival probabilities a_k, per position of the proposal
+//! (docs/architecture.md, Reliability, golden case `confidence_metrics`). An observation is the
+//! pair of a_k and whether the prefix up to k was accepted.
 
 use serde::{Deserialize, Serialize};
 
@@ -7,12 +8,12 @@ use crate::ScheduleError;
 use crate::bins::{self, BinSums};
 use crate::survival::{check_confidences, check_outcome, survival};
 
-/// How finely probabilities are binned.
+/// Numbers of bins of probabilities.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Binning {
-    /// Equal bins of the calibration error and of the reliability diagram.
+    /// Number of equal bins of the calibration error and of the reliability diagram.
     pub coarse: usize,
-    /// Equal bins of the AUROC; two probabilities in the same bin count as a tie.
+    /// Number of equal bins of the AUROC; two probabilities in one bin count as a tie.
     pub fine: usize,
 }
 
@@ -22,14 +23,15 @@ impl Default for Binning {
     }
 }
 
-/// Accumulates observations of many proposals; partial accumulators (of threads, of ranks) merge.
+/// Accumulates observations of many proposals. Partial accumulators of threads or ranks can be
+/// merged.
 #[derive(Debug, Clone)]
 pub struct Reliability {
     binning: Binning,
     positions: Vec<Tally>,
 }
 
-/// Everything observed at one position.
+/// Sums over the observations at one position.
 #[derive(Debug, Clone)]
 struct Tally {
     squared_error: f64,
@@ -39,15 +41,16 @@ struct Tally {
 }
 
 impl Reliability {
-    /// An empty accumulator for proposals of at most `positions` tokens, with 20 coarse and 1000 fine bins.
+    /// An empty accumulator for proposals of at most `positions` tokens, with 20 coarse and 1000
+    /// fine bins.
     pub fn new(positions: usize) -> Self {
         Self::empty(positions, Binning::default())
     }
 
-    /// [`Reliability::new`] with another binning.
+    /// [`Reliability::new`] with other bins.
     ///
     /// # Errors
-    /// A bin count is 0.
+    /// Fails if a bin count is 0.
     pub fn with_binning(positions: usize, binning: Binning) -> Result<Self, ScheduleError> {
         if binning.coarse == 0 || binning.fine == 0 {
             return Err(ScheduleError::Empty { what: "bins" });
@@ -61,12 +64,13 @@ impl Reliability {
         Self { binning, positions: vec![tally; positions] }
     }
 
-    /// Adds a proposal: its conditional confidences c_k, one per token really proposed, and how many leading tokens
-    /// verification accepted, before a stop token cuts the answer. An empty proposal observes nothing.
+    /// Adds a proposal: its conditional confidences c_k, one per proposed token, and its accepted
+    /// length. The accepted length counts the leading tokens that verification accepted, before a
+    /// stop token truncates the answer. An empty proposal adds no observation.
     ///
     /// # Errors
-    /// A confidence is no probability, the proposal has more tokens than there are positions or fewer than were
-    /// accepted; nothing is added then.
+    /// Fails, and adds nothing, if a confidence is not a probability. Also fails if the proposal
+    /// has more tokens than positions, or fewer than were accepted.
     pub fn update(&mut self, confidences: &[f64], accepted: usize) -> Result<(), ScheduleError> {
         check_outcome(accepted, confidences.len(), self.positions.len())?;
         check_confidences(confidences)?;
@@ -76,10 +80,10 @@ impl Reliability {
         Ok(())
     }
 
-    /// Adds what another accumulator observed.
+    /// Adds the observations of another accumulator.
     ///
     /// # Errors
-    /// The accumulators differ in positions or bins.
+    /// Fails if the accumulators differ in positions or bins.
     pub fn merge(&mut self, other: &Self) -> Result<(), ScheduleError> {
         let sizes = [
             ("positions", self.positions.len(), other.positions.len()),
@@ -93,19 +97,20 @@ impl Reliability {
         Ok(())
     }
 
-    /// Observations added so far, over all positions.
+    /// Number of observations so far, over all positions.
     pub fn observations(&self) -> u64 {
         self.positions.iter().flat_map(|tally| &tally.coarse).map(|bin| bin.count).sum()
     }
 
-    /// Σ a_k − Σ accepted of every coarse bin, position after position. The calibration error of a report's summary is the sum
-    /// of their sizes per observation; gaps of accumulators add where the error itself does not.
+    /// Σ a_k − Σ accepted of every coarse bin, position by position. The calibration error of a
+    /// report's summary is the sum of their absolute values per observation. Gaps of accumulators
+    /// add up, while their errors do not.
     pub fn gaps(&self) -> impl Iterator<Item = f64> + '_ {
         let bins = self.positions.iter().flat_map(|tally| &tally.coarse);
         bins.map(|bin| bin.predicted - bin.accepted as f64)
     }
 
-    /// The metrics of everything added so far.
+    /// The metrics of all observations so far.
     pub fn finish(&self) -> ReliabilityReport {
         let positions: Vec<_> = self.positions.iter().map(Tally::finish).collect();
         ReliabilityReport { summary: summarise(&positions), positions }
@@ -143,8 +148,9 @@ impl Tally {
     }
 }
 
-/// The probability that a random accepted observation ranks above a random rejected one, a tie inside a bin counting
-/// half (Mann–Whitney U over histograms of `[rejected, accepted]`); `None` unless both kinds occur.
+/// Probability that a random accepted observation ranks above a random rejected one; a tie inside a
+/// bin counts half. It is the Mann–Whitney U over histograms of `[rejected, accepted]`; `None`
+/// unless both kinds occur.
 fn auroc(fine: &[[u64; 2]]) -> Option<f64> {
     let (mut rejected, mut accepted, mut above) = (0.0, 0.0, 0.0);
     for bin in fine {
@@ -188,33 +194,33 @@ fn summarise(positions: &[PositionReliability]) -> Option<Metrics> {
     })
 }
 
-/// What [`Reliability::finish`] found.
+/// Report of [`Reliability::finish`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct ReliabilityReport {
     /// One entry per position of the proposal.
     pub positions: Vec<PositionReliability>,
-    /// The means over positions, weighted by observations; the AUROC over those positions that have one. `None`
-    /// without observations.
+    /// The means over positions, weighted by observations; the AUROC over those positions that have
+    /// one. `None` without observations.
     pub summary: Option<Metrics>,
 }
 
 /// The reliability of one position.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct PositionReliability {
-    /// Observations: proposals that reached this position.
+    /// Number of observations: proposals that reached this position.
     pub count: u64,
     /// The metrics; `None` without observations.
     pub metrics: Option<Metrics>,
-    /// The reliability diagram: the coarse bins that hold observations, ascending.
+    /// Reliability diagram: the coarse bins with observations, ascending.
     pub bins: Vec<ReliabilityBin>,
 }
 
-/// The metrics, all of them in [0, 1].
+/// Reliability metrics, all in [0, 1].
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Metrics {
     /// Expected calibration error over the coarse bins.
     pub ece: f64,
-    /// Area under the ROC curve from the fine bins; `None` where all or no prefixes were accepted.
+    /// Area under the ROC curve from the fine bins; `None` if all or no prefixes were accepted.
     pub auroc: Option<f64>,
     /// Mean of (a_k − accepted)².
     pub brier: f64,
@@ -227,11 +233,11 @@ pub struct Metrics {
 /// One bin of a reliability diagram.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct ReliabilityBin {
-    /// Its lower edge, inclusive.
+    /// Lower edge, inclusive.
     pub low: f64,
-    /// Its upper edge, exclusive but for the last bin.
+    /// Upper edge, exclusive except for the last bin.
     pub high: f64,
-    /// Observations in it.
+    /// Number of observations.
     pub count: u64,
     /// Mean of a_k.
     pub predicted_mean: f64,

@@ -1,8 +1,10 @@
-//! How many drafted tokens of each request to verify: the hardware-aware prefix scheduler (Algorithm 1; docs/architecture.md, Prefix scheduler).
+//! Hardware-aware prefix scheduler: decides how many drafted tokens of each request to verify
+//! (Algorithm 1; docs/architecture.md, Prefix scheduler).
 //!
-//! R requests with confidences c_{r,j} give survivals a_{r,j}. A batch that verifies the prefixes l_r has B = Σ_r (1 + l_r)
-//! tokens and yields τ = Σ_r (1 + Σ_{j≤l_r} a_{r,j}) tokens in expectation, at Θ = τ · SPS(B) tokens per second. Because a
-//! never rises along a request, the best prefixes of any total length are simply the largest survivals.
+//! R requests with confidences c_{r,j} have survivals a_{r,j}. A batch that verifies the prefixes
+//! l_r has B = Σ_r (1 + l_r) tokens. It yields τ = Σ_r (1 + Σ_{j≤l_r} a_{r,j}) tokens in
+//! expectation, at Θ = τ · SPS(B) tokens per second. Since a never rises along a request, the best
+//! prefixes of any total length are the largest survivals.
 
 use crate::ScheduleError;
 use crate::curve::CostCurve;
@@ -11,15 +13,15 @@ use crate::survival::{check_confidences, survival};
 /// A plan for one verification pass.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Schedule {
-    /// l_r: drafted tokens to verify per request.
+    /// Number of drafted tokens l_r to verify, per request.
     pub lengths: Vec<usize>,
-    /// B: tokens in the pass, one per request and the drafted ones.
+    /// Batch size B in tokens: one per request, and the drafted ones.
     pub batch: usize,
-    /// τ: tokens expected from the pass.
+    /// Expected number of committed tokens τ.
     pub expected_tokens: f64,
-    /// Θ: tokens expected per second.
+    /// Expected tokens per second Θ.
     pub throughput: f64,
-    /// Candidates looked at, including the one that stopped the search.
+    /// Number of candidates evaluated, including the one that stopped the search.
     pub evaluated: usize,
     /// Whether the search stopped before the candidates ran out.
     pub stopped_early: bool,
@@ -27,11 +29,13 @@ pub struct Schedule {
 
 /// Algorithm 1: admits candidates best first and stops at the first that does not raise Θ.
 ///
-/// The stop keeps decoding lossless: whether token j of a request is verified depends on nothing behind it. With
-/// a search past the first drop, c_{j+1}, which saw token j, would decide on token j (the paper's Appendix A).
+/// The stop keeps decoding lossless: whether token j of a request is verified depends on no later
+/// token. A search past the first drop would let c_{j+1}, which depends on token j, decide on token
+/// j (the paper's Appendix A).
 ///
 /// # Errors
-/// A confidence is no probability, or there are more requests than the curve has batches.
+/// Fails if a confidence is not a probability, or if there are more requests than the curve's
+/// largest batch.
 pub fn prefix_lengths<C: AsRef<[f64]>>(
     confidences: &[C],
     curve: &CostCurve,
@@ -40,8 +44,9 @@ pub fn prefix_lengths<C: AsRef<[f64]>>(
     Ok(search(confidences, Price { curve, fixed_seconds: 0.0 }, Stop::FirstDrop))
 }
 
-/// The plan of highest Θ over all prefixes of tokens that can survive (a > 0). Not lossless when applied to the very tokens whose confidences it saw: use its
-/// [`Schedule::budget`] for a later step, or as the bound that early stopping falls short of.
+/// The schedule of highest Θ over all prefixes of tokens with a > 0. It is not lossless for the
+/// tokens whose confidences it read. Use its [`Schedule::budget`] for a later step, or as an upper
+/// bound on early stopping.
 ///
 /// # Errors
 /// As [`prefix_lengths`].
@@ -53,40 +58,42 @@ pub fn global_prefix_lengths<C: AsRef<[f64]>>(
     Ok(search(confidences, Price { curve, fixed_seconds: 0.0 }, Stop::Never))
 }
 
-/// Asynchronous form: spends a budget of drafted tokens, fixed by [`Schedule::budget`] of the step before last, on the best
-/// of the current candidates. Returns l_r. Tokens of survival 0 are never verified.
+/// Asynchronous form: spends a budget of drafted tokens, set by [`Schedule::budget`] of the step
+/// before last, on the best current candidates. Returns l_r. Tokens of survival 0 are never
+/// verified.
 ///
 /// # Errors
-/// A confidence is no probability.
+/// Fails if a confidence is not a probability.
 pub fn fill<C: AsRef<[f64]>>(confidences: &[C], budget: usize) -> Result<Vec<usize>, ScheduleError> {
     confidences.iter().try_for_each(|row| check_confidences(row.as_ref()))?;
     Ok(prefixes(confidences.len(), &candidates(confidences), budget))
 }
 
 impl Schedule {
-    /// K = B − R: drafted tokens in the pass.
+    /// Number of drafted tokens in the pass: K = B − R.
     pub fn budget(&self) -> usize {
         self.batch - self.lengths.len()
     }
 }
 
-/// What a step costs.
+/// Cost of a step.
 #[derive(Clone, Copy)]
 pub(crate) struct Price<'a> {
-    /// Of the verification.
+    /// Cost of verification.
     pub curve: &'a CostCurve,
-    /// Of what is the same however much is verified, drafting above all.
+    /// Seconds that do not depend on the verified tokens, mainly for drafting.
     pub fixed_seconds: f64,
 }
 
 impl Price<'_> {
-    /// Θ of a batch that yields so many tokens.
+    /// Θ of a batch that yields `tokens` tokens.
     pub fn throughput(&self, batch: usize, tokens: f64) -> f64 {
         let rate = self.curve.steps_per_second(batch);
         tokens * rate / (1.0 + self.fixed_seconds * rate)
     }
 
-    /// Θ of a batch of a fraction of a token more than a whole number, whose time lies between those of its neighbours; 0 past the curve.
+    /// Θ of a fractional batch, with its time interpolated between the neighbouring sizes; 0 past
+    /// the curve.
     pub fn throughput_between(&self, batch: f64, tokens: f64) -> f64 {
         let (below, above) = (batch.floor(), batch.ceil());
         let [fast, slow] = [below, above].map(|batch| self.curve.steps_per_second(batch as usize));
@@ -111,20 +118,21 @@ struct Candidate {
     position: u32,
 }
 
-/// Bits of a survival's fraction that its bucket tells apart.
+/// Number of fraction bits of a survival that select its bucket.
 const FRACTION_BITS: u32 = 7;
-/// Buckets of the sort: survivals below 2⁻²⁴ share the last one.
+/// Number of buckets of the sort; survivals below 2⁻²⁴ share the last one.
 const BUCKETS: usize = (24 << FRACTION_BITS) + 1;
 
 /// The bucket of a survival in (0, 1]; larger ones come first.
 fn bucket(survival: f64) -> usize {
     const ONE: u64 = 1f64.to_bits();
-    // The bits of positive numbers are in the order of the numbers.
+    // Positive floats are ordered like their bits.
     (((ONE - survival.to_bits()) >> (52 - FRACTION_BITS)) as usize).min(BUCKETS - 1)
 }
 
-/// All drafted tokens that can survive, by descending a_{r,j}, ties by request and then by position: every prefix of this
-/// list is a set of prefixes. In time linear in the tokens, but for those that fall into one bucket.
+/// All drafted tokens with a > 0, by descending a_{r,j}, with ties by request and then by position.
+/// Every prefix of this list is a set of prefixes. The bucket sort is linear in the tokens, except
+/// within a bucket.
 fn candidates<C: AsRef<[f64]>>(confidences: &[C]) -> Vec<Candidate> {
     let mut found = Vec::with_capacity(confidences.iter().map(|row| row.as_ref().len()).sum());
     let mut starts = vec![0u32; BUCKETS + 1];
@@ -145,7 +153,7 @@ fn candidates<C: AsRef<[f64]>>(confidences: &[C]) -> Vec<Candidate> {
         sorted[*next as usize] = candidate;
         *next += 1;
     }
-    // Buckets hold few; the sort is stable and finds runs, so that ties keep the order above.
+    // Buckets are small. The sort is stable and detects runs, so ties keep their order.
     let mut begin = 0;
     for &end in &starts[..BUCKETS] {
         let (first, last) = (begin as usize, end as usize);
@@ -170,7 +178,7 @@ fn check<C: AsRef<[f64]>>(confidences: &[C], curve: &CostCurve) -> Result<(), Sc
     confidences.iter().try_for_each(|row| check_confidences(row.as_ref()))
 }
 
-/// [`fill`] of probabilities, and the budget that they themselves are worth, for a later step.
+/// The lengths of [`fill`], and the budget that these confidences are worth in a later step.
 pub(crate) fn filled_and_worth<C: AsRef<[f64]>>(
     confidences: &[C],
     budget: usize,
@@ -181,7 +189,7 @@ pub(crate) fn filled_and_worth<C: AsRef<[f64]>>(
     (prefixes(requests, &candidates, budget), worth)
 }
 
-/// l_r of the first so many candidates.
+/// Lengths l_r of the first `budget` candidates.
 fn prefixes(requests: usize, candidates: &[Candidate], budget: usize) -> Vec<usize> {
     let mut lengths = vec![0; requests];
     for candidate in candidates.iter().take(budget) {
@@ -190,13 +198,14 @@ fn prefixes(requests: usize, candidates: &[Candidate], budget: usize) -> Vec<usi
     lengths
 }
 
-/// The prefixes of probabilities; none where the curve ends before there is a token for each request.
+/// Searches the best prefixes; all empty if the curve's largest batch has fewer tokens than
+/// requests.
 pub(crate) fn search<C: AsRef<[f64]>>(confidences: &[C], price: Price, stop: Stop) -> Schedule {
     search_sorted(confidences.len(), &candidates(confidences), price, stop)
 }
 
 fn search_sorted(requests: usize, candidates: &[Candidate], price: Price, stop: Stop) -> Schedule {
-    let (mut batch, mut expected_tokens) = (requests, requests as f64); // the pass yields a token per request anyway
+    let (mut batch, mut expected_tokens) = (requests, requests as f64); // each request commits one token in any case
     let mut best = Schedule {
         lengths: vec![],
         batch,

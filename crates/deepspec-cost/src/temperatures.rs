@@ -1,41 +1,41 @@
-//! Files of temperatures: what `deepspec-eval calibrate` writes, and SGLang's STS files.
+//! Reads temperature files: the output of `deepspec-eval calibrate`, and SGLang's STS files.
 
 use std::fs;
 use std::path::Path;
 
 use serde::Deserialize;
 
-/// Temperatures of a drafter's confidence logits, position by position.
+/// Temperatures of a drafter's confidence logits, by position.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 pub struct Temperatures {
-    /// t_1, t_2, …
+    /// Temperatures t_1, t_2, …
     pub temperatures: Vec<f64>,
-    /// Whose they are, where the file says.
+    /// Drafter of the temperatures, if the file names it.
     pub drafter: Option<Calibrated>,
 }
 
-/// The drafter that temperatures were found for.
+/// The drafter that temperatures were fitted for.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 pub struct Calibrated {
-    /// Where it lay.
+    /// Folder of the drafter.
     pub path: String,
-    /// Digest of its config.
+    /// Digest of the drafter's config.
     pub config_digest: String,
-    /// Digest of its weights.
+    /// Digest of the drafter's weights.
     pub weights_digest: String,
 }
 
 impl Temperatures {
-    /// Reads a file.
+    /// Reads a temperature file.
     ///
     /// # Errors
-    /// What is wrong, with the file's name.
+    /// The problem, with the file's name.
     pub fn read(file: &Path) -> Result<Self, String> {
         let name = file.display();
         let bytes = fs::read(file)
             .map_err(|error| format!("{name}: {error}; `deepspec-eval calibrate` writes such a file"))?;
         let read: Self = serde_json::from_slice(&bytes).map_err(|error| format!("{name}: {error}"))?;
-        // The engine divides in single precision, where what is smaller would be 0.
+        // The engine divides in float32, where a smaller temperature would be 0 or subnormal.
         let unusable = |t: &f64| !(*t > 0.0 && (*t as f32).is_normal());
         match read.temperatures.iter().position(unusable) {
             Some(at) => Err(format!(
@@ -46,10 +46,11 @@ impl Temperatures {
         }
     }
 
-    /// The temperatures, if nothing says that they are another drafter's or for other blocks.
+    /// The temperatures, after a check that the file does not name another drafter or longer
+    /// blocks.
     ///
     /// # Errors
-    /// What differs, with the file's name.
+    /// The difference, with the file's name.
     pub fn for_drafter(
         self,
         file: &Path,

@@ -1,4 +1,4 @@
-//! Accelerators, and what weights are stored as on them.
+//! Accelerators, and storage formats of weights.
 
 use serde::{Deserialize, Serialize};
 
@@ -8,21 +8,21 @@ use super::{endless, wrong};
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Hardware {
-    /// Bytes per second from its memory.
+    /// Memory bandwidth in bytes per second.
     pub bandwidth: f64,
-    /// Operations per second on bfloat16.
+    /// Operations per second in bfloat16.
     pub bf16: f64,
-    /// On 8-bit floats; where there are none, as bfloat16.
+    /// Operations per second in 8-bit floats; equal to `bf16` without support.
     pub fp8: f64,
-    /// On 4-bit floats; where there are none, as 8-bit ones.
+    /// Operations per second in 4-bit floats; equal to `fp8` without support.
     pub fp4: f64,
-    /// Bytes per second to other accelerators, each way.
+    /// Bytes per second to other accelerators, in each direction.
     #[serde(default = "endless")]
     pub link: f64,
 }
 
 impl Hardware {
-    /// What is no accelerator about it: the key, what it is, and what it has to be.
+    /// The first invalid value: its key, the value, and the expected range.
     pub fn problem(&self) -> Option<String> {
         let Self { bandwidth, bf16, fp8, fp4, link } = *self;
         let rates = [("bandwidth", bandwidth), ("bf16", bf16), ("fp8", fp8), ("fp4", fp4), ("link", link)];
@@ -30,7 +30,7 @@ impl Hardware {
     }
 }
 
-/// Accelerators by name: dense peaks, memory and links as their makers state them.
+/// Accelerators by name, with dense peaks, memory bandwidth and links as the vendors state them.
 pub const HARDWARE: [(&str, Hardware); 6] = {
     const fn of(bandwidth: f64, bf16: f64, fp8: f64, fp4: f64, link: f64) -> Hardware {
         Hardware {
@@ -51,7 +51,7 @@ pub const HARDWARE: [(&str, Hardware); 6] = {
     ]
 };
 
-/// What a part's weights are stored and multiplied as.
+/// Format in which weights are stored and multiplied.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Precision {
@@ -64,7 +64,7 @@ pub enum Precision {
 }
 
 impl Precision {
-    /// Bytes of a weight.
+    /// Bytes per weight.
     pub fn bytes(self) -> f64 {
         match self {
             Self::Bf16 => 2.0,
@@ -73,7 +73,7 @@ impl Precision {
         }
     }
 
-    /// Operations per second.
+    /// Peak operations per second.
     pub fn peak(self, hardware: &Hardware) -> f64 {
         match self {
             Self::Bf16 => hardware.bf16,

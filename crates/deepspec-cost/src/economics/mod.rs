@@ -1,9 +1,11 @@
-//! What a speculated token costs on an accelerator: a roofline of each part of a layer, for dense and mixture-of-experts targets with full,
-//! grouped, latent and compressed attention. After "The economics of speculative decoding" (F. Finn, June 2026), whose published figures
+//! Roofline model of the cost of a speculated token on an accelerator, by parts of a layer. It
+//! covers dense and mixture-of-experts targets with full, grouped, latent and compressed attention.
+//! It follows "The economics of speculative decoding" (F. Finn, June 2026), whose published figures
 //! are this module's tests.
 //!
-//! A part that computes F operations on M bytes takes max(F / peak, M / bandwidth) seconds: parts do not overlap. A step verifies
-//! q = γ + 1 tokens of each of B requests behind contexts of S tokens, t = B·q tokens in all.
+//! A part with F operations on M bytes takes max(F / peak, M / bandwidth) seconds, and parts do not
+//! overlap. A step verifies q = γ + 1 tokens for each of B requests at contexts of S tokens, t =
+//! B·q tokens in all.
 
 mod hardware;
 mod parts;
@@ -15,41 +17,42 @@ pub use parts::{
     Attention, FeedForward, Work, expanding_pays_from, experts_touched, experts_touched_by_another,
 };
 
-/// A target, one kind of layer after the other.
+/// A target, as a list of kinds of layers.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Target {
     /// Kinds of layers.
     pub layers: Vec<Layer>,
-    /// Weights of the output head; 0 leaves it out.
+    /// Weights of the LM head; 0 leaves it out.
     #[serde(default)]
     pub head: f64,
-    /// What the head is stored as.
+    /// Storage format of the LM head.
     #[serde(default = "bf16")]
     pub head_precision: Precision,
-    /// Width of the states that are sent between accelerators.
+    /// Width of the hidden states that are sent between accelerators.
     #[serde(default)]
     pub hidden: f64,
-    /// Accelerators over which experts are spread, and over which requests are divided for everything else.
+    /// Number of accelerators that the experts are spread over. All other work is data-parallel
+    /// over requests.
     #[serde(default = "one")]
     pub expert_parallel: f64,
 }
 
-/// Layers that are alike.
+/// Layers of equal shape.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Layer {
-    /// How many.
+    /// Number of layers.
     pub count: f64,
     /// Weights of the projections around attention.
     pub projections: f64,
-    /// What they are stored as.
+    /// Storage format of the projections.
     pub projection_precision: Precision,
-    /// What attention does.
+    /// Attention of the layers.
     pub attention: Attention,
-    /// The feed-forward part.
+    /// Feed-forward part of the layers.
     pub feed_forward: FeedForward,
-    /// What its weights are stored as.
+    /// Storage format of the feed-forward weights.
     pub feed_forward_precision: Precision,
 }
 
@@ -57,41 +60,41 @@ fn bf16() -> Precision {
     Precision::Bf16
 }
 
-/// What drafting costs.
+/// Cost of drafting.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Draft {
-    /// So much of a plain step for each drafted token, as drafters cost that run once per token.
+    /// Cost per drafted token as a share of a plain step, for drafters that run once per token.
     PerToken(f64),
-    /// Weights that are read once for a whole block, as a parallel backbone's are.
+    /// Weights that are read once per block, for parallel drafters.
     PerBlock {
-        /// Weights.
+        /// Number of weights.
         weights: f64,
-        /// What they are stored as.
+        /// Storage format of the weights.
         precision: Precision,
     },
-    /// A drafter of which the layers are known, by its own roofline, attention to the context included.
+    /// A drafter with known layers, by its own roofline, including attention to the context.
     Model {
-        /// Its layers and head.
+        /// Layers and head of the drafter.
         model: Target,
-        /// Whether a whole block goes through it at once, or one token after the other.
+        /// Whether a whole block runs through the drafter at once, or one token after the other.
         at_once: bool,
     },
 }
 
-/// A place of the map.
+/// A point of the map.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Load {
-    /// B.
+    /// Number of requests B.
     pub requests: f64,
-    /// S.
+    /// Context length S in tokens.
     pub context: f64,
-    /// α.
+    /// Acceptance probability α.
     pub acceptance: f64,
 }
 
 impl Target {
-    /// Seconds of a step that verifies q tokens of each of B requests behind S tokens.
+    /// Seconds of a step that verifies q tokens for each of B requests at a context of S tokens.
     pub fn step_seconds(&self, hardware: &Hardware, requests: f64, queries: f64, context: f64) -> f64 {
         let tokens = requests * queries;
         let share = 1.0 / self.expert_parallel;
@@ -104,7 +107,8 @@ impl Target {
             let attended = layer.attention.work(queries, context).seconds(hardware.bf16, hardware.bandwidth);
             let fed = layer.feed_forward.work_of_one(tokens, experts.bytes(), self.expert_parallel);
             let sent = match layer.feed_forward {
-                // Out to the experts and back, 16 bits each; what stays is not sent.
+                // Hidden states go to the experts and back in 16 bits; those for local experts are
+                // not sent.
                 FeedForward::Experts { active, .. } => {
                     2.0 * 2.0 * tokens * share * active * self.hidden * (1.0 - share) / hardware.link
                 }
@@ -132,7 +136,7 @@ impl Target {
         drafted: f64,
         context: f64,
     ) -> f64 {
-        // Every accelerator drafts for its own requests.
+        // Every accelerator drafts for its own share of the requests.
         let own = requests / self.expert_parallel;
         match draft {
             _ if drafted == 0.0 => 0.0,
@@ -149,7 +153,8 @@ impl Target {
         }
     }
 
-    /// Throughput with blocks of γ tokens, each accepted with probability α given those before, over that of plain decoding.
+    /// Throughput over that of plain decoding, with blocks of γ tokens that are each accepted with
+    /// probability α given the earlier ones.
     pub fn speed_up(&self, hardware: &Hardware, draft: &Draft, load: Load, drafted: f64) -> f64 {
         let plain = self.step_seconds(hardware, load.requests, 1.0, load.context);
         let verified = self.step_seconds(hardware, load.requests, drafted + 1.0, load.context);
@@ -157,22 +162,22 @@ impl Target {
         committed(load.acceptance, drafted) * plain / (verified + drafting)
     }
 
-    /// The number of drafted tokens, 0 to `most`, that is fastest, and its speed-up.
+    /// The number of drafted tokens from 0 to `most` with the highest throughput, and its speed-up.
     pub fn best_length(&self, hardware: &Hardware, draft: &Draft, load: Load, most: u32) -> (u32, f64) {
         let all =
             (0..=most).map(|drafted| (drafted, self.speed_up(hardware, draft, load, f64::from(drafted))));
         all.fold((0, 1.0), |best, of| if of.1 > best.1 { of } else { best })
     }
 
-    /// Time that one more verified token per request adds, over that request's share of a plain step: 0 where it is free, 1 where it costs
-    /// as much as a token of plain decoding.
+    /// Time of one more verified token per request, over that request's share of a plain step. It
+    /// is 0 for a free token, and 1 for one as expensive as a token of plain decoding.
     pub fn marginal(&self, hardware: &Hardware, load: Load, queries: f64) -> f64 {
         let of = |queries| self.step_seconds(hardware, load.requests, queries, load.context);
         (of(queries + 1.0) - of(queries)) / of(1.0)
     }
 }
 
-/// N(α, γ) = (1 − α^{γ+1}) / (1 − α): tokens that a cycle commits.
+/// Mean number of tokens that a cycle commits: N(α, γ) = (1 − α^{γ+1}) / (1 − α).
 pub fn committed(acceptance: f64, drafted: f64) -> f64 {
     if acceptance >= 1.0 {
         return drafted + 1.0;
@@ -181,7 +186,7 @@ pub fn committed(acceptance: f64, drafted: f64) -> f64 {
 }
 
 impl Target {
-    /// What is no target about it: the key, what it is, and what it has to be.
+    /// The first invalid value: its key, the value, and the expected range.
     pub fn problem(&self) -> Option<String> {
         if self.layers.is_empty() {
             return Some("`layers` is empty; describe one kind of layer at least".into());

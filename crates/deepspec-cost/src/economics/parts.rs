@@ -1,15 +1,15 @@
-//! What the parts of a layer compute and read: attention and the feed-forward part.
+//! Operations and memory traffic of the parts of a layer: attention and feed-forward.
 
 use serde::{Deserialize, Serialize};
 
 use super::{at_least_0, endless, one, positive, wrong};
 
-/// What attention of some queries of one request computes and reads.
+/// Operations and bytes of a part of a layer.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Work {
-    /// Operations.
+    /// Number of operations.
     pub operations: f64,
-    /// Bytes.
+    /// Number of bytes.
     pub bytes: f64,
 }
 
@@ -19,7 +19,7 @@ impl Work {
         self.operations / self.bytes
     }
 
-    /// Seconds at so many operations and bytes per second, whichever takes longer.
+    /// Seconds at `peak` operations and `bandwidth` bytes per second, whichever takes longer.
     pub(super) fn seconds(self, peak: f64, bandwidth: f64) -> f64 {
         (self.operations / peak).max(self.bytes / bandwidth)
     }
@@ -29,49 +29,51 @@ impl Work {
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "snake_case", deny_unknown_fields)]
 pub enum Attention {
-    /// Every group of query heads shares a key and a value head.
+    /// Grouped-query attention: each group of query heads shares a key and a value head.
     Grouped {
-        /// n_h.
+        /// Number of query heads n_h.
         heads: f64,
-        /// Key and value heads.
+        /// Number of key and value heads.
         kv_heads: f64,
         /// Width of a head.
         head_dim: f64,
-        /// Bytes of a stored number.
+        /// Bytes per value of the KV cache.
         kv_bytes: f64,
-        /// Tokens that a query sees at most.
+        /// Maximum number of tokens that a query attends to.
         #[serde(default = "endless")]
         window: f64,
     },
-    /// Queries attend to one latent vector per token, shared by all heads (MLA, in its absorbed form).
+    /// Multi-head latent attention (MLA) in its absorbed form: all heads share one latent vector
+    /// per token.
     Latent {
-        /// n_h.
+        /// Number of query heads n_h.
         heads: f64,
-        /// d_c.
+        /// Width d_c of the latent vector.
         latent: f64,
-        /// d_r, the part with positions.
+        /// Width d_r of the rotary part.
         rope: f64,
-        /// b_kv.
+        /// Bytes b_kv per value of the KV cache.
         kv_bytes: f64,
-        /// b_q.
+        /// Bytes b_q per value of a query.
         query_bytes: f64,
-        /// Tokens that one stored vector stands for: 128 in heavily compressed layers.
+        /// Number of tokens per stored vector: 128 in heavily compressed layers.
         #[serde(default = "one")]
         compression: f64,
-        /// Stored vectors that an indexer picks for each query at most; it reads the keys of all of them first.
+        /// Maximum number of stored vectors that an indexer selects for each query, after it has
+        /// read the keys of all.
         #[serde(default = "endless")]
         top: f64,
-        /// Width of an indexer's key, one byte each; 0 where there is no indexer.
+        /// Width of an indexer key, one byte per value; 0 without an indexer.
         #[serde(default)]
         index: f64,
-        /// Heads of its queries.
+        /// Number of indexer query heads.
         #[serde(default)]
         index_heads: f64,
     },
 }
 
 impl Attention {
-    /// Of T queries behind S tokens.
+    /// Work of T queries at a context of S tokens.
     pub fn work(&self, queries: f64, context: f64) -> Work {
         match *self {
             Self::Grouped { heads, kv_heads, head_dim, kv_bytes, window } => {
@@ -95,7 +97,7 @@ impl Attention {
             } => {
                 let stored = context / compression;
                 let (operations, bytes) = (2.0 * heads * (2.0 * latent + rope), (latent + rope) * kv_bytes);
-                // Queries of one request pick much the same vectors, so that those are read once.
+                // The queries of one request select nearly equal vectors, so each is read once.
                 Work {
                     operations: operations * queries * stored.min(top)
                         + 2.0 * index_heads * index * queries * stored,
@@ -107,7 +109,7 @@ impl Attention {
         }
     }
 
-    /// What is wrong about it, if anything is.
+    /// The first invalid value, if there is one.
     pub(super) fn problem(&self) -> Option<String> {
         let (needed, allowed, limit) = match *self {
             Self::Grouped { heads, kv_heads, head_dim, kv_bytes, window } => (
@@ -152,45 +154,46 @@ impl Attention {
     }
 }
 
-/// Queries of one request from which on it is cheaper to expand latent vectors into keys and values of every head than to attend to the
-/// vectors themselves; `nope` and `value` are the widths of a head's key without positions and of its value.
+/// Number of queries per request above which expanding latent vectors into keys and values of every
+/// head is cheaper than absorbed attention. `nope` and `value` are the widths of a head's
+/// non-rotary key and of its value.
 pub fn expanding_pays_from(latent: f64, nope: f64, value: f64) -> f64 {
-    // Widths with positions cancel: 2·d_c + d_r against nope + d_r + value.
+    // The rotary widths cancel: 2·d_c + d_r against nope + d_r + value.
     latent * (nope + value) / (2.0 * latent - nope - value)
 }
 
-/// The feed-forward part of a layer.
+/// Feed-forward part of a layer.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "snake_case", deny_unknown_fields)]
 pub enum FeedForward {
-    /// One for all tokens.
+    /// One MLP for all tokens.
     Dense {
-        /// Weights.
+        /// Number of weights.
         weights: f64,
     },
-    /// Each token goes to some experts.
+    /// Mixture of experts: each token is routed to some of them.
     Experts {
         /// Weights of one expert.
         weights: f64,
-        /// E.
+        /// Number of experts E.
         experts: f64,
-        /// k, of which each token takes so many.
+        /// Number of experts k that each token is routed to.
         active: f64,
-        /// Experts that every token takes.
+        /// Number of shared experts that every token uses.
         #[serde(default)]
         shared: f64,
     },
 }
 
-/// A(B) = E (1 − (1 − k/E)^B): experts that B tokens touch, were each to choose by itself.
+/// A(B) = E (1 − (1 − k/E)^B): number of experts that B independently routed tokens activate.
 pub fn experts_touched(experts: f64, active: f64, tokens: f64) -> f64 {
     experts * (1.0 - (1.0 - active / experts).powf(tokens))
 }
 
-/// A'(B): experts that one more token touches.
+/// A'(B): number of experts that one more token activates.
 pub fn experts_touched_by_another(experts: f64, active: f64, tokens: f64) -> f64 {
     let untouched = 1.0 - active / experts;
-    // Each token touches all of them: the first one has left none.
+    // With k = E, the first token has already activated all experts.
     if untouched <= 0.0 {
         return 0.0;
     }
@@ -198,13 +201,14 @@ pub fn experts_touched_by_another(experts: f64, active: f64, tokens: f64) -> f64
 }
 
 impl FeedForward {
-    /// Of so many tokens, with weights of so many bytes each.
+    /// Work of `tokens` tokens, with `bytes` per weight.
     pub fn work(&self, tokens: f64, bytes: f64) -> Work {
         self.work_of_one(tokens, bytes, 1.0)
     }
 
-    /// Of one of so many accelerators that divide the tokens among them, and the experts but for the shared ones: it reads all other weights
-    /// for its share of the tokens, and of the experts those of its own that any token touches.
+    /// Work of one of `devices` accelerators that share the tokens and the routed experts. It
+    /// computes its share of the tokens. It reads the dense or shared weights, and those of its own
+    /// experts that any token activates.
     pub fn work_of_one(&self, tokens: f64, bytes: f64, devices: f64) -> Work {
         let own = tokens / devices;
         match *self {
@@ -216,8 +220,8 @@ impl FeedForward {
         }
     }
 
-    /// B·A'(B) / (A(B) + shared): how much of a token's share in the cost of a batch the next one adds while weights are what takes time.
-    /// 0 for a dense part, whose weights are read already.
+    /// B·A'(B) / (A(B) + shared): cost of the next token relative to the mean cost per token, while
+    /// reading weights dominates. It is 0 for a dense part, whose weights are read anyway.
     pub fn marginal(&self, tokens: f64) -> f64 {
         match *self {
             Self::Dense { .. } => 0.0,
@@ -228,7 +232,7 @@ impl FeedForward {
         }
     }
 
-    /// What is wrong about it, if anything is.
+    /// The first invalid value, if there is one.
     pub(super) fn problem(&self) -> Option<String> {
         match *self {
             Self::Dense { weights } => wrong(&[("weights", weights)], positive, "a positive number"),

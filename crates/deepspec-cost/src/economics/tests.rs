@@ -1,4 +1,4 @@
-//! The figures that the article publishes.
+//! Checks the model against the figures of the article.
 
 use super::*;
 
@@ -7,7 +7,7 @@ fn b200() -> Hardware {
     HARDWARE[0].1
 }
 
-/// DeepSeek-V4-Flash's attention as the article has it.
+/// DeepSeek-V4-Flash's attention with the article's values.
 fn latent(compression: f64) -> Attention {
     Attention::Latent {
         heads: 64.0,
@@ -22,7 +22,7 @@ fn latent(compression: f64) -> Attention {
     }
 }
 
-/// A layer of the article's charts: what it charges attention's queries for is left out there.
+/// A layer of the article's charts, which leave out the bytes of attention's queries.
 fn article() -> Target {
     Target {
         layers: vec![Layer {
@@ -50,7 +50,7 @@ fn article() -> Target {
     }
 }
 
-/// The least whole number from which on this holds.
+/// The smallest whole number for which `holds` is true.
 fn from_where(holds: impl Fn(f64) -> bool) -> f64 {
     (1..10_000_000).map(f64::from).find(|&at| holds(at)).unwrap()
 }
@@ -80,7 +80,7 @@ fn intensities_of_latent_attention_are_the_published_ones() {
 #[test]
 fn crossovers_of_attention_are_the_published_ones() {
     let ridge = b200().bf16 / b200().bandwidth;
-    // Where operations take as long as reading a long context does: T = m_c · 281 / f.
+    // T = m_c · 281 / f, where operations take as long as reading a long context.
     let at = (1..1000).map(|i| f64::from(i) / 100.0).find(|&t| latent(1.0).work(t, 1e12).intensity() > ridge);
     assert!((at.unwrap() - 1.16).abs() < 0.015, "{at:?}");
     let heavily = from_where(|context| latent(128.0).work(2.0, context).intensity() > ridge);
@@ -88,7 +88,7 @@ fn crossovers_of_attention_are_the_published_ones() {
     let work = latent(1.0).work(1.0, 1.0);
     assert_eq!((work.operations, work.bytes), (139_264.0, 576.0 + 73_728.0));
     assert_eq!(expanding_pays_from(512.0, 128.0, 128.0).round(), 171.0, "published: past about 170");
-    // An indexer with 64 heads, before any vector is picked.
+    // An indexer with 64 heads, without the selected vectors.
     let indexer = Attention::Latent {
         heads: 0.0,
         latent: 512.0,
@@ -101,7 +101,7 @@ fn crossovers_of_attention_are_the_published_ones() {
         index_heads: 64.0,
     };
     assert_eq!(indexer.work(3.0, 1e5).intensity(), 3.0 * 128.0);
-    // Seventy billion parameters of Llama 3: eight query heads to a key head.
+    // Llama 3 70B: eight query heads per key head.
     let grouped = Attention::Grouped {
         heads: 64.0,
         kv_heads: 8.0,
@@ -122,7 +122,7 @@ fn experts_are_touched_as_published() {
     assert!((layer.marginal(1.0) - 0.85).abs() < 0.005, "{}", layer.marginal(1.0));
     assert_eq!(FeedForward::Dense { weights: 1.0 }.marginal(9.0), 0.0);
     assert!((experts_touched(experts, active, 1.0) - active).abs() < 1e-9);
-    // E/k tokens touch all but a share 1/e of the experts.
+    // E/k tokens activate all but a share 1/e of the experts.
     let untouched = 1.0 - experts_touched(experts, active, experts / active) / experts;
     assert!((untouched - (-1f64).exp()).abs() < 0.01, "{untouched}");
     let slope = |tokens: f64| {
@@ -150,7 +150,8 @@ fn knees_of_the_feed_forward_part_are_the_published_ones() {
     assert_eq!(from_where(|tokens| dense.work(tokens, 1.0).intensity() > fp8), 282.0, "published: about 281");
 }
 
-/// The article prints no best lengths; that few requests speculate, some do not, and many do again it says in words.
+/// The article prints no best lengths. It says that few requests speculate, some do not, and many
+/// do again.
 #[test]
 fn the_best_length_has_a_gutter_between_few_and_many_requests() {
     let best = |requests: f64| {
@@ -188,7 +189,7 @@ fn what_is_free_is_taken_and_what_is_not_costs() {
 
 #[test]
 fn accelerators_divide_tokens_and_experts_and_read_all_other_weights() {
-    // Numbers at which every part takes a second an operation, or a byte.
+    // Every part takes one second per operation, or per byte.
     let slow = |operations: f64, bandwidth: f64| Hardware {
         bandwidth,
         bf16: operations,
@@ -220,25 +221,28 @@ fn accelerators_divide_tokens_and_experts_and_read_all_other_weights() {
     };
     let seconds = |target: &Target, hardware: &Hardware| target.step_seconds(hardware, 16.0, 1.0, 10.0);
     let [computing, reading] = [slow(1.0, f64::INFINITY), slow(f64::INFINITY, 1.0)];
-    // Of 16 tokens 4 are an accelerator's own: projections, attention to 10 tokens, its experts' and the head's operations.
+    // Each accelerator has 4 of 16 tokens: their projections, attention to 10 tokens, experts and
+    // head.
     let own = 4.0 * (2.0 * 3.0 + 4.0 * 10.0 + 2.0 * 3.0 * 5.0 + 2.0 * 7.0);
     assert!((seconds(&of(experts, 4.0), &computing) - own).abs() < 1e-9);
     let dense = FeedForward::Dense { weights: 5.0 };
     let own = 4.0 * (2.0 * 3.0 + 4.0 * 10.0 + 2.0 * 5.0 + 2.0 * 7.0);
     assert!((seconds(&of(dense, 4.0), &computing) - own).abs() < 1e-9, "dense layers too");
-    // Its quarter of the experts that 16 tokens touch, the shared one, and everything else whole.
+    // It reads a quarter of the experts that 16 tokens activate, the shared expert, and all other
+    // weights.
     let history = 4.0 * (2.0 * 10.0 + 4.0);
     let read = 3.0 + history + 5.0 * (experts_touched(8.0, 2.0, 16.0) / 4.0 + 1.0) + 7.0;
     assert!((seconds(&of(experts, 4.0), &reading) - read).abs() < 1e-9);
     assert!((seconds(&of(dense, 4.0), &reading) - (3.0 + history + 5.0 + 7.0)).abs() < 1e-9);
-    // Two of an own token's experts are asked, three quarters of them elsewhere: 11 values of 16 bits out and back.
+    // Each token goes to two experts, three quarters of them on other accelerators: 11 values of 16
+    // bits, out and back.
     let linked = Target { hidden: 11.0, ..of(experts, 4.0) };
     let hardware = Hardware { link: 2.0, ..computing };
     let sent = seconds(&linked, &hardware) - seconds(&of(experts, 4.0), &hardware);
     assert!((sent - 2.0 * 4.0 * 2.0 * (2.0 * 11.0) * 0.75 / 2.0).abs() < 1e-9, "{sent}");
     let dense_linked = Target { hidden: 11.0, ..of(dense, 4.0) };
     assert_eq!(seconds(&dense_linked, &hardware), seconds(&of(dense, 4.0), &hardware), "nothing to send");
-    // It drafts for its own requests, with a drafter that is whole everywhere.
+    // Each accelerator drafts for its own requests with a whole copy of the drafter.
     let drafting = |draft: &Draft| of(experts, 4.0).draft_seconds(&computing, draft, 16.0, 2.0, 10.0);
     let block = Draft::PerBlock { weights: 9.0, precision: Precision::Fp8 };
     assert_eq!(drafting(&block), 2.0 * 9.0 * 4.0 * 2.0);
@@ -256,7 +260,8 @@ fn windows_and_indexers_bound_what_is_read() {
     let read = |window| grouped(window).work(3.0, 100.0);
     assert_eq!(read(10.0).operations, 4.0 * 4.0 * 8.0 * 3.0 * 10.0);
     assert_eq!(read(1000.0).bytes - read(10.0).bytes, 2.0 * 2.0 * 8.0 * 2.0 * 90.0, "queries cost the same");
-    // 100 tokens are stored as 50 vectors, of which the indexer, which reads the keys of all, picks 20 per query.
+    // 100 tokens are stored as 50 vectors. The indexer reads the keys of all and selects 20 per
+    // query.
     let picked = |top| Attention::Latent {
         heads: 4.0,
         latent: 6.0,

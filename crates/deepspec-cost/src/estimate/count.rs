@@ -1,62 +1,63 @@
-//! What the stages do, counted of a target and a drafter.
+//! Counts the work of the pipeline's stages from the sizes of target and drafter.
 //!
-//! P tokens of a prompt, A of its answer, C sequences that are decoded at once, τ accepted length.
+//! Symbols: P prompt tokens, A answer tokens, C sequences decoded at once, τ accepted length.
 
 use crate::estimate::Work;
 
-/// The sizes of a decoder model that decide what its passes take.
+/// Sizes of a decoder model that determine the work of its passes.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ModelSize {
-    /// All weights.
+    /// Number of all weights.
     pub weights: f64,
-    /// Weights of the embedding: rows of the vocabulary by the hidden size.
+    /// Weights of the embedding: vocabulary size times hidden size.
     pub embedding: f64,
-    /// Whether the head is the embedding.
+    /// Whether the LM head is tied to the embedding.
     pub is_tied: bool,
-    /// The attention of each layer.
+    /// Attention of each layer.
     pub layers: Vec<AttentionSize>,
 }
 
-/// The sizes of a layer's attention.
+/// Sizes of a layer's attention.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AttentionSize {
-    /// Query heads.
+    /// Number of query heads.
     pub query_heads: usize,
-    /// Key and value heads.
+    /// Number of key and value heads.
     pub key_value_heads: usize,
-    /// Values of a head.
+    /// Width of a head.
     pub head_dim: usize,
-    /// Tokens that a token sees, itself included; None for all before it.
+    /// Size of the sliding window, including the token itself; None for full attention.
     pub window: Option<usize>,
 }
 
-/// What is asked of a model that decodes.
+/// Requests to a model that decodes.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct DecodeLoad {
-    /// Prompts.
+    /// Number of prompts.
     pub rows: f64,
-    /// P.
+    /// Prompt tokens P of each.
     pub prompt: f64,
-    /// A.
+    /// Answer tokens A of each.
     pub answer: f64,
-    /// C.
+    /// Number of sequences C decoded at once.
     pub concurrency: f64,
-    /// Bytes of a weight, and of a value of keys and values.
+    /// Bytes per weight, and per value of the KV cache.
     pub value_bytes: f64,
 }
 
-/// What drafting a block takes.
+/// Sizes of a drafter that determine the work of drafting.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Drafting {
-    /// γ, drafted tokens.
+    /// Number of drafted tokens γ.
     pub length: f64,
-    /// Whether a whole block goes through the drafter at once, or one token after the other.
+    /// Whether a whole block runs through the drafter at once, or one token after the other.
     pub at_once: bool,
-    /// Weights that a drafted token goes through, embedding and head left out.
+    /// Weights that a drafted token runs through, without embedding and LM head.
     pub weights: f64,
 }
 
-/// The target answers prompts, a token a step. Prompts are taken in along with steps.
+/// Work of the target answering prompts by plain decoding. Prompts are prefilled within decoding
+/// steps.
 pub fn decoded(target: &ModelSize, asked: DecodeLoad) -> Work {
     let DecodeLoad { rows, prompt, answer, concurrency, value_bytes } = asked;
     let head = head_operations(target);
@@ -70,7 +71,8 @@ pub fn decoded(target: &ModelSize, asked: DecodeLoad) -> Work {
     }
 }
 
-/// The target runs over sequences in so many passes, and makes no logits: for each length how many sequences have so many tokens.
+/// Work of capturing hidden states in `passes` passes without logits; `lengths` has (number of
+/// sequences, tokens of each).
 pub fn captured(
     target: &ModelSize,
     lengths: impl IntoIterator<Item = (f64, f64)>,
@@ -85,7 +87,8 @@ pub fn captured(
     }
 }
 
-/// Target and drafter answer prompts together; every cycle verifies γ + 1 tokens and commits τ.
+/// Work of speculative decoding by target and drafter: every cycle verifies γ + 1 tokens and
+/// commits τ.
 pub fn judged(target: &ModelSize, drafting: Drafting, asked: DecodeLoad, accepted_length: f64) -> Work {
     let DecodeLoad { rows, prompt, answer, concurrency, value_bytes } = asked;
     let Drafting { length, weights, at_once } = drafting;
@@ -104,28 +107,28 @@ pub fn judged(target: &ModelSize, drafting: Drafting, asked: DecodeLoad, accepte
     }
 }
 
-/// Of a forward over T tokens behind others, without logits.
+/// Operations of a forward over T tokens after `before` others, without logits.
 fn operations(target: &ModelSize, tokens: f64, before: f64) -> f64 {
     let ends = if target.is_tied { 1.0 } else { 2.0 };
     let layers = target.weights - ends * target.embedding;
     let attended = target.layers.iter().map(|layer| {
-        // Scores, and the sum of values by them.
+        // Attention scores, and their weighted sum of values.
         2.0 * 2.0 * (layer.query_heads * layer.head_dim) as f64 * seen(tokens, before, layer.window)
     });
     2.0 * layers * tokens + attended.sum::<f64>()
 }
 
-/// Weights that a pass reads: of an embedding that is no head only some rows.
+/// Weights that a pass reads. An untied embedding is not read as a whole.
 fn read_weights(target: &ModelSize) -> f64 {
     target.weights - if target.is_tied { 0.0 } else { target.embedding }
 }
 
-/// Of a token's logits.
+/// Operations of a token's logits.
 fn head_operations(target: &ModelSize) -> f64 {
     2.0 * target.embedding
 }
 
-/// Keys and values that T tokens behind others read, all together.
+/// KV cache values that T tokens after `before` others read, in total.
 fn history(target: &ModelSize, tokens: f64, before: f64) -> f64 {
     let of = |layer: &AttentionSize| {
         2.0 * (layer.key_value_heads * layer.head_dim) as f64 * seen(tokens, before, layer.window)
@@ -133,7 +136,7 @@ fn history(target: &ModelSize, tokens: f64, before: f64) -> f64 {
     target.layers.iter().map(of).sum()
 }
 
-/// Tokens that T tokens behind others see, themselves included, all together.
+/// Number of tokens that T tokens after `before` others attend to, including themselves, in total.
 fn seen(tokens: f64, before: f64, window: Option<usize>) -> f64 {
     let growing = |tokens: f64| tokens * before + tokens * (tokens + 1.0) / 2.0;
     match window.map(|window| window as f64) {
@@ -149,7 +152,8 @@ fn seen(tokens: f64, before: f64, window: Option<usize>) -> f64 {
 mod tests {
     use super::*;
 
-    /// Hidden size 2560, 36 layers of 32 query and 8 key-value heads of 128 with an MLP of 9728, tied.
+    /// Hidden size 2560, 36 layers of 32 query and 8 key-value heads of 128 with an MLP of 9728,
+    /// tied.
     fn qwen3_4b() -> ModelSize {
         let (hidden, layers, vocab) = (2560.0, 36, 151_936.0);
         let attention = 2.0 * hidden * 4096.0 + 2.0 * hidden * 1024.0 + 2.0 * 128.0;
@@ -165,10 +169,11 @@ mod tests {
 
     #[test]
     fn a_forward_is_two_operations_a_weight_and_what_attention_adds() {
-        // 3.63 billion weights in the layers of Qwen3-4B.
+        // The layers of Qwen3-4B have 3.63 billion weights.
         let one = operations(&qwen3_4b(), 1.0, 0.0);
         assert!((one / 2.0 / 3.633e9 - 1.0).abs() < 0.01, "{one:e}");
-        // A token behind 4,096 others attends in 36 layers with 32 heads of 128: 4·36·4,096 operations each.
+        // A token after 4,096 others attends in 36 layers with 32 heads of 128: 4·36·4,096
+        // operations per token.
         let behind = operations(&qwen3_4b(), 1.0, 4096.0) - one;
         assert_eq!(behind, 4.0 * 36.0 * 4096.0 * 4096.0);
     }
@@ -206,7 +211,7 @@ mod tests {
         assert_eq!(captured.operations, 2.0 * all + operations(&target, 100.0, 0.0));
         assert_eq!((captured.passes, captured.bytes), (5.0, 10.0 * target.weights));
         assert!((work.operations / (10.0 * (all + 201.0 * head_operations(&target))) - 1.0).abs() < 1e-12);
-        // Every step reads all weights; 36 layers keep 2 · 8 · 128 values of a token.
+        // Every step reads all weights, and 36 layers cache 2 · 8 · 128 values per token.
         let history = 10.0 * 36.0 * 2048.0 * (200.0 * 100.0 + 200.0 * 201.0 / 2.0) * 2.0;
         assert!((work.bytes / (400.0 * 2.0 * target.weights + history) - 1.0).abs() < 1e-12);
     }
@@ -219,11 +224,11 @@ mod tests {
         let [slow, fast] = [1.0, 4.0].map(|length| judged(&target, drafting, asked, length));
         assert_eq!((slow.passes, fast.passes), (100.0, 25.0));
         assert!(slow.operations > 3.5 * fast.operations);
-        // A drafter that runs once a token is read as often, with the head.
+        // A sequential drafter is read once per token, including the head.
         let in_turn = judged(&target, Drafting { at_once: false, ..drafting }, asked, 4.0);
         let again = 6.0 * 25.0 * (6e8 + 151_936.0 * 2560.0) * 2.0;
         assert!(((in_turn.bytes - fast.bytes) / again - 1.0).abs() < 1e-9);
-        // Eight tokens verified for each that is kept, at least.
+        // At least eight tokens are verified for each committed one.
         assert!(slow.operations > 8.0 * decoded(&target, asked).operations * 0.9);
     }
 }

@@ -1,29 +1,29 @@
-//! What can be wrong about files that say what was measured.
+//! Errors of reading measurement files and accelerators.
 
 use std::path::PathBuf;
 
 use deepspec_core::atomic::FileError;
 
-/// Why a file tells nothing.
+/// Reasons why a file cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum ScaleError {
-    /// It cannot be read.
+    /// The file cannot be read.
     #[error(transparent)]
     File(#[from] FileError),
-    /// It holds something else.
+    /// The file has other contents than expected.
     #[error("{}: {problem}", path.display())]
     Content {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// What was found, and what was expected.
+        /// The contents found and expected.
         problem: String,
     },
-    /// No accelerator of this name, and no such file.
+    /// Neither an accelerator nor a file has this name.
     #[error("--hardware {name}: no such file, and none of {known}")]
     Hardware {
-        /// What was asked for.
+        /// The requested name.
         name: String,
-        /// What there is.
+        /// The known accelerators.
         known: String,
     },
 }

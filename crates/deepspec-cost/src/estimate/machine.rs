@@ -1,4 +1,4 @@
-//! The devices that a pipeline runs on.
+//! Speed of the devices that a pipeline runs on.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -9,50 +9,52 @@ use serde::Serialize;
 
 use crate::estimate::{Fit, Measured, Rates, ScaleError, Stage};
 
-/// Share of an accelerator's peak that passes over whole sequences reach where nothing was measured: 43.5 % was published of a rival's
-/// trainer and as much of its capture of states (SpecForge, H200, August 2026).
+/// Share of an accelerator's peak that passes over whole sequences reach without measurements.
+/// Published figures are 43.5 % for SpecForge's trainer, and as much for its capture of hidden
+/// states (H200, August 2026).
 const SEQUENCES: f64 = 0.43;
-/// The same of decoding, of peak and of bandwidth: an assumption.
+/// Share of peak and bandwidth that decoding reaches without measurements: an assumption.
 const DECODING: f64 = 0.5;
 
-/// One device, and the way from it to others.
+/// One device, and its link to other devices.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Machine {
-    /// What it is called.
+    /// Name of the device.
     pub name: String,
-    /// How fast it is at each stage, and how that is known.
+    /// Rates of each stage, and their source.
     rates: BTreeMap<Stage, (Rates, Basis)>,
-    /// To other devices.
+    /// Link to other devices.
     pub link: Link,
 }
 
-/// How rates are known.
+/// Source of rates.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Basis {
-    /// A share of what the makers state.
+    /// A share of the vendor's figures.
     Stated {
-        /// Of the peak and of the bandwidth.
+        /// Share of peak and bandwidth.
         share: f64,
     },
-    /// Told from measurements.
+    /// Fitted to measurements.
     Measured {
-        /// How many.
+        /// Number of measurements.
         count: usize,
-        /// The furthest that a time told by them is off a measured one, as a share of it.
+        /// Largest relative error of a fitted time.
         worst: f64,
     },
 }
 
-/// How tensors are summed over devices.
+/// Link over which gradients are all-reduced.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Link {
-    /// Bytes per second that a device sends while it receives as many.
+    /// Bytes per second in each direction, both at once.
     pub bytes_per_second: f64,
 }
 
 impl Link {
-    /// Seconds of summing so many bytes over n devices that stand in a ring: each sends 2 (n − 1) / n of them (Patarasuk & Yuan 2009).
+    /// Seconds of a ring all-reduce of `bytes` over n devices: each sends 2 (n − 1) / n of them
+    /// (Patarasuk & Yuan 2009).
     pub fn reduce_seconds(&self, bytes: f64, devices: usize) -> f64 {
         let devices = devices as f64;
         2.0 * (devices - 1.0) / devices * bytes / self.bytes_per_second
@@ -60,7 +62,7 @@ impl Link {
 }
 
 impl Machine {
-    /// An accelerator as its makers state it, at shares that were published or are assumed.
+    /// An accelerator with the vendor's figures, at published or assumed shares.
     pub fn stated(name: &str, hardware: &Hardware) -> Self {
         let rates = Stage::ALL.map(|stage| {
             let share = match stage {
@@ -72,7 +74,8 @@ impl Machine {
         Self { name: name.into(), rates: rates.into(), link: Link { bytes_per_second: hardware.link } }
     }
 
-    /// The accelerator of this name or file, if one is meant, with the rates of what was measured in these files, which `read` reads.
+    /// The accelerator `hardware`, if given, with rates fitted to the measurements that `read`
+    /// reads from the files `measured`.
     ///
     /// # Errors
     /// As [`read_hardware`] and `read`.
@@ -92,12 +95,12 @@ impl Machine {
         Ok(machine.measured(&found))
     }
 
-    /// A device of which nothing is stated.
+    /// A device without known rates.
     pub fn unknown(name: &str) -> Self {
         Self { name: name.into(), rates: BTreeMap::new(), link: Link { bytes_per_second: f64::INFINITY } }
     }
 
-    /// With the rates of the stages that were measured in place of stated ones.
+    /// Replaces the rates of the measured stages by fitted ones.
     #[must_use]
     pub fn measured(mut self, measured: &[Measured]) -> Self {
         for stage in Stage::ALL {
@@ -111,16 +114,16 @@ impl Machine {
         self
     }
 
-    /// How fast it is at a stage, and how that is known; none where it is not.
+    /// Rates of a stage and their source; None if unknown.
     pub fn rates(&self, stage: Stage) -> Option<(Rates, Basis)> {
         self.rates.get(&stage).copied()
     }
 }
 
-/// The accelerator of this name, or the one that a YAML file describes.
+/// The accelerator of this name, or the one described by a YAML file.
 ///
 /// # Errors
-/// There is neither, or the file describes none; the message names `--hardware`.
+/// Fails if neither exists, or if the file is invalid; the message names `--hardware`.
 pub fn read_hardware(name: &str) -> Result<Hardware, ScaleError> {
     if let Some((_, known)) = HARDWARE.iter().find(|(known, _)| *known == name) {
         return Ok(*known);

@@ -1,4 +1,4 @@
-//! What programs said that they did, and how long it took.
+//! Reads work and time from the outputs of earlier runs.
 
 use std::path::Path;
 
@@ -9,15 +9,15 @@ use serde_json::Value;
 
 use crate::estimate::{DecodeLoad, Drafting, ModelSize, ScaleError, Stage, Work, decoded, judged};
 
-/// Work that was done by one device, and how long that took.
+/// Work of one device, and its measured time.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Measured {
-    /// Of which stage.
+    /// Stage of the work.
     pub stage: Stage,
-    /// What was done.
+    /// Amount of work.
     pub work: Work,
-    /// Seconds.
+    /// Measured seconds.
     pub seconds: f64,
 }
 
@@ -30,7 +30,7 @@ impl Measured {
     }
 }
 
-/// The report that `regenerate` keeps beside its output.
+/// Report of `regenerate`, beside its output.
 #[derive(Deserialize)]
 struct Regenerated {
     rows_answered: f64,
@@ -61,11 +61,12 @@ struct Timing {
     wall_s: f64,
 }
 
-/// Reads what `deepspec-train --bench --json`, `cache plan --measure --json`, `regenerate` (its `*.report.json`) and `deepspec-eval run`
-/// (`results.json`) wrote. Answers and evaluations are those of this target; evaluations are left aside where there is no drafter.
+/// Reads the output of `deepspec-train --bench --json`, `cache plan --measure --json`, `regenerate`
+/// (its `*.report.json`) or `deepspec-eval run` (`results.json`). Answers and evaluations count as
+/// work of `target`. Evaluations are ignored without `drafting`.
 ///
 /// # Errors
-/// The file cannot be read, or is none of these, or says what nothing can have taken.
+/// Fails if the file cannot be read, has none of these formats, or has impossible values.
 pub fn read_measured(
     path: &Path,
     target: &ModelSize,
@@ -116,7 +117,7 @@ pub fn read_measured(
 
 fn answered(run: &Regenerated, target: &ModelSize, value_bytes: f64) -> Measured {
     let Regenerated { rows_answered: rows, prompt_tokens, completion_tokens, concurrency, seconds } = *run;
-    // No more sequences are decoded at once than there are.
+    // No more sequences are decoded at once than there are rows.
     let concurrency = concurrency.min(rows).max(1.0);
     let asked = DecodeLoad {
         rows,
@@ -182,7 +183,7 @@ mod tests {
     fn reports_of_regenerate_are_answers() {
         let run = json!({"rows_answered": 10, "prompt_tokens": 300, "completion_tokens": 500, "concurrency": 32, "seconds": 2.5});
         let found = read(&json!({"this_run": run})).unwrap();
-        // Ten sequences of 50 tokens at once, though 32 were allowed.
+        // Ten sequences of 50 tokens at once, although 32 are allowed.
         let asked =
             DecodeLoad { rows: 10.0, prompt: 30.0, answer: 50.0, concurrency: 10.0, value_bytes: 4.0 };
         assert_eq!(
@@ -203,7 +204,7 @@ mod tests {
             "suites": [suite, suite]});
         let found = read(&results).unwrap();
         assert_eq!(found.len(), 2);
-        // Four answers of 31 tokens, 3 a cycle, two at once.
+        // Four answers of 31 tokens at 3 tokens per cycle, two at once.
         assert!((found[0].work.passes - 4.0 * 31.0 / 3.0 / 2.0).abs() < 1e-9, "{found:?}");
         assert_eq!((found[0].stage, found[0].seconds), (Stage::Evaluation, 3.0));
         results["settings"]["schedule"] = json!("fixed:2");

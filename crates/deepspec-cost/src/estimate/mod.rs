@@ -1,9 +1,11 @@
-//! How long the stages from prompts to a judged drafter take on so many devices, what they cost, and what they write.
+//! Estimates time, cost and disk space of the stages from prompts to an evaluated drafter, on a
+//! number of devices.
 //!
-//! A stage is [`Work`]: operations, bytes and passes, counted of the architectures that take part (`count.rs`). A device does work at
-//! [`Rates`]: seconds of an operation, of a byte and of a pass, which add up. Rates are told from what was measured ([`Rates::fit`]);
-//! where nothing was, they are shares of what an accelerator's makers state ([`Machine::stated`]). A [`Pipeline`] is the work of all
-//! stages, and [`Pipeline::on`] says what it takes on a number of devices. Nothing here runs a model.
+//! A stage is [`Work`]: operations, bytes and passes, counted from the model architectures
+//! (`count.rs`). A device has [`Rates`]: seconds per operation, per byte and per pass, which add
+//! up. Rates are fitted to measurements ([`Rates::fit`]), or else are shares of the vendor's
+//! figures ([`Machine::stated`]). A [`Pipeline`] is the work of all stages, and [`Pipeline::on`]
+//! estimates its time on a number of devices. Nothing here runs a model.
 
 mod count;
 mod error;

@@ -1,81 +1,81 @@
-//! All stages, and what they take on a number of devices.
+//! Work of all stages, and their time on a number of devices.
 
 use serde::Serialize;
 
 use crate::estimate::{Machine, Stage, Work};
 
-/// What the stages do on a number of devices; but for training, what one of them does.
+/// Work of the stages. Except for training, it is the work of one device.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Pipeline {
-    /// The target answers its share of the prompts.
+    /// Work of the target answering its share of the prompts.
     pub answers: Work,
-    /// Its states are captured: once for a cache, in every epoch where they are not kept.
+    /// Work of capturing hidden states: once for a cache, or in every epoch without one.
     pub states: Work,
-    /// The drafter learns.
+    /// Training of the drafter.
     pub training: Training,
-    /// It is judged.
+    /// Work of evaluating the drafter.
     pub evaluation: Work,
-    /// What is written.
+    /// Bytes written to disk.
     pub bytes: Bytes,
 }
 
-/// Optimiser steps.
+/// Work of training.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Training {
-    /// How many.
+    /// Number of optimiser steps.
     pub steps: f64,
-    /// Samples of all devices in each.
+    /// Number of samples per step, over all devices.
     pub samples_per_step: usize,
-    /// Samples of a forward, at most.
+    /// Maximum number of samples per forward.
     pub samples_per_forward: usize,
-    /// Forward and backward over one sample.
+    /// Work of forward and backward over one sample.
     pub sample: Work,
-    /// What a device does to its weights at the end of a step.
+    /// Work of the optimiser update on each device.
     pub update: Work,
-    /// Bytes of gradients, which are summed over the devices in every step.
+    /// Bytes of gradients that are all-reduced in every step.
     pub gradients: f64,
-    /// Bytes of states that a sample is read with.
+    /// Bytes of hidden states that are read per sample.
     pub read: f64,
 }
 
 /// Bytes on disk.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Bytes {
-    /// The cache of states; 0 where there is none.
+    /// Size of the cache of hidden states; 0 without one.
     pub states: f64,
-    /// A checkpoint, with all that resuming takes.
+    /// Size of a checkpoint, including the state for resuming.
     pub checkpoint: f64,
 }
 
-/// What the stages take.
+/// Estimated times of the stages.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Estimate {
-    /// On so many devices.
+    /// Number of devices.
     pub devices: usize,
-    /// Seconds of each stage of which something is known, in their order.
+    /// Seconds of each stage with known rates, in order.
     pub stages: Vec<(Stage, f64)>,
-    /// Seconds of a training step; none where nothing is known.
+    /// Seconds of a training step; None without known rates.
     pub step_seconds: Option<f64>,
-    /// Seconds of it that summing gradients takes, behind everything else.
+    /// Seconds of the all-reduce in a training step, which does not overlap with other work.
     pub reduce_seconds: f64,
-    /// Bytes per second of states that all devices read while they train.
+    /// Bytes of hidden states that all devices read per second of training.
     pub read_per_second: Option<f64>,
 }
 
 impl Estimate {
-    /// Seconds of all stages that are known.
+    /// Seconds of all stages with known rates.
     pub fn seconds(&self) -> f64 {
         self.stages.iter().map(|(_, seconds)| seconds).sum()
     }
 
-    /// Hours of all devices.
+    /// Device hours: hours times devices.
     pub fn device_hours(&self) -> f64 {
         self.seconds() * self.devices as f64 / 3600.0
     }
 }
 
 impl Training {
-    /// What a device does in a step when n of them share it.
+    /// Work of one device in a training step that n devices share, without the update.
     pub fn of_device(&self, devices: usize) -> Work {
         let samples = self.samples_per_step.div_ceil(devices);
         let forwards = samples.div_ceil(self.samples_per_forward);
@@ -84,8 +84,8 @@ impl Training {
 }
 
 impl Pipeline {
-    /// What it takes on the n devices that it was counted for: samples are divided among them, and gradients summed behind the last
-    /// backward.
+    /// Estimates the times on the n devices that the work was counted for. Samples are divided
+    /// among the devices, and gradients are all-reduced after the last backward.
     pub fn on(&self, machine: &Machine, devices: usize) -> Estimate {
         let Training { steps, gradients, update, read, samples_per_step, .. } = self.training;
         let reduce_seconds = machine.link.reduce_seconds(gradients, devices);
@@ -149,7 +149,7 @@ mod tests {
     #[test]
     fn more_devices_do_less_each_but_sum_more() {
         let steps = [1, 2, 4].map(|devices| pipeline().on(&machine(), devices));
-        // 8 samples at half a second, 4 forwards at a tenth, an update of one second.
+        // 8 samples at half a second, 4 forwards at a tenth, and an update of one second.
         let expected = [4.0 + 0.4 + 1.0, 2.0 + 0.2 + 1.0 + 2.0, 1.0 + 0.1 + 1.0 + 3.0];
         for (estimate, expected) in steps.iter().zip(expected) {
             assert!((estimate.step_seconds.unwrap() - expected).abs() < 1e-6, "{estimate:?}");

@@ -1,4 +1,4 @@
-//! How fast a device works.
+//! Speed of a device, in seconds per unit of work.
 
 use crate::economics::Hardware;
 use crate::least_squares::non_negative;
@@ -6,32 +6,33 @@ use serde::{Deserialize, Serialize};
 
 use crate::estimate::{Measured, Work};
 
-/// Bytes that an update of AdamW moves for each weight: gradient, master and two moments are read, the last three and a narrow weight
-/// written.
+/// Bytes that an AdamW update moves per weight. It reads the gradient, the master weight and two
+/// moments; it writes the last three and a narrow weight.
 pub const UPDATE_BYTES: f64 = 30.0;
 
-/// Seconds of a unit of each part of some work, which add up: operations and memory do not overlap.
+/// Seconds per unit of each part of the work. The parts add up: operations and memory traffic do
+/// not overlap.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Rates {
-    /// Of an operation.
+    /// Seconds per operation.
     pub per_operation: f64,
-    /// Of a byte.
+    /// Seconds per byte.
     pub per_byte: f64,
-    /// Of a pass.
+    /// Seconds per pass.
     pub per_pass: f64,
 }
 
-/// Rates, and how well they describe what they were told from.
+/// Fitted rates and their error.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Fit {
     /// The rates.
     pub rates: Rates,
-    /// The furthest that a time told by them is off a measured one, as a share of it.
+    /// Largest relative error of a fitted time.
     pub worst: f64,
 }
 
 impl Rates {
-    /// So much of the peaks that an accelerator's makers state, in bfloat16; passes cost nothing.
+    /// Rates at a share of the vendor's bfloat16 peak and bandwidth; passes cost nothing.
     pub fn share_of(hardware: &Hardware, share: f64) -> Self {
         Self {
             per_operation: 1.0 / (hardware.bf16 * share),
@@ -40,13 +41,13 @@ impl Rates {
         }
     }
 
-    /// Seconds of some work.
+    /// Seconds of the work.
     pub fn seconds(&self, work: Work) -> f64 {
         self.per_operation * work.operations + self.per_byte * work.bytes + self.per_pass * work.passes
     }
 
-    /// The rates by which measured work takes what it took: least squares of relative errors, none negative. What fewer measurements than
-    /// parts cannot tell apart counts as operations, as far as there are any.
+    /// Fits rates to measurements: non-negative least squares of relative errors. If there are too
+    /// few measurements to separate the parts, the time is attributed to operations first.
     pub fn fit<'m>(measured: impl IntoIterator<Item = &'m Measured> + Clone) -> Fit {
         let all = || measured.clone().into_iter();
         let rows: Vec<[f64; 3]> = all().map(|one| one.work.parts().map(|part| part / one.seconds)).collect();

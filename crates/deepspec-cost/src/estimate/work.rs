@@ -1,26 +1,26 @@
-//! What is to be done.
+//! Stages of a pipeline, and amounts of work.
 
 use std::fmt;
 use std::ops::{Add, Mul};
 
 use serde::{Deserialize, Serialize};
 
-/// A stage from prompts to a judged drafter.
+/// A stage of the pipeline from prompts to an evaluated drafter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Stage {
     /// The target answers the prompts (`regenerate`).
     Answers,
-    /// Its states are captured (`cache build`, or beside training).
+    /// The target's hidden states are captured (`cache build`, or during training).
     States,
-    /// The drafter learns from them (`deepspec-train`).
+    /// The drafter is trained on the hidden states (`deepspec-train`).
     Training,
-    /// Its accepted length is measured (`deepspec-eval run`).
+    /// The drafter's accepted length is measured (`deepspec-eval run`).
     Evaluation,
 }
 
 impl Stage {
-    /// In the order in which they run.
+    /// All stages in the order in which they run.
     pub const ALL: [Self; 4] = [Self::Answers, Self::States, Self::Training, Self::Evaluation];
 }
 
@@ -35,28 +35,29 @@ impl fmt::Display for Stage {
     }
 }
 
-/// Something that devices do.
+/// An amount of work.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Work {
-    /// Floating-point operations: two per multiplication of the products that the architectures ask for, masked attention not counted.
+    /// Floating-point operations: two per multiply-add of the architectures' matrix products,
+    /// without masked attention.
     #[serde(default)]
     pub operations: f64,
-    /// Bytes that memory gives or takes.
+    /// Bytes read from or written to memory.
     #[serde(default)]
     pub bytes: f64,
-    /// Times that all layers are gone through: forwards, micro-batches, steps of decoding.
+    /// Number of passes through all layers: forwards, micro-batches, or decoding steps.
     #[serde(default)]
     pub passes: f64,
 }
 
 impl Work {
-    /// Operations, bytes, passes.
+    /// The parts: operations, bytes, passes.
     pub(crate) fn parts(self) -> [f64; 3] {
         [self.operations, self.bytes, self.passes]
     }
 
-    /// What is no work about it: the key, what it is, and what it has to be.
+    /// The first invalid value: its key, the value, and the expected range.
     pub fn problem(&self) -> Option<String> {
         let named = [("operations", self.operations), ("bytes", self.bytes), ("passes", self.passes)];
         if let Some((key, value)) = named.iter().find(|(_, value)| !(value.is_finite() && *value >= 0.0)) {
