@@ -135,7 +135,8 @@ fn windowed(json: &Value, attention: Attention) -> Option<(f64, Attention)> {
     let window = json.get("sliding_window").and_then(Value::as_f64)?;
     let count = match json.get("layer_types").and_then(Value::as_array) {
         Some(kinds) => kinds.iter().filter(|kind| kind.as_str() == Some("sliding_attention")).count(),
-        // All of Mistral's layers have the window; Qwen2's have it only if the config says so.
+        // All layers have the window, as in Mistral, unless `use_sliding_window` is false, as in
+        // Qwen2.
         None if json.get("use_sliding_window").and_then(Value::as_bool) == Some(false) => 0,
         None => usize::MAX,
     };

@@ -72,7 +72,7 @@ impl Journal {
         let appender = Appender::open(&own)?;
         let (mut earlier, mut begun) = (HashMap::new(), false);
         for file in &files {
-            begun = read(file, run, &mut earlier)?; // our own is the last
+            begun = read(file, run, &mut earlier)?; // this process's own journal is the last
         }
         // The header is written with the first answer, so that a run that fails earlier leaves no
         // journal.

@@ -77,7 +77,7 @@ pub struct Score {
 pub struct Rise {
     /// The rise.
     pub overlap: f64,
-    /// Its standard error over the parts of the answers (jackknife).
+    /// Standard error of the rise over the parts of the answers (jackknife).
     pub error: f64,
 }
 
