@@ -1,6 +1,7 @@
-//! The folder of downloads, laid out as the Python tools lay it out, so that they and this project share it:
-//! `models--owner--name/{blobs/ETAG, refs/REVISION, snapshots/COMMIT/PATH -> blob}` and locks beside them. Our own
-//! addition is `.deepspec/COMMIT.json`, which the others pass over: the paths of all files of a commit, fetched or not.
+//! The cache of downloads, in the layout of the Python `huggingface_hub`, so both can share it:
+//! `models--owner--name/{blobs/ETAG, refs/REVISION, snapshots/COMMIT/PATH -> blob}`, with lock
+//! files beside it. This project adds `.deepspec/COMMIT.json`, which the Python tools ignore: the
+//! paths of all files of a commit, downloaded or not.
 
 use std::fs::{self, File};
 use std::io;
@@ -12,7 +13,7 @@ use deepspec_core::atomic::{self, FileError};
 use crate::Repo;
 use crate::repo::is_path;
 
-/// The part of the cache that belongs to one repository.
+/// The cache of one repository.
 pub struct RepoCache {
     names: hf_hub::CacheRepo,
     folder: PathBuf,
@@ -26,17 +27,18 @@ impl RepoCache {
         Self { names, folder: cache.join(&name), locks: cache.join(".locks").join(name) }
     }
 
-    /// The content with that tag.
+    /// Path of the blob with that ETag.
     pub fn blob(&self, etag: &str) -> PathBuf {
         self.names.blob_path(etag)
     }
 
-    /// The files of a commit.
+    /// Folder of the files of a commit.
     pub fn snapshot(&self, commit: &str) -> PathBuf {
         self.names.pointer_path(commit)
     }
 
-    /// The commit that a revision stood for when it was last asked for.
+    /// The commit of a revision when the hub last answered; None if the cache has no snapshot of
+    /// that commit.
     pub fn commit(&self, revision: &str) -> Option<String> {
         let named = fs::read_to_string(self.folder.join("refs").join(revision)).ok();
         let commit = named.map(|text| text.trim().to_string()).filter(|commit| is_path(commit));
@@ -44,7 +46,7 @@ impl RepoCache {
         self.snapshot(&commit).is_dir().then_some(commit)
     }
 
-    /// Notes which commit a revision stands for.
+    /// Records which commit a revision points to.
     pub fn note(&self, revision: &str, commit: &str) -> Result<(), FileError> {
         let path = self.folder.join("refs").join(revision);
         if revision == commit || fs::read_to_string(&path).is_ok_and(|text| text == commit) {
@@ -56,7 +58,7 @@ impl RepoCache {
         write().map_err(FileError::at("writing", &path))
     }
 
-    /// Paths of the files that are here of a commit, sorted.
+    /// Paths of the cached files of a commit, sorted.
     pub fn files(&self, commit: &str) -> Result<Vec<String>, FileError> {
         let (top, mut found) = (self.snapshot(commit), vec![]);
         walk(&top, &top, &mut found).map_err(FileError::at("reading", &top))?;
@@ -64,7 +66,7 @@ impl RepoCache {
         Ok(found)
     }
 
-    /// Notes which files a commit has, so that it can be told later whether all that belong together are here.
+    /// Records which files a commit has, so that a later run can detect missing ones.
     pub fn note_files(&self, commit: &str, files: &[String]) -> Result<(), FileError> {
         if self.all_files(commit).is_some_and(|known| known == files) {
             return Ok(());
@@ -79,7 +81,7 @@ impl RepoCache {
         write().map_err(FileError::at("writing", &path))
     }
 
-    /// Paths of all files of a commit, sorted, if they were noted.
+    /// Paths of all files of a commit, sorted, if they were recorded.
     pub fn all_files(&self, commit: &str) -> Option<Vec<String>> {
         serde_json::from_slice(&fs::read(self.list(commit)).ok()?).ok()
     }
@@ -88,7 +90,8 @@ impl RepoCache {
         self.folder.join(".deepspec").join(format!("{commit}.json"))
     }
 
-    /// Keeps other processes, the Python tools among them, from the content with that tag until it is dropped.
+    /// Locks the blob with that ETag against other processes, the Python tools included, until the
+    /// returned file is dropped.
     pub fn lock(&self, etag: &str) -> Result<File, FileError> {
         let path = self.locks.join(format!("{etag}.lock"));
         create_parent(&path)?;
@@ -100,7 +103,7 @@ impl RepoCache {
                     tracing::info!("another process is fetching the same file; waiting for it");
                     file.lock()?;
                 }
-                // Where a file system has no locks, content is still checked before it is kept.
+                // Without file locks, each process still checks the content before keeping it.
                 Err(fs::TryLockError::Error(error)) if error.kind() == io::ErrorKind::Unsupported => {
                     tracing::debug!("{}: no locks here", path.display());
                 }
@@ -111,7 +114,7 @@ impl RepoCache {
         open().map_err(FileError::at("locking", &path))
     }
 
-    /// Makes the content with that tag appear as `file` of the commit.
+    /// Links `file` of the commit to the blob with that ETag.
     pub fn publish(&self, etag: &str, commit: &str, file: &str) -> Result<PathBuf, FileError> {
         let (blob, pointer) = (self.blob(etag), self.snapshot(commit).join(file));
         create_parent(&pointer)?;
@@ -122,7 +125,7 @@ impl RepoCache {
         let link = || -> io::Result<()> {
             match symlink(&to, &aside) {
                 Ok(()) => fs::rename(&aside, &pointer),
-                // A file system without links holds the content itself.
+                // Without symbolic links, the blob itself moves into the snapshot.
                 Err(_) => fs::rename(&blob, &pointer),
             }
         };
@@ -131,7 +134,7 @@ impl RepoCache {
     }
 }
 
-/// A name in `folder` that no other writer uses, for what is renamed into place.
+/// A unique temporary path in `folder` for a file that is renamed into place.
 fn aside(folder: &Path) -> PathBuf {
     static COUNT: AtomicU64 = AtomicU64::new(0);
     let count = COUNT.fetch_add(1, Ordering::Relaxed);
@@ -156,7 +159,7 @@ pub fn create_parent(path: &Path) -> Result<(), FileError> {
 fn walk(top: &Path, dir: &Path, found: &mut Vec<String>) -> io::Result<()> {
     for entry in fs::read_dir(dir)? {
         let path = entry?.path();
-        // Follows links: a dangling one is content that was deleted.
+        // Follows links. A dangling link means that its blob was deleted.
         match fs::metadata(&path) {
             Ok(kind) if kind.is_dir() => walk(top, &path, found)?,
             Ok(_) => {

@@ -1,4 +1,4 @@
-//! Requests to the hub: who asks, how long is waited, and what an answer that is no success means.
+//! HTTP requests to the hub: authentication, retries, and errors by status code.
 
 use std::thread;
 use std::time::Duration;
@@ -11,50 +11,50 @@ use crate::settings::RetryPolicy;
 use crate::tls::trusted;
 use crate::{HubError, HubOptions, Repo};
 
-/// Most redirects followed within the hub for one address.
+/// Most redirects followed for one address.
 const REDIRECTS: usize = 5;
 
-/// Most requests made where nobody answers at all.
+/// Most attempts while the server has never answered.
 const ATTEMPTS_TO_REACH: u32 = 2;
 
-/// What a request is for: it decides what a refusal means.
+/// The file or repository that a request asks for, which error messages name.
 pub struct Wanted<'a> {
     /// The repository.
     pub repo: &'a Repo,
-    /// A file of it, or its description.
+    /// A file of the repository; None for the repository's description.
     pub file: Option<&'a str>,
-    /// Files that the repository has, as far as known.
+    /// Known files of the repository, for error messages.
     pub known: &'a [String],
 }
 
 impl Wanted<'_> {
-    /// In words, for messages.
+    /// Its name in messages.
     pub fn name(&self) -> String {
         self.file.map_or_else(|| self.repo.to_string(), |file| format!("{} of {}", file, self.repo))
     }
 }
 
-/// Why there is no usable answer yet.
+/// Why a request failed.
 pub enum Failure {
-    /// Asking again would not help.
+    /// A retry would not help.
     Final(HubError),
-    /// It may pass.
+    /// A retry may help.
     TransientError(TransientError),
 }
 
-/// A failure that may pass.
+/// A failure that a retry may fix.
 pub enum TransientError {
-    /// Nobody answered.
+    /// The server did not answer.
     Unreachable(String),
-    /// The answer broke off, or was not what was asked for.
+    /// The response ended early, or was not the requested content.
     Broken(String),
-    /// A status that says so.
+    /// A status of a temporary failure: 408 or 5xx.
     Server(StatusCode),
-    /// Too many requests, and the pause that the server asks for.
+    /// HTTP 429, with the pause from `Retry-After`.
     RateLimited(Option<Duration>),
 }
 
-/// Asks the hub.
+/// The HTTP client of the hub.
 pub struct Client {
     agent: Agent,
     token: Option<String>,
@@ -73,19 +73,19 @@ impl Client {
             .timeout_per_read(Some(patience.silence))
             .tls_config(trusted())
             .user_agent(concat!("deepspec/", env!("CARGO_PKG_VERSION")))
-            // Sizes and ranges count the bytes of the file itself.
+            // Without compression, sizes and ranges count the bytes of the file itself.
             .accept_encoding("identity")
             .build();
         let (token, endpoint) = (settings.token.clone(), settings.endpoint.clone());
         Self { agent: config.into(), token, endpoint, patience }
     }
 
-    /// The address of a path under the hub's.
+    /// The hub's URL of a path.
     pub fn url(&self, path: &str) -> String {
         format!("{}/{}", self.endpoint, encoded(path))
     }
 
-    /// One GET that follows redirects, from byte `start`.
+    /// One GET from byte `start`, following redirects.
     pub fn get(&self, wanted: &Wanted, url: &str, start: u64) -> Result<Response<Body>, Failure> {
         let mut request = self.agent.get(url);
         if start > 0 {
@@ -97,7 +97,8 @@ impl Client {
         self.checked(wanted, url, request.call())
     }
 
-    /// One HEAD that follows redirects only within the hub: those that lead elsewhere hide the hub's own headers.
+    /// One HEAD that follows redirects within the hub only. A response from another server would
+    /// lack the hub's own headers.
     pub fn head(&self, wanted: &Wanted, url: &str) -> Result<Response<Body>, Failure> {
         let mut at = url.to_string();
         for _ in 0..REDIRECTS {
@@ -143,7 +144,7 @@ impl Client {
         })
     }
 
-    /// What a status from 400 to 499 means; the hub says more in a header.
+    /// The error for a status from 400 to 499; the hub's headers give details.
     fn refusal(&self, wanted: &Wanted, url: &str, status: StatusCode, headers: &HeaderMap) -> HubError {
         let header = |name: &str| headers.get(name).and_then(|value| value.to_str().ok()).unwrap_or_default();
         let (code, message) = (header("x-error-code"), header("x-error-message"));
@@ -156,7 +157,8 @@ impl Client {
             ("GatedRepo", status) => HubError::Gated { what, url, status, page, token },
             ("RevisionNotFound", _) => HubError::NoRevision { repo },
             ("RepoNotFound", status) => HubError::NoRepository { repo, url, status, token },
-            // The hub does not tell strangers what it hides: a repository that is not there answers 401 too.
+            // Without a token, the hub answers 401 for missing repositories too, so as not to
+            // reveal private ones.
             (_, 401) if !token => HubError::NoRepository { repo, url, status: 401, token },
             (_, 401) => HubError::Unauthorized { what, url, said, token },
             (_, 403) => HubError::Forbidden { what, url, said, page, token },
@@ -173,7 +175,7 @@ impl Client {
         }
     }
 
-    /// Repeats `attempt` while its failures may pass, with pauses between.
+    /// Repeats `attempt` with pauses until it succeeds or fails for good.
     pub fn patiently<T>(
         &self,
         wanted: &Wanted,
@@ -193,11 +195,11 @@ impl Client {
         }
     }
 
-    /// Sleeps before the request after `tried` failures in a row; a server that was `reached` before is waited for
-    /// longer than one that never answered.
+    /// Sleeps before the next request, after `tried` failures in a row. A server that was `reached`
+    /// before gets more attempts than one that never answered.
     ///
     /// # Errors
-    /// If enough has been tried, or the server asks for a longer pause than is borne.
+    /// If no attempts are left, or the server asks for a pause longer than the policy allows.
     pub fn wait(
         &self,
         wanted: &Wanted,
@@ -241,12 +243,13 @@ impl Client {
     }
 }
 
-/// An error about an answer that no hub gives.
+/// An error for a response that no hub would give.
 pub fn unexpected(wanted: &Wanted, url: &str, found: &str, expected: &'static str) -> HubError {
     HubError::Unexpected { what: wanted.name(), url: url.into(), found: found.into(), expected }
 }
 
-/// Where a redirect leads if it stays within the server that gave it, and as well protected: the token goes along.
+/// The target of a redirect within the same server that does not fall back from HTTPS to HTTP. None
+/// for others, because the client sends its token along.
 fn redirect(from: &str, status: StatusCode, headers: &HeaderMap) -> Option<String> {
     if !status.is_redirection() {
         return None;
@@ -263,13 +266,13 @@ fn redirect(from: &str, status: StatusCode, headers: &HeaderMap) -> Option<Strin
     }
 }
 
-/// `Retry-After` in seconds; a date is rare there and met by the usual pause.
+/// `Retry-After` in seconds. A date, which is rare, falls back to the usual backoff.
 fn pause_asked_for(headers: &HeaderMap) -> Option<Duration> {
     let text = headers.get(header::RETRY_AFTER)?.to_str().ok()?;
     text.trim().parse().ok().map(Duration::from_secs)
 }
 
-/// A path with everything but plain characters and slashes percent-encoded; what is encoded already stays.
+/// Percent-encodes a path, except for unreserved characters, slashes and existing percent signs.
 fn encoded(path: &str) -> String {
     let mut text = String::with_capacity(path.len());
     for byte in path.bytes() {

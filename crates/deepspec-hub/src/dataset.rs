@@ -7,18 +7,19 @@ use crate::hub::Listing;
 use crate::layout::{Config, layout, shard};
 use crate::{Hub, HubError, Repo};
 
-/// The file that describes a repository.
+/// The dataset card.
 const CARD: &str = "README.md";
 
 impl Hub {
-    /// The data files of a dataset's configuration and split, in order: parquet where there is any, else JSON lines, else JSON.
+    /// Local paths of the data files of a dataset's configuration and split, in order. Parquet is
+    /// preferred to JSON lines, JSON lines to JSON.
     ///
-    /// With no configuration named it is the only one or the dataset's default; with no split named it is the only one
-    /// or `train`.
+    /// Without `config`, the only configuration or the dataset's default is used; without `split`,
+    /// the only split or `train`.
     ///
     /// # Errors
-    /// As [`Hub::fetch`]; a configuration or split that is not there or cannot be told is answered with those there
-    /// are, and a cache that lacks files of the split, as far as it can be told, with those.
+    /// As [`Hub::fetch`], and if the configuration or split is unknown or ambiguous, or if
+    /// the cache is used and lacks files of the split.
     pub fn dataset(
         &self,
         repo: &Repo,
@@ -115,7 +116,8 @@ fn choose_split<'a>(
     Ok((&chosen.0, &chosen.1))
 }
 
-/// Checks that all files of a numbered set are listed, which a cache that was filled in part does not ensure.
+/// Checks that the list has every shard of a `split-00000-of-00002` set. A partly filled cache may
+/// lack some.
 fn complete(repo: &Repo, files: &[String]) -> Result<(), HubError> {
     let Some((split, _, total)) = files.first().and_then(|file| shard(file)) else { return Ok(()) };
     let numbers: Vec<usize> =

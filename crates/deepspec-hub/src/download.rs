@@ -1,5 +1,5 @@
-//! One file from the hub into the cache: broken-off transfers are continued, also those of an earlier process, and
-//! content appears only when it is whole.
+//! Downloads one file from the hub into the cache. Interrupted transfers resume, also in a later
+//! process. A file appears in the snapshot only when it is complete.
 
 use std::fs::{self, File};
 use std::io::{self, Read, Write};
@@ -15,12 +15,12 @@ use crate::cache::{RepoCache, create_parent};
 use crate::client::{Client, Failure, TransientError, Wanted, unexpected};
 use crate::{HubError, Repo};
 
-/// Bytes read before they are written.
+/// Bytes per read and write.
 const CHUNK: usize = 1 << 18;
 
-/// What the hub says about a file before it is sent.
+/// Metadata of a file from a HEAD request.
 struct Metadata {
-    /// Names the content: its SHA-256 where it is large, else git's number for it.
+    /// ETag of the content: the SHA-256 of a large file, else its git hash.
     etag: String,
     size: Option<u64>,
 }
@@ -32,20 +32,20 @@ impl Metadata {
     }
 }
 
-/// One file of a repository at a commit, on its way into the cache.
+/// The download of one file of a repository at a commit.
 pub struct Download<'a> {
     pub client: &'a Client,
     pub cache: &'a RepoCache,
     pub repo: &'a Repo,
     pub commit: &'a str,
     pub file: &'a str,
-    /// All files of the repository.
+    /// Known files of the repository, for error messages.
     pub known: &'a [String],
     pub verbosity: Verbosity,
 }
 
 impl Download<'_> {
-    /// Fetches what is missing and returns the file's place in the snapshot.
+    /// Downloads the file unless its blob is cached, and returns its path in the snapshot.
     pub fn run(&self) -> Result<PathBuf, HubError> {
         let wanted = self.wanted();
         let repo = self.repo.named(self.commit);
@@ -79,7 +79,8 @@ impl Download<'_> {
         HubError::Disk { what: self.wanted().name(), source }
     }
 
-    /// Fills `part` until it is whole and right.
+    /// Downloads until `part` is complete and its SHA-256, if known, matches. A mismatch is retried
+    /// once from the start.
     fn fill(&self, wanted: &Wanted, url: &str, meta: &Metadata, part: &Path) -> Result<(), HubError> {
         for again in [true, false] {
             self.complete(wanted, url, meta, part)?;
@@ -95,14 +96,14 @@ impl Download<'_> {
             if !again {
                 return Err(HubError::Damaged { what: wanted.name(), url: url.into(), problem });
             }
-            // What an earlier process left may have been to blame.
+            // Bytes of an earlier process may have caused the mismatch.
             tracing::warn!("{}: {problem}; fetching it once more from the start", wanted.name());
         }
         Ok(())
     }
 
-    /// Repeats the transfer from where it broke off until all bytes are there; only attempts in a row that bring
-    /// nothing count against the patience.
+    /// Repeats the transfer until all bytes are on disk. Only attempts in a row without new bytes
+    /// count against the retry policy.
     fn complete(&self, wanted: &Wanted, url: &str, meta: &Metadata, part: &Path) -> Result<(), HubError> {
         let length = || fs::metadata(part).map_or(0, |part| part.len());
         if meta.size.is_some_and(|size| length() > size) {
@@ -129,7 +130,7 @@ impl Download<'_> {
         Ok(())
     }
 
-    /// One request for the bytes that `part` lacks.
+    /// One request for the remaining bytes of `part`.
     fn transfer(
         &self,
         wanted: &Wanted,
@@ -157,7 +158,7 @@ impl Download<'_> {
                 total
             }
             StatusCode::OK => {
-                // The server knows no ranges: all of it comes again.
+                // The server ignored the range and sends the whole file again.
                 file.set_len(0).map_err(failed)?;
                 number(response.headers(), header::CONTENT_LENGTH.as_str())
             }
@@ -200,14 +201,15 @@ impl Download<'_> {
     }
 }
 
-/// The name under which content is gathered; the Python tools used it too, so their broken downloads are continued.
+/// The path of an incomplete blob. Older Python tools used it too, so their interrupted downloads
+/// resume.
 fn part_name(blob: &Path) -> PathBuf {
     let mut name = blob.as_os_str().to_owned();
     name.push(".incomplete");
     name.into()
 }
 
-/// A file's path for an address: a literal percent sign is encoded before the rest is.
+/// A file's path for a URL: encodes literal percent signs, before [`Client::url`] encodes the rest.
 fn plain(file: &str) -> String {
     file.replace('%', "%25")
 }

@@ -1,4 +1,4 @@
-//! What can go wrong between here and the hub.
+//! Errors of downloads from the hub.
 
 use std::io;
 use std::time::Duration;
@@ -8,34 +8,34 @@ use deepspec_core::cli::UsageError;
 
 use crate::{Kind, Repo};
 
-/// Why a file of the hub is not here. Every message says what was tried and what to do.
+/// Why a download failed. Every message says what was tried and what to do.
 #[derive(Debug, thiserror::Error)]
 pub enum HubError {
-    /// Text that is neither here nor a hub id.
+    /// Text that is neither a local path nor a hub id.
     #[error(
         "{text} does not exist: there is no such folder or file{}, and it is no hub id of a {kind} (`owner/name` or `owner/name@revision`)",
         here()
     )]
     NotAnId {
-        /// What was looked for.
+        /// Whether a model or a dataset was requested.
         kind: Kind,
-        /// What was given.
+        /// The text.
         text: String,
     },
-    /// A hub id that could have been meant as a path.
+    /// An error of a hub id that may have been meant as a path.
     #[error("{source}. (There is no folder {text}{}, so it was taken as a hub id)", here())]
     TakenAsId {
-        /// The name, as it was given.
+        /// The name as given.
         text: String,
-        /// What came of it.
+        /// The error of the hub id.
         source: Box<HubError>,
     },
-    /// A revision for what lies here already.
+    /// A revision of a local path.
     #[error(
         "{path} is a folder here, which has no revision {revision}; leave the revision out, or give a hub id"
     )]
     RevisionOfFolder {
-        /// The folder, as it was given.
+        /// The path as given.
         path: String,
         /// The revision.
         revision: String,
@@ -48,46 +48,46 @@ pub enum HubError {
         /// The other revision.
         other: String,
     },
-    /// Nowhere to keep files.
+    /// No folder for the cache.
     #[error("no folder for downloads: neither HOME nor HF_HOME is set; set HF_HUB_CACHE to a folder")]
     NoCacheFolder,
-    /// Nowhere to keep what a GGUF is unpacked to.
+    /// No folder for unpacking a GGUF file.
     #[error(
         "no folder to unpack a GGUF into: neither HOME nor XDG_CACHE_HOME is set; set DEEPSPEC_CACHE to a folder"
     )]
     NowhereToUnpack,
-    /// A file that is no GGUF of a model that is read.
+    /// A GGUF file that cannot be unpacked.
     #[error(transparent)]
     Gguf(#[from] deepspec_checkpoint::gguf::GgufError),
-    /// No answer.
+    /// The server did not answer.
     #[error(
         "fetching {what}: {url} cannot be reached ({problem}; {attempts} attempts); give a local path instead of the hub id, \
          set HF_ENDPOINT to a mirror, or HF_HUB_OFFLINE=1 to use only what is cached"
     )]
     Unreachable {
-        /// What was fetched.
+        /// The file or repository.
         what: String,
-        /// The address.
+        /// The URL.
         url: String,
-        /// What happened to the connection.
+        /// The connection's error.
         problem: String,
-        /// Requests made.
+        /// Number of requests.
         attempts: u32,
     },
-    /// Requests are forbidden and the cache does not have it.
+    /// The cache does not have a file, and the hub cannot be asked.
     #[error(
         "{what} is not in the cache {cache}, and {reason}; fetch it once with a connection (any tool that fills this \
          cache will do), or give a local path instead of the hub id"
     )]
     NotCached {
-        /// What was wanted.
+        /// The file or repository.
         what: String,
         /// The cache folder.
         cache: String,
-        /// Why it was not asked for.
+        /// Why the hub was not asked.
         reason: String,
     },
-    /// The cache has a part of what belongs together.
+    /// The cache has only some files of a set.
     #[error(
         "{repo}: {} of {total} files of the same set are missing here: {}; fetch the rest with a connection",
         missing.len(), first_few(missing)
@@ -95,12 +95,12 @@ pub enum HubError {
     Incomplete {
         /// The repository.
         repo: Repo,
-        /// Files that should be there.
+        /// The missing files.
         missing: Vec<String>,
-        /// How many belong together.
+        /// Number of files in the set.
         total: usize,
     },
-    /// The cache has files of a repository, but nobody knows whether they are all.
+    /// The cache has files of a repository, but no list of all its files.
     #[error(
         "{repo}: nothing in the cache says which files it has, and {reason}; fetch it once with a connection, or name \
          its files without wildcards"
@@ -111,51 +111,51 @@ pub enum HubError {
         /// Why the hub was not asked.
         reason: String,
     },
-    /// The hub wants to know who asks.
+    /// HTTP 401: access without a valid token.
     #[error(
         "fetching {what}: {url} refuses access (HTTP 401{said}); {}",
         if *token { "the token is not valid: set HF_TOKEN to a current one" } else { "set HF_TOKEN to an access token of an account that may read it" }
     )]
     Unauthorized {
-        /// What was fetched.
+        /// The file or repository.
         what: String,
-        /// The address.
+        /// The URL.
         url: String,
-        /// The hub's own words, with a leading `: `.
+        /// The hub's own message, with a leading `: `.
         said: String,
         /// Whether a token was sent.
         token: bool,
     },
-    /// Terms to accept first.
+    /// A gated repository: its terms must be accepted first.
     #[error(
         "fetching {what}: it is gated (HTTP {status}, {url}); accept its terms at {page} and {}",
         if *token { "use a token (HF_TOKEN) of the account that did" } else { "set HF_TOKEN to a token of the account that did; none was sent" }
     )]
     Gated {
-        /// What was fetched.
+        /// The file or repository.
         what: String,
-        /// The address.
+        /// The URL.
         url: String,
         /// The HTTP status.
         status: u16,
-        /// Where the terms are.
+        /// The page with the terms.
         page: String,
         /// Whether a token was sent.
         token: bool,
     },
-    /// Known, but not allowed.
+    /// HTTP 403: the account may not read the repository.
     #[error(
         "fetching {what}: {url} forbids access (HTTP 403{said}); accept its terms at {page} if it has any, and use a token (HF_TOKEN) \
          that may read it{}", if *token { "" } else { "; none was sent" }
     )]
     Forbidden {
-        /// What was fetched.
+        /// The file or repository.
         what: String,
-        /// The address.
+        /// The URL.
         url: String,
-        /// The hub's own words, with a leading `: `.
+        /// The hub's own message, with a leading `: `.
         said: String,
-        /// Where its page is.
+        /// The repository's page.
         page: String,
         /// Whether a token was sent.
         token: bool,
@@ -167,11 +167,11 @@ pub enum HubError {
         if *token { "" } else { ", or set HF_TOKEN" }
     )]
     NoRepository {
-        /// What was asked for.
+        /// The repository.
         repo: Repo,
-        /// The address.
+        /// The URL.
         url: String,
-        /// The HTTP status: 404, or 401 where the hub hides what it has.
+        /// The HTTP status: 404, or 401 where the hub hides private repositories.
         status: u16,
         /// Whether a token was sent.
         token: bool,
@@ -179,86 +179,86 @@ pub enum HubError {
     /// No branch, tag or commit of that name.
     #[error("{} {} has no revision {}; give a branch, a tag or a full commit number", repo.kind, repo.id, repo.revision())]
     NoRevision {
-        /// What was asked for.
+        /// The repository and its revision.
         repo: Repo,
     },
     /// No such file at that revision.
     #[error("{repo} has no file {file} (HTTP 404, {url}); its files: {}", first_few(files))]
     NoFile {
-        /// Where it was looked for.
+        /// The repository.
         repo: Box<Repo>,
         /// The file.
         file: String,
-        /// The address.
+        /// The URL.
         url: String,
-        /// What the repository has.
+        /// Files of the repository.
         files: Vec<String>,
     },
-    /// Too many requests, and waiting did not help.
+    /// HTTP 429 after all retries.
     #[error(
         "fetching {what}: {url} refuses more requests for now (HTTP 429, {attempts} attempts{}); try again later{}",
         wait.map_or(String::new(), |wait| format!(", it asks for {} s of pause", wait.as_secs())),
         if *token { "" } else { ", or set HF_TOKEN: the hub grants more to those it knows" }
     )]
     RateLimited {
-        /// What was fetched.
+        /// The file or repository.
         what: String,
-        /// The address.
+        /// The URL.
         url: String,
-        /// The pause last asked for.
+        /// The pause that the server asked for last.
         wait: Option<Duration>,
-        /// Requests made.
+        /// Number of requests.
         attempts: u32,
         /// Whether a token was sent.
         token: bool,
     },
-    /// The hub is out of order.
+    /// A server error after all retries.
     #[error(
         "fetching {what}: {url} answers HTTP {status} ({attempts} attempts); try again later, or give a local path instead of the hub id"
     )]
     Server {
-        /// What was fetched.
+        /// The file or repository.
         what: String,
-        /// The address.
+        /// The URL.
         url: String,
         /// The last HTTP status.
         status: u16,
-        /// Requests made.
+        /// Number of requests.
         attempts: u32,
     },
-    /// An answer that no hub gives.
+    /// A response that no hub would give.
     #[error(
         "fetching {what}: {url} answers {found}; expected {expected}: is HF_ENDPOINT, or a proxy between, really a hub?"
     )]
     Unexpected {
-        /// What was fetched.
+        /// The file or repository.
         what: String,
-        /// The address.
+        /// The URL.
         url: String,
-        /// What came.
+        /// The response.
         found: String,
-        /// What should have come.
+        /// The expected response.
         expected: &'static str,
     },
-    /// Bytes that are not those that the hub announced.
+    /// Bytes that do not match the SHA-256 from the hub.
     #[error("fetching {what}: the bytes from {url} are damaged ({problem}); nothing was kept, try again")]
     Damaged {
-        /// What was fetched.
+        /// The file or repository.
         what: String,
-        /// The address.
+        /// The URL.
         url: String,
-        /// What differs.
+        /// The mismatch.
         problem: String,
     },
     /// The cache cannot be written or read.
     #[error("fetching {what}: {source}{}", remedy(&source.source))]
     Disk {
-        /// What was fetched.
+        /// The file or repository.
         what: String,
-        /// What failed where.
+        /// The failed operation and its path.
         source: FileError,
     },
-    /// A dataset without files that can be read.
+    /// A dataset without readable data files.
     #[error(
         "{repo}{}: no data files; parquet, jsonl and json (plain, .gz, .zst) are read, found: {}",
         located(place),
@@ -267,9 +267,9 @@ pub enum HubError {
     NoData {
         /// The repository.
         repo: Repo,
-        /// Where in it.
+        /// The split or configuration.
         place: String,
-        /// What the repository has.
+        /// Files of the repository.
         files: Vec<String>,
     },
     /// A configuration that the dataset does not have.
@@ -277,17 +277,17 @@ pub enum HubError {
     UnknownConfig {
         /// The repository.
         repo: Repo,
-        /// What was asked for.
+        /// The requested configuration.
         wanted: String,
-        /// What there is.
+        /// Known configurations.
         known: Vec<String>,
     },
-    /// Several configurations and none named.
+    /// Several configurations, and none was named.
     #[error("{repo} has several configurations; name one of: {}", known.join(", "))]
     WhichConfig {
         /// The repository.
         repo: Repo,
-        /// What there is.
+        /// Known configurations.
         known: Vec<String>,
     },
     /// A split that the dataset does not have.
@@ -297,40 +297,40 @@ pub enum HubError {
         repo: Box<Repo>,
         /// The configuration.
         config: String,
-        /// What was asked for.
+        /// The requested split.
         wanted: String,
-        /// What there is.
+        /// Known splits.
         known: Vec<String>,
     },
-    /// Several splits, no `train` among them and none named.
+    /// Several splits without `train`, and none was named.
     #[error("{repo}, configuration {config}, has several splits and none is called train; name one of: {}", known.join(", "))]
     WhichSplit {
         /// The repository.
         repo: Repo,
         /// The configuration.
         config: String,
-        /// What there is.
+        /// Known splits.
         known: Vec<String>,
     },
-    /// A repository that holds no model this project can load.
+    /// A repository without a model that this project can load.
     #[error("{repo} cannot be loaded: {problem}; its files: {}", first_few(files))]
     NoModel {
         /// The repository.
         repo: Repo,
-        /// What is missing.
+        /// The missing part.
         problem: String,
-        /// What the repository has.
+        /// Files of the repository.
         files: Vec<String>,
     },
 }
 
 impl HubError {
-    /// The error about a hub id which was given as `text`, and which may have been meant as a path.
+    /// Wraps the error of a hub id `text` that may have been meant as a path.
     pub fn taken_as_id(self, text: &str) -> Self {
         Self::TakenAsId { text: text.into(), source: Box::new(self) }
     }
 
-    /// Whether the caller asked for something that does not exist or cannot be meant, so that trying again is no use.
+    /// Whether the request itself is wrong, so that a retry is useless.
     pub fn is_usage(&self) -> bool {
         if let Self::TakenAsId { source, .. } = self {
             return source.is_usage();
@@ -353,12 +353,12 @@ impl HubError {
         )
     }
 
-    /// The error for a program's `main`, which exits with 2 for what is a mistake in the call.
+    /// The error for a program's `main`, which exits with 2 if the call is wrong.
     pub fn report(self) -> anyhow::Error {
         if self.is_usage() { UsageError(self.to_string()).into() } else { self.into() }
     }
 
-    /// Whether the hub gave no usable answer, so that what is cached may stand in.
+    /// Whether the hub gave no usable answer, so that the cache may be used instead.
     pub(crate) fn is_outage(&self) -> bool {
         if let Self::TakenAsId { source, .. } = self {
             return source.is_outage();
@@ -379,7 +379,7 @@ fn remedy(error: &io::Error) -> &'static str {
     }
 }
 
-/// The working folder, where relative paths begin.
+/// The current directory, for messages about relative paths.
 fn here() -> String {
     std::env::current_dir().map_or_else(|_| String::new(), |dir| format!(" in {}", dir.display()))
 }
@@ -388,7 +388,7 @@ fn located(place: &str) -> String {
     if place.is_empty() { String::new() } else { format!(", {place}") }
 }
 
-/// At most a dozen names, and how many more there are.
+/// Up to twelve names, and the number of the others.
 fn first_few(names: &[String]) -> String {
     const SHOWN: usize = 12;
     let mut text = names.iter().take(SHOWN).cloned().collect::<Vec<_>>().join(", ");

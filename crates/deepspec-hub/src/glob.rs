@@ -1,18 +1,19 @@
-//! The path patterns of dataset cards: `*` and `?` within a folder, `**` across folders, `[a-z]` and `[!a-z]`.
+//! Glob patterns of dataset cards: `*` and `?` within a folder, `**` across folders, `[a-z]`,
+//! `[!a-z]`.
 
 use regex::Regex;
 
-/// A pattern to match whole paths with.
+/// A glob pattern for whole paths.
 pub struct Glob(Option<Regex>, String);
 
 impl Glob {
-    /// Reads a pattern; one that cannot be read stands for itself.
+    /// Compiles a pattern. An invalid one matches only the path that equals it.
     pub fn new(pattern: &str) -> Self {
         let pattern = pattern.trim_start_matches("./");
         Self(Regex::new(&format!("(?s)^{}$", spelled(pattern))).ok(), pattern.into())
     }
 
-    /// Whether the pattern describes all of `path`.
+    /// Whether the pattern matches all of `path`.
     pub fn matches(&self, path: &str) -> bool {
         self.0.as_ref().map_or(self.1 == path, |regex| regex.is_match(path))
     }
@@ -39,7 +40,8 @@ fn spelled(pattern: &str) -> String {
     out
 }
 
-/// The class that a pattern begins with, none of whose characters is a slash, and its length; a bracket in first place stands for itself.
+/// The character class at the start of a pattern as a regular expression, and its length. It never
+/// matches a slash; a `]` in first place is literal.
 fn class(pattern: &[char]) -> Option<(String, usize)> {
     let ['[', inner @ ..] = pattern else { return None };
     let negated = usize::from(matches!(inner, ['!' | '^', ..]));
@@ -49,7 +51,7 @@ fn class(pattern: &[char]) -> Option<(String, usize)> {
     let escaped = |c: char| regex::escape(&c.to_string());
     while let Some(&c) = text.get(at) {
         match text[at..] {
-            // A range from a later to an earlier character has none.
+            // A range whose end is before its start is empty.
             [first, '-', last, ..] => {
                 if first <= last {
                     members += &format!("{}-{}", escaped(first), escaped(last));

@@ -1,4 +1,4 @@
-//! The hub as this project sees it: files by repository and path, each of them in the cache at most once.
+//! Access to the hub: finds files by repository and path, and downloads each at most once.
 
 use std::collections::HashMap;
 use std::path::{Component, Path, PathBuf};
@@ -12,29 +12,29 @@ use crate::download::Download;
 use crate::repo::{is_commit, is_path};
 use crate::{HubError, HubOptions, Repo};
 
-/// Largest description of a repository that is read, in bytes.
+/// Largest size of a repository's description, in bytes.
 const MAX_DESCRIPTION: u64 = 256 << 20;
 
-/// What a repository is at a revision.
+/// The commit and files of a repository at a revision.
 pub(crate) struct Listing {
-    /// The commit that the revision stands for.
+    /// The commit of the revision.
     pub commit: String,
-    /// Paths of its files, sorted; of a listing from the cache only those that are here.
+    /// Paths of its files, sorted. A listing from the cache has only the cached files.
     pub files: Vec<String>,
-    /// Paths of all of its files, sorted; None if only a cache was asked that others filled.
+    /// Paths of all its files, sorted; None if the cache has no list of them.
     pub all: Option<Vec<String>>,
-    /// Why the cache was asked instead of the hub.
+    /// Why the listing comes from the cache instead of the hub.
     pub local: Option<String>,
 }
 
 impl Listing {
-    /// All files of the repository as far as they are known.
+    /// All files if they are known, else the cached ones.
     pub fn known(&self) -> &[String] {
         self.all.as_deref().unwrap_or(&self.files)
     }
 }
 
-/// Fetches files from the hub, or finds them in the cache.
+/// Downloads files from the hub, or finds them in the cache.
 pub struct Hub {
     settings: HubOptions,
     client: Client,
@@ -42,23 +42,25 @@ pub struct Hub {
 }
 
 impl Hub {
-    /// The hub that the environment names; see [`deepspec_core::env::hub`].
+    /// The hub from the environment variables; see [`deepspec_core::env::hub`].
     ///
     /// # Errors
-    /// If no folder for the cache can be named.
+    /// If no folder for the cache is known.
     pub fn from_env(verbosity: Verbosity) -> Result<Self, HubError> {
         Ok(Self::new(HubOptions::from_env(verbosity)?))
     }
 
-    /// A hub as told.
+    /// A hub with these options.
     pub fn new(settings: HubOptions) -> Self {
         Self { client: Client::new(&settings), settings, listings: Mutex::default() }
     }
 
-    /// Paths in the repository at its revision, sorted; offline, those that it had when it was last asked for.
+    /// Paths in the repository at its revision, sorted. Offline, they come from the hub's last
+    /// answer.
     ///
     /// # Errors
-    /// If the hub refuses or cannot be reached and the cache does not know the revision, or not which files it has.
+    /// If the hub refuses; or if it cannot be reached and the cache lacks the revision or its list
+    /// of files.
     pub fn files(&self, repo: &Repo) -> Result<Vec<String>, HubError> {
         let listing = self.listing(repo)?;
         listing.all.clone().ok_or_else(|| HubError::Unlisted {
@@ -67,18 +69,19 @@ impl Hub {
         })
     }
 
-    /// The commit that the repository's revision stands for, for provenance.
+    /// The commit of the repository's revision, for provenance.
     ///
     /// # Errors
-    /// If the hub refuses or cannot be reached and the cache does not know the revision.
+    /// If the hub refuses, or if it cannot be reached and the cache lacks the revision.
     pub fn commit(&self, repo: &Repo) -> Result<String, HubError> {
         Ok(self.listing(repo)?.commit.clone())
     }
 
-    /// The local path of one file, downloaded if need be.
+    /// The local path of one file, downloaded if it is not cached.
     ///
     /// # Errors
-    /// As [`Self::commit`], and if the repository has no such file, its bytes are damaged or the disk is full.
+    /// Fails as [`Self::commit`] does, or if the repository has no such file, its bytes are damaged
+    /// or the disk is full.
     pub fn fetch(&self, repo: &Repo, path: &str) -> Result<PathBuf, HubError> {
         repo.check()?;
         if !is_path(path) {
@@ -111,7 +114,7 @@ impl Hub {
         .run()
     }
 
-    /// What the repository is at its revision; asked for once.
+    /// The repository's listing at its revision; later calls reuse the first.
     pub(crate) fn listing(&self, repo: &Repo) -> Result<Arc<Listing>, HubError> {
         let mut known = self.listings.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(listing) = known.get(repo) {
@@ -139,7 +142,7 @@ impl Hub {
         Ok(listing)
     }
 
-    /// The folder of a file in a snapshot.
+    /// The folder of a snapshot.
     pub(crate) fn snapshot(&self, repo: &Repo, commit: &str) -> PathBuf {
         self.cache(repo).snapshot(commit)
     }
@@ -163,13 +166,13 @@ impl Hub {
             let found = format!("the commit {:?}", info.sha);
             return Err(unexpected(&wanted, &url, &found, "40 hexadecimal digits"));
         }
-        // A name that would lead out of the snapshot cannot be stored.
+        // Drops paths that would escape the snapshot folder.
         let mut files: Vec<String> =
             info.siblings.into_iter().map(|file| file.rfilename).filter(|file| is_path(file)).collect();
         files.sort();
         let noted = self.cache(repo).note(repo.revision(), &info.sha);
         noted.map_err(|source| HubError::Disk { what: wanted.name(), source })?;
-        // A cache that cannot be written to may still have all that is wanted.
+        // A read-only cache may still have all requested files.
         if let Err(problem) = self.cache(repo).note_files(&info.sha, &files) {
             tracing::debug!("{problem}");
         }
@@ -198,7 +201,7 @@ impl Hub {
     }
 }
 
-/// The path from the root, without `.` in it.
+/// The absolute path, without `.` components.
 fn absolute(path: &Path) -> PathBuf {
     let path = std::path::absolute(path).unwrap_or_else(|_| path.to_path_buf());
     path.components().filter(|part| *part != Component::CurDir).collect()

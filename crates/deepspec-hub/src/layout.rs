@@ -1,10 +1,10 @@
-//! Which data files of a dataset belong to which configuration and split: as its card says, else as file names tell.
+//! Assigns data files of a dataset to configurations and splits, by its card or else by file names.
 
 use serde_json::Value;
 
 use crate::glob::Glob;
 
-/// The name of a configuration where none is given.
+/// Name of the default configuration.
 const DEFAULT: &str = "default";
 
 /// One configuration of a dataset.
@@ -12,19 +12,19 @@ const DEFAULT: &str = "default";
 pub struct Config {
     /// Its name.
     pub name: String,
-    /// Whether it is meant when none is named.
+    /// Whether it is the default.
     pub is_default: bool,
     /// Its splits in order, each with its data files in order.
     pub splits: Vec<(String, Vec<String>)>,
-    /// Splits with those patterns of the card that match no file.
+    /// Splits, each with a pattern of the card that matches no file.
     pub unmatched: Vec<(String, String)>,
 }
 
-/// The configurations of a dataset whose repository has these files; `card` is its README. If the files are only a
-/// `partial` list, what the card names is kept even where no file of it is listed.
+/// The configurations of a dataset with these files; `card` is its README. If the list of files is
+/// `partial`, splits of the card are kept even without a listed file.
 ///
 /// # Errors
-/// What is wrong with the card.
+/// If the card is malformed, as a message.
 pub fn layout(card: Option<&str>, files: &[String], partial: bool) -> Result<Vec<Config>, String> {
     let listed = card.map(card_configs).transpose()?.flatten();
     let mut configs = match listed {
@@ -46,7 +46,7 @@ pub fn layout(card: Option<&str>, files: &[String], partial: bool) -> Result<Vec
     Ok(configs)
 }
 
-/// The `configs` entry of the YAML between the first two `---` lines.
+/// The `configs` of the card's YAML front matter.
 fn card_configs(card: &str) -> Result<Option<Vec<Value>>, String> {
     let card = card.trim_start_matches('\u{feff}').replace("\r\n", "\n");
     let Some((front, _)) = card.strip_prefix("---\n").and_then(|rest| rest.split_once("\n---")) else {
@@ -96,7 +96,8 @@ fn card_config(entry: &Value, files: &[String]) -> Result<Config, String> {
     Ok(Config { name, is_default, splits, unmatched })
 }
 
-/// Splits and their patterns: a pattern, a list of patterns, a list of `{split, path}`, or a map from splits.
+/// Splits and their patterns, from a pattern, a list of patterns, a list of `{split, path}` or a
+/// map from splits.
 fn patterns(given: &Value) -> Option<Vec<(String, Vec<String>)>> {
     let several = |value: &Value| match value {
         Value::Array(list) => list.iter().map(text).collect::<Option<Vec<_>>>(),
@@ -117,7 +118,7 @@ fn patterns(given: &Value) -> Option<Vec<(String, Vec<String>)>> {
     }
 }
 
-/// Text, or a number or truth value that YAML took it for.
+/// A string, or a number or boolean that YAML parsed from unquoted text.
 fn text(value: &Value) -> Option<String> {
     match value {
         Value::String(text) => Some(text.clone()),
@@ -126,7 +127,8 @@ fn text(value: &Value) -> Option<String> {
     }
 }
 
-/// Configurations by folder and splits by name: `config/split-00000-of-00001.parquet`, `data/train.jsonl`, `config/split/0.parquet`.
+/// Infers configurations from folders and splits from names: `config/split-00000-of-00001.parquet`,
+/// `data/train.jsonl`, `config/split/0.parquet`.
 fn inferred(files: &[String]) -> Vec<Config> {
     let mut configs: Vec<Config> = vec![];
     for file in files.iter().filter(|file| is_data(file)) {
@@ -155,7 +157,7 @@ fn add(splits: &mut Vec<(String, Vec<String>)>, split: String, file: &str) {
     }
 }
 
-/// The split that a path within its configuration tells.
+/// The split of a path within its configuration.
 fn split_of(path: &str) -> String {
     let (folders, name) = path.rsplit_once('/').unwrap_or(("", path));
     let stem = name.split('.').next().unwrap_or(name);
@@ -165,14 +167,14 @@ fn split_of(path: &str) -> String {
     let folder = folders.rsplit('/').next().unwrap_or_default();
     let is_number = !stem.is_empty() && stem.bytes().all(|byte| byte.is_ascii_digit());
     if is_number && !folder.is_empty() {
-        // `dev/0000.parquet` is the validation split, `train_sft/0000.parquet` one of its own name.
+        // `dev/0000.parquet` is in the validation split, `train_sft/0000.parquet` in `train_sft`.
         let is_word = folder.bytes().all(|byte| byte.is_ascii_alphabetic());
         return keyword(folder).filter(|_| is_word).unwrap_or(folder).to_string();
     }
     keyword(stem).or_else(|| folders.split('/').find_map(keyword)).unwrap_or("train").to_string()
 }
 
-/// Split, number and count in `split-00000-of-00002…`.
+/// Split, index and number of shards in `split-00000-of-00002…`.
 pub fn shard(name: &str) -> Option<(&str, usize, usize)> {
     let name = name.rsplit('/').next().unwrap_or(name);
     let (before, after) = name.split_once("-of-")?;
@@ -182,7 +184,7 @@ pub fn shard(name: &str) -> Option<(&str, usize, usize)> {
     Some((split, digits(number)?, digits(count)?))
 }
 
-/// The split that one of the words in `name` stands for.
+/// The split of the first word in `name` that stands for one.
 fn keyword(name: &str) -> Option<&'static str> {
     name.split(|c: char| !c.is_ascii_alphabetic()).find_map(|word| match word.to_ascii_lowercase().as_str() {
         "train" | "training" => Some("train"),
@@ -192,7 +194,7 @@ fn keyword(name: &str) -> Option<&'static str> {
     })
 }
 
-/// 0 is the best format, 1 and 2 follow; nothing for other files.
+/// Rank of a file's format, 0 for the best; None for other files.
 fn format(file: &str) -> Option<usize> {
     let name = file.rsplit('/').next().unwrap_or(file);
     let plain = name.strip_suffix(".gz").or_else(|| name.strip_suffix(".zst")).unwrap_or(name);
@@ -204,7 +206,7 @@ fn format(file: &str) -> Option<usize> {
     }
 }
 
-/// Whether a file holds rows rather than words about them.
+/// Whether a file holds rows rather than metadata.
 fn is_data(file: &str) -> bool {
     let hidden = file.split('/').any(|part| part.starts_with(['.', '_']));
     let name = file.rsplit('/').next().unwrap_or(file);
@@ -212,7 +214,7 @@ fn is_data(file: &str) -> bool {
     !hidden && !about.contains(&name) && format(file).is_some()
 }
 
-/// The same rows often lie there in several formats.
+/// Drops other formats, because repositories often store the rows in several.
 fn keep_best_format(files: &mut Vec<String>) {
     let best = files.iter().filter_map(|file| format(file)).min();
     files.retain(|file| format(file) == best);

@@ -1,8 +1,8 @@
-//! Models and datasets by their hub id, in the cache that the Python tools use too.
+//! Downloads models and datasets by hub id into the cache that the Python tools share.
 //!
-//! Names, addresses and cache layout are those of the `hf-hub` crate; requests and transfers are this crate's own, because
-//! whatever arrives here is checked against the announced size and SHA-256 before it appears, breaks are continued where
-//! they happened, and every refusal is told by its cause.
+//! Names, URLs and cache layout come from the `hf-hub` crate; requests and transfers are this
+//! crate's own. It checks size and SHA-256 of every file before the file appears, resumes
+//! interrupted transfers, and reports refusals by cause.
 
 mod cache;
 mod client;

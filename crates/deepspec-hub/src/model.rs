@@ -1,4 +1,4 @@
-//! The files of a model that loading it takes.
+//! Finds and downloads the files that loading a model needs.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -15,10 +15,11 @@ const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
 
 impl Hub {
-    /// The snapshot folder of a model, with its configuration, tokenizer, chat template and safetensors weights in it.
+    /// The snapshot folder of a model: its configuration, tokenizer, chat template and safetensors
+    /// weights.
     ///
     /// # Errors
-    /// As [`Hub::fetch`], and if the repository holds no model of that form.
+    /// Fails as [`Hub::fetch`] does, or if the repository has no model of that form.
     pub fn model(&self, repo: &Repo) -> Result<PathBuf, HubError> {
         let listing = self.listing(repo)?;
         let has = |file: &str| listing.files.iter().any(|known| known == file);
@@ -33,7 +34,7 @@ impl Hub {
         if !has(CONFIG) {
             return Err(missing("it has no config.json"));
         }
-        // Small files first: what is wrong with them is known before gigabytes have come.
+        // Downloads small files first: errors in them show before gigabytes have arrived.
         for file in listing.known().iter().filter(|file| is_small_part(file)) {
             self.fetch(repo, file)?;
         }
@@ -58,11 +59,12 @@ impl Hub {
     }
 }
 
-/// A local folder as it is; a local GGUF file unpacked into the cache; else the model of that hub id (`owner/name` or
-/// `owner/name@revision`), fetched.
+/// The folder of a model. A local folder is used as it is, and a local GGUF file is unpacked into
+/// the cache. A hub id (`owner/name` or `owner/name@revision`) is downloaded.
 ///
 /// # Errors
-/// As [`Hub::model`], and if `model` is none of these, a revision is asked of what lies here, or the file is no model that is read.
+/// Fails as [`Hub::model`] does, or if `model` is none of these. Also fails if a local path is
+/// given a revision, or a file is not a supported GGUF.
 pub fn model_dir(model: &str, revision: Option<&str>, verbosity: Verbosity) -> Result<PathBuf, HubError> {
     let place = env::expand_home(model);
     if place.is_dir() || place.is_file() {
@@ -81,7 +83,7 @@ pub fn model_dir(model: &str, revision: Option<&str>, verbosity: Verbosity) -> R
     Hub::from_env(verbosity)?.model(&repo).map_err(|error| error.taken_as_id(model))
 }
 
-/// Configuration, tokenizer and chat template, in the top folder.
+/// Whether a file is a configuration, tokenizer or chat template that loading needs.
 fn is_small_part(file: &str) -> bool {
     let known = [
         CONFIG,
@@ -101,7 +103,7 @@ fn is_small_part(file: &str) -> bool {
         || (file.starts_with("additional_chat_templates/") && file.ends_with(".jinja"))
 }
 
-/// The files that an index names, each once and in order.
+/// The shards of a safetensors index, without duplicates, sorted.
 fn shards(index: &Path) -> Option<Vec<String>> {
     let index: Value = serde_json::from_str(&atomic::read_text(index).ok()?).ok()?;
     let names: Option<BTreeSet<String>> =

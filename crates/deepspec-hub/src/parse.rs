@@ -1,13 +1,14 @@
-//! Names of repositories as people and files give them.
+//! Parses hub ids from arguments and settings.
 
 use crate::HubError;
 use crate::repo::{Kind, Repo, is_name, is_path, split};
 
-/// Ends of names that mean files, which are looked for here and nowhere else.
+/// Suffixes that mark a name as a local file rather than a hub id.
 const FILES: [&str; 6] = [".gguf", ".safetensors", ".json", ".jsonl", ".parquet", ".yaml"];
 
 impl Repo {
-    /// Reads `owner/name` or `owner/name@revision`; `revision` is the same said elsewhere, such as by a flag.
+    /// Parses `owner/name` or `owner/name@revision`; `revision` is a separate setting, such as a
+    /// flag.
     ///
     /// # Errors
     /// If the text has another form, or if the two revisions differ.
@@ -25,7 +26,7 @@ impl Repo {
         }
     }
 
-    /// Refuses names that would lead outside the cache or to another address.
+    /// Refuses names that would lead outside the cache or to another URL.
     pub(crate) fn check(&self) -> Result<(), HubError> {
         if !is_name(&self.id) {
             return Err(HubError::NotAnId { kind: self.kind, text: self.id.clone() });

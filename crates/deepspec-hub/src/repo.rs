@@ -1,14 +1,14 @@
-//! How models and datasets are named.
+//! Names of models and datasets on the hub.
 
 use std::fmt;
 use std::path::Path;
 
 use deepspec_core::env;
 
-/// The branch that is meant when no revision is named.
+/// The branch if no revision is given.
 const MAIN: &str = "main";
 
-/// What a repository holds.
+/// The type of a repository.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Kind {
     /// Weights, configuration and tokenizer.
@@ -29,11 +29,11 @@ impl fmt::Display for Kind {
 /// A repository of the hub at a revision.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Repo {
-    /// What it holds.
+    /// Model or dataset.
     pub kind: Kind,
     /// `owner/name`.
     pub id: String,
-    /// A branch, tag or commit; the main branch where nothing is said.
+    /// A branch, tag or commit; None for the main branch.
     pub revision: Option<String>,
 }
 
@@ -48,17 +48,17 @@ impl Repo {
         Self { kind: Kind::Dataset, id: id.into(), revision: revision.map(Into::into) }
     }
 
-    /// The revision, `main` where nothing is said.
+    /// The revision, by default `main`.
     pub fn revision(&self) -> &str {
         self.revision.as_deref().unwrap_or(MAIN)
     }
 
-    /// Whether the revision names one commit for good.
+    /// Whether the revision is a full commit hash.
     pub(crate) fn is_pinned(&self) -> bool {
         is_commit(self.revision())
     }
 
-    /// The same repository as the hub client's library names it.
+    /// The repository at `revision` as a type of the `hf-hub` crate.
     pub(crate) fn named(&self, revision: &str) -> hf_hub::Repo {
         let kind = match self.kind {
             Kind::Model => hf_hub::RepoType::Model,
@@ -68,7 +68,7 @@ impl Repo {
     }
 }
 
-/// `model owner/name`, with `@revision` where one was given.
+/// `model owner/name`, with `@revision` if given.
 impl fmt::Display for Repo {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} {}", self.kind, self.id)?;
@@ -76,7 +76,8 @@ impl fmt::Display for Repo {
     }
 }
 
-/// Whether `text` has the form of a hub id, `owner/name` or `owner/name@revision`, and is no file or folder here.
+/// Whether `text` has the form `owner/name` or `owner/name@revision` and is not a local file or
+/// folder.
 pub fn is_id(text: &str) -> bool {
     let (id, revision) = split(text);
     is_name(id) && revision.is_none_or(is_path) && !env::expand_home(text).exists()
@@ -99,13 +100,13 @@ pub(crate) fn is_name(id: &str) -> bool {
     id.split_once('/').is_some_and(|(owner, name)| is_part(owner) && is_part(name))
 }
 
-/// Whether `text` is a relative path of plain names, so that joined to a folder it stays inside.
+/// Whether `text` is a relative path that stays inside the folder to which it is joined.
 pub(crate) fn is_path(text: &str) -> bool {
     let plain = |part: &str| !matches!(part, "" | "." | "..") && !part.contains(['\\', '\0', ':']);
     text.split('/').all(plain) && !text.chars().any(char::is_control) && Path::new(text).is_relative()
 }
 
-/// Whether `text` is a full commit number.
+/// Whether `text` is a full commit hash.
 pub(crate) fn is_commit(text: &str) -> bool {
     text.len() == 40 && text.bytes().all(|byte| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte))
 }

@@ -1,4 +1,4 @@
-//! Where the hub is, who asks, and how long to wait.
+//! Options of the hub: address, token, cache and retries.
 
 use std::fs;
 use std::path::PathBuf;
@@ -9,35 +9,35 @@ use deepspec_core::env;
 
 use crate::HubError;
 
-/// All that a [`Hub`](crate::Hub) is told.
+/// Options of a [`Hub`](crate::Hub).
 #[derive(Debug, Clone)]
 pub struct HubOptions {
     /// Address of the hub, without a final slash.
     pub endpoint: String,
-    /// Sent as a bearer token.
+    /// The access token, sent as a bearer token.
     pub token: Option<String>,
-    /// The folder with one subfolder per repository.
+    /// The cache folder, with one subfolder per repository.
     pub cache: PathBuf,
-    /// What forbids requests, for messages; nothing when they are allowed.
+    /// The variable that forbids requests, for messages; None if they are allowed.
     pub offline: Option<&'static str>,
     /// Whether progress is shown.
     pub verbosity: Verbosity,
-    /// How failures that may pass are met.
+    /// How temporary failures are retried.
     pub patience: RetryPolicy,
 }
 
-/// How failures that may pass are met.
+/// How temporary failures are retried.
 #[derive(Debug, Clone, Copy)]
 pub struct RetryPolicy {
-    /// Requests in a row without any progress, after which it is given up.
+    /// Most requests in a row without progress.
     pub attempts: u32,
-    /// Pause before the second request; each later one is twice as long.
+    /// Pause before the second request; it doubles with each later one.
     pub pause: Duration,
-    /// Longest pause that a server may ask for.
+    /// Longest pause between requests. Retries end if the server asks for a longer one.
     pub longest: Duration,
-    /// Time to connect.
+    /// Timeout for connecting.
     pub connect: Duration,
-    /// Time without a byte.
+    /// Timeout without a received byte.
     pub silence: Duration,
 }
 
@@ -54,10 +54,10 @@ impl Default for RetryPolicy {
 }
 
 impl HubOptions {
-    /// What the environment says; see [`env::hub`].
+    /// Options from the environment variables; see [`env::hub`].
     ///
     /// # Errors
-    /// If no folder for the cache can be named.
+    /// If no folder for the cache is known.
     pub fn from_env(verbosity: Verbosity) -> Result<Self, HubError> {
         let said = env::hub();
         let cache = said.cache.ok_or(HubError::NoCacheFolder)?;

@@ -1,4 +1,4 @@
-//! Which library does the cryptography of HTTPS, and whom it trusts.
+//! TLS of HTTPS: the cryptography library and the trusted certificates.
 
 use std::env;
 use std::sync::Arc;
@@ -6,14 +6,15 @@ use std::sync::Arc;
 use rustls::crypto::ring;
 use ureq::tls::{Certificate, RootCerts, TlsConfig};
 
-/// Has ring do the cryptography of all HTTPS in this process, as ureq does by itself; to be called before a client of reqwest, which
-/// brings none, is built. Whoever has chosen already keeps the choice.
+/// Makes ring the cryptography library of all HTTPS in this process, unless another is installed.
+/// Call it before building a reqwest client, which has none of its own; ureq uses ring by itself.
 pub fn prepare_tls() {
     let _ = ring::default_provider().install_default();
 }
 
-/// Trusts whom the system trusts, or `SSL_CERT_FILE` and `SSL_CERT_DIR` say, the certificate of a company's proxy among them. A system that has no
-/// list of authorities, as many containers, takes Mozilla's, which is built in, unless one of those names another.
+/// Trusts the system's certificates, or the ones in `SSL_CERT_FILE` and `SSL_CERT_DIR`, for example
+/// a company proxy's. A system without certificates, like many containers, gets Mozilla's built-in
+/// list, unless one of these variables is set.
 pub(crate) fn trusted() -> TlsConfig {
     let found = rustls_native_certs::load_native_certs();
     let is_set = |name: &&str| env::var_os(name).is_some_and(|value| !value.is_empty());
