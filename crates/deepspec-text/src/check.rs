@@ -1,4 +1,4 @@
-//! Whether a conversation's mask says what its assistant said, in the context in which it was said.
+//! Checks the loss mask of a conversation against its assistant messages and served prompts.
 
 use crate::conversation::Conversation;
 use crate::error::TextError;
@@ -10,11 +10,11 @@ use crate::served::Context;
 use crate::thoughts;
 use crate::tokenizer::ChatTokenizer;
 
-/// Characters shown before and behind a difference.
+/// Characters shown before and after a difference.
 const AROUND: usize = 16;
 
-/// Compares the mask of a conversation with what its assistant says, and its text with the prompts that a server renders
-/// before each answer.
+/// Compares the supervised text of a conversation with its assistant messages. Also compares the
+/// training text with the prompt that a server renders before each answer.
 ///
 /// # Errors
 /// If the tokenizer fails.
@@ -40,7 +40,7 @@ pub fn check(
     Ok(checked)
 }
 
-/// Calls of a trained message whose result follows it.
+/// Number of tool calls of a trained message that a tool result follows.
 fn recorded_calls(pair: &[Message]) -> usize {
     match pair {
         [call, result] if call.is_trained_on() && result.role == Role::Tool => call.tool_calls().len(),
@@ -69,7 +69,7 @@ fn why_empty(template: &ChatTemplate, conversation: &Conversation, supervised: &
     }
 }
 
-/// Compares each supervised place with the message it repeats.
+/// Compares each supervised span with its assistant message.
 fn check_words(
     tokenizer: &ChatTokenizer,
     template: &ChatTemplate,
@@ -112,7 +112,7 @@ fn why_stray(template: &ChatTemplate, messages: &[Message]) -> String {
     }
 }
 
-/// Compares a supervised place with its message; white space around either does not count.
+/// Compares a supervised span with its message, ignoring white space around both.
 fn rewritten(
     tokenizer: &ChatTokenizer,
     template: &ChatTemplate,
@@ -128,7 +128,7 @@ fn rewritten(
     let (thought, written) = thoughts::split(without_end(tokenizer, template, place));
     let (answer, written) = (answer.trim(), written.trim());
     if message.was_cut() && answer.is_empty() && place.trim_end().ends_with(reasoning) {
-        return None; // The limit came within the thoughts, where the mask ends.
+        return None; // The answer was cut within its reasoning, where the mask ends.
     }
     checked.thoughts_left_out += usize::from(thought.is_empty() && !reasoning.is_empty());
 
@@ -156,7 +156,7 @@ fn rewritten(
     Some(Problem::Rewritten { index, part, said: excerpt(said, at), found: excerpt(found, at), at })
 }
 
-/// Some characters around the one at `at`.
+/// The text around character `at`.
 fn excerpt(text: &str, at: usize) -> String {
     let start = at.saturating_sub(AROUND);
     let mut shown: String = text.chars().skip(start).take(at - start + AROUND).collect();

@@ -1,4 +1,5 @@
-//! A row as a conversation: its messages, the tools they may call, and the form in which templates expect both.
+//! Parses a row into a conversation, with its messages and tools, and prepares both for chat
+//! templates.
 
 use std::borrow::Cow;
 
@@ -10,17 +11,17 @@ use crate::message::{CALLS, Message, Role, WEIGHT};
 use crate::records::{RowError, check_starts_with_user, conversation};
 use crate::thoughts;
 
-/// The tokens that an answer was served as, where the server told them.
+/// The token ids that the server generated for an answer, if it reported them.
 pub const TOKEN_IDS: &str = "token_ids";
-/// The tokens of the prompt that it was given to; only of a conversation's last answer.
+/// The token ids of the prompt of a conversation's last answer.
 pub const PROMPT_TOKEN_IDS: &str = "prompt_token_ids";
-/// What `regenerate` and fine-tuning rows note on messages. It is not for the template's eyes.
+/// Fields that `regenerate` and fine-tuning rows add to messages. Chat templates do not see them.
 const NOTES: [&str; 4] = [FINISH_REASON, TOKEN_IDS, PROMPT_TOKEN_IDS, WEIGHT];
 
-/// What a chat template is given.
+/// The input of a chat template.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Conversation {
-    /// Who said what.
+    /// The messages in order.
     pub messages: Vec<Message>,
     /// The tools that the assistant may call, as a JSON array.
     pub tools: Option<Value>,
@@ -33,11 +34,11 @@ impl From<Vec<Message>> for Conversation {
 }
 
 impl Conversation {
-    /// Parses messages and `tools` of a row; someone asks before anyone answers. A `finish_reason` of the row is that of its
-    /// last answer, unless the answer has its own.
+    /// Parses the messages and `tools` of a row. A row's `finish_reason` applies to the last
+    /// answer, unless that answer has its own.
     ///
     /// # Errors
-    /// If a field is missing or malformed, or the user does not speak first.
+    /// If a field is missing or malformed, or the first non-system message is not the user's.
     pub fn from_row(row: &Map<String, Value>) -> Result<Self, RowError> {
         let mut messages = conversation(row)?;
         check_starts_with_user(&messages)?;
@@ -49,14 +50,14 @@ impl Conversation {
         Ok(Self { messages, tools: tools(row.get("tools"))? })
     }
 
-    /// Whether its last message keeps the tokens that it was served as.
+    /// Whether the last message has the token ids that the server generated.
     pub(crate) fn was_served(&self) -> bool {
         let last = self.messages.last().filter(|last| last.role == Role::Assistant);
         last.is_some_and(|last| last.extra.contains_key(TOKEN_IDS))
     }
 }
 
-/// The tools of a row: an array, or its JSON text as columnar files keep it. An empty array is none.
+/// The tools of a row: an array, or its JSON text as in columnar files. None for an empty array.
 fn tools(value: Option<&Value>) -> Result<Option<Value>, RowError> {
     let parsed = match value {
         None | Some(Value::Null) => return Ok(None),
@@ -72,7 +73,8 @@ fn tools(value: Option<&Value>) -> Result<Option<Value>, RowError> {
             Some(_) => Err(RowError::Tools { found: "an array with entries that are no objects" }),
             None => {
                 tools.retain(|tool| !tool.is_null());
-                // Columnar files fill in nulls; what a schema says within `parameters` stays as it is.
+                // Drops nulls that columnar files fill in. The schema in `parameters` stays
+                // unchanged.
                 for tool in tools.iter_mut().filter_map(Value::as_object_mut) {
                     tool.retain(|_, value| !value.is_null());
                     if let Some(Value::Object(function)) = tool.get_mut("function") {
@@ -87,32 +89,33 @@ fn tools(value: Option<&Value>) -> Result<Option<Value>, RowError> {
 }
 
 impl Message {
-    /// Whether the model never ended this turn: the message says so, or the arguments of a call are no JSON.
+    /// Whether the answer is cut: its `finish_reason` says so, or the arguments of a call are not
+    /// valid JSON.
     pub fn was_cut(&self) -> bool {
         let is_said = || finish::kept(&self.extra).is_some_and(|reason| !reason.is_whole());
         let is_broken = || !self.tool_calls().iter().all(finish::has_json_arguments);
         self.role == Role::Assistant && (is_said() || is_broken())
     }
 
-    /// Whether a drafter learns from the message: an assistant's, unless its `weight` is 0.
+    /// Whether a drafter trains on the message: an assistant message whose `weight` is not 0.
     pub fn is_trained_on(&self) -> bool {
         self.role == Role::Assistant && self.extra.get(WEIGHT).and_then(Value::as_f64) != Some(0.0)
     }
 
-    /// Whether an assistant neither says, thinks nor calls anything.
+    /// Whether a message has no answer, no reasoning and no tool calls.
     pub fn says_nothing(&self) -> bool {
         let kept = self.reasoning_content.as_deref().unwrap_or_default();
         thoughts::is_nothing(&self.content) && kept.trim().is_empty() && self.tool_calls().is_empty()
     }
 
-    /// The tools that the message calls.
+    /// The message's tool calls.
     pub fn tool_calls(&self) -> &[Value] {
         self.extra.get(CALLS).and_then(Value::as_array).map_or(&[], Vec::as_slice)
     }
 }
 
-/// The messages as templates expect them: a call's arguments are an object, where the OpenAI API has its JSON text, and
-/// our own notes are gone.
+/// The messages as chat templates expect them. Arguments of calls become objects, where the OpenAI
+/// API has JSON text, and [`NOTES`] are removed.
 pub(crate) fn for_template(messages: &[Message]) -> Cow<'_, [Message]> {
     let ready = |message: &Message| {
         !NOTES.iter().any(|note| message.extra.contains_key(*note))
@@ -136,7 +139,7 @@ pub(crate) fn for_template(messages: &[Message]) -> Cow<'_, [Message]> {
     Cow::Owned(messages)
 }
 
-/// The arguments of a call if they are the JSON text of an object.
+/// The arguments of a call, if they are the JSON text of an object.
 fn arguments(call: &Value) -> Option<Value> {
     let text = call.get("function").unwrap_or(call).get("arguments")?.as_str()?;
     serde_json::from_str::<Map<String, Value>>(text).ok().map(Value::Object)
@@ -181,7 +184,7 @@ mod tests {
         let expected = json!([{"function": {"name": "f", "arguments": {"b": 1, "a": [2]}}}, {"name": "g", "arguments": {}}]);
         assert_eq!(json!(seen[0].tool_calls()).to_string(), expected.to_string());
         assert_eq!(seen[0].extra.len(), 1);
-        // What is no object stays: the template decides.
+        // Arguments that are not an object stay unchanged for the template to handle.
         let odd = [message(
             json!({"role": "assistant", "content": "", "tool_calls": [{"function": {"arguments": "[1"}}, 3]}),
         )];

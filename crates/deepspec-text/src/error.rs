@@ -1,4 +1,4 @@
-//! What can go wrong between a conversation and its tokens.
+//! Errors of tokenizers, chat templates and conversations.
 
 use std::path::PathBuf;
 
@@ -6,28 +6,28 @@ use deepspec_core::atomic::FileError;
 
 use crate::records::RowError;
 
-/// A tokenizer, template or conversation that cannot be used.
+/// Why a tokenizer, template or conversation cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum TextError {
-    /// Ids beside an answer that are none.
+    /// Token ids of an answer that the tokenizer does not have.
     #[error(
         "`{name}` of the last answer: {found}; expected ids of the tokenizer. Were these answers made by another model?"
     )]
     ServedIds {
         /// The field.
         name: &'static str,
-        /// What it holds.
+        /// The malformed value.
         found: String,
     },
     /// A file of the tokenizer cannot be read.
     #[error(transparent)]
     File(#[from] FileError),
-    /// `tokenizer.json` is not what the tokenizers library writes.
+    /// The tokenizers library cannot parse `tokenizer.json`.
     #[error("{}: not a usable tokenizer ({source}); copy tokenizer.json from the target model again", path.display())]
     Tokenizer {
         /// The file.
         path: PathBuf,
-        /// What the tokenizers library says.
+        /// The error of the tokenizers library.
         source: tokenizers::Error,
     },
     /// `tokenizer_config.json` is not a JSON object.
@@ -35,7 +35,7 @@ pub enum TextError {
     Config {
         /// The file.
         path: PathBuf,
-        /// What the parser says.
+        /// The parser's error.
         source: serde_json::Error,
     },
     /// A field of `tokenizer_config.json` has another type than expected.
@@ -45,9 +45,9 @@ pub enum TextError {
         path: PathBuf,
         /// The field.
         field: &'static str,
-        /// What it must hold.
+        /// The expected type.
         expected: &'static str,
-        /// What it holds.
+        /// The type in the file.
         found: &'static str,
     },
     /// The tokenizer has no chat template, or none called `default`.
@@ -55,7 +55,7 @@ pub enum TextError {
     NoTemplate {
         /// The tokenizer's folder.
         dir: PathBuf,
-        /// The names of the templates that are there.
+        /// The names of the other templates.
         named: Vec<String>,
     },
     /// The chat template does not compile.
@@ -63,7 +63,7 @@ pub enum TextError {
     Syntax {
         /// The file that holds the template.
         path: PathBuf,
-        /// What the template engine says, with the line.
+        /// The template engine's error, with the line.
         source: minijinja::Error,
     },
     /// The chat template called `raise_exception`: it does not accept this conversation.
@@ -71,15 +71,15 @@ pub enum TextError {
     Refused {
         /// The file that holds the template.
         path: PathBuf,
-        /// The template's own words.
+        /// The message of `raise_exception`.
         message: String,
     },
-    /// The chat template runs for too long.
+    /// The chat template takes too long.
     #[error("the chat template of {} does not come to an end within {steps} steps; look for nested loops in it", path.display())]
     Endless {
         /// The file that holds the template.
         path: PathBuf,
-        /// Instructions that a rendering may take.
+        /// The limit on instructions of a rendering.
         steps: u64,
     },
     /// The chat template failed on a conversation.
@@ -87,7 +87,7 @@ pub enum TextError {
     Render {
         /// The file that holds the template.
         path: PathBuf,
-        /// What the template engine says, with the line.
+        /// The template engine's error, with the line.
         source: minijinja::Error,
     },
     /// The tokenizer failed on a text or on token ids.
@@ -95,46 +95,46 @@ pub enum TextError {
     Tokenize {
         /// `tokenising` or `detokenising`.
         action: &'static str,
-        /// What the tokenizers library says.
+        /// The error of the tokenizers library.
         source: tokenizers::Error,
     },
-    /// A number that no vocabulary can hold.
+    /// A number that cannot be a token id.
     #[error("{id} is not a token id")]
     NotAnId {
         /// The number.
         id: i64,
     },
-    /// A language model that is to draft for a target with other tokens.
+    /// A draft language model whose vocabulary differs from the target's.
     #[error("{}: token {id} is {own:?}, the target's is {target:?}; a language model drafts for targets of its own tokenizer", dir.display())]
     OtherToken {
-        /// The language model's folder.
+        /// The draft model's folder.
         dir: PathBuf,
         /// The first id whose tokens differ.
         id: i64,
-        /// Its token there; None if there is none.
+        /// Its token for that id; None if it has none.
         own: Option<String>,
-        /// The target's.
+        /// The target's token for that id.
         target: Option<String>,
     },
-    /// A loss-mask template whose marks match everywhere.
+    /// A mask rule with an empty marker, which would match everywhere.
     #[error("chat template `{name}`: assistant_header and end_of_turn must not be empty")]
     EmptyMark {
         /// The template's name.
         name: String,
     },
-    /// The template's own tags are the mask rule, and it has none.
+    /// The mask rule uses `{% generation %}` tags, and the template has none.
     #[error("the chat template of {} has no {{% generation %}} tags to take the mask from; choose a format by its name, or an entry of your own", path.display())]
     NoGenerationTags {
         /// The file that holds the template.
         path: PathBuf,
     },
-    /// The template works on what it wrote between its tags.
+    /// The template modifies the text between its tags after writing it.
     #[error("the chat template of {} rewrites what stands between its {{% generation %}} tags, so that the mask cannot be told; put the tags around the final output", path.display())]
     GenerationMoved {
         /// The file that holds the template.
         path: PathBuf,
     },
-    /// The conversation itself is unusable.
+    /// The conversation is malformed.
     #[error(transparent)]
     Row(#[from] RowError),
 }

@@ -1,8 +1,8 @@
-//! Why an answer ended, in one vocabulary for the words of all servers.
+//! Finish reasons of answers, normalised across servers.
 
 use serde_json::{Map, Value};
 
-/// Where messages, rows and chat completions keep the reason.
+/// The field of messages, rows and chat completions with the reason.
 pub const FINISH_REASON: &str = "finish_reason";
 
 /// Why an answer ended.
@@ -14,35 +14,36 @@ pub enum FinishReason {
     ToolCalls,
     /// The answer reached its token limit or the end of the context.
     Length,
-    /// A filter cut the answer.
+    /// A content filter cut the answer.
     ContentFilter,
     /// A stop string of the request cut the answer.
     StopSequence,
-    /// The arguments of a tool call are no JSON, so the call was cut.
+    /// The call was cut: its arguments are not valid JSON.
     InvalidToolCall,
-    /// The server gave the request up.
+    /// The server aborted the request.
     Abort,
     /// The server failed.
     Error,
-    /// The server ended an answer that repeated itself.
+    /// The server stopped an answer that repeated itself.
     Repetition,
-    /// The server gives no reason, or a word that is not known.
+    /// The server gave no known reason.
     #[default]
     Unknown,
 }
 
-/// Whether an answer can be used.
+/// Whether an answer is usable for training.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Completeness {
-    /// The model said all that it had to say, and its end of turn.
+    /// The model finished its answer and generated the end of turn.
     Whole,
-    /// The model wrote all of this text, but not the end of turn behind it.
+    /// The answer's text is usable, but the model did not generate the end of turn.
     Cut,
-    /// The server failed on the way. The request can be sent again.
+    /// The request failed and can be sent again.
     Broken,
 }
 
-/// The words of servers and their libraries, in small letters: OpenAI, vLLM, SGLang, llama.cpp, TGI, Mistral, Anthropic, Gemini, DeepSeek.
+/// Finish reasons in lower case: OpenAI, vLLM, SGLang, llama.cpp, TGI, Mistral, Anthropic, Gemini,
+/// DeepSeek.
 const WORDS: [(&str, FinishReason); 38] = [
     ("stop", FinishReason::Stop),
     ("eos", FinishReason::Stop),
@@ -85,7 +86,7 @@ const WORDS: [(&str, FinishReason); 38] = [
 ];
 
 impl FinishReason {
-    /// Reads the word of a server, in any case.
+    /// Parses a server's finish reason, in any case.
     pub fn of_word(word: &str) -> Self {
         let word = word.trim().to_ascii_lowercase();
         let known = WORDS.iter().find(|(known, _)| *known == word).map(|&(_, reason)| reason);
@@ -100,9 +101,9 @@ impl FinishReason {
         })
     }
 
-    /// Reads `finish_reason` of a message, a row or a choice. Null and absent are `None`.
+    /// Parses the `finish_reason` of a message, a row or a choice. None if it is null or absent.
     ///
-    /// SGLang's own endpoints give an object with the word in `type`.
+    /// SGLang's native endpoints give an object with the reason in `type`.
     pub fn of_field(value: Option<&Value>) -> Option<Self> {
         match value? {
             Value::Null => None,
@@ -113,10 +114,11 @@ impl FinishReason {
         }
     }
 
-    /// Reads a choice of a chat completion that was asked for with the stop strings `stops`.
+    /// Parses a choice of a chat completion whose request had the stop strings `stops`.
     ///
-    /// Most servers say `stop` for a stop string too. vLLM names it in `stop_reason`, SGLang in `matched_stop`; with a
-    /// server that names nothing the answer counts as cut. Routers repeat the reason in `stop_reason`.
+    /// Most servers report `stop` for a stop string too. vLLM names the string in `stop_reason`,
+    /// SGLang in `matched_stop`. If a server has neither field, an answer of a request with stop
+    /// strings counts as cut. Routers repeat the reason in `stop_reason`.
     pub fn of_choice(choice: &Value, stops: &[&str]) -> Self {
         if choice.get("error").is_some_and(|error| !error.is_null()) {
             return Self::Error;
@@ -136,12 +138,12 @@ impl FinishReason {
         match named {
             _ if texts.any(|text| stops.contains(&text)) => Self::StopSequence,
             [None, None] if !stops.is_empty() => Self::StopSequence,
-            // A token id, null, or another word for the end of the turn.
+            // A token id, null, or another word for the end of turn.
             _ => Self::Stop,
         }
     }
 
-    /// The word that is written into rows, reports and answers of our own server.
+    /// The reason as rows, reports and this project's server write it.
     pub fn word(self) -> &'static str {
         match self {
             Self::Stop => "stop",
@@ -157,7 +159,7 @@ impl FinishReason {
         }
     }
 
-    /// What the reason says of the answer.
+    /// Whether an answer with this reason is whole, cut or broken.
     pub fn completeness(self) -> Completeness {
         match self {
             Self::Stop | Self::ToolCalls => Completeness::Whole,
@@ -176,7 +178,8 @@ impl FinishReason {
     }
 }
 
-/// Whether the arguments of a tool call are JSON. Absent ones and objects are.
+/// Whether the arguments of a tool call are valid JSON. Absent arguments and objects count as
+/// valid.
 pub(crate) fn has_json_arguments(call: &Value) -> bool {
     match call.get("function").unwrap_or(call).get("arguments") {
         Some(Value::String(text)) => {
@@ -186,7 +189,7 @@ pub(crate) fn has_json_arguments(call: &Value) -> bool {
     }
 }
 
-/// The reason that a message or a row keeps.
+/// The finish reason of a message or a row.
 pub(crate) fn kept(fields: &Map<String, Value>) -> Option<FinishReason> {
     FinishReason::of_field(fields.get(FINISH_REASON))
 }

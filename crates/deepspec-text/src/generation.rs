@@ -1,17 +1,19 @@
-//! `{% generation %} … {% endgeneration %}`: the tags by which a template itself says what the assistant wrote.
+//! `{% generation %} … {% endgeneration %}`: the template tags around the assistant's tokens.
 //!
-//! The template engine does not know them. They become a filter block, one tag for one tag, so that white space around
-//! them is treated alike; the filter does nothing unless the rendering brings two marks to put around what it sees.
+//! The template engine does not support these tags. Each becomes one tag of a filter block, so that
+//! white space around it is trimmed alike. The filter inserts two marker characters around its text
+//! if the rendering provides them.
 
 use std::collections::HashSet;
 
 use minijinja::Value;
 
-/// The filter that the tags become, and the variable with the marks. A macro only sees variables that it names.
+/// Name of the filter, and of the variable with the markers. A macro sees only variables that it
+/// names.
 pub const FILTER: &str = "deepspec_generation";
 pub const MARKS: &str = "deepspec_generation_marks";
 
-/// The filter: `text`, with a mark before and behind it if there are any.
+/// The filter: inserts the two markers around `text`, if there are any.
 pub fn mark(text: &str, marks: &Value) -> String {
     let mut marks = marks.as_str().unwrap_or_default().chars();
     match (marks.next(), marks.next()) {
@@ -20,7 +22,8 @@ pub fn mark(text: &str, marks: &Value) -> String {
     }
 }
 
-/// Rewrites the tags of a template; whether there were any. Comments, raw blocks and strings stay as they are.
+/// Replaces the tags of a template, except in comments, raw blocks and strings. Also returns
+/// whether it found any.
 pub fn rewrite(template: &str) -> (String, bool) {
     let mut out = String::with_capacity(template.len() + 64);
     let (mut rest, mut found) = (template, false);
@@ -57,7 +60,7 @@ pub fn rewrite(template: &str) -> (String, bool) {
     (out, found)
 }
 
-/// Bytes up to and with `end`, which does not count within a string.
+/// Number of bytes up to and including `end`, ignoring `end` within a string.
 fn code_end(code: &str, end: &str) -> usize {
     let mut quote = None;
     let mut characters = code.char_indices();
@@ -74,14 +77,14 @@ fn code_end(code: &str, end: &str) -> usize {
     code.len()
 }
 
-/// Where the only word of a tag without arguments stands, and the word.
+/// Position of the only word of a tag without arguments, and the word.
 fn keyword(tag: &str) -> (usize, &str) {
     let inside = tag.strip_prefix("{%").and_then(|inside| inside.strip_suffix("%}")).unwrap_or_default();
     let word = inside.trim_start_matches(['-', '+']).trim_end_matches(['-', '+']).trim();
     (tag.find(word).unwrap_or_default(), word)
 }
 
-/// Bytes up to the tag that ends a raw block.
+/// Number of bytes before the tag that ends a raw block.
 fn raw_end(text: &str) -> usize {
     let mut at = 0;
     while let Some(open) = text[at..].find("{%") {
@@ -95,7 +98,7 @@ fn raw_end(text: &str) -> usize {
     text.len()
 }
 
-/// Two characters that do not occur in `text`, nor in any language: what marks a generation, and what ends it.
+/// Two private-use characters that do not occur in `text`: an opening and a closing marker.
 pub fn unused_marks(text: &str) -> Option<[char; 2]> {
     let private = || ('\u{F0000}'..='\u{FFFFD}').chain('\u{100000}'..='\u{10FFFD}');
     let range = '\u{F0000}'..='\u{10FFFD}';
@@ -104,8 +107,9 @@ pub fn unused_marks(text: &str) -> Option<[char; 2]> {
     Some([unused.next()?, unused.next()?])
 }
 
-/// Takes the marks out of a rendering: the text, and the byte ranges that stood between marks. None if marks are out of
-/// order because the template took its own output apart. A generation within another one is part of it.
+/// Removes the markers from a rendering. Returns the text and the byte ranges between markers;
+/// nested ranges count as one. None if markers are out of order because the template rearranged its
+/// own output.
 pub fn unmark(marked: &str, [open, close]: [char; 2]) -> Option<(String, Vec<(usize, usize)>)> {
     let mut text = String::with_capacity(marked.len());
     let (mut spans, mut depth, mut start) = (Vec::new(), 0, 0);
@@ -182,7 +186,7 @@ mod tests {
     }
 
     proptest! {
-        /// Marks are found again whatever the text, private characters included.
+        /// Markers are found in any text, also in one with private-use characters.
         #[test]
         fn marks_never_hide_in_the_text(parts in prop::collection::vec("[a\u{F0000}\u{F0001}\u{F0002}é]{0,4}", 1..8)) {
             let plain = parts.concat();
@@ -196,7 +200,7 @@ mod tests {
             prop_assert_eq!(found, expected);
         }
 
-        /// No template is too broken to be looked at, and nothing but tags is touched.
+        /// Rewriting handles any broken template and changes only tags.
         #[test]
         fn rewriting_never_fails(pieces in prop::collection::vec(prop::sample::select(vec!["{%", "%}", "{{", "}}", "{#", "#}", "generation", "endgeneration", "raw", "endraw", "'", "\"", "\\", "-", " ", "é", "\n"]), 0..24)) {
             let template = pieces.concat();

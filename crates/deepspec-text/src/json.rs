@@ -1,6 +1,6 @@
-//! The `tojson` filter as transformers has it: Python's `json.dumps(value, ensure_ascii=False)`.
+//! The `tojson` filter of transformers: Python's `json.dumps(value, ensure_ascii=False)`.
 //!
-//! The engine's own filter escapes HTML characters, which changes the tool descriptions a model reads.
+//! The engine's own filter escapes HTML characters, which would change tool descriptions.
 
 use std::io::{self, Write};
 
@@ -40,7 +40,7 @@ fn dumps(value: &impl Serialize, indent: Option<usize>) -> serde_json::Result<St
 struct Python {
     indent: Option<usize>,
     depth: usize,
-    /// Whether the innermost container has a value yet: empty ones stay on one line.
+    /// Whether the innermost container has a value yet; empty containers stay on one line.
     filled: bool,
 }
 
@@ -112,7 +112,8 @@ impl Formatter for Python {
     }
 }
 
-/// Python's `repr(float)`: plain between 1e-4 and 1e16, else with an exponent of at least two digits.
+/// Python's `repr(float)`: plain between 1e-4 and 1e16, else with an exponent of at least two
+/// digits.
 fn python_float(value: f64) -> String {
     let scientific = format!("{value:e}");
     let Some((digits, exponent)) = scientific.split_once('e') else { return scientific };
@@ -130,7 +131,7 @@ mod tests {
     use minijinja::value::Serde;
     use serde_json::json;
 
-    /// Expected: `json.dumps(v, ensure_ascii=False)` and `json.dumps(v, ensure_ascii=False, indent=2)` of Python 3.11.
+    /// Expected values: `json.dumps(v, ensure_ascii=False)`, also with `indent=2`, of Python 3.11.
     #[test]
     fn tojson_is_pythons() {
         let value = json!({"z": [1, 2.0, 1e16, 1.5e-7, 1e-4, 123456789.125], "a": {"<b>": "é\"\n\u{1}'&", "c": null}, "e": [], "f": {}});

@@ -1,7 +1,7 @@
 //! Conversations, chat templates, token ids and loss masks.
 //!
-//! A row's `conversations` become [`Message`]s, the tokenizer's own chat template turns them into text, and
-//! [`supervise`] into token ids with the mask of what a drafter learns from.
+//! A row's `conversations` become [`Message`]s, and the tokenizer's chat template renders them as
+//! text. [`supervise`] turns the text into token ids and the loss mask of a drafter's training.
 
 mod check;
 mod conversation;

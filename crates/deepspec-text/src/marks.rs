@@ -1,10 +1,11 @@
-//! Special tokens that fence thoughts, and where in an answer they may.
+//! Special tokens that open or close reasoning, and where an answer may contain them.
 
 use tokenizers::Tokenizer;
 
 use crate::thoughts::{FENCES, ThinkTags};
 
-/// A fence of which at least one mark is a special token. The other is a text like any, or none of the vocabulary.
+/// Think tags of which at least one is a special token. The other may be ordinary text, or missing
+/// from the vocabulary.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct SpecialFence {
     fence: &'static ThinkTags,
@@ -13,7 +14,7 @@ pub(crate) struct SpecialFence {
 }
 
 impl SpecialFence {
-    /// Those of a tokenizer.
+    /// The think tags of a tokenizer that have a special token.
     pub(crate) fn of(tokenizer: &Tokenizer) -> Vec<Self> {
         let special = |mark| {
             let id = tokenizer.token_to_id(mark)?;
@@ -25,16 +26,16 @@ impl SpecialFence {
     }
 }
 
-/// The special tokens that would fence thoughts if they came next.
+/// The special tokens that may open or close reasoning at the current position of an answer.
 #[derive(Debug, Clone)]
 pub(crate) struct Marks {
-    /// The opening marks, with the fences that they open; only before anything else.
+    /// Opening tokens with their think tags; they count only at the start of an answer.
     open: Vec<(u32, SpecialFence)>,
     close: Vec<u32>,
 }
 
 impl Marks {
-    /// Those of an answer to `prompt`, which may have opened the thoughts already.
+    /// The tokens for an answer to `prompt`, which may have opened the reasoning already.
     pub(crate) fn after(prompt: &str, fences: &[SpecialFence]) -> Self {
         match ThinkTags::opened_by(prompt) {
             Some(opened) => {
@@ -42,7 +43,8 @@ impl Marks {
                     fences.iter().filter(|fence| fence.fence == opened).filter_map(|fence| fence.close);
                 Self { open: vec![], close: close.collect() }
             }
-            // Thoughts that ordinary tokens open are not seen here, so their closing mark may come at any time.
+            // An opening tag of ordinary tokens is not seen here, so its closing token may come at
+            // any time.
             None => {
                 let unseen = fences.iter().filter(|fence| fence.open.is_none());
                 Self { close: unseen.filter_map(|fence| fence.close).collect(), ..Self::all(fences) }
@@ -50,19 +52,20 @@ impl Marks {
         }
     }
 
-    /// Those of an answer to an unknown prompt.
+    /// The tokens for an answer to an unknown prompt.
     pub(crate) fn all(fences: &[SpecialFence]) -> Self {
         let open = fences.iter().filter_map(|&fence| Some((fence.open?, fence)));
         let close = fences.iter().filter_map(|fence| fence.close);
         Self { open: open.collect(), close: close.collect() }
     }
 
-    /// Whether a token is one of them.
+    /// Whether `id` is one of the tokens.
     pub(crate) fn has(&self, id: u32) -> bool {
         self.close.contains(&id) || self.open.iter().any(|&(open, _)| open == id)
     }
 
-    /// Whether a token is a mark here; `first` says that nothing came before it. Thoughts are opened and closed once.
+    /// Whether `id` opens or closes reasoning here; `first` says that only white space came before
+    /// it. Reasoning opens and closes at most once.
     pub(crate) fn take(&mut self, id: u32, first: bool) -> bool {
         let opened = self.open.iter().find(|&&(open, _)| first && open == id).map(|&(_, fence)| fence);
         let close = match opened {

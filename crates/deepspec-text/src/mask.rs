@@ -1,4 +1,4 @@
-//! The loss mask: which tokens of a conversation a drafter learns from.
+//! The loss mask: the tokens of a conversation on which a drafter trains.
 
 use crate::conversation::Conversation;
 use crate::error::TextError;
@@ -10,45 +10,45 @@ use crate::template::RenderOptions;
 use crate::thoughts;
 use crate::tokenizer::{ChatTokenizer, Encoded};
 
-/// Conversations with fewer supervised tokens are not worth a training sample.
+/// Conversations with fewer supervised tokens are not used for training.
 pub const MIN_SUPERVISED_TOKENS: usize = 14;
 
-/// A conversation ready for training.
+/// A tokenised conversation with its loss mask.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Supervised {
-    /// The whole rendered conversation.
+    /// The rendered conversation.
     pub text: String,
-    /// The supervised places of the text, as byte ranges in order; the cut at the maximal length does not show here.
+    /// Byte ranges of the supervised text, in order, before truncation to the maximal length.
     pub places: Vec<(usize, usize)>,
-    /// Its token ids, cut at the maximal length.
+    /// The token ids, truncated to the maximal length.
     pub input_ids: Vec<i64>,
-    /// For each id, whether a drafter learns from it.
+    /// For each id, whether a drafter trains on it.
     pub loss_mask: Vec<bool>,
-    /// How many ids there were before the cut.
+    /// Number of ids before truncation.
     pub untruncated_len: usize,
-    /// Whether these are the ids that were served.
+    /// Whether these are the ids that the server generated.
     pub served: Served,
 }
 
-/// Whether ids are those that a server generated.
+/// Whether the ids come from the server or from tokenising the text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Served {
-    /// The row does not keep them; these are its text's.
+    /// From the text: the row does not keep served ids.
     #[default]
     Unknown,
-    /// They are, and its text's are the same.
+    /// From the server, and equal to the text's ids.
     Alike,
-    /// They are, and its text comes apart otherwise.
+    /// From the server, and different from the text's ids.
     Otherwise,
 }
 
 impl Supervised {
-    /// How many tokens are supervised.
+    /// Number of supervised tokens.
     pub fn supervised_count(&self) -> usize {
         self.loss_mask.iter().filter(|&&supervised| supervised).count()
     }
 
-    /// The supervised runs of the mask, half-open.
+    /// The supervised ranges of the mask, half-open.
     pub fn spans(&self) -> Vec<(u32, u32)> {
         let mut spans = Vec::new();
         let mut at = 0;
@@ -63,16 +63,16 @@ impl Supervised {
     }
 }
 
-/// Renders, tokenises and masks a conversation; keeps the first `max_length` tokens. Where its last answer keeps the ids that were served, they
-/// take the place of its text's.
+/// Renders, tokenises and masks a conversation; keeps the first `max_length` tokens. If its last
+/// answer keeps the served ids, they replace the ids of its text.
 ///
-/// An answer that was cut is supervised up to its last word: the model never said the mark that the template puts behind
-/// it. (The reference supervises the mark, on rows that do not say how an answer ended.) An answer without a word is not
-/// supervised at all, nor is one whose `weight` is 0.
+/// A cut answer is supervised up to its last word, because the model did not generate the end of
+/// turn. The reference supervises that end of turn if a row has no `finish_reason`. Empty answers
+/// and messages with `weight` 0 are not supervised.
 ///
 /// # Errors
-/// If the conversation does not start with the user, the template refuses it, has no tags although they are the rule, or
-/// the tokenizer fails.
+/// If the conversation does not start with the user, the template refuses it or lacks the tags of
+/// its rule, or the tokenizer fails.
 pub fn supervise(
     tokenizer: &ChatTokenizer,
     template: &ChatTemplate,
@@ -106,7 +106,7 @@ pub fn supervise(
     supervised.with_served_ids(tokenizer, template, conversation, max_length)
 }
 
-/// Empties the places of messages whose `weight` is 0.
+/// Empties the spans of messages whose `weight` is 0.
 fn leave_out_untrained(text: &str, places: &mut [(usize, usize)], messages: &[Message]) {
     if messages.iter().all(|message| message.role != Role::Assistant || message.is_trained_on()) {
         return;
@@ -119,11 +119,11 @@ fn leave_out_untrained(text: &str, places: &mut [(usize, usize)], messages: &[Me
     }
 }
 
-/// Bytes of an answer that may hold nothing but special tokens.
+/// Longest answer, in bytes, that is checked for special tokens alone.
 const MOST_SILENCE: usize = 1024;
 
-/// Empties the places in which nobody says, thinks or calls anything: the end of a turn alone teaches nothing, nor do
-/// special tokens that stand in for an answer.
+/// Empties spans without an answer, reasoning or tool calls. A lone end of turn, or special tokens
+/// in place of an answer, are not worth learning.
 fn leave_out_silence(
     tokenizer: &ChatTokenizer,
     template: &ChatTemplate,
@@ -138,16 +138,16 @@ fn leave_out_silence(
     }
 }
 
-/// A supervised place without the marks that end the turn.
+/// A supervised span without its end-of-turn tokens.
 pub(crate) fn without_end<'a>(tokenizer: &ChatTokenizer, template: &ChatTemplate, place: &'a str) -> &'a str {
     if let Some(marks) = template.marks() {
         return place.strip_suffix(marks.end_of_turn.as_str()).unwrap_or(place);
     }
-    // The tags may enclose the mark or not; where they do it is a special token.
+    // The tags may enclose the end of turn, which is then a special token.
     tokenizer.without_special_ends(place)
 }
 
-/// Takes from the places of cut answers what the model did not say.
+/// Ends the spans of cut answers where the model's own text ends.
 fn end_at_last_words(text: &str, places: &mut [(usize, usize)], messages: &[Message], end_of_turn: &str) {
     if !messages.iter().any(Message::was_cut) {
         return;
@@ -168,8 +168,8 @@ fn end_at_last_words(text: &str, places: &mut [(usize, usize)], messages: &[Mess
     }
 }
 
-/// The message that each supervised place repeats, by its index; None where no assistant speaks, as behind a header that
-/// a user typed. Places and messages are in the same order.
+/// The index of each supervised span's message. None if the span has no assistant message, such as
+/// a header that a user typed. Spans and messages are in the same order.
 pub(crate) fn owners(text: &str, places: &[(usize, usize)], messages: &[Message]) -> Vec<Option<usize>> {
     let assistants: Vec<usize> =
         (0..messages.len()).filter(|&index| messages[index].role == Role::Assistant).collect();
@@ -188,13 +188,14 @@ pub(crate) fn owners(text: &str, places: &[(usize, usize)], messages: &[Message]
     places.iter().map(&mut owner).collect()
 }
 
-/// The answer of a message without the thoughts before it and the white space around it.
+/// The answer of a message, without reasoning and white space around it.
 fn spoken(content: &str) -> &str {
     thoughts::split(content).1.trim()
 }
 
-/// The mask of places whose borders are counted in tokens of the text before them, tokenised alone: where tokens merge
-/// across the border this differs from an offset map, and the reference's rule is kept (docs/architecture.md, Loss mask).
+/// Builds the mask by counting the tokens of each prefix of the text, tokenised alone. Tokens that
+/// merge across a border make this differ from an offset map; the reference counts this way
+/// (docs/architecture.md, Loss mask).
 fn by_prefixes(
     tokenizer: &ChatTokenizer,
     text: String,
@@ -210,16 +211,18 @@ fn by_prefixes(
         if start >= input_ids.len() {
             break;
         }
-        // Merging may leave fewer tokens up to the end than up to the start: then nothing is supervised.
+        // Merged tokens may make the end's count smaller than the start's; then nothing is
+        // supervised.
         let end = prefixes.count(end)?.clamp(start, input_ids.len());
         loss_mask[start..end].fill(true);
     }
     Ok(Supervised { text, places, input_ids, loss_mask, untruncated_len, served: Served::Unknown })
 }
 
-/// The mask as transformers makes it from a template's tags: from the first token that holds the first character to the
-/// first one that holds the last. Where no token holds a character, because the tokenizer leaves white space out of its
-/// offsets, the next token towards the inside stands in; transformers masks all or nothing there.
+/// Builds the mask from a template's tags as transformers does: from the token of the first
+/// character to the first token of the last. Some tokenizers leave white space out of their
+/// offsets. A border without a token moves to the next token inside; transformers masks all or
+/// nothing there.
 fn by_offsets(
     tokenizer: &ChatTokenizer,
     text: String,

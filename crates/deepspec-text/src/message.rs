@@ -1,4 +1,4 @@
-//! Conversation records: the messages of a JSONL row.
+//! The messages of a JSONL row.
 
 use std::fmt;
 
@@ -6,25 +6,25 @@ use deepspec_core::jsonl::kind_of;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-/// Who speaks.
+/// The role of a message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Role {
     /// Instructions for the whole conversation.
     System,
-    /// The person asking.
+    /// The user.
     User,
-    /// The model answering.
+    /// The model.
     Assistant,
-    /// The result of a tool that the assistant called.
+    /// The result of a tool call.
     Tool,
 }
 
 impl Role {
-    /// The role of a speaker as data sets and servers name it, in any case; `None` for a name that is not known.
+    /// Parses a role as data sets and servers name it, in any case; `None` if it is unknown.
     ///
-    /// `developer` is OpenAI's newer name for system, `model` is Gemma's for assistant, `function` is the older one for
-    /// tool; the others are ShareGPT's and Llama's.
+    /// `developer` is OpenAI's newer name for system, `model` is Gemma's for assistant, `function`
+    /// is an older one for tool. The others come from ShareGPT and Llama.
     pub fn of_speaker(name: &str) -> Option<Self> {
         Some(match name.trim().to_ascii_lowercase().as_str() {
             "system" | "developer" => Self::System,
@@ -52,36 +52,36 @@ impl fmt::Display for Role {
     }
 }
 
-/// One message. Fields that we do not know (`tool_calls`, `name`, …) travel along and reach the chat template.
+/// One message. Other fields (`tool_calls`, `name`, …) are kept and reach the chat template.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(try_from = "Value")]
 pub struct Message {
-    /// Who speaks.
+    /// The role.
     pub role: Role,
-    /// What is said; empty where an assistant only calls tools.
+    /// The text; empty if an assistant only calls tools.
     pub content: String,
-    /// What the model thought before it answered.
+    /// The model's reasoning before its answer.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub reasoning_content: Option<String>,
-    /// Every other field of the record, in its order.
+    /// All other fields of the record, in order.
     #[serde(flatten)]
     pub extra: Map<String, Value>,
 }
 
 impl Message {
-    /// A message of role and text alone.
+    /// A message with only a role and a text.
     pub fn new(role: Role, content: impl Into<String>) -> Self {
         Self { role, content: content.into(), reasoning_content: None, extra: Map::new() }
     }
 }
 
-/// Why a record is no message; a phrase to follow its place.
+/// Why a record is not a message; a phrase that follows its position.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum MessageError {
     /// Not a JSON object.
     #[error("expected an object with `role` and `content`, found {found}")]
     NotAnObject {
-        /// What it is.
+        /// The type of the value.
         found: &'static str,
     },
     /// A field is missing or has another type than expected.
@@ -89,13 +89,13 @@ pub enum MessageError {
     Field {
         /// The field.
         field: &'static str,
-        /// What it holds.
+        /// The type of its value.
         found: &'static str,
     },
-    /// Tool calls that are no list.
+    /// `tool_calls` is not a list.
     #[error("`tool_calls` must be an array of calls or its JSON text, found {found}")]
     Calls {
-        /// What they are.
+        /// The type of the value.
         found: &'static str,
     },
     /// A weight that is neither 0 nor 1.
@@ -104,7 +104,7 @@ pub enum MessageError {
         /// The weight as written.
         found: String,
     },
-    /// A role outside the closed set.
+    /// An unknown role.
     #[error(
         "unknown role `{}` (known: system or developer, user, assistant or model, tool or function)",
         role.escape_debug()
@@ -123,11 +123,11 @@ impl TryFrom<Value> for Message {
             Value::Object(fields) => fields,
             other => return Err(MessageError::NotAnObject { found: kind_of(&other) }),
         };
-        // Nothing is said where the text is null, in contrast to a text that is missing.
+        // An explicit null means an empty text, unlike a missing field.
         let has_null = TEXTS.iter().any(|name| fields.get(*name).is_some_and(Value::is_null));
         // Python tools write an explicit null for every field that is not set.
         fields.retain(|_, value| !value.is_null());
-        // ShareGPT's names for the same two fields; some data sets mix them.
+        // ShareGPT names the same two fields otherwise; some data sets mix the names.
         let speaker =
             if fields.contains_key("role") || !fields.contains_key("from") { "role" } else { "from" };
         let own = if speaker == "role" { TEXTS[0] } else { TEXTS[1] };
@@ -141,7 +141,8 @@ impl TryFrom<Value> for Message {
             return Err(MessageError::Weight { found: weight.to_string() });
         }
         let mut reasoning_content = thoughts(&mut fields)?;
-        // An assistant that calls tools or only thinks has nothing to say, and a tool may return nothing.
+        // Text may be missing if an assistant calls tools or only thinks, or if a tool returns
+        // nothing.
         let says_otherwise = has_null || reasoning_content.is_some() || fields.contains_key(CALLS);
         let content = match fields.shift_remove(said) {
             None if matches!(role, Role::Assistant | Role::Tool) && says_otherwise => String::new(),
@@ -156,15 +157,16 @@ impl TryFrom<Value> for Message {
     }
 }
 
-/// Names of the field with a message's text: OpenAI's, ShareGPT's, and that of others.
+/// Fields with a message's text: OpenAI's, ShareGPT's and another common one.
 pub const TEXTS: [&str; 3] = ["content", "value", "text"];
-/// Where an assistant calls tools.
+/// The field with an assistant's tool calls.
 pub(crate) const CALLS: &str = "tool_calls";
 
-/// OpenAI's field of fine-tuning rows: an assistant message of weight 0 is context and not trained on.
+/// OpenAI's field of fine-tuning rows: an assistant message of weight 0 is context and not trained
+/// on.
 pub const WEIGHT: &str = "weight";
 
-/// Parses `tool_calls` that a columnar file keeps as JSON text, and leaves nulls out of calls.
+/// Parses `tool_calls` that a columnar file stores as JSON text, and removes nulls from calls.
 fn parse_calls(fields: &mut Map<String, Value>) -> Result<(), MessageError> {
     if let Some(Value::String(text)) = fields.get(CALLS) {
         match serde_json::from_str(text) {
@@ -175,7 +177,7 @@ fn parse_calls(fields: &mut Map<String, Value>) -> Result<(), MessageError> {
     }
     match fields.get_mut(CALLS) {
         Some(Value::Null) => drop(fields.shift_remove(CALLS)),
-        // Arguments are the model's own JSON: a null in them is a value.
+        // Arguments are the model's own JSON, in which null is a value.
         Some(Value::Array(calls)) => {
             calls.retain(|call| !call.is_null());
             for call in calls.iter_mut().filter_map(Value::as_object_mut) {
@@ -191,10 +193,12 @@ fn parse_calls(fields: &mut Map<String, Value>) -> Result<(), MessageError> {
     Ok(())
 }
 
-/// Names of the message field with an assistant's thoughts: of SGLang and older vLLM, of newer vLLM, of DeepSpec's generator.
+/// Fields with an assistant's reasoning: of SGLang and older vLLM, of newer vLLM, of DeepSpec's
+/// generator.
 pub const THOUGHTS: [&str; 3] = ["reasoning_content", "reasoning", "thinking"];
 
-/// Takes the thoughts out of a message. Values of another type under a name that others use for something else stay.
+/// Removes and returns the reasoning of a message. Values that are not strings stay, because
+/// `reasoning` and `thinking` may mean something else.
 fn thoughts(fields: &mut Map<String, Value>) -> Result<Option<String>, MessageError> {
     if let Some(other) = fields.get(THOUGHTS[0]).filter(|value| !value.is_string()) {
         return Err(MessageError::Field { field: THOUGHTS[0], found: kind_of(other) });
@@ -210,7 +214,7 @@ fn thoughts(fields: &mut Map<String, Value>) -> Result<Option<String>, MessageEr
     Ok(found)
 }
 
-/// The string that `value` must be.
+/// `value` as a string, or an error that names the field.
 fn text(field: &'static str, value: Option<&Value>) -> Result<String, MessageError> {
     match value {
         Some(Value::String(text)) => Ok(text.clone()),
@@ -218,13 +222,13 @@ fn text(field: &'static str, value: Option<&Value>) -> Result<String, MessageErr
     }
 }
 
-/// The kind of a value, for messages.
+/// The type of a value, for messages.
 fn found(value: Option<&Value>) -> &'static str {
     value.map_or("nothing", kind_of)
 }
 
-/// OpenAI's other form of `content`: a list of parts. Texts are joined by line breaks as vLLM joins them; parts with
-/// thoughts, as Anthropic and Mistral write them, are given apart.
+/// Parses `content` as a list of parts. Joins texts with line breaks, as vLLM does. Reasoning
+/// parts, as Anthropic and Mistral write them, are returned separately.
 fn text_parts(parts: &[Value]) -> Result<(String, Option<String>), MessageError> {
     let (mut said, mut thought): (Vec<&str>, Vec<&str>) = (vec![], vec![]);
     for part in parts.iter().filter(|part| !part.is_null()) {

@@ -1,23 +1,27 @@
-//! How many tokens the beginnings of one text have, each tokenised alone, in time linear in the text.
+//! Counts the tokens of many prefixes of one text, each tokenised alone, in time linear in the
+//! text.
 
 use crate::error::TextError;
 use crate::tokenizer::{ChatTokenizer, Encoded};
 
 /// A text with its tokens.
 ///
-/// Tokenizers split a text at its added tokens (such as `<|im_end|>`) first, and tokenise each piece alone. The tokens of
-/// `text[..byte]` are therefore those of the whole text up to the last added token before `byte`, and those of the short rest.
+/// Tokenizers split a text at added tokens (such as `<|im_end|>`) first, and tokenise each piece
+/// alone. The ids of `text[..byte]` are therefore the text's ids up to the last added token before
+/// `byte`, then the ids of the short rest.
 ///
-/// A template may write no added token. Pre-tokenizers split each piece into words from left to right, and tokens merge
-/// within a word. A word some words before `byte` therefore serves as well. Some tokenizers treat the start of a text in
-/// their own way: the next two words then have other tokens, and the added token is taken.
+/// Without added tokens, a word some words before `byte` serves as the cut. Pre-tokenizers split
+/// each piece into words from left to right, and tokens merge only within words. Some tokenizers
+/// treat the start of a text differently. If the two words at the cut change their ids, the added
+/// token is used instead.
 pub(crate) struct Prefixes<'t> {
     tokenizer: &'t ChatTokenizer,
     text: &'t str,
     ids: Vec<i64>,
     /// The added tokens of the text.
     cuts: Vec<Cut>,
-    /// The words that begin with an ASCII character, which no normaliser joins to the character before it.
+    /// Words that begin with an ASCII character, which no normaliser joins to the previous
+    /// character.
     words: Vec<Cut>,
 }
 
@@ -29,7 +33,8 @@ struct Cut {
     end: usize,
 }
 
-/// Words between a cut and the end of a prefix. The end changes how the last words are split; earlier words keep their tokens.
+/// Number of words between a cut and the end of a prefix. The end changes how the last words are
+/// split; earlier words keep their tokens.
 const WORDS_BEFORE_END: usize = 8;
 
 impl<'t> Prefixes<'t> {
@@ -68,8 +73,8 @@ impl<'t> Prefixes<'t> {
         Ok(place + rest.len())
     }
 
-    /// The ids of `other` behind those that it shares with the text for certain, and how many these are: up to the last
-    /// added token in the bytes that both begin with.
+    /// The ids of `other` after the part shared with the text, and the number of shared ids. The
+    /// shared part ends at a cut within their common prefix.
     pub(crate) fn behind_shared(&self, other: &str) -> Result<(usize, Vec<i64>), TextError> {
         let mut shared = self.text.bytes().zip(other.bytes()).take_while(|(a, b)| a == b).count();
         while !self.text.is_char_boundary(shared) {
@@ -78,8 +83,8 @@ impl<'t> Prefixes<'t> {
         self.behind_cut(other, shared)
     }
 
-    /// The ids of `other`, whose first `shared` bytes are the text's, behind the last cut in these; and the index of the
-    /// first of them.
+    /// The ids of `other` after the last cut in its first `shared` bytes, which equal the text's;
+    /// and the index of the first of them.
     fn behind_cut(&self, other: &str, shared: usize) -> Result<(usize, Vec<i64>), TextError> {
         let (place, start) = self.cut_before(shared);
         let words = self.words.partition_point(|word| word.end <= shared);
@@ -88,7 +93,8 @@ impl<'t> Prefixes<'t> {
         {
             let word = self.words[first];
             let [next, end] = [1, 2].map(|more| self.words[first + more].place);
-            // Equal words could hide a token that the tokenizer puts before a text.
+            // If the next words have equal ids, a token that the tokenizer adds at the start could
+            // go unnoticed.
             if self.ids[word.place..next] != self.ids[next..end] {
                 let rest = self.tokenizer.encode(&other[word.start..])?;
                 if rest.starts_with(&self.ids[word.place..end]) {
@@ -99,8 +105,8 @@ impl<'t> Prefixes<'t> {
         Ok((place, self.tokenizer.encode(&other[start..])?))
     }
 
-    /// The last added token that ends before `byte`: its place among the ids and its first byte; the start of the text
-    /// where there is none.
+    /// Index and first byte of the last added token that ends before `byte`; zeros if there is
+    /// none.
     fn cut_before(&self, byte: usize) -> (usize, usize) {
         let cuts = self.cuts.partition_point(|cut| cut.end <= byte);
         self.cuts[..cuts].last().map_or((0, 0), |cut| (cut.place, cut.start))
@@ -118,7 +124,7 @@ mod tests {
     use deepspec_testkit::golden;
     use deepspec_testkit::mutate::Dice;
 
-    /// What merges with its neighbours, or stands for an added token, in whole or in part.
+    /// Pieces that merge with their neighbours, and added tokens, whole or in part.
     const PIECES: [&str; 22] = [
         "<|im_start|>",
         "<|im_end|>",
@@ -209,7 +215,7 @@ mod tests {
         }
     }
 
-    /// Beginnings of texts that have no added token, of many kinds of words.
+    /// Prefixes of texts without added tokens, with many kinds of words.
     #[test]
     fn beginnings_of_plain_text_are_counted_as_if_each_was_tokenised_alone() {
         for dir in folders() {
@@ -236,7 +242,8 @@ mod tests {
         }
     }
 
-    /// Text without any added token is counted from the words before each border, where the tokenizer splits words.
+    /// If the tokenizer splits words, text without added tokens is counted from the words before
+    /// each border.
     #[test]
     fn plain_text_is_counted_in_linear_work() {
         let words = folders().into_iter().filter(|dir| dir.ends_with("qwen3") || dir.ends_with("llama3_1"));
@@ -252,7 +259,7 @@ mod tests {
         }
     }
 
-    /// The bytes that counting tokenises, of all the borders of a row of 1,000 turns, are about those of the row.
+    /// Counting at all borders of a row of 1,000 turns tokenises fewer than twice the row's bytes.
     #[test]
     fn a_thousand_turns_are_counted_in_linear_work() {
         for dir in folders() {

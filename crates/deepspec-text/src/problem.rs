@@ -1,86 +1,89 @@
-//! What is wrong with a row.
+//! Problems of a row that the check reports.
 
-/// What is wrong with a row; a phrase to follow "file:line: id: ".
+/// A problem of a row; a phrase that follows "file:line: id: ".
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Problem {
     /// No token is supervised.
     #[error("the mask is empty: {why}")]
     Empty {
-        /// What it lacks.
+        /// The reason.
         why: String,
     },
-    /// A supervised place repeats no message of the assistant's.
+    /// Supervised text that belongs to no assistant message.
     #[error("{found:?} is supervised, but no assistant's message says it: {why}")]
     Stray {
-        /// The beginning of the place.
+        /// The beginning of the text.
         found: String,
-        /// Where it may come from.
+        /// Its possible origin.
         why: String,
     },
-    /// A message of the assistant's is nowhere supervised.
+    /// An assistant message without supervised text.
     #[error("conversations[{index}]: the assistant's message is not supervised")]
     Missing {
-        /// Its place, from 0.
+        /// The message's index, from 0.
         index: usize,
     },
-    /// A supervised place says something else than the message it repeats.
+    /// Supervised text that differs from its message.
     #[error(
         "conversations[{index}]: the template rewrites the assistant's {part}: the message has {said:?} where the mask has {found:?}, from character {at} on"
     )]
     Rewritten {
-        /// The message's place, from 0.
+        /// The message's index, from 0.
         index: usize,
         /// `answer` or `thoughts`.
         part: &'static str,
         /// The message around the first difference.
         said: String,
-        /// The supervised text around it.
+        /// The supervised text around the first difference.
         found: String,
         /// The first different character, from 0.
         at: usize,
     },
-    /// The prompt that asks for an answer is not how the training text begins.
+    /// The training text does not begin with the served prompt of an answer.
     #[error(
         "conversations[{index}]: the template differs from the served one at token {at}: behind {before:?} the served prompt{thinking} has {served:?}, the training text {trained:?}"
     )]
     Served {
-        /// The answer's place, from 0.
+        /// The answer's index, from 0.
         index: usize,
         /// The first different token, from 0.
         at: usize,
         /// The common text before it.
         before: String,
-        /// How the prompt was rendered, as " without thinking"; empty where the template does not care.
+        /// How the prompt was rendered, such as " without thinking"; empty for the template's
+        /// default.
         thinking: &'static str,
         /// The served prompt's token.
         served: String,
         /// The training text's token.
         trained: String,
     },
-    /// The template does not render the prompt that asks for an answer.
+    /// The template does not render the prompt of an answer.
     #[error("conversations[{index}]: no prompt can be served for the answer: {why}")]
     Unservable {
-        /// The answer's place, from 0.
+        /// The answer's index, from 0.
         index: usize,
-        /// What the template says.
+        /// The template's error.
         why: String,
     },
 }
 
-/// What is wrong with a row and what is worth knowing.
+/// Problems and counts of a checked row.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Checked {
-    /// What is wrong.
+    /// The problems.
     pub problems: Vec<Problem>,
-    /// Answers whose thoughts the template leaves out, as most do once the user speaks again.
+    /// Answers whose reasoning the template drops, as most templates do after the next user
+    /// message.
     pub thoughts_left_out: usize,
-    /// Answers of tool calls alone that the template does not write, so that nothing of them is learned.
+    /// Answers that consist of tool calls only, which the template does not write; nothing of them
+    /// is supervised.
     pub calls_left_out: usize,
-    /// Tool calls with recorded results that are trained on, whoever wrote them.
+    /// Supervised tool calls with recorded results, whichever model wrote them.
     pub recorded_calls: usize,
-    /// Assistant messages that are not trained on, because their `weight` is 0.
+    /// Assistant messages that are not trained on because their `weight` is 0.
     pub untrained: usize,
-    /// Earlier answers that the training text shows without what ended the prompt they were given to, such as an empty
-    /// block of thoughts.
+    /// Earlier answers whose training text lacks the end of their served prompt, such as an empty
+    /// think block.
     pub outside_their_prompt: usize,
 }

@@ -1,4 +1,4 @@
-//! What a model is asked: a conversation that ends where its answer begins.
+//! Prompts: a conversation up to the start of its next answer.
 
 use serde_json::{Map, Value};
 
@@ -8,8 +8,9 @@ use crate::message::{Message, Role};
 use crate::template::RenderOptions;
 use crate::tokenizer::ChatTokenizer;
 
-/// The ids that ask for the next answer. `default_system` speaks first where the conversation has no system message;
-/// `thinking` sets the template's `enable_thinking`, `None` leaves it to the template.
+/// The token ids of the prompt for the next answer. `default_system` is the system message of
+/// conversations without one. `thinking` sets the template's `enable_thinking`; `None` leaves it to
+/// the template.
 ///
 /// # Errors
 /// If the template refuses the conversation or the tokenizer fails.
@@ -22,7 +23,8 @@ pub fn generation_prompt(
     tokenizer.encode(&prompt_text(tokenizer, &with_system(messages, default_system), None, thinking)?)
 }
 
-/// The ids that ask for the next answer of a conversation, which may have tools, as a server renders it by default.
+/// The token ids of the prompt for a conversation's next answer, with tools, as a server renders it
+/// by default.
 ///
 /// # Errors
 /// If the template refuses the conversation or the tokenizer fails.
@@ -31,11 +33,12 @@ pub fn served_prompt(tokenizer: &ChatTokenizer, conversation: &Conversation) -> 
     tokenizer.encode(&prompt_text(tokenizer, messages, tools.as_ref(), None)?)
 }
 
-/// Whether the last answer among `ids`, those of a whole conversation, stands behind a prompt that asks for thinking. None
-/// where the template's `enable_thinking` changes nothing in front of an answer, or no answer is found.
+/// Whether the last answer in `ids` of a whole conversation follows a prompt with thinking. None if
+/// `enable_thinking` does not change the prompt, or no answer is found.
 ///
 /// # Errors
-/// If the template refuses a question without a system message, or the ids are none of the tokenizer's.
+/// If the template refuses a question without a system message, or the tokenizer does not have the
+/// ids.
 pub fn trained_thinking(tokenizer: &ChatTokenizer, ids: &[i64]) -> Result<Option<bool>, TextError> {
     const QUESTION: &str = "Hi";
     let question = [Message::new(Role::User, QUESTION)];
@@ -51,11 +54,11 @@ pub fn trained_thinking(tokenizer: &ChatTokenizer, ids: &[i64]) -> Result<Option
     };
     let forms = [(&on[common..], true), (&off[common..], false)];
     let fits = forms.into_iter().filter(|(form, _)| answer.starts_with(form));
-    // One form may be the beginning of the other.
+    // One form may be a prefix of the other.
     Ok(fits.max_by_key(|(form, _)| form.len()).map(|(_, thinking)| thinking))
 }
 
-/// The text that asks for the answer to `messages`, which may call `tools`.
+/// The text of the prompt for the answer to `messages`, with `tools`.
 pub(crate) fn prompt_text(
     tokenizer: &ChatTokenizer,
     messages: &[Message],
@@ -68,7 +71,7 @@ pub(crate) fn prompt_text(
     tokenizer.render(messages, &options)
 }
 
-/// The messages, opened by `default_system` unless they open with a system message of their own.
+/// The messages, with `default_system` first unless they begin with their own system message.
 pub(crate) fn with_system(messages: &[Message], default_system: Option<&str>) -> Vec<Message> {
     let own = messages.first().is_some_and(|message| message.role == Role::System);
     let default = default_system.filter(|_| !own).map(|content| Message::new(Role::System, content));

@@ -1,4 +1,4 @@
-//! Where a row keeps its conversation: the fields that public data sets use.
+//! Finds the conversation of a row in the fields that public data sets use.
 
 use std::borrow::Cow;
 use std::sync::Once;
@@ -8,22 +8,22 @@ use serde_json::{Map, Value, json};
 
 use crate::message::{Message, MessageError, Role};
 
-/// Fields with a list of messages. The first that holds one is used.
+/// Fields with a list of messages. The first that holds one is read.
 pub const MESSAGE_KEYS: [&str; 2] = ["conversations", "messages"];
 
-/// Pairs of a question's and an answer's field, with fields whose text follows the question.
+/// Fields of a question, fields appended to the question, and fields of the answer.
 const PAIRS: [(&str, &[&str], &[&str]); 3] = [
     ("prompt", &[], &["response", "completion", "answer"]),
     ("instruction", &["input", "context"], &["output", "response"]),
     ("question", &[], &["answer", "response"]),
 ];
 
-/// A system message beside the others.
+/// A system message outside the list.
 const SYSTEM: &str = "system";
-/// Earlier questions and answers of a pair, each a list of two texts.
+/// Earlier question and answer pairs, each a list of two texts.
 const HISTORY: &str = "history";
 
-/// Lists of what the user says, without answers.
+/// A list of user messages without answers.
 const TURNS: &str = "turns";
 
 /// All fields that [`records`] may read.
@@ -35,21 +35,26 @@ pub fn is_record_key(key: &str) -> bool {
             .any(|(asked, more, answers)| key == *asked || more.contains(&key) || answers.contains(&key))
 }
 
-/// The messages of a row, as the row writes them.
+/// The unparsed messages of a row.
 #[derive(Debug, PartialEq)]
 pub struct Records {
-    /// The field that held them, or the first of those that did.
+    /// The field with the messages, or the first of several.
     pub key: &'static str,
     /// In the form of OpenAI (`role`, `content`) or of ShareGPT (`from`, `value`).
     pub messages: Vec<Value>,
 }
 
-/// Finds the messages of a row: a list in `conversations` or `messages` or its JSON text; `prompt` and `response`,
-/// `instruction` and `output`, `question` and `answer`, whose texts are a user's and an assistant's, with `history` before
-/// them; `turns`, a list of what the user says. A text in `system` is the system's message.
+/// Finds the messages of a row:
+/// - a list, or its JSON text, in `conversations` or `messages`
+/// - a question and an answer in `prompt` and `response`, `instruction` and `output`, or `question`
+///   and `answer`, with `history` before them
+/// - a list of user messages in `turns`
+///
+/// A text in `system` becomes the system message.
 ///
 /// # Errors
-/// If no field holds messages: with what `conversations` or `messages` hold instead, or the names of all fields.
+/// If no field holds messages. The error names the type in `conversations` or `messages`, or all
+/// fields.
 pub fn records(row: &Map<String, Value>) -> Result<Records, RowError> {
     let mut found = found(row)?;
     if let Some(system) = row.get(SYSTEM) {
@@ -58,21 +63,21 @@ pub fn records(row: &Map<String, Value>) -> Result<Records, RowError> {
     Ok(found)
 }
 
-/// The message of a row's `system`, where it is a text and the messages do not begin with one of their own.
+/// The system message of a row's `system`, if it is a text and the messages have none.
 pub fn system_message(system: &Value, first: Option<&Value>) -> Option<Value> {
     let text = system.as_str().filter(|text| !text.trim().is_empty())?;
     let speaks = |message: &Value| ["role", "from"].iter().any(|key| message[key] == SYSTEM);
     (!first.is_some_and(speaks)).then(|| json!({"role": SYSTEM, "content": text}))
 }
 
-/// Whether a value says who speaks, in `role` or `from`.
+/// Whether a value has a role, in `role` or `from`.
 pub fn is_message(value: &Value) -> bool {
     value.get("role").or_else(|| value.get("from")).is_some()
 }
 
 fn found(row: &Map<String, Value>) -> Result<Records, RowError> {
     let mut wrong = None;
-    // A list whose entries are all messages goes before one that has other objects.
+    // Prefers a list whose entries are all messages to one with other objects.
     for fits in [|all: &[Value]| all.iter().all(is_message), |all: &[Value]| all.iter().any(Value::is_object)]
     {
         for key in MESSAGE_KEYS {
@@ -104,7 +109,7 @@ fn found(row: &Map<String, Value>) -> Result<Records, RowError> {
     })
 }
 
-/// Warns once that rows have messages under two names, of which the first is read.
+/// Warns once that rows have messages in two fields, of which the first is read.
 pub fn report_choice(read: &str, other: &str) {
     static TOLD: Once = Once::new();
     TOLD.call_once(|| tracing::warn!("rows have both `{read}` and `{other}`: `{read}` is read"));
@@ -123,7 +128,7 @@ fn tell_choice(row: &Map<String, Value>, key: &'static str) {
     }
 }
 
-/// A list, or the list that a text spells as JSON: columnar files keep nested values so.
+/// A list, or a list as JSON text, which columnar files use for nested values.
 fn list(value: &Value) -> Option<Cow<'_, Value>> {
     match value {
         Value::Array(_) => Some(Cow::Borrowed(value)),
@@ -134,11 +139,11 @@ fn list(value: &Value) -> Option<Cow<'_, Value>> {
     }
 }
 
-/// A question with its answer, where there is one. `prompt` may be a list of messages itself.
+/// A question and its answer, if any. `prompt` may itself be a list of messages.
 fn pair(row: &Map<String, Value>) -> Option<Records> {
     let present = |key: &str| row.get(key).filter(|value| !value.is_null());
     let answer_of = |answers: &[&str]| answers.iter().find_map(|key| present(key));
-    // Of several questions the one with an answer.
+    // Prefers a question that has an answer.
     let (answered, open): (Vec<_>, Vec<_>) =
         PAIRS.iter().partition(|(_, _, answers)| answer_of(answers).is_some());
     answered.into_iter().chain(open).find_map(|&(asked, more, answers)| {
@@ -173,7 +178,7 @@ fn pair(row: &Map<String, Value>) -> Option<Records> {
     })
 }
 
-/// The messages of earlier questions and answers; None where they are something else.
+/// The messages of `history`; None if it has another form.
 fn earlier(history: &Value) -> Option<Vec<Value>> {
     let mut messages = vec![];
     for pair in history.as_array()? {
@@ -184,7 +189,7 @@ fn earlier(history: &Value) -> Option<Vec<Value>> {
     Some(messages)
 }
 
-/// What the user says, turn after turn, as evaluation suites have it.
+/// The user messages in `turns`, a field of evaluation suites.
 fn turns(row: &Map<String, Value>) -> Option<Records> {
     let turns = row.get(TURNS)?.as_array().filter(|turns| !turns.is_empty())?;
     let said: Option<Vec<&str>> = turns.iter().map(Value::as_str).collect();
@@ -198,10 +203,10 @@ fn columns(row: &Map<String, Value>) -> String {
     if names.is_empty() { "no fields".into() } else { names.join(", ") }
 }
 
-/// Why a row has no usable conversation; a phrase to follow "file:line: ".
+/// Why a row has no usable conversation; a phrase that follows "file:line: ".
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum RowError {
-    /// The row has no field that holds a conversation.
+    /// No field holds a conversation.
     #[error(
         "no conversation: expected `conversations` or `messages` with a list of messages, `prompt` with `response`, `instruction` with `output`, or `turns`; the row has {columns}"
     )]
@@ -209,12 +214,12 @@ pub enum RowError {
         /// The names of the row's fields.
         columns: String,
     },
-    /// The field that should hold the conversation holds something else.
+    /// The conversation's field does not hold messages.
     #[error("`{key}` must be a non-empty array of messages, found {found}")]
     NotMessages {
         /// The field.
         key: &'static str,
-        /// What it is.
+        /// The type of its value.
         found: &'static str,
     },
     /// One of the messages is malformed.
@@ -222,29 +227,29 @@ pub enum RowError {
     Message {
         /// The field that holds the messages.
         key: &'static str,
-        /// Its place, from 0.
+        /// The message's index, from 0.
         index: usize,
-        /// What is wrong with it.
+        /// The problem.
         problem: MessageError,
     },
-    /// `tools` is no array of objects.
+    /// `tools` is not an array of objects.
     #[error("`tools` must be an array of objects or its JSON text, found {found}")]
     Tools {
-        /// What it is.
+        /// The type of the value.
         found: &'static str,
     },
-    /// Someone else than the user speaks first.
+    /// The first non-system message is not the user's.
     #[error("Conversation must start with user, found {found}")]
     StartsWith {
-        /// The role of the first message that is no system message.
+        /// The role of the first non-system message.
         found: Role,
     },
-    /// Nobody asks anything.
+    /// There are only system messages.
     #[error("Conversation must start with user, found no message besides the system's")]
     NoUser,
 }
 
-/// Parses the messages of a row, whichever of the usual fields holds them. See [`records`].
+/// Parses the messages of a row; see [`records`] for the fields.
 ///
 /// # Errors
 /// If no field holds a conversation, or a message is malformed.
@@ -256,10 +261,10 @@ pub fn conversation(row: &Map<String, Value>) -> Result<Vec<Message>, RowError> 
     messages.into_iter().enumerate().map(parse).collect()
 }
 
-/// Checks that the first message that is no system message is the user's.
+/// Checks that the first non-system message is the user's.
 ///
 /// # Errors
-/// With the role that speaks first instead.
+/// If another role comes first, or there are only system messages.
 pub fn check_starts_with_user(messages: &[Message]) -> Result<(), RowError> {
     match messages.iter().map(|message| message.role).find(|&role| role != Role::System) {
         Some(Role::User) => Ok(()),
@@ -272,7 +277,7 @@ pub fn check_starts_with_user(messages: &[Message]) -> Result<(), RowError> {
 mod tests {
     use super::*;
 
-    /// The field that was read, and who says what.
+    /// The field that was read, and the role and text of each message.
     type Said = (&'static str, Vec<(String, String)>);
 
     fn read(row: Value) -> Result<Said, String> {

@@ -1,6 +1,7 @@
-//! Renderings that come to an end: on a thread of their own, which is left alone once it has taken too long.
+//! Renders templates on a separate thread, with a time limit. A thread that exceeds it is
+//! abandoned.
 //!
-//! The template engine counts its instructions, but a single one may copy or compare gigabytes.
+//! The template engine limits instructions, but a single one may copy or compare gigabytes.
 
 use std::cell::RefCell;
 use std::fs;
@@ -12,12 +13,12 @@ use std::time::Duration;
 
 use minijinja::{Environment, Error, ErrorKind, Value};
 
-/// Blanks that filters may write before a line or a value: more is a mistake that costs gigabytes.
+/// Largest width of an indent or a format; a larger one is a mistake that costs gigabytes.
 pub(crate) const WIDEST: i64 = 1000;
 
-/// How long is waited before the thread's own time is looked at.
+/// Interval between checks of the thread's processor time.
 const LOOK_EVERY: Duration = Duration::from_millis(200);
-/// Processor time that a rendering may take from the first look on.
+/// Limit on the processor time of a rendering, counted from the first check.
 const MOST: Duration = Duration::from_millis(600);
 
 /// A template to render.
@@ -27,11 +28,11 @@ struct Job {
     context: Value,
 }
 
-/// A thread that renders for one other.
+/// A thread that renders for one other thread.
 struct Worker {
     jobs: Sender<Job>,
     rendered: Receiver<Result<String, Error>>,
-    /// Where Linux says how long the thread has run; None elsewhere.
+    /// Linux's file with the thread's processor time; None elsewhere.
     place: Option<PathBuf>,
 }
 
@@ -39,15 +40,15 @@ thread_local! {
     static WORKER: RefCell<Option<Worker>> = const { RefCell::new(None) };
 }
 
-/// The error of a wider one.
+/// The error of a width above [`WIDEST`].
 pub(crate) fn too_wide(width: i64) -> Error {
     Error::new(ErrorKind::InvalidOperation, format!("a width of {width}; at most {WIDEST} is written"))
 }
 
-/// Renders the template of this name.
+/// Renders the template with this name.
 ///
 /// # Errors
-/// As rendering does; [`ErrorKind::OutOfFuel`] for one that takes too long.
+/// If rendering fails, or with [`ErrorKind::OutOfFuel`] if it takes too long.
 pub fn render(
     environment: &Arc<Environment<'static>>,
     template: &'static str,
@@ -59,7 +60,7 @@ pub fn render(
             None => Worker::start()?,
         };
         let rendered = worker.render(Job { environment: Arc::clone(environment), template, context })?;
-        // Only one that is done goes on.
+        // Keeps the worker only if it finished.
         *slot = Some(worker);
         rendered
     })
@@ -88,7 +89,7 @@ impl Worker {
         Ok(Self { jobs, rendered, place })
     }
 
-    /// What came of a job; an error of its own where nothing did, and the worker is of no more use.
+    /// The result of a job. The outer error means that the worker gave none and must be dropped.
     fn render(&self, job: Job) -> Result<Result<String, Error>, Error> {
         let gone = || Error::new(ErrorKind::InvalidOperation, "the rendering broke off");
         self.jobs.send(job).map_err(|_| gone())?;
@@ -107,7 +108,7 @@ impl Worker {
         }
     }
 
-    /// Processor time that the thread has taken since it began.
+    /// Processor time of the thread since its start.
     fn taken(&self) -> Option<Duration> {
         let text = fs::read_to_string(self.place.as_ref()?).ok()?;
         text.split(' ').next()?.parse().ok().map(Duration::from_nanos)

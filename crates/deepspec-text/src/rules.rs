@@ -1,4 +1,4 @@
-//! Mask rules: how the assistant's words are found in a rendered conversation.
+//! Mask rules: how to find the assistant's text in a rendered conversation.
 
 use std::borrow::Cow;
 
@@ -12,39 +12,39 @@ use crate::prompt::with_system;
 use crate::template::RenderOptions;
 use crate::tokenizer::ChatTokenizer;
 
-/// The mask rules of a chat format, and what is added to its conversations.
+/// The mask rule of a chat format, and its default system message.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ChatTemplate {
-    /// The name by which configs and caches refer to it.
+    /// The name in configs and caches.
     pub name: String,
-    /// How the assistant's words are found.
+    /// How to find the assistant's text.
     pub rule: MaskRule,
-    /// The system message of conversations that have none.
+    /// The system message of conversations without one.
     pub default_system: Option<String>,
 }
 
-/// How the assistant's words are found.
+/// How to find the assistant's text.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum MaskRule {
-    /// By the text around them.
+    /// By the markers around it.
     Marks(Marks),
     /// By the template's own `{% generation %}` tags.
     Generation,
 }
 
-/// The text around the assistant's words.
+/// The markers around the assistant's text.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Marks {
-    /// The text right before them.
+    /// The text right before it.
     pub assistant_header: String,
-    /// The text that ends a turn; it is supervised too.
+    /// The end of a turn, which is supervised too.
     pub end_of_turn: String,
-    /// Put before them, and not supervised.
+    /// A prefix of the assistant's text that is not supervised.
     pub assistant_prefix: Option<String>,
 }
 
 impl ChatTemplate {
-    /// The template that configs call `name`: one of these formats, or the tags of a model's own.
+    /// The rule of a name in configs: one of `formats`, or the model's own tags.
     pub fn named(name: &str, formats: &[&ChatFormat]) -> Option<Self> {
         if name == GENERATION {
             return Some(Self { name: name.into(), rule: MaskRule::Generation, default_system: None });
@@ -57,7 +57,8 @@ impl ChatTemplate {
         formats.iter().map(|format| format.name).chain([GENERATION]).collect()
     }
 
-    /// The format whose marks occur in what the tokenizer's template writes, else the template's own tags if it has them.
+    /// The format whose markers occur in the tokenizer's rendering, else the template's own tags if
+    /// it has them.
     pub fn guess(tokenizer: &ChatTokenizer, formats: &[&ChatFormat]) -> Option<Self> {
         let probe = [Message::new(Role::User, "Hi"), Message::new(Role::Assistant, "Hello")];
         let text = tokenizer.render(&probe, &RenderOptions::default()).unwrap_or_default();
@@ -70,7 +71,7 @@ impl ChatTemplate {
         Self::names(formats).into_iter().filter_map(|name| Self::named(name, formats)).find(fits)
     }
 
-    /// The marks, unless the template's own tags are the rule.
+    /// The markers, if they are the rule.
     pub fn marks(&self) -> Option<&Marks> {
         match &self.rule {
             MaskRule::Marks(marks) => Some(marks),
@@ -78,10 +79,10 @@ impl ChatTemplate {
         }
     }
 
-    /// Checks that `tokenizer` has what the rules need: tags in its template, if they are the rule.
+    /// Checks that `tokenizer` has the tags in its template, if they are the rule.
     ///
     /// # Errors
-    /// If it has none.
+    /// If the template has no tags.
     pub fn check_fits(&self, tokenizer: &ChatTokenizer) -> Result<(), TextError> {
         match self.rule {
             MaskRule::Generation => tokenizer.require_generation_tags(),
@@ -89,8 +90,9 @@ impl ChatTemplate {
         }
     }
 
-    /// A digest of what `tokenizer` writes and what these rules see in it, apart from the system message. For the
-    /// marks of these formats it is the digest of the writing alone, which their name completes.
+    /// A digest of the template's renderings and of the mask rule, without the system message. For
+    /// a rule of `formats` the digest covers the renderings only; the format's name identifies the
+    /// rule.
     pub fn digest(&self, tokenizer: &ChatTokenizer, formats: &[&ChatFormat]) -> String {
         let written = tokenizer.template_digest();
         let marks = match &self.rule {
@@ -116,7 +118,8 @@ impl ChatTemplate {
         with_system(conversation, self.default_system.as_deref())
     }
 
-    /// The rules for this conversation: what was served opens as it was served, without a system message that its row does not have.
+    /// The rules for this conversation. A served conversation gets no default system message,
+    /// because its prompt had none.
     pub(crate) fn of(&self, conversation: &Conversation) -> Cow<'_, Self> {
         match self.default_system.is_some() && conversation.was_served() {
             true => Cow::Owned(Self { default_system: None, ..self.clone() }),
@@ -138,18 +141,18 @@ impl ChatTemplate {
     }
 }
 
-/// A chat format that models share and configs call by a name.
+/// A named chat format that several models share.
 #[derive(Debug, PartialEq, Eq)]
 pub struct ChatFormat {
     /// Its name.
     pub name: &'static str,
-    /// The text right before the assistant's words.
+    /// The text right before the assistant's text.
     pub assistant_header: &'static str,
-    /// The text that ends a turn; it is supervised too.
+    /// The end of a turn, which is supervised too.
     pub end_of_turn: &'static str,
-    /// The system message of conversations that have none.
+    /// The system message of conversations without one.
     pub default_system: Option<&'static str>,
-    /// Put before the assistant's words, and not supervised.
+    /// A prefix of the assistant's text that is not supervised.
     pub assistant_prefix: Option<&'static str>,
 }
 
@@ -173,8 +176,8 @@ impl From<TemplateEntry> for ChatTemplate {
 }
 
 impl Marks {
-    /// Byte ranges of `text` from behind each header to behind the next end of turn, or to the end of the text. A
-    /// header that a user typed counts as well: the reference does not look at roles.
+    /// Byte ranges of `text` from the end of each header to the end of the next end of turn, or of
+    /// the text. A header that a user typed counts too: the reference ignores roles.
     pub(crate) fn find(&self, text: &str) -> Vec<(usize, usize)> {
         let (mut ranges, mut searched) = (Vec::new(), 0);
         while let Some(header) = text[searched..].find(&self.assistant_header) {

@@ -1,4 +1,4 @@
-//! Whether a training text continues the prompts that a server renders before each answer.
+//! Checks that a training text continues the prompt that a server renders before each answer.
 
 use crate::conversation::Conversation;
 use crate::error::TextError;
@@ -13,11 +13,11 @@ use crate::tokenizer::ChatTokenizer;
 
 /// Tokens shown before a difference.
 const TOKENS_BEFORE: usize = 3;
-/// Answers of a conversation whose prompts are checked: the first, the last and some between. Each takes a rendering of all
-/// that lies before it, so that all of them would take the square of the conversation's length.
+/// Most answers of a conversation whose prompts are checked: the first, the last and some between.
+/// Each check renders all earlier messages, so checking all answers would take quadratic time.
 const CHECKED: usize = 24;
 
-/// A conversation beside the prompts that lead to its answers.
+/// A conversation and its training text.
 pub struct Context<'a> {
     pub tokenizer: &'a ChatTokenizer,
     pub template: &'a ChatTemplate,
@@ -26,7 +26,7 @@ pub struct Context<'a> {
 }
 
 impl Context<'_> {
-    /// Adds to `checked` each answer whose prompt is not how the training text begins.
+    /// Adds a problem to `checked` for each answer whose prompt does not begin the training text.
     pub fn check_prompts(&self, checked: &mut Checked) -> Result<(), TextError> {
         let answers: Vec<usize> = self.answers().collect();
         let prefixes = Prefixes::new(self.tokenizer, &self.supervised.text)?;
@@ -38,7 +38,7 @@ impl Context<'_> {
         Ok(())
     }
 
-    /// The messages that answer a user or a tool.
+    /// Indices of assistant messages that follow a user or a tool.
     fn answers(&self) -> impl Iterator<Item = usize> {
         let messages = &self.conversation.messages;
         (1..messages.len()).filter(|&index| {
@@ -47,9 +47,10 @@ impl Context<'_> {
         })
     }
 
-    /// Checks that the training text begins with the prompt for an answer. Whether the answer was given with thinking is
-    /// told by its thoughts. An answer before the last question may also stand behind another prompt, because templates
-    /// take thoughts and their empty blocks out of what lies behind; that is counted.
+    /// Checks that the training text begins with the prompt of an answer. The answer's reasoning
+    /// tells whether thinking was on. An answer before the last user message may match another
+    /// prompt, because templates drop earlier reasoning and empty think blocks; such matches are
+    /// counted.
     fn check_prompt(
         &self,
         index: usize,
@@ -101,11 +102,12 @@ impl Context<'_> {
         Ok(())
     }
 
-    /// The first token, within the maximal length, in which the training text leaves the prompt.
+    /// The first token, within the maximal length, at which the training text differs from the
+    /// prompt.
     fn difference(&self, prompt: &str, prefixes: &Prefixes<'_>) -> Result<Option<Difference>, TextError> {
         let trained = &self.supervised.input_ids;
         let (shared, ids) = match self.supervised.served {
-            // The ids are not those of the text.
+            // The served ids differ from the text's ids.
             Served::Otherwise => (0, self.tokenizer.encode(prompt)?),
             Served::Unknown | Served::Alike => prefixes.behind_shared(prompt)?,
         };
@@ -124,13 +126,13 @@ impl Context<'_> {
         }))
     }
 
-    /// Whether nothing was cut off the training text.
+    /// Whether the training text was not truncated.
     fn is_whole(&self) -> bool {
         self.supervised.untruncated_len == self.supervised.input_ids.len()
     }
 }
 
-/// Where a prompt and a training text part.
+/// The first difference between a prompt and a training text.
 struct Difference {
     at: usize,
     before: String,

@@ -1,8 +1,8 @@
-//! Training on the tokens that were served, where a row keeps them.
+//! Trains on the token ids that the server generated, if a row keeps them.
 //!
-//! Text that a target wrote need not come apart into the tokens that it generated: an answer that begins with a line break merges with the one
-//! before it in the template, and sampled tokens are not always those that a tokenizer would choose. What a drafter is asked for is
-//! the target's tokens, so they are taken over its text's.
+//! Tokenising a target's text may not give the ids that the target generated. An answer's leading
+//! line break merges with the one before it, and sampled tokens are not always the tokenizer's
+//! choice. A drafter predicts the target's tokens, so they replace the ids of the text.
 
 use deepspec_core::jsonl::kind_of;
 use serde_json::Value;
@@ -15,18 +15,19 @@ use crate::prompt::prompt_text;
 use crate::rules::{ChatTemplate, MaskRule};
 use crate::tokenizer::ChatTokenizer;
 
-/// What the last answer was asked with, and what it is.
+/// The token ids of the last answer's prompt, and of the answer.
 struct PromptAndCompletion {
     prompt: Vec<i64>,
     answer: Vec<i64>,
 }
 
 impl Supervised {
-    /// The same conversation by the tokens that were served, as far as its last message keeps them. Earlier answers are in that message's prompt, as it was
-    /// tokenised there; they stay supervised where this is how their text comes apart.
+    /// Replaces the ids with the served ones, if the last message keeps them. Earlier answers are
+    /// part of that message's prompt. They stay supervised only where the prompt's ids equal the
+    /// text's.
     ///
     /// # Errors
-    /// If the ids are no ids, or the template refuses the conversation.
+    /// If the ids are malformed, or the template refuses the conversation.
     pub(crate) fn with_served_ids(
         self,
         tokenizer: &ChatTokenizer,
@@ -43,7 +44,7 @@ impl Supervised {
         ids.extend(answer);
         let untruncated_len = ids.len();
         ids.truncate(max_length);
-        // Behind the answer the template may write more.
+        // The template may write more after the answer.
         let same = ids.iter().zip(&self.input_ids).take_while(|(a, b)| a == b).count();
         if same == ids.len() {
             return Ok(Self { served: Served::Alike, ..self });
@@ -77,7 +78,7 @@ fn exchange(
     if question.is_some_and(|question| !matches!(reads_as(tokenizer, &prompt, question), Ok(true))) {
         return Ok(None);
     }
-    // Some engines leave out the token that ends an answer.
+    // Some engines omit the token that ends an answer.
     let end = match &template.rule {
         MaskRule::Marks(marks) => tokenizer.encode(&marks.end_of_turn)?.first().copied(),
         MaskRule::Generation => tokenizer.eos_token_id(),
@@ -88,13 +89,14 @@ fn exchange(
     Ok(Some(PromptAndCompletion { prompt, answer }))
 }
 
-/// Whether ids are those of a message's text: it may have been edited since, or be another model's.
+/// Whether the ids decode to the message's text. The message may have been edited, or the ids may
+/// be another model's.
 fn reads_as(tokenizer: &ChatTokenizer, ids: &[i64], message: &Message) -> Result<bool, TextError> {
     Ok(tokenizer.decode(ids, true)?.contains(message.content.trim()))
 }
 
-/// The prompt of an answer whose server did not tell it: of those that the template writes with and without thinking, the one that the training text
-/// goes on from as the answer does.
+/// The prompt of an answer whose server did not report it. Renders it with and without thinking,
+/// and picks the one that the answer follows in the training text.
 fn prompt(
     tokenizer: &ChatTokenizer,
     conversation: &Conversation,
@@ -113,11 +115,11 @@ fn prompt(
     Ok(None)
 }
 
-/// Whether the last answer was asked for with thinking on, by the tokens of the prompt that it keeps. None where no prompt is kept, the
-/// template knows no such switch, or the prompt is neither.
+/// Whether thinking was on for the last answer, by the prompt ids that it keeps. None if it keeps
+/// none, the template has no such switch, or the prompt matches neither setting.
 ///
 /// # Errors
-/// If the ids are no ids, or the template refuses the conversation.
+/// If the ids are malformed, or the template refuses the conversation.
 pub fn served_thinking(
     tokenizer: &ChatTokenizer,
     conversation: &Conversation,
@@ -139,7 +141,7 @@ pub fn served_thinking(
     })
 }
 
-/// The ids that a message keeps under this name.
+/// The ids in a message's field.
 fn ids(
     tokenizer: &ChatTokenizer,
     message: &Message,

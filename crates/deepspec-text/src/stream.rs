@@ -1,4 +1,4 @@
-//! Ids to text as they come, without breaking a character in two.
+//! Detokenises a stream of ids without splitting characters.
 
 use std::mem;
 use std::sync::Arc;
@@ -8,25 +8,25 @@ use tokenizers::Tokenizer;
 use crate::error::TextError;
 use crate::marks::Marks;
 
-/// What a decoder writes for bytes that are not (yet) a character.
+/// The replacement character, which a decoder writes for incomplete bytes.
 const BROKEN: char = '\u{FFFD}';
 
-/// Turns the ids of an answer into text incrementally: the pieces, joined, are what [`ChatTokenizer::decode`] makes of all
-/// ids at once without the special tokens, except that those which [fence](crate::Fence) thoughts are left in where a
-/// fence may stand: an opening one before anything else, and the closing one that is due then. Without them nobody could
-/// tell thoughts and answer apart.
+/// Detokenises the ids of an answer incrementally. The joined pieces equal
+/// [`ChatTokenizer::decode`] of all ids without special tokens, except for [think
+/// tags](crate::ThinkTags). An opening tag at the start of the answer, and its closing tag, stay in
+/// the text to separate reasoning from the answer.
 ///
 /// [`ChatTokenizer::decode`]: crate::ChatTokenizer::decode
 pub struct TokenStream {
     tokenizer: Arc<Tokenizer>,
     marks: Marks,
-    /// Whether no more than white space has come out.
+    /// Whether the output so far is only white space.
     blank: bool,
-    /// The ids of the last piece: decoders may write a token otherwise at the start of a text than within it.
+    /// The ids of the last piece. Decoders may write a token differently at the start of a text.
     context: Vec<u32>,
-    /// What the context alone decodes to.
+    /// The text of `context` alone.
     known: String,
-    /// Ids whose text is not out yet.
+    /// Ids whose text has not been returned yet.
     pending: Vec<u32>,
 }
 
@@ -36,7 +36,7 @@ impl TokenStream {
         Self { tokenizer, marks, blank: true, context, known, pending }
     }
 
-    /// Adds an id; returns the text that is certain by now, if there is any.
+    /// Adds an id and returns the text that is now final, if any.
     ///
     /// # Errors
     /// If the id is negative, or the tokenizer's decoder fails.
@@ -47,7 +47,8 @@ impl TokenStream {
             return self.special(id, &token);
         }
         self.pending.push(id);
-        // With byte fallback a run of byte tokens is a string as a whole or not at all, so its end must be seen.
+        // With byte fallback, a run of byte tokens decodes only as a whole, so its end must be seen
+        // first.
         if is_byte(&token) {
             return Ok(None);
         }
@@ -64,7 +65,7 @@ impl TokenStream {
         }
     }
 
-    /// Ends the stream; returns what was held back, with U+FFFD for bytes that never became a character.
+    /// Ends the stream and returns the remaining text, with U+FFFD for incomplete characters.
     ///
     /// # Errors
     /// If the tokenizer's decoder fails.
@@ -72,7 +73,8 @@ impl TokenStream {
         self.rest()
     }
 
-    /// A special token: left out, unless it fences thoughts here. What follows a fence is decoded as a text of its own.
+    /// Drops a special token, unless it opens or closes reasoning here. The text after a think tag
+    /// is decoded on its own.
     fn special(&mut self, id: u32, token: &str) -> Result<Option<String>, TextError> {
         if !self.marks.has(id) {
             return Ok(None);
@@ -87,7 +89,7 @@ impl TokenStream {
         Ok(Some(text))
     }
 
-    /// The text that was held back.
+    /// The text that has not been returned yet.
     fn rest(&self) -> Result<String, TextError> {
         let text = self.decode_pending()?;
         match text.strip_prefix(&self.known) {
@@ -96,7 +98,7 @@ impl TokenStream {
         }
     }
 
-    /// The text of the context and what follows it.
+    /// The text of the context and the pending ids.
     fn decode_pending(&self) -> Result<String, TextError> {
         decode(&self.tokenizer, &[self.context.as_slice(), &self.pending].concat(), true)
     }

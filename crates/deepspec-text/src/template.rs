@@ -1,4 +1,4 @@
-//! The tokenizer's own chat template, rendered as transformers renders it.
+//! Renders the tokenizer's chat template as transformers does.
 
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
@@ -18,27 +18,28 @@ use crate::json::tojson;
 use crate::message::Message;
 use crate::rendering::{self, WIDEST, too_wide};
 
-/// What a rendering depends on besides the messages.
+/// Inputs of a rendering besides the messages.
 #[derive(Debug, Clone, Default)]
 pub struct RenderOptions {
-    /// Whether to end with the header of the answer to come.
+    /// Whether to end with the header of the next answer.
     pub add_generation_prompt: bool,
     /// The `chat_template_kwargs` of a request, such as `enable_thinking`.
     pub kwargs: Map<String, serde_json::Value>,
-    /// The tools that the model may call, in the form that the template expects.
+    /// The tools, in the form that the template expects.
     pub tools: Option<serde_json::Value>,
 }
 
-/// The name of the template that is used unless there are tools and a template for them.
+/// Name of the default template. A request with tools uses `tool_use` instead, if there is one.
 pub(crate) const DEFAULT: &str = "default";
 const TOOL_USE: &str = "tool_use";
-/// Instructions that a rendering may take. A conversation of ten thousand messages takes about a million.
+/// Most instructions of a rendering. A conversation of ten thousand messages takes about a million.
 const FUEL: u64 = 4_000_000;
 
-/// Numbers that all calls of `range` in one rendering may give together: filters work on them outside of what [`FUEL`] counts.
+/// Most numbers that all `range` calls of a rendering may produce, because filters over them are
+/// not counted by [`FUEL`].
 const RANGES: u64 = 1_000_000;
 
-/// Jinja's `range`, for so many numbers in all.
+/// Jinja's `range`, limited to `most` numbers in all calls together.
 fn range_within(
     most: u64,
 ) -> impl Fn(i64, Option<i64>, Option<i64>) -> Result<Vec<i64>, Error> + Send + Sync + 'static {
@@ -57,11 +58,12 @@ fn range_within(
     }
 }
 
-/// The names under which the engine's own filters stay.
+/// The names under which the engine's own filters are kept.
 const INDENT: &str = "unbounded_indent";
 const FORMAT: &str = "unbounded_format";
 
-/// The engine's own filter of this name, for widths up to [`WIDEST`]: as a number, as `width=`, or within a format.
+/// The engine's filter of this name, limited to widths up to [`WIDEST`]: as a number, as `width=`,
+/// or within a format.
 fn bounded(
     own: &'static str,
 ) -> impl Fn(&mut State, Rest<ValueOrKwargs>) -> Result<Value, Error> + Send + Sync + 'static {
@@ -89,7 +91,7 @@ pub(crate) struct Jinja {
 }
 
 impl Jinja {
-    /// Compiles `(name, template)` pairs, which must hold one called `default`; `origin` is the file they come from.
+    /// Compiles `(name, template)` pairs from the file `origin`; one must be called `default`.
     pub fn compile(templates: Vec<(String, String)>, origin: &Path) -> Result<Self, TextError> {
         let syntax = |source| TextError::Syntax { path: origin.to_path_buf(), source };
         let mut environment = Environment::new();
@@ -118,12 +120,12 @@ impl Jinja {
         Ok(Self { environment: Arc::new(environment), origin: origin.to_path_buf(), has_generation_tags })
     }
 
-    /// Whether the default template says itself what the assistant wrote.
+    /// Whether the default template has `{% generation %}` tags.
     pub fn has_generation_tags(&self) -> bool {
         self.has_generation_tags
     }
 
-    /// An error unless [`Jinja::has_generation_tags`].
+    /// Fails unless [`Jinja::has_generation_tags`].
     pub fn require_generation_tags(&self) -> Result<(), TextError> {
         match self.has_generation_tags {
             true => Ok(()),
@@ -131,8 +133,8 @@ impl Jinja {
         }
     }
 
-    /// Renders `messages`; `tokens` are the special tokens by their config names (`bos_token`, …), `now` is the time
-    /// that `strftime_now` tells.
+    /// Renders `messages`. `tokens` are the special tokens by their names in the config
+    /// (`bos_token`, …); `now` is the time for `strftime_now`.
     pub fn render(
         &self,
         messages: &[Message],
@@ -143,8 +145,9 @@ impl Jinja {
         self.fill(messages, options, tokens, now, None)
     }
 
-    /// [`Jinja::render`], and the byte ranges that stand between generation tags. They are found by a second rendering
-    /// with marks around them, which must be the first one but for the marks.
+    /// Renders `messages` and returns the text with the byte ranges between generation tags. A
+    /// second rendering with markers finds the ranges; apart from the markers it must equal the
+    /// first.
     pub fn render_generations(
         &self,
         messages: &[Message],
@@ -186,7 +189,7 @@ impl Jinja {
         rendering::render(&self.environment, template, context).map_err(|source| self.explain(source))
     }
 
-    /// Tells a template that refuses from one that fails.
+    /// The error of a rendering: refused by the template, out of instructions, or failed.
     fn explain(&self, source: Error) -> TextError {
         let mut cause: Option<&(dyn std::error::Error + 'static)> = Some(&source);
         while let Some(error) = cause {
@@ -202,7 +205,7 @@ impl Jinja {
     }
 }
 
-/// What a template said in `raise_exception`.
+/// The message of a template's `raise_exception`.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 struct Raised(String);
@@ -237,7 +240,7 @@ mod tests {
         render(template, &RenderOptions::default()).unwrap()
     }
 
-    /// The text with brackets around its generations.
+    /// The text with brackets around its generation ranges.
     fn generations(template: &str, content: &str) -> Result<String, TextError> {
         let templates = vec![(DEFAULT.to_owned(), template.to_owned())];
         let jinja = Jinja::compile(templates, Path::new("a/chat_template.jinja"))?;

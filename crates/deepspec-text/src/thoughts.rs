@@ -1,17 +1,17 @@
-//! Thoughts that stand in the text of an answer, between the marks that models put around them.
+//! Finds reasoning in the text of an answer, between think tags.
 
-/// How a model opens and closes its thoughts.
+/// A model's think tags.
 #[derive(Debug, PartialEq, Eq)]
 pub struct ThinkTags {
-    /// Begins them.
+    /// Opens reasoning.
     pub open: &'static str,
-    /// Stands behind `open` and belongs to the fence, but where the model leaves it out.
+    /// Follows `open` as part of the tag, unless the model omits it.
     pub label: &'static str,
-    /// Ends them.
+    /// Closes reasoning.
     pub close: &'static str,
 }
 
-/// All fences that are known. Some tokenizers spell them by special tokens, others by ordinary ones.
+/// All known think tags. Some tokenizers have special tokens for them, others ordinary ones.
 pub const FENCES: [ThinkTags; 4] = [
     ThinkTags { open: "<think>", label: "", close: "</think>" },
     ThinkTags { open: "<|channel>", label: "thought", close: "<channel|>" },
@@ -20,23 +20,23 @@ pub const FENCES: [ThinkTags; 4] = [
 ];
 
 impl ThinkTags {
-    /// The fence that `prompt` opens at its end, so that the answer begins with thoughts.
+    /// The tags that the end of `prompt` opens, so that the answer begins with reasoning.
     pub fn opened_by(prompt: &str) -> Option<&'static Self> {
         let end = prompt.trim_end();
         FENCES.iter().find(|fence| end.strip_suffix(fence.label).unwrap_or(end).ends_with(fence.open))
     }
 
-    /// Thoughts without the label that may stand before them and the white space around them.
+    /// Reasoning without its label and surrounding white space.
     fn bare<'a>(&self, thoughts: &'a str) -> &'a str {
         thoughts.strip_prefix(self.label).unwrap_or(thoughts).trim()
     }
 }
 
-/// Parts an answer from the thoughts before it, without their fence and the white space along it. A closing mark without
-/// an opening one counts too: the prompt may have opened it.
+/// Splits an answer into reasoning and the rest, without tags and white space around the reasoning.
+/// A closing tag alone counts too, because the prompt may have opened it.
 pub(crate) fn split(answer: &str) -> (&str, &str) {
     let begun = answer.trim_start();
-    // Whose opening mark stands first is the one that counts: thoughts may speak of other marks.
+    // The opening tag at the start decides, because reasoning may mention other tags.
     if let Some(fence) = FENCES.iter().find(|fence| begun.starts_with(fence.open)) {
         return match begun[fence.open.len()..].split_once(fence.close) {
             Some((thoughts, said)) => (fence.bare(thoughts), said),
@@ -53,7 +53,7 @@ pub(crate) fn split(answer: &str) -> (&str, &str) {
     ("", answer)
 }
 
-/// Whether an answer has neither words nor thoughts, whatever fences stand in it.
+/// Whether an answer has neither text nor reasoning, ignoring think tags.
 pub(crate) fn is_nothing(answer: &str) -> bool {
     let (thought, said) = split(answer);
     let bare = |text: &str| {
@@ -64,8 +64,8 @@ pub(crate) fn is_nothing(answer: &str) -> bool {
     [thought, said].into_iter().all(|text| bare(text).trim().is_empty())
 }
 
-/// What a model said in a whole answer, behind its thoughts and the newlines that follow them; nothing where it never came
-/// to an end with them.
+/// The text of an answer after its reasoning and the newlines that follow. Empty if the reasoning
+/// does not end.
 pub fn without_thoughts(answer: &str) -> &str {
     let (_, said) = split(answer);
     if said.len() < answer.len() {

@@ -1,4 +1,4 @@
-//! A tokenizer with its chat template: text to ids, ids to text, conversations to text.
+//! A tokenizer with its chat template: encodes text, decodes ids and renders conversations.
 
 use std::collections::HashSet;
 use std::fs;
@@ -19,49 +19,49 @@ use crate::message::{Message, Role};
 use crate::stream::{TokenStream, as_id, decode};
 use crate::template::{DEFAULT, Jinja, RenderOptions};
 
-/// The special tokens that transformers gives to chat templates.
+/// The special tokens that transformers passes to chat templates.
 const SPECIAL_TOKENS: [&str; 7] =
     ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
 
-/// Token ids and where each stands in the text.
+/// Token ids and their positions in the text.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Encoded {
     /// The ids.
     pub ids: Vec<i64>,
-    /// Byte range of each id's text; the ids that share a character each have the whole of it.
+    /// Byte range of each id. Ids that share a character all have that whole character's range.
     pub offsets: Vec<(usize, usize)>,
-    /// The word of each id: tokens merge within the words that the pre-tokenizer splits a text into.
+    /// Index of each id's word. Tokens merge only within the words of the pre-tokenizer.
     pub(crate) words: Vec<Option<u32>>,
 }
 
-/// The tokenizer of a model folder. Share it by reference; it holds no state.
+/// The tokenizer of a model folder. It is stateless, so share it by reference.
 pub struct ChatTokenizer {
     tokenizer: Arc<Tokenizer>,
     jinja: Jinja,
     special: Vec<(&'static str, String)>,
-    /// The special tokens as they stand in texts.
+    /// The text of each special token.
     special_texts: Vec<String>,
-    /// The fences of thoughts that are special tokens.
+    /// Think tags that are special tokens.
     fences: Vec<SpecialFence>,
-    /// Added tokens that are looked for in a text as it stands, before it is normalised.
+    /// Added tokens that are matched before the text is normalised.
     cuts: HashSet<u32>,
     vocab_size: usize,
     digest: String,
 }
 
 impl ChatTokenizer {
-    /// Reads `tokenizer.json`, `tokenizer_config.json` and the chat templates, in the order of transformers: see
-    /// [`Config::chat_template`].
+    /// Reads `tokenizer.json`, `tokenizer_config.json` and the chat templates, in the order of
+    /// transformers; see [`Config::chat_template`].
     ///
     /// # Errors
-    /// If a file is missing or not what it should be, or a template does not compile or does not come to an end.
+    /// If a file is missing or malformed, or a template does not compile or does not terminate.
     pub fn load(dir: &Path) -> Result<Self, TextError> {
         let path = dir.join("tokenizer.json");
         let bytes = fs::read(&path).map_err(FileError::at("reading", &path))?;
         let unusable = |source| TextError::Tokenizer { path: path.clone(), source };
         let text = bytes.strip_prefix(b"\xef\xbb\xbf").unwrap_or(&bytes); // A byte order mark.
         let mut tokenizer = Tokenizer::from_bytes(text).map_err(unusable)?;
-        // Whoever saved it may have left settings of one batch in it.
+        // Drops padding and truncation settings that the file may still have.
         tokenizer.with_padding(None);
         tokenizer.with_truncation(None).map_err(unusable)?;
 
@@ -76,14 +76,14 @@ impl ChatTokenizer {
             special: config.special_tokens()?,
             digest: digest::bytes(&bytes),
         };
-        // An endless template is the model's fault, not that of the first row.
+        // Detects a template that does not terminate here, rather than on the first row.
         match loaded.render(&[Message::new(Role::User, "Hi")], &RenderOptions::default()) {
             Err(error @ TextError::Endless { .. }) => Err(error),
             _ => Ok(loaded),
         }
     }
 
-    /// The ids of `text`; special tokens that it spells are recognised, none are added.
+    /// The ids of `text`. Recognises special tokens in the text, but adds none.
     ///
     /// # Errors
     /// If the tokenizer's model cannot represent the text.
@@ -93,7 +93,7 @@ impl ChatTokenizer {
         Ok(encoding.get_ids().iter().map(|&id| i64::from(id)).collect())
     }
 
-    /// [`ChatTokenizer::encode`], with the place of each id.
+    /// [`ChatTokenizer::encode`], with the byte range of each id.
     ///
     /// # Errors
     /// As [`ChatTokenizer::encode`].
@@ -105,7 +105,7 @@ impl ChatTokenizer {
         Ok(Encoded { ids, offsets, words })
     }
 
-    /// The text of `ids`; ids past the vocabulary (the padding of a model's embedding) have none.
+    /// The text of `ids`. Ids beyond the vocabulary, which pad a model's embedding, have no text.
     ///
     /// # Errors
     /// If an id is negative, or the tokenizer's decoder fails.
@@ -114,7 +114,7 @@ impl ChatTokenizer {
         decode(&self.tokenizer, &ids, skip_special)
     }
 
-    /// The conversation as the chat template writes it.
+    /// Renders a conversation with the chat template.
     ///
     /// # Errors
     /// If the template refuses the conversation or fails on it.
@@ -122,10 +122,12 @@ impl ChatTokenizer {
         self.jinja.render(&for_template(messages), options, &self.special, Utc::now())
     }
 
-    /// [`ChatTokenizer::render`], and the byte ranges that the template marks by `{% generation %}` as the assistant's.
+    /// Renders a conversation and returns its text with the byte ranges between `{% generation %}`
+    /// tags.
     ///
     /// # Errors
-    /// As [`ChatTokenizer::render`], and if the template has no such tags or rewrites what they enclose.
+    /// As [`ChatTokenizer::render`], and if the template has no such tags or modifies the text
+    /// between them.
     pub fn render_generations(
         &self,
         messages: &[Message],
@@ -138,18 +140,18 @@ impl ChatTokenizer {
         self.jinja.require_generation_tags()
     }
 
-    /// Whether the template marks by `{% generation %}` what the assistant wrote.
+    /// Whether the template has `{% generation %}` tags.
     pub fn has_generation_tags(&self) -> bool {
         self.jinja.has_generation_tags()
     }
 
-    /// The number of ids, counted to the largest one in use.
+    /// The largest id plus one.
     pub fn vocab_size(&self) -> usize {
         self.vocab_size
     }
 
-    /// Warns where the tokenizer has ids behind the `rows` of a model's embedding, as after tokens were added without a
-    /// resize. Texts without these tokens can be used.
+    /// Warns if the tokenizer has ids beyond the `rows` of a model's embedding, as after tokens
+    /// were added without a resize. Only texts with such ids are unusable.
     pub fn report_wider_than(&self, rows: usize) {
         if self.vocab_size > rows {
             tracing::warn!(
@@ -159,27 +161,29 @@ impl ChatTokenizer {
         }
     }
 
-    /// Says which tokens end an answer.
+    /// Logs which tokens end an answer.
     pub fn report_ends(&self, ids: &[i64]) {
         let name =
             |id: &i64| self.token(*id).map_or_else(|| id.to_string(), |token| format!("{token} ({id})"));
         tracing::info!("answers end at {}", ids.iter().map(name).collect::<Vec<_>>().join(", "));
     }
 
-    /// The id of a token as the vocabulary spells it.
+    /// The id of a token in the vocabulary.
     pub fn token_id(&self, token: &str) -> Option<i64> {
         self.tokenizer.token_to_id(token).map(i64::from)
     }
 
-    /// The token of an id as the vocabulary spells it.
+    /// The token of an id in the vocabulary.
     pub fn token(&self, id: i64) -> Option<String> {
         self.tokenizer.id_to_token(u32::try_from(id).ok()?)
     }
 
-    /// Whether the language model in `dir`, which is to draft for the model of this tokenizer, has the same tokens.
+    /// Checks that the draft language model in `dir` has the same vocabulary as this target's
+    /// tokenizer.
     ///
     /// # Errors
-    /// [`TextError::OtherToken`] with the first that differs, and whatever keeps its tokenizer from being read.
+    /// With [`TextError::OtherToken`] at the first difference, or if its tokenizer cannot be
+    /// loaded.
     pub fn check_drafter(&self, dir: &Path) -> Result<(), TextError> {
         let other = Self::load(dir)?;
         let ids = self.vocab_size.max(other.vocab_size) as i64;
@@ -190,12 +194,12 @@ impl ChatTokenizer {
         }
     }
 
-    /// Whether an id stands for a special token such as an end-of-turn mark.
+    /// Whether an id is a special token, such as an end of turn.
     pub fn is_special(&self, id: i64) -> bool {
         self.token(id).is_some_and(|token| self.tokenizer.get_added_vocabulary().is_special_token(&token))
     }
 
-    /// Whether texts are cut at this token before anything else is looked at.
+    /// Whether the tokenizer splits texts at this token before anything else.
     pub(crate) fn is_cut(&self, id: i64) -> bool {
         u32::try_from(id).is_ok_and(|id| self.cuts.contains(&id))
     }
@@ -208,7 +212,7 @@ impl ChatTokenizer {
         })
     }
 
-    /// `text` without the special tokens and the white space at its end.
+    /// `text` without trailing special tokens and white space.
     pub(crate) fn without_special_ends<'a>(&self, text: &'a str) -> &'a str {
         let mut rest = text.trim_end();
         while let Some(shorter) =
@@ -219,7 +223,7 @@ impl ChatTokenizer {
         rest
     }
 
-    /// The id of the config's `eos_token`.
+    /// The id of `eos_token` in the config.
     pub fn eos_token_id(&self) -> Option<i64> {
         let (_, token) = self.special.iter().find(|(name, _)| *name == "eos_token")?;
         self.token_id(token)
@@ -230,8 +234,9 @@ impl ChatTokenizer {
         &self.digest
     }
 
-    /// A digest of how the template writes a fixed set of conversations: templates that behave alike have the same
-    /// one, however they are spelled. The time that templates may ask for is fixed, so the digest lasts.
+    /// A digest of the template's renderings of fixed conversations. Templates with equal
+    /// renderings have equal digests, whatever their source. The time for `strftime_now` is fixed,
+    /// so the digest is stable.
     pub fn template_digest(&self) -> String {
         let mut hasher = Hasher::default();
         for (messages, options) in probes() {
@@ -243,7 +248,7 @@ impl ChatTokenizer {
         hasher.hex()
     }
 
-    /// A digest of what the template writes and marks as the assistant's on the same conversations.
+    /// A digest of the template's renderings and generation ranges for the same conversations.
     pub(crate) fn generation_digest(&self) -> String {
         let mut hasher = Hasher::default();
         for (messages, options) in probes() {
@@ -262,13 +267,13 @@ impl ChatTokenizer {
         hasher.hex()
     }
 
-    /// Starts turning the ids of the answer to `prompt` into text as they come.
+    /// Starts detokenising a stream of ids of the answer to `prompt`.
     pub fn stream(&self, prompt: &str) -> TokenStream {
         TokenStream::new(Arc::clone(&self.tokenizer), Marks::after(prompt, &self.fences))
     }
 
-    /// The text of a whole answer as [`TokenStream`] gives it, whether the prompt opened thoughts or not:
-    /// [`without_thoughts`](crate::without_thoughts) finds what was said.
+    /// The text of a whole answer as [`TokenStream`] gives it, for an unknown prompt.
+    /// [`without_thoughts`](crate::without_thoughts) removes the reasoning.
     ///
     /// # Errors
     /// As [`ChatTokenizer::decode`].
@@ -292,7 +297,7 @@ fn special_texts(tokenizer: &Tokenizer) -> Vec<String> {
     added.filter(|token| token.special && !token.content.is_empty()).map(|token| token.content).collect()
 }
 
-/// `tokenizer_config.json`, as far as we read it.
+/// `tokenizer_config.json`.
 struct Config {
     path: PathBuf,
     fields: Map<String, Value>,
@@ -304,7 +309,7 @@ impl Config {
         Ok(Self { fields: read_object(&path)?, path })
     }
 
-    /// The special tokens that are set; a token is a string or an object with `content`.
+    /// The special tokens that are set, each a string or an object with `content`.
     fn special_tokens(&self) -> Result<Vec<(&'static str, String)>, TextError> {
         let mut tokens = Vec::new();
         for field in SPECIAL_TOKENS {
@@ -319,9 +324,10 @@ impl Config {
         Ok(tokens)
     }
 
-    /// The templates of the folder: `chat_template.jinja` with the named ones of `additional_chat_templates/`, else the
-    /// config's `chat_template` (one, or a list of named ones), else the `chat_template.json` of older processors. Named
-    /// templates beside no default are completed by the config's. Files go before entries of the config of the same name.
+    /// Loads the chat templates of the folder. `chat_template.jinja` has priority, then the
+    /// config's `chat_template` (one, or a list of named ones), then the `chat_template.json` of
+    /// older processors. Named templates in `additional_chat_templates/` are added, and replace
+    /// entries of the config with the same name.
     fn chat_template(&self, dir: &Path) -> Result<Jinja, TextError> {
         let file = dir.join("chat_template.jinja");
         let mut templates = additional_templates(&dir.join("additional_chat_templates"))?;
@@ -346,7 +352,7 @@ impl Config {
         Jinja::compile(templates, &origin)
     }
 
-    /// The templates in the field `chat_template` of the file at `path`.
+    /// The templates in `chat_template` of the file at `path`.
     fn configured(
         &self,
         path: &Path,
@@ -385,7 +391,7 @@ fn read_object(path: &Path) -> Result<Map<String, Value>, TextError> {
     serde_json::from_str(&atomic::read_text(path)?).map_err(config)
 }
 
-/// The templates of a folder, `NAME.jinja` each, by name; none where there is no folder.
+/// The templates `NAME.jinja` of a folder, sorted by name; none without the folder.
 fn additional_templates(folder: &Path) -> Result<Vec<(String, String)>, TextError> {
     if !folder.is_dir() {
         return Ok(vec![]);
@@ -406,7 +412,7 @@ fn additional_templates(folder: &Path) -> Result<Vec<(String, String)>, TextErro
     paths.iter().map(read).collect()
 }
 
-/// Conversations on which templates differ where it matters to us.
+/// Conversations that expose differences between templates that matter to training.
 fn probes() -> Vec<(Vec<Message>, RenderOptions)> {
     let said = |turns: &[(Role, &str)]| -> Vec<Message> {
         turns.iter().map(|&(role, content)| Message::new(role, content)).collect()
