@@ -1,4 +1,4 @@
-//! Input lines that are unusable: shown, and recorded beside the output that they are missing from.
+//! Reports unusable input lines, and records them beside the output.
 
 use std::fs::{self, File};
 use std::io::{self, BufWriter, Write};
@@ -8,29 +8,29 @@ use deepspec_capture::Rejected;
 use deepspec_core::atomic::{self, FileError};
 use serde_json::json;
 
-/// Lines that are shown one by one; all of them are in the file.
+/// Lines that are printed; the file has all.
 const SHOWN: usize = 10;
 
-/// Where the unusable lines of `output`'s inputs are recorded.
+/// Path of the rejected lines of `output`'s inputs.
 pub fn path(output: &Path) -> PathBuf {
     beside(output, ".rejected.jsonl")
 }
 
-/// `path` with something behind its name.
+/// `path` with `suffix` after its file name.
 pub fn beside(path: &Path, suffix: &str) -> PathBuf {
     let mut name = path.as_os_str().to_owned();
     name.push(suffix);
     PathBuf::from(name)
 }
 
-/// Warns of the first rejects and records all of them, or removes an old record when there are none.
+/// Prints the first rejected lines and records all. Removes an old record if there are none.
 pub fn report(rejects: &[Rejected], output: &Path) -> Result<(), FileError> {
     let mut recorder = Recorder::new(output);
     rejects.iter().try_for_each(|reject| recorder.add(reject))?;
     recorder.finish().map(|_| ())
 }
 
-/// Records rejects as they come, so that they need not fit into memory.
+/// Records rejected lines one by one, without keeping them in memory.
 pub struct Recorder {
     path: PathBuf,
     file: Option<BufWriter<File>>,
@@ -38,12 +38,12 @@ pub struct Recorder {
 }
 
 impl Recorder {
-    /// Nothing is written before the first reject.
+    /// A recorder, which creates its file at the first rejected line.
     pub fn new(output: &Path) -> Self {
         Self { path: path(output), file: None, count: 0 }
     }
 
-    /// Records a reject, and warns of it if it is one of the first.
+    /// Records a rejected line, and prints it if it is one of the first.
     pub fn add(&mut self, reject: &Rejected) -> Result<(), FileError> {
         let Rejected { file, line, reason } = reject;
         if self.count < SHOWN {
@@ -61,7 +61,8 @@ impl Recorder {
         write(&mut self.file).map_err(FileError::at("writing", &self.path))
     }
 
-    /// Publishes the record, or removes an old one when there is nothing to record; how many there are.
+    /// Publishes the record, or removes an old one if there are no rejected lines; returns their
+    /// number.
     pub fn finish(self) -> Result<usize, FileError> {
         let Some(file) = self.file else {
             return match fs::remove_file(&self.path) {

@@ -1,21 +1,22 @@
-//! Where files lie, whatever they are called: an output must not replace what it is made from.
+//! Compares files behind path names, so that an output does not replace its input.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Whether two names, which need not exist, mean one file.
+/// Whether two paths, which may not exist, name the same file.
 pub fn same(a: &Path, b: &Path) -> bool {
     places(a).iter().any(|place| places(b).contains(place))
 }
 
-/// A file's own place and, if it is a link, that of what it leads to.
+/// The path's own location and, if it is a link, its target's.
 pub fn places(path: &Path) -> Vec<PathBuf> {
     let mut places = vec![place(path)];
     places.extend(fs::canonicalize(path));
     places
 }
 
-/// A path from the root, without links and dots as far as its folders are there; the file itself need not be.
+/// The absolute path, with links and dots resolved in its existing folders. The file itself may not
+/// exist.
 pub fn place(path: &Path) -> PathBuf {
     let path = std::path::absolute(path).unwrap_or_else(|_| path.to_path_buf());
     for folder in path.ancestors().skip(1) {

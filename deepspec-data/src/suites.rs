@@ -1,4 +1,4 @@
-//! `suites`: public datasets, and the user's own, become files of prompts for `deepspec-eval`.
+//! `suites`: writes prompt files for `deepspec-eval` from public or own datasets.
 
 use std::io::Write;
 use std::path::PathBuf;
@@ -38,8 +38,8 @@ pub struct Args {
 /// Runs the command.
 ///
 /// # Errors
-/// Usage errors before anything is written. What goes wrong with one suite is the error if it was the only one; else
-/// the other suites are written all the same, and then the exit code is 1.
+/// With a usage error before any file is written. If one of several suites fails, the others are
+/// still written and the exit code is 1.
 pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     if args.list {
         return deepspec_datasets::suites::list(&args.output_dir, args.json);

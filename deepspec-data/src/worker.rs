@@ -1,11 +1,11 @@
-//! `--worker I/N`: one of several processes that share a stage's work.
+//! `--worker I/N`: one of several processes that share the work.
 
 use deepspec_capture::cache::Worker;
 
-/// Reads `I/N`.
+/// Parses `I/N`.
 ///
 /// # Errors
-/// What was expected, if there is no such worker.
+/// If there is no such worker; the error names the expected form.
 pub fn parse_worker(text: &str) -> Result<Worker, String> {
     let numbers = text.split_once('/').and_then(|(i, n)| Some((i.parse().ok()?, n.parse().ok()?)));
     let worker = numbers.and_then(|(i, n)| Worker::new(i, n));

@@ -1,4 +1,4 @@
-//! `cache build`: conversations become target states on disk.
+//! `cache build`: captures the target's hidden states of conversations on disk.
 
 use std::io::Write;
 use std::num::NonZeroUsize;
@@ -68,7 +68,8 @@ pub(super) enum LastArg {
 /// Runs the command.
 ///
 /// # Errors
-/// Usage errors, I/O failures, and, after the work is done, exit code 1 if lines were rejected.
+/// With a usage error, or if reading or writing fails. After all shards are written, exits with
+/// code 1 if lines were rejected.
 pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     let (recipe, dir) = args.job.open()?;
     let device = deepspec_ops::device(&args.job.device).map_err(|error| UsageError(error.to_string()))?;
@@ -92,7 +93,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     check_room(missing, &dir, args.force)?;
     if processes > 1 {
         let (device, gpus) = (&args.job.device, deepspec_ops::gpus(&args.job.device));
-        // Each share reports rejected lines once it knows that it is not refused.
+        // Each worker process reports rejected lines once its build is accepted.
         multi_process::build(processes, device, gpus, !report.rejected.is_empty())?;
         let rejects = rejected_rows::path(&dir.components().collect::<PathBuf>());
         writeln!(cli::stdout(), "{}", accounts(&report, &recipe))?;
@@ -101,7 +102,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     }
     let worker = args.worker.unwrap_or(Worker::ALONE);
     let builder = Builder::open_worker(&dir, &plan, &source.identity, worker).map_err(refusal)?;
-    // Not before: a refused command must not touch the record of the cache that is there.
+    // Only an accepted build may replace the rejected lines of an existing cache.
     let rejects = report_rejected(&report.rejected, &dir)?;
     writeln!(cli::stdout(), "{}", accounts(&report, &recipe))?;
     let summary = match published {
@@ -115,7 +116,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     rejected(&report, &rejects)
 }
 
-/// Exit code 1 where lines were rejected, which stand in `rejects`.
+/// Exits with code 1 if lines were rejected; `rejects` is their file.
 fn rejected(report: &RowCounts, rejects: &Path) -> anyhow::Result<()> {
     if report.rejected.is_empty() {
         return Ok(());
@@ -155,7 +156,7 @@ impl Args {
     }
 }
 
-/// Refuses a build that the file system has no room for.
+/// Refuses a build that does not fit on the file system.
 fn check_room(needed: u64, dir: &Path, force: bool) -> anyhow::Result<()> {
     let free = free_space(dir)?;
     if needed > free {
@@ -169,14 +170,14 @@ fn check_room(needed: u64, dir: &Path, force: bool) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Bytes free on the file system of `dir`, or of the nearest folder above it that exists.
+/// Free bytes on the file system of `dir`, or of its nearest existing parent.
 pub(super) fn free_space(dir: &Path) -> anyhow::Result<u64> {
     let absolute = std::path::absolute(dir).with_context(|| dir.display().to_string())?;
     let there = absolute.ancestors().find(|path| path.exists()).unwrap_or(Path::new("/"));
     fs4::available_space(there).with_context(|| format!("asking for the room in {}", there.display()))
 }
 
-/// Refuses input that gives no sample.
+/// Refuses inputs without any sample.
 fn check_rows(args: &Args, report: &RowCounts, recipe: &Recipe, dir: &Path) -> anyhow::Result<()> {
     if report.read == 0 {
         let files: Vec<String> = args.job.input.iter().map(|input| input.display().to_string()).collect();
@@ -192,9 +193,9 @@ fn check_rows(args: &Args, report: &RowCounts, recipe: &Recipe, dir: &Path) -> a
     Ok(())
 }
 
-/// Shows the rejected lines and records them beside the cache; returns where.
+/// Warns of rejected lines and writes them beside the cache; returns the file's path.
 fn report_rejected(rejected: &[Rejected], dir: &Path) -> anyhow::Result<PathBuf> {
-    // Without a trailing slash, so that the name beside it is not one within it.
+    // Removes a trailing slash, so that the file is beside the folder and not inside it.
     let dir: PathBuf = dir.components().collect();
     if let Some(parent) = dir.parent().filter(|parent| !parent.as_os_str().is_empty()) {
         atomic::create_dir(parent)?;
@@ -203,7 +204,7 @@ fn report_rejected(rejected: &[Rejected], dir: &Path) -> anyhow::Result<PathBuf>
     Ok(rejected_rows::path(&dir))
 }
 
-/// What became of the rows, as a sum.
+/// The counts of the rows.
 pub(super) fn accounts(report: &RowCounts, recipe: &Recipe) -> String {
     let RowCounts { cut, tokens, supervised_tokens, .. } = report;
     let limit = recipe.data.max_length;
@@ -214,10 +215,10 @@ pub(super) fn accounts(report: &RowCounts, recipe: &Recipe) -> String {
     )
 }
 
-/// A plan on its way to disk.
+/// The build of a plan.
 struct Build<'a> {
     plan: &'a Plan,
-    /// Bytes that are still to be written.
+    /// Bytes still to write.
     missing: u64,
     recipe: &'a Recipe,
     /// The target's folder.
@@ -228,7 +229,8 @@ struct Build<'a> {
 }
 
 impl Build<'_> {
-    /// Captures what is missing, publishes unless there are other workers, and says what was done.
+    /// Captures the missing shards and publishes the cache, unless other workers share the build.
+    /// Returns a summary.
     fn run(&self, mut builder: Builder) -> anyhow::Result<String> {
         let pending = builder.pending_shards();
         let shards = (0..self.plan.shards().len()).filter(|&shard| self.worker.builds(shard)).count();
@@ -250,7 +252,7 @@ impl Build<'_> {
         Ok(format!("{contents}; captured {tokens} tokens in {seconds:.1} s ({rate:.0} tokens/s)"))
     }
 
-    /// Fills the pending shards; how many tokens ran through the target.
+    /// Captures the pending shards; returns the number of tokens.
     fn capture(&self, builder: &mut Builder) -> Result<u64, StatesError> {
         let (samples, kind) = (self.plan.samples(), default_kind(self.device));
         let longest = samples.iter().map(|sample| sample.input_ids.len()).max().unwrap_or(0);

@@ -1,4 +1,4 @@
-//! Which work on a cache is asked for.
+//! Subcommands of `cache`.
 
 use deepspec_core::cli::Verbosity;
 
@@ -26,7 +26,7 @@ pub enum Command {
 /// Runs the command.
 ///
 /// # Errors
-/// Usage errors; exit code 1 if rows were rejected or a cache is damaged.
+/// With a usage error. Exits with code 1 if rows were rejected or a cache is damaged.
 pub fn run(command: &Command, verbosity: Verbosity) -> anyhow::Result<()> {
     match command {
         Command::Build(args) => build::run(args, verbosity),

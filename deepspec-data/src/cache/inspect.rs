@@ -1,4 +1,4 @@
-//! `cache inspect`: what a cache holds, what a sample looks like.
+//! `cache inspect`: shows the contents of a cache or of a sample.
 
 use std::io::Write;
 
@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 
 use super::{Place, mib};
 
-/// Token ids shown of a sample; `--json` has all.
+/// Token ids shown of a sample; `--json` shows all.
 const SHOWN: usize = 16;
 
 /// What to look at.
@@ -28,7 +28,7 @@ pub struct Args {
 /// Runs the command.
 ///
 /// # Errors
-/// No cache there, no such sample, or damaged bytes.
+/// If there is no cache, no such sample, or the bytes are damaged.
 pub fn run(args: &Args) -> anyhow::Result<()> {
     let dir = args.place.dir()?;
     let Some(wanted) = &args.sample else {

@@ -1,4 +1,4 @@
-//! `cache merge`: the shards of several workers become a cache.
+//! `cache merge`: publishes the shards of several workers as one cache.
 
 use std::io::{self, Write};
 use std::path::PathBuf;
@@ -21,7 +21,8 @@ pub struct Args {
 /// Runs the command.
 ///
 /// # Errors
-/// Exit code 1 if workers have not finished, built different things, or their shards changed.
+/// Exits with code 1 if workers have not finished or differ in their plan, or if their shards
+/// changed.
 pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     let dir = &args.output_dir;
     if !dir.is_dir() {
@@ -35,7 +36,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     Ok(writeln!(cli::stdout(), "{}: {}", dir.display(), contents(&manifest))?)
 }
 
-/// Bytes of the shards in the folder and its workers' folders.
+/// Bytes of all shards in the folder and the workers' folders.
 fn shard_bytes(dir: &std::path::Path) -> io::Result<u64> {
     let mut bytes = 0;
     let mut folders = vec![dir.to_path_buf()];

@@ -1,4 +1,4 @@
-//! `cache`: the target's hidden states on disk, built, checked and looked at.
+//! `cache`: builds, checks and shows the target's hidden states on disk.
 
 mod build;
 mod command;
@@ -44,7 +44,7 @@ struct Job {
 }
 
 impl Job {
-    /// The recipe, and the folder of the cache.
+    /// The recipe, and the cache folder.
     fn open(&self) -> anyhow::Result<(Recipe, PathBuf)> {
         if let Some(missing) = self.input.iter().find(|input| !input.is_file()) {
             usage!("--input {}: no such file", missing.display());
@@ -85,7 +85,7 @@ struct Place {
 }
 
 impl Place {
-    /// The folder, which must be there.
+    /// The cache folder, which must exist.
     fn dir(&self) -> anyhow::Result<&Path> {
         match self.dir.as_deref().or(self.cache_dir.as_deref()) {
             Some(dir) if dir.is_dir() => Ok(dir),
@@ -95,7 +95,7 @@ impl Place {
     }
 }
 
-/// Sorts a cache's complaint: what stands in the way by the caller's choice is a usage error.
+/// Converts an error of the cache: conflicts with an existing build are usage errors.
 fn refusal(error: CacheError) -> anyhow::Error {
     match error {
         CacheError::BuildDiffers { .. } | CacheError::Leftover { .. } => UsageError(error.to_string()).into(),
@@ -103,7 +103,7 @@ fn refusal(error: CacheError) -> anyhow::Error {
     }
 }
 
-/// Bytes for people.
+/// Bytes as text in MiB.
 pub(crate) fn mib(bytes: u64) -> String {
     format!("{:.1} MiB", bytes as f64 / f64::from(1 << 20))
 }
@@ -111,7 +111,7 @@ pub(crate) fn mib(bytes: u64) -> String {
 /// Bytes per unit of progress.
 const UNIT: u64 = 1 << 20;
 
-/// Progress in MiB, fed with bytes from any number of threads.
+/// Progress in MiB, updated in bytes by any number of threads.
 struct ByteProgress(Mutex<(u64, Progress)>);
 
 impl ByteProgress {

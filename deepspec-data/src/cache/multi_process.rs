@@ -1,4 +1,4 @@
-//! `cache build` by several processes of this machine: this command once more for each share of the shards.
+//! Runs `cache build` in several processes of this machine, one per worker.
 
 use std::ffi::OsString;
 use std::num::NonZero;
@@ -11,7 +11,8 @@ use deepspec_core::cli::UsageError;
 use deepspec_core::env;
 use deepspec_ops::die_with_parent;
 
-/// Flags that are not handed on, and whether a value follows them: each share has its own, or they have been dealt with.
+/// Flags that worker processes do not inherit, and whether a value follows. Workers get their own
+/// value, or the parent has handled the flag.
 const OWN: [(&str, bool); 6] = [
     ("--processes", true),
     ("--device", true),
@@ -20,16 +21,16 @@ const OWN: [(&str, bool); 6] = [
     ("--quiet", false),
     ("-q", false),
 ];
-/// How often it is looked whether a share has ended.
+/// Interval between checks for finished workers.
 const LOOK: Duration = Duration::from_millis(100);
-/// Exit code for a mistake of the user's.
+/// Exit code of usage errors.
 const USAGE: i32 = 2;
 
-/// Shares of a build. Those that still run are killed when it is dropped.
+/// The worker processes of a build. Dropping it kills the running ones.
 struct Shares(Vec<Child>);
 
 impl Shares {
-    /// Waits for the first of these to end; `None` where there are none.
+    /// Waits until one of these processes ends; `None` if there are none.
     fn next_end(&mut self, running: &[usize]) -> anyhow::Result<Option<(usize, ExitStatus)>> {
         while !running.is_empty() {
             for &share in running {
@@ -52,11 +53,11 @@ impl Drop for Shares {
     }
 }
 
-/// Builds the shares of `processes` processes, each on a GPU of its own where `gpus` says so, and waits for all. With `rejected` rows a
-/// share ends with exit code 1 though it is built.
+/// Runs `processes` workers, on a GPU each if `gpus` is above 1, and waits for all. If rows were
+/// `rejected`, exit code 1 of a worker counts as success.
 ///
 /// # Errors
-/// The share that failed, as soon as it has; the others are ended then. Nothing of what they finished is lost.
+/// As soon as a worker fails; the others are then killed. Finished shards are kept.
 pub fn build(processes: usize, device: &str, gpus: usize, rejected: bool) -> anyhow::Result<()> {
     let program = std::env::current_exe().context("finding this program")?;
     let asked: Vec<OsString> = std::env::args_os().skip(1).collect();
@@ -66,7 +67,7 @@ pub fn build(processes: usize, device: &str, gpus: usize, rejected: bool) -> any
         command.args(handed_on(&asked)).args(["--force", "--worker", &format!("{share}/{processes}")]);
         let own = if gpus > 1 { format!("cuda:{}", share % gpus) } else { device.to_string() };
         command.args(["--device", &own]).stdin(Stdio::null()).stdout(Stdio::null());
-        // The progress of one tells that of all: shards are dealt out in turns.
+        // One worker's progress stands for all, because shards are assigned in turns.
         if share > 0 || asked.iter().any(|flag| flag == "--quiet" || flag == "-q") {
             command.arg("--quiet");
         }
@@ -93,7 +94,7 @@ pub fn build(processes: usize, device: &str, gpus: usize, rejected: bool) -> any
     Ok(())
 }
 
-/// The arguments without [`OWN`] flags.
+/// The arguments for workers, without [`OWN`] flags.
 fn handed_on(asked: &[OsString]) -> Vec<&OsString> {
     let (mut kept, mut follows) = (vec![], false);
     for argument in asked {

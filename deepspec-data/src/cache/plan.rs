@@ -1,4 +1,4 @@
-//! `cache plan`: what a build would write, before anything runs.
+//! `cache plan`: estimates the size and duration of a build.
 
 use std::io::Write;
 use std::path::PathBuf;
@@ -17,7 +17,7 @@ use tch::Device;
 use super::build::{accounts, free_space};
 use super::{Job, mib};
 
-/// How long a trial runs at most, once the target is loaded.
+/// Longest run of a trial after the target is loaded.
 const TRIAL: Duration = Duration::from_secs(20);
 
 /// What would be captured, and where to.
@@ -45,30 +45,30 @@ pub struct Args {
     json: bool,
 }
 
-/// A way to store the states, and what it takes.
+/// An encoding and choice of final states, with the size of the cache.
 struct Choice {
     encoding: Encoding,
     last: FinalStates,
     shards: usize,
-    /// Of all files; the most, where the encoding compresses.
+    /// Bytes of all files; an upper limit if the encoding compresses.
     bytes: u64,
-    /// Bytes that are to be expected by the states of a trial, where the encoding compresses.
+    /// Expected bytes if the encoding compresses, extrapolated from a trial.
     estimate: Option<u64>,
 }
 
-/// What running the target for some seconds has shown.
+/// Measurements of a short run of the target.
 struct Trial {
     tokens_per_s: f64,
-    /// The part of the bytes of bfloat16 states that compression leaves.
+    /// Compressed size as a fraction of the bfloat16 size.
     compressed: f64,
-    /// What was done, and how long it took.
+    /// FLOPs and bytes of the run, and its duration.
     work: Measured,
 }
 
 /// Runs the command.
 ///
 /// # Errors
-/// Usage errors, unreadable files, and a trial that fails.
+/// With a usage error, or if a file cannot be read or a trial fails.
 pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     if args.rate.is_some_and(|rate| !(rate > 0.0 && rate.is_finite())) {
         usage!("--rate must be a number of tokens per second above 0");
@@ -147,7 +147,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
         _ => "time        unknown: give --rate TOKENS_PER_S, --hardware NAME, or --measure".to_string(),
     });
     let wrapped = lines.iter().flat_map(|line| line.lines()).map(|line| {
-        // A label of one word, and blanks up to column 12.
+        // A one-word label, padded to column 12.
         let label =
             line.get(..12).map(str::trim_end).filter(|label| label.len() < 12 && !label.contains(' '));
         label.map_or_else(|| cli::wrapped("", 0, line), |label| cli::wrapped(label, 12, &line[12..]))
@@ -155,7 +155,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     Ok(writeln!(cli::stdout(), "{}", wrapped.collect::<Vec<_>>().join("\n"))?)
 }
 
-/// All ways to store the samples.
+/// All encodings and choices of final states for the samples.
 fn choices(
     args: &Args,
     samples: Vec<PlannedSample>,
@@ -181,7 +181,7 @@ fn choices(
     Ok(choices)
 }
 
-/// Seconds of the build on the devices that are meant; none where none are.
+/// Predicted seconds of the build on the given devices; None if none are given.
 fn foretold(args: &Args, source: &TargetSpec, samples: &[PlannedSample]) -> anyhow::Result<Option<f64>> {
     if args.devices == 0 {
         usage!("--devices must be at least 1");
@@ -194,7 +194,7 @@ fn foretold(args: &Args, source: &TargetSpec, samples: &[PlannedSample]) -> anyh
     }
     let target = ModelConfig::load(&source.dir)?;
     let device = deepspec_ops::device(&args.job.device).map_err(|error| UsageError(error.to_string()))?;
-    // What is stated of accelerators is in bfloat16.
+    // The specifications of accelerators are for bfloat16.
     let (device, value_bytes) = match args.hardware {
         Some(_) => (Device::Cuda(0), 2.0),
         None => (device, deepspec_ops::default_kind(device).elt_size_in_bytes() as f64),
@@ -212,13 +212,14 @@ fn foretold(args: &Args, source: &TargetSpec, samples: &[PlannedSample]) -> anyh
     Ok(Some(rates.seconds(work) / args.devices as f64))
 }
 
-/// What capturing the states of these samples in so many forwards does.
+/// The FLOPs and bytes of capturing these samples in `forwards` forward passes.
 fn work_of(target: &ModelConfig, samples: &[PlannedSample], forwards: usize, value_bytes: f64) -> Work {
     let lengths = samples.iter().map(|sample| (1.0, sample.input_ids.len() as f64));
     captured(&target.size(), lengths, forwards as f64, value_bytes)
 }
 
-/// Runs the target on the first samples. Time counts from after the first forward; its states are compressed.
+/// Runs the target on the first samples. The clock starts after the first forward pass, whose
+/// states measure the compression.
 fn measured(
     args: &Args,
     recipe: &Recipe,
@@ -240,10 +241,10 @@ fn measured(
             let captured = capture.run(batch, FinalStates::All);
             let [taps, last] = capture.download(captured).bytes();
             bytes = [stored_bytes(&plain, &taps, &last)?, stored_bytes(&compressed, &taps, &last)?];
-            // A lone batch is measured by a second run.
+            // The first batch runs again, so that a single batch is measured too.
             started = Instant::now();
         }
-        // Reading a value back waits for the device.
+        // Reading a value waits for the device.
         capture.run(batch, FinalStates::All).last.sum(None).double_value(&[]);
         forwards += 1;
         if started.elapsed() > TRIAL {

@@ -1,4 +1,4 @@
-//! `cache import` and `cache export`: the reference's format 2.
+//! `cache import` and `cache export`: converts from and to the reference's format 2.
 
 use std::io::Write;
 use std::path::PathBuf;
@@ -56,7 +56,8 @@ pub struct ExportArgs {
 /// Runs `cache import`.
 ///
 /// # Errors
-/// Usage errors, a cache that is damaged or that the target cannot have made, I/O failures.
+/// With a usage error; if the cache is damaged or does not fit the target; or if reading or writing
+/// fails.
 pub fn import(args: &ImportArgs, verbosity: Verbosity) -> anyhow::Result<()> {
     if !args.from.is_dir() {
         usage!("--from {}: no such folder", args.from.display());
@@ -73,7 +74,7 @@ pub fn import(args: &ImportArgs, verbosity: Verbosity) -> anyhow::Result<()> {
     Ok(writeln!(cli::stdout(), "{}: {}", dir.display(), contents(&manifest))?)
 }
 
-/// What the states are bound to: what format 2 says, and of the rest what the target says.
+/// The identity of the states, from the format 2 manifest and the target.
 fn identity(args: &ImportArgs, reference: &Reference, verbosity: Verbosity) -> anyhow::Result<Identity> {
     let dir = model_dir(&args.model, args.revision.as_deref(), verbosity).map_err(StatesError::from)?;
     let (config, tokenizer) = (ModelConfig::load(&dir)?, ChatTokenizer::load(&dir)?);
@@ -107,7 +108,8 @@ fn identity(args: &ImportArgs, reference: &Reference, verbosity: Verbosity) -> a
 /// Runs `cache export`.
 ///
 /// # Errors
-/// Usage errors, a cache that is damaged or that format 2 cannot hold, I/O failures.
+/// With a usage error; if the cache is damaged or format 2 cannot represent it; or if reading or
+/// writing fails.
 pub fn export(args: &ExportArgs, verbosity: Verbosity) -> anyhow::Result<()> {
     let ExportArgs { cache_dir, to, model } = args;
     if !cache_dir.is_dir() {

@@ -1,4 +1,4 @@
-//! `cache verify`: every byte is what was written.
+//! `cache verify`: checks every byte of a cache.
 
 use std::io::Write;
 
@@ -17,7 +17,7 @@ pub struct Args {
 /// Runs the command.
 ///
 /// # Errors
-/// Exit code 1 if anything is wrong, after all of it is printed.
+/// Exits with code 1 after printing all problems, if there are any.
 pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     let dir = args.place.dir()?;
     let manifest = Manifest::read(dir)?;

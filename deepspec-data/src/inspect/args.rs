@@ -1,4 +1,4 @@
-//! What `inspect` is asked for.
+//! Arguments of `inspect`.
 
 use std::path::PathBuf;
 

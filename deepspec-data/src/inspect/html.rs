@@ -1,4 +1,4 @@
-//! Rows and findings as a page that needs nothing but itself.
+//! Writes rows and findings as a self-contained HTML page.
 
 use std::io::{self, Write};
 
@@ -15,7 +15,7 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; border: 1px solid var(--li
 .learnt { background: var(--learnt); border-radius: 2px } .special { color: var(--quiet) } .cut { color: var(--quiet); text-decoration: line-through } .wrong { color: var(--wrong) }
 ";
 
-/// Writes everything above the rows: legend, summary and findings.
+/// Writes the start of the page: legend, summary and findings.
 pub fn begin(out: &mut impl Write, inspection: &Inspection) -> io::Result<()> {
     write!(
         out,
@@ -50,7 +50,7 @@ pub fn row(out: &mut impl Write, row: &ShownRow) -> io::Result<()> {
     for problem in &row.problems {
         writeln!(out, "<p class=\"wrong\">{}</p>", escaped(problem))?;
     }
-    // A line end right behind the tag would be dropped by the browser; this one is.
+    // A browser drops the first line end after `<pre>`, so this one keeps the row's own.
     writeln!(out, "<pre>")?;
     for Segment { text, supervised, special, cut } in &row.segments {
         let classes = [(*supervised, "learnt"), (*special, "special"), (*cut, "cut")];

@@ -1,4 +1,4 @@
-//! All rows, looked at on all cores.
+//! Checks all rows in parallel.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -15,10 +15,10 @@ use super::row::{Examined, RowOutcome, examine};
 use super::settings::MaskSettings;
 use super::summary::{Lengths, Summary};
 
-/// Rows looked at between two reports of progress; bounds the text held at once.
+/// Rows per progress update, which limits the text in memory.
 const BATCH: usize = 128;
 
-/// Something wrong with a row.
+/// A problem of a row.
 #[derive(Debug, Clone, Serialize)]
 pub struct Finding {
     /// The file.
@@ -27,7 +27,7 @@ pub struct Finding {
     pub line: usize,
     /// The row's id, if it has one.
     pub id: Option<String>,
-    /// What is wrong.
+    /// The problem.
     pub reason: String,
 }
 
@@ -41,7 +41,7 @@ impl fmt::Display for Finding {
     }
 }
 
-/// What was found in all rows.
+/// Counts and problems of all rows.
 #[derive(Debug, Default)]
 pub struct Inspection {
     /// Counts.
@@ -51,7 +51,7 @@ pub struct Inspection {
 }
 
 impl Inspection {
-    /// Looks at every row of `files`.
+    /// Checks every row of `files`.
     pub fn of(files: &[PathBuf], settings: &MaskSettings, verbosity: Verbosity) -> anyhow::Result<Self> {
         let mut total = 0;
         for file in files {
@@ -88,7 +88,7 @@ impl Inspection {
         self.findings.push(Finding { file: file.to_path_buf(), line, id, reason });
     }
 
-    /// Adds a row.
+    /// Adds a row's counts and problems.
     fn add(
         &mut self,
         file: &Path,

@@ -1,4 +1,4 @@
-//! `inspect`: what a drafter would learn from, row by row, and which rows would teach it something wrong.
+//! `inspect`: shows the loss mask of each row, and finds rows that are unfit for training.
 
 mod args;
 mod html;
@@ -26,14 +26,14 @@ use inspection::Inspection;
 use render::ShownRow;
 use settings::MaskSettings;
 
-/// Problems that are shown one by one; `--json` and `--html` have all.
+/// Problems that are printed; `--json` and `--html` have all.
 const SHOWN_PROBLEMS: usize = 10;
 
 /// Runs the command.
 ///
 /// # Errors
-/// Usage errors; exit code 1 if a row is unusable, its mask is empty or says something else than its assistant, or its
-/// template differs from the served one.
+/// With a usage error. Exits with code 1 if a row is unusable, its mask is empty or differs from
+/// the assistant's messages, or if its served prompt differs.
 pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     check(args)?;
     let settings = MaskSettings::new(args, verbosity)?;
@@ -79,7 +79,7 @@ fn check(args: &Args) -> anyhow::Result<()> {
 }
 
 impl Args {
-    /// Calls `show` with each row that is to be shown.
+    /// Calls `show` with each selected row.
     fn each_shown(
         &self,
         settings: &MaskSettings,
@@ -110,7 +110,8 @@ fn print_text(args: &Args, settings: &MaskSettings, inspection: &Inspection) -> 
     Ok(found)
 }
 
-/// Prints one JSON object, row by row; returns the ids of the rows.
+/// Prints rows, problems and summary as one JSON object, streaming the rows; returns the ids of the
+/// rows.
 fn print_json(args: &Args, settings: &MaskSettings, inspection: &Inspection) -> anyhow::Result<Vec<String>> {
     let mut out = BufWriter::new(cli::stdout());
     let mut found = Vec::new();
@@ -156,7 +157,7 @@ fn write_html(
     Ok(atomic::replace(path, |out| out.write_all(&page))?)
 }
 
-/// Shows the first findings and turns them into the exit code.
+/// Prints the first problems. Exits with code 1 if there are any.
 fn report(inspection: &Inspection) -> anyhow::Result<()> {
     for finding in inspection.findings.iter().take(SHOWN_PROBLEMS) {
         tracing::warn!("{finding}");

@@ -1,4 +1,4 @@
-//! Rows as they are shown: text in segments that are supervised or not.
+//! Splits rows into supervised and other segments of text.
 
 use std::path::PathBuf;
 
@@ -11,7 +11,7 @@ use serde::Serialize;
 use super::row::{Examined, RowOutcome, examine};
 use super::settings::MaskSettings;
 
-/// Rows rendered at once.
+/// Rows that are rendered at once.
 const BATCH: usize = 64;
 
 /// A piece of a row's text.
@@ -19,15 +19,15 @@ const BATCH: usize = 64;
 pub struct Segment {
     /// Its text.
     pub text: String,
-    /// Whether a drafter learns from its tokens.
+    /// Whether a drafter trains on its tokens.
     pub supervised: bool,
-    /// Whether it is special tokens.
+    /// Whether its tokens are special tokens.
     pub special: bool,
-    /// Whether it lies behind the cut at the maximal length.
+    /// Whether it was truncated at the maximal length.
     pub cut: bool,
 }
 
-/// A row ready to be shown.
+/// A row with its segments.
 #[derive(Serialize)]
 pub struct ShownRow {
     /// The file.
@@ -36,17 +36,17 @@ pub struct ShownRow {
     pub line: usize,
     /// The row's id.
     pub id: String,
-    /// Tokens after the cut.
+    /// Number of tokens after truncation.
     pub tokens: usize,
-    /// Tokens before it.
+    /// Number of tokens before truncation.
     pub untruncated: usize,
-    /// Supervised tokens.
+    /// Number of supervised tokens.
     pub supervised: usize,
-    /// Runs of supervised tokens, half-open.
+    /// Ranges of supervised tokens, half-open.
     pub spans: Vec<(u32, u32)>,
-    /// What is wrong with the row.
+    /// The row's problems.
     pub problems: Vec<String>,
-    /// The whole text.
+    /// The whole text, in segments.
     pub segments: Vec<Segment>,
 }
 
@@ -72,7 +72,7 @@ impl ShownRow {
         })
     }
 
-    /// What stands over the row.
+    /// The headline of the row.
     pub fn headline(&self) -> String {
         let Self { file, line, id, untruncated, tokens, supervised, spans, .. } = self;
         let cut = if untruncated > tokens { format!(" (cut, {untruncated} without)") } else { String::new() };
@@ -83,7 +83,8 @@ impl ShownRow {
     }
 }
 
-/// Calls `show` with the rows of these ids, or with all where there are none, in input order and at most so many.
+/// Calls `show` with the rows of these ids, or with all rows if there are no ids. It keeps the
+/// input order and stops after `most` rows.
 pub fn each(
     files: &[PathBuf],
     settings: &MaskSettings,
@@ -119,8 +120,8 @@ pub fn each(
     Ok(())
 }
 
-/// Cuts the text where the mask or the kind of token changes. A token's text begins where the one before it ends, so that
-/// blanks which a tokenizer leaves out of its offsets are shown with the word behind them.
+/// Splits the text where the mask or the type of token changes. Each token's text begins where the
+/// previous one ends, so white space without an offset belongs to the next token.
 fn segments(tokenizer: &ChatTokenizer, supervised: &Supervised) -> Result<Vec<Segment>, TextError> {
     let Supervised { text, loss_mask, input_ids, .. } = supervised;
     if supervised.served == Served::Otherwise {
@@ -149,7 +150,7 @@ fn segments(tokenizer: &ChatTokenizer, supervised: &Supervised) -> Result<Vec<Se
     Ok(segments)
 }
 
-/// The same where the tokens are those that were served and not the text's: each run as it reads by itself.
+/// [`segments`] for served ids that differ from the text's: decodes each run of tokens on its own.
 fn served_segments(tokenizer: &ChatTokenizer, supervised: &Supervised) -> Result<Vec<Segment>, TextError> {
     let kinds: Vec<(bool, bool)> = supervised
         .input_ids
@@ -168,7 +169,7 @@ fn served_segments(tokenizer: &ChatTokenizer, supervised: &Supervised) -> Result
     Ok(segments)
 }
 
-/// The text with characters that a terminal or a page would act on replaced by pictures of them; tabs and line ends stay.
+/// Replaces control characters of terminals and pages by visible symbols; tabs and line ends stay.
 pub fn visible(text: &str) -> String {
     let picture = |character: char| match character {
         '\n' | '\t' => character,

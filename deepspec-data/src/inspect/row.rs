@@ -1,4 +1,4 @@
-//! One row, looked at: its mask, and what is wrong with it.
+//! Checks one row and its mask.
 
 use deepspec_capture::unknown_token;
 use deepspec_core::jsonl::Line;
@@ -8,55 +8,55 @@ use serde_json::{Map, Value};
 
 use super::settings::MaskSettings;
 
-/// What a line holds.
+/// The result of checking a line.
 pub enum RowOutcome {
     /// A row whose conversation can be rendered.
     Row(Box<Examined>),
     /// A row that `regenerate` could not answer.
     Failed,
-    /// A line without a usable row: its id if it has one, and why.
+    /// A line without a usable row: its id, if any, and the reason.
     Unusable(Option<String>, String),
 }
 
-/// A row whose conversation can be rendered.
+/// A row whose conversation was rendered.
 pub struct Examined {
-    /// The id that it brings, or that [`Examined::named`] gave it.
+    /// The row's own id, or the unique one from [`Examined::named`].
     pub id: Option<String>,
-    /// What its template is given.
+    /// The conversation.
     pub conversation: Conversation,
     /// Text, tokens and mask.
     pub supervised: Supervised,
-    /// What is wrong with them.
+    /// Problems and counts.
     pub checked: Checked,
-    /// Whether the other rules that the template allows see the same mask; None without other rules.
+    /// Whether the alternative mask rules give the same mask; None without such rules.
     pub agrees: Option<bool>,
 }
 
 impl Examined {
-    /// Gives the row, the one at `place` of all, the id that it has among all rows.
+    /// Makes the id of the row with index `place` unique.
     pub fn named(&mut self, ids: &mut UniqueIds, place: usize) -> String {
         let id = ids.name(self.id.as_deref(), place);
         self.id = Some(id.clone());
         id
     }
 
-    /// Whether tokens were cut off.
+    /// Whether the row was truncated.
     pub fn is_cut(&self) -> bool {
         self.supervised.untruncated_len > self.supervised.input_ids.len()
     }
 
-    /// Whether `cache build` would leave the row out.
+    /// Whether `cache build` would skip the row.
     pub fn is_too_short(&self) -> bool {
         self.supervised.supervised_count() < MIN_SUPERVISED_TOKENS
     }
 
-    /// Whether it has no system message of its own.
+    /// Whether the row has no system message.
     pub fn lacks_system(&self) -> bool {
         self.conversation.messages.first().is_none_or(|message| message.role != Role::System)
     }
 }
 
-/// Looks at a line.
+/// Checks a line.
 pub fn examine(settings: &MaskSettings, line: Line) -> RowOutcome {
     let fields = match line {
         Line::Row(_, fields) => fields,

@@ -1,4 +1,4 @@
-//! The prompts of a running server, compared with ours.
+//! Compares the prompts of a running server with this project's.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -15,26 +15,28 @@ use super::row::{RowOutcome, examine};
 use super::settings::MaskSettings;
 use crate::regenerate::wire;
 
-/// Rows whose prompts are compared: the first ones.
+/// Number of rows whose prompts are compared.
 const ROWS: usize = 64;
-/// Where the server's key is.
+/// The environment variable with the server's API key.
 const KEY: &str = "OPENAI_API_KEY";
-/// A server that renders does so at once.
+/// Timeout of a request. Rendering a prompt is fast.
 const TIMEOUT: Duration = Duration::from_secs(30);
 
-/// A prompt to ask for.
+/// A prompt to compare.
 struct Probe {
     file: PathBuf,
     line: usize,
     id: String,
-    /// The conversation before its last answer, the default system message included.
+    /// The conversation before its last answer, with the default system message.
     before: Conversation,
 }
 
-/// Compares the prompt before the last answer of the first rows with the server's and adds what differs to the findings.
+/// Compares the prompt before the last answer of the first rows with the server's, and reports
+/// differences as problems.
 ///
 /// # Errors
-/// A usage error for a URL that is none; failures of the connection; what the server refuses.
+/// With a usage error if the URL is invalid. Also fails if the connection fails or the server
+/// refuses a request.
 pub fn compare(
     url: &str,
     files: &[PathBuf],
@@ -102,7 +104,7 @@ fn probes(files: &[PathBuf], settings: &MaskSettings) -> anyhow::Result<Vec<Prob
     Ok(probes)
 }
 
-/// The tokens of a prompt by the server; None where it cannot say how it renders.
+/// The server's token ids of a prompt; None if it has no endpoint for that.
 async fn ask(client: &Client, base: &str, before: &Conversation) -> anyhow::Result<Option<Vec<i64>>> {
     let url = format!("{base}/tokenize");
     let mut body = json!({"messages": wire::messages(&before.messages), "add_generation_prompt": true});
@@ -134,10 +136,10 @@ async fn ask(client: &Client, base: &str, before: &Conversation) -> anyhow::Resu
     Ok(answer["tokens"].as_array().and_then(|tokens| tokens.iter().map(Value::as_i64).collect()))
 }
 
-/// Where two prompts part.
+/// The first difference between two prompts.
 fn difference(settings: &MaskSettings, ours: &[i64], theirs: &[i64]) -> anyhow::Result<String> {
     let at = ours.iter().zip(theirs).take_while(|(a, b)| a == b).count();
-    // The server's ids may be of another tokenizer, even negative ones.
+    // The server may use another tokenizer, whose ids this one cannot decode.
     let shown = |ids: &[i64]| match ids.get(at) {
         Some(&id) => settings
             .tokenizer

@@ -1,4 +1,4 @@
-//! The tokenizer and the mask rules by which rows are looked at.
+//! The tokenizer and mask rules of an inspection.
 
 use anyhow::Context;
 use deepspec_capture::{StatesError, chat_template, check_rules, mask_rules};
@@ -11,27 +11,29 @@ use deepspec_text::{ChatTemplate, ChatTokenizer, MaskRule};
 
 use super::args::Args;
 
-/// Everything that decides a row's mask.
+/// Settings that determine a row's mask.
 pub struct MaskSettings {
     /// The target's tokenizer with its chat template.
     pub tokenizer: ChatTokenizer,
     /// The mask rules.
     pub template: ChatTemplate,
-    /// The other rules that this template allows, for comparison: its tags beside marks, or the other way round.
+    /// Alternative rules for comparison: the template's own tags if the rules are markers, and the
+    /// reverse.
     pub other: Option<ChatTemplate>,
-    /// Tokens at which a row is cut.
+    /// Maximal length of a row in tokens.
     pub max_length: usize,
-    /// What stands for tokens that are to be drafted, where the recipe's drafter has such a token.
+    /// The drafter's mask token, if the recipe has one.
     pub mask_token: Option<i64>,
-    /// Rows of the target's embedding, where its config is there.
+    /// Vocabulary size of the target's embedding, if its config can be read.
     pub vocab_size: Option<usize>,
 }
 
 impl MaskSettings {
-    /// Reads the recipe and the target's tokenizer.
+    /// Loads the recipe and the target's tokenizer.
     ///
     /// # Errors
-    /// Usage errors: there is no such model, or no rules for its template. Also if the hub fails.
+    /// With a usage error if there is no such model, or no rules for its template. Also if the hub
+    /// fails.
     pub fn new(args: &Args, verbosity: Verbosity) -> anyhow::Result<Self> {
         let recipe = match &args.config {
             Some(config) => Some(deepspec_drafters::load_recipe(config, &args.overrides)?),

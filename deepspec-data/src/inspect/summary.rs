@@ -1,22 +1,23 @@
-//! What all rows together are like.
+//! Summary of all rows.
 
 use deepspec_text::MIN_SUPERVISED_TOKENS;
 use serde::Serialize;
 
-/// Counts over all rows. `rows` is the sum of good, too_short, with_problems, status_error and unusable.
+/// Counts over all rows. `rows` is the sum of good, too_short, with_problems, status_error and
+/// unusable.
 #[derive(Debug, Clone, Default, Serialize)]
 pub struct Summary {
     /// Name of the mask rules.
     pub chat_template: String,
-    /// Tokens at which rows are cut.
+    /// Maximal length of a row in tokens.
     pub max_length: usize,
     /// Lines that are not blank.
     pub rows: usize,
-    /// Rows that would become samples.
+    /// Rows that are fit for training.
     pub good: usize,
-    /// Rows that `cache build` leaves out for too few supervised tokens.
+    /// Rows that `cache build` skips, because they have too few supervised tokens.
     pub too_short: usize,
-    /// Rows with an empty mask or a mismatch.
+    /// Rows with problems, such as an empty mask.
     pub with_problems: usize,
     /// Rows that `regenerate` could not answer.
     pub status_error: usize,
@@ -24,41 +25,41 @@ pub struct Summary {
     pub unusable: usize,
     /// Rows whose mask is empty.
     pub empty_masks: usize,
-    /// Rows whose mask says something else than their assistant.
+    /// Rows whose mask differs from the assistant's messages.
     pub other_words: usize,
     /// Rows whose template differs from the served one.
     pub other_prompts: usize,
-    /// Rows cut at the maximal length.
+    /// Rows truncated at the maximal length.
     pub cut: usize,
-    /// Tokens of all rows, after the cut.
+    /// Tokens of all rows, after truncation.
     pub tokens: u64,
     /// Supervised tokens of all rows.
     pub supervised_tokens: u64,
-    /// Rows that were given the default system message.
+    /// Rows that got the default system message.
     pub default_system: usize,
-    /// Answers whose thoughts the template leaves out.
+    /// Answers whose reasoning the template drops.
     pub thoughts_left_out: usize,
-    /// Answers of tool calls alone that the template does not write.
+    /// Answers that consist of tool calls only, which the template does not write.
     pub calls_left_out: usize,
-    /// Tool calls with recorded results that are trained on.
+    /// Supervised tool calls with recorded results.
     pub recorded_calls: usize,
     /// Assistant messages of weight 0, which are not trained on.
     pub untrained: usize,
-    /// Earlier answers outside the prompt they were given to.
+    /// Earlier answers whose training text lacks the end of their served prompt.
     pub outside_their_prompt: usize,
-    /// Rows that have the token which stands for what is to be drafted.
+    /// Rows that contain the drafter's mask token.
     pub with_mask_token: usize,
-    /// Rows of which the marks and the template's own tags give the same mask; absent without both.
+    /// Rows whose markers and tags give equal masks; absent without both rules.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tags_agree: Option<usize>,
-    /// The first row on which they differ.
+    /// The first row whose masks differ.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub first_disagreement: Option<String>,
-    /// Tokens of a row before the cut: the shortest, the quantiles 0.5, 0.9 and 0.99, and the longest.
+    /// Lengths of rows before truncation, in tokens.
     pub lengths: Lengths,
-    /// Rows whose prompt a server renders otherwise.
+    /// Rows whose prompt the server renders differently.
     pub server_differs: usize,
-    /// What came of asking a server.
+    /// Result of the comparison with a server.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub server: Option<String>,
 }
@@ -79,7 +80,7 @@ pub struct Lengths {
 }
 
 impl Lengths {
-    /// The quantiles of `lengths`, each a length that occurs.
+    /// The quantiles of `lengths`, without interpolation.
     pub fn of(mut lengths: Vec<u32>) -> Self {
         lengths.sort_unstable();
         let Some(last) = lengths.len().checked_sub(1) else { return Self::default() };
@@ -89,7 +90,7 @@ impl Lengths {
 }
 
 impl Summary {
-    /// The summary for people, as names and values.
+    /// The summary as names and texts.
     pub fn lines(&self) -> Vec<(&'static str, String)> {
         let Self { rows, good, too_short, with_problems, status_error, unusable, .. } = self;
         let share = 100.0 * self.supervised_tokens as f64 / (self.tokens.max(1)) as f64;
@@ -158,7 +159,7 @@ impl Summary {
         lines
     }
 
-    /// Why the command fails, in one line.
+    /// Why the command fails, as one line.
     pub fn verdict(&self) -> String {
         if self.with_problems + self.unusable == 0 {
             return format!("the server renders {} prompts otherwise than we do", self.server_differs);

@@ -1,4 +1,4 @@
-//! Rows on a terminal, in colour, and elsewhere with brackets around what is supervised.
+//! Prints rows on a terminal in colour, or with brackets around supervised text.
 
 use std::io::{self, Write};
 
@@ -13,10 +13,10 @@ const SUPERVISED: &str = "\x1b[30;42m";
 const SUPERVISED_SPECIAL: &str = "\x1b[90;42m";
 const PLAIN: &str = "\x1b[0m";
 
-/// Around supervised text where there is no colour.
+/// Brackets around supervised text without colour.
 const BRACKETS: [&str; 2] = ["⟦", "⟧"];
 
-/// Writes a row, its headline first and an empty line behind it.
+/// Prints a row: headline, problems, text and an empty line.
 pub fn write(out: &mut impl Write, row: &ShownRow, colour: bool) -> io::Result<()> {
     let [bold, red, plain] = if colour { [BOLD, RED, PLAIN] } else { [""; 3] };
     writeln!(out, "{bold}── {}{plain}", visible(&row.headline()))?;
@@ -48,7 +48,7 @@ pub fn write(out: &mut impl Write, row: &ShownRow, colour: bool) -> io::Result<(
     writeln!(out, "\n")
 }
 
-/// Line by line, so that the background does not run to the edge of the terminal.
+/// Colours each line separately, so that the background ends with the text.
 fn paint(out: &mut impl Write, segment: &Segment) -> io::Result<()> {
     let style = match (segment.supervised, segment.special) {
         (true, true) => SUPERVISED_SPECIAL,
@@ -58,7 +58,7 @@ fn paint(out: &mut impl Write, segment: &Segment) -> io::Result<()> {
     };
     for line in visible(&segment.text).split_inclusive('\n') {
         let (text, end) = line.strip_suffix('\n').map_or((line, ""), |text| (text, "\n"));
-        // A line end that is supervised must be seen, too.
+        // Shows supervised line ends.
         let mark = if segment.supervised && !end.is_empty() { "⏎" } else { "" };
         write!(out, "{style}{text}{mark}{PLAIN}{end}")?;
     }

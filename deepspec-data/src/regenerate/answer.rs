@@ -1,4 +1,4 @@
-//! Answers as servers give them.
+//! Parses chat completions of servers.
 
 use std::ops::AddAssign;
 
@@ -10,12 +10,12 @@ use serde_json::{Map, Value, json};
 
 use super::settings::Reasoning;
 
-/// Tokens of requests and answers, 0 where the server does not tell.
+/// Token counts of requests and answers, 0 if the server does not report them.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Tokens {
-    /// Of the rendered conversations.
+    /// Prompt tokens.
     pub prompt: u64,
-    /// Of the answers.
+    /// Completion tokens.
     pub completion: u64,
 }
 
@@ -26,49 +26,49 @@ impl AddAssign for Tokens {
     }
 }
 
-/// An answer to one turn.
+/// An assistant's answer to one turn.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Answer {
-    /// What the assistant says.
+    /// The answer's text.
     pub content: String,
-    /// What it thought, if the server tells.
+    /// The reasoning, if the server returns it separately.
     pub thoughts: Option<String>,
-    /// Tools that it calls.
+    /// The tool calls.
     pub tool_calls: Option<Value>,
-    /// Why it ended.
+    /// The finish reason.
     pub finish: FinishReason,
-    /// What it cost.
+    /// The usage.
     pub tokens: Tokens,
-    /// The tokens that it was generated as, where the server tells.
+    /// The generated token ids, if the server returns them.
     pub token_ids: Option<Value>,
-    /// Those of what was asked, where the server tells.
+    /// The token ids of the prompt, if the server returns them.
     pub prompt_token_ids: Option<Value>,
 }
 
-/// Why there is no answer.
+/// Why a request failed.
 #[derive(Debug)]
 pub enum AskError {
-    /// The row cannot be answered; others may.
+    /// This row cannot be answered; others may be.
     Row(String),
-    /// The servers broke the answer off as often as it was asked for; others may come to their ends.
+    /// The servers broke off every attempt at this row; other rows may succeed.
     BrokenOff(String, FinishReason),
-    /// No row can be answered; those without an answer stay pending.
+    /// No row can be answered. Rows without an answer stay pending.
     Run(anyhow::Error),
 }
 
-/// Why a chat completion holds no answer.
+/// Why a response has no usable answer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum NoAnswer {
-    /// It is no chat completion.
+    /// It is not a chat completion.
     Invalid(&'static str),
-    /// It is a chat completion in which the model says nothing.
+    /// It is a chat completion without text.
     Empty,
-    /// The server broke it off.
+    /// The server broke off the answer.
     BrokenOff(FinishReason),
 }
 
 impl Answer {
-    /// Reads a chat completion that was asked for with the stop strings `stops`.
+    /// Parses a chat completion whose request had the stop strings `stops`.
     pub fn read(text: &str, stops: &[&str]) -> Result<Self, NoAnswer> {
         let mut completion: Value =
             serde_json::from_str(text).map_err(|_| NoAnswer::Invalid("the answer is not JSON"))?;
@@ -84,12 +84,12 @@ impl Answer {
             let ids = completion.pointer(place)?.as_array()?;
             (!ids.is_empty() && ids.iter().all(Value::is_u64)).then(|| json!(ids))
         };
-        // As vLLM and our own server say it; as SGLang does; as llama.cpp does.
+        // In the fields of vLLM and deepspec-serve, of SGLang, and of llama.cpp.
         let places = ["/choices/0/token_ids", "/choices/0/response_token_ids", "/__verbose/tokens"];
         let token_ids = places.into_iter().find_map(ids);
-        // As vLLM and our own server say it; as SGLang does.
+        // In the fields of vLLM and deepspec-serve, and of SGLang.
         let prompt_token_ids = ids("/prompt_token_ids").or_else(|| ids("/choices/0/prompt_token_ids"));
-        // Reading by index gives null for what is not there; taking out by index would panic.
+        // Reading a missing key by index gives null, but taking it would panic.
         let message = completion.pointer_mut("/choices/0/message");
         let mut message = message.ok_or(NoAnswer::Invalid("the answer has no choices"))?.take();
         if finish.completeness() == Completeness::Broken {
@@ -99,7 +99,7 @@ impl Answer {
         let mut thoughts = thoughts.find(|thoughts| !thoughts.is_empty()).map(str::to_owned);
         let calls = message["tool_calls"].as_array().into_iter().flatten();
         let mut calls: Vec<Value> = calls.filter(|call| call.is_object()).cloned().collect();
-        // The older form of one call.
+        // The older form of a single call.
         if calls.is_empty() && message["function_call"].is_object() {
             calls.push(json!({"type": "function", "function": message["function_call"]}));
         }
@@ -113,7 +113,7 @@ impl Answer {
         }
         let content = match &message["content"] {
             Value::String(content) if !content.is_empty() => content.clone(),
-            // All the tokens went into thoughts or calls.
+            // All tokens were reasoning or tool calls.
             Value::Null | Value::String(_) if thoughts.is_some() || tool_calls.is_some() => String::new(),
             Value::Null | Value::String(_) => return Err(NoAnswer::Empty),
             _ => return Err(NoAnswer::Invalid("the answer has no text")),
@@ -121,20 +121,20 @@ impl Answer {
         Ok(Self { content, thoughts, tool_calls, finish, tokens, token_ids, prompt_token_ids })
     }
 
-    /// The message that the conversation goes on with.
+    /// The assistant message for the rest of the conversation.
     pub fn message(self, reasoning: Reasoning) -> Message {
         let mut extra = Map::new();
         if let Some(calls) = self.tool_calls {
             extra.insert("tool_calls".into(), calls);
         }
         extra.insert(FINISH_REASON.into(), json!(self.finish.word()));
-        // Where thoughts are left out of the row, the tokens that were served are not what is to be learnt.
+        // If rows drop the reasoning, the served ids no longer match the text.
         if reasoning == Reasoning::Keep {
             let ids = [(TOKEN_IDS, self.token_ids), (PROMPT_TOKEN_IDS, self.prompt_token_ids)];
             extra.extend(ids.into_iter().filter_map(|(name, ids)| Some((name.to_string(), ids?))));
         }
         let content = match (reasoning, &self.thoughts) {
-            // Only a server that does not part thoughts from text leaves them in it.
+            // Only servers that do not separate reasoning leave it in the text.
             (Reasoning::Drop, None) => without_thoughts(&self.content).to_string(),
             _ => self.content,
         };
@@ -244,7 +244,7 @@ mod tests {
             (kept.reasoning_content.as_deref(), &kept.extra["finish_reason"]),
             (Some("b"), &json!("length"))
         );
-        // Whoever parts thoughts from text leaves none in it: what looks like them is the answer's.
+        // If the server separates the reasoning, think tags in the text belong to the answer.
         let dropped = answer.clone().message(Reasoning::Drop);
         assert_eq!((dropped.reasoning_content, dropped.content.as_str()), (None, "<think>x</think>a"));
         let dropped = |content: &str| {
@@ -260,7 +260,8 @@ mod tests {
         assert_eq!(answer.message(Reasoning::Keep).content, "<think>x</think>a");
     }
 
-    /// Answers of servers with nulls, other types and unknown keys anywhere: each says something, or why it is none.
+    /// Completions with nulls, other types and unknown keys anywhere parse to an answer or give an
+    /// error.
     #[test]
     fn damaged_completions_are_answers_or_say_why_not() {
         let words = [

@@ -1,4 +1,4 @@
-//! Who answers: servers over HTTP, or the model in this process.
+//! Backends that answer requests: servers over HTTP, or a model in this process.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -11,7 +11,7 @@ use serde_json::{Map, Value, json};
 use super::answer::{Answer, AskError, Tokens};
 use super::pool::Pool;
 
-/// Who answers.
+/// A backend that answers requests.
 pub enum Backend {
     /// OpenAI-compatible servers.
     Servers(Arc<Pool>),
@@ -23,14 +23,15 @@ pub enum Backend {
 pub struct Embedded {
     /// The model.
     pub model: Box<ChatModel>,
-    /// The name that requests use for it.
+    /// The model's name in requests.
     pub name: String,
-    /// Requests that it works on.
+    /// Number of requests in progress.
     pub in_flight: AtomicUsize,
 }
 
 impl Backend {
-    /// Asks with the body of a chat completion request. `home` is the server that answered the conversation's last turn.
+    /// Sends the body of a chat completion request. `home` is the server that answered the
+    /// conversation's previous turn.
     pub async fn ask(&self, body: Map<String, Value>, home: &mut Option<usize>) -> Result<Answer, AskError> {
         match self {
             Self::Servers(pool) => pool.ask(&body, home).await,
@@ -41,7 +42,8 @@ impl Backend {
                 };
                 Err(match error {
                     ChatError::Internal(_) => AskError::Run(error.into()),
-                    // Of one row it may be the text; of the model it is the end.
+                    // Non-finite logits may come from one row's text. If a short prompt gives them
+                    // too, the model is broken.
                     ChatError::Engine(EngineError::NotFinite) if embedded.is_broken().await => AskError::Run(
                         anyhow!(error).context(format!("the model {} answers nothing", embedded.name)),
                     ),
@@ -51,7 +53,7 @@ impl Backend {
         }
     }
 
-    /// Requests that wait for an answer.
+    /// Number of requests in progress.
     pub fn in_flight(&self) -> usize {
         match self {
             Self::Servers(pool) => pool.in_flight(),
@@ -61,7 +63,7 @@ impl Backend {
 }
 
 impl Embedded {
-    /// Whether not even the shortest of questions has logits that are finite.
+    /// Whether even a short prompt gives logits that are not finite.
     async fn is_broken(&self) -> bool {
         let question = json!({
             "model": self.name, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1, "temperature": 0,
@@ -70,7 +72,7 @@ impl Embedded {
     }
 
     async fn ask(&self, body: Value) -> Result<Answer, ChatError> {
-        // The same checks as `serve`'s, so that both give the same answers.
+        // `serve` parses requests with the same function, so that both give equal answers.
         let defaults = self.model.defaults();
         let request = parse(body.to_string().as_bytes(), &self.name, defaults, fresh_number())?;
         self.in_flight.fetch_add(1, Ordering::Relaxed);
@@ -88,12 +90,13 @@ impl Embedded {
         let usage = reply.usage();
         Ok(Answer {
             content: whole.content,
-            // Parted already: nothing of the content is cut as thoughts, whatever it speaks of.
+            // The reasoning is already separate, so think tags in the content stay.
             thoughts: Some(whole.reasoning),
             tool_calls: None,
             finish: reply.finish().unwrap_or_default(),
             tokens: Tokens { prompt: usage.prompt as u64, completion: usage.completion as u64 },
-            // A vocabulary padded beyond the tokenizer has ids that no text has; the text stands for the answer then.
+            // A padded vocabulary has ids beyond the tokenizer's. Without ids, training tokenises
+            // the text.
             token_ids: (request.return_token_ids && self.model.knows(reply.token_ids()))
                 .then(|| json!(reply.token_ids())),
             prompt_token_ids: request.return_token_ids.then(|| json!(reply.prompt_token_ids())),

@@ -1,4 +1,5 @@
-//! Index of the inputs: a first pass that collects ids and bad lines, and a second one that reads the rows to be asked.
+//! Indexes the inputs: a first pass collects ids and malformed lines, a second one reads the rows
+//! to answer.
 
 use std::path::{Path, PathBuf};
 use std::vec;
@@ -14,25 +15,25 @@ use super::rows::Row;
 use super::settings::RequestSettings;
 use deepspec_capture::Rejected;
 
-/// Lines that are parsed together on all cores; with the longest lines this bounds the memory.
+/// Number of lines per parallel batch. It limits memory, together with the longest line.
 const BATCH: usize = 1024;
 
-/// Ids and bad lines of the inputs.
+/// Ids and malformed lines of the inputs.
 #[derive(Default)]
 pub struct InputIndex {
     /// Ids of the output rows: one per usable input row and sample.
     pub ids: IdSet,
-    /// The lines that are no usable rows.
+    /// Lines that are not usable rows.
     pub rejected: Vec<Rejected>,
 }
 
-/// A line: its number and the row on it, or what is wrong.
+/// A line's number, and its row or the reason why it is malformed.
 type Parsed = (usize, Result<Row, String>);
 
 /// Reads all inputs once.
 pub fn index(inputs: &[PathBuf], settings: &RequestSettings) -> Result<InputIndex, FileError> {
     let mut index = InputIndex::default();
-    // By its id, which all workers see alike. What is no row is told by the first.
+    // Rows are assigned to workers by id, equally in all workers. Worker 0 reports malformed lines.
     let falls_here = |id: &str| settings.worker.builds(digest::fingerprint(id.as_bytes()) as usize);
     let mut names = Names::default();
     for batch in jsonl::batches_of(inputs, BATCH) {
@@ -61,7 +62,7 @@ impl InputIndex {
     }
 }
 
-/// The rows of all inputs, samples one by one, each id once, as long as `wanted` says so.
+/// The wanted rows of all inputs, with one row per sample.
 pub fn select<'a>(
     inputs: &'a [PathBuf],
     settings: &'a RequestSettings,
@@ -88,11 +89,11 @@ pub fn rows<'a>(
     })
 }
 
-/// The ids of usable rows, given in the order of the inputs.
+/// Makes the ids of usable rows unique, in the order of the inputs.
 #[derive(Default)]
 struct Names {
     ids: UniqueIds,
-    /// Lines so far.
+    /// Number of lines so far.
     lines: usize,
 }
 

@@ -1,4 +1,5 @@
-//! `regenerate`: the target's own answers in place of the assistant's, keyed by id and resumable at any moment.
+//! `regenerate`: replaces the assistant's answers with the target's own. Rows are keyed by id, and
+//! a run can resume at any point.
 
 mod answer;
 mod backend;
@@ -41,9 +42,9 @@ use settings::{RequestSettings, Sampling};
 use store::{Done, ResultStore};
 use work::{Ending, Work};
 
-/// Exit code of a run that was stopped and goes on when it is started again.
+/// Exit code of an interrupted run that resumes when it is started again.
 const TRY_AGAIN: u8 = 75;
-/// Requests that a dry run shows.
+/// Number of requests that a dry run shows.
 const SHOWN: usize = 3;
 
 /// Arguments of `regenerate`.
@@ -98,7 +99,8 @@ impl Args {
 /// Runs the command.
 ///
 /// # Errors
-/// Usage errors; exit code 1 if rows failed or were malformed or no server answers, 75 if a signal stopped the run.
+/// With a usage error. Exits with code 1 if rows failed or were malformed or no server answers, and
+/// with 75 if a signal stopped the run.
 pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     check(args)?;
     let inputs = Inputs::open(args, verbosity)?;
@@ -116,9 +118,9 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     conclude(ending, &store)
 }
 
-/// All that is read before anything is asked or written.
+/// Everything that is read before the first request.
 struct Inputs {
-    /// The model of this process, if it answers.
+    /// The model in this process, with `--embedded`.
     embedded: Option<(PathBuf, EngineArgs)>,
     settings: Arc<RequestSettings>,
     index: Arc<InputIndex>,
@@ -134,7 +136,7 @@ impl Inputs {
             Arc::new(RequestSettings::new(&args.input, args.model(), weights, &args.sampling, args.worker)?);
         reuse::check(&args.reuse, &settings)?;
         let index = Arc::new(index::index(&args.input, &settings)?);
-        // A worker's share of few rows may well be empty.
+        // A worker's share of few rows may be empty.
         if index.ids.len() + index.rejected.len() == 0 && args.worker == Worker::ALONE {
             let inputs: Vec<String> = args.input.iter().map(|path| path.display().to_string()).collect();
             usage!("--input {}: there are no rows", inputs.join(" "));
@@ -142,7 +144,7 @@ impl Inputs {
         Ok(Self { embedded, settings, index })
     }
 
-    /// Opens the output, with what earlier runs and `--reuse` know.
+    /// Opens the output, with the rows of earlier runs and of `--reuse`.
     fn resume(&self, args: &Args) -> anyhow::Result<(ResultStore, RunStats)> {
         let Self { settings, index, .. } = self;
         let mut store = ResultStore::open(&args.output, settings, Arc::clone(index), args.overwrite)?;
@@ -158,7 +160,7 @@ impl Inputs {
         Ok((store, stats))
     }
 
-    /// Has the pending rows answered.
+    /// Answers the pending rows.
     fn ask(
         self,
         args: &Args,
@@ -184,7 +186,7 @@ impl Inputs {
             progress: Progress::new(verbosity, "rows", total, total - pending),
         };
         let ending = runtime.block_on(work.run())?;
-        // Requests that are still under way must not keep a stopped run alive.
+        // Requests in progress must not delay the end of an interrupted run.
         runtime.shutdown_background();
         Ok((ending, Some(backend)))
     }
@@ -208,7 +210,7 @@ fn check(args: &Args) -> anyhow::Result<()> {
     if matches!(extension, "gz" | "zst") {
         usage!("--output {}: rows are appended one by one and not compressed", args.output.display());
     }
-    // Not the spelling of the names but the files: starting anew empties or removes them.
+    // Compares files rather than path names, because `--overwrite` empties or removes the outputs.
     for written in store::files(&args.output) {
         for read in args.input.iter().chain(&args.reuse) {
             if same_file::same(&written, read) {
@@ -223,7 +225,7 @@ fn check(args: &Args) -> anyhow::Result<()> {
     pool::check_urls(&args.server)
 }
 
-/// Loads the model of this process, or sets up the client of the servers.
+/// Loads the model in this process, or sets up the HTTP client of the servers.
 fn open_backend(args: &Args, embedded: Option<(PathBuf, EngineArgs)>) -> anyhow::Result<Backend> {
     if let Some((dir, engine)) = embedded {
         let model = Box::new(ChatModel::load(&dir, &engine)?);
@@ -237,7 +239,8 @@ fn open_backend(args: &Args, embedded: Option<(PathBuf, EngineArgs)>) -> anyhow:
     Ok(Backend::Servers(Arc::new(Pool::new(&args.server, asking)?)))
 }
 
-/// Rows that are worked on at once: more than fit in at the servers, so that a slot never waits for a row.
+/// Number of rows in progress. Servers get more than they have slots, so that no slot waits for a
+/// row.
 fn workers(backend: &Backend, concurrency: usize) -> usize {
     match backend {
         Backend::Servers(pool) => 2 * pool.capacity(),
@@ -245,7 +248,7 @@ fn workers(backend: &Backend, concurrency: usize) -> usize {
     }
 }
 
-/// Prints what a run would do and the first requests it would send; touches nothing.
+/// Prints the plan of a run and its first requests, without sending or writing anything.
 fn dry_run(args: &Args, inputs: &Inputs) -> anyhow::Result<()> {
     let (settings, index) = (&*inputs.settings, &*inputs.index);
     let mut done = if args.overwrite { Done::default() } else { Done::read(&args.output, settings, index)? };
@@ -281,14 +284,14 @@ fn dry_run(args: &Args, inputs: &Inputs) -> anyhow::Result<()> {
     Ok(writeln!(out, "nothing was asked and {} was not touched", args.output.display())?)
 }
 
-/// Why the first failed row failed.
+/// The error of the first failed row.
 fn first_problem(failed: &Path) -> Option<String> {
     let rows = BufReader::new(File::open(failed).ok()?);
     let row: Value = serde_json::from_str(&rows.lines().next()?.ok()?).ok()?;
     Some(row["error"].as_str()?.to_string())
 }
 
-/// Turns the end of the run into the exit code.
+/// Converts the end of the run into an exit code.
 fn conclude(ending: Ending, store: &ResultStore) -> anyhow::Result<()> {
     let (malformed, failed, pending) =
         (store.index.rejected.len(), store.done().failed.len(), store.pending());

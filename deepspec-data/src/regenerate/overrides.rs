@@ -1,12 +1,12 @@
-//! What a row says about its own sampling, over the settings of the run.
+//! A row's own `sampling` settings, which override the run's.
 
 use deepspec_core::jsonl::kind_of;
 use serde_json::{Map, Value, json};
 
-/// The request field with the switch that chat templates read.
+/// The request field with arguments of the chat template, such as `enable_thinking`.
 pub const THINKING: &str = "chat_template_kwargs";
 
-/// Numbers that a row's `sampling` may hold, besides `seed`, `stop` and `enable_thinking`.
+/// Numeric fields of a row's `sampling`, besides `seed`, `stop` and `enable_thinking`.
 const NUMBERS: [&str; 8] = [
     "temperature",
     "top_p",
@@ -18,20 +18,20 @@ const NUMBERS: [&str; 8] = [
     "repetition_penalty",
 ];
 
-/// A row's `sampling` object; empty where it has none.
+/// A row's `sampling` object; empty if it has none.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Overrides {
     fields: Map<String, Value>,
     thinking: Option<bool>,
-    /// In place of the run's seed.
+    /// Replaces the run's seed.
     pub seed: Option<u64>,
 }
 
 impl Overrides {
-    /// Reads a row's `sampling`.
+    /// Parses a row's `sampling`.
     ///
     /// # Errors
-    /// A phrase to follow file and line: an unknown name, or a value of another type.
+    /// If a name is unknown or a value has another type; a phrase that follows file and line.
     pub fn parse(row: &Map<String, Value>) -> Result<Self, String> {
         let fields = match row.get("sampling") {
             None | Some(Value::Null) => return Ok(Self::default()),
@@ -70,12 +70,12 @@ impl Overrides {
         Ok(overrides)
     }
 
-    /// Whether the row says nothing.
+    /// Whether the row has no overrides.
     pub fn is_empty(&self) -> bool {
         *self == Self::default()
     }
 
-    /// Puts them over the fields of a request.
+    /// Writes the overrides into the fields of a request.
     pub fn apply(&self, body: &mut Map<String, Value>) {
         body.extend(self.fields.clone());
         if let Some(thinking) = self.thinking {

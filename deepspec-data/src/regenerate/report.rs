@@ -1,4 +1,4 @@
-//! What a run did: printed at its end and kept beside the output.
+//! The report of a run, printed at its end and written beside the output.
 
 use std::io::{self, Write};
 use std::time::Instant;
@@ -11,31 +11,31 @@ use super::answer::Tokens;
 use super::backend::Backend;
 use super::store::{ResultStore, report_path};
 
-/// What a run has done so far.
+/// Counts of a run so far.
 pub struct RunStats {
     started: Instant,
     /// Rows answered by this run.
     pub rows: u64,
-    /// Rows taken over from earlier outputs.
+    /// Rows reused from earlier outputs.
     pub reused: usize,
     /// Tokens of the answered rows.
     pub tokens: Tokens,
-    /// Requests that are asked at once, of all servers together.
+    /// Concurrent requests, over all servers.
     pub concurrency: usize,
 }
 
 impl RunStats {
-    /// Nothing yet.
+    /// Counts of a new run.
     pub fn new() -> Self {
         Self { started: Instant::now(), rows: 0, reused: 0, tokens: Tokens::default(), concurrency: 0 }
     }
 
-    /// Counts time from here on: what was loaded or taken over before is no answering.
+    /// Restarts the clock, so that loading and reuse do not count as answering.
     pub fn start_clock(&mut self) {
         self.started = Instant::now();
     }
 
-    /// What progress says beside the count of rows.
+    /// The note beside the progress bar's count of rows.
     pub fn note(&self, backend: &Backend) -> String {
         let rate = self.tokens.completion as f64 / self.started.elapsed().as_secs_f64().max(1e-9);
         let shares = match backend {
@@ -45,7 +45,7 @@ impl RunStats {
         format!("{rate:.0} tokens/s, {} in flight{shares}", backend.in_flight())
     }
 
-    /// Writes the account of the whole output and of this run's requests beside the output.
+    /// Writes the report of the whole output and of this run's requests beside the output.
     pub fn write(&self, store: &ResultStore, backend: Option<&Backend>) -> Result<(), FileError> {
         let servers: Vec<Value> = match backend {
             Some(Backend::Servers(pool)) => pool.record(),
@@ -79,7 +79,7 @@ impl RunStats {
         atomic::write_json(&report_path(store.output()), &report)
     }
 
-    /// Says what the servers did, and prints the account of the rows.
+    /// Logs failures of servers, and prints the row counts.
     pub fn print(&self, store: &ResultStore, backend: Option<&Backend>) -> io::Result<()> {
         if let Some(Backend::Servers(pool)) = backend {
             pool.troubles().iter().for_each(|line| tracing::info!("{line}"));

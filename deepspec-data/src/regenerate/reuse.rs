@@ -1,4 +1,4 @@
-//! Answers of an earlier run of the same model: taken over where the prompt is the same, so that only the rest is asked.
+//! Reuses answers of an earlier run of the same model if the prompts are equal.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -17,13 +17,13 @@ use super::settings::{RequestSettings, WORKER};
 use super::store::ResultStore;
 use crate::rejected_rows::beside;
 
-/// Settings that may differ: where the prompts come from and who asks them does not change an answer.
+/// Settings that may differ: source of the prompts and worker do not change an answer.
 const FREE: [&str; 2] = ["inputs", WORKER];
 
-/// Checks that earlier outputs were made with these settings.
+/// Checks that earlier outputs have these settings.
 ///
 /// # Errors
-/// A usage error that names the settings which differ, or the file without a record of them.
+/// With a usage error that names differing settings, or a missing file.
 pub fn check(earlier: &[PathBuf], settings: &RequestSettings) -> anyhow::Result<()> {
     for path in earlier {
         let record = beside(path, ".run.json");
@@ -46,15 +46,15 @@ pub fn check(earlier: &[PathBuf], settings: &RequestSettings) -> anyhow::Result<
     Ok(())
 }
 
-/// Where the answered rows of earlier outputs stand, by id, in 40 bytes a row.
+/// Positions of the answered rows of earlier outputs by id, in 40 bytes per row.
 pub struct Earlier {
     files: Vec<(PathBuf, BufReader<File>)>,
-    /// File and byte at which a row begins.
+    /// File and byte offset of each row.
     places: HashMap<u128, (usize, u64)>,
 }
 
 impl Earlier {
-    /// Reads earlier outputs; of several rows with one id the last counts.
+    /// Reads earlier outputs. If an id occurs several times, the last row counts.
     pub fn read(earlier: &[PathBuf]) -> Result<Self, FileError> {
         let (mut files, mut places) = (vec![], HashMap::new());
         for (number, path) in earlier.iter().enumerate() {
@@ -74,7 +74,8 @@ impl Earlier {
         Ok(Self { files, places })
     }
 
-    /// Calls `take` with every row that an earlier one answers, with its answers; returns how many that were.
+    /// Calls `take` with every row that has an earlier answer, and its answers; returns the number
+    /// of such rows.
     pub fn take(
         &mut self,
         inputs: &[PathBuf],
@@ -111,7 +112,7 @@ impl Earlier {
     }
 }
 
-/// A line's row, None where it holds none, and the line's length in bytes.
+/// A line's row, None if malformed, and its length in bytes.
 type RowAndLength = (Option<Map<String, Value>>, u64);
 
 /// The next line; None at the end of the file.
@@ -121,7 +122,7 @@ fn read_row(reader: &mut BufReader<File>) -> io::Result<Option<RowAndLength>> {
     Ok((length > 0).then(|| (serde_json::from_slice(&line).ok(), length as u64)))
 }
 
-/// Takes over what earlier outputs hold; returns how many rows that were.
+/// Reuses the answers of earlier outputs; returns the number of rows.
 pub fn take_over(
     earlier: &[PathBuf],
     inputs: &[PathBuf],

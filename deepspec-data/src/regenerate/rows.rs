@@ -1,4 +1,4 @@
-//! Input rows: what is asked of each, and what comes out.
+//! Input rows: their requests and their output.
 
 use deepspec_core::row::{self, UniqueIds};
 use deepspec_text::{
@@ -12,37 +12,37 @@ use super::overrides::Overrides;
 use super::settings::{Reasoning, RequestKey, RequestSettings};
 use super::wire;
 
-/// A usable input row, or one of several samples of it.
+/// A usable input row, or one sample of it.
 #[derive(Debug, Clone)]
 pub struct Row {
-    /// The output row's id as text; empty until [`Row::named`] of a row that brings none.
+    /// The output row's id as text. A row without an id has an empty one until [`Row::named`].
     pub id: String,
-    /// The row to write, but for its conversation.
+    /// The output row, except for its conversation.
     fields: Map<String, Value>,
     plan: Vec<Step>,
     tools: Option<Value>,
     overrides: Overrides,
 }
 
-/// What happens next in a conversation.
+/// A step of a conversation.
 #[derive(Debug, Clone, PartialEq)]
 enum Step {
-    /// The row's own words: the system's, the user's, a tool's, or a tool call whose recorded result follows.
+    /// A message of the row: system, user or tool, or a tool call with a recorded result.
     Say(Message),
-    /// The model answers.
+    /// A request to the model.
     Ask,
 }
 
-/// A row with new answers.
+/// An answered row.
 pub struct Answered {
-    /// The row to write.
+    /// The output row.
     pub fields: Map<String, Value>,
-    /// Tokens of its requests and answers.
+    /// Tokens of its requests.
     pub tokens: Tokens,
 }
 
 impl Row {
-    /// Reads a row and plans its conversation.
+    /// Parses a row and plans its conversation.
     pub fn parse(fields: Map<String, Value>, settings: &RequestSettings) -> Result<Self, String> {
         let id = row::own_id(&fields)?.unwrap_or_default();
         let Conversation { messages, tools } =
@@ -54,7 +54,7 @@ impl Row {
         Ok(Self { id, plan: plan(messages)?, tools, fields, overrides })
     }
 
-    /// The row under the id that it has among all rows, which stand in its fields too.
+    /// Sets the row's unique id, also in its fields.
     pub fn named(mut self, ids: &mut UniqueIds, place: usize) -> Self {
         let own = Some(self.id.as_str()).filter(|id| !id.is_empty());
         let id = ids.name(own, place);
@@ -67,12 +67,12 @@ impl Row {
         self
     }
 
-    /// The ids under which the samples of row `id` are written.
+    /// The output ids of the samples of row `id`.
     pub fn sample_ids(id: &str, samples: usize) -> Vec<String> {
         if samples == 1 { vec![id.into()] } else { (0..samples).map(|k| format!("{id}#{k}")).collect() }
     }
 
-    /// The row as so many samples of itself.
+    /// The row as `samples` rows with their own ids.
     pub fn samples(self, samples: usize) -> Vec<Self> {
         if samples == 1 {
             return vec![self];
@@ -88,16 +88,17 @@ impl Row {
         Self::sample_ids(&self.id, samples).into_iter().enumerate().map(sample).collect()
     }
 
-    /// Asks for an answer wherever the row needs one, with the conversation so far.
+    /// Requests all answers of the row in order, each with the conversation so far.
     pub async fn answered(
         &self,
         backend: &Backend,
         settings: &RequestSettings,
     ) -> Result<Answered, AskError> {
         let (mut said, mut tokens, mut turn) = (vec![], Tokens::default(), 0);
-        // Of the first answer that was cut, else of the last one.
+        // The reason of the first answer that was cut, else of the last answer.
         let mut finish = FinishReason::default();
-        // Answers of one conversation come from one server as long as it can: it still has the beginning in its cache.
+        // A conversation stays at one server if possible, because its prefix cache has the
+        // beginning.
         let mut home = None;
         for step in &self.plan {
             match step {
@@ -109,7 +110,7 @@ impl Row {
                     if turn == 0 || finish.is_whole() {
                         finish = answer.finish;
                     }
-                    // Of prompts the last one holds the others.
+                    // The last prompt contains the earlier ones.
                     said.iter_mut().for_each(|message| drop(message.extra.shift_remove(PROMPT_TOKEN_IDS)));
                     let message = answer.message(settings.reasoning);
                     if message.says_nothing() {
@@ -123,7 +124,8 @@ impl Row {
                     }
                     said.push(message);
                     turn += 1;
-                    // Nothing is executed: what the row says next does not follow from a call that it did not record.
+                    // Tools are not executed, so the row's next message would not fit a call
+                    // without a recorded result.
                     if said.last().is_some_and(|message| !message.tool_calls().is_empty()) {
                         break;
                     }
@@ -147,12 +149,13 @@ impl Row {
         settings.body(&said.collect::<Vec<_>>(), &self.asked(0))
     }
 
-    /// How many answers the row needs.
+    /// Number of answers that the row needs.
     pub fn turns(&self) -> usize {
         self.plan.iter().filter(|step| **step == Step::Ask).count()
     }
 
-    /// What an answer depends on, apart from the settings: two rows with equal texts are asked the same.
+    /// A text of everything in the row that an answer depends on. Two rows with equal texts send
+    /// equal requests.
     pub fn prompt(&self) -> String {
         let said: Vec<Value> = self
             .plan
@@ -167,7 +170,7 @@ impl Row {
         json!([said, self.tools, overrides, self.overrides.seed]).to_string()
     }
 
-    /// The row to write with the answers of an earlier run's row.
+    /// The output row with the answers of an earlier run's row.
     pub fn with_answers(&self, earlier: &Map<String, Value>) -> Map<String, Value> {
         let mut fields = self.fields.clone();
         fields.shift_remove("error");
@@ -178,7 +181,7 @@ impl Row {
         fields
     }
 
-    /// The row to write when it could not be answered, with the reason of an answer that was broken off.
+    /// The output row of a failure, with the finish reason of an answer that was broken off.
     pub fn failed(self, problem: &str, finish: Option<FinishReason>) -> Map<String, Value> {
         let mut fields = self.fields;
         fields.shift_remove(FINISH_REASON);
@@ -195,14 +198,15 @@ impl Row {
     }
 }
 
-/// Puts a conversation into a row in place of the one that it came with.
+/// Replaces the conversation of a row.
 fn write_conversation(fields: &mut Map<String, Value>, conversation: Value) {
     fields.retain(|name, _| !MESSAGE_KEYS.contains(&name.as_str()) || name == MESSAGE_KEYS[0]);
     fields.insert(MESSAGE_KEYS[0].into(), conversation);
 }
 
-/// Keeps what the model did not say, and asks wherever it spoke or should have spoken. Tool calls are spliced in with
-/// their recorded results, because nothing is executed; a call without a result is the model's to make anew.
+/// Keeps system, user and tool messages, and plans a request for each assistant turn. Tool calls
+/// with recorded results are kept, because tools are not executed. A call without a result is
+/// generated anew.
 fn plan(messages: Vec<Message>) -> Result<Vec<Step>, String> {
     let roles: Vec<Role> = messages.iter().map(|message| message.role).collect();
     let spliced: Vec<bool> = messages
@@ -214,7 +218,7 @@ fn plan(messages: Vec<Message>) -> Result<Vec<Step>, String> {
                 && roles.get(index + 1) == Some(&Role::Tool)
         })
         .collect();
-    // Where the assistant spoke before it called, call and words were one turn.
+    // Assistant text directly before a tool call belongs to the same turn.
     let call_follows = |index: usize| {
         let next = (index + 1..roles.len()).find(|&next| spliced[next] || roles[next] != Role::Assistant);
         next.is_some_and(|next| spliced[next])
@@ -265,7 +269,7 @@ mod tests {
         Row::parse(row, &RequestSettings::new(&[], "m", None, &sampling, Worker::ALONE).unwrap())
     }
 
-    /// The plan in short: what is said, and `?` for what is asked.
+    /// The plan as text, with `?` for each request.
     fn told(conversations: Value) -> Vec<String> {
         let row = parse(json!({"id": 1, "conversations": conversations})).unwrap();
         let step = |step: &Step| match step {
@@ -298,7 +302,7 @@ mod tests {
         assert_eq!(told(json!([user, text, call, tool("1")])), ["user:q", "assistant:c", "tool:1", "?"]);
         let written = json!({"role": "assistant", "content": "c", "tool_calls": "[{\"name\": \"f\"}]"});
         assert_eq!(told(json!([user, written, tool("1")])), ["user:q", "assistant:c", "tool:1", "?"]);
-        // A call without a result is the model's to make.
+        // A call without a result is generated anew.
         assert_eq!(told(json!([user, call])), ["user:q", "?"]);
         assert_eq!(told(json!([user, call, tool("1")])), ["user:q", "assistant:c", "tool:1", "?"]);
     }

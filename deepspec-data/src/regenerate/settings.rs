@@ -1,4 +1,5 @@
-//! What decides the answers: recorded beside the output, so that a run is never continued with other settings.
+//! Settings that determine the answers. They are recorded beside the output, so that a run resumes
+//! only with equal settings.
 
 use std::path::PathBuf;
 
@@ -51,7 +52,7 @@ pub struct Sampling {
 }
 
 impl Sampling {
-    /// Whether the user has said if the model is to think.
+    /// Whether the user set the thinking switch.
     pub fn asks_thinking(&self) -> bool {
         self.enable_thinking || self.disable_thinking
     }
@@ -75,48 +76,49 @@ pub enum RecordedCalls {
     Mask,
 }
 
-/// Everything that decides an answer but the row itself.
+/// Everything that determines an answer, except the row.
 pub struct RequestSettings {
     record: Map<String, Value>,
-    /// Fields that all requests share.
+    /// Fields of all requests.
     shared: Map<String, Value>,
     seed: Option<u64>,
     /// Answers per prompt.
     pub samples: usize,
-    /// What becomes of thoughts.
+    /// Whether rows keep the reasoning.
     pub reasoning: Reasoning,
-    /// How recorded tool calls are written.
+    /// Whether recorded tool calls are trained on.
     pub recorded_calls: RecordedCalls,
-    /// Whose share of the rows is answered.
+    /// The worker, which answers its share of the rows.
     pub worker: Worker,
 }
 
-/// What asks for the tokens beside the text: the first one vLLM and our own server, the others llama.cpp.
+/// Request fields that ask for token ids: the first for vLLM and deepspec-serve, the others for
+/// llama.cpp.
 pub const TOKEN_ID_FIELDS: [&str; 3] = ["return_token_ids", "return_tokens", "verbose"];
 
-/// What the record calls the weights of this process's own model.
+/// The record's key for the digest of an embedded model's weights.
 const WEIGHTS: &str = "weights of --embedded";
 
-/// What the record calls the share of the rows that is answered.
+/// The record's key for the worker.
 pub const WORKER: &str = "worker";
 
-/// Which answer of which row a request is for.
+/// Identifies the row and the turn of a request.
 pub struct RequestKey<'a> {
     /// The output row's id.
     pub id: &'a str,
-    /// The how-manieth answer of the row, from 0.
+    /// Index of the answer in the row, from 0.
     pub turn: usize,
-    /// What the row itself says about sampling.
+    /// The row's own sampling settings.
     pub overrides: &'a Overrides,
-    /// The tools that the row lets the model call.
+    /// The tools of the row.
     pub tools: Option<&'a Value>,
 }
 
 impl RequestSettings {
-    /// Joins the settings of a run. `weights` is the digest of those of this process's own model.
+    /// The settings of a run. `weights` is the digest of an embedded model's weights.
     ///
     /// # Errors
-    /// A usage error if a sampling value is out of range.
+    /// With a usage error if a sampling value is out of range.
     pub fn new(
         inputs: &[PathBuf],
         model: &str,
@@ -153,7 +155,7 @@ impl RequestSettings {
         if let Some(weights) = weights {
             record.insert(WEIGHTS.into(), json!(weights));
         }
-        // Absent stands for the default, so that older records still hold.
+        // Defaults are not recorded, so that older records stay valid.
         if sampling.samples != 1 {
             record.insert("samples".into(), json!(sampling.samples));
         }
@@ -181,7 +183,7 @@ impl RequestSettings {
         Ok(settings)
     }
 
-    /// A message of the row as it is written beside the answers.
+    /// A message of the row as it is written to the output.
     pub fn recorded(&self, message: &Message) -> Message {
         let mut written = message.clone();
         if self.recorded_calls == RecordedCalls::Mask && message.role == Role::Assistant {
@@ -190,14 +192,14 @@ impl RequestSettings {
         written
     }
 
-    /// Checks the values that a request with these overrides would have.
+    /// Checks the values of a request with these overrides.
     ///
     /// # Errors
-    /// The field that is out of range, and its range.
+    /// If a field is out of range; the error names the field and its range.
     pub fn trial(&self, overrides: &Overrides) -> Result<(), String> {
         let asked = RequestKey { id: "", turn: 0, overrides, tools: None };
         let mut body = self.body(&[Message::new(Role::User, "?")], &asked);
-        // Our own engine refuses penalties, other servers do not.
+        // Other servers accept penalties, which deepspec-serve refuses.
         body.retain(|name, _| !name.ends_with("_penalty"));
         let model = body["model"].as_str().unwrap_or_default().to_string();
         let bytes = Value::Object(body).to_string();
@@ -215,31 +217,31 @@ impl RequestSettings {
             body.insert("tools".into(), tools.clone());
         }
         if let Some(seed) = asked.overrides.seed.or(self.seed) {
-            // 31 bits, for servers that keep seeds in a C int.
+            // Uses 31 bits, for servers that store seeds in a C int.
             let bits = Stream::new(seed, asked.id).bits(asked.turn as u64, Purpose::Target, 0) >> 33;
             body.insert("seed".into(), json!(bits));
         }
         body.insert("messages".into(), wire::messages(messages));
-        // Where a text ends an answer, its tokens say more than the answer does.
+        // With stop strings, the token ids may include text beyond the answer.
         if !body.contains_key("stop") {
             body.extend(TOKEN_ID_FIELDS.map(|name| (name.to_string(), json!(true))));
         }
         body
     }
 
-    /// The settings as they are recorded beside the output.
+    /// The settings as JSON for the record beside the output.
     pub fn record(&self) -> Value {
         json!({"format": 1, "version": env!("CARGO_PKG_VERSION"), "settings": self.record})
     }
 
-    /// Names of the settings in which an earlier record differs from these.
+    /// Names of settings that differ from an earlier record.
     pub fn differences(&self, earlier: &Value) -> Vec<String> {
         let empty = Map::new();
         let earlier = earlier["settings"].as_object().unwrap_or(&empty);
         let mut keys: Vec<&String> = self.record.keys().chain(earlier.keys()).collect();
         keys.sort();
         keys.dedup();
-        // Neither servers nor a dry run know their model's weights.
+        // Runs with servers and dry runs do not know the weights.
         let unknown =
             |key: &String| key == WEIGHTS && self.record.contains_key(key) != earlier.contains_key(key);
         let differs = |key: &&String| self.record.get(*key) != earlier.get(*key) && !unknown(key);

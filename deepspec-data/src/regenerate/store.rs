@@ -1,4 +1,4 @@
-//! Which rows are answered and which failed, on disk. Nothing else is remembered between runs.
+//! Answered and failed rows on disk, the only state between runs.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File, OpenOptions};
@@ -18,24 +18,24 @@ use super::rows::Row;
 use super::settings::RequestSettings;
 use crate::rejected_rows::{self, beside};
 
-/// The rows that need no asking.
+/// Rows that were answered or failed.
 #[derive(Debug, Default, Clone)]
 pub struct Done {
-    /// Answered ones.
+    /// Answered rows.
     pub ok: IdSet,
-    /// Those that could not be answered.
+    /// Failed rows.
     pub failed: IdSet,
-    /// How many of the answered ones ended for which reason, by the reason's word.
+    /// Number of answered rows by finish reason.
     pub finished: BTreeMap<&'static str, usize>,
-    /// How many of the failed ones the servers broke off, by the reason's word.
+    /// Number of failed rows with a broken-off answer, by finish reason.
     pub broken_off: BTreeMap<&'static str, usize>,
 }
 
 impl Done {
-    /// Reads the outputs without touching them; a torn last line counts as not there.
+    /// Reads the outputs without changing them, ignoring an incomplete last line.
     ///
     /// # Errors
-    /// Usage errors if the output belongs to other inputs or settings.
+    /// With a usage error if the output belongs to other inputs or settings.
     pub fn read(output: &Path, settings: &RequestSettings, index: &InputIndex) -> anyhow::Result<Self> {
         let (failed_path, mut done, mut both) = (failed_path(output), Self::default(), None);
         if output.exists() {
@@ -63,7 +63,7 @@ impl Done {
         Ok(done)
     }
 
-    /// Counts how an answered row ended. Rows of older versions say nothing where nothing was said.
+    /// Counts the finish reason of an answered row. Older versions did not record it.
     fn count(&mut self, row: &Map<String, Value>) {
         let reason = FinishReason::of_field(row.get(FINISH_REASON)).unwrap_or_default();
         *self.finished.entry(reason.word()).or_default() += 1;
@@ -76,7 +76,7 @@ impl Done {
         }
     }
 
-    /// Answered rows with an answer that was cut.
+    /// Answered rows with a cut answer.
     pub fn cut(&self) -> usize {
         let cut = self.finished.iter().filter(|(word, _)| !FinishReason::of_word(word).is_whole());
         cut.map(|(_, rows)| rows).sum()
@@ -88,25 +88,26 @@ impl Done {
     }
 }
 
-/// The outputs of a run: an id stands in at most one of the two files, at most once.
+/// The outputs of a run. An id occurs at most once, in one of the two files.
 pub struct ResultStore {
-    /// What the inputs hold.
+    /// Ids and malformed lines of the inputs.
     pub index: Arc<InputIndex>,
     output: PathBuf,
     failed_path: PathBuf,
     answered: Appender,
-    /// Opened with the first failure.
+    /// Opened at the first failure.
     failures: Option<Appender>,
     done: Done,
-    /// Holds the lock that keeps a second run off the output; the system frees it however we end.
+    /// The lock against a second run on this output. The system releases it even after a crash.
     _lock: File,
 }
 
 impl ResultStore {
-    /// Opens the outputs, drops torn last lines and finds out what is done.
+    /// Opens the outputs, drops incomplete last lines and reads the finished rows.
     ///
     /// # Errors
-    /// Usage errors if the output belongs to other inputs or settings; an error if another run is writing it.
+    /// With a usage error if the output belongs to other inputs or settings. Also fails if another
+    /// run is writing it.
     pub fn open(
         output: &Path,
         settings: &RequestSettings,
@@ -131,7 +132,7 @@ impl ResultStore {
         Ok(Self { index, output: output.into(), failed_path, answered, failures, done, _lock: lock })
     }
 
-    /// What is done.
+    /// Rows that were answered or failed.
     pub fn done(&self) -> &Done {
         &self.done
     }
@@ -153,7 +154,7 @@ impl ResultStore {
         Ok(())
     }
 
-    /// Records a row that could not be answered.
+    /// Records a failed row.
     pub fn record_failed(
         &mut self,
         row: Row,
@@ -178,34 +179,34 @@ impl ResultStore {
         self.failures.as_mut().map_or(Ok(()), Appender::sync)
     }
 
-    /// How many ids have neither been answered nor failed.
+    /// Number of ids that were neither answered nor failed.
     pub fn pending(&self) -> usize {
         self.index.ids.len().saturating_sub(self.done.ok.len() + self.done.failed.len())
     }
 
-    /// Where answered rows are.
+    /// Path of the answered rows.
     pub fn output(&self) -> &Path {
         &self.output
     }
 
-    /// Where failed rows are.
+    /// Path of the failed rows.
     pub fn failed_path(&self) -> &Path {
         &self.failed_path
     }
 }
 
-/// Everything that a run with this output writes, the output first.
+/// All files that a run with this output writes, the output first.
 pub fn files(output: &Path) -> [PathBuf; 5] {
     let record = beside(output, ".run.json");
     [output.into(), failed_path(output), record, report_path(output), rejected_rows::path(output)]
 }
 
-/// `answers.jsonl` to `answers.jsonl.report.json`.
+/// The report's path, such as `answers.jsonl.report.json` for `answers.jsonl`.
 pub fn report_path(output: &Path) -> PathBuf {
     beside(output, ".report.json")
 }
 
-/// `answers.jsonl` to `answers_error.jsonl`.
+/// The path of failed rows, such as `answers_error.jsonl` for `answers.jsonl`.
 fn failed_path(output: &Path) -> PathBuf {
     let stem = output.file_stem().unwrap_or_default().to_string_lossy();
     output.with_file_name(format!("{stem}_error.jsonl"))
@@ -227,7 +228,7 @@ fn remove(path: &Path) -> Result<(), FileError> {
     if path.exists() { fs::remove_file(path).map_err(FileError::at("removing", path)) } else { Ok(()) }
 }
 
-/// Reads an output's ids, all of which must be the inputs'.
+/// Reads an output's ids, which must all be in the inputs.
 fn read_rows(
     path: &Path,
     index: &InputIndex,
@@ -236,7 +237,7 @@ fn read_rows(
 ) -> anyhow::Result<()> {
     for line in RawLines::open(path)? {
         let line = line?;
-        // What a crash in the middle of a write leaves.
+        // A crash during a write leaves an incomplete line.
         if line.bytes.as_ref().is_some_and(|bytes| !bytes.ends_with(b"\n")) {
             break;
         }
@@ -261,7 +262,7 @@ fn read_rows(
     Ok(())
 }
 
-/// Rows that are there must have been made with the same settings.
+/// Checks that existing rows have the same settings.
 fn check_settings(output: &Path, record: &Path, settings: &RequestSettings) -> anyhow::Result<()> {
     if !record.exists() {
         usage!(

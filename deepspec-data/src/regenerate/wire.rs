@@ -1,13 +1,13 @@
-//! Messages as servers expect them: the API's own fields, nothing else.
+//! Converts messages to the form of the OpenAI API.
 
 use deepspec_text::{Message, Role};
 use serde_json::{Map, Value, json};
 
-/// Messages for a request. Strict servers refuse fields they do not know, so only role, text and what belongs to tool
-/// calls is sent; ids that a data set left out are made up, because servers insist on them.
+/// The messages of a request. Only role, text and fields of tool calls are sent, because strict
+/// servers refuse unknown fields. Missing call ids are generated, because servers require them.
 pub fn messages(messages: &[Message]) -> Value {
     let mut sent = Vec::with_capacity(messages.len());
-    // Ids of the calls whose results are still to come, in order.
+    // Ids of calls without a result yet, in order.
     let mut open: std::collections::VecDeque<String> = Default::default();
     for message in messages {
         let mut fields = Map::new();
@@ -45,9 +45,9 @@ pub fn messages(messages: &[Message]) -> Value {
     Value::Array(sent)
 }
 
-/// One call; data sets write its arguments as an object, the API as that object's text.
+/// One call. Data sets store its arguments as an object, the API as JSON text.
 fn call(call: &Value, message: usize, place: usize) -> Value {
-    // Some data sets leave out the wrapper around the function.
+    // Some data sets omit the `function` wrapper.
     let function = call.get("function").unwrap_or(call);
     let arguments = match function.get("arguments") {
         Some(Value::String(text)) => text.clone(),

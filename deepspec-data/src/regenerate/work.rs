@@ -1,4 +1,5 @@
-//! Asking for many rows at once: a reader, workers and one writer, with bounded room between them.
+//! Answers many rows concurrently: one reader, many workers and one writer, with bounded queues
+//! between.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -20,42 +21,42 @@ use super::rows::{Answered, Row};
 use super::settings::RequestSettings;
 use super::store::ResultStore;
 
-/// How often what has been done is secured against a crash of the machine, and accounted for.
+/// Interval of syncing the outputs to disk and updating the report.
 const SECURE_EVERY: Duration = Duration::from_secs(10);
 
-/// How the work on the pending rows ended.
+/// How the work ended.
 pub enum Ending {
     /// No row is pending.
     Finished,
-    /// A signal came.
+    /// A signal stopped it.
     Interrupted,
-    /// Nobody answers.
+    /// No backend answers.
     Broken(anyhow::Error),
 }
 
-/// What the work on the pending rows needs.
+/// Inputs, backend and outputs of the work.
 pub struct Work<'a> {
-    /// Where the rows are.
+    /// The input files.
     pub inputs: Vec<PathBuf>,
-    /// How they are asked.
+    /// The settings of requests.
     pub settings: Arc<RequestSettings>,
-    /// Who is asked.
+    /// The backend.
     pub backend: Arc<Backend>,
-    /// Rows that are worked on at once.
+    /// Number of rows in progress.
     pub workers: usize,
-    /// Where the answers go.
+    /// The output files.
     pub store: &'a mut ResultStore,
-    /// What was done.
+    /// Counts of the run.
     pub stats: &'a mut RunStats,
-    /// For the user.
+    /// The progress bar.
     pub progress: Progress,
 }
 
 type Outcome = (Row, Result<Answered, AskError>);
 
 impl Work<'_> {
-    /// Answers the pending rows until they are done, nobody answers or a signal comes. A row is recorded whole or not at
-    /// all, so this may end at any point.
+    /// Answers pending rows until all are done, no backend answers or a signal comes. Each row is
+    /// recorded as a whole, so a run may stop at any point.
     pub async fn run(mut self) -> anyhow::Result<Ending> {
         let (mut interrupt, mut terminate) =
             (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?);
@@ -88,17 +89,18 @@ impl Work<'_> {
         Ok(ending)
     }
 
-    /// Starts the reader and the workers. They end when the rows do, or with what is returned.
+    /// Starts the reader and the workers. They end after the last row, or when the returned values
+    /// are dropped.
     fn start(&self) -> (Receiver<anyhow::Result<Outcome>>, JoinSet<()>) {
         let (row_sender, rows) = mpsc::channel(self.workers.max(64));
         let (sender, outcomes) = mpsc::channel(self.workers.max(64));
-        // Rows that were not there when the inputs were indexed are left for the next run.
+        // Rows added since the inputs were indexed are left for the next run.
         let (indexed, done) = (Arc::clone(&self.store.index), self.store.done().clone());
         let (inputs, settings) = (self.inputs.clone(), Arc::clone(&self.settings));
         let errors = sender.clone();
         tokio::task::spawn_blocking(move || {
             for row in index::select(&inputs, &settings, |id| indexed.ids.contains(id) && done.lacks(id)) {
-                // Whoever does not listen any more has ended.
+                // Sending fails only after the receiver has ended.
                 let sent = match row {
                     Ok(row) => row_sender.blocking_send(row).is_ok(),
                     Err(error) => {
@@ -120,7 +122,7 @@ impl Work<'_> {
         (outcomes, workers)
     }
 
-    /// Records a row; an error that concerns all rows is handed back.
+    /// Records a row; returns an error that affects all rows.
     fn record(&mut self, (row, answered): Outcome) -> anyhow::Result<Option<anyhow::Error>> {
         match answered {
             Ok(answered) => {
@@ -143,7 +145,7 @@ impl Work<'_> {
     }
 }
 
-/// Takes one row after the other.
+/// Answers one row after the other.
 async fn work(
     rows: &Mutex<Receiver<Row>>,
     outcomes: &Sender<anyhow::Result<Outcome>>,
@@ -151,7 +153,7 @@ async fn work(
     backend: &Backend,
 ) {
     loop {
-        // Bound to a name: in a `while let` the lock would be held until the row is answered.
+        // In a `while let`, the lock would be held until the row is answered.
         let row = rows.lock().await.recv().await;
         let Some(row) = row else { return };
         let answered = row.answered(backend, settings).await;

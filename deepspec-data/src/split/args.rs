@@ -1,4 +1,4 @@
-//! What `split` is asked for.
+//! Arguments of `split`.
 
 use std::path::PathBuf;
 

@@ -1,20 +1,20 @@
-//! Which rows are drawn and which of them are held out: exact numbers, decided row by row.
+//! Assigns rows to the training or the held-out side, in exact numbers and one by one.
 
 use deepspec_core::rng::{Purpose, Stream};
 use deepspec_core::usage;
 
-/// Which side of the split a usable row is on.
+/// The side of a usable row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Side {
     /// Training data.
     Train,
     /// Held-out prompts.
     Eval,
-    /// Not drawn.
+    /// Neither, because the row is not sampled.
     Out,
 }
 
-/// How many of a source's rows go where.
+/// Number of a source's rows on each side.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Quota {
     /// Rows of training data.
@@ -23,9 +23,9 @@ pub struct Quota {
     pub eval: usize,
 }
 
-/// Deals out sides by selection sampling (Knuth, volume 2, algorithm S): each row is given a side with the probability
-/// that what is still missing has among the rows that are still to come, so the numbers come out exactly, every
-/// assignment is equally likely, and nothing is kept but three counters.
+/// Assigns sides by selection sampling (Knuth, volume 2, algorithm S). A side's probability is the
+/// number of rows that it still needs, divided by the number of remaining rows. The totals are
+/// therefore exact, all assignments are equally likely, and three counters suffice as state.
 pub struct SplitAssigner {
     stream: Stream,
     step: u64,
@@ -34,7 +34,8 @@ pub struct SplitAssigner {
 }
 
 impl SplitAssigner {
-    /// Deals `quota` to `rows` rows; the sides depend on the seed, the source's name and these numbers alone.
+    /// Assigns `quota` among `rows` rows. The sides depend only on the seed, the source's name and
+    /// these numbers.
     pub fn new(seed: u64, source: Option<&str>, rows: usize, quota: Quota) -> Self {
         let name = source.map_or_else(|| "split".to_owned(), |source| format!("split/{source}"));
         Self { stream: Stream::new(seed, &name), step: 0, rows, quota }
@@ -59,18 +60,19 @@ impl SplitAssigner {
 
 /// A source's share of a mix.
 pub struct Share<'a> {
-    /// Its name; None outside of a mix.
+    /// Its name; None without a mix.
     pub name: Option<&'a str>,
-    /// Its part of the output, relative to the other weights.
+    /// Its proportion of the output, relative to the other weights.
     pub weight: f64,
-    /// Its usable rows.
+    /// Number of its usable rows.
     pub usable: usize,
 }
 
-/// Divides the output among the sources: `sample_size` rows, or as many as there are at these weights.
+/// Divides the output among the sources: `sample_size` rows, or as many as the weights allow.
 ///
 /// # Errors
-/// A usage error if a source has fewer rows than its weight asks for. A single source just gives what it has.
+/// With a usage error if a source has fewer rows than its weight requires. A single source gives
+/// all its rows instead.
 pub fn quotas(
     shares: &[Share<'_>],
     test_size: f64,
@@ -102,7 +104,8 @@ pub fn quotas(
 /// The largest total at which no source runs out.
 fn most(shares: &[Share<'_>], weights: &[f64]) -> usize {
     let sum: f64 = weights.iter().sum();
-    // Rounding may give a source one row less than its part, so the search begins one row above.
+    // Rounding may give a source one row less than its proportion, so the search begins one row
+    // above.
     let bounds = shares.iter().map(|share| ((share.usable + 1) as f64 * sum / share.weight) as usize + 1);
     let available = shares.iter().map(|share| share.usable).sum();
     let mut total = bounds.min().unwrap_or(0).min(available);
@@ -114,7 +117,8 @@ fn most(shares: &[Share<'_>], weights: &[f64]) -> usize {
     total
 }
 
-/// Whole numbers in the proportions of the weights that add up to `total` (largest remainders; ties go to the first).
+/// Integers in proportion to the weights that add up to `total` (largest remainders; ties go to the
+/// first).
 fn apportion(total: usize, weights: &[f64]) -> Vec<usize> {
     let sum: f64 = weights.iter().sum();
     let exact: Vec<f64> = weights.iter().map(|weight| total as f64 * (weight / sum)).collect();
@@ -122,7 +126,8 @@ fn apportion(total: usize, weights: &[f64]) -> Vec<usize> {
     round_up(total, whole, |index| exact[index].fract())
 }
 
-/// The same in exact arithmetic, for whole weights; no part is larger than its weight if `total` is not than their sum.
+/// [`apportion`] in exact arithmetic, for integer weights. If `total` is at most their sum, no part
+/// exceeds its weight.
 fn apportion_whole(total: usize, weights: &[usize]) -> Vec<usize> {
     let sum = weights.iter().sum::<usize>().max(1) as u128;
     let product = |index: usize| total as u128 * weights[index] as u128;
@@ -186,7 +191,8 @@ mod tests {
         let drawn = |quotas: &[Quota]| -> Vec<usize> { quotas.iter().map(|q| q.train + q.eval).collect() };
         let shares = [share("a", 3.0, 1000), share("b", 1.0, 100)];
         let all = quotas(&shares, 0.1, None).unwrap();
-        // 3 : 1 holds up to rounding: the 401st and 402nd row are still the first source's.
+        // The proportion 3 : 1 is exact up to rounding: rows 401 and 402 are still the first
+        // source's.
         assert_eq!(drawn(&all), [302, 100]);
         assert_eq!(all.iter().map(|quota| quota.eval).sum::<usize>(), 41);
         assert_eq!(drawn(&quotas(&shares, 0.1, Some(10)).unwrap()), [8, 2]);
@@ -206,7 +212,7 @@ mod tests {
             let total: usize = quotas.iter().map(|quota| quota.train + quota.eval).sum();
             prop_assert!(quotas.iter().zip(&shares).all(|(quota, share)| quota.train + quota.eval <= share.usable));
             prop_assert_eq!(quotas.iter().map(|quota| quota.eval).sum::<usize>(), (total as f64 * test_size).ceil() as usize);
-            // One row more does not fit.
+            // One more row does not fit.
             let more = apportion(total + 1, &weights);
             prop_assert!(more.iter().zip(&shares).any(|(&drawn, share)| drawn > share.usable) || total == usable[..weights.len()].iter().sum::<usize>());
         }

@@ -1,13 +1,13 @@
-//! What columns a dataset must have.
+//! Checks the columns of a dataset.
 
 use arrow_schema::{DataType, FieldRef};
 use deepspec_datasets::rows::Table;
 use deepspec_text::is_record_key;
 
-/// Checks that a table has messages in a form that we know.
+/// Checks that a table has messages in a known form.
 ///
 /// # Errors
-/// With the columns found and what was expected.
+/// If it has none. The error names the columns found and the expected ones.
 pub fn check(table: &Table) -> anyhow::Result<()> {
     let (path, schema) = (table.path().display(), table.schema());
     let found: Vec<_> = schema.fields().iter().filter(|field| is_record_key(field.name())).collect();
@@ -25,7 +25,7 @@ pub fn check(table: &Table) -> anyhow::Result<()> {
         DataType::List(item) | DataType::LargeList(item) | DataType::FixedSizeList(item, _) => {
             has(item.data_type(), ["from", "value"]) || has(item.data_type(), ["role", "content"])
         }
-        // Perhaps JSON, or the words of a prompt.
+        // A string column may hold JSON, or the text of a prompt.
         DataType::Utf8 | DataType::LargeUtf8 | DataType::Utf8View => true,
         _ => false,
     };

@@ -1,12 +1,13 @@
-//! Prompts that also stand in an evaluation suite: training on them would make its scores too good.
+//! Finds prompts of evaluation suites in training data, which would inflate the suites' scores.
 //!
-//! A row is contaminated if one of its user turns is a suite's turn, blanks at the ends and their number within aside, or
-//! shares 13 words in a row with one, case and punctuation aside. Thirteen words is the length that most published
-//! decontaminations use: shorter runs are common phrases, longer ones miss questions that were edited.
+//! A row is contaminated if a user turn equals a suite's turn, up to white space, or shares 13
+//! words in a row with one. Words are compared without case and punctuation. Most published
+//! decontaminations use 13 words: shorter runs are common phrases, longer ones miss edited
+//! questions.
 //!
-//! What a suite puts around every question is not the question. Words that all its first turns begin or end with are cut
-//! off (eight or more in a row, so that chance openings stay), and runs of 13 words that three or more of its rows share
-//! do not count.
+//! A suite's prompt template is not part of its questions. Words that all its first turns begin or
+//! end with are removed, if they are at least eight. Runs of 13 words in three or more of a suite's
+//! rows are ignored.
 
 mod words;
 
@@ -23,39 +24,39 @@ use super::dedup;
 use deepspec_datasets::rows::{Item, Source};
 use words::runs;
 
-/// Words that a suite's first turns must share at an end to be its wrapping.
+/// Least number of shared words at the start or end of first turns that count as a prompt template.
 const WRAPPING: usize = 8;
 
-/// Rows of a suite that must share a run of words for it to be a phrase of the suite's.
+/// Number of a suite's rows from which a shared run of words is ignored.
 const PHRASE_ROWS: usize = 3;
 
-/// A suite whose prompts must not be trained on.
+/// An evaluation suite to exclude from training data.
 pub struct Suite {
     /// Its file.
     pub path: PathBuf,
     /// SHA-256 of the file, in hexadecimal.
     pub digest: String,
-    /// Its rows.
+    /// Number of its rows.
     pub rows: usize,
 }
 
-/// Where a row's prompt stands in the suites.
+/// A match of a row's prompt in a suite.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Hit {
     /// Index of the suite.
     pub suite: usize,
-    /// 1-based line in it.
+    /// 1-based line of the suite's file.
     pub line: usize,
-    /// What the two share.
+    /// The type of the match.
     pub shared: Shared,
 }
 
-/// What a prompt has in common with a suite.
+/// The type of a match.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Shared {
-    /// A whole turn.
+    /// A whole turn is equal.
     Turn,
-    /// Thirteen words in a row.
+    /// Thirteen words in a row are equal.
     Words,
 }
 
@@ -69,7 +70,7 @@ impl Shared {
     }
 }
 
-/// All suites, ready to be looked up in.
+/// The index of all suites.
 #[derive(Default)]
 pub struct Suites {
     suites: Vec<Suite>,
@@ -81,7 +82,8 @@ impl Suites {
     /// Reads suite files, JSONL rows of `{"turns": [text, …]}`.
     ///
     /// # Errors
-    /// If a file cannot be read or a row is no suite row, with the line; if a file has no rows.
+    /// If a file cannot be read, has no rows, or has a row that is malformed; the error names the
+    /// line.
     pub fn load(paths: &[PathBuf]) -> anyhow::Result<Self> {
         let mut all = Self::default();
         for path in paths {
@@ -93,7 +95,7 @@ impl Suites {
         Ok(all)
     }
 
-    /// The suites, in the order in which they were given.
+    /// The suites, in the order given.
     pub fn suites(&self) -> &[Suite] {
         &self.suites
     }
@@ -124,7 +126,7 @@ impl Suites {
         }
     }
 
-    /// The first place where a user turn of `row` meets a suite.
+    /// The first match of a user turn of `row`.
     pub fn find(&self, row: &Conversation, scratch: &mut Vec<u8>) -> Option<Hit> {
         if self.suites.is_empty() {
             return None;
@@ -143,7 +145,7 @@ impl Suites {
     }
 }
 
-/// A suite's row.
+/// A suite's row, with its turns.
 struct Prompt {
     line: usize,
     turns: Vec<String>,
@@ -171,8 +173,8 @@ fn turns(row: &Map<String, Value>) -> Result<Vec<String>, String> {
     turns.iter().map(text).collect::<Option<_>>().ok_or_else(|| format!("a turn is not a string; {expected}"))
 }
 
-/// How many words all first turns share at their front and their back; 0 where they are too few to be wrapping, or all
-/// that some row says.
+/// Number of words that all first turns share at the start and at the end. It is 0 if they are too
+/// few, or if they make up a whole turn.
 fn wrapping(prompts: &[Prompt]) -> (usize, usize) {
     let firsts: Vec<Vec<&str>> = prompts
         .iter()
@@ -245,7 +247,8 @@ mod tests {
         let rows =
             [format!("What is 7*8?{end}"), format!("{LONG}{end}"), format!("How many seashells?{end}")];
         let suites = suites(&[&[&rows[0], &rows[1], &rows[2]]]);
-        // Another question in the same wrapping, ending in the same word as one of the suite's.
+        // Another question in the same prompt template, with the same last word as one of the
+        // suite's questions.
         assert_eq!(find(&suites, &[&format!("Where are my seashells?{end}")]), None);
         assert_eq!(find(&suites, &[&rows[2]]), Some((0, 3, Shared::Turn)));
         assert_eq!(find(&suites, &["How many seashells?"]), Some((0, 3, Shared::Turn)));

@@ -1,4 +1,4 @@
-//! A dataset row on its way out: messages with roles, and the lines that are written of them.
+//! A parsed conversation, and the lines that `split` writes for it.
 
 use deepspec_text::Role;
 
@@ -7,26 +7,26 @@ use super::roles::{Roles, Shape};
 /// Why a row is unusable.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Problem {
-    /// What kind of problem it is; these are counted.
+    /// The kind of problem, which the report counts.
     pub kind: Kind,
-    /// A phrase to follow the file and line.
+    /// A phrase that follows the file and line.
     pub text: String,
 }
 
-/// The kinds of problems, as the report counts them.
+/// Kinds of problems in the report.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Kind {
-    /// The text is no JSON object.
+    /// The line is not a JSON object.
     NotAnObject,
     /// There is no list of messages.
     NoMessages,
-    /// A message has no speaker or no text, or they are no strings.
+    /// A message lacks a speaker or a text, or they are not strings.
     Message,
-    /// Someone says nothing.
+    /// A user message is empty.
     Empty,
-    /// The user does not speak first.
+    /// The first non-system message is not the user's.
     Order,
-    /// The id is neither text nor number.
+    /// The id is neither a string nor an integer.
     Id,
 }
 
@@ -49,19 +49,19 @@ impl Kind {
     }
 }
 
-/// What a row is called.
+/// The id of a row.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Id {
-    /// A string of its own.
+    /// A string.
     Text(String),
-    /// A number of its own, as it is written.
+    /// A number, in the row's own notation.
     Number(String),
-    /// None of its own: its 0-based place in the dataset.
+    /// No id in the row; its 0-based index in the dataset is used.
     Index,
 }
 
 impl Id {
-    /// The id that the row brings along, as text: `1` and `"1"` are the same one.
+    /// The row's own id as text: `1` and `"1"` are equal.
     pub fn own(&self) -> Option<&str> {
         match self {
             Self::Text(id) | Self::Number(id) => Some(id),
@@ -73,49 +73,50 @@ impl Id {
 /// One message.
 #[derive(Debug, PartialEq)]
 pub struct Turn {
-    /// Who speaks.
+    /// The role.
     pub role: Role,
-    /// What is said; empty only where an assistant calls tools, or a tool returns nothing.
+    /// The text; empty only for tool calls and tool results.
     pub text: String,
-    /// The message's other fields as the inside of a JSON object.
+    /// The message's other fields, as JSON members without the braces.
     pub rest: Vec<u8>,
 }
 
 /// A usable row.
 #[derive(Debug, PartialEq)]
 pub struct Conversation {
-    /// What it is called.
+    /// The id.
     pub id: Id,
-    /// What is said; after system messages, the user begins.
+    /// The messages; after system messages, the first is the user's.
     pub turns: Vec<Turn>,
-    /// The row's other fields as the inside of a JSON object.
+    /// The row's other fields, as JSON members without the braces.
     pub rest: Vec<u8>,
-    /// Speakers whose messages were dropped, one entry a message.
+    /// Speakers of dropped messages, one entry per message.
     pub dropped: Vec<String>,
 }
 
-/// One message as the dataset has it.
+/// One message in the dataset's form.
 pub struct Said {
-    /// How the dataset writes messages.
+    /// ShareGPT or OpenAI.
     pub shape: Shape,
-    /// Who speaks, in the dataset's words.
+    /// The speaker's name in the dataset.
     pub speaker: String,
-    /// What is said; None where the dataset says so.
+    /// The text; None if the dataset has null.
     pub text: Option<String>,
-    /// Its other fields as the inside of a JSON object.
+    /// The message's other fields, as JSON members without the braces.
     pub rest: Vec<u8>,
 }
 
 impl Conversation {
-    /// A row without messages, to be filled by [`Conversation::say`] and checked by [`Conversation::check`].
+    /// A row without messages. [`Conversation::say`] adds messages and [`Conversation::check`]
+    /// checks the result.
     pub fn new(id: Id, rest: Vec<u8>) -> Self {
         Self { id, turns: Vec::with_capacity(8), rest, dropped: vec![] }
     }
 
-    /// Adds a message if its speaker has a role. Empty system messages are nothing to keep and nothing to complain of.
+    /// Adds a message if its speaker has a role. Empty system messages are skipped.
     ///
     /// # Errors
-    /// If a user or an assistant says nothing.
+    /// If a user message is empty.
     pub fn say(&mut self, said: Said, roles: &Roles) -> Result<(), Problem> {
         let Some(role) = roles.role(said.shape, &said.speaker) else {
             self.dropped.push(said.speaker);
@@ -125,7 +126,7 @@ impl Conversation {
         if text.chars().all(char::is_whitespace) {
             match role {
                 Role::System => return Ok(()),
-                // An old answer is replaced by `regenerate`; one of nothing teaches nothing.
+                // `regenerate` replaces old answers, and empty answers are not trained on.
                 Role::Tool | Role::Assistant => {}
                 Role::User => return Err(Kind::Empty.because(format!("the {role}'s text is empty"))),
             }
@@ -134,7 +135,7 @@ impl Conversation {
         Ok(())
     }
 
-    /// Checks that the user begins.
+    /// Checks that the first non-system message is the user's.
     pub fn check(self) -> Result<Self, Problem> {
         match self.turns.iter().map(|turn| turn.role).find(|&role| role != Role::System) {
             Some(Role::User) => Ok(self),
@@ -146,25 +147,26 @@ impl Conversation {
         }
     }
 
-    /// What the user says.
+    /// The texts of the user messages.
     pub fn user_turns(&self) -> impl Iterator<Item = &str> {
         self.turns.iter().filter(|turn| turn.role == Role::User).map(|turn| &*turn.text)
     }
 
-    /// What the user says first, in the form of [`Conversation::prompt`]: whatever follows, this is trained on, and a
-    /// held-out row is measured on it without its system message.
+    /// Writes the first user turn in the form of [`Conversation::prompt`]. It identifies overlap
+    /// between training rows and held-out rows, which are evaluated without their system message.
     pub fn asked(&self, out: &mut Vec<u8>) {
         let first = self.turns.iter().find(|turn| turn.role == Role::User);
         write_prompt(first.into_iter(), out);
     }
 
-    /// What is asked, in a form in which the same prompts are the same bytes: the texts of the system and the user, blanks
-    /// at their ends cut off and blanks within made one, each behind its role.
+    /// Writes the system and user texts, each after its role, so that equal prompts give equal
+    /// bytes. White space is trimmed and collapsed.
     pub fn prompt(&self, out: &mut Vec<u8>) {
         write_prompt(self.turns.iter(), out);
     }
 
-    /// Writes the row as a line of training data: `{"id", "conversations": [{"role", "content", …}], …}`.
+    /// Writes the row as a line of training data: `{"id", "conversations": [{"role", "content",
+    /// …}], …}`.
     pub fn write_train(&self, name: &Name<'_>, out: &mut Vec<u8>) {
         name.write(&self.id, out);
         out.extend_from_slice(b",\"conversations\":[");
@@ -184,7 +186,7 @@ impl Conversation {
         out.extend_from_slice(b"}\n");
     }
 
-    /// Writes the row as a line of held-out prompts: `{"id", "turns": [what the user says]}`.
+    /// Writes the row as a line of held-out prompts: `{"id", "turns": [user text, …]}`.
     pub fn write_eval(&self, name: &Name<'_>, out: &mut Vec<u8>) {
         name.write(&self.id, out);
         out.extend_from_slice(b",\"turns\":[");
@@ -213,13 +215,13 @@ fn write_prompt<'a>(turns: impl Iterator<Item = &'a Turn>, out: &mut Vec<u8>) {
     }
 }
 
-/// What tells a row's id apart from those of others.
+/// The parts of a row's output id.
 pub struct Name<'a> {
-    /// The source in a mix; its rows' ids begin with it.
+    /// The source's name in a mix, which becomes the id's prefix.
     pub source: Option<&'a str>,
-    /// The row's 0-based place in its source.
+    /// The row's 0-based index in its source.
     pub index: usize,
-    /// What it is called instead, where an earlier row has its id.
+    /// A new id, if an earlier row has the same one.
     pub renamed: Option<&'a str>,
 }
 

@@ -1,20 +1,20 @@
-//! What occurred before, in about 20 bytes a thing.
+//! A set of hashes in about 20 bytes per entry.
 
 use std::collections::HashSet;
 use std::hash::{BuildHasherDefault, Hasher};
 
 use twox_hash::XxHash3_64;
 
-/// Parts of the table, each of which grows alone, so that growing never doubles the whole.
+/// Number of sub-tables. Each grows alone, so growth never doubles the whole set.
 const PARTS: usize = 64;
 
 /// A set of 64-bit hashes.
 ///
-/// Two different things with the same hash are taken for one: among n things that happens with a probability of about
-/// n² / 2⁶⁵, which is 3 in 10⁸ for a million and 3 in 10⁴ for a hundred million.
+/// Two items with equal hashes count as one. Among n items the probability is about n² / 2⁶⁵: 3 in
+/// 10⁸ for a million, 3 in 10⁴ for a hundred million.
 pub struct Seen([HashSet<u64, BuildHasherDefault<AsItIs>>; PARTS]);
 
-/// What is a hash already need not be hashed.
+/// A hasher that passes hashes through unchanged.
 #[derive(Default)]
 struct AsItIs(u64);
 
@@ -37,7 +37,7 @@ impl Seen {
         Self(std::array::from_fn(|_| HashSet::default()))
     }
 
-    /// Adds a hash; false if it was there.
+    /// Adds a hash; false if the set had it.
     pub fn insert(&mut self, hash: u64) -> bool {
         self.0[Self::part(hash)].insert(hash)
     }
@@ -47,13 +47,13 @@ impl Seen {
         self.0[Self::part(hash)].contains(&hash)
     }
 
-    /// Neither the highest bits nor the lowest, by which a part finds its own.
+    /// Uses bits that the sub-table's own lookup, by the highest and the lowest bits, does not.
     fn part(hash: u64) -> usize {
         (hash >> 40) as usize % PARTS
     }
 }
 
-/// The hash of some bytes; the same everywhere and always.
+/// The hash of some bytes, equal on all machines.
 pub fn hash(bytes: &[u8]) -> u64 {
     XxHash3_64::oneshot(bytes)
 }

@@ -1,15 +1,15 @@
-//! What is taken of a source.
+//! A source with the rows to draw from it.
 
 use super::assign::Quota;
 use super::filter::Found;
 use super::input::Input;
 
-/// A source, what was found in it and how much of it goes where.
+/// A source, the result of the first pass over it, and its quota.
 pub struct Drawn<'a> {
     /// The source.
     pub input: &'a Input,
-    /// What the first pass found.
+    /// The result of the first pass.
     pub found: &'a Found,
-    /// How many of the usable rows are written.
+    /// Number of rows to write on each side.
     pub quota: Quota,
 }

@@ -1,5 +1,5 @@
-//! The fields of a row or of a message. Those of columns stay where they are until someone reads them, and are written from there: a
-//! decimal has more digits than a number of JSON's readers.
+//! Fields of a row or a message. Values in columns are read only when needed, and are written
+//! directly from the column. A decimal may have more digits than JSON parsers keep.
 
 use std::borrow::Cow;
 
@@ -15,9 +15,9 @@ pub struct Fields<'a>(Vec<(Cow<'a, str>, Field<'a>)>);
 /// A field's value.
 #[derive(Clone)]
 pub enum Field<'a> {
-    /// As it was read.
+    /// A parsed JSON value.
     Value(Value),
-    /// As it stands in its column.
+    /// A cell of a column.
     Cell(Cell<'a>),
 }
 
@@ -28,7 +28,8 @@ impl From<Map<String, Value>> for Fields<'_> {
 }
 
 impl<'a> Fields<'a> {
-    /// Those of a row of columns or of a struct in one; what is null is not there, and of two of a name the last one is.
+    /// The fields of a row of columns, or of a struct. Nulls are dropped; if a name occurs twice,
+    /// the last one counts.
     pub fn of_cells(cells: impl Iterator<Item = (&'a str, Cell<'a>)>) -> Self {
         let mut fields = Self(vec![]);
         for (name, cell) in cells.filter(|(_, cell)| !cell.is_null()) {
@@ -49,22 +50,22 @@ impl<'a> Fields<'a> {
         self.0.iter().position(|(name, _)| name == key)
     }
 
-    /// Whether there is such a field.
+    /// Whether the field exists.
     pub fn has(&self, key: &str) -> bool {
         self.place(key).is_some()
     }
 
-    /// A field as it is.
+    /// Removes and returns a field, unparsed.
     pub fn take(&mut self, key: &str) -> Option<Field<'a>> {
         self.place(key).map(|at| self.0.remove(at).1)
     }
 
-    /// A field's value.
+    /// Removes a field and returns its value.
     pub fn take_value(&mut self, key: &str) -> Result<Option<Value>, Problem> {
         self.take(key).map(Field::value).transpose()
     }
 
-    /// A field's value, which stays.
+    /// Returns a field's value without removing it.
     pub fn value(&self, key: &str) -> Result<Option<Value>, Problem> {
         let field = self.place(key).map(|at| match &self.0[at].1 {
             Field::Value(value) => Field::Value(value.clone()),
@@ -73,7 +74,7 @@ impl<'a> Fields<'a> {
         field.map(Field::value).transpose()
     }
 
-    /// The inside of the object's text, without fields that are null.
+    /// The object as JSON members without the braces, without null fields.
     pub fn inside(self) -> Vec<u8> {
         let mut out = vec![];
         for (key, field) in self.0 {
@@ -98,7 +99,7 @@ impl<'a> Fields<'a> {
 }
 
 impl<'a> Field<'a> {
-    /// Whether it is null.
+    /// Whether the value is null.
     pub fn is_null(&self) -> bool {
         match self {
             Self::Value(value) => value.is_null(),
@@ -106,7 +107,7 @@ impl<'a> Field<'a> {
         }
     }
 
-    /// Whether it is an object that says who speaks.
+    /// Whether the value is an object with a role.
     pub fn is_message(&self) -> bool {
         match self {
             Self::Value(value) => is_message(value),
@@ -116,7 +117,7 @@ impl<'a> Field<'a> {
         }
     }
 
-    /// Whether it is an object.
+    /// Whether the value is an object.
     pub fn is_object(&self) -> bool {
         match self {
             Self::Value(value) => value.is_object(),
@@ -124,10 +125,10 @@ impl<'a> Field<'a> {
         }
     }
 
-    /// Its value.
+    /// The parsed value.
     ///
     /// # Errors
-    /// If it cannot be read, such as a number beyond all that JSON's readers hold.
+    /// If the value cannot be parsed, such as a number out of range.
     pub fn value(self) -> Result<Value, Problem> {
         let cell = match self {
             Self::Value(value) => return Ok(value),
@@ -141,7 +142,7 @@ impl<'a> Field<'a> {
         serde_json::from_slice(&text).map_err(|error| Kind::NotAnObject.because(error.to_string()))
     }
 
-    /// The items of a list; anything else as its value.
+    /// The items of a list; the value itself if it is not a list.
     pub fn list(self) -> Result<Result<Vec<Self>, Value>, Problem> {
         if let Self::Cell(cell) = self
             && let Some(items) = cell.items()
@@ -154,7 +155,7 @@ impl<'a> Field<'a> {
         })
     }
 
-    /// The fields of an object; anything else as its value.
+    /// The fields of an object; the value itself if it is not an object.
     pub fn object(self) -> Result<Result<Fields<'a>, Value>, Problem> {
         if let Self::Cell(cell) = self
             && let Some(fields) = cell.fields()

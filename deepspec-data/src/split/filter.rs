@@ -1,4 +1,4 @@
-//! Which rows are usable, and what is wrong with the others.
+//! Decides which rows are usable, and records why others are not.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
@@ -14,16 +14,16 @@ use super::dedup::{self, Seen};
 use crate::rejected_rows::Recorder;
 use deepspec_capture::Rejected;
 
-/// Speakers that are counted by name; in a file of garbage they could be as many as the rows.
+/// Most speakers that are counted by name. A malformed file could have one per row.
 const SPEAKERS: usize = 1000;
 
-/// Where the messages of further speakers are counted.
+/// The entry that counts all further speakers.
 const OTHERS: &str = "(others)";
 
-/// Contaminated rows of a suite that the report shows.
+/// Most contaminated rows per suite in the report.
 const EXAMPLES: usize = 10;
 
-/// One bit a row: whether it is usable.
+/// One bit per row: whether it is usable.
 #[derive(Default)]
 pub struct Bits(FixedBitSet);
 
@@ -34,66 +34,66 @@ impl Bits {
         self.0.set(at, bit);
     }
 
-    /// The bit of a row; None behind the last one.
+    /// The bit of a row; None after the last row.
     pub fn get(&self, at: usize) -> Option<bool> {
         (at < self.0.len()).then(|| self.0.contains(at))
     }
 
-    /// How many there are.
+    /// Number of rows.
     pub fn len(&self) -> usize {
         self.0.len()
     }
 }
 
-/// What became of the rows of one source before any were drawn.
+/// Result of the first pass over one source.
 #[derive(Default)]
 pub struct Found {
     /// Which rows are usable.
     pub usable: Bits,
-    /// How many are.
+    /// Number of usable rows.
     pub usable_rows: usize,
     /// Unusable rows by kind of problem.
     pub rejected: BTreeMap<Kind, usize>,
-    /// Rows whose prompts an earlier row has.
+    /// Rows whose prompt repeats an earlier one.
     pub duplicates: usize,
-    /// Rows whose prompts stand in a suite, a number for each suite.
+    /// Number of contaminated rows, by suite.
     pub contaminated: Vec<usize>,
     /// Messages of usable rows that were dropped, by speaker.
     pub dropped: BTreeMap<String, usize>,
-    /// What the user asks in each row, as a hash.
+    /// Hash of each row's first user turn.
     pub asked: Vec<u64>,
-    /// What rows are called whose id an earlier row has, by their place.
+    /// New ids of rows that repeat an earlier id, by row index.
     pub renamed: HashMap<usize, String>,
 }
 
 impl Found {
-    /// Nothing yet, where prompts are looked up in so many suites.
+    /// An empty result for this number of suites.
     pub fn new(suites: usize) -> Self {
         Self { contaminated: vec![0; suites], ..Self::default() }
     }
 
-    /// All rows that were read.
+    /// Number of rows read.
     pub fn rows(&self) -> usize {
         self.usable.len()
     }
 
-    /// Rows that were rejected.
+    /// Number of unusable rows.
     pub fn rejected_rows(&self) -> usize {
         self.rejected.values().sum()
     }
 }
 
-/// A contaminated row, to be looked at.
+/// A contaminated row for the report.
 pub struct Example {
-    /// Its file.
+    /// The row's file.
     pub file: Arc<Path>,
-    /// Its line or row.
+    /// The row's line or index in the file.
     pub line: usize,
-    /// Where its prompt stands.
+    /// The match in a suite.
     pub hit: Hit,
 }
 
-/// What decides about rows, one at a time and in their order.
+/// Decides whether rows are usable, one by one in order.
 pub struct RowFilter<'a> {
     prompts: Option<Seen>,
     recorder: &'a mut Recorder,
@@ -101,15 +101,15 @@ pub struct RowFilter<'a> {
     pub examples: Vec<Vec<Example>>,
 }
 
-/// What can be said of a row without knowing the others.
+/// The result of checking one row alone.
 pub struct Judged {
     line: usize,
     verdict: Result<Good, Problem>,
 }
 
-/// A row that is a conversation.
+/// A row that parsed as a conversation.
 struct Good {
-    /// Its id, unless it is its index.
+    /// Its own id, if it has one.
     id: Option<String>,
     prompt: u64,
     asked: u64,
@@ -117,17 +117,17 @@ struct Good {
     dropped: Vec<String>,
 }
 
-/// What is looked for in every row.
+/// Checks of single rows.
 #[derive(Clone, Copy)]
 pub struct Judge<'a> {
-    /// Prompts that must not be in the output.
+    /// Suites whose prompts are excluded.
     pub suites: &'a Suites,
-    /// Whether prompts that occurred before are left out.
+    /// Whether repeated prompts are dropped.
     pub dedup: bool,
 }
 
 impl Judge<'_> {
-    /// Looks at one row.
+    /// Checks one row.
     pub fn judge(
         &self,
         line: usize,
@@ -156,13 +156,13 @@ impl Judge<'_> {
 }
 
 impl<'a> RowFilter<'a> {
-    /// Nothing was seen yet.
+    /// A filter that has not seen any row.
     pub fn new(judge: &Judge<'_>, recorder: &'a mut Recorder) -> Self {
         let examples = judge.suites.suites().iter().map(|_| vec![]).collect();
         Self { prompts: judge.dedup.then(Seen::new), recorder, examples }
     }
 
-    /// Decides what becomes of the next row of a source; whether it is usable as it was read.
+    /// Decides about the next row of a source. Returns whether the row is usable and unchanged.
     pub fn settle(
         &mut self,
         file: &Arc<Path>,
@@ -211,15 +211,16 @@ fn count(speakers: &mut BTreeMap<String, usize>, speaker: String) {
     *speakers.entry(if full { OTHERS.into() } else { speaker }).or_default() += 1;
 }
 
-/// Ids of a source's usable rows, to see that each is given once. As long as no row brings an id of its own, they are the rows'
-/// places and nothing needs to be remembered.
+/// Makes ids of a source's usable rows unique. Until a row has an own id, all ids are row indices
+/// and nothing is stored.
 #[derive(Default)]
 pub struct Ids {
     given: Option<UniqueIds>,
 }
 
 impl Ids {
-    /// What the next row is called where an earlier one has its id, or its place for an id; `usable` are the rows before it.
+    /// A new id for the next row, if an earlier row has the same id; `usable` are the rows before
+    /// it.
     fn rename(&mut self, own: Option<&str>, usable: &Bits) -> Option<String> {
         let index = usable.len();
         if own.is_some() && self.given.is_none() {

@@ -1,4 +1,4 @@
-//! What is split: one dataset, or a mix of several that a YAML file describes.
+//! Inputs of `split`: one dataset, or a mix of several from a YAML file.
 
 use std::collections::{BTreeMap, HashSet};
 use std::path::Path;
@@ -12,7 +12,7 @@ use super::args::Args;
 use super::roles::{Roles, Target};
 use deepspec_datasets::rows::{DataFile, Source};
 
-/// A mix: the rows of several datasets in given proportions.
+/// A mix of several datasets in given proportions.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Mix {
@@ -23,20 +23,20 @@ struct Mix {
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Part {
-    /// Goes before the ids of its rows.
+    /// Prefix of its rows' ids.
     name: String,
     dataset: String,
     revision: Option<String>,
     config_name: Option<String>,
     split: Option<String>,
-    /// Its part of the output, relative to the other weights.
+    /// Its proportion of the output, relative to the other weights.
     weight: f64,
-    /// Speakers of this dataset, besides those of `--role`.
+    /// Roles of this dataset's speakers, in addition to `--role`.
     #[serde(default)]
     roles: BTreeMap<String, Target>,
 }
 
-/// How a dataset was named, for the report.
+/// The dataset's arguments, for the report.
 #[derive(Debug, Clone, Serialize)]
 pub struct Origin {
     /// Hub id or local path.
@@ -50,7 +50,7 @@ pub struct Origin {
     /// Split on the hub.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub split: Option<String>,
-    /// The commit that was read, of a dataset on the hub.
+    /// The resolved commit of a dataset on the hub.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub commit: Option<String>,
 }
@@ -59,19 +59,19 @@ pub struct Origin {
 pub struct Input {
     /// Its name in a mix.
     pub name: Option<String>,
-    /// How it was given.
+    /// The dataset's arguments.
     pub origin: Origin,
     /// Its files.
     pub source: Source,
-    /// What its speakers' messages become.
+    /// The roles of its speakers.
     pub roles: Roles,
-    /// The speakers that were given roles for it.
+    /// The roles given in arguments and in the mix.
     pub given: BTreeMap<String, Target>,
-    /// Its part of the output, relative to the other weights.
+    /// Its proportion of the output, relative to the other weights.
     pub weight: f64,
 }
 
-/// Finds, and where they are on the hub fetches, the datasets that the arguments name.
+/// Opens the datasets of the arguments, and downloads them from the hub if needed.
 pub fn find(args: &Args, verbosity: Verbosity) -> anyhow::Result<Vec<Input>> {
     let given: BTreeMap<String, Target> = args.role.iter().cloned().collect();
     let path = env::expand_home(&args.dataset);
@@ -127,10 +127,10 @@ fn check(mix: &Mix, file: &str) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Opens what `origin` names; `what` stands before the name in messages.
+/// Opens the dataset of `origin`; `what` precedes its name in messages.
 fn open(origin: &mut Origin, what: &str, verbosity: Verbosity) -> anyhow::Result<Source> {
     let Origin { dataset, revision, config_name, split, commit } = origin;
-    // A file that is not there is no dataset of that name.
+    // A name with a data file's suffix is a local file, not a hub id.
     let is_file_name = DataFile::new(Path::new(dataset.as_str()).into()).is_some();
     if !is_file_name && deepspec_hub::is_id(dataset) {
         let as_id = |source| HubError::taken_as_id(source, dataset).report();

@@ -1,4 +1,4 @@
-//! Rows that come as JSON objects, in ShareGPT's or OpenAI's shape.
+//! Parses rows in ShareGPT's or OpenAI's form.
 
 use deepspec_core::jsonl::kind_of;
 use deepspec_core::row;
@@ -12,7 +12,7 @@ use deepspec_text::{
     system_message,
 };
 
-/// Turns a row into a conversation; fields that we do not know travel along.
+/// Converts a row to a conversation; unknown fields are kept.
 pub fn conversation(mut row: Fields, roles: &Roles) -> Result<Conversation, Problem> {
     let (key, messages) = messages(&mut row)?;
     let id = row.take_value("id")?.map_or(Ok(Id::Index), id);
@@ -23,9 +23,10 @@ pub fn conversation(mut row: Fields, roles: &Roles) -> Result<Conversation, Prob
     out.check()
 }
 
-/// The messages of a row, which are taken out of it: of the first field that holds a list of them, else as [`records`] finds them.
+/// Removes and returns the messages of a row: the first field with a list of messages, else the
+/// result of [`records`].
 fn messages<'a>(row: &mut Fields<'a>) -> Result<(&'static str, Vec<Field<'a>>), Problem> {
-    // What is no list of messages is looked at once more below, beside the others.
+    // Values that are not lists are checked again below, with the other fields.
     let (mut rest, mut lists) = (Map::new(), vec![]);
     for key in MESSAGE_KEYS {
         let Some(found) = row.take(key).filter(|found| !found.is_null()) else { continue };
@@ -74,15 +75,15 @@ fn messages<'a>(row: &mut Fields<'a>) -> Result<(&'static str, Vec<Field<'a>>), 
     }
 }
 
-/// Says which message a problem is about.
+/// Adds the message's position to a problem.
 fn at(key: &str, position: usize, problem: Problem) -> Problem {
     problem.kind.because(format!("`{key}[{position}]`: {}", problem.text))
 }
 
-/// A row's id; null is none.
+/// A row's id; null counts as no id.
 ///
 /// # Errors
-/// If it is neither text nor an integer of 64 bits.
+/// If it is neither a string nor a 64-bit integer.
 fn id(value: Value) -> Result<Id, Problem> {
     match value {
         Value::Null => Ok(Id::Index),
@@ -111,7 +112,7 @@ fn message(message: Field, roles: &Roles, out: &mut Conversation) -> Result<(), 
         }
         None => return Err(Kind::Message.because("neither `role` nor `from`")),
     };
-    // What nobody will read need not be well-formed.
+    // The text of a dropped message may be malformed.
     let text = match roles.role(shape, &speaker) {
         Some(role) => {
             check_rest(role, &message)?;
@@ -121,12 +122,12 @@ fn message(message: Field, roles: &Roles, out: &mut Conversation) -> Result<(), 
         }
         None => None,
     };
-    // ShareGPT's text goes out under this name.
+    // Drops a ShareGPT message's own `content`, because the output uses that name for the text.
     message.take("content");
     out.say(Said { shape, speaker, text, rest: message.inside() }, roles)
 }
 
-/// Checks that a message's other fields can be read by later stages.
+/// Checks that later stages can parse a message's other fields.
 fn check_rest(role: Role, message: &Fields) -> Result<(), Problem> {
     let mut probe = Map::from_iter([("role".into(), role.as_str().into()), ("content".into(), "".into())]);
     for name in ["tool_calls", "reasoning_content", "weight"] {
@@ -140,7 +141,7 @@ fn check_rest(role: Role, message: &Fields) -> Result<(), Problem> {
     }
 }
 
-/// A message's text, given as a string or as a list of `{"type": "text"}` parts.
+/// A message's text, from a string or a list of `{"type": "text"}` parts.
 fn text(key: &str, value: Value) -> Result<Option<String>, Problem> {
     match value {
         Value::String(text) => Ok(Some(text)),
@@ -171,7 +172,7 @@ mod tests {
     use serde_json::json;
     use std::sync::Arc;
 
-    /// The line of training data that is written of a row.
+    /// The line of training data for a row.
     fn line(row: Fields) -> Result<String, Problem> {
         let row = conversation(row, &Roles::default())?;
         let mut line = vec![];
@@ -198,7 +199,7 @@ mod tests {
         assert_eq!(line(Fields::of_cells(Cell::of_row(&batch, 0))).unwrap(), expected);
     }
 
-    /// A row as columns of the types that its values have.
+    /// A row as columns with inferred types.
     fn columns(row: &str) -> RecordBatch {
         let schema = infer_json_schema(row.as_bytes(), None).unwrap().0;
         let mut reader = ReaderBuilder::new(Arc::new(schema)).build(row.as_bytes()).unwrap();

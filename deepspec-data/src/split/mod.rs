@@ -1,7 +1,8 @@
-//! `split`: datasets become training conversations and held-out prompts.
+//! `split`: turns datasets into training conversations and held-out prompts.
 //!
-//! The files are read at most twice and never held (see [`passes`]). Memory holds a few batches of rows, one bit a row, and about 20 bytes for each prompt that is compared with others and each id that
-//! the rows bring along.
+//! Files are read at most twice and never loaded whole (see [`passes`]). Memory holds a few batches
+//! of rows and one bit per row. It also takes about 20 bytes for each prompt to compare and each
+//! own id of a row.
 
 mod args;
 mod assign;
@@ -47,7 +48,8 @@ use report::{Rejected, Sum};
 /// Runs the command.
 ///
 /// # Errors
-/// Usage errors, unreadable or unwritable files, and, after the work is done, exit code 1 if rows were rejected.
+/// With a usage error, or if a file cannot be read or written. After all outputs are written, exits
+/// with code 1 if rows were rejected.
 pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     check(args)?;
     let inputs = input::find(args, verbosity)?;
@@ -83,7 +85,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     conclude(args, &Rejected { rejected: sum.rejected, rows: sum.rows })
 }
 
-/// What was found and written.
+/// Result of reading and writing.
 struct Split {
     found: Vec<Found>,
     quotas: Vec<Quota>,
@@ -102,7 +104,7 @@ fn split(
         anyhow::bail!("{}: the dataset has no rows", input.origin.dataset);
     }
     let total = rows.iter().sum::<usize>() as u64;
-    // What does not work out for all rows will not for the usable ones among them.
+    // A quota that is impossible with all rows is impossible with fewer.
     let hoped_for = quotas(args, inputs, &rows)?;
     let hoped: Vec<(usize, Quota)> = rows.into_iter().zip(hoped_for.iter().copied()).collect();
     let judge = Judge { suites, dedup: args.dedup };
@@ -139,7 +141,7 @@ fn split(
     Ok(Split { found, quotas, examples })
 }
 
-/// Warns of what happened to rows and is easily overlooked.
+/// Warns about changes to rows that are easily overlooked.
 fn tell(inputs: &[Input], found: &[Found]) {
     let renamed: usize = found.iter().map(|found| found.renamed.len()).sum();
     if renamed > 0 {
@@ -175,7 +177,7 @@ fn check(args: &Args) -> anyhow::Result<()> {
     path_conflicts::check(args)
 }
 
-/// Looks before any work whether the inputs can be read and the outputs written.
+/// Checks that inputs can be read and outputs written, before any work.
 fn check_files(args: &Args, inputs: &[Input]) -> anyhow::Result<()> {
     for file in inputs.iter().flat_map(|input| input.source.files()) {
         match file.format() {
@@ -199,7 +201,7 @@ fn check_files(args: &Args, inputs: &[Input]) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Refuses sources that have nothing to give.
+/// Refuses sources without usable rows.
 fn check_found(args: &Args, inputs: &[Input], found: &[Found]) -> anyhow::Result<()> {
     let mut barren = inputs.iter().zip(found).filter(|(_, found)| found.usable_rows == 0);
     let Some((input, found)) = barren.next() else { return Ok(()) };
@@ -215,7 +217,7 @@ fn check_found(args: &Args, inputs: &[Input], found: &[Found]) -> anyhow::Result
     );
 }
 
-/// Decides how many of the sources' rows go where.
+/// Number of each source's rows on each side.
 fn quotas(args: &Args, inputs: &[Input], rows: &[usize]) -> anyhow::Result<Vec<Quota>> {
     let shares = inputs.iter().zip(rows).map(|(input, &usable)| Share {
         name: input.name.as_deref(),
@@ -240,7 +242,7 @@ fn drawn<'a>(inputs: &'a [Input], found: &'a [Found], quotas: &[Quota]) -> Vec<D
     sources.map(|((input, found), &quota)| Drawn { input, found, quota }).collect()
 }
 
-/// Rejected rows are an exit code of their own.
+/// Exits with code 1 if rows were rejected.
 fn conclude(args: &Args, found: &Rejected) -> anyhow::Result<()> {
     let Rejected { rejected, rows } = found;
     if *rejected == 0 {

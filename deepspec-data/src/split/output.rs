@@ -1,4 +1,4 @@
-//! The two outputs: they appear when both are whole, or not at all.
+//! Writes the two outputs, which appear only when both are complete.
 
 use std::fs::File;
 use std::io::{self, BufWriter, Write};
@@ -11,10 +11,10 @@ use deepspec_core::atomic::{FileError, PartialLock};
 use super::assign::Side;
 use super::conversation::{Conversation, Name};
 
-/// Bytes after which what was written is sent on to the disk, while more is being made.
+/// Number of written bytes after which a background sync to disk starts.
 const SYNC: usize = 64 << 20;
 
-/// Where rows are written; no other process writes there as long as this lives.
+/// The output files, locked against other processes.
 pub struct Outputs<'a> {
     /// Training conversations.
     train: Output<'a>,
@@ -22,7 +22,7 @@ pub struct Outputs<'a> {
     eval: Output<'a>,
 }
 
-/// One of the two.
+/// One output file.
 struct Output<'a> {
     path: &'a Path,
     lock: PartialLock,
@@ -40,7 +40,7 @@ impl<'a> Output<'a> {
     }
 }
 
-/// Lines for the two outputs.
+/// Lines to append to the two outputs.
 #[derive(Default)]
 pub struct Lines {
     train: Vec<u8>,
@@ -48,7 +48,7 @@ pub struct Lines {
 }
 
 impl Lines {
-    /// Adds a row to its side.
+    /// Appends a row to the output of its side.
     pub fn add(&mut self, side: Side, row: &Conversation, name: &Name<'_>) {
         match side {
             Side::Train => row.write_train(name, &mut self.train),
@@ -67,7 +67,7 @@ pub struct Writer<'a> {
 }
 
 impl Writer<'_> {
-    /// Appends lines to both.
+    /// Appends lines to both files.
     pub fn write(&mut self, lines: &Lines) -> Result<(), FileError> {
         for ((file, path), lines) in [(&mut self.train, &lines.train), (&mut self.eval, &lines.eval)] {
             file.write_all(lines).map_err(FileError::at("writing", path))?;
@@ -75,7 +75,7 @@ impl Writer<'_> {
         self.unsynced += lines.train.len() + lines.eval.len();
         if self.unsynced >= SYNC {
             self.unsynced = 0;
-            // If the last one is still under way, this one need not wait in line.
+            // If the previous sync still runs, this one is skipped.
             let _ = self.sync.try_send(());
         }
         Ok(())
@@ -83,7 +83,7 @@ impl Writer<'_> {
 }
 
 impl<'a> Outputs<'a> {
-    /// Claims both files.
+    /// Locks both files.
     ///
     /// # Errors
     /// If another process is writing one of them, or it cannot be created.
@@ -91,7 +91,7 @@ impl<'a> Outputs<'a> {
         Ok(Self { train: Output::lock(train)?, eval: Output::lock(eval)? })
     }
 
-    /// Lets `fill` write both files and, if it says true, publishes them; whether it did.
+    /// Lets `fill` write both files. Publishes them if it returns true, and returns the same.
     pub fn write(&self, fill: impl FnOnce(&mut Writer<'_>) -> anyhow::Result<bool>) -> anyhow::Result<bool> {
         let Self { train, eval } = self;
         let (mut train_file, mut eval_file) =
@@ -99,7 +99,7 @@ impl<'a> Outputs<'a> {
         let background = (copy(&train_file, train.path)?, copy(&eval_file, eval.path)?);
         let (sync, requests) = mpsc::sync_channel(1);
         let filled = thread::scope(|scope| {
-            // A failure shows again when the whole file is synced.
+            // Errors are ignored here, because the final sync reports them again.
             scope.spawn(move || requests.iter().for_each(|()| drop(sync_both(&background))));
             let (train, eval) = ((&mut train_file, train.path), (&mut eval_file, eval.path));
             fill(&mut Writer { train, eval, unsynced: 0, sync })
@@ -107,7 +107,8 @@ impl<'a> Outputs<'a> {
         if !filled {
             return Ok(false);
         }
-        // All that may fail for want of space comes before either file appears.
+        // Flushes and syncs both files before publishing either, so that a full disk leaves
+        // neither.
         finish(train_file, train.path)?;
         finish(eval_file, eval.path)?;
         [train, eval].into_iter().try_for_each(|output| output.lock.publish())?;
@@ -119,7 +120,7 @@ fn copy(file: &BufWriter<File>, output: &Path) -> Result<File, FileError> {
     file.get_ref().try_clone().map_err(FileError::at("writing", output))
 }
 
-/// Waits until all that was written is on the disk.
+/// Waits until all data is on disk.
 fn finish(mut file: BufWriter<File>, output: &Path) -> Result<(), FileError> {
     let synced = file.flush().and_then(|()| file.get_ref().sync_all());
     synced.map_err(FileError::at("writing", output))

@@ -1,18 +1,18 @@
-//! Prompts that would stand on both sides: a held-out prompt that was trained on is answered too well.
+//! Finds training rows with a held-out prompt, which would inflate the evaluation.
 
 use super::assign::{Side, SplitAssigner};
 use super::dedup::Seen;
 use super::drawn::Drawn;
 
-/// The prompts that are held out, and how many training rows of each source ask the same.
+/// Hashes of the held-out prompts, and number of training rows with such a prompt.
 pub struct Overlap {
     held_out: Seen,
-    /// Training rows that ask what a held-out row asks, source by source.
+    /// Number of training rows with a held-out prompt, by source.
     pub rows: Vec<usize>,
 }
 
 impl Overlap {
-    /// Looks at all usable rows of the sources, as they are assigned.
+    /// Compares all usable rows of the sources by their assigned sides.
     pub fn of(sources: &[Drawn<'_>], seed: u64) -> Self {
         let mut held_out = Seen::new();
         for source in sources {
@@ -33,18 +33,18 @@ impl Overlap {
         Self { held_out, rows }
     }
 
-    /// Training rows that ask what a held-out row asks.
+    /// Number of training rows with a held-out prompt.
     pub fn total(&self) -> usize {
         self.rows.iter().sum()
     }
 
-    /// Whether a held-out row asks this.
+    /// Whether a held-out row has the prompt with this hash.
     pub fn holds_out(&self, asked: u64) -> bool {
         self.held_out.contains(asked)
     }
 }
 
-/// Calls `see` with the side of every usable row and the hash of what it asks.
+/// Calls `see` with the side and the prompt's hash of every usable row.
 fn each(source: &Drawn<'_>, seed: u64, mut see: impl FnMut(Side, u64)) {
     let Drawn { input, found, quota } = source;
     let mut assigner = SplitAssigner::new(seed, input.name.as_deref(), found.usable_rows, *quota);

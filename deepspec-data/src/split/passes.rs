@@ -1,8 +1,9 @@
-//! Reading the datasets: once to judge the rows, and once more if that first pass found one that is not usable.
+//! Reads the datasets once to check the rows, and a second time if some are unusable.
 //!
-//! Sides can only be assigned when it is known how many rows are usable. Most datasets are clean, so the first pass assumes that
-//! all rows are, and writes as it reads. The first row that is not usable ends the writing; the pass goes on judging, and
-//! a second one writes. Either way the outputs are the same.
+//! Sides can be assigned only when the number of usable rows is known. Most datasets have only
+//! usable rows, so the first pass assumes that and writes while it reads. At the first unusable row
+//! the pass stops writing but checks the remaining rows. A second pass then writes. The outputs are
+//! equal either way.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -21,27 +22,28 @@ use super::pipeline;
 use super::unit::each_row;
 use deepspec_datasets::rows::Unit;
 
-/// Consecutive rows with the sides that were assigned to them.
+/// Consecutive rows with their sides.
 struct Piece {
     unit: Unit,
     sides: Vec<Side>,
-    /// Place of the first row in its source.
+    /// Index of the first row in its source.
     first: usize,
 }
 
-/// What a first pass writes and where, if it turns out that all rows are usable.
+/// Settings of the first pass, which writes its outputs if all rows are usable.
 pub struct FirstPass<'a> {
-    /// Where to.
+    /// The output files.
     pub outputs: &'a Outputs<'a>,
-    /// Decides who goes where.
+    /// The seed of the sides.
     pub seed: u64,
-    /// All rows of each source, and how many of them go where.
+    /// Number of rows and quota of each source.
     pub quotas: &'a [(usize, Quota)],
-    /// Whether a prompt may be on both sides.
+    /// Whether a prompt may occur on both sides.
     pub allows_overlap: bool,
 }
 
-/// The first pass: what was found in each source, and whether all rows went where they should, so that the outputs are there.
+/// The first pass. Returns its result for each source, and whether it wrote the outputs because all
+/// rows were usable.
 pub fn first(
     inputs: &[Input],
     optimistic: &FirstPass<'_>,
@@ -125,11 +127,11 @@ fn first_of(
     pipeline::run(read, work, |(file, judged, lines)| deliver(file, judged, lines, &mut ids))
 }
 
-/// The second pass: writes what is drawn of the usable rows, in the order of the datasets, without training rows that ask what is held out
-/// where `left_out` is given.
+/// The second pass: writes the sampled rows in the order of the datasets. With `left_out`, training
+/// rows with a held-out prompt are dropped.
 ///
 /// # Errors
-/// Unreadable or unwritable files; if a dataset is not what it was in the first pass.
+/// If a file cannot be read or written, or a dataset has changed since the first pass.
 pub fn second(
     sources: &[Drawn<'_>],
     outputs: &Outputs<'_>,
@@ -184,7 +186,7 @@ fn second_of(
     )
 }
 
-/// None if a row that was usable no longer is.
+/// The lines of a piece's rows; None if a usable row has become unusable.
 fn lines(piece: Piece, input: &Input, found: &Found) -> anyhow::Result<Option<Lines>> {
     let Piece { unit, sides, first } = piece;
     let (mut lines, mut bad) = (Lines::default(), false);

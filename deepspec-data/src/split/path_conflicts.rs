@@ -1,4 +1,4 @@
-//! Where the outputs go, and that nothing which is read or written lies in the same place.
+//! Checks the output paths, and that no output replaces an input or another output.
 
 use std::path::{Path, PathBuf};
 
@@ -10,10 +10,10 @@ use super::report;
 use crate::rejected_rows;
 use crate::same_file::{place, places};
 
-/// Looks at the outputs alone, before anything is read.
+/// Checks the output paths alone, before any file is read.
 ///
 /// # Errors
-/// A usage error if an output cannot be a file of its own.
+/// With a usage error if an output is not a separate file.
 pub fn check(args: &Args) -> anyhow::Result<()> {
     for (flag, path) in outputs(args) {
         let text = path.as_os_str().as_encoded_bytes();
@@ -43,7 +43,7 @@ pub fn check(args: &Args) -> anyhow::Result<()> {
     refuse_to_replace(args, suites)
 }
 
-/// Looks whether the outputs would replace what they are made from, or what is there.
+/// Checks that the outputs would not replace the inputs.
 pub fn check_inputs(args: &Args, inputs: &[Input]) -> anyhow::Result<()> {
     let given = env::expand_home(&args.dataset);
     let files = inputs.iter().flat_map(|input| input.source.files()).map(|file| file.path());
@@ -51,7 +51,7 @@ pub fn check_inputs(args: &Args, inputs: &[Input]) -> anyhow::Result<()> {
     refuse_to_replace(args, files)
 }
 
-/// The first output that is there, with its flag.
+/// The first output that exists, with its flag.
 pub fn existing(args: &Args) -> Option<(&'static str, &PathBuf)> {
     outputs(args).into_iter().find(|(_, path)| path.exists())
 }
@@ -60,7 +60,7 @@ fn outputs(args: &Args) -> [(&'static str, &PathBuf); 2] {
     [("--train-output", &args.train_output), ("--eval-output", &args.eval_output)]
 }
 
-/// Refuses outputs, and what is written beside them, that are files to be read.
+/// Refuses outputs, and files beside them, that would replace input files.
 fn refuse_to_replace<'a>(
     args: &Args,
     read: impl Iterator<Item = (&'static str, &'a Path)>,

@@ -1,16 +1,17 @@
-//! Work on a stream on all cores, in order, with little of it in memory.
+//! A parallel, ordered pipeline with bounded memory.
 
 use rayon::iter::{IntoParallelIterator, ParallelIterator};
 
-/// Pieces in work at most: more would only cost memory, since reading and delivering are one thread's.
+/// Most pieces in one group. One thread reads and one delivers, so more pieces would only cost
+/// memory.
 const MOST: usize = 32;
 
 /// Reads pieces, works on them in parallel and delivers the results in order.
 ///
-/// Three things go on at once: group n + 1 is read while group n is worked on and group n − 1 is delivered.
+/// Group n + 1 is read while group n is processed and group n − 1 is delivered.
 ///
 /// # Errors
-/// The first error of any of the three; nothing behind it is delivered.
+/// With the first error of any stage; later pieces are not delivered.
 pub fn run<P: Send, R: Send>(
     mut read: impl FnMut() -> anyhow::Result<Option<P>> + Send,
     work: impl Fn(P) -> anyhow::Result<R> + Sync,

@@ -1,4 +1,4 @@
-//! What became of every row, in one line for people and in a file beside the output.
+//! The report of a split: one line on the terminal, and a JSON file beside the output.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -18,37 +18,37 @@ use super::overlap::Overlap;
 use super::roles::Target;
 use crate::rejected_rows;
 
-/// The report's layout.
+/// Version of the report's format.
 const VERSION: u32 = 1;
 
-/// Where the report on `output` is.
+/// Path of the report for `output`.
 pub fn path(output: &Path) -> PathBuf {
     rejected_rows::beside(output, ".report.json")
 }
 
-/// What became of some rows; the parts add up to `rows`.
+/// Row counts; the parts add up to `rows`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct Sum {
-    /// All that were read.
+    /// Rows read.
     pub rows: usize,
     /// Training conversations.
     pub train: usize,
     /// Held-out prompts.
     pub eval: usize,
-    /// Left out of the training conversations, because a held-out row asks the same.
+    /// Training rows dropped because a held-out row has the same prompt.
     pub overlap: usize,
-    /// Usable, but left out of the sample.
+    /// Usable rows that were not sampled.
     pub not_drawn: usize,
-    /// Their prompts occurred before.
+    /// Rows with an earlier row's prompt.
     pub duplicates: usize,
-    /// Their prompts stand in an evaluation suite.
+    /// Rows with a prompt of an evaluation suite.
     pub contaminated: usize,
-    /// Unusable.
+    /// Unusable rows.
     pub rejected: usize,
 }
 
 impl Sum {
-    /// Of one source, of which so many training rows were left out because a held-out row asks the same.
+    /// Counts of one source, with `overlap` training rows dropped for their held-out prompts.
     pub fn of(drawn: &Drawn<'_>, overlap: usize) -> Self {
         let Drawn { found, quota, .. } = drawn;
         Self {
@@ -63,7 +63,7 @@ impl Sum {
         }
     }
 
-    /// Of all sources.
+    /// Counts of all sources together.
     pub fn total(sums: &[Self]) -> Self {
         sums.iter().fold(Self::default(), |a, b| Self {
             rows: a.rows + b.rows,
@@ -77,7 +77,7 @@ impl Sum {
         })
     }
 
-    /// As a line; what was not looked for is left out.
+    /// The counts as a line, without counts of disabled filters.
     pub fn line(&self, args: &Args) -> String {
         let Self { rows, train, eval, overlap, not_drawn, duplicates, contaminated, rejected } = self;
         let mut line = format!("{rows} rows = {train} train + {eval} eval + {not_drawn} not drawn");
@@ -94,13 +94,13 @@ impl Sum {
     }
 }
 
-/// The sums of all sources.
+/// The counts of all sources.
 pub fn sums(args: &Args, sources: &[Drawn<'_>], overlap: &Overlap) -> Vec<Sum> {
     let left_out = |rows: usize| if args.allow_overlap { 0 } else { rows };
     sources.iter().zip(&overlap.rows).map(|(source, &rows)| Sum::of(source, left_out(rows))).collect()
 }
 
-/// The lines that are printed.
+/// The lines on the terminal.
 pub fn lines(args: &Args, sources: &[Drawn<'_>], suites: &Suites, overlap: &Overlap) -> String {
     let sums = sums(args, sources, overlap);
     let mut text = Sum::total(&sums).line(args) + "\n";
@@ -141,7 +141,7 @@ fn dropped(sources: &[Drawn<'_>]) -> BTreeMap<String, usize> {
     all
 }
 
-/// A file of a dataset as it was read.
+/// Path, size and digest of a file.
 #[derive(Serialize)]
 pub struct FileDigest {
     path: PathBuf,
@@ -177,19 +177,19 @@ struct SourceReport<'a> {
     renamed: usize,
 }
 
-/// Rows that a split could not use, among all.
+/// Number of unusable rows.
 pub struct Rejected {
-    /// Those.
+    /// Unusable rows.
     pub rejected: usize,
-    /// All.
+    /// All rows.
     pub rows: usize,
 }
 
-/// Whether the outputs that are there are of the split that is asked for, of the same files, and as it wrote them: what their
-/// report says was rejected.
+/// The rejected rows in the existing report, if it has the same arguments, inputs and suites and
+/// the outputs are unchanged. None otherwise.
 ///
 /// # Errors
-/// A file that cannot be read.
+/// If a file cannot be read.
 pub fn kept(args: &Args, inputs: &[Input], suites: &Suites) -> anyhow::Result<Option<Rejected>> {
     if [&args.train_output, &args.eval_output].iter().any(|path| !path.is_file()) {
         return Ok(None);
@@ -231,7 +231,7 @@ fn outputs(args: &Args) -> Result<[FileDigest; 2], FileError> {
     Ok([one(&args.train_output)?, one(&args.eval_output)?])
 }
 
-/// The arguments that decide what is written.
+/// The arguments that determine the outputs.
 fn asked(args: &Args) -> Value {
     json!({
         "version": VERSION,

@@ -1,11 +1,11 @@
-//! Who speaks: the names that datasets use, and the roles that they become.
+//! Maps speaker names of datasets to roles.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use deepspec_text::Role;
 
-/// The two ways in which datasets write a message.
+/// The two forms of a message in datasets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Shape {
     /// `{"from", "value"}`.
@@ -24,7 +24,7 @@ impl Shape {
     }
 }
 
-/// A role, or `drop`, as it is given by name.
+/// A role's name in arguments and mixes, or `drop`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Deserialize, serde::Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Target {
@@ -34,9 +34,9 @@ pub enum Target {
     User,
     /// Answers.
     Assistant,
-    /// Results of tools.
+    /// Tool results.
     Tool,
-    /// The message is left out, and counted.
+    /// Drops the message and counts it.
     Drop,
 }
 
@@ -52,7 +52,7 @@ impl Target {
     }
 }
 
-/// Reads `SPEAKER=ROLE` as given on the command line.
+/// Parses `SPEAKER=ROLE` from the command line.
 pub fn parse(text: &str) -> Result<(String, Target), String> {
     let (speaker, role) = text.split_once('=').ok_or("expected SPEAKER=ROLE")?;
     if speaker.is_empty() {
@@ -63,14 +63,14 @@ pub fn parse(text: &str) -> Result<(String, Target), String> {
     Ok((speaker.into(), target))
 }
 
-/// What each speaker's messages become.
+/// The role of each speaker.
 #[derive(Debug, Default)]
 pub struct Roles {
     given: BTreeMap<String, Given>,
     drop_system: bool,
 }
 
-/// What the user said of a speaker, and whether such a speaker was met.
+/// A given role of a speaker, and whether the speaker occurred.
 #[derive(Debug)]
 struct Given {
     target: Target,
@@ -78,14 +78,14 @@ struct Given {
 }
 
 impl Roles {
-    /// The usual map, with `given` before it; `drop_system` leaves out all messages that would be the system's.
+    /// The default roles, with `given` taking priority; `drop_system` drops all system messages.
     pub fn new(given: impl IntoIterator<Item = (String, Target)>, drop_system: bool) -> Self {
         let given =
             given.into_iter().map(|(name, target)| (name, Given { target, met: AtomicBool::new(false) }));
         Self { given: given.collect(), drop_system }
     }
 
-    /// Speakers that were given a role and never met.
+    /// Speakers with a given role that never occurred.
     pub fn unmet(&self) -> impl Iterator<Item = &str> {
         self.given
             .iter()
@@ -93,14 +93,15 @@ impl Roles {
             .map(|(name, _)| name.as_str())
     }
 
-    /// What a speaker's message becomes; None if it is dropped.
+    /// The role of a speaker's message; None if the message is dropped.
     pub fn role(&self, shape: Shape, speaker: &str) -> Option<Role> {
         let role = match self.given.get(speaker) {
             Some(given) => {
                 given.met.store(true, Ordering::Relaxed);
                 given.target.role()
             }
-            // OpenAI's tool results say which call they answer; ShareGPT's only make sense with a map for the calls.
+            // OpenAI's tool results name their call. ShareGPT's do not, so they need an explicit
+            // role.
             None => Role::of_speaker(speaker).filter(|&role| role != Role::Tool || shape == Shape::OpenAi),
         };
         role.filter(|&role| !(self.drop_system && role == Role::System))

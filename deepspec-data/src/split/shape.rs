@@ -1,4 +1,4 @@
-//! JSON files whose rows do not stand one on each line.
+//! Detects JSON files without one row per line.
 
 use std::fs;
 use std::io::{BufRead, Read};
@@ -9,13 +9,14 @@ use deepspec_datasets::rows::DataFile;
 use deepspec_text::is_record_key;
 use serde_json::{Map, Value};
 
-/// Bytes of a file that is parsed to say what it holds.
+/// Most bytes of a file that are parsed to find its structure.
 const MOST_BYTES: u64 = 1 << 30;
 
-/// Refuses a file of JSON text whose rows are spread over lines or lie inside an object, with the command that takes them out.
+/// Refuses a JSON file whose rows span several lines or are nested in an object. The error gives a
+/// command that extracts the rows.
 ///
 /// # Errors
-/// What the file holds; a file that cannot be read.
+/// If the file has that structure, or cannot be read.
 pub fn check(file: &DataFile) -> anyhow::Result<()> {
     let mut text = jsonl::open_text(file.path())?;
     let mut line = vec![];
@@ -54,7 +55,7 @@ pub fn check(file: &DataFile) -> anyhow::Result<()> {
     }
 }
 
-/// The key of the rows that an object holds, if it is no row itself.
+/// The key of the rows in an object that is not itself a row.
 fn wrapped(fields: &Map<String, Value>) -> Option<&str> {
     if fields.keys().any(|key| is_record_key(key)) {
         return None;

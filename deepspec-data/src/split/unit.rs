@@ -1,4 +1,4 @@
-//! The conversations of a unit, whatever form its rows come in.
+//! Parses the rows of a unit as conversations, for all file formats.
 
 use anyhow::Context;
 use deepspec_core::jsonl::Line;
@@ -9,19 +9,21 @@ use super::json_rows;
 use super::roles::Roles;
 use deepspec_datasets::rows::{Cell, Unit, decode};
 
-/// Where a row stands.
+/// The position of a row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Place {
-    /// Its 0-based place in the unit.
+    /// 0-based index in the unit.
     pub index: usize,
-    /// Its 1-based line or row in the file.
+    /// 1-based line or row in the file.
     pub line: usize,
 }
 
-/// Calls `each` with every wanted row of a unit, in order, as a conversation or the reason why it is none.
+/// Calls `each` with every wanted row of a unit, in order: a conversation, or the reason why it is
+/// unusable.
 ///
 /// # Errors
-/// If the file is malformed, or a column has a type that JSON has no form for, with the file and the row.
+/// If the file is malformed, or a column has a type without a JSON form. The error names the file
+/// and the row.
 pub fn each_row(
     unit: Unit,
     roles: &Roles,

@@ -1,4 +1,4 @@
-//! Request fields that the OpenAI API does not have, and servers that refuse them.
+//! Request fields beyond the OpenAI API, and servers that reject them.
 
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 
@@ -8,7 +8,8 @@ use super::super::overrides::THINKING;
 use super::super::settings::TOKEN_ID_FIELDS;
 use super::failure::{Class, Failure};
 
-/// Fields without which a server still answers the question that was asked, if with other luck, or without the answer's token ids.
+/// Optional fields: without them a server still answers the same prompt, with other samples or
+/// without token ids.
 pub const OPTIONAL: [&str; 8] = [
     "top_k",
     "min_p",
@@ -20,16 +21,16 @@ pub const OPTIONAL: [&str; 8] = [
     THINKING,
 ];
 
-/// What a refusal means for the fields of a request.
+/// Interpretation of a refusal that may be about optional fields.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Refusal {
-    /// The server does not know these; it is asked without them from now on.
+    /// The server rejects these fields; later requests omit them.
     Of(Fields),
-    /// The server does not know the thinking switch. Without it the data would silently be other data.
+    /// The server rejects the thinking switch. Omitting it would silently change the data.
     OfThinking,
-    /// It names no field, but was never seen to accept these.
+    /// The refusal names no field, and the server has never accepted these.
     Perhaps(Fields),
-    /// It is about something else.
+    /// The refusal is about something else.
     Other,
 }
 
@@ -38,9 +39,9 @@ pub enum Refusal {
 pub struct Fields(u8);
 
 impl Fields {
-    /// The fields that a request has.
+    /// The optional fields of a request.
     pub fn of(body: &Map<String, Value>) -> Self {
-        // Only the switch that nobody asked for may be left out; it stands at off.
+        // The thinking switch is optional only at its default, off.
         let off = json!({"enable_thinking": false});
         Self::those(|name| body.get(name).is_some_and(|value| name != THINKING || *value == off))
     }
@@ -50,34 +51,35 @@ impl Fields {
         Self(OPTIONAL.iter().enumerate().map(bit).sum())
     }
 
-    /// Whether there are none.
+    /// Whether the set is empty.
     pub fn is_empty(self) -> bool {
         self.0 == 0
     }
 
-    /// These without [`TOKEN_ID_FIELDS`].
+    /// The set without [`TOKEN_ID_FIELDS`].
     fn of_answers(self) -> Self {
         self.without(Self::those(|name| TOKEN_ID_FIELDS.contains(&name)))
     }
 
-    /// Which of these a refusal that names none may be about, in the order in which to try: what changes no answer first.
+    /// Subsets to omit after a refusal without a field name, in order. The token id fields come
+    /// first, because they do not change the answer.
     pub fn suspects(self) -> impl Iterator<Item = Self> {
         let ids = self.without(self.of_answers());
         [ids, self].into_iter().filter(|fields| !fields.is_empty()).take(if ids == self { 1 } else { 2 })
     }
 
-    /// These without others.
+    /// The set without `others`.
     pub fn without(self, others: Self) -> Self {
         Self(self.0 & !others.0)
     }
 
-    /// Their names.
+    /// The names of the fields.
     pub fn names(self) -> Vec<&'static str> {
         (0..OPTIONAL.len()).filter(|place| self.0 & (1 << place) != 0).map(|place| OPTIONAL[place]).collect()
     }
 }
 
-/// What is known of a server's likings.
+/// Optional fields that a server accepted or rejected.
 #[derive(Debug, Default)]
 pub struct Extensions {
     dropped: AtomicU8,
@@ -86,17 +88,17 @@ pub struct Extensions {
 }
 
 impl Extensions {
-    /// The fields of the request that this server gets.
+    /// The optional fields of a request that this server gets.
     pub fn sent(&self, body: &Map<String, Value>) -> Fields {
         Fields::of(body).without(self.dropped())
     }
 
-    /// The fields that this server is asked without.
+    /// The fields that requests to this server omit.
     pub fn dropped(&self) -> Fields {
         Fields(self.dropped.load(Ordering::Relaxed))
     }
 
-    /// The request as this server gets it, with these fields of [`OPTIONAL`] only.
+    /// The request body with only the optional fields `sent`.
     pub fn trim(body: &Map<String, Value>, sent: Fields) -> Vec<u8> {
         let unwanted = Fields::of(body).without(sent);
         if unwanted.is_empty() {
@@ -109,7 +111,7 @@ impl Extensions {
         to_bytes(&trimmed)
     }
 
-    /// Remembers that a request with these fields was answered.
+    /// Records that the server answered a request with these fields.
     pub fn accept(&self, body: &Map<String, Value>, sent: Fields) {
         self.accepted.fetch_or(sent.0, Ordering::Relaxed);
         if body.contains_key(THINKING) {
@@ -117,13 +119,14 @@ impl Extensions {
         }
     }
 
-    /// Asks without these from now on; false if that was so already.
+    /// Omits these fields from now on; false if they were all omitted already.
     pub fn drop(&self, fields: Fields) -> bool {
         let before = self.dropped.fetch_or(fields.0, Ordering::Relaxed);
         before | fields.0 != before
     }
 
-    /// Reads a refusal of a request that had these fields. `asks_thinking`: the switch is the user's, not the default.
+    /// Interprets the refusal of a request with the fields `sent`. `asks_thinking` says that the
+    /// user, not the default, set the thinking switch.
     pub fn read(
         &self,
         failure: &Failure,
@@ -134,7 +137,8 @@ impl Extensions {
         if failure.class != Class::Refused {
             return Refusal::Other;
         }
-        // What was accepted before is not what a refusal is about, even if it repeats the whole request.
+        // A field that was accepted before is not the cause, even if the refusal quotes the whole
+        // request.
         let mut unproven = sent.without(Fields(self.accepted.load(Ordering::Relaxed)));
         let switch = Fields::those(|name| name == THINKING);
         let names_switch = failure.names(THINKING) || failure.names("enable_thinking");
@@ -158,7 +162,7 @@ impl Extensions {
 }
 
 fn to_bytes(body: &Map<String, Value>) -> Vec<u8> {
-    // A map of JSON values always has a text.
+    // A map of JSON values always serialises.
     serde_json::to_vec(body).unwrap_or_default()
 }
 
@@ -195,7 +199,7 @@ mod tests {
         let bytes = Extensions::trim(&body, server.sent(&body));
         let trimmed: Value = serde_json::from_slice(&bytes).unwrap();
         assert_eq!(trimmed, json!({"seed": 1, "temperature": 0, "chat_template_kwargs": {}}));
-        // A field that was not sent is not what the refusal is about.
+        // A field that was not sent cannot be the cause.
         let again = server.read(&refused("top_k"), &body, server.sent(&body), true);
         assert!(matches!(again, Refusal::Perhaps(_)));
     }
@@ -227,7 +231,7 @@ mod tests {
         assert_eq!(fields.names(), [THINKING]);
         server.drop(fields);
         assert!(!server.sent(&body).names().contains(&THINKING));
-        // A row that asks for thinking is asked so all the same.
+        // The thinking switch stays if a row turns it on.
         body.insert(THINKING.into(), json!({"enable_thinking": true}));
         let trimmed = Extensions::trim(&body, server.sent(&body));
         assert!(String::from_utf8(trimmed).unwrap().contains("enable_thinking"));

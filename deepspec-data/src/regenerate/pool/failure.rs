@@ -1,4 +1,4 @@
-//! What went wrong with a request, by what can be done about it.
+//! Failures of requests, classified by how to handle them.
 
 use std::fmt;
 use std::time::{Duration, SystemTime};
@@ -8,36 +8,37 @@ use reqwest::StatusCode;
 use reqwest::header::{HeaderMap, LOCATION, RETRY_AFTER};
 use serde_json::Value;
 
-/// Longest part of a server's message that is kept.
+/// Most characters of a server's message to keep.
 const MESSAGE_CHARS: usize = 300;
 
-/// Classes of failure. The first seven may pass: another attempt, perhaps at another server, can succeed.
+/// Classes of failure. After the first seven, another attempt may succeed, perhaps at another
+/// server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Class {
-    /// No connection: the server's trouble, not the request's.
+    /// No connection: the server's fault, not the request's.
     Unreachable,
-    /// 429, or 503 with `Retry-After`: the server wants to be left alone for a while.
+    /// 429, or 503 with `Retry-After`: the server asks for a pause.
     RateLimited,
     /// Any other 5xx, or 408.
     ServerError,
-    /// No answer in time.
+    /// The answer timed out.
     Timeout,
-    /// The connection broke before the answer was there, or what came was no HTTP.
+    /// The connection broke before the end of the answer, or the response was not HTTP.
     Broken,
-    /// The answer is no chat completion.
+    /// The response is not a chat completion.
     Garbage,
-    /// The answer was broken off.
+    /// The server broke off the answer.
     BrokenOff,
-    /// This request is refused; others may not be.
+    /// The server refuses this request; it may accept others.
     Refused,
     /// The server refuses every request: wrong address, key or model.
     Denied,
-    /// Taken back from a server whose circuit opened, to be asked elsewhere.
+    /// Cancelled because the server's circuit opened; another server gets the request.
     Recalled,
 }
 
 impl Class {
-    /// All of them.
+    /// All classes.
     pub const ALL: [Self; 10] = [
         Self::Unreachable,
         Self::RateLimited,
@@ -51,7 +52,7 @@ impl Class {
         Self::Recalled,
     ];
 
-    /// Its name in accounts.
+    /// Its name in reports.
     pub fn name(self) -> &'static str {
         match self {
             Self::Unreachable => "unreachable",
@@ -71,15 +72,15 @@ impl Class {
 /// A request without an answer.
 #[derive(Debug, Clone)]
 pub struct Failure {
-    /// What can be done about it.
+    /// The class.
     pub class: Class,
-    /// What happened, in few words.
+    /// A short description.
     pub problem: String,
-    /// How long the server asks to be left alone.
+    /// The pause that the server asks for.
     pub retry_after: Option<Duration>,
-    /// All that the server said, to look for names of fields in.
+    /// The server's whole message, to find names of fields.
     pub said: String,
-    /// Why the answer ended, of one that was broken off.
+    /// The finish reason of an answer that was broken off.
     pub finish: Option<FinishReason>,
 }
 
@@ -94,28 +95,28 @@ impl Failure {
         Self { class, problem, retry_after: None, said: String::new(), finish: None }
     }
 
-    /// The request was taken back.
+    /// A request that was cancelled.
     pub fn recalled() -> Self {
         Self::new(Class::Recalled, "the server was given up".into())
     }
 
-    /// What came is no answer.
+    /// A response that is not a chat completion.
     pub fn garbage(problem: &str, text: &str) -> Self {
         Self::new(Class::Garbage, format!("{problem}: {}", shortened(text)))
     }
 
-    /// The server ended the answer before the model did.
+    /// An answer that the server ended before the model did.
     pub fn broken_off(reason: FinishReason) -> Self {
         let problem = format!("the answer was broken off (finish_reason {:?})", reason.word());
         Self { finish: Some(reason), ..Self::new(Class::BrokenOff, problem) }
     }
 
-    /// The model said nothing; asked again, it may.
+    /// An answer without text; another attempt may have one.
     pub fn empty() -> Self {
         Self::new(Class::BrokenOff, "the answer has no text".into())
     }
 
-    /// There was no answer, or not all of it.
+    /// A connection that failed or broke.
     pub fn transport(error: &reqwest::Error) -> Self {
         let class = match error {
             _ if error.is_connect() => Class::Unreachable,
@@ -125,14 +126,14 @@ impl Failure {
         Self::new(class, causes(error))
     }
 
-    /// The server answered with this status.
+    /// A response with an error status.
     pub fn status(status: StatusCode, headers: &HeaderMap, text: String) -> Self {
         let retry_after = retry_after(headers, SystemTime::now());
         let class = match status {
             StatusCode::TOO_MANY_REQUESTS => Class::RateLimited,
             StatusCode::SERVICE_UNAVAILABLE if retry_after.is_some() => Class::RateLimited,
             StatusCode::REQUEST_TIMEOUT => Class::ServerError,
-            // Out of credit is as good as locked out: no row would be answered.
+            // 402 means that the account has no credit left, so every request would fail.
             StatusCode::UNAUTHORIZED
             | StatusCode::PAYMENT_REQUIRED
             | StatusCode::FORBIDDEN
@@ -151,7 +152,7 @@ impl Failure {
         Self { class, problem, retry_after, said: said(text), finish: None }
     }
 
-    /// Whether the server names this field in its refusal, as a word.
+    /// Whether the server's message contains this field's name as a word.
     pub fn names(&self, field: &str) -> bool {
         let word = |c: char| c.is_alphanumeric() || c == '_';
         self.said.match_indices(field).any(|(at, _)| {
@@ -160,7 +161,7 @@ impl Failure {
     }
 }
 
-/// All texts of a server's message but those that repeat the request.
+/// All texts of a server's message, except quotes of the request.
 fn said(text: String) -> String {
     fn collect(value: &Value, found: &mut Vec<String>) {
         match value {
@@ -190,7 +191,7 @@ fn retry_after(headers: &HeaderMap, now: SystemTime) -> Option<Duration> {
     Some(date.duration_since(now).unwrap_or_default())
 }
 
-/// What a server says about a request that it refuses.
+/// The message in a server's error response.
 fn complaint(text: &str) -> String {
     let json: Value = serde_json::from_str(text).unwrap_or_default();
     let said = [&json["error"]["message"], &json["message"], &json["error"], &json["detail"]];
@@ -209,7 +210,7 @@ fn shortened(text: &str) -> String {
     }
 }
 
-/// The root of an error: reqwest's own message hides it, and the URL is named by the caller.
+/// The root cause of an error. Reqwest's own message hides it, and the caller names the URL.
 fn causes(error: &reqwest::Error) -> String {
     if error.is_timeout() && !error.is_connect() {
         return "no answer in time".into();

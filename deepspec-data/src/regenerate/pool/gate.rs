@@ -1,4 +1,4 @@
-//! How much one server is asked: its slots, its circuit breaker and what is known of it.
+//! Limits the requests to one server: slots, circuit breaker and statistics.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -13,48 +13,48 @@ use super::super::answer::Tokens;
 use super::failure::Class;
 use super::stats::ServerStats;
 
-/// Failures in a row after which a server is given up for a while.
+/// Failures in a row that open the circuit.
 const GIVEN_UP_AFTER: u32 = 5;
-/// First and longest time for which a server that was given up is left alone, as [`doubling`] takes them.
+/// First and longest pause of an open circuit, for [`doubling`].
 const OPEN: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(30));
-/// Likewise for a server that wants to be left alone but does not say how long.
+/// First and longest pause after a rate limit without `Retry-After`, for [`doubling`].
 const LIMITED: (Duration, Duration) = (Duration::from_millis(250), Duration::from_secs(30));
-/// Longest pause that a server may ask for.
+/// Upper limit on `Retry-After`.
 const LONGEST_WISH: Duration = Duration::from_secs(600);
-/// Answers after which a server's earlier troubles are forgotten.
+/// Answers after which the pauses start from the shortest again.
 const FORGOTTEN_AFTER: u32 = 20;
-/// Denials after which a server that never answered is given up for good.
+/// Denials after which a server that never answered is disabled.
 const DISABLED_AFTER: u64 = 3;
 
-/// Whether a server is asked.
+/// State of a server's circuit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CircuitState {
-    /// It is asked.
+    /// The server gets requests.
     Closed,
-    /// It asked to be left alone; it is asked again after a while.
+    /// The server asked for a pause.
     Paused,
-    /// It was given up; it is looked after until it answers again.
+    /// The server failed; it is probed until it responds.
     Open,
-    /// It answers again and is tried with one request.
+    /// The server responds again and gets one trial request.
     HalfOpen,
-    /// It refuses everything and never answered: it is not asked again.
+    /// The server never answered and denied every request. It gets no more.
     Disabled,
 }
 
-/// What the caller has to do after a change.
+/// The action that the caller takes after a change of state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Change {
-    /// Nothing.
+    /// No action.
     None,
     /// Call [`Gate::resume`] after this time.
     Resume(Duration),
-    /// Look whether it answers, whenever [`Gate::is_due`].
+    /// Probe the server whenever [`Gate::is_due`].
     Look,
-    /// Tell that it is back.
+    /// Report that the server is back.
     Back,
 }
 
-/// The right to have one request at a server, until it is dropped.
+/// Permission for one request at a server, until it is dropped.
 pub struct Slot {
     gate: Arc<Gate>,
     _permit: OwnedSemaphorePermit,
@@ -66,10 +66,10 @@ impl Drop for Slot {
     }
 }
 
-/// A server's breaker: [`GIVEN_UP_AFTER`] failures in a row open it.
+/// A server's circuit breaker: [`GIVEN_UP_AFTER`] failures in a row open it.
 type Breaker = StateMachine<ConsecutiveFailures<Pauses>, ()>;
 
-/// Pauses of a breaker. They go on growing when it closes, until [`Pauses::forget`].
+/// Pauses of a circuit breaker. They keep growing after it closes, until [`Pauses::forget`].
 #[derive(Clone)]
 struct Pauses(Arc<Mutex<ExponentialBackoff>>);
 
@@ -95,32 +95,32 @@ impl Iterator for Pauses {
 pub struct Gate {
     allowed: usize,
     slots: Arc<Semaphore>,
-    /// The one request that a half-open server is tried with.
+    /// The single slot of a half-open server.
     trial: Arc<Semaphore>,
     state: Mutex<State>,
 }
 
 struct State {
     circuit: CircuitState,
-    /// It is asked in [`CircuitState::Closed`] and [`CircuitState::HalfOpen`] what to do with a failure; while the circuit is open it says
-    /// when to look.
+    /// Decides about failures in [`CircuitState::Closed`] and [`CircuitState::HalfOpen`]. While the
+    /// circuit is open, it decides when to probe.
     breaker: Breaker,
     pauses: Pauses,
-    /// Answers since the last trouble.
+    /// Answers since the last failure.
     calm: u32,
-    /// How long it is left alone where it does not say.
+    /// Pauses after rate limits without `Retry-After`.
     limited: ExponentialBackoff,
     in_flight: usize,
-    /// How many slots there are: fewer than allowed where the server asked for less.
+    /// Current number of slots, below `allowed` after a rate limit.
     limit: usize,
-    /// Answers since the limit was last changed.
+    /// Answers since the limit last changed.
     answers: usize,
     problem: String,
     stats: ServerStats,
 }
 
 impl Gate {
-    /// A closed circuit with so many slots: nothing is known of the server.
+    /// A closed circuit with `allowed` slots.
     pub fn new(allowed: usize) -> Arc<Self> {
         let pauses = Pauses(Arc::new(Mutex::new(doubling(OPEN))));
         let policy = consecutive_failures(GIVEN_UP_AFTER, pauses.clone());
@@ -144,7 +144,7 @@ impl Gate {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether the server is asked.
+    /// The state of the circuit.
     pub fn circuit(&self) -> CircuitState {
         self.lock().circuit
     }
@@ -156,7 +156,8 @@ impl Gate {
         self.slot(permit, circuit)
     }
 
-    /// Waits in line for a slot; for ever where the server is not asked, so its caller listens for changes as well.
+    /// Waits for a slot. It waits for ever if the server gets no requests, so the caller must also
+    /// listen for changes.
     pub async fn next_slot(self: &Arc<Self>) -> Slot {
         loop {
             let circuit = self.circuit();
@@ -178,7 +179,7 @@ impl Gate {
         }
     }
 
-    /// The slot of a permit that was taken in this state of the circuit; none if it has changed since.
+    /// The slot of a permit that was acquired in this state; None if the state has changed since.
     fn slot(self: &Arc<Self>, permit: OwnedSemaphorePermit, circuit: CircuitState) -> Option<Slot> {
         let mut state = self.lock();
         (state.circuit == circuit).then(|| {
@@ -187,33 +188,33 @@ impl Gate {
         })
     }
 
-    /// Share of its slots that is taken, in 2⁻³².
+    /// Fraction of the slots in use, in units of 2⁻³².
     pub fn load(&self) -> u64 {
         let state = self.lock();
         ((state.in_flight as u64) << 32) / state.limit.max(1) as u64
     }
 
-    /// Requests at the server.
+    /// Requests in progress at the server.
     pub fn in_flight(&self) -> usize {
         self.lock().in_flight
     }
 
-    /// What its last trouble was; empty if it had none.
+    /// The last failure; empty if there was none.
     pub fn problem(&self) -> String {
         self.lock().problem.clone()
     }
 
-    /// What was asked of it, and what came of it.
+    /// The server's statistics.
     pub fn stats(&self) -> ServerStats {
         self.lock().stats.clone()
     }
 
-    /// Counts a failure in its stats.
+    /// Counts a failure in the statistics.
     pub fn count(&self, class: Class) {
         self.lock().stats.fail(class);
     }
 
-    /// It answered a request.
+    /// Records an answer.
     pub fn answer(&self, tokens: Tokens) -> Change {
         let mut state = self.lock();
         state.stats.answered += 1;
@@ -224,13 +225,13 @@ impl Gate {
             state.pauses.forget();
         }
         state.answers += 1;
-        // As carefully back up as its wishes brought it down: one slot for every round of answers.
+        // After a rate limit, one slot is added back for every `limit` answers.
         if state.limit < self.allowed && state.answers >= state.limit {
             (state.limit, state.answers) = (state.limit + 1, 0);
             self.slots.add_permits(1);
         }
         match state.circuit {
-            // The answer to a request from before.
+            // The request was sent before the circuit opened.
             CircuitState::Open => Change::None,
             CircuitState::Closed | CircuitState::Paused => {
                 state.breaker.on_success();
@@ -244,12 +245,12 @@ impl Gate {
         }
     }
 
-    /// A request failed for a reason that may be the request's own.
+    /// Records a failure whose cause may be the request.
     pub fn failure(&self, problem: &str) -> Change {
         self.trouble(problem, false)
     }
 
-    /// It cannot be reached: given up at once.
+    /// Records that the server is unreachable, which opens the circuit at once.
     pub fn unreachable(&self, problem: &str) -> Change {
         self.trouble(problem, true)
     }
@@ -262,7 +263,7 @@ impl Gate {
             return Change::None;
         }
         state.breaker.on_error();
-        // A trial has one chance.
+        // A trial request has only one attempt.
         while (at_once || state.circuit == CircuitState::HalfOpen) && state.breaker.is_call_permitted() {
             state.breaker.on_error();
         }
@@ -274,12 +275,12 @@ impl Gate {
         Change::Look
     }
 
-    /// Whether a server that was given up may be looked at.
+    /// Whether the pause is over and the server may be probed.
     pub fn is_due(&self) -> bool {
         self.lock().breaker.is_call_permitted()
     }
 
-    /// It was looked at, with or without success; whether it is tried now.
+    /// Records the result of a probe. Returns whether the server now gets a trial request.
     pub fn looked(&self, found: Result<(), String>) -> bool {
         let mut state = self.lock();
         match found {
@@ -294,7 +295,7 @@ impl Gate {
         true
     }
 
-    /// It asks to be left alone, for a time if it says so: it gets fewer requests at once, and none for a while.
+    /// Records a rate limit, with `Retry-After` if given: reduces the slots and pauses the server.
     pub fn limit(&self, wish: Option<Duration>, problem: &str) -> Change {
         let mut state = self.lock();
         state.problem = problem.into();
@@ -304,7 +305,8 @@ impl Gate {
         let change = if matches!(state.circuit, CircuitState::Closed | CircuitState::HalfOpen) {
             state.circuit = CircuitState::Paused;
             let own = state.limited.next().unwrap_or(LIMITED.1);
-            // A fifth longer, by chance, so that many runs do not come back at once. No time at all would have us back again and again.
+            // Jitter of up to a fifth spreads the return of many clients. The own backoff is the
+            // minimum, because a pause of 0 would repeat at once.
             let wished = wish.map(|wish| wish.min(LONGEST_WISH).mul_f64(1.0 + 0.2 * fraction()));
             Change::Resume(wished.map_or(own, |wished| wished.max(own)))
         } else {
@@ -313,7 +315,7 @@ impl Gate {
         drop(state);
         if cut > 0 {
             let slots = Arc::clone(&self.slots);
-            // Those that are taken go as they come back.
+            // Slots in use are removed when they are released.
             tokio::spawn(async move {
                 if let Ok(cut) = slots.acquire_many_owned(cut).await {
                     cut.forget();
@@ -323,7 +325,7 @@ impl Gate {
         change
     }
 
-    /// The time that it asked for is over.
+    /// Ends the pause of a rate limit.
     pub fn resume(&self) {
         let mut state = self.lock();
         if state.circuit == CircuitState::Paused {
@@ -332,8 +334,8 @@ impl Gate {
         }
     }
 
-    /// It refused a request as it would refuse every other; whether it is now given up for good, which takes a few of those and no answer
-    /// ever.
+    /// Records a denial, which every request would get. Returns whether it disabled the server,
+    /// which takes [`DISABLED_AFTER`] denials and no answer.
     pub fn deny(&self, problem: &str) -> bool {
         let mut state = self.lock();
         state.problem = problem.into();
@@ -351,7 +353,8 @@ fn fraction() -> f64 {
     fresh_number() as f64 / u64::MAX as f64
 }
 
-/// Pauses that double from the first to the longest; chance makes each longer by up to its own length.
+/// Pauses that double from the first to the longest; random jitter adds up to the pause's own
+/// length.
 pub fn doubling((first, longest): (Duration, Duration)) -> ExponentialBackoff {
     let pauses = ExponentialBuilder::new().with_min_delay(first).with_max_delay(longest);
     pauses.without_max_times().with_jitter().build()
@@ -380,7 +383,7 @@ mod tests {
         assert_eq!((gate.circuit(), gate.try_slot().is_none()), (CircuitState::Open, true));
         assert!(!gate.looked(Err("y".into())));
         assert_eq!((gate.circuit(), gate.problem().as_str()), (CircuitState::Open, "y"));
-        // A request from before is still under way; the trial does not wait for it.
+        // An earlier request is still in progress; the trial does not wait for it.
         assert!(is_tried(&gate));
         let trial = gate.try_slot();
         assert_eq!((trial.is_some(), gate.try_slot().is_none(), gate.in_flight()), (true, true, 2));
@@ -390,7 +393,7 @@ mod tests {
         assert_eq!((gate.in_flight(), gate.stats().given_up), (0, 1));
     }
 
-    /// As time does when a pause is over: the breaker lets one look.
+    /// Waits until the breaker permits a probe, then reports a successful one.
     fn is_tried(gate: &Gate) -> bool {
         while !gate.is_due() {
             std::thread::sleep(Duration::from_millis(20));
@@ -445,7 +448,7 @@ mod tests {
         assert!(matches!(gate.limit(None, "429"), Change::Resume(_)));
         assert_eq!((taken.len(), gate.circuit()), (5, CircuitState::Paused));
         gate.resume();
-        // The free slots are gone, and the first one that comes back.
+        // The free slots are gone, and so is the first released one.
         tokio::task::yield_now().await;
         assert!(gate.try_slot().is_none());
         taken.truncate(4);

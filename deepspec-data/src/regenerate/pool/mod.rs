@@ -1,7 +1,7 @@
-//! Many servers as one: a request goes to whichever has a slot free, and elsewhere when that fails.
+//! A pool of servers: a request goes to a free slot, and to another server if it fails.
 //!
-//! A request waits in line at all servers at once and takes the first slot, so a fast server takes from a slow one what it
-//! would have got. A server that is given up loses what it was working on as well.
+//! A request queues at all servers at once and takes the first free slot, so faster servers get
+//! more requests. When a server's circuit opens, its requests in progress move to others.
 
 mod extensions;
 mod failure;
@@ -26,14 +26,14 @@ use gate::{Change, CircuitState, Slot, doubling};
 pub use server::check_urls;
 use server::{Server, client};
 
-/// Most requests in flight that a server may be given.
+/// Upper limit on requests in flight per server.
 const MOST_CONCURRENT: usize = 65_536;
-/// First and longest pause between attempts at a row, as [`doubling`] takes them.
+/// First and longest pause between attempts at a row, for [`doubling`].
 const BACK_OFF: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(16));
-/// How often a request may be told to wait before its row fails.
+/// Rate limits of one request after which its row fails.
 const MOST_WAITS: u32 = 100;
 
-/// Refusals without a single answer after which the trouble cannot be the rows'.
+/// Refusals without any answer that end the run, because the rows cannot be the cause.
 const MOST_REFUSALS: u64 = 100;
 
 /// How a pool asks.
@@ -60,10 +60,10 @@ pub struct Options {
 }
 
 impl Options {
-    /// Checks what the types do not say.
+    /// Checks the ranges of values.
     ///
     /// # Errors
-    /// Usage errors.
+    /// With a usage error if a value is out of range.
     pub fn check(&self) -> anyhow::Result<()> {
         if self.concurrency == 0 || self.timeout == 0 || self.attempts == 0 || self.patience == 0 {
             usage!("--concurrency, --timeout, --attempts and --patience must be at least 1");
@@ -80,18 +80,18 @@ impl Options {
     }
 }
 
-/// Servers that answer.
+/// A pool of servers.
 pub struct Pool {
     servers: Vec<Arc<Server>>,
     options: Options,
-    /// Tells those who wait that a server's state has changed, or that the pool was closed.
+    /// Notifies waiting requests that a server's state has changed, or that the pool was closed.
     changes: watching::Sender<()>,
-    /// Why no request is admitted any more.
+    /// Why the pool accepts no more requests.
     closed: OnceLock<String>,
 }
 
 impl Pool {
-    /// A pool of servers given by base URL.
+    /// A pool of servers by base URL.
     pub fn new(urls: &[String], options: Options) -> anyhow::Result<Self> {
         let http = client(urls, Duration::from_secs(options.timeout), options.concurrency)?;
         urls.iter().for_each(|url| env::report_key_in_clear(&options.api_key_env, url));
@@ -101,7 +101,7 @@ impl Pool {
         Ok(Self { servers, options, changes: watching::Sender::new(()), closed: OnceLock::new() })
     }
 
-    /// Checks that at least one server is there, and looks after those that are not.
+    /// Checks that at least one server responds, and starts to probe the others.
     pub async fn check(self: &Arc<Self>) -> anyhow::Result<()> {
         let found = join_all(self.servers.iter().map(|server| server.look())).await;
         let down: Vec<(&Arc<Server>, String)> = self
@@ -122,8 +122,8 @@ impl Pool {
         Ok(())
     }
 
-    /// Asks until there is an answer or no hope. `home` is the server that is asked first if it is free; it becomes the
-    /// one that answered.
+    /// Sends a request until it is answered or cannot succeed. `home` is the preferred server; it
+    /// becomes the one that answered.
     pub async fn ask(
         self: &Arc<Self>,
         body: &Map<String, Value>,
@@ -150,7 +150,8 @@ impl Pool {
             avoid = Some(index);
             match failure.class {
                 Class::Unreachable | Class::Recalled => {}
-                // Its own fault, not the request's: another server may do, and this one will be given up.
+                // The server is at fault, not the request. Another server may answer, and this one
+                // will be disabled.
                 Class::Denied if !server.answered() => tokio::time::sleep(BACK_OFF.0).await,
                 Class::RateLimited => {
                     waits += 1;
@@ -184,7 +185,8 @@ impl Pool {
         }
     }
 
-    /// Waits for a slot, at `home` if it has one free, at `avoid` only if no other server is asked.
+    /// Waits for a slot: preferably at `home`, and at `avoid` only if no other server gets
+    /// requests.
     async fn take(&self, home: Option<usize>, avoid: Option<usize>) -> Result<(usize, Slot), AskError> {
         let mut changes = self.changes.subscribe();
         loop {
@@ -206,7 +208,7 @@ impl Pool {
                 let (index, gate) = (*index, Arc::clone(&server.gate));
                 Box::pin(async move { (index, gate.next_slot().await) })
             };
-            // Never empty, as it must not be.
+            // `select_all` panics on an empty list.
             let lines = open.iter().map(line).chain([Box::pin(pending()) as BoxFuture<'_, _>]);
             tokio::select! {
                 biased;
@@ -216,17 +218,17 @@ impl Pool {
         }
     }
 
-    /// Requests at the servers.
+    /// Requests in progress at all servers.
     pub fn in_flight(&self) -> usize {
         self.servers.iter().map(|server| server.gate.in_flight()).sum()
     }
 
-    /// How many requests may be at the servers.
+    /// Most requests in progress at all servers.
     pub fn capacity(&self) -> usize {
         self.servers.len() * self.options.concurrency
     }
 
-    /// Share of the answers that each server gave, in percent, where there are several.
+    /// Percentage of the answers by server; empty for a single server.
     pub fn shares(&self) -> String {
         let counts: Vec<u64> = self.servers.iter().map(|server| server.gate.stats().answered).collect();
         let total: u64 = counts.iter().sum::<u64>().max(1);
@@ -234,7 +236,7 @@ impl Pool {
         if shares.len() > 1 { format!(", servers {} %", shares.join("/")) } else { String::new() }
     }
 
-    /// The stats of all servers.
+    /// The statistics of all servers.
     pub fn record(&self) -> Vec<Value> {
         let record = |server: &Arc<Server>| {
             server.gate.stats().record(server.url(), &server.extensions.dropped().names())
@@ -242,7 +244,7 @@ impl Pool {
         self.servers.iter().map(record).collect()
     }
 
-    /// A line for every server that had trouble.
+    /// A line for every server with failures.
     pub fn troubles(&self) -> Vec<String> {
         let line = |server: &Arc<Server>| {
             let stats = server.gate.stats();
@@ -255,19 +257,19 @@ impl Pool {
         self.servers.iter().filter_map(line).collect()
     }
 
-    /// How many servers are asked.
+    /// Number of servers that get requests.
     fn serving(&self) -> usize {
         self.servers.iter().filter(|server| server.gate.circuit() == CircuitState::Closed).count()
     }
 
-    /// Whether many requests were refused and none was ever answered.
+    /// Whether many requests were refused and none was answered.
     fn only_refusals(&self) -> bool {
         let stats: Vec<_> = self.servers.iter().map(|server| server.gate.stats()).collect();
         stats.iter().map(|stats| stats.count(Class::Refused)).sum::<u64>() >= MOST_REFUSALS
             && stats.iter().all(|stats| stats.answered == 0)
     }
 
-    /// The last troubles of all servers.
+    /// The last failures of all servers.
     fn problems(&self) -> String {
         let problem = |server: &Arc<Server>| match server.gate.problem() {
             none if none.is_empty() => server.url().to_string(),
@@ -276,7 +278,7 @@ impl Pool {
         self.servers.iter().map(problem).collect::<Vec<_>>().join("; ")
     }
 
-    /// Admits no request any more, and fails those that wait.
+    /// Closes the pool and fails waiting requests.
     fn close(&self, problem: String) {
         self.closed.get_or_init(|| problem);
         self.changed();
@@ -286,7 +288,7 @@ impl Pool {
         self.changes.send_replace(());
     }
 
-    /// One attempt, again without a field that the server turns out not to know.
+    /// One attempt, repeated without optional fields that the server rejects.
     async fn attempt(&self, server: &Server, body: &Map<String, Value>) -> Result<Answer, Attempt> {
         loop {
             let sent = server.extensions.sent(body);
@@ -314,9 +316,9 @@ impl Pool {
                                 self.drop_fields(server, suspected, &failure);
                                 return Ok(answer);
                             }
-                            // It is refused without them as well.
+                            // The server refuses the request without these fields too.
                             Err(again) if again.class == Class::Refused => {}
-                            // Nothing was learned.
+                            // Another failure does not show whether the fields were the cause.
                             Err(again) => return Err(Attempt::Failed(again)),
                         }
                     }
@@ -334,7 +336,7 @@ impl Pool {
         }
     }
 
-    /// Lets a failure count for the server.
+    /// Records a failure at the server.
     fn settle(
         self: &Arc<Self>,
         server: &Arc<Server>,
@@ -360,7 +362,7 @@ impl Pool {
             Class::ServerError | Class::Timeout | Class::Broken | Class::Garbage | Class::Denied => {
                 gate.failure(problem)
             }
-            // The server is there; what it broke off, it may answer next time.
+            // The server responds; it may answer the next request.
             Class::BrokenOff | Class::Refused | Class::Recalled => Change::None,
         };
         self.follow(server, change);
@@ -368,9 +370,9 @@ impl Pool {
     }
 }
 
-/// Why an attempt gave no answer.
+/// Why an attempt failed.
 enum Attempt {
     Failed(Failure),
-    /// No request will be answered as it should.
+    /// Every request would fail the same way.
     Hopeless(anyhow::Error),
 }

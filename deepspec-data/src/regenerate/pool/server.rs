@@ -16,28 +16,28 @@ use super::extensions::{Extensions, Fields};
 use super::failure::Failure;
 use super::gate::{CircuitState, Gate};
 
-/// How long a server may take to accept a connection or to say that it is there.
+/// Timeout for connections and for probes.
 const CONNECT: Duration = Duration::from_secs(10);
 
 /// Longest body of an answer, in bytes.
 const LONGEST_ANSWER: usize = 64 << 20;
-/// Longest body of a refusal, in bytes.
+/// Longest body of an error response, in bytes.
 const LONGEST_REFUSAL: usize = 1 << 20;
 
-/// A server and what belongs to it alone.
+/// A server with its state.
 pub struct Server {
     http: reqwest::Client,
     base: String,
     api_key: Option<String>,
-    /// How much it is asked.
+    /// Its slots and circuit breaker.
     pub gate: Arc<Gate>,
-    /// Extension fields that it refuses.
+    /// Optional fields that it accepts or rejects.
     pub extensions: Extensions,
-    /// Told to all that wait for its answers when it is given up.
+    /// Cancels all requests in progress when the circuit opens.
     pub recalled: Notify,
 }
 
-/// Checks server URLs before anything is asked.
+/// Checks server URLs before any request.
 pub fn check_urls(servers: &[String]) -> anyhow::Result<()> {
     for (index, server) in servers.iter().enumerate() {
         match Url::parse(server) {
@@ -52,7 +52,7 @@ pub fn check_urls(servers: &[String]) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The client that all servers share.
+/// The HTTP client for all servers.
 pub fn client(servers: &[String], timeout: Duration, connections: usize) -> anyhow::Result<reqwest::Client> {
     deepspec_hub::prepare_tls();
     let mut http = reqwest::Client::builder()
@@ -71,7 +71,7 @@ pub fn client(servers: &[String], timeout: Duration, connections: usize) -> anyh
 }
 
 impl Server {
-    /// A server given by its base URL, with or without `/v1`, with so many slots.
+    /// A server by its base URL, with or without `/v1`.
     pub fn new(http: &reqwest::Client, url: &str, api_key: Option<String>, slots: usize) -> Self {
         Self {
             http: http.clone(),
@@ -83,13 +83,13 @@ impl Server {
         }
     }
 
-    /// Its address.
+    /// Its base URL.
     pub fn url(&self) -> &str {
         &self.base
     }
 
-    /// Looks whether it is there. Any HTTP answer will do, because some servers cannot list their models and answer all the
-    /// same; but not one that says for a server behind it that it is away.
+    /// Probes the server. Any HTTP response counts, because some servers cannot list models, except
+    /// a proxy's 502 to 504.
     pub async fn look(&self) -> Result<(), String> {
         let url = format!("{}/v1/models", self.base);
         match self.authorised(self.http.get(&url)).timeout(CONNECT).send().await {
@@ -101,21 +101,21 @@ impl Server {
         }
     }
 
-    /// Whether it was given up: a request that it just got will be taken back.
+    /// Whether the circuit is open, so that a new request would be cancelled.
     pub fn is_out(&self) -> bool {
         self.gate.circuit() == CircuitState::Open
     }
 
-    /// Whether it ever answered.
+    /// Whether the server ever answered.
     pub fn answered(&self) -> bool {
         self.gate.stats().answered > 0
     }
 
-    /// Asks once, with these of the optional fields, unless the server is given up meanwhile.
+    /// Sends one request with the optional fields `sent`. Cancels it if the circuit opens.
     pub async fn ask_once(&self, body: &Map<String, Value>, sent: Fields) -> Result<Answer, Failure> {
         let recalled = self.recalled.notified();
         tokio::pin!(recalled);
-        // First listened, then looked: whatever happens to the server from here on is heard.
+        // Subscribes before checking the circuit, so that no notification is missed.
         recalled.as_mut().enable();
         if self.is_out() {
             return Err(Failure::recalled());
@@ -139,7 +139,7 @@ impl Server {
         let most = if status.is_success() { LONGEST_ANSWER } else { LONGEST_REFUSAL };
         let text = match text(response, most).await {
             Ok(text) => text,
-            // What a refusal says does not matter as much as that it is one.
+            // An error status counts even if its body cannot be read.
             Err(_) if !status.is_success() => String::new(),
             Err(failure) => return Err(failure),
         };
@@ -162,7 +162,7 @@ impl Server {
     }
 }
 
-/// A body as text, as long as it is no longer than so many bytes.
+/// A body as text, if it has at most `most` bytes.
 async fn text(mut response: Response, most: usize) -> Result<String, Failure> {
     let mut bytes = vec![];
     while let Some(chunk) = response.chunk().await.map_err(|error| Failure::transport(&error))? {

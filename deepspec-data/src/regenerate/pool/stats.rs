@@ -1,19 +1,19 @@
-//! What became of the requests, server by server.
+//! Request statistics by server.
 
 use serde_json::{Map, Value, json};
 
 use super::super::answer::Tokens;
 use super::failure::Class;
 
-/// What was asked of one server, and what came of it.
+/// Statistics of one server.
 #[derive(Debug, Clone, Default)]
 pub struct ServerStats {
     /// Requests answered.
     pub answered: u64,
-    /// Their tokens.
+    /// Tokens of these requests.
     pub tokens: Tokens,
     failures: [u64; Class::ALL.len()],
-    /// How often it was given up for a while.
+    /// How often the circuit opened.
     pub given_up: u64,
 }
 
@@ -28,18 +28,18 @@ impl ServerStats {
         self.failures[class as usize]
     }
 
-    /// Requests that were asked again or refused.
+    /// Number of failed requests.
     pub fn failures(&self) -> u64 {
         self.failures.iter().sum()
     }
 
-    /// How many failures there were of each class.
+    /// Number of failures by class, as text.
     pub fn classes(&self) -> String {
         let counted = Class::ALL.iter().zip(self.failures).filter(|(_, count)| *count > 0);
         counted.map(|(class, count)| format!("{} {count}", class.name())).collect::<Vec<_>>().join(", ")
     }
 
-    /// The stats as they are recorded.
+    /// The statistics as JSON.
     pub fn record(&self, url: &str, dropped: &[&str]) -> Value {
         let counted = Class::ALL.iter().zip(self.failures).filter(|(_, count)| *count > 0);
         let failures: Map<String, Value> =

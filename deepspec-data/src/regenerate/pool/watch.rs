@@ -1,4 +1,4 @@
-//! What goes on beside the requests: servers are given time, looked after and waited for.
+//! Background tasks of a pool: pauses, probes, and the timeout when no server answers.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -6,17 +6,17 @@ use std::time::Duration;
 use super::gate::{Change, CircuitState, doubling};
 use super::{Pool, Server};
 
-/// How often it is seen whether a server that was given up is to be looked at, or whether one came back.
+/// Interval between checks of servers.
 const TICK: Duration = Duration::from_millis(250);
 
 impl Pool {
-    /// Does what a change of a server's state asks for.
+    /// Acts on a change of a server's state.
     pub(super) fn follow(self: &Arc<Self>, server: &Arc<Server>, change: Change) {
         match change {
             Change::None => return,
             Change::Back => {
                 tracing::info!("{} is back", server.url());
-                // It takes over what others that are still out were working on.
+                // Requests in progress at servers with an open circuit move to this one.
                 self.servers
                     .iter()
                     .filter(|server| server.is_out())
@@ -32,7 +32,7 @@ impl Pool {
             }
             Change::Look => {
                 tracing::warn!("{}; asking the other servers and trying it again", server.gate.problem());
-                // Where there is another server, it takes over what this one was working on.
+                // If another server gets requests, the ones in progress here move there.
                 if self.serving() > 0 {
                     server.recalled.notify_waiters();
                 }
@@ -42,7 +42,7 @@ impl Pool {
         self.changed();
     }
 
-    /// Looks now and then whether a server is back.
+    /// Probes a server until it responds.
     async fn look_after(self: Arc<Self>, server: Arc<Server>) {
         let mut ticks = doubling((TICK, TICK));
         while server.is_out() {
@@ -53,12 +53,12 @@ impl Pool {
         }
     }
 
-    /// Gives up when no server has served for too long.
+    /// Closes the pool if no server has answered for too long.
     pub(super) async fn keep_watch(self: Arc<Self>) {
         let patience = Duration::from_secs(self.options.patience);
         let mut changes = self.changes.subscribe();
         let answered = || self.servers.iter().map(|server| server.gate.stats().answered).sum::<u64>();
-        // Requests are under way, a server asked for time or is to be tried: an answer may still come.
+        // Requests in progress, a pause or a trial may still bring an answer.
         let may_hope = |server: &Arc<Server>| {
             let circuit = server.gate.circuit();
             server.gate.in_flight() > 0 || matches!(circuit, CircuitState::Paused | CircuitState::HalfOpen)

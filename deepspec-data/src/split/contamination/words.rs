@@ -1,22 +1,23 @@
-//! Runs of words, as numbers.
+//! Hashes of runs of words.
 
 use std::str::Chars;
 
 use super::super::dedup;
 
-/// Words of a run.
+/// Number of words in a run.
 pub const RUN: usize = 13;
 
-/// An odd number to weight a word's place by.
+/// Base of the rolling hash, an odd number.
 const BASE: u64 = 0x9e37_79b9_7f4a_7c15;
 
-/// Hashes of all runs of [`RUN`] words in a row. A word is a run of letters and digits, in small letters.
+/// Rolling hashes of all runs of [`RUN`] words. A word is a run of letters and digits, in lower
+/// case.
 pub fn runs(text: &str) -> impl Iterator<Item = u64> {
     let last = BASE.wrapping_pow(RUN as u32);
     let (mut window, mut count, mut sum) = ([0; RUN], 0, 0u64);
     Words { rest: text.chars(), word: String::new() }.filter_map(move |word| {
         let oldest = std::mem::replace(&mut window[count % RUN], word);
-        // The window's words as digits of a number in base BASE.
+        // The words of the window are the digits of a number in base BASE.
         sum = sum.wrapping_mul(BASE).wrapping_add(word).wrapping_sub(oldest.wrapping_mul(last));
         count += 1;
         (count >= RUN).then_some(sum)
