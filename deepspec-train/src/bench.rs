@@ -1,4 +1,4 @@
-//! `--bench`: steps of a recipe on random states, by the clock.
+//! `--bench`: times optimiser steps of a recipe on random hidden states.
 
 use std::io::Write;
 use std::iter;
@@ -28,7 +28,7 @@ use crate::staging::{self, Staging};
 use crate::target_shape::Shape;
 use crate::{gpu_info, memory};
 
-/// Where the time of all timed steps went.
+/// Time of all timed steps, by part.
 #[derive(Default)]
 struct Parts {
     data: Duration,
@@ -36,7 +36,7 @@ struct Parts {
     optimizer: Duration,
 }
 
-/// What was timed.
+/// Result of a bench.
 struct Measured {
     parts: Parts,
     total: Duration,
@@ -44,16 +44,17 @@ struct Measured {
     flops: f64,
     /// Resident bytes with the drafter and its optimiser loaded.
     loaded: Option<u64>,
-    /// Resident bytes at most.
+    /// Peak resident bytes.
     peak: Option<u64>,
-    /// What was used of the GPU's memory.
+    /// Memory of the GPU.
     device: Option<DeviceMemory>,
 }
 
-/// Times what one process of `processes` does in `steps` optimiser steps of `recipe`, alone and so without adding up gradients.
+/// Times `steps` optimiser steps of one of `processes` processes. The process runs alone, so no
+/// gradients are summed over ranks.
 ///
 /// # Errors
-/// Usage errors for a recipe that does not fit its target or whose batch cannot be split.
+/// Usage errors for a recipe that does not fit its target, or whose batch cannot be split.
 pub fn run(
     args: &Args,
     recipe: &Recipe,
@@ -64,7 +65,7 @@ pub fn run(
     let shape = Shape::of(&recipe.target, args.verbosity())?;
     let drafter_plan = check_fit(recipe, &shape.config).map_err(StatesError::report)?;
     let train = &recipe.train;
-    // The data of the run is not there, and one step's samples are all it takes.
+    // The samples of one step suffice; the run's data is not read.
     schedule::of_recipe(recipe, train.global_batch_size, processes)?;
     let of_forward = schedule::forward_samples(train, recipe.data.max_length);
     let per_step = train.global_batch_size / processes;
@@ -85,7 +86,7 @@ pub fn run(
     let passes = forwards.len();
     let staging = Staging::to(device);
     let bench = Bench { recipe, drafter_plan, trainee, optimizer, forwards, device, staging };
-    // As many as a loader holds at once, and those that it reads beside.
+    // As many micro-batches as a loader holds, and the samples that it reads ahead.
     let batches: Vec<_> =
         (0..HELD).map(|number| random_samples(recipe, &shape.config, last, number)).collect();
     let beside = (0..read_beside(recipe))
@@ -153,18 +154,18 @@ pub fn run(
     writeln!(cli::stdout(), "{text}").context("writing the result")
 }
 
-/// A step of a drafter with the parts of this one but hardly any values, on the CPU: bytes of the program and its libraries, resident
-/// once the code that a run needs has been used; none where the system does not say. In float32, since what is compiled for products
-/// in bfloat16 depends on their shapes and is counted by itself.
+/// Resident bytes of the program and its libraries, after one step of a tiny drafter with the same
+/// parts on the CPU. None if the system does not report them. The step runs in float32: kernels
+/// compiled for bfloat16 depend on shapes and are counted separately.
 ///
 /// # Errors
-/// If the step fails, as the run's own would.
+/// Fails if the step fails.
 pub fn measure_program(recipe: &Recipe, drafter_plan: &dyn DrafterPlan) -> anyhow::Result<Option<u64>> {
     const TOKENS: usize = 32;
     let (drafter_plan, model) = drafter_plan.smallest();
     let mut recipe = recipe.clone();
     (recipe.data.max_length, recipe.train.local_batch_size) = (TOKENS, 1);
-    // Whether the run's own rate is a sane one is for the run to find.
+    // The run itself checks its learning rate.
     recipe.train.lr = 0.0;
     let (embed, head) = random_embed_and_head(&model, Device::Cpu, Kind::Float);
     let trainee = drafter_plan.build(&embed, &head, recipe.seed, Kind::Float);
@@ -179,13 +180,13 @@ pub fn measure_program(recipe: &Recipe, drafter_plan: &dyn DrafterPlan) -> anyho
     Ok(memory::resident())
 }
 
-/// Everything that a step works with.
+/// State of a bench.
 struct Bench<'a> {
     recipe: &'a Recipe,
     drafter_plan: Box<dyn DrafterPlan>,
     trainee: Box<dyn TrainableDrafter>,
     optimizer: AdamW,
-    /// Samples of each forward of an optimiser step.
+    /// Number of samples of each forward of an optimiser step.
     forwards: Vec<usize>,
     device: Device,
     staging: Option<Staging>,
@@ -202,7 +203,7 @@ impl Bench<'_> {
         restart_device_peak(self.device);
         let loaded = memory::resident();
         let lr = self.recipe.train.lr;
-        // Kernels are chosen and buffers taken in the first pass.
+        // Warm-up: the first pass selects kernels and allocates buffers.
         self.learn(&self.draw(0, &batches[0]));
         self.optimizer.accumulate();
         let _ = self.optimizer.step(lr, &ProcessGroup::alone())?;
@@ -213,7 +214,7 @@ impl Bench<'_> {
             let count = bench.forwards[(pass - 1) % passes];
             bench.draw(pass, &batches[pass % batches.len()][..count])
         };
-        // States travel a pass ahead, as a loader's do.
+        // Copies hidden states one pass ahead, like a loader.
         let mut ahead = sent(&self, 1);
         let started = Instant::now();
         for step in 0..steps {
@@ -227,7 +228,8 @@ impl Bench<'_> {
                 let drawing = Instant::now();
                 ahead = sent(&self, step * passes + pass + 1);
                 let drawn = drawing.elapsed();
-                // As in a run, the host goes ahead of a GPU within a step.
+                // Synchronise once per step; within a step the host runs ahead of the GPU, as in
+                // training.
                 if pass == passes {
                     gpu_info::finish(self.device);
                 }
@@ -253,7 +255,7 @@ impl Bench<'_> {
         self.trainee.accumulate(&drawn.samples, drawn.normaliser, None);
     }
 
-    /// The samples of pass number `pass`, with anchors of its own, and their states on their way.
+    /// The samples of pass `pass` with new anchors, and the copy of their hidden states started.
     fn draw(&self, pass: usize, samples: &[TrainSample]) -> Drawn {
         let mut weight = 0.0;
         let drawn = samples.iter().enumerate().map(|(index, sample)| {
@@ -277,14 +279,14 @@ impl Bench<'_> {
     }
 }
 
-/// What a pass learns from.
+/// Samples of one pass.
 struct Drawn {
     samples: Vec<TrainSample>,
     normaliser: LossDenominator,
     ready: Option<CudaEvent>,
 }
 
-/// An embedding and a head of the target's sizes; one tensor where they are tied.
+/// A random embedding and head of the target's sizes; one shared tensor if they are tied.
 fn random_embed_and_head(config: &ModelConfig, device: Device, kind: Kind) -> (Tensor, Tensor) {
     let fresh = || {
         let size = [config.vocab_size, config.hidden_size];

@@ -1,4 +1,4 @@
-//! What a run holds in memory, worked out before it does.
+//! Estimates the memory of a run before it starts.
 
 use deepspec_capture::cache::PAGES_KEPT;
 use deepspec_capture::{Dataset, batches, readers};
@@ -15,42 +15,43 @@ use crate::schedule::{Order, Schedule, forward_budget, forward_samples, of_rank,
 use crate::setup::kind;
 use crate::staging::{LOCKED, STAGED};
 
-/// Bytes of one process by part.
+/// Bytes of one process, by part.
 #[derive(Debug, Clone, Copy, Default, Serialize)]
 pub struct Memory {
-    /// The program and its libraries, resident before anything is loaded.
+    /// The program and its libraries before anything is loaded.
     pub program: u64,
-    /// Code that its libraries compile for the products of a pass.
+    /// Kernels that oneDNN compiles for the matrix products of a pass.
     pub code: u64,
-    /// The target's embedding and head, which the drafter shares.
+    /// The target's embedding and head, shared with the drafter.
     pub frozen: u64,
-    /// Working weights.
+    /// The drafter's weights.
     pub weights: u64,
-    /// Their gradients, and the float32 sums of them where the weights are narrower. Copies of small ones, which travel together to other
-    /// processes, are not counted.
+    /// Gradients, and their float32 sums if the weights are narrower. Flat copies of small
+    /// gradients for the all-reduce are not counted.
     pub gradients: u64,
-    /// Masters, where they are apart, and two moments, in float32.
+    /// Master weights, if separate, and the two moments, in float32.
     pub optimizer: u64,
-    /// What the largest micro-batch keeps for its backward.
+    /// Activations of the largest micro-batch, kept for the backward.
     pub activations: u64,
-    /// What its losses or its attention work with on top.
+    /// Temporary memory of its losses or its attention.
     pub workspace: u64,
-    /// Micro-batches that the loader holds ready, with their states: those on the host.
+    /// Hidden states on the host of the micro-batches in the loader.
     pub loader: u64,
-    /// States that are on a GPU, or on their way there, before they are learned from.
+    /// Hidden states on the GPU, or in transfer to it, before training uses them.
     pub staged: u64,
-    /// Tokens, spans and ids of the samples: all of them, but of those that the target sees while training only the pages of their file that
-    /// were read last.
+    /// Tokens, spans and ids of all samples. For samples that the target reads during training,
+    /// only the recently read pages of their file.
     pub samples: u64,
-    /// Pages of the cache's shards that reading leaves in the process; the system takes them back when it needs them.
+    /// Pages of cache shards that stay mapped in the process. The system reclaims them under memory
+    /// pressure.
     pub cache: u64,
-    /// The resident target: weights for states and for evaluations, keys and values. Of what decoding takes only what exceeds a training pass, because
-    /// the two never run together.
+    /// The resident target: its weights and KV cache, for hidden states and for evaluation.
+    /// Decoding counts only where it exceeds a training pass, because the two never overlap.
     pub target: u64,
 }
 
 impl Memory {
-    /// What a GPU holds, where the drafter and a resident target are on one.
+    /// Bytes on the GPU if the drafter and a resident target share one.
     pub fn on_device(&self) -> u64 {
         self.frozen
             + self.weights
@@ -62,41 +63,42 @@ impl Memory {
             + self.staged
     }
 
-    /// What is the host's even then.
+    /// Bytes that stay on the host in that case.
     pub fn on_host(&self) -> u64 {
         self.program + self.code + self.loader + self.samples + self.cache
     }
 
-    /// All of it.
+    /// Sum of all parts.
     pub fn total(&self) -> u64 {
         self.on_device() + self.on_host()
     }
 }
 
-/// What the drafter costs by itself.
+/// Inputs of the memory estimate.
 pub struct Costs<'a> {
-    /// The run.
+    /// The recipe of the run.
     pub recipe: &'a Recipe,
-    /// The target's sizes.
+    /// Sizes of the target.
     pub target: &'a ModelConfig,
     /// The drafter.
     pub drafter_plan: &'a dyn DrafterPlan,
-    /// Its weights.
+    /// Number of drafter weights.
     pub weights: WeightCounts,
-    /// Processes of the job.
+    /// Number of processes of the job.
     pub processes: usize,
-    /// Bytes resident before anything was loaded.
+    /// Resident bytes before anything was loaded.
     pub program: u64,
-    /// Where it learns.
+    /// Device of the drafter.
     pub device: Device,
 }
 
 impl Costs<'_> {
-    /// The memory of a run whose largest forwards are `largest`; `target` bytes go to a resident target, `cache` bytes lie on disk.
-    /// `states` says where states come from: the CPU, or the GPU of a resident target.
+    /// Memory of a run whose largest forwards are `largest`. A resident target takes `target`
+    /// bytes; the cache on disk has `cache` bytes. `states` is the device of the hidden states: the
+    /// CPU, or the GPU of a resident target.
     pub fn memory(&self, largest: &Largest, states: Device, target: u64, cache: u64) -> Memory {
         let hybrid = matches!(self.recipe.data.states, States::Hybrid(_));
-        // Micro-batches on the host, those in page-locked memory, and those on the GPU.
+        // Micro-batches on the host, in page-locked memory, and on the GPU.
         let (held, locked, staged) = match (self.device, states) {
             (Device::Cpu, _) => (HELD, 0, 0),
             (_, Device::Cpu) => (HELD, LOCKED, STAGED),
@@ -112,7 +114,7 @@ impl Costs<'_> {
             Precision::Bf16 => (2 + 4, 4 + 8),
             Precision::Fp32 => (4, 8),
         };
-        // Of whole parameters a rank may have a little more than its share.
+        // Sharding is by whole parameters, so a rank may have slightly more than its share.
         let optimizer = match train.sharding_strategy {
             ShardingStrategy::NoShard => weights * optimizer,
             ShardingStrategy::ShardOptimizer => weights * optimizer / self.processes as u64,
@@ -131,13 +133,14 @@ impl Costs<'_> {
             loader: (held + locked) * largest.states + read_beside(self.recipe) as u64 * largest.sample,
             staged: staged * largest.states,
             samples: 0,
-            // What is being read is counted among the pages only when it has been.
+            // The sample being read counts as mapped pages only after it was read.
             cache: cache.min(PAGES_KEPT + (readers() as u64 - 1) * largest.sample),
             target,
         }
     }
 
-    /// Bytes of a micro-batch's states, as a cache holds them: taps of all tokens, and the final states that the drafter asks for.
+    /// Bytes of a micro-batch's hidden states in bfloat16: taps of all tokens, and the final states
+    /// that the drafter needs.
     fn states(&self, samples: &[SampleSize]) -> u64 {
         let taps = self.recipe.target.layer_ids.len();
         let last = |sample: &SampleSize| match self.drafter_plan.final_states() {
@@ -157,7 +160,7 @@ impl Costs<'_> {
         }
     }
 
-    /// The first epoch's forwards, of all ranks, that take the most.
+    /// The largest forwards of the first epoch, over all ranks.
     pub fn largest(&self, dataset: &Dataset, schedule: Schedule) -> Largest {
         let Schedule { samples_per_epoch, samples_per_step, .. } = schedule;
         let mut order = Order::new(samples_per_epoch, shuffled(self.recipe.seed, dataset.len()));
@@ -175,8 +178,9 @@ impl Costs<'_> {
         largest
     }
 
-    /// Forwards of samples of one length, supervised as those of a bench are: as long as the recipe lets them be or, where tokens are
-    /// limited, shorter and more of them, which may have more anchors.
+    /// The largest forwards of equally long samples with the loss mask of `--bench`. Lengths start
+    /// at `data.max_length` and are halved, because with a token limit more and shorter samples may
+    /// have more anchors.
     pub fn longest(&self) -> Largest {
         const SHORTEST: usize = 16;
         let (train, most) = (&self.recipe.train, self.recipe.data.max_length);
@@ -189,7 +193,7 @@ impl Costs<'_> {
         largest
     }
 
-    /// Takes note of a forward.
+    /// Raises the maxima to those of a forward.
     fn add(&self, largest: &mut Largest, forward: &[SampleSize]) {
         let pass = self.drafter_plan.pass_bytes(forward, kind(self.recipe.train.precision), self.device);
         if largest.pass.peak() < pass.peak() {
@@ -201,18 +205,18 @@ impl Costs<'_> {
     }
 }
 
-/// What the forwards that take the most come to, each part of the one that takes the most of it.
+/// Maxima over all forwards; each field may come from a different forward.
 #[derive(Default)]
 pub struct Largest {
-    /// In a training pass.
+    /// Memory of the training pass.
     pass: PassBytes,
-    /// Bytes of the states of its samples.
+    /// Bytes of the hidden states of its samples.
     states: u64,
-    /// Of a single one's.
+    /// Bytes of the hidden states of one sample.
     sample: u64,
 }
 
-/// Samples that are read of a cache beside those of the micro-batch that is wanted next, at most.
+/// Most samples that cache readers load ahead of the micro-batch that is needed next.
 pub fn read_beside(recipe: &Recipe) -> usize {
     let train = &recipe.train;
     let ends_with_it =
@@ -220,7 +224,7 @@ pub fn read_beside(recipe: &Recipe) -> usize {
     if matches!(recipe.data.states, States::Online) || ends_with_it { 0 } else { readers() - 1 }
 }
 
-/// Bytes of so many values.
+/// Bytes of `values` values of a dtype.
 pub fn bytes_of(values: usize, kind: Kind) -> u64 {
     (values * kind.elt_size_in_bytes()) as u64
 }

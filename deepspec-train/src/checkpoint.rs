@@ -1,4 +1,4 @@
-//! `step_N/` folders: a drafter that other tools load, and the state that training resumes from.
+//! `step_N/` folders: a drafter that other tools can load, and the training state for resuming.
 
 mod retention;
 
@@ -20,53 +20,54 @@ use crate::optimizer::AdamW;
 use crate::reporters::METRICS_FILE;
 use crate::tensorboard;
 
-/// Layout of the training state; raised when it changes.
+/// Layout version of the training state, raised when the layout changes.
 const FORMAT: u32 = 2;
 const LATEST: &str = "step_latest";
-/// The link to the checkpoint with the greatest accepted length on the validation suite.
+/// Symlink to the checkpoint with the highest accepted length on the validation suite.
 const BEST: &str = "step_best";
-/// What is known of it.
+/// Record of the best checkpoint.
 const BEST_FILE: &str = "best.json";
 
-/// In a folder of its own: engines read every safetensors file beside config.json.
+/// In its own folder, because inference engines read every safetensors file beside config.json.
 const STATE_TENSORS: &str = "train_state/optimizer.safetensors";
-/// Where earlier versions wrote them.
+/// Path of the optimiser's tensors in earlier versions.
 const EARLIER_STATE_TENSORS: &str = "train_state.safetensors";
 
-/// What a run learns from, as its checkpoints know it.
+/// Identity of the training data, stored in checkpoints.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DataId {
-    /// Digest of the samples and of what their states are bound to.
+    /// Digest of the samples and of the target that their hidden states come from.
     pub digest: String,
-    /// The encoding that rounds the states.
+    /// The cache encoding that rounds the hidden states.
     pub rounding: Option<Encoding>,
-    /// Whether the samples were answered with thinking on; None where that is unknown.
+    /// Whether the samples were generated with thinking on; None if unknown.
     pub thinking: Option<bool>,
 }
 
-/// Where training stands.
+/// Training state of a checkpoint.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct TrainState {
     /// Layout version.
     pub format: u32,
-    /// Optimiser steps done.
+    /// Completed optimiser steps.
     pub step: usize,
-    /// Samples consumed: the position in the stream.
+    /// Consumed samples: the position in the sample order.
     pub samples: usize,
-    /// Digest of the samples and of what their states are bound to, so that a resumed run sees the same data.
+    /// Digest of the samples and of the target, which proves that a resumed run has the same data.
     pub data: String,
-    /// The encoding that has rounded the states; absent where none has.
+    /// The cache encoding that rounded the hidden states; absent if none did.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub rounding: Option<Encoding>,
-    /// Whether the samples were answered with thinking on; absent where that is unknown. For `deepspec-eval run`.
+    /// Whether the samples were generated with thinking on; absent if unknown. Read by
+    /// `deepspec-eval run`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub thinking: Option<bool>,
-    /// What wrote it; for information.
+    /// Version of the program that wrote it; informative.
     #[serde(default)]
     pub tool_version: String,
-    /// Processes that took part; for information: any number goes on from here.
+    /// Number of processes; informative, because any number can resume.
     pub world_size: usize,
-    /// Accepted length on the validation suite, where it was measured at this step.
+    /// Accepted length on the validation suite, if measured at this step.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tau: Option<f64>,
 }
@@ -94,7 +95,7 @@ impl TrainState {
 /// The checkpoints of one experiment.
 pub struct Checkpoints {
     dir: PathBuf,
-    /// Held while this process writes here.
+    /// Lock file, held while this process writes here.
     claim: Option<fs::File>,
 }
 
@@ -109,10 +110,10 @@ impl Checkpoints {
         &self.dir
     }
 
-    /// Claims the experiment for this process, as long as this lives.
+    /// Locks the experiment for this process until `self` is dropped.
     ///
     /// # Errors
-    /// A usage error if another process has claimed it.
+    /// A usage error if another process holds the lock.
     pub fn claim(&mut self) -> anyhow::Result<()> {
         atomic::create_dir(&self.dir)?;
         let path = self.dir.join(".lock");
@@ -124,11 +125,12 @@ impl Checkpoints {
         Ok(())
     }
 
-    /// The checkpoint to resume from: the one that `step_latest` points at, else the whole one of the most steps, because links get
-    /// lost where files are copied.
+    /// The checkpoint to resume from: the target of `step_latest`, else the complete checkpoint
+    /// with the most steps. The link may be missing, because copying files can lose links.
     ///
     /// # Errors
-    /// If the folder cannot be read, or holds checkpoints none of which is whole: they must not be trained over.
+    /// Fails if the folder cannot be read, or if it has checkpoints but no complete one. Training
+    /// must not overwrite those.
     pub fn latest(&self) -> anyhow::Result<Option<PathBuf>> {
         let link = self.dir.join(LATEST);
         let pointed = fs::read_link(&link).ok().map(|target| self.dir.join(target));
@@ -147,7 +149,7 @@ impl Checkpoints {
             tracing::warn!("{} {what}; the newest whole checkpoint is {}", link.display(), path.display());
             return Ok(Some(path));
         }
-        // A copy that followed links leaves a folder in the place of the link, and perhaps nothing else.
+        // A copy that followed links has a folder in place of the link, and perhaps nothing else.
         if pointed.is_none() && is_whole(&link) {
             return Ok(Some(link));
         }
@@ -180,7 +182,7 @@ impl Checkpoints {
     /// Removes all checkpoints and logs of the experiment, and nothing else.
     ///
     /// # Errors
-    /// If something cannot be removed.
+    /// Fails if something cannot be removed.
     pub fn clear(&self) -> anyhow::Result<()> {
         for name in [LATEST, BEST, BEST_FILE] {
             let path = self.dir.join(name);
@@ -203,8 +205,8 @@ impl Checkpoints {
         Ok(())
     }
 
-    /// Writes `step_N/` with the optimiser's `tensors` aside, renames it into place, moves `step_latest`, and removes what the
-    /// recipe does not keep.
+    /// Writes `step_N/` and the optimiser's `tensors` under a temporary name, then renames the
+    /// folder. Moves `step_latest` and removes checkpoints beyond the recipe's limit.
     ///
     /// # Errors
     /// Any I/O failure, with the path.
@@ -234,7 +236,7 @@ impl Checkpoints {
         fs::File::open(&partial)
             .and_then(|dir| dir.sync_all())
             .map_err(FileError::at("syncing", &partial))?;
-        // Such a folder is not whole, or it would have been resumed from.
+        // An existing folder is incomplete, or the run would have resumed from it.
         if path.exists() {
             fs::remove_dir_all(&path).map_err(FileError::at("removing", &path))?;
         }
@@ -245,7 +247,7 @@ impl Checkpoints {
     }
 }
 
-/// Whether a folder holds all that training resumes from.
+/// Whether a folder has all files that resuming needs.
 fn is_whole(path: &Path) -> bool {
     let any = |names: &[&str]| names.iter().any(|name| path.join(name).is_file());
     let is_object = |name: &str| {
@@ -259,10 +261,11 @@ fn is_whole(path: &Path) -> bool {
         && any(&[STATE_TENSORS, EARLIER_STATE_TENSORS])
 }
 
-/// Puts a checkpoint's masters and moments back, for one of `processes` processes.
+/// Loads a checkpoint's master weights and moments, for one of `processes` processes.
 ///
 /// # Errors
-/// If it was written by another recipe or from other data (usage errors naming what differs), or is damaged.
+/// Fails if the checkpoint is damaged. Usage errors name the difference if it comes from another
+/// recipe or other data.
 pub fn restore(
     path: &Path,
     recipe: &Recipe,
@@ -319,7 +322,7 @@ pub fn restore(
             state.world_size
         );
     }
-    // Its header and its length: a torn copy is found before anything is called complete.
+    // Reads the header and checks the length, so that an incomplete copy is found early.
     Weights::open(path, "drafter", Device::Cpu, Kind::Float)?;
     let files = [STATE_TENSORS, EARLIER_STATE_TENSORS].map(|name| path.join(name));
     let file = files.iter().find(|file| file.is_file()).unwrap_or(&files[0]);
@@ -328,9 +331,9 @@ pub fn restore(
     Ok(state)
 }
 
-/// What must not change on resume: all but where things lie, how often they are written, and over how many processes and
-/// forwards a batch is spread, by whatever carrier, where that does not change the result. The data set's digest stands for the samples and their
-/// target, wherever its states come from.
+/// The recipe keys that must not change on resume. Paths, logging, evaluation, sharding,
+/// recomputation and the backend may change. The split of a batch into forwards may change if the
+/// result does not depend on it. The data set's digest stands for samples and target.
 fn comparable(recipe: &Recipe) -> anyhow::Result<Value> {
     let mut value = without_places(recipe)?;
     if let Some(map) = value.as_object_mut() {
@@ -349,7 +352,7 @@ fn comparable(recipe: &Recipe) -> anyhow::Result<Value> {
     Ok(value)
 }
 
-/// The recipe without what says where data and target lie, which the data set's digest stands for.
+/// The recipe without the locations of data and target; the data set's digest stands for them.
 pub fn without_places(recipe: &Recipe) -> anyhow::Result<Value> {
     let mut value = serde_json::to_value(recipe)?;
     if let Some(map) = value.as_object_mut() {

@@ -1,4 +1,4 @@
-//! Samples that stand for those of a run whose data is not there.
+//! Random samples for runs without data.
 
 use deepspec_core::FinalStates;
 use deepspec_core::recipe::Recipe;
@@ -9,17 +9,17 @@ use tch::{Device, Kind, Tensor};
 
 use crate::schedule::forward_samples;
 
-/// A turn of a random conversation in tokens; a quarter of it is the user's.
+/// Tokens of a turn in a random conversation; the first quarter is the user's.
 const TURN: usize = 512;
 
-/// Which tokens of a random conversation are supervised: all but the first quarter of every turn.
+/// Loss mask of a random conversation: all tokens except the first quarter of every turn.
 pub fn loss_mask(length: usize) -> Vec<bool> {
     let turn = TURN.min(length);
     (0..length).map(|position| position % turn >= turn / 4).collect()
 }
 
-/// The samples of forward number `number`: conversations of `data.max_length` tokens, three quarters of them supervised, in bfloat16 as a cache
-/// holds their states, of which `last` is asked for.
+/// Random samples of forward `number`: conversations of `data.max_length` tokens, three quarters of
+/// them supervised. The hidden states are bfloat16, as in a cache; `last` selects the final states.
 pub fn random_samples(
     recipe: &Recipe,
     config: &ModelConfig,

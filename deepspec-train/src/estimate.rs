@@ -1,4 +1,4 @@
-//! What all stages take on so many devices, from prompts to a judged drafter: what a plan says beyond this process.
+//! Estimates the time of all stages on any number of devices, from prompts to an evaluated drafter.
 
 use std::path::{Path, PathBuf};
 
@@ -18,7 +18,8 @@ use crate::plan::Plan;
 use crate::schedule::forward_samples;
 use crate::setup::kind;
 
-/// Of a checkpoint beside the weights in bfloat16, for each that learns: master and two moments in float32.
+/// Optimiser state per trained weight in a checkpoint: master and two moments in float32, beside
+/// the bfloat16 weights.
 const STATE_BYTES: f64 = 12.0;
 
 /// What is foretold, and of which devices.
@@ -67,7 +68,7 @@ pub struct EstimateArgs {
 }
 
 impl EstimateArgs {
-    /// Whether anything is to be foretold.
+    /// Whether an estimate is requested.
     pub fn is_asked(&self) -> bool {
         self.hardware.is_some() || !self.measured.is_empty()
     }
@@ -97,7 +98,7 @@ impl EstimateArgs {
     }
 }
 
-/// What was foretold.
+/// The estimated times.
 pub struct PipelineEstimate {
     machine: Machine,
     pipeline: Pipeline,
@@ -109,19 +110,20 @@ pub struct PipelineEstimate {
     held_out: Vec<HeldOut>,
 }
 
-/// Something that was measured, beside what is foretold of it.
+/// A measurement that is compared with its estimate.
 struct HeldOut {
     file: PathBuf,
     measured: Measured,
-    /// None where nothing is known of its stage.
+    /// None if nothing is known about its stage.
     foretold: Option<f64>,
 }
 
 impl PipelineEstimate {
-    /// Of a plan.
+    /// Estimates the stages of a plan.
     ///
     /// # Errors
-    /// Usage errors: numbers that are none, no such hardware, files that tell nothing, and no samples to speak of.
+    /// Usage errors for invalid numbers, unknown hardware, files without measurements, and missing
+    /// samples.
     pub fn of(args: &EstimateArgs, plan: &Plan) -> anyhow::Result<Self> {
         args.check()?;
         let costs = &plan.costs;
@@ -158,7 +160,7 @@ impl PipelineEstimate {
         Ok(Self { machine, pipeline, rows, prompt, answer, price: args.price, estimates, held_out })
     }
 
-    /// Lines below a topic.
+    /// The estimate as text, indented below a topic.
     pub fn text(&self) -> String {
         let Self { rows, prompt, answer, .. } = self;
         let mut lines =
@@ -222,7 +224,7 @@ impl PipelineEstimate {
         lines.join(&format!("\n{:<14}", ""))
     }
 
-    /// The same facts for programs.
+    /// The estimate as JSON.
     pub fn json(&self) -> Value {
         let estimates = self.estimates.iter().map(|estimate| {
             let stages = estimate.stages.iter().map(|(stage, seconds)| (stage.to_string(), json!(seconds)));
@@ -243,7 +245,7 @@ impl PipelineEstimate {
     }
 }
 
-/// Rows, and the tokens of a prompt and of an answer.
+/// Rows, tokens per prompt and tokens per answer.
 fn sizes(args: &EstimateArgs, plan: &Plan) -> anyhow::Result<(f64, f64, f64)> {
     let counts = plan.data.as_ref().ok().map(|data| data.dataset.counts());
     let Some(rows) = args.rows.map(|rows| rows as u64).or(counts.map(|counts| counts.samples)) else {
@@ -255,12 +257,12 @@ fn sizes(args: &EstimateArgs, plan: &Plan) -> anyhow::Result<(f64, f64, f64)> {
     Ok((rows as f64, args.prompt_tokens.or(prompt).unwrap_or(200.0), answer.unwrap_or(1000.0)))
 }
 
-/// Bytes of a value where the target runs: what is stated of accelerators is in bfloat16.
+/// Bytes per value of the target: 2 with `--hardware`, whose rates are for bfloat16.
 fn value_bytes(args: &EstimateArgs, plan: &Plan) -> f64 {
     if args.hardware.is_some() { 2.0 } else { plan.runtime.kind.elt_size_in_bytes() as f64 }
 }
 
-/// The work of all stages on so many devices.
+/// The work of all stages on `devices` devices.
 fn pipeline(
     args: &EstimateArgs,
     plan: &Plan,
@@ -272,7 +274,7 @@ fn pipeline(
     let (recipe, target) = (costs.recipe, costs.target);
     let train = &recipe.train;
     let value_bytes = value_bytes(args, plan);
-    // The share of the device that has the most; no more sequences are decoded at once than there are.
+    // The share of the busiest device. Concurrency is at most the number of its rows.
     let asked = |rows: f64| {
         let own = (rows / devices as f64).ceil();
         DecodeLoad { rows: own, prompt, answer, concurrency: own.min(args.concurrency as f64), value_bytes }
@@ -330,12 +332,12 @@ fn pipeline(
     }
 }
 
-/// Values of the copies of the target's embedding and head that a checkpoint holds.
+/// Values of the copies of the target's embedding and head in a checkpoint.
 fn ends(plan: &Plan) -> f64 {
     2.0 * (plan.costs.target.vocab_size * plan.costs.target.hidden_size) as f64
 }
 
-/// A sample as far as its operations depend on it.
+/// A sample without hidden states, enough to count operations.
 fn stateless(plan: &Plan, loss_mask: &[bool]) -> TrainSample {
     let mut first = |candidates: &[usize], count: usize| candidates.iter().copied().take(count).collect();
     let empty = || Tensor::empty([0, 0], (kind(plan.costs.recipe.train.precision), Device::Cpu));

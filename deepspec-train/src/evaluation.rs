@@ -1,4 +1,5 @@
-//! Real accepted length while training: the drafter as it stands, decoded by the engine that evaluation uses.
+//! Measures accepted length during training, with the drafter's current weights and the engine of
+//! `deepspec-eval`.
 
 use std::path::Path;
 use std::time::Instant;
@@ -23,7 +24,7 @@ pub struct Evaluation {
     options: EngineOptions,
 }
 
-/// What an evaluation found.
+/// Result of an evaluation.
 pub struct Scores {
     /// One entry per suite.
     pub suites: Vec<SuiteScore>,
@@ -31,26 +32,27 @@ pub struct Scores {
     pub seconds: f64,
 }
 
-/// What a suite gave.
+/// Result of one suite.
 pub struct SuiteScore {
-    /// Its name.
+    /// Name of the suite.
     pub name: String,
-    /// Its counts.
+    /// Counts of samples, cycles and accepted tokens.
     pub tally: Tally,
 }
 
-/// What the evaluations of a run ask, and how.
+/// Prompts and settings of a run's evaluations.
 pub struct EvalPrompts {
     eval: EvalRecipe,
     suites: Vec<TokenizedSuite>,
 }
 
 impl EvalPrompts {
-    /// Reads the suites of `recipe`, if it has accepted length measured while training. They are asked as `deepspec-eval run`
-    /// asks them, without a system prompt, and with thinking on where the samples were answered so.
+    /// Reads the suites of `recipe` if it enables evaluation during training. The prompts are those
+    /// of `deepspec-eval run`, without a system prompt. Thinking is on if the samples were
+    /// generated with thinking on.
     ///
     /// # Errors
-    /// Usage errors for suites that are not there or do not fit.
+    /// Usage errors for suites that do not exist or do not fit.
     pub fn read(recipe: &Recipe, source: &TargetSpec, dataset: &Dataset) -> anyhow::Result<Option<Self>> {
         if recipe.logging.eval_every.is_none() {
             return Ok(None);
@@ -78,11 +80,13 @@ impl EvalPrompts {
         Ok(Some(Self { eval, suites }))
     }
 
-    /// Bytes that evaluating takes: the target's weights and, in float32 on the CPU, its packed head; and while it decodes keys and values of the
-    /// longest answers, what comes of the logits of blocks of `drafts` tokens and, there, a packed drafter of `drafter` values with its head.
+    /// Bytes that evaluation needs: the target's weights and, in float32 on the CPU, its packed
+    /// head. Decoding adds the KV cache of the longest answers and the logits of blocks of `drafts`
+    /// tokens. In float32 on the CPU it also adds a packed drafter of `drafter` values with its
+    /// head.
     ///
     /// # Errors
-    /// If the target's weights cannot be opened.
+    /// Fails if the target's weights cannot be opened.
     pub fn bytes(
         &self,
         source: &TargetSpec,
@@ -107,20 +111,20 @@ impl EvalPrompts {
     }
 }
 
-/// What evaluating takes, in bytes.
+/// Memory of evaluation, in bytes.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct EvaluationBytes {
-    /// For the whole run.
+    /// During the whole run.
     pub always: u64,
-    /// While answers are decoded, and nothing is learned.
+    /// Only while answers are decoded; training is paused then.
     pub decoding: u64,
 }
 
 impl Evaluation {
-    /// Loads the target, which also captures `taps`.
+    /// Loads the target and captures the hidden states `taps`.
     ///
     /// # Errors
-    /// If the target cannot be loaded.
+    /// Fails if the target cannot be loaded.
     pub fn open(
         questions: EvalPrompts,
         taps: Vec<Tap>,
@@ -142,19 +146,20 @@ impl Evaluation {
         })
     }
 
-    /// Decodes all suites with the weights that `trainee` has now; every rank takes its share of the samples and gets all counts.
-    /// Training goes on as if it had not been: draws are keyed by sample, no weight and no generator is touched.
+    /// Decodes all suites with the current weights of `trainee`. Each rank decodes its share of the
+    /// samples, and all ranks get the total counts. Training is not affected: sampling is keyed by
+    /// sample, and no weight and no generator changes.
     ///
     /// # Errors
-    /// If a logit is not finite, or another rank has failed.
+    /// Fails if a logit is not finite, or another rank has failed.
     pub fn run(&mut self, trainee: &dyn TrainableDrafter, group: &ProcessGroup) -> anyhow::Result<Scores> {
         let scores = self.decode(trainee, group);
-        // What training goes on with is not to lie beside histories of answers that are over.
+        // Frees the KV cache before training goes on.
         self.target.release();
         scores
     }
 
-    /// What [`Self::run`] gives, with histories left in the target's cache.
+    /// Like [`Self::run`], but keeps the target's KV cache.
     fn decode(&mut self, trainee: &dyn TrainableDrafter, group: &ProcessGroup) -> anyhow::Result<Scores> {
         let started = Instant::now();
         let drafter = trainee.drafter(self.options.slots);
@@ -177,13 +182,14 @@ impl Evaluation {
 }
 
 impl Scores {
-    /// τ: the mean over the suites that had a cycle, each of them the mean over its cycles.
+    /// τ: the mean over suites of the mean accepted length of their cycles. Suites without a cycle
+    /// do not count.
     pub fn tau(&self) -> Option<f64> {
         let taus: Vec<f64> = self.suites.iter().filter_map(|suite| suite.tally.accepted_length()).collect();
         (!taus.is_empty()).then(|| taus.iter().sum::<f64>() / taus.len() as f64)
     }
 
-    /// What stands in a line of metrics: τ and, per suite, τ and the counts.
+    /// The `eval` entry of a metrics line: τ and, per suite, τ and the counts.
     pub fn to_json(&self) -> Value {
         let suites = self.suites.iter().map(|SuiteScore { name, tally }| {
             let found = json!({"tau": tally.accepted_length(), "samples": tally.samples, "cycles": tally.cycles,

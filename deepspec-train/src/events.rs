@@ -1,57 +1,60 @@
-//! Event files as TensorBoard reads them: records of messages, of which those stand here that are written, under TensorFlow's names and numbers
-//! (`tensorflow/core/util/event.proto`, `framework/summary.proto`, `framework/tensor.proto`, `lib/io/record_writer.h`).
+//! TensorBoard event files: records of protobuf messages. Only the messages and fields that are
+//! written are defined here, under TensorFlow's names and numbers
+//! (`tensorflow/core/util/event.proto`, `framework/summary.proto`, `framework/tensor.proto`,
+//! `lib/io/record_writer.h`).
 //!
-//! The crate `tfrecord`, which has all of them, compiles an HTTP client and a compiler of protocols before it can be built.
+//! The crate `tfrecord` has all of them, but its build compiles an HTTP client and a protobuf
+//! compiler.
 
 use std::io::{self, Write};
 
 use prost::{Message, Oneof};
 
-/// What happened at a step.
+/// A TensorBoard event.
 #[derive(Clone, PartialEq, Message)]
 pub struct Event {
     /// Seconds since 1970.
     #[prost(double, tag = "1")]
     pub wall_time: f64,
-    /// Steps done.
+    /// Number of completed steps.
     #[prost(int64, tag = "2")]
     pub step: i64,
-    /// What it was.
+    /// Content of the event.
     #[prost(oneof = "What", tags = "3, 5, 7")]
     pub what: Option<What>,
 }
 
-/// What an [`Event`] says.
+/// Content of an [`Event`].
 #[derive(Clone, PartialEq, Oneof)]
 pub enum What {
-    /// The first record of every file.
+    /// Version of the file format, in the first record of every file.
     #[prost(string, tag = "3")]
     FileVersion(String),
-    /// Values to show.
+    /// Values to plot.
     #[prost(message, tag = "5")]
     Summary(Summary),
-    /// Where a session begins.
+    /// Start of a session.
     #[prost(message, tag = "7")]
     SessionLog(SessionLog),
 }
 
-/// Where a session begins or ends.
+/// Start or end of a session.
 #[derive(Clone, PartialEq, Message)]
 pub struct SessionLog {
-    /// One of its states; 1 is the start.
+    /// Status code; 1 is the start.
     #[prost(int32, tag = "1")]
     pub status: i32,
 }
 
 impl SessionLog {
-    /// A session begins: what was written of later steps no longer holds.
+    /// Start of a session: TensorBoard then discards earlier events of later steps.
     pub const START: Self = Self { status: 1 };
 }
 
-/// Values of one moment.
+/// Values of one step.
 #[derive(Clone, PartialEq, Message)]
 pub struct Summary {
-    /// Each under a tag of its own.
+    /// The values, each with its own tag.
     #[prost(message, repeated, tag = "1")]
     pub value: Vec<Value>,
 }
@@ -59,10 +62,10 @@ pub struct Summary {
 /// A value and how it is shown.
 #[derive(Clone, PartialEq, Message)]
 pub struct Value {
-    /// Its name, `train/loss`.
+    /// Name of the value, such as `train/loss`.
     #[prost(string, tag = "1")]
     pub tag: String,
-    /// What shows it, where that is no plot.
+    /// The plugin that displays the value, unless it is plotted.
     #[prost(message, optional, tag = "9")]
     pub metadata: Option<Metadata>,
     /// The value.
@@ -70,10 +73,10 @@ pub struct Value {
     pub shown: Option<Shown>,
 }
 
-/// What a [`Value`] is.
+/// Content of a [`Value`].
 #[derive(Clone, PartialEq, Oneof)]
 pub enum Shown {
-    /// A point of a plot.
+    /// A scalar to plot.
     #[prost(float, tag = "2")]
     Number(f32),
     /// Text.
@@ -81,18 +84,18 @@ pub enum Shown {
     Tensor(Tensor),
 }
 
-/// What shows a value.
+/// Selects the plugin for a value.
 #[derive(Clone, PartialEq, Message)]
 pub struct Metadata {
-    /// By its name.
+    /// The plugin.
     #[prost(message, optional, tag = "1")]
     pub plugin: Option<Plugin>,
 }
 
-/// A part of TensorBoard.
+/// A TensorBoard plugin.
 #[derive(Clone, PartialEq, Message)]
 pub struct Plugin {
-    /// `text`.
+    /// Name of the plugin: `text`.
     #[prost(string, tag = "1")]
     pub name: String,
 }
@@ -100,30 +103,30 @@ pub struct Plugin {
 /// A tensor of texts.
 #[derive(Clone, PartialEq, Message)]
 pub struct Tensor {
-    /// What it is made of, [`Tensor::TEXT`].
+    /// The data type, [`Tensor::TEXT`].
     #[prost(int32, tag = "1")]
     pub dtype: i32,
-    /// Without sizes, for a scalar.
+    /// The shape; empty for a scalar.
     #[prost(message, optional, tag = "2")]
     pub shape: Option<Shape>,
-    /// Its texts.
+    /// The texts.
     #[prost(bytes = "vec", repeated, tag = "8")]
     pub texts: Vec<Vec<u8>>,
 }
 
 impl Tensor {
-    /// The type of texts.
+    /// The data type of strings.
     pub const TEXT: i32 = 7;
 }
 
-/// The sizes of a tensor; none of a scalar.
+/// Shape of a tensor; always that of a scalar.
 #[derive(Clone, Copy, PartialEq, Message)]
 pub struct Shape {}
 
-/// Writes a record: its length, the length's checksum, the event, the event's checksum.
+/// Writes a record: the length, the length's checksum, the event, the event's checksum.
 ///
 /// # Errors
-/// The writer's.
+/// Errors of the writer.
 pub fn write(to: &mut impl Write, event: &Event) -> io::Result<()> {
     let event = event.encode_to_vec();
     let length = (event.len() as u64).to_le_bytes();
@@ -134,7 +137,8 @@ pub fn write(to: &mut impl Write, event: &Event) -> io::Result<()> {
     Ok(())
 }
 
-/// CRC-32C, masked as TensorFlow does it, because the CRC of data that holds its own CRC is the same for all data.
+/// CRC-32C with TensorFlow's mask. Without the mask, the CRC of data that contains its own CRC
+/// would be constant.
 fn checksum(bytes: &[u8]) -> u32 {
     crc_fast::crc32_iscsi(bytes).rotate_right(15).wrapping_add(0xa282_ead8)
 }

@@ -1,10 +1,11 @@
-//! Which GPU this is, and what its makers say of it.
+//! Name and peak performance of a GPU.
 
 use std::fs;
 
 use tch::{Device, Kind};
 
-/// Dense peaks in TFLOP/s of bf16 tensor cores with float32 sums, by what the driver's name for the GPU contains.
+/// Dense peak in TFLOP/s of bf16 tensor cores with float32 accumulation, by a part of the driver's
+/// name for the GPU. The first match counts.
 const PEAKS: [(&str, f64); 8] = [
     ("B200", 2250.0),
     ("H200", 989.4),
@@ -16,7 +17,7 @@ const PEAKS: [(&str, f64); 8] = [
     ("4090", 165.2),
 ];
 
-/// The driver's name of a GPU.
+/// The driver's name for a GPU.
 pub fn name(device: Device) -> Option<String> {
     let Device::Cuda(index) = device else { return None };
     let mut folders: Vec<_> =
@@ -26,13 +27,14 @@ pub fn name(device: Device) -> Option<String> {
     Some(text.lines().find_map(|line| line.strip_prefix("Model:"))?.trim().to_string())
 }
 
-/// The dense peak of a GPU of this name in TFLOP/s; none for other kinds than bfloat16 and for unknown names.
+/// Dense peak in TFLOP/s of a GPU with this name; None for dtypes other than bfloat16 and for
+/// unknown names.
 pub fn peak_tflops(name: &str, kind: Kind) -> Option<f64> {
     let known = PEAKS.iter().find(|(part, _)| name.contains(part)).filter(|_| kind == Kind::BFloat16);
     known.map(|&(_, peak)| peak)
 }
 
-/// Waits until the device has done what it was told, so that a clock can be read.
+/// Waits until the device has finished all queued work, so that timings are valid.
 pub fn finish(device: Device) {
     if let Device::Cuda(index) = device {
         tch::Cuda::synchronize(index as i64);

@@ -1,4 +1,4 @@
-//! The launcher: one process per device of this machine, which live and end together.
+//! The launcher: one process per device of this machine. If one fails, all end.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::io::{BufRead, BufReader, Write, stderr};
@@ -18,19 +18,21 @@ use signal_hook::iterator::Signals;
 
 use crate::trainer::SAVED_EARLY;
 
-/// How the log marks an error.
+/// Log prefix of errors.
 const ERROR: &str = "ERROR";
-/// Last lines of a process that are looked through for why it ended: a C++ exception brings some dozens of addresses.
+/// Number of last stderr lines kept to find the cause of a failure. A C++ exception prints dozens
+/// of stack frames.
 const KEPT: usize = 200;
-/// Exit code of a process that found a mistake of the user's.
+/// Exit code for usage errors.
 const USAGE: i32 = 2;
 
-/// Runs this very command as `processes` processes and waits for them.
+/// Runs the current command as `processes` processes and waits for them.
 ///
 /// # Errors
-/// The failure of the rank that failed first, after all others were ended; [`ExitWith`] 75 if all have saved and stopped.
+/// The failure of the rank that failed first, after all others were killed. [`ExitWith`] 75 if all
+/// ranks have saved and stopped.
 pub fn run(processes: usize, timeout: Duration) -> anyhow::Result<()> {
-    // Before the first child, so that no end is missed.
+    // Registered before the first child starts, so that no SIGCHLD is missed.
     let mut signals = Signals::new([SIGCHLD, SIGTERM, SIGUSR1]).context("registering signal handlers")?;
     let host = Host::open(processes, timeout)?;
     let mut job = Job { host, running: BTreeMap::new(), early: 0, processes };
@@ -65,18 +67,18 @@ pub fn run(processes: usize, timeout: Duration) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The processes of a job. Those that are left are killed when it is dropped.
+/// The processes of a job. Dropping it kills the remaining ones.
 struct Job {
     host: Host,
     running: BTreeMap<usize, Rank>,
-    /// How many have saved and stopped before the end.
+    /// Number of processes that saved and stopped before the end.
     early: usize,
     processes: usize,
 }
 
 struct Rank {
     child: Child,
-    /// Reads what it says on standard error and returns the line that tells why it ended.
+    /// Reads the process's stderr and returns the line that explains its end.
     reader: JoinHandle<String>,
 }
 
@@ -89,7 +91,8 @@ impl Job {
             .envs(self.host.place(rank, self.processes).variables())
             .stdin(Stdio::null())
             .stderr(Stdio::piped())
-            // Signals to this process's group come here only, and are passed on once.
+            // In their own process groups, children do not get the terminal's signals; the launcher
+            // forwards each signal once.
             .process_group(0);
         die_with_parent(&mut command);
         if !env::has_thread_count() {
@@ -108,7 +111,7 @@ impl Job {
         Ok(())
     }
 
-    /// Takes note of the processes that have ended; one that failed ends the job.
+    /// Collects ended processes; a failed one ends the job.
     fn reap(&mut self) -> anyhow::Result<()> {
         let mut failed = vec![];
         let mut ended = vec![];
@@ -126,7 +129,8 @@ impl Job {
                 _ => failed.push((rank, status, words)),
             }
         }
-        // Where several have ended, those that only lost the others are not the cause.
+        // If several ended, the ones that failed only because another rank failed are not the
+        // cause.
         let cause = failed
             .into_iter()
             .min_by_key(|(rank, status, _)| (status.signal().is_none(), self.host.is_follower(*rank), *rank));
@@ -156,7 +160,7 @@ impl Job {
     /// Asks all processes to save and stop.
     fn ask_to_stop(&self) {
         for process in self.running.values() {
-            // One that has just ended need not be asked.
+            // Ignored: the process may just have ended.
             let _ = signal(&process.child, SIGUSR1);
         }
     }
@@ -178,14 +182,14 @@ impl Drop for Job {
     }
 }
 
-/// Reads a process's standard error to its end, passes it through if it is the leader's, and returns the line that tells why the
-/// process ended.
+/// Reads a process's stderr to its end and forwards the lines of rank 0. Returns the line that
+/// explains why the process ended.
 fn listen(errors: ChildStderr, pass: bool) -> String {
     let mut kept = VecDeque::new();
     for line in BufReader::new(errors).split(b'\n').map_while(Result::ok) {
         let line = String::from_utf8_lossy(&line);
         if pass {
-            // A reader that has gone away must not end the work.
+            // A closed stderr of the launcher must not end the job.
             let _ = writeln!(stderr(), "{line}");
         }
         if !line.trim().is_empty() {
@@ -198,8 +202,8 @@ fn listen(errors: ChildStderr, pass: bool) -> String {
     telling(kept.make_contiguous()).to_owned()
 }
 
-/// Of a process's last lines the one that tells why it ended: our own error, else what a C++ exception says before its addresses,
-/// else the last.
+/// Returns the line that explains why a process ended: our own error, else the `what()` of a C++
+/// exception, else the last line.
 fn telling(lines: &[String]) -> &str {
     let own = |line: &&String| line.trim_start().starts_with(ERROR);
     let thrown = |line: &&String| line.trim_start().starts_with("what():");

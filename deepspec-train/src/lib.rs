@@ -1,7 +1,8 @@
-//! Trains drafters for speculative decoding: one recipe, any number of processes, exact resume.
+//! Trains drafters for speculative decoding, on one or several processes, with exact resume.
 //!
-//! [`schedule`] settles what happens when, [`loader`] brings the samples and [`staging`] their states to a GPU, [`trainer`] is the loop. [`launch`] starts the
-//! processes, [`rank_check`] makes sure that they do the same, [`sync`] adds up what they have found.
+//! [`schedule`] plans the steps and [`trainer`] runs the training loop. [`loader`] prepares
+//! samples, and [`staging`] copies their hidden states to a GPU. [`launch`] starts the processes,
+//! [`rank_check`] compares their inputs, and [`sync`] sums their gradients.
 
 mod args;
 mod bench;

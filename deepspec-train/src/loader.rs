@@ -1,5 +1,5 @@
-//! Samples with their states, prepared ahead of the trainer by threads of their own: one reads or computes them, and where they are to go to a GPU
-//! another brings them there.
+//! Prepares samples with their hidden states ahead of the trainer. One thread reads or computes the
+//! states; with a GPU, a second thread copies them there.
 
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread::Scope;
@@ -17,58 +17,60 @@ use tch::{Device, Tensor};
 use crate::schedule::{Draw, Order, Schedule, anchors, of_rank, shuffled};
 use crate::staging::{self, Staging, WAITING};
 
-/// Micro-batches held ready.
+/// Micro-batches queued for the trainer.
 const READ_AHEAD: usize = 4;
-/// Micro-batches that exist at once: one more is being filled, and one is being learned from.
+/// Most micro-batches in memory: the queue, one being filled, and one in training.
 pub(crate) const HELD: usize = READ_AHEAD + 2;
 
-/// One forward's samples and the denominator of their loss.
+/// The samples of one forward and the denominator of their loss.
 pub struct MicroBatch {
-    /// The samples, those without anchors included.
+    /// The samples, including those without anchors.
     pub samples: Vec<TrainSample>,
-    /// What their losses are divided by.
+    /// Denominator of their loss.
     pub normaliser: LossDenominator,
-    /// Tokens in all samples.
+    /// Number of tokens in all samples.
     pub tokens: usize,
-    /// Whether it is the last one of its optimiser step.
+    /// Whether this is the last micro-batch of its optimiser step.
     pub ends_step: bool,
-    /// Samples of which nobody has looked yet whether their states are finite: id, and a bool where the target runs.
+    /// Samples whose hidden states were not checked for NaN and infinity yet: the id, and a bool
+    /// tensor on the target's device.
     pub unseen: Vec<(String, Tensor)>,
-    /// When its tensors are there, where they are on a GPU; for who takes it out of the loader.
+    /// Event after which the tensors on the GPU are complete; None on the CPU.
     ready: Option<CudaEvent>,
 }
 
-/// What decides which samples, anchors and denominators come.
+/// Settings that decide which samples, anchors and denominators the loader returns.
 #[derive(Clone, Copy)]
 pub struct LoaderOptions<'a> {
-    /// The schedule.
+    /// Number of steps and samples.
     pub schedule: Schedule,
-    /// Seed of order and anchors.
+    /// Seed of the sample order and of the anchors.
     pub seed: u64,
-    /// The drafter, which says what of a sample it trains on.
+    /// The drafter, which chooses the anchors and loss weights of a sample.
     pub drafter_plan: &'a dyn DrafterPlan,
-    /// What a forward takes at most.
+    /// Most sequences and tokens of one forward.
     pub budget: Budget,
-    /// Whose weights a denominator sums.
+    /// Whether the denominator covers the global batch or one micro-batch.
     pub normalization: LossNormalization,
-    /// This process.
+    /// Rank of this process.
     pub rank: usize,
-    /// All processes.
+    /// Number of processes.
     pub world_size: usize,
-    /// Where the states come from: the target's device where it runs beside the trainer, else the CPU.
+    /// Device of the hidden states: the target's device if the target runs beside the trainer, else
+    /// the CPU.
     pub states_device: Device,
-    /// Where they are learned from.
+    /// Device of the drafter.
     pub device: Device,
 }
 
-/// Hands out micro-batches in the order of the schedule.
+/// Returns micro-batches in the order of the schedule.
 pub struct Loader {
     ready: Receiver<anyhow::Result<MicroBatch>>,
     waited: Duration,
 }
 
 impl Loader {
-    /// Starts preparing at optimiser step `step`. The scope's end waits for the threads.
+    /// Starts the threads at optimiser step `step`. The end of the scope waits for them.
     pub fn start<'scope, 'd: 'scope>(
         scope: &'scope Scope<'scope, '_>,
         dataset: &'d Dataset,
@@ -77,17 +79,17 @@ impl Loader {
         step: usize,
     ) -> Self {
         let (sender, mut ready) = sync_channel(READ_AHEAD);
-        // What the target's stream is to come behind: its weights.
+        // The target's stream must wait until the target's weights are loaded.
         let loaded = CudaEvent::here(options.states_device);
         scope.spawn(move || {
-            // Beside what learns, not in turn with it.
+            // The target runs on its own stream, in parallel with the trainer.
             let _on = CudaStream::of(options.states_device).map(CudaStream::enter);
             if let Some(loaded) = loaded {
                 loaded.block(options.states_device);
             }
             let mut work = Work { dataset, states, options, sender };
             if let Err(Stopped::Failed(error)) = work.run(step) {
-                // Nobody is left to tell when the trainer has stopped early.
+                // If the trainer has stopped early, the receiver is gone and the error is dropped.
                 let _ = work.sender.send(Err(error));
             }
         });
@@ -105,10 +107,11 @@ impl Loader {
         Self { ready, waited: Duration::ZERO }
     }
 
-    /// The next micro-batch.
+    /// Returns the next micro-batch.
     ///
     /// # Errors
-    /// If the cache is damaged, the target computes no finite states, or the schedule has ended.
+    /// Fails if the cache is damaged, the target's hidden states are not finite, or the schedule
+    /// has ended.
     pub fn next_batch(&mut self) -> anyhow::Result<MicroBatch> {
         let asked = Instant::now();
         let batch = self.ready.recv().context("the loader stopped before the schedule ended")?;
@@ -120,21 +123,21 @@ impl Loader {
         Ok(batch)
     }
 
-    /// Time spent waiting for data since the last call.
+    /// Returns the time spent waiting for data since the last call.
     pub fn take_waited(&mut self) -> Duration {
         std::mem::take(&mut self.waited)
     }
 
-    /// Waits for what the source of states does after the last batch.
+    /// Waits for the work that the state source does after the last batch.
     ///
     /// # Errors
-    /// If that failed.
+    /// Fails if that work failed.
     pub fn finish(self) -> anyhow::Result<()> {
         self.ready.into_iter().try_for_each(|rest| rest.map(drop))
     }
 }
 
-/// The micro-batch with its states on the way to the GPU.
+/// Starts the copy of the micro-batch's hidden states to the GPU.
 fn brought(staging: &Staging, mut batch: MicroBatch) -> anyhow::Result<MicroBatch> {
     let is_memory = |words: &str| words.contains("out of memory") || words.contains("page-locked memory");
     let ready = cli::contain_if(is_memory, || staging.bring(&mut batch.samples)).map_err(|words| {
@@ -146,7 +149,7 @@ fn brought(staging: &Staging, mut batch: MicroBatch) -> anyhow::Result<MicroBatc
 
 /// Why the thread ends before the schedule does.
 enum Stopped {
-    /// The trainer has stopped.
+    /// The trainer has dropped the receiver.
     HungUp,
     Failed(anyhow::Error),
 }
@@ -157,7 +160,7 @@ impl From<StatesError> for Stopped {
     }
 }
 
-/// The thread's own.
+/// State of the loader thread.
 struct Work<'d> {
     dataset: &'d Dataset,
     states: StateSource<'d>,
@@ -178,10 +181,11 @@ impl Work<'_> {
     fn step<P: Fn(usize) -> Vec<usize>>(&mut self, step: usize, order: &mut Order<P>) -> Result<(), Stopped> {
         let options = self.options;
         let micro_batches = options.schedule.gradient_accumulation_steps;
-        // Samples of all ranks that run at once.
+        // Samples of one micro-batch on all ranks together.
         let together = options.world_size * options.budget.sequences;
         let batch = options.schedule.samples_per_step;
-        // Those of the other ranks too: so every rank knows the denominators of all of them.
+        // Plans the samples of all ranks, because every rank needs the denominators of the whole
+        // step.
         let planned: Vec<Planned> = (step * batch..(step + 1) * batch)
             .map(|position| order.at(position))
             .map(|draw| plan(&self.dataset.facts(draw.sample), options, draw))
@@ -197,7 +201,8 @@ impl Work<'_> {
         for (number, forward) in forwards.into_iter().enumerate() {
             let normaliser = match options.normalization {
                 LossNormalization::Global => total,
-                // The mean over micro-batches of losses that are each divided by the weights of all ranks' part; tokens are not limited.
+                // The mean over micro-batches of losses, each divided by the weights of its samples
+                // on all ranks. This mode has no token limit.
                 LossNormalization::MicroBatch => {
                     weight(&planned[number * together..][..together]) * micro_batches as f64
                 }
@@ -235,14 +240,15 @@ impl Work<'_> {
     }
 }
 
-/// A sample of a step before its states are there.
+/// A sample of a step before its hidden states are read.
 struct Planned {
     sample: usize,
     anchors: Vec<usize>,
     weight: f64,
 }
 
-/// Anchors and loss weight of a sample: they depend on its mask only, not on its states.
+/// Anchors and loss weight of a sample. They depend on its loss mask only, not on its hidden
+/// states.
 fn plan(facts: &SampleMeta<'_>, options: LoaderOptions, draw: Draw) -> Planned {
     let mask = mask(facts);
     let mut choose =
@@ -252,7 +258,8 @@ fn plan(facts: &SampleMeta<'_>, options: LoaderOptions, draw: Draw) -> Planned {
     Planned { sample: draw.sample, anchors, weight }
 }
 
-/// One flag per token. A sample's length fits 32 bits: no longer one is planned or read.
+/// One flag per token. A sample's length fits 32 bits, because longer samples are neither planned
+/// nor read.
 pub(crate) fn mask(facts: &SampleMeta<'_>) -> Vec<bool> {
     loss_mask(facts.input_ids.len() as u32, &facts.spans)
 }

@@ -1,4 +1,4 @@
-//! The learning rate: linear warm-up, then half a cosine down to zero.
+//! Learning rate schedule: linear warm-up, then a half cosine down to zero.
 
 /// Peak, warm-up and length of a learning-rate schedule.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -9,13 +9,13 @@ pub struct LrSchedule {
 }
 
 impl LrSchedule {
-    /// Warms up over ⌊ratio · total⌋ steps.
+    /// A schedule with ⌊ratio · total⌋ warm-up steps.
     pub fn new(peak: f64, warmup_ratio: f64, total: usize) -> Self {
         Self { peak, warmup: (warmup_ratio * total as f64) as usize, total }
     }
 
-    /// The rate of step `step` (0-based): peak·(step+1)/warm-up while warming up, then peak·(1 + cos(π·t/T))/2 with t steps since
-    /// the warm-up of T that remain after it.
+    /// The learning rate of step `step` (0-based). In warm-up it is peak·(step+1)/warm-up. Later it
+    /// is peak·(1 + cos(π·t/T))/2, at t of the T steps after warm-up.
     pub fn at(&self, step: usize) -> f64 {
         if step < self.warmup {
             return self.peak * (step + 1) as f64 / self.warmup as f64;

@@ -9,7 +9,7 @@ use deepspec_train::{Args, DESCRIPTIONS, run};
 fn main() -> ExitCode {
     deepspec_ops::init_runtime();
     let args: Args = deepspec_core::command_line::parse(deepspec_ops::LIBTORCH, &DESCRIPTIONS);
-    // The leader speaks for all; the others only when something is wrong.
+    // Rank 0 logs for the job; the other ranks log only warnings and errors.
     let follows = env::ranks().is_ok_and(|place| place.is_some_and(|place| place.rank > 0));
     cli::start_logging(if follows { Verbosity::Quiet } else { args.verbosity() });
     cli::run(|| run(&args))

@@ -1,8 +1,8 @@
-//! What the process holds, as the system counts it.
+//! Memory of the process, from /proc.
 
 use std::fs;
 
-/// Bytes resident at most so far, or since [`restart_peak`]; none where the system does not say.
+/// Peak resident bytes so far, or since [`restart_peak`]; None if the system does not report them.
 pub fn peak() -> Option<u64> {
     field("VmHWM:")
 }
@@ -14,13 +14,13 @@ fn field(name: &str) -> Option<u64> {
     Some(kilobytes << 10)
 }
 
-/// Bytes resident now.
+/// Resident bytes.
 pub fn resident() -> Option<u64> {
     field("VmRSS:")
 }
 
-/// Lets [`peak`] count from what is resident now. A system that refuses keeps the older peak.
+/// Resets [`peak`] to the resident bytes. If the system refuses, the older peak stays.
 pub fn restart_peak() {
-    // 5 is the kernel's word for it (proc_pid_clear_refs(5)).
+    // 5 resets the peak resident size; see proc_pid_clear_refs(5).
     let _ = fs::write("/proc/self/clear_refs", "5");
 }

@@ -1,4 +1,5 @@
-//! AdamW (Loshchilov & Hutter 2019) on float32 masters of working weights of any kind.
+//! AdamW (Loshchilov & Hutter 2019) with float32 master weights; the model's weights may have any
+//! dtype.
 
 use crate::dist::{GroupError, ProcessGroup};
 use deepspec_ops::{AdamWSettings, AdamWTensors, adamw, square_sum, take_gradient};
@@ -8,28 +9,28 @@ use crate::sync::{self, Sums};
 
 const BETAS: (f64, f64) = (0.9, 0.999);
 const EPS: f64 = 1e-8;
-/// Added to the norm before dividing by it.
+/// Added to the norm before the division.
 const CLIP_EPS: f64 = 1e-6;
-/// A parameter's saved tensors.
+/// Name prefixes of a parameter's saved tensors.
 const PARTS: [&str; 3] = ["master", "exp_avg", "exp_avg_sq"];
 
-/// One parameter and its part of a step.
+/// One parameter with its gradient and optimiser state.
 struct Slot {
     name: String,
     parameter: Tensor,
-    /// The rank that updates it, where each updates its own.
+    /// The rank that updates the parameter if the optimiser state is sharded.
     owner: usize,
-    /// `None` where another rank has it.
+    /// `None` if another rank owns it.
     state: Option<State>,
-    /// Float32 sum of the gradients of the step so far, where the parameter's own kind would round it.
+    /// Float32 sum of the step's gradients; used if the parameter's dtype would round the sum.
     sum: Option<Tensor>,
-    /// Whether the step's gradient is on its way to the other ranks.
+    /// Whether the step's gradient was handed to the all-reduce already.
     is_taken: bool,
 }
 
-/// What the update of a parameter needs beside its gradient, float32.
+/// Optimiser state of a parameter, in float32.
 struct State {
-    /// The parameter itself where that is float32.
+    /// Master weights; the parameter itself if that is float32.
     master: Tensor,
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
@@ -46,13 +47,13 @@ pub struct AdamW {
 }
 
 impl AdamW {
-    /// Takes charge of the named parameters, which begin to require gradients.
+    /// Creates the optimiser of the named parameters and sets `requires_grad` on them.
     pub fn new(parameters: &[(String, Tensor)], weight_decay: f64, max_grad_norm: f64) -> Self {
         Self::sharded(parameters, weight_decay, max_grad_norm, (0, 1))
     }
 
-    /// The same for rank r of n, `(r, n)`, each of which keeps masters and moments of its own share of the parameters only
-    /// and gives its updated weights to the others.
+    /// Like [`AdamW::new`] for rank r of n, `(r, n)`, with sharded optimiser state. Each rank keeps
+    /// masters and moments of its share and broadcasts its updated weights.
     pub fn sharded(
         parameters: &[(String, Tensor)],
         weight_decay: f64,
@@ -76,7 +77,8 @@ impl AdamW {
         Self { slots, weight_decay, max_grad_norm, steps: 0, is_sharded: ranks > 1, sums }
     }
 
-    /// Lets gradients of parameters whose names begin with a stage travel before those of later ones and all others: [`AdamW::start`].
+    /// Orders the gradient buckets by `stages`, which are prefixes of parameter names.
+    /// [`AdamW::start`] reduces those of early stages first.
     #[must_use]
     pub fn with_stages(mut self, stages: &[String]) -> Self {
         self.sums = Sums::new(&sizes_of(&self.slots), stages);
@@ -88,33 +90,34 @@ impl AdamW {
         self.slots.iter().map(|slot| slot.parameter.numel()).sum()
     }
 
-    /// Takes in the gradients of one micro-batch; to be called after every backward.
+    /// Adds the gradients of one micro-batch to the step's sum. Call it after every backward.
     pub fn accumulate(&mut self) {
         let _guard = tch::no_grad_guard();
         self.slots.iter_mut().filter(|slot| !slot.is_taken).for_each(Slot::accumulate);
     }
 
-    /// Whether any stage is worth beginning with: [`AdamW::start`].
+    /// Whether [`AdamW::start`] can reduce any bucket before the backward ends.
     pub fn starts_early(&self) -> bool {
         self.sums.begin_early()
     }
 
-    /// Begins to add up over all ranks what the first `stages` stages have of the step's gradients, which nothing is added to any more. Ranks may
-    /// begin when they like, or leave it to [`AdamW::step`].
+    /// Starts the all-reduce of the gradients of the first `stages` stages, which must be final for
+    /// this step. Ranks may start at different times, or leave it to [`AdamW::step`].
     ///
     /// # Errors
-    /// If another rank has failed.
+    /// Fails if another rank has failed.
     pub fn start(&mut self, stages: usize, group: &ProcessGroup) -> Result<(), GroupError> {
         let _guard = tch::no_grad_guard();
         let Self { slots, sums, .. } = self;
         sums.start(stages, group, |index| slots[index].take_gradient())
     }
 
-    /// Adds up the gradients of all ranks, clips them to the global norm, updates masters and working weights, clears the
-    /// gradients. Returns the norm before clipping, a float64 scalar that is not read here.
+    /// Sums the gradients over all ranks, clips them to the global norm, updates masters and
+    /// weights, and clears the gradients. Returns the norm before clipping as a float64 scalar,
+    /// without waiting for the device.
     ///
     /// # Errors
-    /// If another rank has failed.
+    /// Fails if another rank has failed.
     pub fn step(&mut self, lr: f64, group: &ProcessGroup) -> Result<Tensor, GroupError> {
         let _guard = tch::no_grad_guard();
         let Self { slots, sums, .. } = self;
@@ -150,11 +153,11 @@ impl AdamW {
         Ok(norm)
     }
 
-    /// Masters and moments by name (`master.`, `exp_avg.`, `exp_avg_sq.` + parameter), float32: all of them on the leader,
-    /// whoever keeps them; the other ranks take part and get nothing.
+    /// Returns float32 masters and moments by name (`master.`, `exp_avg.`, `exp_avg_sq.` +
+    /// parameter). All ranks must call it; rank 0 gets all tensors, the others none.
     ///
     /// # Errors
-    /// If another rank has failed.
+    /// Fails if another rank has failed.
     pub fn state(&self, group: &ProcessGroup) -> Result<Vec<(String, Tensor)>, GroupError> {
         let _guard = tch::no_grad_guard();
         let mut all = vec![];
@@ -166,7 +169,8 @@ impl AdamW {
                     let received = || Tensor::empty(slot.parameter.size(), slot.float());
                     let mut tensor = own.unwrap_or_else(received);
                     group.broadcast("collecting the optimiser's state", &mut tensor, slot.owner)?;
-                    // So much does not fit beside the model: it only passes through.
+                    // Moved to the CPU, because the whole optimiser state does not fit beside the
+                    // model.
                     Some(tensor.to_device(Device::Cpu))
                 } else {
                     own
@@ -181,10 +185,10 @@ impl AdamW {
         Ok(all)
     }
 
-    /// Puts back a saved state, or this rank's share of it; `read(name, shape)` fetches one tensor of it.
+    /// Loads a saved state, or this rank's share of it; `read(name, shape)` reads one tensor.
     ///
     /// # Errors
-    /// The first that `read` returns.
+    /// Returns the first error of `read`.
     pub fn restore<E>(
         &mut self,
         steps: i64,
@@ -221,23 +225,24 @@ impl State {
 }
 
 impl Slot {
-    /// Takes in the gradient of a micro-batch, where it could not stay what it is added to.
+    /// Adds the gradient of a micro-batch to the float32 sum, unless the parameter itself is
+    /// float32.
     fn accumulate(&mut self) {
         if self.parameter.kind() == Kind::Float {
             return;
         }
         let Some(gradient) = take_gradient(&self.parameter) else { return };
         match &mut self.sum {
-            // In place: there is no second sum, and on a GPU no float32 copy of the gradient either.
+            // In place: this needs no second sum, and on a GPU no float32 copy of the gradient.
             Some(sum) => drop(sum.g_add_(&gradient)),
             None => self.sum = Some(gradient.to_kind(Kind::Float)),
         }
     }
 
-    /// Makes the parameter ready for the next step's gradients, once this step's has been used.
+    /// Clears the parameter's gradient after the optimiser step has used it.
     fn clear(&mut self, used: &Tensor) {
         let gradient = self.parameter.grad();
-        // What an update on the CPU has read it has left zero.
+        // The fused CPU update sets the gradient to zero itself.
         let is_zero = self.state.is_some()
             && gradient.defined()
             && gradient.device() == Device::Cpu
@@ -248,7 +253,7 @@ impl Slot {
         self.is_taken = false;
     }
 
-    /// The step's gradient in float32, zeros where no loss reached the parameter.
+    /// Returns the step's gradient in float32; zeros if the loss did not reach the parameter.
     fn take_gradient(&mut self) -> Tensor {
         self.accumulate();
         self.is_taken = true;
@@ -263,12 +268,12 @@ impl Slot {
         }
     }
 
-    /// Float32 where the parameter is.
+    /// Float32 on the parameter's device.
     fn float(&self) -> (Kind, Device) {
         (Kind::Float, self.parameter.device())
     }
 
-    /// Copies the master into the working weights.
+    /// Copies the master weights into the parameter.
     fn publish(&mut self) {
         if let Some(state) = self.state.as_ref().filter(|_| self.parameter.kind() != Kind::Float) {
             self.parameter.copy_(&state.master);
@@ -281,7 +286,8 @@ fn sizes_of(slots: &[Slot]) -> Vec<(&str, usize)> {
     slots.iter().map(|slot| (slot.name.as_str(), slot.parameter.numel())).collect()
 }
 
-/// The global norm of the gradients, a float64 scalar, and the divisor max(1, (norm + 1e-6)/max) that clips them, float32.
+/// Returns the global norm of the gradients as a float64 scalar, and the float32 divisor max(1,
+/// (norm + 1e-6)/max) that clips them.
 pub fn clip(gradients: &[Tensor], max_norm: f64) -> (Tensor, Tensor) {
     let squares: Vec<Tensor> =
         gradients.iter().map(|gradient| square_sum(&gradient.to_kind(Kind::Float))).collect();
@@ -303,7 +309,8 @@ mod tests {
     const STEPS: usize = 2;
     const MICRO_BATCHES: usize = 3;
 
-    /// Zeros in float32, which the next gradient is added to; none at all of other kinds, whose sums are elsewhere.
+    /// Whether the gradient is cleared: zeros for float32, undefined for other dtypes, which keep
+    /// their sum elsewhere.
     fn has_no_gradient(parameter: &Tensor) -> bool {
         let gradient = parameter.grad();
         match parameter.kind() {
@@ -312,8 +319,9 @@ mod tests {
         }
     }
 
-    /// Weights after some steps of two ranks in `kind`, of which rank 0 begins with its sums after its last micro-batch, if it is `early`, and each
-    /// updates its own share, if that `is_sharded`. No step leaves anything of its gradients.
+    /// Trains two ranks for some steps in `kind` and returns the weights. If `early`, rank 0 starts
+    /// its sums during its last backward. If `is_sharded`, each rank updates its own share. Checks
+    /// that each step clears its gradients.
     fn learned(kind: Kind, early: bool, is_sharded: bool) -> Vec<Tensor> {
         const PATIENCE: Duration = Duration::from_secs(120);
         let shapes = [("fc", [4_i64, 3]), ("layers.0.q", [5, 2]), ("layers.1.q", [3, 3])];
@@ -367,7 +375,7 @@ mod tests {
         }
     }
 
-    /// A gradient that was used would be used once more with the next.
+    /// A gradient that is not cleared would be added to the next step's gradient.
     #[test]
     fn a_step_alone_leaves_nothing_of_its_gradients() {
         for kind in [Kind::Float, Kind::BFloat16] {

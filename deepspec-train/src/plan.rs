@@ -1,4 +1,4 @@
-//! What will run, said before it does: a line per topic, or JSON.
+//! Describes a run before it starts, as one line per topic or as JSON.
 
 use deepspec_capture::{Budget, Dataset, TargetRuntime, TargetSpec, batches};
 use deepspec_core::cli::{self, count};
@@ -14,26 +14,26 @@ use crate::evaluation::EvalPrompts;
 use crate::schedule::{Order, Schedule, shuffled};
 use crate::setup::kind;
 
-/// Everything that is said.
+/// The facts of a plan.
 pub struct Plan<'a> {
     pub costs: Costs<'a>,
     pub runtime: TargetRuntime,
     /// Where the target's sizes come from.
     pub origin: String,
-    /// The samples and what they make of the schedule, once they are there.
+    /// The samples and their schedule, or the reason why they are not available yet.
     pub data: Result<Data<'a>, String>,
 }
 
-/// What the samples are, and in which steps they come.
+/// The samples and their schedule.
 pub struct Data<'a> {
     pub source: &'a TargetSpec,
     pub dataset: &'a Dataset,
     pub schedule: Schedule,
-    /// What its evaluations ask, where it has any.
+    /// Prompts of the evaluations, if there are any.
     pub questions: Option<&'a EvalPrompts>,
 }
 
-/// What the target does in the first epoch.
+/// The target's forwards in the first epoch.
 struct Passes {
     tokens: usize,
     forwards: usize,
@@ -44,10 +44,10 @@ impl Plan<'_> {
         self.costs.recipe
     }
 
-    /// The lines.
+    /// The plan as text.
     ///
     /// # Errors
-    /// If the target's weights cannot be opened.
+    /// Fails if the target's weights cannot be opened.
     pub fn text(&self) -> anyhow::Result<String> {
         let known = self.data.as_ref().ok();
         let lines = [
@@ -67,7 +67,7 @@ impl Plan<'_> {
         Ok(lines.collect::<Vec<_>>().join("\n"))
     }
 
-    /// The same facts as JSON.
+    /// The plan as JSON.
     ///
     /// # Errors
     /// As [`Self::text`].
@@ -106,7 +106,7 @@ impl Plan<'_> {
         format!("{}: {title}, γ = {gamma}, {trained} trainable weights{frozen}", self.recipe().name)
     }
 
-    /// What the cache of one token takes: bfloat16 rows of every tap and of the last state.
+    /// Bytes of one token in the cache: bfloat16 rows of every tap and of the final hidden state.
     fn bytes_per_token(&self) -> usize {
         (self.recipe().target.layer_ids.len() + 1) * self.costs.target.hidden_size as usize * 2
     }
@@ -144,7 +144,8 @@ impl Plan<'_> {
         Ok(Weights::open(&data.source.dir, "the target", self.runtime.device, self.runtime.kind)?.values())
     }
 
-    /// The first epoch's; later ones have other neighbours and about as many forwards.
+    /// Counts the first epoch. Later epochs batch other samples together, with about as many
+    /// forwards.
     fn passes(&self, data: &Data) -> Passes {
         let Schedule { samples_per_epoch, steps_per_epoch, .. } = data.schedule;
         let per_step = self.runtime.per_step;
@@ -161,7 +162,7 @@ impl Plan<'_> {
         passes
     }
 
-    /// Values of the target's keys and values when all of its sequences are as long as the longest.
+    /// Values in the target's KV cache if all sequences are as long as the longest sample.
     fn histories(&self, data: &Data) -> usize {
         self.costs.target.history(self.budget(data).sequences, data.dataset.longest())
     }
@@ -189,7 +190,7 @@ impl Plan<'_> {
         }
     }
 
-    /// What a process holds at most.
+    /// Peak memory of a process.
     ///
     /// # Errors
     /// As [`Self::text`].
@@ -225,19 +226,20 @@ impl Plan<'_> {
         let cache = data.dataset.stored_bytes().unwrap_or(0);
         let largest = self.costs.largest(data.dataset, data.schedule);
         let memory = self.costs.memory(&largest, states, target + asking.always, cache);
-        // Decoding takes what the last pass left, and more where that is not enough.
+        // Decoding reuses the memory of the last training pass; count only the excess.
         let beside = asking.decoding.saturating_sub(memory.activations + memory.workspace);
         Ok(Memory { samples: data.dataset.sample_bytes(), target: memory.target + beside, ..memory })
     }
 
-    /// Bytes of a target of which only the sizes are known, with samples as long as the recipe lets them be.
+    /// Bytes of a target of known sizes, without its weights, for samples of `data.max_length`
+    /// tokens.
     fn resident(&self) -> u64 {
         let (target, longest) = (self.costs.target, self.recipe().data.max_length);
         let sequences = Budget::new(longest, self.runtime.device).sequences;
         bytes_of(target.weights() + target.history(sequences, longest), self.runtime.kind)
     }
 
-    /// Whether the drafter's memory is not the host's.
+    /// Whether the drafter is on a GPU.
     fn is_on_gpu(&self) -> bool {
         self.costs.device != Device::Cpu
     }

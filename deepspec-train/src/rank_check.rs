@@ -1,4 +1,4 @@
-//! What all ranks must have in common: found out before the first step, not after a wasted night.
+//! Checks before the first step that all ranks have equal code, recipe, data and weights.
 
 use std::path::Path;
 
@@ -14,7 +14,7 @@ use tch::Device;
 
 use crate::checkpoint::without_places;
 
-/// One rank's view.
+/// Values of one rank that must be equal on all ranks.
 #[derive(Serialize, Deserialize)]
 struct View {
     version: String,
@@ -24,10 +24,10 @@ struct View {
     checkpoint: Option<String>,
 }
 
-/// Compares code, recipe, data set and the checkpoint to resume from among all ranks.
+/// Compares code version, recipe, data set and checkpoint of all ranks.
 ///
 /// # Errors
-/// A usage error, the same on all ranks, that names what differs; or another rank's failure.
+/// A usage error on all ranks that names the difference, or another rank's failure.
 pub fn check(
     group: &ProcessGroup,
     recipe: &Recipe,
@@ -53,10 +53,11 @@ pub fn check(
     Ok(())
 }
 
-/// Compares the weights with which all ranks begin. Gradients are summed, weights are not: a difference would stay for ever.
+/// Compares the initial weights of all ranks. Training sums gradients but never weights, so a
+/// difference would persist.
 ///
 /// # Errors
-/// A usage error, the same on all ranks, that names the ranks which differ; or another rank's failure.
+/// A usage error on all ranks that names the differing ranks, or another rank's failure.
 pub fn check_weights(group: &ProcessGroup, trainee: &dyn TrainableDrafter) -> anyhow::Result<()> {
     if group.world_size() == 1 {
         return Ok(());
@@ -75,7 +76,8 @@ pub fn check_weights(group: &ProcessGroup, trainee: &dyn TrainableDrafter) -> an
     Ok(())
 }
 
-/// A digest of all tensors but the target's embedding and head, which the data set's digest stands for.
+/// A digest of all tensors except the target's embedding and head, which are part of the data set's
+/// digest.
 fn digest(trainee: &dyn TrainableDrafter) -> String {
     let mut hasher = Hasher::default();
     for (name, tensor) in trainee.checkpoint().into_iter().filter(|(name, _)| !is_embed_or_head(name)) {

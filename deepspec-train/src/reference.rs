@@ -1,11 +1,12 @@
-//! Every key of a recipe, from the types that read it: as a JSON schema for editors, and as a page of the book.
+//! Describes every key of a recipe, from the types that read it: as a JSON schema for editors, and
+//! as a chapter of the book.
 
 use std::fmt::Write as _;
 
 use deepspec_core::command_line::Description;
 use serde_json::Value;
 
-/// What `deepspec-train` says of recipes.
+/// The descriptions of recipes that `deepspec-train` can print.
 pub const DESCRIPTIONS: [Description; 2] = [
     Description {
         name: "schema",
@@ -28,14 +29,14 @@ not here is refused, with its line and the nearest name. `deepspec-train schema 
 `# yaml-language-server: $schema=recipe.schema.json` in the first line they complete and check recipes.
 ";
 
-/// The page: a section for each group of keys, those of the recipe itself first.
+/// Renders the page: one section per group of keys, starting with the recipe itself.
 fn page(schema: &Value) -> String {
     let mut text = String::from(HEAD);
     section(schema, schema, "", &mut text);
     text
 }
 
-/// The section of an object, and behind it those of the objects in it.
+/// Renders the section of an object, followed by the sections of its nested objects.
 fn section(schema: &Value, object: &Value, path: &str, text: &mut String) {
     let title = if path.is_empty() { "The recipe".to_string() } else { format!("`{path}`") };
     let _ = write!(text, "\n## {title}\n\n");
@@ -72,7 +73,7 @@ fn section(schema: &Value, object: &Value, path: &str, text: &mut String) {
     }
 }
 
-/// What a schema refers to, or what stands beside null in it.
+/// Follows a `$ref`, or returns the only non-null alternative of an `anyOf`.
 fn resolved<'a>(schema: &'a Value, of: &'a Value) -> &'a Value {
     if let Some(place) = of["$ref"].as_str() {
         return schema.pointer(place.trim_start_matches('#')).map_or(of, |found| resolved(schema, found));
@@ -84,13 +85,13 @@ fn resolved<'a>(schema: &'a Value, of: &'a Value) -> &'a Value {
     }
 }
 
-/// The alternatives of a value.
+/// Returns the `oneOf` alternatives of a value.
 fn alternatives<'a>(schema: &'a Value, of: &'a Value) -> Vec<&'a Value> {
     let of = resolved(schema, of);
     of["oneOf"].as_array().map_or(vec![of], |all| all.iter().map(|one| resolved(schema, one)).collect())
 }
 
-/// How values are written.
+/// Describes how a value is written.
 fn value(schema: &Value, of: &Value) -> String {
     let one = |of: &Value| -> String {
         if !of["const"].is_null() {
@@ -118,7 +119,7 @@ fn value(schema: &Value, of: &Value) -> String {
     alternatives(schema, of).into_iter().map(one).collect::<Vec<_>>().join(" or ")
 }
 
-/// What each alternative means, where there are several.
+/// Returns the meaning of each alternative, if there are several.
 fn choices(schema: &Value, of: &Value) -> Vec<String> {
     let all = alternatives(schema, of);
     let explained = all.iter().filter(|_| all.len() > 1).filter_map(|one| {
@@ -128,7 +129,7 @@ fn choices(schema: &Value, of: &Value) -> Vec<String> {
     explained.collect()
 }
 
-/// A description in one line of a table.
+/// A description as one line of a Markdown table.
 fn line(text: &str) -> String {
     text.split_whitespace().collect::<Vec<_>>().join(" ").replace('|', "\\|")
 }
@@ -141,7 +142,7 @@ mod tests {
 
     use super::*;
 
-    /// Keys of a value, written with dots.
+    /// Keys of a value, in dotted form.
     fn keys(value: &Value, path: &str, found: &mut Vec<String>) {
         for (key, inner) in value.as_object().into_iter().flatten() {
             let place = if path.is_empty() { key.clone() } else { format!("{path}.{key}") };
@@ -162,7 +163,7 @@ mod tests {
                 keys(&serde_json::to_value(recipe).unwrap(), "", &mut found);
                 for place in found {
                     let (section, key) = place.rsplit_once('.').unwrap_or(("The recipe", &place));
-                    // Folders and texts within a value are told by its alternatives.
+                    // The alternatives of these values describe their inner keys.
                     if ["data.states", "data.chat_template"].contains(&section) {
                         continue;
                     }

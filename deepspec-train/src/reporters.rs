@@ -1,4 +1,4 @@
-//! Where metrics go: the console, metrics.jsonl, and a TensorBoard event file.
+//! Writes metrics to the console, metrics.jsonl and a TensorBoard event file.
 
 use std::io::Write;
 use std::path::Path;
@@ -16,33 +16,33 @@ use crate::tensorboard::{TensorBoard, since_1970};
 /// One JSON object per logging window, and one with `eval` per evaluation.
 pub const METRICS_FILE: &str = "metrics.jsonl";
 
-/// What is shown of a run, and how.
+/// Settings of the reporter.
 pub struct Shown<'a> {
-    /// How long the run is.
+    /// Length of the run.
     pub schedule: Schedule,
-    /// What its metrics are.
+    /// Names of the metrics.
     pub metrics: &'a dyn Metrics,
-    /// The resolved recipe, as text, if there is to be a TensorBoard event file.
+    /// The resolved recipe as text; None without a TensorBoard event file.
     pub tensorboard: Option<&'a str>,
 }
 
-/// All sinks of a run, and its totals.
+/// All outputs of a run's metrics, and the totals of the run.
 pub struct TrainReporter {
     metrics: Appender,
     tensorboard: Option<TensorBoard>,
     total_steps: usize,
-    /// Metrics shown beside the loss: short name and key.
+    /// Metrics printed beside the loss: short name and key.
     headline: &'static [(&'static str, &'static str)],
     totals: Totals,
 }
 
-/// Sums over all lines of metrics, those of earlier starts included.
+/// Sums over all metrics lines, including those before a resume.
 #[derive(Default)]
 struct Totals {
     samples: u64,
     tokens: u64,
     seconds: f64,
-    /// Step and accepted length of the evaluations.
+    /// Step and accepted length of each evaluation.
     taus: Vec<(u64, f64)>,
 }
 
@@ -58,7 +58,8 @@ impl Totals {
 }
 
 impl TrainReporter {
-    /// Continues the metrics in `dir` behind step `step`: lines of steps that are run again are dropped.
+    /// Continues the metrics in `dir` after step `step`; lines of later steps are dropped, because
+    /// those steps run again.
     ///
     /// # Errors
     /// Any I/O failure, with the path.
@@ -94,7 +95,7 @@ impl TrainReporter {
         })
     }
 
-    /// Shows one window.
+    /// Writes the metrics of one window.
     ///
     /// # Errors
     /// Any I/O failure, with the path.
@@ -117,7 +118,7 @@ impl TrainReporter {
         self.write(metrics)
     }
 
-    /// Shows an evaluation after `step` steps.
+    /// Writes the scores of an evaluation after `step` steps.
     ///
     /// # Errors
     /// Any I/O failure, with the path.
@@ -144,7 +145,8 @@ impl TrainReporter {
         self.tensorboard.as_mut().map_or(Ok(()), |tensorboard| tensorboard.add(&row))
     }
 
-    /// What the whole run came to, a line per topic. `thinking` says whether the samples were answered with thinking on.
+    /// Summary of the whole run, one line per topic. `thinking` says whether the samples were
+    /// generated with thinking on.
     pub fn summary(&self, checkpoint: &Path, target: &str, thinking: Option<bool>) -> String {
         let Totals { samples, tokens, seconds, taus } = &self.totals;
         let path = checkpoint.display();
@@ -172,7 +174,7 @@ impl TrainReporter {
     }
 }
 
-/// A word as a shell takes it.
+/// Quotes a word for the shell.
 fn quoted(word: &str) -> String {
     let is_plain = |c: char| c.is_alphanumeric() || "/._-+:@=,~".contains(c);
     match word.chars().all(is_plain) {
@@ -181,7 +183,7 @@ fn quoted(word: &str) -> String {
     }
 }
 
-/// A time as people say it: 11 s, 2 min 5 s, 3 h 20 min.
+/// A duration such as 11 s, 2 min 5 s or 3 h 20 min.
 fn minutes(seconds: f64) -> String {
     let seconds = seconds.round() as u64;
     match (seconds / 3600, seconds / 60 % 60, seconds % 60) {

@@ -1,4 +1,4 @@
-//! From the command line to the loop: everything that can be wrong is found here, before the first forward.
+//! Runs `deepspec-train`: checks the command line, recipe and inputs before the first forward.
 
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
@@ -33,10 +33,10 @@ use crate::setup::{kind, open_data, target_runtime};
 use crate::trainer::Trainer;
 use crate::{launch, rank_check, show_plan, signals};
 
-/// Runs `deepspec-train`: as one process, as one of many, or as the launcher of many.
+/// Runs `deepspec-train` as a single process, as one rank of a job, or as the launcher of a job.
 ///
 /// # Errors
-/// Usage errors for recipes and inputs that do not belong together; failures otherwise.
+/// Usage errors for recipes and inputs that do not fit together; other failures otherwise.
 pub fn run(args: &Args) -> anyhow::Result<()> {
     let recipe = deepspec_drafters::load_recipe(&args.config, &args.overrides)?;
     let place = env::ranks().map_err(|error| UsageError(error.to_string()))?;
@@ -52,7 +52,7 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
         check_carrier(args, backend, device, place.as_ref(), processes)?;
     }
     let place = match place {
-        // The leader plans and makes fresh weights for all.
+        // Rank 0 plans and creates untrained drafters for the whole job.
         Some(place) if place.rank > 0 && !trains => return Ok(()),
         Some(place) if place.world_size == processes => Some(place).filter(|_| trains),
         _ if trains && processes > 1 => return launch::run(processes, timeout),
@@ -77,7 +77,7 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     result
 }
 
-/// Processes of the whole job.
+/// Number of processes of the whole job.
 fn processes(args: &Args, place: Option<&Ranks>, backend: Backend) -> anyhow::Result<usize> {
     let processes = match (args.processes.map(usize::from), place) {
         (Some(asked), Some(Ranks { world_size, .. })) if *world_size > 1 && asked != *world_size => {
@@ -98,7 +98,7 @@ fn processes(args: &Args, place: Option<&Ranks>, backend: Backend) -> anyhow::Re
     Ok(processes)
 }
 
-/// Refuses processes whose tensors nothing would carry, before any is started.
+/// Checks that a backend exists for the processes' tensors, before any process starts.
 fn check_carrier(
     args: &Args,
     backend: Backend,
@@ -110,7 +110,7 @@ fn check_carrier(
     if !matches!(carrier, Carrier::Nccl(_)) {
         return Ok(());
     }
-    // Under another launcher each process may be shown its own GPU only.
+    // Under another launcher, each process may see only its own GPU.
     let gpus = deepspec_ops::gpus(&args.device);
     if place.is_none() && (1..processes).contains(&gpus) {
         let error = DeviceError::NoneLeft { local_rank: gpus, count: gpus };
@@ -119,7 +119,7 @@ fn check_carrier(
     Ok(())
 }
 
-/// Runs one process of a job; `group` is the process alone where it does not train.
+/// Runs one process of a job; without training, `group` has one process.
 fn train(
     args: &Args,
     recipe: &Recipe,
@@ -133,7 +133,7 @@ fn train(
     rank_check::check(group, recipe, inputs.dataset.digest(), run_dir.latest.as_deref())?;
     let states = (!args.init_only).then(|| inputs.states(recipe)).transpose()?;
     let trainee = inputs.build(&job, &run_dir, states.as_ref())?;
-    // Behind this all ranks have read what they begin from, so that the leader may remove it.
+    // All ranks have read their initial weights after this check, so rank 0 may remove them.
     rank_check::check_weights(group, trainee.as_ref())?;
     let (mut trainer, latest) = inputs.trainer(&job, run_dir, trainee, questions)?;
     let first = resume(&mut trainer, latest.as_deref())?;
@@ -152,7 +152,7 @@ fn train(
     }
 }
 
-/// The leader tells whoever looks at exit codes only that rows were left out, as `cache build` does.
+/// Returns exit code 1 on rank 0 if rows were left out, as `cache build` does.
 fn report_unused(dataset: &Dataset, group: &ProcessGroup) -> anyhow::Result<()> {
     match dataset.report().map(|report| report.rejected()) {
         Some(rejected) if rejected > 0 && group.is_leader() => {
@@ -172,11 +172,11 @@ struct Job<'a> {
     group: &'a ProcessGroup,
     device: Device,
     local: LocalRank,
-    /// Kind of working weights.
+    /// dtype of the drafter's weights.
     kind: Kind,
 }
 
-/// All that is read before anything is made.
+/// All inputs that are read before training starts.
 struct Inputs {
     source: TargetSpec,
     drafter_plan: Box<dyn DrafterPlan>,
@@ -188,7 +188,7 @@ struct Inputs {
 }
 
 impl Inputs {
-    /// Also the questions that are asked while it trains.
+    /// Opens the inputs and the prompts of evaluations.
     fn open(job: &Job) -> anyhow::Result<(Self, Option<EvalPrompts>)> {
         let Job { args, recipe, group, device, local, .. } = *job;
         let source = TargetSpec::open(recipe, args.verbosity()).map_err(StatesError::report)?;
@@ -206,7 +206,7 @@ impl Inputs {
         StateSource::open(&self.dataset, &self.source, recipe, self.runtime).map_err(StatesError::report_data)
     }
 
-    /// The drafter with its first weights; those of a checkpoint come later.
+    /// Builds the drafter with its initial weights. A checkpoint's master weights are loaded later.
     fn build(
         &self,
         job: &Job,
@@ -218,7 +218,7 @@ impl Inputs {
         let trainee = self.drafter_plan.build(&embed, &head, recipe.seed, kind);
         match &run_dir.latest {
             None => start_from(recipe, trainee.as_ref(), args.verbosity())?,
-            // What is frozen is in no state of the optimiser, but in the checkpoint.
+            // Frozen weights are in the checkpoint but not in the optimiser's state.
             Some(latest) if !recipe.train.freeze.is_empty() => drop(trainee.start_from(latest)?),
             Some(_) => {}
         }
@@ -228,7 +228,7 @@ impl Inputs {
         Ok(trainee)
     }
 
-    /// Says what will run, and puts together what runs it; also the checkpoint to resume from.
+    /// Logs the plan and builds the trainer. Also returns the checkpoint to resume from.
     fn trainer<'a>(
         &self,
         job: &Job<'a>,
@@ -294,7 +294,7 @@ impl Inputs {
         Ok((trainer, latest))
     }
 
-    /// Trains from step `first` on.
+    /// Trains from step `first`.
     fn run(
         &self,
         mut trainer: Trainer,
@@ -326,10 +326,10 @@ impl Inputs {
     }
 }
 
-/// The folder of a run, which belongs to its leader.
+/// The output folder of a run. Only rank 0 writes it.
 struct RunDir {
     checkpoints: Checkpoints,
-    /// The newest checkpoint, unless it is to be replaced.
+    /// The newest checkpoint; None if it is to be overwritten.
     latest: Option<PathBuf>,
 }
 
@@ -344,7 +344,7 @@ impl RunDir {
     }
 }
 
-/// Takes up the newest checkpoint; gives the step at which it was made.
+/// Loads the newest checkpoint and returns its step.
 fn resume(trainer: &mut Trainer, latest: Option<&Path>) -> anyhow::Result<usize> {
     let Some(path) = latest else { return Ok(0) };
     let processes = trainer.group.world_size();
@@ -356,7 +356,7 @@ fn resume(trainer: &mut Trainer, latest: Option<&Path>) -> anyhow::Result<usize>
     Ok(state.step)
 }
 
-/// Saves the drafter before its first step, unless that was done before.
+/// Saves the untrained drafter, unless it was saved before.
 fn keep_untrained(trainer: &mut Trainer, resumed: bool, first: usize) -> anyhow::Result<()> {
     match (resumed, first) {
         (false, _) => trainer.save(0, None),
@@ -371,7 +371,7 @@ fn keep_untrained(trainer: &mut Trainer, resumed: bool, first: usize) -> anyhow:
     }
 }
 
-/// Rounds what is frozen to what checkpoints store, so that a resumed run goes on with the same values.
+/// Rounds frozen weights to the dtype of checkpoints, so that a resumed run has equal values.
 fn round_frozen(trainee: &dyn TrainableDrafter) {
     let _guard = tch::no_grad_guard();
     let learns: HashSet<&str> = trainee.parameters().iter().map(|(name, _)| name.as_str()).collect();
@@ -383,7 +383,7 @@ fn round_frozen(trainee: &dyn TrainableDrafter) {
     }
 }
 
-/// Gives a fresh run the weights that its recipe names.
+/// Loads the weights named by `train.init_from` into a new drafter.
 fn start_from(recipe: &Recipe, trainee: &dyn TrainableDrafter, verbosity: Verbosity) -> anyhow::Result<()> {
     let Some(from) = &recipe.train.init_from else { return Ok(()) };
     let dir = model_dir(from, None, verbosity).map_err(HubError::report).context("train.init_from")?;
@@ -393,7 +393,7 @@ fn start_from(recipe: &Recipe, trainee: &dyn TrainableDrafter, verbosity: Verbos
     Ok(())
 }
 
-/// A cache that the first epoch writes has one writer.
+/// Checks that only one process writes a hybrid cache in the first epoch.
 fn check_writer(recipe: &Recipe, dataset: &Dataset, group: &ProcessGroup) -> anyhow::Result<()> {
     if group.world_size() > 1 && matches!(recipe.data.states, States::Hybrid(_)) && dataset.needs_target() {
         usage!(
@@ -403,7 +403,7 @@ fn check_writer(recipe: &Recipe, dataset: &Dataset, group: &ProcessGroup) -> any
     Ok(())
 }
 
-/// The target's embedding and head: the resident target's own where they fit, so that they are held once.
+/// The target's embedding and head, shared with a resident target if device and dtype match.
 fn embed_and_head(
     states: Option<&StateSource<'_>>,
     source: &TargetSpec,

@@ -1,14 +1,14 @@
-//! Batch arithmetic: steps, epochs, and which sample comes when. Pure numbers.
+//! Plans steps, epochs and the order of samples; pure arithmetic.
 
 use deepspec_capture::Budget;
 use deepspec_core::cli::UsageError;
 use deepspec_core::recipe::{Recipe, TrainRecipe};
 use deepspec_core::rng::{Purpose, Stream};
 
-/// What the arithmetic starts from.
+/// Inputs of a schedule.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Sizes {
-    /// Processes.
+    /// Number of processes.
     pub world_size: usize,
     /// Samples in the data set.
     pub dataset_size: usize,
@@ -16,7 +16,7 @@ pub struct Sizes {
     pub local_batch_size: usize,
     /// Samples per optimiser step.
     pub global_batch_size: usize,
-    /// Passes over the data, unless steps are given.
+    /// Passes over the data, unless `max_train_steps` is given.
     pub num_train_epochs: usize,
     /// Optimiser steps.
     pub max_train_steps: Option<usize>,
@@ -37,7 +37,7 @@ pub enum SizeError {
         /// Local batch.
         local: usize,
     },
-    /// Not even one step.
+    /// Fewer samples than one step needs.
     #[error(
         "the data has {samples} samples, fewer than one step of train.global_batch_size {global}; use a smaller batch or more data"
     )]
@@ -49,7 +49,7 @@ pub enum SizeError {
     },
 }
 
-/// The schedule of `recipe` over so many samples.
+/// The schedule of `recipe` for `samples` samples.
 ///
 /// # Errors
 /// A usage error if the sizes do not fit together.
@@ -57,7 +57,7 @@ pub fn of_recipe(recipe: &Recipe, samples: usize, processes: usize) -> anyhow::R
     let sizes = Sizes {
         world_size: processes,
         dataset_size: samples,
-        // Where tokens are limited, a forward may take any number of samples.
+        // With a token limit, a forward may have any number of samples.
         local_batch_size: recipe.train.max_tokens_per_batch.map_or(recipe.train.local_batch_size, |_| 1),
         global_batch_size: recipe.train.global_batch_size,
         num_train_epochs: recipe.train.num_train_epochs,
@@ -71,27 +71,27 @@ pub fn of_recipe(recipe: &Recipe, samples: usize, processes: usize) -> anyhow::R
 pub struct Schedule {
     /// Samples of all processes per optimiser step.
     pub samples_per_step: usize,
-    /// Forwards per process and optimiser step; where tokens are limited, the most there can be.
+    /// Forwards per process and optimiser step; an upper bound with a token limit.
     pub gradient_accumulation_steps: usize,
     /// Samples that one epoch uses.
     pub samples_per_epoch: usize,
-    /// Those of one process.
+    /// Samples of one epoch per process.
     pub per_rank_samples_per_epoch: usize,
-    /// Forwards per process and epoch; where tokens are limited, the most there can be.
+    /// Forwards per process and epoch; an upper bound with a token limit.
     pub micro_batches_per_epoch: usize,
     /// Optimiser steps per epoch.
     pub steps_per_epoch: usize,
     /// Optimiser steps in total.
     pub max_train_steps: usize,
-    /// Epochs that are begun.
+    /// Number of epochs, including an incomplete last one.
     pub num_train_epochs: usize,
 }
 
 impl Schedule {
-    /// Works out the schedule.
+    /// Computes the schedule.
     ///
     /// # Errors
-    /// If the sizes do not fit together.
+    /// Fails if the sizes do not fit together.
     pub fn new(sizes: Sizes) -> Result<Self, SizeError> {
         let Sizes {
             world_size: world,
@@ -123,17 +123,17 @@ impl Schedule {
     }
 }
 
-/// The samples of one process in one optimiser step, of all those of the step.
+/// Selects the samples of one process from all samples of an optimiser step.
 pub fn of_rank<T>(step: &[T], rank: usize, world_size: usize) -> impl Iterator<Item = &T> {
     step.iter().skip(rank).step_by(world_size)
 }
 
-/// What one forward of a process takes at most.
+/// Most sequences and tokens of one forward.
 pub fn forward_budget(train: &TrainRecipe) -> Budget {
     Budget { sequences: train.local_batch_size, tokens: train.max_tokens_per_batch.unwrap_or(usize::MAX) }
 }
 
-/// Samples of one length in a forward.
+/// Number of samples of length `length` in a forward.
 pub fn forward_samples(train: &TrainRecipe, length: usize) -> usize {
     let Budget { sequences, tokens } = forward_budget(train);
     (tokens / length.max(1)).clamp(1, sequences)
@@ -142,13 +142,13 @@ pub fn forward_samples(train: &TrainRecipe, length: usize) -> usize {
 /// One occurrence of a sample in the stream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Draw {
-    /// Which pass over the data.
+    /// Index of the pass over the data.
     pub epoch: usize,
     /// Index of the sample in the data set.
     pub sample: usize,
 }
 
-/// The endless order of samples. A position in it is all that resuming needs.
+/// The infinite order of samples. Resuming needs only a position in it.
 pub struct Order<P> {
     samples_per_epoch: usize,
     permutation: P,
@@ -156,12 +156,13 @@ pub struct Order<P> {
 }
 
 impl<P: Fn(usize) -> Vec<usize>> Order<P> {
-    /// The order in which epoch e visits the first `samples_per_epoch` entries of `permutation(e)`.
+    /// Epoch e visits the first `samples_per_epoch` entries of `permutation(e)`.
     pub fn new(samples_per_epoch: usize, permutation: P) -> Self {
         Self { samples_per_epoch, permutation, cached: None }
     }
 
-    /// The sample at a position of the stream of all processes together; process r of w takes positions r, r + w, …
+    /// The sample at a position in the order of all processes. Process r of w reads positions r, r
+    /// + w, …
     pub fn at(&mut self, position: usize) -> Draw {
         let (epoch, place) = (position / self.samples_per_epoch, position % self.samples_per_epoch);
         let permutation = match self.cached.take() {
@@ -174,12 +175,13 @@ impl<P: Fn(usize) -> Vec<usize>> Order<P> {
     }
 }
 
-/// A fresh shuffle for every epoch.
+/// A new shuffle for every epoch.
 pub fn shuffled(seed: u64, dataset_size: usize) -> impl Fn(usize) -> Vec<usize> {
     move |epoch| Stream::new(seed, &format!("epoch-{epoch}")).permutation(dataset_size, Purpose::Shuffle)
 }
 
-/// At most `count` of a sample's anchor candidates, sorted. They depend on seed, epoch and sample id alone.
+/// Chooses at most `count` anchor candidates of a sample, sorted. They depend only on seed, epoch
+/// and sample id.
 pub fn anchors(candidates: &[usize], count: usize, seed: u64, epoch: usize, id: &str) -> Vec<usize> {
     let mut chosen =
         Stream::new(seed, &format!("anchors-{epoch}-{id}")).choose(candidates, count, Purpose::Anchor);

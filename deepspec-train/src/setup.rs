@@ -1,4 +1,4 @@
-//! What a recipe comes to on this machine, for training as for planning: kinds, devices, data.
+//! Resolves a recipe's dtypes, devices and data on this machine, for training and planning.
 
 use deepspec_capture::{Dataset, StatesError, TargetRuntime, TargetSpec};
 use deepspec_core::cli::UsageError;
@@ -9,10 +9,10 @@ use tch::{Device, Kind};
 
 use crate::schedule::shuffled;
 
-/// Unusable rows that are named one by one.
+/// Number of unusable rows that are listed individually.
 const REJECTED_SHOWN: usize = 5;
 
-/// The kind of working weights.
+/// dtype of the drafter's weights.
 pub fn kind(precision: Precision) -> Kind {
     match precision {
         Precision::Bf16 => Kind::BFloat16,
@@ -20,13 +20,13 @@ pub fn kind(precision: Precision) -> Kind {
     }
 }
 
-/// Where and in what the target of this process runs, where it runs: just as it does for a cache.
+/// Device and dtype of this process's target, as for building a cache.
 ///
 /// # Errors
-/// A usage error if there is no such device.
+/// A usage error if the device does not exist.
 pub fn target_runtime(recipe: &Recipe, trainer: Device, local: LocalRank) -> anyhow::Result<TargetRuntime> {
     let device = match &recipe.data.target_device {
-        // Targets tell each other nothing: they may share a GPU.
+        // Targets do not communicate, so processes may share a GPU.
         Some(name) => deepspec_ops::rank_device(name, LocalRank { shares: true, ..local })
             .map_err(|error| UsageError(format!("`data.target_device`: {error}")))?,
         None => trainer,
@@ -35,10 +35,10 @@ pub fn target_runtime(recipe: &Recipe, trainer: Device, local: LocalRank) -> any
     Ok(TargetRuntime { device, kind, per_step: recipe.train.global_batch_size })
 }
 
-/// The data set of a recipe, with a word on the rows that are left out.
+/// Opens the data set of a recipe and logs the rows that are left out.
 ///
 /// # Errors
-/// If an input or the cache cannot be read, or has no usable rows.
+/// Fails if an input or the cache cannot be read, or has no usable rows.
 pub fn open_data(recipe: &Recipe, source: &TargetSpec) -> anyhow::Result<Dataset> {
     let first_epoch = |samples| shuffled(recipe.seed, samples)(0);
     let place = env::cache_dir().map(|dir| dir.join("samples"));

@@ -1,4 +1,4 @@
-//! `--plan`: what a run would do, without doing it.
+//! `--plan`: describes a run without starting it.
 
 use std::io::Write;
 
@@ -21,10 +21,11 @@ use crate::setup::{open_data, target_runtime};
 use crate::target_shape::Shape;
 use crate::{bench, schedule};
 
-/// Prints the plan of `recipe`: with its data where that is there, else as far as the target's sizes tell.
+/// Prints the plan of `recipe`. Without the data, prints only facts that follow from the target's
+/// sizes.
 ///
 /// # Errors
-/// Usage errors for a recipe that does not fit its target or its data; damaged data.
+/// Usage errors for a recipe that does not fit its target or its data; errors of damaged data.
 pub fn show(args: &Args, recipe: &Recipe, device: Device, local: LocalRank) -> anyhow::Result<()> {
     let processes = local.processes;
     let shape = Shape::of(&recipe.target, args.verbosity())?;
@@ -70,7 +71,7 @@ pub fn show(args: &Args, recipe: &Recipe, device: Device, local: LocalRank) -> a
     writeln!(cli::stdout(), "{text}").context("writing the plan")
 }
 
-/// What has to come to this machine before the samples can be looked at.
+/// Returns the reason why the samples cannot be read on this machine yet.
 fn missing(recipe: &Recipe, shape: &Shape) -> Option<String> {
     if !shape.has_weights {
         return Some(format!("{} is not on this machine", recipe.target.model));

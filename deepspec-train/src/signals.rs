@@ -1,4 +1,4 @@
-//! "Please stop": SIGTERM and SIGUSR1.
+//! Signals that ask for a stop: SIGTERM and SIGUSR1.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -7,11 +7,11 @@ use anyhow::Context;
 use signal_hook::consts::{SIGTERM, SIGUSR1};
 use signal_hook::flag;
 
-/// A flag that SIGTERM or SIGUSR1 raises. A second SIGTERM ends the process at once; a second SIGUSR1 does not, because a
-/// process may get one from its launcher and one from whoever stops the whole job.
+/// Returns a flag that SIGTERM or SIGUSR1 sets. A second SIGTERM ends the process at once. A second
+/// SIGUSR1 does not: the launcher may send one and the job scheduler another.
 ///
 /// # Errors
-/// If a handler cannot be registered.
+/// Fails if a handler cannot be registered.
 pub fn stop_flag() -> anyhow::Result<Arc<AtomicBool>> {
     let (stop, terminated) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
     let registering = "registering a signal handler";

@@ -1,30 +1,32 @@
-//! States on their way to the GPU that learns from them, while it learns from those before.
+//! Copies hidden states to the GPU while the GPU trains on earlier micro-batches.
 
 use deepspec_drafters::TrainSample;
 use deepspec_ops::{CudaEvent, CudaStream, pinned};
 use tch::{Device, Tensor};
 
-/// Micro-batches whose states are on the GPU at once: one is learned from, one waits, one is on its way, and the host may be ahead of the GPU by two.
+/// Micro-batches whose hidden states are on the GPU: one in training, one waiting, one in transfer,
+/// and two that the host has queued ahead.
 pub const STAGED: usize = 5;
-/// Those that wait.
+/// Micro-batches that wait on the GPU for the trainer.
 pub const WAITING: usize = 1;
-/// As much page-locked memory as so many micro-batches' states take: two are copied at once, by blocks of up to twice what is in them.
+/// Page-locked memory, in micro-batches: two are copied at once, and a block takes up to twice its
+/// content.
 pub const LOCKED: usize = 4;
 
-/// Brings states from the host to a GPU on a stream of its own.
+/// Copies hidden states from the host to a GPU on a separate CUDA stream.
 pub struct Staging {
     device: Device,
     stream: CudaStream,
 }
 
 impl Staging {
-    /// None for the CPU, where states are read as they lie.
+    /// Returns None for the CPU, where no copy is needed.
     pub fn to(device: Device) -> Option<Self> {
         CudaStream::of(device).map(|stream| Self { device, stream })
     }
 
-    /// Sends the samples' states off, by way of host memory that the GPU copies from by itself; who uses them lets that wait first. None where they
-    /// are no host's.
+    /// Starts an asynchronous copy of the samples' states through page-locked memory. Users must
+    /// wait for the returned event. Returns None if the states are not on the host.
     pub fn bring(&self, samples: &mut [TrainSample]) -> Option<CudaEvent> {
         if samples.iter().any(|sample| sample.last.device() != Device::Cpu) {
             return None;
@@ -42,7 +44,7 @@ impl Staging {
         CudaEvent::here(self.device)
     }
 
-    /// The parts, one after the other, by one transfer.
+    /// Concatenates the parts along dimension 0 and copies them in one transfer.
     fn there(&self, parts: Vec<&Tensor>) -> Option<Tensor> {
         let first = parts.first()?;
         let rows = parts.iter().map(|part| part.size()[0]).sum();
@@ -52,7 +54,7 @@ impl Staging {
     }
 }
 
-/// Lets what is asked of the samples' device from now on wait for their states; `others` came with them.
+/// Makes later work on the samples' device wait for their states and for `others`.
 pub fn hold<'t>(ready: &CudaEvent, samples: &'t [TrainSample], others: impl Iterator<Item = &'t Tensor>) {
     ready.hold(samples.iter().flat_map(|sample| [&sample.taps, &sample.last]).chain(others));
 }

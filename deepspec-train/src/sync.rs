@@ -1,4 +1,4 @@
-//! What the ranks tell each other in a step: gradients and, where each updates its own share, weights.
+//! Exchanges gradients between the ranks and, with sharded optimiser state, the updated weights.
 
 use std::cmp::Reverse;
 use std::ops::Range;
@@ -7,18 +7,21 @@ use crate::dist::{GroupError, ProcessGroup, Sum};
 use deepspec_ops::range;
 use tch::Tensor;
 
-/// Values that travel at once: large enough that a collective's fixed cost does not count, small beside the model.
+/// Most values of a bucket: large enough to hide the fixed cost of a collective, small beside the
+/// model.
 const BUCKET: usize = 8 << 20;
-/// Values that are worth setting out before others: of fewer, a collective takes its fixed cost and hardly more.
+/// Fewest values of a bucket that is reduced early; smaller ones cost little more than the
+/// collective's overhead.
 const LEAST: usize = 1 << 18;
 
-/// Sums of gradients over all ranks, in flat buckets whose order is the same on every rank, whenever each begins with them.
+/// Gradient sums over all ranks, in flat buckets. The order of the buckets is equal on all ranks,
+/// whenever each rank starts its sums.
 pub struct Sums {
-    /// Parameters that travel together.
+    /// Parameter indices of each bucket.
     buckets: Vec<Vec<usize>>,
-    /// How many buckets are complete when each stage is.
+    /// Number of buckets that are complete after each stage.
     ends: Vec<usize>,
-    /// What is on its way of the first buckets.
+    /// Running all-reduces of the first buckets.
     under_way: Vec<UnderWay>,
 }
 
@@ -28,12 +31,14 @@ struct UnderWay {
 }
 
 impl Sums {
-    /// Of parameters of these names and sizes: those of a stage, whose names begin with it, before those of later ones, and the others behind them.
+    /// Buckets for parameters of these names and sizes. A stage is a name prefix: parameters of
+    /// early stages come first, parameters without a stage last.
     pub fn new(parameters: &[(&str, usize)], stages: &[String]) -> Self {
         Self::with_buckets(parameters, stages, (LEAST, BUCKET))
     }
 
-    /// The same by how many values are worth a bucket of their own, and by the most that share one.
+    /// Like [`Sums::new`], with the fewest values of an early bucket and the most values of any
+    /// bucket.
     pub(crate) fn with_buckets(
         parameters: &[(&str, usize)],
         stages: &[String],
@@ -44,7 +49,7 @@ impl Sums {
         for stage in (0..stages.len()).map(Some).chain([None]) {
             waiting.extend((0..parameters.len()).filter(|&index| stage_of(parameters[index].0) == stage));
             let values: usize = waiting.iter().map(|&index: &usize| parameters[index].1).sum();
-            // What is not worth a bucket waits for the next stage's.
+            // Too few values for a bucket: they join the next stage.
             if values >= least || stage.is_none() {
                 let buckets = buckets(waiting.iter().map(|&index| parameters[index].1), most);
                 sums.buckets.extend(buckets.into_iter().map(|bucket| waiting[bucket].to_vec()));
@@ -55,15 +60,16 @@ impl Sums {
         sums
     }
 
-    /// Whether any stage but the end completes a bucket.
+    /// Whether a bucket is complete before the end of the backward.
     pub fn begin_early(&self) -> bool {
         self.ends.iter().rev().skip(1).any(|&end| end > 0)
     }
 
-    /// Begins with what the first `stages` stages complete; `gradient(index)` hands a parameter's over. All are of one kind and device.
+    /// Starts the sums of all buckets that the first `stages` stages complete. `gradient(index)`
+    /// returns a parameter's gradient. All gradients have one dtype and device.
     ///
     /// # Errors
-    /// If another rank has failed.
+    /// Fails if another rank has failed.
     pub fn start(
         &mut self,
         stages: usize,
@@ -82,10 +88,10 @@ impl Sums {
         Ok(())
     }
 
-    /// Begins with all others, and waits for all: each parameter's sum.
+    /// Starts the remaining sums, waits for all, and returns the sum of each parameter.
     ///
     /// # Errors
-    /// If another rank has failed.
+    /// Fails if another rank has failed.
     pub fn finish(
         &mut self,
         group: &ProcessGroup,
@@ -103,10 +109,11 @@ impl Sums {
     }
 }
 
-/// Copies each tensor from the rank that owns it to all others, in flat buckets. All are of one kind and device.
+/// Broadcasts each tensor from the rank that owns it, in flat buckets. All tensors have one dtype
+/// and device.
 ///
 /// # Errors
-/// If another rank has failed.
+/// Fails if another rank has failed.
 pub fn share(group: &ProcessGroup, owned: &[(usize, &Tensor)]) -> Result<(), GroupError> {
     let _guard = tch::no_grad_guard();
     let _range = range(c"collectives");
@@ -127,7 +134,8 @@ pub fn share(group: &ProcessGroup, owned: &[(usize, &Tensor)]) -> Result<(), Gro
     Ok(())
 }
 
-/// Which of `ranks` ranks owns each of so many values: largest first, each to the rank that has the least.
+/// Assigns parameters of these sizes to `ranks` ranks: largest first, each to the rank with the
+/// fewest values. Returns the owner of each.
 pub fn owners(sizes: &[usize], ranks: usize) -> Vec<usize> {
     let mut order: Vec<usize> = (0..sizes.len()).collect();
     order.sort_by_key(|&index| (Reverse(sizes[index]), index));
@@ -140,7 +148,7 @@ pub fn owners(sizes: &[usize], ranks: usize) -> Vec<usize> {
     owners
 }
 
-/// All values of contiguous tensors in a row; those of a single one where they lie.
+/// Concatenates contiguous tensors into a flat one; a single tensor is not copied.
 fn flat<'t>(tensors: impl Iterator<Item = &'t Tensor>) -> Tensor {
     let mut tensors: Vec<Tensor> = tensors.map(|tensor| tensor.detach().view([-1])).collect();
     match (tensors.len(), tensors.pop()) {
@@ -163,7 +171,8 @@ fn split(flat: &Tensor, shapes: &[Vec<i64>]) -> Vec<Tensor> {
     shapes.iter().map(view).collect()
 }
 
-/// Runs of consecutive tensors of at most `most` values; a larger tensor is alone.
+/// Groups consecutive tensors into buckets of at most `most` values; a larger tensor gets its own
+/// bucket.
 fn buckets(sizes: impl Iterator<Item = usize>, most: usize) -> Vec<Range<usize>> {
     let (mut buckets, mut held): (Vec<Range<usize>>, usize) = (vec![], 0);
     for (index, size) in sizes.enumerate() {
@@ -206,12 +215,12 @@ mod tests {
         let sums = |least| Sums::with_buckets(&parameters, &stages, (least, 9));
         assert_eq!(sums(1).buckets, [vec![2], vec![3], vec![4], vec![1], vec![0]]);
         assert_eq!(sums(1).ends, [1, 3, 4, 5]);
-        // The first waits for the second, the last for what is left.
+        // The first stage joins the second, the last joins the parameters without a stage.
         assert_eq!(sums(4).buckets, [vec![2], vec![3], vec![4], vec![1, 0]]);
         assert_eq!(sums(4).ends, [0, 3, 3, 4]);
     }
 
-    /// Ranks begin when their own backward lets them, one of them not before its end.
+    /// Each rank starts its sums after other stages, one of them only at the end.
     #[test]
     fn sums_do_not_depend_on_when_each_rank_begins() {
         const PATIENCE: Duration = Duration::from_secs(120);
@@ -234,7 +243,7 @@ mod tests {
                     let group = ProcessGroup::connect(place, Device::Cpu, Backend::Auto, PATIENCE).unwrap();
                     let own = |index: usize| gradient(group.rank(), index);
                     let mut sums = Sums::with_buckets(parameters, stages, (1, 8));
-                    // Twice: a step leaves nothing behind for the next.
+                    // Two steps: the first must leave no state for the second.
                     for _ in 0..2 {
                         starts.iter().for_each(|&stages| sums.start(stages, &group, own).unwrap());
                         let found = sums.finish(&group, own).unwrap();

@@ -1,4 +1,4 @@
-//! The sizes of a target, wherever they can be known without its weights.
+//! Reads the sizes of a target without its weights.
 
 use std::path::Path;
 
@@ -8,28 +8,30 @@ use deepspec_core::recipe::TargetRecipe;
 use deepspec_hub::{Hub, HubError, HubOptions, Kind, Repo, model_dir};
 use deepspec_models::{ModelConfig, ModelError, families, weights_digest};
 
-/// The targets of the recipes in `configs/`, as `configs/shapes/README.md` describes: their families have them.
+/// Hub ids and config.json of the targets in `configs/`, from the model families; see
+/// `configs/shapes/README.md`.
 fn built_in() -> impl Iterator<Item = (&'static str, &'static str)> {
     families().flat_map(|family| family.shapes).copied()
 }
 
 const CONFIG: &str = "config.json";
 
-/// What a config.json says, and where that one came from.
+/// A target's architecture and the place where its config.json was found.
 pub struct Shape {
     /// The architecture.
     pub config: ModelConfig,
-    /// For people.
+    /// Where config.json was found, for messages.
     pub origin: String,
     /// Whether the target's weights are on this machine.
     pub has_weights: bool,
 }
 
 impl Shape {
-    /// The config.json in the target's folder or in the hub's cache; else the built-in sizes; else the hub's config.json alone.
+    /// Reads the config.json in the target's folder or in the hub cache. Without one, uses the
+    /// built-in sizes, and without those downloads the hub's config.json.
     ///
     /// # Errors
-    /// If there is none, or it describes no target that is known.
+    /// Fails if no config.json is found, or if it describes an unknown architecture.
     pub fn of(target: &TargetRecipe, verbosity: Verbosity) -> anyhow::Result<Self> {
         let place = env::expand_home(&target.model);
         if place.is_dir() || place.is_file() {

@@ -1,7 +1,7 @@
-//! Metrics and the recipe as a TensorBoard event file.
+//! Writes metrics and the recipe to a TensorBoard event file.
 //!
-//! metrics.jsonl is the record, this file its picture: every start writes it anew from the lines that still hold, so that no
-//! reader sees a step twice.
+//! The file is built from metrics.jsonl. Every start writes it again from the lines that are still
+//! valid, so no step appears twice.
 
 use std::fs::{self, File};
 use std::io::{BufWriter, Write as _};
@@ -15,19 +15,20 @@ use crate::events::{
     self, Event, Metadata, Plugin, SessionLog, Shape, Shown, Summary, Tensor, Value as Point, What,
 };
 
-/// What the names of event files begin with.
+/// Prefix of event file names.
 pub const PREFIX: &str = "events.out.tfevents.";
-/// Where a line's step stands, and when it was written, in seconds since 1970.
+/// Keys of a line that are not metrics: the step, and the time in seconds since 1970.
 const KEYS: [&str; 2] = ["step", "time"];
 
-/// An event file that grows.
+/// An event file that new metrics are appended to.
 pub struct TensorBoard {
     writer: BufWriter<File>,
     path: PathBuf,
 }
 
 impl TensorBoard {
-    /// Writes the recipe and `rows` of metrics to a new file in `dir`, in the place of all that are there.
+    /// Writes the recipe and `rows` of metrics to a new file in `dir`, which replaces all event
+    /// files there.
     ///
     /// # Errors
     /// Any I/O failure, with the path.
@@ -53,7 +54,7 @@ impl TensorBoard {
         Ok(this)
     }
 
-    /// Adds the numbers of a line of metrics.
+    /// Appends the metrics of a line.
     ///
     /// # Errors
     /// Any I/O failure, with the path.
@@ -65,9 +66,9 @@ impl TensorBoard {
     fn begin(&mut self, recipe: &str) -> Result<(), FileError> {
         let now = since_1970().as_secs_f64();
         self.event(now, 0, What::FileVersion("brain.Event:2".into()))?;
-        // Lets a TensorBoard that still shows the file before this one forget it.
+        // Tells a running TensorBoard to discard the events of the previous file.
         self.event(now, 0, What::SessionLog(SessionLog::START))?;
-        // Four spaces make a block of code of it.
+        // Four spaces make it a Markdown code block.
         let text = recipe.lines().map(|line| format!("    {line}\n")).collect::<String>();
         let text = Tensor { dtype: Tensor::TEXT, shape: Some(Shape {}), texts: vec![text.into()] };
         let value = Point {
@@ -103,7 +104,8 @@ pub fn since_1970() -> Duration {
     SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default()
 }
 
-/// The numbers of a line by tag: `train/loss`, `train/accept_rate/0`; those of an object under its own name, `eval/tau`.
+/// The metrics of a line by tag, such as `train/loss` and `train/accept_rate/0`. Metrics in an
+/// object get its name, such as `eval/tau`.
 fn scalars(row: &Map<String, Value>) -> Vec<(String, f64)> {
     let mut found = vec![];
     for (key, value) in row.iter().filter(|(key, _)| !KEYS.contains(&key.as_str())) {

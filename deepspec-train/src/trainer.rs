@@ -1,4 +1,4 @@
-//! The loop. It decides nothing: what, when and where were settled before.
+//! The training loop. The schedule, loader and recipe decide its steps.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -20,10 +20,10 @@ use crate::reporters::TrainReporter;
 use crate::schedule::Schedule;
 use crate::window::Window;
 
-/// "Try again": saved before the end because a signal asked for it.
+/// Exit code of a run that a signal stopped after saving; run it again to resume.
 pub const SAVED_EARLY: u8 = 75;
 
-/// Everything the loop works with.
+/// State of the training loop.
 pub struct Trainer<'a> {
     pub recipe: &'a Recipe,
     pub group: &'a ProcessGroup,
@@ -33,22 +33,22 @@ pub struct Trainer<'a> {
     pub schedule: Schedule,
     pub lr: LrSchedule,
     pub checkpoints: Checkpoints,
-    /// Measures accepted length, if that is asked for.
+    /// Measures accepted length, if the recipe enables it.
     pub evaluation: Option<Evaluation>,
-    /// The data set, kept in the training state.
+    /// Identity of the data set, stored in checkpoints.
     pub data: DataId,
-    /// Records where the time of some steps goes.
+    /// Profiler of some steps.
     pub trace: StepTrace,
-    /// Raised by SIGTERM and SIGUSR1.
+    /// Set by SIGTERM and SIGUSR1.
     pub stop: Arc<AtomicBool>,
 }
 
 impl Trainer<'_> {
-    /// Trains from step `first` to the end and saves. Only the leader has a report.
+    /// Trains from step `first` to the end and saves. Only rank 0 has a report.
     ///
     /// # Errors
-    /// Damaged or missing states, failed writes, another rank's failure, or [`ExitWith`] 75 when a signal to any rank stopped
-    /// all of them after saving.
+    /// Fails on damaged or missing hidden states, failed writes, and another rank's failure.
+    /// Returns [`ExitWith`] 75 if a signal to any rank stopped all ranks after saving.
     pub fn run(
         &mut self,
         first: usize,
@@ -67,7 +67,8 @@ impl Trainer<'_> {
                     loader.next_batch()?
                 };
                 let (mut started, optimizer, group) = (Ok(()), &mut self.optimizer, self.group);
-                // Other ranks' gradients are waited for after the last micro-batch; until then its backward goes on.
+                // In the last micro-batch, the all-reduce of complete gradients starts while the
+                // backward still runs.
                 let is_heard = micro.ends_step && group.sums_beside() && optimizer.starts_early();
                 let mut start = |stages| {
                     if started.is_ok() {
@@ -104,7 +105,7 @@ impl Trainer<'_> {
                 );
             }
             let logs = done % logging.logging_steps == 0 || last;
-            // Who is told to stop has no time to measure.
+            // A run that is asked to stop skips the evaluation.
             let evaluates = logging.eval_every.is_some_and(|every| done % every == 0 || last) && !stopping;
             let saves = done % logging.checkpointing_steps == 0 || last || stopping || evaluates;
             if logs || saves {
@@ -124,7 +125,7 @@ impl Trainer<'_> {
                 let metrics = window.take(done, lr, loader.take_waited());
                 report.as_mut().map_or(Ok(()), |report| report.window(metrics))?;
             }
-            // Before the checkpoint: a run that is killed in between does both again.
+            // Evaluate before saving: a run killed in between then repeats both.
             let mut tau = None;
             if let Some(evaluation) = self.evaluation.as_mut().filter(|_| evaluates) {
                 let scores = evaluation.run(self.trainee.as_ref(), self.group)?;
@@ -157,7 +158,8 @@ impl Trainer<'_> {
         Ok(())
     }
 
-    /// Saves the state after `step` steps, at which `tau` was measured: the leader writes, and no rank goes on before it is there.
+    /// Saves the state after `step` steps with the measured `tau`. Rank 0 writes, and all ranks
+    /// wait until it is done.
     ///
     /// # Errors
     /// Any I/O failure, with the path, or another rank's failure.

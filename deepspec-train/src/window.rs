@@ -1,4 +1,4 @@
-//! What a logging window comes to.
+//! Accumulates the metrics of a logging window.
 
 use std::time::{Duration, Instant};
 
@@ -9,10 +9,10 @@ use tch::{Device, Kind, Tensor};
 
 use crate::memory;
 
-/// Past every place of a sample.
+/// Larger than any index of a sample.
 const NONE: i64 = 1 << 40;
 
-/// Sums since the last line; every mean is divided once, here.
+/// Sums since the last metrics line. Every mean is computed by one division in [`Window::take`].
 pub struct Window<'a> {
     metrics: &'a dyn Metrics,
     sums: Option<Tensor>,
@@ -20,19 +20,19 @@ pub struct Window<'a> {
     tokens: usize,
     steps: usize,
     grad_norm: Option<Tensor>,
-    /// Sum of all gradient norms: not finite as soon as one is not.
+    /// Sum of all gradient norms: not finite if any norm is not finite.
     norms: Option<Tensor>,
-    /// Samples whose states nobody has looked at.
+    /// Samples whose hidden states are not yet known to be finite.
     watched: Vec<String>,
-    /// The place among them of the first that is not finite, or [`NONE`].
+    /// Index in `watched` of the first sample whose states are not finite, or [`NONE`].
     not_finite: Option<Tensor>,
     started: Instant,
-    /// Time since then that was not spent on training.
+    /// Time since `started` that was not spent on training.
     paused: Duration,
 }
 
 impl<'a> Window<'a> {
-    /// An empty window for sums of this meaning.
+    /// An empty window for the sums of `metrics`.
     pub fn new(metrics: &'a dyn Metrics) -> Self {
         Self {
             metrics,
@@ -49,7 +49,7 @@ impl<'a> Window<'a> {
         }
     }
 
-    /// Adds a micro-batch.
+    /// Adds the sums of a micro-batch.
     pub fn add(&mut self, sums: Option<&Tensor>, samples: usize, tokens: usize) {
         self.samples += samples;
         self.tokens += tokens;
@@ -58,7 +58,8 @@ impl<'a> Window<'a> {
         }
     }
 
-    /// Takes note of a sample whose states are all finite or not, as a bool on their device says, without waiting for that.
+    /// Registers a sample and a bool tensor that says whether all its hidden states are finite.
+    /// Does not wait for the device.
     pub fn watch(&mut self, sample: String, finite: &Tensor) {
         let _guard = tch::no_grad_guard();
         let place = finite.to_kind(Kind::Int64) * NONE + self.watched.len() as i64;
@@ -67,13 +68,14 @@ impl<'a> Window<'a> {
         self.watched.push(sample);
     }
 
-    /// The first sample since the last line whose states were not finite. It waits for the device.
+    /// Returns the first sample since the last line whose hidden states are not finite. Waits for
+    /// the device.
     pub fn not_finite(&self) -> Option<&str> {
         let place = usize::try_from(self.not_finite.as_ref()?.int64_value(&[])).ok()?;
         self.watched.get(place).map(String::as_str)
     }
 
-    /// Ends an optimiser step.
+    /// Records the gradient norm of a finished optimiser step.
     pub fn end_step(&mut self, grad_norm: Tensor) {
         self.steps += 1;
         self.norms =
@@ -81,10 +83,10 @@ impl<'a> Window<'a> {
         self.grad_norm = Some(grad_norm);
     }
 
-    /// Adds up the windows of all ranks.
+    /// Sums the windows of all ranks.
     ///
     /// # Errors
-    /// If another rank has failed.
+    /// Fails if another rank has failed.
     pub fn reduce(&mut self, group: &ProcessGroup) -> Result<(), GroupError> {
         if group.world_size() == 1 {
             return Ok(());
@@ -101,7 +103,7 @@ impl<'a> Window<'a> {
         Ok(())
     }
 
-    /// Leaves out time that went to something else than training.
+    /// Excludes time that was not spent on training.
     pub fn pause(&mut self, time: Duration) {
         self.paused += time;
     }
@@ -111,7 +113,8 @@ impl<'a> Window<'a> {
         self.norms.as_ref().is_none_or(|norms| norms.double_value(&[]).is_finite())
     }
 
-    /// The window's metrics, leaving it empty. Reads tensors back, as `reduce`, `is_finite` and `not_finite` do, and nothing else.
+    /// Returns the metrics of the window and resets it. Only this function, `reduce`, `is_finite`
+    /// and `not_finite` wait for the device.
     pub fn take(&mut self, step: usize, lr: f64, waited: Duration) -> Map<String, Value> {
         let elapsed = self.started.elapsed().saturating_sub(self.paused).as_secs_f64();
         let sums: Vec<f64> = self.sums.as_ref().map_or_else(|| vec![0.0; self.metrics.count()], to_vec);
@@ -172,7 +175,7 @@ data: {states: {cache: nowhere}, chat_template: qwen}
         deepspec_drafters::plan(&recipe, &target).unwrap().metrics()
     }
 
-    /// Two blocks: one of which all slots are accepted, one that fails in its first slot.
+    /// Two blocks: all slots of one are accepted, the other fails in its first slot.
     fn sums() -> Tensor {
         let value = |sum: BlockSum| match sum {
             BlockSum::Shared(AnchoredSum::Blocks) => 2.0,
@@ -193,7 +196,8 @@ data: {states: {cache: nowhere}, chat_template: qwen}
         window.take(1, 1e-3, Duration::ZERO)
     }
 
-    /// speculators#759: sums that were reduced twice showed metrics times the number of ranks.
+    /// speculators#759: sums that were reduced twice gave metrics multiplied by the number of
+    /// ranks.
     #[test]
     fn metrics_are_not_multiplied_by_how_many_parts_they_are_summed_from() {
         let (one, four) = (metrics(1), metrics(4));
@@ -218,7 +222,7 @@ data: {states: {cache: nowhere}, chat_template: qwen}
         assert_eq!(window.not_finite(), None);
     }
 
-    /// speculators#805.
+    /// speculators#805: the accepted length left out slot 0.
     #[test]
     fn accepted_length_does_not_skip_slot_0() {
         let metrics = metrics(1);

@@ -1,4 +1,4 @@
-//! Which checkpoints stay: the newest ones, and the best.
+//! Checkpoint retention: keeps the newest checkpoints and the best one.
 
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -14,7 +14,7 @@ use deepspec_drafters::TRAIN_STATE;
 /// The best checkpoint so far.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Best {
-    /// Optimiser steps.
+    /// Completed optimiser steps.
     pub step: usize,
     /// Accepted length on the validation suite.
     pub tau: f64,
@@ -24,7 +24,7 @@ impl Checkpoints {
     /// The best checkpoint so far.
     ///
     /// # Errors
-    /// If best.json cannot be read.
+    /// Fails if best.json cannot be read.
     pub fn best(&self) -> anyhow::Result<Option<Best>> {
         let file = self.dir.join(BEST_FILE);
         if !file.is_file() {
@@ -34,11 +34,12 @@ impl Checkpoints {
         Ok(Some(best.with_context(|| format!("{}: not a record of the best checkpoint", file.display()))?))
     }
 
-    /// Records that the saved checkpoint of `step` has accepted length `tau` on the validation suite; the best one so far
-    /// (of equals, the first) gets the link `step_best` and stays. Returns whether it is this one.
+    /// Records accepted length `tau` on the validation suite for the saved checkpoint of `step`.
+    /// The best checkpoint, the first among equals, gets the link `step_best` and is kept. Returns
+    /// whether this one is the best.
     ///
     /// # Errors
-    /// If that checkpoint is not there, or any I/O failure.
+    /// Fails if the checkpoint does not exist, or on any I/O failure.
     pub fn mark_best(&self, step: usize, tau: f64) -> anyhow::Result<bool> {
         if self.best()?.is_some_and(|best| best.tau >= tau) {
             return Ok(false);
@@ -46,17 +47,17 @@ impl Checkpoints {
         if !self.is_checkpoint(step) {
             bail!("{}: there is no checkpoint of step {step} to be marked", self.dir.display());
         }
-        // The record first: the link follows from it, and is made good by `settle` where a kill came in between.
+        // The record is written first: if a kill follows, `settle` restores the link from it.
         atomic::write_json(&self.dir.join(BEST_FILE), &Best { step, tau })?;
         self.point(BEST, step)?;
         Ok(true)
     }
 
-    /// Marks what a kill has kept from being marked: between the save of the checkpoint of `latest` and its mark, or between the
-    /// record of the best one and its link.
+    /// Completes a mark that a kill interrupted. The kill came between saving the checkpoint
+    /// `latest` and marking it, or between the record of the best one and its link.
     ///
     /// # Errors
-    /// If best.json cannot be read, or any I/O failure.
+    /// Fails if best.json cannot be read, or on any I/O failure.
     pub fn settle(&self, latest: &TrainState) -> anyhow::Result<()> {
         if let Some(Best { step, .. }) = self.best()?
             && self.is_checkpoint(step)
@@ -70,7 +71,8 @@ impl Checkpoints {
         Ok(())
     }
 
-    /// Removes all but the newest `keep` checkpoints, `step_latest` and `step_best`; nothing where `keep` is `None`.
+    /// Removes all checkpoints except the newest `keep`, `step_latest` and `step_best`. Keeps all
+    /// if `keep` is `None`.
     pub(super) fn retain(&self, keep: Option<usize>) -> anyhow::Result<()> {
         let Some(keep) = keep else { return Ok(()) };
         let mut steps = self.steps()?;
@@ -82,7 +84,7 @@ impl Checkpoints {
             if linked.iter().flatten().any(|target| target.as_path() == Path::new(&name)) {
                 continue;
             }
-            // Out of the way first, so that half a folder never passes for a checkpoint.
+            // Renamed first, so that a half-removed folder is never taken for a checkpoint.
             let path = self.dir.join(name);
             let partial = atomic::partial_name(&path);
             fs::rename(&path, &partial).map_err(FileError::at("removing", &path))?;
@@ -91,7 +93,7 @@ impl Checkpoints {
         Ok(())
     }
 
-    /// Moves the link `name` to the checkpoint of `step`.
+    /// Points the symlink `name` at the checkpoint of `step`.
     pub(super) fn point(&self, name: &str, step: usize) -> anyhow::Result<()> {
         let (link, fresh) = (self.dir.join(name), self.dir.join(format!("{name}.partial")));
         let _ = fs::remove_file(&fresh);
@@ -102,7 +104,7 @@ impl Checkpoints {
             );
             return Ok(());
         }
-        // What a copy that followed links has left in the place of the link.
+        // A copy that followed links has a folder in place of the link.
         if link.symlink_metadata().is_ok_and(|found| found.is_dir()) {
             fs::remove_dir_all(&link).map_err(FileError::at("removing", &link))?;
         }
@@ -159,8 +161,8 @@ mod tests {
         assert!(checkpoints.mark_best(15, 4.0).unwrap_err().to_string().contains("no checkpoint of step 15"));
     }
 
-    /// Killed after the save of the best checkpoint so far, before its mark: the run goes on behind it and would never measure it
-    /// again.
+    /// The run is killed after saving the best checkpoint and before marking it. The resumed run
+    /// starts after that step and would never measure it again.
     #[test]
     fn a_kill_between_save_and_mark_costs_no_best() {
         let (dir, checkpoints) = with_steps(&[3, 6]);
@@ -176,7 +178,7 @@ mod tests {
         assert_eq!(fs::read_link(dir.path().join(BEST)).unwrap(), Path::new("step_6"));
     }
 
-    /// The record says 6, the link still 3.
+    /// The record names step 6, the link still step 3.
     #[test]
     fn a_kill_between_record_and_link_is_made_good() {
         let (dir, checkpoints) = with_steps(&[3, 6, 9]);

@@ -1,4 +1,4 @@
-//! What carries the ranks' tensors, and GPUs connected under supervision.
+//! Backends of the collectives, and connecting GPUs with a timeout.
 
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread;
@@ -10,25 +10,26 @@ use tch::Device;
 use crate::dist::GroupError;
 use crate::dist::rendezvous::Rendezvous;
 
-/// How often a rank whose GPU is being connected looks whether another has ended.
+/// How often a rank checks for failed ranks while its GPU is being connected.
 const LOOK: Duration = Duration::from_millis(500);
 
-/// What carries tensors of a rank's device.
+/// The backend that transfers tensors of a rank's device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Carrier {
-    /// Gloo, from and to host memory, where they live.
+    /// Gloo on tensors in host memory.
     Gloo,
-    /// Gloo as well, with a copy of each GPU tensor in host memory.
+    /// Gloo on GPU tensors, each copied through host memory.
     Staged,
-    /// NCCL, from and to this GPU.
+    /// NCCL on tensors of this GPU.
     Nccl(usize),
 }
 
 impl Carrier {
-    /// The carrier that `backend` means for tensors of `device`.
+    /// Returns the carrier that `backend` selects for tensors of `device`.
     ///
     /// # Errors
-    /// [`GroupError::NoNccl`] where the build has none; [`GroupError::NcclOnCpu`].
+    /// [`GroupError::NoNccl`] if the build has no NCCL; [`GroupError::NcclOnCpu`] for NCCL on the
+    /// CPU.
     pub fn new(backend: Backend, device: Device) -> Result<Self, GroupError> {
         match (device, backend) {
             (Device::Cuda(_), Backend::Gloo) => Ok(Self::Staged),
@@ -39,7 +40,7 @@ impl Carrier {
     }
 }
 
-/// Whether the build has NCCL, which carries tensors among GPUs.
+/// Checks whether the build has NCCL.
 fn nccl() -> Result<(), GroupError> {
     match deepspec_ops::NCCL_MISSING {
         "" => Ok(()),
@@ -47,11 +48,12 @@ fn nccl() -> Result<(), GroupError> {
     }
 }
 
-/// Runs `connect`, which waits for all ranks and cannot be interrupted, on a thread of its own, and gives it up after `timeout` or
-/// when another rank has ended. `abandon` is called where that thread is left behind.
+/// Runs `connect` on a separate thread, because `connect` waits for all ranks and cannot be
+/// interrupted. Gives up after `timeout` or when another rank has ended. Calls `abandon` if the
+/// thread is still running.
 ///
 /// # Errors
-/// What went wrong, in a line.
+/// Returns the error in one line.
 pub fn watched<T: Send + 'static>(
     rendezvous: &Rendezvous,
     timeout: Duration,
@@ -60,7 +62,7 @@ pub fn watched<T: Send + 'static>(
 ) -> Result<T, String> {
     let (tell, told) = mpsc::channel();
     let worker = thread::Builder::new().name("connect".into());
-    // Nobody hears it where it comes too late.
+    // The receiver is gone if the connection comes too late.
     worker.spawn(move || drop(tell.send(connect()))).map_err(|error| error.to_string())?;
     let deadline = Instant::now() + timeout;
     let problem = loop {

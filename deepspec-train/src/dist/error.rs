@@ -1,80 +1,80 @@
-//! What can go wrong among processes.
+//! Errors of process groups.
 
 use std::time::Duration;
 
-/// Why processes cannot work together, or no longer.
+/// Why ranks cannot connect, or why a collective failed.
 #[derive(Debug, Clone, thiserror::Error, PartialEq, Eq)]
 pub enum GroupError {
-    /// The meeting place cannot be reached or held.
+    /// The rendezvous store cannot be reached or opened.
     #[error("rank {rank} of {world_size}: no rendezvous at {host}:{port} within {} s: {problem}", timeout.as_secs())]
     Rendezvous {
-        /// This rank.
+        /// Rank of this process.
         rank: usize,
-        /// All ranks.
+        /// Number of processes.
         world_size: usize,
-        /// Where they were to meet.
+        /// Host of the store.
         host: String,
-        /// And at which port.
+        /// Port of the store.
         port: u16,
-        /// How long it was tried.
+        /// Timeout of the attempt.
         timeout: Duration,
-        /// What c10d said.
+        /// Message of c10d.
         problem: String,
     },
-    /// Some ranks never came.
+    /// Some ranks did not connect.
     #[error("rank {rank} of {world_size}: {} did not come within {} s", ranks(missing), timeout.as_secs())]
     Missing {
-        /// This rank.
+        /// Rank of this process.
         rank: usize,
-        /// All ranks.
+        /// Number of processes.
         world_size: usize,
-        /// Those that did not come.
+        /// Ranks that did not connect.
         missing: Vec<usize>,
-        /// How long they were waited for.
+        /// Timeout of the wait.
         timeout: Duration,
     },
-    /// GPUs need NCCL.
+    /// Several GPUs need NCCL, which the build lacks.
     #[error(
         "processes on GPUs need NCCL: {0}; install its headers (scripts/setup.sh does on machines with a GPU) and build again, or take the slow way through host memory, --set train.backend=gloo"
     )]
     NoNccl(String),
-    /// NCCL knows GPUs only.
+    /// NCCL works on GPUs only.
     #[error("train.backend: nccl carries tensors among GPUs only; with --device cpu use auto or gloo")]
     NcclOnCpu,
-    /// Another rank failed and said why.
+    /// Another rank failed and reported its error.
     #[error("rank {rank} stopped in {operation}, because rank {peer} failed: {cause}")]
     Peer {
-        /// This rank.
+        /// Rank of this process.
         rank: usize,
-        /// What it was doing.
+        /// The operation that was interrupted.
         operation: &'static str,
         /// The rank that failed.
         peer: usize,
-        /// Its error.
+        /// The error of that rank.
         cause: String,
     },
-    /// Another rank is gone or hangs, without a word.
+    /// Another rank died or hangs without reporting an error.
     #[error("rank {rank} stopped in {operation} (given up within {} s): no word from {}, which died or hangs: {problem}", timeout.as_secs(), ranks(silent))]
     Silent {
-        /// This rank.
+        /// Rank of this process.
         rank: usize,
-        /// What it was doing.
+        /// The operation that was interrupted.
         operation: &'static str,
-        /// Within which it was to be given up.
+        /// Timeout of the operation.
         timeout: Duration,
         /// Ranks that did not answer.
         silent: Vec<usize>,
-        /// What c10d said.
+        /// Message of c10d.
         problem: String,
     },
-    /// A collective failed although all ranks are there.
+    /// A collective failed although all ranks are alive.
     #[error("rank {rank}: {operation} failed: {problem}")]
     Collective {
-        /// This rank.
+        /// Rank of this process.
         rank: usize,
-        /// What it was doing.
+        /// The operation that failed.
         operation: &'static str,
-        /// What c10d said.
+        /// Message of c10d.
         problem: String,
     },
 }

@@ -1,4 +1,5 @@
-//! The processes of a job as a group: collectives that all ranks call in the same order.
+//! The process group of a job, as in torch.distributed: all ranks call the collectives in the same
+//! order.
 
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
@@ -12,35 +13,36 @@ use crate::dist::carrier::{Carrier, watched};
 use crate::dist::rendezvous::{PeerStatus, Rendezvous, one_line};
 use deepspec_ops::c10d;
 
-/// The processes of a job. All ranks call the same operations in the same order; each fails if a rank has failed, is gone,
-/// or takes longer than the timeout.
+/// The process group of a job. All ranks call the same operations in the same order. An operation
+/// fails if a rank has failed, is gone, or exceeds the timeout.
 pub struct ProcessGroup {
     rank: usize,
     world_size: usize,
-    /// `None` for a process on its own.
+    /// `None` for a single process.
     link: Option<Link>,
 }
 
 struct Link {
-    // Dropped before the meeting place that it was made at.
+    // Dropped before the rendezvous that created it.
     group: c10d::Group,
     rendezvous: Rendezvous,
     timeout: Duration,
-    /// Whether tensors of a GPU go through host memory.
+    /// Whether GPU tensors are copied through host memory.
     is_staged: bool,
 }
 
 impl ProcessGroup {
-    /// A process on its own: nothing to do for any operation.
+    /// A group of one process, whose operations do nothing.
     pub fn alone() -> Self {
         Self { rank: 0, world_size: 1, link: None }
     }
 
-    /// Meets all other ranks. Tensors of `device` and of the CPU can be passed around then. A GPU becomes the calling thread's current
-    /// one, before anything else is done.
+    /// Connects to all other ranks; collectives then accept tensors of `device` and of the CPU. A
+    /// GPU first becomes the current device of the calling thread.
     ///
     /// # Errors
-    /// If ranks are missing after `timeout`, within which any later operation is given up too, last words included, or the backend is.
+    /// Fails if ranks are missing after `timeout`, or if the build lacks the backend. Each later
+    /// operation has this timeout too, including the exchange of error messages.
     pub fn connect(
         ranks: &Ranks,
         device: Device,
@@ -74,8 +76,9 @@ impl ProcessGroup {
         Ok(group)
     }
 
-    /// Runs `open`, which blocks until it has been called by all ranks, once all are known to be there; a rank that does not come
-    /// through it is given up after `timeout`, and one that fails at once. `abandon` is called where `open` is left running.
+    /// Runs `open` once all ranks are connected; `open` blocks until all ranks have called it.
+    /// Gives up after `timeout`, or as soon as a rank fails. Calls `abandon` if `open` is still
+    /// running.
     fn connect_gpus<T: Send + 'static>(
         &self,
         timeout: Duration,
@@ -95,28 +98,28 @@ impl ProcessGroup {
                 link.rendezvous.fail(&problem);
                 return GroupError::Collective { rank, operation, problem };
             }
-            // Whether that works or not, this rank ends now.
+            // The rank ends now, whether the abort works or not.
             let _ = link.group.abort();
             explain(rank, &link.rendezvous, link.timeout, operation, &problem)
         })
     }
 
-    /// This process, from 0.
+    /// Rank of this process, from 0.
     pub fn rank(&self) -> usize {
         self.rank
     }
 
-    /// All processes.
+    /// Number of processes.
     pub fn world_size(&self) -> usize {
         self.world_size
     }
 
-    /// Whether this is the rank that writes and speaks for all.
+    /// Whether this is rank 0, which writes files and prints messages.
     pub fn is_leader(&self) -> bool {
         self.rank == 0
     }
 
-    /// Adds up a contiguous tensor over all ranks, in place. All ranks get the same bits.
+    /// Sums a contiguous tensor over all ranks, in place. All ranks get the same bits.
     ///
     /// # Errors
     /// See [`ProcessGroup`].
@@ -132,12 +135,13 @@ impl ProcessGroup {
         })
     }
 
-    /// Whether sums that were started go on by themselves. Those that go through host memory are waited for.
+    /// Whether a started sum runs asynchronously. Sums through host memory run synchronously.
     pub fn sums_beside(&self) -> bool {
         self.link.as_ref().is_some_and(|link| !link.is_staged)
     }
 
-    /// Begins to add up a contiguous tensor over all ranks, in place where nothing has to go through host memory; [`Sum::finish`] gives the result.
+    /// Starts to sum a contiguous tensor over all ranks, in place unless it is copied through host
+    /// memory. [`Sum::finish`] returns the result.
     ///
     /// # Errors
     /// See [`ProcessGroup`].
@@ -180,7 +184,7 @@ impl ProcessGroup {
         })
     }
 
-    /// The bytes of all ranks, by rank.
+    /// Returns the bytes of all ranks, in rank order.
     ///
     /// # Errors
     /// See [`ProcessGroup`].
@@ -207,7 +211,7 @@ impl ProcessGroup {
         Ok((0..ranks).map(row).collect())
     }
 
-    /// Whether any rank says yes.
+    /// Returns whether `yes` is true on any rank.
     ///
     /// # Errors
     /// See [`ProcessGroup`].
@@ -225,7 +229,7 @@ impl ProcessGroup {
         self.any(operation, false).map(drop)
     }
 
-    /// Tells the other ranks which error of its own ends this one.
+    /// Sends the error that ends this rank to the other ranks.
     pub fn fail(&self, cause: &str) {
         if let Some(link) = &self.link {
             link.rendezvous.fail(cause);
@@ -241,18 +245,18 @@ impl ProcessGroup {
         work(link).map_err(|problem| self.give_up(operation, &problem))
     }
 
-    /// Closes all connections after a collective has failed; says why it has.
+    /// Closes all connections after a collective has failed, and returns the reason.
     fn give_up(&self, operation: &'static str, problem: &str) -> GroupError {
         let Some(link) = &self.link else {
             return GroupError::Collective { rank: self.rank, operation, problem: one_line(problem) };
         };
-        // Whether that works or not, this rank ends now.
+        // The rank ends now, whether the abort works or not.
         let _ = link.group.abort();
         explain(self.rank, &link.rendezvous, link.timeout, operation, problem)
     }
 }
 
-/// A sum over all ranks that may be under way.
+/// A sum over all ranks that may still be running.
 pub struct Sum {
     operation: &'static str,
     state: SumState,
@@ -264,7 +268,7 @@ enum SumState {
 }
 
 impl Sum {
-    /// Waits for it in the group that started it. All ranks get the same bits.
+    /// Waits for the sum; `group` must be the group that started it. All ranks get the same bits.
     ///
     /// # Errors
     /// See [`ProcessGroup`].
@@ -282,13 +286,13 @@ impl Sum {
 }
 
 impl Link {
-    /// Whether a tensor is carried by way of host memory.
+    /// Whether a tensor is copied through host memory.
     fn stages(&self, tensor: &Tensor) -> bool {
         self.is_staged && tensor.device() != Device::Cpu
     }
 }
 
-/// Why a collective failed.
+/// Finds out why a collective failed.
 fn explain(
     rank: usize,
     rendezvous: &Rendezvous,

@@ -1,4 +1,4 @@
-//! Process groups: how the processes of a job meet, what carries their tensors, and how one learns that another has failed.
+//! Process groups: the rendezvous of the ranks, the backends, and the errors of failed ranks.
 
 mod carrier;
 mod error;

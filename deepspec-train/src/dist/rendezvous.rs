@@ -1,4 +1,4 @@
-//! The meeting place of a job's ranks: a key-value store that also carries last words.
+//! The rendezvous of a job's ranks: a key-value store that also carries error messages.
 
 use std::net::{IpAddr, ToSocketAddrs, UdpSocket};
 use std::time::{Duration, Instant};
@@ -8,24 +8,25 @@ use deepspec_core::env::Ranks;
 use crate::dist::GroupError;
 use deepspec_ops::c10d::Store;
 
-/// The longest that a rank which has lost others waits for their last words.
+/// Longest wait for the error messages of failed ranks.
 const LAST_WORDS: Duration = Duration::from_secs(5);
-/// What is waited for what should be there already.
+/// Timeout for reading a key that should exist already.
 const MOMENT: Duration = Duration::from_millis(10);
-/// A job of our own launcher has a port of its own, and one try.
+/// Our own launcher gives each job its own port and starts it once.
 const JOB: &str = "";
 const ATTEMPT: usize = 0;
-/// Where packets to a documentation address would leave (RFC 5737); none is sent.
+/// A documentation address (RFC 5737), used to find the outgoing network interface. No packet is
+/// sent.
 const ELSEWHERE: (&str, u16) = ("192.0.2.1", 9);
 
-/// A meeting place that is held for child processes.
+/// A rendezvous store that the launcher opens for its child processes.
 pub struct Host {
     store: Store,
     port: u16,
 }
 
 impl Host {
-    /// Holds a meeting place at a free local port until it is dropped.
+    /// Opens a store at a free local port; it closes when dropped.
     ///
     /// # Errors
     /// [`GroupError::Rendezvous`] if no port can be bound.
@@ -45,12 +46,12 @@ impl Host {
         Ok(Self { store, port })
     }
 
-    /// Whether a rank that has ended with an error only did so because others did.
+    /// Whether a failed rank failed only because another rank did.
     pub fn is_follower(&self, rank: usize) -> bool {
         self.store.get(&format!("end/{rank}"), MOMENT).is_ok_and(|words| words.is_empty())
     }
 
-    /// The place of one of `world_size` child processes of this machine.
+    /// Returns the environment of one of `world_size` child processes on this machine.
     pub fn place(&self, rank: usize, world_size: usize) -> Ranks {
         Ranks {
             rank,
@@ -67,25 +68,25 @@ impl Host {
     const ADDRESS: &str = "127.0.0.1";
 }
 
-/// A rank at the meeting place.
+/// The rendezvous as one rank sees it.
 pub(crate) struct Rendezvous {
     pub store: Store,
     ranks: Ranks,
     timeout: Duration,
 }
 
-/// What became of the other ranks.
+/// State of the other ranks.
 pub(crate) enum PeerStatus {
-    /// The first that failed, and its error.
+    /// The first rank that failed, and its error.
     Failed(usize, String),
-    /// Those that did not answer.
+    /// Ranks that did not answer.
     Silent(Vec<usize>),
-    /// All were there.
+    /// All ranks answered.
     Alive,
 }
 
 impl Rendezvous {
-    /// Waits until all ranks have come.
+    /// Waits until all ranks have connected.
     pub fn open(ranks: &Ranks, timeout: Duration) -> Result<Self, GroupError> {
         let begun = Instant::now();
         let (rank, world_size) = (ranks.rank, ranks.world_size);
@@ -112,8 +113,8 @@ impl Rendezvous {
         }
     }
 
-    /// The longest that a collective may take: after it, silent ranks are asked for last words, and rank 0 stays for those of others. All of
-    /// it takes the job's timeout, and a moment for each silent rank.
+    /// Timeout of a collective. It leaves time to ask silent ranks for their errors, and for rank 0
+    /// to keep the store open. All of this fits the job's timeout, plus [`MOMENT`] per silent rank.
     pub fn patience(&self) -> Duration {
         self.timeout - 2 * self.last_words()
     }
@@ -122,7 +123,7 @@ impl Rendezvous {
         LAST_WORDS.min(self.timeout / 6)
     }
 
-    /// This machine's address on the way to the others.
+    /// Returns the address of this machine that the other ranks can reach.
     pub fn address(&self) -> String {
         let host = &self.ranks.host;
         let way = |to: (&str, u16)| {
@@ -134,32 +135,33 @@ impl Rendezvous {
         let address = way((host, self.ranks.port.max(1)));
         let is_local = host == "localhost" || host.parse().is_ok_and(|ip: IpAddr| ip.is_loopback());
         let address = match address {
-            // A host name that means the loopback device on its own machine is another address elsewhere.
+            // A host name that resolves to loopback on its own machine has another address
+            // elsewhere.
             Some(ip) if ip.is_loopback() && !is_local => way(ELSEWHERE).or(Some(ip)),
             found => found,
         };
         address.map_or_else(|| Host::ADDRESS.into(), |ip| ip.to_string())
     }
 
-    /// Leaves the error that ends this rank for the others.
+    /// Stores the error that ends this rank for the other ranks.
     pub fn fail(&self, cause: &str) {
         self.say("end", cause);
         self.say("bye", "");
         if self.ranks.rank == 0 && !self.ranks.is_hosted {
-            // The words go with this process: stay until the others have read them.
+            // The store ends with this process, so wait until the others have read the error.
             self.missing("bye", self.last_words());
         }
     }
 
-    /// Whether any other rank has said that it ends.
+    /// Whether any other rank has reported its end.
     pub fn has_ended(&self) -> bool {
         (0..self.ranks.world_size)
             .any(|peer| peer != self.ranks.rank && self.heard("end", peer, Instant::now()).is_some())
     }
 
-    /// Asks what became of the others when a collective has failed.
+    /// Asks for the state of the other ranks after a collective has failed.
     pub fn ask(&self) -> PeerStatus {
-        // Rank 0's machine may be what is missing.
+        // Rank 0, which holds the store, may be the one that is gone.
         let _ = self.store.notice_silence(self.last_words());
         self.say("end", "");
         let (deadline, mut silent) = (Instant::now() + self.last_words(), vec![]);
@@ -184,7 +186,8 @@ impl Rendezvous {
         }
     }
 
-    /// Sets a key of this rank. Where the store is gone, its holder is missed instead.
+    /// Sets a key of this rank. Errors are ignored: if the store is gone, its rank is reported as
+    /// silent.
     fn say(&self, key: &str, words: &str) {
         let _ = self.store.set(&format!("{key}/{}", self.ranks.rank), words.as_bytes());
     }
@@ -195,7 +198,7 @@ impl Rendezvous {
         Some(String::from_utf8_lossy(&words).into_owned())
     }
 
-    /// The other ranks that do not set their key in time.
+    /// Returns the other ranks that do not set their key in time.
     fn missing(&self, key: &str, timeout: Duration) -> Vec<usize> {
         let deadline = Instant::now() + timeout;
         (0..self.ranks.world_size)
@@ -208,7 +211,7 @@ fn prefix(job: &str, attempt: usize) -> String {
     format!("{job}/attempt_{attempt}")
 }
 
-/// The first line of what c10d says, without the place in its code; the rest are addresses of it.
+/// The first line of a c10d error without its source location. The other lines are stack frames.
 pub(crate) fn one_line(problem: &str) -> String {
     let line = problem.lines().next().unwrap_or_default();
     let said = line.strip_prefix('[').and_then(|line| line.split_once("] "));

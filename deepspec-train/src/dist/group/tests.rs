@@ -1,4 +1,4 @@
-//! GPUs that are connected, by something else than NCCL: who is named when that does not come to an end.
+//! Tests of GPU connections without NCCL: which rank is named if a connection hangs or fails.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Barrier, mpsc};
@@ -7,12 +7,12 @@ use std::thread;
 use super::*;
 use crate::dist::Host;
 
-/// Long enough for any machine; only what is meant to wait so long does.
+/// Timeout of the tests. Only tests that wait for a timeout use a shorter one.
 const PATIENCE: Duration = Duration::from_secs(120);
 
-/// Two ranks whose GPUs are connected by something that never comes back, as NCCL does while a rank is missing: rank 0 connects
-/// with `timeout`, rank 1 does `other` and then stays as long with the group that it gets back. Returns what became of rank 0, and
-/// how many threads were left behind.
+/// Connects two ranks, where `open` on rank 0 never returns, as NCCL does while a rank is missing.
+/// Rank 0 connects with `timeout`. Rank 1 runs `other` and keeps the group that it returns until
+/// rank 0 is done. Returns rank 0's error and the number of abandoned threads.
 fn stuck(
     timeout: Duration,
     other: impl Fn(ProcessGroup) -> Option<ProcessGroup> + Sync,
@@ -20,7 +20,7 @@ fn stuck(
     let host = Host::open(2, PATIENCE).unwrap();
     let places = [0, 1].map(|rank| host.place(rank, 2));
     let abandoned = AtomicUsize::new(0);
-    // A rank that leaves while another still shakes hands is missed there already.
+    // Wait for both ranks: one that left during the handshake would be reported missing there.
     let met = Barrier::new(2);
     let (done, rank_0_is_done) = mpsc::channel::<()>();
     let connect = |place| {
@@ -115,7 +115,7 @@ fn what_is_connected_is_handed_on_with_keys_of_its_own() {
                 };
                 let got = group.connect_gpus(PATIENCE, open, || panic!("it was left behind"));
                 assert_eq!(got, Ok(Some(vec![7])));
-                // The connection among the CPUs is as it was.
+                // The CPU connection still works.
                 group.barrier("afterwards").unwrap();
             });
         }
