@@ -1,20 +1,20 @@
-//! Which sequences run through the target together.
+//! Groups sequences into batches for the target.
 
 use std::ops::Range;
 
-/// What one forward may hold.
+/// Limits of one forward.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Budget {
-    /// Tokens; a longer sequence runs alone.
+    /// Most tokens; a longer sequence runs alone.
     pub tokens: usize,
-    /// Sequences.
+    /// Most sequences.
     pub sequences: usize,
 }
 
-/// Cuts consecutive sequences, given by their lengths, into runs that keep the budget.
+/// Cuts consecutive sequences, given by their lengths, into batches within the budget.
 ///
-/// Order is kept and each cut looks only at what precedes it, so the same lengths always give the same runs: a build that
-/// is resumed at a shard repeats the very forwards of one that was not stopped.
+/// Order is kept and each cut depends only on earlier sequences, so equal lengths give equal
+/// batches. A build resumed at a shard therefore repeats the forwards of an uninterrupted one.
 pub fn batches(lengths: impl IntoIterator<Item = usize>, budget: Budget) -> Vec<Range<usize>> {
     let (mut runs, mut tokens): (Vec<Range<usize>>, usize) = (Vec::new(), 0);
     for (index, length) in lengths.into_iter().enumerate() {
@@ -32,7 +32,8 @@ pub fn batches(lengths: impl IntoIterator<Item = usize>, budget: Budget) -> Vec<
     runs
 }
 
-/// Cuts consecutive sequences, given by their lengths, into windows of at most so many tokens (a longer one is alone).
+/// Cuts consecutive sequences, given by their lengths, into windows of at most `tokens` tokens. A
+/// longer sequence runs alone.
 pub fn windows(lengths: impl IntoIterator<Item = usize>, tokens: usize) -> Vec<Range<usize>> {
     batches(lengths, Budget { tokens, sequences: usize::MAX })
 }

@@ -1,4 +1,4 @@
-//! Runs the target over samples and keeps what a drafter learns from.
+//! Runs the target over samples and returns the hidden states that drafters train on.
 
 use std::path::Path;
 
@@ -11,36 +11,39 @@ use tch::{Device, Kind, Tensor};
 use crate::cache::{FinalStates, PlannedSample};
 use crate::{Budget, StatesError};
 
-/// Tokens of one forward on the CPU: past this a forward gets no faster, only larger.
+/// Most tokens of one forward on the CPU; larger forwards are not faster.
 const CPU_TOKENS: usize = 2048;
-/// The same on a GPU.
+/// Most tokens of one forward on a GPU.
 const GPU_TOKENS: usize = 8192;
-/// Keys and values hold this many forwards' tokens at most, were all sequences as long as the longest.
+/// Capacity of the KV cache, in forwards of the token limit, if all sequences were as long as the
+/// longest.
 const HISTORIES: usize = 4;
-/// Sequences of one forward at most.
+/// Most sequences of one forward.
 const SEQUENCES: usize = 64;
 
-/// The frozen target, run over whole samples.
+/// The frozen target, which processes whole samples.
 pub struct Capture {
     target: TargetModel,
     budget: Budget,
-    /// On which states leave a GPU while it runs the next samples.
+    /// CUDA stream of copies to the host, parallel to the target's next forward.
     leaving: Option<CudaStream>,
 }
 
-/// The states of a batch of samples, row after row in their order, in bfloat16 on the target's device.
+/// The hidden states of a batch of samples, concatenated in order, in bfloat16 on the target's
+/// device.
 pub struct Captured {
-    /// The tapped layers of every token: `[N, m·d]`.
+    /// The captured layers of every token: `[N, m·d]`.
     pub taps: Tensor,
-    /// The kept final-normed states: `[K, d]`.
+    /// The final hidden states after the norm, of the selected positions: `[K, d]`.
     pub last: Tensor,
 }
 
 impl Capture {
-    /// Loads the target in `dir` with the taps of `recipe` and room for sequences of up to `longest` tokens.
+    /// Loads the target in `dir` with the taps of `recipe` and a KV cache for sequences of up to
+    /// `longest` tokens.
     ///
     /// # Errors
-    /// If the folder is no target that we can run.
+    /// Fails if the folder is not a supported target.
     pub fn load(
         dir: &Path,
         recipe: &Recipe,
@@ -55,17 +58,17 @@ impl Capture {
         Ok(Self { target, budget, leaving: CudaStream::of(device) })
     }
 
-    /// The model that runs.
+    /// The target model.
     pub fn target(&self) -> &TargetModel {
         &self.target
     }
 
-    /// What one [`Self::run`] may hold.
+    /// Limits of one [`Self::run`].
     pub fn budget(&self) -> Budget {
         self.budget
     }
 
-    /// Sends states to the host, which need not wait for them.
+    /// Starts an asynchronous copy of the states to the host.
     pub fn download(&self, captured: Captured) -> HostCopy {
         let (Captured { taps, last }, device) = (captured, self.target.device());
         let states = [taps, last];
@@ -78,7 +81,8 @@ impl Capture {
         HostCopy { states, there: CudaEvent::here(device) }
     }
 
-    /// The states of `batch`, which keeps the [`Self::budget`]: rounded to bfloat16, whatever the target computes in.
+    /// Computes the states of `batch`, which must be within [`Self::budget`]. They are rounded to
+    /// bfloat16, whatever the target's dtype.
     pub fn run(&mut self, batch: &[PlannedSample], last: FinalStates) -> Captured {
         let _no_grad = tch::no_grad_guard();
         let device = self.target.device();
@@ -101,7 +105,8 @@ impl Capture {
 }
 
 impl Drop for Capture {
-    /// Its memory is another stream's than that on which it ran.
+    /// The target's memory belongs to another CUDA stream than the one it runs on, so its work must
+    /// finish before the memory is freed.
     fn drop(&mut self) {
         if let Some(done) = CudaEvent::here(self.target.device()) {
             done.wait();
@@ -109,20 +114,20 @@ impl Drop for Capture {
     }
 }
 
-/// States on their way to the host.
+/// States that are being copied to the host.
 pub struct HostCopy {
     states: [Tensor; 2],
-    /// When they are there; None where they always were.
+    /// Event after the copy; None if the states were on the host already.
     there: Option<CudaEvent>,
 }
 
 impl HostCopy {
-    /// Whether the host has to wait for them.
+    /// Whether the copy may still be running.
     pub fn is_under_way(&self) -> bool {
         self.there.is_some()
     }
 
-    /// The little-endian bytes of taps and last states, row-major, once they are there.
+    /// Waits for the copy and returns the little-endian bytes of taps and final states, row-major.
     pub fn bytes(self) -> [Vec<u8>; 2] {
         if let Some(there) = self.there {
             there.wait();
@@ -132,7 +137,7 @@ impl HostCopy {
 }
 
 impl Budget {
-    /// What a capture of sequences of up to `longest` tokens runs at once on `device`.
+    /// Limits of one forward for sequences of up to `longest` tokens on `device`.
     pub fn new(longest: usize, device: Device) -> Self {
         let tokens = if device == Device::Cpu { CPU_TOKENS } else { GPU_TOKENS };
         let sequences = (HISTORIES * tokens / longest.next_power_of_two()).clamp(1, SEQUENCES);
@@ -140,7 +145,7 @@ impl Budget {
     }
 }
 
-/// Rows of the batch whose last state is kept.
+/// Rows of the batch whose final hidden state is stored.
 fn kept_rows(batch: &[PlannedSample], last: FinalStates) -> Vec<i64> {
     let (mut rows, mut first) = (Vec::new(), 0);
     for sample in batch {
@@ -154,7 +159,7 @@ fn kept_rows(batch: &[PlannedSample], last: FinalStates) -> Vec<i64> {
 pub(crate) fn bytes(states: &Tensor) -> Vec<u8> {
     let values = states.numel();
     let mut bytes = vec![0; values * 2];
-    // The processors that libtorch runs on are little-endian.
+    // All CPUs that libtorch supports are little-endian.
     states.to_device(Device::Cpu).contiguous().copy_data_u8(&mut bytes, values);
     bytes
 }

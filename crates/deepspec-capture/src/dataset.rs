@@ -1,4 +1,4 @@
-//! The samples that a drafter learns from, known before any of their states is there.
+//! The samples that a drafter trains on, read before their hidden states are computed.
 
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -14,13 +14,14 @@ use deepspec_text::{ChatTokenizer, trained_thinking};
 use crate::samples::{SampleMeta, Samples, shared};
 use crate::{RowCounts, StatesError, TargetSpec};
 
-/// Hidden states per shard of a cache that training writes, in bytes. A resumed first epoch captures at most so much anew.
+/// Bytes of hidden states per shard of a cache that training writes. A resumed first epoch
+/// recomputes at most one shard.
 const SHARD_BYTES: u64 = 256 << 20;
 
-/// Samples that [`Dataset::thinking`] looks at.
+/// Number of samples that [`Dataset::thinking`] checks.
 const LOOKED_AT: usize = 64;
 
-/// The samples of a recipe. Sample i is the i-th that a cache of the same files holds.
+/// The samples of a recipe. Sample i is the i-th of a cache built from equal files.
 pub struct Dataset {
     pub(crate) origin: Origin,
     counts: Counts,
@@ -28,38 +29,38 @@ pub struct Dataset {
     report: Option<RowCounts>,
 }
 
-/// Where samples and states come from.
+/// Origin of samples and hidden states.
 pub(crate) enum Origin {
     Cache(Stored),
     Online(Samples),
     Hybrid(Box<CacheRecorder>),
 }
 
-/// A finished cache, and which of its rows each sample is.
+/// A finished cache, and the row of each sample.
 #[derive(Clone)]
 pub(crate) struct Stored {
     pub reader: Arc<Reader>,
-    /// `None` where sample i is row i.
+    /// `None` if sample i is row i.
     pub rows: Option<Arc<Vec<usize>>>,
 }
 
 /// A cache that the first epoch writes.
 pub(crate) struct CacheRecorder {
     pub dir: PathBuf,
-    /// The samples in the order in which the first epoch visits them: so the shards fill one after the other.
+    /// The samples in the order of the first epoch, so that shards are filled one after the other.
     pub plan: Plan,
-    /// The place of each sample in the plan.
+    /// The index of each sample in the plan.
     pub places: Arc<Vec<usize>>,
 }
 
 impl Dataset {
-    /// Opens the cache that `recipe` names and checks that it is of `source`, or tokenises the files that it names, once for
-    /// all who ask for the same in `place`: a folder that may be shared. `first_epoch` gives the order in which so many samples are
-    /// first visited, all of them.
+    /// Opens the cache that `recipe` names and checks that it belongs to `source`. For a recipe
+    /// with files, tokenises them into `place`, a folder that processes and runs share.
+    /// `first_epoch` returns the order in which the first epoch visits that many samples.
     ///
     /// # Errors
-    /// No cache, one of another source, or a damaged one; files that cannot be read or have no usable row; no place for what
-    /// is tokenised.
+    /// Fails if the cache is missing, damaged or of another source. Fails if files cannot be read
+    /// or have no usable rows, and if there is no folder for tokenised samples.
     pub fn open(
         recipe: &Recipe,
         source: &TargetSpec,
@@ -117,17 +118,17 @@ impl Dataset {
         dataset
     }
 
-    /// Samples.
+    /// Number of samples.
     pub fn len(&self) -> usize {
         self.counts.samples as usize
     }
 
-    /// Whether there are no samples, which [`Self::open`] refuses.
+    /// Whether there are no samples; [`Self::open`] rejects that.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// What is known of sample `index`, which is below [`Self::len`].
+    /// Id, token ids and spans of sample `index`, which must be below [`Self::len`].
     pub fn facts(&self, index: usize) -> SampleMeta<'_> {
         match &self.origin {
             Origin::Cache(stored) => stored.facts(index),
@@ -136,7 +137,7 @@ impl Dataset {
         }
     }
 
-    /// Tokens of sample `index`, which is below [`Self::len`].
+    /// Number of tokens in sample `index`, which must be below [`Self::len`].
     pub fn length(&self, index: usize) -> usize {
         match &self.origin {
             Origin::Cache(stored) => stored.facts(index).input_ids.len(),
@@ -145,19 +146,19 @@ impl Dataset {
         }
     }
 
-    /// Samples, tokens and supervised tokens.
+    /// Number of samples, tokens and supervised tokens.
     pub fn counts(&self) -> &Counts {
         &self.counts
     }
 
-    /// Digest over the samples in their order, over what their states are bound to, and over how these are rounded, if they are: two
-    /// data sets of one digest train alike, wherever their states come from.
+    /// Digest over the samples in order, the identity of their hidden states, and a lossy encoding
+    /// if there is one. Data sets with equal digests train alike, wherever their states come from.
     pub fn digest(&self) -> &str {
         &self.digest
     }
 
-    /// Whether the first samples were answered with thinking on, as their prompts tell; `None` where they differ or do not
-    /// tell.
+    /// Whether the first samples were generated with thinking on, judged by their prompts. `None`
+    /// if they differ or do not show it.
     pub fn thinking(&self, tokenizer: &ChatTokenizer) -> Option<bool> {
         let thinking = |index: usize| {
             let ids: Vec<i64> = self.facts(index).input_ids.iter().map(|&id| id.into()).collect();
@@ -167,7 +168,7 @@ impl Dataset {
         (1..self.len().min(LOOKED_AT)).all(|index| thinking(index) == Some(first)).then_some(first)
     }
 
-    /// The encoding that rounds the states; `None` where they are those of the target, bit for bit.
+    /// The lossy encoding of the states; `None` if they equal the target's bit for bit.
     pub fn rounding(&self) -> Option<Encoding> {
         let stored = match &self.origin {
             Origin::Cache(stored) => Some(stored),
@@ -176,12 +177,12 @@ impl Dataset {
         stored.map(|stored| stored.reader.layout().encoding).filter(|encoding| encoding.rounds())
     }
 
-    /// What became of the rows; `None` for a cache, whose build has said so.
+    /// Counts of used and unused rows; `None` for a cache, whose build reported them.
     pub fn report(&self) -> Option<&RowCounts> {
         self.report.as_ref()
     }
 
-    /// Tokens of the longest sample.
+    /// Number of tokens in the longest sample.
     pub fn longest(&self) -> usize {
         match &self.origin {
             Origin::Online(samples) => samples.longest(),
@@ -189,7 +190,7 @@ impl Dataset {
         }
     }
 
-    /// Whether the target has to run.
+    /// Whether the target has to run during training.
     pub fn needs_target(&self) -> bool {
         match &self.origin {
             Origin::Cache(_) => false,
@@ -197,7 +198,7 @@ impl Dataset {
         }
     }
 
-    /// Bytes of the states on disk, now or when the first epoch is over; `None` where there are none.
+    /// Bytes of the states on disk, now or after the first epoch; `None` if they are not stored.
     pub fn stored_bytes(&self) -> Option<u64> {
         match &self.origin {
             Origin::Cache(stored) => Some(stored.reader.manifest().bytes()),
@@ -206,19 +207,19 @@ impl Dataset {
         }
     }
 
-    /// Bytes of tokens, spans and ids that lie in this process: all of them, but of a mapped file only its index and the pages
-    /// that were read last.
+    /// Bytes of tokens, spans and ids in this process. For a mapped file, only its index and the
+    /// recently read pages.
     pub fn sample_bytes(&self) -> u64 {
         match &self.origin {
             Origin::Online(samples) => samples.mapped_bytes(),
-            // Beside its tokens a sample takes an id, a span or a few, and their places.
+            // Besides its tokens, a sample has an id, a few spans, and their offsets.
             Origin::Cache(_) | Origin::Hybrid(_) => 4 * self.counts.tokens + 128 * self.counts.samples,
         }
     }
 
     fn fingerprint(&self, source: &TargetSpec) -> String {
         let mut hasher = Hasher::default();
-        // An identity is plain data, which always has a JSON form.
+        // An identity is plain data, which always serializes.
         hasher.part(&serde_json::to_vec(&source.identity).unwrap_or_default());
         for facts in (0..self.len()).map(|index| self.facts(index)) {
             let ids: Vec<u8> = facts.input_ids.iter().flat_map(|id| id.to_le_bytes()).collect();
@@ -247,7 +248,7 @@ impl Stored {
         Ok(Self { reader: Arc::new(reader), rows: None })
     }
 
-    /// The cache in `dir` of just these samples, in whatever order it has them.
+    /// Opens the cache in `dir`, which must have exactly these samples, in any order.
     fn of_samples(dir: &Path, samples: &Samples, source: &TargetSpec) -> Result<Self, StatesError> {
         let stored = Self::open(dir, source)?;
         let reader = &stored.reader;
@@ -266,7 +267,7 @@ impl Stored {
         Ok(Self { rows: Some(Arc::new(rows)), ..stored })
     }
 
-    /// The cache's row of sample `index`.
+    /// Row of sample `index` in the cache.
     pub fn row(&self, index: usize) -> usize {
         self.rows.as_ref().map_or(index, |rows| rows[index])
     }

@@ -1,4 +1,4 @@
-//! Why there are no states.
+//! Errors of hidden states.
 
 use std::path::PathBuf;
 
@@ -10,7 +10,7 @@ use deepspec_hub::HubError;
 use deepspec_models::ModelError;
 use deepspec_text::TextError;
 
-/// A recipe, input or target from which no states can be made. Every message is one line.
+/// Why hidden states cannot be provided for a recipe, input or target. Every message is one line.
 #[derive(Debug, thiserror::Error)]
 pub enum StatesError {
     /// The target cannot be fetched.
@@ -33,15 +33,15 @@ pub enum StatesError {
         "no place for the tokenised samples: neither DEEPSPEC_CACHE nor HOME is set; let DEEPSPEC_CACHE name a folder"
     )]
     NoPlace,
-    /// The folder for tokenised samples does not take them.
+    /// The folder for tokenised samples is not writable.
     #[error("{0}; tokenised samples want a folder with room: let DEEPSPEC_CACHE name one")]
     Unwritable(#[source] FileError),
-    /// A file of tokenised samples that was just written cannot be used.
+    /// A file of tokenised samples that was just written is unusable.
     #[error("{}: {problem}", path.display())]
     Samples {
         /// The file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The problem.
         problem: String,
     },
     /// A value of the recipe does not fit the target.
@@ -49,38 +49,38 @@ pub enum StatesError {
     Recipe {
         /// Dotted path of the key.
         key: &'static str,
-        /// What is wrong and what would be right.
+        /// The problem and the remedy.
         problem: String,
     },
-    /// There is no folder at all.
+    /// The folder of the cache does not exist.
     #[error("{}: no such cache; build it with `deepspec-data cache build --config … --output-dir {}`", dir.display(), dir.display())]
     NoCache {
-        /// Where it was looked for.
+        /// The missing folder.
         dir: PathBuf,
     },
-    /// A cache lacks final states that the drafter learns from.
+    /// A cache lacks final hidden states that the drafter trains on.
     #[error("{}: this cache keeps the last states of {kept} positions, and the drafter learns from those of {needed}; build one with `deepspec-data cache build --last {needed}`", dir.display())]
     FinalStates {
         /// The cache.
         dir: PathBuf,
-        /// What it keeps.
+        /// Which final states the cache stores.
         kept: FinalStates,
-        /// What is needed.
+        /// Which final states are needed.
         needed: FinalStates,
     },
-    /// A cache that is finished already has not the samples of the input.
+    /// A finished cache does not have the samples of the input.
     #[error("{}: this cache has no sample {sample:?} as data.input gives it; name another folder, or the files that it was made from", dir.display())]
     OtherSamples {
         /// The cache.
         dir: PathBuf,
-        /// Id of the first sample that is missing or other than the input's.
+        /// Id of the first missing or different sample.
         sample: String,
     },
 }
 
 impl StatesError {
-    /// The error of opening a recipe's source for a program's `main`, which exits with 2: what a recipe says or points
-    /// to is the caller's to put right, unless the hub or the way to it is out of order.
+    /// Converts an error of [`crate::TargetSpec::open`] for `main`: usage errors with exit code 2,
+    /// except for failures of the hub or the network.
     pub fn report(self) -> anyhow::Error {
         match self {
             Self::Hub(error) => error.report(),
@@ -88,8 +88,8 @@ impl StatesError {
         }
     }
 
-    /// The error of opening a data set for a program's `main`: exit code 2 where the recipe and what it names do not
-    /// belong together, 1 where something is damaged or out of order.
+    /// Converts an error of [`crate::Dataset::open`] for `main`. Exit code 2 if the recipe and its
+    /// inputs do not fit together, 1 for damage and other failures.
     pub fn report_data(self) -> anyhow::Error {
         match self {
             Self::Recipe { .. }

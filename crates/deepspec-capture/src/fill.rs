@@ -1,4 +1,4 @@
-//! The forwards that fill a cache.
+//! Runs the target to fill the shards of a cache.
 
 use std::ops::Range;
 use std::sync::mpsc::{Receiver, sync_channel};
@@ -9,18 +9,22 @@ use crate::cache::{Builder, CacheError, Encoding, FinalStates, Layout, PlannedSa
 use crate::capture::{Capture, HostCopy};
 use crate::{StatesError, batches, windows};
 
-/// Forwards' worth of tokens that are sorted by length together, and held in memory until they can be written in order.
+/// Forwards' worth of tokens that are sorted by length together. Their states are held in memory
+/// until they are written in order.
 const WINDOW: usize = 4;
-/// Windows that wait for the disk at most: beyond these the forward waits.
+/// Most windows that wait for the disk; the next forward then waits.
 const QUEUE: usize = 1;
 
-/// Captures the states of every shard that `builder` still lacks. `progress` is called for each sample that is captured.
+/// Captures the states of every missing shard of `builder`. `progress` is called for each captured
+/// sample.
 ///
-/// Samples of similar length share a forward, and a thread of its own encodes and writes what the forwards before gave.
-/// The forwards of a shard depend on its samples alone, so a resumed build repeats those of one that was not stopped.
+/// Samples of similar length share a forward. A separate thread encodes and writes the states of
+/// earlier forwards. The forwards of a shard depend only on its samples, so a resumed build repeats
+/// those of an uninterrupted one.
 ///
 /// # Errors
-/// States that are not finite, and I/O failures; finished shards stay and the build can be resumed.
+/// Fails on states that are not finite, and on I/O failures. Finished shards remain, and the build
+/// can be resumed.
 pub fn fill(
     builder: &mut Builder,
     capture: &mut Capture,
@@ -29,7 +33,7 @@ pub fn fill(
     thread::scope(|scope| {
         let (sender, receiver) = sync_channel(QUEUE);
         let writer = scope.spawn(move || write(&receiver));
-        // A send fails only when the writer has stopped, and then its error is the one to report.
+        // Sending fails only after the writer has stopped; the writer's error is then reported.
         let captured = (|| -> Result<(), StatesError> {
             while let Some(shard) = builder.next_shard()? {
                 let (samples, layout) = (shard.samples(), shard.layout());
@@ -57,10 +61,10 @@ pub fn fill(
     })
 }
 
-/// What the writing thread is to do next.
+/// The next action of the writer thread.
 enum Order<'p> {
     Begin(Box<ShardWriter<'p>>),
-    /// Taps and last states of consecutive samples.
+    /// Taps and final states of consecutive samples.
     Push(Vec<[Vec<u8>; 2]>),
     Finish,
 }
@@ -80,7 +84,8 @@ fn write(orders: &Receiver<Order<'_>>) -> Result<(), CacheError> {
     Ok(())
 }
 
-/// The states of a window of samples, in their order; forwards take them in the order of their lengths.
+/// Captures the states of a window of samples and returns them in order. The forwards take samples
+/// sorted by length.
 fn captured(
     window: &[PlannedSample],
     capture: &mut Capture,
@@ -98,7 +103,7 @@ fn captured(
             progress(&window[index]);
         }
     };
-    // States leave a GPU while it runs the next batch; the CPU has only its own time.
+    // On a GPU, copies to the host overlap with the next batch. On the CPU nothing overlaps.
     let mut under_way: Option<(Range<usize>, HostCopy)> = None;
     for run in batches(sorted.iter().map(|sample| sample.input_ids.len()), capture.budget()) {
         let captured = capture.run(&sorted[run.clone()], layout.last);
@@ -118,7 +123,7 @@ fn captured(
     states
 }
 
-/// Cuts the states of a batch into those of each sample.
+/// Splits the states of a batch by sample.
 fn split(batch: &[PlannedSample], leaving: HostCopy, layout: &Layout) -> Vec<[Vec<u8>; 2]> {
     let last: FinalStates = layout.last;
     let [taps, kept] = leaving.bytes();

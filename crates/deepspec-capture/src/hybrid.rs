@@ -1,8 +1,9 @@
-//! States that the target computes in the first epoch, written down on the way.
+//! Hidden states that the target computes in the first epoch and that are written to a cache
+//! meanwhile.
 //!
-//! The cache has its samples in the order of the first epoch, so that whatever training takes is the next to be written. A
-//! run that is killed keeps its finished shards; the next one captures the rest of the torn shard anew, in the very
-//! forwards of the first time, and goes on.
+//! The cache stores samples in the order of the first epoch, so each sample that training reads is
+//! the next to be written. A killed run keeps its finished shards. The next run recomputes the
+//! unfinished shard in equal forwards and continues.
 
 use std::sync::Arc;
 
@@ -14,13 +15,13 @@ use crate::online::{Online, SampleStates};
 use crate::stored::CachedStates;
 use crate::{StatesError, TargetSpec};
 
-/// Writing while training, then reading.
+/// Computes and writes states in the first epoch, then reads them from the cache.
 pub struct Hybrid<'d> {
     recording: &'d CacheRecorder,
     phase: Phase<'d>,
-    /// Samples of an optimiser step.
+    /// Samples per optimiser step.
     per_step: usize,
-    /// Place of the next sample that is taken.
+    /// Index in the plan of the next sample.
     place: usize,
 }
 
@@ -30,7 +31,7 @@ enum Phase<'d> {
 }
 
 impl<'d> Hybrid<'d> {
-    /// Begins or resumes the first epoch.
+    /// Starts or resumes the first epoch.
     pub(crate) fn begin_first(
         recording: &'d CacheRecorder,
         online: Online,
@@ -45,7 +46,7 @@ impl<'d> Hybrid<'d> {
         Ok(Self { recording, phase, per_step, place: 0 })
     }
 
-    /// The resident target; `None` once it has done its work.
+    /// The resident target; `None` after the first epoch.
     pub(crate) fn online(&self) -> Option<&Online> {
         match &self.phase {
             Phase::First { online, .. } => Some(online),
@@ -53,7 +54,7 @@ impl<'d> Hybrid<'d> {
         }
     }
 
-    /// Announces the samples of an optimiser step.
+    /// Sets the samples of the next optimiser step.
     pub(crate) fn begin(&mut self, step: usize, samples: &[usize]) -> Result<(), StatesError> {
         if self.whole_steps() <= step {
             self.publish()?;
@@ -69,7 +70,7 @@ impl<'d> Hybrid<'d> {
         Ok(())
     }
 
-    /// The states of the next announced sample; `None` when all were taken.
+    /// Returns the states of the step's next sample; `None` after the last one.
     pub(crate) fn take(&mut self) -> Result<Option<SampleStates>, StatesError> {
         match &mut self.phase {
             Phase::First { online, recorder } => {
@@ -84,7 +85,7 @@ impl<'d> Hybrid<'d> {
         }
     }
 
-    /// Ends a run of `steps` steps: publishes the cache where that was an epoch or more.
+    /// Ends a run of `steps` steps, and publishes the cache after at least one epoch.
     pub(crate) fn finish(&mut self, steps: usize) -> Result<(), StatesError> {
         if self.whole_steps() <= steps {
             return self.publish();
@@ -97,12 +98,12 @@ impl<'d> Hybrid<'d> {
         Ok(())
     }
 
-    /// Steps of an epoch; what is left of the samples after them is captured when it is over.
+    /// Complete steps per epoch. The remaining samples are captured at the end of the epoch.
     fn whole_steps(&self) -> usize {
         self.recording.plan.samples().len() / self.per_step
     }
 
-    /// Captures what is missing and turns to reading.
+    /// Captures the missing samples, publishes the cache, and reads from it afterwards.
     fn publish(&mut self) -> Result<(), StatesError> {
         self.write_up_to(self.recording.plan.samples().len())?;
         let read = || -> Result<Phase<'d>, StatesError> {
@@ -121,7 +122,8 @@ impl<'d> Hybrid<'d> {
         Ok(())
     }
 
-    /// Captures the samples before `end` that an earlier run took and whose shard it did not finish.
+    /// Recomputes the samples before `end` that an earlier run used but whose shard it did not
+    /// finish.
     fn write_up_to(&mut self, end: usize) -> Result<(), StatesError> {
         let samples = self.recording.plan.samples();
         while let Phase::First { online, recorder } = &mut self.phase
@@ -139,14 +141,14 @@ impl<'d> Hybrid<'d> {
     }
 }
 
-/// Puts states into the shards that are not finished.
+/// Writes states to the unfinished shards.
 struct Recorder<'d> {
     plan: &'d Plan,
-    /// `None` when it has published.
+    /// `None` after publishing.
     builder: Option<Builder<'d>>,
-    /// The shard that is being written; `None` when all are.
+    /// The current shard; `None` if all are finished.
     writer: Option<ShardWriter<'d>>,
-    /// Place of the shard's first sample.
+    /// Index in the plan of the shard's first sample.
     first: usize,
 }
 
@@ -166,12 +168,12 @@ impl<'d> Recorder<'d> {
         Ok(())
     }
 
-    /// The place that is to be written next; `None` when all are.
+    /// Index in the plan of the next sample to write; `None` if all are written.
     fn next_place(&self) -> Option<usize> {
         self.writer.as_ref().map(|writer| self.first + writer.pushed())
     }
 
-    /// Writes the sample at `place`, unless it lies in a shard that is finished.
+    /// Writes the sample at `place`, unless its shard is finished already.
     fn record(&mut self, place: usize, states: &SampleStates) -> Result<(), StatesError> {
         if self.next_place() != Some(place) {
             return Ok(());

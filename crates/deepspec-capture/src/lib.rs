@@ -1,13 +1,13 @@
-//! Hidden states of a target, from conversations to the [`cache`] on disk.
+//! Captures hidden states of a target from conversations and stores them in the [`cache`] on disk.
 //!
-//! A [`TargetSpec`] is what a recipe says about them: tokenizer, mask rules, target, and the identity that a cache carries.
-//! [`tokenise`] turns JSONL rows into samples whose sizes are known, [`Capture`] runs the target over them, and [`fill`]
-//! writes what it captured into the shards of a cache.
+//! A [`TargetSpec`] resolves a recipe: tokenizer, mask rules, target, and the identity of its
+//! caches. [`tokenise`] turns JSONL rows into samples of known sizes, and [`Capture`] runs the
+//! target over them. [`fill`] writes the captured states to the shards of a cache.
 //!
-//! A [`Dataset`] is the samples that a drafter learns from, and a [`StateSource`] hands out their states: from a cache,
-//! from the target itself, or from the target until there is a cache.
+//! A [`Dataset`] has the samples that a drafter trains on. A [`StateSource`] returns their states
+//! from a cache, from the target, or from the target until a cache is finished.
 //!
-//! Legend: N tokens of a batch, K kept last states, d hidden size, m taps.
+//! Shapes: N tokens of a batch, K stored final hidden states, d hidden size, m taps.
 
 mod batch;
 pub mod cache;

@@ -1,4 +1,4 @@
-//! States that the target computes when they are asked for.
+//! Hidden states that the target computes on demand.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -9,17 +9,17 @@ use tch::{Device, Kind, Tensor};
 
 use crate::{Capture, Captured, StatesError, batches};
 
-/// The states of one sample in bfloat16, as a cache would hold them. L tokens, K kept last states.
+/// The hidden states of one sample in bfloat16, as in a cache. L tokens, K final states.
 #[derive(Debug)]
 pub struct SampleStates {
-    /// The tapped layers: `[L, m·d]`.
+    /// The captured layers: `[L, m·d]`.
     pub taps: Tensor,
-    /// Final-normed states: `[K, d]`.
+    /// Final hidden states after the norm: `[K, d]`.
     pub last: Tensor,
     /// The positions of `last`, ascending.
     pub last_positions: Vec<u32>,
-    /// Whether all of it is finite, a bool on the target's device: nobody has looked at it, because the host would have to wait for that.
-    /// None where it is known to be.
+    /// A bool on the target's device: whether all states are finite. It is read later, so that the
+    /// host does not wait. None if the states were checked already.
     pub unseen: Option<Tensor>,
 }
 
@@ -28,9 +28,9 @@ pub struct Online {
     capture: Capture,
     taps: Vec<Tap>,
     last: FinalStates,
-    /// The forwards that the present step still needs.
+    /// Remaining forwards of the current step.
     runs: VecDeque<Vec<PlannedSample>>,
-    /// States of the last forward that were not taken yet.
+    /// States of the last forward that were not returned yet.
     ready: VecDeque<SampleStates>,
 }
 
@@ -39,25 +39,25 @@ impl Online {
         Self { capture, taps, last, runs: VecDeque::new(), ready: VecDeque::new() }
     }
 
-    /// The target that runs.
+    /// The running target.
     pub(crate) fn capture(&self) -> &Capture {
         &self.capture
     }
 
-    /// Announces the samples of an optimiser step. What runs together depends on these samples alone, so that a step gets the same
-    /// bits whatever came before it.
+    /// Sets the samples of an optimiser step. The batches depend only on these samples, so a step
+    /// gets equal bits whatever came before it.
     pub(crate) fn begin(&mut self, samples: Vec<PlannedSample>) {
         let runs = self.runs_of(&samples);
         self.runs = runs.into_iter().map(|run| samples[run].to_vec()).collect();
         self.ready.clear();
     }
 
-    /// The forwards of a step with these samples.
+    /// The batches of a step with these samples.
     pub(crate) fn runs_of(&self, samples: &[PlannedSample]) -> Vec<Range<usize>> {
         batches(samples.iter().map(|sample| sample.input_ids.len()), self.capture.budget())
     }
 
-    /// The states of the next announced sample; `None` when all were taken.
+    /// Returns the states of the step's next sample; `None` after the last one.
     pub(crate) fn take(&mut self) -> Result<Option<SampleStates>, StatesError> {
         if self.ready.is_empty()
             && let Some(run) = self.runs.pop_front()
@@ -67,7 +67,7 @@ impl Online {
         Ok(self.ready.pop_front())
     }
 
-    /// One forward.
+    /// Runs one forward.
     pub(crate) fn run(&mut self, samples: &[PlannedSample]) -> Result<Vec<SampleStates>, StatesError> {
         let captured = self.capture.run(samples, self.last);
         let mut states = split(&captured, samples, self.last);
@@ -78,7 +78,7 @@ impl Online {
             }
             return Ok(states);
         }
-        // One look at all of it; which sample it was matters only when there is one.
+        // Checks the whole batch at once, and single samples only if a value is not finite.
         if !(is_finite(&captured.taps) && is_finite(&captured.last)) {
             for (sample, states) in samples.iter().zip(&states) {
                 self.check(&sample.id, states)?;
@@ -98,7 +98,7 @@ impl Online {
     }
 }
 
-/// Cuts the states of a batch into those of its samples, which share its memory.
+/// Splits the states of a batch by sample, as views.
 fn split(captured: &Captured, samples: &[PlannedSample], last: FinalStates) -> Vec<SampleStates> {
     let (mut row, mut last_row) = (0, 0);
     let mut split = Vec::with_capacity(samples.len());

@@ -1,4 +1,4 @@
-//! JSONL rows become samples: token ids, supervised spans, and an account of every row that did not.
+//! Converts JSONL rows to samples with token ids and supervised spans, and counts all unused rows.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -13,23 +13,23 @@ use serde_json::{Map, Value};
 
 use crate::{StatesError, TargetSpec};
 
-/// Rows tokenised between two reports of progress; bounds the text held at once.
+/// Rows tokenised between two progress reports; limits the text in memory.
 const BATCH: usize = 4096;
-/// Of so many rows at most it is told whether they were answered with thinking on.
+/// Number of rows that are checked for answers with thinking on.
 const ASKED_FOR_THINKING: usize = 64;
 
-/// A line without a usable row.
+/// An unusable line.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Rejected {
     /// The file.
     pub file: PathBuf,
     /// 1-based line, or row of a parquet file.
     pub line: usize,
-    /// What is wrong with it.
+    /// The reason.
     pub reason: String,
 }
 
-/// What became of the rows: `read` is the sum of kept, failed, too short and rejected ones.
+/// Counts of rows: `read` is the sum of kept, failed, too short and rejected rows.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct RowCounts {
     /// Lines that are not blank.
@@ -42,21 +42,21 @@ pub struct RowCounts {
     pub too_short: usize,
     /// Unusable lines, in input order.
     pub rejected: Vec<Rejected>,
-    /// Further unusable lines, of which nothing more is known.
+    /// Further unusable lines without details.
     pub unnamed: usize,
-    /// Kept rows that were cut at the maximal length.
+    /// Kept rows that were truncated to the maximal length.
     pub cut: usize,
-    /// Tokens of the kept rows.
+    /// Number of tokens in kept rows.
     pub tokens: u64,
-    /// Supervised tokens of the kept rows.
+    /// Number of supervised tokens in kept rows.
     pub supervised_tokens: u64,
-    /// Kept rows whose tokens are those that a server generated.
+    /// Kept rows with the token ids that a server generated.
     pub served: usize,
-    /// Of these, the ones whose text comes apart into other tokens.
+    /// Number of these rows whose text would be tokenised differently.
     pub served_otherwise: usize,
 }
 
-/// What became of the rows, as a sum.
+/// The counts as a sum.
 impl fmt::Display for RowCounts {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { read, kept, failed, too_short, .. } = self;
@@ -78,7 +78,7 @@ impl fmt::Display for RowCounts {
 }
 
 impl RowCounts {
-    /// Unusable lines, with and without a name.
+    /// Number of unusable lines, with and without details.
     pub fn rejected(&self) -> usize {
         self.rejected.len() + self.unnamed
     }
@@ -104,20 +104,21 @@ impl RowCounts {
     }
 }
 
-/// The samples of some files, in input order.
+/// The samples of files, in input order.
 #[derive(Debug, Default)]
 pub struct Tokenised {
-    /// Ready for a plan.
+    /// The samples of the kept rows.
     pub samples: Vec<PlannedSample>,
-    /// What became of the rows.
+    /// Counts of used and unused rows.
     pub report: RowCounts,
 }
 
-/// Tokenises the rows of `files` on all cores and keeps all samples. Rows of one conversation each: `{"id", "conversations", "tools"?, "status"?}`; ids
-/// are made unique over all files. `progress` is called with the number of lines just dealt with.
+/// Tokenises the rows of `files` on all cores and returns all samples. A row is one conversation:
+/// `{"id", "conversations", "tools"?, "status"?}`. Ids are made unique over all files. `progress`
+/// is called with the number of lines just processed.
 ///
 /// # Errors
-/// If a file cannot be read; bad rows are [`RowCounts::rejected`].
+/// Fails if a file cannot be read. Bad rows are counted in [`RowCounts::rejected`].
 pub fn tokenise(
     files: &[PathBuf],
     source: &TargetSpec,
@@ -131,7 +132,8 @@ pub fn tokenise(
     Ok(Tokenised { samples, report })
 }
 
-/// As [`tokenise`], but `keep` gets the samples, in input order: of those before nothing is held but 16 bytes each.
+/// Like [`tokenise`], but passes the samples to `keep` in input order. Only 16 bytes of each
+/// earlier sample stay in memory.
 pub(crate) fn for_each_sample(
     files: &[PathBuf],
     source: &TargetSpec,
@@ -169,20 +171,20 @@ pub(crate) fn for_each_sample(
     Ok(report)
 }
 
-/// Whether a row keeps a prompt that asked for thinking.
+/// Whether a row has a prompt that enabled thinking.
 fn thinks(row: &Parsed, source: &TargetSpec) -> bool {
     let Parsed::Row(_, conversation) = row else { return false };
     served_thinking(&source.tokenizer, conversation).is_ok_and(|thinking| thinking == Some(true))
 }
 
-/// A row's conversation, or what else it is.
+/// A parsed row: a conversation, or the reason why there is none.
 enum Parsed {
     Row(String, Conversation),
     Failed,
     Bad(String),
 }
 
-/// What a row gave.
+/// Result of a row.
 enum Outcome {
     Kept { sample: PlannedSample, cut: bool, served: Served },
     Failed,
@@ -190,7 +192,8 @@ enum Outcome {
     Bad(String),
 }
 
-/// Reads a line, the one at `place` of all; in input order, because an id belongs to the first usable row that has it.
+/// Parses the line at index `place`. Must be called in input order, because the first usable row
+/// with an id keeps it.
 fn parse(line: Line, place: usize, ids: &mut UniqueIds) -> (usize, Parsed) {
     let (number, fields) = match line {
         Line::Row(number, fields) => (number, fields),
@@ -206,7 +209,7 @@ fn parse(line: Line, place: usize, ids: &mut UniqueIds) -> (usize, Parsed) {
     (number, parsed)
 }
 
-/// Why a target whose embedding has `vocab_size` rows cannot read these ids, if so.
+/// Names a token id outside the target's embedding of `vocab_size` rows, if there is one.
 pub fn unknown_token(tokenizer: &ChatTokenizer, ids: &[i64], vocab_size: usize) -> Option<String> {
     let id = *ids.iter().find(|&&id| id as usize >= vocab_size)?;
     let token = tokenizer.token(id).unwrap_or_default();
@@ -241,7 +244,7 @@ fn sample(row: Parsed, source: &TargetSpec) -> Outcome {
             sample: PlannedSample {
                 id,
                 spans: found.spans(),
-                // Below the target's vocabulary, which was compared above.
+                // Token ids are below the target's vocabulary size, as checked above.
                 input_ids: found.input_ids.iter().map(|&id| id as i32).collect(),
             },
         },

@@ -1,9 +1,11 @@
-//! Tokenised samples in a file that all processes of a machine, and all runs of the same conversations, share.
+//! Tokenised samples in a file that is shared by all processes of a machine and by all runs on
+//! equal conversations.
 //!
-//! Layout, all numbers little-endian: eight bytes of magic; a record per sample, one behind the other (token ids as 4 bytes each, spans as
-//! two of 4 bytes each, the id as UTF-8); an index with 24 bytes per sample ([`Entry`]); an account as JSON ([`Account`]); then the
-//! account's bytes and the CRC-32 of index and account, each in 8 bytes, and the magic once more. The file is mapped, so that it lies in memory once
-//! for all who read it, and what is not being read need not lie there at all.
+//! Layout, little-endian: eight bytes of magic, then one record per sample. A record has token ids
+//! (4 bytes each), spans (two numbers of 4 bytes each), and the id as UTF-8. An index with 24 bytes
+//! per sample ([`Entry`]) and a JSON summary ([`Account`]) follow. The summary's length, the CRC-32
+//! of index and summary, and the magic end the file, 8 bytes each. The file is mapped, so all its
+//! readers share one copy in memory, and unread parts need no memory.
 
 use std::borrow::Cow;
 use std::io;
@@ -26,17 +28,17 @@ use identity::SamplesIdentity;
 pub(crate) use share::shared;
 
 const MAGIC: &[u8; 8] = b"DSSAMPLE";
-/// Account's length, checksum, magic.
+/// Length of the summary, checksum, magic.
 const TAIL: usize = 24;
-/// Bytes of mapped records that stay in the process. The kernel keeps in its own memory what it has room for.
+/// Bytes of mapped records that stay in the process. The kernel's page cache may hold more.
 const PAGES_KEPT: u64 = 4 << 20;
-/// Unusable lines that the account names one by one.
+/// Number of unusable lines that the summary lists individually.
 const NAMED: usize = 100;
 
-/// What is known of a sample without its states.
+/// A sample without its hidden states.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SampleMeta<'d> {
-    /// The input row's id.
+    /// Id of the input row.
     pub id: Cow<'d, str>,
     /// Token ids.
     pub input_ids: Cow<'d, [i32]>,
@@ -54,31 +56,31 @@ impl<'d> SampleMeta<'d> {
     }
 }
 
-/// The samples of some files, mapped.
+/// The memory-mapped samples of files.
 #[derive(Debug)]
 pub struct Samples {
     file: MappedFile,
-    /// Where the index lies.
+    /// Byte range of the index.
     index: Range<usize>,
-    /// What became of the rows.
+    /// Counts of used and unused rows.
     report: RowCounts,
-    /// Tokens of the longest.
+    /// Number of tokens in the longest sample.
     longest: usize,
-    /// Bytes of pages that reading has brought into the process since they were last let go.
+    /// Bytes of pages mapped since the last release.
     touched: AtomicU64,
 }
 
-/// Why a file is not taken as it is.
+/// Why a file cannot be used.
 pub(crate) enum Unusable {
-    /// There is none.
+    /// The file does not exist.
     Absent,
-    /// It is not what was written, or not what its name says.
+    /// The file was changed, or does not match its name.
     Damaged(String),
-    /// It cannot be read at all.
+    /// The file cannot be read.
     Unreadable(StatesError),
 }
 
-/// What the file says of itself.
+/// Summary at the end of the file.
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Account {
@@ -88,7 +90,7 @@ struct Account {
     rows: Rows,
 }
 
-/// A [`RowCounts`] whose files are told by their number, so that it holds wherever they lie.
+/// [`RowCounts`] with file numbers instead of paths, so that it is valid wherever the files are.
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Rows {
@@ -104,12 +106,13 @@ struct Rows {
     served: usize,
     #[serde(default)]
     served_otherwise: usize,
-    /// File, line and reason of the first unusable lines.
+    /// File number, line and reason of the first unusable lines.
     named: Vec<(usize, usize, String)>,
 }
 
 impl Samples {
-    /// Maps the file at `path` and reads it through: it must be of `identity` and as it was written. `inputs` are the files that it was made from.
+    /// Maps the file at `path` and checks all of it: the identity and every checksum. `inputs` are
+    /// the files that it was made from.
     fn open(path: &Path, identity: &SamplesIdentity, inputs: &[PathBuf]) -> Result<Self, Unusable> {
         let file = MappedFile::open(path).map_err(|error| match error.source.kind() {
             io::ErrorKind::NotFound => Unusable::Absent,
@@ -130,33 +133,33 @@ impl Samples {
         self.file.path()
     }
 
-    /// Samples.
+    /// Number of samples.
     pub fn len(&self) -> usize {
         self.index.len() / Entry::BYTES
     }
 
-    /// What became of the rows.
+    /// Counts of used and unused rows.
     pub fn report(&self) -> &RowCounts {
         &self.report
     }
 
-    /// Tokens of the longest sample.
+    /// Number of tokens in the longest sample.
     pub fn longest(&self) -> usize {
         self.longest
     }
 
-    /// Tokens of sample `index`, which is below [`Self::len`].
+    /// Number of tokens in sample `index`, which must be below [`Self::len`].
     pub fn length(&self, index: usize) -> usize {
         self.entry(index).tokens as usize
     }
 
-    /// What is known of sample `index`, which is below [`Self::len`].
+    /// Id, token ids and spans of sample `index`, which must be below [`Self::len`].
     pub fn facts(&self, index: usize) -> SampleMeta<'static> {
         let PlannedSample { id, input_ids, spans } = self.planned(index);
         SampleMeta { id: Cow::Owned(id), input_ids: Cow::Owned(input_ids), spans: Cow::Owned(spans) }
     }
 
-    /// Sample `index`, which is below [`Self::len`].
+    /// Sample `index`, which must be below [`Self::len`].
     pub fn planned(&self, index: usize) -> PlannedSample {
         let entry = self.entry(index);
         let sample = entry.decode(self.record(&entry).unwrap_or_default());
@@ -164,7 +167,7 @@ impl Samples {
         sample
     }
 
-    /// Bytes of the file that lie in this process at most.
+    /// Most bytes of the file that are mapped in this process.
     pub fn mapped_bytes(&self) -> u64 {
         (self.index.len() as u64 + PAGES_KEPT).min(self.file.bytes().len() as u64)
     }
@@ -178,7 +181,7 @@ impl Samples {
         self.file.bytes().get(usize::try_from(range.start).ok()?..usize::try_from(range.end).ok()?)
     }
 
-    /// Counts the pages of a record that was read, and lets all of them go when they are [`PAGES_KEPT`].
+    /// Counts the pages of a record that was read, and releases all at [`PAGES_KEPT`] bytes.
     fn let_go(&self, entry: &Entry) {
         let bytes = entry.range().map_or(0, faulted);
         if self.touched.fetch_add(bytes, Ordering::Relaxed) + bytes >= PAGES_KEPT {
@@ -187,7 +190,7 @@ impl Samples {
         }
     }
 
-    /// Reads every record: they must lie one behind the other up to `end` and be as they were written.
+    /// Checks every record: the records must be contiguous up to `end` and match their checksums.
     fn check(&mut self, end: u64) -> Result<(), Unusable> {
         let (mut place, mut tokens, mut supervised) = (MAGIC.len() as u64, 0, 0);
         for index in 0..self.len() {
@@ -216,7 +219,7 @@ impl Samples {
 }
 
 impl Rows {
-    /// `inputs` are the files in which the report's lines are.
+    /// Converts `report`, whose lines are in the files `inputs`.
     fn of(report: &RowCounts, inputs: &[PathBuf]) -> Self {
         let named = report.rejected.iter().take(NAMED).map(|rejected| {
             let file = inputs.iter().position(|input| *input == rejected.file);
@@ -260,7 +263,7 @@ impl Rows {
     }
 }
 
-/// The account of a file with these bytes, and where its index lies.
+/// The summary of a file with these bytes, and the range of its index.
 fn account(bytes: &[u8]) -> Result<(Account, Range<usize>), Unusable> {
     let torn = || damaged("its end is missing");
     let tail = bytes.len().checked_sub(TAIL).filter(|_| bytes.starts_with(MAGIC) && bytes.ends_with(MAGIC));

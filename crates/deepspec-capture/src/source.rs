@@ -1,4 +1,4 @@
-//! What a recipe says about its target states.
+//! Resolves the target, tokenizer and chat template of a recipe.
 
 use std::path::{Path, PathBuf};
 
@@ -12,29 +12,30 @@ use deepspec_text::{ChatTemplate, ChatTokenizer};
 
 use crate::StatesError;
 
-/// The source of a recipe's states, checked: everything but the target's weights.
+/// A recipe's resolved and checked inputs for hidden states, without the target's weights.
 pub struct TargetSpec {
-    /// The target's folder.
+    /// Folder of the target.
     pub dir: PathBuf,
-    /// The target's tokenizer.
+    /// Tokenizer of the target.
     pub tokenizer: ChatTokenizer,
-    /// Mask rules; their default system prompt is the recipe's.
+    /// Mask rules, with the recipe's default system prompt.
     pub template: ChatTemplate,
-    /// The target's architecture.
+    /// Architecture of the target.
     pub config: ModelConfig,
-    /// What the states are bound to.
+    /// Identity of the hidden states.
     pub identity: Identity,
-    /// The final states that the recipe's drafter learns from.
+    /// Which final hidden states the drafter trains on.
     pub final_states: FinalStates,
 }
 
 impl TargetSpec {
-    /// Reads what `recipe` names, fetching a target that is a hub id, and checks that it fits together.
+    /// Resolves the inputs of `recipe`, downloads a target given by hub id, and checks that they
+    /// fit together.
     ///
     /// # Errors
-    /// An unknown chat template, or tags that the tokenizer's template does not have; a folder that is no target; taps, a
-    /// mask token or a length outside the target; all of these are mistakes in the recipe
-    /// or in what it points to. Also if the hub fails.
+    /// Fails on an unknown chat template, or one whose tags the tokenizer's template lacks. Fails
+    /// if the folder is not a target, and if taps, mask token or length do not fit the target.
+    /// These are mistakes in the recipe or its inputs. Also fails if the hub fails.
     pub fn open(recipe: &Recipe, verbosity: Verbosity) -> Result<Self, StatesError> {
         let template = chat_template(recipe)?;
         let dir = model_dir(&recipe.target.model, recipe.target.revision.as_deref(), verbosity)?;
@@ -49,13 +50,13 @@ impl TargetSpec {
         Ok(Self { dir, tokenizer, template, config, identity, final_states })
     }
 
-    /// The rows of a cache of these states.
+    /// The row layout of a cache of these states.
     pub fn layout(&self, last: FinalStates, encoding: Encoding) -> Layout {
         Layout { taps: self.identity.taps.clone(), hidden_size: self.identity.hidden_size, last, encoding }
     }
 }
 
-/// Warns of a mask token that texts have too: what stands for a hidden place is then also a word.
+/// Warns if the mask token is an ordinary token, because it then also occurs in texts.
 fn report_mask_token(recipe: &Recipe, tokenizer: &ChatTokenizer) {
     let Some(id) = recipe.drafter.settings["mask_token_id"].as_i64() else { return };
     if let Some(token) = tokenizer.token(id).filter(|_| !tokenizer.is_special(id)) {
@@ -65,7 +66,8 @@ fn report_mask_token(recipe: &Recipe, tokenizer: &ChatTokenizer) {
     }
 }
 
-/// A cache that an older version built of this target is still this target's: it names the weights by the digest of that version.
+/// Keeps a cache that an older version built for this target valid. Such a cache has the weights
+/// digest of that version.
 fn keep_probed_digest(
     identity: &mut Identity,
     cache: Option<PathBuf>,
@@ -79,11 +81,11 @@ fn keep_probed_digest(
     Ok(())
 }
 
-/// What the states of `recipe`, whose target lies in `dir`, are bound to. It does not matter whether `template` has its
-/// own default system prompt or the recipe's already.
+/// Identity of the hidden states of `recipe`, whose target is in `dir`. `template` may have its own
+/// default system prompt or the recipe's.
 ///
 /// # Errors
-/// If config.json or the weights cannot be read.
+/// Fails if config.json or the weights cannot be read.
 pub fn identity(
     recipe: &Recipe,
     dir: &Path,
@@ -107,7 +109,7 @@ pub fn identity(
     })
 }
 
-/// The mask rules of a recipe, with the recipe's default system message.
+/// The mask rules of a recipe, with the recipe's default system prompt.
 ///
 /// # Errors
 /// As [`mask_rules`].
@@ -117,10 +119,10 @@ pub fn chat_template(recipe: &Recipe) -> Result<ChatTemplate, StatesError> {
     Ok(template)
 }
 
-/// The mask rules that a recipe names or brings.
+/// The mask rules that a recipe names or contains.
 ///
 /// # Errors
-/// If there are none of that name.
+/// Fails if no rules have that name.
 pub fn mask_rules(template: &TemplateRecipe) -> Result<ChatTemplate, StatesError> {
     let name = match template {
         TemplateRecipe::Entry(entry) => return Ok(entry.clone().into()),
@@ -135,10 +137,10 @@ pub fn mask_rules(template: &TemplateRecipe) -> Result<ChatTemplate, StatesError
     })
 }
 
-/// Checks that a tokenizer's template has what the mask rules need.
+/// Checks that a tokenizer's template has the tags that the mask rules need.
 ///
 /// # Errors
-/// What it lacks, and which rules there are.
+/// Names the missing tags and the known rules.
 pub fn check_rules(template: &ChatTemplate, tokenizer: &ChatTokenizer) -> Result<(), String> {
     template.check_fits(tokenizer).map_err(|error| format!("{error} ({})", known_formats()))
 }
@@ -147,10 +149,11 @@ fn known_formats() -> String {
     format!("known: {}", ChatTemplate::names(&chat_formats()).join(", "))
 }
 
-/// Checks that taps, drafter and length of a recipe belong to a target of this architecture; gives the drafter.
+/// Checks that taps, drafter and length of a recipe fit a target of this architecture. Returns the
+/// drafter.
 ///
 /// # Errors
-/// A mistake in the recipe, by its key.
+/// Names the wrong key of the recipe.
 pub fn check_fit(recipe: &Recipe, config: &ModelConfig) -> Result<Box<dyn DrafterPlan>, StatesError> {
     let (dir, layers) = (&recipe.target.model, config.layers.len());
     if let Some(outside) = recipe.target.layer_ids.iter().find(|tap| !tap.is_within(layers)) {

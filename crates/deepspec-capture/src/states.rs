@@ -1,4 +1,4 @@
-//! Where a training run gets the states of its samples: the one place that knows all sources.
+//! Selects the source of hidden states for a training run. Only this module knows all sources.
 
 use deepspec_core::recipe::Recipe;
 use deepspec_models::TargetModel;
@@ -11,37 +11,37 @@ use crate::samples::Samples;
 use crate::stored::CachedStates;
 use crate::{Capture, StatesError, TargetSpec};
 
-/// A source of states, read step by step. Whoever reads cannot tell which one it is.
+/// A source of hidden states, read step by step. All sources have one interface.
 pub enum StateSource<'d> {
     /// A finished cache.
     Cache(CachedStates),
-    /// The target, over samples of which nothing is kept.
+    /// The target, without storing its states.
     Online {
-        /// The target.
+        /// The running target.
         online: Box<Online>,
         /// All samples.
         samples: &'d Samples,
     },
-    /// The target until there is a cache.
+    /// The target in the first epoch, then the cache that it has filled.
     Hybrid(Hybrid<'d>),
 }
 
-/// How the target runs, and what is taken from it at once.
+/// Settings of the target.
 #[derive(Debug, Clone, Copy)]
 pub struct TargetRuntime {
-    /// Where the target runs.
+    /// Device of the target.
     pub device: Device,
-    /// Kind that it computes in.
+    /// dtype of the target.
     pub kind: Kind,
-    /// Samples of an optimiser step.
+    /// Samples per optimiser step.
     pub per_step: usize,
 }
 
 impl<'d> StateSource<'d> {
-    /// Opens the source of `dataset`, with the target where it is needed.
+    /// Opens the source of `dataset`, and loads the target if it is needed.
     ///
     /// # Errors
-    /// A target that cannot be loaded; a folder where another cache is being built.
+    /// Fails if the target cannot be loaded, or if another cache is being built in the folder.
     pub fn open(
         dataset: &'d Dataset,
         source: &TargetSpec,
@@ -62,7 +62,7 @@ impl<'d> StateSource<'d> {
         })
     }
 
-    /// The target, where one is resident.
+    /// The target, if it is resident.
     pub fn target(&self) -> Option<&TargetModel> {
         let online = match self {
             Self::Cache(_) => None,
@@ -72,10 +72,12 @@ impl<'d> StateSource<'d> {
         online.map(|online| online.capture().target())
     }
 
-    /// Announces the samples of optimiser step `step`, counted from 0, in the order in which they will be taken.
+    /// Sets the samples of optimiser step `step`, counted from 0, in the order in which
+    /// [`Self::take`] returns them.
     ///
     /// # Errors
-    /// Between two epochs: states that cannot be captured, a cache that cannot be written or read.
+    /// Fails at the end of the first epoch if states cannot be captured, or if a cache cannot be
+    /// written or read.
     pub fn begin(&mut self, step: usize, samples: &[usize]) -> Result<(), StatesError> {
         match self {
             Self::Cache(shelf) => shelf.begin(samples),
@@ -87,13 +89,14 @@ impl<'d> StateSource<'d> {
         Ok(())
     }
 
-    /// The states of the next announced sample.
+    /// Returns the states of the step's next sample.
     ///
     /// # Errors
-    /// A damaged cache; a NaN or infinity in what the target computed, by sample id; a cache that cannot be written.
+    /// Fails on a damaged cache, on NaN or infinity from the target (with the sample id), and on a
+    /// cache that cannot be written.
     ///
     /// # Panics
-    /// If no sample is announced.
+    /// If all samples of the step were taken already.
     pub fn take(&mut self) -> Result<SampleStates, StatesError> {
         let taken = match self {
             Self::Cache(shelf) => shelf.take()?,
@@ -106,7 +109,7 @@ impl<'d> StateSource<'d> {
     /// Ends a run of `steps` steps.
     ///
     /// # Errors
-    /// A cache that cannot be completed.
+    /// Fails if a cache cannot be completed.
     pub fn finish(&mut self, steps: usize) -> Result<(), StatesError> {
         match self {
             Self::Cache(_) | Self::Online { .. } => Ok(()),

@@ -1,4 +1,4 @@
-//! States that lie in a cache.
+//! Hidden states from a cache on disk.
 
 use std::collections::VecDeque;
 
@@ -10,20 +10,20 @@ use crate::StatesError;
 use crate::dataset::Stored;
 use crate::online::SampleStates;
 
-/// Samples that are read at once at most: one waits for its disk while another is checked and decoded.
+/// Most samples read at once: one waits for the disk while others are checked and decoded.
 const MOST_READERS: usize = 4;
 
-/// Samples that are read at once, by a thread each.
+/// Number of samples that are read in parallel, one per thread.
 pub fn readers() -> usize {
     rayon::current_num_threads().min(MOST_READERS)
 }
 
-/// A cache that is read in the order of training.
+/// Reads a cache in training order.
 pub struct CachedStates {
     stored: Stored,
-    /// Rows that are still to be read.
+    /// Rows of the step that are not read yet.
     rows: VecDeque<usize>,
-    /// What was read of those before, and is to be taken.
+    /// States that are read but not returned yet.
     read: VecDeque<Result<SampleStates, StatesError>>,
 }
 
@@ -32,13 +32,13 @@ impl CachedStates {
         Self { stored, rows: VecDeque::new(), read: VecDeque::new() }
     }
 
-    /// Announces the samples of an optimiser step.
+    /// Sets the samples of an optimiser step.
     pub(crate) fn begin(&mut self, samples: &[usize]) {
         self.read.clear();
         self.rows = samples.iter().map(|&index| self.stored.row(index)).collect();
     }
 
-    /// The states of the next announced sample; `None` when all were taken.
+    /// Returns the states of the step's next sample; `None` after the last one.
     pub(crate) fn take(&mut self) -> Result<Option<SampleStates>, StatesError> {
         if self.read.is_empty() {
             let next: Vec<usize> = self.rows.drain(..readers().min(self.rows.len())).collect();

@@ -1,21 +1,24 @@
-//! bfloat16 without loss in two thirds of the bytes.
+//! Lossless bfloat16 in two thirds of the bytes.
 //!
-//! The eight exponent bits of hidden states carry less than three bits of information, the sign and the seven bits of
-//! mantissa are noise. So the latter are stored as they are, one byte a value (mantissa above, sign in the lowest bit), and
-//! the exponents, one byte a value too, go through zstd: each run of [`RUN`] values of a tensor is a frame.
+//! The eight exponent bits of hidden states carry less than three bits of information; sign and
+//! mantissa are noise. Sign and mantissa are stored uncompressed in one byte per value, with the
+//! sign in the lowest bit. The exponents, one byte per value, are compressed by zstd; each run of
+//! [`RUN`] values is a frame.
 
 use std::io;
 
 use zstd::bulk::{Compressor, Decompressor};
 use zstd::zstd_safe::{self, CParameter};
 
-/// Values of a frame: what is decoded stays in the processor's cache until it is joined.
+/// Values per frame. A decoded frame stays in the CPU cache until it is joined with the mantissas.
 const RUN: usize = 128 << 10;
 
-/// Writes bytes of sign and mantissa of bfloat16 `states`, and appends the frames of their exponents to `frames`.
+/// Returns the sign and mantissa bytes of bfloat16 `states`, and appends the frames of their
+/// exponents to `frames`.
 pub(crate) fn encode(states: &[u8], frames: &mut Vec<u8>) -> io::Result<Vec<u8>> {
     let mut compressor = Compressor::new(1)?;
-    // Exponents repeat by chance alone: looking for repetitions costs time and space, their frequencies are what counts.
+    // Exponents repeat only by chance. Searching for matches costs time and space; entropy coding
+    // does the compression.
     compressor.set_parameter(CParameter::MinMatch(7))?;
     compressor.set_parameter(CParameter::HashLog(6))?;
     let turned = |pair: &[u8; 2]| u16::from_le_bytes(*pair).rotate_left(1).to_le_bytes();
@@ -27,11 +30,11 @@ pub(crate) fn encode(states: &[u8], frames: &mut Vec<u8>) -> io::Result<Vec<u8>>
     Ok(values.iter().map(|pair| turned(pair)[0]).collect())
 }
 
-/// Joins `low` bytes of sign and mantissa with their exponents, the first of `frames`, into bfloat16 `states` of two bytes
-/// each. What is left of the frames belongs to the next tensor.
+/// Joins the sign and mantissa bytes `low` with the first exponents of `frames` into bfloat16
+/// `states`, two bytes each. Returns the remaining frames, which belong to the next tensor.
 ///
 /// # Errors
-/// Frames that are no zstd or hold fewer or more exponents.
+/// Fails if a frame is not zstd, or if it has fewer or more exponents.
 pub(crate) fn decode<'f>(low: &[u8], mut frames: &'f [u8], states: &mut [u8]) -> io::Result<&'f [u8]> {
     debug_assert!(states.len() == low.len() * 2);
     let mut decompressor = Decompressor::new()?;

@@ -1,12 +1,12 @@
-//! Builds a cache shard by shard, resumes after a kill, publishes at the end.
+//! Builds a cache shard by shard, resumes after a kill, and publishes at the end.
 //!
-//! While it is built, a cache is one folder `parts/worker-NNN/` a worker with `build.json` (what is being built), finished
-//! shards with two sidecars each, and at most one `.partial` per running writer. Publishing moves the shards up, then
-//! writes the samples' table, then the manifest. A kill between any two of these steps is resumed by the next
-//! [`Builder::open`], or by another merge.
+//! During a build, each worker has a folder `parts/worker-NNN/`. It holds `build.json` (the
+//! identity of the build), finished shards with two sidecars each, and one `.partial` file per
+//! running writer. Publishing moves the shards up, then writes the samples' table, then the
+//! manifest. After a kill between any of these steps, the next [`Builder::open`] or merge resumes.
 //!
-//! Shard k belongs to worker k mod n. What a shard holds does not depend on n, so any split of the work gives the same
-//! cache, and a build may go on with another number of workers than it began with.
+//! Worker k mod n builds shard k. The content of a shard does not depend on n: any split of the
+//! work gives an equal cache. A build may continue with another number of workers.
 
 use std::collections::VecDeque;
 use std::fs::{self, File};
@@ -26,7 +26,7 @@ use crate::cache::samples::{self, Written};
 use crate::cache::shard;
 use crate::cache::writer::{ShardWriter, Sidecar};
 
-/// A build of a plan into a folder.
+/// The build of a plan in a folder.
 #[derive(Debug)]
 pub struct Builder<'p> {
     dir: PathBuf,
@@ -37,23 +37,26 @@ pub struct Builder<'p> {
     pending: VecDeque<usize>,
     done_samples: usize,
     published: Option<Manifest>,
-    /// Held until the builder is dropped; the system releases it after a kill.
+    /// Lock file, held until the builder is dropped. The system releases it after a kill.
     _lock: Option<File>,
 }
 
 impl<'p> Builder<'p> {
-    /// Begins or resumes the build of `plan` in `dir`, which is created. Finished shards are kept.
+    /// Starts or resumes the build of `plan` in `dir`, which is created. Finished shards are kept.
     ///
-    /// Where the very same cache is finished already, there is nothing pending and [`Self::publish`] returns its manifest.
+    /// If an equal cache is finished already, nothing is pending and [`Self::publish`] returns its
+    /// manifest.
     ///
     /// # Errors
-    /// A plan that does not fit the identity, another build or cache in `dir`, another process at work, I/O failures.
+    /// Fails if the plan does not fit the identity, or if `dir` has another build or cache. Also
+    /// fails if another process is building there, and on I/O failures.
     pub fn open(dir: &Path, plan: &'p Plan, identity: &Identity) -> Result<Self, CacheError> {
         Self::open_worker(dir, plan, identity, Worker::ALONE)
     }
 
-    /// [`Self::open`] for one of several workers: only its shards are handed out. Nothing is published until
-    /// [`crate::cache::merge`], or [`Self::publish`] of any builder that sees all shards finished.
+    /// [`Self::open`] for one of several workers, which builds only its own shards.
+    /// [`crate::cache::merge`] publishes the cache, or [`Self::publish`] of any builder that finds
+    /// all shards finished.
     ///
     /// # Errors
     /// As [`Self::open`].
@@ -100,26 +103,27 @@ impl<'p> Builder<'p> {
         Ok(builder)
     }
 
-    /// Samples of all shards of this worker.
+    /// Number of samples in all shards of this worker.
     pub fn samples(&self) -> usize {
         let shards = self.plan.shards().iter().enumerate();
         shards.filter(|&(index, _)| self.worker.builds(index)).map(|(_, shard)| shard.samples.len()).sum()
     }
 
-    /// Samples in finished shards of this worker when the build was opened.
+    /// Number of samples in this worker's finished shards when the build was opened.
     pub fn done_samples(&self) -> usize {
         self.done_samples
     }
 
-    /// Shards that have yet to be handed out.
+    /// Number of shards that [`Self::next_shard`] has not returned yet.
     pub fn pending_shards(&self) -> usize {
         self.pending.len()
     }
 
-    /// Bytes of the worker's shards that `dir` lacks; the most, where an encoding compresses. Touches nothing.
+    /// Bytes of the worker's shards that are missing in `dir`; an upper bound if the encoding
+    /// compresses. Writes nothing.
     ///
     /// # Errors
-    /// Files that cannot be read.
+    /// Fails if a file cannot be read.
     pub fn missing_bytes(dir: &Path, plan: &Plan, worker: Worker) -> Result<u64, CacheError> {
         if Manifest::read_if_present(dir)?.is_some() {
             return Ok(0);
@@ -133,7 +137,8 @@ impl<'p> Builder<'p> {
         Ok(bytes)
     }
 
-    /// Starts the next unfinished shard; `None` when all are handed out. Several may be open at once.
+    /// Starts the next unfinished shard; `None` after the last one. Several shards may be open at
+    /// once.
     ///
     /// # Errors
     /// I/O failures.
@@ -141,10 +146,11 @@ impl<'p> Builder<'p> {
         self.pending.pop_front().map(|shard| ShardWriter::create(&self.part, self.plan, shard)).transpose()
     }
 
-    /// Makes the finished shards a cache: moves them up, writes the samples' table and, last, the manifest.
+    /// Publishes the finished shards as a cache: moves them up, writes the samples' table and,
+    /// last, the manifest.
     ///
     /// # Errors
-    /// A shard is not finished, I/O failures.
+    /// Fails if a shard is not finished, and on I/O failures.
     pub fn publish(self) -> Result<Manifest, CacheError> {
         if let Some(manifest) = self.published {
             return Ok(manifest);
@@ -167,7 +173,8 @@ impl<'p> Builder<'p> {
         commit(&self.dir, self.plan, &self.recipe, shards)
     }
 
-    /// Writes what is built into the worker's folder, or checks that it says the same.
+    /// Writes the identity of the build into the worker's folder, or compares it with the one
+    /// there.
     fn claim(&self) -> Result<(), CacheError> {
         let claim =
             Claim { workers: self.worker.of, shards: self.plan.shards().len(), build: self.recipe.clone() };
@@ -190,10 +197,10 @@ impl<'p> Builder<'p> {
     }
 }
 
-/// A shard that is whole, and the worker's folder that vouches for it.
+/// A finished shard and the worker's folder with its sidecar.
 pub(crate) type Finished = (PathBuf, Sidecar);
 
-/// The first of `parts` that has finished a shard.
+/// Returns the sidecar of a finished shard and the first of `parts` that has it.
 pub(crate) fn finished(
     dir: &Path,
     parts: &[PathBuf],
@@ -208,8 +215,8 @@ pub(crate) fn finished(
     Ok(None)
 }
 
-/// Makes finished shards a cache: moves them up, writes the samples' table and, last, the manifest. May be repeated after
-/// a kill at any point.
+/// Publishes finished shards as a cache: moves them up, writes the samples' table and, last, the
+/// manifest. Can be repeated after a kill at any point.
 pub(crate) fn commit(
     dir: &Path,
     plan: &Plan,
@@ -225,7 +232,7 @@ pub(crate) fn commit(
     }
     let written: Vec<Written> = shards.iter().flat_map(|(_, sidecar)| sidecar.written()).collect();
     let entry = samples::write(dir, plan, &written)?;
-    // All names must be on disk before the manifest vouches for them.
+    // All file names must be on disk before the manifest refers to them.
     sync_dir(dir)?;
     let shards = shards.into_iter().map(|(_, sidecar)| sidecar.shard).collect();
     let manifest = Manifest::new(recipe, entry, shards);

@@ -1,4 +1,4 @@
-//! The form in which a shard holds a sample's states: the one place that tells the encodings apart.
+//! Encodes and decodes a sample's hidden states. Only this module distinguishes the encodings.
 
 use std::borrow::Cow;
 use std::io;
@@ -10,10 +10,10 @@ use crate::cache::layout::{Encoding, Layout};
 use crate::cache::shard::Parts;
 use crate::cache::{bf16z, fp8, values};
 
-/// Bytes that are copied and summed at a time: they stay in the second-level cache.
+/// Bytes copied and checksummed at a time; they stay in the L2 cache.
 const BLOCK: usize = 64 << 10;
 
-/// The stored form of finite bfloat16 states.
+/// Encodes finite bfloat16 hidden states.
 pub(crate) fn encode<'s>(layout: &Layout, [taps, last]: [&'s [u8]; 2]) -> io::Result<Parts<Cow<'s, [u8]>>> {
     let none = || Cow::Borrowed(&[][..]);
     let mut stored =
@@ -35,25 +35,25 @@ pub(crate) fn encode<'s>(layout: &Layout, [taps, last]: [&'s [u8]; 2]) -> io::Re
     Ok(stored)
 }
 
-/// Bytes that a sample's bfloat16 states `taps [L, m·d]` and `last [K, d]` take in a shard of this layout.
+/// Bytes of a sample's bfloat16 states `taps [L, m·d]` and `last [K, d]` in a shard of this layout.
 ///
 /// # Errors
-/// If zstd fails.
+/// Fails if zstd fails.
 pub fn stored_bytes(layout: &Layout, taps: &[u8], last: &[u8]) -> io::Result<u64> {
     let stored = encode(layout, [taps, last])?.in_order();
     Ok(stored.iter().map(|bytes| bytes.len() as u64).sum())
 }
 
-/// Sizes of a sample's `[L, m·d]` and `[K, d]` in bfloat16.
+/// Bytes of a sample's `[L, m·d]` and `[K, d]` in bfloat16.
 pub(crate) fn state_bytes(layout: &Layout, stored: Parts<&[u8]>) -> [usize; 2] {
     let values = layout.encoding.value_bytes();
     [stored.taps, stored.last].map(|stored| stored.len() / values * Encoding::Bf16.value_bytes())
 }
 
-/// Writes the bfloat16 states of a stored sample into memory of [`state_bytes`].
+/// Decodes a stored sample to bfloat16, into memory of the sizes of [`state_bytes`].
 ///
 /// # Errors
-/// Exponents that cannot be decompressed.
+/// Fails if the exponents cannot be decompressed.
 pub(crate) fn decode(layout: &Layout, stored: Parts<&[u8]>, [taps, last]: [&mut [u8]; 2]) -> io::Result<()> {
     match layout.encoding {
         Encoding::Bf16 => {
@@ -74,8 +74,8 @@ pub(crate) fn decode(layout: &Layout, stored: Parts<&[u8]>, [taps, last]: [&mut 
     Ok(())
 }
 
-/// Copies a sample that is stored in bfloat16 and returns the [`checksum`] of what arrived: a block is summed while it is
-/// still in the processor's cache.
+/// Copies a sample stored in bfloat16 and returns its [`checksum`]. Each block is checksummed while
+/// it is in the CPU cache.
 pub(crate) fn copy(stored: Parts<&[u8]>, [taps, last]: [&mut [u8]; 2]) -> u32 {
     let mut digest = digest();
     for (from, to) in [(stored.taps, taps), (stored.last, last)] {
@@ -87,7 +87,8 @@ pub(crate) fn copy(stored: Parts<&[u8]>, [taps, last]: [&mut [u8]; 2]) -> u32 {
     digest.finalize() as u32
 }
 
-/// The bfloat16 states of a stored sample, `[L, m·d]` and `[K, d]`: the stored bytes themselves where they are those.
+/// The bfloat16 states of a stored sample, `[L, m·d]` and `[K, d]`. Samples stored in bfloat16 are
+/// borrowed.
 ///
 /// # Errors
 /// As [`decode`].
@@ -110,14 +111,14 @@ pub(crate) fn first_non_finite(layout: &Layout, [taps, last]: [&[u8]; 2]) -> Opt
     values::first_non_finite(last).map(|(index, value)| (index / d, Part::Last, value))
 }
 
-/// CRC-32 of all that is stored of a sample, in the order of the file.
+/// CRC-32 of all stored bytes of a sample, in file order.
 pub(crate) fn checksum(stored: Parts<&[u8]>) -> u32 {
     let mut digest = digest();
     stored.in_order().into_iter().for_each(|bytes| digest.update(bytes));
     digest.finalize() as u32
 }
 
-/// Of the CRC-32 of zip and zlib, which comes in the lower half of 64 bits.
+/// The CRC-32 of zip and zlib; the result is in the lower 32 of 64 bits.
 fn digest() -> Digest {
     Digest::new(CrcAlgorithm::Crc32IsoHdlc)
 }

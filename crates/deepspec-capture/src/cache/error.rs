@@ -1,4 +1,4 @@
-//! Everything that can go wrong with a cache, with the evidence.
+//! Errors of caches, with the values found and expected.
 
 use std::fmt;
 use std::io;
@@ -15,7 +15,7 @@ pub enum Part {
     Taps,
     /// The hidden states of one tap.
     Tap(Tap),
-    /// The kept last hidden states.
+    /// The stored final hidden states.
     Last,
 }
 
@@ -32,15 +32,15 @@ impl fmt::Display for Part {
 /// Why a cache cannot be planned, built or read. Every message is one line.
 #[derive(Debug, thiserror::Error)]
 pub enum CacheError {
-    /// The operating system refused something.
+    /// A failed system call.
     #[error(transparent)]
     File(#[from] FileError),
 
     // Planning.
-    /// There is nothing to cache.
+    /// The input has no usable sample.
     #[error("no samples to cache: the input has no row that survives truncation and the loss mask")]
     EmptyPlan,
-    /// Rows would have no values, or more bytes than 64 bits count.
+    /// Rows without values, or sizes beyond 64 bits.
     #[error(
         "{taps} taps of {hidden_size} values and {rows} rows make no shard: each must be at least 1 and all fit 64 bits"
     )]
@@ -52,7 +52,7 @@ pub enum CacheError {
         /// Rows of the shard or sample.
         rows: u64,
     },
-    /// Shards of no bytes were asked for.
+    /// A shard size of 0 bytes was requested.
     #[error("a shard size of 0 bytes was asked for; give at least 1")]
     ZeroShardBytes,
     /// Two samples share an id.
@@ -61,28 +61,28 @@ pub enum CacheError {
         /// The id.
         sample: String,
     },
-    /// A sample has no token, or more than a signed 32-bit number counts.
+    /// A sample has no tokens, or more than 2³¹ - 1.
     #[error("sample {sample:?} has {length} tokens; expected 1 to {}", i32::MAX)]
     BadLength {
-        /// Its id.
+        /// Id of the sample.
         sample: String,
-        /// Its tokens.
+        /// Number of tokens.
         length: usize,
     },
-    /// A supervised span is empty, out of order or past the end.
+    /// A supervised span is empty, out of order, or beyond the end.
     #[error(
         "sample {sample:?}: supervised span {start}..{end} is not a non-empty span behind {after} and within {length} tokens"
     )]
     BadSpan {
-        /// Its id.
+        /// Id of the sample.
         sample: String,
         /// First supervised token.
         start: u32,
-        /// Behind the last supervised token.
+        /// End of the span, exclusive.
         end: u32,
-        /// End of the span before it.
+        /// End of the previous span.
         after: u32,
-        /// Tokens of the sample.
+        /// Number of tokens in the sample.
         length: usize,
     },
     /// A token id outside the vocabulary.
@@ -90,7 +90,7 @@ pub enum CacheError {
         "sample {sample:?}: token id {token} at position {position} is outside the vocabulary of {vocab_size}"
     )]
     TokenOutside {
-        /// Its id.
+        /// Id of the sample.
         sample: String,
         /// 0-based position.
         position: usize,
@@ -99,14 +99,14 @@ pub enum CacheError {
         /// Size of the vocabulary.
         vocab_size: usize,
     },
-    /// A sample is longer than the identity says samples are.
+    /// A sample is longer than `max_length` of the identity.
     #[error("sample {sample:?} has {length} tokens, past max_length {max_length}")]
     TooLong {
-        /// Its id.
+        /// Id of the sample.
         sample: String,
-        /// Its tokens.
+        /// Number of tokens.
         length: usize,
-        /// The identity's limit.
+        /// Limit of the identity.
         max_length: usize,
     },
     /// The plan's layout and the identity disagree.
@@ -117,23 +117,23 @@ pub enum CacheError {
     },
 
     // Building.
-    /// An unfinished or finished cache of something else is in the way.
+    /// The folder has an unfinished or finished cache of other content.
     #[error("{} holds {} of something else: {}; give another folder, or --overwrite to discard it", dir.display(), if *finished { "a finished cache" } else { "an unfinished build" }, differences.join("; "))]
     BuildDiffers {
         /// The folder.
         dir: PathBuf,
-        /// Whether it is a finished cache.
+        /// Whether that cache is finished.
         finished: bool,
         /// The fields, with both values.
         differences: Vec<String>,
     },
-    /// The folder holds cache files that belong to no build.
+    /// The folder has cache files without a manifest or a build.
     #[error("{} is left over from a cache without a manifest; give another folder, or --overwrite to discard it", path.display())]
     Leftover {
         /// The first such file.
         path: PathBuf,
     },
-    /// Another process builds here.
+    /// Another process is building in the folder.
     #[error("another process is building in {}; wait for it or stop it", dir.display())]
     Locked {
         /// The worker's folder.
@@ -142,23 +142,24 @@ pub enum CacheError {
     /// A tensor handed to the writer has the wrong size.
     #[error("sample {sample:?}: {part} has {found} bytes, expected {expected}")]
     WrongSize {
-        /// Its id.
+        /// Id of the sample.
         sample: String,
         /// The tensor.
         part: Part,
-        /// Bytes given.
+        /// Bytes passed.
         found: usize,
-        /// Bytes planned.
+        /// Bytes expected by the plan.
         expected: u64,
     },
-    /// A hidden state is not a number.
+    /// A hidden state has a NaN or infinity.
     #[error(
         "sample {sample:?}: row {row} of {part} has the value {value}; the target's forward went wrong there (try float32, or drop the sample)"
     )]
     NotFinite {
-        /// Its id.
+        /// Id of the sample.
         sample: String,
-        /// The row within the sample's tensor: the token's position, or the index of the kept last state.
+        /// Row of the sample's tensor: the token's position, or the index of the stored final
+        /// hidden state.
         row: usize,
         /// The tensor.
         part: Part,
@@ -170,38 +171,38 @@ pub enum CacheError {
     ShardFull {
         /// The shard.
         path: PathBuf,
-        /// Samples it holds.
+        /// Number of samples in the shard.
         samples: usize,
     },
-    /// The shard was finished too early.
+    /// The shard was finished before all its samples were pushed.
     #[error("{}: finished after {found} of {expected} samples", path.display())]
     ShardShort {
         /// The shard.
         path: PathBuf,
-        /// Samples written.
+        /// Number of samples written.
         found: usize,
-        /// Samples planned.
+        /// Number of samples planned.
         expected: usize,
     },
-    /// Publishing was asked for before all shards are there.
+    /// Publishing was requested before all shards were finished.
     #[error("{}: {found} of {expected} shards are finished, shard {missing} is not; build it first", dir.display())]
     Unfinished {
         /// The cache's folder.
         dir: PathBuf,
-        /// Finished shards.
+        /// Number of finished shards.
         found: usize,
-        /// Planned shards.
+        /// Number of planned shards.
         expected: usize,
-        /// The first that is missing.
+        /// The first missing shard.
         missing: usize,
     },
-    /// There is nothing to merge.
+    /// There are no workers' folders to merge.
     #[error("{}: nothing was built here; run `cache build --worker 0/n … --output-dir {}` first", dir.display(), dir.display())]
     NoParts {
         /// The cache's folder.
         dir: PathBuf,
     },
-    /// A worker built something else than the others, or than its samples say.
+    /// A worker's build differs from that of the others, or from its own samples.
     #[error("{} belongs to another build than its siblings: {}; remove it and run its worker again", part.display(), differences.join("; "))]
     PartDiffers {
         /// The worker's folder.
@@ -209,48 +210,48 @@ pub enum CacheError {
         /// The fields, with both values.
         differences: Vec<String>,
     },
-    /// Workers have not finished.
+    /// Some workers have not finished.
     #[error("{}: {missing} of {expected} shards are not built yet; run the same `cache build` with {}, then merge again", dir.display(), workers.iter().map(|worker| format!("--worker {worker}")).collect::<Vec<_>>().join(", with "))]
     Incomplete {
         /// The cache's folder.
         dir: PathBuf,
-        /// Shards that are missing.
+        /// Number of missing shards.
         missing: usize,
-        /// Shards of the plan.
+        /// Number of shards in the plan.
         expected: usize,
-        /// The workers that build them, as `i/n`.
+        /// The workers that build the missing shards, as `i/n`.
         workers: Vec<String>,
     },
-    /// A finished shard changed before it was published.
+    /// A finished shard was changed before it was published.
     #[error("{}: sha256 {found} instead of {expected}: the shard was changed after it was built; remove it and run its worker again", path.display())]
     PartDamaged {
         /// The shard.
         path: PathBuf,
-        /// Digest of what is there.
+        /// Digest of the file.
         found: String,
-        /// Digest that was recorded.
+        /// Recorded digest.
         expected: String,
     },
 
     // Reading.
-    /// There is no manifest.
+    /// The folder has no manifest.
     #[error("{} is no finished cache: it has no manifest.json{}", dir.display(), if *unfinished { ", only an unfinished build; run the same `cache build` again" } else { "" })]
     NoManifest {
         /// The folder.
         dir: PathBuf,
-        /// Whether a build was begun there.
+        /// Whether the folder has an unfinished build.
         unfinished: bool,
     },
-    /// A JSON file does not parse as what it should be.
+    /// A JSON file has invalid content.
     #[error("{}: {source}; restore it, or build the cache again with --overwrite", path.display())]
     Json {
         /// The file.
         path: PathBuf,
-        /// Where and why.
+        /// The position and the reason.
         #[source]
         source: serde_json::Error,
     },
-    /// A manifest of another format or version.
+    /// The manifest has another format or version.
     #[error("{}: this is {found}, expected {expected}; read it with the version that wrote it, or build it again", path.display())]
     Version {
         /// The manifest.
@@ -260,34 +261,34 @@ pub enum CacheError {
         /// Format and version that this code reads.
         expected: String,
     },
-    /// The manifest's bytes are not the ones that were written.
+    /// The manifest was changed after it was written.
     #[error("{}: digest {found} instead of {expected}: the manifest was changed after it was written; restore it or build the cache again", path.display())]
     ManifestChanged {
         /// The manifest.
         path: PathBuf,
-        /// Digest of what is there.
+        /// Digest of the file.
         found: String,
-        /// Digest it states.
+        /// Digest stated in the manifest.
         expected: String,
     },
     /// Numbers of the manifest contradict each other or the samples' table.
     #[error("{}: {field} is {found}, expected {expected}; build the cache again", path.display())]
     Inconsistent {
-        /// The file with the lie.
+        /// The file with the wrong number.
         path: PathBuf,
-        /// The field, with its row where it has one.
+        /// The field, with its row if there is one.
         field: String,
-        /// What it says.
+        /// Value found.
         found: String,
-        /// What the rest implies.
+        /// Value implied by the other fields.
         expected: String,
     },
-    /// A file's bytes are not the ones that were written.
+    /// A file was changed after it was written.
     #[error("{}: sha256 {found} instead of {expected}: the file was changed or damaged; restore it or build the cache again", path.display())]
     Digest {
         /// The file.
         path: PathBuf,
-        /// Digest of what is there.
+        /// Digest of the file.
         found: String,
         /// Digest in the manifest.
         expected: String,
@@ -295,80 +296,80 @@ pub enum CacheError {
     /// The samples' table does not parse.
     #[error("{}: {source}; restore it or build the cache again", path.display())]
     Parquet {
-        /// The table.
+        /// Path of the table.
         path: PathBuf,
-        /// Where and why.
+        /// The position and the reason.
         #[source]
         source: parquet::errors::ParquetError,
     },
-    /// The samples' table has other columns.
+    /// The samples' table has unexpected columns.
     #[error("{}: column {found}, expected {expected}; this is no samples' table of this version", path.display())]
     Column {
-        /// The table.
+        /// Path of the table.
         path: PathBuf,
         /// Column and type found.
         found: String,
         /// Column and type expected.
         expected: String,
     },
-    /// A file is truncated or has grown.
+    /// A file is truncated or longer than recorded.
     #[error("{}: {found} bytes instead of {expected}: the file is truncated or damaged; restore it or build the cache again", path.display())]
     Size {
         /// The file.
         path: PathBuf,
-        /// Bytes there.
+        /// Size of the file in bytes.
         found: u64,
-        /// Bytes in the manifest.
+        /// Size in the manifest.
         expected: u64,
     },
-    /// A shard's header describes other tensors.
+    /// A shard's header describes unexpected tensors.
     #[error("{}: the header is {found:?}, expected {expected:?}: the shard is damaged or another one; restore it or build the cache again", path.display())]
     ShardHeader {
         /// The shard.
         path: PathBuf,
-        /// Header found, cut short.
+        /// Header found, truncated.
         found: String,
-        /// Header that the manifest implies.
+        /// Header expected from the manifest.
         expected: String,
     },
-    /// A sample's bytes are not the ones that were written.
+    /// A sample's bytes were changed after they were written.
     #[error("{}: sample {sample:?} has checksum {found:08x} instead of {expected:08x}: its hidden states are damaged; restore the shard or build the cache again", path.display())]
     Checksum {
         /// The shard.
         path: PathBuf,
         /// The sample's id.
         sample: String,
-        /// Checksum of what is there.
+        /// Checksum of the bytes.
         found: u32,
-        /// Checksum in the table.
+        /// Checksum in the samples' table.
         expected: u32,
     },
-    /// A sample's compressed exponents are none, though its checksum is right.
+    /// A sample's compressed exponents are invalid although its checksum matches.
     #[error("sample {sample:?}: its exponents cannot be read: {source}; restore the cache or build it again")]
     Exponents {
         /// The sample's id.
         sample: String,
-        /// What zstd says.
+        /// Error of zstd.
         #[source]
         source: io::Error,
     },
-    /// A cache of the reference's format 2 that cannot be imported, or one of ours that it cannot hold.
+    /// A format 2 cache that cannot be imported, or a cache that format 2 cannot represent.
     #[error("{}: {problem}", path.display())]
     Reference {
         /// The file or folder.
         path: PathBuf,
-        /// What is wrong, what was expected and what to do.
+        /// The problem, the expected value and the remedy.
         problem: String,
     },
-    /// The cache has fewer samples.
+    /// The sample index is out of range.
     #[error("sample {index} was asked for, the cache has {len}")]
     NoSuchSample {
-        /// Index asked for.
+        /// The requested index.
         index: usize,
-        /// Samples there.
+        /// Number of samples in the cache.
         len: usize,
     },
-    /// The cache belongs to something else.
+    /// The cache was made for another target or with other settings.
     #[error("{} was made for something else: {}; point to the matching cache or build it anew", dir.display(), differences.join("; "))]
     Mismatch {
         /// The cache.

@@ -1,4 +1,4 @@
-//! What a cache consists of: its files, and where unfinished ones lie.
+//! The files of a cache, and the folder of unfinished builds.
 
 use std::path::{Path, PathBuf};
 
@@ -13,15 +13,15 @@ pub(crate) fn parts_dir(dir: &Path) -> PathBuf {
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Counts {
-    /// Samples.
+    /// Number of samples.
     pub samples: u64,
-    /// Tokens.
+    /// Number of tokens.
     pub tokens: u64,
-    /// Supervised tokens.
+    /// Number of supervised tokens.
     pub supervised_tokens: u64,
 }
 
-/// The samples' table.
+/// Manifest entry of the samples' table.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SamplesEntry {
@@ -33,7 +33,7 @@ pub struct SamplesEntry {
     pub sha256: String,
 }
 
-/// One shard.
+/// Manifest entry of a shard.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ShardEntry {
@@ -43,7 +43,7 @@ pub struct ShardEntry {
     pub bytes: u64,
     /// Rows of `taps`: tokens.
     pub rows: u64,
-    /// Rows of `last`: kept positions.
+    /// Rows of `last`: stored final hidden states.
     pub last_rows: u64,
     /// Digest of the file.
     pub sha256: String,

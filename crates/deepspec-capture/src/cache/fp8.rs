@@ -1,8 +1,9 @@
-//! Hidden states in eight bits: e4m3 codes (four exponent bits, three of mantissa, no infinity) under a scale per state.
+//! Hidden states in eight bits: e4m3 codes (four exponent bits, three mantissa bits, no infinity)
+//! with one scale per state.
 //!
-//! A scale is the smallest power of two under which the state's largest magnitude is a finite e4m3 number, so that
-//! scaling and decoding to bfloat16 are exact and the only error is one rounding to nearest, ties to even: at most 1/16 of
-//! a value, or scale · 2⁻¹⁰ where that is more.
+//! A scale is the smallest power of two that makes the state's largest magnitude a finite e4m3
+//! number. Scaling and decoding to bfloat16 are then exact. The only error is one rounding to
+//! nearest, ties to even: at most 1/16 of the value, or scale · 2⁻¹⁰ if that is larger.
 
 use std::sync::LazyLock;
 
@@ -10,19 +11,20 @@ use std::sync::LazyLock;
 const LARGEST: f32 = 448.0;
 /// Magnitude bits of NaN; every smaller magnitude is finite.
 const NAN: u8 = 0x7F;
-/// The smallest scale: the least normal number, so that its inverse is finite too.
+/// Smallest scale: the smallest normal number, so that its inverse is finite.
 const LEAST_SCALE: u32 = 1 << 23;
-/// Under this scale, the largest there is, 256 would be decoded to infinity: 240 comes before it.
+/// At this largest scale, 256 would overflow to infinity on decoding, so codes stop at 240.
 const TOP_SCALE: f32 = f32::from_bits((127 + 120) << 23);
 const TOP_LARGEST: f32 = 240.0;
 /// Adding this to a number below 2²² rounds it to an integer, ties to even.
 const ROUNDER: f32 = 8_388_608.0;
 
-/// [`table`] of each power of two, by its exponent's bits: 128 kB, of which a cache's states need a few rows.
+/// [`table`] of each power of two, indexed by its exponent bits: 128 kB in total, though a cache
+/// uses only a few rows.
 static TABLES: LazyLock<Vec<[u16; 256]>> =
     LazyLock::new(|| (0..256).map(|exponent| table(f32::from_bits(exponent << 23))).collect());
 
-/// The stored form of states: codes, one byte a value, and two bytes of scale a state.
+/// Encoded states: one byte per value, and two bytes of scale per state.
 pub(crate) struct Encoded {
     pub codes: Vec<u8>,
     pub scales: Vec<u8>,
@@ -48,7 +50,7 @@ pub(crate) fn encode(states: &[u8], d: usize) -> Encoded {
     Encoded { codes, scales }
 }
 
-/// Decodes states of `d` values each into bfloat16; `states` holds two bytes for each code.
+/// Decodes states of `d` values each to bfloat16; `states` has two bytes per code.
 pub(crate) fn decode(codes: &[u8], scales: &[u8], d: usize, states: &mut [u8]) {
     debug_assert!(states.len() == codes.len() * 2 && scales.len() / 2 * d == codes.len());
     let (states, _) = states.as_chunks_mut::<2>();
@@ -58,7 +60,7 @@ pub(crate) fn decode(codes: &[u8], scales: &[u8], d: usize, states: &mut [u8]) {
         let own;
         let table = match TABLES.get((scale.to_bits() >> 23) as usize) {
             Some(table) if scale.to_bits() << 9 == 0 => table,
-            // No scale that was written here.
+            // The encoder never writes such a scale.
             _ => {
                 own = table(scale);
                 &own
@@ -70,7 +72,7 @@ pub(crate) fn decode(codes: &[u8], scales: &[u8], d: usize, states: &mut [u8]) {
     }
 }
 
-/// The scale of a state whose largest magnitude this is.
+/// Returns the scale for a state with this largest magnitude.
 fn scale(largest: f32) -> f32 {
     // 448 is 1.75 · 2⁸: a magnitude with a larger mantissa needs the next power of two.
     let (exponent, mantissa) = (largest.to_bits() >> 23, largest.to_bits() & 0x7F_FFFF);
@@ -78,20 +80,21 @@ fn scale(largest: f32) -> f32 {
     f32::from_bits((exponent << 23).max(LEAST_SCALE))
 }
 
-/// The code nearest to a finite number, ties to even; past ±448 it is ±448.
+/// The nearest code to a finite number, ties to even, clamped to ±448.
 fn code_of(value: f32) -> u8 {
     let sign = (value.to_bits() >> 24) as u8 & 0x80;
     let magnitude = value.abs().min(LARGEST);
     let bits = magnitude.to_bits();
-    // Normal: keep three bits of mantissa, round by what is cut, and move the exponent's bias from 127 to 7.
+    // Normal numbers: keep three mantissa bits, round the rest, and change the exponent bias from
+    // 127 to 7.
     let normal = ((bits + 0x7_FFFF + (bits >> 20 & 1)) >> 20).wrapping_sub(120 << 3);
-    // Below 2⁻⁶ codes count multiples of 2⁻⁹.
+    // Subnormal codes, below 2⁻⁶, are multiples of 2⁻⁹.
     let subnormal = (magnitude * 512.0 + ROUNDER).to_bits() & 0xF;
     let code = if magnitude < 0.015_625 { subnormal } else { normal };
     sign | code as u8
 }
 
-/// The number that a code stands for. No step is on numbers below the normal ones, which processors are slow at.
+/// The value of a code. No intermediate value is subnormal, because CPUs are slow on those.
 fn value_of(code: u8) -> f32 {
     let magnitude = u32::from(code & NAN);
     let value = match magnitude {
@@ -102,7 +105,7 @@ fn value_of(code: u8) -> f32 {
     f32::from_bits(value.to_bits() | u32::from(code & 0x80) << 24)
 }
 
-/// All codes under a scale, as bfloat16.
+/// The values of all codes with this scale, as bfloat16.
 fn table(scale: f32) -> [u16; 256] {
     std::array::from_fn(|code| ((value_of(code as u8) * scale).to_bits() >> 16) as u16)
 }
@@ -113,7 +116,7 @@ mod tests {
 
     use super::*;
 
-    /// What a code means, by the definition of e4m3.
+    /// The value of a code by the definition of e4m3.
     fn meaning(code: u8) -> f64 {
         let sign = if code & 0x80 == 0 { 1.0 } else { -1.0 };
         let (exponent, mantissa) = (i32::from(code >> 3 & 15), f64::from(code & 7));
@@ -178,7 +181,7 @@ mod tests {
         assert_eq!((codes, scales.len()), (vec![0; 4], 2));
     }
 
-    /// The promise of the module, for one state.
+    /// Checks the error bound of the module documentation on one state.
     fn check(values: &[f32]) {
         let states = bf16(values);
         let Encoded { codes, scales } = encode(&states, values.len());
@@ -186,7 +189,7 @@ mod tests {
         let mut decoded = vec![0; states.len()];
         decode(&codes, &scales, values.len(), &mut decoded);
         assert_eq!(crate::cache::values::first_non_finite(&decoded), None);
-        // Products below bfloat16's own steps are cut there.
+        // bfloat16 truncates products below its smallest step.
         let step = 2.0_f64.powi(-133);
         for (value, found) in numbers(&states).into_iter().zip(numbers(&decoded)) {
             let bound = (value.abs() / 16.0).max(scale / 1024.0) + step;

@@ -1,4 +1,4 @@
-//! What a cache was made from, so that it is never used for something else.
+//! Identity of a cache, which prevents its use with other targets or settings.
 
 use std::fmt::Display;
 
@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use deepspec_core::{FinalStates, Tap};
 
-/// Everything that decides the hidden states of a given conversation.
+/// All inputs that determine the hidden states of a conversation.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Identity {
@@ -22,26 +22,26 @@ pub struct Identity {
     pub target_weights: String,
     /// Digest of the tokenizer.
     pub tokenizer: String,
-    /// Digest of the rendered chat template.
+    /// Digest of the text that the chat template renders.
     pub template: String,
     /// Name of the chat template's mask rules.
     pub chat_template: String,
-    /// The system prompt given to conversations that have none.
+    /// The system prompt added to conversations without one.
     pub system_prompt: Option<String>,
-    /// Tapped places, in storage order.
+    /// Captured layers, in storage order.
     pub taps: Vec<Tap>,
     /// Length at which samples were truncated, in tokens.
     pub max_length: usize,
     /// Values per hidden state.
     pub hidden_size: usize,
-    /// Rows of the target's embedding; every token id is below it.
+    /// Rows of the target's embedding; all token ids are smaller.
     pub vocab_size: usize,
 }
 
 impl Identity {
-    /// Names each field that differs, with the value of `self` (what is there) and of `other` (what is wanted).
+    /// Lists the fields that differ, with the value of `self` (found) and of `other` (wanted).
     pub fn differences(&self, other: &Self) -> Vec<String> {
-        // Taken apart by name, so that a new field cannot be forgotten here.
+        // Destructured, so that a new field cannot be forgotten.
         let Self {
             model_type,
             target_config,
@@ -71,12 +71,12 @@ impl Identity {
     }
 }
 
-/// Collects the fields in which two records differ.
+/// Collects the fields that differ between two records.
 #[derive(Default)]
 pub(crate) struct Differences(pub Vec<String>);
 
 impl Differences {
-    /// Adds a line when the two differ.
+    /// Adds a line if the values differ.
     pub fn compare<T: PartialEq + Display>(&mut self, field: &str, there: T, wanted: T) {
         if there != wanted {
             self.0.push(format!("{field} is {there} there, {wanted} is wanted"));
@@ -84,9 +84,9 @@ impl Differences {
     }
 }
 
-/// A digest as it stands in messages: hexadecimal digests by their first 16 digits, so that a line stays readable.
+/// Shortens hexadecimal digests to 16 digits for messages.
 ///
-/// Two digests that agree in 64 bits and differ after are not a case to plan for.
+/// A collision in the first 64 bits is ignored.
 fn short(digest: &str) -> &str {
     let hex = digest.len() == 64 && digest.bytes().all(|byte| byte.is_ascii_hexdigit());
     if hex { &digest[..16] } else { digest }
@@ -101,7 +101,7 @@ fn listed(taps: &[Tap]) -> String {
     format!("[{}]", names.join(", "))
 }
 
-/// Everything that decides the bytes of a cache: two builds with equal recipes may share shards.
+/// All inputs that determine the bytes of a cache: builds with equal recipes may share shards.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Recipe {
@@ -116,7 +116,7 @@ pub(crate) struct Recipe {
 }
 
 impl Recipe {
-    /// Names each field that differs, with the value there (`self`) and the wanted one.
+    /// Lists the fields that differ, with the found value (`self`) and the wanted one.
     pub fn differences(&self, wanted: &Self) -> Vec<String> {
         let mut found = Differences(self.identity.differences(&wanted.identity));
         found.compare("encoding", self.encoding, wanted.encoding);

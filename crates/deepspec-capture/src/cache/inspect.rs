@@ -1,46 +1,46 @@
-//! One sample in plain numbers.
+//! Statistics of one sample.
 
 use crate::cache::error::{CacheError, Part};
 use crate::cache::layout::Encoding;
 use crate::cache::reader::Sample;
 use crate::cache::values;
 
-/// What a person wants to see of a sample.
+/// Statistics of a sample for printing.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Inspection {
-    /// Its id.
+    /// Id of the sample.
     pub id: String,
     /// Number of its shard.
     pub shard: usize,
-    /// Tokens.
+    /// Number of tokens.
     pub length: usize,
-    /// Supervised tokens.
+    /// Number of supervised tokens.
     pub supervised: usize,
-    /// Supervised half-open spans.
+    /// Supervised tokens as half-open spans.
     pub spans: Vec<(u32, u32)>,
-    /// Each tap in storage order, then the kept last states.
+    /// The taps in storage order, then the final hidden states.
     pub tensors: Vec<TensorSummary>,
 }
 
-/// One tap of a sample, or its last states.
+/// Statistics of one tap or of the final hidden states.
 #[derive(Debug, Clone, PartialEq)]
 pub struct TensorSummary {
-    /// Which.
+    /// The tensor.
     pub part: Part,
-    /// Rows: tokens, or kept positions.
+    /// Number of rows: tokens, or stored final states.
     pub rows: usize,
-    /// Mean over the rows of each row's Euclidean norm; 0 without rows.
+    /// Mean L2 norm of the rows; 0 without rows.
     pub mean_norm: f64,
-    /// Largest magnitude; NaN and infinities are left out here and in the norms.
+    /// Largest magnitude. NaN and infinities are excluded here and from the norms.
     pub max_abs: f32,
-    /// NaN and infinite values.
+    /// Number of NaN and infinite values.
     pub non_finite: usize,
 }
 
-/// Sums a sample up.
+/// Computes the statistics of a sample.
 ///
 /// # Errors
-/// Exponents that cannot be decompressed.
+/// Fails if the exponents cannot be decompressed.
 pub fn inspect(sample: &Sample<'_>) -> Result<Inspection, CacheError> {
     let layout = sample.layout();
     let state_bytes = layout.hidden_size * Encoding::Bf16.value_bytes();

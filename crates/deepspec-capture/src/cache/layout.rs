@@ -1,4 +1,4 @@
-//! The shape of a cache's rows: taps, hidden size, encoding, and which last states are kept.
+//! Shape of a cache's rows: taps, hidden size, encoding, and which final hidden states are stored.
 
 use std::fmt;
 
@@ -10,11 +10,12 @@ use deepspec_core::{FinalStates, Tap};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Encoding {
-    /// bfloat16, exactly as the target's states were rounded; two little-endian bytes a value.
+    /// bfloat16, as captured; two little-endian bytes per value.
     Bf16,
-    /// The same values: one byte of sign and mantissa each, and the exponents of each sample compressed by zstd.
+    /// Lossless compression of bfloat16: one byte of sign and mantissa per value, and each sample's
+    /// exponents compressed by zstd.
     Bf16z,
-    /// e4m3, one byte a value, with one bfloat16 scale for each tap of a token and each kept last state.
+    /// e4m3, one byte per value, with one bfloat16 scale per tap of a token and per final state.
     Fp8,
 }
 
@@ -35,7 +36,7 @@ impl Encoding {
         self == Self::Bf16z
     }
 
-    /// Whether states come back other than they were.
+    /// Whether the encoding is lossy.
     pub fn rounds(self) -> bool {
         self == Self::Fp8
     }
@@ -59,7 +60,8 @@ impl fmt::Display for Encoding {
     }
 }
 
-/// Marks the supervised tokens: `true` inside one of the half-open `spans`. What lies past `length` is ignored.
+/// Marks supervised tokens: `true` inside the half-open `spans`. Span parts beyond `length` are
+/// ignored.
 pub fn loss_mask(length: u32, spans: &[(u32, u32)]) -> Vec<bool> {
     let mut mask = vec![false; length as usize];
     for &(start, end) in spans {
@@ -73,24 +75,24 @@ pub fn loss_mask(length: u32, spans: &[(u32, u32)]) -> Vec<bool> {
 /// The shape of every row of a cache.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Layout {
-    /// Tapped places, in the order in which they are concatenated; m of them.
+    /// The m captured layers, in the order of concatenation.
     pub taps: Vec<Tap>,
     /// Values per hidden state, d.
     pub hidden_size: usize,
-    /// Which positions keep their last hidden state.
+    /// Which positions have their final hidden state stored.
     pub last: FinalStates,
-    /// How values are stored.
+    /// Encoding of values.
     pub encoding: Encoding,
 }
 
 impl Layout {
-    /// Bytes of one token's taps: m·d values. `None` when that is zero or past 64 bits.
+    /// Bytes of one token's taps: m·d values. `None` if that is zero or exceeds 64 bits.
     pub(crate) fn tap_row_bytes(&self) -> Option<u64> {
         let taps = u64::try_from(self.taps.len()).ok()?;
         self.last_row_bytes()?.checked_mul(taps).filter(|&bytes| bytes > 0)
     }
 
-    /// Bytes of one last hidden state: d values. `None` when that is zero or past 64 bits.
+    /// Bytes of one final hidden state: d values. `None` if that is zero or exceeds 64 bits.
     pub(crate) fn last_row_bytes(&self) -> Option<u64> {
         let values = u64::try_from(self.hidden_size).ok()?;
         values.checked_mul(self.encoding.value_bytes() as u64).filter(|&bytes| bytes > 0)
@@ -101,19 +103,21 @@ impl Layout {
         (self.taps.len() * self.encoding.scale_bytes()) as u64
     }
 
-    /// Bytes of the scale of one last hidden state.
+    /// Bytes of the scale of one final hidden state.
     pub(crate) fn last_scale_bytes(&self) -> u64 {
         self.encoding.scale_bytes() as u64
     }
 
-    /// Bytes of a sample with so many tokens and kept last states, scales included and compressed exponents not.
+    /// Bytes of a sample with `rows` tokens and `last_rows` final states, including scales but not
+    /// compressed exponents.
     pub(crate) fn sample_bytes(&self, rows: u64, last_rows: u64) -> Option<u64> {
         let tap_row = self.tap_row_bytes()?.checked_add(self.tap_scales_bytes())?;
         let last_row = self.last_row_bytes()?.checked_add(self.last_scale_bytes())?;
         tap_row.checked_mul(rows)?.checked_add(last_row.checked_mul(last_rows)?)
     }
 
-    /// Bytes that a plan reckons with for such a sample: where they depend on the values, those that are not compressed.
+    /// Bytes that a plan reserves for such a sample. For a compressing encoding this is the
+    /// uncompressed size.
     pub(crate) fn planned_bytes(&self, rows: u64, last_rows: u64) -> Option<u64> {
         if self.encoding.compresses() {
             return self.plain().sample_bytes(rows, last_rows);
@@ -121,7 +125,7 @@ impl Layout {
         self.sample_bytes(rows, last_rows)
     }
 
-    /// The same layout in bfloat16: what the target gives and what training takes.
+    /// This layout in bfloat16, the dtype of captured states and of training.
     pub(crate) fn plain(&self) -> Self {
         Self { encoding: Encoding::Bf16, ..self.clone() }
     }

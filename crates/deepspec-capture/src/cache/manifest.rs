@@ -1,4 +1,4 @@
-//! `manifest.json`: what a cache is and what it consists of. Written last; its presence is the commit.
+//! `manifest.json`: identity and files of a cache. It is written last, which commits the build.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -33,11 +33,11 @@ pub struct Manifest {
     pub version: u64,
     /// Program that wrote it.
     pub tool: String,
-    /// What the hidden states belong to; taps, hidden size and max_length stand here.
+    /// Identity of the hidden states, with taps, hidden size and max_length.
     pub identity: Identity,
-    /// How values are stored.
+    /// Encoding of values.
     pub encoding: Encoding,
-    /// Which last states are kept.
+    /// Which final hidden states are stored.
     pub last: FinalStates,
     /// Target size of a shard's hidden states, in bytes.
     pub shard_bytes: u64,
@@ -49,10 +49,11 @@ pub struct Manifest {
     pub samples: SamplesEntry,
     /// The shards, in order.
     pub shards: Vec<ShardEntry>,
-    /// The manifest of the format 2 cache that this one was imported from, keys sorted: what an export gives back.
+    /// The manifest of the format 2 cache that was imported, with sorted keys. An export writes it
+    /// back.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reference: Option<Value>,
-    /// Digest of this manifest with this field empty, so that a damaged manifest is noticed too.
+    /// Digest of this manifest with an empty digest field, which detects a damaged manifest.
     pub digest: String,
 }
 
@@ -79,12 +80,12 @@ impl Manifest {
         manifest
     }
 
-    /// Sets the digest to that of the present content.
+    /// Sets the digest of the current content.
     pub(crate) fn seal(&mut self) {
         self.digest = self.true_digest();
     }
 
-    /// Writes the manifest: the commit of a build.
+    /// Writes the manifest, which commits a build.
     pub(crate) fn write(&self, dir: &Path) -> Result<(), CacheError> {
         Ok(atomic::write_json(&path(dir), self)?)
     }
@@ -94,10 +95,11 @@ impl Manifest {
         serde_json::to_vec_pretty(self).map_or(0, |text| text.len() as u64 + 1)
     }
 
-    /// Reads and checks the manifest of the cache in `dir`; looks at no other file.
+    /// Reads and checks the manifest of the cache in `dir`, and no other file.
     ///
     /// # Errors
-    /// No manifest, another format or version, changed bytes, numbers that contradict each other.
+    /// Fails without a manifest, and on another format or version, changed bytes, or contradictory
+    /// numbers.
     pub fn read(dir: &Path) -> Result<Self, CacheError> {
         Self::read_if_present(dir)?.ok_or_else(|| CacheError::NoManifest {
             dir: dir.to_path_buf(),
@@ -105,7 +107,7 @@ impl Manifest {
         })
     }
 
-    /// [`Self::read`], `None` when there is no manifest.
+    /// Like [`Self::read`], but `None` without a manifest.
     pub(crate) fn read_if_present(dir: &Path) -> Result<Option<Self>, CacheError> {
         let path = path(dir);
         let bytes = match std::fs::read(&path) {
@@ -128,7 +130,7 @@ impl Manifest {
         if found != manifest.digest {
             return Err(CacheError::ManifestChanged { path, found, expected: manifest.digest });
         }
-        // The digest covers the values; what it does not see (white space, the order of keys) must be as written too.
+        // The digest covers values only. White space and key order must be unchanged too.
         let mut written = serde_json::to_vec_pretty(&manifest).map_err(json)?;
         written.push(b'\n');
         if written != bytes {
@@ -145,7 +147,8 @@ impl Manifest {
         Layout { taps: taps.clone(), hidden_size: *hidden_size, last: self.last, encoding: self.encoding }
     }
 
-    /// Bytes of all files but the manifest: what [`crate::cache::verify`] reads.
+    /// Bytes of all files except the manifest, which are the bytes that [`crate::cache::verify`]
+    /// reads.
     pub fn bytes(&self) -> u64 {
         self.shards.iter().map(|shard| shard.bytes).fold(self.samples.bytes, u64::saturating_add)
     }
@@ -162,7 +165,7 @@ impl Manifest {
         }
     }
 
-    /// Refuses numbers that contradict each other, so that later arithmetic on them cannot overflow.
+    /// Rejects contradictory numbers, so that later arithmetic on them cannot overflow.
     fn check(&self, path: &Path) -> Result<(), CacheError> {
         let same = |field: String, found: String, expected: String| match found == expected {
             true => Ok(()),
@@ -186,7 +189,7 @@ impl Manifest {
     fn true_digest(&self) -> String {
         let mut unsealed = self.clone();
         unsealed.digest.clear();
-        // Strings, numbers and lists of them: writing these to memory cannot fail.
+        // Serializing plain data to memory cannot fail.
         digest::bytes(&serde_json::to_vec(&unsealed).unwrap_or_default())
     }
 }
@@ -196,17 +199,17 @@ pub(crate) fn path(dir: &Path) -> PathBuf {
     dir.join(MANIFEST_FILE)
 }
 
-/// Whether an error says that a file is not there.
+/// Whether an error means that a file does not exist.
 pub(crate) fn is_absent(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory)
 }
 
 impl Plan {
-    /// Bytes of the finished cache, all files; the most, where an encoding compresses. Exact but for the samples' table, whose checksums are not known yet and
-    /// which is written to nowhere for this, and for digits of the manifest.
+    /// Bytes of all files of the finished cache; an upper bound if the encoding compresses. Exact
+    /// except for the samples' table, whose checksums are unknown, and for digits in the manifest.
     ///
     /// # Errors
-    /// A plan that does not fit the identity; a table that cannot be written.
+    /// Fails if the plan does not fit the identity, or if the table cannot be serialized.
     pub fn cache_bytes(&self, identity: &Identity) -> Result<u64, CacheError> {
         let table = samples::size(self)?;
         let shard = |(index, shard): (usize, &PlannedShard)| {
@@ -222,7 +225,7 @@ impl Plan {
     }
 }
 
-/// Stands for a digest that is not known yet.
+/// Placeholder for an unknown digest.
 fn hex_like() -> String {
     "0".repeat(64)
 }

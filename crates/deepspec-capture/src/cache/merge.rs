@@ -1,4 +1,4 @@
-//! Makes the shards that several workers built one cache.
+//! Merges the shards of several workers into one cache.
 
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, Read};
@@ -20,18 +20,18 @@ use crate::cache::sample::PlannedSample;
 use crate::cache::shard;
 use crate::cache::writer::Sidecar;
 
-/// Bytes hashed between two reports of progress.
+/// Bytes hashed between two progress reports.
 const STEP: usize = 1 << 20;
 
-/// Publishes what the workers in `dir` have built, after checking that it is one build, that every sample of its plan is
-/// there once and that the shards hold the bytes that were written. Where all of it is published already, there is
-/// nothing to do; a merge that was killed is finished by the next.
+/// Publishes the shards of all workers in `dir`. First checks that they belong to one build, that
+/// every sample of its plan occurs once, and that no shard was changed. Does nothing if all is
+/// published. A later merge resumes one that was killed.
 ///
-/// `progress` is called, from several threads, with the number of shard bytes just checked.
+/// `progress` is called from several threads with the number of shard bytes just checked.
 ///
 /// # Errors
-/// Nothing was built there; workers that are still at work, that built something else or have not finished, by name;
-/// damaged shards; I/O failures.
+/// Fails if nothing was built there, or if shards are damaged. Names workers that are running,
+/// unfinished or built something else. Also fails on I/O failures.
 pub fn merge(dir: &Path, progress: impl Fn(u64) + Sync) -> Result<Manifest, CacheError> {
     let parts = parts(dir)?;
     let published = Manifest::read_if_present(dir)?;
@@ -57,7 +57,7 @@ pub fn merge(dir: &Path, progress: impl Fn(u64) + Sync) -> Result<Manifest, Cach
     commit(dir, &plan, &claim.build, shards)
 }
 
-/// The folders of workers that have begun, and what all of them build.
+/// Returns the folders of workers that have started, and the build that they share.
 fn claims(dir: &Path, parts: Vec<PathBuf>) -> Result<(Vec<PathBuf>, Claim), CacheError> {
     let mut common: Option<Claim> = None;
     let mut begun = Vec::with_capacity(parts.len());
@@ -80,7 +80,7 @@ fn claims(dir: &Path, parts: Vec<PathBuf>) -> Result<(Vec<PathBuf>, Claim), Cach
     common.map(|claim| (begun, claim)).ok_or_else(|| CacheError::NoParts { dir: dir.to_path_buf() })
 }
 
-/// The plan, put together again from the lists of samples beside the shards.
+/// Reconstructs the plan from the lists of samples beside the shards.
 fn plan(dir: &Path, parts: &[PathBuf], claim: &Claim) -> Result<Plan, CacheError> {
     let listed = |index: usize| {
         let vouched = |part: &&PathBuf| {
@@ -111,7 +111,7 @@ fn plan(dir: &Path, parts: &[PathBuf], claim: &Claim) -> Result<Plan, CacheError
         encoding: *encoding,
     };
     let plan = Plan::new(samples, layout, *shard_bytes)?;
-    // Its digest over all samples, in order, says that each is there once and none is another.
+    // The digest over all samples in order proves that each occurs once and is unchanged.
     let differences = plan.recipe(identity)?.differences(&claim.build);
     if !differences.is_empty() || plan.shards().len() != claim.shards {
         return Err(CacheError::PartDiffers { part: parts_dir(dir), differences });

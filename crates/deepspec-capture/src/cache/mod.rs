@@ -2,17 +2,20 @@
 //!
 //! A finished cache is a folder with three kinds of files, all readable by other tools:
 //!
-//! - `manifest.json`, written last: its presence is what makes the folder a cache ([`Manifest`]);
-//! - `samples.parquet`, one row per sample: where it lies, its token ids, its supervised spans, its checksum;
-//! - `shard-NNNNN.safetensors`: `taps [N, m·d]` and `last [M, d]`, one row per (kept) token, in bfloat16; or one
-//!   byte a value, with the scales `taps_scale [N, m]` and `last_scale [M]` or with compressed `exponents` ([`Encoding`]).
+//! `manifest.json`, written last: a folder with it is a finished cache ([`Manifest`]);
+//! `samples.parquet`, one row per sample: its rows in the shards, token ids, supervised spans and
+//! checksum;
+//! `shard-NNNNN.safetensors`: `taps [N, m·d]` and `last [M, d]` with one row per token, in
+//! bfloat16. Other encodings use one byte per value, with scales `taps_scale [N, m]` and
+//! `last_scale [M]`, or with compressed `exponents` ([`Encoding`]).
 //!
-//! N tokens of a shard, M those whose last hidden state a supervised label needs ([`FinalStates`]), m taps ([`Tap`]),
-//! d hidden size. A sample's rows are contiguous in both tensors.
+//! Shapes: N tokens of a shard, M tokens with a stored final hidden state ([`FinalStates`]), m taps
+//! ([`Tap`]), d hidden size. A sample's rows are contiguous in both tensors.
 //!
-//! Writing: [`Plan::new`] fixes every size before the target runs, [`Builder`] fills shards and resumes after a kill,
-//! [`Builder::publish`] commits. Reading: [`Reader`] maps the shards and checks each sample when it is first read.
-//! [`verify`] looks at all bytes, [`inspect`] sums one sample up.
+//! Writing: [`Plan::new`] fixes every size before the target runs, [`Builder`] writes shards and
+//! resumes after a kill, and [`Builder::publish`] commits. Reading: [`Reader`] maps the shards and
+//! checks each sample on first read. [`verify`] checks all bytes, and [`inspect`] computes
+//! statistics of one sample.
 
 mod bf16z;
 mod builder;

@@ -1,4 +1,4 @@
-//! The folders in which workers build, and what lies about in a cache's folder.
+//! The folders of workers, and leftover files in a cache's folder.
 
 use std::fmt;
 use std::fs::{self, File, OpenOptions};
@@ -14,10 +14,10 @@ use crate::cache::manifest::{self, is_absent};
 use crate::cache::samples::SAMPLES_FILE;
 use crate::cache::shard;
 
-/// What a worker's folder says about the build that it belongs to.
+/// File in a worker's folder with the identity of its build.
 pub(crate) const CLAIM_FILE: &str = "build.json";
 
-/// One of several processes that build a cache together without talking to each other.
+/// One of several processes that build a cache together without communication.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Worker {
     index: usize,
@@ -25,25 +25,25 @@ pub struct Worker {
 }
 
 impl Worker {
-    /// The only one.
+    /// The only worker of a build.
     pub const ALONE: Self = Self { index: 0, of: 1 };
 
-    /// Worker `index`, from 0, of `of`; `None` when there is no such worker.
+    /// Worker `index` of `of`, counted from 0; `None` if `index` is out of range.
     pub fn new(index: usize, of: usize) -> Option<Self> {
         (index < of).then_some(Self { index, of })
     }
 
-    /// Whether there are no others.
+    /// Whether this is the only worker.
     pub fn is_alone(self) -> bool {
         self.of == 1
     }
 
-    /// Whether this worker builds a shard.
+    /// Whether this worker builds shard `shard`.
     pub fn builds(self, shard: usize) -> bool {
         shard % self.of == self.index
     }
 
-    /// Its folder in `dir`.
+    /// The worker's folder in `dir`.
     pub(crate) fn part(self, dir: &Path) -> PathBuf {
         parts_dir(dir).join(format!("worker-{:03}", self.index))
     }
@@ -59,15 +59,15 @@ impl fmt::Display for Worker {
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Claim {
-    /// Processes among which the shards are shared out.
+    /// Number of workers that share the shards.
     pub workers: usize,
-    /// Shards of the whole build.
+    /// Number of shards in the whole build.
     pub shards: usize,
     pub build: Recipe,
 }
 
 impl Claim {
-    /// The claim of a worker's folder; `None` where there is none yet.
+    /// Reads `build.json` of a worker's folder; `None` if there is none.
     pub fn read(part: &Path) -> Result<Option<Self>, CacheError> {
         let path = part.join(CLAIM_FILE);
         match fs::read(&path) {
@@ -80,7 +80,7 @@ impl Claim {
     }
 }
 
-/// The workers' folders in `dir`, in order; empty where nothing is being built.
+/// The workers' folders in `dir`, sorted; empty if no build is running.
 pub(crate) fn parts(dir: &Path) -> Result<Vec<PathBuf>, CacheError> {
     let parts = parts_dir(dir);
     let entries = match fs::read_dir(&parts) {
@@ -99,12 +99,12 @@ pub(crate) fn parts(dir: &Path) -> Result<Vec<PathBuf>, CacheError> {
     Ok(found)
 }
 
-/// Removes a cache or an unfinished build from `dir`, for `--overwrite`. Files that are no cache's are left alone.
+/// Removes a cache or an unfinished build from `dir`, for `--overwrite`. Other files are kept.
 ///
-/// The manifest goes first, so that what is left after a kill is not taken for a cache.
+/// The manifest is removed first, so that a kill never leaves a folder that looks like a cache.
 ///
 /// # Errors
-/// I/O failures; another process that builds there.
+/// Fails on I/O failures, and if another process is building there.
 pub fn remove_existing(dir: &Path) -> Result<(), CacheError> {
     let _locks: Vec<File> = parts(dir)?.iter().map(|part| lock(part)).collect::<Result<_, _>>()?;
     remove_if_present(&manifest::path(dir))?;
@@ -114,7 +114,8 @@ pub fn remove_existing(dir: &Path) -> Result<(), CacheError> {
     remove_if_present(&parts_dir(dir))
 }
 
-/// The shards and samples' tables in `dir`, whole or partial; empty when there is no such folder.
+/// The shards and samples' tables in `dir`, complete or partial; empty if the folder does not
+/// exist.
 pub(crate) fn leftovers(dir: &Path) -> Result<Vec<PathBuf>, CacheError> {
     let entries = match fs::read_dir(dir) {
         Ok(entries) => entries,
@@ -135,7 +136,7 @@ pub(crate) fn leftovers(dir: &Path) -> Result<Vec<PathBuf>, CacheError> {
     Ok(found)
 }
 
-/// Takes the worker's folder for this process.
+/// Locks the worker's folder for this process.
 pub(crate) fn lock(part: &Path) -> Result<File, CacheError> {
     let path = part.join("lock");
     let open = || OpenOptions::new().write(true).create(true).truncate(false).open(&path);

@@ -1,28 +1,28 @@
-//! Writes a growing range of a file in large aligned pieces.
+//! Writes a sequential range of a file in large aligned pieces.
 
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 
-/// Bytes of a piece. The kernel keeps what arrives at once in one large page; a map of small pages faults so much more often
-/// that reading a fresh cache took half as long again.
+/// Bytes of a piece. The kernel keeps a piece written at once in one large page. With small pages,
+/// page faults made reading a new cache take half as long again.
 const PIECE: u64 = 2 << 20;
 
-/// A range of a file that is written from front to back.
+/// A range of a file that is written sequentially.
 #[derive(Debug)]
 pub(crate) struct Pieces {
-    /// Where `pending` belongs.
+    /// File offset of `pending`.
     at: u64,
     pending: Vec<u8>,
 }
 
 impl Pieces {
-    /// A range from `start` on.
+    /// A range that begins at `start`.
     pub fn from(start: u64) -> Self {
         Self { at: start, pending: Vec::new() }
     }
 
-    /// Appends `bytes`, which reach the file once their piece is whole.
+    /// Appends `bytes`; they are written once their piece is complete.
     pub fn push(&mut self, file: &File, mut bytes: &[u8]) -> io::Result<()> {
         loop {
             let end = self.at + self.pending.len() as u64;
@@ -37,7 +37,7 @@ impl Pieces {
         }
     }
 
-    /// Writes what is pending.
+    /// Writes the pending bytes.
     pub fn flush(&mut self, file: &File) -> io::Result<()> {
         file.write_all_at(&self.pending, self.at)?;
         self.at += self.pending.len() as u64;

@@ -1,4 +1,4 @@
-//! What a build will write, to the byte, before the target runs.
+//! Plans the exact content of a build before the target runs.
 
 use std::collections::HashSet;
 use std::ops::Range;
@@ -14,19 +14,19 @@ use crate::cache::layout::Layout;
 use crate::cache::sample::{PlannedSample, outside};
 use crate::cache::shard::Geometry;
 
-/// A run of samples that share a file.
+/// Consecutive samples that share a shard.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PlannedShard {
-    /// Its samples, as indices into [`Plan::samples`].
+    /// Indices into [`Plan::samples`].
     pub samples: Range<usize>,
     /// Rows of `taps`: tokens.
     pub rows: u64,
-    /// Rows of `last`: kept positions.
+    /// Rows of `last`: stored final hidden states.
     pub last_rows: u64,
 }
 
 impl PlannedShard {
-    /// The geometry of its file; where it compresses, of one whose exponents would not be compressed.
+    /// Layout of the shard file; for a compressing encoding, that of uncompressed exponents.
     pub(crate) fn geometry(&self, layout: &Layout) -> Result<Geometry, CacheError> {
         let bytes = |planned: Option<u64>| planned.ok_or_else(|| bad_layout(layout, self.rows));
         let most = bytes(layout.planned_bytes(self.rows, self.last_rows))?;
@@ -35,7 +35,7 @@ impl PlannedShard {
     }
 }
 
-/// Samples in input order, cut into shards. The same input always gives the same plan.
+/// Samples in input order, grouped into shards. Equal inputs give equal plans.
 #[derive(Debug)]
 pub struct Plan {
     samples: Vec<PlannedSample>,
@@ -49,10 +49,12 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// Cuts `samples`, in their order, into shards of at most `shard_bytes` of hidden states (a larger sample has its own).
+    /// Groups `samples`, in order, into shards of at most `shard_bytes` of hidden states. A larger
+    /// sample gets its own shard.
     ///
     /// # Errors
-    /// No samples, a sample that is empty or has spans outside it, an id twice, a layout without values.
+    /// Fails without samples, on an empty sample, on spans outside a sample, on duplicate ids, and
+    /// on a layout without values.
     pub fn new(samples: Vec<PlannedSample>, layout: Layout, shard_bytes: u64) -> Result<Self, CacheError> {
         let mut filled: u64 = 0;
         let starts = |_, bytes: u64| {
@@ -63,8 +65,8 @@ impl Plan {
         Self::cut(samples, layout, shard_bytes, starts)
     }
 
-    /// A plan whose shards begin at the given samples, for a cache that was cut by others; `reference` is kept in its
-    /// manifest.
+    /// A plan whose shards begin at the given samples, for an imported cache. The manifest stores
+    /// `reference`.
     pub(crate) fn imported(
         samples: Vec<PlannedSample>,
         layout: Layout,
@@ -78,7 +80,7 @@ impl Plan {
         Ok(Self { shard_bytes, reference: Some(reference), ..plan })
     }
 
-    /// `starts` says of each sample, by its index and bytes, whether a shard begins with it.
+    /// `starts` returns, for each sample's index and bytes, whether a shard begins with it.
     fn cut(
         samples: Vec<PlannedSample>,
         layout: Layout,
@@ -126,7 +128,7 @@ impl Plan {
         Ok(Self { samples, layout, shard_bytes, shards, counts, bytes, digest, reference })
     }
 
-    /// The same samples in another layout: what the choice of an encoding costs.
+    /// Plans these samples in another layout, to compare the sizes of encodings.
     ///
     /// # Errors
     /// As [`Self::new`].
@@ -144,17 +146,17 @@ impl Plan {
         &self.layout
     }
 
-    /// The shards, in order; together they hold every sample once.
+    /// The shards, in order; together they contain every sample once.
     pub fn shards(&self) -> &[PlannedShard] {
         &self.shards
     }
 
-    /// Samples, tokens and supervised tokens.
+    /// Number of samples, tokens and supervised tokens.
     pub fn counts(&self) -> &Counts {
         &self.counts
     }
 
-    /// Bytes of all shard files, headers included; the most, where an encoding compresses.
+    /// Bytes of all shard files, headers included; an upper bound if the encoding compresses.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
@@ -164,7 +166,7 @@ impl Plan {
         &self.digest
     }
 
-    /// What this plan builds for `identity`, after checking that the two fit together.
+    /// The recipe of this plan for `identity`. Fails if the two do not fit together.
     pub(crate) fn recipe(&self, identity: &Identity) -> Result<Recipe, CacheError> {
         let planned = Identity {
             taps: self.layout.taps.clone(),

@@ -1,4 +1,5 @@
-//! Reads a finished cache: maps its shards, hands out samples without copying, checks each one the first time it is read.
+//! Reads a finished cache: maps its shards, returns samples without copying, and checks each sample
+//! on first read.
 
 use std::borrow::Cow;
 use std::collections::BTreeSet;
@@ -19,12 +20,13 @@ pub(crate) mod map;
 
 use map::MappedShard;
 
-/// Bytes of mapped shards that [`Reader::read_into`] leaves in the process. The system's page cache keeps all it has room for; without
-/// a limit of our own a run would seem to take as much memory as its cache has bytes. To let pages go sample by sample costs more
-/// than to copy a small one.
+/// Most bytes of mapped shards that stay in the process after [`Reader::read_into`]. The pages
+/// remain in the system's page cache. Without this limit, a run would seem to use as much memory as
+/// its cache has bytes. Releasing pages after every sample would cost more than copying a small
+/// sample.
 pub const PAGES_KEPT: u64 = 128 << 20;
 
-/// A finished cache, open for reading from any number of threads.
+/// A finished cache, readable from any number of threads.
 #[derive(Debug)]
 pub struct Reader {
     dir: PathBuf,
@@ -32,13 +34,13 @@ pub struct Reader {
     layout: Layout,
     table: Table,
     shards: Vec<MappedShard>,
-    /// One bit a sample: whether this reader has found its bytes to be what was written.
+    /// One bit per sample: whether this reader has verified its checksum.
     seen: Vec<AtomicU64>,
-    /// Since pages were last let go.
+    /// Pages read since the last release.
     touched: Mutex<Touched>,
 }
 
-/// What reads have left in the process since it was last let go.
+/// Bytes and shards read since pages were last released.
 #[derive(Debug, Default)]
 struct Touched {
     bytes: u64,
@@ -46,11 +48,12 @@ struct Touched {
 }
 
 impl Reader {
-    /// Opens the cache in `dir`: reads the manifest and the samples' table whole, checks their digests, and checks every
-    /// shard's size and header. The shards' data is checked sample by sample when it is read.
+    /// Opens the cache in `dir`. Reads the manifest and the samples' table, and checks their
+    /// digests and every shard's size and header. The data of shards is checked sample by sample on
+    /// first read.
     ///
     /// # Errors
-    /// No cache there, or anything in it that is not what was written; the message names the file.
+    /// Fails if there is no cache, or if anything in it was changed; the message names the file.
     pub fn open(dir: &Path) -> Result<Self, CacheError> {
         let manifest = Manifest::read(dir)?;
         let layout = manifest.layout();
@@ -61,7 +64,7 @@ impl Reader {
         Ok(Self { dir: dir.to_path_buf(), manifest, layout, table, shards, seen, touched: Mutex::default() })
     }
 
-    /// What the cache says of itself.
+    /// The manifest of the cache.
     pub fn manifest(&self) -> &Manifest {
         &self.manifest
     }
@@ -71,7 +74,7 @@ impl Reader {
         &self.layout
     }
 
-    /// Samples.
+    /// Number of samples.
     pub fn len(&self) -> usize {
         self.table.rows().len()
     }
@@ -81,10 +84,10 @@ impl Reader {
         self.len() == 0
     }
 
-    /// Refuses a cache that was made for something else.
+    /// Checks that the cache has this identity.
     ///
     /// # Errors
-    /// The fields that differ, with both values.
+    /// Lists the fields that differ, with both values.
     pub fn require(&self, wanted: &Identity) -> Result<(), CacheError> {
         let differences = self.manifest.identity.differences(wanted);
         match differences.is_empty() {
@@ -103,35 +106,37 @@ impl Reader {
         self.table.rows().iter().position(|row| row.id == id)
     }
 
-    /// Tokens of sample `index`, without touching its hidden states; `None` past the end.
+    /// Number of tokens in sample `index`, without reading its hidden states; `None` past the end.
     pub fn length(&self, index: usize) -> Option<u32> {
         self.table.rows().get(index).map(|row| row.place.length)
     }
 
-    /// Token ids of sample `index`, without touching its hidden states; `None` past the end.
+    /// Token ids of sample `index`, without reading its hidden states; `None` past the end.
     pub fn input_ids(&self, index: usize) -> Option<&[i32]> {
         self.table.rows().get(index).map(|row| self.table.input_ids(row))
     }
 
-    /// Supervised spans of sample `index`, without touching its hidden states; `None` past the end.
+    /// Supervised spans of sample `index`, without reading its hidden states; `None` past the end.
     pub fn spans(&self, index: usize) -> Option<&[(u32, u32)]> {
         self.table.rows().get(index).map(|row| self.table.spans(row))
     }
 
-    /// The positions whose last states sample `index` keeps, ascending, without touching its hidden states.
+    /// Positions of the final hidden states stored for sample `index`, ascending, without reading
+    /// them.
     ///
     /// # Errors
-    /// No such sample.
+    /// Fails if the sample does not exist.
     pub fn last_positions(&self, index: usize) -> Result<Vec<u32>, CacheError> {
         let row = self.row(index)?;
         Ok(self.layout.last.positions(&loss_mask(row.place.length, self.table.spans(row))))
     }
 
-    /// Sample `index` in plan order, its bytes checked against its checksum the first time that this reader hands it
-    /// out: later epochs run at the memory's speed.
+    /// Sample `index` in plan order. Its checksum is verified only on first read, so later epochs
+    /// read at memory speed.
     ///
     /// # Errors
-    /// No such sample; damaged bytes, with shard, sample, found and expected checksum.
+    /// Fails if the sample does not exist, or if its bytes are damaged. That error names shard,
+    /// sample, found and expected checksum.
     pub fn sample(&self, index: usize) -> Result<Sample<'_>, CacheError> {
         let row = self.row(index)?;
         let stored = self.stored(index, row)?;
@@ -148,21 +153,23 @@ impl Reader {
         })
     }
 
-    /// Bytes that [`Self::read_into`] fills: of `[L, m·d]` and of `[K, d]` in bfloat16.
+    /// Bytes that [`Self::read_into`] writes: those of `[L, m·d]` and `[K, d]` in bfloat16.
     ///
     /// # Errors
-    /// No such sample.
+    /// Fails if the sample does not exist.
     pub fn state_bytes(&self, index: usize) -> Result<[usize; 2], CacheError> {
         let row = self.row(index)?;
         Ok(codec::state_bytes(&self.layout, self.shards[row.place.shard].sample(row.place.rows())))
     }
 
-    /// Copies the states of sample `index` into the caller's memory as bfloat16, whatever they are stored in. Its bytes
-    /// are checked as [`Self::sample`] does; bfloat16 on its way, block by block, so that memory is read once for
-    /// both. Pages of the shards stay in the process up to [`PAGES_KEPT`]. After an error the memory holds nothing of use.
+    /// Copies the states of sample `index` to the caller's memory as bfloat16, decoding other
+    /// encodings. Checks the bytes like [`Self::sample`]; bfloat16 is checked during the copy,
+    /// block by block, so memory is read once. Up to [`PAGES_KEPT`] bytes of shards stay mapped.
+    /// After an error the memory has undefined content.
     ///
     /// # Errors
-    /// As [`Self::sample`]; memory of another size than [`Self::state_bytes`].
+    /// As [`Self::sample`]; also fails if the memory does not have the size of
+    /// [`Self::state_bytes`].
     pub fn read_into(&self, index: usize, taps: &mut [u8], last: &mut [u8]) -> Result<(), CacheError> {
         let row = self.row(index)?;
         let sizes = [(Part::Taps, taps.len()), (Part::Last, last.len())].into_iter();
@@ -185,7 +192,7 @@ impl Reader {
         Ok(())
     }
 
-    /// Counts what a copied sample has left of the shards in this process, and lets all of it go when it is [`PAGES_KEPT`].
+    /// Counts the pages that a copied sample has mapped, and releases all at [`PAGES_KEPT`] bytes.
     fn let_go(&self, row: &Row) {
         let mut touched = self.touched.lock().unwrap_or_else(PoisonError::into_inner);
         touched.bytes += self.shards[row.place.shard].faulted(row.place.rows());
@@ -200,7 +207,7 @@ impl Reader {
         self.table.rows().get(index).ok_or(CacheError::NoSuchSample { index, len: self.len() })
     }
 
-    /// The bytes of a row, checked the first time.
+    /// The bytes of a row, verified on first read.
     fn stored(&self, index: usize, row: &Row) -> Result<Parts<&[u8]>, CacheError> {
         let shard = &self.shards[row.place.shard];
         if self.seen(index) {
@@ -220,7 +227,7 @@ impl Reader {
     }
 }
 
-/// The stored bytes of a row, if they are what was written.
+/// The stored bytes of a row, if their checksum matches.
 pub(crate) fn checked<'s>(shard: &'s MappedShard, row: &Row) -> Result<Parts<&'s [u8]>, CacheError> {
     let stored = shard.sample(row.place.rows());
     compare(shard, row, codec::checksum(stored))?;
@@ -235,11 +242,12 @@ fn compare(shard: &MappedShard, row: &Row, found: u32) -> Result<(), CacheError>
     }
 }
 
-/// One sample of a cache; its bytes lie in the mapped file. L tokens, K kept last states, m taps, d hidden size.
+/// One sample of a cache, whose bytes are in the mapped file. L tokens, K final states, m taps, d
+/// hidden size.
 #[derive(Debug, Clone, Copy)]
 pub struct Sample<'r> {
     row: &'r Row,
-    /// The input row's id.
+    /// Id of the input row.
     pub id: &'r str,
     /// Number of its shard.
     pub shard: usize,
@@ -247,16 +255,16 @@ pub struct Sample<'r> {
     pub input_ids: &'r [i32],
     /// Supervised tokens as half-open spans.
     pub spans: &'r [(u32, u32)],
-    /// `[L, m·d]` as the shard has them, row-major; bfloat16 at an even address.
+    /// `[L, m·d]` as stored, row-major; bfloat16 at an even address.
     pub taps: &'r [u8],
-    /// `[K, d]` as the shard has them, row-major; bfloat16 at an even address.
+    /// `[K, d]` as stored, row-major; bfloat16 at an even address.
     pub last: &'r [u8],
     stored: Parts<&'r [u8]>,
     layout: &'r Layout,
 }
 
 impl<'r> Sample<'r> {
-    /// Tokens, L.
+    /// Number of tokens, L.
     pub fn len(&self) -> usize {
         self.input_ids.len()
     }
@@ -266,20 +274,20 @@ impl<'r> Sample<'r> {
         self.input_ids.is_empty()
     }
 
-    /// One flag per token, `true` where it is supervised.
+    /// One flag per token, `true` if it is supervised.
     pub fn loss_mask(&self) -> Vec<bool> {
         loss_mask(self.input_ids.len() as u32, self.spans)
     }
 
-    /// `[L, m·d]` and `[K, d]` in bfloat16: the mapped bytes themselves where they are stored so, else decoded ones.
+    /// `[L, m·d]` and `[K, d]` in bfloat16: borrowed if stored in bfloat16, else decoded.
     ///
     /// # Errors
-    /// Exponents that cannot be decompressed.
+    /// Fails if the exponents cannot be decompressed.
     pub fn states(&self) -> Result<[Cow<'r, [u8]>; 2], CacheError> {
         codec::decoded(self.layout, self.stored).map_err(self.row.undecodable())
     }
 
-    /// Which last states the cache keeps.
+    /// Which final hidden states the cache stores.
     pub fn kept(&self) -> FinalStates {
         self.layout.last
     }

@@ -1,9 +1,11 @@
-//! The reference's cache, format 2: `manifest.json`, `samples.idx` with a record of 56 bytes a sample, `shard-NNNNN.bin`.
+//! The reference's cache format 2: `manifest.json`, `samples.idx` with a record of 56 bytes per
+//! sample, and `shard-NNNNN.bin`.
 //!
-//! A record is, little-endian, sample id (8 bytes), shard (4), tokens L (4), then where in the shard begin (8 each): token
-//! ids `[L]` of 32 bits, attention mask `[L]` and loss mask `[L]` of 8, taps `[L, m·d]` and last states `[L, d]` in
-//! bfloat16, one behind the other. An import keeps the cuts between shards and the manifest, so that an export gives the
-//! same bytes back.
+//! A little-endian record has the sample id (8 bytes), shard (4) and token count L (4), then five
+//! offsets into the shard (8 each). The consecutive tensors there are token ids `[L]` of 32 bits,
+//! attention mask `[L]` and loss mask `[L]` of 8 bits. Taps `[L, m·d]` and final hidden states `[L,
+//! d]` follow in bfloat16. An import keeps shard boundaries and the manifest, so an export restores
+//! equal bytes.
 
 use std::collections::{BTreeMap, HashSet};
 use std::fs::{self, File};
@@ -32,7 +34,7 @@ use record::{RECORD, Record};
 const VERSION: u64 = 2;
 const INDEX_FILE: &str = "samples.idx";
 
-/// A format 2 cache, its manifest read and its index checked against itself.
+/// A format 2 cache with its manifest and a consistent index.
 #[derive(Debug)]
 pub struct Reference {
     dir: PathBuf,
@@ -41,10 +43,11 @@ pub struct Reference {
 }
 
 impl Reference {
-    /// Reads manifest and index of the format 2 cache in `dir`.
+    /// Reads the manifest and index of the format 2 cache in `dir`.
     ///
     /// # Errors
-    /// No such cache, another version, an index that contradicts the manifest.
+    /// Fails if there is no such cache, on another version, and if the index contradicts the
+    /// manifest.
     pub fn open(dir: &Path) -> Result<Self, CacheError> {
         let path = dir.join(MANIFEST_FILE);
         let text = atomic::read_text(&path)?;
@@ -70,10 +73,10 @@ impl Reference {
         Ok(reference)
     }
 
-    /// Name or folder of the target in the manifest.
+    /// A string of the manifest, such as the name or folder of the target.
     ///
     /// # Errors
-    /// No text there.
+    /// Fails if the value is not a string.
     pub fn text(&self, key: &str) -> Result<&str, CacheError> {
         self.manifest[key].as_str().ok_or_else(|| self.wrong(key, "text"))
     }
@@ -81,28 +84,28 @@ impl Reference {
     /// A number of the manifest.
     ///
     /// # Errors
-    /// No number there.
+    /// Fails if the value is not a number.
     pub fn number(&self, key: &str) -> Result<usize, CacheError> {
         let number = self.manifest[key].as_u64().and_then(|number| usize::try_from(number).ok());
         number.ok_or_else(|| self.wrong(key, "a number"))
     }
 
-    /// The taps.
+    /// The captured layers.
     ///
     /// # Errors
-    /// No list of layer ids in the manifest.
+    /// Fails if the manifest has no list of layer ids.
     pub fn taps(&self) -> Result<Vec<Tap>, CacheError> {
         let ids = self.manifest["target_layer_ids"].as_array().map(Vec::as_slice).unwrap_or_default();
         let taps: Option<Vec<Tap>> = ids.iter().map(|id| Tap::from_layer_id(id.as_i64()?)).collect();
         taps.filter(|taps| !taps.is_empty()).ok_or_else(|| self.wrong("target_layer_ids", "layer ids"))
     }
 
-    /// Samples.
+    /// Number of samples.
     pub fn len(&self) -> usize {
         self.records.len()
     }
 
-    /// Whether there are none.
+    /// Whether there are no samples.
     pub fn is_empty(&self) -> bool {
         self.records.is_empty()
     }
@@ -147,12 +150,13 @@ impl Reference {
         }
     }
 
-    /// Writes the cache into `dir` in our format, bound to `identity`: resumed after a kill like any build. `progress` is
-    /// called for each sample.
+    /// Writes the cache to `dir` in our format, with `identity`. Resumes after a kill like any
+    /// build. `progress` is called for each sample.
     ///
     /// # Errors
-    /// Taps, hidden size or length that differ from the identity's; a sample with padding or with masks that are not 0 and
-    /// 1; NaN; another cache in `dir`; I/O failures.
+    /// Fails if taps, hidden size or length differ from the identity's, and if `dir` has another
+    /// cache. Also fails on a sample with padding, NaN, or masks other than 0 and 1, and on I/O
+    /// failures.
     pub fn import(
         &self,
         dir: &Path,
@@ -253,7 +257,8 @@ fn spans(mask: &[u8]) -> Vec<(u32, u32)> {
     spans
 }
 
-/// The same value with all keys in order, so that its bytes do not depend on how it was read.
+/// Sorts all keys of a JSON value, so that its bytes do not depend on the order in which it was
+/// read.
 fn sorted(value: Value) -> Value {
     match value {
         Value::Object(map) => {

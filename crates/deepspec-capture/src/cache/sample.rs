@@ -1,4 +1,4 @@
-//! A sample before its states are there.
+//! A tokenised sample without hidden states.
 
 use deepspec_core::digest::Hasher;
 use serde::{Deserialize, Serialize};
@@ -7,11 +7,11 @@ use crate::cache::error::CacheError;
 use crate::cache::layout::loss_mask;
 use deepspec_core::FinalStates;
 
-/// A tokenised conversation that waits for its hidden states.
+/// A tokenised conversation whose hidden states are not captured yet.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct PlannedSample {
-    /// Unique id, the input row's.
+    /// Unique id, taken from the input row.
     pub id: String,
     /// Token ids, L of them.
     pub input_ids: Vec<i32>,
@@ -20,30 +20,31 @@ pub struct PlannedSample {
 }
 
 impl PlannedSample {
-    /// Tokens. [`crate::cache::Plan::new`] refuses what 32 bits cannot count.
+    /// Number of tokens. [`crate::cache::Plan::new`] rejects counts beyond 32 bits.
     pub fn length(&self) -> u32 {
         u32::try_from(self.input_ids.len()).unwrap_or(u32::MAX)
     }
 
-    /// Supervised tokens.
+    /// Number of supervised tokens.
     pub fn supervised(&self) -> u32 {
         supervised(&self.spans)
     }
 
-    /// One flag per token, `true` where it is supervised.
+    /// One flag per token, `true` if it is supervised.
     pub fn loss_mask(&self) -> Vec<bool> {
         loss_mask(self.length(), &self.spans)
     }
 
-    /// Positions whose last hidden state is kept, ascending.
+    /// Positions whose final hidden state is stored, ascending.
     pub fn last_positions(&self, last: FinalStates) -> Vec<u32> {
         last.positions(&self.loss_mask())
     }
 
-    /// Refuses a sample without tokens, with more than 32 bits can count, or with spans that are empty, out of order or outside it.
+    /// Checks the number of tokens and the spans. Spans must not be empty, out of order or outside
+    /// the sample.
     ///
     /// # Errors
-    /// What is wrong, by sample id.
+    /// Names the problem and the sample id.
     pub fn check(&self) -> Result<(), CacheError> {
         let length = self.input_ids.len();
         if length == 0 || i32::try_from(length).is_err() {
@@ -57,7 +58,7 @@ impl PlannedSample {
         }
     }
 
-    /// Adds everything that a plan's digest is over.
+    /// Adds the id, token ids and spans to a digest.
     pub(crate) fn add_to(&self, hasher: &mut Hasher) {
         let ids: Vec<u8> = self.input_ids.iter().flat_map(|id| id.to_le_bytes()).collect();
         let spans: Vec<u8> = self
@@ -69,7 +70,8 @@ impl PlannedSample {
     }
 }
 
-/// The first span that is empty, out of order or past `length`, and the end of the span before it.
+/// The first span that is empty, out of order or beyond `length`, with the end of the previous
+/// span.
 pub(crate) fn bad_span(length: u32, spans: &[(u32, u32)]) -> Option<(u32, (u32, u32))> {
     let mut after = 0;
     for &(start, end) in spans {
@@ -86,7 +88,7 @@ pub(crate) fn outside(ids: &[i32], vocab_size: usize) -> Option<usize> {
     ids.iter().position(|&id| usize::try_from(id).map_or(true, |id| id >= vocab_size))
 }
 
-/// Tokens in spans that [`bad_span`] has passed.
+/// Number of tokens in spans that passed [`bad_span`].
 pub(crate) fn supervised(spans: &[(u32, u32)]) -> u32 {
     spans.iter().map(|(start, end)| end - start).sum()
 }

@@ -1,10 +1,11 @@
 //! `samples.parquet`: one row per sample, in plan order.
 //!
-//! Columns: `id` text; `shard` number of its shard; `first_row` and `first_last_row`, where its rows begin in the shard's
-//! `taps` and `last`; `length` tokens; `supervised` tokens; `input_ids` token ids; `loss_spans` supervised half-open spans;
-//! `checksum` CRC-32 of the sample's bytes in `taps`, `last` and, where there are such, `taps_scale`, `last_scale` and
-//! `exponents`, in this order. Where exponents are compressed, two more: `first_exponent` and `exponent_bytes`, where the
-//! sample's frames lie in the shard's `exponents`.
+//! Columns: `id`; `shard`, the number of its shard; `first_row` and `first_last_row`, the offsets
+//! of its rows in the shard's `taps` and `last`; `length`, its tokens; `supervised`, its supervised
+//! tokens; `input_ids`, its token ids; `loss_spans`, its supervised half-open spans. `checksum` is
+//! the CRC-32 of the sample's bytes in `taps`, `last`, `taps_scale`, `last_scale` and `exponents`,
+//! in this order, without absent tensors. With compressed exponents, `first_exponent` and
+//! `exponent_bytes` locate the sample's frames in the shard's `exponents`.
 
 use std::fs;
 use std::io::{self, Write};
@@ -37,11 +38,11 @@ pub(crate) use table::{Row, Table};
 /// Name of the samples' table.
 pub const SAMPLES_FILE: &str = "samples.parquet";
 
-/// A batch is handed to parquet when it has so many samples or tokens.
+/// Most samples and tokens of a batch that is passed to parquet.
 const BATCH_SAMPLES: usize = 1024;
 const BATCH_TOKENS: u64 = 1 << 22;
 
-/// Bytes of a row group: what parquet holds in memory.
+/// Bytes of a row group, which parquet buffers in memory.
 const GROUP_BYTES: usize = 64 << 20;
 
 static SPAN: LazyLock<Fields> =
@@ -78,15 +79,16 @@ fn column((name, kind): (&str, DataType)) -> Field {
     Field::new(name, kind, false)
 }
 
-/// What is known of a sample once it is written.
+/// Facts about a sample that are known once it is written.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Written {
     pub checksum: u32,
-    /// Bytes of its compressed exponents; 0 where nothing is compressed.
+    /// Bytes of its compressed exponents; 0 without compression.
     pub exponent_bytes: u64,
 }
 
-/// Writes the table of a plan whose samples were written like this. The entry is for the manifest.
+/// Writes the table of a plan whose samples were written as `written` says. Returns the manifest
+/// entry.
 pub(crate) fn write(dir: &Path, plan: &Plan, written: &[Written]) -> Result<SamplesEntry, CacheError> {
     let path = dir.join(SAMPLES_FILE);
     let rows = rows(plan, |index| written[index]);
@@ -95,10 +97,10 @@ pub(crate) fn write(dir: &Path, plan: &Plan, written: &[Written]) -> Result<Samp
     Ok(SamplesEntry { file: SAMPLES_FILE.to_string(), bytes, sha256: digest::file(&path)? })
 }
 
-/// Size of the table of a plan, to within what checksums compress to, which is nothing.
+/// Size of a plan's table. Checksums do not compress, so placeholders give the right size.
 pub(crate) fn size(plan: &Plan) -> Result<u64, CacheError> {
     let mut counter = Counter(0);
-    // Any numbers that are as hard to compress as the true ones.
+    // Placeholder numbers that compress as badly as real ones.
     let written = |index: usize| {
         let checksum = crc_fast::crc32_iso_hdlc(&index.to_le_bytes());
         Written { checksum, exponent_bytes: u64::from(checksum >> 12) }
@@ -109,7 +111,7 @@ pub(crate) fn size(plan: &Plan) -> Result<u64, CacheError> {
     Ok(counter.0)
 }
 
-/// Counts what is written to it.
+/// Counts the bytes written to it.
 struct Counter(u64);
 
 impl Write for Counter {
@@ -139,7 +141,7 @@ fn rows(plan: &Plan, written: impl Fn(usize) -> Written) -> Vec<NewRow<'_>> {
     rows
 }
 
-/// A row to be written.
+/// A row to write.
 struct NewRow<'p> {
     sample: &'p PlannedSample,
     shard: u32,

@@ -1,5 +1,5 @@
-//! The shape of a shard file: a safetensors header of known size, then `taps`, then `last`, then what their encoding needs
-//! beside them: scales, or compressed exponents.
+//! Layout of a shard file: a safetensors header of known size, `taps`, `last`, then scales or
+//! compressed exponents, depending on the encoding.
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -10,7 +10,7 @@ use crate::cache::error::CacheError;
 use crate::cache::files::ShardEntry;
 use crate::cache::layout::{Encoding, Layout};
 
-/// The data starts at a multiple of this, so that rows keep the alignment that their size gives them.
+/// The data starts at a multiple of this, so that rows are aligned.
 const ALIGNMENT: usize = 64;
 
 /// `shard-00012.safetensors`.
@@ -18,7 +18,7 @@ pub(crate) fn file_name(shard: usize) -> String {
     format!("shard-{shard:05}.safetensors")
 }
 
-/// Whether a file name is one of [`file_name`]'s.
+/// Whether a file name has the form of [`file_name`].
 pub(crate) fn is_file_name(name: &str) -> bool {
     let number = name.strip_prefix("shard-").and_then(|rest| rest.strip_suffix(".safetensors"));
     number.is_some_and(|number| number.len() >= 5 && number.bytes().all(|byte| byte.is_ascii_digit()))
@@ -29,17 +29,17 @@ pub(crate) fn path(dir: &Path, shard: usize) -> PathBuf {
     dir.join(file_name(shard))
 }
 
-/// Where everything lies in a shard file: N rows of m·d values, then M rows of d values, then the scales of both, then
-/// exponents.
+/// Offsets in a shard file: N rows of m·d values, then M rows of d values, then the scales of both,
+/// then exponents.
 #[derive(Debug)]
 pub(crate) struct Geometry {
     header: Vec<u8>,
-    /// `taps`, `last`, `taps_scale`, `last_scale`, `exponents`, whose rows are bytes.
+    /// `taps`, `last`, `taps_scale`, `last_scale`, and `exponents` with rows of one byte.
     regions: [Region; 5],
     bytes: u64,
 }
 
-/// Rows of one size.
+/// Rows of equal size.
 #[derive(Debug, Clone, Copy)]
 struct Region {
     start: u64,
@@ -53,7 +53,7 @@ impl Region {
     }
 }
 
-/// Something for each of the regions in which a sample has rows.
+/// One value per region of a shard file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Parts<T> {
     pub taps: T,
@@ -64,13 +64,13 @@ pub(crate) struct Parts<T> {
 }
 
 impl<T> Parts<T> {
-    /// Borrows each.
+    /// Borrows each value.
     pub fn each_ref(&self) -> Parts<&T> {
         let Self { taps, last, taps_scale, last_scale, exponents } = self;
         Parts { taps, last, taps_scale, last_scale, exponents }
     }
 
-    /// Does the same to each.
+    /// Applies `f` to each value.
     pub fn map<U>(self, mut f: impl FnMut(T) -> U) -> Parts<U> {
         Parts {
             taps: f(self.taps),
@@ -81,13 +81,13 @@ impl<T> Parts<T> {
         }
     }
 
-    /// In the order of the file.
+    /// The values in file order.
     pub fn in_order(self) -> [T; 5] {
         [self.taps, self.last, self.taps_scale, self.last_scale, self.exponents]
     }
 }
 
-/// Where a sample's rows and exponents begin in its shard, and how many they are.
+/// Offsets and counts of a sample's rows and exponents in its shard.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Rows {
     pub first: u64,
@@ -99,17 +99,17 @@ pub(crate) struct Rows {
 }
 
 impl Geometry {
-    /// The geometry of a shard with `rows` tokens, `last_rows` of which keep their last state, and so many bytes of
+    /// Layout of a shard with `rows` tokens, `last_rows` final states, and `exponents` bytes of
     /// compressed exponents.
     ///
     /// # Errors
-    /// When there are no values, or more bytes than 64 bits count.
+    /// Fails if there are no values, or if sizes exceed 64 bits.
     pub fn new(layout: &Layout, rows: u64, last_rows: u64, exponents: u64) -> Result<Self, CacheError> {
         let bad = || CacheError::BadLayout { taps: layout.taps.len(), hidden_size: layout.hidden_size, rows };
         let (tap_row, last_row) = layout.tap_row_bytes().zip(layout.last_row_bytes()).ok_or_else(bad)?;
         let taps = tap_row.checked_mul(rows).filter(|&bytes| bytes > 0).ok_or_else(bad)?;
         let data = layout.sample_bytes(rows, last_rows).and_then(|data| data.checked_add(exponents));
-        // The parts of a sum that fits fit too.
+        // The parts are smaller than the sum, so they cannot overflow.
         let (taps_scale, last_scale) = (layout.tap_scales_bytes(), layout.last_scale_bytes());
         let data = data.ok_or_else(bad)?;
         let sizes = [taps, last_row * last_rows, taps_scale * rows, last_scale * last_rows, exponents];
@@ -125,7 +125,7 @@ impl Geometry {
         Ok(Self { header, regions, bytes })
     }
 
-    /// The geometry of a finished shard; `None` when its size contradicts its rows.
+    /// Layout of a finished shard; `None` if its size contradicts its rows.
     ///
     /// # Errors
     /// As [`Self::new`].
@@ -134,7 +134,7 @@ impl Geometry {
         exponents.map(|exponents| Self::new(layout, entry.rows, entry.last_rows, exponents)).transpose()
     }
 
-    /// The file's first bytes, up to the data.
+    /// The first bytes of the file, up to the data.
     pub fn header(&self) -> &[u8] {
         &self.header
     }
@@ -144,12 +144,12 @@ impl Geometry {
         self.bytes
     }
 
-    /// Where the tensors begin, in the order of the file.
+    /// Offsets of the tensors, in file order.
     pub fn starts(&self) -> [u64; 5] {
         self.regions.map(|region| region.start)
     }
 
-    /// File bytes of a sample's rows, which must lie within the shard.
+    /// File ranges of a sample's rows, which must be within the shard.
     pub fn sample(&self, rows: Rows) -> Parts<Range<u64>> {
         let [taps, last, taps_scale, last_scale, exponents] = self.regions;
         Parts {
@@ -162,18 +162,19 @@ impl Geometry {
     }
 }
 
-/// Bytes of compressed exponents in a shard of this size: what its rows leave over. `None` when the size cannot be.
+/// Bytes of compressed exponents in a shard: the file size minus its other rows. `None` if the size
+/// is impossible.
 ///
 /// # Errors
 /// As [`Geometry::new`].
 pub(crate) fn exponent_bytes(layout: &Layout, entry: &ShardEntry) -> Result<Option<u64>, CacheError> {
-    // The header is as long whatever the exponents take.
+    // The length of the header does not depend on the size of the exponents.
     let rest = entry.bytes.checked_sub(Geometry::new(layout, entry.rows, entry.last_rows, 0)?.bytes());
     Ok(rest.filter(|&rest| rest == 0 || layout.encoding.compresses()))
 }
 
-/// A safetensors header, padded with spaces as the format allows. Its length does not depend on the size of the exponents,
-/// which is known last.
+/// A safetensors header, padded with spaces as the format allows. Its length does not depend on the
+/// size of the exponents, because that is known last.
 fn header(layout: &Layout, rows: [u64; 2], sizes: [u64; 5]) -> Vec<u8> {
     let mut text = header_text(layout, rows, sizes);
     let [taps, last, ..] = sizes;
@@ -198,7 +199,7 @@ fn header_text(layout: &Layout, [rows, last_rows]: [u64; 2], sizes: [u64; 5]) ->
         end += size;
         offsets
     });
-    // `format` is what transformers looks for before it loads a file.
+    // transformers checks `format` before it loads a file.
     let mut json = json!({
         "__metadata__": {"format": "pt"},
         "taps": {"dtype": dtype, "shape": [rows, layout.taps.len() * layout.hidden_size], "data_offsets": taps},

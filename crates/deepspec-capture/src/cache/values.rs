@@ -1,9 +1,10 @@
-//! Looking at stored bfloat16 values.
+//! Reads stored bfloat16 values.
 
-/// All exponent bits of a bfloat16: set in NaN and in ±∞, and in nothing else.
+/// All exponent bits of a bfloat16, which are all set only in NaN and ±∞.
 const EXPONENT: u16 = 0x7F80;
 
-/// Little-endian bfloat16 bytes as bit patterns. A torn last byte is ignored: lengths are checked by the caller.
+/// Little-endian bfloat16 bytes as bit patterns. An odd last byte is ignored, because the caller
+/// checks lengths.
 fn bits(bytes: &[u8]) -> impl Iterator<Item = u16> + '_ {
     bytes.as_chunks::<2>().0.iter().map(|&pair| u16::from_le_bytes(pair))
 }
@@ -13,14 +14,15 @@ fn value(bits: u16) -> f32 {
     f32::from_bits(u32::from(bits) << 16)
 }
 
-/// Little-endian bfloat16 bytes as numbers.
+/// Little-endian bfloat16 bytes as f32 values.
 pub(crate) fn bf16(bytes: &[u8]) -> impl Iterator<Item = f32> + '_ {
     bits(bytes).map(value)
 }
 
 /// Index and value of the first NaN or infinity.
 pub(crate) fn first_non_finite(bytes: &[u8]) -> Option<(usize, f32)> {
-    // The maximum of the magnitudes vectorises; the exact place is looked for only when there is one.
+    // The maximum of the magnitudes vectorises. The exact index is searched only if a value is not
+    // finite.
     let largest = bits(bytes).fold(0, |largest, bits| largest.max(bits & 0x7FFF));
     if largest < EXPONENT {
         return None;

@@ -1,4 +1,4 @@
-//! Looks at every byte of a cache.
+//! Checks every byte of a cache.
 
 use std::fmt;
 use std::path::Path;
@@ -15,33 +15,34 @@ use crate::cache::reader::checked;
 use crate::cache::reader::map::MappedShard;
 use crate::cache::samples::{Row, SAMPLES_FILE, Table};
 
-/// Bytes hashed between two reports of progress.
+/// Bytes hashed between two progress reports.
 const STEP: usize = 4 << 20;
 
-/// Something wrong with a cache.
+/// A problem of a cache.
 #[derive(Debug)]
 pub struct Problem {
-    /// The file's name within the cache.
+    /// Name of the file within the cache.
     pub file: String,
-    /// The sample's id, where one sample is concerned.
+    /// Id of the sample, if the problem concerns one sample.
     pub sample: Option<String>,
-    /// What is wrong.
+    /// The error.
     pub error: CacheError,
 }
 
 impl fmt::Display for Problem {
-    /// The error's one line, which names file and sample with their paths.
+    /// The error in one line, with the file's path and the sample.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.error.fmt(f)
     }
 }
 
-/// Checks all bytes of the cache in `dir` on all cores: digests of all files, headers, every sample's checksum, NaN and
-/// infinities. `progress` is called, from several threads, with the number of bytes just read; they sum to
-/// [`Manifest::bytes`] unless a file cannot be read.
+/// Checks all bytes of the cache in `dir` on all cores: digests of files, headers, sample
+/// checksums, NaN and infinities. `progress` is called from several threads with the number of
+/// bytes just read. They sum to [`Manifest::bytes`] unless a file cannot be read.
 ///
 /// # Errors
-/// Only when there is no usable manifest; everything else is a [`Problem`], and no problem means a sound cache.
+/// Fails only without a usable manifest. All other errors are returned as [`Problem`]s; an empty
+/// list means an intact cache.
 pub fn verify(dir: &Path, progress: impl Fn(u64) + Sync) -> Result<Vec<Problem>, CacheError> {
     let manifest = Manifest::read(dir)?;
     let layout = manifest.layout();
@@ -49,7 +50,7 @@ pub fn verify(dir: &Path, progress: impl Fn(u64) + Sync) -> Result<Vec<Problem>,
     let table = Table::read(dir, &manifest);
     progress(manifest.samples.bytes);
     let table = table.unwrap_or_else(|error| {
-        // Without the table the shards' digests still tell whether they are whole.
+        // Without the table, the digests still show whether shards are intact.
         problems.push(Problem { file: SAMPLES_FILE.to_string(), sample: None, error });
         Table::default()
     });
@@ -97,7 +98,7 @@ fn shard_problems(
         let damage = |row: &Row| sample_damage(&shard, layout, row).map(|error| problem(Some(row), error));
         rows.par_iter().filter_map(damage).collect()
     };
-    // A digest is one long chain: the other cores look at the samples meanwhile.
+    // A digest is sequential, so the other cores check the samples meanwhile.
     let (digest, samples) = rayon::join(digest, samples);
     digest.into_iter().chain(samples).collect()
 }

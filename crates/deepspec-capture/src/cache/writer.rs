@@ -1,4 +1,4 @@
-//! Streams one shard to disk.
+//! Writes one shard to disk.
 
 use std::borrow::Cow;
 use std::fs::{self, File, OpenOptions};
@@ -22,17 +22,17 @@ use crate::cache::sample::PlannedSample;
 use crate::cache::samples::Written;
 use crate::cache::shard::{self, Geometry};
 
-/// Bytes read at a time where a shard is read back.
+/// Bytes read at a time when a finished shard is digested.
 const READ_BACK: usize = 1 << 20;
 
-/// What is known of a finished shard; the file beside it that makes it count as finished.
+/// Facts about a finished shard. The file beside the shard marks it as finished.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Sidecar {
     pub shard: ShardEntry,
-    /// CRC-32 of each of its samples, in order.
+    /// CRC-32 of each sample, in order.
     pub checksums: Vec<u32>,
-    /// Bytes of the compressed exponents of each of its samples, in order; none where nothing is compressed.
+    /// Bytes of each sample's compressed exponents, in order; empty without compression.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub exponent_bytes: Vec<u64>,
 }
@@ -43,19 +43,21 @@ impl Sidecar {
         part.join(format!("shard-{shard:05}.json"))
     }
 
-    /// Path of the list of a shard's samples: what a merge, which has no plan, learns them from.
+    /// Path of the list of a shard's samples. A merge, which has no plan, reads the samples from
+    /// it.
     pub fn samples_path(part: &Path, shard: usize) -> PathBuf {
         part.join(format!("shard-{shard:05}.samples.jsonl"))
     }
 
-    /// What is known of each sample.
+    /// Facts about each written sample.
     pub fn written(&self) -> impl Iterator<Item = Written> {
         let bytes = self.exponent_bytes.iter().copied().chain(iter::repeat(0));
         let sums = self.checksums.iter().copied();
         sums.zip(bytes).map(|(checksum, exponent_bytes)| Written { checksum, exponent_bytes })
     }
 
-    /// The sidecar of a shard that is whole, in `part` or already published to `dir`. Anything less counts as unfinished.
+    /// The sidecar of a finished shard, in `part` or already published to `dir`. `None` for any
+    /// incomplete or inconsistent shard.
     pub fn of_finished(
         dir: &Path,
         part: &Path,
@@ -89,10 +91,11 @@ impl Sidecar {
     }
 }
 
-/// Takes the hidden states of one shard's samples, in order, and writes them where they belong.
+/// Writes the hidden states of one shard's samples, which are pushed in order.
 ///
-/// All tensors grow at once, so no more than the sample at hand and a piece of each is in memory. May be sent to another thread.
-/// Dropped before [`Self::finish`], it leaves a `.partial` file that the next attempt overwrites.
+/// All tensors are written in parallel, so only the current sample and a piece of each tensor are
+/// in memory. The writer may be sent to another thread. If dropped before [`Self::finish`], it
+/// leaves a `.partial` file that the next attempt overwrites.
 pub struct ShardWriter<'p> {
     plan: &'p Plan,
     planned: &'p PlannedShard,
@@ -101,7 +104,7 @@ pub struct ShardWriter<'p> {
     path: PathBuf,
     partial: PathBuf,
     file: File,
-    /// In the order of the file: exponents come last, and their size is known last.
+    /// In file order: exponents come last, because their size is known last.
     tensors: [Pieces; 5],
     exponents: u64,
     checksums: Vec<u32>,
@@ -114,7 +117,7 @@ impl<'p> ShardWriter<'p> {
         let geometry = Geometry::new(plan.layout(), planned.rows, planned.last_rows, 0)?;
         let path = shard::path(part, index);
         let partial = partial_name(&path);
-        // A stale sidecar must not vouch for the file that is about to be written.
+        // Removes a stale sidecar, which would mark the new file as finished.
         let sidecar = Sidecar::path(part, index);
         match fs::remove_file(&sidecar) {
             Err(error) if !is_absent(&error) => return Err(FileError::at("removing", &sidecar)(error).into()),
@@ -158,18 +161,19 @@ impl<'p> ShardWriter<'p> {
         self.plan.layout()
     }
 
-    /// Samples pushed so far.
+    /// Number of samples pushed so far.
     pub fn pushed(&self) -> usize {
         self.checksums.len()
     }
 
-    /// Writes the next sample: `taps [L, m·d]` and `last [K, d]` as little-endian bfloat16, row-major, without gaps.
-    /// They are stored in the cache's encoding.
+    /// Writes the next sample: `taps [L, m·d]` and `last [K, d]` as contiguous little-endian
+    /// bfloat16, row-major. They are stored in the cache's encoding.
     ///
-    /// K is the number of [`PlannedSample::last_positions`], L its length.
+    /// L is the sample's length, and K the number of its [`PlannedSample::last_positions`].
     ///
     /// # Errors
-    /// Wrong sizes, a NaN or infinity (nothing of the sample is kept then), more samples than planned, I/O failures.
+    /// Fails on wrong sizes, on NaN or infinity (then nothing of the sample is written), on more
+    /// samples than planned, and on I/O failures.
     pub fn push(&mut self, taps: &[u8], last: &[u8]) -> Result<(), CacheError> {
         let Some(sample) = self.samples().get(self.checksums.len()) else {
             return Err(CacheError::ShardFull { path: self.path.clone(), samples: self.samples().len() });
@@ -212,10 +216,10 @@ impl<'p> ShardWriter<'p> {
         Ok(())
     }
 
-    /// Syncs the shard, renames it into place and writes its sidecar: from then on a resumed build keeps it.
+    /// Syncs the shard, renames it into place and writes its sidecar. Resumed builds then keep it.
     ///
     /// # Errors
-    /// Samples are missing, I/O failures.
+    /// Fails if samples are missing, and on I/O failures.
     pub fn finish(mut self) -> Result<(), CacheError> {
         let (found, expected) = (self.pushed(), self.samples().len());
         if found != expected {
@@ -246,7 +250,7 @@ impl<'p> ShardWriter<'p> {
     }
 }
 
-/// Digest of a file of so many bytes, whose tensors grew side by side.
+/// Digest of a file of `bytes` bytes, read back because its tensors were written in parallel.
 fn read_back(file: &File, bytes: u64) -> io::Result<String> {
     let (mut hasher, mut at, mut buffer) = (Hasher::default(), 0, vec![0; READ_BACK]);
     while at < bytes {

@@ -1,25 +1,25 @@
-//! A line of the index, and the record that it points to.
+//! An entry of the index, and its record.
 
 use std::ops::Range;
 
 use crate::cache::PlannedSample;
 use crc_fast::CrcAlgorithm;
 
-/// Where a sample lies, and how large it is.
+/// Location and size of a sample.
 pub(super) struct Entry {
     pub offset: u64,
     pub tokens: u32,
     spans: u32,
-    /// Bytes of its id.
+    /// Bytes of the sample's id.
     id: u32,
-    /// CRC-32 of its record.
+    /// CRC-32 of the record.
     pub checksum: u32,
 }
 
 impl Entry {
     pub const BYTES: usize = 24;
 
-    /// The entry and the record of a sample that is to lie at `offset`; `None` for one that 32 bits cannot count.
+    /// The entry and record of a sample at `offset`; `None` if a size exceeds 32 bits.
     pub fn encode(sample: &PlannedSample, offset: u64) -> Option<(Self, Vec<u8>)> {
         let size = |len: usize| u32::try_from(len).ok();
         let (tokens, spans, id) =
@@ -33,7 +33,7 @@ impl Entry {
         Some((Self { offset, tokens, spans, id, checksum }, record))
     }
 
-    /// The entry as the index has it.
+    /// The entry as stored in the index.
     pub fn bytes(&self) -> [u8; Self::BYTES] {
         let mut bytes = [0; Self::BYTES];
         bytes[..8].copy_from_slice(&self.offset.to_le_bytes());
@@ -44,7 +44,7 @@ impl Entry {
         bytes
     }
 
-    /// The entry in so many bytes.
+    /// Parses an entry.
     pub fn read(bytes: &[u8]) -> Self {
         let offset = u64_at(bytes, 0).unwrap_or(u64::MAX);
         let mut numbers = u32s(bytes.get(8..).unwrap_or_default());
@@ -53,13 +53,13 @@ impl Entry {
         Self { offset, tokens, spans, id, checksum }
     }
 
-    /// Where its record lies; `None` past what 64 bits count.
+    /// Byte range of the record; `None` beyond 64 bits.
     pub fn range(&self) -> Option<Range<u64>> {
         let bytes = 4 * u64::from(self.tokens) + 8 * u64::from(self.spans) + u64::from(self.id);
         Some(self.offset..self.offset.checked_add(bytes)?)
     }
 
-    /// The sample in its record.
+    /// Decodes the sample from its record.
     pub fn decode(&self, record: &[u8]) -> PlannedSample {
         let (ids, rest) = record.split_at((4 * self.tokens as usize).min(record.len()));
         let (spans, id) = rest.split_at((8 * self.spans as usize).min(rest.len()));
@@ -75,7 +75,7 @@ impl Entry {
 pub(super) fn checksum(parts: &[&[u8]]) -> u32 {
     let mut digest = crc_fast::Digest::new(CrcAlgorithm::Crc32IsoHdlc);
     parts.iter().for_each(|part| digest.update(part));
-    // The CRC of 32 bits, in a number of 64.
+    // The CRC-32 is in the lower 32 of 64 bits.
     digest.finalize() as u32
 }
 

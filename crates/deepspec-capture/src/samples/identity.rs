@@ -1,4 +1,4 @@
-//! What decides every byte of a file of tokenised samples.
+//! Identity of a file of tokenised samples: all inputs that determine its bytes.
 
 use std::path::PathBuf;
 
@@ -10,40 +10,40 @@ use serde::{Deserialize, Serialize};
 
 use crate::TargetSpec;
 
-/// Raised when the file's layout or the way to its samples changes.
+/// Increased when the file's layout or the tokenisation changes.
 const FORMAT: u32 = 2;
 
-/// Inputs, rules and program: with the same ones the same samples come out. Neither the layers that are tapped nor the drafter matter, so
-/// recipes for one target share a file.
+/// Inputs, rules and program version, which determine the samples. Captured layers and the drafter
+/// do not matter, so recipes for one target share a file.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct SamplesIdentity {
     format: u32,
-    /// The program that tokenised.
+    /// Version of the program.
     version: String,
     tokenizer: String,
-    /// What the template writes and what of it is supervised.
+    /// Digest of the chat template and its supervision rules.
     template: String,
     system_prompt: Option<String>,
     max_length: usize,
     min_supervised: usize,
-    /// Rows of the target's embedding: conversations with ids behind them are rejected.
+    /// Rows of the target's embedding: conversations with larger token ids are rejected.
     vocab_size: usize,
-    /// In their order.
+    /// The input files, in order.
     inputs: Vec<Input>,
 }
 
-/// A file of conversations.
+/// Identity of a file of conversations.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Input {
     sha256: String,
-    /// The end of its name, which says whether it is compressed.
+    /// File extension, which shows the compression.
     extension: String,
 }
 
 impl SamplesIdentity {
-    /// Reads `files` through.
+    /// Digests the content of `files`.
     pub fn of(files: &[PathBuf], source: &TargetSpec) -> Result<Self, FileError> {
         let input = |path: &PathBuf| {
             let extension = path.extension().unwrap_or_default().to_string_lossy().to_ascii_lowercase();
@@ -62,9 +62,9 @@ impl SamplesIdentity {
         })
     }
 
-    /// The name of its file, without an extension.
+    /// Name of the samples' file, without an extension.
     pub fn name(&self) -> String {
-        // An identity is plain data, which always has a JSON form.
+        // An identity is plain data, which always serializes.
         let text = serde_json::to_vec(self).unwrap_or_default();
         format!("{:032x}", digest::fingerprint(&text))
     }

@@ -1,4 +1,4 @@
-//! One process tokenises; the others wait for it and map what it wrote, as later runs do.
+//! Tokenises in one process. Other processes wait for it and map its file, as later runs do.
 
 use std::fs::{self, File, Metadata, TryLockError};
 use std::io;
@@ -12,13 +12,14 @@ use super::{Samples, SamplesIdentity, Unusable};
 use crate::rows::for_each_sample;
 use crate::{StatesError, TargetSpec};
 
-/// What ends the name of a file that is still being written.
+/// Suffix of a file that is being written.
 const PARTIAL: &str = ".partial";
-/// A partial file that was not written to for so long has no writer any more, whichever machine that ran on.
+/// A partial file without writes for this long is abandoned, on whichever machine its writer ran.
 const ABANDONED: Duration = Duration::from_secs(24 * 3600);
 
-/// The samples of `inputs` as `source` tokenises them, from a file in `dir`: the one that is there, else one that is written now, by this
-/// process or another. `dir` may be on a file system that machines share, with locks or without.
+/// Returns the samples of `inputs`, tokenised for `source`, from a file in `dir`. If the file does
+/// not exist, this process or another writes it. `dir` may be on a file system shared by machines,
+/// with or without locks.
 pub(crate) fn shared(dir: &Path, inputs: &[PathBuf], source: &TargetSpec) -> Result<Samples, StatesError> {
     let stamps = stamps(inputs)?;
     let identity = SamplesIdentity::of(inputs, source)?;
@@ -69,8 +70,8 @@ fn told(samples: Samples) -> Samples {
     samples
 }
 
-/// Keeps other processes from writing `path` until it is dropped; `None` where the file system has no locks. There several may tokenise at
-/// once; the first that is done publishes.
+/// Locks `path` against other processes until the lock is dropped; `None` if the file system has no
+/// locks. Then several processes may tokenise, and the first to finish publishes.
 fn lock(lock: &Path, path: &Path) -> Result<Option<File>, FileError> {
     let open = || -> io::Result<Option<File>> {
         let file = File::options().create(true).truncate(false).write(true).open(lock)?;
@@ -93,7 +94,8 @@ fn lock(lock: &Path, path: &Path) -> Result<Option<File>, FileError> {
     open().map_err(FileError::at("locking", lock))
 }
 
-/// Removes what writers that were killed have left: those of this machine, which the lock rules out, and old ones of any.
+/// Removes files of killed writers: all of this machine, which the lock proves dead, and old ones
+/// of other machines.
 fn sweep(dir: &Path, name: &str, own: &str) {
     for entry in fs::read_dir(dir).into_iter().flatten().flatten() {
         let file = entry.file_name();
@@ -111,14 +113,15 @@ fn sweep(dir: &Path, name: &str, own: &str) {
     }
 }
 
-/// Tells machines apart, and a machine's lives: the reach of a lock where machines share files but not locks.
+/// Identifies a machine and its boot. Locks are valid within it if machines share files but not
+/// locks.
 fn boot() -> String {
     let id = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
     let id: String = id.chars().filter(char::is_ascii_alphanumeric).take(12).collect();
     if id.is_empty() { "unknown".into() } else { id }
 }
 
-/// Sizes and times of change, by which a file that changes under our hands is found out.
+/// Sizes and modification times, which reveal files that change during the run.
 fn stamps(inputs: &[PathBuf]) -> Result<Vec<(u64, Option<SystemTime>)>, FileError> {
     let stamp = |metadata: Metadata| (metadata.len(), metadata.modified().ok());
     let of = |path: &PathBuf| fs::metadata(path).map(stamp).map_err(FileError::at("reading", path));

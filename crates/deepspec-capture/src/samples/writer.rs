@@ -1,4 +1,4 @@
-//! Writes tokenised samples, one by one, without holding them.
+//! Writes tokenised samples one by one without keeping them in memory.
 
 use std::fs::{self, File};
 use std::io::{self, BufWriter, Write};
@@ -10,18 +10,19 @@ use deepspec_core::atomic::FileError;
 use super::{Account, Entry, MAGIC, Rows, SamplesIdentity, checksum};
 use crate::{RowCounts, StatesError};
 
-/// A file on its way. It goes when it is dropped before it is published; of a process that is killed it stays, for the next writer to remove.
+/// A file that is being written. It is removed if dropped before publication. After a kill it
+/// remains, and the next writer removes it.
 pub(super) struct Writer {
     file: BufWriter<File>,
     path: PathBuf,
     /// Offset of the next record.
     offset: u64,
-    /// The entries so far: all that is held of the samples.
+    /// Index entries so far, the only data of samples in memory.
     index: Vec<u8>,
 }
 
 impl Writer {
-    /// Begins a file that nobody else writes, at a name of which `name` makes as many as are asked for.
+    /// Creates a new file at the first free name of `name(0)`, `name(1)`, …
     pub fn begin(name: impl Fn(usize) -> PathBuf) -> Result<Self, StatesError> {
         let mut tries = 0;
         let (file, path) = loop {
@@ -38,7 +39,7 @@ impl Writer {
         Ok(writer)
     }
 
-    /// Adds a sample.
+    /// Appends a sample.
     pub fn push(&mut self, sample: &PlannedSample) -> Result<(), StatesError> {
         sample.check()?;
         let (entry, record) = Entry::encode(sample, self.offset).ok_or_else(|| {
@@ -49,7 +50,8 @@ impl Writer {
         self.write(&record)
     }
 
-    /// Completes the file and makes it appear as `path`, unless another process was faster, whose file then is as good.
+    /// Completes the file and publishes it as `path`, unless another process was faster; that file
+    /// is equivalent.
     pub fn publish(
         mut self,
         path: &Path,
@@ -58,7 +60,7 @@ impl Writer {
         inputs: &[PathBuf],
     ) -> Result<(), StatesError> {
         let account = Account { identity, index: self.offset, rows: Rows::of(report, inputs) };
-        // An account is plain data, which always has a JSON form.
+        // A summary is plain data, which always serializes.
         let account = serde_json::to_vec(&account).unwrap_or_default();
         let sum = checksum(&[&self.index, &account]);
         let index = std::mem::take(&mut self.index);
@@ -80,7 +82,7 @@ impl Writer {
 
 impl Drop for Writer {
     fn drop(&mut self) {
-        // A published file has no such name any more.
+        // After publication this name no longer exists.
         let _ = fs::remove_file(&self.path);
     }
 }
@@ -90,13 +92,13 @@ fn unwritable(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> St
     move |error| StatesError::Unwritable(at(error))
 }
 
-/// Moves a file to a name that is free. One that is there is left alone: a machine that shares the folder may have mapped it, and
-/// would lose it on some network file systems.
+/// Moves a file to a free name. An existing file is kept, because other machines may have mapped
+/// it. On some network file systems they would lose the mapping.
 fn appear(partial: &Path, path: &Path) -> io::Result<()> {
     match fs::hard_link(partial, path) {
         Ok(()) => fs::remove_file(partial),
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => fs::remove_file(partial),
-        // A file system without links.
+        // The file system does not support hard links.
         Err(_) => fs::rename(partial, path),
     }
 }

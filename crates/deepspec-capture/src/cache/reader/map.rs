@@ -1,4 +1,4 @@
-//! Files in memory: the one room of this crate where `unsafe` is allowed.
+//! Memory-mapped files. `unsafe` is allowed only in this module of the crate.
 
 use std::fs::File;
 use std::io;
@@ -13,11 +13,11 @@ use crate::cache::files::ShardEntry;
 use crate::cache::layout::Layout;
 use crate::cache::shard::{self, Geometry, Parts, Rows};
 
-/// Characters of a wrong header that a message shows.
+/// Characters of a wrong header that are printed in a message.
 const SHOWN: usize = 200;
 
-/// A file in memory, read-only. Only for files that appear whole under their name and are never written to again: whoever makes
-/// them writes them aside and moves them into place, and replaces them, if ever, by removing them first.
+/// A read-only memory map of a file. The file must be complete and never change. Its writer must
+/// write it under another name, move it into place, and remove it before any replacement.
 #[derive(Debug)]
 pub struct MappedFile {
     path: PathBuf,
@@ -28,7 +28,7 @@ impl MappedFile {
     /// Maps the file at `path`.
     ///
     /// # Errors
-    /// If it cannot be opened or mapped.
+    /// Fails if the file cannot be opened or mapped.
     pub fn open(path: &Path) -> Result<Self, FileError> {
         let file = File::open(path).map_err(FileError::at("opening", path))?;
         let map = map(&file).map_err(FileError::at("mapping", path))?;
@@ -45,13 +45,13 @@ impl MappedFile {
         &self.map
     }
 
-    /// Takes all pages out of this process again; those in use come back by themselves.
+    /// Unmaps all pages from this process; later accesses load them again.
     pub fn let_go(&self) {
         release(&self.map);
     }
 }
 
-/// A mapped shard whose size and header are those of the manifest.
+/// A mapped shard whose size and header match the manifest.
 #[derive(Debug)]
 pub(crate) struct MappedShard {
     file: MappedFile,
@@ -88,17 +88,17 @@ impl MappedShard {
         self.file.bytes()
     }
 
-    /// The stored bytes of a sample; empty past the end, which the samples' table has ruled out.
+    /// The stored bytes of a sample; empty past the end, which the samples' table excludes.
     pub fn sample(&self, rows: Rows) -> Parts<&[u8]> {
         self.geometry.sample(rows).map(|range| self.slice(range))
     }
 
-    /// Bytes of the pages that reading a sample brings into the process at most.
+    /// Most bytes of pages that reading a sample maps into the process.
     pub fn faulted(&self, rows: Rows) -> u64 {
         self.geometry.sample(rows).in_order().into_iter().map(faulted).sum()
     }
 
-    /// Takes all pages out of this process again; those in use come back by themselves.
+    /// Unmaps all pages from this process; later accesses load them again.
     pub fn let_go(&self) {
         self.file.let_go();
     }
@@ -108,33 +108,34 @@ impl MappedShard {
     }
 }
 
-/// Bytes of the pages that reading a range of a mapped file brings into the process at most: a fault brings its neighbours along.
+/// Most bytes of pages that reading a range maps into the process. A page fault also maps
+/// neighbouring pages.
 pub fn faulted(range: Range<u64>) -> u64 {
-    /// What the kernel maps around a fault, aligned (`fault_around_bytes`).
+    /// Aligned bytes that the kernel maps around a fault (`fault_around_bytes`).
     const AROUND: u64 = 64 << 10;
     if range.is_empty() { 0 } else { range.end.next_multiple_of(AROUND) - range.start / AROUND * AROUND }
 }
 
-/// A header as text, cut short.
+/// A header as text, truncated.
 fn shown(header: &[u8]) -> String {
     String::from_utf8_lossy(header.get(8..).unwrap_or_default()).trim_end().chars().take(SHOWN).collect()
 }
 
 #[expect(unsafe_code)]
 fn map(file: &File) -> io::Result<Mmap> {
-    // SAFETY: a map is sound while nobody changes or shortens the file behind it. This one is read-only, and the file is
-    // a published one, which this project never opens for writing: shards of a cache and files of tokenised samples are
-    // written under another name and moved into place whole, and who replaces one unlinks it, which leaves the mapped
-    // pages alive. Only a foreign program that writes into a published file could break this; bytes changed before a
-    // read are caught by the checksum.
+    // SAFETY: a map is sound while the file behind it is neither changed nor truncated. This map is
+    // read-only, and this project never opens published files for writing. Shards and files of
+    // tokenised samples are written under another name and moved into place. A replacement unlinks
+    // the old file first, which keeps the mapped pages alive. Only another program that writes into
+    // a published file could break this. Bytes changed before a read are detected by the checksum.
     unsafe { Mmap::map(file) }
 }
 
 #[expect(unsafe_code)]
 fn release(map: &Mmap) {
-    // SAFETY: the map is one of a file, shared and never written through, so pages that are let go come back from the file
-    // with the bytes that they had: references into them, of this thread or another, see no change.
+    // SAFETY: the map is a shared, read-only map of a file. Released pages are loaded again from
+    // the file with equal bytes, so references into them see no change.
     let released = unsafe { map.unchecked_advise(UncheckedAdvice::DontNeed) };
-    // A system that refuses keeps the pages, as it would have without being asked.
+    // If the system refuses, the pages stay mapped.
     drop(released);
 }

@@ -1,4 +1,4 @@
-//! Writes format 2.
+//! Exports a cache to format 2.
 
 use std::io::{self, Write};
 use std::path::Path;
@@ -15,12 +15,13 @@ use crate::cache::manifest::{MANIFEST_FILE, Manifest};
 use crate::cache::reader::Reader;
 use deepspec_core::FinalStates;
 
-/// Writes the cache in `dir` to the folder `to` in format 2. `model` is the target's name where the cache was not imported
-/// from that format. `progress` is called for each sample. The manifest is written last; where it is there already, nothing
-/// is written, and the answer is false.
+/// Writes the cache in `dir` to the folder `to` in format 2. `model` is the target's name if the
+/// cache was not imported. `progress` is called for each sample. The manifest is written last; if
+/// it exists already, nothing is written and the result is false.
 ///
 /// # Errors
-/// A cache in another encoding than bf16, or without all last states; damage; another cache in `to`; I/O failures.
+/// Fails for encodings other than bf16, for a cache without all final states, on damage, if `to`
+/// has another cache, and on I/O failures.
 pub fn export(dir: &Path, to: &Path, model: &str, mut progress: impl FnMut()) -> Result<bool, CacheError> {
     let reader = Reader::open(dir)?;
     let layout = reader.layout();
@@ -82,7 +83,7 @@ pub fn export(dir: &Path, to: &Path, model: &str, mut progress: impl FnMut()) ->
     Ok(true)
 }
 
-/// The format 2 manifest of a cache that was built here.
+/// The format 2 manifest of a cache that was not imported.
 fn described(manifest: &Manifest, model: &str) -> Value {
     let Identity { chat_template, taps, max_length, hidden_size, .. } = &manifest.identity;
     let shards: Vec<Value> = (0..manifest.shards.len())

@@ -1,9 +1,9 @@
-//! A record of the index.
+//! A record of the format 2 index.
 
 /// Bytes of a record.
 pub(super) const RECORD: usize = 56;
 
-/// Where a sample lies; the rest of a record follows.
+/// Location of a sample; the offsets in a record follow from it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Record {
     pub sample: u64,
@@ -13,7 +13,7 @@ pub(super) struct Record {
 }
 
 impl Record {
-    /// Where the five tensors begin, and the sample ends. `None` past 64 bits.
+    /// Offsets of the five tensors and of the sample's end. `None` beyond 64 bits.
     pub fn offsets(self, taps: usize, hidden_size: usize) -> Option<[u64; 6]> {
         let (length, state) = (u64::from(self.length), (hidden_size as u64).checked_mul(2)?);
         let sizes = [4, 1, 1, state.checked_mul(taps as u64)?, state];
@@ -24,7 +24,7 @@ impl Record {
         Some(offsets)
     }
 
-    /// The record in the index; `offsets` are its own.
+    /// The record as bytes; `offsets` come from [`Self::offsets`].
     pub fn bytes(self, offsets: &[u64; 6]) -> Vec<u8> {
         let mut bytes = Vec::with_capacity(RECORD);
         bytes.extend(self.sample.to_le_bytes());
@@ -34,7 +34,7 @@ impl Record {
         bytes
     }
 
-    /// What the index says; nothing is checked.
+    /// Parses a record without checks.
     pub fn read(bytes: &[u8; RECORD]) -> Self {
         let long = |at: usize| (0..8).fold(0, |sum, byte| sum | u64::from(bytes[at + byte]) << (8 * byte));
         let (sample, both, start) = (long(0), long(8), long(16));

@@ -20,7 +20,7 @@ use super::{BATCH_SAMPLES, SAMPLES_FILE, schema};
 use crate::cache::error::CacheError;
 use crate::cache::manifest::Manifest;
 
-/// A sample's place, with the token ids and spans of all samples in two common vectors.
+/// Location of a sample. Token ids and spans are ranges in the table's shared vectors.
 #[derive(Debug)]
 pub(crate) struct Row {
     pub id: String,
@@ -31,7 +31,7 @@ pub(crate) struct Row {
 }
 
 impl Row {
-    /// The error of exponents that cannot be read.
+    /// The error for exponents that cannot be decompressed.
     pub fn undecodable(&self) -> impl Fn(io::Error) -> CacheError {
         |source| CacheError::Exponents { sample: self.id.clone(), source }
     }
@@ -46,7 +46,7 @@ pub(crate) struct Table {
 }
 
 impl Table {
-    /// Reads the table that `manifest` names and refuses anything that contradicts the manifest.
+    /// Reads the table named by `manifest` and rejects any contradiction to the manifest.
     pub fn read(dir: &Path, manifest: &Manifest) -> Result<Self, CacheError> {
         let path = dir.join(SAMPLES_FILE);
         let found = fs::metadata(&path).map_err(FileError::at("reading", &path))?.len();
@@ -54,7 +54,8 @@ impl Table {
         if found != expected {
             return Err(CacheError::Size { path, found, expected });
         }
-        // The digest comes first: only bytes that we wrote ourselves reach the parquet decoder.
+        // The digest is checked first, so only bytes that this program wrote reach the parquet
+        // decoder.
         let found = digest::file(&path)?;
         if found != manifest.samples.sha256 {
             return Err(CacheError::Digest { path, found, expected: manifest.samples.sha256.clone() });
@@ -106,7 +107,7 @@ impl Table {
             let pairs: &StructArray = inner(path, "loss_spans", &*pairs)?;
             let starts: &Int32Array = inner(path, "loss_spans.start", &**pairs.column(0))?;
             let ends: &Int32Array = inner(path, "loss_spans.end", &**pairs.column(1))?;
-            // A negative bound becomes one past every length, which the validator refuses.
+            // A negative bound becomes larger than every length, which the validator rejects.
             let bound = |value: i32| u32::try_from(value).unwrap_or(u32::MAX);
             let bounds = starts.values().iter().zip(ends.values());
             self.spans.extend(bounds.map(|(&start, &end)| (bound(start), bound(end))));

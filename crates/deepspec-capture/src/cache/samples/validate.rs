@@ -9,19 +9,19 @@ use crate::cache::manifest::Manifest;
 use crate::cache::sample::{bad_span, outside, supervised};
 use crate::cache::shard::{self, Rows};
 
-/// What a row says about itself; all of it follows from the rows before, the token ids and the spans.
+/// Numbers stated by a row. All of them follow from the previous rows, the token ids and the spans.
 pub(super) struct Claim {
     pub shard: i64,
     pub first_row: i64,
     pub first_last_row: i64,
     pub length: i64,
     pub supervised: i64,
-    /// Where its compressed exponents begin in the shard, and their bytes; zeros where nothing is compressed.
+    /// Offset of its compressed exponents in the shard, and their bytes; zeros without compression.
     pub first_exponent: i64,
     pub exponent_bytes: i64,
 }
 
-/// Where a sample lies, with every number recomputed.
+/// Location of a sample; every number is recomputed.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Place {
     pub shard: usize,
@@ -34,7 +34,7 @@ pub(crate) struct Place {
 }
 
 impl Place {
-    /// Its rows within the shard.
+    /// The sample's rows within the shard.
     pub fn rows(&self) -> Rows {
         Rows {
             first: self.first_row,
@@ -47,7 +47,8 @@ impl Place {
     }
 }
 
-/// Recomputes where each row must lie, so that nothing read later depends on a number that the file merely claims.
+/// Recomputes the location of each row, so that later reads never depend on unverified numbers of
+/// the file.
 pub(super) struct RowValidator<'m> {
     pub path: &'m Path,
     manifest: &'m Manifest,
@@ -56,20 +57,20 @@ pub(super) struct RowValidator<'m> {
     last_row: u64,
     exponent: u64,
     supervised: u64,
-    /// Bytes of compressed exponents of each shard.
+    /// Bytes of compressed exponents in each shard.
     exponent_bytes: Vec<u64>,
 }
 
 impl<'m> RowValidator<'m> {
     pub fn new(path: &'m Path, manifest: &'m Manifest) -> Result<Self, CacheError> {
         let layout = manifest.layout();
-        // A manifest that was read has sizes that can be.
+        // A manifest that was read has valid sizes.
         let exponents = |shard| Ok(shard::exponent_bytes(&layout, shard)?.unwrap_or(0));
         let exponent_bytes = manifest.shards.iter().map(exponents).collect::<Result<_, CacheError>>()?;
         Ok(Self { path, manifest, shard: 0, row: 0, last_row: 0, exponent: 0, supervised: 0, exponent_bytes })
     }
 
-    /// Where the next row, number `index`, lies.
+    /// Checks row `index` and returns its location.
     pub fn admit(
         &mut self,
         index: usize,
@@ -94,7 +95,7 @@ impl<'m> RowValidator<'m> {
             return Err(self.lie(index, "loss_spans", format!("{start}..{end}"), expected));
         }
         self.same(index, "supervised", claim.supervised, supervised(spans))?;
-        // The shard before is full when all its rows are taken; the plan leaves no shard empty.
+        // The previous shard is full when all its rows are used; no shard of a plan is empty.
         if self.manifest.shards.get(self.shard).is_some_and(|shard| shard.rows == self.row) {
             self.end_shard(index)?;
             (self.shard, self.row, self.last_row, self.exponent) = (self.shard + 1, 0, 0, 0);
@@ -132,7 +133,7 @@ impl<'m> RowValidator<'m> {
         Ok(place)
     }
 
-    /// Checks the sums once all `rows` are in.
+    /// Checks the totals after all `rows`.
     pub fn close(&self, rows: usize) -> Result<(), CacheError> {
         let counts = &self.manifest.counts;
         self.same(rows, "number", rows, counts.samples)?;
