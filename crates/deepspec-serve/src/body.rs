@@ -1,4 +1,4 @@
-//! The body of a chat completion request: what we accept of the OpenAI API, checked at the door.
+//! The body of a chat completion request: the supported part of the OpenAI API, checked on arrival.
 
 use deepspec_core::config::in_words;
 use deepspec_core::jsonl::kind_of;
@@ -12,11 +12,11 @@ use crate::error::ChatError;
 use crate::fields::{READ, refuse_unsupported};
 use crate::ranges::{PENALTIES, top_p, within};
 
-/// Texts that may end an answer, and bytes of each: they are looked for at every token.
+/// Most stop strings, and most bytes of each. They are searched for at every token.
 const MAX_STOPS: usize = 16;
 const MAX_STOP_BYTES: usize = 1 << 10;
 
-/// A request that has been checked.
+/// A checked request.
 #[derive(Debug, Clone)]
 pub struct ChatRequest {
     /// The conversation to answer.
@@ -25,25 +25,25 @@ pub struct ChatRequest {
     pub tools: Vec<Value>,
     /// Variables for the chat template.
     pub template_kwargs: Map<String, Value>,
-    /// How tokens are drawn.
+    /// Sampling settings.
     pub sampling: Sampling,
-    /// Limit of the answer; None is what the context leaves.
+    /// Limit of the answer in tokens; None for the rest of the context.
     pub max_tokens: Option<usize>,
-    /// Texts that end the answer.
+    /// Strings that end the answer.
     pub stop: Vec<String>,
-    /// Tokens that end the answer, beside the model's own.
+    /// Token ids that end the answer, besides the model's own.
     pub stop_token_ids: Vec<i64>,
-    /// Goes on behind the model's end-of-turn tokens.
+    /// Whether to ignore the model's end-of-turn tokens.
     pub ignore_eos: bool,
-    /// Answers piece by piece.
+    /// Whether to stream the answer.
     pub stream: bool,
-    /// Sends the token counts behind the last piece.
+    /// Whether to send token counts after the last streamed chunk.
     pub include_usage: bool,
-    /// Sends the ids of prompt and answer with a whole answer.
+    /// Whether an unstreamed answer has the token ids of prompt and answer.
     pub return_token_ids: bool,
 }
 
-/// The JSON object as sent, without nulls.
+/// The JSON object of the request, without null fields.
 #[derive(Deserialize)]
 struct Body {
     model: Option<String>,
@@ -76,7 +76,7 @@ struct StreamOptions {
     include_usage: Option<bool>,
 }
 
-/// Reads a request to the model called `served`. Without a seed, `fresh_seed` decides.
+/// Parses a request to the model named `served`. `fresh_seed` is used if the request has no seed.
 ///
 /// # Errors
 /// See [`ChatError`].
@@ -121,7 +121,7 @@ pub fn parse(
                 (None, limit) => max_tokens("max_tokens", limit)?,
                 (limit, _) => max_tokens("max_completion_tokens", limit)?,
             };
-            // The model's own limit holds for requests with a higher one too, as in vLLM.
+            // The model's own limit also caps larger limits of requests, as in vLLM.
             asked.into_iter().chain(defaults.max_tokens).min()
         },
         stop: stop(body.stop)?,
@@ -149,7 +149,7 @@ fn refuse_values(body: &Body) -> Result<(), ChatError> {
     }
 }
 
-/// The tools that the template may write: none where the request forbids calls.
+/// The tools for the chat template; none if the request forbids calls.
 fn tools(tools: Vec<Value>, choice: Option<Value>) -> Result<Vec<Value>, ChatError> {
     match choice.as_ref().map(|choice| choice.as_str()) {
         None | Some(Some("auto")) if tools.iter().any(|tool| !tool.is_object()) => {
@@ -178,7 +178,7 @@ fn messages(values: Vec<Value>) -> Result<Vec<Message>, ChatError> {
     values.into_iter().enumerate().map(parse).collect()
 }
 
-/// −1 is how other servers write "all".
+/// Other servers use −1 for all tokens.
 fn top_k(value: i64) -> Result<usize, ChatError> {
     usize::try_from(value.max(0)).ok().filter(|_| value >= -1).ok_or_else(|| {
         ChatError::field("top_k", format!("{value} is neither a count nor -1 or 0 for all tokens"))
@@ -329,7 +329,7 @@ mod tests {
         assert!(error.to_string().contains("missing field `messages`"));
     }
 
-    /// What nobody expects under a name.
+    /// Unusual values.
     fn odd() -> Vec<Value> {
         let numbers = [json!(-7), json!(0), json!(0.5), json!(1e300), json!(u64::MAX)];
         let others = [
@@ -346,7 +346,8 @@ mod tests {
         numbers.into_iter().chain(others).collect()
     }
 
-    /// Every field with every kind of value: used, refused by its name, or known to change nothing. Never ignored where it changes the answer.
+    /// Tests every field with every kind of value. A value must be used, refused by the field's
+    /// name, or known to have no effect.
     #[test]
     fn whatever_a_field_holds_is_obeyed_or_refused_by_its_name() {
         for name in READ.iter().chain(&UNSUPPORTED).chain(&HARMLESS).chain(&["a_field_of_tomorrow"]) {
@@ -355,7 +356,7 @@ mod tests {
                 if let Some(error) = &refused {
                     let told = error.to_string();
                     assert!([400, 404].contains(&error.status()), "{name} {value}: {told}");
-                    // The newer name of the same limit is told by the older one.
+                    // The newer name of the limit is reported by its older one.
                     let field = name.trim_start_matches("max_completion_").trim_start_matches("max_");
                     let is_named = [format!("`{name}"), format!("`max_{field}")]
                         .iter()
@@ -414,7 +415,7 @@ mod tests {
         assert_eq!(read, [Message::new(deepspec_text::Role::User, "hi")]);
     }
 
-    /// generation_config.json of any kind leaves defaults that a request may have.
+    /// Any generation_config.json gives defaults that a request may have.
     #[test]
     fn defaults_of_any_file_are_within_the_limits() {
         let dir = tempfile::tempdir().unwrap();
@@ -441,7 +442,7 @@ mod tests {
             std::fs::write(&path, broken).unwrap();
             assert_eq!(Defaults::read(dir.path()), Defaults::default(), "{broken}");
         }
-        // The model's limit holds where the request says nothing, and what the request says holds before it.
+        // The model's limit is used if the request has none. Values of the request take precedence.
         std::fs::write(&path, r#"{"temperature": 0.6, "top_p": 0.95, "min_p": 0.1, "max_new_tokens": 9}"#)
             .unwrap();
         let defaults = Defaults::read(dir.path());

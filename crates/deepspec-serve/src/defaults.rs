@@ -1,4 +1,4 @@
-//! Defaults of requests, as the model's folder gives them.
+//! Defaults of requests, from the model's folder.
 
 use std::path::Path;
 
@@ -6,18 +6,19 @@ use serde_json::{Map, Value};
 
 use crate::ranges::{PENALTIES, top_p, within};
 
-/// Values of the fields that a request leaves out: `generation_config.json` of the model, as vLLM applies it.
+/// Values of fields that a request omits, from the model's `generation_config.json`, as vLLM
+/// applies them.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Defaults {
-    /// Divides the logits.
+    /// Divisor of the logits.
     pub temperature: f64,
-    /// Mass of the tokens that are sampled from.
+    /// Probability mass of nucleus sampling.
     pub top_p: f64,
-    /// How many tokens are sampled from; 0 for all.
+    /// Number of most probable tokens to sample from; 0 for all.
     pub top_k: i64,
-    /// Least probability of a token, relative to the likeliest.
+    /// Minimum probability of a token, relative to the most probable one.
     pub min_p: f64,
-    /// Limit of an answer.
+    /// Limit of an answer in tokens.
     pub max_tokens: Option<usize>,
 }
 
@@ -28,8 +29,8 @@ impl Default for Defaults {
 }
 
 impl Defaults {
-    /// Reads `generation_config.json` of the model in `dir`, and says what of it is applied. Values that no request may have, and
-    /// settings that are not supported, are left out with a warning.
+    /// Reads `generation_config.json` of the model in `dir` and logs the values that are used.
+    /// Invalid values and unsupported settings are ignored with a warning.
     pub fn read(dir: &Path) -> Self {
         let path = dir.join("generation_config.json");
         let text = std::fs::read_to_string(&path).unwrap_or_default();

@@ -1,4 +1,5 @@
-//! The engine on a thread of its own, which owns all tensors; requests and tokens travel by channel.
+//! Runs the engine on a separate thread that owns all tensors. Requests and tokens are sent over
+//! channels.
 
 use std::collections::{HashMap, VecDeque};
 use std::path::{Path, PathBuf};
@@ -23,7 +24,7 @@ use tokio::sync::{mpsc, oneshot};
 use crate::metrics::Metrics;
 use crate::schedule::{planner, temperatures};
 
-/// Conversations are not cut to fewer tokens than this unasked.
+/// Shortest context that is chosen automatically if memory is scarce.
 const SHORTEST: usize = 1024;
 
 /// What the engine runs and how.
@@ -54,11 +55,11 @@ pub struct EngineArgs {
 }
 
 impl EngineArgs {
-    /// The folder of `model`, which `flag` named, and these arguments with the drafter's folder; both are fetched where
-    /// they are hub ids, and all of it is checked.
+    /// Returns the folder of `model`, which `flag` named, and these arguments with the drafter's
+    /// folder. Hub ids are downloaded, and all arguments are checked.
     ///
     /// # Errors
-    /// Usage errors, and a hub that does not give what is named.
+    /// Usage errors, and failed downloads.
     pub fn resolve(
         &self,
         flag: &'static str,
@@ -77,7 +78,7 @@ impl EngineArgs {
         Ok((dir, resolved))
     }
 
-    /// Checks what can be checked before anything is loaded.
+    /// Checks the arguments before anything is loaded.
     ///
     /// # Errors
     /// Usage errors.
@@ -117,17 +118,17 @@ impl EngineArgs {
     }
 }
 
-/// Sequences at once that an engine can be asked for; none on a single GPU runs as many.
+/// Most sequences that an engine can run at once; more than any single GPU supports.
 const MOST_SLOTS: usize = 1 << 16;
 
-/// News of one request.
+/// Update of one request.
 #[derive(Debug)]
 pub enum Update {
-    /// The engine does not take it, or cannot go on with it.
+    /// The engine rejects the request or cannot continue it.
     Refused(EngineError),
-    /// New tokens.
+    /// New tokens of the answer.
     Tokens(Vec<i64>),
-    /// No more tokens will come.
+    /// The answer is finished.
     Done(Finish),
 }
 
@@ -137,30 +138,30 @@ struct Job {
     since: Instant,
 }
 
-/// What the engine is doing, readable from any thread.
+/// Load of the engine, readable from any thread.
 #[derive(Debug)]
 pub struct Load {
-    /// Sequences being decoded.
+    /// Sequences in decoding.
     pub running: AtomicUsize,
-    /// Sequences waiting for a slot.
+    /// Sequences that wait for a slot.
     pub queued: AtomicUsize,
-    /// Tokens generated since the start.
+    /// Tokens generated since start.
     pub generated: AtomicU64,
     waits: Mutex<Waits>,
-    /// The same and more for monitors.
+    /// These and further values for Prometheus.
     pub metrics: Metrics,
 }
 
-/// The longest wait that is told apart from longer ones, in milliseconds: a day.
+/// Longest distinguishable wait, in milliseconds: one day.
 const LONGEST_WAIT: u64 = 86_400_000;
 
-/// How long sequences waited for a slot, in milliseconds to two digits.
+/// Waiting times for a slot, in milliseconds with two significant digits.
 #[derive(Debug)]
 struct Waits(Histogram<u32>);
 
 impl Default for Waits {
     fn default() -> Self {
-        // Fails for more than five digits, or a bound below two.
+        // Fails only for more than five digits or a bound below two.
         Self(Histogram::new_with_max(LONGEST_WAIT, 2).expect("two digits up to a day"))
     }
 }
@@ -176,7 +177,7 @@ impl Load {
         })
     }
 
-    /// What this share of all sequences so far did not exceed in waiting for a slot; None while there are none.
+    /// Quantile `share` of the waiting times for a slot; None before the first sequence.
     pub fn waited(&self, share: f64) -> Option<Duration> {
         let waits = self.waits.lock().unwrap_or_else(PoisonError::into_inner);
         (!waits.0.is_empty()).then(|| Duration::from_millis(waits.0.value_at_quantile(share)))
@@ -189,7 +190,7 @@ impl Load {
     }
 }
 
-/// The engine's thread. Dropping the handle ends it.
+/// Handle of the engine's thread. Dropping it ends the thread.
 pub struct EngineThread {
     jobs: Option<mpsc::UnboundedSender<Job>>,
     thread: Option<JoinHandle<()>>,
@@ -198,10 +199,10 @@ pub struct EngineThread {
 }
 
 impl EngineThread {
-    /// Loads target and drafter and starts the loop.
+    /// Loads target and drafter and starts the engine's loop.
     ///
     /// # Errors
-    /// If a model cannot be loaded or the two do not fit.
+    /// Fails if a model cannot be loaded, or if target and drafter do not fit.
     pub fn start(model: &Path, args: &EngineArgs) -> anyhow::Result<Self> {
         let (jobs, incoming) = mpsc::unbounded_channel();
         let (ready, loaded) = oneshot::channel();
@@ -209,7 +210,8 @@ impl EngineThread {
         let (model, args, gauge) = (model.to_path_buf(), args.clone(), Arc::clone(&load));
         let work = move || match build(&model, &args) {
             Ok((engine, context)) => {
-                // Nobody waits only if the starting thread is gone, and then the channel of jobs is closed too.
+                // The receiver is gone only if the starting thread is; the jobs channel is then
+                // closed too.
                 let _ = ready.send(Ok(context));
                 let counted = Tally::default();
                 Worker { engine, live: HashMap::new(), waiting: VecDeque::new(), load: gauge, counted }
@@ -225,22 +227,23 @@ impl EngineThread {
         Ok(Self { jobs: Some(jobs), thread: Some(thread), load, context })
     }
 
-    /// Queues a request; its news arrive at the receiver. Dropping the receiver cancels the request.
+    /// Queues a request; the receiver gets its updates. Dropping the receiver cancels the request.
     pub fn submit(&self, request: Request) -> mpsc::UnboundedReceiver<Update> {
         let (updates, news) = mpsc::unbounded_channel();
         if let Some(jobs) = &self.jobs {
-            // If the engine is gone the sender is dropped here, which ends the news at once.
+            // If the engine has ended, the sender is dropped here, which closes the receiver at
+            // once.
             let _ = jobs.send(Job { request, updates, since: Instant::now() });
         }
         news
     }
 
-    /// What it is doing.
+    /// Load of the engine.
     pub fn load(&self) -> &Load {
         &self.load
     }
 
-    /// Tokens that one conversation may hold.
+    /// Context length of a conversation, in tokens.
     pub fn context(&self) -> usize {
         self.context
     }
@@ -250,13 +253,13 @@ impl Drop for EngineThread {
     fn drop(&mut self) {
         self.jobs = None;
         if let Some(thread) = self.thread.take() {
-            // A panic has already ended the process.
+            // A panic of the thread has already ended the process.
             let _ = thread.join();
         }
     }
 }
 
-/// Answers with the target alone, or with a drafter beside it.
+/// An engine with the target alone, or with a drafter.
 type ChatEngine = Engine<TargetModel, Box<dyn Drafter>>;
 
 fn build(model: &Path, args: &EngineArgs) -> anyhow::Result<(ChatEngine, usize)> {
@@ -301,8 +304,8 @@ fn build(model: &Path, args: &EngineArgs) -> anyhow::Result<(ChatEngine, usize)>
     ))
 }
 
-/// Tokens that a conversation may hold, and bytes for the histories of all of them: as many as fit beside the models. Without
-/// `--max-context` fewer tokens than `wanted` may have to do.
+/// Context length of a conversation, and bytes for the KV caches of all of them, from the memory
+/// left by the models. Without `--max-context` the length may be less than `wanted`.
 fn fitting(
     wanted: usize,
     args: &EngineArgs,
@@ -340,23 +343,23 @@ fn fitting(
 struct Worker {
     engine: ChatEngine,
     live: HashMap<RequestId, Live>,
-    /// Those that wait for a slot, in the order in which they get one, and since when.
+    /// Requests that wait for a slot, in queue order, with their arrival times.
     waiting: VecDeque<(RequestId, Instant)>,
     load: Arc<Load>,
-    /// Cycles that are in the metrics.
+    /// Decoding cycles that the metrics include already.
     counted: Tally,
 }
 
-/// A request that is not finished.
+/// An unfinished request.
 struct Live {
     updates: mpsc::UnboundedSender<Update>,
-    /// When it came, and when its last tokens did.
+    /// Arrival of the request and of its last tokens.
     since: Instant,
     last: Option<Instant>,
 }
 
 impl Worker {
-    /// Steps while there is anything to do and sleeps while there is not; ends when the handle is dropped.
+    /// Runs engine steps while there is work, else sleeps. Ends when the handle is dropped.
     fn run(mut self, mut jobs: mpsc::UnboundedReceiver<Job>) {
         loop {
             if self.engine.is_idle() {
@@ -392,7 +395,7 @@ impl Worker {
                 self.waiting.push_back((ticket, job.since));
                 self.live.insert(ticket, Live { updates: job.updates, since: job.since, last: None });
             }
-            // The caller may have gone; then nobody needs the news. The same holds below.
+            // Send errors are ignored here and below: the caller may be gone.
             Err(error) => drop(job.updates.send(Update::Refused(error))),
         }
     }
@@ -409,7 +412,7 @@ impl Worker {
         self.waiting.retain(|(ticket, _)| self.live.contains_key(ticket));
     }
 
-    /// The step that began at `started` took in those that the engine no longer counts as waiting.
+    /// Records waiting times of requests that got a slot in the step that began at `started`.
     fn count_waits(&mut self, started: Instant) {
         while self.waiting.len() > self.engine.queued() {
             let Some((_, since)) = self.waiting.pop_front() else { return };

@@ -1,8 +1,8 @@
-//! Why a chat request is refused, in the OpenAI API's terms.
+//! Errors of chat requests, as in the OpenAI API.
 
 use deepspec_engine::EngineError;
 
-/// A request that cannot be answered.
+/// Why a request cannot be answered.
 #[derive(Debug, thiserror::Error)]
 pub enum ChatError {
     /// The body is not JSON.
@@ -13,10 +13,10 @@ pub enum ChatError {
     Field {
         /// Path of the field.
         param: String,
-        /// What is wrong and what would be right.
+        /// The problem and the remedy.
         problem: String,
     },
-    /// Another model than the served one.
+    /// The request names another model than the served one.
     #[error("the model `{wanted}` does not exist; this server has `{served}`")]
     UnknownModel {
         /// Name in the request.
@@ -24,43 +24,43 @@ pub enum ChatError {
         /// Name of the served model.
         served: String,
     },
-    /// The prompt leaves no room for an answer.
+    /// The prompt leaves no tokens for an answer.
     #[error(
         "the prompt has {prompt} tokens or more, but the context holds {context}, prompt and answer together; shorten the messages"
     )]
     TooLong {
-        /// Tokens of the prompt.
+        /// Number of tokens in the prompt.
         prompt: usize,
-        /// Tokens that a slot holds.
+        /// Context length of a slot, in tokens.
         context: usize,
     },
-    /// The chat template refuses the messages.
+    /// The chat template rejects the messages.
     #[error("the chat template refuses the messages: {0}")]
     Template(String),
-    /// The model ended its turn at once.
+    /// The model ended its turn without text.
     #[error("the answer has no text")]
     Empty,
-    /// The request does not bring the server's key.
+    /// The request lacks the server's API key.
     #[error("this server wants its API key as `Authorization: Bearer KEY`")]
     Unauthorised,
-    /// All slots are taken, and as many requests wait as may.
+    /// All slots are in use and the queue is full.
     #[error("all {slots} slots are taken and {queue} requests are waiting; try again later")]
     Busy {
-        /// Requests that are answered at once.
+        /// Number of slots.
         slots: usize,
-        /// Requests that may wait.
+        /// Length of the queue.
         queue: usize,
     },
-    /// The engine refuses the request, or gave it up.
+    /// The engine rejected or aborted the request.
     #[error(transparent)]
     Engine(#[from] EngineError),
-    /// Our own failure.
+    /// An internal failure.
     #[error("the server failed: {0}")]
     Internal(String),
 }
 
 impl ChatError {
-    /// A [`ChatError::Field`].
+    /// Creates a [`ChatError::Field`].
     pub fn field(param: impl Into<String>, problem: impl Into<String>) -> Self {
         Self::Field { param: param.into(), problem: problem.into() }
     }
@@ -77,7 +77,7 @@ impl ChatError {
         }
     }
 
-    /// The field to blame, where there is one.
+    /// The field that caused the error, if there is one.
     pub fn param(&self) -> Option<&str> {
         match self {
             Self::Field { param, .. } => Some(param),
@@ -87,7 +87,7 @@ impl ChatError {
         }
     }
 
-    /// OpenAI's machine-readable name, where there is one.
+    /// The error code of the OpenAI API, if there is one.
     pub fn code(&self) -> Option<&'static str> {
         match self {
             Self::UnknownModel { .. } => Some("model_not_found"),
@@ -102,7 +102,7 @@ impl ChatError {
     }
 }
 
-/// The HTTP status of what the engine says: whose fault it is, and whether it may be tried again.
+/// HTTP status of an engine error: a client or server fault, and whether a retry makes sense.
 fn engine_status(error: &EngineError) -> u16 {
     match error {
         EngineError::EmptyPrompt

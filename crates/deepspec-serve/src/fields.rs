@@ -1,10 +1,10 @@
-//! Fields of chat completion requests: those that are read, refused, and harmless.
+//! Fields of chat completion requests: supported, unsupported, and without effect.
 
 use serde_json::{Map, Value};
 
 use crate::error::ChatError;
 
-/// Fields that requests are read for.
+/// Supported fields.
 pub const READ: [&str; 23] = [
     "model",
     "messages",
@@ -31,7 +31,8 @@ pub const READ: [&str; 23] = [
     "repetition_penalty",
 ];
 
-/// Fields that change the answer and are not supported, of OpenAI, vLLM and SGLang; they are refused but where their value does nothing.
+/// Unsupported fields of OpenAI, vLLM and SGLang that change the answer. They are rejected, unless
+/// their value has no effect.
 pub const UNSUPPORTED: [&str; 51] = [
     "response_format",
     "logit_bias",
@@ -86,7 +87,7 @@ pub const UNSUPPORTED: [&str; 51] = [
     "add_special_tokens",
 ];
 
-/// Fields that change no answer, and those that other servers are asked for beside ours.
+/// Fields that never change the answer, including options of other servers.
 pub const HARMLESS: [&str; 19] = [
     "user",
     "metadata",
@@ -109,11 +110,11 @@ pub const HARMLESS: [&str; 19] = [
     "mm_processor_kwargs",
 ];
 
-/// Refuses what would change the answer if it were ignored: a field that is not supported, unless its value does nothing,
-/// and one that is not known.
+/// Rejects unknown fields, and unsupported fields unless their value has no effect. Ignoring them
+/// would change the answer.
 ///
 /// # Errors
-/// The field's name.
+/// Names the rejected field.
 pub fn refuse_unsupported(sent: &Map<String, Value>) -> Result<(), ChatError> {
     for (name, value) in sent {
         if UNSUPPORTED.contains(&name.as_str()) && !does_nothing(name, value) {
@@ -128,7 +129,7 @@ pub fn refuse_unsupported(sent: &Map<String, Value>) -> Result<(), ChatError> {
     Ok(())
 }
 
-/// Whether a value of an unsupported field asks for what is done anyhow.
+/// Whether the value of an unsupported field requests the default behaviour.
 pub fn does_nothing(name: &str, value: &Value) -> bool {
     match (name, value) {
         ("response_format", format) => format.get("type").is_some_and(|kind| kind == "text"),
@@ -137,7 +138,7 @@ pub fn does_nothing(name: &str, value: &Value) -> bool {
             "add_generation_prompt" | "skip_special_tokens" | "separate_reasoning" | "include_reasoning",
             value,
         ) => *value == true,
-        // An empty schema asks for any JSON.
+        // Any JSON matches an empty schema.
         ("guided_json" | "json_schema" | "structured_outputs", value) => *value == false,
         ("best_of" | "length_penalty" | "typical_p" | "repeat_penalty" | "tfs_z", value) => {
             value.as_f64() == Some(1.0)

@@ -1,5 +1,5 @@
-//! One model that answers conversations: chat template, engine, stop strings and thoughts. [`http`] puts the OpenAI API around
-//! it; within a process [`ChatModel`] is asked directly.
+//! Serves one model as a chat server: chat template, engine, stop strings and reasoning. [`http`]
+//! provides the OpenAI API; [`ChatModel`] can also be used directly in a process.
 
 mod body;
 mod defaults;
@@ -32,10 +32,11 @@ pub use thinking::Delta;
 
 use engine::EngineThread;
 
-/// Names the randomness of every answer, so that seed and prompt alone decide it.
+/// Request id of every answer, so that its randomness depends only on seed and prompt.
 const REQUEST_ID: &str = "chat";
 
-/// Bytes of a text for each token of the context that are tokenised to see whether it fits. Languages take 1 to 6.
+/// Bytes of text per context token that are tokenised to check the length. Languages use 1 to 6
+/// bytes per token.
 const BYTES_PER_TOKEN: usize = 8;
 
 /// A loaded model with its tokenizer.
@@ -50,7 +51,7 @@ impl ChatModel {
     /// Loads the model in `dir` and starts its engine.
     ///
     /// # Errors
-    /// If a file is missing or does not fit the others.
+    /// Fails if a file is missing or does not fit the others.
     pub fn load(dir: &Path, args: &EngineArgs) -> anyhow::Result<Self> {
         let tokenizer = ChatTokenizer::load(dir)?;
         if let Some(draft) = &args.draft
@@ -65,7 +66,8 @@ impl ChatModel {
         Ok(Self { tokenizer, stop_ids, defaults, engine: EngineThread::start(dir, args)? })
     }
 
-    /// Says so where requests that leave thinking to the template are answered with it, for the other commands ask without.
+    /// Logs that requests without an explicit setting get the template's default of thinking on,
+    /// because other commands turn thinking off.
     pub fn report_thinking(&self) {
         let question = [Message::new(Role::User, "Hi")];
         let prompt = |thinking| generation_prompt(&self.tokenizer, &question, None, thinking).ok();
@@ -78,20 +80,20 @@ impl ChatModel {
         }
     }
 
-    /// Whether the tokenizer has all of these ids.
+    /// Whether the tokenizer has all these ids.
     pub fn knows(&self, ids: &[i64]) -> bool {
         ids.iter().all(|&id| self.tokenizer.token(id).is_some())
     }
 
-    /// What requests have that say nothing.
+    /// Defaults of fields that a request omits.
     pub fn defaults(&self) -> &Defaults {
         &self.defaults
     }
 
-    /// Begins an answer. Dropping the reply cancels it.
+    /// Starts an answer. Dropping the reply cancels it.
     ///
     /// # Errors
-    /// If the template refuses the messages or the prompt is too long.
+    /// Fails if the template rejects the messages, or if the prompt is too long.
     pub fn start(&self, request: &ChatRequest) -> Result<Reply, ChatError> {
         let tools = (!request.tools.is_empty()).then(|| Value::from(request.tools.clone()));
         let options =
@@ -117,13 +119,14 @@ impl ChatModel {
         Ok(Reply::new(news, self.tokenizer.stream(&text), &text, prompt, stop_ids, &request.stop))
     }
 
-    /// Refuses a text that cannot fit, without tokenising all of it: a beginning alone has more tokens than the context.
+    /// Rejects a text that cannot fit, without tokenising all of it: a prefix may already have more
+    /// tokens than the context.
     fn check_length(&self, text: &str, context: usize) -> Result<(), ChatError> {
         let mut least = context.saturating_mul(BYTES_PER_TOKEN);
         while text.len() > least {
             let end = (least..=text.len()).find(|&at| text.is_char_boundary(at)).unwrap_or(text.len());
             let begun = self.tokenizer.encode(&text[..end]).map_err(text_error)?.len();
-            // What follows may merge with the last token of the beginning.
+            // The text after the prefix may merge with the prefix's last token.
             if begun > context + 1 {
                 return Err(ChatError::TooLong { prompt: begun, context });
             }
@@ -132,12 +135,12 @@ impl ChatModel {
         Ok(())
     }
 
-    /// What the engine is doing.
+    /// Load of the engine.
     pub fn load_now(&self) -> &Load {
         self.engine.load()
     }
 
-    /// Tokens that one conversation may hold.
+    /// Context length of a conversation, in tokens.
     pub fn context(&self) -> usize {
         self.engine.context()
     }
@@ -152,7 +155,7 @@ fn text_error(error: TextError) -> ChatError {
     }
 }
 
-/// A number that nobody could foresee, for requests without a seed and for names.
+/// A random number for seeds and ids.
 pub fn fresh_number() -> u64 {
     RandomState::new().build_hasher().finish()
 }
@@ -185,7 +188,7 @@ mod tests {
         let model = tiny("64");
         let long = "word ".repeat(1_400_000);
         match asked(&model, &long).map(|_| ()).unwrap_err() {
-            // Of more than a million tokens.
+            // The whole prompt has more than a million tokens.
             ChatError::TooLong { prompt, context } => {
                 assert!(context == 64 && prompt > 64 && prompt <= 64 * BYTES_PER_TOKEN, "{prompt}");
             }
@@ -196,11 +199,11 @@ mod tests {
             ChatError::TooLong { prompt, .. } => assert!(prompt < 64 * BYTES_PER_TOKEN, "{prompt}"),
             other => panic!("{other}"),
         }
-        // A text of few tokens and many bytes is not refused by its bytes.
+        // A text with few tokens but many bytes is accepted.
         let marks = "<|endoftext|>".repeat(50);
         assert!(marks.len() > 64 * BYTES_PER_TOKEN);
         assert!(asked(&model, &marks).is_ok());
-        // Whatever the length, what fits is answered and what does not is refused.
+        // At any length, a prompt is answered if it fits, else rejected.
         for words in 0..160 {
             let text = "word ".repeat(words);
             let request = [Message::new(Role::User, text.as_str())];

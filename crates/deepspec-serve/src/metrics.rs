@@ -1,5 +1,5 @@
-//! What a monitor may know of the engine, as Prometheus counts it. Counters of speculation have the names that vLLM and llama.cpp share,
-//! behind a prefix of our own.
+//! Prometheus metrics of the engine. Counters of speculative decoding have the names that vLLM and
+//! llama.cpp share, with our own prefix.
 
 use std::time::Duration;
 
@@ -9,12 +9,13 @@ use prometheus::{
     TextEncoder,
 };
 
-/// Upper ends of what is told apart, in seconds: from a millisecond to about nine minutes, each twice the one before.
+/// Upper bounds of histogram buckets in seconds: from a millisecond to about nine minutes, each
+/// twice the previous one.
 fn seconds() -> Vec<f64> {
     (0..20).map(|power| 0.001 * f64::from(1u32 << power)).collect()
 }
 
-/// Everything that is counted.
+/// All metrics.
 #[derive(Debug)]
 pub struct Metrics {
     registry: Registry,
@@ -28,7 +29,7 @@ pub struct Metrics {
     running: IntGauge,
     waiting: IntGauge,
     occupancy: Gauge,
-    /// Tokens of answers.
+    /// Tokens generated in answers.
     pub generated: IntCounter,
     /// Tokens of prompts.
     pub prompts: IntCounter,
@@ -39,10 +40,10 @@ pub struct Metrics {
 }
 
 impl Metrics {
-    /// Nothing counted yet, of an engine with so many slots.
+    /// Metrics with zero counts, for an engine with `slots` slots.
     ///
     /// # Errors
-    /// A name is given twice.
+    /// Fails if a name is registered twice.
     pub fn new(slots: usize) -> Result<Self, prometheus::Error> {
         let registry = Registry::new();
         let counter = |name: &str, help: &str| -> Result<IntCounter, prometheus::Error> {
@@ -107,7 +108,7 @@ impl Metrics {
         })
     }
 
-    /// Brings the counters of cycles from what they were to what they are.
+    /// Adds the difference of two tallies to the counters.
     pub fn count_cycles(&self, before: &Tally, now: &Tally) {
         let drafts = |tally: &Tally| tally.proposed_at.first().copied().unwrap_or(0);
         let (cycles, proposed) = (now.cycles - before.cycles, now.proposed - before.proposed);
@@ -127,32 +128,32 @@ impl Metrics {
         }
     }
 
-    /// Who holds slots and who waits for one.
+    /// Sets the numbers of running and waiting requests.
     pub fn set_load(&self, running: usize, waiting: usize) {
         self.running.set(running as i64);
         self.waiting.set(waiting as i64);
         self.occupancy.set(running as f64 / self.slots.max(1) as f64);
     }
 
-    /// A request got its slot.
+    /// Records the waiting time of a request that got its slot.
     pub fn count_wait(&self, wait: Duration) {
         self.queue.observe(wait.as_secs_f64());
     }
 
-    /// A request's first token.
+    /// Records the time to a request's first token.
     pub fn count_first(&self, since: Duration) {
         self.first_token.observe(since.as_secs_f64());
     }
 
-    /// So many tokens after a pause.
+    /// Records `tokens` tokens that arrived together after a pause.
     pub fn count_tokens(&self, pause: Duration, tokens: usize) {
         (0..tokens).for_each(|_| self.between_tokens.observe(pause.as_secs_f64() / tokens as f64));
     }
 
-    /// The page.
+    /// Renders the metrics page.
     ///
     /// # Errors
-    /// It cannot be written.
+    /// Fails if the page cannot be encoded.
     pub fn page(&self) -> Result<String, prometheus::Error> {
         let mut text = vec![];
         TextEncoder::new().encode(&self.registry.gather(), &mut text)?;

@@ -1,15 +1,15 @@
-//! Values that fields of requests may have.
+//! Allowed ranges of request fields.
 
 use crate::error::ChatError;
 
-/// Penalties, and the values at which they do nothing.
+/// Penalties, with the values that disable them.
 pub(crate) const PENALTIES: [(&str, f64); 3] =
     [("presence_penalty", 0.0), ("frequency_penalty", 0.0), ("repetition_penalty", 1.0)];
 
-/// A value between two others.
+/// Checks that a value is between two bounds.
 ///
 /// # Errors
-/// If it is not.
+/// Fails if it is outside.
 pub(crate) fn within(name: &str, value: f64, least: f64, most: f64) -> Result<f64, ChatError> {
     let inside = (least..=most).contains(&value);
     inside
@@ -17,10 +17,10 @@ pub(crate) fn within(name: &str, value: f64, least: f64, most: f64) -> Result<f6
         .ok_or_else(|| ChatError::field(name, format!("{value} is not between {least} and {most}")))
 }
 
-/// A probability mass.
+/// Checks a probability mass.
 ///
 /// # Errors
-/// If it is not above 0 and at most 1.
+/// Fails unless it is above 0 and at most 1.
 pub(crate) fn top_p(value: f64) -> Result<f64, ChatError> {
     let inside = value > 0.0 && value <= 1.0;
     inside

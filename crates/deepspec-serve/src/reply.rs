@@ -1,4 +1,4 @@
-//! An answer in the making: tokens become text, text is cut at stop strings and parted from thoughts.
+//! A running answer: decodes tokens to text, cuts it at stop strings and separates the reasoning.
 
 use std::sync::Arc;
 
@@ -14,16 +14,16 @@ use crate::thinking::{Delta, ThoughtSplitter};
 /// Token counts of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Usage {
-    /// Tokens of the rendered conversation.
+    /// Tokens in the rendered conversation.
     pub prompt: usize,
-    /// Tokens generated, an end-of-turn token included.
+    /// Generated tokens, including an end-of-turn token.
     pub completion: usize,
 }
 
-/// An answer in the making.
+/// A running answer.
 pub struct Reply {
     news: UnboundedReceiver<Update>,
-    /// None once it is flushed.
+    /// None after the stream was flushed.
     tokens: Option<TokenStream>,
     stops: StopFinder,
     thoughts: ThoughtSplitter,
@@ -31,7 +31,7 @@ pub struct Reply {
     prompt: Vec<i64>,
     generated: Vec<i64>,
     finish: Option<FinishReason>,
-    /// The stop string that ended it.
+    /// The stop string that ended the answer.
     stop: Option<String>,
 }
 
@@ -57,10 +57,10 @@ impl Reply {
         }
     }
 
-    /// The next piece of text, None behind the last one.
+    /// Returns the next piece of text; None after the last one.
     ///
     /// # Errors
-    /// If the engine refuses the request or the tokens cannot be decoded.
+    /// Fails if the engine rejects the request, or if tokens cannot be decoded.
     pub async fn next(&mut self) -> Result<Option<Delta>, ChatError> {
         while self.finish.is_none() {
             let delta = match self.news.recv().await {
@@ -88,32 +88,32 @@ impl Reply {
         Ok(whole)
     }
 
-    /// Why it ended, once it has.
+    /// Why the answer ended; None while it runs.
     pub fn finish(&self) -> Option<FinishReason> {
         self.finish
     }
 
-    /// The stop string that ended it, if one did.
+    /// The stop string that ended the answer, if one did.
     pub fn stop(&self) -> Option<&str> {
         self.stop.as_deref()
     }
 
-    /// Tokens so far.
+    /// Token counts so far.
     pub fn usage(&self) -> Usage {
         Usage { prompt: self.prompt.len(), completion: self.generated.len() }
     }
 
-    /// The tokens of the rendered conversation.
+    /// Token ids of the rendered conversation.
     pub fn prompt_token_ids(&self) -> &[i64] {
         &self.prompt
     }
 
-    /// The tokens generated so far, an end-of-turn token included.
+    /// Generated token ids so far, including an end-of-turn token.
     pub fn token_ids(&self) -> &[i64] {
         &self.generated
     }
 
-    /// Takes tokens one by one, so that the result does not depend on how many came at once.
+    /// Processes tokens one by one, so that the result does not depend on how many arrive together.
     fn take(&mut self, tokens: &[i64]) -> Result<Delta, ChatError> {
         let mut delta = Delta::default();
         for token in tokens {
@@ -134,7 +134,7 @@ impl Reply {
         Ok(delta)
     }
 
-    /// Passes text on up to a stop string, which ends the answer and the engine's work on it.
+    /// Passes text on until a stop string, which ends the answer and cancels the request.
     fn read(&mut self, piece: &str, delta: &mut Delta) {
         match self.stops.push(piece) {
             Scan::Text(text) => delta.extend(&self.thoughts.push(&text)),
@@ -147,7 +147,7 @@ impl Reply {
         }
     }
 
-    /// Lets out what was held back.
+    /// Flushes the held-back text.
     fn end(&mut self, finish: Finish) -> Result<Delta, ChatError> {
         let mut delta = Delta::default();
         if let Some(stream) = self.tokens.take() {

@@ -1,4 +1,4 @@
-//! How much of each drafted block is verified, from what was asked for.
+//! Verification policies: how many tokens of each drafted block are verified.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -11,10 +11,10 @@ use deepspec_models::{config_digest, weights_digest};
 
 use crate::EngineArgs;
 
-/// What says how much of each block is verified of the drafter beside `model`.
+/// The planner that chooses how many drafted tokens are verified for `model`.
 ///
 /// # Errors
-/// A usage error: the costs cannot be read, or end before there is a token for each slot.
+/// A usage error if the costs cannot be read, or if they have no entry for one token per slot.
 pub fn planner(model: &Path, args: &EngineArgs) -> anyhow::Result<Planner> {
     let Some(file) = &args.cost else { return Ok(Planner::new(args.schedule, None)?) };
     let (target, drafter) = (weights_digest(model)?, args.draft.as_deref().map(weights_digest).transpose()?);
@@ -28,10 +28,11 @@ pub fn planner(model: &Path, args: &EngineArgs) -> anyhow::Result<Planner> {
     }
 }
 
-/// Temperatures for the confidences of the drafter in `dir`, whose blocks are so many tokens long; none without a file of them.
+/// Calibration temperatures for the confidences of the drafter in `dir`, with `block` tokens per
+/// block; empty without a calibration file.
 ///
 /// # Errors
-/// A usage error: they cannot be read, or are another drafter's.
+/// A usage error if the file cannot be read, or if it belongs to another drafter.
 pub fn temperatures(args: &EngineArgs, dir: Option<&PathBuf>, block: usize) -> anyhow::Result<Vec<f64>> {
     let (Some(file), Some(dir)) = (&args.calibration, dir) else { return Ok(vec![]) };
     let (config, weights) = (config_digest(dir)?, weights_digest(dir)?);

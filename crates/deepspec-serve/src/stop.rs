@@ -1,29 +1,30 @@
-//! Stop strings in text that arrives in pieces.
+//! Stop strings in streamed text.
 
-/// Finds the first stop string to be completed, holding back text that may turn out to begin one.
+/// Finds the stop string that is completed first. Text that may begin a stop string is held back.
 ///
-/// What it finds depends on the text alone, not on how the text was cut into pieces.
+/// The result depends only on the text, not on how it is split into pieces.
 pub struct StopFinder {
     stops: Vec<String>,
     held: String,
 }
 
-/// What a piece of text brought.
+/// Result of a piece of text.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Scan {
-    /// Text that belongs to the answer, possibly empty.
+    /// Text of the answer, possibly empty.
     Text(String),
-    /// The last text before a stop string, which is left out together with everything behind it, and the stop string.
+    /// The text before a stop string, and the stop string. The stop string and later text are
+    /// dropped.
     Stopped(String, String),
 }
 
 impl StopFinder {
-    /// Looks for any of `stops`; empty ones are ignored.
+    /// Creates a finder of `stops`; empty strings are ignored.
     pub fn new(stops: &[String]) -> Self {
         Self { stops: stops.iter().filter(|stop| !stop.is_empty()).cloned().collect(), held: String::new() }
     }
 
-    /// Takes the next piece.
+    /// Processes the next piece.
     pub fn push(&mut self, piece: &str) -> Scan {
         self.held.push_str(piece);
         let found = self
@@ -40,13 +41,13 @@ impl StopFinder {
         Scan::Text(std::mem::replace(&mut self.held, rest))
     }
 
-    /// The text still held back, once nothing more will come.
+    /// Returns the held-back text at the end of the stream.
     pub fn finish(&mut self) -> String {
         std::mem::take(&mut self.held)
     }
 }
 
-/// Bytes at the end of `text` that begin `pattern` without completing it.
+/// Length in bytes of the longest suffix of `text` that is a proper prefix of `pattern`.
 pub fn overlap(text: &str, pattern: &str) -> usize {
     let begins = |len: &usize| {
         text.is_char_boundary(text.len() - len)
@@ -59,7 +60,7 @@ pub fn overlap(text: &str, pattern: &str) -> usize {
 mod tests {
     use super::*;
 
-    /// Feeds `text` in pieces of `size` characters and joins what comes out.
+    /// Feeds `text` in pieces of `size` characters and joins the output.
     fn cut(text: &str, size: usize, stops: &[&str]) -> (String, bool) {
         let stops: Vec<String> = stops.iter().map(ToString::to_string).collect();
         let (mut finder, mut out) = (StopFinder::new(&stops), String::new());

@@ -1,4 +1,4 @@
-//! Separates a model's thoughts, such as `<think>…</think>`, from its answer.
+//! Separates a model's reasoning, such as `<think>…</think>`, from its answer.
 
 use deepspec_text::{FENCES, ThinkTags};
 
@@ -7,19 +7,19 @@ use crate::stop::overlap;
 /// A piece of an answer.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Delta {
-    /// Text of the answer itself.
+    /// Text of the answer.
     pub content: String,
-    /// Text of the thoughts before it.
+    /// Text of the reasoning.
     pub reasoning: String,
 }
 
 impl Delta {
-    /// Whether it brings nothing.
+    /// Whether both texts are empty.
     pub fn is_empty(&self) -> bool {
         self.content.is_empty() && self.reasoning.is_empty()
     }
 
-    /// Adds a later piece.
+    /// Appends a later piece.
     pub fn extend(&mut self, later: &Self) {
         self.content.push_str(&later.content);
         self.reasoning.push_str(&later.reasoning);
@@ -28,26 +28,27 @@ impl Delta {
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum State {
-    /// Nothing but blanks or a part of an opening mark so far.
+    /// Only white space or part of an opening tag so far.
     Undecided,
-    /// Behind an opening mark, or behind it and a part of its label.
+    /// After the opening tag, and possibly part of its label.
     Opened(&'static ThinkTags),
-    /// Behind all that opens thoughts but not behind a first character of them.
+    /// After the opening tag and label, before the first character of the reasoning.
     Entered(&'static ThinkTags),
     Thinking(&'static ThinkTags),
-    /// Behind the closing mark but not behind a first character of the answer.
+    /// After the closing tag, before the first character of the answer.
     Closed,
     Answering,
 }
 
-/// Splits text that arrives in pieces. The newlines around the marks, which chat templates add and strip, belong to neither part.
+/// Splits streamed text. Newlines around the tags belong to neither part, because chat templates
+/// add and strip them.
 pub struct ThoughtSplitter {
     state: State,
     held: String,
 }
 
 impl ThoughtSplitter {
-    /// A splitter for the text that follows `prompt`, which may have opened the thoughts already.
+    /// A splitter for text after `prompt`, which may have opened the reasoning already.
     pub fn after(prompt: &str) -> Self {
         Self {
             state: ThinkTags::opened_by(prompt).map_or(State::Undecided, State::Entered),
@@ -55,7 +56,7 @@ impl ThoughtSplitter {
         }
     }
 
-    /// Takes the next piece.
+    /// Processes the next piece.
     pub fn push(&mut self, piece: &str) -> Delta {
         self.held.push_str(piece);
         let mut delta = Delta::default();
@@ -63,14 +64,14 @@ impl ThoughtSplitter {
         delta
     }
 
-    /// What was held back, once nothing more will come.
+    /// Returns the held-back text at the end of the stream.
     pub fn finish(&mut self) -> Delta {
         let held = std::mem::take(&mut self.held);
         match self.state {
             State::Undecided | State::Answering | State::Closed => {
                 Delta { content: held, ..Delta::default() }
             }
-            // A part of the label: no thought was begun.
+            // Only part of the label: the reasoning did not begin.
             State::Opened(_) => Delta::default(),
             State::Entered(_) | State::Thinking(_) => {
                 Delta { reasoning: held.trim_end_matches('\n').into(), ..Delta::default() }
@@ -78,7 +79,8 @@ impl ThoughtSplitter {
         }
     }
 
-    /// Moves text out of `held`; true if the state changed, so that the rest is to be looked at again.
+    /// Moves text out of `held`. Returns true if the state changed, so that the rest is processed
+    /// again.
     fn advance(&mut self, delta: &mut Delta) -> bool {
         match self.state {
             State::Undecided => {

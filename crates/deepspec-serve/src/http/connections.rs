@@ -1,4 +1,4 @@
-//! Connections, none of which may keep the server waiting for ever.
+//! Accepts connections, with timeouts so that no client can block the server forever.
 
 use std::io;
 use std::pin::pin;
@@ -17,11 +17,13 @@ use tokio_io_timeout::TimeoutStream;
 
 use super::routes::Limits;
 
-/// Pause when no connection can be taken, as for want of file descriptors, which other connections give back.
+/// Pause after a failed accept, such as for lack of file descriptors, until other connections
+/// close.
 const PAUSE: Duration = Duration::from_secs(1);
 
-/// Answers connections until `stopped`, and then those that are there to their end. A client has the `limits`' patience for the head of a
-/// request, and for reading any of an answer that fills the socket. Beyond so many connections further ones wait to be taken.
+/// Serves connections until `stopped`, then finishes the open ones. `limits` set a timeout for a
+/// request's head and for each write of an answer. Beyond the limit of connections, further ones
+/// wait.
 pub async fn serve(listener: TcpListener, router: Router, limits: Limits, stopped: impl Future<Output = ()>) {
     let mut server = http1::Builder::new();
     server.timer(TokioTimer::new()).header_read_timeout(limits.patience);
@@ -46,7 +48,8 @@ pub async fn serve(listener: TcpListener, router: Router, limits: Limits, stoppe
                 continue;
             }
         };
-        // Without it a streamed token may wait for the acknowledgement of the one before.
+        // Without TCP_NODELAY, a streamed token may wait for the acknowledgement of the previous
+        // one.
         if let Err(error) = stream.set_nodelay(true) {
             tracing::debug!("no TCP_NODELAY: {error}");
         }
@@ -62,12 +65,12 @@ pub async fn serve(listener: TcpListener, router: Router, limits: Limits, stoppe
             }
         });
     }
-    // From now on nobody connects in vain.
+    // New connections are refused from here on.
     drop(listener);
     connections.shutdown().await;
 }
 
-/// Whether a connection went away before it was taken.
+/// Whether the client closed the connection before it was accepted.
 fn is_the_clients(error: &io::Error) -> bool {
     use io::ErrorKind::{ConnectionAborted, ConnectionRefused, ConnectionReset};
     matches!(error.kind(), ConnectionAborted | ConnectionRefused | ConnectionReset)

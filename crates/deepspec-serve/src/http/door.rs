@@ -1,4 +1,4 @@
-//! Who is let in: the API key, and pages in browsers that were not meant to ask.
+//! Access checks: the API key, and protection against requests from web pages.
 
 use axum::http::header::{AUTHORIZATION, CONTENT_TYPE, HOST, ORIGIN};
 use axum::http::{HeaderMap, HeaderName, StatusCode};
@@ -7,20 +7,20 @@ use super::respond;
 use crate::ChatError;
 use axum::response::Response;
 
-/// What a request must bring.
+/// Access rules of the server.
 #[derive(Debug, Clone)]
 pub struct Door {
-    /// The API key, if there is one.
+    /// The API key, if one is required.
     pub key: Option<String>,
     /// Whether the server listens on a loopback address only.
     pub is_local: bool,
 }
 
 impl Door {
-    /// Lets a request in or says why not.
+    /// Accepts a request or returns the refusal.
     ///
-    /// A page of a browser may send requests to this machine's own ports. Its `Origin` tells it, which browsers always send with a POST;
-    /// a name that was made to mean this machine (DNS rebinding) shows in `Host`.
+    /// A web page may send requests to local ports. Browsers always send its `Origin` with a POST.
+    /// With DNS rebinding, the foreign host name shows in `Host`.
     pub fn check(&self, headers: &HeaderMap) -> Result<(), Box<Response>> {
         let text = |name: HeaderName| headers.get(name).map(|value| value.to_str().unwrap_or("unreadable"));
         let host = text(HOST).unwrap_or_default();
@@ -44,8 +44,8 @@ impl Door {
     }
 }
 
-/// Refuses bodies that say they are not JSON. curl's default for `-d` is taken, which says nothing of the body; a form of a page has
-/// the same type, but its `Origin` tells it.
+/// Rejects bodies whose content type is not JSON. The default type of `curl -d` is accepted; an
+/// HTML form also has it, but with an `Origin` header.
 pub fn check_type(headers: &HeaderMap) -> Result<(), Box<Response>> {
     let Some(sent) = headers.get(CONTENT_TYPE) else { return Ok(()) };
     let sent = sent.to_str().unwrap_or("unreadable");
@@ -58,7 +58,7 @@ pub fn check_type(headers: &HeaderMap) -> Result<(), Box<Response>> {
     Err(respond::failure(StatusCode::UNSUPPORTED_MEDIA_TYPE, &problem).into())
 }
 
-/// Whether a host is this machine itself.
+/// Whether a host name or address is loopback.
 pub fn is_loopback(host: &str) -> bool {
     let host = host.trim_start_matches('[').trim_end_matches(']');
     host.eq_ignore_ascii_case("localhost")
@@ -77,7 +77,8 @@ fn without_port(host: &str) -> &str {
     }
 }
 
-/// Whether a header brings the key; in a time that does not tell how much of it was right.
+/// Whether a header has the API key. The comparison takes equal time for all keys of the right
+/// length.
 fn is_key(sent: &str, key: &str) -> bool {
     let Some((scheme, sent)) = sent.split_once(' ') else { return false };
     let differing = sent.bytes().zip(key.bytes()).fold(0, |all, (a, b)| all | (a ^ b));

@@ -1,4 +1,4 @@
-//! A model behind the OpenAI API's chat completions.
+//! Serves a model with the chat completions of the OpenAI API.
 
 mod connections;
 mod door;
@@ -21,7 +21,7 @@ use crate::{ChatModel, EngineArgs};
 use door::{Door, is_loopback};
 use routes::{App, Limits};
 
-/// How long running answers may take to finish once the server was told to stop.
+/// Time for running answers to finish after a stop signal.
 const GRACE: Duration = Duration::from_secs(30);
 
 /// What to serve and where.
@@ -58,20 +58,20 @@ pub struct Args {
     engine: EngineArgs,
 }
 
-/// How far the shutdown has come.
+/// Phase of the shutdown.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Phase {
     Serving,
-    /// No new requests; running ones may finish.
+    /// No new requests are accepted; running ones may finish.
     Draining,
-    /// Running requests are abandoned.
+    /// Running requests are aborted.
     Over,
 }
 
-/// Runs the command until a signal ends it.
+/// Runs the server until a signal ends it.
 ///
 /// # Errors
-/// Usage errors, a model that cannot be loaded, a port that is in use.
+/// Usage errors, a model that cannot be loaded, or a port that is in use.
 pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     let limits = args.limits()?;
     let (dir, engine) = args.engine.resolve("--model", &args.model, verbosity)?;
@@ -88,7 +88,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     }
     model.report_thinking();
     let app = Arc::new(App::new(model, name, engine.slots, limits, door));
-    // Dropped at the end of this line, and with it every request, so that the engine is idle when `app` ends it.
+    // The runtime is dropped here with all requests, so the engine is idle when `app` is dropped.
     Runtime::new().context("starting the server's threads")?.block_on(serve(
         listener,
         Arc::clone(&app),
@@ -97,7 +97,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
 }
 
 impl Args {
-    /// The limits of what clients may ask.
+    /// The limits of clients.
     fn limits(&self) -> anyhow::Result<Limits> {
         let (mb, seconds) = (self.max_body, self.client_timeout);
         match mb.checked_mul(1 << 20) {
@@ -112,9 +112,9 @@ impl Args {
     }
 }
 
-/// Waits until the shutdown has come so far.
+/// Waits until the shutdown reaches phase `wanted`.
 async fn reaches(mut phase: watch::Receiver<Phase>, wanted: Phase) {
-    // The sender lives as long as the runtime; if it is gone, it is over anyway.
+    // The sender lives as long as the runtime; without it the server has ended anyway.
     let _ = phase.wait_for(|&phase| phase >= wanted).await;
 }
 
@@ -131,7 +131,8 @@ async fn serve(listener: TcpListener, app: Arc<App>, limits: Limits) -> anyhow::
         let _ = tokio::time::timeout(GRACE, told()).await;
         phases.send_replace(Phase::Over);
     });
-    // Not a log line: --quiet does not hide it, whoever started us waits for it.
+    // Printed even with --quiet, because the program that started the server may wait for this
+    // line.
     announce(&format!("listening on http://{address}\n"))?;
     tokio::select! {
         () = connections::serve(

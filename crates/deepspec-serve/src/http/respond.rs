@@ -1,4 +1,4 @@
-//! Answers and errors in the OpenAI API's JSON, whole or as server-sent events.
+//! Responses and errors in the JSON of the OpenAI API, complete or as server-sent events.
 
 use std::convert::Infallible;
 
@@ -14,12 +14,12 @@ use deepspec_text::FinishReason;
 
 use crate::{ChatError, Delta, Reply, Usage};
 
-/// Seconds after which a client may try again when there was no room.
+/// Seconds in the `Retry-After` header when the queue is full.
 const RETRY_AFTER: u16 = 1;
 
-/// What all pieces of one answer have in common.
+/// Fields that all chunks of one answer share.
 pub struct Heading {
-    /// Name of the answer.
+    /// Id of the answer.
     pub id: String,
     /// Seconds since 1970.
     pub created: u64,
@@ -42,7 +42,7 @@ impl Heading {
     }
 }
 
-/// The OpenAI API's word for why an answer ended: it has one for ends of turns and stop strings.
+/// The finish reason of the OpenAI API, which uses `stop` for ends of turns and stop strings.
 fn finish_reason(reply: &Reply) -> Option<&'static str> {
     let word = |reason: FinishReason| match reason {
         FinishReason::StopSequence => FinishReason::Stop.word(),
@@ -51,13 +51,13 @@ fn finish_reason(reply: &Reply) -> Option<&'static str> {
     reply.finish().map(word)
 }
 
-/// A finished answer, with the ids of prompt and answer as vLLM names them if they are wanted.
+/// A complete answer. `with_ids` adds the token ids of prompt and answer under vLLM's names.
 pub fn completion(heading: &Heading, whole: &Delta, reply: &Reply, with_ids: bool) -> Value {
     let mut message = json!({"role": "assistant", "content": whole.content});
     if !whole.reasoning.is_empty() {
         message["reasoning_content"] = json!(whole.reasoning);
     }
-    // `stop_reason` as vLLM has it: the stop string, or null.
+    // `stop_reason` as in vLLM: the stop string, or null.
     let choice = json!({
         "index": 0, "message": message, "logprobs": null, "finish_reason": finish_reason(reply), "stop_reason": reply.stop(),
     });
@@ -75,7 +75,7 @@ fn usage(usage: Usage) -> Value {
     json!({"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion})
 }
 
-/// What is to be sent next.
+/// The next event of a stream.
 enum Next {
     Role,
     Text,
@@ -84,7 +84,8 @@ enum Next {
     Nothing,
 }
 
-/// An answer as it comes. The receiver's going away drops the reply, which cancels it, and gives its place to another.
+/// Streams an answer. If the client disconnects, the reply is dropped, which cancels the request
+/// and frees its place.
 pub fn stream(heading: Heading, reply: Reply, place: OwnedSemaphorePermit, include_usage: bool) -> Response {
     let state = (Next::Role, heading, reply, place);
     let events = stream::unfold(state, move |(next, heading, mut reply, place)| async move {
@@ -128,7 +129,7 @@ fn body(error: &ChatError) -> Value {
     json!({"error": {"message": error.to_string(), "type": kind, "param": error.param(), "code": error.code()}})
 }
 
-/// A request that is not answered.
+/// The response to a rejected request.
 pub fn refusal(error: &ChatError) -> Response {
     let status = StatusCode::from_u16(error.status()).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
     let mut response = (status, Json(body(error))).into_response();
@@ -138,7 +139,7 @@ pub fn refusal(error: &ChatError) -> Response {
     response
 }
 
-/// A request that does not even reach the model.
+/// The response to a request that does not reach the model.
 pub fn failure(status: StatusCode, message: &str) -> Response {
     let error = json!({"message": message, "type": "invalid_request_error", "param": null, "code": null});
     (status, Json(json!({"error": error}))).into_response()

@@ -1,4 +1,4 @@
-//! What the server answers to which request.
+//! The routes of the server and their handlers.
 
 use std::num::NonZero;
 use std::sync::Arc;
@@ -22,23 +22,24 @@ use super::door::{Door, check_type};
 use super::respond::{self, Heading};
 use crate::{ChatError, ChatModel, ChatRequest, Reply, fresh_number, parse};
 
-/// A request with a body of so many bytes is read before it is turned away: who is cut off while sending may miss the answer.
+/// Bodies up to this many bytes are read before a rejection. A client that is cut off while sending
+/// may miss the response.
 const COURTESY: u64 = 1 << 16;
 
-/// What a client may ask of the server at most.
+/// Limits of clients.
 #[derive(Debug, Clone, Copy)]
 pub struct Limits {
     /// Requests that may wait for a slot.
     pub queue: usize,
     /// Bytes of a request's body.
     pub body: usize,
-    /// Time for sending the head of a request, and again for its body.
+    /// Timeout for the head of a request, and again for its body.
     pub patience: Duration,
-    /// Connections that are open at once.
+    /// Most open connections.
     pub connections: usize,
 }
 
-/// What the handlers share.
+/// State shared by the handlers.
 pub struct App {
     model: ChatModel,
     name: String,
@@ -46,15 +47,16 @@ pub struct App {
     started: u64,
     limits: Limits,
     door: Door,
-    /// One for each request that may be here, from before its body is read to the end of its answer, so that neither
-    /// bodies nor answers add up without bound.
+    /// Limits requests, from before the body is read to the end of the answer. This bounds the
+    /// memory of bodies and answers.
     places: Arc<Semaphore>,
-    /// One for each request that is being parsed, rendered and tokenised. That takes a core each.
+    /// Limits requests that are parsed, rendered and tokenised at once; each uses one core.
     desks: Arc<Semaphore>,
 }
 
 impl App {
-    /// A model, the name that requests use for it, how many of them it answers at once, and what they may ask.
+    /// Creates the state. `name` is the model's name in requests, and `slots` the number of
+    /// concurrent answers.
     pub fn new(model: ChatModel, name: String, slots: usize, limits: Limits, door: Door) -> Self {
         let places = slots.saturating_add(limits.queue).min(Semaphore::MAX_PERMITS);
         let cores = thread::available_parallelism().map_or(1, NonZero::get);
@@ -70,13 +72,13 @@ impl App {
         }
     }
 
-    /// A place for a request.
+    /// Takes a place for a request.
     fn place(&self) -> Result<OwnedSemaphorePermit, ChatError> {
         let place = Arc::clone(&self.places).try_acquire_owned();
         place.map_err(|_| ChatError::Busy { slots: self.slots, queue: self.limits.queue })
     }
 
-    /// The body of a request, or what to answer for want of it.
+    /// Reads the body of a request, or returns the error response.
     async fn body(&self, request: Request) -> Result<Bytes, Response> {
         let patience = self.limits.patience;
         match timeout(patience, Bytes::from_request(request, &())).await {
@@ -95,8 +97,8 @@ impl App {
         }
     }
 
-    /// Begins an answer. Long conversations take long to render and tokenise, so that is not done where connections are
-    /// served, and by as many requests at once as there are cores.
+    /// Starts an answer. Rendering and tokenising long conversations takes time, so this runs
+    /// outside the connection threads, for at most one request per core.
     async fn start(self: &Arc<Self>, body: Bytes) -> Result<(ChatRequest, Reply), ChatError> {
         let gone = |error: &dyn std::error::Error| ChatError::Internal(error.to_string());
         let desk = Arc::clone(&self.desks).acquire_owned().await.map_err(|error| gone(&error))?;
@@ -116,7 +118,7 @@ fn now() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
 }
 
-/// All routes.
+/// Builds the router with all routes.
 pub fn router(app: Arc<App>) -> Router {
     let limit = DefaultBodyLimit::max(app.limits.body);
     Router::new()
@@ -138,7 +140,7 @@ pub fn router(app: Arc<App>) -> Router {
         .with_state(app)
 }
 
-/// Lets requests in; health and metrics are for everyone who reaches the port.
+/// Checks access; health and metrics need no API key.
 async fn at_the_door(State(app): State<Arc<App>>, request: Request, next: Next) -> Response {
     let is_open = matches!(request.uri().path(), "/health" | "/metrics");
     let door = if is_open { Door { key: None, ..app.door.clone() } } else { app.door.clone() };
@@ -162,7 +164,7 @@ async fn health(State(app): State<Arc<App>>) -> Response {
     Json(body).into_response()
 }
 
-/// The page that Prometheus asks for.
+/// The Prometheus metrics page.
 async fn metrics(State(app): State<Arc<App>>) -> Response {
     match app.model.load_now().metrics.page() {
         Ok(page) => ([(CONTENT_TYPE, "text/plain; version=0.0.4")], page).into_response(),
