@@ -1,4 +1,4 @@
-//! Conversations as nobody expects them, and the real tokenizers that are tested on them.
+//! Random unusual conversations, and the real tokenizers that are tested on them.
 
 use std::env;
 use std::path::PathBuf;
@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use crate::skip::{Kind, skip};
 
-/// A folder under `DEEPSPEC_TOKENIZERS`, and the marks around what its model says.
+/// A folder under `DEEPSPEC_TOKENIZERS`, and the text before and after an assistant message.
 pub const TOKENIZERS: [(&str, &str, &str); 4] = [
     ("qwen3", "<|im_start|>assistant\n", "<|im_end|>\n"),
     ("llama3_1", "<|start_header_id|>assistant<|end_header_id|>\n\n", "<|eot_id|>"),
@@ -16,7 +16,7 @@ pub const TOKENIZERS: [(&str, &str, &str); 4] = [
     ("smollm2", "<|im_start|>assistant\n", "<|im_end|>\n"),
 ];
 
-/// The folder of the tokenizers' folders; None leaves the test out.
+/// The folder with all tokenizers; None skips the test.
 pub fn tokenizers() -> Option<PathBuf> {
     let folder = env::var_os("DEEPSPEC_TOKENIZERS").map(PathBuf::from);
     if folder.is_none() {
@@ -57,19 +57,19 @@ const PIECES: [&str; 26] = [
     "$\\frac{1}{2}$ \\(x\\)",
 ];
 
-/// Random conversations, the same ones of a name.
+/// Random conversations, determined by a name.
 pub struct Conversations {
     stream: Stream,
     at: u64,
 }
 
 impl Conversations {
-    /// Those of this name, from the first one.
+    /// Starts the sequence of conversations of `name`.
     pub fn new(name: &str) -> Self {
         Self { stream: Stream::new(3, name), at: 0 }
     }
 
-    /// A number below `sides`.
+    /// A random number below `sides`.
     pub fn roll(&mut self, sides: usize) -> usize {
         self.at += 1;
         self.stream.below(sides as u64, self.at, Purpose::Shuffle, 0) as usize
@@ -80,7 +80,7 @@ impl Conversations {
         (0..pieces).map(|_| PIECES[self.roll(PIECES.len())]).collect()
     }
 
-    /// The next one: its messages, and its tools or null.
+    /// The next conversation: its messages, and its tools or null.
     pub fn conversation(&mut self) -> (Vec<Value>, Value) {
         let mut said = vec![];
         if self.roll(4) == 0 {

@@ -1,12 +1,12 @@
-//! What lies in a folder.
+//! Reads the files of a folder.
 
 use std::fs;
 use std::path::Path;
 
-/// All files of a folder with their bytes, by name; folders as names only.
+/// All entries of a folder by name: files with their bytes, subfolders with none.
 ///
 /// # Panics
-/// If the folder cannot be read.
+/// Panics if the folder cannot be read.
 pub fn files(dir: &Path) -> Vec<(String, Vec<u8>)> {
     let entries = fs::read_dir(dir).unwrap_or_else(|error| panic!("{}: {error}", dir.display()));
     let named = |entry: fs::DirEntry| {

@@ -1,4 +1,5 @@
-//! Reading the golden cases: inputs and expected numbers that a port of the reference must reproduce.
+//! Reads golden cases: inputs and expected numbers from the reference that an implementation must
+//! reproduce.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -7,14 +8,14 @@ use std::path::{Path, PathBuf};
 use safetensors::{Dtype, SafeTensors};
 use serde_json::Value;
 
-/// The folder of a golden case, in `DEEPSPEC_GOLDEN` or in the workspace's `tests/golden`.
+/// Folder of a golden case, under `DEEPSPEC_GOLDEN` or the workspace's `tests/golden`.
 pub fn dir(case: &str) -> PathBuf {
     let root = std::env::var_os("DEEPSPEC_GOLDEN")
         .map_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden"), PathBuf::from);
     root.join(case)
 }
 
-/// A dense array; integers and masks are read as `i64`, floats as `f32` (float64 as `f64`).
+/// A dense array. Integers and masks are read as `i64`, floats as `f32`, and float64 as `f64`.
 #[derive(Debug, Clone)]
 pub struct Array {
     /// Sizes of the dimensions, outermost first.
@@ -35,7 +36,7 @@ pub enum Values {
 }
 
 impl Array {
-    /// The values as `f64`, whatever they were.
+    /// The values as `f64`, whatever their dtype.
     pub fn f64s(&self) -> Vec<f64> {
         match &self.values {
             Values::Float(values) => values.iter().map(|&v| f64::from(v)).collect(),
@@ -72,7 +73,7 @@ impl Array {
 
 /// One golden case.
 pub struct Case {
-    /// Its folder.
+    /// Folder of the case.
     pub dir: PathBuf,
     /// `case.json`: hyper-parameters, constants and scalar expectations.
     pub json: Value,
@@ -120,7 +121,7 @@ impl Case {
     }
 }
 
-/// All arrays of a safetensors file.
+/// Reads all arrays of a safetensors file.
 pub fn arrays(path: &Path) -> BTreeMap<String, Array> {
     if !path.exists() {
         return BTreeMap::new();

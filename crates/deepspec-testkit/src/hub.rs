@@ -1,7 +1,8 @@
-//! A server on loopback that speaks as much of the hub's API as its clients use, and fails as it is told.
+//! A server on loopback that implements the used part of the Hugging Face hub API and fails on
+//! demand.
 //!
-//! Small files are served by the hub itself behind a redirect within it, large ones (`lfs`) behind a redirect to another
-//! host name, as the real one does.
+//! Small files are served by the hub itself after a redirect. Large files (`lfs`) are served after
+//! a redirect to another host name, as by the real hub.
 
 mod answer;
 mod repo;
@@ -16,22 +17,22 @@ use std::time::Duration;
 use answer::{Answer, respond};
 pub use repo::FakeRepo;
 
-/// What goes wrong with a request.
+/// A fault of a response.
 #[derive(Clone)]
 pub enum Fault {
-    /// This status with these headers, and no content.
+    /// This status with these headers, and an empty body.
     Status(u16, Vec<(&'static str, String)>),
-    /// The content ends after so many bytes, and with it the connection.
+    /// The connection closes after this many bytes of the body.
     BreakAfter(usize),
-    /// The connection ends without an answer.
+    /// The connection closes without a response.
     Closed,
-    /// The range that was asked for is ignored.
+    /// The requested range is ignored.
     NoRanges,
-    /// Other bytes than those announced, of the same number.
+    /// The body has the announced length but wrong bytes.
     Flipped,
 }
 
-/// A request as it came.
+/// A received request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Request {
     /// `GET` or `HEAD`.
@@ -58,7 +59,7 @@ struct State {
     stops: AtomicBool,
 }
 
-/// The server; it ends when dropped.
+/// The server; dropping it ends the server.
 pub struct FakeHub {
     state: Arc<State>,
     address: SocketAddr,
@@ -79,19 +80,19 @@ impl FakeHub {
                     break;
                 }
                 let (state, port) = (Arc::clone(&shared), address.port());
-                // A client that goes away in the middle is its own affair.
+                // Clients that disconnect are ignored.
                 thread::spawn(move || stream.and_then(|stream| serve(&state, port, stream)).ok());
             }
         });
         Self { state, address, thread: Some(thread) }
     }
 
-    /// What `HF_ENDPOINT` has to be.
+    /// The value for `HF_ENDPOINT`.
     pub fn url(&self) -> String {
         format!("http://{}", self.address)
     }
 
-    /// Puts a repository beside the others, or in place of those with its name and one of its revisions.
+    /// Adds a repository. It replaces repositories with its name and one of its revisions.
     pub fn put(&self, repo: FakeRepo) {
         let mut repos = lock(&self.state.repos);
         repos.retain(|old| {
@@ -100,7 +101,8 @@ impl FakeHub {
         repos.push(repo);
     }
 
-    /// Spoils the next `times` requests whose path contains `part`; for faults of the content, those that fetch it.
+    /// Injects a fault into the next `times` requests whose path contains `part`. Faults of the
+    /// body apply only to requests that fetch content.
     pub fn fail(&self, part: &str, times: usize, fault: Fault) {
         lock(&self.state.rules).push(Rule { part: part.into(), left: times, fault });
     }
@@ -110,7 +112,7 @@ impl FakeHub {
         lock(&self.state.requests).clone()
     }
 
-    /// Forgets the requests so far.
+    /// Clears the list of requests.
     pub fn forget(&self) {
         lock(&self.state.requests).clear();
     }
@@ -119,7 +121,7 @@ impl FakeHub {
 impl Drop for FakeHub {
     fn drop(&mut self) {
         self.state.stops.store(true, Ordering::SeqCst);
-        // Wakes the listener.
+        // Wakes the listening thread.
         let woken = TcpStream::connect(self.address).is_ok();
         if let Some(thread) = self.thread.take().filter(|_| woken) {
             let _ = thread.join();
@@ -163,7 +165,7 @@ fn serve(state: &State, port: u16, stream: TcpStream) -> io::Result<()> {
     send(stream, &request, answer, fault)
 }
 
-/// The first fault that applies, used up by one.
+/// Takes the first matching fault and counts it as used.
 fn fault(state: &State, request: &Request) -> Option<Fault> {
     let sends_content = request.method == "GET" && is_content(&request.path);
     let mut rules = lock(&state.rules);

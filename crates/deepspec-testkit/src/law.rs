@@ -1,8 +1,8 @@
-//! Whether outputs follow a law.
+//! Tests whether outputs follow a probability distribution.
 
 use std::collections::BTreeMap;
 
-/// How often each output came.
+/// Number of occurrences of each output.
 pub type Counts = BTreeMap<Vec<i64>, u64>;
 
 /// Counts outputs.
@@ -12,11 +12,12 @@ pub fn count(outputs: impl Iterator<Item = Vec<i64>>) -> Counts {
     counts
 }
 
-/// χ² of the counts against the law, in units of its 99.9 % quantile: above 1 the counts follow another law.
-/// Outputs expected fewer than five times share one cell.
+/// χ² of the counts against the distribution `law`, divided by its 99.9 % quantile. Above 1 the
+/// counts follow another distribution. Outputs expected fewer than five times share one cell.
 ///
 /// # Panics
-/// If an output came that cannot, or there are too few different ones to tell laws apart.
+/// Panics if an output of probability 0 occurs, or if there are too few different outputs for the
+/// test.
 pub fn misfit(counts: &Counts, law: &BTreeMap<Vec<i64>, f64>) -> f64 {
     let total = counts.values().sum::<u64>() as f64;
     assert!(

@@ -1,7 +1,8 @@
-//! Helpers for tests: golden cases and tolerances, conversations, files of a folder, small random targets, damaged JSON, a server that misbehaves, a hub on
-//! loopback, a GPU that is none, laws of outputs, signals, and an account of tests that do not run here.
+//! Test helpers: golden cases, conversations, folders, tiny random targets and damaged JSON. Also
+//! faulty servers, a fake hub, a fake GPU, tests of distributions, signals, and records of skipped
+//! tests.
 //!
-//! Meant as a dev-dependency; a broken fixture panics with its name.
+//! For use as a dev-dependency; a broken fixture panics with its name.
 
 pub mod conversations;
 pub mod folder;

@@ -1,15 +1,15 @@
-//! What a program makes of the machine that it runs on.
+//! Tests of how a program detects the machine's devices.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::Command;
 
-/// Lets the machine seem to have a GPU that libtorch cannot use: `dir` comes first where programs are looked for, with an
-/// `nvidia-smi` in it that lists one, and none that is there is visible.
+/// Makes the machine seem to have a GPU that libtorch cannot use. Puts an `nvidia-smi` that lists
+/// one GPU into `dir` at the front of `PATH`, and hides all real GPUs.
 ///
 /// # Panics
-/// If the program cannot be written.
+/// Panics if the script cannot be written.
 pub fn with_unusable_gpu(command: &mut Command, dir: &Path) {
     let program = dir.join("nvidia-smi");
     fs::write(&program, "#!/bin/sh\necho 'GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-0)'\n").unwrap();
@@ -18,11 +18,12 @@ pub fn with_unusable_gpu(command: &mut Command, dir: &Path) {
     command.env("PATH", format!("{}:{path}", dir.display())).env("CUDA_VISIBLE_DEVICES", "99");
 }
 
-/// Runs what `command` makes, which takes `--device auto`, where a GPU cannot be used: alone it says so and why and goes on, hidden
-/// GPUs are not missed, and as one of two processes it ends with exit code 2.
+/// Runs `command`, which must have `--device auto`, with an unusable GPU. A single process must
+/// warn with the reason and run on the CPU. Hidden GPUs must not cause a warning. One of two
+/// processes must end with exit code 2.
 ///
 /// # Panics
-/// If it does otherwise.
+/// Panics if the program behaves otherwise.
 pub fn assert_misses_gpus(command: impl Fn() -> Command, dir: &Path) {
     let says = |command: &mut Command| {
         let output = command.output().unwrap();
@@ -46,10 +47,11 @@ pub fn assert_misses_gpus(command: impl Fn() -> Command, dir: &Path) {
     assert!(last.contains("say --device cpu"), "{said}");
 }
 
-/// Whether OpenMP's threads soon wait asleep in `program`, unless the user has said how they are to wait.
+/// Checks that OpenMP threads of `program` go to sleep after a short wait, unless the user sets the
+/// wait policy.
 ///
 /// # Panics
-/// If they do not.
+/// Panics if they do not.
 pub fn assert_waits_asleep(program: &str) {
     let spins = |variable: Option<(&str, &str)>| {
         let mut command = Command::new(program);

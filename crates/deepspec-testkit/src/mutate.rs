@@ -1,9 +1,10 @@
-//! Damaged JSON: values replaced, removed, doubled, renamed, and lines and files cut or overwritten.
+//! Damages JSON: replaces, removes, duplicates and renames values, and truncates or overwrites
+//! lines and files.
 
 use deepspec_core::rng::{Purpose, Stream};
 use serde_json::{Value, json};
 
-/// Random numbers one after the other.
+/// A sequence of random numbers.
 pub struct Dice {
     stream: Stream,
     thrown: u64,
@@ -11,13 +12,14 @@ pub struct Dice {
 }
 
 impl Dice {
-    /// Dice of a seed; `words` are names and texts that matter to the reader under test.
+    /// Random numbers from a seed. `words` are names and texts that matter to the reader under
+    /// test.
     pub fn new(seed: u64, words: &[&str]) -> Self {
         let words = words.iter().map(ToString::to_string).collect();
         Self { stream: Stream::new(seed, "mutate"), thrown: 0, words }
     }
 
-    /// A number from 0, below `sides`.
+    /// A random number below `sides`.
     pub fn roll(&mut self, sides: usize) -> usize {
         self.thrown += 1;
         self.stream.below(sides as u64, self.thrown, Purpose::Shuffle, 0) as usize
@@ -28,7 +30,7 @@ impl Dice {
         self.words[place].clone()
     }
 
-    /// A value that few expect.
+    /// An unusual value.
     pub fn value(&mut self) -> Value {
         match self.roll(12) {
             0 => Value::Null,
@@ -46,7 +48,7 @@ impl Dice {
         }
     }
 
-    /// Replaces, removes, doubles or renames something at a random place.
+    /// Replaces, removes, duplicates or renames a random part.
     pub fn mutate(&mut self, value: &mut Value) {
         if self.roll(3) == 0 {
             *value = self.value();
@@ -78,7 +80,7 @@ impl Dice {
         }
     }
 
-    /// A damaged line of a file, without its end and never blank.
+    /// A damaged line of a file, without a newline and never blank.
     pub fn line(&mut self, mut value: Value) -> Vec<u8> {
         for _ in 0..self.roll(3) {
             self.mutate(&mut value);
@@ -99,7 +101,7 @@ impl Dice {
         if bytes.trim_ascii().is_empty() { b"?".to_vec() } else { bytes }
     }
 
-    /// A damaged file, of one JSON value or of one a line.
+    /// A damaged file with one JSON value, or with one per line.
     pub fn file(&mut self, sound: &[u8]) -> Vec<u8> {
         let mut lines: Vec<Vec<u8>> =
             sound.split_inclusive(|&byte| byte == b'\n').map(<[u8]>::to_vec).collect();
@@ -143,7 +145,7 @@ impl Dice {
         value.to_string().into_bytes()
     }
 
-    /// Puts another number, or what some write for one, in the place of one of the text's.
+    /// Replaces a number in the text by an unusual or invalid one.
     fn number(&mut self, text: &mut Vec<u8>) {
         const NUMBERS: [&str; 15] = [
             "-1",

@@ -1,11 +1,11 @@
-//! Random numbers that no other test can disturb.
+//! Random numbers that do not depend on other tests.
 
 use std::f64::consts::TAU;
 
-/// `count` draws from the standard normal distribution, by the seed alone. (Torch has one generator for a whole process, which
-/// tests that run side by side would take from each other.)
+/// `count` samples of the standard normal distribution, determined by the seed. Torch has one
+/// generator per process, which parallel tests would share.
 pub fn noise(seed: u64, count: usize) -> Vec<f32> {
-    // SplitMix64 (Steele, Lea & Flood 2014) into Box and Muller's transform.
+    // SplitMix64 (Steele, Lea & Flood 2014) followed by the Box–Muller transform.
     let mut state = seed;
     let mut uniform = || {
         state = state.wrapping_add(0x9E37_79B9_7F4A_7C15);

@@ -1,4 +1,4 @@
-//! A small HTTP/1.1 server that answers, fails and dies as it is told.
+//! A small HTTP/1.1 server that responds, fails and stops on demand.
 
 use std::collections::HashMap;
 use std::io::{self, BufRead, BufReader, Read, Write};
@@ -11,41 +11,41 @@ use std::time::Duration;
 use serde_json::Value;
 use socket2::SockRef;
 
-/// A request as it came.
+/// A received request.
 pub struct Ask {
-    /// How many requests came before, those for the models not counted.
+    /// Number of earlier requests, except those to `/v1/models`.
     pub number: usize,
     /// The path.
     pub path: String,
     /// The `Authorization` header.
     pub authorization: Option<String>,
-    /// The JSON body, null where there is none.
+    /// The JSON body; null if there is none.
     pub body: Value,
 }
 
-/// What the server does with a request.
+/// Reaction of the server to a request.
 pub enum Reply {
-    /// 200 with this JSON.
+    /// Status 200 with this JSON.
     Json(Value),
-    /// Another status with headers and a text.
+    /// Another status with headers and a body.
     Status(u16, Vec<(&'static str, String)>, String),
-    /// The same as `Json`, after a while.
+    /// Like `Json`, after a delay.
     Later(Duration, Value),
-    /// Nothing, until the client goes away.
+    /// No response until the client disconnects.
     Hang,
-    /// The connection is reset.
+    /// A connection reset.
     Reset,
-    /// Bytes that are no HTTP.
+    /// Bytes that are not HTTP.
     Garbage(&'static [u8]),
-    /// The head of an answer and half of its body.
+    /// The head of a response and half of its body.
     Truncated(Value),
 }
 
-/// A running server. It goes away with this.
+/// A running server; dropping it stops the server.
 pub struct Server {
     address: SocketAddr,
     shared: Arc<Shared>,
-    /// None while it is dead.
+    /// Whether the server is stopped.
     dead: Arc<AtomicBool>,
 }
 
@@ -54,12 +54,13 @@ type Replies = dyn Fn(Ask) -> Reply + Send + Sync;
 struct Shared {
     reply: Box<Replies>,
     count: AtomicUsize,
-    /// Second handles of the open connections.
+    /// Second handles of open connections, for closing them.
     connections: Mutex<HashMap<SocketAddr, TcpStream>>,
 }
 
 impl Server {
-    /// Starts a server that does as `reply` says with everything but `GET /v1/models`, which it answers.
+    /// Starts a server that answers `GET /v1/models` itself and calls `reply` for all other
+    /// requests.
     pub fn start(reply: impl Fn(Ask) -> Reply + Send + Sync + 'static) -> Self {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a free port");
         let address = listener.local_addr().expect("the port");
@@ -73,34 +74,34 @@ impl Server {
         server
     }
 
-    /// Its base URL.
+    /// Base URL of the server.
     pub fn url(&self) -> String {
         format!("http://{}", self.address)
     }
 
-    /// Requests so far, those for the models not counted.
+    /// Number of requests so far, except those to `/v1/models`.
     pub fn count(&self) -> usize {
         self.shared.count.load(Ordering::SeqCst)
     }
 
-    /// Breaks all connections and refuses new ones.
+    /// Resets all connections and refuses new ones.
     pub fn die(&self) {
         if self.dead.swap(true, Ordering::SeqCst) {
             return;
         }
-        // Wakes the listener, which then goes away.
+        // Wakes the listening thread, which then ends.
         drop(TcpStream::connect(self.address));
         for (_, connection) in self.shared.connections.lock().expect("no panic").drain() {
             let _ = SockRef::from(&connection).set_linger(Some(Duration::ZERO));
             let _ = connection.shutdown(std::net::Shutdown::Both);
         }
-        // The port is free once connecting fails.
+        // The port is free once connections fail.
         while TcpStream::connect(self.address).is_ok() {
             thread::yield_now();
         }
     }
 
-    /// Listens again after it died, at the same address.
+    /// Listens at the old address again after [`Self::die`].
     pub fn revive(&mut self) {
         if !self.dead.load(Ordering::SeqCst) {
             return;
@@ -123,9 +124,9 @@ impl Server {
                 }
                 let shared = Arc::clone(&shared);
                 thread::spawn(move || {
-                    // A client that goes away ends its connection; that is no error here.
+                    // Clients that disconnect are not an error here.
                     let _ = serve(connection, &shared);
-                    // The connection is closed, or reset, once its last handle is.
+                    // The connection closes, or resets, with its last handle.
                     shared.connections.lock().expect("no panic").remove(&peer);
                 });
             }
@@ -156,7 +157,7 @@ fn serve(connection: TcpStream, shared: &Shared) -> io::Result<()> {
                 answer(&mut out, 200, &[], &value.to_string())?;
             }
             Reply::Hang => {
-                // Ends when the other side closes.
+                // Ends when the client disconnects.
                 io::copy(&mut reader, &mut io::sink())?;
                 return Ok(());
             }
@@ -196,7 +197,7 @@ fn answer(
     for (name, value) in headers {
         head += &format!("{name}: {value}\r\n");
     }
-    // One write, so that small answers are one packet.
+    // A single write, so that small responses fit one packet.
     out.write_all(format!("{head}\r\n{text}").as_bytes())
 }
 

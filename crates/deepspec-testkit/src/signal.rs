@@ -1,10 +1,11 @@
-//! Signals to processes.
+//! Sends signals to processes.
 
 use std::process::Command;
 
-/// Sends a signal by its name, such as `TERM`, to a process, or to the group of a negative number. Returns whether there is one.
+/// Sends a signal by name, such as `TERM`, to a process, or to a process group by its negative id.
+/// Returns whether the target exists.
 ///
-/// Every shell has `kill` built in; a program of that name is not everywhere.
+/// The shell's built-in `kill` is used, because not every system has a `kill` program.
 #[must_use]
 pub fn send(name: &str, process: i64) -> bool {
     let line = format!("kill -s {name} -- {process}");

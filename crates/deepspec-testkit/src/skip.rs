@@ -1,20 +1,22 @@
-//! Tests that do not run here: each says so, is counted by `scripts/test.sh`, and fails where nothing may be left out.
+//! Skipped tests. Each prints its reason and is counted by `scripts/test.sh`; a skip fails where
+//! skips are forbidden.
 //!
-//! A line per test goes to the file that `DEEPSPEC_SKIPS` names: kind, test and reason, with tabs between.
+//! Each skip appends a line to the file `DEEPSPEC_SKIPS`: kind, test and reason, separated by tabs.
 
 use std::fs::File;
 use std::io::{self, Write};
 use std::path::Path;
 use std::{env, thread};
 
-/// Why a test is left out.
+/// Why a test is skipped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
-    /// Something is not installed or not set. With `DEEPSPEC_FORBID_SKIPS=1` this is a failure.
+    /// A program or setting is missing. With `DEEPSPEC_FORBID_SKIPS=1` this is a failure.
     Missing,
-    /// No set-up of this machine brings it: a kind of processor, or files that may not be handed on.
+    /// The machine cannot provide it: a type of processor, or files that may not be distributed.
     Absent,
-    /// It takes long, or an engine that takes long to build, and belongs to `scripts/test.sh --full` or `--engines`.
+    /// The test or the build of its engine takes long; it runs with `scripts/test.sh --full` or
+    /// `--engines`.
     Long,
 }
 
@@ -28,10 +30,11 @@ impl Kind {
     }
 }
 
-/// Records that the running test is left out, and why. The test returns next.
+/// Records that the running test is skipped, and why. The test must return next.
 ///
 /// # Panics
-/// If it is left out for something that is missing and `DEEPSPEC_FORBID_SKIPS=1`; if it cannot be recorded.
+/// Panics if the reason is [`Kind::Missing`] and `DEEPSPEC_FORBID_SKIPS=1`, or if the skip cannot
+/// be recorded.
 pub fn skip(kind: Kind, why: &str) {
     let test = thread::current().name().unwrap_or("a test").to_string();
     eprintln!("skipped: {why}");
@@ -43,22 +46,22 @@ pub fn skip(kind: Kind, why: &str) {
     assert!(is_permitted(kind, forbidden), "{test} may not be left out: {why}");
 }
 
-/// Whether the long form of the tests is asked for.
+/// Whether the long tests are enabled.
 pub fn full() -> bool {
     env::var_os("DEEPSPEC_TEST_FULL").is_some()
 }
 
-/// The Python that `DEEPSPEC_TEST_PYTHON` names, which has `packages`; `None` leaves the test out.
+/// The Python of `DEEPSPEC_TEST_PYTHON`, which has `packages`; `None` skips the test.
 pub fn python(packages: &str) -> Option<String> {
     interpreter("DEEPSPEC_TEST_PYTHON", packages)
 }
 
-/// The Python that `DEEPSPEC_SPECULATORS_PYTHON` names, which has `packages`; `None` leaves the test out.
+/// The Python of `DEEPSPEC_SPECULATORS_PYTHON`, which has `packages`; `None` skips the test.
 pub fn speculators_python(packages: &str) -> Option<String> {
     interpreter("DEEPSPEC_SPECULATORS_PYTHON", packages)
 }
 
-/// The Python that `DEEPSPEC_VLLM_PYTHON` names, which has vLLM; `None` leaves the test out.
+/// The Python of `DEEPSPEC_VLLM_PYTHON`, which has vLLM; `None` skips the test.
 pub fn vllm_python() -> Option<String> {
     let python = named("DEEPSPEC_VLLM_PYTHON");
     if python.is_none() {
@@ -83,7 +86,7 @@ fn is_permitted(kind: Kind, forbidden: bool) -> bool {
     kind != Kind::Missing || !forbidden
 }
 
-/// One write to a file that is open for appending: lines of processes that write at once do not mix.
+/// A single write in append mode, so that lines of concurrent processes do not mix.
 fn record(file: &Path, kind: Kind, test: &str, why: &str) -> io::Result<()> {
     let line = format!("{}\t{test}\t{}\n", kind.name(), why.replace(['\n', '\t'], " "));
     File::options().append(true).create(true).open(file)?.write_all(line.as_bytes())
@@ -102,7 +105,8 @@ mod tests {
         assert!([Kind::Absent, Kind::Long].iter().all(|&kind| is_permitted(kind, true)));
     }
 
-    /// Every test of the workspace asks for its interpreter here, so that none is left out unseen.
+    /// All tests of the workspace must get their interpreter from this module, so that every skip
+    /// is recorded.
     #[test]
     fn no_test_asks_for_an_interpreter_by_itself() {
         fn sources(dir: &Path, found: &mut Vec<PathBuf>) {

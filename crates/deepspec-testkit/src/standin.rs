@@ -1,4 +1,4 @@
-//! Runs of the programs on a GPU that is none (`tests/standin`), and what they did there.
+//! Runs programs on a fake GPU (`tests/standin`) and reports their GPU operations.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -10,20 +10,21 @@ use serde_json::Value;
 
 use crate::skip::{Kind, skip};
 
-/// What a program that was built to speak to GPUs through NCCL needs of libtorch's own CUDA part, and does not find here.
-/// Backwards, so that a test program, which holds this as well, is not taken for one.
+/// A symbol that programs built with NCCL need from libtorch's CUDA library, which the fake library
+/// lacks. It is reversed, because test programs contain this constant and must not match.
 const NCCL_BACKWARDS: &[u8] = b"LCCNpuorGssecorP";
 
-/// A library in the place of libtorch's CUDA part, compiled for this libtorch.
+/// A fake replacement for libtorch's CUDA library, compiled for this libtorch.
 pub struct Standin {
     dir: PathBuf,
 }
 
 impl Standin {
-    /// The stand-in for a program; none, and the test left out, where the program was built with NCCL and so for true GPUs.
+    /// The fake library for a program. None, with a skipped test, if the program was built with
+    /// NCCL for real GPUs.
     ///
     /// # Panics
-    /// If it cannot be compiled or the program is not there.
+    /// Panics if the library cannot be compiled, or if the program does not exist.
     pub fn for_program(program: &Path) -> Option<Self> {
         if is_for_gpus(program) {
             let why = format!("{} was built with NCCL; run it on its GPUs", program.display());
@@ -33,18 +34,18 @@ impl Standin {
         Some(Self { dir: compiled() })
     }
 
-    /// Lets a program find this GPU.
+    /// Makes a program use the fake GPU.
     pub fn lend<'a>(&self, command: &'a mut Command) -> &'a mut Command {
         command.env("LD_LIBRARY_PATH", &self.dir)
     }
 
-    /// As [`Self::lend`]; the program writes a [`Report`] to `report` as it ends.
+    /// Like [`Self::lend`]; the program also writes a [`Report`] to `report` when it ends.
     pub fn watch<'a>(&self, command: &'a mut Command, report: &Path) -> &'a mut Command {
         self.lend(command).env("DEEPSPEC_STANDIN_REPORT", report)
     }
 }
 
-/// Whether a program was built with NCCL. Each is read once: they are large.
+/// Whether a program was built with NCCL. Results are cached, because programs are large.
 fn is_for_gpus(program: &Path) -> bool {
     static KNOWN: Mutex<BTreeMap<PathBuf, bool>> = Mutex::new(BTreeMap::new());
     let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
@@ -56,7 +57,7 @@ fn is_for_gpus(program: &Path) -> bool {
     })
 }
 
-/// The folder of the compiled library.
+/// Folder of the compiled library.
 fn compiled() -> PathBuf {
     static DIR: OnceLock<PathBuf> = OnceLock::new();
     let dir = DIR.get_or_init(|| {
@@ -69,37 +70,38 @@ fn compiled() -> PathBuf {
     dir.clone()
 }
 
-/// What a process did on its GPUs.
+/// Operations of a process on its GPUs.
 #[derive(Debug, Clone)]
 pub struct Report(Value);
 
 impl Report {
-    /// Reads the file that a process left.
+    /// Reads the report of a process.
     ///
     /// # Panics
-    /// If it left none.
+    /// Panics if the process left no report.
     pub fn load(path: &Path) -> Self {
         let text = fs::read_to_string(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
         Self(serde_json::from_str(&text).unwrap_or_else(|error| panic!("{}: {error}", path.display())))
     }
 
-    /// A sum over all operators: `calls`, `uploads`, `downloads`, `waits`, …
+    /// Total over all operators: `calls`, `uploads`, `downloads`, `waits`, …
     ///
     /// # Panics
-    /// If nothing of this name is counted.
+    /// Panics if the report has no such count.
     pub fn total(&self, what: &str) -> i64 {
         self.0[what].as_i64().unwrap_or_else(|| panic!("the report counts no `{what}`"))
     }
 
-    /// A fact of a GPU's memory: `peak_bytes`, `live_bytes`, `allocations` or `refused`.
+    /// A memory statistic of a GPU: `peak_bytes`, `live_bytes`, `allocations` or `refused`.
     ///
     /// # Panics
-    /// If there is no such GPU or fact.
+    /// Panics if there is no such GPU or statistic.
     pub fn memory(&self, gpu: usize, what: &str) -> i64 {
         self.0["devices"][gpu][what].as_i64().unwrap_or_else(|| panic!("GPU {gpu} has no `{what}`"))
     }
 
-    /// What a longer run of the same thing did `what` of beyond this one, and by which operators and tensors, for a test's message.
+    /// How many more `what` a longer run has than this one, and a list of the operators and tensors
+    /// responsible, for messages.
     pub fn beyond(&self, longer: &Self, what: &str) -> (i64, String) {
         let mut lines = vec![];
         for (name, counts) in longer.0["operators"].as_object().into_iter().flatten() {

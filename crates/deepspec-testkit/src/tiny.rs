@@ -12,16 +12,17 @@ use crate::{folder, golden};
 
 const WIDTH: usize = 32;
 const INNER: usize = 64;
-/// More than the golden tokenizer has.
+/// More tokens than the golden tokenizer has.
 const VOCAB: usize = 640;
-/// Query heads.
+/// Query heads of a full or sliding layer.
 const HEADS: usize = 16;
-/// D of the sliding layers and of the full ones.
+/// Head size of the sliding layers and of the full ones.
 const DIM: usize = 32;
 const GLOBAL_DIM: usize = 64;
 
-/// Writes a random Gemma 4 of four layers (sliding, full, sliding, full; windows of 300 tokens) to `dir`, with the golden
-/// tokenizer and template, laid out as a multimodal checkpoint with a tensor of another part. It takes `longest` tokens.
+/// Writes a random Gemma 4 to `dir`, with the golden tokenizer and template and a context of
+/// `longest` tokens. It has four layers (sliding, full, sliding, full; windows of 300 tokens). It
+/// is stored like a multimodal checkpoint, with a tensor of the vision part.
 pub fn gemma4(dir: &Path, longest: usize) {
     let kinds = ["sliding_attention", "full_attention"].repeat(2);
     let mut tensors = vec![
@@ -30,7 +31,7 @@ pub fn gemma4(dir: &Path, longest: usize) {
         ("model.vision_embedder.patch_dense.weight".into(), vec![3, 5]),
     ];
     for (layer, kind) in kinds.iter().enumerate() {
-        // Full layers: wider heads, all on one key that is the value too.
+        // Full layers have wider heads and one key/value head, whose keys are also the values.
         let (dim, key_value, own_value) =
             if *kind == "full_attention" { (GLOBAL_DIM, 1, None) } else { (DIM, 2, Some("v")) };
         let (queries, keys) = (HEADS * dim, key_value * dim);
@@ -70,8 +71,8 @@ pub fn gemma4(dir: &Path, longest: usize) {
     }
 }
 
-/// Writes a random Llama of four layers to `dir`, with the rotary settings of Llama 3, an own head, and the embedded target's
-/// tokenizer and template. It takes 2,048 tokens.
+/// Writes a random Llama of four layers and a context of 2,048 tokens to `dir`. It has the rotary
+/// settings of Llama 3, an untied head, and the embedded target's tokenizer and template.
 pub fn llama(dir: &Path) {
     const TOKENS: usize = 1024;
     let config = json!({
@@ -92,7 +93,8 @@ pub fn llama(dir: &Path) {
     }
 }
 
-/// Writes a random Qwen3 of two layers and so few tokens to `dir` that laws of its outputs can be written down; it has no tokenizer.
+/// Writes a random Qwen3 of two layers to `dir`, without a tokenizer. Its vocabulary of `tokens` is
+/// small enough to compute exact distributions of its outputs.
 pub fn qwen3(dir: &Path, tokens: usize) {
     let config = json!({
         "architectures": ["Qwen3ForCausalLM"],
@@ -104,7 +106,7 @@ pub fn qwen3(dir: &Path, tokens: usize) {
     write(dir, &config, &pre_norm(2, tokens, true));
 }
 
-/// Tensors of layers with 4 heads of 16 on 2 keys, embedding and head.
+/// Tensors of layers with 4 query heads and 2 key/value heads of size 16, embedding and head.
 fn pre_norm(layers: usize, tokens: usize, qk_norm: bool) -> Vec<(String, Vec<usize>)> {
     let (dim, queries, keys) = (16, 4 * 16, 2 * 16);
     let mut tensors = vec![
@@ -131,11 +133,11 @@ fn pre_norm(layers: usize, tokens: usize, qk_norm: bool) -> Vec<(String, Vec<usi
     tensors
 }
 
-/// Writes the model in `from` to `dir`, a folder, with its tokens for `<think>` and `</think>` made special ones, as other
-/// families fence their thoughts. Nothing else differs: it thinks and answers what the model does.
+/// Copies the model in `from` to the folder `dir` and marks its tokens `<think>` and `</think>` as
+/// special, as in other families. Its outputs do not change.
 ///
 /// # Panics
-/// If that fails, or there are no such tokens.
+/// Panics if copying fails, or if there are no such tokens.
 pub fn with_special_fences(from: &Path, dir: &Path) {
     for (name, bytes) in folder::files(from) {
         let bytes = if name == "tokenizer.json" { fenced_by_special_tokens(&bytes) } else { bytes };
@@ -155,15 +157,18 @@ fn fenced_by_special_tokens(tokenizer: &[u8]) -> Vec<u8> {
     tokenizer.to_string().into_bytes()
 }
 
-/// Random weights that keep the size of what goes through them; each tensor follows from its name.
+/// Writes the config and random weights that preserve the scale of activations. Each tensor is
+/// determined by its name.
 fn write(dir: &Path, config: &Value, tensors: &[(String, Vec<usize>)]) {
     let data: Vec<Vec<u8>> = tensors
         .iter()
         .map(|(name, shape)| {
             let stream = Stream::new(11, name);
-            // Uniform numbers: of unit variance per output for matrices, around 1 for norms and scalars.
+            // Uniform numbers: unit variance per output for matrices, around 1 for norms and
+            // scalars.
             let (middle, reach) = match shape.as_slice() {
-                // Scores are not scaled down by anything else.
+                // The norms of queries and keys are smaller, because attention scores are not
+                // scaled otherwise.
                 [_] if name.contains("self_attn") => (0.4, 0.1),
                 [_] => (1.0, 0.4),
                 _ if name.contains("embed") => (0.0, 0.5),

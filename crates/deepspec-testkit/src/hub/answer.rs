@@ -1,11 +1,11 @@
-//! What the hub says to a path.
+//! Responses of the hub to a path.
 
 use deepspec_core::digest;
 use serde_json::{Value, json};
 
 use super::FakeRepo;
 
-/// An answer before it is cut to the range or spoiled.
+/// A response before the range or a fault is applied.
 pub struct Answer {
     pub status: u16,
     pub headers: Vec<(&'static str, String)>,
@@ -27,7 +27,7 @@ impl Answer {
     }
 }
 
-/// What the hub on `port` with `repos` says to a path.
+/// The response to a path, from the hub on `port` with `repos`.
 pub fn respond(repos: &[FakeRepo], port: u16, path: &str) -> Answer {
     let path = decoded(path.trim_start_matches('/'));
     if let Some(rest) = path.strip_prefix("cdn/") {
@@ -57,7 +57,7 @@ pub fn respond(repos: &[FakeRepo], port: u16, path: &str) -> Answer {
     let Some((_, rest)) = found.first() else { return Answer::missing("RepoNotFound") };
     let (verb, rest) =
         if is_content { ("content", *rest) } else { rest.split_once('/').unwrap_or((*rest, "main")) };
-    // A revision may contain slashes when it is written with %2F, which was decoded above.
+    // A revision may contain slashes if it was encoded with %2F, which was decoded above.
     let place = found.iter().find_map(|(repo, _)| {
         let names = repo.revisions.iter().cloned().chain([repo.commit()]);
         names.filter(|revision| repo.answers_to(revision)).find_map(|revision| {
@@ -116,7 +116,7 @@ fn content(repo: &FakeRepo, port: u16, file: &str, is_content: bool) -> Answer {
     }
 }
 
-/// What names the content: 64 digits for large files, 40 for others.
+/// ETag of a file: 64 hex digits for large files, 40 for others.
 fn tag(bytes: &[u8], lfs: bool) -> String {
     let digest = digest::bytes(bytes);
     if lfs { digest } else { digest[..40].to_string() }

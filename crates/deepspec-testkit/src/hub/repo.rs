@@ -1,4 +1,4 @@
-//! Repositories that a server has.
+//! Repositories of the fake hub.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -16,35 +16,35 @@ pub struct FakeRepo {
 }
 
 impl FakeRepo {
-    /// A model's repository at its main branch, without files.
+    /// A model repository on its main branch, without files.
     pub fn model(id: &str) -> Self {
         Self { kind: "models", id: id.into(), revisions: vec!["main".into()], files: BTreeMap::new() }
     }
 
-    /// A dataset's repository at its main branch, without files.
+    /// A dataset repository on its main branch, without files.
     pub fn dataset(id: &str) -> Self {
         Self { kind: "datasets", ..Self::model(id) }
     }
 
-    /// Names the commit by another branch or tag instead of `main`.
+    /// Sets another branch or tag instead of `main`.
     pub fn at(mut self, revision: &str) -> Self {
         self.revisions = vec![revision.into()];
         self
     }
 
-    /// Adds a file that git holds itself.
+    /// Adds a file that is stored in git itself.
     pub fn file(mut self, path: &str, bytes: impl AsRef<[u8]>) -> Self {
         self.files.insert(path.into(), (bytes.as_ref().to_vec(), false));
         self
     }
 
-    /// Adds a large file, whose tag is its SHA-256.
+    /// Adds a large file, whose ETag is its SHA-256.
     pub fn lfs(mut self, path: &str, bytes: impl AsRef<[u8]>) -> Self {
         self.files.insert(path.into(), (bytes.as_ref().to_vec(), true));
         self
     }
 
-    /// Adds the files in a folder, those of weights as large ones.
+    /// Adds the files of a folder; safetensors files are added as large files.
     pub fn folder(mut self, dir: &Path) -> Self {
         for entry in fs::read_dir(dir).unwrap_or_else(|error| panic!("{}: {error}", dir.display())) {
             let path = entry.expect("an entry").path();
@@ -57,7 +57,7 @@ impl FakeRepo {
         self
     }
 
-    /// The number of its commit, which depends on its content.
+    /// Commit hash, which depends on the content.
     pub fn commit(&self) -> String {
         let mut text = self.id.clone();
         for (path, (bytes, _)) in &self.files {
