@@ -1,10 +1,12 @@
 //! The batched speculative decoding engine.
 //!
-//! A *slot* is a sequence with its key/value history. Each step the drafter proposes a block for every decoding slot, the
-//! target scores all blocks (and the prompts of newly admitted sequences) in one forward, and [`deepspec_ops::verify`] commits
-//! tokens so that the output is distributed exactly as the target's. Plain decoding is the same loop with empty blocks.
+//! A *slot* is one sequence with its KV cache. In each step the drafter proposes a block of tokens
+//! for every decoding slot. The target scores all blocks, and the prompts of newly admitted
+//! sequences, in one forward. [`deepspec_ops::verify`] then commits tokens whose distribution is exactly the
+//! target's. Plain decoding is the same loop with empty blocks.
 //!
-//! Legend: S sequences in a step, Γ longest proposal, γ block size, V vocabulary, N fed tokens, d hidden size, m taps.
+//! Legend: S sequences in a step, Γ longest proposal, γ block size, V vocabulary, N fed tokens, d
+//! hidden size, m captured layers.
 
 mod engine;
 mod model;

@@ -1,11 +1,11 @@
-//! What the engine needs from a target and from a drafter.
+//! The interfaces that the engine calls on a target model and on a drafter.
 
 use tch::{Device, Tensor};
 
 use crate::SamplingBatch;
 use crate::sampling::one_hot;
 
-/// Tokens appended to the histories of some slots.
+/// Tokens to append to the KV caches of some slots.
 pub struct ModelInput<'a> {
     /// (slot, number of tokens) in the order of the rows; a slot appears at most once.
     pub chunks: &'a [(usize, usize)],
@@ -13,36 +13,37 @@ pub struct ModelInput<'a> {
     pub tokens: Tensor,
 }
 
-/// What the target computed for the fed tokens, row by row.
+/// The target's hidden states of the fed tokens, one row per token.
 pub struct ModelOutput {
-    /// Final-normed hidden states `[N, d]`, the input of the head.
+    /// Hidden states after the final norm `[N, d]`, the input of the LM head.
     pub hidden: Tensor,
-    /// Captured raw layer outputs, concatenated in order of the layer ids: `[N, m·d]`.
+    /// Captured raw layer outputs, concatenated in the order of the layer ids: `[N, m·d]`.
     pub taps: Tensor,
 }
 
-/// A causal language model with one key/value history per slot.
+/// A causal language model with one KV cache per slot.
 pub trait Target {
-    /// Appends tokens to their slots' histories and returns the states of exactly these tokens.
+    /// Appends tokens to their slots' KV caches and returns the hidden states of exactly these
+    /// tokens.
     fn forward(&mut self, feed: &ModelInput) -> ModelOutput;
-    /// `hidden [R, d]` to float32 logits `[R, V]`.
+    /// Maps `hidden [R, d]` to float32 logits `[R, V]`.
     fn logits(&self, hidden: &Tensor) -> Tensor;
-    /// Forgets everything of `slot` past `len`: how a rejected tail is rolled back. What is left of a history of length 0 has no effect
-    /// on the next one, whatever it was.
+    /// Cuts the KV cache of `slot` to its first `len` tokens, which rolls rejected drafts back.
+    /// After a cut to 0, data left in the cache must not affect the slot's next sequence.
     fn truncate(&mut self, slot: usize, len: usize);
-    /// Bytes that the history of a sequence of up to `tokens` takes.
+    /// Bytes of the KV cache of a sequence of up to `tokens` tokens.
     fn history_bytes(&self, _tokens: usize) -> u64 {
         0
     }
-    /// Gives back memory that is kept for later sequences, because there is none left.
+    /// Frees memory cached for later sequences; the engine calls it when memory has run out.
     fn release(&mut self) {}
     /// V, the number of logits.
     fn vocab_size(&self) -> usize;
-    /// Where the tensors live.
+    /// Device of the tensors.
     fn device(&self) -> Device;
 }
 
-/// An engine may borrow its target from whoever needs it again.
+/// Lets an engine borrow its target from a caller that uses the target again later.
 impl<T: Target> Target for &mut T {
     fn forward(&mut self, feed: &ModelInput) -> ModelOutput {
         (**self).forward(feed)
@@ -73,22 +74,24 @@ impl<T: Target> Target for &mut T {
     }
 }
 
-/// States of tokens that were committed since the drafter's last proposal.
+/// Hidden states of the tokens committed since the drafter's last proposal.
 pub struct Context {
-    /// Captured states, one row per token: `[C, m·d]`.
+    /// Captured hidden states, one row per token: `[C, m·d]`.
     pub taps: Tensor,
-    /// Final-normed states `[C, d]`, where the drafter reads them and there are any.
+    /// Hidden states after the final norm `[C, d]`; None if the drafter does not read them.
     pub hidden: Option<Tensor>,
-    /// The tokens themselves, `[C]` int64.
+    /// Token of each row, `[C]` int64.
     pub tokens: Tensor,
-    /// The committed token behind each of them, `[C]` int64; behind a slot's last row stands its anchor.
+    /// Committed token that follows each row's token, `[C]` int64. For a slot's last row it is the
+    /// anchor.
     pub next: Tensor,
     /// (slot, number of rows) in row order.
     pub chunks: Vec<(usize, usize)>,
 }
 
 impl Context {
-    /// Drops the rows of `slot`. Where there is no memory to keep the others' apart from them, those go as well.
+    /// Drops the rows of `slot`. Drops the rows of all slots if there is no memory to copy the
+    /// remaining rows.
     pub(crate) fn forget(&mut self, slot: usize) {
         let Some(at) = self.chunks.iter().position(|&(s, _)| s == slot) else { return };
         let first: usize = self.chunks[..at].iter().map(|&(_, rows)| rows).sum();
@@ -105,36 +108,39 @@ impl Context {
     }
 }
 
-/// What a drafter is asked for: a block for each of S slots.
+/// The input of a drafter that proposes a block for each of S slots.
 #[derive(Clone, Copy)]
 pub struct DraftRequest<'a> {
-    /// States of what was committed since its last proposal.
+    /// Hidden states of the tokens committed since the last proposal.
     pub context: &'a Context,
-    /// The slots.
+    /// Slots to draft for.
     pub slots: &'a [usize],
-    /// Their last committed tokens, which the target has not run over yet: `[S]` int64.
+    /// Last committed token of each slot, which the target has not run yet: `[S]` int64.
     pub anchors: &'a Tensor,
-    /// Decide the draws: `[S, γ]` float64.
+    /// Uniform random numbers for sampling the drafts: `[S, γ]` float64.
     pub uniforms: &'a Tensor,
-    /// One row per slot.
+    /// Sampling settings, one row per slot.
     pub sampling: &'a SamplingBatch,
 }
 
-/// Drafted blocks for S slots.
+/// Drafted blocks of S slots.
 pub struct Proposal {
-    /// `[S, γ]` int64.
+    /// Drafted tokens, `[S, γ]` int64.
     pub tokens: Tensor,
-    /// The distributions the tokens were drawn from, float32 `[S, γ, V]`; None where the drafter was sure of all of them.
+    /// Distributions that the tokens were drawn from, float32 `[S, γ, V]`. None if every token is
+    /// the argmax (one-hot distributions).
     pub probs: Option<Tensor>,
-    /// Logit of the probability that each token is accepted given that its predecessors were, `[S, γ]`.
+    /// Logit of the probability that each token is accepted if all tokens before it were, `[S, γ]`.
     pub confidence: Option<Tensor>,
 }
 
 impl Proposal {
-    /// Of tokens `[S]` and their distributions, one after the other, as [`SamplingBatch::sample`] gives them of one batch: all with distributions, or none.
+    /// Stacks the tokens `[S]` and distributions of consecutive positions, as
+    /// [`SamplingBatch::sample`] returns them for one batch. Either all positions have
+    /// distributions or none has.
     ///
     /// # Panics
-    /// If there are no tokens.
+    /// If `draws` is empty.
     pub fn of(draws: Vec<(Tensor, Option<Tensor>)>, confidence: Option<Tensor>) -> Self {
         let (tokens, probs): (Vec<Tensor>, Vec<Option<Tensor>>) = draws.into_iter().unzip();
         let probs = probs.into_iter().collect::<Option<Vec<Tensor>>>();
@@ -145,7 +151,8 @@ impl Proposal {
         }
     }
 
-    /// The distributions of the first `drafts` tokens over a vocabulary of V, those of sure ones too: float32 `[S, drafts, V]`.
+    /// Distributions of the first `drafts` tokens over a vocabulary of V, one-hot if `probs` is
+    /// None: float32 `[S, drafts, V]`.
     pub fn distributions(&self, drafts: i64, vocab: usize) -> Tensor {
         if let Some(probs) = &self.probs {
             return probs.narrow(1, 0, drafts);
@@ -154,25 +161,27 @@ impl Proposal {
     }
 }
 
-/// A drafter with one context history per slot.
+/// A drafter with one context KV cache per slot.
 pub trait Proposer {
     /// γ, the number of tokens per proposal.
     fn draft_len(&self) -> usize;
-    /// Whether a block is said to end with the first stop token in it. The tail behind one is thrown away in any case.
+    /// Whether a block counts as ending at its first stop token. The tokens after a stop token are
+    /// discarded in any case.
     fn ends_at_stop_tokens(&self) -> bool {
         false
     }
-    /// Whether it reads the final-normed states of what was committed, beside the taps.
+    /// Whether the drafter reads the hidden states after the final norm in addition to `taps`.
     fn reads_hidden(&self) -> bool;
-    /// Takes in the states of newly committed tokens, then drafts a block after each slot's anchor.
+    /// Appends the hidden states of newly committed tokens to the context, then drafts a block
+    /// after each slot's anchor.
     fn propose(&mut self, request: &DraftRequest) -> Proposal;
-    /// Forgets the slot's context past its first `len` tokens, and whatever was being drafted.
+    /// Cuts the slot's context to its first `len` tokens and discards unfinished drafts.
     fn truncate(&mut self, slot: usize, len: usize);
-    /// Bytes that the context of a sequence of up to `tokens` takes.
+    /// Bytes of the context cache of a sequence of up to `tokens` tokens.
     fn history_bytes(&self, _tokens: usize) -> u64 {
         0
     }
-    /// Gives back memory that is kept for later sequences, because there is none left.
+    /// Frees memory cached for later sequences; the engine calls it when memory has run out.
     fn release(&mut self) {}
 }
 

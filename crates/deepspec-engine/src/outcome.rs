@@ -1,25 +1,25 @@
-//! What a step's forwards decided, on the host.
+//! The result of a step, copied to the host.
 
 use crate::Cycle;
 
-/// What the host reads back after a step.
+/// Values that the host reads back after a step.
 pub struct VerifyOutcome {
-    /// Which decoding slots' logits were all finite, and which prompts'.
+    /// Whether all logits of a slot were finite: first the decoding slots, then the prompts.
     pub finite: Vec<bool>,
     accepted: Vec<usize>,
     next: Vec<i64>,
     tokens: Vec<i64>,
     confidence: Vec<f32>,
-    /// First tokens of the prompts.
+    /// First generated token of each prompt.
     pub first: Vec<i64>,
     longest: usize,
-    /// Whether a block is said to end with its first stop token.
+    /// See [`crate::Proposer::ends_at_stop_tokens`].
     ends_at_stop_tokens: bool,
 }
 
 impl VerifyOutcome {
-    /// Takes the step's transfer apart: a flag per row of logits, then accepted, next, drafted tokens and confidences of the decoding
-    /// slots, and first tokens.
+    /// Splits the values of a step's one transfer. They are a flag per row of logits; `accepted`,
+    /// `next`, drafted tokens and confidences of the decoding slots; and the prompts' first tokens.
     pub fn new(values: &[f64], prefilling: usize, lens: &[usize], ends_at_stop_tokens: bool) -> Self {
         let (decoding, longest) = (lens.len(), lens.iter().copied().max().unwrap_or(0));
         let rows = lens.iter().map(|len| len + 1).chain(std::iter::repeat_n(1, prefilling));
@@ -47,8 +47,8 @@ impl VerifyOutcome {
         }
     }
 
-    /// Block `i` under the counting rules, and the tokens to commit: an accepted stop token ends block and proposal, without a
-    /// bonus token. A rejected one only ends what is usable.
+    /// The counts of block `i` and the tokens to commit. An accepted stop token ends the block and
+    /// the proposal, without a bonus token. A rejected stop token only ends the usable part.
     pub fn cycle(&self, i: usize, proposed: usize, stop_ids: &[i64]) -> (Cycle, Vec<i64>) {
         let start = i * self.longest;
         let drafts = &self.tokens[start..start + proposed];
@@ -71,8 +71,8 @@ impl VerifyOutcome {
     }
 }
 
-/// Which rows of ragged blocks `[Σ(1+γ')]` make up `[S, Γ+1]`: those past a block's end repeat its last one and are never used. None
-/// where no block is shorter than the others.
+/// Indices that expand ragged blocks `[Σ(1+γ')]` to `[S, Γ+1]`. A shorter block repeats its last
+/// row, and the repeats are never used. None if all blocks have length Γ.
 pub fn padding(lens: &[usize], longest: usize) -> Option<Vec<usize>> {
     if lens.iter().all(|&len| len == longest) {
         return None;
@@ -93,8 +93,8 @@ mod tests {
     #[test]
     fn nothing_is_told_of_what_stands_behind_a_stop_token() {
         const STOP: i64 = 9;
-        // Three blocks of three. The middle token of the last two is the stop token: accepted with all of the block, and
-        // rejected with what stands behind it.
+        // Three blocks of three tokens. The middle token of the last two is the stop token. Block 1
+        // accepts all tokens; block 2 rejects the stop token and the token after it.
         let accepted = [1.0, 3.0, 1.0];
         let tokens = [1.0, 2.0, 3.0, 4.0, 9.0, 5.0, 6.0, 9.0, 5.0];
         let read = [[1.0; 12].as_slice(), &accepted, &[7.0, 8.0, 7.0], &tokens, &[0.5; 9]].concat();

@@ -1,4 +1,5 @@
-//! Engines side by side: what a small model does in a step is over sooner than threads that share it wake.
+//! Several engines in parallel threads. A small model's kernels finish sooner than intra-op threads
+//! wake, so replicas use the cores better.
 
 use std::collections::{HashMap, VecDeque};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -9,30 +10,31 @@ use std::time::Duration;
 
 use crate::{Engine, EngineError, Event, Proposer, Request, RequestId, StepTimes, Target};
 
-/// Whatever takes requests and says what becomes of them: an [`Engine`], or several as [`EngineReplicas`].
+/// Generates answers to requests: one [`Engine`], or several as [`EngineReplicas`].
 pub trait Generator {
     /// γ of the drafter, 0 without one.
     fn draft_len(&self) -> usize;
 
-    /// Ids of the target's vocabulary: those of answers are below.
+    /// Size of the target's vocabulary. Token ids of answers are below it.
     fn vocab_size(&self) -> usize;
 
     /// Queues a request.
     ///
     /// # Errors
-    /// If it cannot be run; what finds that out later says so by [`Event::Failed`].
+    /// Fails if the request cannot be run. Errors found later are reported by [`Event::Failed`].
     fn submit(&mut self, request: Request) -> Result<RequestId, EngineError>;
 
     /// Whether nothing is queued or running.
     fn is_idle(&self) -> bool;
 
-    /// Takes a step, or waits for one that is taken: what it brought, in no order among sequences.
+    /// Runs a step, or waits for a replica's step, and returns its events. The order among
+    /// sequences is arbitrary.
     fn step(&mut self) -> Vec<Event>;
 
-    /// Where the time went so far.
+    /// Wall-clock time of the parts of all steps so far.
     fn times(&self) -> StepTimes;
 
-    /// Engines that take requests.
+    /// Number of engines.
     fn engines(&self) -> usize {
         1
     }
@@ -64,25 +66,25 @@ impl<T: Target, P: Proposer> Generator for Engine<T, P> {
     }
 }
 
-/// Engines that take their requests from one queue, each on a thread of its own with its share of the cores. What is submitted waits for the next
-/// step, as it does with one engine. As far as a row does not depend on those that it is computed with, an answer does not depend on the engine that
-/// gives it either.
+/// Engines that share one request queue, each on its own thread with a share of the cores.
+/// Submitted requests wait for the next step, as with one engine. An answer is independent of its
+/// engine if the model's rows do not depend on the batch.
 pub struct EngineReplicas {
     draft_len: usize,
     vocab_size: usize,
-    /// What was submitted since the last step.
+    /// Requests submitted since the last step.
     submitted: Vec<(RequestId, Request)>,
     queue: Arc<Queue>,
     reports: Receiver<Report>,
     threads: Vec<JoinHandle<()>>,
-    /// By lane.
+    /// Times of each lane.
     times: Vec<StepTimes>,
     next_ticket: u64,
-    /// Requests that are queued or running.
+    /// Number of queued or running requests.
     open: usize,
 }
 
-/// What no engine has taken yet.
+/// Requests that no engine has taken yet.
 #[derive(Default)]
 struct Queue {
     state: Mutex<Queued>,
@@ -92,31 +94,32 @@ struct Queue {
 #[derive(Default)]
 struct Queued {
     requests: VecDeque<(RequestId, Request)>,
-    /// Whether the engines are to end, whatever they are at.
+    /// Whether the engines must stop, even with requests running.
     closed: bool,
 }
 
-/// What became of a lane's step.
+/// The result of one step of a lane.
 struct Report {
     lane: usize,
-    /// An engine's panic ends the lane.
+    /// Events and times, or the engine's panic, which ends the lane.
     outcome: thread::Result<(Vec<Event>, StepTimes)>,
 }
 
 impl Queue {
     fn lock(&self) -> MutexGuard<'_, Queued> {
-        // Nothing that holds it can panic halfway.
+        // No code that holds the lock can leave the queue in an invalid state.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Has all engines end.
+    /// Makes all engines stop.
     fn close(&self) {
         self.lock().closed = true;
         self.changed.notify_all();
     }
 
-    /// Requests for an engine that has room for `room`, one of `lanes`: its share of what waits, at least one. Where it has nothing else to do it waits
-    /// for some. None where it is to end.
+    /// Takes requests for one of `lanes` engines, which has `room` free slots. It takes its share
+    /// of the queue, at least one request if there are any. An idle engine blocks until there are
+    /// requests. None if the engine must stop.
     fn take(&self, room: usize, lanes: usize, is_idle: bool) -> Option<Vec<(RequestId, Request)>> {
         let waits = |queued: &mut Queued| is_idle && !queued.closed && queued.requests.is_empty();
         let mut queued = self.changed.wait_while(self.lock(), waits).unwrap_or_else(PoisonError::into_inner);
@@ -128,13 +131,14 @@ impl Queue {
     }
 }
 
-/// What each of so many lanes gets of a whole: as much as another, or one more.
+/// Splits `whole` into `lanes` parts that differ by at most 1.
 pub fn shares(whole: usize, lanes: usize) -> Vec<usize> {
     (0..lanes).map(|lane| whole / lanes + usize::from(lane < whole % lanes)).collect()
 }
 
 impl EngineReplicas {
-    /// Sets the engines to work, which share so many threads of libtorch's; each has one at least.
+    /// Starts one thread per engine. The engines share `threads` libtorch threads; each has at
+    /// least one.
     pub fn new<T, P>(engines: Vec<Engine<T, P>>, threads: usize) -> Self
     where
         T: Target + Send + 'static,
@@ -181,7 +185,8 @@ impl Generator for EngineReplicas {
     }
 
     /// # Panics
-    /// As an engine does. The others end too, and it panics again when all that they have reported was handed out.
+    /// Panics if an engine panicked. The other engines stop, and further calls panic once their
+    /// remaining reports are returned.
     fn step(&mut self) -> Vec<Event> {
         if self.is_idle() {
             return vec![];
@@ -190,7 +195,8 @@ impl Generator for EngineReplicas {
             self.queue.lock().requests.extend(self.submitted.drain(..));
             self.queue.changed.notify_all();
         }
-        // Engines end when one has panicked, and not before: whoever goes on after that is told so, not left waiting.
+        // The channel closes only after a panic has stopped the engines. Later calls then panic
+        // instead of waiting forever.
         let Ok(Report { lane, outcome }) = self.reports.recv() else { panic!("the engines have ended") };
         let (events, times) = outcome.unwrap_or_else(|panic| {
             self.queue.close();
@@ -201,7 +207,7 @@ impl Generator for EngineReplicas {
         events
     }
 
-    /// Means over the engines, without the time in which one has nothing to do; steps are those of all.
+    /// Mean times over the engines, without idle time; `steps` is the sum.
     fn times(&self) -> StepTimes {
         let lanes = self.times.len().max(1) as u32;
         let mean = |part: fn(&StepTimes) -> Duration| self.times.iter().map(part).sum::<Duration>() / lanes;
@@ -222,23 +228,23 @@ impl Drop for EngineReplicas {
     fn drop(&mut self) {
         self.queue.close();
         for thread in self.threads.drain(..) {
-            // What an engine panicked with was reported.
+            // The engine's panic was reported already.
             let _ = thread.join();
         }
     }
 }
 
-/// One of several engines, on its thread.
+/// One of several engines, with the state of its thread.
 struct Lane<T, P> {
     lane: usize,
     lanes: usize,
     engine: Engine<T, P>,
-    /// Tickets of all lanes by the engine's own.
+    /// Ticket of [`EngineReplicas`] for each ticket of this engine.
     tickets: HashMap<RequestId, RequestId>,
 }
 
 impl<T: Target, P: Proposer> Lane<T, P> {
-    /// Works until it is to end, or nobody listens.
+    /// Runs steps until the queue is closed, the receiver is gone or the engine panics.
     fn run(mut self, queue: &Queue, reports: &Sender<Report>) {
         let lane = self.lane;
         loop {
@@ -266,7 +272,7 @@ impl<T: Target, P: Proposer> Lane<T, P> {
         events
     }
 
-    /// The event under the ticket that its request was given first.
+    /// Replaces the engine's own ticket by the ticket that the caller was given.
     fn renamed(&mut self, event: Event) -> Option<Event> {
         Some(match event {
             Event::Tokens(own, tokens) => Event::Tokens(*self.tickets.get(&own)?, tokens),

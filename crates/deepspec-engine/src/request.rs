@@ -1,4 +1,4 @@
-//! What goes into the engine and what comes out of it.
+//! Requests to the engine, and its events, completions and errors.
 
 use std::fmt;
 use std::time::Duration;
@@ -10,7 +10,7 @@ use crate::Sampling;
 /// One sequence to generate.
 #[derive(Debug, Clone)]
 pub struct Request {
-    /// Names the sequence's randomness: with the sampling seed it decides every draw.
+    /// Name of the sequence. Together with the sampling seed it determines every random draw.
     pub id: String,
     /// Prompt token ids, not empty.
     pub prompt: Vec<i64>,
@@ -18,11 +18,11 @@ pub struct Request {
     pub sampling: Sampling,
     /// Limit of generated tokens, at least 1.
     pub max_new_tokens: usize,
-    /// Tokens that end the sequence; the one that does is part of the output.
+    /// Tokens that end the sequence; the output includes the stop token.
     pub stop_ids: Vec<i64>,
 }
 
-/// Why a request cannot be taken, or cannot be finished.
+/// Why the engine refuses a request or cannot finish it.
 #[derive(Debug, Clone, thiserror::Error, PartialEq, Eq)]
 pub enum EngineError {
     /// A logit is NaN or infinite.
@@ -30,7 +30,7 @@ pub enum EngineError {
         "the target computed logits that are not finite; its weights are damaged or overflow this precision"
     )]
     NotFinite,
-    /// There is nothing to continue.
+    /// The prompt has no tokens.
     #[error("the prompt is empty")]
     EmptyPrompt,
     /// Zero tokens were asked for.
@@ -45,10 +45,10 @@ pub enum EngineError {
         prompt: usize,
         /// Requested limit.
         max_new_tokens: usize,
-        /// Tokens a slot can hold.
+        /// Tokens that fit into a slot.
         context: usize,
     },
-    /// Prompt and answer exceed the memory that all sequences have together.
+    /// Prompt and answer exceed the memory of all KV caches.
     #[error(
         "the keys and values of {tokens} tokens of prompt and answer take {} MB, but there are {} MB for those of all sequences; shorten the prompt or ask for fewer tokens",
         bytes.div_ceil(1 << 20), memory >> 20
@@ -56,9 +56,9 @@ pub enum EngineError {
     TooLarge {
         /// Tokens of the prompt, the answer and a drafted block.
         tokens: usize,
-        /// Bytes that their history takes.
+        /// Bytes of their KV cache.
         bytes: u64,
-        /// Bytes that there are.
+        /// Bytes available.
         memory: u64,
     },
     /// Memory ran out while the sequence was running.
@@ -66,9 +66,9 @@ pub enum EngineError {
         "the memory ran out at a sequence of {tokens} tokens; ask again, or lower the number of slots ({words})"
     )]
     OutOfMemory {
-        /// Tokens of its prompt and its answer so far.
+        /// Tokens of the prompt and of the answer so far.
         tokens: usize,
-        /// The allocator's own words, one line of them.
+        /// The first line of the allocator's message.
         words: String,
     },
     /// A token id outside the vocabulary.
@@ -83,7 +83,7 @@ pub enum EngineError {
     },
 }
 
-/// Names a submitted request within one engine.
+/// Identifies a submitted request within one engine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct RequestId(pub(crate) u64);
 
@@ -97,25 +97,25 @@ pub enum Finish {
     Length,
 }
 
-/// One verification.
+/// One verification of a drafted block.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Cycle {
     /// Drafted tokens that were verified, up to an accepted stop token.
     pub proposed: u32,
-    /// Of these, the ones up to the first stop token drafted, whatever became of it: what stands behind it can be part of no
-    /// answer.
+    /// Proposed tokens up to and including the first drafted stop token, accepted or not. Tokens
+    /// after a stop token can be part of no answer.
     pub usable: u32,
     /// Drafted tokens that were accepted.
     pub accepted: u32,
     /// Tokens that the cycle committed.
     pub committed: u32,
-    /// The drafter's confidence logits of the proposed tokens; empty without a confidence head.
+    /// Confidence logits of the proposed tokens; empty without a confidence head.
     pub confidence: Vec<f32>,
 }
 
 impl Cycle {
-    /// The confidence logits of the usable tokens: no drafter learns what stands behind a stop token, so that its confidence
-    /// there says nothing.
+    /// The confidence logits of the usable tokens. Drafters are not trained on tokens after a stop
+    /// token, so their confidence there is meaningless.
     pub fn usable_confidence(&self) -> &[f32] {
         &self.confidence[..self.confidence.len().min(self.usable as usize)]
     }
@@ -130,7 +130,7 @@ pub struct Completion {
     pub tokens: Vec<i64>,
     /// Why it ended.
     pub finish: Finish,
-    /// Its verifications, none when the first token already was a stop token.
+    /// Its verification cycles; empty if the first token already was a stop token.
     pub cycles: Vec<Cycle>,
 }
 
@@ -141,25 +141,27 @@ pub enum Event {
     Tokens(RequestId, Vec<i64>),
     /// A sequence ended; its tokens were reported before.
     Done(RequestId, Completion),
-    /// A sequence cannot go on: [`EngineError::NotFinite`] or [`EngineError::OutOfMemory`]. The others do.
+    /// A sequence failed with [`EngineError::NotFinite`] or [`EngineError::OutOfMemory`]. Other
+    /// sequences continue.
     Failed(RequestId, EngineError),
 }
 
-/// How the drafter chooses tokens. Answers follow the target's law either way; how much is accepted differs at temperatures above 0.
+/// How the drafter chooses tokens. Answers follow the target's distribution either way, but the
+/// acceptance rate differs at temperatures above 0.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum DraftSampling {
-    /// Drawn from its distribution q as the sequence is sampled: a token is accepted with probability Σ min(p, q). vLLM's
-    /// `draft_sample_method: probabilistic`.
+    /// Samples the drafter's distribution q with the sequence's settings. A token is accepted with
+    /// probability Σ min(p, q). vLLM calls this `draft_sample_method: probabilistic`.
     #[default]
     Probabilistic,
-    /// The likeliest token: it is accepted with the target's probability of it, p(argmax q). llama.cpp's rule, and vLLM's unless told
-    /// otherwise.
+    /// Takes the drafter's argmax, which is accepted with the target's probability p(argmax q).
+    /// This is the rule of llama.cpp and the default of vLLM.
     Greedy,
 }
 
 impl DraftSampling {
-    /// The rule that this is not.
+    /// The other rule.
     pub fn other(self) -> Self {
         match self {
             Self::Probabilistic => Self::Greedy,
@@ -184,23 +186,24 @@ pub struct EngineOptions {
     pub slots: usize,
     /// Tokens (prompt and answer) that one slot may hold.
     pub context: usize,
-    /// Verifies at most this many drafted tokens per cycle.
+    /// Maximum number of drafted tokens to verify per cycle.
     pub max_draft_tokens: Option<usize>,
     /// How drafted tokens are chosen.
     pub draft_sampling: DraftSampling,
-    /// Runs one more cycle when exactly `max_new_tokens` are out, as the reference's loop does and counts.
+    /// Runs one more cycle when exactly `max_new_tokens` are generated, as the reference's loop
+    /// does and counts.
     pub counts_overrun: bool,
 }
 
-/// Where wall-clock time went.
+/// Wall-clock time of the parts of a step.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct StepTimes {
-    /// Drafting.
+    /// Time of drafting.
     pub draft: Duration,
-    /// The target's forwards, verification and the wait for its results.
+    /// Time of the target's forwards, of verification and of waiting for its results.
     pub verify: Duration,
-    /// Everything on the host.
+    /// Time of everything on the host.
     pub host: Duration,
-    /// Steps taken.
+    /// Number of steps.
     pub steps: u64,
 }

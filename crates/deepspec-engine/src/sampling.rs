@@ -1,16 +1,16 @@
-//! From logits to distributions and from distributions to tokens.
+//! Sampling: logits to distributions, and distributions to tokens.
 
 use deepspec_ops::{argmax, sample};
 use serde::{Deserialize, Serialize};
 use tch::{Device, Kind, Tensor};
 
-/// Below this temperature a distribution is the one-hot at its argmax.
+/// Below this temperature a distribution is one-hot at its argmax.
 const GREEDY_BELOW: f64 = 1e-5;
 
-/// How one sequence is sampled. Filters apply in the order temperature, top-k, top-p, min-p.
+/// Sampling settings of one sequence. They apply in the order temperature, top-k, top-p, min-p.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Sampling {
-    /// Divides the logits; below 1e-5 the largest logit wins.
+    /// Divides the logits; below 1e-5 sampling is greedy.
     pub temperature: f64,
     /// Keeps the smallest set of most likely tokens whose mass reaches this; 1 keeps all.
     pub top_p: f64,
@@ -28,12 +28,13 @@ impl Sampling {
         Self { temperature, top_p: 1.0, top_k: 0, min_p: 0.0, seed }
     }
 
-    /// Whether the largest logit always wins.
+    /// Whether sampling takes the argmax.
     pub fn is_greedy(&self) -> bool {
         self.temperature < GREEDY_BELOW
     }
 
-    /// Temperature, whether greedy, and the filters' settings: what filters nothing where they do not apply.
+    /// `[temperature, greedy flag, top_k, top_p, min_p]`. A setting that does not apply gets a
+    /// value that filters nothing.
     pub(crate) fn numbers(&self) -> [f64; NUMBERS] {
         let temperature = if self.is_greedy() { 1.0 } else { self.temperature };
         let greedy = f64::from(u8::from(self.is_greedy()));
@@ -57,11 +58,11 @@ impl Sampling {
     }
 }
 
-/// Up to so many most likely tokens are picked out; beyond, and without top-k, the whole vocabulary is sorted. Which of several tokens of one
-/// probability stands at rank k is libtorch's choice either way.
+/// Up to this top-k, `topk` selects the most likely tokens. Above it, and without top-k, the whole
+/// vocabulary is sorted. libtorch chooses the order of equal probabilities either way.
 const PICKED: usize = 1024;
 
-/// Numbers that stand for one sequence's settings on the device; see [`Sampling::numbers`].
+/// Length of one sequence's settings on the device; see [`Sampling::numbers`].
 pub const NUMBERS: usize = 5;
 
 /// Sampling settings of S sequences as tensors.
@@ -78,12 +79,12 @@ impl SamplingBatch {
         Self { rows, numbers }
     }
 
-    /// The same with the settings' [`Sampling::numbers`] on the device already: `[S·NUMBERS]` float64.
+    /// A batch whose [`Sampling::numbers`] are on the device already: `[S·NUMBERS]` float64.
     pub(crate) fn with(rows: Vec<Sampling>, numbers: &Tensor) -> Self {
         Self { rows, numbers: numbers.view([-1, NUMBERS as i64]) }
     }
 
-    /// The same sequences where the largest logit wins in every row.
+    /// A copy of the batch with greedy sampling in every row.
     pub(crate) fn greedy(&self) -> Self {
         let rows = self.rows.iter().map(|row| Sampling { temperature: 0.0, ..*row }).collect();
         Self { rows, numbers: self.numbers.shallow_clone() }
@@ -99,13 +100,14 @@ impl SamplingBatch {
         self.rows.is_empty()
     }
 
-    /// Whether the largest logit wins in every row.
+    /// Whether every row is greedy.
     pub(crate) fn is_greedy(&self) -> bool {
         self.rows.iter().all(Sampling::is_greedy)
     }
 
-    /// The settings with row `i` taken `repeats[i]` times, for logits with several rows per sequence; `index` is the same in numbers,
-    /// `[Σ repeats]` int64, and may be left out where all are greedy.
+    /// Repeats row `i` of the settings `repeats[i]` times, for logits with several rows per
+    /// sequence. `index`, `[Σ repeats]` int64, is the source row of each result row. It may be None
+    /// if all rows are greedy.
     pub(crate) fn repeated(&self, repeats: &[usize], index: Option<&Tensor>) -> Self {
         let rows = self.rows.iter().zip(repeats).flat_map(|(row, &n)| std::iter::repeat_n(*row, n)).collect();
         let numbers =
@@ -113,12 +115,12 @@ impl SamplingBatch {
         Self { rows, numbers }
     }
 
-    /// One number of every row, `[S, 1]` float32.
+    /// Column `number` of the settings, `[S, 1]` float32.
     fn column(&self, number: i64) -> Tensor {
         self.numbers.narrow(1, number, 1).to_kind(Kind::Float)
     }
 
-    /// The distributions that tokens are drawn from: float32 `[S, V]` from logits `[S, V]`.
+    /// Sampling distributions of the logits: float32 `[S, V]` from `[S, V]`.
     pub fn distributions(&self, logits: &Tensor) -> Tensor {
         if self.is_greedy() {
             return one_hot(&argmax(logits), logits.size()[1]);
@@ -133,8 +135,8 @@ impl SamplingBatch {
         probs
     }
 
-    /// A token `[S]` of each of the [`Self::distributions`] `[S, V]` of logits `[S, V]`, by `uniforms [S]` as [`draw`] takes them; and the
-    /// distributions, where they are not all sure of their token.
+    /// Samples one token per row, `[S]`, of logits `[S, V]`; [`sample`] explains `uniforms [S]`. Also
+    /// returns the [`Self::distributions`] `[S, V]`, or None if every row is greedy.
     pub fn sample(&self, logits: &Tensor, uniforms: &Tensor) -> (Tensor, Option<Tensor>) {
         if self.is_greedy() {
             return (argmax(logits), None);
@@ -143,7 +145,8 @@ impl SamplingBatch {
         (sample(&distributions, uniforms), Some(distributions))
     }
 
-    /// Applies top-k, top-p and min-p row by row and renormalises. What becomes of a row does not depend on the others.
+    /// Applies top-k, top-p and min-p row by row and renormalises. A row's result does not depend
+    /// on other rows.
     fn filtered(&self, probs: &Tensor) -> Tensor {
         let most = (PICKED as i64).min(probs.size()[1]);
         let [top_k, top_p, min_p] = [2, 3, 4].map(|number| self.column(number));
@@ -161,13 +164,15 @@ impl SamplingBatch {
         filtered
     }
 
-    /// What the filters leave of `probs`, given the most likely tokens of each row, the likeliest first, and where they stand.
+    /// Filters and renormalises `probs`. `sorted` are the most likely probabilities of each row in
+    /// descending order, and `order` are their token ids.
     fn kept(&self, probs: &Tensor, (sorted, order): &(Tensor, Tensor)) -> Tensor {
         let [top_k, top_p, min_p] = [2, 3, 4].map(|number| self.column(number));
         let rank = Tensor::arange(sorted.size()[1], (Kind::Float, probs.device())).unsqueeze(0);
         let kept = sorted * rank.lt_tensor(&top_k).to_kind(Kind::Float);
         let mass = mass_of(&kept);
-        // A token stays while the mass before it, within the top-k set, is short of top-p; the first always stays.
+        // A token stays if the mass before it, within the top-k set, is below top-p. The first
+        // token always stays.
         let before = kept.cumsum(-1, Kind::Float) - &kept;
         let within = before.lt_tensor(&(&top_p * mass)).logical_or(&top_p.ge(1.0));
         let likely = sorted.ge_tensor(&(min_p * sorted.narrow(1, 0, 1)));
@@ -178,14 +183,14 @@ impl SamplingBatch {
     }
 }
 
-/// The sum of each row, `[S, 1]` float32 of `[S, k]`: one addition after the other, because what libtorch sums side by side hangs on the number of rows and
-/// of threads.
+/// Sum of each row of `[S, k]`: `[S, 1]` float32. It adds sequentially, because libtorch's parallel
+/// sum depends on the numbers of rows and threads.
 fn mass_of(weights: &Tensor) -> Tensor {
     let sums = weights.cumsum(-1, Kind::Double);
     sums.narrow(1, sums.size()[1] - 1, 1).to_kind(Kind::Float)
 }
 
-/// Float32 distributions `[.., V]` that are sure of a token `[..]` each, of a vocabulary of V.
+/// One-hot float32 distributions `[.., V]` of tokens `[..]` over a vocabulary of V.
 pub(crate) fn one_hot(tokens: &Tensor, vocab: i64) -> Tensor {
     let size = [tokens.size().as_slice(), &[vocab]].concat();
     Tensor::zeros(size, (Kind::Float, tokens.device())).scatter_value_(-1, &tokens.unsqueeze(-1), 1.0)
@@ -263,7 +268,8 @@ mod tests {
         }
     }
 
-    /// Bit for bit, though the rows of one slot of many blocks lie apart, and that of a single block does not.
+    /// Results are equal bit for bit, although one position of many blocks is not contiguous and
+    /// one of a single block is.
     #[test]
     fn a_distribution_does_not_depend_on_the_number_of_blocks() {
         let logits =

@@ -1,17 +1,19 @@
-//! The reference's counting rules: what makes accepted lengths comparable.
+//! Counts of drafted and accepted tokens by the reference's rules, so that accepted lengths are
+//! comparable.
 
 use serde::{Deserialize, Serialize};
 
 use crate::{Completion, Cycle};
 
-/// Counts over cycles. Ratios are computed from them, never stored instead of them.
+/// Counts over verification cycles. Ratios are computed from the counts and never stored.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Tally {
     /// Finished sequences.
     pub samples: u64,
     /// Verification cycles.
     pub cycles: u64,
-    /// Tokens committed by cycles: accepted drafts plus one, without the one when a stop token among them ended the sequence.
+    /// Tokens that cycles committed: the accepted drafts plus one bonus token. There is no bonus
+    /// token if an accepted stop token ended the sequence.
     pub committed: u64,
     /// Drafted tokens that were verified.
     pub proposed: u64,
@@ -86,7 +88,7 @@ impl Tally {
         }
     }
 
-    /// τ: tokens committed per cycle, the bonus counted. None without cycles.
+    /// τ: tokens committed per cycle, including the bonus token. None without cycles.
     pub fn accepted_length(&self) -> Option<f64> {
         ratio(self.committed, self.cycles)
     }
@@ -101,12 +103,12 @@ impl Tally {
         ratio(self.proposed - self.accepted, self.proposed)
     }
 
-    /// Fraction of blocks longer than k that accepted position k (0-based), whatever happened before it.
+    /// Fraction of blocks longer than k that accepted position k (0-based), over all such blocks.
     pub fn rates(&self) -> Vec<Option<f64>> {
         self.accepted_at.iter().zip(&self.proposed_at).map(|(&n, &d)| ratio(n, d)).collect()
     }
 
-    /// As [`Tally::rates`], among the blocks whose earlier positions were all accepted.
+    /// Like [`Tally::rates`], but only over blocks that accepted all earlier positions.
     pub fn conditional_rates(&self) -> Vec<Option<f64>> {
         self.accepted_at.iter().zip(&self.reached_at).map(|(&n, &d)| ratio(n, d)).collect()
     }

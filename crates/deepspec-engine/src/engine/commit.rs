@@ -1,4 +1,5 @@
-//! What a step leaves behind: answers grow or end, histories are cut to what was committed.
+//! The end of a step: appends tokens to answers, finishes sequences and cuts KV caches to the
+//! committed tokens.
 
 use deepspec_ops::{copied_runs, runs};
 use tch::Tensor;
@@ -7,12 +8,12 @@ use super::{Engine, Step};
 use crate::outcome::VerifyOutcome;
 use crate::{Context, Cycle, EngineError, Event, Finish, ModelOutput, Proposer, Target};
 
-/// What becomes of a slot.
+/// The result of a step for one slot.
 pub(super) struct SlotUpdate {
     slot: usize,
     tokens: Vec<i64>,
     cycle: Option<Cycle>,
-    /// Rows of the forward that stay in its history.
+    /// Rows of the forward that stay in the slot's KV cache.
     rows: usize,
     end: End,
 }
@@ -23,17 +24,17 @@ enum End {
     NotFinite,
 }
 
-/// Rows of a step's forward that were committed: those of one slot, side by side.
+/// Committed rows of one slot in a step's forward, which are contiguous.
 struct Kept {
     slot: usize,
     first: i64,
     count: i64,
-    /// Its place among the step's chunks.
+    /// Index of the slot among the step's chunks.
     chunk: i64,
 }
 
 impl<T: Target, P: Proposer> Engine<T, P> {
-    /// What the target's word means for every slot.
+    /// Computes the update of every slot from the verification's result.
     pub(super) fn fates(&self, step: &Step, outcome: &VerifyOutcome) -> Vec<SlotUpdate> {
         let overrun = self.options.counts_overrun && self.proposer.is_some();
         let mut fates = Vec::with_capacity(step.chunks.len());
@@ -57,8 +58,9 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         fates
     }
 
-    /// States of what is committed for the drafter, of sequences that go on; `tokens` are those that ran, `drawn` those drawn behind the chunks, and
-    /// `states` those of the rows that ran.
+    /// Hidden states of the committed tokens for the drafter, of sequences that continue. `tokens`
+    /// are the tokens that the target ran and `states` their hidden states. `drawn` are the tokens
+    /// drawn after each chunk.
     pub(super) fn news(
         &self,
         step: &Step,
@@ -78,9 +80,10 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         if kept.is_empty() {
             return None;
         }
-        // What waits for the drafter is all that it holds in memory.
+        // Copies the rows, so that only these rows stay in memory until the drafter reads them.
         let rows = |of: &Tensor| copied_runs(of, kept.iter().map(|kept| (kept.first, kept.count)));
-        // What stands behind a row is the row behind it, and behind the last one what was drawn there.
+        // The next token of a row is the token of the following row. For a chunk's last kept row it
+        // is the drawn token.
         let all = Tensor::cat(&[tokens, drawn], 0);
         let behind = |kept: &Kept| [(kept.first + 1, kept.count - 1), (row as i64 + kept.chunk, 1)];
         Some(Context {
@@ -92,7 +95,7 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         })
     }
 
-    /// Commits what was decided.
+    /// Applies the updates to the sequences and returns their events.
     pub(super) fn commit(&mut self, fates: Vec<SlotUpdate>) -> Vec<Event> {
         let mut events = vec![];
         for SlotUpdate { slot, tokens, cycle, rows, end } in fates {

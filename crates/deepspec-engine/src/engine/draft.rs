@@ -1,4 +1,4 @@
-//! What the drafter proposes, and how much of it is verified.
+//! Drafting, and the number of drafted tokens to verify.
 
 use deepspec_cost::planner::StepLoad;
 use deepspec_ops::runs;
@@ -8,8 +8,8 @@ use super::{Engine, PREFILL_TOKENS, StepInputs, to_host};
 use crate::{Context, DraftRequest, DraftSampling, Proposal, Proposer, Target};
 
 impl<T: Target, P: Proposer> Engine<T, P> {
-    /// Blocks for all decoding slots, and how much of each is verified; None without a drafter or anything to draft, and where the planner
-    /// says that drafting does not pay.
+    /// Drafts blocks for all decoding slots and returns how many tokens of each to verify. None if
+    /// there is no drafter or no decoding slot, or if the planner expects no gain from drafting.
     pub(super) fn draft(
         &mut self,
         decoding: &[usize],
@@ -20,7 +20,8 @@ impl<T: Target, P: Proposer> Engine<T, P> {
             return None;
         }
         let load = self.load(decoding);
-        // What waits for the drafter takes memory that nobody planned for: no more of it than a step may take in of prompts.
+        // Hidden states that wait for the drafter take unplanned memory. The limit is the number of
+        // prompt tokens of one step.
         let waiting: usize =
             self.pending.iter().flat_map(|context| &context.chunks).map(|&(_, rows)| rows).sum();
         if !self.planner.drafts(load) && waiting <= PREFILL_TOKENS {
@@ -55,8 +56,9 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         Some((proposal, lens))
     }
 
-    /// Calibrated confidences of the blocks, where the policy reads them: the target runs no more than it says, so that the host has to know
-    /// before. Without a confidence head every token is sure.
+    /// Calibrated confidences of the blocks if the policy reads them. The host needs them before
+    /// the forward, because the target runs only the tokens that the policy selects. Without a
+    /// confidence head every confidence is 1.
     fn confidences(&self, proposal: &Proposal, block: usize) -> Vec<Vec<f64>> {
         if !self.planner.policy().reads_confidence() {
             return vec![];
@@ -70,13 +72,13 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         }
     }
 
-    /// What a step on these slots works on.
+    /// Number of sequences of a step and their mean context length.
     pub(super) fn load(&self, decoding: &[usize]) -> StepLoad {
         let held: usize = self.sequences(decoding).map(|sequence| sequence.held).sum();
         StepLoad { requests: decoding.len(), context: held / decoding.len().max(1) }
     }
 
-    /// Confidence logits `[S, γ]` as probabilities.
+    /// Maps confidence logits `[S, γ]` to probabilities.
     fn calibrated(&self, logits: &Tensor) -> Tensor {
         if self.temperatures.is_empty() {
             return logits.sigmoid();
@@ -90,7 +92,8 @@ impl<T: Target, P: Proposer> Engine<T, P> {
     }
 }
 
-/// What several steps left for the drafter, as if one had: all rows of a slot together, in their order.
+/// Concatenates the hidden states that several steps left for the drafter. The rows of a slot
+/// become contiguous and keep their order.
 fn joined(pending: &[Context]) -> Context {
     let pending: Vec<&Context> = pending.iter().filter(|context| !context.chunks.is_empty()).collect();
     let mut rows: Vec<(usize, i64)> = vec![];

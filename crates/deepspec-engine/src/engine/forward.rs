@@ -1,4 +1,4 @@
-//! What the target runs, and what it says of the blocks.
+//! The target's forward and the verification of the blocks.
 
 use deepspec_ops::{Verification, argmax, runs, verify, verify_greedy};
 use tch::{Kind, Tensor};
@@ -7,13 +7,13 @@ use super::{Engine, Step, StepInputs, to_host};
 use crate::outcome::{VerifyOutcome, padding};
 use crate::{Proposer, Target};
 
-/// Where the rows of a step's blocks lie, on the device.
+/// Index tensors for the rows of a step's blocks, on the device.
 pub(super) struct Lengths {
     /// γ' of each block, `[S]` int64.
     lens: Tensor,
-    /// Where blocks are of several lengths: [`padding`].
+    /// Indices of [`padding`], if the blocks differ in length.
     padding: Option<Tensor>,
-    /// The sequence of every verified row, where settings are asked for.
+    /// Sequence of every verified row, if some sequence is not greedy.
     of_row: Option<Tensor>,
 }
 
@@ -29,7 +29,7 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         Lengths { lens, padding: padding.map(|rows| ruler.pick(rows)), of_row }
     }
 
-    /// The tokens to run: `anchor, drafts…` per decoding slot, then the prompts.
+    /// The tokens to run: `anchor, drafts…` of each decoding slot, then the prompts.
     pub(super) fn feed(&self, step: &Step, numbers: &StepInputs) -> Tensor {
         let prompts = &numbers.prompts;
         if step.decoding.is_empty() {
@@ -48,8 +48,8 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         runs(&blocks.reshape([-1]), (0..).zip(&step.lens).map(|(s, &len)| (s * width, len as i64 + 1)))
     }
 
-    /// Verifies the blocks, draws the prompts' first tokens, and reads everything the host needs in one transfer. Beside that the tokens that were
-    /// drawn behind the chunks, `[S + P]` int64 on the device.
+    /// Verifies the blocks, draws the prompts' first tokens, and copies all results to the host in
+    /// one transfer. Also returns the token drawn after each chunk, `[S + P]` int64 on the device.
     pub(super) fn judge(
         &self,
         step: &Step,
@@ -58,7 +58,8 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         hidden: &Tensor,
     ) -> (VerifyOutcome, Tensor) {
         let (mut parts, mut finite, mut drawn) = (vec![], vec![], vec![]);
-        // A sum is finite where all of its logits are: none comes near what float32 can hold.
+        // The sum of a row is finite if all its logits are, because logits are far below the
+        // float32 limit.
         let rows_finite = |logits: &Tensor| logits.sum_dim_intlist(-1, false, Kind::Float).isfinite();
         if !step.decoding.is_empty() {
             let logits = self.target.logits(&hidden.narrow(0, 0, step.verified() as i64));
@@ -83,7 +84,8 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         (outcome, drawn)
     }
 
-    /// What becomes of all blocks, and their drafted tokens with their confidence logits; `logits [Σ(1+γ'), V]`.
+    /// Verifies all blocks; `logits [Σ(1+γ'), V]`. Also returns the drafted tokens and, if there
+    /// are any, their confidence logits.
     fn verdicts(
         &self,
         step: &Step,
@@ -96,7 +98,7 @@ impl<T: Target, P: Proposer> Engine<T, P> {
             Some(proposal) => proposal.tokens.narrow(1, 0, longest),
             None => Tensor::zeros([sequences, 0], (Kind::Int64, self.target.device())),
         };
-        // Blocks of several lengths, and what the target says behind each of their tokens, side by side.
+        // Pads the rows of ragged blocks to `[S, Γ+1, …]`.
         let by_block = |rows: Tensor| {
             let rows = lengths
                 .padding

@@ -1,12 +1,13 @@
-//! Work that may find no memory.
+//! Catching out-of-memory panics.
 
 use deepspec_core::cli::contain_if;
 
-/// How libtorch's allocators say that there is no memory: on a GPU, cuBLAS for its workspace, and two of them on the CPU.
+/// Parts of out-of-memory messages: the CUDA allocator's, cuBLAS's, and two of libtorch's CPU
+/// allocators.
 const NO_MEMORY: [&str; 4] =
     ["out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory", "no memory for"];
 
-/// Runs work on tensors. Where it finds no memory, the allocator's words; any other panic goes on.
+/// Runs tensor code. Returns the allocator's message if memory ran out; any other panic propagates.
 pub(super) fn guarded<R>(work: impl FnOnce() -> R) -> Result<R, String> {
     contain_if(|words| NO_MEMORY.iter().any(|phrase| words.contains(phrase)), work)
 }

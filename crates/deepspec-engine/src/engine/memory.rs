@@ -1,18 +1,19 @@
-//! What sequences may take, and what happens when the memory runs out all the same.
+//! The memory limit of KV caches, and the recovery when memory runs out nevertheless.
 
 use super::Engine;
 use crate::{EngineError, Event, Proposer, Request, Target};
 
 impl<T: Target, P: Proposer> Engine<T, P> {
-    /// Bytes that the histories of all sequences may take together. A sequence starts when what it may come to take is there, and
-    /// one that could never start is refused.
+    /// Limits the bytes of all KV caches together. A sequence starts when its maximum size fits
+    /// beside the running ones. A request that could never fit is refused.
     #[must_use]
     pub fn with_memory(mut self, bytes: u64) -> Self {
         self.memory = Some(bytes);
         self
     }
 
-    /// Tokens that a request may come to hold: prompt, answer, and a block behind it; and the bytes that they take.
+    /// Maximum tokens of a request (prompt, answer and one drafted block), and the bytes of their
+    /// KV caches.
     pub(super) fn need(&self, request: &Request) -> (usize, u64) {
         let block = self.proposer.as_ref().map_or(0, Proposer::draft_len);
         let tokens = request.prompt.len().saturating_add(request.max_new_tokens).saturating_add(block);
@@ -20,14 +21,15 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         (tokens, self.target.history_bytes(tokens).saturating_add(drafter))
     }
 
-    /// Whether a sequence of so many bytes can start.
+    /// Whether a sequence of `bytes` can start now.
     pub(super) fn has_room(&self, bytes: u64) -> bool {
         let taken: u64 = self.slots.iter().flatten().map(|sequence| sequence.bytes).sum();
         self.memory.is_none_or(|memory| taken.saturating_add(bytes) <= memory)
     }
 
-    /// Brings all histories back to where they were before a step that found no memory, and gives up the sequence whose end frees
-    /// most: the longest prompt among those that were to be run, else the longest sequence.
+    /// Rolls all KV caches back to their state before a step that ran out of memory. Then ends the
+    /// sequence that frees the most memory. This is the longest prompt that was to be run, else the
+    /// longest sequence.
     pub(super) fn give_up_one(&mut self, words: &str) -> Option<Event> {
         for slot in 0..self.slots.len() {
             let Some((held, seen)) = self.slots[slot].as_ref().map(|s| (s.held, s.seen)) else { continue };
@@ -48,7 +50,8 @@ impl<T: Target, P: Proposer> Engine<T, P> {
     }
 }
 
-/// The allocator's own words without what the panic puts around them, which escapes line ends, and without the stack below them.
+/// The allocator's message without the panic's wrapping, which escapes line ends, and without the
+/// stack trace.
 fn first_line(words: &str) -> String {
     let own = words.split_once("Torch(\"").map_or(words, |(_, own)| own);
     let end = own.find("\\n").or_else(|| own.find('\n')).unwrap_or(own.len());

@@ -1,4 +1,4 @@
-//! The loop: admit, propose, forward, verify, commit.
+//! The engine's loop: admit, propose, forward, verify, commit.
 
 mod commit;
 mod draft;
@@ -24,7 +24,7 @@ use crate::{
 use sequence::Sequence;
 use step_inputs::{DeviceState, StepInputs};
 
-/// Prompt tokens that one step takes in, unless a single prompt is longer.
+/// Prompt tokens that one step runs at most, unless a single prompt is longer.
 const PREFILL_TOKENS: usize = 8192;
 
 /// A batched generation engine over one target and at most one drafter.
@@ -35,34 +35,35 @@ pub struct Engine<T, P> {
     slots: Vec<Option<Sequence>>,
     queue: VecDeque<(RequestId, Request)>,
     next_ticket: u64,
-    /// States of committed tokens that the drafter has not seen, by the steps that committed them.
+    /// Hidden states of committed tokens that the drafter has not read, one entry per step.
     pending: Vec<Context>,
-    /// What the device has of the step before.
+    /// Tensors of earlier steps that stay on the device.
     resident: DeviceState,
-    /// Says when to draft, and how much of it to verify.
+    /// Decides when to draft and how many drafted tokens to verify.
     planner: Planner,
     times: StepTimes,
-    /// Cycles since the start, of sequences that are not finished too.
+    /// Counts of all cycles since the start, including those of unfinished sequences.
     counts: Tally,
-    /// Whether drafting is waited for before the target runs, so that times are told apart on a GPU too.
+    /// Whether to synchronise after drafting, so that the times of drafting and verification are
+    /// separate on a GPU.
     exact_times: bool,
-    /// Divide the confidence logits, position by position; empty leaves them.
+    /// Divisors of the confidence logits, one per position. Empty leaves the logits unchanged.
     temperatures: Vec<f64>,
-    /// Bytes that the histories of all sequences may take; None where nobody said.
+    /// Byte limit of all KV caches; None without a limit.
     memory: Option<u64>,
 }
 
-/// One turn of the loop: the slots that take part, and with what.
+/// One iteration of the loop: the slots that take part and the tokens they run.
 struct Step {
     /// Slots whose blocks are verified.
     decoding: Vec<usize>,
     /// Slots whose prompts are run.
     prefilling: Vec<usize>,
-    /// Blocks of the decoding slots; None where each is its anchor alone.
+    /// Blocks of the decoding slots; None if each slot runs only its anchor.
     proposal: Option<Proposal>,
     /// γ' of each decoding slot.
     lens: Vec<usize>,
-    /// Slots and how many tokens of each are run, the decoding ones first.
+    /// (slot, number of tokens to run), the decoding slots first.
     chunks: Vec<(usize, usize)>,
 }
 
@@ -72,12 +73,12 @@ impl Step {
         self.lens.iter().map(|len| len + 1).sum()
     }
 
-    /// Γ, the most tokens that are verified of a block.
+    /// Γ, the largest number of drafted tokens verified in a block.
     fn longest(&self) -> usize {
         self.lens.iter().copied().max().unwrap_or(0)
     }
 
-    /// The last row of each prompt.
+    /// Index of the last row of each prompt.
     fn prompt_ends(&self) -> impl Iterator<Item = i64> {
         self.chunks[self.decoding.len()..].iter().scan(self.verified(), |end, &(_, len)| {
             *end += len;
@@ -87,7 +88,7 @@ impl Step {
 }
 
 impl<T: Target, P: Proposer> Engine<T, P> {
-    /// An engine with all slots empty. Target and drafter must hold at least `options.slots` sequences.
+    /// An engine with empty slots. Target and drafter must have room for `options.slots` sequences.
     pub fn new(target: T, proposer: Option<P>, options: EngineOptions) -> Self {
         let slots = (0..options.slots.max(1)).map(|_| None).collect();
         let device = target.device();
@@ -109,23 +110,24 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         }
     }
 
-    /// Divides the drafter's confidence logits by one temperature per position of a block, as a calibration found them;
-    /// positions past the last one keep theirs.
+    /// Divides the drafter's confidence logits by one calibrated temperature per position of a
+    /// block. Positions past the last temperature keep their logits.
     #[must_use]
     pub fn with_temperatures(mut self, temperatures: Vec<f64>) -> Self {
         self.temperatures = temperatures;
         self
     }
 
-    /// Waits for every block before the target runs: a GPU's time of drafting is otherwise counted as verification's. It costs speed.
+    /// Synchronises after drafting, because a GPU's drafting time is otherwise counted as
+    /// verification. This costs speed.
     #[must_use]
     pub fn with_exact_times(mut self) -> Self {
         self.exact_times = true;
         self
     }
 
-    /// Has the planner say when to draft and how much of each block to verify; without it whole blocks are. One that never drafts lets the
-    /// drafter go.
+    /// Lets the planner decide when to draft and how many tokens of each block to verify. Without a
+    /// planner whole blocks are verified. A planner that never drafts drops the drafter.
     #[must_use]
     pub fn with_planner(mut self, planner: Planner) -> Self {
         if planner.policy() == Policy::Plain {
@@ -138,7 +140,7 @@ impl<T: Target, P: Proposer> Engine<T, P> {
     /// Queues a request.
     ///
     /// # Errors
-    /// If the request cannot be run; see [`EngineError`].
+    /// Fails if the request cannot be run; see [`EngineError`].
     pub fn submit(&mut self, request: Request) -> Result<RequestId, EngineError> {
         let (prompt, max_new_tokens, context) =
             (request.prompt.len(), request.max_new_tokens, self.options.context);
@@ -165,7 +167,7 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         Ok(ticket)
     }
 
-    /// Drops a queued or running sequence; nothing more is reported of it.
+    /// Drops a queued or running sequence; no further events report it.
     pub fn cancel(&mut self, ticket: RequestId) {
         self.queue.retain(|(queued, _)| *queued != ticket);
         let holds = |slot: &Option<Sequence>| slot.as_ref().is_some_and(|s| s.ticket == ticket);
@@ -179,7 +181,7 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         self.queue.is_empty() && self.slots.iter().all(Option::is_none)
     }
 
-    /// Sequences that it decodes at once.
+    /// Number of sequences decoded at once.
     pub fn slots(&self) -> usize {
         self.slots.len()
     }
@@ -189,23 +191,24 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         self.queue.len()
     }
 
-    /// Where the time went so far.
+    /// Wall-clock time of the parts of all steps so far.
     pub fn times(&self) -> StepTimes {
         self.times
     }
 
-    /// Cycles since the start, of sequences that are not finished too; samples and output tokens are not counted.
+    /// Counts of all cycles since the start, including those of unfinished sequences. Samples and
+    /// output tokens are not counted.
     pub fn counts(&self) -> &Tally {
         &self.counts
     }
 
-    /// γ of the drafter, 0 without one.
+    /// γ of the drafter, at most `max_draft_tokens`; 0 without a drafter.
     pub fn draft_len(&self) -> usize {
         let block = self.proposer.as_ref().map_or(0, Proposer::draft_len);
         self.options.max_draft_tokens.map_or(block, |limit| block.min(limit))
     }
 
-    /// Ids of the target's vocabulary: those of answers are below.
+    /// Size of the target's vocabulary. Token ids of answers are below it.
     pub fn vocab_size(&self) -> usize {
         self.target.vocab_size()
     }
@@ -213,7 +216,8 @@ impl<T: Target, P: Proposer> Engine<T, P> {
     /// Runs all requests to their end and returns the completions in the order of the requests.
     ///
     /// # Errors
-    /// If a request cannot be taken, and nothing is generated then; or if one of them fails, and the others are dropped.
+    /// Fails if a request is refused, before anything is generated. Fails if a request fails, and
+    /// drops the other requests.
     pub fn run(
         &mut self,
         requests: Vec<Request>,
@@ -249,11 +253,11 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         Ok(done.into_iter().map(|(_, completion)| completion).collect())
     }
 
-    /// Advances every running sequence by one cycle. One that cannot go on is said to have failed; where memory ran out, the
-    /// others take the step again without it.
+    /// Advances every running sequence by one cycle. Sequences that cannot continue are reported as
+    /// failed. If memory ran out, the other sequences repeat the step without the failed one.
     pub fn step(&mut self) -> Vec<Event> {
         let _guard = tch::no_grad_guard();
-        // Once: who takes the place of one that had to end for want of memory waits for the next step.
+        // Admits once. A request that takes the slot of an ended sequence waits for the next step.
         self.admit();
         let mut events = vec![];
         while !self.is_idle() {
@@ -271,7 +275,8 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         events
     }
 
-    /// A step, of which nothing but the models' histories is changed before all of its tensors are made.
+    /// Runs one step. Until all its tensors are computed, it changes only the models' KV caches and
+    /// the random number tables.
     fn attempt(&mut self) -> Vec<Event> {
         let started = Instant::now();
         let (decoding, prefilling) = self.occupied();
@@ -318,7 +323,7 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         events
     }
 
-    /// Slots whose prompts have been run, and slots whose prompts wait for it.
+    /// Slots whose prompts have been run, and slots whose prompts have not.
     fn occupied(&self) -> (Vec<usize>, Vec<usize>) {
         let occupied = |slot: &usize| self.slots[*slot].is_some();
         let decodes = |slot: &usize| self.slots[*slot].as_ref().is_some_and(|s| s.anchor.is_some());
@@ -356,7 +361,7 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         }
     }
 
-    /// Ends what a slot has, and all that is kept for it.
+    /// Frees a slot and everything that is cached for it.
     fn vacate(&mut self, slot: usize) -> Option<Sequence> {
         self.forget(slot);
         self.target.truncate(slot, 0);
@@ -366,8 +371,9 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         self.slots[slot].take()
     }
 
-    /// Drops states that a sequence left for the drafter. Where there is no memory to keep the others' apart from them, the drafter
-    /// does without those as well: it guesses worse then, and the answers stay what they are.
+    /// Drops the hidden states of a slot that wait for the drafter. If there is no memory to copy
+    /// the other slots' states, they are dropped too. The drafter then drafts worse, but the
+    /// answers do not change.
     fn forget(&mut self, slot: usize) {
         for context in &mut self.pending {
             context.forget(slot);

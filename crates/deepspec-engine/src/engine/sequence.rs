@@ -1,32 +1,32 @@
-//! A sequence in its slot.
+//! A running sequence.
 
 use deepspec_core::rng::Stream;
 
 use super::uniforms::Uniforms;
 use crate::{Completion, Cycle, Finish, Request, RequestId};
 
-/// A request that is being answered.
+/// A request that is being generated.
 pub struct Sequence {
     pub ticket: RequestId,
     pub request: Request,
-    /// Where its draws come from.
+    /// Source of its random numbers.
     pub stream: Stream,
-    /// Tokens in the target's history.
+    /// Tokens in the target's KV cache.
     pub held: usize,
-    /// Tokens that the drafter has taken in.
+    /// Tokens in the drafter's context.
     pub seen: usize,
-    /// Bytes that its histories may come to take.
+    /// Maximum bytes of its KV caches.
     pub bytes: u64,
     /// Last committed token; None until the prompt has been run.
     pub anchor: Option<i64>,
-    /// Draws of steps to come that are on the device already.
+    /// Random numbers of later steps that are on the device already.
     pub draws: Option<Uniforms>,
     generated: Vec<i64>,
     cycles: Vec<Cycle>,
 }
 
 impl Sequence {
-    /// A sequence of which nothing has been run.
+    /// A sequence whose prompt has not been run.
     pub fn new(ticket: RequestId, request: Request, bytes: u64) -> Self {
         let stream = Stream::new(request.sampling.seed, &request.id);
         Self {
@@ -43,17 +43,17 @@ impl Sequence {
         }
     }
 
-    /// Counts forwards of this sequence, the key of its draws.
+    /// Number of forwards of this sequence, which keys its random numbers.
     pub fn step(&self) -> u64 {
         if self.anchor.is_some() { 1 + self.cycles.len() as u64 } else { 0 }
     }
 
-    /// Keeps what became of a drafted block.
+    /// Records the verification of a drafted block.
     pub fn record(&mut self, cycle: Cycle) {
         self.cycles.push(cycle);
     }
 
-    /// Commits tokens, at least one; those that its answer has room for.
+    /// Commits at least one token, and returns the tokens within the limit of new tokens.
     pub fn commit(&mut self, tokens: &[i64]) -> Vec<i64> {
         let room = self.request.max_new_tokens.saturating_sub(self.generated.len());
         self.generated.extend(tokens);
@@ -61,7 +61,8 @@ impl Sequence {
         tokens.iter().copied().take(room).collect()
     }
 
-    /// Why it ends with these `tokens`, if it does. Where `overrun` counts, an answer that is just full has another cycle.
+    /// Whether and why the sequence ends after `tokens`. With `overrun`, an answer of exactly
+    /// `max_new_tokens` gets another cycle.
     pub fn finish(&self, tokens: &[i64], overrun: bool) -> Option<Finish> {
         let (generated, limit) = (self.generated.len() + tokens.len(), self.request.max_new_tokens);
         let ended = tokens.last().is_some_and(|anchor| self.request.stop_ids.contains(anchor));
@@ -72,12 +73,12 @@ impl Sequence {
         }
     }
 
-    /// Tokens of prompt and answer so far.
+    /// Tokens of the prompt and of the answer so far.
     pub fn len(&self) -> usize {
         self.request.prompt.len() + self.generated.len()
     }
 
-    /// The answer.
+    /// The finished answer, cut to the limit of new tokens.
     pub fn into_completion(mut self, finish: Finish) -> Completion {
         self.generated.truncate(self.request.max_new_tokens);
         Completion { id: self.request.id, tokens: self.generated, finish, cycles: self.cycles }

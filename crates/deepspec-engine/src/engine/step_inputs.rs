@@ -1,4 +1,5 @@
-//! The numbers of a step that are known before anything runs. What follows from the step before is on the device already.
+//! Inputs of a step that are known before any forward. Inputs that the last step computed are on
+//! the device already.
 
 use std::cell::OnceCell;
 
@@ -10,47 +11,48 @@ use super::Engine;
 use super::uniforms::{UniformCounts, UniformSource};
 use crate::{Proposer, Sampling, SamplingBatch, Target};
 
-/// Anchors, draws and settings of the slots that take part in a step.
+/// Anchors, random numbers and sampling settings of the slots that take part in a step.
 pub struct StepInputs {
     /// Last committed tokens of the decoding slots, `[S]` int64.
     pub anchors: Tensor,
-    /// Decide the drafter's draws, `[S, γ]` float64.
+    /// Uniforms for sampling the drafts, `[S, γ]` float64.
     pub draft: Tensor,
-    /// Decide what of the blocks is accepted, `[S, γ]` float64.
+    /// Uniforms for accepting the drafts, `[S, γ]` float64.
     pub accept: Tensor,
-    /// Decide the tokens behind them, `[S]` float64.
+    /// Uniforms for the token after the accepted ones, `[S]` float64.
     pub next: Tensor,
-    /// All prompts, one after the other, int64.
+    /// Tokens of all prompts, concatenated, int64.
     pub prompts: Tensor,
-    /// Decide the prompts' first tokens, `[P]` float64.
+    /// Uniforms for the prompts' first tokens, `[P]` float64.
     pub first: Tensor,
-    /// How the decoding slots are sampled.
+    /// Sampling settings of the decoding slots.
     pub decoding: SamplingBatch,
-    /// How the prompts' first tokens are.
+    /// Sampling settings of the prompts' first tokens.
     pub prefilling: SamplingBatch,
 }
 
-/// What earlier steps left on the device.
+/// Tensors of earlier steps that stay on the device.
 pub struct DeviceState {
-    /// The slots of the last step in the order of its chunks, and the token that it drew behind each of them, `[S + P]` int64.
+    /// Slots of the last step in the order of its chunks, and the token drawn after each chunk, `[S
+    /// + P]` int64.
     pub drawn: Option<(Vec<usize>, Tensor)>,
-    /// What stands for draws where nothing is left to them, `[S, lanes]` float64.
+    /// Constant uniforms for greedy sampling, `[S, lanes]` float64.
     halves: Option<Tensor>,
-    /// Divide the confidence logits, `[γ]` float32, once they were asked for.
+    /// Divisors of the confidence logits, `[γ]` float32, created at first use.
     pub temperatures: OnceCell<Tensor>,
-    /// Which places of rows are cut from.
+    /// An arange on the device, from which index tensors are cut.
     pub ruler: DeviceArange,
 }
 
 impl DeviceState {
-    /// Nothing yet.
+    /// An empty state.
     pub fn new(device: Device) -> Self {
         Self { drawn: None, halves: None, temperatures: OnceCell::new(), ruler: DeviceArange::new(device) }
     }
 }
 
 impl<T: Target, P: Proposer> Engine<T, P> {
-    /// Those of a step.
+    /// The inputs of one step.
     pub(super) fn numbers(&mut self, decoding: &[usize], prefilling: &[usize]) -> StepInputs {
         let settings =
             |slots: &[usize]| self.sequences(slots).map(|s| s.request.sampling).collect::<Vec<_>>();
@@ -86,7 +88,7 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         }
     }
 
-    /// Last committed tokens of these slots, `[S]` int64: what the last step drew behind them.
+    /// Last committed tokens of `slots`, `[S]` int64, from the tokens that the last step drew.
     fn anchors(&self, slots: &[usize]) -> Tensor {
         let drawn = self.resident.drawn.as_ref().and_then(|(all, drawn)| {
             let place = |slot: &usize| all.iter().position(|other| other == slot).map(|at| (at as i64, 1));
@@ -99,7 +101,7 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         })
     }
 
-    /// One-hot distributions are drawn from: any number does.
+    /// Constant uniforms of 0.5. Greedy sampling gives the same token for any uniform.
     fn halves(&mut self, slots: usize, lanes: UniformCounts) -> Tensor {
         let size = [slots as i64, lanes.all() as i64];
         let known = self.resident.halves.take().filter(|known| known.size() == size);
@@ -108,7 +110,7 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         halves
     }
 
-    /// Draws `[S, lanes]` and settings `[S·5]`, float64.
+    /// Uniforms `[S, lanes]` and sampling settings `[S·5]`, float64.
     fn draws(&mut self, slots: &[usize], lanes: UniformCounts) -> (Tensor, Tensor) {
         let device = self.target.device();
         let sequences = slots.iter().filter_map(|&slot| {

@@ -1,4 +1,4 @@
-//! Random numbers of a sequence, sent to the device for many steps at once.
+//! Uniform random numbers of a sequence, copied to the device for many steps at once.
 
 use deepspec_core::rng::{Purpose, Stream};
 use deepspec_ops::Upload;
@@ -6,35 +6,35 @@ use tch::{Device, Tensor};
 
 use crate::Sampling;
 
-/// Steps of a sequence whose draws are sent at once.
+/// Number of steps whose random numbers are copied at once.
 const STEPS: usize = 256;
 
-/// Draws of some steps of a sequence, and how it is sampled.
+/// Random numbers of some steps of a sequence, and its sampling settings.
 pub struct Uniforms {
-    /// The first of the steps.
+    /// First step of the table.
     first: u64,
     /// [`Sampling::numbers`], `[5]` float64.
     settings: Tensor,
-    /// Those of the drafter, of acceptance and of the token behind, `[steps, γ + γ' + 1]` float64.
+    /// Uniforms for drafting, acceptance and the next token, `[steps, γ + γ' + 1]` float64.
     lanes: Tensor,
 }
 
-/// How many draws of each purpose a step of a sequence takes.
+/// Number of uniforms per purpose that a step of a sequence uses.
 #[derive(Clone, Copy)]
 pub struct UniformCounts {
-    /// Those of the drafter.
+    /// Uniforms for drafting.
     pub draft: usize,
-    /// Those that decide what is accepted.
+    /// Uniforms for acceptance.
     pub accept: usize,
 }
 
 impl UniformCounts {
-    /// Draws of a step.
+    /// Uniforms of one step, including one for the next token.
     pub fn all(self) -> usize {
         self.draft + self.accept + 1
     }
 
-    /// Every draw is keyed by its sequence, step, purpose and lane.
+    /// Uniforms of one step. Each is keyed by sequence, step, purpose and lane.
     fn of(self, stream: &Stream, step: u64) -> impl Iterator<Item = f64> {
         let lanes = [(Purpose::Draft, self.draft), (Purpose::Accept, self.accept), (Purpose::Target, 1)];
         let draw = move |purpose, lane| stream.uniform(step, purpose, lane as u64);
@@ -42,18 +42,19 @@ impl UniformCounts {
     }
 }
 
-/// Where the draws of a sequence come from.
+/// Source of a sequence's random numbers.
 pub struct UniformSource<'a> {
-    /// Keyed by the sequence.
+    /// Random stream of the sequence.
     pub stream: &'a Stream,
-    /// How it is sampled.
+    /// Sampling settings of the sequence.
     pub sampling: &'a Sampling,
-    /// Steps that it may take.
+    /// Maximum number of its steps.
     pub steps: usize,
 }
 
 impl UniformSource<'_> {
-    /// The draws of a step, `[1, lanes]` float64, and the settings. Those of the steps behind it are sent with them, to `kept`.
+    /// The uniforms of a step, `[1, lanes]` float64, and the sampling settings. `kept` caches the
+    /// uniforms of the following steps, which are copied in the same transfer.
     pub fn draws(
         &self,
         kept: &mut Option<Uniforms>,

@@ -4,7 +4,7 @@ use tch::{Kind, Tensor};
 
 use crate::sample::sample;
 
-/// A residual with less mass than this is replaced by the target distribution.
+/// Below this sum of the residual, the next token is drawn from the target distribution instead.
 const RESIDUAL_FLOOR: f64 = 1e-8;
 
 /// The result of verifying S blocks.
@@ -108,7 +108,8 @@ mod tests {
         let cpu = (Kind::Int64, Device::Cpu);
         let target = Tensor::arange(sequences * (longest + 1), cpu).square().remainder(vocab);
         let target = target.view([sequences, longest + 1]);
-        // Sequence s differs at token s mod (Γ + 1), behind all where that is Γ, in blocks of every length.
+        // Sequence s differs from the target at token s mod (Γ + 1), or nowhere if that is Γ.
+        // Blocks of every length occur.
         let sequence = Tensor::arange(sequences, cpu);
         let differs = Tensor::arange(longest, cpu).eq_tensor(&sequence.remainder(longest + 1).unsqueeze(1));
         let tokens = (target.narrow(1, 0, longest) + differs.to_kind(Kind::Int64)).remainder(vocab);
