@@ -1,4 +1,4 @@
-//! A drafter's folder: config and tensors.
+//! A drafter's checkpoint folder: config and tensors.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -12,21 +12,21 @@ use crate::{
     CheckpointError, CheckpointFormat, Drafter, Known, TensorFacts, Tensors, layouts, quantised_folder,
 };
 
-/// A drafter checkpoint of any known dialect.
+/// A drafter checkpoint of any known format.
 pub struct Checkpoint {
     dir: PathBuf,
     dialect: CheckpointFormat,
     drafter: Drafter,
     tensors: Tensors,
-    /// The key of its config that the loader refuses, and why.
+    /// Config key that the loader refuses, with the reason.
     unsupported: Option<(String, String)>,
 }
 
 impl Checkpoint {
-    /// Opens the folder and tells its dialect and which of the known drafters it holds. The tensors' values stay on disk.
+    /// Opens the folder and detects its format and drafter kind. Tensor values stay on disk.
     ///
     /// # Errors
-    /// If it is no drafter of a known dialect and kind, or a file or a key of it is broken.
+    /// Fails if format or kind is unknown, or if a file or config key is broken.
     pub fn open(dir: &Path, known: Known) -> Result<Self, CheckpointError> {
         let path = dir.join("config.json");
         let map = read_object(&path)?;
@@ -38,7 +38,8 @@ impl Checkpoint {
         Ok(Self { dir: dir.to_path_buf(), dialect, drafter, tensors, unsupported: None })
     }
 
-    /// Notes that the loader refuses a key of the config: it fails [`Self::check`] and stops conversions.
+    /// Records that the loader refuses a config key, which fails [`Self::check`] and prevents
+    /// conversions.
     pub fn set_unsupported(&mut self, key: String, reason: String) {
         if self.drafter.obstacles.iter().all(|known| known.key != key) {
             let reason = format!("it is not run here: {reason}");
@@ -47,7 +48,7 @@ impl Checkpoint {
         self.unsupported = Some((key, reason));
     }
 
-    /// The key that [`Self::set_unsupported`] noted, and why the loader refuses it.
+    /// Key and reason recorded by [`Self::set_unsupported`].
     pub(crate) fn unsupported(&self) -> Option<(&str, &str)> {
         self.unsupported.as_ref().map(|(key, reason)| (key.as_str(), reason.as_str()))
     }
@@ -57,68 +58,69 @@ impl Checkpoint {
         &self.dir
     }
 
-    /// Its dialect.
+    /// Its format.
     pub fn dialect(&self) -> CheckpointFormat {
         self.dialect
     }
 
-    /// What it holds.
+    /// The drafter that the config describes.
     pub fn drafter(&self) -> &Drafter {
         &self.drafter
     }
 
-    /// Its tensors under their names in the files.
+    /// Its tensors by their names in the files.
     pub fn tensors(&self) -> &Tensors {
         &self.tensors
     }
 
-    /// Whether the tensor of this name is a copy of the target's, which no training changes.
+    /// Whether the tensor is a copy of the target's, which training does not change.
     pub fn is_targets(&self, name: &str) -> bool {
         shapes::is_embed_or_head(name) || REBUILT.contains(&name)
     }
 
-    /// Whether it is in the reference's layout but for embedding and head, which engines take from the target.
+    /// Whether it has the reference's format but lacks embedding and LM head, which engines take
+    /// from the target.
     pub fn leaves_ends(&self) -> bool {
         self.dialect == CheckpointFormat::Reference
             && [shapes::EMBED, shapes::HEAD].iter().all(|end| self.find(end).is_none())
     }
 
-    /// Why it cannot be converted to `to`, if so.
+    /// The reason why it cannot be converted to `to`, if any.
     pub fn refusal(&self, to: CheckpointFormat) -> Option<String> {
         self.refusal_of(&self.drafter, to)
     }
 
-    /// The same of its drafter as a target completes it.
+    /// Like [`Self::refusal`], for the drafter completed with the target's settings.
     pub(crate) fn refusal_of(&self, drafter: &Drafter, to: CheckpointFormat) -> Option<String> {
-        // Its own layout is left only where something is to be filled in.
+        // A conversion to its own format makes sense only to add embedding and LM head.
         if to == self.dialect && !self.leaves_ends() {
             return Some(format!("it is a checkpoint of {to} already"));
         }
         drafter.refusal_anywhere().or_else(|| drafter.kind.refusal(drafter, to))
     }
 
-    /// A refusal to say it in the layout `to`.
+    /// An error that refuses the conversion to `to`.
     pub(crate) fn refused(&self, to: &'static str, reason: String) -> CheckpointError {
         CheckpointError::Refused { path: self.dir.clone(), to, reason }
     }
 
-    /// A tensor by its name in the reference: its name in the files, and what is known of it.
+    /// Finds a tensor by its name in the reference: its name in the files and its metadata.
     pub(crate) fn find(&self, canonical: &str) -> Option<(String, &TensorFacts)> {
         let name = self.dialect.spelled(self.drafter.kind.as_ref(), canonical);
         self.tensors.get(&name).map(|facts| (name, facts))
     }
 
-    /// Type of the trained weights.
+    /// Dtype of the trained weights.
     pub(crate) fn dtype(&self) -> Dtype {
         self.find("fc.weight").map_or(Dtype::BF16, |(_, facts)| facts.dtype)
     }
 
-    /// Whether the loader takes the config, and the tensors are those that it asks for, each in its shape, of plain types and
-    /// with finite values.
+    /// Checks that the loader accepts the config and that the tensors match it. Tensors must have
+    /// the expected names, shapes, plain dtypes and finite values.
     ///
     /// # Errors
-    /// [`CheckpointError::Key`] for the config, [`CheckpointError::Tensor`] naming the first tensor that is missing, misshapen,
-    /// quantised, of no use, or not finite.
+    /// Fails with [`CheckpointError::Key`] for the config. Fails with [`CheckpointError::Tensor`]
+    /// for the first tensor that is missing, misshapen, quantised, unexpected or not finite.
     pub fn check(&self) -> Result<(), CheckpointError> {
         if let Some((key, problem)) = self.unsupported.clone() {
             return Err(CheckpointError::Key { path: self.dir.join("config.json"), key, problem });
@@ -165,7 +167,7 @@ impl Checkpoint {
         }
     }
 
-    /// What to do with it in one sentence; None where it is in the reference's layout.
+    /// A one-sentence recommendation; None for the reference's format.
     pub fn advice(&self) -> Option<String> {
         let (dialect, kind) = (self.dialect, self.drafter.kind.title());
         let what = match dialect {

@@ -1,4 +1,4 @@
-//! The same drafter in another dialect.
+//! Conversion of a drafter to another format.
 
 use std::path::Path;
 
@@ -14,24 +14,24 @@ use crate::{Checkpoint, CheckpointError, CheckpointFormat, Drafter, Target, fold
 
 const CONFIG: &str = "config.json";
 
-/// A drafter ready to be written in its new dialect.
+/// A converted drafter, ready to write.
 pub struct Converted<'a> {
     pub(crate) config: Map<String, Value>,
     pub(crate) tensors: Vec<Written<'a>>,
-    /// Tensors of the checkpoint that the new dialect leaves to the target.
+    /// Tensors of the checkpoint that the new format takes from the target.
     pub dropped: Vec<String>,
-    /// Tensors that came from the target.
+    /// Tensors copied from the target.
     pub taken: Vec<String>,
-    /// Largest file of weights that is written, in bytes.
+    /// Maximum bytes of a weights file.
     pub max_shard_bytes: usize,
 }
 
-/// Plans the drafter of `source` in the dialect `to`. `target` supplies what that dialect needs and vouches for what it
-/// leaves out.
+/// Plans the conversion of `source` to the format `to`. `target` supplies tensors that `to`
+/// requires, and confirms tensors that `to` omits.
 ///
 /// # Errors
-/// [`CheckpointError::Refused`] with the reason where the drafter cannot or must not be said in `to`; any other error if the
-/// checkpoint or the target is broken.
+/// Returns [`CheckpointError::Refused`] with the reason if `to` cannot express the drafter. Returns
+/// other errors if the checkpoint or the target is broken.
 pub fn convert<'a>(
     source: &'a Checkpoint,
     to: CheckpointFormat,
@@ -53,7 +53,7 @@ pub fn convert<'a>(
     let mut taken = vec![];
     for (end, theirs) in [(EMBED, target.embed()), (HEAD, target.head())] {
         let own = source.find(end);
-        // Speculators' own loader takes them from the target, and so do those of dialects without them.
+        // Loaders of all formats except the reference's take embedding and LM head from the target.
         if own.is_some() && to != CheckpointFormat::Reference {
             same_end(source, end, target, &theirs, to.name())?;
         }
@@ -80,14 +80,15 @@ pub fn convert<'a>(
     })
 }
 
-/// The drafter with what its config leaves to the target.
+/// The drafter, with settings that its config omits taken from the target.
 pub(crate) fn complete(source: &Checkpoint, target: Option<&Target>) -> Drafter {
     let mut drafter = source.drafter().clone();
     drafter.num_target_layers = drafter.num_target_layers.or(target.map(Target::layers));
     drafter
 }
 
-/// A conversion that has all it needs: into the reference, with both ends at hand.
+/// A conversion to the reference's format that needs no target, because the checkpoint has
+/// embedding and LM head.
 fn without_target<'a>(
     source: &'a Checkpoint,
     to: CheckpointFormat,
@@ -125,7 +126,8 @@ fn why_target(to: CheckpointFormat, drafter: &Drafter) -> String {
     format!("the target is needed: {what}; give it with --target")
 }
 
-/// Everything but the ends, under its new names; and the names of what is left behind.
+/// All tensors except embedding and LM head under their new names, and the names of omitted
+/// tensors.
 pub(crate) fn body(source: &Checkpoint, to: CheckpointFormat) -> (Vec<Written<'_>>, Vec<String>) {
     let (mut tensors, mut dropped) = (vec![], vec![]);
     for (name, facts) in source.tensors().iter() {
@@ -144,7 +146,7 @@ pub(crate) fn body(source: &Checkpoint, to: CheckpointFormat) -> (Vec<Written<'_
     (tensors, dropped)
 }
 
-/// A tensor of the target as the drafter's own type.
+/// A tensor of the target, cast to the drafter's dtype.
 fn from_target<'a>(
     target: &'a Target,
     theirs: &str,
@@ -165,7 +167,8 @@ fn from_target<'a>(
     Ok(Written { name: name.into(), dtype, shape, source })
 }
 
-/// Refuses to leave the checkpoint's embedding or head to the target unless it is the target's, byte for byte in the checkpoint's type.
+/// Refuses to drop the checkpoint's embedding or LM head unless it equals the target's, byte for
+/// byte in the checkpoint's dtype.
 fn same_end(
     source: &Checkpoint,
     end: &str,
@@ -197,7 +200,8 @@ fn same_end(
     }
 }
 
-/// Checks that checkpoint and target belong together, and that embedding and head can be left to the target; `drafter` is the checkpoint's.
+/// Checks that checkpoint and target match, and that the target's embedding and LM head can replace
+/// the checkpoint's.
 pub(crate) fn check_pair(
     source: &Checkpoint,
     drafter: &Drafter,
@@ -224,11 +228,11 @@ impl Converted<'_> {
         &self.config
     }
 
-    /// Writes the folder aside and renames it into place. `overwrite` replaces a folder that holds a converted checkpoint and
-    /// nothing else.
+    /// Writes the folder atomically. `overwrite` replaces an existing folder that contains only a
+    /// converted checkpoint.
     ///
     /// # Errors
-    /// If the folder exists and may not be replaced, or any I/O failure.
+    /// Fails if the folder exists and may not be replaced, or on any I/O error.
     pub fn write(mut self, dir: &Path, overwrite: bool) -> Result<(), CheckpointError> {
         folder::replace(
             dir,

@@ -1,4 +1,4 @@
-//! Dialects, and how each names the tensors.
+//! Checkpoint formats and their tensor names.
 
 use std::fmt;
 use std::str::FromStr;
@@ -7,11 +7,11 @@ use serde::Serialize;
 
 use crate::drafter::KindSettings;
 
-/// A layout of checkpoints.
+/// A checkpoint format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum CheckpointFormat {
-    /// DeepSpec's and this project's own.
+    /// The format of DeepSpec and of this project.
     Reference,
     /// vllm-project/speculators.
     Speculators,
@@ -25,11 +25,11 @@ pub enum CheckpointFormat {
 }
 
 impl CheckpointFormat {
-    /// All of them.
+    /// All formats.
     pub const ALL: [Self; 5] =
         [Self::Reference, Self::Speculators, Self::Specforge, Self::Zlab, Self::Modelopt];
 
-    /// Its name on command lines.
+    /// Name on the command line.
     pub fn name(self) -> &'static str {
         match self {
             Self::Reference => "reference",
@@ -40,26 +40,26 @@ impl CheckpointFormat {
         }
     }
 
-    /// Whether its checkpoints hold the target's embedding and head.
+    /// Whether checkpoints of the format contain the target's embedding and LM head.
     pub fn has_embed_and_head(self) -> bool {
         matches!(self, Self::Reference | Self::Speculators)
     }
 
-    /// The reference's name of a tensor of such a drafter.
+    /// The reference's name of a tensor `name` in this format.
     pub(crate) fn canonical(self, kind: &dyn KindSettings, name: &str) -> String {
         let renamed =
             |(theirs, ours): &(&str, &str)| name.strip_prefix(theirs).map(|rest| format!("{ours}{rest}"));
         self.renames(kind).find_map(renamed).unwrap_or_else(|| name.into())
     }
 
-    /// What this dialect calls a tensor of the reference.
+    /// This format's name of the reference's tensor `name`.
     pub(crate) fn spelled(self, kind: &dyn KindSettings, name: &str) -> String {
         let renamed =
             |(theirs, ours): &(&str, &str)| name.strip_prefix(ours).map(|rest| format!("{theirs}{rest}"));
         self.renames(kind).find_map(renamed).unwrap_or_else(|| name.into())
     }
 
-    /// Prefixes of this dialect and of the reference, those of the kind alone first.
+    /// Pairs of tensor name prefixes (this format, reference), with the kind's own pairs first.
     fn renames(self, kind: &dyn KindSettings) -> impl Iterator<Item = &'static (&'static str, &'static str)> {
         kind.renames(self).iter().chain(self.own_renames())
     }

@@ -1,4 +1,4 @@
-//! What a drafter is, whichever dialect says it.
+//! A drafter, independent of its checkpoint format.
 
 use std::fmt;
 use std::sync::Arc;
@@ -14,107 +14,109 @@ use crate::kind::{Container, Engine, EngineLayout, GgufParts, Speculators, Verdi
 /// Tensors by name, with their shapes.
 pub type Shapes = Vec<(String, Vec<usize>)>;
 
-/// Something that only this checkpoint's own dialect can say.
+/// A setting that only this checkpoint's own format can express.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Incompatibility {
-    /// The key, or the tensor, that says it.
+    /// Config key or tensor.
     pub key: String,
-    /// Why it stops a conversion.
+    /// Why it prevents a conversion.
     pub reason: String,
 }
 
 /// A drafter as its checkpoint describes it.
 #[derive(Debug, Clone)]
 pub struct Drafter {
-    /// The class that the config names.
+    /// Class name in the config.
     pub architecture: String,
-    /// Its layers' family.
+    /// Model family of its layers.
     pub family: Family,
-    /// The families that are known.
+    /// All known families.
     pub families: Vec<Family>,
-    /// The decoder's own config keys, `num_hidden_layers` being the draft layers.
+    /// The decoder's own config keys; `num_hidden_layers` is the number of draft layers.
     pub decoder: Map<String, Value>,
-    /// d.
+    /// Hidden size d.
     pub hidden_size: u64,
-    /// V, tokens of the target.
+    /// Vocabulary size V of the target.
     pub vocab_size: u64,
-    /// Tokens that it can draft, fewer than V where the vocabulary is pruned.
+    /// Number of tokens that it can draft, less than V if its vocabulary is pruned.
     pub draft_vocab_size: u64,
-    /// Draft layers.
+    /// Number of draft layers.
     pub layers: u64,
-    /// Where it taps the target.
+    /// Target layers whose hidden states it reads.
     pub taps: Vec<Tap>,
-    /// Layers of the target, where the config tells.
+    /// Number of the target's layers, if the config states it.
     pub num_target_layers: Option<u64>,
-    /// Its kind, and the settings that only this kind has.
+    /// Its kind with that kind's settings.
     pub kind: Settings,
-    /// Keys that only inform, such as `num_anchors`.
+    /// Informative keys, such as `num_anchors`.
     pub notes: Map<String, Value>,
-    /// What stops a conversion to any other dialect.
+    /// Settings that prevent a conversion to any other format.
     pub obstacles: Vec<Incompatibility>,
 }
 
-/// The settings of a drafter that its kind has and others have not.
+/// Settings that are specific to the drafter's kind.
 pub type Settings = Arc<dyn KindSettings>;
 
-/// What layouts, engines and people are told of a kind.
+/// The interface of a drafter kind for formats, engines and reports.
 pub trait KindSettings: fmt::Debug + Send + Sync {
-    /// Names the kind to programs.
+    /// Machine-readable name of the kind.
     fn name(&self) -> &'static str;
 
-    /// Names the kind to people.
+    /// Human-readable name of the kind.
     fn title(&self) -> &'static str;
 
-    /// Drafted tokens per cycle.
+    /// Number of drafted tokens per cycle.
     fn drafted(&self) -> u64;
 
-    /// What stands for tokens that are to be predicted, where something does.
+    /// Mask token that fills the positions to predict, if the kind uses one.
     fn mask_token_id(&self) -> Option<u64> {
         None
     }
 
-    /// Whether slots of a block say what stands in them, the anchor's own drafting nothing.
+    /// Whether a block position predicts its own token. The anchor's position then drafts nothing.
     fn fills_in(&self) -> bool {
         false
     }
 
-    /// What vLLM calls its way of drafting; SGLang writes it in capitals, llama.cpp behind `draft-`.
+    /// vLLM's name of the drafting method. SGLang writes it in capitals, llama.cpp after `draft-`.
     fn method(&self) -> &'static str;
 
-    /// What is drafted and by which parts, for people.
+    /// Human-readable description of the drafted tokens and the parts involved.
     fn lines(&self) -> Vec<(&'static str, String)>;
 
-    /// The settings, for programs.
+    /// Machine-readable settings.
     fn to_json(&self) -> Value;
 
-    /// Whether such layers mean the same in other tools as here.
+    /// Whether other tools interpret layers of `family` the same way.
     fn has_layers_of(&self, family: Family) -> bool {
         family.pre_norm && family.qk_norm
     }
 
-    /// Width of what a layer's attention reads, in hidden sizes.
+    /// Input width of a layer's attention, as a multiple of the hidden size.
     fn layer_inputs(&self) -> usize {
         1
     }
 
-    /// Adds the tensors that the kind has beside fusion, final norm and what all layers have.
+    /// Adds the kind's tensors to `shapes`, except `fc`, the final norm and the common layer
+    /// tensors.
     fn tensors(&self, drafter: &Drafter, shapes: &mut Shapes);
 
-    /// Why this drafter cannot be said in `to`.
+    /// The reason why `to` cannot express this drafter, if any.
     fn refusal(&self, drafter: &Drafter, to: CheckpointFormat) -> Option<String>;
 
-    /// Its class in the reference's layout, behind the family's prefix, and its keys there.
+    /// Its class in the reference's format, without the family's prefix, and its config keys.
     fn reference(&self, drafter: &Drafter) -> (&'static str, Map<String, Value>);
 
-    /// How the speculators package says it.
+    /// The kind in the format of the speculators package.
     fn speculators(&self) -> Speculators;
 
-    /// What a dialect calls tensors of this kind alone: prefixes there and in the reference.
+    /// Pairs of tensor name prefixes (that format, reference) for this kind only.
     fn renames(&self, _: CheckpointFormat) -> &'static [(&'static str, &'static str)] {
         &[]
     }
 
-    /// Its config where a dialect has a layout for this kind alone, `flat` being the decoder's keys.
+    /// Its config in a format specific to this kind, if there is one; `flat` are the decoder's
+    /// keys.
     fn own_config(
         &self,
         _: &Drafter,
@@ -124,45 +126,47 @@ pub trait KindSettings: fmt::Debug + Send + Sync {
         None
     }
 
-    /// How the container of z-lab, SpecForge and ModelOpt says it; only for dialects that [`KindSettings::refusal`] lets pass.
+    /// Its config for z-lab, SpecForge and ModelOpt. Called only for formats that
+    /// [`KindSettings::refusal`] accepts.
     fn container(&self, _to: CheckpointFormat) -> Option<Container> {
         None
     }
 
-    /// In which layout vLLM and SGLang load it.
+    /// The format in which `engine` loads the drafter.
     ///
     /// # Errors
-    /// Why they do not.
+    /// Returns the reason if the engine cannot load it.
     fn engine_layout(&self, engine: Engine, drafter: &Drafter) -> Result<EngineLayout, String>;
 
-    /// What SGLang has to be told beside its algorithm and the drafter's path, with a blank before it.
+    /// Arguments that SGLang needs in addition to algorithm and drafter path, starting with a
+    /// space.
     fn sglang_arguments(&self) -> String {
         String::new()
     }
 
-    /// How llama.cpp's GGUF says it.
+    /// Its parts in llama.cpp's GGUF format.
     ///
     /// # Errors
-    /// Why it cannot.
+    /// Returns the reason if llama.cpp cannot run it.
     fn gguf(&self, drafter: &Drafter) -> Result<GgufParts, String>;
 
-    /// Whether vLLM loads it in this dialect, and how, or why not.
+    /// Whether and how vLLM loads it in this format, or why not.
     fn vllm(&self, dialect: CheckpointFormat) -> Verdict;
 
-    /// Whether SGLang loads it in this dialect, and how, or why not.
+    /// Whether and how SGLang loads it in this format, or why not.
     fn sglang(&self, dialect: CheckpointFormat) -> Verdict;
 }
 
-/// Keys that inform about training and change nothing else.
+/// Config keys about training, which do not affect the computation.
 pub const NOTES: [&str; 2] = ["num_anchors", "step_loss_decay"];
 
 impl Drafter {
-    /// The layer ids as speculators and vLLM count them: the embedding's output is 0.
+    /// Layer ids as speculators and vLLM count them: 0 is the embedding's output.
     pub fn aux_layer_ids(&self) -> Vec<i64> {
         self.taps.iter().map(|tap| tap.layer_id() + 1).collect()
     }
 
-    /// Why this drafter can be said in no layout but its own, if so.
+    /// The reason why only the drafter's own format can express it, if any.
     pub(crate) fn refusal_anywhere(&self) -> Option<String> {
         if let Some(Incompatibility { key, reason }) = self.obstacles.first() {
             return Some(format!("`{key}`: {reason}"));
@@ -188,7 +192,7 @@ impl Drafter {
         None
     }
 
-    /// Whether this layer's state is not the same for all tools.
+    /// Whether tools define this layer's hidden state differently.
     fn is_edge(&self, tap: Tap) -> bool {
         tap == Tap::Embedding
             || self.num_target_layers.is_some_and(|layers| tap.layer_id() + 1 >= layers as i64)

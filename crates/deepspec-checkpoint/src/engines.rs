@@ -1,4 +1,4 @@
-//! Checkpoint folders as vLLM and SGLang load them.
+//! Checkpoint folders that vLLM and SGLang load.
 
 use safetensors::Dtype;
 
@@ -11,14 +11,15 @@ use crate::{Checkpoint, CheckpointError, CheckpointFormat, Drafter, Target, layo
 
 /// The vanilla Markov head.
 const MARKOV: [&str; 2] = ["markov_head.markov_w1.weight", "markov_head.markov_w2.weight"];
-/// Rank of a Markov head of zeros: vLLM's products on CPUs fail with smaller ones.
+/// Rank of a zero Markov head: vLLM's CPU matrix products fail with smaller ranks.
 const ZERO_RANK: usize = 16;
 
-/// Plans the drafter of `source` in the layout that `engine` loads. Embedding and head are left to the target.
+/// Plans the conversion of `source` to the format that `engine` loads. The engine takes embedding
+/// and LM head from the target.
 ///
 /// # Errors
-/// [`CheckpointError::Refused`] with the reason where the engine cannot run the drafter; any other error if the checkpoint or the target
-/// is broken.
+/// Returns [`CheckpointError::Refused`] with the reason if the engine cannot run the drafter.
+/// Returns other errors if the checkpoint or the target is broken.
 pub fn for_engine<'a>(
     source: &'a Checkpoint,
     engine: Engine,
@@ -41,7 +42,7 @@ pub fn for_engine<'a>(
     }
 }
 
-/// The layout for blocks whose slots all draft.
+/// Plans the format for blocks in which every position drafts, including the anchor's.
 fn anchored<'a>(
     source: &'a Checkpoint,
     drafter: &Drafter,
@@ -55,7 +56,8 @@ fn anchored<'a>(
     let mut config =
         layouts::config(drafter, CheckpointFormat::Reference, Some(target), dtype_name(source.dtype()));
     if source.find(MARKOV[0]).is_none() {
-        // SGLang asks for such a head, and to the others it says that all slots draft: one of zeros changes nothing.
+        // SGLang requires a Markov head, and other engines infer from it that all positions draft.
+        // A head of zeros changes no logits.
         let width = match source.dtype() {
             Dtype::F32 => 4,
             Dtype::F16 | Dtype::BF16 => 2,

@@ -1,4 +1,4 @@
-//! What can be wrong with a checkpoint, or with the wish to convert it.
+//! Errors of reading and converting checkpoints.
 
 use std::path::PathBuf;
 
@@ -11,12 +11,12 @@ pub enum CheckpointError {
     /// A file cannot be read or written.
     #[error(transparent)]
     File(#[from] FileError),
-    /// The folder or file is no checkpoint of a known dialect.
+    /// The folder or file is no checkpoint of a known format.
     #[error("{}: {problem}", path.display())]
     NotADrafter {
         /// The folder or file.
         path: PathBuf,
-        /// What is missing or wrong.
+        /// The problem.
         problem: String,
     },
     /// A key of config.json is missing, of a wrong type, or contradicts another.
@@ -24,35 +24,35 @@ pub enum CheckpointError {
     Key {
         /// The config file.
         path: PathBuf,
-        /// The key, with those that lead to it.
+        /// The key, with the path of its parent keys.
         key: String,
-        /// What was found and what was expected.
+        /// The value found and the value expected.
         problem: String,
     },
-    /// A tensor is missing, misshapen, or of no use to the config.
+    /// A tensor is missing, has a wrong shape, or does not belong to the config.
     #[error("{}: tensor `{name}`: {problem}", path.display())]
     Tensor {
         /// The checkpoint.
         path: PathBuf,
         /// The tensor's name in the file.
         name: String,
-        /// What is wrong.
+        /// The problem.
         problem: String,
     },
-    /// Something else is where the result is to be written.
+    /// The destination exists with other content.
     #[error("{} exists already and holds something else; --overwrite replaces it", path.display())]
     Exists {
         /// The folder.
         path: PathBuf,
     },
-    /// The checkpoint is sound, but must not or cannot be said in the other dialect.
+    /// The checkpoint is valid, but the other format cannot express it.
     #[error("{}: not convertible to {to}: {reason}", path.display())]
     Refused {
         /// The checkpoint.
         path: PathBuf,
-        /// The layout asked for.
+        /// The requested format.
         to: &'static str,
-        /// Why.
+        /// The reason.
         reason: String,
     },
 }

@@ -1,28 +1,28 @@
-//! Families of decoders, as far as those need who read checkpoints without computing with them. Which there are, the models know.
+//! Model families, as far as reading checkpoints needs them. The models crate lists them.
 
 use std::fmt;
 
 use serde::{Serialize, Serializer};
 use serde_json::Value;
 
-/// A family of decoders: language models, and the layers of drafters that are built like theirs.
+/// A family of decoder architectures, for language models and for draft layers.
 #[derive(Debug)]
 pub struct DecoderFamily {
-    /// Names it to people.
+    /// Human-readable name.
     pub name: &'static str,
-    /// Begins the classes of drafters with such layers, as in `Qwen3DSparkModel`.
+    /// Prefix of drafter classes with such layers, as in `Qwen3DSparkModel`.
     pub prefix: &'static str,
-    /// What `model_type` of its configs says.
+    /// Values of `model_type` in its configs.
     pub model_types: &'static [&'static str],
-    /// Whether its layers have norms before attention and MLP, and none behind them.
+    /// Whether its layers have norms before attention and MLP and none after them.
     pub pre_norm: bool,
     /// Whether queries and keys are RMS-normed per head.
     pub qk_norm: bool,
-    /// What transformers puts in the place of keys that are missing in its configs.
+    /// Default values of transformers for missing config keys.
     pub defaults: fn() -> Vec<(&'static str, Value)>,
 }
 
-/// A family that its own file announces.
+/// A reference to a statically defined family.
 pub type Family = &'static DecoderFamily;
 
 impl PartialEq for DecoderFamily {

@@ -1,4 +1,4 @@
-//! Typed access to the keys of a config.json, with errors that name file and key.
+//! Typed access to the keys of a config.json, with errors that name the file and the key.
 
 use std::path::Path;
 
@@ -7,7 +7,7 @@ use serde_json::{Map, Value};
 
 use crate::CheckpointError;
 
-/// An object of the file and the keys that lead to it.
+/// A JSON object of the file, with the path of its parent keys.
 pub struct Fields<'a> {
     /// The file, for errors.
     pub path: &'a Path,
@@ -17,12 +17,12 @@ pub struct Fields<'a> {
 }
 
 impl<'a> Fields<'a> {
-    /// The top of the file at `path`.
+    /// The top-level object of the file at `path`.
     pub fn new(path: &'a Path, map: &'a Map<String, Value>) -> Self {
         Self { path, map, within: String::new() }
     }
 
-    /// What is wrong with `key`.
+    /// An error about `key`.
     pub fn error(&self, key: &str, problem: impl Into<String>) -> CheckpointError {
         let key = format!("{}{key}", self.within);
         CheckpointError::Key { path: self.path.to_path_buf(), key, problem: problem.into() }
@@ -45,7 +45,7 @@ impl<'a> Fields<'a> {
     /// An integer from 0, below 2³¹.
     ///
     /// # Errors
-    /// If it is something else.
+    /// Fails if the value is something else.
     pub fn count(&self, key: &str) -> Result<Option<u64>, CheckpointError> {
         self.typed(key, "a whole number from 0 to 2147483647", |value| {
             value.as_u64().filter(|&count| count < 1 << 31)
@@ -55,7 +55,7 @@ impl<'a> Fields<'a> {
     /// An integer from 1, below 2³¹.
     ///
     /// # Errors
-    /// If it is something else.
+    /// Fails if the value is something else.
     pub fn size<T: From<u32>>(&self, key: &str) -> Result<Option<T>, CheckpointError> {
         let size = |value: &Value| value.as_u64().and_then(|size| u32::try_from(size).ok());
         self.typed(key, "a whole number from 1 to 2147483647", |value| {
@@ -66,15 +66,15 @@ impl<'a> Fields<'a> {
     /// A number.
     ///
     /// # Errors
-    /// If it is something else.
+    /// Fails if the value is something else.
     pub fn number(&self, key: &str) -> Result<Option<f64>, CheckpointError> {
         self.typed(key, "a number", Value::as_f64)
     }
 
-    /// True or false.
+    /// A boolean.
     ///
     /// # Errors
-    /// If it is something else.
+    /// Fails if the value is something else.
     pub fn flag(&self, key: &str) -> Result<Option<bool>, CheckpointError> {
         self.typed(key, "true or false", Value::as_bool)
     }
@@ -82,15 +82,15 @@ impl<'a> Fields<'a> {
     /// A string.
     ///
     /// # Errors
-    /// If it is something else.
+    /// Fails if the value is something else.
     pub fn text(&self, key: &str) -> Result<Option<&'a str>, CheckpointError> {
         self.typed(key, "a string", Value::as_str)
     }
 
-    /// A list of integers, each within 31 bits.
+    /// A list of integers, each below 2³¹ in magnitude.
     ///
     /// # Errors
-    /// If it is something else.
+    /// Fails if an element is something else.
     pub fn integers(&self, key: &str) -> Result<Option<Vec<i64>>, CheckpointError> {
         let small = |value: &Value| value.as_i64().filter(|id| id.unsigned_abs() < 1 << 31);
         self.typed(key, "a list of integers", |value| value.as_array()?.iter().map(small).collect())
@@ -99,22 +99,22 @@ impl<'a> Fields<'a> {
     /// A list of strings.
     ///
     /// # Errors
-    /// If it is something else.
+    /// Fails if an element is something else.
     pub fn texts(&self, key: &str) -> Result<Option<Vec<&'a str>>, CheckpointError> {
         self.typed(key, "a list of strings", |value| value.as_array()?.iter().map(Value::as_str).collect())
     }
 
-    /// An object within.
+    /// A nested object.
     ///
     /// # Errors
-    /// If it is something else.
+    /// Fails if the value is something else.
     pub fn object(&self, key: &str) -> Result<Option<Self>, CheckpointError> {
         let map = self.typed(key, "an object", Value::as_object)?;
         let within = format!("{}{key}.", self.within);
         Ok(map.map(|map| Self { path: self.path, map, within }))
     }
 
-    /// The same place in the file with other content.
+    /// Replaces the content of the object but keeps its path in the file.
     pub fn with<'b>(&self, map: &'b Map<String, Value>) -> Fields<'b>
     where
         'a: 'b,
@@ -122,34 +122,34 @@ impl<'a> Fields<'a> {
         Fields { path: self.path, map, within: self.within.clone() }
     }
 
-    /// What was read of `key`.
+    /// Unwraps the value of a required key.
     ///
     /// # Errors
-    /// If there was nothing.
+    /// Fails if the value is None.
     pub fn required<T>(&self, key: &str, value: Option<T>) -> Result<T, CheckpointError> {
         value.ok_or_else(|| self.error(key, "missing"))
     }
 
-    /// An integer from 1, below 2³¹.
+    /// A required integer from 1, below 2³¹.
     ///
     /// # Errors
-    /// If there is none.
+    /// Fails if the key is missing or the value is something else.
     pub fn required_size<T: From<u32>>(&self, key: &str) -> Result<T, CheckpointError> {
         self.required(key, self.size(key)?)
     }
 
-    /// An object within.
+    /// A required nested object.
     ///
     /// # Errors
-    /// If there is none.
+    /// Fails if the key is missing or the value is something else.
     pub fn required_object(&self, key: &str) -> Result<Self, CheckpointError> {
         self.required(key, self.object(key)?)
     }
 
-    /// A string that may be absent but have no other value.
+    /// Checks that a string is absent or equal to `only`.
     ///
     /// # Errors
-    /// If it is something else.
+    /// Fails if it has another value.
     pub fn only_text(&self, key: &str, only: &str) -> Result<(), CheckpointError> {
         match self.text(key)?.filter(|&found| found != only) {
             None => Ok(()),
@@ -157,10 +157,10 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// A feature that is not supported and must be off or absent.
+    /// Checks that an unsupported feature is off or absent.
     ///
     /// # Errors
-    /// If it is on, with `problem`.
+    /// Fails with `problem` if it is on.
     pub fn only_off(&self, key: &str, problem: &str) -> Result<(), CheckpointError> {
         if self.flag(key)?.unwrap_or(false) { Err(self.error(key, problem)) } else { Ok(()) }
     }
@@ -168,7 +168,7 @@ impl<'a> Fields<'a> {
     /// The first of `architectures`.
     ///
     /// # Errors
-    /// If they are no list of strings.
+    /// Fails if `architectures` is no list of strings.
     pub fn architecture(&self) -> Result<Option<&'a str>, CheckpointError> {
         Ok(self.texts("architectures")?.and_then(|names| names.first().copied()))
     }

@@ -1,4 +1,4 @@
-//! Folders that appear whole or not at all.
+//! Atomic creation of folders.
 
 use std::ffi::OsString;
 use std::fs;
@@ -9,11 +9,12 @@ use deepspec_core::digest;
 
 use crate::CheckpointError;
 
-/// Has `fill` write a folder beside `dir` and renames it into place. `overwrite` replaces a folder whose files all are `own`; without it a folder
-/// that holds the very same files is left as it is.
+/// Lets `fill` write a folder next to `dir`, then renames it to `dir`. `overwrite` replaces an
+/// existing folder if `own` accepts all its file names. Without `overwrite`, an existing folder
+/// with the same files stays as it is.
 ///
 /// # Errors
-/// If the folder exists and holds something else, what `fill` says, or any I/O failure.
+/// Fails if the folder exists with other content, if `fill` fails, or on any I/O error.
 pub fn replace(
     dir: &Path,
     overwrite: bool,
@@ -34,7 +35,7 @@ pub fn replace(
     if let Some(parent) = dir.parent().filter(|parent| !parent.as_os_str().is_empty()) {
         atomic::create_dir(parent)?;
     }
-    // The lock is a file of its own beside the folder that is written.
+    // The lock is a separate file next to the folder.
     let Some(_lock) = PartialLock::take(&beside(dir, ".lock"))? else {
         return Err(bad("another process is writing it; wait for it, or end it".into()));
     };
@@ -59,7 +60,7 @@ pub fn replace(
     clear(&old)
 }
 
-/// Whether each file of `one` is in `other` with the same bytes.
+/// Whether `other` has each file of `one` with the same bytes.
 fn holds_the_same(one: &Path, other: &Path) -> Result<bool, CheckpointError> {
     for entry in fs::read_dir(one).map_err(FileError::at("reading", one))? {
         let file = entry.map_err(FileError::at("reading", one))?.path();
@@ -78,7 +79,7 @@ fn beside(dir: &Path, suffix: &str) -> PathBuf {
     PathBuf::from(name)
 }
 
-/// Removes what an earlier attempt left.
+/// Removes the files of an earlier attempt.
 fn clear(dir: &Path) -> Result<(), CheckpointError> {
     if dir.exists() {
         fs::remove_dir_all(dir).map_err(FileError::at("removing", dir))?;

@@ -1,4 +1,5 @@
-//! Drafters as GGUF files, for llama.cpp (read of its sources of September 2026, `src/models/{dflash,eagle3}.cpp`).
+//! Drafters as GGUF files for llama.cpp, following its sources of September 2026
+//! (`src/models/{dflash,eagle3}.cpp`).
 
 use std::io;
 use std::path::Path;
@@ -15,10 +16,10 @@ use crate::numbers::cast;
 use crate::shapes::{Heads, REBUILT, is_embed_or_head};
 use crate::{Checkpoint, CheckpointError, Drafter, Target, folder, rope};
 
-/// What refusals call it.
+/// Name of the format in errors.
 const NAME: &str = "gguf";
 
-/// Tensors of all drafters, and of all behind anchors.
+/// Tensor names that all drafters share; only block drafters have `hidden_norm`.
 const NAMES: [(&str, &str); 3] = [
     ("fc.weight", "fc.weight"),
     ("hidden_norm.weight", "enc.output_norm.weight"),
@@ -28,20 +29,20 @@ const NAMES: [(&str, &str); 3] = [
 pub struct Gguf<'a> {
     source: &'a Checkpoint,
     writer: Writer,
-    /// For each tensor where its values come from.
+    /// Source of each tensor's values.
     tensors: Vec<Values>,
-    /// Whether llama.cpp has a name for how the target's tokenizer splits texts.
+    /// Whether llama.cpp has a name for the target's pre-tokenizer.
     pub splits_as_known: bool,
 }
 
-/// Values of a tensor.
+/// Source of a tensor's values.
 enum Values {
     Zeros,
-    /// These.
+    /// Computed values.
     Own(Vec<f32>),
-    /// Those of a tensor of the checkpoint.
+    /// Values of a tensor of the checkpoint.
     Of(String),
-    /// The same, the rows of so many heads in pairs.
+    /// Values of a tensor of the checkpoint with this number of heads, reordered to RoPE pairs.
     Paired(String, usize),
 }
 
@@ -49,12 +50,13 @@ impl<'a> Gguf<'a> {
     /// The name of the file.
     pub const FILE: &'static str = "model.gguf";
 
-    /// Plans the drafter of `source` as GGUF. Embedding and head are left to the target, which has to be the same; matrices are of the
-    /// type `matrices`, by default as they are stored, and all else is float32.
+    /// Plans the drafter of `source` as GGUF, which takes embedding and LM head from a matching
+    /// target. Matrices have the type `matrices`, by default the checkpoint's. All other tensors
+    /// are float32.
     ///
     /// # Errors
-    /// [`CheckpointError::Refused`] with the reason where llama.cpp cannot run the drafter; any other error if the checkpoint or the target
-    /// is broken.
+    /// Returns [`CheckpointError::Refused`] with the reason if llama.cpp cannot run the drafter.
+    /// Returns other errors if the checkpoint or the target is broken.
     pub fn plan(
         source: &'a Checkpoint,
         target: &Target,
@@ -99,7 +101,7 @@ impl<'a> Gguf<'a> {
             let canonical = source.dialect().canonical(drafter.kind.as_ref(), name);
             let spelled = spelled(&canonical, &parts)
                 .ok_or_else(|| source.tensors().error(name, "llama.cpp has no tensor for it"))?;
-            // Kernels and heads of few values are computed with as they are.
+            // llama.cpp computes with convolution kernels and small heads in float32.
             let is_matrix = facts.shape.len() == 2 && spelled != "conf_proj.weight";
             let kind = if is_matrix { matrices } else { TensorType::F32 };
             let turning = [(".attn_q.weight", heads.query), (".attn_k.weight", heads.key_value)];
@@ -122,11 +124,12 @@ impl<'a> Gguf<'a> {
         Ok(Self { source, writer, tensors, splits_as_known })
     }
 
-    /// Writes [`Gguf::FILE`] into a folder that appears when it is whole. `overwrite` replaces a folder that holds such a file and
-    /// nothing else.
+    /// Writes [`Gguf::FILE`] into a new folder atomically. `overwrite` replaces an existing folder
+    /// that contains only such a file.
     ///
     /// # Errors
-    /// If the folder exists and may not be replaced, any I/O failure, and tensors whose values are no floats.
+    /// Fails if the folder exists and may not be replaced, on any I/O error, or if values of a
+    /// tensor are no floats.
     pub fn write(&self, dir: &Path, overwrite: bool) -> Result<(), CheckpointError> {
         let data = |number, tensor: &Tensor| self.data(number, tensor).map_err(io::Error::other);
         folder::replace(
@@ -169,7 +172,7 @@ fn kind_of(dtype: Dtype) -> TensorType {
     }
 }
 
-/// What the layers are like.
+/// Metadata of the decoder layers.
 fn decoder(
     fields: &Fields,
     drafter: &Drafter,

@@ -1,50 +1,50 @@
-//! What layouts and engines are told of a drafter by its kind.
+//! Descriptions of a drafter kind for formats and engines.
 
 use crate::gguf::Value as GgufValue;
 use serde_json::{Map, Value};
 
 use crate::CheckpointFormat;
 
-/// What the speculators package says of a kind.
+/// A kind in the format of the speculators package.
 pub struct Speculators {
-    /// Its model type.
+    /// Model type.
     pub model_type: &'static str,
-    /// Its class.
+    /// Class.
     pub class: &'static str,
-    /// The key of its taps.
+    /// Config key of the captured layer ids.
     pub taps: &'static str,
-    /// Its own keys.
+    /// Config keys of the kind.
     pub keys: Map<String, Value>,
 }
 
-/// What the container of z-lab, SpecForge and ModelOpt says of a kind.
+/// A kind in the config of z-lab, SpecForge and ModelOpt.
 pub struct Container {
-    /// Its class.
+    /// Class.
     pub class: &'static str,
-    /// Its keys at the top.
+    /// Top-level keys.
     pub top: Map<String, Value>,
-    /// Its keys within `dflash_config`.
+    /// Keys of `dflash_config`.
     pub inner: Map<String, Value>,
 }
 
 /// Whether an engine loads a checkpoint.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Verdict {
-    /// Whether it does.
+    /// True if it loads.
     pub loads: bool,
-    /// How, or why not.
+    /// How it loads, or why not.
     pub note: &'static str,
-    /// Whether that was tried; else its sources say so.
+    /// Whether this was tried; otherwise it is read from the engine's sources.
     pub tried: bool,
 }
 
 impl Verdict {
-    /// By trial with the version that [`crate::loaders`] names.
+    /// A verdict from a trial with the version in [`crate::loaders`].
     pub const fn tried(loads: bool, note: &'static str) -> Self {
         Self { loads, note, tried: true }
     }
 
-    /// By the engine's sources.
+    /// A verdict from the engine's sources.
     pub const fn read(loads: bool, note: &'static str) -> Self {
         Self { loads, note, tried: false }
     }
@@ -69,33 +69,34 @@ impl Engine {
     }
 }
 
-/// The layout in which an engine loads a drafter.
+/// The format in which an engine loads a drafter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum EngineLayout {
-    /// That of a dialect.
+    /// A known checkpoint format.
     Format(CheckpointFormat),
-    /// The one for blocks whose slots all draft, which vLLM, SGLang and llama.cpp's converter read alike.
+    /// The format for blocks in which every position drafts. vLLM, SGLang and llama.cpp's converter
+    /// read it alike.
     SampleFromAnchor,
 }
 
-/// What a GGUF of llama.cpp says of a drafter.
+/// A drafter in llama.cpp's GGUF format.
 #[derive(Debug, Default)]
 pub struct GgufParts {
-    /// Its `general.architecture`.
+    /// `general.architecture`.
     pub architecture: &'static str,
-    /// Its own keys, behind the architecture.
+    /// Metadata keys of the kind, without the architecture prefix.
     pub keys: Vec<(&'static str, GgufValue)>,
-    /// Names of its own tensors here and there.
+    /// Names of the kind's tensors in the reference and in llama.cpp.
     pub names: Vec<(&'static str, &'static str)>,
-    /// The same of each layer's, behind `layers.i.` and `blk.i.`.
+    /// Names of the kind's layer tensors, without the prefixes `layers.i.` and `blk.i.`.
     pub layer_names: Vec<(&'static str, &'static str)>,
-    /// Tensors of zeros that it needs beside its own.
+    /// Additional tensors of zeros that llama.cpp requires.
     pub zeros: Vec<(&'static str, Vec<usize>)>,
-    /// Whether rows of queries and keys that turn together are beside each other there.
+    /// Whether llama.cpp stores the rows of a RoPE pair of queries and keys next to each other.
     pub in_pairs: bool,
 }
 
-/// A map of these keys.
+/// A map of these keys and values.
 pub fn keys<const N: usize>(pairs: [(&str, Value); N]) -> Map<String, Value> {
     pairs.into_iter().map(|(key, value)| (key.to_string(), value)).collect()
 }

@@ -1,14 +1,15 @@
-//! Checkpoint formats: drafters in the layouts ("dialects") of several tools, and [`gguf`] files.
+//! Checkpoint formats: drafters in the formats ("dialects") of several tools, and [`gguf`] files.
 //!
-//! A [`Checkpoint`] is a folder whose dialect was told from its config.json and tensor names, read into one neutral
-//! [`Drafter`]. [`convert`] plans the same drafter in another dialect: weights are copied byte for byte, names and config
-//! change. What cannot be said in the other dialect, or would mean something else there, is refused with the reason. Which kinds of
-//! drafters there are, and what each has of its own in which layout, the kinds say: as a [`Reader`] and as [`KindSettings`].
+//! A [`Checkpoint`] is a folder whose format is detected from config.json and tensor names. It is
+//! read into one format-independent [`Drafter`]. [`convert`] plans the same drafter in another
+//! format: it copies weights byte for byte and changes names and config. It refuses settings that
+//! the other format cannot express or would interpret differently, with the reason. Each drafter
+//! kind describes itself to the formats by a [`Reader`] and its [`KindSettings`].
 //!
-//! Layer ids are those of the reference everywhere: L is the output of decoder layer L. Dialects that count from the
-//! embedding (L + 1) are converted at the door.
+//! Layer ids follow the reference: L is the output of decoder layer L. The readers convert formats
+//! that count from the embedding (L + 1).
 //!
-//! Nothing here computes with weights, and libtorch is not linked.
+//! This crate does no computation with weights and does not link libtorch.
 
 mod checkpoint;
 mod convert;

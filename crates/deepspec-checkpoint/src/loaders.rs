@@ -1,32 +1,34 @@
-//! Which engines load a checkpoint as it is: as far as it was tried with them, by their versions, and otherwise as their sources say.
+//! Engines that load a checkpoint without conversion: by trial with the versions below, otherwise
+//! from the engines' sources.
 
 use serde::Serialize;
 
 use crate::kind::Verdict;
 use crate::{Checkpoint, CheckpointFormat};
 
-/// The versions that were tried.
+/// Versions tried.
 const SPECULATORS: &str = "0.9.0";
 const VLLM: &str = "0.32.0";
 const LLAMA_CPP: &str = "of llama-cpp-python 0.3.36";
 
-/// What one engine makes of a checkpoint.
+/// Whether one engine loads a checkpoint.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Loader {
     /// The engine.
     pub engine: &'static str,
-    /// The version with which this was tried; None where it was read of the engine's sources.
+    /// Version tried; None if this is read from the engine's sources.
     pub tried: Option<&'static str>,
-    /// Whether it loads the checkpoint as it is.
+    /// Whether it loads the checkpoint without conversion.
     pub loads: bool,
-    /// How, or why not.
+    /// How it loads, or why not.
     pub note: String,
 }
 
-/// What vLLM, SGLang, llama.cpp and speculators make of a checkpoint.
+/// Whether vLLM, SGLang, llama.cpp and speculators load a checkpoint.
 pub fn loaders(checkpoint: &Checkpoint) -> Vec<Loader> {
     let (drafter, dialect) = (checkpoint.drafter(), checkpoint.dialect());
-    // Neither vLLM nor speculators was tried with layers without these norms, nor any engine with what no other tool's layout says.
+    // vLLM and speculators were not tried with layers without query and key norms. No engine was
+    // tried with settings that only one format can express.
     let usual = drafter.family.qk_norm && drafter.refusal_anywhere().is_none();
     let known = |engine, version: Option<&'static str>, verdict: Verdict| match of_layers(checkpoint) {
         Some(note) => Loader { engine, tried: None, loads: false, note },
@@ -57,8 +59,9 @@ pub fn loaders(checkpoint: &Checkpoint) -> Vec<Loader> {
     ]
 }
 
-/// Why no engine loads a drafter with such layers, if so: those with norms behind attention and MLP are loaded by nobody yet, and the
-/// reference's classes without norms on queries and keys are not known to others.
+/// The reason why no engine loads a drafter with such layers, if any. No engine supports drafters
+/// with norms after attention and MLP. Other tools do not know the reference's classes without
+/// query and key norms.
 fn of_layers(checkpoint: &Checkpoint) -> Option<String> {
     let family = checkpoint.drafter().family;
     if let Some((key, reason)) = checkpoint.unsupported() {

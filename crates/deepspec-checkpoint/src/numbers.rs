@@ -1,9 +1,10 @@
-//! Values of another type, as torch rounds them.
+//! Conversion of values between float types, rounded like torch.
 
 use half::{bf16, f16};
 use safetensors::Dtype;
 
-/// `bytes` of type `from` as type `to`, rounded to nearest even; None for types that are no plain floats.
+/// Converts `bytes` of type `from` to type `to`, rounded to nearest even. None for types that are
+/// no plain floats.
 pub fn cast(bytes: Vec<u8>, from: Dtype, to: Dtype) -> Option<Vec<u8>> {
     if from == to {
         return Some(bytes);
@@ -26,7 +27,7 @@ pub fn cast(bytes: Vec<u8>, from: Dtype, to: Dtype) -> Option<Vec<u8>> {
     })
 }
 
-/// Rows of `width` bytes in which `a` and `b` differ.
+/// Number of rows of `width` bytes in which `a` and `b` differ.
 pub fn differing_rows(a: &[u8], b: &[u8], width: usize) -> usize {
     a.chunks(width.max(1)).zip(b.chunks(width.max(1))).filter(|(a, b)| a != b).count()
 }

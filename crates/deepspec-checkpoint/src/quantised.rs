@@ -1,10 +1,11 @@
-//! Checkpoints whose weights are quantised, as their config.json says.
+//! Detects quantised weights from config files.
 
 use std::path::Path;
 
 use serde_json::{Map, Value};
 
-/// A refusal, with the remedy, of what `quantization_config` of a config.json says; `None` where the weights are plain.
+/// An error message with the remedy if `quantization_config` of a config is set; None for plain
+/// weights.
 pub fn quantisation(config: &Map<String, Value>) -> Option<String> {
     let text = config.get("text_config").and_then(Value::as_object);
     let said = |map: &Map<String, Value>| {
@@ -23,7 +24,8 @@ pub fn quantisation(config: &Map<String, Value>) -> Option<String> {
     ))
 }
 
-/// [`quantisation`] of a folder, whose weights may be described beside config.json: by AutoGPTQ and by ModelOpt.
+/// Like [`quantisation`], but also checks the separate config files of AutoGPTQ and ModelOpt in the
+/// folder.
 pub fn quantised_folder(dir: &Path, config: &Map<String, Value>) -> Option<String> {
     let beside =
         ["quantize_config.json", "hf_quant_config.json"].into_iter().find(|name| dir.join(name).is_file());

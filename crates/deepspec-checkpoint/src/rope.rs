@@ -1,4 +1,4 @@
-//! Rotary settings, as far as layouts have to agree on them.
+//! RoPE settings in the forms that the formats need.
 
 use crate::gguf::Llama3;
 use serde_json::{Map, Value};
@@ -8,31 +8,33 @@ use crate::shapes::Heads;
 use crate::{Checkpoint, CheckpointError};
 
 const ORIGINAL: &str = "original_max_position_embeddings";
-/// What transformers takes where nothing is said.
+/// Default base of transformers.
 const THETA: f64 = 10_000.0;
 
-/// Rotary embeddings as llama.cpp is told of them.
+/// RoPE settings for llama.cpp.
 pub struct Rope {
-    /// Their base.
+    /// Base.
     pub theta: f64,
-    /// One factor per pair of dimensions, where they are scaled.
+    /// One factor per pair of dimensions, if RoPE is scaled.
     pub factors: Option<Vec<f32>>,
 }
 
 /// The `rope_parameters` that vLLM and SGLang read.
 pub struct RopeParameters {
-    /// The base.
+    /// Base.
     pub theta: f64,
-    /// The kind of scaling, such as `llama3`; none where the embeddings are plain.
+    /// Type of scaling, such as `llama3`; None without scaling.
     pub scaling: Option<String>,
     /// The value of `rope_parameters`, with `rope_type` and `rope_theta`.
     pub map: Map<String, Value>,
 }
 
-/// The checkpoint's rotary embeddings for vLLM and SGLang, which read `linear`, `llama3` and plain `yarn` as transformers does.
+/// The checkpoint's RoPE settings for vLLM and SGLang, which interpret `linear`, `llama3` and plain
+/// `yarn` like transformers.
 ///
 /// # Errors
-/// [`CheckpointError::Refused`] for another kind of scaling; settings of Llama 3's scaling that are missing or impossible.
+/// Returns [`CheckpointError::Refused`] for another scaling type. Fails if settings of the scaling
+/// are missing or invalid.
 pub fn parameters(source: &Checkpoint, to: &'static str) -> Result<RopeParameters, CheckpointError> {
     let path = source.dir().join("config.json");
     let fields = Fields::new(&path, &source.drafter().decoder);
@@ -51,7 +53,7 @@ pub fn parameters(source: &Checkpoint, to: &'static str) -> Result<RopeParameter
         }
         "yarn" => {
             positive(&chosen, "factor")?;
-            // vLLM and SGLang read these otherwise than transformers, or not at all.
+            // vLLM and SGLang interpret these keys differently from transformers, or ignore them.
             let differing = ["attention_factor", "mscale", "mscale_all_dim"];
             if let Some(key) =
                 differing.into_iter().find(|&key| chosen.map.get(key).is_some_and(|value| !value.is_null()))
@@ -71,18 +73,20 @@ pub fn parameters(source: &Checkpoint, to: &'static str) -> Result<RopeParameter
     let mut map = chosen.map.clone();
     map.remove("type");
     map.extend(said([("rope_type", kind.into()), ("rope_theta", theta.into())]));
-    // transformers lets the length at the top of the config win, and takes the trained length where none is given.
+    // transformers prefers the length at the top level of the config. For YaRN it defaults to
+    // `max_position_embeddings`.
     let original = fields.map.get(ORIGINAL).or(chosen.map.get(ORIGINAL));
     let original = original.or(fields.map.get("max_position_embeddings").filter(|_| kind == "yarn"));
     map.extend(original.map(|original| (ORIGINAL.into(), original.clone())));
     Ok(RopeParameters { theta, scaling: Some(kind.into()), map })
 }
 
-/// The checkpoint's rotary embeddings with a factor per pair of dimensions, plain or scaled as Llama 3's are.
+/// The checkpoint's RoPE settings, unscaled or with one factor per pair of dimensions (Llama 3
+/// scaling).
 ///
 /// # Errors
-/// [`CheckpointError::Refused`] for `to` for another scaling; settings of Llama 3's scaling or of the heads that are missing or
-/// impossible.
+/// Returns [`CheckpointError::Refused`] for another scaling type. Fails if settings of Llama 3's
+/// scaling or of the heads are missing or invalid.
 pub fn with_factors(source: &Checkpoint, to: &'static str) -> Result<Rope, CheckpointError> {
     let path = source.dir().join("config.json");
     let fields = Fields::new(&path, &source.drafter().decoder);
@@ -119,7 +123,7 @@ fn said<const N: usize>(entries: [(&str, Value); N]) -> Map<String, Value> {
     entries.into_iter().map(|(key, value)| (key.to_string(), value)).collect()
 }
 
-/// Positions that the rotation was trained for before it was stretched; transformers lets the config's own key win.
+/// Context length before scaling; transformers prefers the top-level key of the config.
 fn original(fields: &Fields, chosen: &Fields) -> Result<f64, CheckpointError> {
     let number = |fields: &Fields| fields.map.get(ORIGINAL).and_then(Value::as_f64);
     let value = chosen.required(ORIGINAL, number(fields).or(number(chosen)))?;
@@ -127,11 +131,12 @@ fn original(fields: &Fields, chosen: &Fields) -> Result<f64, CheckpointError> {
     positive.then_some(value).ok_or_else(|| chosen.error(ORIGINAL, format!("{value} is not above 0")))
 }
 
-/// The base of the checkpoint's rotary embeddings, read as transformers does: a `rope_scaling` that says something comes before
-/// `rope_parameters`.
+/// The base of the checkpoint's unscaled RoPE. Like in transformers, a non-empty `rope_scaling`
+/// precedes `rope_parameters`.
 ///
 /// # Errors
-/// [`CheckpointError::Refused`] for `to` if they are scaled, which is read differently everywhere; keys of another type.
+/// Returns [`CheckpointError::Refused`] if RoPE is scaled, because tools interpret scaling
+/// differently. Fails if a key has another type.
 fn unscaled(source: &Checkpoint, to: &'static str) -> Result<f64, CheckpointError> {
     let path = source.dir().join("config.json");
     let fields = Fields::new(&path, &source.drafter().decoder);
@@ -142,7 +147,7 @@ fn unscaled(source: &Checkpoint, to: &'static str) -> Result<f64, CheckpointErro
     Ok(theta(&fields, chosen.as_ref().map(|(chosen, _)| chosen)))
 }
 
-/// What says how they are scaled, and the kind of scaling if there is one.
+/// The object with the RoPE settings, and the scaling type if there is one.
 fn chosen<'a>(fields: &Fields<'a>) -> Result<Option<(Fields<'a>, Option<&'a str>)>, CheckpointError> {
     let scaling = fields.object("rope_scaling")?.filter(|scaling| !scaling.map.is_empty());
     let chosen = match scaling {

@@ -1,7 +1,8 @@
-//! What an engine would misread in a checkpoint's folder, if it is served as it is.
+//! Detects settings of a checkpoint folder that a serving engine would misread.
 //!
-//! By the engines' sources of September 2026, and by trials with the versions that [`crate::loaders`] names. Nearly all of it happens without a
-//! word: the drafter runs, and little of what it drafts is accepted.
+//! Based on the engines' sources of September 2026 and on trials with the versions in
+//! [`crate::loaders`]. Nearly all of these mistakes are silent: the drafter runs, but the engine
+//! accepts few drafts.
 
 use std::fmt;
 use std::fs;
@@ -17,7 +18,7 @@ use crate::shapes::EMBED;
 use crate::shards::is_weights;
 use crate::{Checkpoint, Drafter, Loader, Target, loaders, rope};
 
-/// An engine that serves drafters: an [`Engine`], which loads folders, or llama.cpp, which loads a file.
+/// An engine that serves drafters: an [`Engine`] loads folders, llama.cpp loads a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Server {
     /// vLLM.
@@ -35,7 +36,7 @@ impl Serialize for Server {
 }
 
 impl Server {
-    /// The arguments that serve `drafter`, converted to `path`.
+    /// Command-line arguments that serve `drafter`, converted to `path`.
     pub fn arguments(self, drafter: &Drafter, path: &str) -> String {
         let (method, drafted) = (drafter.kind.method(), drafter.kind.drafted());
         match self {
@@ -53,7 +54,7 @@ impl Server {
         }
     }
 
-    /// What `--to` of a conversion is for it.
+    /// The value of `--to` in a conversion for this engine.
     fn layout(self) -> &'static str {
         match self {
             Self::Vllm => "vllm",
@@ -95,18 +96,18 @@ impl FromStr for Server {
     }
 }
 
-/// Something to mend or to mind before serving.
+/// A problem to fix or check before serving.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Risk {
-    /// What it is about.
+    /// Subject.
     pub about: &'static str,
-    /// What is there, and what becomes of it.
+    /// Problem and consequence.
     pub told: String,
-    /// What to do.
+    /// Remedy.
     pub cure: String,
 }
 
-/// What `server` would misread of `checkpoint` beside `target`, and what it has to be told.
+/// Settings of `checkpoint` that `server` would misread with `target`, and arguments that it needs.
 pub fn risks(checkpoint: &Checkpoint, server: Server, target: &Target) -> Vec<Risk> {
     let found = Examined { checkpoint, server, target };
     let drafter = found.drafter();
@@ -141,7 +142,7 @@ impl Examined<'_> {
         format!("deepspec-eval checkpoint convert --to {}", self.server.layout())
     }
 
-    /// Layers, windows and layer ids that tools do not read alike.
+    /// Layers, sliding windows and layer ids that tools interpret differently.
     fn drafter(&self) -> Option<Risk> {
         let told = self.checkpoint.drafter().refusal_anywhere()?;
         let cure = if self.loads_as_it_is() {
@@ -155,7 +156,7 @@ impl Examined<'_> {
         Some(Risk { about: "drafter", told, cure })
     }
 
-    /// What the engine makes of the folder; llama.cpp loads none.
+    /// How the engine handles the folder; None for llama.cpp, which loads no folders.
     fn loader(&self) -> Option<Loader> {
         let name = self.server.to_string();
         loaders(self.checkpoint).into_iter().find(|loader| loader.engine == name)
@@ -165,7 +166,7 @@ impl Examined<'_> {
         self.loader().is_some_and(|loader| loader.loads)
     }
 
-    /// Whether the engine takes the folder at all.
+    /// Whether the engine loads the folder at all.
     fn layout(&self) -> Option<Risk> {
         if self.server == Server::LlamaCpp {
             let drafter = self.checkpoint.drafter();
@@ -230,7 +231,7 @@ impl Examined<'_> {
         Some(Risk { about: "vocabulary and sizes", told: error.to_string(), cure })
     }
 
-    /// A scaled rotation, or a base that newer and older keys would say differently.
+    /// Scaled RoPE, or a RoPE base that differs between newer and older keys.
     fn rotation(&self) -> Option<Risk> {
         let config = self.checkpoint.drafter();
         let rope = match self.server {
@@ -264,7 +265,7 @@ impl Examined<'_> {
         })
     }
 
-    /// llama.cpp's converter has to know the target's tokenizer.
+    /// Whether llama.cpp's converter knows the target's tokenizer.
     fn target_tokenizer(&self) -> Option<Risk> {
         if self.server != Server::LlamaCpp {
             return None;
@@ -287,7 +288,7 @@ impl Examined<'_> {
         Some(Risk { about: "target's tokenizer", told, cure: cure.into() })
     }
 
-    /// Of an own embedding without the head beside it, llama.cpp makes the head.
+    /// llama.cpp uses the drafter's own embedding as LM head if the file has no head.
     fn head(&self) -> Option<Risk> {
         let own = self.checkpoint.find(EMBED).is_some();
         let untied = self.target.head() != self.target.embed();
@@ -298,10 +299,10 @@ impl Examined<'_> {
         })
     }
 
-    /// Engines are told, and do not check, what a slot predicts.
+    /// Which token a block position predicts: engines rely on an argument and do not check it.
     fn slots(&self) -> Option<Risk> {
         let kind = &self.checkpoint.drafter().kind;
-        // Only blocks behind anchors have slots.
+        // Only block drafters have block positions.
         kind.mask_token_id()?;
         let method = kind.method();
         let flag = match self.server {
@@ -323,7 +324,7 @@ impl Examined<'_> {
         })
     }
 
-    /// Tools count layers from 0 or 1, the embedding in or out.
+    /// Tools count layers from 0 or 1, with or without the embedding.
     fn layers(&self) -> Option<Risk> {
         let taps = &self.checkpoint.drafter().taps;
         let ids: Vec<String> = taps.iter().map(|tap| tap.layer_id().to_string()).collect();
@@ -338,7 +339,7 @@ impl Examined<'_> {
         })
     }
 
-    /// What stands for tokens that are to be drafted should be no token of texts.
+    /// Whether the mask token also occurs in texts, which it should not.
     fn mask(&self) -> Option<Risk> {
         let id = self.checkpoint.drafter().kind.mask_token_id()?;
         let tokenizer = Tokenizer::read(self.target.dir(), self.target.vocab_size() as usize).ok()?;
@@ -350,7 +351,7 @@ impl Examined<'_> {
         })
     }
 
-    /// How many tokens to draft is not asked of the drafter.
+    /// Engines do not read the number of draft tokens from the drafter.
     fn length(&self) -> Option<Risk> {
         let drafter = self.checkpoint.drafter();
         let drafted = drafter.kind.drafted();

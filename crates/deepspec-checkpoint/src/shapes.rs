@@ -1,4 +1,4 @@
-//! The tensors that a drafter with layers like Qwen3's or Llama's consists of, by their names in the reference.
+//! Tensors of a drafter with layers like Qwen3's or Llama's, by their names in the reference.
 
 use std::path::Path;
 
@@ -8,10 +8,10 @@ use crate::fields::Fields;
 
 pub const EMBED: &str = "embed_tokens.weight";
 pub const HEAD: &str = "lm_head.weight";
-/// What speculators may add and rebuilds itself.
+/// Tensors that speculators may store but rebuilds itself.
 pub const REBUILT: [&str; 4] = ["verifier_lm_head.weight", "verifier_norm.weight", "t2d", "d2t"];
 
-/// Heads of a layer, and the values of each.
+/// Numbers of heads of a layer and their dimension.
 pub struct Heads {
     pub query: u64,
     pub key_value: u64,
@@ -19,7 +19,7 @@ pub struct Heads {
 }
 
 impl Heads {
-    /// Reads them, `fields` being those of the drafter's decoder; what is left out is as transformers takes it.
+    /// Reads them from the drafter's decoder config `fields`, with the defaults of transformers.
     pub fn of(fields: &Fields, drafter: &Drafter) -> Result<Self, CheckpointError> {
         let query = fields.required_size("num_attention_heads")?;
         let key_value = fields.size("num_key_value_heads")?.unwrap_or(query);
@@ -33,7 +33,8 @@ pub fn is_embed_or_head(name: &str) -> bool {
     name == EMBED || name == HEAD
 }
 
-/// Names and shapes of everything but the ends; None for layers of another family. `path` is for errors.
+/// Names and shapes of all tensors except embedding and LM head. None for layers of another family.
+/// `path` is used in errors.
 pub fn tensors(path: &Path, drafter: &Drafter) -> Result<Option<Shapes>, CheckpointError> {
     if !drafter.family.pre_norm {
         return Ok(None);

@@ -1,4 +1,4 @@
-//! A checkpoint's weights in one file or several: how these are called, where they are cut, and the index that lists them.
+//! Sharded weights of a checkpoint: file names, sharding, and the index.
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -11,21 +11,21 @@ use crate::fields::read_object;
 
 const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
-/// Largest file of a checkpoint, in bytes of values: what transformers takes unless it is told another `max_shard_size`. Only a tensor
-/// that is larger by itself makes a larger file.
+/// Maximum bytes of values in a file, the default `max_shard_size` of transformers. Only a single
+/// larger tensor makes a larger file.
 pub const MAX_SHARD_BYTES: usize = 5_000_000_000;
 
-/// One file that is to be written, and which of the tensors are in it.
+/// A file to write, with the range of its tensors.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Shard {
     /// Its name in the checkpoint's folder.
     pub name: String,
-    /// Places of its tensors.
+    /// Indices of its tensors.
     pub tensors: Range<usize>,
 }
 
-/// Cuts tensors of these sizes in bytes, in their order, into files of at most `most` bytes: `model.safetensors` if that is one,
-/// else numbered ones, which want an index.
+/// Distributes tensors of `sizes` bytes, in order, over files of at most `most` bytes. One file is
+/// `model.safetensors`; several files are numbered and need an index.
 pub fn cut(sizes: &[usize], most: usize) -> Vec<Shard> {
     let (mut runs, mut held): (Vec<Range<usize>>, usize) = (vec![], 0);
     for (place, &size) in sizes.iter().enumerate() {
@@ -51,10 +51,11 @@ pub fn cut(sizes: &[usize], most: usize) -> Vec<Shard> {
     runs.into_iter().enumerate().map(|(number, tensors)| Shard { name: name(number), tensors }).collect()
 }
 
-/// Writes the index of `shards` over the tensors of these names and sizes; nothing where there is one file.
+/// Writes the index of `shards`, given the name and size of each tensor. Writes nothing for a
+/// single file.
 ///
 /// # Errors
-/// Any I/O failure, with the path.
+/// Fails on any I/O error, with the path.
 pub fn write_index(dir: &Path, shards: &[Shard], tensors: &[(&str, usize)]) -> Result<(), FileError> {
     if shards.len() < 2 {
         return Ok(());
@@ -69,7 +70,7 @@ pub fn write_index(dir: &Path, shards: &[Shard], tensors: &[(&str, usize)]) -> R
     atomic::write_json(&dir.join(INDEX), &json!({"metadata": {"total_size": bytes}, "weight_map": map}))
 }
 
-/// Whether a checkpoint's weights may lie in a file of this name.
+/// Whether a file of this name is part of a checkpoint's weights.
 pub fn is_weights(name: &str) -> bool {
     let numbered = || {
         let (number, files) =
@@ -79,7 +80,7 @@ pub fn is_weights(name: &str) -> bool {
     name == SINGLE || name == INDEX || numbered().unwrap_or(false)
 }
 
-/// Names the files in place of readable weights, and the remedy.
+/// An error message that names unsupported weights files and the remedy.
 pub fn no_weights(dir: &Path) -> String {
     let names = std::fs::read_dir(dir).into_iter().flatten().flatten();
     let names: Vec<String> = names.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
@@ -107,7 +108,7 @@ pub fn no_weights(dir: &Path) -> String {
     format!("the folder has neither {SINGLE} nor {INDEX}")
 }
 
-/// The files of the weights in `dir`: the index says, or there is one.
+/// The weights files in `dir`: those in the index, or the single file.
 pub(crate) fn paths(dir: &Path) -> Result<Vec<PathBuf>, CheckpointError> {
     let (single, index) = (dir.join(SINGLE), dir.join(INDEX));
     if !index.is_file() {

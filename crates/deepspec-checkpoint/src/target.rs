@@ -1,4 +1,4 @@
-//! The target's embedding and head, as far as checkpoints hold copies of them.
+//! The target's checkpoint, mainly its embedding and LM head, which drafter checkpoints may copy.
 
 use std::path::{Path, PathBuf};
 
@@ -7,7 +7,7 @@ use serde_json::{Map, Value};
 use crate::fields::{Fields, read_object};
 use crate::{CheckpointError, Drafter, Tensors, quantised_folder};
 
-/// What special tokens are for, and the keys of their ids.
+/// Roles of special tokens and the config keys of their ids.
 const SPECIAL: [(&str, &str); 3] =
     [("bos", "bos_token_id"), ("eos", "eos_token_id"), ("padding", "pad_token_id")];
 
@@ -23,16 +23,16 @@ pub struct Target {
     is_tied: bool,
     tensors: Tensors,
     special_ids: Vec<(&'static str, u32)>,
-    /// What stands before `embed_tokens`.
+    /// Prefix of `embed_tokens`.
     body: &'static str,
     head: &'static str,
 }
 
 impl Target {
-    /// Opens the model in `dir`; `name` is what a checkpoint may call it, a hub id if possible.
+    /// Opens the model in `dir`; `name` is its name in checkpoints, a hub id if possible.
     ///
     /// # Errors
-    /// If the folder is no language model, or a key is missing or wrong.
+    /// Fails if the folder is no language model, or if a key is missing or wrong.
     pub fn open(dir: &Path, name: &str) -> Result<Self, CheckpointError> {
         let path = dir.join("config.json");
         let map: Map<String, Value> = read_object(&path)?;
@@ -52,7 +52,7 @@ impl Target {
                     .and_then(|text| text.map.get(key))
                     .filter(|id| !id.is_null())
                     .or(map.get(key))?;
-                // Of several ends the first one.
+                // Takes the first of several end tokens.
                 let id = said.as_array().map_or(Some(said), |ids| ids.first())?.as_u64()?;
                 Some((name, u32::try_from(id).ok()?))
             })
@@ -66,7 +66,7 @@ impl Target {
             ("model.", "lm_head.weight"),
             ("model.language_model.", "lm_head.weight"),
             ("language_model.model.", "language_model.lm_head.weight"),
-            // Saved without the head's class around it.
+            // Saved without the causal LM class around the model.
             ("", "lm_head.weight"),
         ];
         let there = |(body, _): &(&str, &str)| tensors.get(&format!("{body}embed_tokens.weight")).is_some();
@@ -89,17 +89,17 @@ impl Target {
         })
     }
 
-    /// What checkpoints call it.
+    /// Its name in checkpoints.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Its classes.
+    /// Its class names.
     pub fn architectures(&self) -> &[String] {
         &self.architectures
     }
 
-    /// Decoder layers.
+    /// Number of decoder layers.
     pub fn layers(&self) -> u64 {
         self.layers
     }
@@ -109,12 +109,12 @@ impl Target {
         &self.dir
     }
 
-    /// Ids of its special tokens, by what they are for.
+    /// Ids of its special tokens by role.
     pub(crate) fn special_ids(&self) -> &[(&'static str, u32)] {
         &self.special_ids
     }
 
-    /// Places of its vocabulary.
+    /// Vocabulary size.
     pub(crate) fn vocab_size(&self) -> u64 {
         self.vocab_size
     }
@@ -124,20 +124,20 @@ impl Target {
         &self.tensors
     }
 
-    /// The name of its embedding.
+    /// Name of its embedding tensor.
     pub(crate) fn embed(&self) -> String {
         format!("{}embed_tokens.weight", self.body)
     }
 
-    /// The name of its head, which may be the embedding.
+    /// Name of its LM head tensor, which is the embedding if they are tied.
     pub(crate) fn head(&self) -> String {
         if self.is_tied { self.embed() } else { self.head.into() }
     }
 
-    /// Whether the drafter can be one for this target.
+    /// Checks that the drafter's sizes match this target.
     ///
     /// # Errors
-    /// Naming the key that differs.
+    /// Fails with the key that differs.
     pub(crate) fn check_fits(&self, drafter: &Drafter) -> Result<(), CheckpointError> {
         let pairs = [
             ("vocab_size", self.vocab_size, Some(drafter.vocab_size)),

@@ -1,4 +1,4 @@
-//! Tensors as bytes, from one safetensors file or several, or from the GGUF of a language model.
+//! Tensors as bytes, from one or several safetensors files or from the GGUF of a language model.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
@@ -13,23 +13,23 @@ use safetensors::tensor::Metadata;
 
 use crate::{CheckpointError, shards};
 
-/// Longest header that is believed; the format's own limit.
+/// Maximum header length, the limit of the format.
 const MAX_HEADER: u64 = 100_000_000;
 /// Bytes copied at once.
 const CHUNK: usize = 16 << 20;
 
-/// What a header says of a tensor.
+/// Dtype, shape and size of a tensor.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TensorFacts {
-    /// Type of its values.
+    /// Dtype.
     pub dtype: Dtype,
-    /// Its dimensions.
+    /// Shape.
     pub shape: Vec<usize>,
-    /// Bytes of its values.
+    /// Size in bytes.
     pub bytes: usize,
 }
 
-/// The tensors of a folder, whose values are read when they are asked for.
+/// The tensors of a folder; values are read on request.
 pub struct Tensors {
     dir: PathBuf,
     store: Store,
@@ -37,17 +37,17 @@ pub struct Tensors {
 }
 
 enum Store {
-    /// safetensors files, and which of them a tensor is in, from which byte on.
+    /// safetensors files, and the file index and byte offset of each tensor.
     Shards { files: Vec<(PathBuf, File)>, places: BTreeMap<String, (usize, u64)> },
-    /// A language model, whose values may be packed.
+    /// A language model, whose values may be quantised.
     Gguf(Model),
 }
 
 impl Tensors {
-    /// Opens `dir/model.safetensors`, or the shards that its index names, or `dir/model.gguf`.
+    /// Opens `dir/model.safetensors`, or the shards in its index, or `dir/model.gguf`.
     ///
     /// # Errors
-    /// If no weights are there, or a file is truncated or not what its name says.
+    /// Fails if there are no weights, or if a file is truncated or has another format.
     pub fn open(dir: &Path) -> Result<Self, CheckpointError> {
         match shards::paths(dir) {
             Err(_) if dir.join(LINK).is_file() => Ok(Self::of_gguf(dir, Model::open(&dir.join(LINK))?)),
@@ -71,7 +71,7 @@ impl Tensors {
     /// Opens one safetensors file of any name.
     ///
     /// # Errors
-    /// If the file is truncated or no safetensors file.
+    /// Fails if the file is truncated or no safetensors file.
     pub fn open_file(path: &Path) -> Result<Self, CheckpointError> {
         Self::of_files(path, vec![path.to_path_buf()])
     }
@@ -96,10 +96,11 @@ impl Tensors {
         Ok(Self { dir: dir.to_path_buf(), store: Store::Shards { files, places }, facts })
     }
 
-    /// Checks that no value is NaN or infinite. It reads all of them.
+    /// Reads all values and checks that none is NaN or infinite.
     ///
     /// # Errors
-    /// [`CheckpointError::Tensor`] naming the first tensor with such a value; a file that cannot be read.
+    /// Fails with [`CheckpointError::Tensor`] for the first tensor with such a value, or if a file
+    /// cannot be read.
     pub fn check_finite(&self) -> Result<(), CheckpointError> {
         for (name, facts) in self.iter().filter(|(_, facts)| is_float(facts.dtype)) {
             if let Some(place) = first_non_finite(&self.bytes(name)?, facts.dtype) {
@@ -113,10 +114,10 @@ impl Tensors {
         Ok(())
     }
 
-    /// Checks that all tensors are plain numbers: floats, or integers of maps.
+    /// Checks that all tensors are floats, or integers of vocabulary maps.
     ///
     /// # Errors
-    /// [`CheckpointError::Tensor`] naming the first tensor of a quantised type.
+    /// Fails with [`CheckpointError::Tensor`] for the first tensor of a quantised type.
     pub fn check_types(&self) -> Result<(), CheckpointError> {
         let is_wrong = |(name, facts): &(&str, &TensorFacts)| !is_readable(name, facts.dtype);
         match self.iter().find(is_wrong) {
@@ -125,17 +126,17 @@ impl Tensors {
         }
     }
 
-    /// What was opened: the folder, or the one file.
+    /// The opened folder or file.
     pub fn dir(&self) -> &Path {
         &self.dir
     }
 
-    /// Names and facts, sorted by name.
+    /// Names and metadata, sorted by name.
     pub fn iter(&self) -> impl Iterator<Item = (&str, &TensorFacts)> {
         self.facts.iter().map(|(name, facts)| (name.as_str(), facts))
     }
 
-    /// What is known of a tensor; None if there is none of this name.
+    /// Metadata of a tensor; None if it is missing.
     pub fn get(&self, name: &str) -> Option<&TensorFacts> {
         self.facts.get(name)
     }
@@ -145,15 +146,15 @@ impl Tensors {
         CheckpointError::Tensor { path: self.dir.clone(), name: name.into(), problem: problem.into() }
     }
 
-    /// What is known of a tensor that must be there.
+    /// Metadata of a required tensor.
     pub(crate) fn facts(&self, name: &str) -> Result<&TensorFacts, CheckpointError> {
         self.get(name).ok_or_else(|| self.error(name, "missing"))
     }
 
-    /// All bytes of a tensor, little-endian and row-major, of its facts' type.
+    /// All bytes of a tensor, little-endian and row-major, in the dtype of its metadata.
     ///
     /// # Errors
-    /// If there is no such tensor, or its file cannot be read.
+    /// Fails if the tensor is missing or its file cannot be read.
     pub fn bytes(&self, name: &str) -> Result<Vec<u8>, CheckpointError> {
         let size = self.facts(name)?.bytes;
         if let Store::Gguf(model) = &self.store {
@@ -164,7 +165,7 @@ impl Tensors {
         Ok(bytes)
     }
 
-    /// Writes the bytes of a tensor, a part at a time.
+    /// Writes the bytes of a tensor to `out`, in chunks.
     pub(crate) fn copy(&self, name: &str, out: &mut impl Write) -> Result<(), CheckpointError> {
         let bytes = self.facts(name)?.bytes;
         let (path, file, start) = match &self.store {
@@ -190,17 +191,18 @@ impl Tensors {
     }
 }
 
-/// Beginnings that training wrappers put before the names of a module: DataParallel's, PEFT's, vLLM's of drafters.
+/// Name prefixes that wrappers add to a module: DataParallel, PEFT, and vLLM for drafters.
 const WRAPPERS: [&str; 3] = ["module.", "base_model.model.", "draft_model."];
-/// Name parts that torch.compile, FSDP and activation checkpointing put before any module.
+/// Name parts that torch.compile, FSDP and activation checkpointing insert before any module.
 const INNER_WRAPPERS: [&str; 3] = ["_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module."];
 
-/// Tensors by name, and where each lies.
+/// Metadata and location of tensors by name.
 type Named = (BTreeMap<String, TensorFacts>, BTreeMap<String, (usize, u64)>);
 
-/// Takes off the names what wrappers have put into them, unless two names would be the same then.
+/// Removes the wrappers' parts from tensor names, unless two names would become equal.
 fn without_wrappers(facts: BTreeMap<String, TensorFacts>, places: BTreeMap<String, (usize, u64)>) -> Named {
-    // Lightning and vLLM call a whole model `model`, within which a drafter has its `fc` and a target its own `model`.
+    // Lightning and vLLM call a whole model `model`. Inside it a drafter has `fc`, and a target has
+    // its own `model`.
     let is_within = |name: &str| facts.contains_key(&format!("model.{name}"));
     let holds_model = facts.keys().all(|name| name.starts_with("model."))
         && (is_within("fc.weight") || is_within("model.embed_tokens.weight"));
@@ -225,12 +227,12 @@ fn without_wrappers(facts: BTreeMap<String, TensorFacts>, places: BTreeMap<Strin
     (facts, places)
 }
 
-/// Whether the name is one of the maps between the vocabularies of target and drafter, which are no weights.
+/// Whether the tensor is a map between the vocabularies of target and drafter, which is no weight.
 fn is_map_of_vocabularies(name: &str) -> bool {
     matches!(name.rsplit('.').next(), Some("d2t" | "t2d"))
 }
 
-/// Whether a tensor of this name and type is read: floats, and integers of the maps between vocabularies.
+/// Whether a tensor of this name and dtype is supported: floats, and integers of vocabulary maps.
 pub fn is_readable(name: &str, dtype: Dtype) -> bool {
     is_float(dtype) || (!is_quantised(dtype) && is_map_of_vocabularies(name))
 }
@@ -239,19 +241,19 @@ fn is_float(dtype: Dtype) -> bool {
     matches!(dtype, Dtype::F64 | Dtype::F32 | Dtype::BF16 | Dtype::F16)
 }
 
-/// Whether values of this type mean something only beside scales. Maps of vocabularies are integers and booleans.
+/// Whether values of this type need scales. Vocabulary maps are integers and booleans.
 fn is_quantised(dtype: Dtype) -> bool {
     !is_float(dtype) && !matches!(dtype, Dtype::I64 | Dtype::I32 | Dtype::BOOL)
 }
 
-/// The refusal of a tensor of such a type, with the remedy.
+/// Error message with the remedy for a tensor of a quantised type.
 pub fn quantised(dtype: Dtype) -> String {
     format!(
         "its type {dtype:?} is one of quantised weights, which are not read; use the checkpoint in bfloat16, float16 or float32"
     )
 }
 
-/// The place of the first NaN or infinity among little-endian floats: all bits of its exponent are set.
+/// Index of the first NaN or infinity among little-endian floats, which has all exponent bits set.
 fn first_non_finite(bytes: &[u8], dtype: Dtype) -> Option<usize> {
     match dtype {
         Dtype::BF16 => {
@@ -266,7 +268,7 @@ fn first_non_finite(bytes: &[u8], dtype: Dtype) -> Option<usize> {
     }
 }
 
-/// The file, where its data begin, and its header.
+/// The file, the offset of its data, and its header.
 fn open_shard(path: &Path) -> Result<(File, u64, Metadata), CheckpointError> {
     let bad = |problem: String| CheckpointError::NotADrafter { path: path.to_path_buf(), problem };
     let file = File::open(path).map_err(FileError::at("reading", path))?;

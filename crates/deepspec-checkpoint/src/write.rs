@@ -1,4 +1,4 @@
-//! Writing tensors that come from many places.
+//! Writes safetensors files from tensors of several sources.
 
 use std::fs::File;
 use std::io::{self, BufWriter, Write};
@@ -13,15 +13,15 @@ use serde_json::json;
 use crate::shards::{cut, write_index};
 use crate::{CheckpointError, Tensors};
 
-/// Where the bytes of a tensor to be written come from.
+/// Source of the bytes of a tensor to write.
 pub enum Source<'a> {
-    /// A tensor of this name elsewhere.
+    /// The tensor of this name in another checkpoint.
     Copy(&'a Tensors, String),
-    /// These bytes.
+    /// The bytes themselves.
     Bytes(Vec<u8>),
 }
 
-/// A tensor to be written.
+/// A tensor to write.
 pub struct Written<'a> {
     pub name: String,
     pub dtype: Dtype,
@@ -38,8 +38,9 @@ impl Written<'_> {
     }
 }
 
-/// Writes the weights of a checkpoint into the fresh folder `dir`, synced, in files of at most `most` bytes. Tensors stand in them
-/// widest values first and then by name, as the safetensors packages write them.
+/// Writes the weights of a checkpoint into the new folder `dir` and syncs the files, which have at
+/// most `most` bytes. Tensors are ordered by dtype, widest first, then by name, like in the
+/// safetensors packages.
 pub fn write(dir: &Path, tensors: &mut [Written], most: usize) -> Result<(), CheckpointError> {
     tensors.sort_by(|a, b| b.dtype.cmp(&a.dtype).then_with(|| a.name.cmp(&b.name)));
     let sizes = tensors.iter().map(Written::len).collect::<Result<Vec<_>, _>>()?;
@@ -64,7 +65,7 @@ fn write_file(path: &Path, tensors: &[Written]) -> Result<(), CheckpointError> {
     let bad = |problem: String| CheckpointError::NotADrafter { path: path.to_path_buf(), problem };
     let header = Metadata::new(None, infos).map_err(|error| bad(error.to_string()))?;
     let mut header = serde_json::to_value(&header).map_err(|error| bad(error.to_string()))?;
-    // Readers of PyTorch checkpoints ask for the format.
+    // Readers of PyTorch checkpoints require the `format` key.
     header["__metadata__"] = json!({"format": "pt", "tool": format!("deepspec {VERSION}")});
     let mut header = header.to_string().into_bytes();
     header.resize(header.len().next_multiple_of(8), b' ');

@@ -1,29 +1,30 @@
-//! How tensors are stored: as plain floats, or in blocks of small integers with scales.
+//! Tensor types of GGUF: plain floats, and quantised blocks of small integers with scales.
 //!
-//! The formulas are those of ggml, computed in float32 in its order, so that values come out equal to the last bit.
+//! Dequantisation follows ggml's formulas in float32 and in ggml's order, so that values are equal
+//! to the last bit.
 
 use half::f16;
 
 use crate::gguf::TensorType;
 
-/// Longest block, in values.
+/// Largest block, in values.
 const LONGEST: usize = 256;
 
-/// Turns a block into its values.
+/// Dequantises a block.
 type Expand = fn(&[u8], &mut [f32]);
 
-/// How a tensor's values are stored.
+/// A tensor type of ggml.
 #[derive(Debug)]
 pub struct BlockType {
-    /// What ggml calls it.
+    /// ggml's name.
     pub name: &'static str,
-    /// Its number in the format.
+    /// Id in the file format.
     id: u32,
-    /// Values of a block.
+    /// Values per block.
     pub values: usize,
-    /// Bytes of a block.
+    /// Bytes per block.
     pub bytes: usize,
-    /// Turns a block into values; None where these are stored as they are.
+    /// Dequantises a block; None for plain floats.
     expand: Option<Expand>,
 }
 
@@ -49,7 +50,7 @@ static TYPES: [BlockType; 11] = [
     packed("Q6_K", 14, 256, 210, q6_k),
 ];
 
-/// Types of ggml that are not read, by their numbers.
+/// Ids of ggml types that are not supported.
 const UNREAD: [(u32, &str); 21] = [
     (9, "Q8_1"),
     (10, "Q2_K"),
@@ -75,22 +76,22 @@ const UNREAD: [(u32, &str); 21] = [
 ];
 
 impl BlockType {
-    /// ggml's name of a type that is not read.
+    /// ggml's name of an unsupported type.
     pub(crate) fn unread_name(id: u32) -> Option<&'static str> {
         UNREAD.iter().find(|(number, _)| *number == id).map(|(_, name)| *name)
     }
 
-    /// All that are read.
+    /// All supported types.
     pub fn all() -> impl Iterator<Item = &'static Self> {
         TYPES.iter()
     }
 
-    /// The one of this number.
+    /// The supported type with this id.
     pub(crate) fn of(id: u32) -> Option<&'static Self> {
         Self::all().find(|kind| kind.id == id)
     }
 
-    /// The type that its values are read as: their own if they are plain, else float32.
+    /// The type of the values read: a plain type itself, or float32 for a quantised type.
     pub fn read_as(&self) -> TensorType {
         match self.id {
             1 => TensorType::F16,
@@ -99,7 +100,7 @@ impl BlockType {
         }
     }
 
-    /// Whole blocks as little-endian float32; plain values as they are.
+    /// Dequantises whole blocks to little-endian float32; plain values stay as they are.
     pub fn expand(&self, stored: Vec<u8>) -> Vec<u8> {
         let Some(expand) = self.expand else { return stored };
         let mut values = [0.0; LONGEST];
@@ -113,12 +114,13 @@ impl BlockType {
     }
 }
 
-/// The float16 at `place`.
+/// The float16 at byte `place`.
 fn half(block: &[u8], place: usize) -> f32 {
     f16::from_le_bytes([block[place], block[place + 1]]).to_f32()
 }
 
-/// The two numbers of four bits in each byte: the lower ones are the first half of the block, the upper ones the second.
+/// The two 4-bit numbers of each byte. The lower ones are the first half of the block, the upper
+/// ones the second half.
 fn nibbles(bytes: &[u8]) -> impl Iterator<Item = (usize, u8)> {
     let (lower, upper) = (bytes.iter().map(|byte| byte & 15), bytes.iter().map(|byte| byte >> 4));
     lower.chain(upper).enumerate()
@@ -138,7 +140,7 @@ fn q4_1(block: &[u8], values: &mut [f32]) {
     }
 }
 
-/// The fifth bits of a block of 32, a bit each.
+/// The fifth bits of a block of 32 values.
 fn fifth_bits(block: &[u8], place: usize) -> u32 {
     u32::from_le_bytes([block[place], block[place + 1], block[place + 2], block[place + 3]])
 }
@@ -168,7 +170,7 @@ fn q8_0(block: &[u8], values: &mut [f32]) {
     }
 }
 
-/// Scale and minimum, of six bits each, of part `part` of eight; they share twelve bytes.
+/// The 6-bit scale and minimum of part `part` of eight, which are packed into twelve bytes.
 fn scale_and_least(packed: &[u8], part: usize) -> (f32, f32) {
     let (scale, least) = match part {
         0..4 => (packed[part] & 63, packed[part + 4] & 63),
@@ -180,7 +182,8 @@ fn scale_and_least(packed: &[u8], part: usize) -> (f32, f32) {
     (f32::from(scale), f32::from(least))
 }
 
-/// Eight parts of 32 values; two parts share 32 bytes. `upper` gives what a fifth bit adds to a number, by part and place.
+/// Dequantises eight parts of 32 values, where two parts share 32 bytes. `upper(part, place)` is
+/// the fifth bit's contribution to a number.
 fn in_parts(block: &[u8], numbers: &[u8], values: &mut [f32], upper: impl Fn(usize, usize) -> u8) {
     let (scale, least) = (half(block, 0), half(block, 2));
     for (part, values) in values.as_chunks_mut::<32>().0.iter_mut().enumerate() {
@@ -205,7 +208,8 @@ fn q5_k(block: &[u8], values: &mut [f32]) {
 fn q6_k(block: &[u8], values: &mut [f32]) {
     let (lower, upper, scales, scale) = (&block[..128], &block[128..192], &block[192..208], half(block, 208));
     for (place, value) in values.iter_mut().enumerate() {
-        // Of each half, four runs of 32 share 64 bytes of lower and 32 bytes of upper bits.
+        // In each half of the block, four runs of 32 values share 64 bytes of lower and 32 bytes of
+        // upper bits.
         let (side, run, at) = (place / 128, place % 128 / 32, place % 32);
         let low = lower[side * 64 + run % 2 * 32 + at];
         let low = if run < 2 { low & 15 } else { low >> 4 };

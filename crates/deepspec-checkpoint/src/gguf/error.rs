@@ -1,13 +1,13 @@
-//! What can be wrong.
+//! Errors of GGUF files.
 
 use std::path::PathBuf;
 
-/// A file that is no GGUF, or one that cannot be used, or a tokenizer that cannot be put into one.
+/// A file that is no usable GGUF, or a tokenizer that cannot be written to one.
 #[derive(Debug, thiserror::Error)]
 #[error("{}: {problem}", path.display())]
 pub struct GgufError {
     /// The file.
     pub path: PathBuf,
-    /// What is wrong with it, by key or tensor.
+    /// The problem, naming the key or tensor.
     pub problem: String,
 }

@@ -1,11 +1,16 @@
 //! GGUF, the format of llama.cpp's models: metadata and tensors in one file.
 //!
-//! Version 3, little-endian: the magic `GGUF`, the version as u32, the numbers of tensors and of metadata entries as u64; the entries; for each
-//! tensor its name, its dimensions (fastest first, so reversed to those of safetensors), type and offset; and, aligned to 32 bytes each, the
-//! tensors' data. Strings are a u64 length and UTF-8.
+//! Version 3 is little-endian and has these parts in order:
+//! - the magic `GGUF`, the version as u32, the numbers of tensors and of metadata entries as u64;
+//! - the metadata entries;
+//! - name, dimensions, type and offset of each tensor, with the fastest dimension first (the
+//!   reverse of safetensors);
+//! - the data of the tensors, each aligned to 32 bytes.
 //!
-//! Drafters are written with a [`Writer`]. Targets are read as a [`Model`], under the names that transformers has for things; [`unpack`] makes
-//! the folder of one.
+//! Strings are a u64 length and UTF-8 bytes.
+//!
+//! A [`Writer`] writes drafters. A [`Model`] reads targets under the names of transformers, and
+//! [`unpack`] creates a checkpoint folder of a target.
 
 mod blocks;
 mod error;
@@ -30,5 +35,5 @@ pub use unpack::{LINK, unpack};
 pub use writer::{Tensor, TensorType, Value, Writer};
 
 const MAGIC: &[u8; 4] = b"GGUF";
-/// Where data begin, in bytes.
+/// Alignment of tensor data, in bytes.
 const ALIGNMENT: u64 = 32;

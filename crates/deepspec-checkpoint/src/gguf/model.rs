@@ -1,4 +1,4 @@
-//! A language model in a GGUF as transformers would have it: its config.json, its tokenizer, its tensors.
+//! A language model in a GGUF, with the config.json, tokenizer and tensor names of transformers.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -9,12 +9,13 @@ use crate::gguf::rotation::halves;
 use crate::gguf::vocabulary::Vocabulary;
 use crate::gguf::{Gguf, GgufError, Stored, names};
 
-/// What llama.cpp calls an architecture, and what its config.json says.
+/// llama.cpp's name of an architecture, and its values for config.json.
 struct Architecture {
     name: &'static str,
     class: &'static str,
     model_type: &'static str,
-    /// Whether the rows of each head's queries and keys are stored as pairs that turn together, not as two halves.
+    /// Whether the rows of each query and key head are stored as interleaved RoPE pairs, not as two
+    /// halves.
     in_pairs: bool,
 }
 
@@ -23,28 +24,29 @@ static ARCHITECTURES: [Architecture; 2] = [
     Architecture { name: "qwen3", class: "Qwen3ForCausalLM", model_type: "qwen3", in_pairs: false },
 ];
 
-/// What stretches the rotation of Llama 3's slow planes, a factor for each plane.
+/// Tensor with Llama 3's RoPE scaling factors, one factor per frequency.
 pub const ROPE_FACTORS: &str = "rope_freqs.weight";
-/// The settings that all of Llama 3's models with such factors have.
+/// The scaling settings that all Llama 3 models with such factors share.
 const LLAMA3: Llama3 = Llama3 { slow: 1.0, fast: 4.0, original: 8192.0 };
-/// Factors that are read at most: heads are not as wide as that.
+/// Maximum number of factors read. No model has heads of this width.
 const MOST_FACTORS: usize = 4096;
-/// How far stored factors, which are float32, may be from those of the settings.
+/// Maximum relative difference of the stored float32 factors from the computed ones.
 const FACTOR_TOLERANCE: f64 = 1e-4;
 
-/// How Llama 3 stretches its rotation.
+/// Settings of Llama 3's RoPE scaling.
 #[derive(Debug, Clone, Copy)]
 pub struct Llama3 {
-    /// Planes that turn less often than this within the original context are stretched whole.
+    /// `low_freq_factor`: frequencies with fewer rotations within the original context get the full
+    /// factor.
     pub slow: f64,
-    /// Those that turn more often than this are not.
+    /// `high_freq_factor`: frequencies with more rotations are not scaled.
     pub fast: f64,
-    /// The original context, in tokens.
+    /// Original context length, in tokens.
     pub original: f64,
 }
 
 impl Llama3 {
-    /// The factor of a plane that turns by `frequency` per token, if the slow ones have `most`.
+    /// Factor of a RoPE frequency, in radians per token; low frequencies get `most`.
     pub fn factor(&self, frequency: f64, most: f64) -> f64 {
         let turns = self.original * frequency / std::f64::consts::TAU;
         let part = ((turns - self.slow) / (self.fast - self.slow)).clamp(0.0, 1.0);
@@ -56,13 +58,13 @@ impl Llama3 {
 pub struct Model {
     file: Gguf,
     config: Map<String, Json>,
-    /// The file's tensors by the names of transformers.
+    /// The file's tensors by their names in transformers.
     tensors: BTreeMap<String, Named>,
 }
 
 struct Named {
     stored: String,
-    /// Heads whose rows are stored in pairs.
+    /// Number of heads, if the rows are stored as interleaved RoPE pairs.
     paired_heads: Option<usize>,
 }
 
@@ -70,7 +72,8 @@ impl Model {
     /// Opens the model in `path`.
     ///
     /// # Errors
-    /// As [`Gguf::open`]; if it is of an architecture that is not read, or has settings or tensors that would be lost.
+    /// Fails as [`Gguf::open`] does, if the architecture is not supported, or if settings or
+    /// tensors would be lost.
     pub fn open(path: &Path) -> Result<Self, GgufError> {
         let file = Gguf::open(path)?;
         let key = "general.architecture";
@@ -87,21 +90,22 @@ impl Model {
         Ok(Self { file, config, tensors })
     }
 
-    /// Its config.json, but for what its tokenizer knows.
+    /// Its config.json, without the token ids.
     pub fn config(&self) -> &Map<String, Json> {
         &self.config
     }
 
-    /// Its tensors by the names of transformers.
+    /// Its tensors by their names in transformers.
     pub fn tensors(&self) -> impl Iterator<Item = (&str, &Stored)> {
         let stored = |named: &Named| &self.file.tensors()[&named.stored];
         self.tensors.iter().map(move |(name, named)| (name.as_str(), stored(named)))
     }
 
-    /// The values of one of [`Model::tensors`] in the order of transformers, as [`Gguf::values`] gives them.
+    /// The values of one of [`Model::tensors`] in the row order of transformers; see
+    /// [`Gguf::values`].
     ///
     /// # Errors
-    /// If there is none of this name, or the file cannot be read.
+    /// Fails if the tensor is missing or the file cannot be read.
     pub fn values(&self, name: &str) -> Result<Vec<u8>, GgufError> {
         let missing = || self.file.error(format!("tensor `{name}` is missing"));
         let named = self.tensors.get(name).ok_or_else(missing)?;
@@ -118,7 +122,7 @@ impl Model {
     }
 }
 
-/// Query heads and key heads.
+/// Numbers of query heads and of key/value heads.
 struct Heads {
     query: u64,
     key_value: u64,
@@ -138,12 +142,12 @@ impl Reader<'_> {
         self.file.count(&self.key(name))
     }
 
-    /// A size that must be there.
+    /// A required size.
     fn size(&self, name: &str) -> Result<u64, GgufError> {
         let key = self.key(name);
         match self.file.required(&key, self.file.count(&key)?)? {
             0 => Err(self.file.error(format!("`{key}`: 0; expected 1 or more"))),
-            // What is multiplied with other sizes has to stay within 64 bits.
+            // Limits sizes so that their products fit into 64 bits.
             size if size > u64::from(u32::MAX) => {
                 Err(self.file.error(format!("`{key}`: {size} is more than any model has")))
             }
@@ -219,7 +223,7 @@ impl Reader<'_> {
             return Err(self.file.error(format!("`{older}`: {found}; expected rope.scaling in its place")));
         }
         let stretched = self.file.float(&factor)?.is_some_and(|factor| factor != 1.0);
-        // A factor alone is llama.cpp's linear one.
+        // A factor without a type is llama.cpp's linear scaling.
         let said =
             self.file.text(&kind)?.or(stretched.then(|| "linear".into())).filter(|said| said != "none");
         let factors = self.factors()?;
@@ -263,7 +267,8 @@ impl Reader<'_> {
             let problem = format!("tensor `{ROPE_FACTORS}` is of type {}; expected F32", stored.kind.name);
             return Err(self.file.error(problem));
         }
-        // One for two values of a head: what is longer is none, however much the file says it holds.
+        // There is one factor per two head dimensions. The limit bounds the memory that a damaged
+        // file can request.
         if stored.shape.iter().product::<usize>() > MOST_FACTORS {
             let problem =
                 format!("tensor `{ROPE_FACTORS}` is of {:?} values; expected half a head's", stored.shape);

@@ -1,6 +1,6 @@
-//! What llama.cpp and transformers call the tensors of decoders.
+//! Tensor names of decoders in llama.cpp and transformers.
 
-/// Tensors of each layer: what transformers calls them behind `layers.N.`, llama.cpp behind `blk.N.`.
+/// Tensor names of a layer: in transformers after `layers.N.`, in llama.cpp after `blk.N.`.
 pub const LAYER_NAMES: [(&str, &str); 11] = [
     ("input_layernorm.weight", "attn_norm.weight"),
     ("self_attn.q_proj.weight", "attn_q.weight"),
@@ -15,20 +15,20 @@ pub const LAYER_NAMES: [(&str, &str); 11] = [
     ("mlp.down_proj.weight", "ffn_down.weight"),
 ];
 
-/// Those of a whole model besides its layers.
+/// Names of the tensors outside the layers.
 const NAMES: [(&str, &str); 3] = [
     ("model.embed_tokens.weight", "token_embd.weight"),
     ("model.norm.weight", "output_norm.weight"),
     ("lm_head.weight", "output.weight"),
 ];
 
-/// What transformers calls a tensor, that llama.cpp calls `name`, of a language model of so many layers.
+/// transformers' name of llama.cpp's tensor `name` in a language model of `layers` layers.
 pub(crate) fn of_model(name: &str, layers: u64) -> Option<String> {
     let Some(rest) = name.strip_prefix("blk.") else {
         return NAMES.iter().find(|(_, theirs)| *theirs == name).map(|(ours, _)| ours.to_string());
     };
     let (layer, part) = rest.split_once('.')?;
-    // Spelled in one way only: `blk.01` would be a second `blk.1`.
+    // Accepts only the canonical number: `blk.01` would be a second `blk.1`.
     layer.parse::<u64>().ok().filter(|number| *number < layers && number.to_string() == layer)?;
     let (ours, _) = LAYER_NAMES.iter().find(|(_, theirs)| *theirs == part)?;
     Some(format!("model.layers.{layer}.{ours}"))

@@ -1,4 +1,4 @@
-//! Reading. A file's head is believed no further than the file is long.
+//! Reads GGUF files. No length in the header may exceed the file.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -9,31 +9,32 @@ use std::path::{Path, PathBuf};
 use crate::gguf::blocks::BlockType;
 use crate::gguf::{ALIGNMENT, GgufError, MAGIC};
 
-/// Most dimensions of a tensor.
+/// Maximum number of dimensions of a tensor.
 const MAX_DIMENSIONS: u32 = 4;
-/// Most values of all lists together; a vocabulary, its kinds, scores and merges have a million or two.
+/// Maximum number of values of all lists together. A vocabulary with its token types, scores and
+/// merges has a million or two.
 const MAX_VALUES: usize = 1 << 23;
-/// Most bytes of all texts together; a vocabulary with its merges has a few million.
+/// Maximum bytes of all strings together. A vocabulary with its merges has a few million.
 const MAX_TEXT: usize = 1 << 28;
 /// Largest alignment.
 const MAX_ALIGNMENT: i64 = 1 << 20;
-/// Bytes that a metadata entry has at least: length of its key, its type, a value.
+/// Minimum bytes of a metadata entry: key length, type and value.
 const SHORTEST_ENTRY: u64 = 8 + 4 + 1;
-/// Bytes that a tensor's description has at least.
+/// Minimum bytes of a tensor's description.
 const SHORTEST_TENSOR: u64 = 8 + 4 + 4 + 8;
 
-/// A metadata value, whatever width it is stored in.
+/// A metadata value of any stored width.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Entry {
     /// An integer.
     Integer(i64),
     /// A float.
     Float(f64),
-    /// True or false.
+    /// A boolean.
     Bool(bool),
-    /// A text.
+    /// A string.
     Text(String),
-    /// A list of any of these.
+    /// A list of any of these types.
     List(Vec<Entry>),
 }
 
@@ -53,19 +54,19 @@ impl Entry {
     }
 }
 
-/// A tensor as it is stored.
+/// The storage of a tensor.
 #[derive(Debug, Clone)]
 pub struct Stored {
-    /// How.
+    /// Quantisation type.
     pub kind: &'static BlockType,
-    /// Its dimensions, slowest first.
+    /// Dimensions, slowest first.
     pub shape: Vec<usize>,
     start: u64,
     bytes: usize,
 }
 
 impl Stored {
-    /// Number of its values.
+    /// Number of values.
     pub fn values(&self) -> usize {
         self.bytes / self.kind.bytes * self.kind.values
     }
@@ -81,10 +82,11 @@ pub struct Gguf {
 }
 
 impl Gguf {
-    /// Reads the head of a file.
+    /// Reads the header of a file.
     ///
     /// # Errors
-    /// If it cannot be read, is no GGUF of version 2 or 3, is one part of several, or describes what is not there.
+    /// Fails if the file cannot be read, is no GGUF of version 2 or 3, or is one part of a split
+    /// model. Fails if the file is shorter than its header says.
     pub fn open(path: &Path) -> Result<Self, GgufError> {
         let io =
             |error: std::io::Error| GgufError { path: path.into(), problem: format!("reading it: {error}") };
@@ -133,7 +135,7 @@ impl Gguf {
         &self.path
     }
 
-    /// An error about it.
+    /// An error about this file.
     pub fn error(&self, problem: impl Into<String>) -> GgufError {
         GgufError { path: self.path.clone(), problem: problem.into() }
     }
@@ -164,10 +166,10 @@ impl Gguf {
         read(entry).ok_or_else(wrong).map(Some)
     }
 
-    /// A number that is not negative, if the key is there.
+    /// A non-negative integer; None if the key is missing.
     ///
     /// # Errors
-    /// If it holds something else.
+    /// Fails if the value has another type.
     pub fn count(&self, key: &str) -> Result<Option<u64>, GgufError> {
         self.typed(key, "an integer of 0 or more", |entry| match entry {
             Entry::Integer(value) => u64::try_from(*value).ok(),
@@ -175,10 +177,10 @@ impl Gguf {
         })
     }
 
-    /// A float, if the key is there.
+    /// A float; None if the key is missing.
     ///
     /// # Errors
-    /// If it holds something else.
+    /// Fails if the value has another type or is not finite.
     pub fn float(&self, key: &str) -> Result<Option<f64>, GgufError> {
         self.typed(key, "a finite float", |entry| match entry {
             Entry::Float(value) if value.is_finite() => Some(*value),
@@ -186,10 +188,10 @@ impl Gguf {
         })
     }
 
-    /// True or false, if the key is there.
+    /// A boolean; None if the key is missing.
     ///
     /// # Errors
-    /// If it holds something else.
+    /// Fails if the value has another type.
     pub fn flag(&self, key: &str) -> Result<Option<bool>, GgufError> {
         self.typed(key, "true or false", |entry| match entry {
             Entry::Bool(value) => Some(*value),
@@ -197,10 +199,10 @@ impl Gguf {
         })
     }
 
-    /// A text, if the key is there.
+    /// A string; None if the key is missing.
     ///
     /// # Errors
-    /// If it holds something else.
+    /// Fails if the value has another type.
     pub fn text(&self, key: &str) -> Result<Option<String>, GgufError> {
         self.typed(key, "a text", |entry| match entry {
             Entry::Text(text) => Some(text.clone()),
@@ -208,10 +210,10 @@ impl Gguf {
         })
     }
 
-    /// A list of texts, if the key is there.
+    /// A list of strings; None if the key is missing.
     ///
     /// # Errors
-    /// If it holds something else.
+    /// Fails if the value has another type.
     pub fn texts(&self, key: &str) -> Result<Option<Vec<&str>>, GgufError> {
         let Some(entry) = self.entries.get(key) else { return Ok(None) };
         let wrong = || self.error(format!("`{key}`: expected a list of texts"));
@@ -219,10 +221,10 @@ impl Gguf {
         list.iter().map(Entry::text).collect::<Option<_>>().ok_or_else(wrong).map(Some)
     }
 
-    /// A list of integers, if the key is there.
+    /// A list of integers; None if the key is missing.
     ///
     /// # Errors
-    /// If it holds something else.
+    /// Fails if the value has another type.
     pub fn integers(&self, key: &str) -> Result<Option<Vec<i64>>, GgufError> {
         self.typed(key, "a list of integers", |entry| match entry {
             Entry::List(list) => list
@@ -233,18 +235,19 @@ impl Gguf {
         })
     }
 
-    /// The value of a key that must be there.
+    /// Unwraps the value of a required key.
     ///
     /// # Errors
-    /// If it is not.
+    /// Fails if the key is missing.
     pub fn required<T>(&self, key: &str, value: Option<T>) -> Result<T, GgufError> {
         value.ok_or_else(|| self.error(format!("`{key}` is missing")))
     }
 
-    /// A tensor's values, row-major and little-endian: float32, or as they are stored if they are plain.
+    /// Values of a tensor, row-major and little-endian. Float types are returned as stored;
+    /// quantised types are dequantised to float32.
     ///
     /// # Errors
-    /// If there is no such tensor, or the file cannot be read.
+    /// Fails if the tensor is missing or the file cannot be read.
     pub fn values(&self, name: &str) -> Result<Vec<u8>, GgufError> {
         let missing = || self.error(format!("tensor `{name}` is missing"));
         let tensor = self.tensors.get(name).ok_or_else(missing)?;
@@ -255,15 +258,15 @@ impl Gguf {
     }
 }
 
-/// The head of a file while it is read.
+/// Reads the header of a file.
 struct Head<'a> {
     path: &'a Path,
     input: BufReader<&'a File>,
     read: u64,
     size: u64,
-    /// Of lists so far.
+    /// Number of list values so far.
     values: usize,
-    /// Bytes of texts so far.
+    /// Bytes of strings so far.
     text: usize,
 }
 
@@ -274,7 +277,7 @@ impl Head<'_> {
         GgufError { path: self.path.into(), problem: problem.into() }
     }
 
-    /// What the head says; tensors start where they do behind it.
+    /// Parses the header; tensor offsets are relative to the end of the header.
     fn read(&mut self) -> Result<Parts, GgufError> {
         if self.size < MAGIC.len() as u64 || &self.array::<4>("magic")? != MAGIC {
             return Err(self.bad("not a GGUF file: it does not begin with `GGUF`"));
@@ -356,7 +359,7 @@ impl Head<'_> {
             3 => Entry::Integer(i16::from_le_bytes(self.array(key)?).into()),
             4 => Entry::Integer(self.u32(key)?.into()),
             5 => Entry::Integer(i32::from_le_bytes(self.array(key)?).into()),
-            // Through its shortest decimals: 1e-5 was meant, not 9.99999974738e-6.
+            // Parses the float's shortest decimal form, which restores 1e-5 from 9.99999974738e-6.
             6 => Entry::Float(f32::from_le_bytes(self.array(key)?).to_string().parse().unwrap_or(f64::NAN)),
             7 => match self.array::<1>(key)?[0] {
                 0 => Entry::Bool(false),
@@ -413,7 +416,7 @@ impl Head<'_> {
         Ok(u64::from_le_bytes(self.array(what)?))
     }
 
-    /// A number of things that take `each` bytes at least.
+    /// Reads a count of items that take at least `each` bytes.
     fn length(&mut self, what: &str, each: u64) -> Result<usize, GgufError> {
         let length = self.u64(what)?;
         let most = self.size.saturating_sub(self.read) / each;

@@ -1,19 +1,20 @@
-//! The order of a head's rows in queries and keys.
+//! The row order of query and key heads.
 //!
-//! Values that turn together stand half a head apart in transformers' models, and beside each other in those of llama.cpp whose rotation is
-//! "normal".
+//! RoPE rotates pairs of dimensions. In transformers the two rows of a pair are half a head apart.
+//! In llama.cpp's models with "normal" RoPE they are adjacent.
 
-/// Rows of `heads` heads that lie in pairs, as two halves of each head.
+/// Reorders the rows of each head from adjacent pairs to two halves.
 pub(crate) fn halves(values: &[u8], heads: usize, rows: usize) -> Vec<u8> {
     ordered(values, heads, rows, |place, dim| 2 * (place % (dim / 2)) + place / (dim / 2))
 }
 
-/// `rows` rows of `heads` heads that lie in two halves each, in pairs: what llama.cpp makes of Llama's queries and keys.
+/// Reorders the rows of each head from two halves to adjacent pairs, as llama.cpp does with Llama's
+/// queries and keys.
 pub fn pairs(values: &[u8], heads: usize, rows: usize) -> Vec<u8> {
     ordered(values, heads, rows, |place, dim| place / 2 + place % 2 * (dim / 2))
 }
 
-/// Each head's rows anew: `from(place, dim)` is the row that comes to `place` of `dim`.
+/// Reorders each head's rows: the new row `place` of `dim` is the old row `from(place, dim)`.
 fn ordered(values: &[u8], heads: usize, rows: usize, from: impl Fn(usize, usize) -> usize) -> Vec<u8> {
     let (dim, width) = (rows / heads, values.len() / rows.max(1));
     let mut ordered = Vec::with_capacity(values.len());
@@ -31,7 +32,7 @@ mod tests {
 
     #[test]
     fn pairs_are_halves_told_apart() {
-        // Two heads of four rows, two bytes each.
+        // Two heads of four rows of two bytes.
         let rows: Vec<u8> = (0..16).collect();
         assert_eq!(pairs(&rows, 2, 8), [0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15]);
         let many: Vec<u8> = (0..96).collect();

@@ -1,4 +1,5 @@
-//! How texts are split before byte-level BPE merges. llama.cpp knows the ways by name, tokenizer.json by their patterns.
+//! Pre-tokenizers of byte-level BPE. llama.cpp identifies them by name, tokenizer.json by their
+//! regular expressions.
 
 use serde_json::{Value as Json, json};
 
@@ -6,17 +7,18 @@ const GPT2: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]
 const QWEN2: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 const LLAMA3: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
-/// A way to split texts.
+/// A pre-tokenizer.
 #[derive(Debug)]
 pub(crate) struct Split {
-    /// What llama.cpp calls it; files of other models may say the others.
+    /// Names in llama.cpp. The first one is written; the others occur in files of other models.
     names: &'static [&'static str],
     pattern: &'static str,
-    /// Whether each digit stands alone, before the pattern is applied.
+    /// Whether each digit is split off before the pattern is applied.
     single_digits: bool,
-    /// Whether a word that is a token is that token, whatever merges say.
+    /// Whether a word that is itself a token becomes that token without applying merges.
     ignores_merges: bool,
-    /// Whether texts are brought into Unicode's form C first. llama.cpp does not do it: texts in another form come out otherwise there.
+    /// Whether texts are first normalised to Unicode NFC. llama.cpp does not normalise, so its
+    /// tokens differ for other texts.
     form_c: bool,
 }
 
@@ -59,7 +61,7 @@ static SPLITS: [Split; 5] = [
 ];
 
 impl Split {
-    /// The one that llama.cpp calls so.
+    /// The pre-tokenizer that llama.cpp calls `name`.
     pub fn named(name: &str) -> Option<&'static Self> {
         SPLITS.iter().find(|split| split.names.contains(&name))
     }
@@ -69,7 +71,7 @@ impl Split {
         SPLITS.iter().flat_map(|split| split.names).copied().collect()
     }
 
-    /// The one of a tokenizer.json's `pre_tokenizer`.
+    /// The pre-tokenizer of a tokenizer.json's `pre_tokenizer`.
     pub fn of(pre: &Json) -> Option<&'static Self> {
         let steps = pre["pretokenizers"].as_array().map_or(std::slice::from_ref(pre), Vec::as_slice);
         let said = |step: &&Json| step["type"] == "ByteLevel" && step["use_regex"].as_bool().unwrap_or(true);
@@ -80,12 +82,12 @@ impl Split {
         SPLITS.iter().find(|split| split.pattern == pattern && split.single_digits == single_digits)
     }
 
-    /// What llama.cpp calls it.
+    /// The name to write for llama.cpp.
     pub fn name(&self) -> &'static str {
         self.names[0]
     }
 
-    /// Its part of a tokenizer.json's `model`.
+    /// `ignore_merges` in the `model` of a tokenizer.json.
     pub fn ignores_merges(&self) -> bool {
         self.ignores_merges
     }

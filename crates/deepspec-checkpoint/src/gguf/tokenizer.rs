@@ -1,4 +1,4 @@
-//! The vocabulary of a byte-level BPE tokenizer, from tokenizer.json to a GGUF's metadata.
+//! Converts a byte-level BPE tokenizer.json to GGUF metadata.
 
 use std::collections::HashSet;
 use std::fs;
@@ -9,7 +9,7 @@ use serde_json::Value as Json;
 use crate::gguf::splits::Split;
 use crate::gguf::{GgufError, Value};
 
-/// Kinds of tokens.
+/// Token types of GGUF.
 pub(crate) const NORMAL: i32 = 1;
 pub(crate) const CONTROL: i32 = 3;
 pub(crate) const USER_DEFINED: i32 = 4;
@@ -24,10 +24,11 @@ pub struct Tokenizer {
 }
 
 impl Tokenizer {
-    /// Reads the tokenizer.json in `dir` of a model whose vocabulary has `vocab_size` places.
+    /// Reads the tokenizer.json in `dir` of a model with a vocabulary of `vocab_size` tokens.
     ///
     /// # Errors
-    /// If it cannot be read, is no byte-level BPE, or has an id past the vocabulary.
+    /// Fails if the file cannot be read, is no byte-level BPE tokenizer, or has an id past the
+    /// vocabulary.
     pub fn read(dir: &Path, vocab_size: usize) -> Result<Self, GgufError> {
         let path = dir.join("tokenizer.json");
         let bad = |problem: String| GgufError { path: path.clone(), problem };
@@ -82,17 +83,18 @@ impl Tokenizer {
         Ok(Self { split: Split::of(&json["pre_tokenizer"]), tokens, kinds, merges })
     }
 
-    /// Whether llama.cpp has a name for how this tokenizer splits texts. A drafter needs none: it is given tokens.
+    /// Whether llama.cpp has a name for this tokenizer's pre-tokenizer. A drafter needs none,
+    /// because it receives tokens.
     pub fn is_known(&self) -> bool {
         self.split.is_some()
     }
 
-    /// The token of this id if it is one that texts are made of, and neither added nor unused.
+    /// The token of `id`; None if it is an added or unused token.
     pub fn of_texts(&self, id: usize) -> Option<&str> {
         (*self.kinds.get(id)? == NORMAL).then(|| self.tokens[id].as_str())
     }
 
-    /// The metadata.
+    /// The metadata entries.
     pub fn entries(self) -> Vec<(String, Value)> {
         let entries = [
             ("model", Value::Text("gpt2".into())),
@@ -105,7 +107,8 @@ impl Tokenizer {
     }
 }
 
-/// Whether an added token is a mark of a template, such as `<|im_start|>`, though nothing calls it special.
+/// Whether an added token looks like a template marker such as `<|im_start|>`, even if it is not
+/// declared special.
 fn is_mark(token: &str) -> bool {
     token.starts_with("<|") && token.ends_with("|>")
 }

@@ -1,4 +1,4 @@
-//! The folder of a model in a GGUF: small files written anew, and a link to the weights.
+//! A checkpoint folder for a GGUF model: newly written JSON files and a link to the weights.
 
 use std::collections::hash_map::RandomState;
 use std::fs;
@@ -13,16 +13,17 @@ use serde_json::{Value as Json, json};
 
 use crate::gguf::{GgufError, Model};
 
-/// What the folder calls the weights.
+/// File name of the link to the GGUF.
 pub const LINK: &str = "model.gguf";
-/// Changes when what is written does.
+/// Version of the files written; a change gives the folder another name.
 const FORM: &[u8] = b"2";
 
-/// The folder of the model in `path`, made under `cache` unless it is there: config.json, generation_config.json, tokenizer.json,
-/// tokenizer_config.json, and [`LINK`]. A file that has changed gets another folder.
+/// Returns the folder of the model in `path`, and creates it under `cache` if necessary. It has
+/// config.json, generation_config.json, tokenizer.json, tokenizer_config.json and [`LINK`]. A
+/// changed GGUF gets another folder.
 ///
 /// # Errors
-/// If the file is no model that is read, or the folder cannot be written.
+/// Fails if the file is no supported model, or if the folder cannot be written.
 pub fn unpack(path: &Path, cache: &Path) -> Result<PathBuf, GgufError> {
     let io = |error: std::io::Error| GgufError { path: path.into(), problem: format!("reading it: {error}") };
     let place = fs::canonicalize(path).map_err(io)?;
@@ -38,7 +39,7 @@ pub fn unpack(path: &Path, cache: &Path) -> Result<PathBuf, GgufError> {
         return Ok(dir);
     }
     let model = Model::open(path)?;
-    // Whole and at once: other processes may be doing the same.
+    // The rename is atomic, because other processes may create the same folder.
     let unwritable =
         |error: std::io::Error| GgufError { path: dir.clone(), problem: format!("creating it: {error}") };
     let parent = cache.join("gguf");

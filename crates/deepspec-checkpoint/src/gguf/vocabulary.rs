@@ -1,4 +1,4 @@
-//! The tokenizer of a GGUF's metadata as tokenizer.json and tokenizer_config.json.
+//! Converts the tokenizer in GGUF metadata to tokenizer.json and tokenizer_config.json.
 
 use std::collections::HashSet;
 
@@ -8,16 +8,16 @@ use crate::gguf::splits::Split;
 use crate::gguf::tokenizer::{CONTROL, NORMAL, UNUSED, USER_DEFINED};
 use crate::gguf::{Gguf, GgufError};
 
-/// Special tokens that transformers knows, their ids in config.json, and what llama.cpp calls them.
+/// Special tokens of transformers, their id keys in config.json, and their names in llama.cpp.
 const SPECIAL: [(&str, &str, &str); 4] = [
     ("bos_token", "bos_token_id", "bos"),
     ("eos_token", "eos_token_id", "eos"),
     ("unk_token", "unk_token_id", "unknown"),
     ("pad_token", "pad_token_id", "padding"),
 ];
-/// Tokens that end an answer, by what the metadata say.
+/// Metadata names of tokens that end an answer.
 const ENDS: [&str; 3] = ["eos", "eot", "eom"];
-/// Tokens that llama.cpp ends answers at whatever the metadata say, where they are special (`llama-vocab.cpp`).
+/// Tokens at which llama.cpp always ends answers, if they are special (`llama-vocab.cpp`).
 const END_TEXTS: [&str; 9] = [
     "<|eot_id|>",
     "<|im_end|>",
@@ -31,15 +31,15 @@ const END_TEXTS: [&str; 9] = [
 ];
 const TEMPLATE: &str = "tokenizer.chat_template";
 
-/// The tokenizer's two files, and the ids of its special tokens.
+/// The tokenizer's two files and the ids of its special tokens.
 pub(crate) struct Vocabulary {
     pub tokenizer: Json,
     pub config: Json,
-    /// Places of the vocabulary, padding included.
+    /// Size of the vocabulary, including padding.
     pub size: usize,
     /// Ids that end an answer.
     pub ends: Vec<u64>,
-    /// Ids of special tokens but for the ends, by config.json's keys.
+    /// Ids of the other special tokens, by their keys in config.json.
     pub special: Vec<(&'static str, u64)>,
 }
 
@@ -154,7 +154,7 @@ fn split(file: &Gguf) -> Result<&'static Split, GgufError> {
     })
 }
 
-/// The chat template, or all of them if there are several.
+/// The chat template, or a list of all templates if there are several.
 fn templates(file: &Gguf) -> Result<Json, GgufError> {
     let template = file.text(TEMPLATE)?;
     let names = file.texts(&format!("{TEMPLATE}s"))?.unwrap_or_default();

@@ -1,4 +1,4 @@
-//! Writing.
+//! Writes GGUF files.
 
 use std::io::{self, Write};
 
@@ -9,22 +9,22 @@ const VERSION: u32 = 3;
 /// A metadata value.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Value {
-    /// Unsigned, 32 bits.
+    /// An unsigned 32-bit integer.
     U32(u32),
-    /// A float of 32 bits.
+    /// A 32-bit float.
     F32(f32),
-    /// True or false.
+    /// A boolean.
     Bool(bool),
-    /// A text.
+    /// A string.
     Text(String),
-    /// Numbers.
+    /// A list of integers.
     Integers(Vec<i32>),
-    /// Texts.
+    /// A list of strings.
     Texts(Vec<String>),
 }
 
 impl Value {
-    /// Number of its type in the format.
+    /// Type id in the file format.
     fn kind(&self) -> u32 {
         match self {
             Self::U32(_) => 4,
@@ -53,7 +53,7 @@ impl Value {
     }
 }
 
-/// The head of a list.
+/// Writes the type and length of a list.
 fn list(out: &mut Vec<u8>, kind: u32, length: usize) {
     out.extend(kind.to_le_bytes());
     out.extend((length as u64).to_le_bytes());
@@ -64,7 +64,7 @@ fn text(out: &mut Vec<u8>, text: &str) {
     out.extend(text.as_bytes());
 }
 
-/// How a tensor's values are stored.
+/// Type of a tensor's values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TensorType {
     /// float32.
@@ -89,7 +89,7 @@ impl std::str::FromStr for TensorType {
 }
 
 impl TensorType {
-    /// Its number in the format.
+    /// Type id in the file format.
     fn id(self) -> u32 {
         match self {
             Self::F32 => 0,
@@ -98,7 +98,7 @@ impl TensorType {
         }
     }
 
-    /// Bytes of a value.
+    /// Bytes per value.
     pub fn bytes(self) -> usize {
         match self {
             Self::F32 => 4,
@@ -106,7 +106,7 @@ impl TensorType {
         }
     }
 
-    /// The number that `general.file_type` has for files whose matrices are of this type.
+    /// Value of `general.file_type` for files with matrices of this type.
     pub fn file_type(self) -> u32 {
         match self {
             Self::F32 => 0,
@@ -116,25 +116,25 @@ impl TensorType {
     }
 }
 
-/// A tensor to be written.
+/// A tensor to write.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Tensor {
-    /// Its name.
+    /// Name.
     pub name: String,
-    /// Its type.
+    /// Type.
     pub kind: TensorType,
-    /// Its dimensions, slowest first, as safetensors and PyTorch have them.
+    /// Dimensions, slowest first, as in safetensors and PyTorch.
     pub shape: Vec<usize>,
 }
 
 impl Tensor {
-    /// Bytes of its data.
+    /// Bytes of the data.
     pub fn bytes(&self) -> usize {
         self.shape.iter().product::<usize>() * self.kind.bytes()
     }
 }
 
-/// What a file is to hold.
+/// The content of a GGUF file to write.
 #[derive(Default)]
 pub struct Writer {
     entries: Vec<(String, Value)>,
@@ -152,15 +152,16 @@ impl Writer {
         self.entries.extend(entries);
     }
 
-    /// Adds a tensor; its data are asked for when the file is written.
+    /// Adds a tensor; its data are requested when the file is written.
     pub fn tensor(&mut self, tensor: Tensor) {
         self.tensors.push(tensor);
     }
 
-    /// Writes the file. `data` gives the bytes of the tensor of this number, little-endian and row-major.
+    /// Writes the file. `data` returns the bytes of the tensor with a given index, little-endian
+    /// and row-major.
     ///
     /// # Errors
-    /// What writing says, or `data`, or that it gives another number of bytes than the tensor has.
+    /// Fails if writing fails, if `data` fails, or if it returns a wrong number of bytes.
     pub fn write(
         &self,
         out: &mut impl Write,

@@ -1,4 +1,4 @@
-//! What several layouts have in common.
+//! Functions that several formats share.
 
 use deepspec_core::Tap;
 use serde_json::{Map, Value};
@@ -7,32 +7,33 @@ use crate::drafter::{Drafter, Incompatibility, NOTES, Settings};
 use crate::fields::Fields;
 use crate::{CheckpointError, Family};
 
-/// More draft layers are a mistake.
+/// Maximum number of draft layers.
 const MAX_LAYERS: u64 = 1024;
 
-/// The parts of a decoder's config that all dialects share.
+/// The parts of a decoder's config that all formats share.
 pub struct Decoder {
-    /// Its layers' family.
+    /// Model family of the layers.
     pub family: Family,
-    /// The families that are known.
+    /// All known families.
     pub families: Vec<Family>,
-    /// Its own config keys.
+    /// The decoder's own config keys.
     pub map: Map<String, Value>,
-    /// d.
+    /// Hidden size d.
     pub hidden_size: u64,
-    /// V, tokens of the target.
+    /// Vocabulary size V of the target.
     pub vocab_size: u64,
-    /// Draft layers.
+    /// Number of draft layers.
     pub layers: u64,
-    /// What of it other dialects cannot say.
+    /// Settings that other formats cannot express.
     pub obstacles: Vec<Incompatibility>,
 }
 
 impl Decoder {
-    /// Reads the decoder, of one of these families, from `fields`, leaving out the `foreign` keys, which only their dialect knows.
+    /// Reads a decoder of one of `families` from `fields`. Omits the `foreign` keys, which only the
+    /// drafter's own format knows.
     ///
     /// # Errors
-    /// If its family is unknown, or a key is missing or wrong.
+    /// Fails if the family is unknown, or if a key is missing or wrong.
     pub fn read(fields: &Fields, foreign: &[&str], families: &[Family]) -> Result<Self, CheckpointError> {
         let found = fields.text("model_type")?;
         let is_meant = |family: &&Family| found.is_some_and(|found| family.model_types.contains(&found));
@@ -81,10 +82,11 @@ impl Decoder {
         })
     }
 
-    /// The drafter of these layers, its vocabulary whole; what else its config says at the usual places is read of `fields`.
+    /// The drafter of these layers with an unpruned vocabulary. Reads the remaining common keys
+    /// from `fields`.
     ///
     /// # Errors
-    /// If a key has a wrong value.
+    /// Fails if a key has a wrong value.
     pub fn drafter(
         self,
         fields: &Fields,
@@ -110,7 +112,7 @@ impl Decoder {
     }
 }
 
-/// The decoder of a flat config as other tools expect it.
+/// The decoder's keys in a flat config as other tools expect it.
 pub fn flat(drafter: &Drafter) -> Map<String, Value> {
     let mut map = drafter.decoder.clone();
     let types = vec!["full_attention"; drafter.layers as usize];
@@ -123,13 +125,14 @@ pub fn flat(drafter: &Drafter) -> Map<String, Value> {
     map
 }
 
-/// Strictly increasing taps; `embedding` is the id that stands for the embedding's output.
+/// Reads a strictly increasing list of captured layers; `embedding` is the id of the embedding's
+/// output.
 ///
 /// # Errors
-/// If `key` is missing or says something else.
+/// Fails if `key` is missing or has another value.
 pub fn taps(fields: &Fields, key: &str, embedding: i64) -> Result<Vec<Tap>, CheckpointError> {
     let ids = fields.required(key, fields.integers(key)?)?;
-    // Past 32 bits no sum overflows, and no tap is found.
+    // Saturation avoids overflow; ids past 32 bits match no layer.
     let taps = Tap::from_layer_ids(ids.iter().map(|id| id.saturating_sub(embedding + 1)));
     taps.filter(|taps| !taps.is_empty() && taps.windows(2).all(|pair| pair[0] < pair[1])).ok_or_else(|| {
         let problem = format!("expected strictly increasing layer ids from {embedding}, found {ids:?}");
@@ -137,7 +140,7 @@ pub fn taps(fields: &Fields, key: &str, embedding: i64) -> Result<Vec<Tap>, Chec
     })
 }
 
-/// The keys that only inform.
+/// Keys that are informative only.
 fn notes(fields: &Fields) -> Map<String, Value> {
     NOTES
         .iter()

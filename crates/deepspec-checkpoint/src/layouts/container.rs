@@ -1,5 +1,6 @@
-//! The container of z-lab's DFlash: decoder at the top level, `dflash_config` beside it, no embedding and no head. SpecForge
-//! and ModelOpt put DSpark into it, each in its own way; z-lab's DFlash 2 has all of its keys within.
+//! The config of z-lab's DFlash: the decoder at the top level next to `dflash_config`, without
+//! embedding and LM head. SpecForge and ModelOpt store DSpark in it, each in its own way. z-lab's
+//! DFlash 2 keeps all its keys in `dflash_config`.
 
 use deepspec_core::{Slots, Tap};
 use serde_json::{Map, Value, json};
@@ -10,14 +11,15 @@ use crate::fields::Fields;
 use crate::kind::Container;
 use crate::{CheckpointError, CheckpointFormat, Family};
 
-/// Keys beside the decoder's that containers of every kind may have.
+/// Top-level keys that are not the decoder's and that drafters of every kind may have.
 const OWN: [&str; 6] =
     ["num_target_layers", "block_size", "dflash_config", "emb_dim", "is_causal", "sample_from_anchor"];
 
-/// Where the container keeps a drafter's own settings.
+/// The object with a drafter's own settings.
 const INNER: &str = "dflash_config";
 
-/// Keys within it that are known: of all kinds and tools, read here, or without a meaning for the weights.
+/// Known keys of `dflash_config`, of all kinds and tools. Each is read here or does not affect the
+/// computation.
 const WITHIN: [&str; 20] = [
     "block_size",
     "target_layer_ids",
@@ -36,13 +38,13 @@ const WITHIN: [&str; 20] = [
     "selector_top_k",
     "num_anchors",
     "swa_window_size",
-    // Domino's, which is refused as a whole.
+    // Domino's keys; Domino drafters are refused as a whole.
     "emb_dim",
     "gru_hidden_dim",
     "pure_draft_prefix_len",
 ];
 
-/// Keys whose values must agree where both `dflash_config` and the top level of a config have them.
+/// Keys whose values must agree if both `dflash_config` and the top level have them.
 const CONSTANTS: [&str; 5] =
     ["block_size", "target_layer_ids", "mask_token_id", "markov_rank", "markov_head_type"];
 
@@ -50,8 +52,9 @@ fn is_known(key: &str) -> bool {
     WITHIN.contains(&key) || SCALES.iter().any(|(scale, _)| *scale == key) || switch(key).is_some()
 }
 
-/// Switches of the layers that change what the same weights compute, and why each stops a drafter. They are on where they are neither
-/// false, 0, null nor absent; `attention_mode` where it is another than full attention.
+/// Switches that change the computation of the layers, with the reason that each refuses a drafter.
+/// A switch is on unless it is false, 0, null or absent. `attention_mode` is on if it is not full
+/// attention.
 const SWITCHES: [(&str, &str); 9] = [
     ("use_swa", "draft layers with a sliding window: tools differ in who sees what within a block"),
     ("causal", CAUSAL),
@@ -68,7 +71,7 @@ const MODE: &str = "only full attention within a block means the same elsewhere"
 const CAUSAL: &str = "slots that see only those before them; elsewhere a block sees all of itself";
 const SINKS: &str = "attention sinks have no counterpart in the other dialects";
 
-/// Scales of z-lab's drafters, and what they are where nothing is scaled; a soft cap of 0 is none.
+/// Scales of z-lab's drafters with their neutral values; a soft cap of 0 is none.
 const SCALES: [(&str, f64); 4] = [
     ("input_embedding_scale", 1.0),
     ("output_multiplier", 1.0),
@@ -76,21 +79,21 @@ const SCALES: [(&str, f64); 4] = [
     ("final_logit_softcapping", 0.0),
 ];
 
-/// What a config of the container says beside its kind's own settings.
+/// The parts of the config that do not depend on the drafter's kind.
 pub struct ContainerConfig<'a> {
     /// `dflash_config`.
     pub inner: Fields<'a>,
-    /// The draft layers; what their config says that other layouts cannot is among the obstacles.
+    /// The draft layers. The obstacles include settings that other formats cannot express.
     pub decoder: Decoder,
-    /// What the slots predict, where a key says it.
+    /// Which token a block position predicts, if a key states it.
     pub slots: Option<Slots>,
 }
 
 impl<'a> ContainerConfig<'a> {
-    /// Reads it; `own` are keys at the top that are the kind's.
+    /// Reads the config; `own` are the top-level keys of the kind.
     ///
     /// # Errors
-    /// If a key is missing or wrong.
+    /// Fails if a key is missing or wrong.
     pub fn read(fields: &Fields<'a>, own: &[&str], families: &[Family]) -> Result<Self, CheckpointError> {
         let inner = fields.required_object(INNER)?;
         let mut decoder = Decoder::read(fields, &[&OWN, own].concat(), families)?;
@@ -104,14 +107,14 @@ impl<'a> ContainerConfig<'a> {
     /// The drafter of this class and kind.
     ///
     /// # Errors
-    /// If its taps are missing or wrong.
+    /// Fails if the captured layer ids are missing or wrong.
     pub fn drafter(self, fields: &Fields, class: &str, kind: Settings) -> Result<Drafter, CheckpointError> {
         let taps = taps(&self.inner, "target_layer_ids", -1)?;
         self.decoder.drafter(fields, class, taps, kind)
     }
 }
 
-/// Scales that change what the same weights compute.
+/// Scales that change the computation.
 fn scales(fields: &Fields, inner: &Fields) -> Vec<Incompatibility> {
     let scaled = |&(key, plain): &(&str, f64)| {
         let said = inner.map.get(key).or(fields.map.get(key)).and_then(Value::as_f64);
@@ -122,7 +125,8 @@ fn scales(fields: &Fields, inner: &Fields) -> Vec<Incompatibility> {
     SCALES.iter().filter_map(scaled).collect()
 }
 
-/// What the slots predict, where a key says it: ModelOpt's own, or that of newer engines.
+/// Which token a block position predicts, from ModelOpt's key or the key of newer engines; None if
+/// neither is present.
 fn slots(fields: &Fields, inner: &Fields) -> Result<Option<Slots>, CheckpointError> {
     let flag = "sample_from_anchor";
     let said = [inner.flag("shift_label")?, inner.flag(flag)?, fields.flag(flag)?];
@@ -135,7 +139,8 @@ fn slots(fields: &Fields, inner: &Fields) -> Result<Option<Slots>, CheckpointErr
     Ok(Some(if from_anchor { Slots::AnchorPredicts } else { Slots::FillIn }))
 }
 
-/// The switches that are on, at the top level of a config or in its `dflash_config`: tools write them in either place.
+/// The switches that are on, at the top level or in `dflash_config`, because tools write them in
+/// either place.
 pub(super) fn attention(map: &Map<String, Value>) -> Vec<Incompatibility> {
     let inner = map.get(INNER).and_then(Value::as_object);
     let places = [(Some(map), String::new()), (inner, format!("{INNER}."))];
@@ -150,7 +155,8 @@ pub(super) fn attention(map: &Map<String, Value>) -> Vec<Incompatibility> {
     found
 }
 
-/// Why a key of this name stops a drafter where it is on: one that is known, or spelled much like those that are.
+/// Why a key of this name refuses a drafter if it is on. It matches known keys and similar
+/// spellings.
 fn switch(key: &str) -> Option<&'static str> {
     let known = SWITCHES.iter().find(|(known, _)| *known == key).map(|&(_, reason)| reason);
     let mut words = key.split('_');
@@ -174,7 +180,7 @@ fn is_on(value: &Value) -> bool {
     }
 }
 
-/// A key that `dflash_config` and the top level of a config have with other values.
+/// A key whose values in `dflash_config` and at the top level differ.
 fn contradiction(map: &Map<String, Value>) -> Option<(String, String)> {
     let inner = match map.get(INNER)? {
         Value::Null => return None,
@@ -189,8 +195,8 @@ fn contradiction(map: &Map<String, Value>) -> Option<(String, String)> {
     Some((format!("{INNER}.{key}"), format!("it is {value}, and `{key}` beside `{INNER}` is {outer}")))
 }
 
-/// An attention that is not the block drafters', as a config of any layout says it, or a key of `dflash_config` that is not known: the key, and
-/// why the drafter is not run.
+/// Returns the key and the reason why a config of any format is not run here. Reasons are another
+/// attention than the block drafters', an unknown key of `dflash_config`, or contradicting keys.
 pub fn foreign_attention(map: &Map<String, Value>) -> Option<(String, String)> {
     let attention = attention(map).into_iter().next();
     let attention = attention
@@ -201,7 +207,7 @@ pub fn foreign_attention(map: &Map<String, Value>) -> Option<(String, String)> {
         .or_else(|| contradiction(map))
 }
 
-/// Keys of `dflash_config` that are not known, each of which may change what the weights compute.
+/// Unknown keys of `dflash_config`, each of which may change the computation.
 fn unknown(inner: &Map<String, Value>) -> impl Iterator<Item = Incompatibility> {
     let unknown = inner.iter().filter(|(key, value)| !value.is_null() && !is_known(key));
     unknown.map(|(key, value)| Incompatibility {

@@ -1,4 +1,4 @@
-//! Layouts: how each dialect spells a drafter's config.json.
+//! Reads and writes a drafter's config.json in each format.
 
 mod common;
 mod container;
@@ -19,10 +19,10 @@ use crate::fields::Fields;
 use crate::rope::RopeParameters;
 use crate::{CheckpointError, CheckpointFormat, Target, Tensors};
 
-/// Tells the dialect of a config and its tensors, and reads the drafter, one of those that are known.
+/// Detects the format of a config and its tensors, and reads the drafter if its kind is known.
 ///
 /// # Errors
-/// If it is no drafter of a known dialect and kind, or a key is missing or wrong.
+/// Fails if the format or kind is unknown, or if a key is missing or wrong.
 pub fn read(
     path: &Path,
     map: &Map<String, Value>,
@@ -69,13 +69,15 @@ pub fn read(
     Err(fields.error("architectures", problem))
 }
 
-/// Checkpoints of drafters that are known by sight but not read, as a sentence that says so.
+/// A message about a drafter format that is recognised but not supported; None for other
+/// checkpoints.
 pub fn foreign_layout(map: &Map<String, Value>, tensors: &Tensors) -> Option<String> {
     let class =
         map.get("architectures").and_then(|list| list.get(0)).and_then(Value::as_str).unwrap_or("no class");
     let has = |part: &str| tensors.iter().any(|(name, _)| name.contains(part));
     let of_eagle = class.to_ascii_lowercase().contains("eagle") && !class.ends_with("Eagle3Model");
-    // EAGLE-1 and EAGLE-2 name a language model's class, which fuses no states; they have no last norm.
+    // EAGLE-1 and EAGLE-2 name the class of a language model, which has no `fc`; their drafters
+    // have no final norm.
     let lacks_norm = tensors.get("norm.weight").is_none();
     if class.ends_with("ForCausalLM") && tensors.get("fc.weight").is_some() && lacks_norm && !has("midlayer.")
     {
@@ -98,7 +100,7 @@ pub fn foreign_layout(map: &Map<String, Value>, tensors: &Tensors) -> Option<Str
     None
 }
 
-/// The config.json of a drafter in a dialect that can say it.
+/// The config.json of a drafter in a format that can express it.
 pub fn config(
     drafter: &Drafter,
     dialect: CheckpointFormat,
@@ -118,12 +120,13 @@ pub fn config(
     map
 }
 
-/// Turns a config of the reference's layout into the one that vLLM, SGLang and llama.cpp's converter read alike: what some of them look
-/// for at the top and others in `dflash_config` stands in both, and nothing is left to defaults that differ. Older readers look for
-/// the base of its rotary embeddings at the top and for a scaling in `rope_scaling`.
+/// Extends a config in the reference's format so that vLLM, SGLang and llama.cpp's converter read
+/// it alike. Some engines read a key at the top level and others in `dflash_config`, so both have
+/// it. Every value is explicit, because the engines' defaults differ. Older versions read the RoPE
+/// base at the top level and the scaling in `rope_scaling`.
 pub fn for_engines(map: &mut Map<String, Value>, rope: RopeParameters) {
     map.insert("sample_from_anchor".into(), true.into());
-    // llama.cpp's converter would take a drafter's embedding for its head.
+    // Without this key, llama.cpp's converter would use a drafter's embedding as its LM head.
     map.insert("has_embed_tokens".into(), false.into());
     map.insert("rope_theta".into(), rope.theta.into());
     map.remove("rope_scaling");
@@ -131,7 +134,8 @@ pub fn for_engines(map: &mut Map<String, Value>, rope: RopeParameters) {
         map.insert("rope_scaling".into(), rope.map.clone().into());
     }
     map.insert("rope_parameters".into(), rope.map.into());
-    // Not sample_from_anchor: vLLM 0.32 takes it within for one that its DFlash cannot have, whatever the class.
+    // Without sample_from_anchor: vLLM 0.32 refuses it in `dflash_config` for DFlash, whatever the
+    // class.
     let both = [
         "block_size",
         "mask_token_id",

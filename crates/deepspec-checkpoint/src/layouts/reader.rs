@@ -1,44 +1,45 @@
-//! How the settings of a kind are read, and which kinds there are.
+//! Readers of the settings of each drafter kind.
 
 use super::common::Decoder;
 use crate::drafter::{Drafter, Settings};
 use crate::fields::Fields;
 use crate::{CheckpointError, CheckpointFormat, Family, Tensors};
 
-/// How a kind's settings are read in each layout that has them.
+/// Reads the settings of one drafter kind in each format.
 pub struct Reader {
-    /// Its classes in the reference's layout, behind a family's prefix.
+    /// Class name in the reference's format, without the family's prefix.
     pub class: &'static str,
-    /// Its keys in that layout.
+    /// Config keys of the kind in that format.
     pub keys: &'static [&'static str],
-    /// Its settings in that layout.
+    /// Reads the settings in that format.
     pub reference: fn(&Fields, &Decoder) -> Result<Settings, CheckpointError>,
-    /// Its model types in the speculators package.
+    /// Model types of the kind in the speculators package.
     pub model_types: &'static [&'static str],
-    /// Its settings there. What no other layout can say is added to the decoder's obstacles.
+    /// Reads the settings of the speculators format, and adds settings that no other format can
+    /// express to the decoder's obstacles.
     pub speculators: fn(&Fields, &mut Decoder) -> Result<Settings, CheckpointError>,
-    /// Its classes in the layouts of other tools.
+    /// Class names of the kind in the formats of other tools.
     pub classes: &'static [ExternalClass],
 }
 
-/// Reads a drafter with layers of one of these families, and tells its dialect.
+/// Reads a drafter with layers of one of these families, and detects its format.
 type ReadForeign = fn(&Fields, &Tensors, &[Family]) -> Result<(CheckpointFormat, Drafter), CheckpointError>;
 
-/// A class of drafters in the layouts of z-lab, SpecForge or ModelOpt.
+/// A drafter class in the formats of z-lab, SpecForge or ModelOpt.
 pub struct ExternalClass {
-    /// Its name.
+    /// Class name.
     pub name: &'static str,
     /// The tools that write it.
     pub tools: &'static str,
-    /// Reads a drafter whose config is of this class.
+    /// Reads a drafter whose config names this class.
     pub read: ReadForeign,
 }
 
-/// Which drafters are known.
+/// The known drafter kinds and model families.
 #[derive(Clone, Copy)]
 pub struct Known<'a> {
-    /// Their kinds.
+    /// Drafter kinds.
     pub kinds: &'a [&'a Reader],
-    /// The families of their layers.
+    /// Model families of the draft layers.
     pub families: &'a [Family],
 }

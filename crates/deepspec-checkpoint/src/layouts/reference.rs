@@ -1,4 +1,4 @@
-//! The reference's own layout: everything at the top level, embedding and head within.
+//! The reference's own format: all keys at the top level, embedding and LM head in the checkpoint.
 
 use deepspec_core::Tap;
 use serde_json::{Map, Value};
@@ -10,7 +10,7 @@ use crate::CheckpointError;
 use crate::drafter::Drafter;
 use crate::fields::Fields;
 
-/// Keys that are neither the decoder's nor of a kind.
+/// Keys that belong neither to the decoder nor to a kind.
 const OWN: [&str; 7] = [
     "num_target_layers",
     "target_layer_ids",
@@ -21,7 +21,7 @@ const OWN: [&str; 7] = [
     "target_text_model_type",
 ];
 
-/// Reads a drafter of this kind, one of those known.
+/// Reads a drafter of `kind`.
 pub fn read(
     fields: &Fields,
     architecture: &str,

@@ -1,4 +1,5 @@
-//! speculators: the decoder in `transformer_layer_config`, layer ids counted from the embedding, the verifier named.
+//! The speculators format: the decoder in `transformer_layer_config`, layer ids counted from the
+//! embedding, the verifier named.
 
 use serde_json::{Map, Value, json};
 
@@ -9,7 +10,7 @@ use crate::fields::Fields;
 use crate::kind::Speculators;
 use crate::{CheckpointError, Target, Tensors};
 
-/// The version whose layout is written.
+/// Version of the format that is written.
 const VERSION: &str = "0.9.0";
 
 pub fn read(fields: &Fields, tensors: &Tensors, known: Known) -> Result<Drafter, CheckpointError> {
@@ -24,7 +25,7 @@ pub fn read(fields: &Fields, tensors: &Tensors, known: Known) -> Result<Drafter,
     let mut map = nested.map.clone();
     map.entry("model_type").or_insert("qwen3".into());
     let layers = map.get("model_type").and_then(Value::as_str).unwrap_or_default();
-    // Speculators stores only what differs from these.
+    // Speculators stores only keys that differ from these defaults.
     let family = known.families.iter().find(|family| family.model_types.contains(&layers));
     for (key, value) in family.map_or_else(Vec::new, |family| (family.defaults)()) {
         map.entry(key).or_insert(value);
@@ -53,13 +54,14 @@ pub fn read(fields: &Fields, tensors: &Tensors, known: Known) -> Result<Drafter,
     }
     let kind = (kind.speculators)(fields, &mut decoder)?;
     let ids = kind.speculators().taps;
-    // Their id i is the input of layer i, the output of the layer before it.
+    // In speculators, id i is the input of layer i, which is the output of the layer before it.
     let taps = taps(fields, ids, 0)?;
     let drafter = decoder.drafter(fields, fields.architecture()?.unwrap_or(model_type), taps, kind)?;
     Ok(Drafter { draft_vocab_size, ..drafter })
 }
 
-/// The vocabulary map that is not the identity, if any. Maps of whole vocabularies may lie in a checkpoint to no effect.
+/// Name of the vocabulary map that is not the identity. A checkpoint may contain identity maps,
+/// which have no effect.
 fn pruning(tensors: &Tensors) -> Result<Option<&'static str>, CheckpointError> {
     for (name, identity) in [("t2d", 1), ("d2t", 0)] {
         if tensors.get(name).is_some() {
@@ -99,7 +101,7 @@ pub fn config(drafter: &Drafter, target: Option<&Target>) -> Map<String, Value> 
         }),
     );
     put(taps, drafter.aux_layer_ids().into());
-    // Not theirs, but let alone by them: with these the way back needs no guesses.
+    // speculators ignores these keys. With them, the conversion back needs no guesses.
     if let Some(layers) = drafter.num_target_layers {
         put("num_target_layers", layers.into());
     }
