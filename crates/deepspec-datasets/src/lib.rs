@@ -1,4 +1,5 @@
-//! Datasets: their [`rows`] in files of several formats, and the prompt [`suites`] that are made of them.
+//! Datasets: [`rows`] reads them from files of several formats, and [`suites`] makes prompt suites
+//! from them.
 
 pub mod rows;
 pub mod suites;

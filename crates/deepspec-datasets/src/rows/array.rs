@@ -1,4 +1,4 @@
-//! The elements of a JSON array, one after the other, without holding the array.
+//! Reads the elements of a JSON array one by one, without loading the array.
 
 use std::io::{self, BufRead};
 use std::path::{Path, PathBuf};
@@ -6,29 +6,29 @@ use std::path::{Path, PathBuf};
 use deepspec_core::atomic::FileError;
 use deepspec_core::jsonl::{self, MAX_LINE, RawLine};
 
-/// Cuts the text of an array at the commas between its elements; what lies between them is not looked at, so a malformed
-/// element comes out as it stands and fails when it is parsed.
+/// Splits the text of an array at the commas between its elements. It does not validate the
+/// elements, so a malformed one fails later in the parser.
 pub struct Elements {
     path: PathBuf,
     text: Box<dyn BufRead + Send>,
     number: usize,
     ended: bool,
-    /// Whether the array was closed and the text behind it was not looked at yet.
+    /// Whether the array is closed and the text after it is not read yet.
     closed: bool,
 }
 
 impl Elements {
-    /// Opens a file whose first character that is not blank is `[`.
+    /// Opens a file whose first non-blank character is `[`.
     ///
     /// # Errors
-    /// If the file cannot be opened.
+    /// Fails if the file cannot be opened.
     pub fn open(path: &Path) -> Result<Self, FileError> {
         let mut text = jsonl::open_text(path)?;
         text.skip_until(b'[').map_err(FileError::at("reading", path))?;
         Ok(Self { path: path.to_path_buf(), text, number: 0, ended: false, closed: false })
     }
 
-    /// Reads up to the border of the next element; None behind the last one.
+    /// Reads up to the end of the next element; None after the last one.
     fn element(&mut self) -> io::Result<Option<RawLine>> {
         let (mut bytes, mut cutter) = (Vec::new(), Cutter::default());
         let border = loop {
@@ -51,7 +51,7 @@ impl Elements {
         let blank = bytes.trim_ascii().is_empty();
         self.ended = border != Some(b',');
         self.closed = border == Some(b']');
-        // `[]` has no element; neither has the end of the text behind a `]`, but a text without `]` was cut off.
+        // `[]` has no element. Blank text without a `]` is a truncated element.
         if blank && self.closed && self.number == 0 {
             return Ok(None);
         }
@@ -60,7 +60,7 @@ impl Elements {
         Ok(Some(RawLine::new(self.number, bytes, too_long)))
     }
 
-    /// What stands behind the array is one element more, and a bad one; blanks are nothing.
+    /// Reports text after the array as one additional invalid element; ignores blanks.
     fn behind(&mut self) -> io::Result<Option<RawLine>> {
         loop {
             let buffer = self.text.fill_buf()?;
@@ -91,7 +91,7 @@ impl Iterator for Elements {
     }
 }
 
-/// How deep in brackets, and whether in a string, the text so far ends.
+/// Bracket depth and string state at the end of the text so far.
 #[derive(Default)]
 struct Cutter {
     depth: usize,
@@ -100,7 +100,7 @@ struct Cutter {
 }
 
 impl Cutter {
-    /// The first comma or closing bracket outside of everything.
+    /// Index of the first comma or closing bracket at depth 0 and outside strings.
     fn border(&mut self, bytes: &[u8]) -> Option<usize> {
         for (at, byte) in bytes.iter().enumerate() {
             if self.in_string {
@@ -148,10 +148,10 @@ mod tests {
         );
         assert!(elements("[ ]").is_empty());
         assert_eq!(elements("[{\"a\":1}, {\"b\":"), ["{\"a\":1}", "{\"b\":"]);
-        // A missing end and a comma too many are rows that no parser takes.
+        // A missing end and a trailing comma give rows that no parser accepts.
         assert_eq!(elements("[1,"), ["1", ""]);
         assert_eq!(elements("[1,]"), ["1", ""]);
-        // So is what stands behind the end.
+        // Text after the array does the same.
         assert_eq!(elements("[1, 2] \n [3]"), ["1", "2", "3 there is more text"]);
         assert_eq!(elements("[] []"), ["1 there is more text"]);
         assert_eq!(elements("\u{feff}[1]\n\n"), ["1"]);

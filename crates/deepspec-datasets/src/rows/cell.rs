@@ -1,4 +1,4 @@
-//! Values of columns, read where they are.
+//! Column values, read in place from Arrow arrays.
 
 use std::sync::LazyLock;
 
@@ -7,7 +7,7 @@ use arrow_array::{Array, RecordBatch};
 use arrow_json::writer::{EncoderOptions, make_encoder};
 use arrow_schema::{DataType, FieldRef};
 
-/// Nulls are left out.
+/// The defaults omit nulls.
 static OPTIONS: LazyLock<EncoderOptions> = LazyLock::new(EncoderOptions::default);
 
 /// A value of a column.
@@ -19,27 +19,27 @@ pub struct Cell<'a> {
 }
 
 impl<'a> Cell<'a> {
-    /// The values of a row of a batch, by their columns.
+    /// The values of a row of a batch, with their column names.
     pub fn of_row(batch: &'a RecordBatch, row: usize) -> impl Iterator<Item = (&'a str, Self)> {
         let columns = batch.schema_ref().fields().iter().zip(batch.columns());
         columns.map(move |(field, array)| (field.name().as_str(), Self { field, array, row }))
     }
 
-    /// Checks that JSON has a form for every column.
+    /// Checks that every column can be written as JSON.
     ///
     /// # Errors
-    /// Naming the type for which it has none.
+    /// Fails with the type that cannot be written.
     pub fn check(batch: &RecordBatch) -> anyhow::Result<()> {
         let mut columns = batch.schema_ref().fields().iter().zip(batch.columns());
         Ok(columns.try_for_each(|(field, array)| make_encoder(field, array, &OPTIONS).map(drop))?)
     }
 
-    /// Whether it is null.
+    /// Whether the value is null.
     pub fn is_null(self) -> bool {
         self.array.is_null(self.row) || *self.array.data_type() == DataType::Null
     }
 
-    /// A text; None of other types.
+    /// A string; None for other types.
     pub fn text(self) -> Option<&'a str> {
         let Self { array, row, .. } = self;
         match array.data_type() {
@@ -51,7 +51,7 @@ impl<'a> Cell<'a> {
         }
     }
 
-    /// The items of a list; None of other types.
+    /// The items of a list; None for other types.
     pub fn items(self) -> Option<impl Iterator<Item = Self>> {
         let Self { array, row, .. } = self;
         let (field, values, rows) = match array.data_type() {
@@ -76,7 +76,7 @@ impl<'a> Cell<'a> {
         Some(rows.map(move |row| Self { field, array: values, row }))
     }
 
-    /// The fields of a struct; None of other types.
+    /// The fields of a struct; None for other types.
     pub fn fields(self) -> Option<impl Iterator<Item = (&'a str, Self)>> {
         if self.is_null() {
             return None;
@@ -86,7 +86,8 @@ impl<'a> Cell<'a> {
         Some(columns.map(move |(field, array)| (field.name().as_str(), Self { field, array, row })))
     }
 
-    /// Appends it as JSON; what JSON has no form for, in a batch that was not checked, is null.
+    /// Appends the value as JSON. Without [`Self::check`], a type that cannot be written becomes
+    /// null.
     pub fn write(self, out: &mut Vec<u8>) {
         if let Some(text) = self.text() {
             // Writing a string to memory cannot fail.

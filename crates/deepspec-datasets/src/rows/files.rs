@@ -1,4 +1,4 @@
-//! What kinds of files datasets come in, and which of them a folder holds.
+//! File formats of datasets, and the data files of a folder.
 
 use std::fs::{self, File};
 use std::io::BufRead;
@@ -10,21 +10,21 @@ use deepspec_core::{jsonl, usage};
 
 use crate::rows::table::Table;
 
-/// The kinds of files we read, for messages.
+/// Supported file formats, for messages.
 pub const KNOWN: &str =
     "a .parquet, .jsonl, .ndjson or .json file, text also as .gz or .zst, or a folder of such files";
 
-/// Files that the hub's tools put beside data.
+/// Metadata files that hub tools write next to the data.
 const NOT_DATA: [&str; 3] = ["dataset_info.json", "dataset_infos.json", "state.json"];
 
-/// How a file keeps its rows.
+/// Format of a file's rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Format {
     /// One JSON object per line.
     Lines,
-    /// An array of JSON objects, or, by its first character, one object per line.
+    /// An array of JSON objects if the first character is `[`, otherwise one object per line.
     Json,
-    /// Columns.
+    /// Parquet columns.
     Parquet,
 }
 
@@ -36,7 +36,7 @@ pub struct DataFile {
 }
 
 impl DataFile {
-    /// Tells the format by the name; None for names that we do not know.
+    /// Detects the format from the name; None for unknown names.
     pub fn new(path: PathBuf) -> Option<Self> {
         let name = path.file_name()?.to_str()?.to_lowercase();
         let text = name.strip_suffix(".gz").or_else(|| name.strip_suffix(".zst")).unwrap_or(&name);
@@ -49,25 +49,25 @@ impl DataFile {
         Some(Self { path: path.into(), format })
     }
 
-    /// Where it is.
+    /// Its path.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// The same, to be kept by what was read from it.
+    /// Its path, shared with the rows read from it.
     pub fn shared_path(&self) -> Arc<Path> {
         Arc::clone(&self.path)
     }
 
-    /// How it keeps its rows.
+    /// Its format.
     pub fn format(&self) -> Format {
         self.format
     }
 
-    /// Opens the file and, if it is parquet, reads its schema.
+    /// Opens the file and, for parquet, reads its schema.
     ///
     /// # Errors
-    /// If that fails, with the path.
+    /// Fails if the file cannot be opened or read, with the path.
     pub fn check(&self) -> anyhow::Result<()> {
         match self.format {
             Format::Parquet => Table::open(self.shared_path()).map(|_| ()),
@@ -75,10 +75,10 @@ impl DataFile {
         }
     }
 
-    /// Whether the first character that is not blank opens an array.
+    /// Whether the first non-blank character opens an array.
     ///
     /// # Errors
-    /// If the file cannot be read.
+    /// Fails if the file cannot be read.
     pub fn is_array(&self) -> Result<bool, FileError> {
         let mut text = jsonl::open_text(&self.path)?;
         loop {
@@ -97,17 +97,18 @@ impl DataFile {
     /// Size on disk, in bytes.
     ///
     /// # Errors
-    /// If the file cannot be looked at.
+    /// Fails if the file's metadata cannot be read.
     pub fn bytes(&self) -> Result<u64, FileError> {
         let size = File::open(&self.path).and_then(|file| file.metadata()).map(|data| data.len());
         size.map_err(FileError::at("reading", &self.path))
     }
 }
 
-/// The data files below a folder, in the order of their paths; hidden ones and the hub's own notes are passed over.
+/// The data files in a folder and its subfolders, sorted by path. Skips hidden files and the hub's
+/// metadata files.
 ///
 /// # Errors
-/// If the folder cannot be read, or holds no data.
+/// Fails if the folder cannot be read or has no data files.
 pub fn in_folder(folder: &Path) -> anyhow::Result<Vec<DataFile>> {
     let (mut files, mut folders) = (vec![], vec![folder.to_path_buf()]);
     while let Some(folder) = folders.pop() {

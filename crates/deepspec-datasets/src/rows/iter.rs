@@ -1,4 +1,4 @@
-//! A dataset's rows as JSON objects, one at a time.
+//! Reads a dataset's rows as JSON objects, one by one.
 
 use std::vec;
 
@@ -10,11 +10,11 @@ use serde_json::{Map, Value};
 use crate::rows::table::json_lines;
 use crate::rows::units::{Unit, Units, decode};
 
-/// A row, or why there is none, at a 1-based line (JSON Lines) or row (parquet and JSON arrays).
+/// A row or its problem, at a 1-based line (JSON Lines) or row (parquet and JSON arrays).
 pub struct Item {
-    /// Where it stands.
+    /// Line or row number.
     pub line: usize,
-    /// The row, or a phrase that says what is wrong with it.
+    /// The row, or a phrase that describes the problem.
     pub row: Result<Map<String, Value>, String>,
 }
 
@@ -73,10 +73,10 @@ fn of_batch(first: usize, batch: &RecordBatch) -> anyhow::Result<Vec<Item>> {
     Ok(rows.map(|(index, row)| Item { line: first + index, row: Ok(row) }).collect())
 }
 
-/// The rows of a batch as JSON objects, nulls left out.
+/// The rows of a batch as JSON objects without nulls.
 ///
 /// # Errors
-/// If a column has a type that JSON has no form for.
+/// Fails if a column's type cannot be written as JSON.
 fn objects(batch: &RecordBatch) -> anyhow::Result<Vec<Map<String, Value>>> {
     let text = json_lines(batch)?;
     let lines = text.split(|&byte| byte == b'\n').filter(|line| !line.is_empty());

@@ -1,4 +1,5 @@
-//! Rows of a dataset: one or many files of parquet, JSON Lines or JSON, plain or compressed, read in batches or one by one.
+//! Rows of a dataset in parquet, JSON Lines or JSON files, plain or compressed, read in batches or
+//! one by one.
 
 mod array;
 mod cell;
@@ -17,7 +18,7 @@ pub use iter::Item;
 pub use table::Table;
 pub use units::{Unit, Units, decode};
 
-/// A dataset that can be read from its start any number of times.
+/// A dataset that can be read repeatedly from the start.
 pub struct Source {
     files: Vec<DataFile>,
 }
@@ -26,7 +27,7 @@ impl Source {
     /// Finds the local file or folder that `dataset` names.
     ///
     /// # Errors
-    /// A usage error unless it is there and is, or holds, data of a kind that we read.
+    /// Fails with a usage error if the path does not exist or has no data of a supported format.
     pub fn find(dataset: &str) -> anyhow::Result<Self> {
         let path = deepspec_core::env::expand_home(dataset);
         if !path.exists() {
@@ -41,10 +42,10 @@ impl Source {
         }
     }
 
-    /// The dataset that these files are, in this order.
+    /// A dataset of these files, in this order.
     ///
     /// # Errors
-    /// If there is none, or one is of a kind that we do not read.
+    /// Fails if there is no file, or if a file has an unsupported format.
     pub fn of_files(paths: Vec<PathBuf>) -> anyhow::Result<Self> {
         let mut files = Vec::with_capacity(paths.len());
         for path in paths {
@@ -57,24 +58,25 @@ impl Source {
         Ok(Self { files })
     }
 
-    /// Its files, in the order in which they are read.
+    /// Its files, in reading order.
     pub fn files(&self) -> &[DataFile] {
         &self.files
     }
 
-    /// All rows from the first on, file after file.
+    /// All rows from the start, file by file.
     ///
     /// # Errors
-    /// If the first file cannot be opened, or is no parquet file although it says so; later files report it as an item.
+    /// Fails if the first file cannot be opened or is no valid parquet file despite its name.
+    /// Errors of later files are items.
     pub fn rows(&self) -> anyhow::Result<Box<dyn Iterator<Item = anyhow::Result<Item>>>> {
         self.files[0].check()?;
         Ok(Box::new(iter::Rows::new(self.units())))
     }
 
-    /// How many rows there are, usable or not; parquet files say so, others are read through.
+    /// Number of rows, valid or not. Parquet metadata states it; other files are read completely.
     ///
     /// # Errors
-    /// If a file cannot be read.
+    /// Fails if a file cannot be read.
     pub fn count(&self) -> anyhow::Result<usize> {
         let count = |file: &DataFile| match file.format() {
             Format::Parquet => Table::open(file.shared_path()).map(|table| table.rows()),
@@ -83,7 +85,7 @@ impl Source {
         self.files.iter().map(count).sum()
     }
 
-    /// All rows from the first on, a few hundred at a time and not parsed yet.
+    /// All rows from the start in unparsed units of at most a few thousand rows.
     pub fn units(&self) -> Units {
         Units::new(self.files.clone())
     }

@@ -1,4 +1,4 @@
-//! Parquet files: their columns, and their rows in batches of bounded size.
+//! Parquet files: their columns, and their rows in batches of limited size.
 
 use std::fs::File;
 use std::path::Path;
@@ -15,10 +15,10 @@ use parquet::arrow::arrow_reader::{
     ArrowReaderMetadata, ArrowReaderOptions, ParquetRecordBatchReader, ParquetRecordBatchReaderBuilder,
 };
 
-/// Text that a batch should hold at most, in bytes, so that memory does not depend on how long rows are.
+/// Intended maximum bytes of text in a batch, so that memory does not depend on row length.
 pub const BATCH_BYTES: usize = 1 << 20;
 
-/// Rows of a batch at most.
+/// Maximum number of rows in a batch.
 const BATCH_ROWS: usize = 4096;
 
 /// An open parquet file.
@@ -29,10 +29,10 @@ pub struct Table {
 }
 
 impl Table {
-    /// Reads the schema and where the row groups are.
+    /// Reads the schema and the locations of the row groups.
     ///
     /// # Errors
-    /// If the file cannot be opened or is no parquet file.
+    /// Fails if the file cannot be opened or is no parquet file.
     pub fn open(path: Arc<Path>) -> anyhow::Result<Self> {
         let file = File::open(&path).map_err(FileError::at("reading", &path))?;
         let metadata = contained(|| ArrowReaderMetadata::load(&file, ArrowReaderOptions::new()))
@@ -40,40 +40,40 @@ impl Table {
         Ok(Self { path, metadata })
     }
 
-    /// Where it is.
+    /// Its path.
     pub fn path(&self) -> &Arc<Path> {
         &self.path
     }
 
-    /// The columns.
+    /// Its schema.
     pub fn schema(&self) -> &Schema {
         self.metadata.schema()
     }
 
-    /// Rows of all groups.
+    /// Number of rows in all groups.
     pub fn rows(&self) -> usize {
         (0..self.groups()).map(|group| self.group_rows(group)).sum()
     }
 
-    /// How many row groups there are.
+    /// Number of row groups.
     pub fn groups(&self) -> usize {
         self.metadata.metadata().num_row_groups()
     }
 
-    /// Rows of one group.
+    /// Number of rows in a group.
     pub fn group_rows(&self, group: usize) -> usize {
         usize::try_from(self.metadata.metadata().row_group(group).num_rows()).unwrap_or(0)
     }
 
-    /// Decompressed bytes of one group.
+    /// Decompressed bytes of a group.
     pub fn group_bytes(&self, group: usize) -> usize {
         usize::try_from(self.metadata.metadata().row_group(group).total_byte_size()).unwrap_or(usize::MAX)
     }
 
-    /// The rows of one group, in batches of about 1 MiB.
+    /// The rows of a group, in batches of about 1 MiB.
     ///
     /// # Errors
-    /// If the file cannot be opened or the group is malformed.
+    /// Fails if the file cannot be opened or the group is malformed.
     pub fn batches(&self, group: usize) -> anyhow::Result<Batches> {
         let file = File::open(&self.path).map_err(FileError::at("reading", &self.path))?;
         let row_bytes = self.group_bytes(group) / self.group_rows(group).max(1);
@@ -103,17 +103,17 @@ pub struct Batches {
 }
 
 impl Batches {
-    /// The next batch, of which `row` is the first row; None behind the last one.
+    /// The next batch, whose first row is number `row`; None after the last batch.
     ///
     /// # Errors
-    /// If its bytes are malformed, with the file and the row; there is nothing behind that.
+    /// Fails if the data are malformed, with the file and the row. No batches follow an error.
     pub fn next(&mut self, row: usize) -> anyhow::Result<Option<RecordBatch>> {
         let batch = contained(|| self.reader.next().transpose());
         batch.with_context(|| format!("{}: at row {row}", self.path.display()))
     }
 }
 
-/// The decoder asserts much of what it reads; in a damaged file that is an error like any other.
+/// Converts the decoder's panics on damaged files to errors.
 fn contained<T, E: Into<anyhow::Error>>(work: impl FnOnce() -> Result<T, E>) -> anyhow::Result<T> {
     match cli::contain(work) {
         Ok(done) => done.map_err(Into::into),
@@ -121,7 +121,7 @@ fn contained<T, E: Into<anyhow::Error>>(work: impl FnOnce() -> Result<T, E>) -> 
     }
 }
 
-/// A column's type as people write it.
+/// Human-readable name of a column's type.
 pub fn type_name(data_type: &DataType) -> String {
     match data_type {
         DataType::Utf8 | DataType::LargeUtf8 | DataType::Utf8View => "string".into(),
@@ -137,10 +137,10 @@ pub fn type_name(data_type: &DataType) -> String {
     }
 }
 
-/// The rows of a batch as lines of JSON, nulls left out; one line a row, `{}` where all is null.
+/// The rows of a batch as one JSON line per row without nulls; `{}` if all values are null.
 ///
 /// # Errors
-/// If a column has a type that JSON has no form for.
+/// Fails if a column's type cannot be written as JSON.
 pub fn json_lines(batch: &RecordBatch) -> anyhow::Result<Vec<u8>> {
     let mut writer = WriterBuilder::new().with_explicit_nulls(false).build::<_, LineDelimited>(Vec::new());
     writer.write(batch)?;

@@ -1,4 +1,4 @@
-//! A dataset in pieces that are read in order and worked on in parallel.
+//! Splits a dataset into units, which are read in order and processed in parallel.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -12,10 +12,10 @@ use crate::rows::array::Elements;
 use crate::rows::files::{DataFile, Format};
 use crate::rows::table::{BATCH_BYTES, Batches, Table};
 
-/// A row group up to this many bytes is decoded whole, by the worker that needs it; a larger one is read in batches.
+/// A worker decodes row groups up to this size as a whole; larger ones are read in batches.
 const GROUP_BYTES: usize = 4 * BATCH_BYTES;
 
-/// Lines of a unit at most.
+/// Maximum number of lines per unit.
 const LINES: usize = 4096;
 
 /// Consecutive rows of one file.
@@ -31,24 +31,24 @@ pub enum Unit {
     Batch {
         /// Their file.
         file: Arc<Path>,
-        /// 1-based row of the first one.
+        /// 1-based index of the first row.
         first: usize,
         /// The rows.
         batch: RecordBatch,
     },
-    /// A row group that is still to be decoded.
+    /// A row group that is not decoded yet.
     Group {
         /// Its file.
         table: Table,
-        /// Which group.
+        /// Index of the row group.
         group: usize,
-        /// 1-based row of the first one.
+        /// 1-based index of the first row.
         first: usize,
     },
 }
 
 impl Unit {
-    /// How many rows it has.
+    /// Number of rows.
     pub fn rows(&self) -> usize {
         match self {
             Self::Lines { lines, .. } => lines.len(),
@@ -57,7 +57,7 @@ impl Unit {
         }
     }
 
-    /// The file that the rows are from.
+    /// The file of the rows.
     pub fn file(&self) -> &Arc<Path> {
         match self {
             Self::Lines { file, .. } | Self::Batch { file, .. } => file,
@@ -66,10 +66,10 @@ impl Unit {
     }
 }
 
-/// The rows of `group` as batches, each with the 1-based row of its first one.
+/// Decodes a row group to batches, each with the 1-based index of its first row.
 ///
 /// # Errors
-/// If the group is malformed, with the file and the row.
+/// Fails if the group is malformed, with the file and the row.
 pub fn decode(table: &Table, group: usize, first: usize) -> anyhow::Result<Vec<(usize, RecordBatch)>> {
     let (mut batches, mut at) = (vec![], first);
     let mut reader = table.batches(group)?;
@@ -87,7 +87,7 @@ pub fn decode(table: &Table, group: usize, first: usize) -> anyhow::Result<Vec<(
     Ok(batches)
 }
 
-/// What is being read.
+/// The file being read.
 enum Open {
     Lines(Arc<Path>, Box<dyn Iterator<Item = Result<RawLine, FileError>> + Send>),
     Table { table: Table, group: usize, row: usize, batches: Option<Batches> },

@@ -1,11 +1,12 @@
-//! The suites that everybody has.
+//! The built-in suites.
 
 use std::sync::LazyLock;
 
 use crate::suites::description::public;
 use crate::suites::suite::{Class, Domain, Suite};
 
-/// The suites that need no description, in the order of tables: the public ones of each domain, and our own behind them.
+/// The suites that need no description, in the order of tables. Each domain has its public suites,
+/// then the smoke suite.
 pub static SUITES: LazyLock<Vec<Suite>> = LazyLock::new(|| {
     let of_domain = |domain: Domain| {
         let described = public().iter().filter(move |suite| suite.domain == domain);

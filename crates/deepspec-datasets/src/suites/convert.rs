@@ -1,4 +1,5 @@
-//! A dataset's files become a suite's text, or nothing does: a suite without some of its rows is another suite.
+//! Converts a dataset's files to the text of a suite. One invalid row fails the conversion, because
+//! a suite with missing rows is another suite.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -9,19 +10,20 @@ use serde_json::Value;
 
 use crate::suites::turns::Form;
 
-/// A suite as it stands in its file.
+/// A converted suite.
 #[derive(Debug)]
 pub struct Converted {
-    /// The JSONL text.
+    /// The text of its JSONL file.
     pub text: String,
-    /// Its rows.
+    /// Number of rows.
     pub rows: usize,
 }
 
-/// Converts all rows of these files, in their order. Memory is that of the prompts, not of the files.
+/// Converts all rows of these files, in order. Memory holds the prompts, not the files.
 ///
 /// # Errors
-/// An unreadable file, one with other columns, a row that makes no prompt (by file, row and column), no rows at all.
+/// Fails if a file is unreadable, lacks columns or has no rows. Fails if a row gives no prompt,
+/// naming file, row and column.
 pub fn convert(form: &Form, files: &[PathBuf]) -> anyhow::Result<Converted> {
     let mut converted = Converted { text: String::new(), rows: 0 };
     for path in files {
@@ -68,13 +70,13 @@ fn one_file(form: &Form, path: &Path, text: &mut String) -> anyhow::Result<usize
     Ok(rows)
 }
 
-/// A file's name in lower case, without the ending of a compressed one.
+/// A file's name in lower case, without a compression ending.
 fn kind(path: &Path) -> String {
     let name = path.file_name().unwrap_or_default().to_string_lossy().to_lowercase();
     [".gz", ".zst"].iter().find_map(|end| name.strip_suffix(end)).unwrap_or(&name).to_string()
 }
 
-/// The rows of a file, told by its name.
+/// The rows of a file, with the format from its name.
 fn source(path: &Path) -> anyhow::Result<Source> {
     match path.to_str() {
         Some(text) if [".parquet", ".jsonl", ".ndjson"].iter().any(|end| kind(path).ends_with(end)) => {
@@ -84,7 +86,7 @@ fn source(path: &Path) -> anyhow::Result<Source> {
     }
 }
 
-/// Refuses a dataset of another shape before its first row is blamed for it.
+/// Checks the columns of the dataset, so that a wrong dataset does not appear as a bad first row.
 fn check_columns(form: &Form, found: &BTreeSet<String>) -> anyhow::Result<()> {
     let expected = form.required();
     match expected.iter().find(|&name| !found.contains(name)) {
@@ -103,7 +105,8 @@ fn quoted<'a>(names: impl Iterator<Item = &'a str>) -> String {
     names.join(", ")
 }
 
-/// Appends a row with blanks behind `:` and `,`, so that the files equal, byte by byte, those of earlier published runs.
+/// Appends a row with spaces after `:` and `,`. The files thus equal those of earlier published
+/// runs byte for byte.
 fn push_line(text: &mut String, turns: &[String]) {
     let turns: Vec<String> = turns.iter().map(|turn| Value::from(turn.as_str()).to_string()).collect();
     text.push_str("{\"turns\": [");

@@ -1,4 +1,4 @@
-//! What a suite is made from, as YAML says it: the public suites that are built in, and the user's own.
+//! YAML descriptions of suites: the built-in public suites and the user's suites.
 
 use std::num::NonZeroUsize;
 use std::path::Path;
@@ -11,10 +11,10 @@ use crate::suites::plan::{Place, Plan, Wanted};
 use crate::suites::suite::{self, Domain};
 use crate::suites::turns::{Form, Templates};
 
-/// A key of a description and what is wrong with it.
+/// A key of a description with its problem.
 type Wrong = (&'static str, String);
 
-/// What is said of a suite.
+/// The description of a suite.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Description {
@@ -22,23 +22,23 @@ pub struct Description {
     pub name: String,
     /// Its domain.
     pub domain: Domain,
-    /// A dataset's id on the hub, or a file.
+    /// A dataset id on the hub, or a file.
     pub dataset: String,
     /// Branch, tag or commit on the hub.
     pub revision: Option<String>,
-    /// Configuration of the dataset.
+    /// Configuration name of the dataset.
     pub config_name: Option<String>,
     /// Split of the dataset.
     pub split: Option<String>,
-    /// Files of the dataset, in place of configuration and split; `*` stands for any part of a name.
+    /// Files of the dataset instead of configuration and split; `*` matches any part of a name.
     pub files: Option<Vec<String>>,
-    /// What the user says.
+    /// User messages.
     pub turns: Turns,
-    /// Rows that are scored, if there are more.
+    /// Maximum number of rows to score.
     pub limit: Option<NonZeroUsize>,
 }
 
-/// Templates, or the column that holds the turns.
+/// Templates, or the column with the turns.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(
     untagged,
@@ -47,14 +47,14 @@ pub struct Description {
 pub enum Turns {
     /// One template per turn.
     Templates(Vec<String>),
-    /// A column.
+    /// Name of a column with a list of turns.
     Column(String),
 }
 
 /// The public suites, in the order of tables.
 ///
 /// # Panics
-/// Never: what is built in is tested.
+/// Never panics, because the built-in descriptions are tested.
 pub fn public() -> &'static [Description] {
     static PUBLIC: LazyLock<Vec<Description>> = LazyLock::new(|| {
         serde_yaml::from_str(include_str!("public.yaml")).expect("the descriptions that are built in")
@@ -62,17 +62,18 @@ pub fn public() -> &'static [Description] {
     &PUBLIC
 }
 
-/// Version of their conversion; recorded with what it wrote.
+/// Version of the conversion of public suites, which the record stores.
 const VERSION: &str = "1";
 
 /// Reads the description of a suite.
 ///
 /// # Errors
-/// Usage errors that name the file and the key.
+/// Fails with a usage error that names the file and the key.
 pub fn read(path: &Path) -> anyhow::Result<Plan> {
     let description: Description = config::load(path, &[])?;
     let said = serde_json::to_string(&description)?;
-    // Templates of an earlier language said other prompts with the same words.
+    // Prefixes the language, because an older template language gave other prompts for the same
+    // text.
     let language = if matches!(description.turns, Turns::Templates(_)) { "jinja " } else { "" };
     let digest = digest::bytes(format!("{language}{said}").as_bytes());
     match description.plan(format!("description {}", &digest[..16])) {
@@ -85,12 +86,12 @@ impl Description {
     /// The plan of a public suite.
     ///
     /// # Errors
-    /// The key that is wrong and why; none of those that are built in is.
+    /// Returns the invalid key and its problem. The built-in descriptions are valid.
     pub fn public_plan(&self) -> Result<Plan, Wrong> {
         self.clone().plan(VERSION.into())
     }
 
-    /// What it asks for, or the key that is wrong and why.
+    /// The plan of this description, or the invalid key with its problem.
     fn plan(self, converter: String) -> Result<Plan, Wrong> {
         suite::check_name(&self.name).map_err(|problem| ("name", problem))?;
         let form = self.turns.form().map_err(|problem| ("turns", problem))?;
@@ -137,7 +138,7 @@ impl Description {
 }
 
 impl Turns {
-    /// What turns rows into prompts, or what is wrong with it.
+    /// The conversion from rows to prompts, or the problem with it.
     pub(crate) fn form(&self) -> Result<Form, String> {
         match self {
             Self::Column(column) if column.trim().is_empty() => Err("the column's name is empty".into()),
@@ -150,7 +151,7 @@ impl Turns {
     }
 }
 
-/// Whether a dataset is named as on the hub, and not by a file that happens to be missing.
+/// Whether a dataset name is a hub id rather than the path of a missing file.
 fn is_hub_id(dataset: &str) -> bool {
     let data = [".parquet", ".jsonl", ".ndjson", ".gz", ".zst", ".json"];
     deepspec_hub::is_id(dataset) && !data.iter().any(|end| dataset.to_lowercase().ends_with(end))
@@ -184,7 +185,7 @@ mod tests {
         };
         assert_eq!((dataset.as_str(), revision.as_deref()), ("owner/name", Some("v1")));
         assert_eq!((config.as_deref(), split.as_str()), (Some("small"), "test"));
-        // Comments and order do not matter; what is asked does.
+        // Comments and the order of keys do not change the version; other values do.
         let same = plan(&format!("# mine\nlimit: 5\n{}", text.replace("limit: 5\n", ""))).unwrap();
         assert_eq!(same.converter, described.converter);
         assert_ne!(plan(&text.replace("Sure", "Really")).unwrap().converter, described.converter);

@@ -1,4 +1,4 @@
-//! Finds the files that a suite's rows are in.
+//! Finds or downloads the files with a suite's rows.
 
 use std::path::PathBuf;
 
@@ -10,23 +10,24 @@ use deepspec_hub::{Glob, Hub, HubError, Kind, Repo};
 use crate::suites::plan::{Place, Plan, Wanted};
 use crate::suites::record::{Origin, SourceFile};
 
-/// Gets files, from the hub or from disk.
+/// Provides files from the hub or from disk.
 pub struct Fetcher {
     verbosity: Verbosity,
-    /// Made when the first suite asks for it, so that files on disk need no cache folder.
+    /// Created at first use, so that local files need no cache folder.
     hub: Option<Hub>,
 }
 
 impl Fetcher {
-    /// Asks nobody yet.
+    /// A fetcher that has not contacted the hub yet.
     pub fn new(verbosity: Verbosity) -> Self {
         Self { verbosity, hub: None }
     }
 
-    /// The files of a suite in their order, and what to record of them.
+    /// The files of a suite in order, and their origin for the record.
     ///
     /// # Errors
-    /// If the hub cannot be reached or refuses, the dataset has no such part, or a file on disk cannot be read.
+    /// Fails if the hub is unreachable or refuses, if the dataset has no such part, or if a local
+    /// file cannot be read.
     pub fn fetch(&mut self, plan: &Plan) -> anyhow::Result<(Vec<PathBuf>, Origin)> {
         match &plan.wanted {
             Wanted::Files(files) => Ok((files.clone(), origin_of(files)?)),
@@ -66,8 +67,8 @@ impl Fetcher {
     }
 }
 
-/// The paths of a pattern, sorted; of one without a wildcard, itself, whether it is there or not. What a suite was made
-/// from is recorded, so that it must be all files: where they are not known, the hub's refusal is passed on.
+/// Paths that match a pattern, sorted. A pattern without a wildcard is returned without a check. If
+/// the hub cannot list the files, its error is returned, because the record must cover all files.
 fn matching(hub: &Hub, repo: &Repo, pattern: &str) -> anyhow::Result<Vec<String>> {
     if !pattern.contains(['*', '?', '[']) {
         return Ok(vec![pattern.into()]);
@@ -75,20 +76,20 @@ fn matching(hub: &Hub, repo: &Repo, pattern: &str) -> anyhow::Result<Vec<String>
     let glob = Glob::new(pattern);
     let files = hub.files(repo).map_err(HubError::report)?;
     let found: Vec<String> = files.into_iter().filter(|path| glob.matches(path)).collect();
-    // Asking for the pattern itself makes the hub say which files there are.
+    // Requesting the pattern itself makes the hub's error list the existing files.
     Ok(if found.is_empty() { vec![pattern.into()] } else { found })
 }
 
-/// The hub's refusal, with the way around it.
+/// The hub's error, extended by a workaround.
 fn advise(error: &anyhow::Error, suite: &str) -> anyhow::Error {
     let told = format!("{}; --source {suite}=FILE reads the dataset's file from disk", one_line(error));
     if error.is::<UsageError>() { UsageError(told).into() } else { anyhow::anyhow!(told) }
 }
 
-/// The origin of files on disk.
+/// Origin of local files.
 ///
 /// # Errors
-/// If one of them cannot be read.
+/// Fails if one of them cannot be read.
 fn origin_of(files: &[PathBuf]) -> Result<Origin, FileError> {
     let one = |path: &PathBuf| Ok(SourceFile { path: path.clone(), sha256: digest::file(path)? });
     files.iter().map(one).collect::<Result<_, _>>().map(Origin::Files)

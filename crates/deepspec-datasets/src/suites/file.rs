@@ -1,22 +1,23 @@
-//! Files of the user's own, which are suites without a description.
+//! JSONL files of the user, which are suites without a description.
 
 use std::path::Path;
 
 use crate::suites::suite::{Class, Domain, Suite};
 use deepspec_core::{env, usage};
 
-/// What a name ends with that is a file's.
+/// File name endings of suite files.
 const ENDINGS: [&str; 3] = [".jsonl", ".jsonl.gz", ".jsonl.zst"];
 
-/// Whether a suite is named by its file, which need not lie in the folder of suites.
+/// Whether a suite name is a file path, which may be outside the suites folder.
 pub fn is_file(name: &str) -> bool {
     ENDINGS.iter().any(|ending| name.ends_with(ending))
 }
 
-/// The suite that a file is: its name is the file's without folder and ending, its domain [`Domain::Own`].
+/// The suite of a file. Its name is the file name without folder and ending, and its domain is
+/// [`Domain::Own`].
 ///
 /// # Errors
-/// Usage errors: no such file, a name that no table can show.
+/// Fails with a usage error if the file does not exist or its name cannot be printed in a table.
 pub fn suite(name: &str) -> anyhow::Result<Suite> {
     let path = env::expand_home(name);
     if !path.is_file() {
@@ -33,7 +34,7 @@ pub fn suite(name: &str) -> anyhow::Result<Suite> {
     Ok(Suite { name: stem.to_string(), domain: Domain::Own, class: Class::File(path) })
 }
 
-/// Whether two paths lead to one file.
+/// Whether two paths refer to the same file.
 pub fn same(one: &Path, other: &Path) -> bool {
     match (one.canonicalize(), other.canonicalize()) {
         (Ok(one), Ok(other)) => one == other,

@@ -1,4 +1,4 @@
-//! Prompt suites: which are asked for, and their rows.
+//! Selects prompt suites and reads their rows.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -12,27 +12,29 @@ use serde_json::{Map, Value};
 
 use crate::suites::{file, mersenne};
 
-/// A folder of suites, with what is recorded of it.
+/// A folder of suites with its record.
 pub struct Folder<'a> {
     dir: &'a Path,
     record: Record,
 }
 
 impl<'a> Folder<'a> {
-    /// Opens a folder. It need not exist for files that lie elsewhere.
+    /// Opens a folder. It need not exist if all suites are files elsewhere.
     ///
     /// # Errors
-    /// Usage errors: a record that cannot be read.
+    /// Fails with a usage error if the record cannot be read.
     pub fn open(dir: &'a Path) -> anyhow::Result<Self> {
         Ok(Self { dir, record: Record::read(dir)? })
     }
 
-    /// The suites to run, in the order of tables: those named, and those that stand for the domains. Without names and
-    /// domains it is all domains together. Suites of the user's own follow, and are run only when they are named; then files
-    /// (`names` that end with .jsonl), as they were named.
+    /// Selects the suites named and the default suites of `domains`, in the order of tables.
+    /// Without names and domains it selects the default suites of all domains. Suites described by
+    /// the user follow, and run only if they are named. Files (`names` that end with .jsonl) come
+    /// last, in the given order.
     ///
     /// # Errors
-    /// Usage errors: no such folder, an unknown name, no file, two suites of the same name.
+    /// Fails with a usage error if the folder or a file does not exist, a name is unknown, or two
+    /// suites have one name.
     pub fn select(&self, names: &[String], domains: &[Domain]) -> anyhow::Result<Vec<Suite>> {
         let (files, mut wanted): (Vec<&str>, Vec<&str>) = names
             .iter()
@@ -60,7 +62,7 @@ impl<'a> Folder<'a> {
             wanted.extend(stand_ins(self.dir, group));
         }
         let files = files.into_iter().map(|name| self.file(name)).collect::<anyhow::Result<Vec<Suite>>>()?;
-        // A file may be that of a suite that is known.
+        // A file may be the file of a known suite.
         wanted.extend(
             files.iter().map(|suite| suite.name.as_str()).filter(|name| self.record.suite(name).is_some()),
         );
@@ -87,7 +89,7 @@ impl<'a> Folder<'a> {
         Ok(selected)
     }
 
-    /// The suite that a file is: its own, or the known one that it is the file of.
+    /// The suite of a file: a new one, or the known suite with this file.
     fn file(&self, name: &str) -> anyhow::Result<Suite> {
         let suite = file::suite(name)?;
         let Some(known) = self.record.suite(&suite.name) else { return Ok(suite) };
@@ -106,8 +108,8 @@ impl<'a> Folder<'a> {
     }
 }
 
-/// What is scored for these domains: the published suites as far as their files are there, or the smoke suites where there
-/// is none of them.
+/// Default suites of these domains: the published suites whose files exist, or the smoke suites if
+/// there are none.
 fn stand_ins(dir: &Path, domains: &[Domain]) -> Vec<&'static str> {
     let of = |wanted: fn(&Suite) -> bool| {
         SUITES.iter().filter(move |suite| domains.contains(&suite.domain) && wanted(suite))
@@ -136,16 +138,16 @@ fn stand_ins(dir: &Path, domains: &[Domain]) -> Vec<&'static str> {
 /// One prompt of a suite.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Sample {
-    /// The row's id, or its place in the file, from 0.
+    /// The row's id, or its index in the file, from 0.
     pub id: String,
-    /// What the user says, turn by turn; at least one.
+    /// User messages, turn by turn; at least one.
     pub turns: Vec<String>,
 }
 
 /// A suite as read from its file.
 #[derive(Debug)]
 pub struct SuiteRows {
-    /// Which suite.
+    /// The suite.
     pub suite: Suite,
     /// Its file.
     pub path: PathBuf,
@@ -158,11 +160,13 @@ pub struct SuiteRows {
 }
 
 impl Folder<'_> {
-    /// Reads a suite. With more rows than the suite's cap, the first ones of CPython's shuffle are scored; `limit` takes
-    /// fewer. A file that is not the one recorded is scored all the same, with a warning.
+    /// Reads a suite. If it has more rows than its cap, the first rows after CPython's shuffle are
+    /// scored; `limit` takes fewer. A file that differs from the recorded one is scored with a
+    /// warning.
     ///
     /// # Errors
-    /// Usage errors that name file and line: a malformed row, an id that occurs twice, no rows.
+    /// Fails with a usage error that names file and line if a row is malformed or an id occurs
+    /// twice. Fails if there are no rows.
     pub fn load(&self, suite: Suite, seed: u64, limit: Option<usize>) -> anyhow::Result<SuiteRows> {
         let path = suite.path(self.dir);
         let mut samples = samples(&path)?;
@@ -260,7 +264,7 @@ mod tests {
             let names: Vec<String> = names.iter().map(ToString::to_string).collect();
             Folder::open(dir).unwrap().select(&names, &[]).map_err(|error| error.to_string())
         };
-        // A folder of suites is not needed; the same file twice is one suite.
+        // No suites folder is needed. A file named twice is one suite.
         let nowhere = root.join("nowhere");
         let found = select(&nowhere, &[&mine, &mine]).unwrap();
         assert_eq!(found.len(), 1);
@@ -268,7 +272,7 @@ mod tests {
         let rows = Folder::open(&nowhere).unwrap().load(found[0].clone(), 1, None).unwrap();
         assert_eq!((rows.samples.len(), rows.samples[3].id.as_str()), (700, "3"), "all rows, in order");
         assert_eq!(rows.path, Path::new(&mine));
-        // Suites of the folder come first, and the file of one is that suite.
+        // Suites of the folder come first, and the file of such a suite is that suite.
         let found = select(&suites, &[&mine, &smoke, &"smoke-math".into()]).unwrap();
         assert_eq!(
             found.iter().map(|suite| suite.name.as_str()).collect::<Vec<_>>(),

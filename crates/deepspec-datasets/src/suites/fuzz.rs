@@ -1,4 +1,4 @@
-//! Damaged suites and records: what is read can be asked, and what is refused names its file.
+//! Fuzzes suites and records: accepted files give valid requests, and errors name the file.
 
 use std::collections::HashSet;
 use std::fs;
@@ -37,7 +37,7 @@ fn rows(dir: &Path) -> PathBuf {
     dir.join(format!("{NAME}.jsonl"))
 }
 
-/// From the folder to requests, as a run does it; the refusal as a run prints it.
+/// Makes requests from the folder as an evaluation run does; errors are as the run prints them.
 fn prepare(dir: &Path, tokenizer: &ChatTokenizer) -> Result<Vec<TokenizedSuite>, String> {
     let (sampling, stop_ids) = (Sampling::new(1.0, 1), [0]);
     let asking = RequestTemplate {
@@ -58,7 +58,8 @@ fn prepare(dir: &Path, tokenizer: &ChatTokenizer) -> Result<Vec<TokenizedSuite>,
     prepare().map_err(|error| one_line(&error))
 }
 
-/// Damages a file so often; how often that was refused, each time in one line that has one of the names.
+/// Damages a file `times` times. Returns the number of refusals, and checks that each is one line
+/// with one of `names`.
 fn provoke(dir: &Path, file: &Path, seed: u64, times: usize, names: &[&str]) -> usize {
     let tiny = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../assets/tiny-target");
     let tokenizer = ChatTokenizer::load(&tiny).unwrap();
@@ -79,7 +80,7 @@ fn provoke(dir: &Path, file: &Path, seed: u64, times: usize, names: &[&str]) -> 
     refused
 }
 
-/// Every request is one that an engine takes.
+/// Checks that the engine accepts every request.
 fn check(suite: &TokenizedSuite) {
     assert!(!suite.requests.is_empty());
     assert_eq!(suite.ids.iter().collect::<HashSet<_>>().len(), suite.requests.len());
@@ -99,7 +100,7 @@ fn damaged_rows_are_refused_by_line() {
 #[test]
 fn damaged_records_are_refused_by_name() {
     let dir = folder();
-    // Where the record has lost the suite, the suite is what cannot be found.
+    // If damage removes the suite from the record, the error names the missing suite.
     let names = [record::FILE, "`mine` is no suite"];
     let refused = provoke(dir.path(), &dir.path().join(record::FILE), 12, 300, &names);
     assert!(refused > 100, "only {refused} of 300 were refused");

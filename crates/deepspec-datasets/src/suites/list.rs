@@ -1,4 +1,4 @@
-//! `suites --list`: which suites there are, and what is there of them.
+//! `suites --list`: the suites and the state of their files.
 
 use std::io::Write;
 use std::path::Path;
@@ -14,29 +14,29 @@ use serde::Serialize;
 use crate::suites::description::public;
 use crate::suites::store::shown;
 
-/// A line of the list.
+/// A row of the list.
 #[derive(Serialize)]
 struct Listed {
     name: String,
     domain: Domain,
-    /// Rows of the file that is there.
+    /// Number of rows in the existing file.
     rows: Option<usize>,
     cap: Option<usize>,
-    /// Where its rows came from, or would come from.
+    /// Origin of the rows, recorded or described.
     source: String,
     state: State,
-    /// SHA-256 of the file that is there.
+    /// SHA-256 of the existing file.
     sha256: Option<String>,
 }
 
-/// How a suite's file stands to the record.
+/// State of a suite's file compared with the record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 enum State {
     Absent,
-    /// There, and as recorded; our own smoke suites need no record.
+    /// The file is as recorded. Smoke suites need no record.
     Present,
-    /// There, but not written by this command.
+    /// The file exists but was not written by this command.
     Unrecorded,
     ChangedSinceRecorded,
 }
@@ -52,10 +52,10 @@ impl State {
     }
 }
 
-/// Prints which suites there are in a folder, as a table or as JSON.
+/// Prints the suites of a folder as a table or as JSON.
 ///
 /// # Errors
-/// An unreadable record or suite.
+/// Fails if the record or a suite cannot be read.
 pub fn list(dir: &Path, json: bool) -> anyhow::Result<()> {
     let record = Record::read(dir)?;
     let suites = SUITES.iter().cloned().chain(record.user_suites());
@@ -110,7 +110,7 @@ fn table(listed: &[Listed]) -> String {
     let widths: Vec<usize> = (0..7).map(width).collect();
     let line = |row: &[String; 7]| {
         let padded = row.iter().zip(&widths).enumerate().map(|(column, (cell, &width))| {
-            // Numbers stand flush right.
+            // Numbers are right-aligned.
             if matches!(column, 2 | 3) { format!("{cell:>width$}") } else { format!("{cell:<width$}") }
         });
         padded.collect::<Vec<_>>().join("  ").trim_end().to_string() + "\n"

@@ -1,10 +1,11 @@
-//! CPython's `random.Random(seed).shuffle`: it decides which rows of a capped suite are published.
+//! CPython's `random.Random(seed).shuffle`, which selects the rows of a capped suite in the
+//! published table.
 
 use rand_mt::Mt;
 
-/// Puts `items` into the order of `random.Random(seed).shuffle(items)`.
+/// Shuffles `items` like `random.Random(seed).shuffle(items)`.
 pub fn shuffle<T>(items: &mut [T], seed: u64) {
-    // `random.seed`: the seed's 32-bit words, least significant first.
+    // `random.seed` uses the seed's 32-bit words, least significant first.
     let words = [seed as u32, (seed >> 32) as u32];
     let key = if words[1] == 0 { &words[..1] } else { &words[..] };
     let mut generator = Mt::new_with_key(key.iter().copied());
@@ -13,7 +14,8 @@ pub fn shuffle<T>(items: &mut [T], seed: u64) {
     }
 }
 
-/// A uniform integer in `0..bound`: as many bits as the bound has, drawn again until they are below it.
+/// A uniform integer in `0..bound`. It draws as many bits as `bound` has until the value is below
+/// `bound`.
 fn below(generator: &mut Mt, bound: u32) -> u32 {
     loop {
         let drawn = generator.next_u32() >> bound.leading_zeros();

@@ -1,6 +1,8 @@
-//! Prompt suites: which there are, how they are made from datasets, their rows, and what the engine is asked.
+//! Prompt suites: their list, their conversion from datasets, their rows, and their requests to the
+//! engine.
 //!
-//! `deepspec-data suites` makes them. Evaluation scores them with a drafter that is done, training with one that is not.
+//! `deepspec-data suites` writes the suites. Evaluation scores a finished drafter on them, training
+//! an unfinished one.
 
 mod builtin;
 mod convert;

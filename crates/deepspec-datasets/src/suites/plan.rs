@@ -1,45 +1,45 @@
-//! Which suites are to be written, and from what.
+//! The suites to write and their sources.
 
 use std::path::PathBuf;
 
 use crate::suites::suite::Domain;
 use crate::suites::turns::Form;
 
-/// A suite to be written.
+/// A suite to write.
 pub struct Plan {
     /// Its name.
     pub name: String,
     /// Its domain.
     pub domain: Domain,
-    /// Rows that are scored, if there are more.
+    /// Maximum number of rows to score; None scores all rows.
     pub cap: Option<usize>,
-    /// What the record says of the conversion.
+    /// Version of the conversion in the record.
     pub converter: String,
-    /// How rows become prompts.
+    /// Conversion from rows to prompts.
     pub form: Form,
-    /// Where the rows come from.
+    /// Source of the rows.
     pub wanted: Wanted,
 }
 
-/// Where rows are wanted from.
+/// Source of rows.
 pub enum Wanted {
-    /// A dataset on the hub.
+    /// A dataset on the Hugging Face hub.
     Hub {
         /// `owner/name`.
         dataset: String,
-        /// Branch, tag or commit; the main branch without one.
+        /// Branch, tag or commit; None is the main branch.
         revision: Option<String>,
-        /// Where in the dataset.
+        /// Part of the dataset.
         place: Place,
     },
-    /// Files on disk, in this order.
+    /// Local files, in order.
     Files(Vec<PathBuf>),
 }
 
-/// Where a dataset of the hub keeps the rows.
+/// Part of a hub dataset with the rows.
 pub enum Place {
-    /// A split, of the only configuration or of the one named.
+    /// A split of the named configuration, or of the only one for None.
     Split(Option<String>, String),
-    /// Files whose paths match these patterns, pattern by pattern.
+    /// Files whose paths match these patterns, in the order of the patterns.
     Files(Vec<String>),
 }

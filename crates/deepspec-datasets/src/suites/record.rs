@@ -1,4 +1,4 @@
-//! `suites.json`: what stands in a folder of suites, so that a score names the exact suite it was measured on.
+//! `suites.json`: the content of a suites folder, so that a score identifies the exact suite.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -14,56 +14,57 @@ pub const FILE: &str = "suites.json";
 const FORMAT: &str = "deepspec-datasets";
 const VERSION: u64 = 1;
 
-/// What is recorded of a folder.
+/// The record of a folder.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Record {
     /// Always `deepspec-datasets`.
     pub format: String,
     /// Version of this layout.
     pub format_version: u64,
-    /// The version that wrote it last; records of earlier ones do not say.
+    /// Tool version of the last write; older records lack it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tool_version: Option<String>,
     /// The suites by name.
     pub suites: BTreeMap<String, Entry>,
 }
 
-/// What is recorded of a suite.
+/// The record of a suite.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Entry {
     /// Its domain.
     pub domain: Domain,
     /// Rows in the file.
     pub rows: usize,
-    /// Rows that are scored, if there are more.
+    /// Maximum number of rows to score; None scores all rows.
     pub cap: Option<usize>,
-    /// Where the rows came from.
+    /// Origin of the rows.
     pub source: Origin,
     /// SHA-256 of the JSONL file.
     pub sha256: String,
-    /// Version of the conversion: a number for the public suites, `description DIGEST` for those that a user described.
+    /// Version of the conversion: a number for the public suites, `description DIGEST` for
+    /// described suites.
     pub converter: String,
 }
 
-/// Where a suite's rows came from.
+/// Origin of a suite's rows.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Origin {
-    /// A dataset on the hub.
+    /// A dataset on the Hugging Face hub.
     Hub {
         /// `owner/name`.
         dataset: String,
         /// The commit.
         revision: String,
     },
-    /// Files on disk, in their order.
+    /// Local files, in order.
     Files(Vec<SourceFile>),
 }
 
-/// A file that rows came from.
+/// A source file of rows.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SourceFile {
-    /// Its path as it was given.
+    /// Its path as given.
     pub path: PathBuf,
     /// SHA-256 of the file.
     pub sha256: String,
@@ -77,10 +78,11 @@ impl Default for Record {
 }
 
 impl Record {
-    /// Reads the record of a folder; one without a record has none of its suites recorded.
+    /// Reads the record of a folder; a folder without a record has an empty one.
     ///
     /// # Errors
-    /// An unreadable file, and usage errors: not a record that this version reads.
+    /// Fails if the file cannot be read. Fails with a usage error if it is no record of this
+    /// version.
     pub fn read(dir: &Path) -> anyhow::Result<Self> {
         let path = dir.join(FILE);
         if !path.exists() {
@@ -111,16 +113,17 @@ impl Record {
         Ok(record)
     }
 
-    /// Writes the record of a folder, whole or not at all.
+    /// Writes the record of a folder atomically.
     ///
     /// # Errors
-    /// Any I/O failure, with the path.
+    /// Fails on any I/O error, with the path.
     pub fn write(&self, dir: &Path) -> Result<(), FileError> {
         let tool_version = Some(deepspec_core::VERSION.into());
         atomic::write_json(&dir.join(FILE), &Self { tool_version, ..self.clone() })
     }
 
-    /// The suite `name`, if it is known or recorded. What is known wins: the caps of published suites are fixed.
+    /// The known or recorded suite `name`. Known suites take precedence, because the caps of
+    /// published suites are fixed.
     pub fn suite(&self, name: &str) -> Option<Suite> {
         let described = |entry: &Entry| Suite {
             name: name.to_string(),
@@ -130,7 +133,7 @@ impl Record {
         Suite::known(name).cloned().or_else(|| self.suites.get(name).map(described))
     }
 
-    /// The recorded suites that are not among the known ones.
+    /// The recorded suites that are not known suites.
     pub fn user_suites(&self) -> impl Iterator<Item = Suite> {
         let names = self.suites.keys().filter(|name| Suite::known(name).is_none());
         names.filter_map(|name| self.suite(name))

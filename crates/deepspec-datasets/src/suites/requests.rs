@@ -1,4 +1,4 @@
-//! From rows to requests.
+//! Makes engine requests from rows.
 
 use anyhow::Context;
 use deepspec_core::usage;
@@ -7,56 +7,57 @@ use deepspec_text::{ChatTokenizer, Message, Role, generation_prompt};
 
 use crate::suites::SuiteRows;
 
-/// How every prompt is asked.
+/// Settings that all requests share.
 pub struct RequestTemplate<'a> {
     /// The target's tokenizer.
     pub tokenizer: &'a ChatTokenizer,
-    /// How tokens are drawn.
+    /// Sampling settings.
     pub sampling: Sampling,
-    /// Limit of generated tokens per prompt.
+    /// Maximum number of generated tokens per prompt.
     pub max_new_tokens: usize,
     /// The chat template's `enable_thinking`.
     pub thinking: bool,
-    /// System message before every prompt.
+    /// System message of every prompt, if any.
     pub system_prompt: Option<&'a str>,
     /// Tokens that end an answer.
     pub stop_ids: &'a [i64],
-    /// Tokens of prompt and answer that the target can hold.
+    /// The target's context length, in tokens of prompt and answer.
     pub context: usize,
-    /// Rows of the target's embedding: ids of prompts are below.
+    /// The target's vocabulary size; prompt ids are below it.
     pub vocab_size: usize,
 }
 
-/// Why the target cannot be asked a prompt.
+/// Why the target cannot run a prompt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Unaskable {
-    /// It has so many tokens, and the context no room for an answer.
+    /// The prompt has this many tokens, which leaves no room for an answer.
     TooLong(usize),
-    /// It has this token, for which the target has no embedding.
+    /// The prompt has this token, which is outside the target's vocabulary.
     UnknownToken(i64),
 }
 
-/// A suite ready to decode.
+/// A suite ready for generation.
 pub struct TokenizedSuite {
     /// Its rows.
     pub rows: SuiteRows,
-    /// Ids of the rows that are decoded, in the order of the requests.
+    /// Ids of the rows to generate, in the order of the requests.
     pub ids: Vec<String>,
-    /// One request per such row, for its first turn, named `suite/row`.
+    /// One request per row for its first turn, named `suite/row`.
     pub requests: Vec<Request>,
-    /// What the user says in each such row, turn by turn.
+    /// User messages of each row, turn by turn.
     pub turns: Vec<Vec<String>>,
-    /// Ids of the rows whose prompt leaves no room for an answer, or has tokens that the target does not know.
+    /// Ids of skipped rows, whose prompts leave no room for an answer or have tokens outside the
+    /// vocabulary.
     pub skipped: Vec<String>,
-    /// Requests with less room than asked for.
+    /// Number of requests with a lower token limit than asked for.
     pub shortened: usize,
 }
 
 impl RequestTemplate<'_> {
-    /// Tokenises a suite's prompts and fits them into the context.
+    /// Tokenises the prompts of a suite and fits them into the context length.
     ///
     /// # Errors
-    /// If the template refuses a prompt, or no prompt fits.
+    /// Fails if the chat template refuses a prompt, or if no prompt fits.
     pub fn prepare(&self, rows: SuiteRows) -> anyhow::Result<TokenizedSuite> {
         let (mut ids, mut requests, mut turns, mut skipped) = (vec![], vec![], vec![], vec![]);
         let name = rows.suite.name.as_str();
@@ -99,10 +100,11 @@ impl RequestTemplate<'_> {
         Ok(TokenizedSuite { rows, ids, requests, turns, skipped, shortened })
     }
 
-    /// Asks for the next answer of a conversation, or says why that cannot be.
+    /// Makes the request for the next answer of a conversation, or returns why the target cannot
+    /// run it.
     ///
     /// # Errors
-    /// If the template refuses the conversation.
+    /// Fails if the chat template refuses the conversation.
     pub fn request(&self, id: String, messages: &[Message]) -> anyhow::Result<Result<Request, Unaskable>> {
         let prompt = generation_prompt(self.tokenizer, messages, self.system_prompt, Some(self.thinking))
             .with_context(|| format!("asking {id}"))?;

@@ -1,4 +1,4 @@
-//! Which suites a command line asks for.
+//! Selects suites from command-line arguments.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -10,20 +10,21 @@ use crate::suites::description::{self, public};
 use crate::suites::plan::{Plan, Wanted};
 use crate::suites::suite::Suite;
 
-/// What is asked for on a command line.
+/// Command-line arguments that select suites.
 pub struct SuiteSelection<'a> {
-    /// Names.
+    /// Suite names.
     pub suites: &'a [String],
-    /// Files that describe suites.
+    /// Description files.
     pub descriptions: &'a [PathBuf],
-    /// `NAME=FILE`: files to read rows from, in place of the hub.
+    /// `NAME=FILE`: files with the rows of suite NAME, instead of the hub.
     pub sources: &'a [String],
 }
 
-/// The suites that are named in any way, or all public ones.
+/// Plans of the suites named by any argument, or of all public suites.
 ///
 /// # Errors
-/// Usage errors: unknown names, names that occur twice, descriptions that cannot be used, files that are not there.
+/// Fails with a usage error if a name is unknown or occurs twice, a description is unusable, or a
+/// file does not exist.
 pub fn plans(args: &SuiteSelection) -> anyhow::Result<Vec<Plan>> {
     let mut plans: Vec<Plan> = vec![];
     for path in args.descriptions {
@@ -64,7 +65,7 @@ pub fn plans(args: &SuiteSelection) -> anyhow::Result<Vec<Plan>> {
     Ok(plans)
 }
 
-/// The files given for suites, by name.
+/// The source files of each suite, by its name.
 fn sources(given: &[String]) -> anyhow::Result<BTreeMap<String, Vec<PathBuf>>> {
     let mut sources = BTreeMap::<String, Vec<PathBuf>>::new();
     for text in given {

@@ -1,4 +1,4 @@
-//! The folder of suites: files that are never replaced unasked, and the record of what they are.
+//! The suites folder: files that are replaced only on request, and their record.
 
 use std::fs::File;
 use std::io::Write;
@@ -14,34 +14,36 @@ use crate::suites::convert::convert;
 use crate::suites::fetch::Fetcher;
 use crate::suites::plan::{Plan, Wanted};
 
-/// A folder that suites are written into.
+/// A folder to write suites to.
 pub struct Store<'a> {
     dir: &'a Path,
     overwrite: bool,
 }
 
-/// What stands in the folder now.
+/// The result of storing a suite.
 pub struct Outcome {
-    /// What is recorded of it.
+    /// The record of the suite.
     pub entry: Entry,
-    /// Whether its file was written just now.
+    /// Whether the file was written by this call.
     pub new: bool,
 }
 
 impl<'a> Store<'a> {
-    /// A folder that exists.
+    /// Opens an existing folder.
     ///
     /// # Errors
-    /// If there is a record in it that cannot be read.
+    /// Fails if the folder has a record that cannot be read.
     pub fn open(dir: &'a Path, overwrite: bool) -> anyhow::Result<Self> {
         Record::read(dir)?;
         Ok(Self { dir, overwrite })
     }
 
-    /// Sees to it that a suite is in the folder and recorded, whole or not at all.
+    /// Makes sure that a suite is in the folder and recorded; fetches and converts it if necessary.
+    /// Writes are atomic.
     ///
     /// # Errors
-    /// What keeps it from being fetched, converted or written; a file of its name that is not this suite.
+    /// Fails if the suite cannot be fetched, converted or written, or if a file of its name is
+    /// another suite.
     pub fn keep(&self, plan: &Plan, fetcher: &mut Fetcher) -> anyhow::Result<Outcome> {
         let path = suite::path(self.dir, &plan.name);
         let recorded = Record::read(self.dir)?.suites.remove(&plan.name);
@@ -61,7 +63,7 @@ impl<'a> Store<'a> {
             sha256: digest::bytes(converted.text.as_bytes()),
             converter: plan.converter.clone(),
         };
-        // A file without a record may be ours, of a run that was stopped before it could record it.
+        // An unrecorded file may come from a run that stopped before it wrote the record.
         match &there {
             Some(found) if *found != entry.sha256 => bail!(
                 "{} exists, is not recorded in {FILE} and differs from what {} gives; --overwrite replaces it",
@@ -75,7 +77,8 @@ impl<'a> Store<'a> {
         Ok(Outcome { entry, new: there.is_none() })
     }
 
-    /// Adds a suite to the record; a lock on the folder keeps runs at the same time from losing each other's entries.
+    /// Adds a suite to the record. A lock on the folder prevents concurrent runs from losing each
+    /// other's entries.
     fn record(&self, name: &str, entry: &Entry) -> anyhow::Result<()> {
         let folder = File::open(self.dir).map_err(FileError::at("opening", self.dir))?;
         folder.lock().map_err(FileError::at("locking", self.dir))?;
@@ -85,7 +88,7 @@ impl<'a> Store<'a> {
     }
 }
 
-/// Whether the file that is there is what was recorded, and what is asked for now.
+/// Checks that the existing file matches the record and the plan.
 fn check(plan: &Plan, path: &Path, found: &str, entry: &Entry) -> anyhow::Result<()> {
     let path = path.display();
     if found != entry.sha256 {
@@ -115,7 +118,7 @@ fn check(plan: &Plan, path: &Path, found: &str, entry: &Entry) -> anyhow::Result
     Ok(())
 }
 
-/// Where rows came from, for people.
+/// Human-readable origin of rows.
 pub fn shown(origin: &Origin) -> String {
     match origin {
         Origin::Hub { dataset, revision } => format!("{dataset}@{}", short(revision)),

@@ -1,6 +1,7 @@
-//! Prompt suites: which are known, what they are about, and how many of their rows are scored.
+//! Prompt suites: the known suites, their domains, and the number of rows scored.
 //!
-//! `deepspec-data suites` writes them and `deepspec-eval run` scores them; this table is what both go by.
+//! `deepspec-data suites` writes the suites and `deepspec-eval run` scores them; both use this
+//! table.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -8,7 +9,7 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-/// What a suite's prompts are about; scores are averaged over the suites of a domain.
+/// The subject of a suite's prompts. Scores are averaged over the suites of a domain.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Domain {
@@ -18,17 +19,17 @@ pub enum Domain {
     Code,
     /// Open conversation.
     Chat,
-    /// Whatever the user's own files are about.
+    /// The user's own files, on any subject.
     Own,
 }
 
 impl Domain {
-    /// All of them, in the order of tables.
+    /// All domains, in the order of tables.
     pub const ALL: [Self; 4] = [Self::Math, Self::Code, Self::Chat, Self::Own];
-    /// Those that the known suites belong to.
+    /// The domains of the known suites.
     pub const KNOWN: [Self; 3] = [Self::Math, Self::Code, Self::Chat];
 
-    /// Its name, as flags and files have it.
+    /// Name in flags and files.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Math => "math",
@@ -56,34 +57,34 @@ impl FromStr for Domain {
     }
 }
 
-/// Why a suite is known.
+/// The origin of a suite.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Class {
-    /// Part of the published table, over at most this many rows.
+    /// Part of the published table, which scores at most this many rows.
     Published(usize),
     /// Public and supported, but not part of the published table.
     Extra,
-    /// Our own small one, for the toy target.
+    /// This project's small suite for the toy target.
     Smoke,
-    /// Described by the user; at most so many rows are scored, all without a number.
+    /// Described by the user. At most this many rows are scored, or all rows for None.
     User(Option<usize>),
-    /// A file of the user's own, wherever it lies; all its rows are scored.
+    /// A JSONL file of the user in any folder; all its rows are scored.
     File(PathBuf),
 }
 
 /// A suite by name.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Suite {
-    /// Its name; in a folder of suites the file is `NAME.jsonl`.
+    /// Its name. The file in a folder of suites is `NAME.jsonl`.
     pub name: String,
     /// Its domain.
     pub domain: Domain,
-    /// Why it is known.
+    /// Its origin.
     pub class: Class,
 }
 
 impl Suite {
-    /// Rows that are scored, if there are more.
+    /// Maximum number of rows to score; None scores all rows.
     pub fn cap(&self) -> Option<usize> {
         match self.class {
             Class::Published(cap) => Some(cap),
@@ -92,7 +93,7 @@ impl Suite {
         }
     }
 
-    /// Its file, in this folder of suites unless it is one by itself.
+    /// Its own file, or its file in the suites folder `dir`.
     pub fn path(&self, dir: &Path) -> PathBuf {
         match &self.class {
             Class::File(file) => file.clone(),
@@ -106,10 +107,11 @@ pub fn path(dir: &Path, name: &str) -> PathBuf {
     dir.join(format!("{name}.jsonl"))
 }
 
-/// Checks that a name makes a plain file name: lower-case letters, digits and `-`, `_`, `.` between them.
+/// Checks that a name is a plain file name: lower-case letters and digits, with `-`, `_`, `.`
+/// between them.
 ///
 /// # Errors
-/// A phrase that says what a name looks like.
+/// Returns a phrase that describes valid names.
 pub fn check_name(name: &str) -> Result<(), String> {
     let inner = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || matches!(c, '-' | '_' | '.');
     let outer = |c: Option<char>| c.is_some_and(|c| c.is_ascii_alphanumeric());

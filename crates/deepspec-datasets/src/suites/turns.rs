@@ -1,4 +1,5 @@
-//! How a row of a dataset becomes the turns of a prompt: a column that holds them, or Jinja templates over its columns.
+//! Converts a dataset row to the turns of a prompt, from a column with the turns or by Jinja
+//! templates over columns.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -11,12 +12,12 @@ use minijinja::value::{Object, Serde, Value, ValueKind};
 use minijinja::{AutoEscape, Environment, Error, ErrorKind, State, UndefinedBehavior};
 use serde_json::{Map, Value as Json};
 
-/// Why a row makes no prompt.
+/// Why a row gives no prompt.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RowError {
-    /// The column at fault; empty where none is.
+    /// The offending column; empty if there is none.
     pub column: String,
-    /// A phrase that says what was found there and what was expected.
+    /// A phrase with the value found and the value expected.
     pub problem: String,
 }
 
@@ -33,15 +34,15 @@ fn row_error(column: &str, problem: impl Into<String>) -> RowError {
     RowError { column: column.into(), problem: problem.into() }
 }
 
-/// What turns rows into prompts.
+/// A conversion from rows to prompts.
 pub enum Form {
-    /// A column that holds a list of turns.
+    /// A column with a list of turns.
     Column(String),
     /// One template per turn.
     Templates(Box<Templates>),
 }
 
-/// Templates, and the columns that they name.
+/// Templates and their columns.
 pub struct Templates {
     environment: Environment<'static>,
     names: Vec<String>,
@@ -50,7 +51,7 @@ pub struct Templates {
 }
 
 impl Form {
-    /// The columns without which no row makes a prompt.
+    /// Columns that every row needs.
     pub fn required(&self) -> &[String] {
         match self {
             Self::Column(column) => std::slice::from_ref(column),
@@ -58,7 +59,7 @@ impl Form {
         }
     }
 
-    /// Columns that are read where a row has them.
+    /// Columns that a row may lack.
     pub fn optional(&self) -> &[String] {
         match self {
             Self::Column(_) => &[],
@@ -69,7 +70,7 @@ impl Form {
     /// The turns of a row, none of them blank.
     ///
     /// # Errors
-    /// Which column has no value that makes a turn.
+    /// Returns the column that has no valid value for a turn.
     pub fn turns(&self, row: &Map<String, Json>) -> Result<Vec<String>, RowError> {
         match self {
             Self::Column(column) => texts(row, column),
@@ -78,14 +79,14 @@ impl Form {
     }
 }
 
-/// A column's list of texts.
+/// A column's list of strings.
 fn texts(row: &Map<String, Json>, column: &str) -> Result<Vec<String>, RowError> {
     let wrong = |problem: String| row_error(column, problem);
     let list = match row.get(column) {
         Some(Json::Array(list)) if list.is_empty() => return Err(wrong("the list is empty".into())),
         Some(Json::Array(list)) => list,
         other => {
-            // Parquet rows leave nulls out, so that a missing value and a null look the same.
+            // Parquet rows omit nulls, so a missing value and a null give the same error.
             let found = other.filter(|value| !value.is_null()).map_or("nothing", kind_of);
             return Err(wrong(format!("expected a list of texts, found {found}")));
         }
@@ -100,10 +101,11 @@ fn texts(row: &Map<String, Json>, column: &str) -> Result<Vec<String>, RowError>
     list.iter().enumerate().map(text).collect()
 }
 
-/// All columns of a row by name, for those whose names are no words: `{{ row["a b"] }}`.
+/// Template variable with all columns, for column names that are no identifiers: `{{ row["a b"]
+/// }}`.
 const ROW: &str = "row";
 
-/// A row, asked for its columns by templates; it remembers which was asked for last.
+/// A row as template context, which remembers the column that was read last.
 #[derive(Debug)]
 struct TurnRequest {
     row: Map<String, Json>,
@@ -111,7 +113,7 @@ struct TurnRequest {
 }
 
 impl TurnRequest {
-    /// The column that was asked for last, which is then forgotten; empty if none was.
+    /// Returns and clears the column that was read last; empty if there was none.
     fn take_last(&self) -> String {
         mem::take(&mut self.last.lock().unwrap_or_else(PoisonError::into_inner))
     }
@@ -130,11 +132,12 @@ impl Object for TurnRequest {
 }
 
 impl Templates {
-    /// Reads Jinja templates. `{{ column }}` must have a text or a number, `{{ column|optional }}` may be missing or blank, and
-    /// `column|text` is a text in every row, which tests may find empty.
+    /// Parses Jinja templates. `{{ column }}` requires a string or a number. `{{ column|optional
+    /// }}` may be missing or blank. `column|text` requires a string in every row, which may be
+    /// empty in tests.
     ///
     /// # Errors
-    /// A phrase that says which template is wrong; no template that names a column.
+    /// Returns a phrase that names the invalid template. Fails if no template uses a column.
     pub fn new(texts: &[String]) -> Result<Self, String> {
         let mut environment = Environment::new();
         let syntax = SyntaxConfig::builder().keep_trailing_newline(true).build();
@@ -144,10 +147,11 @@ impl Templates {
         environment.set_formatter(|out, state, value| shown(out, state, value));
         environment.add_filter("optional", optional);
         environment.add_filter("text", text);
-        // Prompts are not escaped; a text that says it is would go by unchecked.
+        // Prompts are not escaped. These filters mark values as safe, which would skip the checks
+        // of [`shown`].
         ["safe", "escape", "e"].into_iter().for_each(|filter| environment.remove_filter(filter));
         environment.set_fuel(Some(FUEL));
-        // It would ask for columns again before an error is told.
+        // Debug mode would read columns again before the error is reported.
         environment.set_debug(false);
         let mut columns = BTreeSet::new();
         let names: Vec<String> = (1..=texts.len()).map(|turn| format!("turn {turn}")).collect();
@@ -199,7 +203,7 @@ impl Templates {
     }
 }
 
-/// Steps that a template may take, so that one without end comes to one.
+/// Maximum number of steps of a template, so that rendering always ends.
 const FUEL: u64 = 10_000_000;
 
 const NOTHING: &str = "expected a text or a number, found nothing";
@@ -208,7 +212,7 @@ fn refused(problem: impl Into<String>) -> Error {
     Error::new(ErrorKind::InvalidOperation, problem.into())
 }
 
-/// Whether a value has a text of its own; the error says what it is instead.
+/// Checks that a value is a string, number or boolean; the error names its type.
 fn check(value: &Value) -> Result<(), Error> {
     let found = match value.kind() {
         ValueKind::String | ValueKind::Number | ValueKind::Bool => return Ok(()),
@@ -219,7 +223,7 @@ fn check(value: &Value) -> Result<(), Error> {
     Err(refused(format!("expected a text or a number, found {found}")))
 }
 
-/// Writes what `{{ … }}` stands for. What went through [`optional`] has been checked.
+/// Formats the value of `{{ … }}`. Values from [`optional`] are checked already.
 fn shown(out: &mut minijinja::Output, _: &State, value: &Value) -> Result<(), Error> {
     if !value.is_safe() {
         check(value)?;
@@ -231,7 +235,7 @@ fn shown(out: &mut minijinja::Output, _: &State, value: &Value) -> Result<(), Er
     written.map_err(|error| refused(error.to_string()))
 }
 
-/// A value's text: numbers and truth as JSON writes them.
+/// A value's text; numbers and booleans are formatted as in JSON.
 fn spelled(value: &Value) -> Result<String, Error> {
     match value.kind() {
         ValueKind::Number | ValueKind::Bool => {
@@ -241,7 +245,7 @@ fn spelled(value: &Value) -> Result<String, Error> {
     }
 }
 
-/// A column that has a text in every row, though it may be empty.
+/// Filter for a column with a string in every row, which may be empty.
 fn text(value: &Value) -> Result<Value, Error> {
     let found = match value.kind() {
         ValueKind::String => return Ok(value.clone()),
@@ -254,7 +258,7 @@ fn text(value: &Value) -> Result<Value, Error> {
     Err(refused(format!("expected a text, found {found}")))
 }
 
-/// A column that may be missing or blank.
+/// Filter for a column that may be missing or blank.
 fn optional(value: &Value) -> Result<Value, Error> {
     if value.is_undefined() || value.is_none() {
         return Ok(Value::from_safe_string(String::new()));

@@ -1,4 +1,5 @@
-//! Damaged rows: whatever stands in a dataset, it becomes a whole suite or an error that names file, row and column.
+//! Fuzzes dataset rows: any content gives a complete suite or an error that names file, row and
+//! column.
 
 use std::path::Path;
 
@@ -24,7 +25,7 @@ fn forms() -> Vec<Form> {
     forms
 }
 
-/// What may stand in a column, good or bad.
+/// Valid and invalid values of a column.
 fn value() -> impl Strategy<Value = Value> {
     let leaf = prop_oneof![
         Just(Value::Null),
@@ -44,16 +45,16 @@ fn value() -> impl Strategy<Value = Value> {
     })
 }
 
-/// What happens to a row.
+/// A change to a row.
 #[derive(Debug, Clone)]
 enum Mutation {
-    /// A column, picked by a fraction, gets another value.
+    /// Replaces the value of a column, which is picked by a fraction.
     Set(f64, Value),
-    /// A column goes.
+    /// Removes a column.
     Remove(f64),
-    /// The line ends early.
+    /// Truncates the line.
     Cut(f64),
-    /// The line is another value altogether.
+    /// Replaces the line by any JSON value.
     Replace(Value),
 }
 
@@ -66,7 +67,7 @@ fn mutation() -> impl Strategy<Value = Mutation> {
     ]
 }
 
-/// A row that makes a prompt.
+/// A valid row.
 fn good(form: &Form, number: usize) -> Map<String, Value> {
     let value = match form {
         Form::Column(_) => json!(["one", "two"]),
