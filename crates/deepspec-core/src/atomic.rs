@@ -1,4 +1,4 @@
-//! Files that appear whole or not at all.
+//! Atomic file writes.
 
 use std::ffi::OsString;
 use std::fs::{self, File, TryLockError};
@@ -8,11 +8,11 @@ use std::path::{Path, PathBuf};
 
 use serde::Serialize;
 
-/// An I/O failure together with the file it happened to.
+/// An I/O error with the file concerned.
 #[derive(Debug, thiserror::Error)]
 #[error("{action} {}: {source}", path.display())]
 pub struct FileError {
-    /// What was attempted, as a verb ("reading", "writing").
+    /// The attempted action, as a verb ("reading", "writing").
     pub action: &'static str,
     /// The file or folder concerned.
     pub path: PathBuf,
@@ -29,17 +29,19 @@ impl FileError {
     }
 }
 
-/// The name under which `path` is written before it is complete.
+/// Name of `path` while it is being written.
 pub fn partial_name(path: &Path) -> PathBuf {
     let mut name: OsString = path.as_os_str().to_owned();
     name.push(".partial");
     PathBuf::from(name)
 }
 
-/// Writes `path` aside, syncs it and renames it into place, so that a reader sees the old file or the whole new one.
+/// Writes a partial file, syncs it and renames it to `path`. A reader sees either the old file or
+/// the complete new one.
 ///
 /// # Errors
-/// Any I/O failure, with the path; the partial file is left for inspection and overwritten by the next attempt.
+/// Fails on any I/O error, with the path. The partial file remains for inspection, and the next
+/// attempt overwrites it.
 pub fn replace(
     path: &Path,
     write: impl FnOnce(&mut BufWriter<File>) -> io::Result<()>,
@@ -57,7 +59,8 @@ pub fn replace(
     Ok(())
 }
 
-/// Secures the names of a folder's files against a crash of the machine, where the file system lets folders be synced.
+/// Syncs the folder of `path`, so that file names survive a machine crash. Some file systems do not
+/// support this.
 pub fn sync_folder_of(path: &Path) {
     let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
     if let Err(error) = File::open(parent).and_then(|folder| folder.sync_all()) {
@@ -65,11 +68,11 @@ pub fn sync_folder_of(path: &Path) {
     }
 }
 
-/// Locks a file for this process until it is closed; false if another process has it. On a file system without locks (some Lustre and
-/// NFS mounts) it warns and says true.
+/// Locks a file for this process until it is closed; false if another process holds the lock. On a
+/// file system without locks (some Lustre and NFS mounts) it warns and returns true.
 ///
 /// # Errors
-/// Any other I/O failure, with the path.
+/// Fails on any other I/O error, with the path.
 pub fn try_lock(file: &File, path: &Path) -> Result<bool, FileError> {
     match file.try_lock() {
         Ok(()) => Ok(true),
@@ -85,14 +88,15 @@ pub fn try_lock(file: &File, path: &Path) -> Result<bool, FileError> {
     }
 }
 
-/// Whether an error of locking says that the file system cannot.
+/// Whether a locking error means that the file system has no locks.
 fn has_no_locks(error: &io::Error) -> bool {
-    // ENOLCK: an NFS mount whose lock service is away.
+    // ENOLCK: the lock service of an NFS mount is unavailable.
     const ENOLCK: i32 = 37;
     error.kind() == io::ErrorKind::Unsupported || error.raw_os_error() == Some(ENOLCK)
 }
 
-/// The lock on a file that is written aside, under [`partial_name`]. When it is dropped, what was not renamed is removed.
+/// The lock on a partial file, named by [`partial_name`]. Dropping the lock removes a file that was
+/// not renamed.
 #[derive(Debug)]
 pub struct PartialLock {
     path: PathBuf,
@@ -104,7 +108,7 @@ impl PartialLock {
     /// Creates and locks the partial file of `path`; `None` if another process is writing it.
     ///
     /// # Errors
-    /// Any I/O failure, with the path.
+    /// Fails on any I/O error, with the path.
     pub fn take(path: &Path) -> Result<Option<Self>, FileError> {
         let partial = partial_name(path);
         loop {
@@ -113,7 +117,7 @@ impl PartialLock {
             if !try_lock(&file, &partial)? {
                 return Ok(None);
             }
-            // Who held it before may have renamed or removed the file that was opened.
+            // The previous holder may have renamed or removed the opened file.
             let is_same = fs::metadata(&partial)
                 .ok()
                 .zip(file.metadata().ok())
@@ -125,19 +129,19 @@ impl PartialLock {
         }
     }
 
-    /// Another handle to the file, emptied.
+    /// Truncates the file and returns another handle to it.
     ///
     /// # Errors
-    /// Any I/O failure, with the path.
+    /// Fails on any I/O error, with the path.
     pub fn begin(&self) -> Result<File, FileError> {
         let open = File::options().write(true).truncate(true).open(&self.partial);
         open.map_err(FileError::at("writing", &self.path))
     }
 
-    /// Renames the file into place.
+    /// Renames the partial file to its final name.
     ///
     /// # Errors
-    /// Any I/O failure, with the path.
+    /// Fails on any I/O error, with the path.
     pub fn publish(&self) -> Result<(), FileError> {
         fs::rename(&self.partial, &self.path).map_err(FileError::at("writing", &self.path))?;
         sync_folder_of(&self.path);
@@ -157,7 +161,7 @@ impl Drop for PartialLock {
 /// [`replace`]s `path` with `value` as indented JSON and a final newline.
 ///
 /// # Errors
-/// As [`replace`].
+/// Fails as [`replace`] does.
 pub fn write_json(path: &Path, value: &impl Serialize) -> Result<(), FileError> {
     replace(path, |file| {
         serde_json::to_writer_pretty(&mut *file, value)?;
@@ -168,10 +172,10 @@ pub fn write_json(path: &Path, value: &impl Serialize) -> Result<(), FileError> 
 /// Reads a whole text file.
 ///
 /// # Errors
-/// Any I/O failure, with the path.
+/// Fails on any I/O error, with the path.
 pub fn read_text(path: &Path) -> Result<String, FileError> {
     let text = fs::read_to_string(path).map_err(FileError::at("reading", path))?;
-    // Editors on Windows begin files with a byte order mark.
+    // Editors on Windows write a byte order mark.
     Ok(match text.strip_prefix('\u{feff}') {
         Some(rest) => rest.to_string(),
         None => text,
@@ -181,7 +185,7 @@ pub fn read_text(path: &Path) -> Result<String, FileError> {
 /// Creates a folder and its parents.
 ///
 /// # Errors
-/// Any I/O failure, with the path.
+/// Fails on any I/O error, with the path.
 pub fn create_dir(path: &Path) -> Result<(), FileError> {
     fs::create_dir_all(path).map_err(FileError::at("creating", path))
 }
@@ -199,7 +203,7 @@ mod tests {
         lock.begin().unwrap().write_all(b"a").unwrap();
         lock.publish().unwrap();
         let second = PartialLock::take(&path).unwrap().unwrap();
-        // The first one's end does not touch what is the second one's.
+        // Dropping the first lock does not remove the second lock's file.
         drop(lock);
         assert!(partial_name(&path).exists());
         drop(second);

@@ -1,4 +1,4 @@
-//! What the three binaries share at their door: verbosity, logging and exit codes.
+//! Functions that the three binaries share: verbosity, logging and exit codes.
 
 use std::any::Any;
 use std::cell::Cell;
@@ -10,7 +10,7 @@ use tracing_subscriber::EnvFilter;
 
 use crate::env;
 
-/// A mistake of the caller's: a wrong flag, a bad config, inputs that do not belong together. Exit code 2.
+/// A user error: a wrong flag, an invalid config, or inputs that do not match. Exit code 2.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 pub struct UsageError(pub String);
@@ -21,19 +21,19 @@ macro_rules! usage {
     ($($arg:tt)*) => { return Err($crate::cli::UsageError(format!($($arg)*)).into()) };
 }
 
-/// How much the program says on standard error.
+/// Amount of output on standard error.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Verbosity {
     /// Warnings and errors only, and no progress.
     Quiet,
-    /// Progress and what each stage did.
+    /// Progress and the result of each stage.
     Normal,
-    /// Also why.
+    /// Also reasons and details.
     Verbose,
 }
 
 impl Verbosity {
-    /// Joins the `--quiet` and `-v` flags; quiet wins.
+    /// Combines the `--quiet` and `-v` flags; quiet wins.
     pub fn from_flags(quiet: bool, verbose: bool) -> Self {
         match (quiet, verbose) {
             (true, _) => Self::Quiet,
@@ -56,19 +56,20 @@ pub fn start_logging(verbosity: Verbosity) {
         .with_writer(stderr)
         .with_ansi(stderr().is_terminal())
         .with_target(false)
-        // A reader that has gone away (`2>&1 | head`) must not end the work.
+        // A closed pipe (`2>&1 | head`) must not end the work.
         .log_internal_errors(false)
         .without_time();
     // A second call (tests in one process) keeps the first subscriber.
     let _ = subscriber.try_init();
 }
 
-/// A number of things: 1 row, 2 rows.
+/// A count with its noun: 1 row, 2 rows.
 pub fn count(number: usize, thing: &str) -> String {
     format!("{number} {thing}{}", if number == 1 { "" } else { "s" })
 }
 
-/// A topic and what is said of it, in lines of 80 columns at most that begin at column `indent`; words are never broken.
+/// A topic followed by text, wrapped to 80 columns and indented to column `indent`. Words are never
+/// broken.
 pub fn wrapped(topic: &str, indent: usize, text: &str) -> String {
     let width = 80 - indent;
     let mut lines = vec![];
@@ -88,7 +89,8 @@ pub fn wrapped(topic: &str, indent: usize, text: &str) -> String {
     format!("{topic:<indent$}{}", lines.join(&format!("\n{}", " ".repeat(indent))))
 }
 
-/// Standard output. A reader that has gone away (`| head`) has seen enough; any other failure says where it was written.
+/// Standard output. Ignores a closed pipe (`| head`); any other error states that it occurred on
+/// standard output.
 pub fn stdout() -> impl Write {
     Stdout(std::io::stdout())
 }
@@ -118,7 +120,8 @@ fn on_stdout(error: io::Error) -> io::Error {
     }
 }
 
-/// An outcome that is neither success nor error and has its own exit code, such as "saved, run me again" (75).
+/// A result that is neither success nor error and has its own exit code, such as "saved, run me
+/// again" (75).
 #[derive(Debug, thiserror::Error)]
 #[error("{reason}")]
 pub struct ExitWith {
@@ -128,16 +131,18 @@ pub struct ExitWith {
     pub reason: String,
 }
 
-/// Runs a program's body and turns its result into an exit code: 0, 2 for [`UsageError`]s (anywhere in the chain),
-/// the code of an [`ExitWith`], 1 for everything else. Errors are printed as one line.
+/// Runs a program's body and converts its result to an exit code. The code is 0 for success, 2 for
+/// a [`UsageError`] anywhere in the chain, the code of an [`ExitWith`], otherwise 1. Errors are
+/// printed as one line.
 ///
-/// A panic on any thread ends the process: a lost worker must be seen, not waited for.
+/// A panic on any thread ends the process, because waiting for a dead worker would hang.
 pub fn run(body: impl FnOnce() -> anyhow::Result<()>) -> ExitCode {
     let report = panic::take_hook();
     panic::set_hook(Box::new(move |info| {
         if !CONTAINED.get().is_some_and(|expected| expected(&words(info.payload()))) {
             report(info);
-            // Last, and in one line: whoever looks at the end of what was said, a launcher or a person, finds the cause.
+            // Logged last and in one line, so that the cause is at the end of the log for launchers
+            // and users.
             tracing::error!("{}", broken(&words(info.payload())));
             std::process::abort();
         }
@@ -151,7 +156,8 @@ pub fn run(body: impl FnOnce() -> anyhow::Result<()>) -> ExitCode {
     }
 }
 
-/// What a panic says, in a line. Those of libtorch's operators are told by its own words, without the addresses behind them.
+/// The message of a panic in one line. For libtorch errors it is libtorch's message without the
+/// stack trace.
 fn broken(said: &str) -> String {
     let torch = said.split_once("value: Torch(\"").and_then(|(_, words)| {
         words.split("\\nException raised from").next().map(|words| words.trim_end_matches("\")"))
@@ -160,28 +166,28 @@ fn broken(said: &str) -> String {
 }
 
 thread_local! {
-    /// Which panics this thread's [`contain`] or [`contain_if`] expects; none outside of them.
+    /// The panics that this thread's [`contain`] or [`contain_if`] expects; None outside them.
     static CONTAINED: Cell<Option<Expected>> = const { Cell::new(None) };
 }
 
-/// Whether a panic of these words is one that the caller can go on after.
+/// Whether the caller can continue after a panic with this message.
 type Expected = fn(&str) -> bool;
 
-/// Runs a library's code that panics where its input is malformed, and returns what the panic said as an error.
+/// Runs library code that panics on malformed input, and returns the panic's message as an error.
 ///
-/// What the code had in its hands is in an unknown state afterwards and must be let go of.
+/// Values used by the code are in an unknown state after a panic and must be dropped.
 ///
 /// # Errors
-/// The panic's words.
+/// Returns the panic's message.
 pub fn contain<T>(work: impl FnOnce() -> T) -> Result<T, String> {
     contain_if(|_| true, work)
 }
 
-/// [`contain`] for panics of certain words only, such as a library's own when memory ran out. Any other goes on as if nothing
-/// stood in its way.
+/// [`contain`] only for panics with certain messages, such as a library's out-of-memory message.
+/// Any other panic propagates.
 ///
 /// # Errors
-/// The panic's words.
+/// Returns the panic's message.
 pub fn contain_if<T>(expected: Expected, work: impl FnOnce() -> T) -> Result<T, String> {
     let outer = CONTAINED.replace(Some(expected));
     let done = panic::catch_unwind(AssertUnwindSafe(work));
@@ -203,8 +209,8 @@ fn words(panic: &dyn Any) -> String {
     }
 }
 
-/// The error and its causes on one line, without repeating a cause that its parent already spells out. Line ends become
-/// blanks; what else would steer a terminal, and may come from the file that is complained of, is escaped.
+/// The error and its causes in one line, without causes that their parents already state. Line ends
+/// become spaces. Other control characters, which may come from an input file, are escaped.
 pub fn one_line(error: &anyhow::Error) -> String {
     let mut line = String::new();
     for cause in error.chain() {
@@ -262,7 +268,7 @@ mod tests {
         );
     }
 
-    /// As tch's error shows itself.
+    /// Has the debug format of tch's error.
     #[derive(Debug)]
     struct Torch(#[expect(dead_code, reason = "shown by Debug")] &'static str);
 

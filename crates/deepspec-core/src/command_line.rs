@@ -1,5 +1,5 @@
-//! Command lines that describe themselves: beside what a program does, each writes completions for shells, man pages, and its
-//! chapter of the reference.
+//! Additional subcommands of every program: shell completions, man pages, and its chapter of the
+//! reference manual.
 
 use std::fs;
 use std::io::{self, ErrorKind, Write};
@@ -11,20 +11,20 @@ use anyhow::Context;
 use clap::{Arg, ArgMatches, Command, Parser, value_parser};
 use clap_complete::Shell;
 
-/// Something more that a program can say of itself, under a subcommand of its own.
+/// An additional text that a program can print, with its own subcommand.
 pub struct Description {
-    /// Names the subcommand.
+    /// Name of the subcommand.
     pub name: &'static str,
-    /// What it is.
+    /// Description of the subcommand.
     pub about: &'static str,
-    /// Whether `--help` leaves it out.
+    /// Whether `--help` omits it.
     pub hidden: bool,
-    /// Its text.
+    /// The text to print.
     pub text: fn() -> String,
 }
 
-/// Reads the command line of a program that was built with this `libtorch`. Where it asks for a description, that is written and the
-/// process ends, as it does for `--help`, `--version` and mistakes.
+/// Parses the command line of a program built with this `libtorch`. If it requests a description,
+/// the function prints it and exits, like for `--help`, `--version` and errors.
 pub fn parse<T: Parser>(libtorch: &str, descriptions: &[Description]) -> T {
     let mut command = described(T::command(), libtorch, descriptions);
     let matches = command.get_matches_mut();
@@ -43,7 +43,7 @@ pub fn parse<T: Parser>(libtorch: &str, descriptions: &[Description]) -> T {
 }
 
 fn described(command: Command, libtorch: &str, descriptions: &[Description]) -> Command {
-    // A program without subcommands asks for arguments that its descriptions do without.
+    // A program without subcommands has required arguments, which its descriptions do not need.
     let alone = !command.has_subcommands();
     let shell = Arg::new("shell").value_name("SHELL").required(true).value_parser(value_parser!(Shell));
     let dir = Arg::new("dir").value_name("DIR").required(true).value_parser(value_parser!(PathBuf));
@@ -66,7 +66,7 @@ fn described(command: Command, libtorch: &str, descriptions: &[Description]) -> 
         }))
 }
 
-/// Writes the description of this name, if there is one.
+/// Prints the description with this name; None if there is none.
 fn describe(
     command: &mut Command,
     name: &str,
@@ -101,7 +101,7 @@ fn reference(command: Command) -> String {
     clap_markdown::help_markdown_command_custom(&command.term_width(100), &options)
 }
 
-/// A reader that has gone away has seen enough.
+/// Ignores a closed pipe.
 fn print(text: &[u8]) -> anyhow::Result<()> {
     match io::stdout().write_all(text) {
         Err(error) if error.kind() != ErrorKind::BrokenPipe => Err(error.into()),

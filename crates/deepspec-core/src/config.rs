@@ -1,4 +1,5 @@
-//! YAML configuration: typed, with dotted overrides, and errors that name the key, the line and the nearest known name.
+//! YAML configuration: typed, with dotted overrides. Errors name the key, the line and the nearest
+//! known name.
 
 use std::path::{Path, PathBuf};
 
@@ -27,19 +28,19 @@ pub enum ConfigError {
     Key {
         /// The config file.
         path: PathBuf,
-        /// 1-based line where the key stands, when it stands in the file.
+        /// 1-based line of the key, if it is in the file.
         line: Option<usize>,
         /// Dotted path of the key.
         key: String,
-        /// What is wrong and what would be right.
+        /// The problem and the expected value.
         problem: String,
     },
-    /// `--set` was not of the form key=value, or walks through a value that is no mapping.
+    /// `--set` has not the form key=value, or a parent key is no mapping.
     #[error("--set {text}: {problem}")]
     Override {
         /// The argument as given.
         text: String,
-        /// What is wrong with it.
+        /// The problem.
         problem: String,
     },
 }
@@ -53,7 +54,7 @@ pub fn load<T: DeserializeOwned>(path: &Path, overrides: &[String]) -> Result<T,
     parse(path, &text, overrides)
 }
 
-/// [`load`] on a text already read; `path` only labels errors.
+/// [`load`] on text that was read already; `path` only labels errors.
 ///
 /// # Errors
 /// See [`ConfigError`].
@@ -61,13 +62,13 @@ pub fn parse<T: DeserializeOwned>(path: &Path, text: &str, overrides: &[String])
     Document::parse(path, text, overrides)?.read()
 }
 
-/// A config of which several readers take a part each.
+/// A config whose sections are read by several readers.
 #[derive(Debug, Clone)]
 pub struct Document {
     path: PathBuf,
     text: String,
     value: serde_json::Value,
-    /// Keys that overrides have set, which stand in no line, and whether the file has them too.
+    /// Keys set by overrides, which have no line, and whether the file also has them.
     set: Vec<(String, bool)>,
 }
 
@@ -80,13 +81,13 @@ impl Document {
         Self::parse(path, &atomic::read_text(path)?, overrides)
     }
 
-    /// [`Document::open`] on a text already read; `path` only labels errors.
+    /// [`Document::open`] on text that was read already; `path` only labels errors.
     ///
     /// # Errors
     /// See [`ConfigError`].
     pub fn parse(path: &Path, text: &str, overrides: &[String]) -> Result<Self, ConfigError> {
         let syntax = |problem: String| ConfigError::Syntax { path: path.to_path_buf(), problem };
-        // Editors on Windows begin files with a byte order mark.
+        // Editors on Windows write a byte order mark.
         let text = text.strip_prefix('\u{feff}').unwrap_or(text);
         let mut value: Value = serde_yaml::from_str(text).map_err(|error| syntax(error.to_string()))?;
         let keys = overrides.iter().filter_map(|item| Some(item.split_once('=')?.0.to_string()));
@@ -103,28 +104,29 @@ impl Document {
             };
             return Err(ConfigError::Key { path, line, key, problem: "a number must be finite".into() });
         }
-        // Through JSON's data model, where an enum is a map with one key rather than a YAML tag.
+        // Converts to JSON's data model, where an enum is a map with one key rather than a YAML
+        // tag.
         let value = serde_json::to_value(value).map_err(|error| syntax(error.to_string()))?;
         Ok(Self { path: path.to_path_buf(), text: text.into(), value, set: set_keys })
     }
 
-    /// A value that was read before; `path` labels errors.
+    /// A document of a parsed value; `path` labels errors.
     pub fn from_value(path: &Path, value: serde_json::Value) -> Self {
         Self { path: path.to_path_buf(), text: String::new(), value, set: vec![] }
     }
 
-    /// All of it.
+    /// Reads the whole document.
     ///
     /// # Errors
-    /// [`ConfigError::Key`] for a key that is unknown, missing or has a wrong value.
+    /// Returns [`ConfigError::Key`] for a key that is unknown, missing or has a wrong value.
     pub fn read<T: DeserializeOwned>(&self) -> Result<T, ConfigError> {
         self.read_section(&[])
     }
 
-    /// What stands under these keys, each inside the one before.
+    /// Reads the section at this path of keys.
     ///
     /// # Errors
-    /// As [`Document::read`].
+    /// Fails as [`Document::read`] does.
     pub fn read_section<T: DeserializeOwned>(&self, keys: &[&str]) -> Result<T, ConfigError> {
         let section = keys.iter().try_fold(&self.value, |value, key| value.get(key));
         let value = section.cloned().unwrap_or(serde_json::Value::Null);
@@ -148,13 +150,13 @@ impl Document {
         })
     }
 
-    /// An error about a dotted key, with its line where it stands in the file.
+    /// An error about a dotted key, with its line if it is in the file.
     pub fn error(&self, key: &str, problem: impl Into<String>) -> ConfigError {
         let is_within = |inner: &str, outer: &str| {
             inner == outer || inner.strip_prefix(outer).is_some_and(|rest| rest.starts_with(['.', '[']))
         };
-        // A set key, what stands in it, and a section which only a set key that the file lacks can have made wrong.
-        // A missing field is the file's, whatever was set beside it.
+        // The error is attributed to `--set` for a set key and keys inside it. A section counts too
+        // if the file lacks the set key in it. A missing field is always attributed to the file.
         let problem: String = problem.into();
         let is_missing = problem.starts_with("missing field");
         let is_set = self
@@ -167,7 +169,8 @@ impl Document {
     }
 }
 
-/// The problem, and the known name that was meant, if one is near. `problem` lists the known names in backticks behind "expected".
+/// Adds the nearest known name to the problem, if one is similar. `problem` lists the known names
+/// in backticks after "expected".
 pub fn with_nearest(unknown: &str, problem: &str) -> String {
     match nearest(unknown, problem) {
         Some(near) => format!("{problem}; did you mean `{near}`?"),
@@ -175,10 +178,10 @@ pub fn with_nearest(unknown: &str, problem: &str) -> String {
     }
 }
 
-/// Writes a config as [`load`] reads it.
+/// Writes a config in the format that [`load`] reads.
 ///
 /// # Errors
-/// If a value has no YAML form.
+/// Fails if a value cannot be written as YAML.
 pub fn to_yaml(config: &impl Serialize) -> Result<String, String> {
     let value = serde_json::to_value(config).map_err(|error| error.to_string())?;
     serde_yaml::to_string(&value).map_err(|error| error.to_string())
@@ -189,7 +192,8 @@ pub fn differences(was: &serde_json::Value, is: &serde_json::Value) -> Vec<Strin
     differences_in_words(("was", was), ("is", is))
 }
 
-/// The dotted keys in which two configs differ, as "key (one 1, other 2)" with words for the one and the other.
+/// The dotted keys in which two configs differ, as "key (one 1, other 2)" with the given words for
+/// one and other.
 pub fn differences_in_words(
     one: (&str, &serde_json::Value),
     other: (&str, &serde_json::Value),
@@ -234,7 +238,7 @@ fn set(root: &mut Value, item: &str) -> Result<(), ConfigError> {
     Ok(())
 }
 
-/// The dotted key of a number that is infinite or none, which JSON cannot say.
+/// The dotted key of an infinite or NaN number, which JSON cannot represent.
 fn not_a_number(value: &Value, path: String) -> Option<String> {
     match value {
         Value::Number(number) => number.as_f64().is_some_and(|number| !number.is_finite()).then_some(path),
@@ -249,7 +253,7 @@ fn not_a_number(value: &Value, path: String) -> Option<String> {
     }
 }
 
-/// A message of serde's without the names of Rust's types.
+/// Replaces the names of Rust types in a serde message.
 pub fn in_words(problem: &str) -> String {
     let (head, expected) = match problem.rsplit_once("expected ") {
         Some((head, expected)) => (head, expected),
@@ -274,7 +278,8 @@ fn between<'a>(text: &'a str, start: &str, end: &str) -> Option<&'a str> {
     Some(&rest[..rest.find(end)?])
 }
 
-/// The known name, quoted in serde's message after "expected", that differs least from `unknown`.
+/// The most similar known name to `unknown`, among the quoted names after "expected" in serde's
+/// message.
 fn nearest(unknown: &str, message: &str) -> Option<String> {
     let known = &message[message.find("expected")?..];
     known
@@ -287,7 +292,7 @@ fn nearest(unknown: &str, message: &str) -> Option<String> {
         .map(|(_, name)| name.to_string())
 }
 
-/// The line where the keys of a dotted path appear in this order, in block or flow style.
+/// The line where the keys of a dotted path appear in order, in block or flow style.
 fn line_of(text: &str, path: &str) -> Option<usize> {
     let (mut offset, mut found) = (0, None);
     for key in path.split('.') {

@@ -8,19 +8,19 @@ use sha2::{Digest, Sha256};
 
 use crate::atomic::FileError;
 
-/// A running SHA-256 over labelled parts.
+/// An incremental SHA-256 over delimited parts.
 #[derive(Default)]
 pub struct Hasher(Sha256);
 
 impl Hasher {
-    /// Adds bytes with their length in front, so that part borders matter.
+    /// Adds bytes preceded by their length, so that the boundaries of parts affect the digest.
     pub fn part(&mut self, bytes: &[u8]) -> &mut Self {
         self.0.update((bytes.len() as u64).to_le_bytes());
         self.0.update(bytes);
         self
     }
 
-    /// Adds bytes as they are.
+    /// Adds bytes without their length.
     pub fn raw(&mut self, bytes: &[u8]) -> &mut Self {
         self.0.update(bytes);
         self
@@ -32,19 +32,19 @@ impl Hasher {
     }
 }
 
-/// The beginning of a digest or a commit, which is enough for people.
+/// The first 12 characters of a digest or a commit, for display.
 pub fn short(digest: &str) -> &str {
     digest.get(..12).unwrap_or(digest)
 }
 
-/// The digest of one byte string, in hexadecimal.
+/// The digest of a byte string, in hexadecimal.
 pub fn bytes(bytes: &[u8]) -> String {
     let mut hasher = Hasher::default();
     hasher.raw(bytes);
     hasher.hex()
 }
 
-/// The first 128 bits of the digest of one byte string, to tell many of them apart in little memory.
+/// The first 128 bits of the digest of a byte string, a compact key for many strings.
 pub fn fingerprint(bytes: &[u8]) -> u128 {
     let digest = Sha256::digest(bytes);
     digest.iter().take(16).fold(0, |bits, &byte| bits << 8 | u128::from(byte))
@@ -53,7 +53,7 @@ pub fn fingerprint(bytes: &[u8]) -> u128 {
 /// The digest of a whole file, in hexadecimal.
 ///
 /// # Errors
-/// Any I/O failure, with the path.
+/// Fails on any I/O error, with the path.
 pub fn file(path: &Path) -> Result<String, FileError> {
     let mut reader = File::open(path).map_err(FileError::at("reading", path))?;
     let (mut hasher, mut buffer) = (Hasher::default(), vec![0; 1 << 20]);

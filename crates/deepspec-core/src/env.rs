@@ -1,4 +1,4 @@
-//! Every environment variable that the tools read, in one place.
+//! All environment variables that the tools read.
 
 mod ranks;
 
@@ -19,12 +19,13 @@ pub fn home() -> Option<PathBuf> {
     var_os("HOME").map(PathBuf::from)
 }
 
-/// A variable that the user names, such as `OPENAI_API_KEY`: sent as a bearer token to the servers that answer prompts.
+/// A variable named by the user, such as `OPENAI_API_KEY`: the bearer token for servers that answer
+/// prompts.
 pub fn secret(name: &str) -> Option<String> {
     var(name).ok().map(|key| key.trim().to_string()).filter(|key| !key.is_empty())
 }
 
-/// Warns where the key in `variable` would go to a server in clear: over plain HTTP to another machine.
+/// Warns if the key in `variable` would be sent unencrypted, over plain HTTP to another machine.
 pub fn report_key_in_clear(variable: &str, url: &str) {
     if secret(variable).is_some() && leaves_in_clear(url) {
         tracing::warn!(
@@ -45,27 +46,27 @@ fn leaves_in_clear(url: &str) -> bool {
     !host.eq_ignore_ascii_case("localhost") && !is_loopback
 }
 
-/// `CUDA_VISIBLE_DEVICES`: whether it says that no GPU is to be used.
+/// Whether `CUDA_VISIBLE_DEVICES` hides all GPUs.
 pub fn hides_gpus() -> bool {
     let first =
         |list: &str| list.split(',').next().is_some_and(|id| ["", "-1", "NoDevFiles"].contains(&id.trim()));
     var("CUDA_VISIBLE_DEVICES").is_ok_and(|list| first(&list))
 }
 
-/// `DEEPSPEC_CACHE`, else `deepspec` under `XDG_CACHE_HOME` or `~/.cache`: for what can be made again, shared by all runs. Nothing where not
-/// even a home folder is known.
+/// Cache folder for reproducible files of all runs: `DEEPSPEC_CACHE`, else `deepspec` in
+/// `XDG_CACHE_HOME` or `~/.cache`. None if no home folder is known.
 pub fn cache_dir() -> Option<PathBuf> {
     cache_dir_from(|name| var(name).ok())
 }
 
-/// [`cache_dir`] with another source of variables than this process.
+/// [`cache_dir`] with variables from `read` instead of this process.
 pub fn cache_dir_from(read: impl Fn(&str) -> Option<String>) -> Option<PathBuf> {
     let given = |name: &str| read(name).filter(|text| !text.is_empty());
     let path = |name: &str| given(name).map(|text| expand(&text, given("HOME")));
     path("DEEPSPEC_CACHE").or_else(|| Some(user_cache(path)?.join("deepspec")))
 }
 
-/// `XDG_CACHE_HOME`, else `.cache` under `HOME`.
+/// `XDG_CACHE_HOME`, else `.cache` in `HOME`.
 fn user_cache(path: impl Fn(&str) -> Option<PathBuf>) -> Option<PathBuf> {
     path("XDG_CACHE_HOME").or_else(|| Some(path("HOME")?.join(".cache")))
 }
@@ -75,29 +76,30 @@ pub fn no_color() -> bool {
     var_os("NO_COLOR").is_some_and(|value| !value.is_empty())
 }
 
-/// What the environment says about the hub that serves models and datasets, by the names that the Python tools use.
+/// Settings of the Hugging Face hub, from the variables of the Python tools.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct HubEnv {
-    /// `HF_ENDPOINT`, without a final slash; the public hub where it is not set.
+    /// `HF_ENDPOINT` without a final slash; the public hub by default.
     pub endpoint: String,
-    /// `HF_TOKEN`, as it was given.
+    /// `HF_TOKEN` as given.
     pub token: Option<String>,
-    /// `HF_TOKEN_PATH`, else `token` under `HF_HOME`: the file of a stored token.
+    /// `HF_TOKEN_PATH`, else `token` in `HF_HOME`: the file of a stored token.
     pub token_path: Option<PathBuf>,
-    /// `HF_HUB_DISABLE_IMPLICIT_TOKEN`: no token is sent.
+    /// `HF_HUB_DISABLE_IMPLICIT_TOKEN`: send no token.
     pub anonymous: bool,
-    /// `HF_HUB_CACHE`, else `hub` under `HF_HOME`. Nothing where not even a home folder is known.
+    /// `HF_HUB_CACHE`, else `hub` in `HF_HOME`. None if no home folder is known.
     pub cache: Option<PathBuf>,
-    /// The first of `HF_HUB_OFFLINE`, `TRANSFORMERS_OFFLINE` and `HF_DATASETS_OFFLINE` that forbids requests.
+    /// First of `HF_HUB_OFFLINE`, `TRANSFORMERS_OFFLINE` and `HF_DATASETS_OFFLINE` that is on.
     pub offline: Option<&'static str>,
 }
 
-/// The hub's environment variables. `HF_HOME` is `huggingface` under `XDG_CACHE_HOME` or `~/.cache` unless it is set.
+/// The hub's environment variables. `HF_HOME` defaults to `huggingface` in `XDG_CACHE_HOME` or
+/// `~/.cache`.
 pub fn hub() -> HubEnv {
     hub_from(|name| var(name).ok())
 }
 
-/// [`hub`] with another source of variables than this process.
+/// [`hub`] with variables from `read` instead of this process.
 pub fn hub_from(read: impl Fn(&str) -> Option<String>) -> HubEnv {
     let given = |name: &str| read(name).filter(|text| !text.is_empty());
     let path = |name: &str| given(name).map(|text| expand(&text, given("HOME")));
@@ -118,7 +120,7 @@ pub fn hub_from(read: impl Fn(&str) -> Option<String>) -> HubEnv {
     }
 }
 
-/// This process's place among those of a job; `None` where it is on its own.
+/// The rank of this process in a job; `None` if it runs alone.
 ///
 /// # Errors
 /// See [`RanksError`].
@@ -139,12 +141,13 @@ fn expand(path: &str, home: Option<impl Into<PathBuf>>) -> PathBuf {
     }
 }
 
-/// [`ranks`] with another source of variables than this process, and of the system's range of ports for connections.
+/// [`ranks`] with variables from `read` and the system's ephemeral port range from `port_range`.
 ///
-/// torchrun's names come first: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT. Else the names that `srun` gives its
-/// tasks: SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID, the first node of SLURM_STEP_NODELIST, and a port by SLURM_JOB_ID
-/// and SLURM_STEP_ID. A batch script, which has SLURM_NTASKS too but is no task of a step, is on its own; so is the only task of
-/// a step without MASTER_ADDR, which may start processes itself.
+/// torchrun's variables come first: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT. The
+/// alternative is an `srun` task: SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID, and the first
+/// node of SLURM_STEP_NODELIST. Its port depends on SLURM_JOB_ID and SLURM_STEP_ID. A batch script
+/// runs alone: it has SLURM_NTASKS but is no task of a step. The only task of a step without
+/// MASTER_ADDR also runs alone and may start processes itself.
 ///
 /// # Errors
 /// See [`RanksError`].

@@ -1,28 +1,28 @@
-//! Which of the target's final hidden states a drafter learns from.
+//! The positions whose final hidden states a drafter is trained on.
 
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// Positions of a sample whose final-normed hidden state is kept.
+/// Positions of a sample whose hidden state after the final norm is kept.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum FinalStates {
-    /// Positions p where token p−1 or p+1 is supervised: what supervised labels need.
+    /// Positions p where token p−1 or p+1 is supervised, as supervised labels require.
     Supervised,
     /// Every position.
     All,
 }
 
 impl FinalStates {
-    /// The kept positions of a sample with these supervised tokens, ascending.
+    /// The kept positions of a sample with this mask of supervised tokens, ascending.
     pub fn positions(self, mask: &[bool]) -> Vec<u32> {
         let supervised = |p: Option<usize>| p.is_some_and(|p| mask.get(p) == Some(&true));
         let needed = |p: &usize| supervised(p.checked_sub(1)) || supervised(p.checked_add(1));
         (0..mask.len()).filter(|p| self == Self::All || needed(p)).map(|p| p as u32).collect()
     }
 
-    /// Whether all that `needed` asks for is kept.
+    /// Whether the kept positions include those of `needed`.
     pub fn covers(self, needed: Self) -> bool {
         self == Self::All || self == needed
     }

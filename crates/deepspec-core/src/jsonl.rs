@@ -1,4 +1,5 @@
-//! JSON Lines: reading with line numbers, plain or compressed; appending so that a crash costs at most the last line.
+//! JSON Lines: reads plain or compressed files with line numbers, and appends so that a crash loses
+//! at most the last line.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, BufRead, BufReader, BufWriter, Read, Seek, SeekFrom, Write};
@@ -18,7 +19,7 @@ pub struct BadLine {
     pub path: PathBuf,
     /// 1-based line number.
     pub line: usize,
-    /// What is wrong with it.
+    /// The problem.
     pub problem: String,
 }
 
@@ -30,13 +31,14 @@ pub enum Line {
     Bad(BadLine),
 }
 
-/// The longest line that is read, in bytes: a file without line ends must not fill the memory.
+/// Maximum length of a line in bytes, which bounds memory for a file without line ends.
 pub const MAX_LINE: usize = 1 << 28;
 
-/// A file's text: `.gz` and `.zst` are decompressed on the way, told by the name, and a byte order mark is left out.
+/// Opens the text of a file. Decompresses `.gz` and `.zst` files, detected by name, and skips a
+/// byte order mark.
 ///
 /// # Errors
-/// If the file cannot be opened.
+/// Fails if the file cannot be opened.
 pub fn open_text(path: &Path) -> Result<Box<dyn BufRead + Send>, FileError> {
     let file = File::open(path).map_err(FileError::at("reading", path))?;
     let extension = path.extension().and_then(|extension| extension.to_str()).unwrap_or_default();
@@ -50,15 +52,15 @@ pub fn open_text(path: &Path) -> Result<Box<dyn BufRead + Send>, FileError> {
     })
 }
 
-/// What some editors put before UTF-8 text.
+/// The UTF-8 byte order mark that some editors write.
 const MARK: &[u8] = b"\xef\xbb\xbf";
 
-/// Text without the byte order mark that it may begin with.
+/// Text without a leading byte order mark.
 struct Unmarked<R> {
     text: BufReader<R>,
-    /// Whether the first bytes were looked at.
+    /// Whether the first bytes have been checked.
     begun: bool,
-    /// Those of them that are text and were not read yet.
+    /// First bytes that are text and not consumed yet.
     head: Vec<u8>,
 }
 
@@ -67,7 +69,7 @@ impl<R: Read> Unmarked<R> {
         Self { text: BufReader::with_capacity(BUFFER, text), begun: false, head: vec![] }
     }
 
-    /// Gathers as many bytes as a mark has; a stream may give them one by one.
+    /// Reads as many bytes as a byte order mark has; a stream may return them one by one.
     fn begin(&mut self) -> io::Result<()> {
         while self.head.len() < MARK.len() && MARK.starts_with(&self.head) {
             let bytes = self.text.fill_buf()?;
@@ -111,23 +113,23 @@ impl<R: Read> Read for Unmarked<R> {
     }
 }
 
-/// Bytes read at once.
+/// Buffer size in bytes.
 const BUFFER: usize = 1 << 18;
 
-/// A line that has not been parsed yet. Parsing is the slow part: readers of large files collect these and parse them on
-/// all cores.
+/// An unparsed line. Parsing is the slow part, so readers of large files collect lines and parse
+/// them on all cores.
 #[derive(Debug)]
 pub struct RawLine {
     /// 1-based line number.
     pub number: usize,
-    /// The text with its line end; None if it is not read.
+    /// The text with its line end; None for a skipped line.
     pub bytes: Option<Vec<u8>>,
-    /// A phrase that says why it is not read.
+    /// A phrase that says why the line is skipped.
     problem: String,
 }
 
 impl RawLine {
-    /// A line, unless it is `too_long`.
+    /// A line, which is skipped if it is `too_long`.
     pub fn new(number: usize, bytes: Vec<u8>, too_long: bool) -> Self {
         if too_long {
             return Self::unread(number, format!("the line is longer than {} MB", MAX_LINE >> 20));
@@ -135,7 +137,7 @@ impl RawLine {
         Self { number, bytes: Some(bytes), problem: String::new() }
     }
 
-    /// A line that is not read, for the reason that a phrase says.
+    /// A skipped line with the reason as a phrase.
     pub fn unread(number: usize, problem: String) -> Self {
         Self { number, bytes: None, problem }
     }
@@ -154,8 +156,9 @@ impl RawLine {
     }
 }
 
-/// Parses text with `NaN`, `Infinity` and `-Infinity`, which Python's `json.dumps` writes for floats that JSON has no form
-/// for, as null. `None` where the text holds none of them, or is not valid even so.
+/// Parses `NaN`, `Infinity` and `-Infinity` as null. Python's `json.dumps` writes these for floats
+/// that JSON cannot represent. `None` if the text has none of them or is invalid for another
+/// reason.
 fn without_python_numbers(bytes: &[u8]) -> Option<Value> {
     const WORDS: [&[u8]; 3] = [b"-Infinity", b"Infinity", b"NaN"];
     let (mut text, mut found) = (Vec::with_capacity(bytes.len()), false);
@@ -174,10 +177,10 @@ fn without_python_numbers(bytes: &[u8]) -> Option<Value> {
     if found { serde_json::from_slice(&text).ok() } else { None }
 }
 
-/// Checks that a file holds one JSON object a line, as far as its first bytes tell.
+/// Checks by its first bytes that a file has one JSON object per line.
 ///
 /// # Errors
-/// If the file cannot be read; what it is instead, and the command that turns it into such lines.
+/// Fails if the file cannot be read or has another format, with the command that converts it.
 pub fn check_lines(path: &Path) -> Result<(), String> {
     let text = open_text(path).map_err(|error| error.to_string())?;
     let mut bytes = vec![];
@@ -209,12 +212,12 @@ impl RawLines {
     /// Opens `path`.
     ///
     /// # Errors
-    /// If the file cannot be opened.
+    /// Fails if the file cannot be opened.
     pub fn open(path: &Path) -> Result<Self, FileError> {
         Ok(Self { path: path.to_path_buf(), text: open_text(path)?, number: 0, ended: false })
     }
 
-    /// The next line, None at the end of the file.
+    /// The next line; None at the end of the file.
     fn line(&mut self) -> io::Result<Option<RawLine>> {
         let mut bytes = Vec::new();
         if self.text.by_ref().take(MAX_LINE as u64).read_until(b'\n', &mut bytes)? == 0 {
@@ -239,7 +242,7 @@ impl Iterator for RawLines {
                 Ok(Some(line)) => return Some(Ok(line)),
                 Ok(None) => self.ended = true,
                 Err(error) => {
-                    // A broken stream reports the same error for ever.
+                    // A broken stream would repeat the same error forever.
                     self.ended = true;
                     return Some(Err(FileError::at("reading", &self.path)(error)));
                 }
@@ -249,15 +252,15 @@ impl Iterator for RawLines {
     }
 }
 
-/// Bytes of text after which a batch takes no further line. Compressed files can be a thousand times smaller than what they
-/// hold, so that a number of lines alone bounds nothing.
+/// Bytes of text after which a batch takes no further line. A compressed file can expand a
+/// thousandfold, so a number of lines alone does not bound memory.
 pub const BATCH_BYTES: usize = 1 << 26;
 
-/// The unparsed lines of a file, so many at a time and hardly more than [`BATCH_BYTES`], though always one: what is parsed
-/// together on all cores, and held in memory at once.
+/// Batches of unparsed lines of a file, to parse in parallel. A batch has 1 to `size` lines and
+/// ends once it exceeds [`BATCH_BYTES`].
 ///
 /// # Errors
-/// If the file cannot be opened; while it is read, the error takes the place of a batch.
+/// Fails if the file cannot be opened. Read errors later replace a batch.
 pub fn batches(
     path: &Path,
     size: usize,
@@ -279,7 +282,7 @@ pub fn batches(
     }))
 }
 
-/// The [`batches`] of several files, each with its file.
+/// The [`batches`] of several files, each with its file path.
 pub fn batches_of(
     files: &[PathBuf],
     size: usize,
@@ -300,7 +303,7 @@ impl Reader {
     /// Opens `path`.
     ///
     /// # Errors
-    /// If the file cannot be opened.
+    /// Fails if the file cannot be opened.
     pub fn open(path: &Path) -> Result<Self, FileError> {
         RawLines::open(path).map(Self)
     }
@@ -327,7 +330,8 @@ pub fn kind_of(value: &Value) -> &'static str {
     }
 }
 
-/// Appends whole lines. Opening it drops a torn last line, so that a file cut by a crash continues cleanly.
+/// Appends complete lines. Opening the file removes an incomplete last line, so that writing
+/// continues cleanly after a crash.
 pub struct Appender {
     path: PathBuf,
     file: BufWriter<File>,
@@ -337,7 +341,7 @@ impl Appender {
     /// Opens or creates `path` for appending.
     ///
     /// # Errors
-    /// Any I/O failure, with the path.
+    /// Fails on any I/O error, with the path.
     pub fn open(path: &Path) -> Result<Self, FileError> {
         let open = || -> io::Result<File> {
             let mut file = OpenOptions::new().read(true).append(true).create(true).open(path)?;
@@ -349,10 +353,10 @@ impl Appender {
         Ok(Self { path: path.to_path_buf(), file: BufWriter::new(file) })
     }
 
-    /// Appends `row` as one line and hands it to the operating system.
+    /// Appends `row` as one line and flushes it to the operating system.
     ///
     /// # Errors
-    /// Any I/O failure, with the path.
+    /// Fails on any I/O error, with the path.
     pub fn append(&mut self, row: &impl Serialize) -> Result<(), FileError> {
         let mut write = || -> io::Result<()> {
             let mut line = serde_json::to_vec(row)?;
@@ -366,13 +370,13 @@ impl Appender {
     /// Waits until everything appended is on disk.
     ///
     /// # Errors
-    /// Any I/O failure, with the path.
+    /// Fails on any I/O error, with the path.
     pub fn sync(&mut self) -> Result<(), FileError> {
         self.file.get_ref().sync_all().map_err(FileError::at("syncing", &self.path))
     }
 }
 
-/// Byte offset just behind the last newline.
+/// Byte offset just after the last newline.
 fn end_of_last_whole_line(file: &mut File) -> io::Result<u64> {
     let mut end = file.seek(SeekFrom::End(0))?;
     let mut buffer = [0; 1 << 16];
@@ -448,7 +452,7 @@ mod tests {
         let mut gz = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
         gz.write_all(text).unwrap();
         let gz = gz.finish().unwrap();
-        // Several members in a row, as parallel compressors write them, are one text.
+        // Concatenated members, as parallel compressors write them, form one text.
         fs::write(dir.path().join("a.jsonl.gz"), [&gz[..], &gz[..]].concat()).unwrap();
         fs::write(dir.path().join("b.jsonl.zst"), zstd::encode_all(&text[..], 1).unwrap()).unwrap();
         let count = |name: &str| Reader::open(&dir.path().join(name)).unwrap().filter(Result::is_ok).count();
@@ -457,7 +461,7 @@ mod tests {
         let marked = [b"\xef\xbb\xbf", &text[..]].concat();
         fs::write(dir.path().join("m.jsonl"), &marked).unwrap();
         fs::write(dir.path().join("m.jsonl.zst"), zstd::encode_all(&marked[..], 1).unwrap()).unwrap();
-        // A mark is skipped once, and what only begins like one is text.
+        // A byte order mark is skipped once. Text that only begins like one is kept.
         fs::write(dir.path().join("n.jsonl"), [b"\xef\xbb\xbf", &marked[..]].concat()).unwrap();
         fs::write(dir.path().join("o.jsonl"), b"\xef\xbb").unwrap();
         let good = |name: &str| {
@@ -491,7 +495,7 @@ mod tests {
         }
         assert_eq!(numbers, (1..=13).collect::<Vec<_>>());
         assert!(sizes.iter().all(|&size| size < BATCH_BYTES + line.len()), "{sizes:?}");
-        // As many lines as asked for, where they are small.
+        // Small lines: the batch has the requested number of lines.
         let text = "{}\n".repeat(7);
         fs::write(dir.path().join("small.jsonl"), text).unwrap();
         let counts = batches(&dir.path().join("small.jsonl"), 3).unwrap().map(|batch| batch.unwrap().len());
@@ -499,7 +503,8 @@ mod tests {
     }
 
     proptest! {
-        /// However a file is cut, appending continues after the last whole line and keeps all whole lines before it.
+        /// After a cut at any byte, appending continues after the last complete line and keeps all
+        /// complete lines.
         #[test]
         fn appending_after_a_cut_keeps_whole_lines(rows in prop::collection::vec("[a-z]{0,40}", 1..20), cut in 0.0..1.0f64) {
             let dir = tempfile::tempdir().unwrap();

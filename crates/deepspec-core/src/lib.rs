@@ -1,6 +1,7 @@
-//! Files, JSONL, configuration, logging and counter-based randomness shared by the DeepSpec tools.
+//! Files, JSONL, configuration, logging and counter-based random numbers, shared by the DeepSpec
+//! tools.
 //!
-//! Nothing here links libtorch, so everything that only needs these parts builds and tests in seconds.
+//! This crate does not link libtorch, so crates that depend only on it build and test in seconds.
 
 pub mod atomic;
 pub mod cli;
@@ -21,5 +22,5 @@ pub use final_states::FinalStates;
 pub use slots::Slots;
 pub use tap::Tap;
 
-/// What was built: the version and, behind a `+g`, the commit of a release. Artifacts say it of themselves.
+/// Version of the build and, after `+g`, the commit of a release. Written files record it.
 pub const VERSION: &str = env!("DEEPSPEC_VERSION");

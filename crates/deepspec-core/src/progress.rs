@@ -1,4 +1,5 @@
-//! Progress of long work: a bar with rate and remaining time on a terminal, a log line now and then elsewhere.
+//! Progress of long work: a bar with rate and remaining time on a terminal, occasional log lines
+//! elsewhere.
 
 use std::fmt;
 use std::io::{IsTerminal, stderr};
@@ -8,10 +9,10 @@ use indicatif::{HumanBytes, HumanDuration, ProgressBar, ProgressState, ProgressS
 
 use crate::cli::Verbosity;
 
-/// How often a log line stands in for the bar where there is no terminal.
+/// Interval of the log lines without a terminal.
 const LOG_EVERY: Duration = Duration::from_secs(10);
 
-/// Counts finished units of work for the user.
+/// Shows the user the number of finished units of work.
 pub struct Progress {
     what: &'static str,
     in_bytes: bool,
@@ -25,13 +26,13 @@ pub struct Progress {
 }
 
 impl Progress {
-    /// Starts counting `total` units, of which `already` were done by an earlier run.
+    /// Starts counting `total` units, where an earlier run finished `already` of them.
     pub fn new(verbosity: Verbosity, what: &'static str, total: u64, already: u64) -> Self {
         let template = "{msg:12} {wide_bar} {human_pos}/{human_len} {rate} ETA {eta}";
         Self::start(verbosity, what, total, already, template)
     }
 
-    /// [`Self::new`] for bytes, which are shown in units of their size.
+    /// [`Self::new`] for bytes, shown with binary unit prefixes.
     pub fn bytes(verbosity: Verbosity, what: &'static str, total: u64, already: u64) -> Self {
         let template = "{msg:12} {wide_bar} {bytes}/{total_bytes} {bytes_per_sec} ETA {eta}";
         Self { in_bytes: true, ..Self::start(verbosity, what, total, already, template) }
@@ -61,7 +62,7 @@ impl Progress {
         Self { what, in_bytes: false, bar, log, total, done: already, already, started: now, logged: now }
     }
 
-    /// Adds finished units; `note` is only built when it is shown.
+    /// Adds finished units; `note` is called only if it is shown.
     pub fn add(&mut self, units: u64, note: impl FnOnce() -> String) {
         self.done += units;
         if let Some(bar) = &self.bar {
@@ -91,7 +92,7 @@ impl Progress {
         }
     }
 
-    /// Removes the bar; what was achieved is for the caller to say.
+    /// Removes the bar. The caller reports the result.
     pub fn finish(self) {
         if let Some(bar) = self.bar {
             bar.finish_and_clear();

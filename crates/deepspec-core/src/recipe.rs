@@ -1,6 +1,7 @@
-//! The YAML of one experiment: which target, which drafter, which data, how it is trained.
+//! The YAML recipe of one experiment: target, drafter, data and training.
 //!
-//! Shared by `deepspec-data cache` (target, data) and `deepspec-train` (all of it). Every default but those of drafters is written here and nowhere else.
+//! `deepspec-data cache` reads target and data, `deepspec-train` reads everything. All defaults
+//! except the drafters' are defined here.
 
 mod eval;
 mod states;
@@ -24,7 +25,7 @@ pub use states::States;
 pub use template::{GENERATION, TemplateEntry, TemplateRecipe};
 pub use validate::at_least_one;
 
-/// Tokens at which sequences are cut, where a recipe does not say.
+/// Default length in tokens at which sequences are cut.
 pub const MAX_LENGTH: usize = 4096;
 
 /// One experiment.
@@ -81,7 +82,7 @@ impl Serialize for DrafterRecipe {
     }
 }
 
-/// Which kinds there are only their registry knows: it fills in the properties.
+/// The drafter registry adds the properties, because only it knows the drafter kinds.
 impl JsonSchema for DrafterRecipe {
     fn schema_name() -> Cow<'static, str> {
         "DrafterRecipe".into()
@@ -285,14 +286,14 @@ mod defaults {
 }
 
 impl DataRecipe {
-    /// The system prompt of conversations that have none; `own` is the chat template's default.
+    /// The system prompt of conversations without one; `own` is the chat template's default.
     pub fn default_system(&self, own: Option<&str>) -> Option<String> {
         self.system_prompt.as_deref().or(own).filter(|prompt| !prompt.is_empty()).map(str::to_string)
     }
 }
 
 impl Recipe {
-    /// Reads and checks all of a recipe but for the drafter's settings.
+    /// Reads and checks a recipe except for the drafter's settings.
     ///
     /// # Errors
     /// See [`ConfigError`].
@@ -303,12 +304,12 @@ impl Recipe {
         Ok(recipe)
     }
 
-    /// The folder of the cache; `None` for states that are never written.
+    /// The folder of the cache; `None` if hidden states are never written.
     pub fn cache_dir(&self) -> Option<PathBuf> {
         self.data.states.dir().map(env::expand_home)
     }
 
-    /// The files with the conversations; none where the states come from a cache.
+    /// The files with the conversations; empty if the hidden states come from a cache.
     pub fn inputs(&self) -> Vec<PathBuf> {
         self.data.input.iter().map(|input| env::expand_home(input)).collect()
     }

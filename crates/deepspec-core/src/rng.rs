@@ -1,9 +1,10 @@
-//! Counter-based randomness: a number depends on what it is for, never on when or where it is drawn.
+//! Counter-based random numbers: a number depends on its purpose, not on when or where it is drawn.
 //!
-//! A [`Stream`] is keyed by (seed, name); each draw names its step, purpose and lane. No state is kept, so results do not
-//! depend on batching, order, threads or devices, and resuming needs no generator to be restored.
+//! A [`Stream`] is keyed by (seed, name); each draw specifies its step, purpose and lane. There is
+//! no state, so results do not depend on batching, order, threads or devices. Resuming needs no
+//! generator state.
 
-/// What a draw decides. Two purposes never share numbers.
+/// The decision that a random number makes. Two purposes never share numbers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u64)]
 pub enum Purpose {
@@ -19,16 +20,17 @@ pub enum Purpose {
     Anchor = 5,
     /// Initial weights.
     Init = 6,
-    /// Which rows go to which side of a split.
+    /// Assignment of rows to the sides of a split.
     Split = 7,
-    /// Which samples stand in a bootstrap resample.
+    /// Selection of samples in a bootstrap resample.
     Resample = 8,
 }
 
 /// The golden-ratio increment of SplitMix64 (Steele, Lea & Flood 2014).
 const GAMMA: u64 = 0x9e37_79b9_7f4a_7c15;
 
-/// The output function of SplitMix64: a bijection whose bits all depend on all input bits.
+/// The output function of SplitMix64: a bijection in which every output bit depends on every input
+/// bit.
 fn mix(mut x: u64) -> u64 {
     x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
@@ -39,7 +41,7 @@ fn absorb(state: u64, word: u64) -> u64 {
     mix(state.wrapping_add(GAMMA) ^ mix(word.wrapping_add(GAMMA)))
 }
 
-/// All the numbers that belong to one seed and one name (a sample id, a parameter, an epoch).
+/// All random numbers of one seed and one name (a sample id, a parameter, an epoch).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Stream(u64);
 
@@ -65,19 +67,19 @@ impl Stream {
         (self.bits(step, purpose, lane) >> 11) as f64 / (1u64 << 53) as f64
     }
 
-    /// A uniform integer in 0..bound; the bias of at most bound/2⁶⁴ is of no consequence here.
+    /// A uniform integer in 0..bound; its bias of at most bound/2⁶⁴ is negligible.
     pub fn below(self, bound: u64, step: u64, purpose: Purpose, lane: u64) -> u64 {
         ((u128::from(self.bits(step, purpose, lane)) * u128::from(bound)) >> 64) as u64
     }
 
-    /// A random order of 0..n (Fisher–Yates).
+    /// A random permutation of 0..n (Fisher–Yates).
     pub fn permutation(self, n: usize, purpose: Purpose) -> Vec<usize> {
         let mut order: Vec<usize> = (0..n).collect();
         self.shuffle_prefix(&mut order, n, purpose);
         order
     }
 
-    /// `count` of the given items without replacement, in random order.
+    /// Draws `count` of the items without replacement, in random order.
     pub fn choose<T: Copy>(self, items: &[T], count: usize, purpose: Purpose) -> Vec<T> {
         let mut pool = items.to_vec();
         let count = count.min(pool.len());

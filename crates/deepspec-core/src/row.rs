@@ -1,4 +1,4 @@
-//! The id that a data row keeps through every stage.
+//! The id of a data row, which all processing stages keep.
 
 use std::collections::HashMap;
 
@@ -6,11 +6,11 @@ use serde_json::{Map, Number, Value};
 
 use crate::digest;
 
-/// The row's own `id` as text, `None` where it is absent, null or empty. Integers and strings are ids; `1` and `"1"` are the
-/// same one.
+/// The row's own `id` as text, `None` if it is absent, null or empty. Integers and strings are
+/// valid ids; `1` and `"1"` are equal.
 ///
 /// # Errors
-/// A phrase to follow the file and line: the id is of another type.
+/// Fails if the id has another type. The message is a phrase that follows file and line.
 pub fn own_id(row: &Map<String, Value>) -> Result<Option<String>, String> {
     match row.get("id") {
         None | Some(Value::Null) => Ok(None),
@@ -23,27 +23,28 @@ pub fn own_id(row: &Map<String, Value>) -> Result<Option<String>, String> {
     }
 }
 
-/// The row's `id` as text, where it must have one.
+/// The required `id` of a row as text.
 ///
 /// # Errors
-/// A phrase to follow the file and line: there is none, or it is of another type.
+/// Fails if the id is missing or has another type. The message is a phrase that follows file and
+/// line.
 pub fn id_of(row: &Map<String, Value>) -> Result<String, String> {
     own_id(row)?.ok_or_else(|| "the row has no `id`".into())
 }
 
-/// Gives every row of a data set an id of its own.
+/// Gives every row of a dataset a unique id.
 ///
-/// A row without an id is called by its place, counted from 0 over all files. The second row of an id becomes `ID~2`, the
-/// third `ID~3`. The same rows in the same order always get the same ids.
+/// The id of a row without one is its index, counted from 0 over all files. The second row with an
+/// id becomes `ID~2`, the third `ID~3`. Equal rows in equal order always get equal ids.
 #[derive(Debug, Default)]
 pub struct UniqueIds {
-    /// By the id's fingerprint: the number that the next row of this id gets.
+    /// Number for the next row with an id, by the id's fingerprint.
     next: HashMap<u128, u32>,
     renamed: usize,
 }
 
 impl UniqueIds {
-    /// The id of the row at `place`, which brings `own`.
+    /// The id of the row at index `place` with the id `own`, if any.
     pub fn name(&mut self, own: Option<&str>, place: usize) -> String {
         let id = own.map_or_else(|| place.to_string(), str::to_owned);
         let key = digest::fingerprint(id.as_bytes());
@@ -65,12 +66,12 @@ impl UniqueIds {
         }
     }
 
-    /// How many rows had to be renamed because an earlier row has their id.
+    /// Number of rows that were renamed because an earlier row has their id.
     pub fn renamed(&self) -> usize {
         self.renamed
     }
 
-    /// Warns of renamed rows, if there are any.
+    /// Warns about renamed rows, if there are any.
     pub fn report(&self) {
         if self.renamed > 0 {
             tracing::warn!(
@@ -81,10 +82,11 @@ impl UniqueIds {
     }
 }
 
-/// A number as an id. Beyond 64 bits, and with a fraction, different numbers would be read as the same one.
+/// A number as an id. Floats and integers beyond 64 bits are refused, because different numbers
+/// would be read as equal.
 ///
 /// # Errors
-/// A phrase that says what to do: it is no integer, or too large a one.
+/// Fails if the number is no integer or too large, with a phrase that suggests a string.
 pub fn id_of_number(id: &Number) -> Result<String, String> {
     if id.is_f64() {
         return Err(format!(

@@ -1,4 +1,4 @@
-//! Which token a slot of a draft block predicts.
+//! The token that each position of a draft block predicts.
 
 use std::fmt;
 
@@ -17,7 +17,7 @@ pub enum Slots {
 }
 
 impl Slots {
-    /// The first slot that drafts.
+    /// The first block position that drafts.
     pub fn first(self) -> usize {
         match self {
             Self::AnchorPredicts => 0,
@@ -25,7 +25,7 @@ impl Slots {
         }
     }
 
-    /// γ, tokens drafted by a block of so many slots.
+    /// γ, the number of tokens drafted by a block of `block_size` positions.
     pub fn drafted(self, block_size: usize) -> usize {
         block_size.saturating_sub(self.first())
     }

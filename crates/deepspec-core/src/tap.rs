@@ -1,4 +1,4 @@
-//! Which hidden states of the target are tapped.
+//! The target's hidden states that are captured for a drafter.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -7,12 +7,13 @@ use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use serde::de::{Error, Unexpected, Visitor};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-/// The word that stands for the embedding output in configs and manifests.
+/// Name of the embedding output in configs and manifests.
 const EMBEDDING: &str = "embedding";
 
-/// A place in the target whose raw hidden state is recorded: `embedding`, or the output of a decoder layer.
+/// A captured raw hidden state of the target: `embedding`, or the output of a decoder layer.
 ///
-/// Written as the word or the 0-based layer id; read as either, −1 (as checkpoints have it) meaning the embedding.
+/// It is written as that word or as the 0-based layer id. −1 is read as the embedding, like in
+/// checkpoints.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Tap {
     /// The embedding output, before the first layer.
@@ -22,7 +23,7 @@ pub enum Tap {
 }
 
 impl Tap {
-    /// The id that checkpoints use: −1 for the embedding, else the layer's number.
+    /// Layer id in checkpoints: −1 for the embedding, else the layer's index.
     pub fn layer_id(self) -> i64 {
         match self {
             Self::Embedding => -1,
@@ -30,27 +31,27 @@ impl Tap {
         }
     }
 
-    /// The taps of a checkpoint's layer ids; `None` if one is none.
+    /// Converts a checkpoint's layer ids; `None` if one is invalid.
     pub fn from_layer_ids(ids: impl IntoIterator<Item = i64>) -> Option<Vec<Self>> {
         ids.into_iter().map(Self::from_layer_id).collect()
     }
 
-    /// The ids that checkpoints use for these.
+    /// Layer ids in checkpoints.
     pub fn layer_ids(taps: &[Self]) -> Vec<i64> {
         taps.iter().map(|tap| tap.layer_id()).collect()
     }
 
-    /// Whether a target of so many layers has it.
+    /// Whether a target with `layers` layers has this state.
     pub fn is_within(self, layers: usize) -> bool {
         self.layer_id() < layers as i64
     }
 
-    /// The tap so many layers further up.
+    /// The state `by` layers further up.
     pub fn moved(self, by: i64) -> Option<Self> {
         Self::from_layer_id(self.layer_id() + by)
     }
 
-    /// The tap of a checkpoint's layer id; `None` below −1 or past 32 bits.
+    /// Converts a checkpoint's layer id; `None` below −1 or past 32 bits.
     pub fn from_layer_id(id: i64) -> Option<Self> {
         match id {
             -1 => Some(Self::Embedding),

@@ -1,58 +1,59 @@
-//! A process's place among those of a job, as torchrun or Slurm tell it.
+//! The rank of a process in a job, from the variables of torchrun or Slurm.
 
 pub(super) mod slurm;
 
 use std::env::var_os;
 use std::str::FromStr;
 
-/// The place of a process.
+/// Rank and rendezvous of a process.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Ranks {
-    /// This process, from 0.
+    /// Rank of this process, from 0.
     pub rank: usize,
-    /// All processes.
+    /// Number of processes.
     pub world_size: usize,
-    /// This process among those of its machine.
+    /// Rank of this process on its machine.
     pub local_rank: usize,
-    /// Host at which all processes meet.
+    /// Host of the rendezvous store.
     pub host: String,
-    /// Port at which they meet.
+    /// Port of the rendezvous store.
     pub port: u16,
-    /// Whether whoever launched them holds the meeting place; else rank 0 does.
+    /// Whether the launcher hosts the store; otherwise rank 0 does.
     pub is_hosted: bool,
-    /// Which job of the machine's they are, so that strays of another do not meet here; empty where the port is theirs alone.
+    /// Name of the job, which keeps processes of other jobs on the machine out of the store. Empty
+    /// if the port is exclusive.
     pub job: String,
-    /// Which try of the job this is, where a launcher starts it again.
+    /// Number of restarts by the launcher.
     pub attempt: usize,
 }
 
-/// A launcher's variables that make no sense.
+/// Invalid variables of a launcher.
 #[derive(Debug, Clone, thiserror::Error, PartialEq, Eq)]
 pub enum RanksError {
-    /// Some are there, one is not.
+    /// Some variables are set, but one is not.
     #[error(
         "{present} is set but {absent} is not; start the processes with torchrun or srun, or unset {present}"
     )]
     Incomplete {
         /// A variable that is set.
         present: &'static str,
-        /// One that is missing.
+        /// A variable that is missing.
         absent: &'static str,
     },
-    /// Not a number, or too large.
+    /// The value is no number or is out of range.
     #[error("{name}={value}: expected {expected}")]
     Value {
         /// The variable.
         name: &'static str,
-        /// What it holds.
+        /// The value found.
         value: String,
-        /// What it should hold.
+        /// The value expected.
         expected: String,
     },
 }
 
 impl Ranks {
-    /// The variables that tell a child process its place: torchrun's, with the meeting place held by the launcher.
+    /// torchrun's variables for a child process. The launcher hosts the store if `is_hosted`.
     pub fn variables(&self) -> [(&'static str, String); 7] {
         [
             ("RANK", self.rank.to_string()),
@@ -66,12 +67,12 @@ impl Ranks {
     }
 }
 
-/// `OMP_NUM_THREADS`: whether the user has said how many threads a process takes.
+/// Whether the user has set the number of threads per process by `OMP_NUM_THREADS`.
 pub fn has_thread_count() -> bool {
     var_os(THREADS).is_some_and(|value| !value.is_empty())
 }
 
-/// The variable behind [`has_thread_count`], to be set for child processes.
+/// The variable of [`has_thread_count`], to set for child processes.
 pub const THREADS: &str = "OMP_NUM_THREADS";
 const AGENT_STORE: &str = "TORCHELASTIC_USE_AGENT_STORE";
 const RESTART_COUNT: &str = "TORCHELASTIC_RESTART_COUNT";
@@ -154,7 +155,8 @@ mod tests {
         let ranks = with(&own).unwrap().unwrap();
         assert_eq!((ranks.host.as_str(), ranks.port), ("10.0.0.1", 4000));
         assert_eq!(with(&[("SLURM_PROCID", "0"), ("SLURM_NTASKS", "8")]), Ok(None));
-        // The only task of a step may use all GPUs by processes of its own, unless somebody says where they meet.
+        // The only task of a step may start its own processes on all GPUs, unless MASTER_ADDR is
+        // set.
         let only = [&[("SLURM_PROCID", "0"), ("SLURM_STEP_NUM_TASKS", "1")][..], &step[2..]].concat();
         assert_eq!(with(&only), Ok(None));
         let placed = with(&[&only[..], &[("MASTER_ADDR", "10.0.0.1")]].concat()).unwrap().unwrap();

@@ -1,4 +1,4 @@
-//! `eval`: real accepted length, measured while the drafter learns.
+//! `eval`: accepted length, measured by generation during training.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -39,7 +39,7 @@ impl Default for EvalRecipe {
 }
 
 impl EvalRecipe {
-    /// Checks the values; the error is a key and what is wrong with it.
+    /// Checks the values; the error is a key with its problem.
     pub(super) fn check(&self) -> Result<(), (&'static str, String)> {
         if self.suites.is_empty() {
             return Err(("eval.suites", "name at least one suite".into()));

@@ -1,4 +1,4 @@
-//! `data.states`: where the target's states come from.
+//! `data.states`: the source of the target's hidden states.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -22,7 +22,7 @@ pub enum States {
 }
 
 impl States {
-    /// The folder of the cache, where there is one.
+    /// The folder of the cache, if there is one.
     pub fn dir(&self) -> Option<&str> {
         match self {
             Self::Cache(dir) | Self::Hybrid(dir) => Some(dir),
@@ -61,7 +61,8 @@ impl JsonSchema for States {
     }
 }
 
-/// By hand, because serde's own words for `cache` without a folder say nothing of a folder.
+/// Manual implementation, because serde's error for `cache` without a folder does not mention the
+/// folder.
 impl<'de> Deserialize<'de> for States {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         struct Source;

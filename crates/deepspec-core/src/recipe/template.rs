@@ -1,4 +1,4 @@
-//! `data.chat_template`: the name of mask rules that are built in, or an entry of one's own.
+//! `data.chat_template`: the name of built-in mask rules, or custom rules.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -12,10 +12,10 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use crate::config::{self, ConfigError};
 use crate::env;
 
-/// The name under which a template's own `{% generation %}` tags are the mask rules.
+/// Name of the mask rules that follow the chat template's own `{% generation %}` tags.
 pub const GENERATION: &str = "generation";
 
-/// Where the keys of an entry stand in a recipe.
+/// Key prefix of an entry in a recipe.
 const KEY: &str = "data.chat_template.";
 
 /// How the assistant's words are found in a rendered conversation.
@@ -46,8 +46,8 @@ pub struct TemplateEntry {
 }
 
 impl TemplateRecipe {
-    /// Reads the file that a name ending in `.yaml` or `.yml` stands for, so that a saved config holds the rules
-    /// themselves and not where they were.
+    /// Replaces the path of a `.yaml` or `.yml` file by its content. A saved config thus contains
+    /// the rules instead of a path.
     ///
     /// # Errors
     /// See [`TemplateEntry::load`].
@@ -62,10 +62,10 @@ impl TemplateRecipe {
 }
 
 impl TemplateEntry {
-    /// Reads an entry from a YAML file of its own.
+    /// Reads an entry from its own YAML file.
     ///
     /// # Errors
-    /// If the file cannot be read, has an unknown key, lacks one, or a mark is empty.
+    /// Fails if the file cannot be read, has an unknown key, lacks a key, or has an empty marker.
     pub fn load(path: &Path) -> Result<Self, ConfigError> {
         let entry: Self = config::load(path, &[])?;
         entry.check().map_err(|(key, problem)| ConfigError::Key {
@@ -77,7 +77,7 @@ impl TemplateEntry {
         Ok(entry)
     }
 
-    /// Checks what the types cannot rule out; the error is the recipe's key and what is wrong with it.
+    /// Makes the checks that types cannot express; the error is the recipe's key with its problem.
     pub(super) fn check(&self) -> Result<(), (&'static str, String)> {
         let prefix = self.assistant_prefix.as_deref();
         let marks = [
@@ -138,7 +138,7 @@ impl JsonSchema for TemplateRecipe {
     }
 }
 
-/// By hand, because the error of an untagged enum names neither key nor line.
+/// Manual implementation, because the error of an untagged enum names neither key nor line.
 impl<'de> Deserialize<'de> for TemplateRecipe {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         struct NameOrEntry;

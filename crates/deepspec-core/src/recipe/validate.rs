@@ -1,12 +1,12 @@
-//! What the types of a recipe cannot rule out.
+//! Checks of a recipe that its types cannot express.
 
 use super::{DataRecipe, LossNormalization, Recipe, States, TemplateRecipe};
 
-/// Layers of a drafter at most.
+/// Maximum number of draft layers.
 const MOST_LAYERS: usize = 1024;
 
 impl Recipe {
-    /// Checks values against their ranges and each other; the error is a key and what is wrong with it.
+    /// Checks values against their ranges and each other; the error is a key with its problem.
     pub(super) fn validate(&self) -> Result<(), (&'static str, String)> {
         let positive = [
             ("train.local_batch_size", self.train.local_batch_size),
@@ -78,10 +78,11 @@ impl Recipe {
     }
 }
 
-/// The error about the first of these values that is 0: its key, and what is wrong.
+/// Returns an error for the first of these values that is 0: its key and the problem. Also limits
+/// `num_draft_layers`.
 ///
 /// # Errors
-/// If one is.
+/// Fails if a value is out of range.
 pub fn at_least_one(values: &[(&'static str, usize)]) -> Result<(), (&'static str, String)> {
     if let Some((key, layers)) =
         values.iter().find(|(key, value)| *key == "num_draft_layers" && *value > MOST_LAYERS)
@@ -95,7 +96,8 @@ pub fn at_least_one(values: &[(&'static str, usize)]) -> Result<(), (&'static st
 }
 
 impl DataRecipe {
-    /// Conversations and their target belong to states that are computed while training, and to no others.
+    /// Checks that conversations and a target device are given only if hidden states are computed
+    /// during training.
     fn check(&self) -> Result<(), (&'static str, String)> {
         match (&self.states, self.input.is_empty(), &self.target_device) {
             (States::Cache(_), false, _) => Err((

@@ -1,18 +1,18 @@
-//! The place of a task of Slurm's `srun`.
+//! The rank of a Slurm `srun` task.
 
 use super::{Ranks, RanksError, number};
 
-/// Tasks of the step; set for each of them.
+/// Number of tasks of the step, set for each task.
 pub const PRESENT: &str = "SLURM_STEP_NUM_TASKS";
-/// How many ports steps without `MASTER_PORT` are spread over.
+/// Number of ports over which steps without `MASTER_PORT` are distributed.
 const SPAN: u32 = 8192;
-/// Where ports begin that the system gives to connections by itself, unless it says otherwise.
+/// Default start of the system's ephemeral port range.
 const EPHEMERAL: u32 = 32_768;
-/// Ports below are for the system's own services.
+/// Ports below this are for system services.
 const FIRST_PORT: u32 = 1024;
 
-/// The task's place; `None` for the only task of a step without `MASTER_ADDR`, which is on its own. `range` is the system's range of
-/// ports for connections, as `/proc/sys/net/ipv4/ip_local_port_range` has it.
+/// The task's rank; `None` for the only task of a step without `MASTER_ADDR`, which runs alone.
+/// `range` is the ephemeral port range in `/proc/sys/net/ipv4/ip_local_port_range`.
 pub fn place(
     given: impl Fn(&str) -> Option<String>,
     range: Option<&str>,
@@ -49,19 +49,20 @@ pub fn place(
     }))
 }
 
-/// The port of a step: those of one job differ, and those of two jobs rarely agree. It lies below the ports that connections take,
-/// any of which may be in use.
+/// The port of a step. Steps of one job have different ports, and two jobs rarely share one. It is
+/// below the ephemeral ports, any of which may be in use.
 fn port(job: u32, step: u32, range: Option<&str>) -> u16 {
-    // Ranks that are no hosts of the meeting only look it up: all machines of a job must have the same range.
+    // Every rank computes the port itself, so all machines of a job must have the same range.
     let floor = range.and_then(|range| range.split_whitespace().next()?.parse().ok());
-    // A range that leaves no room below it is that of a machine where any port may be taken.
+    // If the range leaves no space below it, any port may be in use, and the default applies.
     let end = floor.filter(|floor| (FIRST_PORT + SPAN..EPHEMERAL).contains(floor)).unwrap_or(EPHEMERAL);
-    // Knuth's multiplier: the highest bits of neighbouring jobs lie far apart.
+    // Knuth's multiplicative hash: the highest bits of neighbouring job ids differ.
     let spread = job.wrapping_mul(2_654_435_761) / (u32::MAX / SPAN + 1);
     (end - 1 - spread.wrapping_add(step) % SPAN) as u16
 }
 
-/// The first host of a Slurm list: `a` of `a,b`, `a01` of `a[01-04,07],b`, `a1b1` of `a[1-2]b[1-3]`.
+/// The first host of a Slurm list: `a` of `a,b`, `a01` of `a[01-04,07],b`, `a1b1` of
+/// `a[1-2]b[1-3]`.
 fn first_host(list: &str) -> Option<String> {
     let mut host = String::new();
     let mut rest = list.trim();
@@ -95,7 +96,7 @@ mod tests {
             (Some("32768\t60999\n"), 24_576..32_768),
             (Some("40000 60999"), 24_576..32_768),
             (Some("15000 65000"), 6_808..15_000),
-            // Nothing is left below these.
+            // These ranges leave no space below them.
             (Some("1024 65535"), 24_576..32_768),
             (Some("what"), 24_576..32_768),
         ] {
