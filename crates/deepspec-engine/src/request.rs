@@ -126,7 +126,7 @@ impl Cycle {
 pub struct Completion {
     /// The request's id.
     pub id: String,
-    /// Generated tokens, at most `max_new_tokens`, a final stop token included.
+    /// Generated tokens, at most `max_new_tokens`, including a final stop token.
     pub tokens: Vec<i64>,
     /// Why it ended.
     pub finish: Finish,
@@ -184,7 +184,7 @@ impl fmt::Display for DraftSampling {
 pub struct EngineOptions {
     /// Sequences decoded at once.
     pub slots: usize,
-    /// Tokens (prompt and answer) that one slot may hold.
+    /// Maximum tokens (prompt and answer) of one slot.
     pub context: usize,
     /// Maximum number of drafted tokens to verify per cycle.
     pub max_draft_tokens: Option<usize>,

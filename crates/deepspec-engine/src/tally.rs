@@ -45,7 +45,7 @@ impl Tally {
         }
     }
 
-    /// Adds a cycle of a sequence that may still go on.
+    /// Adds a cycle of a sequence, which may be unfinished.
     pub fn add_cycle(&mut self, cycle: &Cycle) {
         let (proposed, accepted) = (cycle.proposed as usize, cycle.accepted as usize);
         self.cycles += 1;

@@ -213,7 +213,7 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         self.target.vocab_size()
     }
 
-    /// Runs all requests to their end and returns the completions in the order of the requests.
+    /// Runs all requests to completion. Returns the completions in the order of the requests.
     ///
     /// # Errors
     /// Fails if a request is refused, before anything is generated. Fails if a request fails, and

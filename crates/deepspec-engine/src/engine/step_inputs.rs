@@ -33,8 +33,8 @@ pub struct StepInputs {
 
 /// Tensors of earlier steps that stay on the device.
 pub struct DeviceState {
-    /// Slots of the last step in the order of its chunks, and the token drawn after each chunk, `[S
-    /// + P]` int64.
+    /// Slots of the last step in the order of its chunks, and the token drawn after each chunk,
+    /// `[S + P]` int64.
     pub drawn: Option<(Vec<usize>, Tensor)>,
     /// Constant uniforms for greedy sampling, `[S, lanes]` float64.
     halves: Option<Tensor>,
