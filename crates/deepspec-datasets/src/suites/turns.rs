@@ -101,8 +101,8 @@ fn texts(row: &Map<String, Json>, column: &str) -> Result<Vec<String>, RowError>
     list.iter().enumerate().map(text).collect()
 }
 
-/// Template variable with all columns, for column names that are no identifiers: `{{ row["a b"]
-/// }}`.
+/// Template variable with all columns, for column names that are no identifiers:
+/// `{{ row["a b"] }}`.
 const ROW: &str = "row";
 
 /// A row as template context, which remembers the column that was read last.
@@ -132,9 +132,9 @@ impl Object for TurnRequest {
 }
 
 impl Templates {
-    /// Parses Jinja templates. `{{ column }}` requires a string or a number. `{{ column|optional
-    /// }}` may be missing or blank. `column|text` requires a string in every row, which may be
-    /// empty in tests.
+    /// Parses Jinja templates. `{{ column }}` requires a string or a number.
+    /// `{{ column|optional }}` may be missing or blank. `column|text` requires a string in every
+    /// row, and `if` tests accept an empty one.
     ///
     /// # Errors
     /// Returns a phrase that names the invalid template. Fails if no template uses a column.
