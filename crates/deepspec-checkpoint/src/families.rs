@@ -1,4 +1,4 @@
-//! Model families, as far as reading checkpoints needs them. The models crate lists them.
+//! Properties of model families that reading checkpoints needs. The models crate lists them.
 
 use std::fmt;
 

@@ -28,7 +28,7 @@ impl Heads {
     }
 }
 
-/// Whether this is the target's embedding or head.
+/// Whether the tensor is the target's embedding or LM head.
 pub fn is_embed_or_head(name: &str) -> bool {
     name == EMBED || name == HEAD
 }
