@@ -318,7 +318,7 @@ impl Iterator for Reader {
     }
 }
 
-/// The JSON type of a value, as a word for messages.
+/// Name of a value's JSON type, for messages.
 pub fn kind_of(value: &Value) -> &'static str {
     match value {
         Value::Null => "null",
@@ -367,7 +367,7 @@ impl Appender {
         write().map_err(FileError::at("writing", &self.path))
     }
 
-    /// Waits until everything appended is on disk.
+    /// Syncs everything appended to disk.
     ///
     /// # Errors
     /// Fails on any I/O error, with the path.
