@@ -2,7 +2,7 @@
 //!
 //! `plotters` draws an SVG document and, through `tiny-skia`, a bitmap at the same time.
 //!
-//! [`Plot::draw`] provides a [`Canvas`]. [`heading`] and [`chart`] draw a title, a legend and axes
+//! [`Plot::draw`] provides a [`Canvas`]. [`heading`] and [`chart()`] draw a title, a legend and axes
 //! on it. The values of a chart are elements of plotters, or a [`series`] of marked values.
 
 mod axis;

@@ -28,7 +28,7 @@ pub fn write(dir: &Path, results: &Results) -> anyhow::Result<()> {
 /// Writes a document as `report.md` and `report.html`, and its plots.
 ///
 /// # Errors
-/// As [`write`].
+/// As [`write()`].
 pub fn write_document(dir: &Path, document: &Document) -> anyhow::Result<()> {
     let plots = dir.join(PLOTS);
     atomic::create_dir(&plots)?;
@@ -47,7 +47,7 @@ pub fn write_document(dir: &Path, document: &Document) -> anyhow::Result<()> {
 /// Writes a plot as SVG and PNG into `dir`.
 ///
 /// # Errors
-/// As [`write`].
+/// As [`write()`].
 pub fn write_plot(dir: &Path, name: &str, plot: &Plot) -> anyhow::Result<()> {
     put(&dir.join(format!("{name}.svg")), plot.svg().as_bytes())?;
     Ok(put(&dir.join(format!("{name}.png")), &plot.png()?)?)
