@@ -8,19 +8,18 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use deepspec_capture::{StatesError, check_fit};
 use deepspec_core::cli::{self, UsageError};
-use deepspec_core::recipe::Recipe;
 use deepspec_cost::estimate::{Measured as MeasuredWork, Stage, UPDATE_BYTES, Work};
-use deepspec_drafters::{DrafterPlan, LossDenominator, TrainSample, TrainableDrafter};
+use deepspec_drafters::Recipe;
+use deepspec_drafters::{DrafterPlan, LossDenominator, SampleSize, TrainSample, TrainableDrafter};
 use deepspec_models::ModelConfig;
 use deepspec_ops::{CudaEvent, DeviceMemory, StepTrace, device_memory, range, restart_device_peak};
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 
 use crate::args::Args;
-use crate::budget::read_beside;
 use crate::dist::ProcessGroup;
-use crate::dummy_data::random_samples;
-use crate::loader::HELD;
+use crate::dummy_data::{random_sample, random_samples};
+use crate::loader::{HELD, read_beside};
 use crate::optimizer::AdamW;
 use crate::schedule::{self, anchors};
 use crate::setup::kind;
@@ -85,6 +84,7 @@ pub fn run(
     let last = drafter_plan.final_states();
     let passes = forwards.len();
     let staging = Staging::to(device);
+    let drafter_plan = drafter_plan.as_ref();
     let bench = Bench { recipe, drafter_plan, trainee, optimizer, forwards, device, staging };
     // As many micro-batches as a loader holds, and the samples that it reads ahead.
     let batches: Vec<_> =
@@ -172,6 +172,7 @@ pub fn measure_program(recipe: &Recipe, drafter_plan: &dyn DrafterPlan) -> anyho
     let optimizer = AdamW::new(trainee.parameters(), recipe.train.weight_decay, recipe.train.max_grad_norm);
     let batch = random_samples(&recipe, &model, drafter_plan.final_states(), 0);
     let (forwards, device) = (vec![1], Device::Cpu);
+    let drafter_plan = drafter_plan.as_ref();
     Bench { recipe: &recipe, drafter_plan, trainee, optimizer, forwards, device, staging: None }.measure(
         1,
         &[batch],
@@ -180,10 +181,47 @@ pub fn measure_program(recipe: &Recipe, drafter_plan: &dyn DrafterPlan) -> anyho
     Ok(memory::resident())
 }
 
+/// Peak bytes of one forward and backward pass over samples of these sizes, beside weights,
+/// gradients and hidden states. A drafter with random weights runs it twice: the first pass
+/// allocates the gradients. None on the CPU, and for a GPU that reports no memory.
+///
+/// # Errors
+/// Fails if the GPU runs out of memory.
+pub fn measure_activations(
+    recipe: &Recipe,
+    target: &ModelConfig,
+    drafter_plan: &dyn DrafterPlan,
+    device: Device,
+    sizes: &[SampleSize],
+) -> anyhow::Result<Option<u64>> {
+    if device == Device::Cpu || device_memory(device).is_none() {
+        return Ok(None);
+    }
+    let kind = kind(recipe.train.precision);
+    let (embed, head) = random_embed_and_head(target, device, kind);
+    let trainee = drafter_plan.build(&embed, &head, recipe.seed, kind);
+    let optimizer = AdamW::new(trainee.parameters(), recipe.train.weight_decay, recipe.train.max_grad_norm);
+    let (forwards, staging) = (vec![sizes.len()], Staging::to(device));
+    let bench = Bench { recipe, drafter_plan, trainee, optimizer, forwards, device, staging };
+    let sample = |(index, size): (usize, &SampleSize)| {
+        let loss_mask = (0..size.tokens).map(|position| position >= size.tokens - size.supervised).collect();
+        random_sample(recipe, target, drafter_plan.final_states(), &format!("plan-{index}"), loss_mask)
+    };
+    let samples: Vec<TrainSample> = sizes.iter().enumerate().map(sample).collect();
+    let drawn = bench.draw(0, &samples);
+    bench.learn(&drawn);
+    gpu_info::finish(device);
+    restart_device_peak(device);
+    let before = device_memory(device).map_or(0, |memory| memory.in_use);
+    bench.learn(&drawn);
+    gpu_info::finish(device);
+    Ok(device_memory(device).map(|memory| memory.peak.saturating_sub(before)))
+}
+
 /// State of a bench.
 struct Bench<'a> {
     recipe: &'a Recipe,
-    drafter_plan: Box<dyn DrafterPlan>,
+    drafter_plan: &'a dyn DrafterPlan,
     trainee: Box<dyn TrainableDrafter>,
     optimizer: AdamW,
     /// Number of samples of each forward of an optimiser step.

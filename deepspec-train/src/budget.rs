@@ -3,25 +3,24 @@
 use deepspec_capture::cache::PAGES_KEPT;
 use deepspec_capture::{Dataset, batches, readers};
 use deepspec_core::FinalStates;
-use deepspec_core::recipe::{Precision, Recipe, ShardingStrategy, States};
-use deepspec_drafters::{DrafterPlan, PassBytes, SampleSize, WeightCounts};
+use deepspec_core::recipe::{Precision, ShardingStrategy, States};
+use deepspec_drafters::Recipe;
+use deepspec_drafters::{DrafterPlan, SampleSize, WeightCounts};
 use deepspec_models::ModelConfig;
 use serde::Serialize;
 use tch::{Device, Kind};
 
-use crate::dummy_data;
-use crate::loader::{HELD, mask};
+use crate::loader::{HELD, mask, read_beside};
 use crate::schedule::{Order, Schedule, forward_budget, forward_samples, of_rank, shuffled};
 use crate::setup::kind;
 use crate::staging::{LOCKED, STAGED};
+use crate::{bench, dummy_data};
 
 /// Bytes of one process, by part.
 #[derive(Debug, Clone, Copy, Default, Serialize)]
 pub struct Memory {
     /// The program and its libraries before anything is loaded.
     pub program: u64,
-    /// Kernels that oneDNN compiles for the matrix products of a pass.
-    pub code: u64,
     /// The target's embedding and head, shared with the drafter.
     pub frozen: u64,
     /// The drafter's weights.
@@ -31,10 +30,12 @@ pub struct Memory {
     pub gradients: u64,
     /// Master weights, if separate, and the two moments, in float32.
     pub optimizer: u64,
-    /// Activations of the largest micro-batch, kept for the backward.
+    /// Activations, gradients of activations and loss buffers of the largest micro-batch, at their
+    /// peak.
     pub activations: u64,
-    /// Temporary memory of its losses or its attention.
-    pub workspace: u64,
+    /// Whether the activations were measured in a micro-step on the GPU. Otherwise they are an
+    /// estimate.
+    pub activations_measured: bool,
     /// Hidden states on the host of the micro-batches in the loader.
     pub loader: u64,
     /// Hidden states on the GPU, or in transfer to it, before training uses them.
@@ -58,14 +59,13 @@ impl Memory {
             + self.gradients
             + self.optimizer
             + self.activations
-            + self.workspace
             + self.target
             + self.staged
     }
 
     /// Bytes that stay on the host in that case.
     pub fn on_host(&self) -> u64 {
-        self.program + self.code + self.loader + self.samples + self.cache
+        self.program + self.loader + self.samples + self.cache
     }
 
     /// Sum of all parts.
@@ -90,13 +90,24 @@ pub struct Costs<'a> {
     pub program: u64,
     /// Device of the drafter.
     pub device: Device,
+    /// Whether a GPU runs one micro-step to measure the activations.
+    pub measures: bool,
 }
 
 impl Costs<'_> {
     /// Memory of a run whose largest forwards are `largest`. A resident target takes `target`
     /// bytes; the cache on disk has `cache` bytes. `states` is the device of the hidden states: the
     /// CPU, or the GPU of a resident target.
-    pub fn memory(&self, largest: &Largest, states: Device, target: u64, cache: u64) -> Memory {
+    ///
+    /// # Errors
+    /// Fails if the GPU has no memory for a micro-step that is measured.
+    pub fn memory(
+        &self,
+        largest: &Largest,
+        states: Device,
+        target: u64,
+        cache: u64,
+    ) -> anyhow::Result<Memory> {
         let hybrid = matches!(self.recipe.data.states, States::Hybrid(_));
         // Micro-batches on the host, in page-locked memory, and on the GPU.
         let (held, locked, staged) = match (self.device, states) {
@@ -120,23 +131,28 @@ impl Costs<'_> {
             ShardingStrategy::ShardOptimizer => weights * optimizer / self.processes as u64,
         };
         let ends = if self.target.tie_word_embeddings { 1 } else { 2 };
-        let pass = &largest.pass;
-        Memory {
+        let measured = match self.measures {
+            true => {
+                let (drafter, forward) = (self.drafter_plan, largest.forward.as_slice());
+                bench::measure_activations(self.recipe, self.target, drafter, self.device, forward)?
+            }
+            false => None,
+        };
+        Ok(Memory {
             program: self.program,
-            code: self.drafter_plan.code_bytes(kind, self.device) as u64,
             frozen: ends * (self.target.vocab_size * self.target.hidden_size) as u64 * bytes,
             weights: (weights + frozen as u64) * bytes,
             gradients: weights * gradients,
             optimizer,
-            activations: pass.activations() as u64,
-            workspace: pass.workspace() as u64,
+            activations: measured.unwrap_or(largest.activations as u64),
+            activations_measured: measured.is_some(),
             loader: (held + locked) * largest.states + read_beside(self.recipe) as u64 * largest.sample,
             staged: staged * largest.states,
             samples: 0,
             // The sample being read counts as mapped pages only after it was read.
             cache: cache.min(PAGES_KEPT + (readers() as u64 - 1) * largest.sample),
             target,
-        }
+        })
     }
 
     /// Bytes of a micro-batch's hidden states in bfloat16: taps of all tokens, and the final states
@@ -195,9 +211,10 @@ impl Costs<'_> {
 
     /// Raises the maxima to those of a forward.
     fn add(&self, largest: &mut Largest, forward: &[SampleSize]) {
-        let pass = self.drafter_plan.pass_bytes(forward, kind(self.recipe.train.precision), self.device);
-        if largest.pass.peak() < pass.peak() {
-            largest.pass = pass;
+        let kind = kind(self.recipe.train.precision);
+        let activations = self.drafter_plan.activation_bytes(forward, kind, self.device);
+        if largest.activations < activations {
+            (largest.activations, largest.forward) = (activations, forward.to_vec());
         }
         largest.states = largest.states.max(self.states(forward));
         let samples = forward.iter().map(|sample| self.states(std::slice::from_ref(sample)));
@@ -208,20 +225,14 @@ impl Costs<'_> {
 /// Maxima over all forwards; each field may come from a different forward.
 #[derive(Default)]
 pub struct Largest {
-    /// Memory of the training pass.
-    pass: PassBytes,
+    /// Estimated bytes of the activations.
+    activations: usize,
+    /// The samples of the forward with the most activations.
+    forward: Vec<SampleSize>,
     /// Bytes of the hidden states of its samples.
     states: u64,
     /// Bytes of the hidden states of one sample.
     sample: u64,
-}
-
-/// Most samples that cache readers load ahead of the micro-batch that is needed next.
-pub fn read_beside(recipe: &Recipe) -> usize {
-    let train = &recipe.train;
-    let ends_with_it =
-        train.max_tokens_per_batch.is_none() && train.local_batch_size.is_multiple_of(readers());
-    if matches!(recipe.data.states, States::Online) || ends_with_it { 0 } else { readers() - 1 }
 }
 
 /// Bytes of `values` values of a dtype.

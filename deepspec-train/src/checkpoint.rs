@@ -8,12 +8,13 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, bail};
 use deepspec_capture::cache::Encoding;
 use deepspec_core::atomic::{self, FileError};
-use deepspec_core::recipe::{LossNormalization, Recipe};
+use deepspec_core::recipe::LossNormalization;
 use deepspec_core::{VERSION, config, usage};
+use deepspec_drafters::Recipe;
 use deepspec_drafters::{TRAIN_STATE, TrainableDrafter};
 use deepspec_models::{MAX_SHARD_BYTES, Weights, save, save_checkpoint};
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
+use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 
 use crate::optimizer::AdamW;
@@ -284,7 +285,7 @@ pub fn restore(
         );
     }
     let saved = deepspec_drafters::load_saved_recipe(&path.join("config.yaml"))?;
-    let differences = config::differences(&comparable(&saved)?, &comparable(recipe)?);
+    let differences = config::differences(&comparable(saved), &comparable(json!(recipe)));
     if !differences.is_empty() {
         usage!(
             "{} was trained by another recipe: {}; undo the change, start anew with --overwrite, or choose another name (and go on from these weights with --set train.init_from={})",
@@ -334,8 +335,8 @@ pub fn restore(
 /// The recipe keys that must not change on resume. Paths, logging, evaluation, sharding,
 /// recomputation and the backend may change. The split of a batch into forwards may change if the
 /// result does not depend on it. The data set's digest stands for samples and target.
-fn comparable(recipe: &Recipe) -> anyhow::Result<Value> {
-    let mut value = without_places(recipe)?;
+fn comparable(recipe: Value) -> Value {
+    let mut value = without_places(recipe);
     if let Some(map) = value.as_object_mut() {
         map.remove("logging");
         map.remove("eval");
@@ -343,18 +344,17 @@ fn comparable(recipe: &Recipe) -> anyhow::Result<Value> {
             for key in ["sharding_strategy", "backend", "timeout_s", "recompute"] {
                 train.remove(key);
             }
-            if recipe.train.loss_normalization == LossNormalization::Global {
+            if train["loss_normalization"] == json!(LossNormalization::Global) {
                 train.remove("local_batch_size");
                 train.remove("max_tokens_per_batch");
             }
         }
     }
-    Ok(value)
+    value
 }
 
-/// The recipe without the locations of data and target; the data set's digest stands for them.
-pub fn without_places(recipe: &Recipe) -> anyhow::Result<Value> {
-    let mut value = serde_json::to_value(recipe)?;
+/// A recipe without the locations of data and target; the data set's digest stands for them.
+pub fn without_places(mut value: Value) -> Value {
     if let Some(map) = value.as_object_mut() {
         for (part, keys) in
             [("data", &["states", "input", "target_device"][..]), ("target", &["model", "revision"])]
@@ -364,5 +364,5 @@ pub fn without_places(recipe: &Recipe) -> anyhow::Result<Value> {
             }
         }
     }
-    Ok(value)
+    value
 }

@@ -1,8 +1,8 @@
 //! Random samples for runs without data.
 
 use deepspec_core::FinalStates;
-use deepspec_core::recipe::Recipe;
 use deepspec_core::rng::{Purpose, Stream};
+use deepspec_drafters::Recipe;
 use deepspec_drafters::TrainSample;
 use deepspec_models::ModelConfig;
 use tch::{Device, Kind, Tensor};
@@ -26,23 +26,34 @@ pub fn random_samples(
     last: FinalStates,
     number: usize,
 ) -> Vec<TrainSample> {
-    let (length, d) = (recipe.data.max_length, config.hidden_size);
+    let length = recipe.data.max_length;
+    let sample = |index: usize| {
+        random_sample(recipe, config, last, &format!("bench-{number}-{index}"), loss_mask(length))
+    };
+    (0..forward_samples(&recipe.train, length)).map(sample).collect()
+}
+
+/// A random sample with this loss mask and without anchors. `name` seeds its tokens.
+pub fn random_sample(
+    recipe: &Recipe,
+    config: &ModelConfig,
+    last: FinalStates,
+    name: &str,
+    loss_mask: Vec<bool>,
+) -> TrainSample {
+    let (length, d) = (loss_mask.len(), config.hidden_size);
     let states = |rows: usize, width: i64| {
         Tensor::empty([rows as i64, width], (Kind::BFloat16, Device::Cpu)).normal_(0.0, 1.0)
     };
-    let sample = |index: usize| {
-        let stream = Stream::new(recipe.seed, &format!("bench-{number}-{index}"));
-        let id = |lane| (stream.uniform(0, Purpose::Init, lane) * config.vocab_size as f64) as i64;
-        let loss_mask = loss_mask(length);
-        let last_positions = last.positions(&loss_mask);
-        TrainSample {
-            input_ids: (0..length as u64).map(id).collect(),
-            taps: states(length, d * recipe.target.layer_ids.len() as i64),
-            last: states(last_positions.len(), d),
-            last_positions,
-            loss_mask,
-            anchors: vec![],
-        }
-    };
-    (0..forward_samples(&recipe.train, length)).map(sample).collect()
+    let stream = Stream::new(recipe.seed, name);
+    let id = |lane| (stream.uniform(0, Purpose::Init, lane) * config.vocab_size as f64) as i64;
+    let last_positions = last.positions(&loss_mask);
+    TrainSample {
+        input_ids: (0..length as u64).map(id).collect(),
+        taps: states(length, d * recipe.target.layer_ids.len() as i64),
+        last: states(last_positions.len(), d),
+        last_positions,
+        loss_mask,
+        anchors: vec![],
+    }
 }

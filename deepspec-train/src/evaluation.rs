@@ -5,9 +5,10 @@ use std::path::Path;
 use std::time::Instant;
 
 use deepspec_capture::{Dataset, TargetSpec};
-use deepspec_core::recipe::{EvalRecipe, Recipe};
+use deepspec_core::recipe::EvalRecipe;
 use deepspec_core::{Tap, env, usage};
 use deepspec_datasets::suites::{Folder, RequestTemplate, TokenizedSuite, is_file};
+use deepspec_drafters::Recipe;
 use deepspec_drafters::TrainableDrafter;
 use deepspec_engine::{DraftSampling, Engine, EngineOptions, Sampling, Tally, Target as _};
 use deepspec_models::{JUDGED_BYTES, TargetModel, TargetOptions, Weights};

@@ -7,9 +7,10 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, anyhow};
 use deepspec_capture::cache::loss_mask;
-use deepspec_capture::{Budget, Dataset, SampleMeta, StateSource, StatesError, batches};
+use deepspec_capture::{Budget, Dataset, SampleMeta, StateSource, StatesError, batches, readers};
 use deepspec_core::cli;
-use deepspec_core::recipe::LossNormalization;
+use deepspec_core::recipe::{LossNormalization, States};
+use deepspec_drafters::Recipe;
 use deepspec_drafters::{DrafterPlan, LossDenominator, TrainSample};
 use deepspec_ops::{CudaEvent, CudaStream};
 use tch::{Device, Tensor};
@@ -262,4 +263,12 @@ fn plan(facts: &SampleMeta<'_>, options: LoaderOptions, draw: Draw) -> Planned {
 /// nor read.
 pub(crate) fn mask(facts: &SampleMeta<'_>) -> Vec<bool> {
     loss_mask(facts.input_ids.len() as u32, &facts.spans)
+}
+
+/// Most samples that cache readers load ahead of the micro-batch that is needed next.
+pub fn read_beside(recipe: &Recipe) -> usize {
+    let train = &recipe.train;
+    let ends_with_it =
+        train.max_tokens_per_batch.is_none() && train.local_batch_size.is_multiple_of(readers());
+    if matches!(recipe.data.states, States::Online) || ends_with_it { 0 } else { readers() - 1 }
 }

@@ -2,7 +2,8 @@
 
 use deepspec_capture::{Budget, Dataset, TargetRuntime, TargetSpec, batches};
 use deepspec_core::cli::{self, count};
-use deepspec_core::recipe::{Recipe, States};
+use deepspec_core::recipe::States;
+use deepspec_drafters::Recipe;
 use deepspec_drafters::WeightCounts;
 use deepspec_models::{ModelError, Weights};
 use deepspec_ops::{device_name, kind_name};
@@ -99,7 +100,7 @@ impl Plan<'_> {
     }
 
     fn drafter(&self) -> String {
-        let title = deepspec_drafters::title(&self.recipe().drafter.kind);
+        let title = deepspec_drafters::title(self.recipe().drafter.kind());
         let (gamma, WeightCounts { trained, frozen }) =
             (self.costs.drafter_plan.draft_len(), self.costs.weights);
         let frozen = if frozen > 0 { format!(", {frozen} frozen") } else { String::new() };
@@ -202,7 +203,7 @@ impl Plan<'_> {
                 States::Hybrid(_) => (self.resident(), u64::MAX),
             };
             let states = if target > 0 { self.runtime.device } else { Device::Cpu };
-            return Ok(self.costs.memory(&self.costs.longest(), states, target, cache));
+            return self.costs.memory(&self.costs.longest(), states, target, cache);
         };
         let (states, target) = match data.dataset.needs_target() {
             true => (
@@ -225,9 +226,9 @@ impl Plan<'_> {
         let asking = data.questions.map(asked).transpose()?.unwrap_or_default();
         let cache = data.dataset.stored_bytes().unwrap_or(0);
         let largest = self.costs.largest(data.dataset, data.schedule);
-        let memory = self.costs.memory(&largest, states, target + asking.always, cache);
+        let memory = self.costs.memory(&largest, states, target + asking.always, cache)?;
         // Decoding reuses the memory of the last training pass; count only the excess.
-        let beside = asking.decoding.saturating_sub(memory.activations + memory.workspace);
+        let beside = asking.decoding.saturating_sub(memory.activations);
         Ok(Memory { samples: data.dataset.sample_bytes(), target: memory.target + beside, ..memory })
     }
 
@@ -245,13 +246,16 @@ impl Plan<'_> {
     }
 
     fn memory_lines(&self, memory: &Memory) -> String {
+        let activations = match memory.activations_measured {
+            true => "activations (measured)",
+            false => "activations (estimated)",
+        };
         let parts = [
             ("embedding and head", memory.frozen),
             ("weights", memory.weights),
             ("gradients", memory.gradients),
             ("optimiser", memory.optimizer),
-            ("activations", memory.activations),
-            ("attention or losses at work", memory.workspace),
+            (activations, memory.activations),
             ("the target", memory.target),
             ("states", memory.staged),
         ];
@@ -259,7 +263,6 @@ impl Plan<'_> {
             ("states ahead", memory.loader),
             ("samples", memory.samples),
             ("pages of the cache", memory.cache),
-            ("compiled kernels", memory.code),
             ("the program", memory.program),
         ];
         let list = |parts: &[(&str, u64)]| {

@@ -5,11 +5,11 @@ use std::path::Path;
 use crate::dist::ProcessGroup;
 use anyhow::Context;
 use deepspec_core::digest::Hasher;
-use deepspec_core::recipe::Recipe;
 use deepspec_core::{config, usage};
+use deepspec_drafters::Recipe;
 use deepspec_drafters::{TrainableDrafter, is_embed_or_head};
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
+use serde_json::{Value, json};
 use tch::Device;
 
 use crate::checkpoint::without_places;
@@ -36,7 +36,7 @@ pub fn check(
 ) -> anyhow::Result<()> {
     let own = View {
         version: deepspec_core::VERSION.into(),
-        recipe: without_places(recipe)?,
+        recipe: without_places(json!(recipe)),
         data: data.into(),
         checkpoint: checkpoint.and_then(Path::file_name).map(|name| name.to_string_lossy().into_owned()),
     };

@@ -9,8 +9,9 @@ use anyhow::Context;
 use deepspec_capture::{Dataset, StateSource, StatesError, TargetRuntime, TargetSpec};
 use deepspec_core::cli::{self, ExitWith, UsageError, Verbosity};
 use deepspec_core::env::{self, Ranks};
-use deepspec_core::recipe::{Backend, Recipe, ShardingStrategy, States};
+use deepspec_core::recipe::{Backend, ShardingStrategy, States};
 use deepspec_core::{config, usage};
+use deepspec_drafters::Recipe;
 use deepspec_drafters::{DrafterPlan, TrainableDrafter, is_embed_or_head};
 use deepspec_hub::{HubError, model_dir};
 use deepspec_models::{ModelError, TargetModel, load_embed_and_head};
@@ -254,6 +255,7 @@ impl Inputs {
                 processes: local.processes,
                 program: *program,
                 device,
+                measures: false,
             },
             runtime: *runtime,
             origin: source.dir.display().to_string(),

@@ -2,8 +2,9 @@
 
 use deepspec_capture::Budget;
 use deepspec_core::cli::UsageError;
-use deepspec_core::recipe::{Recipe, TrainRecipe};
+use deepspec_core::recipe::TrainRecipe;
 use deepspec_core::rng::{Purpose, Stream};
+use deepspec_drafters::Recipe;
 
 /// Inputs of a schedule.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -3,7 +3,8 @@
 use deepspec_capture::{Dataset, StatesError, TargetRuntime, TargetSpec};
 use deepspec_core::cli::UsageError;
 use deepspec_core::env;
-use deepspec_core::recipe::{Precision, Recipe};
+use deepspec_core::recipe::Precision;
+use deepspec_drafters::Recipe;
 use deepspec_ops::LocalRank;
 use tch::{Device, Kind};
 

@@ -6,7 +6,8 @@ use anyhow::Context;
 use deepspec_capture::{StatesError, TargetSpec, check_fit};
 use deepspec_core::cli;
 use deepspec_core::env;
-use deepspec_core::recipe::{Recipe, States};
+use deepspec_core::recipe::States;
+use deepspec_drafters::Recipe;
 use deepspec_ops::LocalRank;
 use serde_json::json;
 use tch::Device;
@@ -49,7 +50,7 @@ pub fn show(args: &Args, recipe: &Recipe, device: Device, local: LocalRank) -> a
     };
     let weights = drafter_plan.weights();
     let (target, drafter_plan) = (&shape.config, drafter_plan.as_ref());
-    let costs = Costs { recipe, target, drafter_plan, weights, processes, program, device };
+    let costs = Costs { recipe, target, drafter_plan, weights, processes, program, device, measures: true };
     let plan = Plan { costs, runtime, origin: shape.origin.clone(), data };
     let latest = if args.overwrite { None } else { Checkpoints::new(recipe.output_dir()).latest()? };
     let resumes = latest.map(|path| path.display().to_string());

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use crate::dist::ProcessGroup;
 use anyhow::bail;
 use deepspec_core::cli::{self, ExitWith};
-use deepspec_core::recipe::Recipe;
+use deepspec_drafters::Recipe;
 use deepspec_drafters::{GradReadyHook, Metrics, TrainableDrafter};
 use deepspec_ops::{StepTrace, range};
 

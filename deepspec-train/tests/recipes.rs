@@ -8,7 +8,7 @@ use std::process::{Command, Output};
 
 use deepspec_core::Tap;
 use deepspec_core::recipe::Precision;
-use deepspec_drafters::BlockRecipe;
+use deepspec_drafters::DrafterSpec;
 use deepspec_testkit::mutate::Dice;
 use serde_json::{Value, json};
 
@@ -88,7 +88,9 @@ fn all_of_the_reference_are_there() {
         assert_eq!((recipe.logging.logging_steps, recipe.logging.checkpointing_steps), (10, 3000));
         assert_eq!(recipe.logging.output_dir, "~/checkpoints/deepspec");
         if algorithm != "eagle3" {
-            let block: BlockRecipe = serde_json::from_value(recipe.drafter.settings).unwrap();
+            let (DrafterSpec::DSpark(block) | DrafterSpec::DFlash(block)) = recipe.drafter else {
+                panic!("a block drafter");
+            };
             assert_eq!((block.block_size, block.num_draft_layers, block.num_anchors), (7, 5, 512));
             assert_eq!(block.mask_token_id, mask);
             assert_eq!(block.markov.map(|markov| markov.rank), (algorithm == "dspark").then_some(256));

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use deepspec_core::recipe::Recipe;
+use deepspec_drafters::Recipe;
 use deepspec_engine::{ModelInput, Target};
 use deepspec_models::{TargetModel, TargetOptions};
 use deepspec_ops::{CudaEvent, CudaStream, Upload};

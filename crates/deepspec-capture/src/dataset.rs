@@ -7,8 +7,9 @@ use std::sync::Arc;
 
 use crate::cache::{Counts, Encoding, MANIFEST_FILE, Plan, PlannedSample, Reader};
 use deepspec_core::digest::Hasher;
-use deepspec_core::recipe::{Recipe, States};
+use deepspec_core::recipe::States;
 use deepspec_core::{env, jsonl};
+use deepspec_drafters::Recipe;
 use deepspec_text::{ChatTokenizer, trained_thinking};
 
 use crate::samples::{SampleMeta, Samples, shared};

@@ -4,8 +4,9 @@ use std::path::{Path, PathBuf};
 
 use crate::cache::{Encoding, FinalStates, Identity, Layout, Manifest};
 use deepspec_core::cli::Verbosity;
-use deepspec_core::recipe::{Recipe, TemplateRecipe};
+use deepspec_core::recipe::TemplateRecipe;
 use deepspec_drafters::DrafterPlan;
+use deepspec_drafters::Recipe;
 use deepspec_hub::model_dir;
 use deepspec_models::{ModelConfig, chat_formats, config_digest, probed_weights_digest, weights_digest};
 use deepspec_text::{ChatTemplate, ChatTokenizer};
@@ -58,7 +59,7 @@ impl TargetSpec {
 
 /// Warns if the mask token is an ordinary token, because it then also occurs in texts.
 fn report_mask_token(recipe: &Recipe, tokenizer: &ChatTokenizer) {
-    let Some(id) = recipe.drafter.settings["mask_token_id"].as_i64() else { return };
+    let Some(id) = recipe.drafter.mask_token_id() else { return };
     if let Some(token) = tokenizer.token(id).filter(|_| !tokenizer.is_special(id)) {
         tracing::warn!(
             "`mask_token_id` {id} is the ordinary token {token:?}, which texts hold too; choose a special or an unused one"

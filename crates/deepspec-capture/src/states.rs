@@ -1,6 +1,6 @@
 //! Selects the source of hidden states for a training run. Only this module knows all sources.
 
-use deepspec_core::recipe::Recipe;
+use deepspec_drafters::Recipe;
 use deepspec_models::TargetModel;
 use tch::{Device, Kind};
 

@@ -7,7 +7,7 @@ use std::path::Path;
 use common::Bench;
 use deepspec_capture::cache::{Builder, FinalStates, Plan, PlannedSample, Reader};
 use deepspec_capture::{Capture, fill};
-use deepspec_core::recipe::Recipe;
+use deepspec_drafters::Recipe;
 use deepspec_engine::{ModelInput, Target};
 use deepspec_testkit::skip;
 use tch::{Device, Kind, Tensor};

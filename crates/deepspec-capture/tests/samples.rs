@@ -10,7 +10,7 @@ use std::thread;
 use common::Bench;
 use deepspec_capture::cache::PlannedSample;
 use deepspec_capture::{Dataset, TargetSpec, tokenise};
-use deepspec_core::recipe::Recipe;
+use deepspec_drafters::Recipe;
 use serde_json::json;
 
 const SAMPLES: usize = 40;

@@ -10,7 +10,7 @@ use deepspec_capture::cache::{Builder, Encoding, FinalStates, Plan, verify};
 use deepspec_capture::{
     Capture, Dataset, SampleStates, StateSource, TargetRuntime, TargetSpec, fill, tokenise,
 };
-use deepspec_core::recipe::Recipe;
+use deepspec_drafters::Recipe;
 use deepspec_testkit::folder::files;
 use serde_json::json;
 use tch::{Device, Kind, Tensor};

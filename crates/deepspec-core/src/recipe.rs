@@ -29,9 +29,12 @@ pub use validate::at_least_one;
 pub const MAX_LENGTH: usize = 4096;
 
 /// One experiment.
+///
+/// `D` is the drafter: [`DrafterRecipe`] as a document has it, or the settings of a known kind.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[schemars(rename = "Recipe")]
 #[serde(deny_unknown_fields)]
-pub struct Recipe {
+pub struct Recipe<D> {
     /// Names the experiment; its checkpoints go to `logging.output_dir/name`.
     pub name: String,
     /// Seed of fresh weights, sample order and anchors.
@@ -40,7 +43,7 @@ pub struct Recipe {
     /// The model drafted for.
     pub target: TargetRecipe,
     /// The model that drafts.
-    pub drafter: DrafterRecipe,
+    pub drafter: D,
     /// What it learns from.
     pub data: DataRecipe,
     /// How it learns.
@@ -67,12 +70,12 @@ pub struct TargetRecipe {
     pub layer_ids: Vec<Tap>,
 }
 
-/// The drafter: its kind, and settings that nobody but that kind can read.
+/// A drafter whose settings have not been read: its kind, and a JSON value.
 #[derive(Debug, Clone, PartialEq)]
 pub struct DrafterRecipe {
     /// Names the kind.
     pub kind: String,
-    /// What stands under that name.
+    /// The value under that name.
     pub settings: Value,
 }
 
@@ -292,7 +295,7 @@ impl DataRecipe {
     }
 }
 
-impl Recipe {
+impl Recipe<DrafterRecipe> {
     /// Reads and checks a recipe except for the drafter's settings.
     ///
     /// # Errors
@@ -302,6 +305,14 @@ impl Recipe {
         recipe.data.chat_template = recipe.data.chat_template.resolve()?;
         recipe.validate().map_err(|(key, problem)| document.error(key, problem))?;
         Ok(recipe)
+    }
+}
+
+impl<D> Recipe<D> {
+    /// The recipe with another drafter.
+    pub fn with_drafter<E>(self, drafter: E) -> Recipe<E> {
+        let Self { name, seed, target, data, train, logging, eval, .. } = self;
+        Recipe { name, seed, target, drafter, data, train, logging, eval }
     }
 
     /// The folder of the cache; `None` if hidden states are never written.

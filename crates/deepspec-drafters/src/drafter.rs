@@ -2,7 +2,6 @@
 
 use std::path::Path;
 
-use deepspec_core::recipe::Recipe;
 use deepspec_core::{FinalStates, Slots, Tap};
 use deepspec_engine::{DraftRequest, DraftSampling, Proposal, Proposer};
 use deepspec_models::{ModelConfig, ModelError};
@@ -10,7 +9,7 @@ use serde_json::{Map, Value};
 use tch::{Device, Kind, Tensor};
 
 use crate::block_common::BlockSpec;
-use crate::draft_model::{PassBytes, SampleSize};
+use crate::draft_model::SampleSize;
 use crate::{LossDenominator, TrainSample};
 
 /// Options for loading a drafter.
@@ -63,18 +62,6 @@ pub trait Drafter: Proposer + Send {
     }
 }
 
-/// Settings of a drafter in a recipe.
-pub trait Settings {
-    /// All settings, with defaults.
-    fn to_json(&self) -> Value;
-
-    /// The drafter that `recipe` asks for, for this target.
-    ///
-    /// # Errors
-    /// The setting that does not fit.
-    fn fit(&self, recipe: &Recipe, target: &ModelConfig) -> Result<Box<dyn DrafterPlan>, ConfigIssue>;
-}
-
 /// A key of a drafter's settings, and the problem with its value.
 pub type ConfigIssue = (&'static str, String);
 
@@ -115,11 +102,8 @@ pub trait DrafterPlan: Send + Sync {
     /// Floating-point operations of forward and backward pass over `samples`.
     fn flops(&self, samples: &[TrainSample]) -> f64;
 
-    /// Peak bytes of forward and backward pass over samples of these sizes, beside weights and gradients.
-    fn pass_bytes(&self, samples: &[SampleSize], kind: Kind, device: Device) -> PassBytes;
-
-    /// Bytes of the code that oneDNN compiles for passes over micro-batches of one size.
-    fn code_bytes(&self, kind: Kind, device: Device) -> usize;
+    /// Estimated peak bytes of forward and backward pass over samples of these sizes, beside weights and gradients.
+    fn activation_bytes(&self, samples: &[SampleSize], kind: Kind, device: Device) -> usize;
 
     /// Freezes parameters whose names have one of these prefixes.
     fn freeze(&mut self, prefixes: Vec<&'static str>);

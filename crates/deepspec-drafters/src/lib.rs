@@ -16,6 +16,7 @@ mod eagle3;
 mod registration;
 mod registry;
 mod sample;
+mod spec;
 mod train_state;
 
 pub use block_common::{
@@ -28,12 +29,12 @@ pub use dflash2::{
     DFlash2Sum, Selector,
 };
 pub use draft_model::{
-    DraftDecoder, DraftModel, DrafterConfig, DrafterKind, PassBytes, Plan, SampleSize, WarmStart,
+    DraftDecoder, DraftModel, DrafterConfig, DrafterKind, PassRows, Plan, SampleSize, WarmStart,
     is_embed_or_head,
 };
 pub use drafter::{
     ConfigIssue, Drafter, DrafterOptions, DrafterOverrides, DrafterPlan, DrafterProbe, GradReadyHook,
-    Metrics, Predictions, Settings, TrainableDrafter, WeightCounts,
+    Metrics, Predictions, TrainableDrafter, WeightCounts,
 };
 pub use dspark::{
     Block, BlockConfig, BlockObjective, BlockPlan, BlockProposer, BlockRecipe, BlockSum, Confidence,
@@ -48,4 +49,5 @@ pub use registry::{
     recipe_schema, title,
 };
 pub use sample::{LossDenominator, TrainSample};
+pub use spec::{DrafterSpec, Recipe};
 pub use train_state::{TRAIN_STATE, trained_thinking};

@@ -8,13 +8,10 @@ use deepspec_models::{ModelError, families};
 use schemars::{Schema, SchemaGenerator};
 use serde::de::DeserializeOwned;
 
-use crate::{Drafter, DrafterOptions, Settings};
-
-/// Reads and checks the settings of a kind.
-type ReadSettings = fn(&Section<'_>) -> Result<Box<dyn Settings>, ConfigError>;
+use crate::{Drafter, DrafterOptions};
 
 /// Describes the settings of a kind.
-type SettingsSchema = fn(&mut SchemaGenerator) -> Schema;
+pub type SettingsSchema = fn(&mut SchemaGenerator) -> Schema;
 
 /// Loads a checkpoint of a kind.
 type Load = fn(&Path, &DrafterOptions) -> Result<Box<dyn Drafter>, ModelError>;
@@ -27,19 +24,10 @@ pub struct DrafterKindInfo {
     pub title: &'static str,
     /// Its parts, for those that are to stay as they are while others learn.
     pub parts: &'static [ParamGroup],
-    /// Its settings in a recipe; None for models that are not trained here.
-    pub settings: Option<RecipeSettings>,
+    /// Describes its settings in a recipe, for editors and the manual; None for models that are not trained here.
+    pub settings: Option<SettingsSchema>,
     /// Its checkpoints; None where they are those of another kind.
     pub checkpoints: Option<Checkpoints>,
-}
-
-/// Settings of a kind in recipes.
-#[derive(Clone, Copy)]
-pub struct RecipeSettings {
-    /// Reads and checks them.
-    pub read: ReadSettings,
-    /// Describes what they may be, for editors and the reference.
-    pub schema: SettingsSchema,
 }
 
 /// Checkpoints of a kind.

@@ -8,14 +8,14 @@ use deepspec_checkpoint::{
 };
 use deepspec_core::cli::UsageError;
 use deepspec_core::config::{ConfigError, Document, with_nearest};
-use deepspec_core::recipe::{DrafterRecipe, Recipe};
+use deepspec_core::recipe::DrafterRecipe;
 use deepspec_models::config::read_json;
 use deepspec_models::{ModelConfig, ModelError, families};
 use schemars::{JsonSchema, SchemaGenerator};
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 
-use crate::registration::{Checkpoints, DrafterKindInfo, Section};
-use crate::{Drafter, DrafterOptions, DrafterPlan, Settings, causal, dflash2, dspark, eagle3};
+use crate::registration::{Checkpoints, DrafterKindInfo};
+use crate::{Drafter, DrafterOptions, DrafterPlan, DrafterSpec, Recipe, causal, dflash2, dspark, eagle3};
 
 /// All kinds, in the order in which messages name them.
 const KINDS: [&DrafterKindInfo; 5] =
@@ -27,24 +27,26 @@ const KINDS: [&DrafterKindInfo; 5] =
 /// See [`ConfigError`].
 pub fn load_recipe(path: &Path, overrides: &[String]) -> Result<Recipe, ConfigError> {
     let document = Document::open(path, overrides)?;
-    let mut recipe = Recipe::read(&document)?;
-    recipe.drafter.settings = settings(&document, &recipe.drafter.kind)?.to_json();
+    let recipe = deepspec_core::recipe::Recipe::read(&document)?;
+    let drafter = DrafterSpec::read(&document, &recipe.drafter)?;
+    let recipe = recipe.with_drafter(drafter);
     frozen(&recipe).map_err(|problem| document.error("train.freeze", problem))?;
     Ok(recipe)
 }
 
-/// Reads the recipe that was written beside a checkpoint, by this version or an earlier one. What it says has been checked before.
+/// Reads the recipe that training wrote beside a checkpoint, in this version or an earlier one, as JSON.
+///
+/// Settings that did not exist in that version have their defaults. A drafter that this version cannot read stays as it is.
 ///
 /// # Errors
 /// See [`ConfigError`].
-pub fn load_saved_recipe(path: &Path) -> Result<Recipe, ConfigError> {
+pub fn load_saved_recipe(path: &Path) -> Result<Value, ConfigError> {
     let document = Document::open(path, &[])?;
-    let mut recipe: Recipe = document.read()?;
-    // Settings that did not exist then have their defaults; those that nobody reads any more are compared as they stand.
-    if let Ok(settings) = settings(&document, &recipe.drafter.kind) {
-        recipe.drafter.settings = settings.to_json();
-    }
-    Ok(recipe)
+    let recipe: deepspec_core::recipe::Recipe<DrafterRecipe> = document.read()?;
+    Ok(match DrafterSpec::read(&document, &recipe.drafter) {
+        Ok(drafter) => json!(recipe.with_drafter(drafter)),
+        Err(_) => json!(recipe),
+    })
 }
 
 /// What a recipe may say, as a JSON schema.
@@ -52,22 +54,23 @@ pub fn recipe_schema() -> Value {
     let mut schemas = SchemaGenerator::default();
     let kinds: Map<String, Value> = KINDS
         .iter()
-        .filter_map(|kind| Some((kind.name.to_string(), (kind.settings?.schema)(&mut schemas).to_value())))
+        .filter_map(|kind| Some((kind.name.to_string(), (kind.settings?)(&mut schemas).to_value())))
         .collect();
-    let mut schema = schemas.into_root_schema_for::<Recipe>().to_value();
+    let mut schema =
+        schemas.into_root_schema_for::<deepspec_core::recipe::Recipe<DrafterRecipe>>().to_value();
     schema["$defs"][&*DrafterRecipe::schema_name()]["properties"] = kinds.into();
     schema
 }
 
 /// Beginnings of the names of the parameters that a recipe freezes; the error is what is wrong with its list.
 fn frozen(recipe: &Recipe) -> Result<Vec<&'static str>, String> {
-    let kind = KINDS.into_iter().find(|kind| kind.name == recipe.drafter.kind);
+    let kind = KINDS.into_iter().find(|kind| kind.name == recipe.drafter.kind());
     let parts = kind.map_or(&[][..], |kind| kind.parts);
     let mut prefixes = vec![];
     for name in &recipe.train.freeze {
         let Some(part) = parts.iter().find(|part| part.name == name) else {
             let known = parts.iter().map(|part| format!("`{}`", part.name)).collect::<Vec<_>>().join(", ");
-            let title = title(&recipe.drafter.kind);
+            let title = title(recipe.drafter.kind());
             return Err(with_nearest(
                 name,
                 &format!("{title} has no part `{name}`; expected some of {known}"),
@@ -78,30 +81,15 @@ fn frozen(recipe: &Recipe) -> Result<Vec<&'static str>, String> {
     Ok(prefixes)
 }
 
-fn settings(document: &Document, kind: &str) -> Result<Box<dyn Settings>, ConfigError> {
-    let trained = || KINDS.iter().filter_map(|known| Some((known.name, known.settings?.read)));
-    match trained().find(|(name, _)| *name == kind) {
-        Some((_, read)) => read(&Section { document, kind }),
-        None => {
-            let names = trained().map(|(name, _)| format!("`{name}`")).collect::<Vec<_>>().join(", ");
-            let problem = format!("no drafter is called `{kind}`; expected one of {names}");
-            Err(document.error(&format!("drafter.{kind}"), with_nearest(kind, &problem)))
-        }
-    }
-}
-
 /// The drafter of a recipe from [`load_recipe`], fitted to its target.
 ///
 /// # Errors
 /// [`ModelError::Mismatch`] naming the key that does not fit.
 pub fn plan(recipe: &Recipe, target: &ModelConfig) -> Result<Box<dyn DrafterPlan>, ModelError> {
-    // Its settings have been read once before; they are the whole document now.
-    let kind = &recipe.drafter.kind;
+    let kind = recipe.drafter.kind();
     let mismatch = |text: String| ModelError::Mismatch(UsageError(text));
-    let value = serde_json::json!({"drafter": {kind: recipe.drafter.settings}});
-    let document = Document::from_value(Path::new(&recipe.name), value);
-    let settings = settings(&document, kind).map_err(|error| mismatch(error.to_string()))?;
-    let mut plan = settings
+    let mut plan = recipe
+        .drafter
         .fit(recipe, target)
         .map_err(|(key, problem)| mismatch(format!("`drafter.{kind}.{key}`: {problem}")))?;
     let wrong_freeze = |problem| mismatch(format!("`train.freeze`: {problem}"));

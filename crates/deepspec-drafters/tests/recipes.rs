@@ -1,8 +1,7 @@
 //! Recipes with the settings of every kind of drafter: defaults, ranges, and mistakes that are named with their line and whole key.
 
 use deepspec_core::config;
-use deepspec_core::recipe::Recipe;
-use deepspec_drafters::BlockRecipe;
+use deepspec_drafters::{DrafterSpec, Recipe};
 
 const MINIMAL: &str = "
 name: tiny
@@ -29,7 +28,7 @@ fn read(text: &str, overrides: &[&str]) -> Result<Recipe, String> {
 #[test]
 fn defaults_are_filled_in_and_survive_a_round_trip() {
     let recipe = read(MINIMAL, &[]).unwrap();
-    let settings = &recipe.drafter.settings;
+    let settings = &serde_json::to_value(&recipe.drafter).unwrap()["dspark"];
     assert_eq!((&settings["num_anchors"], &settings["confidence"]["alpha"]), (&512.into(), &1.0.into()));
     assert_eq!(read(&config::to_yaml(&recipe).unwrap(), &[]).unwrap(), recipe);
     assert_eq!(read(MINIMAL, &["drafter.dspark.num_anchors=512"]).unwrap(), recipe);
@@ -86,7 +85,9 @@ fn mistakes_are_named_with_their_line_and_whole_key() {
     wrong("drafter.dspark.layer_types=[full_attention, windowed]", "sliding_attention");
     let windows = |changes: &[&str]| {
         let recipe = read(MINIMAL, changes).unwrap();
-        let block: BlockRecipe = serde_json::from_value(recipe.drafter.settings).unwrap();
+        let (DrafterSpec::DSpark(block) | DrafterSpec::DFlash(block)) = recipe.drafter else {
+            panic!("a block drafter");
+        };
         block.layers().windows().collect::<Vec<_>>()
     };
     assert_eq!(windows(&[]), [None, None]);

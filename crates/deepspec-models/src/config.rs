@@ -6,7 +6,6 @@ use std::path::{Path, PathBuf};
 use deepspec_checkpoint::{CheckpointError, DecoderFamily, Fields};
 use deepspec_core::atomic;
 use deepspec_cost::estimate::{AttentionSize, ModelSize};
-use deepspec_ops::distill_loss::HeadShape;
 use deepspec_ops::kv_attention::capacity;
 use deepspec_text::ChatFormat;
 use serde_json::{Map, Value};
@@ -100,15 +99,6 @@ impl ModelConfig {
         let heads = self.layers.iter().map(|layer| layer.attention.heads);
         let row: usize = heads.map(|heads| 2 * heads.key_value as usize * heads.dim as usize).sum();
         slots * capacity(tokens) * row
-    }
-
-    /// Shape of the head.
-    pub fn head_shape(&self) -> HeadShape {
-        HeadShape {
-            vocab: self.vocab_size,
-            width: self.hidden_size as usize,
-            is_capped: self.logit_softcap.is_some(),
-        }
     }
 
     /// Weights of embedding, head and projections. Norms are not counted: they are less than a thousandth.

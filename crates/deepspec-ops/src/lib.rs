@@ -7,7 +7,6 @@
 
 mod adamw;
 mod attention;
-mod autograd_memory;
 mod block_attention;
 mod decoder_layer;
 mod device;
@@ -21,6 +20,7 @@ mod linear;
 mod rms_norm;
 mod rope;
 mod sample;
+mod saved_tensors;
 mod scatter;
 mod step_trace;
 mod unused;
@@ -29,8 +29,7 @@ mod verify;
 
 pub use adamw::{AdamWSettings, AdamWTensors, adamw, square_sum};
 pub use attention::{AttentionSpec, Heads, Qkv};
-pub use autograd_memory::{AutogradMemory, NORMED, code_bytes};
-pub use block_attention::{BlockAttention, BlockSizes, SequenceSpan};
+pub use block_attention::{BlockAttention, SequenceSpan};
 pub use decoder_layer::{Attend, LayerWeights, RepeatedRows, decoder_layer};
 pub use device::{LocalRank, default_kind, device, device_name, gpus, is_one_gpu, kind_name, rank_device};
 pub use error::DeviceError;
@@ -44,6 +43,7 @@ pub use linear::{PackedWeight, Weight, linear};
 pub use rms_norm::{RmsNormParams, rms_norm};
 pub use rope::{Rope, RopeSpec, Rotation, Scaling, Yarn, rope};
 pub use sample::{argmax, distributions, sample};
+pub use saved_tensors::SavedTensors;
 pub use scatter::add_rows;
 pub use step_trace::StepTrace;
 pub use upload::{DeviceArange, Floats, Upload, UploadSlice, Uploaded, copied_runs, runs};

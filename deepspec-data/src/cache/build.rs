@@ -14,8 +14,8 @@ use deepspec_capture::{Capture, Rejected, RowCounts, StatesError, TargetSpec, To
 use deepspec_core::atomic;
 use deepspec_core::cli::{self, ExitWith, UsageError, Verbosity, count};
 use deepspec_core::progress::Progress;
-use deepspec_core::recipe::Recipe;
 use deepspec_core::usage;
+use deepspec_drafters::Recipe;
 use deepspec_ops::{default_kind, device_name, kind_name};
 use tch::Device;
 

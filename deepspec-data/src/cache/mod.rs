@@ -17,8 +17,8 @@ use std::sync::{Mutex, PoisonError};
 use deepspec_capture::cache::CacheError;
 use deepspec_core::cli::{UsageError, Verbosity};
 use deepspec_core::progress::Progress;
-use deepspec_core::recipe::Recipe;
 use deepspec_core::{jsonl, usage};
+use deepspec_drafters::Recipe;
 
 /// What the states are captured from, and where they go.
 #[derive(clap::Args)]

@@ -62,7 +62,7 @@ impl MaskSettings {
         };
         let other =
             other.map(|other| ChatTemplate { default_system: template.default_system.clone(), ..other });
-        let mask_token = recipe.as_ref().and_then(|recipe| recipe.drafter.settings["mask_token_id"].as_i64());
+        let mask_token = recipe.as_ref().and_then(|recipe| recipe.drafter.mask_token_id());
         let own = recipe.map_or(MAX_LENGTH, |recipe| recipe.data.max_length);
         let max_length = args.max_length.unwrap_or(own);
         let vocab_size = ModelConfig::load(&dir).ok().map(|config| config.vocab_size as usize);

@@ -7,8 +7,7 @@ use std::path::{Path, PathBuf};
 
 use deepspec_capture::{StatesError, TargetSpec};
 use deepspec_core::cli::Verbosity;
-use deepspec_core::config;
-use deepspec_core::recipe::Recipe;
+use deepspec_drafters::Recipe;
 use tempfile::TempDir;
 
 /// A folder of its own with a copy of the tiny target, so that a test may change it.
@@ -41,7 +40,9 @@ impl Bench {
             self.path("target").display()
         );
         let overrides: Vec<String> = overrides.iter().map(ToString::to_string).collect();
-        config::parse(Path::new("recipe.yaml"), &text, &overrides).unwrap()
+        let path = self.path("recipe.yaml");
+        fs::write(&path, text).unwrap();
+        deepspec_drafters::load_recipe(&path, &overrides).unwrap()
     }
 
     pub fn source(&self, overrides: &[&str]) -> Result<TargetSpec, StatesError> {

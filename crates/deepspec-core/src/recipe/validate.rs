@@ -5,7 +5,7 @@ use super::{DataRecipe, LossNormalization, Recipe, States, TemplateRecipe};
 /// Maximum number of draft layers.
 const MOST_LAYERS: usize = 1024;
 
-impl Recipe {
+impl<D> Recipe<D> {
     /// Checks values against their ranges and each other; the error is a key with its problem.
     pub(super) fn validate(&self) -> Result<(), (&'static str, String)> {
         let positive = [
@@ -122,7 +122,7 @@ mod tests {
     use super::*;
     use crate::Tap;
     use crate::config::{self, Document};
-    use crate::recipe::Precision;
+    use crate::recipe::{DrafterRecipe, Precision};
 
     const MINIMAL: &str = "
 name: tiny
@@ -131,7 +131,7 @@ drafter: {dspark: {block_size: 7}}
 data: {states: {cache: runs/cache}, chat_template: qwen}
 ";
 
-    fn read(text: &str, overrides: &[&str]) -> Result<Recipe, String> {
+    fn read(text: &str, overrides: &[&str]) -> Result<Recipe<DrafterRecipe>, String> {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("recipe.yaml");
         std::fs::write(&path, text).unwrap();

@@ -19,7 +19,7 @@ mod token_sums;
 pub use backbone::Backbone;
 pub use batch::{BlockBatch, anchor_candidates, block_weight, eval_mask, slot_weight};
 pub use blocks::{BlockSpec, MAX_RANK, num_anchors};
-pub use cost::{backbone_flops, backbone_pass_bytes, backbone_product_shapes};
+pub use cost::{backbone_flops, block_pass_rows};
 pub use examined::predict;
 pub use layers::{DraftLayers, LayerType};
 pub use proposer::{AnchoredProposer, Drafting};

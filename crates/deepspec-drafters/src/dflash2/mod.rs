@@ -8,4 +8,4 @@ mod model;
 mod train;
 
 pub use model::{Convolution, DFlash2, DFlash2Config, DFlash2Recipe, Selector};
-pub use train::{DFlash2Objective, DFlash2Plan, DFlash2Proposer, DFlash2Sum, KIND};
+pub use train::{DFlash2Objective, DFlash2Plan, DFlash2Proposer, DFlash2Sum, KIND, fit, read};

@@ -1,29 +1,30 @@
 //! Training of DFlash 2: objective, metrics and costs.
 
+use deepspec_core::config::ConfigError;
 use deepspec_core::recipe::Recipe;
 use deepspec_core::{FinalStates, Slots};
 use deepspec_models::ModelConfig;
 use deepspec_models::nn::Builder;
+use deepspec_ops::add_rows;
 use deepspec_ops::distill_loss::{
     AuxLossOutput, Column, LossRecipe, RowObjective, Span, Supervised, distill_loss,
 };
-use deepspec_ops::{add_rows, distill_loss};
-use serde_json::{Map, Value, json};
+use serde_json::{Map, Value};
 use tch::{Device, Kind, Tensor};
 
 use super::model::{Candidates, DFlash2, DFlash2Config, DFlash2Parts, DFlash2Recipe, PathSelector};
 use crate::block_common::sums::{Window, ratio};
 use crate::block_common::{
-    AnchoredProposer, AnchoredSum, BlockBatch, BlockSpec, backbone_flops, backbone_pass_bytes,
-    backbone_product_shapes, block_weight, eval_mask, sums,
+    AnchoredProposer, AnchoredSum, BlockBatch, BlockSpec, backbone_flops, block_pass_rows, block_weight,
+    eval_mask, sums,
 };
 use crate::draft_model::{
-    DIRECTIONS, DraftDecoder, DrafterConfig, DrafterKind, PassBytes, Plan, SampleSize, check, gradient, load,
+    DraftDecoder, DrafterConfig, DrafterKind, PassRows, Plan, SampleSize, check, gradient, load,
 };
-use crate::registration::{Checkpoints, DrafterKindInfo, ParamGroup, RecipeSettings, classes};
+use crate::registration::{Checkpoints, DrafterKindInfo, ParamGroup, Section, classes};
 use crate::{
-    ConfigIssue, Drafter, DrafterPlan, GradReadyHook, LossDenominator, Metrics, Predictions, Settings,
-    TrainSample, block_common,
+    ConfigIssue, Drafter, DrafterPlan, GradReadyHook, LossDenominator, Metrics, Predictions, TrainSample,
+    block_common,
 };
 
 /// Parallel block drafter with convolutions and a path selector.
@@ -31,15 +32,7 @@ pub const KIND: DrafterKindInfo = DrafterKindInfo {
     name: "dflash2",
     title: "DFlash 2",
     parts: &[block_common::BACKBONE, ParamGroup { name: "selector", prefixes: &["candidate_selector."] }],
-    settings: Some(RecipeSettings {
-        read: |section| {
-            let recipe: DFlash2Recipe = section.read()?;
-            let checked = recipe.check().and_then(|()| recipe.loss().check());
-            checked.map_err(|(key, problem)| section.error(key, problem))?;
-            Ok(Box::new(recipe))
-        },
-        schema: |schemas| schemas.subschema_for::<DFlash2Recipe>(),
-    }),
+    settings: Some(|schemas| schemas.subschema_for::<DFlash2Recipe>()),
     checkpoints: Some(Checkpoints {
         classes: || classes(DFlash2Config::CLASS),
         hold: "DFlash 2",
@@ -65,35 +58,48 @@ pub struct DFlash2Objective {
     pub selector_alpha: f64,
 }
 
-impl Settings for DFlash2Recipe {
-    fn to_json(&self) -> Value {
-        json!(self)
-    }
+/// Reads and checks the settings of DFlash 2.
+///
+/// # Errors
+/// The wrong key, with file and line.
+pub fn read(section: &Section<'_>) -> Result<DFlash2Recipe, ConfigError> {
+    let own: DFlash2Recipe = section.read()?;
+    let checked = own.check().and_then(|()| own.loss().check());
+    checked.map_err(|(key, problem)| section.error(key, problem))?;
+    Ok(own)
+}
 
-    fn fit(&self, recipe: &Recipe, target: &ModelConfig) -> Result<Box<dyn DrafterPlan>, ConfigIssue> {
-        let config = DFlash2Config {
-            decoder: DraftDecoder::behind_anchors(target, recipe, self.layers().windows())?,
-            blocks: BlockSpec {
-                block_size: self.block_size,
-                slots: Slots::FillIn,
-                mask_token_id: self.mask_token_id,
-                num_anchors: self.num_anchors,
-            },
-            convolution: self.convolution,
-            selector_rank: self.selector.rank,
-            selector_top_k: self.selector.top_k,
-        };
-        config.validate().map_err(|(key, problem)| match key {
-            "num_hidden_layers" => ("num_draft_layers", problem),
-            "conv_kernel_size" => ("convolution.kernel_size", problem),
-            "conv_group_size" => ("convolution.group_size", problem),
-            "selector_rank" => ("selector.rank", problem),
-            "selector_top_k" => ("selector.top_k", problem),
-            other => (other, problem),
-        })?;
-        let objective = DFlash2Objective { loss: self.loss(), selector_alpha: self.selector.alpha };
-        Ok(Box::new(DFlash2Plan::new(config, objective)))
-    }
+/// The drafter with these settings for this target.
+///
+/// # Errors
+/// The setting that does not fit.
+pub fn fit<D>(
+    own: &DFlash2Recipe,
+    recipe: &Recipe<D>,
+    target: &ModelConfig,
+) -> Result<Box<dyn DrafterPlan>, ConfigIssue> {
+    let config = DFlash2Config {
+        decoder: DraftDecoder::behind_anchors(target, recipe, own.layers().windows())?,
+        blocks: BlockSpec {
+            block_size: own.block_size,
+            slots: Slots::FillIn,
+            mask_token_id: own.mask_token_id,
+            num_anchors: own.num_anchors,
+        },
+        convolution: own.convolution,
+        selector_rank: own.selector.rank,
+        selector_top_k: own.selector.top_k,
+    };
+    config.validate().map_err(|(key, problem)| match key {
+        "num_hidden_layers" => ("num_draft_layers", problem),
+        "conv_kernel_size" => ("convolution.kernel_size", problem),
+        "conv_group_size" => ("convolution.group_size", problem),
+        "selector_rank" => ("selector.rank", problem),
+        "selector_top_k" => ("selector.top_k", problem),
+        other => (other, problem),
+    })?;
+    let objective = DFlash2Objective { loss: own.loss(), selector_alpha: own.selector.alpha };
+    Ok(Box::new(DFlash2Plan::new(config, objective)))
 }
 
 impl DrafterKind for DFlash2Parts {
@@ -134,12 +140,11 @@ impl DrafterKind for DFlash2Parts {
         plan.config.flops(samples)
     }
 
-    fn pass_bytes(config: &DFlash2Config, samples: &[SampleSize], kind: Kind, device: Device) -> PassBytes {
-        config.pass_bytes(samples, kind.elt_size_in_bytes(), device)
-    }
-
-    fn product_shapes(config: &DFlash2Config) -> usize {
-        config.product_shapes()
+    /// Autograd keeps the input of each convolution once per tap, and its coefficients.
+    fn pass_rows(config: &DFlash2Config, samples: &[SampleSize]) -> PassRows {
+        let taps = config.convolution.kernel_size * config.decoder.model.hidden_size;
+        let own_values = HALVES * (SIDES * taps as usize + config.coefficients());
+        PassRows { own_values, ..block_pass_rows(&config.blocks, samples) }
     }
 
     fn drafter(model: DFlash2, slots: usize) -> Box<dyn Drafter> {
@@ -354,35 +359,6 @@ impl DFlash2Config {
     fn coefficients(&self) -> usize {
         let channels = self.decoder.model.hidden_size / self.convolution.group_size;
         (SIDES as i64 * self.convolution.kernel_size * channels) as usize
-    }
-
-    /// Peak bytes of forward and backward pass over `samples`, beside weights and gradients, at `bytes` per value.
-    pub fn pass_bytes(&self, samples: &[SampleSize], bytes: usize, device: Device) -> PassBytes {
-        let (model, rank) = (&self.decoder.model, self.selector_rank as usize);
-        let (d, vocab) = (model.hidden_size as usize, model.vocab_size);
-        let gamma = self.blocks.drafted();
-        let anchors: usize = samples.iter().map(|sample| sample.anchors).sum();
-        let (slots, rows) = (anchors * self.blocks.block_size, anchors * gamma);
-        let mut backbone = backbone_pass_bytes(&self.decoder, &self.blocks, false, samples, bytes, device);
-        // Autograd keeps the input of each convolution once per tap, shifted by its slots.
-        let read = SIDES * self.convolution.kernel_size as usize * d;
-        let convolved = HALVES * slots * (read + self.coefficients()) * bytes;
-        backbone.by_layer.iter_mut().for_each(|layer| *layer += convolved);
-        // The candidates' rows of B, in the weights' dtype and in float32, and their gradients.
-        let tile = distill_loss::tile_rows(vocab, rows, gamma as i64, device);
-        let candidates = tile * self.selector_top_k as usize * rank * (bytes + 2 * size_of::<f32>());
-        let objective =
-            distill_loss::buffer_bytes(model.head_shape(), false, rows, gamma as i64, bytes, device)
-                + candidates
-                + rows * (3 * d + 3 * rank) * bytes
-                + vocab as usize * rank * size_of::<f32>();
-        PassBytes { objective, ..backbone }
-    }
-
-    /// Shapes of matrix products in passes over micro-batches of one size.
-    pub fn product_shapes(&self) -> usize {
-        // Coefficients of one shape, the selector's projection, and logits with their gradient.
-        backbone_product_shapes(&self.decoder) + 2 * DIRECTIONS + 2
     }
 
     /// Floating-point operations of forward and backward pass over `samples`, counted as in `backbone_flops`.

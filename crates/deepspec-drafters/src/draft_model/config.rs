@@ -28,9 +28,9 @@ impl DraftDecoder {
     ///
     /// # Errors
     /// A key of the recipe, and what is wrong with it.
-    pub fn behind_anchors(
+    pub fn behind_anchors<D>(
         target: &ModelConfig,
-        recipe: &Recipe,
+        recipe: &Recipe<D>,
         windows: impl Iterator<Item = Option<usize>>,
     ) -> Result<Self, ConfigIssue> {
         Self::of(target, recipe, target.anchored_decoder(&windows.take(MAX_LAYERS + 1).collect::<Vec<_>>()))
@@ -40,13 +40,17 @@ impl DraftDecoder {
     ///
     /// # Errors
     /// A key of the recipe, and what is wrong with it.
-    pub fn like_target(target: &ModelConfig, recipe: &Recipe, layers: usize) -> Result<Self, ConfigIssue> {
+    pub fn like_target<D>(
+        target: &ModelConfig,
+        recipe: &Recipe<D>,
+        layers: usize,
+    ) -> Result<Self, ConfigIssue> {
         Self::of(target, recipe, target.draft_decoder(&vec![None; layers.min(MAX_LAYERS + 1)]))
     }
 
-    fn of(
+    fn of<D>(
         target: &ModelConfig,
-        recipe: &Recipe,
+        recipe: &Recipe<D>,
         model: Result<ModelConfig, ModelError>,
     ) -> Result<Self, ConfigIssue> {
         let model = model.map_err(|error| ("layer_types", error.to_string()))?;

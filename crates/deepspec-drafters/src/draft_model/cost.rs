@@ -1,18 +1,10 @@
-//! Memory of a training pass.
+//! Memory of a training pass, estimated from the rows that it computes.
 
-use deepspec_models::nn::{LayerSpec, Norms, Value};
-use deepspec_ops::{AutogradMemory, NORMED};
+use deepspec_models::nn::{LayerSpec, Norms};
+use deepspec_ops::{SavedTensors, distill_loss};
+use tch::{Device, Kind};
 
-/// Weighted matrix products of a layer: queries, keys and values, output, gate and up, down.
-pub(crate) const PROJECTIONS: usize = 5;
-/// Products per weight: the forward, and the gradients of input and weight, of other shapes each.
-pub(crate) const DIRECTIONS: usize = 3;
-/// Number of distinct layers by the shapes of their products.
-pub(crate) fn layer_shapes(layers: &[LayerSpec]) -> usize {
-    let shape = |layer: &LayerSpec| (layer.attention.heads, layer.intermediate_size);
-    let is_first = |i: &usize| layers[..*i].iter().all(|other| shape(other) != shape(&layers[*i]));
-    (0..layers.len()).filter(is_first).count()
-}
+use super::DraftDecoder;
 
 /// Sizes of a sample of a micro-batch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -25,55 +17,67 @@ pub struct SampleSize {
     pub anchors: usize,
 }
 
-/// Bytes of a training pass beside weights and gradients.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct PassBytes {
-    /// Kept from forward to backward, without `by_layer`.
-    pub kept: usize,
-    /// Kept by each layer that can be recomputed.
-    pub by_layer: Vec<usize>,
-    /// Kept of a layer that is recomputed.
-    pub input: usize,
-    /// Gradients between two recomputed layers.
-    pub between: usize,
-    /// Temporaries of the layers' backward pass, after what it has freed.
+/// Rows of a pass over a micro-batch.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PassRows {
+    /// Rows that run through the layers.
     pub layers: usize,
-    /// Temporaries of the losses.
-    pub objective: usize,
-    /// Whether layers are recomputed.
-    pub recomputes: bool,
+    /// Context tokens, whose keys and values every layer projects.
+    pub context: usize,
+    /// Rows with a loss.
+    pub supervised: usize,
+    /// Values that the drafter's own parts keep of a row in each layer.
+    pub own_values: usize,
 }
 
-impl PassBytes {
-    /// Kept from forward to backward while the losses are computed.
-    pub fn activations(&self) -> usize {
-        let of_layers =
-            if self.recomputes { self.by_layer.len() * self.input } else { self.by_layer.iter().sum() };
-        self.kept + of_layers
-    }
-
-    /// Most temporaries of losses or layers.
-    pub fn workspace(&self) -> usize {
-        let again = if self.recomputes {
-            self.by_layer.iter().max().map_or(0, |most| most + self.between)
-        } else {
-            0
-        };
-        self.objective.max(again + self.layers)
-    }
-
-    /// Peak.
-    pub fn peak(&self) -> usize {
-        self.activations() + self.workspace()
+impl PassRows {
+    /// Estimated peak bytes of forward and backward pass, beside weights and gradients.
+    ///
+    /// The estimate counts the tensors that autograd keeps for each row, the gradients of one layer, and the buffers of the losses. It
+    /// leaves out attention masks and the heads of a drafter.
+    pub fn activation_bytes(
+        &self,
+        decoder: &DraftDecoder,
+        kind: Kind,
+        device: Device,
+        recomputes: bool,
+    ) -> usize {
+        let Self { layers: rows, context, supervised, own_values } = *self;
+        let (model, value) = (&decoder.model, kind.elt_size_in_bytes());
+        let d = model.hidden_size as usize;
+        let saved = SavedTensors::of(kind, device);
+        let by_layer = model.layers.iter().map(|layer| {
+            let row = row_bytes(layer, saved, value) + own_values * value;
+            rows * row + context * key_value_bytes(layer, saved, value)
+        });
+        let (kept, largest) = (by_layer.clone().sum::<usize>(), by_layer.max().unwrap_or(0));
+        let of_layers = if recomputes { model.layers.len() * rows * d * value + largest } else { kept };
+        // Gradients of a layer are about half of its activations.
+        let gradients = largest / 2;
+        let inputs = (context * (decoder.taps.len() + 2) + supervised * 3) * d * value;
+        of_layers
+            + gradients
+            + inputs
+            + distill_loss::buffer_bytes(model.vocab_size, supervised, kind, device)
     }
 }
 
-/// Bytes that autograd keeps of norms that only some families have, in a layer of so many rows with values of `sources` rows: the norms
-/// of a sandwich, and the norm of values.
-pub(crate) fn family_norms(layer: &LayerSpec, rows: usize, sources: usize, of: AutogradMemory) -> usize {
-    let behind = if layer.norms == Norms::Sandwich { 2 * rows * layer.hidden_size as usize } else { 0 };
+/// Bytes that autograd saves of a row in a layer: its norms, queries, keys and values, the attention's output, and the MLP.
+fn row_bytes(layer: &LayerSpec, saved: SavedTensors, value: usize) -> usize {
+    let (d, heads) = (layer.hidden_size as usize, layer.attention.heads);
+    let queries = (heads.query * heads.dim) as usize;
+    // Norms after attention and MLP have no product after them that would save their output.
+    let after = if layer.norms == Norms::Sandwich { 2 * saved.norm } else { 0 };
+    let head_norm = if layer.qk_norm { saved.norm } else { 0 };
+    d * (2 * (saved.norm + value) + after)
+        + queries * (head_norm + 3 * value)
+        + key_value_bytes(layer, saved, value)
+        + saved.mlp * layer.intermediate_size as usize * value
+}
+
+/// Bytes that autograd saves of a row's keys and values.
+fn key_value_bytes(layer: &LayerSpec, saved: SavedTensors, value: usize) -> usize {
     let heads = layer.attention.heads;
-    let values =
-        if layer.value == Value::Projected { 0 } else { sources * (heads.key_value * heads.dim) as usize };
-    behind * of.normed() + values * NORMED
+    let head_norm = if layer.qk_norm { saved.norm } else { 0 };
+    (heads.key_value * heads.dim) as usize * (head_norm + 3 * value)
 }

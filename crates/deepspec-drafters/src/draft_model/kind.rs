@@ -9,7 +9,7 @@ use deepspec_models::{ModelConfig, ModelError};
 use serde_json::{Map, Value};
 use tch::{Device, Kind, Tensor};
 
-use super::{DraftDecoder, DraftModel, PassBytes, SampleSize, WarmStart};
+use super::{DraftDecoder, DraftModel, PassRows, SampleSize, WarmStart};
 use crate::block_common::{BlockSpec, anchor_candidates};
 use crate::{
     Drafter, DrafterOptions, DrafterOverrides, DrafterPlan, DrafterProbe, GradReadyHook, LossDenominator,
@@ -111,11 +111,8 @@ pub trait DrafterKind: Sized + Send + 'static {
     /// See [`DrafterPlan::flops`].
     fn flops(plan: &Plan<Self>, samples: &[TrainSample]) -> f64;
 
-    /// See [`DrafterPlan::pass_bytes`].
-    fn pass_bytes(config: &Self::Config, samples: &[SampleSize], kind: Kind, device: Device) -> PassBytes;
-
-    /// Shapes of matrix products in passes over micro-batches of one size.
-    fn product_shapes(config: &Self::Config) -> usize;
+    /// Rows of a pass over samples of these sizes.
+    fn pass_rows(config: &Self::Config, samples: &[SampleSize]) -> PassRows;
 
     /// A drafter for `slots` sequences.
     fn drafter(model: DraftModel<Self>, slots: usize) -> Box<dyn Drafter>;
@@ -217,13 +214,9 @@ impl<K: DrafterKind> DrafterPlan for Plan<K> {
         K::flops(self, samples)
     }
 
-    fn pass_bytes(&self, samples: &[SampleSize], kind: Kind, device: Device) -> PassBytes {
-        let bytes = K::pass_bytes(&self.config, samples, kind, device);
-        PassBytes { recomputes: self.recomputes, ..bytes }
-    }
-
-    fn code_bytes(&self, kind: Kind, device: Device) -> usize {
-        deepspec_ops::code_bytes(K::product_shapes(&self.config), kind, device)
+    fn activation_bytes(&self, samples: &[SampleSize], kind: Kind, device: Device) -> usize {
+        let rows = K::pass_rows(&self.config, samples);
+        rows.activation_bytes(self.config.decoder(), kind, device, self.recomputes)
     }
 
     fn freeze(&mut self, prefixes: Vec<&'static str>) {

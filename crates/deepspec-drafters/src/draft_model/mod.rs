@@ -21,11 +21,10 @@ use tch::{Device, Kind, Tensor};
 
 pub use checkpoint::is_embed_or_head;
 pub use config::DraftDecoder;
-pub use cost::{PassBytes, SampleSize};
+pub use cost::{PassRows, SampleSize};
 pub use kind::{DrafterConfig, DrafterKind, Plan, check, load};
 pub use transfer::WarmStart;
 
-pub(crate) use cost::{DIRECTIONS, PROJECTIONS, family_norms, layer_shapes};
 pub(crate) use gradients::{backward, gradient};
 pub(crate) use upload::joined;
 

@@ -5,4 +5,7 @@ mod model;
 mod train;
 
 pub use model::{Block, BlockConfig, BlockRecipe, Confidence, ConfidenceRecipe, Markov, MarkovKind};
-pub use train::{BlockObjective, BlockPlan, BlockProposer, BlockSum, DFLASH, DSPARK};
+pub use train::{
+    BlockObjective, BlockPlan, BlockProposer, BlockSum, DFLASH, DFLASH_LOSS, DSPARK, DSPARK_LOSS, fit,
+    read_dflash, read_dspark,
+};

@@ -5,24 +5,23 @@ use deepspec_core::config::ConfigError;
 use deepspec_core::recipe::Recipe;
 use deepspec_models::ModelConfig;
 use deepspec_models::nn::Builder;
-use deepspec_ops::distill_loss;
 use deepspec_ops::distill_loss::{Bias, Column, LossOutput, LossRecipe, Supervised, distill_loss};
-use serde_json::{Map, Value, json};
-use tch::{Device, Kind, Reduction, Tensor};
+use serde_json::{Map, Value};
+use tch::{Kind, Reduction, Tensor};
 
 use super::model::{Block, BlockConfig, BlockParts, BlockRecipe, Confidence, MarkovHead, MarkovKind};
 use crate::block_common::sums::Window;
 use crate::block_common::{
-    AnchoredProposer, AnchoredSum, BlockBatch, BlockSpec, backbone_flops, backbone_pass_bytes,
-    backbone_product_shapes, block_weight, eval_mask, sums,
+    AnchoredProposer, AnchoredSum, BlockBatch, BlockSpec, backbone_flops, block_pass_rows, block_weight,
+    eval_mask, sums,
 };
 use crate::draft_model::{
-    DraftDecoder, DrafterConfig, DrafterKind, PassBytes, Plan, SampleSize, check, gradient, load,
+    DraftDecoder, DrafterConfig, DrafterKind, PassRows, Plan, SampleSize, check, gradient, load,
 };
-use crate::registration::{Checkpoints, DrafterKindInfo, ParamGroup, RecipeSettings, Section, classes};
+use crate::registration::{Checkpoints, DrafterKindInfo, ParamGroup, Section, classes};
 use crate::{
-    ConfigIssue, Drafter, DrafterPlan, GradReadyHook, LossDenominator, Metrics, Predictions, Settings,
-    TrainSample, block_common,
+    ConfigIssue, Drafter, DrafterPlan, GradReadyHook, LossDenominator, Metrics, Predictions, TrainSample,
+    block_common,
 };
 
 /// Parameter groups that `train.freeze` names.
@@ -37,10 +36,7 @@ pub const DSPARK: DrafterKindInfo = DrafterKindInfo {
     name: "dspark",
     title: "DSpark",
     parts: PARTS,
-    settings: Some(RecipeSettings {
-        read: |section| Ok(Box::new(BlockSettings::check(section, section.read()?, (0.1, 0.9))?)),
-        schema: |schemas| schemas.subschema_for::<BlockRecipe>(),
-    }),
+    settings: Some(|schemas| schemas.subschema_for::<BlockRecipe>()),
     checkpoints: Some(Checkpoints {
         classes: || classes(BlockConfig::CLASS),
         hold: "a block drafter (DSpark, DFlash)",
@@ -56,67 +52,71 @@ pub const DFLASH: DrafterKindInfo = DrafterKindInfo {
     name: "dflash",
     title: "DFlash",
     parts: PARTS,
-    settings: Some(RecipeSettings {
-        read: |section| {
-            let recipe: BlockRecipe = section.read()?;
-            if recipe.markov.is_some() || recipe.confidence.is_some() {
-                return Err(section.error("", "DFlash has no Markov and no confidence head; use `dspark`"));
-            }
-            Ok(Box::new(BlockSettings::check(section, recipe, (1.0, 0.0))?))
-        },
-        schema: |schemas| schemas.subschema_for::<BlockRecipe>(),
-    }),
+    settings: Some(|schemas| schemas.subschema_for::<BlockRecipe>()),
     checkpoints: None,
 };
 
-/// A block drafter's settings.
-struct BlockSettings {
-    recipe: BlockRecipe,
+/// Losses of DSpark where a recipe gives none.
+pub const DSPARK_LOSS: LossRecipe = LossRecipe { ce_alpha: 0.1, l1_alpha: 0.9, ..LossRecipe::NONE };
+/// Losses of DFlash where a recipe gives none.
+pub const DFLASH_LOSS: LossRecipe = LossRecipe { ce_alpha: 1.0, ..LossRecipe::NONE };
+
+/// Reads and checks the settings of DSpark.
+///
+/// # Errors
+/// The wrong key, with file and line.
+pub fn read_dspark(section: &Section<'_>) -> Result<BlockRecipe, ConfigError> {
+    checked(section, section.read()?, DSPARK_LOSS)
+}
+
+/// Reads and checks the settings of DFlash, which has no heads.
+///
+/// # Errors
+/// As [`read_dspark`].
+pub fn read_dflash(section: &Section<'_>) -> Result<BlockRecipe, ConfigError> {
+    let recipe: BlockRecipe = section.read()?;
+    if recipe.markov.is_some() || recipe.confidence.is_some() {
+        return Err(section.error("", "DFlash has no Markov and no confidence head; use `dspark`"));
+    }
+    checked(section, recipe, DFLASH_LOSS)
+}
+
+fn checked(section: &Section<'_>, block: BlockRecipe, loss: LossRecipe) -> Result<BlockRecipe, ConfigError> {
+    let result = block.check().and_then(|()| block.loss.unwrap_or(loss).check());
+    result.map_err(|(key, problem)| section.error(key, problem))?;
+    Ok(block)
+}
+
+/// The drafter with these settings for this target; `loss` are the losses where the settings give none.
+///
+/// # Errors
+/// The setting that does not fit.
+pub fn fit<D>(
+    block: &BlockRecipe,
     loss: LossRecipe,
-}
-
-impl BlockSettings {
-    /// Checks settings. `ce_alpha` and `l1_alpha` are the weights where the recipe gives no loss.
-    fn check(
-        section: &Section,
-        recipe: BlockRecipe,
-        (ce_alpha, l1_alpha): (f64, f64),
-    ) -> Result<Self, ConfigError> {
-        let loss = recipe.loss.unwrap_or(LossRecipe { ce_alpha, l1_alpha, ..LossRecipe::NONE });
-        let wrong = |(key, problem): (&str, String)| section.error(key, problem);
-        recipe.check().and_then(|()| loss.check()).map_err(wrong)?;
-        Ok(Self { recipe, loss })
-    }
-}
-
-impl Settings for BlockSettings {
-    fn to_json(&self) -> Value {
-        json!(self.recipe)
-    }
-
-    fn fit(&self, recipe: &Recipe, target: &ModelConfig) -> Result<Box<dyn DrafterPlan>, ConfigIssue> {
-        let Self { recipe: block, loss } = self;
-        let config = BlockConfig {
-            decoder: DraftDecoder::behind_anchors(target, recipe, block.layers().windows())?,
-            blocks: BlockSpec {
-                block_size: block.block_size,
-                slots: block.slots,
-                mask_token_id: block.mask_token_id,
-                num_anchors: block.num_anchors,
-            },
-            markov: block.markov,
-            confidence: block.confidence.map(|head| Confidence { with_markov: head.with_markov }),
-        };
-        config.validate().map_err(|(key, problem)| match key {
-            "num_hidden_layers" => ("num_draft_layers", problem),
-            "markov_rank" => ("markov.rank", problem),
-            "confidence_head_with_markov" => ("confidence.with_markov", problem),
-            other => (other, problem),
-        })?;
-        let confidence_alpha = block.confidence.map_or(0.0, |head| head.alpha);
-        let objective = BlockObjective { loss: *loss, confidence_alpha };
-        Ok(Box::new(BlockPlan::new(config, objective)))
-    }
+    recipe: &Recipe<D>,
+    target: &ModelConfig,
+) -> Result<Box<dyn DrafterPlan>, ConfigIssue> {
+    let config = BlockConfig {
+        decoder: DraftDecoder::behind_anchors(target, recipe, block.layers().windows())?,
+        blocks: BlockSpec {
+            block_size: block.block_size,
+            slots: block.slots,
+            mask_token_id: block.mask_token_id,
+            num_anchors: block.num_anchors,
+        },
+        markov: block.markov,
+        confidence: block.confidence.map(|head| Confidence { with_markov: head.with_markov }),
+    };
+    config.validate().map_err(|(key, problem)| match key {
+        "num_hidden_layers" => ("num_draft_layers", problem),
+        "markov_rank" => ("markov.rank", problem),
+        "confidence_head_with_markov" => ("confidence.with_markov", problem),
+        other => (other, problem),
+    })?;
+    let confidence_alpha = block.confidence.map_or(0.0, |head| head.alpha);
+    let objective = BlockObjective { loss: block.loss.unwrap_or(loss), confidence_alpha };
+    Ok(Box::new(BlockPlan::new(config, objective)))
 }
 
 /// A block drafter with a KV cache.
@@ -172,17 +172,8 @@ impl DrafterKind for BlockParts {
         plan.config.flops(samples)
     }
 
-    fn pass_bytes(
-        config: &BlockConfig,
-        samples: &[SampleSize],
-        kind: tch::Kind,
-        device: Device,
-    ) -> PassBytes {
-        config.pass_bytes(samples, kind.elt_size_in_bytes(), device)
-    }
-
-    fn product_shapes(config: &BlockConfig) -> usize {
-        config.product_shapes()
+    fn pass_rows(config: &BlockConfig, samples: &[SampleSize]) -> PassRows {
+        block_pass_rows(&config.blocks, samples)
     }
 
     fn drafter(model: Block, slots: usize) -> Box<dyn Drafter> {
@@ -397,33 +388,6 @@ impl Metrics for BlockMetrics {
 }
 
 impl BlockConfig {
-    /// Peak bytes of forward and backward pass over `samples`, beside weights and gradients, at `bytes` per value. All drafts are
-    /// taken as supervised.
-    pub fn pass_bytes(&self, samples: &[SampleSize], bytes: usize, device: Device) -> PassBytes {
-        let rows = samples.iter().map(|sample| sample.anchors * self.blocks.drafted()).sum();
-        let backbone = backbone_pass_bytes(&self.decoder, &self.blocks, true, samples, bytes, device);
-        PassBytes { objective: self.objective_bytes(rows, bytes, device), ..backbone }
-    }
-
-    /// Shapes of matrix products in passes over micro-batches of one size.
-    pub fn product_shapes(&self) -> usize {
-        // Logits and their gradient, in chunks of one size; the bias, its gradient and its weight's.
-        let head = 2 + if self.markov.is_some() { 3 } else { 0 };
-        backbone_product_shapes(&self.decoder) + head
-    }
-
-    /// Bytes of the losses of so many rows: buffers of a chunk, hidden states and features with their gradients, the target's hidden
-    /// states, and float32 sums for a narrower W2.
-    fn objective_bytes(&self, rows: usize, bytes: usize, device: Device) -> usize {
-        let (d, vocab) = (self.decoder.model.hidden_size as usize, self.decoder.model.vocab_size);
-        let rank = self.markov.map_or(0, |markov| markov.rank as usize);
-        let sums = if bytes < size_of::<f32>() { vocab as usize * rank * size_of::<f32>() } else { 0 };
-        let gamma = self.blocks.drafted() as i64;
-        distill_loss::buffer_bytes(self.decoder.model.head_shape(), rank > 0, rows, gamma, bytes, device)
-            + rows * (3 * d + 2 * rank) * bytes
-            + sums
-    }
-
     /// Floating-point operations of forward and backward pass over `samples`, counted as in `backbone_flops`. The target's logits count
     /// once; work that drafts share counts for each of them.
     pub fn flops(&self, samples: &[TrainSample]) -> f64 {

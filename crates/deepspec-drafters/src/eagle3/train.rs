@@ -1,26 +1,24 @@
 //! Training of Eagle3: objective, metrics and costs.
 
 use deepspec_core::FinalStates;
+use deepspec_core::config::ConfigError;
 use deepspec_core::recipe::{LossNormalization, Recipe};
 use deepspec_models::ModelConfig;
 use deepspec_models::nn::{Builder, Heads};
 use deepspec_ops::distill_loss::{Column, LossOutput, LossRecipe, Supervised, distill_loss};
-use deepspec_ops::{AutogradMemory, distill_loss};
 use serde_json::{Map, Value, json};
-use tch::{Device, Kind, Tensor};
+use tch::{Kind, Tensor};
 
 use super::model::{
-    Eagle3, Eagle3Batch, Eagle3Config, Eagle3Objective, Eagle3Parts, Eagle3Proposer, Eagle3Recipe, PIECE,
-    Step, Supervise, needed, supervised,
+    Eagle3, Eagle3Batch, Eagle3Config, Eagle3Objective, Eagle3Parts, Eagle3Proposer, Eagle3Recipe, Step,
+    Supervise, needed, supervised,
 };
 use crate::draft_model::{
-    DIRECTIONS, DraftDecoder, DrafterConfig, DrafterKind, PROJECTIONS, PassBytes, Plan, SampleSize, backward,
-    check, family_norms, layer_shapes, load,
+    DraftDecoder, DrafterConfig, DrafterKind, PassRows, Plan, SampleSize, backward, check, load,
 };
-use crate::registration::{Checkpoints, DrafterKindInfo, ParamGroup, RecipeSettings, classes};
+use crate::registration::{Checkpoints, DrafterKindInfo, ParamGroup, Section, classes};
 use crate::{
-    ConfigIssue, Drafter, DrafterPlan, GradReadyHook, LossDenominator, Metrics, Predictions, Settings,
-    TrainSample,
+    ConfigIssue, Drafter, DrafterPlan, GradReadyHook, LossDenominator, Metrics, Predictions, TrainSample,
 };
 
 /// Autoregressive drafter, trained on its own outputs.
@@ -32,14 +30,7 @@ pub const KIND: DrafterKindInfo = DrafterKindInfo {
         ParamGroup { name: "layers", prefixes: &["layers."] },
         ParamGroup { name: "norm", prefixes: &["norm."] },
     ],
-    settings: Some(RecipeSettings {
-        read: |section| {
-            let recipe: Eagle3Recipe = section.read()?;
-            recipe.check().map_err(|(key, problem)| section.error(key, problem))?;
-            Ok(Box::new(recipe))
-        },
-        schema: |schemas| schemas.subschema_for::<Eagle3Recipe>(),
-    }),
+    settings: Some(|schemas| schemas.subschema_for::<Eagle3Recipe>()),
     checkpoints: Some(Checkpoints {
         classes: || classes(Eagle3Config::CLASS),
         hold: "Eagle3",
@@ -53,29 +44,41 @@ pub const KIND: DrafterKindInfo = DrafterKindInfo {
 /// Architecture and objective of an Eagle3 drafter, without weights.
 pub type Eagle3Plan = Plan<Eagle3Parts>;
 
-impl Settings for Eagle3Recipe {
-    fn to_json(&self) -> Value {
-        json!(self)
-    }
+/// Reads and checks the settings of Eagle3.
+///
+/// # Errors
+/// The wrong key, with file and line.
+pub fn read(section: &Section<'_>) -> Result<Eagle3Recipe, ConfigError> {
+    let own: Eagle3Recipe = section.read()?;
+    own.check().map_err(|(key, problem)| section.error(key, problem))?;
+    Ok(own)
+}
 
-    fn fit(&self, recipe: &Recipe, target: &ModelConfig) -> Result<Box<dyn DrafterPlan>, ConfigIssue> {
-        let config = Eagle3Config {
-            decoder: DraftDecoder::like_target(target, recipe, self.num_draft_layers)
-                .map_err(|(_, problem)| ("num_draft_layers", problem))?,
-            ttt_length: self.ttt_length,
-            step_loss_decay: self.step_loss_decay,
-        };
-        config.validate().map_err(|(key, problem)| match key {
-            "num_hidden_layers" => ("num_draft_layers", problem),
-            other => (other, problem),
-        })?;
-        let objective = Eagle3Objective {
-            supervise: self.supervise,
-            step_loss_decay: self.step_loss_decay,
-            normalization: recipe.train.loss_normalization,
-        };
-        Ok(Box::new(Eagle3Plan::new(config, objective)))
-    }
+/// The drafter with these settings for this target.
+///
+/// # Errors
+/// The setting that does not fit.
+pub fn fit<D>(
+    own: &Eagle3Recipe,
+    recipe: &Recipe<D>,
+    target: &ModelConfig,
+) -> Result<Box<dyn DrafterPlan>, ConfigIssue> {
+    let config = Eagle3Config {
+        decoder: DraftDecoder::like_target(target, recipe, own.num_draft_layers)
+            .map_err(|(_, problem)| ("num_draft_layers", problem))?,
+        ttt_length: own.ttt_length,
+        step_loss_decay: own.step_loss_decay,
+    };
+    config.validate().map_err(|(key, problem)| match key {
+        "num_hidden_layers" => ("num_draft_layers", problem),
+        other => (other, problem),
+    })?;
+    let objective = Eagle3Objective {
+        supervise: own.supervise,
+        step_loss_decay: own.step_loss_decay,
+        normalization: recipe.train.loss_normalization,
+    };
+    Ok(Box::new(Eagle3Plan::new(config, objective)))
 }
 
 impl DrafterKind for Eagle3Parts {
@@ -107,17 +110,17 @@ impl DrafterKind for Eagle3Parts {
         plan.config.flops(samples, plan.objective.supervise)
     }
 
-    fn pass_bytes(
-        config: &Eagle3Config,
-        samples: &[SampleSize],
-        kind: tch::Kind,
-        device: Device,
-    ) -> PassBytes {
-        config.pass_bytes(samples, kind.elt_size_in_bytes(), device)
-    }
-
-    fn product_shapes(config: &Eagle3Config) -> usize {
-        config.product_shapes()
+    /// Steps after the first compute about as many columns as are supervised.
+    fn pass_rows(config: &Eagle3Config, samples: &[SampleSize]) -> PassRows {
+        let sum = |size: fn(&SampleSize) -> usize| samples.iter().map(size).sum::<usize>();
+        let (tokens, supervised) = (sum(|sample| sample.tokens), sum(|sample| sample.supervised));
+        let steps = config.ttt_length;
+        PassRows {
+            layers: tokens + (steps - 1) * supervised,
+            context: tokens,
+            supervised: steps * supervised,
+            own_values: 0,
+        }
     }
 
     fn drafter(model: Eagle3, slots: usize) -> Box<dyn Drafter> {
@@ -313,56 +316,5 @@ impl Eagle3Config {
             }
         }
         2.0 * products
-    }
-
-    /// Shapes of matrix products in passes over micro-batches of one size. Every step has its own number of columns.
-    pub fn product_shapes(&self) -> usize {
-        let steps = self.ttt_length * layer_shapes(&self.decoder.model.layers) * DIRECTIONS * PROJECTIONS;
-        // Captured hidden states need no gradient; logits and their gradients come in chunks of one size.
-        2 + steps + 2
-    }
-
-    /// Peak bytes of forward and backward pass beside weights and gradients, at `bytes` per value.
-    ///
-    /// Steps after the first compute hardly more columns than are supervised.
-    pub fn pass_bytes(&self, samples: &[SampleSize], bytes: usize, device: Device) -> PassBytes {
-        let (d, steps) = (self.decoder.model.hidden_size as usize, self.ttt_length);
-        let tokens: usize = samples.iter().map(|sample| sample.tokens).sum();
-        let rows = steps * samples.iter().map(|sample| sample.supervised).sum::<usize>();
-        let columns = |sample: &SampleSize, s: usize| if s == 0 { sample.tokens } else { sample.supervised };
-        let all: usize = (0..steps).flat_map(|s| samples.iter().map(move |sample| columns(sample, s))).sum();
-        let of = AutogradMemory::of(bytes, device);
-        let norm = of.normed() + bytes;
-        // The supervised rows of every step, selected and normed.
-        let mut kept = tokens * d * bytes * self.decoder.taps.len() + rows * d * norm;
-        // These rows in another order, their gradients, and the target states, which the steps share.
-        let objective =
-            distill_loss::buffer_bytes(self.decoder.model.head_shape(), false, rows, 1, bytes, device)
-                + (2 * rows + rows.div_ceil(steps.max(1))) * d * bytes;
-        let mut layers = 0;
-        for layer in &self.decoder.model.layers {
-            let Heads { query, key_value, dim } = layer.attention.heads;
-            let (queries, keys) = ((query * dim) as usize, (key_value * dim) as usize);
-            let inner = layer.intermediate_size as usize * bytes;
-            // The embedding, of which the norm keeps one form, the state, both joined, and the residual before the MLP.
-            kept += all * d * (size_of::<f32>() + of.normed() + 2 * bytes + norm);
-            // Queries before and after the norm, in the order of the attention, and its output.
-            let head_norm = if layer.qk_norm { of.normed() } else { 0 };
-            kept += all * (queries * (head_norm + 3 * bytes) + keys * (head_norm + 2 * bytes));
-            kept += all * of.mlp(layer.activation) * inner;
-            kept += family_norms(layer, all, all, of);
-            // Each piece has keys, values and a mask of its own.
-            for (s, sample) in (0..steps).flat_map(|s| samples.iter().map(move |sample| (s, sample))) {
-                let count = columns(sample, s);
-                let pieces = (0..count).step_by(PIECE).map(|first| {
-                    let rows = PIECE.min(count - first);
-                    let seen = (first + rows) * sample.tokens / count + s * rows;
-                    seen * (2 * keys + rows * (query / key_value) as usize) * bytes
-                });
-                kept += pieces.sum::<usize>();
-            }
-            layers = layers.max(of.mlp_gradients(layer.activation) * inner * tokens);
-        }
-        PassBytes { kept, layers, objective, ..PassBytes::default() }
     }
 }

@@ -1,6 +1,5 @@
 //! Attention of draft blocks: a block sees the context strictly before its anchor, and itself. No block sees another.
 
-mod memory;
 mod reference;
 mod tiles;
 
@@ -13,7 +12,6 @@ use crate::ffi::{
     AttentionPart, KeyValues, SequenceBlocks, TiledAttention, attend_by_block, attends_by_block,
     attends_in_tiles, block_attention,
 };
-pub use memory::BlockSizes;
 use tiles::tiled;
 
 /// Adjacent blocks that attend to the context together. Context before the first of them needs no mask, context between them does.

@@ -4,7 +4,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::bias::{Bias, ChunkBias};
 use super::inputs::{LossHead, RowObjective, Supervised};
-use super::pieces::{TokenRange, pitch, spaced};
+use super::pieces::{TokenRange, spaced};
 use super::recipe::LossRecipe;
 use super::rows::Logits;
 use super::span::{Span, spans};
@@ -31,15 +31,6 @@ const TILE_BYTES_IN_PLACE: i64 = 4 << 20;
 /// Tokens for which an in-place bias is computed at a time; caches hold it until it is added. The number is a multiple of the inputs
 /// that one block of a matrix product sums (matrices.cpp): sums then keep their bits.
 const TOKENS_AT_A_TIME: i64 = 512;
-/// Buffers of logits, and of hidden states: one of the drafter, one of the target.
-const LOGITS: usize = 2;
-/// Float32 temporaries of a tile at a time.
-const TEMPORARIES: usize = 6;
-/// The number with a soft-cap, whose derivative is kept.
-const TEMPORARIES_OF_CAP: usize = TEMPORARIES + 1;
-/// The number with a soft-cap for float32 on the CPU, where losses run in place.
-const TEMPORARIES_OF_CAP_IN_PLACE: usize = 5;
-
 /// Gradients of the inputs, and measurements of each row.
 pub struct LossOutput {
     /// Gradient of the hidden states, `[R, d]`.
@@ -115,61 +106,20 @@ fn even(most: i64, rows: i64, gamma: i64) -> i64 {
     (up(up(rows, chunks), gamma) * gamma).min(most)
 }
 
-/// Shape of a head.
-#[derive(Debug, Clone, Copy)]
-pub struct HeadShape {
-    /// V, size of the vocabulary.
-    pub vocab: i64,
-    /// d, width of the hidden states.
-    pub width: usize,
-    /// Whether logits have a soft-cap.
-    pub is_capped: bool,
-}
-
-/// Bytes of the buffers of [`distill_loss`] for so many rows in blocks of γ; `value` is the bytes of a logit.
-///
-/// They are a chunk's logits and hidden states, the bias of a Markov head, and a tile's temporaries. The estimate assumes that rows do
-/// not share target states, and that drafters with a bias have no [`RowObjective`]. A few rows fewer can mean one chunk fewer, and
-/// larger chunks.
-pub fn buffer_bytes(
-    head: HeadShape,
-    bias: bool,
-    rows: usize,
-    gamma: i64,
-    value: usize,
-    device: Device,
-) -> usize {
-    let HeadShape { vocab, width, is_capped } = head;
-    let is_float_on_cpu = device == Device::Cpu && value == size_of::<f32>();
-    let is_weighed = is_float_on_cpu && !is_capped;
-    let most = most_chunk_rows(vocab, bias && is_weighed, value, device);
-    let chunk = even(most, rows as i64, gamma).max(gamma) as usize;
-    let of_logits = if is_weighed { pitch(vocab) } else { vocab };
-    let of_bias = match (bias, is_weighed) {
-        (false, _) => 0,
-        (true, true) => pitch(TOKENS_AT_A_TIME.min(vocab)),
-        (true, false) => vocab,
-    };
-    let of_row = LOGITS * of_logits as usize + of_bias as usize + LOGITS * width;
-    let temporaries = match (is_float_on_cpu, is_capped) {
-        (true, false) => 0,
-        (true, true) => TEMPORARIES_OF_CAP_IN_PLACE,
-        (false, true) => TEMPORARIES_OF_CAP,
-        (false, false) => TEMPORARIES,
-    };
-    // Without the kernels, each row gets a copy of its target logits.
-    let tile = tile_rows(vocab, rows, gamma, device) * vocab as usize;
-    chunk * of_row * value + tile * (value + temporaries * size_of::<f32>())
-}
-
-/// Rows per tile for so many rows in blocks of γ.
-pub fn tile_rows(vocab: i64, rows: usize, gamma: i64, device: Device) -> usize {
-    most_tile_rows(vocab, device).min(rows as i64).max(gamma) as usize
+/// Estimated bytes of the buffers of [`distill_loss`] for so many rows over a vocabulary of `vocab` tokens: the logits of drafter and
+/// target of a chunk, and on a GPU the float32 temporaries of a tile.
+pub fn buffer_bytes(vocab: i64, rows: usize, kind: Kind, device: Device) -> usize {
+    const LOGITS: usize = 2;
+    const TEMPORARIES: usize = 6;
+    let value = kind.elt_size_in_bytes();
+    let chunk = rows.min(most_chunk_rows(vocab, false, value, device) as usize);
+    let tile = if device == Device::Cpu { 0 } else { rows.min(GPU_TILE_ROWS as usize) };
+    (chunk * LOGITS * value + tile * TEMPORARIES * size_of::<f32>()) * vocab as usize
 }
 
 /// Losses of all rows and their gradients. Autograd must be off.
 ///
-/// It holds the buffers of one chunk and the temporaries of one tile ([`buffer_bytes`]).
+/// It holds the buffers of one chunk and the temporaries of one tile.
 pub fn distill_loss(head: &LossHead, rows: &Supervised, recipe: &LossRecipe) -> LossOutput {
     let _range = range(c"objective");
     let (weight, kind, device) = (&head.weight, rows.hidden.kind(), rows.hidden.device());

@@ -16,7 +16,7 @@ mod span;
 mod terms;
 
 pub use bias::Bias;
-pub use chunks::{Column, HeadShape, LossOutput, buffer_bytes, distill_loss, tile_rows};
+pub use chunks::{Column, LossOutput, buffer_bytes, distill_loss};
 pub use inputs::{AuxLossOutput, LossHead, RowObjective, Supervised};
 pub use recipe::{Dpace, Lk, LkForm, LossRecipe};
 pub use sources::TeacherIndex;

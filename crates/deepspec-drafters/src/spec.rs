@@ -1,0 +1,95 @@
+//! The drafter of a recipe.
+
+use deepspec_core::config::{ConfigError, Document, with_nearest};
+use deepspec_core::recipe::DrafterRecipe;
+use deepspec_models::ModelConfig;
+use serde::{Serialize, Serializer};
+use serde_json::json;
+
+use crate::registration::Section;
+use crate::{BlockRecipe, ConfigIssue, DFlash2Recipe, DrafterPlan, Eagle3Recipe, dflash2, dspark, eagle3};
+
+/// A recipe with its drafter.
+pub type Recipe = deepspec_core::recipe::Recipe<DrafterSpec>;
+
+/// A kind of drafter with its settings, as a recipe has them under `drafter`.
+#[derive(Debug, Clone, PartialEq)]
+pub enum DrafterSpec {
+    /// `dspark`.
+    DSpark(BlockRecipe),
+    /// `dflash`.
+    DFlash(BlockRecipe),
+    /// `dflash2`.
+    DFlash2(DFlash2Recipe),
+    /// `eagle3`.
+    Eagle3(Eagle3Recipe),
+}
+
+/// Names of the kinds in recipes.
+const NAMES: [&str; 4] = ["dspark", "dflash", "dflash2", "eagle3"];
+
+impl DrafterSpec {
+    /// Reads and checks the settings of a document's drafter.
+    ///
+    /// # Errors
+    /// An unknown kind, or a setting that is unknown, missing or wrong, with file and line.
+    pub fn read(document: &Document, drafter: &DrafterRecipe) -> Result<Self, ConfigError> {
+        let kind = drafter.kind.as_str();
+        let section = Section { document, kind };
+        match kind {
+            "dspark" => dspark::read_dspark(&section).map(Self::DSpark),
+            "dflash" => dspark::read_dflash(&section).map(Self::DFlash),
+            "dflash2" => dflash2::read(&section).map(Self::DFlash2),
+            "eagle3" => eagle3::read(&section).map(Self::Eagle3),
+            _ => {
+                let names = NAMES.map(|name| format!("`{name}`")).join(", ");
+                let problem = format!("no drafter is called `{kind}`; expected one of {names}");
+                Err(document.error(&format!("drafter.{kind}"), with_nearest(kind, &problem)))
+            }
+        }
+    }
+
+    /// The name of its kind in recipes.
+    pub fn kind(&self) -> &'static str {
+        match self {
+            Self::DSpark(_) => "dspark",
+            Self::DFlash(_) => "dflash",
+            Self::DFlash2(_) => "dflash2",
+            Self::Eagle3(_) => "eagle3",
+        }
+    }
+
+    /// The mask token of a block drafter.
+    pub fn mask_token_id(&self) -> Option<i64> {
+        match self {
+            Self::DSpark(block) | Self::DFlash(block) => Some(block.mask_token_id),
+            Self::DFlash2(recipe) => Some(recipe.mask_token_id),
+            Self::Eagle3(_) => None,
+        }
+    }
+
+    /// The drafter of `recipe` for this target.
+    pub(crate) fn fit(
+        &self,
+        recipe: &Recipe,
+        target: &ModelConfig,
+    ) -> Result<Box<dyn DrafterPlan>, ConfigIssue> {
+        match self {
+            Self::DSpark(block) => dspark::fit(block, dspark::DSPARK_LOSS, recipe, target),
+            Self::DFlash(block) => dspark::fit(block, dspark::DFLASH_LOSS, recipe, target),
+            Self::DFlash2(own) => dflash2::fit(own, recipe, target),
+            Self::Eagle3(own) => eagle3::fit(own, recipe, target),
+        }
+    }
+}
+
+impl Serialize for DrafterSpec {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let settings = match self {
+            Self::DSpark(settings) | Self::DFlash(settings) => json!(settings),
+            Self::DFlash2(settings) => json!(settings),
+            Self::Eagle3(settings) => json!(settings),
+        };
+        serializer.collect_map([(self.kind(), settings)])
+    }
+}
