@@ -21,7 +21,7 @@ pub struct Shown<'a> {
     /// Length of the run.
     pub schedule: Schedule,
     /// Names of the metrics.
-    pub metrics: &'a dyn Metrics,
+    pub metrics: &'a Metrics,
     /// The resolved recipe as text; None without a TensorBoard event file.
     pub tensorboard: Option<&'a str>,
 }
@@ -90,7 +90,7 @@ impl TrainReporter {
             metrics: Appender::open(&path)?,
             tensorboard: shown.tensorboard.map(open).transpose()?,
             total_steps: shown.schedule.max_train_steps,
-            headline: shown.metrics.headline(),
+            headline: shown.metrics.headline,
             totals,
         })
     }

@@ -318,7 +318,7 @@ impl Inputs {
         };
         let text = config::to_yaml(recipe).map_err(anyhow::Error::msg)?;
         let tensorboard = recipe.logging.tensorboard.then_some(text.as_str());
-        let shown = Shown { schedule: self.schedule, metrics: trainer.metrics.as_ref(), tensorboard };
+        let shown = Shown { schedule: self.schedule, metrics: &trainer.metrics, tensorboard };
         let open = || TrainReporter::open(trainer.checkpoints.dir(), first, &shown);
         let report = group.is_leader().then(open).transpose()?;
         thread::scope(|scope| {

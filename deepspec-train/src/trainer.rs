@@ -28,7 +28,7 @@ pub struct Trainer<'a> {
     pub recipe: &'a Recipe,
     pub group: &'a ProcessGroup,
     pub trainee: Box<dyn TrainableDrafter>,
-    pub metrics: Box<dyn Metrics>,
+    pub metrics: Metrics,
     pub optimizer: AdamW,
     pub schedule: Schedule,
     pub lr: LrSchedule,
@@ -55,7 +55,7 @@ impl Trainer<'_> {
         mut loader: Loader,
         mut report: Option<TrainReporter>,
     ) -> anyhow::Result<()> {
-        let mut window = Window::new(self.metrics.as_ref());
+        let mut window = Window::new(&self.metrics);
         let logging = &self.recipe.logging;
         for step in first..self.schedule.max_train_steps {
             let begun = Instant::now();

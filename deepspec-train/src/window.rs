@@ -14,7 +14,7 @@ const NONE: i64 = 1 << 40;
 
 /// Sums since the last metrics line. Every mean is computed by one division in [`Window::take`].
 pub struct Window<'a> {
-    metrics: &'a dyn Metrics,
+    metrics: &'a Metrics,
     sums: Option<Tensor>,
     samples: usize,
     tokens: usize,
@@ -33,7 +33,7 @@ pub struct Window<'a> {
 
 impl<'a> Window<'a> {
     /// An empty window for the sums of `metrics`.
-    pub fn new(metrics: &'a dyn Metrics) -> Self {
+    pub fn new(metrics: &'a Metrics) -> Self {
         Self {
             metrics,
             sums: None,
@@ -91,7 +91,7 @@ impl<'a> Window<'a> {
         if group.world_size() == 1 {
             return Ok(());
         }
-        let count = self.metrics.count() as i64;
+        let count = self.metrics.count as i64;
         let none = || Tensor::zeros([count], (Kind::Double, Device::Cpu));
         let sums = self.sums.take().map_or_else(none, |sums| sums.to_device(Device::Cpu));
         let counts = Tensor::from_slice(&[self.samples as f64, self.tokens as f64]);
@@ -117,9 +117,9 @@ impl<'a> Window<'a> {
     /// and `not_finite` wait for the device.
     pub fn take(&mut self, step: usize, lr: f64, waited: Duration) -> Map<String, Value> {
         let elapsed = self.started.elapsed().saturating_sub(self.paused).as_secs_f64();
-        let sums: Vec<f64> = self.sums.as_ref().map_or_else(|| vec![0.0; self.metrics.count()], to_vec);
+        let sums: Vec<f64> = self.sums.as_ref().map_or_else(|| vec![0.0; self.metrics.count], to_vec);
         let mut metrics = Map::from_iter([("step".to_string(), json!(step))]);
-        metrics.append(&mut self.metrics.metrics(&sums, self.samples));
+        metrics.append(&mut (self.metrics.compute)(&sums, self.samples));
         let own = json!({
             "lr": lr,
             "grad_norm": self.grad_norm.as_ref().map_or(0.0, |norm| norm.double_value(&[])),
@@ -163,7 +163,7 @@ drafter: {dflash: {block_size: 3, num_draft_layers: 1, mask_token_id: 7}}
 data: {states: {cache: nowhere}, chat_template: qwen}
 ";
 
-    fn sums_of_dflash() -> Box<dyn Metrics> {
+    fn sums_of_dflash() -> Metrics {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("recipe.yaml");
         std::fs::write(&path, RECIPE).unwrap();
@@ -191,7 +191,7 @@ data: {states: {cache: nowhere}, chat_template: qwen}
 
     fn metrics(times: usize) -> Map<String, Value> {
         let meaning = sums_of_dflash();
-        let mut window = Window::new(meaning.as_ref());
+        let mut window = Window::new(&meaning);
         (0..times).for_each(|_| window.add(Some(&sums()), 1, 10));
         window.take(1, 1e-3, Duration::ZERO)
     }
@@ -210,7 +210,7 @@ data: {states: {cache: nowhere}, chat_template: qwen}
     #[test]
     fn the_first_sample_whose_states_are_not_finite_is_named() {
         let meaning = sums_of_dflash();
-        let mut window = Window::new(meaning.as_ref());
+        let mut window = Window::new(&meaning);
         assert_eq!(window.not_finite(), None);
         window.watch("good".into(), &Tensor::from(true));
         assert_eq!(window.not_finite(), None);

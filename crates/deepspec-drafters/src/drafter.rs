@@ -97,7 +97,7 @@ pub trait DrafterPlan: Send + Sync {
     fn loss_weight(&self, loss_mask: &[bool], anchors: &[usize]) -> f64;
 
     /// Metrics from the sums of its micro-batches.
-    fn metrics(&self) -> Box<dyn Metrics>;
+    fn metrics(&self) -> Metrics;
 
     /// Floating-point operations of forward and backward pass over `samples`.
     fn flops(&self, samples: &[TrainSample]) -> f64;
@@ -124,17 +124,18 @@ pub struct WeightCounts {
     pub frozen: usize,
 }
 
-/// Metrics of a drafter from the sums of its micro-batches.
-pub trait Metrics {
+/// Metrics from the sums of a drafter's micro-batches.
+pub struct Metrics {
     /// Number of sums.
-    fn count(&self) -> usize;
-
+    pub count: usize,
     /// Metrics that a log line shows beside the loss: short name and key.
-    fn headline(&self) -> &'static [(&'static str, &'static str)];
-
-    /// Metrics of a logging window over `samples` sequences, `loss` and `tau_probabilistic` among them.
-    fn metrics(&self, sums: &[f64], samples: usize) -> Map<String, Value>;
+    pub headline: &'static [(&'static str, &'static str)],
+    /// Metrics of a logging window from its sums and its number of sequences, `loss` and `tau_probabilistic` among them.
+    pub compute: Box<MetricsOfSums>,
 }
+
+/// Turns sums over a number of sequences into metrics.
+pub type MetricsOfSums = dyn Fn(&[f64], usize) -> Map<String, Value>;
 
 /// Called when gradients of further parameters are complete, with the number of complete stages so far.
 pub type GradReadyHook<'a> = &'a mut dyn FnMut(usize);

@@ -41,8 +41,8 @@ pub use dspark::{
     ConfidenceRecipe, Markov, MarkovKind,
 };
 pub use eagle3::{
-    Eagle3, Eagle3Batch, Eagle3Config, Eagle3Metrics, Eagle3Objective, Eagle3Plan, Eagle3Proposer,
-    Eagle3Recipe, Supervise,
+    Eagle3, Eagle3Batch, Eagle3Config, Eagle3Objective, Eagle3Plan, Eagle3Proposer, Eagle3Recipe, Supervise,
+    metrics as eagle3_metrics,
 };
 pub use registry::{
     check_layout, is_language_model, load, load_recipe, load_saved_recipe, open_checkpoint, plan,

@@ -5,7 +5,7 @@ mod common;
 use common::{assert_close, device, tensor};
 use deepspec_core::recipe::LossNormalization;
 use deepspec_drafters::{
-    Eagle3, Eagle3Batch, Eagle3Metrics, Eagle3Objective, Eagle3Proposer, LossDenominator, Metrics, Supervise,
+    Eagle3, Eagle3Batch, Eagle3Objective, Eagle3Proposer, LossDenominator, Supervise, eagle3_metrics,
 };
 use deepspec_engine::{Context, DraftRequest, Proposer, Sampling, SamplingBatch};
 use deepspec_testkit::golden::Case;
@@ -49,9 +49,9 @@ fn check_training(name: &str) {
 
     let sums = model.accumulate(Some(&batch), LossDenominator(samples.len() as f64), samples.len());
     let sums: Vec<f64> = Vec::try_from(sums).unwrap();
-    let terms = Eagle3Metrics::new(steps, decay);
-    assert_eq!(sums.len(), terms.count());
-    let metrics = terms.metrics(&sums, 1);
+    let terms = eagle3_metrics(steps, decay);
+    assert_eq!(sums.len(), terms.count);
+    let metrics = (terms.compute)(&sums, 1);
     let expected = case.scalar("train_metrics");
     let close = |key: &str, found: f64| {
         let expected = expected[format!("train/{key}")].as_f64().unwrap_or_else(|| panic!("no train/{key}"));

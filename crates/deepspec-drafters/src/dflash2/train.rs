@@ -9,7 +9,6 @@ use deepspec_ops::add_rows;
 use deepspec_ops::distill_loss::{
     AuxLossOutput, Column, LossRecipe, RowObjective, Span, Supervised, distill_loss,
 };
-use serde_json::{Map, Value};
 use tch::{Device, Kind, Tensor};
 
 use super::model::{Candidates, DFlash2, DFlash2Config, DFlash2Parts, DFlash2Recipe, PathSelector};
@@ -132,8 +131,25 @@ impl DrafterKind for DFlash2Parts {
         model.layer_stages()
     }
 
-    fn metrics(plan: &DFlash2Plan) -> Box<dyn Metrics> {
-        Box::new(DFlash2Metrics { loss: plan.objective.loss, gamma: plan.config.blocks.drafted() })
+    fn metrics(plan: &DFlash2Plan) -> Metrics {
+        let (loss, gamma) = (plan.objective.loss, plan.config.blocks.drafted());
+        let compute = move |sums: &[f64], samples| {
+            let window = Window { gamma, sums };
+            let own = |sum| window.own(&DFlash2Sum::OWN, sum);
+            let selector = window.mean(own(DFlash2Sum::Selector));
+            let recall = ratio(own(DFlash2Sum::Recalled), window.of(AnchoredSum::Drafts));
+            window.metrics(&loss, samples, ("selector_loss", selector), &[("candidate_recall", recall)])
+        };
+        Metrics {
+            count: DFlash2Sum::all(gamma).count(),
+            headline: &[
+                ("ce", "ce_loss"),
+                ("selector", "selector_loss"),
+                ("recall", "candidate_recall"),
+                ("τ", "tau_probabilistic"),
+            ],
+            compute: Box::new(compute),
+        }
     }
 
     fn flops(plan: &DFlash2Plan, samples: &[TrainSample]) -> f64 {
@@ -314,38 +330,6 @@ impl DFlash2Sum {
     /// All sums for blocks of γ drafts, in their order.
     pub fn all(gamma: usize) -> impl Iterator<Item = Self> {
         AnchoredSum::all(gamma).map(Self::Shared).chain(Self::OWN)
-    }
-}
-
-/// Metrics of a DFlash 2 drafter from the sums of its micro-batches.
-#[derive(Debug, Clone, Copy)]
-pub struct DFlash2Metrics {
-    /// Weights of the losses.
-    pub loss: LossRecipe,
-    /// γ, drafted tokens per block.
-    pub gamma: usize,
-}
-
-impl Metrics for DFlash2Metrics {
-    fn count(&self) -> usize {
-        DFlash2Sum::all(self.gamma).count()
-    }
-
-    fn headline(&self) -> &'static [(&'static str, &'static str)] {
-        &[
-            ("ce", "ce_loss"),
-            ("selector", "selector_loss"),
-            ("recall", "candidate_recall"),
-            ("τ", "tau_probabilistic"),
-        ]
-    }
-
-    fn metrics(&self, sums: &[f64], samples: usize) -> Map<String, Value> {
-        let window = Window { gamma: self.gamma, sums };
-        let own = |sum| window.own(&DFlash2Sum::OWN, sum);
-        let selector = window.mean(own(DFlash2Sum::Selector));
-        let recall = ratio(own(DFlash2Sum::Recalled), window.of(AnchoredSum::Drafts));
-        window.metrics(&self.loss, samples, ("selector_loss", selector), &[("candidate_recall", recall)])
     }
 }
 

@@ -106,7 +106,7 @@ pub trait DrafterKind: Sized + Send + 'static {
     }
 
     /// See [`DrafterPlan::metrics`].
-    fn metrics(plan: &Plan<Self>) -> Box<dyn Metrics>;
+    fn metrics(plan: &Plan<Self>) -> Metrics;
 
     /// See [`DrafterPlan::flops`].
     fn flops(plan: &Plan<Self>, samples: &[TrainSample]) -> f64;
@@ -206,7 +206,7 @@ impl<K: DrafterKind> DrafterPlan for Plan<K> {
         K::loss_weight(self, loss_mask, anchors)
     }
 
-    fn metrics(&self) -> Box<dyn Metrics> {
+    fn metrics(&self) -> Metrics {
         K::metrics(self)
     }
 

@@ -6,7 +6,6 @@ use deepspec_core::recipe::Recipe;
 use deepspec_models::ModelConfig;
 use deepspec_models::nn::Builder;
 use deepspec_ops::distill_loss::{Bias, Column, LossOutput, LossRecipe, Supervised, distill_loss};
-use serde_json::{Map, Value};
 use tch::{Kind, Reduction, Tensor};
 
 use super::model::{Block, BlockConfig, BlockParts, BlockRecipe, Confidence, MarkovHead, MarkovKind};
@@ -164,8 +163,28 @@ impl DrafterKind for BlockParts {
         model.layer_stages()
     }
 
-    fn metrics(plan: &BlockPlan) -> Box<dyn Metrics> {
-        Box::new(BlockMetrics::new(plan.objective.loss, plan.config.blocks.drafted()))
+    fn metrics(plan: &BlockPlan) -> Metrics {
+        let (loss, gamma) = (plan.objective.loss, plan.config.blocks.drafted());
+        let compute = move |sums: &[f64], samples| {
+            let window = Window { gamma, sums };
+            let mean = |own| window.mean(window.own(&BlockSum::OWN, own));
+            let own = [
+                ("confidence_abs_error", mean(BlockSum::ConfidenceAbsError)),
+                ("confidence_bias", mean(BlockSum::ConfidenceBias)),
+                ("confidence_prefix_bias", mean(BlockSum::PrefixBias)),
+            ];
+            window.metrics(&loss, samples, ("confidence_loss", mean(BlockSum::Confidence)), &own)
+        };
+        Metrics {
+            count: BlockSum::all(gamma).count(),
+            headline: &[
+                ("ce", "ce_loss"),
+                ("l1", "l1_loss"),
+                ("conf", "confidence_loss"),
+                ("τ", "tau_probabilistic"),
+            ],
+            compute: Box::new(compute),
+        }
     }
 
     fn flops(plan: &BlockPlan, samples: &[TrainSample]) -> f64 {
@@ -350,41 +369,6 @@ impl Block {
 fn confidence_loss(logits: &Tensor, accept: &Tensor) -> Tensor {
     let none = None::<&Tensor>;
     logits.binary_cross_entropy_with_logits(accept, none, none, Reduction::None)
-}
-
-/// Metrics of a block drafter from the sums of its micro-batches.
-#[derive(Debug, Clone, Copy)]
-pub struct BlockMetrics {
-    loss: LossRecipe,
-    gamma: usize,
-}
-
-impl BlockMetrics {
-    /// Metrics of blocks of γ drafts with these weights of the losses.
-    pub fn new(loss: LossRecipe, gamma: usize) -> Self {
-        Self { loss, gamma }
-    }
-}
-
-impl Metrics for BlockMetrics {
-    fn count(&self) -> usize {
-        BlockSum::all(self.gamma).count()
-    }
-
-    fn headline(&self) -> &'static [(&'static str, &'static str)] {
-        &[("ce", "ce_loss"), ("l1", "l1_loss"), ("conf", "confidence_loss"), ("τ", "tau_probabilistic")]
-    }
-
-    fn metrics(&self, sums: &[f64], samples: usize) -> Map<String, Value> {
-        let window = Window { gamma: self.gamma, sums };
-        let mean = |own| window.mean(window.own(&BlockSum::OWN, own));
-        let own = [
-            ("confidence_abs_error", mean(BlockSum::ConfidenceAbsError)),
-            ("confidence_bias", mean(BlockSum::ConfidenceBias)),
-            ("confidence_prefix_bias", mean(BlockSum::PrefixBias)),
-        ];
-        window.metrics(&self.loss, samples, ("confidence_loss", mean(BlockSum::Confidence)), &own)
-    }
 }
 
 impl BlockConfig {

@@ -10,4 +10,4 @@ mod train;
 pub use model::{
     Eagle3, Eagle3Batch, Eagle3Config, Eagle3Objective, Eagle3Proposer, Eagle3Recipe, Supervise,
 };
-pub use train::{Eagle3Metrics, Eagle3Plan, KIND, fit, read};
+pub use train::{Eagle3Plan, KIND, fit, metrics, read};

@@ -102,8 +102,8 @@ impl DrafterKind for Eagle3Parts {
         Some(model.accumulate(batch.as_ref(), normaliser, samples.len()))
     }
 
-    fn metrics(plan: &Eagle3Plan) -> Box<dyn Metrics> {
-        Box::new(Eagle3Metrics::new(plan.config.ttt_length, plan.objective.step_loss_decay))
+    fn metrics(plan: &Eagle3Plan) -> Metrics {
+        metrics(plan.config.ttt_length, plan.objective.step_loss_decay)
     }
 
     fn flops(plan: &Eagle3Plan, samples: &[TrainSample]) -> f64 {
@@ -154,7 +154,7 @@ impl DrafterKind for Eagle3Parts {
 impl Eagle3 {
     /// Forward and backward pass of a batch of `sequences` samples, None where no token is supervised. Adds to the gradients of the
     /// parameters. The loss is Σ_s decay^s · Σ w·CE_s / normaliser, with w = 1 over a sequence's length. Returns the sums for
-    /// [`super::Eagle3Metrics`], float64.
+    /// [`super::metrics`], float64.
     ///
     /// Autograd sees the layers only. The head is differentiated in closed form over the rows of all steps, and one backward pass
     /// through Σ state · gradient continues from there.
@@ -238,37 +238,18 @@ impl Eagle3 {
     }
 }
 
-/// Metrics of an Eagle3 drafter from the sums of its micro-batches. Per step these are Σ w·CE, supervised rows, rows where drafter and
-/// target prefer one token, and Σ of accept rates. Then follow Σ of chains of both, supervised columns of step 0, and sequences.
-#[derive(Debug, Clone, Copy)]
-pub struct Eagle3Metrics {
-    steps: usize,
-    decay: f64,
-}
-
-impl Eagle3Metrics {
-    /// Metrics of so many steps; the loss of step s weighs `decay`^s.
-    pub fn new(steps: usize, decay: f64) -> Self {
-        Self { steps, decay }
-    }
-}
-
-impl Metrics for Eagle3Metrics {
-    fn count(&self) -> usize {
-        4 * self.steps + 4
-    }
-
-    fn headline(&self) -> &'static [(&'static str, &'static str)] {
-        &[("first", "first_loss"), ("last", "last_loss"), ("τ", "tau_probabilistic")]
-    }
-
-    fn metrics(&self, sums: &[f64], _samples: usize) -> Map<String, Value> {
+/// Metrics of Eagle3 over so many training-time-test steps, of which the loss of step s weighs `decay`^s.
+///
+/// Per step the sums are Σ w·CE, supervised rows, rows where drafter and target prefer one token, and Σ of accept rates. Then follow
+/// Σ of chains of both, supervised columns of step 0, and sequences.
+pub fn metrics(steps: usize, decay: f64) -> Metrics {
+    let compute = move |sums: &[f64], _: usize| {
         let ratio = |num: f64, den: f64| if den > 0.0 { num / den } else { 0.0 };
-        let (steps, tail) = sums.split_at(4 * self.steps);
+        let (by_step, tail) = sums.split_at(4 * steps);
         let (columns, sequences) = (tail[2], tail[3]);
-        let per_step = |of: &dyn Fn(&[f64]) -> f64| steps.chunks(4).map(of).collect::<Vec<_>>();
+        let per_step = |of: &dyn Fn(&[f64]) -> f64| by_step.chunks(4).map(of).collect::<Vec<_>>();
         let losses = per_step(&|step| ratio(step[0], sequences));
-        let weighted = losses.iter().enumerate().map(|(s, loss)| self.decay.powi(s as i32) * loss);
+        let weighted = losses.iter().enumerate().map(|(s, loss)| decay.powi(s as i32) * loss);
         let metrics = json!({
             "loss": weighted.sum::<f64>(),
             "step_loss": losses,
@@ -284,6 +265,11 @@ impl Metrics for Eagle3Metrics {
             Value::Object(map) => map,
             _ => Map::new(),
         }
+    };
+    Metrics {
+        count: 4 * steps + 4,
+        headline: &[("first", "first_loss"), ("last", "last_loss"), ("τ", "tau_probabilistic")],
+        compute: Box::new(compute),
     }
 }
 
