@@ -14,7 +14,7 @@ use crate::loader::{HELD, mask, read_beside};
 use crate::schedule::{Order, Schedule, forward_budget, forward_samples, of_rank, shuffled};
 use crate::setup::kind;
 use crate::staging::{LOCKED, STAGED};
-use crate::{bench, dummy_data};
+use crate::{dummy_data, dummy_run};
 
 /// Bytes of one process, by part.
 #[derive(Debug, Clone, Copy, Default, Serialize)]
@@ -134,7 +134,7 @@ impl Costs<'_> {
         let measured = match self.measures {
             true => {
                 let (drafter, forward) = (self.drafter_plan, largest.forward.as_slice());
-                bench::measure_activations(self.recipe, self.target, drafter, self.device, forward)?
+                dummy_run::measure_activations(self.recipe, self.target, drafter, self.device, forward)?
             }
             false => None,
         };

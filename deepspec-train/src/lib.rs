@@ -10,6 +10,7 @@ mod budget;
 pub mod checkpoint;
 pub mod dist;
 mod dummy_data;
+mod dummy_run;
 mod estimate;
 mod evaluation;
 mod events;

@@ -32,7 +32,7 @@ use crate::reporters::{Shown, TrainReporter};
 use crate::schedule::{self, Schedule};
 use crate::setup::{kind, open_data, target_runtime};
 use crate::trainer::Trainer;
-use crate::{launch, rank_check, show_plan, signals};
+use crate::{dummy_run, launch, rank_check, show_plan, signals};
 
 /// Runs `deepspec-train` as a single process, as one rank of a job, or as the launcher of a job.
 ///
@@ -196,7 +196,7 @@ impl Inputs {
         let drafter_plan = deepspec_drafters::plan(recipe, &source.config)?;
         let dataset = open_data(recipe, &source)?;
         let questions = EvalPrompts::read(recipe, &source, &dataset)?;
-        let program = bench::measure_program(recipe, drafter_plan.as_ref())?.unwrap_or(0);
+        let program = dummy_run::measure_program(recipe, drafter_plan.as_ref())?.unwrap_or(0);
         check_writer(recipe, &dataset, group)?;
         let schedule = schedule::of_recipe(recipe, dataset.len(), local.processes)?;
         let runtime = target_runtime(recipe, device, local)?;

@@ -20,7 +20,7 @@ use crate::evaluation::EvalPrompts;
 use crate::plan::{Data, Plan};
 use crate::setup::{open_data, target_runtime};
 use crate::target_shape::Shape;
-use crate::{bench, schedule};
+use crate::{dummy_run, schedule};
 
 /// Prints the plan of `recipe`. Without the data, prints only facts that follow from the target's
 /// sizes.
@@ -40,7 +40,7 @@ pub fn show(args: &Args, recipe: &Recipe, device: Device, local: LocalRank) -> a
     let opened = source.as_ref().zip(dataset.as_ref());
     let questions = opened.map(|(source, dataset)| EvalPrompts::read(recipe, source, dataset));
     let questions = questions.transpose()?.flatten();
-    let program = bench::measure_program(recipe, drafter_plan.as_ref())?.unwrap_or(0);
+    let program = dummy_run::measure_program(recipe, drafter_plan.as_ref())?.unwrap_or(0);
     let data = match (&source, &dataset) {
         (Some(source), Some(dataset)) => {
             let schedule = schedule::of_recipe(recipe, dataset.len(), processes)?;

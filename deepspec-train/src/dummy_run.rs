@@ -1,0 +1,224 @@
+//! Runs training steps on random hidden states, for `--bench` and for the memory of a plan.
+
+use std::iter;
+use std::time::{Duration, Instant};
+
+use deepspec_drafters::{DrafterPlan, LossDenominator, Recipe, SampleSize, TrainSample, TrainableDrafter};
+use deepspec_models::ModelConfig;
+use deepspec_ops::{CudaEvent, DeviceMemory, StepTrace, device_memory, range, restart_device_peak};
+use tch::{Device, Kind, Tensor};
+
+use crate::dist::ProcessGroup;
+use crate::dummy_data::{random_sample, random_samples};
+use crate::optimizer::AdamW;
+use crate::schedule::anchors;
+use crate::setup::kind;
+use crate::staging::{self, Staging};
+use crate::{gpu_info, memory};
+
+/// Time of all timed steps, by part.
+#[derive(Default)]
+pub struct Parts {
+    pub data: Duration,
+    pub forward_backward: Duration,
+    pub optimizer: Duration,
+}
+
+/// Result of timed steps.
+pub struct Measured {
+    pub parts: Parts,
+    pub total: Duration,
+    pub tokens: usize,
+    pub flops: f64,
+    /// Resident bytes with the drafter and its optimiser loaded.
+    pub loaded: Option<u64>,
+    /// Peak resident bytes.
+    pub peak: Option<u64>,
+    /// Memory of the GPU.
+    pub device: Option<DeviceMemory>,
+}
+
+/// Resident bytes of the program and its libraries, after one step of a tiny drafter with the same
+/// parts on the CPU. None if the system does not report them. The step runs in float32: kernels
+/// compiled for bfloat16 depend on shapes and are counted separately.
+///
+/// # Errors
+/// Fails if the step fails.
+pub fn measure_program(recipe: &Recipe, drafter_plan: &dyn DrafterPlan) -> anyhow::Result<Option<u64>> {
+    const TOKENS: usize = 32;
+    let (drafter_plan, model) = drafter_plan.smallest();
+    let mut recipe = recipe.clone();
+    (recipe.data.max_length, recipe.train.local_batch_size) = (TOKENS, 1);
+    // The run itself checks its learning rate.
+    recipe.train.lr = 0.0;
+    let (embed, head) = random_embed_and_head(&model, Device::Cpu, Kind::Float);
+    let drafter = drafter_plan.build(&embed, &head, recipe.seed, Kind::Float);
+    let optimizer = AdamW::new(drafter.parameters(), recipe.train.weight_decay, recipe.train.max_grad_norm);
+    let batch = random_samples(&recipe, &model, drafter_plan.final_states(), 0);
+    let (forwards, device) = (vec![1], Device::Cpu);
+    let drafter_plan = drafter_plan.as_ref();
+    DummyRun { recipe: &recipe, drafter_plan, drafter, optimizer, forwards, device, staging: None }.measure(
+        1,
+        &[batch],
+        &mut StepTrace::none(),
+    )?;
+    Ok(memory::resident())
+}
+
+/// Peak bytes of one forward and backward pass over samples of these sizes, beside weights,
+/// gradients and hidden states. A drafter with random weights runs it twice: the first pass
+/// allocates the gradients. None on the CPU, and for a GPU that reports no memory.
+///
+/// # Errors
+/// Fails if the GPU runs out of memory.
+pub fn measure_activations(
+    recipe: &Recipe,
+    target: &ModelConfig,
+    drafter_plan: &dyn DrafterPlan,
+    device: Device,
+    sizes: &[SampleSize],
+) -> anyhow::Result<Option<u64>> {
+    if device == Device::Cpu || device_memory(device).is_none() {
+        return Ok(None);
+    }
+    let kind = kind(recipe.train.precision);
+    let (embed, head) = random_embed_and_head(target, device, kind);
+    let drafter = drafter_plan.build(&embed, &head, recipe.seed, kind);
+    let optimizer = AdamW::new(drafter.parameters(), recipe.train.weight_decay, recipe.train.max_grad_norm);
+    let (forwards, staging) = (vec![sizes.len()], Staging::to(device));
+    let run = DummyRun { recipe, drafter_plan, drafter, optimizer, forwards, device, staging };
+    let sample = |(index, size): (usize, &SampleSize)| {
+        let loss_mask = (0..size.tokens).map(|position| position >= size.tokens - size.supervised).collect();
+        random_sample(recipe, target, drafter_plan.final_states(), &format!("plan-{index}"), loss_mask)
+    };
+    let samples: Vec<TrainSample> = sizes.iter().enumerate().map(sample).collect();
+    let drawn = run.draw(0, &samples);
+    run.learn(&drawn);
+    gpu_info::finish(device);
+    restart_device_peak(device);
+    let before = device_memory(device).map_or(0, |memory| memory.in_use);
+    run.learn(&drawn);
+    gpu_info::finish(device);
+    Ok(device_memory(device).map(|memory| memory.peak.saturating_sub(before)))
+}
+
+/// A drafter with random weights that learns from random hidden states.
+pub struct DummyRun<'a> {
+    pub recipe: &'a Recipe,
+    pub drafter_plan: &'a dyn DrafterPlan,
+    pub drafter: Box<dyn TrainableDrafter>,
+    pub optimizer: AdamW,
+    /// Number of samples of each forward of an optimiser step.
+    pub forwards: Vec<usize>,
+    pub device: Device,
+    pub staging: Option<Staging>,
+}
+
+impl DummyRun<'_> {
+    /// Times optimiser steps after one warm-up pass over the first batch.
+    ///
+    /// # Errors
+    /// Fails if a gradient is not finite.
+    pub fn measure(
+        mut self,
+        steps: usize,
+        batches: &[Vec<TrainSample>],
+        trace: &mut StepTrace,
+    ) -> anyhow::Result<Measured> {
+        memory::restart_peak();
+        restart_device_peak(self.device);
+        let loaded = memory::resident();
+        let lr = self.recipe.train.lr;
+        // Warm-up: the first pass selects kernels and allocates buffers.
+        self.learn(&self.draw(0, &batches[0]));
+        self.optimizer.accumulate();
+        let _ = self.optimizer.step(lr, &ProcessGroup::alone())?;
+        gpu_info::finish(self.device);
+        let (mut parts, mut tokens, mut flops) = (Parts::default(), 0, 0.0);
+        let passes = self.forwards.len();
+        let sent = |run: &Self, pass: usize| {
+            let count = run.forwards[(pass - 1) % passes];
+            run.draw(pass, &batches[pass % batches.len()][..count])
+        };
+        // Copies hidden states one pass ahead, like a loader.
+        let mut ahead = sent(&self, 1);
+        let started = Instant::now();
+        for step in 0..steps {
+            trace.begin_step();
+            for pass in 1..=passes {
+                let computing = Instant::now();
+                tokens += ahead.samples.iter().map(|sample| sample.input_ids.len()).sum::<usize>();
+                flops += self.drafter_plan.flops(&ahead.samples);
+                self.learn(&ahead);
+                self.optimizer.accumulate();
+                let drawing = Instant::now();
+                ahead = sent(&self, step * passes + pass + 1);
+                let drawn = drawing.elapsed();
+                // Synchronise once per step; within a step the host runs ahead of the GPU, as in
+                // training.
+                if pass == passes {
+                    gpu_info::finish(self.device);
+                }
+                parts.data += drawn;
+                parts.forward_backward += computing.elapsed() - drawn;
+            }
+            let updating = Instant::now();
+            let _range = range(c"optimiser");
+            let norm = self.optimizer.step(lr, &ProcessGroup::alone())?;
+            gpu_info::finish(self.device);
+            parts.optimizer += updating.elapsed();
+            anyhow::ensure!(norm.double_value(&[]).is_finite(), "a gradient of the bench is not finite");
+        }
+        let total = started.elapsed();
+        let device = device_memory(self.device);
+        Ok(Measured { parts, total, tokens, flops, loaded, peak: memory::peak(), device })
+    }
+
+    fn learn(&self, drawn: &Drawn) {
+        if let Some(ready) = &drawn.ready {
+            staging::hold(ready, &drawn.samples, iter::empty());
+        }
+        self.drafter.accumulate(&drawn.samples, drawn.normaliser, None);
+    }
+
+    /// The samples of pass `pass` with new anchors, and the copy of their hidden states started.
+    fn draw(&self, pass: usize, samples: &[TrainSample]) -> Drawn {
+        let mut weight = 0.0;
+        let drawn = samples.iter().enumerate().map(|(index, sample)| {
+            let mut draw = |candidates: &[usize], count| {
+                anchors(candidates, count, self.recipe.seed, pass, &index.to_string())
+            };
+            let anchors = self.drafter_plan.anchors(&sample.loss_mask, &mut draw);
+            weight += self.drafter_plan.loss_weight(&sample.loss_mask, &anchors);
+            TrainSample {
+                input_ids: sample.input_ids.clone(),
+                loss_mask: sample.loss_mask.clone(),
+                taps: sample.taps.shallow_clone(),
+                last: sample.last.shallow_clone(),
+                last_positions: sample.last_positions.clone(),
+                anchors,
+            }
+        });
+        let mut samples: Vec<TrainSample> = drawn.collect();
+        let ready = self.staging.as_ref().and_then(|staging| staging.bring(&mut samples));
+        Drawn { samples, normaliser: LossDenominator(weight * self.forwards.len() as f64), ready }
+    }
+}
+
+/// Samples of one pass.
+struct Drawn {
+    samples: Vec<TrainSample>,
+    normaliser: LossDenominator,
+    ready: Option<CudaEvent>,
+}
+
+/// A random embedding and head of the target's sizes; one shared tensor if they are tied.
+pub fn random_embed_and_head(config: &ModelConfig, device: Device, kind: Kind) -> (Tensor, Tensor) {
+    let fresh = || {
+        let size = [config.vocab_size, config.hidden_size];
+        Tensor::empty(size, (kind, device)).normal_(0.0, config.initializer_range)
+    };
+    let embed = fresh();
+    let head = if config.tie_word_embeddings { embed.shallow_clone() } else { fresh() };
+    (embed, head)
+}
