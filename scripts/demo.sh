@@ -29,7 +29,7 @@ fi
 
 say "the target answers them over HTTP"
 : >"$out/serve.log" # a line of an earlier server must not be taken for this one's
-$bin/deepspec-data --quiet serve --model $target --port 0 --slots 48 2>"$out/serve.log" &
+$bin/deepspec-data --quiet serve --model $target --port 0 --max-num-seqs 48 2>"$out/serve.log" &
 server=$!
 trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
 until url=$(sed -n 's/^listening on //p' "$out/serve.log") && [ -n "$url" ]; do
@@ -66,7 +66,7 @@ for drafter in untrained dflash dspark; do
     esac
     echo
     echo "$drafter"
-    $bin/deepspec-eval run --target $target --draft "$checkpoint" "${suites[@]}" --max-new-tokens 256 --slots 16 \
+    $bin/deepspec-eval run --target $target --draft "$checkpoint" "${suites[@]}" --max-new-tokens 256 --max-num-seqs 16 \
         --output-dir "$out/eval-$drafter" --overwrite
 done
 

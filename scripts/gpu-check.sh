@@ -123,7 +123,7 @@ fi
 # Of one slot longer, so that the first step, in which libraries choose their kernels, weighs little.
 for count in 1 "$slots"; do
     $eval run --quiet --device cuda --dtype bfloat16 --target "$target" --draft none --no-baseline --suite smoke-chat --limit "$count" \
-        --slots "$count" --temperature 0 --max-new-tokens $((count == 1 ? 4 * tokens : tokens)) --overwrite --output-dir "$out/decode-$count" >/dev/null
+        --max-num-seqs "$count" --temperature 0 --max-new-tokens $((count == 1 ? 4 * tokens : tokens)) --overwrite --output-dir "$out/decode-$count" >/dev/null
 done
 weights=$(stat -c %s "$target"/*.safetensors | awk '{ bytes += $1 } END { printf "%d", bytes }')
 device=$([ $standin = 1 ] && echo cpu || echo cuda)
@@ -131,4 +131,4 @@ LD_LIBRARY_PATH='' "$python" scripts/gpu_check.py loop "$target" eval_datasets/s
 if [ $standin = 0 ]; then rm -r "$target"; fi
 
 "$python" scripts/gpu_check.py report "$out" --seconds "$SECONDS" --standin $standin --backend $backend --golden $golden \
-    --groups "${groups[@]}" --slots 1 "$slots" --weights "$weights"
+    --groups "${groups[@]}" --max-num-seqs 1 "$slots" --weights "$weights"

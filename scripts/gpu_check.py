@@ -107,7 +107,7 @@ def report(args):
         "golden": {**tests, "exit_code": args.golden},
         "groups": groups,
         "bench": json.loads((out / "bench.json").read_text()),
-        "decode": {str(slots): decoded(out / f"decode-{slots}") for slots in args.slots},
+        "decode": {str(slots): decoded(out / f"decode-{slots}") for slots in args.max_num_seqs},
         "transformers_loop": json.loads((out / "loop.json").read_text()),
     }
     for run in found["decode"].values():
@@ -155,7 +155,7 @@ def main():
     command.add_argument("--backend")
     command.add_argument("--golden", type=int)
     command.add_argument("--groups", nargs="+")
-    command.add_argument("--slots", nargs="+", type=int)
+    command.add_argument("--max-num-seqs", nargs="+", type=int)
     command.add_argument("--weights", type=int)
     command.set_defaults(run=report)
     args = parser.parse_args()

@@ -57,7 +57,7 @@ ask=(--model assets/tiny-target --input "$work/train.jsonl" --temperature 1.0 --
 echo "== answers from servers on three hosts, one of which goes away and comes back" >&2
 servers=()
 for host in "${hosts[@]}"; do
-    on "$host" "$bin/deepspec-data" serve --model assets/tiny-target --host "10.77.0.$host" --port 30000 --slots 2 2>"$work/serve-$host.log" &
+    on "$host" "$bin/deepspec-data" serve --model assets/tiny-target --host "10.77.0.$host" --port 30000 --max-num-seqs 2 2>"$work/serve-$host.log" &
     servers+=(--server "http://10.77.0.$host:30000")
 done
 for host in "${hosts[@]}"; do
@@ -99,7 +99,7 @@ for host in "${hosts[@]}"; do
     [ -z "$pids" ] || kill $pids
 done
 wait
-"$bin/deepspec-data" --quiet regenerate "${ask[@]}" --embedded assets/tiny-target --output "$work/alone.jsonl" >/dev/null
+"$bin/deepspec-data" --quiet regenerate "${ask[@]}" --local-model assets/tiny-target --output "$work/alone.jsonl" >/dev/null
 python3 - "$work" <<'PY'
 import json, sys
 work = sys.argv[1]

@@ -45,7 +45,7 @@ fi
 [ -f "$out/whole/results.json" ] || $bin/deepspec-eval run --quiet --target "$target" --draft "$draft" "${suites[@]}" --temperature 0 --no-baseline \
     --output-dir "$out/whole" >/dev/null
 [ -f "$out/calibration.json" ] || $bin/deepspec-eval calibrate "$out/whole" --output "$out/calibration.json" >/dev/null
-[ -f "$out/cost.json" ] || $bin/deepspec-eval profile --target "$target" --draft "$draft" --requests "$requests" --contexts 96 --output "$out/cost.json" >/dev/null
+[ -f "$out/cost.json" ] || $bin/deepspec-eval profile --target "$target" --draft "$draft" --max-num-seqs "$requests" --context-lens 96 --output "$out/cost.json" >/dev/null
 
 pids=()
 trap 'kill "${pids[@]}" 2>/dev/null || true' EXIT
@@ -57,7 +57,7 @@ for schedule in "${schedules[@]}"; do
         threshold*) more=(--calibration "$out/calibration.json") ;;
     esac
     log=$out/serve-$schedule.log
-    $bin/deepspec-data serve --model "$target" --draft "$draft" --schedule "$schedule" ${more[@]+"${more[@]}"} --slots "$slots" --port 0 2>"$log" &
+    $bin/deepspec-data serve --model "$target" --draft "$draft" --schedule "$schedule" ${more[@]+"${more[@]}"} --max-num-seqs "$slots" --port 0 2>"$log" &
     pids+=($!)
     until grep -q "listening on" "$log"; do
         kill -0 $! 2>/dev/null || { tail -5 "$log" >&2; exit 1; }
@@ -66,7 +66,7 @@ for schedule in "${schedules[@]}"; do
     urls+=("$schedule=$(sed -n 's/^listening on //p' "$log")")
 done
 for round in $(seq "$rounds"); do
-    $bin/deepspec-eval profile --quiet --target "$target" --draft "$draft" --requests "$requests" --contexts 96 --output "$out/cost-$round.json" --overwrite >/dev/null
+    $bin/deepspec-eval profile --quiet --target "$target" --draft "$draft" --max-num-seqs "$requests" --context-lens 96 --output "$out/cost-$round.json" --overwrite >/dev/null
     for level in "${levels[@]}"; do
         for url in "${urls[@]}"; do
             $bin/deepspec-eval load --quiet --server "$url" "${suites[@]}" --concurrency "$level" --seconds "$seconds" --warm-up 1 --overwrite \

@@ -132,8 +132,8 @@ if os.waitpid(writer, 0)[1]:
 prompts, answers = os.path.join(out, "prompts.jsonl"), os.path.join(out, "answers.jsonl")
 run("split", "deepspec-data", "split", "--quiet", "--dataset", "assets/real-prompts.jsonl", "--sample-size", "7", "--test-size", "0.2",
     "--train-output", prompts, "--eval-output", os.path.join(out, "held.jsonl"))
-run("regenerate", "deepspec-data", "regenerate", "--quiet", "--embedded", target, "--model", "size", "--input", prompts, "--output", answers,
-    "--max-tokens", "24", "--temperature", "0", "--max-context", "512")
+run("regenerate", "deepspec-data", "regenerate", "--quiet", "--local-model", target, "--model", "size", "--input", prompts, "--output", answers,
+    "--max-tokens", "24", "--temperature", "0", "--max-model-len", "512")
 recipes = {name: recipe(name, drafter) for name, drafter in drafters.items()}
 run("cache build", "deepspec-data", "cache", "build", "--quiet", "--config", recipes["dspark"], "--input", answers, "--output-dir",
     os.path.join(out, "cache"))
@@ -143,7 +143,7 @@ for name, file in recipes.items():
     run(f"{name}: 3 steps", "deepspec-train", "--quiet", "--config", file, planned=planned)
     checkpoint = os.path.join(out, "checkpoints", name, "step_3")
     run(f"{name}: evaluation", "deepspec-eval", "run", "--quiet", "--target", target, "--draft", checkpoint, "--suites-dir", "eval_datasets", "--suite",
-        "smoke-chat", "--limit", "2", "--max-new-tokens", "12", "--slots", "2", "--no-baseline", "--output-dir", os.path.join(out, "eval-" + name))
+        "smoke-chat", "--limit", "2", "--max-new-tokens", "12", "--max-num-seqs", "2", "--no-baseline", "--output-dir", os.path.join(out, "eval-" + name))
     # Eagle3 with Qwen3 layers is not known to llama.cpp.
     for engine in ["vllm", "gguf"][: 1 if name == "eagle3" else 2]:
         run(f"{name}: --to {engine}", "deepspec-eval", "checkpoint", "convert", "--quiet", "--from", checkpoint, "--to", engine, "--target", target,

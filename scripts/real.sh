@@ -167,7 +167,7 @@ measure() { # NAME DRAFTER TARGET
     [ ! -f "$out/eval-$1/results.json" ] || return 0
     say "measuring $1 here"
     $bin/deepspec-eval run --target "$3" --draft "$out/checkpoints/smollm2_$2/step_latest" --suites-dir "$suites" "${names[@]}" \
-        --limit "$prompts" --max-new-tokens $tokens --temperature 0 --slots 16 --no-baseline --output-dir "$out/eval-$1"
+        --limit "$prompts" --max-new-tokens $tokens --temperature 0 --max-num-seqs 16 --no-baseline --output-dir "$out/eval-$1"
 }
 for drafter in "${drafters[@]}"; do measure "$drafter" "$drafter" "$model"; done
 if [ "$with_rounded" != 0 ]; then

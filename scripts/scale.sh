@@ -34,7 +34,7 @@ bench() { # told|held-out TOKENS ANCHORS SAMPLES
 }
 $bin/deepspec-data --quiet split --dataset assets/demo-prompts.jsonl --train-output "$out/train.jsonl" --eval-output "$out/rest.jsonl" --sample-size 220
 regenerate() { # AT_ONCE TOKENS: prints the report
-    $bin/deepspec-data --quiet regenerate --embedded $target --model $target --input "$out/train.jsonl" --output "$out/answers-$1-$2.jsonl" --slots "$1" \
+    $bin/deepspec-data --quiet regenerate --local-model $target --model $target --input "$out/train.jsonl" --output "$out/answers-$1-$2.jsonl" --max-num-seqs "$1" \
         --concurrency "$1" --temperature 1.0 --max-tokens "$2" --seed 1 --disable-thinking --overwrite >/dev/null
     cat "$out/answers-$1-$2.jsonl.report.json"
 }
@@ -44,7 +44,7 @@ states() { # told|held-out TOKENS
         --output-dir "$out/cache" --device cpu --measure --json
 }
 run() { # SLOTS: prints the results
-    $bin/deepspec-eval run --quiet --target $target --draft $draft --suite smoke-math --suite smoke-code --suite smoke-chat --slots "$1" --temperature 0 \
+    $bin/deepspec-eval run --quiet --target $target --draft $draft --suite smoke-math --suite smoke-code --suite smoke-chat --max-num-seqs "$1" --temperature 0 \
         --no-baseline --output-dir "$out/eval-$1" --overwrite >/dev/null
     cat "$out/eval-$1/results.json"
 }
@@ -80,7 +80,7 @@ $bin/deepspec-data --quiet cache build --config "$recipe" --input "$out/answers-
 train() { # NAME PROCESSES GLOBAL_BATCH
     $bin/deepspec-train --quiet --config "$recipe" --set "name=$1" --set "data.states.cache=$out/cache" --set "logging.output_dir=$out/runs" \
         --set train.local_batch_size=2 --set "train.global_batch_size=$3" --set train.max_train_steps=60 --set logging.logging_steps=20 --device cpu \
-        --processes "$2" --profile "$out/$1.trace.json"
+        --processes "$2" --torch-profile "$out/$1.trace.json"
 }
 for processes in 1 2 4; do
     train "strong-$processes" $processes 16
@@ -89,7 +89,7 @@ done
 
 measured=() held_out=()
 for file in "$out"/told/*.json; do measured+=(--measured "$file"); done
-for file in "$out"/held-out/*.json; do held_out+=(--held-out "$file"); done
+for file in "$out"/held-out/*.json; do held_out+=(--validate-on "$file"); done
 # Bytes per second of summing on two processes, as their trace has it.
 link=$(python3 - "$out/strong-2.trace.json" "$out/told"/training-*.json <<'P'
 import json
@@ -103,7 +103,7 @@ P
 )
 plan() { # GLOBAL_BATCH
     $bin/deepspec-train --config "$recipe" --set "data.states.cache=$out/cache" --set train.local_batch_size=2 --set "train.global_batch_size=$1" \
-        --set train.max_train_steps=60 --device cpu --plan "${measured[@]}" --devices 1,2,4 --link "$link" "${@:2}"
+        --set train.max_train_steps=60 --device cpu --plan "${measured[@]}" --devices 1,2,4 --interconnect "$link" "${@:2}"
 }
 plan 16 "${held_out[@]}"
 for batch in 8 16 32; do plan "$batch" "${held_out[@]}" --json >"$out/plan-$batch.json"; done

@@ -20,10 +20,10 @@ use deepspec_core::cli::{self, Verbosity};
 struct Cli {
     #[command(subcommand)]
     command: Command,
-    /// Print only warnings, errors and results
+    /// Only warnings and errors
     #[arg(long, short, global = true, help_heading = "Output")]
     quiet: bool,
-    /// Print details of what is done
+    /// Log more: also reasons and details
     #[arg(long, short, global = true, help_heading = "Output")]
     verbose: bool,
 }

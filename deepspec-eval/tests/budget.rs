@@ -30,7 +30,7 @@ fn run(draft: &str, slots: &str, tokens: &str, more: &[&str], dir: &Path) -> Opt
         "--suite",
         "smoke-math",
     ]);
-    command.args(["--draft", draft, "--slots", slots, "--limit", slots, "--max-new-tokens", tokens]);
+    command.args(["--draft", draft, "--max-num-seqs", slots, "--limit", slots, "--max-new-tokens", tokens]);
     command.args(more);
     command.arg("--target").arg(target_dir()).arg("--suites-dir").arg(repository("eval_datasets"));
     command.arg("--output-dir").arg(dir).env("OMP_NUM_THREADS", "1").env_remove("RUST_LOG");

@@ -87,7 +87,7 @@ fn ways_to_calibrate_are_compared_and_one_temperature_can_be_folded_into_the_hea
     let dir = tempfile::tempdir().unwrap();
     let [file, folded, out] = ["modest.json", "folded", "out"].map(|name| dir.path().join(name));
     let [output, fold] = [&file, &folded].map(|path| path.to_str().unwrap());
-    let calibrate = ["calibrate", &path("modest-run"), "--output", output, "--fold", fold, "--json"];
+    let calibrate = ["calibrate", &path("modest-run"), "--output", output, "--write-folded", fold, "--json"];
     let told = deepspec_eval(&calibrate);
     assert!(told.status.success(), "{}", String::from_utf8_lossy(&told.stderr));
     let found: Value = serde_json::from_slice(&told.stdout).unwrap();
@@ -108,7 +108,11 @@ fn ways_to_calibrate_are_compared_and_one_temperature_can_be_folded_into_the_hea
     run_ok(fold, &out, &["--no-baseline", "--limit", "16", "--max-new-tokens", "80"]);
     let raw = &results(&out)["confidence"]["reliability"]["summary"]["ece"];
     assert!(number(raw) < 0.6 * before, "{raw} beside {before}");
-    assert_refused(&deepspec_eval(&[&calibrate[..], &["--overwrite"]].concat()), 2, &["--fold", "exists"]);
+    assert_refused(
+        &deepspec_eval(&[&calibrate[..], &["--overwrite"]].concat()),
+        2,
+        &["--write-folded", "exists"],
+    );
 }
 
 #[test]
@@ -116,7 +120,7 @@ fn a_calibrated_run_cuts_by_calibrated_confidences() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("calibration.json");
     let temperatures = calibrated("modest-run", &file)["temperatures"].clone();
-    let small = ["--no-baseline", "--limit", "5", "--max-new-tokens", "40", "--slots", "1"];
+    let small = ["--no-baseline", "--limit", "5", "--max-new-tokens", "40", "--max-num-seqs", "1"];
     let file = file.to_str().unwrap();
     let decode = |name: &str, more: &[&str]| {
         let out = dir.path().join(name);
@@ -185,8 +189,17 @@ fn a_calibrated_run_cuts_by_calibrated_confidences() {
 #[test]
 fn the_markov_head_can_be_left_out() {
     let dir = tempfile::tempdir().unwrap();
-    let small =
-        ["--no-baseline", "--limit", "5", "--max-new-tokens", "40", "--temperature", "0", "--slots", "1"];
+    let small = [
+        "--no-baseline",
+        "--limit",
+        "5",
+        "--max-new-tokens",
+        "40",
+        "--temperature",
+        "0",
+        "--max-num-seqs",
+        "1",
+    ];
     let decode = |name: &str, more: &[&str]| {
         let out = dir.path().join(name);
         run_ok(&path("modest"), &out, &[&small[..], more].concat());

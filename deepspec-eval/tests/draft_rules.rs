@@ -11,8 +11,17 @@ use common::{
 };
 use serde_json::{Value, json};
 
-const SMALL: [&str; 9] =
-    ["--limit", "3", "--max-new-tokens", "24", "--slots", "1", "--no-baseline", "--suite", "smoke-math"];
+const SMALL: [&str; 9] = [
+    "--limit",
+    "3",
+    "--max-new-tokens",
+    "24",
+    "--max-num-seqs",
+    "1",
+    "--no-baseline",
+    "--suite",
+    "smoke-math",
+];
 
 fn tiny(name: &str) -> String {
     repository(&format!("assets/{name}")).display().to_string()

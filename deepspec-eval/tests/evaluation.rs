@@ -33,7 +33,7 @@ fn drafter() -> String {
 
 /// One slot, so that every forward has the same shape in every run and answers agree to the bit.
 const SMALL: [&str; 10] =
-    ["--limit", "4", "--max-new-tokens", "32", "--slots", "1", "--domain", "math", "--domain", "chat"];
+    ["--limit", "4", "--max-new-tokens", "32", "--max-num-seqs", "1", "--domain", "math", "--domain", "chat"];
 
 /// What must not depend on how an evaluation went: everything but time.
 fn timeless(dir: &Path) -> (Value, String, Value) {
@@ -134,8 +134,17 @@ fn a_killed_evaluation_goes_on_where_it_was() {
 fn any_number_of_processes_gives_the_same_results() {
     let dir = tempfile::tempdir().unwrap();
     let whole = dir.path().join("whole");
-    let args =
-        ["--limit", "5", "--max-new-tokens", "32", "--slots", "1", "--domain", "math", "--no-baseline"];
+    let args = [
+        "--limit",
+        "5",
+        "--max-new-tokens",
+        "32",
+        "--max-num-seqs",
+        "1",
+        "--domain",
+        "math",
+        "--no-baseline",
+    ];
     let args = [&args[..], &["--seed", "1,2"]].concat();
     run_ok(&drafter(), &whole, &args);
     for count in [2, 3] {
@@ -168,7 +177,7 @@ fn any_number_of_processes_gives_the_same_results() {
 fn where_the_time_of_some_steps_goes_can_be_seen() {
     let dir = tempfile::tempdir().unwrap();
     let trace = dir.path().join("trace.json");
-    let args = [&SMALL[..], &["--profile", trace.to_str().unwrap()]].concat();
+    let args = [&SMALL[..], &["--torch-profile", trace.to_str().unwrap()]].concat();
     run_ok(&drafter(), &dir.path().join("out"), &args);
     let text: Value = serde_json::from_slice(&fs::read(&trace).unwrap()).unwrap();
     let events = text["traceEvents"].as_array().unwrap();
@@ -176,8 +185,8 @@ fn where_the_time_of_some_steps_goes_can_be_seen() {
         let count = events.iter().filter(|event| event["name"] == name).count();
         assert_eq!(count, 5, "{name}");
     }
-    let nowhere = [&SMALL[..], &["--overwrite", "--profile", "nowhere/trace.json"]].concat();
-    assert_refused(&run(&drafter(), &dir.path().join("out"), &nowhere), 2, &["--profile", "nowhere"]);
+    let nowhere = [&SMALL[..], &["--overwrite", "--torch-profile", "nowhere/trace.json"]].concat();
+    assert_refused(&run(&drafter(), &dir.path().join("out"), &nowhere), 2, &["--torch-profile", "nowhere"]);
     assert!(dir.path().join("out/results.json").exists(), "results are gone, though nothing could run");
 }
 

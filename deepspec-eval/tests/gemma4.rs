@@ -85,7 +85,7 @@ fn evaluated(command: &[&str], draft: &str, more: &[&str]) -> String {
 /// A run on one slot, whose answers and results are returned.
 fn run(draft: &str, out: &Path) -> (common::Answers, Value) {
     let place =
-        ["--dtype", "float32", "--slots", "1", "--no-baseline", "--output-dir", out.to_str().unwrap()];
+        ["--dtype", "float32", "--max-num-seqs", "1", "--no-baseline", "--output-dir", out.to_str().unwrap()];
     evaluated(&["run"], draft, &place);
     (answers(out), results(out))
 }
@@ -113,7 +113,7 @@ fn a_run_is_lossless_and_its_confidences_are_calibrated() {
     assert_eq!(found["temperatures"].as_array().unwrap().len(), GAMMA);
     assert_eq!((&found["fit_prompts"], &found["held_out"]["prompts"]), (&json!(6), &json!(6)));
     let used = dir.path().join("used");
-    let args = ["--dtype", "float32", "--slots", "1", "--no-baseline", "--calibration", output];
+    let args = ["--dtype", "float32", "--max-num-seqs", "1", "--no-baseline", "--calibration", output];
     let place = ["--output-dir", used.to_str().unwrap()];
     evaluated(&["run"], &path("draft"), &[&args[..], &place].concat());
     assert_eq!(answers(&used), expected, "a calibration decides about confidences alone");

@@ -73,7 +73,7 @@ fn slots() -> &'static [usize] {
 fn generate(draft: Option<&Path>, slots: usize, temperature: &str, more: &[&str]) -> Answers {
     let dir = tempfile::tempdir().unwrap();
     let slots = slots.to_string();
-    let mut args = vec!["--no-baseline", "--temperature", temperature, "--slots", &slots];
+    let mut args = vec!["--no-baseline", "--temperature", temperature, "--max-num-seqs", &slots];
     args.extend(more);
     run_ok(draft.map_or("none", |dir| dir.to_str().unwrap()), dir.path(), &args);
     answers(dir.path())
@@ -142,7 +142,7 @@ fn at_temperature_0_drafting_changes_no_token() {
         }
     };
     compare("plain, 16 slots".into(), &generate(None, 16, "0", &[]));
-    let lanes = ["--lanes", "2"];
+    let lanes = ["--replicas", "2"];
     compare("drafted, 2 lanes of 8 slots".into(), &generate(Some(drafter()), 16, "0", &lanes));
     for (args, ..) in variants() {
         for &slots in slots() {
@@ -204,7 +204,8 @@ fn lanes_draft_as_one_engine_does() {
         // A slot for each lane, so that all run batches of one.
         let decoded = |lanes| {
             let dir = tempfile::tempdir().unwrap();
-            let mut args = vec!["--no-baseline", "--temperature", "1", "--slots", lanes, "--lanes", lanes];
+            let mut args =
+                vec!["--no-baseline", "--temperature", "1", "--max-num-seqs", lanes, "--replicas", lanes];
             args.extend(["--domain", "math", "--limit", "7", "--max-new-tokens", "24"]);
             args.extend(own);
             run_ok(drafter.to_str().unwrap(), dir.path(), &args);

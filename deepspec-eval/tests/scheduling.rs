@@ -47,15 +47,18 @@ fn a_measured_cost_decides_what_is_verified_and_no_answer_changes() {
         "--draft",
         &drafter(),
     ];
-    let profile = [&profile[..], &["--requests", "4,1", "--contexts", "32,8", "--output", file]].concat();
+    let profile =
+        [&profile[..], &["--max-num-seqs", "4,1", "--context-lens", "32,8", "--output", file]].concat();
     assert!(ok(&profile).contains("verification behind 32 tokens of history"));
     let found = parsed(&cost);
     assert_eq!(found["verify"][0]["batch_tokens"], json!([1, 2, 4, 8, 16, 32]), "{found}");
     assert_eq!((&found["verify"][1]["context"], &found["draft"]["requests"]), (&json!(32), &json!([1, 4])));
     // Without the drafter, whose states the target would keep; the same as a profile of the target alone.
     let plain = dir.path().join("plain.json");
-    let alone =
-        [&profile[..6], &["--requests", "4,1", "--contexts", "32", "--output", plain.to_str().unwrap()]];
+    let alone = [
+        &profile[..6],
+        &["--max-num-seqs", "4,1", "--context-lens", "32", "--output", plain.to_str().unwrap()],
+    ];
     ok(&alone.concat());
     for table in [&found["plain"][1], &parsed(&plain)["verify"][0]] {
         assert_eq!((&table["context"], &table["batch_tokens"]), (&json!(32), &json!([1, 4])));
@@ -63,10 +66,10 @@ fn a_measured_cost_decides_what_is_verified_and_no_answer_changes() {
     assert_eq!(parsed(&plain)["plain"], json!([]));
     assert!(found["target"]["weights_digest"].is_string() && found["machine"]["processor"].is_string());
     assert!(deepspec_eval(&profile).status.success(), "the same again has nothing to do");
-    let other = [&profile[..], &["--contexts", "64"]].concat();
+    let other = [&profile[..], &["--context-lens", "64"]].concat();
     assert_refused(&deepspec_eval(&other), 2, &[file, "--overwrite"]);
 
-    let asked = ["--no-baseline", "--temperature", "0", "--limit", "4", "--slots", "4", "--json"];
+    let asked = ["--no-baseline", "--temperature", "0", "--limit", "4", "--max-num-seqs", "4", "--json"];
     run_ok(&drafter(), &whole, &asked);
     fs::write(&steep, STEEP).unwrap();
     for (schedule, costs) in [
@@ -94,7 +97,7 @@ fn a_measured_cost_decides_what_is_verified_and_no_answer_changes() {
         (vec!["--schedule", "prefix"], vec!["--cost", "profile"]),
         (vec!["--schedule", "plain"], vec!["--draft none"]),
         (vec!["--schedule", "whole", "--cost", file], vec!["reads no costs"]),
-        (vec!["--schedule", "prefix", "--cost", file, "--slots", "64"], vec!["up to 32 tokens"]),
+        (vec!["--schedule", "prefix", "--cost", file, "--max-num-seqs", "64"], vec!["up to 32 tokens"]),
         (vec!["--schedule", "prefix", "--cost", "absent.json"], vec!["absent.json", "profile"]),
     ] {
         let refused = run(&drafter(), &cut, &[&["--overwrite", "--no-baseline"][..], &more].concat());
@@ -257,7 +260,8 @@ fn economics_reads_configs_and_its_own_descriptions() {
     let [yaml, out] = ["model.yaml", "out"].map(|name| dir.path().join(name));
     let config = repository("configs/shapes/qwen3_4b.json");
     let config = config.to_str().unwrap();
-    let asked = ["--hardware", "h200", "--batch", "1,256", "--context", "4096", "--acceptance", "0.8"];
+    let asked =
+        ["--hardware", "h200", "--batch-size", "1,256", "--context-len", "4096", "--acceptance", "0.8"];
     let table = ok(&[&["economics", config][..], &asked].concat());
     assert!(table.contains("B = 256") && table.contains("nothing measured"), "{table}");
     fs::write(&yaml, ok(&["economics", config, "--print-model"])).unwrap();
@@ -280,7 +284,7 @@ fn economics_reads_configs_and_its_own_descriptions() {
         parsed(&dir.join("economics.json"))["points"][0]["speed_up"].as_f64().unwrap()
     };
     let block = of("block", &drafting);
-    let turns = of("turns", &[&drafting[..], &["--draft-in-turn"]].concat());
+    let turns = of("turns", &[&drafting[..], &["--sequential-draft"]].concat());
     assert!(1.0 < turns && turns < block, "a pass for each token against one for all: {turns}, {block}");
     for (args, words) in [
         (vec!["economics", config, "--expert-parallel", "0", "--print-model"], vec!["--expert-parallel"]),
@@ -318,8 +322,17 @@ fn load_is_measured_against_a_real_server() {
     fs::write(&steep, STEEP).unwrap();
     let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port().to_string();
     let (target, drafter) = (target_dir(), drafter());
-    let serve =
-        ["serve", "--model", target.to_str().unwrap(), "--port", &port, "--slots", "4", "--draft", &drafter];
+    let serve = [
+        "serve",
+        "--model",
+        target.to_str().unwrap(),
+        "--port",
+        &port,
+        "--max-num-seqs",
+        "4",
+        "--draft",
+        &drafter,
+    ];
     let schedule = ["--schedule", "prefix", "--cost", steep.to_str().unwrap(), "--device", "cpu"];
     let serve = Serve::parse_from([&serve[..], &schedule].concat());
     thread::spawn(move || deepspec_serve::http::run(&serve.args, Verbosity::Quiet).unwrap());

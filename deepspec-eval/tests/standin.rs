@@ -15,7 +15,7 @@ use deepspec_testkit::standin::{Report, Standin};
 use serde_json::Value;
 
 const FEW: [&str; 9] =
-    ["--temperature", "0", "--limit", "3", "--max-new-tokens", "40", "--slots", "4", "--no-baseline"];
+    ["--temperature", "0", "--limit", "3", "--max-new-tokens", "40", "--max-num-seqs", "4", "--no-baseline"];
 
 #[track_caller]
 fn on_gpu(draft: &str, dir: &Path, dtype: &str) -> Option<(Answers, Report)> {
@@ -79,7 +79,7 @@ fn memory_for_fewer_answers_is_said() {
     let run = |tokens: &str, out: &str| {
         let mut command = Command::new(program);
         command.args(["run", "--device", "cuda", "--draft", "none", "--suite", "smoke-math", "--limit", "2"]);
-        command.args(["--slots", "4", "--temperature", "0", "--max-new-tokens", tokens]);
+        command.args(["--max-num-seqs", "4", "--temperature", "0", "--max-new-tokens", tokens]);
         command.arg("--target").arg(&target).arg("--suites-dir").arg(repository("eval_datasets"));
         command
             .arg("--output-dir")

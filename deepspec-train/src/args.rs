@@ -30,10 +30,10 @@ pub struct Args {
     /// Print what --plan or --bench says as JSON.
     #[arg(long, requires = "dry")]
     pub json: bool,
-    /// Record where the time of five steps goes, of a run or of --bench, after three that are let pass, for chrome://tracing and
-    /// ui.perfetto.dev; by the first process, and not where there is such a file already.
+    /// Write a PyTorch profiler trace of five steps of a run or of --bench, after three warm-up steps, for chrome://tracing and
+    /// ui.perfetto.dev. Rank 0 writes it; a file that exists is kept.
     #[arg(long, value_name = "FILE", conflicts_with_all = ["plan", "init_only"])]
-    pub profile: Option<PathBuf>,
+    pub torch_profile: Option<PathBuf>,
     /// Write the untrained drafter as step_0 and exit; training continues from it.
     #[arg(long)]
     pub init_only: bool,
@@ -49,10 +49,10 @@ pub struct Args {
     /// What a plan says of all stages.
     #[command(flatten)]
     pub foretell: EstimateArgs,
-    /// Only warnings and errors.
+    /// Only warnings and errors
     #[arg(long, short)]
     pub quiet: bool,
-    /// Print details of what is done.
+    /// Log more: also reasons and details
     #[arg(long, short)]
     pub verbose: bool,
 }

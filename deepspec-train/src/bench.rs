@@ -67,7 +67,7 @@ pub fn run(
     let beside = (0..read_beside(recipe))
         .flat_map(|number| random_samples(recipe, &shape.config, last, HELD + number).into_iter().take(1));
     let _beside: Vec<_> = beside.collect();
-    let mut trace = match &args.profile {
+    let mut trace = match &args.torch_profile {
         Some(path) => StepTrace::new(path, device).map_err(UsageError)?,
         None => StepTrace::none(),
     };

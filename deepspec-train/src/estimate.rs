@@ -34,19 +34,19 @@ pub struct EstimateArgs {
     /// `deepspec-eval run` (results.json) wrote. May be repeated.
     #[arg(long, value_name = "FILE", requires = "plan")]
     pub measured: Vec<PathBuf>,
-    /// Files of the same kinds that are foretold and compared, not learned from. May be repeated.
+    /// Measurements of the same kinds to compare with the estimate; the estimate does not use them. May be repeated.
     #[arg(long, value_name = "FILE", requires = "measured")]
-    pub held_out: Vec<PathBuf>,
+    pub validate_on: Vec<PathBuf>,
     /// Numbers of devices, by commas.
     #[arg(long, value_name = "N", value_delimiter = ',', default_values_t = [1, 8, 64], requires = "plan")]
     pub devices: Vec<usize>,
     /// Price of a device for an hour.
     #[arg(long, value_name = "PRICE", requires = "plan")]
     pub price: Option<f64>,
-    /// Bytes per second to other devices, each way; by default what the makers state of devices in one machine, or no limit. Between machines it is
-    /// a tenth of that or less.
+    /// Bandwidth between devices in bytes per second, each way. By default the makers' figure for devices in one machine, or no limit.
+    /// Between machines it is a tenth of that or less.
     #[arg(long, value_name = "BYTES_PER_S", requires = "plan")]
-    pub link: Option<f64>,
+    pub interconnect: Option<f64>,
     /// Prompts that are answered and learned from; by default the samples that are there.
     #[arg(long, value_name = "N", requires = "plan")]
     pub rows: Option<usize>,
@@ -76,7 +76,7 @@ impl EstimateArgs {
     fn check(&self) -> anyhow::Result<()> {
         let positive = [
             ("--price", self.price),
-            ("--link", self.link),
+            ("--interconnect", self.interconnect),
             ("--prompt-tokens", self.prompt_tokens),
             ("--answer-tokens", self.answer_tokens),
         ];
@@ -136,7 +136,7 @@ impl PipelineEstimate {
         let read = |file: &Path| read_measured(file, &costs.target.size(), Some(drafting), value_bytes);
         let usage = |error: ScaleError| UsageError(error.to_string());
         let mut machine = Machine::open(args.hardware.as_deref(), &args.measured, read).map_err(usage)?;
-        if let Some(link) = args.link {
+        if let Some(link) = args.interconnect {
             machine.link.bytes_per_second = link;
         }
         let (rows, prompt, answer) = sizes(args, plan)?;
@@ -148,7 +148,7 @@ impl PipelineEstimate {
         }
         let of = |devices| pipeline(args, plan, drafting, (rows, prompt, answer), devices);
         let mut held_out = vec![];
-        for file in &args.held_out {
+        for file in &args.validate_on {
             held_out.extend(read(file).map_err(usage)?.into_iter().map(|measured| HeldOut {
                 file: file.clone(),
                 measured,

@@ -267,7 +267,7 @@ impl Inputs {
             .filter(|_| !args.init_only)
             .map(|questions| Evaluation::open(questions, taps(), source, device, kind))
             .transpose()?;
-        let trace = match args.profile.as_deref().filter(|_| group.is_leader()) {
+        let trace = match args.torch_profile.as_deref().filter(|_| group.is_leader()) {
             Some(path) => StepTrace::new(path, device).map_err(UsageError)?,
             None => StepTrace::none(),
         };

@@ -218,7 +218,7 @@ fn each_plans_and_runs_the_bench_at_small_sizes() {
         let (told, name) = (dir.path().join("bench.json"), "bench.json");
         fs::write(&told, bench.to_string()).unwrap();
         let told = told.to_str().unwrap();
-        let more = ["--plan", "--measured", told, "--held-out", told, "--rows", "8", "--devices", "1"];
+        let more = ["--plan", "--measured", told, "--validate-on", told, "--rows", "8", "--devices", "1"];
         let foretold = parsed(&run(&path, &with(&more)), &what)["pipeline"].clone();
         let held_out = foretold["held_out"].as_array().unwrap();
         assert_eq!(held_out.len(), 2, "{what}: {foretold}");

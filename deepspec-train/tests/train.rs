@@ -169,7 +169,7 @@ for name, file in facts['weight_map'].items():
 fn where_the_time_of_some_steps_goes_can_be_seen() {
     let (bench, plain) = (Bench::new(), undisturbed());
     let trace = bench.path("trace.json");
-    let args = ["--profile", trace.to_str().unwrap()];
+    let args = ["--torch-profile", trace.to_str().unwrap()];
     bench.succeeds(&args);
     assert!(bench.result() == plain.result(), "looking changed the weights");
     let events: Value = serde_json::from_slice(&fs::read(&trace).unwrap()).unwrap();
@@ -182,7 +182,11 @@ fn where_the_time_of_some_steps_goes_can_be_seen() {
     let written = fs::read(&trace).unwrap();
     bench.succeeds(&[&args[..], &["--overwrite"]].concat());
     assert!(fs::read(&trace).unwrap() == written, "a trace was overwritten");
-    bench.fails(&["--overwrite", "--profile", "nowhere/trace.json"], 2, &["--profile", "nowhere"]);
+    bench.fails(
+        &["--overwrite", "--torch-profile", "nowhere/trace.json"],
+        2,
+        &["--torch-profile", "nowhere"],
+    );
     assert!(bench.result() == plain.result(), "what there was is gone, though nothing could run");
 }
 

@@ -28,7 +28,7 @@ export DEEPSPEC_SPLIT_ARGS="--sample-size 240 --test-size 0.1"
 export DEEPSPEC_REGENERATE_ARGS="--temperature 1.0 --max-tokens 128 --seed 1 --disable-thinking"
 export DEEPSPEC_CACHE_ARGS="--shard-size 1 --device cpu"
 export DEEPSPEC_TRAIN_ARGS="--device cpu --set train.max_train_steps=40 --set train.local_batch_size=2 --set logging.logging_steps=1 --set logging.checkpointing_steps=10"
-export DEEPSPEC_EVAL_ARGS="--suite smoke-math --suite smoke-code --limit 24 --max-new-tokens 128 --slots 4 --seed 1 --device cpu --no-baseline"
+export DEEPSPEC_EVAL_ARGS="--suite smoke-math --suite smoke-code --limit 24 --max-new-tokens 128 --max-num-seqs 4 --seed 1 --device cpu --no-baseline"
 here="--gpus-per-node=0 --cpus-per-task=1"
 export DEEPSPEC_REGENERATE_SBATCH=$here DEEPSPEC_CACHE_SBATCH=$here DEEPSPEC_EVAL_SBATCH=$here
 export DEEPSPEC_TRAIN_SBATCH="$here --nodes=2 --ntasks-per-node=1"
@@ -108,7 +108,7 @@ bash scripts/slurm/pipeline.sbatch status
 cat "$run/eval/report.md"
 
 echo "== the same without Slurm" >&2
-"$bin/deepspec-data" --quiet regenerate --embedded "$DEEPSPEC_TARGET" --model "$DEEPSPEC_TARGET" --input "$run/train.jsonl" \
+"$bin/deepspec-data" --quiet regenerate --local-model "$DEEPSPEC_TARGET" --model "$DEEPSPEC_TARGET" --input "$run/train.jsonl" \
     --output "$work/answers.jsonl" $DEEPSPEC_REGENERATE_ARGS
 "$bin/deepspec-train" --quiet --config "$DEEPSPEC_RECIPE" --set "data.states.cache=$run/cache" --set name=alone \
     --set "logging.output_dir=$work/out" $DEEPSPEC_TRAIN_ARGS

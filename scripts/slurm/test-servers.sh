@@ -43,7 +43,7 @@ servers() { processes 'VLLM::|vllm\.entrypoints' | sort; }
 echo "== regenerate.sbatch with vLLM's server" >&2
 before=$(servers)
 submit answers
-"$bin/deepspec-data" --quiet regenerate --embedded "$target" "${asked[@]}" --output "$work/own.jsonl"
+"$bin/deepspec-data" --quiet regenerate --local-model "$target" "${asked[@]}" --output "$work/own.jsonl"
 python3 - "$work/answers.jsonl" "$work/own.jsonl" <<'PY'
 import json, sys
 served, own = ({row["id"]: [m["content"] for m in row["conversations"]] for row in map(json.loads, open(file))} for file in sys.argv[1:])

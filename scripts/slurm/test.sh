@@ -129,7 +129,7 @@ target=assets/tiny-target
 asked=(--model "$target" --input "$work/prompts.jsonl" --temperature 1.0 --max-tokens 64 --seed 1 --disable-thinking)
 CUDA_VISIBLE_DEVICES=0,1 DEEPSPEC_SERVER_ARGS="--device cpu" sbatch --wait --gpus-per-node=0 --cpus-per-task=1 --output="$work/batch.log" \
     scripts/slurm/regenerate.sbatch "${asked[@]}" --output "$work/answers.jsonl" || fail "regenerate.sbatch failed"
-"$bin/deepspec-data" --quiet regenerate --embedded "$target" --device cpu "${asked[@]}" --output "$work/alone.jsonl" >/dev/null
+"$bin/deepspec-data" --quiet regenerate --local-model "$target" --device cpu "${asked[@]}" --output "$work/alone.jsonl" >/dev/null
 python3 - "$work" <<'PY'
 import glob, json, sys
 work = sys.argv[1]

@@ -59,7 +59,7 @@ pub enum StatesError {
         dir: PathBuf,
     },
     /// A cache lacks final hidden states that the drafter trains on.
-    #[error("{}: this cache keeps the last states of {kept} positions, and the drafter learns from those of {needed}; build one with `deepspec-data cache build --last {needed}`", dir.display())]
+    #[error("{}: this cache keeps the last states of {kept} positions, and the drafter learns from those of {needed}; build one with `deepspec-data cache build --final-states {needed}`", dir.display())]
     FinalStates {
         /// The cache.
         dir: PathBuf,

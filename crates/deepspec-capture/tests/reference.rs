@@ -112,7 +112,7 @@ fn what_format_2_cannot_hold_or_is_not_is_refused() {
     let (own, out) = (dir.path().join("own"), dir.path().join("out"));
     build(&own, &plan(3, FinalStates::Supervised, 700), &identity()).unwrap();
     let text = message(export(&own, &out, "m", || ()));
-    assert!(text.contains("build with --encoding bf16 --last all") && !out.exists(), "{text}");
+    assert!(text.contains("build with --encoding bf16 --final-states all") && !out.exists(), "{text}");
     let eight = dir.path().join("eight");
     let layout = Layout { encoding: Encoding::Fp8, ..layout(FinalStates::All) };
     let plan_of_eight = Plan::new(samples(3), layout, 700).unwrap();

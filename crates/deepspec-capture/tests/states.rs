@@ -203,7 +203,7 @@ fn a_finished_cache_serves_hybrid_in_any_order() {
     let mut greedy = bench.source(&[]).unwrap();
     greedy.final_states = FinalStates::All;
     let error = Dataset::open(&cached, &greedy, None, |_| order(0)).err().unwrap().to_string();
-    assert!(error.contains("supervised positions") && error.contains("--last all"), "{error}");
+    assert!(error.contains("supervised positions") && error.contains("--final-states all"), "{error}");
 
     let text = fs::read_to_string(bench.path("rows.jsonl")).unwrap();
     bench.write("rows.jsonl", &text.replace("word 1 of 7.", "word 1 of 8."));

@@ -177,7 +177,7 @@ pub fn read_for(file: &Path, weights: Weights, slots: usize) -> Result<(StepCost
     let (name, known) = (file.display(), cost.max_batch());
     if known < slots {
         return Err(format!(
-            "{name} knows steps of up to {known} tokens, --slots {slots} asks for one each; profile further"
+            "{name} knows steps of up to {known} tokens, --max-num-seqs {slots} asks for one each; profile further"
         ));
     }
     let of = |whose: &str| json[whose]["weights_digest"].as_str();

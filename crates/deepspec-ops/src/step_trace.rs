@@ -34,12 +34,15 @@ impl StepTrace {
     /// Nothing can be written there.
     pub fn new(path: &Path, device: Device) -> Result<Self, String> {
         if path.exists() {
-            tracing::warn!("--profile {}: there is such a file already; nothing is recorded", path.display());
+            tracing::warn!(
+                "--torch-profile {}: there is such a file already; nothing is recorded",
+                path.display()
+            );
             return Ok(Self::none());
         }
         let partial = partial(path);
         let tried = fs::File::create(&partial).and_then(|_| fs::remove_file(&partial));
-        tried.map_err(|error| format!("--profile {}: {error}", path.display()))?;
+        tried.map_err(|error| format!("--torch-profile {}: {error}", path.display()))?;
         let with_gpu = matches!(device, Device::Cuda(_));
         Ok(Self { path: Some(path.to_path_buf()), with_gpu, ..Self::none() })
     }
@@ -52,7 +55,7 @@ impl StepTrace {
             match Profile::start(self.with_gpu) {
                 Ok(profile) => self.profile = Some(profile),
                 Err(problem) => {
-                    tracing::warn!("--profile {}: nothing is recorded: {problem}", path.display());
+                    tracing::warn!("--torch-profile {}: nothing is recorded: {problem}", path.display());
                     self.path = None;
                 }
             }
@@ -67,7 +70,7 @@ impl StepTrace {
         let shown = path.display();
         let Some(profile) = self.profile.take() else {
             tracing::warn!(
-                "--profile {shown}: nothing to write; the first {WARM_UP} steps are let pass, and there were no more"
+                "--torch-profile {shown}: nothing to write; the first {WARM_UP} steps are let pass, and there were no more"
             );
             return;
         };
@@ -79,7 +82,7 @@ impl StepTrace {
             Ok(()) => {
                 tracing::info!("where time went: {shown}; the speed of those steps includes the recording")
             }
-            Err(problem) => tracing::warn!("--profile {shown}: not written: {problem}"),
+            Err(problem) => tracing::warn!("--torch-profile {shown}: not written: {problem}"),
         }
     }
 }

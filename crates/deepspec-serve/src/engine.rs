@@ -43,15 +43,15 @@ pub struct EngineArgs {
     /// What steps cost: a file that `deepspec-eval profile` wrote, one of SGLang's, or a table (.csv)
     #[arg(long, value_name = "FILE", requires = "draft")]
     pub cost: Option<PathBuf>,
-    /// Conversations answered at once
+    /// Requests decoded at once
     #[arg(long, default_value_t = 16, value_name = "N")]
-    pub slots: usize,
+    pub max_num_seqs: usize,
     /// Where the model runs: auto, cpu, cuda or cuda:N
     #[arg(long, default_value = "auto")]
     pub device: String,
-    /// Tokens of prompt and answer that a conversation may hold; at most and by default what the model was made for
+    /// Most tokens of prompt and answer together; by default, and at most, the context length of the model
     #[arg(long, value_name = "N")]
-    pub max_context: Option<usize>,
+    pub max_model_len: Option<usize>,
 }
 
 impl EngineArgs {
@@ -95,11 +95,11 @@ impl EngineArgs {
     }
 
     fn check_settings(&self) -> anyhow::Result<()> {
-        if self.slots == 0 || self.max_context == Some(0) {
-            usage!("--slots and --max-context must be at least 1");
+        if self.max_num_seqs == 0 || self.max_model_len == Some(0) {
+            usage!("--max-num-seqs and --max-model-len must be at least 1");
         }
-        if self.slots > MOST_SLOTS {
-            usage!("--slots {}: expected at most {MOST_SLOTS}", self.slots);
+        if self.max_num_seqs > MOST_SLOTS {
+            usage!("--max-num-seqs {}: expected at most {MOST_SLOTS}", self.max_num_seqs);
         }
         match (self.schedule, &self.cost) {
             (policy, None) if policy.reads_cost() => usage!(
@@ -206,7 +206,7 @@ impl EngineThread {
     pub fn start(model: &Path, args: &EngineArgs) -> anyhow::Result<Self> {
         let (jobs, incoming) = mpsc::unbounded_channel();
         let (ready, loaded) = oneshot::channel();
-        let load = Arc::new(Load::new(args.slots)?);
+        let load = Arc::new(Load::new(args.max_num_seqs)?);
         let (model, args, gauge) = (model.to_path_buf(), args.clone(), Arc::clone(&load));
         let work = move || match build(&model, &args) {
             Ok((engine, context)) => {
@@ -264,7 +264,7 @@ type ChatEngine = Engine<TargetModel, Box<dyn Drafter>>;
 
 fn build(model: &Path, args: &EngineArgs) -> anyhow::Result<(ChatEngine, usize)> {
     let device = deepspec_ops::device(&args.device)?;
-    let (kind, slots) = (deepspec_ops::default_kind(device), args.slots);
+    let (kind, slots) = (deepspec_ops::default_kind(device), args.max_num_seqs);
     let dir = args.draft.as_ref().filter(|_| args.schedule != Policy::Plain);
     let drafter = match dir {
         Some(dir) => Some(deepspec_drafters::load(dir, &DrafterOptions { device, kind, slots })?),
@@ -284,10 +284,10 @@ fn build(model: &Path, args: &EngineArgs) -> anyhow::Result<(ChatEngine, usize)>
     }
     let draft_sampling = drafter.as_ref().map(|drafter| drafter.draft_sampling()).unwrap_or_default();
     let longest = target.config().max_position_embeddings;
-    let wanted = args.max_context.map_or(longest, |wanted| wanted.min(longest));
-    if let Some(asked) = args.max_context.filter(|&asked| asked > longest) {
+    let wanted = args.max_model_len.map_or(longest, |wanted| wanted.min(longest));
+    if let Some(asked) = args.max_model_len.filter(|&asked| asked > longest) {
         tracing::warn!(
-            "--max-context {asked}: the model holds {longest} tokens; conversations may be as long"
+            "--max-model-len {asked}: the model holds {longest} tokens; conversations may be as long"
         );
     }
     let (context, memory) =
@@ -305,36 +305,36 @@ fn build(model: &Path, args: &EngineArgs) -> anyhow::Result<(ChatEngine, usize)>
 }
 
 /// Context length of a conversation, and bytes for the KV caches of all of them, from the memory
-/// left by the models. Without `--max-context` the length may be less than `wanted`.
+/// left by the models. Without `--max-model-len` the length may be less than `wanted`.
 fn fitting(
     wanted: usize,
     args: &EngineArgs,
     target: &TargetModel,
     drafter: Option<&dyn Proposer>,
 ) -> anyhow::Result<(usize, Option<u64>)> {
-    let Some(memory) = room(target, drafter, args.slots, 1) else { return Ok((wanted, None)) };
+    let Some(memory) = room(target, drafter, args.max_num_seqs, 1) else { return Ok((wanted, None)) };
     let bytes = |tokens: usize| history_bytes(target, drafter, tokens);
-    match fit(args.slots, wanted, memory, bytes) {
+    match fit(args.max_num_seqs, wanted, memory, bytes) {
         Fit::All => Ok((wanted, Some(memory))),
         Fit::Fewer { told } => {
-            tracing::warn!("{told}; the others wait. --slots or --max-context can be lowered");
+            tracing::warn!("{told}; the others wait. --max-num-seqs or --max-model-len can be lowered");
             Ok((wanted, Some(memory)))
         }
         Fit::Shorter { tokens: 0, told } => {
-            let slots = if args.slots > 1 { ", fewer --slots" } else { "" };
+            let slots = if args.max_num_seqs > 1 { ", a lower --max-num-seqs" } else { "" };
             usage!(
                 "{told}; not even a short one has room, give a smaller model{slots} or a --device with more memory"
             )
         }
-        Fit::Shorter { tokens, told } if args.max_context.is_none() && tokens >= SHORTEST => {
+        Fit::Shorter { tokens, told } if args.max_model_len.is_none() && tokens >= SHORTEST => {
             tracing::warn!(
-                "{told}: conversations may hold {tokens}. --max-context says so without this warning"
+                "{told}: conversations may hold {tokens}. --max-model-len says so without this warning"
             );
             Ok((tokens, Some(memory)))
         }
         Fit::Shorter { tokens, told } => {
             usage!(
-                "{told}; give --max-context {tokens} or less, a smaller model, or a --device with more memory"
+                "{told}; give --max-model-len {tokens} or less, a smaller model, or a --device with more memory"
             )
         }
     }

@@ -174,7 +174,7 @@ mod tests {
 
     fn tiny(context: &str) -> ChatModel {
         let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../assets/tiny-target");
-        let line = ["x", "--device", "cpu", "--slots", "1", "--max-context", context];
+        let line = ["x", "--device", "cpu", "--max-num-seqs", "1", "--max-model-len", context];
         ChatModel::load(&dir, &Line::parse_from(line).engine).unwrap()
     }
 

@@ -19,7 +19,7 @@ pub fn planner(model: &Path, args: &EngineArgs) -> anyhow::Result<Planner> {
     let Some(file) = &args.cost else { return Ok(Planner::new(args.schedule, None)?) };
     let (target, drafter) = (weights_digest(model)?, args.draft.as_deref().map(weights_digest).transpose()?);
     let weights = Weights { target: &target, drafter: drafter.as_deref() };
-    match cost_file::read_for(file, weights, args.slots) {
+    match cost_file::read_for(file, weights, args.max_num_seqs) {
         Ok((cost, told)) => {
             told.iter().for_each(|words| tracing::warn!("--cost {words}"));
             Ok(Planner::new(args.schedule, Some(Arc::new(cost)))?)

@@ -31,10 +31,10 @@ pub struct Args {
     /// How a hidden state is stored
     #[arg(long, value_enum, default_value_t = EncodingArg::Bf16)]
     encoding: EncodingArg,
-    /// Which positions keep their last hidden state: those that a supervised label needs, or all; by default those that the
-    /// recipe's drafter learns from
+    /// Positions that keep the hidden state of the last layer: those that predict a supervised label, or all. By default the
+    /// positions that the recipe's drafter learns from
     #[arg(long, value_enum)]
-    last: Option<LastArg>,
+    final_states: Option<FinalStatesArg>,
     /// Build the share of worker i of n, from 0; `cache merge` publishes when all have finished
     #[arg(long, value_name = "I/N", value_parser = parse_worker)]
     worker: Option<Worker>,
@@ -60,7 +60,7 @@ enum EncodingArg {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub(super) enum LastArg {
+pub(super) enum FinalStatesArg {
     Supervised,
     All,
 }
@@ -74,7 +74,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     let (recipe, dir) = args.job.open()?;
     let device = deepspec_ops::device(&args.job.device).map_err(|error| UsageError(error.to_string()))?;
     let source = TargetSpec::open(&recipe, verbosity).map_err(StatesError::report)?;
-    let layout = source.layout(args.last(source.final_states)?, args.encoding());
+    let layout = source.layout(args.final_states(source.final_states)?, args.encoding());
 
     let Tokenised { samples, report } = tokenise(&args.job.input, &source, |_| ())?;
     check_rows(args, &report, &recipe, &dir)?;
@@ -143,14 +143,16 @@ impl Args {
         }
     }
 
-    fn last(&self, needed: FinalStates) -> anyhow::Result<FinalStates> {
-        let kept = match self.last {
-            Some(LastArg::Supervised) => FinalStates::Supervised,
-            Some(LastArg::All) => FinalStates::All,
+    fn final_states(&self, needed: FinalStates) -> anyhow::Result<FinalStates> {
+        let kept = match self.final_states {
+            Some(FinalStatesArg::Supervised) => FinalStates::Supervised,
+            Some(FinalStatesArg::All) => FinalStates::All,
             None => needed,
         };
         if !kept.covers(needed) {
-            usage!("--last {kept}: the recipe's drafter learns from the states of {needed} positions");
+            usage!(
+                "--final-states {kept}: the recipe's drafter learns from the states of {needed} positions"
+            );
         }
         Ok(kept)
     }

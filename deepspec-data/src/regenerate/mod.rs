@@ -49,7 +49,7 @@ const SHOWN: usize = 3;
 
 /// Arguments of `regenerate`.
 #[derive(clap::Args)]
-#[command(group = clap::ArgGroup::new("answering").required(true).args(["server", "embedded"]))]
+#[command(group = clap::ArgGroup::new("answering").required(true).args(["server", "local_model"]))]
 pub struct Args {
     /// JSONL rows of conversations or prompts, plain, .gz or .zst; `tools` and `sampling` of a row are respected
     #[arg(long, required = true, num_args = 1.., value_name = "F")]
@@ -57,15 +57,15 @@ pub struct Args {
     /// Where answered rows go, F.jsonl; failed ones go to F_error.jsonl, settings and accounts to F.jsonl.*.json
     #[arg(long, value_name = "F")]
     output: PathBuf,
-    /// Name of the model, as the servers know it; with --embedded another name for it
-    #[arg(long, value_name = "NAME", required_unless_present = "embedded")]
+    /// Name of the model, as the servers know it; with --local-model another name for it
+    #[arg(long, value_name = "NAME", required_unless_present = "local_model")]
     model: Option<String>,
     /// Base URL of an OpenAI-compatible server; give it again for more servers
-    #[arg(long, num_args = 1.., value_name = "URL", conflicts_with = "embedded")]
+    #[arg(long, num_args = 1.., value_name = "URL", conflicts_with = "local_model")]
     server: Vec<String>,
     /// Answer in this process with the model of this folder, GGUF file or hub id, without a server
     #[arg(long, value_name = "M")]
-    embedded: Option<String>,
+    local_model: Option<String>,
     #[command(flatten)]
     asking: Options,
     #[command(flatten)]
@@ -85,14 +85,14 @@ pub struct Args {
     /// Start anew where an output exists
     #[arg(long)]
     overwrite: bool,
-    #[command(flatten, next_help_heading = "With --embedded")]
+    #[command(flatten, next_help_heading = "With --local-model")]
     engine: EngineArgs,
 }
 
 impl Args {
     /// The model's name.
     fn model(&self) -> &str {
-        self.model.as_deref().or(self.embedded.as_deref()).unwrap_or_default()
+        self.model.as_deref().or(self.local_model.as_deref()).unwrap_or_default()
     }
 }
 
@@ -120,7 +120,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
 
 /// Everything that is read before the first request.
 struct Inputs {
-    /// The model in this process, with `--embedded`.
+    /// The model in this process, with `--local-model`.
     embedded: Option<(PathBuf, EngineArgs)>,
     settings: Arc<RequestSettings>,
     index: Arc<InputIndex>,
@@ -128,9 +128,9 @@ struct Inputs {
 
 impl Inputs {
     fn open(args: &Args, verbosity: Verbosity) -> anyhow::Result<Self> {
-        let embedded = args.embedded.as_deref().filter(|_| !args.dry_run);
+        let embedded = args.local_model.as_deref().filter(|_| !args.dry_run);
         let embedded =
-            embedded.map(|model| args.engine.resolve("--embedded", model, verbosity)).transpose()?;
+            embedded.map(|model| args.engine.resolve("--local-model", model, verbosity)).transpose()?;
         let weights = embedded.as_ref().map(|(dir, _)| weights_digest(dir)).transpose()?;
         let settings =
             Arc::new(RequestSettings::new(&args.input, args.model(), weights, &args.sampling, args.worker)?);

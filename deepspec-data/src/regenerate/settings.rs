@@ -15,7 +15,7 @@ use super::wire;
 /// Sampling as given; what is not given is not sent, so that the server's defaults hold.
 #[derive(clap::Args)]
 pub struct Sampling {
-    /// Sampling temperature, 0 for the most likely token; by default the server's, with --embedded that of its generation_config.json
+    /// Sampling temperature, 0 for the most likely token; by default the server's, or with --local-model that of generation_config.json
     #[arg(long)]
     temperature: Option<f64>,
     /// Sample from the smallest set of tokens with this mass
@@ -96,8 +96,11 @@ pub struct RequestSettings {
 /// llama.cpp.
 pub const TOKEN_ID_FIELDS: [&str; 3] = ["return_token_ids", "return_tokens", "verbose"];
 
-/// The record's key for the digest of an embedded model's weights.
+/// The record's key for the digest of a local model's weights. Records on disk have it, so it keeps
+/// the earlier name of the flag.
 const WEIGHTS: &str = "weights of --embedded";
+/// Name of [`WEIGHTS`] in messages.
+const WEIGHTS_SHOWN: &str = "weights of --local-model";
 
 /// The record's key for the worker.
 pub const WORKER: &str = "worker";
@@ -245,6 +248,7 @@ impl RequestSettings {
         let unknown =
             |key: &String| key == WEIGHTS && self.record.contains_key(key) != earlier.contains_key(key);
         let differs = |key: &&String| self.record.get(*key) != earlier.get(*key) && !unknown(key);
-        keys.into_iter().filter(differs).cloned().collect()
+        let shown = |key: &String| if key == WEIGHTS { WEIGHTS_SHOWN.into() } else { key.clone() };
+        keys.into_iter().filter(differs).map(shown).collect()
     }
 }

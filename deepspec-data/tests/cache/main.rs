@@ -57,11 +57,13 @@ fn a_cache_is_built_checked_and_shown() {
     bench
         .build("cache", &other)
         .fails_with(2, &["max_length is 512 there, 64 is wanted", "taps is", "--overwrite"]);
-    bench.build("cache", &["--last", "all"]).fails_with(2, &["last is supervised there, all is wanted"]);
+    bench
+        .build("cache", &["--final-states", "all"])
+        .fails_with(2, &["last is supervised there, all is wanted"]);
     flip(&bench.path("target/model.safetensors"), |len| len / 15);
     bench.build("cache", &[]).fails_with(2, &["target_weights"]);
     assert!(bench.files("cache") == before, "a refused build changed the cache");
-    bench.build("cache", &["--last", "all", "--overwrite"]).succeeds_with(&["40 samples"]);
+    bench.build("cache", &["--final-states", "all", "--overwrite"]).succeeds_with(&["40 samples"]);
     bench.run(&["inspect", "cache"]).succeeds_with(&["last hidden states of all"]);
     bench.run(&["verify", "cache"]).succeeds_with(&["sound"]);
 }
@@ -161,7 +163,7 @@ fn wrong_inputs_are_refused() {
 #[test]
 fn format_2_goes_out_and_comes_back() {
     let bench = Bench::new(12);
-    let ended = bench.build("own", &["--last", "all"]);
+    let ended = bench.build("own", &["--final-states", "all"]);
     assert_eq!(ended.code, Some(0), "{}", ended.stderr);
     let export = |from: &str, to: &str| bench.run(&["export", "--cache-dir", from, "--to", to]);
     assert_eq!(export("own", "out").code, Some(0));
@@ -174,5 +176,9 @@ fn format_2_goes_out_and_comes_back() {
     assert_eq!(out, back);
     bench.build("few", &[]);
     let ended = export("few", "nowhere");
-    assert!(ended.code == Some(1) && ended.stderr.contains("--encoding bf16 --last all"), "{}", ended.stderr);
+    assert!(
+        ended.code == Some(1) && ended.stderr.contains("--encoding bf16 --final-states all"),
+        "{}",
+        ended.stderr
+    );
 }

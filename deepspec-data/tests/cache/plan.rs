@@ -49,7 +49,7 @@ fn a_plan_foretells_the_size_of_what_is_built() {
     for choice in choices {
         let [encoding, last] = ["encoding", "last"].map(|key| choice[key].as_str().unwrap());
         let dir = format!("{encoding}-{last}");
-        let ended = bench.build(&dir, &["--encoding", encoding, "--last", last]);
+        let ended = bench.build(&dir, &["--encoding", encoding, "--final-states", last]);
         assert_eq!(ended.code, Some(0), "{}", ended.stderr);
         let built: usize = bench.files(&dir).iter().map(|(_, bytes)| bytes.len()).sum();
         let (built, planned) = (built as f64, choice["bytes"].as_f64().unwrap());

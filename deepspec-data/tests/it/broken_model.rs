@@ -27,7 +27,7 @@ fn a_model_that_answers_nothing_ends_the_run() {
     let model = broken(dir.path());
     let data: Vec<String> = (0..6).map(|id| question(id, "What is 3 + 4?")).collect();
     let (input, output) = (lines(dir.path(), "in.jsonl", &data), dir.path().join("out.jsonl"));
-    let embedded = ["--embedded", &model, "--device", "cpu", "--max-tokens", "8", "--slots", "2"];
+    let embedded = ["--local-model", &model, "--device", "cpu", "--max-tokens", "8", "--max-num-seqs", "2"];
     let ended = regenerate(&input, &output, &embedded);
     assert_eq!(ended.code, Some(1), "{ended:?}");
     assert!(ended.stderr.contains("the model tiny answers nothing"), "{ended:?}");

@@ -59,7 +59,7 @@ fn what_a_server_broke_off_is_asked_again_and_then_failed() {
         Reply::Json(completion(json!({"role": "assistant", "content": "The answer is"}), json!(finish)))
     });
     let output = dir.path().join("out.jsonl");
-    let more = ["--attempts", "3", "--concurrency", "1", "--server", &server.url()];
+    let more = ["--max-attempts", "3", "--concurrency", "1", "--server", &server.url()];
     let ended = regenerate(&input, &output, &more);
     assert_eq!(ended.code, Some(1), "{ended:?}");
     assert_eq!(ended.stdout, "6 rows = 1 ok + 5 failed + 0 pending; 0 malformed lines\n");
@@ -144,7 +144,7 @@ fn a_stop_text_of_the_row_is_no_end_of_turn() {
     let answer = |row: &str| {
         let input = lines(dir.path(), "in.jsonl", &[row.to_owned()]);
         let more = [
-            "--embedded",
+            "--local-model",
             &tiny,
             "--device",
             "cpu",
@@ -154,7 +154,8 @@ fn a_stop_text_of_the_row_is_no_end_of_turn() {
             "--max-tokens",
             "120",
         ];
-        let ended = regenerate(&input, &output, &[&more[..], &["--slots", "1", "--overwrite"]].concat());
+        let ended =
+            regenerate(&input, &output, &[&more[..], &["--max-num-seqs", "1", "--overwrite"]].concat());
         assert_eq!(ended.code, Some(0), "{ended:?}");
         rows(&output).remove(0)
     };

@@ -138,7 +138,7 @@ fn damaged_rows_of_all_forms_are_used_refused_or_counted() {
 
 #[test]
 fn damaged_requests_are_answered_or_refused_by_name() {
-    let (server, http) = (Server::start(&["--max-context", "96", "--slots", "2"]), Http::new());
+    let (server, http) = (Server::start(&["--max-model-len", "96", "--max-num-seqs", "2"]), Http::new());
     let words = [
         "messages",
         "role",
@@ -205,8 +205,11 @@ fn damaged_answers_are_kept_or_failed() {
         Reply::Json(answer)
     });
     let output = dir.path().join("out.jsonl");
-    let ended =
-        regenerate(&input, &output, &["--attempts", "1", "--concurrency", "4", "--server", &server.url()]);
+    let ended = regenerate(
+        &input,
+        &output,
+        &["--max-attempts", "1", "--concurrency", "4", "--server", &server.url()],
+    );
     assert!(matches!(ended.code, Some(0 | 1)), "{ended:?}");
     let (ok, failed) = (by_id(&output), by_id(&dir.path().join("out_error.jsonl")));
     assert_eq!(ok.len() + failed.len(), data.len(), "{ended:?}");

@@ -24,7 +24,7 @@ fn a_killed_run_goes_on_as_if_nothing_had_happened() {
         .collect();
     let input = lines(dir.path(), "in.jsonl", &data);
     let (killed, calm) = (dir.path().join("killed.jsonl"), dir.path().join("calm.jsonl"));
-    let server = Server::start(&["--slots", "4"]);
+    let server = Server::start(&["--max-num-seqs", "4"]);
     let more = [
         "--server",
         &server.url,

@@ -40,7 +40,7 @@ fn answers_end_where_any_file_of_the_model_says_and_it_is_said_once() {
             &output,
             "--model",
             "tiny",
-            "--embedded",
+            "--local-model",
             &target,
         ];
         let more = [
@@ -156,7 +156,7 @@ fn an_endless_template_is_an_error_of_the_model() {
             &output,
             "--model",
             "tiny",
-            "--embedded",
+            "--local-model",
             &endless,
             "--device",
             "cpu",
@@ -236,8 +236,17 @@ fn tokens_behind_the_embedding_cost_only_the_rows_that_use_them() {
         lines(dir.path(), "in.jsonl", &[question("plain", "Hello?"), question("pad", "Hello [PAD]?")]);
     let output = dir.path().join("out.jsonl");
     let (wide, input, output_text) = (text(&wide), text(&input), text(&output));
-    let args =
-        ["regenerate", "--input", &input, "--output", &output_text, "--model", "tiny", "--embedded", &wide];
+    let args = [
+        "regenerate",
+        "--input",
+        &input,
+        "--output",
+        &output_text,
+        "--model",
+        "tiny",
+        "--local-model",
+        &wide,
+    ];
     let ended = run(&[&args[..], &["--device", "cpu", "--max-tokens", "4"]].concat());
     assert_eq!(ended.code, Some(1), "{ended:?}");
     assert!(ended.stdout.starts_with("2 rows = 1 ok + 1 failed"), "{ended:?}");

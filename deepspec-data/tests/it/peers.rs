@@ -63,7 +63,7 @@ fn transformers_serve_answers_too() {
     let ended = named(&theirs, &["--server", &url]);
     assert_eq!(ended.code, Some(0), "{ended:?}");
     let ours = dir.path().join("ours.jsonl");
-    assert_eq!(named(&ours, &["--embedded", &tiny, "--device", "cpu"]).code, Some(0));
+    assert_eq!(named(&ours, &["--local-model", &tiny, "--device", "cpu"]).code, Some(0));
     let (theirs, ours) = (by_id(&theirs), by_id(&ours));
     for (id, row) in &theirs {
         // They strip white space from the ends.

@@ -82,7 +82,7 @@ fn prompts_and_unknown_fields_stay_and_answers_are_new() {
     assert_eq!((&record["settings"]["top_k"], &record["settings"]["seed"]), (&json!(20), &json!(5)));
 
     let tiny = tiny();
-    let embedded = ["--embedded", &tiny, "--device", "cpu", "--slots", "1"];
+    let embedded = ["--local-model", &tiny, "--device", "cpu", "--max-num-seqs", "1"];
     let ended = regenerate(&input, &direct, &[&sampling[..], &embedded].concat());
     assert_eq!(ended.code, Some(0), "{ended:?}");
     assert_eq!(by_id(&direct), rows, "with and without a server the answers are the same");
@@ -103,7 +103,7 @@ fn thoughts_are_kept() {
     let input = lines(dir.path(), "in.jsonl", &[question(1, "What is 3 + 4?")]);
     let (tiny, output) = (tiny(), dir.path().join("out.jsonl"));
     let embedded = [
-        "--embedded",
+        "--local-model",
         &tiny,
         "--device",
         "cpu",
@@ -132,7 +132,8 @@ fn failed_and_malformed_rows_are_accounted_for() {
     let input = lines(dir.path(), "in.jsonl", &data);
     let (output, errors) = (dir.path().join("out.jsonl"), dir.path().join("out_error.jsonl"));
     let (tiny, sampling) = (tiny(), ["--temperature", "0", "--max-tokens", "8", "--disable-thinking"]);
-    let short = [&sampling[..], &["--embedded", &tiny, "--device", "cpu", "--max-context", "64"]].concat();
+    let short =
+        [&sampling[..], &["--local-model", &tiny, "--device", "cpu", "--max-model-len", "64"]].concat();
     let ended = regenerate(&input, &output, &short);
     assert_eq!(ended.code, Some(1), "{ended:?}");
     assert_eq!(ended.stdout, "4 rows = 3 ok + 1 failed + 0 pending; 1 malformed lines\n");
@@ -153,7 +154,7 @@ fn failed_and_malformed_rows_are_accounted_for() {
     assert_eq!((again.code, again.stdout), (Some(1), ended.stdout), "failed rows are left alone");
     assert_eq!((fs::read(&output).unwrap(), fs::read(&errors).unwrap()), before);
 
-    let roomy = [&sampling[..], &["--embedded", &tiny, "--device", "cpu", "--retry-failed"]].concat();
+    let roomy = [&sampling[..], &["--local-model", &tiny, "--device", "cpu", "--retry-failed"]].concat();
     let ended = regenerate(&input, &output, &roomy);
     assert_eq!(ended.stdout, "4 rows = 4 ok + 0 failed + 0 pending; 1 malformed lines\n");
     assert!(!errors.exists());
@@ -166,12 +167,13 @@ fn another_run_s_output_is_not_continued() {
     let input = lines(dir.path(), "in.jsonl", &[question(1, "Hello?")]);
     let output = dir.path().join("out.jsonl");
     let tiny = tiny();
-    let embedded = ["--embedded", &tiny, "--device", "cpu", "--disable-thinking", "--max-tokens"];
+    let embedded = ["--local-model", &tiny, "--device", "cpu", "--disable-thinking", "--max-tokens"];
     assert_eq!(regenerate(&input, &output, &[&embedded[..], &["4"]].concat()).code, Some(0));
     // Two models of one name are told apart by their weights.
     let other = broken(dir.path());
-    let same = ["--embedded", &other, "--device", "cpu", "--disable-thinking", "--max-tokens", "4"];
-    regenerate(&input, &output, &same).fails_with(2, &["out.jsonl", "weights of --embedded", "--overwrite"]);
+    let same = ["--local-model", &other, "--device", "cpu", "--disable-thinking", "--max-tokens", "4"];
+    regenerate(&input, &output, &same)
+        .fails_with(2, &["out.jsonl", "weights of --local-model", "--overwrite"]);
     let hot = [&embedded[..], &["5", "--temperature", "0.5"]].concat();
     regenerate(&input, &output, &hot)
         .fails_with(2, &["out.jsonl", "(max_tokens, temperature)", "--overwrite"]);
@@ -183,7 +185,7 @@ fn another_run_s_output_is_not_continued() {
     regenerate(&input, &output, &hot).fails_with(2, &["out.jsonl.run.json is missing"]);
     regenerate(&input, &input, &hot).fails_with(2, &["it would replace"]);
     regenerate(&dir.path().join("absent.jsonl"), &output, &hot).fails_with(2, &["absent.jsonl"]);
-    regenerate(&input, &output, &["--embedded", &tiny, "--temperature", "9"])
+    regenerate(&input, &output, &["--local-model", &tiny, "--temperature", "9"])
         .fails_with(2, &["`temperature`: 9"]);
     regenerate(&input, &output, &["--server", "localhost:1"]).fails_with(2, &["localhost:1"]);
 }

@@ -49,7 +49,7 @@ fn streamed_pieces_join_to_the_whole_answer() {
 
 #[test]
 fn company_does_not_change_an_answer() {
-    let (server, http) = (Server::start(&["--slots", "4"]), Http::new());
+    let (server, http) = (Server::start(&["--max-num-seqs", "4"]), Http::new());
     let requests: Vec<Value> = PROMPTS
         .iter()
         .flat_map(|prompt| {
@@ -110,7 +110,7 @@ fn answers_end_where_they_are_told_to() {
 
 #[test]
 fn who_is_served_is_told() {
-    let (server, http) = (Server::start(&["--slots", "3"]), Http::new());
+    let (server, http) = (Server::start(&["--max-num-seqs", "3"]), Http::new());
     let models = http.get(&format!("{}/v1/models", server.url));
     assert_eq!((&models["object"], &models["data"][0]["id"]), (&json!("list"), &json!("tiny")));
     let health = http.get(&format!("{}/health", server.url));

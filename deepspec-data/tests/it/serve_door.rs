@@ -141,7 +141,7 @@ fn a_key_keeps_others_out() {
 
 #[test]
 fn a_prompt_that_cannot_fit_takes_no_memory() {
-    let server = Server::start(&["--slots", "1"]);
+    let server = Server::start(&["--max-num-seqs", "1"]);
     let http = Http::new();
     http.complete(&server.url, &ask("Hello?", 2));
     let process = server.process.child.id();

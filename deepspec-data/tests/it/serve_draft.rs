@@ -96,7 +96,7 @@ fn drafted_answers_are_the_targets_own() {
     for write in drafters {
         let dir = tempfile::tempdir().unwrap();
         write(dir.path());
-        let server = Server::start(&["--slots", "3", "--draft", &text(dir.path())]);
+        let server = Server::start(&["--max-num-seqs", "3", "--draft", &text(dir.path())]);
         let together = http.complete_together(&server.url, &requests);
         for ((body, expected), together) in requests.iter().zip(&expected).zip(&together) {
             let alone = http.complete(&server.url, body);

@@ -28,7 +28,7 @@ pub fn head(length: usize) -> String {
 #[test]
 fn clients_that_never_finish_are_given_up() {
     let (server, http) =
-        (Server::start(&["--client-timeout", "1", "--slots", "1", "--queue", "0"]), Http::new());
+        (Server::start(&["--client-timeout", "1", "--max-num-seqs", "1", "--queue", "0"]), Http::new());
     let sent = ["", "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n", &(head(100) + "{")];
     let answers = sent.map(|sent| connection(&server, sent)).map(|mut stream| {
         let mut answer = vec![];
@@ -46,7 +46,7 @@ fn clients_that_never_finish_are_given_up() {
 #[test]
 fn a_client_that_never_reads_is_given_up() {
     let (server, http) =
-        (Server::start(&["--client-timeout", "1", "--slots", "1", "--queue", "0"]), Http::new());
+        (Server::start(&["--client-timeout", "1", "--max-num-seqs", "1", "--queue", "0"]), Http::new());
     // Requests behind one another, whose refusals nobody reads: more than all buffers between here and there hold, which may be 32 MiB and more.
     let mut stream = connection(&server, "");
     let refused = format!("{}x", head(1)).repeat(100);
@@ -57,7 +57,7 @@ fn a_client_that_never_reads_is_given_up() {
 
 #[test]
 fn a_full_queue_is_told_to_come_again() {
-    let (server, http) = (Server::start(&["--slots", "1", "--queue", "1"]), Http::new());
+    let (server, http) = (Server::start(&["--max-num-seqs", "1", "--queue", "1"]), Http::new());
     let url = format!("{}/v1/chat/completions", server.url);
     let mut endless = ask("Hello?", 2000);
     (endless["ignore_eos"], endless["stream"]) = (json!(true), json!(true));

@@ -12,7 +12,7 @@ use crate::process::{Server, run, tiny, wait_for};
 
 #[test]
 fn bad_requests_are_explained() {
-    let (server, http) = (Server::start(&["--max-context", "64"]), Http::new());
+    let (server, http) = (Server::start(&["--max-model-len", "64"]), Http::new());
     let with = |field: &str, value: Value| {
         let mut body = ask("Hello?", 4);
         body[field] = value;
@@ -57,7 +57,7 @@ fn bad_requests_are_explained() {
 
 #[test]
 fn an_abandoned_request_frees_its_slot() {
-    let (server, http) = (Server::start(&["--slots", "1"]), Http::new());
+    let (server, http) = (Server::start(&["--max-num-seqs", "1"]), Http::new());
     let mut endless = ask("Hello?", 2000);
     (endless["ignore_eos"], endless["stream"]) = (json!(true), json!(true));
     let url = format!("{}/v1/chat/completions", server.url);

@@ -206,9 +206,9 @@ fn soak(what: &str, drafting: &[&str]) {
     let dir = tempfile::tempdir().unwrap();
     tiny_for(dir.path(), POSITIONS);
     let context = CONTEXT.to_string();
-    let limits = ["--slots", "4", "--queue", "24", "--max-body", "1", "--client-timeout", "5"];
+    let limits = ["--max-num-seqs", "4", "--queue", "24", "--max-body", "1", "--client-timeout", "5"];
     let server =
-        Server::of(&text(dir.path()), &[&limits[..], &["--max-context", &context], drafting].concat());
+        Server::of(&text(dir.path()), &[&limits[..], &["--max-model-len", &context], drafting].concat());
     let http = Http::new();
     // A connection for each request, so that none is lost to the server's closing an idle one.
     let _ = rustls::crypto::ring::default_provider().install_default();

@@ -91,8 +91,8 @@ fn conversations_are_as_long_as_the_gpu_has_room_for() {
     stopped(server);
 
     let longest = LONGEST.to_string();
-    let insist = ["--quiet", "--max-context", longest.as_str()];
-    let advice = format!("give --max-context {context} or less");
+    let insist = ["--quiet", "--max-model-len", longest.as_str()];
+    let advice = format!("give --max-model-len {context} or less");
     ended(with(TIGHT, &insist)).fails_with(2, &["one conversation of 32768 tokens", &advice]);
     for more in [&insist[..1], &insist[..]] {
         let hopeless = ended(with(TIGHT / 2, more));
@@ -100,7 +100,7 @@ fn conversations_are_as_long_as_the_gpu_has_room_for() {
             2,
             &["not even a short one has room", "a smaller model", "--device with more memory"],
         );
-        assert!(!hopeless.stderr.contains("--max-context"), "{hopeless:?}");
+        assert!(!hopeless.stderr.contains("--max-model-len"), "{hopeless:?}");
     }
 }
 
@@ -118,7 +118,7 @@ fn a_request_that_finds_no_memory_ends_alone() {
     };
     let bodies: Vec<Value> = PROMPTS[..2].iter().map(endless).collect();
 
-    let mut command = serve(&tiny(), &["--slots", "8"]);
+    let mut command = serve(&tiny(), &["--max-num-seqs", "8"]);
     gpu.watch(&mut command, &one);
     let server = started(command);
     let alone: Vec<Value> = bodies.iter().map(|body| http.complete(&server.url, body)).collect();
@@ -126,7 +126,7 @@ fn a_request_that_finds_no_memory_ends_alone() {
 
     // One always finds what it had alone. The second would grow the memory of histories to three of them.
     let memory = Report::load(&one).memory(0, "peak_bytes") + HISTORY * 3 / 2;
-    let mut command = serve(&tiny(), &["--slots", "8"]);
+    let mut command = serve(&tiny(), &["--max-num-seqs", "8"]);
     gpu.watch(&mut command, &many)
         .env("DEEPSPEC_STANDIN_MEMORY", memory.to_string())
         .env("DEEPSPEC_STANDIN_FREE", (80_u64 << 30).to_string());

@@ -183,7 +183,7 @@ fn a_server_that_asks_for_time_gets_it_and_costs_no_attempt() {
         _ => Reply::Status(429, vec![("retry-after", "0.01".into())], "slow down".into()),
     });
     let output = dir.path().join("out.jsonl");
-    let ended = regenerate(&input, &output, &["--attempts", "1", "--server", &limited.url()]);
+    let ended = regenerate(&input, &output, &["--max-attempts", "1", "--server", &limited.url()]);
     assert_eq!(ended.code, Some(0), "{ended:?}");
     let failures = &report(&output)["this_run"]["servers"][0]["failures"];
     assert_eq!(failures.as_object().unwrap().keys().collect::<Vec<_>>(), ["rate_limited"]);
@@ -202,7 +202,7 @@ fn nobody_is_sent_away_while_an_answer_may_still_come() {
         _ => Reply::Json(answer("yes", "stop")),
     });
     let output = dir.path().join("out.jsonl");
-    let more = ["--patience", "1", "--attempts", "9", "--concurrency", "4", "--server", &server.url()];
+    let more = ["--server-wait", "1", "--max-attempts", "9", "--concurrency", "4", "--server", &server.url()];
     let ended = regenerate(&input, &output, &more);
     assert_eq!(ended.code, Some(0), "{ended:?}");
     assert_eq!(by_id(&output).len(), 8);
@@ -236,7 +236,8 @@ fn a_run_without_servers_ends_when_patience_does() {
         _ => Reply::Reset,
     });
     let output = dir.path().join("out.jsonl");
-    let more = ["--attempts", "50", "--patience", "2", "--concurrency", "2", "--server", &server.url()];
+    let more =
+        ["--max-attempts", "50", "--server-wait", "2", "--concurrency", "2", "--server", &server.url()];
     let ended = regenerate(&input, &output, &more);
     assert_eq!(ended.code, Some(1), "{ended:?}");
     assert!(

@@ -35,13 +35,22 @@ fn thoughts_between_special_tokens_are_none_of_the_answer() {
 
     // Nor are they trained on as such.
     let input = lines(dir.path(), "in.jsonl", &[question(1, QUESTION)]);
-    let sampling =
-        ["--temperature", "0", "--max-tokens", "70", "--device", "cpu", "--slots", "1", "--enable-thinking"];
+    let sampling = [
+        "--temperature",
+        "0",
+        "--max-tokens",
+        "70",
+        "--device",
+        "cpu",
+        "--max-num-seqs",
+        "1",
+        "--enable-thinking",
+    ];
     let usual = tiny();
     let whose = [(special.as_str(), "keep"), (special.as_str(), "drop"), (usual.as_str(), "keep")];
     let rows = whose.map(|(model, reasoning)| {
         let output = dir.path().join("out.jsonl");
-        let more = ["--embedded", model, "--reasoning", reasoning, "--overwrite"];
+        let more = ["--local-model", model, "--reasoning", reasoning, "--overwrite"];
         let ended = regenerate(&input, &output, &[&sampling[..], &more].concat());
         assert_eq!(ended.code, Some(0), "{ended:?}");
         by_id(&output)["1"]["conversations"][1].clone()

@@ -23,15 +23,18 @@ pub fn check(drafter: &DrafterIdentity, to: &Path) -> anyhow::Result<()> {
     let weights = Path::new(&drafter.path).join(WEIGHTS);
     if !weights.is_file() {
         usage!(
-            "--fold: {} does not exist; the drafter of the run has to be there, with its weights in one file",
+            "--write-folded: {} does not exist; the drafter of the run has to be there, with its weights in one file",
             weights.display()
         );
     }
     if weights_digest(Path::new(&drafter.path))? != drafter.weights_digest {
-        usage!("--fold: {} is another drafter than the run's by now; run the evaluation again", drafter.path);
+        usage!(
+            "--write-folded: {} is another drafter than the run's by now; run the evaluation again",
+            drafter.path
+        );
     }
     if to.exists() {
-        usage!("--fold: {} exists; name another folder", to.display());
+        usage!("--write-folded: {} exists; name another folder", to.display());
     }
     Ok(())
 }
@@ -45,9 +48,9 @@ pub fn write(from: &Path, to: &Path, temperature: f64) -> anyhow::Result<()> {
     let weights = from.join(WEIGHTS);
     let mut tensors = Tensor::read_safetensors(&weights)?;
     let kind = tensors.iter().find(|(name, _)| name.starts_with(PROJECTION)).map(|(_, tensor)| tensor.kind());
-    let Some(kind) = kind else { usage!("--fold: {} has no {PROJECTION}weight", weights.display()) };
+    let Some(kind) = kind else { usage!("--write-folded: {} has no {PROJECTION}weight", weights.display()) };
     if tensors.iter().any(|(_, tensor)| tensor.kind() != kind) {
-        usage!("--fold: {} has weights of several kinds", weights.display());
+        usage!("--write-folded: {} has weights of several kinds", weights.display());
     }
     for (_, tensor) in tensors.iter_mut().filter(|(name, _)| name.starts_with(PROJECTION)) {
         *tensor = tensor.to_kind(Kind::Double) / temperature;

@@ -37,7 +37,7 @@ pub struct Args {
     /// Also write the drafter into this folder with its confidence head divided by one temperature for all positions, for engines that read
     /// raw confidences (llama.cpp's --spec-draft-p-min, vLLM)
     #[arg(long, value_name = "DIR")]
-    fold: Option<PathBuf>,
+    write_folded: Option<PathBuf>,
     /// Replace a file that exists
     #[arg(long)]
     overwrite: bool,
@@ -85,12 +85,12 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
         alternatives.clone(),
     );
     if !args.overwrite
-        && args.fold.as_ref().is_none_or(|dir| dir.exists())
+        && args.write_folded.as_ref().is_none_or(|dir| dir.exists())
         && crate::output::is_there(&args.output, &calibration)?
     {
         return Ok(());
     }
-    if let Some(dir) = &args.fold {
+    if let Some(dir) = &args.write_folded {
         fold::check(&drafter, dir)?;
         let pooled = alternatives.iter().find(|other| other.method == POOLED);
         let temperature = pooled.and_then(|pooled| pooled.temperatures[ALL].first().copied()).unwrap_or(1.0);

@@ -25,15 +25,36 @@ pub struct Args {
     /// Folder to write; of gguf the file model.gguf in it
     #[arg(long, value_name = "D")]
     output_dir: PathBuf,
-    /// With --to gguf, the type of matrices: f32, f16 or bf16; by default as they are stored
-    #[arg(long, value_name = "TYPE")]
-    matrices: Option<TensorType>,
+    /// With --to gguf, the dtype of the matrices; by default the dtype of the checkpoint
+    #[arg(long, value_enum)]
+    dtype: Option<Dtype>,
     /// Folder, GGUF file or hub id of the target, where embedding and head are taken from and compared with
     #[arg(long, value_name = "M")]
     target: Option<String>,
     /// Replace a converted checkpoint that exists
     #[arg(long)]
     overwrite: bool,
+}
+
+/// Dtype of the matrices in a GGUF file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum Dtype {
+    /// 32-bit floating point.
+    Float32,
+    /// 16-bit floating point.
+    Float16,
+    /// Brain floating point.
+    Bfloat16,
+}
+
+impl From<Dtype> for TensorType {
+    fn from(dtype: Dtype) -> Self {
+        match dtype {
+            Dtype::Float32 => Self::F32,
+            Dtype::Float16 => Self::F16,
+            Dtype::Bfloat16 => Self::Bf16,
+        }
+    }
 }
 
 /// Layout of the converted checkpoint.
@@ -69,8 +90,8 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
         Some(name) => Some(Target::open(&dir("--target", name, verbosity)?, name).map_err(report)?),
         None => None,
     };
-    if args.matrices.is_some() && !matches!(args.to, Layout::Gguf) {
-        usage!("--matrices is for --to gguf; the other layouts keep every byte");
+    if args.dtype.is_some() && !matches!(args.to, Layout::Gguf) {
+        usage!("--dtype is for --to gguf; the other layouts keep every byte");
     }
     let (to, converted) = match (args.to, &target) {
         (Layout::Format(to), target) => (to.to_string(), convert(&source, to, target.as_ref())),
@@ -112,7 +133,7 @@ fn to_gguf(args: &Args, source: &Checkpoint, target: Option<&Target>) -> anyhow:
             "--to gguf needs --target, whose tokenizer it holds and whose embedding and head llama.cpp will use"
         );
     };
-    let gguf = Gguf::plan(source, target, args.matrices).map_err(report)?;
+    let gguf = Gguf::plan(source, target, args.dtype.map(TensorType::from)).map_err(report)?;
     gguf.write(&args.output_dir, args.overwrite).map_err(report)?;
     let file = args.output_dir.join(Gguf::FILE);
     if !gguf.splits_as_known {

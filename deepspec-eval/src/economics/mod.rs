@@ -34,21 +34,21 @@ pub struct Args {
     /// Accelerators that share the experts of each layer
     #[arg(long, default_value_t = 1, value_name = "N")]
     expert_parallel: u32,
-    /// Requests decoded at once, by commas
+    /// Sequences decoded at once, separated by commas
     #[arg(long, value_name = "N", value_delimiter = ',', default_values_t = [1, 8, 64, 512])]
-    batch: Vec<u32>,
-    /// Tokens of their contexts, by commas
+    batch_size: Vec<u32>,
+    /// Tokens in the KV cache of each sequence, separated by commas
     #[arg(long, value_name = "N", value_delimiter = ',', default_values_t = [1024, 8192, 65536])]
-    context: Vec<u32>,
+    context_len: Vec<u32>,
     /// Probability that a drafted token is accepted given those before it, by commas
     #[arg(long, value_name = "P", value_delimiter = ',', default_values_t = [0.6, 0.75, 0.9])]
     acceptance: Vec<f64>,
     /// A drafter's folder, config.json or hub id, or a description of its layers (.yaml), for its own roofline; instead of --draft-share
     #[arg(long, value_name = "MODEL", conflicts_with_all = ["draft_share", "draft_weights"])]
     draft_model: Option<String>,
-    /// The drafter of --draft-model drafts one token after the other; its config.json tells that of Eagle3 and of whole models
+    /// The drafter of --draft-model drafts one token after the other. The config.json of Eagle3 and of whole models says so by itself
     #[arg(long, requires = "draft_model")]
-    draft_in_turn: bool,
+    sequential_draft: bool,
     /// Weights of the drafter, which are read once for a block (parallel drafters); instead of --draft-share
     #[arg(long, value_name = "N", conflicts_with = "draft_share")]
     draft_weights: Option<f64>,
@@ -133,9 +133,11 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     let model = found(&args.model, verbosity)?;
     let (target, _) = args.described(&model, f64::from(args.expert_parallel))?;
     let limit = context_limit(&model)?;
-    if let Some(context) = args.context.iter().find(|&&context| limit.is_some_and(|limit| context > limit)) {
+    if let Some(context) =
+        args.context_len.iter().find(|&&context| limit.is_some_and(|limit| context > limit))
+    {
         tracing::warn!(
-            "--context {context}: {} holds {} tokens (max_position_embeddings)",
+            "--context-len {context}: {} holds {} tokens (max_position_embeddings)",
             args.model,
             limit.unwrap_or_default()
         );
@@ -145,8 +147,8 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
         Err(error) => usage!("{error}"),
     };
     let positive = |counts: &[u32]| !counts.is_empty() && !counts.contains(&0);
-    if !positive(&args.batch) || !positive(&args.context) {
-        usage!("--batch and --context must be at least 1");
+    if !positive(&args.batch_size) || !positive(&args.context_len) {
+        usage!("--batch-size and --context-len must be at least 1");
     }
     if let Some(share) = args.acceptance.iter().find(|share| !(0.0..=1.0).contains(*share)) {
         usage!("--acceptance {share}: expected a probability");
@@ -158,15 +160,15 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     let draft = match (&args.draft_model, args.draft_weights) {
         (Some(path), _) => {
             let (model, at_once) = args.described(&found(path, verbosity)?, 1.0)?;
-            Draft::Model { model, at_once: at_once && !args.draft_in_turn }
+            Draft::Model { model, at_once: at_once && !args.sequential_draft }
         }
         (None, Some(weights)) => Draft::PerBlock { weights, precision: args.weights.into() },
         (None, None) => Draft::PerToken(args.draft_share),
     };
     let mut points = vec![];
     for &acceptance in &args.acceptance {
-        for &context in &args.context {
-            for &batch in &args.batch {
+        for &context in &args.context_len {
+            for &batch in &args.batch_size {
                 let load = Load { requests: f64::from(batch), context: f64::from(context), acceptance };
                 let (best_length, speed_up) = target.best_length(&hardware, &draft, load, MOST);
                 points.push(Point {
@@ -254,7 +256,7 @@ impl Args {
 
     /// A row per acceptance and context, a column per batch.
     fn table(&self, points: &[Point]) -> (Vec<String>, Vec<Vec<String>>) {
-        let batches = self.batch.iter().map(|batch| format!("B = {batch}"));
+        let batches = self.batch_size.iter().map(|batch| format!("B = {batch}"));
         let header = ["α, context".to_string()].into_iter().chain(batches).collect();
         let cell = |point: &Point| match point.best_length {
             0 => format!("plain ({:.2})", point.marginal),
@@ -264,7 +266,7 @@ impl Args {
             let first = format!("{}, {}", row[0].acceptance, row[0].context);
             [first].into_iter().chain(row.iter().map(cell)).collect()
         };
-        (header, points.chunks(self.batch.len()).map(row).collect())
+        (header, points.chunks(self.batch_size.len()).map(row).collect())
     }
 
     /// The assumptions of the estimate, in a sentence.
@@ -329,19 +331,19 @@ impl Args {
         of: fn(&Point) -> f64,
     ) -> anyhow::Result<Plot> {
         let names: Vec<String> = points
-            .chunks(self.batch.len())
+            .chunks(self.batch_size.len())
             .map(|row| format!("α {}, {}", row[0].acceptance, row[0].context))
             .collect();
         let keys: Vec<_> =
             names.iter().enumerate().map(|(index, name)| (name.as_str(), SeriesStyle::nth(index))).collect();
         let log = |batch: u32| f64::from(batch).log2();
-        let most = self.batch.iter().copied().max().unwrap_or(1);
+        let most = self.batch_size.iter().copied().max().unwrap_or(1);
         let highest = points.iter().map(of).fold(1.0, f64::max) * 1.05;
         Plot::draw(title, (240 + 110 * keys.len() as u32, 360), |canvas| {
             let area = heading(canvas, title, &keys)?;
             let x = Axis::doublings("requests decoded at once", f64::from(most));
             let mut chart = chart(&area, x, Axis::values(label, 0.0..highest, 7))?;
-            for (index, row) in points.chunks(self.batch.len()).enumerate() {
+            for (index, row) in points.chunks(self.batch_size.len()).enumerate() {
                 series(
                     &mut chart,
                     row.iter().map(|point| (log(point.batch), of(point))),

@@ -50,12 +50,12 @@ pub struct Args {
     /// Folder or hub id of the drafter that will draft for it; without one batches are as large as there are requests
     #[arg(long, value_name = "D")]
     draft: Option<String>,
-    /// Requests that are decoded at once, by commas
+    /// Sequences decoded at once, separated by commas
     #[arg(long, value_name = "N", value_delimiter = ',', default_values_t = [1, 2, 4, 8, 16, 32])]
-    requests: Vec<usize>,
-    /// Tokens of history of each request, by commas
+    max_num_seqs: Vec<usize>,
+    /// Tokens in the KV cache of each sequence, separated by commas
     #[arg(long, value_name = "N", value_delimiter = ',', default_values_t = [128])]
-    contexts: Vec<usize>,
+    context_lens: Vec<usize>,
     /// Where the models run: auto, cpu, cuda or cuda:N
     #[arg(long, default_value = "auto")]
     device: String,
@@ -117,7 +117,7 @@ struct Profile {
 /// Usage errors, models that cannot be loaded, and outputs that cannot be written.
 pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     let (requests, contexts) =
-        (ascending("--requests", &args.requests)?, ascending("--contexts", &args.contexts)?);
+        (ascending("--max-num-seqs", &args.max_num_seqs)?, ascending("--context-lens", &args.context_lens)?);
     let place = models::place(&args.device, args.dtype)?;
     let fetch = |flag: &'static str, model: &str| {
         model_dir(model, None, verbosity).map_err(HubError::report).context(flag)
@@ -131,7 +131,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
 
     let drafter_weights = draft.as_ref().map(|(_, dir)| weights_digest(dir)).transpose()?;
     let asked = json!({
-        "target": identity.weights_digest, "drafter": drafter_weights, "requests": requests, "contexts": contexts,
+        "target": identity.weights_digest, "drafter": drafter_weights, "max_num_seqs": requests, "context_lens": contexts,
         "device": place.device_name(), "dtype": place.kind_name(),
     });
     if !args.overwrite && is_measured(&args.output, &asked)? {
@@ -157,7 +157,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     let answer = answer_tokens(drafter.as_ref().map_or(0, |drafter| drafter.draft_len())) + slots;
     if let Some(context) = contexts.iter().find(|&&context| context.saturating_add(answer) > longest) {
         usage!(
-            "--contexts {context}: with the {answer} tokens of timed steps more than the {longest} that the target holds"
+            "--context-lens {context}: with the {answer} tokens of timed steps more than the {longest} that the target holds"
         );
     }
     let draft_sampling = drafter.as_ref().map(|drafter| drafter.draft_sampling()).unwrap_or_default();
@@ -212,7 +212,7 @@ fn is_measured(file: &Path, asked: &Value) -> anyhow::Result<bool> {
     };
     let found = json!({
         "target": kept["target"]["weights_digest"], "drafter": kept["drafter"]["weights_digest"],
-        "requests": column("requests"), "contexts": column("context"),
+        "max_num_seqs": column("requests"), "context_lens": column("context"),
         "device": kept["machine"]["device"], "dtype": kept["machine"]["dtype"],
     });
     let differences = config::differences(&found, asked);

@@ -224,8 +224,8 @@ fn identity(results: &Results) -> Block {
         ("limit of drafted tokens", or_none(s.max_draft_tokens.map(|n| n.to_string()))),
         ("drafted tokens", s.draft_sampling.to_string()),
         (
-            "slots",
-            if s.lanes > 1 { format!("{} in {} lanes", s.slots, s.lanes) } else { s.slots.to_string() },
+            "sequences at once",
+            if s.lanes > 1 { format!("{} in {} replicas", s.slots, s.lanes) } else { s.slots.to_string() },
         ),
         ("device", format!("{}, {}, {} threads", s.device, s.dtype, s.threads)),
         ("deepspec-eval", results.tool_version.clone()),

@@ -30,9 +30,9 @@ fn heading(results: &Results) -> String {
         None => "no drafter".into(),
     };
     format!(
-        "target {}, {drafter}\ntemperature {temperature}, {seeds}, {slots} {}, {dtype} on {device}\n",
+        "target {}, {drafter}\ntemperature {temperature}, {seeds}, {} at once, {dtype} on {device}\n",
         results.target.path,
-        if *slots == 1 { "slot" } else { "slots" }
+        cli::count(*slots, "sequence")
     )
 }
 

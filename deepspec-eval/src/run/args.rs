@@ -15,14 +15,14 @@ use tch::Device;
 use crate::results::Turns;
 
 /// Maximum number of samples decoded at once.
-const MOST_SLOTS: usize = 1 << 16;
-/// Slots per lane if `--lanes` is not given.
-const SLOTS_OF_LANE: usize = 8;
-/// Maximum parameter count for several lanes by default. Larger models gain less from caches, and
-/// each lane waits for memory by itself. With 16 slots on two cores, two lanes were 1.4 times as
+const MOST_SEQUENCES: usize = 1 << 16;
+/// Sequences per replica if `--replicas` is not given.
+const SEQUENCES_PER_REPLICA: usize = 8;
+/// Maximum parameter count for several replicas by default. Larger models gain less from caches, and
+/// each replica waits for memory by itself. With 16 slots on two cores, two replicas were 1.4 times as
 /// fast as one engine with both threads at 6 M parameters. At 135 M parameters they were 0.86 times
 /// as fast.
-const VALUES_OF_LANES: usize = 33_000_000;
+const VALUES_OF_REPLICAS: usize = 33_000_000;
 
 /// Arguments of `run`.
 #[derive(clap::Args)]
@@ -55,11 +55,11 @@ pub struct Args {
     pub max_new_tokens: usize,
     /// Samples decoded at once; changes speed and speed-up, not answers
     #[arg(long, value_name = "N", default_value_t = 16)]
-    pub slots: usize,
-    /// Engines that the slots are shared out among, side by side on the CPU, with one copy of the weights and each its share of the threads;
-    /// changes speed, not answers. Without it one for every 8 slots of small models (33 M values), as far as there are threads
+    pub max_num_seqs: usize,
+    /// Engines side by side on the CPU, which share --max-num-seqs, one copy of the weights and the threads. Changes speed, not
+    /// answers. By default models of at most 33 M values get one for every 8 sequences, and no more than there are threads
     #[arg(long, value_name = "N")]
-    pub lanes: Option<usize>,
+    pub replicas: Option<usize>,
     /// Decides every draw; every sample is answered once with each of several, given by commas or by repeating the flag. The
     /// first one also decides which rows of a suite with more rows than published are scored
     #[arg(long = "seed", value_name = "SEED", value_delimiter = ',', default_values_t = [980_406])]
@@ -116,10 +116,10 @@ pub struct Args {
     /// The name of --worker in earlier versions, which counted from 1
     #[arg(long, hide = true, value_name = "I/N")]
     pub shard: Option<String>,
-    /// Record where the time of five steps of the engine goes, after three that are let pass, for chrome://tracing and ui.perfetto.dev;
-    /// nothing where there is such a file already
+    /// Write a PyTorch profiler trace of five steps of the engine, after three warm-up steps, for chrome://tracing and ui.perfetto.dev.
+    /// A file that exists is kept
     #[arg(long, value_name = "FILE")]
-    pub profile: Option<PathBuf>,
+    pub torch_profile: Option<PathBuf>,
     /// Folder for results.json, report.md, report.html, plots, traces.parquet and outputs.jsonl. An evaluation that was
     /// interrupted goes on from the answers that are there
     #[arg(long, value_name = "D")]
@@ -223,21 +223,21 @@ impl Args {
         self.confidence_threshold.map_or(self.schedule, Policy::Threshold)
     }
 
-    /// Number of engines that share the slots, for models of `values` parameters in all.
+    /// Number of engines that share the sequences, for models of `values` parameters in all.
     ///
     /// # Errors
-    /// A usage error if several lanes are requested on a GPU.
-    pub fn lanes(&self, device: Device, threads: usize, values: usize) -> anyhow::Result<usize> {
+    /// A usage error if several replicas are requested on a GPU.
+    pub fn replicas(&self, device: Device, threads: usize, values: usize) -> anyhow::Result<usize> {
         let is_cpu = device == Device::Cpu;
-        Ok(match self.lanes {
-            Some(lanes) if lanes > 1 && !is_cpu => {
-                usage!("--lanes {lanes}: a GPU has one engine; lanes are for the CPU")
+        Ok(match self.replicas {
+            Some(replicas) if replicas > 1 && !is_cpu => {
+                usage!("--replicas {replicas}: a GPU has one engine; replicas are for the CPU")
             }
-            Some(lanes) => lanes,
+            Some(replicas) => replicas,
             // A cost curve is of one engine that runs everything, and a profile records one engine.
-            None if !is_cpu || self.policy().reads_cost() || self.profile.is_some() => 1,
-            None if values > VALUES_OF_LANES => 1,
-            None => (self.slots / SLOTS_OF_LANE).clamp(1, threads.max(1)),
+            None if !is_cpu || self.policy().reads_cost() || self.torch_profile.is_some() => 1,
+            None if values > VALUES_OF_REPLICAS => 1,
+            None => (self.max_num_seqs / SEQUENCES_PER_REPLICA).clamp(1, threads.max(1)),
         })
     }
 
@@ -249,25 +249,29 @@ impl Args {
         let counts = [
             ("--limit", self.limit),
             ("--max-new-tokens", Some(self.max_new_tokens)),
-            ("--slots", Some(self.slots)),
-            ("--lanes", self.lanes),
+            ("--max-num-seqs", Some(self.max_num_seqs)),
+            ("--replicas", self.replicas),
             ("--max-draft-tokens", self.max_draft_tokens),
         ];
         if let Some((flag, _)) = counts.iter().find(|(_, count)| *count == Some(0)) {
             usage!("{flag} must be at least 1");
         }
-        if let Some(lanes) = self.lanes.filter(|&lanes| lanes > self.slots) {
-            usage!("--lanes {lanes} for --slots {}: every lane wants a slot", self.slots);
-        }
-        if let Some(lanes) = self.lanes.filter(|&lanes| lanes > 1 && self.policy().reads_cost()) {
+        if let Some(replicas) = self.replicas.filter(|&replicas| replicas > self.max_num_seqs) {
             usage!(
-                "--schedule {} weighs what one engine runs at once, not --lanes {lanes}; leave one of them out",
+                "--replicas {replicas} for --max-num-seqs {}: every replica needs a sequence",
+                self.max_num_seqs
+            );
+        }
+        if let Some(replicas) = self.replicas.filter(|&replicas| replicas > 1 && self.policy().reads_cost()) {
+            usage!(
+                "--schedule {} weighs what one engine runs at once, not --replicas {replicas}; leave one of them out",
                 self.policy()
             );
         }
-        if let Some(lanes) = self.lanes.filter(|&lanes| lanes > 1 && self.profile.is_some()) {
+        if let Some(replicas) = self.replicas.filter(|&replicas| replicas > 1 && self.torch_profile.is_some())
+        {
             usage!(
-                "--profile records the steps of one engine, not of --lanes {lanes}; leave one of them out"
+                "--torch-profile records the steps of one engine, not of --replicas {replicas}; leave one of them out"
             );
         }
         if !(self.temperature >= 0.0 && self.temperature.is_finite()) {
@@ -278,8 +282,8 @@ impl Args {
         {
             usage!("--seed {seed} is given twice; its answers would be the same");
         }
-        if self.slots > MOST_SLOTS {
-            usage!("--slots {}: expected at most {MOST_SLOTS}", self.slots);
+        if self.max_num_seqs > MOST_SEQUENCES {
+            usage!("--max-num-seqs {}: expected at most {MOST_SEQUENCES}", self.max_num_seqs);
         }
         if let Some(threshold) =
             self.confidence_threshold.filter(|threshold| !(0.0..=1.0).contains(threshold))
@@ -337,30 +341,31 @@ mod tests {
     }
 
     #[test]
-    fn lanes_follow_from_slots_threads_and_size() {
-        let lanes = |more: &[&str], threads, values| args(more).lanes(Device::Cpu, threads, values).unwrap();
-        assert_eq!(lanes(&[], 2, 6_000_000), 2);
-        assert_eq!(lanes(&[], 16, 6_000_000), 2, "16 slots are two lanes' worth");
-        assert_eq!(lanes(&["--slots", "40"], 4, 6_000_000), 4);
-        assert_eq!(lanes(&["--slots", "7"], 4, 6_000_000), 1);
-        assert_eq!(lanes(&[], 2, 135_000_000), 1);
-        assert_eq!(lanes(&["--profile", "p.json"], 2, 6_000_000), 1);
-        assert_eq!(lanes(&["--schedule", "prefix", "--cost", "c.json"], 2, 6_000_000), 1);
-        assert_eq!(lanes(&["--lanes", "3"], 1, 135_000_000), 3);
-        assert_eq!(args(&[]).lanes(Device::Cuda(0), 8, 6_000_000).unwrap(), 1);
-        assert_eq!(args(&["--lanes", "1"]).lanes(Device::Cuda(0), 8, 6_000_000).unwrap(), 1);
+    fn replicas_follow_from_sequences_threads_and_size() {
+        let replicas =
+            |more: &[&str], threads, values| args(more).replicas(Device::Cpu, threads, values).unwrap();
+        assert_eq!(replicas(&[], 2, 6_000_000), 2);
+        assert_eq!(replicas(&[], 16, 6_000_000), 2, "16 sequences are enough for two replicas");
+        assert_eq!(replicas(&["--max-num-seqs", "40"], 4, 6_000_000), 4);
+        assert_eq!(replicas(&["--max-num-seqs", "7"], 4, 6_000_000), 1);
+        assert_eq!(replicas(&[], 2, 135_000_000), 1);
+        assert_eq!(replicas(&["--torch-profile", "p.json"], 2, 6_000_000), 1);
+        assert_eq!(replicas(&["--schedule", "prefix", "--cost", "c.json"], 2, 6_000_000), 1);
+        assert_eq!(replicas(&["--replicas", "3"], 1, 135_000_000), 3);
+        assert_eq!(args(&[]).replicas(Device::Cuda(0), 8, 6_000_000).unwrap(), 1);
+        assert_eq!(args(&["--replicas", "1"]).replicas(Device::Cuda(0), 8, 6_000_000).unwrap(), 1);
     }
 
     #[test]
-    fn lanes_that_cannot_be_are_refused() {
+    fn replicas_that_cannot_be_are_refused() {
         let refused = |args: Args, words: &str| {
-            let refusal = args.check().and_then(|()| args.lanes(Device::Cuda(0), 2, 0)).unwrap_err();
+            let refusal = args.check().and_then(|()| args.replicas(Device::Cuda(0), 2, 0)).unwrap_err();
             assert!(refusal.to_string().contains(words), "{refusal}");
         };
-        refused(args(&["--lanes", "0"]), "--lanes must be at least 1");
-        refused(args(&["--lanes", "5", "--slots", "4"]), "every lane wants a slot");
-        refused(args(&["--lanes", "2", "--profile", "p.json"]), "one engine");
-        refused(args(&["--lanes", "2", "--schedule", "prefix", "--cost", "c"]), "one engine");
-        refused(args(&["--lanes", "2"]), "a GPU has one engine");
+        refused(args(&["--replicas", "0"]), "--replicas must be at least 1");
+        refused(args(&["--replicas", "5", "--max-num-seqs", "4"]), "every replica needs a sequence");
+        refused(args(&["--replicas", "2", "--torch-profile", "p.json"]), "one engine");
+        refused(args(&["--replicas", "2", "--schedule", "prefix", "--cost", "c"]), "one engine");
+        refused(args(&["--replicas", "2"]), "a GPU has one engine");
     }
 }

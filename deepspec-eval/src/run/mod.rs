@@ -60,7 +60,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     args.check()?;
     let place = models::place(&args.device, args.dtype)?;
     // A bad profile path must fail before `--overwrite` deletes anything.
-    let mut trace = match &args.profile {
+    let mut trace = match &args.torch_profile {
         Some(path) => StepTrace::new(path, place.device).map_err(UsageError)?,
         None => StepTrace::none(),
     };
@@ -193,8 +193,8 @@ fn settings(
         no_markov: args.no_markov,
         max_draft_tokens: args.max_draft_tokens,
         draft_sampling: args.draft_sampling.of(drafter),
-        slots: args.slots,
-        lanes: args.lanes(place.device, tch::get_num_threads() as usize, values)?,
+        slots: args.max_num_seqs,
+        lanes: args.replicas(place.device, tch::get_num_threads() as usize, values)?,
         device: place.device_name(),
         dtype: place.kind_name().into(),
         threads: tch::get_num_threads(),

@@ -181,7 +181,9 @@ impl Models<'_> {
         let found = (2..=wanted).rev().map(of).find(fits).unwrap_or_else(|| of(1));
         if found.0.len() < wanted {
             let lanes = found.0.len();
-            tracing::warn!("the longest conversation has no room in each of {wanted} lanes: it is {lanes}");
+            tracing::warn!(
+                "the longest conversation does not fit into each of {wanted} replicas; {lanes} will run"
+            );
         }
         found
     }
@@ -205,7 +207,8 @@ pub fn drafter(
     DeviceAndDtype { device, kind }: DeviceAndDtype,
 ) -> anyhow::Result<Box<dyn Drafter>> {
     check_tokens(dir, tokenizer)?;
-    let mut drafter = deepspec_drafters::load(dir, &DrafterOptions { device, kind, slots: args.slots })?;
+    let mut drafter =
+        deepspec_drafters::load(dir, &DrafterOptions { device, kind, slots: args.max_num_seqs })?;
     set_up(drafter.as_mut(), args.max_draft_tokens, args.no_markov)?;
     Ok(drafter)
 }

@@ -140,7 +140,7 @@ fn text(dir: &Path, simulation: &Simulation, drafter: &DrafterIdentity, ranges: 
     } else {
         format!(
             "It knows one length for all loads; this is the best at the lowest. `--spec-draft-p-min` compares each confidence by itself, as the\n\
-             head gives it: fold a temperature in first (`calibrate --fold`).{said}\n\n```sh\n{fixed}{by_threshold}```\n"
+             head gives it: fold a temperature in first (`calibrate --write-folded`).{said}\n\n```sh\n{fixed}{by_threshold}```\n"
         )
     };
     text

@@ -28,7 +28,7 @@ fn the_readme_says_what_the_book_does() {
         whole.lines().map(|line| line.split("  #").next().unwrap().trim().to_string()).collect()
     };
     let readme = fs::read_to_string(repository("README.md")).unwrap();
-    let before = readme.split("deepspec-data regenerate --embedded FILE.gguf").next().unwrap();
+    let before = readme.split("deepspec-data regenerate --local-model FILE.gguf").next().unwrap();
     let (short, long) =
         (lines("README.md", before.matches("```sh\n").count()), lines("docs/real-model.md", 1));
     assert!(short.len() > 8, "{short:?}");

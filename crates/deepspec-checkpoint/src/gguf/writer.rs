@@ -75,19 +75,6 @@ pub enum TensorType {
     Bf16,
 }
 
-impl std::str::FromStr for TensorType {
-    type Err = String;
-
-    fn from_str(name: &str) -> Result<Self, String> {
-        match name {
-            "f32" => Ok(Self::F32),
-            "f16" => Ok(Self::F16),
-            "bf16" => Ok(Self::Bf16),
-            other => Err(format!("`{other}` is no type of matrices; expected f32, f16 or bf16")),
-        }
-    }
-}
-
 impl TensorType {
     /// Type id in the file format.
     fn id(self) -> u32 {

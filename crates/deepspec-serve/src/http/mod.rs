@@ -39,7 +39,7 @@ pub struct Args {
     /// Name that requests use for the model; by default the folder or id as given
     #[arg(long, value_name = "NAME")]
     served_name: Option<String>,
-    /// Requests that may wait while all slots are taken; what comes on top is told to come again (status 503)
+    /// Requests that may wait while --max-num-seqs others run; further ones get status 503 with Retry-After
     #[arg(long, default_value_t = 256, value_name = "N")]
     queue: usize,
     /// Largest body of a request
@@ -87,7 +87,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
         tracing::warn!("--host {} without --api-key: everyone who reaches the port is answered", args.host);
     }
     model.report_thinking();
-    let app = Arc::new(App::new(model, name, engine.slots, limits, door));
+    let app = Arc::new(App::new(model, name, engine.max_num_seqs, limits, door));
     // The runtime is dropped here with all requests, so the engine is idle when `app` is dropped.
     Runtime::new().context("starting the server's threads")?.block_on(serve(
         listener,

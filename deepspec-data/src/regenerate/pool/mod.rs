@@ -47,10 +47,10 @@ pub struct Options {
     pub timeout: u64,
     /// Attempts per request, pauses that servers ask for and servers that cannot be reached not counted
     #[arg(long, default_value_t = 5, value_name = "N")]
-    pub attempts: u32,
+    pub max_attempts: u32,
     /// Seconds to wait when no server answers, before the run ends with the rest of the rows pending
     #[arg(long, default_value_t = 300, value_name = "SECONDS")]
-    pub patience: u64,
+    pub server_wait: u64,
     /// Environment variable with the servers' API key
     #[arg(long, default_value = "OPENAI_API_KEY", value_name = "NAME")]
     pub api_key_env: String,
@@ -65,8 +65,8 @@ impl Options {
     /// # Errors
     /// With a usage error if a value is out of range.
     pub fn check(&self) -> anyhow::Result<()> {
-        if self.concurrency == 0 || self.timeout == 0 || self.attempts == 0 || self.patience == 0 {
-            usage!("--concurrency, --timeout, --attempts and --patience must be at least 1");
+        if self.concurrency == 0 || self.timeout == 0 || self.max_attempts == 0 || self.server_wait == 0 {
+            usage!("--concurrency, --timeout, --max-attempts and --server-wait must be at least 1");
         }
         if self.concurrency > MOST_CONCURRENT {
             usage!("--concurrency {}: expected at most {MOST_CONCURRENT}", self.concurrency);
@@ -172,7 +172,7 @@ impl Pool {
                 | Class::BrokenOff
                 | Class::Denied => {
                     attempts += 1;
-                    if attempts >= self.options.attempts {
+                    if attempts >= self.options.max_attempts {
                         let problem = format!("{problem} (attempt {attempts})");
                         return Err(match failure.finish {
                             Some(reason) => AskError::BrokenOff(problem, reason),

@@ -55,7 +55,7 @@ impl Pool {
 
     /// Closes the pool if no server has answered for too long.
     pub(super) async fn keep_watch(self: Arc<Self>) {
-        let patience = Duration::from_secs(self.options.patience);
+        let patience = Duration::from_secs(self.options.server_wait);
         let mut changes = self.changes.subscribe();
         let answered = || self.servers.iter().map(|server| server.gate.stats().answered).sum::<u64>();
         // Requests in progress, a pause or a trial may still bring an answer.

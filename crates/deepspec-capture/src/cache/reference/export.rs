@@ -27,7 +27,7 @@ pub fn export(dir: &Path, to: &Path, model: &str, mut progress: impl FnMut()) ->
     let layout = reader.layout();
     if (layout.encoding, layout.last) != (Encoding::Bf16, FinalStates::All) {
         let problem = format!(
-            "its states are {} with the last states of {} tokens; format 2 holds bf16 with all: build with --encoding bf16 --last all",
+            "its states are {} with the last states of {} tokens; format 2 holds bf16 with all: build with --encoding bf16 --final-states all",
             layout.encoding, layout.last
         );
         return Err(CacheError::Reference { path: dir.to_path_buf(), problem });
