@@ -103,6 +103,28 @@ fn a_run_leaves_counts_traces_and_answers_that_agree() {
 }
 
 #[test]
+fn renamed_flags_are_refused_with_the_new_name() {
+    let renamed: [(&[&str], &str, &str); 10] = [
+        (&["run", "--slots", "4"], "--slots", "--max-num-seqs"),
+        (&["run", "--lanes", "2"], "--lanes", "--replicas"),
+        (&["run", "--profile", "trace.json"], "--profile", "--torch-profile"),
+        (&["run", "--dtype", "f32"], "f32", "float32"),
+        (&["profile", "--requests", "1,2"], "--requests", "--max-num-seqs"),
+        (&["profile", "--contexts", "128"], "--contexts", "--context-lens"),
+        (&["economics", "--batch", "1"], "--batch", "--batch-size"),
+        (&["economics", "--context", "1024"], "--context", "--context-len"),
+        (&["calibrate", "--fold", "folded"], "--fold", "--write-folded"),
+        (&["checkpoint", "convert", "--matrices", "f16"], "--matrices", "--dtype"),
+    ];
+    for (arguments, old, new) in renamed {
+        let output = deepspec_eval(arguments);
+        let told = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{told}");
+        assert!(told.contains(&format!("`{old}` is now `{new}`")), "{told}");
+    }
+}
+
+#[test]
 fn results_are_replaced_only_when_told() {
     let dir = tempfile::tempdir().unwrap();
     let small = ["--suite", "smoke-math", "--limit", "2", "--max-new-tokens", "8"];

@@ -236,6 +236,21 @@ fn each_plans_and_runs_the_bench_at_small_sizes() {
 }
 
 #[test]
+fn renamed_flags_are_refused_with_the_new_name() {
+    let renamed =
+        [("--profile", "--torch-profile"), ("--held-out", "--validate-on"), ("--link", "--interconnect")];
+    for (old, new) in renamed {
+        let output = Command::new(env!("CARGO_BIN_EXE_deepspec-train"))
+            .args(["--config", "recipe.yaml", old, "value"])
+            .output()
+            .unwrap();
+        let told = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{told}");
+        assert!(told.contains(&format!("`{old}` is now `{new}`")), "{told}");
+    }
+}
+
+#[test]
 fn the_tiny_ones_are_planned_and_benched_too() {
     let tiny = workspace().join("configs/tiny");
     let mut seen = vec![];

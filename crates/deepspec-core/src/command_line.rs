@@ -1,6 +1,7 @@
 //! Additional subcommands of every program: shell completions, man pages, and its chapter of the
 //! reference manual.
 
+use std::ffi::OsString;
 use std::fs;
 use std::io::{self, ErrorKind, Write};
 use std::path::{Path, PathBuf};
@@ -8,8 +9,33 @@ use std::process::exit;
 
 use crate::VERSION;
 use anyhow::Context;
+use clap::error::{ContextKind, ContextValue, ErrorKind as ClapErrorKind};
 use clap::{Arg, ArgMatches, Command, Parser, value_parser};
 use clap_complete::Shell;
+
+/// Renamed flags, as (old, new). An old flag is refused, and the error names the new one.
+const RENAMED_FLAGS: [(&str, &str); 17] = [
+    ("--slots", "--max-num-seqs"),
+    ("--requests", "--max-num-seqs"),
+    ("--max-context", "--max-model-len"),
+    ("--context", "--context-len"),
+    ("--contexts", "--context-lens"),
+    ("--batch", "--batch-size"),
+    ("--lanes", "--replicas"),
+    ("--draft-in-turn", "--sequential-draft"),
+    ("--profile", "--torch-profile"),
+    ("--patience", "--server-wait"),
+    ("--attempts", "--max-attempts"),
+    ("--embedded", "--local-model"),
+    ("--link", "--interconnect"),
+    ("--held-out", "--validate-on"),
+    ("--matrices", "--dtype"),
+    ("--fold", "--write-folded"),
+    ("--last", "--final-states"),
+];
+
+/// Renamed values of flags, as (old, new).
+const RENAMED_VALUES: [(&str, &str); 3] = [("f32", "float32"), ("f16", "float16"), ("bf16", "bfloat16")];
 
 /// An additional text that a program can print, with its own subcommand.
 pub struct Description {
@@ -27,7 +53,10 @@ pub struct Description {
 /// the function prints it and exits, like for `--help`, `--version` and errors.
 pub fn parse<T: Parser>(libtorch: &str, descriptions: &[Description]) -> T {
     let mut command = described(T::command(), libtorch, descriptions);
-    let matches = command.get_matches_mut();
+    let arguments: Vec<OsString> = std::env::args_os().collect();
+    let matches = command
+        .try_get_matches_from_mut(&arguments)
+        .unwrap_or_else(|error| renamed(&command, &arguments, &error).unwrap_or(error).exit());
     if let Some((name, arguments)) = matches.subcommand()
         && let Some(written) = describe(&mut command, name, arguments, descriptions)
     {
@@ -40,6 +69,48 @@ pub fn parse<T: Parser>(libtorch: &str, descriptions: &[Description]) -> T {
         });
     }
     T::from_arg_matches(&matches).unwrap_or_else(|error| error.exit())
+}
+
+/// The error for a renamed flag or value, if `error` was caused by one and the command that
+/// `arguments` select has its new name.
+fn renamed(command: &Command, arguments: &[OsString], error: &clap::Error) -> Option<clap::Error> {
+    let text = |kind| match error.get(kind) {
+        Some(ContextValue::String(text)) => Some(text.as_str()),
+        _ => None,
+    };
+    let new_name =
+        |names: &[(&str, &'static str)], old: &str| Some(names.iter().find(|(name, _)| *name == old)?.1);
+    let command = selected(command, arguments);
+    let (old, new) = match error.kind() {
+        ClapErrorKind::UnknownArgument => {
+            let old = text(ContextKind::InvalidArg)?;
+            let new = new_name(&RENAMED_FLAGS, old)?;
+            command.get_arguments().find(|arg| arg.get_long() == new.strip_prefix("--"))?;
+            (old, new)
+        }
+        ClapErrorKind::InvalidValue => {
+            let old = text(ContextKind::InvalidValue)?;
+            let new = new_name(&RENAMED_VALUES, old)?;
+            match error.get(ContextKind::ValidValue) {
+                Some(ContextValue::Strings(values)) if values.iter().any(|value| value == new) => (old, new),
+                _ => return None,
+            }
+        }
+        _ => return None,
+    };
+    Some(command.clone().error(error.kind(), format!("`{old}` is now `{new}`")))
+}
+
+/// The subcommand that the arguments select. Flags before its name have no values.
+fn selected<'a>(mut command: &'a Command, arguments: &[OsString]) -> &'a Command {
+    let words = arguments.iter().skip(1).filter(|argument| !argument.to_string_lossy().starts_with('-'));
+    for word in words {
+        match command.find_subcommand(word) {
+            Some(subcommand) => command = subcommand,
+            None => break,
+        }
+    }
+    command
 }
 
 fn described(command: Command, libtorch: &str, descriptions: &[Description]) -> Command {
@@ -126,6 +197,35 @@ mod tests {
         assert_eq!(read(&["completions", "bash"]).unwrap().subcommand_name(), Some("completions"));
         assert!(read(&["completions", "no-shell"]).is_err());
         assert!(read(&["--config", "a", "completions", "bash"]).is_err());
+    }
+
+    #[test]
+    fn renamed_flags_and_values_are_refused_with_the_new_name() {
+        let dtype = Arg::new("dtype").long("dtype").value_parser(["auto", "float32"]);
+        let serve = Command::new("serve").arg(Arg::new("seqs").long("max-num-seqs")).arg(dtype);
+        let mut command = Command::new("program")
+            .arg(Arg::new("quiet").long("quiet").action(clap::ArgAction::SetTrue))
+            .subcommand(serve)
+            .subcommand(Command::new("check"));
+        let mut refused = |arguments: &[&str]| {
+            let arguments: Vec<OsString> =
+                ["program"].iter().chain(arguments).map(|argument| argument.into()).collect();
+            let error = command.try_get_matches_from_mut(&arguments).unwrap_err();
+            renamed(&command, &arguments, &error).map(|error| (error.exit_code(), error.to_string()))
+        };
+        for arguments in [&["serve", "--slots", "4"][..], &["--quiet", "serve", "--slots=4"]] {
+            let (code, text) = refused(arguments).unwrap();
+            assert!(code == 2 && text.starts_with("error: `--slots` is now `--max-num-seqs`\n"), "{text}");
+        }
+        let (code, text) = refused(&["serve", "--dtype", "f32"]).unwrap();
+        assert!(code == 2 && text.starts_with("error: `f32` is now `float32`\n"), "{text}");
+        let others = [
+            &["check", "--slots", "4"][..],
+            &["--slots", "4", "serve"],
+            &["serve", "--unknown"],
+            &["serve", "--dtype", "bf16"],
+        ];
+        assert!(others.iter().all(|arguments| refused(arguments).is_none()));
     }
 
     #[test]

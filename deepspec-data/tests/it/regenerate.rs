@@ -189,3 +189,20 @@ fn another_run_s_output_is_not_continued() {
         .fails_with(2, &["`temperature`: 9"]);
     regenerate(&input, &output, &["--server", "localhost:1"]).fails_with(2, &["localhost:1"]);
 }
+
+#[test]
+fn renamed_flags_are_refused_with_the_new_name() {
+    let renamed: [(&[&str], &str, &str); 6] = [
+        (&["serve", "--slots", "4"], "--slots", "--max-num-seqs"),
+        (&["serve", "--max-context", "64"], "--max-context", "--max-model-len"),
+        (&["regenerate", "--embedded", "model"], "--embedded", "--local-model"),
+        (&["regenerate", "--attempts", "3"], "--attempts", "--max-attempts"),
+        (&["--quiet", "regenerate", "--patience=5"], "--patience", "--server-wait"),
+        (&["cache", "build", "--last", "all"], "--last", "--final-states"),
+    ];
+    for (arguments, old, new) in renamed {
+        let ended = run(arguments);
+        assert_eq!(ended.code, Some(2), "{ended:?}");
+        assert!(ended.stderr.contains(&format!("`{old}` is now `{new}`")), "{ended:?}");
+    }
+}
