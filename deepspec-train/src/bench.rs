@@ -9,7 +9,7 @@ use deepspec_capture::{StatesError, check_fit};
 use deepspec_core::cli::{self, UsageError};
 use deepspec_cost::estimate::{Measured as MeasuredWork, Stage, UPDATE_BYTES, Work};
 use deepspec_drafters::Recipe;
-use deepspec_ops::StepTrace;
+use deepspec_ops::{StepTrace, device_name};
 use serde_json::{Value, json};
 use tch::Device;
 
@@ -83,7 +83,7 @@ pub fn run(
     let found = json!({
         "name": recipe.name,
         "target": shape.origin,
-        "device": name.clone().unwrap_or_else(|| format!("{device:?}")),
+        "device": name.clone().unwrap_or_else(|| device_name(device)),
         "precision": train.precision,
         "tool_version": deepspec_core::VERSION,
         "threads": tch::get_num_threads(),
@@ -141,7 +141,7 @@ fn render(found: &Value) -> String {
     let mut lines = vec![
         ("drafter", format!("{}, {} trainable weights", text("name"), number("trainable_weights"))),
         ("target", format!("{}, random weights and states", text("target"))),
-        ("device", format!("{} in {}", text("device"), text("precision"))),
+        ("device", format!("{} in {}", text("device"), dtype(&text("precision")))),
         (
             "steps",
             format!(

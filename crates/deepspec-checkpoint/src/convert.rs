@@ -9,6 +9,7 @@ use serde_json::{Map, Value};
 use crate::numbers::{cast, differing_rows};
 use crate::shapes::{EMBED, HEAD, REBUILT, is_embed_or_head};
 use crate::shards::{MAX_SHARD_BYTES, is_weights};
+use crate::tensors::torch_dtype_name;
 use crate::write::{Source, Written, write};
 use crate::{Checkpoint, CheckpointError, CheckpointFormat, Drafter, Target, folder, layouts};
 
@@ -160,9 +161,12 @@ fn from_target<'a>(
         Source::Copy(tensors, theirs.into())
     } else {
         let bytes = cast(tensors.bytes(theirs)?, from, dtype);
-        Source::Bytes(
-            bytes.ok_or_else(|| tensors.error(theirs, format!("{from:?} cannot be read as {dtype:?}")))?,
-        )
+        Source::Bytes(bytes.ok_or_else(|| {
+            tensors.error(
+                theirs,
+                format!("{} cannot be read as {}", torch_dtype_name(from), torch_dtype_name(dtype)),
+            )
+        })?)
     };
     Ok(Written { name: name.into(), dtype, shape, source })
 }
@@ -185,8 +189,9 @@ fn same_end(
         let reason = format!("`{end}` has shape {:?}, the target's {:?}", own.shape, other.shape);
         return Err(source.refused(to, reason));
     }
-    let there = cast(target.tensors().bytes(theirs)?, other.dtype, own.dtype)
-        .ok_or_else(|| target.tensors().error(theirs, format!("{:?} cannot be compared", other.dtype)))?;
+    let there = cast(target.tensors().bytes(theirs)?, other.dtype, own.dtype).ok_or_else(|| {
+        target.tensors().error(theirs, format!("{} cannot be compared", torch_dtype_name(other.dtype)))
+    })?;
     let here = source.tensors().bytes(&name)?;
     let rows = own.shape.first().copied().unwrap_or(1);
     match differing_rows(&here, &there, here.len() / rows.max(1)) {

@@ -6,6 +6,7 @@ use crate::convert::{Converted, body, check_pair, complete, convert, dtype_name}
 use crate::kind::{Engine, EngineLayout};
 use crate::shapes::{EMBED, HEAD};
 use crate::shards::MAX_SHARD_BYTES;
+use crate::tensors::torch_dtype_name;
 use crate::write::{Source, Written};
 use crate::{Checkpoint, CheckpointError, CheckpointFormat, Drafter, Target, layouts, rope};
 
@@ -61,7 +62,7 @@ fn anchored<'a>(
         let width = match source.dtype() {
             Dtype::F32 => 4,
             Dtype::F16 | Dtype::BF16 => 2,
-            other => return Err(source.refused(to, format!("its weights are {other:?}"))),
+            other => return Err(source.refused(to, format!("its weights are {}", torch_dtype_name(other)))),
         };
         let shape = [drafter.vocab_size as usize, ZERO_RANK];
         tensors.extend(MARKOV.map(|name| Written {

@@ -14,6 +14,7 @@ use crate::fields::Fields;
 use crate::kind::GgufParts;
 use crate::numbers::cast;
 use crate::shapes::{Heads, REBUILT, is_embed_or_head};
+use crate::tensors::torch_dtype_name;
 use crate::{Checkpoint, CheckpointError, Drafter, Target, folder, rope};
 
 /// Name of the format in errors.
@@ -155,7 +156,14 @@ impl<'a> Gguf<'a> {
             TensorType::Bf16 => Dtype::BF16,
         };
         let values = cast(tensors.bytes(name)?, facts.dtype, wanted).ok_or_else(|| {
-            tensors.error(name, format!("{:?} cannot be written as {wanted:?}", facts.dtype))
+            tensors.error(
+                name,
+                format!(
+                    "{} cannot be written as {}",
+                    torch_dtype_name(facts.dtype),
+                    torch_dtype_name(wanted)
+                ),
+            )
         })?;
         Ok(match heads {
             Some(heads) => pairs(&values, heads, tensor.shape[0]),

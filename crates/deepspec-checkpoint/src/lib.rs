@@ -54,4 +54,4 @@ pub use quantised::quantised_folder;
 pub use serving::{Risk, Server, risks};
 pub use shards::{MAX_SHARD_BYTES, Shard, cut, no_weights, write_index};
 pub use target::Target;
-pub use tensors::{TensorFacts, Tensors, is_readable, quantised};
+pub use tensors::{TensorFacts, Tensors, is_readable, quantised, torch_dtype_name};

@@ -246,10 +246,25 @@ fn is_quantised(dtype: Dtype) -> bool {
     !is_float(dtype) && !matches!(dtype, Dtype::I64 | Dtype::I32 | Dtype::BOOL)
 }
 
+/// Name of the dtype as PyTorch spells it. Dtypes that are not read keep the name of safetensors.
+pub fn torch_dtype_name(dtype: Dtype) -> String {
+    match dtype {
+        Dtype::F64 => "float64".into(),
+        Dtype::F32 => "float32".into(),
+        Dtype::F16 => "float16".into(),
+        Dtype::BF16 => "bfloat16".into(),
+        Dtype::I64 => "int64".into(),
+        Dtype::I32 => "int32".into(),
+        Dtype::BOOL => "bool".into(),
+        other => other.to_string(),
+    }
+}
+
 /// Error message with the remedy for a tensor of a quantised type.
 pub fn quantised(dtype: Dtype) -> String {
     format!(
-        "its type {dtype:?} is one of quantised weights, which are not read; use the checkpoint in bfloat16, float16 or float32"
+        "its dtype {} is one of quantised weights, which are not read; use the checkpoint in bfloat16, float16 or float32",
+        torch_dtype_name(dtype)
     )
 }
 

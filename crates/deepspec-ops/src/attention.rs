@@ -1,5 +1,7 @@
 //! Shapes of grouped-query attention, and the queries, keys and values that flow into it.
 
+use std::fmt;
+
 use tch::Tensor;
 
 /// Numbers of heads and their width.
@@ -29,6 +31,17 @@ pub struct AttentionSpec {
     pub scale: f64,
     /// Tokens that a query sees, itself included; None for all before it.
     pub window: Option<usize>,
+}
+
+impl fmt::Display for AttentionSpec {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Heads { query, key_value, dim } = self.heads;
+        write!(f, "{query} query heads and {key_value} key/value heads of {dim}, scale {}", self.scale)?;
+        match self.window {
+            Some(window) => write!(f, ", sliding_window {window}"),
+            None => write!(f, ", full attention"),
+        }
+    }
 }
 
 /// Queries `[N, H, D]`, keys `[N, G, D]` and values `[N, G, D]`: projected, normed where the layer does that, and rotated.

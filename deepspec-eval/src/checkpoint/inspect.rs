@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::fmt::Write;
 
-use deepspec_checkpoint::{Checkpoint, CheckpointFormat, loaders};
+use deepspec_checkpoint::{Checkpoint, CheckpointFormat, loaders, torch_dtype_name};
 use deepspec_core::Tap;
 use deepspec_core::cli::Verbosity;
 use deepspec_drafters::open_checkpoint;
@@ -116,7 +116,7 @@ fn as_text(checkpoint: &Checkpoint) -> String {
     );
     let (trained, targets) = parameters(checkpoint);
     let dtypes: BTreeSet<String> =
-        checkpoint.tensors().iter().map(|(_, facts)| format!("{:?}", facts.dtype)).collect();
+        checkpoint.tensors().iter().map(|(_, facts)| torch_dtype_name(facts.dtype)).collect();
     let dtypes = dtypes.into_iter().collect::<Vec<_>>().join(", ");
     line("parameters", format!("{trained} trained, {targets} copied from the target ({dtypes})"));
     if let Err(error) = checkpoint.check() {
@@ -137,7 +137,7 @@ fn as_text(checkpoint: &Checkpoint) -> String {
         line("engine", format!("{} ({how}) {loads}: {}", loader.engine, loader.note));
     }
     for (name, facts) in checkpoint.tensors().iter() {
-        line("tensor", format!("{name} {:?} {:?}", facts.shape, facts.dtype));
+        line("tensor", format!("{name} {:?} {}", facts.shape, torch_dtype_name(facts.dtype)));
     }
     text
 }

@@ -46,8 +46,8 @@ impl WarmStart {
         if let Some((there, here)) = there.layers.iter().zip(&here.layers).find(|(there, here)| there != here)
         {
             self.compare("intermediate_size", &there.intermediate_size, &here.intermediate_size);
-            self.compare("attention", &there.attention, &here.attention);
-            self.compare("rope", &there.rope, &here.rope);
+            self.compare_words("attention", there.attention.to_string(), here.attention.to_string());
+            self.compare_words("rope", there.rope.to_string(), here.rope.to_string());
             self.compare("rms_norm_eps", &there.eps, &here.eps);
         }
     }

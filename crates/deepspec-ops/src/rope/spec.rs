@@ -1,5 +1,7 @@
 //! Settings of rotary embeddings.
 
+use std::fmt;
+
 /// How rotary frequencies depart from `θ^(−2i/D)`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Scaling {
@@ -32,6 +34,31 @@ pub enum Scaling {
     Yarn(Yarn),
 }
 
+/// The setting as in `rope_parameters` of a config.json.
+impl fmt::Display for Scaling {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::None => write!(f, "rope_type default"),
+            Self::Proportional { planes, factor } => {
+                write!(f, "rope_type proportional, factor {factor}, {planes} rotated planes")
+            }
+            Self::Linear { factor } => write!(f, "rope_type linear, factor {factor}"),
+            Self::Llama3 { factor, low_freq_factor, high_freq_factor, original } => write!(
+                f,
+                "rope_type llama3, factor {factor}, low_freq_factor {low_freq_factor}, \
+                 high_freq_factor {high_freq_factor}, original_max_position_embeddings {original}"
+            ),
+            Self::Yarn(Yarn { factor, attention_factor, beta_fast, beta_slow, original, truncate }) => {
+                write!(
+                    f,
+                    "rope_type yarn, factor {factor}, attention_factor {attention_factor}, beta_fast {beta_fast}, \
+                 beta_slow {beta_slow}, original_max_position_embeddings {original}, truncate {truncate}"
+                )
+            }
+        }
+    }
+}
+
 /// YaRN's numbers.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Yarn {
@@ -58,4 +85,10 @@ pub struct RopeSpec {
     pub head_dim: i64,
     /// Departure from the plain frequencies.
     pub scaling: Scaling,
+}
+
+impl fmt::Display for RopeSpec {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "rope_theta {}, head_dim {}, {}", self.theta, self.head_dim, self.scaling)
+    }
 }

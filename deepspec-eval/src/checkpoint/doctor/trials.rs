@@ -60,7 +60,7 @@ pub fn estimate(
         && differing_rope(drafter, target.config())
     {
         let evidence = format!(
-            "θ {} and {:?}, the target has θ {} and {:?}",
+            "rope_theta {} and {}, the target has rope_theta {} and {}",
             own.rope.theta, own.rope.scaling, theirs.rope.theta, theirs.rope.scaling
         );
         report.findings.push(finding(Cause::Rope, evidence));
