@@ -129,6 +129,15 @@ pub fn run(
     writeln!(cli::stdout(), "{text}").context("writing the result")
 }
 
+/// The dtype of a recipe's `train.precision`.
+fn dtype(precision: &str) -> &str {
+    match precision {
+        "fp32" => "float32",
+        "bf16" => "bfloat16",
+        other => other,
+    }
+}
+
 fn render(found: &Value) -> String {
     let number = |key: &str| found[key].as_f64().unwrap_or(0.0);
     let text = |key: &str| found[key].as_str().unwrap_or_default().to_string();

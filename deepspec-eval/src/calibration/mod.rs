@@ -4,7 +4,7 @@
 mod bootstrap;
 mod file;
 mod fold;
-mod shown;
+mod render;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -108,7 +108,7 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     let text = if args.json {
         serde_json::to_string_pretty(&calibration)? + "\n"
     } else {
-        shown::render(&calibration)
+        render::render(&calibration)
     };
     Ok(crate::output::print(&text)?)
 }
@@ -244,8 +244,8 @@ impl Side {
         let error = |temperatures| bootstrap::error(&self.prompts, positions, temperatures);
         let bootstrap = error(&raw)?.zip(error(temperatures)?).map(|(before, after)| Bootstrap {
             change: after.estimate.minus(&before.estimate).centred_interval(),
-            before: sureness(&before),
-            after: sureness(&after),
+            before: bootstrap_entry(&before),
+            after: bootstrap_entry(&after),
         });
         Ok(HeldOut {
             prompts: self.prompts.len(),
@@ -259,7 +259,7 @@ impl Side {
 }
 
 /// The bootstrap entry of an error. The interval is clamped at 0, since no error is negative.
-fn sureness(error: &PromptError) -> AcceptanceInterval {
+fn bootstrap_entry(error: &PromptError) -> AcceptanceInterval {
     let interval = error.estimate.centred_interval();
     let interval = interval.map(|Interval { low, high }| Interval { low: low.max(0.0), high: high.max(0.0) });
     AcceptanceInterval { interval, ece_of_chance: error.of_chance }

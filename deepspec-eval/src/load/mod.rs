@@ -189,7 +189,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     // Connect to all servers before the first measurement.
     let connect = |server: &Server| Client::connect(&runtime, &server.url, args.model.as_deref(), asking);
     let clients = args.servers.iter().map(connect).collect::<anyhow::Result<Vec<_>>>()?;
-    let mut hopeless = None;
+    let mut all_failed = None;
     for (server, client) in args.servers.iter().zip(&clients) {
         for &level in &levels {
             let arrivals = Arrivals {
@@ -202,15 +202,15 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
             if verbosity != Verbosity::Quiet {
                 tracing::info!("{}", summary.line());
             }
-            if let Some(problem) = summary.hopeless(&asked) {
+            if let Some(problem) = summary.all_failed_reason(&asked) {
                 tracing::warn!("{} at {level}: no request was answered: {problem}", server.name);
-                hopeless = Some(format!("{}: no request was answered: {problem}", server.url));
+                all_failed = Some(format!("{}: no request was answered: {problem}", server.url));
             }
             requests.extend(asked.into_iter().map(|request| (server.name.clone(), level, request)));
             runs.push(summary);
         }
     }
-    if let Some(problem) = hopeless.filter(|_| runs.iter().all(|run| run.requests == run.failed)) {
+    if let Some(problem) = all_failed.filter(|_| runs.iter().all(|run| run.requests == run.failed)) {
         anyhow::bail!(problem);
     }
     let report = LoadReport {

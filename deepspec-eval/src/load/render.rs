@@ -49,7 +49,7 @@ fn rows(report: &LoadReport) -> Vec<Vec<String>> {
             times(run.time_to_first_token, 1.0, 3),
             times(run.time_per_token, 1e3, 1),
             times(run.between_chunks, 1e3, 1),
-            format!("{:.1}", run.under_way),
+            format!("{:.1}", run.in_flight),
         ]
     };
     report.runs.iter().map(row).collect()

@@ -40,7 +40,8 @@ pub struct Summary {
     /// Time of an answer after its first token, divided by its number of other tokens.
     pub time_per_token: Option<Percentiles>,
     /// Mean number of requests in flight over the measured time.
-    pub under_way: f64,
+    #[serde(rename = "under_way")]
+    pub in_flight: f64,
 }
 
 /// Decoding throughput while no request was in prefill.
@@ -98,7 +99,7 @@ impl Summary {
         let window = (arrivals.warm_up.as_secs_f64(), (arrivals.warm_up + arrivals.seconds).as_secs_f64());
         let within = |begin: f64, end: f64| (end.min(window.1) - begin.max(window.0)).max(0.0);
         let of = |time: Duration| time.as_secs_f64();
-        let (mut tokens, mut prompts, mut under_way) = (0.0, 0.0, 0.0);
+        let (mut tokens, mut prompts, mut in_flight) = (0.0, 0.0, 0.0);
         let (mut first, mut between, mut per_token, mut speeds) = (vec![], vec![], vec![], vec![]);
         let (mut requests, mut failed, mut problems) = (0, 0, BTreeMap::new());
         let mut tokens_are_pieces = 0;
@@ -115,7 +116,7 @@ impl Summary {
                 continue;
             };
             let (begin, end) = (of(begin), of(end));
-            under_way += within(of(one.begun), end);
+            in_flight += within(of(one.begun), end);
             let generated = one.tokens[1] as f64;
             let share = if end > begin {
                 within(begin, end) / (end - begin)
@@ -150,12 +151,12 @@ impl Summary {
             time_to_first_token: Percentiles::of(first),
             between_chunks: Percentiles::of(between),
             time_per_token: Percentiles::of(per_token),
-            under_way: under_way / seconds,
+            in_flight: in_flight / seconds,
         }
     }
 
     /// The reason of the first failure, if no request was answered.
-    pub fn hopeless<'a>(&self, asked: &'a [RequestRecord]) -> Option<&'a str> {
+    pub fn all_failed_reason<'a>(&self, asked: &'a [RequestRecord]) -> Option<&'a str> {
         let problems: Vec<_> = asked.iter().map(|one| one.problem.as_deref()).collect();
         problems
             .iter()
@@ -201,7 +202,7 @@ mod tests {
         assert_eq!((found.requests, found.failed), (3, 1));
         assert!((found.tokens_per_second - 6.1).abs() < 1e-9, "{}", found.tokens_per_second);
         assert!((found.prompt_tokens_per_second - 0.7).abs() < 1e-9);
-        assert!((found.under_way - 0.8).abs() < 1e-9, "{}", found.under_way);
+        assert!((found.in_flight - 0.8).abs() < 1e-9, "{}", found.in_flight);
         let first = found.time_to_first_token.unwrap();
         assert_eq!((first.p50, first.p99), (1.0, 2.0));
         assert_eq!(found.user_tokens_per_second, Some(10.0), "of 10 and 99 the lower middle");
@@ -220,7 +221,7 @@ mod tests {
             (at_once.seconds - 2.0).abs() < 1e-9 && (at_once.tokens_per_second - 15.0).abs() < 1e-9,
             "{at_once:?}"
         );
-        assert!(found.hopeless(&all).is_none());
-        assert_eq!(found.hopeless(&all[3..]), Some("busy"));
+        assert!(found.all_failed_reason(&all).is_none());
+        assert_eq!(found.all_failed_reason(&all[3..]), Some("busy"));
     }
 }

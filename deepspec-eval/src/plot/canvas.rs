@@ -5,7 +5,7 @@ use plotters::coord::Shift;
 use plotters::prelude::*;
 use tiny_skia::Pixmap;
 
-use super::paper::DualBackend;
+use super::backend::DualBackend;
 use super::units::{MIDDLE, UNITS, is_shown, px};
 
 /// PNG pixels per pixel of the drawing, in each direction, so that plots are sharp on dense
@@ -63,9 +63,9 @@ fn draw(
 ) -> Result<(String, Pixmap)> {
     let (width, height) = size;
     let mut drawn = String::new();
-    let told = || format!("{width} x {height} pixels are none, or more than {MOST_PIXELS} either way");
-    ensure!(width.max(height) <= MOST_PIXELS, told());
-    let mut picture = Pixmap::new(width * DENSITY, height * DENSITY).with_context(told)?;
+    let problem = || format!("{width} x {height} pixels are none, or more than {MOST_PIXELS} either way");
+    ensure!(width.max(height) <= MOST_PIXELS, problem());
+    let mut picture = Pixmap::new(width * DENSITY, height * DENSITY).with_context(problem)?;
     {
         let canvas = DualBackend::new(&mut drawn, &mut picture, size)?.into_drawing_area();
         canvas.fill(&WHITE)?;

@@ -4,8 +4,8 @@ use anyhow::Result;
 use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
 
+use super::backend::DualBackend;
 use super::palette::{FAINT, GREY, INK};
-use super::paper::DualBackend;
 use super::theme::{LARGE, SMALL, letters};
 use super::{Axis, Canvas, SeriesStyle, px, stroke};
 

@@ -6,9 +6,9 @@
 //! on it. The values of a chart are elements of plotters, or a [`series`] of marked values.
 
 mod axis;
+mod backend;
 mod canvas;
 mod chart;
-mod paper;
 mod theme;
 mod units;
 

@@ -6,7 +6,7 @@ use anyhow::Result;
 use plotters::prelude::*;
 use plotters::style::register_font;
 
-use super::paper::DualBackend;
+use super::backend::DualBackend;
 use super::px;
 use super::units::FONT;
 

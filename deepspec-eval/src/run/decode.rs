@@ -82,7 +82,7 @@ pub struct Pass {
 pub fn decode(
     engine: &mut dyn Generator,
     plan: &Plan,
-    arm: DecodeMode,
+    mode: DecodeMode,
     journal: &mut Journal,
     trace: &mut StepTrace,
     verbosity: Verbosity,
@@ -90,7 +90,7 @@ pub fn decode(
     let drafting = engine.draft_len() > 0;
     warm_up(engine, plan.suites)?;
     let mut none = StepTrace::none();
-    let trace = if arm == DecodeMode::Main { trace } else { &mut none };
+    let trace = if mode == DecodeMode::Main { trace } else { &mut none };
     let mine = |suite: &TokenizedSuite| (0..suite.requests.len()).filter(|&sample| plan.owns(sample)).count();
     let total = plan.suites.iter().map(|suite| (mine(suite) * plan.seeds.len()) as u64).sum();
     let mut progress = Progress::new(verbosity, if drafting { "drafted" } else { "plain" }, total, 0);
@@ -102,7 +102,7 @@ pub fn decode(
         let (running, engine, journal, progress) =
             (HashMap::new(), &mut *engine, &mut *journal, &mut progress);
         let mut decoding =
-            Decoding { plan, suite, arm, engine, journal, progress, running, tally, clock, pass };
+            Decoding { plan, suite, mode, engine, journal, progress, running, tally, clock, pass };
         decoding.run(trace)?;
         passes.push(decoding.pass);
     }
@@ -130,7 +130,7 @@ struct Clock {
 struct Decoding<'a> {
     plan: &'a Plan<'a>,
     suite: &'a TokenizedSuite,
-    arm: DecodeMode,
+    mode: DecodeMode,
     engine: &'a mut dyn Generator,
     journal: &'a mut Journal,
     progress: &'a mut Progress,
@@ -270,7 +270,7 @@ impl Decoding<'_> {
 
     fn key(&self, asked: &PendingTurn) -> Key {
         Key {
-            arm: self.arm,
+            mode: self.mode,
             suite: self.suite.rows.suite.name.to_string(),
             sample: self.suite.ids[asked.sample].clone(),
             seed: asked.seed,

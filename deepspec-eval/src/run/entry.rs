@@ -21,7 +21,8 @@ pub enum DecodeMode {
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Key {
     /// Mode of decoding.
-    pub arm: DecodeMode,
+    #[serde(rename = "arm")]
+    pub mode: DecodeMode,
     /// Name of the suite.
     pub suite: String,
     /// Id of the sample.

@@ -27,7 +27,7 @@ fn cycle(proposed: u32, accepted: u32, committed: u32) -> Cycle {
 
 fn entry(sample: usize, tokens: &[i64], finish: Finish, cycles: Vec<Cycle>) -> Entry {
     let sample = sample.to_string();
-    let key = Key { arm: DecodeMode::Main, suite: "s".into(), sample, seed: 1, turn: 0 };
+    let key = Key { mode: DecodeMode::Main, suite: "s".into(), sample, seed: 1, turn: 0 };
     Entry { key, prompt_tokens: 3, tokens: tokens.to_vec(), finish, cycles, timing: TIMING }
 }
 

@@ -111,7 +111,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
         worker: args.worker,
     };
     let models = Models { target: &dirs.target, place, context, settings: &settings };
-    let mut decode = |draft, arm| models.decode(draft, &plan, arm, &mut journal, &mut trace, verbosity);
+    let mut decode = |draft, mode| models.decode(draft, &plan, mode, &mut journal, &mut trace, verbosity);
     let with = drafter.as_deref().zip(identity.as_ref());
     if with.is_some() && !asking.sampling.is_greedy() {
         tracing::info!("drafted tokens: {}", settings.draft_sampling);

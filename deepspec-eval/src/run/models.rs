@@ -97,7 +97,7 @@ impl Models<'_> {
         &self,
         drafter: Option<(&dyn Drafter, &DrafterIdentity)>,
         plan: &Plan,
-        (arm, lanes): (DecodeMode, usize),
+        (mode, lanes): (DecodeMode, usize),
         journal: &mut Journal,
         trace: &mut StepTrace,
         verbosity: Verbosity,
@@ -119,7 +119,7 @@ impl Models<'_> {
         let proposer = drafter.as_ref().map(|drafter| drafter as &dyn Proposer);
         let (shares, memory) = self.lanes_with_room(lanes, plan, &target, proposer);
         if let Some(memory) = memory {
-            tell_room(settings.slots, plan, memory, &target, proposer);
+            warn_memory_limit(settings.slots, plan, memory, &target, proposer);
         }
         let weights = Weights {
             target: &weights_digest(self.target)?,
@@ -131,7 +131,7 @@ impl Models<'_> {
                 slots,
                 context: self.context,
                 max_draft_tokens: settings.max_draft_tokens,
-                draft_sampling: match arm {
+                draft_sampling: match mode {
                     DecodeMode::Main | DecodeMode::Baseline => settings.draft_sampling,
                     DecodeMode::Other => settings.draft_sampling.other(),
                 },
@@ -148,7 +148,7 @@ impl Models<'_> {
         let lanes = shares.len();
         let passes = if lanes == 1 {
             let mut engine = engine((target, drafter, slots));
-            decode(&mut engine, plan, arm, journal, trace, verbosity)?
+            decode(&mut engine, plan, mode, journal, trace, verbosity)?
         } else {
             let mut engines = Vec::with_capacity(lanes);
             for slots in shares {
@@ -156,7 +156,7 @@ impl Models<'_> {
                 engines.push(engine((target.share(slots), drafter, slots)));
             }
             let threads = usize::try_from(settings.threads).unwrap_or(1);
-            decode(&mut EngineReplicas::new(engines, threads), plan, arm, journal, trace, verbosity)?
+            decode(&mut EngineReplicas::new(engines, threads), plan, mode, journal, trace, verbosity)?
         };
         Ok(Decoded { passes, lanes })
     }
@@ -237,7 +237,13 @@ fn planner(settings: &Settings, weights: Weights) -> anyhow::Result<Planner> {
 
 /// Warns if memory limits the number of concurrent conversations. The engine itself refuses a
 /// conversation that never fits.
-fn tell_room(slots: usize, plan: &Plan, memory: u64, target: &TargetModel, drafter: Option<&dyn Proposer>) {
+fn warn_memory_limit(
+    slots: usize,
+    plan: &Plan,
+    memory: u64,
+    target: &TargetModel,
+    drafter: Option<&dyn Proposer>,
+) {
     let bytes = |tokens: usize| history_bytes(target, drafter, tokens);
     let (conversations, longest) = plan.conversations();
     if let Fit::Fewer { told } = fit(slots.min(conversations), longest, memory, bytes) {

@@ -100,7 +100,8 @@ pub struct Simulation {
     /// Largest relative error of the simulated throughputs against `served`.
     pub served_off: Option<f64>,
     /// Results of the schedules.
-    pub courses: Vec<ScheduleCurve>,
+    #[serde(rename = "courses")]
+    pub schedule_curves: Vec<ScheduleCurve>,
     /// Results of the prefix scheduler with over- or underconfident probabilities.
     pub miscalibrated: Vec<ScheduleCurve>,
     /// Mean context length in tokens, at which costs were read.
@@ -268,7 +269,7 @@ fn simulate(
     let wanted: Vec<(Policy, f64)> = schedules.iter().map(|&policy| (policy, 1.0)).chain(sharper).collect();
     let mut progress =
         Progress::new(verbosity, "simulate", (wanted.len() * args.concurrency.len()) as u64, 0);
-    let mut courses = vec![];
+    let mut schedule_curves = vec![];
     let host = Host::scheduling(1e-3 * args.overhead_ms.unwrap_or(0.0));
     let mut replay = Replay { recording, cost, sharpness: 1.0, host, cycles: args.cycles };
     let fit = if served.is_empty() { None } else { Some(served::fit(&replay, &served)?) };
@@ -282,20 +283,22 @@ fn simulate(
             let loads = args.concurrency.par_iter().map(|&concurrency| replay.run(schedule, concurrency));
             Ok(ScheduleCurve { schedule, sharpness, outcomes: loads.collect::<Result<_, _>>()? })
         });
-        courses.extend(replayed.collect::<Result<Vec<ScheduleCurve>, ScheduleError>>()?);
+        schedule_curves.extend(replayed.collect::<Result<Vec<ScheduleCurve>, ScheduleError>>()?);
         let last = some.last().map_or(String::new(), |(schedule, _)| schedule.to_string());
         progress.add((some.len() * args.concurrency.len()) as u64, || last);
     }
     progress.finish();
-    let miscalibrated = courses.split_off(schedules.len());
-    let advice = (0..args.concurrency.len()).filter_map(|load| advice(&courses, load)).collect();
-    let crossover = |course: &ScheduleCurve| {
-        let slower =
-            |load: &usize| course.outcomes[*load].throughput() < courses[0].outcomes[*load].throughput();
+    let miscalibrated = schedule_curves.split_off(schedules.len());
+    let advice = (0..args.concurrency.len()).filter_map(|load| advice(&schedule_curves, load)).collect();
+    let crossover = |curve: &ScheduleCurve| {
+        let slower = |load: &usize| {
+            curve.outcomes[*load].throughput() < schedule_curves[0].outcomes[*load].throughput()
+        };
         let from = (0..args.concurrency.len()).filter(slower).map(|load| args.concurrency[load]).min();
-        Crossover { schedule: course.schedule, from }
+        Crossover { schedule: curve.schedule, from }
     };
-    let lengths = courses.iter().filter(|course| matches!(course.schedule, Policy::Whole | Policy::Fixed(_)));
+    let lengths =
+        schedule_curves.iter().filter(|curve| matches!(curve.schedule, Policy::Whole | Policy::Fixed(_)));
     let crossovers = lengths.map(crossover).collect();
     Ok(Simulation {
         format: "deepspec-simulation",
@@ -307,7 +310,7 @@ fn simulate(
         host: replay.host,
         served_off: fit.map(|fit| fit.worst),
         served,
-        courses,
+        schedule_curves,
         miscalibrated,
         context: recording.context(),
         forecast_from: args
@@ -321,28 +324,28 @@ fn simulate(
     })
 }
 
-fn advice(courses: &[ScheduleCurve], load: usize) -> Option<Advice> {
-    let of = |course: &ScheduleCurve| course.outcomes[load].throughput();
-    let plain = of(courses.first()?);
-    let best = courses.iter().max_by(|a, b| of(a).total_cmp(&of(b)))?;
-    let fixed = courses.iter().filter_map(|course| {
-        let tokens = match course.schedule {
+fn advice(schedule_curves: &[ScheduleCurve], load: usize) -> Option<Advice> {
+    let of = |curve: &ScheduleCurve| curve.outcomes[load].throughput();
+    let plain = of(schedule_curves.first()?);
+    let best = schedule_curves.iter().max_by(|a, b| of(a).total_cmp(&of(b)))?;
+    let fixed = schedule_curves.iter().filter_map(|curve| {
+        let tokens = match curve.schedule {
             Policy::Plain => 0,
             Policy::Fixed(tokens) => tokens,
             Policy::Whole => {
-                course.outcomes[load].verified.div_ceil(course.outcomes[load].cycles.max(1)) as usize
+                curve.outcomes[load].verified.div_ceil(curve.outcomes[load].cycles.max(1)) as usize
             }
             _ => return None,
         };
-        Some((tokens, of(course) / plain))
+        Some((tokens, of(curve) / plain))
     });
     let (fixed, fixed_over_plain) = fixed.max_by(|a, b| a.1.total_cmp(&b.1))?;
-    let thresholds = courses.iter().filter_map(|course| match course.schedule {
-        Policy::Threshold(threshold) => Some((threshold, of(course) / plain)),
+    let thresholds = schedule_curves.iter().filter_map(|curve| match curve.schedule {
+        Policy::Threshold(threshold) => Some((threshold, of(curve) / plain)),
         _ => None,
     });
     let threshold = thresholds.max_by(|a, b| a.1.total_cmp(&b.1));
-    let concurrency = courses[0].outcomes[load].concurrency;
+    let concurrency = schedule_curves[0].outcomes[load].concurrency;
     Some(Advice {
         concurrency,
         best: best.schedule,

@@ -21,11 +21,11 @@ pub fn render(simulation: &Simulation, concurrency: &[usize]) -> String {
     let header =
         |first: &str| [vec![first.into()], concurrency.iter().map(usize::to_string).collect()].concat();
     let mut table = Table::new(header("schedule"));
-    for course in &simulation.courses {
-        let cells = course.outcomes.iter().map(|outcome| format!("{:.0}", outcome.throughput()));
-        table.row([vec![course.schedule.to_string()], cells.collect()].concat());
+    for curve in &simulation.schedule_curves {
+        let cells = curve.outcomes.iter().map(|outcome| format!("{:.0}", outcome.throughput()));
+        table.row([vec![curve.schedule.to_string()], cells.collect()].concat());
     }
-    if let Some(prefix) = simulation.courses.iter().find(|course| course.schedule == Policy::Prefix) {
+    if let Some(prefix) = simulation.schedule_curves.iter().find(|curve| curve.schedule == Policy::Prefix) {
         table.rule();
         let mut row = |what: &str, of: fn(&ReplayResult) -> f64| {
             let cells = prefix.outcomes.iter().map(|outcome| format!("{:.2}", of(outcome)));
@@ -87,18 +87,18 @@ pub fn render(simulation: &Simulation, concurrency: &[usize]) -> String {
 
 /// Plots of throughput over plain decoding, and of tokens/s per user against the total.
 pub fn write_plots(dir: &Path, simulation: &Simulation, concurrency: &[usize]) -> Result<()> {
-    let names: Vec<String> = simulation.courses.iter().map(|course| course.schedule.to_string()).collect();
+    let names: Vec<String> =
+        simulation.schedule_curves.iter().map(|curve| curve.schedule.to_string()).collect();
     let keys: Vec<(&str, SeriesStyle)> =
         names.iter().enumerate().map(|(index, name)| (name.as_str(), SeriesStyle::nth(index))).collect();
-    let throughputs = |course: &ScheduleCurve| -> Vec<f64> {
-        course.outcomes.iter().map(ReplayResult::throughput).collect()
-    };
-    let plain = throughputs(&simulation.courses[0]);
+    let throughputs =
+        |curve: &ScheduleCurve| -> Vec<f64> { curve.outcomes.iter().map(ReplayResult::throughput).collect() };
+    let plain = throughputs(&simulation.schedule_curves[0]);
     let highest = |values: &dyn Fn(&ScheduleCurve) -> Vec<f64>| {
-        simulation.courses.iter().flat_map(values).fold(0.0, f64::max) * 1.05
+        simulation.schedule_curves.iter().flat_map(values).fold(0.0, f64::max) * 1.05
     };
-    let over = |course: &ScheduleCurve| -> Vec<f64> {
-        throughputs(course).iter().zip(&plain).map(|(value, plain)| value / plain).collect()
+    let over = |curve: &ScheduleCurve| -> Vec<f64> {
+        throughputs(curve).iter().zip(&plain).map(|(value, plain)| value / plain).collect()
     };
     let width = 240 + 100 * keys.len() as u32;
     let speed_ups = Plot::draw("Throughput by load", (width, 360), |canvas| {
@@ -106,26 +106,22 @@ pub fn write_plots(dir: &Path, simulation: &Simulation, concurrency: &[usize]) -
         let most = concurrency.iter().copied().max().unwrap_or(1);
         let x = Axis::doublings("sequences decoded at once", most as f64);
         let mut chart = chart(&area, x, Axis::values("throughput over plain", 0.0..highest(&over), 7))?;
-        for (index, course) in simulation.courses.iter().enumerate() {
-            let values = concurrency.iter().map(|&count| (count as f64).log2()).zip(over(course));
+        for (index, curve) in simulation.schedule_curves.iter().enumerate() {
+            let values = concurrency.iter().map(|&count| (count as f64).log2()).zip(over(curve));
             series(&mut chart, values, SeriesStyle::nth(index))?;
         }
         Ok(())
     })?;
-    let per_user = |course: &ScheduleCurve| -> Vec<f64> {
-        throughputs(course).iter().zip(concurrency).map(|(value, &count)| value / count as f64).collect()
+    let per_user = |curve: &ScheduleCurve| -> Vec<f64> {
+        throughputs(curve).iter().zip(concurrency).map(|(value, &count)| value / count as f64).collect()
     };
     let frontier = Plot::draw("Frontier", (width, 360), |canvas| {
         let area = heading(canvas, "Tokens/s of all against tokens/s of each, by load", &keys)?;
         let x = Axis::values("tokens/s of each sequence", 0.0..highest(&per_user), 7);
         let mut chart = chart(&area, x, Axis::values("tokens/s of all", 0.0..highest(&throughputs), 7))?;
-        for (index, course) in simulation.courses.iter().enumerate() {
-            series(
-                &mut chart,
-                per_user(course).into_iter().zip(throughputs(course)),
-                SeriesStyle::nth(index),
-            )?;
-            let at = per_user(course).into_iter().zip(throughputs(course)).zip(concurrency);
+        for (index, curve) in simulation.schedule_curves.iter().enumerate() {
+            series(&mut chart, per_user(curve).into_iter().zip(throughputs(curve)), SeriesStyle::nth(index))?;
+            let at = per_user(curve).into_iter().zip(throughputs(curve)).zip(concurrency);
             point_labels(&mut chart, at.map(|((x, y), count)| (x, y, count.to_string())))?;
         }
         Ok(())

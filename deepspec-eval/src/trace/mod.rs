@@ -1,7 +1,7 @@
 //! `trace`: shows one generation cycle by cycle, with drafted, accepted and rejected tokens.
 
 mod recorder;
-mod shown;
+mod render;
 
 use std::io::{self, IsTerminal};
 use std::path::Path;
@@ -19,7 +19,7 @@ use deepspec_text::{ChatTokenizer, Message, Role, generation_prompt};
 
 use crate::run::{Dtype, Switch, models};
 use recorder::Recorder;
-use shown::Trace;
+use render::Trace;
 
 /// Arguments of `trace`.
 #[derive(clap::Args)]

@@ -34,7 +34,7 @@ impl PromptOptions {
     }
 
     /// The options in words.
-    pub fn told(&self) -> String {
+    pub fn description(&self) -> String {
         let thinking = if self.thinking { "on" } else { "off" };
         let system = self
             .system_prompt
@@ -47,7 +47,7 @@ impl PromptOptions {
 /// Result of decoding all prompts with one set of options.
 pub struct PromptRun {
     /// The options of the run.
-    pub manner: PromptOptions,
+    pub prompt_options: PromptOptions,
     /// Token ids of prompt and answer of every sample, and the number of prompt tokens.
     pub answers: Vec<(Vec<i64>, usize)>,
     /// Tokens committed by each cycle.
@@ -96,21 +96,21 @@ pub fn engine(
 }
 
 impl Prompts<'_> {
-    /// Decodes all prompts with the options `manner`.
+    /// Decodes all prompts with the options `prompt_options`.
     ///
     /// # Errors
     /// Fails if the template refuses a prompt, or if the target's logits are not finite.
     pub fn decode(
         &self,
         engine: &mut Engine<TargetModel, Box<dyn Drafter>>,
-        manner: PromptOptions,
+        prompt_options: PromptOptions,
     ) -> anyhow::Result<PromptRun> {
         let asking = RequestTemplate {
             tokenizer: self.tokenizer,
             sampling: Sampling::new(self.args.temperature, self.args.seed),
             max_new_tokens: self.args.max_new_tokens,
-            thinking: manner.thinking,
-            system_prompt: manner.system_prompt.as_deref(),
+            thinking: prompt_options.thinking,
+            system_prompt: prompt_options.system_prompt.as_deref(),
             stop_ids: self.stop_ids,
             context: self.config.max_position_embeddings,
             vocab_size: self.config.vocab_size as usize,
@@ -128,6 +128,6 @@ impl Prompts<'_> {
         if cycles.is_empty() {
             usage!("no prompt was answered with more than one token: choose other suites");
         }
-        Ok(PromptRun { manner, answers, cycles })
+        Ok(PromptRun { prompt_options, answers, cycles })
     }
 }

@@ -7,7 +7,7 @@
 
 mod capture;
 mod decode;
-mod ends;
+mod embed_and_lm_head;
 mod report;
 mod score;
 mod trials;
@@ -99,7 +99,7 @@ impl Args {
         suites.into_iter().map(|suite| folder.load(suite, self.seed, Some(self.limit))).collect()
     }
 
-    fn manner(&self) -> PromptOptions {
+    fn prompt_options(&self) -> PromptOptions {
         PromptOptions { thinking: self.thinking, system_prompt: self.system_prompt.clone() }
     }
 }
@@ -163,8 +163,8 @@ fn examine(args: &Args, target: &Path, draft: &Path, place: DeviceAndDtype) -> a
         taps: capture::layers(drafter.taps(), &config),
     };
     let mut model = TargetModel::load(target, &options)?;
-    let ends = ends::compare(drafter.as_ref(), &model);
-    report.findings.extend(ends.findings());
+    let embed_and_head = embed_and_lm_head::compare(drafter.as_ref(), &model);
+    report.findings.extend(embed_and_head.findings());
     let captured = Captured::new(&mut model, &options.taps, base);
     trials::estimate(
         &mut report,
@@ -172,13 +172,13 @@ fn examine(args: &Args, target: &Path, draft: &Path, place: DeviceAndDtype) -> a
         &captured,
         &model,
         &tokenizer,
-        ends.differ(),
+        embed_and_head.differ(),
         args.temperature,
     )?;
     for other in asked.iter().skip(1) {
         report.compare(base, other);
     }
-    report.conclude(ends.is_permuted());
+    report.conclude(embed_and_head.is_permuted());
     Ok(report)
 }
 
@@ -190,7 +190,7 @@ fn expected(args: &Args, target: &Path, draft: &Path, place: DeviceAndDtype) -> 
     let prompts = Prompts { args, tokenizer: &tokenizer, stop_ids: &stop_ids, config: &config };
     let mut engine =
         decode::engine(target, draft, place, config.max_position_embeddings, DraftSampling::Greedy)?;
-    Ok(prompts.decode(&mut engine, args.manner())?.accepted_length().0)
+    Ok(prompts.decode(&mut engine, args.prompt_options())?.accepted_length().0)
 }
 
 /// Decodes with the user's options, then with the variants of them.
@@ -201,11 +201,11 @@ fn decode_all(
     draft: &Path,
     place: DeviceAndDtype,
 ) -> anyhow::Result<Vec<PromptRun>> {
-    let own = args.manner();
-    let manners = own.others();
+    let own = args.prompt_options();
+    let others = own.others();
     let context = prompts.config.max_position_embeddings;
     let mut engine = decode::engine(target, draft, place, context, DraftSampling::Probabilistic)?;
-    std::iter::once(own).chain(manners).map(|manner| prompts.decode(&mut engine, manner)).collect()
+    std::iter::once(own).chain(others).map(|options| prompts.decode(&mut engine, options)).collect()
 }
 
 /// A finding with its cause and evidence.

@@ -33,7 +33,8 @@ pub enum Cause {
     /// The drafter's token ids mean other tokens.
     Vocabulary,
     /// The drafter's embedding or LM head differs from the target's.
-    Ends,
+    #[serde(rename = "ends")]
+    EmbedAndHead,
     /// The drafter reads other layers than in training.
     Taps,
     /// The last layer's hidden state is read on the wrong side of the final norm.
@@ -51,11 +52,11 @@ pub enum Cause {
 }
 
 impl Cause {
-    fn told(self) -> &'static str {
+    fn description(self) -> &'static str {
         match self {
             Self::Target => "another target",
             Self::Vocabulary => "another vocabulary",
-            Self::Ends => "embedding or head not the target's",
+            Self::EmbedAndHead => "embedding or head not the target's",
             Self::Taps => "wrong target layers",
             Self::FinalNorm => "state before or after the final norm",
             Self::MaskToken => "wrong mask token",
@@ -70,7 +71,7 @@ impl Cause {
         match self {
             Self::Target => "name the target that the drafter was trained for",
             Self::Vocabulary => "the drafter was trained with another tokenizer; name that model's target",
-            Self::Ends => {
+            Self::EmbedAndHead => {
                 "copy the target's embedding and head into the checkpoint, or name the target it was trained for"
             }
             Self::Taps => "correct target_layer_ids in its config.json",
@@ -212,14 +213,18 @@ impl Diagnosis {
     pub fn measured(&mut self, base: &PromptRun) {
         self.accepted_length = Some(base.accepted_length().0);
         self.cycles = base.cycles.len();
-        self.asked = base.manner.told();
+        self.asked = base.prompt_options.description();
     }
 
     /// Compares a run with other options. It counts as a trial only if it is clearly better.
     pub fn compare(&mut self, base: &PromptRun, other: &PromptRun) {
         let ((before, error), (after, other_error)) = (base.accepted_length(), other.accepted_length());
         let clear = after - before > ERRORS * error.hypot(other_error);
-        let what = format!("{} instead of {}", other.manner.told(), base.manner.told());
+        let what = format!(
+            "{} instead of {}",
+            other.prompt_options.description(),
+            base.prompt_options.description()
+        );
         if clear {
             self.trials.push(Trial { cause: Cause::Template, what, before, after, rise: None });
         } else {
@@ -248,8 +253,9 @@ impl Diagnosis {
                 format!("with {what} the accepted length is {after:.2} instead of {before:.2}"),
             );
         }
-        if let Some(cause) =
-            [Cause::Ends, Cause::Confidence].into_iter().find(|&cause| !self.evidence(cause).is_empty())
+        if let Some(cause) = [Cause::EmbedAndHead, Cause::Confidence]
+            .into_iter()
+            .find(|&cause| !self.evidence(cause).is_empty())
         {
             let evidence = self.evidence(cause);
             return self.blame(cause, evidence);
@@ -266,7 +272,7 @@ impl Diagnosis {
 
     fn blame(&mut self, cause: Cause, evidence: String) {
         self.cause = Some(cause);
-        self.verdict = format!("{}: {evidence}", cause.told());
+        self.verdict = format!("{}: {evidence}", cause.description());
         self.advice = cause.advice().into();
     }
 
@@ -283,7 +289,7 @@ impl Diagnosis {
                 writeln!(text, "teacher-forced {estimated:.2}, acceptance by position {}", accept.join(" "));
         }
         for Finding { cause, evidence } in &self.findings {
-            let _ = writeln!(text, "found: {}: {evidence}", cause.told());
+            let _ = writeln!(text, "found: {}: {evidence}", cause.description());
         }
         for trial in &self.trials {
             let mark = if trial.counts() { "+" } else { " " };

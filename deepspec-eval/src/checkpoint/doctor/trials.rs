@@ -28,7 +28,7 @@ pub fn estimate(
     captured: &Captured,
     target: &TargetModel,
     tokenizer: &ChatTokenizer,
-    ends_differ: bool,
+    embed_and_head_differ: bool,
     temperature: f64,
 ) -> anyhow::Result<()> {
     let judge = |change: &Change| score(drafter, change, captured, target, temperature);
@@ -48,7 +48,7 @@ pub fn estimate(
             format!("the confidence head predicts {predicted:.2} on average, {accepted:.2} is accepted");
         report.findings.push(finding(Cause::Confidence, evidence));
     }
-    for (cause, what, change) in suspicions(drafter, captured, target, tokenizer, ends_differ) {
+    for (cause, what, change) in suspicions(drafter, captured, target, tokenizer, embed_and_head_differ) {
         if let Some(found) = judge(&change)? {
             let (after, rise) = (found.accepted_length(), found.rise_over(&base));
             report.trials.push(Trial { cause, what, before: estimated, after, rise });
@@ -81,7 +81,7 @@ fn suspicions(
     captured: &Captured,
     target: &TargetModel,
     tokenizer: &ChatTokenizer,
-    ends_differ: bool,
+    embed_and_head_differ: bool,
 ) -> Vec<(Cause, String, Change)> {
     let mut found = vec![];
     let taps = drafter.taps();
@@ -110,8 +110,8 @@ fn suspicions(
     if differing_rope(drafter, target.config()) {
         found.push((Cause::Rope, "the target's RoPE settings".into(), Change::Rope));
     }
-    if ends_differ {
-        found.push((Cause::Ends, "the target's embedding and head".into(), Change::EmbedAndHead));
+    if embed_and_head_differ {
+        found.push((Cause::EmbedAndHead, "the target's embedding and head".into(), Change::EmbedAndHead));
     }
     found
 }

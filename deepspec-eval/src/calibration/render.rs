@@ -30,9 +30,9 @@ fn others(alternatives: &[Alternative]) -> String {
     let mut table = Table::new(header.map(String::from).to_vec());
     for other in alternatives {
         let found: Vec<f64> = other.temperatures.values().flatten().copied().collect();
-        let ends =
+        let bounds =
             [found.iter().copied().fold(f64::INFINITY, f64::min), found.iter().copied().fold(0.0, f64::max)];
-        let temperatures = format!("{:.2} … {:.2}", ends[0], ends[1]);
+        let temperatures = format!("{:.2} … {:.2}", bounds[0], bounds[1]);
         table.row(vec![other.method.clone(), temperatures, number(other.ece, 3), range(other.change)]);
     }
     table.render() + "\n"
@@ -82,9 +82,9 @@ fn errors(held_out: &HeldOut, Bootstrap { before, after, change }: &Bootstrap) -
     }
     let ece = |report: &ReliabilityReport| report.summary.map(|m| m.ece);
     let (raw, calibrated) = (ece(&held_out.before), ece(&held_out.after));
-    let mut row = |name: &str, ece, sureness: &AcceptanceInterval, of_chance| {
-        let bounds = [of_chance, Some(sureness.ece_of_chance)].map(|bound| number(bound, 3));
-        let cells = [name.to_string(), number(ece, 3), range(sureness.interval)];
+    let mut row = |name: &str, ece, bootstrap: &AcceptanceInterval, of_chance| {
+        let bounds = [of_chance, Some(bootstrap.ece_of_chance)].map(|bound| number(bound, 3));
+        let cells = [name.to_string(), number(ece, 3), range(bootstrap.interval)];
         table.row(cells.into_iter().chain(bounds).collect());
     };
     row("before", raw, before, held_out.ece_of_chance_before);

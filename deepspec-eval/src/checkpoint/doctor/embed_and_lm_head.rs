@@ -21,12 +21,12 @@ struct Rows {
 }
 
 /// Results for embedding and LM head.
-pub struct Ends(Vec<Rows>);
+pub struct EmbedAndHead(Vec<Rows>);
 
 /// Compares embedding and LM head row by row, as bfloat16.
-pub fn compare(drafter: &dyn DrafterProbe, target: &TargetModel) -> Ends {
+pub fn compare(drafter: &dyn DrafterProbe, target: &TargetModel) -> EmbedAndHead {
     let ((own_embed, own_head), (embed, head)) = (drafter.embed_and_head(), target.embed_and_head());
-    Ends(vec![rows("embed_tokens", &own_embed, &embed), rows("lm_head", &own_head, &head)])
+    EmbedAndHead(vec![rows("embed_tokens", &own_embed, &embed), rows("lm_head", &own_head, &head)])
 }
 
 fn rows(name: &'static str, own: &Tensor, target: &Tensor) -> Rows {
@@ -51,7 +51,7 @@ fn bytes(matrix: &Tensor) -> Vec<Vec<u8>> {
     bytes.chunks(width.max(1)).map(<[u8]>::to_vec).collect()
 }
 
-impl Ends {
+impl EmbedAndHead {
     /// Whether any row of either matrix differs from the target's.
     pub fn differ(&self) -> bool {
         self.0.iter().any(|rows| rows.differing > 0)
@@ -71,7 +71,7 @@ impl Ends {
                 let (cause, more) = if self.is_permuted() {
                     (Cause::Vocabulary, format!("; {elsewhere} of these are the target's under another id"))
                 } else {
-                    (Cause::Ends, String::new())
+                    (Cause::EmbedAndHead, String::new())
                 };
                 finding(cause, format!("{differing} of {rows} rows of {name} are not the target's{more}"))
             })
