@@ -27,9 +27,9 @@ const LOOK: Duration = Duration::from_millis(100);
 const USAGE: i32 = 2;
 
 /// The worker processes of a build. Dropping it kills the running ones.
-struct Shares(Vec<Child>);
+struct WorkerProcesses(Vec<Child>);
 
-impl Shares {
+impl WorkerProcesses {
     /// Waits until one of these processes ends; `None` if there are none.
     fn next_end(&mut self, running: &[usize]) -> anyhow::Result<Option<(usize, ExitStatus)>> {
         while !running.is_empty() {
@@ -44,7 +44,7 @@ impl Shares {
     }
 }
 
-impl Drop for Shares {
+impl Drop for WorkerProcesses {
     fn drop(&mut self) {
         for child in &mut self.0 {
             let _ = child.kill();
@@ -61,7 +61,7 @@ impl Drop for Shares {
 pub fn build(processes: usize, device: &str, gpus: usize, rejected: bool) -> anyhow::Result<()> {
     let program = std::env::current_exe().context("finding this program")?;
     let asked: Vec<OsString> = std::env::args_os().skip(1).collect();
-    let mut shares = Shares(vec![]);
+    let mut workers = WorkerProcesses(vec![]);
     for share in 0..processes {
         let mut command = Command::new(&program);
         command.args(handed_on(&asked)).args(["--force", "--worker", &format!("{share}/{processes}")]);
@@ -76,10 +76,10 @@ pub fn build(processes: usize, device: &str, gpus: usize, rejected: bool) -> any
             command.env(env::THREADS, (cores / processes).max(1).to_string());
         }
         die_with_parent(&mut command);
-        shares.0.push(command.spawn().with_context(|| format!("starting {}", program.display()))?);
+        workers.0.push(command.spawn().with_context(|| format!("starting {}", program.display()))?);
     }
     let mut running: Vec<usize> = (0..processes).collect();
-    while let Some((share, status)) = shares.next_end(&running)? {
+    while let Some((share, status)) = workers.next_end(&running)? {
         running.retain(|other| *other != share);
         match status.code() {
             Some(0) => {}

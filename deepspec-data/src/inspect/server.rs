@@ -13,7 +13,7 @@ use tokio::runtime::Builder;
 use super::inspection::Inspection;
 use super::row::{RowOutcome, examine};
 use super::settings::MaskSettings;
-use crate::regenerate::wire;
+use crate::regenerate::openai_messages;
 
 /// Number of rows whose prompts are compared.
 const ROWS: usize = 64;
@@ -107,7 +107,8 @@ fn probes(files: &[PathBuf], settings: &MaskSettings) -> anyhow::Result<Vec<Prob
 /// The server's token ids of a prompt; None if it has no endpoint for that.
 async fn ask(client: &Client, base: &str, before: &Conversation) -> anyhow::Result<Option<Vec<i64>>> {
     let url = format!("{base}/tokenize");
-    let mut body = json!({"messages": wire::messages(&before.messages), "add_generation_prompt": true});
+    let mut body =
+        json!({"messages": openai_messages::messages(&before.messages), "add_generation_prompt": true});
     if let Some(tools) = &before.tools {
         body["tools"] = tools.clone();
     }

@@ -5,6 +5,7 @@ mod answer;
 mod backend;
 mod ids;
 mod index;
+pub mod openai_messages;
 mod overrides;
 mod pool;
 mod report;
@@ -12,7 +13,6 @@ mod reuse;
 mod rows;
 mod settings;
 mod store;
-pub mod wire;
 mod work;
 
 use std::fs::File;

@@ -8,9 +8,9 @@ use serde_json::{Map, Value, json};
 
 use super::answer::{AskError, Tokens};
 use super::backend::Backend;
+use super::openai_messages;
 use super::overrides::Overrides;
 use super::settings::{Reasoning, RequestKey, RequestSettings};
-use super::wire;
 
 /// A usable input row, or one sample of it.
 #[derive(Debug, Clone)]
@@ -28,9 +28,9 @@ pub struct Row {
 #[derive(Debug, Clone, PartialEq)]
 enum Step {
     /// A message of the row: system, user or tool, or a tool call with a recorded result.
-    Say(Message),
+    Message(Message),
     /// A request to the model.
-    Ask,
+    Generate,
 }
 
 /// An answered row.
@@ -102,8 +102,8 @@ impl Row {
         let mut home = None;
         for step in &self.plan {
             match step {
-                Step::Say(message) => said.push(settings.recorded(message)),
-                Step::Ask => {
+                Step::Message(message) => said.push(settings.recorded(message)),
+                Step::Generate => {
                     let body = settings.body(&said, &self.asked(turn));
                     let answer = backend.ask(body, &mut home).await?;
                     tokens += answer.tokens;
@@ -143,15 +143,15 @@ impl Row {
     /// The body of the row's first request.
     pub fn first_request(&self, settings: &RequestSettings) -> Map<String, Value> {
         let said = self.plan.iter().map_while(|step| match step {
-            Step::Say(message) => Some(message.clone()),
-            Step::Ask => None,
+            Step::Message(message) => Some(message.clone()),
+            Step::Generate => None,
         });
         settings.body(&said.collect::<Vec<_>>(), &self.asked(0))
     }
 
     /// Number of answers that the row needs.
     pub fn turns(&self) -> usize {
-        self.plan.iter().filter(|step| **step == Step::Ask).count()
+        self.plan.iter().filter(|step| **step == Step::Generate).count()
     }
 
     /// A text of everything in the row that an answer depends on. Two rows with equal texts send
@@ -161,8 +161,8 @@ impl Row {
             .plan
             .iter()
             .map(|step| match step {
-                Step::Say(message) => wire::messages(std::slice::from_ref(message)),
-                Step::Ask => Value::Null,
+                Step::Message(message) => openai_messages::messages(std::slice::from_ref(message)),
+                Step::Generate => Value::Null,
             })
             .collect();
         let mut overrides = Map::new();
@@ -242,9 +242,9 @@ fn plan(messages: Vec<Message>) -> Result<Vec<Step>, String> {
                 ));
             }
         };
-        plan.push(Step::Say(message));
+        plan.push(Step::Message(message));
         if ends && !call_follows(index) {
-            plan.push(Step::Ask);
+            plan.push(Step::Generate);
         }
     }
     Ok(plan)
@@ -273,8 +273,8 @@ mod tests {
     fn told(conversations: Value) -> Vec<String> {
         let row = parse(json!({"id": 1, "conversations": conversations})).unwrap();
         let step = |step: &Step| match step {
-            Step::Say(message) => format!("{}:{}", message.role, message.content),
-            Step::Ask => "?".into(),
+            Step::Message(message) => format!("{}:{}", message.role, message.content),
+            Step::Generate => "?".into(),
         };
         row.plan.iter().map(step).collect()
     }

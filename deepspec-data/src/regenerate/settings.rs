@@ -9,8 +9,8 @@ use deepspec_core::usage;
 use deepspec_text::{Message, Role, WEIGHT};
 use serde_json::{Map, Value, json};
 
+use super::openai_messages;
 use super::overrides::{Overrides, THINKING};
-use super::wire;
 
 /// Sampling as given; what is not given is not sent, so that the server's defaults hold.
 #[derive(clap::Args)]
@@ -224,7 +224,7 @@ impl RequestSettings {
             let bits = Stream::new(seed, asked.id).bits(asked.turn as u64, Purpose::Target, 0) >> 33;
             body.insert("seed".into(), json!(bits));
         }
-        body.insert("messages".into(), wire::messages(messages));
+        body.insert("messages".into(), openai_messages::messages(messages));
         // With stop strings, the token ids may include text beyond the answer.
         if !body.contains_key("stop") {
             body.extend(TOKEN_ID_FIELDS.map(|name| (name.to_string(), json!(true))));

@@ -102,13 +102,13 @@ pub struct RowFilter<'a> {
 }
 
 /// The result of checking one row alone.
-pub struct Judged {
+pub struct CheckedRow {
     line: usize,
-    verdict: Result<Good, Problem>,
+    verdict: Result<ValidRow, Problem>,
 }
 
 /// A row that parsed as a conversation.
-struct Good {
+struct ValidRow {
     /// Its own id, if it has one.
     id: Option<String>,
     prompt: u64,
@@ -119,24 +119,24 @@ struct Good {
 
 /// Checks of single rows.
 #[derive(Clone, Copy)]
-pub struct Judge<'a> {
+pub struct RowChecker<'a> {
     /// Suites whose prompts are excluded.
     pub suites: &'a Suites,
     /// Whether repeated prompts are dropped.
     pub dedup: bool,
 }
 
-impl Judge<'_> {
+impl RowChecker<'_> {
     /// Checks one row.
-    pub fn judge(
+    pub fn check(
         &self,
         line: usize,
         row: &mut Result<Conversation, Problem>,
         scratch: &mut Vec<u8>,
-    ) -> Judged {
+    ) -> CheckedRow {
         let row = match row {
             Ok(row) => row,
-            Err(problem) => return Judged { line, verdict: Err(problem.clone()) },
+            Err(problem) => return CheckedRow { line, verdict: Err(problem.clone()) },
         };
         let prompt = if self.dedup {
             row.prompt(scratch);
@@ -148,29 +148,29 @@ impl Judge<'_> {
         let asked = dedup::hash(scratch);
         let hit = self.suites.find(row, scratch);
         let dropped = std::mem::take(&mut row.dropped);
-        Judged {
+        CheckedRow {
             line,
-            verdict: Ok(Good { id: row.id.own().map(str::to_owned), prompt, asked, hit, dropped }),
+            verdict: Ok(ValidRow { id: row.id.own().map(str::to_owned), prompt, asked, hit, dropped }),
         }
     }
 }
 
 impl<'a> RowFilter<'a> {
     /// A filter that has not seen any row.
-    pub fn new(judge: &Judge<'_>, recorder: &'a mut Recorder) -> Self {
-        let examples = judge.suites.suites().iter().map(|_| vec![]).collect();
-        Self { prompts: judge.dedup.then(Seen::new), recorder, examples }
+    pub fn new(checker: &RowChecker<'_>, recorder: &'a mut Recorder) -> Self {
+        let examples = checker.suites.suites().iter().map(|_| vec![]).collect();
+        Self { prompts: checker.dedup.then(Seen::new), recorder, examples }
     }
 
     /// Decides about the next row of a source. Returns whether the row is usable and unchanged.
-    pub fn settle(
+    pub fn decide(
         &mut self,
         file: &Arc<Path>,
-        row: Judged,
+        row: CheckedRow,
         ids: &mut Ids,
         found: &mut Found,
     ) -> Result<bool, FileError> {
-        let Judged { line, verdict } = row;
+        let CheckedRow { line, verdict } = row;
         let index = found.usable.len();
         let asked = verdict.as_ref().map_or(0, |good| good.asked);
         let (usable, as_read) = match verdict {
@@ -179,7 +179,7 @@ impl<'a> RowFilter<'a> {
                 self.recorder.add(&Rejected { file: file.to_path_buf(), line, reason: problem.text })?;
                 (false, false)
             }
-            Ok(Good { hit: Some(hit), .. }) => {
+            Ok(ValidRow { hit: Some(hit), .. }) => {
                 found.contaminated[hit.suite] += 1;
                 let examples = &mut self.examples[hit.suite];
                 if examples.len() < EXAMPLES {

@@ -10,7 +10,6 @@ mod columns;
 mod contamination;
 mod conversation;
 mod dedup;
-mod drawn;
 mod fields;
 mod filter;
 mod input;
@@ -22,6 +21,7 @@ mod path_conflicts;
 mod pipeline;
 mod report;
 mod roles;
+mod sampled;
 mod shape;
 mod unit;
 
@@ -37,13 +37,13 @@ use crate::rejected_rows::{self, Recorder};
 use assign::{Quota, Share};
 use contamination::Suites;
 use deepspec_datasets::rows::{Format, Table};
-use drawn::Drawn;
-use filter::{Example, Found, Judge, RowFilter};
+use filter::{Example, Found, RowChecker, RowFilter};
 use input::Input;
 use output::Outputs;
 use overlap::Overlap;
 use passes::FirstPass;
 use report::{Rejected, Sum};
+use sampled::SampledSource;
 
 /// Runs the command.
 ///
@@ -73,7 +73,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
         || split(args, &inputs, &suites, &outputs, verbosity),
     );
     let (digests, Split { found, quotas, examples }) = (digests?, split?);
-    let sources = drawn(&inputs, &found, &quotas);
+    let sources = sampled_sources(&inputs, &found, &quotas);
     let overlap = Overlap::of(&sources, args.seed);
     let report = report::value(args, &sources, &digests, &suites, &examples, &overlap)?;
     let path = report::path(&args.train_output);
@@ -107,14 +107,14 @@ fn split(
     // A quota that is impossible with all rows is impossible with fewer.
     let hoped_for = quotas(args, inputs, &rows)?;
     let hoped: Vec<(usize, Quota)> = rows.into_iter().zip(hoped_for.iter().copied()).collect();
-    let judge = Judge { suites, dedup: args.dedup };
+    let checker = RowChecker { suites, dedup: args.dedup };
 
     let mut recorder = Recorder::new(&args.train_output);
-    let mut row_filter = RowFilter::new(&judge, &mut recorder);
+    let mut row_filter = RowFilter::new(&checker, &mut recorder);
     let mut progress = Progress::new(verbosity, "reading", total, 0);
     let optimistic =
         FirstPass { outputs, seed: args.seed, quotas: &hoped, allows_overlap: args.allow_overlap };
-    let (found, written) = passes::first(inputs, &optimistic, judge, &mut row_filter, &mut progress)?;
+    let (found, written) = passes::first(inputs, &optimistic, checker, &mut row_filter, &mut progress)?;
     progress.finish();
     let examples = row_filter.examples;
     recorder.finish()?;
@@ -126,7 +126,7 @@ fn split(
     let usable: Vec<usize> = found.iter().map(|found| found.usable_rows).collect();
     let quotas = quotas(args, inputs, &usable)?;
     let mut progress = Progress::new(verbosity, "writing", total, 0);
-    let sources = drawn(inputs, &found, &quotas);
+    let sources = sampled_sources(inputs, &found, &quotas);
     let overlap = (!args.allow_overlap).then(|| Overlap::of(&sources, args.seed));
     let train: usize = quotas.iter().map(|quota| quota.train).sum();
     if train > 0 && overlap.as_ref().is_some_and(|overlap| overlap.total() == train) {
@@ -237,9 +237,9 @@ fn quotas(args: &Args, inputs: &[Input], rows: &[usize]) -> anyhow::Result<Vec<Q
     Ok(quotas)
 }
 
-fn drawn<'a>(inputs: &'a [Input], found: &'a [Found], quotas: &[Quota]) -> Vec<Drawn<'a>> {
+fn sampled_sources<'a>(inputs: &'a [Input], found: &'a [Found], quotas: &[Quota]) -> Vec<SampledSource<'a>> {
     let sources = inputs.iter().zip(found).zip(quotas);
-    sources.map(|((input, found), &quota)| Drawn { input, found, quota }).collect()
+    sources.map(|((input, found), &quota)| SampledSource { input, found, quota }).collect()
 }
 
 /// Exits with code 1 if rows were rejected.

@@ -2,7 +2,7 @@
 
 use super::assign::{Side, SplitAssigner};
 use super::dedup::Seen;
-use super::drawn::Drawn;
+use super::sampled::SampledSource;
 
 /// Hashes of the held-out prompts, and number of training rows with such a prompt.
 pub struct Overlap {
@@ -13,7 +13,7 @@ pub struct Overlap {
 
 impl Overlap {
     /// Compares all usable rows of the sources by their assigned sides.
-    pub fn of(sources: &[Drawn<'_>], seed: u64) -> Self {
+    pub fn of(sources: &[SampledSource<'_>], seed: u64) -> Self {
         let mut held_out = Seen::new();
         for source in sources {
             each(source, seed, |side, asked| {
@@ -22,7 +22,7 @@ impl Overlap {
                 }
             });
         }
-        let count = |source: &Drawn<'_>| {
+        let count = |source: &SampledSource<'_>| {
             let mut rows = 0;
             each(source, seed, |side, asked| {
                 rows += usize::from(side == Side::Train && held_out.contains(asked))
@@ -45,8 +45,8 @@ impl Overlap {
 }
 
 /// Calls `see` with the side and the prompt's hash of every usable row.
-fn each(source: &Drawn<'_>, seed: u64, mut see: impl FnMut(Side, u64)) {
-    let Drawn { input, found, quota } = source;
+fn each(source: &SampledSource<'_>, seed: u64, mut see: impl FnMut(Side, u64)) {
+    let SampledSource { input, found, quota } = source;
     let mut assigner = SplitAssigner::new(seed, input.name.as_deref(), found.usable_rows, *quota);
     for (row, &asked) in found.asked.iter().enumerate() {
         if found.usable.get(row) == Some(true) {

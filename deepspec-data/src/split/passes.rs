@@ -13,12 +13,12 @@ use deepspec_core::progress::Progress;
 
 use super::assign::{Quota, Side, SplitAssigner};
 use super::conversation::Name;
-use super::drawn::Drawn;
-use super::filter::{Found, Ids, Judge, Judged, RowFilter};
+use super::filter::{CheckedRow, Found, Ids, RowChecker, RowFilter};
 use super::input::Input;
 use super::output::{Lines, Outputs, Writer};
 use super::overlap::Overlap;
 use super::pipeline;
+use super::sampled::SampledSource;
 use super::unit::each_row;
 use deepspec_datasets::rows::Unit;
 
@@ -47,7 +47,7 @@ pub struct FirstPass<'a> {
 pub fn first(
     inputs: &[Input],
     optimistic: &FirstPass<'_>,
-    judge: Judge<'_>,
+    checker: RowChecker<'_>,
     row_filter: &mut RowFilter<'_>,
     progress: &mut Progress,
 ) -> anyhow::Result<(Vec<Found>, bool)> {
@@ -55,11 +55,11 @@ pub fn first(
     let written = optimistic.outputs.write(|writer| {
         for (input, (rows, quota)) in inputs.iter().zip(optimistic.quotas) {
             let assigner = SplitAssigner::new(optimistic.seed, input.name.as_deref(), *rows, *quota);
-            let mut found = Found::new(judge.suites.suites().len());
-            first_of(input, assigner, judge, &lost, |file, judged, lines, ids| {
-                progress.add(judged.len() as u64, String::new);
-                for row in judged {
-                    if !row_filter.settle(&file, row, ids, &mut found)? {
+            let mut found = Found::new(checker.suites.suites().len());
+            first_of(input, assigner, checker, &lost, |file, checked, lines, ids| {
+                progress.add(checked.len() as u64, String::new);
+                for row in checked {
+                    if !row_filter.decide(&file, row, ids, &mut found)? {
                         lost.store(true, Ordering::Relaxed);
                     }
                 }
@@ -75,8 +75,11 @@ pub fn first(
             return Ok(false);
         }
         let quotas = optimistic.quotas.iter().map(|(_, quota)| *quota);
-        let drawn =
-            inputs.iter().zip(&all).zip(quotas).map(|((input, found), quota)| Drawn { input, found, quota });
+        let drawn = inputs.iter().zip(&all).zip(quotas).map(|((input, found), quota)| SampledSource {
+            input,
+            found,
+            quota,
+        });
         Ok(optimistic.allows_overlap || Overlap::of(&drawn.collect::<Vec<_>>(), optimistic.seed).total() == 0)
     })?;
     Ok((all, written))
@@ -85,9 +88,9 @@ pub fn first(
 fn first_of(
     input: &Input,
     mut assigner: SplitAssigner,
-    judge: Judge<'_>,
+    checker: RowChecker<'_>,
     lost: &AtomicBool,
-    mut deliver: impl FnMut(Arc<Path>, Vec<Judged>, Lines, &mut Ids) -> anyhow::Result<()> + Send,
+    mut deliver: impl FnMut(Arc<Path>, Vec<CheckedRow>, Lines, &mut Ids) -> anyhow::Result<()> + Send,
 ) -> anyhow::Result<()> {
     let (mut units, mut ids, mut next) = (input.source.units(), Ids::default(), 0);
     let read = || {
@@ -99,13 +102,13 @@ fn first_of(
     let work = |piece: Piece| {
         let Piece { unit, sides, first } = piece;
         let (file, rows) = (Arc::clone(unit.file()), sides.len());
-        let (mut judged, mut lines, mut scratch) = (Vec::with_capacity(rows), Lines::default(), vec![]);
+        let (mut checked, mut lines, mut scratch) = (Vec::with_capacity(rows), Lines::default(), vec![]);
         each_row(
             unit,
             &input.roles,
             |_| true,
             |place, mut row| {
-                judged.push(judge.judge(place.line, &mut row, &mut scratch));
+                checked.push(checker.check(place.line, &mut row, &mut scratch));
                 match row {
                     Ok(row) if !lost.load(Ordering::Relaxed) => {
                         let name =
@@ -117,14 +120,14 @@ fn first_of(
             },
         )?;
         anyhow::ensure!(
-            judged.len() == rows,
+            checked.len() == rows,
             "{}: {} rows where {rows} were read",
             file.display(),
-            judged.len()
+            checked.len()
         );
-        Ok((file, judged, lines))
+        Ok((file, checked, lines))
     };
-    pipeline::run(read, work, |(file, judged, lines)| deliver(file, judged, lines, &mut ids))
+    pipeline::run(read, work, |(file, checked, lines)| deliver(file, checked, lines, &mut ids))
 }
 
 /// The second pass: writes the sampled rows in the order of the datasets. With `left_out`, training
@@ -133,7 +136,7 @@ fn first_of(
 /// # Errors
 /// If a file cannot be read or written, or a dataset has changed since the first pass.
 pub fn second(
-    sources: &[Drawn<'_>],
+    sources: &[SampledSource<'_>],
     outputs: &Outputs<'_>,
     seed: u64,
     left_out: Option<&Overlap>,
@@ -147,13 +150,13 @@ pub fn second(
 }
 
 fn second_of(
-    source: &Drawn<'_>,
+    source: &SampledSource<'_>,
     seed: u64,
     left_out: Option<&Overlap>,
     writer: &mut Writer<'_>,
     progress: &mut Progress,
 ) -> anyhow::Result<()> {
-    let Drawn { input, found, quota } = source;
+    let SampledSource { input, found, quota } = source;
     let mut units = input.source.units();
     let mut assigner = SplitAssigner::new(seed, input.name.as_deref(), found.usable_rows, *quota);
     let mut next = 0;

@@ -11,11 +11,11 @@ use serde_json::{Value, json};
 
 use super::args::Args;
 use super::contamination::Suites;
-use super::drawn::Drawn;
 use super::filter::{Example, Found};
 use super::input::{Input, Origin};
 use super::overlap::Overlap;
 use super::roles::Target;
+use super::sampled::SampledSource;
 use crate::rejected_rows;
 
 /// Version of the report's format.
@@ -49,8 +49,8 @@ pub struct Sum {
 
 impl Sum {
     /// Counts of one source, with `overlap` training rows dropped for their held-out prompts.
-    pub fn of(drawn: &Drawn<'_>, overlap: usize) -> Self {
-        let Drawn { found, quota, .. } = drawn;
+    pub fn of(drawn: &SampledSource<'_>, overlap: usize) -> Self {
+        let SampledSource { found, quota, .. } = drawn;
         Self {
             rows: found.rows(),
             train: quota.train - overlap,
@@ -95,13 +95,13 @@ impl Sum {
 }
 
 /// The counts of all sources.
-pub fn sums(args: &Args, sources: &[Drawn<'_>], overlap: &Overlap) -> Vec<Sum> {
+pub fn sums(args: &Args, sources: &[SampledSource<'_>], overlap: &Overlap) -> Vec<Sum> {
     let left_out = |rows: usize| if args.allow_overlap { 0 } else { rows };
     sources.iter().zip(&overlap.rows).map(|(source, &rows)| Sum::of(source, left_out(rows))).collect()
 }
 
 /// The lines on the terminal.
-pub fn lines(args: &Args, sources: &[Drawn<'_>], suites: &Suites, overlap: &Overlap) -> String {
+pub fn lines(args: &Args, sources: &[SampledSource<'_>], suites: &Suites, overlap: &Overlap) -> String {
     let sums = sums(args, sources, overlap);
     let mut text = Sum::total(&sums).line(args) + "\n";
     for (source, sum) in sources.iter().zip(&sums) {
@@ -133,7 +133,7 @@ fn counts(numbers: &BTreeMap<String, usize>) -> String {
     parts.join(", ")
 }
 
-fn dropped(sources: &[Drawn<'_>]) -> BTreeMap<String, usize> {
+fn dropped(sources: &[SampledSource<'_>]) -> BTreeMap<String, usize> {
     let mut all = BTreeMap::new();
     for (speaker, messages) in sources.iter().flat_map(|source| &source.found.dropped) {
         *all.entry(speaker.clone()).or_default() += messages;
@@ -250,7 +250,7 @@ fn asked(args: &Args) -> Value {
 /// If an output cannot be read.
 pub fn value(
     args: &Args,
-    sources: &[Drawn<'_>],
+    sources: &[SampledSource<'_>],
     digests: &[Vec<FileDigest>],
     suites: &Suites,
     examples: &[Vec<Example>],

@@ -26,7 +26,7 @@ pub enum Class {
     /// The connection broke before the end of the answer, or the response was not HTTP.
     Broken,
     /// The response is not a chat completion.
-    Garbage,
+    InvalidResponse,
     /// The server broke off the answer.
     BrokenOff,
     /// The server refuses this request; it may accept others.
@@ -34,7 +34,7 @@ pub enum Class {
     /// The server refuses every request: wrong address, key or model.
     Denied,
     /// Cancelled because the server's circuit opened; another server gets the request.
-    Recalled,
+    Cancelled,
 }
 
 impl Class {
@@ -45,11 +45,11 @@ impl Class {
         Self::ServerError,
         Self::Timeout,
         Self::Broken,
-        Self::Garbage,
+        Self::InvalidResponse,
         Self::BrokenOff,
         Self::Refused,
         Self::Denied,
-        Self::Recalled,
+        Self::Cancelled,
     ];
 
     /// Its name in reports.
@@ -60,11 +60,11 @@ impl Class {
             Self::ServerError => "server_error",
             Self::Timeout => "timeout",
             Self::Broken => "broken_connection",
-            Self::Garbage => "invalid_answer",
+            Self::InvalidResponse => "invalid_answer",
             Self::BrokenOff => "broken_off",
             Self::Refused => "refused",
             Self::Denied => "denied",
-            Self::Recalled => "recalled",
+            Self::Cancelled => "recalled",
         }
     }
 }
@@ -96,13 +96,13 @@ impl Failure {
     }
 
     /// A request that was cancelled.
-    pub fn recalled() -> Self {
-        Self::new(Class::Recalled, "the server was given up".into())
+    pub fn cancelled() -> Self {
+        Self::new(Class::Cancelled, "the server was given up".into())
     }
 
     /// A response that is not a chat completion.
-    pub fn garbage(problem: &str, text: &str) -> Self {
-        Self::new(Class::Garbage, format!("{problem}: {}", shortened(text)))
+    pub fn invalid_response(problem: &str, text: &str) -> Self {
+        Self::new(Class::InvalidResponse, format!("{problem}: {}", shortened(text)))
     }
 
     /// An answer that the server ended before the model did.
@@ -267,7 +267,7 @@ mod tests {
 
     #[test]
     fn fields_are_found_as_words() {
-        let failure = |said: &str| Failure { said: said.into(), ..Failure::recalled() };
+        let failure = |said: &str| Failure { said: said.into(), ..Failure::cancelled() };
         assert!(failure("Unexpected fields: {'top_k'}").names("top_k"));
         assert!(failure("top_k, min_p").names("min_p"));
         assert!(!failure("stop_k and top_kk").names("top_k"));

@@ -5,8 +5,8 @@
 
 mod extensions;
 mod failure;
-mod gate;
 mod server;
+mod server_state;
 mod stats;
 mod watch;
 
@@ -22,9 +22,9 @@ use tokio::sync::watch as watching;
 use super::answer::{Answer, AskError};
 use extensions::{Fields, Refusal};
 use failure::{Class, Failure};
-use gate::{Change, CircuitState, Slot, doubling};
 pub use server::check_urls;
 use server::{Server, client};
+use server_state::{Change, CircuitState, Slot, doubling};
 
 /// Upper limit on requests in flight per server.
 const MOST_CONCURRENT: usize = 65_536;
@@ -116,7 +116,7 @@ impl Pool {
         }
         for (server, problem) in down {
             tracing::warn!("server down: {problem}; it is asked as soon as it answers");
-            self.follow(server, server.gate.unreachable(&problem));
+            self.follow(server, server.state.unreachable(&problem));
         }
         tokio::spawn(Arc::clone(self).keep_watch());
         Ok(())
@@ -136,7 +136,7 @@ impl Pool {
             let server = &self.servers[index];
             let failure = match self.attempt(server, body).await {
                 Ok(answer) => {
-                    self.follow(server, server.gate.answer(answer.tokens));
+                    self.follow(server, server.state.answer(answer.tokens));
                     *home = Some(index);
                     return Ok(answer);
                 }
@@ -149,7 +149,7 @@ impl Pool {
             drop(slot);
             avoid = Some(index);
             match failure.class {
-                Class::Unreachable | Class::Recalled => {}
+                Class::Unreachable | Class::Cancelled => {}
                 // The server is at fault, not the request. Another server may answer, and this one
                 // will be disabled.
                 Class::Denied if !server.answered() => tokio::time::sleep(BACK_OFF.0).await,
@@ -168,7 +168,7 @@ impl Pool {
                 Class::ServerError
                 | Class::Timeout
                 | Class::Broken
-                | Class::Garbage
+                | Class::InvalidResponse
                 | Class::BrokenOff
                 | Class::Denied => {
                     attempts += 1;
@@ -194,19 +194,19 @@ impl Pool {
                 return Err(AskError::Run(anyhow!("{problem}")));
             }
             let numbered = self.servers.iter().enumerate();
-            let asked = numbered.clone().filter(|(_, server)| server.gate.circuit() == CircuitState::Closed);
+            let asked = numbered.clone().filter(|(_, server)| server.state.circuit() == CircuitState::Closed);
             let elsewhere = asked.map(|(index, _)| Some(index)).any(|index| index != avoid);
             let mut open: Vec<(usize, &Arc<Server>)> =
                 numbered.filter(|(index, _)| !elsewhere || Some(*index) != avoid).collect();
-            open.sort_by_cached_key(|(index, server)| (Some(*index) != home, server.gate.load()));
+            open.sort_by_cached_key(|(index, server)| (Some(*index) != home, server.state.load()));
             if let Some(taken) =
-                open.iter().find_map(|(index, server)| Some((*index, server.gate.try_slot()?)))
+                open.iter().find_map(|(index, server)| Some((*index, server.state.try_slot()?)))
             {
                 return Ok(taken);
             }
             let line = |(index, server): &(usize, &Arc<Server>)| -> BoxFuture<'static, (usize, Slot)> {
-                let (index, gate) = (*index, Arc::clone(&server.gate));
-                Box::pin(async move { (index, gate.next_slot().await) })
+                let (index, state) = (*index, Arc::clone(&server.state));
+                Box::pin(async move { (index, state.next_slot().await) })
             };
             // `select_all` panics on an empty list.
             let lines = open.iter().map(line).chain([Box::pin(pending()) as BoxFuture<'_, _>]);
@@ -220,7 +220,7 @@ impl Pool {
 
     /// Requests in progress at all servers.
     pub fn in_flight(&self) -> usize {
-        self.servers.iter().map(|server| server.gate.in_flight()).sum()
+        self.servers.iter().map(|server| server.state.in_flight()).sum()
     }
 
     /// Most requests in progress at all servers.
@@ -230,7 +230,7 @@ impl Pool {
 
     /// Percentage of the answers by server; empty for a single server.
     pub fn shares(&self) -> String {
-        let counts: Vec<u64> = self.servers.iter().map(|server| server.gate.stats().answered).collect();
+        let counts: Vec<u64> = self.servers.iter().map(|server| server.state.stats().answered).collect();
         let total: u64 = counts.iter().sum::<u64>().max(1);
         let shares: Vec<String> = counts.iter().map(|count| format!("{}", 100 * count / total)).collect();
         if shares.len() > 1 { format!(", servers {} %", shares.join("/")) } else { String::new() }
@@ -239,7 +239,7 @@ impl Pool {
     /// The statistics of all servers.
     pub fn record(&self) -> Vec<Value> {
         let record = |server: &Arc<Server>| {
-            server.gate.stats().record(server.url(), &server.extensions.dropped().names())
+            server.state.stats().record(server.url(), &server.extensions.dropped().names())
         };
         self.servers.iter().map(record).collect()
     }
@@ -247,7 +247,7 @@ impl Pool {
     /// A line for every server with failures.
     pub fn troubles(&self) -> Vec<String> {
         let line = |server: &Arc<Server>| {
-            let stats = server.gate.stats();
+            let stats = server.state.stats();
             let (answered, failures) = (stats.answered, stats.failures());
             (failures > 0).then(|| {
                 let (url, classes) = (server.url(), stats.classes());
@@ -259,19 +259,19 @@ impl Pool {
 
     /// Number of servers that get requests.
     fn serving(&self) -> usize {
-        self.servers.iter().filter(|server| server.gate.circuit() == CircuitState::Closed).count()
+        self.servers.iter().filter(|server| server.state.circuit() == CircuitState::Closed).count()
     }
 
     /// Whether many requests were refused and none was answered.
     fn only_refusals(&self) -> bool {
-        let stats: Vec<_> = self.servers.iter().map(|server| server.gate.stats()).collect();
+        let stats: Vec<_> = self.servers.iter().map(|server| server.state.stats()).collect();
         stats.iter().map(|stats| stats.count(Class::Refused)).sum::<u64>() >= MOST_REFUSALS
             && stats.iter().all(|stats| stats.answered == 0)
     }
 
     /// The last failures of all servers.
     fn problems(&self) -> String {
-        let problem = |server: &Arc<Server>| match server.gate.problem() {
+        let problem = |server: &Arc<Server>| match server.state.problem() {
             none if none.is_empty() => server.url().to_string(),
             problem => problem,
         };
@@ -343,14 +343,14 @@ impl Pool {
         failure: &Failure,
         problem: &str,
     ) -> Result<(), AskError> {
-        let gate = &server.gate;
-        gate.count(failure.class);
+        let state = &server.state;
+        state.count(failure.class);
         let change = match failure.class {
-            Class::Unreachable => gate.unreachable(problem),
-            Class::RateLimited => gate.limit(failure.retry_after, problem),
+            Class::Unreachable => state.unreachable(problem),
+            Class::RateLimited => state.limit(failure.retry_after, problem),
             Class::Denied if !server.answered() => {
-                let disabled = gate.deny(problem);
-                if self.servers.iter().all(|server| server.gate.circuit() == CircuitState::Disabled) {
+                let disabled = state.deny(problem);
+                if self.servers.iter().all(|server| server.state.circuit() == CircuitState::Disabled) {
                     return Err(AskError::Run(anyhow!("no server answers: {}", self.problems())));
                 }
                 if disabled {
@@ -359,11 +359,11 @@ impl Pool {
                 }
                 Change::None
             }
-            Class::ServerError | Class::Timeout | Class::Broken | Class::Garbage | Class::Denied => {
-                gate.failure(problem)
+            Class::ServerError | Class::Timeout | Class::Broken | Class::InvalidResponse | Class::Denied => {
+                state.failure(problem)
             }
             // The server responds; it may answer the next request.
-            Class::BrokenOff | Class::Refused | Class::Recalled => Change::None,
+            Class::BrokenOff | Class::Refused | Class::Cancelled => Change::None,
         };
         self.follow(server, change);
         Ok(())

@@ -14,7 +14,7 @@ use tokio::sync::Notify;
 use super::super::answer::{Answer, NoAnswer};
 use super::extensions::{Extensions, Fields};
 use super::failure::Failure;
-use super::gate::{CircuitState, Gate};
+use super::server_state::{CircuitState, ServerState};
 
 /// Timeout for connections and for probes.
 const CONNECT: Duration = Duration::from_secs(10);
@@ -30,11 +30,11 @@ pub struct Server {
     base: String,
     api_key: Option<String>,
     /// Its slots and circuit breaker.
-    pub gate: Arc<Gate>,
+    pub state: Arc<ServerState>,
     /// Optional fields that it accepts or rejects.
     pub extensions: Extensions,
     /// Cancels all requests in progress when the circuit opens.
-    pub recalled: Notify,
+    pub cancelled: Notify,
 }
 
 /// Checks server URLs before any request.
@@ -77,9 +77,9 @@ impl Server {
             http: http.clone(),
             base: base(url).to_string(),
             api_key,
-            gate: Gate::new(slots),
+            state: ServerState::new(slots),
             extensions: Extensions::default(),
-            recalled: Notify::new(),
+            cancelled: Notify::new(),
         }
     }
 
@@ -103,22 +103,22 @@ impl Server {
 
     /// Whether the circuit is open, so that a new request would be cancelled.
     pub fn is_out(&self) -> bool {
-        self.gate.circuit() == CircuitState::Open
+        self.state.circuit() == CircuitState::Open
     }
 
     /// Whether the server ever answered.
     pub fn answered(&self) -> bool {
-        self.gate.stats().answered > 0
+        self.state.stats().answered > 0
     }
 
     /// Sends one request with the optional fields `sent`. Cancels it if the circuit opens.
     pub async fn ask_once(&self, body: &Map<String, Value>, sent: Fields) -> Result<Answer, Failure> {
-        let recalled = self.recalled.notified();
-        tokio::pin!(recalled);
+        let cancelled = self.cancelled.notified();
+        tokio::pin!(cancelled);
         // Subscribes before checking the circuit, so that no notification is missed.
-        recalled.as_mut().enable();
+        cancelled.as_mut().enable();
         if self.is_out() {
-            return Err(Failure::recalled());
+            return Err(Failure::cancelled());
         }
         let stops = match body.get("stop") {
             Some(Value::Array(stops)) => stops.iter().filter_map(Value::as_str).collect(),
@@ -127,7 +127,7 @@ impl Server {
         };
         tokio::select! {
             answer = self.ask(Extensions::trim(body, sent), &stops) => answer,
-            () = recalled => Err(Failure::recalled()),
+            () = cancelled => Err(Failure::cancelled()),
         }
     }
 
@@ -145,7 +145,7 @@ impl Server {
         };
         if status.is_success() {
             Answer::read(&text, stops).map_err(|why| match why {
-                NoAnswer::Invalid(problem) => Failure::garbage(problem, &text),
+                NoAnswer::Invalid(problem) => Failure::invalid_response(problem, &text),
                 NoAnswer::Empty => Failure::empty(),
                 NoAnswer::BrokenOff(reason) => Failure::broken_off(reason),
             })
@@ -167,7 +167,10 @@ async fn text(mut response: Response, most: usize) -> Result<String, Failure> {
     let mut bytes = vec![];
     while let Some(chunk) = response.chunk().await.map_err(|error| Failure::transport(&error))? {
         if bytes.len() + chunk.len() > most {
-            return Err(Failure::garbage(&format!("the answer is longer than {} MB", most >> 20), ""));
+            return Err(Failure::invalid_response(
+                &format!("the answer is longer than {} MB", most >> 20),
+                "",
+            ));
         }
         bytes.extend_from_slice(&chunk);
     }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::gate::{Change, CircuitState, doubling};
+use super::server_state::{Change, CircuitState, doubling};
 use super::{Pool, Server};
 
 /// Interval between checks of servers.
@@ -20,21 +20,21 @@ impl Pool {
                 self.servers
                     .iter()
                     .filter(|server| server.is_out())
-                    .for_each(|out| out.recalled.notify_waiters());
+                    .for_each(|out| out.cancelled.notify_waiters());
             }
             Change::Resume(pause) => {
                 let (pool, server) = (Arc::clone(self), Arc::clone(server));
                 tokio::spawn(async move {
                     tokio::time::sleep(pause).await;
-                    server.gate.resume();
+                    server.state.resume();
                     pool.changed();
                 });
             }
             Change::Look => {
-                tracing::warn!("{}; asking the other servers and trying it again", server.gate.problem());
+                tracing::warn!("{}; asking the other servers and trying it again", server.state.problem());
                 // If another server gets requests, the ones in progress here move there.
                 if self.serving() > 0 {
-                    server.recalled.notify_waiters();
+                    server.cancelled.notify_waiters();
                 }
                 tokio::spawn(Arc::clone(self).look_after(Arc::clone(server)));
             }
@@ -47,7 +47,7 @@ impl Pool {
         let mut ticks = doubling((TICK, TICK));
         while server.is_out() {
             tokio::time::sleep(ticks.next().unwrap_or(TICK)).await;
-            if server.gate.is_due() && server.gate.looked(server.look().await) {
+            if server.state.is_due() && server.state.looked(server.look().await) {
                 return self.changed();
             }
         }
@@ -57,11 +57,11 @@ impl Pool {
     pub(super) async fn keep_watch(self: Arc<Self>) {
         let patience = Duration::from_secs(self.options.server_wait);
         let mut changes = self.changes.subscribe();
-        let answered = || self.servers.iter().map(|server| server.gate.stats().answered).sum::<u64>();
+        let answered = || self.servers.iter().map(|server| server.state.stats().answered).sum::<u64>();
         // Requests in progress, a pause or a trial may still bring an answer.
         let may_hope = |server: &Arc<Server>| {
-            let circuit = server.gate.circuit();
-            server.gate.in_flight() > 0 || matches!(circuit, CircuitState::Paused | CircuitState::HalfOpen)
+            let circuit = server.state.circuit();
+            server.state.in_flight() > 0 || matches!(circuit, CircuitState::Paused | CircuitState::HalfOpen)
         };
         while changes.wait_for(|()| self.serving() == 0).await.is_ok() {
             let (before, mut pause) = (answered(), patience);

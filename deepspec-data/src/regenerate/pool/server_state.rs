@@ -20,7 +20,7 @@ const OPEN: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(
 /// First and longest pause after a rate limit without `Retry-After`, for [`doubling`].
 const LIMITED: (Duration, Duration) = (Duration::from_millis(250), Duration::from_secs(30));
 /// Upper limit on `Retry-After`.
-const LONGEST_WISH: Duration = Duration::from_secs(600);
+const MAX_RETRY_AFTER: Duration = Duration::from_secs(600);
 /// Answers after which the pauses start from the shortest again.
 const FORGOTTEN_AFTER: u32 = 20;
 /// Denials after which a server that never answered is disabled.
@@ -46,9 +46,9 @@ pub enum CircuitState {
 pub enum Change {
     /// No action.
     None,
-    /// Call [`Gate::resume`] after this time.
+    /// Call [`ServerState::resume`] after this time.
     Resume(Duration),
-    /// Probe the server whenever [`Gate::is_due`].
+    /// Probe the server whenever [`ServerState::is_due`].
     Look,
     /// Report that the server is back.
     Back,
@@ -56,13 +56,13 @@ pub enum Change {
 
 /// Permission for one request at a server, until it is dropped.
 pub struct Slot {
-    gate: Arc<Gate>,
+    state: Arc<ServerState>,
     _permit: OwnedSemaphorePermit,
 }
 
 impl Drop for Slot {
     fn drop(&mut self) {
-        self.gate.lock().in_flight -= 1;
+        self.state.lock().in_flight -= 1;
     }
 }
 
@@ -92,7 +92,7 @@ impl Iterator for Pauses {
 }
 
 /// A server's slots and circuit breaker.
-pub struct Gate {
+pub struct ServerState {
     allowed: usize,
     slots: Arc<Semaphore>,
     /// The single slot of a half-open server.
@@ -119,7 +119,7 @@ struct State {
     stats: ServerStats,
 }
 
-impl Gate {
+impl ServerState {
     /// A closed circuit with `allowed` slots.
     pub fn new(allowed: usize) -> Arc<Self> {
         let pauses = Pauses(Arc::new(Mutex::new(doubling(OPEN))));
@@ -184,7 +184,7 @@ impl Gate {
         let mut state = self.lock();
         (state.circuit == circuit).then(|| {
             state.in_flight += 1;
-            Slot { gate: Arc::clone(self), _permit: permit }
+            Slot { state: Arc::clone(self), _permit: permit }
         })
     }
 
@@ -307,7 +307,7 @@ impl Gate {
             let own = state.limited.next().unwrap_or(LIMITED.1);
             // Jitter of up to a fifth spreads the return of many clients. The own backoff is the
             // minimum, because a pause of 0 would repeat at once.
-            let wished = wish.map(|wish| wish.min(LONGEST_WISH).mul_f64(1.0 + 0.2 * fraction()));
+            let wished = wish.map(|wish| wish.min(MAX_RETRY_AFTER).mul_f64(1.0 + 0.2 * fraction()));
             Change::Resume(wished.map_or(own, |wished| wished.max(own)))
         } else {
             Change::None
@@ -364,77 +364,77 @@ pub fn doubling((first, longest): (Duration, Duration)) -> ExponentialBackoff {
 mod tests {
     use super::*;
 
-    fn opens(gate: &Gate) -> bool {
-        (1..GIVEN_UP_AFTER).all(|_| gate.failure("x") == Change::None) && gate.failure("x") == Change::Look
+    fn opens(state: &ServerState) -> bool {
+        (1..GIVEN_UP_AFTER).all(|_| state.failure("x") == Change::None) && state.failure("x") == Change::Look
     }
 
     #[tokio::test]
     async fn a_server_falls_out_is_tried_with_one_request_and_comes_back() {
-        let gate = Gate::new(8);
-        assert_eq!(gate.failure("x"), Change::None);
-        assert_eq!(gate.answer(Tokens::default()), Change::None);
-        let early = gate.try_slot();
-        assert!(opens(&gate) && early.is_some(), "an answer in between starts the count anew");
+        let state = ServerState::new(8);
+        assert_eq!(state.failure("x"), Change::None);
+        assert_eq!(state.answer(Tokens::default()), Change::None);
+        let early = state.try_slot();
+        assert!(opens(&state) && early.is_some(), "an answer in between starts the count anew");
         assert_eq!(
-            (gate.failure("x"), gate.unreachable("x"), gate.is_due()),
+            (state.failure("x"), state.unreachable("x"), state.is_due()),
             (Change::None, Change::None, false),
             "it is out already"
         );
-        assert_eq!((gate.circuit(), gate.try_slot().is_none()), (CircuitState::Open, true));
-        assert!(!gate.looked(Err("y".into())));
-        assert_eq!((gate.circuit(), gate.problem().as_str()), (CircuitState::Open, "y"));
+        assert_eq!((state.circuit(), state.try_slot().is_none()), (CircuitState::Open, true));
+        assert!(!state.looked(Err("y".into())));
+        assert_eq!((state.circuit(), state.problem().as_str()), (CircuitState::Open, "y"));
         // An earlier request is still in progress; the trial does not wait for it.
-        assert!(is_tried(&gate));
-        let trial = gate.try_slot();
-        assert_eq!((trial.is_some(), gate.try_slot().is_none(), gate.in_flight()), (true, true, 2));
-        assert_eq!(gate.answer(Tokens::default()), Change::Back);
-        assert_eq!((gate.circuit(), gate.try_slot().is_some()), (CircuitState::Closed, true));
+        assert!(is_tried(&state));
+        let trial = state.try_slot();
+        assert_eq!((trial.is_some(), state.try_slot().is_none(), state.in_flight()), (true, true, 2));
+        assert_eq!(state.answer(Tokens::default()), Change::Back);
+        assert_eq!((state.circuit(), state.try_slot().is_some()), (CircuitState::Closed, true));
         drop((early, trial));
-        assert_eq!((gate.in_flight(), gate.stats().given_up), (0, 1));
+        assert_eq!((state.in_flight(), state.stats().given_up), (0, 1));
     }
 
     /// Waits until the breaker permits a probe, then reports a successful one.
-    fn is_tried(gate: &Gate) -> bool {
-        while !gate.is_due() {
+    fn is_tried(state: &ServerState) -> bool {
+        while !state.is_due() {
             std::thread::sleep(Duration::from_millis(20));
         }
-        gate.looked(Ok(()))
+        state.looked(Ok(()))
     }
 
     #[tokio::test]
     async fn a_trial_that_fails_is_enough_and_pauses_grow_until_troubles_are_forgotten() {
-        let gate = Gate::new(1);
-        assert_eq!(gate.unreachable("x"), Change::Look);
+        let state = ServerState::new(1);
+        assert_eq!(state.unreachable("x"), Change::Look);
         // A late answer changes nothing.
-        assert_eq!((gate.answer(Tokens::default()), gate.circuit()), (Change::None, CircuitState::Open));
-        assert!(is_tried(&gate));
-        assert_eq!((gate.failure("x"), gate.circuit()), (Change::Look, CircuitState::Open));
-        assert_eq!(gate.stats().given_up, 2);
-        assert!(gate.lock().pauses.next() >= Some(4 * OPEN.0), "two pauses are over");
+        assert_eq!((state.answer(Tokens::default()), state.circuit()), (Change::None, CircuitState::Open));
+        assert!(is_tried(&state));
+        assert_eq!((state.failure("x"), state.circuit()), (Change::Look, CircuitState::Open));
+        assert_eq!(state.stats().given_up, 2);
+        assert!(state.lock().pauses.next() >= Some(4 * OPEN.0), "two pauses are over");
         for _ in 0..FORGOTTEN_AFTER {
-            gate.answer(Tokens::default());
+            state.answer(Tokens::default());
         }
-        assert!(gate.lock().pauses.next() <= Some(2 * OPEN.0));
+        assert!(state.lock().pauses.next() <= Some(2 * OPEN.0));
     }
 
     #[tokio::test]
     async fn a_trial_that_is_to_wait_ends_trusted() {
-        let gate = Gate::new(4);
-        assert_eq!(gate.unreachable("x"), Change::Look);
-        assert!(is_tried(&gate));
-        assert!(matches!(gate.limit(None, "429"), Change::Resume(_)));
-        gate.resume();
-        assert_eq!((gate.failure("x"), gate.circuit()), (Change::None, CircuitState::Closed));
+        let state = ServerState::new(4);
+        assert_eq!(state.unreachable("x"), Change::Look);
+        assert!(is_tried(&state));
+        assert!(matches!(state.limit(None, "429"), Change::Resume(_)));
+        state.resume();
+        assert_eq!((state.failure("x"), state.circuit()), (Change::None, CircuitState::Closed));
     }
 
     #[tokio::test]
     async fn a_permit_of_another_state_is_no_slot() {
-        let gate = Gate::new(1);
-        let first = gate.try_slot();
-        let (waits, other) = (Arc::clone(&gate), Arc::clone(&gate));
+        let state = ServerState::new(1);
+        let first = state.try_slot();
+        let (waits, other) = (Arc::clone(&state), Arc::clone(&state));
         let next = tokio::spawn(async move { waits.next_slot().await });
         tokio::task::yield_now().await;
-        assert!(matches!(gate.limit(None, "429"), Change::Resume(_)));
+        assert!(matches!(state.limit(None, "429"), Change::Resume(_)));
         drop(first);
         tokio::task::yield_now().await;
         assert!(!next.is_finished() && other.in_flight() == 0, "it is paused");
@@ -443,43 +443,43 @@ mod tests {
 
     #[tokio::test]
     async fn a_server_that_wants_less_gets_less_and_slowly_more() {
-        let gate = Gate::new(8);
-        let mut taken: Vec<Slot> = (0..5).map_while(|_| gate.try_slot()).collect();
-        assert!(matches!(gate.limit(None, "429"), Change::Resume(_)));
-        assert_eq!((taken.len(), gate.circuit()), (5, CircuitState::Paused));
-        gate.resume();
+        let state = ServerState::new(8);
+        let mut taken: Vec<Slot> = (0..5).map_while(|_| state.try_slot()).collect();
+        assert!(matches!(state.limit(None, "429"), Change::Resume(_)));
+        assert_eq!((taken.len(), state.circuit()), (5, CircuitState::Paused));
+        state.resume();
         // The free slots are gone, and so is the first released one.
         tokio::task::yield_now().await;
-        assert!(gate.try_slot().is_none());
+        assert!(state.try_slot().is_none());
         taken.truncate(4);
-        assert!(gate.try_slot().is_none());
+        assert!(state.try_slot().is_none());
         for _ in 0..4 {
-            gate.answer(Tokens::default());
+            state.answer(Tokens::default());
         }
-        assert!(gate.try_slot().is_some(), "a fifth one");
+        assert!(state.try_slot().is_some(), "a fifth one");
         taken.clear();
-        assert_eq!(std::iter::from_fn(|| gate.try_slot()).map(|slot| taken.push(slot)).count(), 5);
+        assert_eq!(std::iter::from_fn(|| state.try_slot()).map(|slot| taken.push(slot)).count(), 5);
     }
 
     #[tokio::test]
     async fn wishes_are_respected_within_reason() {
-        let gate = Gate::new(2);
-        let paused = |wish: Option<Duration>| match gate.limit(wish, "429") {
+        let state = ServerState::new(2);
+        let paused = |wish: Option<Duration>| match state.limit(wish, "429") {
             Change::Resume(pause) => {
-                gate.resume();
+                state.resume();
                 pause
             }
             other => panic!("{other:?}"),
         };
         let near = |pause: Duration, wish: Duration| (wish..=wish.mul_f64(1.2)).contains(&pause);
         assert!(near(paused(Some(Duration::from_secs(7))), Duration::from_secs(7)));
-        assert!(near(paused(Some(Duration::MAX)), LONGEST_WISH));
+        assert!(near(paused(Some(Duration::MAX)), MAX_RETRY_AFTER));
         assert!(paused(None) >= 4 * LIMITED.0);
         assert!(paused(Some(Duration::ZERO)) >= 8 * LIMITED.0, "no time is no pause");
-        gate.answer(Tokens::default());
+        state.answer(Tokens::default());
         assert!(paused(None) <= 2 * LIMITED.0);
-        assert!(matches!(gate.limit(None, "429"), Change::Resume(_)));
-        assert_eq!(gate.limit(None, "429"), Change::None, "it is paused already");
+        assert!(matches!(state.limit(None, "429"), Change::Resume(_)));
+        assert_eq!(state.limit(None, "429"), Change::None, "it is paused already");
         for _ in 0..20 {
             assert!(doubling(LIMITED).nth(1000) <= Some(2 * LIMITED.1));
         }
@@ -487,13 +487,13 @@ mod tests {
 
     #[tokio::test]
     async fn a_server_that_refuses_everything_is_disabled_unless_it_answers_after_all() {
-        let gate = Gate::new(1);
+        let state = ServerState::new(1);
         let denied = || {
-            gate.count(Class::Denied);
-            gate.deny("401")
+            state.count(Class::Denied);
+            state.deny("401")
         };
         assert_eq!([denied(), denied(), denied(), denied()], [false, false, true, false]);
-        assert_eq!(gate.answer(Tokens::default()), Change::Back);
-        assert_eq!(gate.circuit(), CircuitState::Closed);
+        assert_eq!(state.answer(Tokens::default()), Change::Back);
+        assert_eq!(state.circuit(), CircuitState::Closed);
     }
 }

@@ -5,7 +5,7 @@ use super::filter::Found;
 use super::input::Input;
 
 /// A source, the result of the first pass over it, and its quota.
-pub struct Drawn<'a> {
+pub struct SampledSource<'a> {
     /// The source.
     pub input: &'a Input,
     /// The result of the first pass.
