@@ -87,25 +87,65 @@ pub struct Models<'a> {
     pub settings: &'a Settings,
 }
 
+/// A drafter that a pass decodes with.
+#[derive(Clone, Copy)]
+pub struct Speculation<'a> {
+    /// The drafter.
+    pub drafter: &'a dyn Drafter,
+    /// Its identity.
+    pub identity: &'a DrafterIdentity,
+}
+
+/// The models of a pass, loaded.
+struct Loaded {
+    target: TargetModel,
+    drafter: Option<Box<dyn Drafter>>,
+    planner: Planner,
+}
+
+/// How engines share slots and memory.
+struct EngineShares {
+    /// Slots of each engine.
+    slots: Vec<usize>,
+    /// Bytes for all KV caches, if the device reports free memory.
+    memory: Option<u64>,
+}
+
 impl Models<'_> {
-    /// Loads the target and decodes the suites in at most `lanes` lanes, with the drafter if there
+    /// Loads the target and decodes the suites with at most `lanes` engines, with the drafter if there
     /// is one. The target is unloaded afterwards.
     ///
     /// # Errors
     /// Fails if the target cannot be loaded, or if the drafter does not fit it.
     pub fn decode(
         &self,
-        drafter: Option<(&dyn Drafter, &DrafterIdentity)>,
+        speculation: Option<Speculation>,
         plan: &Plan,
         (mode, lanes): (DecodeMode, usize),
         journal: &mut Journal,
         trace: &mut StepTrace,
         verbosity: Verbosity,
     ) -> anyhow::Result<Decoded> {
+        let loaded = self.load(speculation)?;
+        let shares = self.fit(&loaded, plan, lanes);
+        let lanes = shares.slots.len();
+        let mut engines = self.engines(loaded, &shares, mode)?;
+        let passes = match engines.as_mut_slice() {
+            [engine] => decode(engine, plan, mode, journal, trace, verbosity)?,
+            _ => {
+                let threads = usize::try_from(self.settings.threads).unwrap_or(1);
+                let mut replicas = EngineReplicas::new(engines, threads);
+                decode(&mut replicas, plan, mode, journal, trace, verbosity)?
+            }
+        };
+        Ok(Decoded { passes, lanes })
+    }
+
+    /// Loads target, drafter and planner, and checks that they fit together.
+    fn load(&self, speculation: Option<Speculation>) -> anyhow::Result<Loaded> {
         let (DeviceAndDtype { device, kind }, settings) = (self.place, self.settings);
         let slots = settings.slots;
-        let (drafter, identity) = drafter.unzip();
-        let drafter = drafter.map(|drafter| self.shared(drafter, slots)).transpose()?;
+        let drafter = speculation.map(|with| self.shared(with.drafter, slots)).transpose()?;
         // Plain decoding captures no hidden states, so that it runs at full speed.
         let taps = drafter.as_ref().map_or_else(Vec::new, |drafter| drafter.taps().to_vec());
         let target = TargetModel::load(self.target, &TargetOptions { device, kind, slots, taps })?;
@@ -116,16 +156,31 @@ impl Models<'_> {
                 usage!("--schedule {policy}: the drafter has no confidence head");
             }
         }
-        let proposer = drafter.as_ref().map(|drafter| drafter as &dyn Proposer);
-        let (shares, memory) = self.lanes_with_room(lanes, plan, &target, proposer);
-        if let Some(memory) = memory {
-            warn_memory_limit(settings.slots, plan, memory, &target, proposer);
-        }
         let weights = Weights {
             target: &weights_digest(self.target)?,
-            drafter: identity.map(|identity| identity.weights_digest.as_str()),
+            drafter: speculation.map(|with| with.identity.weights_digest.as_str()),
         };
-        let planner = planner(settings, weights)?;
+        Ok(Loaded { planner: planner(settings, weights)?, target, drafter })
+    }
+
+    /// Shares slots and memory among at most `lanes` engines. Warns if memory limits the conversations.
+    fn fit(&self, loaded: &Loaded, plan: &Plan, lanes: usize) -> EngineShares {
+        let proposer = loaded.drafter.as_ref().map(|drafter| drafter as &dyn Proposer);
+        let (slots, memory) = self.lanes_with_room(lanes, plan, &loaded.target, proposer);
+        if let Some(memory) = memory {
+            warn_memory_limit(self.settings.slots, plan, memory, &loaded.target, proposer);
+        }
+        EngineShares { slots, memory }
+    }
+
+    /// An engine for each share. Several engines share the weights.
+    fn engines(
+        &self,
+        Loaded { target, drafter, planner }: Loaded,
+        shares: &EngineShares,
+        mode: DecodeMode,
+    ) -> anyhow::Result<Vec<Engine<TargetModel, Box<dyn Drafter>>>> {
+        let settings = self.settings;
         let engine = |(target, drafter, slots): (TargetModel, Option<Box<dyn Drafter>>, usize)| {
             let options = EngineOptions {
                 slots,
@@ -140,25 +195,19 @@ impl Models<'_> {
             let temperatures = settings.calibration.clone().unwrap_or_default();
             let engine = Engine::new(target, drafter, options).with_temperatures(temperatures);
             let engine = engine.with_planner(planner.clone());
-            match memory {
+            match shares.memory {
                 Some(bytes) => engine.with_memory(bytes / settings.slots as u64 * slots as u64),
                 None => engine,
             }
         };
-        let lanes = shares.len();
-        let passes = if lanes == 1 {
-            let mut engine = engine((target, drafter, slots));
-            decode(&mut engine, plan, mode, journal, trace, verbosity)?
-        } else {
-            let mut engines = Vec::with_capacity(lanes);
-            for slots in shares {
-                let drafter = drafter.as_deref().map(|drafter| self.shared(drafter, slots)).transpose()?;
-                engines.push(engine((target.share(slots), drafter, slots)));
-            }
-            let threads = usize::try_from(settings.threads).unwrap_or(1);
-            decode(&mut EngineReplicas::new(engines, threads), plan, mode, journal, trace, verbosity)?
+        if let [slots] = shares.slots.as_slice() {
+            return Ok(vec![engine((target, drafter, *slots))]);
+        }
+        let share = |&slots: &usize| {
+            let drafter = drafter.as_deref().map(|drafter| self.shared(drafter, slots)).transpose()?;
+            Ok(engine((target.share(slots), drafter, slots)))
         };
-        Ok(Decoded { passes, lanes })
+        shares.slots.iter().map(share).collect()
     }
 
     /// Slots of each lane, and bytes for all KV caches if the device reports free memory. There are
