@@ -23,8 +23,8 @@ use anyhow::{Context as _, bail};
 use deepspec_datasets::suites::{Folder, RequestTemplate};
 use deepspec_drafters::{Block, BlockProposer};
 use deepspec_engine::{
-    Completion, Context, DraftRequest, DraftSampling, Engine, EngineOptions, ModelInput, ModelOutput,
-    Proposal, Proposer, Request, Sampling, Tally, Target,
+    AcceptanceStats, Completion, Context, DraftRequest, DraftSampling, Engine, EngineOptions, ModelInput,
+    ModelOutput, Proposal, Proposer, Request, Sampling, Target,
 };
 use deepspec_models::{ModelConfig, TargetModel, TargetOptions, stop_ids};
 use deepspec_text::ChatTokenizer;
@@ -93,9 +93,10 @@ impl<P: Proposer> Proposer for Recorded<P> {
 
     fn propose(&mut self, request: &DraftRequest) -> Proposal {
         let DraftRequest { context, slots, anchors, .. } = *request;
-        let [taps, tokens, next] = [&context.taps, &context.tokens, &context.next].map(Tensor::copy);
+        let [taps, tokens, next] =
+            [&context.captured_states, &context.tokens, &context.next].map(Tensor::copy);
         let hidden = context.hidden.as_ref().map(Tensor::copy);
-        let seen = Context { taps, hidden, tokens, next, chunks: context.chunks.clone() };
+        let seen = Context { captured_states: taps, hidden, tokens, next, chunks: context.chunks.clone() };
         let proposal = self.model.propose(request);
         let (slots, anchors, tokens) = (slots.to_vec(), anchors.copy(), proposal.tokens.copy());
         self.calls.borrow_mut().push(Call::Propose { context: seen, slots, anchors, tokens });
@@ -259,7 +260,7 @@ impl Bench {
                 round.push(("the reference", found.tokens as f64 / found.seconds));
                 let equal =
                     answers.iter().filter(|answer| found.outputs.get(&answer.id) == Some(&answer.tokens));
-                let mut tally = Tally::new(models.1.draft_len());
+                let mut tally = AcceptanceStats::new(models.1.draft_len());
                 answers.iter().for_each(|answer| tally.add(answer));
                 println!(
                     "  {} of {} answers equal; τ {:.3} here, {:.3} there",

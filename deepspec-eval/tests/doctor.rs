@@ -57,9 +57,9 @@ fn samples(training: &Training) -> Vec<TrainSample> {
     lessons.samples(&Tap::from_layer_ids(training.taps).unwrap(), |out| {
         let width = out.hidden.size()[1];
         let taps = if training.normed {
-            Tensor::cat(&[out.taps.narrow(1, 0, 2 * width), out.hidden.shallow_clone()], 1)
+            Tensor::cat(&[out.captured_states.narrow(1, 0, 2 * width), out.hidden.shallow_clone()], 1)
         } else {
-            out.taps
+            out.captured_states
         };
         (taps, out.hidden)
     })

@@ -56,7 +56,8 @@ fn bench() -> &'static Path {
         let plan = BlockPlan::new(config, BlockObjective { loss, confidence_alpha: 1.0 });
         let (suites, rows) = (smoke(), LIMIT..LEARNED);
         let lessons = Lessons { target: target.clone(), suites, rows, tokens: TOKENS, thinking: false };
-        let samples = lessons.samples(&[Tap::Layer(0), Tap::Layer(2)], |out| (out.taps, out.hidden));
+        let samples =
+            lessons.samples(&[Tap::Layer(0), Tap::Layer(2)], |out| (out.captured_states, out.hidden));
         let trainee = train(&plan, &target, STEPS, samples);
         save(&draft.join("model.safetensors"), &trainee.checkpoint(), Kind::BFloat16).unwrap();
         fs::write(draft.join("config.json"), Value::Object(trainee.config_json()).to_string()).unwrap();

@@ -10,7 +10,7 @@ use deepspec_core::{Tap, env, usage};
 use deepspec_datasets::suites::{Folder, RequestTemplate, TokenizedSuite, is_file};
 use deepspec_drafters::Recipe;
 use deepspec_drafters::TrainableDrafter;
-use deepspec_engine::{DraftSampling, Engine, EngineOptions, Sampling, Tally, Target as _};
+use deepspec_engine::{AcceptanceStats, DraftSampling, Engine, EngineOptions, Sampling, Target as _};
 use deepspec_models::{JUDGED_BYTES, TargetModel, TargetOptions, Weights};
 use serde_json::{Value, json};
 use tch::{Device, Kind};
@@ -38,7 +38,7 @@ pub struct SuiteScore {
     /// Name of the suite.
     pub name: String,
     /// Counts of samples, cycles and accepted tokens.
-    pub tally: Tally,
+    pub tally: AcceptanceStats,
 }
 
 /// Prompts and settings of a run's evaluations.
@@ -156,7 +156,7 @@ impl Evaluation {
     pub fn run(&mut self, trainee: &dyn TrainableDrafter, group: &ProcessGroup) -> anyhow::Result<Scores> {
         let scores = self.decode(trainee, group);
         // Frees the KV cache before training goes on.
-        self.target.release();
+        self.target.free_cached_memory();
         scores
     }
 
@@ -168,14 +168,15 @@ impl Evaluation {
         let mut engine = Engine::new(&mut self.target, Some(drafter), options);
         let mut suites = vec![];
         for suite in &self.suites {
-            let mut tally = Tally::new(engine.draft_len());
+            let mut tally = AcceptanceStats::new(engine.draft_len());
             let mine = suite.requests.iter().skip(group.rank()).step_by(group.world_size());
             engine.run(mine.cloned().collect(), |completion| tally.add(completion))?;
             let tallies = group.all_gather("adding up accepted lengths", &serde_json::to_vec(&tally)?)?;
-            let tally = tallies.iter().try_fold(Tally::new(engine.draft_len()), |mut sum, bytes| {
-                sum.merge(&serde_json::from_slice(bytes)?);
-                anyhow::Ok(sum)
-            })?;
+            let tally =
+                tallies.iter().try_fold(AcceptanceStats::new(engine.draft_len()), |mut sum, bytes| {
+                    sum.merge(&serde_json::from_slice(bytes)?);
+                    anyhow::Ok(sum)
+                })?;
             suites.push(SuiteScore { name: suite.rows.suite.name.to_string(), tally });
         }
         Ok(Scores { suites, seconds: started.elapsed().as_secs_f64() })

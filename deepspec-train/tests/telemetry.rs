@@ -11,7 +11,7 @@ use deepspec_capture::TargetSpec;
 use deepspec_core::cli::Verbosity;
 use deepspec_datasets::suites::{Folder, RequestTemplate};
 use deepspec_drafters::DrafterOptions;
-use deepspec_engine::{DraftSampling, Engine, EngineOptions, Sampling, Tally};
+use deepspec_engine::{AcceptanceStats, DraftSampling, Engine, EngineOptions, Sampling};
 use deepspec_models::{TargetModel, TargetOptions};
 use serde_json::Value;
 use tch::{Device, Kind};
@@ -148,7 +148,7 @@ fn the_accepted_length_is_that_of_the_checkpoint_of_the_step() {
                 draft_sampling: DraftSampling::default(),
                 counts_overrun: true,
             };
-            let mut tally = Tally::new(5);
+            let mut tally = AcceptanceStats::new(5);
             let mut engine = Engine::new(target, Some(drafter), options);
             engine.run(prepared.requests, |completion| tally.add(completion)).unwrap();
             let measured = &row["eval"]["suites"][&name];

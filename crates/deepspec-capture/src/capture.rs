@@ -98,7 +98,7 @@ impl Capture {
             self.target.truncate(slot, 0);
         }
         Captured {
-            taps: forwarded.taps.to_kind(Kind::BFloat16),
+            taps: forwarded.captured_states.to_kind(Kind::BFloat16),
             last: forwarded.hidden.index_select(0, &kept).to_kind(Kind::BFloat16),
         }
     }

@@ -46,7 +46,7 @@ fn alone(recipe: &Recipe, sample: &PlannedSample) -> (Tensor, Tensor) {
     let mut target = deepspec_models::TargetModel::load(Path::new(&recipe.target.model), &options).unwrap();
     let ids: Vec<i64> = sample.input_ids.iter().map(|&id| i64::from(id)).collect();
     let out = target.forward(&ModelInput { chunks: &[(0, ids.len())], tokens: Tensor::from_slice(&ids) });
-    (out.taps, out.hidden)
+    (out.captured_states, out.hidden)
 }
 
 /// The positions beside a supervised token, spelled out.

@@ -80,7 +80,7 @@ fn measure(criterion: &mut Criterion, memory: &str) {
     let mut proposer = BlockProposer::new(block, SLOTS as usize);
     let chunks: Vec<(usize, usize)> = (0..SLOTS as usize).map(|slot| (slot, 4)).collect();
     let context = Context {
-        taps: Tensor::randn([4 * SLOTS, TAPS * 192], (Kind::Float, Device::Cpu)),
+        captured_states: Tensor::randn([4 * SLOTS, TAPS * 192], (Kind::Float, Device::Cpu)),
         hidden: None,
         tokens: Tensor::ones([4 * SLOTS], (Kind::Int64, Device::Cpu)),
         next: Tensor::ones([4 * SLOTS], (Kind::Int64, Device::Cpu)),

@@ -170,11 +170,11 @@ impl Proposer for CausalProposer {
         self.model.truncate(slot, len);
     }
 
-    fn history_bytes(&self, tokens: usize) -> u64 {
-        self.model.history_bytes(tokens)
+    fn kv_cache_bytes(&self, tokens: usize) -> u64 {
+        self.model.kv_cache_bytes(tokens)
     }
 
-    fn release(&mut self) {
-        self.model.release();
+    fn free_cached_memory(&mut self) {
+        self.model.free_cached_memory();
     }
 }

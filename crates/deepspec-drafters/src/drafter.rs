@@ -244,5 +244,5 @@ pub(crate) fn token_by_token(
         let logits = logits(draws.last().map(|(drawn, _)| drawn));
         draws.push(request.sampling.sample(&logits, &request.uniforms.select(1, k as i64)));
     }
-    Proposal::of(draws, None)
+    Proposal::stack(draws, None)
 }

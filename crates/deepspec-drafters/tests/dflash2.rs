@@ -242,7 +242,13 @@ fn it_decodes_as_it_was_trained() {
             let tokens = Tensor::from_slice(&sample.input_ids[seen..anchor]);
             let next = Tensor::from_slice(&sample.input_ids[seen + 1..=anchor]);
             let taps = sample.taps.narrow(0, seen as i64, rows);
-            let context = Context { taps, hidden: None, tokens, next, chunks: vec![(2, rows as usize)] };
+            let context = Context {
+                captured_states: taps,
+                hidden: None,
+                tokens,
+                next,
+                chunks: vec![(2, rows as usize)],
+            };
             let uniforms = noise(anchor as u64, &[1, gamma]).to_kind(Kind::Double).sigmoid();
             let proposal = proposer.propose(&DraftRequest {
                 context: &context,

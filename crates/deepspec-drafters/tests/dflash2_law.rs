@@ -52,8 +52,8 @@ impl<P: Proposer> Proposer for Told<P> {
         self.inner.truncate(slot, len);
     }
 
-    fn history_bytes(&self, tokens: usize) -> u64 {
-        self.inner.history_bytes(tokens)
+    fn kv_cache_bytes(&self, tokens: usize) -> u64 {
+        self.inner.kv_cache_bytes(tokens)
     }
 }
 

@@ -61,7 +61,7 @@ fn context(sample: &TrainSample, first: usize, rows: usize) -> Context {
     let [tokens, next] =
         [first, first + 1].map(|from| Tensor::from_slice(&sample.input_ids[from..from + rows]));
     Context {
-        taps: sample.taps.narrow(0, first as i64, rows as i64),
+        captured_states: sample.taps.narrow(0, first as i64, rows as i64),
         hidden: None,
         tokens,
         next,

@@ -141,8 +141,13 @@ fn check_inference(name: &str) {
         let anchors = tensor(case.input(&format!("infer_{round}_anchor"))).to_device(device());
         let next = Tensor::zeros([taps.size()[0]], (Kind::Int64, device()));
         let tokens = next.shallow_clone();
-        let context =
-            Context { chunks: vec![(1, taps.size()[0] as usize)], taps, hidden: None, tokens, next };
+        let context = Context {
+            chunks: vec![(1, taps.size()[0] as usize)],
+            captured_states: taps,
+            hidden: None,
+            tokens,
+            next,
+        };
         let proposal = proposer.propose(&DraftRequest {
             context: &context,
             slots: &[1],

@@ -92,7 +92,8 @@ fn check_inference(name: &str) {
         let anchors = next.narrow(0, rows - 1, 1);
         // Eagle3 goes by the tokens behind the states alone.
         let tokens = next.zeros_like();
-        let context = Context { chunks: vec![(1, rows as usize)], taps, hidden: None, tokens, next };
+        let context =
+            Context { chunks: vec![(1, rows as usize)], captured_states: taps, hidden: None, tokens, next };
         let (tokens, expected) = (of("tokens").ints(), tensor(of("logits")).get(0).softmax(-1, Kind::Double));
         let uniforms = common::forcing(&expected, &tokens).to_device(device());
         let drawn = |tokens: Tensor| Vec::<i64>::try_from(tokens.reshape([-1])).unwrap();

@@ -6,7 +6,7 @@ use common::device;
 use deepspec_cost::planner::Planner;
 use deepspec_cost::policy::Policy;
 use deepspec_drafters::DrafterOptions;
-use deepspec_engine::{DraftSampling, Engine, EngineOptions, Request, Sampling, Tally};
+use deepspec_engine::{AcceptanceStats, DraftSampling, Engine, EngineOptions, Request, Sampling};
 use deepspec_models::{TargetModel, TargetOptions};
 use deepspec_testkit::golden::Case;
 use tch::Kind;
@@ -39,7 +39,7 @@ fn run(case: &Case, drafter: &str, name: &str, threshold: f64, with_stops: bool,
         })
         .collect();
     let completions = engine.run(requests, |_| {}).unwrap();
-    let mut tally = Tally::new(engine.draft_len());
+    let mut tally = AcceptanceStats::new(engine.draft_len());
     for (i, completion) in completions.iter().enumerate() {
         let expected = |what: &str| case.expected(&format!("{name}.{what}")).ragged_row(i);
         let ids: Vec<i64> =

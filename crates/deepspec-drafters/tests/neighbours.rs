@@ -24,7 +24,7 @@ fn drafts(slots: &[usize]) -> Vec<[Tensor; 3]> {
         Tensor::cat(&slots.iter().map(|&slot| of(slot)).collect::<Vec<_>>(), 0)
     };
     let context = Context {
-        taps: joined(&states),
+        captured_states: joined(&states),
         hidden: None,
         tokens: joined(&tokens),
         next: joined(&tokens),

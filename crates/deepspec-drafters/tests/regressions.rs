@@ -100,7 +100,7 @@ fn the_markov_head_reads_the_token_before_each_label() {
 fn draft(block: Block, anchor: i64) -> Vec<i64> {
     let _guard = tch::no_grad_guard();
     let context = Context {
-        taps: Tensor::ones([3, 16], CPU),
+        captured_states: Tensor::ones([3, 16], CPU),
         hidden: None,
         tokens: Tensor::from_slice(&[2, 2, 2]),
         next: Tensor::from_slice(&[2, 2, anchor]),

@@ -8,14 +8,15 @@
 //! Legend: S sequences in a step, Γ longest proposal, γ block size, V vocabulary, N fed tokens, d
 //! hidden size, m captured layers.
 
+mod acceptance_stats;
 mod engine;
 mod model;
 mod outcome;
 mod replicas;
 mod request;
 mod sampling;
-mod tally;
 
+pub use acceptance_stats::AcceptanceStats;
 pub use engine::Engine;
 pub use model::{Context, DraftRequest, ModelInput, ModelOutput, Proposal, Proposer, Target};
 pub use replicas::{EngineReplicas, Generator, shares};
@@ -24,4 +25,3 @@ pub use request::{
     StepTimes,
 };
 pub use sampling::{Sampling, SamplingBatch};
-pub use tally::Tally;

@@ -18,25 +18,25 @@ pub struct ModelOutput {
     /// Hidden states after the final norm `[N, d]`, the input of the LM head.
     pub hidden: Tensor,
     /// Captured raw layer outputs, concatenated in the order of the layer ids: `[N, m·d]`.
-    pub taps: Tensor,
+    pub captured_states: Tensor,
 }
 
 /// A causal language model with one KV cache per slot.
 pub trait Target {
     /// Appends tokens to their slots' KV caches and returns the hidden states of exactly these
     /// tokens.
-    fn forward(&mut self, feed: &ModelInput) -> ModelOutput;
+    fn forward(&mut self, input: &ModelInput) -> ModelOutput;
     /// Maps `hidden [R, d]` to float32 logits `[R, V]`.
     fn logits(&self, hidden: &Tensor) -> Tensor;
     /// Cuts the KV cache of `slot` to its first `len` tokens, which rolls rejected drafts back.
     /// After a cut to 0, data left in the cache must not affect the slot's next sequence.
     fn truncate(&mut self, slot: usize, len: usize);
     /// Bytes of the KV cache of a sequence of up to `tokens` tokens.
-    fn history_bytes(&self, _tokens: usize) -> u64 {
+    fn kv_cache_bytes(&self, _tokens: usize) -> u64 {
         0
     }
     /// Frees memory cached for later sequences; the engine calls it when memory has run out.
-    fn release(&mut self) {}
+    fn free_cached_memory(&mut self) {}
     /// V, the number of logits.
     fn vocab_size(&self) -> usize;
     /// Device of the tensors.
@@ -45,8 +45,8 @@ pub trait Target {
 
 /// Lets an engine borrow its target from a caller that uses the target again later.
 impl<T: Target> Target for &mut T {
-    fn forward(&mut self, feed: &ModelInput) -> ModelOutput {
-        (**self).forward(feed)
+    fn forward(&mut self, input: &ModelInput) -> ModelOutput {
+        (**self).forward(input)
     }
 
     fn logits(&self, hidden: &Tensor) -> Tensor {
@@ -57,12 +57,12 @@ impl<T: Target> Target for &mut T {
         (**self).truncate(slot, len);
     }
 
-    fn history_bytes(&self, tokens: usize) -> u64 {
-        (**self).history_bytes(tokens)
+    fn kv_cache_bytes(&self, tokens: usize) -> u64 {
+        (**self).kv_cache_bytes(tokens)
     }
 
-    fn release(&mut self) {
-        (**self).release();
+    fn free_cached_memory(&mut self) {
+        (**self).free_cached_memory();
     }
 
     fn vocab_size(&self) -> usize {
@@ -77,7 +77,7 @@ impl<T: Target> Target for &mut T {
 /// Hidden states of the tokens committed since the drafter's last proposal.
 pub struct Context {
     /// Captured hidden states, one row per token: `[C, m·d]`.
-    pub taps: Tensor,
+    pub captured_states: Tensor,
     /// Hidden states after the final norm `[C, d]`; None if the drafter does not read them.
     pub hidden: Option<Tensor>,
     /// Token of each row, `[C]` int64.
@@ -92,13 +92,13 @@ pub struct Context {
 impl Context {
     /// Drops the rows of `slot`. Drops the rows of all slots if there is no memory to copy the
     /// remaining rows.
-    pub(crate) fn forget(&mut self, slot: usize) {
+    pub(crate) fn drop_slot(&mut self, slot: usize) {
         let Some(at) = self.chunks.iter().position(|&(s, _)| s == slot) else { return };
         let first: usize = self.chunks[..at].iter().map(|&(_, rows)| rows).sum();
         let (_, count) = self.chunks.remove(at);
         let (first, end) = (first as i64, (first + count) as i64);
-        let Self { taps, hidden, tokens, next, chunks } = self;
-        for rows in [taps, tokens, next].into_iter().chain(hidden) {
+        let Self { captured_states, hidden, tokens, next, chunks } = self;
+        for rows in [captured_states, tokens, next].into_iter().chain(hidden) {
             let behind = rows.narrow(0, end, rows.size()[0] - end);
             match Tensor::f_cat(&[rows.narrow(0, 0, first), behind], 0) {
                 Ok(others) => *rows = others,
@@ -141,7 +141,7 @@ impl Proposal {
     ///
     /// # Panics
     /// If `draws` is empty.
-    pub fn of(draws: Vec<(Tensor, Option<Tensor>)>, confidence: Option<Tensor>) -> Self {
+    pub fn stack(draws: Vec<(Tensor, Option<Tensor>)>, confidence: Option<Tensor>) -> Self {
         let (tokens, probs): (Vec<Tensor>, Vec<Option<Tensor>>) = draws.into_iter().unzip();
         let probs = probs.into_iter().collect::<Option<Vec<Tensor>>>();
         Self {
@@ -170,7 +170,7 @@ pub trait Proposer {
     fn ends_at_stop_tokens(&self) -> bool {
         false
     }
-    /// Whether the drafter reads the hidden states after the final norm in addition to `taps`.
+    /// Whether the drafter reads the hidden states after the final norm in addition to `captured_states`.
     fn reads_hidden(&self) -> bool;
     /// Appends the hidden states of newly committed tokens to the context, then drafts a block
     /// after each slot's anchor.
@@ -178,11 +178,11 @@ pub trait Proposer {
     /// Cuts the slot's context to its first `len` tokens and discards unfinished drafts.
     fn truncate(&mut self, slot: usize, len: usize);
     /// Bytes of the context cache of a sequence of up to `tokens` tokens.
-    fn history_bytes(&self, _tokens: usize) -> u64 {
+    fn kv_cache_bytes(&self, _tokens: usize) -> u64 {
         0
     }
     /// Frees memory cached for later sequences; the engine calls it when memory has run out.
-    fn release(&mut self) {}
+    fn free_cached_memory(&mut self) {}
 }
 
 impl<P: Proposer + ?Sized> Proposer for Box<P> {
@@ -206,11 +206,11 @@ impl<P: Proposer + ?Sized> Proposer for Box<P> {
         (**self).truncate(slot, len);
     }
 
-    fn history_bytes(&self, tokens: usize) -> u64 {
-        (**self).history_bytes(tokens)
+    fn kv_cache_bytes(&self, tokens: usize) -> u64 {
+        (**self).kv_cache_bytes(tokens)
     }
 
-    fn release(&mut self) {
-        (**self).release();
+    fn free_cached_memory(&mut self) {
+        (**self).free_cached_memory();
     }
 }

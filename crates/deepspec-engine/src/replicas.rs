@@ -77,9 +77,9 @@ pub struct EngineReplicas {
     queue: Arc<Queue>,
     reports: Receiver<Report>,
     threads: Vec<JoinHandle<()>>,
-    /// Times of each lane.
+    /// Times of each worker.
     times: Vec<StepTimes>,
-    next_ticket: u64,
+    next_request_id: u64,
     /// Number of queued or running requests.
     open: usize,
 }
@@ -98,10 +98,10 @@ struct Queued {
     closed: bool,
 }
 
-/// The result of one step of a lane.
+/// The result of one step of a worker.
 struct Report {
-    lane: usize,
-    /// Events and times, or the engine's panic, which ends the lane.
+    worker: usize,
+    /// Events and times, or the engine's panic, which ends the worker.
     outcome: thread::Result<(Vec<Event>, StepTimes)>,
 }
 
@@ -117,23 +117,23 @@ impl Queue {
         self.changed.notify_all();
     }
 
-    /// Takes requests for one of `lanes` engines, which has `room` free slots. It takes its share
+    /// Takes requests for one of `workers` engines, which has `room` free slots. It takes its share
     /// of the queue, at least one request if there are any. An idle engine blocks until there are
     /// requests. None if the engine must stop.
-    fn take(&self, room: usize, lanes: usize, is_idle: bool) -> Option<Vec<(RequestId, Request)>> {
+    fn take(&self, room: usize, workers: usize, is_idle: bool) -> Option<Vec<(RequestId, Request)>> {
         let waits = |queued: &mut Queued| is_idle && !queued.closed && queued.requests.is_empty();
         let mut queued = self.changed.wait_while(self.lock(), waits).unwrap_or_else(PoisonError::into_inner);
         if queued.closed {
             return None;
         }
-        let share = queued.requests.len().div_ceil(lanes).min(room);
+        let share = queued.requests.len().div_ceil(workers).min(room);
         Some(queued.requests.drain(..share).collect())
     }
 }
 
-/// Splits `whole` into `lanes` parts that differ by at most 1.
-pub fn shares(whole: usize, lanes: usize) -> Vec<usize> {
-    (0..lanes).map(|lane| whole / lanes + usize::from(lane < whole % lanes)).collect()
+/// Splits `whole` into `workers` parts that differ by at most 1.
+pub fn shares(whole: usize, workers: usize) -> Vec<usize> {
+    (0..workers).map(|worker| whole / workers + usize::from(worker < whole % workers)).collect()
 }
 
 impl EngineReplicas {
@@ -147,19 +147,19 @@ impl EngineReplicas {
         let first = engines.first();
         let (draft_len, vocab_size) =
             first.map_or((0, 0), |engine| (engine.draft_len(), engine.vocab_size()));
-        let (queue, (send, reports), lanes) = (Arc::new(Queue::default()), channel(), engines.len());
-        let threads = shares(threads, lanes);
-        let start = |(lane, engine): (usize, Engine<T, P>)| {
-            let (queue, send, own) = (Arc::clone(&queue), send.clone(), threads[lane]);
+        let (queue, (send, reports), workers) = (Arc::new(Queue::default()), channel(), engines.len());
+        let threads = shares(threads, workers);
+        let start = |(worker, engine): (usize, Engine<T, P>)| {
+            let (queue, send, own) = (Arc::clone(&queue), send.clone(), threads[worker]);
             thread::spawn(move || {
                 tch::set_num_threads(i32::try_from(own.max(1)).unwrap_or(1));
-                Lane { lane, lanes, engine, tickets: HashMap::new() }.run(&queue, &send);
+                Worker { worker, workers, engine, request_ids: HashMap::new() }.run(&queue, &send);
             })
         };
         let threads = engines.into_iter().enumerate().map(start).collect();
-        let times = vec![StepTimes::default(); lanes];
+        let times = vec![StepTimes::default(); workers];
         let submitted = vec![];
-        Self { draft_len, vocab_size, submitted, queue, reports, threads, times, next_ticket: 0, open: 0 }
+        Self { draft_len, vocab_size, submitted, queue, reports, threads, times, next_request_id: 0, open: 0 }
     }
 }
 
@@ -173,11 +173,11 @@ impl Generator for EngineReplicas {
     }
 
     fn submit(&mut self, request: Request) -> Result<RequestId, EngineError> {
-        let ticket = RequestId(self.next_ticket);
-        self.next_ticket += 1;
+        let request_id = RequestId(self.next_request_id);
+        self.next_request_id += 1;
         self.open += 1;
-        self.submitted.push((ticket, request));
-        Ok(ticket)
+        self.submitted.push((request_id, request));
+        Ok(request_id)
     }
 
     fn is_idle(&self) -> bool {
@@ -197,20 +197,20 @@ impl Generator for EngineReplicas {
         }
         // The channel closes only after a panic has stopped the engines. Later calls then panic
         // instead of waiting forever.
-        let Ok(Report { lane, outcome }) = self.reports.recv() else { panic!("the engines have ended") };
+        let Ok(Report { worker, outcome }) = self.reports.recv() else { panic!("the engines have ended") };
         let (events, times) = outcome.unwrap_or_else(|panic| {
             self.queue.close();
             resume_unwind(panic)
         });
-        self.times[lane] = times;
+        self.times[worker] = times;
         self.open -= events.iter().filter(|event| !matches!(event, Event::Tokens(..))).count();
         events
     }
 
     /// Mean times over the engines, without idle time; `steps` is the sum.
     fn times(&self) -> StepTimes {
-        let lanes = self.times.len().max(1) as u32;
-        let mean = |part: fn(&StepTimes) -> Duration| self.times.iter().map(part).sum::<Duration>() / lanes;
+        let workers = self.times.len().max(1) as u32;
+        let mean = |part: fn(&StepTimes) -> Duration| self.times.iter().map(part).sum::<Duration>() / workers;
         StepTimes {
             draft: mean(|times| times.draft),
             verify: mean(|times| times.verify),
@@ -235,24 +235,24 @@ impl Drop for EngineReplicas {
 }
 
 /// One of several engines, with the state of its thread.
-struct Lane<T, P> {
-    lane: usize,
-    lanes: usize,
+struct Worker<T, P> {
+    worker: usize,
+    workers: usize,
     engine: Engine<T, P>,
-    /// Ticket of [`EngineReplicas`] for each ticket of this engine.
-    tickets: HashMap<RequestId, RequestId>,
+    /// Request id of [`EngineReplicas`] for each request_id of this engine.
+    request_ids: HashMap<RequestId, RequestId>,
 }
 
-impl<T: Target, P: Proposer> Lane<T, P> {
+impl<T: Target, P: Proposer> Worker<T, P> {
     /// Runs steps until the queue is closed, the receiver is gone or the engine panics.
     fn run(mut self, queue: &Queue, reports: &Sender<Report>) {
-        let lane = self.lane;
+        let worker = self.worker;
         loop {
-            let room = self.engine.slots().saturating_sub(self.tickets.len());
-            let Some(requests) = queue.take(room, self.lanes, self.tickets.is_empty()) else { return };
+            let room = self.engine.slots().saturating_sub(self.request_ids.len());
+            let Some(requests) = queue.take(room, self.workers, self.request_ids.is_empty()) else { return };
             let outcome = catch_unwind(AssertUnwindSafe(|| (self.step(requests), self.engine.times())));
             let panicked = outcome.is_err();
-            if reports.send(Report { lane, outcome }).is_err() || panicked {
+            if reports.send(Report { worker, outcome }).is_err() || panicked {
                 return;
             }
         }
@@ -260,10 +260,10 @@ impl<T: Target, P: Proposer> Lane<T, P> {
 
     fn step(&mut self, requests: Vec<(RequestId, Request)>) -> Vec<Event> {
         let mut events = vec![];
-        for (ticket, request) in requests {
+        for (request_id, request) in requests {
             match self.engine.submit(request) {
-                Ok(own) => drop(self.tickets.insert(own, ticket)),
-                Err(error) => events.push(Event::Failed(ticket, error)),
+                Ok(own) => drop(self.request_ids.insert(own, request_id)),
+                Err(error) => events.push(Event::Failed(request_id, error)),
             }
         }
         for event in self.engine.step() {
@@ -272,12 +272,12 @@ impl<T: Target, P: Proposer> Lane<T, P> {
         events
     }
 
-    /// Replaces the engine's own ticket by the ticket that the caller was given.
+    /// Replaces the engine's own request_id by the request_id that the caller was given.
     fn renamed(&mut self, event: Event) -> Option<Event> {
         Some(match event {
-            Event::Tokens(own, tokens) => Event::Tokens(*self.tickets.get(&own)?, tokens),
-            Event::Done(own, completion) => Event::Done(self.tickets.remove(&own)?, completion),
-            Event::Failed(own, error) => Event::Failed(self.tickets.remove(&own)?, error),
+            Event::Tokens(own, tokens) => Event::Tokens(*self.request_ids.get(&own)?, tokens),
+            Event::Done(own, completion) => Event::Done(self.request_ids.remove(&own)?, completion),
+            Event::Failed(own, error) => Event::Failed(self.request_ids.remove(&own)?, error),
         })
     }
 }

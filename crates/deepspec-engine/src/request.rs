@@ -63,13 +63,13 @@ pub enum EngineError {
     },
     /// Memory ran out while the sequence was running.
     #[error(
-        "the memory ran out at a sequence of {tokens} tokens; ask again, or lower the number of slots ({words})"
+        "the memory ran out at a sequence of {tokens} tokens; ask again, or lower the number of slots ({message})"
     )]
     OutOfMemory {
         /// Tokens of the prompt and of the answer so far.
         tokens: usize,
         /// The first line of the allocator's message.
-        words: String,
+        message: String,
     },
     /// A token id outside the vocabulary.
     #[error(

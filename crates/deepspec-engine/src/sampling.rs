@@ -35,7 +35,7 @@ impl Sampling {
 
     /// `[temperature, greedy flag, top_k, top_p, min_p]`. A setting that does not apply gets a
     /// value that filters nothing.
-    pub(crate) fn numbers(&self) -> [f64; NUMBERS] {
+    pub(crate) fn parameters(&self) -> [f64; NUM_PARAMETERS] {
         let temperature = if self.is_greedy() { 1.0 } else { self.temperature };
         let greedy = f64::from(u8::from(self.is_greedy()));
         let (top_k, top_p, min_p) = match self.filters() {
@@ -49,45 +49,45 @@ impl Sampling {
         !self.is_greedy() && (self.top_p < 1.0 || self.top_k > 0 || self.min_p > 0.0)
     }
 
-    fn picks(&self) -> bool {
-        self.filters() && (1..=PICKED).contains(&self.top_k)
+    fn uses_topk(&self) -> bool {
+        self.filters() && (1..=MAX_TOPK).contains(&self.top_k)
     }
 
-    fn sorts(&self) -> bool {
-        self.filters() && !self.picks()
+    fn uses_sort(&self) -> bool {
+        self.filters() && !self.uses_topk()
     }
 }
 
 /// Up to this top-k, `topk` selects the most likely tokens. Above it, and without top-k, the whole
 /// vocabulary is sorted. libtorch chooses the order of equal probabilities either way.
-const PICKED: usize = 1024;
+const MAX_TOPK: usize = 1024;
 
-/// Length of one sequence's settings on the device; see [`Sampling::numbers`].
-pub const NUMBERS: usize = 5;
+/// Length of one sequence's settings on the device; see [`Sampling::parameters`].
+pub const NUM_PARAMETERS: usize = 5;
 
 /// Sampling settings of S sequences as tensors.
 pub struct SamplingBatch {
     rows: Vec<Sampling>,
-    numbers: Tensor, // [S, NUMBERS] float64
+    parameters: Tensor, // [S, NUM_PARAMETERS] float64
 }
 
 impl SamplingBatch {
     /// Settings of a batch, one per row.
     pub fn new(rows: Vec<Sampling>, device: Device) -> Self {
-        let numbers: Vec<f64> = rows.iter().flat_map(Sampling::numbers).collect();
-        let numbers = Tensor::from_slice(&numbers).view([-1, NUMBERS as i64]).to_device(device);
-        Self { rows, numbers }
+        let parameters: Vec<f64> = rows.iter().flat_map(Sampling::parameters).collect();
+        let parameters = Tensor::from_slice(&parameters).view([-1, NUM_PARAMETERS as i64]).to_device(device);
+        Self { rows, parameters }
     }
 
-    /// A batch whose [`Sampling::numbers`] are on the device already: `[S·NUMBERS]` float64.
-    pub(crate) fn with(rows: Vec<Sampling>, numbers: &Tensor) -> Self {
-        Self { rows, numbers: numbers.view([-1, NUMBERS as i64]) }
+    /// A batch whose [`Sampling::parameters`] are on the device already: `[S·NUM_PARAMETERS]` float64.
+    pub(crate) fn with_parameters(rows: Vec<Sampling>, parameters: &Tensor) -> Self {
+        Self { rows, parameters: parameters.view([-1, NUM_PARAMETERS as i64]) }
     }
 
     /// A copy of the batch with greedy sampling in every row.
     pub(crate) fn greedy(&self) -> Self {
         let rows = self.rows.iter().map(|row| Sampling { temperature: 0.0, ..*row }).collect();
-        Self { rows, numbers: self.numbers.shallow_clone() }
+        Self { rows, parameters: self.parameters.shallow_clone() }
     }
 
     /// Number of sequences S.
@@ -110,14 +110,14 @@ impl SamplingBatch {
     /// if all rows are greedy.
     pub(crate) fn repeated(&self, repeats: &[usize], index: Option<&Tensor>) -> Self {
         let rows = self.rows.iter().zip(repeats).flat_map(|(row, &n)| std::iter::repeat_n(*row, n)).collect();
-        let numbers =
-            index.map_or_else(|| self.numbers.shallow_clone(), |index| self.numbers.index_select(0, index));
-        Self { rows, numbers }
+        let parameters = index
+            .map_or_else(|| self.parameters.shallow_clone(), |index| self.parameters.index_select(0, index));
+        Self { rows, parameters }
     }
 
     /// Column `number` of the settings, `[S, 1]` float32.
     fn column(&self, number: i64) -> Tensor {
-        self.numbers.narrow(1, number, 1).to_kind(Kind::Float)
+        self.parameters.narrow(1, number, 1).to_kind(Kind::Float)
     }
 
     /// Sampling distributions of the logits: float32 `[S, V]` from `[S, V]`.
@@ -148,29 +148,31 @@ impl SamplingBatch {
     /// Applies top-k, top-p and min-p row by row and renormalises. A row's result does not depend
     /// on other rows.
     fn filtered(&self, probs: &Tensor) -> Tensor {
-        let most = (PICKED as i64).min(probs.size()[1]);
+        let most = (MAX_TOPK as i64).min(probs.size()[1]);
         let [top_k, top_p, min_p] = [2, 3, 4].map(|number| self.column(number));
-        let picks = top_k.le(PICKED as f64);
-        let sorts = picks
+        let uses_topk = top_k.le(MAX_TOPK as f64);
+        let uses_sort = uses_topk
             .logical_not()
             .logical_and(&top_p.lt(1.0).logical_or(&min_p.gt(0.0)).logical_or(&top_k.isfinite()));
         let mut filtered = probs.shallow_clone();
-        if self.rows.iter().any(Sampling::picks) {
-            filtered = self.kept(probs, &probs.topk(most, -1, true, true)).where_self(&picks, &filtered);
+        if self.rows.iter().any(Sampling::uses_topk) {
+            filtered = self
+                .filter_sorted(probs, &probs.topk(most, -1, true, true))
+                .where_self(&uses_topk, &filtered);
         }
-        if self.rows.iter().any(Sampling::sorts) {
-            filtered = self.kept(probs, &probs.sort(-1, true)).where_self(&sorts, &filtered);
+        if self.rows.iter().any(Sampling::uses_sort) {
+            filtered = self.filter_sorted(probs, &probs.sort(-1, true)).where_self(&uses_sort, &filtered);
         }
         filtered
     }
 
     /// Filters and renormalises `probs`. `sorted` are the most likely probabilities of each row in
     /// descending order, and `order` are their token ids.
-    fn kept(&self, probs: &Tensor, (sorted, order): &(Tensor, Tensor)) -> Tensor {
+    fn filter_sorted(&self, probs: &Tensor, (sorted, order): &(Tensor, Tensor)) -> Tensor {
         let [top_k, top_p, min_p] = [2, 3, 4].map(|number| self.column(number));
         let rank = Tensor::arange(sorted.size()[1], (Kind::Float, probs.device())).unsqueeze(0);
         let kept = sorted * rank.lt_tensor(&top_k).to_kind(Kind::Float);
-        let mass = mass_of(&kept);
+        let mass = row_sum(&kept);
         // A token stays if the mass before it, within the top-k set, is below top-p. The first
         // token always stays.
         let before = kept.cumsum(-1, Kind::Float) - &kept;
@@ -178,14 +180,14 @@ impl SamplingBatch {
         let likely = sorted.ge_tensor(&(min_p * sorted.narrow(1, 0, 1)));
         let keep = within.logical_and(&likely).logical_or(&rank.lt(1.0));
         let kept = kept * keep.to_kind(Kind::Float);
-        let kept = &kept / mass_of(&kept);
+        let kept = &kept / row_sum(&kept);
         probs.zeros_like().scatter(-1, order, &kept)
     }
 }
 
 /// Sum of each row of `[S, k]`: `[S, 1]` float32. It adds sequentially, because libtorch's parallel
-/// sum depends on the numbers of rows and threads.
-fn mass_of(weights: &Tensor) -> Tensor {
+/// sum depends on the parameters of rows and threads.
+fn row_sum(weights: &Tensor) -> Tensor {
     let sums = weights.cumsum(-1, Kind::Double);
     sums.narrow(1, sums.size()[1] - 1, 1).to_kind(Kind::Float)
 }
@@ -235,11 +237,11 @@ mod tests {
         let vocab = 3000;
         let logits = (Tensor::arange(vocab, (Kind::Float, Device::Cpu)) * 1.7).sin() * 4.0;
         for (top_p, min_p) in [(1.0, 0.0), (0.8, 0.0), (1.0, 0.2), (0.6, 0.1)] {
-            for top_k in [1, 7, PICKED] {
+            for top_k in [1, 7, MAX_TOPK] {
                 let picking = Sampling { top_k, top_p, min_p, ..Sampling::new(0.9, 1) };
                 let batch = SamplingBatch::new(vec![picking], Device::Cpu);
                 let probs = (logits.unsqueeze(0) / 0.9).softmax(-1, Kind::Float);
-                let sorted = batch.kept(&probs, &probs.sort(-1, true));
+                let sorted = batch.filter_sorted(&probs, &probs.sort(-1, true));
                 assert!(batch.filtered(&probs).allclose(&sorted, 1e-6, 1e-9, false), "{picking:?}");
             }
         }
@@ -247,7 +249,7 @@ mod tests {
             Sampling { top_k: 5, ..Sampling::new(1.0, 1) },
             Sampling::new(0.7, 2),
             Sampling { top_p: 0.5, ..Sampling::new(1.0, 3) },
-            Sampling { top_k: PICKED + 1, ..Sampling::new(1.0, 4) },
+            Sampling { top_k: MAX_TOPK + 1, ..Sampling::new(1.0, 4) },
         ];
         let together = SamplingBatch::new(all.to_vec(), Device::Cpu).distributions(&logits.repeat([4, 1]));
         for (row, setting) in all.into_iter().enumerate() {
@@ -300,7 +302,7 @@ mod tests {
             assert!(distributions.is_none());
             let one_hots = batch.distributions(&logits);
             assert_eq!(tokens, sample(&one_hots, &uniforms));
-            let proposal = Proposal::of(vec![(tokens, None)], None);
+            let proposal = Proposal::stack(vec![(tokens, None)], None);
             assert_eq!(proposal.distributions(1, 3), one_hots.unsqueeze(1));
         }
     }

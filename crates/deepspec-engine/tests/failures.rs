@@ -72,7 +72,7 @@ impl Target for Weak {
         self.toy.truncate(slot, len);
     }
 
-    fn history_bytes(&self, tokens: usize) -> u64 {
+    fn kv_cache_bytes(&self, tokens: usize) -> u64 {
         tokens as u64 * TOKEN_BYTES
     }
 
@@ -148,7 +148,7 @@ fn drain<P: Proposer>(
             match event {
                 Event::Tokens(..) => {}
                 Event::Done(_, completion) => drop(done.insert(completion.id.clone(), completion)),
-                Event::Failed(ticket, error) => failed.push((ids[&ticket].clone(), error)),
+                Event::Failed(request_id, error) => failed.push((ids[&request_id].clone(), error)),
             }
         }
     }
@@ -187,11 +187,11 @@ fn without_memory_the_largest_ends_and_the_others_go_on() {
     let target = Weak { most_tokens: 17, ..Weak::new(4) };
     let mut engine = Engine::new(target, Some(ToyDrafter::new(4)), options(4));
     let (done, failed) = drain(&mut engine, &requests);
-    let [(id, EngineError::OutOfMemory { tokens: 16, words })] = failed.as_slice() else {
+    let [(id, EngineError::OutOfMemory { tokens: 16, message })] = failed.as_slice() else {
         panic!("{failed:?}")
     };
     assert_eq!(id, "sample-2");
-    assert!(words.contains("memory") && !words.contains('\n'), "{words}");
+    assert!(message.contains("memory") && !message.contains('\n'), "{message}");
     assert_same(&done, &undisturbed(&requests));
 }
 
@@ -226,12 +226,12 @@ fn other_panics_are_no_lack_of_memory() {
             Device::Cpu
         }
     }
-    let words = deepspec_core::cli::contain(|| {
+    let message = deepspec_core::cli::contain(|| {
         let mut engine: Engine<Wrong, ToyDrafter> = Engine::new(Wrong(Weak::new(1)), None, options(1));
         engine.submit(request(0, &PROMPT)).unwrap();
         engine.step()
     });
-    assert_eq!(words.unwrap_err(), "a mistake of ours");
+    assert_eq!(message.unwrap_err(), "a mistake of ours");
 }
 
 #[test]

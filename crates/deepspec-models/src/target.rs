@@ -178,13 +178,13 @@ impl TargetModel {
             let chunks: Vec<Chunk> = pass.into_iter().map(|part| part.chunk).collect();
             let out = self.pass(&chunks, &own);
             hidden.push(out.hidden);
-            taps.push(out.taps);
+            taps.push(out.captured_states);
         }
         // From the order of the passes to the order of the batch.
         places.sort_unstable();
         let in_order =
             |parts: Vec<Tensor>| runs(&Tensor::cat(&parts, 0), places.iter().map(|(_, place)| *place));
-        ModelOutput { hidden: in_order(hidden), taps: in_order(taps) }
+        ModelOutput { hidden: in_order(hidden), captured_states: in_order(taps) }
     }
 
     /// One pass over all rows.
@@ -208,7 +208,7 @@ impl TargetModel {
         } else {
             Tensor::cat(&captured, 1)
         };
-        ModelOutput { hidden: self.norm.forward(&x), taps }
+        ModelOutput { hidden: self.norm.forward(&x), captured_states: taps }
     }
 
     /// Peak bytes of a forward pass of `rows` tokens, with logits and distributions of `judged` tokens and the packed head.
@@ -240,11 +240,11 @@ impl Target for TargetModel {
         self.cache.truncate(slot, len);
     }
 
-    fn history_bytes(&self, tokens: usize) -> u64 {
+    fn kv_cache_bytes(&self, tokens: usize) -> u64 {
         self.cache.history_bytes(tokens) as u64
     }
 
-    fn release(&mut self) {
+    fn free_cached_memory(&mut self) {
         self.cache.release();
     }
 

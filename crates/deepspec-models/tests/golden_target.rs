@@ -23,7 +23,7 @@ fn load(case: &Case, taps: Vec<Tap>, slots: usize) -> TargetModel {
 fn feed(target: &mut TargetModel, chunks: &[(usize, usize)], tokens: &Tensor) -> (Tensor, Tensor, Tensor) {
     let out = target.forward(&ModelInput { chunks, tokens: tokens.reshape([-1]).to_device(device()) });
     let logits = target.logits(&out.hidden).to_device(tch::Device::Cpu);
-    (logits, out.hidden.to_device(tch::Device::Cpu), out.taps.to_device(tch::Device::Cpu))
+    (logits, out.hidden.to_device(tch::Device::Cpu), out.captured_states.to_device(tch::Device::Cpu))
 }
 
 fn check_prefill(name: &str) {

@@ -30,7 +30,10 @@ fn ids(length: usize) -> Tensor {
 
 fn feed(target: &mut TargetModel, chunks: &[(usize, usize)], tokens: &Tensor) -> ModelOutput {
     let out = target.forward(&ModelInput { chunks, tokens: tokens.to_device(device()) });
-    ModelOutput { hidden: out.hidden.to_device(Device::Cpu), taps: out.taps.to_device(Device::Cpu) }
+    ModelOutput {
+        hidden: out.hidden.to_device(Device::Cpu),
+        captured_states: out.captured_states.to_device(Device::Cpu),
+    }
 }
 
 #[test]
@@ -43,7 +46,10 @@ fn passes_and_pieces_do_not_change_the_states() {
     let length = 4150;
     let tokens = ids(length);
     let whole = feed(&mut target, &[(1, length)], &tokens);
-    assert_eq!((whole.hidden.size()[0], whole.taps.size()), (length as i64, vec![length as i64, 4 * 32]));
+    assert_eq!(
+        (whole.hidden.size()[0], whole.captured_states.size()),
+        (length as i64, vec![length as i64, 4 * 32])
+    );
 
     // Fed in small chunks, which attend in one call per layer.
     for start in (0..length).step_by(190) {
@@ -53,7 +59,7 @@ fn passes_and_pieces_do_not_change_the_states() {
             assert_close(what, found, &whole.narrow(0, start as i64, len as i64), TOLERANCE);
         };
         same("hidden", &out.hidden, &whole.hidden);
-        same("taps", &out.taps, &whole.taps);
+        same("taps", &out.captured_states, &whole.captured_states);
     }
 
     // What a sequence rides with does not matter, to the last bit, and rows come back in the order of the feed. (All lengths
@@ -65,7 +71,7 @@ fn passes_and_pieces_do_not_change_the_states() {
     let beside = Tensor::cat(&[&tokens.narrow(0, 0, 4100), &tokens, &tokens.narrow(0, 0, 4)], 0);
     let out = feed(&mut target, &chunks, &beside);
     let own = |rows: &Tensor| rows.narrow(0, 4100, length as i64);
-    assert!(own(&out.hidden).equal(&whole.hidden) && own(&out.taps).equal(&whole.taps));
+    assert!(own(&out.hidden).equal(&whole.hidden) && own(&out.captured_states).equal(&whole.captured_states));
     assert_close("first", &out.hidden.narrow(0, 0, 4100), &whole.hidden.narrow(0, 0, 4100), TOLERANCE);
     let last = out.hidden.narrow(0, 4100 + length as i64, 4);
     assert_close("last", &last, &whole.hidden.narrow(0, 0, 4), TOLERANCE);

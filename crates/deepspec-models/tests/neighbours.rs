@@ -164,7 +164,7 @@ fn feed(target: &mut TargetModel, vocab: i64, parts: &[(usize, usize, usize)]) -
 
 /// States, taps and logits of rows `[first, first + count)`.
 fn rows(target: &TargetModel, out: &ModelOutput, first: usize, count: usize) -> [Tensor; 3] {
-    let all = [out.hidden.shallow_clone(), out.taps.shallow_clone(), target.logits(&out.hidden)];
+    let all = [out.hidden.shallow_clone(), out.captured_states.shallow_clone(), target.logits(&out.hidden)];
     all.map(|rows| rows.narrow(0, first as i64, count as i64).copy())
 }
 

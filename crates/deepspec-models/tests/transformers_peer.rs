@@ -101,7 +101,8 @@ fn check(dir: &Path, arrays: &BTreeMap<String, Array>, batches: &[&[usize]]) {
             ids.iter().enumerate().map(|(slot, ids)| (slot, ids.numel())).collect();
         let tokens = Tensor::cat(&ids, 0).to_device(device());
         let out = target.forward(&ModelInput { chunks: &chunks, tokens });
-        let found = [("logits", target.logits(&out.hidden)), ("hidden", out.hidden), ("taps", out.taps)];
+        let found =
+            [("logits", target.logits(&out.hidden)), ("hidden", out.hidden), ("taps", out.captured_states)];
         for (name, found) in found {
             let expected = Tensor::cat(&batch.iter().map(|&index| of(name, index)).collect::<Vec<_>>(), 0);
             let off = max_abs(&(found.to_device(Device::Cpu) - &expected));

@@ -14,7 +14,7 @@ use deepspec_core::usage;
 use deepspec_cost::policy::Policy;
 use deepspec_drafters::{Drafter, DrafterOptions};
 use deepspec_engine::{
-    Engine, EngineError, EngineOptions, Event, Finish, Proposer, Request, RequestId, Tally,
+    AcceptanceStats, Engine, EngineError, EngineOptions, Event, Finish, Proposer, Request, RequestId,
 };
 use deepspec_hub::{HubError, model_dir};
 use deepspec_models::{Fit, TargetModel, TargetOptions, fit, history_bytes, room};
@@ -213,7 +213,7 @@ impl EngineThread {
                 // The receiver is gone only if the starting thread is; the jobs channel is then
                 // closed too.
                 let _ = ready.send(Ok(context));
-                let counted = Tally::default();
+                let counted = AcceptanceStats::default();
                 Worker { engine, live: HashMap::new(), waiting: VecDeque::new(), load: gauge, counted }
                     .run(incoming);
             }
@@ -347,7 +347,7 @@ struct Worker {
     waiting: VecDeque<(RequestId, Instant)>,
     load: Arc<Load>,
     /// Decoding cycles that the metrics include already.
-    counted: Tally,
+    counted: AcceptanceStats,
 }
 
 /// An unfinished request.

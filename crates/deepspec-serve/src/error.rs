@@ -123,7 +123,7 @@ mod tests {
     fn statuses_say_whose_fault_it_is_and_whether_it_may_be_tried_again() {
         let cases = [
             (EngineError::TooLarge { tokens: 100, bytes: 2000, memory: 1000 }, 400),
-            (EngineError::OutOfMemory { tokens: 100, words: "out of memory".into() }, 503),
+            (EngineError::OutOfMemory { tokens: 100, message: "out of memory".into() }, 503),
             (EngineError::NotFinite, 500),
         ];
         for (error, status) in cases {

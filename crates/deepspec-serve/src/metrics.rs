@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use deepspec_engine::Tally;
+use deepspec_engine::AcceptanceStats;
 use prometheus::{
     Encoder, Gauge, Histogram, HistogramOpts, IntCounter, IntCounterVec, IntGauge, Opts, Registry,
     TextEncoder,
@@ -109,8 +109,8 @@ impl Metrics {
     }
 
     /// Adds the difference of two tallies to the counters.
-    pub fn count_cycles(&self, before: &Tally, now: &Tally) {
-        let drafts = |tally: &Tally| tally.proposed_at.first().copied().unwrap_or(0);
+    pub fn count_cycles(&self, before: &AcceptanceStats, now: &AcceptanceStats) {
+        let drafts = |tally: &AcceptanceStats| tally.proposed_at.first().copied().unwrap_or(0);
         let (cycles, proposed) = (now.cycles - before.cycles, now.proposed - before.proposed);
         self.cycles.inc_by(cycles);
         self.drafts.inc_by(drafts(now) - drafts(before));

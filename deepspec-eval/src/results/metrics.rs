@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use deepspec_engine::{StepTimes, Tally};
+use deepspec_engine::{AcceptanceStats, StepTimes};
 use serde::{Deserialize, Serialize};
 
 use crate::statistics::Interval;
@@ -101,7 +101,7 @@ pub struct Metrics {
 
 impl Metrics {
     /// The ratios of one suite.
-    pub fn new(counts: &Tally, timing: &Timing, baseline: Option<&Baseline>) -> Self {
+    pub fn new(counts: &AcceptanceStats, timing: &Timing, baseline: Option<&Baseline>) -> Self {
         let tokens_per_s = timing.per_second(counts.output_tokens);
         let plain = baseline.and_then(|baseline| baseline.tokens_per_s).filter(|&plain| plain > 0.0);
         Self {

@@ -10,7 +10,7 @@ use std::path::Path;
 use anyhow::Context;
 use deepspec_core::{atomic, usage};
 use deepspec_datasets::suites::Domain;
-use deepspec_engine::{DraftSampling, Tally};
+use deepspec_engine::{AcceptanceStats, DraftSampling};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
@@ -83,7 +83,7 @@ pub struct SuiteResult {
     /// Tokens of all prompts.
     pub prompt_tokens: u64,
     /// Counts that all ratios are computed from.
-    pub counts: Tally,
+    pub counts: AcceptanceStats,
     /// Effect of confidence thresholds; empty if the run itself cut its blocks, or without a
     /// confidence head.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]

@@ -1,7 +1,7 @@
 //! Results for tests.
 
 use deepspec_datasets::suites::Domain;
-use deepspec_engine::{Completion, Cycle, Finish, Tally};
+use deepspec_engine::{AcceptanceStats, Completion, Cycle, Finish};
 use serde_json::json;
 
 use super::{Baseline, Metrics, Results, Scored, SuiteResult, Timing};
@@ -16,7 +16,7 @@ pub fn suite(name: &str, domain: Domain, accepted: &[u32]) -> Scored {
         Cycle { proposed, usable: proposed, accepted, committed, confidence }
     };
     let cycles: Vec<Cycle> = accepted.iter().map(cycle).collect();
-    let mut counts = Tally::new(2);
+    let mut counts = AcceptanceStats::new(2);
     counts.add(&Completion { id: "0".into(), tokens: vec![0; 8], finish: Finish::Stop, cycles });
     let baseline = Some(Baseline::new(4, TIMING));
     let prompt = Counts { committed: counts.committed, cycles: counts.cycles };

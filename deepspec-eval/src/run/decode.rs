@@ -7,7 +7,9 @@ use anyhow::Context;
 use deepspec_core::cli::Verbosity;
 use deepspec_core::progress::Progress;
 use deepspec_datasets::suites::{RequestTemplate, TokenizedSuite};
-use deepspec_engine::{Completion, Event, Finish, Generator, Request, RequestId, Sampling, StepTimes, Tally};
+use deepspec_engine::{
+    AcceptanceStats, Completion, Event, Finish, Generator, Request, RequestId, Sampling, StepTimes,
+};
 use deepspec_ops::StepTrace;
 use deepspec_text::{Message, Role, without_thoughts};
 
@@ -96,7 +98,7 @@ pub fn decode(
     let mut progress = Progress::new(verbosity, if drafting { "drafted" } else { "plain" }, total, 0);
     let mut passes = Vec::with_capacity(plan.suites.len());
     for suite in plan.suites {
-        let tally = Tally::new(engine.draft_len());
+        let tally = AcceptanceStats::new(engine.draft_len());
         let clock = Clock { times: engine.times(), instant: Instant::now() };
         let pass = Pass { answers: vec![], unasked: 0, timing: Timing::ZERO };
         let (running, engine, journal, progress) =
@@ -135,7 +137,7 @@ struct Decoding<'a> {
     journal: &'a mut Journal,
     progress: &'a mut Progress,
     running: HashMap<RequestId, (PendingTurn, usize)>,
-    tally: Tally,
+    tally: AcceptanceStats,
     clock: Clock,
     pass: Pass,
 }

@@ -5,7 +5,7 @@ use std::fs;
 use std::path::Path;
 
 use deepspec_core::cli::one_line;
-use deepspec_engine::{Cycle, Finish, Request, Sampling, Tally};
+use deepspec_engine::{AcceptanceStats, Cycle, Finish, Request, Sampling};
 use deepspec_testkit::mutate::Dice;
 use serde_json::{Map, Value, json};
 
@@ -97,7 +97,7 @@ fn damaged_journals_never_give_what_cannot_be() {
             }
             Ok(mut journal) => {
                 let answers = taken(&mut journal);
-                let (mut tally, mut timing) = (Tally::new(BLOCK), Timing::ZERO);
+                let (mut tally, mut timing) = (AcceptanceStats::new(BLOCK), Timing::ZERO);
                 for answer in answers {
                     timing.add(&answer.timing);
                     tally.add(&answer.completion(String::new()));

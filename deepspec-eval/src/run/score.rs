@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use deepspec_datasets::suites::TokenizedSuite;
-use deepspec_engine::Tally;
+use deepspec_engine::AcceptanceStats;
 
 use super::decode::{Answer, Pass};
 use crate::confidence::{self, ConfidenceResult};
@@ -88,8 +88,8 @@ fn score(
     Scored { suite, length }
 }
 
-fn tally(answers: &[Answer], block_size: usize) -> Tally {
-    let mut counts = Tally::new(block_size);
+fn tally(answers: &[Answer], block_size: usize) -> AcceptanceStats {
+    let mut counts = AcceptanceStats::new(block_size);
     answers.iter().for_each(|answer| counts.add(&answer.completion));
     counts
 }

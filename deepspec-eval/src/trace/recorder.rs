@@ -49,11 +49,11 @@ impl<P: Proposer> Proposer for Recorder<P> {
         self.drafter.truncate(slot, len);
     }
 
-    fn history_bytes(&self, tokens: usize) -> u64 {
-        self.drafter.history_bytes(tokens)
+    fn kv_cache_bytes(&self, tokens: usize) -> u64 {
+        self.drafter.kv_cache_bytes(tokens)
     }
 
-    fn release(&mut self) {
-        self.drafter.release();
+    fn free_cached_memory(&mut self) {
+        self.drafter.free_cached_memory();
     }
 }

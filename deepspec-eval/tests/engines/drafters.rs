@@ -78,7 +78,7 @@ fn taught(plan: &dyn DrafterPlan, target: &Path, taps: &[Tap], steps: usize) -> 
     let rows = LIMIT..2 * LIMIT;
     let lessons =
         Lessons { target: target.to_path_buf(), suites: smoke(), rows, tokens: 48, thinking: false };
-    let samples = lessons.samples(taps, |out| (out.taps, out.hidden));
+    let samples = lessons.samples(taps, |out| (out.captured_states, out.hidden));
     let trained = train(plan, target, steps, samples);
     let drafter = tempfile::tempdir().unwrap();
     save(&drafter.path().join("model.safetensors"), &trained.checkpoint(), Kind::BFloat16).unwrap();

@@ -85,7 +85,7 @@ impl<K: BlockDrafter> AnchoredProposer<K> {
     /// Appends keys and values of newly verified tokens to the cache.
     fn append_context(&mut self, context: &Context, chunks: &[Chunk], rows: &Rows) {
         let rotations = self.model.rotations(rows.positions());
-        let hidden = self.model.context(&context.taps);
+        let hidden = self.model.context(&context.captured_states);
         for (i, layer) in self.model.parts.backbone().layers.iter().enumerate() {
             let (k, v) = layer.attention.project_context(&hidden, rotations.of(i));
             self.cache.write(i, rows, &k, &v);
@@ -170,19 +170,19 @@ impl<K: BlockDrafter> Proposer for AnchoredProposer<K> {
             drawn
         });
         let confidence = self.model.confidence_logits(&hidden, embeddings.as_ref());
-        Proposal::of(draws, confidence)
+        Proposal::stack(draws, confidence)
     }
 
     fn truncate(&mut self, slot: usize, len: usize) {
         self.cache.truncate(slot, len);
     }
 
-    fn history_bytes(&self, tokens: usize) -> u64 {
+    fn kv_cache_bytes(&self, tokens: usize) -> u64 {
         let idle = K::blocks(self.model.config()).slots.first();
         self.cache.history_bytes(tokens + idle) as u64
     }
 
-    fn release(&mut self) {
+    fn free_cached_memory(&mut self) {
         self.cache.release();
     }
 }

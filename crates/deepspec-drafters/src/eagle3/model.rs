@@ -616,7 +616,7 @@ impl Proposer for Eagle3Proposer {
         self.cache.reserve(&[taken.clone(), drafted.concat()].concat());
         let (context, slots) = (request.context, request.slots);
         if !taken.is_empty() {
-            let states = self.extend(&taken, &context.next, self.model.fuse(&context.taps));
+            let states = self.extend(&taken, &context.next, self.model.fuse(&context.captured_states));
             // The last committed token of every slot.
             let ends = context.chunks.iter().scan(0, |end, &(_, rows)| {
                 *end += rows as i64;
@@ -645,11 +645,11 @@ impl Proposer for Eagle3Proposer {
         self.cache.truncate(slot, len);
     }
 
-    fn history_bytes(&self, tokens: usize) -> u64 {
+    fn kv_cache_bytes(&self, tokens: usize) -> u64 {
         self.cache.history_bytes(tokens) as u64
     }
 
-    fn release(&mut self) {
+    fn free_cached_memory(&mut self) {
         self.cache.release();
     }
 }

@@ -15,17 +15,17 @@ pub(super) struct SlotUpdate {
     cycle: Option<Cycle>,
     /// Rows of the forward that stay in the slot's KV cache.
     rows: usize,
-    end: End,
+    end: SlotEnd,
 }
 
-enum End {
-    GoesOn,
+enum SlotEnd {
+    Continues,
     Finished(Finish),
     NotFinite,
 }
 
 /// Committed rows of one slot in a step's forward, which are contiguous.
-struct Kept {
+struct KeptRows {
     slot: usize,
     first: i64,
     count: i64,
@@ -35,9 +35,9 @@ struct Kept {
 
 impl<T: Target, P: Proposer> Engine<T, P> {
     /// Computes the update of every slot from the verification's result.
-    pub(super) fn fates(&self, step: &Step, outcome: &VerifyOutcome) -> Vec<SlotUpdate> {
+    pub(super) fn updates(&self, step: &Step, outcome: &VerifyOutcome) -> Vec<SlotUpdate> {
         let overrun = self.options.counts_overrun && self.proposer.is_some();
-        let mut fates = Vec::with_capacity(step.chunks.len());
+        let mut updates = Vec::with_capacity(step.chunks.len());
         for (i, &(slot, fed)) in step.chunks.iter().enumerate() {
             let Some(sequence) = &self.slots[slot] else { continue };
             let (cycle, tokens, rows) = match i.checked_sub(step.decoding.len()) {
@@ -49,31 +49,36 @@ impl<T: Target, P: Proposer> Engine<T, P> {
                 }
             };
             let end = match sequence.finish(&tokens, overrun) {
-                _ if !outcome.finite[i] => End::NotFinite,
-                Some(finish) => End::Finished(finish),
-                None => End::GoesOn,
+                _ if !outcome.finite[i] => SlotEnd::NotFinite,
+                Some(finish) => SlotEnd::Finished(finish),
+                None => SlotEnd::Continues,
             };
-            fates.push(SlotUpdate { slot, tokens, cycle, rows, end });
+            updates.push(SlotUpdate { slot, tokens, cycle, rows, end });
         }
-        fates
+        updates
     }
 
     /// Hidden states of the committed tokens for the drafter, of sequences that continue. `tokens`
     /// are the tokens that the target ran and `states` their hidden states. `drawn` are the tokens
     /// drawn after each chunk.
-    pub(super) fn news(
+    pub(super) fn drafter_context(
         &self,
         step: &Step,
-        fates: &[SlotUpdate],
+        updates: &[SlotUpdate],
         tokens: &Tensor,
         drawn: &Tensor,
         states: &ModelOutput,
     ) -> Option<Context> {
         let reads_hidden = self.proposer.as_ref()?.reads_hidden();
         let (mut kept, mut row) = (vec![], 0);
-        for (chunk, (fate, &(slot, fed))) in fates.iter().zip(&step.chunks).enumerate() {
-            if let End::GoesOn = fate.end {
-                kept.push(Kept { slot, first: row as i64, count: fate.rows as i64, chunk: chunk as i64 });
+        for (chunk, (update, &(slot, fed))) in updates.iter().zip(&step.chunks).enumerate() {
+            if let SlotEnd::Continues = update.end {
+                kept.push(KeptRows {
+                    slot,
+                    first: row as i64,
+                    count: update.rows as i64,
+                    chunk: chunk as i64,
+                });
             }
             row += fed;
         }
@@ -85,9 +90,9 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         // The next token of a row is the token of the following row. For a chunk's last kept row it
         // is the drawn token.
         let all = Tensor::cat(&[tokens, drawn], 0);
-        let behind = |kept: &Kept| [(kept.first + 1, kept.count - 1), (row as i64 + kept.chunk, 1)];
+        let behind = |kept: &KeptRows| [(kept.first + 1, kept.count - 1), (row as i64 + kept.chunk, 1)];
         Some(Context {
-            taps: rows(&states.taps),
+            captured_states: rows(&states.captured_states),
             hidden: reads_hidden.then(|| rows(&states.hidden)),
             tokens: rows(tokens),
             next: runs(&all, kept.iter().flat_map(behind)),
@@ -96,13 +101,13 @@ impl<T: Target, P: Proposer> Engine<T, P> {
     }
 
     /// Applies the updates to the sequences and returns their events.
-    pub(super) fn commit(&mut self, fates: Vec<SlotUpdate>) -> Vec<Event> {
+    pub(super) fn commit(&mut self, updates: Vec<SlotUpdate>) -> Vec<Event> {
         let mut events = vec![];
-        for SlotUpdate { slot, tokens, cycle, rows, end } in fates {
+        for SlotUpdate { slot, tokens, cycle, rows, end } in updates {
             let Some(sequence) = self.slots[slot].as_mut() else { continue };
-            if let End::NotFinite = end {
-                events.push(Event::Failed(sequence.ticket, EngineError::NotFinite));
-                self.vacate(slot);
+            if let SlotEnd::NotFinite = end {
+                events.push(Event::Failed(sequence.request_id, EngineError::NotFinite));
+                self.free_slot(slot);
                 continue;
             }
             if let Some(cycle) = cycle {
@@ -111,15 +116,16 @@ impl<T: Target, P: Proposer> Engine<T, P> {
             }
             let visible = sequence.commit(&tokens);
             if !visible.is_empty() {
-                events.push(Event::Tokens(sequence.ticket, visible));
+                events.push(Event::Tokens(sequence.request_id, visible));
             }
-            sequence.held += rows;
+            sequence.target_len += rows;
             match end {
-                End::Finished(finish) => {
-                    let done = self.vacate(slot);
-                    events.extend(done.map(|done| Event::Done(done.ticket, done.into_completion(finish))));
+                SlotEnd::Finished(finish) => {
+                    let done = self.free_slot(slot);
+                    events
+                        .extend(done.map(|done| Event::Done(done.request_id, done.into_completion(finish))));
                 }
-                End::GoesOn | End::NotFinite => self.target.truncate(slot, sequence.held),
+                SlotEnd::Continues | SlotEnd::NotFinite => self.target.truncate(slot, sequence.target_len),
             }
         }
         events

@@ -13,7 +13,7 @@ impl<T: Target, P: Proposer> Engine<T, P> {
     pub(super) fn draft(
         &mut self,
         decoding: &[usize],
-        numbers: &StepInputs,
+        inputs: &StepInputs,
     ) -> Option<(Proposal, Vec<usize>)> {
         let block = self.draft_len();
         if decoding.is_empty() || block == 0 {
@@ -32,19 +32,19 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         let proposer = self.proposer.as_mut()?;
         let full_block = proposer.draft_len();
         let greedy = match self.options.draft_sampling {
-            DraftSampling::Greedy => Some(numbers.decoding.greedy()),
+            DraftSampling::Greedy => Some(inputs.decoding.greedy()),
             DraftSampling::Probabilistic => None,
         };
         let mut proposal = proposer.propose(&DraftRequest {
             context,
             slots: decoding,
-            anchors: &numbers.anchors,
-            uniforms: &numbers.draft,
-            sampling: greedy.as_ref().unwrap_or(&numbers.decoding),
+            anchors: &inputs.anchors,
+            uniforms: &inputs.draft,
+            sampling: greedy.as_ref().unwrap_or(&inputs.decoding),
         });
         for (slot, rows) in self.pending.drain(..).flat_map(|context| context.chunks) {
             if let Some(sequence) = &mut self.slots[slot] {
-                sequence.seen += rows;
+                sequence.drafter_len += rows;
             }
         }
         if block < full_block {
@@ -74,8 +74,8 @@ impl<T: Target, P: Proposer> Engine<T, P> {
 
     /// Number of sequences of a step and their mean context length.
     pub(super) fn load(&self, decoding: &[usize]) -> StepLoad {
-        let held: usize = self.sequences(decoding).map(|sequence| sequence.held).sum();
-        StepLoad { requests: decoding.len(), context: held / decoding.len().max(1) }
+        let target_len: usize = self.sequences(decoding).map(|sequence| sequence.target_len).sum();
+        StepLoad { requests: decoding.len(), context: target_len / decoding.len().max(1) }
     }
 
     /// Maps confidence logits `[S, γ]` to probabilities.
@@ -83,7 +83,7 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         if self.temperatures.is_empty() {
             return logits.sigmoid();
         }
-        let temperatures = self.resident.temperatures.get_or_init(|| {
+        let temperatures = self.device_state.temperatures.get_or_init(|| {
             let of = |k: usize| self.temperatures.get(k).map_or(1.0, |&t| t as f32);
             let temperatures: Vec<f32> = (0..logits.size()[1] as usize).map(of).collect();
             Tensor::from_slice(&temperatures).to_device(logits.device())
@@ -111,8 +111,8 @@ fn joined(pending: &[Context]) -> Context {
     };
     let hidden = pending.first().is_some_and(|context| context.hidden.is_some());
     Context {
-        taps: of(|context| &context.taps),
-        hidden: hidden.then(|| of(|context| context.hidden.as_ref().unwrap_or(&context.taps))),
+        captured_states: of(|context| &context.captured_states),
+        hidden: hidden.then(|| of(|context| context.hidden.as_ref().unwrap_or(&context.captured_states))),
         tokens: of(|context| &context.tokens),
         next: of(|context| &context.next),
         chunks: match pending.as_slice() {

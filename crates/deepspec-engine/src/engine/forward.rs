@@ -14,34 +14,34 @@ pub(super) struct Lengths {
     /// Indices of [`padding`], if the blocks differ in length.
     padding: Option<Tensor>,
     /// Sequence of every verified row, if some sequence is not greedy.
-    of_row: Option<Tensor>,
+    sequence_of_row: Option<Tensor>,
 }
 
 impl<T: Target, P: Proposer> Engine<T, P> {
-    pub(super) fn lengths(&self, step: &Step, numbers: &StepInputs) -> Lengths {
-        let ruler = &self.resident.ruler;
-        let lens = ruler.pick(step.lens.iter().copied());
+    pub(super) fn lengths(&self, step: &Step, inputs: &StepInputs) -> Lengths {
+        let arange = &self.device_state.arange;
+        let lens = arange.pick(step.lens.iter().copied());
         let padding = padding(&step.lens, step.longest());
-        let of_row = (!numbers.decoding.is_greedy()).then(|| {
+        let sequence_of_row = (!inputs.decoding.is_greedy()).then(|| {
             let rows = step.lens.iter().enumerate().map(|(sequence, len)| (sequence, len + 1));
-            ruler.repeated(rows)
+            arange.repeated(rows)
         });
-        Lengths { lens, padding: padding.map(|rows| ruler.pick(rows)), of_row }
+        Lengths { lens, padding: padding.map(|rows| arange.pick(rows)), sequence_of_row }
     }
 
     /// The tokens to run: `anchor, drafts…` of each decoding slot, then the prompts.
-    pub(super) fn feed(&self, step: &Step, numbers: &StepInputs) -> Tensor {
-        let prompts = &numbers.prompts;
+    pub(super) fn input_tokens(&self, step: &Step, inputs: &StepInputs) -> Tensor {
+        let prompts = &inputs.prompts;
         if step.decoding.is_empty() {
             return prompts.shallow_clone();
         }
-        let blocks = self.blocks(step, numbers);
+        let blocks = self.blocks(step, inputs);
         if step.prefilling.is_empty() { blocks } else { Tensor::cat(&[&blocks, prompts], 0) }
     }
 
     /// Anchors and drafts of the decoding slots `[Σ(1+γ')]`.
-    fn blocks(&self, step: &Step, numbers: &StepInputs) -> Tensor {
-        let anchors = &numbers.anchors;
+    fn blocks(&self, step: &Step, inputs: &StepInputs) -> Tensor {
+        let anchors = &inputs.anchors;
         let Some(proposal) = &step.proposal else { return anchors.shallow_clone() };
         let blocks = Tensor::cat(&[anchors.unsqueeze(1), proposal.tokens.shallow_clone()], 1); // [S, 1+Γ]
         let width = blocks.size()[1];
@@ -50,10 +50,10 @@ impl<T: Target, P: Proposer> Engine<T, P> {
 
     /// Verifies the blocks, draws the prompts' first tokens, and copies all results to the host in
     /// one transfer. Also returns the token drawn after each chunk, `[S + P]` int64 on the device.
-    pub(super) fn judge(
+    pub(super) fn verify_step(
         &self,
         step: &Step,
-        numbers: &StepInputs,
+        inputs: &StepInputs,
         lengths: &Lengths,
         hidden: &Tensor,
     ) -> (VerifyOutcome, Tensor) {
@@ -64,15 +64,15 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         if !step.decoding.is_empty() {
             let logits = self.target.logits(&hidden.narrow(0, 0, step.verified() as i64));
             finite.push(rows_finite(&logits));
-            let (verdict, more) = self.verdicts(step, numbers, lengths, &logits);
-            drawn.push(verdict.next.shallow_clone());
-            parts.extend([verdict.accepted, verdict.next].into_iter().chain(more));
+            let (verification, more) = self.verify_blocks(step, inputs, lengths, &logits);
+            drawn.push(verification.next.shallow_clone());
+            parts.extend([verification.accepted, verification.next].into_iter().chain(more));
         }
         if !step.prefilling.is_empty() {
             let logits = self.target.logits(&runs(hidden, step.prompt_ends().map(|end| (end, 1))));
             finite.push(rows_finite(&logits));
-            let sampling = &numbers.prefilling;
-            let (first, _) = sampling.sample(&logits, &numbers.first);
+            let sampling = &inputs.prefilling;
+            let (first, _) = sampling.sample(&logits, &inputs.first);
             drawn.push(first.shallow_clone());
             parts.push(first);
         }
@@ -86,10 +86,10 @@ impl<T: Target, P: Proposer> Engine<T, P> {
 
     /// Verifies all blocks; `logits [Σ(1+γ'), V]`. Also returns the drafted tokens and, if there
     /// are any, their confidence logits.
-    fn verdicts(
+    fn verify_blocks(
         &self,
         step: &Step,
-        numbers: &StepInputs,
+        inputs: &StepInputs,
         lengths: &Lengths,
         logits: &Tensor,
     ) -> (Verification, Vec<Tensor>) {
@@ -107,20 +107,21 @@ impl<T: Target, P: Proposer> Engine<T, P> {
             let inner = &rows.size()[1..];
             rows.view([&[sequences, longest + 1], inner].concat().as_slice())
         };
-        let verdict = if numbers.decoding.is_greedy() {
+        let verification = if inputs.decoding.is_greedy() {
             verify_greedy(&by_block(argmax(logits)), &tokens, &lengths.lens)
         } else {
             let repeats: Vec<usize> = step.lens.iter().map(|len| len + 1).collect();
-            let probs = numbers.decoding.repeated(&repeats, lengths.of_row.as_ref()).distributions(logits);
+            let probs =
+                inputs.decoding.repeated(&repeats, lengths.sequence_of_row.as_ref()).distributions(logits);
             let draft = match &step.proposal {
                 Some(proposal) => proposal.distributions(longest, self.target.vocab_size()),
                 None => Tensor::zeros([0], (Kind::Float, self.target.device())),
             };
-            let accept = numbers.accept.narrow(1, 0, longest);
-            verify(&by_block(probs), &draft, &tokens, &lengths.lens, &accept, &numbers.next)
+            let accept = inputs.accept.narrow(1, 0, longest);
+            verify(&by_block(probs), &draft, &tokens, &lengths.lens, &accept, &inputs.next)
         };
         let confidence = step.proposal.as_ref().and_then(|proposal| proposal.confidence.as_ref());
         let confidence = confidence.map(|logits| logits.narrow(1, 0, longest).reshape([-1]));
-        (verdict, [tokens.reshape([-1])].into_iter().chain(confidence).collect())
+        (verification, [tokens.reshape([-1])].into_iter().chain(confidence).collect())
     }
 }

@@ -9,5 +9,5 @@ const NO_MEMORY: [&str; 4] =
 
 /// Runs tensor code. Returns the allocator's message if memory ran out; any other panic propagates.
 pub(super) fn guarded<R>(work: impl FnOnce() -> R) -> Result<R, String> {
-    contain_if(|words| NO_MEMORY.iter().any(|phrase| words.contains(phrase)), work)
+    contain_if(|message| NO_MEMORY.iter().any(|phrase| message.contains(phrase)), work)
 }

@@ -14,11 +14,11 @@ impl<T: Target, P: Proposer> Engine<T, P> {
 
     /// Maximum tokens of a request (prompt, answer and one drafted block), and the bytes of their
     /// KV caches.
-    pub(super) fn need(&self, request: &Request) -> (usize, u64) {
+    pub(super) fn memory_needed(&self, request: &Request) -> (usize, u64) {
         let block = self.proposer.as_ref().map_or(0, Proposer::draft_len);
         let tokens = request.prompt.len().saturating_add(request.max_new_tokens).saturating_add(block);
-        let drafter = self.proposer.as_ref().map_or(0, |proposer| proposer.history_bytes(tokens));
-        (tokens, self.target.history_bytes(tokens).saturating_add(drafter))
+        let drafter = self.proposer.as_ref().map_or(0, |proposer| proposer.kv_cache_bytes(tokens));
+        (tokens, self.target.kv_cache_bytes(tokens).saturating_add(drafter))
     }
 
     /// Whether a sequence of `bytes` can start now.
@@ -30,30 +30,35 @@ impl<T: Target, P: Proposer> Engine<T, P> {
     /// Rolls all KV caches back to their state before a step that ran out of memory. Then ends the
     /// sequence that frees the most memory. This is the longest prompt that was to be run, else the
     /// longest sequence.
-    pub(super) fn give_up_one(&mut self, words: &str) -> Option<Event> {
+    pub(super) fn fail_largest(&mut self, message: &str) -> Option<Event> {
         for slot in 0..self.slots.len() {
-            let Some((held, seen)) = self.slots[slot].as_ref().map(|s| (s.held, s.seen)) else { continue };
-            self.target.truncate(slot, held);
+            let Some((target_len, drafter_len)) =
+                self.slots[slot].as_ref().map(|s| (s.target_len, s.drafter_len))
+            else {
+                continue;
+            };
+            self.target.truncate(slot, target_len);
             if let Some(proposer) = &mut self.proposer {
-                proposer.truncate(slot, seen);
+                proposer.truncate(slot, drafter_len);
             }
         }
-        let size = |slot: &usize| self.slots[*slot].as_ref().map(|s| (s.anchor.is_none(), s.len(), s.ticket));
+        let size =
+            |slot: &usize| self.slots[*slot].as_ref().map(|s| (s.anchor.is_none(), s.len(), s.request_id));
         let largest = (0..self.slots.len()).max_by_key(size)?;
-        let sequence = self.vacate(largest)?;
-        self.target.release();
+        let sequence = self.free_slot(largest)?;
+        self.target.free_cached_memory();
         if let Some(proposer) = &mut self.proposer {
-            proposer.release();
+            proposer.free_cached_memory();
         }
-        let error = EngineError::OutOfMemory { tokens: sequence.len(), words: first_line(words) };
-        Some(Event::Failed(sequence.ticket, error))
+        let error = EngineError::OutOfMemory { tokens: sequence.len(), message: first_line(message) };
+        Some(Event::Failed(sequence.request_id, error))
     }
 }
 
 /// The allocator's message without the panic's wrapping, which escapes line ends, and without the
 /// stack trace.
-fn first_line(words: &str) -> String {
-    let own = words.split_once("Torch(\"").map_or(words, |(_, own)| own);
+fn first_line(message: &str) -> String {
+    let own = message.split_once("Torch(\"").map_or(message, |(_, own)| own);
     let end = own.find("\\n").or_else(|| own.find('\n')).unwrap_or(own.len());
     own[..end].trim_end_matches("\")").to_string()
 }

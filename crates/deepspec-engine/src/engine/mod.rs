@@ -18,8 +18,8 @@ use deepspec_ops::range;
 use tch::{Device, Tensor};
 
 use crate::{
-    Completion, Context, EngineError, EngineOptions, Event, ModelInput, Proposal, Proposer, Request,
-    RequestId, StepTimes, Tally, Target,
+    AcceptanceStats, Completion, Context, EngineError, EngineOptions, Event, ModelInput, Proposal, Proposer,
+    Request, RequestId, StepTimes, Target,
 };
 use sequence::Sequence;
 use step_inputs::{DeviceState, StepInputs};
@@ -34,16 +34,16 @@ pub struct Engine<T, P> {
     options: EngineOptions,
     slots: Vec<Option<Sequence>>,
     queue: VecDeque<(RequestId, Request)>,
-    next_ticket: u64,
+    next_request_id: u64,
     /// Hidden states of committed tokens that the drafter has not read, one entry per step.
     pending: Vec<Context>,
     /// Tensors of earlier steps that stay on the device.
-    resident: DeviceState,
+    device_state: DeviceState,
     /// Decides when to draft and how many drafted tokens to verify.
     planner: Planner,
     times: StepTimes,
     /// Counts of all cycles since the start, including those of unfinished sequences.
-    counts: Tally,
+    counts: AcceptanceStats,
     /// Whether to synchronise after drafting, so that the times of drafting and verification are
     /// separate on a GPU.
     exact_times: bool,
@@ -98,12 +98,12 @@ impl<T: Target, P: Proposer> Engine<T, P> {
             options,
             slots,
             queue: VecDeque::new(),
-            next_ticket: 0,
+            next_request_id: 0,
             pending: vec![],
-            resident: DeviceState::new(device),
+            device_state: DeviceState::new(device),
             planner: Planner::default(),
             times: StepTimes::default(),
-            counts: Tally::default(),
+            counts: AcceptanceStats::default(),
             exact_times: false,
             temperatures: vec![],
             memory: None,
@@ -157,22 +157,22 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         if let Some(&token) = request.prompt.iter().find(|&&token| token < 0 || token >= vocab as i64) {
             return Err(EngineError::UnknownToken { token, vocab });
         }
-        let ((tokens, bytes), memory) = (self.need(&request), self.memory.unwrap_or(u64::MAX));
+        let ((tokens, bytes), memory) = (self.memory_needed(&request), self.memory.unwrap_or(u64::MAX));
         if bytes > memory {
             return Err(EngineError::TooLarge { tokens, bytes, memory });
         }
-        let ticket = RequestId(self.next_ticket);
-        self.next_ticket += 1;
-        self.queue.push_back((ticket, request));
-        Ok(ticket)
+        let request_id = RequestId(self.next_request_id);
+        self.next_request_id += 1;
+        self.queue.push_back((request_id, request));
+        Ok(request_id)
     }
 
     /// Drops a queued or running sequence; no further events report it.
-    pub fn cancel(&mut self, ticket: RequestId) {
-        self.queue.retain(|(queued, _)| *queued != ticket);
-        let holds = |slot: &Option<Sequence>| slot.as_ref().is_some_and(|s| s.ticket == ticket);
+    pub fn cancel(&mut self, request_id: RequestId) {
+        self.queue.retain(|(queued, _)| *queued != request_id);
+        let holds = |slot: &Option<Sequence>| slot.as_ref().is_some_and(|s| s.request_id == request_id);
         if let Some(slot) = self.slots.iter().position(holds) {
-            self.vacate(slot);
+            self.free_slot(slot);
         }
     }
 
@@ -198,7 +198,7 @@ impl<T: Target, P: Proposer> Engine<T, P> {
 
     /// Counts of all cycles since the start, including those of unfinished sequences. Samples and
     /// output tokens are not counted.
-    pub fn counts(&self) -> &Tally {
+    pub fn counts(&self) -> &AcceptanceStats {
         &self.counts
     }
 
@@ -223,33 +223,33 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         requests: Vec<Request>,
         mut on_done: impl FnMut(&Completion),
     ) -> Result<Vec<Completion>, EngineError> {
-        let mut tickets = Vec::with_capacity(requests.len());
+        let mut request_ids = Vec::with_capacity(requests.len());
         for request in requests {
             match self.submit(request) {
-                Ok(ticket) => tickets.push(ticket),
+                Ok(request_id) => request_ids.push(request_id),
                 Err(error) => {
-                    tickets.into_iter().for_each(|ticket| self.cancel(ticket));
+                    request_ids.into_iter().for_each(|request_id| self.cancel(request_id));
                     return Err(error);
                 }
             }
         }
-        let mut done = Vec::with_capacity(tickets.len());
+        let mut done = Vec::with_capacity(request_ids.len());
         while !self.is_idle() {
             for event in self.step() {
                 match event {
                     Event::Tokens(..) => {}
-                    Event::Done(ticket, completion) => {
+                    Event::Done(request_id, completion) => {
                         on_done(&completion);
-                        done.push((ticket, completion));
+                        done.push((request_id, completion));
                     }
                     Event::Failed(_, error) => {
-                        tickets.into_iter().for_each(|ticket| self.cancel(ticket));
+                        request_ids.into_iter().for_each(|request_id| self.cancel(request_id));
                         return Err(error);
                     }
                 }
             }
         }
-        done.sort_by_key(|(ticket, _)| *ticket);
+        done.sort_by_key(|(request_id, _)| *request_id);
         Ok(done.into_iter().map(|(_, completion)| completion).collect())
     }
 
@@ -261,12 +261,12 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         self.admit();
         let mut events = vec![];
         while !self.is_idle() {
-            match guard::guarded(|| self.attempt()) {
+            match guard::guarded(|| self.try_step()) {
                 Ok(more) => {
                     events.extend(more);
                     return events;
                 }
-                Err(words) => match self.give_up_one(&words) {
+                Err(message) => match self.fail_largest(&message) {
                     Some(failed) => events.push(failed),
                     None => return events,
                 },
@@ -277,17 +277,17 @@ impl<T: Target, P: Proposer> Engine<T, P> {
 
     /// Runs one step. Until all its tensors are computed, it changes only the models' KV caches and
     /// the random number tables.
-    fn attempt(&mut self) -> Vec<Event> {
+    fn try_step(&mut self) -> Vec<Event> {
         let started = Instant::now();
         let (decoding, prefilling) = self.occupied();
         if decoding.is_empty() && prefilling.is_empty() {
             return vec![];
         }
-        let numbers = self.numbers(&decoding, &prefilling);
+        let inputs = self.step_inputs(&decoding, &prefilling);
         let drafting = Instant::now();
         let drafted = {
             let _range = range(c"draft");
-            self.draft(&decoding, &numbers)
+            self.draft(&decoding, &inputs)
         };
         if let (true, Device::Cuda(index)) = (self.exact_times, self.target.device()) {
             tch::Cuda::synchronize(index as i64);
@@ -296,22 +296,22 @@ impl<T: Target, P: Proposer> Engine<T, P> {
 
         let load = self.load(&decoding);
         let step = self.plan(decoding, prefilling, drafted);
-        let lengths = self.lengths(&step, &numbers);
+        let lengths = self.lengths(&step, &inputs);
         let verify = range(c"verify");
-        let tokens = self.feed(&step, &numbers);
+        let tokens = self.input_tokens(&step, &inputs);
         let forwarded =
             self.target.forward(&ModelInput { chunks: &step.chunks, tokens: tokens.shallow_clone() });
-        let (outcome, drawn) = self.judge(&step, &numbers, &lengths, &forwarded.hidden);
+        let (outcome, drawn) = self.verify_step(&step, &inputs, &lengths, &forwarded.hidden);
         drop(verify);
         let committing = Instant::now();
         let _range = range(c"commit");
 
-        let fates = self.fates(&step, &outcome);
-        if let Some(news) = self.news(&step, &fates, &tokens, &drawn, &forwarded) {
-            self.pending.push(news);
+        let updates = self.updates(&step, &outcome);
+        if let Some(context) = self.drafter_context(&step, &updates, &tokens, &drawn, &forwarded) {
+            self.pending.push(context);
         }
-        self.resident.drawn = Some((step.chunks.iter().map(|&(slot, _)| slot).collect(), drawn));
-        let events = self.commit(fates);
+        self.device_state.last_tokens = Some((step.chunks.iter().map(|&(slot, _)| slot).collect(), drawn));
+        let events = self.commit(updates);
         if step.prefilling.is_empty() {
             let seconds = started.elapsed().as_secs_f64();
             self.planner.observe(load, step.verified(), step.proposal.is_some(), seconds);
@@ -349,21 +349,21 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         for slot in 0..self.slots.len() {
             if self.slots[slot].is_none() {
                 let Some((_, next)) = self.queue.front() else { return };
-                let (prompt, (_, bytes)) = (next.prompt.len(), self.need(next));
+                let (prompt, (_, bytes)) = (next.prompt.len(), self.memory_needed(next));
                 if (admitted > 0 && admitted + prompt > PREFILL_TOKENS) || !self.has_room(bytes) {
                     return;
                 }
-                let Some((ticket, request)) = self.queue.pop_front() else { return };
+                let Some((request_id, request)) = self.queue.pop_front() else { return };
                 admitted += prompt;
-                self.vacate(slot);
-                self.slots[slot] = Some(Sequence::new(ticket, request, bytes));
+                self.free_slot(slot);
+                self.slots[slot] = Some(Sequence::new(request_id, request, bytes));
             }
         }
     }
 
     /// Frees a slot and everything that is cached for it.
-    fn vacate(&mut self, slot: usize) -> Option<Sequence> {
-        self.forget(slot);
+    fn free_slot(&mut self, slot: usize) -> Option<Sequence> {
+        self.drop_pending(slot);
         self.target.truncate(slot, 0);
         if let Some(proposer) = &mut self.proposer {
             proposer.truncate(slot, 0);
@@ -374,9 +374,9 @@ impl<T: Target, P: Proposer> Engine<T, P> {
     /// Drops the hidden states of a slot that wait for the drafter. If there is no memory to copy
     /// the other slots' states, they are dropped too. The drafter then drafts worse, but the
     /// answers do not change.
-    fn forget(&mut self, slot: usize) {
+    fn drop_pending(&mut self, slot: usize) {
         for context in &mut self.pending {
-            context.forget(slot);
+            context.drop_slot(slot);
         }
     }
 

@@ -7,37 +7,37 @@ use crate::{Completion, Cycle, Finish, Request, RequestId};
 
 /// A request that is being generated.
 pub struct Sequence {
-    pub ticket: RequestId,
+    pub request_id: RequestId,
     pub request: Request,
     /// Source of its random numbers.
     pub stream: Stream,
     /// Tokens in the target's KV cache.
-    pub held: usize,
+    pub target_len: usize,
     /// Tokens in the drafter's context.
-    pub seen: usize,
+    pub drafter_len: usize,
     /// Maximum bytes of its KV caches.
     pub bytes: u64,
     /// Last committed token; None until the prompt has been run.
     pub anchor: Option<i64>,
     /// Random numbers of later steps that are on the device already.
-    pub draws: Option<Uniforms>,
+    pub uniforms: Option<Uniforms>,
     generated: Vec<i64>,
     cycles: Vec<Cycle>,
 }
 
 impl Sequence {
     /// A sequence whose prompt has not been run.
-    pub fn new(ticket: RequestId, request: Request, bytes: u64) -> Self {
+    pub fn new(request_id: RequestId, request: Request, bytes: u64) -> Self {
         let stream = Stream::new(request.sampling.seed, &request.id);
         Self {
-            ticket,
+            request_id,
             request,
             stream,
-            held: 0,
-            seen: 0,
+            target_len: 0,
+            drafter_len: 0,
             bytes,
             anchor: None,
-            draws: None,
+            uniforms: None,
             generated: vec![],
             cycles: vec![],
         }

@@ -35,62 +35,70 @@ pub struct StepInputs {
 pub struct DeviceState {
     /// Slots of the last step in the order of its chunks, and the token drawn after each chunk,
     /// `[S + P]` int64.
-    pub drawn: Option<(Vec<usize>, Tensor)>,
-    /// Constant uniforms for greedy sampling, `[S, lanes]` float64.
-    halves: Option<Tensor>,
+    pub last_tokens: Option<(Vec<usize>, Tensor)>,
+    /// Constant uniforms for greedy sampling, `[S, columns]` float64.
+    constant_uniforms: Option<Tensor>,
     /// Divisors of the confidence logits, `[γ]` float32, created at first use.
     pub temperatures: OnceCell<Tensor>,
     /// An arange on the device, from which index tensors are cut.
-    pub ruler: DeviceArange,
+    pub arange: DeviceArange,
 }
 
 impl DeviceState {
     /// An empty state.
     pub fn new(device: Device) -> Self {
-        Self { drawn: None, halves: None, temperatures: OnceCell::new(), ruler: DeviceArange::new(device) }
+        Self {
+            last_tokens: None,
+            constant_uniforms: None,
+            temperatures: OnceCell::new(),
+            arange: DeviceArange::new(device),
+        }
     }
 }
 
 impl<T: Target, P: Proposer> Engine<T, P> {
     /// The inputs of one step.
-    pub(super) fn numbers(&mut self, decoding: &[usize], prefilling: &[usize]) -> StepInputs {
+    pub(super) fn step_inputs(&mut self, decoding: &[usize], prefilling: &[usize]) -> StepInputs {
         let settings =
             |slots: &[usize]| self.sequences(slots).map(|s| s.request.sampling).collect::<Vec<_>>();
         let (ours, theirs) = (settings(decoding), settings(prefilling));
         let proposer = self.proposer.as_ref().filter(|_| self.draft_len() > 0);
-        let lanes =
+        let counts =
             UniformCounts { draft: proposer.map_or(0, Proposer::draft_len), accept: self.draft_len() };
-        let (draws, ours_in_numbers) = if ours.iter().all(Sampling::is_greedy) {
-            (self.halves(decoding.len(), lanes), Tensor::zeros([0], (Kind::Double, self.target.device())))
+        let (draws, our_parameters) = if ours.iter().all(Sampling::is_greedy) {
+            (
+                self.constant_uniforms(decoding.len(), counts),
+                Tensor::zeros([0], (Kind::Double, self.target.device())),
+            )
         } else {
-            self.draws(decoding, lanes)
+            self.uniforms(decoding, counts)
         };
-        let [draft, accept] = [(0, lanes.draft), (lanes.draft, lanes.accept)]
+        let [draft, accept] = [(0, counts.draft), (counts.draft, counts.accept)]
             .map(|(first, count)| draws.narrow(1, first as i64, count as i64));
 
         let mut upload = Upload::default();
         let first = self.sequences(prefilling).map(|s| s.stream.uniform(s.step(), Purpose::Target, 0));
         let first = upload.push(first.collect::<Vec<_>>());
-        let prefilled = upload.push(theirs.iter().flat_map(Sampling::numbers));
+        let prefilled = upload.push(theirs.iter().flat_map(Sampling::parameters));
         let sent = upload.send(self.target.device());
         let mut prompts = Upload::default();
         let tokens = self.sequences(prefilling).flat_map(|sequence| &sequence.request.prompt);
         let prompt_tokens = prompts.push(tokens.copied());
         StepInputs {
             anchors: self.anchors(decoding),
-            next: draws.select(1, (lanes.all() - 1) as i64),
+            next: draws.select(1, (counts.total() - 1) as i64),
             draft,
             accept,
             prompts: prompts.send(self.target.device()).of(prompt_tokens),
             first: sent.of(first),
-            decoding: SamplingBatch::with(ours, &ours_in_numbers),
-            prefilling: SamplingBatch::with(theirs, &sent.of(prefilled)),
+            decoding: SamplingBatch::with_parameters(ours, &our_parameters),
+            prefilling: SamplingBatch::with_parameters(theirs, &sent.of(prefilled)),
         }
     }
 
     /// Last committed tokens of `slots`, `[S]` int64, from the tokens that the last step drew.
     fn anchors(&self, slots: &[usize]) -> Tensor {
-        let drawn = self.resident.drawn.as_ref().and_then(|(all, drawn)| {
+        let drawn = self.device_state.last_tokens.as_ref().and_then(|(all, drawn)| {
             let place = |slot: &usize| all.iter().position(|other| other == slot).map(|at| (at as i64, 1));
             Some(runs(drawn, slots.iter().map(place).collect::<Option<Vec<_>>>()?))
         });
@@ -102,23 +110,24 @@ impl<T: Target, P: Proposer> Engine<T, P> {
     }
 
     /// Constant uniforms of 0.5. Greedy sampling gives the same token for any uniform.
-    fn halves(&mut self, slots: usize, lanes: UniformCounts) -> Tensor {
-        let size = [slots as i64, lanes.all() as i64];
-        let known = self.resident.halves.take().filter(|known| known.size() == size);
-        let halves = known.unwrap_or_else(|| Tensor::full(size, 0.5, (Kind::Double, self.target.device())));
-        self.resident.halves = Some(halves.shallow_clone());
-        halves
+    fn constant_uniforms(&mut self, slots: usize, counts: UniformCounts) -> Tensor {
+        let size = [slots as i64, counts.total() as i64];
+        let known = self.device_state.constant_uniforms.take().filter(|known| known.size() == size);
+        let constant_uniforms =
+            known.unwrap_or_else(|| Tensor::full(size, 0.5, (Kind::Double, self.target.device())));
+        self.device_state.constant_uniforms = Some(constant_uniforms.shallow_clone());
+        constant_uniforms
     }
 
-    /// Uniforms `[S, lanes]` and sampling settings `[S·5]`, float64.
-    fn draws(&mut self, slots: &[usize], lanes: UniformCounts) -> (Tensor, Tensor) {
+    /// Uniforms `[S, columns]` and sampling settings `[S·5]`, float64.
+    fn uniforms(&mut self, slots: &[usize], counts: UniformCounts) -> (Tensor, Tensor) {
         let device = self.target.device();
         let sequences = slots.iter().filter_map(|&slot| {
             let sequence = self.slots.get_mut(slot)?.as_mut()?;
             let (step, steps) = (sequence.step(), sequence.request.max_new_tokens);
             let source =
                 UniformSource { stream: &sequence.stream, sampling: &sequence.request.sampling, steps };
-            Some(source.draws(&mut sequence.draws, step, lanes, device))
+            Some(source.uniforms(&mut sequence.uniforms, step, counts, device))
         });
         let (draws, settings): (Vec<Tensor>, Vec<Tensor>) = sequences.unzip();
         match (draws.as_slice(), settings.as_slice()) {

@@ -13,10 +13,10 @@ const STEPS: usize = 256;
 pub struct Uniforms {
     /// First step of the table.
     first: u64,
-    /// [`Sampling::numbers`], `[5]` float64.
+    /// [`Sampling::parameters`], `[5]` float64.
     settings: Tensor,
     /// Uniforms for drafting, acceptance and the next token, `[steps, γ + γ' + 1]` float64.
-    lanes: Tensor,
+    columns: Tensor,
 }
 
 /// Number of uniforms per purpose that a step of a sequence uses.
@@ -30,15 +30,17 @@ pub struct UniformCounts {
 
 impl UniformCounts {
     /// Uniforms of one step, including one for the next token.
-    pub fn all(self) -> usize {
+    pub fn total(self) -> usize {
         self.draft + self.accept + 1
     }
 
-    /// Uniforms of one step. Each is keyed by sequence, step, purpose and lane.
-    fn of(self, stream: &Stream, step: u64) -> impl Iterator<Item = f64> {
-        let lanes = [(Purpose::Draft, self.draft), (Purpose::Accept, self.accept), (Purpose::Target, 1)];
-        let draw = move |purpose, lane| stream.uniform(step, purpose, lane as u64);
-        lanes.into_iter().flat_map(move |(purpose, lanes)| (0..lanes).map(move |lane| draw(purpose, lane)))
+    /// Uniforms of one step. Each is keyed by sequence, step, purpose and column.
+    fn generate(self, stream: &Stream, step: u64) -> impl Iterator<Item = f64> {
+        let columns = [(Purpose::Draft, self.draft), (Purpose::Accept, self.accept), (Purpose::Target, 1)];
+        let draw = move |purpose, column| stream.uniform(step, purpose, column as u64);
+        columns
+            .into_iter()
+            .flat_map(move |(purpose, columns)| (0..columns).map(move |column| draw(purpose, column)))
     }
 }
 
@@ -53,34 +55,35 @@ pub struct UniformSource<'a> {
 }
 
 impl UniformSource<'_> {
-    /// The uniforms of a step, `[1, lanes]` float64, and the sampling settings. `kept` caches the
+    /// The uniforms of a step, `[1, columns]` float64, and the sampling settings. `cache` caches the
     /// uniforms of the following steps, which are copied in the same transfer.
-    pub fn draws(
+    pub fn uniforms(
         &self,
-        kept: &mut Option<Uniforms>,
+        cache: &mut Option<Uniforms>,
         step: u64,
-        lanes: UniformCounts,
+        counts: UniformCounts,
         device: Device,
     ) -> (Tensor, Tensor) {
-        let place = |draws: &Uniforms| {
-            let at = step.checked_sub(draws.first)? as i64;
-            let [steps, width] = [0, 1].map(|dim| draws.lanes.size()[dim]);
-            let is_there = at < steps && width == lanes.all() as i64;
-            is_there.then(|| (draws.lanes.narrow(0, at, 1), draws.settings.shallow_clone()))
+        let place = |cached: &Uniforms| {
+            let at = step.checked_sub(cached.first)? as i64;
+            let [steps, width] = [0, 1].map(|dim| cached.columns.size()[dim]);
+            let is_there = at < steps && width == counts.total() as i64;
+            is_there.then(|| (cached.columns.narrow(0, at, 1), cached.settings.shallow_clone()))
         };
-        if let Some(found) = kept.as_ref().and_then(place) {
+        if let Some(found) = cache.as_ref().and_then(place) {
             return found;
         }
         let steps = STEPS.min(self.steps);
         let mut upload = Upload::default();
-        let mut table = Vec::with_capacity(steps * lanes.all());
-        (step..step + steps as u64).for_each(|step| table.extend(lanes.of(self.stream, step)));
+        let mut table = Vec::with_capacity(steps * counts.total());
+        (step..step + steps as u64).for_each(|step| table.extend(counts.generate(self.stream, step)));
         let table = upload.push(table);
-        let settings = upload.push(self.sampling.numbers());
+        let settings = upload.push(self.sampling.parameters());
         let sent = upload.send(device);
-        let (lanes, settings) = (sent.of(table).view([steps as i64, lanes.all() as i64]), sent.of(settings));
-        let found = (lanes.narrow(0, 0, 1), settings.shallow_clone());
-        *kept = Some(Uniforms { first: step, lanes, settings });
+        let (columns, settings) =
+            (sent.of(table).view([steps as i64, counts.total() as i64]), sent.of(settings));
+        let found = (columns.narrow(0, 0, 1), settings.shallow_clone());
+        *cache = Some(Uniforms { first: step, columns, settings });
         found
     }
 }

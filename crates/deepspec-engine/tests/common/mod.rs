@@ -62,7 +62,7 @@ impl Target for ToyTarget {
             }
         }
         let hidden = Tensor::from_slice(&rows).unsqueeze(1);
-        ModelOutput { taps: hidden.copy(), hidden }
+        ModelOutput { captured_states: hidden.copy(), hidden }
     }
 
     fn logits(&self, hidden: &Tensor) -> Tensor {
@@ -82,7 +82,7 @@ impl Target for ToyTarget {
     }
 }
 
-/// Knows each slot's committed prefix from the taps alone; that the final states are of the same tokens it checks.
+/// Knows each slot's committed prefix from the captured states alone; that the final states are of the same tokens it checks.
 pub struct ToyDrafter {
     slots: Vec<i64>,
     /// The prefixes that it went through.
@@ -109,8 +109,8 @@ impl Proposer for ToyDrafter {
     fn propose(&mut self, request: &DraftRequest) -> Proposal {
         let DraftRequest { context, slots, anchors, uniforms, sampling } = *request;
         if !context.chunks.is_empty() {
-            assert_eq!(context.hidden.as_ref(), Some(&context.taps));
-            let mut rows = prefixes(&context.taps).into_iter();
+            assert_eq!(context.hidden.as_ref(), Some(&context.captured_states));
+            let mut rows = prefixes(&context.captured_states).into_iter();
             let mut followers = prefixes(&context.next).into_iter();
             for &(slot, count) in &context.chunks {
                 for (prefix, follower) in rows.by_ref().take(count).zip(followers.by_ref()) {
@@ -158,5 +158,5 @@ pub fn propose(mut prefixes_now: Vec<i64>, uniforms: &Tensor, sampling: &Samplin
         }
         draws.push((drawn, distribution));
     }
-    Proposal::of(draws, Some(Tensor::stack(&confidence, 1).logit(None)))
+    Proposal::stack(draws, Some(Tensor::stack(&confidence, 1).logit(None)))
 }

@@ -48,7 +48,7 @@ impl Captured {
             let forwarded = target.forward(&ModelInput { chunks: &[(0, ids.len())], tokens });
             target.truncate(0, 0);
             let (ids, prompt) = (ids.clone(), *prompt);
-            Answer { ids, prompt, states: forwarded.taps, last: forwarded.hidden }
+            Answer { ids, prompt, states: forwarded.captured_states, last: forwarded.hidden }
         });
         let answers = answers.collect();
         Self { layers: layers.to_vec(), width, top, answers }

@@ -41,82 +41,82 @@ fn request(id: usize) -> Request {
 }
 
 /// What became of each request.
-type Fates = BTreeMap<RequestId, Result<Vec<i64>, EngineError>>;
+type Outcomes = BTreeMap<RequestId, Result<Vec<i64>, EngineError>>;
 
 /// Runs all that was submitted; what is reported in pieces must be what is reported in the end.
-fn drain(generator: &mut dyn Generator) -> Fates {
-    let (mut pieces, mut fates) = (BTreeMap::<RequestId, Vec<i64>>::new(), Fates::new());
+fn drain(generator: &mut dyn Generator) -> Outcomes {
+    let (mut pieces, mut outcomes) = (BTreeMap::<RequestId, Vec<i64>>::new(), Outcomes::new());
     while !generator.is_idle() {
         for event in generator.step() {
-            let (ticket, fate) = match event {
-                Event::Tokens(ticket, tokens) => {
-                    pieces.entry(ticket).or_default().extend(tokens);
+            let (request_id, outcome) = match event {
+                Event::Tokens(request_id, tokens) => {
+                    pieces.entry(request_id).or_default().extend(tokens);
                     continue;
                 }
-                Event::Done(ticket, completion) => {
-                    assert_eq!(pieces[&ticket], completion.tokens);
-                    (ticket, Ok(completion.tokens))
+                Event::Done(request_id, completion) => {
+                    assert_eq!(pieces[&request_id], completion.tokens);
+                    (request_id, Ok(completion.tokens))
                 }
-                Event::Failed(ticket, error) => (ticket, Err(error)),
+                Event::Failed(request_id, error) => (request_id, Err(error)),
             };
-            assert!(fates.insert(ticket, fate).is_none(), "{ticket:?} ended twice");
+            assert!(outcomes.insert(request_id, outcome).is_none(), "{request_id:?} ended twice");
         }
     }
-    fates
+    outcomes
 }
 
 #[test]
-fn lanes_answer_as_one_engine_does() {
+fn replicas_answer_as_one_engine_does() {
     let requests: Vec<Request> = (0..40).map(request).collect();
     let mut alone = engine(1);
     let expected = alone.run(requests.clone(), |_| {}).unwrap();
-    for lanes in [vec![1], vec![2, 2], vec![3, 1, 2]] {
-        let mut lanes = EngineReplicas::new(lanes.into_iter().map(engine).collect(), 1);
+    for replicas in [vec![1], vec![2, 2], vec![3, 1, 2]] {
+        let mut replicas = EngineReplicas::new(replicas.into_iter().map(engine).collect(), 1);
         assert_eq!(
-            (lanes.draft_len(), lanes.vocab_size()),
+            (replicas.draft_len(), replicas.vocab_size()),
             (Generator::draft_len(&alone), Generator::vocab_size(&alone))
         );
         // Twice: engines that had nothing to do take up work again.
         for _ in 0..2 {
-            let tickets: Vec<RequestId> =
-                requests.iter().map(|request| lanes.submit(request.clone()).unwrap()).collect();
-            let fates = drain(&mut lanes);
-            assert_eq!(fates.len(), requests.len());
-            for (ticket, completion) in tickets.iter().zip(&expected) {
-                assert_eq!(fates[ticket].as_ref(), Ok(&completion.tokens), "{}", completion.id);
+            let request_ids: Vec<RequestId> =
+                requests.iter().map(|request| replicas.submit(request.clone()).unwrap()).collect();
+            let outcomes = drain(&mut replicas);
+            assert_eq!(outcomes.len(), requests.len());
+            for (request_id, completion) in request_ids.iter().zip(&expected) {
+                assert_eq!(outcomes[request_id].as_ref(), Ok(&completion.tokens), "{}", completion.id);
             }
         }
-        assert!(lanes.times().steps > 0);
+        assert!(replicas.times().steps > 0);
     }
 }
 
 #[test]
 fn a_request_that_no_engine_takes_is_said_to_have_failed() {
-    let mut lanes = EngineReplicas::new(vec![engine(2), engine(2)], 1);
-    let mut tickets = vec![];
+    let mut replicas = EngineReplicas::new(vec![engine(2), engine(2)], 1);
+    let mut request_ids = vec![];
     for id in 0..8 {
         let mut request = request(id);
         if id % 3 == 0 {
             request.max_new_tokens = CONTEXT;
         }
-        tickets.push(lanes.submit(request).unwrap());
+        request_ids.push(replicas.submit(request).unwrap());
     }
-    let fates = drain(&mut lanes);
-    for (id, ticket) in tickets.iter().enumerate() {
-        let refused = matches!(fates[ticket], Err(EngineError::TooLong { .. }));
-        assert_eq!(refused, id % 3 == 0, "{id}: {:?}", fates[ticket]);
+    let outcomes = drain(&mut replicas);
+    for (id, request_id) in request_ids.iter().enumerate() {
+        let refused = matches!(outcomes[request_id], Err(EngineError::TooLong { .. }));
+        assert_eq!(refused, id % 3 == 0, "{id}: {:?}", outcomes[request_id]);
     }
 }
 
 #[test]
-fn lanes_that_are_let_go_end_at_once() {
-    let mut lanes = EngineReplicas::new(vec![engine(1), engine(1)], 1);
+fn replicas_that_are_let_go_end_at_once() {
+    let mut replicas = EngineReplicas::new(vec![engine(1), engine(1)], 1);
     for id in 0..1000 {
-        lanes.submit(request(id)).unwrap();
+        replicas.submit(request(id)).unwrap();
     }
-    lanes.step();
+    replicas.step();
     // Waits for the threads.
-    drop(lanes);
+    drop(replicas);
 }
 
 #[test]
@@ -138,10 +138,10 @@ fn an_engine_s_panic_goes_on_where_its_events_are_waited_for() {
         }
     }
     let engine = || Engine::<Wrong, ToyDrafter>::new(Wrong, None, options(1));
-    let mut lanes = EngineReplicas::new(vec![engine(), engine()], 1);
-    lanes.submit(request(0)).unwrap();
+    let mut replicas = EngineReplicas::new(vec![engine(), engine()], 1);
+    replicas.submit(request(0)).unwrap();
     for words in ["a mistake of ours", "the engines have ended"] {
-        let panic = catch_unwind(AssertUnwindSafe(|| drain(&mut lanes))).unwrap_err();
+        let panic = catch_unwind(AssertUnwindSafe(|| drain(&mut replicas))).unwrap_err();
         assert_eq!(panic.downcast_ref(), Some(&words));
     }
 }
@@ -173,12 +173,12 @@ fn engines_begin_with_their_share_of_all_that_was_submitted() {
     let engine = |first: &Arc<OnceLock<usize>>| {
         Engine::new(Noting(ToyTarget::new(4), Arc::clone(first)), Some(ToyDrafter::new(4)), options(4))
     };
-    let mut lanes = EngineReplicas::new(first.iter().map(engine).collect(), 1);
+    let mut replicas = EngineReplicas::new(first.iter().map(engine).collect(), 1);
     for id in 0..6 {
-        lanes.submit(request(id)).unwrap();
+        replicas.submit(request(id)).unwrap();
         thread::yield_now();
     }
-    assert_eq!(drain(&mut lanes).len(), 6);
+    assert_eq!(drain(&mut replicas).len(), 6);
     let most = first.iter().filter_map(|first| first.get()).max();
     assert_eq!(most, Some(&3), "half of what was there");
 }

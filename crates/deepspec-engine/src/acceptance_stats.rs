@@ -7,7 +7,7 @@ use crate::{Completion, Cycle};
 
 /// Counts over verification cycles. Ratios are computed from the counts and never stored.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Tally {
+pub struct AcceptanceStats {
     /// Finished sequences.
     pub samples: u64,
     /// Verification cycles.
@@ -29,8 +29,8 @@ pub struct Tally {
     pub reached_at: Vec<u64>,
 }
 
-impl Tally {
-    /// An empty tally for blocks of up to `block_size` tokens.
+impl AcceptanceStats {
+    /// Empty counts for blocks of up to `block_size` tokens.
     pub fn new(block_size: usize) -> Self {
         let zeros = vec![0; block_size];
         Self { proposed_at: zeros.clone(), accepted_at: zeros.clone(), reached_at: zeros, ..Self::default() }
@@ -67,7 +67,7 @@ impl Tally {
         }
     }
 
-    /// Adds all counts of another tally.
+    /// Adds all counts of `other`.
     pub fn merge(&mut self, other: &Self) {
         self.grow(other.proposed_at.len());
         self.samples += other.samples;
@@ -108,7 +108,7 @@ impl Tally {
         self.accepted_at.iter().zip(&self.proposed_at).map(|(&n, &d)| ratio(n, d)).collect()
     }
 
-    /// Like [`Tally::rates`], but only over blocks that accepted all earlier positions.
+    /// Like [`AcceptanceStats::rates`], but only over blocks that accepted all earlier positions.
     pub fn conditional_rates(&self) -> Vec<Option<f64>> {
         self.accepted_at.iter().zip(&self.reached_at).map(|(&n, &d)| ratio(n, d)).collect()
     }
