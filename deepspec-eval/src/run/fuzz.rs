@@ -142,8 +142,8 @@ fn counts_beyond_the_run_are_no_answer() {
     assert_eq!(told(|a| a.cycles[0].confidence[1] = f32::INFINITY), "`cycles[0]` has confidence inf");
     assert_eq!(told(|a| a.cycles.push(a.cycles[2].clone())), "`cycles` committed 13 for 8 `tokens`");
     assert_eq!(told(|a| a.cycles.truncate(1)), "`cycles` committed 5 for 8 `tokens`");
-    assert_eq!(told(|a| a.tokens.push(1)), "`finish` is Length after 9 of 8 `tokens`");
-    assert_eq!(told(|a| a.tokens[3] = STOP), "`finish` is Length after 8 of 8 `tokens`");
+    assert_eq!(told(|a| a.tokens.push(1)), "`finish` is length after 9 of 8 `tokens`");
+    assert_eq!(told(|a| a.tokens[3] = STOP), "`finish` is length after 8 of 8 `tokens`");
     assert_eq!(told(|a| a.tokens[3] = 100), "`tokens` has 100, the vocabulary has 100 ids");
     assert_eq!(told(|a| a.prompt_tokens = 4), "`prompt_tokens` is 4, not 3");
     assert_eq!(told(|a| a.timing.wall_s = 1e300), "`timing` is none that a clock shows");

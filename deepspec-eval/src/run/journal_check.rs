@@ -35,8 +35,11 @@ impl ExpectedAnswer<'_> {
             Finish::Length => stop.is_none() && length == *limit,
         };
         if !ended {
-            let finish = entry.finish;
-            return Err(format!("`finish` is {finish:?} after {length} of {limit} `tokens`"));
+            let finish = match entry.finish {
+                Finish::Stop => "stop",
+                Finish::Length => "length",
+            };
+            return Err(format!("`finish` is {finish} after {length} of {limit} `tokens`"));
         }
         for (index, cycle) in entry.cycles.iter().enumerate() {
             let last = index + 1 == entry.cycles.len();
