@@ -239,7 +239,7 @@ struct Worker<T, P> {
     worker: usize,
     workers: usize,
     engine: Engine<T, P>,
-    /// Request id of [`EngineReplicas`] for each request_id of this engine.
+    /// Request id of [`EngineReplicas`] for each request id of this engine.
     request_ids: HashMap<RequestId, RequestId>,
 }
 
@@ -272,7 +272,7 @@ impl<T: Target, P: Proposer> Worker<T, P> {
         events
     }
 
-    /// Replaces the engine's own request_id by the request_id that the caller was given.
+    /// Replaces the engine's own request id by the request id that the caller was given.
     fn renamed(&mut self, event: Event) -> Option<Event> {
         Some(match event {
             Event::Tokens(own, tokens) => Event::Tokens(*self.request_ids.get(&own)?, tokens),
