@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use deepspec_core::cli::{self, ExitWith, Verbosity, one_line};
 use deepspec_core::{atomic, digest};
 
-use deepspec_datasets::suites::{Fetcher, Outcome, Store, SuiteSelection};
+use deepspec_datasets::suites::{Fetcher, Store, StoredSuite, SuiteSelection};
 
 /// Which suites to write, from what, and where to.
 #[derive(clap::Args)]
@@ -52,11 +52,11 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     let (mut written, mut kept, mut failed) = (0, 0, vec![]);
     for plan in &plans {
         match store.keep(plan, &mut fetcher) {
-            Ok(Outcome { entry, new }) => {
+            Ok(StoredSuite { entry, new }) => {
                 *(if new { &mut written } else { &mut kept }) += 1;
                 let what = if new { "rows" } else { "rows, there already," };
                 let (name, rows, digest) = (&plan.name, entry.rows, digest::short(&entry.sha256));
-                let origin = deepspec_datasets::suites::shown(&entry.source);
+                let origin = deepspec_datasets::suites::describe_origin(&entry.source);
                 writeln!(cli::stdout(), "{name}: {rows} {what} from {origin}, sha256 {digest}")?;
             }
             Err(error) if plans.len() == 1 => return Err(error.context(plan.name.clone())),

@@ -20,7 +20,7 @@ use std::rc::Rc;
 use std::time::Instant;
 
 use anyhow::{Context as _, bail};
-use deepspec_datasets::suites::{Folder, RequestTemplate};
+use deepspec_datasets::suites::{RequestTemplate, SuiteDir};
 use deepspec_drafters::{Block, BlockProposer};
 use deepspec_engine::{
     AcceptanceStats, Completion, Context, DraftRequest, DraftSampling, Engine, EngineOptions, ModelInput,
@@ -168,7 +168,7 @@ impl Bench {
             vocab_size: config.vocab_size as usize,
         };
         let suites = root.join("eval_datasets");
-        let folder = Folder::open(&suites)?;
+        let folder = SuiteDir::open(&suites)?;
         let mut requests = vec![];
         for suite in folder.select(&SUITES.map(String::from), &[])? {
             requests.extend(asking.prepare(folder.load(suite, 0, limit)?)?.requests);

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use common::{answers, repository, results, run_ok, target_dir, write_bigram_drafter, write_eagle3};
-use deepspec_testkit::standin::{Report, Standin};
+use deepspec_testkit::fake_gpu::{FakeGpu, Report};
 
 const LENGTHS: [&str; 2] = ["8", "30"];
 const GREEDY: [&str; 2] = ["--temperature", "0"];
@@ -16,7 +16,7 @@ const GREEDY: [&str; 2] = ["--temperature", "0"];
 #[track_caller]
 fn run(draft: &str, slots: &str, tokens: &str, more: &[&str], dir: &Path) -> Option<(i64, Report)> {
     let program = Path::new(env!("CARGO_BIN_EXE_deepspec-eval"));
-    let gpu = Standin::for_program(program)?;
+    let gpu = FakeGpu::for_program(program)?;
     let report = dir.with_extension("report");
     let mut command = Command::new(program);
     command.args([
@@ -34,7 +34,7 @@ fn run(draft: &str, slots: &str, tokens: &str, more: &[&str], dir: &Path) -> Opt
     command.args(more);
     command.arg("--target").arg(target_dir()).arg("--suites-dir").arg(repository("eval_datasets"));
     command.arg("--output-dir").arg(dir).env("OMP_NUM_THREADS", "1").env_remove("RUST_LOG");
-    let output = gpu.watch(&mut command, &report).output().unwrap();
+    let output = gpu.attach_with_report(&mut command, &report).output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     Some((results(dir)["suites"][0]["timing"]["steps"].as_i64().unwrap(), Report::load(&report)))
 }

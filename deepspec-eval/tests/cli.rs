@@ -14,8 +14,8 @@ use common::{
 use deepspec_core::Tap;
 use deepspec_drafters::BlockConfig;
 use deepspec_models::ModelConfig;
+use deepspec_testkit::device_detection::{assert_misses_gpus, assert_waits_asleep};
 use deepspec_testkit::hub::{FakeHub, FakeRepo};
-use deepspec_testkit::machine::{assert_misses_gpus, assert_waits_asleep};
 use deepspec_text::{ChatTokenizer, Message, Role, generation_prompt};
 use serde_json::{Value, json};
 use tempfile::TempDir;

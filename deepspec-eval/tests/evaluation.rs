@@ -311,7 +311,7 @@ fn later_turns_do_not_see_thoughts_between_special_tokens() {
     fs::write(dir.path().join("mt-bench.jsonl"), json!({"turns": questions}).to_string()).unwrap();
     let special = dir.path().join("special");
     fs::create_dir(&special).unwrap();
-    deepspec_testkit::tiny::with_special_fences(&target_dir(), &special);
+    deepspec_testkit::tiny::with_special_think_tags(&target_dir(), &special);
     let rows = [target_dir(), special].map(|target| {
         let out = dir.path().join("out");
         let places = ["--target", target.to_str().unwrap(), "--suites-dir", dir.path().to_str().unwrap()];

@@ -11,7 +11,7 @@ use common::{
     write_eagle3,
 };
 use deepspec_drafters::{Markov, MarkovKind};
-use deepspec_testkit::standin::{Report, Standin};
+use deepspec_testkit::fake_gpu::{FakeGpu, Report};
 use serde_json::Value;
 
 const FEW: [&str; 9] =
@@ -20,14 +20,14 @@ const FEW: [&str; 9] =
 #[track_caller]
 fn on_gpu(draft: &str, dir: &Path, dtype: &str) -> Option<(Answers, Report)> {
     let program = Path::new(env!("CARGO_BIN_EXE_deepspec-eval"));
-    let gpu = Standin::for_program(program)?;
+    let gpu = FakeGpu::for_program(program)?;
     let report = dir.with_extension("report");
     let (target, suites) = (target_dir(), repository("eval_datasets"));
     let mut command = Command::new(program);
     command.args(["run", "--quiet", "--device", "cuda", "--dtype", dtype, "--draft", draft]).args(FEW);
     command.arg("--target").arg(target).arg("--suites-dir").arg(suites).arg("--output-dir").arg(dir);
     command.env("OMP_NUM_THREADS", "1").env_remove("RUST_LOG");
-    let output = gpu.watch(&mut command, &report).output().unwrap();
+    let output = gpu.attach_with_report(&mut command, &report).output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     Some((answers(dir), Report::load(&report)))
 }
@@ -66,7 +66,7 @@ fn every_drafter_answers_as_on_the_cpu() {
 #[test]
 fn memory_for_fewer_answers_is_said() {
     let program = Path::new(env!("CARGO_BIN_EXE_deepspec-eval"));
-    let Some(gpu) = Standin::for_program(program) else { return };
+    let Some(gpu) = FakeGpu::for_program(program) else { return };
     let dir = tempfile::tempdir().unwrap();
     let target = dir.path().join("target");
     fs::create_dir(&target).unwrap();
@@ -86,7 +86,7 @@ fn memory_for_fewer_answers_is_said() {
             .arg(dir.path().join(out))
             .env("OMP_NUM_THREADS", "1")
             .env_remove("RUST_LOG");
-        let output = gpu.lend(&mut command).env("DEEPSPEC_STANDIN_MEMORY", "180000000").output().unwrap();
+        let output = gpu.attach(&mut command).env("DEEPSPEC_STANDIN_MEMORY", "180000000").output().unwrap();
         (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
     };
     let (code, told) = run("16000", "some");

@@ -48,7 +48,7 @@ pub struct Args {
     pub overwrite: bool,
     /// What a plan says of all stages.
     #[command(flatten)]
-    pub foretell: EstimateArgs,
+    pub estimate: EstimateArgs,
     /// Only warnings and errors
     #[arg(long, short)]
     pub quiet: bool,

@@ -17,7 +17,7 @@ use crate::args::Args;
 use crate::dummy_data::random_samples;
 use crate::dummy_run::{DummyRun, random_embed_and_head};
 use crate::gpu_info;
-use crate::loader::{HELD, read_beside};
+use crate::loader::{MAX_MICRO_BATCHES, read_beside};
 use crate::optimizer::AdamW;
 use crate::schedule;
 use crate::setup::kind;
@@ -63,9 +63,10 @@ pub fn run(
     let run = DummyRun { recipe, drafter_plan, drafter, optimizer, forwards, device, staging };
     // As many micro-batches as a loader holds, and the samples that it reads ahead.
     let batches: Vec<_> =
-        (0..HELD).map(|number| random_samples(recipe, &shape.config, last, number)).collect();
-    let beside = (0..read_beside(recipe))
-        .flat_map(|number| random_samples(recipe, &shape.config, last, HELD + number).into_iter().take(1));
+        (0..MAX_MICRO_BATCHES).map(|number| random_samples(recipe, &shape.config, last, number)).collect();
+    let beside = (0..read_beside(recipe)).flat_map(|number| {
+        random_samples(recipe, &shape.config, last, MAX_MICRO_BATCHES + number).into_iter().take(1)
+    });
     let _beside: Vec<_> = beside.collect();
     let mut trace = match &args.torch_profile {
         Some(path) => StepTrace::new(path, device).map_err(UsageError)?,

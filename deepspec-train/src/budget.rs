@@ -1,6 +1,6 @@
 //! Estimates the memory of a run before it starts.
 
-use deepspec_capture::cache::PAGES_KEPT;
+use deepspec_capture::cache::MAX_MAPPED_BYTES;
 use deepspec_capture::{Dataset, batches, readers};
 use deepspec_core::FinalStates;
 use deepspec_core::recipe::{Precision, ShardingStrategy, States};
@@ -10,10 +10,10 @@ use deepspec_models::ModelConfig;
 use serde::Serialize;
 use tch::{Device, Kind};
 
-use crate::loader::{HELD, mask, read_beside};
+use crate::loader::{MAX_MICRO_BATCHES, mask, read_beside};
 use crate::schedule::{Order, Schedule, forward_budget, forward_samples, of_rank, shuffled};
 use crate::setup::kind;
-use crate::staging::{LOCKED, STAGED};
+use crate::staging::{ON_GPU, PINNED};
 use crate::{dummy_data, dummy_run};
 
 /// Bytes of one process, by part.
@@ -111,10 +111,10 @@ impl Costs<'_> {
         let hybrid = matches!(self.recipe.data.states, States::Hybrid(_));
         // Micro-batches on the host, in page-locked memory, and on the GPU.
         let (held, locked, staged) = match (self.device, states) {
-            (Device::Cpu, _) => (HELD, 0, 0),
-            (_, Device::Cpu) => (HELD, LOCKED, STAGED),
-            _ if hybrid => (HELD, LOCKED, HELD + STAGED),
-            _ => (0, 0, HELD + STAGED),
+            (Device::Cpu, _) => (MAX_MICRO_BATCHES, 0, 0),
+            (_, Device::Cpu) => (MAX_MICRO_BATCHES, PINNED, ON_GPU),
+            _ if hybrid => (MAX_MICRO_BATCHES, PINNED, MAX_MICRO_BATCHES + ON_GPU),
+            _ => (0, 0, MAX_MICRO_BATCHES + ON_GPU),
         };
         let [held, locked, staged] = [held, locked, staged].map(|batches| batches as u64);
         let train = &self.recipe.train;
@@ -150,7 +150,7 @@ impl Costs<'_> {
             staged: staged * largest.states,
             samples: 0,
             // The sample being read counts as mapped pages only after it was read.
-            cache: cache.min(PAGES_KEPT + (readers() as u64 - 1) * largest.sample),
+            cache: cache.min(MAX_MAPPED_BYTES + (readers() as u64 - 1) * largest.sample),
             target,
         })
     }
@@ -180,7 +180,7 @@ impl Costs<'_> {
     pub fn largest(&self, dataset: &Dataset, schedule: Schedule) -> Largest {
         let Schedule { samples_per_epoch, samples_per_step, .. } = schedule;
         let mut order = Order::new(samples_per_epoch, shuffled(self.recipe.seed, dataset.len()));
-        let mut size = |position| self.size(&mask(&dataset.facts(order.at(position).sample)));
+        let mut size = |position| self.size(&mask(&dataset.meta(order.at(position).sample)));
         let mut largest = Largest::default();
         for first in (0..samples_per_epoch).step_by(samples_per_step) {
             let step: Vec<SampleSize> = (first..first + samples_per_step).map(&mut size).collect();

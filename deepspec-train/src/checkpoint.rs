@@ -1,6 +1,6 @@
 //! `step_N/` folders: a drafter that other tools can load, and the training state for resuming.
 
-mod retention;
+mod pruning;
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -213,7 +213,7 @@ impl Checkpoints {
     /// Any I/O failure, with the path.
     pub fn save(
         &self,
-        trainee: &dyn TrainableDrafter,
+        drafter: &dyn TrainableDrafter,
         tensors: &[(String, Tensor)],
         recipe: &Recipe,
         state: &TrainState,
@@ -224,8 +224,8 @@ impl Checkpoints {
             fs::remove_dir_all(&partial).map_err(FileError::at("removing", &partial))?;
         }
         atomic::create_dir(&partial)?;
-        atomic::write_json(&partial.join("config.json"), &trainee.config_json())?;
-        save_checkpoint(&partial, &trainee.checkpoint(), Kind::BFloat16, MAX_SHARD_BYTES)?;
+        atomic::write_json(&partial.join("config.json"), &drafter.config_json())?;
+        save_checkpoint(&partial, &drafter.checkpoint(), Kind::BFloat16, MAX_SHARD_BYTES)?;
         let file = partial.join(STATE_TENSORS);
         file.parent().map_or(Ok(()), atomic::create_dir)?;
         save(&file, tensors, Kind::Float)?;

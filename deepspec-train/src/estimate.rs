@@ -8,7 +8,7 @@ use deepspec_core::recipe::States;
 use deepspec_core::usage;
 use deepspec_cost::estimate::{
     Basis, Bytes, DecodeLoad, Drafting, Estimate, Machine, Measured, Pipeline, ScaleError, Stage, Training,
-    UPDATE_BYTES, Work, captured, decoded, judged, read_measured,
+    UPDATE_BYTES, Work, capture_work, decode_work, read_measured, speculation_work,
 };
 use deepspec_drafters::TrainSample;
 use serde_json::{Value, json};
@@ -22,7 +22,7 @@ use crate::setup::kind;
 /// the bfloat16 weights.
 const STATE_BYTES: f64 = 12.0;
 
-/// What is foretold, and of which devices.
+/// What is estimated, and of which devices.
 #[derive(Debug, clap::Args)]
 #[command(next_help_heading = "All stages (with --plan)")]
 pub struct EstimateArgs {
@@ -115,7 +115,7 @@ struct HeldOut {
     file: PathBuf,
     measured: Measured,
     /// None if nothing is known about its stage.
-    foretold: Option<f64>,
+    estimated: Option<f64>,
 }
 
 impl PipelineEstimate {
@@ -152,7 +152,7 @@ impl PipelineEstimate {
             held_out.extend(read(file).map_err(usage)?.into_iter().map(|measured| HeldOut {
                 file: file.clone(),
                 measured,
-                foretold: machine.rates(measured.stage).map(|(rates, _)| rates.seconds(measured.work)),
+                estimated: machine.rates(measured.stage).map(|(rates, _)| rates.seconds(measured.work)),
             }));
         }
         let estimates = args.devices.iter().map(|&devices| of(devices).on(&machine, devices)).collect();
@@ -206,18 +206,18 @@ impl PipelineEstimate {
             states / 1e9,
             checkpoint / 1e9
         ));
-        lines.extend(self.held_out.iter().map(|HeldOut { file, measured, foretold }| {
+        lines.extend(self.held_out.iter().map(|HeldOut { file, measured, estimated }| {
             let (stage, took) = (measured.stage, measured.seconds);
             let name = file.display();
-            match foretold {
+            match estimated {
                 Some(seconds) => {
                     let off = 100.0 * (seconds / took - 1.0);
                     format!(
-                        "held out {name}: {stage} {seconds:.3} s foretold, {took:.3} s measured, {off:+.1} %"
+                        "held out {name}: {stage} {seconds:.3} s estimated, {took:.3} s measured, {off:+.1} %"
                     )
                 }
                 None => {
-                    format!("held out {name}: {stage} {took:.3} s measured, nothing is known to foretell it")
+                    format!("held out {name}: {stage} {took:.3} s measured, nothing is known to estimate it")
                 }
             }
         }));
@@ -235,8 +235,8 @@ impl PipelineEstimate {
                 "device_hours": estimate.device_hours(), "price": self.price.map(|price| price * estimate.device_hours()),
             })
         });
-        let held_out = self.held_out.iter().map(|HeldOut { file, measured, foretold }| {
-            json!({"file": file, "stage": measured.stage, "measured_s": measured.seconds, "foretold_s": foretold})
+        let held_out = self.held_out.iter().map(|HeldOut { file, measured, estimated }| {
+            json!({"file": file, "stage": measured.stage, "measured_s": measured.seconds, "foretold_s": estimated})
         });
         json!({
             "machine": self.machine, "rows": self.rows, "prompt_tokens": self.prompt, "answer_tokens": self.answer,
@@ -303,8 +303,8 @@ fn pipeline(
     let forwards = (sequences * length as f64 / per_forward).ceil();
     let (weights, size) = (costs.weights, target.size());
     Pipeline {
-        answers: decoded(&size, asked(rows)),
-        states: captured(&size, [(sequences, length as f64)], forwards, value_bytes),
+        answers: decode_work(&size, asked(rows)),
+        states: capture_work(&size, [(sequences, length as f64)], forwards, value_bytes),
         training: Training {
             steps,
             samples_per_step: train.global_batch_size,
@@ -317,7 +317,7 @@ fn pipeline(
             gradients: 4.0 * weights.trained as f64,
             read: if caches { kept(last) } else { 0.0 },
         },
-        evaluation: judged(
+        evaluation: speculation_work(
             &size,
             drafting,
             asked(args.eval_prompts as f64),

@@ -7,7 +7,7 @@ use std::time::Instant;
 use deepspec_capture::{Dataset, TargetSpec};
 use deepspec_core::recipe::EvalRecipe;
 use deepspec_core::{Tap, env, usage};
-use deepspec_datasets::suites::{Folder, RequestTemplate, TokenizedSuite, is_file};
+use deepspec_datasets::suites::{RequestTemplate, SuiteDir, TokenizedSuite, is_file};
 use deepspec_drafters::Recipe;
 use deepspec_drafters::TrainableDrafter;
 use deepspec_engine::{AcceptanceStats, DraftSampling, Engine, EngineOptions, Sampling, Target as _};
@@ -74,7 +74,7 @@ impl EvalPrompts {
         if !Path::new(&dir).is_dir() && !eval.suites.iter().all(|name| is_file(name)) {
             usage!("`eval.suites_dir`: {} does not exist", dir.display());
         }
-        let folder = Folder::open(&dir)?;
+        let folder = SuiteDir::open(&dir)?;
         let suites = folder.select(&eval.suites, &[])?.into_iter();
         let suites = suites.map(|suite| asking.prepare(folder.load(suite, eval.seed, eval.limit)?));
         let suites = suites.collect::<anyhow::Result<_>>()?;
@@ -103,11 +103,11 @@ impl EvalPrompts {
         let head = (source.config.vocab_size * source.config.hidden_size) as usize;
         let (head, drafter) =
             if (device, kind) == (Device::Cpu, Kind::Float) { (head, head + drafter) } else { (0, 0) };
-        let histories = source.config.history(self.eval.slots, longest);
+        let kv_cache_numel = source.config.history(self.eval.slots, longest);
         let judged = (self.eval.slots * (drafts + 1)) as u64 * source.config.vocab_size as u64;
         Ok(EvaluationBytes {
             always: bytes_of(weights + head, kind),
-            decoding: bytes_of(drafter + histories, kind) + judged * JUDGED_BYTES,
+            decoding: bytes_of(drafter + kv_cache_numel, kind) + judged * JUDGED_BYTES,
         })
     }
 }
@@ -127,16 +127,16 @@ impl Evaluation {
     /// # Errors
     /// Fails if the target cannot be loaded.
     pub fn open(
-        questions: EvalPrompts,
+        prompts: EvalPrompts,
         taps: Vec<Tap>,
         source: &TargetSpec,
         device: Device,
         kind: Kind,
     ) -> anyhow::Result<Self> {
-        let slots = questions.eval.slots;
+        let slots = prompts.eval.slots;
         Ok(Self {
             target: TargetModel::load(&source.dir, &TargetOptions { device, kind, slots, taps })?,
-            suites: questions.suites,
+            suites: prompts.suites,
             options: EngineOptions {
                 slots,
                 context: source.config.max_position_embeddings,
@@ -147,23 +147,23 @@ impl Evaluation {
         })
     }
 
-    /// Decodes all suites with the current weights of `trainee`. Each rank decodes its share of the
+    /// Decodes all suites with the current weights of `drafter`. Each rank decodes its share of the
     /// samples, and all ranks get the total counts. Training is not affected: sampling is keyed by
     /// sample, and no weight and no generator changes.
     ///
     /// # Errors
     /// Fails if a logit is not finite, or another rank has failed.
-    pub fn run(&mut self, trainee: &dyn TrainableDrafter, group: &ProcessGroup) -> anyhow::Result<Scores> {
-        let scores = self.decode(trainee, group);
+    pub fn run(&mut self, drafter: &dyn TrainableDrafter, group: &ProcessGroup) -> anyhow::Result<Scores> {
+        let scores = self.decode(drafter, group);
         // Frees the KV cache before training goes on.
         self.target.free_cached_memory();
         scores
     }
 
     /// Like [`Self::run`], but keeps the target's KV cache.
-    fn decode(&mut self, trainee: &dyn TrainableDrafter, group: &ProcessGroup) -> anyhow::Result<Scores> {
+    fn decode(&mut self, drafter: &dyn TrainableDrafter, group: &ProcessGroup) -> anyhow::Result<Scores> {
         let started = Instant::now();
-        let drafter = trainee.drafter(self.options.slots);
+        let drafter = drafter.drafter(self.options.slots);
         let options = EngineOptions { draft_sampling: drafter.draft_sampling(), ..self.options };
         let mut engine = Engine::new(&mut self.target, Some(drafter), options);
         let mut suites = vec![];

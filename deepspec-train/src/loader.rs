@@ -16,12 +16,12 @@ use deepspec_ops::{CudaEvent, CudaStream};
 use tch::{Device, Tensor};
 
 use crate::schedule::{Draw, Order, Schedule, anchors, of_rank, shuffled};
-use crate::staging::{self, Staging, WAITING};
+use crate::staging::{self, QUEUED, Staging};
 
 /// Micro-batches queued for the trainer.
 const READ_AHEAD: usize = 4;
 /// Most micro-batches in memory: the queue, one being filled, and one in training.
-pub(crate) const HELD: usize = READ_AHEAD + 2;
+pub(crate) const MAX_MICRO_BATCHES: usize = READ_AHEAD + 2;
 
 /// The samples of one forward and the denominator of their loss.
 pub struct MicroBatch {
@@ -35,7 +35,7 @@ pub struct MicroBatch {
     pub ends_step: bool,
     /// Samples whose hidden states were not checked for NaN and infinity yet: the id, and a bool
     /// tensor on the target's device.
-    pub unseen: Vec<(String, Tensor)>,
+    pub finite_flags: Vec<(String, Tensor)>,
     /// Event after which the tensors on the GPU are complete; None on the CPU.
     ready: Option<CudaEvent>,
 }
@@ -95,11 +95,11 @@ impl Loader {
             }
         });
         if let Some(staging) = Staging::to(options.device) {
-            let (sender, staged) = sync_channel(WAITING);
+            let (sender, staged) = sync_channel(QUEUED);
             let loaded = std::mem::replace(&mut ready, staged);
             scope.spawn(move || {
                 for batch in loaded {
-                    if sender.send(batch.and_then(|batch| brought(&staging, batch))).is_err() {
+                    if sender.send(batch.and_then(|batch| copied(&staging, batch))).is_err() {
                         return;
                     }
                 }
@@ -119,7 +119,7 @@ impl Loader {
         self.waited += asked.elapsed();
         let batch = batch?;
         if let Some(ready) = &batch.ready {
-            staging::hold(ready, &batch.samples, batch.unseen.iter().map(|(_, finite)| finite));
+            staging::hold(ready, &batch.samples, batch.finite_flags.iter().map(|(_, finite)| finite));
         }
         Ok(batch)
     }
@@ -139,7 +139,7 @@ impl Loader {
 }
 
 /// Starts the copy of the micro-batch's hidden states to the GPU.
-fn brought(staging: &Staging, mut batch: MicroBatch) -> anyhow::Result<MicroBatch> {
+fn copied(staging: &Staging, mut batch: MicroBatch) -> anyhow::Result<MicroBatch> {
     let is_memory = |words: &str| words.contains("out of memory") || words.contains("page-locked memory");
     let ready = cli::contain_if(is_memory, || staging.bring(&mut batch.samples)).map_err(|words| {
         anyhow!("bringing states to the GPU: {words}; fewer or shorter samples per forward take less (train.local_batch_size, data.max_length)")
@@ -189,12 +189,12 @@ impl Work<'_> {
         // step.
         let planned: Vec<Planned> = (step * batch..(step + 1) * batch)
             .map(|position| order.at(position))
-            .map(|draw| plan(&self.dataset.facts(draw.sample), options, draw))
+            .map(|draw| plan(&self.dataset.meta(draw.sample), options, draw))
             .collect();
         let own: Vec<&Planned> = of_rank(&planned, options.rank, options.world_size).collect();
         let samples: Vec<usize> = own.iter().map(|planned| planned.sample).collect();
         self.states.begin(step, &samples)?;
-        let length = |planned: &&Planned| self.dataset.facts(planned.sample).input_ids.len();
+        let length = |planned: &&Planned| self.dataset.meta(planned.sample).input_ids.len();
         let forwards = batches(own.iter().map(length), options.budget);
         let weight = |planned: &[Planned]| planned.iter().map(|p| p.weight).sum::<f64>();
         let total = weight(&planned);
@@ -208,15 +208,15 @@ impl Work<'_> {
                     weight(&planned[number * together..][..together]) * micro_batches as f64
                 }
             };
-            let mut unseen = vec![];
+            let mut finite_flags = vec![];
             let samples = own[forward]
                 .iter()
-                .map(|planned| self.sample(planned, &mut unseen))
+                .map(|planned| self.sample(planned, &mut finite_flags))
                 .collect::<Result<Vec<_>, StatesError>>()?;
             let tokens = samples.iter().map(|sample| sample.input_ids.len()).sum();
             let (normaliser, ends_step) = (LossDenominator(normaliser), number == last);
             let ready = CudaEvent::here(options.states_device);
-            let batch = MicroBatch { samples, normaliser, tokens, ends_step, unseen, ready };
+            let batch = MicroBatch { samples, normaliser, tokens, ends_step, finite_flags, ready };
             self.sender.send(Ok(batch)).map_err(|_| Stopped::HungUp)?;
         }
         Ok(())
@@ -225,11 +225,11 @@ impl Work<'_> {
     fn sample(
         &mut self,
         planned: &Planned,
-        unseen: &mut Vec<(String, Tensor)>,
+        finite_flags: &mut Vec<(String, Tensor)>,
     ) -> Result<TrainSample, StatesError> {
-        let facts = self.dataset.facts(planned.sample);
+        let facts = self.dataset.meta(planned.sample);
         let states = self.states.take()?;
-        unseen.extend(states.unseen.map(|finite| (facts.id.to_string(), finite)));
+        finite_flags.extend(states.unseen.map(|finite| (facts.id.to_string(), finite)));
         Ok(TrainSample {
             loss_mask: mask(&facts),
             input_ids: facts.input_ids.iter().map(|&id| i64::from(id)).collect(),

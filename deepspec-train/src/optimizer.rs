@@ -143,7 +143,7 @@ impl AdamW {
             })
             .collect();
         adamw(&mut tensors, &divisor, settings);
-        self.slots.iter_mut().for_each(Slot::publish);
+        self.slots.iter_mut().for_each(Slot::copy_to_parameter);
         self.slots.iter_mut().zip(&gradients).for_each(|(slot, gradient)| slot.clear(gradient));
         if self.is_sharded {
             let owned: Vec<(usize, &Tensor)> =
@@ -204,7 +204,7 @@ impl AdamW {
                     for (part, tensor) in PARTS.into_iter().zip(state.parts_mut()) {
                         tensor.copy_(&read(part)?);
                     }
-                    slot.publish();
+                    slot.copy_to_parameter();
                 }
                 None => slot.parameter.copy_(&read(PARTS[0])?),
             }
@@ -274,7 +274,7 @@ impl Slot {
     }
 
     /// Copies the master weights into the parameter.
-    fn publish(&mut self) {
+    fn copy_to_parameter(&mut self) {
         if let Some(state) = self.state.as_ref().filter(|_| self.parameter.kind() != Kind::Float) {
             self.parameter.copy_(&state.master);
         }

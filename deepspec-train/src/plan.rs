@@ -31,7 +31,7 @@ pub struct Data<'a> {
     pub dataset: &'a Dataset,
     pub schedule: Schedule,
     /// Prompts of the evaluations, if there are any.
-    pub questions: Option<&'a EvalPrompts>,
+    pub prompts: Option<&'a EvalPrompts>,
 }
 
 /// The target's forwards in the first epoch.
@@ -137,7 +137,7 @@ impl Plan<'_> {
             device_name(device),
             kind_name(kind),
             megabytes(bytes_of(self.target_weights(data)?, kind) as f64),
-            megabytes(bytes_of(self.histories(data), kind) as f64),
+            megabytes(bytes_of(self.kv_cache_numel(data), kind) as f64),
         ))
     }
 
@@ -164,7 +164,7 @@ impl Plan<'_> {
     }
 
     /// Values in the target's KV cache if all sequences are as long as the longest sample.
-    fn histories(&self, data: &Data) -> usize {
+    fn kv_cache_numel(&self, data: &Data) -> usize {
         self.costs.target.history(self.budget(data).sequences, data.dataset.longest())
     }
 
@@ -208,7 +208,7 @@ impl Plan<'_> {
         let (states, target) = match data.dataset.needs_target() {
             true => (
                 self.runtime.device,
-                bytes_of(self.target_weights(data)? + self.histories(data), self.runtime.kind),
+                bytes_of(self.target_weights(data)? + self.kv_cache_numel(data), self.runtime.kind),
             ),
             false => (Device::Cpu, 0),
         };
@@ -223,7 +223,7 @@ impl Plan<'_> {
                 kind,
             )
         };
-        let asking = data.questions.map(asked).transpose()?.unwrap_or_default();
+        let asking = data.prompts.map(asked).transpose()?.unwrap_or_default();
         let cache = data.dataset.stored_bytes().unwrap_or(0);
         let largest = self.costs.largest(data.dataset, data.schedule);
         let memory = self.costs.memory(&largest, states, target + asking.always, cache)?;

@@ -58,11 +58,11 @@ pub fn check(
 ///
 /// # Errors
 /// A usage error on all ranks that names the differing ranks, or another rank's failure.
-pub fn check_weights(group: &ProcessGroup, trainee: &dyn TrainableDrafter) -> anyhow::Result<()> {
+pub fn check_weights(group: &ProcessGroup, drafter: &dyn TrainableDrafter) -> anyhow::Result<()> {
     if group.world_size() == 1 {
         return Ok(());
     }
-    let own = digest(trainee);
+    let own = digest(drafter);
     let all = group.all_gather("comparing the ranks' first weights", own.as_bytes())?;
     let differing: Vec<String> =
         (1..all.len()).filter(|&rank| all[rank] != all[0]).map(|rank| rank.to_string()).collect();
@@ -78,9 +78,9 @@ pub fn check_weights(group: &ProcessGroup, trainee: &dyn TrainableDrafter) -> an
 
 /// A digest of all tensors except the target's embedding and head, which are part of the data set's
 /// digest.
-fn digest(trainee: &dyn TrainableDrafter) -> String {
+fn digest(drafter: &dyn TrainableDrafter) -> String {
     let mut hasher = Hasher::default();
-    for (name, tensor) in trainee.checkpoint().into_iter().filter(|(name, _)| !is_embed_or_head(name)) {
+    for (name, tensor) in drafter.checkpoint().into_iter().filter(|(name, _)| !is_embed_or_head(name)) {
         let values = tensor.detach().to_device(Device::Cpu).contiguous();
         let mut bytes = vec![0; values.numel() * values.kind().elt_size_in_bytes()];
         values.copy_data_u8(&mut bytes, values.numel());

@@ -22,7 +22,7 @@ use crate::args::Args;
 use crate::bench;
 use crate::budget::Costs;
 use crate::checkpoint::{Checkpoints, DataId, restore};
-use crate::dist::{Carrier, GroupError, ProcessGroup};
+use crate::dist::{CommBackend, GroupError, ProcessGroup};
 use crate::evaluation::{EvalPrompts, Evaluation};
 use crate::loader::{Loader, LoaderOptions};
 use crate::lr::LrSchedule;
@@ -107,8 +107,8 @@ fn check_carrier(
     place: Option<&Ranks>,
     processes: usize,
 ) -> anyhow::Result<()> {
-    let carrier = Carrier::new(backend, device).map_err(|error| UsageError(error.to_string()))?;
-    if !matches!(carrier, Carrier::Nccl(_)) {
+    let comm_backend = CommBackend::new(backend, device).map_err(|error| UsageError(error.to_string()))?;
+    if !matches!(comm_backend, CommBackend::Nccl(_)) {
         return Ok(());
     }
     // Under another launcher, each process may see only its own GPU.
@@ -129,14 +129,14 @@ fn train(
     local: LocalRank,
 ) -> anyhow::Result<()> {
     let job = Job { args, recipe, group, device, local, kind: kind(recipe.train.precision) };
-    let (inputs, questions) = Inputs::open(&job)?;
+    let (inputs, prompts) = Inputs::open(&job)?;
     let run_dir = RunDir::claim(&job)?;
     rank_check::check(group, recipe, inputs.dataset.digest(), run_dir.latest.as_deref())?;
     let states = (!args.init_only).then(|| inputs.states(recipe)).transpose()?;
-    let trainee = inputs.build(&job, &run_dir, states.as_ref())?;
+    let drafter = inputs.build(&job, &run_dir, states.as_ref())?;
     // All ranks have read their initial weights after this check, so rank 0 may remove them.
-    rank_check::check_weights(group, trainee.as_ref())?;
-    let (mut trainer, latest) = inputs.trainer(&job, run_dir, trainee, questions)?;
+    rank_check::check_weights(group, drafter.as_ref())?;
+    let (mut trainer, latest) = inputs.trainer(&job, run_dir, drafter, prompts)?;
     let first = resume(&mut trainer, latest.as_deref())?;
     if args.init_only {
         return keep_untrained(&mut trainer, latest.is_some(), first);
@@ -195,12 +195,12 @@ impl Inputs {
         let source = TargetSpec::open(recipe, args.verbosity()).map_err(StatesError::report)?;
         let drafter_plan = deepspec_drafters::plan(recipe, &source.config)?;
         let dataset = open_data(recipe, &source)?;
-        let questions = EvalPrompts::read(recipe, &source, &dataset)?;
+        let prompts = EvalPrompts::read(recipe, &source, &dataset)?;
         let program = dummy_run::measure_program(recipe, drafter_plan.as_ref())?.unwrap_or(0);
         check_writer(recipe, &dataset, group)?;
         let schedule = schedule::of_recipe(recipe, dataset.len(), local.processes)?;
         let runtime = target_runtime(recipe, device, local)?;
-        Ok((Self { source, drafter_plan, dataset, program, schedule, runtime }, questions))
+        Ok((Self { source, drafter_plan, dataset, program, schedule, runtime }, prompts))
     }
 
     fn states<'a>(&'a self, recipe: &'a Recipe) -> anyhow::Result<StateSource<'a>> {
@@ -216,17 +216,17 @@ impl Inputs {
     ) -> anyhow::Result<Box<dyn TrainableDrafter>> {
         let Job { args, recipe, device, kind, .. } = *job;
         let (embed, head) = embed_and_head(states, &self.source, device, kind)?;
-        let trainee = self.drafter_plan.build(&embed, &head, recipe.seed, kind);
+        let drafter = self.drafter_plan.build(&embed, &head, recipe.seed, kind);
         match &run_dir.latest {
-            None => start_from(recipe, trainee.as_ref(), args.verbosity())?,
+            None => load_pretrained(recipe, drafter.as_ref(), args.verbosity())?,
             // Frozen weights are in the checkpoint but not in the optimiser's state.
-            Some(latest) if !recipe.train.freeze.is_empty() => drop(trainee.start_from(latest)?),
+            Some(latest) if !recipe.train.freeze.is_empty() => drop(drafter.load_pretrained(latest)?),
             Some(_) => {}
         }
         if !recipe.train.freeze.is_empty() {
-            round_frozen(trainee.as_ref());
+            round_frozen(drafter.as_ref());
         }
-        Ok(trainee)
+        Ok(drafter)
     }
 
     /// Logs the plan and builds the trainer. Also returns the checkpoint to resume from.
@@ -234,8 +234,8 @@ impl Inputs {
         &self,
         job: &Job<'a>,
         run_dir: RunDir,
-        trainee: Box<dyn TrainableDrafter>,
-        questions: Option<EvalPrompts>,
+        drafter: Box<dyn TrainableDrafter>,
+        prompts: Option<EvalPrompts>,
     ) -> anyhow::Result<(Trainer<'a>, Option<PathBuf>)> {
         let Job { args, recipe, group, device, local, kind } = *job;
         let share = match recipe.train.sharding_strategy {
@@ -243,8 +243,8 @@ impl Inputs {
             ShardingStrategy::ShardOptimizer => (group.rank(), group.world_size()),
         };
         let (weight_decay, max_grad_norm) = (recipe.train.weight_decay, recipe.train.max_grad_norm);
-        let optimizer = AdamW::sharded(trainee.parameters(), weight_decay, max_grad_norm, share)
-            .with_stages(&trainee.stages());
+        let optimizer = AdamW::sharded(drafter.parameters(), weight_decay, max_grad_norm, share)
+            .with_stages(&drafter.stages());
         let Self { source, drafter_plan, dataset, program, schedule, runtime } = self;
         let plan = Plan {
             costs: Costs {
@@ -259,13 +259,13 @@ impl Inputs {
             },
             runtime: *runtime,
             origin: source.dir.display().to_string(),
-            data: Ok(Data { source, dataset, schedule: *schedule, questions: questions.as_ref() }),
+            data: Ok(Data { source, dataset, schedule: *schedule, prompts: prompts.as_ref() }),
         };
         plan.text()?.lines().for_each(|line| tracing::info!("{line}"));
         let taps = || recipe.target.layer_ids.clone();
-        let evaluation = questions
+        let evaluation = prompts
             .filter(|_| !args.init_only)
-            .map(|questions| Evaluation::open(questions, taps(), source, device, kind))
+            .map(|prompts| Evaluation::open(prompts, taps(), source, device, kind))
             .transpose()?;
         let trace = match args.torch_profile.as_deref().filter(|_| group.is_leader()) {
             Some(path) => StepTrace::new(path, device).map_err(UsageError)?,
@@ -284,7 +284,7 @@ impl Inputs {
             },
             recipe,
             group,
-            trainee,
+            drafter,
             metrics: drafter_plan.metrics(),
             optimizer,
             schedule: *schedule,
@@ -374,10 +374,10 @@ fn keep_untrained(trainer: &mut Trainer, resumed: bool, first: usize) -> anyhow:
 }
 
 /// Rounds frozen weights to the dtype of checkpoints, so that a resumed run has equal values.
-fn round_frozen(trainee: &dyn TrainableDrafter) {
+fn round_frozen(drafter: &dyn TrainableDrafter) {
     let _guard = tch::no_grad_guard();
-    let learns: HashSet<&str> = trainee.parameters().iter().map(|(name, _)| name.as_str()).collect();
-    for (name, mut tensor) in trainee.checkpoint() {
+    let learns: HashSet<&str> = drafter.parameters().iter().map(|(name, _)| name.as_str()).collect();
+    for (name, mut tensor) in drafter.checkpoint() {
         if !learns.contains(name.as_str()) && !is_embed_or_head(&name) {
             let rounded = tensor.to_kind(Kind::BFloat16).to_kind(tensor.kind());
             tensor.copy_(&rounded);
@@ -386,10 +386,14 @@ fn round_frozen(trainee: &dyn TrainableDrafter) {
 }
 
 /// Loads the weights named by `train.init_from` into a new drafter.
-fn start_from(recipe: &Recipe, trainee: &dyn TrainableDrafter, verbosity: Verbosity) -> anyhow::Result<()> {
+fn load_pretrained(
+    recipe: &Recipe,
+    drafter: &dyn TrainableDrafter,
+    verbosity: Verbosity,
+) -> anyhow::Result<()> {
     let Some(from) = &recipe.train.init_from else { return Ok(()) };
     let dir = model_dir(from, None, verbosity).map_err(HubError::report).context("train.init_from")?;
-    let fresh = trainee.start_from(&dir)?;
+    let fresh = drafter.load_pretrained(&dir)?;
     let parts = if fresh.is_empty() { "all of it".into() } else { format!("fresh: {}", fresh.join(", ")) };
     tracing::info!("starting from {} ({parts})", dir.display());
     Ok(())

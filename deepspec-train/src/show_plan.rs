@@ -38,13 +38,13 @@ pub fn show(args: &Args, recipe: &Recipe, device: Device, local: LocalRank) -> a
     let source = source.transpose()?;
     let dataset = source.as_ref().map(|source| open_data(recipe, source)).transpose()?;
     let opened = source.as_ref().zip(dataset.as_ref());
-    let questions = opened.map(|(source, dataset)| EvalPrompts::read(recipe, source, dataset));
-    let questions = questions.transpose()?.flatten();
+    let prompts = opened.map(|(source, dataset)| EvalPrompts::read(recipe, source, dataset));
+    let prompts = prompts.transpose()?.flatten();
     let program = dummy_run::measure_program(recipe, drafter_plan.as_ref())?.unwrap_or(0);
     let data = match (&source, &dataset) {
         (Some(source), Some(dataset)) => {
             let schedule = schedule::of_recipe(recipe, dataset.len(), processes)?;
-            Ok(Data { source, dataset, schedule, questions: questions.as_ref() })
+            Ok(Data { source, dataset, schedule, prompts: prompts.as_ref() })
         }
         _ => Err(missing.unwrap_or_default()),
     };
@@ -54,20 +54,20 @@ pub fn show(args: &Args, recipe: &Recipe, device: Device, local: LocalRank) -> a
     let plan = Plan { costs, runtime, origin: shape.origin.clone(), data };
     let latest = if args.overwrite { None } else { Checkpoints::new(recipe.output_dir()).latest()? };
     let resumes = latest.map(|path| path.display().to_string());
-    let foretold =
-        args.foretell.is_asked().then(|| PipelineEstimate::of(&args.foretell, &plan)).transpose()?;
+    let estimated =
+        args.estimate.is_asked().then(|| PipelineEstimate::of(&args.estimate, &plan)).transpose()?;
     let text = if args.json {
         let mut json = plan.json()?;
         json["tool_version"] = json!(deepspec_core::VERSION);
-        json["pipeline"] = json!(foretold.as_ref().map(PipelineEstimate::json));
+        json["pipeline"] = json!(estimated.as_ref().map(PipelineEstimate::json));
         json["resumes"] = json!(resumes);
         serde_json::to_string_pretty(&json)?
     } else {
         let resumes = resumes.map_or("starts anew".into(), |path| format!("resumes {path}"));
-        let foretold =
-            foretold.map(|foretold| format!("\n{}", cli::wrapped("all stages", 14, &foretold.text())));
+        let estimated =
+            estimated.map(|estimated| format!("\n{}", cli::wrapped("all stages", 14, &estimated.text())));
         let checkpoints = cli::wrapped("checkpoints", 14, &resumes);
-        format!("{}\n{checkpoints}{}", plan.text()?, foretold.unwrap_or_default())
+        format!("{}\n{checkpoints}{}", plan.text()?, estimated.unwrap_or_default())
     };
     writeln!(cli::stdout(), "{text}").context("writing the plan")
 }

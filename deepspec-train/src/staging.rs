@@ -6,12 +6,12 @@ use tch::{Device, Tensor};
 
 /// Micro-batches whose hidden states are on the GPU: one in training, one waiting, one in transfer,
 /// and two that the host has queued ahead.
-pub const STAGED: usize = 5;
+pub const ON_GPU: usize = 5;
 /// Micro-batches that wait on the GPU for the trainer.
-pub const WAITING: usize = 1;
+pub const QUEUED: usize = 1;
 /// Page-locked memory, in micro-batches: two are copied at once, and a block takes up to twice its
 /// content.
-pub const LOCKED: usize = 4;
+pub const PINNED: usize = 4;
 
 /// Copies hidden states from the host to a GPU on a separate CUDA stream.
 pub struct Staging {

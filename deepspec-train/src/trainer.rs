@@ -27,7 +27,7 @@ pub const SAVED_EARLY: u8 = 75;
 pub struct Trainer<'a> {
     pub recipe: &'a Recipe,
     pub group: &'a ProcessGroup,
-    pub trainee: Box<dyn TrainableDrafter>,
+    pub drafter: Box<dyn TrainableDrafter>,
     pub metrics: Metrics,
     pub optimizer: AdamW,
     pub schedule: Schedule,
@@ -69,18 +69,18 @@ impl Trainer<'_> {
                 let (mut started, optimizer, group) = (Ok(()), &mut self.optimizer, self.group);
                 // In the last micro-batch, the all-reduce of complete gradients starts while the
                 // backward still runs.
-                let is_heard = micro.ends_step && group.sums_beside() && optimizer.starts_early();
+                let is_heard = micro.ends_step && group.is_async() && optimizer.starts_early();
                 let mut start = |stages| {
                     if started.is_ok() {
                         started = optimizer.start(stages, group);
                     }
                 };
                 let listener = is_heard.then_some(&mut start as GradReadyHook);
-                let sums = self.trainee.accumulate(&micro.samples, micro.normaliser, listener);
+                let sums = self.drafter.accumulate(&micro.samples, micro.normaliser, listener);
                 started?;
                 self.optimizer.accumulate();
                 window.add(sums.as_ref(), micro.samples.len(), micro.tokens);
-                micro.unseen.into_iter().for_each(|(sample, finite)| window.watch(sample, &finite));
+                micro.finite_flags.into_iter().for_each(|(sample, finite)| window.watch(sample, &finite));
                 if micro.ends_step {
                     break;
                 }
@@ -128,7 +128,7 @@ impl Trainer<'_> {
             // Evaluate before saving: a run killed in between then repeats both.
             let mut tau = None;
             if let Some(evaluation) = self.evaluation.as_mut().filter(|_| evaluates) {
-                let scores = evaluation.run(self.trainee.as_ref(), self.group)?;
+                let scores = evaluation.run(self.drafter.as_ref(), self.group)?;
                 window.pause(Duration::from_secs_f64(scores.seconds));
                 report.as_mut().map_or(Ok(()), |report| report.evaluated(done, &scores))?;
                 tau = scores.tau();
@@ -169,7 +169,7 @@ impl Trainer<'_> {
             let train = &self.recipe.train;
             let state = TrainState::new(step, train.global_batch_size, &self.data, self.group.world_size());
             let state = TrainState { tau, ..state };
-            let path = self.checkpoints.save(self.trainee.as_ref(), &tensors, self.recipe, &state)?;
+            let path = self.checkpoints.save(self.drafter.as_ref(), &tensors, self.recipe, &state)?;
             tracing::info!("saved {}", path.display());
         }
         Ok(self.group.barrier("saving a checkpoint")?)

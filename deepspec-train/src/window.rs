@@ -150,7 +150,7 @@ fn to_vec(tensor: &Tensor) -> Vec<f64> {
 mod tests {
     use std::path::Path;
 
-    use deepspec_drafters::{AnchoredSum, BlockSum};
+    use deepspec_drafters::{BlockLossSum, BlockSum};
     use deepspec_models::ModelConfig;
 
     use super::*;
@@ -178,11 +178,11 @@ data: {states: {cache: nowhere}, chat_template: qwen}
     /// Two blocks: all slots of one are accepted, the other fails in its first slot.
     fn sums() -> Tensor {
         let value = |sum: BlockSum| match sum {
-            BlockSum::Shared(AnchoredSum::Blocks) => 2.0,
-            BlockSum::Shared(AnchoredSum::Drafts) => 6.0,
-            BlockSum::Shared(AnchoredSum::Tau) => 2.0 + 3.0,
-            BlockSum::Shared(AnchoredSum::Accept(_)) => 1.0,
-            BlockSum::Shared(AnchoredSum::Count(_)) => 2.0,
+            BlockSum::Shared(BlockLossSum::Blocks) => 2.0,
+            BlockSum::Shared(BlockLossSum::Drafts) => 6.0,
+            BlockSum::Shared(BlockLossSum::Tau) => 2.0 + 3.0,
+            BlockSum::Shared(BlockLossSum::Accept(_)) => 1.0,
+            BlockSum::Shared(BlockLossSum::Count(_)) => 2.0,
             other => other.name().len() as f64,
         };
         let values: Vec<f64> = BlockSum::all(GAMMA).map(value).collect();

@@ -7,7 +7,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::process::Command;
 
 use common::{Bench, workspace};
-use deepspec_testkit::machine::{assert_misses_gpus, assert_waits_asleep, with_unusable_gpu};
+use deepspec_testkit::device_detection::{assert_misses_gpus, assert_waits_asleep, with_unusable_gpu};
 
 /// Two tasks, one after the other; one that fails ends the step.
 const SRUN: &str = r#"#!/bin/sh

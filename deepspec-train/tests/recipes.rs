@@ -9,7 +9,7 @@ use std::process::{Command, Output};
 use deepspec_core::Tap;
 use deepspec_core::recipe::Precision;
 use deepspec_drafters::DrafterSpec;
-use deepspec_testkit::mutate::Dice;
+use deepspec_testkit::mutate::Fuzzer;
 use serde_json::{Value, json};
 
 use common::workspace;
@@ -336,7 +336,7 @@ fn damaged_recipes_are_read_or_refused_by_name() {
     let path = dir.path().join("recipe.yaml");
     let (mut read, mut refused) = (0, 0);
     for seed in 0..3000 {
-        let mut dice = Dice::new(seed, &words);
+        let mut dice = Fuzzer::new(seed, &words);
         // A JSON text is YAML too.
         let text = match seed % 2 {
             0 => dice.file(sound.as_bytes()),

@@ -6,7 +6,7 @@ use std::fs;
 
 use common::{Bench, gpu, start_until};
 use deepspec_capture::cache::verify;
-use deepspec_testkit::standin::{Report, Standin};
+use deepspec_testkit::fake_gpu::{FakeGpu, Report};
 
 const DSPARK: &str = "name=t";
 const DFLASH: &str =
@@ -42,7 +42,7 @@ fn used<const N: usize>(bench: &Bench) -> Vec<[bool; N]> {
 
 /// A run on the GPU, another on the CPU, whose losses may be apart by so much; what the former did.
 #[track_caller]
-fn as_on_the_cpu(gpu: Standin, changes: &[&str], tolerance: f64) -> Report {
+fn as_on_the_cpu(gpu: FakeGpu, changes: &[&str], tolerance: f64) -> Report {
     let (cpu, bench) = (Bench::new(), Bench::new().on(gpu));
     cpu.succeeds(&[&set(changes)[..], &["--device", "cpu"]].concat());
     bench.succeeds(&set(changes));

@@ -9,7 +9,7 @@ use std::process::Command;
 
 use deepspec_capture::TargetSpec;
 use deepspec_core::cli::Verbosity;
-use deepspec_datasets::suites::{Folder, RequestTemplate};
+use deepspec_datasets::suites::{RequestTemplate, SuiteDir};
 use deepspec_drafters::DrafterOptions;
 use deepspec_engine::{AcceptanceStats, DraftSampling, Engine, EngineOptions, Sampling};
 use deepspec_models::{TargetModel, TargetOptions};
@@ -130,7 +130,7 @@ fn the_accepted_length_is_that_of_the_checkpoint_of_the_step() {
         vocab_size: source.config.vocab_size as usize,
     };
     let dir = workspace().join("eval_datasets");
-    let folder = Folder::open(&dir).unwrap();
+    let folder = SuiteDir::open(&dir).unwrap();
     let (device, kind) = (Device::Cpu, Kind::BFloat16);
     for row in found {
         let step = bench.path(&format!("out/t/step_{}", row["step"]));

@@ -130,10 +130,10 @@ impl Dataset {
     }
 
     /// Id, token ids and spans of sample `index`, which must be below [`Self::len`].
-    pub fn facts(&self, index: usize) -> SampleMeta<'_> {
+    pub fn meta(&self, index: usize) -> SampleMeta<'_> {
         match &self.origin {
-            Origin::Cache(stored) => stored.facts(index),
-            Origin::Online(samples) => samples.facts(index),
+            Origin::Cache(stored) => stored.meta(index),
+            Origin::Online(samples) => samples.meta(index),
             Origin::Hybrid(recording) => SampleMeta::of(recording.sample(index)),
         }
     }
@@ -141,7 +141,7 @@ impl Dataset {
     /// Number of tokens in sample `index`, which must be below [`Self::len`].
     pub fn length(&self, index: usize) -> usize {
         match &self.origin {
-            Origin::Cache(stored) => stored.facts(index).input_ids.len(),
+            Origin::Cache(stored) => stored.meta(index).input_ids.len(),
             Origin::Online(samples) => samples.length(index),
             Origin::Hybrid(recording) => recording.sample(index).input_ids.len(),
         }
@@ -162,7 +162,7 @@ impl Dataset {
     /// if they differ or do not show it.
     pub fn thinking(&self, tokenizer: &ChatTokenizer) -> Option<bool> {
         let thinking = |index: usize| {
-            let ids: Vec<i64> = self.facts(index).input_ids.iter().map(|&id| id.into()).collect();
+            let ids: Vec<i64> = self.meta(index).input_ids.iter().map(|&id| id.into()).collect();
             trained_thinking(tokenizer, &ids).ok().flatten()
         };
         let first = (!self.is_empty()).then(|| thinking(0)).flatten()?;
@@ -222,7 +222,7 @@ impl Dataset {
         let mut hasher = Hasher::default();
         // An identity is plain data, which always serializes.
         hasher.part(&serde_json::to_vec(&source.identity).unwrap_or_default());
-        for facts in (0..self.len()).map(|index| self.facts(index)) {
+        for facts in (0..self.len()).map(|index| self.meta(index)) {
             let ids: Vec<u8> = facts.input_ids.iter().flat_map(|id| id.to_le_bytes()).collect();
             let bounds = facts.spans.iter().flat_map(|&(start, end)| [start, end]);
             let spans: Vec<u8> = bounds.flat_map(u32::to_le_bytes).collect();
@@ -256,9 +256,9 @@ impl Stored {
         let by_id: HashMap<&str, usize> =
             (0..reader.len()).filter_map(|row| Some((reader.id(row)?, row))).collect();
         let row_of = |index: usize| {
-            let sample = samples.facts(index);
+            let sample = samples.meta(index);
             let row = by_id.get(&*sample.id).copied();
-            let same = |row: &usize| stored.facts(*row) == sample;
+            let same = |row: &usize| stored.meta(*row) == sample;
             row.filter(same).ok_or_else(|| StatesError::OtherSamples {
                 dir: dir.to_path_buf(),
                 sample: sample.id.to_string(),
@@ -273,7 +273,7 @@ impl Stored {
         self.rows.as_ref().map_or(index, |rows| rows[index])
     }
 
-    fn facts(&self, index: usize) -> SampleMeta<'_> {
+    fn meta(&self, index: usize) -> SampleMeta<'_> {
         let (reader, row) = (&self.reader, self.row(index));
         SampleMeta {
             id: Cow::Borrowed(reader.id(row).unwrap_or_default()),

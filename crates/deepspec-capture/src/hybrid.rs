@@ -65,7 +65,7 @@ impl<'d> Hybrid<'d> {
             Phase::First { online, .. } => {
                 online.begin(samples.iter().map(|&index| self.recording.sample(index).clone()).collect());
             }
-            Phase::Later(shelf) => shelf.begin(samples),
+            Phase::Later(cached) => cached.begin(samples),
         }
         Ok(())
     }
@@ -81,7 +81,7 @@ impl<'d> Hybrid<'d> {
                 }
                 Ok(states)
             }
-            Phase::Later(shelf) => shelf.take(),
+            Phase::Later(cached) => cached.take(),
         }
     }
 

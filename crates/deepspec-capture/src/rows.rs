@@ -94,7 +94,7 @@ impl RowCounts {
                 self.kept += 1;
                 self.cut += usize::from(cut);
                 self.served += usize::from(served != Served::Unknown);
-                self.served_otherwise += usize::from(served == Served::Otherwise);
+                self.served_otherwise += usize::from(served == Served::DiffersFromText);
                 self.tokens += u64::from(sample.length());
                 self.supervised_tokens += u64::from(sample.supervised());
                 return Some(sample);

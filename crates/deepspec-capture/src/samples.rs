@@ -13,7 +13,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::cache::{MappedFile, PlannedSample, faulted};
+use crate::cache::{MappedFile, PlannedSample, page_bytes};
 use serde::{Deserialize, Serialize};
 
 use crate::{Rejected, RowCounts, StatesError};
@@ -31,7 +31,7 @@ const MAGIC: &[u8; 8] = b"DSSAMPLE";
 /// Length of the summary, checksum, magic.
 const TAIL: usize = 24;
 /// Bytes of mapped records that stay in the process. The kernel's page cache may hold more.
-const PAGES_KEPT: u64 = 4 << 20;
+const MAX_MAPPED_BYTES: u64 = 4 << 20;
 /// Number of unusable lines that the summary lists individually.
 const NAMED: usize = 100;
 
@@ -154,7 +154,7 @@ impl Samples {
     }
 
     /// Id, token ids and spans of sample `index`, which must be below [`Self::len`].
-    pub fn facts(&self, index: usize) -> SampleMeta<'static> {
+    pub fn meta(&self, index: usize) -> SampleMeta<'static> {
         let PlannedSample { id, input_ids, spans } = self.planned(index);
         SampleMeta { id: Cow::Owned(id), input_ids: Cow::Owned(input_ids), spans: Cow::Owned(spans) }
     }
@@ -163,13 +163,13 @@ impl Samples {
     pub fn planned(&self, index: usize) -> PlannedSample {
         let entry = self.entry(index);
         let sample = entry.decode(self.record(&entry).unwrap_or_default());
-        self.let_go(&entry);
+        self.release_pages(&entry);
         sample
     }
 
     /// Most bytes of the file that are mapped in this process.
     pub fn mapped_bytes(&self) -> u64 {
-        (self.index.len() as u64 + PAGES_KEPT).min(self.file.bytes().len() as u64)
+        (self.index.len() as u64 + MAX_MAPPED_BYTES).min(self.file.bytes().len() as u64)
     }
 
     fn entry(&self, index: usize) -> Entry {
@@ -181,12 +181,12 @@ impl Samples {
         self.file.bytes().get(usize::try_from(range.start).ok()?..usize::try_from(range.end).ok()?)
     }
 
-    /// Counts the pages of a record that was read, and releases all at [`PAGES_KEPT`] bytes.
-    fn let_go(&self, entry: &Entry) {
-        let bytes = entry.range().map_or(0, faulted);
-        if self.touched.fetch_add(bytes, Ordering::Relaxed) + bytes >= PAGES_KEPT {
+    /// Counts the pages of a record that was read, and releases all at [`MAX_MAPPED_BYTES`] bytes.
+    fn release_pages(&self, entry: &Entry) {
+        let bytes = entry.range().map_or(0, page_bytes);
+        if self.touched.fetch_add(bytes, Ordering::Relaxed) + bytes >= MAX_MAPPED_BYTES {
             self.touched.store(0, Ordering::Relaxed);
-            self.file.let_go();
+            self.file.release_pages();
         }
     }
 
@@ -208,7 +208,7 @@ impl Samples {
             tokens += u64::from(entry.tokens);
             supervised += u64::from(sample.supervised());
             self.longest = self.longest.max(entry.tokens as usize);
-            self.let_go(&entry);
+            self.release_pages(&entry);
         }
         let counted = (self.len(), tokens, supervised);
         if place != end || counted != (self.report.kept, self.report.tokens, self.report.supervised_tokens) {

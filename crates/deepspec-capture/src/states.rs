@@ -80,7 +80,7 @@ impl<'d> StateSource<'d> {
     /// written or read.
     pub fn begin(&mut self, step: usize, samples: &[usize]) -> Result<(), StatesError> {
         match self {
-            Self::Cache(shelf) => shelf.begin(samples),
+            Self::Cache(cached) => cached.begin(samples),
             Self::Online { online, samples: all } => {
                 online.begin(samples.iter().map(|&index| all.planned(index)).collect());
             }
@@ -99,7 +99,7 @@ impl<'d> StateSource<'d> {
     /// If all samples of the step were taken already.
     pub fn take(&mut self) -> Result<SampleStates, StatesError> {
         let taken = match self {
-            Self::Cache(shelf) => shelf.take()?,
+            Self::Cache(cached) => cached.take()?,
             Self::Online { online, .. } => online.take()?,
             Self::Hybrid(hybrid) => hybrid.take()?,
         };

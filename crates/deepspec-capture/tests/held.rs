@@ -36,7 +36,7 @@ fn measure(dir: &Path) {
     let source = TargetSpec::open(&recipe, Verbosity::Quiet).unwrap();
     let before = resident();
     let dataset = Dataset::open(&recipe, &source, Some(dir), |_| vec![]).unwrap();
-    let visited: u64 = (0..dataset.len()).map(|index| dataset.facts(index).input_ids.len() as u64).sum();
+    let visited: u64 = (0..dataset.len()).map(|index| dataset.meta(index).input_ids.len() as u64).sum();
     assert!(visited >= TOKENS, "{visited}");
     let after = resident();
     let grown = [0, 1].map(|part| after[part].saturating_sub(before[part]));

@@ -4,7 +4,7 @@ mod common;
 
 use common::Bench;
 use deepspec_capture::{Rejected, tokenise};
-use deepspec_testkit::mutate::Dice;
+use deepspec_testkit::mutate::Fuzzer;
 use serde_json::json;
 
 const LONG: &str =
@@ -190,7 +190,7 @@ fn no_damaged_row_is_lost_in_silence() {
         "reasoning",
         "prompt",
     ];
-    let mut dice = Dice::new(46, &words);
+    let mut dice = Fuzzer::new(46, &words);
     let sound: serde_json::Value = serde_json::from_str(&row("a", LONG)).unwrap();
     let mut text = vec![];
     for _ in 0..600 {

@@ -56,7 +56,7 @@ fn kept_one(bench: &Bench) -> PathBuf {
 fn assert_holds(dataset: &Dataset, expected: &[PlannedSample]) {
     assert_eq!(dataset.len(), expected.len());
     for (index, expected) in expected.iter().enumerate() {
-        let facts = dataset.facts(index);
+        let facts = dataset.meta(index);
         assert_eq!(
             (&*facts.id, &*facts.input_ids, &*facts.spans),
             (&expected.id[..], &expected.input_ids[..], &expected.spans[..])

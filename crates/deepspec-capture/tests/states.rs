@@ -75,7 +75,7 @@ fn read(
         let samples = &order(step / STEPS)[place..place + PER_STEP];
         states.begin(step, samples).unwrap();
         for &sample in samples {
-            read.push((dataset.facts(sample).id.to_string(), states.take().unwrap()));
+            read.push((dataset.meta(sample).id.to_string(), states.take().unwrap()));
         }
     }
     states.finish(steps.end).unwrap();
@@ -128,7 +128,7 @@ fn online_states_are_the_cached_ones() {
     let (from_cache, from_target) = (dataset(&bench, &cached, &source), dataset(&bench, &online, &source));
     assert_eq!(from_cache.digest(), from_target.digest());
     assert_eq!(from_cache.counts(), from_target.counts());
-    assert!((0..SAMPLES).all(|index| from_cache.facts(index) == from_target.facts(index)));
+    assert!((0..SAMPLES).all(|index| from_cache.meta(index) == from_target.meta(index)));
     assert!(from_target.needs_target() && !from_cache.needs_target());
     let steps = 0..STEPS + 2;
     assert_same(

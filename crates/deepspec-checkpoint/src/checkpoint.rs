@@ -15,7 +15,7 @@ use crate::{
 /// A drafter checkpoint of any known format.
 pub struct Checkpoint {
     dir: PathBuf,
-    dialect: CheckpointFormat,
+    format: CheckpointFormat,
     drafter: Drafter,
     tensors: Tensors,
     /// Config key that the loader refuses, with the reason.
@@ -34,16 +34,16 @@ impl Checkpoint {
         if let Some(problem) = quantised_folder(dir, &map) {
             return Err(CheckpointError::NotADrafter { path: dir.to_path_buf(), problem });
         }
-        let (dialect, drafter) = layouts::read(&path, &map, &tensors, known)?;
-        Ok(Self { dir: dir.to_path_buf(), dialect, drafter, tensors, unsupported: None })
+        let (format, drafter) = layouts::read(&path, &map, &tensors, known)?;
+        Ok(Self { dir: dir.to_path_buf(), format, drafter, tensors, unsupported: None })
     }
 
     /// Records that the loader refuses a config key, which fails [`Self::check`] and prevents
     /// conversions.
     pub fn set_unsupported(&mut self, key: String, reason: String) {
-        if self.drafter.obstacles.iter().all(|known| known.key != key) {
+        if self.drafter.incompatibilities.iter().all(|known| known.key != key) {
             let reason = format!("it is not run here: {reason}");
-            self.drafter.obstacles.push(Incompatibility { key: key.clone(), reason });
+            self.drafter.incompatibilities.push(Incompatibility { key: key.clone(), reason });
         }
         self.unsupported = Some((key, reason));
     }
@@ -59,8 +59,8 @@ impl Checkpoint {
     }
 
     /// Its format.
-    pub fn dialect(&self) -> CheckpointFormat {
-        self.dialect
+    pub fn format(&self) -> CheckpointFormat {
+        self.format
     }
 
     /// The drafter that the config describes.
@@ -80,8 +80,8 @@ impl Checkpoint {
 
     /// Whether it has the reference's format but lacks embedding and LM head, which engines take
     /// from the target.
-    pub fn leaves_ends(&self) -> bool {
-        self.dialect == CheckpointFormat::Reference
+    pub fn lacks_embed_and_head(&self) -> bool {
+        self.format == CheckpointFormat::Reference
             && [shapes::EMBED, shapes::HEAD].iter().all(|end| self.find(end).is_none())
     }
 
@@ -93,10 +93,10 @@ impl Checkpoint {
     /// Like [`Self::refusal`], for the drafter completed with the target's settings.
     pub(crate) fn refusal_of(&self, drafter: &Drafter, to: CheckpointFormat) -> Option<String> {
         // A conversion to its own format makes sense only to add embedding and LM head.
-        if to == self.dialect && !self.leaves_ends() {
+        if to == self.format && !self.lacks_embed_and_head() {
             return Some(format!("it is a checkpoint of {to} already"));
         }
-        drafter.refusal_anywhere().or_else(|| drafter.kind.refusal(drafter, to))
+        drafter.reason_not_convertible().or_else(|| drafter.kind.refusal(drafter, to))
     }
 
     /// An error that refuses the conversion to `to`.
@@ -105,8 +105,8 @@ impl Checkpoint {
     }
 
     /// Finds a tensor by its name in the reference: its name in the files and its metadata.
-    pub(crate) fn find(&self, canonical: &str) -> Option<(String, &TensorFacts)> {
-        let name = self.dialect.spelled(self.drafter.kind.as_ref(), canonical);
+    pub(crate) fn find(&self, reference_name: &str) -> Option<(String, &TensorFacts)> {
+        let name = self.format.to_format_name(self.drafter.kind.as_ref(), reference_name);
         self.tensors.get(&name).map(|facts| (name, facts))
     }
 
@@ -139,14 +139,14 @@ impl Checkpoint {
         let ends: Vec<(String, Vec<usize>)> = ends
             .iter()
             .filter(|(name, _)| {
-                self.dialect == CheckpointFormat::Reference && !self.leaves_ends()
+                self.format == CheckpointFormat::Reference && !self.lacks_embed_and_head()
                     || self.find(name).is_some()
             })
             .map(|&(name, rows)| (name.to_string(), shape(rows)))
             .collect();
         let mut useless: BTreeSet<&str> = self.tensors.iter().map(|(name, _)| name).collect();
-        for (canonical, shape) in wanted.iter().chain(&ends) {
-            let name = self.dialect.spelled(self.drafter.kind.as_ref(), canonical);
+        for (reference_name, shape) in wanted.iter().chain(&ends) {
+            let name = self.format.to_format_name(self.drafter.kind.as_ref(), reference_name);
             let facts = self.tensors.get(&name).ok_or_else(|| {
                 self.tensors.error(&name, format!("missing; the config asks for one of shape {shape:?}"))
             })?;
@@ -156,7 +156,7 @@ impl Checkpoint {
             }
             useless.remove(name.as_str());
         }
-        if matches!(self.dialect, CheckpointFormat::Speculators | CheckpointFormat::Specforge) {
+        if matches!(self.format, CheckpointFormat::Speculators | CheckpointFormat::Specforge) {
             useless.retain(|name| !REBUILT.contains(name));
         }
         match useless.first() {
@@ -169,15 +169,15 @@ impl Checkpoint {
 
     /// A one-sentence recommendation; None for the reference's format.
     pub fn advice(&self) -> Option<String> {
-        let (dialect, kind) = (self.dialect, self.drafter.kind.title());
-        let what = match dialect {
-            CheckpointFormat::Reference if self.leaves_ends() => {
+        let (format, kind) = (self.format, self.drafter.kind.title());
+        let what = match format {
+            CheckpointFormat::Reference if self.lacks_embed_and_head() => {
                 format!(
                     "it is a {kind} checkpoint for engines, which take embedding and head from the target"
                 )
             }
             CheckpointFormat::Reference => return None,
-            _ => format!("it is a {kind} checkpoint of the dialect {dialect}"),
+            _ => format!("it is a {kind} checkpoint of the dialect {format}"),
         };
         Some(match self.refusal(CheckpointFormat::Reference) {
             Some(reason) => format!("{what}, which cannot be converted: {reason}"),

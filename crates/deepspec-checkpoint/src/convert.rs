@@ -10,7 +10,7 @@ use crate::numbers::{cast, differing_rows};
 use crate::shapes::{EMBED, HEAD, REBUILT, is_embed_or_head};
 use crate::shards::{MAX_SHARD_BYTES, is_weights};
 use crate::tensors::torch_dtype_name;
-use crate::write::{Source, Written, write};
+use crate::write::{Source, TensorToWrite, write};
 use crate::{Checkpoint, CheckpointError, CheckpointFormat, Drafter, Target, folder, layouts};
 
 const CONFIG: &str = "config.json";
@@ -18,11 +18,11 @@ const CONFIG: &str = "config.json";
 /// A converted drafter, ready to write.
 pub struct Converted<'a> {
     pub(crate) config: Map<String, Value>,
-    pub(crate) tensors: Vec<Written<'a>>,
+    pub(crate) tensors: Vec<TensorToWrite<'a>>,
     /// Tensors of the checkpoint that the new format takes from the target.
     pub dropped: Vec<String>,
     /// Tensors copied from the target.
-    pub taken: Vec<String>,
+    pub copied_from_target: Vec<String>,
     /// Maximum bytes of a weights file.
     pub max_shard_bytes: usize,
 }
@@ -39,7 +39,7 @@ pub fn convert<'a>(
     target: Option<&'a Target>,
 ) -> Result<Converted<'a>, CheckpointError> {
     let refused = |reason: String| source.refused(to.name(), reason);
-    let drafter = complete(source, target);
+    let drafter = with_target_settings(source, target);
     if let Some(reason) = source.refusal_of(&drafter, to) {
         return Err(refused(reason));
     }
@@ -50,24 +50,24 @@ pub fn convert<'a>(
     let Some(target) = target else {
         return without_target(source, to, &drafter).ok_or_else(|| refused(why_target(to, &drafter)));
     };
-    let (mut tensors, mut dropped) = body(source, to);
-    let mut taken = vec![];
+    let (mut tensors, mut dropped) = other_tensors(source, to);
+    let mut copied_from_target = vec![];
     for (end, theirs) in [(EMBED, target.embed()), (HEAD, target.head())] {
         let own = source.find(end);
         // Loaders of all formats except the reference's take embedding and LM head from the target.
         if own.is_some() && to != CheckpointFormat::Reference {
-            same_end(source, end, target, &theirs, to.name())?;
+            check_same_embed_or_head(source, end, target, &theirs, to.name())?;
         }
         match own {
             Some((name, facts)) if to.has_embed_and_head() => {
                 let shape = facts.shape.clone();
                 let source = Source::Copy(source.tensors(), name);
-                tensors.push(Written { name: end.into(), dtype: facts.dtype, shape, source });
+                tensors.push(TensorToWrite { name: end.into(), dtype: facts.dtype, shape, source });
             }
             Some((name, _)) => dropped.push(name),
             None if to.has_embed_and_head() => {
                 tensors.push(from_target(target, &theirs, end, source.dtype())?);
-                taken.push(end.to_string());
+                copied_from_target.push(end.to_string());
             }
             None => {}
         }
@@ -76,13 +76,13 @@ pub fn convert<'a>(
         config: layouts::config(&drafter, to, Some(target), dtype_name(source.dtype())),
         tensors,
         dropped,
-        taken,
+        copied_from_target,
         max_shard_bytes: MAX_SHARD_BYTES,
     })
 }
 
 /// The drafter, with settings that its config omits taken from the target.
-pub(crate) fn complete(source: &Checkpoint, target: Option<&Target>) -> Drafter {
+pub(crate) fn with_target_settings(source: &Checkpoint, target: Option<&Target>) -> Drafter {
     let mut drafter = source.drafter().clone();
     drafter.num_target_layers = drafter.num_target_layers.or(target.map(Target::layers));
     drafter
@@ -98,11 +98,11 @@ fn without_target<'a>(
     if to != CheckpointFormat::Reference || drafter.num_target_layers.is_none() {
         return None;
     }
-    let (mut tensors, dropped) = body(source, to);
+    let (mut tensors, dropped) = other_tensors(source, to);
     for end in [EMBED, HEAD] {
         let (name, facts) = source.find(end)?;
         let shape = facts.shape.clone();
-        tensors.push(Written {
+        tensors.push(TensorToWrite {
             name: end.into(),
             dtype: facts.dtype,
             shape,
@@ -110,7 +110,7 @@ fn without_target<'a>(
         });
     }
     let config = layouts::config(drafter, to, None, dtype_name(source.dtype()));
-    Some(Converted { config, tensors, dropped, taken: vec![], max_shard_bytes: MAX_SHARD_BYTES })
+    Some(Converted { config, tensors, dropped, copied_from_target: vec![], max_shard_bytes: MAX_SHARD_BYTES })
 }
 
 fn why_target(to: CheckpointFormat, drafter: &Drafter) -> String {
@@ -129,7 +129,10 @@ fn why_target(to: CheckpointFormat, drafter: &Drafter) -> String {
 
 /// All tensors except embedding and LM head under their new names, and the names of omitted
 /// tensors.
-pub(crate) fn body(source: &Checkpoint, to: CheckpointFormat) -> (Vec<Written<'_>>, Vec<String>) {
+pub(crate) fn other_tensors(
+    source: &Checkpoint,
+    to: CheckpointFormat,
+) -> (Vec<TensorToWrite<'_>>, Vec<String>) {
     let (mut tensors, mut dropped) = (vec![], vec![]);
     for (name, facts) in source.tensors().iter() {
         if is_embed_or_head(name) {
@@ -140,9 +143,14 @@ pub(crate) fn body(source: &Checkpoint, to: CheckpointFormat) -> (Vec<Written<'_
             continue;
         }
         let kind = source.drafter().kind.as_ref();
-        let spelled = to.spelled(kind, &source.dialect().canonical(kind, name));
+        let new_name = to.to_format_name(kind, &source.format().to_reference_name(kind, name));
         let copy = Source::Copy(source.tensors(), name.into());
-        tensors.push(Written { name: spelled, dtype: facts.dtype, shape: facts.shape.clone(), source: copy });
+        tensors.push(TensorToWrite {
+            name: new_name,
+            dtype: facts.dtype,
+            shape: facts.shape.clone(),
+            source: copy,
+        });
     }
     (tensors, dropped)
 }
@@ -153,7 +161,7 @@ fn from_target<'a>(
     theirs: &str,
     name: &str,
     dtype: Dtype,
-) -> Result<Written<'a>, CheckpointError> {
+) -> Result<TensorToWrite<'a>, CheckpointError> {
     let tensors = target.tensors();
     let facts = tensors.get(theirs).ok_or_else(|| tensors.error(theirs, "missing in the target"))?;
     let (shape, from) = (facts.shape.clone(), facts.dtype);
@@ -168,12 +176,12 @@ fn from_target<'a>(
             )
         })?)
     };
-    Ok(Written { name: name.into(), dtype, shape, source })
+    Ok(TensorToWrite { name: name.into(), dtype, shape, source })
 }
 
 /// Refuses to drop the checkpoint's embedding or LM head unless it equals the target's, byte for
 /// byte in the checkpoint's dtype.
-fn same_end(
+fn check_same_embed_or_head(
     source: &Checkpoint,
     end: &str,
     target: &Target,
@@ -216,7 +224,7 @@ pub(crate) fn check_pair(
     source.check()?;
     target.check_fits(drafter)?;
     let ends = [(EMBED, target.embed()), (HEAD, target.head())];
-    ends.into_iter().try_for_each(|(end, theirs)| same_end(source, end, target, &theirs, to))
+    ends.into_iter().try_for_each(|(end, theirs)| check_same_embed_or_head(source, end, target, &theirs, to))
 }
 
 pub(crate) fn dtype_name(dtype: Dtype) -> &'static str {

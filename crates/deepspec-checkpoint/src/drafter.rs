@@ -9,7 +9,7 @@ use serde_json::{Map, Value};
 
 use crate::CheckpointFormat;
 use crate::families::Family;
-use crate::kind::{Container, Engine, EngineLayout, GgufParts, Speculators, Verdict};
+use crate::kind::{DflashConfigKeys, Engine, EngineLayout, GgufParts, LoadStatus, Speculators};
 
 /// Tensors by name, with their shapes.
 pub type Shapes = Vec<(String, Vec<usize>)>;
@@ -49,9 +49,9 @@ pub struct Drafter {
     /// Its kind with that kind's settings.
     pub kind: Settings,
     /// Informative keys, such as `num_anchors`.
-    pub notes: Map<String, Value>,
+    pub informative_keys: Map<String, Value>,
     /// Settings that prevent a conversion to any other format.
-    pub obstacles: Vec<Incompatibility>,
+    pub incompatibilities: Vec<Incompatibility>,
 }
 
 /// Settings that are specific to the drafter's kind.
@@ -74,7 +74,7 @@ pub trait KindSettings: fmt::Debug + Send + Sync {
     }
 
     /// Whether a block position predicts its own token. The anchor's position then drafts nothing.
-    fn fills_in(&self) -> bool {
+    fn predicts_own_position(&self) -> bool {
         false
     }
 
@@ -128,7 +128,7 @@ pub trait KindSettings: fmt::Debug + Send + Sync {
 
     /// Its config for z-lab, SpecForge and ModelOpt. Called only for formats that
     /// [`KindSettings::refusal`] accepts.
-    fn container(&self, _to: CheckpointFormat) -> Option<Container> {
+    fn dflash_config(&self, _to: CheckpointFormat) -> Option<DflashConfigKeys> {
         None
     }
 
@@ -151,14 +151,14 @@ pub trait KindSettings: fmt::Debug + Send + Sync {
     fn gguf(&self, drafter: &Drafter) -> Result<GgufParts, String>;
 
     /// Whether and how vLLM loads it in this format, or why not.
-    fn vllm(&self, dialect: CheckpointFormat) -> Verdict;
+    fn vllm(&self, format: CheckpointFormat) -> LoadStatus;
 
     /// Whether and how SGLang loads it in this format, or why not.
-    fn sglang(&self, dialect: CheckpointFormat) -> Verdict;
+    fn sglang(&self, format: CheckpointFormat) -> LoadStatus;
 }
 
 /// Config keys about training, which do not affect the computation.
-pub const NOTES: [&str; 2] = ["num_anchors", "step_loss_decay"];
+pub const INFORMATIVE_KEYS: [&str; 2] = ["num_anchors", "step_loss_decay"];
 
 impl Drafter {
     /// Layer ids as speculators and vLLM count them: 0 is the embedding's output.
@@ -167,8 +167,8 @@ impl Drafter {
     }
 
     /// The reason why only the drafter's own format can express it, if any.
-    pub(crate) fn refusal_anywhere(&self) -> Option<String> {
-        if let Some(Incompatibility { key, reason }) = self.obstacles.first() {
+    pub(crate) fn reason_not_convertible(&self) -> Option<String> {
+        if let Some(Incompatibility { key, reason }) = self.incompatibilities.first() {
             return Some(format!("`{key}`: {reason}"));
         }
         if !self.kind.has_layers_of(self.family) {

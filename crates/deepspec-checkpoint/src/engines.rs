@@ -2,12 +2,12 @@
 
 use safetensors::Dtype;
 
-use crate::convert::{Converted, body, check_pair, complete, convert, dtype_name};
+use crate::convert::{Converted, check_pair, convert, dtype_name, other_tensors, with_target_settings};
 use crate::kind::{Engine, EngineLayout};
 use crate::shapes::{EMBED, HEAD};
 use crate::shards::MAX_SHARD_BYTES;
 use crate::tensors::torch_dtype_name;
-use crate::write::{Source, Written};
+use crate::write::{Source, TensorToWrite};
 use crate::{Checkpoint, CheckpointError, CheckpointFormat, Drafter, Target, layouts, rope};
 
 /// The vanilla Markov head.
@@ -27,24 +27,25 @@ pub fn for_engine<'a>(
     target: &'a Target,
 ) -> Result<Converted<'a>, CheckpointError> {
     let to = engine.title();
-    let drafter = complete(source, Some(target));
-    let layout = drafter.refusal_anywhere().map_or_else(|| drafter.kind.engine_layout(engine, &drafter), Err);
+    let drafter = with_target_settings(source, Some(target));
+    let layout =
+        drafter.reason_not_convertible().map_or_else(|| drafter.kind.engine_layout(engine, &drafter), Err);
     match layout.map_err(|reason| source.refused(to, reason))? {
-        EngineLayout::Format(dialect) if dialect == source.dialect() => {
+        EngineLayout::Format(format) if format == source.format() => {
             source.check()?;
-            let reason = format!("it loads the checkpoint as it is, in the layout of {dialect}");
+            let reason = format!("it loads the checkpoint as it is, in the layout of {format}");
             Err(source.refused(to, reason))
         }
-        EngineLayout::Format(dialect) => {
+        EngineLayout::Format(format) => {
             rope::parameters(source, to)?;
-            convert(source, dialect, Some(target))
+            convert(source, format, Some(target))
         }
-        EngineLayout::SampleFromAnchor => anchored(source, &drafter, target, to),
+        EngineLayout::SampleFromAnchor => sample_from_anchor(source, &drafter, target, to),
     }
 }
 
 /// Plans the format for blocks in which every position drafts, including the anchor's.
-fn anchored<'a>(
+fn sample_from_anchor<'a>(
     source: &'a Checkpoint,
     drafter: &Drafter,
     target: &'a Target,
@@ -52,7 +53,7 @@ fn anchored<'a>(
 ) -> Result<Converted<'a>, CheckpointError> {
     let rope = rope::parameters(source, to)?;
     check_pair(source, drafter, target, to)?;
-    let (mut tensors, mut dropped) = body(source, CheckpointFormat::Reference);
+    let (mut tensors, mut dropped) = other_tensors(source, CheckpointFormat::Reference);
     dropped.extend([EMBED, HEAD].into_iter().filter_map(|end| Some(source.find(end)?.0)));
     let mut config =
         layouts::config(drafter, CheckpointFormat::Reference, Some(target), dtype_name(source.dtype()));
@@ -65,7 +66,7 @@ fn anchored<'a>(
             other => return Err(source.refused(to, format!("its weights are {}", torch_dtype_name(other)))),
         };
         let shape = [drafter.vocab_size as usize, ZERO_RANK];
-        tensors.extend(MARKOV.map(|name| Written {
+        tensors.extend(MARKOV.map(|name| TensorToWrite {
             name: name.into(),
             dtype: source.dtype(),
             shape: shape.to_vec(),
@@ -75,5 +76,5 @@ fn anchored<'a>(
         config.insert("markov_head_type".into(), "vanilla".into());
     }
     layouts::for_engines(&mut config, rope);
-    Ok(Converted { config, tensors, dropped, taken: vec![], max_shard_bytes: MAX_SHARD_BYTES })
+    Ok(Converted { config, tensors, dropped, copied_from_target: vec![], max_shard_bytes: MAX_SHARD_BYTES })
 }

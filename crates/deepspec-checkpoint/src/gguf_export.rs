@@ -4,12 +4,12 @@
 use std::io;
 use std::path::Path;
 
-use crate::gguf::{LAYER_NAMES, ROPE_FACTORS, Tensor, TensorType, Tokenizer, Value, Writer, pairs};
+use crate::gguf::{LAYER_NAMES, ROPE_FACTORS, Tensor, TensorType, Tokenizer, Value, Writer, to_interleaved};
 use deepspec_core::{VERSION, atomic};
 use safetensors::Dtype;
 use serde_json::Value as Json;
 
-use crate::convert::{check_pair, complete};
+use crate::convert::{check_pair, with_target_settings};
 use crate::fields::Fields;
 use crate::kind::GgufParts;
 use crate::numbers::cast;
@@ -63,14 +63,14 @@ impl<'a> Gguf<'a> {
         target: &Target,
         matrices: Option<TensorType>,
     ) -> Result<Self, CheckpointError> {
-        let drafter = complete(source, Some(target));
-        let parts = drafter.refusal_anywhere().map_or_else(|| drafter.kind.gguf(&drafter), Err);
+        let drafter = with_target_settings(source, Some(target));
+        let parts = drafter.reason_not_convertible().map_or_else(|| drafter.kind.gguf(&drafter), Err);
         let parts = parts.map_err(|reason| source.refused(NAME, reason))?;
         let path = source.dir().join("config.json");
         let fields = Fields::new(&path, &drafter.decoder);
         let heads = Heads::of(&fields, &drafter)?;
         let rope = rope::with_factors(source, NAME)?;
-        if parts.in_pairs && !heads.dim.is_multiple_of(2) {
+        if parts.interleaved_rope && !heads.dim.is_multiple_of(2) {
             return Err(source.refused(NAME, format!("heads of {} values do not turn in pairs", heads.dim)));
         }
         check_pair(source, &drafter, target, NAME)?;
@@ -99,19 +99,20 @@ impl<'a> Gguf<'a> {
             if is_embed_or_head(name) || REBUILT.contains(&name) {
                 continue;
             }
-            let canonical = source.dialect().canonical(drafter.kind.as_ref(), name);
-            let spelled = spelled(&canonical, &parts)
+            let reference_name = source.format().to_reference_name(drafter.kind.as_ref(), name);
+            let gguf_name = gguf_name(&reference_name, &parts)
                 .ok_or_else(|| source.tensors().error(name, "llama.cpp has no tensor for it"))?;
             // llama.cpp computes with convolution kernels and small heads in float32.
-            let is_matrix = facts.shape.len() == 2 && spelled != "conf_proj.weight";
+            let is_matrix = facts.shape.len() == 2 && gguf_name != "conf_proj.weight";
             let kind = if is_matrix { matrices } else { TensorType::F32 };
             let turning = [(".attn_q.weight", heads.query), (".attn_k.weight", heads.key_value)];
-            let turning = turning.into_iter().find(|(end, _)| parts.in_pairs && spelled.ends_with(end));
+            let turning =
+                turning.into_iter().find(|(end, _)| parts.interleaved_rope && gguf_name.ends_with(end));
             tensors.push(turning.map_or_else(
                 || Values::Of(name.into()),
                 |(_, heads)| Values::Paired(name.into(), heads as usize),
             ));
-            writer.tensor(Tensor { name: spelled, kind, shape: facts.shape.clone() });
+            writer.tensor(Tensor { name: gguf_name, kind, shape: facts.shape.clone() });
         }
         if let Some(factors) = rope.factors {
             let shape = vec![factors.len()];
@@ -166,7 +167,7 @@ impl<'a> Gguf<'a> {
             )
         })?;
         Ok(match heads {
-            Some(heads) => pairs(&values, heads, tensor.shape[0]),
+            Some(heads) => to_interleaved(&values, heads, tensor.shape[0]),
             None => values,
         })
     }
@@ -205,12 +206,12 @@ fn decoder(
 }
 
 /// llama.cpp's name of a tensor; None if it has none.
-fn spelled(canonical: &str, parts: &GgufParts) -> Option<String> {
+fn gguf_name(reference_name: &str, parts: &GgufParts) -> Option<String> {
     let renamed = |name: &str, known: &[(&str, &str)], own: &[(&'static str, &'static str)]| {
         known.iter().chain(own).find(|(ours, _)| *ours == name).map(|(_, theirs)| theirs.to_string())
     };
-    let Some(rest) = canonical.strip_prefix("layers.") else {
-        return renamed(canonical, &NAMES, &parts.names);
+    let Some(rest) = reference_name.strip_prefix("layers.") else {
+        return renamed(reference_name, &NAMES, &parts.names);
     };
     let (layer, name) = rest.split_once('.')?;
     Some(format!("blk.{layer}.{}", renamed(name, &LAYER_NAMES, &parts.layer_names)?))

@@ -18,7 +18,7 @@ pub struct Speculators {
 }
 
 /// A kind in the config of z-lab, SpecForge and ModelOpt.
-pub struct Container {
+pub struct DflashConfigKeys {
     /// Class.
     pub class: &'static str,
     /// Top-level keys.
@@ -29,7 +29,7 @@ pub struct Container {
 
 /// Whether an engine loads a checkpoint.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Verdict {
+pub struct LoadStatus {
     /// True if it loads.
     pub loads: bool,
     /// How it loads, or why not.
@@ -38,13 +38,13 @@ pub struct Verdict {
     pub tried: bool,
 }
 
-impl Verdict {
-    /// A verdict from a trial with the version in [`crate::loaders`].
+impl LoadStatus {
+    /// A status from a trial with the version in [`crate::loaders`].
     pub const fn tried(loads: bool, note: &'static str) -> Self {
         Self { loads, note, tried: true }
     }
 
-    /// A verdict from the engine's sources.
+    /// A status from the engine's sources.
     pub const fn read(loads: bool, note: &'static str) -> Self {
         Self { loads, note, tried: false }
     }
@@ -93,7 +93,7 @@ pub struct GgufParts {
     /// Additional tensors of zeros that llama.cpp requires.
     pub zeros: Vec<(&'static str, Vec<usize>)>,
     /// Whether llama.cpp stores the rows of a RoPE pair of queries and keys next to each other.
-    pub in_pairs: bool,
+    pub interleaved_rope: bool,
 }
 
 /// A map of these keys and values.

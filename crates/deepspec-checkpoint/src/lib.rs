@@ -13,13 +13,13 @@
 
 mod checkpoint;
 mod convert;
-mod dialect;
 mod drafter;
 mod engines;
 mod error;
 mod families;
 mod fields;
 mod folder;
+mod format;
 pub mod gguf;
 mod gguf_export;
 mod kind;
@@ -37,21 +37,21 @@ mod write;
 
 pub use checkpoint::Checkpoint;
 pub use convert::{Converted, convert};
-pub use dialect::CheckpointFormat;
 pub use drafter::{Drafter, Incompatibility, KindSettings, Settings, Shapes};
 pub use engines::for_engine;
 pub use error::CheckpointError;
 pub use families::{DecoderFamily, Family};
 pub use fields::Fields;
+pub use format::CheckpointFormat;
 pub use gguf::{TensorType, Value as GgufValue};
 pub use gguf_export::Gguf;
-pub use kind::{Container, Engine, EngineLayout, GgufParts, Speculators, Verdict, keys};
+pub use kind::{DflashConfigKeys, Engine, EngineLayout, GgufParts, LoadStatus, Speculators, keys};
 pub use layouts::{
-    ContainerConfig, Decoder, ExternalClass, Known, Reader, foreign_attention, foreign_layout, taps,
+    Decoder, DflashConfig, ExternalClass, Known, Reader, taps, unsupported_attention, unsupported_layout,
 };
 pub use loaders::{Loader, loaders};
 pub use quantised::quantised_folder;
 pub use serving::{Risk, Server, risks};
-pub use shards::{MAX_SHARD_BYTES, Shard, cut, no_weights, write_index};
+pub use shards::{MAX_SHARD_BYTES, Shard, no_weights, split_into_shards, write_index};
 pub use target::Target;
 pub use tensors::{TensorFacts, Tensors, is_readable, quantised, torch_dtype_name};

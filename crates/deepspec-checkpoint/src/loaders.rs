@@ -3,7 +3,7 @@
 
 use serde::Serialize;
 
-use crate::kind::Verdict;
+use crate::kind::LoadStatus;
 use crate::{Checkpoint, CheckpointFormat};
 
 /// Versions tried.
@@ -26,20 +26,21 @@ pub struct Loader {
 
 /// Whether vLLM, SGLang, llama.cpp and speculators load a checkpoint.
 pub fn loaders(checkpoint: &Checkpoint) -> Vec<Loader> {
-    let (drafter, dialect) = (checkpoint.drafter(), checkpoint.dialect());
+    let (drafter, format) = (checkpoint.drafter(), checkpoint.format());
     // vLLM and speculators were not tried with layers without query and key norms. No engine was
     // tried with settings that only one format can express.
-    let usual = drafter.family.qk_norm && drafter.refusal_anywhere().is_none();
-    let known = |engine, version: Option<&'static str>, verdict: Verdict| match of_layers(checkpoint) {
-        Some(note) => Loader { engine, tried: None, loads: false, note },
-        None => {
-            let tried = version.filter(|_| verdict.tried && usual);
-            Loader { engine, tried, loads: verdict.loads, note: verdict.note.into() }
-        }
-    };
-    let gguf = drafter.refusal_anywhere().map_or_else(|| drafter.kind.gguf(drafter).map(|_| ()), Err);
+    let usual = drafter.family.qk_norm && drafter.reason_not_convertible().is_none();
+    let known =
+        |engine, version: Option<&'static str>, status: LoadStatus| match unsupported_layers(checkpoint) {
+            Some(note) => Loader { engine, tried: None, loads: false, note },
+            None => {
+                let tried = version.filter(|_| status.tried && usual);
+                Loader { engine, tried, loads: status.loads, note: status.note.into() }
+            }
+        };
+    let gguf = drafter.reason_not_convertible().map_or_else(|| drafter.kind.gguf(drafter).map(|_| ()), Err);
     let note = gguf.as_ref().map_or_else(String::clone, |()| "it loads GGUF files; convert to gguf".into());
-    let is_speculators = dialect == CheckpointFormat::Speculators;
+    let is_speculators = format == CheckpointFormat::Speculators;
     let converts = checkpoint.refusal(CheckpointFormat::Speculators).is_none();
     let own = match is_speculators {
         true => "SpeculatorModel.from_pretrained",
@@ -47,8 +48,8 @@ pub fn loaders(checkpoint: &Checkpoint) -> Vec<Loader> {
         false => "its layout cannot say this drafter",
     };
     vec![
-        known("vLLM", Some(VLLM), drafter.kind.vllm(dialect)),
-        known("SGLang", None, drafter.kind.sglang(dialect)),
+        known("vLLM", Some(VLLM), drafter.kind.vllm(format)),
+        known("SGLang", None, drafter.kind.sglang(format)),
         Loader { engine: "llama.cpp", tried: gguf.is_ok().then_some(LLAMA_CPP), loads: false, note },
         Loader {
             engine: "speculators",
@@ -62,12 +63,12 @@ pub fn loaders(checkpoint: &Checkpoint) -> Vec<Loader> {
 /// The reason why no engine loads a drafter with such layers, if any. No engine supports drafters
 /// with norms after attention and MLP. Other tools do not know the reference's classes without
 /// query and key norms.
-fn of_layers(checkpoint: &Checkpoint) -> Option<String> {
+fn unsupported_layers(checkpoint: &Checkpoint) -> Option<String> {
     let family = checkpoint.drafter().family;
     if let Some((key, reason)) = checkpoint.unsupported() {
         return Some(format!("not known, for `{key}` is not run here: {reason}"));
     }
-    match checkpoint.dialect() {
+    match checkpoint.format() {
         _ if !family.pre_norm => Some(format!("no engine's drafter has {family} layers")),
         CheckpointFormat::Reference if !family.qk_norm => {
             Some(format!("no engine knows this class with {family} layers"))

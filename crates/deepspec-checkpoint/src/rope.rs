@@ -97,12 +97,13 @@ pub fn with_factors(source: &Checkpoint, to: &'static str) -> Result<Rope, Check
     };
     let number = |key: &str| positive(&chosen, key);
     let llama3 = Llama3 {
-        slow: number("low_freq_factor")?,
-        fast: number("high_freq_factor")?,
+        low_freq_factor: number("low_freq_factor")?,
+        high_freq_factor: number("high_freq_factor")?,
         original: original(&fields, &chosen)?,
     };
-    if llama3.slow >= llama3.fast {
-        let problem = format!("{} is not above low_freq_factor {}", llama3.fast, llama3.slow);
+    if llama3.low_freq_factor >= llama3.high_freq_factor {
+        let problem =
+            format!("{} is not above low_freq_factor {}", llama3.high_freq_factor, llama3.low_freq_factor);
         return Err(chosen.error("high_freq_factor", problem));
     }
     let most = number("factor")?;

@@ -100,16 +100,19 @@ impl FromStr for Server {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Risk {
     /// Subject.
-    pub about: &'static str,
+    #[serde(rename = "about")]
+    pub subject: &'static str,
     /// Problem and consequence.
-    pub told: String,
+    #[serde(rename = "told")]
+    pub problem: String,
     /// Remedy.
-    pub cure: String,
+    #[serde(rename = "cure")]
+    pub remedy: String,
 }
 
 /// Settings of `checkpoint` that `server` would misread with `target`, and arguments that it needs.
 pub fn risks(checkpoint: &Checkpoint, server: Server, target: &Target) -> Vec<Risk> {
-    let found = Examined { checkpoint, server, target };
+    let found = ServingCheck { checkpoint, server, target };
     let drafter = found.drafter();
     if drafter.is_some() && !found.loads_as_it_is() {
         return drafter.into_iter().collect();
@@ -120,7 +123,7 @@ pub fn risks(checkpoint: &Checkpoint, server: Server, target: &Target) -> Vec<Ri
         found.files(),
         found.verifier_norm(),
         found.target(),
-        found.rotation(),
+        found.rope(),
         found.target_tokenizer(),
         found.head(),
         found.slots(),
@@ -131,21 +134,21 @@ pub fn risks(checkpoint: &Checkpoint, server: Server, target: &Target) -> Vec<Ri
     all.into_iter().flatten().collect()
 }
 
-struct Examined<'a> {
+struct ServingCheck<'a> {
     checkpoint: &'a Checkpoint,
     server: Server,
     target: &'a Target,
 }
 
-impl Examined<'_> {
+impl ServingCheck<'_> {
     fn converted(&self) -> String {
         format!("deepspec-eval checkpoint convert --to {}", self.server.layout())
     }
 
     /// Layers, sliding windows and layer ids that tools interpret differently.
     fn drafter(&self) -> Option<Risk> {
-        let told = self.checkpoint.drafter().refusal_anywhere()?;
-        let cure = if self.loads_as_it_is() {
+        let problem = self.checkpoint.drafter().reason_not_convertible()?;
+        let remedy = if self.loads_as_it_is() {
             format!(
                 "by its sources {} loads this folder; that was not tried: compare its answers and cycles with those here",
                 self.server
@@ -153,7 +156,7 @@ impl Examined<'_> {
         } else {
             "no conversion mends that: train it without".into()
         };
-        Some(Risk { about: "drafter", told, cure })
+        Some(Risk { subject: "drafter", problem, remedy })
     }
 
     /// How the engine handles the folder; None for llama.cpp, which loads no folders.
@@ -172,16 +175,16 @@ impl Examined<'_> {
             let drafter = self.checkpoint.drafter();
             return Some(match drafter.kind.gguf(drafter) {
                 Ok(_) => Risk {
-                    about: "layout",
-                    told:
+                    subject: "layout",
+                    problem:
                         "it loads GGUF files; its converter tells drafters apart by what their folders hold"
                             .into(),
-                    cure: format!("{} says in the file what they are", self.converted()),
+                    remedy: format!("{} says in the file what they are", self.converted()),
                 },
-                Err(told) => Risk {
-                    about: "layout",
-                    told,
-                    cure: "it cannot run this drafter: take another engine, or train it without".into(),
+                Err(problem) => Risk {
+                    subject: "layout",
+                    problem,
+                    remedy: "it cannot run this drafter: take another engine, or train it without".into(),
                 },
             });
         }
@@ -189,9 +192,9 @@ impl Examined<'_> {
         let engine = if self.server == Server::Vllm { Engine::Vllm } else { Engine::Sglang };
         let drafter = self.checkpoint.drafter();
         (!loader.loads).then(|| Risk {
-            about: "layout",
-            told: format!("it does not load: {}", loader.note),
-            cure: match drafter.kind.engine_layout(engine, drafter) {
+            subject: "layout",
+            problem: format!("it does not load: {}", loader.note),
+            remedy: match drafter.kind.engine_layout(engine, drafter) {
                 Ok(_) => self.converted(),
                 Err(reason) => format!("no conversion mends that: {reason}"),
             },
@@ -209,9 +212,9 @@ impl Examined<'_> {
             entries.filter(|name| name.ends_with(".safetensors") && !is_weights(name)).collect();
         strange.sort();
         (!strange.is_empty()).then(|| Risk {
-            about: "files",
-            told: format!("{} is read as weights too and stops the load", strange.join(", ")),
-            cure: format!("move it away, or {}", self.converted()),
+            subject: "files",
+            problem: format!("{} is read as weights too and stops the load", strange.join(", ")),
+            remedy: format!("move it away, or {}", self.converted()),
         })
     }
 
@@ -219,26 +222,26 @@ impl Examined<'_> {
         let name = "verifier_norm.weight";
         let there = self.server == Server::Vllm && self.checkpoint.tensors().get(name).is_some();
         there.then(|| Risk {
-            about: "tensors",
-            told: format!("`{name}` is unknown there and stops the load"),
-            cure: self.converted(),
+            subject: "tensors",
+            problem: format!("`{name}` is unknown there and stops the load"),
+            remedy: self.converted(),
         })
     }
 
     fn target(&self) -> Option<Risk> {
         let error = self.target.check_fits(self.checkpoint.drafter()).err()?;
-        let cure = "name the target that it was trained for; the engine does not compare them".into();
-        Some(Risk { about: "vocabulary and sizes", told: error.to_string(), cure })
+        let remedy = "name the target that it was trained for; the engine does not compare them".into();
+        Some(Risk { subject: "vocabulary and sizes", problem: error.to_string(), remedy })
     }
 
     /// Scaled RoPE, or a RoPE base that differs between newer and older keys.
-    fn rotation(&self) -> Option<Risk> {
+    fn rope(&self) -> Option<Risk> {
         let config = self.checkpoint.drafter();
         let rope = match self.server {
             Server::LlamaCpp => rope::with_factors(self.checkpoint, self.server.layout()).map(|_| None),
             _ => rope::parameters(self.checkpoint, self.server.layout()).map(|rope| rope.scaling),
         };
-        let told = match rope {
+        let problem = match rope {
             Err(error) => Some(error.to_string()),
             Ok(scaling) => scaling.filter(|kind| kind != "llama3").map(|kind| {
                 format!(
@@ -246,9 +249,9 @@ impl Examined<'_> {
                 )
             }),
         };
-        if let Some(told) = told {
-            let cure = "compare the accepted length there with the one measured here".into();
-            return Some(Risk { about: "RoPE", told, cure });
+        if let Some(problem) = problem {
+            let remedy = "compare the accepted length there with the one measured here".into();
+            return Some(Risk { subject: "RoPE", problem, remedy });
         }
         let base = |value: Option<&Value>| value.and_then(Value::as_f64);
         let (older, newer) = (
@@ -257,11 +260,11 @@ impl Examined<'_> {
         );
         let (older, newer) = (older?, newer?);
         (older != newer).then(|| Risk {
-            about: "RoPE",
-            told: format!(
+            subject: "RoPE",
+            problem: format!(
                 "rope_theta is {older}, within rope_parameters {newer}; versions differ in which they read"
             ),
-            cure: self.converted(),
+            remedy: self.converted(),
         })
     }
 
@@ -272,7 +275,7 @@ impl Examined<'_> {
         }
         let known = Tokenizer::read(self.target.dir(), self.target.vocab_size() as usize);
         let own = "take the GGUF that the target's own makers or llama.cpp's converter wrote";
-        let (told, cure) = match known {
+        let (problem, remedy) = match known {
             Err(error) => (error.to_string(), own),
             Ok(tokenizer) if !tokenizer.is_known() => {
                 ("it has no name for how the target's tokenizer splits texts".into(), own)
@@ -280,12 +283,13 @@ impl Examined<'_> {
             Ok(_) => {
                 let config = read_object(&self.target.dir().join("tokenizer_config.json")).ok()?;
                 let class = config.get("tokenizer_class").and_then(Value::as_str)?;
-                let told = format!("its converter does not know the tokenizer_class {class} of the target");
-                let cure = "write PreTrainedTokenizerFast in the target's tokenizer_config.json";
-                (class == "TokenizersBackend").then_some((told, cure))?
+                let problem =
+                    format!("its converter does not know the tokenizer_class {class} of the target");
+                let remedy = "write PreTrainedTokenizerFast in the target's tokenizer_config.json";
+                (class == "TokenizersBackend").then_some((problem, remedy))?
             }
         };
-        Some(Risk { about: "target's tokenizer", told, cure: cure.into() })
+        Some(Risk { subject: "target's tokenizer", problem, remedy: remedy.into() })
     }
 
     /// llama.cpp uses the drafter's own embedding as LM head if the file has no head.
@@ -293,9 +297,9 @@ impl Examined<'_> {
         let own = self.checkpoint.find(EMBED).is_some();
         let untied = self.target.head() != self.target.embed();
         (self.server == Server::LlamaCpp && own && untied).then(|| Risk {
-            about: "head",
-            told: "its converter keeps the folder's embedding and drops its head; the embedding is then taken as head".into(),
-            cure: format!("{}, which leaves both to the target", self.converted()),
+            subject: "head",
+            problem: "its converter keeps the folder's embedding and drops its head; the embedding is then taken as head".into(),
+            remedy: format!("{}, which leaves both to the target", self.converted()),
         })
     }
 
@@ -313,14 +317,14 @@ impl Examined<'_> {
             Server::Vllm => format!("\"method\": \"{method}\""),
             Server::Sglang => format!("--speculative-algorithm {}", method.to_uppercase()),
         };
-        let told = match kind.fills_in() {
+        let problem = match kind.predicts_own_position() {
             true => "slot k says what stands in it (1 + N slots for N tokens)",
             false => "every slot drafts, the anchor's too (N slots for N tokens)",
         };
         Some(Risk {
-            about: "slots",
-            told: format!("{told}; read the other way the accepted length is 1.0, without a word"),
-            cure: format!("serve it with {flag}"),
+            subject: "slots",
+            problem: format!("{problem}; read the other way the accepted length is 1.0, without a word"),
+            remedy: format!("serve it with {flag}"),
         })
     }
 
@@ -329,13 +333,13 @@ impl Examined<'_> {
         let taps = &self.checkpoint.drafter().taps;
         let ids: Vec<String> = taps.iter().map(|tap| tap.layer_id().to_string()).collect();
         (!ids.is_empty()).then(|| Risk {
-            about: "layer ids",
-            told: format!(
+            subject: "layer ids",
+            problem: format!(
                 "it reads what layers {} give, the first of the target's {} being 0; one off, the accepted length falls without a word",
                 ids.join(", "),
                 self.target.layers()
             ),
-            cure: "compare with target.layer_ids of the recipe that it was trained by".into(),
+            remedy: "compare with target.layer_ids of the recipe that it was trained by".into(),
         })
     }
 
@@ -343,11 +347,11 @@ impl Examined<'_> {
     fn mask(&self) -> Option<Risk> {
         let id = self.checkpoint.drafter().kind.mask_token_id()?;
         let tokenizer = Tokenizer::read(self.target.dir(), self.target.vocab_size() as usize).ok()?;
-        let token = tokenizer.of_texts(usize::try_from(id).ok()?)?;
+        let token = tokenizer.normal_token(usize::try_from(id).ok()?)?;
         Some(Risk {
-            about: "mask token",
-            told: format!("mask_token_id is {id}, which is {token:?} in texts"),
-            cure: "where it was trained with another one, put that into config.json".into(),
+            subject: "mask token",
+            problem: format!("mask_token_id is {id}, which is {token:?} in texts"),
+            remedy: "where it was trained with another one, put that into config.json".into(),
         })
     }
 
@@ -355,12 +359,16 @@ impl Examined<'_> {
     fn length(&self) -> Option<Risk> {
         let drafter = self.checkpoint.drafter();
         let drafted = drafter.kind.drafted();
-        let told = match self.server {
+        let problem = match self.server {
             Server::LlamaCpp => "3 unless it is told",
             Server::Vllm => "any number is taken, unchecked",
             Server::Sglang => return None,
         };
-        let cure = self.server.arguments(drafter, "DRAFTER");
-        Some(Risk { about: "drafted tokens", told: format!("{told}; this drafter drafts {drafted}"), cure })
+        let remedy = self.server.arguments(drafter, "DRAFTER");
+        Some(Risk {
+            subject: "drafted tokens",
+            problem: format!("{problem}; this drafter drafts {drafted}"),
+            remedy,
+        })
     }
 }

@@ -24,19 +24,19 @@ pub struct Shard {
     pub tensors: Range<usize>,
 }
 
-/// Distributes tensors of `sizes` bytes, in order, over files of at most `most` bytes. One file is
+/// Distributes tensors of `sizes` bytes, in order, over files of at most `max_bytes` bytes. One file is
 /// `model.safetensors`; several files are numbered and need an index.
-pub fn cut(sizes: &[usize], most: usize) -> Vec<Shard> {
-    let (mut runs, mut held): (Vec<Range<usize>>, usize) = (vec![], 0);
+pub fn split_into_shards(sizes: &[usize], max_bytes: usize) -> Vec<Shard> {
+    let (mut runs, mut bytes): (Vec<Range<usize>>, usize) = (vec![], 0);
     for (place, &size) in sizes.iter().enumerate() {
         match runs.last_mut() {
-            Some(run) if held.saturating_add(size) <= most => {
+            Some(run) if bytes.saturating_add(size) <= max_bytes => {
                 run.end = place + 1;
-                held += size;
+                bytes += size;
             }
             _ => {
                 runs.push(place..place + 1);
-                held = size;
+                bytes = size;
             }
         }
     }
@@ -145,7 +145,7 @@ mod tests {
     #[test]
     fn files_hold_whole_tensors_and_no_more_than_they_may() {
         let names = |sizes: &[usize]| -> Vec<(String, Range<usize>)> {
-            cut(sizes, 10).into_iter().map(|shard| (shard.name, shard.tensors)).collect()
+            split_into_shards(sizes, 10).into_iter().map(|shard| (shard.name, shard.tensors)).collect()
         };
         assert_eq!(names(&[4, 4, 2]), [("model.safetensors".to_string(), 0..3)]);
         let shards = names(&[4, 7, 3, 25, 1]);

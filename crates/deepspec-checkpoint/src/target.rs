@@ -24,7 +24,7 @@ pub struct Target {
     tensors: Tensors,
     special_ids: Vec<(&'static str, u32)>,
     /// Prefix of `embed_tokens`.
-    body: &'static str,
+    decoder_prefix: &'static str,
     head: &'static str,
 }
 
@@ -69,8 +69,10 @@ impl Target {
             // Saved without the causal LM class around the model.
             ("", "lm_head.weight"),
         ];
-        let there = |(body, _): &(&str, &str)| tensors.get(&format!("{body}embed_tokens.weight")).is_some();
-        let (body, head) = known.into_iter().find(there).ok_or_else(|| {
+        let there = |(decoder_prefix, _): &(&str, &str)| {
+            tensors.get(&format!("{decoder_prefix}embed_tokens.weight")).is_some()
+        };
+        let (decoder_prefix, head) = known.into_iter().find(there).ok_or_else(|| {
             tensors.error("model.embed_tokens.weight", "missing; is this a language model with a head?")
         })?;
         Ok(Self {
@@ -83,7 +85,7 @@ impl Target {
             is_tied: is_tied.unwrap_or(false),
             tensors,
             special_ids,
-            body,
+            decoder_prefix,
             head,
             config: path.clone(),
         })
@@ -126,7 +128,7 @@ impl Target {
 
     /// Name of its embedding tensor.
     pub(crate) fn embed(&self) -> String {
-        format!("{}embed_tokens.weight", self.body)
+        format!("{}embed_tokens.weight", self.decoder_prefix)
     }
 
     /// Name of its LM head tensor, which is the embedding if they are tied.

@@ -38,7 +38,7 @@ pub struct Tensors {
 
 enum Store {
     /// safetensors files, and the file index and byte offset of each tensor.
-    Shards { files: Vec<(PathBuf, File)>, places: BTreeMap<String, (usize, u64)> },
+    Shards { files: Vec<(PathBuf, File)>, locations: BTreeMap<String, (usize, u64)> },
     /// A language model, whose values may be quantised.
     Gguf(Model),
 }
@@ -50,19 +50,19 @@ impl Tensors {
     /// Fails if there are no weights, or if a file is truncated or has another format.
     pub fn open(dir: &Path) -> Result<Self, CheckpointError> {
         match shards::paths(dir) {
-            Err(_) if dir.join(LINK).is_file() => Ok(Self::of_gguf(dir, Model::open(&dir.join(LINK))?)),
-            paths => Self::of_files(dir, paths?),
+            Err(_) if dir.join(LINK).is_file() => Ok(Self::from_gguf(dir, Model::open(&dir.join(LINK))?)),
+            paths => Self::from_files(dir, paths?),
         }
     }
 
-    fn of_gguf(dir: &Path, model: Model) -> Self {
+    fn from_gguf(dir: &Path, model: Model) -> Self {
         let facts = model.tensors().map(|(name, stored)| {
-            let dtype = match stored.kind.read_as() {
+            let dtype = match stored.kind.decoded_type() {
                 TensorType::F32 => Dtype::F32,
                 TensorType::F16 => Dtype::F16,
                 TensorType::Bf16 => Dtype::BF16,
             };
-            let bytes = stored.values() * stored.kind.read_as().bytes();
+            let bytes = stored.values() * stored.kind.decoded_type().bytes();
             (name.to_string(), TensorFacts { dtype, shape: stored.shape.clone(), bytes })
         });
         Self { dir: dir.to_path_buf(), facts: facts.collect(), store: Store::Gguf(model) }
@@ -73,16 +73,16 @@ impl Tensors {
     /// # Errors
     /// Fails if the file is truncated or no safetensors file.
     pub fn open_file(path: &Path) -> Result<Self, CheckpointError> {
-        Self::of_files(path, vec![path.to_path_buf()])
+        Self::from_files(path, vec![path.to_path_buf()])
     }
 
-    fn of_files(dir: &Path, paths: Vec<PathBuf>) -> Result<Self, CheckpointError> {
-        let (mut files, mut places, mut facts) = (vec![], BTreeMap::new(), BTreeMap::new());
+    fn from_files(dir: &Path, paths: Vec<PathBuf>) -> Result<Self, CheckpointError> {
+        let (mut files, mut locations, mut facts) = (vec![], BTreeMap::new(), BTreeMap::new());
         for path in paths {
             let (file, data, header) = open_shard(&path)?;
             for (name, info) in header.tensors() {
                 let (start, end) = info.data_offsets;
-                if let Some((twin, _)) = places.insert(name.clone(), (files.len(), data + start as u64)) {
+                if let Some((twin, _)) = locations.insert(name.clone(), (files.len(), data + start as u64)) {
                     let (first, _): &(PathBuf, File) = &files[twin];
                     let problem = format!("it is also in {}", first.display());
                     return Err(CheckpointError::Tensor { path, name, problem });
@@ -92,8 +92,8 @@ impl Tensors {
             }
             files.push((path, file));
         }
-        let (facts, places) = without_wrappers(facts, places);
-        Ok(Self { dir: dir.to_path_buf(), store: Store::Shards { files, places }, facts })
+        let (facts, locations) = without_wrappers(facts, locations);
+        Ok(Self { dir: dir.to_path_buf(), store: Store::Shards { files, locations }, facts })
     }
 
     /// Reads all values and checks that none is NaN or infinite.
@@ -173,8 +173,8 @@ impl Tensors {
                 let values = model.values(name)?;
                 return Ok(out.write_all(&values).map_err(FileError::at("copying", &self.dir))?);
             }
-            Store::Shards { files, places } => {
-                let (file, start) = places[name];
+            Store::Shards { files, locations } => {
+                let (file, start) = locations[name];
                 (&files[file].0, &files[file].1, start)
             }
         };
@@ -197,10 +197,13 @@ const WRAPPERS: [&str; 3] = ["module.", "base_model.model.", "draft_model."];
 const INNER_WRAPPERS: [&str; 3] = ["_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module."];
 
 /// Metadata and location of tensors by name.
-type Named = (BTreeMap<String, TensorFacts>, BTreeMap<String, (usize, u64)>);
+type TensorIndex = (BTreeMap<String, TensorFacts>, BTreeMap<String, (usize, u64)>);
 
 /// Removes the wrappers' parts from tensor names, unless two names would become equal.
-fn without_wrappers(facts: BTreeMap<String, TensorFacts>, places: BTreeMap<String, (usize, u64)>) -> Named {
+fn without_wrappers(
+    facts: BTreeMap<String, TensorFacts>,
+    locations: BTreeMap<String, (usize, u64)>,
+) -> TensorIndex {
     // Lightning and vLLM call a whole model `model`. Inside it a drafter has `fc`, and a target has
     // its own `model`.
     let is_within = |name: &str| facts.contains_key(&format!("model.{name}"));
@@ -220,11 +223,11 @@ fn without_wrappers(facts: BTreeMap<String, TensorFacts>, places: BTreeMap<Strin
     let names: BTreeMap<String, String> = facts.keys().map(|name| (name.clone(), bare(name))).collect();
     let distinct: BTreeSet<&String> = names.values().collect();
     if distinct.len() < names.len() || names.iter().all(|(name, bare)| name == bare) {
-        return (facts, places);
+        return (facts, locations);
     }
     let facts = facts.into_iter().map(|(name, facts)| (names[&name].clone(), facts)).collect();
-    let places = places.into_iter().map(|(name, place)| (names[&name].clone(), place)).collect();
-    (facts, places)
+    let locations = locations.into_iter().map(|(name, place)| (names[&name].clone(), place)).collect();
+    (facts, locations)
 }
 
 /// Whether the tensor is a map between the vocabularies of target and drafter, which is no weight.

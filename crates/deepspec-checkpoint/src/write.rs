@@ -10,7 +10,7 @@ use safetensors::Dtype;
 use safetensors::tensor::{Metadata, TensorInfo};
 use serde_json::json;
 
-use crate::shards::{cut, write_index};
+use crate::shards::{split_into_shards, write_index};
 use crate::{CheckpointError, Tensors};
 
 /// Source of the bytes of a tensor to write.
@@ -22,14 +22,14 @@ pub enum Source<'a> {
 }
 
 /// A tensor to write.
-pub struct Written<'a> {
+pub struct TensorToWrite<'a> {
     pub name: String,
     pub dtype: Dtype,
     pub shape: Vec<usize>,
     pub source: Source<'a>,
 }
 
-impl Written<'_> {
+impl TensorToWrite<'_> {
     fn len(&self) -> Result<usize, CheckpointError> {
         match &self.source {
             Source::Copy(tensors, name) => Ok(tensors.facts(name)?.bytes),
@@ -39,12 +39,12 @@ impl Written<'_> {
 }
 
 /// Writes the weights of a checkpoint into the new folder `dir` and syncs the files, which have at
-/// most `most` bytes. Tensors are ordered by dtype, widest first, then by name, like in the
+/// most `max_bytes` bytes. Tensors are ordered by dtype, widest first, then by name, like in the
 /// safetensors packages.
-pub fn write(dir: &Path, tensors: &mut [Written], most: usize) -> Result<(), CheckpointError> {
+pub fn write(dir: &Path, tensors: &mut [TensorToWrite], max_bytes: usize) -> Result<(), CheckpointError> {
     tensors.sort_by(|a, b| b.dtype.cmp(&a.dtype).then_with(|| a.name.cmp(&b.name)));
-    let sizes = tensors.iter().map(Written::len).collect::<Result<Vec<_>, _>>()?;
-    let shards = cut(&sizes, most);
+    let sizes = tensors.iter().map(TensorToWrite::len).collect::<Result<Vec<_>, _>>()?;
+    let shards = split_into_shards(&sizes, max_bytes);
     for shard in &shards {
         write_file(&dir.join(&shard.name), &tensors[shard.tensors.clone()])?;
     }
@@ -53,7 +53,7 @@ pub fn write(dir: &Path, tensors: &mut [Written], most: usize) -> Result<(), Che
     Ok(write_index(dir, &shards, &names)?)
 }
 
-fn write_file(path: &Path, tensors: &[Written]) -> Result<(), CheckpointError> {
+fn write_file(path: &Path, tensors: &[TensorToWrite]) -> Result<(), CheckpointError> {
     let (mut infos, mut end) = (vec![], 0);
     for tensor in tensors.iter() {
         let start = end;

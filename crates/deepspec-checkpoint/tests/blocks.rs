@@ -36,7 +36,7 @@ fn blocks_are_expanded_as_the_gguf_package_does() {
         let stored = &gguf.tensors()[name];
         assert_eq!(stored.shape, [4, 16 * 256], "{name}");
         let (expected, others) = rest.split_at(stored.values() * size_of::<f32>());
-        let found = widened(gguf.values(name).unwrap(), stored.kind.read_as());
+        let found = widened(gguf.values(name).unwrap(), stored.kind.decoded_type());
         let differing = found.iter().zip(expected).position(|(a, b)| a != b);
         assert_eq!((found.len(), differing), (expected.len(), None), "{name}");
         rest = others;

@@ -130,7 +130,7 @@ pub fn fit_pooled(
 ) -> Result<f64, ScheduleError> {
     check(proposals, positions, search)?;
     let error = |&temperature: &f64| mean_error(proposals, &vec![temperature; positions], search.bins);
-    Ok(least(&search.grid, error))
+    Ok(argmin(&search.grid, error))
 }
 
 /// Fits one temperature per position by coordinate descent, starting from the pooled temperature.
@@ -154,7 +154,7 @@ pub fn fit_joint(
                 tried[k] = temperature;
                 mean_error(proposals, &tried, search.bins)
             };
-            temperatures[k] = least(&search.grid, error);
+            temperatures[k] = argmin(&search.grid, error);
         }
         if temperatures == before {
             break;
@@ -163,7 +163,7 @@ pub fn fit_joint(
     Calibration::new(temperatures)
 }
 
-fn least(grid: &[f64], error: impl Fn(&f64) -> f64) -> f64 {
+fn argmin(grid: &[f64], error: impl Fn(&f64) -> f64) -> f64 {
     let errors = grid.iter().map(|temperature| (*temperature, error(temperature)));
     errors.min_by(|(_, a), (_, b)| a.total_cmp(b)).map_or(1.0, |(temperature, _)| temperature)
 }

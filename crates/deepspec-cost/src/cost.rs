@@ -3,7 +3,7 @@
 
 use crate::ScheduleError;
 use crate::curve::CostCurve;
-use crate::scheduler::Price;
+use crate::scheduler::StepCostAt;
 
 /// Seconds of a step by requests, batch tokens and context length.
 #[derive(Debug, Clone, PartialEq)]
@@ -83,13 +83,14 @@ impl StepCost {
     /// Seconds of drafting for `requests`: interpolated between measurements, and proportional to
     /// the requests past the last one.
     pub fn draft_seconds(&self, requests: usize) -> f64 {
-        between(&self.draft, requests)
+        interpolate(&self.draft, requests)
     }
 
     /// Throughput of plain decoding in tokens per second.
     pub fn plain_throughput(&self, requests: usize, context: usize) -> f64 {
-        let price = Price { curve: self.curve(context), fixed_seconds: between(&self.requests, requests) };
-        price.throughput(requests, requests as f64)
+        let cost_at =
+            StepCostAt { curve: self.curve(context), fixed_seconds: interpolate(&self.requests, requests) };
+        cost_at.throughput(requests, requests as f64)
     }
 
     /// The largest batch in tokens that all curves cover.
@@ -101,7 +102,7 @@ impl StepCost {
     /// `requests`. Beyond the curve they are extrapolated as in [`CostCurve::step_seconds`].
     pub fn seconds(&self, requests: usize, tokens: usize, context: usize, drafted: bool) -> f64 {
         let draft = if drafted { self.draft_seconds(requests) } else { 0.0 };
-        draft + between(&self.requests, requests) + self.curve(context).step_seconds(tokens)
+        draft + interpolate(&self.requests, requests) + self.curve(context).step_seconds(tokens)
     }
 
     /// Seconds of a plain-decoding step without a drafter: as measured, or else as a step that
@@ -113,9 +114,9 @@ impl StepCost {
         }
     }
 
-    pub(crate) fn price(&self, requests: usize, context: usize) -> Price<'_> {
-        let fixed_seconds = self.draft_seconds(requests) + between(&self.requests, requests);
-        Price { curve: self.curve(context), fixed_seconds }
+    pub(crate) fn cost_at(&self, requests: usize, context: usize) -> StepCostAt<'_> {
+        let fixed_seconds = self.draft_seconds(requests) + interpolate(&self.requests, requests);
+        StepCostAt { curve: self.curve(context), fixed_seconds }
     }
 }
 
@@ -147,7 +148,7 @@ fn check(times: &[(usize, f64)]) -> Result<(), ScheduleError> {
 
 /// Interpolates between measurements. Below the first one its value holds; past the last one times
 /// are proportional to the requests. 0 without measurements.
-fn between(times: &[(usize, f64)], requests: usize) -> f64 {
+fn interpolate(times: &[(usize, f64)], requests: usize) -> f64 {
     let at = times.partition_point(|&(of, _)| of < requests);
     match (at.checked_sub(1).map(|before| times[before]), times.get(at)) {
         (None, None) => 0.0,

@@ -93,7 +93,7 @@ impl CostCurve {
 /// The non-decreasing step times nearest to the measured ones in least squares
 /// (pool-adjacent-violators). A larger batch that seemed faster was noise, which a scheduler would
 /// exploit.
-pub fn never_falling(seconds: &[f64]) -> Vec<f64> {
+pub fn isotonic_regression(seconds: &[f64]) -> Vec<f64> {
     let mut pools: Vec<(f64, usize)> = vec![];
     for &value in seconds {
         let mut pool = (value, 1);

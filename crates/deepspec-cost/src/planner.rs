@@ -159,8 +159,8 @@ impl Planner {
             Policy::Plain => vec![0; load.requests],
             Policy::Whole => vec![block; load.requests],
             Policy::Fixed(count) => vec![count.min(block); load.requests],
-            Policy::Threshold(least) => {
-                let kept = |row: Vec<f64>| row.into_iter().take_while(|&c| c >= least).count();
+            Policy::Threshold(min_confidence) => {
+                let kept = |row: Vec<f64>| row.into_iter().take_while(|&c| c >= min_confidence).count();
                 confidences.into_iter().map(kept).collect()
             }
             Policy::Prefix | Policy::PrefixAsync => self.scheduled(load, confidences),
@@ -178,12 +178,12 @@ impl Planner {
                 let stale = if self.budgets.len() == LAG { self.budgets.pop_front() } else { None };
                 // Scales the budget to the present number of requests.
                 let budget = stale.map_or(all, |(worth, of)| (worth * load.requests).div_ceil(of.max(1)));
-                let price = cost.price(load.requests, load.context);
-                let (lengths, worth) = filled_and_worth(&confidences, budget.min(all), price);
+                let cost_at = cost.cost_at(load.requests, load.context);
+                let (lengths, worth) = filled_and_worth(&confidences, budget.min(all), cost_at);
                 self.budgets.push_back((worth, load.requests));
                 lengths
             }
-            _ => search(&confidences, cost.price(load.requests, load.context), Stop::FirstDrop).lengths,
+            _ => search(&confidences, cost.cost_at(load.requests, load.context), Stop::FirstDrop).lengths,
         };
         self.remember(confidences);
         lengths
@@ -202,15 +202,15 @@ impl Planner {
 /// `rows`, and that throughput; `stop` selects the search. A search with `Stop::Never` may not be
 /// applied to these very blocks.
 fn best_budget(rows: &[&[f64]], cost: &StepCost, load: StepLoad, stop: Stop) -> (usize, f64) {
-    let price = cost.price(load.requests, load.context);
+    let cost_at = cost.cost_at(load.requests, load.context);
     let requests = load.requests as f64;
     // Scales the rows to the number of requests, so tokens are fractional.
     let scale = requests / rows.len().max(1) as f64;
-    let (mut best, mut sum) = ((0, price.throughput(load.requests, requests)), 0.0);
+    let (mut best, mut sum) = ((0, cost_at.throughput(load.requests, requests)), 0.0);
     for (taken, a) in survivals(rows).enumerate() {
         sum += a;
         let budget = (taken + 1) as f64 * scale;
-        let throughput = price.throughput_between(requests + budget, requests + sum * scale);
+        let throughput = cost_at.throughput_between(requests + budget, requests + sum * scale);
         if throughput > best.1 {
             best = (budget.round() as usize, throughput);
         } else if stop == Stop::FirstDrop {

@@ -28,12 +28,12 @@ impl Default for Binning {
 #[derive(Debug, Clone)]
 pub struct Reliability {
     binning: Binning,
-    positions: Vec<Tally>,
+    positions: Vec<PositionStats>,
 }
 
 /// Sums over the observations at one position.
 #[derive(Debug, Clone)]
-struct Tally {
+struct PositionStats {
     squared_error: f64,
     coarse: Vec<BinSums>,
     /// [rejected, accepted] observations per fine bin.
@@ -60,8 +60,8 @@ impl Reliability {
 
     fn empty(positions: usize, binning: Binning) -> Self {
         let coarse = vec![BinSums::default(); binning.coarse];
-        let tally = Tally { squared_error: 0.0, coarse, fine: vec![[0; 2]; binning.fine] };
-        Self { binning, positions: vec![tally; positions] }
+        let stats = PositionStats { squared_error: 0.0, coarse, fine: vec![[0; 2]; binning.fine] };
+        Self { binning, positions: vec![stats; positions] }
     }
 
     /// Adds a proposal: its conditional confidences c_k, one per proposed token, and its accepted
@@ -74,8 +74,8 @@ impl Reliability {
     pub fn update(&mut self, confidences: &[f64], accepted: usize) -> Result<(), ScheduleError> {
         check_outcome(accepted, confidences.len(), self.positions.len())?;
         check_confidences(confidences)?;
-        for (k, (tally, a)) in self.positions.iter_mut().zip(survival(confidences)).enumerate() {
-            tally.add(bins::clamped(a), k < accepted);
+        for (k, (stats, a)) in self.positions.iter_mut().zip(survival(confidences)).enumerate() {
+            stats.add(bins::clamped(a), k < accepted);
         }
         Ok(())
     }
@@ -93,31 +93,31 @@ impl Reliability {
         if let Some(&(what, left, right)) = sizes.iter().find(|(_, left, right)| left != right) {
             return Err(ScheduleError::Mismatch { what, left, right });
         }
-        self.positions.iter_mut().zip(&other.positions).for_each(|(tally, other)| tally.merge(other));
+        self.positions.iter_mut().zip(&other.positions).for_each(|(stats, other)| stats.merge(other));
         Ok(())
     }
 
     /// Number of observations so far, over all positions.
     pub fn observations(&self) -> u64 {
-        self.positions.iter().flat_map(|tally| &tally.coarse).map(|bin| bin.count).sum()
+        self.positions.iter().flat_map(|stats| &stats.coarse).map(|bin| bin.count).sum()
     }
 
     /// Σ a_k − Σ accepted of every coarse bin, position by position. The calibration error of a
     /// report's summary is the sum of their absolute values per observation. Gaps of accumulators
     /// add up, while their errors do not.
     pub fn gaps(&self) -> impl Iterator<Item = f64> + '_ {
-        let bins = self.positions.iter().flat_map(|tally| &tally.coarse);
+        let bins = self.positions.iter().flat_map(|stats| &stats.coarse);
         bins.map(|bin| bin.predicted - bin.accepted as f64)
     }
 
     /// The metrics of all observations so far.
     pub fn finish(&self) -> ReliabilityReport {
-        let positions: Vec<_> = self.positions.iter().map(Tally::finish).collect();
+        let positions: Vec<_> = self.positions.iter().map(PositionStats::finish).collect();
         ReliabilityReport { summary: summarise(&positions), positions }
     }
 }
 
-impl Tally {
+impl PositionStats {
     fn add(&mut self, probability: f64, accepted: bool) {
         self.squared_error += (probability - f64::from(u8::from(accepted))).powi(2);
         let (coarse, fine) = (self.coarse.len(), self.fine.len());

@@ -41,7 +41,7 @@ pub fn prefix_lengths<C: AsRef<[f64]>>(
     curve: &CostCurve,
 ) -> Result<Schedule, ScheduleError> {
     check(confidences, curve)?;
-    Ok(search(confidences, Price { curve, fixed_seconds: 0.0 }, Stop::FirstDrop))
+    Ok(search(confidences, StepCostAt { curve, fixed_seconds: 0.0 }, Stop::FirstDrop))
 }
 
 /// The schedule of highest Θ over all prefixes of tokens with a > 0. It is not lossless for the
@@ -55,7 +55,7 @@ pub fn global_prefix_lengths<C: AsRef<[f64]>>(
     curve: &CostCurve,
 ) -> Result<Schedule, ScheduleError> {
     check(confidences, curve)?;
-    Ok(search(confidences, Price { curve, fixed_seconds: 0.0 }, Stop::Never))
+    Ok(search(confidences, StepCostAt { curve, fixed_seconds: 0.0 }, Stop::Never))
 }
 
 /// Asynchronous form: spends a budget of drafted tokens, set by [`Schedule::budget`] of the step
@@ -78,14 +78,14 @@ impl Schedule {
 
 /// Cost of a step.
 #[derive(Clone, Copy)]
-pub(crate) struct Price<'a> {
+pub(crate) struct StepCostAt<'a> {
     /// Cost of verification.
     pub curve: &'a CostCurve,
     /// Seconds that do not depend on the verified tokens, mainly for drafting.
     pub fixed_seconds: f64,
 }
 
-impl Price<'_> {
+impl StepCostAt<'_> {
     /// Θ of a batch that yields `tokens` tokens.
     pub fn throughput(&self, batch: usize, tokens: f64) -> f64 {
         let rate = self.curve.steps_per_second(batch);
@@ -182,10 +182,10 @@ fn check<C: AsRef<[f64]>>(confidences: &[C], curve: &CostCurve) -> Result<(), Sc
 pub(crate) fn filled_and_worth<C: AsRef<[f64]>>(
     confidences: &[C],
     budget: usize,
-    price: Price,
+    cost_at: StepCostAt,
 ) -> (Vec<usize>, usize) {
     let (requests, candidates) = (confidences.len(), candidates(confidences));
-    let worth = search_sorted(requests, &candidates, price, Stop::Never).budget();
+    let worth = search_sorted(requests, &candidates, cost_at, Stop::Never).budget();
     (prefixes(requests, &candidates, budget), worth)
 }
 
@@ -200,24 +200,24 @@ fn prefixes(requests: usize, candidates: &[Candidate], budget: usize) -> Vec<usi
 
 /// Searches the best prefixes; all empty if the curve's largest batch has fewer tokens than
 /// requests.
-pub(crate) fn search<C: AsRef<[f64]>>(confidences: &[C], price: Price, stop: Stop) -> Schedule {
-    search_sorted(confidences.len(), &candidates(confidences), price, stop)
+pub(crate) fn search<C: AsRef<[f64]>>(confidences: &[C], cost_at: StepCostAt, stop: Stop) -> Schedule {
+    search_sorted(confidences.len(), &candidates(confidences), cost_at, stop)
 }
 
-fn search_sorted(requests: usize, candidates: &[Candidate], price: Price, stop: Stop) -> Schedule {
+fn search_sorted(requests: usize, candidates: &[Candidate], cost_at: StepCostAt, stop: Stop) -> Schedule {
     let (mut batch, mut expected_tokens) = (requests, requests as f64); // each request commits one token in any case
     let mut best = Schedule {
         lengths: vec![],
         batch,
         expected_tokens,
-        throughput: price.throughput(batch, expected_tokens),
+        throughput: cost_at.throughput(batch, expected_tokens),
         evaluated: 0,
         stopped_early: false,
     };
     for candidate in candidates {
         (batch, expected_tokens) = (batch + 1, expected_tokens + candidate.survival);
         best.evaluated += 1;
-        let throughput = price.throughput(batch, expected_tokens);
+        let throughput = cost_at.throughput(batch, expected_tokens);
         if throughput > best.throughput {
             (best.batch, best.expected_tokens, best.throughput) = (batch, expected_tokens, throughput);
         } else if stop == Stop::FirstDrop {

@@ -147,12 +147,12 @@ pub trait TrainableDrafter {
     /// Returns the sums for [`Metrics`]: float64, detached, on the drafter's device. They add up over micro-batches and ranks. None where
     /// no token is supervised.
     ///
-    /// `listener` is called for each of the [`stages`](Self::stages) as soon as its gradients are complete.
+    /// `on_grad_ready` is called for each of the [`stages`](Self::stages) as soon as its gradients are complete.
     fn accumulate(
         &self,
         samples: &[TrainSample],
         normaliser: LossDenominator,
-        listener: Option<GradReadyHook>,
+        on_grad_ready: Option<GradReadyHook>,
     ) -> Option<Tensor>;
 
     /// Prefixes of the names of parameters whose gradients are complete before the backward pass ends, in that order.
@@ -166,7 +166,7 @@ pub trait TrainableDrafter {
     ///
     /// # Errors
     /// [`ModelError::Mismatch`] with every setting that differs; any other error if `dir` is not a whole checkpoint.
-    fn start_from(&self, dir: &Path) -> Result<Vec<String>, ModelError>;
+    fn load_pretrained(&self, dir: &Path) -> Result<Vec<String>, ModelError>;
 
     /// Trained parameters by checkpoint name; they share storage with the model.
     fn parameters(&self) -> &[(String, Tensor)];
@@ -187,7 +187,7 @@ pub trait DrafterProbe {
     fn taps(&self) -> &[Tap];
 
     /// Its blocks; None for an autoregressive drafter.
-    fn anchored(&self) -> Option<&BlockSpec>;
+    fn block_spec(&self) -> Option<&BlockSpec>;
 
     /// Whether its config says which tokens the slots of a block predict.
     fn chooses_slots(&self) -> bool;
@@ -202,7 +202,7 @@ pub trait DrafterProbe {
     fn check_fits(&self, target: &ModelConfig) -> Result<(), ModelError>;
 
     /// A probe with these weights and other settings.
-    fn read_as(&self, reading: &DrafterOverrides) -> Box<dyn DrafterProbe>;
+    fn with_overrides(&self, reading: &DrafterOverrides) -> Box<dyn DrafterProbe>;
 
     /// Teacher-forced predictions for samples with anchors of whole blocks; None where samples or blocks are too short.
     fn predict(&self, samples: &[TrainSample]) -> Option<Predictions<'_>>;

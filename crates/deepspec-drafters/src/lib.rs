@@ -20,7 +20,7 @@ mod spec;
 mod train_state;
 
 pub use block_common::{
-    AnchoredProposer, AnchoredSum, BlockBatch, BlockDrafter, BlockSpec, Drafting, LayerType,
+    BlockBatch, BlockDrafter, BlockLossSum, BlockProposerOf, BlockSpec, Drafting, LayerType,
     anchor_candidates, eval_mask, slot_weight,
 };
 pub use deepspec_ops::distill_loss::{Dpace, Lk, LkForm, LossRecipe};

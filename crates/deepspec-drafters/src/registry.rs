@@ -4,7 +4,7 @@ use std::path::Path;
 
 use deepspec_checkpoint::Fields;
 use deepspec_checkpoint::{
-    Checkpoint, CheckpointError, CheckpointFormat, Known, Tensors, foreign_attention, foreign_layout,
+    Checkpoint, CheckpointError, CheckpointFormat, Known, Tensors, unsupported_attention, unsupported_layout,
 };
 use deepspec_core::cli::UsageError;
 use deepspec_core::config::{ConfigError, Document, with_nearest};
@@ -117,7 +117,7 @@ pub fn checkpoints_like(dir: &Path) -> Result<&'static Checkpoints, ModelError> 
     let (path, map) = read_json(dir)?;
     let fields = Fields::new(&path, &map);
     let found = map.get("architectures").and_then(|list| list.get(0)).and_then(|name| name.as_str());
-    let foreign = || Tensors::open(dir).ok().and_then(|tensors| foreign_layout(&map, &tensors));
+    let foreign = || Tensors::open(dir).ok().and_then(|tensors| unsupported_layout(&map, &tensors));
     let named = of_class(found);
     if named.is_some_and(|known| known.are_language_models) {
         Tensors::open(dir)?;
@@ -152,11 +152,11 @@ fn whole_checkpoints_like(dir: &Path) -> Result<&'static Checkpoints, ModelError
     let known = checkpoints_like(dir)?;
     if known.layouts.is_some() {
         let (path, map) = read_json(dir)?;
-        if let Some((key, problem)) = foreign_attention(&map) {
+        if let Some((key, problem)) = unsupported_attention(&map) {
             return Err(Fields::new(&path, &map).error(&key, problem).into());
         }
     }
-    let for_engines = open_checkpoint(dir).ok().filter(Checkpoint::leaves_ends);
+    let for_engines = open_checkpoint(dir).ok().filter(Checkpoint::lacks_embed_and_head);
     match for_engines.and_then(|checkpoint| checkpoint.advice()) {
         Some(advice) => {
             let (path, map) = read_json(dir)?;
@@ -176,7 +176,7 @@ pub fn open_checkpoint(dir: &Path) -> Result<Checkpoint, CheckpointError> {
     let kinds: Vec<_> = KINDS.into_iter().filter_map(|kind| kind.checkpoints.as_ref()?.layouts).collect();
     let families: Vec<_> = families().map(|family| family.decoder).collect();
     let mut checkpoint = Checkpoint::open(dir, Known { kinds: &kinds, families: &families })?;
-    if checkpoint.dialect() == CheckpointFormat::Reference
+    if checkpoint.format() == CheckpointFormat::Reference
         && let Err(error) = check_reference(dir)
     {
         let (key, reason) = match error {
@@ -191,7 +191,7 @@ pub fn open_checkpoint(dir: &Path) -> Result<Checkpoint, CheckpointError> {
 /// Checks the config.json of the layout that is loaded, as loading does: whatever looks at a checkpoint then says the same.
 fn check_reference(dir: &Path) -> Result<(), ModelError> {
     let (path, map) = read_json(dir)?;
-    if let Some((key, problem)) = foreign_attention(&map) {
+    if let Some((key, problem)) = unsupported_attention(&map) {
         return Err(Fields::new(&path, &map).error(&key, problem).into());
     }
     let found = map.get("architectures").and_then(|list| list.get(0)).and_then(Value::as_str);

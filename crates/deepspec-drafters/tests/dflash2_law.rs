@@ -10,7 +10,7 @@ use deepspec_engine::{
     SamplingBatch, Target,
 };
 use deepspec_models::{ModelConfig, TargetModel, TargetOptions, load_embed_and_head};
-use deepspec_testkit::law::{count, misfit};
+use deepspec_testkit::distribution::{chi_square_ratio, count};
 use deepspec_testkit::{noise, tiny};
 use tch::{Device, Kind, Tensor};
 
@@ -105,7 +105,7 @@ fn the_first_tokens_have_the_targets_joint_law() {
         selector_rank: 8,
         selector_top_k: 4,
     };
-    let misfit = |lies: bool| {
+    let chi_square_ratio = |lies: bool| {
         let drafter = DFlash2::fresh(config.clone(), &embed, &head, 5, Kind::Float);
         for (i, (_, parameter)) in drafter.parameters().iter().enumerate() {
             let _ = parameter.shallow_clone().g_add_(&(noise_like(parameter, i as u64) * 0.2));
@@ -129,9 +129,9 @@ fn the_first_tokens_have_the_targets_joint_law() {
         let outputs = engine.run((0..10_000).map(request).collect(), |_| {}).unwrap();
         let accepted: u32 = outputs.iter().flat_map(|done| &done.cycles).map(|cycle| cycle.accepted).sum();
         assert!(accepted as usize > outputs.len() / 4, "{accepted} drafts were accepted");
-        misfit(&count(outputs.into_iter().map(|done| done.tokens[..LENGTH].to_vec())), &law)
+        chi_square_ratio(&count(outputs.into_iter().map(|done| done.tokens[..LENGTH].to_vec())), &law)
     };
-    let (told, lied) = (misfit(false), misfit(true));
+    let (told, lied) = (chi_square_ratio(false), chi_square_ratio(true));
     assert!(told < 1.0, "χ² is {told:.2} times its 99.9 % quantile");
     assert!(lied > 1.5, "a drafter that lies about its distributions is not noticed: {lied:.2}");
 }

@@ -53,7 +53,7 @@ fn pass(drafter: &str, changes: &[&str], is_heard: bool) -> (Tensor, Vec<(String
     let samples = [sample(1.0, 40, &[3, 4, 11, 30]), sample(2.0, 9, &[5]), sample(3.0, 12, &[])];
     let stages = trainee.stages();
     let (mut heard, mut complete) = (vec![], vec![]);
-    let mut listener = |count: usize| {
+    let mut on_grad_ready = |count: usize| {
         heard.push(count);
         for (name, parameter) in trainee.parameters() {
             if stages[..count].iter().any(|stage| name.starts_with(stage)) {
@@ -61,7 +61,7 @@ fn pass(drafter: &str, changes: &[&str], is_heard: bool) -> (Tensor, Vec<(String
             }
         }
     };
-    let listened = is_heard.then_some(&mut listener as GradReadyHook);
+    let listened = is_heard.then_some(&mut on_grad_ready as GradReadyHook);
     let sums = trainee.accumulate(&samples, LossDenominator(20.0), listened).unwrap();
     let all: Vec<usize> = (1..=stages.len()).collect();
     assert_eq!(heard, if is_heard { all } else { vec![] }, "{drafter}");

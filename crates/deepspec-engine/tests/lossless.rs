@@ -20,7 +20,7 @@ use deepspec_engine::{
     SamplingBatch, Target,
 };
 use deepspec_ops::{Verification, sample, verify};
-use deepspec_testkit::law::{Counts, count, misfit};
+use deepspec_testkit::distribution::{Counts, chi_square_ratio, count};
 use tch::{Device, Kind, Tensor};
 
 /// Tokens whose joint law is checked: V³ outcomes at most.
@@ -90,15 +90,20 @@ fn samples() -> usize {
 }
 
 /// Of the engine's outputs, for a setting.
-fn engine_misfit(options: EngineOptions, sampling: Sampling, stop_ids: &[i64]) -> f64 {
+fn engine_chi_square_ratio(options: EngineOptions, sampling: Sampling, stop_ids: &[i64]) -> f64 {
     // Longer than the law looks, so that the last of its tokens may come from any place of a block.
-    planned_misfit(options, Planner::default(), sampling, stop_ids)
+    planned_chi_square_ratio(options, Planner::default(), sampling, stop_ids)
 }
 
-fn planned_misfit(options: EngineOptions, planner: Planner, sampling: Sampling, stop_ids: &[i64]) -> f64 {
+fn planned_chi_square_ratio(
+    options: EngineOptions,
+    planner: Planner,
+    sampling: Sampling,
+    stop_ids: &[i64],
+) -> f64 {
     let outputs = run_planned(options, Some(planner), requests(samples(), sampling, LENGTH + 2, stop_ids));
     let counts = count(outputs.into_iter().map(|done| done.tokens.into_iter().take(LENGTH).collect()));
-    misfit(&counts, &exact_law(sampling, stop_ids))
+    chi_square_ratio(&counts, &exact_law(sampling, stop_ids))
 }
 
 #[test]
@@ -116,8 +121,8 @@ fn the_first_tokens_have_the_targets_joint_law() {
         ("greedy drafts, top-k", greedy, Sampling { top_k: 3, ..Sampling::new(0.8, 18) }, &[3]),
     ];
     for (what, options, sampling, stop_ids) in settings {
-        let misfit = engine_misfit(options, sampling, stop_ids);
-        assert!(misfit < 1.0, "{what}: χ² is {misfit:.2} times its 99.9 % quantile");
+        let ratio = engine_chi_square_ratio(options, sampling, stop_ids);
+        assert!(ratio < 1.0, "{what}: χ² is {ratio:.2} times its 99.9 % quantile");
     }
 }
 
@@ -136,8 +141,8 @@ fn under_every_schedule_the_first_tokens_have_the_targets_joint_law() {
     for (seed, (policy, slope)) in (30..).zip(policies) {
         for stop_ids in [&[][..], &[3]] {
             let planner = planner(policy, slope);
-            let misfit = planned_misfit(options(64), planner, Sampling::new(1.0, seed), stop_ids);
-            assert!(misfit < 1.0, "{policy}, {slope}: χ² is {misfit:.2} times its 99.9 % quantile");
+            let ratio = planned_chi_square_ratio(options(64), planner, Sampling::new(1.0, seed), stop_ids);
+            assert!(ratio < 1.0, "{policy}, {slope}: χ² is {ratio:.2} times its 99.9 % quantile");
         }
     }
 }
@@ -291,7 +296,7 @@ fn without_ratio(
 fn the_law_tells_wrong_verifications_apart() {
     let sampling = Sampling::new(1.0, 21);
     let law = exact_law(sampling, &[]);
-    let of = |verify| misfit(&outputs_with(verify, sampling), &law);
+    let of = |verify| chi_square_ratio(&outputs_with(verify, sampling), &law);
     let (right, residual, ratio) = (of(verify), of(without_residual), of(without_ratio));
     assert!(right < 1.0, "the right verification: χ² is {right:.2} times its 99.9 % quantile");
     assert!(

@@ -47,14 +47,14 @@ impl RepoCache {
     }
 
     /// Records which commit a revision points to.
-    pub fn note(&self, revision: &str, commit: &str) -> Result<(), FileError> {
+    pub fn record_revision(&self, revision: &str, commit: &str) -> Result<(), FileError> {
         let path = self.folder.join("refs").join(revision);
         if revision == commit || fs::read_to_string(&path).is_ok_and(|text| text == commit) {
             return Ok(());
         }
         create_parent(&path)?;
-        let aside = aside(&self.folder);
-        let write = || fs::write(&aside, commit).and_then(|()| fs::rename(&aside, &path));
+        let temporary = temporary_path(&self.folder);
+        let write = || fs::write(&temporary, commit).and_then(|()| fs::rename(&temporary, &path));
         write().map_err(FileError::at("writing", &path))
     }
 
@@ -67,16 +67,16 @@ impl RepoCache {
     }
 
     /// Records which files a commit has, so that a later run can detect missing ones.
-    pub fn note_files(&self, commit: &str, files: &[String]) -> Result<(), FileError> {
+    pub fn record_files(&self, commit: &str, files: &[String]) -> Result<(), FileError> {
         if self.all_files(commit).is_some_and(|known| known == files) {
             return Ok(());
         }
         let path = self.list(commit);
         create_parent(&path)?;
-        let aside = aside(&self.folder);
+        let temporary = temporary_path(&self.folder);
         let write = || -> io::Result<()> {
-            fs::write(&aside, serde_json::to_vec(files)?)?;
-            fs::rename(&aside, &path)
+            fs::write(&temporary, serde_json::to_vec(files)?)?;
+            fs::rename(&temporary, &path)
         };
         write().map_err(FileError::at("writing", &path))
     }
@@ -121,10 +121,10 @@ impl RepoCache {
         // From the file's folder up to `snapshots/COMMIT`, then to the repository's folder.
         let up: PathBuf = Path::new(file).components().map(|_| Component::ParentDir).collect();
         let to = up.join("..").join("blobs").join(etag);
-        let aside = aside(&self.folder);
+        let temporary = temporary_path(&self.folder);
         let link = || -> io::Result<()> {
-            match symlink(&to, &aside) {
-                Ok(()) => fs::rename(&aside, &pointer),
+            match symlink(&to, &temporary) {
+                Ok(()) => fs::rename(&temporary, &pointer),
                 // Without symbolic links, the blob itself moves into the snapshot.
                 Err(_) => fs::rename(&blob, &pointer),
             }
@@ -135,7 +135,7 @@ impl RepoCache {
 }
 
 /// A unique temporary path in `folder` for a file that is renamed into place.
-fn aside(folder: &Path) -> PathBuf {
+fn temporary_path(folder: &Path) -> PathBuf {
     static COUNT: AtomicU64 = AtomicU64::new(0);
     let count = COUNT.fetch_add(1, Ordering::Relaxed);
     folder.join(format!(".aside-{}-{count}", std::process::id()))

@@ -18,7 +18,7 @@ const REDIRECTS: usize = 5;
 const ATTEMPTS_TO_REACH: u32 = 2;
 
 /// The file or repository that a request asks for, which error messages name.
-pub struct Wanted<'a> {
+pub struct RequestTarget<'a> {
     /// The repository.
     pub repo: &'a Repo,
     /// A file of the repository; None for the repository's description.
@@ -27,7 +27,7 @@ pub struct Wanted<'a> {
     pub known: &'a [String],
 }
 
-impl Wanted<'_> {
+impl RequestTarget<'_> {
     /// Its name in messages.
     pub fn name(&self) -> String {
         self.file.map_or_else(|| self.repo.to_string(), |file| format!("{} of {}", file, self.repo))
@@ -39,7 +39,7 @@ pub enum Failure {
     /// A retry would not help.
     Final(HubError),
     /// A retry may help.
-    TransientError(TransientError),
+    Transient(TransientError),
 }
 
 /// A failure that a retry may fix.
@@ -59,25 +59,25 @@ pub struct Client {
     agent: Agent,
     token: Option<String>,
     endpoint: String,
-    pub patience: RetryPolicy,
+    pub retry: RetryPolicy,
 }
 
 impl Client {
     pub fn new(settings: &HubOptions) -> Self {
-        let patience = settings.patience;
+        let retry = settings.retry;
         let config = Agent::config_builder()
             .http_status_as_error(false)
             .redirect_auth_headers(RedirectAuthHeaders::SameHost)
-            .timeout_connect(Some(patience.connect))
-            .timeout_recv_response(Some(patience.silence))
-            .timeout_per_read(Some(patience.silence))
+            .timeout_connect(Some(retry.connect))
+            .timeout_recv_response(Some(retry.read_timeout))
+            .timeout_per_read(Some(retry.read_timeout))
             .tls_config(trusted())
             .user_agent(concat!("deepspec/", env!("CARGO_PKG_VERSION")))
             // Without compression, sizes and ranges count the bytes of the file itself.
             .accept_encoding("identity")
             .build();
         let (token, endpoint) = (settings.token.clone(), settings.endpoint.clone());
-        Self { agent: config.into(), token, endpoint, patience }
+        Self { agent: config.into(), token, endpoint, retry }
     }
 
     /// The hub's URL of a path.
@@ -86,7 +86,7 @@ impl Client {
     }
 
     /// One GET from byte `start`, following redirects.
-    pub fn get(&self, wanted: &Wanted, url: &str, start: u64) -> Result<Response<Body>, Failure> {
+    pub fn get(&self, target: &RequestTarget, url: &str, start: u64) -> Result<Response<Body>, Failure> {
         let mut request = self.agent.get(url);
         if start > 0 {
             request = request.header(header::RANGE, format!("bytes={start}-"));
@@ -94,12 +94,12 @@ impl Client {
         if let Some(token) = &self.token {
             request = request.header(header::AUTHORIZATION, format!("Bearer {token}"));
         }
-        self.checked(wanted, url, request.call())
+        self.checked(target, url, request.call())
     }
 
     /// One HEAD that follows redirects within the hub only. A response from another server would
     /// lack the hub's own headers.
-    pub fn head(&self, wanted: &Wanted, url: &str) -> Result<Response<Body>, Failure> {
+    pub fn head(&self, target: &RequestTarget, url: &str) -> Result<Response<Body>, Failure> {
         let mut at = url.to_string();
         for _ in 0..REDIRECTS {
             let mut request =
@@ -107,28 +107,28 @@ impl Client {
             if let Some(token) = &self.token {
                 request = request.header(header::AUTHORIZATION, format!("Bearer {token}"));
             }
-            let response = self.checked(wanted, &at, request.call())?;
+            let response = self.checked(target, &at, request.call())?;
             match redirect(&at, response.status(), response.headers()) {
                 Some(next) => at = next,
                 None => return Ok(response),
             }
         }
-        Err(Failure::Final(unexpected(wanted, url, "one redirect after another", "a file")))
+        Err(Failure::Final(unexpected(target, url, "one redirect after another", "a file")))
     }
 
     fn checked(
         &self,
-        wanted: &Wanted,
+        target: &RequestTarget,
         url: &str,
         answer: Result<Response<Body>, ureq::Error>,
     ) -> Result<Response<Body>, Failure> {
         let response = answer.map_err(|error| match error {
             ureq::Error::BadUri(_) | ureq::Error::Http(_) | ureq::Error::InvalidProxyUrl => {
-                let name = wanted.name();
+                let name = target.name();
                 let problem = format!("{error}: is HF_ENDPOINT an address?");
                 Failure::Final(HubError::Unreachable { what: name, url: url.into(), problem, attempts: 1 })
             }
-            other => Failure::TransientError(TransientError::Unreachable(other.to_string())),
+            other => Failure::Transient(TransientError::Unreachable(other.to_string())),
         })?;
         let status = response.status();
         if status.is_success() || status.is_redirection() || status == StatusCode::RANGE_NOT_SATISFIABLE {
@@ -136,22 +136,28 @@ impl Client {
         }
         Err(match status {
             StatusCode::TOO_MANY_REQUESTS => {
-                Failure::TransientError(TransientError::RateLimited(pause_asked_for(response.headers())))
+                Failure::Transient(TransientError::RateLimited(pause_asked_for(response.headers())))
             }
-            StatusCode::REQUEST_TIMEOUT => Failure::TransientError(TransientError::Server(status)),
-            status if status.is_server_error() => Failure::TransientError(TransientError::Server(status)),
-            status => Failure::Final(self.refusal(wanted, url, status, response.headers())),
+            StatusCode::REQUEST_TIMEOUT => Failure::Transient(TransientError::Server(status)),
+            status if status.is_server_error() => Failure::Transient(TransientError::Server(status)),
+            status => Failure::Final(self.refusal(target, url, status, response.headers())),
         })
     }
 
     /// The error for a status from 400 to 499; the hub's headers give details.
-    fn refusal(&self, wanted: &Wanted, url: &str, status: StatusCode, headers: &HeaderMap) -> HubError {
+    fn refusal(
+        &self,
+        target: &RequestTarget,
+        url: &str,
+        status: StatusCode,
+        headers: &HeaderMap,
+    ) -> HubError {
         let header = |name: &str| headers.get(name).and_then(|value| value.to_str().ok()).unwrap_or_default();
         let (code, message) = (header("x-error-code"), header("x-error-message"));
-        let said =
+        let server_message =
             if message.is_empty() { String::new() } else { format!(": {}", message.trim_end_matches('.')) };
-        let (what, url, token) = (wanted.name(), url.to_string(), self.token.is_some());
-        let (repo, status_code) = (wanted.repo.clone(), status.as_u16());
+        let (what, url, token) = (target.name(), url.to_string(), self.token.is_some());
+        let (repo, status_code) = (target.repo.clone(), status.as_u16());
         let page = self.url(&repo.named(repo.revision()).url());
         match (code, status_code) {
             ("GatedRepo", status) => HubError::Gated { what, url, status, page, token },
@@ -160,25 +166,25 @@ impl Client {
             // Without a token, the hub answers 401 for missing repositories too, so as not to
             // reveal private ones.
             (_, 401) if !token => HubError::NoRepository { repo, url, status: 401, token },
-            (_, 401) => HubError::Unauthorized { what, url, said, token },
-            (_, 403) => HubError::Forbidden { what, url, said, page, token },
-            (_, 404) => match wanted.file {
+            (_, 401) => HubError::Unauthorized { what, url, server_message, token },
+            (_, 403) => HubError::Forbidden { what, url, server_message, page, token },
+            (_, 404) => match target.file {
                 Some(file) => HubError::NoFile {
                     repo: Box::new(repo),
                     file: file.into(),
                     url,
-                    files: wanted.known.to_vec(),
+                    files: target.known.to_vec(),
                 },
                 None => HubError::NoRepository { repo, url, status: 404, token },
             },
-            _ => unexpected(wanted, &url, &format!("HTTP {status}{said}"), "a hub's answer"),
+            _ => unexpected(target, &url, &format!("HTTP {status}{server_message}"), "a hub's answer"),
         }
     }
 
     /// Repeats `attempt` with pauses until it succeeds or fails for good.
-    pub fn patiently<T>(
+    pub fn with_retries<T>(
         &self,
-        wanted: &Wanted,
+        target: &RequestTarget,
         url: &str,
         mut attempt: impl FnMut() -> Result<T, Failure>,
     ) -> Result<T, HubError> {
@@ -187,9 +193,9 @@ impl Client {
             match attempt() {
                 Ok(value) => return Ok(value),
                 Err(Failure::Final(error)) => return Err(error),
-                Err(Failure::TransientError(passing)) => {
+                Err(Failure::Transient(error)) => {
                     tried += 1;
-                    self.wait(wanted, url, passing, tried, false)?;
+                    self.wait(target, url, error, tried, false)?;
                 }
             }
         }
@@ -202,36 +208,36 @@ impl Client {
     /// If no attempts are left, or the server asks for a pause longer than the policy allows.
     pub fn wait(
         &self,
-        wanted: &Wanted,
+        target: &RequestTarget,
         url: &str,
-        passing: TransientError,
+        error: TransientError,
         tried: u32,
         reached: bool,
     ) -> Result<(), HubError> {
-        let patience = &self.patience;
-        let backoff = patience.pause.saturating_mul(1 << (tried - 1).min(16)).min(patience.longest);
-        let (limit, pause, problem) = match &passing {
+        let retry = &self.retry;
+        let backoff = retry.pause.saturating_mul(1 << (tried - 1).min(16)).min(retry.max_pause);
+        let (limit, pause, problem) = match &error {
             TransientError::Unreachable(problem) => {
                 let most = if reached { u32::MAX } else { ATTEMPTS_TO_REACH };
-                (patience.attempts.min(most), backoff, problem.clone())
+                (retry.attempts.min(most), backoff, problem.clone())
             }
-            TransientError::Broken(problem) => (patience.attempts, backoff, problem.clone()),
-            TransientError::Server(status) => (patience.attempts, backoff, format!("HTTP {status}")),
+            TransientError::Broken(problem) => (retry.attempts, backoff, problem.clone()),
+            TransientError::Server(status) => (retry.attempts, backoff, format!("HTTP {status}")),
             TransientError::RateLimited(asked) => {
-                (patience.attempts, asked.unwrap_or(backoff), "HTTP 429".into())
+                (retry.attempts, asked.unwrap_or(backoff), "HTTP 429".into())
             }
         };
-        if tried >= limit || pause > patience.longest {
-            return Err(self.give_up(wanted, url, passing, tried));
+        if tried >= limit || pause > retry.max_pause {
+            return Err(self.give_up(target, url, error, tried));
         }
-        tracing::debug!("{}: {problem}; asking again in {:.1} s", wanted.name(), pause.as_secs_f64());
+        tracing::debug!("{}: {problem}; asking again in {:.1} s", target.name(), pause.as_secs_f64());
         thread::sleep(pause);
         Ok(())
     }
 
-    fn give_up(&self, wanted: &Wanted, url: &str, passing: TransientError, attempts: u32) -> HubError {
-        let (what, url, token) = (wanted.name(), url.to_string(), self.token.is_some());
-        match passing {
+    fn give_up(&self, target: &RequestTarget, url: &str, error: TransientError, attempts: u32) -> HubError {
+        let (what, url, token) = (target.name(), url.to_string(), self.token.is_some());
+        match error {
             TransientError::Unreachable(problem) | TransientError::Broken(problem) => {
                 HubError::Unreachable { what, url, problem, attempts }
             }
@@ -244,8 +250,8 @@ impl Client {
 }
 
 /// An error for a response that no hub would give.
-pub fn unexpected(wanted: &Wanted, url: &str, found: &str, expected: &'static str) -> HubError {
-    HubError::Unexpected { what: wanted.name(), url: url.into(), found: found.into(), expected }
+pub fn unexpected(target: &RequestTarget, url: &str, found: &str, expected: &'static str) -> HubError {
+    HubError::Unexpected { what: target.name(), url: url.into(), found: found.into(), expected }
 }
 
 /// The target of a redirect within the same server that does not fall back from HTTPS to HTTP. None

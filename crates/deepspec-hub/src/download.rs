@@ -12,7 +12,7 @@ use deepspec_core::progress::Progress;
 use ureq::http::{HeaderMap, StatusCode, header};
 
 use crate::cache::{RepoCache, create_parent};
-use crate::client::{Client, Failure, TransientError, Wanted, unexpected};
+use crate::client::{Client, Failure, RequestTarget, TransientError, unexpected};
 use crate::{HubError, Repo};
 
 /// Bytes per read and write.
@@ -47,20 +47,20 @@ pub struct Download<'a> {
 impl Download<'_> {
     /// Downloads the file unless its blob is cached, and returns its path in the snapshot.
     pub fn run(&self) -> Result<PathBuf, HubError> {
-        let wanted = self.wanted();
+        let target = self.target();
         let repo = self.repo.named(self.commit);
         let url =
             self.client.url(&format!("{}/resolve/{}/{}", repo.url(), repo.url_revision(), plain(self.file)));
-        let head = self.client.patiently(&wanted, &url, || self.client.head(&wanted, &url))?;
+        let head = self.client.with_retries(&target, &url, || self.client.head(&target, &url))?;
         let status = head.status();
-        let meta = metadata(&wanted, &url, status, head.headers())?;
+        let meta = metadata(&target, &url, status, head.headers())?;
         let blob = self.cache.blob(&meta.etag);
         create_parent(&blob).map_err(|source| self.disk(source))?;
         let lock = self.cache.lock(&meta.etag).map_err(|source| self.disk(source))?;
         let here = fs::metadata(&blob).is_ok_and(|blob| meta.size.is_none_or(|size| size == blob.len()));
         if !here {
             let part = part_name(&blob);
-            self.fill(&wanted, &url, &meta, &part)?;
+            self.fill(&target, &url, &meta, &part)?;
             fs::rename(&part, &blob)
                 .map_err(FileError::at("writing", &blob))
                 .map_err(|source| self.disk(source))?;
@@ -71,19 +71,19 @@ impl Download<'_> {
         Ok(path)
     }
 
-    fn wanted(&self) -> Wanted<'_> {
-        Wanted { repo: self.repo, file: Some(self.file), known: self.known }
+    fn target(&self) -> RequestTarget<'_> {
+        RequestTarget { repo: self.repo, file: Some(self.file), known: self.known }
     }
 
     fn disk(&self, source: FileError) -> HubError {
-        HubError::Disk { what: self.wanted().name(), source }
+        HubError::Disk { what: self.target().name(), source }
     }
 
     /// Downloads until `part` is complete and its SHA-256, if known, matches. A mismatch is retried
     /// once from the start.
-    fn fill(&self, wanted: &Wanted, url: &str, meta: &Metadata, part: &Path) -> Result<(), HubError> {
+    fn fill(&self, target: &RequestTarget, url: &str, meta: &Metadata, part: &Path) -> Result<(), HubError> {
         for again in [true, false] {
-            self.complete(wanted, url, meta, part)?;
+            self.complete(target, url, meta, part)?;
             let Some(expected) = meta.sha256() else { return Ok(()) };
             let found = digest::file(part).map_err(|source| self.disk(source))?;
             if found == expected {
@@ -94,35 +94,41 @@ impl Download<'_> {
                 .map_err(|source| self.disk(source))?;
             let problem = format!("their SHA-256 is {found}, the hub announced {expected}");
             if !again {
-                return Err(HubError::Damaged { what: wanted.name(), url: url.into(), problem });
+                return Err(HubError::Damaged { what: target.name(), url: url.into(), problem });
             }
             // Bytes of an earlier process may have caused the mismatch.
-            tracing::warn!("{}: {problem}; fetching it once more from the start", wanted.name());
+            tracing::warn!("{}: {problem}; fetching it once more from the start", target.name());
         }
         Ok(())
     }
 
     /// Repeats the transfer until all bytes are on disk. Only attempts in a row without new bytes
     /// count against the retry policy.
-    fn complete(&self, wanted: &Wanted, url: &str, meta: &Metadata, part: &Path) -> Result<(), HubError> {
+    fn complete(
+        &self,
+        target: &RequestTarget,
+        url: &str,
+        meta: &Metadata,
+        part: &Path,
+    ) -> Result<(), HubError> {
         let length = || fs::metadata(part).map_or(0, |part| part.len());
         if meta.size.is_some_and(|size| length() > size) {
             let _ = fs::remove_file(part);
         }
         let (start, mut progress) = (length(), None);
         if start > 0 {
-            tracing::info!("{}: continuing at byte {start}", wanted.name());
+            tracing::info!("{}: continuing at byte {start}", target.name());
         }
         let mut best = start;
         let mut tried = 0;
-        while let Err(failure) = self.transfer(wanted, url, meta, part, &mut progress) {
-            let passing = match failure {
+        while let Err(failure) = self.transfer(target, url, meta, part, &mut progress) {
+            let error = match failure {
                 Failure::Final(error) => return Err(error),
-                Failure::TransientError(passing) => passing,
+                Failure::Transient(error) => error,
             };
             tried = if length() > best { 1 } else { tried + 1 };
             best = best.max(length());
-            self.client.wait(wanted, url, passing, tried, best > start)?;
+            self.client.wait(target, url, error, tried, best > start)?;
         }
         if let Some(progress) = progress {
             progress.finish();
@@ -133,7 +139,7 @@ impl Download<'_> {
     /// One request for the remaining bytes of `part`.
     fn transfer(
         &self,
-        wanted: &Wanted,
+        target: &RequestTarget,
         url: &str,
         meta: &Metadata,
         part: &Path,
@@ -145,15 +151,15 @@ impl Download<'_> {
         if meta.size == Some(start) {
             return file.sync_all().map_err(failed);
         }
-        let mut response = self.client.get(wanted, url, start)?;
+        let mut response = self.client.get(target, url, start)?;
         let announced = match response.status() {
             StatusCode::PARTIAL_CONTENT => {
                 let (first, total) = content_range(response.headers()).ok_or_else(|| {
-                    Failure::TransientError(TransientError::Broken("a range without Content-Range".into()))
+                    Failure::Transient(TransientError::Broken("a range without Content-Range".into()))
                 })?;
                 if first != start {
                     let problem = format!("bytes from {first} where those from {start} were asked for");
-                    return Err(Failure::TransientError(TransientError::Broken(problem)));
+                    return Err(Failure::Transient(TransientError::Broken(problem)));
                 }
                 total
             }
@@ -164,7 +170,7 @@ impl Download<'_> {
             }
             status => {
                 file.set_len(0).map_err(failed)?;
-                return Err(Failure::TransientError(TransientError::Broken(format!("HTTP {status}"))));
+                return Err(Failure::Transient(TransientError::Broken(format!("HTTP {status}"))));
             }
         };
         let mut have = file.metadata().map_err(failed)?.len();
@@ -179,7 +185,7 @@ impl Download<'_> {
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
                 Err(error) => {
                     let problem = format!("broken off after {have} bytes: {error}");
-                    return Err(Failure::TransientError(TransientError::Broken(problem)));
+                    return Err(Failure::Transient(TransientError::Broken(problem)));
                 }
             };
             file.write_all(&buffer[..read]).map_err(failed)?;
@@ -189,12 +195,12 @@ impl Download<'_> {
         match size {
             Some(size) if have < size => {
                 let problem = format!("broken off after {have} of {size} bytes");
-                Err(Failure::TransientError(TransientError::Broken(problem)))
+                Err(Failure::Transient(TransientError::Broken(problem)))
             }
             Some(size) if have > size => {
                 file.set_len(0).map_err(failed)?;
                 let problem = format!("{have} bytes where {size} were announced");
-                Err(Failure::TransientError(TransientError::Broken(problem)))
+                Err(Failure::Transient(TransientError::Broken(problem)))
             }
             _ => file.sync_all().map_err(failed),
         }
@@ -215,7 +221,7 @@ fn plain(file: &str) -> String {
 }
 
 fn metadata(
-    wanted: &Wanted,
+    target: &RequestTarget,
     url: &str,
     status: StatusCode,
     headers: &HeaderMap,
@@ -226,7 +232,7 @@ fn metadata(
     let is_name = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
     if etag.is_empty() || etag.starts_with('.') || !etag.chars().all(is_name) {
         let found = format!("HTTP {status} with the etag {etag:?}");
-        return Err(unexpected(wanted, url, &found, "a tag that names the content"));
+        return Err(unexpected(target, url, &found, "a tag that names the content"));
     }
     let length = || number(headers, header::CONTENT_LENGTH.as_str()).filter(|_| status.is_success());
     Ok(Metadata { etag: etag.into(), size: number(headers, "x-linked-size").or_else(length) })

@@ -113,7 +113,7 @@ pub enum HubError {
     },
     /// HTTP 401: access without a valid token.
     #[error(
-        "fetching {what}: {url} refuses access (HTTP 401{said}); {}",
+        "fetching {what}: {url} refuses access (HTTP 401{server_message}); {}",
         if *token { "the token is not valid: set HF_TOKEN to a current one" } else { "set HF_TOKEN to an access token of an account that may read it" }
     )]
     Unauthorized {
@@ -122,7 +122,7 @@ pub enum HubError {
         /// The URL.
         url: String,
         /// The hub's own message, with a leading `: `.
-        said: String,
+        server_message: String,
         /// Whether a token was sent.
         token: bool,
     },
@@ -145,7 +145,7 @@ pub enum HubError {
     },
     /// HTTP 403: the account may not read the repository.
     #[error(
-        "fetching {what}: {url} forbids access (HTTP 403{said}); accept its terms at {page} if it has any, and use a token (HF_TOKEN) \
+        "fetching {what}: {url} forbids access (HTTP 403{server_message}); accept its terms at {page} if it has any, and use a token (HF_TOKEN) \
          that may read it{}", if *token { "" } else { "; none was sent" }
     )]
     Forbidden {
@@ -154,7 +154,7 @@ pub enum HubError {
         /// The URL.
         url: String,
         /// The hub's own message, with a leading `: `.
-        said: String,
+        server_message: String,
         /// The repository's page.
         page: String,
         /// Whether a token was sent.

@@ -10,7 +10,7 @@ impl Glob {
     /// Compiles a pattern. An invalid one matches only the path that equals it.
     pub fn new(pattern: &str) -> Self {
         let pattern = pattern.trim_start_matches("./");
-        Self(Regex::new(&format!("(?s)^{}$", spelled(pattern))).ok(), pattern.into())
+        Self(Regex::new(&format!("(?s)^{}$", to_regex(pattern))).ok(), pattern.into())
     }
 
     /// Whether the pattern matches all of `path`.
@@ -20,7 +20,7 @@ impl Glob {
 }
 
 /// A pattern as a regular expression.
-fn spelled(pattern: &str) -> String {
+fn to_regex(pattern: &str) -> String {
     let text: Vec<char> = pattern.chars().collect();
     let (mut out, mut at) = (String::new(), 0);
     while let Some(&c) = text.get(at) {

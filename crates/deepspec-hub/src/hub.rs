@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use deepspec_core::cli::Verbosity;
 
 use crate::cache::RepoCache;
-use crate::client::{Client, Failure, TransientError, Wanted, unexpected};
+use crate::client::{Client, Failure, RequestTarget, TransientError, unexpected};
 use crate::download::Download;
 use crate::repo::{is_commit, is_path};
 use crate::{HubError, HubOptions, Repo};
@@ -122,10 +122,11 @@ impl Hub {
         }
         repo.check()?;
         let listing = match self.settings.offline {
-            Some(variable) => self.cached(repo, format!("{variable} forbids requests"))?,
-            None => match self.described(repo) {
+            Some(variable) => self.cached_listing(repo, format!("{variable} forbids requests"))?,
+            None => match self.fetch_listing(repo) {
                 Err(outage) if outage.is_outage() => {
-                    let listing = self.cached(repo, "the hub cannot be asked".into()).map_err(|_| &outage);
+                    let listing =
+                        self.cached_listing(repo, "the hub cannot be asked".into()).map_err(|_| &outage);
                     match listing {
                         Ok(listing) => {
                             tracing::warn!("{outage}; using the cached commit {}", listing.commit);
@@ -151,35 +152,35 @@ impl Hub {
         RepoCache::new(&absolute(&self.settings.cache), repo)
     }
 
-    fn described(&self, repo: &Repo) -> Result<Listing, HubError> {
-        let wanted = Wanted { repo, file: None, known: &[] };
+    fn fetch_listing(&self, repo: &Repo) -> Result<Listing, HubError> {
+        let target = RequestTarget { repo, file: None, known: &[] };
         let url = self.client.url(&format!("api/{}", repo.named(repo.revision()).api_url()));
-        let text = self.client.patiently(&wanted, &url, || {
-            let mut response = self.client.get(&wanted, &url, 0)?;
+        let text = self.client.with_retries(&target, &url, || {
+            let mut response = self.client.get(&target, &url, 0)?;
             let text = response.body_mut().with_config().limit(MAX_DESCRIPTION).read_to_string();
-            text.map_err(|error| Failure::TransientError(TransientError::Broken(error.to_string())))
+            text.map_err(|error| Failure::Transient(TransientError::Broken(error.to_string())))
         })?;
         let info: hf_hub::api::RepoInfo = serde_json::from_str(&text).map_err(|error| {
-            unexpected(&wanted, &url, &format!("other text ({error})"), "a repository's description")
+            unexpected(&target, &url, &format!("other text ({error})"), "a repository's description")
         })?;
         if !is_commit(&info.sha) {
             let found = format!("the commit {:?}", info.sha);
-            return Err(unexpected(&wanted, &url, &found, "40 hexadecimal digits"));
+            return Err(unexpected(&target, &url, &found, "40 hexadecimal digits"));
         }
         // Drops paths that would escape the snapshot folder.
         let mut files: Vec<String> =
             info.siblings.into_iter().map(|file| file.rfilename).filter(|file| is_path(file)).collect();
         files.sort();
-        let noted = self.cache(repo).note(repo.revision(), &info.sha);
-        noted.map_err(|source| HubError::Disk { what: wanted.name(), source })?;
+        let recorded = self.cache(repo).record_revision(repo.revision(), &info.sha);
+        recorded.map_err(|source| HubError::Disk { what: target.name(), source })?;
         // A read-only cache may still have all requested files.
-        if let Err(problem) = self.cache(repo).note_files(&info.sha, &files) {
+        if let Err(problem) = self.cache(repo).record_files(&info.sha, &files) {
             tracing::debug!("{problem}");
         }
         Ok(Listing { commit: info.sha, all: Some(files.clone()), files, local: None })
     }
 
-    fn cached(&self, repo: &Repo, reason: String) -> Result<Listing, HubError> {
+    fn cached_listing(&self, repo: &Repo, reason: String) -> Result<Listing, HubError> {
         let cache = self.cache(repo);
         let Some(commit) = cache.commit(repo.revision()) else {
             return Err(self.not_cached(&repo.to_string(), &reason));

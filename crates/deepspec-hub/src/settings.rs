@@ -23,7 +23,7 @@ pub struct HubOptions {
     /// Whether progress is shown.
     pub verbosity: Verbosity,
     /// How temporary failures are retried.
-    pub patience: RetryPolicy,
+    pub retry: RetryPolicy,
 }
 
 /// How temporary failures are retried.
@@ -34,11 +34,11 @@ pub struct RetryPolicy {
     /// Pause before the second request; it doubles with each later one.
     pub pause: Duration,
     /// Longest pause between requests. Retries end if the server asks for a longer one.
-    pub longest: Duration,
+    pub max_pause: Duration,
     /// Timeout for connecting.
     pub connect: Duration,
     /// Timeout without a received byte.
-    pub silence: Duration,
+    pub read_timeout: Duration,
 }
 
 impl Default for RetryPolicy {
@@ -46,9 +46,9 @@ impl Default for RetryPolicy {
         Self {
             attempts: 5,
             pause: Duration::from_secs(1),
-            longest: Duration::from_secs(300),
+            max_pause: Duration::from_secs(300),
             connect: Duration::from_secs(10),
-            silence: Duration::from_secs(30),
+            read_timeout: Duration::from_secs(30),
         }
     }
 }
@@ -59,17 +59,17 @@ impl HubOptions {
     /// # Errors
     /// If no folder for the cache is known.
     pub fn from_env(verbosity: Verbosity) -> Result<Self, HubError> {
-        let said = env::hub();
-        let cache = said.cache.ok_or(HubError::NoCacheFolder)?;
-        let stored = || fs::read_to_string(said.token_path.as_ref()?).ok();
-        let token = if said.anonymous { None } else { said.token.or_else(stored) };
+        let variables = env::hub();
+        let cache = variables.cache.ok_or(HubError::NoCacheFolder)?;
+        let stored = || fs::read_to_string(variables.token_path.as_ref()?).ok();
+        let token = if variables.anonymous { None } else { variables.token.or_else(stored) };
         Ok(Self {
-            endpoint: said.endpoint,
+            endpoint: variables.endpoint,
             token: token.map(|token| token.trim().to_string()).filter(|token| !token.is_empty()),
             cache,
-            offline: said.offline,
+            offline: variables.offline,
             verbosity,
-            patience: RetryPolicy::default(),
+            retry: RetryPolicy::default(),
         })
     }
 }

@@ -28,7 +28,7 @@ pub fn room(
 }
 
 /// Bytes of a sequence of `tokens` and a drafted block in the KV caches of both models.
-pub fn history_bytes(target: &TargetModel, drafter: Option<&dyn Proposer>, tokens: usize) -> u64 {
+pub fn kv_cache_bytes(target: &TargetModel, drafter: Option<&dyn Proposer>, tokens: usize) -> u64 {
     let tokens = tokens + drafter.map_or(0, |drafter| drafter.draft_len());
     target.kv_cache_bytes(tokens) + drafter.map_or(0, |drafter| drafter.kv_cache_bytes(tokens))
 }

@@ -150,8 +150,8 @@ impl TargetModel {
 
 impl TargetModel {
     /// Chunks of `(slot, tokens)` that append to their sequences.
-    pub fn behind(&self, chunks: &[(usize, usize)]) -> Vec<Chunk> {
-        self.cache.behind(chunks)
+    pub fn append(&self, chunks: &[(usize, usize)]) -> Vec<Chunk> {
+        self.cache.append(chunks)
     }
 
     /// Allocates room for chunks.
@@ -227,7 +227,7 @@ impl TargetModel {
 
 impl Target for TargetModel {
     fn forward(&mut self, feed: &ModelInput) -> ModelOutput {
-        let chunks = self.behind(feed.chunks);
+        let chunks = self.append(feed.chunks);
         self.reserve(&chunks);
         self.run(&chunks, &feed.tokens)
     }
@@ -241,7 +241,7 @@ impl Target for TargetModel {
     }
 
     fn kv_cache_bytes(&self, tokens: usize) -> u64 {
-        self.cache.history_bytes(tokens) as u64
+        self.cache.kv_cache_bytes(tokens) as u64
     }
 
     fn free_cached_memory(&mut self) {

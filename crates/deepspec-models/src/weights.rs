@@ -4,7 +4,9 @@ use std::cell::RefCell;
 use std::io::{self, Write};
 use std::path::Path;
 
-use deepspec_checkpoint::{Tensors, cut, is_readable, quantised, quantised_folder, write_index};
+use deepspec_checkpoint::{
+    Tensors, is_readable, quantised, quantised_folder, split_into_shards, write_index,
+};
 use deepspec_core::atomic;
 use deepspec_ops::HOST;
 use safetensors::Dtype;
@@ -163,7 +165,7 @@ pub fn save_checkpoint(
 ) -> Result<(), ModelError> {
     let sorted = sorted(tensors);
     let sizes: Vec<usize> = sorted.iter().map(|(_, tensor)| size(tensor, kind)).collect();
-    let shards = cut(&sizes, most);
+    let shards = split_into_shards(&sizes, most);
     for shard in &shards {
         write(&dir.join(&shard.name), &sorted[shard.tensors.clone()], kind)?;
     }

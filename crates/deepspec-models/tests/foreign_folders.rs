@@ -10,7 +10,7 @@ use deepspec_engine::{ModelInput, Target};
 use deepspec_models::{
     ModelError, TargetModel, TargetOptions, Weights, probed_weights_digest, stop_ids, weights_digest,
 };
-use deepspec_testkit::mutate::Dice;
+use deepspec_testkit::mutate::Fuzzer;
 use deepspec_testkit::tiny;
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};
 use serde_json::{Value, json};
@@ -288,7 +288,7 @@ fn damaged_configs_are_used_or_refused_by_name() {
         "yarn",
         "eos_token_id",
     ];
-    let mut dice = Dice::new(46, &words);
+    let mut dice = Fuzzer::new(46, &words);
     let (dir, mut used, mut refused) = (model(), 0, 0);
     let sound = config(dir.path());
     for run in 0..400 {

@@ -4,7 +4,7 @@ use std::fs;
 use std::path::Path;
 
 use deepspec_models::Weights;
-use deepspec_testkit::mutate::Dice;
+use deepspec_testkit::mutate::Fuzzer;
 use serde_json::{Value, json};
 use tch::{Device, Kind};
 
@@ -80,7 +80,7 @@ fn damaged_headers_are_refused_by_name() {
     let dir = tempfile::tempdir().unwrap();
     let good = header("F32", json!([4, 4]), json!([0, 64]));
     let mut dice =
-        Dice::new(5, &["F32", "BF16", "w", "data_offsets", "shape", "dtype", "18446744073709551615"]);
+        Fuzzer::new(5, &["F32", "BF16", "w", "data_offsets", "shape", "dtype", "18446744073709551615"]);
     let mut refused = 0;
     for run in 0..300 {
         let mut bytes = of(&good);

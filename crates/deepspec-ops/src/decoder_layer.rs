@@ -147,11 +147,11 @@ impl Products for Tensor {
         norm: Option<RmsNormParams<'_>>,
         residual: Option<&Tensor>,
     ) -> Tensor {
-        ffi::few_rows_product(x, norm, weights, residual)
+        ffi::decode_product(x, norm, weights, residual)
     }
 
     fn gated_product(gate: &Self, up: &Self, x: &Tensor, norm: RmsNormParams<'_>) -> Tensor {
-        ffi::few_rows_gated_product(x, norm, gate, up)
+        ffi::decode_gated_product(x, norm, gate, up)
     }
 }
 
@@ -210,7 +210,7 @@ impl Kernels<'_, PackedWeight> {
         let fits = |of: &Tensor| of.kind() == Kind::Float && of.is_contiguous();
         self.output.size()[0] == self.qkv[0].size()[1]
             && norms(weights).all(fits)
-            && ffi::has_history_attention(weights.heads.dim)
+            && ffi::has_in_place_attention(weights.heads.dim)
     }
 }
 
@@ -223,7 +223,7 @@ impl Kernels<'_, Tensor> {
         };
         output.size()[0] == width
             && qkv.into_iter().chain([output, gate, up, down]).chain(norms(weights)).all(fits)
-            && ffi::has_few_rows(gate, width, inner, weights.heads.dim, weights.heads.repeats())
+            && ffi::has_decode_kernels(gate, width, inner, weights.heads.dim, weights.heads.repeats())
     }
 }
 
@@ -280,7 +280,7 @@ mod tests {
             decoder_layer(&x, None, &weights, angles.each_ref(), &mut Queries { heads, projects })
         };
         let has_kernels = packed.iter().all(|weight| matches!(weight, Weight::Packed(_)));
-        assert_eq!(run(&packed, true).is_some(), has_kernels && ffi::has_history_attention(heads.dim));
+        assert_eq!(run(&packed, true).is_some(), has_kernels && ffi::has_in_place_attention(heads.dim));
         assert!(run(&packed, false).is_none(), "the attention takes no projections");
         assert!(run(&stored, true).is_none(), "these are no weights for kernels");
     }

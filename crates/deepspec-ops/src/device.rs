@@ -4,9 +4,9 @@ use std::sync::{Once, OnceLock};
 
 use tch::{Cuda, Device, Kind};
 
+use crate::cuda_diagnostics::{self, Absence};
 use crate::error::DeviceError;
 use crate::ffi;
-use crate::unused::{self, Absence};
 
 /// A process among those of a job on its machine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -43,7 +43,7 @@ pub fn rank_device(name: &str, local: LocalRank) -> Result<Device, DeviceError> 
         "cpu" => Ok(Device::Cpu),
         "auto" => match cuda() {
             Ok(count) => own_gpu(count, local),
-            Err(absence) => unused::fall_back(&absence, local.processes).map(|()| Device::Cpu),
+            Err(absence) => cuda_diagnostics::fall_back(&absence, local.processes).map(|()| Device::Cpu),
         },
         "cuda" => own_gpu(usable()?, local),
         _ => {

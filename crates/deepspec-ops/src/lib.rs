@@ -8,6 +8,7 @@
 mod adamw;
 mod attention;
 mod block_attention;
+mod cuda_diagnostics;
 mod decoder_layer;
 mod device;
 pub mod distill_loss;
@@ -23,7 +24,6 @@ mod sample;
 mod saved_tensors;
 mod scatter;
 mod step_trace;
-mod unused;
 mod upload;
 mod verify;
 
@@ -57,8 +57,8 @@ pub const HAS_KERNELS: bool = cfg!(feature = "kernels");
 pub mod kernels {
     pub use crate::decoder_layer::ProjectedHeads;
     pub use crate::ffi::{
-        HistoryChunk, KvWindow, LogitRows, few_rows_attention, few_rows_gated_product, few_rows_product,
-        has_few_rows, rotate, silu_times,
+        KvChunk, KvWindow, LogitRows, decode_attention, decode_gated_product, decode_product,
+        has_decode_kernels, rotate, silu_times,
     };
 }
 

@@ -101,12 +101,12 @@ impl DeviceArange {
             return numbers(&list);
         }
         let end = list.iter().map(|(first, count)| first + count).max().unwrap_or(0);
-        let mut ruler = self.0.borrow_mut();
-        if ruler.size()[0] < end {
+        let mut arange = self.0.borrow_mut();
+        if arange.size()[0] < end {
             let length = (end as u64).next_power_of_two().max(SHORTEST) as i64;
-            *ruler = Tensor::arange(length, (Kind::Int64, ruler.device()));
+            *arange = Tensor::arange(length, (Kind::Int64, arange.device()));
         }
-        runs(&ruler, list)
+        runs(&arange, list)
     }
 
     /// Single numbers, `[N]` int64.
@@ -127,7 +127,7 @@ impl DeviceArange {
     }
 }
 
-/// Numbers that a ruler begins with.
+/// Numbers that an arange begins with.
 const SHORTEST: u64 = 1 << 10;
 
 /// Runs `(first, count)` of rows, one after the other; what lies side by side is not copied.
@@ -182,11 +182,11 @@ mod tests {
         assert_eq!(Vec::<i64>::try_from(&part).unwrap(), [2, 3, 4]);
         assert_ne!(part.data_ptr(), rows.narrow(0, 2, 3).data_ptr());
         assert_eq!(all.data_ptr(), rows.data_ptr());
-        let ruler = DeviceArange::new(Device::Cpu);
-        assert_eq!(Vec::<i64>::try_from(ruler.pick([5, 5, 2000, 2001])).unwrap(), [5, 5, 2000, 2001]);
-        assert_eq!(Vec::<i64>::try_from(ruler.runs([(7, 2), (1, 3)])).unwrap(), [7, 8, 1, 2, 3]);
-        assert_eq!(Vec::<i64>::try_from(ruler.repeated([(7, 2), (1, 0), (3, 1)])).unwrap(), [7, 7, 3]);
-        assert_eq!((ruler.pick([]).size(), ruler.runs([(4, 0)]).size()), (vec![0], vec![0]));
+        let arange = DeviceArange::new(Device::Cpu);
+        assert_eq!(Vec::<i64>::try_from(arange.pick([5, 5, 2000, 2001])).unwrap(), [5, 5, 2000, 2001]);
+        assert_eq!(Vec::<i64>::try_from(arange.runs([(7, 2), (1, 3)])).unwrap(), [7, 8, 1, 2, 3]);
+        assert_eq!(Vec::<i64>::try_from(arange.repeated([(7, 2), (1, 0), (3, 1)])).unwrap(), [7, 7, 3]);
+        assert_eq!((arange.pick([]).size(), arange.runs([(4, 0)]).size()), (vec![0], vec![0]));
     }
 
     #[test]

@@ -5,8 +5,8 @@ use std::sync::OnceLock;
 
 use deepspec_ops::RmsNormParams;
 use deepspec_ops::kernels::{
-    HistoryChunk, KvWindow, LogitRows, ProjectedHeads, few_rows_attention, few_rows_gated_product,
-    few_rows_product, has_few_rows, rotate, silu_times,
+    KvChunk, KvWindow, LogitRows, ProjectedHeads, decode_attention, decode_gated_product, decode_product,
+    has_decode_kernels, rotate, silu_times,
 };
 use tch::{Device, Kind, Tensor};
 
@@ -49,11 +49,11 @@ fn compare_layer([query, group, dim]: [i64; 3], past: [usize; 3], window: Option
     let (width, inner, eps) = (256, 320, 1e-6);
     let device = test_device();
     if device == Device::Cpu {
-        assert!(!has_few_rows(&values(&[1], 1.0), width, inner, dim, query / group));
+        assert!(!has_decode_kernels(&values(&[1], 1.0), width, inner, dim, query / group));
         return;
     }
     let there = |of: &Tensor| of.to_device(device);
-    assert!(has_few_rows(&there(&values(&[1], 1.0)), width, inner, dim, query / group));
+    assert!(has_decode_kernels(&there(&values(&[1], 1.0)), width, inner, dim, query / group));
     let exact = |of: &Tensor| of.to_kind(Kind::Double);
     let rounded = |of: &Tensor| of.to_kind(Kind::BFloat16).to_kind(Kind::Double);
     let norm = |x: &Tensor, gain: &Tensor| {
@@ -71,7 +71,7 @@ fn compare_layer([query, group, dim]: [i64; 3], past: [usize; 3], window: Option
     let pool = [0.37, 0.53].map(|step| values(&[3, capacity, group, dim], step));
     let pools = [there(&pool[0]).copy(), there(&pool[1]).copy()];
     let device_x = there(&x);
-    let qkv = few_rows_product(
+    let qkv = decode_product(
         &device_x,
         Some(RmsNormParams { weights: &there(&gain), eps }),
         &[&there(&w1), &there(&w2), &there(&w3)],
@@ -80,7 +80,7 @@ fn compare_layer([query, group, dim]: [i64; 3], past: [usize; 3], window: Option
     let normed = norm(&exact(&x), &gain);
     let products = [&w1, &w2, &w3].map(|w| normed.matmul(&exact(w).tr()));
     assert_near(&qkv, &Tensor::cat(&products, 1), "queries, keys and values");
-    let alone = few_rows_product(
+    let alone = decode_product(
         &device_x.narrow(0, 0, 1),
         Some(RmsNormParams { weights: &there(&gain), eps }),
         &[&there(&w1), &there(&w2), &there(&w3)],
@@ -89,11 +89,11 @@ fn compare_layer([query, group, dim]: [i64; 3], past: [usize; 3], window: Option
     assert!(alone.equal(&qkv.narrow(0, 0, 1)), "a lone row has other bits");
 
     let mut first = 0;
-    let chunks: Vec<HistoryChunk> = (0..3)
+    let chunks: Vec<KvChunk> = (0..3)
         .map(|i| {
             first += lens[i];
             let (row, past_len, len) = (2 - i, past[i], lens[i]);
-            HistoryChunk { pool: [&pools[0], &pools[1]], row, past_len, len, first: first - len }
+            KvChunk { pool: [&pools[0], &pools[1]], row, past_len, len, first: first - len }
         })
         .collect();
     let device_gain = there(&head_gain);
@@ -101,7 +101,7 @@ fn compare_layer([query, group, dim]: [i64; 3], past: [usize; 3], window: Option
     let angles = [&there(&cosines), &there(&sines)];
     let heads = ProjectedHeads { query, key_value: group, dim, gains: Some([head_norm; 2]), angles };
     let view = KvWindow { scale: 0.3, window, sees_chunk: false };
-    let found = few_rows_attention(&qkv, &heads, &chunks, view);
+    let found = decode_attention(&qkv, &heads, &chunks, view);
     let products = exact(&qkv.to_device(Device::Cpu));
     let turned = |of: &Tensor, heads: i64| {
         let x = norm(&of.view([rows, heads, dim]), &head_gain);
@@ -139,10 +139,10 @@ fn compare_layer([query, group, dim]: [i64; 3], past: [usize; 3], window: Option
     assert_near(&found, &Tensor::stack(&outputs, 0), "attention");
     let of_first = angles.map(|of| of.narrow(0, 0, lens[0] as i64));
     let heads = ProjectedHeads { angles: [&of_first[0], &of_first[1]], ..heads };
-    let alone = few_rows_attention(&qkv.narrow(0, 0, lens[0] as i64), &heads, &chunks[..1], view);
+    let alone = decode_attention(&qkv.narrow(0, 0, lens[0] as i64), &heads, &chunks[..1], view);
     assert!(alone.equal(&found.narrow(0, 0, lens[0] as i64)), "a lone chunk has other bits");
 
-    let opened = few_rows_gated_product(
+    let opened = decode_gated_product(
         &device_x,
         RmsNormParams { weights: &there(&gain), eps },
         &there(&gate),
@@ -150,13 +150,13 @@ fn compare_layer([query, group, dim]: [i64; 3], past: [usize; 3], window: Option
     );
     for rows in [1, 2, 3] {
         let gain = RmsNormParams { weights: &there(&gain), eps };
-        let alone = few_rows_gated_product(&device_x.narrow(0, 0, rows), gain, &there(&gate), &there(&up));
+        let alone = decode_gated_product(&device_x.narrow(0, 0, rows), gain, &there(&gate), &there(&up));
         assert!(alone.equal(&opened.narrow(0, 0, rows)), "{rows} rows have other bits");
     }
     let [left, right] = [&gate, &up].map(|w| normed.matmul(&exact(w).tr()));
     assert_near(&opened, &(left.silu() * right), "a gated product");
     let down = values(&[width, inner], 0.31);
-    let closed = few_rows_product(&opened, None, &[&there(&down)], Some(&device_x));
+    let closed = decode_product(&opened, None, &[&there(&down)], Some(&device_x));
     let opened = exact(&opened.to_device(Device::Cpu));
     assert_near(&closed, &(opened.matmul(&exact(&down).tr()) + exact(&x)), "what closes a layer");
 }
@@ -219,7 +219,7 @@ fn logits_on_a_gpu_are_measured_where_they_lie() {
             );
         }
         let factors = Tensor::from_slice(&[0.5f32, 0.25, 2.0]).repeat([5, 1]);
-        logits().slope(&measured, &factors.to_device(device));
+        logits().backward(&measured, &factors.to_device(device));
         let sign = (&p - &t).sign();
         let label = Tensor::zeros_like(&p).scatter_value(1, &labels.unsqueeze(1), 1.0);
         let along = &sign - sum(&p * &sign);

@@ -5,7 +5,7 @@ use std::env;
 use std::process::Command;
 
 use deepspec_ops::{device, device_memory, restart_device_peak};
-use deepspec_testkit::standin::{Report, Standin};
+use deepspec_testkit::fake_gpu::{FakeGpu, Report};
 use tch::{Device, Kind, TchError, Tensor};
 
 /// Nothing in a process that has the GPUs. If this one has not, the test `name` is run in one that has two of a megabyte each; what it
@@ -16,7 +16,7 @@ fn lent(name: &str) -> Result<(), Option<Report>> {
         return Ok(());
     }
     let program = env::current_exe().unwrap();
-    let Some(gpu) = Standin::for_program(&program) else { return Err(None) };
+    let Some(gpu) = FakeGpu::for_program(&program) else { return Err(None) };
     let dir = tempfile::tempdir().unwrap();
     let report = dir.path().join("report.json");
     let mut command = Command::new(&program);
@@ -24,7 +24,7 @@ fn lent(name: &str) -> Result<(), Option<Report>> {
         .args(["--exact", name])
         .env("DEEPSPEC_STANDIN_DEVICES", "2")
         .env("DEEPSPEC_STANDIN_MEMORY", "1048576");
-    let output = gpu.watch(&mut command, &report).output().unwrap();
+    let output = gpu.attach_with_report(&mut command, &report).output().unwrap();
     let said =
         String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success() && said.contains("1 passed"), "{said}");

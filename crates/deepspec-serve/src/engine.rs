@@ -17,7 +17,7 @@ use deepspec_engine::{
     AcceptanceStats, Engine, EngineError, EngineOptions, Event, Finish, Proposer, Request, RequestId,
 };
 use deepspec_hub::{HubError, model_dir};
-use deepspec_models::{Fit, TargetModel, TargetOptions, fit, history_bytes, room};
+use deepspec_models::{Fit, TargetModel, TargetOptions, fit, kv_cache_bytes, room};
 use hdrhistogram::Histogram;
 use tokio::sync::{mpsc, oneshot};
 
@@ -121,9 +121,9 @@ impl EngineArgs {
 /// Most sequences that an engine can run at once; more than any single GPU supports.
 const MOST_SLOTS: usize = 1 << 16;
 
-/// Update of one request.
+/// RequestUpdate of one request.
 #[derive(Debug)]
-pub enum Update {
+pub enum RequestUpdate {
     /// The engine rejects the request or cannot continue it.
     Refused(EngineError),
     /// New tokens of the answer.
@@ -134,7 +134,7 @@ pub enum Update {
 
 struct Job {
     request: Request,
-    updates: mpsc::UnboundedSender<Update>,
+    updates: mpsc::UnboundedSender<RequestUpdate>,
     since: Instant,
 }
 
@@ -228,14 +228,14 @@ impl EngineThread {
     }
 
     /// Queues a request; the receiver gets its updates. Dropping the receiver cancels the request.
-    pub fn submit(&self, request: Request) -> mpsc::UnboundedReceiver<Update> {
-        let (updates, news) = mpsc::unbounded_channel();
+    pub fn submit(&self, request: Request) -> mpsc::UnboundedReceiver<RequestUpdate> {
+        let (updates, receiver) = mpsc::unbounded_channel();
         if let Some(jobs) = &self.jobs {
             // If the engine has ended, the sender is dropped here, which closes the receiver at
             // once.
             let _ = jobs.send(Job { request, updates, since: Instant::now() });
         }
-        news
+        receiver
     }
 
     /// Load of the engine.
@@ -313,7 +313,7 @@ fn fitting(
     drafter: Option<&dyn Proposer>,
 ) -> anyhow::Result<(usize, Option<u64>)> {
     let Some(memory) = room(target, drafter, args.max_num_seqs, 1) else { return Ok((wanted, None)) };
-    let bytes = |tokens: usize| history_bytes(target, drafter, tokens);
+    let bytes = |tokens: usize| kv_cache_bytes(target, drafter, tokens);
     match fit(args.max_num_seqs, wanted, memory, bytes) {
         Fit::All => Ok((wanted, Some(memory))),
         Fit::Fewer { told } => {
@@ -352,7 +352,7 @@ struct Worker {
 
 /// An unfinished request.
 struct Live {
-    updates: mpsc::UnboundedSender<Update>,
+    updates: mpsc::UnboundedSender<RequestUpdate>,
     /// Arrival of the request and of its last tokens.
     since: Instant,
     last: Option<Instant>,
@@ -390,26 +390,26 @@ impl Worker {
     fn accept(&mut self, job: Job) {
         let prompt = job.request.prompt.len() as u64;
         match self.engine.submit(job.request) {
-            Ok(ticket) => {
+            Ok(request_id) => {
                 self.load.metrics.prompts.inc_by(prompt);
-                self.waiting.push_back((ticket, job.since));
-                self.live.insert(ticket, Live { updates: job.updates, since: job.since, last: None });
+                self.waiting.push_back((request_id, job.since));
+                self.live.insert(request_id, Live { updates: job.updates, since: job.since, last: None });
             }
             // Send errors are ignored here and below: the caller may be gone.
-            Err(error) => drop(job.updates.send(Update::Refused(error))),
+            Err(error) => drop(job.updates.send(RequestUpdate::Refused(error))),
         }
     }
 
     fn cancel_abandoned(&mut self) {
         let engine = &mut self.engine;
-        self.live.retain(|&ticket, live| {
+        self.live.retain(|&request_id, live| {
             let abandoned = live.updates.is_closed();
             if abandoned {
-                engine.cancel(ticket);
+                engine.cancel(request_id);
             }
             !abandoned
         });
-        self.waiting.retain(|(ticket, _)| self.live.contains_key(ticket));
+        self.waiting.retain(|(request_id, _)| self.live.contains_key(request_id));
     }
 
     /// Records waiting times of requests that got a slot in the step that began at `started`.
@@ -422,27 +422,27 @@ impl Worker {
 
     fn report(&mut self, event: Event) {
         match event {
-            Event::Tokens(ticket, tokens) => {
+            Event::Tokens(request_id, tokens) => {
                 let (metrics, now) = (&self.load.metrics, Instant::now());
                 self.load.generated.fetch_add(tokens.len() as u64, Ordering::Relaxed);
                 metrics.generated.inc_by(tokens.len() as u64);
-                if let Some(live) = self.live.get_mut(&ticket) {
+                if let Some(live) = self.live.get_mut(&request_id) {
                     match live.last.replace(now) {
                         Some(last) => metrics.count_tokens(now - last, tokens.len()),
                         None => metrics.count_first(now - live.since),
                     }
-                    let _ = live.updates.send(Update::Tokens(tokens));
+                    let _ = live.updates.send(RequestUpdate::Tokens(tokens));
                 }
             }
-            Event::Done(ticket, completion) => {
-                if let Some(live) = self.live.remove(&ticket) {
-                    let _ = live.updates.send(Update::Done(completion.finish));
+            Event::Done(request_id, completion) => {
+                if let Some(live) = self.live.remove(&request_id) {
+                    let _ = live.updates.send(RequestUpdate::Done(completion.finish));
                 }
             }
-            Event::Failed(ticket, error) => {
+            Event::Failed(request_id, error) => {
                 tracing::warn!("an answer cannot be finished: {error}");
-                if let Some(live) = self.live.remove(&ticket) {
-                    let _ = live.updates.send(Update::Refused(error));
+                if let Some(live) = self.live.remove(&request_id) {
+                    let _ = live.updates.send(RequestUpdate::Refused(error));
                 }
             }
         }

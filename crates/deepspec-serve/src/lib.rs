@@ -9,10 +9,10 @@ mod fields;
 pub mod http;
 mod metrics;
 mod ranges;
-mod reply;
+mod reasoning;
+mod response_stream;
 mod schedule;
 mod stop;
-mod thinking;
 
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::path::Path;
@@ -27,8 +27,8 @@ pub use body::{ChatRequest, parse};
 pub use defaults::Defaults;
 pub use engine::{EngineArgs, Load};
 pub use error::ChatError;
-pub use reply::{Reply, Usage};
-pub use thinking::Delta;
+pub use reasoning::Delta;
+pub use response_stream::{ResponseStream, Usage};
 
 use engine::EngineThread;
 
@@ -94,7 +94,7 @@ impl ChatModel {
     ///
     /// # Errors
     /// Fails if the template rejects the messages, or if the prompt is too long.
-    pub fn start(&self, request: &ChatRequest) -> Result<Reply, ChatError> {
+    pub fn start(&self, request: &ChatRequest) -> Result<ResponseStream, ChatError> {
         let tools = (!request.tools.is_empty()).then(|| Value::from(request.tools.clone()));
         let options =
             RenderOptions { add_generation_prompt: true, kwargs: request.template_kwargs.clone(), tools };
@@ -109,14 +109,14 @@ impl ChatModel {
         }
         let own = if request.ignore_eos { &[][..] } else { &self.stop_ids };
         let stop_ids: Arc<[i64]> = own.iter().chain(&request.stop_token_ids).copied().collect();
-        let news = self.engine.submit(Request {
+        let updates = self.engine.submit(Request {
             id: REQUEST_ID.into(),
             prompt: prompt.clone(),
             sampling: request.sampling,
             max_new_tokens: request.max_tokens.map_or(room, |limit| limit.min(room)),
             stop_ids: stop_ids.to_vec(),
         });
-        Ok(Reply::new(news, self.tokenizer.stream(&text), &text, prompt, stop_ids, &request.stop))
+        Ok(ResponseStream::new(updates, self.tokenizer.stream(&text), &text, prompt, stop_ids, &request.stop))
     }
 
     /// Rejects a text that cannot fit, without tokenising all of it: a prefix may already have more
@@ -156,7 +156,7 @@ fn text_error(error: TextError) -> ChatError {
 }
 
 /// A random number for seeds and ids.
-pub fn fresh_number() -> u64 {
+pub fn random_u64() -> u64 {
     RandomState::new().build_hasher().finish()
 }
 
@@ -178,7 +178,7 @@ mod tests {
         ChatModel::load(&dir, &Line::parse_from(line).engine).unwrap()
     }
 
-    fn asked(model: &ChatModel, text: &str) -> Result<Reply, ChatError> {
+    fn asked(model: &ChatModel, text: &str) -> Result<ResponseStream, ChatError> {
         let body = json!({"messages": [{"role": "user", "content": text}], "max_tokens": 1});
         model.start(&parse(body.to_string().as_bytes(), "m", model.defaults(), 5).unwrap())
     }

@@ -5,17 +5,17 @@
 //! For use as a dev-dependency; a broken fixture panics with its name.
 
 pub mod conversations;
+pub mod device_detection;
+pub mod distribution;
+pub mod fake_gpu;
 pub mod folder;
 pub mod golden;
 pub mod hub;
-pub mod law;
-pub mod machine;
 pub mod mutate;
 mod noise;
 pub mod server;
 pub mod signal;
 pub mod skip;
-pub mod standin;
 pub mod tiny;
 
 pub use noise::noise;

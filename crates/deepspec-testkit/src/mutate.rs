@@ -5,24 +5,24 @@ use deepspec_core::rng::{Purpose, Stream};
 use serde_json::{Value, json};
 
 /// A sequence of random numbers.
-pub struct Dice {
+pub struct Fuzzer {
     stream: Stream,
-    thrown: u64,
+    rolls: u64,
     words: Vec<String>,
 }
 
-impl Dice {
+impl Fuzzer {
     /// Random numbers from a seed. `words` are names and texts that matter to the reader under
     /// test.
     pub fn new(seed: u64, words: &[&str]) -> Self {
         let words = words.iter().map(ToString::to_string).collect();
-        Self { stream: Stream::new(seed, "mutate"), thrown: 0, words }
+        Self { stream: Stream::new(seed, "mutate"), rolls: 0, words }
     }
 
     /// A random number below `sides`.
     pub fn roll(&mut self, sides: usize) -> usize {
-        self.thrown += 1;
-        self.stream.below(sides as u64, self.thrown, Purpose::Shuffle, 0) as usize
+        self.rolls += 1;
+        self.stream.below(sides as u64, self.rolls, Purpose::Shuffle, 0) as usize
     }
 
     fn word(&mut self) -> String {

@@ -12,7 +12,7 @@ use serde_json::Value;
 use socket2::SockRef;
 
 /// A received request.
-pub struct Ask {
+pub struct ReceivedRequest {
     /// Number of earlier requests, except those to `/v1/models`.
     pub number: usize,
     /// The path.
@@ -49,7 +49,7 @@ pub struct Server {
     dead: Arc<AtomicBool>,
 }
 
-type Replies = dyn Fn(Ask) -> Reply + Send + Sync;
+type Replies = dyn Fn(ReceivedRequest) -> Reply + Send + Sync;
 
 struct Shared {
     reply: Box<Replies>,
@@ -61,7 +61,7 @@ struct Shared {
 impl Server {
     /// Starts a server that answers `GET /v1/models` itself and calls `reply` for all other
     /// requests.
-    pub fn start(reply: impl Fn(Ask) -> Reply + Send + Sync + 'static) -> Self {
+    pub fn start(reply: impl Fn(ReceivedRequest) -> Reply + Send + Sync + 'static) -> Self {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a free port");
         let address = listener.local_addr().expect("the port");
         let shared = Arc::new(Shared {
@@ -201,7 +201,7 @@ fn answer(
     out.write_all(format!("{head}\r\n{text}").as_bytes())
 }
 
-fn read(reader: &mut BufReader<TcpStream>) -> io::Result<Option<Ask>> {
+fn read(reader: &mut BufReader<TcpStream>) -> io::Result<Option<ReceivedRequest>> {
     let mut line = String::new();
     if reader.read_line(&mut line)? == 0 {
         return Ok(None);
@@ -221,5 +221,5 @@ fn read(reader: &mut BufReader<TcpStream>) -> io::Result<Option<Ask>> {
     let mut body = vec![0; length];
     reader.read_exact(&mut body)?;
     let body = serde_json::from_slice(&body).unwrap_or_default();
-    Ok(Some(Ask { number: 0, path, authorization, body }))
+    Ok(Some(ReceivedRequest { number: 0, path, authorization, body }))
 }

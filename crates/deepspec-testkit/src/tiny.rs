@@ -138,7 +138,7 @@ fn pre_norm(layers: usize, tokens: usize, qk_norm: bool) -> Vec<(String, Vec<usi
 ///
 /// # Panics
 /// Panics if copying fails, or if there are no such tokens.
-pub fn with_special_fences(from: &Path, dir: &Path) {
+pub fn with_special_think_tags(from: &Path, dir: &Path) {
     for (name, bytes) in folder::files(from) {
         let bytes = if name == "tokenizer.json" { fenced_by_special_tokens(&bytes) } else { bytes };
         fs::write(dir.join(&name), bytes).unwrap_or_else(|error| panic!("{name}: {error}"));

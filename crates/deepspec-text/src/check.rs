@@ -2,12 +2,12 @@
 
 use crate::conversation::Conversation;
 use crate::error::TextError;
-use crate::mask::{Supervised, owners, without_end};
+use crate::mask::{Supervised, messages_of_ranges, without_end};
 use crate::message::{Message, Role};
-use crate::problem::{Checked, Problem};
+use crate::problem::{CheckResult, Problem};
+use crate::prompt_check::PromptCheck;
+use crate::reasoning;
 use crate::rules::ChatTemplate;
-use crate::served::Context;
-use crate::thoughts;
 use crate::tokenizer::ChatTokenizer;
 
 /// Characters shown before and after a difference.
@@ -23,20 +23,20 @@ pub fn check(
     template: &ChatTemplate,
     conversation: &Conversation,
     supervised: &Supervised,
-) -> Result<Checked, TextError> {
+) -> Result<CheckResult, TextError> {
     let template = &*template.of(conversation);
-    let mut checked = Checked::default();
+    let mut checked = CheckResult::default();
     let assistants = || conversation.messages.iter().filter(|message| message.role == Role::Assistant);
     checked.untrained = assistants().filter(|message| !message.is_trained_on()).count();
     checked.recorded_calls = conversation.messages.windows(2).map(recorded_calls).sum();
     if supervised.supervised_count() == 0 {
         checked.problems.push(Problem::Empty { why: why_empty(template, conversation, supervised) });
-        if supervised.places.is_empty() {
+        if supervised.text_ranges.is_empty() {
             return Ok(checked);
         }
     }
     check_words(tokenizer, template, conversation, supervised, &mut checked);
-    Context { tokenizer, template, conversation, supervised }.check_prompts(&mut checked)?;
+    PromptCheck { tokenizer, template, conversation, supervised }.check_prompts(&mut checked)?;
     Ok(checked)
 }
 
@@ -52,18 +52,20 @@ fn why_empty(template: &ChatTemplate, conversation: &Conversation, supervised: &
     if conversation.messages.iter().all(|message| message.role != Role::Assistant) {
         return "no assistant speaks".into();
     }
-    match template.marks() {
-        _ if !supervised.places.is_empty() && supervised.untruncated_len > supervised.input_ids.len() => {
+    match template.markers() {
+        _ if !supervised.text_ranges.is_empty()
+            && supervised.untruncated_len > supervised.input_ids.len() =>
+        {
             format!(
                 "the conversation is cut at {} tokens, before the first answer",
                 supervised.input_ids.len()
             )
         }
         _ if !conversation.messages.iter().any(Message::is_trained_on) => "every answer has weight 0".into(),
-        _ if !supervised.places.is_empty() => "the answers have no text".into(),
-        Some(marks) => format!(
+        _ if !supervised.text_ranges.is_empty() => "the answers have no text".into(),
+        Some(markers) => format!(
             "the rendered text has no {:?}; the rules `{}` are not those of this template",
-            marks.assistant_header, template.name
+            markers.assistant_header, template.name
         ),
         None => "the template marks nothing by {% generation %} in this conversation".into(),
     }
@@ -75,11 +77,11 @@ fn check_words(
     template: &ChatTemplate,
     conversation: &Conversation,
     supervised: &Supervised,
-    checked: &mut Checked,
+    checked: &mut CheckResult,
 ) {
     let messages = &conversation.messages;
-    let owners = owners(&supervised.text, &supervised.places, messages);
-    for (&(start, end), owner) in supervised.places.iter().zip(&owners) {
+    let messages_of_ranges = messages_of_ranges(&supervised.text, &supervised.text_ranges, messages);
+    for (&(start, end), owner) in supervised.text_ranges.iter().zip(&messages_of_ranges) {
         let place = &supervised.text[start..end];
         if start == end && owner.is_none_or(|owner| !messages[owner].is_trained_on()) {
             continue;
@@ -95,14 +97,14 @@ fn check_words(
         }
     }
     let mut assistants = (0..messages.len()).filter(|&index| messages[index].is_trained_on());
-    if let Some(index) = assistants.find(|index| !owners.contains(&Some(*index))) {
+    if let Some(index) = assistants.find(|index| !messages_of_ranges.contains(&Some(*index))) {
         checked.problems.push(Problem::Missing { index });
     }
 }
 
 fn why_stray(template: &ChatTemplate, messages: &[Message]) -> String {
-    let Some(marks) = template.marks() else { return "the template marks it by {% generation %}".into() };
-    let header = marks.assistant_header.as_str();
+    let Some(markers) = template.markers() else { return "the template marks it by {% generation %}".into() };
+    let header = markers.assistant_header.as_str();
     let holds = |message: &Message| message.role != Role::Assistant && message.content.contains(header);
     match messages.iter().position(holds) {
         Some(index) => {
@@ -119,18 +121,19 @@ fn rewritten(
     message: &Message,
     index: usize,
     place: &str,
-    checked: &mut Checked,
+    checked: &mut CheckResult,
 ) -> Option<Problem> {
-    let prefix = template.marks().and_then(|marks| marks.assistant_prefix.as_deref()).unwrap_or_default();
+    let prefix =
+        template.markers().and_then(|markers| markers.assistant_prefix.as_deref()).unwrap_or_default();
     let content = message.content.strip_prefix(prefix).unwrap_or(&message.content);
-    let (inline, answer) = thoughts::split(content);
+    let (inline, answer) = reasoning::split(content);
     let reasoning = message.reasoning_content.as_deref().map_or(inline, str::trim);
-    let (thought, written) = thoughts::split(without_end(tokenizer, template, place));
+    let (thought, written) = reasoning::split(without_end(tokenizer, template, place));
     let (answer, written) = (answer.trim(), written.trim());
-    if message.was_cut() && answer.is_empty() && place.trim_end().ends_with(reasoning) {
+    if message.is_truncated() && answer.is_empty() && place.trim_end().ends_with(reasoning) {
         return None; // The answer was cut within its reasoning, where the mask ends.
     }
-    checked.thoughts_left_out += usize::from(thought.is_empty() && !reasoning.is_empty());
+    checked.reasoning_left_out += usize::from(thought.is_empty() && !reasoning.is_empty());
 
     let calls = message.tool_calls();
     if !calls.is_empty() && written.is_empty() && answer.is_empty() {

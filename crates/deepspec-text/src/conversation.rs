@@ -8,8 +8,8 @@ use serde_json::{Map, Value};
 
 use crate::finish::{self, FINISH_REASON};
 use crate::message::{CALLS, Message, Role, WEIGHT};
+use crate::reasoning;
 use crate::records::{RowError, check_starts_with_user, conversation};
-use crate::thoughts;
 
 /// The token ids that the server generated for an answer, if it reported them.
 pub const TOKEN_IDS: &str = "token_ids";
@@ -91,7 +91,7 @@ fn tools(value: Option<&Value>) -> Result<Option<Value>, RowError> {
 impl Message {
     /// Whether the answer is cut: its `finish_reason` says so, or the arguments of a call are not
     /// valid JSON.
-    pub fn was_cut(&self) -> bool {
+    pub fn is_truncated(&self) -> bool {
         let is_said = || finish::kept(&self.extra).is_some_and(|reason| !reason.is_whole());
         let is_broken = || !self.tool_calls().iter().all(finish::has_json_arguments);
         self.role == Role::Assistant && (is_said() || is_broken())
@@ -103,9 +103,9 @@ impl Message {
     }
 
     /// Whether a message has no answer, no reasoning and no tool calls.
-    pub fn says_nothing(&self) -> bool {
+    pub fn is_empty(&self) -> bool {
         let kept = self.reasoning_content.as_deref().unwrap_or_default();
-        thoughts::is_nothing(&self.content) && kept.trim().is_empty() && self.tool_calls().is_empty()
+        reasoning::is_empty_answer(&self.content) && kept.trim().is_empty() && self.tool_calls().is_empty()
     }
 
     /// The message's tool calls.
@@ -179,7 +179,7 @@ mod tests {
         noted["finish_reason"] = json!("length");
         noted["token_ids"] = json!([1, 2]);
         let noted = [message(noted)];
-        assert!(noted[0].was_cut());
+        assert!(noted[0].is_truncated());
         let seen = for_template(&noted);
         let expected = json!([{"function": {"name": "f", "arguments": {"b": 1, "a": [2]}}}, {"name": "g", "arguments": {}}]);
         assert_eq!(json!(seen[0].tool_calls()).to_string(), expected.to_string());

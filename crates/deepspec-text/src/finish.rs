@@ -37,14 +37,14 @@ pub enum Completeness {
     /// The model finished its answer and generated the end of turn.
     Whole,
     /// The answer's text is usable, but the model did not generate the end of turn.
-    Cut,
+    Truncated,
     /// The request failed and can be sent again.
     Broken,
 }
 
 /// Finish reasons in lower case: OpenAI, vLLM, SGLang, llama.cpp, TGI, Mistral, Anthropic, Gemini,
 /// DeepSeek.
-const WORDS: [(&str, FinishReason); 38] = [
+const NAMES: [(&str, FinishReason); 38] = [
     ("stop", FinishReason::Stop),
     ("eos", FinishReason::Stop),
     ("eos_token", FinishReason::Stop),
@@ -87,9 +87,9 @@ const WORDS: [(&str, FinishReason); 38] = [
 
 impl FinishReason {
     /// Parses a server's finish reason, in any case.
-    pub fn of_word(word: &str) -> Self {
+    pub fn parse(word: &str) -> Self {
         let word = word.trim().to_ascii_lowercase();
-        let known = WORDS.iter().find(|(known, _)| *known == word).map(|&(_, reason)| reason);
+        let known = NAMES.iter().find(|(known, _)| *known == word).map(|&(_, reason)| reason);
         known.unwrap_or_else(|| match word.as_str() {
             word if ["error", "fail", "overload", "unavailable"].iter().any(|part| word.contains(part)) => {
                 Self::Error
@@ -104,12 +104,12 @@ impl FinishReason {
     /// Parses the `finish_reason` of a message, a row or a choice. None if it is null or absent.
     ///
     /// SGLang's native endpoints give an object with the reason in `type`.
-    pub fn of_field(value: Option<&Value>) -> Option<Self> {
+    pub fn from_field(value: Option<&Value>) -> Option<Self> {
         match value? {
             Value::Null => None,
             Value::String(word) if word.trim().is_empty() => None,
-            Value::String(word) => Some(Self::of_word(word)),
-            Value::Object(fields) => Self::of_field(fields.get("type")),
+            Value::String(word) => Some(Self::parse(word)),
+            Value::Object(fields) => Self::from_field(fields.get("type")),
             _ => Some(Self::Unknown),
         }
     }
@@ -119,11 +119,11 @@ impl FinishReason {
     /// Most servers report `stop` for a stop string too. vLLM names the string in `stop_reason`,
     /// SGLang in `matched_stop`. If a server has neither field, an answer of a request with stop
     /// strings counts as cut. Routers repeat the reason in `stop_reason`.
-    pub fn of_choice(choice: &Value, stops: &[&str]) -> Self {
+    pub fn from_choice(choice: &Value, stops: &[&str]) -> Self {
         if choice.get("error").is_some_and(|error| !error.is_null()) {
             return Self::Error;
         }
-        let reason = Self::of_field(choice.get(FINISH_REASON)).unwrap_or(Self::Unknown);
+        let reason = Self::from_field(choice.get(FINISH_REASON)).unwrap_or(Self::Unknown);
         let arguments_are_json = choice["message"]["tool_calls"]
             .as_array()
             .is_none_or(|calls| calls.iter().all(has_json_arguments));
@@ -144,7 +144,7 @@ impl FinishReason {
     }
 
     /// The reason as rows, reports and this project's server write it.
-    pub fn word(self) -> &'static str {
+    pub fn name(self) -> &'static str {
         match self {
             Self::Stop => "stop",
             Self::ToolCalls => "tool_calls",
@@ -167,7 +167,7 @@ impl FinishReason {
             | Self::ContentFilter
             | Self::StopSequence
             | Self::InvalidToolCall
-            | Self::Unknown => Completeness::Cut,
+            | Self::Unknown => Completeness::Truncated,
             Self::Abort | Self::Error | Self::Repetition => Completeness::Broken,
         }
     }
@@ -191,7 +191,7 @@ pub(crate) fn has_json_arguments(call: &Value) -> bool {
 
 /// The finish reason of a message or a row.
 pub(crate) fn kept(fields: &Map<String, Value>) -> Option<FinishReason> {
-    FinishReason::of_field(fields.get(FINISH_REASON))
+    FinishReason::from_field(fields.get(FINISH_REASON))
 }
 
 #[cfg(test)]
@@ -201,26 +201,27 @@ mod tests {
 
     #[test]
     fn words_of_all_servers_are_one_vocabulary() {
-        for (word, expected) in WORDS {
-            assert_eq!(FinishReason::of_word(word), expected);
-            assert_eq!(FinishReason::of_word(&word.to_uppercase()), expected);
-            assert_eq!(FinishReason::of_word(expected.word()), expected, "what is written is read again");
+        for (word, expected) in NAMES {
+            assert_eq!(FinishReason::parse(word), expected);
+            assert_eq!(FinishReason::parse(&word.to_uppercase()), expected);
+            assert_eq!(FinishReason::parse(expected.name()), expected, "what is written is read again");
         }
-        assert_eq!(FinishReason::of_word("something new"), FinishReason::Unknown);
-        assert_eq!(FinishReason::of_word("server_error"), FinishReason::Error);
-        assert_eq!(FinishReason::of_word("timed out"), FinishReason::Abort);
+        assert_eq!(FinishReason::parse("something new"), FinishReason::Unknown);
+        assert_eq!(FinishReason::parse("server_error"), FinishReason::Error);
+        assert_eq!(FinishReason::parse("timed out"), FinishReason::Abort);
         assert_eq!(
-            FinishReason::of_field(Some(&json!({"type": "abort", "message": "x"}))),
+            FinishReason::from_field(Some(&json!({"type": "abort", "message": "x"}))),
             Some(FinishReason::Abort)
         );
-        assert_eq!(FinishReason::of_field(Some(&json!(null))), None);
-        assert_eq!(FinishReason::of_field(None), None);
+        assert_eq!(FinishReason::from_field(Some(&json!(null))), None);
+        assert_eq!(FinishReason::from_field(None), None);
     }
 
     #[test]
     fn stop_strings_and_cut_calls_are_told_from_ends_of_turns() {
-        let read =
-            |choice: Value, stops: bool| FinishReason::of_choice(&choice, if stops { &["END"] } else { &[] });
+        let read = |choice: Value, stops: bool| {
+            FinishReason::from_choice(&choice, if stops { &["END"] } else { &[] })
+        };
         assert_eq!(read(json!({"finish_reason": "stop"}), false), FinishReason::Stop);
         assert_eq!(read(json!({"finish_reason": "stop"}), true), FinishReason::StopSequence);
         assert_eq!(read(json!({"finish_reason": "stop", "stop_reason": null}), true), FinishReason::Stop);

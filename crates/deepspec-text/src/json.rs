@@ -10,12 +10,12 @@ use serde::Serialize;
 use serde_json::Serializer;
 use serde_json::ser::Formatter;
 
-use crate::rendering::{WIDEST, too_wide};
+use crate::rendering::{MAX_WIDTH, too_wide};
 
 /// `{{ value | tojson }}` or `{{ value | tojson(indent=2) }}`; keys keep their order.
 pub fn tojson(value: &Value, options: Kwargs) -> Result<String, Error> {
     let indent: Option<usize> = options.get("indent")?;
-    if let Some(width) = indent.filter(|&width| width > WIDEST as usize) {
+    if let Some(width) = indent.filter(|&width| width > MAX_WIDTH as usize) {
         return Err(too_wide(width as i64));
     }
     if options.get::<Option<bool>>("ensure_ascii")? == Some(true) {

@@ -9,20 +9,20 @@ mod error;
 mod finish;
 mod generation;
 mod json;
-mod marks;
 mod mask;
 mod message;
 mod prefixes;
 mod problem;
 mod prompt;
+mod prompt_check;
+mod reasoning;
+mod reasoning_tokens;
 mod records;
 mod rendering;
 mod rules;
-mod served;
 mod served_tokens;
 mod stream;
 mod template;
-mod thoughts;
 mod tokenizer;
 
 pub use check::check;
@@ -30,16 +30,16 @@ pub use conversation::{Conversation, PROMPT_TOKEN_IDS, TOKEN_IDS};
 pub use error::TextError;
 pub use finish::{Completeness, FINISH_REASON, FinishReason};
 pub use mask::{MIN_SUPERVISED_TOKENS, Served, Supervised, supervise};
-pub use message::{Message, MessageError, Role, TEXTS, THOUGHTS, WEIGHT};
-pub use problem::{Checked, Problem};
+pub use message::{Message, MessageError, REASONING_FIELDS, Role, TEXTS, WEIGHT};
+pub use problem::{CheckResult, Problem};
 pub use prompt::{generation_prompt, served_prompt, trained_thinking};
+pub use reasoning::{THINK_TAGS, ThinkTags, without_reasoning};
 pub use records::{
     MESSAGE_KEYS, Records, RowError, check_starts_with_user, conversation, is_message, is_record_key,
     records, report_choice, system_message,
 };
-pub use rules::{ChatFormat, ChatTemplate, Marks, MaskRule};
+pub use rules::{ChatFormat, ChatTemplate, MaskRule, TurnMarkers};
 pub use served_tokens::served_thinking;
 pub use stream::TokenStream;
 pub use template::RenderOptions;
-pub use thoughts::{FENCES, ThinkTags, without_thoughts};
 pub use tokenizer::{ChatTokenizer, Encoded};

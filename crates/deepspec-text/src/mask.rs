@@ -4,10 +4,10 @@ use crate::conversation::Conversation;
 use crate::error::TextError;
 use crate::message::{Message, Role};
 use crate::prefixes::Prefixes;
+use crate::reasoning;
 use crate::records::check_starts_with_user;
 use crate::rules::{ChatTemplate, MaskRule};
 use crate::template::RenderOptions;
-use crate::thoughts;
 use crate::tokenizer::{ChatTokenizer, Encoded};
 
 /// Conversations with fewer supervised tokens are not used for training.
@@ -19,7 +19,7 @@ pub struct Supervised {
     /// The rendered conversation.
     pub text: String,
     /// Byte ranges of the supervised text, in order, before truncation to the maximal length.
-    pub places: Vec<(usize, usize)>,
+    pub text_ranges: Vec<(usize, usize)>,
     /// The token ids, truncated to the maximal length.
     pub input_ids: Vec<i64>,
     /// For each id, whether a drafter trains on it.
@@ -37,9 +37,9 @@ pub enum Served {
     #[default]
     Unknown,
     /// From the server, and equal to the text's ids.
-    Alike,
+    SameAsText,
     /// From the server, and different from the text's ids.
-    Otherwise,
+    DiffersFromText,
 }
 
 impl Supervised {
@@ -84,35 +84,35 @@ pub fn supervise(
     let messages = template.complete(&conversation.messages);
     let options = RenderOptions { tools: conversation.tools.clone(), ..RenderOptions::default() };
     let supervised = match &template.rule {
-        MaskRule::Marks(marks) => {
-            if marks.assistant_header.is_empty() || marks.end_of_turn.is_empty() {
+        MaskRule::Markers(markers) => {
+            if markers.assistant_header.is_empty() || markers.end_of_turn.is_empty() {
                 return Err(TextError::EmptyMark { name: template.name.clone() });
             }
             let text = tokenizer.render(&messages, &options)?;
-            let mut places = marks.find(&text);
-            leave_out_untrained(&text, &mut places, &conversation.messages);
-            end_at_last_words(&text, &mut places, &conversation.messages, &marks.end_of_turn);
-            leave_out_silence(tokenizer, template, &text, &mut places);
-            by_prefixes(tokenizer, text, places, max_length)
+            let mut text_ranges = markers.find(&text);
+            drop_untrained(&text, &mut text_ranges, &conversation.messages);
+            trim_truncated_answers(&text, &mut text_ranges, &conversation.messages, &markers.end_of_turn);
+            drop_empty_answers(tokenizer, template, &text, &mut text_ranges);
+            by_prefixes(tokenizer, text, text_ranges, max_length)
         }
         MaskRule::Generation => {
-            let (text, mut places) = tokenizer.render_generations(&messages, &options)?;
-            leave_out_untrained(&text, &mut places, &conversation.messages);
-            end_at_last_words(&text, &mut places, &conversation.messages, "");
-            leave_out_silence(tokenizer, template, &text, &mut places);
-            by_offsets(tokenizer, text, places, max_length)
+            let (text, mut text_ranges) = tokenizer.render_generations(&messages, &options)?;
+            drop_untrained(&text, &mut text_ranges, &conversation.messages);
+            trim_truncated_answers(&text, &mut text_ranges, &conversation.messages, "");
+            drop_empty_answers(tokenizer, template, &text, &mut text_ranges);
+            by_offsets(tokenizer, text, text_ranges, max_length)
         }
     }?;
     supervised.with_served_ids(tokenizer, template, conversation, max_length)
 }
 
 /// Empties the spans of messages whose `weight` is 0.
-fn leave_out_untrained(text: &str, places: &mut [(usize, usize)], messages: &[Message]) {
+fn drop_untrained(text: &str, text_ranges: &mut [(usize, usize)], messages: &[Message]) {
     if messages.iter().all(|message| message.role != Role::Assistant || message.is_trained_on()) {
         return;
     }
-    let owners = owners(text, places, messages);
-    for ((start, end), owner) in places.iter_mut().zip(owners) {
+    let messages_of_ranges = messages_of_ranges(text, text_ranges, messages);
+    for ((start, end), owner) in text_ranges.iter_mut().zip(messages_of_ranges) {
         if owner.is_some_and(|owner| !messages[owner].is_trained_on()) {
             *end = *start;
         }
@@ -120,19 +120,20 @@ fn leave_out_untrained(text: &str, places: &mut [(usize, usize)], messages: &[Me
 }
 
 /// Longest answer, in bytes, that is checked for special tokens alone.
-const MOST_SILENCE: usize = 1024;
+const MAX_EMPTY_ANSWER: usize = 1024;
 
 /// Empties spans without an answer, reasoning or tool calls. A lone end of turn, or special tokens
 /// in place of an answer, are not worth learning.
-fn leave_out_silence(
+fn drop_empty_answers(
     tokenizer: &ChatTokenizer,
     template: &ChatTemplate,
     text: &str,
-    places: &mut [(usize, usize)],
+    text_ranges: &mut [(usize, usize)],
 ) {
-    for (start, end) in places {
+    for (start, end) in text_ranges {
         let answer = without_end(tokenizer, template, &text[*start..*end]);
-        if answer.len() <= MOST_SILENCE && thoughts::is_nothing(&tokenizer.without_special(answer)) {
+        if answer.len() <= MAX_EMPTY_ANSWER && reasoning::is_empty_answer(&tokenizer.without_special(answer))
+        {
             *end = *start;
         }
     }
@@ -140,26 +141,32 @@ fn leave_out_silence(
 
 /// A supervised span without its end-of-turn tokens.
 pub(crate) fn without_end<'a>(tokenizer: &ChatTokenizer, template: &ChatTemplate, place: &'a str) -> &'a str {
-    if let Some(marks) = template.marks() {
-        return place.strip_suffix(marks.end_of_turn.as_str()).unwrap_or(place);
+    if let Some(markers) = template.markers() {
+        return place.strip_suffix(markers.end_of_turn.as_str()).unwrap_or(place);
     }
     // The tags may enclose the end of turn, which is then a special token.
     tokenizer.without_special_ends(place)
 }
 
 /// Ends the spans of cut answers where the model's own text ends.
-fn end_at_last_words(text: &str, places: &mut [(usize, usize)], messages: &[Message], end_of_turn: &str) {
-    if !messages.iter().any(Message::was_cut) {
+fn trim_truncated_answers(
+    text: &str,
+    text_ranges: &mut [(usize, usize)],
+    messages: &[Message],
+    end_of_turn: &str,
+) {
+    if !messages.iter().any(Message::is_truncated) {
         return;
     }
-    let owners = owners(text, places, messages);
-    for ((start, end), owner) in places.iter_mut().zip(owners) {
-        let Some(message) = owner.map(|owner| &messages[owner]).filter(|message| message.was_cut()) else {
+    let messages_of_ranges = messages_of_ranges(text, text_ranges, messages);
+    for ((start, end), owner) in text_ranges.iter_mut().zip(messages_of_ranges) {
+        let Some(message) = owner.map(|owner| &messages[owner]).filter(|message| message.is_truncated())
+        else {
             continue;
         };
         let said = &text[*start..*end];
-        let thoughts = message.reasoning_content.as_deref().unwrap_or_default();
-        let last = if message.content.trim().is_empty() { thoughts } else { &message.content };
+        let reasoning = message.reasoning_content.as_deref().unwrap_or_default();
+        let last = if message.content.trim().is_empty() { reasoning } else { &message.content };
         let found = [last, last.trim()]
             .into_iter()
             .find_map(|last| said.rfind(last).filter(|_| !last.is_empty()).map(|at| at + last.len()));
@@ -170,10 +177,14 @@ fn end_at_last_words(text: &str, places: &mut [(usize, usize)], messages: &[Mess
 
 /// The index of each supervised span's message. None if the span has no assistant message, such as
 /// a header that a user typed. Spans and messages are in the same order.
-pub(crate) fn owners(text: &str, places: &[(usize, usize)], messages: &[Message]) -> Vec<Option<usize>> {
+pub(crate) fn messages_of_ranges(
+    text: &str,
+    text_ranges: &[(usize, usize)],
+    messages: &[Message],
+) -> Vec<Option<usize>> {
     let assistants: Vec<usize> =
         (0..messages.len()).filter(|&index| messages[index].role == Role::Assistant).collect();
-    if places.len() == assistants.len() {
+    if text_ranges.len() == assistants.len() {
         return assistants.into_iter().map(Some).collect();
     }
     let mut rest = assistants.as_slice();
@@ -185,12 +196,12 @@ pub(crate) fn owners(text: &str, places: &[(usize, usize)], messages: &[Message]
         rest = &rest[at + 1..];
         Some(index)
     };
-    places.iter().map(&mut owner).collect()
+    text_ranges.iter().map(&mut owner).collect()
 }
 
 /// The answer of a message, without reasoning and white space around it.
 fn spoken(content: &str) -> &str {
-    thoughts::split(content).1.trim()
+    reasoning::split(content).1.trim()
 }
 
 /// Builds the mask by counting the tokens of each prefix of the text, tokenised alone. Tokens that
@@ -199,14 +210,14 @@ fn spoken(content: &str) -> &str {
 fn by_prefixes(
     tokenizer: &ChatTokenizer,
     text: String,
-    places: Vec<(usize, usize)>,
+    text_ranges: Vec<(usize, usize)>,
     max_length: usize,
 ) -> Result<Supervised, TextError> {
     let prefixes = Prefixes::new(tokenizer, &text)?;
     let untruncated_len = prefixes.ids().len();
     let input_ids = prefixes.ids()[..untruncated_len.min(max_length)].to_vec();
     let mut loss_mask = vec![false; input_ids.len()];
-    for &(start, end) in places.iter().filter(|(start, end)| start < end) {
+    for &(start, end) in text_ranges.iter().filter(|(start, end)| start < end) {
         let start = prefixes.count(start)?;
         if start >= input_ids.len() {
             break;
@@ -216,7 +227,7 @@ fn by_prefixes(
         let end = prefixes.count(end)?.clamp(start, input_ids.len());
         loss_mask[start..end].fill(true);
     }
-    Ok(Supervised { text, places, input_ids, loss_mask, untruncated_len, served: Served::Unknown })
+    Ok(Supervised { text, text_ranges, input_ids, loss_mask, untruncated_len, served: Served::Unknown })
 }
 
 /// Builds the mask from a template's tags as transformers does: from the token of the first
@@ -226,14 +237,14 @@ fn by_prefixes(
 fn by_offsets(
     tokenizer: &ChatTokenizer,
     text: String,
-    places: Vec<(usize, usize)>,
+    text_ranges: Vec<(usize, usize)>,
     max_length: usize,
 ) -> Result<Supervised, TextError> {
     let Encoded { ids: mut input_ids, offsets, .. } = tokenizer.encode_with_offsets(&text)?;
     let untruncated_len = input_ids.len();
     input_ids.truncate(max_length);
     let mut loss_mask = vec![false; untruncated_len];
-    for &(start, end) in &places {
+    for &(start, end) in &text_ranges {
         let last = text[start..end].chars().next_back().map_or(start, |last| end - last.len_utf8());
         let first_token = offsets.partition_point(|&(_, token_end)| token_end <= start);
         let last_token = offsets.partition_point(|&(_, token_end)| token_end <= last);
@@ -244,7 +255,7 @@ fn by_offsets(
         }
     }
     loss_mask.truncate(max_length);
-    Ok(Supervised { text, places, input_ids, loss_mask, untruncated_len, served: Served::Unknown })
+    Ok(Supervised { text, text_ranges, input_ids, loss_mask, untruncated_len, served: Served::Unknown })
 }
 
 #[cfg(test)]
@@ -255,7 +266,7 @@ mod tests {
     proptest! {
         #[test]
         fn spans_say_what_the_mask_says(loss_mask in prop::collection::vec(any::<bool>(), 0..60)) {
-            let supervised = Supervised { text: String::new(), places: vec![], input_ids: vec![], loss_mask: loss_mask.clone(), untruncated_len: 0, served: Served::Unknown };
+            let supervised = Supervised { text: String::new(), text_ranges: vec![], input_ids: vec![], loss_mask: loss_mask.clone(), untruncated_len: 0, served: Served::Unknown };
             let spans = supervised.spans();
             let mut rebuilt = vec![false; loss_mask.len()];
             for &(start, end) in &spans { rebuilt[start as usize..end as usize].fill(true); }

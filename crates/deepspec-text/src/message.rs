@@ -140,15 +140,15 @@ impl TryFrom<Value> for Message {
         {
             return Err(MessageError::Weight { found: weight.to_string() });
         }
-        let mut reasoning_content = thoughts(&mut fields)?;
+        let mut reasoning_content = take_reasoning(&mut fields)?;
         // Text may be missing if an assistant calls tools or only thinks, or if a tool returns
         // nothing.
         let says_otherwise = has_null || reasoning_content.is_some() || fields.contains_key(CALLS);
         let content = match fields.shift_remove(said) {
             None if matches!(role, Role::Assistant | Role::Tool) && says_otherwise => String::new(),
             Some(Value::Array(parts)) => {
-                let (said, thought) = text_parts(&parts)?;
-                reasoning_content = reasoning_content.or(thought);
+                let (said, reasoning) = text_parts(&parts)?;
+                reasoning_content = reasoning_content.or(reasoning);
                 said
             }
             content => text(said, content.as_ref())?,
@@ -195,16 +195,16 @@ fn parse_calls(fields: &mut Map<String, Value>) -> Result<(), MessageError> {
 
 /// Fields with an assistant's reasoning: of SGLang and older vLLM, of newer vLLM, of DeepSpec's
 /// generator.
-pub const THOUGHTS: [&str; 3] = ["reasoning_content", "reasoning", "thinking"];
+pub const REASONING_FIELDS: [&str; 3] = ["reasoning_content", "reasoning", "thinking"];
 
 /// Removes and returns the reasoning of a message. Values that are not strings stay, because
 /// `reasoning` and `thinking` may mean something else.
-fn thoughts(fields: &mut Map<String, Value>) -> Result<Option<String>, MessageError> {
-    if let Some(other) = fields.get(THOUGHTS[0]).filter(|value| !value.is_string()) {
-        return Err(MessageError::Field { field: THOUGHTS[0], found: kind_of(other) });
+fn take_reasoning(fields: &mut Map<String, Value>) -> Result<Option<String>, MessageError> {
+    if let Some(other) = fields.get(REASONING_FIELDS[0]).filter(|value| !value.is_string()) {
+        return Err(MessageError::Field { field: REASONING_FIELDS[0], found: kind_of(other) });
     }
     let mut found = None;
-    for name in THOUGHTS {
+    for name in REASONING_FIELDS {
         if let Some(Value::String(text)) = fields.get(name) {
             let text = text.clone();
             fields.shift_remove(name);
@@ -230,7 +230,7 @@ fn found(value: Option<&Value>) -> &'static str {
 /// Parses `content` as a list of parts. Joins texts with line breaks, as vLLM does. Reasoning
 /// parts, as Anthropic and Mistral write them, are returned separately.
 fn text_parts(parts: &[Value]) -> Result<(String, Option<String>), MessageError> {
-    let (mut said, mut thought): (Vec<&str>, Vec<&str>) = (vec![], vec![]);
+    let (mut said, mut reasoning): (Vec<&str>, Vec<&str>) = (vec![], vec![]);
     for part in parts.iter().filter(|part| !part.is_null()) {
         let kind = part.get("type").and_then(Value::as_str);
         let field = |name: &str| part.get(name).and_then(Value::as_str);
@@ -247,7 +247,7 @@ fn text_parts(parts: &[Value]) -> Result<(String, Option<String>), MessageError>
                 }
             },
             (_, Some("thinking" | "reasoning")) => {
-                thought.extend(THOUGHTS.into_iter().chain(["text"]).find_map(field))
+                reasoning.extend(REASONING_FIELDS.into_iter().chain(["text"]).find_map(field))
             }
             (_, None) if field("text").is_some() => said.extend(field("text")),
             _ => {
@@ -258,7 +258,7 @@ fn text_parts(parts: &[Value]) -> Result<(String, Option<String>), MessageError>
             }
         }
     }
-    Ok((said.join("\n"), (!thought.is_empty()).then(|| thought.join("\n"))))
+    Ok((said.join("\n"), (!reasoning.is_empty()).then(|| reasoning.join("\n"))))
 }
 
 #[cfg(test)]
@@ -339,13 +339,13 @@ mod tests {
             json!(call.tool_calls()),
             json!([{"type": "function", "function": {"name": "f", "arguments": {"a": null}}}])
         );
-        assert!(Message::try_from(json!({"role": "assistant", "content": null})).unwrap().says_nothing());
+        assert!(Message::try_from(json!({"role": "assistant", "content": null})).unwrap().is_empty());
         assert!(Message::try_from(json!({"role": "user", "content": null})).is_err());
     }
 
     #[test]
     fn thoughts_go_by_three_names() {
-        for name in THOUGHTS {
+        for name in REASONING_FIELDS {
             let message =
                 Message::try_from(json!({"role": "assistant", "content": "a", name: "hm"})).unwrap();
             assert_eq!(

@@ -69,23 +69,23 @@ impl<'t> Prefixes<'t> {
         if byte == self.text.len() {
             return Ok(self.ids.len());
         }
-        let (place, rest) = self.behind_cut(&self.text[..byte], byte)?;
+        let (place, rest) = self.ids_after_cut(&self.text[..byte], byte)?;
         Ok(place + rest.len())
     }
 
     /// The ids of `other` after the part shared with the text, and the number of shared ids. The
     /// shared part ends at a cut within their common prefix.
-    pub(crate) fn behind_shared(&self, other: &str) -> Result<(usize, Vec<i64>), TextError> {
+    pub(crate) fn ids_after_shared(&self, other: &str) -> Result<(usize, Vec<i64>), TextError> {
         let mut shared = self.text.bytes().zip(other.bytes()).take_while(|(a, b)| a == b).count();
         while !self.text.is_char_boundary(shared) {
             shared -= 1;
         }
-        self.behind_cut(other, shared)
+        self.ids_after_cut(other, shared)
     }
 
     /// The ids of `other` after the last cut in its first `shared` bytes, which equal the text's;
     /// and the index of the first of them.
-    fn behind_cut(&self, other: &str, shared: usize) -> Result<(usize, Vec<i64>), TextError> {
+    fn ids_after_cut(&self, other: &str, shared: usize) -> Result<(usize, Vec<i64>), TextError> {
         let (place, start) = self.cut_before(shared);
         let words = self.words.partition_point(|word| word.end <= shared);
         if let Some(first) = words.checked_sub(WORDS_BEFORE_END)
@@ -122,7 +122,7 @@ mod tests {
     use crate::template::RenderOptions;
     use deepspec_testkit::conversations::{Conversations, tokenizers};
     use deepspec_testkit::golden;
-    use deepspec_testkit::mutate::Dice;
+    use deepspec_testkit::mutate::Fuzzer;
 
     /// Pieces that merge with their neighbours, and added tokens, whole or in part.
     const PIECES: [&str; 22] = [
@@ -159,8 +159,8 @@ mod tests {
         known.into_iter().chain(real).collect()
     }
 
-    fn said(dice: &mut Dice, random: &mut Conversations) -> String {
-        let pieces = |dice: &mut Dice| -> String {
+    fn said(dice: &mut Fuzzer, random: &mut Conversations) -> String {
+        let pieces = |dice: &mut Fuzzer| -> String {
             (0..dice.roll(14)).map(|_| PIECES[dice.roll(PIECES.len())]).collect()
         };
         let (messages, _) = random.conversation();
@@ -173,7 +173,7 @@ mod tests {
         for dir in folders() {
             let tokenizer = ChatTokenizer::load(&dir).unwrap();
             let mut random = Conversations::new("prefixes");
-            let mut dice = Dice::new(46, &["x"]);
+            let mut dice = Fuzzer::new(46, &["x"]);
             for _ in 0..40 {
                 let text = said(&mut dice, &mut random);
                 let prefixes = Prefixes::new(&tokenizer, &text).unwrap();
@@ -197,13 +197,13 @@ mod tests {
         for dir in folders() {
             let tokenizer = ChatTokenizer::load(&dir).unwrap();
             let mut random = Conversations::new("shared");
-            let mut dice = Dice::new(47, &["x"]);
+            let mut dice = Fuzzer::new(47, &["x"]);
             for _ in 0..60 {
                 let text = said(&mut dice, &mut random);
                 let ends: Vec<usize> = (0..=text.len()).filter(|&byte| text.is_char_boundary(byte)).collect();
                 let other = text[..ends[dice.roll(ends.len())]].to_owned() + &said(&mut dice, &mut random);
                 let prefixes = Prefixes::new(&tokenizer, &text).unwrap();
-                let (shared, behind) = prefixes.behind_shared(&other).unwrap();
+                let (shared, behind) = prefixes.ids_after_shared(&other).unwrap();
                 let joined = [&prefixes.ids()[..shared], &behind].concat();
                 assert_eq!(
                     joined,
@@ -221,7 +221,7 @@ mod tests {
         for dir in folders() {
             let tokenizer = ChatTokenizer::load(&dir).unwrap();
             let mut random = Conversations::new("plain");
-            let mut dice = Dice::new(48, &["x"]);
+            let mut dice = Fuzzer::new(48, &["x"]);
             let plain: Vec<&str> = PIECES.into_iter().filter(|piece| !piece.contains(['<', '>'])).collect();
             for _ in 0..25 {
                 let mut text = String::new();
@@ -233,7 +233,7 @@ mod tests {
                 let prefixes = Prefixes::new(&tokenizer, &text).unwrap();
                 let ends: Vec<usize> = (0..text.len()).filter(|&byte| text.is_char_boundary(byte)).collect();
                 for byte in (0..120).map(|_| ends[dice.roll(ends.len())]) {
-                    let (place, rest) = prefixes.behind_cut(&text[..byte], byte).unwrap();
+                    let (place, rest) = prefixes.ids_after_cut(&text[..byte], byte).unwrap();
                     let joined = [&prefixes.ids()[..place], &rest].concat();
                     let alone = tokenizer.encode(&text[..byte]).unwrap();
                     assert_eq!(joined, alone, "{}: {:?}", dir.display(), &text[..byte]);
@@ -254,7 +254,7 @@ mod tests {
             let prefixes = Prefixes::new(&tokenizer, &text).unwrap();
             let borders = (0..1000).map(|at| text.find(&format!("said at {at}.")).unwrap());
             let work: usize =
-                borders.map(|byte| prefixes.behind_cut(&text[..byte], byte).unwrap().1.len()).sum();
+                borders.map(|byte| prefixes.ids_after_cut(&text[..byte], byte).unwrap().1.len()).sum();
             assert!(work < 20 * 1000, "{}: {work} tokens", dir.display());
         }
     }

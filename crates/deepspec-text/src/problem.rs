@@ -70,12 +70,12 @@ pub enum Problem {
 
 /// Problems and counts of a checked row.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Checked {
+pub struct CheckResult {
     /// The problems.
     pub problems: Vec<Problem>,
     /// Answers whose reasoning the template drops, as most templates do after the next user
     /// message.
-    pub thoughts_left_out: usize,
+    pub reasoning_left_out: usize,
     /// Answers that consist of tool calls only, which the template does not write; nothing of them
     /// is supervised.
     pub calls_left_out: usize,
@@ -85,5 +85,5 @@ pub struct Checked {
     pub untrained: usize,
     /// Earlier answers whose training text lacks the end of their served prompt, such as an empty
     /// think block.
-    pub outside_their_prompt: usize,
+    pub prompt_mismatch_earlier: usize,
 }

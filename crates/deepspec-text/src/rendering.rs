@@ -14,12 +14,12 @@ use std::time::Duration;
 use minijinja::{Environment, Error, ErrorKind, Value};
 
 /// Largest width of an indent or a format; a larger one is a mistake that costs gigabytes.
-pub(crate) const WIDEST: i64 = 1000;
+pub(crate) const MAX_WIDTH: i64 = 1000;
 
 /// Interval between checks of the thread's processor time.
-const LOOK_EVERY: Duration = Duration::from_millis(200);
+const POLL_INTERVAL: Duration = Duration::from_millis(200);
 /// Limit on the processor time of a rendering, counted from the first check.
-const MOST: Duration = Duration::from_millis(600);
+const TIME_LIMIT: Duration = Duration::from_millis(600);
 
 /// A template to render.
 struct Job {
@@ -40,9 +40,9 @@ thread_local! {
     static WORKER: RefCell<Option<Worker>> = const { RefCell::new(None) };
 }
 
-/// The error of a width above [`WIDEST`].
+/// The error of a width above [`MAX_WIDTH`].
 pub(crate) fn too_wide(width: i64) -> Error {
-    Error::new(ErrorKind::InvalidOperation, format!("a width of {width}; at most {WIDEST} is written"))
+    Error::new(ErrorKind::InvalidOperation, format!("a width of {width}; at most {MAX_WIDTH} is written"))
 }
 
 /// Renders the template with this name.
@@ -95,12 +95,12 @@ impl Worker {
         self.jobs.send(job).map_err(|_| gone())?;
         let mut first = None;
         loop {
-            match self.rendered.recv_timeout(LOOK_EVERY) {
+            match self.rendered.recv_timeout(POLL_INTERVAL) {
                 Ok(rendered) => return Ok(rendered),
                 Err(RecvTimeoutError::Disconnected) => return Err(gone()),
                 Err(RecvTimeoutError::Timeout) => {
                     let Some(taken) = self.taken() else { continue };
-                    if taken.saturating_sub(*first.get_or_insert(taken)) > MOST {
+                    if taken.saturating_sub(*first.get_or_insert(taken)) > TIME_LIMIT {
                         return Err(ErrorKind::OutOfFuel.into());
                     }
                 }

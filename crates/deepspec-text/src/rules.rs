@@ -27,14 +27,14 @@ pub struct ChatTemplate {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum MaskRule {
     /// By the markers around it.
-    Marks(Marks),
+    Markers(TurnMarkers),
     /// By the template's own `{% generation %}` tags.
     Generation,
 }
 
 /// The markers around the assistant's text.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Marks {
+pub struct TurnMarkers {
     /// The text right before it.
     pub assistant_header: String,
     /// The end of a turn, which is supervised too.
@@ -63,8 +63,8 @@ impl ChatTemplate {
         let probe = [Message::new(Role::User, "Hi"), Message::new(Role::Assistant, "Hello")];
         let text = tokenizer.render(&probe, &RenderOptions::default()).unwrap_or_default();
         let fits = |template: &Self| match &template.rule {
-            MaskRule::Marks(marks) => {
-                text.contains(&marks.assistant_header) && text.contains(&marks.end_of_turn)
+            MaskRule::Markers(markers) => {
+                text.contains(&markers.assistant_header) && text.contains(&markers.end_of_turn)
             }
             MaskRule::Generation => tokenizer.has_generation_tags(),
         };
@@ -72,9 +72,9 @@ impl ChatTemplate {
     }
 
     /// The markers, if they are the rule.
-    pub fn marks(&self) -> Option<&Marks> {
+    pub fn markers(&self) -> Option<&TurnMarkers> {
         match &self.rule {
-            MaskRule::Marks(marks) => Some(marks),
+            MaskRule::Markers(markers) => Some(markers),
             MaskRule::Generation => None,
         }
     }
@@ -86,7 +86,7 @@ impl ChatTemplate {
     pub fn check_fits(&self, tokenizer: &ChatTokenizer) -> Result<(), TextError> {
         match self.rule {
             MaskRule::Generation => tokenizer.require_generation_tags(),
-            MaskRule::Marks(_) => Ok(()),
+            MaskRule::Markers(_) => Ok(()),
         }
     }
 
@@ -95,19 +95,19 @@ impl ChatTemplate {
     /// rule.
     pub fn digest(&self, tokenizer: &ChatTokenizer, formats: &[&ChatFormat]) -> String {
         let written = tokenizer.template_digest();
-        let marks = match &self.rule {
-            MaskRule::Marks(_)
+        let markers = match &self.rule {
+            MaskRule::Markers(_)
                 if Self::named(&self.name, formats).is_some_and(|own| own.rule == self.rule) =>
             {
                 return written;
             }
-            MaskRule::Marks(marks) => marks,
+            MaskRule::Markers(markers) => markers,
             MaskRule::Generation => return tokenizer.generation_digest(),
         };
         let mut hasher = Hasher::default();
-        hasher.part(written.as_bytes()).part(marks.assistant_header.as_bytes());
-        hasher.part(marks.end_of_turn.as_bytes());
-        if let Some(prefix) = &marks.assistant_prefix {
+        hasher.part(written.as_bytes()).part(markers.assistant_header.as_bytes());
+        hasher.part(markers.end_of_turn.as_bytes());
+        if let Some(prefix) = &markers.assistant_prefix {
             hasher.part(prefix.as_bytes());
         }
         hasher.hex()
@@ -130,7 +130,7 @@ impl ChatTemplate {
     /// The conversation with the default system message and the assistant's prefix.
     pub(crate) fn complete(&self, conversation: &[Message]) -> Vec<Message> {
         let mut messages = self.with_system(conversation);
-        if let Some(prefix) = self.marks().and_then(|marks| marks.assistant_prefix.as_deref()) {
+        if let Some(prefix) = self.markers().and_then(|markers| markers.assistant_prefix.as_deref()) {
             for message in messages.iter_mut().filter(|message| message.role == Role::Assistant) {
                 if !message.content.starts_with(prefix) {
                     message.content.insert_str(0, prefix);
@@ -158,7 +158,7 @@ pub struct ChatFormat {
 
 impl From<&ChatFormat> for ChatTemplate {
     fn from(format: &ChatFormat) -> Self {
-        let rule = MaskRule::Marks(Marks {
+        let rule = MaskRule::Markers(TurnMarkers {
             assistant_header: format.assistant_header.into(),
             end_of_turn: format.end_of_turn.into(),
             assistant_prefix: format.assistant_prefix.map(Into::into),
@@ -170,12 +170,12 @@ impl From<&ChatFormat> for ChatTemplate {
 impl From<TemplateEntry> for ChatTemplate {
     fn from(entry: TemplateEntry) -> Self {
         let TemplateEntry { name, assistant_header, end_of_turn, default_system, assistant_prefix } = entry;
-        let rule = MaskRule::Marks(Marks { assistant_header, end_of_turn, assistant_prefix });
+        let rule = MaskRule::Markers(TurnMarkers { assistant_header, end_of_turn, assistant_prefix });
         Self { name, rule, default_system: default_system.filter(|system| !system.is_empty()) }
     }
 }
 
-impl Marks {
+impl TurnMarkers {
     /// Byte ranges of `text` from the end of each header to the end of the next end of turn, or of
     /// the text. A header that a user typed counts too: the reference ignores roles.
     pub(crate) fn find(&self, text: &str) -> Vec<(usize, usize)> {
@@ -201,14 +201,14 @@ impl Marks {
 mod tests {
     use super::*;
 
-    fn ranges<'a>(marks: &Marks, text: &'a str) -> Vec<&'a str> {
-        marks.find(text).into_iter().map(|(start, end)| &text[start..end]).collect()
+    fn ranges<'a>(markers: &TurnMarkers, text: &'a str) -> Vec<&'a str> {
+        markers.find(text).into_iter().map(|(start, end)| &text[start..end]).collect()
     }
 
     #[test]
     fn supervision_runs_from_header_to_end_of_turn() {
         let (h, e) = ("<|im_start|>assistant\n", "<|im_end|>\n");
-        let qwen = Marks { assistant_header: h.into(), end_of_turn: e.into(), assistant_prefix: None };
+        let qwen = TurnMarkers { assistant_header: h.into(), end_of_turn: e.into(), assistant_prefix: None };
         assert_eq!(
             ranges(&qwen, &format!("{h}a{e}b{e}{h}c{h}d{e}")),
             ["a<|im_end|>\n", &format!("c{h}d{e}")]
@@ -216,7 +216,7 @@ mod tests {
         assert_eq!(ranges(&qwen, &format!("{h}cut short<|im_end|>")), ["cut short<|im_end|>"]);
         assert_eq!(ranges(&qwen, h), [""]);
         assert!(ranges(&qwen, "nothing").is_empty());
-        let gemma = Marks {
+        let gemma = TurnMarkers {
             assistant_header: "<|turn>model\n".into(),
             end_of_turn: "<turn|>\n".into(),
             assistant_prefix: Some("<|channel>thought\n<channel|>".into()),

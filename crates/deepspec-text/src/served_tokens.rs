@@ -47,11 +47,11 @@ impl Supervised {
         // The template may write more after the answer.
         let same = ids.iter().zip(&self.input_ids).take_while(|(a, b)| a == b).count();
         if same == ids.len() {
-            return Ok(Self { served: Served::Alike, ..self });
+            return Ok(Self { served: Served::SameAsText, ..self });
         }
         let mask = |place: usize| place >= border || (place < same && self.loss_mask[place]);
         let loss_mask = (0..ids.len()).map(mask).collect();
-        Ok(Self { input_ids: ids, loss_mask, untruncated_len, served: Served::Otherwise, ..self })
+        Ok(Self { input_ids: ids, loss_mask, untruncated_len, served: Served::DiffersFromText, ..self })
     }
 }
 
@@ -62,7 +62,7 @@ fn exchange(
     text: &str,
 ) -> Result<Option<PromptAndCompletion>, TextError> {
     let Some((last, before)) = conversation.messages.split_last() else { return Ok(None) };
-    if !last.is_trained_on() || last.says_nothing() {
+    if !last.is_trained_on() || last.is_empty() {
         return Ok(None);
     }
     let Some(mut answer) = ids(tokenizer, last, TOKEN_IDS)? else { return Ok(None) };
@@ -80,10 +80,10 @@ fn exchange(
     }
     // Some engines omit the token that ends an answer.
     let end = match &template.rule {
-        MaskRule::Marks(marks) => tokenizer.encode(&marks.end_of_turn)?.first().copied(),
+        MaskRule::Markers(markers) => tokenizer.encode(&markers.end_of_turn)?.first().copied(),
         MaskRule::Generation => tokenizer.eos_token_id(),
     };
-    if !last.was_cut() && !answer.last().is_some_and(|&last| tokenizer.is_special(last)) {
+    if !last.is_truncated() && !answer.last().is_some_and(|&last| tokenizer.is_special(last)) {
         answer.extend(end);
     }
     Ok(Some(PromptAndCompletion { prompt, answer }))

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use tokenizers::Tokenizer;
 
 use crate::error::TextError;
-use crate::marks::Marks;
+use crate::reasoning_tokens::ReasoningTokens;
 
 /// The replacement character, which a decoder writes for incomplete bytes.
 const BROKEN: char = '\u{FFFD}';
@@ -19,7 +19,7 @@ const BROKEN: char = '\u{FFFD}';
 /// [`ChatTokenizer::decode`]: crate::ChatTokenizer::decode
 pub struct TokenStream {
     tokenizer: Arc<Tokenizer>,
-    marks: Marks,
+    reasoning_tokens: ReasoningTokens,
     /// Whether the output so far is only white space.
     blank: bool,
     /// The ids of the last piece. Decoders may write a token differently at the start of a text.
@@ -31,9 +31,9 @@ pub struct TokenStream {
 }
 
 impl TokenStream {
-    pub(crate) fn new(tokenizer: Arc<Tokenizer>, marks: Marks) -> Self {
+    pub(crate) fn new(tokenizer: Arc<Tokenizer>, reasoning_tokens: ReasoningTokens) -> Self {
         let (context, known, pending) = (Vec::new(), String::new(), Vec::new());
-        Self { tokenizer, marks, blank: true, context, known, pending }
+        Self { tokenizer, reasoning_tokens, blank: true, context, known, pending }
     }
 
     /// Adds an id and returns the text that is now final, if any.
@@ -76,11 +76,11 @@ impl TokenStream {
     /// Drops a special token, unless it opens or closes reasoning here. The text after a think tag
     /// is decoded on its own.
     fn special(&mut self, id: u32, token: &str) -> Result<Option<String>, TextError> {
-        if !self.marks.has(id) {
+        if !self.reasoning_tokens.has(id) {
             return Ok(None);
         }
         let mut text = self.rest()?;
-        if !self.marks.take(id, self.blank && text.trim().is_empty()) {
+        if !self.reasoning_tokens.take(id, self.blank && text.trim().is_empty()) {
             return Ok(None);
         }
         text.push_str(token);

@@ -16,7 +16,7 @@ use crate::error::TextError;
 use crate::generation;
 use crate::json::tojson;
 use crate::message::Message;
-use crate::rendering::{self, WIDEST, too_wide};
+use crate::rendering::{self, MAX_WIDTH, too_wide};
 
 /// Inputs of a rendering besides the messages.
 #[derive(Debug, Clone, Default)]
@@ -62,7 +62,7 @@ fn range_within(
 const INDENT: &str = "unbounded_indent";
 const FORMAT: &str = "unbounded_format";
 
-/// The engine's filter of this name, limited to widths up to [`WIDEST`]: as a number, as `width=`,
+/// The engine's filter of this name, limited to widths up to [`MAX_WIDTH`]: as a number, as `width=`,
 /// or within a format.
 fn bounded(
     own: &'static str,
@@ -76,7 +76,7 @@ fn bounded(
         let text = arguments.first().and_then(Value::as_str).filter(|_| own == FORMAT).unwrap_or_default();
         let numbers = text.split(|c: char| !c.is_ascii_digit()).filter(|digits| !digits.is_empty());
         let numbers = numbers.map(|digits| digits.parse().unwrap_or(i64::MAX));
-        match widths.chain(numbers).find(|&width| width > WIDEST) {
+        match widths.chain(numbers).find(|&width| width > MAX_WIDTH) {
             Some(width) => Err(too_wide(width)),
             None => state.apply_filter(own, &arguments),
         }

@@ -14,8 +14,8 @@ use tokenizers::Tokenizer;
 
 use crate::conversation::for_template;
 use crate::error::TextError;
-use crate::marks::{Marks, SpecialFence};
 use crate::message::{Message, Role};
+use crate::reasoning_tokens::{ReasoningTokens, SpecialThinkTags};
 use crate::stream::{TokenStream, as_id, decode};
 use crate::template::{DEFAULT, Jinja, RenderOptions};
 
@@ -42,7 +42,7 @@ pub struct ChatTokenizer {
     /// The text of each special token.
     special_texts: Vec<String>,
     /// Think tags that are special tokens.
-    fences: Vec<SpecialFence>,
+    think_tags: Vec<SpecialThinkTags>,
     /// Added tokens that are matched before the text is normalised.
     cuts: HashSet<u32>,
     vocab_size: usize,
@@ -69,7 +69,7 @@ impl ChatTokenizer {
         let loaded = Self {
             vocab_size: tokenizer.get_vocab(true).into_values().max().map_or(0, |id| id as usize + 1),
             special_texts: special_texts(&tokenizer),
-            fences: SpecialFence::of(&tokenizer),
+            think_tags: SpecialThinkTags::find(&tokenizer),
             cuts: cuts(&tokenizer),
             tokenizer: Arc::new(tokenizer),
             jinja: config.chat_template(dir)?,
@@ -269,16 +269,17 @@ impl ChatTokenizer {
 
     /// Starts detokenising a stream of ids of the answer to `prompt`.
     pub fn stream(&self, prompt: &str) -> TokenStream {
-        TokenStream::new(Arc::clone(&self.tokenizer), Marks::after(prompt, &self.fences))
+        TokenStream::new(Arc::clone(&self.tokenizer), ReasoningTokens::after(prompt, &self.think_tags))
     }
 
     /// The text of a whole answer as [`TokenStream`] gives it, for an unknown prompt.
-    /// [`without_thoughts`](crate::without_thoughts) removes the reasoning.
+    /// [`without_reasoning`](crate::without_reasoning) removes the reasoning.
     ///
     /// # Errors
     /// As [`ChatTokenizer::decode`].
     pub fn decode_answer(&self, ids: &[i64]) -> Result<String, TextError> {
-        let mut stream = TokenStream::new(Arc::clone(&self.tokenizer), Marks::all(&self.fences));
+        let mut stream =
+            TokenStream::new(Arc::clone(&self.tokenizer), ReasoningTokens::all(&self.think_tags));
         let mut text = String::new();
         for &id in ids {
             text.extend(stream.push(id)?);

@@ -8,7 +8,7 @@ use deepspec_core::recipe::TemplateEntry;
 use deepspec_models::chat_formats;
 use deepspec_testkit::golden;
 use deepspec_text::{
-    ChatTemplate, ChatTokenizer, Checked, Conversation, Message, Supervised, check, supervise,
+    ChatTemplate, ChatTokenizer, CheckResult, Conversation, Message, Supervised, check, supervise,
 };
 use serde_json::{Value, json};
 use tempfile::TempDir;
@@ -42,7 +42,7 @@ fn look(
     template: &ChatTemplate,
     messages: Value,
     max_length: usize,
-) -> (Supervised, Checked) {
+) -> (Supervised, CheckResult) {
     let row = json!({"conversations": messages});
     let conversation = Conversation::from_row(row.as_object().unwrap()).unwrap();
     let supervised = supervise(tokenizer, template, &conversation, max_length).unwrap();
@@ -77,14 +77,17 @@ fn good_rows_have_no_problems() {
             assert_eq!(problems(&tokenizer, &template, messages), [""; 0], "{name}");
         }
         // The mark that ends a turn in which nothing is said teaches nothing.
-        let mark = template.marks().unwrap().end_of_turn.clone();
+        let mark = template.markers().unwrap().end_of_turn.clone();
         for nothing in [String::new(), mark] {
             let found = problems(&tokenizer, &template, turn("Hi", &nothing));
             assert_eq!(found[0], "the mask is empty: the answers have no text", "{name}: {nothing:?}");
         }
     }
     let (_, checked) = look(&tiny(), &qwen(), two_turns(), 4096);
-    assert_eq!((checked.problems.len(), checked.outside_their_prompt, checked.thoughts_left_out), (0, 1, 0));
+    assert_eq!(
+        (checked.problems.len(), checked.prompt_mismatch_earlier, checked.reasoning_left_out),
+        (0, 1, 0)
+    );
 }
 
 #[test]
@@ -352,7 +355,7 @@ fn a_row_of_a_thousand_turns_is_masked_and_checked_at_once() {
     let begun = Instant::now();
     for max_length in [2048, 1 << 20] {
         let (supervised, checked) = look(&tokenizer, &template, json!(turns), max_length);
-        assert_eq!(supervised.places.len(), 500);
+        assert_eq!(supervised.text_ranges.len(), 500);
         assert!(checked.problems.is_empty(), "{:?}", checked.problems);
     }
     assert!(begun.elapsed() < Duration::from_secs(20), "{:?}", begun.elapsed());

@@ -43,7 +43,7 @@ fn tokens_that_the_text_has_too_change_nothing() {
     let ids = [tokenizer().encode("Two.").unwrap(), vec![end()]].concat();
     for ids in [ids.clone(), ids[..ids.len() - 1].to_vec()] {
         let served = trained(json!({"token_ids": ids, "finish_reason": "stop"}), "Two.").unwrap();
-        assert_eq!(served, Supervised { served: Served::Alike, ..plain.clone() });
+        assert_eq!(served, Supervised { served: Served::SameAsText, ..plain.clone() });
     }
 }
 
@@ -57,7 +57,7 @@ fn tokens_that_the_text_has_otherwise_are_trained_as_served() {
     for told in [json!(null), json!(prompt)] {
         let fields = json!({"token_ids": spelled, "prompt_token_ids": told, "finish_reason": "stop"});
         let served = trained(fields, "Two.").unwrap();
-        assert_eq!(served.served, Served::Otherwise);
+        assert_eq!(served.served, Served::DiffersFromText);
         assert_eq!(served.input_ids, [prompt.clone(), spelled.clone(), vec![end()]].concat());
         // The first answer is learnt as before, the last one whole.
         let learnt: Vec<bool> =
@@ -100,7 +100,7 @@ fn a_default_system_message_is_not_put_before_what_was_served() {
     messages.push(said);
     let conversation = Conversation::from(messages);
     let served = supervise(&tokenizer, &template, &conversation, 512).unwrap();
-    assert_eq!(served.served, Served::Alike);
+    assert_eq!(served.served, Served::SameAsText);
     assert!(served.input_ids.starts_with(&prompt) && served.loss_mask[..prompt.len()].contains(&true));
     let checked = check(&tokenizer, &template, &conversation, &served).unwrap();
     assert!(checked.problems.is_empty(), "{:?}", checked.problems);

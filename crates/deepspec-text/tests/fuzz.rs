@@ -6,7 +6,7 @@ use std::sync::LazyLock;
 
 use deepspec_models::chat_formats;
 use deepspec_testkit::golden;
-use deepspec_testkit::mutate::Dice;
+use deepspec_testkit::mutate::Fuzzer;
 use deepspec_text::{
     ChatTemplate, ChatTokenizer, Conversation, FinishReason, Message, RenderOptions, Role, Supervised, check,
     supervise,
@@ -25,7 +25,7 @@ static BENCHES: LazyLock<Vec<(ChatTokenizer, ChatTemplate)>> = LazyLock::new(|| 
         .into()
 });
 
-/// Texts that stand in the way: marks, halves of marks, blanks, broken and private characters.
+/// Texts that stand in the way: markers, halves of markers, blanks, broken and private characters.
 fn piece() -> impl Strategy<Value = String> {
     let odd = select(vec![
         "<|im_start|>assistant\n",
@@ -164,7 +164,7 @@ proptest! {
             Ok(found) => {
                 prop_assert_eq!(found.input_ids.len(), found.loss_mask.len());
                 prop_assert!(found.input_ids.len() <= 64 && found.input_ids.len() <= found.untruncated_len);
-                prop_assert!(found.places.windows(2).all(|pair| pair[0].1 <= pair[1].0));
+                prop_assert!(found.text_ranges.windows(2).all(|pair| pair[0].1 <= pair[1].0));
             }
             Err(reason) => prop_assert!(!reason.is_empty()),
         }
@@ -181,7 +181,7 @@ proptest! {
         if let [Ok(short), Ok(long)] = found {
             prop_assert!(long.input_ids.starts_with(&short.input_ids));
             prop_assert!(long.loss_mask.starts_with(&short.loss_mask));
-            prop_assert_eq!((short.text, short.places), (long.text, long.places));
+            prop_assert_eq!((short.text, short.text_ranges), (long.text, long.text_ranges));
         }
     }
 
@@ -191,11 +191,11 @@ proptest! {
         let (tokenizer, template) = &BENCHES[bench];
         let messages: Vec<Value> = turns.iter().flat_map(|(question, answer)| [json!({"role": "user", "content": question}), json!({"role": "assistant", "content": answer})]).collect();
         let found = look(&BENCHES[bench], &json!({"conversations": messages}), 4096).unwrap();
-        let end = &template.marks().unwrap().end_of_turn;
+        let end = &template.markers().unwrap().end_of_turn;
         let expected: Vec<String> = turns.iter().map(|(_, answer)| format!("{answer}{end}")).collect();
-        let said: Vec<&str> = found.places.iter().map(|&(start, end)| found.text[start..end].trim_start_matches("<think>\n\n</think>\n\n")).collect();
+        let said: Vec<&str> = found.text_ranges.iter().map(|&(start, end)| found.text[start..end].trim_start_matches("<think>\n\n</think>\n\n")).collect();
         prop_assert_eq!(said, expected);
-        for ((start, end), &(from, to)) in found.spans().into_iter().zip(&found.places) {
+        for ((start, end), &(from, to)) in found.spans().into_iter().zip(&found.text_ranges) {
             let tokens = tokenizer.decode(&found.input_ids[start as usize..end as usize], false).unwrap();
             prop_assert_eq!(tokens, &found.text[from..to]);
         }
@@ -255,7 +255,7 @@ fn sound_rows() -> Vec<Value> {
 }
 
 /// A null under a name that nothing has yet, in the row or in a message.
-fn with_nulls(dice: &mut Dice, row: &mut Value) {
+fn with_nulls(dice: &mut Fuzzer, row: &mut Value) {
     // A null in the schema of a tool may be a value.
     let places: Vec<String> =
         row.as_object().unwrap().keys().filter(|key| *key != "tools").cloned().collect();
@@ -277,7 +277,7 @@ fn with_nulls(dice: &mut Dice, row: &mut Value) {
 
 #[test]
 fn nulls_of_python_tools_change_nothing() {
-    let mut dice = Dice::new(46, &WORDS);
+    let mut dice = Fuzzer::new(46, &WORDS);
     for run in 0..3000 {
         let row = sound_rows()[run % 6].clone();
         let mut dumped = row.clone();
@@ -291,7 +291,7 @@ fn nulls_of_python_tools_change_nothing() {
 /// A row is used, with each of its messages, or refused by the name of a field of it or of one that it lacks.
 #[test]
 fn foreign_rows_are_used_whole_or_refused_by_name() {
-    let mut dice = Dice::new(47, &WORDS);
+    let mut dice = Fuzzer::new(47, &WORDS);
     let (mut used, mut refused) = (0, 0);
     for run in 0..6000 {
         let mut row = sound_rows()[run % 6].clone();
@@ -358,16 +358,16 @@ fn choices_of_any_kind_have_a_reason() {
         "matched_stop",
         "message",
     ];
-    let mut dice = Dice::new(48, &words);
+    let mut dice = Fuzzer::new(48, &words);
     let sound = json!({"index": 0, "finish_reason": "stop", "stop_reason": null, "message": {"role": "assistant", "content": "a",
         "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}});
     for _ in 0..4000 {
         let mut choice = sound.clone();
         (0..=dice.roll(2)).for_each(|_| dice.mutate(&mut choice));
         for stops in [&[][..], &["END"]] {
-            let reason = FinishReason::of_choice(&choice, stops);
-            assert_eq!(FinishReason::of_word(reason.word()), reason);
-            let said = choice["finish_reason"].as_str().map(FinishReason::of_word).unwrap_or_default();
+            let reason = FinishReason::from_choice(&choice, stops);
+            assert_eq!(FinishReason::parse(reason.name()), reason);
+            let said = choice["finish_reason"].as_str().map(FinishReason::parse).unwrap_or_default();
             assert!(!reason.is_whole() || said.is_whole() || choice["finish_reason"].is_object(), "{choice}");
         }
     }
@@ -394,7 +394,7 @@ fn damaged_tokenizer_configs_are_used_or_refused_by_name() {
         "content",
         "added_tokens_decoder",
     ];
-    let mut dice = Dice::new(49, &words);
+    let mut dice = Fuzzer::new(49, &words);
     let (mut used, mut refused) = (0, 0);
     for run in 0..300 {
         let mut damaged = sound.clone();

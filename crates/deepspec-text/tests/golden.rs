@@ -22,11 +22,11 @@ impl Case {
         let json: Value = serde_json::from_slice(&fs::read(dir.join("case.json")).unwrap()).unwrap();
         let entry = &json["template_registry_entry"];
         let template = ChatTemplate::named(entry["name"].as_str().unwrap(), &chat_formats()).unwrap();
-        let marks = template.marks().unwrap();
-        assert_eq!(marks.assistant_header, entry["assistant_header"]);
-        assert_eq!(marks.end_of_turn, entry["end_of_turn_token"]);
+        let markers = template.markers().unwrap();
+        assert_eq!(markers.assistant_header, entry["assistant_header"]);
+        assert_eq!(markers.end_of_turn, entry["end_of_turn_token"]);
         assert_eq!(template.default_system.as_deref(), entry["system_prompt"].as_str());
-        assert_eq!(marks.assistant_prefix.as_deref(), entry["assistant_loss_prefix"].as_str());
+        assert_eq!(markers.assistant_prefix.as_deref(), entry["assistant_loss_prefix"].as_str());
         Self { tokenizer: ChatTokenizer::load(&dir).unwrap(), template, json }
     }
 

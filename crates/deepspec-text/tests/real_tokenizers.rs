@@ -83,8 +83,8 @@ fn real_tokenizers_do_as_in_transformers() {
         let built_in = ChatTemplate::guess(&tokenizer, &chat_formats());
         let own = built_in
             .as_ref()
-            .and_then(ChatTemplate::marks)
-            .map(|marks| (marks.assistant_header.as_str(), marks.end_of_turn.as_str()));
+            .and_then(ChatTemplate::markers)
+            .map(|markers| (markers.assistant_header.as_str(), markers.end_of_turn.as_str()));
         assert_eq!(own, (name != "gemma3").then_some((header, end)), "{name}");
         let mut rendered_here = 0;
         for (case, answer) in cases.iter().zip(answers) {
@@ -197,7 +197,7 @@ fn write_gguf(folder: &Path, vocab: usize, file: &Path) {
 }
 
 /// Llama 3.1's tokenizer with tags around what the assistant says, as its template has none: supervised are the ids that transformers
-/// marks.
+/// markers.
 #[test]
 fn a_llamas_own_marks_are_those_of_transformers() {
     let (Some(all), Some(python)) = (tokenizers(), skip::python("transformers")) else { return };
@@ -238,8 +238,8 @@ fn a_llamas_own_marks_are_those_of_transformers() {
 fn template(header: &str, end: &str) -> ChatTemplate {
     let mut template = ChatTemplate::named("qwen", &chat_formats()).unwrap();
     template.default_system = None;
-    if let MaskRule::Marks(marks) = &mut template.rule {
-        (marks.assistant_header, marks.end_of_turn) = (header.into(), end.into());
+    if let MaskRule::Markers(markers) = &mut template.rule {
+        (markers.assistant_header, markers.end_of_turn) = (header.into(), end.into());
     }
     template
 }

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use deepspec_testkit::golden;
 use deepspec_text::{
-    ChatTokenizer, Message, RenderOptions, Role, TextError, generation_prompt, without_thoughts,
+    ChatTokenizer, Message, RenderOptions, Role, TextError, generation_prompt, without_reasoning,
 };
 use proptest::prelude::*;
 use proptest::sample::Index;
@@ -275,7 +275,7 @@ fn special_fences_stay_in_the_text_where_they_part_thoughts_from_the_answer() {
     assert_eq!((thought[0], thought.contains(&close)), (open, true));
     assert_eq!(text("<|turn>model\n", &thought), "<|channel>thought\nWhy?\n<channel|>Yes.");
     assert_eq!(tokenizer.decode_answer(&thought).unwrap(), "<|channel>thought\nWhy?\n<channel|>Yes.");
-    let said = |ids: &[i64]| without_thoughts(&tokenizer.decode_answer(ids).unwrap()).to_string();
+    let said = |ids: &[i64]| without_reasoning(&tokenizer.decode_answer(ids).unwrap()).to_string();
     assert_eq!(said(&thought), "Yes.");
 
     // The prompt opened the thoughts.

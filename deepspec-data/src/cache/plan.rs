@@ -8,7 +8,7 @@ use deepspec_capture::cache::{Encoding, FinalStates, Plan, PlannedSample, stored
 use deepspec_capture::{Budget, Capture, StatesError, TargetSpec, Tokenised, batches, tokenise};
 use deepspec_core::cli::{self, UsageError, Verbosity, count};
 use deepspec_core::usage;
-use deepspec_cost::estimate::{Machine, Measured, Stage, Work, captured, read_measured};
+use deepspec_cost::estimate::{Machine, Measured, Stage, Work, capture_work, read_measured};
 use deepspec_drafters::Recipe;
 use deepspec_models::ModelConfig;
 use serde_json::{Value, json};
@@ -215,7 +215,7 @@ fn foretold(args: &Args, source: &TargetSpec, samples: &[PlannedSample]) -> anyh
 /// The FLOPs and bytes of capturing these samples in `forwards` forward passes.
 fn work_of(target: &ModelConfig, samples: &[PlannedSample], forwards: usize, value_bytes: f64) -> Work {
     let lengths = samples.iter().map(|sample| (1.0, sample.input_ids.len() as f64));
-    captured(&target.size(), lengths, forwards as f64, value_bytes)
+    capture_work(&target.size(), lengths, forwards as f64, value_bytes)
 }
 
 /// Runs the target on the first samples. The clock starts after the first forward pass, whose

@@ -140,11 +140,11 @@ impl Inspection {
         summary.default_system += usize::from(given);
         let masked = settings.mask_token.is_some_and(|mask| row.supervised.input_ids.contains(&mask));
         summary.with_mask_token += usize::from(masked);
-        summary.thoughts_left_out += row.checked.thoughts_left_out;
+        summary.thoughts_left_out += row.checked.reasoning_left_out;
         summary.calls_left_out += row.checked.calls_left_out;
         summary.recorded_calls += row.checked.recorded_calls;
         summary.untrained += row.checked.untrained;
-        summary.outside_their_prompt += row.checked.outside_their_prompt;
+        summary.outside_their_prompt += row.checked.prompt_mismatch_earlier;
         match row.agrees {
             Some(true) => summary.tags_agree = summary.tags_agree.map(|count| count + 1),
             Some(false) if summary.first_disagreement.is_none() => {

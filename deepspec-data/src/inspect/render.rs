@@ -124,7 +124,7 @@ pub fn each(
 /// previous one ends, so white space without an offset belongs to the next token.
 fn segments(tokenizer: &ChatTokenizer, supervised: &Supervised) -> Result<Vec<Segment>, TextError> {
     let Supervised { text, loss_mask, input_ids, .. } = supervised;
-    if supervised.served == Served::Otherwise {
+    if supervised.served == Served::DiffersFromText {
         return served_segments(tokenizer, supervised);
     }
     let offsets = tokenizer.encode_with_offsets(text)?.offsets;

@@ -54,9 +54,9 @@ impl MaskSettings {
         check_rules(&template, &tokenizer).map_err(UsageError)?;
         let other = match template.rule {
             MaskRule::Generation => {
-                ChatTemplate::guess(&tokenizer, &chat_formats()).filter(|guess| guess.marks().is_some())
+                ChatTemplate::guess(&tokenizer, &chat_formats()).filter(|guess| guess.markers().is_some())
             }
-            MaskRule::Marks(_) => tokenizer
+            MaskRule::Markers(_) => tokenizer
                 .has_generation_tags()
                 .then(|| ChatTemplate { rule: MaskRule::Generation, ..template.clone() }),
         };

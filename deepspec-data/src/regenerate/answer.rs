@@ -3,8 +3,8 @@
 use std::ops::AddAssign;
 
 use deepspec_text::{
-    Completeness, FINISH_REASON, FinishReason, Message, PROMPT_TOKEN_IDS, Role, THOUGHTS, TOKEN_IDS,
-    without_thoughts,
+    Completeness, FINISH_REASON, FinishReason, Message, PROMPT_TOKEN_IDS, REASONING_FIELDS, Role, TOKEN_IDS,
+    without_reasoning,
 };
 use serde_json::{Map, Value, json};
 
@@ -79,7 +79,7 @@ impl Answer {
         if !completion["error"].is_null() {
             return Err(NoAnswer::BrokenOff(FinishReason::Error));
         }
-        let finish = FinishReason::of_choice(&completion["choices"][0], stops);
+        let finish = FinishReason::from_choice(&completion["choices"][0], stops);
         let ids = |place: &str| {
             let ids = completion.pointer(place)?.as_array()?;
             (!ids.is_empty() && ids.iter().all(Value::is_u64)).then(|| json!(ids))
@@ -95,7 +95,7 @@ impl Answer {
         if finish.completeness() == Completeness::Broken {
             return Err(NoAnswer::BrokenOff(finish));
         }
-        let mut thoughts = THOUGHTS.iter().filter_map(|&field| message[field].as_str());
+        let mut thoughts = REASONING_FIELDS.iter().filter_map(|&field| message[field].as_str());
         let mut thoughts = thoughts.find(|thoughts| !thoughts.is_empty()).map(str::to_owned);
         let calls = message["tool_calls"].as_array().into_iter().flatten();
         let mut calls: Vec<Value> = calls.filter(|call| call.is_object()).cloned().collect();
@@ -127,7 +127,7 @@ impl Answer {
         if let Some(calls) = self.tool_calls {
             extra.insert("tool_calls".into(), calls);
         }
-        extra.insert(FINISH_REASON.into(), json!(self.finish.word()));
+        extra.insert(FINISH_REASON.into(), json!(self.finish.name()));
         // If rows drop the reasoning, the served ids no longer match the text.
         if reasoning == Reasoning::Keep {
             let ids = [(TOKEN_IDS, self.token_ids), (PROMPT_TOKEN_IDS, self.prompt_token_ids)];
@@ -135,7 +135,7 @@ impl Answer {
         }
         let content = match (reasoning, &self.thoughts) {
             // Only servers that do not separate reasoning leave it in the text.
-            (Reasoning::Drop, None) => without_thoughts(&self.content).to_string(),
+            (Reasoning::Drop, None) => without_reasoning(&self.content).to_string(),
             _ => self.content,
         };
         let kept = |thoughts: &String| reasoning == Reasoning::Keep && !thoughts.is_empty();
@@ -147,7 +147,7 @@ impl Answer {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use deepspec_testkit::mutate::Dice;
+    use deepspec_testkit::mutate::Fuzzer;
 
     fn completion(message: Value) -> String {
         json!({"choices": [{"message": message, "finish_reason": "stop"}], "usage": {"completion_tokens": 3, "prompt_tokens": 5}})
@@ -197,7 +197,7 @@ mod tests {
     fn what_a_server_broke_off_is_no_answer() {
         for word in ["abort", "error", "repetition"] {
             let text = completion(json!({"content": "a"})).replace("\"stop\"", &format!("{word:?}"));
-            assert_eq!(Answer::read(&text, &[]), Err(NoAnswer::BrokenOff(FinishReason::of_word(word))));
+            assert_eq!(Answer::read(&text, &[]), Err(NoAnswer::BrokenOff(FinishReason::parse(word))));
         }
         let cut = completion(json!({"content": "a"})).replace("\"stop\"", "null");
         assert_eq!(Answer::read(&cut, &[]).unwrap().finish, FinishReason::Unknown);
@@ -280,7 +280,7 @@ mod tests {
             json!({"id": "c", "type": "function", "function": {"name": "f", "arguments": "{\"a\": 1}"}});
         let (mut read, mut none) = (0, 0);
         for seed in 0..20_000 {
-            let mut dice = Dice::new(seed, &words);
+            let mut dice = Fuzzer::new(seed, &words);
             let message = match dice.roll(3) {
                 0 => json!({"role": "assistant", "content": null, "tool_calls": [call]}),
                 1 => {
@@ -303,7 +303,7 @@ mod tests {
                     read += 1;
                     assert_ne!(answer.finish.completeness(), Completeness::Broken, "seed {seed}: {text}");
                     assert!(
-                        !answer.clone().message(Reasoning::Keep).says_nothing()
+                        !answer.clone().message(Reasoning::Keep).is_empty()
                             || answer.content.trim().is_empty(),
                         "seed {seed}: {text}"
                     );

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use anyhow::anyhow;
 use deepspec_engine::EngineError;
-use deepspec_serve::{ChatError, ChatModel, ChatRequest, fresh_number, parse};
+use deepspec_serve::{ChatError, ChatModel, ChatRequest, parse, random_u64};
 use serde_json::{Map, Value, json};
 
 use super::answer::{Answer, AskError, Tokens};
@@ -74,7 +74,7 @@ impl Embedded {
     async fn ask(&self, body: Value) -> Result<Answer, ChatError> {
         // `serve` parses requests with the same function, so that both give equal answers.
         let defaults = self.model.defaults();
-        let request = parse(body.to_string().as_bytes(), &self.name, defaults, fresh_number())?;
+        let request = parse(body.to_string().as_bytes(), &self.name, defaults, random_u64())?;
         self.in_flight.fetch_add(1, Ordering::Relaxed);
         let answer = self.answer(&request).await;
         self.in_flight.fetch_sub(1, Ordering::Relaxed);

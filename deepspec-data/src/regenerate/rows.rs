@@ -113,14 +113,14 @@ impl Row {
                     // The last prompt contains the earlier ones.
                     said.iter_mut().for_each(|message| drop(message.extra.shift_remove(PROMPT_TOKEN_IDS)));
                     let message = answer.message(settings.reasoning);
-                    if message.says_nothing() {
+                    if message.is_empty() {
                         let words = match settings.reasoning {
                             Reasoning::Drop => {
                                 "nothing is left of the answer but thoughts, which --reasoning drop leaves out"
                             }
                             Reasoning::Keep => "the answer has no text but white space",
                         };
-                        return Err(AskError::Row(format!("{words} (finish_reason {:?})", finish.word())));
+                        return Err(AskError::Row(format!("{words} (finish_reason {:?})", finish.name())));
                     }
                     said.push(message);
                     turn += 1;
@@ -136,7 +136,7 @@ impl Row {
         fields.shift_remove("error");
         write_conversation(&mut fields, json!(said));
         fields.insert("status".into(), json!("success"));
-        fields.insert(FINISH_REASON.into(), json!(finish.word()));
+        fields.insert(FINISH_REASON.into(), json!(finish.name()));
         Ok(Answered { fields, tokens })
     }
 
@@ -186,7 +186,7 @@ impl Row {
         let mut fields = self.fields;
         fields.shift_remove(FINISH_REASON);
         if let Some(reason) = finish {
-            fields.insert(FINISH_REASON.into(), json!(reason.word()));
+            fields.insert(FINISH_REASON.into(), json!(reason.name()));
         }
         fields.insert("status".into(), json!("error"));
         fields.insert("error".into(), json!(problem));

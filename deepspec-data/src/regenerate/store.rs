@@ -65,20 +65,20 @@ impl Done {
 
     /// Counts the finish reason of an answered row. Older versions did not record it.
     fn count(&mut self, row: &Map<String, Value>) {
-        let reason = FinishReason::of_field(row.get(FINISH_REASON)).unwrap_or_default();
-        *self.finished.entry(reason.word()).or_default() += 1;
+        let reason = FinishReason::from_field(row.get(FINISH_REASON)).unwrap_or_default();
+        *self.finished.entry(reason.name()).or_default() += 1;
     }
 
     /// Counts a failed row whose answer was broken off.
     fn count_failed(&mut self, row: &Map<String, Value>) {
-        if let Some(reason) = FinishReason::of_field(row.get(FINISH_REASON)) {
-            *self.broken_off.entry(reason.word()).or_default() += 1;
+        if let Some(reason) = FinishReason::from_field(row.get(FINISH_REASON)) {
+            *self.broken_off.entry(reason.name()).or_default() += 1;
         }
     }
 
     /// Answered rows with a cut answer.
     pub fn cut(&self) -> usize {
-        let cut = self.finished.iter().filter(|(word, _)| !FinishReason::of_word(word).is_whole());
+        let cut = self.finished.iter().filter(|(word, _)| !FinishReason::parse(word).is_whole());
         cut.map(|(_, rows)| rows).sum()
     }
 

@@ -2,7 +2,7 @@
 
 use std::process::Command;
 
-use deepspec_testkit::machine::{assert_misses_gpus, assert_waits_asleep};
+use deepspec_testkit::device_detection::{assert_misses_gpus, assert_waits_asleep};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_deepspec-data");
 

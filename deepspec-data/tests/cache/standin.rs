@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use deepspec_testkit::standin::{Report, Standin};
+use deepspec_testkit::fake_gpu::{FakeGpu, Report};
 use serde_json::Value;
 
 use crate::bench::{Bench, build_args};
@@ -10,11 +10,11 @@ use crate::bench::{Bench, build_args};
 /// Without being asked, a process on each.
 #[test]
 fn a_machine_of_two_gpus_uses_both() {
-    let Some(gpu) = Standin::for_program(Path::new(env!("CARGO_BIN_EXE_deepspec-data"))) else { return };
+    let Some(gpu) = FakeGpu::for_program(Path::new(env!("CARGO_BIN_EXE_deepspec-data"))) else { return };
     let bench = Bench::new(40);
     let build = |name: &str, devices: &str| {
         let mut command = bench.command(&build_args(name, &["--device", "cuda"]));
-        let output = gpu.lend(&mut command).env("DEEPSPEC_STANDIN_DEVICES", devices).output().unwrap();
+        let output = gpu.attach(&mut command).env("DEEPSPEC_STANDIN_DEVICES", devices).output().unwrap();
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
         bench.files(name)
     };
@@ -24,12 +24,12 @@ fn a_machine_of_two_gpus_uses_both() {
 
 #[test]
 fn states_captured_on_a_gpu_are_those_of_the_cpu() {
-    let Some(gpu) = Standin::for_program(Path::new(env!("CARGO_BIN_EXE_deepspec-data"))) else { return };
+    let Some(gpu) = FakeGpu::for_program(Path::new(env!("CARGO_BIN_EXE_deepspec-data"))) else { return };
     let bench = Bench::new(12);
     bench.build("cpu", &[]).succeeds_with(&["12 samples in"]);
     let report = bench.path("report.json");
     let mut command = bench.command(&build_args("gpu", &["--device", "cuda"]));
-    let output = gpu.watch(&mut command, &report).output().unwrap();
+    let output = gpu.attach_with_report(&mut command, &report).output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     assert!(Report::load(&report).memory(0, "peak_bytes") > 0, "nothing ran on the GPU");
     bench.run(&["verify", "gpu"]).succeeds_with(&["sound", "12 samples"]);

@@ -8,14 +8,14 @@ use std::time::Duration;
 
 use deepspec_core::digest;
 use deepspec_core::rng::{Purpose, Stream};
-use deepspec_testkit::server::{Ask, Reply, Server};
+use deepspec_testkit::server::{ReceivedRequest, Reply, Server};
 use serde_json::{Value, json};
 
 use crate::process::{Row, Running, command, full, lines, run, wait_for};
 use crate::regenerate::{arguments, by_id, regenerate};
 
 /// What a model at temperature 0 would say: always the same to the same conversation.
-fn said(ask: &Ask) -> Value {
+fn said(ask: &ReceivedRequest) -> Value {
     let content = &digest::bytes(ask.body["messages"].to_string().as_bytes())[..16];
     json!({
         "choices": [{"index": 0, "message": {"role": "assistant", "content": content}, "finish_reason": "stop"}],
@@ -27,7 +27,7 @@ fn said(ask: &Ask) -> Value {
 fn server(
     name: &'static str,
     seed: u64,
-    odd: impl Fn(u64, &Ask) -> Option<Reply> + Send + Sync + 'static,
+    odd: impl Fn(u64, &ReceivedRequest) -> Option<Reply> + Send + Sync + 'static,
 ) -> Server {
     let dice = Stream::new(seed, name);
     Server::start(move |ask| {

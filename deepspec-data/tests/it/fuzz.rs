@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::Path;
 
-use deepspec_testkit::mutate::Dice;
+use deepspec_testkit::mutate::Fuzzer;
 use deepspec_testkit::server::{Reply, Server as Mock};
 use serde_json::{Value, json};
 
@@ -16,7 +16,7 @@ const ROWS: usize = 3_000;
 const ANSWER: &str = "The sum reads 3 + 4 = 7. The answer is 7, and there is nothing else to say.";
 
 /// A row in one of the public forms.
-fn row(dice: &mut Dice, at: usize) -> Value {
+fn row(dice: &mut Fuzzer, at: usize) -> Value {
     let asked = format!("What is {at} + 4?");
     let mut row = match dice.roll(7) {
         0 => json!({"conversations": [{"from": "human", "value": asked}, {"from": "gpt", "value": ANSWER}]}),
@@ -70,7 +70,7 @@ const WORDS: [&str; 20] = [
 
 /// A file of damaged rows.
 fn damaged(dir: &Path, seed: u64) -> std::path::PathBuf {
-    let mut dice = Dice::new(seed, &WORDS);
+    let mut dice = Fuzzer::new(seed, &WORDS);
     let mut text = vec![];
     for at in 0..ROWS {
         let row = row(&mut dice, at);
@@ -158,7 +158,7 @@ fn damaged_requests_are_answered_or_refused_by_name() {
     ];
     let (mut answered, mut refused) = (0, 0);
     for seed in 0..400 {
-        let mut dice = Dice::new(seed, &words);
+        let mut dice = Fuzzer::new(seed, &words);
         let mut body = json!({
             "model": "tiny", "messages": [{"role": "user", "content": "Hello?", "name": null}], "max_tokens": 2, "temperature": 0, "top_p": 1,
             "top_k": null, "stop": ["\n"], "seed": 5, "n": 1, "stream": false, "stream_options": null, "tools": [], "tool_choice": "auto",
@@ -198,7 +198,7 @@ fn damaged_answers_are_kept_or_failed() {
         let mut answer = json!({"error": null, "choices": [{"index": 0, "message": {"role": "assistant", "content": ANSWER, "tool_calls": null}, "finish_reason": "stop"}],
             "usage": {"prompt_tokens": 5, "completion_tokens": 3}});
         let mut dice =
-            Dice::new(ask.number as u64, &["content", "abort", "length", "message", "finish_reason", "x"]);
+            Fuzzer::new(ask.number as u64, &["content", "abort", "length", "message", "finish_reason", "x"]);
         if dice.roll(3) == 0 {
             (0..=dice.roll(2)).for_each(|_| dice.mutate(&mut answer));
         }
@@ -217,7 +217,7 @@ fn damaged_answers_are_kept_or_failed() {
     assert!(ok.keys().all(|id| !failed.contains_key(id)));
     for row in ok.values() {
         let messages = deepspec_text::conversation(row).unwrap();
-        assert!(messages.last().is_some_and(|last| !last.says_nothing()), "{row:?}");
+        assert!(messages.last().is_some_and(|last| !last.is_empty()), "{row:?}");
     }
     assert!(failed.values().all(|row| row["error"].as_str().unwrap().len() > 10), "{failed:?}");
 }
@@ -237,7 +237,8 @@ fn damaged_mixes_are_read_or_refused_by_name() {
     let path = dir.path().join("mix.yaml");
     let mut refused = 0;
     for seed in 0..60 {
-        let mut dice = Dice::new(seed, &["name", "dataset", "weight", "roles", "sources", "user", "nosuch"]);
+        let mut dice =
+            Fuzzer::new(seed, &["name", "dataset", "weight", "roles", "sources", "user", "nosuch"]);
         let text = match seed % 2 {
             0 => dice.file(sound.as_bytes()),
             _ => {

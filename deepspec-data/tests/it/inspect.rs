@@ -9,7 +9,7 @@ use std::thread;
 
 use deepspec_testkit::conversations::{Conversations, TOKENIZERS, tokenizers};
 use deepspec_testkit::skip;
-use deepspec_text::{ChatTokenizer, FENCES};
+use deepspec_text::{ChatTokenizer, THINK_TAGS};
 use serde_json::{Value, json};
 
 use crate::process::{Ended, command, full, lines, run, text, tiny};
@@ -472,7 +472,7 @@ fn real_tokenizers_are_inspected_as_transformers_reads_them() {
             let says_something = |&[start, end]: &[usize; 2]| {
                 let ids: Vec<i64> = ids[start..end].iter().map(|id| id.as_i64().unwrap()).collect();
                 let words = tokenizer.decode(&ids, true).unwrap();
-                let marks = FENCES.iter().flat_map(|fence| [fence.open, fence.close]);
+                let marks = THINK_TAGS.iter().flat_map(|fence| [fence.open, fence.close]);
                 let words = marks.fold(words, |words, mark| words.replace(mark, ""));
                 !words.trim().is_empty()
             };

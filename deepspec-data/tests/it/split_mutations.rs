@@ -4,7 +4,7 @@ use std::fs::{self, File};
 use std::io::Write;
 use std::path::Path;
 
-use deepspec_testkit::mutate::Dice;
+use deepspec_testkit::mutate::Fuzzer;
 use parquet::basic::Compression;
 use serde_json::{Map, Value, json};
 
@@ -29,7 +29,7 @@ const WORDS: [&str; 13] = [
     "id",
 ];
 
-fn row(dice: &mut Dice, index: usize) -> Value {
+fn row(dice: &mut Fuzzer, index: usize) -> Value {
     let mut row = if dice.roll(2) == 0 {
         json!({"conversations": [
             {"from": "system", "value": "s"}, {"from": "human", "value": format!("q{}", index / 2)}, {"from": "gpt", "value": "a"}]})
@@ -87,7 +87,7 @@ fn check_train(row: &Row) {
 #[test]
 fn ten_thousand_mutated_rows_are_written_or_explained() {
     let dir = tempfile::tempdir().unwrap();
-    let mut dice = Dice::new(20, &WORDS);
+    let mut dice = Fuzzer::new(20, &WORDS);
     let count = 12_000;
     let data: Vec<Vec<u8>> = (0..count)
         .map(|index| {
@@ -126,7 +126,7 @@ fn damaged_parquet_files_are_errors() {
     let columns = vec![("conversations", messages(["from", "value"], &vec![conversation; 500]))];
     write_parquet(&path, columns, Compression::SNAPPY, 100);
     let whole = fs::read(&path).unwrap();
-    let mut dice = Dice::new(21, &WORDS);
+    let mut dice = Fuzzer::new(21, &WORDS);
     let (mut failed, runs) = (0, 16);
     for run in 0..runs {
         let mut bytes = whole.clone();

@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::process::Command;
 
-use deepspec_testkit::standin::{Report, Standin};
+use deepspec_testkit::fake_gpu::{FakeGpu, Report};
 use futures::future::join_all;
 use serde_json::{Value, json};
 
@@ -46,11 +46,11 @@ fn stopped(server: Server) {
 
 #[test]
 fn requests_are_answered_from_a_gpu_alone_and_together() {
-    let Some(gpu) = Standin::for_program(Path::new(env!("CARGO_BIN_EXE_deepspec-data"))) else { return };
+    let Some(gpu) = FakeGpu::for_program(Path::new(env!("CARGO_BIN_EXE_deepspec-data"))) else { return };
     let dir = tempfile::tempdir().unwrap();
     let report = dir.path().join("report.json");
     let mut command = serve(&tiny(), &[]);
-    gpu.watch(&mut command, &report);
+    gpu.attach_with_report(&mut command, &report);
     let (server, http) = (started(command), Http::new());
     let bodies: Vec<Value> = PROMPTS.iter().map(|prompt| ask(prompt, 24)).collect();
     let alone: Vec<Value> = bodies.iter().map(|body| http.complete(&server.url, body)).collect();
@@ -66,12 +66,12 @@ fn requests_are_answered_from_a_gpu_alone_and_together() {
 
 #[test]
 fn conversations_are_as_long_as_the_gpu_has_room_for() {
-    let Some(gpu) = Standin::for_program(Path::new(env!("CARGO_BIN_EXE_deepspec-data"))) else { return };
+    let Some(gpu) = FakeGpu::for_program(Path::new(env!("CARGO_BIN_EXE_deepspec-data"))) else { return };
     let dir = tempfile::tempdir().unwrap();
     tiny_for(dir.path(), LONGEST);
     let with = |bytes: u64, more: &[&str]| {
         let mut command = serve(&text(dir.path()), more);
-        gpu.lend(&mut command).env("DEEPSPEC_STANDIN_MEMORY", bytes.to_string());
+        gpu.attach(&mut command).env("DEEPSPEC_STANDIN_MEMORY", bytes.to_string());
         command
     };
 
@@ -106,7 +106,7 @@ fn conversations_are_as_long_as_the_gpu_has_room_for() {
 
 #[test]
 fn a_request_that_finds_no_memory_ends_alone() {
-    let Some(gpu) = Standin::for_program(Path::new(env!("CARGO_BIN_EXE_deepspec-data"))) else { return };
+    let Some(gpu) = FakeGpu::for_program(Path::new(env!("CARGO_BIN_EXE_deepspec-data"))) else { return };
     let dir = tempfile::tempdir().unwrap();
     let [one, many] = ["one.json", "many.json"].map(|name| dir.path().join(name));
     let http = Http::new();
@@ -119,7 +119,7 @@ fn a_request_that_finds_no_memory_ends_alone() {
     let bodies: Vec<Value> = PROMPTS[..2].iter().map(endless).collect();
 
     let mut command = serve(&tiny(), &["--max-num-seqs", "8"]);
-    gpu.watch(&mut command, &one);
+    gpu.attach_with_report(&mut command, &one);
     let server = started(command);
     let alone: Vec<Value> = bodies.iter().map(|body| http.complete(&server.url, body)).collect();
     stopped(server);
@@ -127,7 +127,7 @@ fn a_request_that_finds_no_memory_ends_alone() {
     // One always finds what it had alone. The second would grow the memory of histories to three of them.
     let memory = Report::load(&one).memory(0, "peak_bytes") + HISTORY * 3 / 2;
     let mut command = serve(&tiny(), &["--max-num-seqs", "8"]);
-    gpu.watch(&mut command, &many)
+    gpu.attach_with_report(&mut command, &many)
         .env("DEEPSPEC_STANDIN_MEMORY", memory.to_string())
         .env("DEEPSPEC_STANDIN_FREE", (80_u64 << 30).to_string());
     let server = started(command);

@@ -5,7 +5,7 @@ use std::io::Write;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 
-use deepspec_testkit::mutate::Dice;
+use deepspec_testkit::mutate::Fuzzer;
 use deepspec_testkit::server::{Reply, Server};
 use serde_json::{Value, json};
 
@@ -339,7 +339,7 @@ fn ten_thousand_damaged_rows_are_answered_or_explained() {
         "sampling",
         "id",
     ];
-    let mut dice = Dice::new(seed, &words);
+    let mut dice = Fuzzer::new(seed, &words);
     let mut text = vec![];
     for id in 0..ROWS {
         let row = json!({"id": if dice.roll(20) == 0 { id / 2 } else { id }, "tools": [{"name": "f"}],

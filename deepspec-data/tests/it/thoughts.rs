@@ -24,7 +24,7 @@ fn thoughts_between_special_tokens_are_none_of_the_answer() {
     let message = &plain["choices"][0]["message"];
     assert!(message["reasoning_content"].is_string() && !content(&plain).is_empty(), "{plain}");
 
-    deepspec_testkit::tiny::with_special_fences(tiny().as_ref(), dir.path());
+    deepspec_testkit::tiny::with_special_think_tags(tiny().as_ref(), dir.path());
     let special = text(dir.path());
     let server = Server::of(&special, &[]);
     let whole = http.complete(&server.url, &body);

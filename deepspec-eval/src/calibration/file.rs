@@ -196,7 +196,7 @@ mod tests {
     use std::fs;
 
     use deepspec_core::cli::one_line;
-    use deepspec_testkit::mutate::Dice;
+    use deepspec_testkit::mutate::Fuzzer;
     use serde_json::{Value, json};
 
     use super::*;
@@ -225,7 +225,7 @@ mod tests {
         let sound = serde_json::to_vec_pretty(&sound()).unwrap();
         fs::write(&file, &sound).unwrap();
         assert_eq!(Calibration::read(&file).unwrap().temperatures, [1.5, 0.5]);
-        let mut dice = Dice::new(16, &["temperatures", "drafter", "fit", "held_out", FORMAT, "block_size"]);
+        let mut dice = Fuzzer::new(16, &["temperatures", "drafter", "fit", "held_out", FORMAT, "block_size"]);
         let mut refused = 0;
         for _ in 0..400 {
             fs::write(&file, dice.file(&sound)).unwrap();

@@ -109,10 +109,10 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
             tracing::info!("{what}: {}", names.join(", "));
         }
     };
-    told("taken from the target", &converted.taken);
+    told("taken from the target", &converted.copied_from_target);
     told("left to the target", &converted.dropped);
     converted.write(&args.output_dir, args.overwrite).map_err(report)?;
-    let (algorithm, from) = (source.drafter().kind.title(), source.dialect());
+    let (algorithm, from) = (source.drafter().kind.title(), source.format());
     let place = args.output_dir.display();
     match args.to {
         Layout::Engine(engine) => {
@@ -141,7 +141,7 @@ fn to_gguf(args: &Args, source: &Checkpoint, target: Option<&Target>) -> anyhow:
             "llama.cpp has no name for how the target's tokenizer splits texts; that matters to the target's own file, not to this one"
         );
     }
-    let (kind, from) = (source.drafter().kind.title(), source.dialect());
+    let (kind, from) = (source.drafter().kind.title(), source.format());
     tracing::info!(
         "{kind} converted from {from} to gguf: {}; serve it by llama-server --model TARGET.gguf {}",
         file.display(),

@@ -49,9 +49,10 @@ fn parameters(checkpoint: &Checkpoint) -> (usize, usize) {
 /// All other dialects, each with the reason if it is refused. A checkpoint without embedding and
 /// head also lists its own dialect, whose conversion fills them in.
 fn conversions(checkpoint: &Checkpoint) -> Vec<(CheckpointFormat, Option<String>)> {
-    let own = checkpoint.dialect();
-    let others =
-        CheckpointFormat::ALL.into_iter().filter(|&dialect| dialect != own || checkpoint.leaves_ends());
+    let own = checkpoint.format();
+    let others = CheckpointFormat::ALL
+        .into_iter()
+        .filter(|&dialect| dialect != own || checkpoint.lacks_embed_and_head());
     others.map(|to| (to, checkpoint.refusal(to))).collect()
 }
 
@@ -68,7 +69,7 @@ fn as_json(checkpoint: &Checkpoint) -> Value {
         .map(|(to, refusal)| json!({"to": to, "refused": refusal}))
         .collect();
     json!({
-        "dialect": checkpoint.dialect(),
+        "dialect": checkpoint.format(),
         "architecture": drafter.architecture,
         "algorithm": drafter.kind.name(),
         "family": drafter.family,
@@ -83,7 +84,7 @@ fn as_json(checkpoint: &Checkpoint) -> Value {
         "num_target_layers": drafter.num_target_layers,
         "parameters": {"trained": trained, "target": targets},
         "problem": checkpoint.check().err().map(|error| error.to_string()),
-        "obstacles": drafter.obstacles,
+        "obstacles": drafter.incompatibilities,
         "conversions": conversions,
         "loaders": loaders(checkpoint),
         "tensors": tensors,
@@ -96,7 +97,7 @@ fn as_text(checkpoint: &Checkpoint) -> String {
     let mut line = |what: &str, value: String| {
         let _ = writeln!(text, "{what:<12}{value}");
     };
-    line("dialect", format!("{} ({})", checkpoint.dialect(), drafter.architecture));
+    line("dialect", format!("{} ({})", checkpoint.format(), drafter.architecture));
     let (algorithm, layers, family) = (drafter.kind.title(), drafter.layers, drafter.family);
     let (width, vocab) = (drafter.hidden_size, drafter.vocab_size);
     let layers = if layers == 1 { format!("1 {family} layer") } else { format!("{layers} {family} layers") };
@@ -122,7 +123,7 @@ fn as_text(checkpoint: &Checkpoint) -> String {
     if let Err(error) = checkpoint.check() {
         line("problem", error.to_string());
     }
-    if checkpoint.leaves_ends() {
+    if checkpoint.lacks_embed_and_head() {
         line("for engines", "embedding and head are left to the target".into());
     }
     for (to, refusal) in conversions(checkpoint) {

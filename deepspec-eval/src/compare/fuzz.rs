@@ -4,7 +4,7 @@ use std::fs;
 use std::path::Path;
 
 use deepspec_core::cli::one_line;
-use deepspec_testkit::mutate::Dice;
+use deepspec_testkit::mutate::Fuzzer;
 use serde_json::Value;
 
 use super::{Args, Comparison};
@@ -53,7 +53,7 @@ fn provoke(file: &str, seed: u64, times: usize) -> usize {
     let sound = fs::read(&path).unwrap();
     assert_eq!(compare([&dirs[0], &dirs[1]]).unwrap()["deltas"][0]["overall"]["delta"], 0.0);
     let words = ["suites", "metrics", "counts", "math", "code", "first", "drafter", "confidence"];
-    let (mut dice, mut refused) = (Dice::new(seed, &words), 0);
+    let (mut dice, mut refused) = (Fuzzer::new(seed, &words), 0);
     for _ in 0..times {
         fs::write(&path, dice.file(&sound)).unwrap();
         for order in [[0, 1], [1, 0]] {

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, anyhow, bail};
 use deepspec_core::env;
 use deepspec_core::rng::{Purpose, Stream};
-use deepspec_text::{Completeness, FinishReason, THOUGHTS};
+use deepspec_text::{Completeness, FinishReason, REASONING_FIELDS};
 use reqwest::Url;
 use reqwest::header::{AUTHORIZATION, CONTENT_TYPE, HeaderMap, HeaderValue};
 use serde_json::{Value, json};
@@ -255,12 +255,12 @@ impl Streamed {
         let choice = &event["choices"][0];
         let said = ["content"]
             .iter()
-            .chain(&THOUGHTS)
+            .chain(&REASONING_FIELDS)
             .any(|key| choice["delta"][key].as_str().is_some_and(|text| !text.is_empty()));
         if said || choice["delta"]["tool_calls"].as_array().is_some_and(|calls| !calls.is_empty()) {
             asked.chunks.push(now);
         }
-        self.finish = FinishReason::of_field(choice.get("finish_reason")).or(self.finish);
+        self.finish = FinishReason::from_field(choice.get("finish_reason")).or(self.finish);
         // OpenAI's token counts, which take precedence over llama.cpp's `timings`.
         let counts =
             [("timings", ["prompt_n", "predicted_n"]), ("usage", ["prompt_tokens", "completion_tokens"])];
@@ -276,7 +276,7 @@ impl Streamed {
     fn end(self, asked: &mut RequestRecord) -> anyhow::Result<()> {
         match self.finish {
             Some(reason) if reason.completeness() == Completeness::Broken => {
-                bail!("the answer was broken off (finish_reason {})", reason.word())
+                bail!("the answer was broken off (finish_reason {})", reason.name())
             }
             None if !self.is_done => {
                 bail!("the stream ended before the answer did: neither finish_reason nor [DONE] came")
@@ -296,7 +296,7 @@ impl Streamed {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use deepspec_testkit::mutate::Dice;
+    use deepspec_testkit::mutate::Fuzzer;
 
     /// Reads a stream that arrives in chunks of `piece` bytes.
     fn read(stream: &[u8], piece: usize) -> (anyhow::Result<()>, RequestRecord) {
@@ -343,7 +343,7 @@ mod tests {
         let words = ["content", "delta", "choices", "error", "usage", "finish_reason", "abort", "stop", "x"];
         let (mut whole, mut failed) = (0, 0);
         for seed in 0..10_000 {
-            let mut dice = Dice::new(seed, &words);
+            let mut dice = Fuzzer::new(seed, &words);
             let mut chunks = vec![
                 json!({"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": null}], "error": null}),
             ];

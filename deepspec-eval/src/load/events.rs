@@ -60,7 +60,7 @@ impl Events {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use deepspec_testkit::mutate::Dice;
+    use deepspec_testkit::mutate::Fuzzer;
 
     fn read(pieces: &[&[u8]]) -> Vec<String> {
         let mut events = Events::default();
@@ -81,7 +81,7 @@ mod tests {
 
     #[test]
     fn pieces_do_not_matter() {
-        let mut dice = Dice::new(5, &["x"]);
+        let mut dice = Fuzzer::new(5, &["x"]);
         for _ in 0..20_000 {
             let lines = ["data: a", "data:b", "data:", ": c", "event: x", ""];
             let text: String = (0..dice.roll(12))

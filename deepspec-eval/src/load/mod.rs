@@ -16,7 +16,7 @@ use std::time::Duration;
 use anyhow::Context;
 use deepspec_core::cli::{ExitWith, Verbosity};
 use deepspec_core::{atomic, usage};
-use deepspec_datasets::suites::Folder;
+use deepspec_datasets::suites::SuiteDir;
 use serde::Serialize;
 use serde_json::{Value, json};
 use tokio::runtime::Runtime;
@@ -162,7 +162,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
         return Ok(());
     }
     crate::output::check_fresh(&args.output_dir, "load.json", &others, args.overwrite)?;
-    let folder = Folder::open(&args.suites_dir)?;
+    let folder = SuiteDir::open(&args.suites_dir)?;
     let mut prompts = vec![];
     for suite in folder.select(&args.suites, &[])? {
         let name = suite.name.to_string();

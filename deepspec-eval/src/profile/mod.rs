@@ -12,7 +12,7 @@ use deepspec_core::progress::Progress;
 use deepspec_core::rng::{Purpose, Stream};
 use deepspec_core::{atomic, config, usage};
 use deepspec_cost::cost_file::{self, MeasuredCost, RequestCost, VerifyCost};
-use deepspec_cost::curve::never_falling;
+use deepspec_cost::curve::isotonic_regression;
 use deepspec_cost::planner::Planner;
 use deepspec_cost::policy::Policy;
 use deepspec_drafters::{Drafter, DrafterOptions};
@@ -402,7 +402,7 @@ fn means(values: impl Iterator<Item = (usize, f64)>) -> (Vec<usize>, Vec<f64>) {
     values.for_each(|(key, value)| groups.entry(key).or_default().push(value));
     let mean = |values: &Vec<f64>| values.iter().sum::<f64>() / values.len() as f64;
     let seconds: Vec<f64> = groups.values().map(mean).collect();
-    (groups.into_keys().collect(), never_falling(&seconds))
+    (groups.into_keys().collect(), isotonic_regression(&seconds))
 }
 
 /// Seconds that a step takes longer for its number of requests, relative to the fewest requests at

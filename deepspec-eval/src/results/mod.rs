@@ -222,7 +222,7 @@ fn average<'s>(scored: impl Iterator<Item = &'s Scored> + Clone) -> Metrics {
 
 #[cfg(test)]
 mod tests {
-    use deepspec_testkit::mutate::Dice;
+    use deepspec_testkit::mutate::Fuzzer;
 
     use super::sample::{results, suite};
     use super::*;
@@ -261,7 +261,7 @@ mod tests {
     #[test]
     fn damaged_results_are_refused_by_name() {
         let dir = tempfile::tempdir().unwrap();
-        let mut dice = Dice::new(5, &["suites", "metrics", "deepspec-results", "counts", "math", "first"]);
+        let mut dice = Fuzzer::new(5, &["suites", "metrics", "deepspec-results", "counts", "math", "first"]);
         let (sound, mut refused) = (serde_json::to_value(results()).unwrap(), 0);
         for _ in 0..1000 {
             std::fs::write(dir.path().join(FILE), dice.line(sound.clone())).unwrap();

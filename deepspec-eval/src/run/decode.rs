@@ -11,7 +11,7 @@ use deepspec_engine::{
     AcceptanceStats, Completion, Event, Finish, Generator, Request, RequestId, Sampling, StepTimes,
 };
 use deepspec_ops::StepTrace;
-use deepspec_text::{Message, Role, without_thoughts};
+use deepspec_text::{Message, Role, without_reasoning};
 
 use super::args::Worker;
 use super::entry::{DecodeMode, Entry, Key};
@@ -243,7 +243,7 @@ impl Decoding<'_> {
             Some(said) => {
                 // As clients of a server do: the answer without its thinking text.
                 let answer = self.plan.asking.tokenizer.decode_answer(&completion.tokens)?;
-                messages.push(Message::new(Role::Assistant, without_thoughts(&answer)));
+                messages.push(Message::new(Role::Assistant, without_reasoning(&answer)));
                 messages.push(Message::new(Role::User, said.as_str()));
                 Some(PendingTurn { sample, seed, turn: turn + 1, messages })
             }

@@ -6,7 +6,7 @@ use std::path::Path;
 
 use deepspec_core::cli::one_line;
 use deepspec_engine::{AcceptanceStats, Cycle, Finish, Request, Sampling};
-use deepspec_testkit::mutate::Dice;
+use deepspec_testkit::mutate::Fuzzer;
 use serde_json::{Map, Value, json};
 
 use super::entry::{DecodeMode, Entry, Key};
@@ -85,7 +85,7 @@ fn what_was_kept_is_taken_again() {
 #[test]
 fn damaged_journals_never_give_what_cannot_be() {
     let (dir, sound) = written();
-    let mut dice = Dice::new(13, &["main", "baseline", "stop", "length", "cycles", "tokens", "s"]);
+    let mut dice = Fuzzer::new(13, &["main", "baseline", "stop", "length", "cycles", "tokens", "s"]);
     let (mut refused, mut lost, mut whole) = (0, 0, 0);
     for _ in 0..500 {
         fs::write(dir.path().join("journal.jsonl"), dice.file(&sound)).unwrap();

@@ -10,7 +10,7 @@ use deepspec_cost::planner::Planner;
 use deepspec_drafters::{Drafter, DrafterOptions};
 use deepspec_engine::{Engine, EngineOptions, EngineReplicas, Proposer, shares};
 use deepspec_models::{
-    Fit, ModelConfig, ModelError, TargetModel, TargetOptions, config_digest, fit, history_bytes, room,
+    Fit, ModelConfig, ModelError, TargetModel, TargetOptions, config_digest, fit, kv_cache_bytes, room,
     weights_digest,
 };
 use deepspec_ops::StepTrace;
@@ -225,7 +225,7 @@ impl Models<'_> {
         let of = |lanes| (shares(slots, lanes), room(target, drafter, slots, lanes));
         let fits = |(shares, memory): &(Vec<usize>, Option<u64>)| {
             let least = shares.last().copied().unwrap_or(0) as u64;
-            memory.is_none_or(|all| all / slots as u64 * least >= history_bytes(target, drafter, longest))
+            memory.is_none_or(|all| all / slots as u64 * least >= kv_cache_bytes(target, drafter, longest))
         };
         let found = (2..=wanted).rev().map(of).find(fits).unwrap_or_else(|| of(1));
         if found.0.len() < wanted {
@@ -293,7 +293,7 @@ fn warn_memory_limit(
     target: &TargetModel,
     drafter: Option<&dyn Proposer>,
 ) {
-    let bytes = |tokens: usize| history_bytes(target, drafter, tokens);
+    let bytes = |tokens: usize| kv_cache_bytes(target, drafter, tokens);
     let (conversations, longest) = plan.conversations();
     if let Fit::Fewer { told } = fit(slots.min(conversations), longest, memory, bytes) {
         tracing::warn!("{told}; the others wait");

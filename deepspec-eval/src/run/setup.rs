@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use anyhow::Context;
 use deepspec_core::cli::Verbosity;
 use deepspec_cost::policy::Policy;
-use deepspec_datasets::suites::{Folder, RequestTemplate, TokenizedSuite};
+use deepspec_datasets::suites::{RequestTemplate, SuiteDir, TokenizedSuite};
 use deepspec_drafters::Drafter;
 use deepspec_engine::Sampling;
 use deepspec_hub::{HubError, model_dir};
@@ -85,7 +85,7 @@ impl Setup {
     /// # Errors
     /// Usage errors for unknown suites, and suites that cannot be read.
     pub fn suites(&self, args: &Args) -> anyhow::Result<Vec<TokenizedSuite>> {
-        let (folder, template) = (Folder::open(&args.suites_dir)?, self.request_template());
+        let (folder, template) = (SuiteDir::open(&args.suites_dir)?, self.request_template());
         let selected = folder.select(&args.suites, &args.domains)?.into_iter();
         let prepare = |suite| Ok(template.prepare(folder.load(suite, self.settings.seed, args.limit)?)?);
         selected.map(prepare).collect()

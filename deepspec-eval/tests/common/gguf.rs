@@ -4,7 +4,7 @@ use std::fs;
 use std::path::Path;
 
 use deepspec_checkpoint::gguf::{
-    Entry as Found, Gguf, Tensor as Written, TensorType, Tokenizer, Value as Entry, Writer, pairs,
+    Entry as Found, Gguf, Tensor as Written, TensorType, Tokenizer, Value as Entry, Writer, to_interleaved,
 };
 use serde_json::Value;
 use tch::{Kind, Tensor};
@@ -84,7 +84,7 @@ fn write(file: &Path, architecture: &str) {
         let heads = heads.into_iter().find(|(part, _)| is_llama && name.contains(part));
         Ok(match heads {
             Some((_, key)) => {
-                pairs(&bytes, config[key].as_u64().unwrap() as usize, tensor.size()[0] as usize)
+                to_interleaved(&bytes, config[key].as_u64().unwrap() as usize, tensor.size()[0] as usize)
             }
             None => bytes,
         })
@@ -116,7 +116,7 @@ pub fn dequantised(packed: &Path, file: &Path) {
     }
     let tensors: Vec<_> = packed.tensors().iter().collect();
     for (name, stored) in &tensors {
-        assert_eq!(stored.kind.read_as(), TensorType::F32, "{name}");
+        assert_eq!(stored.kind.decoded_type(), TensorType::F32, "{name}");
         writer.tensor(Written { name: name.to_string(), kind: TensorType::F32, shape: stored.shape.clone() });
     }
     let data = |number: usize, _: &Written| Ok(packed.values(tensors[number].0).unwrap());

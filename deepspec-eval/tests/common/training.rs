@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use deepspec_core::Tap;
-use deepspec_datasets::suites::{Folder, RequestTemplate};
+use deepspec_datasets::suites::{RequestTemplate, SuiteDir};
 use deepspec_drafters::{BlockProposer, DrafterPlan, LossDenominator, TrainSample, TrainableDrafter};
 use deepspec_engine::{DraftSampling, Engine, EngineOptions, ModelInput, ModelOutput, Sampling, Target};
 use deepspec_models::{ModelConfig, TargetModel, TargetOptions, load_embed_and_head, stop_ids};
@@ -64,7 +64,7 @@ impl Lessons {
         let mut engine: Engine<TargetModel, BlockProposer> =
             Engine::new(self.model(SLOTS, &[]), None, options);
         let suites = repository("eval_datasets");
-        let folder = Folder::open(&suites).unwrap();
+        let folder = SuiteDir::open(&suites).unwrap();
         let mut found = vec![];
         for suite in folder.select(&self.suites, &[]).unwrap() {
             let mut rows = folder.load(suite, 980_406, None).unwrap();

@@ -9,7 +9,7 @@ use deepspec_core::recipe::Backend;
 use tch::{Device, Kind, Tensor};
 
 use crate::dist::GroupError;
-use crate::dist::carrier::{Carrier, watched};
+use crate::dist::comm_backend::{CommBackend, watched};
 use crate::dist::rendezvous::{PeerStatus, Rendezvous, one_line};
 use deepspec_ops::c10d;
 
@@ -50,7 +50,7 @@ impl ProcessGroup {
         timeout: Duration,
     ) -> Result<Self, GroupError> {
         let (rank, world_size) = (ranks.rank, ranks.world_size);
-        let carrier = Carrier::new(backend, device)?;
+        let comm_backend = CommBackend::new(backend, device)?;
         if let Device::Cuda(index) = device {
             c10d::set_device(index).map_err(|problem| GroupError::Collective {
                 rank,
@@ -64,9 +64,9 @@ impl ProcessGroup {
             Ok(group) => group,
             Err(problem) => return Err(explain(rank, &rendezvous, timeout, "connecting", &problem)),
         };
-        let link = Link { group, rendezvous, timeout, is_staged: carrier == Carrier::Staged };
+        let link = Link { group, rendezvous, timeout, is_staged: comm_backend == CommBackend::Staged };
         let mut group = Self { rank, world_size, link: Some(link) };
-        if let Carrier::Nccl(device) = carrier {
+        if let CommBackend::Nccl(device) = comm_backend {
             let open = move |store: c10d::Store| c10d::Nccl::open(&store, member, device);
             let nccl = group.connect_gpus(member.timeout, open, deepspec_ops::leave_at_exit)?;
             if let (Some(link), Some(nccl)) = (&mut group.link, nccl) {
@@ -136,7 +136,7 @@ impl ProcessGroup {
     }
 
     /// Whether a started sum runs asynchronously. Sums through host memory run synchronously.
-    pub fn sums_beside(&self) -> bool {
+    pub fn is_async(&self) -> bool {
         self.link.as_ref().is_some_and(|link| !link.is_staged)
     }
 

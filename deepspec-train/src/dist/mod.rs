@@ -1,11 +1,11 @@
 //! Process groups: the rendezvous of the ranks, the backends, and the errors of failed ranks.
 
-mod carrier;
+mod comm_backend;
 mod error;
 mod group;
 mod rendezvous;
 
-pub use carrier::Carrier;
+pub use comm_backend::CommBackend;
 pub use error::GroupError;
 pub use group::{ProcessGroup, Sum};
 pub use rendezvous::Host;

@@ -9,9 +9,9 @@ use crate::dist::GroupError;
 use deepspec_ops::c10d::Store;
 
 /// Longest wait for the error messages of failed ranks.
-const LAST_WORDS: Duration = Duration::from_secs(5);
+const ERROR_GRACE: Duration = Duration::from_secs(5);
 /// Timeout for reading a key that should exist already.
-const MOMENT: Duration = Duration::from_millis(10);
+const KEY_TIMEOUT: Duration = Duration::from_millis(10);
 /// Our own launcher gives each job its own port and starts it once.
 const JOB: &str = "";
 const ATTEMPT: usize = 0;
@@ -48,7 +48,7 @@ impl Host {
 
     /// Whether a failed rank failed only because another rank did.
     pub fn is_follower(&self, rank: usize) -> bool {
-        self.store.get(&format!("end/{rank}"), MOMENT).is_ok_and(|words| words.is_empty())
+        self.store.get(&format!("end/{rank}"), KEY_TIMEOUT).is_ok_and(|words| words.is_empty())
     }
 
     /// Returns the environment of one of `world_size` child processes on this machine.
@@ -114,13 +114,13 @@ impl Rendezvous {
     }
 
     /// Timeout of a collective. It leaves time to ask silent ranks for their errors, and for rank 0
-    /// to keep the store open. All of this fits the job's timeout, plus [`MOMENT`] per silent rank.
+    /// to keep the store open. All of this fits the job's timeout, plus [`KEY_TIMEOUT`] per silent rank.
     pub fn patience(&self) -> Duration {
         self.timeout - 2 * self.last_words()
     }
 
     fn last_words(&self) -> Duration {
-        LAST_WORDS.min(self.timeout / 6)
+        ERROR_GRACE.min(self.timeout / 6)
     }
 
     /// Returns the address of this machine that the other ranks can reach.
@@ -193,7 +193,7 @@ impl Rendezvous {
     }
 
     fn heard(&self, key: &str, peer: usize, deadline: Instant) -> Option<String> {
-        let left = deadline.saturating_duration_since(Instant::now()).max(MOMENT);
+        let left = deadline.saturating_duration_since(Instant::now()).max(KEY_TIMEOUT);
         let words = self.store.get(&format!("{key}/{peer}"), left).ok()?;
         Some(String::from_utf8_lossy(&words).into_owned())
     }

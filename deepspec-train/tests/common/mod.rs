@@ -11,7 +11,7 @@ use std::sync::LazyLock;
 use deepspec_capture::cache::{Builder, Encoding, FinalStates, Plan};
 use deepspec_capture::{Capture, TargetSpec, fill, tokenise};
 use deepspec_core::cli::Verbosity;
-use deepspec_testkit::standin::{Report, Standin};
+use deepspec_testkit::fake_gpu::{FakeGpu, Report};
 use serde_json::{Value, json};
 use tch::{Device, Kind};
 
@@ -89,12 +89,12 @@ fn write_cache(dir: &Path, cache: &str, encoding: Encoding) {
 /// A private copy of the cache and a recipe that points to it.
 pub struct Bench {
     dir: tempfile::TempDir,
-    gpu: Option<Standin>,
+    gpu: Option<FakeGpu>,
 }
 
 /// The GPU that is none; nothing where there are true ones.
-pub fn gpu() -> Option<Standin> {
-    Standin::for_program(Path::new(env!("CARGO_BIN_EXE_deepspec-train")))
+pub fn gpu() -> Option<FakeGpu> {
+    FakeGpu::for_program(Path::new(env!("CARGO_BIN_EXE_deepspec-train")))
 }
 
 impl Bench {
@@ -114,7 +114,7 @@ impl Bench {
     }
 
     /// Its runs are on this GPU and leave a report there.
-    pub fn on(self, gpu: Standin) -> Self {
+    pub fn on(self, gpu: FakeGpu) -> Self {
         Self { gpu: Some(gpu), ..self }
     }
 
@@ -139,7 +139,7 @@ impl Bench {
         command.arg("--config").arg(self.path("recipe.yaml")).args(args).env("OMP_NUM_THREADS", "1");
         command.env("DEEPSPEC_CACHE", self.path("kept"));
         if let Some(gpu) = &self.gpu {
-            gpu.watch(&mut command, &self.path("report.json")).args(["--device", "cuda"]);
+            gpu.attach_with_report(&mut command, &self.path("report.json")).args(["--device", "cuda"]);
         }
         command
     }

@@ -24,7 +24,7 @@ use crate::cache::parts::{CLAIM_FILE, Claim, Worker, leftovers, lock, parts, rem
 use crate::cache::plan::Plan;
 use crate::cache::samples::{self, Written};
 use crate::cache::shard;
-use crate::cache::writer::{ShardWriter, Sidecar};
+use crate::cache::writer::{ShardMeta, ShardWriter};
 
 /// The build of a plan in a folder.
 #[derive(Debug)]
@@ -198,7 +198,7 @@ impl<'p> Builder<'p> {
 }
 
 /// A finished shard and the worker's folder with its sidecar.
-pub(crate) type Finished = (PathBuf, Sidecar);
+pub(crate) type Finished = (PathBuf, ShardMeta);
 
 /// Returns the sidecar of a finished shard and the first of `parts` that has it.
 pub(crate) fn finished(
@@ -208,7 +208,7 @@ pub(crate) fn finished(
     shard: usize,
 ) -> Result<Option<Finished>, CacheError> {
     for part in parts {
-        if let Some(sidecar) = Sidecar::of_finished(dir, part, plan, shard)? {
+        if let Some(sidecar) = ShardMeta::of_finished(dir, part, plan, shard)? {
             return Ok(Some((part.clone(), sidecar)));
         }
     }

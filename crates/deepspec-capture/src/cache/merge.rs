@@ -18,7 +18,7 @@ use crate::cache::parts::{Claim, Worker, lock, parts, remove_if_present};
 use crate::cache::plan::Plan;
 use crate::cache::sample::PlannedSample;
 use crate::cache::shard;
-use crate::cache::writer::Sidecar;
+use crate::cache::writer::ShardMeta;
 
 /// Bytes hashed between two progress reports.
 const STEP: usize = 1 << 20;
@@ -84,9 +84,9 @@ fn claims(dir: &Path, parts: Vec<PathBuf>) -> Result<(Vec<PathBuf>, Claim), Cach
 fn plan(dir: &Path, parts: &[PathBuf], claim: &Claim) -> Result<Plan, CacheError> {
     let listed = |index: usize| {
         let vouched = |part: &&PathBuf| {
-            Sidecar::path(part, index).exists() && Sidecar::samples_path(part, index).exists()
+            ShardMeta::path(part, index).exists() && ShardMeta::samples_path(part, index).exists()
         };
-        parts.iter().find(vouched).map(|part| Sidecar::samples_path(part, index))
+        parts.iter().find(vouched).map(|part| ShardMeta::samples_path(part, index))
     };
     let lists: Vec<Option<PathBuf>> = (0..claim.shards).map(listed).collect();
     let missing: Vec<usize> = (0..claim.shards).filter(|&index| lists[index].is_none()).collect();

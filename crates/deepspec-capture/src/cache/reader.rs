@@ -24,7 +24,7 @@ use map::MappedShard;
 /// remain in the system's page cache. Without this limit, a run would seem to use as much memory as
 /// its cache has bytes. Releasing pages after every sample would cost more than copying a small
 /// sample.
-pub const PAGES_KEPT: u64 = 128 << 20;
+pub const MAX_MAPPED_BYTES: u64 = 128 << 20;
 
 /// A finished cache, readable from any number of threads.
 #[derive(Debug)]
@@ -164,7 +164,7 @@ impl Reader {
 
     /// Copies the states of sample `index` to the caller's memory as bfloat16, decoding other
     /// encodings. Checks the bytes like [`Self::sample`]; bfloat16 is checked during the copy,
-    /// block by block, so memory is read once. Up to [`PAGES_KEPT`] bytes of shards stay mapped.
+    /// block by block, so memory is read once. Up to [`MAX_MAPPED_BYTES`] bytes of shards stay mapped.
     /// After an error the memory has undefined content.
     ///
     /// # Errors
@@ -188,18 +188,18 @@ impl Reader {
             let stored = self.stored(index, row)?;
             codec::decode(&self.layout, stored, [taps, last]).map_err(row.undecodable())?;
         }
-        self.let_go(row);
+        self.release_pages(row);
         Ok(())
     }
 
-    /// Counts the pages that a copied sample has mapped, and releases all at [`PAGES_KEPT`] bytes.
-    fn let_go(&self, row: &Row) {
+    /// Counts the pages that a copied sample has mapped, and releases all at [`MAX_MAPPED_BYTES`] bytes.
+    fn release_pages(&self, row: &Row) {
         let mut touched = self.touched.lock().unwrap_or_else(PoisonError::into_inner);
-        touched.bytes += self.shards[row.place.shard].faulted(row.place.rows());
+        touched.bytes += self.shards[row.place.shard].page_bytes(row.place.rows());
         touched.shards.insert(row.place.shard);
-        if touched.bytes >= PAGES_KEPT {
+        if touched.bytes >= MAX_MAPPED_BYTES {
             let Touched { shards, .. } = std::mem::take(&mut *touched);
-            shards.into_iter().for_each(|shard| self.shards[shard].let_go());
+            shards.into_iter().for_each(|shard| self.shards[shard].release_pages());
         }
     }
 

@@ -28,7 +28,7 @@ const READ_BACK: usize = 1 << 20;
 /// Facts about a finished shard. The file beside the shard marks it as finished.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(crate) struct Sidecar {
+pub(crate) struct ShardMeta {
     pub shard: ShardEntry,
     /// CRC-32 of each sample, in order.
     pub checksums: Vec<u32>,
@@ -37,7 +37,7 @@ pub(crate) struct Sidecar {
     pub exponent_bytes: Vec<u64>,
 }
 
-impl Sidecar {
+impl ShardMeta {
     /// Path of the sidecar of a shard in a worker's folder.
     pub fn path(part: &Path, shard: usize) -> PathBuf {
         part.join(format!("shard-{shard:05}.json"))
@@ -118,7 +118,7 @@ impl<'p> ShardWriter<'p> {
         let path = shard::path(part, index);
         let partial = partial_name(&path);
         // Removes a stale sidecar, which would mark the new file as finished.
-        let sidecar = Sidecar::path(part, index);
+        let sidecar = ShardMeta::path(part, index);
         match fs::remove_file(&sidecar) {
             Err(error) if !is_absent(&error) => return Err(FileError::at("removing", &sidecar)(error).into()),
             _ => {}
@@ -238,15 +238,15 @@ impl<'p> ShardWriter<'p> {
         let sha256 = commit().map_err(FileError::at("writing", &self.path))?;
         let (file, bytes) = (shard::file_name(self.index), geometry.bytes());
         let shard = ShardEntry { file, bytes, rows, last_rows, sha256 };
-        atomic::replace(&Sidecar::samples_path(&self.part, self.index), |file| {
+        atomic::replace(&ShardMeta::samples_path(&self.part, self.index), |file| {
             for sample in &self.plan.samples()[self.planned.samples.clone()] {
                 serde_json::to_writer(&mut *file, sample)?;
                 file.write_all(b"\n")?;
             }
             Ok(())
         })?;
-        let sidecar = Sidecar { shard, checksums: self.checksums, exponent_bytes: self.exponent_bytes };
-        Ok(atomic::write_json(&Sidecar::path(&self.part, self.index), &sidecar)?)
+        let sidecar = ShardMeta { shard, checksums: self.checksums, exponent_bytes: self.exponent_bytes };
+        Ok(atomic::write_json(&ShardMeta::path(&self.part, self.index), &sidecar)?)
     }
 }
 

@@ -92,7 +92,7 @@ impl BlockType {
     }
 
     /// The type of the values read: a plain type itself, or float32 for a quantised type.
-    pub fn read_as(&self) -> TensorType {
+    pub fn decoded_type(&self) -> TensorType {
         match self.id {
             1 => TensorType::F16,
             30 => TensorType::Bf16,

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use serde_json::{Map, Value as Json, json};
 
-use crate::gguf::rotation::halves;
+use crate::gguf::rope_layout::to_half_split;
 use crate::gguf::vocabulary::Vocabulary;
 use crate::gguf::{Gguf, GgufError, Stored, names};
 
@@ -16,18 +16,18 @@ struct Architecture {
     model_type: &'static str,
     /// Whether the rows of each query and key head are stored as interleaved RoPE pairs, not as two
     /// halves.
-    in_pairs: bool,
+    interleaved_rope: bool,
 }
 
 static ARCHITECTURES: [Architecture; 2] = [
-    Architecture { name: "llama", class: "LlamaForCausalLM", model_type: "llama", in_pairs: true },
-    Architecture { name: "qwen3", class: "Qwen3ForCausalLM", model_type: "qwen3", in_pairs: false },
+    Architecture { name: "llama", class: "LlamaForCausalLM", model_type: "llama", interleaved_rope: true },
+    Architecture { name: "qwen3", class: "Qwen3ForCausalLM", model_type: "qwen3", interleaved_rope: false },
 ];
 
 /// Tensor with Llama 3's RoPE scaling factors, one factor per frequency.
 pub const ROPE_FACTORS: &str = "rope_freqs.weight";
 /// The scaling settings that all Llama 3 models with such factors share.
-const LLAMA3: Llama3 = Llama3 { slow: 1.0, fast: 4.0, original: 8192.0 };
+const LLAMA3: Llama3 = Llama3 { low_freq_factor: 1.0, high_freq_factor: 4.0, original: 8192.0 };
 /// Maximum number of factors read. No model has heads of this width.
 const MOST_FACTORS: usize = 4096;
 /// Maximum relative difference of the stored float32 factors from the computed ones.
@@ -38,19 +38,20 @@ const FACTOR_TOLERANCE: f64 = 1e-4;
 pub struct Llama3 {
     /// `low_freq_factor`: frequencies with fewer rotations within the original context get the full
     /// factor.
-    pub slow: f64,
+    pub low_freq_factor: f64,
     /// `high_freq_factor`: frequencies with more rotations are not scaled.
-    pub fast: f64,
+    pub high_freq_factor: f64,
     /// Original context length, in tokens.
     pub original: f64,
 }
 
 impl Llama3 {
-    /// Factor of a RoPE frequency, in radians per token; low frequencies get `most`.
-    pub fn factor(&self, frequency: f64, most: f64) -> f64 {
+    /// Factor of a RoPE frequency, in radians per token; low frequencies get `max_factor`.
+    pub fn factor(&self, frequency: f64, max_factor: f64) -> f64 {
         let turns = self.original * frequency / std::f64::consts::TAU;
-        let part = ((turns - self.slow) / (self.fast - self.slow)).clamp(0.0, 1.0);
-        1.0 / ((1.0 - part) / most + part)
+        let part =
+            ((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clamp(0.0, 1.0);
+        1.0 / ((1.0 - part) / max_factor + part)
     }
 }
 
@@ -111,7 +112,7 @@ impl Model {
         let named = self.tensors.get(name).ok_or_else(missing)?;
         let values = self.file.values(&named.stored)?;
         Ok(match named.paired_heads {
-            Some(heads) => halves(&values, heads, self.file.tensors()[&named.stored].shape[0]),
+            Some(heads) => to_half_split(&values, heads, self.file.tensors()[&named.stored].shape[0]),
             None => values,
         })
     }
@@ -224,21 +225,24 @@ impl Reader<'_> {
         }
         let stretched = self.file.float(&factor)?.is_some_and(|factor| factor != 1.0);
         // A factor without a type is llama.cpp's linear scaling.
-        let said =
-            self.file.text(&kind)?.or(stretched.then(|| "linear".into())).filter(|said| said != "none");
+        let rope_type = self
+            .file
+            .text(&kind)?
+            .or(stretched.then(|| "linear".into()))
+            .filter(|rope_type| rope_type != "none");
         let factors = self.factors()?;
-        match (said.as_deref(), factors) {
+        match (rope_type.as_deref(), factors) {
             (None, None) => Ok(Json::Null),
             (Some("linear"), None) => {
                 let factor = self.file.required(&factor, self.file.float(&factor)?)?;
                 Ok(json!({"rope_type": "linear", "factor": factor}))
             }
             (None, Some(factors)) => {
-                let most = factors.iter().copied().fold(1.0, f64::max);
+                let max_factor = factors.iter().copied().fold(1.0, f64::max);
                 let planes = dim / 2;
                 let like_llama3 = |(plane, found): (usize, &f64)| {
                     let frequency = theta.powf(-(plane as f64) / planes as f64);
-                    (found / LLAMA3.factor(frequency, most) - 1.0).abs() < FACTOR_TOLERANCE
+                    (found / LLAMA3.factor(frequency, max_factor) - 1.0).abs() < FACTOR_TOLERANCE
                 };
                 if factors.len() as u64 != planes || !factors.iter().enumerate().all(like_llama3) {
                     let problem =
@@ -246,8 +250,8 @@ impl Reader<'_> {
                     return Err(self.file.error(problem));
                 }
                 Ok(json!({
-                    "rope_type": "llama3", "factor": most, "low_freq_factor": LLAMA3.slow,
-                    "high_freq_factor": LLAMA3.fast, "original_max_position_embeddings": LLAMA3.original,
+                    "rope_type": "llama3", "factor": max_factor, "low_freq_factor": LLAMA3.low_freq_factor,
+                    "high_freq_factor": LLAMA3.high_freq_factor, "original_max_position_embeddings": LLAMA3.original,
                 }))
             }
             (Some("linear"), Some(_)) => {
@@ -255,8 +259,8 @@ impl Reader<'_> {
                     format!("`{kind}` is linear beside the tensor `{ROPE_FACTORS}`; expected one of them");
                 Err(self.file.error(problem))
             }
-            (Some(said), _) => {
-                Err(self.file.error(format!("`{kind}`: {said} is not read; expected none or linear")))
+            (Some(rope_type), _) => {
+                Err(self.file.error(format!("`{kind}`: {rope_type} is not read; expected none or linear")))
             }
         }
     }
@@ -290,7 +294,7 @@ impl Reader<'_> {
                 self.file.error(format!("tensor `{stored}` is none of a {class} as it is read; without it the model would be another"))
             })?;
             let paired = match stored.rsplit_once('.').map(|(layer, _)| layer) {
-                Some(layer) if !self.architecture.in_pairs || !layer.starts_with("blk.") => None,
+                Some(layer) if !self.architecture.interleaved_rope || !layer.starts_with("blk.") => None,
                 Some(layer) if layer.ends_with(".attn_q") => Some(heads.query),
                 Some(layer) if layer.ends_with(".attn_k") => Some(heads.key_value),
                 _ => None,

@@ -43,7 +43,7 @@ impl Entry {
         if let Self::Text(text) = self { Some(text) } else { None }
     }
 
-    fn told(&self) -> String {
+    fn describe(&self) -> String {
         match self {
             Self::Integer(value) => value.to_string(),
             Self::Float(value) => value.to_string(),
@@ -162,7 +162,7 @@ impl Gguf {
         read: impl Fn(&Entry) -> Option<T>,
     ) -> Result<Option<T>, GgufError> {
         let Some(entry) = self.entries.get(key) else { return Ok(None) };
-        let wrong = || self.error(format!("`{key}`: {}; expected {expected}", entry.told()));
+        let wrong = || self.error(format!("`{key}`: {}; expected {expected}", entry.describe()));
         read(entry).ok_or_else(wrong).map(Some)
     }
 

@@ -6,7 +6,7 @@ use std::path::Path;
 
 use serde_json::Value as Json;
 
-use crate::gguf::splits::Split;
+use crate::gguf::pre_tokenizer::PreTokenizer;
 use crate::gguf::{GgufError, Value};
 
 /// Token types of GGUF.
@@ -17,7 +17,7 @@ pub(crate) const UNUSED: i32 = 5;
 
 /// A byte-level BPE tokenizer.
 pub struct Tokenizer {
-    split: Option<&'static Split>,
+    pre_tokenizer: Option<&'static PreTokenizer>,
     tokens: Vec<String>,
     kinds: Vec<i32>,
     merges: Vec<String>,
@@ -80,17 +80,17 @@ impl Tokenizer {
         };
         let merges = merges.iter().map(merge).collect::<Option<_>>();
         let merges = merges.ok_or_else(|| bad("a merge is no pair of tokens".into()))?;
-        Ok(Self { split: Split::of(&json["pre_tokenizer"]), tokens, kinds, merges })
+        Ok(Self { pre_tokenizer: PreTokenizer::from_json(&json["pre_tokenizer"]), tokens, kinds, merges })
     }
 
     /// Whether llama.cpp has a name for this tokenizer's pre-tokenizer. A drafter needs none,
     /// because it receives tokens.
     pub fn is_known(&self) -> bool {
-        self.split.is_some()
+        self.pre_tokenizer.is_some()
     }
 
     /// The token of `id`; None if it is an added or unused token.
-    pub fn of_texts(&self, id: usize) -> Option<&str> {
+    pub fn normal_token(&self, id: usize) -> Option<&str> {
         (*self.kinds.get(id)? == NORMAL).then(|| self.tokens[id].as_str())
     }
 
@@ -98,7 +98,7 @@ impl Tokenizer {
     pub fn entries(self) -> Vec<(String, Value)> {
         let entries = [
             ("model", Value::Text("gpt2".into())),
-            ("pre", Value::Text(self.split.map_or("default", Split::name).into())),
+            ("pre", Value::Text(self.pre_tokenizer.map_or("default", PreTokenizer::name).into())),
             ("tokens", Value::Texts(self.tokens)),
             ("token_type", Value::Integers(self.kinds)),
             ("merges", Value::Texts(self.merges)),

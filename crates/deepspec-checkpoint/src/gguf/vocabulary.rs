@@ -4,7 +4,7 @@ use std::collections::HashSet;
 
 use serde_json::{Map, Value as Json, json};
 
-use crate::gguf::splits::Split;
+use crate::gguf::pre_tokenizer::PreTokenizer;
 use crate::gguf::tokenizer::{CONTROL, NORMAL, UNUSED, USER_DEFINED};
 use crate::gguf::{Gguf, GgufError};
 
@@ -52,7 +52,7 @@ impl Vocabulary {
             let problem = format!("`tokenizer.ggml.model`: {found}; byte-level BPE (gpt2) is what is read");
             return Err(file.error(problem));
         }
-        let split = split(file)?;
+        let pre_tokenizer = pre_tokenizer(file)?;
         let tokens = file.texts("tokenizer.ggml.tokens")?;
         let tokens = file.required("tokenizer.ggml.tokens", tokens)?;
         let kinds = file.integers("tokenizer.ggml.token_type")?;
@@ -94,14 +94,14 @@ impl Vocabulary {
             "truncation": null,
             "padding": null,
             "added_tokens": added,
-            "normalizer": split.normalizer(),
-            "pre_tokenizer": split.pre_tokenizer(),
+            "normalizer": pre_tokenizer.normalizer_json(),
+            "pre_tokenizer": pre_tokenizer.to_json(),
             "post_processor": null,
             "decoder": {"type": "ByteLevel", "add_prefix_space": true, "trim_offsets": true, "use_regex": true},
             "model": {
                 "type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
                 "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false,
-                "ignore_merges": split.ignores_merges(), "vocab": vocabulary, "merges": merges,
+                "ignore_merges": pre_tokenizer.ignores_merges(), "vocab": vocabulary, "merges": merges,
             },
         });
         let id = |what: &str| {
@@ -142,14 +142,14 @@ impl Vocabulary {
     }
 }
 
-fn split(file: &Gguf) -> Result<&'static Split, GgufError> {
+fn pre_tokenizer(file: &Gguf) -> Result<&'static PreTokenizer, GgufError> {
     let key = "tokenizer.ggml.pre";
     let name = file.text(key)?;
-    let known = || Split::known().join(", ");
+    let known = || PreTokenizer::known_names().join(", ");
     let name = name.ok_or_else(|| {
         file.error(format!("`{key}` is missing, so how texts are split is unknown; convert the model again with a newer llama.cpp"))
     })?;
-    Split::named(&name).ok_or_else(|| {
+    PreTokenizer::from_llama_cpp_name(&name).ok_or_else(|| {
         file.error(format!("`{key}`: {name} is not a split of texts that is read (known: {})", known()))
     })
 }

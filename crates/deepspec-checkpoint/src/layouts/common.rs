@@ -3,7 +3,7 @@
 use deepspec_core::Tap;
 use serde_json::{Map, Value};
 
-use crate::drafter::{Drafter, Incompatibility, NOTES, Settings};
+use crate::drafter::{Drafter, INFORMATIVE_KEYS, Incompatibility, Settings};
 use crate::fields::Fields;
 use crate::{CheckpointError, Family};
 
@@ -25,7 +25,7 @@ pub struct Decoder {
     /// Number of draft layers.
     pub layers: u64,
     /// Settings that other formats cannot express.
-    pub obstacles: Vec<Incompatibility>,
+    pub incompatibilities: Vec<Incompatibility>,
 }
 
 impl Decoder {
@@ -55,12 +55,12 @@ impl Decoder {
         map.retain(|key, _| {
             !shared.contains(&key.as_str())
                 && !foreign.contains(&key.as_str())
-                && !NOTES.contains(&key.as_str())
+                && !INFORMATIVE_KEYS.contains(&key.as_str())
         });
         let slides = fields.texts("layer_types")?.is_some_and(|types| types.contains(&"sliding_attention"));
-        let mut obstacles = vec![];
+        let mut incompatibilities = vec![];
         if slides || fields.flag("use_sliding_window")?.unwrap_or(false) {
-            obstacles.push(Incompatibility {
+            incompatibilities.push(Incompatibility {
                 key: "layer_types".into(),
                 reason: "draft layers with a sliding window: tools differ in who sees what within a block"
                     .into(),
@@ -69,7 +69,7 @@ impl Decoder {
         if let Some(activation) = fields.text("hidden_act")?.filter(|&name| family.pre_norm && name != "silu")
         {
             let reason = format!("{activation}: draft layers of other tools have SiLU");
-            obstacles.push(Incompatibility { key: "hidden_act".into(), reason });
+            incompatibilities.push(Incompatibility { key: "hidden_act".into(), reason });
         }
         Ok(Self {
             family,
@@ -77,7 +77,7 @@ impl Decoder {
             hidden_size: fields.required_size("hidden_size")?,
             vocab_size: fields.required_size("vocab_size")?,
             layers,
-            obstacles,
+            incompatibilities,
             map,
         })
     }
@@ -105,8 +105,8 @@ impl Decoder {
             taps,
             num_target_layers: fields.size("num_target_layers")?,
             kind,
-            notes: notes(fields),
-            obstacles: self.obstacles,
+            informative_keys: informative_keys(fields),
+            incompatibilities: self.incompatibilities,
             decoder: self.map,
         })
     }
@@ -121,7 +121,7 @@ pub fn flat(drafter: &Drafter) -> Map<String, Value> {
     if let Some(layers) = drafter.num_target_layers {
         map.insert("num_target_layers".into(), layers.into());
     }
-    map.extend(drafter.notes.clone());
+    map.extend(drafter.informative_keys.clone());
     map
 }
 
@@ -141,8 +141,8 @@ pub fn taps(fields: &Fields, key: &str, embedding: i64) -> Result<Vec<Tap>, Chec
 }
 
 /// Keys that are informative only.
-fn notes(fields: &Fields) -> Map<String, Value> {
-    NOTES
+fn informative_keys(fields: &Fields) -> Map<String, Value> {
+    INFORMATIVE_KEYS
         .iter()
         .filter_map(|&key| fields.map.get(key).map(|value| (key.to_string(), value.clone())))
         .collect()

@@ -1,13 +1,13 @@
 //! Reads and writes a drafter's config.json in each format.
 
 mod common;
-mod container;
+mod dflash_config;
 mod reader;
 mod reference;
 mod speculators;
 
 pub use common::{Decoder, taps};
-pub use container::{ContainerConfig, foreign_attention};
+pub use dflash_config::{DflashConfig, unsupported_attention};
 pub use reader::{ExternalClass, Known, Reader};
 
 use std::path::Path;
@@ -53,7 +53,7 @@ pub fn read(
             return (class.read)(&fields, tensors, families);
         }
     }
-    if let Some(problem) = foreign_layout(map, tensors) {
+    if let Some(problem) = unsupported_layout(map, tensors) {
         return Err(fields.error("architectures", problem));
     }
     let found = fields.required("architectures", architecture)?;
@@ -71,7 +71,7 @@ pub fn read(
 
 /// A message about a drafter format that is recognised but not supported; None for other
 /// checkpoints.
-pub fn foreign_layout(map: &Map<String, Value>, tensors: &Tensors) -> Option<String> {
+pub fn unsupported_layout(map: &Map<String, Value>, tensors: &Tensors) -> Option<String> {
     let class =
         map.get("architectures").and_then(|list| list.get(0)).and_then(Value::as_str).unwrap_or("no class");
     let has = |part: &str| tensors.iter().any(|(name, _)| name.contains(part));
@@ -103,17 +103,17 @@ pub fn foreign_layout(map: &Map<String, Value>, tensors: &Tensors) -> Option<Str
 /// The config.json of a drafter in a format that can express it.
 pub fn config(
     drafter: &Drafter,
-    dialect: CheckpointFormat,
+    format: CheckpointFormat,
     target: Option<&Target>,
     dtype: &str,
 ) -> Map<String, Value> {
-    let mut map = match dialect {
+    let mut map = match format {
         CheckpointFormat::Reference => reference::config(drafter),
         CheckpointFormat::Speculators => speculators::config(drafter, target),
         CheckpointFormat::Specforge | CheckpointFormat::Zlab | CheckpointFormat::Modelopt => {
             let flat = common::flat(drafter);
-            let own = drafter.kind.own_config(drafter, dialect, &flat);
-            own.unwrap_or_else(|| container::config(drafter, dialect, flat))
+            let own = drafter.kind.own_config(drafter, format, &flat);
+            own.unwrap_or_else(|| dflash_config::config(drafter, format, flat))
         }
     };
     map.insert("dtype".into(), dtype.into());

@@ -16,7 +16,7 @@ pub struct Reader {
     /// Model types of the kind in the speculators package.
     pub model_types: &'static [&'static str],
     /// Reads the settings of the speculators format, and adds settings that no other format can
-    /// express to the decoder's obstacles.
+    /// express to the decoder's incompatibilities.
     pub speculators: fn(&Fields, &mut Decoder) -> Result<Settings, CheckpointError>,
     /// Class names of the kind in the formats of other tools.
     pub classes: &'static [ExternalClass],

@@ -4,7 +4,7 @@ use deepspec_core::Tap;
 use serde_json::{Map, Value};
 
 use super::common::{Decoder, flat, taps};
-use super::container;
+use super::dflash_config;
 use super::reader::{Known, Reader};
 use crate::CheckpointError;
 use crate::drafter::Drafter;
@@ -31,7 +31,7 @@ pub fn read(
     let of_kinds = known.kinds.iter().flat_map(|kind| kind.keys);
     let own: Vec<&str> = OWN.iter().chain(of_kinds).copied().collect();
     let mut decoder = Decoder::read(fields, &own, known.families)?;
-    decoder.obstacles.extend(container::attention(fields.map));
+    decoder.incompatibilities.extend(dflash_config::attention(fields.map));
     let kind = (kind.reference)(fields, &decoder)?;
     fields.required_size::<u64>("num_target_layers")?;
     let taps = taps(fields, "target_layer_ids", -1)?;

@@ -32,8 +32,9 @@ pub fn read(fields: &Fields, tensors: &Tensors, known: Known) -> Result<Drafter,
     }
     let nested = nested.with(&map);
     let mut decoder = Decoder::read(&nested, &[], known.families)?;
-    let mut stops =
-        |key: &str, reason: String| decoder.obstacles.push(Incompatibility { key: key.into(), reason });
+    let mut stops = |key: &str, reason: String| {
+        decoder.incompatibilities.push(Incompatibility { key: key.into(), reason })
+    };
 
     let draft_vocab_size = fields.required_size("draft_vocab_size")?;
     if draft_vocab_size != decoder.vocab_size {
@@ -106,6 +107,6 @@ pub fn config(drafter: &Drafter, target: Option<&Target>) -> Map<String, Value> 
         put("num_target_layers", layers.into());
     }
     map.extend(keys);
-    map.extend(drafter.notes.clone());
+    map.extend(drafter.informative_keys.clone());
     map
 }

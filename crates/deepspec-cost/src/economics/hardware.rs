@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::{endless, wrong};
+use super::{infinite, wrong};
 
 /// An accelerator.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
@@ -17,7 +17,7 @@ pub struct Hardware {
     /// Operations per second in 4-bit floats; equal to `fp8` without support.
     pub fp4: f64,
     /// Bytes per second to other accelerators, in each direction.
-    #[serde(default = "endless")]
+    #[serde(default = "infinite")]
     pub link: f64,
 }
 

@@ -162,10 +162,16 @@ impl Target {
         committed(load.acceptance, drafted) * plain / (verified + drafting)
     }
 
-    /// The number of drafted tokens from 0 to `most` with the highest throughput, and its speed-up.
-    pub fn best_length(&self, hardware: &Hardware, draft: &Draft, load: Load, most: u32) -> (u32, f64) {
-        let all =
-            (0..=most).map(|drafted| (drafted, self.speed_up(hardware, draft, load, f64::from(drafted))));
+    /// The number of drafted tokens from 0 to `max_drafted` with the highest throughput, and its speed-up.
+    pub fn best_length(
+        &self,
+        hardware: &Hardware,
+        draft: &Draft,
+        load: Load,
+        max_drafted: u32,
+    ) -> (u32, f64) {
+        let all = (0..=max_drafted)
+            .map(|drafted| (drafted, self.speed_up(hardware, draft, load, f64::from(drafted))));
         all.fold((0, 1.0), |best, of| if of.1 > best.1 { of } else { best })
     }
 
@@ -227,7 +233,7 @@ fn wrong(values: &[(&str, f64)], holds: impl Fn(f64) -> bool, expected: &str) ->
     Some(format!("`{key}` is {value}; expected {expected}"))
 }
 
-fn endless() -> f64 {
+fn infinite() -> f64 {
     f64::INFINITY
 }
 

@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::{at_least_0, endless, one, positive, wrong};
+use super::{at_least_0, infinite, one, positive, wrong};
 
 /// Operations and bytes of a part of a layer.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -40,7 +40,7 @@ pub enum Attention {
         /// Bytes per value of the KV cache.
         kv_bytes: f64,
         /// Maximum number of tokens that a query attends to.
-        #[serde(default = "endless")]
+        #[serde(default = "infinite")]
         window: f64,
     },
     /// Multi-head latent attention (MLA) in its absorbed form: all heads share one latent vector
@@ -61,7 +61,7 @@ pub enum Attention {
         compression: f64,
         /// Maximum number of stored vectors that an indexer selects for each query, after it has
         /// read the keys of all.
-        #[serde(default = "endless")]
+        #[serde(default = "infinite")]
         top: f64,
         /// Width of an indexer key, one byte per value; 0 without an indexer.
         #[serde(default)]

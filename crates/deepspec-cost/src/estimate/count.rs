@@ -58,7 +58,7 @@ pub struct Drafting {
 
 /// Work of the target answering prompts by plain decoding. Prompts are prefilled within decoding
 /// steps.
-pub fn decoded(target: &ModelSize, asked: DecodeLoad) -> Work {
+pub fn decode_work(target: &ModelSize, asked: DecodeLoad) -> Work {
     let DecodeLoad { rows, prompt, answer, concurrency, value_bytes } = asked;
     let head = head_operations(target);
     let (read, written) = (operations(target, prompt, 0.0) + head, operations(target, answer, prompt));
@@ -73,7 +73,7 @@ pub fn decoded(target: &ModelSize, asked: DecodeLoad) -> Work {
 
 /// Work of capturing hidden states in `passes` passes without logits; `lengths` has (number of
 /// sequences, tokens of each).
-pub fn captured(
+pub fn capture_work(
     target: &ModelSize,
     lengths: impl IntoIterator<Item = (f64, f64)>,
     passes: f64,
@@ -89,7 +89,12 @@ pub fn captured(
 
 /// Work of speculative decoding by target and drafter: every cycle verifies γ + 1 tokens and
 /// commits τ.
-pub fn judged(target: &ModelSize, drafting: Drafting, asked: DecodeLoad, accepted_length: f64) -> Work {
+pub fn speculation_work(
+    target: &ModelSize,
+    drafting: Drafting,
+    asked: DecodeLoad,
+    accepted_length: f64,
+) -> Work {
     let DecodeLoad { rows, prompt, answer, concurrency, value_bytes } = asked;
     let Drafting { length, weights, at_once } = drafting;
     let head = head_operations(target);
@@ -205,9 +210,9 @@ mod tests {
         assert!((all / parts - 1.0).abs() < 1e-12);
         let asked =
             DecodeLoad { rows: 10.0, prompt: 100.0, answer: 200.0, concurrency: 5.0, value_bytes: 2.0 };
-        let work = decoded(&target, asked);
+        let work = decode_work(&target, asked);
         assert_eq!(work.passes, 400.0);
-        let captured = captured(&target, [(2.0, 300.0), (1.0, 100.0)], 5.0, 2.0);
+        let captured = capture_work(&target, [(2.0, 300.0), (1.0, 100.0)], 5.0, 2.0);
         assert_eq!(captured.operations, 2.0 * all + operations(&target, 100.0, 0.0));
         assert_eq!((captured.passes, captured.bytes), (5.0, 10.0 * target.weights));
         assert!((work.operations / (10.0 * (all + 201.0 * head_operations(&target))) - 1.0).abs() < 1e-12);
@@ -221,14 +226,14 @@ mod tests {
         let target = qwen3_4b();
         let asked = DecodeLoad { rows: 1.0, prompt: 10.0, answer: 100.0, concurrency: 1.0, value_bytes: 2.0 };
         let drafting = Drafting { length: 7.0, weights: 6e8, at_once: true };
-        let [slow, fast] = [1.0, 4.0].map(|length| judged(&target, drafting, asked, length));
+        let [slow, fast] = [1.0, 4.0].map(|length| speculation_work(&target, drafting, asked, length));
         assert_eq!((slow.passes, fast.passes), (100.0, 25.0));
         assert!(slow.operations > 3.5 * fast.operations);
         // A sequential drafter is read once per token, including the head.
-        let in_turn = judged(&target, Drafting { at_once: false, ..drafting }, asked, 4.0);
+        let in_turn = speculation_work(&target, Drafting { at_once: false, ..drafting }, asked, 4.0);
         let again = 6.0 * 25.0 * (6e8 + 151_936.0 * 2560.0) * 2.0;
         assert!(((in_turn.bytes - fast.bytes) / again - 1.0).abs() < 1e-9);
         // At least eight tokens are verified for each committed one.
-        assert!(slow.operations > 8.0 * decoded(&target, asked).operations * 0.9);
+        assert!(slow.operations > 8.0 * decode_work(&target, asked).operations * 0.9);
     }
 }

@@ -7,7 +7,9 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use crate::estimate::{DecodeLoad, Drafting, ModelSize, ScaleError, Stage, Work, decoded, judged};
+use crate::estimate::{
+    DecodeLoad, Drafting, ModelSize, ScaleError, Stage, Work, decode_work, speculation_work,
+};
 
 /// Work of one device, and its measured time.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
@@ -126,7 +128,7 @@ fn answered(run: &Regenerated, target: &ModelSize, value_bytes: f64) -> Measured
         concurrency,
         value_bytes,
     };
-    Measured { stage: Stage::Answers, work: decoded(target, asked), seconds }
+    Measured { stage: Stage::Answers, work: decode_work(target, asked), seconds }
 }
 
 fn judgement(
@@ -144,7 +146,7 @@ fn judgement(
         concurrency: slots.min(*samples),
         value_bytes,
     };
-    let work = judged(target, drafting, asked, committed / cycles);
+    let work = speculation_work(target, drafting, asked, committed / cycles);
     Measured { stage: Stage::Evaluation, work, seconds: timing.wall_s }
 }
 
@@ -188,7 +190,7 @@ mod tests {
             DecodeLoad { rows: 10.0, prompt: 30.0, answer: 50.0, concurrency: 10.0, value_bytes: 4.0 };
         assert_eq!(
             found,
-            [Measured { stage: Stage::Answers, work: decoded(&target(), asked), seconds: 2.5 }]
+            [Measured { stage: Stage::Answers, work: decode_work(&target(), asked), seconds: 2.5 }]
         );
         assert_eq!(found[0].work.passes, 50.0);
         let mut none = run;

@@ -15,7 +15,9 @@ mod pipeline;
 mod rates;
 mod work;
 
-pub use count::{AttentionSize, DecodeLoad, Drafting, ModelSize, captured, decoded, judged};
+pub use count::{
+    AttentionSize, DecodeLoad, Drafting, ModelSize, capture_work, decode_work, speculation_work,
+};
 pub use error::ScaleError;
 pub use machine::{Basis, Link, Machine, read_hardware};
 pub use measured::{Measured, read_measured};

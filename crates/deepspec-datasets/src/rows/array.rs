@@ -30,27 +30,27 @@ impl Elements {
 
     /// Reads up to the end of the next element; None after the last one.
     fn element(&mut self) -> io::Result<Option<RawLine>> {
-        let (mut bytes, mut cutter) = (Vec::new(), Cutter::default());
-        let border = loop {
+        let (mut bytes, mut splitter) = (Vec::new(), ElementSplitter::default());
+        let element_end = loop {
             let buffer = self.text.fill_buf()?;
             if buffer.is_empty() {
                 break None;
             }
-            let (read, border) = match cutter.border(buffer) {
+            let (read, element_end) = match splitter.element_end(buffer) {
                 Some(at) => (at + 1, Some(buffer[at])),
                 None => (buffer.len(), None),
             };
-            let inside = read - usize::from(border.is_some());
+            let inside = read - usize::from(element_end.is_some());
             let room = MAX_LINE.saturating_sub(bytes.len());
             bytes.extend_from_slice(&buffer[..inside.min(room)]);
             self.text.consume(read);
-            if border.is_some() {
-                break border;
+            if element_end.is_some() {
+                break element_end;
             }
         };
         let blank = bytes.trim_ascii().is_empty();
-        self.ended = border != Some(b',');
-        self.closed = border == Some(b']');
+        self.ended = element_end != Some(b',');
+        self.closed = element_end == Some(b']');
         // `[]` has no element. Blank text without a `]` is a truncated element.
         if blank && self.closed && self.number == 0 {
             return Ok(None);
@@ -61,7 +61,7 @@ impl Elements {
     }
 
     /// Reports text after the array as one additional invalid element; ignores blanks.
-    fn behind(&mut self) -> io::Result<Option<RawLine>> {
+    fn trailing_text(&mut self) -> io::Result<Option<RawLine>> {
         loop {
             let buffer = self.text.fill_buf()?;
             let read = buffer.len();
@@ -84,7 +84,7 @@ impl Iterator for Elements {
     fn next(&mut self) -> Option<Self::Item> {
         let mut element = if self.ended { Ok(None) } else { self.element() };
         if matches!(element, Ok(None)) && std::mem::take(&mut self.closed) {
-            element = self.behind();
+            element = self.trailing_text();
         }
         self.ended |= element.is_err();
         element.map_err(FileError::at("reading", &self.path)).transpose()
@@ -93,15 +93,15 @@ impl Iterator for Elements {
 
 /// Bracket depth and string state at the end of the text so far.
 #[derive(Default)]
-struct Cutter {
+struct ElementSplitter {
     depth: usize,
     in_string: bool,
     escaped: bool,
 }
 
-impl Cutter {
+impl ElementSplitter {
     /// Index of the first comma or closing bracket at depth 0 and outside strings.
-    fn border(&mut self, bytes: &[u8]) -> Option<usize> {
+    fn element_end(&mut self, bytes: &[u8]) -> Option<usize> {
         for (at, byte) in bytes.iter().enumerate() {
             if self.in_string {
                 match byte {

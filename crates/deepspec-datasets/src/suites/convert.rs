@@ -8,7 +8,7 @@ use crate::rows::{Source, Table};
 use anyhow::{Context, bail};
 use serde_json::Value;
 
-use crate::suites::turns::Form;
+use crate::suites::prompt_conversion::PromptConversion;
 
 /// A converted suite.
 #[derive(Debug)]
@@ -24,10 +24,10 @@ pub struct Converted {
 /// # Errors
 /// Fails if a file is unreadable, lacks columns or has no rows. Fails if a row gives no prompt,
 /// naming file, row and column.
-pub fn convert(form: &Form, files: &[PathBuf]) -> anyhow::Result<Converted> {
+pub fn convert(conversion: &PromptConversion, files: &[PathBuf]) -> anyhow::Result<Converted> {
     let mut converted = Converted { text: String::new(), rows: 0 };
     for path in files {
-        let rows = one_file(form, path, &mut converted.text)?;
+        let rows = one_file(conversion, path, &mut converted.text)?;
         if rows == 0 {
             bail!("{}: the file has no rows", path.display());
         }
@@ -36,13 +36,13 @@ pub fn convert(form: &Form, files: &[PathBuf]) -> anyhow::Result<Converted> {
     Ok(converted)
 }
 
-fn one_file(form: &Form, path: &Path, text: &mut String) -> anyhow::Result<usize> {
+fn one_file(conversion: &PromptConversion, path: &Path, text: &mut String) -> anyhow::Result<usize> {
     let source = source(path)?;
     let columns = |table: Table| table.schema().fields().iter().map(|field| field.name().clone()).collect();
     let schema: Option<BTreeSet<String>> =
         kind(path).ends_with(".parquet").then(|| Table::open(path.into()).map(columns)).transpose()?;
     if let Some(columns) = &schema {
-        check_columns(form, columns).with_context(|| path.display().to_string())?;
+        check_columns(conversion, columns).with_context(|| path.display().to_string())?;
     }
     let (mut seen, mut rows) = (schema.clone().unwrap_or_default(), 0);
     for item in source.rows()? {
@@ -54,17 +54,17 @@ fn one_file(form: &Form, path: &Path, text: &mut String) -> anyhow::Result<usize
         };
         if schema.is_none() {
             if rows == 0 {
-                check_columns(form, &row.keys().cloned().collect()).with_context(place)?;
+                check_columns(conversion, &row.keys().cloned().collect()).with_context(place)?;
             }
-            seen.extend(form.optional().iter().filter(|&name| row.contains_key(name)).cloned());
+            seen.extend(conversion.optional().iter().filter(|&name| row.contains_key(name)).cloned());
         }
-        match form.turns(row) {
+        match conversion.turns(row) {
             Ok(turns) => push_line(text, &turns),
             Err(odd) => bail!("{}: {odd}", place()),
         }
         rows += 1;
     }
-    if let Some(absent) = form.optional().iter().find(|&name| rows > 0 && !seen.contains(name)) {
+    if let Some(absent) = conversion.optional().iter().find(|&name| rows > 0 && !seen.contains(name)) {
         bail!("{}: no row has the column `{absent}`", path.display());
     }
     Ok(rows)
@@ -87,8 +87,8 @@ fn source(path: &Path) -> anyhow::Result<Source> {
 }
 
 /// Checks the columns of the dataset, so that a wrong dataset does not appear as a bad first row.
-fn check_columns(form: &Form, found: &BTreeSet<String>) -> anyhow::Result<()> {
-    let expected = form.required();
+fn check_columns(conversion: &PromptConversion, found: &BTreeSet<String>) -> anyhow::Result<()> {
+    let expected = conversion.required();
     match expected.iter().find(|&name| !found.contains(name)) {
         None => Ok(()),
         Some(absent) => bail!(
@@ -118,18 +118,18 @@ fn push_line(text: &mut String, turns: &[String]) {
 mod tests {
     use super::*;
     use crate::suites::description::public;
-    use crate::suites::turns::Templates;
+    use crate::suites::prompt_conversion::Templates;
 
-    fn form(suite: &str) -> Form {
+    fn conversion(suite: &str) -> PromptConversion {
         let suite = public().iter().find(|public| public.name == suite).unwrap();
-        suite.turns.form().unwrap()
+        suite.turns.conversion().unwrap()
     }
 
-    fn converted(form: &Form, text: &str) -> Result<String, String> {
+    fn converted(conversion: &PromptConversion, text: &str) -> Result<String, String> {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("rows.jsonl");
         std::fs::write(&path, text).unwrap();
-        let converted = convert(form, &[path]).map_err(|error| deepspec_core::cli::one_line(&error))?;
+        let converted = convert(conversion, &[path]).map_err(|error| deepspec_core::cli::one_line(&error))?;
         assert_eq!(converted.rows, converted.text.lines().count());
         Ok(converted.text)
     }
@@ -137,28 +137,33 @@ mod tests {
     #[test]
     fn lines_have_the_published_form() {
         let text = converted(
-            &form("arena-hard-v2"),
+            &conversion("arena-hard-v2"),
             "{\"uid\": 1, \"prompt\": \"a/\\u00e9\\n\\u0001\\u007f\\\"\"}\n",
         );
         assert_eq!(text.unwrap(), "{\"turns\": [\"a/é\\n\\u0001\u{7f}\\\"\"]}\n");
-        let text =
-            converted(&form("mt-bench"), "{\"prompt\": [\"one\", \"two\"]}\n\n{\"prompt\": [\"three\"]}");
+        let text = converted(
+            &conversion("mt-bench"),
+            "{\"prompt\": [\"one\", \"two\"]}\n\n{\"prompt\": [\"three\"]}",
+        );
         assert_eq!(text.unwrap(), "{\"turns\": [\"one\", \"two\"]}\n{\"turns\": [\"three\"]}\n");
     }
 
     #[test]
     fn another_shape_shows_the_columns() {
-        let error = converted(&form("alpaca"), "{\"question\": \"?\", \"answer\": 1}\n").unwrap_err();
+        let error = converted(&conversion("alpaca"), "{\"question\": \"?\", \"answer\": 1}\n").unwrap_err();
         let words = [
             "rows.jsonl:1",
             "no column `input`",
             "expected `input`, `instruction`, found `answer`, `question`",
         ];
         assert!(words.iter().all(|word| error.contains(word)), "{error}");
-        assert!(converted(&form("alpaca"), "{}").unwrap_err().contains("found no columns"));
-        assert!(converted(&form("alpaca"), "").unwrap_err().contains("rows.jsonl: the file has no rows"));
-        let optional =
-            Form::Templates(Box::new(Templates::new(&["{{ a }}{{ b|optional }}".into()]).unwrap()));
+        assert!(converted(&conversion("alpaca"), "{}").unwrap_err().contains("found no columns"));
+        assert!(
+            converted(&conversion("alpaca"), "").unwrap_err().contains("rows.jsonl: the file has no rows")
+        );
+        let optional = PromptConversion::Templates(Box::new(
+            Templates::new(&["{{ a }}{{ b|optional }}".into()]).unwrap(),
+        ));
         assert!(
             converted(&optional, "{\"a\": 1}\n{\"a\": 2}\n")
                 .unwrap_err()
@@ -170,7 +175,7 @@ mod tests {
     #[test]
     fn an_odd_row_is_named() {
         let says = |suite: &str, text: &str, words: &str| {
-            let error = converted(&form(suite), text).unwrap_err();
+            let error = converted(&conversion(suite), text).unwrap_err();
             assert!(error.contains(words), "{words} not in: {error}");
         };
         let good = "{\"instruction\": \"a\", \"input\": \"\"}\n";

@@ -7,9 +7,9 @@ use std::sync::LazyLock;
 use deepspec_core::{config, digest, env, usage};
 use serde::{Deserialize, Serialize};
 
-use crate::suites::plan::{Place, Plan, Wanted};
+use crate::suites::plan::{DatasetPart, Plan, RowSource};
+use crate::suites::prompt_conversion::{PromptConversion, Templates};
 use crate::suites::suite::{self, Domain};
-use crate::suites::turns::{Form, Templates};
 
 /// A key of a description with its problem.
 type Wrong = (&'static str, String);
@@ -94,13 +94,13 @@ impl Description {
     /// The plan of this description, or the invalid key with its problem.
     fn plan(self, converter: String) -> Result<Plan, Wrong> {
         suite::check_name(&self.name).map_err(|problem| ("name", problem))?;
-        let form = self.turns.form().map_err(|problem| ("turns", problem))?;
-        let wanted = self.wanted()?;
+        let conversion = self.turns.conversion().map_err(|problem| ("turns", problem))?;
+        let source = self.source()?;
         let cap = self.limit.map(NonZeroUsize::get);
-        Ok(Plan { name: self.name, domain: self.domain, cap, converter, form, wanted })
+        Ok(Plan { name: self.name, domain: self.domain, cap, converter, conversion, source })
     }
 
-    fn wanted(&self) -> Result<Wanted, Wrong> {
+    fn source(&self) -> Result<RowSource, Wrong> {
         let hub_keys = [
             ("revision", self.revision.is_some()),
             ("config_name", self.config_name.is_some()),
@@ -121,32 +121,34 @@ impl Description {
                     format!("{} is neither a file nor a hub id (`owner/name`)", self.dataset),
                 ));
             }
-            return Ok(Wanted::Files(vec![path]));
+            return Ok(RowSource::Files(vec![path]));
         }
-        let place = match (&self.files, &self.split) {
+        let part = match (&self.files, &self.split) {
             (Some(_), Some(_)) => return Err(("split", "give either `split` or `files`".into())),
             (Some(_), None) if self.config_name.is_some() => {
                 return Err(("config_name", "it goes with `split`, not with `files`".into()));
             }
             (Some(files), None) if files.is_empty() => return Err(("files", "the list is empty".into())),
-            (Some(files), None) => Place::Files(files.clone()),
-            (None, Some(split)) => Place::Split(self.config_name.clone(), split.clone()),
+            (Some(files), None) => DatasetPart::Files(files.clone()),
+            (None, Some(split)) => DatasetPart::Split(self.config_name.clone(), split.clone()),
             (None, None) => return Err(("split", "give the name of a split, or `files`".into())),
         };
-        Ok(Wanted::Hub { dataset: self.dataset.clone(), revision: self.revision.clone(), place })
+        Ok(RowSource::Hub { dataset: self.dataset.clone(), revision: self.revision.clone(), part })
     }
 }
 
 impl Turns {
     /// The conversion from rows to prompts, or the problem with it.
-    pub(crate) fn form(&self) -> Result<Form, String> {
+    pub(crate) fn conversion(&self) -> Result<PromptConversion, String> {
         match self {
             Self::Column(column) if column.trim().is_empty() => Err("the column's name is empty".into()),
             Self::Column(text) if text.contains(['{', '}']) => {
                 Err("a template must stand in a list, such as [\"{{ question }}\"]".into())
             }
-            Self::Column(column) => Ok(Form::Column(column.clone())),
-            Self::Templates(templates) => Ok(Form::Templates(Box::new(Templates::new(templates)?))),
+            Self::Column(column) => Ok(PromptConversion::Column(column.clone())),
+            Self::Templates(templates) => {
+                Ok(PromptConversion::Templates(Box::new(Templates::new(templates)?)))
+            }
         }
     }
 }
@@ -180,7 +182,8 @@ mod tests {
             (described.name.as_str(), described.domain, described.cap),
             ("mine", Domain::Code, Some(5))
         );
-        let Wanted::Hub { dataset, revision, place: Place::Split(config, split) } = described.wanted else {
+        let RowSource::Hub { dataset, revision, part: DatasetPart::Split(config, split) } = described.source
+        else {
             panic!()
         };
         assert_eq!((dataset.as_str(), revision.as_deref()), ("owner/name", Some("v1")));
@@ -191,9 +194,9 @@ mod tests {
         assert_ne!(plan(&text.replace("Sure", "Really")).unwrap().converter, described.converter);
 
         let files = plan(&format!("{HUB}files: [\"data/*.jsonl\"]\nturns: prompt\n")).unwrap();
-        assert!(matches!(files.form, Form::Column(column) if column == "prompt"));
+        assert!(matches!(files.conversion, PromptConversion::Column(column) if column == "prompt"));
         assert!(
-            matches!(files.wanted, Wanted::Hub { place: Place::Files(files), .. } if files == ["data/*.jsonl"])
+            matches!(files.source, RowSource::Hub { part: DatasetPart::Files(files), .. } if files == ["data/*.jsonl"])
         );
     }
 

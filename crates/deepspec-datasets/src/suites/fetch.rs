@@ -7,7 +7,7 @@ use deepspec_core::cli::{UsageError, Verbosity, one_line};
 use deepspec_core::digest;
 use deepspec_hub::{Glob, Hub, HubError, Kind, Repo};
 
-use crate::suites::plan::{Place, Plan, Wanted};
+use crate::suites::plan::{DatasetPart, Plan, RowSource};
 use crate::suites::record::{Origin, SourceFile};
 
 /// Provides files from the hub or from disk.
@@ -29,10 +29,10 @@ impl Fetcher {
     /// Fails if the hub is unreachable or refuses, if the dataset has no such part, or if a local
     /// file cannot be read.
     pub fn fetch(&mut self, plan: &Plan) -> anyhow::Result<(Vec<PathBuf>, Origin)> {
-        match &plan.wanted {
-            Wanted::Files(files) => Ok((files.clone(), origin_of(files)?)),
-            Wanted::Hub { dataset, revision, place } => {
-                self.ask_hub(dataset, revision.as_deref(), place).map_err(|error| advise(&error, &plan.name))
+        match &plan.source {
+            RowSource::Files(files) => Ok((files.clone(), origin_of(files)?)),
+            RowSource::Hub { dataset, revision, part } => {
+                self.ask_hub(dataset, revision.as_deref(), part).map_err(|error| advise(&error, &plan.name))
             }
         }
     }
@@ -41,18 +41,18 @@ impl Fetcher {
         &mut self,
         dataset: &str,
         revision: Option<&str>,
-        place: &Place,
+        part: &DatasetPart,
     ) -> anyhow::Result<(Vec<PathBuf>, Origin)> {
         let repo = Repo::parse(Kind::Dataset, dataset, revision).map_err(HubError::report)?;
         let hub = match &mut self.hub {
             Some(hub) => hub,
             none => none.insert(Hub::from_env(self.verbosity).map_err(HubError::report)?),
         };
-        let files = match place {
-            Place::Split(config, split) => {
+        let files = match part {
+            DatasetPart::Split(config, split) => {
                 hub.dataset(&repo, config.as_deref(), Some(split)).map_err(HubError::report)?
             }
-            Place::Files(patterns) => {
+            DatasetPart::Files(patterns) => {
                 let mut files = vec![];
                 for pattern in patterns {
                     for path in matching(hub, &repo, pattern)? {

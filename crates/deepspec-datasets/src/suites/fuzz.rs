@@ -8,11 +8,11 @@ use crate::suites::record::{self, Entry, Origin, Record};
 use crate::suites::suite::Domain;
 use deepspec_core::cli::one_line;
 use deepspec_engine::Sampling;
-use deepspec_testkit::mutate::Dice;
+use deepspec_testkit::mutate::Fuzzer;
 use deepspec_text::ChatTokenizer;
 use tempfile::TempDir;
 
-use crate::suites::{Folder, RequestTemplate, TokenizedSuite};
+use crate::suites::{RequestTemplate, SuiteDir, TokenizedSuite};
 
 const NAME: &str = "mine";
 const WORDS: [&str; 6] = ["id", "turns", "cap", "mine", "math", "<|im_end|>"];
@@ -51,7 +51,7 @@ fn prepare(dir: &Path, tokenizer: &ChatTokenizer) -> Result<Vec<TokenizedSuite>,
         vocab_size: 1024,
     };
     let prepare = || -> anyhow::Result<Vec<TokenizedSuite>> {
-        let folder = Folder::open(dir)?;
+        let folder = SuiteDir::open(dir)?;
         let suites = folder.select(&[NAME.to_string()], &[])?;
         suites.into_iter().map(|suite| asking.prepare(folder.load(suite, 1, None)?)).collect()
     };
@@ -63,7 +63,7 @@ fn prepare(dir: &Path, tokenizer: &ChatTokenizer) -> Result<Vec<TokenizedSuite>,
 fn provoke(dir: &Path, file: &Path, seed: u64, times: usize, names: &[&str]) -> usize {
     let tiny = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../assets/tiny-target");
     let tokenizer = ChatTokenizer::load(&tiny).unwrap();
-    let (sound, mut dice, mut refused) = (fs::read(file).unwrap(), Dice::new(seed, &WORDS), 0);
+    let (sound, mut dice, mut refused) = (fs::read(file).unwrap(), Fuzzer::new(seed, &WORDS), 0);
     assert_eq!(prepare(dir, &tokenizer).unwrap()[0].requests.len(), 3);
     for _ in 0..times {
         fs::write(file, dice.file(&sound)).unwrap();

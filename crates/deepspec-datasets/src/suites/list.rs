@@ -12,7 +12,7 @@ use deepspec_core::jsonl::RawLines;
 use serde::Serialize;
 
 use crate::suites::description::public;
-use crate::suites::store::shown;
+use crate::suites::store::describe_origin;
 
 /// A row of the list.
 #[derive(Serialize)]
@@ -84,7 +84,7 @@ fn look(suite: Suite, dir: &Path, record: &Record) -> anyhow::Result<Listed> {
             (Some(Origin::Files(files)), _) if files.len() > 1 => {
                 format!("{} and {} more", files[0].path.display(), files.len() - 1)
             }
-            (Some(origin), _) => shown(origin),
+            (Some(origin), _) => describe_origin(origin),
             (None, Some(public)) => public.dataset.clone(),
             (None, None) => "DeepSpec's own".into(),
         };

@@ -9,30 +9,30 @@ mod convert;
 mod description;
 mod fetch;
 mod file;
-mod folder;
 #[cfg(test)]
 mod fuzz;
 mod list;
 mod mersenne;
 mod plan;
+mod prompt_conversion;
+#[cfg(test)]
+mod prompt_conversion_fuzz;
 mod record;
 mod requests;
 mod selection;
 mod store;
 mod suite;
-mod turns;
-#[cfg(test)]
-mod turns_fuzz;
+mod suite_dir;
 
 pub use builtin::SUITES;
 pub use fetch::Fetcher;
 pub use file::is_file;
-pub use folder::{Folder, Sample, SuiteRows};
 pub use list::list;
-pub use plan::{Place, Plan, Wanted};
+pub use plan::{DatasetPart, Plan, RowSource};
+pub use prompt_conversion::{PromptConversion, RowError, Templates};
 pub use record::Origin;
 pub use requests::{RequestTemplate, TokenizedSuite};
 pub use selection::{SuiteSelection, plans};
-pub use store::{Outcome, Store, shown};
+pub use store::{Store, StoredSuite, describe_origin};
 pub use suite::{Class, Domain, Suite};
-pub use turns::{Form, RowError, Templates};
+pub use suite_dir::{Sample, SuiteDir, SuiteRows};

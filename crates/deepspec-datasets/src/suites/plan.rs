@@ -2,8 +2,8 @@
 
 use std::path::PathBuf;
 
+use crate::suites::prompt_conversion::PromptConversion;
 use crate::suites::suite::Domain;
-use crate::suites::turns::Form;
 
 /// A suite to write.
 pub struct Plan {
@@ -16,13 +16,13 @@ pub struct Plan {
     /// Version of the conversion in the record.
     pub converter: String,
     /// Conversion from rows to prompts.
-    pub form: Form,
+    pub conversion: PromptConversion,
     /// Source of the rows.
-    pub wanted: Wanted,
+    pub source: RowSource,
 }
 
 /// Source of rows.
-pub enum Wanted {
+pub enum RowSource {
     /// A dataset on the Hugging Face hub.
     Hub {
         /// `owner/name`.
@@ -30,14 +30,14 @@ pub enum Wanted {
         /// Branch, tag or commit; None is the main branch.
         revision: Option<String>,
         /// Part of the dataset.
-        place: Place,
+        part: DatasetPart,
     },
     /// Local files, in order.
     Files(Vec<PathBuf>),
 }
 
 /// Part of a hub dataset with the rows.
-pub enum Place {
+pub enum DatasetPart {
     /// A split of the named configuration, or of the only one for None.
     Split(Option<String>, String),
     /// Files whose paths match these patterns, in the order of the patterns.

@@ -29,7 +29,7 @@ pub struct RequestTemplate<'a> {
 
 /// Why the target cannot run a prompt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Unaskable {
+pub enum PromptError {
     /// The prompt has this many tokens, which leaves no room for an answer.
     TooLong(usize),
     /// The prompt has this token, which is outside the target's vocabulary.
@@ -72,10 +72,10 @@ impl RequestTemplate<'_> {
                 Err(problem) => {
                     let (id, context, vocab) = (&sample.id, self.context, self.vocab_size);
                     let problem = match problem {
-                        Unaskable::TooLong(length) => {
+                        PromptError::TooLong(length) => {
                             format!("its prompt has {length} tokens, the target holds {context}")
                         }
-                        Unaskable::UnknownToken(token) => {
+                        PromptError::UnknownToken(token) => {
                             format!("its prompt has token {token}, the target's vocabulary has {vocab}")
                         }
                     };
@@ -105,15 +105,15 @@ impl RequestTemplate<'_> {
     ///
     /// # Errors
     /// Fails if the chat template refuses the conversation.
-    pub fn request(&self, id: String, messages: &[Message]) -> anyhow::Result<Result<Request, Unaskable>> {
+    pub fn request(&self, id: String, messages: &[Message]) -> anyhow::Result<Result<Request, PromptError>> {
         let prompt = generation_prompt(self.tokenizer, messages, self.system_prompt, Some(self.thinking))
             .with_context(|| format!("asking {id}"))?;
         let room = self.context.saturating_sub(prompt.len());
         if room == 0 {
-            return Ok(Err(Unaskable::TooLong(prompt.len())));
+            return Ok(Err(PromptError::TooLong(prompt.len())));
         }
         if let Some(&token) = prompt.iter().find(|&&token| token >= self.vocab_size as i64) {
-            return Ok(Err(Unaskable::UnknownToken(token)));
+            return Ok(Err(PromptError::UnknownToken(token)));
         }
         Ok(Ok(Request {
             id,

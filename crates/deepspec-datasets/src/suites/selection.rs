@@ -7,7 +7,7 @@ use anyhow::anyhow;
 use deepspec_core::{env, usage};
 
 use crate::suites::description::{self, public};
-use crate::suites::plan::{Plan, Wanted};
+use crate::suites::plan::{Plan, RowSource};
 use crate::suites::suite::Suite;
 
 /// Command-line arguments that select suites.
@@ -59,7 +59,7 @@ pub fn plans(args: &SuiteSelection) -> anyhow::Result<Vec<Plan>> {
     let mut plans: Vec<Plan> = public.chain(plans.into_iter().map(Ok)).collect::<anyhow::Result<_>>()?;
     for plan in &mut plans {
         if let Some(files) = sources.get(&plan.name) {
-            plan.wanted = Wanted::Files(files.clone());
+            plan.source = RowSource::Files(files.clone());
         }
     }
     Ok(plans)

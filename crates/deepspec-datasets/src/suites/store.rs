@@ -12,7 +12,7 @@ use deepspec_core::digest::{self, short};
 
 use crate::suites::convert::convert;
 use crate::suites::fetch::Fetcher;
-use crate::suites::plan::{Plan, Wanted};
+use crate::suites::plan::{Plan, RowSource};
 
 /// A folder to write suites to.
 pub struct Store<'a> {
@@ -21,7 +21,7 @@ pub struct Store<'a> {
 }
 
 /// The result of storing a suite.
-pub struct Outcome {
+pub struct StoredSuite {
     /// The record of the suite.
     pub entry: Entry,
     /// Whether the file was written by this call.
@@ -44,17 +44,17 @@ impl<'a> Store<'a> {
     /// # Errors
     /// Fails if the suite cannot be fetched, converted or written, or if a file of its name is
     /// another suite.
-    pub fn keep(&self, plan: &Plan, fetcher: &mut Fetcher) -> anyhow::Result<Outcome> {
+    pub fn keep(&self, plan: &Plan, fetcher: &mut Fetcher) -> anyhow::Result<StoredSuite> {
         let path = suite::path(self.dir, &plan.name);
         let recorded = Record::read(self.dir)?.suites.remove(&plan.name);
         let there = if self.overwrite || !path.exists() { None } else { Some(digest::file(&path)?) };
         if let (Some(found), Some(entry)) = (&there, recorded) {
             check(plan, &path, found, &entry)?;
-            return Ok(Outcome { entry, new: false });
+            return Ok(StoredSuite { entry, new: false });
         }
         let (files, origin) = fetcher.fetch(plan)?;
-        tracing::debug!("converting {} of {}", plan.name, shown(&origin));
-        let converted = convert(&plan.form, &files)?;
+        tracing::debug!("converting {} of {}", plan.name, describe_origin(&origin));
+        let converted = convert(&plan.conversion, &files)?;
         let entry = Entry {
             domain: plan.domain,
             rows: converted.rows,
@@ -68,13 +68,13 @@ impl<'a> Store<'a> {
             Some(found) if *found != entry.sha256 => bail!(
                 "{} exists, is not recorded in {FILE} and differs from what {} gives; --overwrite replaces it",
                 path.display(),
-                shown(&entry.source)
+                describe_origin(&entry.source)
             ),
             Some(_) => {}
             None => atomic::replace(&path, |file| file.write_all(converted.text.as_bytes()))?,
         }
         self.record(&plan.name, &entry)?;
-        Ok(Outcome { entry, new: there.is_none() })
+        Ok(StoredSuite { entry, new: there.is_none() })
     }
 
     /// Adds a suite to the record. A lock on the folder prevents concurrent runs from losing each
@@ -101,9 +101,9 @@ fn check(plan: &Plan, path: &Path, found: &str, entry: &Entry) -> anyhow::Result
         let (was, is) = (&entry.converter, &plan.converter);
         bail!("{path} was made by another conversion (`{was}`, now `{is}`); --overwrite makes it again");
     }
-    let same = match (&plan.wanted, &entry.source) {
-        (Wanted::Hub { dataset, .. }, Origin::Hub { dataset: recorded, .. }) => dataset == recorded,
-        (Wanted::Files(files), Origin::Files(recorded)) => {
+    let same = match (&plan.source, &entry.source) {
+        (RowSource::Hub { dataset, .. }, Origin::Hub { dataset: recorded, .. }) => dataset == recorded,
+        (RowSource::Files(files), Origin::Files(recorded)) => {
             let digests = files.iter().map(|file| digest::file(file)).collect::<Result<Vec<_>, _>>()?;
             digests.iter().eq(recorded.iter().map(|file| &file.sha256))
         }
@@ -112,14 +112,14 @@ fn check(plan: &Plan, path: &Path, found: &str, entry: &Entry) -> anyhow::Result
     if !same {
         bail!(
             "{path} was made from {}, not from what is asked for now; --overwrite makes it again",
-            shown(&entry.source)
+            describe_origin(&entry.source)
         );
     }
     Ok(())
 }
 
 /// Human-readable origin of rows.
-pub fn shown(origin: &Origin) -> String {
+pub fn describe_origin(origin: &Origin) -> String {
     match origin {
         Origin::Hub { dataset, revision } => format!("{dataset}@{}", short(revision)),
         Origin::Files(files) => {

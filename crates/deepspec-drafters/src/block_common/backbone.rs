@@ -69,14 +69,14 @@ struct Kept {
 }
 
 impl<K: BlockDrafter> Pass<'_, K> {
-    /// Runs the backward pass of a surrogate of the losses; `listener` is called after each layer.
-    pub fn backward(self, surrogate: &Tensor, listener: Option<GradReadyHook>) {
+    /// Runs the backward pass of a surrogate of the losses; `on_grad_ready` is called after each layer.
+    pub fn backward(self, surrogate: &Tensor, on_grad_ready: Option<GradReadyHook>) {
         backward(surrogate);
         let Some(LayerwiseBackward { model, shared, context, seen, mut layers, last }) = self.apart else {
             return;
         };
         let mut nobody = |_| {};
-        let listener = listener.unwrap_or(&mut nobody);
+        let on_grad_ready = on_grad_ready.unwrap_or(&mut nobody);
         let _range = range(c"backward");
         drop(self.hidden);
         let mut slope = last.grad();
@@ -94,7 +94,7 @@ impl<K: BlockDrafter> Pass<'_, K> {
             };
             (y * &slope).sum(Kind::Float).backward();
             slope = x.grad();
-            listener(count - i);
+            on_grad_ready(count - i);
         }
         if context.requires_grad() {
             (context * seen.grad()).sum(Kind::Float).backward();
@@ -162,7 +162,7 @@ impl<K: BlockDrafter> DraftModel<K> {
         self.drafting_states(&last)
     }
 
-    /// A training pass, which ends with [`Pass::backward`]. Backward passes run layer by layer with recomputation or a listener.
+    /// A training pass, which ends with [`Pass::backward`]. Backward passes run layer by layer with recomputation or a on_grad_ready.
     pub(crate) fn pass<'a>(&'a self, batch: &'a BlockBatch, is_heard: bool) -> Pass<'a, K> {
         let again = self.recomputes();
         if !(again || is_heard) || !self.layers_learn() {

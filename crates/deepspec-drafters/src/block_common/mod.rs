@@ -22,8 +22,8 @@ pub use blocks::{BlockSpec, MAX_RANK, num_anchors};
 pub use cost::{backbone_flops, block_pass_rows};
 pub use examined::predict;
 pub use layers::{DraftLayers, LayerType};
-pub use proposer::{AnchoredProposer, Drafting};
-pub use sums::AnchoredSum;
+pub use proposer::{BlockProposerOf, Drafting};
+pub use sums::BlockLossSum;
 
 use deepspec_engine::DraftSampling;
 use deepspec_models::nn::LayerHook;

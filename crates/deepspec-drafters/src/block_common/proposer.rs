@@ -14,7 +14,7 @@ use crate::draft_model::{DraftModel, DrafterConfig};
 use crate::{Drafter, DrafterProbe};
 
 /// A block drafter with a KV cache.
-pub struct AnchoredProposer<K: BlockDrafter> {
+pub struct BlockProposerOf<K: BlockDrafter> {
     model: DraftModel<K>,
     cache: KvCache,
 }
@@ -27,7 +27,7 @@ pub struct Drafting {
     pub embeddings: Option<Tensor>,
 }
 
-impl<K: BlockDrafter> AnchoredProposer<K> {
+impl<K: BlockDrafter> BlockProposerOf<K> {
     /// A proposer with an empty KV cache for `slots` sequences.
     pub fn new(model: DraftModel<K>, slots: usize) -> Self {
         let cache = KvCache::new(&model.attentions(), slots, model.kind(), model.device());
@@ -48,7 +48,7 @@ impl<K: BlockDrafter> AnchoredProposer<K> {
         anchors: &Tensor,
         mut choose: impl FnMut(i64, &Tensor) -> Tensor,
     ) -> Drafting {
-        let taken = self.cache.behind(&context.chunks);
+        let taken = self.cache.append(&context.chunks);
         let blocks = self.blocks(&taken, slots);
         self.cache.reserve(&[taken.as_slice(), &blocks].concat());
         if !taken.is_empty() {
@@ -122,7 +122,7 @@ impl<K: BlockDrafter> AnchoredProposer<K> {
     }
 }
 
-impl<K: BlockDrafter> Drafter for AnchoredProposer<K> {
+impl<K: BlockDrafter> Drafter for BlockProposerOf<K> {
     fn share(&self, slots: usize) -> Box<dyn Drafter> {
         K::drafter(self.model.share(), slots)
     }
@@ -152,7 +152,7 @@ impl<K: BlockDrafter> Drafter for AnchoredProposer<K> {
     }
 }
 
-impl<K: BlockDrafter> Proposer for AnchoredProposer<K> {
+impl<K: BlockDrafter> Proposer for BlockProposerOf<K> {
     fn draft_len(&self) -> usize {
         K::blocks(self.model.config()).drafted()
     }
@@ -179,7 +179,7 @@ impl<K: BlockDrafter> Proposer for AnchoredProposer<K> {
 
     fn kv_cache_bytes(&self, tokens: usize) -> u64 {
         let idle = K::blocks(self.model.config()).slots.first();
-        self.cache.history_bytes(tokens + idle) as u64
+        self.cache.kv_cache_bytes(tokens + idle) as u64
     }
 
     fn free_cached_memory(&mut self) {

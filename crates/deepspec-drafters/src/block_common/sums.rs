@@ -8,7 +8,7 @@ use super::BlockBatch;
 
 /// Sums that add up over micro-batches and ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum AnchoredSum {
+pub enum BlockLossSum {
     /// Σ of the position weights.
     Weight,
     /// The numerator of the whole loss.
@@ -29,7 +29,7 @@ pub enum AnchoredSum {
     Count(usize),
 }
 
-impl AnchoredSum {
+impl BlockLossSum {
     /// The label's cross entropy.
     pub const CE: Self = Self::Term(0);
     /// ‖p^d − p^t‖₁.
@@ -74,7 +74,7 @@ impl BlockBatch {
         (values * &self.weights).sum(Kind::Float)
     }
 
-    /// Every [`AnchoredSum`], `[K]` float64; `loss` is the numerator of the whole loss, `accept [R]` are the accept rates.
+    /// Every [`BlockLossSum`], `[K]` float64; `loss` is the numerator of the whole loss, `accept [R]` are the accept rates.
     pub(crate) fn sums(&self, output: &LossOutput, loss: &Tensor, accept: &Tensor) -> Tensor {
         let (device, count) = (accept.device(), accept.size()[0] as f64);
         let accepted = self.by_block(accept);
@@ -83,18 +83,18 @@ impl BlockBatch {
         let supervised_at = self.by_block(&accept.ones_like()).sum_dim_intlist(0, false, Kind::Double);
         // Filled on the device: a host's number would need a copy.
         let number = |value: f64| Tensor::full([], value, (Kind::Double, device));
-        let value = |sum: AnchoredSum| match sum {
-            AnchoredSum::Weight => self.weights.sum(Kind::Float),
-            AnchoredSum::Loss => loss.shallow_clone(),
-            AnchoredSum::Term(term) => self.weighted(&output.column(Column::Term(term))),
-            AnchoredSum::AdaptiveCe => output.column(Column::AdaptiveCe).sum(Kind::Float),
-            AnchoredSum::Tau => survival.sum(Kind::Double) + self.blocks as f64,
-            AnchoredSum::Blocks => number(self.blocks as f64),
-            AnchoredSum::Drafts => number(count),
-            AnchoredSum::Accept(position) => accepted_at.get(position as i64),
-            AnchoredSum::Count(position) => supervised_at.get(position as i64),
+        let value = |sum: BlockLossSum| match sum {
+            BlockLossSum::Weight => self.weights.sum(Kind::Float),
+            BlockLossSum::Loss => loss.shallow_clone(),
+            BlockLossSum::Term(term) => self.weighted(&output.column(Column::Term(term))),
+            BlockLossSum::AdaptiveCe => output.column(Column::AdaptiveCe).sum(Kind::Float),
+            BlockLossSum::Tau => survival.sum(Kind::Double) + self.blocks as f64,
+            BlockLossSum::Blocks => number(self.blocks as f64),
+            BlockLossSum::Drafts => number(count),
+            BlockLossSum::Accept(position) => accepted_at.get(position as i64),
+            BlockLossSum::Count(position) => supervised_at.get(position as i64),
         };
-        joined(AnchoredSum::all(self.previous.size()[1] as usize).map(value))
+        joined(BlockLossSum::all(self.previous.size()[1] as usize).map(value))
     }
 }
 
@@ -107,25 +107,25 @@ pub(crate) fn joined(sums: impl Iterator<Item = Tensor>) -> Tensor {
 pub(crate) struct Window<'a> {
     /// γ, drafted tokens per block.
     pub gamma: usize,
-    /// The sums of [`AnchoredSum::all`], and then the drafter's own.
+    /// The sums of [`BlockLossSum::all`], and then the drafter's own.
     pub sums: &'a [f64],
 }
 
 impl Window<'_> {
     /// One of the shared sums.
-    pub fn of(&self, sum: AnchoredSum) -> f64 {
-        self.sums[AnchoredSum::all(self.gamma).take_while(|other| *other != sum).count()]
+    pub fn of(&self, sum: BlockLossSum) -> f64 {
+        self.sums[BlockLossSum::all(self.gamma).take_while(|other| *other != sum).count()]
     }
 
     /// One of the drafter's `own` sums, in this order.
     pub fn own<S: PartialEq>(&self, own: &[S], sum: S) -> f64 {
         let place = own.iter().take_while(|other| **other != sum).count();
-        self.sums[AnchoredSum::all(self.gamma).count() + place]
+        self.sums[BlockLossSum::all(self.gamma).count() + place]
     }
 
     /// The mean of a sum with position weights.
     pub fn mean(&self, weighted: f64) -> f64 {
-        ratio(weighted, self.of(AnchoredSum::Weight))
+        ratio(weighted, self.of(BlockLossSum::Weight))
     }
 
     /// Metrics of all block drafters. `loss` is the drafter's own loss and `own` its further metrics, by name.
@@ -137,15 +137,15 @@ impl Window<'_> {
         own: &[(&str, f64)],
     ) -> Map<String, Value> {
         let mean = |sum| self.mean(self.of(sum));
-        let rate = |k| ratio(self.of(AnchoredSum::Accept(k)), self.of(AnchoredSum::Count(k)));
-        let (blocks, drafts) = (self.of(AnchoredSum::Blocks), self.of(AnchoredSum::Drafts));
+        let rate = |k| ratio(self.of(BlockLossSum::Accept(k)), self.of(BlockLossSum::Count(k)));
+        let (blocks, drafts) = (self.of(BlockLossSum::Blocks), self.of(BlockLossSum::Drafts));
         let mut metrics = Map::new();
         let mut put = |name: &str, value: Value| metrics.insert(name.to_string(), value);
-        put("loss", json!(mean(AnchoredSum::Loss)));
-        put("ce_loss", json!(mean(AnchoredSum::CE)));
-        put("l1_loss", json!(mean(AnchoredSum::L1)));
+        put("loss", json!(mean(BlockLossSum::Loss)));
+        put("ce_loss", json!(mean(BlockLossSum::CE)));
+        put("l1_loss", json!(mean(BlockLossSum::L1)));
         put(loss.0, json!(loss.1));
-        put("tau_probabilistic", json!(ratio(self.of(AnchoredSum::Tau), blocks)));
+        put("tau_probabilistic", json!(ratio(self.of(BlockLossSum::Tau), blocks)));
         put("accept_rate", json!((0..self.gamma).map(rate).collect::<Vec<_>>()));
         for (name, value) in own {
             put(name, json!(value));
@@ -154,13 +154,13 @@ impl Window<'_> {
         put("supervised_per_block", json!(ratio(drafts, blocks)));
         for (place, term) in TERMS.iter().enumerate().filter(|(_, term)| term.is_reported(recipe)) {
             // Terms that are there already keep their place.
-            put(&format!("{}_loss", term.name()), json!(mean(AnchoredSum::Term(place))));
+            put(&format!("{}_loss", term.name()), json!(mean(BlockLossSum::Term(place))));
         }
         if recipe.dpace.is_some() {
-            put("dpace_loss", json!(mean(AnchoredSum::AdaptiveCe)));
+            put("dpace_loss", json!(mean(BlockLossSum::AdaptiveCe)));
         }
         if recipe.until_first_error {
-            put("ce_until_first_error_loss", json!(mean(AnchoredSum::AdaptiveCe)));
+            put("ce_until_first_error_loss", json!(mean(BlockLossSum::AdaptiveCe)));
         }
         metrics
     }
@@ -178,12 +178,12 @@ mod tests {
     #[test]
     fn every_sum_stands_once_and_is_found_there() {
         let gamma = 3;
-        let all: Vec<AnchoredSum> = AnchoredSum::all(gamma).collect();
+        let all: Vec<BlockLossSum> = BlockLossSum::all(gamma).collect();
         let sums: Vec<f64> = (0..all.len()).map(|place| place as f64).collect();
         let window = Window { gamma, sums: &sums };
         for (place, sum) in all.iter().enumerate() {
             assert_eq!(window.of(*sum), place as f64, "{}", sum.name());
         }
-        assert_eq!([AnchoredSum::CE.name(), AnchoredSum::L1.name()], ["ce", "l1"]);
+        assert_eq!([BlockLossSum::CE.name(), BlockLossSum::L1.name()], ["ce", "l1"]);
     }
 }

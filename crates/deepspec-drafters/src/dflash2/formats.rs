@@ -3,9 +3,9 @@
 use std::sync::Arc;
 
 use deepspec_checkpoint::{
-    CheckpointError, CheckpointFormat, Container, ContainerConfig, Decoder, Drafter, Engine, EngineLayout,
-    ExternalClass, Family, Fields, GgufParts, GgufValue, KindSettings, Reader, Shapes, Speculators, Verdict,
-    keys,
+    CheckpointError, CheckpointFormat, Decoder, DflashConfig, DflashConfigKeys, Drafter, Engine,
+    EngineLayout, ExternalClass, Family, Fields, GgufParts, GgufValue, KindSettings, LoadStatus, Reader,
+    Shapes, Speculators, keys,
 };
 use deepspec_core::Slots;
 use serde_json::{Map, Value, json};
@@ -61,7 +61,7 @@ struct DFlash2Layout {
 
 /// z-lab's, whose keys stand within `dflash_config`.
 fn contained(fields: &Fields, families: &[Family]) -> Result<(CheckpointFormat, Drafter), CheckpointError> {
-    let config = ContainerConfig::read(fields, &HEADS, families)?;
+    let config = DflashConfig::read(fields, &HEADS, families)?;
     if config.slots == Some(Slots::AnchorPredicts) {
         return Err(fields.error("sample_from_anchor", "true; the slots of DFlash 2 fill in"));
     }
@@ -136,7 +136,7 @@ impl KindSettings for DFlash2Layout {
         Some(self.mask_token_id)
     }
 
-    fn fills_in(&self) -> bool {
+    fn predicts_own_position(&self) -> bool {
         true
     }
 
@@ -196,8 +196,8 @@ impl KindSettings for DFlash2Layout {
         Speculators { model_type: "dflash2", class: CONTAINED, taps: "aux_hidden_state_layer_ids", keys }
     }
 
-    fn container(&self, _: CheckpointFormat) -> Option<Container> {
-        Some(Container { class: CONTAINED, top: Map::new(), inner: self.keys() })
+    fn dflash_config(&self, _: CheckpointFormat) -> Option<DflashConfigKeys> {
+        Some(DflashConfigKeys { class: CONTAINED, top: Map::new(), inner: self.keys() })
     }
 
     fn engine_layout(&self, _: Engine, _: &Drafter) -> Result<EngineLayout, String> {
@@ -238,22 +238,22 @@ impl KindSettings for DFlash2Layout {
         })
     }
 
-    fn vllm(&self, dialect: CheckpointFormat) -> Verdict {
+    fn vllm(&self, dialect: CheckpointFormat) -> LoadStatus {
         match dialect {
-            CheckpointFormat::Zlab => Verdict::tried(true, "method dflash"),
-            CheckpointFormat::Speculators => Verdict::read(true, "method dflash, with PR 53797"),
-            _ => Verdict::read(false, "the class is not registered; convert to vllm"),
+            CheckpointFormat::Zlab => LoadStatus::tried(true, "method dflash"),
+            CheckpointFormat::Speculators => LoadStatus::read(true, "method dflash, with PR 53797"),
+            _ => LoadStatus::read(false, "the class is not registered; convert to vllm"),
         }
     }
 
-    fn sglang(&self, dialect: CheckpointFormat) -> Verdict {
+    fn sglang(&self, dialect: CheckpointFormat) -> LoadStatus {
         match dialect {
-            CheckpointFormat::Zlab => Verdict::read(true, "--speculative-algorithm DFLASH, with PR 35371"),
-            CheckpointFormat::Speculators => Verdict::read(
+            CheckpointFormat::Zlab => LoadStatus::read(true, "--speculative-algorithm DFLASH, with PR 35371"),
+            CheckpointFormat::Speculators => LoadStatus::read(
                 false,
                 "speculators_model_type was refused when read (issues 30982, 34734); convert to sglang",
             ),
-            _ => Verdict::read(false, "the class is not registered; convert to sglang"),
+            _ => LoadStatus::read(false, "the class is not registered; convert to sglang"),
         }
     }
 }

@@ -167,11 +167,11 @@ impl DrafterConfig for DFlash2Config {
         self.blocks.drafted()
     }
 
-    fn anchored(&self) -> Option<&BlockSpec> {
+    fn block_spec(&self) -> Option<&BlockSpec> {
         Some(&self.blocks)
     }
 
-    fn anchored_mut(&mut self) -> Option<&mut BlockSpec> {
+    fn block_spec_mut(&mut self) -> Option<&mut BlockSpec> {
         Some(&mut self.blocks)
     }
 

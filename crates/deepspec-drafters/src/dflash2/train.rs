@@ -14,7 +14,7 @@ use tch::{Device, Kind, Tensor};
 use super::model::{Candidates, DFlash2, DFlash2Config, DFlash2Parts, DFlash2Recipe, PathSelector};
 use crate::block_common::sums::{Window, ratio};
 use crate::block_common::{
-    AnchoredProposer, AnchoredSum, BlockBatch, BlockSpec, backbone_flops, block_pass_rows, block_weight,
+    BlockBatch, BlockLossSum, BlockProposerOf, BlockSpec, backbone_flops, block_pass_rows, block_weight,
     eval_mask, sums,
 };
 use crate::draft_model::{
@@ -43,7 +43,7 @@ pub const KIND: DrafterKindInfo = DrafterKindInfo {
 };
 
 /// A DFlash 2 drafter with a KV cache.
-pub type DFlash2Proposer = AnchoredProposer<DFlash2Parts>;
+pub type DFlash2Proposer = BlockProposerOf<DFlash2Parts>;
 
 /// Architecture and objective of a DFlash 2 drafter, without weights.
 pub type DFlash2Plan = Plan<DFlash2Parts>;
@@ -78,7 +78,7 @@ pub fn fit<D>(
     target: &ModelConfig,
 ) -> Result<Box<dyn DrafterPlan>, ConfigIssue> {
     let config = DFlash2Config {
-        decoder: DraftDecoder::behind_anchors(target, recipe, own.layers().windows())?,
+        decoder: DraftDecoder::like_family(target, recipe, own.layers().windows())?,
         blocks: BlockSpec {
             block_size: own.block_size,
             slots: Slots::FillIn,
@@ -120,11 +120,11 @@ impl DrafterKind for DFlash2Parts {
         objective: &DFlash2Objective,
         samples: &[TrainSample],
         normaliser: LossDenominator,
-        listener: Option<GradReadyHook>,
+        on_grad_ready: Option<GradReadyHook>,
     ) -> Option<Tensor> {
         let DFlash2Objective { loss, selector_alpha } = objective;
         let batch = model.config().batch(samples, loss.decay_gamma, model.device(), model.kind())?;
-        Some(model.accumulate(&batch, loss, *selector_alpha, normaliser, listener))
+        Some(model.accumulate(&batch, loss, *selector_alpha, normaliser, on_grad_ready))
     }
 
     fn stages(model: &DFlash2) -> Vec<String> {
@@ -137,7 +137,7 @@ impl DrafterKind for DFlash2Parts {
             let window = Window { gamma, sums };
             let own = |sum| window.own(&DFlash2Sum::OWN, sum);
             let selector = window.mean(own(DFlash2Sum::Selector));
-            let recall = ratio(own(DFlash2Sum::Recalled), window.of(AnchoredSum::Drafts));
+            let recall = ratio(own(DFlash2Sum::Recalled), window.of(BlockLossSum::Drafts));
             window.metrics(&loss, samples, ("selector_loss", selector), &[("candidate_recall", recall)])
         };
         Metrics {
@@ -164,7 +164,7 @@ impl DrafterKind for DFlash2Parts {
     }
 
     fn drafter(model: DFlash2, slots: usize) -> Box<dyn Drafter> {
-        Box::new(AnchoredProposer::new(model, slots))
+        Box::new(BlockProposerOf::new(model, slots))
     }
 
     fn predict<'a>(model: &'a DFlash2, samples: &[TrainSample]) -> Option<Predictions<'a>> {
@@ -252,13 +252,13 @@ impl DFlash2 {
         recipe: &LossRecipe,
         alpha: f64,
         normaliser: LossDenominator,
-        listener: Option<GradReadyHook>,
+        on_grad_ready: Option<GradReadyHook>,
     ) -> Tensor {
         let scale = normaliser.scale();
         let supervised = |tensor: &Tensor| tensor.flatten(0, 1).index_select(0, &batch.rows);
         let selector = &self.parts.selector;
         let (predecessors, successors) = selector.codebooks();
-        let pass = self.pass(batch, listener.is_some());
+        let pass = self.pass(batch, on_grad_ready.is_some());
         let hidden = &pass.hidden; // [A, γ, d]
         // A leaf, because few rows of A have a gradient: autograd would make one for all of them.
         let e = tch::no_grad(|| selector.embed(&batch.previous)).set_requires_grad(true);
@@ -293,7 +293,7 @@ impl DFlash2 {
         });
         let surrogate =
             (&rows * &output.hidden).sum(Kind::Float) + (&features * &loss.by_features).sum(Kind::Float);
-        pass.backward(&surrogate, listener);
+        pass.backward(&surrogate, on_grad_ready);
         tch::no_grad(|| {
             if let (true, Some(sums)) = (predecessors.requires_grad(), &batch.previous_sums) {
                 sums.add(&gradient(predecessors), &e.grad().flatten(0, 1));
@@ -316,7 +316,7 @@ impl DFlash2 {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DFlash2Sum {
     /// A sum that all block drafters have.
-    Shared(AnchoredSum),
+    Shared(BlockLossSum),
     /// The selector's cross entropy with position weights.
     Selector,
     /// Labels that were among the candidates.
@@ -329,7 +329,7 @@ impl DFlash2Sum {
 
     /// All sums for blocks of γ drafts, in their order.
     pub fn all(gamma: usize) -> impl Iterator<Item = Self> {
-        AnchoredSum::all(gamma).map(Self::Shared).chain(Self::OWN)
+        BlockLossSum::all(gamma).map(Self::Shared).chain(Self::OWN)
     }
 }
 

@@ -15,7 +15,7 @@ pub fn is_embed_or_head(name: &str) -> bool {
 }
 
 /// All tensors of a checkpoint: those of a builder, and the target's embedding and head.
-pub fn with_ends(mut named: StateDict, vocabulary: &EmbedHead) -> StateDict {
+pub fn with_embed_and_head(mut named: StateDict, vocabulary: &EmbedHead) -> StateDict {
     named.buffers.push((EMBED.to_string(), vocabulary.embed_tokens().shallow_clone()));
     match vocabulary.lm_head().share() {
         Weight::Stored(head) => named.buffers.push((HEAD.to_string(), head)),

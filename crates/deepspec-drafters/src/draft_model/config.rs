@@ -28,7 +28,7 @@ impl DraftDecoder {
     ///
     /// # Errors
     /// A key of the recipe, and what is wrong with it.
-    pub fn behind_anchors<D>(
+    pub fn like_family<D>(
         target: &ModelConfig,
         recipe: &Recipe<D>,
         windows: impl Iterator<Item = Option<usize>>,

@@ -53,12 +53,12 @@ pub trait DrafterConfig: Debug + Clone + Send + Sync + 'static {
     fn draft_len(&self) -> usize;
 
     /// Its blocks; None for an autoregressive drafter.
-    fn anchored(&self) -> Option<&BlockSpec> {
+    fn block_spec(&self) -> Option<&BlockSpec> {
         None
     }
 
     /// Its blocks, mutable.
-    fn anchored_mut(&mut self) -> Option<&mut BlockSpec> {
+    fn block_spec_mut(&mut self) -> Option<&mut BlockSpec> {
         None
     }
 
@@ -97,7 +97,7 @@ pub trait DrafterKind: Sized + Send + 'static {
         objective: &Self::Objective,
         samples: &[TrainSample],
         normaliser: LossDenominator,
-        listener: Option<GradReadyHook>,
+        on_grad_ready: Option<GradReadyHook>,
     ) -> Option<Tensor>;
 
     /// See [`TrainableDrafter::stages`].
@@ -194,7 +194,7 @@ impl<K: DrafterKind> DrafterPlan for Plan<K> {
         loss_mask: &[bool],
         choose: &mut dyn FnMut(&[usize], usize) -> Vec<usize>,
     ) -> Vec<usize> {
-        let blocks = self.config.anchored();
+        let blocks = self.config.block_spec();
         blocks.map_or_else(Vec::new, |blocks| choose(&anchor_candidates(loss_mask), blocks.num_anchors))
     }
 
@@ -230,7 +230,7 @@ impl<K: DrafterKind> DrafterPlan for Plan<K> {
 
     fn weights(&self) -> WeightCounts {
         let mut counts = WeightCounts { trained: 0, frozen: 0 };
-        for (name, tensor) in DraftModel::<K>::outline(self.config.clone()) {
+        for (name, tensor) in DraftModel::<K>::meta(self.config.clone()) {
             let is_frozen = self.frozen.iter().any(|prefix| name.starts_with(prefix));
             let count = if is_frozen { &mut counts.frozen } else { &mut counts.trained };
             *count += tensor.numel();
@@ -250,9 +250,9 @@ impl<K: DrafterKind> TrainableDrafter for DrafterWithLoss<K> {
         &self,
         samples: &[TrainSample],
         normaliser: LossDenominator,
-        listener: Option<GradReadyHook>,
+        on_grad_ready: Option<GradReadyHook>,
     ) -> Option<Tensor> {
-        K::accumulate(&self.model, &self.objective, samples, normaliser, listener)
+        K::accumulate(&self.model, &self.objective, samples, normaliser, on_grad_ready)
     }
 
     fn stages(&self) -> Vec<String> {
@@ -263,8 +263,8 @@ impl<K: DrafterKind> TrainableDrafter for DrafterWithLoss<K> {
         K::drafter(self.model.packed(), slots)
     }
 
-    fn start_from(&self, dir: &Path) -> Result<Vec<String>, ModelError> {
-        self.model.start_from(dir)
+    fn load_pretrained(&self, dir: &Path) -> Result<Vec<String>, ModelError> {
+        self.model.load_pretrained(dir)
     }
 
     fn parameters(&self) -> &[(String, Tensor)] {
@@ -289,12 +289,12 @@ impl<K: DrafterKind> DrafterProbe for DraftModel<K> {
         &self.config().decoder().taps
     }
 
-    fn anchored(&self) -> Option<&BlockSpec> {
-        self.config().anchored()
+    fn block_spec(&self) -> Option<&BlockSpec> {
+        self.config().block_spec()
     }
 
     fn chooses_slots(&self) -> bool {
-        self.config().anchored().is_some() && K::Config::CHOOSES_SLOTS
+        self.config().block_spec().is_some() && K::Config::CHOOSES_SLOTS
     }
 
     fn embed_and_head(&self) -> (Tensor, Tensor) {
@@ -305,13 +305,13 @@ impl<K: DrafterKind> DrafterProbe for DraftModel<K> {
         self.config().decoder().check_fits(target)
     }
 
-    fn read_as(&self, reading: &DrafterOverrides) -> Box<dyn DrafterProbe> {
+    fn with_overrides(&self, reading: &DrafterOverrides) -> Box<dyn DrafterProbe> {
         let mut config = self.config().clone();
         if let Some(like) = reading.rope_of {
             let turn = |(own, like): (&mut LayerSpec, &LayerSpec)| own.rope = like.rope;
             config.decoder_mut().model.layers.iter_mut().zip(&like.layers).for_each(turn);
         }
-        if let Some(blocks) = config.anchored_mut() {
+        if let Some(blocks) = config.block_spec_mut() {
             blocks.mask_token_id = reading.mask_token_id.unwrap_or(blocks.mask_token_id);
             blocks.slots = reading.slots.unwrap_or(blocks.slots);
         }

@@ -82,7 +82,7 @@ impl<K: DrafterKind> DraftModel<K> {
             fc: Linear::new(b, "fc", width, model.hidden_size),
             parts: K::new(b, &config),
             ropes: RotaryEmbeddings::new(&model.layers, device),
-            tensors: checkpoint::with_ends(b.take_named(), &vocabulary),
+            tensors: checkpoint::with_embed_and_head(b.take_named(), &vocabulary),
             vocabulary,
             config,
             kind,
@@ -92,11 +92,11 @@ impl<K: DrafterKind> DraftModel<K> {
     }
 
     /// Names and shapes of the parameters of such a drafter, without values.
-    pub fn outline(config: K::Config) -> Vec<(String, Tensor)> {
+    pub fn meta(config: K::Config) -> Vec<(String, Tensor)> {
         let ends = Tensor::empty([0, config.model().hidden_size], (Kind::BFloat16, HOST));
         let head = Weight::Stored(ends.shallow_clone());
-        let outline = Self::build(config, &Builder::outline(), ends, head, Kind::BFloat16);
-        outline.tensors.parameters
+        let meta = Self::build(config, &Builder::meta(), ends, head, Kind::BFloat16);
+        meta.tensors.parameters
     }
 
     /// A second drafter that shares all weights with this one.

@@ -59,8 +59,8 @@ impl WarmStart {
 }
 
 impl<K: DrafterKind> DraftModel<K> {
-    /// See [`crate::TrainableDrafter::start_from`].
-    pub(super) fn start_from(&self, dir: &Path) -> Result<Vec<String>, ModelError> {
+    /// See [`crate::TrainableDrafter::load_pretrained`].
+    pub(super) fn load_pretrained(&self, dir: &Path) -> Result<Vec<String>, ModelError> {
         let misfit = |problem: String| {
             ModelError::Mismatch(UsageError(format!("train.init_from: {}: {problem}", dir.display())))
         };

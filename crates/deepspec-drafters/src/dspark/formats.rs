@@ -3,9 +3,9 @@
 use std::sync::Arc;
 
 use deepspec_checkpoint::{
-    CheckpointError, CheckpointFormat, Container, ContainerConfig, Decoder, Drafter, Engine, EngineLayout,
-    ExternalClass, Family, Fields, GgufParts, GgufValue, Incompatibility, KindSettings, Reader, Settings,
-    Shapes, Speculators, Tensors, Verdict, keys,
+    CheckpointError, CheckpointFormat, Decoder, DflashConfig, DflashConfigKeys, Drafter, Engine,
+    EngineLayout, ExternalClass, Family, Fields, GgufParts, GgufValue, Incompatibility, KindSettings,
+    LoadStatus, Reader, Settings, Shapes, Speculators, Tensors, keys,
 };
 use deepspec_core::Slots;
 use serde::Serialize;
@@ -111,7 +111,7 @@ fn contained(
     class: &str,
     projector: &str,
 ) -> Result<(CheckpointFormat, Drafter), CheckpointError> {
-    let mut config = ContainerConfig::read(fields, &HEADS, families)?;
+    let mut config = DflashConfig::read(fields, &HEADS, families)?;
     let inner = &config.inner;
     // ModelOpt writes the heads' tensors without their heads' names, and flags that SpecForge does not know.
     let flat_heads = tensors.iter().any(|(name, _)| name.starts_with("markov_w1."));
@@ -126,7 +126,7 @@ fn contained(
                 other => format!("the projector \"{other}\" has no counterpart in the other dialects"),
             };
             let obstacle = Incompatibility { key: "dflash_config.projector_type".into(), reason };
-            config.decoder.obstacles.insert(0, obstacle);
+            config.decoder.incompatibilities.insert(0, obstacle);
             CheckpointFormat::Specforge
         }
     };
@@ -187,7 +187,7 @@ impl KindSettings for BlockLayout {
         Some(self.mask_token_id)
     }
 
-    fn fills_in(&self) -> bool {
+    fn predicts_own_position(&self) -> bool {
         Self::fills_in(self)
     }
 
@@ -312,7 +312,7 @@ impl KindSettings for BlockLayout {
         Speculators { model_type, class, taps: "aux_hidden_state_layer_ids", keys }
     }
 
-    fn container(&self, to: CheckpointFormat) -> Option<Container> {
+    fn dflash_config(&self, to: CheckpointFormat) -> Option<DflashConfigKeys> {
         let mut top = keys([("block_size", json!(self.block_size))]);
         let mut inner = keys([("mask_token_id", json!(self.mask_token_id))]);
         let mut put = |key: &str, value: Value| inner.insert(key.into(), value);
@@ -342,7 +342,7 @@ impl KindSettings for BlockLayout {
             }
             _ => "DFlashDraftModel",
         };
-        Some(Container { class, top, inner })
+        Some(DflashConfigKeys { class, top, inner })
     }
 
     fn engine_layout(&self, _: Engine, _: &Drafter) -> Result<EngineLayout, String> {
@@ -411,58 +411,62 @@ impl KindSettings for BlockLayout {
         Ok(parts)
     }
 
-    fn vllm(&self, dialect: CheckpointFormat) -> Verdict {
+    fn vllm(&self, dialect: CheckpointFormat) -> LoadStatus {
         let kind = self.markov.map(|markov| markov.kind);
-        let without_head =
-            Verdict::read(false, "it stops without a Markov head; convert to vllm, which adds one of zeros");
+        let without_head = LoadStatus::read(
+            false,
+            "it stops without a Markov head; convert to vllm, which adds one of zeros",
+        );
         match dialect {
-            CheckpointFormat::Zlab if self.fills_in() => Verdict::tried(true, "method dflash"),
-            CheckpointFormat::Zlab => Verdict::read(
+            CheckpointFormat::Zlab if self.fills_in() => LoadStatus::tried(true, "method dflash"),
+            CheckpointFormat::Zlab => LoadStatus::read(
                 false,
                 "every slot drafts, which z-lab's layout says within `dflash_config`, where vLLM refuses it; convert to vllm",
             ),
             CheckpointFormat::Speculators if self.fills_in() && !self.has_heads() => {
-                Verdict::read(true, "method dflash")
+                LoadStatus::read(true, "method dflash")
             }
             _ if !matches!(kind, None | Some(MarkovKind::Vanilla)) => {
-                Verdict::read(false, "its DSpark knows the vanilla Markov head only")
+                LoadStatus::read(false, "its DSpark knows the vanilla Markov head only")
             }
             CheckpointFormat::Modelopt => {
-                Verdict::read(false, "it knows the heads by the reference's names; convert to vllm")
+                LoadStatus::read(false, "it knows the heads by the reference's names; convert to vllm")
             }
             CheckpointFormat::Reference if kind.is_none() && !self.fills_in() => {
-                Verdict { tried: true, ..without_head }
+                LoadStatus { tried: true, ..without_head }
             }
             _ if kind.is_none() => without_head,
             CheckpointFormat::Reference | CheckpointFormat::Speculators if !self.fills_in() => {
-                Verdict::tried(true, "method dspark")
+                LoadStatus::tried(true, "method dspark")
             }
-            _ => Verdict::read(true, "method dspark"),
+            _ => LoadStatus::read(true, "method dspark"),
         }
     }
 
-    fn sglang(&self, dialect: CheckpointFormat) -> Verdict {
+    fn sglang(&self, dialect: CheckpointFormat) -> LoadStatus {
         match dialect {
-            CheckpointFormat::Speculators => Verdict::read(
+            CheckpointFormat::Speculators => LoadStatus::read(
                 false,
                 "speculators_model_type was refused when read (issues 30982, 34734); convert to sglang",
             ),
-            CheckpointFormat::Reference if self.fills_in() && self.has_heads() => Verdict::read(
+            CheckpointFormat::Reference if self.fills_in() && self.has_heads() => LoadStatus::read(
                 false,
                 "every slot drafts there, and no layout has heads beside slots that fill in",
             ),
             CheckpointFormat::Reference if self.fills_in() => {
-                Verdict::read(false, "every slot drafts there; convert to sglang")
+                LoadStatus::read(false, "every slot drafts there; convert to sglang")
             }
             CheckpointFormat::Modelopt => {
-                Verdict::read(false, "it knows the heads by the reference's names; convert to sglang")
+                LoadStatus::read(false, "it knows the heads by the reference's names; convert to sglang")
             }
             CheckpointFormat::Zlab if self.fills_in() => {
-                Verdict::read(true, "--speculative-algorithm DFLASH")
+                LoadStatus::read(true, "--speculative-algorithm DFLASH")
             }
-            CheckpointFormat::Zlab => Verdict::read(false, "slots of its DFLASH fill in; convert to sglang"),
-            _ if self.markov.is_some() => Verdict::read(true, "--speculative-algorithm DSPARK"),
-            _ => Verdict::read(
+            CheckpointFormat::Zlab => {
+                LoadStatus::read(false, "slots of its DFLASH fill in; convert to sglang")
+            }
+            _ if self.markov.is_some() => LoadStatus::read(true, "--speculative-algorithm DSPARK"),
+            _ => LoadStatus::read(
                 false,
                 "DSPARK needs markov_rank > 0; convert to sglang, which adds a head of zeros",
             ),

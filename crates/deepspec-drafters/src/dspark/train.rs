@@ -11,7 +11,7 @@ use tch::{Kind, Reduction, Tensor};
 use super::model::{Block, BlockConfig, BlockParts, BlockRecipe, Confidence, MarkovHead, MarkovKind};
 use crate::block_common::sums::Window;
 use crate::block_common::{
-    AnchoredProposer, AnchoredSum, BlockBatch, BlockSpec, backbone_flops, block_pass_rows, block_weight,
+    BlockBatch, BlockLossSum, BlockProposerOf, BlockSpec, backbone_flops, block_pass_rows, block_weight,
     eval_mask, sums,
 };
 use crate::draft_model::{
@@ -97,7 +97,7 @@ pub fn fit<D>(
     target: &ModelConfig,
 ) -> Result<Box<dyn DrafterPlan>, ConfigIssue> {
     let config = BlockConfig {
-        decoder: DraftDecoder::behind_anchors(target, recipe, block.layers().windows())?,
+        decoder: DraftDecoder::like_family(target, recipe, block.layers().windows())?,
         blocks: BlockSpec {
             block_size: block.block_size,
             slots: block.slots,
@@ -119,7 +119,7 @@ pub fn fit<D>(
 }
 
 /// A block drafter with a KV cache.
-pub type BlockProposer = AnchoredProposer<BlockParts>;
+pub type BlockProposer = BlockProposerOf<BlockParts>;
 
 /// Architecture and objective of a block drafter, without weights.
 pub type BlockPlan = Plan<BlockParts>;
@@ -152,11 +152,11 @@ impl DrafterKind for BlockParts {
         objective: &BlockObjective,
         samples: &[TrainSample],
         normaliser: LossDenominator,
-        listener: Option<GradReadyHook>,
+        on_grad_ready: Option<GradReadyHook>,
     ) -> Option<Tensor> {
         let (device, kind) = (model.device(), model.kind());
         let batch = model.config().batch(samples, objective.loss.decay_gamma, device, kind)?;
-        Some(model.accumulate(&batch, objective, normaliser, listener))
+        Some(model.accumulate(&batch, objective, normaliser, on_grad_ready))
     }
 
     fn stages(model: &Block) -> Vec<String> {
@@ -196,7 +196,7 @@ impl DrafterKind for BlockParts {
     }
 
     fn drafter(model: Block, slots: usize) -> Box<dyn Drafter> {
-        Box::new(AnchoredProposer::new(model, slots))
+        Box::new(BlockProposerOf::new(model, slots))
     }
 
     fn predict<'a>(model: &'a Block, samples: &[TrainSample]) -> Option<Predictions<'a>> {
@@ -208,7 +208,7 @@ impl DrafterKind for BlockParts {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum BlockSum {
     /// A sum that all block drafters have.
-    Shared(AnchoredSum),
+    Shared(BlockLossSum),
     /// The confidence's binary cross entropy with position weights.
     Confidence,
     /// Weighted |c − c*|.
@@ -226,7 +226,7 @@ impl BlockSum {
 
     /// All sums for blocks of γ drafts, in their order.
     pub fn all(gamma: usize) -> impl Iterator<Item = Self> {
-        AnchoredSum::all(gamma).map(Self::Shared).chain(Self::OWN)
+        BlockLossSum::all(gamma).map(Self::Shared).chain(Self::OWN)
     }
 
     /// Its name, for messages and tests.
@@ -251,17 +251,17 @@ impl Block {
     /// Autograd sees the backbone and the small heads only. Losses are differentiated in closed form, and one backward pass through
     /// Σ state · gradient continues from there.
     ///
-    /// `listener` is called as in [`TrainableDrafter`](crate::TrainableDrafter).
+    /// `on_grad_ready` is called as in [`TrainableDrafter`](crate::TrainableDrafter).
     pub fn accumulate(
         &self,
         batch: &BlockBatch,
         objective: &BlockObjective,
         normaliser: LossDenominator,
-        listener: Option<GradReadyHook>,
+        on_grad_ready: Option<GradReadyHook>,
     ) -> Tensor {
         let scale = normaliser.scale();
         let supervised = |tensor: &Tensor| tensor.flatten(0, 1).index_select(0, &batch.rows);
-        let pass = self.pass(batch, listener.is_some());
+        let pass = self.pass(batch, on_grad_ready.is_some());
         let hidden = &pass.hidden; // [A, γ, d]
         // A leaf, because few rows of W1 have a gradient: autograd would make one for all of them.
         let e = self.parts.markov.as_ref().map(|markov| {
@@ -285,7 +285,7 @@ impl Block {
         if let Some(bce) = &bce {
             surrogate += bce * (objective.confidence_alpha * scale);
         }
-        pass.backward(&surrogate, listener);
+        pass.backward(&surrogate, on_grad_ready);
         tch::no_grad(|| {
             let markov = self.parts.markov.as_ref().filter(|markov| markov.w1().requires_grad());
             if let (Some(markov), Some(e), Some(sums)) = (markov, e, &batch.previous_sums) {
@@ -321,10 +321,10 @@ impl Block {
             (gradient, sum)
         });
         let reads_previous_alone = self.parts.markov.as_ref().is_some_and(MarkovHead::reads_previous_alone);
-        let alike = reads_previous_alone.then_some(&batch.tokens_before[..]);
+        let token_group = reads_previous_alone.then_some(&batch.tokens_before[..]);
         let bias = markov_w2.as_ref().zip(features).map(|(markov_w2, features)| {
             let w2_gradient = w2.as_ref().map(|(_, sum)| sum);
-            Bias { features, alike, w2: markov_w2, w2_gradient }
+            Bias { features, token_group, w2: markov_w2, w2_gradient }
         });
         let supervised = Supervised {
             hidden: rows,

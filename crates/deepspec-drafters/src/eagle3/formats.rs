@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use deepspec_checkpoint::{
     CheckpointError, CheckpointFormat, Decoder, Drafter, Engine, EngineLayout, ExternalClass, Family, Fields,
-    GgufParts, GgufValue, Incompatibility, KindSettings, Reader, Settings, Shapes, Speculators, Verdict,
+    GgufParts, GgufValue, Incompatibility, KindSettings, LoadStatus, Reader, Settings, Shapes, Speculators,
     keys, taps,
 };
 use deepspec_core::Tap;
@@ -53,7 +53,7 @@ fn read(fields: &Fields, _: &Decoder) -> Result<Settings, CheckpointError> {
 
 fn speculators(fields: &Fields, decoder: &mut Decoder) -> Result<Settings, CheckpointError> {
     let mut stops = |key: &str, reason: &str| {
-        decoder.obstacles.push(Incompatibility { key: key.into(), reason: reason.into() })
+        decoder.incompatibilities.push(Incompatibility { key: key.into(), reason: reason.into() })
     };
     for flag in FOREIGN_NORMS {
         if fields.flag(flag)?.unwrap_or(false) {
@@ -73,8 +73,9 @@ fn speculators(fields: &Fields, decoder: &mut Decoder) -> Result<Settings, Check
 fn specforge(fields: &Fields, families: &[Family]) -> Result<(CheckpointFormat, Drafter), CheckpointError> {
     let mut decoder =
         Decoder::read(fields, &["eagle_config", "draft_vocab_size", "target_hidden_size"], families)?;
-    let mut stops =
-        |key: &str, reason: String| decoder.obstacles.push(Incompatibility { key: key.into(), reason });
+    let mut stops = |key: &str, reason: String| {
+        decoder.incompatibilities.push(Incompatibility { key: key.into(), reason })
+    };
     for flag in FOREIGN_NORMS {
         if fields.flag(flag)?.unwrap_or(false) {
             stops(flag, "a norm that our Eagle3 does not have".into());
@@ -247,34 +248,34 @@ impl KindSettings for Eagle3Layout {
             architecture: "eagle3",
             keys: vec![("target_hidden_size", GgufValue::U32(drafter.hidden_size as u32))],
             layer_names: vec![("hidden_norm.weight", "attn_norm_2.weight")],
-            in_pairs: true,
+            interleaved_rope: true,
             ..GgufParts::default()
         })
     }
 
-    fn vllm(&self, dialect: CheckpointFormat) -> Verdict {
+    fn vllm(&self, dialect: CheckpointFormat) -> LoadStatus {
         match dialect {
             CheckpointFormat::Reference => {
-                Verdict::read(false, "the class is not registered; convert to vllm")
+                LoadStatus::read(false, "the class is not registered; convert to vllm")
             }
-            CheckpointFormat::Speculators => Verdict::tried(true, "method eagle3"),
+            CheckpointFormat::Speculators => LoadStatus::tried(true, "method eagle3"),
             CheckpointFormat::Specforge | CheckpointFormat::Zlab | CheckpointFormat::Modelopt => {
-                Verdict::read(true, "method eagle3")
+                LoadStatus::read(true, "method eagle3")
             }
         }
     }
 
-    fn sglang(&self, dialect: CheckpointFormat) -> Verdict {
+    fn sglang(&self, dialect: CheckpointFormat) -> LoadStatus {
         match dialect {
             CheckpointFormat::Speculators => {
-                Verdict::read(false, "speculators_model_type was refused when read (issues 30982, 34734)")
+                LoadStatus::read(false, "speculators_model_type was refused when read (issues 30982, 34734)")
             }
-            CheckpointFormat::Reference => Verdict::read(
+            CheckpointFormat::Reference => LoadStatus::read(
                 false,
                 "it loads Eagle3 as SpecForge writes it, without norms on queries and keys",
             ),
             CheckpointFormat::Specforge | CheckpointFormat::Zlab | CheckpointFormat::Modelopt => {
-                Verdict::read(true, "--speculative-algorithm EAGLE3")
+                LoadStatus::read(true, "--speculative-algorithm EAGLE3")
             }
         }
     }

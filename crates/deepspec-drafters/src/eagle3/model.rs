@@ -527,7 +527,7 @@ pub struct Eagle3Proposer {
     /// State after each slot's last committed token, `[slots, d]`.
     states: Tensor,
     /// Lists of slots are slices of it.
-    ruler: DeviceArange,
+    arange: DeviceArange,
 }
 
 impl Eagle3Proposer {
@@ -536,7 +536,13 @@ impl Eagle3Proposer {
         let (kind, device) = (model.kind(), model.device());
         let cache = KvCache::new(&model.attentions(), slots, kind, device);
         let states = Tensor::zeros([slots as i64, model.config().decoder.model.hidden_size], (kind, device));
-        Self { cache, states, ruler: DeviceArange::new(device), block_size: model.config().ttt_length, model }
+        Self {
+            cache,
+            states,
+            arange: DeviceArange::new(device),
+            block_size: model.config().ttt_length,
+            model,
+        }
     }
 
     /// The model.
@@ -559,7 +565,7 @@ impl Eagle3Proposer {
 
     /// Chunks of the new context, and of each drafted token but the last.
     fn chunks(&self, request: &DraftRequest) -> (Vec<Chunk>, Vec<Vec<Chunk>>) {
-        let taken = self.cache.behind(&request.context.chunks);
+        let taken = self.cache.append(&request.context.chunks);
         let drafted = |k: usize| {
             let chunk = |&slot: &usize| {
                 let rows = taken.iter().find(|chunk| chunk.slot == slot).map_or(0, |chunk| chunk.len);
@@ -622,11 +628,11 @@ impl Proposer for Eagle3Proposer {
                 *end += rows as i64;
                 Some((*end - 1, 1))
             });
-            let new = self.ruler.pick(context.chunks.iter().map(|&(slot, _)| slot));
+            let new = self.arange.pick(context.chunks.iter().map(|&(slot, _)| slot));
             let _ = self.states.index_copy_(0, &new, &runs(&states, ends));
         }
         let past_len: Vec<usize> = slots.iter().map(|&slot| self.cache.len(slot)).collect();
-        let mut states = self.states.index_select(0, &self.ruler.pick(slots.iter().copied())); // [S, d]
+        let mut states = self.states.index_select(0, &self.arange.pick(slots.iter().copied())); // [S, d]
         let mut drafted = drafted.iter();
         let proposal = token_by_token(request, self.block_size, |last| {
             if let Some(token) = last
@@ -646,7 +652,7 @@ impl Proposer for Eagle3Proposer {
     }
 
     fn kv_cache_bytes(&self, tokens: usize) -> u64 {
-        self.cache.history_bytes(tokens) as u64
+        self.cache.kv_cache_bytes(tokens) as u64
     }
 
     fn free_cached_memory(&mut self) {

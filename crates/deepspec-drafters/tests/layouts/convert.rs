@@ -55,7 +55,7 @@ fn round_trips_keep_every_byte() {
         let original = bytes(&reference);
         for &there in allowed(case) {
             let away = converted(&reference, there, Some(&target));
-            assert_eq!(open_checkpoint(away.path()).unwrap().dialect(), there, "{case}");
+            assert_eq!(open_checkpoint(away.path()).unwrap().format(), there, "{case}");
             let file = fs::read(away.path().join("model.safetensors")).unwrap();
             let notes = SafeTensors::read_metadata(&file).unwrap().1.metadata().clone().unwrap();
             assert_eq!((notes["format"].as_str(), &notes["tool"]), ("pt", &format!("deepspec {VERSION}")));

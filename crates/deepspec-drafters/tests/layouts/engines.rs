@@ -51,12 +51,12 @@ fn each_engine_gets_the_layout_that_it_loads() {
             assert_eq!(tensors, own, "{case}");
         }
         let (_, zlab) = written("dflash2", engine).unwrap();
-        assert_eq!(open_checkpoint(zlab.path()).unwrap().dialect(), CheckpointFormat::Zlab);
+        assert_eq!(open_checkpoint(zlab.path()).unwrap().format(), CheckpointFormat::Zlab);
         let told = written("dspark_gated", engine).err().unwrap().to_string();
         assert!(told.contains("not for one that is gated"), "{told}");
     }
     let (_, eagle3) = written("eagle3_qwen3", Engine::Vllm).unwrap();
-    assert_eq!(open_checkpoint(eagle3.path()).unwrap().dialect(), CheckpointFormat::Speculators);
+    assert_eq!(open_checkpoint(eagle3.path()).unwrap().format(), CheckpointFormat::Speculators);
     let told = written("eagle3_qwen3", Engine::Sglang).err().unwrap().to_string();
     assert!(told.contains("has no norms on queries and keys"), "{told}");
 }

@@ -7,7 +7,7 @@ use crate::common::{Bytes, Folder, bytes, edited, fixture, golden, target, write
 use deepspec_checkpoint::{CheckpointFormat, Target, convert};
 use deepspec_drafters::{DrafterOptions, check_layout, load, open_checkpoint};
 use deepspec_engine::DraftSampling;
-use deepspec_testkit::mutate::Dice;
+use deepspec_testkit::mutate::Fuzzer;
 use deepspec_testkit::tiny;
 use safetensors::Dtype;
 use serde_json::{Value, json};
@@ -284,7 +284,7 @@ fn nulls_and_unknown_keys_are_used_or_refused_by_name() {
         "rope_scaling",
         "architectures",
     ];
-    let mut dice = Dice::new(46, &words);
+    let mut dice = Fuzzer::new(46, &words);
     let speculators = {
         let (from, out) = (golden("dspark_gated"), Folder::new());
         let (target, source) = (target(&from), open_checkpoint(from.path()).unwrap());

@@ -5,7 +5,7 @@ use std::fs;
 use crate::common::{Folder, fixture, golden, target};
 use deepspec_checkpoint::{CheckpointError, CheckpointFormat, Target, convert};
 use deepspec_drafters::open_checkpoint;
-use deepspec_testkit::mutate::Dice;
+use deepspec_testkit::mutate::Fuzzer;
 use serde_json::Value;
 
 const WORDS: [&str; 17] = [
@@ -86,7 +86,7 @@ fn damaged_configs_are_refused_by_name() {
     let folders = every_dialect();
     let target = target(&golden("dspark_gated"));
     let target = Target::open(target.path(), "owner/target").unwrap();
-    let mut dice = Dice::new(7, &WORDS);
+    let mut dice = Fuzzer::new(7, &WORDS);
     let (mut broken, mut runs) = (0, 0);
     for folder in &folders {
         let config = folder.config();
@@ -119,7 +119,7 @@ fn damaged_headers_are_refused_by_name() {
     let target = Target::open(target.path(), "owner/target").unwrap();
     let header = u64::from_le_bytes(whole[..8].try_into().unwrap()) as usize;
     let json: Value = serde_json::from_slice(&whole[8..8 + header]).unwrap();
-    let mut dice = Dice::new(8, &["F32", "fc.weight", "data_offsets", "shape", "BF16"]);
+    let mut dice = Fuzzer::new(8, &["F32", "fc.weight", "data_offsets", "shape", "BF16"]);
     let mut refused = 0;
     for run in 0..150 {
         let mut file = whole.clone();
@@ -149,7 +149,7 @@ fn damaged_indexes_are_refused_by_name() {
     let target = Target::open(target.path(), "owner/target").unwrap();
     let path = folder.path().join("model.safetensors.index.json");
     let whole: Value = serde_json::from_str(&fs::read_to_string(&path).unwrap()).unwrap();
-    let mut dice = Dice::new(9, &["weight_map", "../model.safetensors", "model-0.safetensors"]);
+    let mut dice = Fuzzer::new(9, &["weight_map", "../model.safetensors", "model-0.safetensors"]);
     for _ in 0..60 {
         let mut damaged = whole.clone();
         dice.mutate(&mut damaged);

@@ -25,7 +25,7 @@ fn told(folder: &Path, server: Server) -> Vec<(&'static str, String)> {
     let (checkpoint, target) =
         (open_checkpoint(folder).unwrap(), Target::open(&asset("tiny-target"), "owner/target").unwrap());
     let found = risks(&checkpoint, server, &target);
-    found.into_iter().map(|risk| (risk.about, format!("{} -> {}", risk.told, risk.cure))).collect()
+    found.into_iter().map(|risk| (risk.subject, format!("{} -> {}", risk.problem, risk.remedy))).collect()
 }
 
 fn about(folder: &Path, server: Server) -> Vec<&'static str> {
@@ -138,5 +138,5 @@ fn keys_that_are_read_otherwise_are_named() {
     let (checkpoint, target) =
         (open_checkpoint(drafter.path()).unwrap(), Target::open(target.path(), "owner/target").unwrap());
     let found = risks(&checkpoint, Server::LlamaCpp, &target);
-    assert!(found.iter().any(|risk| risk.about == "head"), "{found:?}");
+    assert!(found.iter().any(|risk| risk.subject == "head"), "{found:?}");
 }

@@ -28,7 +28,7 @@ impl Bench {
             cache: self.dir.path().join("hub"),
             offline: None,
             verbosity: Verbosity::Quiet,
-            patience: RetryPolicy { attempts: 3, pause, ..RetryPolicy::default() },
+            retry: RetryPolicy { attempts: 3, pause, ..RetryPolicy::default() },
         }
     }
 

@@ -62,8 +62,8 @@ fn a_broken_transfer_is_continued_where_it_broke() {
 #[test]
 fn a_server_that_goes_away_in_the_middle_is_waited_for() {
     let bench = Bench::new([FakeRepo::model("own/tiny").lfs("w.bin", bytes(300_000))]);
-    let patience = RetryPolicy { attempts: 4, ..bench.settings().patience };
-    let fetch = |repo: &Repo| Hub::new(HubOptions { patience, ..bench.settings() }).fetch(repo, "w.bin");
+    let retry = RetryPolicy { attempts: 4, ..bench.settings().retry };
+    let fetch = |repo: &Repo| Hub::new(HubOptions { retry, ..bench.settings() }).fetch(repo, "w.bin");
     bench.fake.fail("/cdn/", 2, Fault::Closed);
     says(fetch(&Repo::model("own/tiny", None)), &["cannot be reached", "2 attempts"]);
     bench.fake.fail("/cdn/", 1, Fault::BreakAfter(70_000));
@@ -77,8 +77,8 @@ fn another_process_continues_it_too() {
     let bench = Bench::new([FakeRepo::model("own/tiny").lfs("w.bin", bytes(300_000))]);
     let repo = Repo::model("own/tiny", None);
     bench.fake.fail("/cdn/", 1, Fault::BreakAfter(123_456));
-    let hasty = RetryPolicy { attempts: 1, ..bench.settings().patience };
-    let first = Hub::new(HubOptions { patience: hasty, ..bench.settings() }).fetch(&repo, "w.bin");
+    let hasty = RetryPolicy { attempts: 1, ..bench.settings().retry };
+    let first = Hub::new(HubOptions { retry: hasty, ..bench.settings() }).fetch(&repo, "w.bin");
     says(first, &["w.bin of model own/tiny", "broken off after 123456"]);
     let part = format!("{}.incomplete", digest::bytes(&bytes(300_000)));
     assert_eq!(bench.blobs(FOLDER), [part]);

@@ -122,8 +122,8 @@ fn a_silent_server_is_not_waited_for_forever() {
     let silent = TcpListener::bind("127.0.0.1:0").unwrap();
     let endpoint = format!("http://{}", silent.local_addr().unwrap());
     let bench = bench();
-    let patience = RetryPolicy { silence: std::time::Duration::from_millis(50), ..bench.settings().patience };
-    let hub = Hub::new(HubOptions { endpoint, patience, ..bench.settings() });
+    let retry = RetryPolicy { read_timeout: std::time::Duration::from_millis(50), ..bench.settings().retry };
+    let hub = Hub::new(HubOptions { endpoint, retry, ..bench.settings() });
     says(hub.fetch(&repo(), "w.bin"), &["cannot be reached", "timeout"]);
 }
 

@@ -95,7 +95,7 @@ impl<'a> Builder<'a> {
     }
 
     /// Gives parameters without values, for their shapes: memory that is never touched.
-    pub fn outline() -> Self {
+    pub fn meta() -> Self {
         Self::new(Source::Outline)
     }
 

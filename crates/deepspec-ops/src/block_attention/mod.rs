@@ -125,8 +125,8 @@ impl BlockAttention {
     ) -> Tensor {
         let rows: Vec<i64> = sizes.iter().map(|[blocks, _]| blocks * self.block_size).collect();
         let tokens: Vec<i64> = sizes.iter().map(|[_, tokens]| *tokens).collect();
-        let [q, own_k, own_v] = [&block.q, &block.k, &block.v].map(|whole| apart(whole, &rows));
-        let [k, v] = [k, v].map(|whole| apart(whole, &tokens));
+        let [q, own_k, own_v] = [&block.q, &block.k, &block.v].map(|whole| split_rows(whole, &rows));
+        let [k, v] = [k, v].map(|whole| split_rows(whole, &tokens));
         let own = q.into_iter().zip(own_k).zip(own_v).map(|((q, k), v)| Qkv { q, k, v });
         let mut outputs: Vec<Tensor> = (own.zip(k.iter().zip(&v)).enumerate())
             .map(|(at, (block, (k, v)))| attend(at, &block, k, v))
@@ -157,7 +157,7 @@ impl BlockAttention {
 }
 
 /// Splits `whole` into so many rows each. The gradient of every `narrow` would be as large as the whole.
-fn apart(whole: &Tensor, rows: &[i64]) -> Vec<Tensor> {
+fn split_rows(whole: &Tensor, rows: &[i64]) -> Vec<Tensor> {
     match rows {
         [_] => vec![whole.shallow_clone()],
         rows => whole.split_with_sizes(rows, 0),

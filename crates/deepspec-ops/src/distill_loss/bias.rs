@@ -2,9 +2,9 @@
 
 use tch::Tensor;
 
-use super::pieces::TokenRange;
 use super::sources::distinct;
 use super::span::Span;
+use super::vocab_chunks::VocabChunk;
 use crate::ffi;
 use crate::linear::multiply;
 
@@ -15,7 +15,7 @@ pub struct Bias<'a> {
     pub features: &'a Tensor,
     /// A number for each row, `[R]`: rows of one number have equal features, and only the sum of their gradients is used. None where
     /// all rows may differ.
-    pub alike: Option<&'a [i64]>,
+    pub token_group: Option<&'a [i64]>,
     /// W2, `[V, r]`.
     pub w2: &'a Tensor,
     /// Float32 sum to which the gradient of W2 is added, `[V, r]`. None where W2 is frozen.
@@ -46,9 +46,9 @@ impl<'a> ChunkBias<'a> {
     /// With a `buffer` of at least the chunk's rows and one range's columns, equal features are multiplied once; without one, row by row.
     /// Gradients of the features are written to `by_features [R, r]`.
     pub fn new(of: Bias<'a>, chunk: &Span, by_features: &Tensor, buffer: Option<&'a Tensor>) -> Self {
-        let shared = of.alike.zip(buffer).and_then(|(alike, buffer)| {
+        let shared = of.token_group.zip(buffer).and_then(|(token_group, buffer)| {
             let first = chunk.first_row as usize;
-            let (numbers, of_rows) = distinct(&alike[first..first + chunk.rows as usize]);
+            let (numbers, of_rows) = distinct(&token_group[first..first + chunk.rows as usize]);
             let mut last_rows = vec![0; numbers.len()];
             for (row, &of) in (chunk.first_row..).zip(&of_rows) {
                 last_rows[of as usize] = row;
@@ -69,15 +69,15 @@ impl<'a> ChunkBias<'a> {
     }
 
     /// Writes the bias of some tokens to `logits [n, C]`, or adds it to them.
-    pub fn write(&self, tokens: &TokenRange, logits: &mut Tensor, add: bool) {
+    pub fn write(&self, tokens: &VocabChunk, logits: &mut Tensor, add: bool) {
         let w2 = tokens.of_weight(self.of.w2);
         match &self.shared {
             Some(shared) => {
                 assert!(add, "what rows have in common is added to what they have of their own");
-                let mut in_common = shared.piece(tokens);
-                multiply(&self.features, &w2.tr(), &mut in_common, false);
-                if !ffi::add_to_rows(logits, &shared.of_rows, &in_common) {
-                    let _ = logits.g_add_(&in_common.index_select(0, &shared.of_rows));
+                let mut shared_bias = shared.piece(tokens);
+                multiply(&self.features, &w2.tr(), &mut shared_bias, false);
+                if !ffi::add_to_rows(logits, &shared.of_rows, &shared_bias) {
+                    let _ = logits.g_add_(&shared_bias.index_select(0, &shared.of_rows));
                 }
             }
             None => multiply(&self.features, &w2.tr(), logits, add),
@@ -85,7 +85,7 @@ impl<'a> ChunkBias<'a> {
     }
 
     /// Adds gradients `[n, C]` of the logits of some tokens to those of features and W2. Ranges come in the order of the vocabulary.
-    pub fn backward(&mut self, tokens: &TokenRange, by_rows: &Tensor) {
+    pub fn backward(&mut self, tokens: &VocabChunk, by_rows: &Tensor) {
         let gradients = match &self.shared {
             Some(shared) => {
                 let mut sums = shared.piece(tokens);
@@ -113,7 +113,7 @@ impl<'a> ChunkBias<'a> {
 
 impl Shared<'_> {
     /// The buffer for a range of tokens.
-    fn piece(&self, tokens: &TokenRange) -> Tensor {
+    fn piece(&self, tokens: &VocabChunk) -> Tensor {
         self.buffer.narrow(0, 0, self.last_rows.size()[0]).narrow(1, 0, tokens.count())
     }
 }

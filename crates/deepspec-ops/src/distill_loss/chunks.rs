@@ -4,11 +4,11 @@ use tch::{Device, Kind, Tensor};
 
 use super::bias::{Bias, ChunkBias};
 use super::inputs::{LossHead, RowObjective, Supervised};
-use super::pieces::{TokenRange, spaced};
 use super::recipe::LossRecipe;
 use super::rows::Logits;
 use super::span::{Span, spans};
 use super::terms::TERMS;
+use super::vocab_chunks::{VocabChunk, padded_buffer};
 use crate::ffi::{range, softmax_targets};
 use crate::linear::multiply;
 
@@ -35,7 +35,7 @@ const TOKENS_AT_A_TIME: i64 = 512;
 pub struct LossOutput {
     /// Gradient of the hidden states, `[R, d]`.
     pub hidden: Tensor,
-    /// Gradient of the features, `[R, r]`; None without a Markov head. One of the rows that are alike may hold the gradient of all.
+    /// Gradient of the features, `[R, r]`; None without a Markov head. One of the rows of a token group may hold the gradient of all.
     pub features: Option<Tensor>,
     /// One float32 column for each [`Column`].
     rows: Tensor,
@@ -146,14 +146,14 @@ pub fn distill_loss(head: &LossHead, rows: &Supervised, recipe: &LossRecipe) -> 
     let of_sources = ranges.iter().map(|(_, count)| *count).max().unwrap_or(0);
     let largest = chunks.iter().map(|chunk| chunk.rows).max().unwrap_or(0);
     let buffer = |rows: i64| match is_weighed {
-        true => spaced(rows, vocab),
+        true => padded_buffer(rows, vocab),
         false => Tensor::empty([rows, vocab], (kind, device)),
     };
     let logits = buffer(largest + of_sources);
     let biases = rows.bias.filter(|_| !adds_in_place).map(|_| buffer(largest));
     let at_a_time = if adds_in_place { TOKENS_AT_A_TIME.min(vocab) } else { vocab };
-    let have_it_in_common = |bias: &Bias| adds_in_place && bias.alike.is_some();
-    let in_common = rows.bias.filter(have_it_in_common).map(|_| spaced(largest, at_a_time));
+    let have_it_in_common = |bias: &Bias| adds_in_place && bias.token_group.is_some();
+    let shared_bias = rows.bias.filter(have_it_in_common).map(|_| padded_buffer(largest, at_a_time));
     let columns = Column::COUNT + rows.extra.map_or(0, RowObjective::columns);
     let output = LossOutput {
         hidden: rows.hidden.empty_like(),
@@ -174,13 +174,17 @@ pub fn distill_loss(head: &LossHead, rows: &Supervised, recipe: &LossRecipe) -> 
         let mut bias = rows
             .bias
             .zip(output.features.as_ref())
-            .map(|(of, by_features)| ChunkBias::new(of, chunk, by_features, in_common.as_ref()));
-        let apart = biases.as_ref().map(|biases| biases.narrow(0, 0, n));
+            .map(|(of, by_features)| ChunkBias::new(of, chunk, by_features, shared_bias.as_ref()));
+        let bias_buffer = biases.as_ref().map(|biases| biases.narrow(0, 0, n));
         let both = logits.narrow(0, 0, n + count);
-        for tokens in TokenRange::pieces(vocab, at_a_time) {
+        for tokens in VocabChunk::pieces(vocab, at_a_time) {
             multiply(&states, &tokens.of_weight(weight).tr(), &mut tokens.of_logits(&both), false);
             if let Some(bias) = &bias {
-                bias.write(&tokens, &mut tokens.of_logits(apart.as_ref().unwrap_or(&base)), apart.is_none());
+                bias.write(
+                    &tokens,
+                    &mut tokens.of_logits(bias_buffer.as_ref().unwrap_or(&base)),
+                    bias_buffer.is_none(),
+                );
             }
         }
         let entropies = is_weighed.then(|| {
@@ -197,7 +201,7 @@ pub fn distill_loss(head: &LossHead, rows: &Supervised, recipe: &LossRecipe) -> 
                 |of: &Tensor| if source_of_row.is_some() { of.shallow_clone() } else { tile.of(of) };
             let logits = Logits {
                 base: tile.of(&base),
-                bias: apart.as_ref().map(|apart| tile.of(apart)),
+                bias: bias_buffer.as_ref().map(|bias_buffer| tile.of(bias_buffer)),
                 target: of_tile(&target),
                 entropies: entropies.as_ref().map(of_tile),
                 source_of_row: source_of_row.as_ref().map(|of_row| tile.of(of_row)),
@@ -205,11 +209,11 @@ pub fn distill_loss(head: &LossHead, rows: &Supervised, recipe: &LossRecipe) -> 
             let found = logits.differentiate(head, rows, &in_all, recipe);
             in_all.of(&output.rows).copy_(&found);
         }
-        let by_bias = apart.as_ref().unwrap_or(&base);
+        let by_bias = bias_buffer.as_ref().unwrap_or(&base);
         // Without a soft-cap, base and bias have one gradient, in the buffer of the bias.
         let by_base = if head.softcap.is_none() { by_bias } else { &base };
         let mut by_hidden = chunk.of(&output.hidden);
-        for tokens in TokenRange::pieces(vocab, at_a_time) {
+        for tokens in VocabChunk::pieces(vocab, at_a_time) {
             let by_logits = tokens.of_logits(by_base);
             multiply(&by_logits, &tokens.of_weight(weight), &mut by_hidden, !tokens.is_first());
             if let Some(bias) = &mut bias {

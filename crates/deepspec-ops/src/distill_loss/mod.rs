@@ -7,13 +7,13 @@
 mod bias;
 mod chunks;
 mod inputs;
-mod pieces;
 mod recipe;
 mod reference;
 mod rows;
 mod sources;
 mod span;
 mod terms;
+mod vocab_chunks;
 
 pub use bias::Bias;
 pub use chunks::{Column, LossOutput, buffer_bytes, distill_loss};

@@ -7,7 +7,7 @@ use super::recipe::LossRecipe;
 use super::reference;
 use super::span::Span;
 use super::terms::{GradCoeffs, Needs, RowStats, TERMS, WeightedLoss};
-use crate::ffi::{LogitRows, TargetProbs, measure_rows, slope_rows, softmax_targets};
+use crate::ffi::{LogitRows, TargetProbs, logits_grad, measure_rows, softmax_targets};
 
 /// A tile of the buffers, in the dtype of the weights.
 pub(super) struct Logits {
@@ -104,7 +104,7 @@ impl Logits {
         let agreement = needs.agreement.then(|| measured.agreement());
         let distances = RowStats::measured(measured.distances(), agreement, needs);
         let mut judged = TileLoss::of(distances, rows, span, recipe);
-        logits.slope(&measured, &std::mem::take(&mut judged.coeffs).scaled(rows.scale).factors(&labels));
+        logits.backward(&measured, &std::mem::take(&mut judged.coeffs).scaled(rows.scale).factors(&labels));
         Some(judged.columns(None))
     }
 }
@@ -214,7 +214,7 @@ impl Rows {
     fn gradient(self, coeffs: &GradCoeffs) -> Tensor {
         match self {
             Self::Kernel { mut draft, target, labels } => {
-                let done = slope_rows(&mut draft, &target, &labels, &coeffs.factors(&labels));
+                let done = logits_grad(&mut draft, &target, &labels, &coeffs.factors(&labels));
                 assert!(done, "rows that a kernel measured have no gradient");
                 draft
             }

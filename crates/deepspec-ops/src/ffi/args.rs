@@ -5,7 +5,7 @@ use std::ops::Range;
 use tch::Tensor;
 
 /// Most rows of a call of the kernels for a few rows on a GPU. A row's bits depend on its own sequence alone.
-pub const FEW_ROWS: usize = 8;
+pub const MAX_DECODE_ROWS: usize = 8;
 
 /// One tensor's update: float32 and contiguous, of one shape and device.
 pub struct AdamWTensors<'a> {
@@ -100,7 +100,7 @@ pub struct TiledBlocks {
 
 /// One sequence's queries, and where its history is.
 #[derive(Clone, Copy)]
-pub struct HistoryChunk<'a> {
+pub struct KvChunk<'a> {
     /// Keys and values of the pool, `[rows, capacity, G, D]`.
     pub pool: [&'a Tensor; 2],
     /// The row of the pool.

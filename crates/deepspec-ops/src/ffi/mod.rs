@@ -28,8 +28,8 @@ use libloading::Library;
 use tch::Tensor;
 
 pub use args::{
-    AdamWSettings, AdamWTensors, AttentionPart, FEW_ROWS, HistoryChunk, KeyValues, KvRows, KvWindow,
-    LogitRows, ProjectedHeads, RmsNormParams, RowsMeasured, SequenceBlocks, TargetProbs, TiledBlocks,
+    AdamWSettings, AdamWTensors, AttentionPart, KeyValues, KvChunk, KvRows, KvWindow, LogitRows,
+    MAX_DECODE_ROWS, ProjectedHeads, RmsNormParams, RowsMeasured, SequenceBlocks, TargetProbs, TiledBlocks,
 };
 pub use filling::UninitTensor;
 pub use gradient::take_gradient;

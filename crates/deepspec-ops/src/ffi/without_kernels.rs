@@ -5,7 +5,7 @@ use std::convert::Infallible;
 use tch::{Kind, Tensor};
 
 use super::args::{
-    AdamWSettings, AdamWTensors, AttentionPart, HistoryChunk, KeyValues, KvRows, KvWindow, LogitRows,
+    AdamWSettings, AdamWTensors, AttentionPart, KeyValues, KvChunk, KvRows, KvWindow, LogitRows,
     ProjectedHeads, RmsNormParams, RowsMeasured, SequenceBlocks, TargetProbs, TiledBlocks,
 };
 
@@ -115,12 +115,12 @@ pub fn block_attention(
 }
 
 /// False: no kernels for a few rows.
-pub fn has_few_rows(_like: &Tensor, _width: i64, _inner: i64, _dim: i64, _repeats: i64) -> bool {
+pub fn has_decode_kernels(_like: &Tensor, _width: i64, _inner: i64, _dim: i64, _repeats: i64) -> bool {
     false
 }
 
-/// [`has_few_rows`] never lets a caller come here.
-pub fn few_rows_product(
+/// [`has_decode_kernels`] never lets a caller come here.
+pub fn decode_product(
     _x: &Tensor,
     _norm: Option<RmsNormParams<'_>>,
     _weights: &[&Tensor],
@@ -129,28 +129,28 @@ pub fn few_rows_product(
     unreachable!("products of a few rows need the kernels feature")
 }
 
-/// [`has_few_rows`] never lets a caller come here.
-pub fn few_rows_gated_product(_x: &Tensor, _norm: RmsNormParams<'_>, _gate: &Tensor, _up: &Tensor) -> Tensor {
+/// [`has_decode_kernels`] never lets a caller come here.
+pub fn decode_gated_product(_x: &Tensor, _norm: RmsNormParams<'_>, _gate: &Tensor, _up: &Tensor) -> Tensor {
     unreachable!("products of a few rows need the kernels feature")
 }
 
-/// [`has_few_rows`] never lets a caller come here.
-pub fn few_rows_attention(
+/// [`has_decode_kernels`] never lets a caller come here.
+pub fn decode_attention(
     _qkv: &Tensor,
     _heads: &ProjectedHeads<'_>,
-    _chunks: &[HistoryChunk<'_>],
+    _chunks: &[KvChunk<'_>],
     _window: KvWindow,
 ) -> Tensor {
     unreachable!("attention of a few rows needs the kernels feature")
 }
 
 /// False: no kernel attends over the KV cache in place.
-pub fn has_history_attention(_dim: i64) -> bool {
+pub fn has_in_place_attention(_dim: i64) -> bool {
     false
 }
 
-/// [`has_history_attention`] never lets a caller come here.
-pub fn history_attention(_rows: KvRows<'_>, _chunks: &[HistoryChunk<'_>], _window: KvWindow) -> Tensor {
+/// [`has_in_place_attention`] never lets a caller come here.
+pub fn in_place_attention(_rows: KvRows<'_>, _chunks: &[KvChunk<'_>], _window: KvWindow) -> Tensor {
     unreachable!("attention in place needs the kernels feature")
 }
 
@@ -176,7 +176,7 @@ impl LogitRows<'_> {
     }
 
     /// Gradients of measured rows.
-    pub fn slope(self, measured: &LogitsMeasured, _factors: &Tensor) {
+    pub fn backward(self, measured: &LogitsMeasured, _factors: &Tensor) {
         match measured.0 {}
     }
 }
@@ -197,7 +197,7 @@ pub fn measure_rows(
 }
 
 /// False: the reference computes gradients.
-pub fn slope_rows(_draft: &mut Tensor, _target: &TargetProbs, _labels: &Tensor, _factors: &Tensor) -> bool {
+pub fn logits_grad(_draft: &mut Tensor, _target: &TargetProbs, _labels: &Tensor, _factors: &Tensor) -> bool {
     false
 }
 

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use tch::{Kind, Tensor};
 
-use super::{MaskKind, SPAN};
+use super::{KV_ALIGN, MaskKind};
 
 /// Scores per key head and sequence up to which a chunk is one call.
 const WHOLE: usize = 1 << 27;
@@ -36,17 +36,17 @@ impl MaskShape {
     pub fn cut(&self, width: usize, span: usize, visibility: MaskKind) -> Vec<AttentionCall> {
         let scores = self.repeats * span;
         let most = if scores * width <= WHOLE { width } else { (PIECE / scores).max(1) };
-        let most = self.window.map_or(most, |window| most.min(window.max(SPAN)));
-        // Sequences of a group differ in length by less than SPAN.
-        let (least_held, most_held) = ((span + 1).saturating_sub(SPAN + width), span - width);
+        let most = self.window.map_or(most, |window| most.min(window.max(KV_ALIGN)));
+        // Sequences of a group differ in length by less than KV_ALIGN.
+        let (least_held, most_held) = ((span + 1).saturating_sub(KV_ALIGN + width), span - width);
         let piece = |start: usize| {
             let rows = start..width.min(start + most);
             let end = match visibility {
-                MaskKind::Causal => (most_held + rows.end).next_multiple_of(SPAN),
+                MaskKind::Causal => (most_held + rows.end).next_multiple_of(KV_ALIGN),
                 MaskKind::Block => span,
             };
             let first = self.window.map_or(0, |window| (least_held + start + 1).saturating_sub(window));
-            AttentionCall { rows, keys: first / SPAN * SPAN..end, mask: None }
+            AttentionCall { rows, keys: first / KV_ALIGN * KV_ALIGN..end, mask: None }
         };
         (0..width).step_by(most).map(piece).collect()
     }

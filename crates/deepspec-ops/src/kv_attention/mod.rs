@@ -12,8 +12,8 @@ use tch::{Device, Kind, Tensor};
 use crate::attention::{AttentionSpec, Heads, Qkv};
 use crate::decoder_layer::{Attend, AttendProjected};
 use crate::ffi::{
-    FEW_ROWS, HistoryChunk, KvRows, KvWindow, ProjectedHeads, few_rows_attention, has_few_rows,
-    has_history_attention, history_attention,
+    KvChunk, KvRows, KvWindow, MAX_DECODE_ROWS, ProjectedHeads, decode_attention, has_decode_kernels,
+    has_in_place_attention, in_place_attention,
 };
 use crate::upload::DeviceArange;
 use calls::MaskShape;
@@ -26,7 +26,7 @@ use pool::{Layout, Pool};
 ///
 /// The number of keys of a call changes the last bits of its sums. A sequence's own length alone decides that number, and only
 /// chunks with equal numbers share a call. A sequence's states therefore do not depend on its batch.
-const SPAN: usize = 256;
+const KV_ALIGN: usize = 256;
 
 /// Keys and values of every layer, filled from the left.
 ///
@@ -34,7 +34,7 @@ const SPAN: usize = 256;
 /// takes memory for its own length, and frees it when it is truncated to nothing.
 pub struct KvCache {
     layers: Vec<Layer>,
-    views: Vec<MaskShape>,
+    mask_shapes: Vec<MaskShape>,
     layout: Layout,
     /// Pools by the capacity of their rows.
     pools: BTreeMap<usize, Pool>,
@@ -42,7 +42,7 @@ pub struct KvCache {
     options: (Kind, Device),
     in_place: InPlace,
     /// Row indices and positions are slices of it.
-    ruler: DeviceArange,
+    arange: DeviceArange,
 }
 
 /// Chunks that a kernel attends to in place, without gathering keys.
@@ -52,21 +52,21 @@ enum InPlace {
     Never,
     /// Short chunks, on the CPU in float32.
     ShortChunks,
-    /// All chunks of a batch, on a GPU in bfloat16, where they have at most [`FEW_ROWS`] rows.
-    FewRows,
+    /// All chunks of a batch, on a GPU in bfloat16, where they have at most [`MAX_DECODE_ROWS`] rows.
+    DecodeRows,
 }
 
 impl InPlace {
     fn of(mut layers: impl Iterator<Item = Heads>, kind: Kind, device: Device) -> Self {
         match (kind, device) {
-            (Kind::Float, Device::Cpu) if layers.all(|heads| has_history_attention(heads.dim)) => {
+            (Kind::Float, Device::Cpu) if layers.all(|heads| has_in_place_attention(heads.dim)) => {
                 Self::ShortChunks
             }
             (Kind::BFloat16, Device::Cuda(_)) => {
                 let like = Tensor::zeros([1], (kind, device));
                 // Widths that all kernels take: the layers' own are checked with their weights.
-                let has = |heads: Heads| has_few_rows(&like, WIDTH, WIDTH, heads.dim, heads.repeats());
-                if layers.all(has) { Self::FewRows } else { Self::Never }
+                let has = |heads: Heads| has_decode_kernels(&like, WIDTH, WIDTH, heads.dim, heads.repeats());
+                if layers.all(has) { Self::DecodeRows } else { Self::Never }
             }
             _ => Self::Never,
         }
@@ -107,31 +107,31 @@ pub struct Chunk {
 impl KvCache {
     /// An empty cache of so many slots, for layers with these attentions.
     pub fn new(layers: &[AttentionSpec], slots: usize, kind: Kind, device: Device) -> Self {
-        let mut views: Vec<MaskShape> = vec![];
+        let mut mask_shapes: Vec<MaskShape> = vec![];
         let layout = Layout::new(layers.iter().map(|layer| layer.heads).collect(), (kind, device));
         let layers: Vec<Layer> = layers
             .iter()
             .map(|&spec| {
                 let view = MaskShape { repeats: spec.heads.repeats() as usize, window: spec.window };
-                let number = views.iter().position(|known| *known == view).unwrap_or_else(|| {
-                    views.push(view);
-                    views.len() - 1
+                let number = mask_shapes.iter().position(|known| *known == view).unwrap_or_else(|| {
+                    mask_shapes.push(view);
+                    mask_shapes.len() - 1
                 });
                 Layer { spec, view: number }
             })
             .collect();
         let in_place = InPlace::of(layers.iter().map(|layer| layer.spec.heads), kind, device);
         let slots = vec![Slot::default(); slots];
-        let (options, ruler) = ((kind, device), DeviceArange::new(device));
-        Self { layers, views, layout, pools: BTreeMap::new(), slots, options, in_place, ruler }
+        let (options, arange) = ((kind, device), DeviceArange::new(device));
+        Self { layers, mask_shapes, layout, pools: BTreeMap::new(), slots, options, in_place, arange }
     }
 
     fn kind(&self) -> Kind {
         self.options.0
     }
 
-    fn views(&self) -> &[MaskShape] {
-        &self.views
+    fn mask_shapes(&self) -> &[MaskShape] {
+        &self.mask_shapes
     }
 
     /// Tokens of the sequence in `slot`.
@@ -140,13 +140,13 @@ impl KvCache {
     }
 
     /// Chunks of `(slot, tokens)` that append to their sequences.
-    pub fn behind(&self, chunks: &[(usize, usize)]) -> Vec<Chunk> {
+    pub fn append(&self, chunks: &[(usize, usize)]) -> Vec<Chunk> {
         let chunk = |&(slot, len): &(usize, usize)| Chunk { slot, past_len: self.len(slot), len };
         chunks.iter().map(chunk).collect()
     }
 
     /// Bytes that a sequence of up to `tokens` takes.
-    pub fn history_bytes(&self, tokens: usize) -> usize {
+    pub fn kv_cache_bytes(&self, tokens: usize) -> usize {
         capacity(tokens) * self.layout.token_bytes()
     }
 
@@ -300,11 +300,11 @@ impl KvCache {
     }
 
     /// Chunks as the kernels take them: pools, rows and lengths of one layer.
-    fn history_chunks(&self, layer: usize, placed: &[Placed]) -> Vec<HistoryChunk<'_>> {
+    fn kv_chunks(&self, layer: usize, placed: &[Placed]) -> Vec<KvChunk<'_>> {
         let chunk = |placed: &Placed| {
             let pool = self.pools.get(&placed.capacity)?.layer(layer);
             let Placed { chunk: Chunk { past_len, len, .. }, row, first, .. } = *placed;
-            Some(HistoryChunk { pool, row, past_len, len, first })
+            Some(KvChunk { pool, row, past_len, len, first })
         };
         placed.iter().filter_map(chunk).collect()
     }
@@ -312,18 +312,18 @@ impl KvCache {
     /// Attention of the `few` chunks by the CPU kernel: `[N, H·D]`, with zeros in the rows of other chunks.
     fn attend_in_place(&self, layer: usize, few: &[Placed], visibility: MaskKind, qkv: &Qkv) -> Tensor {
         let AttentionSpec { scale, window, .. } = self.layers[layer].spec;
-        let chunks = self.history_chunks(layer, few);
+        let chunks = self.kv_chunks(layer, few);
         let [q, k, v] = [&qkv.q, &qkv.k, &qkv.v].map(Tensor::contiguous);
         let sees_chunk = visibility == MaskKind::Block;
         let view = KvWindow { scale, window, sees_chunk };
-        history_attention(KvRows::Separate([&q, &k, &v]), &chunks, view)
+        in_place_attention(KvRows::Separate([&q, &k, &v]), &chunks, view)
     }
 
     /// Attention of one group by SDPA: `q [S·L, H, D]` to `[S·L, H·D]`.
     fn attend_group(&self, layer: usize, group: &Group, visibility: MaskKind, q: &Tensor) -> Tensor {
         let Some(pool) = self.pools.get(&group.capacity) else { return q.flatten(1, 2) };
         let Layer { spec, view } = &self.layers[layer];
-        reference::kv_attention(q, pool.layer(layer), group, &group.views[*view], spec, visibility)
+        reference::kv_attention(q, pool.layer(layer), group, &group.mask_shapes[*view], spec, visibility)
     }
 
     /// Commits chunks that were written: their sequences now end with them.
@@ -358,11 +358,11 @@ impl AttendProjected for KvAttention<'_> {
         let Self { cache, layer, plan } = self;
         let AttentionSpec { scale, window, .. } = cache.layers[*layer].spec;
         let view = KvWindow { scale, window, sees_chunk: plan.visibility == MaskKind::Block };
-        let chunks = cache.history_chunks(*layer, &plan.placed);
+        let chunks = cache.kv_chunks(*layer, &plan.placed);
         match cache.in_place {
-            InPlace::FewRows => few_rows_attention(qkv, &heads, &chunks, view),
+            InPlace::DecodeRows => decode_attention(qkv, &heads, &chunks, view),
             InPlace::ShortChunks | InPlace::Never => {
-                history_attention(KvRows::Projected(qkv, heads), &chunks, view)
+                in_place_attention(KvRows::Projected(qkv, heads), &chunks, view)
             }
         }
     }
@@ -387,7 +387,7 @@ mod tests {
 
     /// Appends tokens with these keys and values to a slot, and what their queries see.
     fn attend(cache: &mut KvCache, slot: usize, states: &Tensor) -> Tensor {
-        let chunks = cache.behind(&[(slot, states.size()[0] as usize)]);
+        let chunks = cache.append(&[(slot, states.size()[0] as usize)]);
         cache.reserve(&chunks);
         let plan = cache.plan(&chunks, MaskKind::Causal);
         let [q, k, v] = [0.1, 0.2, 0.3].map(|scale| states * scale);
@@ -406,10 +406,10 @@ mod tests {
         let chunk = |slot, len| Chunk { slot, past_len: 0, len };
         used.reserve(&(1..16).map(|slot| chunk(slot, 100)).collect::<Vec<_>>());
         let short = used.bytes();
-        assert!(short <= 16 * used.history_bytes(100), "{short}");
+        assert!(short <= 16 * used.kv_cache_bytes(100), "{short}");
         // As long as this one, all would take 2 GB.
         used.reserve(&[chunk(0, 16_000)]);
-        assert_eq!(used.bytes(), short + used.history_bytes(16_000));
+        assert_eq!(used.bytes(), short + used.kv_cache_bytes(16_000));
         used.truncate(0, 0);
         assert_eq!(used.bytes(), short);
         // The pool of what is left closes up, and its history keeps what it holds.
@@ -427,7 +427,7 @@ mod tests {
         let mut growing = cache(8);
         for len in [200, 400, 700, 1000, 1500] {
             growing.reserve(&(0..8).map(|slot| Chunk { slot, past_len: 0, len }).collect::<Vec<_>>());
-            let live = 8 * growing.history_bytes(len);
+            let live = 8 * growing.kv_cache_bytes(len);
             assert!(growing.bytes() <= live + KEPT, "{len} tokens: {} of {live}", growing.bytes());
         }
     }

@@ -5,9 +5,9 @@ use std::cell::OnceCell;
 use tch::{Kind, Tensor};
 
 use super::calls::{AttentionCall, MaskShape};
-use super::{Chunk, FEW_ROWS, InPlace, KvCache, SPAN};
+use super::{Chunk, InPlace, KV_ALIGN, KvCache, MAX_DECODE_ROWS};
 
-/// Most tokens of a chunk for the CPU kernel: draft blocks, accepted tokens and short prompts. SDPA would pad their keys to [`SPAN`].
+/// Most tokens of a chunk for the CPU kernel: draft blocks, accepted tokens and short prompts. SDPA would pad their keys to [`KV_ALIGN`].
 /// Each thread keeps room for the scores of one key head, at most `FEW_SCORES` (4 MiB).
 const FEW_TOKENS: usize = 128;
 const FEW_SCORES: usize = 1 << 20;
@@ -85,7 +85,7 @@ impl AttentionPlan {
     }
 }
 
-/// Chunks of one length in one pool whose sequences round up to one multiple of SPAN.
+/// Chunks of one length in one pool whose sequences round up to one multiple of KV_ALIGN.
 pub(super) struct Group {
     pub capacity: usize,
     pub rows: i64,
@@ -95,7 +95,7 @@ pub(super) struct Group {
     /// Tokens of the sequences before the chunks, `[S, 1, 1]` int64.
     pub past_len: Tensor,
     /// SDPA calls, for each mask shape of the cache.
-    pub views: Vec<Vec<AttentionCall>>,
+    pub mask_shapes: Vec<Vec<AttentionCall>>,
 }
 
 /// Rows of a pool.
@@ -130,7 +130,7 @@ impl Placed {
     /// Pool, width and span, which chunks of a group share.
     fn kind(&self) -> (usize, usize, usize) {
         let Chunk { past_len, len, .. } = self.chunk;
-        (self.capacity, len, (past_len + len).next_multiple_of(SPAN))
+        (self.capacity, len, (past_len + len).next_multiple_of(KV_ALIGN))
     }
 }
 
@@ -140,14 +140,14 @@ impl KvCache {
         let mut placed = self.placed(chunks);
         placed.sort_by_key(|placed| placed.capacity);
         let order = (!in_order(&placed)).then(|| self.order(&placed));
-        let positions = self.ruler.runs(chunks.iter().map(span));
+        let positions = self.arange.runs(chunks.iter().map(span));
         self.rows(&placed, chunks, order.as_ref(), positions)
     }
 
     /// Rows and masks of chunks, in the order of the batch. There must be room for them; see [`KvCache::reserve`].
     pub fn plan(&self, chunks: &[Chunk], visibility: MaskKind) -> AttentionPlan {
         AttentionPlan {
-            positions: self.ruler.runs(chunks.iter().map(span)),
+            positions: self.arange.runs(chunks.iter().map(span)),
             end: chunks.iter().map(|chunk| chunk.past_len + chunk.len).max().unwrap_or(0),
             placed: self.placed(chunks),
             visibility,
@@ -157,7 +157,7 @@ impl KvCache {
     }
 
     /// Whether one kernel call attends to all of these chunks in place. A CPU's kernel takes short chunks. A GPU's takes causal chunks
-    /// of at most [`FEW_ROWS`] rows in all: drafted blocks were not run with it on hardware.
+    /// of at most [`MAX_DECODE_ROWS`] rows in all: drafted blocks were not run with it on hardware.
     fn all_in_place(&self, chunks: &[Chunk], visibility: MaskKind) -> bool {
         let none_is_empty = !chunks.is_empty() && chunks.iter().all(|chunk| chunk.len > 0);
         let rows = || chunks.iter().map(|chunk| chunk.len).sum::<usize>();
@@ -165,7 +165,7 @@ impl KvCache {
             && match self.in_place {
                 InPlace::Never => false,
                 InPlace::ShortChunks => chunks.iter().all(|chunk| self.is_few(chunk)),
-                InPlace::FewRows => visibility == MaskKind::Causal && rows() <= FEW_ROWS,
+                InPlace::DecodeRows => visibility == MaskKind::Causal && rows() <= MAX_DECODE_ROWS,
             }
     }
 
@@ -192,7 +192,7 @@ impl KvCache {
 
     fn group(&self, group: &[Placed], visibility: MaskKind) -> Group {
         let (capacity, width, span) = group[0].kind();
-        let past_len = self.ruler.pick(group.iter().map(|placed| placed.chunk.past_len)).view([-1, 1, 1]);
+        let past_len = self.arange.pick(group.iter().map(|placed| placed.chunk.past_len)).view([-1, 1, 1]);
         let pieces = |view: &MaskShape| {
             let mut pieces = view.cut(width, span, visibility);
             if let [only] = pieces.as_mut_slice() {
@@ -206,17 +206,17 @@ impl KvCache {
             rows: (group.len() * width) as i64,
             slots: match consecutive {
                 true => Slots::Range(group[0].row as i64, group.len() as i64),
-                false => Slots::Picked(self.ruler.pick(group.iter().map(|placed| placed.row))),
+                false => Slots::Picked(self.arange.pick(group.iter().map(|placed| placed.row))),
             },
             width: width as i64,
-            views: self.views().iter().map(pieces).collect(),
+            mask_shapes: self.mask_shapes().iter().map(pieces).collect(),
             past_len,
         }
     }
 
     /// Whether a chunk is short enough for the CPU kernel. The chunk alone decides that.
     fn is_few(&self, chunk: &Chunk) -> bool {
-        let repeats = self.views().iter().map(|view| view.repeats).max().unwrap_or(1);
+        let repeats = self.mask_shapes().iter().map(|view| view.repeats).max().unwrap_or(1);
         // The kernel pads the queries of a key to whole vectors.
         let scores = (repeats * chunk.len).next_multiple_of(16) * (chunk.past_len + chunk.len);
         self.in_place == InPlace::ShortChunks && chunk.len <= FEW_TOKENS && scores <= FEW_SCORES
@@ -234,7 +234,7 @@ impl KvCache {
 
     /// Row indices that bring the batch into the order of `placed`.
     fn order(&self, placed: &[Placed]) -> Tensor {
-        self.ruler.runs(placed.iter().map(Placed::rows))
+        self.arange.runs(placed.iter().map(Placed::rows))
     }
 
     /// Row indices that bring rows in the order of `placed` back into the order of the batch.
@@ -249,7 +249,7 @@ impl KvCache {
             })
             .collect();
         places.sort_unstable();
-        self.ruler.runs(places.into_iter().map(|(_, place)| place))
+        self.arange.runs(places.into_iter().map(|(_, place)| place))
     }
 
     /// Rows of chunks that are sorted by pool; `order` brings the batch into that order. Rows that all go to one pool keep theirs.
@@ -257,9 +257,9 @@ impl KvCache {
         let mut first = 0;
         let mut pool = |placed: &[&Placed]| {
             let count = placed.iter().map(|placed| placed.chunk.len as i64).sum::<i64>();
-            let rows = self.ruler.repeated(placed.iter().map(|placed| (placed.row, placed.chunk.len)));
+            let rows = self.arange.repeated(placed.iter().map(|placed| (placed.row, placed.chunk.len)));
             first += count;
-            let place = [rows, self.ruler.runs(placed.iter().map(|placed| span(&placed.chunk)))];
+            let place = [rows, self.arange.runs(placed.iter().map(|placed| span(&placed.chunk)))];
             PoolRows { capacity: placed[0].capacity, first: first - count, count, place }
         };
         let mut all: Vec<&Placed> = placed.iter().collect();

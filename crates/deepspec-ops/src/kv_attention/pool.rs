@@ -5,7 +5,7 @@
 
 use tch::{Device, Kind, Tensor};
 
-use super::SPAN;
+use super::KV_ALIGN;
 use crate::attention::Heads;
 
 /// Bytes of unused rows that are kept for the next sequences.
@@ -14,7 +14,7 @@ pub const KEPT: usize = 16 << 20;
 /// Capacity of the rows for sequences of up to `tokens`: a multiple of 256, two sizes per octave for long ones.
 pub fn capacity(tokens: usize) -> usize {
     let tokens = tokens.max(1);
-    tokens.next_multiple_of((tokens.next_power_of_two() / 4).max(SPAN))
+    tokens.next_multiple_of((tokens.next_power_of_two() / 4).max(KV_ALIGN))
 }
 
 /// Shapes of a token's keys and values in every layer.

@@ -26,16 +26,16 @@ const PAUSE: Duration = Duration::from_secs(1);
 /// wait.
 pub async fn serve(listener: TcpListener, router: Router, limits: Limits, stopped: impl Future<Output = ()>) {
     let mut server = http1::Builder::new();
-    server.timer(TokioTimer::new()).header_read_timeout(limits.patience);
+    server.timer(TokioTimer::new()).header_read_timeout(limits.client_timeout);
     let free = Arc::new(Semaphore::new(limits.connections));
     let connections = GracefulShutdown::new();
     let mut stopped = pin!(stopped);
     loop {
         let taken = async {
-            let place = Arc::clone(&free).acquire_owned().await;
-            (place, listener.accept().await)
+            let permit = Arc::clone(&free).acquire_owned().await;
+            (permit, listener.accept().await)
         };
-        let (place, accepted) = tokio::select! {
+        let (permit, accepted) = tokio::select! {
             () = &mut stopped => break,
             taken = taken => taken,
         };
@@ -54,12 +54,12 @@ pub async fn serve(listener: TcpListener, router: Router, limits: Limits, stoppe
             tracing::debug!("no TCP_NODELAY: {error}");
         }
         let mut stream = TimeoutStream::new(stream);
-        stream.set_write_timeout(Some(limits.patience));
+        stream.set_write_timeout(Some(limits.client_timeout));
         let service = TowerToHyperService::new(router.clone());
         let connection = server.serve_connection(Box::pin(TokioIo::new(stream)), service);
         let connection = connections.watch(connection);
         tokio::spawn(async move {
-            let _place = place;
+            let _permit = permit;
             if let Err(error) = connection.await {
                 tracing::debug!("a connection ended: {error}");
             }

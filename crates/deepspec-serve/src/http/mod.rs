@@ -1,7 +1,7 @@
 //! Serves a model with the chat completions of the OpenAI API.
 
+mod auth;
 mod connections;
-mod door;
 mod respond;
 mod routes;
 
@@ -18,7 +18,7 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
 
 use crate::{ChatModel, EngineArgs};
-use door::{Door, is_loopback};
+use auth::{AccessPolicy, is_loopback};
 use routes::{App, Limits};
 
 /// Time for running answers to finish after a stop signal.
@@ -82,12 +82,12 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     listener.set_nonblocking(true)?;
     let model = ChatModel::load(&dir, &engine)?;
     let name = args.served_name.clone().unwrap_or_else(|| args.model.clone());
-    let door = Door { key: args.api_key.clone(), is_local: is_loopback(&args.host) };
-    if !door.is_local && door.key.is_none() {
+    let access = AccessPolicy { key: args.api_key.clone(), is_local: is_loopback(&args.host) };
+    if !access.is_local && access.key.is_none() {
         tracing::warn!("--host {} without --api-key: everyone who reaches the port is answered", args.host);
     }
     model.report_thinking();
-    let app = Arc::new(App::new(model, name, engine.max_num_seqs, limits, door));
+    let app = Arc::new(App::new(model, name, engine.max_num_seqs, limits, access));
     // The runtime is dropped here with all requests, so the engine is idle when `app` is dropped.
     Runtime::new().context("starting the server's threads")?.block_on(serve(
         listener,
@@ -104,7 +104,7 @@ impl Args {
             Some(body) if body > 0 => Ok(Limits {
                 queue: self.queue,
                 body,
-                patience: Duration::from_secs(seconds),
+                client_timeout: Duration::from_secs(seconds),
                 connections: self.max_connections as usize,
             }),
             _ => usage!("--max-body {mb}: must be at least 1 and fit into memory"),

@@ -12,13 +12,13 @@ use tokio::sync::OwnedSemaphorePermit;
 
 use deepspec_text::FinishReason;
 
-use crate::{ChatError, Delta, Reply, Usage};
+use crate::{ChatError, Delta, ResponseStream, Usage};
 
 /// Seconds in the `Retry-After` header when the queue is full.
 const RETRY_AFTER: u16 = 1;
 
 /// Fields that all chunks of one answer share.
-pub struct Heading {
+pub struct ResponseHeader {
     /// Id of the answer.
     pub id: String,
     /// Seconds since 1970.
@@ -27,12 +27,12 @@ pub struct Heading {
     pub model: String,
 }
 
-impl Heading {
+impl ResponseHeader {
     fn object(&self, kind: &str, choices: Value) -> Value {
         json!({"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices})
     }
 
-    fn chunk(&self, delta: Value, ended: Option<&Reply>) -> Value {
+    fn chunk(&self, delta: Value, ended: Option<&ResponseStream>) -> Value {
         let finish = ended.and_then(finish_reason);
         let mut choice = json!({"index": 0, "delta": delta, "logprobs": null, "finish_reason": finish});
         if let Some(reply) = ended {
@@ -43,16 +43,16 @@ impl Heading {
 }
 
 /// The finish reason of the OpenAI API, which uses `stop` for ends of turns and stop strings.
-fn finish_reason(reply: &Reply) -> Option<&'static str> {
+fn finish_reason(reply: &ResponseStream) -> Option<&'static str> {
     let word = |reason: FinishReason| match reason {
-        FinishReason::StopSequence => FinishReason::Stop.word(),
-        reason => reason.word(),
+        FinishReason::StopSequence => FinishReason::Stop.name(),
+        reason => reason.name(),
     };
     reply.finish().map(word)
 }
 
 /// A complete answer. `with_ids` adds the token ids of prompt and answer under vLLM's names.
-pub fn completion(heading: &Heading, whole: &Delta, reply: &Reply, with_ids: bool) -> Value {
+pub fn completion(header: &ResponseHeader, whole: &Delta, reply: &ResponseStream, with_ids: bool) -> Value {
     let mut message = json!({"role": "assistant", "content": whole.content});
     if !whole.reasoning.is_empty() {
         message["reasoning_content"] = json!(whole.reasoning);
@@ -61,7 +61,7 @@ pub fn completion(heading: &Heading, whole: &Delta, reply: &Reply, with_ids: boo
     let choice = json!({
         "index": 0, "message": message, "logprobs": null, "finish_reason": finish_reason(reply), "stop_reason": reply.stop(),
     });
-    let mut object = heading.object("chat.completion", json!([choice]));
+    let mut object = header.object("chat.completion", json!([choice]));
     object["usage"] = usage(reply.usage());
     if with_ids {
         object["prompt_token_ids"] = json!(reply.prompt_token_ids());
@@ -85,22 +85,27 @@ enum Next {
 }
 
 /// Streams an answer. If the client disconnects, the reply is dropped, which cancels the request
-/// and frees its place.
-pub fn stream(heading: Heading, reply: Reply, place: OwnedSemaphorePermit, include_usage: bool) -> Response {
-    let state = (Next::Role, heading, reply, place);
-    let events = stream::unfold(state, move |(next, heading, mut reply, place)| async move {
+/// and returns its permit.
+pub fn stream(
+    header: ResponseHeader,
+    reply: ResponseStream,
+    permit: OwnedSemaphorePermit,
+    include_usage: bool,
+) -> Response {
+    let state = (Next::Role, header, reply, permit);
+    let events = stream::unfold(state, move |(next, header, mut reply, permit)| async move {
         let (data, next) = match next {
-            Next::Role => (heading.chunk(json!({"role": "assistant", "content": ""}), None), Next::Text),
+            Next::Role => (header.chunk(json!({"role": "assistant", "content": ""}), None), Next::Text),
             Next::Text => match reply.next().await {
-                Ok(Some(delta)) => (heading.chunk(piece(&delta), None), Next::Text),
+                Ok(Some(delta)) => (header.chunk(piece(&delta), None), Next::Text),
                 Ok(None) => {
                     let next = if include_usage { Next::Usage } else { Next::Done };
-                    (heading.chunk(json!({}), Some(&reply)), next)
+                    (header.chunk(json!({}), Some(&reply)), next)
                 }
                 Err(error) => (body(&error), Next::Done),
             },
             Next::Usage => {
-                let mut object = heading.object("chat.completion.chunk", json!([]));
+                let mut object = header.object("chat.completion.chunk", json!([]));
                 object["usage"] = usage(reply.usage());
                 (object, Next::Done)
             }
@@ -108,7 +113,7 @@ pub fn stream(heading: Heading, reply: Reply, place: OwnedSemaphorePermit, inclu
             Next::Nothing => return None,
         };
         let text = data.as_str().map_or_else(|| data.to_string(), str::to_owned);
-        Some((Ok::<_, Infallible>(Event::default().data(text)), (next, heading, reply, place)))
+        Some((Ok::<_, Infallible>(Event::default().data(text)), (next, header, reply, permit)))
     });
     Sse::new(events).keep_alive(KeepAlive::default()).into_response()
 }

@@ -18,13 +18,13 @@ use serde_json::json;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::timeout;
 
-use super::door::{Door, check_type};
-use super::respond::{self, Heading};
-use crate::{ChatError, ChatModel, ChatRequest, Reply, fresh_number, parse};
+use super::auth::{AccessPolicy, check_type};
+use super::respond::{self, ResponseHeader};
+use crate::{ChatError, ChatModel, ChatRequest, ResponseStream, parse, random_u64};
 
 /// Bodies up to this many bytes are read before a rejection. A client that is cut off while sending
 /// may miss the response.
-const COURTESY: u64 = 1 << 16;
+const DRAIN_BODY_BYTES: u64 = 1 << 16;
 
 /// Limits of clients.
 #[derive(Debug, Clone, Copy)]
@@ -34,7 +34,7 @@ pub struct Limits {
     /// Bytes of a request's body.
     pub body: usize,
     /// Timeout for the head of a request, and again for its body.
-    pub patience: Duration,
+    pub client_timeout: Duration,
     /// Most open connections.
     pub connections: usize,
 }
@@ -46,19 +46,19 @@ pub struct App {
     slots: usize,
     started: u64,
     limits: Limits,
-    door: Door,
+    access: AccessPolicy,
     /// Limits requests, from before the body is read to the end of the answer. This bounds the
     /// memory of bodies and answers.
-    places: Arc<Semaphore>,
+    request_permits: Arc<Semaphore>,
     /// Limits requests that are parsed, rendered and tokenised at once; each uses one core.
-    desks: Arc<Semaphore>,
+    tokenize_permits: Arc<Semaphore>,
 }
 
 impl App {
     /// Creates the state. `name` is the model's name in requests, and `slots` the number of
     /// concurrent answers.
-    pub fn new(model: ChatModel, name: String, slots: usize, limits: Limits, door: Door) -> Self {
-        let places = slots.saturating_add(limits.queue).min(Semaphore::MAX_PERMITS);
+    pub fn new(model: ChatModel, name: String, slots: usize, limits: Limits, access: AccessPolicy) -> Self {
+        let request_permits = slots.saturating_add(limits.queue).min(Semaphore::MAX_PERMITS);
         let cores = thread::available_parallelism().map_or(1, NonZero::get);
         Self {
             model,
@@ -66,22 +66,22 @@ impl App {
             slots,
             started: now(),
             limits,
-            door,
-            places: Arc::new(Semaphore::new(places)),
-            desks: Arc::new(Semaphore::new(cores)),
+            access,
+            request_permits: Arc::new(Semaphore::new(request_permits)),
+            tokenize_permits: Arc::new(Semaphore::new(cores)),
         }
     }
 
-    /// Takes a place for a request.
-    fn place(&self) -> Result<OwnedSemaphorePermit, ChatError> {
-        let place = Arc::clone(&self.places).try_acquire_owned();
-        place.map_err(|_| ChatError::Busy { slots: self.slots, queue: self.limits.queue })
+    /// Takes a permit for a request.
+    fn acquire_permit(&self) -> Result<OwnedSemaphorePermit, ChatError> {
+        let permit = Arc::clone(&self.request_permits).try_acquire_owned();
+        permit.map_err(|_| ChatError::Busy { slots: self.slots, queue: self.limits.queue })
     }
 
     /// Reads the body of a request, or returns the error response.
     async fn body(&self, request: Request) -> Result<Bytes, Response> {
-        let patience = self.limits.patience;
-        match timeout(patience, Bytes::from_request(request, &())).await {
+        let client_timeout = self.limits.client_timeout;
+        match timeout(client_timeout, Bytes::from_request(request, &())).await {
             Ok(Ok(body)) => Ok(body),
             Ok(Err(rejection)) if rejection.status() == StatusCode::PAYLOAD_TOO_LARGE => {
                 let most = self.limits.body >> 20;
@@ -91,7 +91,7 @@ impl App {
             }
             Ok(Err(rejection)) => Err(respond::failure(rejection.status(), &rejection.body_text())),
             Err(_) => {
-                let late = format!("the body did not come within {} seconds", patience.as_secs());
+                let late = format!("the body did not come within {} seconds", client_timeout.as_secs());
                 Err(respond::failure(StatusCode::REQUEST_TIMEOUT, &late))
             }
         }
@@ -99,13 +99,14 @@ impl App {
 
     /// Starts an answer. Rendering and tokenising long conversations takes time, so this runs
     /// outside the connection threads, for at most one request per core.
-    async fn start(self: &Arc<Self>, body: Bytes) -> Result<(ChatRequest, Reply), ChatError> {
+    async fn start(self: &Arc<Self>, body: Bytes) -> Result<(ChatRequest, ResponseStream), ChatError> {
         let gone = |error: &dyn std::error::Error| ChatError::Internal(error.to_string());
-        let desk = Arc::clone(&self.desks).acquire_owned().await.map_err(|error| gone(&error))?;
+        let permit =
+            Arc::clone(&self.tokenize_permits).acquire_owned().await.map_err(|error| gone(&error))?;
         let app = Arc::clone(self);
         let start = move || {
-            let _desk = desk;
-            let request = parse(&body, &app.name, app.model.defaults(), fresh_number())?;
+            let _permit = permit;
+            let request = parse(&body, &app.name, app.model.defaults(), random_u64())?;
             let reply = app.model.start(&request)?;
             Ok((request, reply))
         };
@@ -136,15 +137,15 @@ pub fn router(app: Arc<App>) -> Router {
             respond::failure(StatusCode::METHOD_NOT_ALLOWED, "this path takes another method")
         })
         .layer(limit)
-        .layer(from_fn_with_state(Arc::clone(&app), at_the_door))
+        .layer(from_fn_with_state(Arc::clone(&app), check_access))
         .with_state(app)
 }
 
 /// Checks access; health and metrics need no API key.
-async fn at_the_door(State(app): State<Arc<App>>, request: Request, next: Next) -> Response {
+async fn check_access(State(app): State<Arc<App>>, request: Request, next: Next) -> Response {
     let is_open = matches!(request.uri().path(), "/health" | "/metrics");
-    let door = if is_open { Door { key: None, ..app.door.clone() } } else { app.door.clone() };
-    match door.check(request.headers()) {
+    let access = if is_open { AccessPolicy { key: None, ..app.access.clone() } } else { app.access.clone() };
+    match access.check(request.headers()) {
         Ok(()) => next.run(request).await,
         Err(refusal) => *refusal,
     }
@@ -190,10 +191,10 @@ async fn answer(app: &Arc<App>, request: Request) -> Result<Response, Response> 
         tracing::debug!("refused: {error}");
         respond::refusal(&error)
     };
-    let place = match app.place() {
-        Ok(place) => place,
+    let permit = match app.acquire_permit() {
+        Ok(permit) => permit,
         Err(error) => {
-            if request.body().size_hint().upper().is_some_and(|bytes| bytes <= COURTESY) {
+            if request.body().size_hint().upper().is_some_and(|bytes| bytes <= DRAIN_BODY_BYTES) {
                 app.body(request).await?;
             }
             return Err(refused(error));
@@ -201,11 +202,14 @@ async fn answer(app: &Arc<App>, request: Request) -> Result<Response, Response> 
     };
     let body = app.body(request).await?;
     let (request, mut reply) = app.start(body).await.map_err(refused)?;
-    let heading =
-        Heading { id: format!("chatcmpl-{:016x}", fresh_number()), created: now(), model: app.name.clone() };
+    let header = ResponseHeader {
+        id: format!("chatcmpl-{:016x}", random_u64()),
+        created: now(),
+        model: app.name.clone(),
+    };
     if request.stream {
-        return Ok(respond::stream(heading, reply, place, request.include_usage));
+        return Ok(respond::stream(header, reply, permit, request.include_usage));
     }
     let whole = reply.collect().await.map_err(refused)?;
-    Ok(Json(respond::completion(&heading, &whole, &reply, request.return_token_ids)).into_response())
+    Ok(Json(respond::completion(&header, &whole, &reply, request.return_token_ids)).into_response())
 }

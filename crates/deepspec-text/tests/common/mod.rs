@@ -4,7 +4,13 @@ use deepspec_text::ChatTokenizer;
 
 /// Whether a mask is the peer's but for the turns in which nothing is said: the peer learns their ends, and here they teach nothing. `marks`
 /// are texts within a mask by which nothing is said.
-pub fn alike(tokenizer: &ChatTokenizer, ids: &[i64], own: &[bool], theirs: &[bool], marks: &[&str]) -> bool {
+pub fn alike(
+    tokenizer: &ChatTokenizer,
+    ids: &[i64],
+    own: &[bool],
+    theirs: &[bool],
+    markers: &[&str],
+) -> bool {
     let mut start = 0;
     own.len() == theirs.len()
         && theirs.chunk_by(|a, b| a == b).all(|run| {
@@ -12,7 +18,7 @@ pub fn alike(tokenizer: &ChatTokenizer, ids: &[i64], own: &[bool], theirs: &[boo
             start = place.end;
             let is_silent = || {
                 let said = tokenizer.decode(&ids[place.clone()], true).unwrap();
-                marks.iter().fold(said, |said, mark| said.replace(mark, "")).trim().is_empty()
+                markers.iter().fold(said, |said, mark| said.replace(mark, "")).trim().is_empty()
             };
             own[place.clone()] == *run || (own[place.clone()].iter().all(|learnt| !learnt) && is_silent())
         })

@@ -107,7 +107,7 @@ impl Failure {
 
     /// An answer that the server ended before the model did.
     pub fn broken_off(reason: FinishReason) -> Self {
-        let problem = format!("the answer was broken off (finish_reason {:?})", reason.word());
+        let problem = format!("the answer was broken off (finish_reason {:?})", reason.name());
         Self { finish: Some(reason), ..Self::new(Class::BrokenOff, problem) }
     }
 

@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use backon::{BackoffBuilder, ExponentialBackoff, ExponentialBuilder};
-use deepspec_serve::fresh_number;
+use deepspec_serve::random_u64;
 use failsafe::StateMachine;
 use failsafe::failure_policy::{ConsecutiveFailures, consecutive_failures};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
@@ -350,7 +350,7 @@ impl ServerState {
 
 /// A random number from 0 to 1.
 fn fraction() -> f64 {
-    fresh_number() as f64 / u64::MAX as f64
+    random_u64() as f64 / u64::MAX as f64
 }
 
 /// Pauses that double from the first to the longest; random jitter adds up to the pause's own

@@ -17,7 +17,7 @@ use std::path::{Path, PathBuf};
 use deepspec_checkpoint::Server;
 use deepspec_core::cli::Verbosity;
 use deepspec_core::usage;
-use deepspec_datasets::suites::{Folder, SuiteRows};
+use deepspec_datasets::suites::{SuiteDir, SuiteRows};
 use deepspec_engine::DraftSampling;
 use deepspec_models::{ModelConfig, TargetModel, TargetOptions};
 use deepspec_text::ChatTokenizer;
@@ -94,7 +94,7 @@ impl Args {
     fn rows(&self) -> anyhow::Result<Vec<SuiteRows>> {
         let names =
             if self.suites.is_empty() { SMOKE.map(String::from).to_vec() } else { self.suites.clone() };
-        let folder = Folder::open(&self.suites_dir)?;
+        let folder = SuiteDir::open(&self.suites_dir)?;
         let suites = folder.select(&names, &[])?;
         suites.into_iter().map(|suite| folder.load(suite, self.seed, Some(self.limit))).collect()
     }

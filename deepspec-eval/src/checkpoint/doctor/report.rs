@@ -178,8 +178,8 @@ impl Serving {
     }
 
     fn render(&self, text: &mut String) {
-        for Risk { about, told, cure } in &self.risks {
-            let _ = writeln!(text, "{}: {about}: {told}\n  -> {cure}", self.engine);
+        for Risk { subject, problem, remedy } in &self.risks {
+            let _ = writeln!(text, "{}: {subject}: {problem}\n  -> {remedy}", self.engine);
         }
         if let Some(expected) = self.expected {
             let _ = writeln!(

@@ -169,7 +169,7 @@ pub fn score(
     let windows: Vec<Option<usize>> =
         drafter.model().layers.iter().map(|layer| layer.attention.window).collect();
     let like = target.config().anchored_decoder(&windows)?;
-    let changed = drafter.read_as(&match change {
+    let changed = drafter.with_overrides(&match change {
         Change::Rope => DrafterOverrides { rope_of: Some(&like), ..DrafterOverrides::default() },
         Change::Mask(id) => DrafterOverrides { mask_token_id: Some(*id), ..DrafterOverrides::default() },
         Change::Slots(slots) => DrafterOverrides { slots: Some(*slots), ..DrafterOverrides::default() },
@@ -183,7 +183,7 @@ pub fn score(
         let answers = captured.answers.iter().skip(part).step_by(PARTS);
         let samples = answers.map(|answer| {
             let anchors =
-                changed.anchored().map_or_else(Vec::new, |blocks| anchors(answer, blocks.block_size));
+                changed.block_spec().map_or_else(Vec::new, |blocks| anchors(answer, blocks.block_size));
             sample(answer, captured.taps(answer, taps, *change == Change::FinalNorm), anchors)
         });
         let predictions = changed.predict(&samples.collect::<Vec<_>>())?;

@@ -97,7 +97,7 @@ fn suspicions(
         let what = "the last layer's state taken after the final norm".into();
         found.push((Cause::FinalNorm, what, Change::FinalNorm));
     }
-    if let Some(blocks) = drafter.anchored() {
+    if let Some(blocks) = drafter.block_spec() {
         let own = blocks.mask_token_id;
         for id in masks(target.config(), tokenizer).into_iter().filter(|&id| id != own) {
             found.push((Cause::MaskToken, format!("mask_token_id {id} instead of {own}"), Change::Mask(id)));

@@ -46,7 +46,7 @@ impl MappedFile {
     }
 
     /// Unmaps all pages from this process; later accesses load them again.
-    pub fn let_go(&self) {
+    pub fn release_pages(&self) {
         release(&self.map);
     }
 }
@@ -94,13 +94,13 @@ impl MappedShard {
     }
 
     /// Most bytes of pages that reading a sample maps into the process.
-    pub fn faulted(&self, rows: Rows) -> u64 {
-        self.geometry.sample(rows).in_order().into_iter().map(faulted).sum()
+    pub fn page_bytes(&self, rows: Rows) -> u64 {
+        self.geometry.sample(rows).in_order().into_iter().map(page_bytes).sum()
     }
 
     /// Unmaps all pages from this process; later accesses load them again.
-    pub fn let_go(&self) {
-        self.file.let_go();
+    pub fn release_pages(&self) {
+        self.file.release_pages();
     }
 
     fn slice(&self, range: Range<u64>) -> &[u8] {
@@ -110,7 +110,7 @@ impl MappedShard {
 
 /// Most bytes of pages that reading a range maps into the process. A page fault also maps
 /// neighbouring pages.
-pub fn faulted(range: Range<u64>) -> u64 {
+pub fn page_bytes(range: Range<u64>) -> u64 {
     /// Aligned bytes that the kernel maps around a fault (`fault_around_bytes`).
     const AROUND: u64 = 64 << 10;
     if range.is_empty() { 0 } else { range.end.next_multiple_of(AROUND) - range.start / AROUND * AROUND }

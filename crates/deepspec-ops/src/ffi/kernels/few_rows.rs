@@ -5,7 +5,7 @@ use std::ptr;
 
 use tch::Tensor;
 
-use super::super::args::{HistoryChunk, KvWindow, ProjectedHeads, RmsNormParams};
+use super::super::args::{KvChunk, KvWindow, ProjectedHeads, RmsNormParams};
 use super::super::c10d::check;
 use super::history::RawChunk;
 
@@ -54,7 +54,7 @@ unsafe extern "C" {
 
 /// Whether there are kernels for layers of rows of `width` values, `inner` in the MLP, and heads of `dim` values, `repeats` of queries to one of keys, on
 /// the device of `like`.
-pub fn has_few_rows(like: &Tensor, width: i64, inner: i64, dim: i64, repeats: i64) -> bool {
+pub fn has_decode_kernels(like: &Tensor, width: i64, inner: i64, dim: i64, repeats: i64) -> bool {
     // SAFETY: the shim reads the tensor's device, and catches every C++ exception.
     unsafe { ds_has_few_rows(like.as_ptr().cast(), width, inner, dim, repeats) }
 }
@@ -64,7 +64,7 @@ pub fn has_few_rows(like: &Tensor, width: i64, inner: i64, dim: i64, repeats: i6
 ///
 /// # Panics
 /// If shapes, kinds or devices do not fit, or with the driver's words.
-pub fn few_rows_product(
+pub fn decode_product(
     x: &Tensor,
     gain: Option<RmsNormParams<'_>>,
     weights: &[&Tensor],
@@ -85,8 +85,8 @@ pub fn few_rows_product(
 /// `silu(norm(x) Wᵍᵀ) ⊙ (norm(x) Wᵘᵀ)` of up to 8 rows `x [N, I]`, with weights `[O, I]`.
 ///
 /// # Panics
-/// As [`few_rows_product`].
-pub fn few_rows_gated_product(x: &Tensor, gain: RmsNormParams<'_>, gate: &Tensor, up: &Tensor) -> Tensor {
+/// As [`decode_product`].
+pub fn decode_gated_product(x: &Tensor, gain: RmsNormParams<'_>, gate: &Tensor, up: &Tensor) -> Tensor {
     let (norm, eps) = pointers(Some(gain));
     let mut out = ptr::null_mut();
     // SAFETY: as above.
@@ -103,21 +103,20 @@ pub fn few_rows_gated_product(x: &Tensor, gain: RmsNormParams<'_>, gate: &Tensor
     made("a gated product of a few rows", problem, out)
 }
 
-/// `history_attention` of up to 8 rows, all of them of some chunk, `qkv [N, (H + 2G)·D]`: queries, keys and values that are neither normed
+/// `in_place_attention` of up to 8 rows, all of them of some chunk, `qkv [N, (H + 2G)·D]`: queries, keys and values that are neither normed
 /// nor turned yet. Gives `[N, H·D]`.
 ///
 /// # Panics
-/// As [`few_rows_product`], and if two chunks share a row of a pool.
-pub fn few_rows_attention(
+/// As [`decode_product`], and if two chunks share a row of a pool.
+pub fn decode_attention(
     qkv: &Tensor,
     heads: &ProjectedHeads<'_>,
-    chunks: &[HistoryChunk<'_>],
+    chunks: &[KvChunk<'_>],
     KvWindow { scale, window, sees_chunk }: KvWindow,
 ) -> Tensor {
     for (at, one) in chunks.iter().enumerate() {
-        let is_shared = |other: &HistoryChunk<'_>| {
-            other.row == one.row && other.pool[0].data_ptr() == one.pool[0].data_ptr()
-        };
+        let is_shared =
+            |other: &KvChunk<'_>| other.row == one.row && other.pool[0].data_ptr() == one.pool[0].data_ptr();
         assert!(!chunks[..at].iter().any(is_shared), "two chunks share a row of a pool");
     }
     let raw: Vec<RawChunk> = chunks.iter().map(RawChunk::of).collect();

@@ -5,7 +5,7 @@ use std::ptr;
 
 use tch::{Device, Kind, Tensor};
 
-use super::super::args::{HistoryChunk, KvRows, KvWindow, ProjectedHeads, RmsNormParams};
+use super::super::args::{KvChunk, KvRows, KvWindow, ProjectedHeads, RmsNormParams};
 use super::super::c10d::check;
 
 #[repr(C)]
@@ -19,7 +19,7 @@ pub(super) struct RawChunk {
 }
 
 impl RawChunk {
-    pub(super) fn of(chunk: &HistoryChunk<'_>) -> Self {
+    pub(super) fn of(chunk: &KvChunk<'_>) -> Self {
         Self {
             keys: chunk.pool[0].as_ptr().cast(),
             values: chunk.pool[1].as_ptr().cast(),
@@ -147,8 +147,8 @@ unsafe extern "C" {
     ) -> *mut c_char;
 }
 
-/// Whether [`history_attention`] can be had for heads of `dim` values: on x86 with AVX2, for multiples of 8.
-pub fn has_history_attention(dim: i64) -> bool {
+/// Whether [`in_place_attention`] can be had for heads of `dim` values: on x86 with AVX2, for multiples of 8.
+pub fn has_in_place_attention(dim: i64) -> bool {
     // SAFETY: it only asks the processor.
     unsafe { ds_has_history_attention(dim) }
 }
@@ -160,10 +160,10 @@ pub fn has_history_attention(dim: i64) -> bool {
 /// not read.
 ///
 /// # Panics
-/// If shapes, kinds or places do not fit each other, where [`has_history_attention`] says no, or if something wants a gradient.
-pub fn history_attention(
+/// If shapes, kinds or places do not fit each other, where [`has_in_place_attention`] says no, or if something wants a gradient.
+pub fn in_place_attention(
     rows: KvRows<'_>,
-    chunks: &[HistoryChunk<'_>],
+    chunks: &[KvChunk<'_>],
     KvWindow { scale, window, sees_chunk }: KvWindow,
 ) -> Tensor {
     let learns = match rows {
@@ -173,7 +173,7 @@ pub fn history_attention(
     assert!(!learns, "attention over histories has no gradient");
     let rows = RawRows::of(rows);
     let RawRows { rows: n, groups, dim, .. } = rows;
-    assert!(has_history_attention(dim), "heads of {dim} on this processor");
+    assert!(has_in_place_attention(dim), "heads of {dim} on this processor");
     // Chunks of one pool mostly follow one another, and it takes longer to ask than to attend.
     let mut known: Option<([&Tensor; 2], [usize; 2])> = None;
     let mut places = vec![]; // from and to
@@ -255,7 +255,7 @@ mod tests {
             let places = [(2, 250, 8, 0), (0, 0, 1, 8), (1, 33, 5, 9)]; // row, past, len, first
             let [q, k, v] =
                 [(heads, 0.3), (groups, 0.4), (groups, 0.5)].map(|(h, s)| values(&[14, h, dim], s));
-            let chunks = places.map(|(row, past_len, len, first)| HistoryChunk {
+            let chunks = places.map(|(row, past_len, len, first)| KvChunk {
                 pool: [&pool[0], &pool[1]],
                 row,
                 past_len,
@@ -263,8 +263,8 @@ mod tests {
                 first,
             });
             let view = KvWindow { scale: 0.2, window, sees_chunk };
-            let attend = |chunks: &[HistoryChunk<'_>]| {
-                history_attention(KvRows::Separate([&q, &k, &v]), chunks, view).view([14, heads, dim])
+            let attend = |chunks: &[KvChunk<'_>]| {
+                in_place_attention(KvRows::Separate([&q, &k, &v]), chunks, view).view([14, heads, dim])
             };
             let all = attend(&chunks);
             for chunk in &chunks {
@@ -299,7 +299,7 @@ mod tests {
                 assert!(alone.narrow(0, first, len).equal(&all.narrow(0, first, len)));
                 // And so is a query that nobody follows.
                 if !sees_chunk {
-                    let brief = HistoryChunk { len: 1, ..*chunk };
+                    let brief = KvChunk { len: 1, ..*chunk };
                     let brief = attend(&[brief]);
                     assert!(brief.narrow(0, first, 1).equal(&all.narrow(0, first, 1)));
                 }
@@ -334,7 +334,7 @@ mod tests {
             let view = KvWindow { scale: 0.2, window: Some(11), sees_chunk: !is_normed };
             let attended = [KvRows::Separate([&q, &k, &v]), KvRows::Projected(&qkv, raw)].map(|rows| {
                 let pool = [0.2, 0.4].map(|seed| values(&[2, 40, groups, dim], seed));
-                let chunk = |row, past_len, len, first| HistoryChunk {
+                let chunk = |row, past_len, len, first| KvChunk {
                     pool: [&pool[0], &pool[1]],
                     row,
                     past_len,
@@ -342,13 +342,13 @@ mod tests {
                     first,
                 };
                 // The eighth row is of no chunk.
-                let seen = history_attention(rows, &[chunk(1, 30, 7, 0), chunk(0, 3, 1, 8)], view);
+                let seen = in_place_attention(rows, &[chunk(1, 30, 7, 0), chunk(0, 3, 1, 8)], view);
                 let [keys, values] = pool;
                 [seen, keys, values]
             });
-            let [apart, together] = attended;
+            let [split_rows, together] = attended;
             assert!(
-                apart.iter().zip(&together).all(|(apart, together)| apart.equal(together)),
+                split_rows.iter().zip(&together).all(|(split_rows, together)| split_rows.equal(together)),
                 "{is_normed}"
             );
             assert_eq!(together[0].get(7).abs().max().double_value(&[]), 0.0);
@@ -361,7 +361,7 @@ mod tests {
         let angles = [&angles; 2];
         let heads = ProjectedHeads { query, key_value, dim, gains: None, angles };
         let view = KvWindow { scale: 1.0, window: None, sees_chunk: false };
-        let attend = || history_attention(KvRows::Projected(&qkv, heads), &[], view);
+        let attend = || in_place_attention(KvRows::Projected(&qkv, heads), &[], view);
         let words = std::panic::catch_unwind(std::panic::AssertUnwindSafe(attend)).expect_err("refused");
         words.downcast_ref::<String>().cloned().unwrap_or_default()
     }
@@ -383,9 +383,9 @@ mod tests {
         let [first, last] = [0, 1].map(|row| pool.narrow(0, row, 2));
         let new = values(&[2, 1, 8], 0.0);
         let chunks =
-            [0, 1].map(|row| HistoryChunk { pool: [&first, &last], row, past_len: 0, len: 1, first: row });
+            [0, 1].map(|row| KvChunk { pool: [&first, &last], row, past_len: 0, len: 1, first: row });
         let view = KvWindow { scale: 1.0, window: None, sees_chunk: false };
-        let _ = history_attention(KvRows::Separate([&new, &new, &new]), &chunks, view);
+        let _ = in_place_attention(KvRows::Separate([&new, &new, &new]), &chunks, view);
     }
 
     #[test]
@@ -393,9 +393,9 @@ mod tests {
     fn chunks_of_the_same_queries_are_refused() {
         let pools = [0.0, 1.0].map(|seed| values(&[2, 4, 1, 8], seed));
         let new = values(&[2, 1, 8], 0.0);
-        let chunk = |row| HistoryChunk { pool: [&pools[0], &pools[1]], row, past_len: 0, len: 1, first: 0 };
+        let chunk = |row| KvChunk { pool: [&pools[0], &pools[1]], row, past_len: 0, len: 1, first: 0 };
         let view = KvWindow { scale: 1.0, window: None, sees_chunk: false };
-        let _ = history_attention(KvRows::Separate([&new, &new, &new]), &[chunk(0), chunk(1)], view);
+        let _ = in_place_attention(KvRows::Separate([&new, &new, &new]), &[chunk(0), chunk(1)], view);
     }
 
     #[test]
@@ -403,8 +403,8 @@ mod tests {
     fn places_outside_a_pool_are_refused() {
         let pool = values(&[1, 4, 1, 8], 0.0);
         let new = values(&[3, 1, 8], 0.0);
-        let chunk = HistoryChunk { pool: [&pool, &pool], row: 0, past_len: 2, len: 3, first: 0 };
+        let chunk = KvChunk { pool: [&pool, &pool], row: 0, past_len: 2, len: 3, first: 0 };
         let view = KvWindow { scale: 1.0, window: None, sees_chunk: false };
-        let _ = history_attention(KvRows::Separate([&new, &new, &new]), &[chunk], view);
+        let _ = in_place_attention(KvRows::Separate([&new, &new, &new]), &[chunk], view);
     }
 }

@@ -76,11 +76,11 @@ impl LogitRows<'_> {
     }
 
     /// Puts gradients in place of rows that were measured: by the bias where there is one, and by the base where there is none or a cap between both.
-    /// `factors [n, 3]` are those of [`slope_rows`].
+    /// `factors [n, 3]` are those of [`logits_grad`].
     ///
     /// # Panics
     /// If the rows are not those that were measured, or with the driver's words.
-    pub fn slope(self, measured: &LogitsMeasured, factors: &Tensor) {
+    pub fn backward(self, measured: &LogitsMeasured, factors: &Tensor) {
         let Self { base, bias, target, source_of_row, labels, cap } = self;
         // SAFETY: as above; the rows that are written are the caller's alone.
         let problem = unsafe {
@@ -176,7 +176,7 @@ pub fn add_to_rows(rows: &mut Tensor, source_of_row: &Tensor, values: &Tensor) -
 
 /// Turns the probabilities `draft [n, V]` of [`measure_rows`] into gradients by the logits: `factors [n, 3]` of p^d − onehot(x*), of p^d − p^t, and of
 /// ∂‖p^d − p^t‖₁. Says whether it did, which it does wherever [`measure_rows`] does.
-pub fn slope_rows(draft: &mut Tensor, target: &TargetProbs, labels: &Tensor, factors: &Tensor) -> bool {
+pub fn logits_grad(draft: &mut Tensor, target: &TargetProbs, labels: &Tensor, factors: &Tensor) -> bool {
     // SAFETY: the shim writes to the first tensor only and reads the others, of which one may be null, during the call, and catches every C++ exception.
     unsafe {
         ds_slope_rows(
@@ -244,7 +244,7 @@ mod tests {
             assert_near(&ours, &p, "p^d");
             assert_near(&theirs.probabilities, &t, "p^t");
             assert_near(&theirs.entropies, &-sum(&(&t * &log_t)).squeeze_dim(1), "entropy");
-            assert!(slope_rows(&mut ours, &theirs, &labels, &single(&factors)));
+            assert!(logits_grad(&mut ours, &theirs, &labels, &single(&factors)));
             assert_near(&ours, &draft.grad(), "gradient");
         }
     }
@@ -269,7 +269,7 @@ mod tests {
                 assert_eq!(lost(&found.ce), [false, !in_target]);
                 // A target without weight spoils no gradient.
                 let label_only = Tensor::from_slice(&[1f32, 0.0, 0.0, 1.0, 0.0, 0.0]).view([2, 3]);
-                assert!(slope_rows(&mut draft, &target, &labels, &label_only));
+                assert!(logits_grad(&mut draft, &target, &labels, &label_only));
                 let spoilt = [0, 1].map(|row| draft.get(row).isnan().any().int64_value(&[]) != 0);
                 assert_eq!(spoilt, [false, !in_target]);
             }
@@ -315,15 +315,15 @@ mod tests {
                 (values(6, vocab, 0.37).to_kind(Kind::Float), values(3, vocab, 1.3).to_kind(Kind::Float));
             let labels = Tensor::from_slice(&[3_i64, 0, 1, 4, 2, 2]);
             let of = Tensor::from_slice(&[0_i64, 2, 2, 0, 2, 0]);
-            let apart = |rows: &Tensor| {
+            let split_rows = |rows: &Tensor| {
                 let mut wider =
                     Tensor::full([rows.size()[0], vocab + 3], f64::NAN, (Kind::Float, Device::Cpu))
                         .narrow(1, 1, vocab);
                 wider.copy_(rows);
                 wider
             };
-            let (mut ours, mut copies) = (apart(&draft), draft.copy());
-            let shared_target = weighed(apart(&target), Some(&of));
+            let (mut ours, mut copies) = (split_rows(&draft), draft.copy());
+            let shared_target = weighed(split_rows(&target), Some(&of));
             let copied_target = weighed(target.index_select(0, &of), None);
             let shared = measure_rows(&mut ours, &shared_target, &labels, true).unwrap();
             let copied = measure_rows(&mut copies, &copied_target, &labels, true).unwrap();
@@ -334,12 +334,12 @@ mod tests {
                 (shared.soft.unwrap(), copied.soft.unwrap());
             assert!(soft.equal(&of_copies) && divergence.equal(&and_divergence));
             let factors = values(6, 3, 0.9).abs().to_kind(Kind::Float);
-            assert!(slope_rows(&mut ours, &shared_target, &labels, &factors));
-            assert!(slope_rows(&mut copies, &copied_target, &labels, &factors));
+            assert!(logits_grad(&mut ours, &shared_target, &labels, &factors));
+            assert!(logits_grad(&mut copies, &copied_target, &labels, &factors));
             assert!(ours.equal(&copies));
             // A source without rows has the sum 0, whatever lay there.
-            let (mut sums, mut more) = (apart(&target), apart(&draft));
-            sum_rows(&apart(&draft), &of, &mut sums);
+            let (mut sums, mut more) = (split_rows(&target), split_rows(&draft));
+            sum_rows(&split_rows(&draft), &of, &mut sums);
             assert!(sums.equal(&target.zeros_like().index_add(0, &of, &draft)));
             add_to_rows(&mut more, &of, &sums);
             assert!(more.equal(&(&draft + sums.index_select(0, &of))));

@@ -11,9 +11,9 @@ mod rows;
 
 pub use adamw::{adamw, square_sum};
 pub use attention::{TiledAttention, attend_by_block, attends_by_block, attends_in_tiles, block_attention};
-pub use few_rows::{few_rows_attention, few_rows_gated_product, few_rows_product, has_few_rows};
-pub use history::{has_history_attention, history_attention};
-pub use losses::{add_to_rows, measure_rows, slope_rows, softmax_targets, sum_rows};
+pub use few_rows::{decode_attention, decode_gated_product, decode_product, has_decode_kernels};
+pub use history::{has_in_place_attention, in_place_attention};
+pub use losses::{add_to_rows, logits_grad, measure_rows, softmax_targets, sum_rows};
 pub use matrices::{multiply, projection};
 pub use products::{PackedWeight, packed_gated_product, packed_product};
 pub use rows::{argmax, distributions, draw, gated_product, rms_norm, rotate, silu_times};

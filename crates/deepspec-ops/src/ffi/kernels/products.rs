@@ -251,15 +251,15 @@ mod tests {
                 let packed = outputs
                     .map(|lines| PackedWeight::for_level(level, &(values(&[lines, width]) + 0.1)).unwrap());
                 let [first, second, third] = &packed;
-                let apart = Tensor::cat(&packed.each_ref().map(|weight| weight.product(&normed)), 1);
+                let split_rows = Tensor::cat(&packed.each_ref().map(|weight| weight.product(&normed)), 1);
                 let residual = values(&[rows, outputs.iter().sum()]) * 3.0;
                 for threads in [1, 3] {
                     tch::set_num_threads(threads);
                     let weights = [first, second, third];
-                    assert!(packed_product(&x, Some(gain), &weights, None).equal(&apart));
+                    assert!(packed_product(&x, Some(gain), &weights, None).equal(&split_rows));
                     let added = packed_product(&x, Some(gain), &weights, Some(&residual));
                     assert!(
-                        added.equal(&(&apart + &residual)),
+                        added.equal(&(&split_rows + &residual)),
                         "{rows} rows, {threads} threads, level {level}"
                     );
                     let gated = packed_gated_product(&x, Some(gain), first, first);

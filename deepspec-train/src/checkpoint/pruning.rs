@@ -1,4 +1,4 @@
-//! Checkpoint retention: keeps the newest checkpoints and the best one.
+//! Checkpoint pruning: keeps the newest checkpoints and the best one.
 
 use std::fs;
 use std::os::unix::fs::symlink;

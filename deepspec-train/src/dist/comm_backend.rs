@@ -15,7 +15,7 @@ const LOOK: Duration = Duration::from_millis(500);
 
 /// The backend that transfers tensors of a rank's device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Carrier {
+pub enum CommBackend {
     /// Gloo on tensors in host memory.
     Gloo,
     /// Gloo on GPU tensors, each copied through host memory.
@@ -24,8 +24,8 @@ pub enum Carrier {
     Nccl(usize),
 }
 
-impl Carrier {
-    /// Returns the carrier that `backend` selects for tensors of `device`.
+impl CommBackend {
+    /// Returns the comm_backend that `backend` selects for tensors of `device`.
     ///
     /// # Errors
     /// [`GroupError::NoNccl`] if the build has no NCCL; [`GroupError::NcclOnCpu`] for NCCL on the
@@ -90,13 +90,13 @@ mod tests {
 
     #[test]
     fn a_device_has_its_carrier() {
-        assert_eq!(Carrier::new(Backend::Auto, Device::Cpu), Ok(Carrier::Gloo));
-        assert_eq!(Carrier::new(Backend::Gloo, Device::Cpu), Ok(Carrier::Gloo));
-        assert_eq!(Carrier::new(Backend::Nccl, Device::Cpu), Err(GroupError::NcclOnCpu));
-        assert_eq!(Carrier::new(Backend::Gloo, Device::Cuda(1)), Ok(Carrier::Staged));
+        assert_eq!(CommBackend::new(Backend::Auto, Device::Cpu), Ok(CommBackend::Gloo));
+        assert_eq!(CommBackend::new(Backend::Gloo, Device::Cpu), Ok(CommBackend::Gloo));
+        assert_eq!(CommBackend::new(Backend::Nccl, Device::Cpu), Err(GroupError::NcclOnCpu));
+        assert_eq!(CommBackend::new(Backend::Gloo, Device::Cuda(1)), Ok(CommBackend::Staged));
         for backend in [Backend::Auto, Backend::Nccl] {
-            match Carrier::new(backend, Device::Cuda(1)) {
-                Ok(carrier) => assert_eq!(carrier, Carrier::Nccl(1)),
+            match CommBackend::new(backend, Device::Cuda(1)) {
+                Ok(comm_backend) => assert_eq!(comm_backend, CommBackend::Nccl(1)),
                 Err(error) => assert!(error.to_string().contains("train.backend=gloo"), "{error}"),
             }
         }

@@ -35,7 +35,7 @@ fn row_error(column: &str, problem: impl Into<String>) -> RowError {
 }
 
 /// A conversion from rows to prompts.
-pub enum Form {
+pub enum PromptConversion {
     /// A column with a list of turns.
     Column(String),
     /// One template per turn.
@@ -50,7 +50,7 @@ pub struct Templates {
     optional: Vec<String>,
 }
 
-impl Form {
+impl PromptConversion {
     /// Columns that every row needs.
     pub fn required(&self) -> &[String] {
         match self {
@@ -107,19 +107,19 @@ const ROW: &str = "row";
 
 /// A row as template context, which remembers the column that was read last.
 #[derive(Debug)]
-struct TurnRequest {
+struct RowContext {
     row: Map<String, Json>,
     last: Mutex<String>,
 }
 
-impl TurnRequest {
+impl RowContext {
     /// Returns and clears the column that was read last; empty if there was none.
     fn take_last(&self) -> String {
         mem::take(&mut self.last.lock().unwrap_or_else(PoisonError::into_inner))
     }
 }
 
-impl Object for TurnRequest {
+impl Object for RowContext {
     fn get_value(self: &Arc<Self>, key: &Value) -> Option<Value> {
         let key = key.as_str()?;
         let column = self.row.get(key).map(|value| Value::from(Serde(value)));
@@ -144,11 +144,11 @@ impl Templates {
         environment.set_syntax(syntax.map_err(|error| error.to_string())?);
         environment.set_auto_escape_callback(|_| AutoEscape::None);
         environment.set_undefined_behavior(UndefinedBehavior::SemiStrict);
-        environment.set_formatter(|out, state, value| shown(out, state, value));
+        environment.set_formatter(|out, state, value| write_value(out, state, value));
         environment.add_filter("optional", optional);
         environment.add_filter("text", text);
         // Prompts are not escaped. These filters mark values as safe, which would skip the checks
-        // of [`shown`].
+        // of [`write_value`].
         ["safe", "escape", "e"].into_iter().for_each(|filter| environment.remove_filter(filter));
         environment.set_fuel(Some(FUEL));
         // Debug mode would read columns again before the error is reported.
@@ -180,7 +180,7 @@ impl Templates {
     }
 
     fn turns(&self, row: &Map<String, Json>) -> Result<Vec<String>, RowError> {
-        let asked = Arc::new(TurnRequest { row: row.clone(), last: Mutex::default() });
+        let asked = Arc::new(RowContext { row: row.clone(), last: Mutex::default() });
         let turn = |name: &String| {
             let template = self.environment.get_template(name);
             let filled = template.and_then(|one| one.render(Value::from_dyn_object(Arc::clone(&asked))));
@@ -224,19 +224,19 @@ fn check(value: &Value) -> Result<(), Error> {
 }
 
 /// Formats the value of `{{ … }}`. Values from [`optional`] are checked already.
-fn shown(out: &mut minijinja::Output, _: &State, value: &Value) -> Result<(), Error> {
+fn write_value(out: &mut minijinja::Output, _: &State, value: &Value) -> Result<(), Error> {
     if !value.is_safe() {
         check(value)?;
         if value.as_str().is_some_and(|text| text.trim().is_empty()) {
             return Err(refused("the text is blank"));
         }
     }
-    let written = write!(out, "{}", spelled(value)?);
+    let written = write!(out, "{}", value_text(value)?);
     written.map_err(|error| refused(error.to_string()))
 }
 
 /// A value's text; numbers and booleans are formatted as in JSON.
-fn spelled(value: &Value) -> Result<String, Error> {
+fn value_text(value: &Value) -> Result<String, Error> {
     match value.kind() {
         ValueKind::Number | ValueKind::Bool => {
             serde_json::to_string(value).map_err(|error| refused(error.to_string()))
@@ -264,7 +264,7 @@ fn optional(value: &Value) -> Result<Value, Error> {
         return Ok(Value::from_safe_string(String::new()));
     }
     check(value)?;
-    Ok(Value::from_safe_string(spelled(value)?))
+    Ok(Value::from_safe_string(value_text(value)?))
 }
 
 #[cfg(test)]
@@ -276,8 +276,8 @@ mod tests {
     fn fill(template: &str) -> Result<String, String> {
         let row = json!({"q": "Why?", "n": 3, "empty": " ", "list": [], "a b": "x", "void": null, "some": "y",
                    "yes": true, "large": 1e20});
-        let form = Form::Templates(Box::new(Templates::new(&[template.to_string()])?));
-        let turns = form.turns(row.as_object().unwrap()).map_err(|error| error.to_string())?;
+        let conversion = PromptConversion::Templates(Box::new(Templates::new(&[template.to_string()])?));
+        let turns = conversion.turns(row.as_object().unwrap()).map_err(|error| error.to_string())?;
         Ok(turns.concat())
     }
 
@@ -320,8 +320,8 @@ mod tests {
     fn columns_that_a_row_must_have_are_told_from_the_others() {
         let of = |templates: &[&str]| {
             let texts: Vec<String> = templates.iter().map(ToString::to_string).collect();
-            let form = Form::Templates(Box::new(Templates::new(&texts).unwrap()));
-            (form.required().join(" "), form.optional().join(" "))
+            let conversion = PromptConversion::Templates(Box::new(Templates::new(&texts).unwrap()));
+            (conversion.required().join(" "), conversion.optional().join(" "))
         };
         let found = of(&["{{ a }}{{ b|optional }}{% if c %}{{ c }}{% endif %}", "{{ d }}"]);
         assert_eq!(found, ("a d".into(), "b c".into()));

@@ -1,6 +1,6 @@
 //! Separates a model's reasoning, such as `<think>…</think>`, from its answer.
 
-use deepspec_text::{FENCES, ThinkTags};
+use deepspec_text::{THINK_TAGS, ThinkTags};
 
 use crate::stop::overlap;
 
@@ -42,91 +42,92 @@ enum State {
 
 /// Splits streamed text. Newlines around the tags belong to neither part, because chat templates
 /// add and strip them.
-pub struct ThoughtSplitter {
+pub struct ReasoningParser {
     state: State,
-    held: String,
+    pending: String,
 }
 
-impl ThoughtSplitter {
-    /// A splitter for text after `prompt`, which may have opened the reasoning already.
+impl ReasoningParser {
+    /// A parser for text after `prompt`, which may have opened the reasoning already.
     pub fn after(prompt: &str) -> Self {
         Self {
             state: ThinkTags::opened_by(prompt).map_or(State::Undecided, State::Entered),
-            held: String::new(),
+            pending: String::new(),
         }
     }
 
     /// Processes the next piece.
     pub fn push(&mut self, piece: &str) -> Delta {
-        self.held.push_str(piece);
+        self.pending.push_str(piece);
         let mut delta = Delta::default();
         while self.advance(&mut delta) {}
         delta
     }
 
-    /// Returns the held-back text at the end of the stream.
+    /// Returns the pending-back text at the end of the stream.
     pub fn finish(&mut self) -> Delta {
-        let held = std::mem::take(&mut self.held);
+        let pending = std::mem::take(&mut self.pending);
         match self.state {
             State::Undecided | State::Answering | State::Closed => {
-                Delta { content: held, ..Delta::default() }
+                Delta { content: pending, ..Delta::default() }
             }
             // Only part of the label: the reasoning did not begin.
             State::Opened(_) => Delta::default(),
             State::Entered(_) | State::Thinking(_) => {
-                Delta { reasoning: held.trim_end_matches('\n').into(), ..Delta::default() }
+                Delta { reasoning: pending.trim_end_matches('\n').into(), ..Delta::default() }
             }
         }
     }
 
-    /// Moves text out of `held`. Returns true if the state changed, so that the rest is processed
+    /// Moves text out of `pending`. Returns true if the state changed, so that the rest is processed
     /// again.
     fn advance(&mut self, delta: &mut Delta) -> bool {
         match self.state {
             State::Undecided => {
-                let text = self.held.trim_start();
-                let opened =
-                    FENCES.iter().find_map(|fence| Some((fence, text.strip_prefix(fence.open)?.to_string())));
-                if let Some((fence, rest)) = opened {
-                    self.held = rest;
-                    self.enter(State::Opened(fence))
-                } else if FENCES.iter().any(|fence| fence.open.starts_with(text)) {
+                let text = self.pending.trim_start();
+                let opened = THINK_TAGS
+                    .iter()
+                    .find_map(|tags| Some((tags, text.strip_prefix(tags.open)?.to_string())));
+                if let Some((tags, rest)) = opened {
+                    self.pending = rest;
+                    self.enter(State::Opened(tags))
+                } else if THINK_TAGS.iter().any(|tags| tags.open.starts_with(text)) {
                     false
                 } else {
                     self.enter(State::Answering)
                 }
             }
-            State::Opened(fence) => {
-                if let Some(rest) = self.held.strip_prefix(fence.label) {
-                    self.held = rest.to_string();
-                } else if fence.label.starts_with(&self.held) {
+            State::Opened(tags) => {
+                if let Some(rest) = self.pending.strip_prefix(tags.label) {
+                    self.pending = rest.to_string();
+                } else if tags.label.starts_with(&self.pending) {
                     return false;
                 }
-                self.enter(State::Entered(fence))
+                self.enter(State::Entered(tags))
             }
-            State::Entered(fence) => self.skips_newlines(State::Thinking(fence)),
+            State::Entered(tags) => self.skips_newlines(State::Thinking(tags)),
             State::Closed => self.skips_newlines(State::Answering),
-            State::Thinking(fence) => {
-                if let Some((thought, rest)) = self.held.split_once(fence.close) {
-                    delta.reasoning.push_str(thought.trim_end_matches('\n'));
-                    self.held = rest.to_string();
+            State::Thinking(tags) => {
+                if let Some((reasoning, rest)) = self.pending.split_once(tags.close) {
+                    delta.reasoning.push_str(reasoning.trim_end_matches('\n'));
+                    self.pending = rest.to_string();
                     return self.enter(State::Closed);
                 }
-                let kept = self.held.len() - overlap(&self.held, fence.close);
-                let kept = self.held[..kept].trim_end_matches('\n').len();
-                delta.reasoning.extend(self.held.drain(..kept));
+                let kept = self.pending.len() - overlap(&self.pending, tags.close);
+                let kept = self.pending[..kept].trim_end_matches('\n').len();
+                delta.reasoning.extend(self.pending.drain(..kept));
                 false
             }
             State::Answering => {
-                delta.content.push_str(&std::mem::take(&mut self.held));
+                delta.content.push_str(&std::mem::take(&mut self.pending));
                 false
             }
         }
     }
 
     fn skips_newlines(&mut self, next: State) -> bool {
-        self.held = self.held.trim_start_matches('\n').to_string();
-        !self.held.is_empty() && self.enter(next)
+        self.pending = self.pending.trim_start_matches('\n').to_string();
+        !self.pending.is_empty() && self.enter(next)
     }
 
     fn enter(&mut self, state: State) -> bool {
@@ -140,12 +141,12 @@ mod tests {
     use super::*;
 
     fn split(prompt: &str, text: &str, size: usize) -> (String, String) {
-        let (mut splitter, mut whole) = (ThoughtSplitter::after(prompt), Delta::default());
+        let (mut parser, mut whole) = (ReasoningParser::after(prompt), Delta::default());
         let characters: Vec<char> = text.chars().collect();
         for piece in characters.chunks(size) {
-            whole.extend(&splitter.push(&piece.iter().collect::<String>()));
+            whole.extend(&parser.push(&piece.iter().collect::<String>()));
         }
-        whole.extend(&splitter.finish());
+        whole.extend(&parser.finish());
         (whole.reasoning, whole.content)
     }
 

@@ -15,11 +15,11 @@ use crate::skip::{Kind, skip};
 const NCCL_BACKWARDS: &[u8] = b"LCCNpuorGssecorP";
 
 /// A fake replacement for libtorch's CUDA library, compiled for this libtorch.
-pub struct Standin {
+pub struct FakeGpu {
     dir: PathBuf,
 }
 
-impl Standin {
+impl FakeGpu {
     /// The fake library for a program. None, with a skipped test, if the program was built with
     /// NCCL for real GPUs.
     ///
@@ -35,13 +35,13 @@ impl Standin {
     }
 
     /// Makes a program use the fake GPU.
-    pub fn lend<'a>(&self, command: &'a mut Command) -> &'a mut Command {
+    pub fn attach<'a>(&self, command: &'a mut Command) -> &'a mut Command {
         command.env("LD_LIBRARY_PATH", &self.dir)
     }
 
-    /// Like [`Self::lend`]; the program also writes a [`Report`] to `report` when it ends.
-    pub fn watch<'a>(&self, command: &'a mut Command, report: &Path) -> &'a mut Command {
-        self.lend(command).env("DEEPSPEC_STANDIN_REPORT", report)
+    /// Like [`Self::attach`]; the program also writes a [`Report`] to `report` when it ends.
+    pub fn attach_with_report<'a>(&self, command: &'a mut Command, report: &Path) -> &'a mut Command {
+        self.attach(command).env("DEEPSPEC_STANDIN_REPORT", report)
     }
 }
 

@@ -9,7 +9,7 @@ const LLAMA3: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{
 
 /// A pre-tokenizer.
 #[derive(Debug)]
-pub(crate) struct Split {
+pub(crate) struct PreTokenizer {
     /// Names in llama.cpp. The first one is written; the others occur in files of other models.
     names: &'static [&'static str],
     pattern: &'static str,
@@ -19,67 +19,67 @@ pub(crate) struct Split {
     ignores_merges: bool,
     /// Whether texts are first normalised to Unicode NFC. llama.cpp does not normalise, so its
     /// tokens differ for other texts.
-    form_c: bool,
+    nfc: bool,
 }
 
-static SPLITS: [Split; 5] = [
-    Split {
+static PRE_TOKENIZERS: [PreTokenizer; 5] = [
+    PreTokenizer {
         names: &["qwen2", "deepseek-r1-qwen"],
         pattern: QWEN2,
         single_digits: false,
         ignores_merges: false,
-        form_c: true,
+        nfc: true,
     },
-    Split {
+    PreTokenizer {
         names: &["llama-bpe", "llama3", "llama-v3"],
         pattern: LLAMA3,
         single_digits: false,
         ignores_merges: true,
-        form_c: false,
+        nfc: false,
     },
-    Split {
+    PreTokenizer {
         names: &["smaug-bpe", "dbrx"],
         pattern: LLAMA3,
         single_digits: false,
         ignores_merges: false,
-        form_c: false,
+        nfc: false,
     },
-    Split {
+    PreTokenizer {
         names: &["smollm", "starcoder", "refact"],
         pattern: GPT2,
         single_digits: true,
         ignores_merges: false,
-        form_c: false,
+        nfc: false,
     },
-    Split {
+    PreTokenizer {
         names: &["gpt-2", "phi-2"],
         pattern: GPT2,
         single_digits: false,
         ignores_merges: false,
-        form_c: false,
+        nfc: false,
     },
 ];
 
-impl Split {
+impl PreTokenizer {
     /// The pre-tokenizer that llama.cpp calls `name`.
-    pub fn named(name: &str) -> Option<&'static Self> {
-        SPLITS.iter().find(|split| split.names.contains(&name))
+    pub fn from_llama_cpp_name(name: &str) -> Option<&'static Self> {
+        PRE_TOKENIZERS.iter().find(|known| known.names.contains(&name))
     }
 
     /// All names.
-    pub fn known() -> Vec<&'static str> {
-        SPLITS.iter().flat_map(|split| split.names).copied().collect()
+    pub fn known_names() -> Vec<&'static str> {
+        PRE_TOKENIZERS.iter().flat_map(|known| known.names).copied().collect()
     }
 
     /// The pre-tokenizer of a tokenizer.json's `pre_tokenizer`.
-    pub fn of(pre: &Json) -> Option<&'static Self> {
+    pub fn from_json(pre: &Json) -> Option<&'static Self> {
         let steps = pre["pretokenizers"].as_array().map_or(std::slice::from_ref(pre), Vec::as_slice);
         let said = |step: &&Json| step["type"] == "ByteLevel" && step["use_regex"].as_bool().unwrap_or(true);
         let pattern = steps.iter().find_map(|step| step["pattern"]["Regex"].as_str());
         let pattern = pattern.or_else(|| steps.iter().find(said).map(|_| GPT2))?;
         let digits = |step: &Json| step["type"] == "Digits" && step["individual_digits"] == true;
         let single_digits = steps.iter().any(digits);
-        SPLITS.iter().find(|split| split.pattern == pattern && split.single_digits == single_digits)
+        PRE_TOKENIZERS.iter().find(|known| known.pattern == pattern && known.single_digits == single_digits)
     }
 
     /// The name to write for llama.cpp.
@@ -93,12 +93,12 @@ impl Split {
     }
 
     /// The tokenizer.json's `normalizer`.
-    pub fn normalizer(&self) -> Json {
-        if self.form_c { json!({"type": "NFC"}) } else { Json::Null }
+    pub fn normalizer_json(&self) -> Json {
+        if self.nfc { json!({"type": "NFC"}) } else { Json::Null }
     }
 
     /// The tokenizer.json's `pre_tokenizer`.
-    pub fn pre_tokenizer(&self) -> Json {
+    pub fn to_json(&self) -> Json {
         let digits = self.single_digits.then(|| json!({"type": "Digits", "individual_digits": true}));
         let split = json!({
             "type": "Split", "pattern": {"Regex": self.pattern}, "behavior": "Isolated", "invert": false,

@@ -5,32 +5,32 @@ use crate::error::TextError;
 use crate::mask::{Served, Supervised};
 use crate::message::Role;
 use crate::prefixes::Prefixes;
-use crate::problem::{Checked, Problem};
+use crate::problem::{CheckResult, Problem};
 use crate::prompt::prompt_text;
+use crate::reasoning;
 use crate::rules::ChatTemplate;
-use crate::thoughts;
 use crate::tokenizer::ChatTokenizer;
 
 /// Tokens shown before a difference.
 const TOKENS_BEFORE: usize = 3;
 /// Most answers of a conversation whose prompts are checked: the first, the last and some between.
 /// Each check renders all earlier messages, so checking all answers would take quadratic time.
-const CHECKED: usize = 24;
+const MAX_CHECKED: usize = 24;
 
 /// A conversation and its training text.
-pub struct Context<'a> {
+pub struct PromptCheck<'a> {
     pub tokenizer: &'a ChatTokenizer,
     pub template: &'a ChatTemplate,
     pub conversation: &'a Conversation,
     pub supervised: &'a Supervised,
 }
 
-impl Context<'_> {
+impl PromptCheck<'_> {
     /// Adds a problem to `checked` for each answer whose prompt does not begin the training text.
-    pub fn check_prompts(&self, checked: &mut Checked) -> Result<(), TextError> {
+    pub fn check_prompts(&self, checked: &mut CheckResult) -> Result<(), TextError> {
         let answers: Vec<usize> = self.answers().collect();
         let prefixes = Prefixes::new(self.tokenizer, &self.supervised.text)?;
-        let chosen = answers.len().min(CHECKED);
+        let chosen = answers.len().min(MAX_CHECKED);
         for place in 0..chosen {
             let index = answers[place * (answers.len() - 1) / (chosen - 1).max(1)];
             self.check_prompt(index, &prefixes, checked)?;
@@ -55,13 +55,14 @@ impl Context<'_> {
         &self,
         index: usize,
         prefixes: &Prefixes<'_>,
-        checked: &mut Checked,
+        checked: &mut CheckResult,
     ) -> Result<(), TextError> {
         let messages = &self.conversation.messages;
         let message = &messages[index];
-        let (inline, _) = thoughts::split(&message.content);
-        let thinks = message.reasoning_content.as_deref().is_some_and(|thoughts| !thoughts.trim().is_empty())
-            || !inline.is_empty();
+        let (inline, _) = reasoning::split(&message.content);
+        let thinks =
+            message.reasoning_content.as_deref().is_some_and(|reasoning| !reasoning.trim().is_empty())
+                || !inline.is_empty();
         let earlier = messages[index..].iter().any(|message| message.role == Role::User);
         let modes: &[Option<bool>] = match (thinks, earlier) {
             (true, _) => &[Some(true), None],
@@ -85,7 +86,7 @@ impl Context<'_> {
             }
             match self.difference(&prompt, prefixes)? {
                 None => {
-                    checked.outside_their_prompt += usize::from(!tried.is_empty() && !thinks);
+                    checked.prompt_mismatch_earlier += usize::from(!tried.is_empty() && !thinks);
                     return Ok(());
                 }
                 Some(difference) => first.get_or_insert((mode, difference)),
@@ -108,8 +109,8 @@ impl Context<'_> {
         let trained = &self.supervised.input_ids;
         let (shared, ids) = match self.supervised.served {
             // The served ids differ from the text's ids.
-            Served::Otherwise => (0, self.tokenizer.encode(prompt)?),
-            Served::Unknown | Served::Alike => prefixes.behind_shared(prompt)?,
+            Served::DiffersFromText => (0, self.tokenizer.encode(prompt)?),
+            Served::Unknown | Served::SameAsText => prefixes.ids_after_shared(prompt)?,
         };
         let differs = |&at: &usize| trained.get(shared + at).map_or(self.is_whole(), |&id| id != ids[at]);
         let Some(at) = (0..ids.len()).find(differs) else { return Ok(None) };

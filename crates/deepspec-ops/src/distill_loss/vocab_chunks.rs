@@ -3,12 +3,12 @@
 use tch::{Device, Kind, Tensor};
 
 /// A range of the vocabulary: columns of logits, and rows of weights.
-pub(super) struct TokenRange {
+pub(super) struct VocabChunk {
     first: i64,
     count: i64,
 }
 
-impl TokenRange {
+impl VocabChunk {
     /// All of `vocab` in pieces of at most `most`.
     pub fn pieces(vocab: i64, most: i64) -> impl Iterator<Item = Self> {
         (0..vocab).step_by(most as usize).map(move |first| Self { first, count: most.min(vocab - first) })
@@ -41,11 +41,11 @@ const PAGE: i64 = 4096;
 const LINE: i64 = 16;
 
 /// Stride of a buffer's rows. Rows that are whole pages apart would compete for a few sets of the first-level cache.
-pub(super) fn pitch(width: i64) -> i64 {
+pub(super) fn row_stride(width: i64) -> i64 {
     if width * size_of::<f32>() as i64 % PAGE == 0 { width + LINE } else { width }
 }
 
-/// A float32 buffer `[rows, width]` on the CPU, with rows a [`pitch`] apart.
-pub(super) fn spaced(rows: i64, width: i64) -> Tensor {
-    Tensor::empty([rows, pitch(width)], (Kind::Float, Device::Cpu)).narrow(1, 0, width)
+/// A float32 buffer `[rows, width]` on the CPU, with rows a [`row_stride`] apart.
+pub(super) fn padded_buffer(rows: i64, width: i64) -> Tensor {
+    Tensor::empty([rows, row_stride(width)], (Kind::Float, Device::Cpu)).narrow(1, 0, width)
 }

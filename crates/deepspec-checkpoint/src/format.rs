@@ -46,14 +46,14 @@ impl CheckpointFormat {
     }
 
     /// The reference's name of a tensor `name` in this format.
-    pub(crate) fn canonical(self, kind: &dyn KindSettings, name: &str) -> String {
+    pub(crate) fn to_reference_name(self, kind: &dyn KindSettings, name: &str) -> String {
         let renamed =
             |(theirs, ours): &(&str, &str)| name.strip_prefix(theirs).map(|rest| format!("{ours}{rest}"));
         self.renames(kind).find_map(renamed).unwrap_or_else(|| name.into())
     }
 
     /// This format's name of the reference's tensor `name`.
-    pub(crate) fn spelled(self, kind: &dyn KindSettings, name: &str) -> String {
+    pub(crate) fn to_format_name(self, kind: &dyn KindSettings, name: &str) -> String {
         let renamed =
             |(theirs, ours): &(&str, &str)| name.strip_prefix(ours).map(|rest| format!("{theirs}{rest}"));
         self.renames(kind).find_map(renamed).unwrap_or_else(|| name.into())
@@ -88,7 +88,7 @@ impl FromStr for CheckpointFormat {
     type Err = String;
 
     fn from_str(name: &str) -> Result<Self, String> {
-        let found = Self::ALL.into_iter().find(|dialect| dialect.name() == name);
+        let found = Self::ALL.into_iter().find(|format| format.name() == name);
         found.ok_or_else(|| {
             format!("`{name}` is no dialect; expected {}", Self::ALL.map(Self::name).join(", "))
         })

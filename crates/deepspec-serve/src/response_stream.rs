@@ -6,10 +6,10 @@ use deepspec_engine::Finish;
 use deepspec_text::{FinishReason, TokenStream};
 use tokio::sync::mpsc::UnboundedReceiver;
 
-use crate::engine::Update;
+use crate::engine::RequestUpdate;
 use crate::error::ChatError;
+use crate::reasoning::{Delta, ReasoningParser};
 use crate::stop::{Scan, StopFinder};
-use crate::thinking::{Delta, ThoughtSplitter};
 
 /// Token counts of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -21,12 +21,12 @@ pub struct Usage {
 }
 
 /// A running answer.
-pub struct Reply {
-    news: UnboundedReceiver<Update>,
+pub struct ResponseStream {
+    updates: UnboundedReceiver<RequestUpdate>,
     /// None after the stream was flushed.
     tokens: Option<TokenStream>,
     stops: StopFinder,
-    thoughts: ThoughtSplitter,
+    reasoning: ReasoningParser,
     stop_ids: Arc<[i64]>,
     prompt: Vec<i64>,
     generated: Vec<i64>,
@@ -35,9 +35,9 @@ pub struct Reply {
     stop: Option<String>,
 }
 
-impl Reply {
+impl ResponseStream {
     pub(super) fn new(
-        news: UnboundedReceiver<Update>,
+        updates: UnboundedReceiver<RequestUpdate>,
         tokens: TokenStream,
         text: &str,
         prompt: Vec<i64>,
@@ -45,10 +45,10 @@ impl Reply {
         stops: &[String],
     ) -> Self {
         Self {
-            news,
+            updates,
             tokens: Some(tokens),
             stops: StopFinder::new(stops),
-            thoughts: ThoughtSplitter::after(text),
+            reasoning: ReasoningParser::after(text),
             stop_ids,
             prompt,
             generated: vec![],
@@ -63,10 +63,10 @@ impl Reply {
     /// Fails if the engine rejects the request, or if tokens cannot be decoded.
     pub async fn next(&mut self) -> Result<Option<Delta>, ChatError> {
         while self.finish.is_none() {
-            let delta = match self.news.recv().await {
-                Some(Update::Tokens(tokens)) => self.take(&tokens)?,
-                Some(Update::Done(finish)) => self.end(finish)?,
-                Some(Update::Refused(error)) => return Err(error.into()),
+            let delta = match self.updates.recv().await {
+                Some(RequestUpdate::Tokens(tokens)) => self.take(&tokens)?,
+                Some(RequestUpdate::Done(finish)) => self.end(finish)?,
+                Some(RequestUpdate::Refused(error)) => return Err(error.into()),
                 None => return Err(ChatError::Internal("the engine has ended".into())),
             };
             if !delta.is_empty() {
@@ -79,7 +79,7 @@ impl Reply {
     /// The whole answer.
     ///
     /// # Errors
-    /// As [`Reply::next`].
+    /// As [`ResponseStream::next`].
     pub async fn collect(&mut self) -> Result<Delta, ChatError> {
         let mut whole = Delta::default();
         while let Some(delta) = self.next().await? {
@@ -137,12 +137,12 @@ impl Reply {
     /// Passes text on until a stop string, which ends the answer and cancels the request.
     fn read(&mut self, piece: &str, delta: &mut Delta) {
         match self.stops.push(piece) {
-            Scan::Text(text) => delta.extend(&self.thoughts.push(&text)),
+            Scan::Text(text) => delta.extend(&self.reasoning.push(&text)),
             Scan::Stopped(text, stop) => {
-                delta.extend(&self.thoughts.push(&text));
-                delta.extend(&self.thoughts.finish());
+                delta.extend(&self.reasoning.push(&text));
+                delta.extend(&self.reasoning.finish());
                 (self.finish, self.stop) = (Some(FinishReason::StopSequence), Some(stop));
-                self.news.close();
+                self.updates.close();
             }
         }
     }
@@ -155,8 +155,8 @@ impl Reply {
             self.read(&piece, &mut delta);
         }
         if self.finish.is_none() {
-            delta.extend(&self.thoughts.push(&self.stops.finish()));
-            delta.extend(&self.thoughts.finish());
+            delta.extend(&self.reasoning.push(&self.stops.finish()));
+            delta.extend(&self.reasoning.finish());
             self.finish = Some(match finish {
                 Finish::Stop => FinishReason::Stop,
                 Finish::Length => FinishReason::Length,

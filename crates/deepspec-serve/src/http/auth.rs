@@ -9,14 +9,14 @@ use axum::response::Response;
 
 /// Access rules of the server.
 #[derive(Debug, Clone)]
-pub struct Door {
+pub struct AccessPolicy {
     /// The API key, if one is required.
     pub key: Option<String>,
     /// Whether the server listens on a loopback address only.
     pub is_local: bool,
 }
 
-impl Door {
+impl AccessPolicy {
     /// Accepts a request or returns the refusal.
     ///
     /// A web page may send requests to local ports. Browsers always send its `Origin` with a POST.
@@ -90,16 +90,16 @@ mod tests {
     use super::*;
     use axum::http::HeaderValue;
 
-    fn status(door: &Door, headers: &[(HeaderName, &'static str)]) -> u16 {
+    fn status(access: &AccessPolicy, headers: &[(HeaderName, &'static str)]) -> u16 {
         let headers =
             headers.iter().map(|(name, value)| (name.clone(), HeaderValue::from_static(value))).collect();
-        let checked = door.check(&headers).and_then(|()| check_type(&headers));
+        let checked = access.check(&headers).and_then(|()| check_type(&headers));
         checked.err().map_or(200, |response| response.status().as_u16())
     }
 
     #[test]
     fn pages_of_others_and_wrong_keys_stay_outside() {
-        let open = Door { key: None, is_local: true };
+        let open = AccessPolicy { key: None, is_local: true };
         for host in ["127.0.0.1:30000", "localhost", "[::1]:30000"] {
             assert_eq!(status(&open, &[(HOST, host)]), 200, "{host}");
         }
@@ -110,7 +110,7 @@ mod tests {
         assert_eq!(status(&open, &[(CONTENT_TYPE, "text/plain")]), 415);
         assert_eq!(status(&open, &[(CONTENT_TYPE, "application/json; charset=utf-8")]), 200);
         assert_eq!(status(&open, &[(CONTENT_TYPE, "application/x-www-form-urlencoded")]), 200);
-        let far = Door { key: Some("secret".into()), is_local: false };
+        let far = AccessPolicy { key: Some("secret".into()), is_local: false };
         assert_eq!(status(&far, &[(HOST, "gpu1:30000")]), 401);
         assert_eq!(status(&far, &[(HOST, "gpu1:30000"), (AUTHORIZATION, "Bearer secret")]), 200);
         assert_eq!(status(&far, &[(AUTHORIZATION, "Bearer secrex")]), 401);

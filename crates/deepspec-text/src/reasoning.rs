@@ -12,7 +12,7 @@ pub struct ThinkTags {
 }
 
 /// All known think tags. Some tokenizers have special tokens for them, others ordinary ones.
-pub const FENCES: [ThinkTags; 4] = [
+pub const THINK_TAGS: [ThinkTags; 4] = [
     ThinkTags { open: "<think>", label: "", close: "</think>" },
     ThinkTags { open: "<|channel>", label: "thought", close: "<channel|>" },
     ThinkTags { open: "<thinking>", label: "", close: "</thinking>" },
@@ -23,12 +23,12 @@ impl ThinkTags {
     /// The tags that the end of `prompt` opens, so that the answer begins with reasoning.
     pub fn opened_by(prompt: &str) -> Option<&'static Self> {
         let end = prompt.trim_end();
-        FENCES.iter().find(|fence| end.strip_suffix(fence.label).unwrap_or(end).ends_with(fence.open))
+        THINK_TAGS.iter().find(|tags| end.strip_suffix(tags.label).unwrap_or(end).ends_with(tags.open))
     }
 
     /// Reasoning without its label and surrounding white space.
-    fn bare<'a>(&self, thoughts: &'a str) -> &'a str {
-        thoughts.strip_prefix(self.label).unwrap_or(thoughts).trim()
+    fn bare<'a>(&self, reasoning: &'a str) -> &'a str {
+        reasoning.strip_prefix(self.label).unwrap_or(reasoning).trim()
     }
 }
 
@@ -37,42 +37,42 @@ impl ThinkTags {
 pub(crate) fn split(answer: &str) -> (&str, &str) {
     let begun = answer.trim_start();
     // The opening tag at the start decides, because reasoning may mention other tags.
-    if let Some(fence) = FENCES.iter().find(|fence| begun.starts_with(fence.open)) {
-        return match begun[fence.open.len()..].split_once(fence.close) {
-            Some((thoughts, said)) => (fence.bare(thoughts), said),
+    if let Some(tags) = THINK_TAGS.iter().find(|tags| begun.starts_with(tags.open)) {
+        return match begun[tags.open.len()..].split_once(tags.close) {
+            Some((reasoning, said)) => (tags.bare(reasoning), said),
             None => ("", answer),
         };
     }
-    for fence in &FENCES {
-        if let Some((thoughts, said)) = answer.split_once(fence.close)
-            && !thoughts.contains(fence.open)
+    for tags in &THINK_TAGS {
+        if let Some((reasoning, said)) = answer.split_once(tags.close)
+            && !reasoning.contains(tags.open)
         {
-            return (fence.bare(thoughts.trim_start()), said);
+            return (tags.bare(reasoning.trim_start()), said);
         }
     }
     ("", answer)
 }
 
 /// Whether an answer has neither text nor reasoning, ignoring think tags.
-pub(crate) fn is_nothing(answer: &str) -> bool {
-    let (thought, said) = split(answer);
+pub(crate) fn is_empty_answer(answer: &str) -> bool {
+    let (reasoning, said) = split(answer);
     let bare = |text: &str| {
-        FENCES
+        THINK_TAGS
             .iter()
-            .fold(text.to_string(), |text, fence| text.replace(fence.open, "").replace(fence.close, ""))
+            .fold(text.to_string(), |text, tags| text.replace(tags.open, "").replace(tags.close, ""))
     };
-    [thought, said].into_iter().all(|text| bare(text).trim().is_empty())
+    [reasoning, said].into_iter().all(|text| bare(text).trim().is_empty())
 }
 
 /// The text of an answer after its reasoning and the newlines that follow. Empty if the reasoning
 /// does not end.
-pub fn without_thoughts(answer: &str) -> &str {
+pub fn without_reasoning(answer: &str) -> &str {
     let (_, said) = split(answer);
     if said.len() < answer.len() {
         return said.trim_start_matches('\n');
     }
     let begun = answer.trim_start();
-    if FENCES.iter().any(|fence| begun.starts_with(fence.open)) { "" } else { answer }
+    if THINK_TAGS.iter().any(|tags| begun.starts_with(tags.open)) { "" } else { answer }
 }
 
 #[cfg(test)]
@@ -92,17 +92,17 @@ mod tests {
 
     #[test]
     fn what_is_said_stands_behind_the_thoughts() {
-        assert_eq!(without_thoughts("<think>\nb\n</think>\n\nc "), "c ");
-        assert_eq!(without_thoughts("<|channel>thought\nb\n<channel|>c"), "c");
-        assert_eq!(without_thoughts("b<channel|>\nc"), "c");
-        assert_eq!(without_thoughts("<|channel>thought\nnever closed"), "");
-        assert_eq!(without_thoughts("<think>never closed"), "");
-        assert_eq!(without_thoughts("\n plain"), "\n plain");
+        assert_eq!(without_reasoning("<think>\nb\n</think>\n\nc "), "c ");
+        assert_eq!(without_reasoning("<|channel>thought\nb\n<channel|>c"), "c");
+        assert_eq!(without_reasoning("b<channel|>\nc"), "c");
+        assert_eq!(without_reasoning("<|channel>thought\nnever closed"), "");
+        assert_eq!(without_reasoning("<think>never closed"), "");
+        assert_eq!(without_reasoning("\n plain"), "\n plain");
     }
 
     #[test]
     fn prompts_may_open_thoughts() {
-        let opened = |prompt| ThinkTags::opened_by(prompt).map(|fence| fence.close);
+        let opened = |prompt| ThinkTags::opened_by(prompt).map(|tags| tags.close);
         assert_eq!(opened("assistant\n<think>\n"), Some("</think>"));
         assert_eq!(opened("model\n<|channel>thought\n"), Some("<channel|>"));
         assert_eq!(opened("model\n<|channel>"), Some("<channel|>"));

@@ -8,21 +8,22 @@ use serde_json::{Map, Value, json};
 
 use crate::suites::convert::convert;
 use crate::suites::description::public;
-use crate::suites::turns::{Form, Templates};
+use crate::suites::prompt_conversion::{PromptConversion, Templates};
 
-/// The forms of the public suites and of described ones.
-fn forms() -> Vec<Form> {
+/// The conversions of the public suites and of described ones.
+fn conversions() -> Vec<PromptConversion> {
     let templates = |texts: &[&str]| {
         let texts: Vec<String> = texts.iter().map(ToString::to_string).collect();
-        Form::Templates(Box::new(Templates::new(&texts).unwrap()))
+        PromptConversion::Templates(Box::new(Templates::new(&texts).unwrap()))
     };
-    let mut forms: Vec<Form> = public().iter().map(|suite| suite.turns.form().unwrap()).collect();
-    forms.extend([
+    let mut conversions: Vec<PromptConversion> =
+        public().iter().map(|suite| suite.turns.conversion().unwrap()).collect();
+    conversions.extend([
         templates(&["{{ a }}: {{ b }}", "{{ b }} {{ c|optional }}"]),
         templates(&["{{ c|optional }}{{ a|optional }}"]),
-        Form::Column("turns".into()),
+        PromptConversion::Column("turns".into()),
     ]);
-    forms
+    conversions
 }
 
 /// Valid and invalid values of a column.
@@ -68,12 +69,17 @@ fn mutation() -> impl Strategy<Value = Mutation> {
 }
 
 /// A valid row.
-fn good(form: &Form, number: usize) -> Map<String, Value> {
-    let value = match form {
-        Form::Column(_) => json!(["one", "two"]),
-        Form::Templates(_) => json!(format!("text {number}")),
+fn good(conversion: &PromptConversion, number: usize) -> Map<String, Value> {
+    let value = match conversion {
+        PromptConversion::Column(_) => json!(["one", "two"]),
+        PromptConversion::Templates(_) => json!(format!("text {number}")),
     };
-    form.required().iter().chain(form.optional()).map(|name| (name.clone(), value.clone())).collect()
+    conversion
+        .required()
+        .iter()
+        .chain(conversion.optional())
+        .map(|name| (name.clone(), value.clone()))
+        .collect()
 }
 
 fn mutate(row: &Map<String, Value>, mutation: &Mutation) -> String {
@@ -100,17 +106,17 @@ fn mutate(row: &Map<String, Value>, mutation: &Mutation) -> String {
     Value::Object(row).to_string()
 }
 
-fn check(form: &Form, path: &Path, line: usize) -> Result<(), TestCaseError> {
-    let converted = match convert(form, &[path.to_path_buf()]) {
+fn check(conversion: &PromptConversion, path: &Path, line: usize) -> Result<(), TestCaseError> {
+    let converted = match convert(conversion, &[path.to_path_buf()]) {
         Ok(converted) => converted,
         Err(error) => {
             let told = deepspec_core::cli::one_line(&error);
             let place = format!("{}:{line}: ", path.display());
             prop_assert!(told.starts_with(&place), "{told} does not begin with {place}");
-            let named = form
+            let named = conversion
                 .required()
                 .iter()
-                .chain(form.optional())
+                .chain(conversion.optional())
                 .any(|name| told.contains(&format!("column `{name}`")));
             prop_assert!(
                 named || told.contains("not valid JSON") || told.contains("expected a JSON object"),
@@ -136,10 +142,10 @@ proptest! {
 
     #[test]
     fn damaged_rows_are_refused_by_file_row_and_column(
-        form in 0..15_usize, rows in 2..6_usize, place in 0.0..1.0, mutation in mutation()
+        conversion in 0..15_usize, rows in 2..6_usize, place in 0.0..1.0, mutation in mutation()
     ) {
-        let form = &forms()[form];
-        let mut lines: Vec<Map<String, Value>> = (0..rows).map(|number| good(form, number)).collect();
+        let conversion = &conversions()[conversion];
+        let mut lines: Vec<Map<String, Value>> = (0..rows).map(|number| good(conversion, number)).collect();
         let at = (place * rows as f64) as usize;
         let damaged = lines.remove(at);
         let mut texts: Vec<String> = lines.into_iter().map(|row| Value::Object(row).to_string()).collect();
@@ -147,6 +153,6 @@ proptest! {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("rows.jsonl");
         std::fs::write(&path, texts.join("\n")).unwrap();
-        check(form, &path, at + 1)?;
+        check(conversion, &path, at + 1)?;
     }
 }

@@ -2,60 +2,60 @@
 
 use tokenizers::Tokenizer;
 
-use crate::thoughts::{FENCES, ThinkTags};
+use crate::reasoning::{THINK_TAGS, ThinkTags};
 
 /// Think tags of which at least one is a special token. The other may be ordinary text, or missing
 /// from the vocabulary.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct SpecialFence {
-    fence: &'static ThinkTags,
+pub(crate) struct SpecialThinkTags {
+    tags: &'static ThinkTags,
     open: Option<u32>,
     close: Option<u32>,
 }
 
-impl SpecialFence {
+impl SpecialThinkTags {
     /// The think tags of a tokenizer that have a special token.
-    pub(crate) fn of(tokenizer: &Tokenizer) -> Vec<Self> {
-        let special = |mark| {
-            let id = tokenizer.token_to_id(mark)?;
-            tokenizer.get_added_vocabulary().is_special_token(mark).then_some(id)
+    pub(crate) fn find(tokenizer: &Tokenizer) -> Vec<Self> {
+        let special = |tag| {
+            let id = tokenizer.token_to_id(tag)?;
+            tokenizer.get_added_vocabulary().is_special_token(tag).then_some(id)
         };
         let found =
-            FENCES.iter().map(|fence| Self { fence, open: special(fence.open), close: special(fence.close) });
-        found.filter(|fence| fence.open.is_some() || fence.close.is_some()).collect()
+            THINK_TAGS.iter().map(|tags| Self { tags, open: special(tags.open), close: special(tags.close) });
+        found.filter(|tags| tags.open.is_some() || tags.close.is_some()).collect()
     }
 }
 
 /// The special tokens that may open or close reasoning at the current position of an answer.
 #[derive(Debug, Clone)]
-pub(crate) struct Marks {
+pub(crate) struct ReasoningTokens {
     /// Opening tokens with their think tags; they count only at the start of an answer.
-    open: Vec<(u32, SpecialFence)>,
+    open: Vec<(u32, SpecialThinkTags)>,
     close: Vec<u32>,
 }
 
-impl Marks {
+impl ReasoningTokens {
     /// The tokens for an answer to `prompt`, which may have opened the reasoning already.
-    pub(crate) fn after(prompt: &str, fences: &[SpecialFence]) -> Self {
+    pub(crate) fn after(prompt: &str, think_tags: &[SpecialThinkTags]) -> Self {
         match ThinkTags::opened_by(prompt) {
             Some(opened) => {
                 let close =
-                    fences.iter().filter(|fence| fence.fence == opened).filter_map(|fence| fence.close);
+                    think_tags.iter().filter(|tags| tags.tags == opened).filter_map(|tags| tags.close);
                 Self { open: vec![], close: close.collect() }
             }
             // An opening tag of ordinary tokens is not seen here, so its closing token may come at
             // any time.
             None => {
-                let unseen = fences.iter().filter(|fence| fence.open.is_none());
-                Self { close: unseen.filter_map(|fence| fence.close).collect(), ..Self::all(fences) }
+                let unseen = think_tags.iter().filter(|tags| tags.open.is_none());
+                Self { close: unseen.filter_map(|tags| tags.close).collect(), ..Self::all(think_tags) }
             }
         }
     }
 
     /// The tokens for an answer to an unknown prompt.
-    pub(crate) fn all(fences: &[SpecialFence]) -> Self {
-        let open = fences.iter().filter_map(|&fence| Some((fence.open?, fence)));
-        let close = fences.iter().filter_map(|fence| fence.close);
+    pub(crate) fn all(think_tags: &[SpecialThinkTags]) -> Self {
+        let open = think_tags.iter().filter_map(|&tags| Some((tags.open?, tags)));
+        let close = think_tags.iter().filter_map(|tags| tags.close);
         Self { open: open.collect(), close: close.collect() }
     }
 
@@ -67,9 +67,9 @@ impl Marks {
     /// Whether `id` opens or closes reasoning here; `first` says that only white space came before
     /// it. Reasoning opens and closes at most once.
     pub(crate) fn take(&mut self, id: u32, first: bool) -> bool {
-        let opened = self.open.iter().find(|&&(open, _)| first && open == id).map(|&(_, fence)| fence);
+        let opened = self.open.iter().find(|&&(open, _)| first && open == id).map(|&(_, tags)| tags);
         let close = match opened {
-            Some(fence) => fence.close.into_iter().collect(),
+            Some(tags) => tags.close.into_iter().collect(),
             None if self.close.contains(&id) => vec![],
             None => return false,
         };

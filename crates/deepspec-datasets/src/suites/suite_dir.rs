@@ -13,12 +13,12 @@ use serde_json::{Map, Value};
 use crate::suites::{file, mersenne};
 
 /// A folder of suites with its record.
-pub struct Folder<'a> {
+pub struct SuiteDir<'a> {
     dir: &'a Path,
     record: Record,
 }
 
-impl<'a> Folder<'a> {
+impl<'a> SuiteDir<'a> {
     /// Opens a folder. It need not exist if all suites are files elsewhere.
     ///
     /// # Errors
@@ -59,7 +59,7 @@ impl<'a> Folder<'a> {
             domains.chunks(1).collect()
         };
         for group in groups {
-            wanted.extend(stand_ins(self.dir, group));
+            wanted.extend(default_suites(self.dir, group));
         }
         let files = files.into_iter().map(|name| self.file(name)).collect::<anyhow::Result<Vec<Suite>>>()?;
         // A file may be the file of a known suite.
@@ -110,7 +110,7 @@ impl<'a> Folder<'a> {
 
 /// Default suites of these domains: the published suites whose files exist, or the smoke suites if
 /// there are none.
-fn stand_ins(dir: &Path, domains: &[Domain]) -> Vec<&'static str> {
+fn default_suites(dir: &Path, domains: &[Domain]) -> Vec<&'static str> {
     let of = |wanted: fn(&Suite) -> bool| {
         SUITES.iter().filter(move |suite| domains.contains(&suite.domain) && wanted(suite))
     };
@@ -159,7 +159,7 @@ pub struct SuiteRows {
     pub samples: Vec<Sample>,
 }
 
-impl Folder<'_> {
+impl SuiteDir<'_> {
     /// Reads a suite. If it has more rows than its cap, the first rows after CPython's shuffle are
     /// scored; `limit` takes fewer. A file that differs from the recorded one is scored with a
     /// warning.
@@ -262,14 +262,14 @@ mod tests {
         let suites = root.join("suites");
         let select = |dir: &Path, names: &[&String]| {
             let names: Vec<String> = names.iter().map(ToString::to_string).collect();
-            Folder::open(dir).unwrap().select(&names, &[]).map_err(|error| error.to_string())
+            SuiteDir::open(dir).unwrap().select(&names, &[]).map_err(|error| error.to_string())
         };
         // No suites folder is needed. A file named twice is one suite.
         let nowhere = root.join("nowhere");
         let found = select(&nowhere, &[&mine, &mine]).unwrap();
         assert_eq!(found.len(), 1);
         assert_eq!((found[0].name.as_ref(), found[0].domain), ("My Prompts", Domain::Own));
-        let rows = Folder::open(&nowhere).unwrap().load(found[0].clone(), 1, None).unwrap();
+        let rows = SuiteDir::open(&nowhere).unwrap().load(found[0].clone(), 1, None).unwrap();
         assert_eq!((rows.samples.len(), rows.samples[3].id.as_str()), (700, "3"), "all rows, in order");
         assert_eq!(rows.path, Path::new(&mine));
         // Suites of the folder come first, and the file of such a suite is that suite.
@@ -291,12 +291,12 @@ mod tests {
         assert!(select(&nowhere, &[&"smoke-math".into()]).unwrap_err().contains("--suites-dir"));
         fs::write(&mine, "{\"turns\": [\"a\"]}\n{\"turn\": \"b\"}\n").unwrap();
         let found = select(&nowhere, &[&mine]).unwrap().remove(0);
-        let told = Folder::open(&nowhere).unwrap().load(found, 1, None).unwrap_err().to_string();
+        let told = SuiteDir::open(&nowhere).unwrap().load(found, 1, None).unwrap_err().to_string();
         assert!(told.ends_with("My Prompts.jsonl:2: the row has no `turns`; a suite's rows are {\"turns\": [\"…\"]}, which `deepspec-data split` writes as --eval-output"), "{told}");
     }
 
     fn load(dir: &Path, name: &str, seed: u64, limit: Option<usize>) -> anyhow::Result<SuiteRows> {
-        let folder = Folder::open(dir).unwrap();
+        let folder = SuiteDir::open(dir).unwrap();
         let suite = folder.record.suite(name).unwrap();
         folder.load(suite, seed, limit)
     }
@@ -349,7 +349,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let names = |asked: &[&str], domains: &[Domain]| {
             let asked: Vec<String> = asked.iter().map(ToString::to_string).collect();
-            let selected = Folder::open(dir.path()).unwrap().select(&asked, domains);
+            let selected = SuiteDir::open(dir.path()).unwrap().select(&asked, domains);
             selected
                 .map(|suites| suites.into_iter().map(|suite| suite.name).collect::<Vec<_>>())
                 .map_err(|e| e.to_string())
@@ -381,7 +381,7 @@ mod tests {
         record.suites.insert("mine".into(), entry);
         record.write(dir.path()).unwrap();
 
-        let folder = Folder::open(dir.path()).unwrap();
+        let folder = SuiteDir::open(dir.path()).unwrap();
         let names = |asked: &[&str]| {
             let asked: Vec<String> = asked.iter().map(ToString::to_string).collect();
             let suites = folder.select(&asked, &[]).map_err(|error| error.to_string())?;

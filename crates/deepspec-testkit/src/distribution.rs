@@ -12,19 +12,20 @@ pub fn count(outputs: impl Iterator<Item = Vec<i64>>) -> Counts {
     counts
 }
 
-/// χ² of the counts against the distribution `law`, divided by its 99.9 % quantile. Above 1 the
+/// χ² of the counts against `distribution`, divided by its 99.9 % quantile. Above 1 the
 /// counts follow another distribution. Outputs expected fewer than five times share one cell.
 ///
 /// # Panics
 /// Panics if an output of probability 0 occurs, or if there are too few different outputs for the
 /// test.
-pub fn misfit(counts: &Counts, law: &BTreeMap<Vec<i64>, f64>) -> f64 {
+pub fn chi_square_ratio(counts: &Counts, distribution: &BTreeMap<Vec<i64>, f64>) -> f64 {
     let total = counts.values().sum::<u64>() as f64;
     assert!(
-        counts.keys().all(|output| law.get(output).is_some_and(|&p| p > 0.0)),
+        counts.keys().all(|output| distribution.get(output).is_some_and(|&p| p > 0.0)),
         "an output of probability 0 came"
     );
-    let cells = law.iter().map(|(output, p)| (counts.get(output).copied().unwrap_or(0) as f64, p * total));
+    let cells =
+        distribution.iter().map(|(output, p)| (counts.get(output).copied().unwrap_or(0) as f64, p * total));
     let (common, rare): (Vec<_>, Vec<_>) = cells.partition(|&(_, expected)| expected >= 5.0);
     let rare = rare.into_iter().fold((0.0, 0.0), |(o, e), (observed, expected)| (o + observed, e + expected));
     let cells: Vec<(f64, f64)> = common.into_iter().chain((rare.1 >= 5.0).then_some(rare)).collect();

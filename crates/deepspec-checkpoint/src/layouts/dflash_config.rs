@@ -8,7 +8,7 @@ use serde_json::{Map, Value, json};
 use super::common::{Decoder, taps};
 use crate::drafter::{Drafter, Incompatibility, Settings};
 use crate::fields::Fields;
-use crate::kind::Container;
+use crate::kind::DflashConfigKeys;
 use crate::{CheckpointError, CheckpointFormat, Family};
 
 /// Top-level keys that are not the decoder's and that drafters of every kind may have.
@@ -80,16 +80,16 @@ const SCALES: [(&str, f64); 4] = [
 ];
 
 /// The parts of the config that do not depend on the drafter's kind.
-pub struct ContainerConfig<'a> {
+pub struct DflashConfig<'a> {
     /// `dflash_config`.
     pub inner: Fields<'a>,
-    /// The draft layers. The obstacles include settings that other formats cannot express.
+    /// The draft layers. The incompatibilities include settings that other formats cannot express.
     pub decoder: Decoder,
     /// Which token a block position predicts, if a key states it.
     pub slots: Option<Slots>,
 }
 
-impl<'a> ContainerConfig<'a> {
+impl<'a> DflashConfig<'a> {
     /// Reads the config; `own` are the top-level keys of the kind.
     ///
     /// # Errors
@@ -97,9 +97,9 @@ impl<'a> ContainerConfig<'a> {
     pub fn read(fields: &Fields<'a>, own: &[&str], families: &[Family]) -> Result<Self, CheckpointError> {
         let inner = fields.required_object(INNER)?;
         let mut decoder = Decoder::read(fields, &[&OWN, own].concat(), families)?;
-        decoder.obstacles.extend(attention(fields.map));
-        decoder.obstacles.extend(unknown(inner.map));
-        decoder.obstacles.extend(scales(fields, &inner));
+        decoder.incompatibilities.extend(attention(fields.map));
+        decoder.incompatibilities.extend(unknown(inner.map));
+        decoder.incompatibilities.extend(scales(fields, &inner));
         let slots = slots(fields, &inner)?;
         Ok(Self { inner, decoder, slots })
     }
@@ -197,7 +197,7 @@ fn contradiction(map: &Map<String, Value>) -> Option<(String, String)> {
 
 /// Returns the key and the reason why a config of any format is not run here. Reasons are another
 /// attention than the block drafters', an unknown key of `dflash_config`, or contradicting keys.
-pub fn foreign_attention(map: &Map<String, Value>) -> Option<(String, String)> {
+pub fn unsupported_attention(map: &Map<String, Value>) -> Option<(String, String)> {
     let attention = attention(map).into_iter().next();
     let attention = attention
         .map(|Incompatibility { key, reason }| (key, format!("an attention that is not run here: {reason}")));
@@ -218,10 +218,12 @@ fn unknown(inner: &Map<String, Value>) -> impl Iterator<Item = Incompatibility> 
 
 pub fn config(
     drafter: &Drafter,
-    dialect: CheckpointFormat,
+    format: CheckpointFormat,
     mut map: Map<String, Value>,
 ) -> Map<String, Value> {
-    let Some(Container { class, top, mut inner }) = drafter.kind.container(dialect) else { return map };
+    let Some(DflashConfigKeys { class, top, mut inner }) = drafter.kind.dflash_config(format) else {
+        return map;
+    };
     inner.insert("target_layer_ids".into(), Tap::layer_ids(&drafter.taps).into());
     map.insert("architectures".into(), json!([class]));
     map.extend(top);
