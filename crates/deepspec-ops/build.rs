@@ -1,9 +1,10 @@
-//! Compiles the shim over c10d and libtorch against the libtorch in use; NCCL's part of it where NCCL's headers are.
+//! Compiles the C++ shim over c10d and libtorch against the libtorch in use; its NCCL part only if
+//! NCCL's headers are found.
 
 use std::path::{Path, PathBuf};
 use std::{env, fs};
 
-/// What NCCL's part includes, directly or not, that libtorch's own headers do not have.
+/// Headers that the NCCL part includes, directly or not, and that libtorch does not ship.
 const NCCL_HEADERS: [&str; 4] = ["nccl.h", "cuda_runtime.h", "crt/host_config.h", "nv/target"];
 
 fn main() {
@@ -31,9 +32,10 @@ fn main() {
     if env::var_os("CARGO_FEATURE_KERNELS").is_some() {
         shim.define("DEEPSPEC_KERNELS", None);
     }
-    // Without these flags the compiler keeps exceptions of arithmetic, and does not vectorise a choice between two values.
+    // Without these flags the compiler preserves floating-point exceptions and does not vectorise a
+    // choice between two values.
     shim.flag("-fno-trapping-math").flag("-fno-math-errno");
-    // As system headers, whose warnings are not ours.
+    // As system headers, so that their warnings are not shown.
     for include in ["include", "include/torch/csrc/api/include"] {
         shim.flag("-isystem").flag(libtorch.join(include));
     }
@@ -44,7 +46,8 @@ fn main() {
             }
             shim.define("DEEPSPEC_NCCL", None);
             println!("cargo::rustc-link-search=native={}", libtorch.join("lib").display());
-            // What NCCL's part and the headers that it includes call: linkers do not look into the libraries of libraries.
+            // Libraries that the NCCL part and its headers call: linkers do not search the
+            // dependencies of libraries.
             println!("cargo::rustc-link-lib=torch_cuda");
             println!("cargo::rustc-link-lib=c10_cuda");
             if let Some((folder, name)) = includes.iter().find_map(|include| runtime_beside(include)) {
@@ -59,7 +62,8 @@ fn main() {
     shim.compile("deepspec_c10d");
 }
 
-/// Where a header lies that holds the texts of the kernels for GPUs, which are compiled where they run.
+/// Writes a header with the texts of the GPU kernels, which are compiled at run time. Returns the
+/// header's folder.
 fn gpu_kernels() -> std::io::Result<PathBuf> {
     let folder = PathBuf::from(env::var_os("OUT_DIR").unwrap_or_default());
     let mut header = String::from("#pragma once\nnamespace kernels {\n");
@@ -90,19 +94,21 @@ fn version(libtorch: &Path) -> String {
     ["TORCH_VERSION_MAJOR", "TORCH_VERSION_MINOR", "TORCH_VERSION_PATCH"].map(part).join(".")
 }
 
-/// CUDA's runtime in the folder of libraries beside one of headers, and what it is called: wheels have none without a version.
+/// Finds CUDA's runtime library in the library folder beside a folder of headers. Returns the
+/// library's folder and file name: wheels have no file without a version in its name.
 fn runtime_beside(include: &Path) -> Option<(PathBuf, String)> {
     ["lib", "lib64"].into_iter().find_map(|folder| {
         let folder = include.parent()?.join(folder);
         let names =
             fs::read_dir(&folder).ok()?.flatten().filter_map(|entry| entry.file_name().into_string().ok());
-        // The shortest is the one that linkers ask for, where there is one.
+        // The shortest name is the one that linkers look for, if it exists.
         let name = names.filter(|name| name.starts_with("libcudart.so")).min_by_key(String::len)?;
         Some((folder, name))
     })
 }
 
-/// Where NCCL's headers are: in the wheels beside torch, else in a CUDA toolkit; otherwise what is missing.
+/// Returns the include folders with NCCL's headers: in the wheels beside torch, else in a CUDA
+/// toolkit. The error says what is missing.
 fn nccl_includes(libtorch: &Path) -> Result<Vec<PathBuf>, String> {
     if !libtorch.join("lib/libtorch_cuda.so").exists() {
         return Err("this libtorch is built without CUDA".into());

@@ -1,4 +1,5 @@
-// One step of AdamW over many tensors, each of which is read and written once, and the squares that gradients are clipped by.
+// One AdamW step over many tensors, which reads and writes each tensor once, and the sum of squares for gradient
+// clipping.
 #include "group.h"
 
 #include <algorithm>
@@ -11,7 +12,7 @@
 
 namespace {
 
-// Values that a thread takes at a time.
+// Elements that one task processes.
 constexpr int64_t kShare = 1 << 16;
 
 struct AdamWTensors {
@@ -25,7 +26,7 @@ struct AdamWSettings {
   double lr, beta1, beta2, weight_decay, eps, step;
 };
 
-// What a step comes to for each value.
+// Factors of the update that are the same for every element.
 struct AdamWFactors {
   float decay, of_new, beta2, of_new_square, step_size, root_correction, eps, divisor;
 
@@ -57,7 +58,7 @@ void adamw_here(const AdamWTensors& tensors, const AdamWFactors& by) {
   const int64_t count = tensors.weights->numel();
   float *weights = tensors.weights->mutable_data_ptr<float>(), *gradients = tensors.gradient->mutable_data_ptr<float>(),
         *exp_avgs = tensors.exp_avg->mutable_data_ptr<float>(), *exp_avg_sqs = tensors.exp_avg_sq->mutable_data_ptr<float>();
-  // As operators do: a graph that still needs what was there says so.
+  // Every in-place operator bumps the version: autograd then detects a graph that still needs the old values.
   for (const at::Tensor* each : {tensors.weights, tensors.gradient, tensors.exp_avg, tensors.exp_avg_sq})
     each->unsafeGetTensorImpl()->bump_version();
   for_tasks((count + kShare - 1) / kShare, 1, [=](int64_t share) {
@@ -70,7 +71,7 @@ DEEPSPEC_VECTORS double square_sum_of_share(const float* values, int64_t count) 
   return summed(count, [=](int64_t i) DEEPSPEC_INLINED { return values[i] * values[i]; });
 }
 
-// Whether they are float32, value behind value, and of one shape.
+// Whether all four tensors are contiguous float32 on the CPU and have one shape.
 bool are_alike(const AdamWTensors& tensors) {
   const at::Tensor& weights = *tensors.weights;
   for (const at::Tensor* each : {tensors.gradient, tensors.exp_avg, tensors.exp_avg_sq})
@@ -82,8 +83,9 @@ bool are_alike(const AdamWTensors& tensors) {
 
 extern "C" {
 
-// All tensors are float32, contiguous and on one device, the four of an entry of one shape; `divisor` is a float32 scalar there, by which the gradients
-// are divided first. On the CPU they are left zero.
+// All tensors are contiguous float32 on one device, and the four tensors of an entry have one shape. `divisor` is a
+// float32 scalar on that device; the gradients are divided by it before the step. On the CPU the step also sets the
+// gradients to zero.
 char* ds_adamw(const AdamWTensors* tensors, size_t count, at::Tensor* divisor, const AdamWSettings* settings) {
   return caught([&] {
     if (divisor->device().is_cpu()) {
@@ -106,7 +108,8 @@ char* ds_adamw(const AdamWTensors* tensors, size_t count, at::Tensor* divisor, c
   });
 }
 
-// The sum of the squares of float32 values on the CPU, a float64 scalar; the same on however many threads.
+// Returns the sum of squares of a contiguous float32 CPU tensor as a float64 scalar. It does not depend on the number
+// of threads.
 at::Tensor* ds_square_sum(const at::Tensor* values) {
   return made([&]() -> at::Tensor {
     if (!plain(*values)) return {};

@@ -1,10 +1,11 @@
-// Attention of blocks behind anchors: every block sees keys of its context and its own, no other block's. Each tile of queries attends
-// to the parts of the context that it sees, and every block to itself; the parts are merged by their log-sum-exp. The backward of a part
-// is that of its own attention with the merged output and log-sum-exp, which is exact: what ring attention rests on (Liu et al. 2023).
-// Nothing of the size of all queries times all keys exists, neither forwards nor backwards.
+// Attention of draft blocks behind their anchors. Each block attends to keys of its context and to its own keys, but to
+// no other block's. Each tile of queries attends to the context ranges (parts) that it sees, and each block attends to
+// itself. The outputs of the parts are merged by their log-sum-exp. The backward of a part is its attention backward
+// with the merged output and log-sum-exp, which is exact. Ring attention relies on this identity (Liu et al. 2023). No
+// tensor of size all queries times all keys exists, in the forward or the backward.
 //
-// On the CPU libtorch's fused kernels do the parts; their backward uses as many threads as there are heads of keys. Elsewhere plain products
-// do, a part's scores at a time; for what GPUs can do in tiles see gpu_attention.cpp.
+// On the CPU libtorch's fused flash attention computes the parts; its backward uses at most one thread per KV head. On
+// other devices matmuls compute the scores of one part at a time. See gpu_attention.cpp for the tiled version on GPUs.
 #include "group.h"
 
 #include <limits>
@@ -23,15 +24,15 @@ using at::Tensor;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// Queries of neighbouring rows and the keys that they attend to.
+// A range of query rows and the range of keys that they attend to.
 struct Part {
   int64_t first_row, rows, first_key, keys;
-  Tensor mask;  // [1, 1, rows, keys], added to the scores; undefined where all is seen
+  Tensor mask;  // [1, 1, rows, keys], added to the scores; undefined if every key is visible
 };
 
 struct Plan : torch::CustomClassHolder {
   std::vector<Part> parts;
-  Tensor block_mask;  // [1, 1, rows of a block, keys of a block]; undefined where all is seen
+  Tensor block_mask;  // [1, 1, rows of a block, keys of a block]; undefined if every key is visible
   double scale;
 };
 
@@ -39,7 +40,8 @@ std::optional<Tensor> given(const Tensor& mask) {
   return mask.defined() ? std::optional<Tensor>(mask) : std::nullopt;
 }
 
-// a [.., R, D] times b [.., D, K], of the same sizes before, in float32 without rounding to a half kind on the way, as fused kernels keep it.
+// a [.., R, D] times b [.., D, K] with equal leading sizes. The result is float32 and is never rounded to half
+// precision, as in fused kernels.
 Tensor product(const Tensor& a, const Tensor& b) {
   const auto kind = a.scalar_type(), wide = at::toOpMathType(kind);
   if (kind == wide) return at::matmul(a, b);
@@ -48,13 +50,13 @@ Tensor product(const Tensor& a, const Tensor& b) {
   return at::bmm(a.flatten(0, -3), b.flatten(0, -3), wide).view(shape);
 }
 
-// Scores in float32, of queries [N, G, R, D] over keys [N, G, K, D]: [N, G, R, K] of one part.
+// Float32 scores [N, G, R, K] of one part: queries [N, G, R, D] over keys [N, G, K, D].
 Tensor scores(const Tensor& q, const Tensor& k, const Tensor& mask, double scale) {
   Tensor all = product(q, k.transpose(-2, -1)).mul_(scale);
   return mask.defined() ? all.add_(mask) : all;
 }
 
-// Output [N, G, R, D] of a part, and log-sum-exp [N, G, R] of its scores.
+// Returns the output [N, G, R, D] of a part and the log-sum-exp [N, G, R] of its scores.
 std::tuple<Tensor, Tensor> attend(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& mask, double scale) {
   if (q.device().is_cpu())
     return at::_scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, false, given(mask), scale);
@@ -63,7 +65,7 @@ std::tuple<Tensor, Tensor> attend(const Tensor& q, const Tensor& k, const Tensor
   return {at::matmul(all.sub_(lse.unsqueeze(-1)).exp_().to(q.scalar_type()), v), lse};
 }
 
-// Gradients of a part's queries, keys and values; `out` and `lse` are those of all parts together.
+// Returns the gradients of a part's queries, keys and values. `out` and `lse` are the merged ones of all parts.
 std::tuple<Tensor, Tensor, Tensor> attend_backward(const Tensor& grad, const Tensor& q, const Tensor& k, const Tensor& v,
                                                    const Tensor& out, const Tensor& lse, const Tensor& mask, double scale) {
   if (q.device().is_cpu())
@@ -76,7 +78,7 @@ std::tuple<Tensor, Tensor, Tensor> attend_backward(const Tensor& grad, const Ten
   return {at::matmul(slopes, k), at::matmul(slopes.transpose(-2, -1), q), values};
 }
 
-// Adds a part to what is merged already, in place.
+// Merges the output and log-sum-exp of a part into `out` and `lse`, in place.
 void merge(Tensor out, Tensor lse, const std::tuple<Tensor, Tensor>& part) {
   const auto& [part_out, part_lse] = part;
   const Tensor both = at::logaddexp(lse, part_lse.to(lse.scalar_type()));
@@ -84,12 +86,12 @@ void merge(Tensor out, Tensor lse, const std::tuple<Tensor, Tensor>& part) {
   lse.copy_(both);
 }
 
-// Rows of the queries, as attention takes them.
+// The query rows of a part, and below its keys, in a tensor [N, G, rows, ..].
 Tensor rows_of(const Tensor& tensor, const Part& part) { return tensor.narrow(2, part.first_row, part.rows); }
 Tensor keys_of(const Tensor& tensor, const Part& part) { return tensor.narrow(2, part.first_key, part.keys); }
 
 struct Attention : torch::autograd::Function<Attention> {
-  // q [G, A, r, D], k and v [G, T, D], own_k and own_v [G, A, B, D]; gives [G, A, r, D].
+  // q [G, A, r, D], k and v [G, T, D], own_k and own_v [G, A, B, D]; returns [G, A, r, D].
   static Tensor forward(AutogradContext* ctx, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& own_k,
                         const Tensor& own_v, const c10::intrusive_ptr<Plan>& plan) {
     const int64_t groups = q.size(0), rows = q.size(1) * q.size(2);
@@ -122,7 +124,7 @@ struct Attention : torch::autograd::Function<Attention> {
     const auto [own_dq, own_dk, own_dv] =
         attend_backward(across(gradients[0]), across(q), across(own_k), across(own_v), across(out),
                         across(own_lse).contiguous(), plan->block_mask, plan->scale);
-    // Sums of many parts: in float32, whatever the kind.
+    // Gradients are summed over many parts, so half precision dtypes are summed in float32.
     const auto wide = q.options().dtype(at::toOpMathType(q.scalar_type()));
     Tensor dq = at::empty(q.sizes(), wide).copy_(across(own_dq)).view(queries.sizes());
     Tensor dk = at::zeros(keys.sizes(), wide), dv = at::zeros(values.sizes(), wide);
@@ -152,7 +154,7 @@ struct AttentionPart {
 char* ds_block_attention(const Tensor* q, const Tensor* k, const Tensor* v, const Tensor* own_k, const Tensor* own_v,
                          const AttentionPart* parts, size_t count, const Tensor* block_mask, double scale, Tensor** out) {
   return caught([&] {
-    // The kernels do not look.
+    // The kernels do not check this.
     for (const Tensor* each : {q, k, v, own_k, own_v}) TORCH_CHECK(each->stride(-1) == 1, "values of a head do not lie side by side");
     auto plan = c10::make_intrusive<Plan>();
     for (size_t i = 0; i < count; ++i) {

@@ -1,6 +1,7 @@
-// Attention of blocks behind anchors, block by block: a block's scores, of so many rows as it has queries, stay in a cache, forwards and
-// backwards, and nothing of them is kept. For float32 on the processors that matrices.cpp is for, whose panels and tiles it takes; libtorch's
-// fused kernels ask MKL for many small products there. The backward uses at most as many threads as there are heads of keys.
+// Attention of draft blocks behind their anchors, one block at a time. The scores of a block have only as many rows as
+// the block has queries, so they stay in the cache. The backward recomputes them; no scores are saved. This path is for
+// float32 on the processors that matrices.cpp targets, and it uses that file's panels and tiles. On these processors
+// libtorch's fused kernels call MKL for many small matmuls. The backward uses at most one thread per KV head.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -21,22 +22,23 @@
 
 namespace {
 
-// Blocks of one sequence, and tokens of its context.
+// The number of blocks of one sequence and the number of its context tokens.
 struct SequenceBlocks {
   int64_t blocks, tokens;
 };
 
-// Which keys the blocks see: those of their sequence's context before their anchors, and behind a slot's position less the window, in keys, where there is one.
+// Which keys the blocks see: their own keys, and the context of their sequence before their anchor. With a window, the
+// query at position p sees only keys at positions above p - window.
 struct Seen : torch::CustomClassHolder {
   std::vector<SequenceBlocks> sequences;
-  std::vector<int64_t> anchors;  // of all blocks
+  std::vector<int64_t> anchors;  // one per block, over all sequences
   int64_t window = std::numeric_limits<int64_t>::max();
   double scale = 1.0;
 };
 
 #if DEEPSPEC_TILES
 
-// Leaves new values as they lie: who takes it writes all of them.
+// Allocator that leaves new elements uninitialised: its users write all of them.
 template <typename Value>
 struct Unset : std::allocator<Value> {
   Unset() = default;
@@ -53,11 +55,13 @@ struct Unset : std::allocator<Value> {
 };
 using Floats = std::vector<float, Unset<float>>;
 
-// Keys, or their values, as products read them: in panels of kColumns keys for products with queries, of kColumns values for sums over keys.
+// Keys or values, copied into the panels that the tiles read. `by_key` has panels of kColumns keys, for products with
+// queries. `by_value` has panels of kColumns values of a head, for sums over keys.
 struct Panels {
   Floats by_key, by_value;
 
-  // Of `keys` rows of `dim` values, `line` apart; what is read behind the last row is zero, or other rows'.
+  // `from` has `keys` rows of `dim` values, `line` floats apart. Reads behind the last row find zeros or values of
+  // other rows.
   DEEPSPEC_AVX2 void copy_keys(const float* from, int64_t line, int64_t keys, int64_t dim) {
     by_key.resize(rounded_up(keys, kColumns) * dim);
     pack<kColumns>(from, line, 1, keys, dim, by_key.data());
@@ -69,28 +73,29 @@ struct Panels {
   }
 };
 
-// All blocks of one sequence: queries [A·B, H, D], keys and values of the context [T, G, D] and of the blocks [A·B, G, D].
+// All blocks of one sequence: queries [A·B, H, D], context keys and values [T, G, D], block keys and values [A·B, G,
+// D].
 struct Blocks {
   const float *q, *k, *v, *own_k, *own_v;
   const int64_t* anchors;
   const Seen& seen;
   int64_t heads, groups, dim, size, tokens;
-  // Rows of a block: the slots for one query head of a group after the other.
+  // Rows of a block for one KV head: all positions for its first query head, then all positions for the next one.
   int64_t repeats = heads / groups, rows = repeats * size;
-  // Columns of the block's own keys, which come first.
+  // Score columns of the block's own keys, which come before the context's.
   int64_t own = rounded_up(size, kColumns);
-  // Between the values of a token's or a slot's group and those of the next one's.
+  // Floats between the keys of one token and of the next one, for one KV head.
   int64_t step = groups * dim;
 
-  // Where a row of a block begins in the queries.
+  // Offset of a block's row in the queries.
   int64_t row(int64_t group, int64_t block, int64_t row) const {
     return ((block * size + row % size) * heads + group * repeats + row / size) * dim;
   }
-  // Where a block's own keys begin.
+  // Offset of a block's own keys.
   int64_t own_of(int64_t group, int64_t block) const { return block * size * step + group * dim; }
 };
 
-// Memory for what a block works with, kept by each thread: it is needed again at once.
+// Scratch memory of one block. Each thread keeps it, because the next block needs it at once.
 struct Space {
   Floats queries, by_out, weights, slopes, found, own, panels, sums;
   Panels own_k, own_v;
@@ -101,7 +106,8 @@ struct Space {
   }
 };
 
-// What one block works with. Scores are [rows, line]: the block's own keys, those of the context from `first` on, and zeros.
+// One block's computation. Scores are [padded_rows, line]: the block's own keys, the context keys from `first` on, then
+// zeros.
 struct BlockAtWork {
   const Blocks& all;
   int64_t group, number, anchor, first, width, line, padded_rows;
@@ -109,7 +115,7 @@ struct BlockAtWork {
 
   DEEPSPEC_AVX2 BlockAtWork(const Blocks& all, int64_t group, int64_t number) : all(all), group(group), number(number) {
     anchor = all.anchors[number];
-    // Of the first slot, which sees most.
+    // The first position of the block sees the most context.
     const int64_t before = anchor - std::min(anchor, all.seen.window - 1);
     first = before / kColumns * kColumns;
     width = rounded_up(anchor, kColumns) - first;
@@ -118,7 +124,7 @@ struct BlockAtWork {
     pad(all.q, static_cast<float>(all.seen.scale), space.queries);
   }
 
-  // Rows of the block, out of those of all, times a factor, with rows of zeros behind them.
+  // Copies the block's rows times a factor and appends rows of zeros.
   DEEPSPEC_AVX2 void pad(const float* from, float factor, Floats& copy) const {
     copy.resize(padded_rows * all.dim);
     for (int64_t row = 0; row < all.rows; ++row) {
@@ -128,7 +134,7 @@ struct BlockAtWork {
     std::fill(copy.begin() + all.rows * all.dim, copy.end(), 0.0f);
   }
 
-  // Products of rows with all keys that the block may see, or with their values: [padded_rows, line].
+  // Products of rows with all keys, or with all values, that the block may see: [padded_rows, line].
   DEEPSPEC_AVX2 void by_key(const Floats& left, const Panels& of_own, const Panels& of_context, Floats& out) const {
     out.resize(padded_rows * line);
     for (int64_t row = 0; row < padded_rows; ++row) std::fill_n(out.data() + (row + 1) * line - kColumns, kColumns, 0.0f);
@@ -140,7 +146,7 @@ struct BlockAtWork {
     }
   }
 
-  // Sums over keys of weights [padded_rows, line] times what belongs to the keys: [padded_rows, D].
+  // Sums over keys of weights [padded_rows, line] times the keys' vectors: [padded_rows, D].
   DEEPSPEC_AVX2 void over_keys(const Floats& weights, const Panels& of_own, const Panels& of_context, Floats& out) const {
     out.resize(padded_rows * all.dim);
     for (int64_t row = 0; row < padded_rows; row += kRows)
@@ -152,7 +158,8 @@ struct BlockAtWork {
       }
   }
 
-  // Sums over rows of weights times `right`, panels of kColumns of its values: [size, D] to `of_own` and added to the context's, some rows more each.
+  // Sums over rows of weights times `right`, which is in panels of kColumns values. [size, D] goes to `of_own`; the
+  // context's part is added to `of_context`. Both also touch a few rows behind these.
   DEEPSPEC_AVX2 void over_rows(const Floats& weights, const Floats& right, float* of_own, float* of_context) const {
     for (int64_t column = 0; column < all.dim; column += kColumns) {
       const float* panel = right.data() + column * all.rows;
@@ -163,11 +170,12 @@ struct BlockAtWork {
     }
   }
 
-  // Calls `each(row, from, to)` for the ranges of columns that a row does not see.
+  // Calls `each(from, to)` for the ranges of columns that a row does not see.
   template <typename Each>
   void for_hidden(int64_t row, Each each) const {
     const int64_t slot = row % all.size, position = anchor + slot;
-    const int64_t behind = position - std::min(position + 1, all.seen.window);  // the last one that the window hides, or -1
+    // The last position that the window hides, or -1.
+    const int64_t behind = position - std::min(position + 1, all.seen.window);
     const int64_t own_behind = std::max<int64_t>(0, behind - anchor + 1);
     each(0, std::min(own_behind, all.size));
     each(all.size, all.own);
@@ -175,7 +183,7 @@ struct BlockAtWork {
     each(all.own + anchor - first, all.own + width);
   }
 
-  // Copies the block's own keys and values, where products read them.
+  // Packs the block's own keys and values into panels.
   void copy_own(bool for_backward) const {
     const int64_t from = all.own_of(group, number);
     space.own_k.copy_keys(all.own_k + from, all.step, all.size, all.dim);
@@ -185,7 +193,7 @@ struct BlockAtWork {
     space.own_v.copy_keys(all.own_v + from, all.step, all.size, all.dim);
   }
 
-  // A row's scores without the zeros behind them; what the row does not see is lowest.
+  // Returns a row of scores without the zeros at its end; scores of keys that the row does not see become -infinity.
   float* masked(Floats& scores, int64_t row) const {
     float* of_row = scores.data() + row * line;
     for_hidden(row, [&](int64_t from, int64_t to) { std::fill(of_row + from, of_row + std::max(from, to), kLowest); });
@@ -193,7 +201,7 @@ struct BlockAtWork {
   }
 };
 
-// A row's scores to weights, which are not divided by their sum yet; gives that sum and the largest score.
+// Replaces a row of scores by exp(score - maximum), not yet divided by the sum. Returns the sum and the maximum.
 DEEPSPEC_VECTORS void weigh_row(float* row, int64_t count, float* sum, float* most) {
   const float top = largest(row, count);
   for (int64_t i = 0; i < count; ++i) row[i] = exponential(row[i] - top);
@@ -203,12 +211,12 @@ DEEPSPEC_VECTORS void weigh_row(float* row, int64_t count, float* sum, float* mo
   *sum = folded(lanes), *most = top;
 }
 
-// A row's scores to weights.
+// Replaces a row of scores by softmax weights, given the log-sum-exp of the forward.
 DEEPSPEC_VECTORS void weigh_row_again(float* row, int64_t count, float lse) {
   for (int64_t i = 0; i < count; ++i) row[i] = exponential(std::min(0.0f, row[i] - lse));
 }
 
-// Slopes of weights to slopes of scores.
+// Turns gradients of the softmax weights into gradients of the scores.
 DEEPSPEC_VECTORS void slope_scores(const float* weights, float* slopes, int64_t count, float mean) {
   for (int64_t i = 0; i < count; ++i) slopes[i] = weights[i] * (slopes[i] - mean);
 }
@@ -222,7 +230,7 @@ DEEPSPEC_VECTORS float inner_product(const float* a, const float* b, int64_t cou
   return folded(lanes);
 }
 
-// Output of one block, among that of all, and the log-sum-exp of its rows' scores.
+// Writes one block's rows of the output and the log-sum-exp of its rows' scores.
 DEEPSPEC_AVX2 void attend_block(const BlockAtWork& block, const Panels& k, const Panels& v, float* out, float* lse) {
   const Blocks& all = block.all;
   Space& space = block.space;
@@ -241,7 +249,7 @@ DEEPSPEC_AVX2 void attend_block(const BlockAtWork& block, const Panels& k, const
   }
 }
 
-// Slopes of all blocks' queries, own keys and values, and, added up, of the context's.
+// Gradients of the queries, of the blocks' own keys and values, and, accumulated, of the context's keys and values.
 struct Slopes {
   float *q, *own_k, *own_v, *k, *v;
 };
@@ -261,7 +269,7 @@ DEEPSPEC_AVX2 void go_back(
     const int64_t at = all.row(block.group, block.number, row);
     slope_scores(of_row, space.slopes.data() + row * block.line, count, inner_product(slope + at, out + at, all.dim));
   }
-  // Some rows more than the block's own keys are written.
+  // The tiles write a few rows behind the block's own keys.
   space.own.resize(rounded_up(all.size, kRows) * all.dim);
   space.panels.resize(all.rows * all.dim);
   const auto over_rows = [&](const Floats& of, const Floats& right, float* to_own, float* to_context) DEEPSPEC_AVX2 {
@@ -280,13 +288,13 @@ DEEPSPEC_AVX2 void go_back(
   }
 }
 
-// What all sequences' blocks have: of tensors as `Blocks` has them, of one sequence after the other.
+// The tensors of all sequences, one sequence after the other, with the shapes of `Blocks`.
 struct Batch {
   const at::Tensor &q, &k, &v, &own_k, &own_v;
   const Seen& seen;
   int64_t heads = q.size(1), groups = k.size(1), dim = q.size(2), size = q.size(0) / static_cast<int64_t>(seen.anchors.size());
 
-  // Calls `each(blocks, first_block, first_token)` for one sequence after the other.
+  // Calls `each(blocks, count, first_block, first_token)` for each sequence in order.
   template <typename Each>
   void for_sequences(Each each) const {
     int64_t block = 0, token = 0;
@@ -338,7 +346,8 @@ struct BlockByBlock : torch::autograd::Function<BlockByBlock> {
     const Batch batch{q, k, v, own_k, own_v, *seen};
     const int64_t groups = batch.groups, of_block = batch.heads / groups * batch.size, tokens = k.size(0);
     const at::Tensor by_q = at::empty_like(q), by_own_k = at::empty_like(own_k), by_own_v = at::empty_like(own_v);
-    // Of all blocks of a group in their order. To some rows behind a sequence's, the next one's or those behind all, zeros are added.
+    // Sums over all blocks of a KV head, in order. The tiles add zeros to a few rows behind a sequence: the next
+    // sequence's rows or the spare rows at the end.
     const at::Tensor by_k = at::zeros({tokens + kColumns + kRows, groups, batch.dim}, q.options()), by_v = at::zeros_like(by_k);
     const float *out = saved[5].const_data_ptr<float>(), *lse = saved[6].const_data_ptr<float>(), *slopes = slope.const_data_ptr<float>();
     const Slopes to{by_q.mutable_data_ptr<float>(), by_own_k.mutable_data_ptr<float>(), by_own_v.mutable_data_ptr<float>(),
@@ -367,12 +376,13 @@ struct BlockByBlock : torch::autograd::Function<BlockByBlock> {
 
 extern "C" {
 
-// Whether blocks of float32 on the CPU are attended to one by one on this processor.
+// Whether this processor computes the attention of float32 blocks on the CPU one block at a time.
 bool ds_attends_by_block(int64_t dim) { return multiplies_here() && dim % kColumns == 0; }
 
-// Attention of q [A·B, H, D] over k and v [T, G, D] before `anchors`, and over own_k and own_v [A·B, G, D], behind a position less `window`: of the
-// blocks and tokens of one sequence after the other. The result [A·B, H·D] is a new tensor in `*out`, and null on other devices, of other kinds or
-// widths, and without AVX2.
+// Attention of q [A·B, H, D] over the context and over each block's own keys. A block sees the context k and v [T, G,
+// D] before its anchor, and its own keys and values in own_k and own_v [A·B, G, D]. The query at position p sees only
+// keys at positions above p - `window`. The blocks and tokens of the sequences follow one another. `*out` is a new
+// tensor [A·B, H·D]. It is null on other devices, for other dtypes or head sizes, and without AVX2.
 char* ds_attend_by_block(const at::Tensor* q, const at::Tensor* k, const at::Tensor* v, const at::Tensor* own_k, const at::Tensor* own_v,
                          const SequenceBlocks* sequences, size_t count, const int64_t* anchors, int64_t window, double scale, at::Tensor** out) {
   return caught([&] {

@@ -1,4 +1,5 @@
-// Distributions over the vocabulary and draws from them: float32 rows on the CPU. What becomes of a row does not depend on the others.
+// Softmax distributions over the vocabulary and sampling from them, for float32 rows on the CPU. A row's result does
+// not depend on the other rows.
 #include <algorithm>
 #include <cstdint>
 #include <vector>
@@ -10,9 +11,9 @@
 
 namespace {
 
-// Weights between two sums that are kept.
+// Tokens between two stored prefix sums.
 constexpr int64_t kPiece = 256;
-// Rows whose sums, chains of additions, go side by side.
+// Rows that are summed side by side, because each sum is a chain of dependent additions.
 constexpr int64_t kChains = 4;
 
 // softmax(logits / temperature).
@@ -22,11 +23,12 @@ DEEPSPEC_VECTORS void distribution_row(const float* __restrict logits, float tem
   for (int64_t i = 0; i < vocab; ++i) out[i] *= share;
 }
 
-// Of some rows, the first token whose cumulated weight, in float64, is beyond the row's uniform times all of it.
+// For each row, finds the first token whose cumulative weight, in float64, exceeds the row's uniform number times the
+// total weight.
 template <int64_t kRows>
 void draw_rows(const float* weights, int64_t vocab, const double* uniforms, int64_t* tokens) {
   const int64_t pieces = (vocab + kPiece - 1) / kPiece;
-  std::vector<double> before(pieces * kRows);  // the sums before each piece
+  std::vector<double> before(pieces * kRows);  // the prefix sum before each piece
   double sums[kRows] = {};
   for (int64_t piece = 0; piece < pieces; ++piece) {
     std::copy_n(sums, kRows, before.data() + piece * kRows);
@@ -50,7 +52,7 @@ void draw_rows(const float* weights, int64_t vocab, const double* uniforms, int6
 
 extern "C" {
 
-// softmax(logits / temperature) of rows [n, V] with temperatures [n]; nothing is differentiated.
+// softmax(logits / temperature) of rows [n, V] with temperatures [n]; not differentiable.
 at::Tensor* ds_distributions(const at::Tensor* logits, const at::Tensor* temperatures) {
   return made([&]() -> at::Tensor {
     if (!rows_of_logits(*logits) || logits->numel() == 0 || !plain(*temperatures) || temperatures->numel() != logits->size(0)) return {};
@@ -64,7 +66,7 @@ at::Tensor* ds_distributions(const at::Tensor* logits, const at::Tensor* tempera
   });
 }
 
-// A token [n] of each row of weights [n, V], by uniforms [n] of float64.
+// Samples one token of each row of weights [n, V] with uniforms [n] in float64; returns tokens [n].
 at::Tensor* ds_draw(const at::Tensor* weights, const at::Tensor* uniforms) {
   return made([&]() -> at::Tensor {
     if (!rows_of_logits(*weights) || weights->numel() == 0) return {};

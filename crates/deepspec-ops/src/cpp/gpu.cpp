@@ -13,7 +13,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 
-// Written by build.rs: a string for each file of src/cuda.
+// Written by build.rs: one string constant for each file of src/cuda.
 #include "kernels.h"
 
 namespace gpu {
@@ -36,7 +36,8 @@ struct LaunchConfig {
   unsigned count;
 };
 
-// What is taken of the driver and of NVRTC, both of stable C interfaces; every handle is a pointer, every result 0 where all is well.
+// The functions used from the CUDA driver and from NVRTC, whose C interfaces are stable. Every handle is a pointer, and
+// every result is 0 on success.
 struct Library {
   int (*device_get)(int* device, int index);
   int (*device_attribute)(int* value, int attribute, int device);
@@ -65,11 +66,11 @@ struct Library {
   }
 };
 
-// Null where there is no driver or no compiler: libtorch's own library of stubs stands before both, and knows where they lie.
+// Null without a driver or a compiler. libtorch's own library of stubs, libcaffe2_nvrtc, finds and loads both.
 const Library* library() {
   static const std::unique_ptr<Library> found = [] {
     std::unique_ptr<Library> none;
-    // Tensors of what only stands in for libtorch's CUDA part are on no GPU, even beside a driver.
+    // A stand-in may replace libtorch's CUDA part; its tensors are on no GPU, even if a driver is installed.
     if (!dlopen("libc10_cuda.so", RTLD_LAZY | RTLD_NOLOAD)) return none;
     void* handle = dlopen("libcaffe2_nvrtc.so", RTLD_LAZY | RTLD_LOCAL);
     if (!handle) {
@@ -100,14 +101,14 @@ const Library* library() {
   return found.get();
 }
 
-// The program for a GPU of `architecture`, as it is loaded.
+// Compiles a text for a GPU of `architecture`; returns the binary.
 std::vector<char> compiled(const Library& library, Text text, const std::string& architecture) {
   constexpr const char* kTexts[] = {kernels::kLosses, kernels::kAttention, kernels::kRows, kernels::kDecode};
   const std::string whole = std::string(kernels::kValues) + kTexts[static_cast<size_t>(text)];
   void* program = nullptr;
   TORCH_CHECK(library.create_program(&program, whole.c_str(), "kernels.cu", 0, nullptr, nullptr) == 0, "NVRTC takes no program");
   const std::shared_ptr<void> freed(program, [&](void* made) { library.destroy_program(&made); });
-  // Functions are the device's where nothing else is said: lambdas cannot say it.
+  // Functions are device functions by default, because lambdas cannot be annotated.
   const char* const options[] = {"--std=c++17", "-default-device", architecture.c_str()};
   if (library.compile_program(program, 3, options) != 0) {
     size_t bytes = 0;
@@ -123,7 +124,7 @@ std::vector<char> compiled(const Library& library, Text text, const std::string&
   return image;
 }
 
-// While it lives, the GPU's context is this thread's.
+// Makes the GPU's context current on this thread while the object lives.
 struct InContext {
   const Library& library;
 
@@ -135,19 +136,19 @@ struct InContext {
   }
 };
 
-// What was compiled of a text, null where that was not tried yet or failed.
+// The module compiled from a text; the handle is null before the first attempt and after a failure.
 struct Module {
   bool is_tried = false;
   void* handle = nullptr;
 };
 
-// A kernel, and how much shared memory it may ask for.
+// A kernel and the dynamic shared memory that it may use so far.
 struct Function {
   void* handle = nullptr;
   unsigned shared = 0;
 };
 
-// A GPU, with what was compiled for it.
+// A GPU and the modules compiled for it.
 class Gpu {
  public:
   Gpu(const Library& library, int index) : library_(library) {
@@ -158,7 +159,7 @@ class Gpu {
     library.check(library.device_attribute(&minor, kMinor, device), "cuDeviceGetAttribute");
     library.check(library.retain_context(&context_, device), "cuDevicePrimaryCtxRetain");
     architecture_ = "--gpu-architecture=sm_" + std::to_string(10 * major + minor);
-    // bfloat16 in hardware.
+    // bfloat16 in hardware needs compute capability 8.
     is_new_enough_ = major >= 8;
     can_overlap_ = major >= 9;
     constexpr int kShared = 97;  // CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
@@ -167,7 +168,7 @@ class Gpu {
 
   bool has_bfloat16() const { return is_new_enough_; }
 
-  // Whether the kernels of this text could be compiled; the first time, they are.
+  // Whether the kernels of this text could be compiled. The first call compiles them.
   bool has(Text text) {
     const std::lock_guard<std::mutex> lock(mutex_);
     Module& module = modules_[static_cast<size_t>(text)];
@@ -200,7 +201,8 @@ class Gpu {
 
  private:
   void* find(Text text, const char* name, unsigned shared) {
-    // Up to 48 KB need not be asked for, with what the kernel has by itself, which is not known here.
+    // A kernel may use up to 48 KB, static shared memory included, without this attribute. The static part is not known
+    // here, so the limit is lower.
     constexpr unsigned kUnasked = 16 << 10;
     constexpr int kShared = 8;  // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     const std::lock_guard<std::mutex> lock(mutex_);

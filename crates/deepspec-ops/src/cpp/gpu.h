@@ -1,5 +1,5 @@
-// Our own kernels on NVIDIA's GPUs. Their text (src/cuda) is compiled for the GPU at hand when one of them is first asked for, by the compiler that libtorch
-// brings along; nothing of CUDA is needed to build, and what is built runs without it.
+// This program's own kernels for NVIDIA GPUs. Their text (src/cuda) is compiled for the GPU at hand on first use, by
+// the NVRTC that libtorch ships. The build needs nothing of CUDA, and the built program also runs without it.
 #pragma once
 
 #include <array>
@@ -9,30 +9,33 @@
 
 namespace gpu {
 
-// Texts of kernels, each a module of its own.
+// Kernel sources; each is compiled into a module of its own.
 enum class Text { kLosses, kAttention, kRows, kDecode, kCount };
 
-// How many blocks, threads of each, and bytes of shared memory that these ask for when they are launched.
+// A launch configuration: grid size, threads per block, and bytes of dynamic shared memory per block.
 struct Shape {
   std::array<unsigned, 3> blocks;
   unsigned threads, shared = 0;
-  // Whether blocks may begin before the kernel in front is done: for kernels that wait for it by themselves. Where the GPU cannot, they do not.
+  // Whether blocks may start before the previous kernel of the stream has finished; the kernel must then wait for it
+  // itself. GPUs without support ignore this.
   bool overlaps = false;
 };
 
-// Whether there are these kernels for the device of `tensor`: an NVIDIA GPU with what compiles for it. Where they cannot be compiled that is said once.
+// Whether the kernels of this text run on the device of `tensor`: an NVIDIA GPU for which they compile. A failure to
+// compile is reported once.
 bool has_kernels(const at::Tensor& tensor, Text text);
 
-// Bytes of shared memory that a block on the device of `on` can have.
+// Bytes of shared memory that a block on the device of `on` can use; 0 if unknown.
 unsigned shared_memory(const at::Tensor& on);
 
-// Whether the GPU of this index computes in bfloat16 by itself, as all do since compute capability 8; true where the driver does not say.
+// Whether the GPU of this index supports bfloat16 in hardware, as all do from compute capability 8 on; true without a
+// driver.
 bool has_bfloat16(int index);
 
-// Runs a kernel on the present stream of `on`'s device, with pointers to its arguments. Throws what the driver says.
+// Launches a kernel on the current stream of `on`'s device, with pointers to its arguments. Throws the driver's error.
 void launch(Text text, const char* name, const Shape& shape, const at::Tensor& on, void** arguments);
 
-// The same with the arguments themselves, which must be of the kernel's own types.
+// As `launch`, but takes the arguments themselves, which must have the kernel's own types.
 template <typename... Arguments>
 void run(Text text, const char* name, const Shape& shape, const at::Tensor& on, Arguments... arguments) {
   void* pointers[] = {&arguments...};

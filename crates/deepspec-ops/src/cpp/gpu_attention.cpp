@@ -1,7 +1,9 @@
-// Attention of blocks behind anchors on a GPU, in bfloat16, by libtorch's fused kernels. Neighbouring blocks, in order of their anchors, form a tile. What
-// all blocks of a tile see of the context is one part, without a mask, and one call does it for all tiles; the little behind it and the blocks themselves are
-// the other, with a mask. Both are merged by their log-sum-exp, and the backward of each is its own with what was merged, as in attention.cpp. Nothing is
-// materialised but copies of keys and values. The fused backward adds up the slopes of queries in no fixed order.
+// Attention of draft blocks behind their anchors on a GPU, in bfloat16, by libtorch's fused kernels. Neighbouring
+// blocks, in order of their anchors, form a tile. The context that all blocks of a tile see is the first part: it needs
+// no mask, and one call computes it for all tiles. The remaining context and the blocks' own keys are the second part,
+// with a mask. The two parts are merged by their log-sum-exp, and each backward uses the merged output, as in
+// attention.cpp. Only copies of queries, keys and values and the mask are materialised. The fused backward sums query
+// gradients in no fixed order.
 #include "gpu.h"
 
 #include <algorithm>
@@ -24,14 +26,14 @@ using at::Tensor;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// As attention.cu has it.
+// Must match the struct in attention.cu.
 struct Tiles {
   const int *seen, *offset, *block, *anchor, *place;
   int tiles, slots, size, repeats, groups, dim, rest, tokens;
 };
 
 struct Plan : torch::CustomClassHolder {
-  Tensor numbers;  // what `tiles` points to, and the lengths below
+  Tensor numbers;  // the int32 storage of `tiles` and of the tensors below
   Tiles tiles{};
   Tensor queries_to, seen, keys_to, zeros;  // [tiles + 1], [tiles], [tiles + 1], [tiles + 1], int32
   int64_t blocks = 0, packed = 0, most_seen = 0;
@@ -48,7 +50,7 @@ unsigned threads_for(int64_t values) { return static_cast<unsigned>(std::clamp<i
 
 void* values(const Tensor& tensor) { return tensor.data_ptr(); }
 
-// Rows [tiles · rows, G, D] of heads [A · B, H, D].
+// Gathers heads [A · B, H, D] into rows [tiles · rows, G, D].
 Tensor gathered(const Plan& plan, const Tensor& heads, bool with_zeros) {
   Tensor rows = at::empty({plan.tiles.tiles * plan.rows(), plan.tiles.groups, plan.tiles.dim}, heads.options());
   const auto blocks = static_cast<unsigned>(plan.slots() * plan.tiles.size);
@@ -93,7 +95,7 @@ Tensor own_of(const Plan& plan, const Tensor& of_rest) {
 }
 
 struct Attention : torch::autograd::Function<Attention> {
-  // q [A · B, H, D], k and v [T, G, D], own_k and own_v [A · B, G, D]; gives [A · B, H · D].
+  // q [A·B, H, D], k and v [T, G, D], own_k and own_v [A·B, G, D]; returns [A·B, H·D].
   static Tensor forward(AutogradContext* ctx, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& own_k, const Tensor& own_v,
                         const c10::intrusive_ptr<Plan>& plan) {
     const Tiles& tiles = plan->tiles;
@@ -104,7 +106,7 @@ struct Attention : torch::autograd::Function<Attention> {
         queries.view(by_tile), rest(*plan, k, own_k), rest(*plan, v, own_v), bias, {}, {}, {}, {}, 0.0, 0, /*compute_log_sumexp=*/true, plan->scale);
     out = out.contiguous();
     log = log.contiguous();
-    // Of the numbers that are drawn, which are none, the backward wants to know.
+    // The backward takes the state of the dropout generator, although nothing is dropped.
     Tensor first, first_log, state = seed, unused = offset;
     if (plan->packed > 0) {
       std::tie(first, first_log, state, unused, std::ignore) =
@@ -113,7 +115,7 @@ struct Attention : torch::autograd::Function<Attention> {
       first = first.contiguous();
       first_log = first_log.contiguous();
     } else {
-      // Nothing is seen, and nothing read of it.
+      // No tile has keys in the first part, so the merge does not read it.
       first = out;
       first_log = at::empty({tiles.groups, queries.size(0)}, log.options());
     }
@@ -137,7 +139,7 @@ struct Attention : torch::autograd::Function<Attention> {
         out.view(by_tile), {}, {}, plan->rows(), plan->keys(), log, 0.0, saved[8], saved[9], 0, /*bias_requires_grad=*/false, plan->scale);
     rest_dk = rest_dk.contiguous(), rest_dv = rest_dv.contiguous();
     dq = dq.reshape(queries.sizes()).contiguous();
-    Tensor seen_dk = rest_dk, seen_dv = rest_dv;  // not read where nothing is packed
+    Tensor seen_dk = rest_dk, seen_dv = rest_dv;  // not read if nothing is packed
     if (plan->packed > 0) {
       Tensor seen_dq;
       std::tie(seen_dq, seen_dk, seen_dv) = at::_flash_attention_backward(
@@ -159,10 +161,10 @@ bool takes(const Tensor& tensor, const Tensor& like) {
 
 extern "C" {
 
-// Whether there are such kernels for heads of `dim` values on the device of `like`.
+// Whether tiled attention is available for heads of `dim` values on the device of `like`.
 bool ds_attends_in_tiles(const at::Tensor* like, int64_t dim) {
   try {
-    // Of wide heads the fused backward asks for more shared memory than small GPUs have.
+    // For wide heads the fused backward needs more shared memory than small GPUs have.
     constexpr unsigned kOfWide = 160 << 10;
     const bool fits = dim % 8 == 0 && (dim <= 192 || (dim <= 256 && gpu::shared_memory(*like) >= kOfWide));
     return fits && gpu::has_kernels(*like, gpu::Text::kAttention);
@@ -171,8 +173,8 @@ bool ds_attends_in_tiles(const at::Tensor* like, int64_t dim) {
   }
 }
 
-// What a sequence's blocks see, for all layers: `numbers` int32 on the GPU are those of `Tiles`, behind them where each tile's queries begin and what it sees,
-// and where that begins among all, in sums from 0 on.
+// The keys that the blocks of a sequence see, for all layers. `numbers`, int32 on the GPU, starts with the arrays of
+// `Tiles`. Three arrays [tiles + 1] follow: the tiles' cumulative numbers of queries and of packed keys, and zeros.
 struct TiledBlocks {
   int64_t tiles, slots, size, repeats, groups, dim, rest, tokens, blocks, packed, most_seen;
   double scale;

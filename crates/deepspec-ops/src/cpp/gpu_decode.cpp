@@ -1,4 +1,4 @@
-// Layers of a target for a few rows of bfloat16 on a GPU: src/cuda/decode.cu.
+// Layers of a target for 1 to 8 rows of bfloat16 on a GPU; the kernels are in src/cuda/decode.cu.
 #include "gpu.h"
 
 #include <algorithm>
@@ -14,7 +14,7 @@
 
 namespace few {
 
-// As decode.cu has them.
+// Must match the constants in decode.cu.
 constexpr int64_t kRows = 8, kTile = 16, kUnit = 64, kPiece = 128, kPieces = 16, kPiecesOfLong = 32, kLong = 8192;
 
 struct Chunk {
@@ -26,13 +26,13 @@ struct Chunks {
   Chunk chunk[kRows];
 };
 
-// [rows, width] of bfloat16 where `like` is, row behind row.
+// Whether `of` is contiguous bfloat16 [rows, width] on the device of `like`, aligned to 16 bytes.
 bool is_rows(const at::Tensor& of, const at::Tensor& like, int64_t width) {
   return of.device() == like.device() && of.scalar_type() == at::kBFloat16 && of.is_contiguous() && of.dim() == 2 && of.size(1) == width &&
          reinterpret_cast<uintptr_t>(of.const_data_ptr()) % 16 == 0;
 }
 
-// [size] of bfloat16 where `like` is.
+// Whether `of` holds `size` contiguous bfloat16 values on the device of `like`, aligned to 16 bytes.
 bool is_gain(const at::Tensor& of, const at::Tensor& like, int64_t size) {
   return of.device() == like.device() && of.scalar_type() == at::kBFloat16 && of.is_contiguous() && of.numel() == size &&
          reinterpret_cast<uintptr_t>(of.const_data_ptr()) % 16 == 0;
@@ -42,7 +42,7 @@ const void* pointer(const at::Tensor* of) { return of ? of->const_data_ptr() : n
 
 unsigned normed_bytes(int64_t rows, int64_t width) { return static_cast<unsigned>((rows + 1) * (width + 32) * 2); }
 
-// Counters that are zero between kernels, of a stream by itself.
+// Counters of the current stream, which are zero between kernels.
 at::Tensor counters_on(const at::Tensor& on, int64_t count) {
   static std::mutex mutex;
   static std::map<std::pair<int, int64_t>, at::Tensor> known;
@@ -62,7 +62,8 @@ void check_rows(const at::Tensor& x) {
 
 extern "C" {
 
-// Whether there are kernels for such a layer on the device of `like`: rows of `width`, heads of `dim`, so many of queries to one of keys.
+// Whether there are kernels for such a layer on the device of `like`. Its rows have `width` values, its MLP has `inner`
+// and its heads `dim`, with `repeats` query heads per KV head.
 bool ds_has_few_rows(const at::Tensor* like, int64_t width, int64_t inner, int64_t dim, int64_t repeats) {
   try {
     if (!like->is_cuda() || width % few::kUnit != 0 || inner % few::kUnit != 0 || (dim != 64 && dim != 128) || repeats > 16) return false;
@@ -72,7 +73,8 @@ bool ds_has_few_rows(const at::Tensor* like, int64_t width, int64_t inner, int64
   }
 }
 
-// x [N, I], normed by `gain` [I] if there is one, times the transposes of up to three weights [O_j, I], one behind the other, plus a residual [N, O].
+// x [N, I], normalised by `gain` [I] if given, times the transposes of up to three weights [O_j, I], plus an optional
+// residual [N, O]. The outputs of the weights are concatenated.
 char* ds_few_rows_product(const at::Tensor* x, const at::Tensor* gain, double eps, const at::Tensor* const* weights, size_t count,
                           const at::Tensor* residual, at::Tensor** out) {
   return caught([&] {
@@ -104,7 +106,7 @@ char* ds_few_rows_product(const at::Tensor* x, const at::Tensor* gain, double ep
   });
 }
 
-// silu(h Wg) * (h Wu) with h the rows x [N, I] normed by `gain`; weights [O, I] of gates and of what they open.
+// silu(h gate^T) * (h up^T), where h is x [N, I] normalised by `gain`, and both weights are [O, I].
 char* ds_few_rows_gated_product(const at::Tensor* x, const at::Tensor* gain, double eps, const at::Tensor* gate, const at::Tensor* up, at::Tensor** out) {
   return caught([&] {
     few::check_rows(*x);
@@ -137,7 +139,8 @@ struct FewRowsHeads {
   bool sees_chunk;
 };
 
-// Norms and rotates queries and keys of qkv [N, (H + 2G) D], stores keys and values behind what the chunks' histories hold, and attends: [N, H D].
+// Normalises and rotates the queries and keys of qkv [N, (H + 2G) D], appends keys and values to the chunks' KV caches,
+// and attends: [N, H D].
 char* ds_few_rows_attention(const at::Tensor* qkv, const FewRowsHeads* heads, const FewRowsChunk* chunks, size_t count, at::Tensor** out) {
   return caught([&] {
     const int64_t H = heads->query, G = heads->key_value, D = heads->dim, rows = qkv->size(0);

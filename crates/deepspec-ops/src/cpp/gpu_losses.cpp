@@ -1,4 +1,4 @@
-// Losses of rows of bfloat16 logits on a GPU: src/cuda/losses.cu, with what it is asked for looked at first.
+// Losses of rows of bfloat16 logits on a GPU: checks the arguments and launches the kernels of src/cuda/losses.cu.
 #include "gpu.h"
 
 #include <algorithm>
@@ -9,20 +9,20 @@
 
 namespace {
 
-// As losses.cu has them.
+// Must match the constants in losses.cu.
 constexpr int64_t kFound = 9, kFactors = 3;
 
 struct LogitRows {
   void *base, *bias;
   const void* target;
   const int64_t *source, *labels;
-  // The kernel's 64-bit numbers have another name.
+  // The kernel's 64-bit type is `long long`.
   long long vocab, base_line, bias_line, target_line;
   float cap;
   int by_eight;
 };
 
-// [rows, vocab] of bfloat16 where `like` is, value behind value in each row.
+// Whether `tensor` is bfloat16 [rows, vocab] on the device of `like`, with contiguous rows.
 bool half_rows(const at::Tensor& tensor, const at::Tensor& like) {
   return tensor.device() == like.device() && tensor.scalar_type() == at::kBFloat16 && tensor.dim() == 2 && tensor.size(1) == like.size(1) &&
          (tensor.stride(1) == 1 || tensor.size(1) <= 1);
@@ -32,12 +32,12 @@ bool is_by_eight(const at::Tensor& rows) {
   return reinterpret_cast<uintptr_t>(rows.const_data_ptr()) % 16 == 0 && rows.stride(0) % 8 == 0 && rows.size(1) % 8 == 0;
 }
 
-// [n] whole numbers beside `like`.
+// Whether `of` holds one int64 per row of `like`, on the same device.
 bool numbers(const at::Tensor& of, const at::Tensor& like) {
   return of.device() == like.device() && of.scalar_type() == at::kLong && of.is_contiguous() && of.numel() == like.size(0);
 }
 
-// What the kernels take; false where they do not.
+// Fills in the kernels' argument; returns false if the kernels do not support these tensors.
 bool rows_of(const at::Tensor& base, const at::Tensor* bias, const at::Tensor& target, const at::Tensor* source, const at::Tensor& labels, double cap,
              LogitRows& rows) {
   if (!gpu::has_kernels(base, gpu::Text::kLosses) || base.numel() == 0 || !half_rows(base, base) || !half_rows(target, base)) return false;
@@ -61,8 +61,9 @@ bool rows_of(const at::Tensor& base, const at::Tensor* bias, const at::Tensor& t
 
 extern "C" {
 
-// Measures logits [n, V] of the drafter, `base`, capped where there is a cap, plus `bias` if there is one, beside those of the target: of each row's
-// `source` of them, if that is given. Gives `Found` [n, 9] of float32.
+// Compares the drafter's logits `base` [n, V] with the target's logits. Both are soft-capped if `cap` is not 0; `bias`,
+// if given, is added to `base`. With `source`, row i is compared with target row source[i]. Returns `Found` [n, 9] in
+// float32.
 at::Tensor* ds_measure_logits(const at::Tensor* base, const at::Tensor* bias, const at::Tensor* target, const at::Tensor* source,
                               const at::Tensor* labels, double cap) {
   return made([&]() -> at::Tensor {
@@ -76,7 +77,8 @@ at::Tensor* ds_measure_logits(const at::Tensor* base, const at::Tensor* bias, co
   });
 }
 
-// Puts gradients in place of the logits that were measured: by the bias where there is one, and by the base where there is none or a cap.
+// Overwrites the measured logits with their gradients. The bias is overwritten if there is one, and the base if there
+// is no bias or there is a cap.
 char* ds_slope_logits(const at::Tensor* base, const at::Tensor* bias, const at::Tensor* target, const at::Tensor* source, const at::Tensor* labels,
                      double cap, const at::Tensor* found, const at::Tensor* factors) {
   return caught([&] {
@@ -87,7 +89,7 @@ char* ds_slope_logits(const at::Tensor* base, const at::Tensor* bias, const at::
     TORCH_CHECK(rows_of(*base, bias, *target, source, *labels, cap, rows) && fits(*found, kFound) && fits(*factors, kFactors),
                 "rows, or what was found of them, do not fit");
     RECORD_USER_SCOPE("slope_logits");
-    // So many tokens to a block: whole turns of its threads.
+    // Tokens per block: a multiple of what its threads process in one iteration.
     const long long piece = 16384;
     const auto pieces = static_cast<unsigned>((rows.vocab + piece - 1) / piece);
     const gpu::Shape shape{{static_cast<unsigned>(base->size(0)), pieces, 1}, 256};

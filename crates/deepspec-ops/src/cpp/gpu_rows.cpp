@@ -1,4 +1,4 @@
-// Rotations and gates of bfloat16 rows on a GPU: src/cuda/rows.cu.
+// Rotary embeddings and SiLU gates of bfloat16 rows on a GPU; the kernels are in src/cuda/rows.cu.
 #include "gpu.h"
 
 #include <cstdint>
@@ -37,7 +37,7 @@ struct Rotation : torch::autograd::Function<Rotation> {
   }
 };
 
-// Whether there are kernels for x [N, heads, D] and its cosines and sines, [N, 1, D/2].
+// Whether there are kernels for x [N, heads, D] with cosines and sines [N, 1, D/2].
 bool can_be_turned(const at::Tensor& x, const at::Tensor& cosines, const at::Tensor& sines) {
   const auto fits = [&](const at::Tensor& of) {
     return halves(of) && of.device() == x.device() && of.dim() == 3 && of.size(0) == x.size(0) && of.size(1) == 1 && 2 * of.size(2) == x.size(2) &&
@@ -63,7 +63,7 @@ struct Gate : torch::autograd::Function<Gate> {
 
   static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {
     const auto saved = ctx->get_saved_variables();
-    // The kernel reads 16 bytes at a time; a contiguous view may begin between them.
+    // The kernel reads 16 bytes at a time, and a contiguous view may be aligned to less.
     at::Tensor slope = gradients[0].contiguous();
     if (reinterpret_cast<uintptr_t>(slope.const_data_ptr()) % 16 != 0) slope = slope.clone();
     at::Tensor by_gate = at::empty_like(slope), by_up = at::empty_like(slope);

@@ -1,4 +1,4 @@
-// The C face of c10d: a key-value store for the rendezvous, and collectives over Gloo and NCCL.
+// A C interface to c10d: a key-value store for the rendezvous, and collectives over Gloo and NCCL.
 #define USE_C10D_GLOO
 #include "group.h"
 
@@ -26,11 +26,11 @@
 
 namespace {
 
-// How long a machine that holds the store may say nothing at all.
+// The longest time that the store's host may be silent.
 constexpr int64_t LONGEST_SILENCE_MS = 15'000;
 
-// Whoever waits for the store's answer waits as long as the system takes a silent machine for a slow one: a quarter of an hour and more, whatever
-// time was given. Connections to `port` are given up after `silence_ms` instead.
+// A process that waits for the store's answer notices a silent host only by the system's TCP timeout. That takes a
+// quarter of an hour or more, whatever timeout c10d got. With this, connections to `port` fail after `silence_ms`.
 void notice_silence(uint16_t port, int64_t silence_ms) {
 #ifdef __linux__
   std::error_code ignored;
@@ -64,8 +64,8 @@ using Work = c10::intrusive_ptr<c10d::Work>;
 
 struct Group {
   Backend gloo;  // both null after an abort
-  Backend nccl;  // null where no tensor of a GPU goes this way
-  // What is under way, by number. Whoever holds one of them holds Gloo's connections open: an abort lets go of all.
+  Backend nccl;  // null if tensors on GPUs do not use this group
+  // Collectives in progress, by number. Each of them keeps Gloo's connections open, so an abort drops all of them.
   std::map<uint64_t, Work> started;
 
   Backend& of(const at::Tensor& tensor) {
@@ -75,11 +75,13 @@ struct Group {
   }
 };
 
-// libtorch's flight recorder notes a group at its first collective in a map that all groups of the process share, before it takes its lock: groups
-// on two threads that began at once over Gloo crashed. Whatever begins over Gloo holds this one.
+// At a group's first collective, libtorch's flight recorder writes to a map that all groups share, before it takes its
+// lock. Two groups that began over Gloo on two threads at once crashed. Every collective over Gloo begins with this
+// mutex held.
 std::mutex beginning;
 
-// What `start` begins with the connection for a tensor. What begins over NCCL may wait for another rank, and is not held up.
+// Calls `start` with the backend for a tensor. A call over NCCL may wait for another rank, so it does not hold the
+// mutex.
 template <typename Start>
 Work begin(Group* group, const at::Tensor& tensor, Start start) {
   std::unique_lock<std::mutex> alone(beginning, std::defer_lock);
@@ -98,10 +100,10 @@ void finish(const Work& work) { TORCH_CHECK(work->wait(), "the collective was ab
 
 extern "C" {
 
-// `*port` is the port asked for, 0 for any; as host, the one that was bound comes back in it.
+// `*port` is the port to use, 0 for any; the host gets the bound port back.
 char* ds_store_open(const char* host, uint16_t* port, bool is_host, int64_t timeout_ms, const char* prefix, Store** out) {
   return caught([&] {
-    // What c10d warns of, a key that nobody sets in time, is an answer here; what it cannot do it throws.
+    // c10d warns about a key that is not set in time, which is an expected answer here. It throws its errors.
     FLAGS_caffe2_log_level = std::max(FLAGS_caffe2_log_level, static_cast<int>(c10::GLOG_ERROR));
     c10d::TCPStoreOptions options;
     options.port = *port;
@@ -121,7 +123,7 @@ char* ds_store_set(Store* store, const char* key, const uint8_t* bytes, size_t l
   return caught([&] { (*store)->set(key, std::vector<uint8_t>(bytes, bytes + length)); });
 }
 
-// Waits for the key. `*bytes` is to be freed with `free`.
+// Waits for the key. The caller frees `*bytes` with `free`.
 char* ds_store_get(Store* store, const char* key, int64_t timeout_ms, uint8_t** bytes, size_t* length) {
   return caught([&] {
     (*store)->wait({key}, Milliseconds(timeout_ms));
@@ -133,7 +135,7 @@ char* ds_store_get(Store* store, const char* key, int64_t timeout_ms, uint8_t** 
   });
 }
 
-// A connection of its own to the same keys: a wait on one holds up no other.
+// Opens another connection to the same keys, so that a wait on one does not block the other.
 char* ds_store_clone(Store* store, Store** out) {
   return caught([&] {
     *out = new Store((*store)->clone());
@@ -141,12 +143,12 @@ char* ds_store_clone(Store* store, Store** out) {
   });
 }
 
-// From here on a silent host is given up after so long.
+// From now on connections to a silent host fail after `silence_ms`.
 char* ds_store_notice_silence(Store* store, int64_t silence_ms) {
   return caught([&] { notice_silence(*store, silence_ms); });
 }
 
-// Makes a GPU the calling thread's current one, so that what names none does not take memory on the first.
+// Makes a GPU the calling thread's current one, so that calls without a device do not allocate on the first GPU.
 char* ds_device_set(int index) {
   return caught([&] {
     const at::Device device(at::kCUDA, static_cast<c10::DeviceIndex>(index));
@@ -154,7 +156,7 @@ char* ds_device_set(int index) {
   });
 }
 
-// `address` is this host's, as the other ranks reach it.
+// `address` is this host's address, as the other ranks reach it.
 char* ds_group_open(Store* store, const char* address, int rank, int world_size, int64_t timeout_ms, Group** out) {
   return caught([&] {
     const Milliseconds timeout(timeout_ms);
@@ -169,7 +171,8 @@ char* ds_group_open(Store* store, const char* address, int rank, int world_size,
 
 void ds_group_free(Group* group) { delete group; }
 
-// Connects GPU `device` of each rank; returns when all have. What it gives back may be made on one thread and used on another.
+// Connects GPU `device` of each rank and returns when all ranks have connected. The backend may be created on one
+// thread and used on another.
 char* ds_nccl_open(Store* store, int rank, int world_size, int64_t timeout_ms, int device, Backend** out) {
   return caught([&] {
     Store keys = c10::make_intrusive<c10d::PrefixStore>("nccl", *store);
@@ -177,16 +180,16 @@ char* ds_nccl_open(Store* store, int rank, int world_size, int64_t timeout_ms, i
   });
 }
 
-// What `ds_nccl_open` gave, not yet a group's.
+// Frees a backend of `ds_nccl_open` that no group has taken.
 void ds_nccl_free(Backend* nccl) { delete nccl; }
 
-// From now on the group's tensors on GPUs go this way. Takes `nccl` over.
+// From now on the group's tensors on GPUs use NCCL. Takes ownership of `nccl`.
 void ds_group_take_nccl(Group* group, Backend* nccl) {
   group->nccl = std::move(*nccl);
   delete nccl;
 }
 
-// Gives up what is under way and closes all connections: ranks that wait for this one learn of it so.
+// Drops the collectives in progress and closes all connections, so that ranks that wait for this one fail.
 char* ds_group_abort(Group* group) {
   return caught([&] {
     group->started.clear();
@@ -200,18 +203,19 @@ char* ds_group_all_reduce(Group* group, at::Tensor* tensor) {
   return caught([&] { finish(begin_all_reduce(group, *tensor)); });
 }
 
-// The same without waiting for it. The tensor is not to be touched before `ds_group_finish` has returned for the number that comes back.
+// Starts an all-reduce without waiting for it. Do not touch the tensor before `ds_group_finish` has returned for
+// `*number`.
 char* ds_group_all_reduce_start(Group* group, at::Tensor* tensor, uint64_t* number) {
   return caught([&] {
     auto work = begin_all_reduce(group, *tensor);
-    // No two groups have the same.
+    // Numbers are unique across groups.
     static std::atomic<uint64_t> next{0};
     *number = next++;
     group->started.emplace(*number, std::move(work));
   });
 }
 
-// Waits until a collective is over; on a GPU has what is asked of it from now on wait.
+// Waits for a collective. On a GPU the current stream waits, not the host.
 char* ds_group_finish(Group* group, uint64_t number) {
   return caught([&] {
     auto work = group->started.extract(number);
@@ -220,10 +224,10 @@ char* ds_group_finish(Group* group, uint64_t number) {
   });
 }
 
-// The tensor is contiguous.
+// The tensor must be contiguous.
 char* ds_group_broadcast(Group* group, at::Tensor* tensor, int root) {
   return caught([&] {
-    // As bytes: Gloo does not know every kind.
+    // As bytes, because Gloo does not support every dtype.
     std::vector<at::Tensor> tensors{tensor->detach().view({-1}).view(at::kByte)};
     c10d::BroadcastOptions options;
     options.rootRank = root;
@@ -231,7 +235,7 @@ char* ds_group_broadcast(Group* group, at::Tensor* tensor, int root) {
   });
 }
 
-// `output` is `[world size, …]` of `input`'s kind and device.
+// `output` is `[world size, …]`, with the dtype and device of `input`.
 char* ds_group_all_gather(Group* group, at::Tensor* output, at::Tensor* input) {
   return caught([&] {
     std::vector<std::vector<at::Tensor>> outputs{output->unbind(0)};

@@ -1,4 +1,4 @@
-// What the shim's files share: exceptions become text before they could cross into Rust.
+// Shared by the files of the shim: turns exceptions into text before they could cross into Rust.
 #pragma once
 
 #include <chrono>
@@ -14,7 +14,7 @@ using Milliseconds = std::chrono::milliseconds;
 using Backend = c10::intrusive_ptr<c10d::Backend>;
 using Store = c10::intrusive_ptr<c10d::Store>;
 
-// Runs `work`; null on success, else what went wrong, to be freed with `free`.
+// Runs `work`. Returns null on success, else the error message, which the caller frees with `free`.
 template <typename Work>
 char* caught(Work work) {
   try {
@@ -24,7 +24,7 @@ char* caught(Work work) {
     // Without the C++ backtrace.
     return strdup(error.what_without_backtrace());
   } catch (const std::bad_alloc&) {
-    return strdup("no memory for a buffer");  // as libtorch's own words begin
+    return strdup("no memory for a buffer");  // begins like libtorch's own message
   } catch (const std::exception& error) {
     return strdup(error.what());
   } catch (...) {

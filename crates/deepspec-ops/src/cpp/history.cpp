@@ -1,5 +1,6 @@
-// Attention of a few queries of each sequence over its own history, where that lies: histories are not copied, and nothing behind them is read. What
-// becomes of a query follows from its own sequence alone, and its bits do not depend on the queries beside it.
+// Attention of a few queries per sequence over the KV cache of that sequence. The cache is read in place, without a
+// copy, and nothing behind its end is read. A query's result depends only on its own sequence, and its bits do not
+// depend on the other queries.
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
@@ -16,44 +17,45 @@
 
 namespace {
 
-// One sequence's queries, and the row of the pool that holds its history.
+// The queries of one sequence and the pool row that holds its KV cache.
 struct HistoryChunk {
   const at::Tensor *keys, *values;  // [rows, capacity, G, D]
   int64_t row, past, len;
-  int64_t first;  // of its rows in q
+  int64_t first;  // its first row in q
 };
 
-// What attends: queries [N, H, D], keys and values [N, G, D] of all rows.
+// The inputs: queries [N, H, D], keys and values [N, G, D] of all rows.
 struct HistoryRows {
   const float *q, *k, *v;
   int64_t rows, heads, groups, dim;
-  int64_t query_line, key_line;  // rows of queries, and of keys and values, are so far apart
-  // By these [D] queries and keys are normed, and by these [N, D/2] turned; null where that is done already, or not wanted.
+  int64_t query_line, key_line;  // floats from one row to the next of queries, and of keys and values
+  // RMS norm gains [D] of queries and keys, and rotary cosines and sines [N, D/2]. Null if not wanted or already
+  // applied.
   const float *query_gain, *key_gain, *cosines, *sines;
   float eps;
 };
 
 #if DEEPSPEC_TILES
 
-// All chunks of a call, and how they are read.
+// All chunks of a call and the settings of the attention.
 struct Reading : HistoryRows {
   float* out;  // [N, H, D]
   float scale;
-  int64_t window;  // keys that a query sees; 0 for all before it
-  bool causal;     // else a query sees all of its chunk
+  int64_t window;  // keys that a query sees; 0 for all keys before it
+  bool causal;     // otherwise a query sees its whole chunk
   const HistoryChunk* chunks;
   int64_t count;
 
-  // Keys whose values a tile sums before the next ones: the first cache holds a vector pair of each.
+  // Keys of one pass over the values: the L1 cache holds a pair of vectors for each of them.
   static constexpr int64_t kKeys = 256;
-  // Values whose steps are multiples of so many floats collide in the first cache.
+  // Values whose stride is a multiple of this many floats collide in the L1 cache.
   static constexpr int64_t kColliding = 64;
-  // Floats of keys, and of values, that are asked for before they are read: a good part of the second cache. Histories come from behind all caches,
-  // and a wait for each of their lines would take as long as the products.
+  // Floats of keys, and of values, that are prefetched: a large part of the L2 cache. KV caches come from main memory,
+  // and waiting for each cache line would take as long as the products.
   static constexpr int64_t kSoon = 64 << 10;
 
-  // The queries of chunk `task / groups` that share a head of keys. Scores are [keys, line]: a query's lie one above the other, so that queries are
-  // weighed side by side, and keys and values are read as they lie.
+  // Attends for the queries of chunk `task / groups` that share one KV head. Scores are [keys, line], with one column
+  // per query. The softmax then runs over several queries at once, and keys and values are read in memory order.
   template <typename Vector>
   DEEPSPEC_TILE_INLINE void attend(int64_t task) const {
     const HistoryChunk& chunk = chunks[task / groups];
@@ -62,7 +64,7 @@ struct Reading : HistoryRows {
     const int64_t before = first_seen(chunk);
     const int64_t seen = chunk.past + chunk.len - before, rows = repeats * chunk.len;
     const int64_t line = (rows + kLength<Vector> - 1) / kLength<Vector> * kLength<Vector>;
-    // Kept from call to call.
+    // Kept between calls.
     static thread_local std::vector<float> memory;
     const size_t needed = (dim + seen + 1) * line + (rows + 2) * dim + kKeys * 2 * kLength<Vector>;
     if (memory.size() < needed) {
@@ -76,7 +78,7 @@ struct Reading : HistoryRows {
       std::memcpy(keys + to, attending(k + from, key_gain, row, room), dim * sizeof(float));
       std::memcpy(values + to, v + from, dim * sizeof(float));
     }
-    // Columns of scores are the group's heads of all of the chunk's rows.
+    // Score columns are the query heads of the group for the chunk's first row, then for the next one.
     const auto row_of = [&](int64_t row) { return chunk.first + row / repeats; };
     const auto head_of = [&](int64_t row) { return (group * repeats + row % repeats) * dim; };
     std::fill(queries, scores, 0.0f);
@@ -105,7 +107,7 @@ struct Reading : HistoryRows {
     }
   }
 
-  // A head of a row as it attends: normed and turned in `room`, [2, D], where that is to be done.
+  // Returns a head ready for attention: normalised and rotated in `room` [2, D] if wanted.
   const float* attending(const float* head, const float* gain, int64_t row, float* room) const {
     if (gain) norm_row(head, gain, eps, dim, room), head = room;
     if (!cosines) return head;
@@ -114,7 +116,7 @@ struct Reading : HistoryRows {
     return room + dim;
   }
 
-  // Where keys or values of a task's chunk begin, which are groups * dim apart.
+  // Returns the first key or value of a task's chunk; the next ones follow at a distance of groups * dim.
   float* history(const at::Tensor& pool, int64_t task) const {
     return pool.mutable_data_ptr<float>() + (chunks[task / groups].row * pool.size(1) * groups + task % groups) * dim;
   }
@@ -122,7 +124,7 @@ struct Reading : HistoryRows {
   // The first key that any query of the chunk sees.
   int64_t first_seen(const HistoryChunk& chunk) const { return window == 0 ? 0 : std::max<int64_t>(0, chunk.past + 1 - window); }
 
-  // Asks for the keys of a task, and for the places of its new ones.
+  // Prefetches the cached keys of a task and the places of its new keys and values.
   DEEPSPEC_TILE_INLINE void ask_for(int64_t task) const {
     const HistoryChunk& chunk = chunks[task / groups];
     const int64_t step = groups * dim, before = first_seen(chunk), end = std::min(chunk.past, before + kSoon / dim);
@@ -132,12 +134,13 @@ struct Reading : HistoryRows {
       ask_for(keys + key * step), ask_for(values + key * step);
   }
 
-  // Inlined always: a call that does nothing but prefetch would be dropped, as one without an effect.
+  // Always inlined: the compiler would drop a call that only prefetches, as a call without effects.
   DEEPSPEC_TILE_INLINE void ask_for(const float* head) const {
     for (int64_t i = 0; i < dim; i += Ahead::kLine) __builtin_prefetch(head + i, 0, 2);
   }
 
-  // Products of keys, `step` apart, and queries [dim, line]: [seen, line]. The keys' values are asked for.
+  // Products of keys, `step` floats apart, with queries [dim, line]: [seen, line]. Also prefetches the values of the
+  // keys.
   template <typename Vector>
   DEEPSPEC_TILE_INLINE void score(
       const float* keys, const float* values, int64_t step, int64_t seen, const float* queries, int64_t line, float* scores) const {
@@ -152,7 +155,7 @@ struct Reading : HistoryRows {
           keys, column == 0 ? values : nullptr, step, seen, queries + column, line, scores + column);
   }
 
-  // The same of so many vectors of columns, whose number it gives. `values` may be null.
+  // As `score`, for kVectors vectors of columns; returns the number of columns. `values` may be null.
   template <typename Vector, int kVectors>
   DEEPSPEC_TILE_INLINE int64_t score_columns(
       const float* keys, const float* values, int64_t step, int64_t seen, const float* queries, int64_t line, float* scores) const {
@@ -165,12 +168,13 @@ struct Reading : HistoryRows {
     return kVectors * kLength<Vector>;
   }
 
-  // Turns as many columns of scores [seen, line] as there are lanes into weights, without dividing them by their sums, which it gives.
+  // Replaces kWidth columns of scores [seen, line] by softmax weights that are not yet divided by their sums. Writes
+  // the sums to `totals`.
   template <int64_t kWidth>
   DEEPSPEC_TILE_INLINE static void weigh(float* scores, int64_t line, int64_t seen, float* totals) {
     float most[kWidth], sums[kWidth] = {};
     for (float& lane : most) lane = kLowest;
-    // Loops over lanes are vectors: unrolled, they would be taken apart first.
+    // Each loop over lanes becomes vector instructions; the compiler would split it if it were unrolled first.
     for (int64_t key = 0; key < seen; ++key) {
       const float* here = scores + key * line;
 #pragma GCC unroll 1
@@ -188,7 +192,8 @@ struct Reading : HistoryRows {
     std::copy_n(sums, kWidth, totals);
   }
 
-  // Sums of the values of some keys, `step` apart, by weights [keys, line]: [rows, dim], or added to what is there.
+  // Sums the values of some keys, `step` floats apart, by weights [keys, line]. Writes [rows, dim], or adds to it if
+  // `continues`.
   template <typename Vector>
   DEEPSPEC_TILE_INLINE void add(
       const float* weights, int64_t line, int64_t rows, const float* values, int64_t step, int64_t keys, float* panel, float* sums,
@@ -204,7 +209,8 @@ struct Reading : HistoryRows {
       const float* weights, int64_t line, int64_t rows, const float* values, int64_t step, int64_t keys, float* panel, float* sums,
       bool continues) const {
     constexpr int64_t kWidth = kVectors * kLength<Vector>;
-    // Of values that are read more than once, those that are a large power of two apart would not stay in the first cache: they are laid side by side.
+    // Values that are read more than once and lie a large power of two apart would not stay in the L1 cache. They are
+    // copied side by side first.
     if (rows > kTileRows<Vector, kVectors> && step % kColliding == 0) {
       for (int64_t key = 0; key < keys; ++key) std::memcpy(panel + key * kWidth, values + key * step, kWidth * sizeof(float));
       values = panel, step = kWidth;
@@ -225,7 +231,7 @@ DEEPSPEC_AVX512 void attend_avx512(const Reading& reading, int64_t task) { readi
 
 extern "C" {
 
-// Whether there is attention over histories for heads of `dim` values on this processor.
+// Whether this processor supports attention over KV caches for heads of `dim` values.
 bool ds_has_history_attention([[maybe_unused]] int64_t dim) {
 #if DEEPSPEC_TILES
   return tile_level() != kNone && dim > 0 && dim % kLength<Eight> == 0;
@@ -234,8 +240,8 @@ bool ds_has_history_attention([[maybe_unused]] int64_t dim) {
 #endif
 }
 
-// Stores keys and values in the chunks' histories and gives what their queries see there, [N, H * D]; zeros in rows of no chunk. Everything was checked
-// before.
+// Appends keys and values to the chunks' KV caches and returns the attention output [N, H * D]; rows of no chunk are
+// zero. The caller has checked all arguments.
 char* ds_history_attention(
     [[maybe_unused]] const HistoryRows* rows, [[maybe_unused]] const HistoryChunk* chunks, [[maybe_unused]] size_t count,
     [[maybe_unused]] double scale, [[maybe_unused]] int64_t window, [[maybe_unused]] bool causal, [[maybe_unused]] at::Tensor** result) {

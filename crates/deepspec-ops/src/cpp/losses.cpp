@@ -1,5 +1,5 @@
-// How far rows of logits are from labels and from other logits, and the gradients of what is made of these distances: float32, on the CPU, in place.
-// libtorch makes a dozen passes of them, with as many temporaries.
+// Distances of rows of logits from labels and from other logits, and the gradients of losses made of them. Everything
+// is float32 on the CPU and in place; libtorch would make a dozen passes over the logits, with as many temporaries.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -11,10 +11,11 @@
 
 namespace {
 
-// Values whose sums are taken in float32, before these are added in float64: as many as there are tokens, rounding would be seen.
+// Values that are summed in float32 before the sum is added in float64. A float32 sum over a whole vocabulary would
+// show rounding errors.
 constexpr int64_t kSpan = 1024;
 
-// The sum of `each(i)` over so many, which may change what belongs to i.
+// The sum of `each(i)` for i below `count`. `each` may modify element i.
 template <typename Each>
 DEEPSPEC_INLINE double summed(int64_t count, Each each) {
   double sum = 0.0;
@@ -30,15 +31,16 @@ DEEPSPEC_INLINE double summed(int64_t count, Each each) {
   return sum;
 }
 
-// What is found of a row, in this order.
+// Columns of a row's result.
 enum Distance : int64_t { kCrossEntropy, kL1, kOverlap, kSoftCrossEntropy, kDivergence, kDistances };
 
-// What two rows of probabilities differ by: Σ |p^d - p^t|, and Σ min(p^d, p^t), which is not a number where one of them is not.
+// Distances of two rows of probabilities: Σ |p^d - p^t| and Σ min(p^d, p^t). The second is NaN if one of the
+// probabilities is.
 struct Apart {
   double l1 = 0.0, overlap = 0.0;
 };
 
-// Makes the drafter's weights probabilities, by one over their sum.
+// Turns the drafter's weights into probabilities by `share`, one over their sum, and compares these with the target's.
 DEEPSPEC_INLINE Apart divide_and_compare(float* __restrict draft, const float* __restrict target, int64_t vocab, float share) {
   Apart apart;
   for (int64_t first = 0; first < vocab; first += kSpan) {
@@ -59,15 +61,15 @@ DEEPSPEC_INLINE Apart divide_and_compare(float* __restrict draft, const float* _
   return apart;
 }
 
-// exp(x - most) in place of x; gives the sum.
+// Replaces x by exp(x - most); returns the sum.
 DEEPSPEC_INLINE double weigh(float* row, float most, int64_t vocab) {
   return summed(vocab, [=](int64_t i) DEEPSPEC_INLINED { return row[i] = exponential(row[i] - most); });
 }
 
-// Turns the target's logits into probabilities; gives their entropy if that is asked for.
+// Turns the target's logits into probabilities; returns their entropy if `entropy` is set, else 0.
 DEEPSPEC_VECTORS double weigh_target_row(float* row, int64_t vocab, bool entropy) {
   const float most = largest(row, vocab);
-  // Of the weights, which are not divided by their sum yet.
+  // Weighted by exp(logit - most), which is not yet divided by its sum.
   double weighed_logits = 0.0;
   if (entropy)
     weighed_logits = summed(vocab, [=](int64_t i) DEEPSPEC_INLINED { return exponential(row[i] - most) * (row[i] - most); });
@@ -77,14 +79,14 @@ DEEPSPEC_VECTORS double weigh_target_row(float* row, int64_t vocab, bool entropy
   return entropy ? std::log(sum) - weighed_logits / sum : 0.0;
 }
 
-// Turns the logits of the drafter into probabilities and measures them against those of the target.
+// Turns the drafter's logits into probabilities and measures their distances from the target's probabilities.
 DEEPSPEC_VECTORS void measure_row(
     float* draft, const float* target, double entropy, int64_t label, int64_t vocab, bool soft, float* found) {
   const float most = largest(draft, vocab), chosen = draft[label] - most;
   double by_target = 0.0;
   if (soft) {
     by_target = summed(vocab, [=](int64_t i) DEEPSPEC_INLINED { return target[i] * (draft[i] - most); });
-    // Rounding leaves the sum of the probabilities beside 1.
+    // Due to rounding, the probabilities do not sum to exactly 1.
     by_target /= summed(vocab, [=](int64_t i) DEEPSPEC_INLINED { return target[i]; });
   }
   const double sum = weigh(draft, most, vocab);
@@ -97,12 +99,12 @@ DEEPSPEC_VECTORS void measure_row(
   found[kDivergence] = soft ? static_cast<float>(soft_cross_entropy - entropy) : 0.0f;
 }
 
-// Factors of a row's gradient: of p^d - onehot(label), of p^d - p^t, and of the slope of |p^d - p^t|.
+// Factors of a row's gradient terms: of p^d - onehot(label), of p^d - p^t, and of the gradient of |p^d - p^t|.
 struct Factors {
   float label, soft, l1;
 };
 
-// Puts the gradient by the drafter's logits in place of its probabilities.
+// Replaces the drafter's probabilities by the gradient with respect to its logits.
 DEEPSPEC_VECTORS void slope_row(float* draft, const float* target, int64_t label, int64_t vocab, Factors by) {
   float factor = by.label + by.soft;
   if (by.l1 != 0.0f) {
@@ -113,23 +115,23 @@ DEEPSPEC_VECTORS void slope_row(float* draft, const float* target, int64_t label
   for (int64_t i = 0; i < vocab; ++i) {
     const float sign = draft[i] > target[i] ? by.l1 : draft[i] < target[i] ? -by.l1 : 0.0f;
     const float along = draft[i] * (factor + sign);
-    // What has no weight says nothing, even where it is not a number.
+    // A term with factor 0 must contribute nothing, even if it is NaN.
     draft[i] = by.soft != 0.0f ? along - by.soft * target[i] : along;
   }
   draft[label] -= by.label;
 }
 
-// Rows of float32, value behind value each.
+// Rows of float32, each contiguous.
 struct Lines {
   float* at;
-  int64_t line;  // from one to the next
+  int64_t line;  // floats from one row to the next
 
   float* operator[](int64_t row) const { return at + row * line; }
 };
 
-// Rows by their numbers, 0 to below `end`.
+// Groups rows by their numbers, which are 0 to below `end`.
 struct ByNumber {
-  std::vector<int64_t> rows, starts;  // those of number s from starts[s] to below starts[s + 1]
+  std::vector<int64_t> rows, starts;  // the rows of number s are rows[starts[s]] to below rows[starts[s + 1]]
 
   ByNumber(const int64_t* numbers, int64_t count, int64_t end) : rows(count), starts(end + 1) {
     for (int64_t i = 0; i < count; ++i) ++starts[numbers[i]];
@@ -140,7 +142,7 @@ struct ByNumber {
   }
 };
 
-// Puts the sum of the rows of a number, `width` values each, in place of `to`: 0 where there is none.
+// Writes the sum of the rows of a number, `width` values each, to `to`; zeros if the number has no rows.
 void sum_rows(const Lines& rows, const ByNumber& by, int64_t number, int64_t width, float* to) {
   const int64_t *row = by.rows.data() + by.starts[number], *end = by.rows.data() + by.starts[number + 1];
   if (row == end) {
@@ -151,28 +153,29 @@ void sum_rows(const Lines& rows, const ByNumber& by, int64_t number, int64_t wid
   while (++row < end) add_row(to, rows[*row], width);
 }
 
-// [n, V], each row value behind value, and of no graph, which would not see that they are overwritten.
+// Whether `tensor` is [n, V] with contiguous rows and belongs to no autograd graph, which would not notice that it is
+// overwritten.
 bool rows_of_logits(const at::Tensor& tensor) {
   if (!tensor.device().is_cpu() || tensor.scalar_type() != at::kFloat || tensor.dim() != 2 || learns(tensor)) return false;
   return (tensor.stride(1) == 1 || tensor.size(1) <= 1) && (tensor.stride(0) >= tensor.size(1) || tensor.size(0) <= 1);
 }
 
-// One type for rows that are read and for those that are written.
+// One type serves rows that are read and rows that are written.
 Lines lines(const at::Tensor& rows) { return {static_cast<float*>(rows.data_ptr()), rows.stride(0)}; }
 
-// [n] numbers from 0 to below `end`, which are places in memory.
+// Whether `of` holds `count` numbers from 0 to below `end`. They become memory offsets.
 bool places(const at::Tensor& of, int64_t count, int64_t end) {
   if (!of.device().is_cpu() || of.scalar_type() != at::kLong || !of.is_contiguous() || of.numel() != count) return false;
   const int64_t* place = of.const_data_ptr<int64_t>();
   return std::all_of(place, place + count, [=](int64_t at) { return at >= 0 && at < end; });
 }
 
-// Whether it is a float64 number for each of so many rows.
+// Whether `numbers` holds one float64 for each row.
 bool of_each_row(const at::Tensor& numbers, int64_t rows) {
   return numbers.device().is_cpu() && numbers.scalar_type() == at::kDouble && numbers.is_contiguous() && numbers.numel() == rows;
 }
 
-// Whether each of so many rows has one of the sources: the one of its number, where nothing says which.
+// Whether each row has a target row: the one that `source_of_row` names, or without it the row of the same index.
 bool fits(const at::Tensor* source_of_row, int64_t rows, int64_t sources) {
   return source_of_row ? places(*source_of_row, rows, sources) : rows == sources;
 }
@@ -181,7 +184,8 @@ bool fits(const at::Tensor* source_of_row, int64_t rows, int64_t sources) {
 
 extern "C" {
 
-// Turns logits [S, V] of a target into probabilities, in place; gives their entropies [S] of float64, 0 unless asked for.
+// Turns the target's logits [S, V] into probabilities, in place. Returns their entropies [S] in float64, or zeros
+// unless `entropy` is set.
 at::Tensor* ds_weigh_target(const at::Tensor* logits, bool entropy) {
   return made([&]() -> at::Tensor {
     if (!rows_of_logits(*logits) || logits->numel() == 0) return {};
@@ -195,8 +199,9 @@ at::Tensor* ds_weigh_target(const at::Tensor* logits, bool entropy) {
   });
 }
 
-// Turns logits [n, V] of the drafter into probabilities, in place, and compares them with the target's, of the entropies [S]; gives `Distance`s [n, 5],
-// those of the last two 0 unless `soft`. Where `source_of_row` [n] is given, each row's target is the row of this number.
+// Turns the drafter's logits [n, V] into probabilities, in place, and compares them with the target's probabilities,
+// whose entropies are [S]. Returns `Distance`s [n, 5]; the last two are 0 unless `soft` is set. With `source_of_row`
+// [n], row i is compared with target row source_of_row[i].
 at::Tensor* ds_measure_rows(
     const at::Tensor* draft, const at::Tensor* target, const at::Tensor* entropies, const at::Tensor* source_of_row, const at::Tensor* labels,
     bool soft) {
@@ -218,7 +223,8 @@ at::Tensor* ds_measure_rows(
   });
 }
 
-// In place of sums [S, V], for each s the sum of those of the rows [n, V] whose number of `source_of_row` [n] is s; whether it did.
+// Overwrites row s of `sums` [S, V] with the sum of those `rows` [n, V] whose `source_of_row` [n] is s. Returns whether
+// the tensors are supported.
 bool ds_sum_rows(const at::Tensor* rows, const at::Tensor* source_of_row, const at::Tensor* sums) {
   try {
     if (!rows_of_logits(*rows) || !rows_of_logits(*sums) || rows->size(1) != sums->size(1) || !places(*source_of_row, rows->size(0), sums->size(0)))
@@ -236,7 +242,7 @@ bool ds_sum_rows(const at::Tensor* rows, const at::Tensor* source_of_row, const 
   }
 }
 
-// Adds to each of the rows [n, V] the one of `values` [S, V] of its number of `source_of_row` [n]; whether it did.
+// Adds row source_of_row[i] of `values` [S, V] to row i of `rows` [n, V]. Returns whether the tensors are supported.
 bool ds_add_to_rows(const at::Tensor* rows, const at::Tensor* source_of_row, const at::Tensor* values) {
   try {
     if (!rows_of_logits(*rows) || !rows_of_logits(*values) || rows->size(1) != values->size(1)) return false;
@@ -254,7 +260,8 @@ bool ds_add_to_rows(const at::Tensor* rows, const at::Tensor* source_of_row, con
   }
 }
 
-// Puts gradients in place of the drafter's probabilities [n, V], by factors [n, 3] as `Factors` names them; whether it did.
+// Replaces the drafter's probabilities [n, V] by gradients, with factors [n, 3] in the order of `Factors`. Returns
+// whether the tensors are supported.
 bool ds_slope_rows(
     const at::Tensor* draft, const at::Tensor* target, const at::Tensor* source_of_row, const at::Tensor* labels, const at::Tensor* factors) {
   try {

@@ -1,9 +1,9 @@
-// Products of float32 matrices that something learns of, on processors of x86 with AVX2 and without AVX-512: for AMD's, MKL has routines of its
-// own there, which on a Zen 3 reach six to seven tenths of what the processor can do, and these eight to nine. What is not read where it lies is
-// copied in blocks, in the order in which it is read.
+// Matmuls of float32 matrices that require gradients, on x86 processors with AVX2 and without AVX-512. On such AMD
+// processors MKL uses separate routines. On a Zen 3 they reach six to seven tenths of the peak, and these kernels reach
+// eight to nine. Matrices that cannot be read in place are copied in blocks, in the order in which they are read.
 //
-// Each value is a sum of chains of fused multiply-adds, `kDepth` inputs each, in their order: its bits depend on no other row or column, and on
-// no number of threads.
+// Each value is a sum of chains of fused multiply-adds, `kDepth` inputs each, in order. Its bits depend neither on
+// other rows or columns nor on the number of threads.
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
@@ -27,17 +27,18 @@
 
 namespace {
 
-// A factor or its transpose: its values are `down` and `across` apart.
+// A matrix or its transpose; `down` and `across` are its strides.
 struct Factor {
   const float* at;
   int64_t down, across;
 };
 
-// Rows and columns whose sums stay in registers.
+// Rows and columns of the output tile whose sums stay in registers.
 constexpr int64_t kRows = 6, kColumns = 16;
-// Of a block: so many inputs of kColumns columns are a panel, which the first cache holds; the second one holds all of its columns.
+// Block sizes: a panel is kDepth inputs of kColumns columns and fits the L1 cache; all panels of a block fit the L2
+// cache.
 constexpr int64_t kDepth = 256, kBlockRows = 192, kBlockColumns = 256;
-// Multiply-adds that are worth the copies.
+// From this many multiply-adds on, the copies pay off.
 constexpr int64_t kWorthwhile = 1 << 13;
 
 [[maybe_unused]] int64_t rounded_up(int64_t count, int64_t to) { return (count + to - 1) / to * to; }
@@ -45,8 +46,9 @@ constexpr int64_t kWorthwhile = 1 << 13;
 #if DEEPSPEC_TILES
 #define DEEPSPEC_AVX2_INLINE inline DEEPSPEC_AVX2 __attribute__((always_inline))
 
-// Turns 8 values of each of kSide lines, `line` apart, into 8 groups of kSide values, `kSide` apart. Where kSide is less than 8, each group spoils the
-// beginning of the next, which comes later, and the last one none.
+// Transposes 8 values of each of kSide lines, `line` floats apart, into 8 groups of kSide values, `step` floats apart.
+// If kSide is less than 8, each group overwrites the beginning of the next one, which is stored later. The last group
+// overwrites nothing.
 template <int64_t kSide>
 DEEPSPEC_AVX2_INLINE void turn(const float* from, int64_t line, float* to, int64_t step) {
   static_assert(kSide == 6 || kSide == 8);
@@ -75,7 +77,7 @@ DEEPSPEC_AVX2_INLINE void turn(const float* from, int64_t line, float* to, int64
   }
 }
 
-// Copies a group of kSide values that lie side by side, in long words.
+// Copies a group of kSide contiguous values with vector instructions.
 template <int64_t kSide>
 DEEPSPEC_AVX2_INLINE void copy_group(const float* from, float* to) {
   static_assert(kSide == 6 || kSide % 8 == 0);
@@ -88,14 +90,14 @@ DEEPSPEC_AVX2_INLINE void copy_group(const float* from, float* to) {
   }
 }
 
-// Copies `count` lines of `depth` inputs, which are `line` and `input` apart, into panels of kSide lines, [inputs, kSide] each, one behind the other;
-// zeros stand for the lines behind the last.
+// Copies `count` lines of `depth` inputs into panels of kSide lines, [inputs, kSide] each, one after the other. `line`
+// and `input` are the strides of `from`. Missing lines of the last panel become zeros.
 template <int64_t kSide>
 DEEPSPEC_AVX2_INLINE void pack(const float* from, int64_t line, int64_t input, int64_t count, int64_t depth, float* to) {
-  // Lines that lie side by side are read in long pieces, of few panels: those of kDepth inputs are a large power of two apart, and of more, written in
-  // turn, a line of the cache would be gone before it is full.
+  // Contiguous lines are read in long pieces, for few panels at a time. Panels of kDepth inputs are a large power of
+  // two apart. If more panels were written in turn, cache lines would be evicted before they are full.
   constexpr int64_t kTogether = (kSide == kRows ? 8 : 4) * kSide;
-  // Inputs that are asked for while others are copied.
+  // Inputs that are prefetched ahead of the copy.
   constexpr int64_t kSoon = 8;
   for (int64_t first = 0; first < count; first += kTogether) {
     const int64_t lines = std::min(kTogether, count - first), whole = lines / kSide * kSide;
@@ -124,7 +126,7 @@ DEEPSPEC_AVX2_INLINE void pack(const float* from, int64_t line, int64_t input, i
       float* panel = panels + whole * depth;
       const float* at = source + whole * line;
       int64_t k = 0;
-      // By way of a buffer with zeros for the lines that are missing.
+      // Goes through a buffer in which the missing lines are zero.
       float some[kSide * 8] = {};
       for (; input == 1 && k + 8 <= depth; k += 8) {
         for (int64_t j = 0; j < lines - whole; ++j) std::memcpy(some + j * 8, at + j * line + k, 8 * sizeof(float));
@@ -137,7 +139,8 @@ DEEPSPEC_AVX2_INLINE void pack(const float* from, int64_t line, int64_t input, i
   }
 }
 
-// kRows rows, whose values are `down` and `across` apart, times a panel of columns, in place of `out` or added to it; its rows are `line` apart.
+// kRows rows, with strides `down` and `across`, times a panel of columns. Overwrites `out`, whose rows are `line`
+// floats apart, or adds to it.
 DEEPSPEC_AVX2_INLINE void tile(
     const float* rows, int64_t down, int64_t across, const float* columns, int64_t depth, float* out, int64_t line, bool add) {
   __m256 sums[kRows][2];
@@ -147,8 +150,8 @@ DEEPSPEC_AVX2_INLINE void tile(
     _mm_prefetch(out + r * line + kColumns - 1, _MM_HINT_T0);
     sums[r][0] = sums[r][1] = _mm256_setzero_ps();
   }
-  // Where another program computes on the same core, instructions are what is short: so there are few beside the multiply-adds, and rows are
-  // found by a pointer to every third one, so that no addresses are computed.
+  // If another program runs on the same core, instruction throughput is the bottleneck. So there are few instructions
+  // beside the multiply-adds: a pointer to every third row makes address computations unnecessary.
   const float *top = rows, *bottom = rows + 3 * down;
 #pragma GCC unroll 4
   for (int64_t k = 0; k < depth; ++k, columns += kColumns, top += across, bottom += across) {
@@ -172,13 +175,15 @@ DEEPSPEC_AVX2_INLINE void tile(
   }
 }
 
-// A part of a product: `width` columns, in place of what is there or added to it; `line` is between its rows.
+// A part of a product with `width` columns, which overwrites `out` or is added to it. `line` is the stride between its
+// rows.
 struct Patch {
   float* out;
   int64_t line, width, inputs;
   bool add;
 
-  // What stands from row i and column j on, of at most kRows rows: they lie in place, `down` apart, or in a panel.
+  // Computes at most kRows rows from row i and column j on. The rows are read in place, `down` floats apart, or from a
+  // panel.
   template <bool kInPlace>
   DEEPSPEC_AVX2_INLINE void fill(int64_t i, int64_t j, int64_t rows, const float* from, int64_t down, const float* of_columns) const {
     float* to = out + i * line + j;
@@ -196,19 +201,19 @@ struct Patch {
   }
 };
 
-// a [rows, depth] times b [depth, columns], in place of `out` or added to it.
+// a [rows, depth] times b [depth, columns], which overwrites `out` or is added to it.
 struct Multiplication {
   Factor a, b;
   float* out;
   int64_t rows, columns, depth, line;
   bool add;
 
-  // Some of its rows and columns.
+  // Computes a range of rows and columns.
   DEEPSPEC_AVX2 void run(int64_t first_row, int64_t end_row, int64_t first_column, int64_t end_column) const {
     const int64_t deep = std::min(depth, kDepth);
     const int64_t of_columns_size = rounded_up(std::min(end_column - first_column, kBlockColumns), kColumns) * deep;
     const int64_t of_rows_size = rounded_up(std::min(end_row - first_row, kBlockRows), kRows) * deep;
-    // Kept by each thread: they are needed again at once.
+    // Each thread keeps this memory, because the next block needs it at once.
     static thread_local std::vector<float> space;
     if (space.size() < static_cast<size_t>(of_columns_size + of_rows_size)) space.resize(of_columns_size + of_rows_size);
     float *of_columns = space.data(), *of_rows = of_columns + of_columns_size;
@@ -222,7 +227,7 @@ struct Multiplication {
           const int64_t height = std::min(kBlockRows, end_row - row), whole = height / kRows * kRows;
           const float* from = a.at + row * a.down + input * a.across;
           const Patch patch{out + row * line + column, line, width, inputs, add || input > 0};
-          // Rows whose inputs lie side by side are read where they are; with each tile, a share of the next ones is asked for.
+          // Rows with contiguous inputs are read in place; each tile prefetches a share of the next rows.
           if (a.across == 1) {
             const int64_t share = rounded_up((inputs * kColumns + width - 1) / width, Ahead::kLine);
             for (int64_t i = 0; i < whole; i += kRows, ahead.fetch()) {
@@ -247,7 +252,7 @@ struct Multiplication {
     }
   }
 
-  // What is copied of b behind this block, for so many turns, where it follows in memory.
+  // The part of b that follows this block in memory and is copied next, for prefetching in `turns` steps.
   Ahead behind(int64_t input, int64_t inputs, int64_t column, int64_t width, int64_t turns) const {
     const float *from = nullptr, *end = nullptr;
     if (b.across == 1 && b.down == width && width == columns) {
@@ -258,7 +263,7 @@ struct Multiplication {
     return {from, end, (end - from) / (Ahead::kLine * turns) + 1};
   }
 
-  // All of it, in pieces of the longer side for the threads.
+  // Computes the whole product; the threads split the longer side.
   void run_all() const {
     const bool by_rows = rows > columns;
     const int64_t side = by_rows ? rows : columns, unit = by_rows ? kRows : kColumns;
@@ -276,10 +281,10 @@ struct Multiplication {
 
 #endif
 
-// Whether the processor can.
+// Whether the processor supports these kernels.
 [[maybe_unused]] bool has_avx2() { return tile_level() >= kAvx2; }
 
-// Whether they are the better choice on this processor.
+// Whether these kernels are the better choice on this processor.
 bool multiplies_here() { return tile_level() == kAvx2; }
 
 [[maybe_unused]] Factor factor(const at::Tensor& matrix) { return {matrix.const_data_ptr<float>(), matrix.stride(0), matrix.stride(1)}; }
@@ -288,13 +293,14 @@ bool float_matrix(const at::Tensor& tensor) {
   return tensor.device().is_cpu() && tensor.scalar_type() == at::kFloat && tensor.dim() == 2;
 }
 
-// Whether a [m, k] times b [k, n] can be computed here, and is large enough for it.
+// Whether these kernels can compute a [m, k] times b [k, n] and it is large enough for them.
 bool multipliable(const at::Tensor& a, const at::Tensor& b) {
   return float_matrix(a) && float_matrix(b) && a.size(1) == b.size(0) && b.size(1) >= kColumns / 2 &&
          a.size(0) * a.size(1) * b.size(1) >= kWorthwhile;
 }
 
-// a times b in place of `out`, whose rows lie value behind value, or added to it. Everything was checked before.
+// a times b, which overwrites `out` or is added to it; rows of `out` are contiguous. The caller has checked the
+// arguments.
 void multiply(
     [[maybe_unused]] const at::Tensor& a, [[maybe_unused]] const at::Tensor& b, [[maybe_unused]] const at::Tensor& out,
     [[maybe_unused]] bool add) {
@@ -305,7 +311,7 @@ void multiply(
 #endif
 }
 
-// a times b, by these kernels where they are wanted, for which the processor must have AVX2, or by libtorch.
+// a times b: by these kernels if `here` is set, which requires AVX2, else by libtorch.
 at::Tensor times(const at::Tensor& a, const at::Tensor& b, bool here) {
   if (!here || !multipliable(a, b)) return a.mm(b);
   at::Tensor out = at::empty({a.size(0), b.size(1)}, a.options());
@@ -313,9 +319,10 @@ at::Tensor times(const at::Tensor& a, const at::Tensor& b, bool here) {
   return out;
 }
 
-// The gradient of a weight [outputs, d] by slopes [n, outputs] of its products with x [n, d]. A parameter's is added to its `grad` at once, without a tensor
-// of its own, and nothing is left for autograd: which therefore cannot be asked for gradients of parameters in any other way than by `backward`, on one
-// thread. A parameter without any gets zeros first, so that its sums are those of one whose gradient was zeroed.
+// The gradient of a weight [outputs, d], given the gradient [n, outputs] of its products with x [n, d]. A parameter's
+// gradient is added to its `grad` directly, without a temporary tensor, and autograd receives nothing. So gradients of
+// parameters are available only by `backward`, on one thread. A parameter without a `grad` gets zeros first, so that
+// its sums equal those after zeroing the gradients.
 at::Tensor weight_slope(const at::Tensor& slope, const at::Tensor& x, const at::Tensor& weight, bool here) {
   const at::Tensor turned = slope.t();
   if (!here || !weight.is_leaf() || !multipliable(turned, x) || (weight.grad().defined() && !plain(weight.grad()))) return times(turned, x, here);
@@ -326,7 +333,8 @@ at::Tensor weight_slope(const at::Tensor& slope, const at::Tensor& x, const at::
   return {};
 }
 
-// x [.., d] times the transpose of a weight [outputs, d]. Not a view: autograd forbids changes in place of those that a function returns.
+// x [.., d] times the transpose of a weight [outputs, d]. The result is not a view: autograd forbids in-place changes
+// of views that a function returns.
 at::Tensor projected(const at::Tensor& x, const at::Tensor& weight, bool here) {
   std::vector<int64_t> size = x.sizes().vec();
   size.back() = weight.size(0);
@@ -355,10 +363,11 @@ struct Projection : torch::autograd::Function<Projection> {
 
 extern "C" {
 
-// Whether products are computed here on this processor.
+// Whether this processor computes matmuls by these kernels.
 bool ds_multiplies() { return multiplies_here(); }
 
-// a [m, k] times b [k, n] in place of `out`, or added to it; `done` says whether it was. `out` shares no memory with them.
+// a [m, k] times b [k, n], which overwrites `out` or is added to it. `*done` says whether the tensors are supported.
+// `out` must not share memory with a or b.
 char* ds_multiply(const at::Tensor* a, const at::Tensor* b, const at::Tensor* out, bool add, bool* done) {
   *done = false;
   return caught([&] {
@@ -370,7 +379,7 @@ char* ds_multiply(const at::Tensor* a, const at::Tensor* b, const at::Tensor* ou
   });
 }
 
-// x [.., d] times the transpose of a weight [outputs, d], where something learns of it and the processor can.
+// x [.., d] times the transpose of a weight [outputs, d]; null if no gradient is required or the processor lacks AVX2.
 at::Tensor* ds_projection(const at::Tensor* x, const at::Tensor* weight) {
   return made([&]() -> at::Tensor {
     if (!has_avx2() || !plain(*x) || !plain(*weight) || weight->dim() != 2 || x->dim() == 0) return {};

@@ -1,4 +1,4 @@
-// What libtorch's allocator for GPUs has given and gives; through its interface that needs no header of CUDA's.
+// Statistics of libtorch's GPU allocator, through its interface that needs no CUDA headers.
 #include "gpu.h"
 #include "group.h"
 
@@ -27,7 +27,7 @@ char* ds_restart_device_peak(int index) {
   return caught([&] { c10::getDeviceAllocator(c10::kCUDA)->resetPeakStats(static_cast<c10::DeviceIndex>(index)); });
 }
 
-// Whether a GPU computes in bfloat16 by itself; true where nobody says.
+// Whether a GPU supports bfloat16 in hardware; true if unknown.
 bool ds_has_bfloat16(int index) {
   try {
     return gpu::has_bfloat16(index);
@@ -36,7 +36,7 @@ bool ds_has_bfloat16(int index) {
   }
 }
 
-// Bytes that can still be had on a GPU, those that libtorch keeps for reuse among them; negative where nobody says.
+// Bytes that can still be allocated on a GPU, including what libtorch keeps for reuse; negative if unknown.
 int64_t ds_free_memory(int index) {
   try {
     auto* allocator = dynamic_cast<c10::DeviceAllocator*>(c10::GetAllocator(c10::DeviceType::CUDA));

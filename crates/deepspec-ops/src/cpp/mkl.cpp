@@ -1,9 +1,10 @@
-// Which of its routines MKL takes, it decides by the maker of the processor before it looks at what the processor can do. AMD's with AVX-512 get
-// routines for AVX2: on a Zen 5 float32 products took 2.3 times as long as with those for AVX-512, and decoding 1.7 times.
-// Where there is AVX2 alone AMD's keep what MKL gives them: a row's bits would depend on the other rows with those for AVX2
-// (deepspec-models/tests/neighbours.rs).
+// MKL selects routines by the processor's vendor before it looks at the processor's features. AMD processors with
+// AVX-512 get routines for AVX2. On a Zen 5, float32 matmuls took 2.3 times as long as with AVX-512 routines, and
+// decoding took 1.7 times as long. AMD processors with AVX2 alone keep MKL's choice: with its AVX2 routines a row's
+// bits would depend on the other rows (deepspec-models/tests/neighbours.rs).
 //
-// An executable's own functions come before those of its libraries. This one answers MKL's question by what the processor can do.
+// The linker prefers an executable's own functions to those of its libraries. This function answers MKL's question by
+// the processor's features.
 #if defined(__x86_64__) && defined(__GNUC__)
 #include <cstdlib>
 #include <cstring>

@@ -1,4 +1,4 @@
-// NCCL's process group; compiled where its headers are.
+// NCCL's process group; compiled only if NCCL's headers are installed.
 #define USE_C10D_NCCL
 #include "group.h"
 
@@ -6,7 +6,7 @@
 
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 
-// The device comes first: what the rest allocates without naming one would otherwise land on GPU 0, once for every process.
+// The device is set first: later allocations that name no device would otherwise land on GPU 0, once for every process.
 Backend open_nccl(const Store& store, int rank, int world_size, Milliseconds timeout, int device) {
   const at::Device own(at::kCUDA, static_cast<c10::DeviceIndex>(device));
   c10::cuda::set_device(own.index());
@@ -14,7 +14,7 @@ Backend open_nccl(const Store& store, int rank, int world_size, Milliseconds tim
   options->timeout = timeout;
   auto group = c10::make_intrusive<c10d::ProcessGroupNCCL>(store, rank, world_size, options);
   group->setBoundDeviceId(own);
-  // Not left to the first collective: here a thread watches.
+  // Connects now instead of at the first collective, because a thread of its own waits here.
   group->eagerConnectSingleDevice(own);
   return group;
 }

@@ -1,4 +1,5 @@
-// What the operators on float32 of the CPU share: which tensors they take, their threads, and what they give back.
+// Shared by the float32 operators on the CPU: which tensors they support, how they use threads, and how they return
+// results.
 #pragma once
 
 #include <algorithm>
@@ -12,27 +13,27 @@
 
 namespace {
 
-// Values that are worth a thread, as libtorch's own operators have it.
+// Values that are worth a thread, as in libtorch's own operators.
 constexpr int64_t kGrain = 32768;
 // Multiply-adds that are worth a thread.
 constexpr int64_t kWork = 1 << 20;
 
-// Whether it lies as these operators read it: float32 on the CPU, value behind value.
+// Whether these operators support the tensor: contiguous float32 on the CPU.
 inline bool plain(const at::Tensor& tensor) {
   return tensor.device().is_cpu() && tensor.scalar_type() == at::kFloat && tensor.is_contiguous();
 }
 
-// Whether what is made of it now belongs to a graph.
+// Whether autograd records operations on the tensor.
 inline bool learns(const at::Tensor& tensor) { return c10::GradMode::is_enabled() && tensor.requires_grad(); }
 
-// Calls `each(task)` for all of `count` tasks, on several threads where there are some and more tasks than `grain`.
+// Calls `each(task)` for all `count` tasks, on several threads if there are any and there are more tasks than `grain`.
 template <typename Each>
 void for_tasks(int64_t count, int64_t grain, Each each) {
   if (count <= grain || at::get_num_threads() == 1) {
     for (int64_t task = 0; task < count; ++task) each(task);
     return;
   }
-  // libtorch's iterator has its threads; it goes over a byte for each task.
+  // libtorch's TensorIterator provides the threads; it iterates over one byte per task.
   at::Tensor tasks = at::empty({count}, at::kByte);
   const char* start = static_cast<const char*>(tasks.data_ptr());
   auto iterator = at::TensorIteratorConfig()
@@ -55,7 +56,7 @@ void for_rows(const at::Tensor& out, int64_t width, Each each) {
   for_tasks(out.numel() / width, std::max<int64_t>(1, kGrain / width), each);
 }
 
-// A new tensor, or null where `work` says that it does not apply, or fails.
+// Returns a new tensor, or null if `work` throws or returns an undefined tensor, which means that it does not apply.
 template <typename Work>
 at::Tensor* made(Work work) {
   try {

@@ -1,5 +1,5 @@
-// Memory of libtorch's large CPU tensors. Freed blocks are kept for the next ones, but the process holds hardly more than it once
-// needed at the same time: in the C allocator's heap the gaps between such blocks take half as much again.
+// Memory of libtorch's large CPU tensors. Freed blocks are kept for reuse, but the process holds hardly more memory
+// than it once needed at one time. In the C allocator's heap the gaps between such blocks take half as much again.
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -17,14 +17,14 @@
 
 namespace {
 
-// Smaller blocks are left to the C allocator, which is faster and whose gaps they do not widen.
+// Smaller blocks are left to the C allocator, which is faster; they do not widen its gaps.
 constexpr size_t kLarge = 128 << 10;
 
-// From so many bytes on, the system is asked for its large pages.
+// From this many bytes on, a block requests huge pages.
 constexpr size_t kHuge = 4 << 20;
 
-// Kept blocks may be so much beyond what was once needed: otherwise some would go at every peak, and their pages be asked for again, which was a
-// thirtieth of a small training step.
+// Kept blocks may exceed the peak use by this many bytes. Otherwise some blocks would be unmapped at every peak and
+// their pages requested again, which took a thirtieth of a small training step.
 constexpr size_t kSpare = 4 << 20;
 
 struct Block {
@@ -32,7 +32,7 @@ struct Block {
   size_t size = 0;
 };
 
-// A block in use, of which the beginning is needed.
+// A block in use, of which the first `needed` bytes are needed.
 struct Use {
   size_t size, needed;
 };
@@ -61,12 +61,12 @@ class Pool final : public c10::Allocator {
   std::map<uint64_t, Block> kept_;
   std::set<std::pair<size_t, uint64_t>> by_size_;
   uint64_t freed_ = 0;
-  // Bytes needed, those at most so far, and those held.
+  // Bytes needed now, their maximum so far, and bytes held.
   size_t in_use_ = 0, most_ = 0, held_ = 0;
 };
 
 Pool& pool() {
-  // Never destroyed: tensors of other statics may outlive it.
+  // Never destroyed: tensors in other static variables may outlive it.
   static Pool* const pool = new Pool;
   return *pool;
 }
@@ -80,13 +80,14 @@ c10::DataPtr Pool::allocate(size_t bytes) {
   return {start, start, raw_deleter(), c10::Device(c10::DeviceType::CPU)};
 }
 
-// Kernels that allocate without a tensor free by this, whatever the size.
+// Kernels that allocate without a tensor free their memory with this function, whatever its size.
 c10::DeleterFnPtr Pool::raw_deleter() const {
   return [](void* start) { pool().release(start); };
 }
 
-// The system hands memory out in pieces of 4 KiB, and each costs a fault when it is first written. For large blocks it is asked for larger pieces: a
-// training step took 296 ms without and 280 with them. Others, which have pages for `filled` bytes, get all that are missing at once.
+// The system provides memory in pages of 4 KiB, and the first write to each page faults. Large blocks request huge
+// pages: a training step took 296 ms without them and 280 ms with them. Other blocks, of which `filled` bytes have
+// pages, get all missing pages at once.
 void ask_for_pages(char* start, size_t filled, size_t size) {
   if (size >= kHuge) {
     madvise(start, size, MADV_HUGEPAGE);
@@ -97,7 +98,7 @@ void ask_for_pages(char* start, size_t filled, size_t size) {
 #endif
 }
 
-// A block of so many bytes, whole pages; null if the system has none.
+// Returns a block of `size` bytes, whole pages; null if the system has no memory left.
 void* Pool::take(size_t size) {
   std::lock_guard<std::mutex> guard(mutex_);
   Block block = reuse(size);
@@ -105,7 +106,7 @@ void* Pool::take(size_t size) {
   if (block.size < size) {
     held_ += size - block.size;
     shrink(most);
-    // The block brings its pages along; the system adds what is missing.
+    // A reused block keeps its pages; the system adds the missing ones.
     void* fitted = block.start == nullptr
         ? mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0)
         : mremap(block.start, block.size, size, MREMAP_MAYMOVE);
@@ -124,8 +125,9 @@ void* Pool::take(size_t size) {
   return block.start;
 }
 
-// Gives back what is held beyond `most`: kept blocks, the oldest first, but for some to spare, then what is too much of those in use. To leave
-// those uncut within the spare, too, made no step faster and took two more megabytes.
+// Returns to the system what is held beyond `most`: first kept blocks, the oldest first, but for kSpare bytes. Then it
+// cuts the unneeded ends of blocks in use. Sparing these ends within kSpare as well made no step faster and took two
+// more megabytes.
 void Pool::shrink(size_t most) {
   while (held_ > most + kSpare && !kept_.empty()) {
     Block oldest = forget(kept_.begin()->first);
@@ -142,7 +144,8 @@ void Pool::shrink(size_t most) {
   }
 }
 
-// Of the kept blocks one of this size, else the next larger one, else the next smaller one; none that is off by more than twice.
+// Returns a kept block of this size, else the next larger one, else the next smaller one. Blocks that differ by more
+// than a factor of two are not used.
 Block Pool::reuse(size_t size) {
   auto found = by_size_.lower_bound({size, 0});
   if (found != by_size_.end() && found->first / 2 <= size) return forget(found->second);
@@ -180,7 +183,7 @@ void Pool::release(void* start) {
 
 extern "C" {
 
-// From now on and for the rest of the process; tensors that are there already are freed as they were allocated.
+// Used from now on for the rest of the process; existing tensors are freed as they were allocated.
 void ds_pool_large_blocks() {
   c10::SetCPUAllocator(&pool());
 }

@@ -1,5 +1,5 @@
-// Products of float32 rows with weights that were packed for them. Weights are read in the order in which they lie, and asked for before they are
-// needed: that is what few rows wait for.
+// Matmuls of float32 rows with packed weights. Weights are read in memory order and are prefetched, because a matmul of
+// few rows mostly waits for its weights.
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
@@ -17,11 +17,12 @@ namespace {
 
 #if DEEPSPEC_TILES
 
-// Rows that a task multiplies by one panel, and inputs of the panel that the first cache holds meanwhile; the next one holds the rows'.
+// Rows that a task multiplies by one panel, and inputs of the panel that the L1 cache holds meanwhile. The L2 cache
+// holds these inputs of the rows.
 constexpr int64_t kPass = 128, kInputs = 192;
 
-// Outputs that lie side by side: panels are [input, kPanel], one behind the other. With 16 registers, tiles of 4 rows and 3 vectors need fewer loads
-// than those of 6 rows and 2.
+// Outputs of a panel: panels are [input, kPanel], one after the other. With 16 registers, tiles of 4 rows and 3 vectors
+// need fewer loads than tiles of 6 rows and 2 vectors.
 template <typename Vector>
 constexpr int kPanelVectors = sizeof(Vector) == sizeof(Sixteen) ? 2 : 3;
 template <typename Vector>
@@ -29,7 +30,8 @@ constexpr int64_t kPanel = kPanelVectors<Vector> * kLength<Vector>;
 template <typename Vector>
 constexpr int64_t kPanelRows = kTileRows<Vector, kPanelVectors<Vector>>;
 
-// Where a product's values go: so many of a panel's outputs, in rows that are `line` apart. What lies likewise at `residual` is added, unless that is null.
+// The destination of a product: `kept` outputs of a panel, in rows that are `line` floats apart. `residual` has the
+// same layout and is added, unless it is null.
 struct Place {
   float* at;
   int64_t line, kept;
@@ -47,14 +49,16 @@ struct Product {
     return panels + number * width * kPanel<Vector>;
   }
 
-  // Rows from `first` to `end`, of one pass, times one panel. `following` is the panel that is read next, or null.
+  // Multiplies the rows from `first` to `end`, of one pass, by one panel. `following` is the panel that is read next,
+  // or null.
   template <typename Vector>
   DEEPSPEC_TILE_INLINE void run(int64_t number, int64_t first, int64_t end, const Place& place, const float* following) const {
     const int64_t tiles = (end - first + kPanelRows<Vector> - 1) / kPanelRows<Vector>;
     for (int64_t input = 0; input < width; input += kInputs) {
       const int64_t depth = std::min(kInputs, width - input), behind = width - input - depth;
       const float* columns = panel<Vector>(number) + input * kPanel<Vector>;
-      // Few tiles wait for their columns: the first one asks ahead while it reads. Of more, each asks for a share of what comes next.
+      // With few tiles, the time goes into waiting for columns, so the first tile prefetches while it reads. With more
+      // tiles, each prefetches a share of the next columns.
       const bool few = tiles <= 3;
       const float* next = behind > 0 ? columns + depth * kPanel<Vector> : following;
       const int64_t size = few || !next ? 0 : std::min(kInputs, behind > 0 ? behind : width) * kPanel<Vector>;
@@ -65,14 +69,14 @@ struct Product {
         const int64_t start = (row - first) * place.line;
         const Place to{place.at + start, place.line, place.kept, place.residual && behind == 0 ? place.residual + start : nullptr};
         few && row == first ? write<Vector, true>(count, of, to, input > 0) : write<Vector, false>(count, of, to, input > 0);
-        // Tile by tile, so that what is read for it is waited for beside the next one's products.
+        // Tile by tile, so that loads of the residual overlap with the next tile's products.
         for (int64_t r = 0; to.residual && r < count; ++r)
           for (int64_t i = 0; i < to.kept; ++i) to.at[r * to.line + i] += to.residual[r * to.line + i];
       }
     }
   }
 
-  // One tile: by way of a buffer, where fewer outputs are left.
+  // Computes one tile, through a buffer if fewer outputs are left.
   template <typename Vector, bool kAhead>
   DEEPSPEC_TILE_INLINE static void write(int64_t count, const TileOf& of, const Place& to, bool continues) {
     if (to.kept >= kPanel<Vector>) return tile_of<Vector, kPanelVectors<Vector>, kAhead>(count, of, to.at, to.line, continues);
@@ -83,14 +87,14 @@ struct Product {
   }
 };
 
-// A product, or where `gate` has panels too, the product with `up`'s times silu of that with `gate`'s.
+// A product with `up`; if `gate` has panels too, it is multiplied by silu of the product with `gate`.
 struct Products {
   Product up, gate;
   float* out;             // [rows, outputs], rows `line` apart
-  const float* residual;  // is added, lying like `out`; or null
+  const float* residual;  // added, with the layout of `out`; or null
   int64_t rows, outputs, line;
 
-  // One panel and all rows of one pass; panels go round within a pass.
+  // Computes one panel for all rows of one pass; all panels of a pass come before the next pass.
   template <typename Vector>
   DEEPSPEC_TILE_INLINE void run(int64_t task) const {
     const int64_t panel = task % panel_count<Vector>(), first = task / panel_count<Vector>() * kPass;
@@ -136,10 +140,10 @@ DEEPSPEC_AVX512 void run_avx512(const Products& products, int64_t task) { produc
 
 extern "C" {
 
-// The highest level of this processor.
+// The highest instruction level of this processor.
 int32_t ds_product_level() { return tile_level(); }
 
-// Outputs of a panel for a level's instructions.
+// Outputs of a panel for an instruction level.
 int64_t ds_panel([[maybe_unused]] int32_t level) {
 #if DEEPSPEC_TILES
   return level == kAvx512 ? kPanel<Sixteen> : kPanel<Eight>;
@@ -148,15 +152,16 @@ int64_t ds_panel([[maybe_unused]] int32_t level) {
 #endif
 }
 
-// A packed weight: panels, and the outputs that they are of.
+// A packed weight: its panels and its number of outputs.
 struct PackedPart {
   const at::Tensor* panels;
   int64_t outputs;
 };
 
-// x [.., width], or what its norm by `gain` is, times the transposes of weights [outputs, width] in panels, whose outputs lie side by side: [.., outputs],
-// by the instructions of a level that the processor has and the panels are for; times silu of the same with the panels of `gate`, where that is not
-// null, or with `residual` added. All was checked before.
+// x [.., width], RMS-normalised by `gain` if given, times the transposes of weights [outputs, width] in panels: [..,
+// outputs]. The outputs of the weights are concatenated. The processor must have the instruction level, and the panels
+// must be packed for it. With `gate`, the result is multiplied by silu of the product with the gate's panels; with
+// `residual`, that is added. The caller has checked all arguments.
 char* ds_product(
     [[maybe_unused]] const at::Tensor* x, [[maybe_unused]] const at::Tensor* gain, [[maybe_unused]] double eps,
     [[maybe_unused]] const PackedPart* parts, [[maybe_unused]] size_t count, [[maybe_unused]] const at::Tensor* gate,

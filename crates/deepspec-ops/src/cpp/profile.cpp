@@ -1,4 +1,4 @@
-// Where time goes: libtorch's own profiler, whose file chrome://tracing and ui.perfetto.dev open.
+// Profiles with libtorch's own profiler, whose file chrome://tracing and ui.perfetto.dev open.
 #include "group.h"
 
 #include <memory>
@@ -9,7 +9,7 @@
 
 extern "C" {
 
-// Records what this thread does from here on, and what runs on GPUs for it.
+// Starts to record what this thread does and, with `with_gpu`, what it runs on GPUs.
 char* ds_profile_start(bool with_gpu) {
   return caught([&] {
     using namespace torch::autograd::profiler;
@@ -22,7 +22,7 @@ char* ds_profile_start(bool with_gpu) {
   });
 }
 
-// Ends what this thread began, and writes it where there is a path.
+// Stops the recording that this thread started, and writes it to `path` if given.
 char* ds_profile_stop(const char* path) {
   return caught([&] {
     const auto recorded = torch::autograd::profiler::disableProfiler();
@@ -30,7 +30,7 @@ char* ds_profile_stop(const char* path) {
   });
 }
 
-// A range on this thread's track, null where nothing is recorded.
+// Begins a range on this thread's track; null if nothing is recorded.
 at::RecordFunction* ds_range_begin(const char* name) {
   try {
     auto range = std::make_unique<at::RecordFunction>(at::RecordScope::USER_SCOPE);

@@ -1,5 +1,5 @@
-// Operators that libtorch makes of two to nine others, in one pass over float32 rows on the CPU, forwards and backwards; for the backward they keep
-// what they read and nothing in between. A row's result does not depend on the rows beside it.
+// Fused operators over float32 rows on the CPU, forward and backward, each in one pass. libtorch composes them of two
+// to nine operators. They save only their inputs for the backward. A row's result does not depend on the other rows.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -15,14 +15,14 @@
 
 #include "operators.h"
 
-// As many versions as there are widths of vectors, of which the processor's is taken when the program starts.
+// Compiles one version per vector width; the processor's version is chosen when the program starts.
 #if defined(__x86_64__) && defined(__linux__) && !defined(__clang__) && defined(__GNUC__) && __GNUC__ >= 12
 #define DEEPSPEC_VECTORS __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
 #define DEEPSPEC_VECTORS
 #endif
 
-// Of what such a function calls: by itself it would be compiled for the narrowest vectors.
+// For functions that such functions call: compiled separately, they would use the narrowest vectors.
 #if defined(__GNUC__)
 #define DEEPSPEC_INLINED __attribute__((always_inline))
 #else
@@ -32,14 +32,16 @@
 
 namespace {
 
-// As many sums side by side, so that their order is the same on every machine.
+// Partial sums side by side, so that the order of summation is the same on every machine.
 constexpr int64_t kLanes = 16;
-// Rows whose weights' gradients are summed by themselves, before these sums are added: the same on however many threads.
+// Rows whose weight gradients are summed as a group before the groups are added. The result does not depend on the
+// number of threads.
 constexpr int64_t kSummed = 64;
 
 constexpr float kLowest = -std::numeric_limits<float>::infinity();
 
-// The sum of `lanes`, which it uses up. By halves whose number the compiler knows: as a loop it went through memory.
+// Returns the sum of `lanes` and overwrites them. It adds halves of sizes known at compile time; a loop went through
+// memory.
 template <int64_t kHalf = kLanes / 2>
 DEEPSPEC_INLINE float folded(float* lanes) {
   for (int64_t lane = 0; lane < kHalf; ++lane) lanes[lane] += lanes[lane + kHalf];
@@ -47,13 +49,13 @@ DEEPSPEC_INLINE float folded(float* lanes) {
   return lanes[0];
 }
 
-// -infinity where there is none.
+// The largest value, NaN ignored; -infinity if there is none.
 DEEPSPEC_INLINE float largest(const float* x, int64_t count) {
   float lanes[kLanes];
   for (float& lane : lanes) lane = kLowest;
   const int64_t whole = count / kLanes * kLanes;
   for (int64_t i = 0; i < whole; i += kLanes)
-    // Unrolled first, it would not become vectors any more.
+    // If it were unrolled first, it would not be vectorised any more.
 #pragma GCC unroll 1
     for (int64_t lane = 0; lane < kLanes; ++lane) lanes[lane] = x[i + lane] > lanes[lane] ? x[i + lane] : lanes[lane];
   float found = kLowest;
@@ -64,7 +66,7 @@ DEEPSPEC_INLINE float largest(const float* x, int64_t count) {
 
 // e^x for x <= 0, to 3 units in the last place; 0 below -87.
 DEEPSPEC_INLINE float exponential(float x) {
-  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it leaves whole numbers
+  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to whole numbers
   const float clamped = x < -87.0f ? -87.0f : x;
   const float shifted = clamped * 1.44269504f + kRound;
   const float whole = shifted - kRound;
@@ -78,7 +80,7 @@ DEEPSPEC_INLINE float exponential(float x) {
   p = p * rest + 1.0f;
   int32_t bits;
   std::memcpy(&bits, &shifted, sizeof bits);
-  bits = (bits << 23) + 0x3f800000;  // the whole number stands in the lowest bits
+  bits = (bits << 23) + 0x3f800000;  // the lowest bits hold the whole number
   float power;
   std::memcpy(&power, &bits, sizeof power);
   return x < -87.0f ? 0.0f : p * power;
@@ -90,7 +92,7 @@ DEEPSPEC_INLINE float sigmoid(float x) {
   return x < 0.0f ? power * inverse : inverse;
 }
 
-// One over the root of the mean square.
+// 1 / sqrt(mean(x * x) + eps).
 DEEPSPEC_INLINE float inverse_rms(const float* x, int64_t width, float eps) {
   float lanes[kLanes] = {};
   int64_t i = 0;
@@ -109,7 +111,8 @@ DEEPSPEC_VECTORS void add_row(float* __restrict to, const float* __restrict row,
   for (int64_t i = 0; i < count; ++i) to[i] += row[i];
 }
 
-// What `slope`, by the output, is by the input, where that is asked for; by the weight it is added to `by_weight`, where that is.
+// Given `slope`, the gradient of the output, writes the gradient of the input to `by_x` and adds that of the weight to
+// `by_weight`. Either may be null.
 DEEPSPEC_VECTORS void norm_row_back(
     const float* x, const float* weight, float eps, const float* slope, int64_t width, float* by_x, float* by_weight) {
   const float inverse = inverse_rms(x, width, eps);
@@ -125,7 +128,7 @@ DEEPSPEC_VECTORS void norm_row_back(
   for (i = 0; i < width; ++i) by_x[i] = inverse * (slope[i] * weight[i] - along * x[i]);
 }
 
-// By the angles whose cosines and sines are given, or back where `sign` is -1.
+// Rotates by the angles with these cosines and sines, or back if `sign` is -1.
 DEEPSPEC_VECTORS void rotate_row(const float* x, const float* cosines, const float* sines, float sign, int64_t half, float* out) {
   for (int64_t i = 0; i < half; ++i) {
     const float sine = sign * sines[i];
@@ -138,7 +141,8 @@ DEEPSPEC_VECTORS void gate_row(const float* gate, const float* up, int64_t width
   for (int64_t i = 0; i < width; ++i) out[i] = gate[i] * sigmoid(gate[i]) * up[i];
 }
 
-// From the slopes by silu(gate) * up those by up, in their place, and by the gate.
+// Given the gradient of silu(gate) * up in `slope`, overwrites it with the gradient of up and writes the gradient of
+// the gate to `by_gate`.
 DEEPSPEC_VECTORS void gate_row_back(const float* gate, const float* up, int64_t width, float* slope, float* by_gate) {
   for (int64_t i = 0; i < width; ++i) {
     const float share = sigmoid(gate[i]), along = slope[i];
@@ -147,7 +151,7 @@ DEEPSPEC_VECTORS void gate_row_back(const float* gate, const float* up, int64_t 
   }
 }
 
-// The first of the largest values; -1 where one of them is not a number.
+// The index of the first of the largest values; -1 if a value is NaN.
 DEEPSPEC_VECTORS int64_t first_of_largest(const float* x, int64_t width) {
   float lanes[kLanes];
   int32_t odd[kLanes] = {};
@@ -169,7 +173,7 @@ DEEPSPEC_VECTORS int64_t first_of_largest(const float* x, int64_t width) {
     any |= odd[lane];
   }
   if (any) return -1;
-  // Where it stands is looked for lane by lane, too.
+  // The index is searched lane by lane, too.
   for (i = 0; i + kLanes <= width; i += kLanes) {
     int32_t found = 0;
     for (int64_t lane = 0; lane < kLanes; ++lane) found |= x[i + lane] == most;
@@ -244,7 +248,7 @@ struct Norm : torch::autograd::Function<Norm> {
     });
     if (!sum) return {by_x, at::Tensor(), at::Tensor()};
     for (int64_t group = 1; group < groups; ++group) add_row(sum, sum + group * width, width);
-    // A copy: autograd may keep what it is given for good.
+    // A copy, because autograd may keep it for good.
     return {by_x, sums.select(0, 0).clone().view_as(saved[1]), at::Tensor()};
   }
 };
@@ -267,7 +271,7 @@ at::Tensor gated_again(const at::Tensor& gate, const at::Tensor& up) {
   return gated(gate, up);
 }
 
-// The backward makes the product's input once more, and the slopes of the gate in its place.
+// The backward recomputes the input of the matmul and then overwrites it with the gradient of the gate.
 struct GatedProduct : torch::autograd::Function<GatedProduct> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& gate, const at::Tensor& up, const at::Tensor& weight) {
     RECORD_USER_SCOPE("gated_product");
@@ -318,7 +322,7 @@ at::Tensor* ds_rms_norm(const at::Tensor* x, const at::Tensor* weight, double ep
   });
 }
 
-// Where the first of the largest values of each row stands, [..] for x [.., V]; nothing is differentiated.
+// The index of the first of the largest values of each row: [..] for x [.., V]; not differentiable.
 at::Tensor* ds_argmax(const at::Tensor* x) {
   return made([&]() -> at::Tensor {
     if (!plain(*x) || x->dim() == 0 || x->numel() == 0) return {};
@@ -330,12 +334,13 @@ at::Tensor* ds_argmax(const at::Tensor* x) {
     for_tasks(
         out.numel(), std::max<int64_t>(1, kGrain / width),
         [=](int64_t row) { to[row] = first_of_largest(from + row * width, width); });
-    // libtorch has an order for what is not a number.
+    // libtorch defines an order for NaN, so it handles tensors with NaN.
     return std::find(to, to + out.numel(), -1) == to + out.numel() ? out : at::Tensor();
   });
 }
 
-// Turns the planes (i, D/2 + i) of x [N, heads, D], in bfloat16 on a GPU too; cosines and sines are [N, 1, D/2] and do not learn.
+// Rotates the planes (i, D/2 + i) of x [N, heads, D], also in bfloat16 on a GPU. Cosines and sines are [N, 1, D/2] and
+// require no gradient.
 at::Tensor* ds_rotate(const at::Tensor* x, const at::Tensor* cosines, const at::Tensor* sines) {
   return made([&]() -> at::Tensor {
     if (on_gpu::can_be_turned(*x, *cosines, *sines))
@@ -349,7 +354,7 @@ at::Tensor* ds_rotate(const at::Tensor* x, const at::Tensor* cosines, const at::
   });
 }
 
-// gate * sigmoid(gate) * up, of one shape [.., d]; on the CPU nothing learns of it.
+// gate * sigmoid(gate) * up, of one shape [.., d]; null on the CPU if a gradient is required.
 at::Tensor* ds_silu_times(const at::Tensor* gate, const at::Tensor* up) {
   return made([&]() -> at::Tensor {
     if (on_gpu::can_be_gated(*gate, *up)) return learns(*gate) || learns(*up) ? on_gpu::Gate::apply(*gate, *up) : on_gpu::gated(*gate, *up);
@@ -359,7 +364,7 @@ at::Tensor* ds_silu_times(const at::Tensor* gate, const at::Tensor* up) {
   });
 }
 
-// The same times the transpose of a weight [outputs, d], where something learns of it.
+// silu(gate) * up times the transpose of a weight [outputs, d]; null if no gradient is required.
 at::Tensor* ds_gated_product(const at::Tensor* gate, const at::Tensor* up, const at::Tensor* weight) {
   return made([&]() -> at::Tensor {
     if (!can_be_gated(*gate, *up) || !plain(*weight) || weight->dim() != 2 || weight->size(1) != gate->size(-1)) return {};

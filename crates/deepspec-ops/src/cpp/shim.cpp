@@ -16,7 +16,7 @@
 #include "nccl.cpp"
 #endif
 
-// The Cargo feature `kernels`. A file stands after those whose functions it calls.
+// The Cargo feature `kernels`. Each file follows the files whose functions it calls.
 #ifdef DEEPSPEC_KERNELS
 #include "attention.cpp"
 #include "matrices.cpp"

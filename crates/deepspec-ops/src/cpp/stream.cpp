@@ -1,5 +1,5 @@
-// Streams of a GPU beside the one on which everything runs unless it is told otherwise, and events between them: through libtorch's interface that
-// needs no header of CUDA's.
+// GPU streams beside the default stream, and events between streams, through libtorch's interface that needs no CUDA
+// headers.
 #include "group.h"
 
 #include <cstdint>
@@ -21,7 +21,8 @@ c10::Device device_of(int index) {
   return {c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(index)};
 }
 
-// What events do ends with making the GPU current that was: of one that nobody uses, in a new thread the first, the driver would make a context.
+// Event operations end by making the previously current GPU current again. In a new thread that is the first GPU, and
+// the driver would create a context on it even if it is unused.
 using OnGpu = c10::DeviceGuard;
 
 }  // namespace
@@ -32,12 +33,12 @@ char* ds_side_stream(int index, int64_t* id) {
   return caught([&] { *id = gpus().getStreamFromGlobalPool(device_of(index)).id(); });
 }
 
-// Makes a stream this thread's; `before` is the one that was.
+// Makes a stream this thread's current one; `*before` is the previous one.
 char* ds_enter_stream(int index, int64_t id, int64_t* before) {
   return caught([&] { *before = gpus().exchangeStream(c10::Stream(c10::Stream::UNSAFE, device_of(index), id)).id(); });
 }
 
-// An event behind all that this thread's stream was asked for.
+// Records an event behind all work of this thread's current stream so far.
 char* ds_event_here(int index, c10::Event** out) {
   return caught([&] {
     const OnGpu on(device_of(index));
@@ -47,7 +48,7 @@ char* ds_event_here(int index, c10::Event** out) {
   });
 }
 
-// This thread's stream of a GPU waits for the event.
+// This thread's current stream on a GPU waits for the event.
 char* ds_event_block(c10::Event* event, int index) {
   return caught([&] {
     const OnGpu on(device_of(index));
@@ -55,7 +56,8 @@ char* ds_event_block(c10::Event* event, int index) {
   });
 }
 
-// This thread's stream of every tensor's GPU waits for the event, and the tensors' memory is not given to others before it is done with them.
+// This thread's current stream on each tensor's GPU waits for the event. The allocator does not reuse the tensors'
+// memory before that stream is done with it.
 char* ds_event_hold(c10::Event* event, const at::Tensor* const* tensors, size_t count) {
   return caught([&] {
     for (size_t i = 0; i < count; ++i) {
@@ -69,7 +71,7 @@ char* ds_event_hold(c10::Event* event, const at::Tensor* const* tensors, size_t 
   });
 }
 
-// The host waits.
+// Blocks the host until the event has happened.
 char* ds_event_wait(c10::Event* event) {
   return caught([&] { event->synchronize(); });
 }
@@ -79,7 +81,7 @@ void ds_event_free(c10::Event* event) {
   delete event;
 }
 
-// Host memory that a GPU copies from and to by itself, for values of the kind of `like`.
+// Allocates pinned host memory for values of the dtype of `like`.
 char* ds_pinned(const int64_t* size, size_t dims, const at::Tensor* like, at::Tensor** out) {
   return caught([&] {
     const auto options = at::TensorOptions().dtype(like->dtype()).pinned_memory(true);

@@ -1,6 +1,6 @@
-// Tiles of products of float32: the sums of some rows and columns stay in registers while the inputs go by. Each is one chain of fused
-// multiply-adds over the inputs in their order, so that its bits do not depend on what is computed beside it. On processors of x86 with AVX2 or
-// AVX-512, whose registers are told apart by the type of vector.
+// Tiles of float32 matmuls: the sums of some rows and columns stay in registers while the inputs stream by. Each sum is
+// one chain of fused multiply-adds over the inputs in order, so its bits do not depend on other sums. For x86
+// processors with AVX2 or AVX-512; the vector type selects the registers.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +15,7 @@
 
 namespace {
 
-// Instructions that tiles are compiled for.
+// Instruction sets that tiles are compiled for.
 enum Level : int32_t { kNone, kAvx2, kAvx512 };
 
 // The highest level of this processor.
@@ -34,7 +34,7 @@ Level tile_level() {
 
 #if DEEPSPEC_TILES
 
-// Memory that will be read soon, a piece at a time while something else is computed.
+// Prefetches memory that is read soon, a piece at a time while something else is computed.
 struct Ahead {
   const float *at = nullptr, *end = nullptr;
   int64_t step = 0;
@@ -43,34 +43,34 @@ struct Ahead {
     for (int64_t i = 0; i < step && at < end; ++i, at += kLine) __builtin_prefetch(at, 0, 2);
   }
 
-  // Floats of a line of the caches.
+  // Floats of a cache line.
   static constexpr int64_t kLine = 16;
 };
 
-// What calls tiles is compiled for one of these.
+// Functions that call tiles are compiled with one of these attributes.
 #define DEEPSPEC_AVX2 __attribute__((target("avx2,fma")))
 #define DEEPSPEC_AVX512 __attribute__((target("avx512f")))
 #define DEEPSPEC_TILE_INLINE inline __attribute__((always_inline))
 
-// Vectors of so many floats.
+// Vectors of 8 and 16 floats.
 typedef float Eight __attribute__((vector_size(32)));
 typedef float Sixteen __attribute__((vector_size(64)));
 
 template <typename Vector>
 constexpr int64_t kLength = sizeof(Vector) / sizeof(float);
 
-// The most rows of a tile of so many vectors whose sums stay in registers, of which AVX-512 has 32 and AVX2 16.
+// The most rows of a tile of kVectors vectors whose sums stay in registers: AVX-512 has 32 registers, and AVX2 has 16.
 template <typename Vector, int kVectors = 2>
 constexpr int64_t kTileRows = sizeof(Vector) == sizeof(Sixteen) || kVectors == 1 ? 8 : 12 / kVectors;
 
-// Rows of the next tile, where so many are left.
+// Rows of the next tile if `left` rows are left.
 template <typename Vector, int kVectors = 2>
 int64_t rows_of_tile(int64_t left) {
   constexpr int64_t kMost = kTileRows<Vector, kVectors>;
   return left > kMost && left < 2 * kMost ? (left + 1) / 2 : std::min(left, kMost);
 }
 
-// What a tile multiplies: rows whose values are `down` and `across` apart, by columns whose inputs are `line` apart.
+// The operands of a tile: rows with strides `down` and `across`, and columns whose inputs are `line` floats apart.
 struct TileOf {
   const float* rows;
   int64_t down, across;
@@ -78,11 +78,11 @@ struct TileOf {
   int64_t line, depth;
 };
 
-// So many rows times so many vectors of columns: to `out`, or as a continuation of the sums there; its rows are `out_line` apart. Where it asks
-// ahead, it only prefetches: the place may lie behind all columns.
+// kRows rows times kVectors vectors of columns. Overwrites `out`, whose rows are `out_line` floats apart, or continues
+// the sums there. With kAhead it prefetches columns; the prefetched address may lie behind all columns.
 template <typename Vector, int kRows, int kVectors, bool kAhead>
 DEEPSPEC_TILE_INLINE void tile_of(const TileOf& of, float* out, int64_t out_line, bool continues) {
-  // In floats: about as far as a tile comes while memory answers.
+  // In floats: about as far as a tile gets while memory answers.
   constexpr int64_t kDistance = 2048;
   const TileOf here = of;
   Vector sums[kRows][kVectors];
@@ -93,7 +93,7 @@ DEEPSPEC_TILE_INLINE void tile_of(const TileOf& of, float* out, int64_t out_line
       sums[r][c] = Vector{};
       if (continues) std::memcpy(&sums[r][c], out + r * out_line + c * kLength<Vector>, sizeof(Vector));
     }
-  // Few instructions stand beside the multiply-adds, as in matrices.cpp: rows are found by a pointer to every third one.
+  // Few instructions beside the multiply-adds, as in matrices.cpp: there is a pointer to every third row.
   const float *columns_at = here.columns, *top = here.rows;
   const float *middle = kRows > 3 ? top + 3 * here.down : top, *bottom = kRows > 6 ? middle + 3 * here.down : top;
 #pragma GCC unroll 4
@@ -120,7 +120,7 @@ DEEPSPEC_TILE_INLINE void tile_of(const TileOf& of, float* out, int64_t out_line
     for (int c = 0; c < kVectors; ++c) std::memcpy(out + r * out_line + c * kLength<Vector>, &sums[r][c], sizeof(Vector));
 }
 
-// The same of up to kTileRows rows.
+// As above, for up to kTileRows rows.
 template <typename Vector, int kVectors, bool kAhead>
 DEEPSPEC_TILE_INLINE void tile_of(int64_t rows, const TileOf& of, float* out, int64_t out_line, bool continues) {
   constexpr int kMost = kTileRows<Vector, kVectors>;

@@ -1,20 +1,21 @@
-// What brings rows to and from the fused attention of blocks behind anchors (gpu_attention.cpp): the blocks of a sequence in tiles of as many slots,
-// queries that share keys one after the other, and what tiles give for the same key added up.
+// Kernels that gather and scatter rows for the fused attention of draft blocks (gpu_attention.cpp). The blocks of a
+// sequence form tiles of equally many slots, and queries that share keys follow one another. Gradients of the same key
+// are summed over the tiles.
 
-// Blocks of a sequence, cut into tiles. The context of a tile is in two parts: what all its blocks see, from the first key on, and `rest` keys behind that,
-// which some see. A slot that is left over repeats the tile's last block.
+// The blocks of a sequence, grouped into tiles. The context of a tile has two parts: the leading keys that all its
+// blocks see, and `rest` keys behind them that some blocks see. A slot that is left over repeats the tile's last block.
 struct Tiles {
-  const int* seen;     // [tiles], keys that all blocks of a tile see
-  const int* offset;   // [tiles], where they lie among those of all tiles
-  const int* block;    // [tiles · slots], which block a slot has
-  const int* anchor;   // [tiles · slots], its anchor
+  const int* seen;     // [tiles], number of keys that all blocks of a tile see
+  const int* offset;   // [tiles], their offset in the packed keys of all tiles
+  const int* block;    // [tiles · slots], the block of a slot
+  const int* anchor;   // [tiles · slots], the anchor of that block
   const int* place;    // [blocks], the slot of a block
   int tiles, slots, size, repeats, groups, dim, rest, tokens;
 
   __device__ int rows() const { return slots * size * repeats; }
   __device__ int keys() const { return rest + slots * size; }
   __device__ int line() const { return groups * dim; }
-  // Whether it is not there only to fill its tile.
+  // Whether the slot is not just padding of its tile.
   __device__ bool is_real(int slot) const { return place[block[slot]] == slot; }
 };
 
@@ -23,8 +24,8 @@ __device__ __forceinline__ void copy_line(bf16* to, const bf16* from, int values
     *reinterpret_cast<Eight*>(to + i) = from ? *reinterpret_cast<const Eight*>(from + i) : Eight{};
 }
 
-// Heads [blocks · size, groups · repeats, dim] to rows [tiles · slots · size · repeats, groups, dim]; with zeros for slots that only fill their tile where
-// that is asked for. A block of threads has a position of a slot.
+// Copies heads [blocks · size, groups · repeats, dim] to rows [tiles · slots · size · repeats, groups, dim]. With
+// `with_zeros`, padding slots get zeros. One thread block per position of a slot.
 extern "C" __global__ void gather_heads(Tiles tiles, const bf16* heads, bf16* rows, int with_zeros) {
   const int slot = blockIdx.x / tiles.size, position = blockIdx.x % tiles.size;
   const bool is_zero = with_zeros && !tiles.is_real(slot);
@@ -37,7 +38,7 @@ extern "C" __global__ void gather_heads(Tiles tiles, const bf16* heads, bf16* ro
   }
 }
 
-// The way back, for a block of threads for each position of a block.
+// The inverse of gather_heads. One thread block per position of a block.
 extern "C" __global__ void scatter_heads(Tiles tiles, const bf16* rows, bf16* heads) {
   const int slot = tiles.place[blockIdx.x / tiles.size], position = blockIdx.x % tiles.size;
   const bf16* from = rows + (static_cast<long long>(slot) * tiles.size + position) * tiles.repeats * tiles.line();
@@ -48,7 +49,8 @@ extern "C" __global__ void scatter_heads(Tiles tiles, const bf16* rows, bf16* he
   }
 }
 
-// Keys or values of the rest of each tile's context and of its own blocks, `out` [tiles, rest + slots · size, groups, dim]: of a block of threads each.
+// Gathers keys or values of the rest of each tile's context and of its own blocks. `out` is [tiles, rest + slots ·
+// size, groups, dim]. One thread block per key.
 extern "C" __global__ void gather_rest(Tiles tiles, const bf16* context, const bf16* own, bf16* out) {
   const int tile = blockIdx.y, key = blockIdx.x;
   const bf16* from;
@@ -62,14 +64,15 @@ extern "C" __global__ void gather_rest(Tiles tiles, const bf16* context, const b
   copy_line(out + (static_cast<long long>(tile) * tiles.keys() + key) * tiles.line(), from, tiles.line());
 }
 
-// What all blocks of a tile see, of one tile after the other.
+// Packs the context keys that all blocks of a tile see, one tile after the other.
 extern "C" __global__ void pack_seen(Tiles tiles, const bf16* context, bf16* out) {
   const int tile = blockIdx.y, key = blockIdx.x;
   if (key >= tiles.seen[tile]) return;
   copy_line(out + (static_cast<long long>(tiles.offset[tile]) + key) * tiles.line(), context + static_cast<long long>(key) * tiles.line(), tiles.line());
 }
 
-// Added to the scores of the rest, [tiles, rows, keys]: nothing where a row sees a key, else a very low number. A block of threads has a row.
+// Writes the bias of the scores of the rest, [tiles, rows, keys]: 0 where a row sees a key, else a very low number. One
+// thread block per row.
 extern "C" __global__ void write_bias(Tiles tiles, bf16* out) {
   const int tile = blockIdx.y, row = blockIdx.x, mine = row / (tiles.size * tiles.repeats);
   const int anchor = tiles.anchor[tile * tiles.slots + mine], seen = tiles.seen[tile];
@@ -81,9 +84,9 @@ extern "C" __global__ void write_bias(Tiles tiles, bf16* out) {
   }
 }
 
-// Merges two parts of an attention in place of the outputs of the second, [tiles · rows, groups, dim]. Log-sum-exps: `first_log` [groups, tiles · rows], of no
-// meaning where a tile sees nothing of the part, and `log` [tiles, groups, padded], in which those of both are left; in `first_log` too. A block of threads
-// has a row.
+// Merges the two parts of the attention into the outputs of the second part, [tiles · rows, groups, dim]. `first_log`
+// [groups, tiles · rows] and `log` [tiles, groups, padded] are the log-sum-exps of the parts; both receive the merged
+// ones. `first_log` is not used where a tile sees nothing of the first part. One thread block per row.
 extern "C" __global__ void merge_parts(Tiles tiles, const bf16* first, float* first_log, bf16* out, float* log, int padded) {
   const int all = tiles.tiles * tiles.rows(), row = blockIdx.x;
   float* of_row = log + static_cast<long long>(row / tiles.rows()) * tiles.groups * padded + row % tiles.rows();
@@ -101,7 +104,7 @@ extern "C" __global__ void merge_parts(Tiles tiles, const bf16* first, float* fi
     for (int j = 0; j < 8; ++j) values.of[j] = narrow((by_first * wide(seen.of[j]) + by_second * wide(values.of[j])) * share);
     *at = values;
   }
-  // Everybody has read them.
+  // Waits until all threads have read the log-sum-exps.
   __syncthreads();
   for (int group = threadIdx.x; group < tiles.groups; group += blockDim.x) {
     float* ours = first_log + static_cast<long long>(group) * all + row;
@@ -112,7 +115,8 @@ extern "C" __global__ void merge_parts(Tiles tiles, const bf16* first, float* fi
   }
 }
 
-// Slopes of the context's keys or values: of each the sum over the tiles, in their order, of those of `packed` and of `rest`.
+// Gradients of the context's keys or values: for each key the sum over the tiles, in order, of the gradients in
+// `packed` and `rest`.
 extern "C" __global__ void sum_slopes(Tiles tiles, const bf16* packed, const bf16* rest, bf16* out) {
   const int key = blockIdx.x;
   for (int i = threadIdx.x * 8; i < tiles.line(); i += blockDim.x * 8) {
@@ -136,7 +140,7 @@ extern "C" __global__ void sum_slopes(Tiles tiles, const bf16* packed, const bf1
   }
 }
 
-// Slopes of the blocks' own keys or values, of a block of threads each.
+// Gradients of the blocks' own keys or values. One thread block per key.
 extern "C" __global__ void take_own(Tiles tiles, const bf16* rest, bf16* out) {
   const int slot = tiles.place[blockIdx.x / tiles.size], position = blockIdx.x % tiles.size;
   const long long key = static_cast<long long>(slot / tiles.slots) * tiles.keys() + tiles.rest + (slot % tiles.slots) * tiles.size + position;

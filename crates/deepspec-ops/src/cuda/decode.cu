@@ -1,13 +1,13 @@
-// Kernels for decoding a few rows (1 to 8) of a Qwen3- or Llama-like transformer in bfloat16, for sm_80 and later. From sm_90 on
-// these may be launched before the kernel in front of them is done: what they read of it they wait for.
+// Kernels for decoding a few rows (1 to 8) of a Qwen3- or Llama-like transformer in bfloat16, for sm_80 and later. From
+// sm_90 on they may be launched before the previous kernel has finished; they wait for it before they read its results.
 //
-// Every sum runs in a fixed order that depends on the shapes only, so results repeat bit for bit and a row's result depends on no
-// other sequence, nor on rows behind it; its attention on where its chunk begins, by which keys are shared out. All matrices are
-// row-major, and every pointer is 16-byte aligned.
+// Every sum runs in a fixed order that depends only on the shapes, so results repeat bit for bit. A row's result
+// depends neither on other sequences nor on later rows. Its attention depends on where its chunk begins, because that
+// decides how the keys are split among blocks. All matrices are row-major, and every pointer is 16-byte aligned.
 
 namespace {
 
-constexpr int most_rows = 8;       // columns of one tensor core tile: the rows of a call
+constexpr int most_rows = 8;       // columns of one tensor core tile: the most rows of a call
 constexpr int tile_rows = 16;      // weight rows of one tensor core tile
 constexpr int product_warps = 8;   // most warps of a product block
 constexpr int unit_columns = 64;   // columns a warp takes at a time: one 128-byte line of each weight row
@@ -26,7 +26,7 @@ __device__ __forceinline__ unsigned narrow_pair(float low, float high) {
 __device__ __forceinline__ float low_half(unsigned pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float high_half(unsigned pair) { return __uint_as_float(pair & 0xffff0000u); }
 
-// Weights pass through once: they stay out of the first-level cache.
+// Weights are read only once, so they bypass the L1 cache.
 __device__ __forceinline__ uint4 load_weights(const uint4* source) {
     uint4 value;
     asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -35,7 +35,7 @@ __device__ __forceinline__ uint4 load_weights(const uint4* source) {
     return value;
 }
 
-// Of what the kernel in front writes: by no path that takes it for constant, and not before it was waited for.
+// Loads a result of the previous kernel: not through the read-only cache, and not before `wait_for_previous`.
 __device__ __forceinline__ bf16 load_fresh(const bf16* source) {
     bf16 value;
     asm volatile("ld.global.u16 %0, [%1];" : "=h"(value) : "l"(source) : "memory");
@@ -59,8 +59,7 @@ __device__ __forceinline__ void copy_async(void* target, const void* source) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(target)), "l"(source) : "memory");
 }
 
-// Blocks of one processor read the same tokens, so these copies go through its first-level cache. Zeros stand in for
-// what is absent.
+// Blocks of one SM read the same tokens, so these copies go through its L1 cache. Absent tokens become zeros.
 __device__ __forceinline__ void copy_token_async(void* target, const void* source, bool present = true) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(target)), "l"(source),
                  "r"(present ? 16 : 0)
@@ -86,27 +85,27 @@ __device__ __forceinline__ void multiply(
 }
 
 // A lane holds 8 neighbouring columns of two weight rows and of one token. The tensor core sums over columns, so their
-// order is free as long as both sides agree: the first four columns make one step, the last four the next.
+// order is free as long as both sides agree. The first four columns form one step, the last four the next.
 __device__ __forceinline__ void multiply_columns(float (&sums)[4], const uint4& low, const uint4& high, const uint4& token) {
     multiply(sums, low.x, high.x, low.y, high.y, token.x, token.y);
     multiply(sums, low.z, high.z, low.w, high.w, token.z, token.w);
 }
 
-// Lets the blocks of the next kernel of the stream begin, whose weights do not depend on this one.
+// Lets the blocks of the stream's next kernel begin; its weights do not depend on this kernel.
 __device__ __forceinline__ void let_next_begin() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-// Waits for all kernels before. Nothing of theirs is read, and nothing written, by a thread that has not.
+// Waits for all previous kernels. A thread reads none of their results and writes nothing before this.
 __device__ __forceinline__ void wait_for_previous() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-// Asks for the beginning of weight rows, one for each of the first threads, so that they are near when the kernel before is done.
+// Prefetches the beginnings of weight rows into the L2 cache, one row per thread, before the previous kernel is done.
 __device__ __forceinline__ void prefetch_rows(const bf16* weight, int width) {
 #if __CUDA_ARCH__ >= 900
     if (threadIdx.x < tile_rows) {
@@ -153,8 +152,8 @@ __device__ __forceinline__ uint4 scale_piece(const uint4& value, float factor, c
                       scale_pair(value.z, factor, gain.z), scale_pair(value.w, factor, gain.w));
 }
 
-// Puts the normalised rows into shared memory. Each row is summed by a team of 128 threads, however many a block has, so that its sum is the same in all. The
-// gain lies behind the last row.
+// Stages the normalised rows in shared memory. A team of 128 threads sums each row, whatever the block size, so the sum
+// is the same in all kernels. The gain is staged behind the last row.
 __device__ __forceinline__ void stage_normalised(
     uint4* staged, const bf16* x, long long x_stride, const bf16* gain, float epsilon, int rows, int width) {
     constexpr int team = 128, team_warps = team / 32;
@@ -197,7 +196,7 @@ __device__ __forceinline__ void store_tile(float (&tile)[most_rows][padded_tile]
     tile[2 * member + 1][group + 8] = sums[3];
 }
 
-// Tells whether this block is the last of `expected` blocks to get here; the last one finds the counter back at zero.
+// Whether this block is the last of `expected` blocks to arrive; the last one resets the counter to zero.
 __device__ __forceinline__ bool arrives_last(unsigned* counter, unsigned expected) {
     __shared__ bool last;
     __threadfence();
@@ -252,7 +251,7 @@ __device__ __forceinline__ void product(
             multiply_columns(even, weights[slot][0], weights[slot][1], present ? source[0] : make_uint4(0, 0, 0, 0));
             multiply_columns(odd, weights[slot][2], weights[slot][3], present ? source[4] : make_uint4(0, 0, 0, 0));
         };
-        // The first weights are on their way while the block waits for its rows and normalises them.
+        // The first weights are being loaded while the block waits for its rows and normalises them.
 #pragma unroll
         for (int slot = 0; slot < depth; ++slot) {
             if (first + slot * warps < end) load(slot, first + slot * warps);
@@ -306,7 +305,7 @@ __device__ __forceinline__ void product(
             commit_copies();
             slot = slot + 1 == ring_depth ? 0 : slot + 1;
         }
-        // The sums take the room of the rings.
+        // The sums reuse the memory of the rings.
         wait_for_copies<0>();
         __syncthreads();
     }
@@ -331,11 +330,11 @@ constexpr int attend_threads = 32 * attend_warps;
 constexpr int query_tile = 16;                 // query vectors of one block
 constexpr int key_tile = 64;                   // keys per step of a block
 constexpr int own_keys = 8;                    // most rows of a chunk
-constexpr int most_pieces = 32;                // most blocks that share one history
+constexpr int most_pieces = 32;                // most blocks that share one KV cache
 constexpr int score_line = key_tile + 4;       // floats between the scores of two queries
 constexpr int probability_line = key_tile + 8; // values between the probabilities of two queries
 
-// The number of keys per block follows from the history alone, so a row's sums do not change with the chunk's length.
+// The number of keys per block depends only on the KV cache, so a row's sums do not change with the chunk's length.
 __device__ __forceinline__ int piece_keys(int past) {
     const int span = past + own_keys, step = span > 8192 ? 4096 : 2048;
     return 128 * ((span + step - 1) / step);
@@ -447,8 +446,9 @@ __device__ __forceinline__ void attend(
     if (window > 0) start = max(start, (max(0, past + first_query / ratio - window + 1)) / key_tile * key_tile);
     const int steps = start < end ? (end - start + key_tile - 1) / key_tile : 0;
 
-    // History comes from the pool; the chunk's own keys and values come from its rows, because no block may read what
-    // another one of this call writes. Absent keys are zeros, so that their zero probabilities meet no stray NaN.
+    // Cached keys come from the pool. The chunk's own keys and values come from its rows of qkv, because no block may
+    // read what another block of this call writes. Absent keys are zeros, so that their zero probabilities meet no
+    // stray NaN.
     const auto load_history = [&](int step) {
         const int first_key = start + step * key_tile;
         bf16* keys = stages + (step % 2) * stage;
@@ -489,8 +489,8 @@ __device__ __forceinline__ void attend(
             }
         }
     };
-    // What is of steps before is on its way while the block waits for its rows. Whoever else wrote to the pools did it with ordinary kernels in front of
-    // the layers, for which products wait whole.
+    // Cached keys and values are being loaded while the block waits for its rows. Every other writer of the pools is an
+    // ordinary kernel in front of the layers, and products wait for it completely.
     if (steps > 0) load_history(0);
     if (steps > 1) {
         load_history(1);
@@ -588,7 +588,7 @@ __device__ __forceinline__ void attend(
         }
         __syncthreads();
 
-        // Values: each warp takes a quarter of the columns, over all keys of the tile.
+        // Values: each warp computes a quarter of the columns, over all keys of the tile.
         const float upper = rescale[group], lower = rescale[group + 8];
 #pragma unroll
         for (int index = 0; index < column_tiles; ++index) {
@@ -663,7 +663,7 @@ __device__ __forceinline__ void attend(
     }
     if (!arrives_last(counters + place / gridDim.x, pieces)) return;
 
-    // The last block weighs the pieces in their order; the scores' room holds the maxima and then the weights.
+    // The last block weights the pieces in order; `scores` then holds the maxima and after that the weights.
     for (int index = thread; index < valid * pieces; index += attend_threads) {
         const int local = index / pieces, other = index % pieces;
         const float* source = partials + static_cast<long long>(other) * partial_size + query_tile * size + local;
@@ -701,7 +701,7 @@ __device__ __forceinline__ void attend(
     }
 }
 
-// A block has so many tiles of both matrices, each of which four warps share.
+// A block has `tiles` tiles of both matrices; four warps share each tile.
 template <int tiles>
 __device__ __forceinline__ void gated(
     const bf16* x, long long x_stride, const bf16* gate, const bf16* up, int height, const bf16* gain,
@@ -719,7 +719,7 @@ __device__ __forceinline__ void gated(
     const long long down = 8ll * pieces;
     const bool present = group < rows;
 
-    // A warp takes the two halves of a unit one after the other, both matrices at a time.
+    // A warp processes the two halves of a unit one after the other, both matrices at a time.
     const int count = first_row < height && part < units ? 2 * ((units - part - 1) / warps_per_tile + 1) : 0;
     const auto place = [&](int step) { return (part + warps_per_tile * (step / 2)) * 8 + step % 2 * 4; };
     uint4 weights[depth][4];
@@ -802,8 +802,8 @@ extern "C" __global__ void __launch_bounds__(256, 3) product_normalised(
 // gated_product_1, gated_product_2: inner [rows, height] = bf16(silu(h(x) * gate transposed) * (h(x) * up transposed)).
 //   h       as product_normalised
 //   height  a multiple of 16; width a multiple of 64; x_stride a multiple of 8
-//   grid    height / 16 over the number in the name, rounded up; block that number times 128. Of few rows smaller blocks share the
-//           work more evenly, of many the room for their rows is too small for as many. Sums are the same.
+//   grid    height / 16 / n, rounded up, with n the number in the name; block n * 128. With few rows, small blocks share
+//           the work more evenly. With many rows, the staged rows leave room for fewer blocks. The sums do not differ.
 //   shared  dynamic bytes: (rows + 1) * (width + 32) * 2
 extern "C" __global__ void __launch_bounds__(128, 6) gated_product_1(
     const bf16* x, long long x_stride, const bf16* gate, const bf16* up, int height, const bf16* gain,
@@ -817,17 +817,18 @@ extern "C" __global__ void __launch_bounds__(256, 3) gated_product_2(
     gated<2>(x, x_stride, gate, up, height, gain, epsilon, inner, rows, width);
 }
 
-// attend_128, attend_64: for each chunk (1 to 8 rows of qkv at the end of one history), normalises and rotates the
-// queries and keys, writes the new keys and values to the pools, and attends. The number is the head size.
+// attend_128, attend_64: for each chunk, normalises and rotates the queries and keys, writes the new keys and values to
+// the pools, and attends. A chunk is 1 to 8 rows of qkv that extend one KV cache. The number is the head size.
 //   qkv     [rows, (query_heads + 2 * key_heads) * size]: queries, keys, values; query_heads is 1 to 16 times key_heads
 //   gains   [size] for queries and for keys; null: no normalisation
-//   cosines, sines  [rows, size / 2], by row of the call; value i turns with value i + size / 2
+//   cosines, sines  [rows, size / 2], by row of the call; value i is rotated with value i + size / 2
 //   output  [rows, query_heads * size]
 //   window  a query at position p sees only keys at positions above p - window; 0: no limit
-//   chunks  up to 8 by value; pools are [pool rows, capacity, key_heads, size]; `row` is the chunk's pool row, `past` its
-//           length before the call, `first_row` its first row in qkv; capacity is at least past + length
+//   chunks  up to 8 by value; pools are [pool rows, capacity, key_heads, size]; `row` is the chunk's pool row, `past`
+//           its length before the call, `first_row` its first row in qkv; capacity is at least past + length
 //           sees_chunk: 1 where a row sees all rows of its chunk, 0 where it sees those up to itself
-//   grid    (most pieces of any chunk, key_heads * tiles, chunks), tiles = (longest length * query_heads / key_heads + 15) / 16
+//   grid    (most pieces of any chunk, key_heads * tiles, chunks),
+//           tiles = (longest length * query_heads / key_heads + 15) / 16,
 //           pieces = ceil((past + 8) / span), span = 128 * ceil((past + 8) / (past + 8 > 8192 ? 4096 : 2048));
 //           there are at most 32 pieces
 //   block   (128, 1, 1); shared  dynamic bytes: 512 * (size + 8)

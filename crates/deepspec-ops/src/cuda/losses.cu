@@ -1,18 +1,20 @@
-// How far rows of bfloat16 logits of a drafter are from labels and from a target's, and the gradients of what is made of these distances: what
-// losses.cpp does on the CPU, for logits that stay as they are. A block has a row, and reads it twice.
+// Distances of a drafter's bfloat16 logits from labels and from a target's logits, and the gradients of losses made of
+// them. This does on the GPU what losses.cpp does on the CPU, but measuring leaves the logits as they are. Each row has
+// one thread block, which reads it twice.
 
-// What is found of a row, in this order.
+// Columns of a row's result.
 enum Found { kDraftLog, kTargetLog, kCrossEntropy, kL1, kOverlap, kSoftCrossEntropy, kDivergence, kAgreement, kSigned, kFound };
 
 struct Logits {
-  const bf16 *base, *bias, *target;  // of the row; without a bias null
-  float cap;                         // 0 where there is none
+  const bf16 *base, *bias, *target;  // of the row; bias is null if there is none
+  float cap;                         // 0 if there is none
 
   __device__ float capped(float logit) const { return cap == 0.0f ? logit : cap * tanhf(logit / cap); }
   __device__ float draft(float base_logit, float bias_logit) const { return capped(base_logit) + bias_logit; }
 };
 
-// Calls `each(first, draft, target)` with the logits of this thread's tokens from `first` on: eight at a time where `by_eight` says that rows lie so, else one.
+// Calls `each(first, draft, target)` with the logits of this thread's tokens from `first` on. It passes eight tokens at
+// a time if `by_eight` says that rows are aligned for it, else one.
 template <typename Each>
 __device__ __forceinline__ void for_tokens(const Logits& row, long long vocab, bool by_eight, Each each) {
   if (by_eight) {
@@ -37,7 +39,7 @@ __device__ __forceinline__ void for_tokens(const Logits& row, long long vocab, b
   }
 }
 
-// The largest of some logits and where it stands, and the sum of the exponentials of all less it.
+// The largest logit and its token, and the sum of exp(logit - largest) over all logits.
 struct Peak {
   float most, sum;
   long long token;
@@ -83,7 +85,7 @@ struct Peak {
   __device__ float log_sum() const { return is_number ? most + logf(sum) : __int_as_float(0x7fffffff); }
 };
 
-// Of all threads of a block; `space` holds one for each warp.
+// Joins the peaks of all threads of a block; `space` holds one for each warp.
 __device__ __forceinline__ Peak block_peak(Peak peak, Peak* space) {
   for (int apart = 16; apart > 0; apart >>= 1) peak.join(peak.from(apart));
   if (threadIdx.x % 32 == 0) space[threadIdx.x / 32] = peak;
@@ -94,9 +96,9 @@ __device__ __forceinline__ Peak block_peak(Peak peak, Peak* space) {
 }
 
 struct Rows {
-  bf16 *base, *bias;             // of the drafter, the latter null where it is added already
-  const bf16* target;            // of all sources
-  const long long* source;       // each row's, or null where they are the rows
+  bf16 *base, *bias;             // of the drafter; bias is null if it is added already
+  const bf16* target;            // of all target rows
+  const long long* source;       // each row's target row; null if it has the same index
   const long long* labels;
   long long vocab, base_line, bias_line, target_line;
   float cap;
@@ -108,7 +110,7 @@ struct Rows {
   }
 };
 
-// Launched with a block of 512 threads for each row; `found` [rows, kFound].
+// Launched with one block of 512 threads per row; `found` is [rows, kFound].
 extern "C" __global__ void __launch_bounds__(512) measure_logits(Rows rows, float* found) {
   const Logits row = rows.row(blockIdx.x);
   __shared__ Peak peaks[2][16];
@@ -130,7 +132,7 @@ extern "C" __global__ void __launch_bounds__(512) measure_logits(Rows rows, floa
       const float p = __expf(ours[i] - draft_log), t = __expf(theirs[i] - target_log), apart = p - t;
       l1 += fabsf(apart);
       overlap += fminf(p, t);
-      // What has no weight says nothing, even where the logarithm of it is infinite.
+      // A token without probability must contribute nothing, even if its log probability is infinite.
       cross += t == 0.0f ? 0.0f : t * (draft_log - ours[i]);
       entropy += t == 0.0f ? 0.0f : t * (target_log - theirs[i]);
       weight += t;
@@ -148,15 +150,16 @@ extern "C" __global__ void __launch_bounds__(512) measure_logits(Rows rows, floa
   out[kCrossEntropy] = draft_log - chosen;
   out[kL1] = l1;
   out[kOverlap] = overlap;
-  // Rounding leaves the sum of the probabilities beside 1.
+  // Due to rounding, the probabilities do not sum to exactly 1.
   out[kSoftCrossEntropy] = cross / weight;
   out[kDivergence] = (cross - entropy) / weight;
   out[kAgreement] = draft.token == target.token ? 1.0f : 0.0f;
   out[kSigned] = along;
 }
 
-// Puts the gradients by the drafter's logits in their place: by the bias where there is one, and by the base where there is none or a cap between both.
-// `factors` [rows, 3] of p^d - onehot(label), of p^d - p^t, and of the slope of |p^d - p^t|. Launched with rows × pieces of blocks.
+// Overwrites the drafter's logits with their gradients: the bias if there is one, and the base if there is no bias or a
+// cap. `factors` [rows, 3] scale p^d - onehot(label), p^d - p^t, and the gradient of |p^d - p^t|. The grid is (rows,
+// pieces).
 extern "C" __global__ void __launch_bounds__(256) slope_logits(Rows rows, const float* found, const float* factors, long long piece) {
   const Logits row = rows.row(blockIdx.x);
   const float draft_log = found[blockIdx.x * kFound + kDraftLog], target_log = found[blockIdx.x * kFound + kTargetLog];
@@ -170,7 +173,7 @@ extern "C" __global__ void __launch_bounds__(256) slope_logits(Rows rows, const 
     const float sign = p > t ? by_l1 : p < t ? -by_l1 : 0.0f;
     return p * (along + sign) - (by_soft == 0.0f ? 0.0f : by_soft * t) - (token == label ? by_label : 0.0f);
   };
-  // Of the cap, 1 without one.
+  // The derivative of the soft cap; 1 without a cap.
   const auto steepness = [&](float base) {
     const float bent = rows.cap == 0.0f ? 0.0f : tanhf(base / rows.cap);
     return 1.0f - bent * bent;

@@ -1,7 +1,7 @@
-// Operators over bfloat16 rows that libtorch makes of several, forwards and backwards: rotations and gates.
+// Fused operators over bfloat16 rows, forward and backward: rotary embeddings and SiLU gates.
 
-// Turns the planes (i, dim/2 + i) of `x` [rows, heads, dim] by angles whose cosines and sines are [rows, dim/2], or back where `by` is -1 and not 1.
-// A block of threads has a row.
+// Rotates the planes (i, dim/2 + i) of `x` [rows, heads, dim] by angles with cosines and sines [rows, dim/2]. `by` is
+// 1, or -1 to rotate back. One thread block per row.
 extern "C" __global__ void rotate(const bf16* x, const bf16* cosines, const bf16* sines, bf16* out, int heads, int dim, float by) {
   const int half = dim / 2;
   const long long row = blockIdx.x;
@@ -17,7 +17,7 @@ extern "C" __global__ void rotate(const bf16* x, const bf16* cosines, const bf16
 
 __device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + __expf(-x)); }
 
-// silu(gate) · up, of `eights` times eight values.
+// silu(gate) · up, for `eights` groups of eight values.
 extern "C" __global__ void gate(const bf16* left, const bf16* right, bf16* out, long long eights) {
   const long long at = blockIdx.x * static_cast<long long>(blockDim.x) + threadIdx.x;
   if (at >= eights) return;
@@ -31,7 +31,7 @@ extern "C" __global__ void gate(const bf16* left, const bf16* right, bf16* out, 
   reinterpret_cast<Eight*>(out)[at] = values;
 }
 
-// The slopes of both, given that of what they make.
+// The gradients of the gate and of up, given the gradient of silu(gate) · up.
 extern "C" __global__ void gate_back(const bf16* left, const bf16* right, const bf16* slope, bf16* by_left, bf16* by_right, long long eights) {
   const long long at = blockIdx.x * static_cast<long long>(blockDim.x) + threadIdx.x;
   if (at >= eights) return;

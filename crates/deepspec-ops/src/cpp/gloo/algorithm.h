@@ -1,3 +1,3 @@
-// Nothing of it is needed. ProcessGroupGloo.hpp names gloo's headers, which the wheels lack; those beside this one declare
-// what that header needs to be parsed, and no more: every gloo object is made and used inside of libtorch.
+// Stand-ins for gloo's headers, which ProcessGroupGloo.hpp includes and the wheels lack. They declare only what that
+// header needs to be parsed. libtorch itself creates and uses every gloo object.
 #pragma once

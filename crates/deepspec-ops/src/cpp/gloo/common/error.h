@@ -1,2 +1,2 @@
-// Nothing of it is needed; see ../algorithm.h.
+// Nothing of this header is needed; see ../algorithm.h.
 #pragma once
