@@ -1,10 +1,11 @@
-//! What lossless compression of real bfloat16 states saves, and how fast it is read.
+//! Compression ratio of lossless compression on real bfloat16 states, and its read speed.
 //!
 //! ```sh
 //! DEEPSPEC_CACHE=DIR cargo bench -p deepspec-cache --bench compress
 //! ```
-//! Writes the samples of a bf16 cache as bf16z, and reads them with one and with two threads, page cache warm: the first epoch,
-//! which checks, and the best of some later ones. Rates are per second of processor time.
+//! Writes the samples of a bf16 cache as bf16z, and reads them with one and with two threads from a
+//! warm page cache. It reports the first epoch, which verifies checksums, and the best of the later
+//! epochs. Rates are per second of CPU time.
 
 mod common;
 
@@ -73,7 +74,7 @@ fn write_compressed(plain: &Reader, to: &Path) -> Result<(), CacheError> {
     Ok(())
 }
 
-/// Gigabytes of bfloat16 a second that so many threads read together.
+/// Gigabytes of bfloat16 per second that `threads` threads read together.
 fn epoch(reader: &Reader, threads: usize) -> f64 {
     let share = |thread: usize| {
         let (mut bytes, mut taps, mut last, began) = (0, Vec::new(), Vec::new(), cpu_seconds());

@@ -1,11 +1,11 @@
-//! How fast samples reach the caller's memory, page cache warm, in shuffled order, beside a plain copy of memory and beside
-//! Python's memory maps.
+//! How fast samples reach the caller's memory in shuffled order, from a warm page cache. Compared
+//! with a plain memory copy and with Python's memory maps.
 //!
 //! ```sh
 //! DEEPSPEC_TEST_PYTHON=PYTHON cargo bench -p deepspec-cache --bench read
 //! ```
-//! The interpreter needs numpy, pyarrow and torch; without one its column is left out. Rates are per second of processor time,
-//! of seven rounds in which all take turns the median counts.
+//! The interpreter needs numpy, pyarrow and torch; without them its column is left out. Rates are
+//! per second of CPU time: the median of seven rounds in which all candidates take turns.
 
 mod common;
 
@@ -127,7 +127,7 @@ fn build(dir: &Path, samples: usize, tokens: usize, encoding: Encoding) {
     builder.publish().expect("a cache");
 }
 
-/// Samples per second of a first epoch, of later ones, and of copies of as many bytes from memory.
+/// Samples per second of a first epoch, of later epochs, and of memory copies of the same size.
 fn measure(dir: &Path, tokens: usize) -> (f64, f64, f64) {
     let order = |len: usize| (0..len).map(move |index| (index * 7919 + 13) % len);
     let (mut taps, mut last) = (vec![1; tokens * TAPS * HIDDEN * 2], vec![1; tokens * HIDDEN * 2]);
@@ -146,7 +146,7 @@ fn measure(dir: &Path, tokens: usize) -> (f64, f64, f64) {
         };
         rates[0].push(epoch());
         rates[1].push(epoch());
-        // Beside each other, so that other work on the machine slows both.
+        // Measured alternately, so that other work on the machine slows both.
         let began = cpu_seconds();
         for index in order(len) {
             let (own_taps, own_last) = source[index * size..(index + 1) * size].split_at(taps.len());

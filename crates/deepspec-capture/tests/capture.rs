@@ -1,4 +1,5 @@
-//! What is captured is what the target computes for each sample alone, whatever it rode with.
+//! The captured states of a sample equal those that the target computes for this sample alone,
+//! whatever else was in its batch.
 
 mod common;
 
@@ -34,7 +35,7 @@ fn samples() -> Vec<PlannedSample> {
     lengths.iter().enumerate().map(sample).collect()
 }
 
-/// Taps and final-normed states of one sample that has the target for itself.
+/// Taps and final-normed states of one sample that runs through the target alone.
 fn alone(recipe: &Recipe, sample: &PlannedSample) -> (Tensor, Tensor) {
     let _no_grad = tch::no_grad_guard();
     let options = deepspec_models::TargetOptions {
@@ -49,7 +50,7 @@ fn alone(recipe: &Recipe, sample: &PlannedSample) -> (Tensor, Tensor) {
     (out.captured_states, out.hidden)
 }
 
-/// The positions beside a supervised token, spelled out.
+/// The positions directly before or after a supervised token.
 fn beside_supervised(sample: &PlannedSample) -> Vec<i64> {
     let supervised =
         |p: i64| sample.spans.iter().any(|&(start, end)| (i64::from(start)..i64::from(end)).contains(&p));
@@ -115,7 +116,7 @@ fn a_filled_cache_holds_the_states_of_its_samples() {
         Capture::load(Path::new(&recipe.target.model), &recipe, 230, Device::Cpu, Kind::Float).unwrap();
     let mut done = vec![];
     fill(&mut builder, &mut capture, |sample| done.push(sample.id.clone())).unwrap();
-    // Windows are captured in the order of lengths: each sample once, wherever its turn was.
+    // Windows are captured in order of length, but each sample is captured exactly once.
     let mut expected: Vec<String> = samples.iter().map(|sample| sample.id.clone()).collect();
     done.sort();
     expected.sort();
@@ -137,15 +138,15 @@ fn a_filled_cache_holds_the_states_of_its_samples() {
     }
 }
 
-/// Bytes that the process has held at most.
+/// Peak resident memory of the process, in bytes.
 fn peak() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap();
     line.trim().strip_suffix("kB").unwrap().trim().parse::<u64>().unwrap() << 10
 }
 
-/// A sequence of 32,768 tokens in the passes and pieces that it is cut into; with `DEEPSPEC_TEST_FULL` alone, for its half a minute and
-/// more.
+/// Captures a sequence of 32,768 tokens in several passes and pieces. Takes more than half a
+/// minute, so it runs only with `DEEPSPEC_TEST_FULL`.
 #[test]
 fn a_sequence_of_32k_tokens_is_captured_in_little_memory() {
     if !skip::full() {
@@ -167,10 +168,11 @@ fn a_sequence_of_32k_tokens_is_captured_in_little_memory() {
     let before = peak();
     let captured = capture.run(&[sample("long", LENGTH)], FinalStates::Supervised);
     let taken = peak() - before;
-    // Its 151 MB of keys and values, 75 MB of taps and last states (twice, once in float32), and the pieces' scores.
+    // Its 151 MB of keys and values, 75 MB of taps and last states (twice, once in float32), and
+    // the scores of the pieces.
     assert!(taken < 1 << 30, "{} MB", taken >> 20);
     assert_eq!(captured.taps.size()[0], i64::from(LENGTH));
     assert!(captured.taps.isfinite().all().int64_value(&[]) == 1);
-    // What stands first does not know what comes after it.
+    // The first positions do not depend on later ones.
     assert_rounded("the first pass", &captured.taps.narrow(0, 0, 4096), &expected.0);
 }

@@ -1,4 +1,4 @@
-//! Damage is found, named, never read as data and never a panic.
+//! Damage is found and named. It is never read as data and never causes a panic.
 
 #[path = "common_cache/mod.rs"]
 mod common;
@@ -19,7 +19,7 @@ use parquet::arrow::arrow_reader::ParquetRecordBatchReaderBuilder;
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
-/// Five samples in three shards, each file with its bytes.
+/// The files of a cache with five samples in three shards, with their bytes.
 fn small(dir: &Path) -> &'static [(String, Vec<u8>)] {
     static FILES: LazyLock<Vec<(String, Vec<u8>)>> = LazyLock::new(|| {
         let dir = tempfile::tempdir().unwrap();
@@ -34,7 +34,7 @@ fn small(dir: &Path) -> &'static [(String, Vec<u8>)] {
     &FILES
 }
 
-/// Copies every sample into memory of ours, as a caller does that owns it.
+/// Copies every sample into a caller's own buffers.
 fn read_all_into(dir: &Path) -> Result<(), CacheError> {
     let reader = Reader::open(dir)?;
     for index in 0..reader.len() {
@@ -54,7 +54,7 @@ fn every_flipped_byte_is_found_and_none_is_read() {
         build(dir.path(), &plan, &identity()).unwrap();
         for (name, bytes) in files(dir.path()) {
             let path = dir.path().join(&name);
-            // Manifest and table differ little from encoding to encoding.
+            // Manifest and table differ little between encodings.
             let step = if encoding == Encoding::Bf16 || name.starts_with("shard") { 1 } else { 11 };
             for at in (0..bytes.len()).step_by(step) {
                 let mut flipped = bytes.clone();
@@ -118,7 +118,7 @@ fn messages_name_shard_sample_and_both_values() {
         problems.iter().map(|problem| (problem.file.as_str(), problem.sample.is_some())).collect();
     assert_eq!(named, [("shard-00001.safetensors", false), ("shard-00001.safetensors", true)]);
 
-    // A shard of another cache, whole in itself, of the same size.
+    // A valid shard of another cache, of the same size.
     fs::write(&path, bytes).unwrap();
     fs::write(&path, String::from_utf8_lossy(bytes).replace("BF16", "FP16").as_bytes()).unwrap();
     assert!(Reader::open(dir.path()).is_err());
@@ -131,7 +131,7 @@ fn messages_name_shard_sample_and_both_values() {
 
 #[test]
 fn nan_in_a_cache_that_is_otherwise_consistent_is_found_by_verify() {
-    // The writer refuses NaN, so the whole chain of checksums is redone around one.
+    // The writer refuses NaN, so the test recomputes the whole chain of checksums around one.
     let dir = tempfile::tempdir().unwrap();
     small(dir.path());
     let path = dir.path().join("shard-00000.safetensors");
@@ -164,7 +164,7 @@ fn nan_in_a_cache_that_is_otherwise_consistent_is_found_by_verify() {
     );
 }
 
-/// Every leaf of the manifest is replaced by every value below, its digest made right again.
+/// Every leaf of the manifest is replaced by every value below, with correct digests.
 #[test]
 fn a_lying_manifest_is_an_error_not_a_panic() {
     let dir = tempfile::tempdir().unwrap();
@@ -186,7 +186,8 @@ fn a_lying_manifest_is_an_error_not_a_panic() {
     let mut leaves = Vec::new();
     collect_leaves(&honest, String::new(), &mut leaves);
     assert!(leaves.len() > 40);
-    // What nothing in the folder can contradict; `Reader::require` and the digests guard it.
+    // Fields that nothing in the folder can contradict; `Reader::require` and the digests guard
+    // them.
     let free = [
         "/tool",
         "/identity/model_type",
@@ -261,7 +262,7 @@ fn a_lying_table_is_an_error_not_a_panic() {
         assert!(verify_complains(dir.path()));
         fs::write(dir.path().join("samples.parquet"), honest).unwrap();
     };
-    // Numbers: each of the scalar columns, each row, extreme values.
+    // Numbers: extreme values in each row of each scalar column.
     for column in 1..6 {
         for row in 0..5 {
             for lie in [-1, 0, 1, 7, i64::from(i32::MAX), i64::from(i32::MIN), i64::MAX, i64::MIN] {
@@ -284,7 +285,7 @@ fn a_lying_table_is_an_error_not_a_panic() {
             }
         }
     }
-    // Token ids that are fewer; spans of which each bound is negative, swapped or far off.
+    // Fewer token ids; spans with a bound that is negative, swapped or far off.
     edit_table(dir.path(), 6, |array| {
         let list = array.as_any().downcast_ref::<ListArray>().unwrap();
         let DataType::List(field) = list.data_type() else { unreachable!() };
@@ -312,7 +313,8 @@ fn a_lying_table_is_an_error_not_a_panic() {
             check(&format!("span bound {bound} = {lie}"));
         }
     }
-    // Other tables: a column less, renamed, of another type, nullable, a row less, and no table at all.
+    // Other tables: without a column, with a renamed, retyped or nullable one, without a row, and
+    // no table at all.
     let batch = read_table(dir.path());
     let without: Vec<usize> = (0..8).collect();
     write_table(dir.path(), &batch.project(&without).unwrap());
@@ -372,7 +374,7 @@ fn edit_table(dir: &Path, column: usize, edit: impl FnOnce(&dyn Array) -> ArrayR
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(400))]
-    /// Any splice of any file is reported by both readers, and none panics.
+    /// Both readers report any splice of any file, and neither panics.
     #[test]
     fn any_damage_is_an_error(pick in any::<prop::sample::Index>(), at in any::<prop::sample::Index>(), cut in 0usize..80, put in prop::collection::vec(any::<u8>(), 0..80)) {
         let dir = tempfile::tempdir().unwrap();

@@ -1,4 +1,4 @@
-//! Eight-bit states: half the bytes, bounded errors, and the codes that torch reads.
+//! Eight-bit states: half the bytes, bounded errors, and codes that torch can read.
 
 #[path = "common_cache/mod.rs"]
 mod common;
@@ -28,7 +28,7 @@ fn values(count: usize, seed: usize) -> Vec<u8> {
     (0..count).flat_map(|index| ((value(index).to_bits() >> 16) as u16).to_le_bytes()).collect()
 }
 
-/// The states that go into sample `index`.
+/// The states that are written for sample `index`.
 fn given(plan: &Plan, index: usize) -> [Vec<u8>; 2] {
     let sample = &plan.samples()[index];
     let (layout, rows) = (plan.layout(), sample.input_ids.len());
@@ -80,7 +80,8 @@ fn eight_bits_halve_the_shards_and_keep_the_values() {
             for (given, read) in given.chunks(D).zip(read.chunks(D)) {
                 let largest = given.iter().fold(0.0_f64, |most, value| most.max(value.abs()));
                 for (given, read) in given.iter().zip(read) {
-                    // 448 · 2 · 1024 steps below the largest, a code has no more mantissa to lose.
+                    // From 448 · 2 · 1024 steps below the largest value on, a code has no more
+                    // mantissa bits to lose.
                     let bound = (given.abs() / 16.0).max(largest / 224.0 / 1024.0);
                     assert!((given - read).abs() <= bound, "{given} became {read}");
                 }

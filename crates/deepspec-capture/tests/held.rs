@@ -1,4 +1,4 @@
-//! What a process holds of a corpus that it trains on: nothing that grows with its tokens.
+//! The memory that a training process holds of its corpus does not grow with the number of tokens.
 
 mod common;
 
@@ -13,15 +13,16 @@ use deepspec_core::cli::Verbosity;
 use serde_json::json;
 
 const ROWS: usize = 1500;
-/// Of the corpus, at least.
+/// The corpus has at least this many tokens.
 const TOKENS: u64 = 2_500_000;
-/// What a process may hold for itself, and of the file: the index, the pages read last and some of its own.
+/// Limits of the process's anonymous memory and of its file mappings: the index, the last pages
+/// read and some of its own.
 const HELD: u64 = 2 << 20;
 const MAPPED: u64 = 6 << 20;
-/// Names the folder to the process that is measured.
+/// Passes the folder to the measured process.
 const MEASURE: &str = "DEEPSPEC_TEST_HELD";
 
-/// Resident bytes of this process: its own, and those of files.
+/// Resident bytes of this process: anonymous memory, and file mappings.
 fn resident() -> [u64; 2] {
     let status = fs::read_to_string("/proc/self/status").unwrap();
     ["RssAnon:", "RssFile:"].map(|key| {
@@ -68,7 +69,8 @@ fn a_corpus_takes_no_memory_of_the_processes_that_read_it() {
     let source = TargetSpec::open(&recipe, Verbosity::Quiet).unwrap();
     let dataset = Dataset::open(&recipe, &source, Some(&dir), |_| vec![]).unwrap();
     assert!(dataset.counts().tokens >= TOKENS, "{:?}", dataset.counts());
-    // Another process, which finds the samples: what tokenising leaves in the allocator is not what is asked here.
+    // Measured in a second process, which finds the tokenised samples: memory that tokenising
+    // leaves in the allocator does not count.
     let own = current_exe().unwrap();
     let mut process = Command::new(own);
     process.args(["--nocapture", "--exact", "a_corpus_takes_no_memory_of_the_processes_that_read_it"]);

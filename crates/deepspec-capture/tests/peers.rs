@@ -1,6 +1,6 @@
-//! pyarrow, DuckDB and Python's safetensors read a cache and see what we wrote.
+//! pyarrow, DuckDB and Python's safetensors read a cache and see the written values.
 //!
-//! Runs where `DEEPSPEC_TEST_PYTHON` names a Python that has them.
+//! Runs only if `DEEPSPEC_TEST_PYTHON` names a Python with these packages.
 
 #[path = "common_cache/mod.rs"]
 mod common;

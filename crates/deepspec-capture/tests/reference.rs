@@ -1,4 +1,4 @@
-//! The reference's format 2, in and out again.
+//! Converts the reference's format 2 in both directions.
 
 #[path = "common_cache/mod.rs"]
 mod common;
@@ -55,7 +55,7 @@ fn golden_target_cache() {
     export(&own, &back, "unused", || ()).unwrap();
     same_but_for_layout_of_json(&golden.join("cache"), &back);
 
-    // What the reference read back from it, tensor by tensor.
+    // The values that the reference read back, tensor by tensor.
     let expected = fs::read(golden.join("expected.safetensors")).unwrap();
     let expected = SafeTensors::deserialize(&expected).unwrap();
     let reader = Reader::open(&own).unwrap();
@@ -124,7 +124,7 @@ fn what_format_2_cannot_hold_or_is_not_is_refused() {
     export(&own.join("all"), &good, "m", || ()).unwrap();
     let whole = files(&good);
     let into = dir.path().join("into");
-    // Changed, cut and grown files; nothing panics, and what is refused says where.
+    // Changed, truncated and extended files: nothing panics, and each refusal names the place.
     let mut refused = 0;
     for (name, bytes) in &whole {
         let path = good.join(name);

@@ -1,4 +1,4 @@
-//! A build that is stopped and begun again ends with the bytes of one that was not.
+//! A build that is stopped and resumed ends with the same bytes as an uninterrupted one.
 
 #[path = "common_cache/mod.rs"]
 mod common;
@@ -85,7 +85,7 @@ fn a_publication_stopped_between_any_two_steps_is_completed() {
     let plan = ten_shards();
     let expected = undisturbed(&plan);
     let shards = plan.shards().len();
-    // Stops: after moving so many shards; then after the samples' table; then after the manifest.
+    // Stops after this many moved shards, then after the samples' table, then after the manifest.
     for stop in 0..shards + 3 {
         let dir = tempfile::tempdir().unwrap();
         let mut builder = Builder::open(dir.path(), &plan, &identity()).unwrap();

@@ -1,4 +1,4 @@
-//! What was written is what is read.
+//! A cache returns the states that were written to it.
 
 #[path = "common_cache/mod.rs"]
 mod common;
@@ -33,7 +33,8 @@ fn assert_reads_back(dir: &Path, plan: &Plan) {
         let expected = [taps_of(planned), last_of(planned, last)];
         assert_eq!(sample.states().unwrap().map(|states| states.into_owned()), expected, "sample {index}");
         let [mut taps, mut last_states] = reader.state_bytes(index).unwrap().map(|bytes| vec![0; bytes]);
-        // Checked on its way by the reader that has not seen it, by the other not again.
+        // The fresh reader verifies checksums on this read; the other one has verified them
+        // already.
         for reader in [&unseen, &reader] {
             reader.read_into(index, &mut taps, &mut last_states).unwrap();
             assert_eq!([&taps, &last_states], [&expected[0], &expected[1]], "copy of sample {index}");
@@ -129,7 +130,7 @@ fn a_sample_is_summed_up() {
     assert_eq!((inspection.length, inspection.supervised), (3, 2));
     let parts: Vec<_> = inspection.tensors.iter().map(|tensor| (tensor.part, tensor.rows)).collect();
     assert_eq!(parts, [(Part::Tap(Tap::Embedding), 3), (Part::Tap(Tap::Layer(3)), 3), (Part::Last, 3)]);
-    // Slow twin: the second tap's columns are 4..8 of each row.
+    // A slow reimplementation: the second tap's columns are 4..8 of each row.
     let values: Vec<f64> = taps_of(&plan.samples()[0])
         .chunks_exact(2)
         .map(|pair| f64::from(f32::from_bits(u32::from(u16::from_le_bytes([pair[0], pair[1]])) << 16)))
@@ -233,7 +234,8 @@ fn readers_and_writers_cross_threads() {
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(200))]
-    /// Shards partition the samples in order, none is empty, and only a lone sample exceeds the size.
+    /// Shards partition the samples in order. None is empty, and only a shard with a single sample
+    /// exceeds the size.
     #[test]
     fn shards_partition_the_samples(count in 1usize..60, shard_bytes in 1u64..2000) {
         let plan = plan(count, FinalStates::Supervised, shard_bytes);

@@ -1,4 +1,4 @@
-//! Rows become samples in input order, and every other row is accounted for.
+//! Rows become samples in input order, and the report accounts for every other row.
 
 mod common;
 
@@ -100,7 +100,8 @@ fn cut_answers_and_tools_reach_the_samples() {
     let file = bench.write("rows.jsonl", &[row, cut, bad_tools].join("\n"));
     let found = tokenise(std::slice::from_ref(&file), &source, |_| ()).unwrap();
     let [whole, cut] = &found.samples[..] else { panic!("{:?}", found.report) };
-    // Same text, but the model never ended its turn: <|im_end|> and the line end are not learnt.
+    // Equal text, but the model never ended its turn: <|im_end|> and the line end are not
+    // supervised.
     assert_eq!(whole.input_ids, cut.input_ids);
     assert_eq!(whole.supervised(), cut.supervised() + 2);
     let [Rejected { line: 3, reason, .. }] = &found.report.rejected[..] else { panic!("{:?}", found.report) };
@@ -114,7 +115,8 @@ fn rows_without_ids_and_with_repeated_ones_are_all_kept() {
     let without = |id: &str| row(id, LONG).replace(&format!("\"id\":\"{id}\","), "");
     assert!(!without("x").contains("\"id\""));
     let null = row("x", LONG).replace("\"id\":\"x\"", "\"id\":null");
-    // Two splits of rows without ids, a repeated id, and a number that is the place of another row.
+    // Two splits with rows without ids, a repeated id, and an id that equals the index of another
+    // row.
     let files = [
         bench.write("a.jsonl", &[without("x"), row("a", LONG), null, row("a", LONG)].join("\n")),
         bench.write("b.jsonl", &[without("x"), row("0", LONG), row("a", LONG), row("a~2", LONG)].join("\n")),
@@ -159,7 +161,7 @@ fn rows_of_every_shape_are_read_alike() {
         json!({"messages": [{"role": "User", "content": asked}, {"role": "MODEL", "content": LONG, "tool_calls": null}]}),
     ];
     let lines: Vec<String> = rows.iter().map(ToString::to_string).collect();
-    // A number that JSON cannot spell in a column that nobody needs.
+    // A number that JSON cannot represent, in a column that is not used.
     let scored = lines[0].replacen('{', "{\"score\": NaN, \"best\": -Infinity, ", 1);
     let file = bench.write("rows.jsonl", &[lines.join("\n"), scored].join("\n"));
     let found = tokenise(&[file], &source, |_| ()).unwrap();
@@ -172,7 +174,8 @@ fn rows_of_every_shape_are_read_alike() {
     }
 }
 
-/// Rows with nulls, wrong types and unknown keys: each is kept, counted, or rejected by file and line with a reason.
+/// Rows with nulls, wrong types and unknown keys. Each is kept, counted, or rejected with its file,
+/// its line and a reason.
 #[test]
 fn no_damaged_row_is_lost_in_silence() {
     let bench = Bench::new();

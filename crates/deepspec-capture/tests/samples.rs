@@ -1,4 +1,5 @@
-//! Conversations are tokenised once: into a file that is shared, checked and, where it is not what it should be, written anew.
+//! Conversations are tokenised once, into a shared file that is checked on every use and written
+//! again if it is not valid.
 
 mod common;
 
@@ -41,7 +42,7 @@ fn open(bench: &Bench, recipe: &Recipe, source: &TargetSpec) -> Dataset {
     Dataset::open(recipe, source, Some(&bench.path("kept")), |_| vec![]).unwrap()
 }
 
-/// The files of samples.
+/// The files of tokenised samples.
 fn kept(bench: &Bench) -> Vec<PathBuf> {
     let files = fs::read_dir(bench.path("kept")).unwrap().map(|entry| entry.unwrap().path());
     files.filter(|file| file.extension().is_some_and(|extension| extension == "samples")).collect()
@@ -77,7 +78,8 @@ fn one_file_serves_all_who_want_the_same_samples() {
     assert_eq!(first.report(), Some(&expected.report));
     let written = fs::metadata(kept_one(&bench)).unwrap().ino();
 
-    // Neither where the rows lie nor what is tapped matters to what they say; but the rows that cannot be used are named where they are.
+    // Neither the location of the rows nor the taps change the file. But unusable rows are reported
+    // with their own location.
     fs::copy(bench.path("rows.jsonl"), bench.path("moved.jsonl")).unwrap();
     let other = bench.source(&["target.layer_ids=[2]"]).unwrap();
     let second = open(&bench, &online(&bench, "moved.jsonl"), &other);
@@ -86,7 +88,7 @@ fn one_file_serves_all_who_want_the_same_samples() {
     assert_eq!(second.report().unwrap().rejected[0].file, bench.path("moved.jsonl"));
     assert_eq!(fs::metadata(kept_one(&bench)).unwrap().ino(), written, "it was written again");
 
-    // Whatever does matter has a file of its own.
+    // Every setting that changes the samples leads to a file of its own.
     let shorter = bench.source(&["data.max_length=60"]).unwrap();
     assert!(open(&bench, &online(&bench, "rows.jsonl"), &shorter).longest() == 60);
     let unprompted = bench.source(&["data.system_prompt=''"]).unwrap();
@@ -135,7 +137,7 @@ fn a_file_that_is_not_what_was_written_is_written_anew() {
         renew(&format!("cut at {length}"), whole[..length].to_vec());
     }
     renew("twice", whole.repeat(2));
-    // Whole, but of other rules: somebody has renamed it.
+    // A valid file for other settings, as if someone had renamed it.
     let shorter = bench.source(&["data.max_length=60"]).unwrap();
     open(&bench, &recipe, &shorter);
     let other = kept(&bench).into_iter().find(|other| *other != file).unwrap();
@@ -148,7 +150,7 @@ fn without_a_place_it_is_said_what_to_set() {
     let (source, recipe) = (bench.source(&[]).unwrap(), online(&bench, "rows.jsonl"));
     let error = Dataset::open(&recipe, &source, None, |_| vec![]).err().unwrap().to_string();
     assert!(error.contains("DEEPSPEC_CACHE"), "{error}");
-    // A file where the folder should be.
+    // A file in place of the folder.
     bench.write("kept", "");
     let error = Dataset::open(&recipe, &source, Some(&bench.path("kept")), |_| vec![]).err().unwrap();
     let error = error.to_string();

@@ -1,4 +1,4 @@
-//! What a recipe says about its states, and what it may not say.
+//! The recipe settings that identify the states, and the settings that are refused.
 
 mod common;
 
@@ -26,7 +26,7 @@ fn the_identity_is_that_of_target_text_and_taps() {
     assert_eq!(source.template.default_system, found.system_prompt);
     let layout = source.layout(FinalStates::All, Encoding::Bf16);
     assert_eq!((layout.taps.len(), layout.hidden_size, layout.last), (3, 192, FinalStates::All));
-    // The same once more, and from a template that knows nothing of the recipe.
+    // Opened once more, and with a template that does not come from the recipe.
     assert_eq!(bench.source(&[]).unwrap().identity, *found);
     let own = ChatTemplate::named("qwen", &chat_formats()).unwrap();
     assert_eq!(
@@ -42,7 +42,7 @@ fn the_identity_is_that_of_target_text_and_taps() {
     );
 }
 
-/// The fields in which the identity differs after a change.
+/// The fields of the identity that differ after a change.
 fn changed(bench: &Bench, overrides: &[&str]) -> Vec<String> {
     let before = Bench::new().source(&[]).unwrap().identity;
     let differences = before.differences(&bench.source(overrides).unwrap().identity);
@@ -57,10 +57,10 @@ fn whatever_changes_the_states_changes_the_identity() {
     assert_eq!(changed(&bench, &["data.max_length=301"]), ["max_length"]);
     assert_eq!(changed(&bench, &["data.system_prompt=Be brief."]), ["system_prompt"]);
     assert_eq!(changed(&bench, &["data.system_prompt=''"]), ["system_prompt"]);
-    // Another template's rules bring another default system prompt: none.
+    // Another template also brings another default system prompt: none.
     assert_eq!(changed(&bench, &["data.chat_template=gemma4"]), ["chat_template", "system_prompt"]);
 
-    // Rules of one's own are told apart by what they say, not by their name.
+    // Custom templates are distinguished by their content, not by their name.
     let mine = |end: &str| {
         let marks = "assistant_header: \"<|im_start|>assistant\\n\"";
         let system = "default_system: You are a helpful assistant.";

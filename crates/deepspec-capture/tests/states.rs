@@ -1,4 +1,4 @@
-//! Every source hands out the same states of the same samples.
+//! Every source returns the same states for the same samples.
 
 mod common;
 
@@ -15,7 +15,7 @@ use deepspec_testkit::folder::files;
 use serde_json::json;
 use tch::{Device, Kind, Tensor};
 
-/// Samples of a step; 23 samples make 5 steps and 3 that the epoch leaves out.
+/// Samples per step: 23 samples make 5 steps, and the epoch leaves out 3.
 const PER_STEP: usize = 4;
 const SAMPLES: usize = 23;
 const STEPS: usize = SAMPLES / PER_STEP;
@@ -23,7 +23,7 @@ const RUNNING: TargetRuntime = TargetRuntime { device: Device::Cpu, kind: Kind::
 
 /// A bench with conversations of many lengths in `rows.jsonl`.
 fn bench() -> Bench {
-    // With one thread the bits of float32 sums do not depend on what runs together.
+    // With one thread, the bits of float32 sums do not depend on the other rows of the batch.
     tch::set_num_threads(1);
     let bench = Bench::new();
     let row = |index: usize| {
@@ -47,7 +47,7 @@ fn recipe(bench: &Bench, states: &str) -> Recipe {
     bench.recipe(if cached { &overrides[..1] } else { &overrides })
 }
 
-/// The order of an epoch: neither that of the rows nor its own inverse.
+/// The order of an epoch, which is neither the order of the rows nor its own inverse.
 fn order(epoch: usize) -> Vec<usize> {
     (0..SAMPLES).map(|place| (place * 5 + 3 + epoch) % SAMPLES).collect()
 }
@@ -60,7 +60,7 @@ fn dataset(bench: &Bench, recipe: &Recipe, source: &TargetSpec) -> Dataset {
     .unwrap()
 }
 
-/// The states of some steps, from the first to before the last.
+/// The states of a range of steps.
 fn read(
     bench: &Bench,
     recipe: &Recipe,
@@ -103,7 +103,7 @@ fn bits(states: &Tensor) -> Vec<u8> {
     bytes
 }
 
-/// A cache as `cache build` makes it.
+/// Builds a cache as `cache build` does.
 fn build(recipe: &Recipe, source: &TargetSpec, dir: &Path, rows: &Path) {
     build_as(Encoding::Bf16, recipe, source, dir, rows);
 }
@@ -138,7 +138,8 @@ fn online_states_are_the_cached_ones() {
     );
 }
 
-/// What is learned from fp8 is not what is learned from the target's own states; bf16z gives those back bit by bit.
+/// Training on fp8 states counts as other data than training on the target's own states. bf16z
+/// restores those bit by bit.
 #[test]
 fn only_states_that_were_rounded_are_other_data() {
     let bench = bench();
@@ -174,7 +175,8 @@ fn the_first_epoch_of_hybrid_leaves_a_cache_wherever_it_was_stopped() {
     assert!(!dataset(&bench, &whole, &source).needs_target());
     assert_same("read again", &read(&bench, &whole, &source, 1..STEPS + 2), &expected[PER_STEP..]);
 
-    // Stopped within the epoch and resumed at a checkpoint before that, right there, or when the epoch was over.
+    // Stopped within the epoch and resumed at an earlier checkpoint, at the same step, or after the
+    // end of the epoch.
     for (stopped, resumed) in [(3, 1), (2, 2), (STEPS - 1, STEPS - 1), (1, STEPS)] {
         let dir = format!("stopped-{stopped}-{resumed}");
         let torn = hybrid(&dir);
@@ -184,7 +186,7 @@ fn the_first_epoch_of_hybrid_leaves_a_cache_wherever_it_was_stopped() {
         assert_same(&dir, &rest, &expected[resumed * PER_STEP..]);
         assert!(files(&bench.path(&dir)) == files(&bench.path("whole")), "{dir}: another cache");
     }
-    // An epoch and no step more.
+    // Exactly one epoch.
     read(&bench, &hybrid("epoch"), &source, 0..STEPS);
     assert!(files(&bench.path("epoch")) == files(&bench.path("whole")));
 }
@@ -199,7 +201,7 @@ fn a_finished_cache_serves_hybrid_in_any_order() {
     build(&cached, &source, &dir, &bench.path("rows.jsonl"));
     assert_same("hybrid", &read(&bench, &hybrid, &source, 0..3), &read(&bench, &cached, &source, 0..3));
 
-    // As a drafter would ask that learns from every position.
+    // As for a drafter that learns from every position.
     let mut greedy = bench.source(&[]).unwrap();
     greedy.final_states = FinalStates::All;
     let error = Dataset::open(&cached, &greedy, None, |_| order(0)).err().unwrap().to_string();

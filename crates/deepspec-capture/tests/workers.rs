@@ -1,4 +1,4 @@
-//! Several workers, killed at any point, build together what one undisturbed worker builds.
+//! Several workers that are killed at any point build the same cache as one undisturbed worker.
 
 #[path = "common_cache/mod.rs"]
 mod common;
@@ -24,13 +24,14 @@ fn worker(index: usize) -> Worker {
     Worker::new(index, WORKERS).unwrap()
 }
 
-/// Tells the parent where this process is.
+/// Reports this process's position to the parent.
 fn say(word: &str) {
     let mut out = io::stdout();
     writeln!(out, "at {word}").unwrap();
 }
 
-/// Builds a worker's share, with a line to standard output before and after each thing that touches the disk.
+/// Builds a worker's share, with a line on standard output before and after each operation that
+/// touches the disk.
 fn work(dir: &Path, worker: Worker) {
     let plan = the_plan();
     say("open");
@@ -46,7 +47,7 @@ fn work(dir: &Path, worker: Worker) {
     }
 }
 
-/// Not a test of its own: the process that the tests below kill.
+/// Not a test itself: the process that the tests below kill.
 #[test]
 #[ignore = "runs as a child of the other tests"]
 fn child() {
@@ -68,7 +69,7 @@ fn start(what: &str, dir: &Path) -> Child {
         .unwrap()
 }
 
-/// Kills the child after so many of its lines; whether it was still alive.
+/// Kills the child after `lines` of its lines; returns whether it was still alive.
 fn kill_after(mut child: Child, lines: usize) -> bool {
     let output = BufReader::new(child.stdout.take().unwrap());
     let seen = output.lines().map_while(Result::ok).filter(|line| line.contains("at ")).take(lines).count();
@@ -86,7 +87,7 @@ fn undisturbed() -> Vec<(String, Vec<u8>)> {
 #[test]
 fn killed_workers_and_merges_end_as_if_undisturbed() {
     let expected = undisturbed();
-    // One worker gives the same cache, too.
+    // A single worker produces the same cache, too.
     let alone = tempfile::tempdir().unwrap();
     let plan = the_plan();
     build(alone.path(), &plan, &identity()).unwrap();
@@ -104,7 +105,7 @@ fn killed_workers_and_merges_end_as_if_undisturbed() {
         if kill_after(start(&index.to_string(), dir.path()), lines) {
             killed += 1;
         } else {
-            // That worker had no more to do: the next build takes the remaining kills.
+            // That worker was finished: the next build gets the remaining kills.
             finish(dir.path(), &expected);
             dir = tempfile::tempdir().unwrap();
         }
@@ -112,7 +113,7 @@ fn killed_workers_and_merges_end_as_if_undisturbed() {
     finish(dir.path(), &expected);
 }
 
-/// Lets all workers end, disturbs the merge, and compares.
+/// Lets all workers finish, disturbs the merge, and compares the result.
 fn finish(dir: &Path, expected: &[(String, Vec<u8>)]) {
     for index in 0..WORKERS {
         assert!(start(&index.to_string(), dir).wait_with_output().unwrap().status.success());
@@ -137,7 +138,7 @@ fn a_merge_names_what_is_missing_or_foreign() {
     work(dir.path(), worker(0));
     work(dir.path(), worker(2));
 
-    // A finished shard that changed.
+    // A finished shard that was changed.
     let shard = dir.path().join("parts/worker-002/shard-00002.safetensors");
     let bytes = fs::read(&shard).unwrap();
     let mut flipped = bytes.clone();
@@ -146,7 +147,7 @@ fn a_merge_names_what_is_missing_or_foreign() {
     assert!(message(merge(dir.path(), |_| ())).contains("worker-002/shard-00002.safetensors: sha256"));
     fs::write(&shard, bytes).unwrap();
 
-    // A list of samples that lost one.
+    // A list of samples that lost a line.
     let list = dir.path().join("parts/worker-001/shard-00001.samples.jsonl");
     let text = fs::read_to_string(&list).unwrap();
     fs::write(&list, text.split_once('\n').unwrap().1).unwrap();

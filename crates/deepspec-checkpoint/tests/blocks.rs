@@ -1,4 +1,4 @@
-//! Blocks of every type against llama.cpp's own package, bit by bit.
+//! Blocks of every type match llama.cpp's own package bit by bit.
 
 use std::fs;
 use std::path::Path;
@@ -8,7 +8,7 @@ use deepspec_checkpoint::gguf::{BlockType, Gguf, TensorType};
 use deepspec_testkit::skip;
 use half::{bf16, f16};
 
-/// Values that are read, as float32.
+/// Dequantised values, as float32.
 fn widened(values: Vec<u8>, kind: TensorType) -> Vec<u8> {
     let halves = values.as_chunks::<2>().0.iter();
     match kind {

@@ -1,4 +1,4 @@
-//! Targets in GGUF files that the gguf package wrote.
+//! Targets in GGUF files that the Python package gguf wrote.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -19,7 +19,8 @@ fn json(path: PathBuf) -> Value {
     serde_json::from_slice(&fs::read(path).unwrap()).unwrap()
 }
 
-/// The model in `folder` as a GGUF with such matrices, and what it then holds; None where the package is not there.
+/// Writes the model in `folder` as a GGUF with matrices of type `kind`, and returns the expected
+/// content. None without the package.
 fn write(folder: &Path, kind: &str, dir: &Path) -> Option<(PathBuf, PathBuf)> {
     let python = skip::python("gguf")?;
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/gguf_write.py");
@@ -49,7 +50,7 @@ fn holds_the_same(unpacked: &Path, expected: &Path) {
     }
 }
 
-/// A Llama with the rotary settings of Llama 3, as long as its models are.
+/// A Llama with Llama 3's rotary settings and context length.
 fn llama(dir: &Path, original: u64) {
     tiny::llama(dir);
     let path = dir.join("config.json");
@@ -71,7 +72,7 @@ fn a_llama_comes_out_as_it_went_in() {
         let (found, meant) = (json(unpacked.join("config.json")), json(model.join("config.json")));
         for key in meant.as_object().unwrap().keys() {
             match key.as_str() {
-                // A factor that is stored as float32 for each plane.
+                // The factor is stored as float32 for each plane.
                 "rope_scaling" => {
                     let factor = found[key]["factor"].as_f64().unwrap();
                     assert!((factor - 8.0).abs() < 1e-4, "{factor}");
@@ -79,7 +80,7 @@ fn a_llama_comes_out_as_it_went_in() {
                         assert_eq!(found[key][part].as_f64(), meant[key][part].as_f64(), "{part}");
                     }
                 }
-                // And the special tokens that llama.cpp ends answers at besides.
+                // And the further special tokens at which llama.cpp ends answers.
                 "eos_token_id" => {
                     assert!(found[key].as_array().unwrap().starts_with(meant[key].as_array().unwrap()));
                 }

@@ -1,4 +1,4 @@
-//! Damaged files: never a panic, and every refusal names the file and what of it is wrong.
+//! Damaged files never cause a panic, and every error names the file and the problem.
 
 use std::fs;
 use std::path::Path;
@@ -9,7 +9,7 @@ use deepspec_core::rng::{Purpose, Stream};
 const WIDTH: usize = 8;
 const TOKENS: [&str; 6] = ["a", "b", "ab", "<|end|>", "c", "[PAD5]"];
 
-/// A Llama of one layer, with heads in pairs.
+/// A Llama of one layer, with two heads.
 fn written(edit: impl FnOnce(&mut Vec<(&'static str, Value)>)) -> Vec<u8> {
     let mut entries = vec![
         ("general.architecture", Value::Text("llama".into())),
@@ -50,7 +50,7 @@ fn written(edit: impl FnOnce(&mut Vec<(&'static str, Value)>)) -> Vec<u8> {
         writer.tensor(Tensor { name: name.into(), kind: TensorType::F32, shape });
     }
     let mut bytes = vec![];
-    // Values tell where they stand.
+    // Each value equals its index.
     let data = |_, tensor: &Tensor| {
         Ok((0..tensor.bytes() / 4).flat_map(|value| (value as f32).to_le_bytes()).collect())
     };
@@ -58,7 +58,7 @@ fn written(edit: impl FnOnce(&mut Vec<(&'static str, Value)>)) -> Vec<u8> {
     bytes
 }
 
-/// Reads all that is in it; an error has to name it.
+/// Reads the whole file; an error must name it.
 fn read(path: &Path, cache: &Path) -> Result<(), String> {
     let all = || {
         unpack(path, cache)?;
@@ -91,7 +91,7 @@ fn a_model_is_unpacked_once_and_heads_become_halves() {
     let values = model.values("model.layers.0.self_attn.q_proj.weight").unwrap();
     let first_of_rows: Vec<f32> =
         values.chunks(WIDTH * 4).map(|row| f32::from_le_bytes([row[0], row[1], row[2], row[3]])).collect();
-    // Two heads of four rows: even ones, then odd ones.
+    // Two heads of four rows: the even rows, then the odd ones.
     assert_eq!(first_of_rows, [0.0, 16.0, 8.0, 24.0, 32.0, 48.0, 40.0, 56.0]);
     let json = |file: &str| -> serde_json::Value {
         serde_json::from_slice(&fs::read(folder.join(file)).unwrap()).unwrap()
@@ -152,7 +152,7 @@ fn types_that_are_not_read_are_named_with_those_that_are() {
     let whole = written(|_| ());
     let tensor = b"blk.0.attn_q.weight";
     let name = whole.windows(tensor.len()).position(|bytes| bytes == tensor).unwrap();
-    // Behind the name: the number of dimensions, two of them, and the type.
+    // Behind the name come the number of dimensions, two dimensions, and the type.
     let place = name + tensor.len() + 4 + 2 * 8;
     for (id, kind) in [
         (10u32, "Q2_K"),
@@ -175,7 +175,7 @@ fn types_that_are_not_read_are_named_with_those_that_are() {
 #[test]
 fn two_thousand_damaged_files_are_refused_or_read() {
     let whole = written(|_| ());
-    // Where damage is noticed: before the values of tensors, any of which are good.
+    // Damage is noticed before the tensors' values, which may be anything.
     let data = [48, 8, 8, 64, 32, 32, 64, 8, 128, 128, 128].map(|values| 4 * values);
     let head = whole.len() - data.iter().sum::<usize>();
     let dice = Stream::new(5, "gguf");
@@ -186,7 +186,8 @@ fn two_thousand_damaged_files_are_refused_or_read() {
         let roll = |sides: usize, lane| dice.below(sides as u64, round, Purpose::Shuffle, lane) as usize;
         let at = roll(head, 0);
         match roll(4, 1) {
-            // A byte; a number of eight bytes that is far too large, or larger than what is left; an end.
+            // A changed byte; a number of eight bytes that is far too large, or larger than the
+            // rest of the file; a truncated file.
             0 => bytes[at] = roll(256, 2) as u8,
             1 => bytes.splice(at..(at + 8).min(whole.len()), u64::MAX.to_le_bytes()).for_each(drop),
             2 => {
@@ -211,14 +212,14 @@ fn a_file_that_is_no_file_is_said() {
     assert!(Gguf::open(&absent).unwrap_err().to_string().contains("not a GGUF file"));
 }
 
-/// A file that says it is huge, and is as far as its size goes: no memory is asked for on its word.
+/// A sparse file with a huge size: its claims alone must not cause an allocation.
 #[test]
 fn texts_of_a_huge_file_are_refused() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("huge.gguf");
     let mut head = b"GGUF".to_vec();
     head.extend(3u32.to_le_bytes());
-    // No tensors, one entry, whose key has 900 GiB.
+    // No tensors, and one entry whose key has 900 GiB.
     head.extend([0u64, 1, 900 << 30].map(u64::to_le_bytes).as_flattened());
     fs::write(&path, head).unwrap();
     fs::File::options().write(true).open(&path).unwrap().set_len(1000 << 30).unwrap();

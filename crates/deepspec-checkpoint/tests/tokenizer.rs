@@ -1,4 +1,4 @@
-//! Vocabularies as they are written, and tokenizers that no GGUF holds.
+//! Vocabularies as they are written to GGUF, and tokenizers that GGUF cannot represent.
 
 use std::fs;
 

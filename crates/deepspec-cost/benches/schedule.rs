@@ -18,7 +18,7 @@ fn benchmark(criterion: &mut Criterion) {
     let confidence = |request, k| stream.uniform(request as u64, Purpose::Draft, k as u64).powf(0.2);
     let rows: Vec<Vec<f64>> =
         (0..REQUESTS).map(|request| (0..BLOCK).map(|k| confidence(request, k)).collect()).collect();
-    // Steep enough to stop half-way, and flat: every candidate is looked at.
+    // Steep enough to stop half-way, and flat, so that every candidate is considered.
     let curve = |slope: f64| {
         let table = (1..=REQUESTS * (BLOCK + 1)).map(|batch| 1.0 / (1.0 + slope * batch as f64));
         CostCurve::new(table.collect()).expect("positive rates")
@@ -35,7 +35,7 @@ fn benchmark(criterion: &mut Criterion) {
     for policy in [Policy::Prefix, Policy::PrefixAsync] {
         let mut planner = Planner::new(policy, Some(Arc::clone(&cost))).expect("costs are given");
         (0..3).for_each(|_| drop(planner.lengths(load, BLOCK, rows.clone())));
-        // All that the engine asks of its planner in a step.
+        // The whole planner call of one engine step.
         criterion.bench_function(&format!("a step of {policy}"), |bencher| {
             bencher.iter_batched(
                 || rows.clone(),

@@ -8,9 +8,9 @@ use deepspec_cost::survival::sigmoid_f32;
 use deepspec_testkit::golden::{Array, Case, Values};
 use serde_json::Value;
 
-/// float32 sigmoids.
+/// Tolerance for float32 sigmoids.
 const METRICS: f64 = 1e-6;
-/// float64 throughout.
+/// Tolerance for float64 computations.
 const EXACT: f64 = 1e-9;
 
 #[track_caller]
@@ -35,7 +35,7 @@ fn rows(value: &Value) -> Vec<Vec<f64>> {
     value.as_array().expect("a list").iter().map(numbers).collect()
 }
 
-/// The names of the data sets: `a` of `a.confidence_logits`.
+/// The names of the data sets: `a` for `a.confidence_logits`.
 fn data_sets(case: &Case) -> Vec<String> {
     let inputs = case.json["inputs.safetensors"].as_object().expect("a table of inputs");
     inputs.keys().filter_map(|name| name.strip_suffix(".confidence_logits")).map(str::to_string).collect()
@@ -48,7 +48,7 @@ fn logits(array: &Array) -> Vec<&[f32]> {
     }
 }
 
-/// Leading ones of every row of a mask, counted in the first `lengths[row]` columns.
+/// The number of leading ones of every mask row, counted in its first `lengths[row]` columns.
 fn accepted(mask: &Array, lengths: &[usize]) -> Vec<usize> {
     let values = mask.ints();
     let rows = values.chunks_exact(mask.shape[1] as usize).zip(lengths);
@@ -112,7 +112,7 @@ fn golden_confidence_metrics() {
         let lengths: Vec<usize> = input("effective_length").ints().iter().map(|&len| len as usize).collect();
         let accepted = accepted(input("accept_prefix_mask"), &lengths);
         let empty = Reliability::with_binning(positions, binning).expect("bins");
-        let (mut whole, mut parts) = (empty.clone(), vec![empty; 3]); // in one stream, and over three workers
+        let (mut whole, mut parts) = (empty.clone(), vec![empty; 3]); // one stream, and three workers
         for (i, row) in logits(input("confidence_logits")).into_iter().enumerate() {
             let confidences: Vec<f64> =
                 row[..lengths[i]].iter().map(|&x| f64::from(sigmoid_f32(x))).collect();
@@ -202,8 +202,9 @@ fn golden_prefix_scheduler() {
     }
 }
 
-/// Appendix A: one drafted token from q = (½, ½) whose value decides the next confidence. Verified, it yields p; not
-/// verified, the target draws from p itself; choosing between the two by what was drawn yields something else.
+/// Appendix A: one token drafted from q = (½, ½) whose value decides the next confidence. If it is
+/// verified, the result follows p; otherwise the target draws from p itself. Choosing between the
+/// two by the drawn value gives another distribution.
 #[test]
 fn golden_appendix_a() {
     let case = Case::load("scheduler");
@@ -217,7 +218,7 @@ fn golden_appendix_a() {
             let verified = plan(&rows(&one["confidences"]), &curve).lengths[0] > 0;
             let accept = (p[token] / 0.5).min(1.0);
             for (output, share) in distribution.iter_mut().enumerate() {
-                // A rejection moves all mass to the one token that the draft proposes too rarely.
+                // A rejection moves all mass to the one token that the drafter proposes too rarely.
                 let outcome = if output == token { accept } else { 1.0 - accept };
                 *share += 0.5 * if verified { outcome } else { p[output] };
             }

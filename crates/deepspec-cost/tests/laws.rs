@@ -1,4 +1,4 @@
-//! What must hold for any numbers.
+//! Properties that hold for any numbers.
 
 use deepspec_core::rng::{Purpose, Stream};
 use deepspec_cost::ScheduleError;
@@ -19,12 +19,12 @@ fn requests() -> impl Strategy<Value = Vec<Vec<f64>>> {
     vec(vec(probability(), 0..4), 1..5)
 }
 
-/// A jagged curve, often too short for everything.
+/// A jagged cost curve, often too short for all candidates.
 fn curve() -> impl Strategy<Value = CostCurve> {
     vec(0.1..10.0, 4..20).prop_map(|table| CostCurve::new(table).unwrap())
 }
 
-/// A proposal and how much of it was accepted.
+/// A proposal and the number of its accepted tokens.
 fn outcome<T: std::fmt::Debug + Clone>(
     token: impl Strategy<Value = T>,
 ) -> impl Strategy<Value = (Vec<T>, usize)> {
@@ -32,19 +32,20 @@ fn outcome<T: std::fmt::Debug + Clone>(
         .prop_flat_map(|tokens| (0..=tokens.len()).prop_map(move |accepted| (tokens.clone(), accepted)))
 }
 
-/// Θ of given prefix lengths, straight from its definition.
+/// Θ for given prefix lengths, computed from its definition.
 fn throughput(confidences: &[Vec<f64>], lengths: &[usize], curve: &CostCurve) -> f64 {
     let expected: f64 =
         confidences.iter().zip(lengths).map(|(row, &l)| 1.0 + survival(row).take(l).sum::<f64>()).sum();
     expected * curve.steps_per_second(lengths.iter().map(|l| 1 + l).sum())
 }
 
-/// Tokens of a request that can survive; Algorithm 1 knows no others.
+/// The number of a request's tokens with a nonzero survival probability; Algorithm 1 considers only
+/// these.
 fn alive(row: &[f64]) -> usize {
     survival(row).filter(|&a| a > 0.0).count()
 }
 
-/// Every choice of one prefix per request.
+/// All combinations of one prefix length per request.
 fn every_choice(confidences: &[Vec<f64>]) -> Vec<Vec<usize>> {
     confidences.iter().fold(vec![vec![]], |choices, row| {
         let extended = choices
@@ -122,7 +123,8 @@ proptest! {
         }
     }
 
-    /// The slow twin of the histogram: every accepted against every rejected observation, ties within a fine bin half.
+    /// A slow reimplementation of the histogram: compares all pairs of accepted and rejected
+    /// observations. Ties within a fine bin count half.
     #[test]
     fn auroc_compares_all_pairs(seen in vec((probability(), any::<bool>()), 0..50)) {
         let mut all = Reliability::new(1);
@@ -153,7 +155,7 @@ proptest! {
         }
     }
 
-    /// What calibration reports is what the reliability metrics then measure.
+    /// The error that calibration reports equals the one that the reliability metrics measure.
     #[test]
     fn calibrated_error_is_the_measured_one(proposals in vec(outcome(-8.0f32..8.0), 1..40)) {
         let data: Vec<_> = proposals.iter().map(|(logits, accepted)| Proposal { logits, accepted: *accepted }).collect();
@@ -228,7 +230,7 @@ fn step_times_are_linear_between_measurements() {
     }
 }
 
-/// Blocks of a head that says σ(`factor`·z) where the truth is σ(z).
+/// Blocks of a confidence head that predicts σ(`factor`·z) when the true probability is σ(z).
 fn overconfident(experiment: u64, factor: f32) -> Vec<(Vec<f32>, usize)> {
     let stream = Stream::new(experiment, "blocks");
     let block = |i| {
@@ -260,7 +262,8 @@ fn scaling_mends_held_out_blocks() {
     let calibration = Calibration::from_fits(&found);
     let raw = Calibration::new(vec![1.0; 4]).unwrap();
     let (before, after) = (mean_error(&held_out, &raw), mean_error(&held_out, &calibration));
-    // What chance leaves: the same blocks with outcomes drawn from the calibrated confidences themselves.
+    // The chance level: the same blocks with outcomes drawn from the calibrated confidences
+    // themselves.
     let mut chance: Vec<f64> = (0..100)
         .map(|draw| {
             let stream = Stream::new(draw, "labels");
@@ -276,14 +279,15 @@ fn scaling_mends_held_out_blocks() {
     chance.sort_by(f64::total_cmp);
     assert!(before > 0.04, "{before}");
     assert!(after <= (0.5 * before).max(chance[95]), "{before} became {after}, chance is {}", chance[95]);
-    // Behind the first position the survival is a product, whose calibration error is flat around its minimum.
+    // Behind the first position the survival is a product, whose calibration error is flat around
+    // its minimum.
     let first = calibration.temperatures()[0];
     assert!((1.8..2.2).contains(&first), "a head twice too sure needs a temperature near 2, not {first}");
 }
 
 #[test]
 fn doubled_logits_double_the_temperatures() {
-    // A grid on which every temperature has its double.
+    // A grid that contains the double of every temperature.
     let grid = |first: f64| (0..97).map(|i| first * 2f64.powf(f64::from(i) / 16.0)).collect::<Vec<_>>();
     let blocks = overconfident(3, 1.0);
     let doubled: Vec<_> = overconfident(3, 1.0)

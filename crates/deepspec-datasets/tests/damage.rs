@@ -1,4 +1,4 @@
-//! Parquet files that are damaged.
+//! Damaged Parquet files.
 
 use std::fs::{self, File};
 use std::sync::Arc;
@@ -11,10 +11,10 @@ use parquet::arrow::ArrowWriter;
 use parquet::file::properties::WriterProperties;
 use proptest::prelude::*;
 
-/// A message's speaker, text, weight and calls; None where the message itself is null.
+/// A message's role, text, weight and tool calls; None if the message itself is null.
 type Said = Option<(Option<&'static str>, Option<String>, Option<i64>, Option<Vec<String>>)>;
 
-/// A column of messages as [`Said`], with the speakers and texts under these names.
+/// A column of messages as [`Said`], with the given names of the role and text fields.
 fn column(names: [&str; 2], large: bool, rows: &[Option<Vec<Said>>]) -> ArrayRef {
     let text = |name| Field::new(name, DataType::Utf8, true);
     let calls = Field::new("tool_calls", DataType::new_list(DataType::Utf8, true), true);
@@ -66,7 +66,7 @@ fn said() -> impl Strategy<Value = Said> {
     prop::option::weighted(0.98, (speaker, text, prop::option::of(any::<i64>()), calls))
 }
 
-/// A batch with all its odds and ends, cut out of a larger one.
+/// A batch with many edge cases, sliced out of a larger one.
 fn batch() -> impl Strategy<Value = RecordBatch> {
     let row = prop::option::weighted(0.95, prop::collection::vec(said(), 0..5));
     let row = (
@@ -96,7 +96,7 @@ fn batch() -> impl Strategy<Value = RecordBatch> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(1000))]
 
-    /// Whatever a file holds, reading it ends in rows or in an error that names it.
+    /// Reading a file always ends in rows or in an error that names the file, whatever it contains.
     #[test]
     fn damaged_files_are_errors(batch in batch(), cut in 0.0f64..1.5, damage in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 0..6)) {
         let dir = tempfile::tempdir().unwrap();

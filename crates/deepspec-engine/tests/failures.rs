@@ -1,4 +1,5 @@
-//! What ends one sequence leaves the others as they are: numbers that are not finite, memory that runs out, and too little of it.
+//! A failure that ends one sequence does not change the others: values that are not finite, out of
+//! memory, and too little memory.
 
 mod common;
 
@@ -13,24 +14,24 @@ use deepspec_engine::{
 };
 use tch::{Device, Kind, Tensor};
 
-/// More than any machine has.
+/// More memory than any machine has.
 const ABSURD: i64 = 1 << 45;
-/// Bytes that the toy says a token takes.
+/// Bytes per token that the toy reports.
 const TOKEN_BYTES: u64 = 10;
 
-/// libtorch's own failure, as it panics out of any operator.
+/// libtorch's own out-of-memory error, which panics out of any operator.
 fn run_out_of_memory() {
     let _ = Tensor::zeros([ABSURD], (Kind::Float, Device::Cpu));
 }
 
-/// A toy with weak spots.
+/// A toy target that can fail.
 struct Weak {
     toy: ToyTarget,
-    /// Tokens of a step that it has no memory for.
+    /// A step with more tokens than this runs out of memory.
     most_tokens: usize,
-    /// The prefix at which its states turn into NaN: the first token of a prompt.
+    /// The first prompt token after which the hidden states become NaN.
     poison: Option<i64>,
-    /// Slots of each forward that went well.
+    /// The number of slots of each successful forward.
     log: Rc<RefCell<Vec<usize>>>,
 }
 
@@ -43,7 +44,7 @@ impl Weak {
 impl Target for Weak {
     fn forward(&mut self, feed: &ModelInput) -> ModelOutput {
         let forwarded = self.toy.forward(feed);
-        // Only now, so that histories have grown already.
+        // Fails only now, after the KV caches have grown.
         if feed.chunks.iter().map(|&(_, tokens)| tokens).sum::<usize>() > self.most_tokens {
             run_out_of_memory();
         }
@@ -85,7 +86,7 @@ impl Target for Weak {
     }
 }
 
-/// A drafter that finds no memory in some of its proposals, once it has taken the context in.
+/// A drafter that runs out of memory in some proposals, after it has received its context.
 struct Faltering {
     toy: ToyDrafter,
     proposals: usize,
@@ -135,7 +136,7 @@ fn request(id: usize, prompt: &[i64]) -> Request {
     }
 }
 
-/// The answers that came, by id, and what became of the others.
+/// The answers by id, and the errors of the other requests.
 fn drain<P: Proposer>(
     engine: &mut Engine<Weak, P>,
     requests: &[Request],
@@ -156,7 +157,7 @@ fn drain<P: Proposer>(
     (done, failed)
 }
 
-/// What each of these requests is answered when nothing goes wrong.
+/// The answers to these requests if nothing fails.
 fn undisturbed(requests: &[Request]) -> BTreeMap<String, Completion> {
     let mut engine = Engine::new(Weak::new(1), Some(ToyDrafter::new(1)), options(1));
     drain(&mut engine, requests).0
@@ -195,8 +196,8 @@ fn without_memory_the_largest_ends_and_the_others_go_on() {
     assert_same(&done, &undisturbed(&requests));
 }
 
-/// The drafter had taken in what was committed before: after the step is taken back it does so once more, and no more than that (the
-/// toy panics otherwise).
+/// The drafter had received the context before the failed step. After the rollback it receives it
+/// exactly once more; the toy panics otherwise.
 #[test]
 fn a_drafter_without_memory_takes_its_context_in_again() {
     let requests: Vec<Request> = (0..6).map(|i| request(i, &PROMPT)).collect();
@@ -236,7 +237,7 @@ fn other_panics_are_no_lack_of_memory() {
 
 #[test]
 fn sequences_start_when_their_memory_is_there() {
-    // Prompt, answer and a block: 2 + 10 + 3 tokens. Two of them have room.
+    // Prompt, answer and a block: 2 + 10 + 3 tokens. Memory suffices for two such requests.
     let requests: Vec<Request> = (0..6).map(|i| request(i, &PROMPT)).collect();
     let target = Weak::new(4);
     let log = target.log.clone();

@@ -4,7 +4,7 @@ use deepspec_ops::verify;
 use deepspec_testkit::golden::{Array, Case, Values};
 use tch::{Device, Kind, Tensor};
 
-/// Where blocks are verified: `DEEPSPEC_TEST_DEVICE`, else the CPU.
+/// The device of verification: `DEEPSPEC_TEST_DEVICE`, else the CPU.
 fn device() -> Device {
     let name = std::env::var("DEEPSPEC_TEST_DEVICE").unwrap_or_else(|_| "cpu".into());
     deepspec_ops::device(&name).unwrap_or_else(|error| panic!("{error}"))
@@ -42,7 +42,7 @@ fn golden_verify() {
     for i in 0..accepted.len() {
         let prefix = case.expected("accept_prefix_mask").ragged_row(i);
         assert_eq!(accepted[i], prefix.iter().sum::<i64>(), "case {i}");
-        // The counting rule for stop tokens, as the engine applies it.
+        // Counts stop tokens as the engine does.
         let stops = case.input("stop_token_ids").ragged_row(i);
         let stop =
             drafts.row(i).ints()[..accepted[i] as usize].iter().position(|token| stops.contains(token));
@@ -56,7 +56,7 @@ fn golden_verify() {
             case.expected("terminated_by_stop_token").ints()[i],
             "case {i}"
         );
-        // Behind a stop token the reference draws a token that nobody uses.
+        // Behind a stop token the reference draws a token that is never used.
         if stop.is_none() {
             assert_eq!(next[i], expected_next[i], "case {i}");
             compared_next += 1;

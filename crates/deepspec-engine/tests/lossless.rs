@@ -1,6 +1,7 @@
-//! Speculation is lossless: whatever the drafter proposes, the output has the target's own law.
+//! Speculative decoding is lossless: whatever the drafter proposes, the output has the target's own
+//! distribution.
 //!
-//! Target and drafter are toys, whose law can be written down.
+//! Target and drafter are toys whose exact distribution can be computed.
 
 mod common;
 
@@ -23,7 +24,7 @@ use deepspec_ops::{Verification, sample, verify};
 use deepspec_testkit::distribution::{Counts, chi_square_ratio, count};
 use tch::{Device, Kind, Tensor};
 
-/// Tokens whose joint law is checked: V³ outcomes at most.
+/// The number of tokens whose joint distribution is checked: at most V³ outcomes.
 const LENGTH: usize = 3;
 
 fn options(slots: usize) -> EngineOptions {
@@ -47,7 +48,7 @@ fn run_planned(options: EngineOptions, planner: Option<Planner>, requests: Vec<R
     { engine }.run(requests, |_| {}).unwrap()
 }
 
-/// A planner for a machine whose steps take longer by `slope` for every token behind the first 64.
+/// A planner for a machine whose steps take `slope` longer for every token beyond the first 64.
 fn planner(policy: &str, slope: f64) -> Planner {
     let seconds = |batch: usize| 1.0 + slope * batch.saturating_sub(64) as f64;
     let curve = CostCurve::new((1..=64 * (GAMMA + 1)).map(|batch| 1.0 / seconds(batch)).collect()).unwrap();
@@ -66,7 +67,7 @@ fn requests(count: usize, sampling: Sampling, max_new_tokens: usize, stop_ids: &
     (0..count).map(request).collect()
 }
 
-/// The probability of every output of up to [`LENGTH`] tokens by the target alone.
+/// The probability of every output of up to [`LENGTH`] tokens under the target alone.
 fn exact_law(sampling: Sampling, stop_ids: &[i64]) -> BTreeMap<Vec<i64>, f64> {
     let mut law = BTreeMap::new();
     let mut open = vec![(vec![], prompt_prefix(), 1.0)];
@@ -89,9 +90,10 @@ fn samples() -> usize {
     if std::env::var_os("DEEPSPEC_TEST_FULL").is_some() { 400_000 } else { 20_000 }
 }
 
-/// Of the engine's outputs, for a setting.
+/// The misfit of the engine's outputs for a setting.
 fn engine_chi_square_ratio(options: EngineOptions, sampling: Sampling, stop_ids: &[i64]) -> f64 {
-    // Longer than the law looks, so that the last of its tokens may come from any place of a block.
+    // Longer than the checked outputs, so that their last token may come from any position of a
+    // block.
     planned_chi_square_ratio(options, Planner::default(), sampling, stop_ids)
 }
 
@@ -135,7 +137,7 @@ fn under_every_schedule_the_first_tokens_have_the_targets_joint_law() {
         ("prefix", 0.0),
         ("prefix", 0.006),
         ("prefix-async", 0.006),
-        // Drafting pays at times.
+        // Drafting pays off in some steps.
         ("prefix", 0.02),
     ];
     for (seed, (policy, slope)) in (30..).zip(policies) {
@@ -167,13 +169,13 @@ fn schedules_cut_blocks_and_leave_them_out() {
     assert!(none > cycles * 9 / 10 && none < cycles, "no token is worth a second: {none} of {cycles}");
 }
 
-/// What was committed while nothing was drafted reaches the drafter afterwards, in order: the toy checks every state. Sequences that end
-/// meanwhile take theirs with them.
+/// Tokens committed without drafting reach the drafter later, in order; the toy checks every state.
+/// The pending tokens of a sequence that ends meanwhile are dropped.
 #[test]
 fn the_drafter_catches_up_after_steps_without_it() {
     for (slots, policy) in [(1, "prefix"), (3, "prefix"), (3, "prefix-async")] {
         let asked = requests(40, Sampling::new(1.0, 43), 90, &[3]);
-        // Nothing pays, but for the probes.
+        // Drafting never pays off, except for probes.
         let table = (0..64).map(|batch| if batch < slots { 1e3 } else { 1.0 }).collect();
         let cost = StepCost::new(vec![(1, CostCurve::new(table).unwrap())], vec![]).unwrap();
         let planner = Planner::new(policy.parse().unwrap(), Some(Arc::new(cost))).unwrap();
@@ -183,7 +185,8 @@ fn the_drafter_catches_up_after_steps_without_it() {
     }
 }
 
-/// How often the first drafted token of an answer is accepted, by what target and drafter say.
+/// The expected acceptance rate of an answer's first drafted token, computed from the target's and
+/// drafter's distributions.
 fn first_acceptance(by: impl Fn(&[f64], &[f64]) -> f64) -> f64 {
     let law = |logits: [f32; V as usize]| -> Vec<f64> {
         Vec::try_from(Tensor::from_slice(&logits).softmax(-1, Kind::Double)).unwrap()
@@ -214,7 +217,8 @@ fn greedy_drafts_are_accepted_with_the_targets_probability_of_them() {
 
 type Verify = fn(&Tensor, &Tensor, &Tensor, &Tensor, &Tensor, &Tensor) -> Verification;
 
-/// The engine's loop in a few lines, around any way to verify: all sequences at once, every block whole.
+/// A short version of the engine's loop with any verification: all sequences at once, and whole
+/// blocks.
 fn outputs_with(verify: Verify, sampling: Sampling) -> Counts {
     let count_of = samples();
     let streams: Vec<Stream> =
@@ -327,7 +331,7 @@ fn at_temperature_0_speculation_is_plain_decoding() {
     }
 }
 
-/// The toys compute every row alone, so there is no rounding to excuse a difference.
+/// The toys compute every row independently, so rounding cannot explain a difference.
 #[test]
 fn a_sample_does_not_depend_on_its_batch() {
     let mut asked = requests(50, Sampling::new(1.0, 7), 9, &[3]);
@@ -372,7 +376,7 @@ fn a_cancelled_sequence_leaves_nothing_behind() {
                 done.push(completion);
             }
         }
-        // Its states are on their way to the drafter when its slot goes to the next request.
+        // Its states are still on their way to the drafter when its slot goes to the next request.
         if step == 1 {
             engine.cancel(tickets[0]);
         }

@@ -1,4 +1,4 @@
-//! Engines side by side answer as one does, and what ends one of them is told.
+//! Engines side by side answer like a single one, and the failure of one is reported.
 
 mod common;
 
@@ -40,10 +40,10 @@ fn request(id: usize) -> Request {
     }
 }
 
-/// What became of each request.
+/// The outcome of each request.
 type Outcomes = BTreeMap<RequestId, Result<Vec<i64>, EngineError>>;
 
-/// Runs all that was submitted; what is reported in pieces must be what is reported in the end.
+/// Runs all submitted requests; the streamed pieces must add up to the final result.
 fn drain(generator: &mut dyn Generator) -> Outcomes {
     let (mut pieces, mut outcomes) = (BTreeMap::<RequestId, Vec<i64>>::new(), Outcomes::new());
     while !generator.is_idle() {
@@ -76,7 +76,7 @@ fn replicas_answer_as_one_engine_does() {
             (replicas.draft_len(), replicas.vocab_size()),
             (Generator::draft_len(&alone), Generator::vocab_size(&alone))
         );
-        // Twice: engines that had nothing to do take up work again.
+        // Twice, because idle engines must accept work again.
         for _ in 0..2 {
             let request_ids: Vec<RequestId> =
                 requests.iter().map(|request| replicas.submit(request.clone()).unwrap()).collect();
@@ -146,8 +146,8 @@ fn an_engine_s_panic_goes_on_where_its_events_are_waited_for() {
     }
 }
 
-/// What is submitted waits for the first step, with which the clock of a measurement starts: an engine that woke before would run the first request
-/// alone.
+/// Submitted requests wait for the first step, which starts the clock of a measurement. An engine
+/// that started earlier would run its first request alone.
 #[test]
 fn engines_begin_with_their_share_of_all_that_was_submitted() {
     struct Noting(ToyTarget, Arc<OnceLock<usize>>);

@@ -1,5 +1,6 @@
-//! Our own kernels on a GPU: in a program of their own, in which nothing asks for GPUs before libtorch's CUDA part is loaded. With DEEPSPEC_TEST_DEVICE=cuda they
-//! are compared with the formulas; without a GPU there are none.
+//! Tests this crate's own GPU kernels. They run in a separate program, in which no code asks for
+//! GPUs before libtorch's CUDA part is loaded. With DEEPSPEC_TEST_DEVICE=cuda the kernels are
+//! compared with the formulas; without a GPU there are no kernels.
 
 use std::sync::OnceLock;
 
@@ -33,12 +34,13 @@ fn assert_near(found: &Tensor, exact: &Tensor, what: &str) {
     assert!(off <= 0.012 * exact.abs().max().double_value(&[]), "{what}: off by {off}");
 }
 
-/// On a GPU, where there is one to test on, a layer of a few rows is that of the formulas in float64; elsewhere there are no kernels.
+/// On a GPU, a layer of a few rows matches the formulas in float64; elsewhere there are no kernels.
 #[test]
 fn a_layer_of_a_few_rows_is_that_of_the_formulas() {
     for window in [None, Some(150)] {
         compare_layer([6, 2, 64], [5, 200, 0], window);
-        // Histories in several pieces, in pieces of more keys, and rows that pieces part.
+        // KV caches that span several blocks of keys, blocks with more keys, and chunks that cross
+        // a block boundary.
         compare_layer([8, 1, 128], [2100, 0, 8500], window);
         compare_layer([2, 2, 128], [40, 2046, 1], window);
     }
@@ -161,13 +163,14 @@ fn compare_layer([query, group, dim]: [i64; 3], past: [usize; 3], window: Option
     assert_near(&closed, &(opened.matmul(&exact(&down).tr()) + exact(&x)), "what closes a layer");
 }
 
-/// Where there are kernels, on a GPU, what they find of bfloat16 logits is what float64 finds of the same numbers; elsewhere there are none.
+/// On a GPU, the distances of bfloat16 logits match float64 computations on the same numbers;
+/// elsewhere there are no kernels.
 #[test]
 fn logits_on_a_gpu_are_measured_where_they_lie() {
     let device = test_device();
     let labels = Tensor::from_slice(&[3_i64, 0, 36, 7, 7]);
     let source = Tensor::from_slice(&[0_i64, 0, 2, 1, 1]);
-    // Of whole vectors, and not.
+    // Vocabularies that are and are not a multiple of the vector size.
     for (vocab, cap, has_bias, shares) in [
         (4096, None, true, true),
         (4099, None, false, false),
@@ -230,7 +233,8 @@ fn logits_on_a_gpu_are_measured_where_they_lie() {
         };
         let near = |found: &Tensor, exact: &Tensor, what| {
             let off = (host(found).to_kind(Kind::Double) - exact).abs().max().double_value(&[]);
-            // Half a unit of bfloat16, and what rounding does to a sign where both are equal.
+            // Half a unit of bfloat16, plus a sign that rounding may flip where both probabilities
+            // are equal.
             assert!(off <= 0.005 * exact.abs().max().double_value(&[]), "{what} of {vocab}: off by {off}");
         };
         if has_bias {

@@ -1,4 +1,4 @@
-//! The pool of large CPU tensors: what is written stays, from any thread, and freed memory comes back into use.
+//! The pool of large CPU tensors: written values stay, from any thread, and freed memory is reused.
 
 #![cfg(target_os = "linux")]
 
@@ -8,19 +8,20 @@ use std::thread;
 use tch::{Device, Kind, Tensor};
 
 const MEGABYTE: usize = 1 << 20;
-/// Bytes of live tensors per thread at most.
+/// Maximum bytes of live tensors per thread.
 const LIVE: usize = 48 * MEGABYTE;
 const THREADS: usize = 2;
 const TENSORS: usize = 400;
 
-/// Bytes of anonymous memory resident now.
+/// Bytes of anonymous memory that are resident now.
 fn resident() -> usize {
     let status = fs::read_to_string("/proc/self/status").unwrap();
     let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:")).unwrap();
     line.trim().strip_suffix("kB").unwrap().trim().parse::<usize>().unwrap() << 10
 }
 
-/// Makes and frees tensors of ever other sizes around the pool's threshold of 128 KB, oldest first, and looks at each before it goes.
+/// Creates and frees tensors of many sizes around the pool's threshold of 128 KB, oldest first.
+/// Checks each tensor before freeing it.
 fn churn(thread: usize) {
     let mut live = vec![];
     let mut state = thread as u64 + 1;
@@ -48,7 +49,8 @@ fn holds_no_more_than_was_needed_at_once() {
         });
     }
     let grown = resident().saturating_sub(before);
-    // One thread's share was there already; small tensors, stacks and the last tensor above the limit come on top.
+    // One thread's share was held already; small tensors, stacks and the last tensor above the
+    // limit are added.
     let most = (THREADS - 1) * LIVE + THREADS * 12 * MEGABYTE;
     assert!(grown <= most, "{grown} bytes more are held, {most} at most were needed");
 }

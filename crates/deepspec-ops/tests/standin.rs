@@ -1,5 +1,5 @@
-//! The GPU that is none (`tests/standin`) refuses and counts what a GPU would, so that tests on it mean something. Each test runs itself
-//! again in a process that has it.
+//! The stand-in GPU (`tests/standin`) refuses and counts operations as a real GPU would, so that
+//! tests on it are meaningful. Each test runs itself again in a process with the stand-in.
 
 use std::env;
 use std::process::Command;
@@ -8,8 +8,9 @@ use deepspec_ops::{device, device_memory, restart_device_peak};
 use deepspec_testkit::fake_gpu::{FakeGpu, Report};
 use tch::{Device, Kind, TchError, Tensor};
 
-/// Nothing in a process that has the GPUs. If this one has not, the test `name` is run in one that has two of a megabyte each; what it
-/// did, unless this build is for true GPUs.
+/// Returns Ok in a process with stand-in GPUs. Otherwise runs the test `name` in a process with two
+/// of them, one megabyte each. Then returns that process's report, or None if this build is for
+/// real GPUs.
 fn lent(name: &str) -> Result<(), Option<Report>> {
     if env::var_os("DEEPSPEC_STANDIN_DEVICES").is_some() {
         assert_eq!(device("cuda"), Ok(Device::Cuda(0)));
@@ -55,7 +56,7 @@ fn operands_on_two_devices_are_refused() {
     refused(gpu.f_index_select(0, &rows), &["on the same device", "index"]);
     refused(host.f_index(&[Some(rows.to_device(Device::Cuda(0)))]), &["indices should be either on cpu"]);
     refused(Tensor::f_ones([1], (Kind::Float, Device::Cuda(2))), &["invalid device ordinal"]);
-    // A host's scalar goes along with the call.
+    // A CPU scalar may be an operand of a GPU operator.
     assert_eq!((gpu + Tensor::from(1.0f32)).device(), Device::Cuda(0));
 }
 
@@ -88,13 +89,13 @@ fn transfers_and_waits_are_counted() {
     let Err(report) = lent("transfers_and_waits_are_counted") else {
         let gpu = ones(Device::Cpu).to_device(Device::Cuda(0)); // an upload
         let mask = gpu.gt(0.0);
-        let _ = gpu.index(&[Some(Tensor::from_slice(&[1i64]))]); // a hidden one
+        let _ = gpu.index(&[Some(Tensor::from_slice(&[1i64]))]); // a hidden upload
         let _ = gpu.index(&[Some(mask.shallow_clone())]); // a wait
         let _ = gpu.shallow_clone().masked_fill_(&mask, 2.0);
         let _ = mask.nonzero(); // a wait
         let _ = gpu.sum(Kind::Float).double_value(&[]); // a download
         let _ = gpu.to_device(Device::Cpu); // a download
-        let _ = gpu.to_device(Device::Cuda(1)); // neither
+        let _ = gpu.to_device(Device::Cuda(1)); // neither an upload nor a download
         tch::Cuda::synchronize(0); // a wait
         return;
     };

@@ -10,7 +10,7 @@ use deepspec_core::cli::Verbosity;
 use deepspec_drafters::Recipe;
 use tempfile::TempDir;
 
-/// A folder of its own with a copy of the tiny target, so that a test may change it.
+/// A temporary folder with its own copy of the tiny target, so that a test may change it.
 pub struct Bench {
     dir: TempDir,
 }

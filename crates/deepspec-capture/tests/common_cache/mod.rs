@@ -57,7 +57,7 @@ pub fn plan(count: usize, last: FinalStates, shard_bytes: u64) -> Plan {
     Plan::new(samples(count), layout(last), shard_bytes).unwrap()
 }
 
-/// bf16 bytes of the state of `sample` at `position` in `column`.
+/// bf16 bytes of the states of `sample` at `positions`, `columns` values each.
 pub fn states(sample: &PlannedSample, positions: &[u32], columns: usize) -> Vec<u8> {
     let value = |position: u32, column: usize| {
         let mixed =
@@ -76,7 +76,7 @@ pub fn last_of(sample: &PlannedSample, last: FinalStates) -> Vec<u8> {
     states(sample, &sample.last_positions(last), HIDDEN)
 }
 
-/// Fills all pending shards and publishes.
+/// Fills all pending shards and publishes the cache.
 pub fn build(dir: &Path, plan: &Plan, identity: &Identity) -> Result<Manifest, CacheError> {
     let mut builder = Builder::open(dir, plan, identity)?;
     while let Some(mut writer) = builder.next_shard()? {
@@ -93,7 +93,7 @@ pub fn files(dir: &Path) -> Vec<(String, Vec<u8>)> {
     folder::files(dir)
 }
 
-/// What reading everything in a cache says: nothing, or the first complaint of `open` or `sample`.
+/// Reads everything in a cache; returns the first error of `open` or `sample`.
 pub fn read_all(dir: &Path) -> Result<(), CacheError> {
     let reader = Reader::open(dir)?;
     for index in 0..reader.len() {
@@ -104,7 +104,7 @@ pub fn read_all(dir: &Path) -> Result<(), CacheError> {
     Ok(())
 }
 
-/// Whether `verify` finds anything, be it by an error.
+/// Whether `verify` reports a problem or fails.
 pub fn verify_complains(dir: &Path) -> bool {
     verify(dir, |_| ()).map_or(true, |problems| !problems.is_empty())
 }
@@ -115,7 +115,7 @@ pub fn message<T: std::fmt::Debug>(result: Result<T, CacheError>) -> String {
     text
 }
 
-/// Writes a manifest whose digests are right whatever it says, so that only its content can be refused.
+/// Writes a manifest with correct digests, so that only its content can be refused.
 pub fn reseal(dir: &Path, mut manifest: Value) {
     manifest["digest"] = "".into();
     manifest["digest"] = digest::bytes(manifest.to_string().as_bytes()).into();
@@ -123,7 +123,7 @@ pub fn reseal(dir: &Path, mut manifest: Value) {
     fs::write(dir.join("manifest.json"), text + "\n").unwrap();
 }
 
-/// [`reseal`]s with size and digest of the samples' table as it is now.
+/// Calls [`reseal`] with the current size and digest of the samples' table.
 pub fn reseal_table(dir: &Path, mut manifest: Value) {
     let path = dir.join("samples.parquet");
     manifest["samples"]["bytes"] = fs::metadata(&path).unwrap().len().into();

@@ -1,5 +1,6 @@
-//! A target and a drafter that are toys: their distributions depend on the whole prefix, so that the law of short outputs can be
-//! written down exactly. A prefix is a number: 1, then a digit of base V per token.
+//! A toy target and a toy drafter. Their distributions depend on the whole prefix, so the exact law
+//! of short outputs can be computed. A prefix is encoded as a number: 1, then one digit in base V
+//! per token.
 #![allow(dead_code, reason = "each test binary uses its part")]
 
 use deepspec_core::rng::{Purpose, Stream};
@@ -18,13 +19,13 @@ pub fn prompt_prefix() -> i64 {
     PROMPT.iter().fold(1, |prefix, &token| extended(prefix, token))
 }
 
-/// Logits of the target after a prefix.
+/// The target's logits after a prefix.
 pub fn target_logits(prefix: i64) -> [f32; V as usize] {
     let stream = Stream::new(1, "target");
     std::array::from_fn(|v| (3.0 * stream.uniform(prefix as u64, Purpose::Init, v as u64)) as f32)
 }
 
-/// Logits of the drafter: half right, and surer of itself than it should be.
+/// The drafter's logits: the target's logits plus noise, which makes it overconfident.
 pub fn draft_logits(prefix: i64) -> [f32; V as usize] {
     let (right, stream) = (target_logits(prefix), Stream::new(2, "draft"));
     std::array::from_fn(|v| right[v] + 2.0 * stream.uniform(prefix as u64, Purpose::Init, v as u64) as f32)
@@ -39,7 +40,7 @@ pub fn prefixes(tensor: &Tensor) -> Vec<i64> {
     Vec::try_from(tensor.to_kind(Kind::Int64).reshape([-1])).unwrap()
 }
 
-/// Keeps the prefix behind every token of every slot; hands it out as hidden state and as tap.
+/// Stores the prefix after every token of every slot, and returns it as hidden state and as tap.
 pub struct ToyTarget {
     pub slots: Vec<Vec<i64>>,
 }
@@ -82,12 +83,13 @@ impl Target for ToyTarget {
     }
 }
 
-/// Knows each slot's committed prefix from the captured states alone; that the final states are of the same tokens it checks.
+/// Knows each slot's committed prefix from the captured states alone. It checks that the final
+/// states belong to the same tokens.
 pub struct ToyDrafter {
     slots: Vec<i64>,
-    /// The prefixes that it went through.
+    /// The prefixes that it has received.
     taken: Vec<Vec<i64>>,
-    /// What the next state of each slot must be of, by the token that was said to follow the last one.
+    /// The prefix that the next state of each slot must have, given the announced next token.
     announced: Vec<Option<i64>>,
 }
 
@@ -150,7 +152,7 @@ pub fn propose(mut prefixes_now: Vec<i64>, uniforms: &Tensor, sampling: &Samplin
     for k in 0..GAMMA as i64 {
         let logits = logits_of(prefixes_now.iter().copied(), draft_logits);
         let (drawn, distribution) = sampling.sample(&logits, &uniforms.select(1, k));
-        // Depends on what came before the token, never on the token itself.
+        // Depends on the tokens before this one, never on the token itself.
         let sure = |&prefix: &i64| Stream::new(3, "sure").uniform(prefix as u64, Purpose::Init, 0) as f32;
         confidence.push(Tensor::from_slice(&prefixes_now.iter().map(sure).collect::<Vec<_>>()));
         for (prefix, token) in prefixes_now.iter_mut().zip(prefixes(&drawn)) {

@@ -1,4 +1,4 @@
-//! A hub, a cache and what is asked of them.
+//! A fake hub, a cache, and the requests that the hub received.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -9,7 +9,7 @@ use deepspec_hub::{Hub, HubError, HubOptions, RetryPolicy};
 use deepspec_testkit::hub::{FakeHub, FakeRepo, Request};
 use tempfile::TempDir;
 
-/// A hub on loopback and an empty cache.
+/// A fake hub on loopback and an empty cache.
 pub struct Bench {
     pub fake: FakeHub,
     pub dir: TempDir,
@@ -32,24 +32,24 @@ impl Bench {
         }
     }
 
-    /// A hub as a new process would open it.
+    /// A hub client as a new process would open it.
     pub fn hub(&self) -> Hub {
         Hub::new(self.settings())
     }
 
-    /// The same without any request allowed.
+    /// As `hub`, but in offline mode.
     pub fn offline(&self) -> Hub {
         Hub::new(HubOptions { offline: Some("HF_HUB_OFFLINE"), ..self.settings() })
     }
 
-    /// The requests for content, by path and range.
+    /// The requests for content, with their path and range.
     pub fn transfers(&self) -> Vec<(String, Option<String>)> {
         let is_transfer = |request: &Request| request.path.starts_with("/cdn/");
         let requests = self.fake.requests().into_iter().filter(is_transfer);
         requests.map(|request| (request.path, request.range)).collect()
     }
 
-    /// Files in the folder of blobs of a model, sorted.
+    /// The files in a model's folder of blobs, sorted.
     pub fn blobs(&self, folder: &str) -> Vec<String> {
         names(&self.dir.path().join("hub").join(folder).join("blobs"))
     }
@@ -64,12 +64,12 @@ pub fn names(dir: &Path) -> Vec<String> {
     names
 }
 
-/// Bytes that differ everywhere.
+/// Bytes in which every position has a different value.
 pub fn bytes(count: usize) -> Vec<u8> {
     (0..count as u32).flat_map(|i| i.wrapping_mul(2_654_435_761).to_le_bytes()).take(count).collect()
 }
 
-/// Asserts that it failed and that the message, on one line, says all of this.
+/// Asserts that it failed and that the error message, on one line, contains all `words`.
 pub fn says(outcome: Result<PathBuf, HubError>, words: &[&str]) -> HubError {
     let error = outcome.unwrap_err();
     let text = error.to_string();

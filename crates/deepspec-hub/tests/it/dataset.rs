@@ -1,4 +1,5 @@
-//! Configurations and splits of datasets on the hub; which files belong to which is tested with the layout itself.
+//! Configurations and splits of datasets on the hub. The tests of the layout itself check which
+//! files belong to which split.
 
 use std::fs;
 use std::path::PathBuf;
@@ -12,7 +13,7 @@ fn repo() -> Repo {
     Repo::dataset("own/rows", None)
 }
 
-/// The contents of the files of a split, joined.
+/// The joined contents of a split's files.
 fn read(outcome: Result<Vec<PathBuf>, HubError>) -> String {
     let paths = outcome.unwrap_or_else(|error| panic!("{error}"));
     paths.iter().map(|path| fs::read_to_string(path).unwrap()).collect::<Vec<_>>().join("+")
@@ -60,7 +61,7 @@ fn the_card_names_what_file_names_do_not() {
     let which =
         refused(hub.dataset(&repo(), Some("a"), None), &["configuration a", "several splits", "x, y"]);
     assert!(matches!(which, HubError::WhichSplit { .. }));
-    // A card that cannot be read is no reason to give up.
+    // A card that cannot be parsed must not cause a failure.
     bench.fake.put(
         FakeRepo::dataset("own/rows").file("README.md", "---\nconfigs: [\n---\n").file("test.jsonl", "t"),
     );
@@ -101,14 +102,15 @@ fn offline_the_card_and_the_last_list_tell_what_is_missing() {
     for file in ["README.md", "one.jsonl", "two-a.jsonl"] {
         bench.hub().fetch(&repo(), file).unwrap();
     }
-    // What the hub listed is known: one of three files is missing, in an outage too.
+    // The hub's listing is cached, so a missing file is noticed offline and in an outage too.
     let words = ["1 of 3 files", "two-b.jsonl", "with a connection"];
     refused(bench.offline().dataset(&repo(), None, None), &words);
     bench.fake.fail("/api/", 3, Fault::Status(502, vec![]));
     refused(bench.hub().dataset(&repo(), None, None), &words);
     refused(bench.offline().dataset(&repo(), None, Some("test")), &["1 of 1 files", "three.jsonl"]);
 
-    // In a cache that others filled, only the card tells, and a pattern that matches something is taken as fulfilled.
+    // In a cache filled by other tools, only the card describes the split, and any match satisfies
+    // a pattern.
     let folder = bench.dir.path().join("hub/datasets--own--rows");
     fs::remove_dir_all(folder.join(".deepspec")).unwrap();
     assert_eq!(read(bench.offline().dataset(&repo(), None, None)), "1+2");

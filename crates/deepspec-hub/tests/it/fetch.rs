@@ -1,4 +1,4 @@
-//! What arrives, where it lies, and how broken transfers are met.
+//! The content and location of fetched files, and the recovery from broken transfers.
 
 use std::fs;
 use std::path::Path;
@@ -35,12 +35,12 @@ fn files_lie_where_the_python_tools_look() {
     assert_eq!(fs::read_link(&small).unwrap().parent(), Some(Path::new("../../blobs")));
     assert!(bench.blobs(FOLDER).contains(&sha));
 
-    // What is here is not asked for again: one request for what the branch stands for.
+    // Cached content is not requested again: one request resolves the branch.
     bench.fake.forget();
     assert_eq!(bench.hub().fetch(&repo, "config.json").unwrap(), small);
     let paths: Vec<String> = bench.fake.requests().into_iter().map(|request| request.path).collect();
     assert_eq!(paths, ["/api/models/own/tiny/revision/main"]);
-    // A commit cannot change: no request at all.
+    // A commit cannot change, so there is no request at all.
     bench.fake.forget();
     assert_eq!(bench.hub().fetch(&Repo::model("own/tiny", Some(&commit)), "config.json").unwrap(), small);
     assert!(bench.fake.requests().is_empty());
@@ -99,7 +99,7 @@ fn a_server_without_ranges_sends_all_of_it_again() {
 #[test]
 fn what_an_earlier_process_left_is_checked() {
     let (sha, repo) = (digest::bytes(&bytes(9_000)), Repo::model("own/tiny", None));
-    // Wrong bytes, all bytes already there, more than all of them.
+    // A partial file with wrong bytes, with all bytes, and with too many bytes.
     for (left, transfers) in
         [(vec![7; 5_000], 2), (bytes(9_000), 0), (vec![7; 9_000], 1), (vec![7; 10_000], 1)]
     {
@@ -173,7 +173,7 @@ fn revisions_are_pinned() {
     let refs = bench.dir.path().join("hub").join(FOLDER).join("refs");
     assert_eq!(names(&refs), ["main", "refs", "v1"]);
 
-    // A branch moves on; its old commit stays where it was.
+    // A branch moves on; the files of its old commit remain.
     bench.fake.put(FakeRepo::model("own/tiny").file("config.json", "newest"));
     assert_eq!(text(bench.hub().fetch(&Repo::model("own/tiny", None), "config.json").unwrap()), "newest");
     assert_eq!(at(Some(&commit)), "old");

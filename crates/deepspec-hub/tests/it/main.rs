@@ -1,4 +1,4 @@
-//! The hub client against a hub on loopback, with faults.
+//! Tests the hub client against a fake hub on loopback that injects faults.
 
 mod bench;
 mod dataset;

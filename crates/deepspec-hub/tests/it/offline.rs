@@ -1,4 +1,4 @@
-//! What the cache gives when the hub is not to be asked or cannot be.
+//! The cache serves requests when the hub must not be or cannot be reached.
 
 use std::fs;
 
@@ -82,7 +82,7 @@ fn offline_half_a_model_is_none() {
     let dir = bench.hub().model(&repo()).unwrap();
     fs::remove_file(dir.join("model-00002-of-00002.safetensors")).unwrap();
     says(bench.offline().model(&repo()), &["model-00002-of-00002.safetensors", "1 of 2"]);
-    // A link whose content is gone is as good as none.
+    // A link whose content was deleted counts as missing.
     fs::remove_file(fs::canonicalize(dir.join("config.json")).unwrap()).unwrap();
     says(bench.offline().model(&repo()), &["config.json", "not in the cache"]);
     assert!(bench.hub().model(&repo()).is_ok());
@@ -99,7 +99,7 @@ fn an_unreachable_hub_leaves_what_is_cached() {
     let gone = Hub::new(HubOptions { endpoint: "http://127.0.0.1:9".into(), ..bench.settings() });
     assert_eq!(gone.model(&repo()).unwrap(), dir);
     says(gone.model(&Repo::model("own/other", None)), &["127.0.0.1:9", "cannot be reached"]);
-    // A refusal is no outage.
+    // A refusal is not an outage.
     let bench = Bench::new([model()]);
     bench.hub().model(&repo()).unwrap();
     bench.fake.fail("/api/", 1, Fault::Status(403, vec![]));

@@ -1,4 +1,4 @@
-//! The same cache in the hands of `huggingface_hub`: what either fetched, the other uses without a request.
+//! `huggingface_hub` and this client share a cache: each uses the other's files without a request.
 
 use std::fs;
 use std::path::Path;
@@ -42,7 +42,7 @@ fn either_uses_what_the_other_fetched() {
     ours.fake.forget();
     assert_eq!(Path::new(&snapshot_download(&python, &ours, true)), dir);
     assert!(ours.fake.requests().is_empty());
-    // With requests it finds the content in place.
+    // With requests allowed, it finds the content in place.
     snapshot_download(&python, &ours, false);
     assert!(ours.transfers().is_empty());
 

@@ -1,4 +1,4 @@
-//! What is said when the hub does not give what is wanted.
+//! Error messages when the hub refuses a request.
 
 use std::fs;
 use std::net::TcpListener;
@@ -54,7 +54,7 @@ fn a_403_names_the_page_with_the_terms() {
     bench.fake.fail("/resolve/", 1, Fault::Status(403, vec![]));
     let hub = Hub::new(HubOptions { token: Some("narrow".into()), ..bench.settings() });
     says(hub.fetch(&repo(), "w.bin"), &["forbids", "403", "HF_TOKEN", &page]);
-    // Gated repositories answer strangers with 401.
+    // Gated repositories answer anonymous requests with 401.
     bench.fake.fail("/resolve/", 1, Fault::Status(401, code("GatedRepo")));
     says(bench.hub().fetch(&repo(), "w.bin"), &["gated", "401", &page]);
 }
@@ -84,7 +84,7 @@ fn a_429_is_waited_for_and_then_said() {
     assert!(bench.hub().fetch(&repo(), "w.bin").is_ok());
     bench.fake.fail("/resolve/", 3, pause("0"));
     says(bench.hub().fetch(&repo(), "config.json"), &["429", "3 attempts", "HF_TOKEN", "later"]);
-    // Hours are not waited for.
+    // The client does not wait for hours.
     bench.fake.forget();
     bench.fake.fail("/resolve/", 1, pause("7200"));
     let error = says(bench.hub().fetch(&repo(), "config.json"), &["429", "1 attempts", "7200 s"]);
@@ -171,7 +171,7 @@ fn names_of_files_and_paths_are_no_ids() {
     assert!(Repo::parse(Kind::Model, "own/tiny-v1.2", None).is_ok());
 }
 
-/// A mistyped path of two parts is asked for at the hub, and the answer says so.
+/// A mistyped path of two parts is requested from the hub, and the error says so.
 #[test]
 fn a_path_that_was_taken_as_an_id_is_told_with_the_folder() {
     let bench = bench();
