@@ -1,5 +1,6 @@
-//! Forward and backward of the attention of 512 blocks over 4,096 tokens, one thread: without a mask, with one in one call of libtorch's
-//! fused attention, and product by product. `cargo bench -p deepspec-drafters --bench attention`; what each holds at most is printed first.
+//! Forward and backward of the attention of 512 blocks over 4,096 tokens on one thread. Compares
+//! attention without a mask, libtorch's fused attention with a mask, and separate matmuls. `cargo
+//! bench -p deepspec-drafters --bench attention`; the peak memory of each is printed first.
 
 #![expect(clippy::print_stdout, reason = "its figures")]
 
@@ -27,7 +28,7 @@ struct Inputs {
     span: SequenceSpan,
 }
 
-/// So many blocks over a context in proportion.
+/// `blocks` blocks over a context of proportional length.
 fn inputs(blocks: i64) -> Inputs {
     let values = |rows: i64, heads: i64| {
         Tensor::randn([rows, heads, HEADS.dim], (Kind::Float, Device::Cpu)).set_requires_grad(true)
@@ -65,7 +66,7 @@ fn one_call(inputs: &Inputs) {
     y.sum(Kind::Float).backward();
 }
 
-/// Bytes that the process held at most during `work` beyond what it held before.
+/// Peak memory of the process during `work`, minus its memory before, in bytes.
 fn held(work: impl Fn()) -> u64 {
     let kilobytes = |key: &str| -> u64 {
         let status = fs::read_to_string("/proc/self/status").expect("Linux");
@@ -87,7 +88,7 @@ fn attention(c: &mut Criterion) {
         ("with a mask, product by product", dense),
     ];
     for (name, work) in ways {
-        work(&small); // what libtorch keeps for good is there then
+        work(&small); // warms up libtorch's permanent allocations
         println!("{name}: {:.1} MB at most", held(|| work(&inputs)) as f64 / 1e6);
     }
     let mut group = c.benchmark_group("attention");

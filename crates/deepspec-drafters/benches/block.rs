@@ -1,5 +1,6 @@
-//! A DSpark training pass and a proposal at the size of the tiny recipe, with memory handed back to the system after every
-//! operator (glibc's default) and with memory kept, as the programs run: `cargo bench -p deepspec-drafters`.
+//! A DSpark training pass and a proposal at the size of the tiny recipe: `cargo bench -p
+//! deepspec-drafters`. Measured with memory that returns to the system after every operator
+//! (glibc's default), and with kept memory, as the programs run.
 
 use std::hint::black_box;
 use std::path::Path;

@@ -1,9 +1,11 @@
-//! Time and peak memory of the closed-form objective beside the same formulas with autograd (`tests/common/slow.rs`), on the CPU
-//! in float32: `OMP_NUM_THREADS=1 cargo bench -p deepspec-drafters --bench objective`.
+//! Time and peak memory of the closed-form objective and of the same formulas with autograd
+//! (`tests/common/slow.rs`). Runs on the CPU in float32: `OMP_NUM_THREADS=1 cargo bench -p
+//! deepspec-drafters --bench objective`.
 //!
-//! Each variant runs in a process of its own, in turn, with the allocator set up as the programs do. Time is the median of the
-//! thread's time on a core. Memory is the peak resident size of a first pass above that before it, so that the gradients of the
-//! weights count; for the large case the gradients are there before.
+//! Each variant runs in its own process, in turn, with the allocator set up as in the programs.
+//! Time is the median of the thread's CPU time. Memory is the peak resident size of a first pass
+//! minus the size before it, so that gradients of the weights count. In the large case these
+//! gradients exist before.
 
 #![expect(clippy::print_stdout, reason = "its figures")]
 
@@ -59,7 +61,7 @@ fn block(vocab: i64) -> Block {
     block
 }
 
-/// One sequence with that many blocks, all slots supervised.
+/// One sequence with `anchors` blocks; all slots are supervised.
 fn batch(block: &Block, anchors: usize) -> BlockBatch {
     let length = (anchors + GAMMA) as i64;
     let states = || Tensor::randn([length, WIDTH], (Kind::Float, Device::Cpu));
@@ -81,14 +83,14 @@ fn pass(block: &Block, batch: &BlockBatch, variant: &str) {
     }
 }
 
-/// A figure of /proc/self/status in MB.
+/// A value of /proc/self/status in MB.
 fn status(key: &str) -> f64 {
     let status = fs::read_to_string("/proc/self/status").expect("Linux");
     let line = status.lines().find_map(|line| line.strip_prefix(key)).expect("the key is there");
     line.trim_matches(|c: char| !c.is_ascii_digit()).parse::<f64>().expect("a number of kB") * 1024.0 / 1e6
 }
 
-/// Peak of the resident size above that of now.
+/// Peak of the resident size minus the current one.
 fn peak(work: impl FnOnce()) -> f64 {
     fs::write("/proc/self/clear_refs", "5").expect("Linux");
     let before = status("VmRSS:");
@@ -96,7 +98,7 @@ fn peak(work: impl FnOnce()) -> f64 {
     status("VmHWM:") - before
 }
 
-/// Milliseconds that this thread has spent on a core.
+/// CPU time of this thread in milliseconds.
 fn on_core() -> f64 {
     let stat = fs::read_to_string("/proc/thread-self/schedstat").expect("Linux");
     stat.split(' ').next().and_then(|ns| ns.parse::<f64>().ok()).expect("nanoseconds") / 1e6
@@ -107,8 +109,8 @@ fn median(mut values: Vec<f64>) -> f64 {
     values[values.len() / 2]
 }
 
-/// Sets the allocator up as the programs do. Only when the weights are there: memory that their making left behind would be
-/// kept, and used without being counted.
+/// Sets the allocator up as the programs do. Called after the weights exist: otherwise memory freed
+/// while creating them would be reused without being counted.
 fn prepare() {
     deepspec_ops::init_runtime();
 }

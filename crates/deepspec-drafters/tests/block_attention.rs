@@ -1,4 +1,4 @@
-//! Attention without a mask against attention with one: values and all gradients.
+//! Compares attention without a mask with attention with a mask: values and all gradients.
 
 mod common;
 #[path = "common/dense_attention.rs"]
@@ -88,10 +88,11 @@ fn cases() -> Vec<Case> {
                 let anchors = anchors.to_vec();
                 Case { heads, window, size: 7, anchors, tokens }
             };
-            // Three tiles, of which the last is not full, and with a window of 120 has keys that all see between such that not all do; one
-            // block with nothing before it; some far apart.
+            // Three tiles, the last of them not full. With a window of 120, the keys that all
+            // blocks of a tile see lie between keys that only some see. Then one block without
+            // context, and blocks that are far apart.
             cases.extend([case(&many, 240), case(&[0], 3), case(&[0, 1, 150], 200)]);
-            // In no order, and some alone.
+            // Unordered anchors, some of them isolated.
             cases.push(case(&[900, 3, 640, 644, 0, 899, 320, 70, 71, 898], 901));
         }
     }
@@ -122,7 +123,7 @@ fn in_bfloat16_it_is_as_close_as_bfloat16_can_be() {
     }
 }
 
-/// Sequences do not see each other; on the CPU they have the bits that they have alone.
+/// Sequences do not see each other; on the CPU a sequence has the same bits in a batch as alone.
 #[test]
 fn sequences_ride_together_as_they_do_alone() {
     let heads = Heads { query: 4, key_value: 2, dim: 32 };
@@ -132,7 +133,7 @@ fn sequences_ride_together_as_they_do_alone() {
         let run = |spans: &[&(i64, Vec<usize>)], of: [usize; 2]| {
             let rows: i64 = spans.iter().map(|(_, anchors)| (anchors.len() * size) as i64).sum();
             let tokens: i64 = spans.iter().map(|(tokens, _)| tokens).sum();
-            // The values of all, of which these are a part.
+            // A slice of the values of the whole batch.
             let values = |seed: f64, heads: i64, all: i64, first: usize, count: i64| {
                 let numbers = Tensor::arange(all * heads * 32, (Kind::Double, Device::Cpu));
                 let all = ((numbers * 0.731 + seed).sin() * 37.0).sin().view([all, heads, 32]);

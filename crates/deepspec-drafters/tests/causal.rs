@@ -1,4 +1,5 @@
-//! A causal language model as drafter: it changes no token, whatever it is and in any batch, and is right about itself.
+//! A causal language model as drafter: it never changes the output, whatever its weights and in any
+//! batch, and it agrees with itself.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -96,8 +97,8 @@ fn another_model_changes_no_token_at_temperature_0() {
     assert!(0 < accepted && accepted < proposed, "{accepted} of {proposed}");
 }
 
-/// Histories follow what was committed: were a rejected token left in one, or an accepted one missing, another number of slots
-/// or an other order of refills would draft otherwise.
+/// KV caches follow the committed tokens. If a rejected token stayed in one, or an accepted one
+/// were missing, the drafts would depend on the number of slots and the order of refills.
 #[test]
 fn proposals_do_not_depend_on_slots() {
     let dir = tempfile::tempdir().unwrap();

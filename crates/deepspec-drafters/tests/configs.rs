@@ -65,7 +65,8 @@ fn a_drafter_keeps_the_targets_rope_settings() {
     }
 }
 
-/// The target's settings as the reference writes them for a drafter; what only its own classes need may be missing.
+/// A drafter config repeats the target's settings as the reference writes them. Keys that only the
+/// reference's own classes need may be missing.
 #[test]
 fn a_gemma4_drafters_config_is_spelled_like_the_references() {
     let mut expected = golden_config("dspark_gemma4");

@@ -1,4 +1,5 @@
-//! DFlash 2: against its formulas written out, against autograd, against the speculators package, and decoding as it was trained.
+//! Tests DFlash 2 against its formulas, against autograd and against the speculators package, and
+//! its decoding against its training.
 
 mod common;
 
@@ -52,7 +53,7 @@ fn fresh(kernel_size: i64) -> DFlash2 {
     DFlash2::fresh(config, &noise(7, &[VOCAB, WIDTH]), &noise(8, &[VOCAB, WIDTH]), 11, Kind::Float)
 }
 
-/// One whose convolutions and selector do something, through the disk.
+/// A model whose convolutions and selector are not trivial, saved and loaded.
 fn trained(kernel_size: i64) -> DFlash2 {
     let model = fresh(kernel_size);
     let _guard = tch::no_grad_guard();
@@ -70,7 +71,7 @@ fn trained(kernel_size: i64) -> DFlash2 {
     loaded
 }
 
-/// Random states of a random text; the last anchors have few supervised tokens behind them.
+/// Random states for a random text; the last anchors have few supervised tokens behind them.
 fn sample() -> TrainSample {
     TrainSample {
         input_ids: (0..TOKENS as i64).map(|i| (i * 37 + 5) % VOCAB).collect(),
@@ -95,7 +96,8 @@ fn a_fresh_one_is_dflash() {
     let model = fresh(2);
     let expected = dflash.hidden(&dflash.config().batch(&[sample()], 4.0, Device::Cpu, Kind::Float).unwrap());
     let hidden = model.hidden(&batch(&model));
-    // DFlash's first layer projects what its masked slots have in common once: products of other numbers of rows.
+    // DFlash projects the shared input of its masked slots once in the first layer, so the matmuls
+    // have other shapes.
     assert_close("states", &hidden, &expected, 5e-6);
     let (_, features) = model.features(&hidden, batch(&model).previous()).unwrap();
     let logits = model.slot_logits(&hidden.flatten(0, 1), Some(&features.flatten(0, 1)));
@@ -105,13 +107,14 @@ fn a_fresh_one_is_dflash() {
     assert_close("candidates", &logits.masked_select(&best), &all.masked_select(&best), 1e-6);
 }
 
-/// Rows of the parameter `name` as numbers.
+/// The parameter `name` as a flat list of numbers.
 fn numbers(model: &DFlash2, name: &str) -> Vec<f64> {
     let (_, parameter) = model.parameters().iter().find(|(other, _)| other == name).unwrap();
     Vec::try_from(parameter.to_kind(Kind::Double).flatten(0, -1)).unwrap()
 }
 
-/// The scores of all drafts `[A·γ, V]`, −∞ but for the candidates: `S(a, b) = U(b) + Σ_r A[a, r]·(P h)[r]·B[b, r]`, number by number.
+/// Scores of all drafts `[A·γ, V]`, −∞ except for the candidates, computed element by element:
+/// `S(a, b) = U(b) + Σ_r A[a, r]·(P h)[r]·B[b, r]`.
 #[test]
 fn the_selector_scores_as_its_formula_says() {
     let _guard = tch::no_grad_guard();
@@ -151,7 +154,7 @@ fn the_selector_scores_as_its_formula_says() {
     }
 }
 
-/// The closed form of all losses, with the same formulas under autograd.
+/// The closed-form gradients of all losses match autograd on the same formulas.
 #[test]
 fn gradients_are_autograds() {
     for kernel_size in [1, 2, 3] {
@@ -196,7 +199,7 @@ fn gradients_are_autograds() {
     }
 }
 
-/// The loss with a graph, and sums by name.
+/// The loss with its autograd graph, and sums by name.
 fn slow(model: &DFlash2, batch: &BlockBatch, recipe: &LossRecipe) -> (Tensor, Vec<(&'static str, f64)>) {
     let hidden = model.hidden(batch);
     let rows = |t: &Tensor| t.flatten(0, 1).index_select(0, batch.rows());
@@ -229,7 +232,8 @@ fn slow(model: &DFlash2, batch: &BlockBatch, recipe: &LossRecipe) -> (Tensor, Ve
     (loss / (50.0 + 1e-6), sums.to_vec())
 }
 
-/// Drafting takes the steps of training: with what was drafted as previous tokens, training gives the same distributions.
+/// Drafting matches training: with the drafted tokens as previous tokens, training gives the same
+/// distributions.
 #[test]
 fn it_decodes_as_it_was_trained() {
     let _guard = tch::no_grad_guard();
@@ -259,7 +263,7 @@ fn it_decodes_as_it_was_trained() {
             });
             let drafted: Vec<i64> = Vec::try_from(proposal.tokens.get(0)).unwrap();
             assert_eq!(drafted.len(), gamma as usize);
-            // The same block in training, had the text gone on as drafted.
+            // A training block with the drafted tokens as its text.
             let mut ids = sample.input_ids.clone();
             ids.splice(anchor + 1..anchor + 1 + drafted.len(), drafted);
             let forced = TrainSample { input_ids: ids, anchors: vec![anchor], ..self::sample() };
@@ -279,7 +283,7 @@ fn it_decodes_as_it_was_trained() {
     }
 }
 
-/// The speculators package reads the same weights and computes the same.
+/// The speculators package reads the same weights and computes the same values.
 #[test]
 fn speculators_computes_the_same() {
     let Some(python) = skip::speculators_python("speculators and torch") else { return };
@@ -296,7 +300,7 @@ fn speculators_computes_the_same() {
     fs::write(own.join("config.json"), config.to_string()).unwrap();
     fs::copy(case.join("model.safetensors"), own.join("model.safetensors")).unwrap();
 
-    // The package's config of the DFlash, and the tensors that DFlash 2 has beside it.
+    // The package's config of the DFlash, and the additional tensors of DFlash 2.
     let model = ModelConfig::load(&own).unwrap();
     let (width, vocab, layers) = (model.hidden_size, model.vocab_size, model.layers.len());
     let ends = |weights: &Weights, name: &str| weights.get(name, &[vocab, width]).unwrap();
@@ -338,7 +342,7 @@ fn speculators_computes_the_same() {
     map.extend(keys.as_object().unwrap().clone());
     fs::write(own.join("config.json"), config.to_string()).unwrap();
 
-    // Into their layout and z-lab's, and back without a loss.
+    // Converts to their layout and to z-lab's, and back without loss.
     let opened = Target::open(&target, target.to_str().unwrap()).unwrap();
     let written = |from: &Path, to: CheckpointFormat, name: &str| {
         let (source, dir) = (open_checkpoint(from).unwrap(), root.path().join(name));
@@ -385,7 +389,7 @@ fn speculators_computes_the_same() {
         (),
         ["hidden", "candidates", "scores"].map(|name| {
             let (_, tensor) = found.iter().find(|(other, _)| other == name).unwrap();
-            // Their slot 0 is there and drafts nothing.
+            // Their slot 0 exists but drafts nothing.
             tensor.narrow(1, 1, tensor.size()[1] - 1)
         }),
     );

@@ -1,5 +1,5 @@
-//! DFlash 2 changes no law: what a target says with it is what it says alone, though tokens outside of a slot's candidates are never
-//! drafted.
+//! DFlash 2 does not change the output distribution: with it, the target samples as it does alone.
+//! This holds although tokens outside a slot's candidates are never drafted.
 
 use std::collections::BTreeMap;
 
@@ -15,13 +15,13 @@ use deepspec_testkit::{noise, tiny};
 use tch::{Device, Kind, Tensor};
 
 const VOCAB: usize = 10;
-/// Tokens whose joint law is checked.
+/// The number of tokens whose joint distribution is checked.
 const LENGTH: usize = 3;
 const SLOTS: usize = 64;
 const PROMPT: [i64; 3] = [1, 4, 7];
 const TEMPERATURE: f64 = 0.8;
 
-/// A proposer that may lie about the distributions from which it drew.
+/// A proposer that may report wrong sampling distributions.
 struct Told<P> {
     inner: P,
     lies: bool,
@@ -39,7 +39,7 @@ impl<P: Proposer> Proposer for Told<P> {
     fn propose(&mut self, request: &DraftRequest) -> Proposal {
         let proposal = self.inner.propose(request);
         let probs = match self.lies {
-            // As though all tokens could have been drawn.
+            // Distributions as if every token could have been sampled.
             true => Some(
                 (proposal.distributions(proposal.tokens.size()[1], VOCAB) + 0.1) / (1.0 + 0.1 * VOCAB as f64),
             ),
@@ -62,7 +62,7 @@ fn target(dir: &std::path::Path, taps: &[Tap]) -> TargetModel {
     TargetModel::load(dir, &options).unwrap()
 }
 
-/// The probability of every output by the target alone.
+/// The probability of every output under the target alone.
 fn law(target: &mut TargetModel) -> BTreeMap<Vec<i64>, f64> {
     let mut law = BTreeMap::from([(vec![], 1.0)]);
     for _ in 0..LENGTH {

@@ -1,4 +1,5 @@
-//! What training computes for a place in a text is what decoding computes there, for every kind of drafter and target.
+//! Training and decoding compute the same values at a given position of a text, for every kind of
+//! drafter and target.
 
 mod common;
 
@@ -20,7 +21,7 @@ use tch::{Device, Kind, Tensor};
 const TOKENS: usize = 40;
 const VOCAB: i64 = 64;
 
-/// Weights large enough that every part of a model shows in its output.
+/// Targets whose weights are large enough that every part of the model affects its output.
 fn targets() -> [ModelConfig; 2] {
     let common = json!({
         "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -44,7 +45,7 @@ fn ends() -> (Tensor, Tensor) {
     (random(3), random(4))
 }
 
-/// A text of which everything behind token 4 is supervised, tapped twice.
+/// A text with two taps, in which everything behind token 4 is supervised.
 fn sample(anchors: Vec<usize>) -> TrainSample {
     TrainSample {
         input_ids: (0..TOKENS as i64).map(|i| (i * i + 3 * i) % VOCAB).collect(),
@@ -56,7 +57,7 @@ fn sample(anchors: Vec<usize>) -> TrainSample {
     }
 }
 
-/// The first `rows` tokens of the sample in slot 2.
+/// The context for slot 2: `rows` tokens of the sample from `first` on.
 fn context(sample: &TrainSample, first: usize, rows: usize) -> Context {
     let [tokens, next] =
         [first, first + 1].map(|from| Tensor::from_slice(&sample.input_ids[from..from + rows]));
@@ -87,7 +88,7 @@ fn block(target: &ModelConfig, slots: Slots, windows: &[Option<usize>]) -> Block
     let (embed, head) = ends();
     let dir = tempfile::tempdir().unwrap();
     let block = Block::fresh(config, &embed, &head, 11, Kind::Float);
-    // Through the disk, so that the saved config says all that the model is.
+    // Saved and loaded, so that the saved config must describe the whole model.
     let json = Value::Object(block.config().to_json()).to_string();
     std::fs::write(dir.path().join("config.json"), json).unwrap();
     deepspec_models::save(&dir.path().join("model.safetensors"), &block.checkpoint(), Kind::Float).unwrap();
@@ -97,7 +98,7 @@ fn block(target: &ModelConfig, slots: Slots, windows: &[Option<usize>]) -> Block
     loaded
 }
 
-/// Probabilities `[γ, V]` in training, of the block at each anchor.
+/// Training probabilities `[γ, V]` of the block at each anchor.
 fn trained(block: &Block, sample: &TrainSample) -> Tensor {
     let batch = block.config().batch(std::slice::from_ref(sample), 4.0, Device::Cpu, Kind::Float);
     block.base_logits(&block.hidden(&batch.unwrap())).softmax(-1, Kind::Float)
@@ -118,7 +119,7 @@ fn decodes_as_trained(target: &ModelConfig, slots: Slots, sample: &TrainSample) 
     let gamma = slots.drafted(5) as i64;
     let plain = trained(&block(target, slots, &[None, None]), sample);
     assert_eq!(plain.size()[..2], [3, gamma]);
-    // Windows of less than a block, of less than the context, and of more than all.
+    // Windows smaller than a block, smaller than the context, and larger than everything.
     for (window, matters) in [(3, true), (12, true), (64, false)] {
         let block = block(target, slots, &[Some(window), None]);
         let expected = trained(&block, sample);
@@ -151,7 +152,8 @@ fn decodes_as_trained(target: &ModelConfig, slots: Slots, sample: &TrainSample) 
     }
 }
 
-/// The slots are the same, and so are their states; what differs is which of them draft, and where their labels stand.
+/// Both variants have the same slots and states. They differ in which slots draft and in the
+/// position of the labels.
 #[test]
 fn a_slot_that_fills_in_learns_the_token_before() {
     let _guard = tch::no_grad_guard();
@@ -165,7 +167,8 @@ fn a_slot_that_fills_in_learns_the_token_before() {
     };
     let ((all, ours), (filled, theirs)) = (pass(Slots::AnchorPredicts), pass(Slots::FillIn));
     assert_close("states", &all.narrow(1, 1, 4), &filled, 1e-6);
-    // Slot k fills in what slot k − 1 predicts, from the same previous token and with the same weight.
+    // Slot k fills in the token that slot k − 1 predicts, from the same previous token and with the
+    // same weight.
     let by_block = |rows: &Tensor, gamma: i64| rows.view([3, gamma]).narrow(1, 0, 4);
     assert!(by_block(ours.labels(), 5).equal(&by_block(theirs.labels(), 4)));
     assert!(by_block(ours.weights(), 5).equal(&by_block(theirs.weights(), 4)));
@@ -183,7 +186,8 @@ fn a_layer_pattern_the_target_cannot_have_is_refused() {
     assert!(refusal(&gemma4, &[None, Some(4)]).contains("last layer of a Gemma 4"));
 }
 
-/// Decoding behind token i + 1 is what the training-time test did in column i, when it draws the text's own tokens.
+/// Decoding behind token i + 1 equals column i of the training-time test if it samples the tokens
+/// of the text.
 #[test]
 fn eagle3_decodes_as_its_training_time_test_ran() {
     let _guard = tch::no_grad_guard();
@@ -213,7 +217,7 @@ fn eagle3_decodes_as_its_training_time_test_ran() {
                 .map(|(s, states)| model.draft_logits(&states.index_select(0, batch.supervised(s))))
                 .map(|logits| logits.softmax(-1, Kind::Float))
                 .collect();
-            // The first supervised column of each step, and how many follow.
+            // The first supervised column of each step, and the number of supervised columns.
             let first = |s: usize| match supervise {
                 Supervise::Shifted => 5usize.saturating_sub(s),
                 Supervise::Labels => 3usize.saturating_sub(s),
@@ -257,7 +261,7 @@ fn gemma4_layer_scalars_are_saved_and_not_trained() {
     assert_eq!((scalars(block.parameters()), scalars(&block.checkpoint())), (0, 2));
 }
 
-/// A drafter in training is measured with the weights that it has then, packed.
+/// During training, a drafter is evaluated with a packed copy of its current weights.
 #[test]
 #[cfg_attr(not(feature = "kernels"), ignore = "weights are packed for kernels only")]
 fn a_drafter_that_learns_is_packed_as_it_is_now() {
@@ -276,7 +280,7 @@ fn a_drafter_that_learns_is_packed_as_it_is_now() {
         let (found, expected) = (by_name(&packed), by_name(&block));
         assert_eq!(found.keys().collect::<Vec<_>>(), expected.keys().collect::<Vec<_>>());
         assert!(found.iter().all(|(name, tensor)| tensor.equal(&expected[name])));
-        // A copy: it does not learn along.
+        // A copy, so that it does not change with the parameter.
         let before = by_name(&packed)["fc.weight"].copy();
         let (_, fc) = block.parameters().iter().find(|(name, _)| name == "fc.weight").unwrap();
         let _ = fc.shallow_clone().zero_();
@@ -313,7 +317,8 @@ fn eagle3_gradients_add_over_sequences() {
             last_positions: (0..17).collect(),
             anchors: vec![],
         };
-        // Nothing to learn, and only something to learn in the first step.
+        // One sample without supervised tokens, and one with supervised tokens in the first step
+        // only.
         let silent = TrainSample { loss_mask: vec![false; TOKENS], ..sample(vec![]) };
         let brief = TrainSample { loss_mask: (0..TOKENS).map(|i| i == 2).collect(), ..sample(vec![]) };
         [long, short, silent, brief]
@@ -341,8 +346,8 @@ fn eagle3_gradients_add_over_sequences() {
     }
 }
 
-/// The losses of all steps, differentiated in closed form chunk by chunk, against autograd over whole logits: more rows and a larger
-/// vocabulary than one chunk and one tile hold.
+/// The closed-form gradients of all steps, computed chunk by chunk, match autograd over whole
+/// logits. Rows and vocabulary exceed one chunk and one tile.
 #[test]
 fn eagle3_gradients_are_autograds() {
     const VOCAB: i64 = 4096;

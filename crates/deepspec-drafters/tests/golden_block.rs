@@ -1,4 +1,4 @@
-//! DSpark and DFlash against the reference's numbers: forward, losses, gradients, inference.
+//! Compares DSpark and DFlash with the reference: forward, losses, gradients, inference.
 
 mod common;
 
@@ -27,7 +27,7 @@ fn samples(case: &Case) -> Vec<TrainSample> {
     common::samples(case).into_iter().enumerate().map(of_row).collect()
 }
 
-/// Rows of real blocks, `[A, γ, ..]`, from an expected array `[B, N, K, ..]`.
+/// Rows of the real blocks, `[A, γ, ..]`, of an expected array `[B, N, K, ..]`.
 fn kept(case: &Case, name: &str) -> Tensor {
     let all = tensor(case.expected(name));
     let keep = tensor(case.input("block_keep_mask")).reshape([-1]).nonzero().squeeze_dim(1);

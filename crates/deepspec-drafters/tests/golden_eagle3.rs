@@ -1,4 +1,4 @@
-//! Eagle3 against the reference's numbers: states, losses, metrics, gradients, inference.
+//! Compares Eagle3 with the reference: states, losses, metrics, gradients, inference.
 
 mod common;
 
@@ -90,7 +90,7 @@ fn check_inference(name: &str) {
         let (taps, next) = (input("features"), input("paired_ids"));
         let rows = taps.size()[0];
         let anchors = next.narrow(0, rows - 1, 1);
-        // Eagle3 goes by the tokens behind the states alone.
+        // Eagle3 reads only `next`, the tokens after the states.
         let tokens = next.zeros_like();
         let context =
             Context { chunks: vec![(1, rows as usize)], captured_states: taps, hidden: None, tokens, next };

@@ -1,4 +1,5 @@
-//! Whole generations at temperature 0 against the reference: tokens, accepted lengths, proposal lengths.
+//! Compares whole generations at temperature 0 with the reference: tokens, accepted lengths,
+//! proposal lengths.
 
 mod common;
 

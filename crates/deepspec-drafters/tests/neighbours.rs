@@ -1,5 +1,6 @@
-//! Blocks have the same bits whatever they are drafted beside: short ones by themselves run through fused layers, beside a long history operator by
-//! operator, and alone in either way.
+//! Blocks have the same bits in every batch. Short sequences together run through fused layers, and
+//! beside a sequence with a long KV cache they run operator by operator. The long one runs alone in
+//! either way.
 
 use std::path::Path;
 
@@ -7,10 +8,11 @@ use deepspec_drafters::{Block, BlockProposer};
 use deepspec_engine::Context;
 use tch::{Device, Kind, Tensor};
 
-/// Tokens of the histories: the last one's is too long to attend where it lies.
+/// Lengths of the KV caches in tokens: the last one is too long to be read in place.
 const HISTORIES: [usize; 3] = [50, 9, 33_000];
 
-/// What slots with these histories draft, and the states and logits behind it: `[γ]`, `[γ, d]` and `[γ, V]` for each.
+/// The drafts of slots with these KV caches, and their states and logits: `[γ]`, `[γ, d]` and `[γ,
+/// V]` for each.
 fn drafts(slots: &[usize]) -> Vec<[Tensor; 3]> {
     let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../assets/tiny-dspark");
     let model = Block::load_packed(&dir, Device::Cpu, Kind::Float).unwrap_or_else(|error| panic!("{error}"));

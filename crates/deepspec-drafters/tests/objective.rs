@@ -1,4 +1,5 @@
-//! The closed-form objective against the same formulas with autograd, for every head and every loss.
+//! Compares the closed-form objective with the same formulas under autograd, for every head and
+//! every loss.
 
 #[path = "common/slow.rs"]
 mod slow;
@@ -16,7 +17,7 @@ use tch::{Device, Kind, Tensor};
 const GAMMA: usize = 5;
 const NORMALISER: f64 = 123.0;
 
-/// What differs between the drafters of these tests.
+/// The settings in which the drafters of these tests differ.
 #[derive(Debug, Clone, Copy)]
 struct Shape {
     vocab: i64,
@@ -25,7 +26,7 @@ struct Shape {
     confidence: Option<bool>,
     softcap: Option<f64>,
     kind: Kind,
-    /// Factor on the target's last states: how sure it is of its tokens.
+    /// Factor on the target's last states, which controls how confident it is.
     sureness: f64,
 }
 
@@ -61,7 +62,8 @@ fn block(shape: Shape) -> Block {
         markov: shape.markov.map(|kind| Markov { kind, rank: 8 }),
         confidence: shape.confidence.map(|with_markov| Confidence { with_markov }),
     };
-    // With seed 11 a probability of the drafter is the target's to the last bit, and the sign of their difference is the rounding's.
+    // With seed 11, a probability of the drafter equals the target's to the last bit. The sign of
+    // their difference is then rounding noise.
     let block = Block::fresh(config, &embed, &head, 12, shape.kind);
     for (_, parameter) in block.parameters() {
         let _ = parameter.set_requires_grad(true);
@@ -74,7 +76,7 @@ fn noise(seed: u64, shape: [i64; 2]) -> Tensor {
     Tensor::from_slice(&deepspec_testkit::noise(seed, (shape[0] * shape[1]) as usize)).view(shape)
 }
 
-/// Two sequences whose blocks have all numbers of supervised slots.
+/// Two sequences whose blocks cover every number of supervised slots.
 fn batch(block: &Block, shape: Shape) -> BlockBatch {
     let length = 4 * shape.anchors as i64;
     let states = |seed: i64, width: i64| noise(seed as u64, [length, width]);
@@ -101,7 +103,7 @@ fn gradients(block: &Block) -> Vec<(String, Tensor)> {
     block.parameters().iter().map(taken).collect()
 }
 
-/// Gradients within `tolerance` by norm, sums within 1e-5 in float32.
+/// Compares gradients within `tolerance` by norm, and sums within 1e-5 in float32.
 fn check(shape: Shape, objective: BlockObjective, tolerance: f64) {
     let block = block(shape);
     let batch = batch(&block, shape);
@@ -125,7 +127,7 @@ fn check(shape: Shape, objective: BlockObjective, tolerance: f64) {
             norm(slow)
         );
     }
-    // A second pass adds to the gradients.
+    // A second pass accumulates gradients.
     for _ in 0..2 {
         let _ = block.accumulate(&batch, &objective, LossDenominator(NORMALISER), None);
     }
@@ -143,7 +145,7 @@ const DSPARK: BlockObjective = BlockObjective {
     confidence_alpha: 1.0,
 };
 
-/// One objective beside the confidence head's.
+/// This loss together with the confidence head's.
 fn only(loss: LossRecipe) -> BlockObjective {
     BlockObjective { loss, ..DSPARK }
 }
@@ -197,8 +199,9 @@ fn every_loss_has_the_gradients_of_autograd() {
     }
 }
 
-/// Vocabulary and rows so large that there are several chunks, several tiles in each, and several pieces of the vocabulary; rows have their
-/// bias in common with others, or each its own. 9000 tokens leave a smaller piece at the end, rows of 9216 would be whole pages apart.
+/// Vocabulary and rows are so large that there are several chunks, several tiles in each, and
+/// several pieces of the vocabulary. Rows share their bias with others, or each has its own. 9000
+/// tokens leave a smaller piece at the end; rows of 9216 would be whole pages apart.
 #[test]
 fn chunks_tiles_and_pieces_join_without_a_seam() {
     let dpace = Some(Dpace { smoothing: 0.5 });
@@ -217,7 +220,7 @@ fn chunks_tiles_and_pieces_join_without_a_seam() {
     }
 }
 
-/// bfloat16 has 8 bits: both ways round every product to that.
+/// bfloat16 has 8 bits of precision, and both implementations round every product to it.
 #[test]
 fn bfloat16_is_as_close_as_its_rounding() {
     for (markov, softcap) in
@@ -228,7 +231,8 @@ fn bfloat16_is_as_close_as_its_rounding() {
     }
 }
 
-/// Every slot follows the same token, whose row of W1 takes all gradients: in bfloat16 their sum would stand still early on.
+/// Every slot follows the same token, so its row of W1 gets all gradients. A bfloat16 sum of them
+/// would soon stop growing.
 #[test]
 fn a_token_that_all_blocks_begin_with_gets_its_whole_gradient() {
     let w1 = |kind| {
@@ -254,14 +258,15 @@ fn a_token_that_all_blocks_begin_with_gets_its_whole_gradient() {
     assert!(error < 0.05, "{found:?} is off by {error}, in float32 it is {exact:?}");
 }
 
-/// Where drafter and target agree wholly, nothing is left to learn, and no loss is infinite where they share nothing.
+/// If drafter and target agree fully, there is nothing left to learn. No loss is infinite if they
+/// share nothing.
 #[test]
 fn gradients_stay_finite_at_both_ends() {
     let lk = Some(Lk { form: LkForm::LogAcceptance, alpha: 1.0, eta: 3.0 });
     let block = block(PLAIN);
     let batch = batch(&block, PLAIN);
     for (_, parameter) in block.parameters() {
-        // Logits in the thousands: both distributions are one-hot, at other tokens.
+        // Logits in the thousands: both distributions are one-hot, at different tokens.
         let _ = tch::no_grad(|| parameter.shallow_clone().g_mul_scalar_(300.0));
     }
     let sums = block.accumulate(
@@ -276,8 +281,8 @@ fn gradients_stay_finite_at_both_ends() {
     }
 }
 
-/// Both distributions are nearly even, so that the divergence is a thousandth of the logarithms it lies between: a sum of
-/// bfloat16 logarithms would be noise.
+/// Both distributions are nearly uniform, so the divergence is a thousandth of the logarithms that
+/// it is computed from. A sum of bfloat16 logarithms would be noise.
 #[test]
 fn the_divergence_of_bfloat16_logits_does_not_cancel() {
     let kl = |kind| {
@@ -302,8 +307,8 @@ fn the_divergence_of_bfloat16_logits_does_not_cancel() {
     assert!((found / exact - 1.0).abs() < 0.05, "{found} in bfloat16, {exact} in float32");
 }
 
-/// What a head says of its own chances is learned by head and backbone. The label is a constant: nothing of this loss pulls at
-/// the logits that it is about.
+/// The confidence loss trains the confidence head and the backbone. The label is a constant, so
+/// this loss has no gradient with respect to the logits that it describes.
 #[test]
 fn the_confidence_loss_reaches_the_backbone_and_not_the_logits() {
     let block = block(PLAIN);
@@ -314,7 +319,8 @@ fn the_confidence_loss_reaches_the_backbone_and_not_the_logits() {
     }
 }
 
-/// Blocks that run past the end of the shorter of two padded samples, one of them with a single supervised slot.
+/// Blocks that extend past the end of the shorter of two padded samples; one has a single
+/// supervised slot.
 #[test]
 fn a_block_that_is_mostly_padding_is_finite() {
     let block = block(PLAIN);

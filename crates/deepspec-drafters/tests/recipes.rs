@@ -1,4 +1,5 @@
-//! Recipes with the settings of every kind of drafter: defaults, ranges, and mistakes that are named with their line and whole key.
+//! Recipes with the settings of every kind of drafter: defaults, ranges, and errors with their line
+//! and full key.
 
 use deepspec_core::config;
 use deepspec_drafters::{DrafterSpec, Recipe};
@@ -24,7 +25,7 @@ fn read(text: &str, overrides: &[&str]) -> Result<Recipe, String> {
     deepspec_drafters::load_recipe(&path, &overrides).map_err(|error| error.to_string())
 }
 
-/// What is written beside a checkpoint says everything, and means the same.
+/// The recipe written beside a checkpoint contains all settings and has the same meaning.
 #[test]
 fn defaults_are_filled_in_and_survive_a_round_trip() {
     let recipe = read(MINIMAL, &[]).unwrap();

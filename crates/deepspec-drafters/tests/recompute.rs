@@ -1,5 +1,5 @@
-//! Layers that are gone back through one by one, computed once more or not: the same sums and gradients as by one backward through all, and what
-//! is said to be complete is.
+//! A backward layer by layer, with or without recomputation, gives the same sums and gradients as
+//! one backward through all layers. Gradients that are reported as complete are complete.
 
 use std::fs;
 use std::path::Path;
@@ -37,7 +37,8 @@ fn sample(seed: f64, tokens: usize, anchors: &[usize]) -> TrainSample {
     }
 }
 
-/// Sums of a micro-batch, and the gradients of all parameters that have one. Where it is heard what is complete, that is so.
+/// The sums of a micro-batch and the gradients of all parameters that have one. With `is_heard`,
+/// checks that gradients are complete when they are reported.
 fn pass(drafter: &str, changes: &[&str], is_heard: bool) -> (Tensor, Vec<(String, Tensor)>) {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("recipe.yaml");
@@ -92,13 +93,14 @@ fn gradients_are_those_of_kept_activations() {
             [(vec!["train.recompute=true"], false), (vec!["train.recompute=true"], true), (vec![], true)]
         {
             let (again, computed) = pass(&drafter, &changes, is_heard);
-            // Without a graph some norms are one pass, whose last bits are others.
+            // Without an autograd graph some norms run in one pass, with other last bits.
             assert!(sums.allclose(&again, 1e-5, 1e-6, false), "{drafter}: {sums} {again}");
             assert_eq!(kept.len(), computed.len(), "{drafter}");
             for ((name, kept), (other, computed)) in kept.iter().zip(&computed) {
                 let (most, apart) = (kept.abs().max(), (kept - computed).abs().max());
                 assert_eq!(name, other);
-                // The selector's features are multiplied by a codebook that begins as zeros.
+                // The selector's features are multiplied by a codebook that is initialised to
+                // zeros.
                 let idle = name.starts_with("candidate_selector.") && !name.contains("successor");
                 assert!(most.double_value(&[]) > 0.0 || idle, "{name} of {drafter} learns nothing");
                 let apart = apart.double_value(&[]);
@@ -108,7 +110,7 @@ fn gradients_are_those_of_kept_activations() {
     }
 }
 
-/// Its one layer is run through several times.
+/// Its single layer runs several times, so its gradients are complete only at the end.
 #[test]
 fn eagle3_completes_nothing_early() {
     let (_, whole) = pass("{eagle3: {}}", &[], false);

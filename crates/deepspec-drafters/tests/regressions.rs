@@ -1,4 +1,5 @@
-//! Mistakes that other trainers of block drafters shipped; each test is named after what it guards.
+//! Bugs that other trainers of block drafters shipped; each test is named after the property that
+//! it guards.
 
 use std::path::Path;
 
@@ -17,7 +18,8 @@ const MASK: i64 = 40;
 const GAMMA: usize = 4;
 const CPU: (Kind, Device) = (Kind::Float, Device::Cpu);
 
-/// A block drafter whose backbone says nothing, so that only its Markov head speaks: behind token i it wants `follower(i)`.
+/// A block drafter whose backbone has no effect, so only its Markov head decides: after token i it
+/// predicts `follower(i)`.
 fn bigrams(follower: impl Fn(i64) -> i64) -> Block {
     let raw = json!({
         "model_type": "qwen3", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2,
@@ -62,7 +64,8 @@ fn the_first_slot_of_a_block_has_the_largest_weight() {
     assert!((1..16).all(|k| slot_weight(k, 4.0) < slot_weight(k - 1, 4.0) && slot_weight(k, 4.0) > 0.0));
 }
 
-/// The token before an answer begins is no anchor: an anchor must be supervised itself, as the reference has it.
+/// The token before an answer is not an anchor: an anchor must be supervised itself, as in the
+/// reference.
 #[test]
 fn anchors_and_labels_lie_within_what_is_supervised() {
     let mask = [false, false, true, true, true, false, true, true];
@@ -71,7 +74,8 @@ fn anchors_and_labels_lie_within_what_is_supervised() {
     assert_eq!([2, 3, 4, 6].map(supervised), [2, 1, 0, 1]);
 }
 
-/// Slot k is corrected by token anchor + k, the one before its label, in training as in decoding.
+/// Slot k is corrected by token anchor + k, the token before its label, in training and in
+/// decoding.
 #[test]
 fn the_markov_head_reads_the_token_before_each_label() {
     let _guard = tch::no_grad_guard();
@@ -119,7 +123,7 @@ fn draft(block: Block, anchor: i64) -> Vec<i64> {
     Vec::try_from(proposal.tokens.reshape([-1])).unwrap()
 }
 
-/// The id that stands for unknown tokens is a token like any other where it is drafted.
+/// A drafted mask token id is a token like any other.
 #[test]
 fn a_drafted_mask_token_is_kept() {
     let follower = |token: i64| if token == MASK { 9 } else { MASK };

@@ -1,6 +1,6 @@
-//! Drafters converted to speculators, loaded and run by that package on the same inputs.
+//! Drafters converted to speculators' layout, loaded and run by that package on the same inputs.
 //!
-//! Runs where `DEEPSPEC_SPECULATORS_PYTHON` names a Python that has speculators and torch.
+//! Runs only if `DEEPSPEC_SPECULATORS_PYTHON` names a Python with speculators and torch.
 
 mod common;
 
@@ -24,7 +24,8 @@ const CASES: [&str; 5] = ["dspark_vanilla", "dspark_gated", "dspark_rnn", "dflas
 const ANCHORS: [usize; 4] = [0, 3, 4, 11];
 const TOKENS: usize = 24;
 
-/// A golden drafter, with taps that speculators has, and a target around its embedding and head, under `root`.
+/// Writes a golden drafter with taps that speculators supports, and a target around its embedding
+/// and head, under `root`.
 fn models(root: &Path, case: &str) -> (PathBuf, PathBuf) {
     let (from, drafter, target) = (golden::dir(case), root.join("drafter"), root.join("target"));
     fs::create_dir_all(&drafter).unwrap();
@@ -53,7 +54,7 @@ fn models(root: &Path, case: &str) -> (PathBuf, PathBuf) {
     (drafter, target)
 }
 
-/// Random states of a random text, every position of it an example.
+/// Random states for a random text; every position is a training example.
 fn sample(model: &ModelConfig, taps: usize) -> TrainSample {
     let ids = noise(5, &[TOKENS as i64]) * 1e4;
     let ids = ids.abs().to_kind(Kind::Int64).remainder(model.vocab_size);
@@ -78,7 +79,7 @@ fn given(sample: &TrainSample, path: &Path) {
     Tensor::write_safetensors(&tensors, path).unwrap();
 }
 
-/// What our drafter computes, by the names that the script gives.
+/// The values that our drafter computes, by the names in the script.
 fn ours(dir: &Path, sample: TrainSample) -> Vec<(&'static str, Tensor)> {
     let samples = [sample];
     if let Ok(model) = Eagle3::load(dir, Device::Cpu, Kind::Float) {
@@ -135,7 +136,7 @@ fn speculators_loads_converted_drafters_and_computes_the_same() {
         assert_eq!(found.len(), theirs.len(), "{case}");
         for (name, own) in found {
             let (_, other) = theirs.iter().find(|(other, _)| other == name).unwrap();
-            // Eagle3 computes no column that nothing is asked of: the last ones.
+            // Eagle3 does not compute columns without supervised tokens: the last ones.
             let other = if own.dim() == 2 {
                 other.squeeze_dim(0).narrow(0, 0, own.size()[0])
             } else {

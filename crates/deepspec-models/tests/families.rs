@@ -1,4 +1,5 @@
-//! Configs in their spellings, what of them is refused, and what a drafter keeps of its target's.
+//! Configs in all their spellings, refused settings, and the target's settings that a drafter
+//! keeps.
 
 use std::path::Path;
 
@@ -15,12 +16,12 @@ fn golden_config(case: &str) -> Value {
     serde_json::from_slice(&std::fs::read(golden::dir(case).join("config.json")).unwrap()).unwrap()
 }
 
-/// The same architecture, whatever file it came from.
+/// The parsed architecture without the raw config, for comparisons.
 fn architecture(raw: &Value) -> ModelConfig {
     ModelConfig { raw: Map::new(), ..parse(raw).unwrap() }
 }
 
-/// The numbers of google/gemma-4-12B-it.
+/// The sizes of google/gemma-4-12B-it.
 fn gemma_12b() -> Value {
     json!({
         "model_type": "gemma4_unified_text",
@@ -72,7 +73,7 @@ fn gemma4_in_all_its_spellings() {
     per_layer["per_layer_config"] = Value::Object(own.collect());
     assert_eq!(architecture(&per_layer), expected);
 
-    // The plain family has embeddings per layer unless it says otherwise, and a window of 512.
+    // The plain family has per-layer embeddings and a window of 512 by default.
     let mut plain = flat;
     plain["model_type"] = json!("gemma4_text");
     assert!(parse(&plain).unwrap_err().contains("hidden_size_per_layer_input"));
@@ -207,7 +208,7 @@ fn stop_tokens_of_all_places_are_taken_together() {
     assert_eq!(stop_ids(dir.path(), Some(9)).unwrap(), [1, 9, 50, 106]);
 }
 
-/// Both spellings of the rotary settings, what is left out, and what is refused.
+/// Both spellings of the rotary settings, defaults of missing keys, and refused settings.
 #[test]
 fn llama_configs_are_read_as_transformers_reads_them() {
     let scaling = json!({"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -218,7 +219,7 @@ fn llama_configs_are_read_as_transformers_reads_them() {
     let found = parse(&raw).unwrap();
     let heads = found.layers[0].attention.heads;
     assert_eq!((found.family.decoder.name, heads.key_value, heads.dim), ("Llama", 4, 16));
-    // The config's own length holds: 8,192 · 32 is more than the model was made for.
+    // The config's own length is used: 8,192 · 32 exceeds the length that the model was made for.
     assert_eq!((found.max_position_embeddings, found.tie_word_embeddings), (131_072, false));
     assert!(!found.layers[0].qk_norm);
     let mut newer = raw.clone();

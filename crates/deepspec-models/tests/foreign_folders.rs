@@ -1,4 +1,5 @@
-//! Folders as other tools leave them: read as the model that they hold, or refused with what they are and what to do.
+//! Folders as other tools write them. The model in them is loaded, or the error says what the
+//! folder is and what to do.
 
 use std::collections::BTreeMap;
 use std::env;
@@ -40,7 +41,7 @@ fn put(dir: &Path, tensors: &Bytes) {
     fs::write(dir.join("model.safetensors"), safetensors::serialize(views, None).unwrap()).unwrap();
 }
 
-/// The folder with its tensors called otherwise.
+/// Renames the tensors of the folder.
 fn renamed(dir: &Path, name: impl Fn(&str) -> String) {
     let renamed = tensors(dir).into_iter().map(|(old, tensor)| (name(&old), tensor)).collect();
     put(dir, &renamed);
@@ -61,7 +62,7 @@ fn load(dir: &Path) -> Result<TargetModel, ModelError> {
     TargetModel::load(dir, &options)
 }
 
-/// The logits behind three tokens.
+/// The logits after three tokens.
 fn computed(dir: &Path) -> Vec<f32> {
     let _guard = tch::no_grad_guard();
     let mut model = load(dir).unwrap_or_else(|error| panic!("{error}"));
@@ -87,11 +88,12 @@ fn names_behind_the_prefixes_of_wrappers_are_the_same_model() {
         renamed(wrapped.path(), |name| format!("{prefix}{name}"));
         assert_eq!(computed(wrapped.path()), expected, "{prefix}");
     }
-    // Saved without the class of the head around it.
+    // Saved from the inner model, without the class that adds the head.
     let bare = model();
     renamed(bare.path(), |name| name.trim_start_matches("model.").to_string());
     assert_eq!(computed(bare.path()), expected);
-    // Wrappers of single layers, of the whole model under its own name, and of adapters.
+    // Wrappers around single layers, around the whole model under its own name, and around
+    // adapters.
     type Rename = fn(&str) -> String;
     let mixed: [(&str, Rename); 4] = [
         ("one layer", |name| match name.contains("layers.1.") {
@@ -107,7 +109,7 @@ fn names_behind_the_prefixes_of_wrappers_are_the_same_model() {
         renamed(wrapped.path(), rename);
         assert_eq!(computed(wrapped.path()), expected, "{what}");
     }
-    // Names that no wrapper explains are told with what is there instead.
+    // If no wrapper explains the names, the error lists the names that exist.
     let other = model();
     renamed(other.path(), |name| name.replace("model.", "transformer."));
     assert!(problem(other.path()).contains("it has `transformer."), "{}", problem(other.path()));
@@ -115,7 +117,7 @@ fn names_behind_the_prefixes_of_wrappers_are_the_same_model() {
 
 #[test]
 fn tensors_without_a_place_in_the_model_are_an_error_that_names_them() {
-    // Weights of a Qwen3 under the name of a Llama.
+    // Weights of a Qwen3 with a Llama config.
     let other = model();
     set(other.path(), "model_type", json!("llama"));
     set(other.path(), "architectures", json!(["LlamaForCausalLM"]));
@@ -132,7 +134,7 @@ fn tensors_without_a_place_in_the_model_are_an_error_that_names_them() {
         put(dir.path(), &all);
         assert!(problem(dir.path()).contains(extra), "{}", problem(dir.path()));
     }
-    // Of many some are shown.
+    // A long list of names is shortened.
     let dir = model();
     let mut all = tensors(dir.path());
     all.extend((0..9).map(|at| (format!("model.extra.{at}"), (Dtype::F32, vec![1], vec![0; 4]))));
@@ -155,7 +157,7 @@ fn parts_that_are_not_the_language_model_do_not_matter() {
     }
     put(dir.path(), &all);
     assert_eq!(computed(dir.path()), expected);
-    // The copy of a tied head.
+    // The stored copy of a tied head.
     let tied = model();
     set(tied.path(), "tie_word_embeddings", json!(true));
     load(tied.path()).unwrap_or_else(|error| panic!("{error}"));
@@ -175,7 +177,7 @@ fn quantised_weights_are_named_with_the_remedy() {
     let null = model();
     set(null.path(), "quantization_config", Value::Null);
     load(null.path()).unwrap_or_else(|error| panic!("{error}"));
-    // Without the key, the type of the tensors tells it.
+    // Without the key, the tensors' dtype reveals it.
     for (dtype, said) in [(Dtype::F8_E4M3, "F8_E4M3"), (Dtype::I8, "I8"), (Dtype::U8, "U8")] {
         let dir = model();
         let mut all = tensors(dir.path());
@@ -238,7 +240,7 @@ fn all_that_names_an_end_of_answers_counts() {
     assert!(told.contains("no eos_token_id"), "{told}");
 }
 
-/// Runs itself once more with a cache folder of its own, where digests are kept.
+/// Runs itself again with its own cache folder for digests.
 #[test]
 fn every_byte_of_large_weights_counts() {
     const SIZE: usize = (64 << 20) + 4096;
@@ -263,7 +265,7 @@ fn every_byte_of_large_weights_counts() {
     let first = weights_digest(dir.path()).unwrap();
     let probed = probed_weights_digest(dir.path()).unwrap();
     assert_eq!(weights_digest(dir.path()).unwrap(), first, "what is remembered is the same");
-    // One byte between the probes of older versions, and one more.
+    // One byte between the positions that older versions sampled, and one more.
     let mut seen = vec![first];
     for at in [1 << 20, SIZE / 2 + 1] {
         bytes[at] ^= 1;
@@ -275,7 +277,8 @@ fn every_byte_of_large_weights_counts() {
     }
 }
 
-/// Nulls, other types and unknown keys in config.json: a model is loaded or refused with the file and the key; never a panic.
+/// Nulls, other types and unknown keys in config.json. The model is loaded, or refused with the
+/// file and the key; nothing panics.
 #[test]
 fn damaged_configs_are_used_or_refused_by_name() {
     let words = [

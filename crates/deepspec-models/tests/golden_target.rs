@@ -1,4 +1,4 @@
-//! Targets of both families against the reference's numbers.
+//! Compares targets of both families with the reference.
 
 mod common;
 
@@ -34,7 +34,7 @@ fn check_prefill(name: &str) {
     let ids = tensor(case.input("input_ids"));
     let lens: Vec<i64> =
         case.hyper("seq_lens").as_array().unwrap().iter().map(|n| n.as_i64().unwrap()).collect();
-    // Both sequences in one ragged feed.
+    // Both sequences in one ragged batch.
     let rows: Vec<Tensor> =
         lens.iter().enumerate().map(|(b, &len)| ids.get(b as i64).narrow(0, 0, len)).collect();
     let chunks: Vec<(usize, usize)> =
@@ -112,7 +112,7 @@ fn golden_target_gemma4() {
     check_chunks_and_rollback("target_gemma4");
 }
 
-/// The engine's greedy answer is the trace.
+/// The engine's greedy answer equals the reference's trace.
 #[test]
 fn golden_target_gemma4_in_the_engine() {
     let case = Case::load("target_gemma4");
@@ -127,7 +127,7 @@ fn golden_target_gemma4_in_the_engine() {
     let mut engine = Engine::new(load(&case, vec![], 3), None::<Box<dyn Proposer>>, options);
     let request = |index: usize| Request {
         id: index.to_string(),
-        // The same prompt beside shorter ones.
+        // The full prompt and shorter ones.
         prompt: prompt[..prompt.len() - index % 4].to_vec(),
         sampling: Sampling::new(0.0, 0),
         max_new_tokens: tokens.len(),
@@ -137,7 +137,7 @@ fn golden_target_gemma4_in_the_engine() {
     assert_eq!((&done[0].tokens, &done[4].tokens), (&tokens, &tokens));
 }
 
-/// A sequence's states do not depend on its batch.
+/// A sequence's hidden states do not depend on the rest of the batch.
 #[test]
 #[cfg_attr(not(feature = "kernels"), ignore = "rows have the same bits in every batch with kernels only")]
 fn golden_target_gemma4_states_have_the_same_bits_in_every_batch() {
@@ -171,8 +171,8 @@ fn both_spellings_of_the_config_mean_the_same_model() {
     assert_eq!(strip(a), strip(b));
 }
 
-/// A golden model cut into two shards with an index, its tied head written out, its body and head under other names, and
-/// tensors of other parts beside it.
+/// A golden model in two shards with an index. Its tied head is stored, its body and head have
+/// other names, and there are tensors of other parts.
 fn sharded(case: &Case, (body, head): (&str, &str), others: &[&str]) -> tempfile::TempDir {
     let dir = tempfile::tempdir().unwrap();
     let bytes = std::fs::read(case.dir.join("model.safetensors")).unwrap();

@@ -1,4 +1,4 @@
-//! Files of weights whose headers lie: every one is refused by name, whatever its numbers would overflow.
+//! Weight files with false headers are all refused by name, even if their numbers would overflow.
 
 use std::fs;
 use std::path::Path;
@@ -23,7 +23,7 @@ fn header(dtype: &str, shape: Value, offsets: Value) -> Value {
     json!({"w": {"dtype": dtype, "shape": shape, "data_offsets": offsets}})
 }
 
-/// What opening the file says, or reading all that it claims to hold.
+/// The error of opening the file, or of reading all tensors that it claims to contain.
 fn refusal(dir: &Path, bytes: &[u8]) -> Option<String> {
     let path = dir.join("model.safetensors");
     fs::write(&path, bytes).unwrap();
@@ -67,7 +67,7 @@ fn sizes_that_overflow_are_refused_by_name() {
         let said = format!("{dtype} {shape} {offsets}");
         assert!(refusal(dir.path(), &of(&header(dtype, shape, offsets))).is_some(), "{said} passed");
     }
-    // Two tensors that lie on top of each other, and a hole between two.
+    // Two overlapping tensors, and a gap between two tensors.
     for second in [[32, 64], [80, 96]] {
         let mut two = header("F32", json!([4, 4]), json!([0, 64]));
         two["v"] = json!({"dtype": "F32", "shape": [(second[1] - second[0]) / 4], "data_offsets": second});

@@ -1,4 +1,5 @@
-//! Long sequences run in passes, and a long pass attends in pieces: the states are those of any other way to feed them.
+//! Long sequences run in several passes, and a long pass attends in pieces. The hidden states equal
+//! those of any other split.
 
 mod common;
 
@@ -42,7 +43,8 @@ fn passes_and_pieces_do_not_change_the_states() {
     let dir = tempfile::tempdir().unwrap();
     tiny::gemma4(dir.path(), 16384);
     let mut target = target(dir.path());
-    // Two passes. The full layers of the first one have 16 x 4096 x 4096 scores and are cut, as windows are in both.
+    // Two passes. In the first one, full attention layers have 16 x 4096 x 4096 scores, which are
+    // cut into pieces. Windowed layers are cut in both passes.
     let length = 4150;
     let tokens = ids(length);
     let whole = feed(&mut target, &[(1, length)], &tokens);
@@ -51,7 +53,7 @@ fn passes_and_pieces_do_not_change_the_states() {
         (length as i64, vec![length as i64, 4 * 32])
     );
 
-    // Fed in small chunks, which attend in one call per layer.
+    // In small chunks, which attend in one call per layer.
     for start in (0..length).step_by(190) {
         let len = (length - start).min(190);
         let out = feed(&mut target, &[(2, len)], &tokens.narrow(0, start as i64, len as i64));
@@ -62,8 +64,9 @@ fn passes_and_pieces_do_not_change_the_states() {
         same("taps", &out.captured_states, &whole.captured_states);
     }
 
-    // What a sequence rides with does not matter, to the last bit, and rows come back in the order of the feed. (All lengths
-    // are even: with so small a model, an odd number of rows ends within one of the processor's vectors.)
+    // Batching does not change a single bit, and rows are returned in the order of the feed. (All
+    // lengths are even: in such a small model, an odd number of rows ends inside one of the
+    // processor's vectors.)
     for slot in 0..3 {
         target.truncate(slot, 0);
     }
@@ -76,7 +79,7 @@ fn passes_and_pieces_do_not_change_the_states() {
     let last = out.hidden.narrow(0, 4100 + length as i64, 4);
     assert_close("last", &last, &whole.hidden.narrow(0, 0, 4), TOLERANCE);
 
-    // A rollback beyond the window: the history is all there.
+    // A rollback beyond the window: the KV cache still has all tokens.
     target.truncate(1, 3000);
     let again = feed(&mut target, &[(1, 700)], &tokens.narrow(0, 3000, 700));
     assert_close("again", &again.hidden, &whole.hidden.narrow(0, 3000, 700), TOLERANCE);

@@ -1,8 +1,10 @@
-//! In float32 on the CPU, with one thread and with two, a sequence's states have the same bits whatever it rides with, for models of any
-//! shape whose MLPs (and vocabularies, where logits are soft-capped) are whole multiples of [`UNIT`] wide.
+//! A sequence's hidden states have the same bits in every batch, in float32 on the CPU with one
+//! thread and with two. This holds for models of any shape whose MLP width is a multiple of
+//! [`UNIT`]. With soft-capped logits the vocabulary must be a multiple, too.
 //!
-//! libtorch's element-wise functions go over all rows at once, in vectors of the processor; the last values of a thread's share, where
-//! they fill no vector, take another path and may differ in the last bit. Such widths leave no such values.
+//! libtorch's element-wise functions process all rows at once with vector instructions. The last
+//! values of a thread's share that fill no vector take another path and may differ in the last bit.
+//! Multiples of [`UNIT`] leave no such values.
 
 use std::path::Path;
 
@@ -14,7 +16,7 @@ use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 use serde_json::json;
 use tch::{Device, Kind, Tensor};
 
-/// Whole vectors of the widest processors.
+/// A multiple of the vector length of the widest processors.
 const UNIT: i64 = 64;
 
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -31,14 +33,15 @@ struct Shape {
     hidden: i64,
     inner: i64,
     vocab: i64,
-    /// Key/value heads, query heads for each of them, and their width; of sliding layers and of full ones.
+    /// KV heads, query heads per KV head, and head size of sliding layers; the head size of full
+    /// layers.
     local: (i64, i64, i64),
     global_dim: i64,
     layers: usize,
     tied: bool,
 }
 
-/// What a sequence holds and what is appended to it.
+/// A sequence of the batch: tokens in its KV cache and tokens to append.
 #[derive(Debug, Clone)]
 struct Rider {
     history: usize,
@@ -82,7 +85,7 @@ impl Shape {
         }
         if self.family == Family::Gemma4 {
             let kinds = ["full_attention", "sliding_attention"].iter().cycle();
-            // The last layer is a full one.
+            // The last layer uses full attention.
             let kinds: Vec<_> = kinds.skip((self.layers + 1) % 2).take(self.layers).collect();
             let own = json!({
                 "model_type": "gemma4_unified_text", "architectures": ["Gemma4ForCausalLM"], "layer_types": kinds,
@@ -150,7 +153,8 @@ impl Shape {
     }
 }
 
-/// Runs `tokens` numbers of each slot behind what it holds; token ids follow from slot owner and position.
+/// Runs `tokens` ids of each slot after its cached tokens; the ids follow from the slot's owner and
+/// the position.
 fn feed(target: &mut TargetModel, vocab: i64, parts: &[(usize, usize, usize)]) -> ModelOutput {
     let ids: Vec<i64> = parts
         .iter()
@@ -168,7 +172,8 @@ fn rows(target: &TargetModel, out: &ModelOutput, first: usize, count: usize) -> 
     all.map(|rows| rows.narrow(0, first as i64, count as i64).copy())
 }
 
-/// What differs between a sequence alone and the same one among `riders`, at place `own` of them.
+/// Describes the difference between a sequence alone and the same sequence at index `own` of the
+/// batch `riders`, if any.
 fn difference(shape: &Shape, riders: &[Rider], own: usize) -> Option<String> {
     let dir = tempfile::tempdir().unwrap();
     shape.write(dir.path());

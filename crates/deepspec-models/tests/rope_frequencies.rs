@@ -7,7 +7,7 @@ use deepspec_ops::Rope;
 use serde_json::Value;
 use tch::Kind;
 
-/// Frequencies that transformers computes from the same settings; `tests/rope/make.py` wrote them.
+/// Expected frequencies from transformers with the same settings, written by `tests/rope/make.py`.
 #[test]
 fn scaled_frequencies_are_those_of_transformers() {
     let cases: Vec<Value> = serde_json::from_str(include_str!("rope/scaled.json")).unwrap();

@@ -1,6 +1,7 @@
-//! Targets against transformers, in float32: taps, final-normed states and logits of whole sequences.
+//! Compares targets with transformers in float32: taps, final-normed states and logits of whole
+//! sequences.
 //!
-//! Runs where `DEEPSPEC_TEST_PYTHON` names a Python that has torch and transformers.
+//! Runs only if `DEEPSPEC_TEST_PYTHON` names a Python with torch and transformers.
 
 mod common;
 
@@ -70,7 +71,8 @@ for index, ids in enumerate(sequences):
 save_file(tensors, output)
 "#;
 
-/// Runs the script with these arguments; None, which leaves the test out, where there is no Python to run it.
+/// Runs the script with these arguments. None without a Python that can run it; the test is then
+/// skipped.
 fn reference(arguments: &[&OsStr], output: &Path) -> Option<BTreeMap<String, Array>> {
     let python = skip::python("torch and transformers")?;
     let run = Command::new(python)
@@ -83,7 +85,7 @@ fn reference(arguments: &[&OsStr], output: &Path) -> Option<BTreeMap<String, Arr
     Some(golden::arrays(output))
 }
 
-/// Compares the target in `dir` with the reference, batch after batch of its sequences.
+/// Compares the target in `dir` with the reference, for each batch of sequences.
 fn check(dir: &Path, arrays: &BTreeMap<String, Array>, batches: &[&[usize]]) {
     let _no_grad = tch::no_grad_guard();
     let layers = ModelConfig::load(dir).unwrap().layers.len() as i64;
@@ -126,13 +128,14 @@ fn the_tiny_target_computes_what_transformers_computes() {
     let scratch = tempfile::tempdir().unwrap();
     let output = scratch.path().join("reference.safetensors");
     if let Some(arrays) = reference(&[dir.as_os_str(), output.as_os_str()], &output) {
-        // Each conversation alone, then all in one ragged feed.
+        // Each conversation alone, then all in one ragged batch.
         check(&dir, &arrays, &[&[0], &[1], &[2], &[2, 0, 1]]);
     }
 }
 
-/// Random models: Llama with the rotary settings of Llama 3 and without, head tied and not; Gemma 4 with windows shorter than its
-/// sequences; and a Qwen3 whose rotary settings are scaled, over a sequence of more than one pass.
+/// Random models: Llama with and without Llama 3's rotary settings, with tied and untied head.
+/// Gemma 4 with windows shorter than its sequences, and a Qwen3 with scaled rotary settings over a
+/// sequence of several passes.
 #[test]
 fn random_targets_compute_what_transformers_computes() {
     let yarn = json!({"rope_type": "yarn", "rope_theta": 1e4, "factor": 16.0, "original_max_position_embeddings": 512});

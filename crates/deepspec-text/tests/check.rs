@@ -1,4 +1,5 @@
-//! What `check` finds in rows that would teach a drafter something wrong, and the end of answers that were cut.
+//! The problems that `check` finds in rows that would teach a drafter something wrong, and the
+//! supervised end of truncated answers.
 
 use std::fs;
 use std::path::Path;
@@ -76,7 +77,7 @@ fn good_rows_have_no_problems() {
         for messages in [turn("Hi", "Hello."), turn("Hi", "<think>\nhm\n</think>\n\nHello.")] {
             assert_eq!(problems(&tokenizer, &template, messages), [""; 0], "{name}");
         }
-        // The mark that ends a turn in which nothing is said teaches nothing.
+        // The end-of-turn token of an empty answer is not supervised.
         let mark = template.markers().unwrap().end_of_turn.clone();
         for nothing in [String::new(), mark] {
             let found = problems(&tokenizer, &template, turn("Hi", &nothing));
@@ -151,7 +152,8 @@ fn a_template_that_serves_something_else_is_shown_where_it_differs() {
     );
     assert!(found[0].contains("behind \"sistant\\n\" the served prompt without thinking has"), "{found:?}");
 
-    // Served without thinking, an answer stands behind an empty block of thoughts; trained on, it must too.
+    // Served without thinking, an answer follows an empty thinking block, so it must in training,
+    // too.
     let (_dir, bare) = changed(|template| template.replace("loop.index0 > ns.last_user", "ns.thought"));
     let found = problems(&bare, &qwen(), turn("Hi", "Hello."));
     assert!(
@@ -196,7 +198,7 @@ fn a_cut_answer_ends_with_its_last_word() {
     let mut stopped = cut("one two three");
     stopped["finish_reason"] = json!("stop");
     assert_eq!(said(&gemma.0, &gemma.1, stopped), "one two three<turn|>\n");
-    // All the tokens went into thoughts: neither their end nor the turn's was said.
+    // The thinking used all tokens, so neither its end nor the end of the turn was generated.
     let thinking = json!({"role": "assistant", "content": "", "reasoning_content": "I wonder", "finish_reason": "length"});
     assert_eq!(said(&tiny(), &qwen(), thinking), "<think>\nI wonder");
     let (_dir, tagged) = changed(|template| {
@@ -209,7 +211,7 @@ fn a_cut_answer_ends_with_its_last_word() {
     assert_eq!(said(&tagged, &generation, cut("one two thr")), "one two thr");
 }
 
-/// The texts that are supervised in a row.
+/// The supervised texts of a row.
 fn learnt(tokenizer: &ChatTokenizer, template: &ChatTemplate, row: &Value) -> Vec<String> {
     let conversation = Conversation::from_row(row.as_object().unwrap()).unwrap();
     let supervised = supervise(tokenizer, template, &conversation, 4096).unwrap();
@@ -250,7 +252,7 @@ fn whatever_cut_an_answer_no_end_of_turn_is_learnt_behind_it() {
         let found = learnt(&tokenizer, &template, &row(whole.clone()));
         assert_eq!(found, [format!("{prefix}<|im_end|>\n")], "{whole}");
     }
-    // A reason of the whole row is that of its last answer, unless that has its own.
+    // A finish reason of the whole row applies to its last answer, unless that has its own.
     let mut of_row = json!({"conversations": two_turns(), "finish_reason": "content_filter"});
     let found = learnt(&tokenizer, &template, &of_row);
     assert!(found[0].ends_with("Hello. <|im_end|>\n") && found[1].ends_with('2'), "{found:?}");
@@ -300,10 +302,10 @@ fn nulls_and_spellings_change_no_mask() {
     }
 }
 
-/// A tool call that the template does not write is counted, and no fault of the row.
+/// Tool calls that the template does not render are counted, but they are not a problem of the row.
 #[test]
 fn calls_that_the_template_leaves_out_are_counted() {
-    // The tiny target's writes none.
+    // The tiny target's template renders none.
     let call = json!([{"role": "user", "content": "3+4?"},
         {"role": "assistant", "content": null, "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": "{}"}}]},
         {"role": "tool", "content": "7"}, {"role": "assistant", "content": "It is 7."}]);
@@ -340,7 +342,7 @@ fn messages_of_weight_0_are_context() {
     }
 }
 
-/// Such a row took minutes where each beginning was tokenised anew.
+/// Such a row took minutes when every prefix was tokenised again.
 #[test]
 fn a_row_of_a_thousand_turns_is_masked_and_checked_at_once() {
     let (tokenizer, template) = (tiny(), qwen());
@@ -375,7 +377,8 @@ fn rules_of_ones_own_find_the_same_as_built_in_ones() {
         (ChatTemplate::from(mine.clone()), ChatTemplate::named("gemma4", &chat_formats()).unwrap());
     let messages = turn("Hi", "Hello there.");
     assert_eq!(look(&tokenizer, &own, messages.clone(), 99), look(&tokenizer, &builtin, messages, 99));
-    // The same rules under a built-in name are the built-in ones; under another name or with other marks they are not.
+    // Rules equal to the built-in ones count as built-in under a built-in name, but not under
+    // another name or with other marks.
     assert_eq!(builtin.digest(&tokenizer, &chat_formats()), tokenizer.template_digest());
     let named = ChatTemplate::from(TemplateEntry { name: "gemma4".into(), ..mine.clone() });
     assert_eq!(named.digest(&tokenizer, &chat_formats()), tokenizer.template_digest());

@@ -1,4 +1,4 @@
-//! Training on served tokens, with the toy target's tokenizer and template.
+//! Training on served token ids, with the toy target's tokenizer and template.
 
 use std::path::Path;
 
@@ -26,7 +26,7 @@ fn trained(fields: Value, answer: &str) -> Result<Supervised, TextError> {
     supervise(&tokenizer(), &template, &conversation, 512)
 }
 
-/// The prompt up to the last answer as a server makes it, without thinking.
+/// The prompt up to the last answer as a server renders it, without thinking.
 fn prompt() -> Vec<i64> {
     let text = trained(json!({}), "MARK").unwrap().text;
     tokenizer().encode(&text[..text.find("MARK").unwrap()]).unwrap()
@@ -50,7 +50,7 @@ fn tokens_that_the_text_has_too_change_nothing() {
 #[test]
 fn tokens_that_the_text_has_otherwise_are_trained_as_served() {
     let (tokenizer, prompt) = (tokenizer(), prompt());
-    // Spelled letter by letter, as sampling may.
+    // Tokenised letter by letter, as sampling may produce it.
     let spelled: Vec<i64> = "Two.".chars().flat_map(|c| tokenizer.encode(&c.to_string()).unwrap()).collect();
     assert_ne!(spelled, tokenizer.encode("Two.").unwrap());
     let plain = trained(json!({}), "Two.").unwrap();
@@ -59,14 +59,14 @@ fn tokens_that_the_text_has_otherwise_are_trained_as_served() {
         let served = trained(fields, "Two.").unwrap();
         assert_eq!(served.served, Served::DiffersFromText);
         assert_eq!(served.input_ids, [prompt.clone(), spelled.clone(), vec![end()]].concat());
-        // The first answer is learnt as before, the last one whole.
+        // The first answer is supervised as before, and the whole last answer is supervised.
         let learnt: Vec<bool> =
             plain.loss_mask[..prompt.len()].iter().copied().chain(vec![true; spelled.len() + 1]).collect();
         assert_eq!(served.loss_mask, learnt);
         assert!(served.loss_mask[..prompt.len()].contains(&true));
         assert_eq!(served.untruncated_len, served.input_ids.len());
     }
-    // An answer that was cut has no end, and a prompt that is another one is taken as told.
+    // A truncated answer has no end-of-turn token, and a given prompt is used even if it differs.
     let other = [vec![5, 6], prompt.clone()].concat();
     let fields = json!({"token_ids": spelled, "prompt_token_ids": other, "finish_reason": "length"});
     let cut = trained(fields, "Two.").unwrap();
@@ -84,7 +84,7 @@ fn tokens_of_another_text_are_left_aside() {
     }
 }
 
-/// What was served had no system message but its own, whatever the rules put before other rows.
+/// Served rows get no default system message, although the rules add one to other rows.
 #[test]
 fn a_default_system_message_is_not_put_before_what_was_served() {
     let (tokenizer, template) = (tokenizer(), ChatTemplate::named("qwen", &chat_formats()).unwrap());

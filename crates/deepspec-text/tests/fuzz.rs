@@ -1,4 +1,4 @@
-//! Rows as they come from the world: whatever is in them, they are masked or refused with a reason.
+//! Rows from real data: whatever they contain, they are masked or refused with a reason.
 
 use std::fs;
 use std::path::Path;
@@ -15,7 +15,7 @@ use proptest::prelude::*;
 use proptest::sample::{Index, select};
 use serde_json::{Value, json};
 
-/// Tokenizers and the rules of their templates, shared by all threads as the stages do it.
+/// Tokenizers with the rules of their templates, shared by all threads as in the stages.
 static BENCHES: LazyLock<Vec<(ChatTokenizer, ChatTemplate)>> = LazyLock::new(|| {
     let tiny = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../assets/tiny-target");
     [(tiny, "qwen"), (golden::dir("templates_qwen"), "qwen"), (golden::dir("templates_gemma4"), "gemma4")]
@@ -25,7 +25,7 @@ static BENCHES: LazyLock<Vec<(ChatTokenizer, ChatTemplate)>> = LazyLock::new(|| 
         .into()
 });
 
-/// Texts that stand in the way: markers, halves of markers, blanks, broken and private characters.
+/// Difficult texts: marks, halves of marks, blanks, broken and private-use characters.
 fn piece() -> impl Strategy<Value = String> {
     let odd = select(vec![
         "<|im_start|>assistant\n",
@@ -96,7 +96,7 @@ fn message() -> impl Strategy<Value = Value> {
     )
 }
 
-/// Replaces or removes something somewhere in `value`.
+/// Replaces or removes something at a random place in `value`.
 fn mutate(value: &mut Value, place: &mut impl FnMut(usize) -> usize, with: &Value) {
     let length = match value {
         Value::Array(items) => items.len(),
@@ -174,7 +174,7 @@ proptest! {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(1500))]
 
-    /// Cutting later only adds.
+    /// A longer limit only adds tokens.
     #[test]
     fn a_longer_limit_keeps_what_a_shorter_one_has(row in row(), bench in 0..3usize, short in 1..80usize, more in 0..80usize) {
         let found = [short, short + more].map(|limit| look(&BENCHES[bench], &row, limit));
@@ -185,7 +185,8 @@ proptest! {
         }
     }
 
-    /// Of plain words, exactly the assistant's are supervised, each with the end of its turn, in tokens as in text.
+    /// For plain words, exactly the assistant's texts are supervised, each with its end of turn, in
+    /// tokens as in text.
     #[test]
     fn plain_answers_are_supervised_word_for_word(turns in prop::collection::vec(("[a-z][a-z ,.?]{0,30}[a-z]", "[A-Z][a-z ,.0-9]{0,60}[.!?]"), 1..4), bench in 0..3usize) {
         let (tokenizer, template) = &BENCHES[bench];
@@ -202,7 +203,7 @@ proptest! {
     }
 }
 
-/// Names that rows and messages of other tools have, and values that mean something under some of them.
+/// Field names of rows and messages of other tools, and values that have a meaning in some of them.
 const WORDS: [&str; 30] = [
     "conversations",
     "messages",
@@ -254,9 +255,9 @@ fn sound_rows() -> Vec<Value> {
     ]
 }
 
-/// A null under a name that nothing has yet, in the row or in a message.
+/// Adds a null under an unused name, in the row or in a message.
 fn with_nulls(dice: &mut Fuzzer, row: &mut Value) {
-    // A null in the schema of a tool may be a value.
+    // A null in a tool's schema may be a value.
     let places: Vec<String> =
         row.as_object().unwrap().keys().filter(|key| *key != "tools").cloned().collect();
     for _ in 0..=dice.roll(3) {
@@ -288,7 +289,8 @@ fn nulls_of_python_tools_change_nothing() {
     }
 }
 
-/// A row is used, with each of its messages, or refused by the name of a field of it or of one that it lacks.
+/// A row is used with all its messages, or refused with the name of a field that is wrong or
+/// missing.
 #[test]
 fn foreign_rows_are_used_whole_or_refused_by_name() {
     let mut dice = Fuzzer::new(47, &WORDS);
@@ -318,7 +320,7 @@ fn foreign_rows_are_used_whole_or_refused_by_name() {
                         assert!(text.is_none_or(|text| said.contains(text)), "{row}");
                     }
                 }
-                // What is read is written, and read again.
+                // A parsed message survives serialisation.
                 for message in &conversation.messages {
                     let again: Message = serde_json::from_value(json!(message)).unwrap();
                     assert_eq!(again, *message, "{row}");
@@ -343,7 +345,8 @@ fn foreign_rows_are_used_whole_or_refused_by_name() {
     assert!(used > 1000 && refused > 1000, "{used} used, {refused} refused");
 }
 
-/// Choices as servers send them: every one has a reason, and what is broken off or cut is never taken for whole.
+/// Choices as servers send them: each has a finish reason, and an aborted or truncated one never
+/// counts as complete.
 #[test]
 fn choices_of_any_kind_have_a_reason() {
     let words = [
@@ -373,7 +376,8 @@ fn choices_of_any_kind_have_a_reason() {
     }
 }
 
-/// Nulls, other types and unknown keys in tokenizer_config.json and templates: a tokenizer, or an error that names the file.
+/// Nulls, other types and unknown keys in tokenizer_config.json and templates. The tokenizer is
+/// loaded, or the error names the file.
 #[test]
 fn damaged_tokenizer_configs_are_used_or_refused_by_name() {
     let (dir, from) = (tempfile::tempdir().unwrap(), golden::dir("templates_qwen"));

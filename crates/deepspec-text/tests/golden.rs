@@ -1,4 +1,4 @@
-//! The golden template cases: rendered text, ids, masks and prompts as the reference makes them.
+//! The golden template cases: rendered text, ids, masks and prompts of the reference.
 
 use std::fs;
 
@@ -63,7 +63,7 @@ fn check_conversations(case: &Case) {
         assert_eq!(found.input_ids, ids(&expected["input_ids"]), "{name}");
         assert_eq!(found.untruncated_len, expected["num_tokens_untruncated"], "{name}");
         if name == "empty_answer" {
-            // The reference learns the end of a turn in which nothing is said.
+            // The reference supervises the end of an empty turn.
             assert!(ids(&expected["loss_mask"]).contains(&1) && found.supervised_count() == 0);
             continue;
         }

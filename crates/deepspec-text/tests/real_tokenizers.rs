@@ -1,7 +1,7 @@
-//! Real tokenizers and their chat templates against transformers: more than 2,000 conversations with tools, thoughts, emoji, CJK, code and special tokens
-//! where nobody expects them.
+//! Compares real tokenizers and their chat templates with transformers. There are more than 2,000
+//! conversations with tools, thinking, emoji, CJK, code and special tokens in unexpected places.
 //!
-//! `scripts/test.sh` fetches the tokenizers and says where they are in `DEEPSPEC_TOKENIZERS`.
+//! `scripts/test.sh` downloads the tokenizers and sets `DEEPSPEC_TOKENIZERS` to their folder.
 
 mod common;
 
@@ -19,12 +19,12 @@ use deepspec_text::{
 };
 use serde_json::{Map, Value, json};
 
-/// Conversations of each tokenizer; some templates refuse some of them.
+/// Conversations per tokenizer; some templates refuse some of them.
 const CONVERSATIONS: u64 = 760;
-/// Those that have to be compared, over all tokenizers.
+/// Minimum number of compared conversations, over all tokenizers.
 const COMPARED: usize = 2_000;
 
-/// A tokenizer's folder; that of a GGUF is made.
+/// A tokenizer's folder; for a GGUF it is extracted.
 fn folder(all: &Path, name: &str, scratch: &Path) -> PathBuf {
     let gguf = all.join(format!("{name}.gguf"));
     if gguf.is_file() { unpack(&gguf, scratch).unwrap() } else { all.join(name) }
@@ -35,10 +35,10 @@ fn rendered(tokenizer: &ChatTokenizer, conversation: &Conversation) -> Result<St
     tokenizer.render(&conversation.messages, &options)
 }
 
-/// Marks around thoughts, which some tokenizers have as plain tokens.
+/// Marks around thinking, which are plain tokens in some tokenizers.
 const MARKS: [&str; 2] = ["<think>", "</think>"];
 
-/// What transformers makes of the cases.
+/// The results of transformers for the cases.
 fn transformers(python: impl AsRef<std::ffi::OsStr>, cases: &[Value], scratch: &Path) -> Vec<Value> {
     let [asked, answered] = ["cases.json", "answers.json"].map(|name| scratch.join(name));
     fs::write(&asked, json!(cases).to_string()).unwrap();
@@ -79,7 +79,7 @@ fn real_tokenizers_do_as_in_transformers() {
     {
         let tokenizer = ChatTokenizer::load(Path::new(cases[0]["dir"].as_str().unwrap())).unwrap();
         let template = template(header, end);
-        // The rules that are built in for it are these.
+        // They equal the built-in rules for this tokenizer.
         let built_in = ChatTemplate::guess(&tokenizer, &chat_formats());
         let own = built_in
             .as_ref()
@@ -123,7 +123,7 @@ fn real_tokenizers_do_as_in_transformers() {
             assert_eq!(supervised.input_ids, ids, "{name}: {case}");
             assert!(alike(&tokenizer, &ids, &supervised.loss_mask, &mask, &MARKS), "{name}: {case}");
 
-            // Token by token it is the same text as at once.
+            // Streamed token by token, the text is the same as decoded at once.
             let mut stream = tokenizer.stream("");
             let mut streamed = String::new();
             for &id in &ids {
@@ -141,7 +141,8 @@ fn real_tokenizers_do_as_in_transformers() {
     assert!(compared >= COMPARED, "{compared} conversations were compared");
 }
 
-/// A tokenizer that was written into a GGUF comes back from there: its name for how texts are split stands for the same pattern.
+/// A tokenizer that was written into a GGUF is restored from it: the name of its pre-tokenizer
+/// stands for the same pattern.
 #[test]
 fn real_tokenizers_come_back_from_a_gguf() {
     let Some(all) = tokenizers() else { return };
@@ -162,7 +163,7 @@ fn real_tokenizers_come_back_from_a_gguf() {
     }
 }
 
-/// A Llama of one layer with this folder's tokenizer.
+/// Writes a Llama of one layer with this folder's tokenizer.
 fn write_gguf(folder: &Path, vocab: usize, file: &Path) {
     let tokenizer = Tokenizer::read(folder, vocab).unwrap();
     assert!(tokenizer.is_known(), "{}", folder.display());
@@ -196,8 +197,8 @@ fn write_gguf(folder: &Path, vocab: usize, file: &Path) {
     writer.write(&mut out, |_, tensor: &Tensor| Ok(vec![0; tensor.bytes()])).unwrap();
 }
 
-/// Llama 3.1's tokenizer with tags around what the assistant says, as its template has none: supervised are the ids that transformers
-/// markers.
+/// Llama 3.1's template has no `{% generation %}` tags, so the test adds them around the
+/// assistant's texts. The supervised ids must be the ones that transformers marks.
 #[test]
 fn a_llamas_own_marks_are_those_of_transformers() {
     let (Some(all), Some(python)) = (tokenizers(), skip::python("transformers")) else { return };

@@ -1,4 +1,4 @@
-//! Loading, streaming and identity of tokenizers, on the golden ones.
+//! Loading, streaming and identity of tokenizers, tested on the golden ones.
 
 use std::fs;
 use std::path::Path;
@@ -17,7 +17,7 @@ use tempfile::TempDir;
 const CASES: [&str; 2] = ["templates_qwen", "templates_gemma4"];
 const BROKEN: char = '\u{FFFD}';
 
-/// A copy of the golden Qwen tokenizer whose files a test may spoil.
+/// A copy of the golden Qwen tokenizer that a test may damage.
 fn copy() -> TempDir {
     let dir = tempfile::tempdir().unwrap();
     for file in ["tokenizer.json", "tokenizer_config.json"] {
@@ -103,7 +103,7 @@ fn the_template_file_wins_and_tokens_may_be_objects() {
     assert!(problem(dir.path()).contains("`eos_token` must be a string"));
 }
 
-/// What the folder's default template and the one for tools write.
+/// The output of the folder's default template and of its template for tools.
 fn written(dir: &Path) -> (String, String) {
     let tokenizer = ChatTokenizer::load(dir).unwrap();
     let tools = RenderOptions { tools: Some(json!([{"type": "function"}])), ..RenderOptions::default() };
@@ -121,34 +121,34 @@ fn templates_are_found_in_the_order_of_transformers() {
         fs::create_dir_all(path.parent().unwrap()).unwrap();
         fs::write(path, text).unwrap();
     };
-    // Older processors keep it in a file of its own; the config's own comes before.
+    // Older processors store the template in a separate file; the config's template has precedence.
     let dir = copy();
     set(dir.path(), "chat_template", Value::Null);
     put(&dir, "chat_template.json", &json!({"chat_template": "old"}).to_string());
     expect(&dir, "old", "old");
     set(dir.path(), "chat_template", json!("own"));
     expect(&dir, "own", "own");
-    // A list of named ones, and an object of them.
+    // A list of named templates, and an object of named templates.
     let list = json!([{"name": "default", "template": "own"}, {"name": "tool_use", "template": "own tools"}, {"name": "rag", "template": "x"}]);
     set(dir.path(), "chat_template", list);
     expect(&dir, "own", "own tools");
     set(dir.path(), "chat_template", json!({"default": "own", "tool_use": "object tools"}));
     expect(&dir, "own", "object tools");
-    // The files of newer versions come before all of them.
+    // The files of newer versions have precedence over all of them.
     put(&dir, "chat_template.jinja", "file");
     expect(&dir, "file", "file");
     put(&dir, "additional_chat_templates/tool_use.jinja", "file tools");
     put(&dir, "additional_chat_templates/README.md", "{% no template %}");
     expect(&dir, "file", "file tools");
-    // Named files beside a default in the config.
+    // Named files together with a default in the config.
     fs::remove_file(dir.path().join("chat_template.jinja")).unwrap();
     set(dir.path(), "chat_template", json!("own"));
     expect(&dir, "own", "file tools");
-    // Named ones alone are no default.
+    // Named templates without a default.
     set(dir.path(), "chat_template", Value::Null);
     fs::remove_file(dir.path().join("chat_template.json")).unwrap();
     assert!(problem(dir.path()).contains("[\"tool_use\"]"), "{}", problem(dir.path()));
-    // Each is named when it is broken.
+    // The error names the broken file.
     put(&dir, "chat_template.json", "[");
     assert!(problem(dir.path()).contains("chat_template.json"));
     put(&dir, "chat_template.json", &json!({"chat_template": 7}).to_string());
@@ -175,7 +175,7 @@ fn a_template_without_an_end_is_an_error_and_no_hang() {
         assert!(told.to_string().contains("tokenizer_config.json"), "{told}");
         assert!(begun.elapsed() < Duration::from_secs(10), "{template}: {:?}", begun.elapsed());
     }
-    // One that only long conversations drive so far.
+    // A template that exceeds the limit only for long conversations.
     let squared = "{% for a in messages %}{% for b in messages %}{% for c in messages %}{{ loop.index }}{% endfor %}{% endfor %}{% endfor %}";
     set(dir.path(), "chat_template", json!(squared));
     let tokenizer = ChatTokenizer::load(dir.path()).unwrap();
@@ -185,7 +185,7 @@ fn a_template_without_an_end_is_an_error_and_no_hang() {
     assert!(told.to_string().contains("tokenizer_config.json"), "{told}");
 }
 
-/// A conversation of 4,000 messages is no endless one, by any template that is known here.
+/// A conversation of 4,000 messages stays within the limit, for every template that is known here.
 #[test]
 fn long_conversations_are_within_the_limit_of_templates() {
     let tiny = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../assets/tiny-target");
@@ -236,7 +236,8 @@ fn a_negative_id_is_no_token() {
     assert_eq!(tokenizer.decode(&[1 << 20], true).unwrap(), "");
 }
 
-/// Streams `ids` as the answer to a prompt that opens no thoughts; the pieces before the last one.
+/// Streams `ids` as the answer to a prompt without open thinking. Returns the pieces, and the last
+/// piece separately.
 fn stream(tokenizer: &ChatTokenizer, ids: &[i64]) -> (Vec<String>, String) {
     stream_after("", tokenizer, ids)
 }
@@ -278,23 +279,25 @@ fn special_fences_stay_in_the_text_where_they_part_thoughts_from_the_answer() {
     let said = |ids: &[i64]| without_reasoning(&tokenizer.decode_answer(ids).unwrap()).to_string();
     assert_eq!(said(&thought), "Yes.");
 
-    // The prompt opened the thoughts.
+    // The prompt opened the thinking block.
     let within = ids("Why?<channel|>Yes.<channel|> No.<|channel>");
     assert_eq!(text("<|turn>model\n<|channel>thought\n", &within), "Why?<channel|>Yes. No.");
     assert_eq!(said(&within), "Yes. No.");
-    // Nobody did: a mark that closes nothing is left out, and so is one that opens thoughts behind the answer.
+    // Nothing was opened: a closing mark without an opening one is dropped, and so is an opening
+    // mark behind the answer.
     assert_eq!(text("<|turn>model\n", &within), "Why?Yes. No.");
     assert_eq!(text("", &ids("Yes.<|channel>thought<channel|>")), "Yes.thought");
-    // Bytes that never became a character come out before the mark.
+    // Bytes that never form a character are output before the mark.
     let byte = tokenizer.token_id("<0xF0>").unwrap();
     assert_eq!(text("<|channel>", &[byte, close, byte]), format!("{BROKEN}<channel|>{BROKEN}"));
 }
 
-/// Shared by all threads, as the stages do it.
+/// Shared by all threads, as in the stages.
 static GOLDEN: LazyLock<[ChatTokenizer; 2]> =
     LazyLock::new(|| CASES.map(|case| ChatTokenizer::load(&golden::dir(case)).unwrap()));
 
-/// What stands before, between and behind the special tokens that open and close thoughts, each with the mark behind it.
+/// Splits ids at the special tokens that open and close thinking; each part comes with the mark
+/// behind it.
 fn fenced<'a>(tokenizer: &ChatTokenizer, ids: &'a [i64]) -> Vec<(&'a [i64], Option<String>)> {
     let is =
         |at: &usize, mark: &str| tokenizer.is_special(ids[*at]) && tokenizer.token(ids[*at]).unwrap() == mark;
@@ -314,11 +317,13 @@ fn fenced<'a>(tokenizer: &ChatTokenizer, ids: &'a [i64]) -> Vec<(&'a [i64], Opti
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(1000))]
 
-    /// Any ids, broken bytes, special tokens and unknown ids included, stream to what they decode to between the fences.
+    /// Any ids stream to their decoded text between the marks, including broken bytes, special
+    /// tokens and unknown ids.
     #[test]
     fn streaming_is_decoding(bytes in any::<bool>(), seeds in prop::collection::vec(any::<Index>(), 0..40)) {
         for tokenizer in GOLDEN.iter() {
-            // The low ids of both vocabularies are single bytes: drawing from them alone makes broken ones likely.
+            // The low ids of both vocabularies are single bytes, so drawing from them alone makes
+            // broken bytes likely.
             let range = if bytes { 270 } else { tokenizer.vocab_size() + 3 };
             let ids: Vec<i64> = seeds.iter().map(|seed| seed.index(range) as i64).collect();
             let (pieces, rest) = stream(tokenizer, &ids);

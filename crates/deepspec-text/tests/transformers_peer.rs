@@ -1,6 +1,6 @@
-//! Rendering and `{% generation %}` masks against transformers' `apply_chat_template`.
+//! Compares rendering and `{% generation %}` masks with transformers' `apply_chat_template`.
 //!
-//! Runs where `DEEPSPEC_TEST_PYTHON` names a Python that has transformers.
+//! Runs only if `DEEPSPEC_TEST_PYTHON` names a Python with transformers.
 
 mod common;
 
@@ -30,7 +30,7 @@ for case in json.load(open(sys.argv[1])):
 json.dump(answers, open(sys.argv[2], "w"))
 "#;
 
-/// Templates with tags in all positions and all forms of white space control.
+/// Templates with tags in all positions and all forms of whitespace control.
 const TEMPLATES: [&str; 5] = [
     "{%- for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}",
     "{% for m in messages %}\n  {% if m.role == 'assistant' %}\n<|im_start|>assistant\n    {%- generation -%}\n      {{ m.content }}\n    {% endgeneration -%}\n  <|im_end|>\n  {% else %}\n{{ m.role }}: {{ m.content }}\n  {% endif %}\n{% endfor %}",
@@ -39,7 +39,7 @@ const TEMPLATES: [&str; 5] = [
     TOOLS,
 ];
 
-/// Tools, calls, results and thoughts, in the manner of today's models.
+/// Tools, calls, results and thinking, as in current models.
 const TOOLS: &str = r#"{%- if tools %}{{- '<|im_start|>system\n# Tools\n' }}{%- for tool in tools %}{{- tool | tojson }}{{- '\n' }}{%- endfor %}{{- '<|im_end|>\n' }}{%- endif %}
 {%- for m in messages %}
 {%- if m.role == 'tool' %}{{- '<|im_start|>user\n<tool_response>\n' + m.content + '\n</tool_response><|im_end|>\n' }}
@@ -84,7 +84,8 @@ fn tokenizer(original: &Path, template: &str) -> TempDir {
     dir
 }
 
-/// The same messages as other programs write them: arguments as JSON text, and a note on how the answer ended.
+/// These messages as other programs write them: arguments as JSON text, and a note on how the
+/// answer ended.
 fn as_recorded(messages: &Value) -> Value {
     let mut messages = messages.clone();
     for message in messages.as_array_mut().unwrap() {
@@ -98,7 +99,7 @@ fn as_recorded(messages: &Value) -> Value {
     messages
 }
 
-/// Marks around thoughts and at the ends of turns, which some templates write within their tags.
+/// Marks around thinking and at the ends of turns, which some templates write within their tags.
 const MARKS: [&str; 4] = ["<think>", "</think>", "<|im_end|>", "<turn|>"];
 
 #[test]

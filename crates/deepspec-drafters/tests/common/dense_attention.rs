@@ -1,9 +1,11 @@
-//! The straightforward attention of blocks: every query against every key, with a mask, differentiated by libtorch.
+//! Straightforward block attention: every query against every key, with a mask, differentiated by
+//! autograd.
 
 use deepspec_models::nn::{AttentionSpec, Qkv};
 use tch::{Kind, Tensor};
 
-/// All keys and values, `[H, T + A·B, D]`, and which of them each query of blocks of `size` slots behind `anchors [A]` sees.
+/// All keys and values, `[H, T + A·B, D]`, and the mask of the keys that each query of blocks of
+/// `size` behind `anchors [A]` sees.
 pub fn seen(
     spec: &AttentionSpec,
     size: i64,
@@ -32,7 +34,7 @@ pub fn seen(
     [all(&block.k, k), all(&block.v, v), seen]
 }
 
-/// What `BlockAttention::forward` computes.
+/// Computes the same as `BlockAttention::forward`.
 pub fn dense_attention(
     spec: &AttentionSpec,
     size: i64,

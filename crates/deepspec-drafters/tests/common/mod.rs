@@ -34,7 +34,7 @@ pub fn samples(case: &Case) -> Vec<TrainSample> {
         .collect()
 }
 
-/// The parameters' gradients against the reference's, all of them and no others.
+/// Compares the gradients of all parameters, and of no others, with the reference's.
 pub fn assert_gradients(case: &Case, parameters: &[(String, Tensor)]) {
     let name = case.dir.display();
     let mut norm = 0.0;
@@ -53,7 +53,7 @@ pub fn assert_gradients(case: &Case, parameters: &[(String, Tensor)]) {
     assert!((found - expected).abs() <= GRADIENT * expected.max(1.0), "{name}: norm {found} for {expected}");
 }
 
-/// Uniform numbers that make a drafter draw these tokens from distributions `[γ, V]`.
+/// Uniform numbers with which a drafter samples `tokens` from distributions `[γ, V]`.
 pub fn forcing(probs: &Tensor, tokens: &[i64]) -> Tensor {
     let (probs, cdf) = (probs.to_kind(Kind::Double), probs.cumsum(-1, Kind::Double));
     let uniforms: Vec<f64> = tokens

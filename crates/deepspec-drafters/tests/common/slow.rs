@@ -1,4 +1,5 @@
-//! The objective of block drafters with autograd and whole `[R, V]` tensors: what the closed form in the library means.
+//! The objective of block drafters with autograd and whole `[R, V]` tensors; the library's closed
+//! form must match it.
 
 use deepspec_drafters::{Block, BlockBatch, BlockObjective, Dpace, Lk, LkForm, LossDenominator};
 use tch::{Kind, Reduction, Tensor};
@@ -17,7 +18,7 @@ fn paces(dpace: Dpace, ce: &Tensor, rows: &[i64], gamma: i64) -> Tensor {
     Tensor::from_slice(&(0..rows.len()).map(weight).collect::<Vec<_>>())
 }
 
-/// The loss with a graph, and the sums of single losses by name.
+/// The loss with its autograd graph, and the sums of the single losses by name.
 pub fn objective(
     block: &Block,
     batch: &BlockBatch,

@@ -1,4 +1,5 @@
-//! Round trips keep every byte of the weights; what must not be converted is refused with the reason.
+//! Round trips keep every byte of the weights; a checkpoint that must not be converted is refused
+//! with the reason.
 
 use std::fs;
 
@@ -9,7 +10,7 @@ use deepspec_drafters::open_checkpoint;
 use safetensors::SafeTensors;
 use serde_json::{Value, json};
 
-/// Converts and reads back.
+/// Converts a checkpoint and reads it back.
 fn converted(from: &Folder, to: CheckpointFormat, target: Option<&Folder>) -> Folder {
     try_convert(from, to, target).unwrap_or_else(|error| panic!("{to}: {error}"))
 }
@@ -26,7 +27,7 @@ fn try_convert(
     Ok(folder.within("out"))
 }
 
-/// The refusal's words.
+/// The error message of a refused conversion.
 fn refusal(from: &Folder, to: CheckpointFormat, target: Option<&Folder>) -> String {
     match try_convert(from, to, target).map(|_| ()).expect_err("a refusal") {
         error @ CheckpointError::Refused { .. } => error.to_string(),
@@ -41,7 +42,7 @@ fn allowed(case: &str) -> &'static [CheckpointFormat] {
     match case {
         "eagle3_qwen3" => &[CheckpointFormat::Speculators],
         "dflash2" => &[CheckpointFormat::Speculators, CheckpointFormat::Zlab],
-        // Its confidence head reads the state alone, as ModelOpt's cannot.
+        // Its confidence head reads only the state, which ModelOpt's cannot.
         "dspark_rnn" | "dflash" => &[CheckpointFormat::Speculators, CheckpointFormat::Specforge],
         _ => &[CheckpointFormat::Speculators, CheckpointFormat::Specforge, CheckpointFormat::Modelopt],
     }
@@ -62,7 +63,7 @@ fn round_trips_keep_every_byte() {
             let back = converted(&away, CheckpointFormat::Reference, Some(&target));
             assert_eq!(bytes(&back), original, "{case} by {there}");
             assert_eq!(as_is(&back), as_is(&reference), "{case} by {there}");
-            // Not only there and back: from every one to every other.
+            // Not only back and forth, but from every layout to every other.
             for &next in allowed(case).iter().filter(|&&next| next != there) {
                 let direct = converted(&reference, next, Some(&target));
                 let by = converted(&away, next, Some(&target));
@@ -125,7 +126,7 @@ fn layer_ids_are_counted_as_each_dialect_does() {
     assert_eq!(open_checkpoint(there.path()).unwrap().drafter().aux_layer_ids(), [1, 2, 3, 4, 5]);
 }
 
-/// Llama's layers have no norms on queries and keys, and of Eagle3 there are such.
+/// Llama's layers have no norms on queries and keys, and some Eagle3 checkpoints use such layers.
 #[test]
 fn an_eagle3_with_llama_layers_goes_to_speculators_and_back() {
     let llama = fixture::llama_eagle3();
@@ -139,11 +140,12 @@ fn an_eagle3_with_llama_layers_goes_to_speculators_and_back() {
     assert_eq!(bytes(&back), bytes(&llama));
 }
 
-/// SGLang's class calls the layer `midlayer`, skips names that it does not know, and captures the inputs of the layers behind the ids.
+/// SGLang's class calls the layer `midlayer` and ignores unknown names. It captures the inputs of
+/// the layers behind the ids.
 #[test]
 fn an_eagle3_with_llama_layers_goes_to_specforge_and_back() {
     let llama = edited(&fixture::llama_eagle3(), |config| config["target_layer_ids"] = json!([0, 1, 2]));
-    // Three taps where the golden one has others.
+    // Three taps instead of the golden checkpoint's.
     let mut tensors = bytes(&fixture::llama_eagle3());
     let (kind, shape, _) = tensors["fc.weight"].clone();
     let shape = vec![shape[0], 3 * shape[0]];
@@ -198,7 +200,7 @@ fn names_and_ends_are_each_dialects_own() {
     for name in ["embed_tokens.weight", "lm_head.weight"] {
         assert!(speculators.iter().any(|known| known == name), "{name} not in {speculators:?}");
     }
-    // speculators itself saves nothing else of its verifier, and vLLM refuses what it does not know.
+    // speculators saves no other tensors of its verifier, and vLLM refuses unknown tensors.
     assert!(!speculators.iter().any(|name| name.starts_with("verifier")), "{speculators:?}");
 }
 
@@ -211,7 +213,8 @@ fn a_sharded_checkpoint_is_read_as_one() {
     assert_eq!(bytes(&converted(&sharded, CheckpointFormat::Specforge, Some(&target))), bytes(&whole));
 }
 
-/// Past the largest file weights are written in shards with an index, and one form leaves nothing of the other behind.
+/// Above the maximum file size, weights are written in shards with an index. Neither form leaves
+/// files of the other behind.
 #[test]
 fn what_is_too_large_for_one_file_is_written_in_shards() {
     let reference = golden("dspark_vanilla");
@@ -258,7 +261,8 @@ fn what_is_too_large_for_one_file_is_written_in_shards() {
 
 #[test]
 fn ends_of_another_type_are_compared_and_restored_as_the_drafter_has_them() {
-    // The target in float32, the drafter with its ends rounded to bfloat16, as our trainer writes it.
+    // The target in float32, and the drafter with its embedding and head rounded to bfloat16, as
+    // our trainer writes it.
     let reference = crate::common::as_bf16(&golden("dspark_vanilla"));
     let target = target(&golden("dspark_vanilla"));
     let away = converted(&reference, CheckpointFormat::Specforge, Some(&target));
@@ -338,7 +342,7 @@ fn what_a_container_says_of_its_slots_counts() {
     }
 }
 
-/// A checkpoint, where to, and the words of the refusal.
+/// A checkpoint, the layout to convert to, and words of the error.
 type Refused = (Folder, CheckpointFormat, &'static [&'static str]);
 
 #[test]
@@ -448,7 +452,7 @@ fn what_needs_the_target_says_so() {
     }
     let specforge = converted(&vanilla, CheckpointFormat::Specforge, Some(&target));
     assert!(refusal(&specforge, CheckpointFormat::Reference, None).contains("holds embedding and head"));
-    // speculators' own files do not tell the target's layers; ours do.
+    // speculators' own files do not state the target's layers; ours do.
     let speculators = converted(&vanilla, CheckpointFormat::Speculators, Some(&target));
     converted(&speculators, CheckpointFormat::Reference, None);
     let theirs =
@@ -487,7 +491,7 @@ fn only_a_converted_checkpoint_is_replaced() {
         convert(&source, CheckpointFormat::Specforge, Some(&target)).unwrap().write(&out, overwrite)
     };
     write(false).unwrap();
-    write(false).unwrap(); // the same again has nothing to do
+    write(false).unwrap(); // a second write changes nothing
     std::fs::write(out.join("config.json"), "{}").unwrap();
     assert!(write(false).unwrap_err().to_string().contains("--overwrite"));
     write(true).unwrap();
@@ -500,7 +504,7 @@ fn only_a_converted_checkpoint_is_replaced() {
 fn missing_defaults_of_speculators_are_those_of_transformers() {
     let vanilla = golden("dspark_vanilla");
     let there = converted(&vanilla, CheckpointFormat::Speculators, Some(&target(&vanilla)));
-    // What a Qwen3Config stands in for a missing head_dim is 128, not hidden_size / heads.
+    // A Qwen3Config without head_dim uses 128, not hidden_size / heads.
     let theirs = edited(&there, |config| {
         drop(config["transformer_layer_config"].as_object_mut().unwrap().remove("head_dim"));
     });

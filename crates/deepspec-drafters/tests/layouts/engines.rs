@@ -1,4 +1,4 @@
-//! The layouts that engines load.
+//! The layouts that inference engines load.
 
 use deepspec_checkpoint::{CheckpointError, CheckpointFormat, Engine, Target, for_engine};
 use deepspec_drafters::open_checkpoint;
@@ -61,7 +61,8 @@ fn each_engine_gets_the_layout_that_it_loads() {
     assert!(told.contains("has no norms on queries and keys"), "{told}");
 }
 
-/// Scaled rotary embeddings stay so, for readers of either key; a kind that no engine here reads is refused.
+/// Scaled rotary embeddings are written under both keys; a type that no engine here reads is
+/// refused.
 #[test]
 fn scaled_rotary_embeddings_are_written_for_engines() {
     let llama3 = json!({
@@ -85,7 +86,8 @@ fn scaled_rotary_embeddings_are_written_for_engines() {
         assert_eq!((&config["rope_parameters"], &config["rope_scaling"]), (stretched, stretched));
         assert_eq!(config["rope_theta"], 5e5);
     }
-    // The length that YaRN starts from is written where transformers takes the trained one.
+    // YaRN without an original length gets the trained length written out, which is what
+    // transformers assumes.
     let scaled = |scaling: serde_json::Value| {
         let reference = golden("dspark_vanilla");
         let mut config = reference.config();

@@ -1,4 +1,5 @@
-//! Drafters of others: what they compute otherwise than ours is refused by name, by reading, converting and running alike.
+//! Drafters of other tools. If they compute something that ours do not, reading, converting and
+//! running all refuse them by name.
 
 use std::fs;
 use std::path::Path;
@@ -15,12 +16,12 @@ use tch::{Device, Kind};
 
 const OPTIONS: DrafterOptions = DrafterOptions { device: Device::Cpu, kind: Kind::Float, slots: 1 };
 
-/// The words of a run of the folder, before its weights are read.
+/// Runs the checks of a folder that come before its weights are read; returns the error message.
 fn run(folder: &Folder) -> Result<(), String> {
     check_layout(folder.path()).map_err(|error| error.to_string())
 }
 
-/// The words of its conversion to the reference's layout.
+/// Converts the folder to the reference's layout; returns the error message.
 fn to_reference(folder: &Folder, target: &Folder) -> Result<(), String> {
     let source = open_checkpoint(folder.path()).map_err(|error| error.to_string())?;
     let target = Target::open(target.path(), "owner/target").unwrap();
@@ -101,7 +102,7 @@ fn unknown_keys_of_a_container_are_refused_by_name() {
     to_reference(&with(&fixture::zlab(), "new_head", &json!(null), true), &target).unwrap();
 }
 
-/// A folder of tensors under these names, all zeros.
+/// A folder with zero tensors of these names.
 fn of_names(config: &Value, names: &[&str]) -> Folder {
     let folder = Folder::new();
     folder.put(config);
@@ -114,7 +115,7 @@ fn of_names(config: &Value, names: &[&str]) -> Folder {
 #[test]
 fn drafters_of_other_methods_are_known_by_sight() {
     let llama = |class: &str| json!({"architectures": [class], "model_type": "llama", "hidden_size": 32, "vocab_size": 128});
-    // EAGLE's own: a class of a language model, and a reduced vocabulary.
+    // EAGLE's own format: the class of a language model, and a reduced vocabulary.
     let mut eagle = llama("LlamaForCausalLM");
     eagle["draft_vocab_size"] = json!(64);
     let eagle = of_names(
@@ -147,7 +148,7 @@ fn drafters_of_other_methods_are_known_by_sight() {
     }
 }
 
-/// No command calls unreadable what another reads.
+/// No command calls a folder unreadable that another command reads.
 #[test]
 fn what_can_be_converted_is_told_so_when_it_is_run() {
     let (eagle3, dflash) = (golden("eagle3_qwen3"), golden("dflash"));
@@ -167,7 +168,7 @@ fn what_can_be_converted_is_told_so_when_it_is_run() {
     }
 }
 
-/// A copy in which one float of a tensor is another.
+/// A copy with one changed float in a tensor.
 fn poisoned(from: &Folder, name: &str, value: f32) -> Folder {
     let folder = edited(from, |_| ());
     let mut tensors = bytes(from);
@@ -241,7 +242,8 @@ fn quantised_drafters_are_refused_by_name() {
     }
 }
 
-/// By kind: those whose drawn tokens follow from the drawn ones before them draw, the others take the likeliest.
+/// Drafters whose sampled tokens depend on earlier sampled tokens sample; the others take the most
+/// likely token.
 #[test]
 fn each_kind_knows_by_which_rule_more_of_it_is_accepted() {
     use DraftSampling::{Greedy, Probabilistic};
@@ -261,13 +263,14 @@ fn each_kind_knows_by_which_rule_more_of_it_is_accepted() {
     let model = tempfile::tempdir().unwrap();
     tiny::qwen3(model.path(), 40);
     assert_eq!(rule(model.path()), Probabilistic);
-    // Without its Markov head a DSpark predicts side by side.
+    // Without its Markov head, a DSpark predicts all slots independently.
     let mut headless = load(golden("dspark_vanilla").path(), &OPTIONS).unwrap();
     assert!(headless.ignore_markov());
     assert_eq!(headless.draft_sampling(), Greedy);
 }
 
-/// Nulls, other types and unknown keys in the configs of every layout: read and run, or refused with the folder and the key.
+/// Nulls, other types and unknown keys in the configs of every layout. The folder is read and run,
+/// or refused with its name and the key.
 #[test]
 fn nulls_and_unknown_keys_are_used_or_refused_by_name() {
     let words = [

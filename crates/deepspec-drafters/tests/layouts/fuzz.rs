@@ -1,4 +1,5 @@
-//! Damaged configs, indexes and headers: never a panic, and every refusal names a file and what of it is wrong.
+//! Damaged configs, indexes and headers never cause a panic, and every error names a file and the
+//! problem.
 
 use std::fs;
 
@@ -48,7 +49,8 @@ fn every_dialect() -> Vec<Folder> {
     away.into_iter().chain(others).collect()
 }
 
-/// Opens it and converts it to everything; every error names a place within the folder or the target's.
+/// Opens the folder and converts it to every layout; every error names a path in it or in the
+/// target's folder.
 fn provoke(folder: &Folder, target: &Target) -> usize {
     let mut refusals = 0;
     let mut told = |error: CheckpointError| {

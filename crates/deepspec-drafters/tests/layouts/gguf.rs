@@ -15,7 +15,7 @@ fn asset(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../assets").join(name)
 }
 
-/// The small trained DSpark, its config and tensors edited.
+/// The small trained DSpark with an edited config and tensors.
 fn edited(edit: impl FnOnce(&mut Value), keep: impl Fn(&str) -> bool) -> Folder {
     let (folder, from) = (Folder::new(), asset("tiny-dspark"));
     for file in ["config.json", "model.safetensors"] {
@@ -30,7 +30,7 @@ fn edited(edit: impl FnOnce(&mut Value), keep: impl Fn(&str) -> bool) -> Folder 
     folder
 }
 
-/// Writes the drafter as GGUF and gives what the gguf package says of it; None where the package is not there.
+/// Writes the drafter as GGUF and returns what the gguf package reads; None without the package.
 fn read(
     drafter: &Folder,
     matrices: TensorType,
@@ -49,7 +49,7 @@ fn read(
     read_all(drafter, matrices, &["self_attn.q_norm", "self_attn.k_norm"], map)
 }
 
-/// As [`read`], of layers with these tensors too, and all others by name.
+/// As [`read`], with these additional layer tensors and with all other tensors by name.
 fn read_all(
     drafter: &Folder,
     matrices: TensorType,
@@ -133,7 +133,8 @@ fn llama_cpps_package_reads_what_was_written() {
     let merges = tokenizer["model"]["merges"].as_array().unwrap().len();
     assert_eq!(fields["tokenizer.ggml.merges"].as_array().unwrap().len(), merges);
 
-    // The checkpoint's values are bfloat16, which its own type keeps as well; what is no matrix is float32 all the same.
+    // The checkpoint's values are bfloat16, and so are its matrices in the Bf16 file. All other
+    // tensors are float32 in both files.
     let (read_bf16, _) = read(&whole, TensorType::Bf16, &heads).unwrap();
     let kinds = |name: &str| (read_f32["tensors"][name].clone(), read_bf16["tensors"][name].clone());
     assert_eq!(kinds("blk.0.attn_q.weight"), ("F32".into(), "BF16".into()));
@@ -145,7 +146,7 @@ fn config_of(dir: &Path) -> Value {
     serde_json::from_str(&fs::read_to_string(dir.join("config.json")).unwrap()).unwrap()
 }
 
-/// An Eagle3 with Llama layers for the tiny target, its rotation stretched as Llama 3's is.
+/// An Eagle3 with Llama layers for the tiny target, with Llama 3's rotary scaling.
 fn llama_eagle3() -> Folder {
     let (folder, mut config) = (Folder::new(), config_of(&asset("tiny-dspark")));
     let size = |key: &str| config[key].as_u64().unwrap() as usize;
@@ -265,7 +266,7 @@ fn only_a_folder_of_such_a_file_is_replaced() {
     let gguf = Gguf::plan(&source, &target, None).unwrap();
     let out = drafter.path().join("out");
     gguf.write(&out, false).unwrap();
-    gguf.write(&out, false).unwrap(); // the same again has nothing to do
+    gguf.write(&out, false).unwrap(); // a second write changes nothing
     fs::write(out.join(Gguf::FILE), "other").unwrap();
     let told = gguf.write(&out, false).unwrap_err().to_string();
     assert!(told.contains("exists already"), "{told}");

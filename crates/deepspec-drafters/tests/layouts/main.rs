@@ -1,4 +1,5 @@
-//! Drafter checkpoints in the layouts of several tools, as their kinds read and write them.
+//! Drafter checkpoints in the layouts of several tools, as each kind of drafter reads and writes
+//! them.
 
 mod common;
 mod convert;

@@ -1,4 +1,4 @@
-//! What engines would misread, each fault made in a folder that is otherwise sound.
+//! Faults that engines would misread, each made in an otherwise correct folder.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -20,7 +20,7 @@ fn dspark() -> Folder {
     folder
 }
 
-/// What is told of a folder, by what it is about.
+/// The findings about a folder, with their subjects.
 fn told(folder: &Path, server: Server) -> Vec<(&'static str, String)> {
     let (checkpoint, target) =
         (open_checkpoint(folder).unwrap(), Target::open(&asset("tiny-target"), "owner/target").unwrap());
@@ -63,7 +63,7 @@ fn what_no_other_layout_says_was_not_tried_and_is_examined_all_the_same() {
     };
     let zlab = crate::common::fixture::zlab();
     assert!(vllm(&zlab).loads && vllm(&zlab).tried.is_some());
-    // Windows: the folder loads by vLLM's sources, and nobody has looked.
+    // Windows: by its source code vLLM loads the folder, but this was never tried.
     let layers = zlab.config()["num_hidden_layers"].as_u64().unwrap() as usize;
     let windowed = edited(&zlab, |config| {
         config["layer_types"] = json!(vec!["sliding_attention"; layers]);
@@ -74,7 +74,7 @@ fn what_no_other_layout_says_was_not_tried_and_is_examined_all_the_same() {
     says(windowed.path(), Server::Vllm, "drafter", "not tried");
     says(windowed.path(), Server::Vllm, "slots", "\"method\": \"dflash\"");
     assert_eq!(about(windowed.path(), Server::LlamaCpp), ["drafter"]);
-    // Slots that all draft, where vLLM does not read it.
+    // All slots draft, by a key that vLLM does not read.
     let flagged = edited(&zlab, |config| config["dflash_config"]["sample_from_anchor"] = json!(true));
     assert!(!vllm(&flagged).loads);
     says(flagged.path(), Server::Vllm, "layout", "where vLLM refuses it");
@@ -132,7 +132,7 @@ fn keys_that_are_read_otherwise_are_named() {
     says(headless.path(), Server::Vllm, "layout", "without a Markov head");
     says(golden("dspark_gated").path(), Server::LlamaCpp, "layout", "gated");
 
-    // A target whose head is a matrix of its own, and a drafter with copies of both.
+    // A target with an untied head, and a drafter with copies of embedding and head.
     let drafter = golden("dspark_vanilla");
     let target = crate::common::target(&drafter);
     let (checkpoint, target) =

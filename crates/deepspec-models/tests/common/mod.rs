@@ -1,4 +1,4 @@
-//! Golden arrays as tensors, and closeness.
+//! Golden arrays as tensors, and tolerances.
 #![allow(dead_code, reason = "each test binary uses its part")]
 
 use deepspec_testkit::golden::{Array, Values};
@@ -23,7 +23,7 @@ pub fn max_abs(tensor: &Tensor) -> f64 {
     if tensor.numel() == 0 { 0.0 } else { tensor.abs().max().double_value(&[]) }
 }
 
-/// `found` within `tolerance` of `expected`, absolutely.
+/// Asserts that `found` is within the absolute `tolerance` of `expected`.
 pub fn assert_close(what: &str, found: &Tensor, expected: &Tensor, tolerance: f64) {
     assert_eq!(found.size(), expected.size(), "{what}: shapes differ");
     let error = max_abs(&(found.to_kind(Kind::Double) - expected.to_kind(Kind::Double)));

@@ -1,4 +1,4 @@
-//! Masks beside those of transformers.
+//! Compares loss masks with transformers' masks.
 
 use deepspec_text::ChatTokenizer;
 

@@ -5,7 +5,7 @@ use serde_json::{Value, json};
 
 use super::{Folder, bytes, golden, write};
 
-/// A DFlash with z-lab's slots: the golden weights under z-lab's config.
+/// A DFlash with z-lab's slots: the golden weights with z-lab's config.
 pub fn zlab() -> Folder {
     let (folder, from) = (Folder::new(), golden("dflash"));
     let mut config = from.config();
@@ -23,7 +23,7 @@ pub fn zlab() -> Folder {
     folder
 }
 
-/// SpecForge's Eagle3, as far as it is read.
+/// SpecForge's Eagle3, with the fields that are read.
 pub fn specforge_eagle3() -> Folder {
     let (folder, from) = (Folder::new(), golden("eagle3_qwen3"));
     let config: Value = json!({
@@ -38,7 +38,7 @@ pub fn specforge_eagle3() -> Folder {
     folder
 }
 
-/// The golden Eagle3 without norms on queries and keys, as Llama's layers are.
+/// The golden Eagle3 without norms on queries and keys, as in Llama's layers.
 pub fn llama_eagle3() -> Folder {
     let (folder, from) = (Folder::new(), golden("eagle3_qwen3"));
     let mut config = from.config();
@@ -50,7 +50,8 @@ pub fn llama_eagle3() -> Folder {
     folder
 }
 
-/// A DFlash 2 in the reference's layout: the golden DFlash with the parts of DFlash 2, all zeros.
+/// A DFlash 2 in the reference's layout: the golden DFlash, with zeros for the additional parts of
+/// DFlash 2.
 pub fn dflash2() -> Folder {
     let (folder, from) = (Folder::new(), golden("dflash"));
     let mut config = from.config();

@@ -1,4 +1,4 @@
-//! Checkpoints of every dialect, made from the golden ones.
+//! Checkpoints in every layout, made from the golden ones.
 #![allow(dead_code, reason = "each test binary uses its part")]
 
 pub mod fixture;
@@ -12,7 +12,7 @@ use safetensors::tensor::{Dtype, SafeTensors, TensorView};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-/// A folder that goes when it is dropped.
+/// A folder that is deleted when it is dropped.
 pub struct Folder {
     path: PathBuf,
     _root: TempDir,
@@ -58,7 +58,8 @@ pub fn write(path: &Path, tensors: &Bytes) {
     fs::write(path, safetensors::serialize(views, None).unwrap()).unwrap();
 }
 
-/// A copy of a golden checkpoint. Those that tap the embedding, which not all dialects can, tap another layer here.
+/// A copy of a golden checkpoint. If it taps the embedding, which some layouts cannot, another
+/// layer is tapped instead.
 pub fn golden(case: &str) -> Folder {
     if case == "dflash2" {
         return fixture::dflash2();
@@ -93,7 +94,7 @@ pub fn edited(from: &Folder, edit: impl Fn(&mut Value)) -> Folder {
     folder
 }
 
-/// A copy in which one value of a row of a tensor is another.
+/// A copy with one changed value in a row of a tensor.
 pub fn changed(from: &Folder, name: &str, row: usize) -> Folder {
     let folder = copy(from);
     let mut tensors = bytes(from);
@@ -129,7 +130,7 @@ pub fn pruned(from: &Folder) -> Folder {
     folder
 }
 
-/// A copy in three files with an index.
+/// A copy split into three files with an index.
 pub fn sharded(from: &Folder) -> Folder {
     let folder = Folder::new();
     folder.put(&from.config());
@@ -147,7 +148,8 @@ pub fn sharded(from: &Folder) -> Folder {
     folder
 }
 
-/// A target with the embedding and the head of a reference checkpoint, as far as conversions look at it.
+/// A target with the embedding and the head of a reference checkpoint, and whatever else
+/// conversions read.
 pub fn target(drafter: &Folder) -> Folder {
     let folder = Folder::new();
     let config = drafter.config();
@@ -167,7 +169,7 @@ pub fn target(drafter: &Folder) -> Folder {
     folder
 }
 
-/// What a config says, but for keys that only tell who wrote it.
+/// The config without the keys that only name its writer.
 pub fn as_is(folder: &Folder) -> Value {
     let mut config = folder.config();
     let map = config.as_object_mut().unwrap();
