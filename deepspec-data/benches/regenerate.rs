@@ -3,8 +3,8 @@
 //! ```sh
 //! DEEPSPEC_TEST_PYTHON=PYTHON cargo bench -p deepspec-data --bench regenerate
 //! ```
-//! The interpreter needs the packages of `scripts/requirements-test.txt`. Both clients get the same file and write one; the
-//! server is started in this process. Three rounds, the best of each counts.
+//! The interpreter needs the packages of `scripts/requirements-test.txt`. Both clients read the
+//! same file and write one; the server runs in this process. The best of three rounds counts.
 
 use std::fs::{self, File};
 use std::io::{self, BufWriter, Write};
@@ -57,7 +57,7 @@ fn write(path: &Path, rows: u64) {
     }
 }
 
-/// Seconds of the whole program, its start and its reading of the rows included.
+/// Seconds of the whole program, including its start and reading the rows.
 fn regenerate(url: &str, input: &Path, output: &Path) -> f64 {
     let started = Instant::now();
     let status = Command::new(env!("CARGO_BIN_EXE_deepspec-data"))
@@ -79,7 +79,7 @@ fn regenerate(url: &str, input: &Path, output: &Path) -> f64 {
     started.elapsed().as_secs_f64()
 }
 
-/// Seconds from the first to the last answer, the interpreter's start not included.
+/// Seconds from the first to the last answer, without the interpreter's start.
 fn openai(python: &str, url: &str, input: &Path, output: &Path) -> f64 {
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("benches/openai_client.py");
     let mut run = Command::new(python);

@@ -110,7 +110,7 @@ impl Ended {
         assert!(words.iter().all(|word| self.stdout.contains(word)), "{words:?} in {self:?}");
     }
 
-    /// One line on standard error, the exit code, and these words in it.
+    /// Checks the exit code and that standard error is one line that contains `words`.
     #[track_caller]
     pub fn fails_with(&self, code: i32, words: &[&str]) {
         assert_eq!(self.code, Some(code), "{self:?}");

@@ -1,4 +1,4 @@
-//! Builds that are killed end as if undisturbed.
+//! A build that is killed and resumed gives the same result as an undisturbed one.
 
 use std::path::PathBuf;
 use std::process::{Child, Stdio};
@@ -9,7 +9,7 @@ use deepspec_testkit::{folder, signal};
 
 use crate::bench::{Bench, build_args};
 
-/// How long a test waits for a build to get somewhere.
+/// How long a test waits for a build to make progress.
 const DEADLINE: Duration = Duration::from_secs(300);
 const WORKERS: usize = 3;
 
@@ -54,7 +54,7 @@ fn a_killed_build_goes_on_and_ends_as_if_undisturbed() {
     assert_same(&bench.files("cache"), &bench.files("calm"));
 }
 
-/// Names and bytes must be the same.
+/// Asserts that names and bytes are equal.
 #[track_caller]
 fn assert_same(found: &[(String, Vec<u8>)], expected: &[(String, Vec<u8>)]) {
     let names = |files: &[(String, Vec<u8>)]| files.iter().map(|(name, _)| name.clone()).collect::<Vec<_>>();
@@ -88,7 +88,7 @@ fn one_command_shares_the_work_and_goes_on_after_a_kill() {
     }
     child.kill().unwrap();
     assert_eq!(child.wait().unwrap().code(), None);
-    // The shares end with the command: the next one finds nobody at work.
+    // The workers end with the command, so the next command finds no worker running.
     let resumed = bench.build("cache", &together);
     resumed.succeeds_with(&["240 samples"]);
     assert!(resumed.stderr.contains("resuming: "), "{resumed:?}");
@@ -104,7 +104,7 @@ struct Crew<'b> {
 }
 
 impl<'b> Crew<'b> {
-    /// Starts all.
+    /// Starts all workers.
     fn start(bench: &'b Bench, dir: &str) -> Self {
         let mut crew = Self { bench, dir: dir.to_string(), running: [const { None }; WORKERS] };
         (0..WORKERS).for_each(|worker| crew.send(worker));
@@ -118,14 +118,14 @@ impl<'b> Crew<'b> {
         self.running[worker] = Some(child);
     }
 
-    /// Files in the worker's folder; they only ever become more.
+    /// The number of files in the worker's folder, which never decreases.
     fn progress(&self, worker: usize) -> usize {
         let part = self.bench.path(&format!("{}/parts/worker-{worker:03}", self.dir));
         if part.exists() { folder::files(&part).len() } else { 0 }
     }
 
-    /// Kills a worker once it has made `files` more files and then `pause` has passed, and sends it again; whether it was
-    /// still at work.
+    /// Kills a worker after it has written `files` more files and `pause` has passed, and restarts
+    /// it. Returns whether it was still running.
     fn kill(&mut self, worker: usize, files: usize, pause: Duration) -> bool {
         let Some(mut child) = self.running[worker].take() else { return false };
         let (started, goal) = (Instant::now(), self.progress(worker) + files);
@@ -137,7 +137,7 @@ impl<'b> Crew<'b> {
             }
             if reached.is_some_and(|at| at.elapsed() >= pause) {
                 child.kill().unwrap();
-                // It may have ended by itself between the look and the blow.
+                // It may have exited between the check and the kill.
                 if child.wait().unwrap().code().is_none() {
                     self.send(worker);
                     return true;
@@ -154,7 +154,7 @@ impl<'b> Crew<'b> {
         self.running.iter().all(Option::is_none)
     }
 
-    /// Lets all end and merges.
+    /// Lets all workers finish and merges their shares.
     fn finish(mut self) -> Vec<(String, Vec<u8>)> {
         for child in self.running.iter_mut().filter_map(Option::take) {
             assert!(child.wait_with_output().unwrap().status.success());
@@ -187,7 +187,7 @@ fn killed_workers_merge_to_what_undisturbed_ones_build() {
     }
 }
 
-/// The share of a running build with this argument.
+/// The process id of the worker of a running build with this argument.
 fn share_of(build: &Child, worker: &str) -> Option<u32> {
     let id = build.id();
     let children = std::fs::read_to_string(format!("/proc/{id}/task/{id}/children")).ok()?;
@@ -213,7 +213,7 @@ fn a_share_that_fails_is_told_while_the_others_are_at_work() {
             thread::sleep(Duration::from_millis(1));
         }
     });
-    // The first never ends.
+    // The stopped worker never ends.
     assert!(signal::send("STOP", first.into()) && signal::send("KILL", second.into()));
     while build.try_wait().unwrap().is_none() {
         if started.elapsed() > DEADLINE {

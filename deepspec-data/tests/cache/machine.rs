@@ -1,4 +1,4 @@
-//! What the program makes of the machine that it runs on.
+//! How the program uses the machine that it runs on.
 
 use std::process::Command;
 
@@ -9,7 +9,7 @@ const PROGRAM: &str = env!("CARGO_BIN_EXE_deepspec-data");
 #[test]
 fn a_gpu_that_libtorch_cannot_use_is_missed() {
     let dir = tempfile::tempdir().unwrap();
-    // Where it runs is settled before the model is looked for, which is none.
+    // The device is chosen before the model is loaded, so no model is needed.
     let serve = || {
         let mut command = Command::new(PROGRAM);
         command.args(["serve", "--port", "0", "--model"]).arg(dir.path());

@@ -1,4 +1,4 @@
-//! `cache` from the outside: the built binary on the tiny target.
+//! Tests `cache` with the built binary on the tiny target.
 
 use std::fs;
 use std::path::Path;
@@ -50,7 +50,8 @@ fn a_cache_is_built_checked_and_shown() {
     );
     bench.run(&["inspect", "cache", "--sample", "row-40"]).fails_with(2, &["row-40", "0 to 39"]);
 
-    // The same again is done already; anything else is refused, unless it may discard what is there.
+    // Repeating the command does nothing; any other command is refused unless it may discard the
+    // existing cache.
     let before = bench.files("cache");
     bench.build("cache", &[]).succeeds_with(&["complete already", "40 samples"]);
     let other = ["--set", "data.max_length=64", "--set", "target.layer_ids=[1, 3]"];
@@ -90,7 +91,7 @@ fn damage_is_named() {
         &|path| fs::write(path, &fs::read(path).unwrap()[..5000]).unwrap(),
         &["shard-00001.safetensors", "5000 bytes instead of", "1 problems"],
     );
-    // A bit of the first sample, whose taps come first.
+    // One bit of the first sample, whose taps come first.
     let flipped = |path: &Path| flip(path, |_| 3000);
     verify(
         "shard-00000.safetensors",

@@ -1,4 +1,4 @@
-//! Tools of Python read what is built.
+//! Python tools read the built cache.
 
 use std::process::Command;
 

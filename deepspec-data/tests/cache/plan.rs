@@ -1,4 +1,4 @@
-//! What `cache plan` foretells, and what a build makes of it.
+//! Compares the estimates of `cache plan` with an actual build.
 
 use serde_json::Value;
 
@@ -64,7 +64,7 @@ fn a_plan_foretells_the_size_of_what_is_built() {
     let rate = foretold["tokens_per_s"].as_f64().unwrap();
     assert!(rate > 0.0);
     let (seconds, tokens) = (foretold["seconds"].as_f64().unwrap(), foretold["tokens"].as_f64().unwrap());
-    // Reading a number from JSON may cost its last bit.
+    // Parsing a number from JSON may change its last bit.
     assert!(
         (seconds * rate / tokens - 1.0).abs() < 1e-12,
         "{seconds} s for {tokens} tokens at {rate} a second"
@@ -100,7 +100,7 @@ fn what_was_measured_foretells_the_same_build_and_a_longer_one() {
     assert!((seconds(&shared) * 4.0 / seconds(&foretold) - 1.0).abs() < 1e-9);
     let text = plan(&bench, &[&told[..], &["--devices", "4"]].concat()).stdout;
     assert!(text.contains("tokens/s (foretold) on 4 devices"), "{text}");
-    // An accelerator is faster than what is measured here, by what its makers state.
+    // By its manufacturer's figures, an accelerator is faster than this machine.
     let stated = json(&plan(&bench, &["--hardware", "h100", "--json"]));
     assert!(seconds(&stated) > 0.0 && seconds(&stated) < seconds(&measured), "{stated}");
 
@@ -114,7 +114,7 @@ fn what_was_measured_foretells_the_same_build_and_a_longer_one() {
     plan(&bench, &["--measured", "none.json"]).fails_with(2, &["none of the files is of states"]);
 }
 
-/// A folder of a file system that never has room.
+/// A folder on a file system that never has free space.
 const NO_ROOM: &str = "/proc/deepspec-cache";
 
 #[test]
@@ -123,7 +123,7 @@ fn a_build_without_room_is_refused_unless_forced() {
     let text = plan(&bench, &["--output-dir", NO_ROOM]).stdout;
     assert!(text.contains(", more than is free"), "{text}");
     bench.build(NO_ROOM, &[]).fails_with(1, &["0.0 MiB are free", "--encoding fp8", "--force"]);
-    // Forced, it warns and goes on, until the system itself refuses.
+    // With --force it warns and continues until the system refuses.
     let forced = bench.build(NO_ROOM, &["--force"]);
     assert_eq!(forced.code, Some(1), "{forced:?}");
     assert_eq!(forced.stderr.lines().count(), 2, "{forced:?}");

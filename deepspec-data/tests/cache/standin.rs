@@ -1,4 +1,4 @@
-//! `cache build` on a GPU that is none (`tests/standin`).
+//! `cache build` on the stand-in GPU (`tests/standin`).
 
 use std::path::Path;
 
@@ -7,7 +7,7 @@ use serde_json::Value;
 
 use crate::bench::{Bench, build_args};
 
-/// Without being asked, a process on each.
+/// By default, one process runs on each GPU.
 #[test]
 fn a_machine_of_two_gpus_uses_both() {
     let Some(gpu) = FakeGpu::for_program(Path::new(env!("CARGO_BIN_EXE_deepspec-data"))) else { return };
@@ -41,7 +41,7 @@ fn states_captured_on_a_gpu_are_those_of_the_cpu() {
         let (cpu, gpu) = (shown("cpu"), shown("gpu"));
         assert_eq!(cpu["input_ids"], gpu["input_ids"]);
         for (a, b) in cpu["tensors"].as_array().unwrap().iter().zip(gpu["tensors"].as_array().unwrap()) {
-            // The target computes in bfloat16 on a GPU.
+            // On a GPU the target computes in bfloat16.
             let (a, b) = (a["mean_norm"].as_f64().unwrap(), b["mean_norm"].as_f64().unwrap());
             assert!((a - b).abs() < 1e-2 * a, "norms {a} and {b}");
         }

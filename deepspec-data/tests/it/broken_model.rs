@@ -1,4 +1,4 @@
-//! A model whose weights are damaged: it answers nothing, and nobody takes that for the rows' fault.
+//! A model with damaged weights gives no answers, and the error does not blame the rows.
 
 use std::fs;
 use std::path::Path;

@@ -1,4 +1,5 @@
-//! `regenerate` against four servers that misbehave in different ways, and killed again and again.
+//! Runs `regenerate` against four servers that misbehave in different ways, and kills it
+//! repeatedly.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -14,7 +15,7 @@ use serde_json::{Value, json};
 use crate::process::{Row, Running, command, full, lines, run, wait_for};
 use crate::regenerate::{arguments, by_id, regenerate};
 
-/// What a model at temperature 0 would say: always the same to the same conversation.
+/// The answer of a model at temperature 0: always the same for a given conversation.
 fn said(ask: &ReceivedRequest) -> Value {
     let content = &digest::bytes(ask.body["messages"].to_string().as_bytes())[..16];
     json!({
@@ -23,7 +24,7 @@ fn said(ask: &ReceivedRequest) -> Value {
     })
 }
 
-/// A server that does `odd` to so many in a hundred requests and answers the others.
+/// A server that does `odd` to a percentage of the requests and answers the others.
 fn server(
     name: &'static str,
     seed: u64,
@@ -109,7 +110,8 @@ fn nothing_is_lost_or_doubled_whatever_the_servers_and_the_killer_do() {
             3 => dies.revive(),
             _ => {}
         }
-        // At once or after some rows; half of them are left for what is answered while the signal is on its way.
+        // Immediately or after some rows. Half of the rows are reserved for answers that arrive
+        // while the signal is on its way.
         let rows = count(&wild) + dice.below(total / kills / 2, kill, Purpose::Shuffle, 0) as usize;
         let mut process = Running::start(command(&args));
         wait_for("rows", || (count(&wild) >= rows).then_some(()));
@@ -133,7 +135,7 @@ fn nothing_is_lost_or_doubled_whatever_the_servers_and_the_killer_do() {
     assert_eq!(by_id(&wild), expected);
 }
 
-/// Every id stands in one of the two outputs, once, and what is answered is answered as without trouble.
+/// Every id appears exactly once in the two outputs, and answers equal those without faults.
 fn check(output: &Path, total: u64, expected: &BTreeMap<String, Row>) {
     let ok = by_id(output);
     let failed_path = output.with_file_name("wild_error.jsonl");
@@ -155,7 +157,7 @@ fn a_server_that_dies_and_comes_back_is_asked_again() {
     let input = lines(dir.path(), "in.jsonl", &data(3000));
     let output = dir.path().join("out.jsonl");
     let mut dies = Server::start(|ask| Reply::Json(said(&ask)));
-    // Slow, so that the run lasts until the other one is trusted again.
+    // Slow, so that the run lasts until the other server is trusted again.
     let steady = Server::start(|ask| Reply::Later(Duration::from_millis(20), said(&ask)));
     let urls = [dies.url(), steady.url()];
     let args =
@@ -176,7 +178,7 @@ fn a_server_that_dies_and_comes_back_is_asked_again() {
 
 #[test]
 fn fast_servers_take_what_slow_ones_would_have_got() {
-    // Slots of four servers that need 40 to 160 ms an answer; a slot is busy while a request is at it.
+    // Slots of four servers with 40 to 160 ms per answer; a request occupies one slot.
     let slots = 6;
     let rows: u64 = if full() { 2400 } else { 800 };
     let dir = tempfile::tempdir().unwrap();
@@ -208,7 +210,7 @@ fn fast_servers_take_what_slow_ones_would_have_got() {
 
     let mut log = log.lock().unwrap().clone();
     log.sort();
-    // Between the 10th and the 90th hundredth of the answers.
+    // Between 10 % and 90 % of the answers.
     let ends: Vec<_> = log.iter().filter(|(_, change)| *change < 0).map(|(at, _)| *at).collect();
     let (from, to) = (ends[ends.len() / 10], ends[ends.len() * 9 / 10]);
     let (mut busy, mut now, mut last) = (0.0, 0, from);

@@ -94,7 +94,7 @@ fn what_would_fail_every_row_ends_the_run() {
     ended.fails_with(1, &["server down", &nobody, "refused"]);
     assert_eq!(ended.stdout, "2 rows = 0 ok + 0 failed + 2 pending; 0 malformed lines\n");
 
-    // One of two is enough.
+    // One reachable server of two is enough.
     let fake = Fake::start(async |_, _| completion(json!({"content": "yes"})));
     let ended = regenerate(&input, &output, &["--server", &nobody, &fake.url]);
     assert_eq!(ended.code, Some(0), "{ended:?}");

@@ -1,4 +1,5 @@
-//! How answers ended: what was broken off is asked again, and behind what was cut no end of turn is learned.
+//! Finish reasons: interrupted answers are requested again, and after a truncated answer no end of
+//! turn is supervised.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -13,7 +14,7 @@ use crate::regenerate::{answers, by_id, question, regenerate};
 
 const ANSWER: &str = "The sum reads 3 + 4 = 7. The answer is 7, and there is nothing else to say.";
 
-/// A choice that says this and ended so, as a chat completion.
+/// A chat completion choice with this message and finish reason.
 fn completion(message: Value, finish: Value) -> Value {
     json!({"choices": [{"index": 0, "message": message, "finish_reason": finish}],
         "usage": {"prompt_tokens": 5, "completion_tokens": 3}})
@@ -24,7 +25,7 @@ fn report(output: &Path) -> Value {
     serde_json::from_slice(&fs::read(output.with_file_name(name)).unwrap()).unwrap()
 }
 
-/// The learned text of each row, by its id.
+/// The supervised text of each row, by its id.
 fn learned(input: &Path) -> BTreeMap<String, String> {
     let (input, tiny) = (text(input), tiny());
     let ended = run(&["inspect", "--input", &input, "--model", &tiny, "--json", "--all", "--quiet"]);
@@ -77,7 +78,7 @@ fn what_a_server_broke_off_is_asked_again_and_then_failed() {
 #[test]
 fn cut_answers_are_kept_and_counted_and_their_end_of_turn_is_not_learned() {
     let dir = tempfile::tempdir().unwrap();
-    // The word of a server, and the one that is kept.
+    // The finish reason of a server, and the one that is stored.
     let ends = [
         ("stop", "stop"),
         ("eos_token", "stop"),
@@ -135,7 +136,7 @@ fn cut_answers_are_kept_and_counted_and_their_end_of_turn_is_not_learned() {
     }
 }
 
-/// The embedded engine tells its own stop strings from ends of turns, as a server does.
+/// The embedded engine distinguishes its own stop strings from ends of turns, as a server does.
 #[test]
 fn a_stop_text_of_the_row_is_no_end_of_turn() {
     let dir = tempfile::tempdir().unwrap();

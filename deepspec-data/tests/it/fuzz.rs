@@ -1,4 +1,5 @@
-//! Rows, requests, answers and recipes with nulls, other types and unknown keys: each is used, refused by name, or counted.
+//! Rows, requests, answers and recipes with nulls, other types and unknown keys: each is used,
+//! refused by name, or counted.
 
 use std::fs;
 use std::path::Path;
@@ -15,7 +16,7 @@ use crate::split::{report, split};
 const ROWS: usize = 3_000;
 const ANSWER: &str = "The sum reads 3 + 4 = 7. The answer is 7, and there is nothing else to say.";
 
-/// A row in one of the public forms.
+/// A row in one of the public formats.
 fn row(dice: &mut Fuzzer, at: usize) -> Value {
     let asked = format!("What is {at} + 4?");
     let mut row = match dice.roll(7) {
@@ -78,7 +79,7 @@ fn damaged(dir: &Path, seed: u64) -> std::path::PathBuf {
         text.push(b'\n');
     }
     let path = dir.join("rows.jsonl");
-    // `[` at the very beginning would make it a file of another kind.
+    // A `[` at the beginning would make it a file of another format.
     fs::write(&path, [&b"{}\n"[..], &text].concat()).unwrap();
     path
 }
@@ -97,7 +98,7 @@ fn damaged_rows_of_all_forms_are_used_refused_or_counted() {
     assert_eq!(rows(&dir.path().join("train.jsonl")).len(), of("train"));
     assert!(of("train") > ROWS / 4 && of("rejected") > ROWS / 10, "{total}");
 
-    // What a message says is told apart by the whole conversation, so that nothing is mixed up.
+    // Every conversation gets the same answer, so that rows cannot be mixed up.
     let server = Mock::start(|_| {
         Reply::Json(json!({"choices": [{"message": {"content": "yes"}, "finish_reason": "stop"}]}))
     });
@@ -127,7 +128,7 @@ fn damaged_rows_of_all_forms_are_used_refused_or_counted() {
     );
     let recipe = text(&lines(dir.path(), "recipe.yaml", &[recipe]));
     let ended = run(&["cache", "plan", "--config", &recipe, "--input", &text(&input), "--quiet"]);
-    // The sum is wrapped at 80 columns, and the tokens are told behind it.
+    // The summary is wrapped at 80 columns, and the tokens follow it.
     let told = ended.stdout.split_whitespace().collect::<Vec<_>>().join(" ");
     let line = told.split_once(" rejected").unwrap_or_else(|| panic!("{ended:?}")).0;
     let (count, parts) = line.split_once(" rows = ").unwrap();
@@ -172,7 +173,7 @@ fn damaged_requests_are_answered_or_refused_by_name() {
         let (status, said) = http.post_text(&server.url, sent.clone());
         match status {
             200 => answered += 1,
-            // An answer that ends at once: the model, not the request.
+            // An answer that ends at once is the model's doing, not a bad request.
             _ => {
                 refused += 1;
                 let error: Value =
@@ -184,7 +185,7 @@ fn damaged_requests_are_answered_or_refused_by_name() {
         }
     }
     assert!(answered > 50 && refused > 100, "{answered} answered, {refused} refused");
-    // The last answer's slot is given back after the answer is sent.
+    // The slot of the last answer is released after the answer is sent.
     let is_idle = |_| http.get(&format!("{}/health", server.url))["running"] == 0;
     assert!((0..1000).any(is_idle), "a request that is over keeps its slot");
 }

@@ -1,4 +1,4 @@
-//! A Gemma 4 target: its states on disk, and its answers.
+//! A Gemma 4 target: its hidden states on disk, and its answers.
 
 use std::fs;
 

@@ -1,4 +1,4 @@
-//! A small HTTP client for tests, and a server that answers as it is told.
+//! A small HTTP client for tests, and a fake server with prepared answers.
 
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex};
@@ -30,12 +30,12 @@ impl Http {
         self.runtime.block_on(async { self.client.get(url).send().await.unwrap().json().await.unwrap() })
     }
 
-    /// Posts any text to the chat completions.
+    /// Posts any text to the chat completions endpoint.
     pub fn post_text(&self, server: &str, body: String) -> (u16, String) {
         self.runtime.block_on(post_text(&self.client, server, body))
     }
 
-    /// Posts a request for a whole answer, which must succeed.
+    /// Posts a request without streaming, which must succeed.
     #[track_caller]
     pub fn complete(&self, server: &str, body: &Value) -> Value {
         let (status, text) = self.post_text(server, body.to_string());
@@ -43,7 +43,7 @@ impl Http {
         serde_json::from_str(&text).unwrap()
     }
 
-    /// Posts many requests at once.
+    /// Posts many requests concurrently.
     pub fn complete_together(&self, server: &str, bodies: &[Value]) -> Vec<Value> {
         let sent = bodies.iter().map(|body| post_text(&self.client, server, body.to_string()));
         let answers = self.runtime.block_on(futures::future::join_all(sent));
@@ -66,7 +66,7 @@ async fn post_text(client: &reqwest::Client, server: &str, body: String) -> (u16
     (response.status().as_u16(), response.text().await.unwrap())
 }
 
-/// A user's message to the tiny target, greedy and without thinking.
+/// A greedy request to the tiny target with one user message, without thinking.
 pub fn ask(text: &str, max_tokens: usize) -> Value {
     json!({
         "model": "tiny",
@@ -77,12 +77,12 @@ pub fn ask(text: &str, max_tokens: usize) -> Value {
     })
 }
 
-/// The text of a whole answer.
+/// The text of a completion.
 pub fn content(completion: &Value) -> &str {
     completion["choices"][0]["message"]["content"].as_str().unwrap()
 }
 
-/// A whole answer as a server would send it.
+/// A completion as a server would send it.
 pub fn completion(message: Value) -> Response {
     Json(json!({"choices": [{"index": 0, "message": message, "finish_reason": "stop"}], "usage": {"completion_tokens": 3}})).into_response()
 }
@@ -92,7 +92,8 @@ pub fn error(status: u16, message: &str) -> Response {
     (StatusCode::from_u16(status).unwrap(), Json(json!({"error": {"message": message}}))).into_response()
 }
 
-/// A server that answers the n-th request for a chat completion as `answer(n, body)` says, and remembers the bodies.
+/// A server that answers the n-th chat completion request with `answer(n, body)` and records the
+/// bodies.
 pub struct Fake {
     pub url: String,
     pub bodies: Arc<Mutex<Vec<Value>>>,

@@ -1,4 +1,4 @@
-//! A server with a certificate that only a file of its own vouches for, as within a company.
+//! An HTTPS server with a certificate from a private authority, as companies use them.
 
 use std::fs;
 use std::io::{Read, Write};
@@ -12,14 +12,15 @@ use rustls::pki_types::PrivateKeyDer;
 use rustls::{ServerConfig, ServerConnection, StreamOwned};
 use tempfile::TempDir;
 
-/// The server; it answers as long as the process runs.
+/// The server, which runs as long as the process.
 pub struct Https {
     pub url: String,
     dir: TempDir,
 }
 
 impl Https {
-    /// Answers the head of every request, blank line included, with what `respond` makes of it: a whole response.
+    /// Calls `respond` with the head of every request, including the blank line, and sends the
+    /// response that it returns.
     pub fn start(respond: impl Fn(&str) -> Vec<u8> + Send + Sync + 'static) -> Self {
         let certified = rcgen::generate_simple_self_signed(["localhost".to_string()]).unwrap();
         let key = PrivateKeyDer::Pkcs8(certified.signing_key.serialize_der().into());
@@ -49,7 +50,7 @@ impl Https {
                     let _ = stream.write_all(&respond(&String::from_utf8_lossy(&head)));
                     stream.conn.send_close_notify();
                     let _ = stream.flush();
-                    // Until the client has read it all and closes.
+                    // Waits until the client has read everything and closes.
                     let _ = std::io::copy(&mut stream, &mut std::io::sink());
                 });
             }
@@ -59,7 +60,8 @@ impl Https {
         Self { url, dir }
     }
 
-    /// The same before a server without a certificate at `address`, which closes behind every response.
+    /// A proxy to the server without a certificate at `address`, which closes the connection after
+    /// every response.
     pub fn before(address: &str) -> Self {
         let address = address.to_string();
         Self::start(move |head| {
@@ -71,7 +73,7 @@ impl Https {
         })
     }
 
-    /// Who vouches for it; for `SSL_CERT_FILE`.
+    /// The certificate of its authority, for `SSL_CERT_FILE`.
     pub fn authority(&self) -> PathBuf {
         self.dir.path().join("ca.pem")
     }

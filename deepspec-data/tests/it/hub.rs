@@ -1,4 +1,4 @@
-//! Models by hub id.
+//! Models by their hub id.
 
 use std::net::TcpListener;
 use std::path::Path;
@@ -36,7 +36,8 @@ fn a_model_on_the_hub_is_served() {
     ended(serve("own/tony", &format!("http://{nobody}"), dir.path())).fails_with(1, &words);
 }
 
-/// Behind a company's proxy every server has the company's certificate, which the system knows and no list of public authorities.
+/// Behind a company's proxy every server has the company's certificate. The system trusts it, but
+/// no public list of authorities contains it.
 #[test]
 fn the_system_s_authorities_vouch_for_a_hub() {
     let dir = tempfile::tempdir().unwrap();
@@ -45,10 +46,10 @@ fn the_system_s_authorities_vouch_for_a_hub() {
     let mut command = serve("own/tiny", &https.url, dir.path());
     command.arg("--quiet").env("SSL_CERT_FILE", https.authority());
     Running::start(command).line_with("listening on ");
-    // A certificate that nobody vouches for is not accepted.
+    // A certificate of an unknown authority is not accepted.
     let other = tempfile::tempdir().unwrap();
     ended(serve("own/tiny", &https.url, other.path())).fails_with(1, &["own/tiny", "certificate"]);
-    // Nor does a slip of the pen make anybody else trusted.
+    // A mistyped path does not make the client trust other authorities.
     let mut command = serve("own/tiny", &https.url, other.path());
     command.env("SSL_CERT_FILE", other.path().join("cb.pem")).env_remove("SSL_CERT_DIR");
     let Ended { code, stderr, .. } = ended(command);

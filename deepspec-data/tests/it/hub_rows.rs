@@ -1,4 +1,4 @@
-//! The public datasets' own rows: their columns with names and types as the hub has them, and files of them.
+//! Rows of the public datasets with the hub's column names and types, and files of such rows.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -21,11 +21,11 @@ enum Type {
 }
 use Type::{Int, Small, Text, Texts};
 
-/// A dataset's form on the hub.
+/// The format of a dataset on the hub.
 pub struct Dataset {
     pub suite: &'static str,
     pub id: &'static str,
-    /// Its files there that the suite is made of.
+    /// The files on the hub that the suite is made of.
     pub files: &'static [&'static str],
     columns: &'static [(&'static str, Type)],
 }
@@ -175,13 +175,13 @@ pub fn dataset(suite: &str) -> &'static Dataset {
 }
 
 impl Dataset {
-    /// The configuration that is one of several, by the folder of its files.
+    /// The configuration, if there are several, from the folder of its files.
     pub fn config(&self) -> Option<&str> {
         let folder = self.files[0].split_once('/')?.0;
         ["main", "sanitized"].contains(&folder).then_some(folder)
     }
 
-    /// A row with these values; the other columns have something in them.
+    /// A row with these values; the other columns have filler values.
     pub fn row(&self, values: &[(&str, Value)]) -> Row {
         let value = |&(name, kind): &(&str, Type)| {
             let given = values.iter().find(|(given, _)| *given == name).map(|(_, value)| value.clone());
@@ -196,7 +196,8 @@ impl Dataset {
         self.columns.iter().map(value).collect()
     }
 
-    /// Writes the rows under `dir`, spread in order over the files that the hub has, or the first of them if rows are few.
+    /// Writes the rows under `dir`, split in order over the hub's file names, or over the first of
+    /// them if there are few rows.
     pub fn write(&self, dir: &Path, rows: &[Row]) -> Vec<PathBuf> {
         let share = rows.len().div_ceil(self.files.len());
         let mut parts = rows.chunks(share);
@@ -236,7 +237,7 @@ impl Dataset {
     }
 }
 
-/// The row that a published line was made of, found by taking the prompt's fixed texts off again.
+/// The source row of a published line, recovered by removing the prompt's fixed texts.
 pub fn invert(suite: &str, line: &Map<String, Value>) -> Row {
     let turns = line["turns"].as_array().unwrap();
     let turn = turns[0].as_str().unwrap();

@@ -1,4 +1,4 @@
-//! `inspect` on rows good and bad, as text, JSON and HTML.
+//! `inspect` on valid and invalid rows, as text, JSON and HTML.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -29,7 +29,7 @@ fn parsed(ended: &Ended) -> Value {
     serde_json::from_str(&ended.stdout).unwrap_or_else(|error| panic!("{error}: {ended:?}"))
 }
 
-/// A file with rows of every kind; all but the first, second, fifth and eighth are not fit for training.
+/// A file with rows of every kind; only the first, second, fifth and eighth are fit for training.
 fn mixed(dir: &Path) -> std::path::PathBuf {
     let mut system = row("ok", "What is 3 + 4?", ANSWER);
     system["conversations"]
@@ -123,7 +123,7 @@ fn every_row_that_is_not_fit_is_named() {
         (&summary["empty_masks"], &summary["other_words"], &summary["cut"]),
         (&json!(2), &json!(1), &json!(1))
     );
-    // Every problem is also in the words on standard error, and the last line says how bad it is.
+    // Every problem also appears on standard error, and the last line gives the count.
     for problem in problems {
         assert!(ended.stderr.contains(problem["reason"].as_str().unwrap()), "{ended:?}");
     }
@@ -131,7 +131,7 @@ fn every_row_that_is_not_fit_is_named() {
         ended.stderr.trim_end().lines().last().unwrap().contains("5 of 9 rows are not fit for training"),
         "{ended:?}"
     );
-    // The segments are the whole text.
+    // The segments add up to the whole text.
     let shown = &found["rows"][0];
     let joined: String = shown["segments"]
         .as_array()
@@ -258,7 +258,7 @@ fn tags_and_marks_are_compared() {
     assert_eq!(summary["first_disagreement"], format!("{}:1", text(&input)));
 }
 
-/// Answers each request as `answer` says, given its path and body.
+/// A server that answers each request with `answer(path, body)`.
 fn server(answer: impl Fn(&str, Value) -> (u16, Value) + Send + 'static) -> String {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let url = format!("http://{}", listener.local_addr().unwrap());
@@ -291,7 +291,7 @@ fn server(answer: impl Fn(&str, Value) -> (u16, Value) + Send + 'static) -> Stri
 fn a_server_that_renders_otherwise_is_noticed() {
     let dir = tempfile::tempdir().unwrap();
     let input = lines(dir.path(), "rows.jsonl", &[row("a", "Hi", ANSWER).to_string()]);
-    // What the tiny target's template makes of "Hi" with the default system message.
+    // The tiny target's template applied to "Hi" with the default system message.
     let ours: Vec<i64> = vec![
         1019, 653, 655, 198, 335, 325, 256, 339, 332, 357, 350, 311, 13, 1020, 198, 1019, 656, 198, 39, 72,
         1020, 198, 1019, 278, 350, 311, 198,
@@ -326,7 +326,7 @@ fn a_server_that_renders_otherwise_is_noticed() {
     inspect(&input, &["--server", "ftp://x", "--quiet"]).fails_with(2, &["--server ftp://x"]);
 }
 
-/// A line with something changed, by a small generator that always draws the same.
+/// A mutated line, with a small deterministic random generator.
 fn mutated(line: &str, state: &mut u64) -> String {
     let mut draw = |below: usize| {
         *state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
@@ -407,7 +407,7 @@ fn a_reader_that_is_gone_is_no_panic() {
     assert_eq!((output.status.code(), stderr.as_str()), (Some(0), ""), "who has seen enough is no failure");
 }
 
-/// Tokens, masks and text of real tokenizers' conversations, as transformers has them.
+/// Tokens, masks and text of conversations with real tokenizers equal those of transformers.
 #[test]
 fn real_tokenizers_are_inspected_as_transformers_reads_them() {
     let (Some(all), Some(python)) = (tokenizers(), skip::python("transformers")) else { return };
@@ -468,7 +468,7 @@ fn real_tokenizers_are_inspected_as_transformers_reads_them() {
                     _ => spans.push([at, at + 1]),
                 }
             }
-            // transformers also learns the ends of turns in which nothing is said or thought.
+            // transformers also supervises the ends of empty turns.
             let says_something = |&[start, end]: &[usize; 2]| {
                 let ids: Vec<i64> = ids[start..end].iter().map(|id| id.as_i64().unwrap()).collect();
                 let words = tokenizer.decode(&ids, true).unwrap();
@@ -483,7 +483,8 @@ fn real_tokenizers_are_inspected_as_transformers_reads_them() {
             assert_eq!(shown, answer["text"], "{name}");
             compared += 1;
         }
-        // What is not shown is accounted for, and what transformers cannot render is not shown.
+        // Rows that are not shown are reported as problems, and rows that transformers cannot
+        // render are not shown.
         let problems = found["problems"].as_array().unwrap().iter();
         let told: BTreeSet<u64> = problems.filter_map(|problem| problem["line"].as_u64()).collect();
         let shown: BTreeSet<u64> =

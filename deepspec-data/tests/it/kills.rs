@@ -1,4 +1,4 @@
-//! `regenerate` killed at random loses and doubles nothing.
+//! Killing `regenerate` at random times neither loses nor duplicates rows.
 
 use std::fs::{self, OpenOptions};
 use std::io::Write;
@@ -43,7 +43,8 @@ fn a_killed_run_goes_on_as_if_nothing_had_happened() {
     eprintln!("seed {seed}");
     let dice = Stream::new(seed, "kills");
     for kill in 0..kills {
-        // At once or after some rows; half of them are left for what is answered while the signal is on its way.
+        // Immediately or after some rows. Half of the rows are reserved for answers that arrive
+        // while the signal is on its way.
         let rows = count(&killed) + dice.below(total / kills / 2, kill, Purpose::Shuffle, 0) as usize;
         let mut process = Running::start(command(&args));
         wait_for("rows", || (count(&killed) >= rows).then_some(()));
@@ -52,7 +53,7 @@ fn a_killed_run_goes_on_as_if_nothing_had_happened() {
         process.signal("KILL");
         assert_eq!(process.end().code, None);
         if dice.below(2, kill, Purpose::Shuffle, 1) == 0 {
-            // What a crash of the machine in the middle of a write leaves.
+            // A partial line, as after a machine crash in the middle of a write.
             let mut file = OpenOptions::new().append(true).create(true).open(&killed).unwrap();
             file.write_all(b"{\"id\": 99, \"conv").unwrap();
         }

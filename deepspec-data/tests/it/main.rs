@@ -1,4 +1,4 @@
-//! The built binary from the outside, on the tiny target.
+//! Tests the built binary on the tiny target.
 
 mod broken_model;
 mod chaos;

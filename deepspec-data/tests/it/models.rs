@@ -1,4 +1,5 @@
-//! Folders of models as others make them: what ends an answer, and which chat template is used.
+//! Model folders from other tools: the stop tokens of an answer, and the chat template that is
+//! used.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -11,7 +12,7 @@ use crate::regenerate::question;
 
 const ANSWER: &str = "The sum reads 3 + 4 = 7. The answer is 7, and there is nothing else to say.";
 
-/// A copy of the tiny target in a folder of its own.
+/// A copy of the tiny target in its own folder.
 fn model(dir: &Path, name: &str) -> PathBuf {
     let model = dir.join(name);
     fs::create_dir(&model).unwrap();
@@ -64,7 +65,8 @@ fn answers_end_where_any_file_of_the_model_says_and_it_is_said_once() {
     };
     let expected = ends(Path::new(&tiny()));
     assert_eq!(expected.0, "stop");
-    // The tokenizer's end of turn is 1020; the other files name another token, or nothing does.
+    // The tokenizer's end of turn is 1020. The other files name another token, or no file names
+    // one.
     let (generation, config, bare) =
         (model(dir.path(), "generation"), model(dir.path(), "config"), model(dir.path(), "bare"));
     edit(&generation.join("generation_config.json"), |file| file["eos_token_id"] = json!(1018));
@@ -126,7 +128,7 @@ fn chat_templates_are_found_wherever_a_folder_keeps_them() {
     for model in [&folder, &listed] {
         assert!(shown(model, &input).starts_with("[TOOLS][{\"type\""), "{}", shown(model, &input));
     }
-    // Of older processors; the tokenizer's own come first.
+    // Templates of older processors; the tokenizer's own template has precedence.
     let processor = model(dir.path(), "processor");
     fs::remove_file(processor.join("chat_template.jinja")).unwrap();
     edit(&processor.join("tokenizer_config.json"), |file| {
@@ -164,7 +166,7 @@ fn an_endless_template_is_an_error_of_the_model() {
         &["serve", "--model", &endless, "--device", "cpu", "--port", "0"],
     ];
     for args in commands {
-        // It ends: whoever hangs is given up there.
+        // The process must end: a run that hangs is aborted by the deadline.
         let ended = Running::start(command(args)).end();
         assert!(matches!(ended.code, Some(1 | 2)), "{ended:?}");
         assert!(
@@ -193,7 +195,8 @@ fn a_conversation_of_a_thousand_turns_is_read_in_linear_time() {
         dir.path().join("cache").display()
     );
     let recipe = text(&lines(dir.path(), "recipe.yaml", &[recipe]));
-    // Who takes the square of the length is given up: four minutes and more.
+    // A run with quadratic time in the length hits the deadline: it would take more than four
+    // minutes.
     let in_time = |args: &[&str]| {
         let mut limited = Command::new("timeout");
         limited.arg(DEADLINE.as_secs().to_string()).arg(env!("CARGO_BIN_EXE_deepspec-data")).args(args);

@@ -1,4 +1,4 @@
-//! Nulls that Python tools write, names of one field, and answers of nothing.
+//! Nulls as Python tools write them, `name` fields, and empty answers.
 
 use std::fs;
 use std::path::Path;
@@ -11,7 +11,7 @@ use crate::split::split;
 
 const ANSWER: &str = "The sum reads 3 + 4 = 7. The answer is 7, and there is nothing else to say.";
 
-/// Rows as `inspect` shows them, and its summary.
+/// The rows that `inspect` shows, and its summary.
 fn inspected(input: &Path, model: &str) -> (Vec<Value>, Value) {
     let ended = run(&["inspect", "--input", &text(input), "--model", model, "--json", "--all", "--quiet"]);
     let found: Value =
@@ -25,7 +25,7 @@ fn a_null_is_an_absent_field() {
     let model = dir.path().join("model");
     fs::create_dir(&model).unwrap();
     tiny_for(&model, 2048);
-    // As public templates ask: whether a field is there.
+    // Public templates test whether a field is defined.
     let path = model.join("chat_template.jinja");
     let template = fs::read_to_string(&path).unwrap();
     let asks = "{%- for message in messages %}{%- if message.name is defined %}{{- message.name + ': ' }}{%- endif %}\
@@ -56,7 +56,7 @@ fn a_null_is_an_absent_field() {
     });
     assert_eq!((shown[0].len(), &shown[0]), (1, &shown[1]));
 
-    // The same in a request: every optional field as null.
+    // Every optional field of a request as null.
     let (server, http) = (Server::of(&text(&model), &[]), Http::new());
     let mut request = ask("3 + 4?", 8);
     let expected = http.complete(&server.url, &request);

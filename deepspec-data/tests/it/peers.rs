@@ -1,4 +1,4 @@
-//! Python's tools on the other end of the line. `DEEPSPEC_TEST_PYTHON` names an interpreter that has them.
+//! Python tools as clients and servers. `DEEPSPEC_TEST_PYTHON` names an interpreter that has them.
 
 use std::net::TcpListener;
 use std::path::Path;
@@ -51,7 +51,7 @@ fn transformers_serve_answers_too() {
     let prompts = ["Hello?", "What is 3 + 4?", "Write a function that adds two numbers."];
     let data: Vec<String> = prompts.iter().enumerate().map(|(id, prompt)| question(id, prompt)).collect();
     let input = lines(dir.path(), "in.jsonl", &data);
-    // The peer calls the model by its path.
+    // The peer names the model by its path.
     let tiny = tiny();
     let named = |output: &Path, more: &[&str]| {
         let sampling = ["--temperature", "0", "--max-tokens", "12", "--disable-thinking"];
@@ -66,11 +66,11 @@ fn transformers_serve_answers_too() {
     assert_eq!(named(&ours, &["--local-model", &tiny, "--device", "cpu"]).code, Some(0));
     let (theirs, ours) = (by_id(&theirs), by_id(&ours));
     for (id, row) in &theirs {
-        // They strip white space from the ends.
+        // The peer strips whitespace from the ends.
         assert_eq!(answers(row)[0].trim(), answers(&ours[id])[0].trim(), "row {id}");
     }
 
-    // It refuses unknown fields: they are dropped with a word.
+    // The peer refuses unknown fields, so they are dropped with a warning.
     let dropped = named(&dir.path().join("dropped.jsonl"), &["--server", &url, "--top-k", "5"]);
     assert_eq!(dropped.code, Some(0), "{dropped:?}");
     let warnings: Vec<&str> = dropped.stderr.lines().filter(|line| line.contains("refuses top_k")).collect();

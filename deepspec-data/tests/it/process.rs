@@ -1,4 +1,4 @@
-//! Starts the binary, ends it, and reads what it says.
+//! Starts and stops the binary and reads its output.
 
 use std::fs;
 use std::io::{BufRead, BufReader, Read};
@@ -12,7 +12,7 @@ use deepspec_core::jsonl::{Line, Reader};
 use deepspec_testkit::signal;
 use serde_json::{Map, Value};
 
-/// How long anything may take before a test gives it up.
+/// The longest that anything may take before the test fails.
 pub const DEADLINE: Duration = Duration::from_secs(120);
 
 pub type Row = Map<String, Value>;
@@ -22,7 +22,7 @@ pub fn tiny() -> String {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../assets/tiny-target").to_string_lossy().into_owned()
 }
 
-/// Copies the embedded target into `dir` as a model that was made for so many tokens.
+/// Copies the embedded target into `dir` as a model with a context of `tokens`.
 pub fn tiny_for(dir: &Path, tokens: usize) {
     for (name, bytes) in deepspec_testkit::folder::files(tiny().as_ref()) {
         fs::write(dir.join(name), bytes).unwrap();
@@ -33,7 +33,7 @@ pub fn tiny_for(dir: &Path, tokens: usize) {
     fs::write(path, config.to_string()).unwrap();
 }
 
-/// The binary with arguments.
+/// The binary as a command with arguments.
 pub fn command<A: AsRef<str>>(args: &[A]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_deepspec-data"));
     command
@@ -44,7 +44,7 @@ pub fn command<A: AsRef<str>>(args: &[A]) -> Command {
     command
 }
 
-/// How a run of the binary ended.
+/// The result of a run of the binary.
 #[derive(Debug)]
 pub struct Ended {
     pub code: Option<i32>,
@@ -74,7 +74,7 @@ pub fn ended(mut command: Command) -> Ended {
     Ended { code: output.status.code(), stdout: text(output.stdout), stderr: text(output.stderr) }
 }
 
-/// Looks again until `look` finds something.
+/// Polls `look` until it returns something.
 #[track_caller]
 pub fn wait_for<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> T {
     let started = Instant::now();
@@ -87,7 +87,7 @@ pub fn wait_for<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> T {
     }
 }
 
-/// A process that is killed when the test lets go of it.
+/// A process that is killed when this is dropped.
 pub struct Running {
     pub child: Child,
     stderr: Option<JoinHandle<String>>,
@@ -110,7 +110,7 @@ impl Running {
         Self { child, stderr: Some(stderr), lines }
     }
 
-    /// The first line on standard error that holds `words`.
+    /// Waits for the first line on standard error that contains `words`.
     pub fn line_with(&self, words: &str) -> String {
         loop {
             let line = self.lines.recv_timeout(DEADLINE).unwrap_or_else(|_| panic!("no line with `{words}`"));
@@ -142,7 +142,7 @@ impl Drop for Running {
     }
 }
 
-/// A running `serve` of the tiny target, called `tiny`, on a port of its own.
+/// A running `serve` of the tiny target, named `tiny`, on its own port.
 pub struct Server {
     pub process: Running,
     pub url: String,
@@ -153,7 +153,7 @@ impl Server {
         Self::of(&tiny(), more)
     }
 
-    /// As [`Server::start`], of another model.
+    /// As [`Server::start`], with another model.
     pub fn of(model: &str, more: &[&str]) -> Self {
         let args = ["serve", "--model", model, "--served-name", "tiny", "--device", "cpu", "--port", "0"];
         let process = Running::start(command(&[&args, more].concat()));
@@ -163,7 +163,7 @@ impl Server {
     }
 }
 
-/// The rows of a JSONL file, in its order.
+/// The rows of a JSONL file in order.
 pub fn rows(path: &Path) -> Vec<Row> {
     let row = |line| match line {
         Line::Row(_, row) => row,

@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use crate::broken_model::broken;
 use crate::process::{Ended, Row, Server, lines, rows, run, text, tiny};
 
-/// Arguments of a short run, whoever answers.
+/// Arguments of a short run, for any kind of server.
 pub fn arguments(input: &Path, output: &Path, more: &[&str]) -> Vec<String> {
     let (input, output) = (text(input), text(output));
     let fixed = ["regenerate", "--input", &input, "--output", &output, "--model", "tiny", "--quiet"];
@@ -21,7 +21,7 @@ pub fn regenerate(input: &Path, output: &Path, more: &[&str]) -> Ended {
     run(&arguments(input, output, more))
 }
 
-/// A row with a question; the answer that it comes with is to be replaced.
+/// A row with a question and a placeholder answer.
 pub fn question(id: impl Into<Value>, text: &str) -> String {
     let answer = json!({"role": "assistant", "content": "to be replaced"});
     json!({"id": id.into(), "conversations": [{"role": "user", "content": text}, answer], "source": "test"})
@@ -68,7 +68,7 @@ fn prompts_and_unknown_fields_stay_and_answers_are_new() {
     assert_eq!((&row["status"], &row["lang"], row.get("error")), (&json!("success"), &json!("en"), None));
     assert_eq!(row["conversations"][1], json!({"role": "user", "content": "Hello?", "time": 1}));
     assert!(answers(row).iter().all(|answer| !answer.is_empty() && *answer != "to be replaced"), "{row:?}");
-    // The tokens that were served are kept; of prompts, the last one's.
+    // The served token ids are stored; prompt ids are stored for the last answer only.
     let tokenizer = ChatTokenizer::load(Path::new(&tiny())).unwrap();
     for (place, has_prompt) in [(2, false), (4, true)] {
         let message = &row["conversations"][place];
@@ -87,7 +87,7 @@ fn prompts_and_unknown_fields_stay_and_answers_are_new() {
     assert_eq!(ended.code, Some(0), "{ended:?}");
     assert_eq!(by_id(&direct), rows, "with and without a server the answers are the same");
 
-    // All is done: nobody is asked, so nobody needs to be there.
+    // All rows are done, so no server is contacted and none is needed.
     let before = fs::read(&served).unwrap();
     let again = regenerate(&input, &served, &[&sampling[..], &["--server", "http://127.0.0.1:9"]].concat());
     assert_eq!(
@@ -169,7 +169,7 @@ fn another_run_s_output_is_not_continued() {
     let tiny = tiny();
     let embedded = ["--local-model", &tiny, "--device", "cpu", "--disable-thinking", "--max-tokens"];
     assert_eq!(regenerate(&input, &output, &[&embedded[..], &["4"]].concat()).code, Some(0));
-    // Two models of one name are told apart by their weights.
+    // Two models of the same name are distinguished by their weights.
     let other = broken(dir.path());
     let same = ["--local-model", &other, "--device", "cpu", "--disable-thinking", "--max-tokens", "4"];
     regenerate(&input, &output, &same)

@@ -1,4 +1,4 @@
-//! What `serve` answers.
+//! The answers of `serve`.
 
 use serde_json::{Value, json};
 
@@ -81,7 +81,7 @@ fn answers_end_where_they_are_told_to() {
     let (server, http) = (Server::start(&[]), Http::new());
     let free = http.complete(&server.url, &ask(PROMPTS[2], 40));
     let text = content(&free).to_string();
-    // From the middle of a word to the middle of another, so that the border of tokens is crossed.
+    // A stop string that starts and ends inside words, so that it does not align with tokens.
     let stop: String = text.chars().skip(10).take(9).collect();
     let expected = &text[..text.find(&stop).unwrap()];
     let mut body = ask(PROMPTS[2], 40);

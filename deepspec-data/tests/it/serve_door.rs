@@ -1,4 +1,5 @@
-//! Who is let in by `serve`, what it refuses by name, and what a model's own defaults do.
+//! Access control of `serve`, the fields that it refuses by name, and the effect of a model's
+//! default sampling settings.
 
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
@@ -14,7 +15,7 @@ fn address(server: &Server) -> &str {
     server.url.strip_prefix("http://").unwrap()
 }
 
-/// Status of a request with these lines in its head.
+/// The status of a request with these header lines.
 fn status(server: &Server, request: &str, head: &[&str], body: &str) -> u16 {
     let mut stream = TcpStream::connect(address(server)).unwrap();
     let more: String = head.iter().map(|line| format!("{line}\r\n")).collect();
@@ -57,7 +58,7 @@ fn fields_that_would_change_the_answer_are_refused_by_name() {
         let error: Value = serde_json::from_str(&said).unwrap();
         assert_eq!((status, &error["error"]["param"]), (400, &json!(field)), "{value}: {said}");
     }
-    // What says nothing is taken; whoever names no model means the one that is there.
+    // Fields without effect are accepted, and a request without a model gets the only one.
     let plain = http.complete(&server.url, &ask("Hello?", 8));
     let mut idle = ask("Hello?", 8);
     idle.as_object_mut().unwrap().shift_remove("model");
@@ -66,7 +67,8 @@ fn fields_that_would_change_the_answer_are_refused_by_name() {
         (json!({}), json!("none"), json!(1), json!("me"));
     let taken = http.complete(&server.url, &idle);
     assert_eq!((&taken["choices"], &taken["model"]), (&plain["choices"], &json!("tiny")));
-    // And what is known is obeyed: on behind the end of the turn, and to an end at any token.
+    // Known fields are obeyed: generation continues past the end of turn, or stops at any given
+    // token.
     let mut on = ask("Hello?", 60);
     on["ignore_eos"] = json!(true);
     assert_eq!(http.complete(&server.url, &on)["usage"]["completion_tokens"], 60);
@@ -109,7 +111,7 @@ fn pages_of_browsers_are_not_answered() {
         ),
         403
     );
-    // A name that was made to mean this machine.
+    // A host name that was made to resolve to this machine.
     assert_eq!(status(&server, post, &[json, "Host: evil.example:80"], &body), 403);
     assert_eq!(status(&server, "GET /v1/models", &["Host: evil.example:80"], ""), 403);
     let own = format!("Origin: {}", server.url);
@@ -127,9 +129,9 @@ fn a_key_keeps_others_out() {
     assert_eq!(status(&server, post, &["Content-Type: application/json"], &body), 401);
     assert_eq!(["Bearer wrong", "Bearer secret2", "secret", "Bearer secret"].map(with), [401, 401, 401, 200]);
     assert_eq!(status(&server, "GET /v1/models", &[], ""), 401);
-    // Who looks whether it runs needs none.
+    // The health check needs no key.
     assert_eq!(status(&server, "GET /health", &[], ""), 200);
-    // Our own commands bring it.
+    // Our own commands send the key.
     let dir = tempfile::tempdir().unwrap();
     let input = crate::process::lines(dir.path(), "in.jsonl", &[crate::regenerate::question("a", "Hello?")]);
     let output = dir.path().join("out.jsonl");
@@ -167,7 +169,7 @@ fn a_models_own_defaults_are_applied_and_said() {
     tiny_for(dir.path(), 2048);
     let path = dir.path().join("generation_config.json");
     let mut config: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
-    // So few that only the likeliest is left, and so short.
+    // Only the most likely token is left, and the answer is short.
     config["top_k"] = json!(1);
     config["max_new_tokens"] = json!(7);
     config["repetition_penalty"] = json!(1.5);
@@ -201,7 +203,7 @@ fn connections_beyond_the_limit_wait() {
     second.set_nonblocking(true).unwrap();
     let waits = second.peek(&mut [0]).unwrap_err();
     assert_eq!(waits.kind(), std::io::ErrorKind::WouldBlock);
-    // Its turn comes when the first one is gone.
+    // The second client is served after the first one disconnects.
     drop(held);
     second.set_nonblocking(false).unwrap();
     let mut line = String::new();

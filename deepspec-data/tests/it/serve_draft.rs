@@ -1,4 +1,4 @@
-//! `serve --draft`: the same answers, drafted.
+//! `serve --draft` gives the same answers with speculative decoding.
 
 use std::fs;
 use std::path::Path;
@@ -13,7 +13,7 @@ use tch::{Device, Kind, Tensor};
 use crate::http::{Http, ask};
 use crate::process::{Server, text, tiny};
 
-/// A block drafter whose only knowledge are the target's embeddings: it is nearly always wrong.
+/// An untrained block drafter with the target's embeddings: it is nearly always wrong.
 fn untrained(dir: &Path) {
     let target = ModelConfig::load(tiny().as_ref()).unwrap();
     let config = BlockConfig {
@@ -38,7 +38,7 @@ fn untrained(dir: &Path) {
     fs::write(dir.join("config.json"), json).unwrap();
 }
 
-/// The target with noise on its weights, to draft as a language model: it is often right.
+/// The target with noisy weights as a drafting language model: it is often right.
 pub fn noisy_twin(dir: &Path) {
     for (name, bytes) in deepspec_testkit::folder::files(tiny().as_ref()) {
         fs::write(dir.join(name), bytes).unwrap();
@@ -73,7 +73,7 @@ fn requests() -> Vec<Value> {
     requests
 }
 
-/// The text of an answer that comes in pieces, and why it ended.
+/// The text of a streamed answer, and its finish reason.
 fn streamed(http: &Http, server: &Server, body: &Value) -> (String, Value) {
     let mut said = (String::new(), Value::Null);
     for chunk in http.stream(&server.url, body.clone()) {

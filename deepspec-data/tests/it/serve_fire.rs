@@ -1,4 +1,5 @@
-//! `serve` under fire: clients that never finish, that come in crowds, or bring too much.
+//! `serve` under attack: clients that never finish, too many clients, and requests that are too
+//! large.
 
 use std::fs;
 use std::io::{Read, Write};
@@ -10,7 +11,7 @@ use serde_json::{Value, json};
 use crate::http::{Http, ask};
 use crate::process::{DEADLINE, Running, Server, command, text, tiny, wait_for};
 
-/// A connection on which these bytes were sent.
+/// A connection on which `sent` was written.
 pub fn connection(server: &Server, sent: &str) -> TcpStream {
     let mut stream = TcpStream::connect(server.url.trim_start_matches("http://")).unwrap();
     stream.set_read_timeout(Some(DEADLINE)).unwrap();
@@ -18,7 +19,7 @@ pub fn connection(server: &Server, sent: &str) -> TcpStream {
     stream
 }
 
-/// A request for a chat completion as it goes over the wire, with a body of so many bytes to come.
+/// The head of a chat completion request that announces a body of `length` bytes.
 pub fn head(length: usize) -> String {
     format!(
         "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {length}\r\n\r\n"
@@ -32,14 +33,14 @@ fn clients_that_never_finish_are_given_up() {
     let sent = ["", "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n", &(head(100) + "{")];
     let answers = sent.map(|sent| connection(&server, sent)).map(|mut stream| {
         let mut answer = vec![];
-        // A server that waits for more makes this fail when the deadline has passed.
+        // If the server waits for more, this fails at the deadline.
         stream.read_to_end(&mut answer).unwrap();
         String::from_utf8(answer).unwrap()
     });
     let [silent, headless, bodiless] = answers;
     assert_eq!((silent.as_str(), headless.contains("200 OK")), ("", false));
     assert!(bodiless.starts_with("HTTP/1.1 408") && bodiless.contains("within 1 seconds"), "{bodiless}");
-    // The only place is free again.
+    // The only slot is free again.
     assert_eq!(http.complete(&server.url, &ask("Hello?", 3))["usage"]["completion_tokens"], 3);
 }
 
@@ -47,7 +48,8 @@ fn clients_that_never_finish_are_given_up() {
 fn a_client_that_never_reads_is_given_up() {
     let (server, http) =
         (Server::start(&["--client-timeout", "1", "--max-num-seqs", "1", "--queue", "0"]), Http::new());
-    // Requests behind one another, whose refusals nobody reads: more than all buffers between here and there hold, which may be 32 MiB and more.
+    // Pipelined requests whose refusals are never read: more than all buffers on the way hold,
+    // which may be 32 MiB and more.
     let mut stream = connection(&server, "");
     let refused = format!("{}x", head(1)).repeat(100);
     let cut_off = (0..100_000).any(|_| stream.write_all(refused.as_bytes()).is_err());
@@ -80,7 +82,7 @@ fn a_full_queue_is_told_to_come_again() {
         assert_eq!(error["error"]["code"], "queue_full", "{error}");
         admitted
     });
-    // Who is admitted gets news, and who is not leaves nothing behind.
+    // Other endpoints still respond, and abandoned requests free their places.
     assert_eq!(http.get(&format!("{}/v1/models", server.url))["object"], "list");
     drop(admitted);
     wait_for("a place", || {
@@ -118,7 +120,7 @@ fn a_slow_prompt_keeps_nobody_else_waiting() {
     fs::remove_file(&path).unwrap();
     fs::write(&path, template).unwrap();
 
-    // With one thread for all connections, whatever keeps it busy is felt by all.
+    // With a single thread for all connections, a busy connection would delay all others.
     let model = text(dir.path());
     let args = ["serve", "--model", &model, "--served-name", "tiny", "--device", "cpu", "--port", "0"];
     let mut command = command(&args);
@@ -128,7 +130,7 @@ fn a_slow_prompt_keeps_nobody_else_waiting() {
     let (server, http) = (Server { process, url }, Http::new());
     let body = ask("slow", 3).to_string();
     let _slow = connection(&server, &(head(body.len()) + &body));
-    // The first of these may come before the slow one is looked at; the last ones do not.
+    // The first of these may arrive before the slow request is parsed; the last ones do not.
     for _ in 0..10 {
         assert_eq!(http.get(&format!("{}/health", server.url))["status"], "ok");
     }

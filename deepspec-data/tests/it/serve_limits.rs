@@ -1,4 +1,4 @@
-//! What `serve` refuses, and how it ends.
+//! The requests that `serve` refuses, and how it shuts down.
 
 use std::fs;
 use std::path::Path;
@@ -44,7 +44,7 @@ fn bad_requests_are_explained() {
         assert!(error["error"]["message"].as_str().unwrap().contains(words), "{body}: {text}");
         assert_eq!(error["error"]["type"], "invalid_request_error");
     }
-    // What may be generated is cut to what the context leaves.
+    // The token limit is cut to the remaining context.
     let mut endless = ask("Hello?", 1_000_000);
     endless["ignore_eos"] = json!(true);
     let cut = http.complete(&server.url, &endless);
@@ -71,7 +71,7 @@ fn an_abandoned_request_frees_its_slot() {
     };
     assert!(wait_for("a free slot", free) < 1500);
 
-    // The same for one that waits for the whole answer and loses patience.
+    // Without streaming, for a client that times out.
     endless["stream"] = json!(false);
     let impatient = http.client.post(&url).json(&endless).timeout(Duration::from_millis(100));
     assert!(http.runtime.block_on(async { impatient.send().await }).unwrap_err().is_timeout());
@@ -128,7 +128,8 @@ fn a_language_model_of_other_tokens_does_not_draft() {
     told.fails_with(2, &[&draft, "token 300 is", "the target's is", "its own tokenizer"]);
 }
 
-/// The tokenizer with the ids of two tokens exchanged: as many as before, and most of them the same.
+/// The tokenizer with the ids of two tokens swapped: the number of tokens is equal, and most ids
+/// are unchanged.
 fn with_swapped_tokens(tokenizer: &[u8]) -> Vec<u8> {
     let mut tokenizer: Value = serde_json::from_slice(tokenizer).unwrap();
     for id in tokenizer["model"]["vocab"].as_object_mut().unwrap().values_mut() {

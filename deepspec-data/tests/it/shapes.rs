@@ -1,4 +1,5 @@
-//! Rows as public data sets have them: `split` reads them, and the other commands read them too or say what to run first.
+//! Rows in the formats of public data sets: `split` reads them. The other commands read them too,
+//! or say which command to run first.
 
 use std::fs;
 use std::path::Path;
@@ -14,7 +15,7 @@ use crate::regenerate::{answers, regenerate};
 use crate::split::{report, split};
 use crate::split_inputs::{messages, write_parquet};
 
-/// What is said in each row, as (role, text).
+/// The messages of each row as (role, text).
 fn said(path: &Path) -> Vec<Vec<(String, String)>> {
     let text = |value: &Value| value.as_str().unwrap().to_owned();
     let message = |message: &Value| (text(&message["role"]), text(&message["content"]));
@@ -64,7 +65,7 @@ fn rows_of_every_public_form_become_conversations() {
     let roles = |at: usize| found[at].iter().map(|(role, _)| role.as_str()).collect::<Vec<_>>();
     assert_eq!((roles(1), roles(2)), (vec!["user", "user"], vec!["system", "user", "tool"]));
 
-    // What holds no conversation is told with what it has.
+    // For rows without a conversation, the error lists their fields.
     let data = lines(
         dir.path(),
         "none.jsonl",
@@ -93,7 +94,7 @@ fn columns_of_json_text_and_of_words_are_read() {
     );
     let columns = [
         vec![("messages", texts([&talks[0], &talks[1]]))],
-        // A title under the first name, the talk under the second.
+        // A title under the first name and the conversation under the second.
         vec![("conversations", texts(["about 0", "about 1"])), ("messages", lists)],
         vec![("prompt", texts(["q0", "q1"])), ("response", texts(["a0", "a1"]))],
         vec![("instruction", texts(["q0", "q1"])), ("output", texts(["a0", "a1"]))],
@@ -150,7 +151,7 @@ fn other_commands_read_what_split_reads_or_name_it() {
             ),
         ]
     };
-    // Without ids, under other names.
+    // Rows without ids, under other field names.
     let answer = "The sum reads 3 + 4 = 7. The answer is 7, and there is nothing else to say.";
     let forms = [
         json!({"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": answer}]}),
@@ -200,7 +201,7 @@ fn files_of_rows_without_ids_do_not_collide() {
     let output = dir.path().join("out.jsonl");
     let both = regenerate(&first, &output, &["--input", &text(&second), "--server", &server.url()]);
     assert_eq!(both.stdout, "4 rows = 4 ok + 0 failed + 0 pending; 0 malformed lines\n", "{both:?}");
-    // The same command again finds the same rows.
+    // A second run of the command finds its rows done.
     let again = regenerate(&first, &output, &["--input", &text(&second), "--server", &server.url()]);
     assert_eq!((again.code, again.stdout, server.count()), (Some(0), both.stdout, 4));
 }

@@ -1,5 +1,5 @@
-//! `serve --draft` under mixed load: whatever comes and goes, every request that is admitted ends, the answers stay the same,
-//! and the memory does not grow.
+//! `serve --draft` under mixed load: every admitted request ends, the answers stay the same, and
+//! memory does not grow.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -17,20 +17,22 @@ use crate::process::{DEADLINE, Server, full, text, tiny_for, wait_for};
 use crate::serve_draft::noisy_twin;
 use crate::serve_fire::{connection, head};
 
-/// Rounds of requests by default, and of those the ones in which memory is still being laid out.
+/// Rounds of requests by default, and how many of them are warm-up, in which memory still grows.
 const ROUNDS: usize = 5;
 const WARM_UP: usize = 2;
-/// How long the full test goes on, and at most its warm-up.
+/// Duration of the full test, and the maximum duration of its warm-up.
 const FULL: Duration = Duration::from_secs(2 * 60 * 60);
 const FULL_WARM_UP: Duration = Duration::from_secs(60);
-/// Goes on for so many seconds instead.
+/// Overrides the duration, in seconds.
 const SECONDS: &str = "DEEPSPEC_TEST_SOAK_SECONDS";
-/// Bytes by which the resident memory may exceed what it was at the end of the warm-up: allocators keep what they had.
+/// Resident memory may exceed its size after the warm-up by this much, because allocators keep
+/// freed memory.
 const MARGIN: u64 = 64 << 20;
-/// Tokens that the model was made for, and that a conversation may hold.
+/// The model's context length, and the server's limit for a conversation.
 const POSITIONS: usize = 8192;
 const CONTEXT: usize = 4096;
-/// Times that a word of two tokens is said in a prompt: more than the smallest rows hold (2,048), and more than a conversation may.
+/// Repetitions of a word of two tokens in a prompt: more than the smallest KV cache row holds
+/// (2,048), and more than the limit.
 const LONG: usize = 1400;
 const TOO_LONG: usize = CONTEXT;
 
@@ -41,10 +43,10 @@ const QUESTIONS: [&str; 4] = [
     "Which daring destination suits Sebastian over the weekend?",
 ];
 
-/// How many requests ended in which way.
+/// How many requests ended in each way.
 type Counts = BTreeMap<String, usize>;
 
-/// What the requests of a test share.
+/// Shared by all requests of a test.
 struct Load {
     client: Client,
     url: String,
@@ -56,7 +58,7 @@ impl Load {
         request.body(body).send().await.unwrap()
     }
 
-    /// A request for a whole answer: how it ended, and what was said.
+    /// Sends a request without streaming; returns how it ended and the answer.
     async fn whole(&self, body: Value) -> (String, Value) {
         let response = self.post(body.to_string()).await;
         match response.status().as_u16() {
@@ -74,20 +76,21 @@ impl Load {
         }
     }
 
-    /// A request for an answer in pieces, abandoned after some of them; what was said if it was not.
+    /// Sends a streaming request and abandons it after `pieces` pieces; returns the answer if it
+    /// was not abandoned.
     async fn stream(&self, body: Value, pieces: usize) -> (String, Value) {
         let response = self.begin(&body).await;
         self.follow(response, body, pieces).await
     }
 
-    /// Asks for an answer in pieces. If there is a place for it, it is taken from then on.
+    /// Starts a streaming request. If the server admits it, it holds a place from then on.
     async fn begin(&self, body: &Value) -> Response {
         let mut body = body.clone();
         body["stream"] = json!(true);
         self.post(body.to_string()).await
     }
 
-    /// What comes of [`Self::begin`].
+    /// Reads the response of [`Self::begin`].
     async fn follow(&self, response: Response, body: Value, pieces: usize) -> (String, Value) {
         if response.status() == 503 {
             assert!(response.headers().contains_key("retry-after"));
@@ -111,16 +114,16 @@ impl Load {
         ("abandoned".into(), Value::Null)
     }
 
-    /// A request that nobody can answer.
+    /// A request that must be refused.
     async fn refused(&self, body: String) -> (String, Value) {
         let request = self.client.post(&self.url).header("content-type", "application/json");
-        // A server that is full does not read a megabyte in order to say so.
+        // A full server does not read a megabyte before it refuses.
         let status = request.body(body).send().await.map_or(503, |response| response.status().as_u16());
         assert!([400, 413, 503].contains(&status), "{status}");
         (if status == 503 { "turned away".into() } else { format!("refused with {status}") }, Value::Null)
     }
 
-    /// A round of requests, all at once; what was said at temperature 0 is noted or compared.
+    /// Sends a round of concurrent requests; answers at temperature 0 are recorded or compared.
     async fn round(&self, number: usize, counts: &mut Counts, said: &mut BTreeMap<String, Value>) {
         let question = |index: usize| QUESTIONS[index % QUESTIONS.len()];
         let sampled = |index: usize| {
@@ -134,7 +137,7 @@ impl Load {
             body
         };
         let long = |words: usize| ask(&"postcards ".repeat(words), 8);
-        // Before the crowd that would leave no place for it.
+        // Sent before the other requests, which would leave no place for it.
         let lengthy = long(LONG);
         let begun = self.begin(&lengthy).await;
         assert_eq!(begun.status(), 200);
@@ -163,14 +166,14 @@ impl Load {
     }
 }
 
-/// The text of an answer in pieces.
+/// The text of a streamed answer.
 fn pieced(events: &str) -> String {
     let events = events.lines().filter_map(|line| line.strip_prefix("data: "));
     let pieces = events.filter_map(|event| serde_json::from_str::<Value>(event).ok());
     pieces.filter_map(|piece| piece["choices"][0]["delta"]["content"].as_str().map(str::to_owned)).collect()
 }
 
-/// How long to go on; None for a number of rounds.
+/// How long the test runs; None for a fixed number of rounds.
 fn duration() -> Option<Duration> {
     match std::env::var(SECONDS) {
         Ok(seconds) => Some(Duration::from_secs(seconds.parse().unwrap())),
@@ -192,7 +195,8 @@ fn nothing_is_left_behind_by_hours_of_mixed_load() {
     soak("whole blocks", &["--draft", &text(twin.path())]);
 }
 
-/// Steps grow longer from the fifth token on: a crowd is decoded plainly, one or two speculate.
+/// Steps take longer from the fifth token on. So many concurrent requests decode plainly, and one
+/// or two use drafts.
 #[test]
 fn nothing_is_left_behind_under_a_schedule() {
     let dir = tempfile::tempdir().unwrap();
@@ -210,7 +214,7 @@ fn soak(what: &str, drafting: &[&str]) {
     let server =
         Server::of(&text(dir.path()), &[&limits[..], &["--max-model-len", &context], drafting].concat());
     let http = Http::new();
-    // A connection for each request, so that none is lost to the server's closing an idle one.
+    // One connection per request, so that none fails because the server closes an idle connection.
     let _ = rustls::crypto::ring::default_provider().install_default();
     let client = Client::builder().no_proxy().timeout(DEADLINE).pool_max_idle_per_host(0).build().unwrap();
     let load = Load { client, url: format!("{}/v1/chat/completions", server.url) };
@@ -225,7 +229,8 @@ fn soak(what: &str, drafting: &[&str]) {
         None => rounds <= WARM_UP,
     };
     while goes_on(rounds) {
-        // Clients that send half a head, half a body, or read nothing until everybody else has gone.
+        // Clients that send half a head, half a body, or read nothing until all other clients are
+        // done.
         let lame = [connection(&server, "POST /v1"), connection(&server, &(head(100) + "{"))];
         let mut body = ask(QUESTIONS[rounds % QUESTIONS.len()], 100);
         (body["ignore_eos"], body["stream"]) = (json!(true), json!(true));
@@ -247,7 +252,7 @@ fn soak(what: &str, drafting: &[&str]) {
             text.starts_with("HTTP/1.1 503") && text.to_ascii_lowercase().contains("\r\nretry-after:");
         assert!(whole || turned_away, "{text}");
         *counts.entry(if whole { "read late" } else { "turned away" }.into()).or_default() += 1;
-        // Whatever was admitted has ended, the abandoned ones included.
+        // All admitted requests have ended, including the abandoned ones.
         wait_for("the end of all requests", || {
             let load = health();
             (load["running"] == 0 && load["queued"] == 0).then_some(())
@@ -278,7 +283,7 @@ fn soak(what: &str, drafting: &[&str]) {
         resident(server.process.child.id()) >> 20,
     );
     eprintln!("{line}");
-    // Where scripts/test.sh finds it: what a test that passes says is not shown.
+    // A file for scripts/test.sh, because the output of a passing test is not shown.
     fs::write(
         Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("soak-{}.txt", what.replace(' ', "-"))),
         line + "\n",

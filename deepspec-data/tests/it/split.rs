@@ -1,4 +1,4 @@
-//! `split` on JSON Lines: every row lands somewhere, and says where.
+//! `split` on JSON Lines: every row goes to one output, and its report says which.
 
 use std::fs;
 use std::path::Path;
@@ -15,7 +15,7 @@ pub fn good(index: usize) -> Value {
     ], "source": "test"})
 }
 
-/// Splits a dataset into `train.jsonl` and `eval.jsonl` beside it.
+/// Splits a dataset into `train.jsonl` and `eval.jsonl` in the same folder.
 pub fn split(dataset: &Path, more: &[&str]) -> Ended {
     let dir = dataset.parent().unwrap();
     let (train, eval) = (text(&dir.join("train.jsonl")), text(&dir.join("eval.jsonl")));
@@ -24,7 +24,7 @@ pub fn split(dataset: &Path, more: &[&str]) -> Ended {
     run(&[&args, more].concat())
 }
 
-/// What stands in `train.jsonl`'s report.
+/// The report of `train.jsonl`.
 pub fn report(dir: &Path) -> Value {
     serde_json::from_slice(&fs::read(dir.join("train.jsonl.report.json")).unwrap()).unwrap()
 }
@@ -187,7 +187,8 @@ fn ids_are_unique_however_they_are_given() {
         Value::Null => json!({"messages": [{"role": "user", "content": "hi"}]}).to_string(),
         id => json!({"id": id, "messages": [{"role": "user", "content": "hi"}]}).to_string(),
     };
-    // Rows without an id are called by their place: 0, 1, 3 and 5; whoever comes second is numbered.
+    // Rows without an id get their index: 0, 1, 3 and 5. A row whose id is taken gets a numbered
+    // one.
     let ids =
         [json!(null), json!(null), json!("5"), json!(null), json!(1), json!(null), json!("a"), json!(3)];
     let dataset = lines(dir.path(), "data.jsonl", &ids.map(row));
@@ -202,7 +203,7 @@ fn ids_are_unique_however_they_are_given() {
     assert_eq!(report(dir.path())["sources"][0]["renamed"], 3);
 }
 
-/// A row that turns out to be unusable must not change what the others become.
+/// An unusable row must not change the other rows.
 #[test]
 fn one_pass_and_two_give_the_same() {
     let dir = tempfile::tempdir().unwrap();
@@ -210,7 +211,7 @@ fn one_pass_and_two_give_the_same() {
     let clean = lines(dir.path(), "clean.jsonl", &data);
     assert_eq!(split(&clean, &["--sample-size", "1000"]).code, Some(0));
     let outputs = ["train.jsonl", "eval.jsonl"].map(|name| fs::read(dir.path().join(name)).unwrap());
-    // At the end, so that the places of the others stay.
+    // At the end, so that the indexes of the others do not change.
     data.push("[]".into());
     let dataset = lines(dir.path(), "unclean.jsonl", &data);
     let ended = split(&dataset, &["--sample-size", "1000", "--overwrite"]);

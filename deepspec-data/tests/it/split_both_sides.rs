@@ -1,4 +1,4 @@
-//! One writer at a time, and no prompt on both sides.
+//! Only one writer at a time, and no prompt in both outputs.
 
 use std::fs::{self, File};
 use std::path::Path;
@@ -24,7 +24,7 @@ fn prompts(dir: &Path) -> [Vec<String>; 2] {
     ]
 }
 
-/// A lock that another process holds is held by this one here.
+/// This process holds the lock in place of another one.
 #[test]
 fn two_splits_do_not_write_one_output() {
     let dir = tempfile::tempdir().unwrap();
@@ -38,7 +38,7 @@ fn two_splits_do_not_write_one_output() {
         assert!(partial.exists(), "what the other one writes is left alone");
         assert!(!dir.path().join("train.jsonl").exists() && !dir.path().join("eval.jsonl").exists());
         drop(other);
-        // What a killed one left is in nobody's way.
+        // The leftovers of a killed run do not block a new one.
         assert_eq!(split(&data, &["--overwrite"]).code, Some(0));
         fs::remove_file(dir.path().join("train.jsonl")).unwrap();
         fs::remove_file(dir.path().join("eval.jsonl")).unwrap();
@@ -51,7 +51,7 @@ fn two_splits_do_not_write_one_output() {
 #[test]
 fn prompts_that_are_held_out_are_not_trained_on() {
     let dir = tempfile::tempdir().unwrap();
-    // Every prompt three times, with other blanks and another system message.
+    // Every prompt three times, with different whitespace and another system message.
     let data: Vec<String> = (0..60)
         .map(|at| {
             let prompt = format!("question {}", at / 3);
@@ -78,7 +78,7 @@ fn prompts_that_are_held_out_are_not_trained_on() {
     );
     assert_eq!(told.stdout, sums);
 
-    // The reference's way, counted all the same.
+    // The reference's behaviour, but overlaps are counted.
     let told = split(&data, &["--test-size", "0.1", "--allow-overlap", "--overwrite"]);
     assert_eq!(
         told.stdout,
@@ -94,7 +94,8 @@ fn prompts_that_are_held_out_are_not_trained_on() {
     assert_eq!(prompts(dir.path())[0].len(), 54);
 }
 
-/// Files of this process may have 8 blocks: what a disk without space does to a program, but for the number of the error.
+/// Limits the size of files to 8 blocks. The program sees what a full disk would show, except for
+/// the error number.
 #[test]
 fn a_failure_of_writing_names_the_file() {
     let dir = tempfile::tempdir().unwrap();

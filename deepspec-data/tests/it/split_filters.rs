@@ -1,4 +1,4 @@
-//! What `split` leaves out, keeps and mixes when it is told to.
+//! Rows that `split` drops, keeps and mixes by its options.
 
 use std::collections::BTreeMap;
 use std::fs;

@@ -1,4 +1,5 @@
-//! `split` on every kind of input: parquet of both shapes, JSON, compressed text, folders, the hub.
+//! `split` on every kind of input: parquet of both layouts, JSON, compressed text, folders, the
+//! hub.
 
 use std::fs::{self, File};
 use std::io::Write;
@@ -31,7 +32,7 @@ pub fn write_parquet(path: &Path, columns: Vec<(&str, ArrayRef)>, codec: Codec, 
     writer.close().unwrap();
 }
 
-/// A column of `list<struct<…>>` conversations, as the hub has them.
+/// A column of `list<struct<…>>` conversations as on the hub.
 pub fn messages(fields: [&str; 2], data: &[&[(&str, &str)]]) -> ArrayRef {
     let schema: Vec<Field> = fields.iter().map(|name| Field::new(*name, DataType::Utf8, true)).collect();
     let mut list = ListBuilder::new(StructBuilder::from_fields(schema, 0));
@@ -59,7 +60,7 @@ fn parquet_of_both_shapes_is_read() {
         [&[("human", "hi"), ("gpt", "ho")], &[("gpt", "ho")], &[("human", "ça va?")]];
     let sources: ArrayRef = Arc::new(StringArray::from(vec![None, Some("web"), Some("web")]));
     let columns = vec![("conversations", messages(["from", "value"], &data)), ("source", sources)];
-    // Groups of one row each, so that rows and groups are told apart.
+    // One row per group, so that rows and groups are distinguished.
     write_parquet(&dataset, columns, Codec::SNAPPY, 1);
     let ended = split(&dataset, &["--test-size", "0"]);
     assert_eq!(ended.code, Some(1), "{ended:?}");
@@ -82,7 +83,7 @@ fn parquet_of_both_shapes_is_read() {
     assert_eq!(train(dir.path()), [expected]);
 }
 
-/// Tool calls in a column of their own, null where there are none, in lists with 64-bit offsets.
+/// Tool calls in a separate column, null if there are none, in lists with 64-bit offsets.
 #[test]
 fn tool_calls_travel_through_columns() {
     let dir = tempfile::tempdir().unwrap();
@@ -125,7 +126,7 @@ fn tool_calls_travel_through_columns() {
     assert_eq!(train(dir.path()), [expected]);
 }
 
-/// Neither a decimal's digits nor a large integer's pass through a float.
+/// Decimals and large integers keep their digits, because they are never converted to floats.
 #[test]
 fn typed_columns_travel_along_as_they_are() {
     let dir = tempfile::tempdir().unwrap();

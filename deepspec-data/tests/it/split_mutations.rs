@@ -1,4 +1,4 @@
-//! Damaged datasets: whatever comes in, every row is either written or explained, and the sums agree.
+//! Damaged datasets: every input row is either written or reported, and the counts agree.
 
 use std::fs::{self, File};
 use std::io::Write;
@@ -12,7 +12,7 @@ use crate::process::{Row, rows};
 use crate::split::{report, split};
 use crate::split_inputs::{messages, write_parquet};
 
-/// Names that matter to `split`.
+/// Names that `split` interprets.
 const WORDS: [&str; 13] = [
     "human",
     "gpt",
@@ -45,7 +45,7 @@ fn row(dice: &mut Fuzzer, index: usize) -> Value {
     row
 }
 
-/// Checks what a run left behind against the number of rows that went in.
+/// Checks the outputs of a run against the number of input rows.
 fn check(dir: &Path, count: usize, files: &[&Path]) {
     let (train, eval) = (rows(&dir.join("train.jsonl")), rows(&dir.join("eval.jsonl")));
     let rejected = match fs::exists(dir.join("train.jsonl.rejected.jsonl")).unwrap() {
@@ -78,7 +78,7 @@ fn check(dir: &Path, count: usize, files: &[&Path]) {
     train.iter().for_each(check_train);
 }
 
-/// What every later stage expects of a row.
+/// Checks what every later stage expects of a row.
 fn check_train(row: &Row) {
     let messages = deepspec_text::conversation(row).unwrap();
     deepspec_text::check_starts_with_user(&messages).unwrap();
@@ -102,11 +102,11 @@ fn ten_thousand_mutated_rows_are_written_or_explained() {
     assert_eq!(ended.code, Some(1), "{ended:?}");
     assert!(ended.stdout.starts_with(&format!("{count} rows = ")), "{ended:?}");
     check(dir.path(), count, &[&path]);
-    // A test of damage that damages nothing, or everything, tests nothing.
+    // The mutations must damage some rows, but not all.
     let good = rows(&dir.path().join("train.jsonl")).len();
     assert!((count / 5..count * 4 / 5).contains(&good), "{good} of {count}");
 
-    // As elements of an array, rows that are still JSON are the same rows.
+    // Rows that are still valid JSON give the same result as elements of an array.
     let valid = |line: &&Vec<u8>| serde_json::from_slice::<Value>(line).is_ok();
     let valid: Vec<&Vec<u8>> = data.iter().filter(valid).collect();
     let array =
@@ -117,7 +117,8 @@ fn ten_thousand_mutated_rows_are_written_or_explained() {
     check(dir.path(), valid.len(), &[&path]);
 }
 
-/// A parquet file that was cut or overwritten somewhere: rows come out, or one line says what is wrong.
+/// A parquet file that was truncated or overwritten somewhere: it yields rows, or one line names
+/// the problem.
 #[test]
 fn damaged_parquet_files_are_errors() {
     let dir = tempfile::tempdir().unwrap();

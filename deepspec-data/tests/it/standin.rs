@@ -1,4 +1,4 @@
-//! `serve` on a GPU that is none (`tests/standin`).
+//! `serve` on the stand-in GPU (`tests/standin`).
 
 use std::path::Path;
 use std::process::Command;
@@ -16,15 +16,16 @@ const PROMPTS: [&str; 3] = [
     "Which daring destination suits Sebastian?",
 ];
 
-/// Tokens that the long target was made for.
+/// The context length of the long target.
 const LONGEST: usize = 32_768;
-/// Bytes of a GPU that has room for about half of them beside the toy (6 MB) and what else `serve` may need (105 MB): a
-/// conversation of all of them takes 75 MB, and 45 MB are left.
+/// GPU memory that has room for about half of that context. The toy takes 6 MB and other parts of
+/// `serve` up to 105 MB. A full conversation takes 75 MB, and 45 MB are left.
 const TIGHT: u64 = 180_000_000;
-/// Bytes of a history of up to 256 tokens: keys and values of six layers with two heads of 48 numbers, two bytes each.
+/// Bytes of a KV cache of up to 256 tokens: keys and values of six layers with two heads of 48
+/// numbers, two bytes each.
 const HISTORY: i64 = 256 * 6 * 2 * 2 * 48 * 2;
 
-/// `serve` of a model on the GPU, of the name `tiny` and on a port of its own.
+/// `serve` of a model on the GPU, under the name `tiny` and on its own port.
 fn serve(model: &str, more: &[&str]) -> Command {
     let args = ["serve", "--model", model, "--served-name", "tiny", "--device", "cuda", "--port", "0"];
     command(&[&args, more].concat())
@@ -36,7 +37,7 @@ fn started(serve: Command) -> Server {
     Server { process, url }
 }
 
-/// Ends a server as its user would.
+/// Stops a server as a user would.
 #[track_caller]
 fn stopped(server: Server) {
     server.process.signal("TERM");
@@ -83,7 +84,7 @@ fn conversations_are_as_long_as_the_gpu_has_room_for() {
     assert!((1..LONGEST).contains(&context), "{warning}");
     let url = process.line_with("listening on ").trim_start_matches("listening on ").to_string();
     let (server, http) = (Server { process, url }, Http::new());
-    // A token at least for every word.
+    // At least one token per word.
     let (status, told) = http.post_text(&server.url, ask(&"postcards ".repeat(context), 3).to_string());
     assert_eq!(status, 400, "{told}");
     assert!(told.contains(&format!("the context holds {context},")), "{told}");
@@ -110,7 +111,7 @@ fn a_request_that_finds_no_memory_ends_alone() {
     let dir = tempfile::tempdir().unwrap();
     let [one, many] = ["one.json", "many.json"].map(|name| dir.path().join(name));
     let http = Http::new();
-    // Long enough that all of them run at once.
+    // Long enough that all of them run concurrently.
     let endless = |prompt: &&str| {
         let mut body = ask(prompt, 200);
         body["ignore_eos"] = json!(true);
@@ -124,7 +125,8 @@ fn a_request_that_finds_no_memory_ends_alone() {
     let alone: Vec<Value> = bodies.iter().map(|body| http.complete(&server.url, body)).collect();
     stopped(server);
 
-    // One always finds what it had alone. The second would grow the memory of histories to three of them.
+    // A request always has the memory that it had alone. A second request would grow the KV cache
+    // to three times its size.
     let memory = Report::load(&one).memory(0, "peak_bytes") + HISTORY * 3 / 2;
     let mut command = serve(&tiny(), &["--max-num-seqs", "8"]);
     gpu.attach_with_report(&mut command, &many)

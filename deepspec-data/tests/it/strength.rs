@@ -1,4 +1,5 @@
-//! `regenerate` in all its forms: tools, samples, overrides, fields that servers refuse, earlier answers, dry runs, https.
+//! `regenerate` with all its options: tools, samples, overrides, fields that servers refuse,
+//! earlier answers, dry runs, https.
 
 use std::fs;
 use std::io::Write;
@@ -13,7 +14,7 @@ use crate::https::Https;
 use crate::process::{Ended, command, lines, rows, run};
 use crate::regenerate::{answers, arguments, by_id, question, regenerate};
 
-/// An answer that ended for this reason.
+/// An answer with this finish reason.
 fn answer(content: &str, finish: &str) -> Value {
     json!({
         "choices": [{"index": 0, "message": {"role": "assistant", "content": content}, "finish_reason": finish}],
@@ -21,7 +22,7 @@ fn answer(content: &str, finish: &str) -> Value {
     })
 }
 
-/// A server that remembers the bodies it got.
+/// A server that records the bodies of requests.
 fn recording(reply: impl Fn(&Value) -> Reply + Send + Sync + 'static) -> (Server, Arc<Mutex<Vec<Value>>>) {
     let bodies: Arc<Mutex<Vec<Value>>> = Arc::default();
     let seen = Arc::clone(&bodies);
@@ -115,7 +116,7 @@ fn samples_overrides_and_cut_answers() {
     );
     assert_eq!(report["this_run"]["completion_tokens"], 12);
     assert_eq!(report["this_run"]["servers"][0]["answered"], 4);
-    // The same rows again cost nothing, and what was cut is still known.
+    // A second run sends no requests, and truncated answers are still counted.
     assert_eq!(regenerate(&input, &output, &more).stdout, ended.stdout);
     assert_eq!(self::report(&output)["rows"]["cut"], 2);
 }
@@ -191,7 +192,7 @@ fn a_server_that_asks_for_time_gets_it_and_costs_no_attempt() {
 
 #[test]
 fn nobody_is_sent_away_while_an_answer_may_still_come() {
-    // The server falls out while a long answer is under way, and asks for more time than we are patient.
+    // The server fails during a long answer, and asks for a longer pause than the client accepts.
     let dir = tempfile::tempdir().unwrap();
     let data: Vec<String> = (0..8).map(|id| question(id, &format!("question {id}"))).collect();
     let input = lines(dir.path(), "in.jsonl", &data);
@@ -257,7 +258,7 @@ fn a_dry_run_asks_nothing_and_earlier_answers_are_taken_over() {
     let more = ["--temperature", "0", "--server", &url];
     assert_eq!(regenerate(&lines(dir.path(), "few.jsonl", &few), &first, &more).code, Some(0));
 
-    // One prompt has changed under its id, one is new.
+    // One prompt has changed under its id, and one is new.
     let many_rows = [
         question(0, "question 0").replace("\"test\"", "\"new\""),
         question(1, "another"),
@@ -286,7 +287,7 @@ fn a_dry_run_asks_nothing_and_earlier_answers_are_taken_over() {
     assert_eq!(by_id(&second)["1"]["conversations"][0]["content"], "another");
     assert_eq!(by_id(&second)["0"]["source"], "new", "the row is the new one, its answers are the old ones");
 
-    // What is read is never replaced, whatever it is called.
+    // An input file is never replaced, whatever path names it.
     let alias = dir.path().join(".").join("first.jsonl");
     let kept = fs::read(&first).unwrap();
     regenerate(&many, &alias, &[&reuse[..], &["--overwrite"]].concat()).fails_with(2, &["it would replace"]);
@@ -296,7 +297,7 @@ fn a_dry_run_asks_nothing_and_earlier_answers_are_taken_over() {
         .fails_with(2, &["it would replace", "again_error.jsonl"]);
     assert_eq!(fs::read(&first).unwrap(), kept);
 
-    // Two workers share the rows, each in its own output; a row given twice is two rows.
+    // Two workers share the rows, each with its own output; a duplicated row counts as two rows.
     let twice =
         lines(dir.path(), "twice.jsonl", &[&many_rows[..], &[question(4, "more")], &many_rows[..1]].concat());
     let (mut shared, mut shared_ids) = (vec![], vec![]);
@@ -394,7 +395,7 @@ fn compressed_inputs_and_keys_over_https() {
     assert_eq!(answers(&rows(&output)[0]), ["yes"]);
     assert!(heads.lock().unwrap().iter().all(|head| head.contains("authorization: bearer secret-key")));
 
-    // A certificate that nobody vouches for is not accepted.
+    // A certificate of an unknown authority is not accepted.
     let doubting: Ended = run(&arguments(&input, &dir.path().join("no.jsonl"), &["--server", &server.url]));
     doubting.fails_with(1, &["server down", "certificate"]);
 }

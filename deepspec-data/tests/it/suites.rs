@@ -1,4 +1,4 @@
-//! `suites` on rows in the hub's own form, good and bad.
+//! `suites` on valid and invalid rows in the hub's format.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use crate::hub_rows::{DATASETS, dataset, invert};
 use crate::process::{Ended, Row, lines, rows, run, text};
 
-/// Lines of the published files, a few of each suite; those of alpaca are ours.
+/// Lines of the published files, a few per suite; the lines of alpaca are our own.
 fn published(suite: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("tests/data/suites/{suite}.jsonl"))
 }
@@ -32,7 +32,7 @@ fn record(output: &Path) -> Value {
     serde_json::from_str(&fs::read_to_string(output.join("suites.json")).unwrap()).unwrap()
 }
 
-/// A suite of these rows, written from files in the hub's form.
+/// Writes a suite of these rows from files in the hub's format.
 fn written(dir: &Path, suite: &str, data: &[Row], more: &[&str]) -> Ended {
     let files = dataset(suite).write(&dir.join("hub").join(suite), data);
     suites(&dir.join("out"), &[&refs(&sources(suite, &files))[..], more].concat())
@@ -73,7 +73,7 @@ fn every_converter_gives_the_published_lines() {
     assert!(fs::read_dir(&out).unwrap().all(|file| !text(&file.unwrap().path()).ends_with(".partial")));
 }
 
-/// All rows of all published files that are in this folder.
+/// All rows of all published files in this folder.
 #[test]
 fn whole_published_suites_come_back() {
     let folder = std::env::var_os("DEEPSPEC_SUITES_REFERENCE").map(PathBuf::from);
@@ -110,7 +110,7 @@ fn what_is_there_is_kept_and_recognised() {
     let again = written(dir.path(), "gsm8k", &[question("a"), question("b")], &[]);
     assert!(again.code == Some(0) && again.stdout.contains("gsm8k: 2 rows, there already,"), "{again:?}");
 
-    // Other rows are not what is there, and only --overwrite replaces it.
+    // Other rows differ from the existing file, and only --overwrite replaces it.
     let other = [question("c")];
     written(dir.path(), "gsm8k", &other, &[]).fails_with(1, &["gsm8k.jsonl was made from", "--overwrite"]);
     assert_eq!(fs::read(&file).unwrap(), first);
@@ -121,7 +121,7 @@ fn what_is_there_is_kept_and_recognised() {
     written(dir.path(), "gsm8k", &other, &[]).fails_with(1, &["gsm8k.jsonl was changed", "--overwrite"]);
     assert_eq!(rows(&file)[0]["turns"], json!(["mine"]));
 
-    // Without a record, the same bytes are taken over, other ones are not.
+    // Without a record, an equal file is accepted, and another one is not.
     fs::remove_file(out.join("suites.json")).unwrap();
     written(dir.path(), "gsm8k", &other, &[]).fails_with(1, &["not recorded", "--overwrite"]);
     assert!(!out.join("suites.json").exists());

@@ -1,4 +1,4 @@
-//! `suites` from a hub: found where the datasets keep them, kept in the cache, and refused with the way around it.
+//! `suites` from a hub: datasets are found and cached, and errors name a workaround.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use crate::hub_rows::{DATASETS, Dataset, dataset, invert};
 use crate::process::{Ended, Row, command, lines, rows, text};
 
-/// A hub, a cache of it and a folder of suites.
+/// A hub, its cache and a folder of suites.
 struct Bench {
     hub: FakeHub,
     dir: tempfile::TempDir,
@@ -48,7 +48,7 @@ fn data(dataset: &Dataset) -> Vec<Row> {
     data.iter().cycle().take(data.len().max(dataset.files.len())).cloned().collect()
 }
 
-/// A dataset's repository; where it has several configurations, its card names them.
+/// The repository of a dataset; if it has several configurations, its card names them.
 fn repository(dataset: &Dataset) -> FakeRepo {
     let dir = tempfile::tempdir().unwrap();
     let paths = dataset.write(dir.path(), &data(dataset));
@@ -128,7 +128,8 @@ fn suites_of_ones_own_come_from_the_hub_too() {
     assert!(found[0]["turns"][0].as_str().unwrap().starts_with("the question_title: "));
     let offline = bench.suites(&["--description", &some, "--overwrite"], &[("HF_HUB_OFFLINE", "1")]);
     assert_eq!(offline.code, Some(0), "{offline:?}");
-    // A recorded suite is whole: not what happens to be in the cache, in an outage neither.
+    // A recorded suite is complete: files that merely remain in the cache do not suffice, not even
+    // in an outage.
     let cache = bench.dir.path().join("cache/datasets--livecodebench--code_generation_lite");
     let commit = fs::read_to_string(cache.join("refs/v1")).unwrap();
     fs::remove_file(cache.join("snapshots").join(commit).join("test4.jsonl")).unwrap();

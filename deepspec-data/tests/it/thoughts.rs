@@ -1,4 +1,4 @@
-//! Thoughts between special tokens, as some families fence theirs, stay apart from the answer.
+//! Thinking between special tokens, as some model families mark it, stays separate from the answer.
 
 use serde_json::{Value, json};
 
@@ -9,7 +9,7 @@ use crate::regenerate::{by_id, question, regenerate};
 const QUESTION: &str =
     "Dorothea has 11 postcards. Sebastian has 14 more than Dorothea. What is the total number of postcards?";
 
-/// What an answer that came in pieces adds up to.
+/// The concatenated text of a streamed answer.
 fn joined(events: &[String], field: &str) -> String {
     let chunks = events.iter().filter_map(|data| serde_json::from_str::<Value>(data).ok());
     chunks.filter_map(|chunk| Some(chunk["choices"][0]["delta"][field].as_str()?.to_owned())).collect()
@@ -33,7 +33,7 @@ fn thoughts_between_special_tokens_are_none_of_the_answer() {
     assert_eq!(joined(&events, "content"), message["content"]);
     assert_eq!(joined(&events, "reasoning_content"), message["reasoning_content"]);
 
-    // Nor are they trained on as such.
+    // They are not supervised as such either.
     let input = lines(dir.path(), "in.jsonl", &[question(1, QUESTION)]);
     let sampling = [
         "--temperature",
