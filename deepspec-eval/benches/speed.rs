@@ -1,13 +1,15 @@
-//! Tokens per second of the engine beside the reference's own evaluator (`reference.py`), and beside what bare forwards of the engine's own
-//! shapes would allow; all in one run, float32, one thread, on the toy target with `assets/tiny-dspark`:
+//! Tokens per second of the engine, of the reference's own evaluator (`reference.py`), and of bare
+//! forwards with the shapes that the engine runs. All in one run, float32, one thread, on the toy
+//! target with `assets/tiny-dspark`:
 //!
 //! ```sh
 //! DEEPSPEC_REFERENCE=CLONE_OF_DEEPSPEC DEEPSPEC_TEST_PYTHON=PYTHON cargo bench -p deepspec-eval --bench speed [-- PROMPTS_PER_SUITE]
 //! ```
-//! `DEEPSPEC_DRAFT` names another DSpark of that target; without `DEEPSPEC_REFERENCE` the engine is timed alone. All take
-//! turns in three rounds, 16 slots and bare forwards three times in each; medians count, and what the engine reaches of bare forwards is the median
-//! of the ratios of neighbours. Bare forwards are those of target and drafter with their logits, on the tokens of the run itself; confidences, all
-//! draws, verification and bookkeeping are what the engine adds to them.
+//! `DEEPSPEC_DRAFT` names another DSpark of that target; without `DEEPSPEC_REFERENCE` the engine is
+//! timed alone. All take turns in three rounds, with 16 slots and bare forwards three times in
+//! each. Medians count, and the engine's share of bare forwards is the median ratio of neighbouring
+//! runs. Bare forwards are forwards of target and drafter with their logits, on the tokens of the
+//! run itself. The engine adds confidences, sampling, verification and bookkeeping.
 
 #![expect(clippy::print_stdout, reason = "its figures")]
 
@@ -35,11 +37,12 @@ use tch::{Device, Kind, Tensor};
 const SUITES: [&str; 3] = ["smoke-math", "smoke-code", "smoke-chat"];
 const MAX_NEW_TOKENS: usize = 256;
 const ROUNDS: usize = 3;
-/// How often a round times 16 slots and bare forwards: they take seconds, and whoever shares the processor comes and goes.
+/// How often a round times 16 slots and bare forwards: they take seconds, and other load on the
+/// processor comes and goes.
 const TURNS: usize = 3;
 const SLOTS: usize = 16;
 
-/// What the engine asks of the models, in order.
+/// The engine's calls of the models, in order.
 enum Call {
     Forward { chunks: Vec<(usize, usize)>, tokens: Tensor },
     Logits { rows: i64 },
@@ -50,7 +53,7 @@ enum Call {
 
 type Calls = Rc<RefCell<Vec<Call>>>;
 
-/// A model that writes down how it is used.
+/// A model that records its calls.
 struct Recorded<M> {
     model: M,
     calls: Calls,
@@ -109,7 +112,7 @@ impl<P: Proposer> Proposer for Recorded<P> {
     }
 }
 
-/// Runs the models as they were used, and nothing else. Seconds.
+/// Repeats the recorded calls of the models and nothing else; returns seconds.
 fn replay(calls: &[Call], (target, proposer): &mut (TargetModel, BlockProposer)) -> f64 {
     let _no_grad = tch::no_grad_guard();
     let started = Instant::now();
@@ -130,7 +133,7 @@ fn replay(calls: &[Call], (target, proposer): &mut (TargetModel, BlockProposer))
     started.elapsed().as_secs_f64()
 }
 
-/// What `reference.py` prints.
+/// The output of `reference.py`.
 #[derive(Deserialize)]
 struct Loop {
     tokens: usize,
@@ -183,7 +186,8 @@ impl Bench {
         Ok((TargetModel::load(&self.target, &TargetOptions { device, kind, slots, taps })?, proposer))
     }
 
-    /// Answers and seconds; `warm` is called between the warm-up and the run.
+    /// Decodes the prompts; returns answers and seconds. `warm` is called between the warm-up and
+    /// the run.
     fn decode<T: Target, P: Proposer>(
         &self,
         (target, proposer): (T, P),
@@ -208,7 +212,7 @@ impl Bench {
         Ok((completions, started.elapsed().as_secs_f64()))
     }
 
-    /// The models' calls of a run.
+    /// Records the models' calls during a run.
     fn calls(&self, slots: usize, temperature: f64) -> anyhow::Result<Calls> {
         let calls = Calls::default();
         let (target, proposer) = self.models(slots)?;
@@ -218,7 +222,7 @@ impl Bench {
         Ok(calls)
     }
 
-    /// What the reference makes of the same prompts.
+    /// Runs the reference on the same prompts.
     fn python(&self, python: &str, temperature: f64) -> anyhow::Result<Loop> {
         let dir = tempfile::tempdir()?;
         let line = |request: &Request| json!({"id": request.id, "prompt": request.prompt}).to_string();
@@ -245,7 +249,7 @@ impl Bench {
             let (completions, seconds) = self.decode(self.models(1)?, 1, temperature, || {})?;
             round.push(("engine, 1 slot", tokens(&completions) as f64 / seconds));
             let mut models = self.models(SLOTS)?;
-            // Once for the histories' memory.
+            // One untimed pass allocates the KV caches.
             replay(&calls.borrow(), &mut models);
             let mut answers = vec![];
             for _ in 0..TURNS {
@@ -277,7 +281,7 @@ impl Bench {
         let [one, many, bare, there] =
             ["engine, 1 slot", "engine, 16 slots", "bare forwards, 16 slots", "the reference"]
                 .map(|name| rates.remove(name).unwrap_or_default());
-        // Of neighbours: they had the processor in the same state.
+        // Ratios of neighbouring runs, which had the processor in the same state.
         let reached = median(many.iter().zip(&bare).map(|(many, bare)| many / bare).collect());
         let [one, many, bare, there] = [one, many, bare, there].map(median);
         println!("temperature {temperature}, {} prompts, tokens/s:", self.requests.len());
@@ -297,7 +301,7 @@ impl Bench {
     }
 }
 
-/// NaN of nothing.
+/// The median; NaN if there are no values.
 fn median(mut values: Vec<f64>) -> f64 {
     values.sort_unstable_by(f64::total_cmp);
     values.get(values.len() / 2).copied().unwrap_or(f64::NAN)

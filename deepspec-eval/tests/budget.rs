@@ -1,5 +1,5 @@
-//! What a decoding step may ask of a GPU, counted on one that is none: one answer is waited for, and nothing is uploaded in a step of whole
-//! blocks, whatever the number of slots.
+//! The GPU operations that a decoding step may use, counted on the stand-in GPU. A step with whole
+//! blocks waits for one result and uploads nothing, whatever the number of slots.
 
 mod common;
 
@@ -12,7 +12,8 @@ use deepspec_testkit::fake_gpu::{FakeGpu, Report};
 const LENGTHS: [&str; 2] = ["8", "30"];
 const GREEDY: [&str; 2] = ["--temperature", "0"];
 
-/// Steps of a run with so many slots, each with a prompt from the first step on, and what it did on the GPU.
+/// Runs with this number of slots, each busy from the first step on. Returns the number of steps
+/// and the GPU operations.
 #[track_caller]
 fn run(draft: &str, slots: &str, tokens: &str, more: &[&str], dir: &Path) -> Option<(i64, Report)> {
     let program = Path::new(env!("CARGO_BIN_EXE_deepspec-eval"));
@@ -85,7 +86,8 @@ fn a_step_with_eagle3_waits_once() {
     within_budget(draft.to_str().unwrap(), &GREEDY, dir.path());
 }
 
-/// The target drafts for itself, little at a time: all of it is accepted, and there must be steps to count.
+/// The target drafts for itself, a few tokens at a time: all drafts are accepted, and there are
+/// enough steps to count.
 #[test]
 fn a_step_with_a_language_model_waits_once() {
     let (target, dir) = (target_dir(), tempfile::tempdir().unwrap());

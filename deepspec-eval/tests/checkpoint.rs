@@ -1,4 +1,5 @@
-//! `checkpoint inspect` and `checkpoint convert`, and what commands say that read only our own layout.
+//! `checkpoint inspect` and `checkpoint convert`, and the errors of commands that read only our own
+//! layout.
 
 mod common;
 
@@ -73,7 +74,7 @@ fn a_checkpoint_goes_there_and_back_and_is_described() {
     assert_eq!(json["parameters"]["target"], 2 * 1024 * 192);
 }
 
-/// What is measured and described does not depend on how many files the weights lie in.
+/// Results and descriptions do not depend on the number of weight files.
 #[test]
 fn a_checkpoint_in_shards_is_read_by_every_command() {
     let root = tempfile::tempdir().unwrap();
@@ -118,7 +119,7 @@ fn refusals_are_the_callers_mistakes() {
     fs::create_dir(&nothing).unwrap();
     assert_refused(&convert(&nothing, "z-lab", &away, &[]), 1, &["nothing/config.json", "no such file"]);
     ok(convert(&own, "specforge", &away, &[]));
-    ok(convert(&own, "specforge", &away, &[])); // the same again has nothing to do
+    ok(convert(&own, "specforge", &away, &[])); // a second conversion changes nothing
     fs::write(away.join("config.json"), "{}").unwrap();
     assert_refused(&convert(&own, "specforge", &away, &[]), 2, &["--overwrite replaces it"]);
     ok(convert(&own, "specforge", &away, &["--overwrite"]));
@@ -188,11 +189,11 @@ fn the_doctor_says_what_an_engine_would_make_of_a_folder() {
         let about: Vec<String> = about.map(|risk| risk["about"].as_str().unwrap().to_string()).collect();
         (told, about)
     };
-    // Of a folder that is read here, with the accepted length to expect.
+    // For a folder that this program reads, with the expected accepted length.
     let (told, about) = asked(&own, "vllm");
     assert_eq!(about, ["slots", "layer ids", "drafted tokens"]);
     assert!(told["serving"]["expected"].as_f64().unwrap() >= 1.0, "{told}");
-    // Of one that is not, by its files alone.
+    // For a folder that it does not read, from its files alone.
     let (told, about) = asked(&away, "sglang");
     assert!(about.contains(&"layout".to_string()), "{told}");
     assert!(told["verdict"].as_str().unwrap().contains("DSparkSpeculator is not read"), "{told}");

@@ -1,4 +1,5 @@
-//! The built binary: what a run leaves behind, what a comparison says, and how bad input is refused.
+//! Tests the built binary: the files of a run, the output of a comparison, and the refusal of bad
+//! input.
 
 mod common;
 
@@ -152,7 +153,8 @@ fn prompts_are_fitted_into_the_target() {
         let message = Message::new(Role::User, "yes ".repeat(words));
         generation_prompt(&tokenizer, &[message], None, Some(false)).unwrap().len()
     };
-    // The target holds 2048 tokens: one prompt with room to spare, one with less than asked for, one that is too long.
+    // The target has a context of 2048 tokens. One prompt leaves room to spare, one leaves less
+    // than requested, and one is too long.
     let almost = (1..).step_by(10).take_while(|&words| length(words) < 2040).last().unwrap();
     let rows = [2, almost, almost + 20].map(|words| json!({"turns": ["yes ".repeat(words)]}).to_string());
     fs::write(suites.path().join("aime24.jsonl"), rows.join("\n")).unwrap();
@@ -395,7 +397,7 @@ fn bad_input_is_refused_in_one_line() {
     }
 }
 
-/// A drafter's decoder with another number in its config.json.
+/// A drafter's model config with another number in its config.json.
 fn changed(model: &ModelConfig, key: &str, value: i64) -> ModelConfig {
     let mut raw = model.raw.clone();
     raw.insert(key.into(), json!(value));

@@ -1,4 +1,4 @@
-//! Confidences: what a run says of them, and temperatures that make them say what happens.
+//! The reported quality of confidences, and temperatures that calibrate them.
 
 mod common;
 
@@ -13,7 +13,7 @@ use common::{
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-/// Drafters that differ in their confidence heads alone, and a run of each.
+/// Drafters that differ only in their confidence heads, and a run of each.
 fn bench() -> &'static Path {
     static DIR: OnceLock<TempDir> = OnceLock::new();
     let dir = DIR.get_or_init(|| {
@@ -21,7 +21,7 @@ fn bench() -> &'static Path {
         let corpus = dir.path().join("corpus");
         run_ok("none", &corpus, &["--seed", "7", "--limit", "24", "--max-new-tokens", "200"]);
         let corpus = answers(&corpus);
-        // Far too modest: 5 % for tokens that are accepted much more often.
+        // Strongly underconfident: 5 % for tokens that are accepted much more often.
         for (name, factor) in [("modest", 1.0), ("doubled", 2.0)] {
             let draft = dir.path().join(name);
             write_confident_drafter(&draft, corpus.values(), |part, tensor| {
@@ -48,7 +48,7 @@ fn number(value: &Value) -> f64 {
     value.as_f64().unwrap_or_else(|| panic!("{value} is no number"))
 }
 
-/// Calibrates on a run; what was written.
+/// Calibrates on a run; returns the file's content.
 fn calibrated(run: &str, output: &Path) -> Value {
     let told = deepspec_eval(&["calibrate", &path(run), "--output", output.to_str().unwrap()]);
     assert!(told.status.success(), "{}", String::from_utf8_lossy(&told.stderr));
@@ -104,7 +104,7 @@ fn ways_to_calibrate_are_compared_and_one_temperature_can_be_folded_into_the_hea
     assert!(pooled.iter().all(|t| t == &pooled[0]), "one for all positions: {pooled:?}");
     let domains: Vec<&String> = ways[2]["temperatures"].as_object().unwrap().keys().collect();
     assert_eq!(domains, ["all", "chat", "code", "math"]);
-    // What engines that read raw confidences then see is what was calibrated.
+    // Engines that read raw confidences then see the calibrated ones.
     run_ok(fold, &out, &["--no-baseline", "--limit", "16", "--max-new-tokens", "80"]);
     let raw = &results(&out)["confidence"]["reliability"]["summary"]["ece"];
     assert!(number(raw) < 0.6 * before, "{raw} beside {before}");
@@ -145,7 +145,7 @@ fn a_calibrated_run_cuts_by_calibrated_confidences() {
     let (used, raw) = (&whole["confidence"]["reliability"], &whole["confidence"]["uncalibrated"]);
     assert_eq!(*raw, plain["confidence"]["reliability"]);
     assert!(number(&used["summary"]["ece"]) < number(&raw["summary"]["ece"]));
-    // As the head gives them, nearly all confidences are below 0.1; calibrated ones are not.
+    // Nearly all raw confidences are below 0.1; calibrated ones are not.
     let raw = decode("raw cut", &["--confidence-threshold", "0.1"]);
     let cut = decode("cut", &["--confidence-threshold", "0.1", "--calibration", file]);
     assert!(10 * proposed(&raw) < proposed(&cut), "{} and {}", proposed(&raw), proposed(&cut));

@@ -1,7 +1,8 @@
-//! `checkpoint doctor`: a drafter that is misused in one way is told to be misused in that way.
+//! `checkpoint doctor` detects each kind of misuse of a drafter.
 //!
-//! Most drafters learn the target's likeliest answers to the very prompts that are asked, so that seconds of training do. The
-//! one that thinks, and one that was trained for minutes, are asked what is new to them.
+//! Most drafters learn the target's greedy answers to the evaluated prompts, so seconds of training
+//! suffice. The drafter with thinking, and one that was trained for minutes, are evaluated on new
+//! prompts.
 
 mod common;
 
@@ -23,10 +24,10 @@ use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 use tempfile::TempDir;
 
-/// Rows of every suite that are asked.
+/// Evaluated rows of every suite.
 const LIMIT: usize = 3;
 const TOKENS: usize = 40;
-/// The same where they are new to the drafter.
+/// Rows and tokens if the prompts are new to the drafter.
 const NEW: [usize; 2] = [12, 48];
 const STEPS: usize = 400;
 /// Eagle3 learns from whole sequences.
@@ -38,13 +39,13 @@ const TOP_TAPS: [i64; 3] = [0, 2, 5];
 /// How a drafter is trained.
 struct Training {
     taps: [i64; 3],
-    /// What its slots learn.
+    /// The training mode of its slots.
     slots: Slots,
-    /// The last layer's state is taken after the final norm.
+    /// Whether the last layer's state is taken after the final norm.
     normed: bool,
     /// The chat template's `enable_thinking`.
     thinking: bool,
-    /// Rows of every suite that it learns from.
+    /// The rows of every suite that it trains on.
     rows: Range<usize>,
 }
 
@@ -81,7 +82,7 @@ fn block(taps: [i64; 3], slots: Slots) -> BlockPlan {
     BlockPlan::new(config, BlockObjective { loss, confidence_alpha: 0.0 })
 }
 
-/// The same for an Eagle3 drafter.
+/// The plan of an Eagle3 drafter.
 fn eagle3(taps: [i64; 3]) -> Eagle3Plan {
     let model = ModelConfig::load(&target_dir()).unwrap();
     let config = Eagle3Config {
@@ -101,7 +102,7 @@ fn eagle3(taps: [i64; 3]) -> Eagle3Plan {
     Eagle3Plan::new(config, objective)
 }
 
-/// A drafter as it should be used.
+/// A correctly used drafter.
 struct Trained {
     config: Value,
     tensors: Vec<(String, Tensor)>,
@@ -109,7 +110,7 @@ struct Trained {
 
 static BASE: OnceLock<(TempDir, PathBuf)> = OnceLock::new();
 
-/// The folder of a drafter that was trained as it says.
+/// The folder of a drafter that is used as it was trained.
 fn base() -> &'static Path {
     &BASE.get_or_init(|| written(&AS_USED)).1
 }
@@ -133,12 +134,12 @@ fn put(dir: &Path, config: &Value, tensors: &[(String, Tensor)]) {
     fs::write(dir.join("config.json"), config.to_string()).unwrap();
 }
 
-/// A drafter that learned from prompts of its own: those that are asked are new to it.
+/// A drafter that was trained on other prompts, so the evaluated ones are new to it.
 fn general() -> PathBuf {
     repository("assets/tiny-dspark")
 }
 
-/// The trained drafter with something changed.
+/// The trained drafter with a change.
 fn misused(edit: impl Fn(&mut Trained)) -> (TempDir, PathBuf) {
     changed(base(), edit)
 }
@@ -162,12 +163,12 @@ impl Trained {
     }
 }
 
-/// What the doctor says of a drafter.
+/// The doctor's report on a drafter.
 fn doctor(draft: &Path, args: &[&str]) -> Value {
     asked(draft, [LIMIT, TOKENS], args)
 }
 
-/// The same after so many prompts of each suite and tokens of each answer.
+/// The doctor's report with these numbers of prompts per suite and tokens per answer.
 fn asked(draft: &Path, sizes: [usize; 2], args: &[&str]) -> Value {
     let (target, suites) = (target_dir(), repository("eval_datasets"));
     let [limit, tokens] = sizes.map(|size| size.to_string());
@@ -192,7 +193,7 @@ fn a_drafter_in_its_place_is_found_in_order() {
     let report = doctor(base(), &[]);
     assert_eq!(report["cause"], Value::Null, "{report:#}");
     assert!(report["accepted_length"].as_f64().unwrap() > 1.5, "{report:#}");
-    // What is estimated in one pass is what decoding gives, as far as so few blocks can tell.
+    // The estimate from one pass agrees with decoding, within the noise of so few blocks.
     let (real, estimated) =
         (report["accepted_length"].as_f64().unwrap(), report["estimated"].as_f64().unwrap());
     assert!((real - estimated).abs() < 0.35 * real, "{real} and {estimated}");

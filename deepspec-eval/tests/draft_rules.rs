@@ -1,4 +1,4 @@
-//! Which draws are drafted: the default by kind, and both rules side by side.
+//! The draft sampling rules: the default of each kind of drafter, and both rules side by side.
 
 mod common;
 
@@ -43,7 +43,7 @@ fn a_run_reports_both_rules_as_two_runs_would() {
         (&other["draft_sampling"], &other["suites"][0]["suite"]),
         (&json!("greedy"), &json!("smoke-math"))
     );
-    // Sentences are wrapped.
+    // Long sentences are wrapped.
     let table = table.replace('\n', " ");
     for words in ["τ probabilistic", "τ greedy", "--draft-sampling probabilistic"] {
         assert!(table.contains(words), "{words} not in {table}");
@@ -58,11 +58,11 @@ fn a_run_reports_both_rules_as_two_runs_would() {
     assert_eq!(lengths(&other["suites"][0]), lengths(&flipped["suites"][0]["metrics"]));
     assert_eq!(lengths(&flipped["other_rule"]), lengths(&found["overall"]));
     assert_eq!(flipped["other_rule"]["draft_sampling"], "probabilistic");
-    // What is drafted changes no law, and the second pass changes nothing of the first.
+    // The other rule's pass changes neither the output distribution nor the first pass.
     let (alone, table) = evaluated(&draft, dir.path(), &["--other-rule", "off"]);
     assert_eq!((lengths(&alone["overall"]), alone.get("other_rule")), (lengths(&found["overall"]), None));
     assert!(!table.contains("τ greedy"), "{table}");
-    // At temperature 0 both rules are one.
+    // At temperature 0 both rules are the same.
     let (greedy, _) = evaluated(&draft, dir.path(), &["--temperature", "0"]);
     assert_eq!(greedy.get("other_rule"), None);
 }
@@ -113,7 +113,7 @@ fn the_default_is_by_kind_and_said() {
     assert!(help.contains("Auto is by kind: probabilistic for DSpark with its Markov head"), "{help}");
 }
 
-/// A second pass that was interrupted goes on, as the first does.
+/// An interrupted second pass is resumed, as the first one is.
 #[test]
 fn shards_hold_the_other_rule_too() {
     let dir = tempfile::tempdir().unwrap();

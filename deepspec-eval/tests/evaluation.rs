@@ -1,5 +1,5 @@
-//! An evaluation as a whole: the same results however it was interrupted or divided, conversations of several turns, several
-//! seeds.
+//! Whole evaluations: the same results with any interruption or division, conversations of several
+//! turns, and several seeds.
 
 mod common;
 
@@ -31,11 +31,11 @@ fn drafter() -> String {
     dir.path().join("draft").display().to_string()
 }
 
-/// One slot, so that every forward has the same shape in every run and answers agree to the bit.
+/// With one slot, every forward has the same shape in every run, so answers are equal bit by bit.
 const SMALL: [&str; 10] =
     ["--limit", "4", "--max-new-tokens", "32", "--max-num-seqs", "1", "--domain", "math", "--domain", "chat"];
 
-/// What must not depend on how an evaluation went: everything but time.
+/// The results that must not depend on how an evaluation ran: everything but times.
 fn timeless(dir: &Path) -> (Value, String, Value) {
     fn strip(value: &mut Value) {
         match value {
@@ -72,7 +72,7 @@ fn lines(file: &Path) -> usize {
     fs::read_to_string(file).map_or(0, |text| text.lines().count())
 }
 
-/// Starts a run and kills it once its journal has this many lines.
+/// Starts a run and kills it when its journal has this many lines.
 fn killed_at(out: &Path, args: &[&str], wanted: usize) {
     let (target, suites, draft) = (target_dir(), repository("eval_datasets"), drafter());
     let mut command = Command::new(env!("CARGO_BIN_EXE_deepspec-eval"));
@@ -106,12 +106,13 @@ fn a_killed_evaluation_goes_on_where_it_was() {
         killed_at(&broken, &SMALL, wanted);
         assert!(!broken.join("results.json").exists());
     }
-    // The last line may be torn, and a line in the middle may be damaged: both are decoded again.
+    // The last line may be torn, and a line in the middle may be damaged: both answers are decoded
+    // again.
     let journal = broken.join("journal.jsonl");
     let mut text = fs::read_to_string(&journal).unwrap();
     let second = text.match_indices('\n').nth(1).unwrap().0;
     text.replace_range(second + 1..second + 4, "???");
-    // So is an answer that this run cannot have given.
+    // So is an answer that this run cannot have produced.
     let third = text.match_indices('\n').nth(2).unwrap().0;
     let count = third + text[third..].find("\"proposed\":").unwrap() + "\"proposed\":".len();
     text.insert_str(count, "400000000");
@@ -160,7 +161,7 @@ fn any_number_of_processes_gives_the_same_results() {
             }
         });
         assert_eq!(journals(&out).len(), count);
-        // What a worker that died has not decoded is decoded where the answers are gathered.
+        // Samples that a failed worker did not decode are decoded when the answers are merged.
         fs::remove_file(out.join(format!("journal-{count}-of-{count}.jsonl"))).unwrap();
         run_ok(&drafter(), &out, &args);
         assert_eq!(timeless(&out), timeless(&whole), "{count} processes");
@@ -258,7 +259,8 @@ fn later_turns_follow_the_models_own_answers() {
         rows.iter().map(|row| (row["id"].as_str().unwrap(), row["turn"].as_u64().unwrap())).collect();
     assert_eq!(places, [("0", 0), ("0", 1), ("1", 0)]);
     assert_eq!(rows[0]["token_ids"], rows[2]["token_ids"], "the first turn is as without the second");
-    // The second answer is what the target says after the whole conversation: asked directly, in one turn.
+    // The second answer must equal the target's answer to the whole conversation in a single
+    // request.
     let tokenizer = ChatTokenizer::load(&target).unwrap();
     let messages = [
         Message::new(Role::User, questions[0]),
@@ -298,7 +300,7 @@ fn later_turns_follow_the_models_own_answers() {
     });
     let tokens = |results: &Value| results["suites"][0]["prompt_tokens"].as_u64().unwrap();
     assert_eq!(tokens(&found), tokens(&first) + prompt_tokens);
-    // An answer that is cut short is no history to go on from.
+    // A truncated answer cannot be continued by a next turn.
     assert_eq!(decode("cut", "none", &["--turns", "all", "--max-new-tokens", "2"]).len(), 2);
     assert_eq!(results(&out("cut"))["suites"][0]["unasked"], 1);
 }

@@ -18,15 +18,16 @@ use serde_json::{Value, json};
 use tch::Kind;
 use tempfile::TempDir;
 
-/// Rows of every suite that are asked; the drafter learns from those behind them.
+/// Evaluated rows of every suite; the drafter trains on the rows behind them.
 const LIMIT: usize = 4;
 const LEARNED: usize = 20;
 const TOKENS: usize = 32;
 const STEPS: usize = 300;
-/// `<mask>`.
+/// The id of `<mask>`.
 const MASK: i64 = 4;
 
-/// A folder with a random target in `target`, and a DSpark that learned its likeliest answers in `draft`.
+/// A folder with a random target in `target`, and a DSpark trained on its greedy answers in
+/// `draft`.
 fn bench() -> &'static Path {
     static DIR: OnceLock<TempDir> = OnceLock::new();
     let dir = DIR.get_or_init(|| {
@@ -70,7 +71,7 @@ fn path(name: &str) -> String {
     bench().join(name).display().to_string()
 }
 
-/// `deepspec-eval COMMAND` with this drafter on the held-out rows, greedily.
+/// Runs `deepspec-eval COMMAND` greedily with this drafter on the held-out rows.
 fn evaluated(command: &[&str], draft: &str, more: &[&str]) -> String {
     let (target, suites) = (path("target"), repository("eval_datasets"));
     let (limit, tokens) = (LIMIT.to_string(), TOKENS.to_string());
@@ -83,7 +84,7 @@ fn evaluated(command: &[&str], draft: &str, more: &[&str]) -> String {
     String::from_utf8(output.stdout).unwrap()
 }
 
-/// A run on one slot, whose answers and results are returned.
+/// Runs with one slot; returns answers and results.
 fn run(draft: &str, out: &Path) -> (common::Answers, Value) {
     let place =
         ["--dtype", "float32", "--max-num-seqs", "1", "--no-baseline", "--output-dir", out.to_str().unwrap()];
@@ -120,7 +121,7 @@ fn a_run_is_lossless_and_its_confidences_are_calibrated() {
     assert_eq!(answers(&used), expected, "a calibration decides about confidences alone");
 }
 
-/// What the doctor says of the drafter with this mask token in its config.json.
+/// The doctor's report with this mask token in the drafter's config.json.
 fn doctor(mask: i64) -> Value {
     let root = tempfile::tempdir().unwrap();
     let [file, weights] = ["config.json", "model.safetensors"].map(PathBuf::from);

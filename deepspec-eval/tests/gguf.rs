@@ -1,4 +1,4 @@
-//! A target in a GGUF file is the target that its folder is.
+//! A target in a GGUF file gives the same results as its folder.
 
 mod common;
 
@@ -23,7 +23,7 @@ fn a_target_in_a_gguf_answers_as_its_folder_does() {
     args.extend(["--target", file.to_str().unwrap(), "--suites-dir", suites.to_str().unwrap()]);
     args.extend(["--draft", draft, "--output-dir", packed.to_str().unwrap()]);
     args.extend(limits);
-    // The cache of what is unpacked; nothing of this machine's is touched.
+    // A private cache for unpacked files; the machine's own cache is not touched.
     let run = common::deepspec_eval_in(&args, &[("DEEPSPEC_CACHE", cache.to_str().unwrap())]);
     assert!(run.status.success(), "{}", String::from_utf8_lossy(&run.stderr));
     assert_eq!(answers(&packed), answers(&folder));

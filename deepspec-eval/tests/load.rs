@@ -1,4 +1,4 @@
-//! `load` against servers that stream in every way that servers do.
+//! `load` against servers that stream in various ways.
 
 mod common;
 
@@ -35,7 +35,7 @@ fn used() -> String {
 
 const DONE: &str = "data: [DONE]\n\n";
 
-/// A response that goes on until the connection is closed.
+/// A response that lasts until the connection is closed.
 fn streamed(body: &str) -> Reply {
     let head = "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n";
     Reply::Garbage(Box::leak(format!("{head}{body}").into_bytes().into_boxed_slice()))
@@ -46,7 +46,7 @@ struct Told {
     code: Option<i32>,
     run: Value,
     stderr: String,
-    /// Tokens of each answer.
+    /// Tokens per answer.
     tokens: Vec<u64>,
 }
 
@@ -84,7 +84,7 @@ fn load(server: &Server, dir: &Path) -> Told {
     Told { code: output.status.code(), run, stderr, tokens }
 }
 
-/// A load on a server that always streams this.
+/// A load test of a server that always streams this body.
 fn load_of(body: &str) -> Told {
     let dir = tempfile::tempdir().unwrap();
     let body = body.to_owned();
@@ -104,7 +104,7 @@ fn streams_of_every_kind_are_read() {
     };
     let delta =
         |delta: Value| event(&json!({"choices": [{"index": 0, "delta": delta, "finish_reason": null}]}));
-    // What it is, the stream, and the answer's tokens.
+    // A name, the stream, and the answer's number of tokens.
     let streams = [
         ("plain", piece("a") + &piece("b") + &ended("stop") + &used() + DONE, 9),
         (
@@ -279,7 +279,7 @@ fn more_than_a_few_failures_are_an_exit_code() {
     assert!(told.stderr.contains("neither finish_reason nor [DONE] came"), "{}", told.stderr);
     let reasons = told.run["problems"].as_object().unwrap();
     assert_eq!(reasons.values().map(|count| count.as_u64().unwrap()).sum::<u64>(), failed);
-    // One that never comes again is told in the figures alone.
+    // A request that never returns is reported only in the statistics.
     let told = load(&failing(usize::MAX), dir.path());
     let requests = told.run["requests"].as_u64().unwrap();
     let expected = if requests >= 20 { 0 } else { 1 };

@@ -1,7 +1,7 @@
-//! The law of the project on the tiny target: drafting changes the speed of answers and nothing else, in any batch.
+//! Losslessness on the tiny target: in any batch, drafting changes only the speed of answers.
 //!
-//! Not every sum is the same with other row counts on every processor, so where two runs part the test recomputes the decision
-//! and shows that it was a tie within 1e-4.
+//! On some processors sums depend on the number of rows. Where two runs differ, the test recomputes
+//! the decision and shows that it was a tie within 1e-4.
 
 mod common;
 
@@ -24,11 +24,11 @@ use serde_json::Value;
 use tch::{Device, Kind, Tensor};
 use tempfile::TempDir;
 
-/// A decision closer than this to its opposite may fall either way.
+/// A decision within this margin may go either way.
 const TIE: f64 = 1e-4;
 const SEED: u64 = 980_406;
 
-/// A folder with a drafter that knows the target's bigrams.
+/// A folder with a drafter that contains the target's bigrams.
 fn drafter() -> &'static Path {
     static DIR: OnceLock<TempDir> = OnceLock::new();
     let dir = DIR.get_or_init(|| {
@@ -41,7 +41,8 @@ fn drafter() -> &'static Path {
     dir.path()
 }
 
-/// Variants of drafting, as arguments, and as the engine's options and policy; all of them only with `DEEPSPEC_TEST_FULL`.
+/// Variants of drafting, as arguments, and as the engine's options and policy. All of them run only
+/// with `DEEPSPEC_TEST_FULL`.
 fn variants() -> Vec<(Vec<&'static str>, EngineOptions, Policy)> {
     let whole = EngineOptions {
         slots: 1,
@@ -65,7 +66,7 @@ fn variants() -> Vec<(Vec<&'static str>, EngineOptions, Policy)> {
     variants
 }
 
-/// One slot first, many last; some between them only with `DEEPSPEC_TEST_FULL`.
+/// From one slot to many; the middle only with `DEEPSPEC_TEST_FULL`.
 fn slots() -> &'static [usize] {
     if std::env::var_os("DEEPSPEC_TEST_FULL").is_some() { &[1, 4, 16] } else { &[1, 16] }
 }
@@ -91,13 +92,13 @@ fn parting(a: &[i64], b: &[i64]) -> usize {
     a.iter().zip(b).take_while(|(a, b)| a == b).count()
 }
 
-/// At most one sample in a thousand may part.
+/// At most one sample in a thousand may differ.
 fn assert_rare(parted: usize, compared: usize) {
     eprintln!("{parted} of {compared} samples parted, all at ties");
     assert!(parted * 1000 <= compared, "that is too many");
 }
 
-/// The prompt of `suite/row`, as the evaluation asks it.
+/// The prompt of `suite/row` as in the evaluation.
 fn prompt(tokenizer: &ChatTokenizer, id: &str) -> Vec<i64> {
     let (suite, row) = id.split_once('/').unwrap();
     let mut lines = Reader::open(&repository(&format!("eval_datasets/{suite}.jsonl"))).unwrap();
@@ -116,7 +117,7 @@ fn last_logits(target: &mut TargetModel, ids: &[i64], count: usize) -> Tensor {
     target.logits(&hidden.narrow(0, (ids.len() - count) as i64, count as i64))
 }
 
-/// How far the two best of `logits [V]` are apart.
+/// The difference of the two largest values of `logits [V]`.
 fn gap_of_best(logits: &Tensor) -> f64 {
     let best = logits.topk(2, -1, true, true).0;
     best.double_value(&[0]) - best.double_value(&[1])
@@ -152,7 +153,7 @@ fn at_temperature_0_drafting_changes_no_token() {
     assert_rare(ties, compared);
 }
 
-/// The same for Eagle3, whose histories are extended and rolled back in another way.
+/// The greedy test for Eagle3, whose KV caches are extended and rolled back differently.
 #[test]
 fn at_temperature_0_eagle3_changes_no_token() {
     let dir = tempfile::tempdir().unwrap();
@@ -160,7 +161,7 @@ fn at_temperature_0_eagle3_changes_no_token() {
     changes_no_token(dir.path());
 }
 
-/// The same for DFlash 2, whose slots fill in and whose candidates are chosen one after the other.
+/// The greedy test for DFlash 2, whose slots fill in and whose candidates are chosen sequentially.
 #[test]
 fn at_temperature_0_dflash_2_changes_no_token() {
     changes_no_token(&repository("assets/tiny-dflash2"));
@@ -169,7 +170,7 @@ fn at_temperature_0_dflash_2_changes_no_token() {
 fn changes_no_token(drafter: &Path) {
     let tokenizer = ChatTokenizer::load(&common::target_dir()).unwrap();
     let mut target = target(1, &[]);
-    // An untrained drafter costs a whole cycle for every token.
+    // With an untrained drafter, every token needs a whole cycle.
     let short = ["--max-new-tokens", "64"];
     let plain = generate(None, 1, "0", &short);
     let (mut compared, mut ties) = (0, 0);
@@ -187,7 +188,7 @@ fn changes_no_token(drafter: &Path) {
     assert_rare(ties, compared);
 }
 
-/// Every kind of drafter is shared by the engines, with all that a run changes of it.
+/// Every kind of drafter is shared by the engines, including the changes that a run makes to it.
 #[test]
 fn lanes_draft_as_one_engine_does() {
     let dir = tempfile::tempdir().unwrap();
@@ -201,7 +202,7 @@ fn lanes_draft_as_one_engine_does() {
         (&language_model, &["--max-draft-tokens", "4"]),
     ];
     for (drafter, own) in drafters {
-        // A slot for each lane, so that all run batches of one.
+        // One slot per engine, so that all engines run batches of one.
         let decoded = |lanes| {
             let dir = tempfile::tempdir().unwrap();
             let mut args =
@@ -222,7 +223,7 @@ fn lanes_draft_as_one_engine_does() {
     }
 }
 
-/// The recomputed logits are those that decided: the best one is the token that was generated.
+/// The recomputed logits are the decisive ones: their maximum is the generated token.
 #[test]
 fn greedy_answers_follow_the_recomputed_logits() {
     let tokenizer = ChatTokenizer::load(&common::target_dir()).unwrap();
@@ -275,7 +276,8 @@ fn at_temperature_1_a_sample_does_not_depend_on_its_batch() {
     assert_rare(ties, compared);
 }
 
-/// Replays decide as the engine did, and see few ties: only then does a tie explain anything.
+/// Replays make the engine's decisions and find few ties. Only then does a tie explain a
+/// difference.
 #[test]
 fn replayed_decisions_are_the_engines() {
     let id = "smoke-code/smoke-code-03";
@@ -296,14 +298,14 @@ struct Drafted {
     confidence: Tensor,
 }
 
-/// One sample decoded alone, with everything its decisions were made from.
+/// One sample decoded alone, with the inputs of all its decisions.
 struct Replay {
     completion: Completion,
     stream: Stream,
     sampling: Sampling,
     /// The target's logits of every step, the prompt's last first: `[1 + γ', V]`.
     logits: Vec<Tensor>,
-    /// What was drafted in every cycle.
+    /// The drafted block of every cycle.
     blocks: Vec<Drafted>,
     policy: Policy,
 }
@@ -335,7 +337,7 @@ impl Replay {
         Self { completion, stream, sampling, logits, blocks, policy }
     }
 
-    /// How close the decisions that gave token `at` came to falling otherwise, in probability.
+    /// The probability margin by which the decisions for token `at` were made.
     fn margin_at(&self, at: usize) -> f64 {
         let mut end = 1;
         if at < end {
@@ -356,7 +358,7 @@ impl Replay {
         SamplingBatch::new(vec![self.sampling; logits.size()[0] as usize], Device::Cpu).distributions(logits)
     }
 
-    /// The slow twin of verification, one number at a time.
+    /// A slow reimplementation of verification, one number at a time.
     fn margin_of(&self, index: usize, cycle: &Cycle) -> f64 {
         let step = index as u64 + 1;
         let p = self.target_rows(index + 1);
@@ -404,14 +406,14 @@ impl Replay {
 fn distance_to_border(weights: &Tensor, u: f64) -> f64 {
     let cdf = weights.cumsum(-1, Kind::Double);
     let threshold = u * cdf.double_value(&[-1]);
-    // Steps of no weight are no borders, the last step is none either: u stays below 1.
+    // Tokens of zero weight have no border, and neither has the last one, because u stays below 1.
     (cdf - threshold).abs().masked_select(&weights.gt(0.0)).min().double_value(&[])
 }
 
-/// A tape that model and test both hold.
+/// A recording that model and test share.
 type Shared<T> = std::rc::Rc<std::cell::RefCell<Vec<T>>>;
 
-/// A model that keeps what it gave.
+/// A model that records its outputs.
 struct Recorded<M, T> {
     inner: M,
     tape: Shared<T>,

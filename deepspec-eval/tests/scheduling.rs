@@ -1,4 +1,5 @@
-//! From a measured cost to a schedule: `profile`, `run --schedule`, `simulate`, `economics`, and `load` against a real server.
+//! From a measured cost to a schedule: `profile`, `run --schedule`, `simulate`, `economics`, and
+//! `load` against a real server.
 
 mod common;
 
@@ -14,7 +15,7 @@ use parquet::file::reader::{FileReader, SerializedFileReader};
 use serde_json::{Value, json};
 use tempfile::tempdir;
 
-/// Steps of 1 ms for up to 4 tokens, and a quarter more for every token behind them.
+/// Steps take 1 ms for up to 4 tokens, and a quarter more for every further token.
 const STEEP: &str = "batch_tokens,seconds\n1,0.001\n4,0.001\n128,0.032\n";
 
 fn drafter() -> String {
@@ -53,7 +54,8 @@ fn a_measured_cost_decides_what_is_verified_and_no_answer_changes() {
     let found = parsed(&cost);
     assert_eq!(found["verify"][0]["batch_tokens"], json!([1, 2, 4, 8, 16, 32]), "{found}");
     assert_eq!((&found["verify"][1]["context"], &found["draft"]["requests"]), (&json!(32), &json!([1, 4])));
-    // Without the drafter, whose states the target would keep; the same as a profile of the target alone.
+    // Without the drafter, whose taps the target would store; it equals a profile of the target
+    // alone.
     let plain = dir.path().join("plain.json");
     let alone = [
         &profile[..6],
@@ -124,7 +126,8 @@ fn a_recorded_run_is_replayed_on_any_cost() {
         let of = |key: &str| course["outcomes"][load][key].as_f64().unwrap();
         (of("tokens") + of("first_tokens")) / of("seconds")
     };
-    // A token a step, and a step for each prompt, which has no cost here: 1,000 tokens/s, and what 16 tokens cost.
+    // One token per step, and one step per prompt, which costs nothing here: 1,000 tokens/s, and
+    // the cost of 16 tokens.
     assert!((rate("plain", 0) / 1000.0 - 1.0).abs() < 1e-6, "{}", rate("plain", 0));
     assert!((rate("plain", 1) / 4000.0 - 1.0).abs() < 0.02, "{}", rate("plain", 1));
     assert!(rate("whole", 0) > 1200.0 && rate("whole", 1) < 3000.0);
@@ -147,7 +150,7 @@ fn a_recorded_run_is_replayed_on_any_cost() {
     let others = found["miscalibrated"].as_array().unwrap();
     let sharpness: Vec<f64> = others.iter().map(|course| course["sharpness"].as_f64().unwrap()).collect();
     assert_eq!(sharpness, [0.25, 0.5, 2.0, 4.0], "{others:?}");
-    // What is written for SGLang says the same when it is read.
+    // The files written for SGLang give the same results when they are read back.
     let [rates, temperatures] = ["sglang-cost.json", "sglang-sts.json"].map(|name| out.join(name));
     let again = dir.path().join("again");
     let more = ["--calibration", temperatures.to_str().unwrap(), "--concurrency", "1,16"];
@@ -167,7 +170,7 @@ fn a_recorded_run_is_replayed_on_any_cost() {
     assert_refused(&deepspec_eval(&simulate), 2, &["simulation.json", "--overwrite"]);
     let crowded = [&simulate[..], &["--overwrite", "--concurrency", "256"]].concat();
     assert_refused(&deepspec_eval(&crowded), 2, &["up to 128 tokens", "profile further"]);
-    // What a server adds to its steps is told from its throughput, and foretells other loads.
+    // The server's overhead per step is estimated from its throughput, and predicts other loads.
     let loads = [1, 2, 3, 4, 6, 8];
     let simulated = |out: &Path, more: &[&str]| {
         let out =
@@ -179,7 +182,8 @@ fn a_recorded_run_is_replayed_on_any_cost() {
         simulated(&seen, &[]);
         parsed(&seen.join("simulation.json"))
     };
-    // A server whose scheduling takes half a millisecond, which changes what its planner does.
+    // A server whose scheduling takes half a millisecond, which changes the decisions of its
+    // planner.
     simulated(&seen, &["--overhead-ms", "0.5", "--overwrite"]);
     let seen = parsed(&seen.join("simulation.json"));
     let rates = |simulation: &Value| -> Vec<(String, u64, f64)> {
@@ -268,14 +272,14 @@ fn economics_reads_configs_and_its_own_descriptions() {
     let again =
         ok(&[&["economics", yaml.to_str().unwrap(), "--output-dir", out.to_str().unwrap()][..], &asked]
             .concat());
-    // The sentence above it names the model as it was given.
+    // The sentence above the table names the model as it was given.
     let rows = |text: &str| text.split_once("\n\n").map(|(_, rows)| rows.to_string());
     assert_eq!(rows(&again), rows(&table));
     assert!(table.contains("--draft-share"), "what drafting costs is said: {table}");
     assert!(out.join("report.html").is_file() && out.join("plots/marginal.svg").is_file());
     let best = parsed(&out.join("economics.json"))["points"][0]["best_length"].as_u64().unwrap();
     assert!(best > 3, "tokens are free for one request: {best}");
-    // A drafter that has a roofline of its own.
+    // A drafter with its own roofline.
     let tiny = repository("assets/tiny-dspark");
     let drafting = ["--draft-model", tiny.to_str().unwrap()];
     let of = |folder: &str, more: &[&str]| {
@@ -368,7 +372,7 @@ fn load_is_measured_against_a_real_server() {
     let open = dir.path().join("open");
     let report = load(&["--rate", "8"], &open);
     assert!(report["runs"][0]["failed"] == 0 && report["runs"][0]["level"]["rate"] == 8.0, "{report}");
-    // What the server counted is what it was asked.
+    // The server's counters match the requests.
     let metrics = page("/metrics").unwrap();
     let value = |name: &str| -> f64 {
         let line = metrics.lines().find(|line| line.starts_with(&format!("deepspec:{name} "))).unwrap();
@@ -388,7 +392,7 @@ fn load_is_measured_against_a_real_server() {
     assert!((0.0..=7.0).contains(&value("verify_budget_per_request")) && value("occupancy") <= 1.0);
     let answers = value("time_to_first_token_seconds_count");
     assert_eq!(value("request_queue_time_seconds_count"), answers);
-    // The first token of an answer has waited for its prompt.
+    // The first token of an answer has waited for its prompt, so it has no inter-token latency.
     assert_eq!(value("inter_token_latency_seconds_count"), value("generation_tokens_total") - answers);
     let by_position: f64 = metrics
         .lines()
@@ -396,7 +400,7 @@ fn load_is_measured_against_a_real_server() {
         .map(|line| line.rsplit_once(' ').unwrap().1.parse::<f64>().unwrap())
         .sum();
     assert_eq!(by_position, accepted);
-    // The same page over time, while it is asked.
+    // This page, sampled over time under load.
     let watched = dir.path().join("watched");
     let told = thread::scope(|scope| {
         let busy = scope.spawn(|| load(&["--concurrency", "3"], &dir.path().join("busy")));

@@ -1,4 +1,4 @@
-//! What is written for SGLang, read by SGLang's own code.
+//! SGLang's own code reads the files that are written for SGLang.
 
 mod common;
 
@@ -11,7 +11,7 @@ use deepspec_testkit::skip;
 use serde_json::{Value, json};
 use tempfile::tempdir;
 
-/// What `sglang.py` prints.
+/// The output of `sglang.py`.
 fn sglang(python: &str, arguments: &[&str]) -> Value {
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/sglang.py");
     let output = Command::new(python).arg(script).args(arguments).output().unwrap();
@@ -36,7 +36,7 @@ fn its_reader_of_costs_and_temperatures_takes_ours_and_ours_takes_its() {
         &recorded,
         &["--no-baseline", "--temperature", "0", "--limit", "4", "--json"],
     );
-    // Seconds 1 + tokens/64, in ms: straight lines are exact between probes.
+    // Seconds 1 + tokens/64, in ms: linear interpolation between the measured points is exact.
     fs::write(&costs, "batch_tokens,seconds\n1,0.001015625\n64,0.002\n128,0.003\n").unwrap();
     let simulate = |costs: &Path, out: &Path, more: &[&str]| {
         let [from, costs, out] = [&recorded, costs, out].map(|path| path.to_str().unwrap());

@@ -1,4 +1,4 @@
-//! Evaluation on a GPU that is none (`tests/standin`): the same greedy answers as on the CPU.
+//! Evaluation on the stand-in GPU (`tests/standin`) gives the same greedy answers as on the CPU.
 
 mod common;
 
@@ -56,13 +56,14 @@ fn every_drafter_answers_as_on_the_cpu() {
         assert_eq!(found, expected, "{draft}");
         assert!(report.memory(0, "peak_bytes") > 0, "nothing ran on the GPU");
     }
-    // Greedy answers in bfloat16 are the target's own in bfloat16, whatever drafts.
+    // With any drafter, greedy answers in bfloat16 equal the target's own in bfloat16.
     let Some((plain, _)) = on_gpu("none", &path("plain-bf16"), "bfloat16") else { return };
     assert_eq!(plain.len(), expected.len());
     on_gpu(&path("dspark").display().to_string(), &path("dspark-bf16"), "bfloat16");
 }
 
-/// Answers that do not all have room at once come one after the other; one that never has room ends the run with a word on it.
+/// If memory does not suffice for all answers at once, they run one after the other. If it does not
+/// suffice for a single answer, the run ends with an error.
 #[test]
 fn memory_for_fewer_answers_is_said() {
     let program = Path::new(env!("CARGO_BIN_EXE_deepspec-eval"));

@@ -1,4 +1,5 @@
-//! Models and drafters of others: every command runs what it can, and all refuse the same things by name.
+//! Models and drafters of other tools: every command runs what it supports, and all commands refuse
+//! the rest by name.
 
 mod common;
 
@@ -42,11 +43,11 @@ fn rewrite(dir: &Path, tensors: &[(String, Tensor)]) {
     save(&dir.join("model.safetensors"), tensors, Kind::BFloat16).unwrap();
 }
 
-/// A DFlash drafter without training, in our own layout.
+/// An untrained DFlash drafter in our own layout.
 fn dflash() -> BlockConfig {
     let mut config = BlockConfig { markov: None, confidence: None, ..drafter_config() };
     config.decoder.taps = Tap::from_layer_ids([0, 2, 4]).unwrap();
-    // As z-lab trains them, so that its layout can hold them.
+    // As z-lab trains them, so that the drafter fits z-lab's layout.
     config.blocks.slots = Slots::FillIn;
     config
 }
@@ -93,7 +94,7 @@ fn inspect(draft: &Path) -> Output {
     deepspec_eval(&["checkpoint", "inspect", draft.to_str().unwrap()])
 }
 
-/// All that a command said.
+/// The whole output of a command.
 fn said(output: &Output) -> String {
     let text = [&output.stdout[..], &output.stderr].concat();
     let text = String::from_utf8(text).unwrap();
@@ -101,7 +102,8 @@ fn said(output: &Output) -> String {
     text
 }
 
-/// Every command that reads drafters says these words; those that would run or write one fail, and nothing is written.
+/// Every command that reads drafters reports these words. Commands that would run or write the
+/// drafter fail and write nothing.
 #[track_caller]
 fn assert_all_refuse(draft: &Path, out: &Path, words: &[&str]) {
     let outputs = [
@@ -132,7 +134,7 @@ fn an_attention_that_is_not_ours_is_refused_by_every_command() {
         "lm_head.weight" => head.shallow_clone(),
         _ => tensor,
     });
-    // In the layout that has a place for it: under its own object, and at the top.
+    // In the layout that supports it: in its own object, and at the top level.
     let container = dir.path().join("container");
     let converted = convert(&own, "z-lab", &container);
     assert!(converted.status.success(), "{}", said(&converted));
@@ -156,7 +158,7 @@ fn an_attention_that_is_not_ours_is_refused_by_every_command() {
         edit(&odd.join("config.json"), |config| config[key] = json!(true));
         assert_all_refuse(&odd, &out, &[key]);
     }
-    // What is off is no obstacle.
+    // Features that are switched off are accepted.
     let idle = copy(&own, dir.path().join("idle"));
     edit(&idle.join("config.json"), |config| {
         (config["causal"], config["attention_sinks"]) = (json!(false), Value::Null)
@@ -277,7 +279,7 @@ fn tensors_without_a_use_stop_a_target() {
         &|target| with(target, "model.layers.6.input_layernorm.weight"),
         &["model.layers.6.input_layernorm.weight"],
     );
-    // What is rebuilt, or drafts beyond the next token, is in nobody's way.
+    // Tensors that are recomputed or that draft beyond the next token are ignored.
     let rebuilt = copy(&target_dir(), dir.path().join("rebuilt"));
     with(&rebuilt, "model.layers.0.self_attn.rotary_emb.inv_freq");
     let output = run_on(&rebuilt, "none", &dir.path().join("rebuilt-out"), &FEW);

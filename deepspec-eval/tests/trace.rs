@@ -1,4 +1,4 @@
-//! `trace`: what is shown adds up to the answer, and drafts that fell are shown as such.
+//! `trace`: the shown tokens add up to the answer, and rejected drafts are marked.
 
 mod common;
 

@@ -1,4 +1,4 @@
-//! The tiny target as a GGUF, a Llama made of it, and a packed model unpacked.
+//! The tiny target as a GGUF, a Llama made from it, and a quantised model converted to float32.
 
 use std::fs;
 use std::path::Path;
@@ -11,12 +11,13 @@ use tch::{Kind, Tensor};
 
 use super::target_dir;
 
-/// The tiny target in float32, as llama.cpp reads it.
+/// Writes the tiny target in float32, as llama.cpp reads it.
 pub fn target_gguf(file: &Path) {
     write(file, "qwen3");
 }
 
-/// The tiny target without the norms of its queries and keys: a Llama, if one that learned to be another model.
+/// Writes the tiny target without the norms on queries and keys: a Llama whose weights were trained
+/// as another model.
 pub fn llama_gguf(file: &Path) {
     write(file, "llama");
 }
@@ -92,7 +93,7 @@ fn write(file: &Path, architecture: &str) {
     writer.write(&mut out, data).unwrap();
 }
 
-/// The same model with all its tensors in float32.
+/// Rewrites a model with all its tensors in float32.
 pub fn dequantised(packed: &Path, file: &Path) {
     let packed = Gguf::open(packed).unwrap();
     let mut writer = Writer::default();

@@ -1,4 +1,4 @@
-//! What the tests share: the built binary, the tiny target, and drafters that need no training.
+//! Shared by the tests: the built binary, the tiny target, and drafters that need no training.
 #![allow(dead_code, reason = "each test binary uses its part")]
 
 pub mod gguf;
@@ -22,7 +22,7 @@ use parquet::arrow::arrow_reader::ParquetRecordBatchReaderBuilder;
 use serde_json::Value;
 use tch::{Device, Kind, Tensor};
 
-/// A path from the repository's root.
+/// A path relative to the repository's root.
 pub fn repository(path: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(path)
 }
@@ -36,19 +36,19 @@ pub fn deepspec_eval(args: &[&str]) -> Output {
     deepspec_eval_in(args, &[])
 }
 
-/// As [`deepspec_eval`], with these variables in its environment.
+/// As [`deepspec_eval`], with these environment variables.
 pub fn deepspec_eval_in(args: &[&str], variables: &[(&str, &str)]) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_deepspec-eval"));
     command.envs(variables.iter().copied()).env("OMP_NUM_THREADS", "1").env_remove("RUST_LOG");
     command.args(args).output().unwrap()
 }
 
-/// `run` on the tiny target and our suites, with these further arguments.
+/// `run` on the tiny target and our suites, with these additional arguments.
 pub fn run(draft: &str, output_dir: &Path, args: &[&str]) -> Output {
     run_on(&target_dir(), draft, output_dir, args)
 }
 
-/// As [`run`], on another target.
+/// As [`run`], with another target.
 pub fn run_on(target: &Path, draft: &str, output_dir: &Path, args: &[&str]) -> Output {
     let suites = repository("eval_datasets");
     let mut all = vec!["run", "--quiet", "--device", "cpu", "--dtype", "float32"];
@@ -58,14 +58,14 @@ pub fn run_on(target: &Path, draft: &str, output_dir: &Path, args: &[&str]) -> O
     deepspec_eval(&all)
 }
 
-/// As [`run`], which must succeed; what it printed.
+/// As [`run`], which must succeed; returns its standard output.
 pub fn run_ok(draft: &str, output_dir: &Path, args: &[&str]) -> String {
     let output = run(draft, output_dir, args);
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     String::from_utf8(output.stdout).unwrap()
 }
 
-/// A failure with this exit code, told in one line with these words.
+/// Asserts this exit code and that the error message contains these words.
 pub fn assert_refused(output: &Output, code: i32, words: &[&str]) {
     let told = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(code), "{told}");
@@ -118,7 +118,7 @@ pub fn drafter_config() -> BlockConfig {
     }
 }
 
-/// Writes a checkpoint with fresh weights, changed by `edit`.
+/// Writes a checkpoint with fresh weights that `edit` changes.
 pub fn write_drafter(dir: &Path, config: BlockConfig, edit: impl Fn(&str, Tensor) -> Tensor) {
     fs::create_dir_all(dir).unwrap();
     let shape = [config.decoder.model.vocab_size, config.decoder.model.hidden_size];
@@ -151,8 +151,8 @@ pub fn write_eagle3(dir: &Path) {
     fs::write(dir.join("config.json"), config).unwrap();
 }
 
-/// Writes a drafter that is often right: its Markov head holds the bigrams of these texts, and its backbone adds noise that
-/// depends on the context.
+/// Writes a drafter that is often right: its Markov head contains the bigrams of these texts. Its
+/// backbone adds noise that depends on the context.
 pub fn write_bigram_drafter<'a>(dir: &Path, texts: impl Iterator<Item = &'a Vec<i64>>) {
     write_confident_drafter(dir, texts, |_, tensor| tensor);
 }
@@ -189,12 +189,12 @@ pub struct Trace {
     pub proposed: i32,
     pub accepted: i32,
     pub committed: i32,
-    /// How many confidences there are.
+    /// The number of confidences.
     pub confidences: i32,
     pub usable: i32,
 }
 
-/// The rows of a `traces.parquet`, checked.
+/// Reads and checks the rows of a `traces.parquet`.
 pub fn traces(path: &Path) -> Vec<Trace> {
     let reader =
         ParquetRecordBatchReaderBuilder::try_new(File::open(path).unwrap()).unwrap().build().unwrap();

@@ -1,4 +1,4 @@
-//! Drafters that learn within seconds what a target says.
+//! Drafters that learn a target's answers within seconds of training.
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -13,32 +13,32 @@ use tch::{Device, Kind, Tensor};
 
 use super::repository;
 
-/// Tokens of a block.
+/// Drafted tokens per block.
 pub const GAMMA: usize = 5;
 /// The smoke suites.
 pub fn smoke() -> Vec<String> {
     ["smoke-math", "smoke-code", "smoke-chat"].map(String::from).into()
 }
 
-/// Sequences decoded at once.
+/// Sequences that are decoded concurrently.
 const SLOTS: usize = 16;
 
-/// What a drafter learns from: the likeliest answers to some prompts.
+/// The training data of a drafter: greedy answers to some prompts.
 pub struct Lessons {
     /// The target's folder.
     pub target: PathBuf,
     /// The suites.
     pub suites: Vec<String>,
-    /// Which rows of each.
+    /// The rows of each suite.
     pub rows: Range<usize>,
-    /// Tokens of an answer at most.
+    /// Maximum number of tokens of an answer.
     pub tokens: usize,
     /// The chat template's `enable_thinking`.
     pub thinking: bool,
 }
 
 impl Lessons {
-    /// Prompts with their answers: all ids, and how many of them are the prompt.
+    /// Prompts with their answers: all ids, and the length of the prompt.
     fn answers(&self) -> Vec<(Vec<i64>, usize)> {
         let tokenizer = ChatTokenizer::load(&self.target).unwrap();
         let stops = stop_ids(&self.target, tokenizer.eos_token_id()).unwrap();
@@ -83,7 +83,8 @@ impl Lessons {
         TargetModel::load(&self.target, &options).unwrap()
     }
 
-    /// The answers with the target's states of them; `lay` makes taps and last states of a forward.
+    /// The answers with the target's hidden states. `lay` turns a forward's output into taps and
+    /// last states.
     pub fn samples(&self, taps: &[Tap], lay: impl Fn(ModelOutput) -> (Tensor, Tensor)) -> Vec<TrainSample> {
         let _no_grad = tch::no_grad_guard();
         let mut model = self.model(1, taps);
@@ -105,7 +106,7 @@ impl Lessons {
     }
 }
 
-/// Adam on all samples in turn, four a step.
+/// Trains with Adam on all samples in turn, four per step.
 pub fn train(
     plan: &dyn DrafterPlan,
     target: &Path,

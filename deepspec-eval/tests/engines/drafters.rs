@@ -1,4 +1,4 @@
-//! The drafters that engines are given.
+//! The drafters that the engines load.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -20,7 +20,7 @@ use crate::common::gguf::dequantised;
 use crate::common::training::{Lessons, smoke, train};
 use crate::common::{repository, target_dir};
 
-/// A drafter of `assets` with something changed.
+/// A drafter from `assets` with a change.
 pub fn edited(name: &str, edit: impl FnOnce(&mut Value, &mut Vec<(String, Tensor)>)) -> TempDir {
     let (root, from) = (tempfile::tempdir().unwrap(), repository("assets").join(name));
     let mut config = serde_json::from_str(&fs::read_to_string(from.join("config.json")).unwrap()).unwrap();
@@ -31,7 +31,7 @@ pub fn edited(name: &str, edit: impl FnOnce(&mut Value, &mut Vec<(String, Tensor
     root
 }
 
-/// The trained DSpark without its heads: a DFlash, if none that learned to do without them.
+/// The trained DSpark without its heads: a DFlash, though it was not trained without them.
 pub fn dflash() -> TempDir {
     edited("tiny-dspark", |config, tensors| {
         (config["markov_rank"], config["enable_confidence_head"]) = (json!(0), json!(false));
@@ -41,7 +41,8 @@ pub fn dflash() -> TempDir {
     })
 }
 
-/// The trained DSpark as if it had been trained with a rotation that is stretched as Llama 3's is: it drafts worse, and the same everywhere.
+/// The trained DSpark with Llama 3's rotary scaling, without which it was trained. It drafts worse,
+/// but equally in all programs.
 pub fn stretched() -> TempDir {
     edited("tiny-dspark", |config, _| {
         config.as_object_mut().unwrap().remove("rope_scaling");
@@ -52,7 +53,7 @@ pub fn stretched() -> TempDir {
     })
 }
 
-/// An Eagle3 that learned what this target says.
+/// An Eagle3 trained on this target's answers.
 pub fn eagle3(target: &Path, taps: [i64; 3], steps: usize) -> TempDir {
     let model = ModelConfig::load(target).unwrap();
     let taps = Tap::from_layer_ids(taps).unwrap();
@@ -73,7 +74,7 @@ pub fn eagle3(target: &Path, taps: [i64; 3], steps: usize) -> TempDir {
     taught(&Eagle3Plan::new(config, objective), target, &taps, steps)
 }
 
-/// The drafter after so many steps on what the target says.
+/// The drafter after `steps` training steps on the target's answers.
 fn taught(plan: &dyn DrafterPlan, target: &Path, taps: &[Tap], steps: usize) -> TempDir {
     let rows = LIMIT..2 * LIMIT;
     let lessons =
@@ -87,18 +88,18 @@ fn taught(plan: &dyn DrafterPlan, target: &Path, taps: &[Tap], steps: usize) -> 
     drafter
 }
 
-/// A real model of 135 M parameters, whose 4-bit weights all programs have as float32: with packed ones llama.cpp rounds what it multiplies
-/// them by, and its answers are others.
+/// A real model of 135 M parameters, whose 4-bit weights are converted to float32 for all programs.
+/// With quantised weights llama.cpp also rounds the activations, which gives other answers.
 pub struct RealModel {
-    /// The GGUF.
+    /// The GGUF file.
     pub file: PathBuf,
-    /// What is unpacked of it.
+    /// The folder that it is unpacked into.
     pub folder: PathBuf,
     _root: TempDir,
 }
 
 impl RealModel {
-    /// None leaves the test out.
+    /// None skips the test.
     pub fn new() -> Option<Self> {
         let root = tempfile::tempdir().unwrap();
         let [file, cache] = ["target.gguf", "unpacked"].map(|name| root.path().join(name));
@@ -107,18 +108,18 @@ impl RealModel {
         Some(Self { file, folder, _root: root })
     }
 
-    /// A block drafter that learned a little of what it says, with a Markov head of this rank.
+    /// A briefly trained block drafter with a Markov head of this rank.
     pub fn block(&self, markov: Option<i64>) -> TempDir {
         block(&self.folder, REAL_TAPS, UNUSED, Slots::AnchorPredicts, markov, 200)
     }
 }
 
-/// A DFlash for the tiny target whose slots fill in, as z-lab's do.
+/// A DFlash for the tiny target with fill-in slots, as z-lab's have.
 pub fn filling_in() -> TempDir {
     block(&target_dir(), [0, 2, 4], 1023, Slots::FillIn, None, 300)
 }
 
-/// A block drafter that learned what this target says in so many steps.
+/// A block drafter trained on this target's answers for `steps` steps.
 fn block(
     target: &Path,
     taps: [i64; 3],
@@ -144,6 +145,6 @@ fn block(
     taught(&plan, target, &taps, steps)
 }
 
-/// Taps of drafters of the real model, and a token of it that no text has.
+/// Taps of the real model's drafters, and one of its tokens that occurs in no text.
 pub const REAL_TAPS: [i64; 3] = [1, 15, 27];
 const UNUSED: i64 = 7;

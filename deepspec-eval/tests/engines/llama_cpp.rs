@@ -1,4 +1,4 @@
-//! In llama.cpp.
+//! Tests drafters in llama.cpp.
 
 use std::collections::BTreeMap;
 use std::env;
@@ -18,7 +18,7 @@ use crate::drafters::{REAL_TAPS, RealModel, dflash, eagle3, edited, filling_in, 
 use crate::server::Server;
 use crate::{ANSWER, ENOUGH, FEWER, LIMIT, near_tie, ours, prompts};
 
-/// llama.cpp's server; None leaves the test out.
+/// llama.cpp's server; None skips the test.
 pub fn llama_server() -> Option<PathBuf> {
     let server = env::var_os("DEEPSPEC_LLAMA_SERVER").map(PathBuf::from);
     if server.is_none() {
@@ -43,17 +43,17 @@ impl Llama {
         serde_json::from_str(&self.0.post(path, &body.to_string())).unwrap()
     }
 
-    /// Drafts so far: cycles with a drafter.
+    /// The number of drafts so far, which is the number of cycles with a drafter.
     fn drafts(&self) -> usize {
         self.0.metric("llamacpp:spec_decode_num_drafts_total") as usize
     }
 
-    /// The likeliest answer to a prompt, its tokens, and its cycles.
+    /// The greedy answer to a prompt, its tokens, and its cycles.
     fn answer(&self, prompt: &str) -> (String, Vec<i64>, usize) {
         self.sampled(prompt, json!({"temperature": 0}))
     }
 
-    /// An answer by these settings.
+    /// An answer with these sampling settings.
     fn sampled(&self, prompt: &str, settings: Value) -> (String, Vec<i64>, usize) {
         let messages = json!({
             "messages": [{"role": "user", "content": prompt}], "chat_template_kwargs": {"enable_thinking": false},
@@ -70,7 +70,8 @@ impl Llama {
     }
 }
 
-/// Converts the drafter and has llama.cpp serve it, beside a target that it reads from a file, as the conversion says.
+/// Converts the drafter and starts llama.cpp with it and a target file, with the flags that the
+/// conversion prints.
 fn served(server: &Path, [target, file]: [&Path; 2], drafter: &Path, root: &Path) -> Llama {
     let out = root.join("gguf");
     let told = deepspec_eval(&[
@@ -88,13 +89,13 @@ fn served(server: &Path, [target, file]: [&Path; 2], drafter: &Path, root: &Path
         out.to_str().unwrap(),
     ]);
     let told = String::from_utf8_lossy(&told.stderr).into_owned();
-    // Served by the very flags that it names.
+    // Started with exactly the printed flags.
     let flags: Vec<&str> = told.split_whitespace().skip_while(|word| *word != "--model-draft").collect();
     assert!(flags.len() >= 6, "{told}");
     Llama::start(server, &[&["--model", file.to_str().unwrap()], &flags[..6]].concat())
 }
 
-/// Compares answers and cycles beside the tiny target.
+/// Compares answers and cycles on the tiny target.
 fn agrees(server: &Path, drafter: &Path, near_ties: usize) {
     let root = tempfile::tempdir().unwrap();
     let (target, file) = (target_dir(), root.path().join("target.gguf"));
@@ -102,8 +103,8 @@ fn agrees(server: &Path, drafter: &Path, near_ties: usize) {
     agrees_on(server, [&target, &file], drafter, LIMIT, near_ties);
 }
 
-/// Compares answers and cycles, of which as many samples may differ, by one cycle, as two programs' float32 sums differ about two candidates that
-/// are all but equal.
+/// Compares answers and cycles. Up to `near_ties` samples may differ by one cycle, because float32
+/// sums of two programs may order two nearly equal candidates differently.
 fn agrees_on(server: &Path, target: [&Path; 2], drafter: &Path, limit: usize, near_ties: usize) {
     let root = tempfile::tempdir().unwrap();
     let llama = served(server, target, drafter, root.path());
@@ -113,7 +114,7 @@ fn agrees_on(server: &Path, target: [&Path; 2], drafter: &Path, limit: usize, ne
     for (key, prompt) in prompts(limit) {
         let (_, ids, drafts) = llama.answer(&prompt);
         let (own_ids, own_cycles) = &ours[&key];
-        // Theirs leaves out the token that ends an answer.
+        // llama.cpp's answer omits the token that ends it.
         let rest = own_ids.strip_prefix(&ids[..]);
         if !rest.is_some_and(|rest| rest.len() < 2 && rest.iter().all(|token| ends.contains(token))) {
             differing.push(format!("{key:?}: {}", near_tie(target[0], &prompt, own_ids, &ids)));
@@ -175,12 +176,13 @@ fn llama_cpp_runs_dflash_whose_slots_fill_in_cycle_by_cycle() {
 #[test]
 fn llama_cpp_runs_dflash_2_cycle_by_cycle() {
     let Some(server) = llama_server() else { return };
-    // llama.cpp lays k (k + 1) scores into a hidden state, of 192 values here.
+    // llama.cpp stores k (k + 1) scores in a hidden state, which has 192 values here.
     let fewer = edited("tiny-dflash2", |config, _| config["selector_top_k"] = json!(12));
     agrees(&server, fewer.path(), 1);
 }
 
-/// llama.cpp's Eagle3 has Llama layers, so the target is a Llama too: read here and there from the same file.
+/// llama.cpp's Eagle3 has Llama layers, so the target is a Llama too. Both programs read it from
+/// the same file.
 #[test]
 fn llama_cpp_runs_eagle3_cycle_by_cycle() {
     let Some(server) = llama_server() else { return };
@@ -210,7 +212,7 @@ fn llama_cpp_runs_dflash_of_a_real_model_cycle_by_cycle() {
     agrees_on(&server, [&real.folder, &real.file], real.block(None).path(), FEWER, 0);
 }
 
-/// Tokens per cycle of samples `(tokens, cycles)`, and its standard error.
+/// Tokens per cycle of samples `(tokens, cycles)`, and the standard error.
 fn ratio(samples: &[(f64, f64)]) -> (f64, f64) {
     let (tokens, cycles): (f64, f64) =
         samples.iter().fold((0.0, 0.0), |sum, one| (sum.0 + one.0, sum.1 + one.1));
@@ -219,7 +221,7 @@ fn ratio(samples: &[(f64, f64)]) -> (f64, f64) {
     (ratio, spread.sqrt() / cycles)
 }
 
-/// At temperature 1 llama.cpp's rule is the one of `--draft-sampling greedy`.
+/// At temperature 1, llama.cpp accepts by the rule of `--draft-sampling greedy`.
 #[test]
 fn llama_cpp_accepts_at_temperature_1_as_greedy_drafts_are() {
     let Some(server) = llama_server() else { return };
@@ -228,7 +230,7 @@ fn llama_cpp_accepts_at_temperature_1_as_greedy_drafts_are() {
     target_gguf(&file);
     let llama = served(&server, [&target, &file], &drafter, root.path());
     let plain = json!({"temperature": 1, "top_k": 0, "top_p": 1, "min_p": 0, "samplers": ["temperature"]});
-    // The token that ends an answer is counted on neither side.
+    // The token that ends an answer is counted for neither program.
     let tokenizer = ChatTokenizer::load(&target_dir()).unwrap();
     let stops = deepspec_models::stop_ids(&target_dir(), tokenizer.eos_token_id()).unwrap();
     let mut theirs = vec![];
@@ -253,7 +255,7 @@ fn llama_cpp_accepts_at_temperature_1_as_greedy_drafts_are() {
         let dir = root.path().join(rule);
         let table = run_ok(drafter.to_str().unwrap(), &dir, &args);
         assert_eq!(table.contains("Drafted tokens are the likeliest"), rule == "greedy", "{table}");
-        // A prompt's answers together: they resemble each other.
+        // All answers to a prompt form one sample, because they are similar.
         let mut samples: BTreeMap<(String, String), (f64, f64)> = BTreeMap::new();
         for row in traces(&dir.join("traces.parquet")) {
             samples.entry((row.suite, row.sample)).or_default().1 += 1.0;
@@ -279,7 +281,7 @@ fn llama_cpp_accepts_at_temperature_1_as_greedy_drafts_are() {
     eprintln!("llama.cpp {there:.3} ± {error:.3}, greedy {greedy:.3?}, probabilistic {drawn:.3?}");
 }
 
-/// The tokenizer and the template of a real model's GGUF are read as llama.cpp reads them.
+/// The tokenizer and the template of a real model's GGUF are read as in llama.cpp.
 #[test]
 fn llama_cpp_tokenises_a_real_model_as_here() {
     let Some(server) = llama_server() else { return };

@@ -1,6 +1,6 @@
-//! Drafters in engines that nobody here wrote: the same answers, token for token, in the same cycles.
+//! Drafters in external inference engines: the same answers, token for token, in the same cycles.
 //!
-//! `scripts/test.sh --engines` builds them and says where they are.
+//! `scripts/test.sh --engines` builds the engines and sets the variables with their paths.
 
 #[path = "../common/mod.rs"]
 mod common;
@@ -22,14 +22,15 @@ use deepspec_text::{ChatTokenizer, Message, Role, generation_prompt};
 use serde_json::Value;
 use tch::{Device, Kind, Tensor};
 
-/// Prompts of each suite; of a real model, whose answers take long, fewer.
+/// Prompts of each suite; fewer for a real model, whose answers take long.
 const LIMIT: usize = 12;
 const FEWER: usize = 4;
-/// Logits that are no further apart than this are all but equal.
+/// Logits that differ by at most this count as nearly equal.
 const NEAR: f64 = 0.005;
-/// Drafted tokens that have to be accepted over all answers: where few are, equal cycles say nothing.
+/// The minimum number of accepted drafted tokens over all answers: with few of them, equal cycles
+/// prove little.
 const ENOUGH: usize = 60;
-/// Tokens of an answer at most.
+/// Maximum number of tokens of an answer.
 const ANSWER: usize = 128;
 
 /// Prompts of the smoke suites, by suite and id.
@@ -46,7 +47,7 @@ fn prompts(limit: usize) -> BTreeMap<(String, String), String> {
     prompts
 }
 
-/// What every cycle of each answer accepted.
+/// The accepted tokens of every cycle of each answer.
 fn accepted(file: &Path) -> BTreeMap<(String, String), Vec<i64>> {
     let mut accepted: BTreeMap<(String, String), Vec<i64>> = BTreeMap::new();
     for row in traces(file) {
@@ -55,10 +56,10 @@ fn accepted(file: &Path) -> BTreeMap<(String, String), Vec<i64>> {
     accepted
 }
 
-/// The cycles that begin with two tokens at least to go. Behind them programs differ: this one drafts until the limit is reached, llama.cpp does not
-/// draft for a single token.
+/// The cycles that begin with at least two tokens to go. After them programs differ: this one
+/// drafts until the limit, and llama.cpp does not draft for a single token.
 fn drafting(accepted: &[i64]) -> &[i64] {
-    // The first token is the prompt's.
+    // The first token comes from the prompt's forward.
     let mut tokens = 1;
     let begins = |accepted: &i64| {
         let drafts = tokens + 2 <= ANSWER as i64;
@@ -68,7 +69,7 @@ fn drafting(accepted: &[i64]) -> &[i64] {
     &accepted[..accepted.iter().map(begins).take_while(|drafts| *drafts).count()]
 }
 
-/// What this project makes of the prompts: answers and cycles.
+/// This project's results for the prompts: answers and cycles.
 fn ours(
     target: &Path,
     drafter: &Path,
@@ -93,8 +94,8 @@ fn ours(
     outputs.lines().map(of).collect()
 }
 
-/// Where two answers part: it has to be at two candidates that are all but equal to the target, of which float32 sums of two programs may choose
-/// either; tells them.
+/// Describes where two answers diverge. It must be at two candidates with nearly equal target
+/// logits, between which float32 sums of two programs may choose either.
 fn near_tie(target: &Path, prompt: &str, own: &[i64], other: &[i64]) -> String {
     let _no_grad = tch::no_grad_guard();
     let at = own.iter().zip(other).take_while(|(own, other)| own == other).count();

@@ -1,4 +1,4 @@
-//! An engine's server as a process of its own.
+//! An engine's server as a separate process.
 
 use std::io::{BufRead, BufReader};
 use std::net::TcpListener;
@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use deepspec_testkit::signal;
 
-/// A running server. It goes away with this, and with it the processes that it started.
+/// A running server. Dropping it kills the server and the processes that it started.
 pub struct Server {
     child: Child,
     pub url: String,
@@ -18,14 +18,14 @@ pub struct Server {
 impl Drop for Server {
     fn drop(&mut self) {
         let _ = signal::send("KILL", -i64::from(self.child.id()));
-        // Whatever became of the group, the wait must end.
+        // Whatever happened to the process group, the wait must end.
         let _ = self.child.kill();
         self.child.wait().unwrap();
     }
 }
 
 impl Server {
-    /// Starts it on a free port and waits until its log says these words and it listens.
+    /// Starts the server on a free port and waits until its log contains `words` and it listens.
     pub fn start(mut command: Command, words: &str) -> Self {
         let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port().to_string();
         command.args(["--port", &port]).process_group(0);
@@ -41,9 +41,9 @@ impl Server {
                 break;
             }
         }
-        // Nobody reads on; a full pipe would stop it.
+        // Reads the rest of the log, because a full pipe would block the server.
         thread::spawn(move || log.for_each(drop));
-        // Some say so just before they listen.
+        // Some servers log this just before they listen.
         while ureq::get(format!("{}/health", server.url)).call().is_err() {
             assert!(server.child.try_wait().unwrap().is_none(), "it ended: {}", told.join("\n"));
             thread::sleep(Duration::from_millis(50));
@@ -51,14 +51,14 @@ impl Server {
         server
     }
 
-    /// What it answers to a body of JSON.
+    /// Posts a JSON body and returns the answer.
     pub fn post(&self, path: &str, body: &str) -> String {
         let sent =
             ureq::post(format!("{}{path}", self.url)).header("Content-Type", "application/json").send(body);
         sent.unwrap().body_mut().read_to_string().unwrap()
     }
 
-    /// The value of one of its metrics; 0 where it does not have it.
+    /// The value of a metric; 0 if it does not exist.
     pub fn metric(&self, name: &str) -> f64 {
         let page =
             ureq::get(format!("{}/metrics", self.url)).call().unwrap().body_mut().read_to_string().unwrap();

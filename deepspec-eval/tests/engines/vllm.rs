@@ -1,4 +1,4 @@
-//! In vLLM's build for CPUs.
+//! Tests drafters in vLLM's build for CPUs.
 
 use std::fs;
 use std::path::Path;
@@ -12,7 +12,7 @@ use crate::drafters::{RealModel, dflash, eagle3, filling_in, stretched};
 use crate::server::Server;
 use crate::{ANSWER, ENOUGH, FEWER, LIMIT, accepted, drafting, near_tie, ours, prompts};
 
-/// Converts the drafter as `--to vllm` writes it; what the conversion names for `--speculative-config`.
+/// Converts the drafter with `--to vllm`; returns the printed value of `--speculative-config`.
 fn converted(drafter: &Path, target: &Path, out: &Path) -> String {
     let [from, beside, to] = [drafter, target, out].map(|path| path.to_str().unwrap());
     let convert = ["checkpoint", "convert", "--to", "vllm", "--from", from, "--target", beside];
@@ -22,19 +22,19 @@ fn converted(drafter: &Path, target: &Path, out: &Path) -> String {
     named.unwrap_or_else(|| panic!("{log}")).0.to_string()
 }
 
-/// Has vLLM serve the drafter beside the tiny target.
+/// Compares this program with vLLM on the tiny target and this drafter.
 fn agrees_with_vllm(python: &str, drafter: &Path, near_ties: usize) {
     let target = target_dir();
     agrees_with_vllm_on(python, [&target, &target], drafter, LIMIT, near_ties);
 }
 
-/// Has vLLM serve the drafter as `--to vllm` writes it and says, beside a target that both read, and compares answers and what every cycle
-/// accepted, in all but so many requests.
+/// Runs vLLM with the drafter as `--to vllm` writes it, with the printed arguments. Compares
+/// answers and the accepted tokens of every cycle, except in `near_ties` requests.
 fn agrees_with_vllm_on(python: &str, target: [&Path; 2], drafter: &Path, limit: usize, near_ties: usize) {
     let root = tempfile::tempdir().unwrap();
     let [out, asked, told, run] =
         ["vllm", "asked.jsonl", "told.jsonl", "run"].map(|name| root.path().join(name));
-    // Served by the very arguments that it names.
+    // Started with exactly the printed arguments.
     let named: Value = serde_json::from_str(&converted(drafter, target[0], &out)).unwrap();
     let prompts = prompts(limit);
     let row = |((suite, id), prompt): (&(String, String), &String)| {
@@ -44,7 +44,7 @@ fn agrees_with_vllm_on(python: &str, target: [&Path; 2], drafter: &Path, limit: 
     let ours = ours(target[0], drafter, limit, &run);
     let accepted = accepted(&run.join("traces.parquet"));
     let mut command = Command::new(python);
-    // libtorch of this process is another than vLLM's.
+    // This process's libtorch differs from vLLM's.
     command.env_remove("LD_LIBRARY_PATH").arg(repository("scripts/vllm_ask.py"));
     command.arg(target[1]).args([&asked, &told]).arg(ANSWER.to_string());
     let [method, model] = ["method", "model"].map(|key| named[key].as_str().unwrap());
@@ -65,7 +65,7 @@ fn agrees_with_vllm_on(python: &str, target: [&Path; 2], drafter: &Path, limit: 
             continue;
         }
         let (own, theirs) = (drafting(&accepted[&key]), drafting(&theirs));
-        // The last cycle ends inside a block, where the two count differently.
+        // The last cycle ends inside a block, where the two programs count differently.
         let same = own.len() == theirs.len() && own.iter().rev().skip(1).eq(theirs.iter().rev().skip(1));
         if !same {
             differing.push(format!("{key:?}: {theirs:?} there, {own:?} here"));
@@ -113,7 +113,8 @@ fn vllm_runs_eagle3_cycle_by_cycle() {
     agrees_with_vllm(&python, eagle3(&target_dir(), [0, 2, 4], 60).path(), 0);
 }
 
-/// The server of the engine's page, in the form that the build for CPUs has. Other drafters take Triton there.
+/// The server command of the engine's page, adapted to the build for CPUs. Other drafters need
+/// Triton there.
 #[test]
 fn vllm_serves_eagle3_by_the_command_of_its_page() {
     let Some(python) = vllm_python() else { return };

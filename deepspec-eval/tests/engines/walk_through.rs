@@ -1,4 +1,5 @@
-//! The commands by which docs/real-model.md goes from a GGUF to a drafter that llama.cpp serves, as they stand there but shorter.
+//! Runs the commands of docs/real-model.md from a GGUF to a drafter that llama.cpp serves,
+//! unchanged but with shorter training.
 
 use std::fs;
 use std::net::TcpListener;
@@ -11,14 +12,14 @@ use serde_json::Value;
 use crate::common::repository;
 use crate::llama_cpp::llama_server;
 
-/// The first block of commands of a page.
+/// The first block of shell commands of a page.
 fn commands(page: &Path) -> String {
     let text = fs::read_to_string(page).unwrap();
     let block = text.split_once("```sh\n").and_then(|(_, rest)| rest.split_once("```"));
     block.unwrap_or_else(|| panic!("{} has no commands", page.display())).0.to_string()
 }
 
-/// README's shorter way is made of the same commands.
+/// README's short version consists of the same commands.
 #[test]
 fn the_readme_says_what_the_book_does() {
     let lines = |page: &str, block: usize| -> Vec<String> {
@@ -47,7 +48,7 @@ fn a_gguf_becomes_a_served_drafter_by_the_commands_of_the_book() {
     let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port().to_string();
     let programs = Path::new(env!("CARGO_BIN_EXE_deepspec-eval")).parent().unwrap();
     let path = |path: &Path| path.to_str().unwrap().to_string();
-    // All that is changed is where things are and how long they take.
+    // The only changes are paths and durations.
     let changes = [
         ("$PWD/target/release", path(programs)),
         ("runs/mine", path(&out)),
