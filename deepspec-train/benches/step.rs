@@ -1,14 +1,16 @@
-//! Time and peak memory of a whole DSpark train step beside one of the reference's own modules (`reference.py`), not compiled: with their own attention,
-//! which nothing fuses on a CPU, and with PyTorch's fused one. In float32 with one thread:
-//!
+//! Time and peak memory of a whole DSpark train step, compared with a step of the reference's own
+//! modules (`reference.py`), not compiled. The reference runs with its own attention, which nothing
+//! fuses on a CPU, and with PyTorch's fused attention. In float32 with one thread:
 //! ```sh
 //! DEEPSPEC_REFERENCE=CLONE_OF_DEEPSPEC DEEPSPEC_TEST_PYTHON=python cargo bench -p deepspec-train --bench step [-- NAME…]
 //! ```
-//! Sizes are those of `SHAPES`; names choose among them. Tokens come as in a text, whose words come again: what drafts behind the same token have in
-//! common is computed once here, and the shapes called distinct show what is left where no token comes twice in a step. Memory is the peak resident size
-//! of a first step above the loaded state: code, model and moments, but no gradients. Then the two processes take turns, step by step, because whoever
-//! shares the processor comes and goes. Times are medians of the thread's time on a core, without the making of the data; a ratio of times is the median of
-//! the ratios of neighbours.
+//! Sizes are in `SHAPES`; names select some of them. Tokens repeat as the words of a text do.
+//! Values that drafts behind the same token share are computed only once here; the `distinct`
+//! shapes show the times without any repeated token. Memory is the peak resident size of a first
+//! step minus the loaded state: code, model and moments, but no gradients. Then the two processes
+//! take turns, step by step, because other load on the processor comes and goes. Times are medians
+//! of the thread's CPU time, without making the data. A ratio of times is the median ratio of
+//! neighbouring steps.
 
 #![expect(clippy::print_stdout, reason = "its figures")]
 
@@ -47,17 +49,17 @@ struct Shape {
     anchors: usize,
     samples: usize,
     tokens: usize,
-    /// Whether no token comes twice in a step.
+    /// Whether no token occurs twice in a step.
     distinct: bool,
-    /// Steps timed in each process, behind one whose memory is measured.
+    /// Timed steps per process, after one step whose memory is measured.
     #[serde(skip)]
     steps: usize,
-    /// Anchors of the reference's step, where so many as ours do not fit beside it.
+    /// Anchors of the reference's step, if it does not have the memory for as many as ours.
     #[serde(skip)]
     reference_anchors: usize,
 }
 
-/// What the reference is told.
+/// The arguments of the reference.
 #[derive(Serialize)]
 struct Described {
     #[serde(flatten)]
@@ -111,8 +113,8 @@ const SHAPES: [Shape; 5] = [
     Shape { name: "demo-distinct", distinct: true, ..DEMO },
     MEDIUM,
     Shape { name: "medium-distinct", distinct: true, ..MEDIUM },
-    // Vocabulary, anchors and length of configs/dspark/qwen3_4b.yaml. The reference takes 11 GB for 256 anchors with fused attention, beside
-    // our own process, which waits meanwhile.
+    // Vocabulary, anchors and length of configs/dspark/qwen3_4b.yaml. The reference needs 11 GB for
+    // 256 anchors with fused attention, beside our own idle process.
     Shape {
         name: "large",
         hidden: 1024,
@@ -134,9 +136,11 @@ const SHAPES: [Shape; 5] = [
     },
 ];
 
-/// Pieces of the prompts of the smoke suites, three to four characters each, as numbers in the order in which they first come. Words come again in it about as
-/// they do for a real tokenizer: before the drafts of 64 blocks in 512 pieces stand some 310, of which 43 % differ; of as many tokens of Qwen3's tokenizer it is
-/// 41 % in the same prompts, and 32 to 49 % in the long prompts of Arena-Hard, LiveCodeBench, SWE-bench and LBPP.
+/// The prompts of the smoke suites, cut into pieces of three to four characters, numbered in the
+/// order of their first occurrence. Pieces repeat about as often as tokens of a real tokenizer. The
+/// drafts of 64 blocks in 512 pieces follow some 310 pieces, of which 43 % are distinct. For as
+/// many tokens of Qwen3's tokenizer it is 41 % in these prompts. In the long prompts of Arena-Hard,
+/// LiveCodeBench, SWE-bench and LBPP it is 32 to 49 %.
 fn text() -> Vec<i64> {
     let suites = ["math", "code", "chat"].map(|suite| {
         let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../eval_datasets");
@@ -158,10 +162,11 @@ fn text() -> Vec<i64> {
         .collect()
 }
 
-/// A text in pieces: up to five letters, or another sign, with a space before them where there is one.
+/// Cuts a text into pieces: up to five letters, or another character, with a preceding space if
+/// there is one.
 fn pieces(text: &str) -> Vec<String> {
     let mut pieces: Vec<String> = vec![];
-    let mut letters = 0; // of the last piece, which may have more
+    let mut letters = 0; // of the last piece, which may get more
     for sign in text.chars() {
         let is_letter = sign.is_ascii_alphabetic();
         let goes_on = match pieces.last() {
@@ -182,12 +187,12 @@ fn pieces(text: &str) -> Vec<String> {
 }
 
 impl Shape {
-    /// Tokens of a sample by its number among those of all steps.
+    /// Tokens of a sample, given its number among the samples of all steps.
     fn ids(&self, text: &[i64], number: usize) -> Vec<i64> {
         let at = |place: usize| {
             if self.distinct { place as i64 } else { text[place % text.len()] }
         };
-        // The samples of a step follow one another, and steps in the text.
+        // The samples of a step are consecutive in the text, and so are the steps.
         let sample = if self.distinct { number % self.samples } else { number };
         (0..self.tokens).map(|place| at(sample * self.tokens + place) * 31 % self.vocab).collect()
     }
@@ -220,7 +225,7 @@ impl Shape {
         Block::fresh(config, &embed, &head, 1, Kind::Float)
     }
 
-    /// Sample number `index` of a step, with the anchors that the trainer would draw.
+    /// Sample number `index` of a step, with the anchors that the trainer would sample.
     fn sample(&self, text: &[i64], step: usize, index: usize) -> TrainSample {
         let states = |width: i64| Tensor::randn([self.tokens as i64, width], (Kind::Float, Device::Cpu));
         let loss_mask = vec![true; self.tokens];
@@ -235,14 +240,14 @@ impl Shape {
     }
 }
 
-/// A figure of /proc/self/status in MB.
+/// A value of /proc/self/status in MB.
 fn status(key: &str) -> f64 {
     let status = fs::read_to_string("/proc/self/status").expect("Linux");
     let line = status.lines().find_map(|line| line.strip_prefix(key)).expect("the key is there");
     line.trim_matches(|c: char| !c.is_ascii_digit()).parse::<f64>().expect("a number of kB") * 1024.0 / 1e6
 }
 
-/// Has what is mapped of files in memory, so that reading it is not counted.
+/// Reads all file mappings into memory, so that page faults on them are not counted.
 fn read_code() {
     let maps = fs::read_to_string("/proc/self/maps").expect("Linux");
     let memory = fs::File::open("/proc/self/mem").expect("Linux");
@@ -255,12 +260,12 @@ fn read_code() {
         let (first, rest) = line.split_once('-').expect("a range");
         let [first, end] = [first, rest.split(' ').next().unwrap_or(rest)]
             .map(|at| u64::from_str_radix(at, 16).expect("hex"));
-        // The end of a mapping may lie behind that of its file.
+        // A mapping may extend beyond the end of its file.
         (first..end).step_by(4096).for_each(|page| drop(memory.read_at(&mut [0], page)));
     }
 }
 
-/// Milliseconds that this thread has spent on a core.
+/// CPU time of this thread in milliseconds.
 fn on_core() -> f64 {
     let stat = fs::read_to_string("/proc/thread-self/schedstat").expect("Linux");
     stat.split(' ').next().and_then(|ns| ns.parse::<f64>().ok()).expect("nanoseconds") / 1e6
@@ -271,28 +276,31 @@ fn median(mut values: Vec<f64>) -> f64 {
     values[values.len() / 2]
 }
 
-/// A line of one figure, for whoever waits for it.
+/// Prints one number on its own line and flushes it to the reader.
 fn say(figure: f64) {
     println!("{figure}");
     std::io::stdout().flush().expect("someone reads");
 }
 
-/// Measures our step in this process: prints its peak, and for each line that comes in the time of one more.
+/// Measures our step in this process. Prints its peak memory, and then the time of one step for
+/// each line on standard input.
 fn measure(shape: &Shape) {
     tch::manual_seed(1);
     let (block, alone) = (shape.model(), ProcessGroup::alone());
     let mut optimizer = AdamW::new(block.parameters(), 0.0, 1.0);
-    // Writes the moments once, as a restored run does, so that their pages belong to the loaded state.
+    // Writes the moments once, as a resumed run does, so that their pages belong to the loaded
+    // state.
     let state = optimizer.state(&alone).expect("alone");
     let part = |name: &str| state.iter().find(|(n, _)| n == name).map(|(_, tensor)| tensor.copy());
     optimizer.restore(0, |name, _| part(name).ok_or(())).expect("it is its own state");
     drop(state);
     let text = text();
-    // Not before: memory that making the weights left behind would be kept, and used without being counted.
+    // Called only now: otherwise memory freed while creating the weights would be reused without
+    // being counted.
     deepspec_ops::init_runtime();
     let loss = LossRecipe { ce_alpha: 0.1, l1_alpha: 0.9, ..LossRecipe::NONE };
     let objective = BlockObjective { loss, confidence_alpha: 1.0 };
-    // Milliseconds of step number `number`, without the making of its data.
+    // Milliseconds of step number `number`, without making its data.
     let mut step = |number: usize| {
         let samples = (0..shape.samples).map(|index| shape.sample(&text, number, index));
         let samples: Vec<TrainSample> = samples.collect();
@@ -343,7 +351,7 @@ impl Steps {
             .unwrap_or_else(|_| panic!("{line:?} instead of a figure; it ended with {:?}", self.child.wait()))
     }
 
-    /// Has it make one more.
+    /// Runs one more step in the process.
     fn step(&mut self) {
         let input = self.child.stdin.as_mut().expect("it is piped");
         input.write_all(b"\n").expect("it waits for lines");

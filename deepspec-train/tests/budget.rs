@@ -1,18 +1,18 @@
-//! What a training step may ask of a GPU, counted on one that is none: whatever it waits for and most of what it uploads would cost more
-//! than the arithmetic.
+//! The GPU operations that a training step may use, counted on the stand-in GPU. Any wait, and most
+//! uploads, would cost more than the arithmetic.
 
 mod common;
 
 use common::{Bench, gpu};
 
-/// Uploads of a micro-batch at most.
+/// Maximum number of uploads per micro-batch.
 const UPLOADS: i64 = 3;
-/// Micro-batches of a step.
+/// Micro-batches per step.
 const PASSES: i64 = 2;
 const STEPS: [i64; 2] = [3, 9];
 const BF16: &str = "train.precision=bf16";
 
-/// Steps without a word between them, of the recipe with these changes.
+/// Runs steps without logging in between, with these changes to the recipe.
 #[track_caller]
 fn within_budget(changes: &[&str]) {
     let mut reports = vec![];
@@ -27,7 +27,7 @@ fn within_budget(changes: &[&str]) {
         reports.push(bench.report());
     }
     let steps = STEPS[1] - STEPS[0];
-    // An upload that blocks would hold the host until the GPU has done all that came before.
+    // A blocking upload would make the host wait until the GPU has finished all previous work.
     for what in ["downloads", "waits", "blocking_uploads"] {
         let (count, by) = reports[0].beyond(&reports[1], what);
         assert_eq!(count, 0, "{changes:?}: {what} in {steps} steps:\n{by}");

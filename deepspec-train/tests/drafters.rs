@@ -1,4 +1,5 @@
-//! The built binary with every kind of drafter: what is trained, what is saved, what a run may start from.
+//! The built binary with every kind of drafter: training, saved checkpoints, and initialisation
+//! from other drafters.
 
 mod common;
 
@@ -43,7 +44,7 @@ fn last_metrics(bench: &Bench) -> Value {
     serde_json::from_str(text.lines().last().unwrap()).unwrap()
 }
 
-/// The saved drafter as an evaluation loads it.
+/// Loads the saved drafter as an evaluation does.
 fn loads(bench: &Bench) -> Box<dyn Drafter> {
     let options = DrafterOptions { device: Device::Cpu, kind: Kind::Float, slots: 1 };
     deepspec_drafters::load(&bench.path("out/t/step_latest"), &options)
@@ -103,7 +104,7 @@ fn layers_with_windows_are_saved_as_such() {
     loads(&bench);
 }
 
-/// All values of a checkpoint's tensor.
+/// All values of a tensor in a checkpoint.
 fn values(bench: &Bench, at: usize, name: &str) -> Vec<f32> {
     let file = step(bench, at).join("model.safetensors");
     match &arrays(&file)[name].values {
@@ -128,7 +129,8 @@ fn dspark_starts_from_dflash_with_fresh_heads() {
     {
         assert_eq!(values(&warm, 0, name), values(&cold, 0, name), "{name}");
     }
-    // A finished drafter goes on learning under another recipe, and a run that has begun no longer looks there.
+    // A trained drafter can be trained further with another recipe. A run that has begun ignores
+    // `init_from`.
     let fine = Bench::new();
     fine.succeeds(&set(&[
         &format!("train.init_from={}", warm.path("out/t/step_0").display()),
@@ -159,7 +161,7 @@ fn a_start_from_another_drafter_is_refused_by_name() {
     refused(&[DFLASH], &["markov", "confidence"]);
     bench.fails(&set(&["train.init_from=/nowhere"]), 2, &["train.init_from", "/nowhere"]);
     assert!(!bench.path("out/t/step_latest").exists());
-    // A checkpoint that lacks what its config promises.
+    // A checkpoint that lacks tensors of its config.
     let torn = step(&dspark, STEPS);
     let weights = Weights::open(&torn, "drafter", Device::Cpu, Kind::Float).unwrap();
     let kept: Vec<_> = weights
@@ -175,7 +177,7 @@ fn a_start_from_another_drafter_is_refused_by_name() {
     bench.fails(&set(&[&from]), 1, &["fc.weight"]);
 }
 
-/// DSpark and Eagle3 for a Gemma 4 target that computes its states while they learn.
+/// DSpark and Eagle3 for a Gemma 4 target that computes its hidden states during training.
 #[test]
 fn gemma4_targets_have_drafters() {
     let bench = Bench::new();
@@ -208,7 +210,8 @@ fn gemma4_targets_have_drafters() {
     }
 }
 
-/// The first slot of a block is idle, so that blocks of 5 draft 4 tokens; heads follow the slots that draft.
+/// The first slot of a block does not draft, so blocks of 5 draft 4 tokens; heads apply only to the
+/// slots that draft.
 #[test]
 fn drafters_learn_to_fill_in() {
     let dflash = DFLASH.replace("block_size: 5", "block_size: 5, slots: fill_in");
@@ -277,14 +280,15 @@ fn dflash2_learns_drafts_and_goes_on_after_a_kill() {
     );
     wrong("drafter.dflash2.block_size=1", &["drafter.dflash2.block_size", "at least 2"]);
     wrong("drafter.dflash2.slots=anchor_predicts", &["drafter.dflash2.slots"]);
-    // Planning measures a model of width and vocabulary 64, which has room for neither.
+    // Planning uses a model of width and vocabulary 64, which is too small for either setting.
     for change in ["selector.top_k=100", "convolution.group_size=48"] {
         let change = format!("drafter.dflash2.{change}");
         Bench::new().succeeds(&[set(&[DFLASH2, &change]), vec!["--plan"]].concat());
     }
 }
 
-/// With a chat format that the recipe brings along, or the template's own marks, and the accepted length measured as they learn. What they draft changes no token.
+/// With a chat format from the recipe or the template's own marks, and with the accepted length
+/// measured during training. Drafting changes no token.
 #[test]
 fn llama_targets_have_drafters() {
     let bench = Bench::new();
@@ -312,7 +316,7 @@ fn llama_targets_have_drafters() {
     let dspark = "drafter.dspark.num_anchors=6";
     let marks = "data.chat_template={name: mine, assistant_header: \"<|im_start|>assistant\\n\", end_of_turn: \"<|im_end|>\\n\"}";
     let own = "data.chat_template=generation";
-    // Behind anchors the layers are those that engines run there.
+    // After conversion, the layers have the types that engines run.
     for (drafter, class, model_type, rules) in [
         (dspark, "Qwen3DSparkModel", "qwen3", marks),
         (dspark, "Qwen3DSparkModel", "qwen3", own),
@@ -335,7 +339,7 @@ fn llama_targets_have_drafters() {
     }
 }
 
-/// Greedy answers of a target to some ids, whatever drafts for it.
+/// Greedy answers of a target to some prompts, with any drafter.
 fn greedy(target: &Path, drafter: Option<Box<dyn Drafter>>) -> Vec<Vec<i64>> {
     let taps = drafter.as_ref().map_or_else(Vec::new, |drafter| drafter.taps().to_vec());
     let options = TargetOptions { device: Device::Cpu, kind: Kind::Float, slots: 1, taps };
@@ -361,7 +365,7 @@ fn greedy(target: &Path, drafter: Option<Box<dyn Drafter>>) -> Vec<Vec<i64>> {
     answers.into_iter().map(|answer| answer.tokens).collect()
 }
 
-/// All parameters of a checkpoint but for the target's embedding and head: name and bytes.
+/// All parameters of a checkpoint except the target's embedding and head: names and values.
 fn parameters(bench: &Bench, at: usize) -> Vec<(String, Vec<f32>)> {
     let file = step(bench, at).join("model.safetensors");
     let names = arrays(&file).into_keys();
@@ -369,7 +373,8 @@ fn parameters(bench: &Bench, at: usize) -> Vec<(String, Vec<f32>)> {
     own.map(|name| (name.clone(), values(bench, at, &name))).collect()
 }
 
-/// What is frozen keeps every bit of the drafter that it came from, what is not learns, and a killed run ends as one that was not.
+/// Frozen parameters keep every bit of the initial drafter, and the others change. A killed and
+/// resumed run ends like an undisturbed one.
 #[test]
 fn frozen_parts_stay_and_the_others_learn() {
     let heads = ["markov_head.", "confidence_head."];
@@ -417,7 +422,7 @@ fn mistakes_about_frozen_parts_are_named() {
     wrong(&[&from, EAGLE3, "train.freeze=[backbone]"], &["Eagle3 has no part `backbone`", "`fusion`"]);
 }
 
-/// A setting that an earlier version did not know has its default there.
+/// A setting that an earlier version did not have gets its default.
 #[test]
 fn a_run_of_before_a_setting_existed_goes_on() {
     let bench = trained(&["train.max_train_steps=3"]);

@@ -1,4 +1,4 @@
-//! Schedule, learning rate, optimiser and clipping against the reference's numbers.
+//! Compares schedule, learning rate, optimiser and clipping with the reference.
 
 use std::collections::BTreeMap;
 
@@ -10,7 +10,7 @@ use deepspec_train::schedule::{Order, Schedule, SizeError, Sizes};
 use serde_json::Value;
 use tch::{Device, Kind, Tensor};
 
-/// Where parameters and gradients live: `DEEPSPEC_TEST_DEVICE`, else the CPU.
+/// The device of parameters and gradients: `DEEPSPEC_TEST_DEVICE`, else the CPU.
 fn device() -> Device {
     let name = std::env::var("DEEPSPEC_TEST_DEVICE").unwrap_or_else(|_| "cpu".into());
     deepspec_ops::device(&name).unwrap_or_else(|error| panic!("{error}"))
@@ -152,7 +152,7 @@ fn golden_optimizer_adamw() {
                         (&state[&format!("{part}.{name}")] - expected(part)).abs().max().double_value(&[]);
                     assert!(error < 1e-6, "{variant} step {step} {part} of {name}: off by {error:e}");
                 }
-                // A master off by 1e-7 may round to the neighbouring bfloat16.
+                // Master weights that differ by 1e-7 may round to neighbouring bfloat16 values.
                 let rounded = expected("master").to_kind(Kind::BFloat16).to_kind(Kind::Float);
                 assert!(rounded.equal(&expected("param")));
                 let found = parameter.to_device(Device::Cpu).to_kind(Kind::Float);

@@ -1,4 +1,4 @@
-//! Ranks as threads of one process: what the operations do, and what is said when a rank fails.
+//! Ranks as threads of one process: results of the collectives, and errors when a rank fails.
 
 use std::sync::Barrier;
 use std::thread;
@@ -8,11 +8,11 @@ use deepspec_core::recipe::Backend;
 use deepspec_train::dist::{GroupError, Host, ProcessGroup};
 use tch::{Device, Kind, Tensor};
 
-/// Long enough for any machine; only tests that want it to pass wait that long.
+/// Long enough for any machine; only tests of a timeout wait that long.
 const PATIENCE: Duration = Duration::from_secs(120);
 const GLOO: Backend = Backend::Gloo;
 
-/// Where tensors are passed around: DEEPSPEC_TEST_DEVICE, else the CPU.
+/// The device of the tensors: DEEPSPEC_TEST_DEVICE, else the CPU.
 fn device() -> Device {
     let name = std::env::var("DEEPSPEC_TEST_DEVICE").unwrap_or_else(|_| "cpu".into());
     deepspec_ops::device(&name).unwrap_or_else(|error| panic!("{error}"))
@@ -22,7 +22,7 @@ fn device() -> Device {
 fn ranks<T: Send>(ranks: usize, work: impl Fn(ProcessGroup) -> T + Sync) -> Vec<T> {
     let host = Host::open(ranks, PATIENCE).unwrap();
     let places: Vec<_> = (0..ranks).map(|rank| host.place(rank, ranks)).collect();
-    // A rank that leaves while another still shakes hands is missed there already.
+    // A rank that leaves during another rank's handshake would already cause an error there.
     let met = Barrier::new(ranks);
     thread::scope(|scope| {
         let (work, met) = (&work, &met);
@@ -64,7 +64,7 @@ fn sums_copies_and_bytes_go_around() {
     });
 }
 
-/// Groups of one process share what libtorch notes of their first collectives, whichever those are.
+/// libtorch's record of first collectives is shared by all groups of a process.
 #[test]
 fn groups_begin_beside_each_other() {
     const GROUPS: usize = 4;

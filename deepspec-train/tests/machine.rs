@@ -1,4 +1,5 @@
-//! What the program makes of the machine that it runs on: GPUs that it cannot use, memory that is not there, cores that others use.
+//! How the program uses the machine that it runs on: unusable GPUs, missing memory, and cores that
+//! are busy.
 
 mod common;
 
@@ -9,7 +10,7 @@ use std::process::Command;
 use common::{Bench, workspace};
 use deepspec_testkit::device_detection::{assert_misses_gpus, assert_waits_asleep, with_unusable_gpu};
 
-/// Two tasks, one after the other; one that fails ends the step.
+/// Runs two tasks, one after the other; a failing task ends the step.
 const SRUN: &str = r#"#!/bin/sh
 [ "$1 $2" = "--kill-on-bad-exit=1 --cpus-per-task=3" ] || exit 99
 shift 2
@@ -20,7 +21,8 @@ done
 const SCONTROL: &str = r#"#!/bin/sh
 echo "$*" >>requeued
 "#;
-/// Ends with its task's code of `CODES`. Where that is 75 the signal has come to the task's shell too.
+/// Exits with its task's code from `CODES`. With code 75, the task's shell has received the signal
+/// too.
 const TRAIN: &str = r#"#!/bin/sh
 echo "$SLURM_PROCID $*" >>started
 set -- $CODES
@@ -33,7 +35,7 @@ exit "$1"
 fn a_gpu_that_libtorch_cannot_use_is_missed() {
     let bench = Bench::new();
     assert_misses_gpus(|| bench.command(&["--plan"]), &bench.path("."));
-    // The launcher itself refuses, before it starts anything.
+    // The launcher itself refuses before it starts a process.
     let mut launcher = bench.command(&["--processes=2"]);
     with_unusable_gpu(&mut launcher, &bench.path("."));
     let output = launcher.output().unwrap();
@@ -50,7 +52,7 @@ fn threads_wait_asleep() {
 #[test]
 fn a_rank_without_memory_says_so_in_the_launchers_last_line() {
     let bench = Bench::new();
-    // A table of 4 GiB, for processes that may have 3.3 GiB of addresses.
+    // A table of 4 GiB, for processes limited to 3.3 GiB of address space.
     let huge = "--set=drafter.dspark.markov.rank=1048576";
     let train = bench.command(&["--processes=2", "--set=train.local_batch_size=1", huge]);
     let mut limited = Command::new("sh");
@@ -80,7 +82,7 @@ fn what_carries_tensors_is_checked_before_anything_runs() {
 
 #[test]
 fn the_batch_script_keeps_75() {
-    // Codes of the tasks, how many of them start, and what the job makes of that.
+    // Exit codes of the tasks, the number of tasks that start, and the job's exit code.
     for (codes, tasks, expected) in [("75 75", 2, 75), ("75 1", 2, 1), ("1 0", 1, 1), ("0 0", 2, 0)] {
         let dir = tempfile::tempdir().unwrap();
         let path = |name: &str| dir.path().join(name);
@@ -96,7 +98,7 @@ fn the_batch_script_keeps_75() {
         let common = "scripts/slurm/common.sh";
         fs::create_dir_all(path("scripts/slurm")).unwrap();
         fs::copy(workspace().join(common), path(common)).unwrap();
-        // What a job of this number left that was killed means nothing.
+        // A leftover file of a killed job with the same number is ignored.
         let mark = path(".deepspec-stopped-47");
         fs::write(&mark, "").unwrap();
         let programs = format!("{}:{}", path("bin").display(), std::env::var("PATH").unwrap_or_default());

@@ -1,5 +1,5 @@
-//! `--plan` says how much memory a run takes; here it is held against the peak of the process that `--bench` then measures, and of
-//! real runs.
+//! Compares the memory that `--plan` predicts with the peak that `--bench` measures, and with real
+//! runs.
 
 mod common;
 
@@ -10,11 +10,11 @@ use std::process::Command;
 use common::Bench;
 use serde_json::{Value, json};
 
-/// Largest relative error of a plan whose activations are estimated, as they are on a CPU.
+/// Largest relative error of a plan with estimated activations, as on a CPU.
 const TOLERANCE: f64 = 0.3;
-/// What a real run must put on top of the program; its samples are those of the toy target.
+/// Minimum memory of a real run beyond the program itself; its samples are those of the toy target.
 const LEAST_REAL: u64 = 150 << 20;
-/// Above what the program takes by itself, so that the comparison is one of tensors.
+/// Minimum memory beyond the program itself, so that the comparison is about tensors.
 const LEAST_TENSORS: u64 = 300 << 20;
 const VOCAB: usize = 4096;
 
@@ -57,7 +57,7 @@ fn eagle3() -> Value {
     json!({"eagle3": {"num_draft_layers": 1, "ttt_length": 7, "step_loss_decay": 0.8}})
 }
 
-/// A folder with the config.json of a target of middling sizes.
+/// A folder with the config.json of a medium-sized target.
 fn target(dir: &Path, gemma: bool) {
     let shape = if gemma { "gemma4_12b" } else { "qwen3_4b" };
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../configs/shapes").join(format!("{shape}.json"));
@@ -89,7 +89,7 @@ fn asked(recipe: &Path, args: &[&str]) -> Value {
 }
 
 impl Case {
-    /// Both as a user would ask for them.
+    /// Runs both commands as a user would.
     fn check(self) {
         let dir = tempfile::tempdir().unwrap();
         target(dir.path(), self.gemma);
@@ -115,7 +115,7 @@ impl Case {
         let path = dir.path().join("recipe.yaml");
         fs::write(&path, recipe.to_string()).unwrap();
         let plan = asked(&path, &["--plan"]);
-        // A bench reads no cache.
+        // The bench reads no cache.
         let planned = plan["memory_total"].as_u64().unwrap() - plan["memory"]["cache"].as_u64().unwrap();
         let measured = asked(&path, &["--bench", "1"])["host_memory_peak_bytes"].as_u64().unwrap();
         let ratio = planned as f64 / measured as f64;
@@ -219,7 +219,7 @@ fn dspark_for_gemma4() {
     .check();
 }
 
-/// A few steps, as a user would ask for them, with layers and anchors enough to matter.
+/// Runs a few steps as a user would, with enough layers and anchors to matter.
 fn real(settings: &[&str]) {
     real_in(&Bench::new(), settings);
 }
@@ -262,7 +262,7 @@ fn of_a_run_beside_its_target() {
             "drafter.dspark.num_anchors=64",
             "drafter.dspark.num_draft_layers=6",
             "drafter.dspark.block_size=8",
-            // A whole epoch, whose largest forward is planned for.
+            // A whole epoch, because the plan is for its largest forward.
             "train.max_train_steps=18",
         ],
     );
@@ -270,7 +270,8 @@ fn of_a_run_beside_its_target() {
 
 #[test]
 fn of_a_run_that_measures_accepted_lengths() {
-    // The plan counts histories as long as they may become, memory follows what they hold: most of these answers are cut.
+    // The plan counts KV caches at their maximum length, and memory follows their actual length:
+    // most of these answers are truncated.
     let suites = common::workspace().join("eval_datasets");
     let eval = format!(
         "eval={{suites_dir: {}, suites: [smoke-math], limit: 24, slots: 24, max_new_tokens: 96}}",

@@ -1,4 +1,5 @@
-//! Training without a cache, and training that leaves one: the built binary on the tiny target.
+//! Training without a cache, and training that writes one, with the built binary on the tiny
+//! target.
 
 mod common;
 
@@ -10,7 +11,7 @@ use deepspec_capture::cache::verify;
 use deepspec_testkit::folder::files;
 use deepspec_testkit::signal;
 
-/// Overrides for states that the target computes: `source` is online or a hybrid's folder.
+/// Overrides for hidden states that the target computes; `source` is `online` or a hybrid's folder.
 fn live(bench: &Bench, states: &str) -> Vec<String> {
     let input = format!("data.input=['{}']", bench.path("rows.jsonl").display());
     [format!("--set=data.states={states}"), format!("--set={input}")].to_vec()
@@ -28,7 +29,7 @@ fn with<'a>(own: &'a [String], more: &[&'a str]) -> Vec<&'a str> {
     own.iter().map(String::as_str).chain(more.iter().copied()).collect()
 }
 
-/// A whole run from the target's own states.
+/// A whole run with hidden states from the target.
 fn undisturbed() -> Bench {
     let bench = Bench::new();
     bench.succeeds(&with(&online(&bench), &[]));
@@ -100,7 +101,7 @@ fn a_run_may_go_on_from_another_source_of_the_same_states() {
 
 #[test]
 fn hybrid_trains_as_online_does_in_its_first_epoch_and_leaves_a_cache() {
-    // 24 samples in steps of 4: an epoch of 6 steps.
+    // 24 samples in steps of 4 make an epoch of 6 steps.
     let (first, whole) = (Bench::new(), Bench::new());
     let epoch = ["--set=train.max_train_steps=6"];
     first.succeeds(&with(&online(&first), &epoch));
@@ -120,7 +121,7 @@ fn hybrid_trains_as_online_does_in_its_first_epoch_and_leaves_a_cache() {
         assert!(bench.result() == whole.result(), "killed at step {step}: other weights");
         assert!(files(&bench.path("written")) == files(&whole.path("written")), "killed at step {step}");
     }
-    // What it wrote is a cache as any other.
+    // The written cache can be used like any other.
     let cache = format!("--set=data.states={{cache: '{}'}}", whole.path("written").display());
     whole.succeeds(&[&cache, "--overwrite"]);
 }

@@ -1,5 +1,5 @@
-//! The built binary as several processes over Gloo: the same training as in one, resumed on any number of them, and ended
-//! together with the cause named.
+//! The built binary as several processes over Gloo. Training equals that of one process, resumes on
+//! any number of processes, and ends in all processes with the cause named.
 
 mod common;
 
@@ -17,7 +17,8 @@ use deepspec_testkit::signal;
 use deepspec_testkit::skip::{self, Kind, skip};
 use tch::Tensor;
 
-/// Arguments for so many processes. One sample per forward: four of them then fit into a step.
+/// Arguments for this number of processes. With one sample per forward, four processes fit into a
+/// step.
 fn on(processes: usize) -> [String; 2] {
     [format!("--processes={processes}"), "--set=train.local_batch_size=1".into()]
 }
@@ -68,7 +69,7 @@ impl Run {
         children.split_whitespace().map(|child| child.parse().unwrap()).find(is_rank).unwrap()
     }
 
-    /// Exit code and last line.
+    /// Waits for the end; returns the exit code and the last line.
     fn end(mut self) -> (Option<i32>, String) {
         self.said.extend(self.lines.map_while(Result::ok));
         let status = self.child.wait().unwrap();
@@ -81,10 +82,10 @@ fn send(name: &str, id: u32) {
     assert!(signal::send(name, id.into()));
 }
 
-/// Kills the launcher, with which its ranks go.
+/// Kills the launcher, and its ranks with it.
 fn kill(mut run: Run) {
     run.child.kill().unwrap();
-    // The pipe is closed when the last process that writes to it is gone.
+    // The pipe closes when the last process that writes to it has ended.
     run.lines.by_ref().for_each(drop);
     assert_eq!(run.child.wait().unwrap().signal(), Some(9), "it ended before it was killed");
 }
@@ -126,7 +127,7 @@ fn two_and_four_processes_train_as_one() {
     }
 }
 
-/// Forwards of unequal numbers: each process has as many as its own samples make.
+/// The numbers of forwards differ: each process needs as many as its own samples require.
 #[test]
 fn processes_with_limited_tokens_train_as_one() {
     let limits = ["--set=train.local_batch_size=4", "--set=train.max_tokens_per_batch=60"];
@@ -139,7 +140,7 @@ fn processes_with_limited_tokens_train_as_one() {
 
 #[test]
 fn the_reference_normalisation_is_that_of_the_samples_that_run_at_once() {
-    // Two processes with one sample each have the micro-batches of one process with two.
+    // The micro-batches of two processes with one sample each equal those of one process with two.
     let normalization = "--set=train.loss_normalization=micro_batch";
     let (single, bench) = (Bench::new(), Bench::new());
     single.succeeds(&[normalization]);
@@ -199,7 +200,7 @@ fn a_killed_rank_ends_the_job_and_is_named() {
     assert!(killed.elapsed() < Duration::from_secs(30), "{:?}", killed.elapsed());
     assert_eq!(code, Some(1), "{last}");
     assert!(last.contains("rank 1 of 2 was killed by signal 9 (SIGKILL)"), "{last}");
-    // No more is lost than the steps since the last checkpoint, and nothing of the result.
+    // Only the steps since the last checkpoint are lost, and the result does not change.
     let kept = fs::read_link(bench.path("out/t/step_latest")).unwrap();
     assert!(kept == Path::new("step_3") || kept == Path::new("step_6"), "{kept:?}");
     bench.succeeds(&with(&on(2), &[]));
@@ -222,7 +223,8 @@ fn a_signal_to_the_launcher_or_to_any_rank_saves_and_stops_all() {
     assert_same_curve(&bench, &single, 1e-4);
 }
 
-/// A rank that nobody of ours launches: torchrun's variables, the meeting place held by rank 0.
+/// A rank that is not started by our launcher: it has torchrun's variables, and rank 0 hosts the
+/// rendezvous.
 fn by_hand(bench: &Bench, rank: usize, ranks: usize, port: u16, args: &[&str]) -> Command {
     let mut command = bench.command(args);
     command
@@ -238,7 +240,8 @@ fn free_port() -> u16 {
     TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
 }
 
-/// Runs two ranks by hand, rank 1 with more arguments, and returns what became of them.
+/// Runs two ranks without the launcher, rank 1 with additional arguments, and returns their
+/// outputs.
 fn two_by_hand(bench: &Bench, args: &[&str], second: &[&str]) -> [Output; 2] {
     let port = free_port();
     let start = |rank, args: &[&str]| {
@@ -263,7 +266,7 @@ fn ranks_may_be_started_by_torchrun() {
     let bench = Bench::new();
     let [leader, other] = two_by_hand(&bench, &["--set=train.local_batch_size=1"], &[]);
     assert_ended(&leader, 0, &["measure it", "step_24"]);
-    // Only the leader speaks.
+    // Only the leader logs.
     assert!(other.status.success() && other.stderr.is_empty(), "{other:?}");
     assert!(bench.result() == whole(2).result());
 }
@@ -332,7 +335,7 @@ fn a_rank_that_is_killed_by_hand_is_missed_by_the_others() {
     assert!(code == Some(1) && last.contains("no word from rank 1"), "{code:?}: {last}");
 }
 
-/// Several sums are on their way at once, and each rank hears from its neighbour only.
+/// Several all-reduces are in flight at once, and each rank communicates only with its neighbours.
 #[test]
 fn of_four_ranks_the_one_that_is_killed_is_missed_by_all_others() {
     let bench = Bench::new();
@@ -343,7 +346,7 @@ fn of_four_ranks_the_one_that_is_killed_is_missed_by_all_others() {
     let leader = Run::start(command(0)).until(3);
     victim.kill().unwrap();
     victim.wait().unwrap();
-    // On a busy machine another may be slow to say why it ends, and be missed as well.
+    // On a busy machine another rank may be slow to report its own end and be named as well.
     let missed = |said: &str| {
         let named = said.split_once("no word from rank").and_then(|(_, rest)| rest.split_once(", which"));
         assert!(named.is_some_and(|(ranks, _)| ranks.contains('2')), "{said}");
@@ -411,7 +414,7 @@ fn only_the_newest_checkpoints_are_kept() {
 #[test]
 fn ranks_with_other_first_weights_do_not_train_together() {
     let bench = Bench::new();
-    // The same relative path on two machines, and another checkpoint behind it.
+    // Equal relative paths on two machines, with different checkpoints.
     let machines = ["7", "8"].map(|seed| {
         let (source, machine) = (Bench::new(), bench.path(seed));
         source.succeeds(&["--init-only", &format!("--set=seed={seed}")]);
@@ -440,7 +443,7 @@ fn ranks_with_other_first_weights_do_not_train_together() {
         }
         assert!(!bench.path("out/t/step_3").exists());
     }
-    // With the same weights they do.
+    // With equal weights the ranks agree.
     let port = free_port();
     let start = |rank: usize| {
         let mut command = by_hand(&bench, rank, 2, port, &["--set=train.init_from=init"]);

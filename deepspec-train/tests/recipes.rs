@@ -1,4 +1,5 @@
-//! The recipes in `configs/`: each parses, plans and runs `--bench` with a target of small sizes, of which there is only a config.json.
+//! The recipes in `configs/`: each parses, plans and runs `--bench` with a target of small sizes
+//! that has only a config.json.
 
 mod common;
 
@@ -29,7 +30,7 @@ fn recipes() -> Vec<(&'static str, &'static str, PathBuf)> {
         .collect()
 }
 
-/// A folder with the config.json of a target with as many layers as the real one, each of them small.
+/// A folder with the config.json of a target with the real number of layers, each of them small.
 fn small_target(dir: &Path, target: &str) {
     let path = workspace().join("configs/shapes").join(format!("{target}.json"));
     let mut config: Value = serde_json::from_str(&fs::read_to_string(path).unwrap()).unwrap();
@@ -98,7 +99,7 @@ fn all_of_the_reference_are_there() {
     }
 }
 
-/// Nothing is fetched: the sizes are built in.
+/// Nothing is downloaded: the sizes are built in.
 #[test]
 fn each_plans_at_full_size_without_its_target() {
     for (algorithm, target, path) in recipes() {
@@ -118,7 +119,8 @@ fn each_plans_at_full_size_without_its_target() {
     }
 }
 
-/// By what the makers of accelerators state; what one reads here are shares of that, and no measurement.
+/// The estimates use manufacturers' figures for accelerators. The values here are shares of these
+/// figures and not measurements.
 #[test]
 fn all_stages_are_foretold_at_full_size() {
     for (algorithm, target, path) in recipes() {
@@ -135,7 +137,7 @@ fn all_stages_are_foretold_at_full_size() {
             let seconds: Vec<f64> =
                 estimates.iter().map(|one| one["stages"][stage].as_f64().unwrap()).collect();
             assert!(seconds.windows(2).all(|pair| pair[1] < pair[0]), "{what}: {stage}: {seconds:?}");
-            // Not faster than by their number, and at least at half of that.
+            // At most as fast as the number of accelerators allows, and at least half as fast.
             assert!(
                 (0.5..1.0 + 1e-9).contains(&(seconds[0] / seconds[2] / 64.0)),
                 "{what}: {stage}: {seconds:?}"
@@ -147,7 +149,8 @@ fn all_stages_are_foretold_at_full_size() {
             assert!((of("seconds") * of("devices") / 3600.0 / of("device_hours") - 1.0).abs() < 1e-9);
         }
         if what == "dspark/qwen3_4b" {
-            // 1,200 tokens a row, 1,000 of them supervised: 5 taps of all of them and the last states of 1,001.
+            // 1,200 tokens per row, 1,000 of them supervised: 5 taps of all tokens, and the last
+            // states of 1,001 tokens.
             let states = pipeline["work"]["bytes"]["states"].as_f64().unwrap();
             assert_eq!(states, 1.2e6 * (5.0 * 1200.0 + 1001.0) * 2560.0 * 2.0);
             assert_eq!(pipeline["work"]["training"]["steps"], 23_430.0);
@@ -155,7 +158,8 @@ fn all_stages_are_foretold_at_full_size() {
     }
 }
 
-/// Like its sibling in `dspark/`, but the states come from the target itself; so the two cannot drift apart.
+/// Equal to the recipe in `dspark/`, except that the target computes the states. This keeps the two
+/// from drifting apart.
 #[test]
 fn each_target_has_one_that_needs_no_cache() {
     for (target, weights) in
@@ -174,7 +178,7 @@ fn each_target_has_one_that_needs_no_cache() {
         command.arg("--config").arg(&path).args(["--plan", "--json", "--device", "cpu"]);
         command.env("HF_HUB_OFFLINE", "1").env("HF_HUB_CACHE", cache.path()).env("HOME", cache.path());
         let plan = parsed(&command.output().unwrap(), target);
-        // The resident target, in float32 on the CPU, with its keys and values on top.
+        // The resident target in float32 on the CPU, plus its KV cache.
         let resident = plan["memory"]["target"].as_f64().unwrap();
         assert!((1.0..1.25).contains(&(resident / (4.0 * weights))), "{target}: {plan}");
         assert_eq!(plan["memory"]["cache"], 0, "{target}: {plan}");
@@ -214,7 +218,7 @@ fn each_plans_and_runs_the_bench_at_small_sizes() {
             "{what}"
         );
         let number = |key: &str| bench[key].as_f64().unwrap_or_else(|| panic!("{what}: no {key} in {bench}"));
-        // What was measured foretells itself: a recipe like this one takes as long.
+        // A measurement predicts itself: a recipe like this one takes as long.
         let (told, name) = (dir.path().join("bench.json"), "bench.json");
         fs::write(&told, bench.to_string()).unwrap();
         let told = told.to_str().unwrap();
@@ -306,7 +310,7 @@ fn mistakes_are_named_before_anything_is_allocated() {
     fails(&["--plan", "--measured", "absent.json", "--rows", "9"], &["absent.json"]);
 }
 
-/// Damaged recipes: each is read, or refused with the key or the line that is wrong.
+/// Damaged recipes: each is read, or refused with the wrong key or line.
 #[test]
 fn damaged_recipes_are_read_or_refused_by_name() {
     let sound = fs::read_to_string(workspace().join("configs/tiny/dspark.yaml")).unwrap();
@@ -337,7 +341,7 @@ fn damaged_recipes_are_read_or_refused_by_name() {
     let (mut read, mut refused) = (0, 0);
     for seed in 0..3000 {
         let mut dice = Fuzzer::new(seed, &words);
-        // A JSON text is YAML too.
+        // JSON is valid YAML.
         let text = match seed % 2 {
             0 => dice.file(sound.as_bytes()),
             _ => {

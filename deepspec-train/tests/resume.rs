@@ -1,4 +1,5 @@
-//! What a run resumes from where files were copied, lost or torn, and what it never trains over.
+//! Resuming from folders with copied, lost or torn files, and the folders that a run never
+//! overwrites.
 
 mod common;
 
@@ -17,12 +18,12 @@ fn link(bench: &Bench) -> PathBuf {
     bench.path("out/t/step_latest")
 }
 
-/// What tells a file from one that was written in its place.
+/// Identifies a file, to detect that it was replaced.
 fn inode(path: &Path) -> u64 {
     fs::metadata(path).unwrap().ino()
 }
 
-/// A run that was killed behind its checkpoint at step 9.
+/// A run that was killed after its checkpoint at step 9.
 fn begun() -> Bench {
     let bench = Bench::new();
     let mut child = start_until(&bench, 10, &[]);
@@ -37,7 +38,7 @@ fn whole() -> Bench {
     bench
 }
 
-/// A run that must succeed: what it said.
+/// Runs successfully; returns the whole output.
 fn says(bench: &Bench, args: &[&str]) -> String {
     let output = bench.run(args);
     let said = [output.stdout, output.stderr].concat();
@@ -70,7 +71,7 @@ fn a_finished_run_without_its_link_is_finished() {
     assert!(said.contains("complete"), "{said}");
     assert_eq!(files.each_ref().map(|file| inode(file)), before.1, "a checkpoint was written anew");
     assert_eq!(bench.metrics(), before.2);
-    // Who asks for it starts anew, and is told so.
+    // With --overwrite the run starts anew and says so.
     let plan = says(&bench, &["--plan", "--overwrite"]);
     assert!(plan.contains("starts anew"), "{plan}");
     bench.succeeds(&["--overwrite"]);
@@ -81,7 +82,7 @@ fn a_finished_run_without_its_link_is_finished() {
 #[test]
 fn a_lost_link_leads_to_the_highest_whole_checkpoint() {
     let whole = whole();
-    // The newest is torn in one way or another.
+    // The newest checkpoint is damaged in various ways.
     for torn in ["", "model.safetensors", "config.json", "train_state/optimizer.safetensors"] {
         let bench = begun();
         fs::remove_file(link(&bench)).unwrap();
@@ -109,7 +110,7 @@ fn a_copy_that_followed_links_is_resumed() {
     copy(&step(&bench, 9), &link(&bench));
     bench.succeeds(&[]);
     assert!(bench.result() == whole.result());
-    // Nothing but the copy is left.
+    // Only the copy is left.
     fs::remove_file(link(&alone)).unwrap();
     fs::rename(step(&alone, 9), link(&alone)).unwrap();
     for at in [3, 6] {
@@ -148,7 +149,7 @@ fn a_finished_run_with_torn_weights_is_not_called_complete() {
     bench.fails(&[], 1, &["model.safetensors"]);
 }
 
-/// All values of a checkpoint's tensor.
+/// All values of a tensor in a checkpoint.
 fn values(dir: &Path, name: &str) -> Vec<f32> {
     match &arrays(&dir.join("model.safetensors"))[name].values {
         Values::Float(values) => values.clone(),
@@ -177,7 +178,7 @@ fn frozen_weights_are_those_of_the_checkpoint() {
     let names = ["fc.weight", "layers.0.mlp.up_proj.weight"];
     let frozen = names.map(|name| values(&step(&bench, 3), name));
     assert_eq!(frozen, names.map(|name| values(&from, name)));
-    // The source has moved on since.
+    // The source has changed since.
     fs::copy(step(&other, 0).join("model.safetensors"), from.join("model.safetensors")).unwrap();
     assert_ne!(frozen, names.map(|name| values(&from, name)));
     bench.succeeds(&args);
@@ -199,7 +200,7 @@ fn a_whole_checkpoint_is_resumed_though_its_source_is_gone() {
     assert_eq!(values(&step(&bench, 3), "fc.weight"), values(&step(&bench, STEPS), "fc.weight"));
 }
 
-/// An editor's mark before the recipe, and mistakes that stand in no line of it.
+/// A byte order mark before the recipe, and errors that belong to no line of it.
 #[test]
 fn recipes_are_read_as_editors_write_them_and_overrides_have_no_line() {
     let bench = Bench::new();

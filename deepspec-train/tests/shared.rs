@@ -1,5 +1,5 @@
-//! Conversations of an online run are tokenised by one process, whatever becomes of it, and mapped by all others: the built binary on the tiny
-//! target.
+//! In an online run one process tokenises the conversations, even after crashes, and all others map
+//! the file. Tests the built binary on the tiny target.
 
 mod common;
 
@@ -20,13 +20,13 @@ fn online(bench: &Bench) -> Vec<String> {
     ["--set=data.states=online".into(), input, "--plan".into()].to_vec()
 }
 
-/// A run that only looks at its data.
+/// A run that only plans.
 fn planning(bench: &Bench) -> Command {
     let args = online(bench);
     bench.command(&args.iter().map(String::as_str).collect::<Vec<_>>())
 }
 
-/// What it says while it runs.
+/// The standard error of a run.
 fn said(mut command: Command) -> String {
     let output = command.output().unwrap();
     let text = String::from_utf8_lossy(&output.stderr).into_owned();
@@ -34,13 +34,14 @@ fn said(mut command: Command) -> String {
     text
 }
 
-/// Files with that ending beside the samples.
+/// Files with this extension beside the samples.
 fn kept(bench: &Bench, extension: &str) -> Vec<PathBuf> {
     let files = fs::read_dir(bench.path("kept/samples")).unwrap().map(|entry| entry.unwrap().path());
     files.filter(|file| file.extension().is_some_and(|found| found == extension)).collect()
 }
 
-/// Starts a process and waits until it waits itself; what it said, and where it will go on.
+/// Starts a process and waits until it waits for another one. Returns its log so far and the reader
+/// of the rest.
 fn start_waiting(mut command: Command) -> (Child, String, BufReader<ChildStderr>) {
     let mut child = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
     let mut lines = BufReader::new(child.stderr.take().unwrap());
@@ -56,7 +57,7 @@ fn of_two_that_wait_one_tokenises_and_the_other_maps() {
     let bench = Bench::new();
     assert!(said(planning(&bench)).contains(TOKENISED));
     assert!(said(planning(&bench)).contains(MAPPED), "a later run tokenised again");
-    // As if a third process were at it, and died.
+    // As if a third process had started to write and died.
     fs::remove_file(&kept(&bench, "samples")[0]).unwrap();
     let writer = File::options().write(true).open(&kept(&bench, "lock")[0]).unwrap();
     writer.lock().unwrap();
@@ -82,7 +83,8 @@ fn a_writer_that_is_killed_leaves_nothing_that_is_taken_for_whole() {
     let whole = fs::read(&file).unwrap();
     assert!(whole.len() > 8192);
     fs::remove_file(&file).unwrap();
-    // The system kills it in the middle of a write, wherever it is: no file may be longer than so many blocks of 1024 bytes.
+    // The system kills the process in the middle of a write, because no file may exceed this many
+    // blocks of 1024 bytes.
     for blocks in ["1", "4", "7"] {
         let planned = planning(&bench);
         let mut limited = Command::new("bash");
@@ -94,7 +96,7 @@ fn a_writer_that_is_killed_leaves_nothing_that_is_taken_for_whole() {
         let output = limited.output().unwrap();
         assert_eq!(output.status.signal(), Some(SIGXFSZ), "{}", String::from_utf8_lossy(&output.stderr));
         assert!(!file.exists());
-        // One: what the process before it left, it has removed.
+        // One file: the process has removed the one that its predecessor left.
         assert_eq!(kept(&bench, "partial").len(), 1);
     }
     assert!(said(planning(&bench)).contains(TOKENISED));

@@ -1,4 +1,4 @@
-//! Training on a GPU that is none (`tests/standin`): all of the CUDA path but CUDA itself.
+//! Training on the stand-in GPU (`tests/standin`): the whole CUDA path except CUDA itself.
 
 mod common;
 
@@ -25,7 +25,8 @@ fn assert_near(a: &[f64], b: &[f64], tolerance: f64) {
     assert!(worst <= tolerance, "losses are apart by {worst:e}: {a:?} and {b:?}");
 }
 
-/// Which of N GPUs each process took memory of, by the reports `report-%p.json` of all; the launcher, which takes none, is left out.
+/// The GPUs on which each process allocated memory, from the reports `report-%p.json`. The launcher
+/// allocates none and is left out.
 fn used<const N: usize>(bench: &Bench) -> Vec<[bool; N]> {
     let reports = fs::read_dir(bench.path(""))
         .unwrap()
@@ -40,7 +41,8 @@ fn used<const N: usize>(bench: &Bench) -> Vec<[bool; N]> {
     used
 }
 
-/// A run on the GPU, another on the CPU, whose losses may be apart by so much; what the former did.
+/// Runs on the GPU and on the CPU, and compares the losses within `tolerance`. Returns the report
+/// of the GPU run.
 #[track_caller]
 fn as_on_the_cpu(gpu: FakeGpu, changes: &[&str], tolerance: f64) -> Report {
     let (cpu, bench) = (Bench::new(), Bench::new().on(gpu));
@@ -94,7 +96,7 @@ fn the_target_computes_states_beside_the_drafter() {
             format!("data.states={states}"),
             format!("data.input=['{}']", bench.path("rows.jsonl").display()),
         );
-        // Two epochs, of which a hybrid reads the second one from its folder.
+        // Two epochs; a hybrid reads the second one from its folder.
         let length = "train.max_train_steps=8";
         cache.succeeds(&[&set(&[length])[..], &["--device", "cpu"]].concat());
         bench.succeeds(&set(&[length, &states, &input]));
@@ -120,7 +122,7 @@ fn two_processes_share_two_gpus_out() {
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     assert_near(&bench.losses(), &single.losses(), 1e-4);
 
-    // Each rank its own alone.
+    // Each rank used only its own GPU.
     assert_eq!(used::<2>(&bench), [[false, true], [true, false]]);
 }
 

@@ -1,4 +1,4 @@
-//! What a run shows of itself: metrics, event files, accepted length while it learns.
+//! The outputs of a run: metrics, event files, and the accepted length during training.
 
 mod common;
 
@@ -18,7 +18,7 @@ use tch::{Device, Kind};
 
 use common::{Bench, STEPS, start_until, workspace};
 
-/// Two suites, so that the mean over suites is one.
+/// Overrides for evaluation on two suites, so that the mean over suites is a real mean.
 fn evaluating(extra: &str) -> Vec<String> {
     let dir = workspace().join("eval_datasets");
     let eval = format!(
@@ -36,13 +36,13 @@ fn evaluations(bench: &Bench) -> Vec<Value> {
     bench.metrics().into_iter().filter(|row| row.get("eval").is_some()).collect()
 }
 
-/// The event file's scalars, step by step, and its texts.
+/// The scalars of the event file by step, and its texts.
 struct Events {
     scalars: BTreeMap<String, Vec<(i64, f32)>>,
     texts: BTreeMap<String, String>,
 }
 
-/// What TensorBoard's own reader, in `python`, finds.
+/// The content of the event file as read by TensorBoard in `python`.
 fn events(bench: &Bench, python: &str) -> Events {
     let is_event_file = |path: &PathBuf| path.file_name().unwrap().to_string_lossy().contains("tfevents");
     let files: Vec<PathBuf> =
@@ -96,7 +96,7 @@ fn measuring_accepted_length_leaves_every_weight_as_it_would_have_been() {
         let taus: Vec<f64> = suites.values().map(|suite| suite["tau"].as_f64().unwrap()).collect();
         assert!((row["eval"]["tau"].as_f64().unwrap() - taus.iter().sum::<f64>() / 2.0).abs() < 1e-12);
         assert!(taus.iter().all(|tau| (1.0..=6.0).contains(tau)), "{taus:?}");
-        // An evaluated step can be gone back to.
+        // An evaluated step has a checkpoint.
         assert!(measured.path(&format!("out/t/step_{}/model.safetensors", row["step"])).is_file());
     }
     assert!(evaluations(&plain).is_empty());
@@ -106,7 +106,7 @@ fn measuring_accepted_length_leaves_every_weight_as_it_would_have_been() {
     assert_eq!(best["tau"].as_f64().unwrap(), taus.iter().copied().fold(0.0, f64::max));
 }
 
-/// In bfloat16 a checkpoint holds the very weights that were measured.
+/// In bfloat16 a checkpoint contains exactly the evaluated weights.
 #[test]
 fn the_accepted_length_is_that_of_the_checkpoint_of_the_step() {
     let bench = Bench::new();
@@ -137,7 +137,8 @@ fn the_accepted_length_is_that_of_the_checkpoint_of_the_step() {
         for suite in folder.select(&["smoke-math".into(), "smoke-code".into()], &[]).unwrap() {
             let name = suite.name.to_string();
             let prepared = asking.prepare(folder.load(suite, 980_406, Some(2)).unwrap()).unwrap();
-            // One slot where training had three: what is measured depends on neither.
+            // One slot instead of the three in training, because the result does not depend on
+            // slots or batches.
             let options = TargetOptions { device, kind, slots: 1, taps: recipe.target.layer_ids.clone() };
             let target = TargetModel::load(&source.dir, &options).unwrap();
             let drafter = deepspec_drafters::load(&step, &DrafterOptions { device, kind, slots: 1 }).unwrap();
@@ -158,7 +159,8 @@ fn the_accepted_length_is_that_of_the_checkpoint_of_the_step() {
     }
 }
 
-/// Killed behind the save of the last step and before its mark as the best: what lies there then is the mark of an earlier one.
+/// Killed after the save of the last step, but before it is marked as the best. The mark of an
+/// earlier step is still there.
 #[test]
 fn the_best_checkpoint_survives_a_kill_before_its_mark() {
     let bench = Bench::new();
@@ -180,7 +182,7 @@ fn a_resumed_run_shows_every_step_once() {
     let Some(python) = deepspec_testkit::skip::python("tensorboard") else { return };
     let bench = Bench::new();
     let args = evaluating("");
-    // Killed past a checkpoint, so that steps are run again.
+    // Killed after a checkpoint, so that some steps run again.
     let mut child = start_until(&bench, 11, &strs(&args));
     child.kill().unwrap();
     child.wait().unwrap();

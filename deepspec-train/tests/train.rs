@@ -1,4 +1,5 @@
-//! The built binary on real target states: resume, refusals, checkpoints that other tools read.
+//! The built binary on real hidden states: resuming, refusals, and checkpoints that other tools
+//! read.
 
 mod common;
 
@@ -26,7 +27,7 @@ fn undisturbed() -> Bench {
 fn a_killed_run_resumes_to_the_same_bytes() {
     let whole = undisturbed();
     let full = std::env::var_os("DEEPSPEC_TEST_FULL").is_some();
-    // Before the first checkpoint, right behind one, and between two; all steps in the long form.
+    // Before the first checkpoint, right after one, and between two; the long form tests all steps.
     let steps: Vec<usize> = if full { (1..STEPS).collect() } else { vec![2, 4, 9] };
     for step in steps {
         let bench = Bench::new();
@@ -50,7 +51,7 @@ fn engines_find_nothing_but_the_drafter_and_earlier_folders_resume() {
     let names = fs::read_dir(&step).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
     let weights: Vec<String> = names.filter(|name| name.ends_with(".safetensors")).collect();
     assert_eq!(weights, ["model.safetensors"]);
-    // As earlier versions wrote it.
+    // In the format of earlier versions.
     fs::rename(step.join("train_state/optimizer.safetensors"), step.join("train_state.safetensors")).unwrap();
     fs::remove_dir(step.join("train_state")).unwrap();
     bench.succeeds(&[]);
@@ -62,7 +63,8 @@ fn whatever_a_kill_leaves_of_a_save_is_no_obstacle() {
     let whole = undisturbed();
     let bench = Bench::new();
     bench.succeeds(&["--init-only"]);
-    // Killed while writing step 3, and on an earlier try between its rename and the move of the link.
+    // Killed while writing step 3, and in an earlier attempt between the rename and the move of the
+    // link.
     for leftover in ["step_3.partial", "step_3"] {
         let dir = bench.path("out/t").join(leftover);
         fs::create_dir(&dir).unwrap();
@@ -106,7 +108,7 @@ fn states_in_another_encoding_are_other_data_where_it_rounds_them() {
     rounded.fails(&[short], 2, &["trained on states of encoding fp8", "no encoding has rounded"]);
 }
 
-/// As a checkpoint of more than 5 GB is written.
+/// Writes a checkpoint in shards, as one of more than 5 GB is written.
 fn in_shards(dir: &Path) {
     let drafter = Block::load(dir, Device::Cpu, Kind::BFloat16).unwrap();
     fs::remove_file(dir.join("model.safetensors")).unwrap();
@@ -127,7 +129,7 @@ fn a_checkpoint_in_shards_is_gone_on_from() {
     let text = fs::read_to_string(step.join("model.safetensors.index.json")).unwrap();
     let index: Value = serde_json::from_str(&text).unwrap();
     assert!(index["weight_map"].as_object().unwrap().len() == 22 && !step.join("model.safetensors").exists());
-    // A fresh drafter of the other seed takes over the weights of either form.
+    // A fresh drafter with another seed takes over the weights in either form.
     let started = |from: &Path| {
         let bench = Bench::new();
         let from = format!("--set=train.init_from={}", from.display());
@@ -239,11 +241,11 @@ fn a_finished_run_is_left_alone_and_another_recipe_is_refused() {
 #[test]
 fn the_split_of_a_batch_changes_nothing() {
     let two = undisturbed();
-    // Its rows are of unequal lengths: of four a forward takes one to three.
+    // The rows have different lengths, so a forward processes one to three of the four rows.
     let by_tokens = ["train.local_batch_size=4", "train.max_tokens_per_batch=60"];
     for split in [&["train.local_batch_size=1"][..], &by_tokens, &["train.recompute=true"]] {
         let other = Bench::new();
-        // Begun without.
+        // Begun without this setting.
         let mut child = start_until(&other, 2, &[]);
         child.kill().unwrap();
         child.wait().unwrap();

@@ -1,4 +1,5 @@
-//! A cache of the tiny target's states, the rows that it was made from, and runs of the built binary on them.
+//! A cache of the tiny target's hidden states, its source rows, and runs of the built binary on
+//! them.
 
 #![allow(dead_code, reason = "each test binary uses its part")]
 
@@ -15,7 +16,7 @@ use deepspec_testkit::fake_gpu::{FakeGpu, Report};
 use serde_json::{Value, json};
 use tch::{Device, Kind};
 
-/// Steps of a whole run.
+/// Number of steps of a whole run.
 pub const STEPS: usize = 24;
 
 pub fn workspace() -> PathBuf {
@@ -45,9 +46,9 @@ logging: {{logging_steps: 1, checkpointing_steps: 3, output_dir: {out}}}
     )
 }
 
-/// A folder with a cache of 24 samples; made once, copied for every test.
+/// A folder with a cache of 24 samples; it is made once and copied for every test.
 static MASTER: LazyLock<tempfile::TempDir> = LazyLock::new(|| {
-    // As the runs have it: float32 sums depend on the number of threads in their last bits.
+    // As in the runs: the last bits of float32 sums depend on the number of threads.
     tch::set_num_threads(1);
     let dir = tempfile::tempdir().unwrap();
     let prompts = fs::read_to_string(workspace().join("assets/demo-prompts.jsonl")).unwrap();
@@ -73,7 +74,7 @@ static MASTER: LazyLock<tempfile::TempDir> = LazyLock::new(|| {
     dir
 });
 
-/// A cache of the states of `rows.jsonl` under the name `cache`.
+/// Writes a cache of the hidden states of `rows.jsonl` into the folder `cache`.
 fn write_cache(dir: &Path, cache: &str, encoding: Encoding) {
     let recipe = deepspec_drafters::load_recipe(&dir.join("recipe.yaml"), &[]).unwrap();
     let source = TargetSpec::open(&recipe, Verbosity::Quiet).unwrap();
@@ -86,13 +87,13 @@ fn write_cache(dir: &Path, cache: &str, encoding: Encoding) {
     builder.publish().unwrap();
 }
 
-/// A private copy of the cache and a recipe that points to it.
+/// A private copy of the cache, and a recipe that uses it.
 pub struct Bench {
     dir: tempfile::TempDir,
     gpu: Option<FakeGpu>,
 }
 
-/// The GPU that is none; nothing where there are true ones.
+/// The stand-in GPU; None if there are real GPUs.
 pub fn gpu() -> Option<FakeGpu> {
     FakeGpu::for_program(Path::new(env!("CARGO_BIN_EXE_deepspec-train")))
 }
@@ -113,17 +114,18 @@ impl Bench {
         Self { dir, gpu: None }
     }
 
-    /// Its runs are on this GPU and leave a report there.
+    /// Runs on this GPU from now on, with a report of its operations.
     pub fn on(self, gpu: FakeGpu) -> Self {
         Self { gpu: Some(gpu), ..self }
     }
 
-    /// What the last run did on the GPU.
+    /// The report of the last run's GPU operations.
     pub fn report(&self) -> Report {
         Report::load(&self.path("report.json"))
     }
 
-    /// One more cache of the same states, in another encoding; gives the override that names it.
+    /// Writes another cache of these states, in another encoding; returns the override that selects
+    /// it.
     pub fn cache_as(&self, encoding: Encoding) -> String {
         let name = format!("cache-{encoding}");
         write_cache(self.dir.path(), &name, encoding);
@@ -162,12 +164,13 @@ impl Bench {
         assert!(!text.contains("panicked"), "{text}");
     }
 
-    /// Weights, masters and moments of the last checkpoint, which is that of a whole run.
+    /// Weights, master weights and moments of the last checkpoint, which must be that of a whole
+    /// run.
     pub fn result(&self) -> Vec<Vec<u8>> {
         self.result_of(STEPS)
     }
 
-    /// The same of a run of so many steps.
+    /// Weights, master weights and moments after a run of `steps` steps.
     pub fn result_of(&self, steps: usize) -> Vec<Vec<u8>> {
         let step = self.path("out/t").join(format!("step_{steps}"));
         assert_eq!(
@@ -179,7 +182,7 @@ impl Bench {
             .to_vec()
     }
 
-    /// The lines of metrics.jsonl.
+    /// The parsed lines of metrics.jsonl.
     pub fn metrics(&self) -> Vec<Value> {
         let text = fs::read_to_string(self.path("out/t/metrics.jsonl")).unwrap();
         text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
