@@ -94,7 +94,7 @@ fn version(libtorch: &Path) -> String {
     ["TORCH_VERSION_MAJOR", "TORCH_VERSION_MINOR", "TORCH_VERSION_PATCH"].map(part).join(".")
 }
 
-/// Finds CUDA's runtime library in the library folder beside a folder of headers. Returns the
+/// Finds CUDA's runtime library in the library folder next to a folder of headers. Returns the
 /// library's folder and file name: wheels have no file without a version in its name.
 fn runtime_beside(include: &Path) -> Option<(PathBuf, String)> {
     ["lib", "lib64"].into_iter().find_map(|folder| {
@@ -107,7 +107,7 @@ fn runtime_beside(include: &Path) -> Option<(PathBuf, String)> {
     })
 }
 
-/// Returns the include folders with NCCL's headers: in the wheels beside torch, else in a CUDA
+/// Returns the include folders with NCCL's headers: in the wheels next to torch, else in a CUDA
 /// toolkit. The error says what is missing.
 fn nccl_includes(libtorch: &Path) -> Result<Vec<PathBuf>, String> {
     if !libtorch.join("lib/libtorch_cuda.so").exists() {

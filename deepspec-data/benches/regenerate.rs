@@ -1,4 +1,5 @@
-//! Rows per second of `regenerate` and of Python's openai client with 64 threads, against the same instant server.
+//! Rows per second of `regenerate` and of Python's openai client with 64 threads, against one
+//! server that answers instantly.
 //!
 //! ```sh
 //! DEEPSPEC_TEST_PYTHON=PYTHON cargo bench -p deepspec-data --bench regenerate

@@ -18,7 +18,7 @@ use serde_json::{Value, json};
 use tch::Kind;
 use tempfile::TempDir;
 
-/// Evaluated rows of every suite; the drafter trains on the rows behind them.
+/// Evaluated rows of every suite; the drafter trains on the rows after them.
 const LIMIT: usize = 4;
 const LEARNED: usize = 20;
 const TOKENS: usize = 32;

@@ -5,7 +5,7 @@
 //! DEEPSPEC_REFERENCE=CLONE_OF_DEEPSPEC DEEPSPEC_TEST_PYTHON=python cargo bench -p deepspec-train --bench step [-- NAME…]
 //! ```
 //! Sizes are in `SHAPES`; names select some of them. Tokens repeat as the words of a text do.
-//! Values that drafts behind the same token share are computed only once here; the `distinct`
+//! Values that drafts after the same token share are computed only once here; the `distinct`
 //! shapes show the times without any repeated token. Memory is the peak resident size of a first
 //! step minus the loaded state: code, model and moments, but no gradients. Then the two processes
 //! take turns, step by step, because other load on the processor comes and goes. Times are medians
@@ -114,7 +114,7 @@ const SHAPES: [Shape; 5] = [
     MEDIUM,
     Shape { name: "medium-distinct", distinct: true, ..MEDIUM },
     // Vocabulary, anchors and length of configs/dspark/qwen3_4b.yaml. The reference needs 11 GB for
-    // 256 anchors with fused attention, beside our own idle process.
+    // 256 anchors with fused attention, next to our own idle process.
     Shape {
         name: "large",
         hidden: 1024,

@@ -316,7 +316,7 @@ fn llama_targets_have_drafters() {
     let dspark = "drafter.dspark.num_anchors=6";
     let marks = "data.chat_template={name: mine, assistant_header: \"<|im_start|>assistant\\n\", end_of_turn: \"<|im_end|>\\n\"}";
     let own = "data.chat_template=generation";
-    // After conversion, the layers have the types that engines run.
+    // Block drafters have the Qwen3 layers that engines run, although the target is a Llama.
     for (drafter, class, model_type, rules) in [
         (dspark, "Qwen3DSparkModel", "qwen3", marks),
         (dspark, "Qwen3DSparkModel", "qwen3", own),

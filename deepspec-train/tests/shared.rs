@@ -34,7 +34,7 @@ fn said(mut command: Command) -> String {
     text
 }
 
-/// Files with this extension beside the samples.
+/// Files with this extension next to the samples.
 fn kept(bench: &Bench, extension: &str) -> Vec<PathBuf> {
     let files = fs::read_dir(bench.path("kept/samples")).unwrap().map(|entry| entry.unwrap().path());
     files.filter(|file| file.extension().is_some_and(|found| found == extension)).collect()

@@ -17,7 +17,7 @@ use tch::{Device, Kind, Tensor};
 const RELATIVE: f64 = 1.0 / 256.0;
 const ABSOLUTE: f64 = 1e-3;
 
-/// Samples of 1 to 230 tokens, long beside short, with none to two supervised spans.
+/// Samples of 1 to 230 tokens, long next to short, with none to two supervised spans.
 fn samples() -> Vec<PlannedSample> {
     let lengths = [40, 1, 230, 7, 33, 100, 2, 64, 31, 32, 150, 3, 90];
     let sample = |(index, &length): (usize, &u32)| {

@@ -152,7 +152,7 @@ fn types_that_are_not_read_are_named_with_those_that_are() {
     let whole = written(|_| ());
     let tensor = b"blk.0.attn_q.weight";
     let name = whole.windows(tensor.len()).position(|bytes| bytes == tensor).unwrap();
-    // Behind the name come the number of dimensions, two dimensions, and the type.
+    // After the name come the number of dimensions, two dimensions, and the type.
     let place = name + tensor.len() + 4 + 2 * 8;
     for (id, kind) in [
         (10u32, "Q2_K"),

@@ -279,7 +279,7 @@ fn scaling_mends_held_out_blocks() {
     chance.sort_by(f64::total_cmp);
     assert!(before > 0.04, "{before}");
     assert!(after <= (0.5 * before).max(chance[95]), "{before} became {after}, chance is {}", chance[95]);
-    // Behind the first position the survival is a product, whose calibration error is flat around
+    // After the first position the survival is a product, whose calibration error is flat around
     // its minimum.
     let first = calibration.temperatures()[0];
     assert!((1.8..2.2).contains(&first), "a head twice too sure needs a temperature near 2, not {first}");

@@ -19,7 +19,8 @@ struct Case {
 }
 
 impl Case {
-    /// Output and gradients of queries, keys and values of blocks and context, as `attend` computes them.
+    /// Output and gradients of queries, keys and values of blocks and context, with attention
+    /// computed by `attend`.
     fn run(
         &self,
         kind: Kind,

@@ -97,8 +97,8 @@ fn another_model_changes_no_token_at_temperature_0() {
     assert!(0 < accepted && accepted < proposed, "{accepted} of {proposed}");
 }
 
-/// KV caches follow the committed tokens. If a rejected token stayed in one, or an accepted one
-/// were missing, the drafts would depend on the number of slots and the order of refills.
+/// KV caches follow the committed tokens. With a rejected token left in one, or an accepted one
+/// missing, drafts would depend on the number of slots and the order of refills.
 #[test]
 fn proposals_do_not_depend_on_slots() {
     let dir = tempfile::tempdir().unwrap();

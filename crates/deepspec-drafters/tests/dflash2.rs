@@ -71,7 +71,7 @@ fn trained(kernel_size: i64) -> DFlash2 {
     loaded
 }
 
-/// Random states for a random text; the last anchors have few supervised tokens behind them.
+/// Random states for a random text; the last anchors have few supervised tokens after them.
 fn sample() -> TrainSample {
     TrainSample {
         input_ids: (0..TOKENS as i64).map(|i| (i * 37 + 5) % VOCAB).collect(),

@@ -45,7 +45,7 @@ fn ends() -> (Tensor, Tensor) {
     (random(3), random(4))
 }
 
-/// A text with two taps, in which everything behind token 4 is supervised.
+/// A text with two taps, in which everything after token 4 is supervised.
 fn sample(anchors: Vec<usize>) -> TrainSample {
     TrainSample {
         input_ids: (0..TOKENS as i64).map(|i| (i * i + 3 * i) % VOCAB).collect(),
@@ -186,7 +186,7 @@ fn a_layer_pattern_the_target_cannot_have_is_refused() {
     assert!(refusal(&gemma4, &[None, Some(4)]).contains("last layer of a Gemma 4"));
 }
 
-/// Decoding behind token i + 1 equals column i of the training-time test if it samples the tokens
+/// Decoding after token i + 1 equals column i of the training-time test if it samples the tokens
 /// of the text.
 #[test]
 fn eagle3_decodes_as_its_training_time_test_ran() {
@@ -288,7 +288,8 @@ fn a_drafter_that_learns_is_packed_as_it_is_now() {
     }
 }
 
-/// With one denominator for the step, a sequence's gradient does not depend on its neighbours in the batch.
+/// With one denominator for the step, a sequence's gradient does not depend on the rest of the
+/// batch.
 #[test]
 fn eagle3_gradients_add_over_sequences() {
     let [target, _] = targets();

@@ -1,6 +1,6 @@
-//! Blocks have the same bits in every batch. Short sequences together run through fused layers, and
-//! beside a sequence with a long KV cache they run operator by operator. The long one runs alone in
-//! either way.
+//! Blocks have the same bits in every batch. Short sequences together run through fused layers;
+//! next to a sequence with a long KV cache they run operator by operator. The long one runs alone
+//! in either way.
 
 use std::path::Path;
 

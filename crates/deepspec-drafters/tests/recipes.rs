@@ -25,7 +25,7 @@ fn read(text: &str, overrides: &[&str]) -> Result<Recipe, String> {
     deepspec_drafters::load_recipe(&path, &overrides).map_err(|error| error.to_string())
 }
 
-/// The recipe written beside a checkpoint contains all settings and has the same meaning.
+/// The recipe written next to a checkpoint contains all settings and has the same meaning.
 #[test]
 fn defaults_are_filled_in_and_survive_a_round_trip() {
     let recipe = read(MINIMAL, &[]).unwrap();

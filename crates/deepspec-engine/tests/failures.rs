@@ -55,7 +55,7 @@ impl Target for Weak {
     fn logits(&self, hidden: &Tensor) -> Tensor {
         let logits = self.toy.logits(hidden);
         let Some(poison) = self.poison else { return logits };
-        // The digit behind the leading 1 is the prompt's first token.
+        // The digit after the leading 1 is the prompt's first token.
         let first = |mut prefix: i64| {
             while prefix >= V * V {
                 prefix /= V;

@@ -56,7 +56,7 @@ fn golden_verify() {
             case.expected("terminated_by_stop_token").ints()[i],
             "case {i}"
         );
-        // Behind a stop token the reference draws a token that is never used.
+        // After a stop token the reference draws a token that is never used.
         if stop.is_none() {
             assert_eq!(next[i], expected_next[i], "case {i}");
             compared_next += 1;

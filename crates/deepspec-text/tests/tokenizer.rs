@@ -284,7 +284,7 @@ fn special_fences_stay_in_the_text_where_they_part_thoughts_from_the_answer() {
     assert_eq!(text("<|turn>model\n<|channel>thought\n", &within), "Why?<channel|>Yes. No.");
     assert_eq!(said(&within), "Yes. No.");
     // Nothing was opened: a closing mark without an opening one is dropped, and so is an opening
-    // mark behind the answer.
+    // mark after the answer.
     assert_eq!(text("<|turn>model\n", &within), "Why?Yes. No.");
     assert_eq!(text("", &ids("Yes.<|channel>thought<channel|>")), "Yes.thought");
     // Bytes that never form a character are output before the mark.
@@ -297,7 +297,7 @@ static GOLDEN: LazyLock<[ChatTokenizer; 2]> =
     LazyLock::new(|| CASES.map(|case| ChatTokenizer::load(&golden::dir(case)).unwrap()));
 
 /// Splits ids at the special tokens that open and close thinking; each part comes with the mark
-/// behind it.
+/// after it.
 fn fenced<'a>(tokenizer: &ChatTokenizer, ids: &'a [i64]) -> Vec<(&'a [i64], Option<String>)> {
     let is =
         |at: &usize, mark: &str| tokenizer.is_special(ids[*at]) && tokenizer.token(ids[*at]).unwrap() == mark;

@@ -195,7 +195,7 @@ fn nothing_is_left_behind_by_hours_of_mixed_load() {
     soak("whole blocks", &["--draft", &text(twin.path())]);
 }
 
-/// Steps take longer from the fifth token on. So many concurrent requests decode plainly, and one
+/// Steps take longer from the fifth token on. Many concurrent requests decode plainly, and one
 /// or two use drafts.
 #[test]
 fn nothing_is_left_behind_under_a_schedule() {

@@ -157,7 +157,8 @@ pub fn write_bigram_drafter<'a>(dir: &Path, texts: impl Iterator<Item = &'a Vec<
     write_confident_drafter(dir, texts, |_, tensor| tensor);
 }
 
-/// As [`write_bigram_drafter`], with its confidence head changed by `edit` (`weight` or `bias`, and the tensor).
+/// As [`write_bigram_drafter`], with a confidence head changed by `edit` (`weight` or `bias`, and
+/// the tensor).
 pub fn write_confident_drafter<'a>(
     dir: &Path,
     texts: impl Iterator<Item = &'a Vec<i64>>,

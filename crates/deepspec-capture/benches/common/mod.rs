@@ -12,7 +12,7 @@ pub fn cpu_seconds() -> f64 {
     nanoseconds / 1e9
 }
 
-/// The machine's load average, which is printed beside every result.
+/// The machine's load average, which is printed with every result.
 pub fn load() -> String {
     fs::read_to_string("/proc/loadavg").unwrap_or_default().split(' ').next().unwrap_or_default().to_string()
 }

@@ -4,8 +4,8 @@
 use deepspec_models::nn::{AttentionSpec, Qkv};
 use tch::{Kind, Tensor};
 
-/// All keys and values, `[H, T + A·B, D]`, and the mask of the keys that each query of blocks of
-/// `size` behind `anchors [A]` sees.
+/// All keys and values, `[H, T + A·B, D]`, and a mask of the visible ones for each query of blocks
+/// of `size` after `anchors [A]`.
 pub fn seen(
     spec: &AttentionSpec,
     size: i64,

@@ -13,7 +13,8 @@ pub use arrays::*;
 /// Largest difference of a gradient, relative to its largest value.
 const GRADIENT: f64 = 5e-4;
 
-/// One sample per row of a training case, unpadded and without anchors, with all last hidden states kept.
+/// One sample per row of a training case, unpadded and without anchors, with all last hidden
+/// states.
 pub fn samples(case: &Case) -> Vec<TrainSample> {
     let lens = case.hyper("seq_lens").as_array().unwrap().iter().map(|n| n.as_u64().unwrap() as usize);
     lens.enumerate()

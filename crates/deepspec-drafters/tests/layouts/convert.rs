@@ -141,7 +141,7 @@ fn an_eagle3_with_llama_layers_goes_to_speculators_and_back() {
 }
 
 /// SGLang's class calls the layer `midlayer` and ignores unknown names. It captures the inputs of
-/// the layers behind the ids.
+/// the layers after the ids.
 #[test]
 fn an_eagle3_with_llama_layers_goes_to_specforge_and_back() {
     let llama = edited(&fixture::llama_eagle3(), |config| config["target_layer_ids"] = json!([0, 1, 2]));

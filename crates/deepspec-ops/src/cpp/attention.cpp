@@ -1,4 +1,4 @@
-// Attention of draft blocks behind their anchors. Each block attends to keys of its context and to its own keys, but to
+// Attention of draft blocks after their anchors. Each block attends to keys of its context and to its own keys, but to
 // no other block's. Each tile of queries attends to the context ranges (parts) that it sees, and each block attends to
 // itself. The outputs of the parts are merged by their log-sum-exp. The backward of a part is its attention backward
 // with the merged output and log-sum-exp, which is exact. Ring attention relies on this identity (Liu et al. 2023). No

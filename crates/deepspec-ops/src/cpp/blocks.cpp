@@ -1,4 +1,4 @@
-// Attention of draft blocks behind their anchors, one block at a time. The scores of a block have only as many rows as
+// Attention of draft blocks after their anchors, one block at a time. The scores of a block have only as many rows as
 // the block has queries, so they stay in the cache. The backward recomputes them; no scores are saved. This path is for
 // float32 on the processors that matrices.cpp targets, and it uses that file's panels and tiles. On these processors
 // libtorch's fused kernels call MKL for many small matmuls. The backward uses at most one thread per KV head.
@@ -60,7 +60,7 @@ using Floats = std::vector<float, Unset<float>>;
 struct Panels {
   Floats by_key, by_value;
 
-  // `from` has `keys` rows of `dim` values, `line` floats apart. Reads behind the last row find zeros or values of
+  // `from` has `keys` rows of `dim` values, `line` floats apart. Reads after the last row find zeros or values of
   // other rows.
   DEEPSPEC_AVX2 void copy_keys(const float* from, int64_t line, int64_t keys, int64_t dim) {
     by_key.resize(rounded_up(keys, kColumns) * dim);
@@ -159,7 +159,7 @@ struct BlockAtWork {
   }
 
   // Sums over rows of weights times `right`, which is in panels of kColumns values. [size, D] goes to `of_own`; the
-  // context's part is added to `of_context`. Both also touch a few rows behind these.
+  // context's part is added to `of_context`. Both also touch a few rows after these.
   DEEPSPEC_AVX2 void over_rows(const Floats& weights, const Floats& right, float* of_own, float* of_context) const {
     for (int64_t column = 0; column < all.dim; column += kColumns) {
       const float* panel = right.data() + column * all.rows;
@@ -269,7 +269,7 @@ DEEPSPEC_AVX2 void go_back(
     const int64_t at = all.row(block.group, block.number, row);
     slope_scores(of_row, space.slopes.data() + row * block.line, count, inner_product(slope + at, out + at, all.dim));
   }
-  // The tiles write a few rows behind the block's own keys.
+  // The tiles write a few rows after the block's own keys.
   space.own.resize(rounded_up(all.size, kRows) * all.dim);
   space.panels.resize(all.rows * all.dim);
   const auto over_rows = [&](const Floats& of, const Floats& right, float* to_own, float* to_context) DEEPSPEC_AVX2 {
@@ -346,7 +346,7 @@ struct BlockByBlock : torch::autograd::Function<BlockByBlock> {
     const Batch batch{q, k, v, own_k, own_v, *seen};
     const int64_t groups = batch.groups, of_block = batch.heads / groups * batch.size, tokens = k.size(0);
     const at::Tensor by_q = at::empty_like(q), by_own_k = at::empty_like(own_k), by_own_v = at::empty_like(own_v);
-    // Sums over all blocks of a KV head, in order. The tiles add zeros to a few rows behind a sequence: the next
+    // Sums over all blocks of a KV head, in order. The tiles add zeros to a few rows after a sequence: the next
     // sequence's rows or the spare rows at the end.
     const at::Tensor by_k = at::zeros({tokens + kColumns + kRows, groups, batch.dim}, q.options()), by_v = at::zeros_like(by_k);
     const float *out = saved[5].const_data_ptr<float>(), *lse = saved[6].const_data_ptr<float>(), *slopes = slope.const_data_ptr<float>();

@@ -1,4 +1,4 @@
-// Attention of draft blocks behind their anchors on a GPU, in bfloat16, by libtorch's fused kernels. Neighbouring
+// Attention of draft blocks after their anchors on a GPU, in bfloat16, by libtorch's fused kernels. Neighbouring
 // blocks, in order of their anchors, form a tile. The context that all blocks of a tile see is the first part: it needs
 // no mask, and one call computes it for all tiles. The remaining context and the blocks' own keys are the second part,
 // with a mask. The two parts are merged by their log-sum-exp, and each backward uses the merged output, as in

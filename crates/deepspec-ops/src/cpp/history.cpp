@@ -1,5 +1,5 @@
 // Attention of a few queries per sequence over the KV cache of that sequence. The cache is read in place, without a
-// copy, and nothing behind its end is read. A query's result depends only on its own sequence, and its bits do not
+// copy, and nothing after its end is read. A query's result depends only on its own sequence, and its bits do not
 // depend on the other queries.
 #include <algorithm>
 #include <cstdint>

@@ -151,7 +151,7 @@ DEEPSPEC_AVX2_INLINE void tile(
     sums[r][0] = sums[r][1] = _mm256_setzero_ps();
   }
   // If another program runs on the same core, instruction throughput is the bottleneck. So there are few instructions
-  // beside the multiply-adds: a pointer to every third row makes address computations unnecessary.
+  // besides the multiply-adds: a pointer to every third row makes address computations unnecessary.
   const float *top = rows, *bottom = rows + 3 * down;
 #pragma GCC unroll 4
   for (int64_t k = 0; k < depth; ++k, columns += kColumns, top += across, bottom += across) {

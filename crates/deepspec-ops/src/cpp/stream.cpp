@@ -1,4 +1,4 @@
-// GPU streams beside the default stream, and events between streams, through libtorch's interface that needs no CUDA
+// GPU streams besides the default stream, and events between streams, through libtorch's interface that needs no CUDA
 // headers.
 #include "group.h"
 
@@ -38,7 +38,7 @@ char* ds_enter_stream(int index, int64_t id, int64_t* before) {
   return caught([&] { *before = gpus().exchangeStream(c10::Stream(c10::Stream::UNSAFE, device_of(index), id)).id(); });
 }
 
-// Records an event behind all work of this thread's current stream so far.
+// Records an event after all work of this thread's current stream so far.
 char* ds_event_here(int index, c10::Event** out) {
   return caught([&] {
     const OnGpu on(device_of(index));

@@ -79,7 +79,7 @@ struct TileOf {
 };
 
 // kRows rows times kVectors vectors of columns. Overwrites `out`, whose rows are `out_line` floats apart, or continues
-// the sums there. With kAhead it prefetches columns; the prefetched address may lie behind all columns.
+// the sums there. With kAhead it prefetches columns; the prefetched address may lie after all columns.
 template <typename Vector, int kRows, int kVectors, bool kAhead>
 DEEPSPEC_TILE_INLINE void tile_of(const TileOf& of, float* out, int64_t out_line, bool continues) {
   // In floats: about as far as a tile gets while memory answers.
@@ -93,7 +93,7 @@ DEEPSPEC_TILE_INLINE void tile_of(const TileOf& of, float* out, int64_t out_line
       sums[r][c] = Vector{};
       if (continues) std::memcpy(&sums[r][c], out + r * out_line + c * kLength<Vector>, sizeof(Vector));
     }
-  // Few instructions beside the multiply-adds, as in matrices.cpp: there is a pointer to every third row.
+  // Few instructions besides the multiply-adds, as in matrices.cpp: there is a pointer to every third row.
   const float *columns_at = here.columns, *top = here.rows;
   const float *middle = kRows > 3 ? top + 3 * here.down : top, *bottom = kRows > 6 ? middle + 3 * here.down : top;
 #pragma GCC unroll 4

@@ -3,7 +3,7 @@
 // are summed over the tiles.
 
 // The blocks of a sequence, grouped into tiles. The context of a tile has two parts: the leading keys that all its
-// blocks see, and `rest` keys behind them that some blocks see. A slot that is left over repeats the tile's last block.
+// blocks see, and `rest` keys after them that some blocks see. A slot that is left over repeats the tile's last block.
 struct Tiles {
   const int* seen;     // [tiles], number of keys that all blocks of a tile see
   const int* offset;   // [tiles], their offset in the packed keys of all tiles

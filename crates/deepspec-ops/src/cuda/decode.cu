@@ -153,7 +153,7 @@ __device__ __forceinline__ uint4 scale_piece(const uint4& value, float factor, c
 }
 
 // Stages the normalised rows in shared memory. A team of 128 threads sums each row, whatever the block size, so the sum
-// is the same in all kernels. The gain is staged behind the last row.
+// is the same in all kernels. The gain is staged after the last row.
 __device__ __forceinline__ void stage_normalised(
     uint4* staged, const bf16* x, long long x_stride, const bf16* gain, float epsilon, int rows, int width) {
     constexpr int team = 128, team_warps = team / 32;
@@ -802,8 +802,8 @@ extern "C" __global__ void __launch_bounds__(256, 3) product_normalised(
 // gated_product_1, gated_product_2: inner [rows, height] = bf16(silu(h(x) * gate transposed) * (h(x) * up transposed)).
 //   h       as product_normalised
 //   height  a multiple of 16; width a multiple of 64; x_stride a multiple of 8
-//   grid    height / 16 / n, rounded up, with n the number in the name; block n * 128. With few rows, small blocks share
-//           the work more evenly. With many rows, the staged rows leave room for fewer blocks. The sums do not differ.
+//   grid    height / 16 / n, rounded up, with n the number in the name; block n * 128. With few rows, small blocks
+//           share the work more evenly; with many, the staged rows leave room for fewer blocks. The sums do not differ.
 //   shared  dynamic bytes: (rows + 1) * (width + 32) * 2
 extern "C" __global__ void __launch_bounds__(128, 6) gated_product_1(
     const bf16* x, long long x_stride, const bf16* gate, const bf16* up, int height, const bf16* gain,
