@@ -48,7 +48,7 @@ impl Table {
 
     /// The table as text with a final newline, split into parts if it is wider than a terminal.
     pub fn render(&self) -> String {
-        let parts: Vec<String> = self.parts().iter().map(|columns| self.part(columns)).collect();
+        let parts: Vec<String> = self.parts().iter().map(|columns| self.render_columns(columns)).collect();
         parts.join("\n")
     }
 
@@ -85,7 +85,7 @@ impl Table {
     }
 
     /// A table of the given columns.
-    fn part(&self, columns: &[usize]) -> String {
+    fn render_columns(&self, columns: &[usize]) -> String {
         let chosen =
             |cells: &[String]| columns.iter().map(|&column| cells[column].clone()).collect::<Vec<_>>();
         let (mut titles, mut from) = (vec![], 0);

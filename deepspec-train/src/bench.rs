@@ -15,7 +15,7 @@ use tch::Device;
 
 use crate::args::Args;
 use crate::dummy_data::random_samples;
-use crate::dummy_run::{DummyRun, random_embed_and_head};
+use crate::dummy_run::{DummyPass, DummyRun, random_embed_and_head};
 use crate::gpu_info;
 use crate::loader::{MAX_MICRO_BATCHES, read_beside};
 use crate::optimizer::AdamW;
@@ -60,7 +60,8 @@ pub fn run(
     let passes = forwards.len();
     let staging = Staging::to(device);
     let drafter_plan = drafter_plan.as_ref();
-    let run = DummyRun { recipe, drafter_plan, drafter, optimizer, forwards, device, staging };
+    let pass = DummyPass { recipe, drafter_plan, drafter, device, staging };
+    let run = DummyRun { pass, optimizer, forwards };
     // As many micro-batches as a loader holds, and the samples that it reads ahead.
     let batches: Vec<_> =
         (0..MAX_MICRO_BATCHES).map(|number| random_samples(recipe, &shape.config, last, number)).collect();

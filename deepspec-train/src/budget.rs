@@ -98,16 +98,7 @@ impl Costs<'_> {
     /// Memory of a run whose largest forwards are `largest`. A resident target takes `target`
     /// bytes; the cache on disk has `cache` bytes. `states` is the device of the hidden states: the
     /// CPU, or the GPU of a resident target.
-    ///
-    /// # Errors
-    /// Fails if the GPU has no memory for a micro-step that is measured.
-    pub fn memory(
-        &self,
-        largest: &Largest,
-        states: Device,
-        target: u64,
-        cache: u64,
-    ) -> anyhow::Result<Memory> {
+    pub fn memory(&self, largest: &Largest, states: Device, target: u64, cache: u64) -> Memory {
         let hybrid = matches!(self.recipe.data.states, States::Hybrid(_));
         // Micro-batches on the host, in page-locked memory, and on the GPU.
         let (held, locked, staged) = match (self.device, states) {
@@ -134,11 +125,11 @@ impl Costs<'_> {
         let measured = match self.measures {
             true => {
                 let (drafter, forward) = (self.drafter_plan, largest.forward.as_slice());
-                dummy_run::measure_activations(self.recipe, self.target, drafter, self.device, forward)?
+                dummy_run::measure_activations(self.recipe, self.target, drafter, self.device, forward)
             }
             false => None,
         };
-        Ok(Memory {
+        Memory {
             program: self.program,
             frozen: ends * (self.target.vocab_size * self.target.hidden_size) as u64 * bytes,
             weights: (weights + frozen as u64) * bytes,
@@ -152,7 +143,7 @@ impl Costs<'_> {
             // The sample being read counts as mapped pages only after it was read.
             cache: cache.min(MAX_MAPPED_BYTES + (readers() as u64 - 1) * largest.sample),
             target,
-        })
+        }
     }
 
     /// Bytes of a micro-batch's hidden states in bfloat16: taps of all tokens, and the final states

@@ -3,6 +3,7 @@
 use std::iter;
 use std::time::{Duration, Instant};
 
+use deepspec_core::cli;
 use deepspec_drafters::{DrafterPlan, LossDenominator, Recipe, SampleSize, TrainSample, TrainableDrafter};
 use deepspec_models::ModelConfig;
 use deepspec_ops::{CudaEvent, DeviceMemory, StepTrace, device_memory, range, restart_device_peak};
@@ -57,61 +58,76 @@ pub fn measure_program(recipe: &Recipe, drafter_plan: &dyn DrafterPlan) -> anyho
     let batch = random_samples(&recipe, &model, drafter_plan.final_states(), 0);
     let (forwards, device) = (vec![1], Device::Cpu);
     let drafter_plan = drafter_plan.as_ref();
-    DummyRun { recipe: &recipe, drafter_plan, drafter, optimizer, forwards, device, staging: None }.measure(
-        1,
-        &[batch],
-        &mut StepTrace::none(),
-    )?;
+    let pass = DummyPass { recipe: &recipe, drafter_plan, drafter, device, staging: None };
+    DummyRun { pass, optimizer, forwards }.measure(1, &[batch], &mut StepTrace::none())?;
     Ok(memory::resident())
 }
 
+/// Words of libtorch's errors when a device has no memory left.
+const OUT_OF_MEMORY: [&str; 2] = ["out of memory", "CUBLAS_STATUS_ALLOC_FAILED"];
+
 /// Peak bytes of one forward and backward pass over samples of these sizes, beside weights,
 /// gradients and hidden states. A drafter with random weights runs it twice: the first pass
-/// allocates the gradients. None on the CPU, and for a GPU that reports no memory.
-///
-/// # Errors
-/// Fails if the GPU runs out of memory.
+/// allocates the gradients. None on the CPU, for a GPU that reports no memory, and with a warning
+/// for a GPU that has too little.
 pub fn measure_activations(
     recipe: &Recipe,
     target: &ModelConfig,
     drafter_plan: &dyn DrafterPlan,
     device: Device,
     sizes: &[SampleSize],
-) -> anyhow::Result<Option<u64>> {
-    if device == Device::Cpu || device_memory(device).is_none() {
-        return Ok(None);
+) -> Option<u64> {
+    if device == Device::Cpu {
+        return None;
     }
-    let kind = kind(recipe.train.precision);
-    let (embed, head) = random_embed_and_head(target, device, kind);
-    let drafter = drafter_plan.build(&embed, &head, recipe.seed, kind);
-    let optimizer = AdamW::new(drafter.parameters(), recipe.train.weight_decay, recipe.train.max_grad_norm);
-    let (forwards, staging) = (vec![sizes.len()], Staging::to(device));
-    let run = DummyRun { recipe, drafter_plan, drafter, optimizer, forwards, device, staging };
-    let sample = |(index, size): (usize, &SampleSize)| {
-        let loss_mask = (0..size.tokens).map(|position| position >= size.tokens - size.supervised).collect();
-        random_sample(recipe, target, drafter_plan.final_states(), &format!("plan-{index}"), loss_mask)
-    };
-    let samples: Vec<TrainSample> = sizes.iter().enumerate().map(sample).collect();
-    let drawn = run.draw(0, &samples);
-    run.learn(&drawn);
-    gpu_info::finish(device);
-    restart_device_peak(device);
-    let before = device_memory(device).map_or(0, |memory| memory.in_use);
-    run.learn(&drawn);
-    gpu_info::finish(device);
-    Ok(device_memory(device).map(|memory| memory.peak.saturating_sub(before)))
+    device_memory(device)?;
+    let is_memory = |message: &str| OUT_OF_MEMORY.iter().any(|words| message.contains(words));
+    let measured = cli::contain_if(is_memory, || {
+        let kind = kind(recipe.train.precision);
+        let (embed, head) = random_embed_and_head(target, device, kind);
+        let drafter = drafter_plan.build(&embed, &head, recipe.seed, kind);
+        // No optimiser: a micro-step takes no step of it.
+        for (_, parameter) in drafter.parameters() {
+            let _ = parameter.set_requires_grad(true);
+        }
+        let run = DummyPass { recipe, drafter_plan, drafter, device, staging: Staging::to(device) };
+        let sample = |(index, size): (usize, &SampleSize)| {
+            let first = size.tokens - size.supervised;
+            let loss_mask = (0..size.tokens).map(|position| position >= first).collect();
+            random_sample(recipe, target, drafter_plan.final_states(), &format!("plan-{index}"), loss_mask)
+        };
+        let samples: Vec<TrainSample> = sizes.iter().enumerate().map(sample).collect();
+        let drawn = run.draw(0, &samples, 1);
+        run.learn(&drawn);
+        gpu_info::finish(device);
+        restart_device_peak(device);
+        let before = device_memory(device).map_or(0, |memory| memory.in_use);
+        run.learn(&drawn);
+        gpu_info::finish(device);
+        device_memory(device).map(|memory| memory.peak.saturating_sub(before))
+    });
+    measured.unwrap_or_else(|message| {
+        let reason = message.lines().next().unwrap_or_default();
+        tracing::warn!("the activations are estimated: a micro-step does not fit the GPU ({reason})");
+        None
+    })
 }
 
-/// A drafter with random weights that learns from random hidden states.
-pub struct DummyRun<'a> {
+/// A drafter with random weights that runs forward and backward passes over random hidden states.
+pub struct DummyPass<'a> {
     pub recipe: &'a Recipe,
     pub drafter_plan: &'a dyn DrafterPlan,
     pub drafter: Box<dyn TrainableDrafter>,
+    pub device: Device,
+    pub staging: Option<Staging>,
+}
+
+/// A drafter with random weights that takes optimiser steps.
+pub struct DummyRun<'a> {
+    pub pass: DummyPass<'a>,
     pub optimizer: AdamW,
     /// Number of samples of each forward of an optimiser step.
     pub forwards: Vec<usize>,
-    pub device: Device,
-    pub staging: Option<Staging>,
 }
 
 impl DummyRun<'_> {
@@ -126,19 +142,19 @@ impl DummyRun<'_> {
         trace: &mut StepTrace,
     ) -> anyhow::Result<Measured> {
         memory::restart_peak();
-        restart_device_peak(self.device);
+        restart_device_peak(self.pass.device);
         let loaded = memory::resident();
-        let lr = self.recipe.train.lr;
+        let lr = self.pass.recipe.train.lr;
         // Warm-up: the first pass selects kernels and allocates buffers.
-        self.learn(&self.draw(0, &batches[0]));
+        self.pass.learn(&self.pass.draw(0, &batches[0], self.forwards.len()));
         self.optimizer.accumulate();
         let _ = self.optimizer.step(lr, &ProcessGroup::alone())?;
-        gpu_info::finish(self.device);
+        gpu_info::finish(self.pass.device);
         let (mut parts, mut tokens, mut flops) = (Parts::default(), 0, 0.0);
         let passes = self.forwards.len();
         let sent = |run: &Self, pass: usize| {
             let count = run.forwards[(pass - 1) % passes];
-            run.draw(pass, &batches[pass % batches.len()][..count])
+            run.pass.draw(pass, &batches[pass % batches.len()][..count], passes)
         };
         // Copies hidden states one pass ahead, like a loader.
         let mut ahead = sent(&self, 1);
@@ -148,8 +164,8 @@ impl DummyRun<'_> {
             for pass in 1..=passes {
                 let computing = Instant::now();
                 tokens += ahead.samples.iter().map(|sample| sample.input_ids.len()).sum::<usize>();
-                flops += self.drafter_plan.flops(&ahead.samples);
-                self.learn(&ahead);
+                flops += self.pass.drafter_plan.flops(&ahead.samples);
+                self.pass.learn(&ahead);
                 self.optimizer.accumulate();
                 let drawing = Instant::now();
                 ahead = sent(&self, step * passes + pass + 1);
@@ -157,7 +173,7 @@ impl DummyRun<'_> {
                 // Synchronise once per step; within a step the host runs ahead of the GPU, as in
                 // training.
                 if pass == passes {
-                    gpu_info::finish(self.device);
+                    gpu_info::finish(self.pass.device);
                 }
                 parts.data += drawn;
                 parts.forward_backward += computing.elapsed() - drawn;
@@ -165,15 +181,17 @@ impl DummyRun<'_> {
             let updating = Instant::now();
             let _range = range(c"optimiser");
             let norm = self.optimizer.step(lr, &ProcessGroup::alone())?;
-            gpu_info::finish(self.device);
+            gpu_info::finish(self.pass.device);
             parts.optimizer += updating.elapsed();
             anyhow::ensure!(norm.double_value(&[]).is_finite(), "a gradient of the bench is not finite");
         }
         let total = started.elapsed();
-        let device = device_memory(self.device);
+        let device = device_memory(self.pass.device);
         Ok(Measured { parts, total, tokens, flops, loaded, peak: memory::peak(), device })
     }
+}
 
+impl DummyPass<'_> {
     fn learn(&self, drawn: &Drawn) {
         if let Some(ready) = &drawn.ready {
             staging::hold(ready, &drawn.samples, iter::empty());
@@ -182,7 +200,7 @@ impl DummyRun<'_> {
     }
 
     /// The samples of pass `pass` with new anchors, and the copy of their hidden states started.
-    fn draw(&self, pass: usize, samples: &[TrainSample]) -> Drawn {
+    fn draw(&self, pass: usize, samples: &[TrainSample], forwards: usize) -> Drawn {
         let mut weight = 0.0;
         let drawn = samples.iter().enumerate().map(|(index, sample)| {
             let mut draw = |candidates: &[usize], count| {
@@ -201,7 +219,7 @@ impl DummyRun<'_> {
         });
         let mut samples: Vec<TrainSample> = drawn.collect();
         let ready = self.staging.as_ref().and_then(|staging| staging.bring(&mut samples));
-        Drawn { samples, normaliser: LossDenominator(weight * self.forwards.len() as f64), ready }
+        Drawn { samples, normaliser: LossDenominator(weight * forwards as f64), ready }
     }
 }
 

@@ -26,7 +26,7 @@ const STATE_BYTES: f64 = 12.0;
 #[derive(Debug, clap::Args)]
 #[command(next_help_heading = "All stages (with --plan)")]
 pub struct EstimateArgs {
-    /// Foretell how long all stages take on an accelerator: b200, h200, h100, a100, mi300x or l40s, or a file (.yaml) with `bandwidth`, `bf16`,
+    /// Estimate how long all stages take on an accelerator: b200, h200, h100, a100, mi300x or l40s, or a file (.yaml) with `bandwidth`, `bf16`,
     /// `fp8`, `fp4` and `link` per second.
     #[arg(long, value_name = "NAME|FILE", requires = "plan")]
     pub hardware: Option<String>,

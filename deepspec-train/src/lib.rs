@@ -37,5 +37,5 @@ mod trainer;
 mod window;
 
 pub use args::Args;
-pub use reference::DESCRIPTIONS;
+pub use reference::PRINTABLE_DESCRIPTIONS;
 pub use run::run;

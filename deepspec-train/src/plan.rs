@@ -203,7 +203,7 @@ impl Plan<'_> {
                 States::Hybrid(_) => (self.resident(), u64::MAX),
             };
             let states = if target > 0 { self.runtime.device } else { Device::Cpu };
-            return self.costs.memory(&self.costs.longest(), states, target, cache);
+            return Ok(self.costs.memory(&self.costs.longest(), states, target, cache));
         };
         let (states, target) = match data.dataset.needs_target() {
             true => (
@@ -226,7 +226,7 @@ impl Plan<'_> {
         let asking = data.prompts.map(asked).transpose()?.unwrap_or_default();
         let cache = data.dataset.stored_bytes().unwrap_or(0);
         let largest = self.costs.largest(data.dataset, data.schedule);
-        let memory = self.costs.memory(&largest, states, target + asking.always, cache)?;
+        let memory = self.costs.memory(&largest, states, target + asking.always, cache);
         // Decoding reuses the memory of the last training pass; count only the excess.
         let beside = asking.decoding.saturating_sub(memory.activations);
         Ok(Memory { samples: data.dataset.sample_bytes(), target: memory.target + beside, ..memory })

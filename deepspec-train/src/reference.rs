@@ -7,7 +7,7 @@ use deepspec_core::command_line::Description;
 use serde_json::Value;
 
 /// The descriptions of recipes that `deepspec-train` can print.
-pub const DESCRIPTIONS: [Description; 2] = [
+pub const PRINTABLE_DESCRIPTIONS: [Description; 2] = [
     Description {
         name: "schema",
         about: "Write the JSON schema of recipes, with which editors complete and check them",

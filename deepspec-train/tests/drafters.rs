@@ -157,7 +157,7 @@ fn a_start_from_another_drafter_is_refused_by_name() {
     refused(&["drafter.dspark.block_size=6"], &["block_size 5 there, 6 here"]);
     refused(&["drafter.dspark.num_draft_layers=2"], &["num_draft_layers 1 there, 2 here"]);
     refused(&["drafter.dspark.markov.rank=9"], &["rank 8", "rank 9"]);
-    refused(&["drafter.dspark.sliding_window=8"], &["window: None", "window: Some(8)"]);
+    refused(&["drafter.dspark.sliding_window=8"], &["full attention there", "sliding_window 8 here"]);
     refused(&[DFLASH], &["markov", "confidence"]);
     bench.fails(&set(&["train.init_from=/nowhere"]), 2, &["train.init_from", "/nowhere"]);
     assert!(!bench.path("out/t/step_latest").exists());

@@ -54,7 +54,7 @@ impl<'d> Hybrid<'d> {
         }
     }
 
-    /// Sets the samples of the next optimiser step.
+    /// Begins an optimiser step: records the samples of earlier steps, publishes a complete cache, and sets the step's samples.
     pub(crate) fn begin(&mut self, step: usize, samples: &[usize]) -> Result<(), StatesError> {
         if self.whole_steps() <= step {
             self.publish()?;

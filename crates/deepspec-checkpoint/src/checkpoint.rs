@@ -87,11 +87,11 @@ impl Checkpoint {
 
     /// The reason why it cannot be converted to `to`, if any.
     pub fn refusal(&self, to: CheckpointFormat) -> Option<String> {
-        self.refusal_of(&self.drafter, to)
+        self.conversion_refusal(&self.drafter, to)
     }
 
     /// Like [`Self::refusal`], for the drafter completed with the target's settings.
-    pub(crate) fn refusal_of(&self, drafter: &Drafter, to: CheckpointFormat) -> Option<String> {
+    pub(crate) fn conversion_refusal(&self, drafter: &Drafter, to: CheckpointFormat) -> Option<String> {
         // A conversion to its own format makes sense only to add embedding and LM head.
         if to == self.format && !self.lacks_embed_and_head() {
             return Some(format!("it is a checkpoint of {to} already"));

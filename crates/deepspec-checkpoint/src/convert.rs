@@ -40,7 +40,7 @@ pub fn convert<'a>(
 ) -> Result<Converted<'a>, CheckpointError> {
     let refused = |reason: String| source.refused(to.name(), reason);
     let drafter = with_target_settings(source, target);
-    if let Some(reason) = source.refusal_of(&drafter, to) {
+    if let Some(reason) = source.conversion_refusal(&drafter, to) {
         return Err(refused(reason));
     }
     source.check()?;

@@ -9,7 +9,7 @@ use serde_json::{Map, Value};
 
 use crate::CheckpointFormat;
 use crate::families::Family;
-use crate::kind::{DflashConfigKeys, Engine, EngineLayout, GgufParts, LoadStatus, Speculators};
+use crate::kind::{DflashConfigKeys, Engine, EngineLayout, EngineSupport, GgufParts, Speculators};
 
 /// Tensors by name, with their shapes.
 pub type Shapes = Vec<(String, Vec<usize>)>;
@@ -151,10 +151,10 @@ pub trait KindSettings: fmt::Debug + Send + Sync {
     fn gguf(&self, drafter: &Drafter) -> Result<GgufParts, String>;
 
     /// Whether and how vLLM loads it in this format, or why not.
-    fn vllm(&self, format: CheckpointFormat) -> LoadStatus;
+    fn vllm(&self, format: CheckpointFormat) -> EngineSupport;
 
     /// Whether and how SGLang loads it in this format, or why not.
-    fn sglang(&self, format: CheckpointFormat) -> LoadStatus;
+    fn sglang(&self, format: CheckpointFormat) -> EngineSupport;
 }
 
 /// Config keys about training, which do not affect the computation.

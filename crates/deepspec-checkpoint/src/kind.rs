@@ -29,7 +29,7 @@ pub struct DflashConfigKeys {
 
 /// Whether an engine loads a checkpoint.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct LoadStatus {
+pub struct EngineSupport {
     /// True if it loads.
     pub loads: bool,
     /// How it loads, or why not.
@@ -38,7 +38,7 @@ pub struct LoadStatus {
     pub tried: bool,
 }
 
-impl LoadStatus {
+impl EngineSupport {
     /// A status from a trial with the version in [`crate::loaders`].
     pub const fn tried(loads: bool, note: &'static str) -> Self {
         Self { loads, note, tried: true }

@@ -45,7 +45,7 @@ pub use fields::Fields;
 pub use format::CheckpointFormat;
 pub use gguf::{TensorType, Value as GgufValue};
 pub use gguf_export::Gguf;
-pub use kind::{DflashConfigKeys, Engine, EngineLayout, GgufParts, LoadStatus, Speculators, keys};
+pub use kind::{DflashConfigKeys, Engine, EngineLayout, EngineSupport, GgufParts, Speculators, keys};
 pub use layouts::{
     Decoder, DflashConfig, ExternalClass, Known, Reader, taps, unsupported_attention, unsupported_layout,
 };

@@ -3,7 +3,7 @@
 
 use serde::Serialize;
 
-use crate::kind::LoadStatus;
+use crate::kind::EngineSupport;
 use crate::{Checkpoint, CheckpointFormat};
 
 /// Versions tried.
@@ -31,7 +31,7 @@ pub fn loaders(checkpoint: &Checkpoint) -> Vec<Loader> {
     // tried with settings that only one format can express.
     let usual = drafter.family.qk_norm && drafter.reason_not_convertible().is_none();
     let known =
-        |engine, version: Option<&'static str>, status: LoadStatus| match unsupported_layers(checkpoint) {
+        |engine, version: Option<&'static str>, status: EngineSupport| match unsupported_layers(checkpoint) {
             Some(note) => Loader { engine, tried: None, loads: false, note },
             None => {
                 let tried = version.filter(|_| status.tried && usual);

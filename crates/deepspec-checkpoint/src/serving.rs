@@ -18,7 +18,8 @@ use crate::shapes::EMBED;
 use crate::shards::is_weights;
 use crate::{Checkpoint, Drafter, Loader, Target, loaders, rope};
 
-/// An engine that serves drafters: an [`Engine`] loads folders, llama.cpp loads a file.
+/// A program that serves drafters. vLLM and SGLang ([`Engine`]) load a folder; llama.cpp loads a GGUF
+/// file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Server {
     /// vLLM.

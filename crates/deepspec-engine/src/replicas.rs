@@ -87,12 +87,12 @@ pub struct EngineReplicas {
 /// Requests that no engine has taken yet.
 #[derive(Default)]
 struct Queue {
-    state: Mutex<Queued>,
+    state: Mutex<QueueState>,
     changed: Condvar,
 }
 
 #[derive(Default)]
-struct Queued {
+struct QueueState {
     requests: VecDeque<(RequestId, Request)>,
     /// Whether the engines must stop, even with requests running.
     closed: bool,
@@ -106,7 +106,7 @@ struct Report {
 }
 
 impl Queue {
-    fn lock(&self) -> MutexGuard<'_, Queued> {
+    fn lock(&self) -> MutexGuard<'_, QueueState> {
         // No code that holds the lock can leave the queue in an invalid state.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -121,7 +121,7 @@ impl Queue {
     /// of the queue, at least one request if there are any. An idle engine blocks until there are
     /// requests. None if the engine must stop.
     fn take(&self, room: usize, workers: usize, is_idle: bool) -> Option<Vec<(RequestId, Request)>> {
-        let waits = |queued: &mut Queued| is_idle && !queued.closed && queued.requests.is_empty();
+        let waits = |queued: &mut QueueState| is_idle && !queued.closed && queued.requests.is_empty();
         let mut queued = self.changed.wait_while(self.lock(), waits).unwrap_or_else(PoisonError::into_inner);
         if queued.closed {
             return None;

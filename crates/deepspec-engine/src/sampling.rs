@@ -186,7 +186,7 @@ impl SamplingBatch {
 }
 
 /// Sum of each row of `[S, k]`: `[S, 1]` float32. It adds sequentially, because libtorch's parallel
-/// sum depends on the parameters of rows and threads.
+/// sum depends on the number of rows and threads.
 fn row_sum(weights: &Tensor) -> Tensor {
     let sums = weights.cumsum(-1, Kind::Double);
     sums.narrow(1, sums.size()[1] - 1, 1).to_kind(Kind::Float)

@@ -211,7 +211,8 @@ impl TargetModel {
         ModelOutput { hidden: self.norm.forward(&x), captured_states: taps }
     }
 
-    /// Peak bytes of a forward pass of `rows` tokens, with logits and distributions of `judged` tokens and the packed head.
+    /// Estimated peak bytes of a forward pass over `rows` tokens, of which the LM head reads `judged`. The packed copy of the head counts
+    /// too.
     pub fn working_bytes(&self, rows: usize, judged: usize) -> u64 {
         let layer = |layer: &crate::nn::LayerSpec| {
             let heads = layer.attention.heads;

@@ -49,9 +49,6 @@ pub use step_trace::StepTrace;
 pub use upload::{DeviceArange, Floats, Upload, UploadSlice, Uploaded, copied_runs, runs};
 pub use verify::{Verification, verify, verify_greedy};
 
-/// Whether this build has the kernels; without them every operator runs its reference in libtorch's operators.
-pub const HAS_KERNELS: bool = cfg!(feature = "kernels");
-
 /// Kernels one by one, for the tests of this crate on a GPU. Other crates call the operators.
 #[doc(hidden)]
 pub mod kernels {

@@ -2,6 +2,8 @@
 
 use tch::{Device, Kind};
 
+use crate::gated_mlp::Activation;
+
 /// What [`rms_norm`](crate::rms_norm()) and [`gated_mlp`](crate::gated_mlp()) save for the backward pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SavedTensors {
@@ -13,9 +15,18 @@ pub struct SavedTensors {
 
 impl SavedTensors {
     /// For tensors of one dtype and device. The kernels for float32 on a CPU save less than libtorch's operators, which save the input
-    /// of a norm and its normed form in float32.
-    pub fn of(kind: Kind, device: Device) -> Self {
+    /// of a norm and its normed form in float32. Only SiLU has a kernel for the MLP.
+    pub fn of(kind: Kind, device: Device, activation: Activation) -> Self {
         let has_kernels = cfg!(feature = "kernels") && (kind, device) == (Kind::Float, Device::Cpu);
-        if has_kernels { Self { norm: 4, mlp: 2 } } else { Self { norm: 8, mlp: 4 } }
+        Self {
+            norm: if has_kernels { 4 } else { 8 },
+            mlp: if has_kernels && activation == Activation::Silu { 2 } else { 4 },
+        }
+    }
+
+    /// Attention scores and probabilities that [`BlockAttention`](crate::BlockAttention) saves in so many slots of a query head that see
+    /// `keys` keys: none with kernels.
+    pub fn block_scores(slots: usize, keys: usize) -> usize {
+        if cfg!(feature = "kernels") { 0 } else { 2 * slots * keys }
     }
 }

@@ -121,7 +121,7 @@ impl EngineArgs {
 /// Most sequences that an engine can run at once; more than any single GPU supports.
 const MOST_SLOTS: usize = 1 << 16;
 
-/// RequestUpdate of one request.
+/// An update of one request.
 #[derive(Debug)]
 pub enum RequestUpdate {
     /// The engine rejects the request or cannot continue it.

@@ -4,7 +4,7 @@ use crate::conversation::Conversation;
 use crate::error::TextError;
 use crate::mask::{Supervised, messages_of_ranges, without_end};
 use crate::message::{Message, Role};
-use crate::problem::{CheckResult, Problem};
+use crate::problem::{Problem, RowFindings};
 use crate::prompt_check::PromptCheck;
 use crate::reasoning;
 use crate::rules::ChatTemplate;
@@ -23,9 +23,9 @@ pub fn check(
     template: &ChatTemplate,
     conversation: &Conversation,
     supervised: &Supervised,
-) -> Result<CheckResult, TextError> {
+) -> Result<RowFindings, TextError> {
     let template = &*template.of(conversation);
-    let mut checked = CheckResult::default();
+    let mut checked = RowFindings::default();
     let assistants = || conversation.messages.iter().filter(|message| message.role == Role::Assistant);
     checked.untrained = assistants().filter(|message| !message.is_trained_on()).count();
     checked.recorded_calls = conversation.messages.windows(2).map(recorded_calls).sum();
@@ -77,7 +77,7 @@ fn check_words(
     template: &ChatTemplate,
     conversation: &Conversation,
     supervised: &Supervised,
-    checked: &mut CheckResult,
+    checked: &mut RowFindings,
 ) {
     let messages = &conversation.messages;
     let messages_of_ranges = messages_of_ranges(&supervised.text, &supervised.text_ranges, messages);
@@ -121,7 +121,7 @@ fn rewritten(
     message: &Message,
     index: usize,
     place: &str,
-    checked: &mut CheckResult,
+    checked: &mut RowFindings,
 ) -> Option<Problem> {
     let prefix =
         template.markers().and_then(|markers| markers.assistant_prefix.as_deref()).unwrap_or_default();

@@ -31,7 +31,7 @@ pub use error::TextError;
 pub use finish::{Completeness, FINISH_REASON, FinishReason};
 pub use mask::{MIN_SUPERVISED_TOKENS, Served, Supervised, supervise};
 pub use message::{Message, MessageError, REASONING_FIELDS, Role, TEXTS, WEIGHT};
-pub use problem::{CheckResult, Problem};
+pub use problem::{Problem, RowFindings};
 pub use prompt::{generation_prompt, served_prompt, trained_thinking};
 pub use reasoning::{THINK_TAGS, ThinkTags, without_reasoning};
 pub use records::{

@@ -222,8 +222,8 @@ fn by_prefixes(
         if start >= input_ids.len() {
             break;
         }
-        // Merged tokens may make the end's count smaller than the start's; then nothing is
-        // supervised.
+        // A token may span both borders. Then the end's token count is below the start's, and the
+        // range supervises nothing.
         let end = prefixes.count(end)?.clamp(start, input_ids.len());
         loss_mask[start..end].fill(true);
     }

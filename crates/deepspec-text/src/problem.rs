@@ -70,7 +70,7 @@ pub enum Problem {
 
 /// Problems and counts of a checked row.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct CheckResult {
+pub struct RowFindings {
     /// The problems.
     pub problems: Vec<Problem>,
     /// Answers whose reasoning the template drops, as most templates do after the next user
@@ -83,7 +83,7 @@ pub struct CheckResult {
     pub recorded_calls: usize,
     /// Assistant messages that are not trained on because their `weight` is 0.
     pub untrained: usize,
-    /// Earlier answers whose training text lacks the end of their served prompt, such as an empty
-    /// think block.
+    /// Earlier answers that follow another prompt in training than in serving. Templates drop, for
+    /// example, empty think blocks from earlier turns.
     pub prompt_mismatch_earlier: usize,
 }

@@ -5,7 +5,7 @@ use crate::error::TextError;
 use crate::mask::{Served, Supervised};
 use crate::message::Role;
 use crate::prefixes::Prefixes;
-use crate::problem::{CheckResult, Problem};
+use crate::problem::{Problem, RowFindings};
 use crate::prompt::prompt_text;
 use crate::reasoning;
 use crate::rules::ChatTemplate;
@@ -27,7 +27,7 @@ pub struct PromptCheck<'a> {
 
 impl PromptCheck<'_> {
     /// Adds a problem to `checked` for each answer whose prompt does not begin the training text.
-    pub fn check_prompts(&self, checked: &mut CheckResult) -> Result<(), TextError> {
+    pub fn check_prompts(&self, checked: &mut RowFindings) -> Result<(), TextError> {
         let answers: Vec<usize> = self.answers().collect();
         let prefixes = Prefixes::new(self.tokenizer, &self.supervised.text)?;
         let chosen = answers.len().min(MAX_CHECKED);
@@ -55,7 +55,7 @@ impl PromptCheck<'_> {
         &self,
         index: usize,
         prefixes: &Prefixes<'_>,
-        checked: &mut CheckResult,
+        checked: &mut RowFindings,
     ) -> Result<(), TextError> {
         let messages = &self.conversation.messages;
         let message = &messages[index];

@@ -9,7 +9,7 @@ use deepspec_core::recipe::TemplateEntry;
 use deepspec_models::chat_formats;
 use deepspec_testkit::golden;
 use deepspec_text::{
-    ChatTemplate, ChatTokenizer, CheckResult, Conversation, Message, Supervised, check, supervise,
+    ChatTemplate, ChatTokenizer, Conversation, Message, RowFindings, Supervised, check, supervise,
 };
 use serde_json::{Value, json};
 use tempfile::TempDir;
@@ -43,7 +43,7 @@ fn look(
     template: &ChatTemplate,
     messages: Value,
     max_length: usize,
-) -> (Supervised, CheckResult) {
+) -> (Supervised, RowFindings) {
     let row = json!({"conversations": messages});
     let conversation = Conversation::from_row(row.as_object().unwrap()).unwrap();
     let supervised = supervise(tokenizer, template, &conversation, max_length).unwrap();

@@ -28,7 +28,7 @@ pub struct Args {
     /// Tokens that the target takes in per second, to say how long a build runs
     #[arg(long, value_name = "TOKENS_PER_S", conflicts_with = "measure")]
     rate: Option<f64>,
-    /// Foretell how long a build runs on an accelerator: b200, h200, h100, a100, mi300x or l40s, or a file (.yaml) that describes one
+    /// Estimate how long a build runs on an accelerator: b200, h200, h100, a100, mi300x or l40s, or a file (.yaml) that describes one
     #[arg(long, value_name = "NAME|FILE", conflicts_with_all = ["rate", "measure"])]
     hardware: Option<String>,
     /// The same by what `cache plan --measure --json` said of such a device; may be repeated

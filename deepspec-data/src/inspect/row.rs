@@ -3,7 +3,7 @@
 use deepspec_capture::unknown_token;
 use deepspec_core::jsonl::Line;
 use deepspec_core::row::{self, UniqueIds};
-use deepspec_text::{CheckResult, Conversation, MIN_SUPERVISED_TOKENS, Role, Supervised, check, supervise};
+use deepspec_text::{Conversation, MIN_SUPERVISED_TOKENS, Role, RowFindings, Supervised, check, supervise};
 use serde_json::{Map, Value};
 
 use super::settings::MaskSettings;
@@ -27,7 +27,7 @@ pub struct Examined {
     /// Text, tokens and mask.
     pub supervised: Supervised,
     /// Problems and counts.
-    pub checked: CheckResult,
+    pub checked: RowFindings,
     /// Whether the alternative mask rules give the same mask; None without such rules.
     pub agrees: Option<bool>,
 }

@@ -25,9 +25,9 @@ const EXAMPLES: usize = 10;
 
 /// One bit per row: whether it is usable.
 #[derive(Default)]
-pub struct Bits(FixedBitSet);
+pub struct UsableRows(FixedBitSet);
 
-impl Bits {
+impl UsableRows {
     fn push(&mut self, bit: bool) {
         let at = self.0.len();
         self.0.grow(at + 1);
@@ -49,7 +49,7 @@ impl Bits {
 #[derive(Default)]
 pub struct Found {
     /// Which rows are usable.
-    pub usable: Bits,
+    pub usable: UsableRows,
     /// Number of usable rows.
     pub usable_rows: usize,
     /// Unusable rows by kind of problem.
@@ -221,7 +221,7 @@ pub struct Ids {
 impl Ids {
     /// A new id for the next row, if an earlier row has the same id; `usable` are the rows before
     /// it.
-    fn rename(&mut self, own: Option<&str>, usable: &Bits) -> Option<String> {
+    fn rename(&mut self, own: Option<&str>, usable: &UsableRows) -> Option<String> {
         let index = usable.len();
         if own.is_some() && self.given.is_none() {
             let mut given = UniqueIds::default();

@@ -118,7 +118,7 @@ const POOLED: &str = "pooled";
 /// Key of temperatures that apply to all domains.
 const ALL: &str = "all";
 /// Grid size per position of joint fits, and number of sweeps over all positions.
-const JOINT_GRID: usize = 81;
+const JOINT_GRID_POINTS: usize = 81;
 const JOINT_SWEEPS: usize = 4;
 
 /// Fits by the other methods, to compare with the sequential one.
@@ -150,7 +150,7 @@ fn alternatives(
     let for_all = |found: Temperatures| BTreeMap::from([(ALL.to_string(), found)]);
     let proposals = fitted.proposals();
     let pooled = fit_pooled(&proposals, positions, &GridSearch::default())?;
-    let coarse = GridSearch { grid: logarithmic(0.1, 10.0, JOINT_GRID), ..GridSearch::default() };
+    let coarse = GridSearch { grid: logarithmic(0.1, 10.0, JOINT_GRID_POINTS), ..GridSearch::default() };
     let joint = fit_joint(&proposals, positions, &coarse, JOINT_SWEEPS)?;
     let mut by_domain = for_all(sequential.clone());
     let names: BTreeSet<String> = fitted.prompts.iter().map(domain).collect();

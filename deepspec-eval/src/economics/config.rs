@@ -41,10 +41,10 @@ fn inner(json: &Value) -> &Value {
 }
 
 /// Reads the keys that transformers' model families share: Llama, Qwen, Gemma, Mixtral, Qwen-MoE,
-/// DeepSeek and similar ones. Keys listed by [`unread`] are ignored.
+/// DeepSeek and similar ones. Keys listed by [`unread`] are ignored or read in part.
 ///
 /// # Errors
-/// Names the key that is missing, not a number, or below 1.
+/// Names the key that is missing, not a number, or below 1; also more active experts than experts.
 pub fn target(json: &Value, weights: Precision, expert_parallel: f64) -> Result<Target, String> {
     let json = inner(json);
     let find = |keys: &[&str]| keys.iter().find_map(|key| json.get(*key).and_then(Value::as_f64));

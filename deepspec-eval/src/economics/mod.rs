@@ -130,7 +130,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     if args.print_model {
         return print_model(args, verbosity);
     }
-    let model = found(&args.model, verbosity)?;
+    let model = local_model_path(&args.model, verbosity)?;
     let (target, _) = args.described(&model, f64::from(args.expert_parallel))?;
     let limit = context_limit(&model)?;
     if let Some(context) =
@@ -159,7 +159,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     }
     let draft = match (&args.draft_model, args.draft_weights) {
         (Some(path), _) => {
-            let (model, at_once) = args.described(&found(path, verbosity)?, 1.0)?;
+            let (model, at_once) = args.described(&local_model_path(path, verbosity)?, 1.0)?;
             Draft::Model { model, at_once: at_once && !args.sequential_draft }
         }
         (None, Some(weights)) => Draft::PerBlock { weights, precision: args.weights.into() },
@@ -357,7 +357,7 @@ impl Args {
 
 /// Prints the description of the model's layers, after comments on the keys that were not read.
 fn print_model(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
-    let model = found(&args.model, verbosity)?;
+    let model = local_model_path(&args.model, verbosity)?;
     if is_description(&model) {
         usage!("--print-model: {} is a description already", args.model);
     }
@@ -373,7 +373,7 @@ fn print_model(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
 }
 
 /// Path of a model: the given path, or the download of a hub id.
-fn found(model: &str, verbosity: Verbosity) -> anyhow::Result<PathBuf> {
+fn local_model_path(model: &str, verbosity: Verbosity) -> anyhow::Result<PathBuf> {
     let path = env::expand_home(model);
     if path.exists() || is_description(&path) || path.extension().is_some_and(|extension| extension == "json")
     {

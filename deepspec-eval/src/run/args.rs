@@ -17,7 +17,7 @@ use crate::results::Turns;
 /// Maximum number of samples decoded at once.
 const MOST_SEQUENCES: usize = 1 << 16;
 /// Sequences per replica if `--replicas` is not given.
-const SEQUENCES_PER_REPLICA: usize = 8;
+const DEFAULT_SEQUENCES_PER_REPLICA: usize = 8;
 /// Maximum parameter count for several replicas by default. Larger models gain less from caches, and
 /// each replica waits for memory by itself. With 16 slots on two cores, two replicas were 1.4 times as
 /// fast as one engine with both threads at 6 M parameters. At 135 M parameters they were 0.86 times
@@ -212,8 +212,8 @@ impl Args {
         (self.draft != "none").then_some(self.draft.as_str())
     }
 
-    /// Whether the samples are decoded again under the other rule. At temperature 0 both rules
-    /// agree.
+    /// Whether a second pass decodes the samples with the other draft-sampling rule (greedy or
+    /// probabilistic). At temperature 0 the rules agree, so there is no second pass.
     pub fn reports_other_rule(&self) -> bool {
         self.other_rule == Switch::On && !Sampling::new(self.temperature, 0).is_greedy()
     }
@@ -237,7 +237,7 @@ impl Args {
             // A cost curve is of one engine that runs everything, and a profile records one engine.
             None if !is_cpu || self.policy().reads_cost() || self.torch_profile.is_some() => 1,
             None if values > VALUES_OF_REPLICAS => 1,
-            None => (self.max_num_seqs / SEQUENCES_PER_REPLICA).clamp(1, threads.max(1)),
+            None => (self.max_num_seqs / DEFAULT_SEQUENCES_PER_REPLICA).clamp(1, threads.max(1)),
         })
     }
 

@@ -112,18 +112,18 @@ impl Answers {
         if drafter.is_some() && !template.sampling.is_greedy() {
             tracing::info!("drafted tokens: {}", settings.draft_sampling);
         }
-        let Decoded { passes: drafted, lanes } = decode(drafter, (DecodeMode::Main, settings.lanes))?;
+        let Decoded { passes: drafted, replicas } = decode(drafter, (DecodeMode::Main, settings.lanes))?;
         let wants = |wanted: bool| drafter.filter(|_| wanted);
         let other = wants(args.reports_other_rule())
-            .map(|drafter| decode(Some(drafter), (DecodeMode::Other, lanes)))
+            .map(|drafter| decode(Some(drafter), (DecodeMode::Other, replicas)))
             .transpose()?;
         let plain =
-            wants(!args.no_baseline).map(|_| decode(None, (DecodeMode::Baseline, lanes))).transpose()?;
+            wants(!args.no_baseline).map(|_| decode(None, (DecodeMode::Baseline, replicas))).transpose()?;
         Ok(Self {
             drafted,
             other: other.map(|decoded| decoded.passes),
             plain: plain.map(|decoded| decoded.passes),
-            replicas: lanes,
+            replicas,
         })
     }
 }
@@ -157,7 +157,7 @@ fn show_again(args: &Args, asked: &Map<String, Value>) -> anyhow::Result<()> {
     print_results(args, &results)
 }
 
-/// Everything that the answers or their speed depend on, except threads and lanes. A journal can be
+/// Everything that the answers or their speed depend on, except threads and replicas. A journal can be
 /// continued only if all of it is equal.
 fn facts(setup: &Setup, target: &Value, suites: &[TokenizedSuite]) -> anyhow::Result<Map<String, Value>> {
     let settings = &setup.settings;

@@ -72,7 +72,7 @@ pub struct Decoded {
     /// Answers, suite by suite.
     pub passes: Vec<Pass>,
     /// Number of engines that shared the slots.
-    pub lanes: usize,
+    pub replicas: usize,
 }
 
 /// Settings of the models that a pass loads.
@@ -112,7 +112,7 @@ struct EngineShares {
 }
 
 impl Models<'_> {
-    /// Loads the target and decodes the suites with at most `lanes` engines, with the drafter if there
+    /// Loads the target and decodes the suites with at most `replicas` engines, with the drafter if there
     /// is one. The target is unloaded afterwards.
     ///
     /// # Errors
@@ -121,14 +121,14 @@ impl Models<'_> {
         &self,
         speculation: Option<Speculation>,
         plan: &Plan,
-        (mode, lanes): (DecodeMode, usize),
+        (mode, replicas): (DecodeMode, usize),
         journal: &mut Journal,
         trace: &mut StepTrace,
         verbosity: Verbosity,
     ) -> anyhow::Result<Decoded> {
         let loaded = self.load(speculation)?;
-        let shares = self.fit(&loaded, plan, lanes);
-        let lanes = shares.slots.len();
+        let shares = self.fit(&loaded, plan, replicas);
+        let replicas = shares.slots.len();
         let mut engines = self.engines(loaded, &shares, mode)?;
         let passes = match engines.as_mut_slice() {
             [engine] => decode(engine, plan, mode, journal, trace, verbosity)?,
@@ -138,7 +138,7 @@ impl Models<'_> {
                 decode(&mut replicas, plan, mode, journal, trace, verbosity)?
             }
         };
-        Ok(Decoded { passes, lanes })
+        Ok(Decoded { passes, replicas })
     }
 
     /// Loads target, drafter and planner, and checks that they fit together.
@@ -163,10 +163,10 @@ impl Models<'_> {
         Ok(Loaded { planner: planner(settings, weights)?, target, drafter })
     }
 
-    /// Shares slots and memory among at most `lanes` engines. Warns if memory limits the conversations.
-    fn fit(&self, loaded: &Loaded, plan: &Plan, lanes: usize) -> EngineShares {
+    /// Shares slots and memory among at most `replicas` engines. Warns if memory limits the conversations.
+    fn fit(&self, loaded: &Loaded, plan: &Plan, replicas: usize) -> EngineShares {
         let proposer = loaded.drafter.as_ref().map(|drafter| drafter as &dyn Proposer);
-        let (slots, memory) = self.lanes_with_room(lanes, plan, &loaded.target, proposer);
+        let (slots, memory) = self.replicas_that_fit(replicas, plan, &loaded.target, proposer);
         if let Some(memory) = memory {
             warn_memory_limit(self.settings.slots, plan, memory, &loaded.target, proposer);
         }
@@ -211,8 +211,8 @@ impl Models<'_> {
     }
 
     /// Slots of each lane, and bytes for all KV caches if the device reports free memory. There are
-    /// `wanted` lanes, or fewer if the longest conversation would not fit into each.
-    fn lanes_with_room(
+    /// `wanted` replicas, or fewer if the longest conversation would not fit into each.
+    fn replicas_that_fit(
         &self,
         wanted: usize,
         plan: &Plan,
@@ -222,16 +222,16 @@ impl Models<'_> {
         let Settings { slots, turns, .. } = *self.settings;
         let (_, longest) = plan.conversations();
         let longest = if turns == Turns::All { self.context } else { longest };
-        let of = |lanes| (shares(slots, lanes), room(target, drafter, slots, lanes));
+        let of = |replicas| (shares(slots, replicas), room(target, drafter, slots, replicas));
         let fits = |(shares, memory): &(Vec<usize>, Option<u64>)| {
             let least = shares.last().copied().unwrap_or(0) as u64;
             memory.is_none_or(|all| all / slots as u64 * least >= kv_cache_bytes(target, drafter, longest))
         };
         let found = (2..=wanted).rev().map(of).find(fits).unwrap_or_else(|| of(1));
         if found.0.len() < wanted {
-            let lanes = found.0.len();
+            let replicas = found.0.len();
             tracing::warn!(
-                "the longest conversation does not fit into each of {wanted} replicas; {lanes} will run"
+                "the longest conversation does not fit into each of {wanted} replicas; {replicas} will run"
             );
         }
         found

@@ -87,7 +87,7 @@ impl Setup {
     pub fn suites(&self, args: &Args) -> anyhow::Result<Vec<TokenizedSuite>> {
         let (folder, template) = (SuiteDir::open(&args.suites_dir)?, self.request_template());
         let selected = folder.select(&args.suites, &args.domains)?.into_iter();
-        let prepare = |suite| Ok(template.prepare(folder.load(suite, self.settings.seed, args.limit)?)?);
+        let prepare = |suite| template.prepare(folder.load(suite, self.settings.seed, args.limit)?);
         selected.map(prepare).collect()
     }
 

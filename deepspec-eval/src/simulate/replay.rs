@@ -33,7 +33,7 @@ pub struct ReplayResult {
     pub steps: u64,
     /// Number of steps with drafting.
     pub drafted_steps: u64,
-    /// Seconds by the cost curve, plus the server's overhead.
+    /// Seconds by the cost curve; `Replay::run` replaces them by the server's estimate with its overhead.
     pub seconds: f64,
 }
 

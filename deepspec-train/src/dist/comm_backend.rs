@@ -25,7 +25,7 @@ pub enum CommBackend {
 }
 
 impl CommBackend {
-    /// Returns the comm_backend that `backend` selects for tensors of `device`.
+    /// Returns what `backend` selects for tensors of `device`.
     ///
     /// # Errors
     /// [`GroupError::NoNccl`] if the build has no NCCL; [`GroupError::NcclOnCpu`] for NCCL on the

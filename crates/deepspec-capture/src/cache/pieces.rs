@@ -10,13 +10,13 @@ const PIECE: u64 = 2 << 20;
 
 /// A range of a file that is written sequentially.
 #[derive(Debug)]
-pub(crate) struct Pieces {
+pub(crate) struct PieceWriter {
     /// File offset of `pending`.
     at: u64,
     pending: Vec<u8>,
 }
 
-impl Pieces {
+impl PieceWriter {
     /// A range that begins at `start`.
     pub fn from(start: u64) -> Self {
         Self { at: start, pending: Vec::new() }

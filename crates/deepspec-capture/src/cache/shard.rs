@@ -162,8 +162,8 @@ impl Geometry {
     }
 }
 
-/// Bytes of compressed exponents in a shard: the file size minus its other rows. `None` if the size
-/// is impossible.
+/// Bytes of compressed exponents in a shard: the file size minus the header and all other tensors.
+/// `None` if the size is impossible.
 ///
 /// # Errors
 /// As [`Geometry::new`].

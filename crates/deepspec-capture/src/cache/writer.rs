@@ -16,7 +16,7 @@ use crate::cache::error::{CacheError, Part};
 use crate::cache::files::ShardEntry;
 use crate::cache::layout::{Encoding, Layout};
 use crate::cache::manifest::is_absent;
-use crate::cache::pieces::Pieces;
+use crate::cache::pieces::PieceWriter;
 use crate::cache::plan::{Plan, PlannedShard};
 use crate::cache::sample::PlannedSample;
 use crate::cache::samples::Written;
@@ -105,7 +105,7 @@ pub struct ShardWriter<'p> {
     partial: PathBuf,
     file: File,
     /// In file order: exponents come last, because their size is known last.
-    tensors: [Pieces; 5],
+    tensors: [PieceWriter; 5],
     exponents: u64,
     checksums: Vec<u32>,
     exponent_bytes: Vec<u64>,
@@ -139,7 +139,7 @@ impl<'p> ShardWriter<'p> {
             path,
             partial,
             file,
-            tensors: geometry.starts().map(Pieces::from),
+            tensors: geometry.starts().map(PieceWriter::from),
             exponents: 0,
             checksums,
             exponent_bytes: Vec::new(),

@@ -28,7 +28,7 @@ pub(crate) fn of_model(name: &str, layers: u64) -> Option<String> {
         return NAMES.iter().find(|(_, theirs)| *theirs == name).map(|(ours, _)| ours.to_string());
     };
     let (layer, part) = rest.split_once('.')?;
-    // Accepts only the reference_name number: `blk.01` would be a second `blk.1`.
+    // Accepts only the canonical number: `blk.01` would be a second `blk.1`.
     layer.parse::<u64>().ok().filter(|number| *number < layers && number.to_string() == layer)?;
     let (ours, _) = LAYER_NAMES.iter().find(|(_, theirs)| *theirs == part)?;
     Some(format!("model.layers.{layer}.{ours}"))

@@ -162,7 +162,7 @@ impl<K: BlockDrafter> DraftModel<K> {
         self.drafting_states(&last)
     }
 
-    /// A training pass, which ends with [`Pass::backward`]. Backward passes run layer by layer with recomputation or a on_grad_ready.
+    /// A training pass, which ends with [`Pass::backward`]. Backward passes run layer by layer with recomputation or an `on_grad_ready` hook.
     pub(crate) fn pass<'a>(&'a self, batch: &'a BlockBatch, is_heard: bool) -> Pass<'a, K> {
         let again = self.recomputes();
         if !(again || is_heard) || !self.layers_learn() {

@@ -93,7 +93,7 @@ impl BlockSpec {
     }
 
     /// See [`crate::DrafterConfig::transfer`].
-    pub fn transfer(&self, from: &Self, transfer: &mut WarmStart) {
+    pub fn compare_for_warm_start(&self, from: &Self, transfer: &mut WarmStart) {
         transfer.compare("block_size", &from.block_size, &self.block_size);
         transfer.compare("slots", &from.slots.name(), &self.slots.name());
         transfer.compare("mask_token_id", &from.mask_token_id, &self.mask_token_id);

@@ -1,19 +1,26 @@
 //! Rows and operations of the backbone.
 
 use deepspec_models::nn::Heads;
+use deepspec_ops::SavedTensors;
 
 use super::BlockSpec;
 use crate::TrainSample;
 use crate::draft_model::{DraftDecoder, PassRows, SampleSize};
 
 /// Rows of a pass over samples of these sizes. All drafted slots are taken as supervised.
-pub fn block_pass_rows(blocks: &BlockSpec, samples: &[SampleSize]) -> PassRows {
+pub fn block_pass_rows(decoder: &DraftDecoder, blocks: &BlockSpec, samples: &[SampleSize]) -> PassRows {
     let anchors: usize = samples.iter().map(|sample| sample.anchors).sum();
+    let heads =
+        decoder.model.layers.iter().map(|layer| layer.attention.heads.query).max().unwrap_or(0) as usize;
+    let scores = |sample: &SampleSize| {
+        SavedTensors::block_scores(sample.anchors * blocks.block_size, sample.tokens + blocks.block_size)
+    };
     PassRows {
         layers: anchors * blocks.block_size,
         context: samples.iter().map(|sample| sample.tokens).sum(),
         supervised: anchors * blocks.drafted(),
         own_values: 0,
+        attention: heads * samples.iter().map(scores).sum::<usize>(),
     }
 }
 

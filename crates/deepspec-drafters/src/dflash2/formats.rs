@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use deepspec_checkpoint::{
     CheckpointError, CheckpointFormat, Decoder, DflashConfig, DflashConfigKeys, Drafter, Engine,
-    EngineLayout, ExternalClass, Family, Fields, GgufParts, GgufValue, KindSettings, LoadStatus, Reader,
+    EngineLayout, EngineSupport, ExternalClass, Family, Fields, GgufParts, GgufValue, KindSettings, Reader,
     Shapes, Speculators, keys,
 };
 use deepspec_core::Slots;
@@ -30,14 +30,14 @@ pub static READER: Reader = Reader {
     model_types: &["dflash2"],
     speculators: |fields, decoder| Ok(Arc::new(DFlash2Layout::read(fields, decoder)?)),
     classes: &[ExternalClass {
-        name: CONTAINED,
+        name: ZLAB_CLASS,
         tools: "z-lab",
-        read: |fields, _, families| contained(fields, families),
+        read: |fields, _, families| read_zlab(fields, families),
     }],
 };
 
 /// The class in z-lab's layout.
-const CONTAINED: &str = "DFlash2DraftModel";
+const ZLAB_CLASS: &str = "DFlash2DraftModel";
 
 /// More ranks of a selector are a mistake.
 const MAX_RANK: u64 = 1 << 20;
@@ -60,7 +60,7 @@ struct DFlash2Layout {
 }
 
 /// z-lab's, whose keys stand within `dflash_config`.
-fn contained(fields: &Fields, families: &[Family]) -> Result<(CheckpointFormat, Drafter), CheckpointError> {
+fn read_zlab(fields: &Fields, families: &[Family]) -> Result<(CheckpointFormat, Drafter), CheckpointError> {
     let config = DflashConfig::read(fields, &HEADS, families)?;
     if config.slots == Some(Slots::AnchorPredicts) {
         return Err(fields.error("sample_from_anchor", "true; the slots of DFlash 2 fill in"));
@@ -74,7 +74,7 @@ fn contained(fields: &Fields, families: &[Family]) -> Result<(CheckpointFormat, 
         }
     }
     let kind = Arc::new(DFlash2Layout::read(&config.inner.with(&keys), &config.decoder)?);
-    Ok((CheckpointFormat::Zlab, config.drafter(fields, CONTAINED, kind)?))
+    Ok((CheckpointFormat::Zlab, config.drafter(fields, ZLAB_CLASS, kind)?))
 }
 
 impl DFlash2Layout {
@@ -193,11 +193,11 @@ impl KindSettings for DFlash2Layout {
     fn speculators(&self) -> Speculators {
         let mut keys = self.keys();
         keys.insert("sample_from_anchor".into(), false.into());
-        Speculators { model_type: "dflash2", class: CONTAINED, taps: "aux_hidden_state_layer_ids", keys }
+        Speculators { model_type: "dflash2", class: ZLAB_CLASS, taps: "aux_hidden_state_layer_ids", keys }
     }
 
     fn dflash_config(&self, _: CheckpointFormat) -> Option<DflashConfigKeys> {
-        Some(DflashConfigKeys { class: CONTAINED, top: Map::new(), inner: self.keys() })
+        Some(DflashConfigKeys { class: ZLAB_CLASS, top: Map::new(), inner: self.keys() })
     }
 
     fn engine_layout(&self, _: Engine, _: &Drafter) -> Result<EngineLayout, String> {
@@ -238,22 +238,24 @@ impl KindSettings for DFlash2Layout {
         })
     }
 
-    fn vllm(&self, dialect: CheckpointFormat) -> LoadStatus {
+    fn vllm(&self, dialect: CheckpointFormat) -> EngineSupport {
         match dialect {
-            CheckpointFormat::Zlab => LoadStatus::tried(true, "method dflash"),
-            CheckpointFormat::Speculators => LoadStatus::read(true, "method dflash, with PR 53797"),
-            _ => LoadStatus::read(false, "the class is not registered; convert to vllm"),
+            CheckpointFormat::Zlab => EngineSupport::tried(true, "method dflash"),
+            CheckpointFormat::Speculators => EngineSupport::read(true, "method dflash, with PR 53797"),
+            _ => EngineSupport::read(false, "the class is not registered; convert to vllm"),
         }
     }
 
-    fn sglang(&self, dialect: CheckpointFormat) -> LoadStatus {
+    fn sglang(&self, dialect: CheckpointFormat) -> EngineSupport {
         match dialect {
-            CheckpointFormat::Zlab => LoadStatus::read(true, "--speculative-algorithm DFLASH, with PR 35371"),
-            CheckpointFormat::Speculators => LoadStatus::read(
+            CheckpointFormat::Zlab => {
+                EngineSupport::read(true, "--speculative-algorithm DFLASH, with PR 35371")
+            }
+            CheckpointFormat::Speculators => EngineSupport::read(
                 false,
                 "speculators_model_type was refused when read (issues 30982, 34734); convert to sglang",
             ),
-            _ => LoadStatus::read(false, "the class is not registered; convert to sglang"),
+            _ => EngineSupport::read(false, "the class is not registered; convert to sglang"),
         }
     }
 }

@@ -181,8 +181,8 @@ impl DrafterConfig for DFlash2Config {
         self.convolution.group_size = 1; // divides any width
     }
 
-    fn transfer(&self, from: &Self, transfer: &mut WarmStart) {
-        self.blocks.transfer(&from.blocks, transfer);
+    fn compare_for_warm_start(&self, from: &Self, transfer: &mut WarmStart) {
+        self.blocks.compare_for_warm_start(&from.blocks, transfer);
         let (theirs, own) = (&from.convolution, &self.convolution);
         transfer.compare("convolution.kernel_size", &theirs.kernel_size, &own.kernel_size);
         transfer.compare("convolution.group_size", &theirs.group_size, &own.group_size);

@@ -159,8 +159,8 @@ impl DrafterKind for DFlash2Parts {
     /// Autograd keeps the input of each convolution once per tap, and its coefficients.
     fn pass_rows(config: &DFlash2Config, samples: &[SampleSize]) -> PassRows {
         let taps = config.convolution.kernel_size * config.decoder.model.hidden_size;
-        let own_values = HALVES * (SIDES * taps as usize + config.coefficients());
-        PassRows { own_values, ..block_pass_rows(&config.blocks, samples) }
+        let own_values = SUBLAYERS * (CONVOLUTIONS_PER_SUBLAYER * taps as usize + config.coefficients());
+        PassRows { own_values, ..block_pass_rows(&config.decoder, &config.blocks, samples) }
     }
 
     fn drafter(model: DFlash2, slots: usize) -> Box<dyn Drafter> {
@@ -192,9 +192,9 @@ struct SelectorLoss<'a> {
     /// Features of the candidates, `[R, r]`.
     features: &'a Tensor,
     /// Receives the gradients of the features, `[R, r]`.
-    by_features: Tensor,
+    features_grad: Tensor,
     /// Receives the gradients of B, `[V, r]` float32; None where B is frozen.
-    by_successors: Option<Tensor>,
+    successors_grad: Option<Tensor>,
     /// Its weight.
     alpha: f64,
     /// Factor on the gradients.
@@ -225,9 +225,9 @@ impl RowObjective for SelectorLoss<'_> {
 
         let weights = span.of(&self.batch.weights).unsqueeze(1) * self.alpha;
         let gradient = (q - label) * (&weights * &recalled * self.scale); // [n, k]
-        let by_pairs = gradient.unsqueeze(1); // [n, 1, k]
-        span.of(&self.by_features).copy_(&by_pairs.bmm(&successors).squeeze_dim(1));
-        if let Some(sum) = &self.by_successors {
+        let pair_scores_grad = gradient.unsqueeze(1); // [n, 1, k]
+        span.of(&self.features_grad).copy_(&pair_scores_grad.bmm(&successors).squeeze_dim(1));
+        if let Some(sum) = &self.successors_grad {
             let by_rows = gradient.unsqueeze(2) * features.to_kind(Kind::Float).unsqueeze(1); // [n, k, r]
             add_rows(sum, &tokens.flatten(0, 1), &by_rows.flatten(0, 1));
         }
@@ -269,8 +269,8 @@ impl DFlash2 {
             selector,
             batch,
             features: &features.detach(),
-            by_features: features.zeros_like(),
-            by_successors: learns.then(|| successors.zeros_like().to_kind(Kind::Float).detach()),
+            features_grad: features.zeros_like(),
+            successors_grad: learns.then(|| successors.zeros_like().to_kind(Kind::Float).detach()),
             alpha,
             scale,
         };
@@ -292,13 +292,13 @@ impl DFlash2 {
             distill_loss(&self.vocabulary().loss_head(), &rows, recipe)
         });
         let surrogate =
-            (&rows * &output.hidden).sum(Kind::Float) + (&features * &loss.by_features).sum(Kind::Float);
+            (&rows * &output.hidden).sum(Kind::Float) + (&features * &loss.features_grad).sum(Kind::Float);
         pass.backward(&surrogate, on_grad_ready);
         tch::no_grad(|| {
             if let (true, Some(sums)) = (predecessors.requires_grad(), &batch.previous_sums) {
                 sums.add(&gradient(predecessors), &e.grad().flatten(0, 1));
             }
-            if let Some(sum) = &loss.by_successors {
+            if let Some(sum) = &loss.successors_grad {
                 let mut gradient = gradient(successors);
                 let _ = gradient.g_add_(&sum.to_kind(gradient.kind()));
             }
@@ -334,22 +334,22 @@ impl DFlash2Sum {
 }
 
 /// Attention and MLP of a layer, with convolutions before and after each.
-const HALVES: usize = 2;
+const SUBLAYERS: usize = 2;
 /// Convolutions around attention or MLP.
-const SIDES: usize = 2;
+const CONVOLUTIONS_PER_SUBLAYER: usize = 2;
 
 impl DFlash2Config {
     /// Outputs of one projection to coefficients.
     fn coefficients(&self) -> usize {
         let channels = self.decoder.model.hidden_size / self.convolution.group_size;
-        (SIDES as i64 * self.convolution.kernel_size * channels) as usize
+        (CONVOLUTIONS_PER_SUBLAYER as i64 * self.convolution.kernel_size * channels) as usize
     }
 
     /// Floating-point operations of forward and backward pass over `samples`, counted as in `backbone_flops`.
     pub fn flops(&self, samples: &[TrainSample]) -> f64 {
         let (model, rank) = (&self.decoder.model, self.selector_rank as f64);
         let (d, vocab, gamma) = (model.hidden_size as f64, model.vocab_size as f64, self.blocks.drafted());
-        let coefficients = (HALVES * model.layers.len() * self.coefficients()) as f64;
+        let coefficients = (SUBLAYERS * model.layers.len() * self.coefficients()) as f64;
         let of_sample = |sample: &TrainSample| {
             let supervised = sample.anchors.iter().map(|&anchor| eval_mask(&sample.loss_mask, anchor, gamma));
             let rows = supervised.sum::<usize>() as f64;

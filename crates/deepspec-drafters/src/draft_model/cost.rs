@@ -1,6 +1,6 @@
 //! Memory of a training pass, estimated from the rows that it computes.
 
-use deepspec_models::nn::{LayerSpec, Norms};
+use deepspec_models::nn::{LayerSpec, Norms, Value};
 use deepspec_ops::{SavedTensors, distill_loss};
 use tch::{Device, Kind};
 
@@ -28,13 +28,15 @@ pub struct PassRows {
     pub supervised: usize,
     /// Values that the drafter's own parts keep of a row in each layer.
     pub own_values: usize,
+    /// Values that attention keeps in each layer beside queries, keys, values and output.
+    pub attention: usize,
 }
 
 impl PassRows {
     /// Estimated peak bytes of forward and backward pass, beside weights and gradients.
     ///
     /// The estimate counts the tensors that autograd keeps for each row, the gradients of one layer, and the buffers of the losses. It
-    /// leaves out attention masks and the heads of a drafter.
+    /// leaves out the heads of a drafter.
     pub fn activation_bytes(
         &self,
         decoder: &DraftDecoder,
@@ -42,13 +44,13 @@ impl PassRows {
         device: Device,
         recomputes: bool,
     ) -> usize {
-        let Self { layers: rows, context, supervised, own_values } = *self;
+        let Self { layers: rows, context, supervised, own_values, attention } = *self;
         let (model, value) = (&decoder.model, kind.elt_size_in_bytes());
         let d = model.hidden_size as usize;
-        let saved = SavedTensors::of(kind, device);
         let by_layer = model.layers.iter().map(|layer| {
+            let saved = SavedTensors::of(kind, device, layer.activation);
             let row = row_bytes(layer, saved, value) + own_values * value;
-            rows * row + context * key_value_bytes(layer, saved, value)
+            rows * row + context * key_value_bytes(layer, saved, value) + attention * value
         });
         let (kept, largest) = (by_layer.clone().sum::<usize>(), by_layer.max().unwrap_or(0));
         let of_layers = if recomputes { model.layers.len() * rows * d * value + largest } else { kept };
@@ -79,5 +81,6 @@ fn row_bytes(layer: &LayerSpec, saved: SavedTensors, value: usize) -> usize {
 fn key_value_bytes(layer: &LayerSpec, saved: SavedTensors, value: usize) -> usize {
     let heads = layer.attention.heads;
     let head_norm = if layer.qk_norm { saved.norm } else { 0 };
-    (heads.key_value * heads.dim) as usize * (head_norm + 3 * value)
+    let value_norm = if layer.value == Value::Projected { 0 } else { saved.norm };
+    (heads.key_value * heads.dim) as usize * (head_norm + value_norm + 3 * value)
 }

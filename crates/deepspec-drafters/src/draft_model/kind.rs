@@ -66,7 +66,7 @@ pub trait DrafterConfig: Debug + Clone + Send + Sync + 'static {
     fn shrink(&mut self) {}
 
     /// Compares its own settings with those of a checkpoint that training starts `from`.
-    fn transfer(&self, _from: &Self, _transfer: &mut WarmStart) {}
+    fn compare_for_warm_start(&self, _from: &Self, _transfer: &mut WarmStart) {}
 }
 
 /// A drafter that is trained on a target's hidden states. The type holds its own weights; [`DraftModel`] holds embedding, head and the

@@ -75,7 +75,7 @@ impl<K: DrafterKind> DraftModel<K> {
         let (theirs, own) = (there.decoder(), here.decoder());
         transfer.compare("target_layer_ids", &Tap::layer_ids(&theirs.taps), &Tap::layer_ids(&own.taps));
         transfer.compare("num_target_layers", &theirs.num_target_layers, &own.num_target_layers);
-        here.transfer(&there, &mut transfer);
+        here.compare_for_warm_start(&there, &mut transfer);
         let differing = transfer.differences();
         if !differing.is_empty() {
             return Err(misfit(format!(

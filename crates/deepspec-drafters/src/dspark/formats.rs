@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use deepspec_checkpoint::{
     CheckpointError, CheckpointFormat, Decoder, DflashConfig, DflashConfigKeys, Drafter, Engine,
-    EngineLayout, ExternalClass, Family, Fields, GgufParts, GgufValue, Incompatibility, KindSettings,
-    LoadStatus, Reader, Settings, Shapes, Speculators, Tensors, keys,
+    EngineLayout, EngineSupport, ExternalClass, Family, Fields, GgufParts, GgufValue, Incompatibility,
+    KindSettings, Reader, Settings, Shapes, Speculators, Tensors, keys,
 };
 use deepspec_core::Slots;
 use serde::Serialize;
@@ -411,62 +411,62 @@ impl KindSettings for BlockLayout {
         Ok(parts)
     }
 
-    fn vllm(&self, dialect: CheckpointFormat) -> LoadStatus {
+    fn vllm(&self, dialect: CheckpointFormat) -> EngineSupport {
         let kind = self.markov.map(|markov| markov.kind);
-        let without_head = LoadStatus::read(
+        let without_head = EngineSupport::read(
             false,
             "it stops without a Markov head; convert to vllm, which adds one of zeros",
         );
         match dialect {
-            CheckpointFormat::Zlab if self.fills_in() => LoadStatus::tried(true, "method dflash"),
-            CheckpointFormat::Zlab => LoadStatus::read(
+            CheckpointFormat::Zlab if self.fills_in() => EngineSupport::tried(true, "method dflash"),
+            CheckpointFormat::Zlab => EngineSupport::read(
                 false,
                 "every slot drafts, which z-lab's layout says within `dflash_config`, where vLLM refuses it; convert to vllm",
             ),
             CheckpointFormat::Speculators if self.fills_in() && !self.has_heads() => {
-                LoadStatus::read(true, "method dflash")
+                EngineSupport::read(true, "method dflash")
             }
             _ if !matches!(kind, None | Some(MarkovKind::Vanilla)) => {
-                LoadStatus::read(false, "its DSpark knows the vanilla Markov head only")
+                EngineSupport::read(false, "its DSpark knows the vanilla Markov head only")
             }
             CheckpointFormat::Modelopt => {
-                LoadStatus::read(false, "it knows the heads by the reference's names; convert to vllm")
+                EngineSupport::read(false, "it knows the heads by the reference's names; convert to vllm")
             }
             CheckpointFormat::Reference if kind.is_none() && !self.fills_in() => {
-                LoadStatus { tried: true, ..without_head }
+                EngineSupport { tried: true, ..without_head }
             }
             _ if kind.is_none() => without_head,
             CheckpointFormat::Reference | CheckpointFormat::Speculators if !self.fills_in() => {
-                LoadStatus::tried(true, "method dspark")
+                EngineSupport::tried(true, "method dspark")
             }
-            _ => LoadStatus::read(true, "method dspark"),
+            _ => EngineSupport::read(true, "method dspark"),
         }
     }
 
-    fn sglang(&self, dialect: CheckpointFormat) -> LoadStatus {
+    fn sglang(&self, dialect: CheckpointFormat) -> EngineSupport {
         match dialect {
-            CheckpointFormat::Speculators => LoadStatus::read(
+            CheckpointFormat::Speculators => EngineSupport::read(
                 false,
                 "speculators_model_type was refused when read (issues 30982, 34734); convert to sglang",
             ),
-            CheckpointFormat::Reference if self.fills_in() && self.has_heads() => LoadStatus::read(
+            CheckpointFormat::Reference if self.fills_in() && self.has_heads() => EngineSupport::read(
                 false,
                 "every slot drafts there, and no layout has heads beside slots that fill in",
             ),
             CheckpointFormat::Reference if self.fills_in() => {
-                LoadStatus::read(false, "every slot drafts there; convert to sglang")
+                EngineSupport::read(false, "every slot drafts there; convert to sglang")
             }
             CheckpointFormat::Modelopt => {
-                LoadStatus::read(false, "it knows the heads by the reference's names; convert to sglang")
+                EngineSupport::read(false, "it knows the heads by the reference's names; convert to sglang")
             }
             CheckpointFormat::Zlab if self.fills_in() => {
-                LoadStatus::read(true, "--speculative-algorithm DFLASH")
+                EngineSupport::read(true, "--speculative-algorithm DFLASH")
             }
             CheckpointFormat::Zlab => {
-                LoadStatus::read(false, "slots of its DFLASH fill in; convert to sglang")
+                EngineSupport::read(false, "slots of its DFLASH fill in; convert to sglang")
             }
-            _ if self.markov.is_some() => LoadStatus::read(true, "--speculative-algorithm DSPARK"),
-            _ => LoadStatus::read(
+            _ if self.markov.is_some() => EngineSupport::read(true, "--speculative-algorithm DSPARK"),
+            _ => EngineSupport::read(
                 false,
                 "DSPARK needs markov_rank > 0; convert to sglang, which adds a head of zeros",
             ),

@@ -40,7 +40,7 @@ pub struct BlockRecipe {
     /// Tokens that a draft layer with a window sees, itself included. The layers without one see everything.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub sliding_window: Option<usize>,
-    /// The kind of each draft layer; absent means a window in all of them where there is one, and in none elsewhere.
+    /// Attention kind of each draft layer. If absent, every layer uses `sliding_window` when it is set, and full attention otherwise.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub layer_types: Vec<LayerType>,
     /// A token that never occurs in text; stands for what is to be predicted.
@@ -224,8 +224,8 @@ impl DrafterConfig for BlockConfig {
     }
 
     /// Heads that the other drafter lacks keep their random weights.
-    fn transfer(&self, from: &Self, transfer: &mut WarmStart) {
-        self.blocks.transfer(&from.blocks, transfer);
+    fn compare_for_warm_start(&self, from: &Self, transfer: &mut WarmStart) {
+        self.blocks.compare_for_warm_start(&from.blocks, transfer);
         match from.markov {
             Some(_) => transfer.compare_words("markov", from.markov_words(), self.markov_words()),
             None => transfer.may_be_fresh.push("markov_head."),
@@ -421,7 +421,8 @@ impl ConfidenceHead {
         Some(Self { proj, with_markov: confidence.with_markov })
     }
 
-    /// `hidden [.., d]` and the previous token's `e [.., r]` to logits `[..]`.
+    /// Confidence logits `[..]` from `hidden [.., d]`. With `with_markov` the Markov embedding `e [.., r]` of the previous token is an
+    /// input too.
     pub fn forward(&self, hidden: &Tensor, e: Option<&Tensor>) -> Tensor {
         let logit = match e {
             Some(e) if self.with_markov => self.proj.forward(&Tensor::cat(&[hidden, e], -1)),

@@ -192,7 +192,7 @@ impl DrafterKind for BlockParts {
     }
 
     fn pass_rows(config: &BlockConfig, samples: &[SampleSize]) -> PassRows {
-        block_pass_rows(&config.blocks, samples)
+        block_pass_rows(&config.decoder, &config.blocks, samples)
     }
 
     fn drafter(model: Block, slots: usize) -> Box<dyn Drafter> {

@@ -3,9 +3,9 @@
 use std::sync::Arc;
 
 use deepspec_checkpoint::{
-    CheckpointError, CheckpointFormat, Decoder, Drafter, Engine, EngineLayout, ExternalClass, Family, Fields,
-    GgufParts, GgufValue, Incompatibility, KindSettings, LoadStatus, Reader, Settings, Shapes, Speculators,
-    keys, taps,
+    CheckpointError, CheckpointFormat, Decoder, Drafter, Engine, EngineLayout, EngineSupport, ExternalClass,
+    Family, Fields, GgufParts, GgufValue, Incompatibility, KindSettings, Reader, Settings, Shapes,
+    Speculators, keys, taps,
 };
 use deepspec_core::Tap;
 use serde_json::{Map, Value, json};
@@ -253,29 +253,30 @@ impl KindSettings for Eagle3Layout {
         })
     }
 
-    fn vllm(&self, dialect: CheckpointFormat) -> LoadStatus {
+    fn vllm(&self, dialect: CheckpointFormat) -> EngineSupport {
         match dialect {
             CheckpointFormat::Reference => {
-                LoadStatus::read(false, "the class is not registered; convert to vllm")
+                EngineSupport::read(false, "the class is not registered; convert to vllm")
             }
-            CheckpointFormat::Speculators => LoadStatus::tried(true, "method eagle3"),
+            CheckpointFormat::Speculators => EngineSupport::tried(true, "method eagle3"),
             CheckpointFormat::Specforge | CheckpointFormat::Zlab | CheckpointFormat::Modelopt => {
-                LoadStatus::read(true, "method eagle3")
+                EngineSupport::read(true, "method eagle3")
             }
         }
     }
 
-    fn sglang(&self, dialect: CheckpointFormat) -> LoadStatus {
+    fn sglang(&self, dialect: CheckpointFormat) -> EngineSupport {
         match dialect {
-            CheckpointFormat::Speculators => {
-                LoadStatus::read(false, "speculators_model_type was refused when read (issues 30982, 34734)")
-            }
-            CheckpointFormat::Reference => LoadStatus::read(
+            CheckpointFormat::Speculators => EngineSupport::read(
+                false,
+                "speculators_model_type was refused when read (issues 30982, 34734)",
+            ),
+            CheckpointFormat::Reference => EngineSupport::read(
                 false,
                 "it loads Eagle3 as SpecForge writes it, without norms on queries and keys",
             ),
             CheckpointFormat::Specforge | CheckpointFormat::Zlab | CheckpointFormat::Modelopt => {
-                LoadStatus::read(true, "--speculative-algorithm EAGLE3")
+                EngineSupport::read(true, "--speculative-algorithm EAGLE3")
             }
         }
     }

@@ -421,7 +421,7 @@ impl Eagle3Batch {
     }
 }
 
-/// Keys and values of one layer for the columns that later steps need.
+/// Keys and values of one layer. `context` holds all columns of step 0; `own` holds, for each later step, the columns still in use.
 #[derive(Default)]
 pub(super) struct History {
     /// Keys and values of step 0, `[N, G, D]` each.

@@ -10,8 +10,8 @@ use serde_json::{Map, Value, json};
 use tch::{Kind, Tensor};
 
 use super::model::{
-    Eagle3, Eagle3Batch, Eagle3Config, Eagle3Objective, Eagle3Parts, Eagle3Proposer, Eagle3Recipe, Step,
-    Supervise, needed, supervised,
+    Eagle3, Eagle3Batch, Eagle3Config, Eagle3Objective, Eagle3Parts, Eagle3Proposer, Eagle3Recipe, PIECE,
+    Step, Supervise, needed, supervised,
 };
 use crate::draft_model::{
     DraftDecoder, DrafterConfig, DrafterKind, PassRows, Plan, SampleSize, backward, check, load,
@@ -115,11 +115,30 @@ impl DrafterKind for Eagle3Parts {
         let sum = |size: fn(&SampleSize) -> usize| samples.iter().map(size).sum::<usize>();
         let (tokens, supervised) = (sum(|sample| sample.tokens), sum(|sample| sample.supervised));
         let steps = config.ttt_length;
+        // Every piece of columns has keys, values and a mask of its own.
+        let heads = config.decoder.model.layers.iter().map(|layer| layer.attention.heads);
+        let attention = |heads: Heads| {
+            let (keys, repeats) = ((heads.key_value * heads.dim) as usize, heads.repeats() as usize);
+            let of_columns = |count: usize, tokens: usize, s: usize| {
+                let pieces = (0..count).step_by(PIECE).map(|first| {
+                    let rows = PIECE.min(count - first);
+                    let seen = (first + rows) * tokens / count + s * rows;
+                    seen * (2 * keys + rows * repeats)
+                });
+                pieces.sum::<usize>()
+            };
+            let of_sample = |sample: &SampleSize| {
+                let later = (1..steps).map(|s| of_columns(sample.supervised, sample.tokens, s));
+                of_columns(sample.tokens, sample.tokens, 0) + later.sum::<usize>()
+            };
+            samples.iter().map(of_sample).sum::<usize>()
+        };
         PassRows {
             layers: tokens + (steps - 1) * supervised,
             context: tokens,
             supervised: steps * supervised,
             own_values: 0,
+            attention: heads.map(attention).max().unwrap_or(0),
         }
     }
 

@@ -7,7 +7,7 @@ use super::{Engine, Step, StepInputs, to_host};
 use crate::outcome::{VerifyOutcome, padding};
 use crate::{Proposer, Target};
 
-/// Index tensors for the rows of a step's blocks, on the device.
+/// Draft lengths of a step's blocks, and the row indices that follow from them, on the device.
 pub(super) struct Lengths {
     /// γ' of each block, `[S]` int64.
     lens: Tensor,

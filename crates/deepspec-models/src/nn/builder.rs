@@ -89,7 +89,8 @@ impl<'a> Builder<'a> {
         Self::new(Source::Checkpoint(weights))
     }
 
-    /// Draws random parameters with standard deviation `std`; `seed` and its name alone decide each.
+    /// Initialises new parameters. Normal ones have standard deviation `std`; their values depend on `seed` and the parameter's name and
+    /// shape alone.
     pub fn fresh(seed: u64, std: f64, device: Device, kind: Kind) -> Self {
         Self::new(Source::Fresh { seed, std, device, kind })
     }

@@ -109,7 +109,7 @@ impl DecoderLayer {
         let LayerInput { x, repeated, embeddings } = input;
         if hook.is_none()
             && let Some(weights) = self.pre_norm_weights()
-            && let Some(y) = decoder_layer(x, repeated, &weights, rotation.angles(), attend)
+            && let Some(y) = decoder_layer(x, repeated, &weights, rotation.cos_sin(), attend)
         {
             return y;
         }

@@ -16,7 +16,7 @@ use tiles::tiled;
 
 /// Adjacent blocks that attend to the context together. Context before the first of them needs no mask, context between them does.
 const TILE: usize = 32;
-/// Parts of the context begin and end at multiples of this: libraries keep code for every shape of a product.
+/// Ranges of context keys are rounded to multiples of this. Otherwise libraries compile and keep a kernel for every new shape.
 const ALIGNED: usize = 64;
 /// Added to scores of masked keys. It is finite: a row without visible keys still has a log-sum-exp.
 const HIDDEN: f64 = -1e30;

@@ -5,8 +5,10 @@ use tch::{Kind, Tensor};
 use super::HIDDEN;
 use crate::attention::{AttentionSpec, Heads, Qkv};
 
-/// Attention of one sequence's blocks, see [`super::BlockAttention::forward`]. `anchors` is `[A]`, `block` holds `[A·B, heads, D]`, and
-/// keys and values of the context are `[T, G, D]`: `[A·B, H·D]`.
+/// Attention of one sequence's blocks, see [`super::BlockAttention::forward`].
+///
+/// `anchors` is `[A]`; the queries of `block` are `[A·B, H, D]`, its keys and values `[A·B, G, D]`. `k` and `v` of the context are
+/// `[T, G, D]`. Returns `[A·B, H·D]`.
 pub(super) fn block_attention(
     block: &Qkv,
     k: &Tensor,

@@ -142,9 +142,9 @@ pub struct ProjectedHeads<'a> {
 /// Queries, keys and values of N rows.
 #[derive(Clone, Copy)]
 pub enum KvRows<'a> {
-    /// As they attend: `[N, H, D]`, and `[N, G, D]` twice.
+    /// Queries `[N, H, D]`, and keys and values `[N, G, D]`, already normed and rotated.
     Separate([&'a Tensor; 3]),
-    /// Side by side, `[N, (H + 2G)·D]`, neither normed nor turned yet.
+    /// One tensor `[N, (H + 2G)·D]` of queries, keys and values that are neither normed nor rotated.
     Projected(&'a Tensor, ProjectedHeads<'a>),
 }
 

@@ -25,8 +25,8 @@ mod tests {
     fn kernels_compute_what_the_reference_computes() {
         let values = |seed: u64, count: usize| Tensor::from_slice(&deepspec_testkit::noise(seed, count));
         let x = values(1, 5 * 3 * 64).view([5, 3, 64]);
-        let angles = values(2, 5 * 32).view([5, 1, 32]);
-        let (cos, sin) = (angles.cos(), angles.sin());
+        let cos_sin = values(2, 5 * 32).view([5, 1, 32]);
+        let (cos, sin) = (cos_sin.cos(), cos_sin.sin());
         assert!(rope(&x, &cos, &sin).allclose(&reference::rope(&x, &cos, &sin), 1e-5, 1e-6, false));
     }
 }

@@ -7,14 +7,14 @@ use std::fmt;
 pub enum Scaling {
     /// Not at all.
     None,
-    /// Only the first `planes` of the D/2 planes turn; all angles are divided by `factor`.
+    /// Only the first `planes` of the D/2 planes turn; all cos_sin are divided by `factor`.
     Proportional {
         /// Planes that turn.
         planes: i64,
         /// Divisor.
         factor: f64,
     },
-    /// All angles are divided by `factor`.
+    /// All cos_sin are divided by `factor`.
     Linear {
         /// Divisor.
         factor: f64,
@@ -79,7 +79,7 @@ pub struct Yarn {
 /// The rotary embedding of a layer.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct RopeSpec {
-    /// θ, base of the angles.
+    /// θ, base of the cos_sin.
     pub theta: f64,
     /// D.
     pub head_dim: i64,

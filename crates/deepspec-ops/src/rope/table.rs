@@ -1,4 +1,4 @@
-//! Cosines and sines of positions; angles are float32 whatever the model's dtype.
+//! Cosines and sines of positions; cos_sin are float32 whatever the model's dtype.
 
 use std::cell::{OnceCell, RefCell};
 use std::f64::consts::TAU;
@@ -112,9 +112,9 @@ impl Rope {
 
     /// The rotation of integer positions `[N]`, all of them at once.
     fn piece(&self, positions: &Tensor, kind: Kind) -> Rotation {
-        let angles = positions.to_kind(Kind::Float).unsqueeze(1) * self.inverse_frequencies(); // [N, D/2]
+        let cos_sin = positions.to_kind(Kind::Float).unsqueeze(1) * self.inverse_frequencies(); // [N, D/2]
         let scaled = |x: Tensor| (x * self.attention_factor()).to_kind(kind).unsqueeze(1);
-        Rotation { cos: scaled(angles.cos()), sin: scaled(angles.sin()) }
+        Rotation { cos: scaled(cos_sin.cos()), sin: scaled(cos_sin.sin()) }
     }
 }
 
@@ -154,7 +154,7 @@ fn plain(spec: &RopeSpec, device: Device) -> Tensor {
     Tensor::pow_scalar(spec.theta, &exponent).reciprocal()
 }
 
-/// `kept` of each plain frequency and the rest of the one divided by `factor`.
+/// Mixes two frequency tables: weight `kept` on the plain one, and 1 − `kept` on the one divided by `factor`.
 fn blend(plain: &Tensor, factor: f64, kept: &Tensor) -> Tensor {
     plain * kept + (plain / factor) * (1.0 - kept)
 }
@@ -175,7 +175,7 @@ fn ramp(spec: &RopeSpec, yarn: Yarn) -> (f64, f64) {
 
 impl Rotation {
     /// Cosines and sines.
-    pub fn angles(&self) -> [&Tensor; 2] {
+    pub fn cos_sin(&self) -> [&Tensor; 2] {
         [&self.cos, &self.sin]
     }
 

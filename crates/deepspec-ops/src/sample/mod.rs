@@ -11,8 +11,8 @@ pub fn argmax(x: &Tensor) -> Tensor {
     ffi::argmax(x).unwrap_or_else(|| x.argmax(-1, false))
 }
 
-/// softmax(logits / temperature): float32 `[n, V]` of `logits [n, V]` and `temperatures [n, 1]` float32. On the CPU a row's bits do
-/// not depend on the other rows.
+/// softmax(logits / temperature): float32 `[n, V]` of `logits [n, V]` and `temperatures [n, 1]` float32. With kernels on the
+/// CPU, a row's bits do not depend on the other rows.
 pub fn distributions(logits: &Tensor, temperatures: &Tensor) -> Tensor {
     let mut logits = logits.to_kind(Kind::Float);
     if logits.device() == Device::Cpu {

@@ -11,12 +11,12 @@ const RESIDUAL_FLOOR: f64 = 1e-8;
 pub struct Verification {
     /// Accepted draft tokens of each block, before stop tokens are considered: `[S]` int64.
     pub accepted: Tensor,
-    /// The token after the accepted ones: `[S]` int64. It comes from the residual, or from the target after a fully accepted block.
+    /// The token after the accepted ones: `[S]` int64, drawn as the function that returns it says.
     pub next: Tensor,
 }
 
 /// Accepts token x_k with probability min(1, p_k(x_k)/q_k(x_k)), from left to right. The next token comes from
-/// normalise(max(p − q, 0)) at the first rejection, or from p after a fully accepted block.
+/// normalise(max(p − q, 0)) at the first rejection, or from p after a fully accepted block and where that residual is below 1e-8.
 ///
 /// `target [S, Γ+1, V]` and `draft [S, Γ, V]` are float32 distributions, `tokens [S, Γ]` the draft tokens, `lens [S]` int64 the
 /// block lengths γ' ≤ Γ, `accept_uniforms [S, Γ]` and `next_uniforms [S]` float64 in [0, 1). libtorch's operators compute it on every

@@ -36,7 +36,7 @@ impl AccessPolicy {
             }
         }
         match &self.key {
-            Some(key) if !text(AUTHORIZATION).is_some_and(|sent| is_key(sent, key)) => {
+            Some(key) if !text(AUTHORIZATION).is_some_and(|sent| is_authorized(sent, key)) => {
                 Err(respond::refusal(&ChatError::Unauthorised).into())
             }
             _ => Ok(()),
@@ -79,7 +79,7 @@ fn without_port(host: &str) -> &str {
 
 /// Whether a header has the API key. The comparison takes equal time for all keys of the right
 /// length.
-fn is_key(sent: &str, key: &str) -> bool {
+fn is_authorized(sent: &str, key: &str) -> bool {
     let Some((scheme, sent)) = sent.split_once(' ') else { return false };
     let differing = sent.bytes().zip(key.bytes()).fold(0, |all, (a, b)| all | (a ^ b));
     scheme.eq_ignore_ascii_case("bearer") && sent.len() == key.len() && differing == 0

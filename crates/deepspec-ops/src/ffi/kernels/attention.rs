@@ -322,7 +322,7 @@ mod tests {
         let all = run(5, 7, 53, 16, |q, context, own| {
             attend_by_block(q, context, own, &sequences, Some(9), 0.2).unwrap()
         });
-        let split_rows = run(5, 7, 53, 16, |q, context, own| {
+        let separate = run(5, 7, 53, 16, |q, context, own| {
             let (mut block, mut token) = (0, 0);
             let of = sequences.iter().map(|of| {
                 let (rows, tokens) = (of.anchors.len() as i64 * 7, of.tokens);
@@ -334,7 +334,7 @@ mod tests {
             });
             Tensor::cat(&of.collect::<Vec<_>>(), 0)
         });
-        assert!(all.iter().zip(&split_rows).all(|(all, split_rows)| all.equal(split_rows)));
+        assert!(all.iter().zip(&separate).all(|(all, separate)| all.equal(separate)));
     }
 
     fn lone(tokens: i64, anchors: &[i64]) -> [SequenceBlocks; 1] {

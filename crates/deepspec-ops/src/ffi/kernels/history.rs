@@ -33,7 +33,7 @@ impl RawChunk {
 
 /// The shim's `KvRows`.
 #[repr(C)]
-struct RawRows {
+struct RawKvRows {
     q: *const f32,
     k: *const f32,
     v: *const f32,
@@ -50,7 +50,7 @@ struct RawRows {
     eps: f32,
 }
 
-impl RawRows {
+impl RawKvRows {
     /// Checks all but that there are kernels for the heads.
     ///
     /// # Panics
@@ -137,7 +137,7 @@ impl RawRows {
 unsafe extern "C" {
     fn ds_has_history_attention(dim: i64) -> bool;
     fn ds_history_attention(
-        rows: *const RawRows,
+        rows: *const RawKvRows,
         chunks: *const RawChunk,
         count: usize,
         scale: f64,
@@ -171,8 +171,8 @@ pub fn in_place_attention(
         KvRows::Projected(qkv, _) => qkv.requires_grad(),
     };
     assert!(!learns, "attention over histories has no gradient");
-    let rows = RawRows::of(rows);
-    let RawRows { rows: n, groups, dim, .. } = rows;
+    let rows = RawKvRows::of(rows);
+    let RawKvRows { rows: n, groups, dim, .. } = rows;
     assert!(has_in_place_attention(dim), "heads of {dim} on this processor");
     // Chunks of one pool mostly follow one another, and it takes longer to ask than to attend.
     let mut known: Option<([&Tensor; 2], [usize; 2])> = None;

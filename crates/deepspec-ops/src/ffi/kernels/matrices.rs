@@ -24,7 +24,7 @@ unsafe extern "C" {
 ///
 /// False, and nothing is done, where libtorch's product is faster or the tensors are no float32 matrices of the CPU.
 pub fn multiply(a: &Tensor, b: &Tensor, out: &mut Tensor, add: bool) -> bool {
-    multiplies() && multiply_here(a, b, out, add)
+    multiplies() && try_multiply(a, b, out, add)
 }
 
 /// Whether the shim's products are the better choice on this processor.
@@ -34,7 +34,7 @@ pub(super) fn multiplies() -> bool {
 }
 
 /// The same by the shim; false where it takes other tensors, or none on this processor.
-fn multiply_here(a: &Tensor, b: &Tensor, out: &mut Tensor, add: bool) -> bool {
+fn try_multiply(a: &Tensor, b: &Tensor, out: &mut Tensor, add: bool) -> bool {
     let mut done = false;
     let [a, b, out] = [a, b, out].map(|tensor| tensor.as_ptr().cast());
     // SAFETY: the shim reads a and b and writes to `out`, during the call only; it checks kinds, sizes and strides, and catches every C++ exception.
@@ -97,16 +97,16 @@ mod tests {
                 let (a, b) = (lying(&a, of_a), lying(&b, of_b));
                 let wider = Tensor::full([m, n + 5], 7.0, (Kind::Float, Device::Cpu));
                 let mut out = wider.narrow(1, 2, n);
-                assert!(multiply_here(&a, &b, &mut out, false), "this processor has no AVX2");
+                assert!(try_multiply(&a, &b, &mut out, false), "this processor has no AVX2");
                 assert_product(&out, &exact, &what);
                 let once = out.copy();
-                assert!(multiply_here(&a, &b, &mut out, true));
+                assert!(try_multiply(&a, &b, &mut out, true));
                 assert_product(&out, &(&exact * 2.0), &what);
                 let beside = wider.index_select(1, &Tensor::from_slice(&[0i64, 1, n + 2, n + 4]));
                 assert!(beside.eq(7.0).all().int64_value(&[]) == 1, "{what}: written beside it");
                 // Bits depend on no other row.
                 let mut last = Tensor::empty([1, n], (Kind::Float, Device::Cpu));
-                assert!(multiply_here(&a.narrow(0, m - 1, 1), &b, &mut last, false));
+                assert!(try_multiply(&a.narrow(0, m - 1, 1), &b, &mut last, false));
                 assert!(last.equal(&once.narrow(0, m - 1, 1)), "{what}: the last row alone");
             }
         }
@@ -120,7 +120,7 @@ mod tests {
             let [one, three] = [1, 3].map(|threads| {
                 tch::set_num_threads(threads);
                 let mut out = Tensor::empty([m, n], (Kind::Float, Device::Cpu));
-                assert!(multiply_here(&a, &b, &mut out, false));
+                assert!(try_multiply(&a, &b, &mut out, false));
                 out
             });
             assert!(one.equal(&three), "{m} × {k} × {n}");
@@ -132,11 +132,11 @@ mod tests {
     fn what_is_no_product_of_float_matrices_is_left_to_libtorch() {
         let (a, b) = (values(&[8, 16], 0.0), values(&[16, 32], 1.0));
         let mut out = values(&[8, 32], 2.0);
-        assert!(!multiply_here(&a.to_kind(Kind::Double), &b, &mut out, false));
-        assert!(!multiply_here(&a, &b.tr(), &mut out, false));
-        assert!(!multiply_here(&a, &b, &mut values(&[32, 8], 0.0).tr(), false));
-        assert!(!multiply_here(&a, &b, &mut values(&[9, 32], 0.0), false));
-        assert!(!multiply_here(&a.narrow(1, 0, 0), &b.narrow(0, 0, 0), &mut out, false));
+        assert!(!try_multiply(&a.to_kind(Kind::Double), &b, &mut out, false));
+        assert!(!try_multiply(&a, &b.tr(), &mut out, false));
+        assert!(!try_multiply(&a, &b, &mut values(&[32, 8], 0.0).tr(), false));
+        assert!(!try_multiply(&a, &b, &mut values(&[9, 32], 0.0), false));
+        assert!(!try_multiply(&a.narrow(1, 0, 0), &b.narrow(0, 0, 0), &mut out, false));
         assert!(out.equal(&values(&[8, 32], 2.0)));
         // Sums of a narrower kind are float32.
         let narrow = |tensor: &Tensor| tensor.to_kind(Kind::BFloat16);
