@@ -3,8 +3,8 @@
 use std::iter;
 use std::time::{Duration, Instant};
 
-use deepspec_core::cli;
 use deepspec_drafters::{DrafterPlan, LossDenominator, Recipe, SampleSize, TrainSample, TrainableDrafter};
+use deepspec_engine::catch_out_of_memory;
 use deepspec_models::ModelConfig;
 use deepspec_ops::{CudaEvent, DeviceMemory, StepTrace, device_memory, range, restart_device_peak};
 use tch::{Device, Kind, Tensor};
@@ -41,7 +41,7 @@ pub struct Measured {
 
 /// Resident bytes of the program and its libraries, after one step of a tiny drafter with the same
 /// parts on the CPU. None if the system does not report them. The step runs in float32: kernels
-/// compiled for bfloat16 depend on shapes and are counted separately.
+/// that oneDNN compiles for bfloat16 depend on shapes and are not counted.
 ///
 /// # Errors
 /// Fails if the step fails.
@@ -63,9 +63,6 @@ pub fn measure_program(recipe: &Recipe, drafter_plan: &dyn DrafterPlan) -> anyho
     Ok(memory::resident())
 }
 
-/// Words of libtorch's errors when a device has no memory left.
-const OUT_OF_MEMORY: [&str; 2] = ["out of memory", "CUBLAS_STATUS_ALLOC_FAILED"];
-
 /// Peak bytes of one forward and backward pass over samples of these sizes, beside weights,
 /// gradients and hidden states. A drafter with random weights runs it twice: the first pass
 /// allocates the gradients. None on the CPU, for a GPU that reports no memory, and with a warning
@@ -81,8 +78,7 @@ pub fn measure_activations(
         return None;
     }
     device_memory(device)?;
-    let is_memory = |message: &str| OUT_OF_MEMORY.iter().any(|words| message.contains(words));
-    let measured = cli::contain_if(is_memory, || {
+    let measured = catch_out_of_memory(|| {
         let kind = kind(recipe.train.precision);
         let (embed, head) = random_embed_and_head(target, device, kind);
         let drafter = drafter_plan.build(&embed, &head, recipe.seed, kind);

@@ -22,7 +22,7 @@ use crate::setup::kind;
 /// the bfloat16 weights.
 const STATE_BYTES: f64 = 12.0;
 
-/// What is estimated, and of which devices.
+/// Arguments of the estimate of all stages.
 #[derive(Debug, clap::Args)]
 #[command(next_help_heading = "All stages (with --plan)")]
 pub struct EstimateArgs {

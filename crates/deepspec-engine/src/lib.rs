@@ -17,7 +17,7 @@ mod request;
 mod sampling;
 
 pub use acceptance_stats::AcceptanceStats;
-pub use engine::Engine;
+pub use engine::{Engine, catch_out_of_memory};
 pub use model::{Context, DraftRequest, ModelInput, ModelOutput, Proposal, Proposer, Target};
 pub use replicas::{EngineReplicas, Generator, shares};
 pub use request::{

@@ -4,7 +4,7 @@ use tch::{Device, Kind};
 
 use crate::gated_mlp::Activation;
 
-/// What [`rms_norm`](crate::rms_norm()) and [`gated_mlp`](crate::gated_mlp()) save for the backward pass.
+/// Tensors that [`rms_norm`](crate::rms_norm()) and [`gated_mlp`](crate::gated_mlp()) save for the backward pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SavedTensors {
     /// Bytes per value of a norm, beside its output.
@@ -24,8 +24,8 @@ impl SavedTensors {
         }
     }
 
-    /// Attention scores and probabilities that [`BlockAttention`](crate::BlockAttention) saves in so many slots of a query head that see
-    /// `keys` keys: none with kernels.
+    /// Number of scores and probabilities that [`BlockAttention`](crate::BlockAttention) saves per query head, for `slots` rows that see
+    /// `keys` keys each. Kernels save none.
     pub fn block_scores(slots: usize, keys: usize) -> usize {
         if cfg!(feature = "kernels") { 0 } else { 2 * slots * keys }
     }

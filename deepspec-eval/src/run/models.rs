@@ -166,11 +166,11 @@ impl Models<'_> {
     /// Shares slots and memory among at most `replicas` engines. Warns if memory limits the conversations.
     fn fit(&self, loaded: &Loaded, plan: &Plan, replicas: usize) -> EngineShares {
         let proposer = loaded.drafter.as_ref().map(|drafter| drafter as &dyn Proposer);
-        let (slots, memory) = self.replicas_that_fit(replicas, plan, &loaded.target, proposer);
-        if let Some(memory) = memory {
+        let shares = self.replicas_that_fit(replicas, plan, &loaded.target, proposer);
+        if let Some(memory) = shares.memory {
             warn_memory_limit(self.settings.slots, plan, memory, &loaded.target, proposer);
         }
-        EngineShares { slots, memory }
+        shares
     }
 
     /// An engine for each share. Several engines share the weights.
@@ -210,26 +210,30 @@ impl Models<'_> {
         shares.slots.iter().map(share).collect()
     }
 
-    /// Slots of each lane, and bytes for all KV caches if the device reports free memory. There are
-    /// `wanted` replicas, or fewer if the longest conversation would not fit into each.
+    /// Shares for `wanted` replicas, or for fewer if the longest conversation would not fit into each.
     fn replicas_that_fit(
         &self,
         wanted: usize,
         plan: &Plan,
         target: &TargetModel,
         drafter: Option<&dyn Proposer>,
-    ) -> (Vec<usize>, Option<u64>) {
+    ) -> EngineShares {
         let Settings { slots, turns, .. } = *self.settings;
         let (_, longest) = plan.conversations();
         let longest = if turns == Turns::All { self.context } else { longest };
-        let of = |replicas| (shares(slots, replicas), room(target, drafter, slots, replicas));
-        let fits = |(shares, memory): &(Vec<usize>, Option<u64>)| {
-            let least = shares.last().copied().unwrap_or(0) as u64;
-            memory.is_none_or(|all| all / slots as u64 * least >= kv_cache_bytes(target, drafter, longest))
+        let of = |replicas| EngineShares {
+            slots: shares(slots, replicas),
+            memory: room(target, drafter, slots, replicas),
+        };
+        let fits = |shares: &EngineShares| {
+            let least = shares.slots.last().copied().unwrap_or(0) as u64;
+            shares
+                .memory
+                .is_none_or(|all| all / slots as u64 * least >= kv_cache_bytes(target, drafter, longest))
         };
         let found = (2..=wanted).rev().map(of).find(fits).unwrap_or_else(|| of(1));
-        if found.0.len() < wanted {
-            let replicas = found.0.len();
+        let replicas = found.slots.len();
+        if replicas < wanted {
             tracing::warn!(
                 "the longest conversation does not fit into each of {wanted} replicas; {replicas} will run"
             );

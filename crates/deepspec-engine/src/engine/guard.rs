@@ -7,7 +7,10 @@ use deepspec_core::cli::contain_if;
 const NO_MEMORY: [&str; 4] =
     ["out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory", "no memory for"];
 
-/// Runs tensor code. Returns the allocator's message if memory ran out; any other panic propagates.
-pub(super) fn guarded<R>(work: impl FnOnce() -> R) -> Result<R, String> {
+/// Runs tensor code.
+///
+/// # Errors
+/// The allocator's message if memory ran out. Any other panic propagates.
+pub fn catch_out_of_memory<R>(work: impl FnOnce() -> R) -> Result<R, String> {
     contain_if(|message| NO_MEMORY.iter().any(|phrase| message.contains(phrase)), work)
 }

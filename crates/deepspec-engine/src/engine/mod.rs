@@ -9,6 +9,7 @@ mod sequence;
 mod step_inputs;
 mod uniforms;
 
+pub use guard::catch_out_of_memory;
 use std::collections::VecDeque;
 use std::time::Instant;
 
@@ -261,7 +262,7 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         self.admit();
         let mut events = vec![];
         while !self.is_idle() {
-            match guard::guarded(|| self.try_step()) {
+            match guard::catch_out_of_memory(|| self.try_step()) {
                 Ok(more) => {
                     events.extend(more);
                     return events;

@@ -4,14 +4,14 @@ use std::ops::Range;
 
 use tch::Tensor;
 
-/// Most rows of a call of the kernels for a few rows on a GPU. A row's bits depend on its own sequence alone.
+/// Maximum number of rows of a decoding step for the GPU kernels. A row's bits depend on its own sequence alone.
 pub const MAX_DECODE_ROWS: usize = 8;
 
-/// One tensor's update: float32 and contiguous, of one shape and device.
+/// Tensors of one parameter's update: float32, contiguous, of one shape and device.
 pub struct AdamWTensors<'a> {
-    /// What is learned.
+    /// The parameter.
     pub weights: &'a mut Tensor,
-    /// Its gradient, which is divided in place, and on the CPU left zero.
+    /// Its gradient. The step divides it in place; on the CPU it is zero afterwards.
     pub gradient: &'a mut Tensor,
     /// First moment.
     pub exp_avg: &'a mut Tensor,
@@ -19,7 +19,7 @@ pub struct AdamWTensors<'a> {
     pub exp_avg_sq: &'a mut Tensor,
 }
 
-/// The numbers of a step.
+/// Hyperparameters of an AdamW step.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AdamWSettings {
@@ -37,14 +37,14 @@ pub struct AdamWSettings {
     pub step: f64,
 }
 
-/// Queries of neighbouring rows and the keys that they attend to.
+/// A range of query rows, and a range of context keys that they attend to.
 pub struct AttentionPart {
-    /// Rows of the queries, all blocks' one after the other.
+    /// Rows of the queries; blocks follow each other.
     pub rows: Range<i64>,
-    /// Keys of the context, not none.
+    /// Keys of the context; at least one.
     pub keys: Range<i64>,
-    /// Added to the scores, `[1, 1, rows, keys]`; none where all keys are seen by all rows. What is hidden has a very low number
-    /// instead of −∞, so that rows which see nothing of the part have a log-sum-exp.
+    /// Additive mask of the scores, `[1, 1, rows, keys]`; None if all rows see all keys. Masked scores get a very low number
+    /// instead of −∞, so that rows without visible keys have a finite log-sum-exp.
     pub mask: Option<Tensor>,
 }
 
@@ -56,19 +56,22 @@ pub struct KeyValues<'a> {
     pub v: &'a Tensor,
 }
 
-/// One sequence's part of what [`attend_by_block`] takes.
+/// Context length and anchors of one sequence, for `attend_by_block`.
 #[derive(Debug, Clone)]
 pub struct SequenceBlocks {
     /// Tokens of its context.
     pub tokens: i64,
-    /// The anchors of its blocks, which see the context before them.
+    /// Anchor of each block; a block sees the context before its anchor.
     pub anchors: Vec<i64>,
 }
 
-/// How the blocks of a sequence are cut into tiles, on a GPU. Beside these numbers there is a tensor of others, int32, one list after the other: for each
-/// tile the keys that all its blocks see and where those lie among all tiles' (`2 · tiles`); for each slot its block and that one's anchor
-/// (`2 · tiles · slots`); the slot of each block (`blocks`); and three sums with a beginning of 0 (`3 · (tiles + 1)`): of the tiles' queries, of the keys that
-/// they see, and of nothing.
+/// Sizes of the tiles of a sequence's blocks, for the attention on a GPU.
+///
+/// An int32 tensor of indices goes with them. Its lists follow each other:
+/// - `2 · tiles`: the number of keys that all blocks of each tile see, and their offset among the keys of all tiles;
+/// - `2 · tiles · slots`: the block of each slot, and that block's anchor;
+/// - `blocks`: the slot of each block;
+/// - `3 · (tiles + 1)`: running sums from 0 of the tiles' queries, of their keys, and of zeros.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct TiledBlocks {
@@ -84,21 +87,21 @@ pub struct TiledBlocks {
     pub groups: i64,
     /// D.
     pub dim: i64,
-    /// Keys behind those that all blocks of a tile see.
+    /// Keys after those that all blocks of a tile see.
     pub rest: i64,
     /// T, tokens of the context.
     pub tokens: i64,
     /// Blocks of the sequence.
     pub blocks: i64,
-    /// Keys that tiles see, added up.
+    /// Sum of the keys that all blocks of each tile see.
     pub packed: i64,
-    /// The most that one sees.
+    /// Maximum of these keys over the tiles.
     pub most_seen: i64,
-    /// Of the scores.
+    /// Factor on the scores.
     pub scale: f64,
 }
 
-/// One sequence's queries, and where its history is.
+/// Queries of one sequence, and the place of its keys and values in the KV cache.
 #[derive(Clone, Copy)]
 pub struct KvChunk<'a> {
     /// Keys and values of the pool, `[rows, capacity, G, D]`.
@@ -113,29 +116,29 @@ pub struct KvChunk<'a> {
     pub first: usize,
 }
 
-/// Who sees what.
+/// Keys that a query attends to.
 #[derive(Debug, Clone, Copy)]
 pub struct KvWindow {
     /// Factor on the scores.
     pub scale: f64,
     /// Keys that a query sees; None for all before it.
     pub window: Option<usize>,
-    /// Whether a query sees what comes behind it in its chunk.
+    /// Whether a query sees later tokens of its chunk.
     pub sees_chunk: bool,
 }
 
-/// Heads of queries, keys and values that lie side by side, and what is done to queries and keys before they attend.
+/// Heads of projected queries, keys and values, which are columns of one tensor, with the norms and rotation to apply.
 #[derive(Clone, Copy)]
 pub struct ProjectedHeads<'a> {
     /// H, heads of queries.
     pub query: i64,
     /// G, heads of keys.
     pub key_value: i64,
-    /// D.
+    /// D, head dim.
     pub dim: i64,
-    /// Norms of queries and keys, `[D]`, of one ε.
+    /// Norms of query heads and key heads, weights `[D]`, with equal ε.
     pub gains: Option<[RmsNormParams<'a>; 2]>,
-    /// Cosines and sines of what each row is turned by, D/2 of each.
+    /// Cosines and sines of each row's rotation, D/2 of each.
     pub angles: [&'a Tensor; 2],
 }
 
@@ -157,18 +160,18 @@ pub struct RmsNormParams<'a> {
     pub eps: f64,
 }
 
-/// What a target predicts for n rows of a drafter.
+/// Target distributions for n rows of a drafter.
 #[derive(Debug)]
 pub struct TargetProbs {
-    /// p^t, `[n, V]`, or of S sources `[S, V]`.
+    /// p^t, `[n, V]`, or `[S, V]` if rows share S target states.
     pub probabilities: Tensor,
-    /// −Σ p^t log p^t, `[n]` or `[S]` float64; 0 where it was not asked for.
+    /// −Σ p^t log p^t, `[n]` or `[S]` float64; 0 if it was not requested.
     pub entropies: Tensor,
-    /// Each row's source, `[n]` int64, where rows share them.
+    /// Index of each row's target state, `[n]` int64, if rows share them.
     pub source_of_row: Option<Tensor>,
 }
 
-/// How far n rows of logits of a drafter are from their labels x* and from a target; p^d and p^t are the probabilities. Distances are `[n, 1]` each.
+/// Losses of n rows of drafter logits, `[n, 1]` each, with label x*, drafter p^d and target p^t.
 pub struct RowsMeasured {
     /// −log p^d(x*).
     pub ce: Tensor,
@@ -176,7 +179,8 @@ pub struct RowsMeasured {
     pub l1: Tensor,
     /// Σ min(p^d, p^t).
     pub overlap: Tensor,
-    /// −Σ p^t log p^d and Σ p^t log(p^t/p^d), where they were asked for. Rounding leaves the latter some 1e-7 beside 0, or below it, where both are equal.
+    /// −Σ p^t log p^d and Σ p^t log(p^t/p^d), if they were requested. Between equal distributions, rounding leaves the latter within
+    /// some 1e-7 of 0, also below it.
     pub soft: Option<(Tensor, Tensor)>,
 }
 
@@ -184,14 +188,14 @@ pub struct RowsMeasured {
 pub struct LogitRows<'a> {
     /// The drafter's `[n, V]`, before a bias and a cap.
     pub base: &'a Tensor,
-    /// What a Markov head adds, `[n, V]`.
+    /// Bias of a Markov head, `[n, V]`.
     pub bias: Option<&'a Tensor>,
-    /// The target's `[n, V]`, or of S sources `[S, V]`, before a cap.
+    /// The target's `[n, V]`, or `[S, V]` if rows share S target states, before a cap.
     pub target: &'a Tensor,
-    /// Each row's source, `[n]` int64, where rows share them.
+    /// Index of each row's target state, `[n]` int64, if rows share them.
     pub source_of_row: Option<&'a Tensor>,
-    /// `[n]` int64.
+    /// Label tokens, `[n]` int64.
     pub labels: &'a Tensor,
-    /// c of `c · tanh(logit / c)`, which base and target are bent by.
+    /// c of the soft-cap `c · tanh(logit / c)` on base and target.
     pub cap: Option<f64>,
 }
