@@ -1,4 +1,4 @@
-//! How much memory can still be had.
+//! Free memory of a device.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -7,11 +7,11 @@ use tch::Device;
 
 use crate::ffi;
 
-/// Where control groups are, in the one hierarchy of their second version.
+/// Mount point of cgroup v2.
 const GROUPS: &str = "/sys/fs/cgroup";
 
-/// Bytes that tensors on `device` can still take: what the GPU has left, or the least of what the system and each control group
-/// above this process have. None where nobody says.
+/// Bytes that tensors on `device` can still use. On the CPU, the minimum over the system and the process's control
+/// groups. None if unknown.
 pub fn free_memory(device: Device) -> Option<u64> {
     match device {
         Device::Cuda(index) => ffi::gpu_free_memory(index),
@@ -27,7 +27,7 @@ fn host() -> Option<u64> {
     Some(kilobytes << 10)
 }
 
-/// What each group from this process's own up to the root allows.
+/// Free bytes of each control group with a limit, from this process's group up to the root.
 fn groups() -> Vec<u64> {
     let text = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
     let Some(own) = text.lines().find_map(|line| line.strip_prefix("0::/")) else { return vec![] };
@@ -35,7 +35,7 @@ fn groups() -> Vec<u64> {
     own.ancestors().take_while(|dir| dir.starts_with(GROUPS)).filter_map(left).collect()
 }
 
-/// What the group in `dir` may still take: its limit, less what it holds and could not let go of. None without a limit.
+/// Free bytes of the group in `dir`: its limit minus its memory that cannot be reclaimed. None without a limit.
 fn left(dir: &Path) -> Option<u64> {
     let read = |file: &str| fs::read_to_string(dir.join(file)).ok();
     let number = |file: &str| read(file)?.trim().parse::<u64>().ok();

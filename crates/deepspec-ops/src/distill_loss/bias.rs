@@ -1,4 +1,4 @@
-//! The Markov bias of the logits, and its gradients.
+//! The Markov bias of the logits and its gradients.
 
 use tch::Tensor;
 
@@ -13,38 +13,38 @@ use crate::linear::multiply;
 pub struct Bias<'a> {
     /// Features, `[R, r]`.
     pub features: &'a Tensor,
-    /// A number for each row, `[R]`: rows of one number have equal features, and only the sum of their gradients is used. None where
-    /// all rows may differ.
+    /// Group number of each row, `[R]`: rows of one group have equal features, and only the sum of their gradients is
+    /// used. None if all rows may differ.
     pub token_group: Option<&'a [i64]>,
     /// W2, `[V, r]`.
     pub w2: &'a Tensor,
-    /// Float32 sum to which the gradient of W2 is added, `[V, r]`. None where W2 is frozen.
+    /// Float32 accumulator of W2's gradient, `[V, r]`. None if W2 is frozen.
     pub w2_gradient: Option<&'a Tensor>,
 }
 
-/// The bias of one chunk, for one range of the vocabulary at a time.
+/// The bias of one chunk, computed for one vocabulary range at a time.
 pub(super) struct ChunkBias<'a> {
     of: Bias<'a>,
-    /// Features of its n rows, or of its distinct rows: `[n, r]`.
+    /// Features of the chunk's n rows, or of its distinct rows: `[n, r]`.
     features: Tensor,
-    /// Their gradients.
+    /// Gradients of `features`.
     by_features: Tensor,
     shared: Option<Shared<'a>>,
 }
 
 /// Rows that share features.
 struct Shared<'a> {
-    /// The last row of each set of equal features, among all rows.
+    /// Index among all rows of each group's last row.
     last_rows: Tensor,
-    /// Set of each row of the chunk.
+    /// Group of each row of the chunk.
     of_rows: Tensor,
-    /// Room for the bias of the sets over one range of the vocabulary.
+    /// Buffer for the groups' bias over one vocabulary range.
     buffer: &'a Tensor,
 }
 
 impl<'a> ChunkBias<'a> {
-    /// With a `buffer` of at least the chunk's rows and one range's columns, equal features are multiplied once; without one, row by row.
-    /// Gradients of the features are written to `by_features [R, r]`.
+    /// A `buffer` holds at least the chunk's rows and one range's columns. With it, each distinct feature row is
+    /// multiplied once; without it, every row is. Feature gradients go to `by_features [R, r]`.
     pub fn new(of: Bias<'a>, chunk: &Span, by_features: &Tensor, buffer: Option<&'a Tensor>) -> Self {
         let shared = of.token_group.zip(buffer).and_then(|(token_group, buffer)| {
             let first = chunk.first_row as usize;
@@ -68,7 +68,7 @@ impl<'a> ChunkBias<'a> {
         Self { of, features, by_features, shared }
     }
 
-    /// Writes the bias of some tokens to `logits [n, C]`, or adds it to them.
+    /// Writes the bias of a vocabulary range to `logits [n, C]`, or adds it to them.
     pub fn write(&self, tokens: &VocabChunk, logits: &mut Tensor, add: bool) {
         let w2 = tokens.of_weight(self.of.w2);
         match &self.shared {
@@ -84,7 +84,8 @@ impl<'a> ChunkBias<'a> {
         }
     }
 
-    /// Adds gradients `[n, C]` of the logits of some tokens to those of features and W2. Ranges come in the order of the vocabulary.
+    /// Adds the gradients of features and W2, given logit gradients `by_rows [n, C]` of a vocabulary range. Ranges
+    /// come in vocabulary order.
     pub fn backward(&mut self, tokens: &VocabChunk, by_rows: &Tensor) {
         let gradients = match &self.shared {
             Some(shared) => {
@@ -112,7 +113,7 @@ impl<'a> ChunkBias<'a> {
 }
 
 impl Shared<'_> {
-    /// The buffer for a range of tokens.
+    /// The buffer's view for a vocabulary range.
     fn piece(&self, tokens: &VocabChunk) -> Tensor {
         self.buffer.narrow(0, 0, self.last_rows.size()[0]).narrow(1, 0, tokens.count())
     }

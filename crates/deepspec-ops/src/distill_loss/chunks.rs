@@ -1,4 +1,4 @@
-//! The loop over all supervised rows: head, Markov bias, losses and their gradients, one chunk of rows at a time.
+//! The loop over chunks of supervised rows: head, Markov bias, losses and gradients.
 
 use tch::{Device, Kind, Tensor};
 
@@ -12,47 +12,49 @@ use super::vocab_chunks::{VocabChunk, padded_buffer};
 use crate::ffi::{range, softmax_targets};
 use crate::linear::multiply;
 
-/// Bytes of a chunk's float32 buffer, and limits on its rows. More rows speed up matrix products, fewer rows save memory.
+/// Bytes of a chunk's float32 buffer, and limits on its rows. More rows speed up matmuls, fewer rows save memory.
 const CHUNK_BYTES: i64 = 40 << 20;
 const CHUNK_ROWS: (i64, i64) = (64, 224);
-/// Limits where the bias is added to the logits in place and needs no buffer: more rows then share one bias.
+/// Limits if the bias is added to the logits in place and needs no buffer. Larger chunks let more rows share one
+/// bias.
 const CHUNK_BYTES_IN_PLACE: i64 = 64 << 20;
 const CHUNK_ROWS_IN_PLACE: (i64, i64) = (64, 448);
-/// Limits on a GPU, which reads the whole head for every chunk and writes all gradients of the Markov head. At V = 151,936 and 512
-/// rows, each product for these gradients took 0.5 ms of an H200.
+/// Limits on a GPU. Each chunk reads the whole head and writes all gradients of the Markov head. At V = 151,936 and
+/// 512 rows, each matmul for these gradients took 0.5 ms on an H200.
 const GPU_CHUNK_BYTES: i64 = 544 << 20;
 const GPU_CHUNK_ROWS: (i64, i64) = (512, 1792);
-/// Rows of a tile on a GPU, where the losses need temporaries.
+/// Rows of a tile on a GPU, where losses need temporaries.
 const GPU_TILE_ROWS: i64 = 512;
-/// Bytes of a tile on a CPU. The losses pass over a tile a few times, and caches should hold it.
+/// Bytes of a tile on a CPU. The losses read a tile a few times, and caches should hold it.
 const TILE_BYTES: i64 = 1 << 19;
-/// Bytes of a tile where a kernel measures and differentiates row by row in place. Larger tiles mean fewer calls.
+/// Bytes of a tile if a kernel computes losses and gradients in place. Larger tiles need fewer calls.
 const TILE_BYTES_IN_PLACE: i64 = 4 << 20;
-/// Tokens for which an in-place bias is computed at a time; caches hold it until it is added. The number is a multiple of the inputs
-/// that one block of a matrix product sums (matrices.cpp): sums then keep their bits.
+/// Vocabulary range of an in-place bias, small enough that caches hold the bias until it is added. A multiple of the
+/// inputs per block of a matmul (matrices.cpp), so that sums keep their bits.
 const TOKENS_AT_A_TIME: i64 = 512;
 /// Gradients of the inputs, and measurements of each row.
 pub struct LossOutput {
     /// Gradient of the hidden states, `[R, d]`.
     pub hidden: Tensor,
-    /// Gradient of the features, `[R, r]`; None without a Markov head. One of the rows of a token group may hold the gradient of all.
+    /// Gradient of the features, `[R, r]`; None without a Markov head. One row of a token group may hold the sum of
+    /// the group.
     pub features: Option<Tensor>,
     /// One float32 column for each [`Column`].
     rows: Tensor,
 }
 
-/// A measurement of a row.
+/// A measurement of each row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Column {
-    /// One of [`TERMS`], unweighted; 0 where it was not measured.
+    /// One of [`TERMS`], unweighted; 0 if not measured.
     Term(usize),
-    /// The cross entropy with position weights that follow the drafter; 0 without them.
+    /// Cross entropy with position weights that follow the drafter; 0 without such weights.
     AdaptiveCe,
-    /// The loss with all weights, without the confidence head's.
+    /// Weighted sum of all losses except the confidence head's.
     Loss,
-    /// 1 where drafter and target prefer one token; 0 where that was not requested.
+    /// 1 where drafter and target have the same argmax; 0 if not requested.
     Agreement,
-    /// One of the columns of a [`RowObjective`].
+    /// A column of a [`RowObjective`].
     Extra(i64),
 }
 
@@ -81,7 +83,8 @@ impl LossOutput {
     }
 }
 
-/// Most rows of a chunk; `value` is the bytes of a logit, and `adds_in_place` whether a CPU adds the bias to the logits in place.
+/// Maximum rows of a chunk. `value` is the bytes of a logit; `adds_in_place` says whether a CPU adds the bias to the
+/// logits in place.
 fn most_chunk_rows(vocab: i64, adds_in_place: bool, value: usize, device: Device) -> i64 {
     let (bytes, value, (least, most)) = match (device, adds_in_place) {
         (Device::Cpu, false) => (CHUNK_BYTES, 4, CHUNK_ROWS),
@@ -91,7 +94,7 @@ fn most_chunk_rows(vocab: i64, adds_in_place: bool, value: usize, device: Device
     (bytes / (value * vocab)).clamp(least, most)
 }
 
-/// Most rows of a tile.
+/// Maximum rows of a tile.
 fn most_tile_rows(vocab: i64, device: Device) -> i64 {
     match device {
         Device::Cpu => TILE_BYTES / (4 * vocab),
@@ -99,15 +102,15 @@ fn most_tile_rows(vocab: i64, device: Device) -> i64 {
     }
 }
 
-/// Rows per chunk for so many rows in blocks of γ: all chunks are equal except for part of a block.
+/// Rows per chunk: `rows` split into equal chunks, rounded up to whole blocks of γ, at most `most`.
 fn even(most: i64, rows: i64, gamma: i64) -> i64 {
     let up = |value: i64, to: i64| (value + to - 1) / to;
     let chunks = up(rows, most).max(1);
     (up(up(rows, chunks), gamma) * gamma).min(most)
 }
 
-/// Estimated bytes of the buffers of [`distill_loss`] for so many rows over a vocabulary of `vocab` tokens: the logits of drafter and
-/// target of a chunk, and on a GPU the float32 temporaries of a tile.
+/// Estimated buffer bytes of [`distill_loss`] for this many rows: a chunk's logits of drafter and target, plus a
+/// tile's float32 temporaries on a GPU.
 pub fn buffer_bytes(vocab: i64, rows: usize, kind: Kind, device: Device) -> usize {
     const LOGITS: usize = 2;
     const TEMPORARIES: usize = 6;
@@ -117,28 +120,29 @@ pub fn buffer_bytes(vocab: i64, rows: usize, kind: Kind, device: Device) -> usiz
     (chunk * LOGITS * value + tile * TEMPORARIES * size_of::<f32>()) * vocab as usize
 }
 
-/// Losses of all rows and their gradients. Autograd must be off.
+/// Computes losses and gradients of all rows. Autograd must be off.
 ///
-/// It holds the buffers of one chunk and the temporaries of one tile.
+/// Memory holds the buffers of one chunk and the temporaries of one tile.
 pub fn distill_loss(head: &LossHead, rows: &Supervised, recipe: &LossRecipe) -> LossOutput {
     let _range = range(c"objective");
     let (weight, kind, device) = (&head.weight, rows.hidden.kind(), rows.hidden.device());
     let vocab = weight.size()[0];
-    // The kernels need target probabilities, computed once for all rows that share a target state. A soft-cap, a RowObjective and the
-    // preferred token need the logits of whole rows instead.
+    // The kernels need target probabilities, computed once for all rows that share a target state. A soft-cap, a
+    // RowObjective and the argmax need the logits of whole rows instead.
     let is_weighed = cfg!(feature = "kernels")
         && kind == Kind::Float
         && device == Device::Cpu
         && head.softcap.is_none()
         && rows.extra.is_none()
         && !rows.agreement;
-    // With the kernels, the bias is added to the logits in place, and both have one gradient. Elsewhere the bias has a buffer per row:
-    // sums over shared rows would depend on the order of a GPU's threads, a soft-cap applies to the base alone, and bfloat16 would be
-    // rounded once more.
+    // With the kernels, the bias is added to the logits in place, and both share one gradient. Elsewhere the bias has
+    // a buffer per row. GPU sums over shared rows would depend on thread order, a soft-cap applies to the base alone,
+    // and bfloat16 would round twice.
     let adds_in_place = is_weighed && rows.bias.is_some();
     let most = most_chunk_rows(vocab, adds_in_place, kind.elt_size_in_bytes(), device);
     let chunks = spans(rows.counts, even(most, rows.labels.size()[0], rows.gamma));
-    // libtorch keeps code for every shape of a bfloat16 product on the CPU: there each row has a target state of its own.
+    // libtorch caches code for every shape of a bfloat16 matmul on the CPU, so there each row gets its own target
+    // state.
     let are_shared = kind == Kind::Float || device != Device::Cpu;
     let range_of = |chunk: &Span| if are_shared { rows.sources.range(chunk) } else { (0, chunk.rows) };
     let ranges: Vec<(i64, i64)> = chunks.iter().map(range_of).collect();
@@ -168,7 +172,7 @@ pub fn distill_loss(head: &LossHead, rows: &Supervised, recipe: &LossRecipe) -> 
         } else {
             rows.teacher.index_select(0, &chunk.of(rows.sources.there))
         };
-        // Drafter and target share the head: one product reads it once for both.
+        // Drafter and target share the head, so one matmul reads it once for both.
         let states = Tensor::cat(&[chunk.of(rows.hidden), teacher], 0);
         let (base, mut target) = (logits.narrow(0, 0, n), logits.narrow(0, n, count));
         let mut bias = rows
@@ -210,7 +214,7 @@ pub fn distill_loss(head: &LossHead, rows: &Supervised, recipe: &LossRecipe) -> 
             in_all.of(&output.rows).copy_(&found);
         }
         let by_bias = bias_buffer.as_ref().unwrap_or(&base);
-        // Without a soft-cap, base and bias have one gradient, in the buffer of the bias.
+        // Without a soft-cap, base and bias share one gradient, in the bias buffer.
         let by_base = if head.softcap.is_none() { by_bias } else { &base };
         let mut by_hidden = chunk.of(&output.hidden);
         for tokens in VocabChunk::pieces(vocab, at_a_time) {
@@ -237,14 +241,14 @@ mod tests {
         assert_eq!(even(224, 672, 7), 224);
         assert_eq!(even(64, 3584, 7), 64, "of which whole blocks fill 63");
         assert_eq!((even(224, 5, 7), even(64, 65, 1), even(64, 0, 7)), (7, 33, 0));
-        // What is left over is less than a block for each chunk.
+        // Each chunk has less than a block of unused rows.
         let counts: Vec<usize> = (0..64).map(|block| 1 + block % 7).collect();
         let rows = counts.iter().sum::<usize>() as i64;
         let chunks = spans(&counts, even(100, rows, 7));
         assert!(chunks.iter().all(|chunk| chunk.rows <= 100) && chunks.len() == 3, "{}", chunks.len());
     }
 
-    /// Columns that are named here are the terms of that name, and no two share a place.
+    /// Named columns match the terms of that name, and no two columns share a place.
     #[test]
     fn every_column_is_found_where_it_was_put() {
         for (column, name) in [(Column::L1, "l1"), (Column::SOFT_CE, "soft_ce")] {

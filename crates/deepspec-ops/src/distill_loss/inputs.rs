@@ -1,4 +1,4 @@
-//! Inputs of the losses.
+//! Inputs of the distillation losses.
 
 use tch::Tensor;
 
@@ -8,16 +8,16 @@ use super::sources::TeacherIndex;
 use super::span::Span;
 use super::terms::Needs;
 
-/// The head that drafter and target share.
+/// The LM head that drafter and target share.
 pub struct LossHead {
-    /// `[V, d]`.
+    /// Weight, `[V, d]`.
     pub weight: Tensor,
-    /// c, where logits `x` become `c·tanh(x/c)`.
+    /// c of the soft-cap `c·tanh(x/c)` on logits x.
     pub softcap: Option<f64>,
 }
 
 impl LossHead {
-    /// `c·tanh(x/c)`, or the logits themselves without a soft-cap.
+    /// Soft-capped logits, or unchanged logits without a soft-cap.
     pub fn cap(&self, logits: Tensor) -> Tensor {
         match self.softcap {
             Some(cap) => (logits / cap).tanh() * cap,
@@ -26,14 +26,14 @@ impl LossHead {
     }
 }
 
-/// R supervised rows, in whole blocks of at most γ.
+/// R supervised rows, in whole blocks of at most γ rows.
 #[derive(Clone, Copy)]
 pub struct Supervised<'a> {
-    /// Final-normed states of the drafter, `[R, d]`.
+    /// Hidden states of the drafter after the final norm, `[R, d]`.
     pub hidden: &'a Tensor,
     /// Markov bias of the logits; None without a Markov head.
     pub bias: Option<Bias<'a>>,
-    /// Final-normed states of the target that predict the labels, `[S, d]`.
+    /// Hidden states of the target after the final norm that predict the labels, `[S, d]`.
     pub teacher: &'a Tensor,
     /// Index of each row's target state.
     pub sources: TeacherIndex<'a>,
@@ -43,15 +43,15 @@ pub struct Supervised<'a> {
     pub weights: &'a Tensor,
     /// Slot of each row: block · γ + position, `[R]`.
     pub slot_index: &'a Tensor,
-    /// Rows of each block.
+    /// Number of rows of each block.
     pub counts: &'a [usize],
-    /// γ, drafted tokens of a block.
+    /// γ, draft tokens of a block.
     pub gamma: i64,
-    /// Factor on the gradients: one over the denominator of the loss.
+    /// Factor on the gradients: 1 / denominator of the loss.
     pub scale: f64,
-    /// Whether to measure in which rows drafter and target prefer one token.
+    /// Whether to measure where drafter and target have the same argmax.
     pub agreement: bool,
-    /// A further objective of the drafter.
+    /// An additional objective of the drafter.
     pub extra: Option<&'a dyn RowObjective>,
 }
 
@@ -61,23 +61,23 @@ impl Supervised<'_> {
     }
 }
 
-/// A drafter's own objective on its logits, beside the terms.
+/// A drafter's own objective on its logits, in addition to [`TERMS`](super::TERMS).
 pub trait RowObjective {
-    /// Its measurements of each row.
+    /// Number of measurements of each row.
     fn columns(&self) -> i64;
 
-    /// Loss and gradients of the rows of `span`, from the float32 logits of drafter and target, `[n, V]`.
+    /// Loss and gradients of the rows of `span`, given float32 logits of drafter and target, `[n, V]`.
     fn evaluate(&self, draft: &Tensor, target: &Tensor, span: &Span) -> AuxLossOutput;
 }
 
-/// Loss and gradients that a [`RowObjective`] computes for n rows, float32.
+/// Loss and gradients of a [`RowObjective`] for n rows, float32.
 pub struct AuxLossOutput {
     /// Measurements, `[n, C]`.
     pub columns: Tensor,
-    /// The loss with all weights except [`Supervised::scale`], `[n, 1]`.
+    /// Weighted loss without [`Supervised::scale`], `[n, 1]`.
     pub loss: Tensor,
-    /// Tokens whose logits have a gradient, `[n, k]`, each once in a row.
+    /// Tokens whose logits have a gradient, `[n, k]`, distinct in each row.
     pub tokens: Tensor,
-    /// Their gradients, with that factor, `[n, k]`.
+    /// Gradients of these logits, with [`Supervised::scale`], `[n, k]`.
     pub gradient: Tensor,
 }

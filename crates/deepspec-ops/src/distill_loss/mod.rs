@@ -1,8 +1,8 @@
-//! Distillation losses over the vocabulary, in closed form: the full `[R, V]` tensors never exist at once, and autograd never
-//! sees them.
+//! Distillation losses over the vocabulary, with closed-form gradients. Full `[R, V]` tensors never exist, and
+//! autograd records nothing.
 //!
-//! [`LossRecipe`] weighs the terms, `rows` turns logits into losses and gradients by the logits, and [`distill_loss`] walks over
-//! all rows in chunks. The tests compare it with the formulas under autograd.
+//! [`LossRecipe`] weights the terms, `rows` computes losses and logit gradients, and [`distill_loss`] processes all
+//! rows in chunks. The tests compare with the formulas under autograd.
 
 mod bias;
 mod chunks;

@@ -1,9 +1,9 @@
-//! The losses of a block drafter.
+//! Loss settings of a block drafter.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-/// γ_decay where a recipe does not say.
+/// Default of `decay_gamma`.
 const DECAY_GAMMA: f64 = 4.0;
 
 /// Weights of the block losses; one that is left out is 0.
@@ -64,9 +64,9 @@ pub struct Lk {
     pub eta: f64,
 }
 
-/// Dynamic position weights (D-PACE, arXiv 2605.18810): Σ over later positions m, itself included, of Π_{i ≤ m} ((1 − s)·q_i + s),
-/// where q_i is the drafter's probability of label i; constant in the gradient. The denominator stays that of `decay_gamma`, which
-/// is known before any forward.
+/// Dynamic position weights (D-PACE, arXiv 2605.18810), constant in the gradient. Position j has weight Σ_{m ≥ j}
+/// Π_{i ≤ m} ((1 − s)·q_i + s), where q_i is the drafter's probability of label i. The denominator stays that of
+/// `decay_gamma`, which is known before any forward.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Dpace {
@@ -76,7 +76,7 @@ pub struct Dpace {
 }
 
 impl LossRecipe {
-    /// Nothing is learned, with the reference's position weights.
+    /// All weights are 0, with the default `decay_gamma`.
     pub const NONE: Self = Self {
         ce_alpha: 0.0,
         l1_alpha: 0.0,
@@ -88,7 +88,7 @@ impl LossRecipe {
         decay_gamma: DECAY_GAMMA,
     };
 
-    /// Weights are no negative numbers, and something is learned.
+    /// Checks that weights are finite and not negative, and that at least one is positive.
     pub fn check(&self) -> Result<(), (&'static str, String)> {
         if self.decay_gamma.is_nan() || self.decay_gamma <= 0.0 {
             return Err(("loss.decay_gamma", "must be positive".into()));

@@ -1,10 +1,10 @@
-//! Measurements of rows and gradients of their losses by libtorch's operators.
+//! Losses of rows and their gradients by libtorch's operators.
 
 use tch::{Kind, Tensor};
 
 use super::terms::{GradCoeffs, Needs, RowStats};
 
-/// Probabilities of measured rows, `[n, V]` each, from which [`Measured::gradient`] computes the gradient.
+/// Probabilities of measured rows, `[n, V]` each, for [`Measured::gradient`].
 pub(super) struct Measured {
     draft: Tensor,
     target: Tensor,
@@ -13,7 +13,8 @@ pub(super) struct Measured {
     labels: Tensor, // [n, 1]
 }
 
-/// Turns float32 logits of drafter and target, `[n, V]` each, into probabilities in place, and measures them against `labels [n, 1]`.
+/// Turns float32 logits of drafter and target, `[n, V]` each, into probabilities in place. Compares them with each
+/// other and with `labels [n, 1]`.
 pub(super) fn measure(
     mut draft: Tensor,
     mut target: Tensor,
@@ -44,7 +45,7 @@ pub(super) fn measure(
 }
 
 impl Measured {
-    /// Gradient by the drafter's logits, `[n, V]`: with sign s of p^d − p^t,
+    /// Gradient by the drafter's logits, `[n, V]`, where s is the sign of p^d − p^t:
     /// `label·(p^d − onehot) + soft·(p^d − p^t) + l1·p^d ⊙ (s − Σ p^d s)`.
     pub(super) fn gradient(self, coeffs: &GradCoeffs) -> Tensor {
         let Self { draft, mut target, mut difference, labels } = self;
@@ -71,7 +72,7 @@ impl Measured {
     }
 }
 
-/// Softmax in place of `x [n, V]`, whose largest value per row is 0, and log Σ e^x.
+/// Softmax in place of `x [n, V]` with row maximum 0. Returns log Σ e^x.
 fn normalise(x: &mut Tensor) -> Tensor {
     let _ = x.exp_();
     let sum = row_sum(x);
@@ -79,7 +80,7 @@ fn normalise(x: &mut Tensor) -> Tensor {
     sum.log()
 }
 
-/// Subtracts each row's largest value.
+/// Subtracts each row's maximum.
 fn shift(x: &mut Tensor) {
     let _ = x.g_sub_(&x.amax(-1, true));
 }

@@ -1,4 +1,4 @@
-//! Tiles of logits: distances of the drafter from label and target, losses, and gradients in place of the logits.
+//! Tiles of logits: losses of the drafter against label and target, and gradients that overwrite the logits.
 
 use tch::{Kind, Tensor};
 
@@ -9,22 +9,22 @@ use super::span::Span;
 use super::terms::{GradCoeffs, Needs, RowStats, TERMS, WeightedLoss};
 use crate::ffi::{LogitRows, TargetProbs, logits_grad, measure_rows, softmax_targets};
 
-/// A tile of the buffers, in the dtype of the weights.
+/// A tile of the logit buffers, in the dtype of the weights.
 pub(super) struct Logits {
     pub base: Tensor,
-    /// The bias, where it is not added to the base already.
+    /// Bias, unless the base already includes it.
     pub bias: Option<Tensor>,
-    /// Target logits of the rows, or of all target states.
+    /// Target logits or probabilities, one per row or per target state.
     pub target: Tensor,
-    /// Entropies of the target, where `target` holds probabilities.
+    /// Target entropies, if `target` holds probabilities.
     pub entropies: Option<Tensor>,
-    /// Index of each row's target state, where `target` holds all.
+    /// Index of each row's target state, if `target` holds all states.
     pub source_of_row: Option<Tensor>,
 }
 
 impl Logits {
-    /// Measurements of the tile, whose rows are `span` of all rows. Gradients take the place of the logits: of the bias where there is
-    /// one, and of the base where there is none or the base is soft-capped.
+    /// Returns the measurements of the tile, whose rows are `span` of all rows. Gradients overwrite the bias if there
+    /// is one, and the base without a bias or with a soft-cap.
     pub fn differentiate(
         self,
         head: &LossHead,
@@ -78,7 +78,7 @@ impl Logits {
         judged.columns(extra)
     }
 
-    /// Measurements and gradients by the GPU kernels for bfloat16 logits; None where no kernels fit.
+    /// Measurements and gradients by the GPU kernels for bfloat16 logits; None if no kernel applies.
     fn differentiate_where_they_lie(
         &self,
         head: &LossHead,
@@ -87,7 +87,7 @@ impl Logits {
         recipe: &LossRecipe,
     ) -> Option<Tensor> {
         let needs = rows.needs(recipe);
-        // The kernels do not hand out which token the drafter prefers.
+        // The kernels do not return the drafter's argmax.
         if rows.extra.is_some() || self.entropies.is_some() || needs.correct {
             return None;
         }
@@ -115,7 +115,7 @@ struct TileLoss {
     terms: [Option<Tensor>; TERMS.len()],
     loss: Tensor,
     coeffs: GradCoeffs,
-    /// Weights of the cross entropy that follow the drafter.
+    /// Cross entropy weights that follow the drafter.
     adaptive: Option<Tensor>,
 }
 
@@ -129,7 +129,7 @@ impl TileLoss {
         Self { distances, terms, loss, coeffs, adaptive }
     }
 
-    /// The measurements, a column each.
+    /// All measurements, one column each.
     fn columns(self, extra: Option<AuxLossOutput>) -> Tensor {
         let Self { distances: RowStats { ce, agreement, .. }, terms, loss, adaptive, .. } = self;
         let adaptive = adaptive.map(|adaptive| &ce * adaptive);
@@ -141,24 +141,24 @@ impl TileLoss {
     }
 }
 
-/// Copies `values` to `place`, unless they are there already.
+/// Copies `values` to `place`, unless both share memory.
 fn put(mut place: Tensor, values: &Tensor) {
     if place.data_ptr() != values.data_ptr() {
         place.copy_(values);
     }
 }
 
-/// The target's side of some rows.
+/// Target logits or probabilities of some rows.
 enum Target {
     /// Logits of each row, `[n, V]` float32.
     Logits(Tensor),
-    /// Probabilities, which rows may share.
+    /// Probabilities, which several rows may share.
     Weighed(TargetProbs),
 }
 
-/// Measured rows, whose gradient can be computed once.
+/// Measured rows, which give their gradient once.
 enum Rows {
-    /// A kernel measured them: drafter probabilities p^d `[n, V]` float32, the target's, and labels `[n, 1]`.
+    /// A kernel's result: drafter probabilities p^d `[n, V]` float32, target probabilities, and labels `[n, 1]`.
     Kernel {
         draft: Tensor,
         target: TargetProbs,
@@ -168,7 +168,8 @@ enum Rows {
 }
 
 impl Rows {
-    /// Turns the drafter's float32 logits `[n, V]` into probabilities in place, and measures them against `labels [n]` and target.
+    /// Turns the drafter's float32 logits `[n, V]` into probabilities in place, and compares them with target and
+    /// `labels [n]`.
     fn measure(draft: Tensor, target: Target, labels: &Tensor, needs: Needs) -> (Self, RowStats) {
         let labels = labels.unsqueeze(1);
         let correct = needs.correct.then(|| draft.argmax(-1, true).eq_tensor(&labels).to_kind(Kind::Float));
@@ -229,7 +230,7 @@ mod tests {
 
     use super::*;
 
-    /// The reference, which takes float64 rows, measures what the kernels measure in float32.
+    /// The reference on float64 rows agrees with the kernels on float32 rows.
     #[test]
     fn kernels_compute_what_the_reference_computes() {
         let values = |step: f64| {
@@ -238,7 +239,7 @@ mod tests {
         };
         let (draft, target) = (values(0.37), values(1.3));
         let labels = Tensor::from_slice(&[3_i64, 0, 39, 7]);
-        // The last row agrees with its target.
+        // The last row has the target's argmax.
         let preferred = target.get(3).argmax(-1, false).int64_value(&[]);
         let _ = draft.get(3).get(preferred).fill_(100.0);
         let needs = Needs { soft: true, overlap: true, agreement: true, correct: true };

@@ -4,17 +4,17 @@ use tch::Tensor;
 
 use super::span::Span;
 
-/// Index from rows to the target states that predict their labels. Blocks that overlap share states.
+/// Index from rows to the target states that predict their labels. Overlapping blocks share states.
 #[derive(Clone, Copy)]
 pub struct TeacherIndex<'a> {
     /// State of each row, `[R]`. Consecutive blocks use a range without gaps.
     pub of_rows: &'a [i64],
-    /// These indices on the device of the rows.
+    /// `of_rows` on the device of the rows.
     pub there: &'a Tensor,
 }
 
 impl TeacherIndex<'_> {
-    /// Range of states that the rows of `span` use: the first and their number.
+    /// Range of states that the rows of `span` use: the first state and the count.
     pub(super) fn range(&self, span: &Span) -> (i64, i64) {
         let of_rows = &self.of_rows[span.first_row as usize..][..span.rows as usize];
         let (first, last) =
@@ -22,14 +22,14 @@ impl TeacherIndex<'_> {
         (first, last + 1 - first)
     }
 
-    /// Whether the rows of `span` use one state each, in order.
+    /// Whether the rows of `span` use consecutive states, one each.
     pub(super) fn are_the_rows(&self, span: &Span) -> bool {
         let of_rows = &self.of_rows[span.first_row as usize..][..span.rows as usize];
         of_rows.windows(2).all(|pair| pair[1] == pair[0] + 1)
     }
 }
 
-/// The distinct values in order, and the index of each value among them.
+/// Sorted distinct values, and the index of each value among them.
 pub fn distinct<T: Ord + Clone>(values: &[T]) -> (Vec<T>, Vec<i64>) {
     let mut distinct = values.to_vec();
     distinct.sort_unstable();

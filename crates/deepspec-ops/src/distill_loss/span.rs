@@ -12,13 +12,13 @@ pub struct Span {
 }
 
 impl Span {
-    /// The rows of `tensor` in this range.
+    /// Rows of `tensor` in this range.
     pub fn of(&self, tensor: &Tensor) -> Tensor {
         tensor.narrow(0, self.first_row, self.rows)
     }
 }
 
-/// Groups of whole blocks of at most `most` rows, and of at least one block.
+/// Groups of whole blocks with at most `most` rows, but at least one block.
 pub(super) fn spans(counts: &[usize], most: i64) -> Vec<Span> {
     let mut spans: Vec<Span> = vec![];
     let mut next = Span { first_block: 0, blocks: 0, first_row: 0, rows: 0 };

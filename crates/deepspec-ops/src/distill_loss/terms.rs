@@ -1,14 +1,14 @@
-//! Loss terms of single rows, a line each in [`TERMS`]: values, and gradients in closed form.
+//! Loss terms of rows, one per entry of [`TERMS`], with closed-form gradients.
 
 use tch::{Kind, Tensor};
 
 use super::recipe::{Dpace, Lk, LkForm, LossRecipe};
 use crate::ffi::RowsMeasured;
 
-/// Least overlap in a logarithm, which stays finite.
+/// Lower bound of the overlap, which keeps its logarithm finite.
 const LEAST_OVERLAP: f64 = 1e-8;
 
-/// All terms, in the order of their columns and sums.
+/// All terms, in the order of their columns.
 pub const TERMS: [&dyn LossTerm; 5] = [&CrossEntropy, &L1, &SoftCrossEntropy, &Divergence, &Overlap];
 
 /// Measurements of some rows, `[n, 1]` float32 each.
@@ -17,18 +17,18 @@ pub struct RowStats {
     pub ce: Tensor,
     /// ‖p^d − p^t‖₁.
     pub l1: Tensor,
-    /// −Σ p^t log p^d and Σ p^t log(p^t/p^d), where a loss needs them.
+    /// −Σ p^t log p^d and Σ p^t log(p^t/p^d), if a loss needs them.
     pub soft: Option<(Tensor, Tensor)>,
-    /// Σ min(p^d, p^t), where a loss needs it or a kernel gives it.
+    /// Σ min(p^d, p^t), if a loss needs it or a kernel returns it.
     pub overlap: Option<Tensor>,
-    /// 1 where both prefer one token, where that was requested.
+    /// 1 where drafter and target have the same argmax, if requested.
     pub agreement: Option<Tensor>,
-    /// 1 where the drafter's likeliest token is the label, where a loss needs it.
+    /// 1 where the drafter's argmax is the label, if a loss needs it.
     pub correct: Option<Tensor>,
 }
 
 impl RowStats {
-    /// Measurements of a kernel.
+    /// Converts measurements of a kernel.
     pub(super) fn measured(found: RowsMeasured, agreement: Option<Tensor>, needs: Needs) -> Self {
         let RowsMeasured { ce, l1, overlap, soft } = found;
         let soft = soft.filter(|_| needs.soft);
@@ -38,28 +38,28 @@ impl RowStats {
 
 /// A loss of a row with label x*, drafter p^d and target p^t.
 pub trait LossTerm: Sync {
-    /// The name of its sum; its metric is `NAME_loss`.
+    /// Name of the term; its metric is `NAME_loss`.
     fn name(&self) -> &'static str;
 
-    /// Its weight.
+    /// Weight of the term in a recipe.
     fn alpha(&self, recipe: &LossRecipe) -> f64;
 
-    /// Measurements that it needs.
+    /// Measurements that the term needs.
     fn needs(&self, _recipe: &LossRecipe) -> Needs {
         Needs::default()
     }
 
-    /// Whether there is a metric of it.
+    /// Whether a metric reports the term.
     fn is_reported(&self, recipe: &LossRecipe) -> bool {
         self.alpha(recipe) != 0.0
     }
 
-    /// Whether position weights that follow the drafter apply to it.
+    /// Whether position weights that follow the drafter apply to the term.
     fn is_adaptive(&self) -> bool {
         false
     }
 
-    /// Its value in each row, `[n, 1]`, and its gradient; None where it was not measured.
+    /// Value of each row, `[n, 1]`, and its gradient; None if not measured.
     fn evaluate(&self, distances: &RowStats, recipe: &LossRecipe) -> Option<(Tensor, Gradient)>;
 }
 
@@ -70,24 +70,24 @@ pub struct Needs {
     pub soft: bool,
     /// Σ min(p^d, p^t).
     pub overlap: bool,
-    /// Whether both prefer one token.
+    /// Whether drafter and target have the same argmax.
     pub agreement: bool,
-    /// Whether the drafter's likeliest token is the label.
+    /// Whether the drafter's argmax is the label.
     pub correct: bool,
 }
 
-/// The gradient of a term with respect to the drafter's logits, as factors of three gradients that all terms share.
+/// The gradient of a term by the drafter's logits, as factors of three gradients that all terms share.
 #[derive(Default)]
 pub struct Gradient {
-    /// Of p^d − onehot(x*).
+    /// Factor of p^d − onehot(x*).
     label: Option<Factor>,
-    /// Of p^d − p^t.
+    /// Factor of p^d − p^t.
     soft: Option<Factor>,
-    /// Of ∂‖p^d − p^t‖₁.
+    /// Factor of ∂‖p^d − p^t‖₁.
     l1: Option<Factor>,
 }
 
-/// A factor of each row.
+/// Factor of a gradient for each row.
 enum Factor {
     /// 1 in every row.
     One,
@@ -174,7 +174,7 @@ impl LossTerm for SoftCrossEntropy {
     }
 }
 
-/// Σ p^t log(p^t/p^d), whose gradient is that of [`SoftCrossEntropy`].
+/// Σ p^t log(p^t/p^d), with the gradient of [`SoftCrossEntropy`].
 struct Divergence;
 
 impl LossTerm for Divergence {
@@ -196,8 +196,8 @@ impl LossTerm for Divergence {
     }
 }
 
-/// With the overlap α = Σ min(p^d, p^t), −log α, or λ·KL + (1 − λ)·(1 − α) with the constant λ = exp(−ηα) (Samarin et al. 2026,
-/// arXiv 2602.23881).
+/// −log α of the overlap α = Σ min(p^d, p^t), or λ·KL + (1 − λ)·(1 − α). The gradient treats λ = exp(−ηα) as constant
+/// (Samarin et al. 2026, arXiv 2602.23881).
 struct Overlap;
 
 impl LossTerm for Overlap {
@@ -239,19 +239,19 @@ impl LossTerm for Overlap {
     }
 }
 
-/// Factors of the three gradients, `[n, 1]` each; None where no loss has one.
+/// Factors of the three gradients, `[n, 1]` each; None if no loss has one.
 #[derive(Default)]
 pub(super) struct GradCoeffs {
-    /// Of p^d − onehot(x*).
+    /// Factor of p^d − onehot(x*).
     pub label: Option<Tensor>,
-    /// Of p^d − p^t.
+    /// Factor of p^d − p^t.
     pub soft: Option<Tensor>,
-    /// Of ∂‖p^d − p^t‖₁.
+    /// Factor of ∂‖p^d − p^t‖₁.
     pub l1: Option<Tensor>,
 }
 
 impl GradCoeffs {
-    /// Adds the factors of a term with row weights `weights [n, 1]`.
+    /// Adds a term's factors, times row weights `weights [n, 1]`.
     fn add(&mut self, gradient: Gradient, weights: &Tensor) {
         let Gradient { label, soft, l1 } = gradient;
         for (sum, factor) in [(&mut self.label, label), (&mut self.soft, soft), (&mut self.l1, l1)] {
@@ -268,7 +268,7 @@ impl GradCoeffs {
         Tensor::cat(&factors, 1)
     }
 
-    /// The factors times a number.
+    /// Multiplies all factors by a number.
     pub fn scaled(self, factor: f64) -> Self {
         let scaled = |coefficient: Option<Tensor>| coefficient.map(|coefficient| coefficient * factor);
         Self { label: scaled(self.label), soft: scaled(self.soft), l1: scaled(self.l1) }
@@ -277,16 +277,16 @@ impl GradCoeffs {
 
 /// Losses of some rows.
 pub(super) struct WeightedLoss {
-    /// Values of [`TERMS`], `[n, 1]`; None where a term was not measured.
+    /// Values of [`TERMS`], `[n, 1]`; None if not measured.
     pub terms: [Option<Tensor>; TERMS.len()],
-    /// Their sum, weighted by α and position.
+    /// Sum of the terms, weighted by α and position.
     pub loss: Tensor,
-    /// Factors of its gradient.
+    /// Factors of the gradient of `loss`.
     pub coeffs: GradCoeffs,
 }
 
 impl LossRecipe {
-    /// Measurements beside the cross entropy and ‖p^d − p^t‖₁, which are always made.
+    /// Measurements in addition to cross entropy and ‖p^d − p^t‖₁, which are always computed.
     pub(super) fn needs(&self) -> Needs {
         let own = Needs { correct: self.until_first_error, ..Needs::default() };
         TERMS.iter().map(|term| term.needs(self)).fold(own, |all, needs| Needs {
@@ -297,7 +297,7 @@ impl LossRecipe {
         })
     }
 
-    /// Losses of rows. `weights` and `adaptive` are `[n, 1]`: position weights, and those that follow the drafter.
+    /// Losses of rows. `weights [n, 1]` are position weights; `adaptive [n, 1]` follow the drafter.
     pub(super) fn evaluate(&self, distances: &RowStats, weights: &Tensor, adaptive: &Tensor) -> WeightedLoss {
         let (mut loss, mut coeffs) = (distances.ce.zeros_like(), GradCoeffs::default());
         let terms = TERMS.map(|term| {
@@ -313,8 +313,8 @@ impl LossRecipe {
         WeightedLoss { terms, loss, coeffs }
     }
 
-    /// Position weights of the cross entropy that follow the drafter, `[n, 1]`, constant in the gradient; None where those of the
-    /// recipe's decay hold. The rows are those of `blocks` whole blocks of γ positions; `slots` gives block · γ + position, `[n]`.
+    /// Cross entropy weights that follow the drafter, `[n, 1]`, constant in the gradient. None if the recipe's decay
+    /// applies. The rows form `blocks` whole blocks of γ positions; `slots` returns block · γ + position, `[n]`.
     pub(super) fn ce_weights(
         &self,
         stats: &RowStats,
@@ -330,7 +330,7 @@ impl LossRecipe {
         Some(Self::dpace_weights(dpace, &stats.ce, &slots(), blocks, gamma))
     }
 
-    /// 1 in rows up to and including the first row of their block that is not `correct`, 0 after it: `[n, 1]`.
+    /// 1 in rows up to and including their block's first row that is not `correct`, else 0: `[n, 1]`.
     fn before_first_error(correct: &Tensor, slots: &Tensor, blocks: i64, gamma: i64) -> Tensor {
         let prefix = Tensor::ones([blocks * gamma], (Kind::Float, correct.device()))
             .index_copy(0, slots, &correct.squeeze_dim(1))
@@ -341,10 +341,10 @@ impl LossRecipe {
         before.view([-1]).index_select(0, slots).unsqueeze(1)
     }
 
-    /// Position weights of the label's cross entropy by D-PACE: with the drafter's confidence q_i = p^d(x*_i), smoothed to
-    /// (1 − s)·q_i + s, the weight of position j is Σ_{m ≥ j} Π_{i ≤ m} of them, constant in the gradient.
+    /// D-PACE weights of the cross entropy, constant in the gradient. Confidences are c_i = (1 − s)·q_i + s with q_i
+    /// = p^d(x*_i). Position j has weight Σ_{m ≥ j} Π_{i ≤ m} c_i.
     ///
-    /// `ce [n, 1]` are the rows of `blocks` whole blocks of γ positions; `slot_index [n]` is block · γ + position.
+    /// `ce [n, 1]` holds rows of `blocks` whole blocks of γ positions; `slot_index [n]` is block · γ + position.
     fn dpace_weights(dpace: Dpace, ce: &Tensor, slot_index: &Tensor, blocks: i64, gamma: i64) -> Tensor {
         let confidence = ce.squeeze_dim(1).neg().exp() * (1.0 - dpace.smoothing) + dpace.smoothing;
         // Unsupervised slots end the prefix.
@@ -363,7 +363,7 @@ mod tests {
 
     #[test]
     fn slots_count_up_to_the_first_error_of_their_block() {
-        // Three blocks of four slots; the second has two supervised slots, the third one.
+        // Three blocks of four slots; the second has two supervised slots, the third has one.
         let slots = [0_i64, 1, 2, 3, 4, 5, 8];
         let correct = [1.0_f32, 1.0, 0.0, 1.0, 0.0, 1.0, 1.0];
         let correct = Tensor::from_slice(&correct).unsqueeze(1);

@@ -1,25 +1,25 @@
-//! Ranges of the vocabulary, and the layout of buffers of logits.
+//! Vocabulary ranges, and the layout of logit buffers.
 
 use tch::{Device, Kind, Tensor};
 
-/// A range of the vocabulary: columns of logits, and rows of weights.
+/// A vocabulary range: columns of logits, and rows of weights.
 pub(super) struct VocabChunk {
     first: i64,
     count: i64,
 }
 
 impl VocabChunk {
-    /// All of `vocab` in pieces of at most `most`.
+    /// Splits `vocab` tokens into ranges of at most `most` tokens.
     pub fn pieces(vocab: i64, most: i64) -> impl Iterator<Item = Self> {
         (0..vocab).step_by(most as usize).map(move |first| Self { first, count: most.min(vocab - first) })
     }
 
-    /// Their logits, of `[n, V]`.
+    /// View of the range's columns of `logits [n, V]`.
     pub fn of_logits(&self, logits: &Tensor) -> Tensor {
         logits.narrow(1, self.first, self.count)
     }
 
-    /// Their rows of a weight `[V, ..]`.
+    /// View of the range's rows of `weight [V, ..]`.
     pub fn of_weight(&self, weight: &Tensor) -> Tensor {
         weight.narrow(0, self.first, self.count)
     }
@@ -29,23 +29,23 @@ impl VocabChunk {
         self.first == 0
     }
 
-    /// Its number of tokens.
+    /// Number of tokens.
     pub fn count(&self) -> i64 {
         self.count
     }
 }
 
-/// Bytes of a page of memory.
+/// Bytes of a memory page.
 const PAGE: i64 = 4096;
 /// Float32 values of a cache line.
 const LINE: i64 = 16;
 
-/// Stride of a buffer's rows. Rows that are whole pages apart would compete for a few sets of the first-level cache.
+/// Row stride of a buffer. Rows at a stride of whole pages would compete for few sets of the L1 cache.
 pub(super) fn row_stride(width: i64) -> i64 {
     if width * size_of::<f32>() as i64 % PAGE == 0 { width + LINE } else { width }
 }
 
-/// A float32 buffer `[rows, width]` on the CPU, with rows a [`row_stride`] apart.
+/// A float32 buffer `[rows, width]` on the CPU with stride [`row_stride`].
 pub(super) fn padded_buffer(rows: i64, width: i64) -> Tensor {
     Tensor::empty([rows, row_stride(width)], (Kind::Float, Device::Cpu)).narrow(1, 0, width)
 }

@@ -1,4 +1,4 @@
-//! The shim over c10d (`src/cpp`). Every function of it catches C++ exceptions and hands them back as text.
+//! C API over c10d (`src/cpp`). Every function catches C++ exceptions and returns their message as text.
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::mem;
@@ -8,15 +8,15 @@ use std::time::Duration;
 
 use tch::Tensor;
 
-/// A `Store` of the shim.
+/// The shim's `Store`.
 #[repr(C)]
 struct RawStore([u8; 0]);
 
-/// A connection of GPUs of the shim.
+/// The shim's NCCL backend.
 #[repr(C)]
 struct RawNccl([u8; 0]);
 
-/// A `Group` of the shim.
+/// The shim's `Group`.
 #[repr(C)]
 struct RawGroup([u8; 0]);
 
@@ -69,19 +69,19 @@ unsafe extern "C" {
     fn ds_group_all_gather(group: *mut RawGroup, output: *mut c_void, input: *const c_void) -> *mut c_char;
 }
 
-/// What c10d said, in its own words.
+/// A result with c10d's error message.
 type Outcome<T> = Result<T, String>;
 
-/// A client of the job's key-value store; also its server, where it was opened as host.
+/// Client of the job's key-value store. The host's `Store` also runs the server.
 pub struct Store(NonNull<RawStore>);
 
-// SAFETY: the pointer is owned, and what it points to counts its references atomically and locks itself; nothing of it belongs to
-// the thread that made it.
+// SAFETY: the pointer is owned. The store behind it has atomic reference counts and its own locks, and is not tied to
+// a thread.
 unsafe impl Send for Store {}
 
 impl Store {
-    /// Connects to the store at `host:port`, or hosts it there; also returns the port, which a host may leave to the system
-    /// by asking for 0. Keys live under `prefix`.
+    /// Connects to the store at `host:port`, or hosts it there. Also returns the port: a host may pass 0 to let the
+    /// system choose. Keys get the prefix `prefix`.
     pub fn open(
         host: &str,
         port: u16,
@@ -98,7 +98,7 @@ impl Store {
         Ok((Self(not_null(raw)?), bound))
     }
 
-    /// A connection of its own to the same keys, for another thread: a wait on one holds up no other.
+    /// Opens another connection to the same keys. A wait on one connection does not block the other.
     pub fn another(&self) -> Outcome<Self> {
         let mut raw = ptr::null_mut();
         // SAFETY: the store lives until `self` is dropped; the out-pointer outlives the call.
@@ -106,8 +106,8 @@ impl Store {
         Ok(Self(not_null(raw)?))
     }
 
-    /// From here on every wait ends with an error, whatever time it was given, once the machine that hosts the store has been silent for
-    /// so long; before, that takes 15 s, or the time that the store was opened with where that is less. Does nothing where the system is not Linux.
+    /// Makes every later wait fail once the store's host has been silent for `after`, whatever the wait's timeout.
+    /// The initial limit is 15 s, or the timeout of `open` if that is less. Does nothing on systems other than Linux.
     pub fn notice_silence(&self, after: Duration) -> Outcome<()> {
         // SAFETY: the store lives until `self` is dropped.
         check(unsafe { ds_store_notice_silence(self.0.as_ptr(), millis(after)) })
@@ -116,7 +116,8 @@ impl Store {
     /// Sets a key.
     pub fn set(&self, key: &str, value: &[u8]) -> Outcome<()> {
         let key = text(key)?;
-        // SAFETY: the store lives until `self` is dropped and locks itself; key and value outlive the call, which copies them.
+        // SAFETY: the store lives until `self` is dropped and locks itself. Key and value outlive the call, which
+        // copies them.
         check(unsafe { ds_store_set(self.0.as_ptr(), key.as_ptr(), value.as_ptr(), value.len()) })
     }
 
@@ -128,9 +129,9 @@ impl Store {
         check(unsafe {
             ds_store_get(self.0.as_ptr(), key.as_ptr(), millis(timeout), &mut bytes, &mut length)
         })?;
-        // SAFETY: without an error `bytes` is `length` bytes from malloc, and ours.
+        // SAFETY: without an error, `bytes` points to `length` bytes from malloc, which this function owns.
         let value = unsafe { slice::from_raw_parts(bytes, length) }.to_vec();
-        // SAFETY: they came from malloc and nothing else points to them.
+        // SAFETY: the bytes came from malloc, and nothing else points to them.
         unsafe { libc::free(bytes.cast()) };
         Ok(value)
     }
@@ -143,37 +144,38 @@ impl Drop for Store {
     }
 }
 
-/// Makes a GPU the calling thread's current one.
+/// Makes a GPU the current device of the calling thread.
 pub fn set_device(index: usize) -> Outcome<()> {
     let index = number(index)?;
-    // SAFETY: it takes a plain number, and the guards of devices are there as long as the process.
+    // SAFETY: the shim takes a plain number, and libtorch's device guards live as long as the process.
     check(unsafe { ds_device_set(index) })
 }
 
-/// Who opens a connection, and how.
+/// Rank, world size and timeout of a new connection.
 #[derive(Debug, Clone, Copy)]
 pub struct Member {
-    /// This rank.
+    /// Rank of this process.
     pub rank: usize,
-    /// All ranks.
+    /// Number of ranks.
     pub world_size: usize,
-    /// How long a collective may take.
+    /// Timeout of a collective.
     pub timeout: Duration,
 }
 
-/// NCCL's connection of the GPUs of all ranks.
+/// NCCL connection of the GPUs of all ranks.
 pub struct Nccl(NonNull<RawNccl>);
 
-// SAFETY: the pointer is owned; c10d's process groups are made and used by different threads everywhere.
+// SAFETY: the pointer is owned. One thread may create a c10d process group, and another may use it.
 unsafe impl Send for Nccl {}
 
 impl Nccl {
-    /// Connects GPU `device` of this rank with those of all others. Blocks until all have come: a thread of its own is the place
-    /// for it.
+    /// Connects GPU `device` of this rank with the GPUs of all other ranks. Blocks until all ranks have connected;
+    /// call it on a separate thread.
     pub fn open(store: &Store, member: Member, device: usize) -> Outcome<Self> {
         let (rank, world_size) = (number(member.rank)?, number(member.world_size)?);
         let (device, timeout, mut raw) = (number(device)?, millis(member.timeout), ptr::null_mut());
-        // SAFETY: the store lives during the call, which takes a counted reference; the out-pointer outlives it.
+        // SAFETY: the store lives during the call, which takes a counted reference. The out-pointer outlives the
+        // call.
         check(unsafe { ds_nccl_open(store.0.as_ptr(), rank, world_size, timeout, device, &mut raw) })?;
         Ok(Self(not_null(raw)?))
     }
@@ -181,75 +183,80 @@ impl Nccl {
 
 impl Drop for Nccl {
     fn drop(&mut self) {
-        // SAFETY: the pointer came from `ds_nccl_open`; it is freed only here, or taken over by `take_nccl`, which forgets it.
+        // SAFETY: the pointer came from `ds_nccl_open`. Only this function frees it, because `take_nccl` forgets the
+        // value that it takes.
         unsafe { ds_nccl_free(self.0.as_ptr()) }
     }
 }
 
-/// Collectives over Gloo and, for CUDA tensors, NCCL. Not to be shared among threads: their order is what matches them up.
+/// Collectives over Gloo, and over NCCL for CUDA tensors. Threads must not share a group: ranks match collectives by
+/// their order.
 pub struct Group(NonNull<RawGroup>);
 
 impl Group {
-    /// Connects to all other ranks, who find each other through the store, over Gloo; `address` is this host's, as they reach it.
+    /// Connects to all other ranks over Gloo; ranks find each other through the store. The other ranks reach this
+    /// host at `address`.
     pub fn open(store: &Store, address: &str, member: Member) -> Outcome<Self> {
         let address = text(address)?;
         let (rank, world_size) = (number(member.rank)?, number(member.world_size)?);
         let (timeout, mut raw) = (millis(member.timeout), ptr::null_mut());
-        // SAFETY: the store lives during the call, which takes a counted reference; the string and the out-pointer outlive it.
+        // SAFETY: the store lives during the call, which takes a counted reference. The string and the out-pointer
+        // outlive the call.
         check(unsafe {
             ds_group_open(store.0.as_ptr(), address.as_ptr(), rank, world_size, timeout, &mut raw)
         })?;
         Ok(Self(not_null(raw)?))
     }
 
-    /// Lets NCCL carry tensors of GPUs from now on.
+    /// Uses NCCL for CUDA tensors from now on.
     pub fn take_nccl(&mut self, nccl: Nccl) {
-        // SAFETY: both live; the group is borrowed mutably, and owns the connection from here on.
+        // SAFETY: both pointers are live. The group is borrowed mutably, and owns the connection afterwards.
         unsafe { ds_group_take_nccl(self.0.as_ptr(), nccl.0.as_ptr()) };
         mem::forget(nccl);
     }
 
-    /// Adds up a contiguous tensor over all ranks, in place.
+    /// Sums a contiguous tensor over all ranks, in place.
     pub fn all_reduce(&self, tensor: &mut Tensor) -> Outcome<()> {
-        // SAFETY: the group lives until `self` is dropped; the tensor stays mutably borrowed until the shim, which waits for the
-        // collective, has returned.
+        // SAFETY: the group lives until `self` is dropped. The tensor stays mutably borrowed until the shim has
+        // waited for the collective.
         check(unsafe { ds_group_all_reduce(self.0.as_ptr(), tensor.as_mut_ptr().cast()) })
     }
 
-    /// The same without waiting for it.
+    /// Starts an all-reduce without waiting for it.
     pub fn start_all_reduce(&self, mut tensor: Tensor) -> Outcome<Sum> {
         let mut number = 0;
-        // SAFETY: the group lives until `self` is dropped; the tensor is ours, and c10d holds a counted reference to its storage until the
-        // collective is over. The out-pointer outlives the call.
+        // SAFETY: the group lives until `self` is dropped. This function owns the tensor, and c10d holds a counted
+        // reference to its storage during the collective. The out-pointer outlives the call.
         check(unsafe {
             ds_group_all_reduce_start(self.0.as_ptr(), tensor.as_mut_ptr().cast(), &mut number)
         })?;
         Ok(Sum { number, tensor })
     }
 
-    /// Waits for a sum that this group started; on a GPU has what is asked of it from now on wait.
+    /// Waits for an all-reduce that this group started. On a GPU the current stream waits, not the host.
     pub fn finish(&self, sum: Sum) -> Outcome<Tensor> {
         // SAFETY: the group lives until `self` is dropped.
         check(unsafe { ds_group_finish(self.0.as_ptr(), sum.number) })?;
         Ok(sum.tensor)
     }
 
-    /// Copies a contiguous tensor of rank `root` to all ranks, in place.
+    /// Broadcasts a contiguous tensor of rank `root` to all ranks, in place.
     pub fn broadcast(&self, tensor: &mut Tensor, root: usize) -> Outcome<()> {
         let root = number(root)?;
         // SAFETY: as for `all_reduce`.
         check(unsafe { ds_group_broadcast(self.0.as_ptr(), tensor.as_mut_ptr().cast(), root) })
     }
 
-    /// Collects a contiguous tensor of every rank in `output`, `[world size, …]`.
+    /// Gathers a contiguous tensor of every rank into `output`, `[world size, …]`.
     pub fn all_gather(&self, output: &mut Tensor, input: &Tensor) -> Outcome<()> {
-        // SAFETY: as for `all_reduce`; the input is only read.
+        // SAFETY: as for `all_reduce`. The shim only reads the input.
         check(unsafe {
             ds_group_all_gather(self.0.as_ptr(), output.as_mut_ptr().cast(), input.as_ptr().cast())
         })
     }
 
-    /// Gives up what is under way and closes all connections, from which the other ranks learn of it. No operation works then.
+    /// Drops the collectives in progress and closes all connections, which the other ranks notice. Later operations
+    /// fail.
     pub fn abort(&self) -> Outcome<()> {
         // SAFETY: the group lives until `self` is dropped.
         check(unsafe { ds_group_abort(self.0.as_ptr()) })
@@ -263,20 +270,20 @@ impl Drop for Group {
     }
 }
 
-/// A sum over all ranks that is under way. The group keeps what of it is c10d's.
+/// An all-reduce in progress. The group keeps c10d's handle.
 pub struct Sum {
     number: u64,
     tensor: Tensor,
 }
 
-/// Takes over the text of an error.
+/// Takes ownership of an error message.
 pub(super) fn check(error: *mut c_char) -> Outcome<()> {
     if error.is_null() {
         return Ok(());
     }
-    // SAFETY: the shim returns null or a C string from strdup, which is ours.
+    // SAFETY: the shim returns null or a C string from strdup, which this function owns.
     let said = unsafe { CStr::from_ptr(error) }.to_string_lossy().into_owned();
-    // SAFETY: it came from malloc and nothing else points to it.
+    // SAFETY: the string came from malloc, and nothing else points to it.
     unsafe { libc::free(error.cast()) };
     Err(said)
 }

@@ -1,10 +1,10 @@
-//! Tensors whose bytes are written in place, without a copy from a buffer.
+//! CPU tensors that the caller fills in place, without a copy from a buffer.
 
 use std::slice;
 
 use tch::{Device, Kind, Tensor};
 
-/// A CPU tensor that is still being filled; nobody else sees its memory before it is done.
+/// A CPU tensor that is being filled. Nothing else can access its memory before `done`.
 #[derive(Debug)]
 pub struct UninitTensor {
     tensor: Tensor,
@@ -12,28 +12,28 @@ pub struct UninitTensor {
 }
 
 impl UninitTensor {
-    /// Takes memory for a tensor of this shape; what the bytes are is open.
+    /// Allocates a tensor with uninitialised bytes.
     ///
     /// # Panics
-    /// For a negative size, and as every tensor does where there is no memory.
+    /// If a size is negative, or the allocation fails.
     pub fn new(shape: &[i64], kind: Kind) -> Self {
         let tensor = Tensor::empty(shape, (kind, Device::Cpu));
         let bytes = tensor.numel() * kind.elt_size_in_bytes();
         Self { tensor, bytes }
     }
 
-    /// All bytes, row-major.
+    /// All bytes, in row-major order.
     pub fn bytes(&mut self) -> &mut [u8] {
         if self.bytes == 0 {
             return &mut [];
         }
-        // SAFETY: a tensor that `empty` has just made is contiguous, so its first element stands at `data_ptr` and so many bytes
-        // follow, which live as long as it does. It is private and was never cloned: no other reference to its memory exists.
-        // Bytes have no invalid values, and memory that foreign code hands out counts as written.
+        // SAFETY: a new tensor from `empty` is contiguous, so this many bytes follow `data_ptr` and live as long as
+        // the tensor. The tensor is private and never cloned: no other reference to its memory exists. Every byte
+        // value is valid, and memory from foreign code counts as initialised.
         unsafe { slice::from_raw_parts_mut(self.tensor.data_ptr().cast(), self.bytes) }
     }
 
-    /// The tensor with what was written.
+    /// The filled tensor.
     pub fn done(self) -> Tensor {
         self.tensor
     }

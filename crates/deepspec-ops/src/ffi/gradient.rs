@@ -10,8 +10,9 @@ unsafe extern "C" {
     fn ds_take_gradient(parameter: *const c_void) -> *mut c_void;
 }
 
-/// Takes the gradient of a parameter, which has none afterwards: the next backward pass stores its gradient instead of adding it.
+/// Moves the gradient out of a parameter. The next backward pass stores its gradient instead of adding it.
 pub fn take_gradient(parameter: &Tensor) -> Option<Tensor> {
-    // SAFETY: the shim moves the parameter's own reference to its gradient out, or returns null; it catches every C++ exception.
+    // SAFETY: the shim moves the parameter's reference to its gradient out, or returns null. It catches every C++
+    // exception.
     unsafe { owned(ds_take_gradient(parameter.as_ptr().cast())) }
 }

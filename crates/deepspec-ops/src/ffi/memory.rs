@@ -1,4 +1,4 @@
-//! What libtorch's allocator for GPUs says, which tch does not ask.
+//! Statistics of libtorch's GPU allocator, which tch does not expose.
 
 use std::ffi::{c_char, c_int};
 
@@ -6,15 +6,15 @@ use tch::Device;
 
 use super::c10d::check;
 
-/// Bytes of a GPU's memory that this process has.
+/// Bytes of GPU memory of this process.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct DeviceMemory {
-    /// In tensors.
+    /// Bytes of live tensors.
     pub in_use: u64,
-    /// In tensors at most, since the process began or the peak was restarted.
+    /// Peak of `in_use` since process start or the last [`restart_device_peak`].
     pub peak: u64,
-    /// Taken from the driver at most, with what is kept for later tensors.
+    /// Peak of the bytes taken from the driver, including cached blocks.
     pub reserved_peak: u64,
 }
 
@@ -25,7 +25,7 @@ unsafe extern "C" {
     fn ds_has_bfloat16(index: c_int) -> bool;
 }
 
-/// What this process has of a GPU's memory; none of the CPU and of GPUs that libtorch has not used.
+/// GPU memory of this process. None for the CPU, and for GPUs that libtorch has not used.
 pub fn device_memory(device: Device) -> Option<DeviceMemory> {
     let Device::Cuda(index) = device else { return None };
     let mut found = DeviceMemory::default();
@@ -34,25 +34,25 @@ pub fn device_memory(device: Device) -> Option<DeviceMemory> {
     Some(found)
 }
 
-/// From now on the peak of a GPU is counted anew.
+/// Restarts the peaks of a GPU.
 pub fn restart_device_peak(device: Device) {
     let Device::Cuda(index) = device else { return };
     if let Ok(index) = c_int::try_from(index) {
-        // SAFETY: the shim takes a plain number and catches every C++ exception. A GPU that was not used has no peak to restart.
+        // SAFETY: the shim takes a plain number and catches every C++ exception. An unused GPU has no peak.
         let _ = check(unsafe { ds_restart_device_peak(index) });
     }
 }
 
-/// Whether the GPU of this index computes in bfloat16 by itself; true where the driver does not say.
+/// Whether a GPU supports bfloat16 in hardware; true if unknown.
 pub fn has_bfloat16(index: usize) -> bool {
     // SAFETY: the shim takes a plain number and catches every C++ exception.
     c_int::try_from(index).map_or(true, |index| unsafe { ds_has_bfloat16(index) })
 }
 
-/// Bytes that can still be had on the GPU of this index, those that libtorch keeps for reuse among them; none where its allocator does
-/// not say.
+/// Bytes that can still be allocated on a GPU, including libtorch's cached blocks. None if unknown.
 pub fn gpu_free_memory(index: usize) -> Option<u64> {
     let index = c_int::try_from(index).ok()?;
-    // SAFETY: the shim asks libtorch's allocator and the driver, which lock for themselves, and catches every C++ exception.
+    // SAFETY: the shim asks libtorch's allocator and the driver, which lock themselves. It catches every C++
+    // exception.
     u64::try_from(unsafe { ds_free_memory(index) }).ok()
 }

@@ -1,4 +1,4 @@
-//! The one room of this crate with `unsafe` in it.
+//! The only module of this crate with `unsafe` code.
 #![expect(
     unsafe_code,
     reason = "foreign code: the dynamic loader, the C allocator, signals, and the shim over c10d and libtorch"
@@ -39,18 +39,18 @@ pub use profile::{Profile, Range, range};
 pub use runtime::init_runtime;
 pub use stream::{CudaEvent, CudaStream, StreamGuard, pinned};
 
-/// libtorch's CUDA part. Our binaries need only libtorch_cpu, so CUDA stays invisible until this is opened.
+/// libtorch's CUDA library. The binaries link only libtorch_cpu, so CUDA is unavailable until this library is loaded.
 const CUDA_LIBRARY: &str = "libtorch_cuda.so";
 
-/// Opens libtorch's CUDA part for the rest of the process.
+/// Loads libtorch's CUDA library for the rest of the process.
 ///
 /// # Errors
-/// What the dynamic loader says.
+/// The dynamic loader's message.
 pub fn load_cuda() -> Result<(), String> {
-    // SAFETY: the library is the sibling of the libtorch_cpu that is linked already, found by the same run path; its initialisers
-    // only register kernels. It is never closed, so nothing it registered can dangle.
+    // SAFETY: the run path of the linked libtorch_cpu finds the library, and its initialisers only register kernels.
+    // The library is never closed, so no registered pointer dangles.
     let opened = unsafe { Library::new(CUDA_LIBRARY) };
-    // The error itself says only that it failed, its source what is missing.
+    // The error says only that loading failed; its source names the cause.
     let told =
         |error: libloading::Error| error.source().map_or_else(|| error.to_string(), ToString::to_string);
     let library = opened.map_err(told)?;
@@ -58,26 +58,26 @@ pub fn load_cuda() -> Result<(), String> {
     Ok(())
 }
 
-/// Lets the process go at once when it is about to exit, with code 1: a thread that is held in foreign code for good would otherwise
-/// see the libraries under it taken down, and may keep the process from ending.
+/// Makes a later `exit` end the process at once, with code 1. Otherwise libraries unload under threads that hang in
+/// foreign code, which may keep the process alive.
 pub fn leave_at_exit() {
     extern "C" fn leave() {
-        // SAFETY: it takes a plain number and does not return.
+        // SAFETY: `_exit` takes a plain number and does not return.
         unsafe { libc::_exit(1) }
     }
-    // SAFETY: the function lives as long as the program and unwinds never. Where the table is full, the exit is an ordinary one.
+    // SAFETY: the function lives as long as the program and never unwinds. If the handler table is full, `exit` works
+    // as usual.
     unsafe { libc::atexit(leave) };
 }
 
-/// Sends a signal to a child process.
+/// Sends a signal to a child process that nobody has waited for.
 pub fn signal(child: &Child, signal: i32) -> io::Result<()> {
-    // SAFETY: kill takes plain numbers. The number still means this child: only waiting for it, which needs `child` mutably,
-    // can free it for another process, and one that was waited for already is not signalled.
+    // SAFETY: kill takes plain numbers. Only a wait, which needs `child` mutably, frees the PID for another process.
     let sent = unsafe { libc::kill(child.id() as libc::pid_t, signal) };
     if sent == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Lets the command's process be killed when the thread that starts it ends, whatever ends it. Only Linux can.
+/// Makes the system kill the command's process when the thread that starts it ends. Linux only.
 #[cfg(target_os = "linux")]
 pub fn die_with_parent(command: &mut Command) {
     use std::os::unix::process::CommandExt;
@@ -90,13 +90,13 @@ pub fn die_with_parent(command: &mut Command) {
     unsafe { command.pre_exec(ask) };
 }
 
-/// Other systems have no such request.
+/// Other systems do not support such a request.
 #[cfg(not(target_os = "linux"))]
 pub fn die_with_parent(_command: &mut Command) {}
 
 /// # Safety
-/// `made` is null or a tensor from `new` that belongs to nobody else.
+/// `made` is null or a tensor from `new` that nobody else owns.
 unsafe fn owned(made: *mut c_void) -> Option<Tensor> {
-    // SAFETY: by this function's own contract; tch frees it by `delete`.
+    // SAFETY: the function's contract makes this tensor ours; tch frees it by `delete`.
     (!made.is_null()).then(|| unsafe { Tensor::from_ptr(made.cast()) })
 }

@@ -1,4 +1,5 @@
-//! libtorch's profiler: its operators, what runs on GPUs, and ranges of our own, as a trace for chrome://tracing and ui.perfetto.dev.
+//! libtorch's profiler. It records operators, GPU work and named ranges, and writes a trace for chrome://tracing and
+//! ui.perfetto.dev.
 
 use std::ffi::{CStr, CString, c_char, c_void};
 use std::marker::PhantomData;
@@ -15,17 +16,17 @@ unsafe extern "C" {
     fn ds_range_end(range: *mut c_void);
 }
 
-/// A recording of what this thread does, from its start until it is written or dropped.
+/// A recording of this thread, until it is written or dropped.
 pub struct Profile {
-    /// It ends on the thread that began it.
+    /// A recording must end on its own thread.
     _thread: PhantomData<*const ()>,
 }
 
 impl Profile {
-    /// Begins to record this thread, and with `with_gpu` what GPUs do for the process.
+    /// Starts to record this thread and, with `with_gpu`, the GPU work of the process.
     ///
     /// # Errors
-    /// With libtorch's words, if another recording is under way or the machine allows none.
+    /// libtorch's message, if another recording is active or the machine does not support one.
     pub fn start(with_gpu: bool) -> Result<Self, String> {
         // SAFETY: the shim takes a plain value and catches every C++ exception.
         check(unsafe { ds_profile_start(with_gpu) })?;
@@ -35,11 +36,11 @@ impl Profile {
     /// Ends the recording and writes it as JSON.
     ///
     /// # Errors
-    /// With libtorch's words. It says nothing where the file cannot be opened; see whether it is there.
+    /// libtorch's message. libtorch reports no error if it cannot open the file, so check that the file exists.
     pub fn write(self, path: &Path) -> Result<(), String> {
         let path = CString::new(path.as_os_str().as_encoded_bytes()).map_err(|error| error.to_string())?;
         let _ended = ManuallyDrop::new(self);
-        // SAFETY: the recording began on this thread, which it cannot leave, and ends here only; the path is a C string for the length of
+        // SAFETY: the recording began on this thread, which it cannot leave, and ends only here. The path outlives
         // the call.
         check(unsafe { ds_profile_stop(path.as_ptr()) })
     }
@@ -47,7 +48,7 @@ impl Profile {
 
 impl Drop for Profile {
     fn drop(&mut self) {
-        // SAFETY: as above, without a path. What is thrown away cannot fail to be written.
+        // SAFETY: as in `write`, with a null path. A discarded recording has no write error.
         let _ = check(unsafe { ds_profile_stop(ptr::null()) });
     }
 }
@@ -55,15 +56,17 @@ impl Drop for Profile {
 /// A named range of this thread's time, until it is dropped.
 pub struct Range(*mut c_void);
 
-/// Begins a range; it costs little where nothing is recorded.
+/// Begins a range. The cost is low if nothing is recorded.
 pub fn range(name: &'static CStr) -> Range {
-    // SAFETY: the name lives for ever; the shim catches every C++ exception and returns null or a range that is the caller's.
+    // SAFETY: the name is static. The shim catches every C++ exception, and returns null or a range that the caller
+    // owns.
     Range(unsafe { ds_range_begin(name.as_ptr()) })
 }
 
 impl Drop for Range {
     fn drop(&mut self) {
-        // SAFETY: it is null or came from ds_range_begin on this thread, which a pointer cannot leave, and is ended once.
+        // SAFETY: the range is null or came from ds_range_begin on this thread, which a pointer cannot leave. It ends
+        // once.
         unsafe { ds_range_end(self.0) }
     }
 }

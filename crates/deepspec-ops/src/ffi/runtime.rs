@@ -1,14 +1,14 @@
-//! Settings of the process that the programs change from inside: the allocator, OpenMP's idle threads and MKL's choice of
-//! routines. `docs/runtime.md` describes each and how to switch it off.
+//! Process settings that the programs change themselves: the allocator, OpenMP's idle threads and MKL's choice of
+//! routines. `docs/runtime.md` describes each and how to disable it.
 
-/// The environment variable that names the allocator of CPU tensors; `libc` keeps glibc's own behaviour.
+/// The environment variable that selects the allocator of CPU tensors; `libc` keeps glibc's defaults.
 const ALLOCATOR: &str = "DEEPSPEC_ALLOCATOR";
 
-/// Sets the allocator, links the code that shortens the spinning of OpenMP's threads, and links the answer to MKL's question for the
-/// processor. `main` calls it first.
+/// Sets the allocator. Links the code that shortens the spinning of OpenMP threads, and MKL's processor check. `main`
+/// calls this first.
 ///
-/// With `DEEPSPEC_ALLOCATOR=libc` CPU tensors come from the C library's allocator with its default settings. Other values than
-/// `pool`, the default, are reported on standard error.
+/// With `DEEPSPEC_ALLOCATOR=libc`, CPU tensors use the C library's allocator with its defaults. The default is
+/// `pool`; other values cause a message on standard error.
 pub fn init_runtime() {
     link_omp_wait();
     match std::env::var(ALLOCATOR).as_deref() {
@@ -20,13 +20,14 @@ pub fn init_runtime() {
     pool_large_blocks();
 }
 
-/// Lets the C allocator keep freed memory instead of returning it to the system. libtorch takes its smaller CPU tensors from there.
+/// Makes the C allocator keep freed memory instead of returning it to the system. libtorch's smaller CPU tensors use
+/// that allocator.
 #[cfg(all(target_os = "linux", target_env = "gnu"))]
 fn keep_freed_memory() {
-    /// The largest threshold that glibc takes on 64-bit machines.
+    /// The largest threshold that glibc accepts on 64-bit machines.
     const MMAP_THRESHOLD: libc::c_int = 32 << 20;
     const TOP_PAD: libc::c_int = 64 << 20;
-    // SAFETY: mallopt only sets parameters of the allocator, which it locks; values out of range are refused, not undefined.
+    // SAFETY: mallopt only sets parameters of the allocator, which it locks. It rejects values out of range.
     unsafe {
         libc::mallopt(libc::M_MMAP_THRESHOLD, MMAP_THRESHOLD);
         libc::mallopt(libc::M_TRIM_THRESHOLD, libc::c_int::MAX);
@@ -38,7 +39,7 @@ fn keep_freed_memory() {
 #[cfg(not(all(target_os = "linux", target_env = "gnu")))]
 fn keep_freed_memory() {}
 
-/// Links `cpp/waiting.cpp`, which has run before `main`.
+/// Links `cpp/waiting.cpp`, whose code has run before `main`.
 #[cfg(target_os = "linux")]
 fn link_omp_wait() {
     unsafe extern "C" {
@@ -52,14 +53,14 @@ fn link_omp_wait() {
 #[cfg(not(target_os = "linux"))]
 fn link_omp_wait() {}
 
-/// Gives libtorch's large CPU tensors a pool of their own, in which freed blocks leave no gaps.
+/// Allocates libtorch's large CPU tensors from a pool, in which freed blocks leave no gaps.
 #[cfg(target_os = "linux")]
 fn pool_large_blocks() {
     unsafe extern "C" {
         fn ds_pool_large_blocks();
     }
-    // SAFETY: the shim sets a pointer in libtorch's table of allocators before any other thread reads it. The allocator lives as
-    // long as the process, and tensors keep the deleter that they were made with.
+    // SAFETY: the shim sets a pointer in libtorch's allocator table before any other thread reads it. The allocator
+    // lives as long as the process, and each tensor keeps its own deleter.
     unsafe { ds_pool_large_blocks() };
 }
 
@@ -69,16 +70,16 @@ fn pool_large_blocks() {}
 
 #[cfg(all(test, target_os = "linux", target_arch = "x86_64"))]
 mod tests {
-    /// This program answers MKL's question for the processor, not MKL itself.
+    /// MKL's processor check calls this program's function, not MKL's own.
     #[test]
     fn mkl_asks_this_program_what_the_processor_can_do() {
         unsafe extern "C" {
             fn mkl_serv_intel_cpu_true() -> libc::c_int;
         }
-        // SAFETY: dlsym reads a C string; with RTLD_DEFAULT it finds what the loader gives everyone who asks for the name.
+        // SAFETY: dlsym reads a C string. RTLD_DEFAULT finds the symbol that every library gets.
         let found = unsafe { libc::dlsym(libc::RTLD_DEFAULT, c"mkl_serv_intel_cpu_true".as_ptr()) };
         assert_eq!(found.addr(), mkl_serv_intel_cpu_true as *const () as usize);
-        // SAFETY: it takes nothing and only asks the processor.
+        // SAFETY: the function has no arguments and only queries the processor.
         let answer = unsafe { mkl_serv_intel_cpu_true() };
         let can = std::arch::is_x86_feature_detected!("avx512f");
         assert!(answer == 1 || !can || std::env::var_os("DEEPSPEC_MKL_BY_MAKER").is_some());

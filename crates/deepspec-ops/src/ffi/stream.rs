@@ -1,4 +1,4 @@
-//! Streams of a GPU, on which work runs beside other work, and events by which one waits for the other.
+//! GPU streams, whose work runs concurrently, and events that synchronise streams.
 
 use std::ffi::{c_char, c_int, c_void};
 use std::marker::PhantomData;
@@ -8,7 +8,7 @@ use tch::{Device, Tensor};
 
 use super::c10d::check;
 
-/// An event of the shim.
+/// The shim's event.
 #[repr(C)]
 struct RawEvent([u8; 0]);
 
@@ -23,25 +23,25 @@ unsafe extern "C" {
     fn ds_pinned(size: *const i64, dims: usize, like: *const c_void, out: *mut *mut c_void) -> *mut c_char;
 }
 
-/// A stream of a GPU beside the one that everything runs on.
+/// A GPU stream beside the default stream.
 #[derive(Debug, Clone, Copy)]
 pub struct CudaStream {
     index: c_int,
     id: i64,
 }
 
-/// While it lives, this thread's work on the GPU goes to a [`CudaStream`].
+/// While the guard lives, this thread's GPU work goes to a [`CudaStream`].
 pub struct StreamGuard {
     before: CudaStream,
-    /// Streams are chosen thread by thread.
+    /// The current stream is a setting of each thread.
     _thread: PhantomData<*const ()>,
 }
 
 impl CudaStream {
-    /// One of the GPU's; none of the CPU, which does everything in turn.
+    /// A stream of the GPU. None for the CPU, which has no streams.
     ///
     /// # Panics
-    /// With the driver's words.
+    /// With the driver's message.
     pub fn of(device: Device) -> Option<Self> {
         let index = index_of(device)?;
         let mut id = 0;
@@ -50,18 +50,18 @@ impl CudaStream {
         Some(Self { index, id })
     }
 
-    /// Makes it this thread's.
+    /// Makes the stream this thread's current stream.
     ///
     /// # Panics
-    /// With the driver's words.
+    /// With the driver's message.
     pub fn enter(self) -> StreamGuard {
         StreamGuard { before: self.exchange(), _thread: PhantomData }
     }
 
     fn exchange(self) -> Self {
         let mut before = 0;
-        // SAFETY: the number is one that libtorch gave for a stream of this GPU; its streams live as long as the process. The shim writes one number
-        // and catches every C++ exception.
+        // SAFETY: the id came from libtorch, for a stream of this GPU, and streams live as long as the process. The
+        // shim writes one number and catches every C++ exception.
         done("changing streams", unsafe { ds_enter_stream(self.index, self.id, &mut before) });
         Self { index: self.index, id: before }
     }
@@ -73,72 +73,74 @@ impl Drop for StreamGuard {
     }
 }
 
-/// A moment in the work of a GPU's stream.
+/// A point in a GPU stream's work.
 pub struct CudaEvent(NonNull<RawEvent>);
 
-// SAFETY: an event may be waited for and freed by any thread; nothing of it changes once it is recorded, which `here` does.
+// SAFETY: any thread may wait for an event and free it. An event does not change after `here` has recorded it.
 unsafe impl Send for CudaEvent {}
 
 impl CudaEvent {
-    /// Behind all that this thread has asked of the device; none of the CPU, where it is done.
+    /// Records an event after all work of this thread's current stream so far. None for the CPU, whose work is done.
     ///
     /// # Panics
-    /// With the driver's words.
+    /// With the driver's message.
     pub fn here(device: Device) -> Option<Self> {
         let index = index_of(device)?;
         let mut event = ptr::null_mut();
-        // SAFETY: the shim writes one pointer, to an event that belongs to nobody else, and catches every C++ exception.
+        // SAFETY: the shim writes one pointer, to an event that nobody else owns, and catches every C++ exception.
         done("an event", unsafe { ds_event_here(index, &mut event) });
         NonNull::new(event).map(Self)
     }
 
-    /// Lets what this thread asks of the device from now on wait for it, but not the host.
+    /// Makes this thread's current stream on the device wait for the event. The host does not wait.
     ///
     /// # Panics
-    /// With the driver's words.
+    /// With the driver's message.
     pub fn block(&self, device: Device) {
         let Some(index) = index_of(device) else { return };
-        // SAFETY: the event is alive; the shim takes a plain number beside it and catches every C++ exception.
+        // SAFETY: the event is live. The shim also takes a plain number, and catches every C++ exception.
         done("waiting", unsafe { ds_event_block(self.0.as_ptr(), index) });
     }
 
-    /// Lets what this thread asks of the tensors' devices from now on wait for it, but not the host. Their memory, which may be another stream's,
-    /// goes to nobody else before all of that is done.
+    /// Makes this thread's current streams on the tensors' devices wait for the event. The host does not wait. The
+    /// allocator does not reuse the tensors' memory before these streams are done with it.
     ///
     /// # Panics
-    /// With the driver's words.
+    /// With the driver's message.
     pub fn hold<'t>(&self, tensors: impl IntoIterator<Item = &'t Tensor>) {
         let tensors: Vec<*const c_void> = tensors.into_iter().map(|tensor| tensor.as_ptr().cast()).collect();
-        // SAFETY: the event is alive, and the tensors are for as long as the call, which only reads where they lie. The shim catches every C++ exception.
+        // SAFETY: the event is live, and the tensors outlive the call, which only reads their addresses. The shim
+        // catches every C++ exception.
         done("waiting", unsafe { ds_event_hold(self.0.as_ptr(), tensors.as_ptr(), tensors.len()) });
     }
 
-    /// Waits until it has come.
+    /// Blocks the host until the event has happened.
     ///
     /// # Panics
-    /// With the driver's words.
+    /// With the driver's message.
     pub fn wait(self) {
-        // SAFETY: the event is alive; the shim catches every C++ exception.
+        // SAFETY: the event is live. The shim catches every C++ exception.
         done("waiting", unsafe { ds_event_wait(self.0.as_ptr()) });
     }
 }
 
 impl Drop for CudaEvent {
     fn drop(&mut self) {
-        // SAFETY: it came from the shim's `new` and is freed here only.
+        // SAFETY: the event came from the shim's `new` and is freed only here.
         unsafe { ds_event_free(self.0.as_ptr()) };
     }
 }
 
-/// An uninitialised tensor of the kind of `like` in host memory that GPUs copy from and to while the host goes on.
+/// An uninitialised tensor in pinned host memory with the dtype of `like`, for asynchronous copies.
 ///
 /// # Panics
-/// Where there is no such memory, or no GPU.
+/// If there is no such memory or no GPU.
 pub fn pinned(size: &[i64], like: &Tensor) -> Tensor {
     let (like, mut out) = (like.as_ptr().cast(), ptr::null_mut());
-    // SAFETY: the shim reads so many numbers and the tensor's kind, writes one pointer and catches every C++ exception.
+    // SAFETY: the shim reads `size.len()` numbers and the dtype of `like`, writes one pointer and catches every C++
+    // exception.
     done("page-locked memory", unsafe { ds_pinned(size.as_ptr(), size.len(), like, &mut out) });
-    // SAFETY: without an error it is a tensor from `new` that belongs to nobody else; tch frees it by `delete`.
+    // SAFETY: without an error, `out` is a tensor from `new` that nobody else owns; tch frees it by `delete`.
     unsafe { Tensor::from_ptr(out.cast()) }
 }
 

@@ -1,4 +1,5 @@
-//! The kernels' interface in builds without the `kernels` feature: no arguments fit, so that every operator takes its reference.
+//! The kernels' interface without the `kernels` feature. No kernel supports its arguments, so every operator uses its
+//! reference.
 
 use std::convert::Infallible;
 
@@ -9,12 +10,12 @@ use super::args::{
     ProjectedHeads, RmsNormParams, RowsMeasured, SequenceBlocks, TargetProbs, TiledBlocks,
 };
 
-/// A packed weight, which this build never makes.
+/// A packed weight, which this build never creates.
 #[derive(Debug)]
 pub struct PackedWeight(Infallible);
 
 impl PackedWeight {
-    /// None: weights stay as they are.
+    /// None: weights are not packed.
     pub fn new(_weight: &Tensor) -> Option<Self> {
         None
     }
@@ -65,11 +66,11 @@ pub fn packed_gated_product(
     match gate.0 {}
 }
 
-/// Attention in tiles on a GPU, which this build never plans.
+/// Tiled attention on a GPU, which this build never creates.
 pub struct TiledAttention(Infallible);
 
 impl TiledAttention {
-    /// [`attends_in_tiles`] never lets a caller come here.
+    /// [`attends_in_tiles`] prevents this call.
     pub fn new(_indices: &Tensor, _blocks: &TiledBlocks) -> Self {
         unreachable!("attention in tiles needs the kernels feature")
     }
@@ -80,17 +81,17 @@ impl TiledAttention {
     }
 }
 
-/// False: no kernel attends in tiles.
+/// False: no kernel computes tiled attention.
 pub fn attends_in_tiles(_like: &Tensor, _kind: Kind, _dim: i64) -> bool {
     false
 }
 
-/// False: no kernel attends block by block.
+/// False: no kernel computes attention block by block.
 pub fn attends_by_block(_dim: i64) -> bool {
     false
 }
 
-/// None: no kernel attends block by block.
+/// None: no kernel computes attention block by block.
 pub fn attend_by_block(
     _q: &Tensor,
     _context: &KeyValues<'_>,
@@ -114,12 +115,12 @@ pub fn block_attention(
     None
 }
 
-/// False: no kernels for a few rows.
+/// False: no kernel supports a few rows.
 pub fn has_decode_kernels(_like: &Tensor, _width: i64, _inner: i64, _dim: i64, _repeats: i64) -> bool {
     false
 }
 
-/// [`has_decode_kernels`] never lets a caller come here.
+/// [`has_decode_kernels`] prevents this call.
 pub fn decode_product(
     _x: &Tensor,
     _norm: Option<RmsNormParams<'_>>,
@@ -129,12 +130,12 @@ pub fn decode_product(
     unreachable!("products of a few rows need the kernels feature")
 }
 
-/// [`has_decode_kernels`] never lets a caller come here.
+/// [`has_decode_kernels`] prevents this call.
 pub fn decode_gated_product(_x: &Tensor, _norm: RmsNormParams<'_>, _gate: &Tensor, _up: &Tensor) -> Tensor {
     unreachable!("products of a few rows need the kernels feature")
 }
 
-/// [`has_decode_kernels`] never lets a caller come here.
+/// [`has_decode_kernels`] prevents this call.
 pub fn decode_attention(
     _qkv: &Tensor,
     _heads: &ProjectedHeads<'_>,
@@ -144,17 +145,17 @@ pub fn decode_attention(
     unreachable!("attention of a few rows needs the kernels feature")
 }
 
-/// False: no kernel attends over the KV cache in place.
+/// False: no kernel reads the KV cache in place.
 pub fn has_in_place_attention(_dim: i64) -> bool {
     false
 }
 
-/// [`has_in_place_attention`] never lets a caller come here.
+/// [`has_in_place_attention`] prevents this call.
 pub fn in_place_attention(_rows: KvRows<'_>, _chunks: &[KvChunk<'_>], _window: KvWindow) -> Tensor {
     unreachable!("attention in place needs the kernels feature")
 }
 
-/// Measurements of a GPU kernel, which this build never makes.
+/// Measurements of a GPU kernel, which this build never computes.
 pub struct LogitsMeasured(Infallible);
 
 impl LogitsMeasured {
@@ -163,7 +164,7 @@ impl LogitsMeasured {
         match self.0 {}
     }
 
-    /// 1 where drafter and target prefer one token.
+    /// 1 if drafter and target have the same argmax.
     pub fn agreement(&self) -> Tensor {
         match self.0 {}
     }
@@ -221,12 +222,12 @@ pub fn projection(_x: &Tensor, _weight: &Tensor) -> Option<Tensor> {
     None
 }
 
-/// None: the reference norms.
+/// None: the reference computes the RMS norm.
 pub fn rms_norm(_x: &Tensor, _weight: &Tensor, _eps: f64) -> Option<Tensor> {
     None
 }
 
-/// None: the reference finds the largest values.
+/// None: the reference computes the argmax.
 pub fn argmax(_x: &Tensor) -> Option<Tensor> {
     None
 }
@@ -236,7 +237,7 @@ pub fn distributions(_logits: &Tensor, _temperatures: &Tensor) -> Option<Tensor>
     None
 }
 
-/// None: the reference draws.
+/// None: the reference samples.
 pub fn draw(_weights: &Tensor, _uniforms: &Tensor) -> Option<Tensor> {
     None
 }
@@ -246,12 +247,12 @@ pub fn rotate(_x: &Tensor, _cosines: &Tensor, _sines: &Tensor) -> Option<Tensor>
     None
 }
 
-/// None: the reference gates.
+/// None: the reference computes the gate.
 pub fn silu_times(_gate: &Tensor, _up: &Tensor) -> Option<Tensor> {
     None
 }
 
-/// None: the reference gates and multiplies.
+/// None: the reference computes the gated product.
 pub fn gated_product(_gate: &Tensor, _up: &Tensor, _weight: &Tensor) -> Option<Tensor> {
     None
 }
@@ -261,7 +262,7 @@ pub fn adamw(_tensors: &mut [AdamWTensors<'_>], _divisor: &Tensor, _settings: Ad
     false
 }
 
-/// None: the reference adds the squares.
+/// None: the reference sums the squares.
 pub fn square_sum(_values: &Tensor) -> Option<Tensor> {
     None
 }

@@ -1,4 +1,5 @@
-//! A step of AdamW that reads and writes each tensor once: libtorch's fused one, which tch does not offer, and on the CPU our own.
+//! An AdamW step that reads and writes each tensor once. GPUs use libtorch's fused AdamW, which tch does not expose;
+//! the CPU has its own kernel.
 
 use std::ffi::{c_char, c_void};
 
@@ -26,11 +27,11 @@ unsafe extern "C" {
     fn ds_square_sum(values: *const c_void) -> *mut c_void;
 }
 
-/// Divides the gradients by `divisor`, a float32 scalar of their device, and takes one step of AdamW (Loshchilov & Hutter 2019). All tensors are
-/// of one device.
+/// Divides the gradients by `divisor`, a float32 scalar, and takes one AdamW step (Loshchilov & Hutter 2019). All
+/// tensors are on one device.
 ///
 /// # Panics
-/// If a tensor is not as [`AdamWTensors`] says.
+/// If a tensor breaks the contract of [`AdamWTensors`].
 pub fn adamw(tensors: &mut [AdamWTensors<'_>], divisor: &Tensor, settings: AdamWSettings) -> bool {
     if tensors.is_empty() {
         return true; // libtorch refuses empty lists
@@ -44,8 +45,8 @@ pub fn adamw(tensors: &mut [AdamWTensors<'_>], divisor: &Tensor, settings: AdamW
             exp_avg_sq: tensors.exp_avg_sq.as_mut_ptr().cast(),
         })
         .collect();
-    // SAFETY: the shim takes counted references during the call only; all tensors stay mutably borrowed until it has returned,
-    // and it catches every C++ exception. Both lists are as long as `count` says.
+    // SAFETY: the shim takes counted references during the call only, and catches every C++ exception. All tensors
+    // stay mutably borrowed until the shim returns. `raw` has as many entries as the count says.
     let outcome = check(unsafe { ds_adamw(raw.as_ptr(), raw.len(), divisor.as_ptr().cast(), &settings) });
     if let Err(problem) = outcome {
         panic!("AdamW: {problem}");
@@ -53,11 +54,13 @@ pub fn adamw(tensors: &mut [AdamWTensors<'_>], divisor: &Tensor, settings: AdamW
     true
 }
 
-/// Σ x², a float64 scalar, of float32 values on the CPU; rounding does not grow with their number.
+/// Σ x² of contiguous float32 values on the CPU, a float64 scalar. The rounding error does not grow with their
+/// number.
 ///
-/// None for others, and where they do not lie value behind value.
+/// None for other tensors.
 pub fn square_sum(values: &Tensor) -> Option<Tensor> {
-    // SAFETY: the shim reads the tensor during the call, catches every C++ exception, and returns null or a tensor of its own.
+    // SAFETY: the shim reads the tensor during the call, catches every C++ exception, and returns null or a new
+    // tensor.
     unsafe { owned(ds_square_sum(values.as_ptr().cast())) }
 }
 
@@ -72,7 +75,8 @@ mod tests {
         (Tensor::arange(count, (Kind::Double, Device::Cpu)) * 0.7 + seed).sin().view(shape)
     }
 
-    /// The formula in float64, over shapes of which some are longer than what a thread takes at a time, none a multiple of a vector.
+    /// Compares with the formula in float64. Some shapes exceed one thread's share, and none is a multiple of a
+    /// vector.
     #[test]
     fn steps_are_those_of_the_formula() {
         const SHAPES: [&[i64]; 4] = [&[], &[7], &[3, 5], &[401, 331]];

@@ -1,4 +1,4 @@
-//! Attention of blocks behind anchors, with a backward of its own: tch has no way to write one.
+//! Attention of draft blocks after their anchors, with its own backward, which tch cannot define.
 
 use std::ffi::{c_char, c_void};
 use std::ptr::{self, NonNull};
@@ -50,13 +50,14 @@ unsafe extern "C" {
     ) -> *mut c_char;
 }
 
-/// Attention of `q [G, A, r, D]`, A blocks of r queries: each block over its own keys, `[G, A, B, D]`, and each row over those of the context,
-/// `[G, T, D]`, that `parts` give it. Rows and keys that no part names do not see each other. Gives `[G, A, r, D]`, with gradients for all five.
+/// Attention of `q [G, A, r, D]`, which are A blocks of r query rows. Each block attends to its own keys
+/// `[G, A, B, D]`. Each row also attends to the context keys, of `[G, T, D]`, that `parts` list for it. Returns `[G, A, r, D]`;
+/// all five tensors get gradients.
 ///
-/// On the CPU libtorch's fused kernels do the parts, elsewhere plain products of each.
+/// libtorch's fused kernels compute the parts on the CPU, and matmuls elsewhere.
 ///
 /// # Panics
-/// With libtorch's words, if shapes, kinds or devices do not fit each other.
+/// With libtorch's message, if shapes, dtypes or devices do not match.
 pub fn block_attention(
     q: &Tensor,
     context: &KeyValues<'_>,
@@ -79,20 +80,20 @@ pub fn block_attention(
     let [q, k, v, own_k, own_v] =
         [q, context.k, context.v, own.k, own.v].map(|tensor| tensor.as_ptr().cast());
     let (parts, mask, mut out) = (raw.as_ptr(), pointer(block_mask), ptr::null_mut());
-    // SAFETY: the shim takes counted references to all tensors, which outlive the call, and reads as many parts as there are; it catches
-    // every C++ exception, and sets `out` where it returns null.
+    // SAFETY: the shim takes counted references to all tensors, which outlive the call, and reads `raw.len()` parts.
+    // It catches every C++ exception, and sets `out` if it returns null.
     let outcome =
         check(unsafe { ds_block_attention(q, k, v, own_k, own_v, parts, raw.len(), mask, scale, &mut out) });
     if let Err(problem) = outcome {
         panic!("attention of blocks: {problem}");
     }
-    // SAFETY: without an error it is a tensor from `new` that belongs to nobody else; tch frees it by `delete`.
+    // SAFETY: without an error, `out` is a tensor from `new` that nobody else owns; tch frees it by `delete`.
     Some(unsafe { Tensor::from_ptr(out.cast()) })
 }
 
-/// Whether [`attend_by_block`] is the better choice for heads of D values, for float32 on this CPU.
+/// Whether [`attend_by_block`] is the faster choice for float32 heads of `dim` values on this CPU.
 pub fn attends_by_block(dim: i64) -> bool {
-    // SAFETY: it only asks the processor.
+    // SAFETY: the shim only queries the processor.
     unsafe { ds_attends_by_block(dim) }
 }
 
@@ -102,14 +103,14 @@ struct RawSequence {
     tokens: i64,
 }
 
-/// The attention of [`block_attention`] where each block sees its sequence's context before its anchor, and slots see keys behind their position less
-/// `window`, where there is one. Rows are those of one sequence after the other: `q [A·B, H, D]` and `own`, `[A·B, G, D]`, of the slots of A blocks, the
-/// context's, `[T, G, D]`, of tokens. Gives `[A·B, H·D]`, with gradients for all five.
+/// [`block_attention`] where each block sees its sequence's context before its anchor. With a window, the query at
+/// position p sees only keys at positions above p − `window`. Rows of the sequences follow one another. `q` is
+/// `[A·B, H, D]`, `own` is `[A·B, G, D]` and `context` is `[T, G, D]`. Returns `[A·B, H·D]`; all five tensors get gradients.
 ///
-/// None where there are no such kernels: on other devices, of other kinds, where D is no multiple of 16, and on processors without AVX2.
+/// None on other devices, for other dtypes, if D is not a multiple of 16, and without AVX2.
 ///
 /// # Panics
-/// If shapes do not fit each other, or an anchor lies behind its context.
+/// If shapes do not match, or an anchor exceeds its context.
 pub fn attend_by_block(
     q: &Tensor,
     context: &KeyValues<'_>,
@@ -124,8 +125,8 @@ pub fn attend_by_block(
     let raw: Vec<RawSequence> = sequences.iter().map(raw).collect();
     let anchors: Vec<i64> = sequences.iter().flat_map(|of| of.anchors.iter().copied()).collect();
     let (window, mut out) = (window.unwrap_or(i64::MAX), ptr::null_mut());
-    // SAFETY: the shim takes counted references to all tensors and copies sequences and anchors, of which there are as many as it is told; it checks
-    // kinds, shapes and anchors, catches every C++ exception, and sets `out` where it returns null.
+    // SAFETY: the shim takes counted references to all tensors, and copies `count` sequences and their anchors. It
+    // checks dtypes, shapes and anchors, catches every C++ exception, and sets `out` if it returns null.
     let outcome = check(unsafe {
         let (sequences, count) = (raw.as_ptr(), raw.len());
         ds_attend_by_block(q, k, v, own_k, own_v, sequences, count, anchors.as_ptr(), window, scale, &mut out)
@@ -133,11 +134,11 @@ pub fn attend_by_block(
     if let Err(problem) = outcome {
         panic!("attention of blocks: {problem}");
     }
-    // SAFETY: it is null or a tensor from `new` that belongs to nobody else.
+    // SAFETY: `out` is null or a tensor from `new` that nobody else owns.
     unsafe { owned(out) }
 }
 
-/// A plan of the shim.
+/// The shim's plan.
 #[repr(C)]
 struct RawPlan([u8; 0]);
 
@@ -156,52 +157,53 @@ unsafe extern "C" {
     ) -> *mut c_char;
 }
 
-/// Whether there is [`TiledAttention`] for heads of `dim` values of a kind, on the device of `like`.
+/// Whether [`TiledAttention`] supports heads of `dim` values of this dtype on the device of `like`.
 pub fn attends_in_tiles(like: &Tensor, kind: Kind, dim: i64) -> bool {
     // SAFETY: the shim reads the tensor's device, and catches every C++ exception.
     kind == Kind::BFloat16 && unsafe { ds_attends_in_tiles(like.as_ptr().cast(), dim) }
 }
 
-/// The attention of [`block_attention`] for bfloat16 on a GPU, where each block of a sequence sees the context before its anchor.
+/// [`block_attention`] in bfloat16 on a GPU, where each block of a sequence sees the context before its anchor.
 pub struct TiledAttention(NonNull<RawPlan>);
 
 impl TiledAttention {
-    /// For layers of one shape; `numbers` is the tensor that [`TiledBlocks`] tells of, on the GPU.
+    /// A plan for all layers of one shape. `numbers` is the GPU tensor of indices that [`TiledBlocks`] describes.
     ///
     /// # Panics
-    /// If there are not so many numbers, or with the driver's words.
+    /// If `numbers` has another length or dtype, or with the driver's message.
     pub fn new(numbers: &Tensor, blocks: &TiledBlocks) -> Self {
         let mut plan = ptr::null_mut();
-        // SAFETY: the shim reads the struct and keeps a counted reference to the tensor; it catches every C++ exception, and sets `plan` where it returns
-        // null.
+        // SAFETY: the shim reads the struct and keeps a counted reference to the tensor. It catches every C++
+        // exception, and sets `plan` if it returns null.
         if let Err(problem) = check(unsafe { ds_tiled_plan(numbers.as_ptr().cast(), blocks, &mut plan) }) {
             panic!("attention in tiles: {problem}");
         }
         Self(NonNull::new(plan).expect("a plan without an error"))
     }
 
-    /// Queries, keys and values of the blocks, `[A·B, heads, D]`, and keys and values of the context, `[T, G, D]`, to `[A·B, H·D]`, with gradients for all.
+    /// Attention of block queries `[A·B, H, D]` over context keys `[T, G, D]` and block keys `[A·B, G, D]`. Returns
+    /// `[A·B, H·D]`; all five tensors get gradients.
     ///
     /// # Panics
-    /// If shapes do not fit the plan, or with libtorch's words.
+    /// If shapes do not match the plan, or with libtorch's message.
     pub fn attend(&self, q: &Tensor, context: &KeyValues<'_>, own: &KeyValues<'_>) -> Tensor {
         let [q, k, v, own_k, own_v] =
             [q, context.k, context.v, own.k, own.v].map(|tensor| tensor.as_ptr().cast());
         let mut out = ptr::null_mut();
-        // SAFETY: the plan is alive, and the graph counts a reference to it of its own. The shim takes counted references to all tensors, looks at their
-        // shapes, and catches every C++ exception; it sets `out` where it returns null.
+        // SAFETY: the plan is live, and the graph takes its own counted reference. The shim takes counted references
+        // to all tensors and checks shapes. It catches every C++ exception, and sets `out` if it returns null.
         let outcome = check(unsafe { ds_attend_in_tiles(q, k, v, own_k, own_v, self.0.as_ptr(), &mut out) });
         if let Err(problem) = outcome {
             panic!("attention in tiles: {problem}");
         }
-        // SAFETY: without an error it is a tensor from `new` that belongs to nobody else; tch frees it by `delete`.
+        // SAFETY: without an error, `out` is a tensor from `new` that nobody else owns; tch frees it by `delete`.
         unsafe { Tensor::from_ptr(out.cast()) }
     }
 }
 
 impl Drop for TiledAttention {
     fn drop(&mut self) {
-        // SAFETY: it came from the shim, and this reference is given back here only.
+        // SAFETY: the plan came from the shim, and only this call releases this reference.
         unsafe { ds_tiled_plan_free(self.0.as_ptr()) };
     }
 }
@@ -217,7 +219,7 @@ mod tests {
         ((Tensor::arange(count, (Kind::Float, Device::Cpu)) * 0.731 + seed).sin() * 37.0).sin().view(shape)
     }
 
-    /// Output and gradients of `attend` for two groups of three queries a slot; rows as [`attend_by_block`] takes them.
+    /// Output and gradients of `attend` for two KV heads with three query heads each; rows as in [`attend_by_block`].
     fn run(
         blocks: i64,
         size: i64,
@@ -234,7 +236,7 @@ mod tests {
         [y.detach()].into_iter().chain([q, own_k, own_v, k, v].map(|tensor| tensor.grad())).collect()
     }
 
-    /// The same of one sequence by [`block_attention`].
+    /// The attention of one sequence by [`block_attention`].
     fn by_parts(
         (q, context, own): (&Tensor, &KeyValues<'_>, &KeyValues<'_>),
         size: i64,
@@ -250,7 +252,7 @@ mod tests {
         y.view([2, -1, 3, size, dim]).permute([1, 3, 0, 2, 4]).reshape([-1, 6 * dim])
     }
 
-    /// What each slot of the blocks sees of the context and of its block, as numbers to add to scores.
+    /// Additive masks of the context and of the own block, for each slot.
     fn masks(anchors: &[i64], size: i64, tokens: i64, window: Option<i64>) -> (Tensor, Tensor) {
         let added = |is_seen: bool| if is_seen { 0.0f32 } else { -1e30 };
         let window = window.unwrap_or(i64::MAX);
@@ -271,7 +273,7 @@ mod tests {
 
     #[test]
     fn block_by_block_it_is_that_of_parts() {
-        // A block of whole panels and one with a rest; anchors at the ends and in disorder.
+        // Blocks of whole panels and of partial ones; anchors at the ends and out of order.
         for (size, dim) in [(7, 48), (16, 16), (17, 32)] {
             for window in [None, Some(1), Some(5), Some(33), Some(1000)] {
                 let (anchors, tokens) = ([0, 3, 64, 17, 16, 70], 70);

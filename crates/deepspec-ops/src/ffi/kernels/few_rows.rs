@@ -1,4 +1,4 @@
-//! Layers of a target for a few rows of bfloat16 on a GPU, each in a handful of kernels that read every weight once.
+//! Target layers for a few bfloat16 rows on a GPU: a few kernels per layer, which read every weight once.
 
 use std::ffi::{c_char, c_void};
 use std::ptr;
@@ -52,18 +52,18 @@ unsafe extern "C" {
     ) -> *mut c_char;
 }
 
-/// Whether there are kernels for layers of rows of `width` values, `inner` in the MLP, and heads of `dim` values, `repeats` of queries to one of keys, on
-/// the device of `like`.
+/// Whether kernels exist for such layers on the device of `like`. Rows have `width` values, the MLP `inner` and heads
+/// `dim`; `repeats` query heads share a KV head.
 pub fn has_decode_kernels(like: &Tensor, width: i64, inner: i64, dim: i64, repeats: i64) -> bool {
     // SAFETY: the shim reads the tensor's device, and catches every C++ exception.
     unsafe { ds_has_few_rows(like.as_ptr().cast(), width, inner, dim, repeats) }
 }
 
-/// `norm(x) [W₁; W₂; W₃]ᵀ + residual` of up to 8 rows `x [N, I]`: up to three weights `[Oᵢ, I]`, of which the outputs lie one behind the other.
-/// Sums are float32, rounded once. Without a graph.
+/// `norm(x) [W₁; W₂; W₃]ᵀ + residual` for up to 8 rows `x [N, I]` and up to three weights `[Oᵢ, I]`. The outputs of
+/// the weights are concatenated. Sums are float32 and rounded once. Autograd records nothing.
 ///
 /// # Panics
-/// If shapes, kinds or devices do not fit, or with the driver's words.
+/// If shapes, dtypes or devices do not match, or with the driver's message.
 pub fn decode_product(
     x: &Tensor,
     gain: Option<RmsNormParams<'_>>,
@@ -74,15 +74,16 @@ pub fn decode_product(
     let (norm, eps) = pointers(gain);
     let residual = residual.map_or(ptr::null(), |residual| residual.as_ptr().cast());
     let mut out = ptr::null_mut();
-    // SAFETY: the tensors are alive for the call, and libtorch gives their memory to nobody else before the stream is done with them. The shim looks at all
-    // shapes, reads as many weights as there are, catches every C++ exception, and sets `out` where it returns null.
+    // SAFETY: the tensors outlive the call, and libtorch does not reuse their memory before the stream is done with
+    // them. The shim checks all shapes and reads `weights.len()` weights. It catches every C++ exception, and sets
+    // `out` if it returns null.
     let problem = unsafe {
         ds_few_rows_product(x.as_ptr().cast(), norm, eps, weights.as_ptr(), weights.len(), residual, &mut out)
     };
     made("a product of a few rows", problem, out)
 }
 
-/// `silu(norm(x) Wᵍᵀ) ⊙ (norm(x) Wᵘᵀ)` of up to 8 rows `x [N, I]`, with weights `[O, I]`.
+/// `silu(norm(x) Wᵍᵀ) ⊙ (norm(x) Wᵘᵀ)` for up to 8 rows `x [N, I]` and weights `[O, I]`.
 ///
 /// # Panics
 /// As [`decode_product`].
@@ -103,8 +104,8 @@ pub fn decode_gated_product(x: &Tensor, gain: RmsNormParams<'_>, gate: &Tensor, 
     made("a gated product of a few rows", problem, out)
 }
 
-/// `in_place_attention` of up to 8 rows, all of them of some chunk, `qkv [N, (H + 2G)·D]`: queries, keys and values that are neither normed
-/// nor turned yet. Gives `[N, H·D]`.
+/// `in_place_attention` for `qkv [N, (H + 2G)·D]`, up to 8 rows that are neither normed nor rotated. Every row
+/// belongs to a chunk. Returns `[N, H·D]`.
 ///
 /// # Panics
 /// As [`decode_product`], and if two chunks share a row of a pool.
@@ -123,7 +124,7 @@ pub fn decode_attention(
     let ProjectedHeads { query, key_value, dim, gains, angles } = *heads;
     let [(query_gain, eps), (key_gain, _)] = [0, 1].map(|of| pointers(gains.map(|gains| gains[of])));
     let [cosines, sines] = angles.map(|angles| angles.as_ptr().cast());
-    // A window that no history is as long as is none.
+    // 0 means no window. No KV cache is as long as a window that exceeds an i32.
     let window = window.map_or(0, |window| i32::try_from(window).map_or(0, i64::from));
     let heads = RawHeads {
         query_gain,
@@ -139,7 +140,7 @@ pub fn decode_attention(
         sees_chunk,
     };
     let mut out = ptr::null_mut();
-    // SAFETY: as above; pools are written in rows and places that the shim looks at, which are the caller's.
+    // SAFETY: as above. The shim checks the pool rows and positions that it writes, which the caller owns.
     let problem =
         unsafe { ds_few_rows_attention(qkv.as_ptr().cast(), &heads, raw.as_ptr(), raw.len(), &mut out) };
     made("attention of a few rows", problem, out)
@@ -154,6 +155,6 @@ fn made(what: &str, problem: *mut c_char, out: *mut c_void) -> Tensor {
     if let Err(problem) = check(problem) {
         panic!("{what}: {problem}");
     }
-    // SAFETY: without an error it is a tensor from `new` that belongs to nobody else; tch frees it by `delete`.
+    // SAFETY: without an error, `out` is a tensor from `new` that nobody else owns; tch frees it by `delete`.
     unsafe { Tensor::from_ptr(out.cast()) }
 }

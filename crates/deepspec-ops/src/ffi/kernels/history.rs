@@ -1,4 +1,4 @@
-//! Attention of a few queries per sequence over histories that lie in pools.
+//! Attention of a few queries per sequence over KV caches in pools.
 
 use std::ffi::{c_char, c_void};
 use std::ptr;
@@ -51,10 +51,10 @@ struct RawKvRows {
 }
 
 impl RawKvRows {
-    /// Checks all but that there are kernels for the heads.
+    /// Checks everything except whether kernels exist for the heads.
     ///
     /// # Panics
-    /// If shapes or kinds do not fit each other.
+    /// If shapes or dtypes do not match.
     fn of(rows: KvRows<'_>) -> Self {
         let values = |of: &Tensor| {
             assert!(is_plain(of), "float32 of the CPU, row by row");
@@ -147,20 +147,22 @@ unsafe extern "C" {
     ) -> *mut c_char;
 }
 
-/// Whether [`in_place_attention`] can be had for heads of `dim` values: on x86 with AVX2, for multiples of 8.
+/// Whether [`in_place_attention`] supports heads of `dim` values: multiples of 8, on x86 with AVX2.
 pub fn has_in_place_attention(dim: i64) -> bool {
-    // SAFETY: it only asks the processor.
+    // SAFETY: the shim only queries the processor.
     unsafe { ds_has_history_attention(dim) }
 }
 
-/// Stores the chunks' keys and values behind what their histories hold, and lets their queries see those: `[N, H·D]`, with zeros in rows of no chunk. All
-/// float32, on the CPU and without a graph. Chunks share neither rows of a pool nor queries.
+/// Appends the chunks' keys and values to their KV caches, and attends to both. Returns `[N, H·D]`, with zeros in
+/// rows of no chunk. All tensors are float32 on the CPU, and autograd records nothing. Chunks share neither pool rows
+/// nor queries.
 ///
-/// What becomes of a query depends on its own sequence alone, and its bits on no other query. Histories are not copied, and what lies behind them is
-/// not read.
+/// A query's result depends only on its own sequence, and its bits do not depend on other queries. The kernel does
+/// not copy KV caches, and reads nothing after their end.
 ///
 /// # Panics
-/// If shapes, kinds or places do not fit each other, where [`has_in_place_attention`] says no, or if something wants a gradient.
+/// If shapes, dtypes or positions do not match, if [`has_in_place_attention`] is false, or if a tensor requires a
+/// gradient.
 pub fn in_place_attention(
     rows: KvRows<'_>,
     chunks: &[KvChunk<'_>],
@@ -174,9 +176,9 @@ pub fn in_place_attention(
     let rows = RawKvRows::of(rows);
     let RawKvRows { rows: n, groups, dim, .. } = rows;
     assert!(has_in_place_attention(dim), "heads of {dim} on this processor");
-    // Chunks of one pool mostly follow one another, and it takes longer to ask than to attend.
+    // Consecutive chunks mostly share a pool, and checking a pool takes longer than attending.
     let mut known: Option<([&Tensor; 2], [usize; 2])> = None;
-    let mut places = vec![]; // from and to
+    let mut places = vec![]; // start and end addresses
     for chunk in chunks {
         let same = |&(pool, _): &([&Tensor; 2], _)| (0..2).all(|i| ptr::eq(pool[i], chunk.pool[i]));
         let (_, [rows, capacity]) = known.filter(same).unwrap_or_else(|| {
@@ -200,7 +202,7 @@ pub fn in_place_attention(
         );
         assert!(chunk.len > 0 && ends_within(chunk.first, chunk.len, n as usize), "rows of {n}");
     }
-    // Each stores its keys while the others attend, and has its own rows of the result.
+    // Chunks run in parallel, so each needs its own pool row and its own rows of the result.
     places.sort_unstable();
     assert!(places.windows(2).all(|pair| pair[0].1 <= pair[1].0), "two chunks share a row of a pool");
     let mut queries: Vec<_> = chunks.iter().map(|chunk| (chunk.first, chunk.len)).collect();
@@ -209,22 +211,22 @@ pub fn in_place_attention(
     let raw: Vec<RawChunk> = chunks.iter().map(RawChunk::of).collect();
     let window = window.map_or(0, |window| i64::try_from(window.max(1)).unwrap_or(i64::MAX));
     let ((chunks, count), mut out) = ((raw.as_ptr(), raw.len()), ptr::null_mut());
-    // SAFETY: all tensors outlive the call; that every place which the shim reads or writes is one of theirs was checked above. It catches every C++
-    // exception, and sets `out` where it returns null.
+    // SAFETY: all tensors outlive the call, and the checks above keep every access inside them. The shim catches
+    // every C++ exception, and sets `out` if it returns null.
     let problem = unsafe { ds_history_attention(&rows, chunks, count, scale, window, !sees_chunk, &mut out) };
     if let Err(problem) = check(problem) {
         panic!("attention over histories: {problem}");
     }
-    // SAFETY: without an error it is a tensor from `new` that belongs to nobody else; tch frees it by `delete`.
+    // SAFETY: without an error, `out` is a tensor from `new` that nobody else owns; tch frees it by `delete`.
     unsafe { Tensor::from_ptr(out.cast()) }
 }
 
-/// Whether it lies as the shim reads it.
+/// Whether a tensor is contiguous float32 on the CPU.
 fn is_plain(of: &Tensor) -> bool {
     of.device() == Device::Cpu && of.kind() == Kind::Float && of.is_contiguous()
 }
 
-/// Whether `len` from `first` on end within `all`.
+/// Whether the range of `len` from `first` ends within `all`.
 fn ends_within(first: usize, len: usize, all: usize) -> bool {
     first.checked_add(len).is_some_and(|end| end <= all)
 }
@@ -248,7 +250,7 @@ mod tests {
             [8, 16, 48].into_iter().flat_map(|dim| windows.map(|view| (dim, view)))
         {
             let pool = [0.1, 0.2].map(|seed| values(&[3, capacity, groups, dim], seed));
-            // What lies behind a history is no number at all.
+            // Memory after the end of a KV cache holds NaN.
             for tensor in &pool {
                 let _ = tensor.narrow(1, 258, capacity - 258).fill_(f64::NAN);
             }
@@ -294,10 +296,10 @@ mod tests {
                 );
                 let found = all.narrow(0, first, len).transpose(0, 1);
                 assert!(found.allclose(&expected, 1e-5, 1e-5, false), "window {window:?}, {sees_chunk}");
-                // Alone it is the same to the last bit.
+                // A chunk alone gives the same bits.
                 let alone = attend(std::slice::from_ref(chunk));
                 assert!(alone.narrow(0, first, len).equal(&all.narrow(0, first, len)));
-                // And so is a query that nobody follows.
+                // A query without later tokens in its chunk gives the same bits.
                 if !sees_chunk {
                     let brief = KvChunk { len: 1, ..*chunk };
                     let brief = attend(&[brief]);
@@ -341,7 +343,7 @@ mod tests {
                     len,
                     first,
                 };
-                // The eighth row is of no chunk.
+                // Row 7 belongs to no chunk.
                 let seen = in_place_attention(rows, &[chunk(1, 30, 7, 0), chunk(0, 3, 1, 8)], view);
                 let [keys, values] = pool;
                 [seen, keys, values]
@@ -355,7 +357,7 @@ mod tests {
         }
     }
 
-    /// What is said of so many heads of queries, of keys, and of so many values, in rows of 72.
+    /// The panic message for `query` and `key_value` heads of `dim` values in rows of 72.
     fn refusal(query: i64, key_value: i64, dim: i64) -> String {
         let (qkv, angles) = (values(&[3, 72], 0.0), values(&[3, 1, 4], 0.0));
         let angles = [&angles; 2];
@@ -368,7 +370,7 @@ mod tests {
 
     #[test]
     fn heads_that_do_not_fit_their_rows_are_refused() {
-        // The last ones would be 72 values, were it not for what no number holds.
+        // The last case gives 72 values only if the product overflows.
         for (query, key_value, dim) in [(6, 2, 8), (0, 1, 36), (-9, 9, 8), (5, 2, 8), ((1 << 61) + 5, 2, 8)] {
             let said = refusal(query, key_value, dim);
             let expected = format!("{query}, {key_value} and {key_value} heads of {dim} in [3, 72]");

@@ -1,4 +1,4 @@
-//! Losses of rows of logits, in place: float32 on the CPU, and bfloat16 on a GPU.
+//! Losses of logits, in place: float32 on the CPU, and bfloat16 on a GPU.
 
 use std::ffi::{c_char, c_void};
 use std::ptr;
@@ -48,20 +48,20 @@ unsafe extern "C" {
     ) -> *mut c_char;
 }
 
-/// What [`LogitRows::measure`] found: a column for each of the distances, and what the gradients need.
+/// Result of [`LogitRows::measure`]: one column per distance, and columns for the gradients.
 pub struct LogitsMeasured {
     found: Tensor, // [n, 9] float32
 }
 
 impl LogitRows<'_> {
-    /// Measures the rows, which stay as they are.
+    /// Measures the rows without changing them.
     ///
-    /// None where there are no kernels for them: on the CPU, of other kinds, and where a GPU's driver or compiler is not found.
+    /// None if no kernels exist: on the CPU, for other dtypes or layouts, and without a GPU driver or compiler.
     pub fn measure(&self) -> Option<LogitsMeasured> {
         let Self { base, bias, target, source_of_row, labels, cap } = self;
-        // SAFETY: the shim has a GPU read all of them, of which two may be null, behind what the thread's stream has to do, and libtorch gives their memory
-        // to nobody else before. Labels and sources are the caller's own numbers of tokens and rows. It catches every C++ exception, and returns null or a
-        // tensor of its own.
+        // SAFETY: the kernels read the tensors on the thread's stream, and libtorch does not reuse their memory
+        // before that. Two of the pointers may be null. The caller vouches for the values of labels and sources. The
+        // shim catches every C++ exception, and returns null or a new tensor.
         let found = unsafe {
             owned(ds_measure_logits(
                 base.as_ptr().cast(),
@@ -75,14 +75,14 @@ impl LogitRows<'_> {
         found.map(|found| LogitsMeasured { found })
     }
 
-    /// Puts gradients in place of rows that were measured: by the bias where there is one, and by the base where there is none or a cap between both.
-    /// `factors [n, 3]` are those of [`logits_grad`].
+    /// Overwrites measured logits with gradients: the bias if there is one, and the base without a bias or with a
+    /// soft-cap. [`logits_grad`] describes `factors [n, 3]`.
     ///
     /// # Panics
-    /// If the rows are not those that were measured, or with the driver's words.
+    /// If the rows do not match the measured ones, or with the driver's message.
     pub fn backward(self, measured: &LogitsMeasured, factors: &Tensor) {
         let Self { base, bias, target, source_of_row, labels, cap } = self;
-        // SAFETY: as above; the rows that are written are the caller's alone.
+        // SAFETY: as above. Only the caller owns the rows that the kernel writes.
         let problem = unsafe {
             ds_slope_logits(
                 base.as_ptr().cast(),
@@ -102,13 +102,13 @@ impl LogitRows<'_> {
 }
 
 impl LogitsMeasured {
-    /// The distances; the soft ones always.
+    /// The distances, always with the soft ones.
     pub fn distances(&self) -> RowsMeasured {
         let column = |column: i64| self.found.narrow(1, column, 1);
         RowsMeasured { ce: column(2), l1: column(3), overlap: column(4), soft: Some((column(5), column(6))) }
     }
 
-    /// 1 where drafter and target prefer the same token, `[n, 1]`.
+    /// 1 where drafter and target have the same argmax, `[n, 1]`.
     pub fn agreement(&self) -> Tensor {
         self.found.narrow(1, 7, 1)
     }
@@ -118,27 +118,30 @@ fn pointer(tensor: Option<&Tensor>) -> *const c_void {
     tensor.map_or(ptr::null(), |tensor| tensor.as_ptr().cast())
 }
 
-/// Turns rows of a target's logits `[S, V]` into probabilities, in place. Gives their entropies, `[S]` float64, zeros unless asked for.
+/// Turns target logits `[S, V]` into probabilities, in place. Returns their entropies, `[S]` float64, or zeros
+/// without `entropies`.
 ///
-/// None, and nothing done, where libtorch's own operators are to be taken: on other devices, of other kinds or layouts, where gradients are asked for,
-/// and where there is nothing.
+/// None without any change: on other devices, for other dtypes or layouts, for empty logits, and if a gradient is
+/// required.
 pub fn softmax_targets(logits: &mut Tensor, entropies: bool) -> Option<Tensor> {
-    // SAFETY: the shim writes to the rows, which are the caller's alone, during the call; it catches every C++ exception, and returns null or a tensor of
-    // its own.
+    // SAFETY: the shim writes to the rows, which only the caller owns, during the call. It catches every C++
+    // exception, and returns null or a new tensor.
     unsafe { owned(ds_weigh_target(logits.as_ptr().cast(), entropies)) }
 }
 
-/// Measures rows of logits `draft [n, V]` beside `labels [n]` and a target, and turns them into probabilities. The tensors share no memory.
+/// Turns drafter logits `draft [n, V]` into probabilities in place, and compares them with the target and
+/// `labels [n]`. The tensors share no memory.
 ///
-/// None, and nothing done, as for [`softmax_targets`], where a label is no token or a source none of the target's, and where sizes do not fit.
+/// None without any change: as for [`softmax_targets`], if sizes do not match, or if a label or source is out of
+/// range.
 pub fn measure_rows(
     draft: &mut Tensor,
     target: &TargetProbs,
     labels: &Tensor,
     soft: bool,
 ) -> Option<RowsMeasured> {
-    // SAFETY: the shim writes to the drafter's rows only and reads the others, of which one may be null, during the call; it catches every C++ exception,
-    // and returns null or a tensor of its own.
+    // SAFETY: the shim writes only to the drafter's rows, and reads the other tensors during the call. One pointer
+    // may be null. The shim catches every C++ exception, and returns null or a new tensor.
     let found = unsafe {
         owned(ds_measure_rows(
             draft.as_ptr().cast(),
@@ -158,26 +161,31 @@ pub fn measure_rows(
     })
 }
 
-/// In place of `sums [S, V]`, the sums of those of `rows [n, V]` that have the same source, `source_of_row [n]` int64. Both share no memory.
+/// Overwrites row s of `sums [S, V]` with the sum of the `rows [n, V]` whose `source_of_row [n]` int64 is s. The
+/// tensors share no memory.
 ///
-/// False, and nothing is done, as for [`softmax_targets`].
+/// False without any change: for other devices, dtypes or layouts, and if sizes or sources do not match.
 pub fn sum_rows(rows: &Tensor, source_of_row: &Tensor, sums: &mut Tensor) -> bool {
-    // SAFETY: the shim writes to the last tensor only, which is the caller's alone, and reads the others, during the call, and catches every C++ exception.
+    // SAFETY: the shim writes only to `sums`, which only the caller owns, and reads the others during the call. It
+    // catches every C++ exception.
     unsafe { ds_sum_rows(rows.as_ptr().cast(), source_of_row.as_ptr().cast(), sums.as_ptr().cast()) }
 }
 
-/// Adds to each of `rows [n, V]` the row of `values [S, V]` whose number `source_of_row [n]` int64 has for it. Both share no memory.
+/// Adds row `source_of_row[i]` of `values [S, V]` to row i of `rows [n, V]`; `source_of_row` is `[n]` int64. The
+/// tensors share no memory.
 ///
-/// False, and nothing is done, as for [`softmax_targets`].
+/// False without any change: as for [`sum_rows`].
 pub fn add_to_rows(rows: &mut Tensor, source_of_row: &Tensor, values: &Tensor) -> bool {
-    // SAFETY: the shim writes to the first tensor only, which is the caller's alone, and reads the others, during the call, and catches every C++ exception.
+    // SAFETY: the shim writes only to `rows`, which only the caller owns, and reads the others during the call. It
+    // catches every C++ exception.
     unsafe { ds_add_to_rows(rows.as_ptr().cast(), source_of_row.as_ptr().cast(), values.as_ptr().cast()) }
 }
 
-/// Turns the probabilities `draft [n, V]` of [`measure_rows`] into gradients by the logits: `factors [n, 3]` of p^d − onehot(x*), of p^d − p^t, and of
-/// ∂‖p^d − p^t‖₁. Says whether it did, which it does wherever [`measure_rows`] does.
+/// Turns the probabilities `draft [n, V]` of [`measure_rows`] into gradients by the logits. `factors [n, 3]` scale
+/// p^d − onehot(x*), p^d − p^t and ∂‖p^d − p^t‖₁. Returns whether it did; true after [`measure_rows`].
 pub fn logits_grad(draft: &mut Tensor, target: &TargetProbs, labels: &Tensor, factors: &Tensor) -> bool {
-    // SAFETY: the shim writes to the first tensor only and reads the others, of which one may be null, during the call, and catches every C++ exception.
+    // SAFETY: the shim writes only to `draft`, and reads the others during the call. One pointer may be null. The
+    // shim catches every C++ exception.
     unsafe {
         ds_slope_rows(
             draft.as_ptr().cast(),
@@ -205,7 +213,7 @@ mod tests {
         assert!(off <= 2e-6 * most.max(1e-3), "{what}: off by {off} of {most}");
     }
 
-    /// The target's logits as `measure_rows` reads them, used up.
+    /// Turns target logits into the input of `measure_rows`.
     fn weighed(mut logits: Tensor, source_of_row: Option<&Tensor>) -> TargetProbs {
         let entropies = softmax_targets(&mut logits, true).unwrap();
         TargetProbs {
@@ -215,10 +223,11 @@ mod tests {
         }
     }
 
-    /// Against formulas in float64, and autograd's gradients of them.
+    /// Compares with formulas in float64 and with autograd's gradients.
     #[test]
     fn distances_and_gradients_are_those_of_the_formulas() {
-        // Fewer tokens than lanes, a rest behind them, more than one span of sums; more rows than a thread's worth.
+        // Fewer tokens than lanes, a partial vector at the end, several spans of sums; more rows than one thread's
+        // share.
         for (rows, vocab) in [(3, 5), (9, 1500), (70, 1024)] {
             let (draft, target) =
                 (values(rows, vocab, 0.37).set_requires_grad(true), values(rows, vocab, 1.3));
@@ -249,7 +258,7 @@ mod tests {
         }
     }
 
-    /// A run that is lost must not look like one that learned everything.
+    /// A diverged run must not look like a converged one.
     #[test]
     fn what_is_no_number_stays_none() {
         let labels = Tensor::from_slice(&[3_i64, 0]);
@@ -267,7 +276,7 @@ mod tests {
                     assert_eq!(lost(distance), [false, true], "{broken}, {in_target}");
                 }
                 assert_eq!(lost(&found.ce), [false, !in_target]);
-                // A target without weight spoils no gradient.
+                // A target term with factor 0 adds no NaN to the gradient.
                 let label_only = Tensor::from_slice(&[1f32, 0.0, 0.0, 1.0, 0.0, 0.0]).view([2, 3]);
                 assert!(logits_grad(&mut draft, &target, &labels, &label_only));
                 let spoilt = [0, 1].map(|row| draft.get(row).isnan().any().int64_value(&[]) != 0);
@@ -307,7 +316,7 @@ mod tests {
         assert!(softmax_targets(&mut logits.narrow(1, 0, 0).contiguous(), false).is_none());
     }
 
-    /// Bit for bit what is found where each row has a copy of its own, and where rows lie apart from one another.
+    /// Shared target rows give the same bits as copies; rows may be strided.
     #[test]
     fn rows_of_one_source_are_those_of_copies() {
         for vocab in [5, 1500] {
@@ -337,7 +346,7 @@ mod tests {
             assert!(logits_grad(&mut ours, &shared_target, &labels, &factors));
             assert!(logits_grad(&mut copies, &copied_target, &labels, &factors));
             assert!(ours.equal(&copies));
-            // A source without rows has the sum 0, whatever lay there.
+            // A source without rows gets the sum 0, whatever `sums` held.
             let (mut sums, mut more) = (split_rows(&target), split_rows(&draft));
             sum_rows(&split_rows(&draft), &of, &mut sums);
             assert!(sums.equal(&target.zeros_like().index_add(0, &of, &draft)));

@@ -1,4 +1,4 @@
-//! Products of float32 matrices on the CPU that something learns of, where libtorch's own are slow.
+//! Matmuls of float32 matrices for training on CPUs where libtorch's matmul is slow.
 
 use std::ffi::{c_char, c_void};
 
@@ -19,44 +19,46 @@ unsafe extern "C" {
     fn ds_projection(x: *const c_void, weight: *const c_void) -> *mut c_void;
 }
 
-/// `a b` of `a [m, k]` and `b [k, n]`, whichever way they lie, in place of `out [m, n]`, or added to it: on one device, of one kind, but that sums may be
-/// float32, and without a graph. `out` shares no memory with them.
+/// `a b` of `a [m, k]` and `b [k, n]`, with any strides. The product overwrites `out [m, n]`, or is added to it.
+/// `out` shares no memory with the inputs, and no tensor belongs to a graph.
 ///
-/// False, and nothing is done, where libtorch's product is faster or the tensors are no float32 matrices of the CPU.
+/// False without any change: where libtorch's matmul is faster, and for tensors other than float32 matrices on the
+/// CPU.
 pub fn multiply(a: &Tensor, b: &Tensor, out: &mut Tensor, add: bool) -> bool {
     multiplies() && try_multiply(a, b, out, add)
 }
 
-/// Whether the shim's products are the better choice on this processor.
+/// Whether the shim's matmuls are the faster choice on this processor.
 pub(super) fn multiplies() -> bool {
-    // SAFETY: it only asks the processor.
+    // SAFETY: the shim only queries the processor.
     unsafe { ds_multiplies() }
 }
 
-/// The same by the shim; false where it takes other tensors, or none on this processor.
+/// [`multiply`] on any processor with AVX2; false if the shim does not support the tensors or the processor.
 fn try_multiply(a: &Tensor, b: &Tensor, out: &mut Tensor, add: bool) -> bool {
     let mut done = false;
     let [a, b, out] = [a, b, out].map(|tensor| tensor.as_ptr().cast());
-    // SAFETY: the shim reads a and b and writes to `out`, during the call only; it checks kinds, sizes and strides, and catches every C++ exception.
+    // SAFETY: the shim reads a and b and writes to `out`, during the call only. It checks dtypes, sizes and strides,
+    // and catches every C++ exception.
     if let Err(problem) = check(unsafe { ds_multiply(a, b, out, add, &mut done) }) {
         panic!("a product of matrices: {problem}");
     }
     done
 }
 
-/// `x Wᵀ` over the last dimension of `x [.., input]`, for gradients; `weight [output, input]`.
+/// `x Wᵀ` over the last dimension of `x [.., input]`, for training; `weight` is `[output, input]`.
 ///
-/// None where libtorch's own product is to be taken: on other devices, of other kinds or layouts, where nothing learns, and where the processor has
-/// AVX-512 or no AVX2. Gradients cannot be differentiated once more, and those of a weight that is a parameter are added to its `grad` by the backward itself:
-/// they cannot be asked for otherwise.
+/// None where libtorch's matmul is the choice: other devices, dtypes or layouts, small products, no gradient
+/// required, AVX-512, or no AVX2. Double backward is not supported. The backward may add the gradient of a leaf
+/// weight to its `grad` itself, so `autograd.grad` does not return it.
 pub fn projection(x: &Tensor, weight: &Tensor) -> Option<Tensor> {
     if multiplies() { projection_here(x, weight) } else { None }
 }
 
-/// The same wherever the processor has AVX2.
+/// [`projection`] on any processor with AVX2.
 fn projection_here(x: &Tensor, weight: &Tensor) -> Option<Tensor> {
-    // SAFETY: the shim reads both tensors, and holds what a backward reads by libtorch's own count of references, as libtorch's operators do. It catches
-    // every C++ exception, and returns null or a tensor of its own.
+    // SAFETY: the shim reads both tensors, and saves counted references for the backward, as libtorch's operators do.
+    // It catches every C++ exception, and returns null or a new tensor.
     unsafe { owned(ds_projection(x.as_ptr().cast(), weight.as_ptr().cast())) }
 }
 
@@ -71,7 +73,7 @@ mod tests {
         (Tensor::arange(count, (Kind::Float, Device::Cpu)) * 0.7 + seed).sin().view(shape)
     }
 
-    /// The matrix as it is given, or as the transpose of one that lies the other way, or as part of a wider one.
+    /// The matrix itself, in column-major order, or as a slice of a wider matrix.
     fn lying(matrix: &Tensor, way: usize) -> Tensor {
         match way {
             0 => matrix.shallow_clone(),
@@ -88,7 +90,7 @@ mod tests {
 
     #[test]
     fn matrices_are_multiplied_however_they_lie() {
-        // Single values, rests of panels and of blocks, and more than a block of each.
+        // Single values, partial panels and blocks, and more than one block of each.
         for [m, k, n] in [[1, 1, 1], [7, 3, 17], [6, 256, 16], [200, 600, 40], [193, 257, 1030], [12, 9, 1]] {
             let (a, b) = (values(&[m, k], 0.0), values(&[k, n], 1.0));
             let exact = a.to_kind(Kind::Double).mm(&b.to_kind(Kind::Double));
@@ -104,7 +106,7 @@ mod tests {
                 assert_product(&out, &(&exact * 2.0), &what);
                 let beside = wider.index_select(1, &Tensor::from_slice(&[0i64, 1, n + 2, n + 4]));
                 assert!(beside.eq(7.0).all().int64_value(&[]) == 1, "{what}: written beside it");
-                // Bits depend on no other row.
+                // A row's bits do not depend on other rows.
                 let mut last = Tensor::empty([1, n], (Kind::Float, Device::Cpu));
                 assert!(try_multiply(&a.narrow(0, m - 1, 1), &b, &mut last, false));
                 assert!(last.equal(&once.narrow(0, m - 1, 1)), "{what}: the last row alone");
@@ -138,7 +140,7 @@ mod tests {
         assert!(!try_multiply(&a, &b, &mut values(&[9, 32], 0.0), false));
         assert!(!try_multiply(&a.narrow(1, 0, 0), &b.narrow(0, 0, 0), &mut out, false));
         assert!(out.equal(&values(&[8, 32], 2.0)));
-        // Sums of a narrower kind are float32.
+        // Sums of bfloat16 products are float32.
         let narrow = |tensor: &Tensor| tensor.to_kind(Kind::BFloat16);
         crate::linear::multiply(&narrow(&a), &narrow(&b), &mut out, true);
         let expected = narrow(&a).mm(&narrow(&b)).to_kind(Kind::Float) + values(&[8, 32], 2.0);
@@ -155,7 +157,7 @@ mod tests {
                     let (x, w) =
                         (of(values(&shape, 0.0), learns_x), of(values(&[outputs, width], 1.0), learns_w));
                     let y = product(&x, &w);
-                    // Slopes that do not lie in order.
+                    // A gradient that is not contiguous.
                     let slope = values(&[outputs, shape[0] * shape[1]], 2.0).to_kind(kind).tr();
                     (&y * slope.reshape(y.size())).sum(kind).backward();
                     let slopes = [(x, learns_x), (w, learns_w)].into_iter().filter(|(_, learns)| *learns);
@@ -168,7 +170,8 @@ mod tests {
                 }
             }
         }
-        // A weight that is used twice, with more rows than a chain of sums has, gets the same from nothing and from zeros, and each backward adds.
+        // A weight has two uses, with more rows than one chain of sums. A missing `grad` and a zeroed one give equal
+        // gradients, and each backward adds.
         let (x, longer) = (values(&[300, 48], 0.0), values(&[600, 48], 0.5));
         let backward = |w: &Tensor| {
             let product = |x: &Tensor| projection_here(x, w).unwrap().square().sum(Kind::Float);
@@ -184,14 +187,14 @@ mod tests {
         let once = fresh.grad().copy();
         backward(&fresh);
         assert!(fresh.grad().allclose(&(once * 2.0), 1e-5, 1e-3, false));
-        // Beside a use that is libtorch's, whose gradient autograd adds.
+        // Another use of the weight is libtorch's, and autograd adds its gradient.
         let (mixed, plain, few) = (of(), of(), values(&[2, 48], 0.7));
         let linear = |x: &Tensor, w: &Tensor| x.linear(w, None::<&Tensor>).square().sum(Kind::Float);
         let ours = projection_here(&x, &mixed).unwrap().square().sum(Kind::Float);
         (linear(&few, &mixed) + ours).backward();
         (linear(&few, &plain) + linear(&x, &plain)).backward();
         assert!(mixed.grad().allclose(&plain.grad(), 1e-4, 1e-2, false));
-        // Nothing learns; the last dimension is another; of two kinds.
+        // No gradient required; another last dimension; two dtypes.
         let (x, w) = (values(&[200, 48], 0.0), values(&[70, 48], 1.0));
         let learned = w.copy().set_requires_grad(true);
         assert!(projection_here(&x, &w).is_none());

@@ -1,4 +1,4 @@
-//! Products with weights that are packed for them: float32, on the CPU, without gradients.
+//! Matmuls with packed weights: float32, on the CPU, without gradients.
 
 use std::ffi::{c_char, c_void};
 use std::ptr;
@@ -9,9 +9,9 @@ use tch::{Device, Kind, Tensor};
 use super::super::args::RmsNormParams;
 use super::super::c10d::check;
 
-/// The instructions that products are computed by, as the shim numbers them; 0 where it has none for the processor.
+/// The processor's instruction level, as the shim numbers it; 0 if the shim has no kernels for it.
 static LEVEL: LazyLock<i32> = LazyLock::new(|| {
-    // SAFETY: it only asks the processor.
+    // SAFETY: the shim only queries the processor.
     unsafe { ds_product_level() }
 });
 
@@ -38,28 +38,29 @@ unsafe extern "C" {
     ) -> *mut c_char;
 }
 
-/// A weight `[output, input]`, packed so that few rows read it from front to end: on a Zen 4 products of 8 rows took a seventh to two
-/// thirds of the time of libtorch's own, of many rows about the same.
+/// A weight `[output, input]`, packed so that matmuls of few rows read it in memory order. On a Zen 4, products of 8
+/// rows took a seventh to two thirds of libtorch's time. Products of many rows took about the same time.
 ///
-/// Every value of a product is one sum over the inputs in their order. So a row's bits do not depend on the rows beside it.
+/// Each value is one sum over the inputs in order, so a row's bits do not depend on other rows.
 #[derive(Debug)]
 pub struct PackedWeight {
-    panels: Tensor, // [⌈output / panel⌉, input, panel], zeros behind the last output
+    panels: Tensor, // [⌈output / panel⌉, input, panel], zeros after the last output
     outputs: i64,
-    /// The instructions that the panels are for.
+    /// The instruction level of the panels.
     level: i32,
 }
 
 impl PackedWeight {
-    /// Packs a copy of `weight [output, input]`; None where it is not of float32 on the CPU, or learns, and on processors without AVX2.
+    /// Packs a copy of `weight [output, input]`. None unless it is float32 on the CPU without a gradient, and without
+    /// AVX2.
     pub fn new(weight: &Tensor) -> Option<Self> {
         can_be_packed(weight).then(|| Self::for_level(*LEVEL, weight)).flatten()
     }
 
-    /// The same for the instructions of a level, which is not above the processor's.
+    /// [`new`](Self::new) for an instruction level that the processor supports.
     fn for_level(level: i32, weight: &Tensor) -> Option<Self> {
         let &[outputs, width] = weight.size().as_slice() else { return None };
-        // SAFETY: it only says a number.
+        // SAFETY: the function only returns a number.
         let panel = unsafe { ds_panel(level) };
         let (whole, rest) = (outputs / panel, outputs % panel);
         let panels = Tensor::empty([whole + i64::from(rest > 0), width, panel], (Kind::Float, Device::Cpu));
@@ -73,23 +74,23 @@ impl PackedWeight {
         Some(Self { panels, outputs, level })
     }
 
-    /// Bytes that the packed copy of `weight` takes; 0 where there is none.
+    /// Bytes of the packed copy of `weight`; 0 if it cannot be packed.
     pub fn bytes(weight: &Tensor) -> u64 {
         let &[outputs, width] = weight.size().as_slice() else { return 0 };
         if !can_be_packed(weight) {
             return 0;
         }
-        // SAFETY: it only says a number.
+        // SAFETY: the function only returns a number.
         let panel = unsafe { ds_panel(*LEVEL) };
         ((outputs + panel - 1) / panel * panel * width) as u64 * size_of::<f32>() as u64
     }
 
-    /// The same weight, not copied.
+    /// A second handle on this weight, not a copy.
     pub fn share(&self) -> Self {
         Self { panels: self.panels.shallow_clone(), ..*self }
     }
 
-    /// The weight as it was; a copy, or sharing the storage.
+    /// The original weight, as a copy or as a view.
     pub fn unpacked(&self) -> Tensor {
         let width = self.panels.size()[1];
         self.panels.transpose(1, 2).reshape([-1, width]).narrow(0, 0, self.outputs)
@@ -109,11 +110,13 @@ impl PackedWeight {
     }
 }
 
-/// `norm(x) [W₁; W₂; …]ᵀ + residual` over the last dimension of `x [.., input]`: the weights' outputs lie side by side. Bits are those of a norm, products and
-/// a sum apart. Nothing is differentiated.
+/// `norm(x) [W₁; W₂; …]ᵀ + residual` over the last dimension of `x [.., input]`. The outputs of the weights are
+/// concatenated. Bits equal those of a separate norm, matmuls and an addition. Autograd records nothing.
 ///
 /// # Panics
-/// If x, the norm or the residual are not float32 of the CPU, are of another width, or x or the residual want a gradient; if norm or residual do not lie row by row; if there is no weight, or weights are packed for several levels of instructions; or if there is no memory for the result.
+/// If a tensor is not float32 on the CPU or has another width, or if x or the residual requires a gradient. If norm
+/// or residual is not contiguous. If there is no weight, or weights have different instruction levels. If the result
+/// cannot be allocated.
 pub fn packed_product(
     x: &Tensor,
     gain: Option<RmsNormParams<'_>>,
@@ -123,10 +126,10 @@ pub fn packed_product(
     product_of(x, gain, weights, None, residual)
 }
 
-/// `silu(norm(x) Gᵀ) ⊙ (norm(x) Wᵀ)`, of which neither factor is written down.
+/// `silu(norm(x) Gᵀ) ⊙ (norm(x) Wᵀ)`, without a tensor for either factor.
 ///
 /// # Panics
-/// As `packed_product`, and if G is of another size.
+/// As `packed_product`, and if G has another size.
 pub fn packed_gated_product(
     x: &Tensor,
     gain: Option<RmsNormParams<'_>>,
@@ -137,7 +140,7 @@ pub fn packed_gated_product(
     product_of(x, gain, &[up], Some(gate), None)
 }
 
-/// Either of them.
+/// Both products above.
 fn product_of(
     x: &Tensor,
     gain: Option<RmsNormParams<'_>>,
@@ -173,14 +176,14 @@ fn product_of(
     let (norm, eps) = (pointer(gain.map(|gain| gain.weights)), gain.map_or(0.0, |gain| gain.eps));
     let (gate, residual) = (pointer(gate.map(|gate| &gate.panels)), pointer(residual));
     let (x, count, mut out) = (x.as_ptr().cast(), parts.len(), ptr::null_mut());
-    // SAFETY: the shim reads the tensors during the call only. x is rows of `width` float32, panels hold as many for all outputs and are contiguous, and so
-    // are norm and residual, which was checked, here and where weights were packed; the processor has the level that they are for. It catches every C++
-    // exception, and sets `out` where it returns null.
+    // SAFETY: the shim reads the tensors during the call only. The checks here and in `new` ensure that x has rows of
+    // `width` float32 values, and that panels, norm and residual fit and are contiguous. The processor supports the
+    // level of the panels. The shim catches every C++ exception, and sets `out` if it returns null.
     let problem = unsafe { ds_product(x, norm, eps, parts.as_ptr(), count, gate, residual, level, &mut out) };
     if let Err(problem) = check(problem) {
         panic!("a product with a packed weight: {problem}");
     }
-    // SAFETY: without an error it is a tensor from `new` that belongs to nobody else; tch frees it by `delete`.
+    // SAFETY: without an error, `out` is a tensor from `new` that nobody else owns; tch frees it by `delete`.
     unsafe { Tensor::from_ptr(out.cast()) }
 }
 
@@ -204,7 +207,7 @@ mod tests {
     #[test]
     fn rows_are_multiplied_whatever_their_number() {
         assert!(*LEVEL > 0, "this processor has no AVX2");
-        // Whole panels and rests of them, sums of one and of many.
+        // Whole and partial panels, short and long sums.
         for [outputs, width] in [[192, 288], [96, 1024], [32, 1], [33, 7], [1, 600], [21, 48], [8, 5]] {
             let (x, weight) = (values(&[300, width]), values(&[outputs, width]));
             let all = PackedWeight::new(&weight).unwrap().product(&x);
@@ -215,7 +218,7 @@ mod tests {
                 let packed = PackedWeight::for_level(level, &weight).unwrap();
                 assert_eq!(packed.size(), [outputs, width]);
                 assert!(packed.unpacked().equal(&weight));
-                // The instructions are other ones, the sums are the same.
+                // Other instruction levels give the same sums.
                 for rows in (0..40).chain([127, 128, 129, 257]) {
                     let some = packed.product(&x.narrow(0, 300 - rows, rows));
                     let equal = some.equal(&all.narrow(0, 300 - rows, rows));

@@ -1,5 +1,5 @@
-//! Operators over float32 rows on the CPU; libtorch makes them of two to nine operators, of which a few rows cost little else than their number, and
-//! many keep what lies between them for the backward.
+//! Fused operators over float32 rows on the CPU. libtorch composes them of two to nine operators. Their call overhead
+//! dominates for few rows, and many rows keep intermediates for the backward.
 
 use std::ffi::c_void;
 
@@ -17,44 +17,47 @@ unsafe extern "C" {
     fn ds_gated_product(gate: *const c_void, up: *const c_void, weight: *const c_void) -> *mut c_void;
 }
 
-/// `x / rms(x) · weight` over the last dimension of `x [.., d]`; `weight [d]`. A row's bits do not depend on the other rows.
+/// `x / rms(x) · weight` over the last dimension of `x [.., d]`; `weight` is `[d]`. A row's bits do not depend on
+/// other rows.
 ///
-/// None where libtorch's own operators are to be taken: on other devices, of other kinds or layouts. Gradients are those of the formula; they cannot be
-/// differentiated once more.
+/// None where libtorch's operators are the choice: other devices, dtypes or layouts. Double backward is not
+/// supported.
 pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Option<Tensor> {
-    // SAFETY: the shim reads both tensors, and holds what a backward reads by libtorch's own count of references, as libtorch's operators do. It catches
-    // every C++ exception, and returns null or a tensor of its own.
+    // SAFETY: the shim reads both tensors, and saves counted references for the backward, as libtorch's operators do.
+    // It catches every C++ exception, and returns null or a new tensor.
     unsafe { owned(ds_rms_norm(x.as_ptr().cast(), weight.as_ptr().cast(), eps)) }
 }
 
-/// Where the largest of the values of each row stands, `[..]` int64 for `x [.., V]`; of several the first. Nothing is differentiated.
+/// Argmax of each row, `[..]` int64 for `x [.., V]`; the first of equal values. Autograd records nothing.
 ///
-/// None as for `rms_norm`, and where a value is not a number.
+/// None as for `rms_norm`, and if a value is NaN.
 pub fn argmax(x: &Tensor) -> Option<Tensor> {
     // SAFETY: as above.
     unsafe { owned(ds_argmax(x.as_ptr().cast())) }
 }
 
-/// softmax(logits / temperature) of `logits [n, V]` with `temperatures`, n of them. A row's bits do not depend on the other rows.
+/// softmax(logits / temperature) of contiguous `logits [n, V]` with n `temperatures`. A row's bits do not depend on
+/// other rows.
 ///
-/// None as for `rms_norm`, for gradients, and where there is nothing or not a temperature for each row.
+/// None as for `rms_norm`, for gradients, for empty logits, and without a temperature for each row.
 pub fn distributions(logits: &Tensor, temperatures: &Tensor) -> Option<Tensor> {
     // SAFETY: as above.
     unsafe { owned(ds_distributions(logits.as_ptr().cast(), temperatures.as_ptr().cast())) }
 }
 
-/// Of each row of `weights [n, V]`, which are not negative, the first token whose cumulated weight, in float64, is greater than the row's of `uniforms
-/// [n]` float64 times all of it: `[n]` int64. Where none is, the last token; where weights are not numbers, the first.
+/// Samples a token from each row of contiguous, non-negative `weights [n, V]` with `uniforms [n]` float64. The token
+/// is the first whose cumulative weight, in float64, exceeds uniform · total; else the last. Rows with NaN give token
+/// 0. Returns `[n]` int64.
 ///
-/// None as for `rms_norm`, for gradients, and where there is nothing or not a uniform for each row.
+/// None as for `rms_norm`, for gradients, for empty weights, and without a uniform for each row.
 pub fn draw(weights: &Tensor, uniforms: &Tensor) -> Option<Tensor> {
     // SAFETY: as above.
     unsafe { owned(ds_draw(weights.as_ptr().cast(), uniforms.as_ptr().cast())) }
 }
 
-/// Turns the planes (i, D/2 + i) of `x [N, heads, D]` by angles whose cosines and sines are `[N, 1, D/2]`.
+/// Rotates the planes (i, D/2 + i) of `x [N, heads, D]` by angles with these cosines and sines `[N, 1, D/2]`.
 ///
-/// None as for `rms_norm`, but that bfloat16 on a GPU is taken where that can be compiled for.
+/// None as for `rms_norm`, but supports bfloat16 on a GPU if its kernels compile.
 pub fn rotate(x: &Tensor, cosines: &Tensor, sines: &Tensor) -> Option<Tensor> {
     // SAFETY: as above.
     unsafe { owned(ds_rotate(x.as_ptr().cast(), cosines.as_ptr().cast(), sines.as_ptr().cast())) }
@@ -62,16 +65,17 @@ pub fn rotate(x: &Tensor, cosines: &Tensor, sines: &Tensor) -> Option<Tensor> {
 
 /// `silu(gate) ⊙ up`, of one shape.
 ///
-/// None as for `rms_norm`, and for gradients; but bfloat16 on a GPU is taken where that can be compiled for, with gradients too.
+/// None as for `rms_norm`, and for gradients. Supports bfloat16 on a GPU, with gradients, if its kernels compile.
 pub fn silu_times(gate: &Tensor, up: &Tensor) -> Option<Tensor> {
     // SAFETY: as above.
     unsafe { owned(ds_silu_times(gate.as_ptr().cast(), up.as_ptr().cast())) }
 }
 
-/// `(silu(gate) ⊙ up) Wᵀ` of `gate` and `up [.., d]` and `weight [outputs, d]`, for gradients: the backward makes the product's input once more, which
-/// is not kept for it. The gradient of a weight that is a parameter is added to its `grad` by the backward itself, as that of [`super::projection`].
+/// `(silu(gate) ⊙ up) Wᵀ` of `gate` and `up [.., d]` and `weight [outputs, d]`, for training. The backward recomputes
+/// the matmul's input instead of saving it. The backward may add the gradient of a leaf weight to its `grad` itself,
+/// as in [`super::projection`].
 ///
-/// None as for `rms_norm`, and where nothing learns.
+/// None as for `rms_norm`, and if no gradient is required.
 pub fn gated_product(gate: &Tensor, up: &Tensor, weight: &Tensor) -> Option<Tensor> {
     // SAFETY: as above.
     unsafe { owned(ds_gated_product(gate.as_ptr().cast(), up.as_ptr().cast(), weight.as_ptr().cast())) }
@@ -92,7 +96,7 @@ mod tests {
         assert!(found.allclose(expected, 1e-6, 1e-6, false), "{found} instead of {expected}");
     }
 
-    /// Tokens that nothing weighs are never drawn, and what is drawn is libtorch's.
+    /// Tokens of weight 0 are never sampled, and samples equal those of libtorch's operators.
     #[test]
     fn draws_are_where_cumulated_weights_pass_the_uniform() {
         for (rows, vocab) in [(1, 1), (3, 7), (4, 256), (9, 257), (6, 3000)] {
@@ -109,7 +113,7 @@ mod tests {
             }
             let weights = &found * found.ge(1.0 / vocab as f64).to_kind(Kind::Float);
             for step in 0..50 {
-                // Every other of them: they do not lie side by side.
+                // Every second value, so that uniforms are not contiguous.
                 let uniforms = (Tensor::arange(2 * rows, (Kind::Double, Device::Cpu)) * 0.37 + step) * 0.731;
                 let uniforms = uniforms.frac().view([rows, 2]).select(1, 0);
                 let drawn = draw(&weights, &uniforms).unwrap();
@@ -133,7 +137,7 @@ mod tests {
 
     #[test]
     fn rows_are_normed_as_libtorch_norms_them() {
-        // Widths with and without a rest behind the lanes; few rows, and more than one thread's worth.
+        // Widths with and without a partial vector; few rows, and more than one thread's share.
         for (rows, width) in [(1, 48), (8, 192), (3, 5), (700, 100)] {
             let (x, weight) = (values(&[rows, width]) * 3.0, values(&[width]) + 2.0);
             let found = rms_norm(&x, &weight, 1e-6).unwrap();
@@ -145,11 +149,11 @@ mod tests {
         }
     }
 
-    /// A form of an operator, given its inputs.
+    /// One implementation of an operator, given its inputs.
     type Form<'a> = &'a dyn Fn(&[Tensor]) -> Tensor;
 
-    /// Value and gradients of `found` are as near to those in float64 as what libtorch's operators make of the same in float32: with all gradients
-    /// and with each alone. The last `fixed` inputs have none.
+    /// Checks that value and gradients of `found` are as close to float64 as libtorch's float32 operators. Covers all
+    /// gradients and each alone. The last `fixed` inputs have none.
     fn assert_as_exact(found: Form, expected: Form, inputs: &[Tensor], fixed: usize) {
         let learned = inputs.len() - fixed;
         for only in (0..learned).map(Some).chain([None]) {
@@ -160,7 +164,7 @@ mod tests {
                 let inputs: Vec<Tensor> =
                     inputs.iter().enumerate().map(|(i, t)| t.set_requires_grad(learns(i))).collect();
                 let y = form(&inputs);
-                // A slope that does not lie in order, as those of transposed products.
+                // A gradient that is not contiguous, as from transposed matmuls.
                 let rows = y.size()[0];
                 let slope = (values(&[rows, y.numel() as i64 / rows]) * 2.0).cos().to_kind(kind);
                 let slope = slope.tr().contiguous().tr().reshape(y.size());
@@ -194,7 +198,7 @@ mod tests {
     #[test]
     fn gates_are_libtorchs() {
         for (rows, width) in [(1, 48), (8, 512), (3, 5), (300, 130)] {
-            // Where the exponential ends, too.
+            // Includes gates where the exponential underflows.
             let (gate, up) = (values(&[rows, width]) * 120.0, (values(&[rows, width]) + 0.3) * 2.0);
             let found = silu_times(&gate, &up).unwrap();
             assert!(found.allclose(&(gate.silu() * &up), 1e-6, 1e-4, false));
@@ -239,7 +243,7 @@ mod tests {
     fn the_largest_is_found_and_of_several_the_first() {
         for (rows, width) in [(1, 1), (3, 5), (16, 1024), (7, 16), (40, 1003)] {
             let x = values(&[rows, width]) * (rows as f64);
-            // With many that are equal, too.
+            // Includes rows with many equal values.
             for x in [x.shallow_clone(), x.round(), x.full_like(f64::NEG_INFINITY)] {
                 let found = argmax(&x).unwrap();
                 assert_eq!(found, x.argmax(-1, false), "{rows} of {width}");
