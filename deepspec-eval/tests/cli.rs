@@ -416,7 +416,8 @@ fn drafters_of_other_targets_are_refused() {
     };
     let smaller = written("vocabulary", &|config| {
         config.decoder.model = changed(&config.decoder.model, "vocab_size", 512);
-        (config.blocks.mask_token_id, config.markov, config.confidence) = (511, None, None);
+        (config.settings.blocks.mask_token_id, config.settings.markov, config.settings.confidence) =
+            (511, None, None);
     });
     assert_refused(&run(&smaller, &out, &SMALL), 2, &["vocab_size 1024", "trained for 512"]);
     let narrower = written("width", &|config| {
@@ -430,7 +431,7 @@ fn drafters_of_other_targets_are_refused() {
         config.decoder.taps = Tap::from_layer_ids([1, 8]).unwrap();
     });
     assert_refused(&run(&beyond, &out, &SMALL), 2, &["[1, 8]", "6 layers"]);
-    let unsure = written("unsure", &|config| config.confidence = None);
+    let unsure = written("unsure", &|config| config.settings.confidence = None);
     let args = [&SMALL[..], &["--confidence-threshold", "0.5"]].concat();
     assert_refused(&run(&unsure, &out, &args), 2, &["no confidence head"]);
     let stranger = dir.path().join("stranger");

@@ -212,7 +212,7 @@ fn the_markov_head_can_be_left_out() {
     assert_eq!(without["settings"]["no_markov"], true);
     let plain = dir.path().join("plain");
     let mut config = drafter_config();
-    (config.markov, config.confidence) = (None, None);
+    (config.settings.markov, config.settings.confidence) = (None, None);
     write_drafter(&plain, config, |_, tensor| tensor);
     let output = run(plain.to_str().unwrap(), &dir.path().join("x"), &["--no-markov"]);
     assert_refused(&output, 2, &["--no-markov: the drafter has no Markov head"]);

@@ -16,8 +16,8 @@ use common::{deepspec_eval, repository, target_dir};
 use deepspec_core::recipe::LossNormalization;
 use deepspec_core::{Slots, Tap};
 use deepspec_drafters::{
-    BlockConfig, BlockObjective, BlockPlan, BlockSpec, DraftDecoder, Eagle3Config, Eagle3Objective,
-    Eagle3Plan, LossRecipe, Supervise, TrainSample, TrainableDrafter,
+    BlockConfig, BlockObjective, BlockPlan, BlockSettings, BlockSpec, DraftDecoder, Eagle3Config,
+    Eagle3Objective, Eagle3Plan, Eagle3Settings, LossRecipe, Supervise, TrainSample, TrainableDrafter,
 };
 use deepspec_models::{ModelConfig, save};
 use serde_json::{Value, json};
@@ -74,9 +74,16 @@ fn block(taps: [i64; 3], slots: Slots) -> BlockPlan {
             taps: Tap::from_layer_ids(taps).unwrap(),
             num_target_layers: model.layers.len(),
         },
-        blocks: BlockSpec { block_size: GAMMA, slots, mask_token_id: model.vocab_size - 1, num_anchors: 8 },
-        markov: None,
-        confidence: None,
+        settings: BlockSettings {
+            blocks: BlockSpec {
+                block_size: GAMMA,
+                slots,
+                mask_token_id: model.vocab_size - 1,
+                num_anchors: 8,
+            },
+            markov: None,
+            confidence: None,
+        },
     };
     let loss = LossRecipe { ce_alpha: 1.0, soft_ce_alpha: 1.0, decay_gamma: 8.0, ..LossRecipe::NONE };
     BlockPlan::new(config, BlockObjective { loss, confidence_alpha: 0.0 })
@@ -91,12 +98,11 @@ fn eagle3(taps: [i64; 3]) -> Eagle3Plan {
             taps: Tap::from_layer_ids(taps).unwrap(),
             num_target_layers: model.layers.len(),
         },
-        ttt_length: GAMMA,
-        step_loss_decay: 0.8,
+        settings: Eagle3Settings { ttt_length: GAMMA, step_loss_decay: 0.8 },
     };
     let objective = Eagle3Objective {
         supervise: Supervise::Shifted,
-        step_loss_decay: config.step_loss_decay,
+        step_loss_decay: config.settings.step_loss_decay,
         normalization: LossNormalization::Global,
     };
     Eagle3Plan::new(config, objective)

@@ -81,7 +81,7 @@ fn the_default_is_by_kind_and_said() {
         assert_eq!(found["settings"]["draft_sampling"], rule, "{draft} {more:?}");
     }
     let mut dflash = drafter_config();
-    (dflash.markov, dflash.confidence) = (None, None);
+    (dflash.settings.markov, dflash.settings.confidence) = (None, None);
     let folder = dir.path().join("dflash");
     write_drafter(&folder, dflash, |_, tensor| tensor);
     let (target, out) = (target_dir().display().to_string(), dir.path().join("out").display().to_string());

@@ -10,7 +10,7 @@ use common::training::{GAMMA, Lessons, smoke, train};
 use common::{answers, deepspec_eval, repository, results};
 use deepspec_core::{Slots, Tap};
 use deepspec_drafters::{
-    BlockConfig, BlockObjective, BlockPlan, BlockSpec, Confidence, DraftDecoder, LossRecipe,
+    BlockConfig, BlockObjective, BlockPlan, BlockSettings, BlockSpec, Confidence, DraftDecoder, LossRecipe,
 };
 use deepspec_models::{ModelConfig, save};
 use deepspec_testkit::tiny;
@@ -44,14 +44,16 @@ fn bench() -> &'static Path {
                 taps: Tap::from_layer_ids([0, 2]).unwrap(),
                 num_target_layers: model.layers.len(),
             },
-            blocks: BlockSpec {
-                block_size: GAMMA,
-                slots: Slots::AnchorPredicts,
-                mask_token_id: MASK,
-                num_anchors: 8,
+            settings: BlockSettings {
+                blocks: BlockSpec {
+                    block_size: GAMMA,
+                    slots: Slots::AnchorPredicts,
+                    mask_token_id: MASK,
+                    num_anchors: 8,
+                },
+                markov: None,
+                confidence: Some(Confidence { with_markov: false }),
             },
-            markov: None,
-            confidence: Some(Confidence { with_markov: false }),
         };
         let loss = LossRecipe { ce_alpha: 1.0, soft_ce_alpha: 1.0, decay_gamma: 8.0, ..LossRecipe::NONE };
         let plan = BlockPlan::new(config, BlockObjective { loss, confidence_alpha: 1.0 });

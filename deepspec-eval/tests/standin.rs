@@ -40,10 +40,10 @@ fn every_drafter_answers_as_on_the_cpu() {
     let expected = answers(&path("cpu"));
     write_bigram_drafter(&path("dspark"), expected.values());
     let mut config = drafter_config();
-    (config.markov, config.confidence) = (None, None);
+    (config.settings.markov, config.settings.confidence) = (None, None);
     write_drafter(&path("dflash"), config, |_, tensor| tensor);
     let mut config = drafter_config();
-    config.markov = Some(Markov { kind: MarkovKind::Rnn, rank: 16 });
+    config.settings.markov = Some(Markov { kind: MarkovKind::Rnn, rank: 16 });
     write_drafter(&path("rnn"), config, |_, tensor| tensor);
     write_eagle3(&path("eagle3"));
     std::os::unix::fs::symlink(repository("assets/tiny-dflash2"), path("dflash2")).unwrap();

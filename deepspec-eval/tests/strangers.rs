@@ -45,10 +45,11 @@ fn rewrite(dir: &Path, tensors: &[(String, Tensor)]) {
 
 /// An untrained DFlash drafter in our own layout.
 fn dflash() -> BlockConfig {
-    let mut config = BlockConfig { markov: None, confidence: None, ..drafter_config() };
+    let mut config = drafter_config();
+    (config.settings.markov, config.settings.confidence) = (None, None);
     config.decoder.taps = Tap::from_layer_ids([0, 2, 4]).unwrap();
     // As z-lab trains them, so that the drafter fits z-lab's layout.
-    config.blocks.slots = Slots::FillIn;
+    config.settings.blocks.slots = Slots::FillIn;
     config
 }
 

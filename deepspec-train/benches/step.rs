@@ -22,8 +22,8 @@ use std::process::{Child, ChildStdout, Command, Stdio};
 
 use deepspec_core::{Slots, Tap};
 use deepspec_drafters::{
-    Block, BlockConfig, BlockObjective, BlockSpec, Confidence, DraftDecoder, LossDenominator, LossRecipe,
-    Markov, MarkovKind, TrainSample, anchor_candidates,
+    Block, BlockConfig, BlockObjective, BlockSettings, BlockSpec, Confidence, DraftDecoder, LossDenominator,
+    LossRecipe, Markov, MarkovKind, TrainSample, anchor_candidates,
 };
 use deepspec_models::ModelConfig;
 use deepspec_train::dist::ProcessGroup;
@@ -213,14 +213,16 @@ impl Shape {
                 taps: Tap::from_layer_ids(0..self.taps).unwrap(),
                 num_target_layers: 16,
             },
-            blocks: BlockSpec {
-                block_size: self.block,
-                slots: Slots::AnchorPredicts,
-                mask_token_id: 3,
-                num_anchors: self.anchors,
+            settings: BlockSettings {
+                blocks: BlockSpec {
+                    block_size: self.block,
+                    slots: Slots::AnchorPredicts,
+                    mask_token_id: 3,
+                    num_anchors: self.anchors,
+                },
+                markov: Some(Markov { kind: MarkovKind::Vanilla, rank: self.rank }),
+                confidence: Some(Confidence { with_markov: true }),
             },
-            markov: Some(Markov { kind: MarkovKind::Vanilla, rank: self.rank }),
-            confidence: Some(Confidence { with_markov: true }),
         };
         Block::fresh(config, &embed, &head, 1, Kind::Float)
     }

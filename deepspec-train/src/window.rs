@@ -150,7 +150,7 @@ fn to_vec(tensor: &Tensor) -> Vec<f64> {
 mod tests {
     use std::path::Path;
 
-    use deepspec_drafters::{BlockLossSum, BlockSum};
+    use deepspec_drafters::{BLOCK_SUMS, LossSum};
     use deepspec_models::ModelConfig;
 
     use super::*;
@@ -177,15 +177,15 @@ data: {states: {cache: nowhere}, chat_template: qwen}
 
     /// Two blocks: all slots of one are accepted, the other fails in its first slot.
     fn sums() -> Tensor {
-        let value = |sum: BlockSum| match sum {
-            BlockSum::Shared(BlockLossSum::Blocks) => 2.0,
-            BlockSum::Shared(BlockLossSum::Drafts) => 6.0,
-            BlockSum::Shared(BlockLossSum::Tau) => 2.0 + 3.0,
-            BlockSum::Shared(BlockLossSum::Accept(_)) => 1.0,
-            BlockSum::Shared(BlockLossSum::Count(_)) => 2.0,
+        let value = |sum: LossSum| match sum {
+            LossSum::Blocks => 2.0,
+            LossSum::Drafts => 6.0,
+            LossSum::Tau => 2.0 + 3.0,
+            LossSum::Accept(_) => 1.0,
+            LossSum::Count(_) => 2.0,
             other => other.name().len() as f64,
         };
-        let values: Vec<f64> = BlockSum::all(GAMMA).map(value).collect();
+        let values: Vec<f64> = LossSum::all(GAMMA, &BLOCK_SUMS).map(value).collect();
         Tensor::from_slice(&values)
     }
 

@@ -8,8 +8,9 @@ use serde::Serialize;
 use serde_json::{Map, Value};
 
 use crate::CheckpointFormat;
+use crate::export::{Engine, EngineSupport};
 use crate::families::Family;
-use crate::kind::{DflashConfigKeys, Engine, EngineLayout, EngineSupport, GgufParts, Speculators};
+use crate::kind::{DflashConfigKeys, GgufParts, Speculators};
 
 /// Tensors by name, with their shapes.
 pub type Shapes = Vec<(String, Vec<usize>)>;
@@ -132,11 +133,12 @@ pub trait KindSettings: fmt::Debug + Send + Sync {
         None
     }
 
-    /// The format in which `engine` loads the drafter.
+    /// The format in which vLLM or SGLang loads the drafter. In the reference's format, they take
+    /// embedding and LM head from the target.
     ///
     /// # Errors
     /// Returns the reason if the engine cannot load it.
-    fn engine_layout(&self, engine: Engine, drafter: &Drafter) -> Result<EngineLayout, String>;
+    fn engine_format(&self, engine: Engine, drafter: &Drafter) -> Result<CheckpointFormat, String>;
 
     /// Arguments that SGLang needs in addition to algorithm and drafter path, starting with a
     /// space.
@@ -150,11 +152,8 @@ pub trait KindSettings: fmt::Debug + Send + Sync {
     /// Returns the reason if llama.cpp cannot run it.
     fn gguf(&self, drafter: &Drafter) -> Result<GgufParts, String>;
 
-    /// Whether and how vLLM loads it in this format, or why not.
-    fn vllm(&self, format: CheckpointFormat) -> EngineSupport;
-
-    /// Whether and how SGLang loads it in this format, or why not.
-    fn sglang(&self, format: CheckpointFormat) -> EngineSupport;
+    /// Whether and how vLLM or SGLang loads it in this format, or why not.
+    fn support(&self, engine: Engine, format: CheckpointFormat) -> EngineSupport;
 }
 
 /// Config keys about training, which do not affect the computation.

@@ -3,7 +3,7 @@
 use safetensors::Dtype;
 
 use crate::convert::{Converted, check_pair, convert, dtype_name, other_tensors, with_target_settings};
-use crate::kind::{Engine, EngineLayout};
+use crate::export::Engine;
 use crate::shapes::{EMBED, HEAD};
 use crate::shards::MAX_SHARD_BYTES;
 use crate::tensors::torch_dtype_name;
@@ -28,23 +28,24 @@ pub fn for_engine<'a>(
 ) -> Result<Converted<'a>, CheckpointError> {
     let to = engine.title();
     let drafter = with_target_settings(source, Some(target));
-    let layout =
-        drafter.reason_not_convertible().map_or_else(|| drafter.kind.engine_layout(engine, &drafter), Err);
-    match layout.map_err(|reason| source.refused(to, reason))? {
-        EngineLayout::Format(format) if format == source.format() => {
+    let format =
+        drafter.reason_not_convertible().map_or_else(|| drafter.kind.engine_format(engine, &drafter), Err);
+    match format.map_err(|reason| source.refused(to, reason))? {
+        CheckpointFormat::Reference => sample_from_anchor(source, &drafter, target, to),
+        format if format == source.format() => {
             source.check()?;
             let reason = format!("it loads the checkpoint as it is, in the layout of {format}");
             Err(source.refused(to, reason))
         }
-        EngineLayout::Format(format) => {
+        format => {
             rope::parameters(source, to)?;
             convert(source, format, Some(target))
         }
-        EngineLayout::SampleFromAnchor => sample_from_anchor(source, &drafter, target, to),
     }
 }
 
-/// Plans the format for blocks in which every position drafts, including the anchor's.
+/// Plans the reference's format without embedding and LM head, for blocks in which every position
+/// drafts, including the anchor's. vLLM, SGLang and llama.cpp's converter read it alike.
 fn sample_from_anchor<'a>(
     source: &'a Checkpoint,
     drafter: &Drafter,

@@ -3,8 +3,6 @@
 use crate::gguf::Value as GgufValue;
 use serde_json::{Map, Value};
 
-use crate::CheckpointFormat;
-
 /// A kind in the format of the speculators package.
 pub struct Speculators {
     /// Model type.
@@ -25,58 +23,6 @@ pub struct DflashConfigKeys {
     pub top: Map<String, Value>,
     /// Keys of `dflash_config`.
     pub inner: Map<String, Value>,
-}
-
-/// Whether an engine loads a checkpoint.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct EngineSupport {
-    /// True if it loads.
-    pub loads: bool,
-    /// How it loads, or why not.
-    pub note: &'static str,
-    /// Whether this was tried; otherwise it is read from the engine's sources.
-    pub tried: bool,
-}
-
-impl EngineSupport {
-    /// A status from a trial with the version in [`crate::loaders`].
-    pub const fn tried(loads: bool, note: &'static str) -> Self {
-        Self { loads, note, tried: true }
-    }
-
-    /// A status from the engine's sources.
-    pub const fn read(loads: bool, note: &'static str) -> Self {
-        Self { loads, note, tried: false }
-    }
-}
-
-/// An engine that loads checkpoint folders.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Engine {
-    /// vLLM.
-    Vllm,
-    /// SGLang.
-    Sglang,
-}
-
-impl Engine {
-    /// Its name.
-    pub fn title(self) -> &'static str {
-        match self {
-            Self::Vllm => "vLLM",
-            Self::Sglang => "SGLang",
-        }
-    }
-}
-
-/// The format in which an engine loads a drafter.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum EngineLayout {
-    /// A known checkpoint format.
-    Format(CheckpointFormat),
-    /// The format for blocks in which every position drafts. vLLM, SGLang and llama.cpp's converter
-    /// read it alike.
-    SampleFromAnchor,
 }
 
 /// A drafter in llama.cpp's GGUF format.

@@ -3,7 +3,7 @@
 
 use serde::Serialize;
 
-use crate::kind::EngineSupport;
+use crate::export::{Engine, EngineSupport};
 use crate::{Checkpoint, CheckpointFormat};
 
 /// Versions tried.
@@ -48,8 +48,8 @@ pub fn loaders(checkpoint: &Checkpoint) -> Vec<Loader> {
         false => "its layout cannot say this drafter",
     };
     vec![
-        known("vLLM", Some(VLLM), drafter.kind.vllm(format)),
-        known("SGLang", None, drafter.kind.sglang(format)),
+        known("vLLM", Some(VLLM), drafter.kind.support(Engine::Vllm, format)),
+        known("SGLang", None, drafter.kind.support(Engine::Sglang, format)),
         Loader { engine: "llama.cpp", tried: gguf.is_ok().then_some(LLAMA_CPP), loads: false, note },
         Loader {
             engine: "speculators",

@@ -4,98 +4,17 @@
 //! [`crate::loaders`]. Nearly all of these mistakes are silent: the drafter runs, but the engine
 //! accepts few drafts.
 
-use std::fmt;
 use std::fs;
-use std::str::FromStr;
 
 use crate::gguf::Tokenizer;
-use serde::{Serialize, Serializer};
+use serde::Serialize;
 use serde_json::Value;
 
+use crate::export::Engine;
 use crate::fields::read_object;
-use crate::kind::Engine;
 use crate::shapes::EMBED;
 use crate::shards::is_weights;
-use crate::{Checkpoint, Drafter, Loader, Target, loaders, rope};
-
-/// A program that serves drafters. vLLM and SGLang ([`Engine`]) load a folder; llama.cpp loads a GGUF
-/// file.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Server {
-    /// vLLM.
-    Vllm,
-    /// SGLang.
-    Sglang,
-    /// llama.cpp.
-    LlamaCpp,
-}
-
-impl Serialize for Server {
-    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        serializer.collect_str(self)
-    }
-}
-
-impl Server {
-    /// Command-line arguments that serve `drafter`, converted to `path`.
-    pub fn arguments(self, drafter: &Drafter, path: &str) -> String {
-        let (method, drafted) = (drafter.kind.method(), drafter.kind.drafted());
-        match self {
-            Self::Vllm => format!(
-                "--speculative-config '{{\"method\": \"{method}\", \"model\": \"{path}\", \"num_speculative_tokens\": {drafted}}}'"
-            ),
-            Self::Sglang => {
-                let own = drafter.kind.sglang_arguments();
-                let algorithm = method.to_uppercase();
-                format!("--speculative-algorithm {algorithm} --speculative-draft-model-path {path}{own}")
-            }
-            Self::LlamaCpp => {
-                format!("--model-draft {path} --spec-type draft-{method} --spec-draft-n-max {drafted}")
-            }
-        }
-    }
-
-    /// The value of `--to` in a conversion for this engine.
-    fn layout(self) -> &'static str {
-        match self {
-            Self::Vllm => "vllm",
-            Self::Sglang => "sglang",
-            Self::LlamaCpp => "gguf",
-        }
-    }
-}
-
-impl From<Engine> for Server {
-    fn from(engine: Engine) -> Self {
-        match engine {
-            Engine::Vllm => Self::Vllm,
-            Engine::Sglang => Self::Sglang,
-        }
-    }
-}
-
-impl fmt::Display for Server {
-    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        f.write_str(match self {
-            Self::Vllm => Engine::Vllm.title(),
-            Self::Sglang => Engine::Sglang.title(),
-            Self::LlamaCpp => "llama.cpp",
-        })
-    }
-}
-
-impl FromStr for Server {
-    type Err = String;
-
-    fn from_str(name: &str) -> Result<Self, String> {
-        match name {
-            "vllm" => Ok(Self::Vllm),
-            "sglang" => Ok(Self::Sglang),
-            "llama.cpp" => Ok(Self::LlamaCpp),
-            other => Err(format!("unknown engine `{other}`; known are vllm, sglang and llama.cpp")),
-        }
-    }
-}
+use crate::{Checkpoint, Loader, Target, loaders, rope};
 
 /// A problem to fix or check before serving.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
@@ -111,9 +30,9 @@ pub struct Risk {
     pub remedy: String,
 }
 
-/// Settings of `checkpoint` that `server` would misread with `target`, and arguments that it needs.
-pub fn risks(checkpoint: &Checkpoint, server: Server, target: &Target) -> Vec<Risk> {
-    let found = ServingCheck { checkpoint, server, target };
+/// Settings of `checkpoint` that `engine` would misread with `target`, and arguments that it needs.
+pub fn risks(checkpoint: &Checkpoint, engine: Engine, target: &Target) -> Vec<Risk> {
+    let found = ServingCheck { checkpoint, engine, target };
     let drafter = found.drafter();
     if drafter.is_some() && !found.loads_as_it_is() {
         return drafter.into_iter().collect();
@@ -137,13 +56,13 @@ pub fn risks(checkpoint: &Checkpoint, server: Server, target: &Target) -> Vec<Ri
 
 struct ServingCheck<'a> {
     checkpoint: &'a Checkpoint,
-    server: Server,
+    engine: Engine,
     target: &'a Target,
 }
 
 impl ServingCheck<'_> {
     fn converted(&self) -> String {
-        format!("deepspec-eval checkpoint convert --to {}", self.server.layout())
+        format!("deepspec-eval checkpoint convert --to {}", self.engine.export_name())
     }
 
     /// Layers, sliding windows and layer ids that tools interpret differently.
@@ -152,7 +71,7 @@ impl ServingCheck<'_> {
         let remedy = if self.loads_as_it_is() {
             format!(
                 "by its sources {} loads this folder; that was not tried: compare its answers and cycles with those here",
-                self.server
+                self.engine
             )
         } else {
             "no conversion mends that: train it without".into()
@@ -162,7 +81,7 @@ impl ServingCheck<'_> {
 
     /// How the engine handles the folder; None for llama.cpp, which loads no folders.
     fn loader(&self) -> Option<Loader> {
-        let name = self.server.to_string();
+        let name = self.engine.to_string();
         loaders(self.checkpoint).into_iter().find(|loader| loader.engine == name)
     }
 
@@ -172,7 +91,7 @@ impl ServingCheck<'_> {
 
     /// Whether the engine loads the folder at all.
     fn layout(&self) -> Option<Risk> {
-        if self.server == Server::LlamaCpp {
+        if self.engine == Engine::LlamaCpp {
             let drafter = self.checkpoint.drafter();
             return Some(match drafter.kind.gguf(drafter) {
                 Ok(_) => Risk {
@@ -190,12 +109,11 @@ impl ServingCheck<'_> {
             });
         }
         let loader = self.loader()?;
-        let engine = if self.server == Server::Vllm { Engine::Vllm } else { Engine::Sglang };
         let drafter = self.checkpoint.drafter();
         (!loader.loads).then(|| Risk {
             subject: "layout",
             problem: format!("it does not load: {}", loader.note),
-            remedy: match drafter.kind.engine_layout(engine, drafter) {
+            remedy: match drafter.kind.engine_format(self.engine, drafter) {
                 Ok(_) => self.converted(),
                 Err(reason) => format!("no conversion mends that: {reason}"),
             },
@@ -205,7 +123,7 @@ impl ServingCheck<'_> {
     /// vLLM reads every safetensors file of a folder without an index.
     fn files(&self) -> Option<Risk> {
         let dir = self.checkpoint.dir();
-        if self.server != Server::Vllm || dir.join("model.safetensors.index.json").is_file() {
+        if self.engine != Engine::Vllm || dir.join("model.safetensors.index.json").is_file() {
             return None;
         }
         let entries = fs::read_dir(dir).ok()?.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
@@ -221,7 +139,7 @@ impl ServingCheck<'_> {
 
     fn verifier_norm(&self) -> Option<Risk> {
         let name = "verifier_norm.weight";
-        let there = self.server == Server::Vllm && self.checkpoint.tensors().get(name).is_some();
+        let there = self.engine == Engine::Vllm && self.checkpoint.tensors().get(name).is_some();
         there.then(|| Risk {
             subject: "tensors",
             problem: format!("`{name}` is unknown there and stops the load"),
@@ -238,9 +156,9 @@ impl ServingCheck<'_> {
     /// Scaled RoPE, or a RoPE base that differs between newer and older keys.
     fn rope(&self) -> Option<Risk> {
         let config = self.checkpoint.drafter();
-        let rope = match self.server {
-            Server::LlamaCpp => rope::with_factors(self.checkpoint, self.server.layout()).map(|_| None),
-            _ => rope::parameters(self.checkpoint, self.server.layout()).map(|rope| rope.scaling),
+        let rope = match self.engine {
+            Engine::LlamaCpp => rope::with_factors(self.checkpoint, self.engine.export_name()).map(|_| None),
+            _ => rope::parameters(self.checkpoint, self.engine.export_name()).map(|rope| rope.scaling),
         };
         let problem = match rope {
             Err(error) => Some(error.to_string()),
@@ -271,7 +189,7 @@ impl ServingCheck<'_> {
 
     /// Whether llama.cpp's converter knows the target's tokenizer.
     fn target_tokenizer(&self) -> Option<Risk> {
-        if self.server != Server::LlamaCpp {
+        if self.engine != Engine::LlamaCpp {
             return None;
         }
         let known = Tokenizer::read(self.target.dir(), self.target.vocab_size() as usize);
@@ -297,7 +215,7 @@ impl ServingCheck<'_> {
     fn head(&self) -> Option<Risk> {
         let own = self.checkpoint.find(EMBED).is_some();
         let untied = self.target.head() != self.target.embed();
-        (self.server == Server::LlamaCpp && own && untied).then(|| Risk {
+        (self.engine == Engine::LlamaCpp && own && untied).then(|| Risk {
             subject: "head",
             problem: "its converter keeps the folder's embedding and drops its head; the embedding is then taken as head".into(),
             remedy: format!("{}, which leaves both to the target", self.converted()),
@@ -310,13 +228,13 @@ impl ServingCheck<'_> {
         // Only block drafters have block positions.
         kind.mask_token_id()?;
         let method = kind.method();
-        let flag = match self.server {
-            Server::LlamaCpp => {
+        let flag = match self.engine {
+            Engine::LlamaCpp => {
                 kind.gguf(self.checkpoint.drafter()).ok()?;
                 format!("--spec-type draft-{method}")
             }
-            Server::Vllm => format!("\"method\": \"{method}\""),
-            Server::Sglang => format!("--speculative-algorithm {}", method.to_uppercase()),
+            Engine::Vllm => format!("\"method\": \"{method}\""),
+            Engine::Sglang => format!("--speculative-algorithm {}", method.to_uppercase()),
         };
         let problem = match kind.predicts_own_position() {
             true => "slot k says what stands in it (1 + N slots for N tokens)",
@@ -360,12 +278,12 @@ impl ServingCheck<'_> {
     fn length(&self) -> Option<Risk> {
         let drafter = self.checkpoint.drafter();
         let drafted = drafter.kind.drafted();
-        let problem = match self.server {
-            Server::LlamaCpp => "3 unless it is told",
-            Server::Vllm => "any number is taken, unchecked",
-            Server::Sglang => return None,
+        let problem = match self.engine {
+            Engine::LlamaCpp => "3 unless it is told",
+            Engine::Vllm => "any number is taken, unchecked",
+            Engine::Sglang => return None,
         };
-        let remedy = self.server.arguments(drafter, "DRAFTER");
+        let remedy = self.engine.arguments(drafter, "DRAFTER");
         Some(Risk {
             subject: "drafted tokens",
             problem: format!("{problem}; this drafter drafts {drafted}"),

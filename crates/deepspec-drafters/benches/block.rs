@@ -8,8 +8,8 @@ use std::path::Path;
 use criterion::{Criterion, criterion_group, criterion_main};
 use deepspec_core::{Slots, Tap};
 use deepspec_drafters::{
-    Block, BlockConfig, BlockObjective, BlockProposer, BlockSpec, Confidence, DraftDecoder, LossDenominator,
-    LossRecipe, Markov, MarkovKind, TrainSample,
+    Block, BlockConfig, BlockObjective, BlockProposer, BlockSettings, BlockSpec, Confidence, DraftDecoder,
+    LossDenominator, LossRecipe, Markov, MarkovKind, TrainSample,
 };
 use deepspec_engine::{Context, DraftRequest, Proposer, Sampling, SamplingBatch};
 use deepspec_models::ModelConfig;
@@ -35,14 +35,16 @@ fn block() -> Block {
     let ends = Tensor::randn([model.vocab_size, model.hidden_size], (Kind::Float, Device::Cpu)) * 0.02;
     let config = BlockConfig {
         decoder: DraftDecoder { model, taps: Tap::from_layer_ids([1, 3, 5]).unwrap(), num_target_layers: 6 },
-        blocks: BlockSpec {
-            block_size: 7,
-            slots: Slots::AnchorPredicts,
-            mask_token_id: 1023,
-            num_anchors: 24,
+        settings: BlockSettings {
+            blocks: BlockSpec {
+                block_size: 7,
+                slots: Slots::AnchorPredicts,
+                mask_token_id: 1023,
+                num_anchors: 24,
+            },
+            markov: Some(Markov { kind: MarkovKind::Vanilla, rank: 64 }),
+            confidence: Some(Confidence { with_markov: true }),
         },
-        markov: Some(Markov { kind: MarkovKind::Vanilla, rank: 64 }),
-        confidence: Some(Confidence { with_markov: true }),
     };
     Block::fresh(config, &ends, &ends, 1, Kind::Float)
 }

@@ -18,8 +18,8 @@ use std::process::Command;
 
 use deepspec_core::{Slots, Tap};
 use deepspec_drafters::{
-    Block, BlockBatch, BlockConfig, BlockObjective, BlockSpec, Confidence, DraftDecoder, LossDenominator,
-    LossRecipe, Markov, MarkovKind, TrainSample,
+    Block, BlockBatch, BlockConfig, BlockObjective, BlockSettings, BlockSpec, Confidence, DraftDecoder,
+    LossDenominator, LossRecipe, Markov, MarkovKind, TrainSample,
 };
 use deepspec_models::ModelConfig;
 use tch::{Device, Kind, Tensor};
@@ -45,14 +45,16 @@ fn block(vocab: i64) -> Block {
     let ends = Tensor::randn([vocab, WIDTH], (Kind::Float, Device::Cpu)) * 0.05;
     let config = BlockConfig {
         decoder: DraftDecoder { model, taps: Tap::from_layer_ids([1]).unwrap(), num_target_layers: 2 },
-        blocks: BlockSpec {
-            block_size: GAMMA,
-            slots: Slots::AnchorPredicts,
-            mask_token_id: 3,
-            num_anchors: 512,
+        settings: BlockSettings {
+            blocks: BlockSpec {
+                block_size: GAMMA,
+                slots: Slots::AnchorPredicts,
+                mask_token_id: 3,
+                num_anchors: 512,
+            },
+            markov: Some(Markov { kind: MarkovKind::Vanilla, rank: WIDTH }),
+            confidence: Some(Confidence { with_markov: true }),
         },
-        markov: Some(Markov { kind: MarkovKind::Vanilla, rank: WIDTH }),
-        confidence: Some(Confidence { with_markov: true }),
     };
     let block = Block::fresh(config, &ends, &ends, 1, Kind::Float);
     for (_, parameter) in block.parameters() {

@@ -9,7 +9,7 @@ use serde_json::{Map, Value};
 use tch::{Device, Kind, Tensor};
 
 use crate::block_common::BlockSpec;
-use crate::draft_model::SampleSize;
+use crate::draft_model::{DraftDecoder, SampleSize};
 use crate::{LossDenominator, TrainSample};
 
 /// Options for loading a drafter.
@@ -180,11 +180,8 @@ pub trait TrainableDrafter {
 
 /// A drafter for the doctor, which changes how weights and hidden states are read.
 pub trait DrafterProbe {
-    /// The config of its decoder.
-    fn model(&self) -> &ModelConfig;
-
-    /// Target layers whose hidden states it reads.
-    fn taps(&self) -> &[Tap];
+    /// Its decoder, and the target layers whose hidden states it reads.
+    fn decoder(&self) -> &DraftDecoder;
 
     /// Its blocks; None for an autoregressive drafter.
     fn block_spec(&self) -> Option<&BlockSpec>;
@@ -194,12 +191,6 @@ pub trait DrafterProbe {
 
     /// Its embedding and head, `[V, d]` each.
     fn embed_and_head(&self) -> (Tensor, Tensor);
-
-    /// Checks that it can draft for this target.
-    ///
-    /// # Errors
-    /// [`ModelError::Mismatch`] naming what differs.
-    fn check_fits(&self, target: &ModelConfig) -> Result<(), ModelError>;
 
     /// A probe with these weights and other settings.
     fn with_overrides(&self, reading: &DrafterOverrides) -> Box<dyn DrafterProbe>;

@@ -1,6 +1,6 @@
 //! Drafters, a folder each. The programs use them as [`Drafter`], [`DrafterPlan`], [`TrainableDrafter`] and [`DrafterProbe`].
 //!
-//! A drafter that is trained on hidden states implements [`DrafterKind`] and [`DrafterConfig`]; [`DraftModel`] and [`Plan`] have the
+//! A drafter that is trained on hidden states implements [`DrafterKind`] and [`DrafterSettings`]; [`DraftModel`] and [`Plan`] have the
 //! parts that all of them share. A line in `registry.rs` registers it.
 //!
 //! Shapes: N rows (tokens), T context tokens of one sequence, d hidden size, m taps, V vocabulary, H heads, G key/value heads,
@@ -20,29 +20,29 @@ mod spec;
 mod train_state;
 
 pub use block_common::{
-    BlockBatch, BlockDrafter, BlockLossSum, BlockProposerOf, BlockSpec, Drafting, LayerType,
-    anchor_candidates, eval_mask, slot_weight,
+    BlockBatch, BlockDrafter, BlockProposerOf, BlockSpec, Drafting, LayerType, LossSum, anchor_candidates,
+    eval_mask, slot_weight,
 };
 pub use deepspec_ops::distill_loss::{Dpace, Lk, LkForm, LossRecipe};
 pub use dflash2::{
-    Convolution, DFlash2, DFlash2Config, DFlash2Objective, DFlash2Plan, DFlash2Proposer, DFlash2Recipe,
-    DFlash2Sum, Selector,
+    Convolution, DFLASH2_SUMS, DFlash2, DFlash2Config, DFlash2Objective, DFlash2Plan, DFlash2Proposer,
+    DFlash2Recipe, DFlash2Settings, Selector,
 };
 pub use draft_model::{
-    DraftDecoder, DraftModel, DrafterConfig, DrafterKind, PassRows, Plan, SampleSize, WarmStart,
-    is_embed_or_head,
+    DraftConfig, DraftDecoder, DraftModel, DrafterKind, DrafterSettings, PassRows, Plan, SampleSize,
+    WarmStart, is_embed_or_head,
 };
 pub use drafter::{
     ConfigIssue, Drafter, DrafterOptions, DrafterOverrides, DrafterPlan, DrafterProbe, GradReadyHook,
     Metrics, Predictions, TrainableDrafter, WeightCounts,
 };
 pub use dspark::{
-    Block, BlockConfig, BlockObjective, BlockPlan, BlockProposer, BlockRecipe, BlockSum, Confidence,
-    ConfidenceRecipe, Markov, MarkovKind,
+    BLOCK_SUMS, Block, BlockConfig, BlockObjective, BlockPlan, BlockProposer, BlockRecipe, BlockSettings,
+    Confidence, ConfidenceRecipe, Markov, MarkovKind,
 };
 pub use eagle3::{
-    Eagle3, Eagle3Batch, Eagle3Config, Eagle3Objective, Eagle3Plan, Eagle3Proposer, Eagle3Recipe, Supervise,
-    metrics as eagle3_metrics,
+    Eagle3, Eagle3Batch, Eagle3Config, Eagle3Objective, Eagle3Plan, Eagle3Proposer, Eagle3Recipe,
+    Eagle3Settings, Supervise, metrics as eagle3_metrics,
 };
 pub use registry::{
     check_layout, is_language_model, load, load_recipe, load_saved_recipe, open_checkpoint, plan,

@@ -2,9 +2,9 @@
 
 use std::path::Path;
 
-use deepspec_checkpoint::Fields;
 use deepspec_checkpoint::{
-    Checkpoint, CheckpointError, CheckpointFormat, Known, Tensors, unsupported_attention, unsupported_layout,
+    Checkpoint, CheckpointError, CheckpointFormat, Fields, Known, Tensors, unsupported_attention,
+    unsupported_layout,
 };
 use deepspec_core::cli::UsageError;
 use deepspec_core::config::{ConfigError, Document, with_nearest};
@@ -150,22 +150,24 @@ pub fn check_layout(dir: &Path) -> Result<(), ModelError> {
 /// [`checkpoints_like`], of a folder that holds all that drafting takes.
 fn whole_checkpoints_like(dir: &Path) -> Result<&'static Checkpoints, ModelError> {
     let known = checkpoints_like(dir)?;
+    let (path, map) = read_json(dir)?;
     if known.layouts.is_some() {
-        let (path, map) = read_json(dir)?;
-        if let Some((key, problem)) = unsupported_attention(&map) {
-            return Err(Fields::new(&path, &map).error(&key, problem).into());
-        }
+        check_attention(&path, &map)?;
     }
     let for_engines = open_checkpoint(dir).ok().filter(Checkpoint::lacks_embed_and_head);
     match for_engines.and_then(|checkpoint| checkpoint.advice()) {
         Some(advice) => {
-            let (path, map) = read_json(dir)?;
-            Err(Fields::new(&path, &map)
-                .error("architectures", format!("the folder is not read: {advice}"))
-                .into())
+            let problem = format!("the folder is not read: {advice}");
+            Err(Fields::new(&path, &map).error("architectures", problem).into())
         }
         None => Ok(known),
     }
+}
+
+/// Refuses attention within a block that is not computed here.
+fn check_attention(path: &Path, map: &Map<String, Value>) -> Result<(), CheckpointError> {
+    let wrong = unsupported_attention(map);
+    wrong.map_or(Ok(()), |(key, problem)| Err(Fields::new(path, map).error(&key, problem)))
 }
 
 /// Opens the drafter checkpoint in `dir`, in the layout of any tool that is known.
@@ -191,9 +193,7 @@ pub fn open_checkpoint(dir: &Path) -> Result<Checkpoint, CheckpointError> {
 /// Checks the config.json of the layout that is loaded, as loading does: whatever looks at a checkpoint then says the same.
 fn check_reference(dir: &Path) -> Result<(), ModelError> {
     let (path, map) = read_json(dir)?;
-    if let Some((key, problem)) = unsupported_attention(&map) {
-        return Err(Fields::new(&path, &map).error(&key, problem).into());
-    }
+    check_attention(&path, &map)?;
     let found = map.get("architectures").and_then(|list| list.get(0)).and_then(Value::as_str);
     of_class(found).map_or(Ok(()), |known| (known.check)(dir))
 }

@@ -37,12 +37,9 @@ impl TrainSample {
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct LossDenominator(pub f64);
 
-/// Added to the denominator of drafters of anchored blocks.
-const DENOMINATOR_EPS: f64 = 1e-6;
-
 impl LossDenominator {
-    /// Factor on the sums of drafters of anchored blocks: one over the denominator + 1e-6.
+    /// Factor on the sums of block drafters: one over the denominator + 1e-6.
     pub fn scale(self) -> f64 {
-        1.0 / (self.0 + DENOMINATOR_EPS)
+        1.0 / (self.0 + 1e-6)
     }
 }

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use deepspec_core::{Slots, Tap};
 use deepspec_drafters::{
-    BlockConfig, BlockSpec, DraftDecoder, DrafterConfig, Eagle3Config, Markov, MarkovKind,
+    BlockConfig, BlockSettings, BlockSpec, DraftDecoder, Eagle3Config, Eagle3Settings, Markov, MarkovKind,
 };
 use deepspec_models::ModelConfig;
 use deepspec_testkit::golden;
@@ -35,14 +35,16 @@ fn a_drafter_keeps_the_targets_rope_settings() {
                 taps: Tap::from_layer_ids([0, 1]).unwrap(),
                 num_target_layers: target.layers.len(),
             },
-            blocks: BlockSpec {
-                block_size: 3,
-                slots: Slots::AnchorPredicts,
-                mask_token_id: 1,
-                num_anchors: 8,
+            settings: BlockSettings {
+                blocks: BlockSpec {
+                    block_size: 3,
+                    slots: Slots::AnchorPredicts,
+                    mask_token_id: 1,
+                    num_anchors: 8,
+                },
+                markov: Some(Markov { kind: MarkovKind::Vanilla, rank: 4 }),
+                confidence: None,
             },
-            markov: Some(Markov { kind: MarkovKind::Vanilla, rank: 4 }),
-            confidence: None,
         };
         let dir = tempfile::tempdir().unwrap();
         std::fs::write(dir.path().join("config.json"), Value::Object(config.to_json()).to_string()).unwrap();
@@ -57,8 +59,7 @@ fn a_drafter_keeps_the_targets_rope_settings() {
                 taps: Tap::from_layer_ids([1]).unwrap(),
                 num_target_layers: target.layers.len(),
             },
-            ttt_length: 3,
-            step_loss_decay: 0.8,
+            settings: Eagle3Settings { ttt_length: 3, step_loss_decay: 0.8 },
         };
         std::fs::write(dir.path().join("config.json"), Value::Object(config.to_json()).to_string()).unwrap();
         assert_eq!(Eagle3Config::load(dir.path()).unwrap().decoder.model.layers, [target.layers[0].clone()]);

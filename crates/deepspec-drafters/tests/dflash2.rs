@@ -11,8 +11,9 @@ use common::{assert_close, noise};
 use deepspec_checkpoint::{CheckpointFormat, Target, convert};
 use deepspec_core::{Slots, Tap};
 use deepspec_drafters::{
-    Block, BlockBatch, BlockConfig, BlockSpec, Convolution, DFlash2, DFlash2Config, DFlash2Proposer,
-    DFlash2Sum, DraftDecoder, DrafterConfig, LossDenominator, LossRecipe, TrainSample, open_checkpoint,
+    Block, BlockBatch, BlockConfig, BlockSettings, BlockSpec, Convolution, DFLASH2_SUMS, DFlash2,
+    DFlash2Config, DFlash2Proposer, DFlash2Settings, DraftDecoder, LossDenominator, LossRecipe, LossSum,
+    TrainSample, open_checkpoint,
 };
 use deepspec_engine::{Context, DraftRequest, Proposer, Sampling, SamplingBatch};
 use deepspec_models::{ModelConfig, Weights, save};
@@ -44,12 +45,14 @@ fn blocks() -> BlockSpec {
 fn fresh(kernel_size: i64) -> DFlash2 {
     let config = DFlash2Config {
         decoder: decoder(),
-        blocks: blocks(),
-        convolution: Convolution { kernel_size, group_size: 16 },
-        selector_rank: 8,
-        selector_top_k: TOP_K,
+        settings: DFlash2Settings {
+            blocks: blocks(),
+            convolution: Convolution { kernel_size, group_size: 16 },
+            selector_rank: 8,
+            selector_top_k: TOP_K,
+        },
     };
-    config.validate().unwrap();
+    config.check().unwrap();
     DFlash2::fresh(config, &noise(7, &[VOCAB, WIDTH]), &noise(8, &[VOCAB, WIDTH]), 11, Kind::Float)
 }
 
@@ -66,8 +69,8 @@ fn trained(kernel_size: i64) -> DFlash2 {
     fs::write(dir.path().join("config.json"), Value::Object(model.config().to_json()).to_string()).unwrap();
     save(&dir.path().join("model.safetensors"), &model.checkpoint(), Kind::Float).unwrap();
     let loaded = DFlash2::load(dir.path(), Device::Cpu, Kind::Float).unwrap();
-    assert_eq!(loaded.config().blocks, blocks());
-    assert_eq!(loaded.config().convolution, model.config().convolution);
+    assert_eq!(loaded.config().settings.blocks, blocks());
+    assert_eq!(loaded.config().settings.convolution, model.config().settings.convolution);
     loaded
 }
 
@@ -90,7 +93,10 @@ fn batch(model: &DFlash2) -> BlockBatch {
 #[test]
 fn a_fresh_one_is_dflash() {
     let _guard = tch::no_grad_guard();
-    let dflash = BlockConfig { decoder: decoder(), blocks: blocks(), markov: None, confidence: None };
+    let dflash = BlockConfig {
+        decoder: decoder(),
+        settings: BlockSettings { blocks: blocks(), markov: None, confidence: None },
+    };
     let (embed, head) = (noise(7, &[VOCAB, WIDTH]), noise(8, &[VOCAB, WIDTH]));
     let dflash = Block::fresh(dflash, &embed, &head, 11, Kind::Float);
     let model = fresh(2);
@@ -99,7 +105,7 @@ fn a_fresh_one_is_dflash() {
     // DFlash projects the shared input of its masked slots once in the first layer, so the matmuls
     // have other shapes.
     assert_close("states", &hidden, &expected, 5e-6);
-    let (_, features) = model.features(&hidden, batch(&model).previous()).unwrap();
+    let (_, features) = model.features(&hidden, &batch(&model).previous).unwrap();
     let logits = model.slot_logits(&hidden.flatten(0, 1), Some(&features.flatten(0, 1)));
     let (best, all) = (logits.isfinite(), dflash.base_logits(&hidden.flatten(0, 1)));
     assert_eq!(best.sum(Kind::Int64).int64_value(&[]), TOP_K * best.size()[0]);
@@ -122,13 +128,13 @@ fn the_selector_scores_as_its_formula_says() {
     let batch = batch(&model);
     let hidden = model.hidden(&batch);
     let base = model.base_logits(&hidden).flatten(0, 1);
-    let (_, features) = model.features(&hidden, batch.previous()).unwrap();
+    let (_, features) = model.features(&hidden, &batch.previous).unwrap();
     let found = model.slot_logits(&hidden.flatten(0, 1), Some(&features.flatten(0, 1)));
     let part = |name: &str| numbers(&model, &format!("candidate_selector.{name}"));
     let (a, b, p) =
         (part("predecessor_codebook"), part("successor_codebook"), part("hidden_projection.weight"));
     let states: Vec<f64> = Vec::try_from(hidden.to_kind(Kind::Double).flatten(0, -1)).unwrap();
-    let previous: Vec<i64> = Vec::try_from(batch.previous().flatten(0, -1)).unwrap();
+    let previous: Vec<i64> = Vec::try_from(batch.previous.flatten(0, -1)).unwrap();
     let width = WIDTH as usize;
     for (row, &before) in previous.iter().enumerate() {
         let unary: Vec<f64> = Vec::try_from(base.get(row as i64).to_kind(Kind::Double)).unwrap();
@@ -182,12 +188,8 @@ fn gradients_are_autograds() {
             assert_close(&format!("K {kernel_size}: {name}"), &found, expected, 2e-5 * size.max(1e-3));
         }
         let sums: Vec<f64> = Vec::try_from(sums).unwrap();
-        for (place, sum) in DFlash2Sum::all(BLOCK - 1).enumerate() {
-            let name = match sum {
-                DFlash2Sum::Shared(sum) => sum.name(),
-                DFlash2Sum::Selector => "selector".into(),
-                DFlash2Sum::Recalled => "recalled".into(),
-            };
+        for (place, sum) in LossSum::all(BLOCK - 1, &DFLASH2_SUMS).enumerate() {
+            let name = sum.name();
             if let Some((_, expected)) = named.iter().find(|(other, _)| *other == name) {
                 let found = sums[place];
                 assert!((found - expected).abs() < 1e-4 * expected.max(1.0), "{name}: {found}, {expected}");
@@ -195,18 +197,18 @@ fn gradients_are_autograds() {
         }
         // Some labels are candidates, some are not.
         let recalled = named.iter().find(|(name, _)| *name == "recalled").unwrap().1;
-        assert!(recalled > 0.0 && recalled < batch.rows().numel() as f64, "{recalled}");
+        assert!(recalled > 0.0 && recalled < batch.rows.numel() as f64, "{recalled}");
     }
 }
 
 /// The loss with its autograd graph, and sums by name.
 fn slow(model: &DFlash2, batch: &BlockBatch, recipe: &LossRecipe) -> (Tensor, Vec<(&'static str, f64)>) {
     let hidden = model.hidden(batch);
-    let rows = |t: &Tensor| t.flatten(0, 1).index_select(0, batch.rows());
-    let (_, features) = model.features(&hidden, batch.previous()).unwrap();
+    let rows = |t: &Tensor| t.flatten(0, 1).index_select(0, &batch.rows);
+    let (_, features) = model.features(&hidden, &batch.previous).unwrap();
     let logits = model.base_logits(&rows(&hidden));
     let teacher = model.base_logits(&batch.teacher()).detach().softmax(-1, Kind::Float);
-    let labels = batch.labels().unsqueeze(1);
+    let labels = batch.labels.unsqueeze(1);
     let ce = -logits.log_softmax(-1, Kind::Float).gather(1, &labels, false).squeeze_dim(1);
     let l1 = (logits.softmax(-1, Kind::Float) - &teacher).abs().sum_dim_intlist(-1, false, Kind::Float);
     let restricted = model.slot_logits(&rows(&hidden), Some(&rows(&features)));
@@ -216,10 +218,10 @@ fn slow(model: &DFlash2, batch: &BlockBatch, recipe: &LossRecipe) -> (Tensor, Ve
     let selector = -of_label.masked_select(&recalled).log();
     let accept = q.minimum(&teacher).sum_dim_intlist(-1, false, Kind::Float);
     let weighted = |values: &Tensor, weights: &Tensor| (values * weights).sum(Kind::Float);
-    let (ce, l1) = (weighted(&ce, batch.weights()), weighted(&l1, batch.weights()));
-    let selector = weighted(&selector, &batch.weights().masked_select(&recalled));
+    let (ce, l1) = (weighted(&ce, &batch.weights), weighted(&l1, &batch.weights));
+    let selector = weighted(&selector, &batch.weights.masked_select(&recalled));
     let loss = &ce * recipe.ce_alpha + &l1 * recipe.l1_alpha + &selector * ALPHA;
-    let first = batch.rows().remainder(BLOCK as i64 - 1).eq(0);
+    let first = batch.rows.remainder(BLOCK as i64 - 1).eq(0);
     let sums = [
         ("ce", &ce),
         ("l1", &l1),
@@ -270,7 +272,7 @@ fn it_decodes_as_it_was_trained() {
             let model = proposer.model();
             let batch = model.config().batch(&[forced], 4.0, Device::Cpu, Kind::Float).unwrap();
             let hidden = model.hidden(&batch);
-            let (_, features) = model.features(&hidden, batch.previous()).unwrap();
+            let (_, features) = model.features(&hidden, &batch.previous).unwrap();
             let logits = model.slot_logits(&hidden.flatten(0, 1), Some(&features.flatten(0, 1)));
             if temperature > 0.0 {
                 let expected = (logits / temperature).softmax(-1, Kind::Float);
@@ -397,7 +399,7 @@ fn speculators_computes_the_same() {
     let batch = drafter.config().batch(&[given], 4.0, Device::Cpu, Kind::Float).unwrap();
     let own = drafter.hidden(&batch);
     assert_close("hidden", &own, &hidden, 1e-4);
-    let (_, features) = drafter.features(&own, batch.previous()).unwrap();
+    let (_, features) = drafter.features(&own, &batch.previous).unwrap();
     let logits = drafter.slot_logits(&own.flatten(0, 1), Some(&features.flatten(0, 1)));
     let theirs = tokens.to_kind(Kind::Int64).flatten(0, 1);
     assert_close("scores", &logits.gather(1, &theirs, false), &scores.flatten(0, 1), 1e-3);

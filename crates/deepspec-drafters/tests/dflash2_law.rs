@@ -4,7 +4,9 @@
 use std::collections::BTreeMap;
 
 use deepspec_core::{Slots, Tap};
-use deepspec_drafters::{BlockSpec, Convolution, DFlash2, DFlash2Config, DFlash2Proposer, DraftDecoder};
+use deepspec_drafters::{
+    BlockSpec, Convolution, DFlash2, DFlash2Config, DFlash2Proposer, DFlash2Settings, DraftDecoder,
+};
 use deepspec_engine::{
     DraftRequest, DraftSampling, Engine, EngineOptions, ModelInput, Proposal, Proposer, Request, Sampling,
     SamplingBatch, Target,
@@ -100,10 +102,12 @@ fn the_first_tokens_have_the_targets_joint_law() {
             taps: taps.clone(),
             num_target_layers: 2,
         },
-        blocks: BlockSpec { block_size: 4, slots: Slots::FillIn, mask_token_id: 9, num_anchors: 4 },
-        convolution: Convolution::default(),
-        selector_rank: 8,
-        selector_top_k: 4,
+        settings: DFlash2Settings {
+            blocks: BlockSpec { block_size: 4, slots: Slots::FillIn, mask_token_id: 9, num_anchors: 4 },
+            convolution: Convolution::default(),
+            selector_rank: 8,
+            selector_top_k: 4,
+        },
     };
     let chi_square_ratio = |lies: bool| {
         let drafter = DFlash2::fresh(config.clone(), &embed, &head, 5, Kind::Float);

@@ -10,8 +10,8 @@ use common::assert_close;
 use deepspec_core::recipe::LossNormalization;
 use deepspec_core::{Slots, Tap};
 use deepspec_drafters::{
-    Block, BlockConfig, BlockProposer, BlockSpec, DraftDecoder, DrafterConfig, Eagle3, Eagle3Batch,
-    Eagle3Config, Eagle3Objective, Eagle3Proposer, LossDenominator, Supervise, TrainSample,
+    Block, BlockConfig, BlockProposer, BlockSettings, BlockSpec, DraftDecoder, Eagle3, Eagle3Batch,
+    Eagle3Config, Eagle3Objective, Eagle3Proposer, Eagle3Settings, LossDenominator, Supervise, TrainSample,
 };
 use deepspec_engine::{Context, DraftRequest, Proposer, Sampling, SamplingBatch};
 use deepspec_models::ModelConfig;
@@ -81,9 +81,11 @@ fn block(target: &ModelConfig, slots: Slots, windows: &[Option<usize>]) -> Block
             taps: Tap::from_layer_ids([0, 2]).unwrap(),
             num_target_layers: 4,
         },
-        blocks: BlockSpec { block_size: 5, slots, mask_token_id: 7, num_anchors: 4 },
-        markov: None,
-        confidence: None,
+        settings: BlockSettings {
+            blocks: BlockSpec { block_size: 5, slots, mask_token_id: 7, num_anchors: 4 },
+            markov: None,
+            confidence: None,
+        },
     };
     let (embed, head) = ends();
     let dir = tempfile::tempdir().unwrap();
@@ -94,7 +96,7 @@ fn block(target: &ModelConfig, slots: Slots, windows: &[Option<usize>]) -> Block
     deepspec_models::save(&dir.path().join("model.safetensors"), &block.checkpoint(), Kind::Float).unwrap();
     let loaded = Block::load(dir.path(), Device::Cpu, Kind::Float).unwrap();
     assert_eq!(loaded.config().decoder.model.layers, block.config().decoder.model.layers);
-    assert_eq!(loaded.config().blocks, block.config().blocks);
+    assert_eq!(loaded.config().settings.blocks, block.config().settings.blocks);
     loaded
 }
 
@@ -170,9 +172,9 @@ fn a_slot_that_fills_in_learns_the_token_before() {
     // Slot k fills in the token that slot k − 1 predicts, from the same previous token and with the
     // same weight.
     let by_block = |rows: &Tensor, gamma: i64| rows.view([3, gamma]).narrow(1, 0, 4);
-    assert!(by_block(ours.labels(), 5).equal(&by_block(theirs.labels(), 4)));
-    assert!(by_block(ours.weights(), 5).equal(&by_block(theirs.weights(), 4)));
-    assert!(ours.previous().narrow(1, 0, 4).equal(theirs.previous()));
+    assert!(by_block(&ours.labels, 5).equal(&by_block(&theirs.labels, 4)));
+    assert!(by_block(&ours.weights, 5).equal(&by_block(&theirs.weights, 4)));
+    assert!(ours.previous.narrow(1, 0, 4).equal(&theirs.previous));
     assert!(ours.teacher().view([3, 5, -1]).narrow(1, 0, 4).equal(&theirs.teacher().view([3, 4, -1])));
 }
 
@@ -199,8 +201,7 @@ fn eagle3_decodes_as_its_training_time_test_ran() {
                 taps: Tap::from_layer_ids([1, 3]).unwrap(),
                 num_target_layers: 4,
             },
-            ttt_length: steps,
-            step_loss_decay: 0.8,
+            settings: Eagle3Settings { ttt_length: steps, step_loss_decay: 0.8 },
         };
         let (embed, head) = ends();
         let model = Eagle3::fresh(config, &embed, &head, 11, Kind::Float);
@@ -214,7 +215,7 @@ fn eagle3_decodes_as_its_training_time_test_ran() {
                 .states(&batch)
                 .iter()
                 .enumerate()
-                .map(|(s, states)| model.draft_logits(&states.index_select(0, batch.supervised(s))))
+                .map(|(s, states)| model.draft_logits(&states.index_select(0, &batch.supervised(s))))
                 .map(|logits| logits.softmax(-1, Kind::Float))
                 .collect();
             // The first supervised column of each step, and the number of supervised columns.
@@ -299,8 +300,7 @@ fn eagle3_gradients_add_over_sequences() {
             taps: Tap::from_layer_ids([1, 3]).unwrap(),
             num_target_layers: 4,
         },
-        ttt_length: 3,
-        step_loss_decay: 0.8,
+        settings: Eagle3Settings { ttt_length: 3, step_loss_decay: 0.8 },
     };
     let objective = Eagle3Objective {
         supervise: Supervise::Labels,
@@ -359,8 +359,7 @@ fn eagle3_gradients_are_autograds() {
     let width = model.hidden_size;
     let config = Eagle3Config {
         decoder: DraftDecoder { model, taps: Tap::from_layer_ids([1, 3]).unwrap(), num_target_layers: 4 },
-        ttt_length: 3,
-        step_loss_decay: 0.8,
+        settings: Eagle3Settings { ttt_length: 3, step_loss_decay: 0.8 },
     };
     let objective = Eagle3Objective {
         supervise: Supervise::Labels,
@@ -393,7 +392,7 @@ fn eagle3_gradients_are_autograds() {
         let found = taken();
         let mut loss = Tensor::zeros([], (Kind::Float, Device::Cpu));
         for (step, states) in model.states(&batch).iter().enumerate() {
-            let rows = states.index_select(0, batch.supervised(step));
+            let rows = states.index_select(0, &batch.supervised(step));
             let target =
                 batch.teacher(step).matmul(&ends[1].tr()).to_kind(Kind::Float).softmax(-1, Kind::Float);
             let draft = model.draft_logits(&rows).log_softmax(-1, Kind::Float);

@@ -6,7 +6,7 @@ use common::{assert_close, device, tensor};
 use deepspec_cost::planner::{Planner, StepLoad};
 use deepspec_cost::policy::Policy;
 use deepspec_drafters::{
-    Block, BlockObjective, BlockProposer, BlockSum, LossDenominator, LossRecipe, TrainSample,
+    BLOCK_SUMS, Block, BlockObjective, BlockProposer, LossDenominator, LossRecipe, LossSum, TrainSample,
     anchor_candidates, eval_mask,
 };
 use deepspec_engine::{Context, DraftRequest, Proposer, Sampling, SamplingBatch};
@@ -41,7 +41,7 @@ fn alpha(case: &Case, name: &str) -> f64 {
 fn check_training(name: &str) {
     let case = Case::load(name);
     let block = Block::load(&case.dir, device(), Kind::Float).unwrap_or_else(|error| panic!("{error}"));
-    let gamma = block.config().blocks.drafted();
+    let gamma = block.config().settings.blocks.drafted();
     for (_, parameter) in block.parameters() {
         let _ = parameter.set_requires_grad(true);
     }
@@ -63,7 +63,7 @@ fn check_training(name: &str) {
     let batch = block.config().batch(&samples, decay, device(), Kind::Float).unwrap();
     let hidden = block.hidden(&batch);
     assert_close("output_hidden", &hidden.to_device(Device::Cpu), &kept(&case, "output_hidden"), FORWARD);
-    let features = block.features(&hidden, batch.previous());
+    let features = block.features(&hidden, &batch.previous);
     let supervised = kept(&case, "eval_mask").reshape([-1]).nonzero().squeeze_dim(1);
     let rows = |t: &Tensor| t.to_device(Device::Cpu).flatten(0, 1).index_select(0, &supervised);
     let logits = block.slot_logits(&hidden, features.as_ref().map(|(_, f)| f));
@@ -79,7 +79,7 @@ fn check_training(name: &str) {
             l1_alpha: alpha(&case, "l1_loss_alpha"),
             ..LossRecipe::NONE
         },
-        confidence_alpha: if block.config().confidence.is_some() {
+        confidence_alpha: if block.config().settings.confidence.is_some() {
             alpha(&case, "confidence_head_alpha")
         } else {
             0.0
@@ -87,7 +87,7 @@ fn check_training(name: &str) {
     };
     let normaliser = LossDenominator(scalar("ce_loss_den"));
     let sums: Vec<f64> = Vec::try_from(block.accumulate(&batch, &objective, normaliser, None)).unwrap();
-    let names = BlockSum::all(gamma).map(BlockSum::name).collect::<Vec<_>>();
+    let names = LossSum::all(gamma, &BLOCK_SUMS).map(LossSum::name).collect::<Vec<_>>();
     let sum = |name: &str| sums[names.iter().position(|n| n == name).unwrap()];
     let close = |what: &str, found: f64, expected: f64, tolerance: f64| {
         assert!(
@@ -111,10 +111,10 @@ fn check_training(name: &str) {
         close(key, found, expected, LOSS);
     };
     metric("tau_probabilistic", sum("tau") / sum("blocks"));
-    if block.config().confidence.is_some() {
+    if block.config().settings.confidence.is_some() {
         metric("confidence_abs_error", sum("confidence_abs_error") / sum("weight"));
         metric("confidence_bias", sum("confidence_bias") / sum("weight"));
-        metric("confidence_cumprod_bias", sum("prefix_bias") / sum("weight"));
+        metric("confidence_cumprod_bias", sum("confidence_prefix_bias") / sum("weight"));
     }
     for k in 0..gamma {
         if sum(&format!("count@{k}")) > 0.0 {
@@ -130,7 +130,7 @@ fn check_inference(name: &str) {
     let case = Case::load(name);
     let block =
         Block::load_packed(&case.dir, device(), Kind::Float).unwrap_or_else(|error| panic!("{error}"));
-    let gamma = block.config().blocks.drafted();
+    let gamma = block.config().settings.blocks.drafted();
     // Slot 1 of 2, so that slot indexing matters.
     let mut proposer = BlockProposer::new(block, 2);
     let uniforms = Tensor::zeros([1, gamma as i64], (Kind::Double, device()));

@@ -21,7 +21,7 @@ fn load(case: &Case) -> Eagle3 {
 fn check_training(name: &str) {
     let case = Case::load(name);
     let model = load(&case);
-    let (steps, decay) = (model.config().ttt_length, model.config().step_loss_decay);
+    let (steps, decay) = (model.config().settings.ttt_length, model.config().settings.step_loss_decay);
     for (_, parameter) in model.parameters() {
         let _ = parameter.set_requires_grad(true);
     }
@@ -38,7 +38,7 @@ fn check_training(name: &str) {
             tensor(case.expected("position_masks")).get(s as i64).reshape([-1]).nonzero().squeeze_dim(1);
         let expected =
             |name: &str| tensor(case.expected(name)).get(s as i64).flatten(0, 1).index_select(0, &supervised);
-        let rows = states.index_select(0, batch.supervised(s));
+        let rows = states.index_select(0, &batch.supervised(s));
         let close = |what: &str, found: &Tensor| {
             let found = found.detach().to_device(Device::Cpu);
             assert_close(&format!("{name}, step {s}: {what}"), &found, &expected(what), FORWARD);

@@ -8,8 +8,8 @@ use std::path::Path;
 
 use deepspec_core::{Slots, Tap};
 use deepspec_drafters::{
-    Block, BlockBatch, BlockConfig, BlockObjective, BlockSpec, BlockSum, Confidence, Dpace, DraftDecoder, Lk,
-    LkForm, LossDenominator, LossRecipe, Markov, MarkovKind, TrainSample,
+    BLOCK_SUMS, Block, BlockBatch, BlockConfig, BlockObjective, BlockSettings, BlockSpec, Confidence, Dpace,
+    DraftDecoder, Lk, LkForm, LossDenominator, LossRecipe, LossSum, Markov, MarkovKind, TrainSample,
 };
 use deepspec_models::ModelConfig;
 use tch::{Device, Kind, Tensor};
@@ -53,14 +53,16 @@ fn block(shape: Shape) -> Block {
     let (embed, head) = (ends(7), ends(8));
     let config = BlockConfig {
         decoder: DraftDecoder { model, taps: Tap::from_layer_ids([1, 2]).unwrap(), num_target_layers: 4 },
-        blocks: BlockSpec {
-            block_size: GAMMA,
-            slots: Slots::AnchorPredicts,
-            mask_token_id: 3,
-            num_anchors: shape.anchors,
+        settings: BlockSettings {
+            blocks: BlockSpec {
+                block_size: GAMMA,
+                slots: Slots::AnchorPredicts,
+                mask_token_id: 3,
+                num_anchors: shape.anchors,
+            },
+            markov: shape.markov.map(|kind| Markov { kind, rank: 8 }),
+            confidence: shape.confidence.map(|with_markov| Confidence { with_markov }),
         },
-        markov: shape.markov.map(|kind| Markov { kind, rank: 8 }),
-        confidence: shape.confidence.map(|with_markov| Confidence { with_markov }),
     };
     // With seed 11, a probability of the drafter equals the target's to the last bit. The sign of
     // their difference is then rounding noise.
@@ -112,7 +114,7 @@ fn check(shape: Shape, objective: BlockObjective, tolerance: f64) {
     let slow = gradients(&block);
     let sums: Vec<f64> =
         Vec::try_from(block.accumulate(&batch, &objective, LossDenominator(NORMALISER), None)).unwrap();
-    let names = BlockSum::all(GAMMA).map(BlockSum::name).collect::<Vec<_>>();
+    let names = LossSum::all(GAMMA, &BLOCK_SUMS).map(LossSum::name).collect::<Vec<_>>();
     for (name, expected) in expected {
         let found = sums[names.iter().position(|n| n == name).unwrap()];
         let error = (found - expected).abs() / expected.abs();
@@ -299,7 +301,8 @@ fn the_divergence_of_bfloat16_logits_does_not_cancel() {
             None,
         ))
         .unwrap();
-        let sum = |name: &str| sums[BlockSum::all(GAMMA).position(|sum| sum.name() == name).unwrap()];
+        let sum =
+            |name: &str| sums[LossSum::all(GAMMA, &BLOCK_SUMS).position(|sum| sum.name() == name).unwrap()];
         sum("kl") / sum("weight")
     };
     let (exact, found) = (kl(Kind::Float), kl(Kind::BFloat16));

@@ -89,7 +89,7 @@ fn mistakes_are_named_with_their_line_and_whole_key() {
         let (DrafterSpec::DSpark(block) | DrafterSpec::DFlash(block)) = recipe.drafter else {
             panic!("a block drafter");
         };
-        block.layers().windows().collect::<Vec<_>>()
+        block.layers().windows()
     };
     assert_eq!(windows(&[]), [None, None]);
     assert_eq!(windows(&["drafter.dspark.sliding_window=9"]), [Some(9), Some(9)]);

@@ -5,8 +5,8 @@ use std::path::Path;
 
 use deepspec_core::{Slots, Tap};
 use deepspec_drafters::{
-    Block, BlockConfig, BlockProposer, BlockSpec, DraftDecoder, Markov, MarkovKind, TrainSample,
-    anchor_candidates, eval_mask, slot_weight,
+    Block, BlockConfig, BlockProposer, BlockSettings, BlockSpec, DraftDecoder, Markov, MarkovKind,
+    TrainSample, anchor_candidates, eval_mask, slot_weight,
 };
 use deepspec_engine::{Context, DraftRequest, Proposer, Sampling, SamplingBatch};
 use deepspec_models::ModelConfig;
@@ -32,14 +32,16 @@ fn bigrams(follower: impl Fn(i64) -> i64) -> Block {
             taps: Tap::from_layer_ids([0]).unwrap(),
             num_target_layers: 2,
         },
-        blocks: BlockSpec {
-            block_size: GAMMA,
-            slots: Slots::AnchorPredicts,
-            mask_token_id: MASK,
-            num_anchors: 4,
+        settings: BlockSettings {
+            blocks: BlockSpec {
+                block_size: GAMMA,
+                slots: Slots::AnchorPredicts,
+                mask_token_id: MASK,
+                num_anchors: 4,
+            },
+            markov: Some(Markov { kind: MarkovKind::Vanilla, rank: VOCAB }),
+            confidence: None,
         },
-        markov: Some(Markov { kind: MarkovKind::Vanilla, rank: VOCAB }),
-        confidence: None,
     };
     let silent = Tensor::zeros([VOCAB, 16], CPU);
     let block = Block::fresh(config, &silent, &silent, 1, Kind::Float);
@@ -95,7 +97,7 @@ fn the_markov_head_reads_the_token_before_each_label() {
     };
     let batch = block.config().batch(&[sample], 4.0, Device::Cpu, Kind::Float).unwrap();
     let hidden = block.hidden(&batch);
-    let (_, features) = block.features(&hidden, batch.previous()).unwrap();
+    let (_, features) = block.features(&hidden, &batch.previous).unwrap();
     let best = block.slot_logits(&hidden, Some(&features)).argmax(-1, false);
     let labels = [&text[1..=GAMMA], &text[6..6 + GAMMA]].concat();
     assert_eq!(Vec::<i64>::try_from(best.reshape([-1])).unwrap(), labels);

@@ -16,6 +16,7 @@ mod error;
 mod ffi;
 mod free_memory;
 mod gated_mlp;
+mod grad;
 pub mod kv_attention;
 mod linear;
 mod rms_norm;
@@ -39,6 +40,7 @@ pub use ffi::{
 };
 pub use free_memory::free_memory;
 pub use gated_mlp::{Activation, GatedMlp, gated_mlp};
+pub use grad::{EmbeddingGrad, EmbeddingGradSlices, grad_or_zeros};
 pub use linear::{PackedWeight, Weight, linear};
 pub use rms_norm::{RmsNormParams, rms_norm};
 pub use rope::{Rope, RopeSpec, Rotation, Scaling, Yarn, rope};
@@ -46,7 +48,7 @@ pub use sample::{argmax, distributions, sample};
 pub use saved_tensors::SavedTensors;
 pub use scatter::add_rows;
 pub use step_trace::StepTrace;
-pub use upload::{DeviceArange, Floats, Upload, UploadSlice, Uploaded, copied_runs, runs};
+pub use upload::{DeviceArange, Floats, Upload, UploadSlice, Uploaded, cat_to_device, copied_runs, runs};
 pub use verify::{Verification, verify, verify_greedy};
 
 /// Kernels one by one, for the tests of this crate on a GPU. Other crates call the operators.

@@ -1,8 +1,8 @@
-//! Numbers of a step on their way to the device.
+//! Uploads of a step's integers and floats to its device.
 //!
-//! A copy to a GPU costs about as much as a small kernel, however little it moves. What a step needs is gathered on the host
-//! first and sent as one tensor, of which every reader sees its part. Rows and positions lie in runs, which are cut out of what is there
-//! ([`runs`], [`DeviceArange`]): a step of nothing but whole blocks sends nothing at all.
+//! A copy to a GPU costs about as much as a small kernel, whatever its size. The host therefore gathers a step's
+//! numbers and sends one tensor, of which readers take slices. Rows and positions in consecutive runs are slices of
+//! existing tensors ([`runs`], [`DeviceArange`]). A step with only whole blocks uploads nothing.
 
 use std::cell::RefCell;
 use std::iter::repeat_n;
@@ -11,31 +11,31 @@ use crate::ffi::pinned;
 use tch::kind::Element;
 use tch::{Device, Kind, Tensor};
 
-/// Numbers that are gathered on the host.
+/// Numbers gathered on the host.
 #[derive(Debug, Default)]
 pub struct Upload<T> {
     values: Vec<T>,
 }
 
-/// Where some of an upload's numbers lie.
+/// Position of some numbers in an upload.
 #[derive(Debug, Clone, Copy)]
 pub struct UploadSlice {
     first: i64,
     len: i64,
 }
 
-/// An upload on its device.
+/// Uploaded numbers, as one tensor on the device.
 pub struct Uploaded(Tensor);
 
 impl<T: Element> Upload<T> {
-    /// Adds numbers.
+    /// Appends numbers and returns their position.
     pub fn push(&mut self, values: impl IntoIterator<Item = T>) -> UploadSlice {
         let first = self.values.len();
         self.values.extend(values);
         UploadSlice { first: first as i64, len: (self.values.len() - first) as i64 }
     }
 
-    /// Sends all of them, and the host goes on; nothing travels where there are none.
+    /// Sends all numbers without blocking the host. An empty upload copies nothing.
     pub fn send(&self, device: Device) -> Uploaded {
         if self.values.is_empty() {
             return Uploaded(Tensor::zeros([0], (T::KIND, device)));
@@ -51,7 +51,7 @@ impl<T: Element> Upload<T> {
 }
 
 impl Upload<i64> {
-    /// Adds float32 numbers, two in the place of one.
+    /// Appends float32 numbers, two per i64.
     pub fn push_floats(&mut self, values: &[f32]) -> Floats {
         let bits = |pair: &[f32]| {
             let mut bytes = [0; 8];
@@ -65,7 +65,7 @@ impl Upload<i64> {
     }
 }
 
-/// Where some of an upload's float32 numbers lie.
+/// Position of some float32 numbers in an upload.
 #[derive(Debug, Clone, Copy)]
 pub struct Floats {
     part: UploadSlice,
@@ -73,28 +73,28 @@ pub struct Floats {
 }
 
 impl Uploaded {
-    /// The float32 numbers of a part, `[len]`, sharing memory with all others.
+    /// The float32 numbers of a slice, `[len]`, as a view.
     pub fn floats(&self, floats: Floats) -> Tensor {
         self.of(floats.part).view_dtype(Kind::Float).narrow(0, 0, floats.len)
     }
 
-    /// The numbers of a part, `[len]`, sharing memory with all others.
+    /// The numbers of a slice, `[len]`, as a view.
     pub fn of(&self, part: UploadSlice) -> Tensor {
         self.0.narrow(0, part.first, part.len)
     }
 }
 
-/// 0, 1, 2, … on a device, as far as anybody asked: lists of numbers that lie in runs are cut from it and need not be sent. On the CPU they are made
-/// where they are asked for.
+/// 0, 1, 2, … on a device, extended on demand. Slices of it replace uploads of consecutive numbers. On the CPU each
+/// request builds its own tensor.
 pub struct DeviceArange(RefCell<Tensor>);
 
 impl DeviceArange {
-    /// One on `device`, of no length yet.
+    /// An empty arange on `device`.
     pub fn new(device: Device) -> Self {
         Self(RefCell::new(Tensor::zeros([0], (Kind::Int64, device))))
     }
 
-    /// Runs `(first, count)` of consecutive numbers, one after the other, `[Σ count]` int64.
+    /// Concatenates runs `(first, count)` of consecutive numbers, `[Σ count]` int64.
     pub fn runs(&self, list: impl IntoIterator<Item = (i64, i64)>) -> Tensor {
         let list: Vec<(i64, i64)> = list.into_iter().collect();
         if self.0.borrow().device() == Device::Cpu {
@@ -114,7 +114,7 @@ impl DeviceArange {
         self.runs(list.into_iter().map(|number| (number as i64, 1)))
     }
 
-    /// Single numbers with how often each comes, `[Σ times]` int64.
+    /// Repeats each number the given number of times, `[Σ times]` int64.
     pub fn repeated(&self, list: impl IntoIterator<Item = (usize, usize)>) -> Tensor {
         let list: Vec<(usize, usize)> = list.into_iter().collect();
         let all = || list.iter().flat_map(|&(number, times)| repeat_n(number, times));
@@ -127,15 +127,15 @@ impl DeviceArange {
     }
 }
 
-/// Numbers that an arange begins with.
+/// Minimum length of an arange.
 const SHORTEST: u64 = 1 << 10;
 
-/// Runs `(first, count)` of rows, one after the other; what lies side by side is not copied.
+/// Concatenates runs `(first, count)` of rows; a single run is a view, not a copy.
 pub fn runs(of: &Tensor, list: impl IntoIterator<Item = (i64, i64)>) -> Tensor {
     match joined(list).as_slice() {
         [] => of.narrow(0, 0, 0),
         [(first, count)] => of.narrow(0, *first, *count),
-        // Where nothing has to be sent, one list costs less than a view of every run.
+        // On the CPU one index list costs less than a view of every run.
         several if of.device() == Device::Cpu => of.index_select(0, &numbers(several)),
         several => Tensor::cat(&several.iter().map(|&(at, n)| of.narrow(0, at, n)).collect::<Vec<_>>(), 0),
     }
@@ -147,7 +147,7 @@ fn numbers(list: &[(i64, i64)]) -> Tensor {
     Tensor::from_slice(&numbers)
 }
 
-/// [`runs`] in memory of their own, so that the other rows can be freed.
+/// [`runs`] as a copy, so that the other rows can be freed. All rows are not copied.
 pub fn copied_runs(of: &Tensor, list: impl IntoIterator<Item = (i64, i64)>) -> Tensor {
     match joined(list).as_slice() {
         [(first, count)] if *count < of.size()[0] => of.narrow(0, *first, *count).copy(),
@@ -155,7 +155,7 @@ pub fn copied_runs(of: &Tensor, list: impl IntoIterator<Item = (i64, i64)>) -> T
     }
 }
 
-/// The same runs, as few as they can be.
+/// Merges adjacent runs.
 fn joined(list: impl IntoIterator<Item = (i64, i64)>) -> Vec<(i64, i64)> {
     let mut joined: Vec<(i64, i64)> = vec![];
     for (first, count) in list {
@@ -165,6 +165,16 @@ fn joined(list: impl IntoIterator<Item = (i64, i64)>) -> Vec<(i64, i64)> {
         }
     }
     joined
+}
+
+/// Concatenates `parts` on the device `from` along dimension 0, and converts them to `device` and `kind`. Between two
+/// devices, one copy moves them before the cast.
+pub fn cat_to_device(parts: &[Tensor], from: Device, device: Device, kind: Kind) -> Tensor {
+    if from == device {
+        let parts: Vec<Tensor> = parts.iter().map(|part| part.to_kind(kind)).collect();
+        return Tensor::cat(&parts, 0);
+    }
+    Tensor::cat(parts, 0).to_device(device).to_kind(kind)
 }
 
 #[cfg(test)]
@@ -177,7 +187,7 @@ mod tests {
         let of = |list: &[(i64, i64)]| Vec::<i64>::try_from(runs(&rows, list.iter().copied())).unwrap();
         assert_eq!(of(&[(7, 2), (1, 3), (4, 1)]), [7, 8, 1, 2, 3, 4]);
         assert_eq!((of(&[]), of(&[(2, 0)])), (vec![], vec![]));
-        // A part that is kept takes no memory for the rest; all of it is not copied.
+        // A part is a copy, which frees the rest; all rows are a view.
         let (part, all) = (copied_runs(&rows, [(2, 3)]), copied_runs(&rows, [(0, 4), (4, 6)]));
         assert_eq!(Vec::<i64>::try_from(&part).unwrap(), [2, 3, 4]);
         assert_ne!(part.data_ptr(), rows.narrow(0, 2, 3).data_ptr());

@@ -4,7 +4,7 @@ use std::fs;
 use std::path::Path;
 
 use deepspec_core::{Slots, Tap};
-use deepspec_drafters::{Block, BlockConfig, BlockSpec, DraftDecoder, DrafterConfig, Markov, MarkovKind};
+use deepspec_drafters::{Block, BlockConfig, BlockSettings, BlockSpec, DraftDecoder, Markov, MarkovKind};
 use deepspec_models::{ModelConfig, load_embed_and_head, save};
 use deepspec_testkit::noise;
 use serde_json::{Value, json};
@@ -22,14 +22,16 @@ fn untrained(dir: &Path) {
             taps: Tap::from_layer_ids([-1, 2, 5]).unwrap(),
             num_target_layers: target.layers.len(),
         },
-        blocks: BlockSpec {
-            block_size: 4,
-            slots: Slots::AnchorPredicts,
-            mask_token_id: target.vocab_size - 1,
-            num_anchors: 16,
+        settings: BlockSettings {
+            blocks: BlockSpec {
+                block_size: 4,
+                slots: Slots::AnchorPredicts,
+                mask_token_id: target.vocab_size - 1,
+                num_anchors: 16,
+            },
+            markov: Some(Markov { kind: MarkovKind::Vanilla, rank: 16 }),
+            confidence: None,
         },
-        markov: Some(Markov { kind: MarkovKind::Vanilla, rank: 16 }),
-        confidence: None,
     };
     let (embed, head) = load_embed_and_head(tiny().as_ref(), &target, Device::Cpu, Kind::Float).unwrap();
     let json = serde_json::to_string(&config.to_json()).unwrap();

@@ -1,11 +1,8 @@
 //! `checkpoint convert`.
 
 use std::path::PathBuf;
-use std::str::FromStr;
 
-use deepspec_checkpoint::{
-    Checkpoint, CheckpointFormat, Engine, Gguf, Server, Target, TensorType, convert, for_engine,
-};
+use deepspec_checkpoint::{Checkpoint, Engine, ExportTarget, Gguf, Target, TensorType, convert, for_engine};
 use deepspec_core::cli::Verbosity;
 use deepspec_core::usage;
 use deepspec_drafters::open_checkpoint;
@@ -21,7 +18,7 @@ pub struct Args {
     /// Layout to write: that of a tool, reference, speculators, specforge, z-lab or modelopt; that of an engine, vllm or sglang; or
     /// gguf, the file that llama.cpp loads
     #[arg(long, value_name = "LAYOUT")]
-    to: Layout,
+    to: ExportTarget,
     /// Folder to write; of gguf the file model.gguf in it
     #[arg(long, value_name = "D")]
     output_dir: PathBuf,
@@ -57,27 +54,6 @@ impl From<Dtype> for TensorType {
     }
 }
 
-/// Layout of the converted checkpoint.
-#[derive(Debug, Clone, Copy)]
-enum Layout {
-    Format(CheckpointFormat),
-    Engine(Engine),
-    Gguf,
-}
-
-impl FromStr for Layout {
-    type Err = String;
-
-    fn from_str(name: &str) -> Result<Self, String> {
-        match name {
-            "vllm" => Ok(Self::Engine(Engine::Vllm)),
-            "sglang" => Ok(Self::Engine(Engine::Sglang)),
-            "gguf" => Ok(Self::Gguf),
-            name => name.parse().map(Self::Format).map_err(|error| format!("{error}, vllm, sglang or gguf")),
-        }
-    }
-}
-
 /// Runs the command.
 ///
 /// # Errors
@@ -90,18 +66,16 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
         Some(name) => Some(Target::open(&dir("--target", name, verbosity)?, name).map_err(report)?),
         None => None,
     };
-    if args.dtype.is_some() && !matches!(args.to, Layout::Gguf) {
+    if args.dtype.is_some() && args.to != ExportTarget::Engine(Engine::LlamaCpp) {
         usage!("--dtype is for --to gguf; the other layouts keep every byte");
     }
-    let (to, converted) = match (args.to, &target) {
-        (Layout::Format(to), target) => (to.to_string(), convert(&source, to, target.as_ref())),
-        (Layout::Gguf, _) => return to_gguf(args, &source, target.as_ref()),
-        (Layout::Engine(_), None) => {
+    let converted = match (args.to, &target) {
+        (ExportTarget::Format(to), target) => convert(&source, to, target.as_ref()),
+        (ExportTarget::Engine(Engine::LlamaCpp), _) => return to_gguf(args, &source, target.as_ref()),
+        (ExportTarget::Engine(_), None) => {
             usage!("--to vllm or sglang needs --target, whose embedding and head the engine will use")
         }
-        (Layout::Engine(engine), Some(target)) => {
-            (format!("the layout of {}", engine.title()), for_engine(&source, engine, target))
-        }
+        (ExportTarget::Engine(engine), Some(target)) => for_engine(&source, engine, target),
     };
     let converted = converted.map_err(report)?;
     let told = |what: &str, names: &[String]| {
@@ -113,16 +87,15 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     told("left to the target", &converted.dropped);
     converted.write(&args.output_dir, args.overwrite).map_err(report)?;
     let (algorithm, from) = (source.drafter().kind.title(), source.format());
-    let place = args.output_dir.display();
-    match args.to {
-        Layout::Engine(engine) => {
-            let server = Server::from(engine);
-            let arguments = server.arguments(source.drafter(), &place.to_string());
+    let (to, place) = (args.to, args.output_dir.display());
+    match to {
+        ExportTarget::Engine(engine) => {
+            let arguments = engine.arguments(source.drafter(), &place.to_string());
             tracing::info!(
-                "{algorithm} converted from {from} to {to}: {place}; serve it by {server} with {arguments}"
+                "{algorithm} converted from {from} to {to}: {place}; serve it by {engine} with {arguments}"
             );
         }
-        _ => tracing::info!("{algorithm} converted from {from} to {to}: {place}"),
+        ExportTarget::Format(_) => tracing::info!("{algorithm} converted from {from} to {to}: {place}"),
     }
     Ok(())
 }
@@ -145,7 +118,7 @@ fn to_gguf(args: &Args, source: &Checkpoint, target: Option<&Target>) -> anyhow:
     tracing::info!(
         "{kind} converted from {from} to gguf: {}; serve it by llama-server --model TARGET.gguf {}",
         file.display(),
-        Server::LlamaCpp.arguments(source.drafter(), &file.display().to_string())
+        Engine::LlamaCpp.arguments(source.drafter(), &file.display().to_string())
     );
     Ok(())
 }

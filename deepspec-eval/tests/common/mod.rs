@@ -13,8 +13,8 @@ use arrow_array::cast::AsArray;
 use arrow_array::types::{Float32Type, Int32Type};
 use deepspec_core::{Slots, Tap};
 use deepspec_drafters::{
-    Block, BlockConfig, BlockSpec, Confidence, DraftDecoder, DrafterConfig, Eagle3, Eagle3Config, Markov,
-    MarkovKind,
+    Block, BlockConfig, BlockSettings, BlockSpec, Confidence, DraftDecoder, Eagle3, Eagle3Config,
+    Eagle3Settings, Markov, MarkovKind,
 };
 use deepspec_models::{ModelConfig, TargetModel, TargetOptions, load_embed_and_head, save};
 use deepspec_testkit::noise;
@@ -107,14 +107,16 @@ pub fn drafter_config() -> BlockConfig {
             taps: Tap::from_layer_ids([-1, 2, 5]).unwrap(),
             num_target_layers: target.layers.len(),
         },
-        blocks: BlockSpec {
-            block_size: 5,
-            slots: Slots::AnchorPredicts,
-            mask_token_id: target.vocab_size - 1,
-            num_anchors: 16,
+        settings: BlockSettings {
+            blocks: BlockSpec {
+                block_size: 5,
+                slots: Slots::AnchorPredicts,
+                mask_token_id: target.vocab_size - 1,
+                num_anchors: 16,
+            },
+            markov: Some(Markov { kind: MarkovKind::Vanilla, rank: target.vocab_size }),
+            confidence: Some(Confidence { with_markov: true }),
         },
-        markov: Some(Markov { kind: MarkovKind::Vanilla, rank: target.vocab_size }),
-        confidence: Some(Confidence { with_markov: true }),
     }
 }
 
@@ -140,8 +142,7 @@ pub fn write_eagle3(dir: &Path) {
             taps: Tap::from_layer_ids([0, 2, 5]).unwrap(),
             num_target_layers: target.layers.len(),
         },
-        ttt_length: 4,
-        step_loss_decay: 0.8,
+        settings: Eagle3Settings { ttt_length: 4, step_loss_decay: 0.8 },
     };
     let (embed, head) = load_embed_and_head(&target_dir(), &target, Device::Cpu, Kind::Float).unwrap();
     let model = Eagle3::fresh(config, &embed, &head, 1, Kind::Float);

@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 use deepspec_core::recipe::LossNormalization;
 use deepspec_core::{Slots, Tap};
 use deepspec_drafters::{
-    BlockConfig, BlockObjective, BlockPlan, BlockSpec, DraftDecoder, DrafterPlan, Eagle3Config,
-    Eagle3Objective, Eagle3Plan, LossRecipe, Markov, MarkovKind, Supervise,
+    BlockConfig, BlockObjective, BlockPlan, BlockSettings, BlockSpec, DraftDecoder, DrafterPlan,
+    Eagle3Config, Eagle3Objective, Eagle3Plan, Eagle3Settings, LossRecipe, Markov, MarkovKind, Supervise,
 };
 use deepspec_models::{ModelConfig, save};
 use deepspec_testkit::conversations::tokenizers;
@@ -63,8 +63,7 @@ pub fn eagle3(target: &Path, taps: [i64; 3], steps: usize) -> TempDir {
             taps: taps.clone(),
             num_target_layers: model.layers.len(),
         },
-        ttt_length: 4,
-        step_loss_decay: 0.8,
+        settings: Eagle3Settings { ttt_length: 4, step_loss_decay: 0.8 },
     };
     let objective = Eagle3Objective {
         supervise: Supervise::Labels,
@@ -136,9 +135,11 @@ fn block(
             taps: taps.clone(),
             num_target_layers: model.layers.len(),
         },
-        blocks: BlockSpec { block_size: 5, slots, mask_token_id, num_anchors: 8 },
-        markov: markov.map(|rank| Markov { kind: MarkovKind::Vanilla, rank }),
-        confidence: None,
+        settings: BlockSettings {
+            blocks: BlockSpec { block_size: 5, slots, mask_token_id, num_anchors: 8 },
+            markov: markov.map(|rank| Markov { kind: MarkovKind::Vanilla, rank }),
+            confidence: None,
+        },
     };
     let loss = LossRecipe { ce_alpha: 1.0, decay_gamma: 4.0, ..LossRecipe::NONE };
     let plan = BlockPlan::new(config, BlockObjective { loss, confidence_alpha: 0.0 });

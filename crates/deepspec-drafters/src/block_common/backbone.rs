@@ -8,7 +8,7 @@ use tch::{Kind, Tensor};
 use super::BlockDrafter;
 use super::batch::BlockBatch;
 use crate::GradReadyHook;
-use crate::draft_model::{DraftModel, DrafterConfig, backward};
+use crate::draft_model::DraftModel;
 
 /// Prefix of a layer's number in the names of its parameters.
 const LAYERS: &str = "layers.";
@@ -71,13 +71,13 @@ struct Kept {
 impl<K: BlockDrafter> Pass<'_, K> {
     /// Runs the backward pass of a surrogate of the losses; `on_grad_ready` is called after each layer.
     pub fn backward(self, surrogate: &Tensor, on_grad_ready: Option<GradReadyHook>) {
-        backward(surrogate);
+        let _range = range(c"backward");
+        surrogate.backward();
         let Some(LayerwiseBackward { model, shared, context, seen, mut layers, last }) = self.apart else {
             return;
         };
         let mut nobody = |_| {};
         let on_grad_ready = on_grad_ready.unwrap_or(&mut nobody);
-        let _range = range(c"backward");
         drop(self.hidden);
         let mut slope = last.grad();
         drop(last);

@@ -1,15 +1,12 @@
 //! From samples and anchors to the tensors of one training pass. Sequences lie end to end: no padding, no dummy anchors.
 
-use deepspec_ops::SequenceSpan;
 use deepspec_ops::distill_loss::{TeacherIndex, distinct};
-use deepspec_ops::range;
-use deepspec_ops::{Upload, UploadSlice};
+use deepspec_ops::{EmbeddingGrad, SequenceSpan, Upload, UploadSlice, cat_to_device, range};
 use tch::{Device, Kind, Tensor};
 
 use super::BlockSpec;
-use super::token_sums::TokenSums;
 use crate::TrainSample;
-use crate::draft_model::joined;
+use crate::draft_model::{DraftConfig, DrafterSettings};
 
 /// Where a block may start: i ≤ T − 2 with token i and token i + 1 supervised.
 pub fn anchor_candidates(loss_mask: &[bool]) -> Vec<usize> {
@@ -40,17 +37,17 @@ pub struct BlockBatch {
     pub(super) block_tokens: Tensor,      // [A, B]: anchor, mask, …
     pub(super) block_positions: Tensor,   // [A·B]
     /// Token before each label, `[A, γ]`: the anchor, then the labels.
-    pub(crate) previous: Tensor,
+    pub previous: Tensor,
     /// How the gradients by embeddings of `previous` are added up; None where nothing embeds them.
-    pub(crate) previous_sums: Option<TokenSums>,
+    pub(crate) previous_grad: Option<EmbeddingGrad>,
     /// Supervised drafts as indices into A·γ, `[R]`.
-    pub(crate) rows: Tensor,
+    pub rows: Tensor,
     /// Their labels, `[R]`.
-    pub(crate) labels: Tensor,
+    pub labels: Tensor,
     /// The tokens before the labels, `[R]`.
     pub(crate) tokens_before: Vec<i64>,
     /// Their loss weights exp(−k/γ_decay), `[R]` float32.
-    pub(crate) weights: Tensor,
+    pub weights: Tensor,
     /// Target states that predict the labels, each once, `[S, d]`.
     pub(crate) teacher: Tensor,
     /// Which of them predicts each label, `[R]`.
@@ -60,7 +57,7 @@ pub struct BlockBatch {
     /// Supervised slots of each block.
     pub(crate) counts: Vec<usize>,
     /// A, number of blocks.
-    pub(crate) blocks: usize,
+    pub blocks: usize,
 }
 
 /// Lists of a batch that have one entry per token, slot, supervised slot or block.
@@ -137,7 +134,7 @@ impl BlockBatch {
             let anchors = sample.anchors.iter().map(|&anchor| anchor as i64);
             of_samples.push((indices.push(anchors), indices.push(teacher_rows)));
         }
-        let sums = embeds_previous.then(|| TokenSums::plan(&lists.previous, &mut indices));
+        let grad = embeds_previous.then(|| EmbeddingGrad::plan(&lists.previous, &mut indices));
         let Lists {
             context_positions,
             block_tokens,
@@ -175,42 +172,22 @@ impl BlockBatch {
         let by_block = |size: usize| [blocks as i64, size as i64];
         Some(Self {
             spans,
-            taps: joined(&taps, from, device, kind),
+            taps: cat_to_device(&taps, from, device, kind),
             context_positions,
             block_tokens: block_tokens.view(by_block(shape.block_size)),
             block_positions,
             previous: previous.view(by_block(shape.drafted())),
-            previous_sums: sums.map(|places| TokenSums::new(&places, &here)),
+            previous_grad: grad.map(|slices| EmbeddingGrad::new(&slices, &here)),
             rows,
             labels,
             tokens_before,
             weights: here.floats(weights),
-            teacher: joined(&teacher, from, device, kind),
+            teacher: cat_to_device(&teacher, from, device, kind),
             sources,
             source_list,
             counts,
             blocks,
         })
-    }
-
-    /// Token before each label, `[A, γ]`: the anchor, then the labels.
-    pub fn previous(&self) -> &Tensor {
-        &self.previous
-    }
-
-    /// Supervised slots as indices into A·γ, in order, `[R]`.
-    pub fn rows(&self) -> &Tensor {
-        &self.rows
-    }
-
-    /// Labels of the supervised slots, `[R]`.
-    pub fn labels(&self) -> &Tensor {
-        &self.labels
-    }
-
-    /// Loss weights of the supervised slots, `[R]` float32.
-    pub fn weights(&self) -> &Tensor {
-        &self.weights
     }
 
     /// The target's states that predict the labels, `[R, d]`.
@@ -222,9 +199,18 @@ impl BlockBatch {
     pub(crate) fn sources(&self) -> TeacherIndex<'_> {
         TeacherIndex { of_rows: &self.source_list, there: &self.sources }
     }
+}
 
-    /// A, the number of blocks.
-    pub fn blocks(&self) -> usize {
-        self.blocks
+impl<S: DrafterSettings> DraftConfig<S> {
+    /// The tensors of one pass over `samples`; see [`BlockBatch::new`]. None for an autoregressive drafter, too.
+    pub fn batch(
+        &self,
+        samples: &[TrainSample],
+        decay_gamma: f64,
+        device: Device,
+        kind: Kind,
+    ) -> Option<BlockBatch> {
+        let (blocks, embeds_previous) = (self.settings.block_spec()?, self.settings.embeds_previous());
+        BlockBatch::new(samples, blocks, embeds_previous, decay_gamma, device, kind)
     }
 }

@@ -1,8 +1,7 @@
-//! What the blocks of a drafter look like, read from and written to its checkpoint's config.json.
+//! Blocks of a drafter, read from and written to its checkpoint's config.json.
 
-use deepspec_checkpoint::Fields;
+use deepspec_checkpoint::{CheckpointError, Fields};
 use deepspec_core::Slots;
-use deepspec_models::ModelError;
 use serde_json::{Map, Value, json};
 
 use crate::{ConfigIssue, WarmStart};
@@ -38,32 +37,31 @@ impl BlockSpec {
         self.slots.drafted(self.block_size)
     }
 
-    /// Reads them; a config that says nothing of its slots has the `unsaid` ones.
+    /// Reads them; a config without `sample_from_anchor` has the `default` slots.
     ///
     /// # Errors
     /// If a key is missing or of a wrong type.
-    pub fn read(fields: &Fields, unsaid: Slots) -> Result<Self, ModelError> {
-        let (size, mask) = ("block_size", "mask_token_id");
+    pub fn read(fields: &Fields, default: Slots) -> Result<Self, CheckpointError> {
+        let mask = "mask_token_id";
         let slots = match fields.flag(SAMPLE_FROM_ANCHOR)? {
             Some(true) => Slots::AnchorPredicts,
             Some(false) => Slots::FillIn,
-            None => unsaid,
+            None => default,
         };
         Ok(Self {
-            block_size: fields.required_size::<u64>(size)? as usize,
+            block_size: fields.required_size::<u64>("block_size")? as usize,
             slots,
-            mask_token_id: fields.required(mask, fields.map.get(mask).and_then(Value::as_i64))?,
+            mask_token_id: fields.required(mask, fields.count(mask)?)? as i64,
             num_anchors: fields
                 .size::<i64>("num_anchors")?
                 .map_or_else(num_anchors, |anchors| anchors as usize),
         })
     }
 
-    /// Writes them. Without the flag for slots, every slot drafts.
+    /// Writes them, without the number of anchors. Without the flag for slots, every slot drafts.
     pub fn write(&self, map: &mut Map<String, Value>) {
         map.insert("block_size".into(), json!(self.block_size));
         map.insert("mask_token_id".into(), json!(self.mask_token_id));
-        map.insert("num_anchors".into(), json!(self.num_anchors));
         if self.slots == Slots::FillIn {
             map.insert(SAMPLE_FROM_ANCHOR.into(), json!(false));
         }
@@ -92,10 +90,10 @@ impl BlockSpec {
         (self.mask_token_id, self.num_anchors) = (0, 1);
     }
 
-    /// See [`crate::DrafterConfig::transfer`].
+    /// See [`crate::DrafterSettings::compare_for_warm_start`].
     pub fn compare_for_warm_start(&self, from: &Self, transfer: &mut WarmStart) {
-        transfer.compare("block_size", &from.block_size, &self.block_size);
-        transfer.compare("slots", &from.slots.name(), &self.slots.name());
-        transfer.compare("mask_token_id", &from.mask_token_id, &self.mask_token_id);
+        transfer.compare("block_size", from.block_size, self.block_size);
+        transfer.compare("slots", from.slots.name(), self.slots.name());
+        transfer.compare("mask_token_id", from.mask_token_id, self.mask_token_id);
     }
 }

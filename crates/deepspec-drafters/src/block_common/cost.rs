@@ -3,9 +3,9 @@
 use deepspec_models::nn::Heads;
 use deepspec_ops::SavedTensors;
 
-use super::BlockSpec;
+use super::{BlockSpec, eval_mask};
 use crate::TrainSample;
-use crate::draft_model::{DraftDecoder, PassRows, SampleSize};
+use crate::draft_model::{DraftConfig, DraftDecoder, DrafterSettings, PassRows, SampleSize};
 
 /// Rows of a pass over samples of these sizes. All drafted slots are taken as supervised.
 pub fn block_pass_rows(decoder: &DraftDecoder, blocks: &BlockSpec, samples: &[SampleSize]) -> PassRows {
@@ -15,21 +15,40 @@ pub fn block_pass_rows(decoder: &DraftDecoder, blocks: &BlockSpec, samples: &[Sa
     let scores = |sample: &SampleSize| {
         SavedTensors::block_scores(sample.anchors * blocks.block_size, sample.tokens + blocks.block_size)
     };
+    let tokens = samples.iter().map(|sample| sample.tokens).sum();
     PassRows {
         layers: anchors * blocks.block_size,
-        context: samples.iter().map(|sample| sample.tokens).sum(),
+        tokens,
+        context: tokens,
         supervised: anchors * blocks.drafted(),
         own_values: 0,
         attention: heads * samples.iter().map(scores).sum::<usize>(),
     }
 }
 
-/// Floating-point operations of the backbone's forward and backward pass over a sample: two per multiplication of the architecture's
-/// matrix products. Masked attention and recomputation do not count; work that drafts share counts for each of them.
+/// Floating-point operations of forward and backward pass over `samples`: two per multiplication of the architecture's matrix products.
+/// `heads` counts the products of the drafter's own heads for a sample from its numbers of blocks and supervised drafts. Masked
+/// attention and recomputation do not count. Work that drafts share counts for each of them.
 ///
 /// A trained product counts three times: itself, the gradient of its input and the gradient of its weight. A product with a constant input
 /// or a frozen weight counts twice.
-pub fn backbone_flops(decoder: &DraftDecoder, blocks: &BlockSpec, sample: &TrainSample) -> f64 {
+pub fn block_flops<S: DrafterSettings>(
+    config: &DraftConfig<S>,
+    samples: &[TrainSample],
+    heads: impl Fn(f64, f64) -> f64,
+) -> f64 {
+    let Some(blocks) = config.settings.block_spec() else { return 0.0 };
+    let of_sample = |sample: &TrainSample| {
+        let supervised = |&anchor: &usize| eval_mask(&sample.loss_mask, anchor, blocks.drafted());
+        let rows = sample.anchors.iter().map(supervised).sum::<usize>();
+        2.0 * (backbone_products(&config.decoder, blocks, sample)
+            + heads(sample.anchors.len() as f64, rows as f64))
+    };
+    samples.iter().filter(|sample| !sample.anchors.is_empty()).map(of_sample).sum()
+}
+
+/// Products of the backbone's forward and backward pass over a sample.
+fn backbone_products(decoder: &DraftDecoder, blocks: &BlockSpec, sample: &TrainSample) -> f64 {
     let (d, size, taps) = (decoder.model.hidden_size as f64, blocks.block_size, decoder.taps.len() as f64);
     let tokens = sample.input_ids.len() as f64;
     let slots = (sample.anchors.len() * size) as f64;
@@ -43,5 +62,5 @@ pub fn backbone_flops(decoder: &DraftDecoder, blocks: &BlockSpec, sample: &Train
         let block = slots * d * (2.0 * queries + 2.0 * keys + 3.0 * layer.intermediate_size as f64);
         products += 3.0 * (context + block + 2.0 * seen as f64 * queries);
     }
-    2.0 * products
+    products
 }

@@ -3,7 +3,7 @@
 use tch::{Kind, Tensor};
 
 use super::{BlockBatch, BlockDrafter};
-use crate::draft_model::{DraftModel, DrafterConfig};
+use crate::draft_model::DraftModel;
 use crate::{Predictions, TrainSample};
 
 /// See [`crate::DrafterProbe::predict`].

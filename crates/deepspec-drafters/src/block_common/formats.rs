@@ -1,7 +1,7 @@
 //! Keys that the checkpoints of all block drafters share.
 
 use deepspec_checkpoint::{CheckpointError, Fields};
-use deepspec_core::Slots;
+use serde_json::{Map, Value};
 
 /// Keys of the Markov head and of the confidence head.
 pub const HEADS: [&str; 4] =
@@ -10,24 +10,21 @@ pub const HEADS: [&str; 4] =
 /// The architecture of block drafters in llama.cpp.
 pub const GGUF_ARCHITECTURE: &str = "dflash";
 
-/// More slots of a block are a mistake.
-const MAX_BLOCK: u64 = 1024;
+/// SGLang's refusal of the speculators format.
+pub const SGLANG_SPECULATORS: &str =
+    "speculators_model_type was refused when read (issues 30982, 34734); convert to sglang";
 
-/// `block_size`, of which at least one slot drafts.
-pub fn block_size(fields: &Fields, slots: Slots) -> Result<u64, CheckpointError> {
-    let (key, least) = ("block_size", slots.first() as u64 + 1);
-    match fields.required_size(key)? {
-        size if (least..=MAX_BLOCK).contains(&size) => Ok(size),
-        size => Err(fields.error(key, format!("{size} is not between {least} and {MAX_BLOCK}"))),
+/// The keys of `dflash_config`, with the `block_size` that may stand outside of it.
+///
+/// # Errors
+/// If `block_size` stands at both places with different values.
+pub fn with_outer_block_size(outer: &Fields, inner: &Fields) -> Result<Map<String, Value>, CheckpointError> {
+    let mut keys = inner.map.clone();
+    if let Some(outside) = outer.size::<u64>("block_size")? {
+        let inside = keys.entry("block_size").or_insert(outside.into());
+        if *inside != outside {
+            return Err(outer.error("block_size", format!("{outside}, and in dflash_config {inside}")));
+        }
     }
-}
-
-/// `mask_token_id` within the vocabulary.
-pub fn mask_token(fields: &Fields, vocab: u64) -> Result<u64, CheckpointError> {
-    let key = "mask_token_id";
-    let id = fields.required(key, fields.count(key)?)?;
-    if id < vocab {
-        return Ok(id);
-    }
-    Err(fields.error(key, format!("{id} is outside of the vocabulary of {vocab}")))
+    Ok(keys)
 }

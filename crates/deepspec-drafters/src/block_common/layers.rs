@@ -1,5 +1,6 @@
 //! Which draft layers a recipe asks for.
 
+use deepspec_models::config::MAX_LAYERS;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
@@ -26,12 +27,13 @@ pub struct DraftLayers<'a> {
 }
 
 impl DraftLayers<'_> {
-    /// The window of each.
-    pub fn windows(&self) -> impl Iterator<Item = Option<usize>> {
-        (0..self.count).map(|layer| match self.types.get(layer) {
+    /// The window of each; one too many where there are too many of them.
+    pub fn windows(&self) -> Vec<Option<usize>> {
+        let window = |layer| match self.types.get(layer) {
             Some(LayerType::FullAttention) => None,
             Some(LayerType::SlidingAttention) | None => self.sliding_window,
-        })
+        };
+        (0..self.count.min(MAX_LAYERS + 1)).map(window).collect()
     }
 
     /// Checks types and window against each other.

@@ -14,22 +14,21 @@ pub(crate) mod formats;
 mod layers;
 mod proposer;
 pub(crate) mod sums;
-mod token_sums;
 
 pub use backbone::Backbone;
 pub use batch::{BlockBatch, anchor_candidates, block_weight, eval_mask, slot_weight};
 pub use blocks::{BlockSpec, MAX_RANK, num_anchors};
-pub use cost::{backbone_flops, block_pass_rows};
+pub use cost::{block_flops, block_pass_rows};
 pub use examined::predict;
 pub use layers::{DraftLayers, LayerType};
 pub use proposer::{BlockProposerOf, Drafting};
-pub use sums::BlockLossSum;
+pub use sums::LossSum;
 
 use deepspec_engine::DraftSampling;
 use deepspec_models::nn::LayerHook;
 use tch::Tensor;
 
-use crate::draft_model::{DraftModel, DrafterKind};
+use crate::draft_model::{DraftConfig, DraftModel, DrafterKind};
 use crate::registration::ParamGroup;
 
 /// The backbone as `train.freeze` names it.
@@ -50,10 +49,10 @@ pub trait BlockDrafter: DrafterKind {
     }
 
     /// Its blocks.
-    fn blocks(config: &Self::Config) -> &BlockSpec;
+    fn blocks(config: &DraftConfig<Self::Settings>) -> &BlockSpec;
 
     /// Whether it has a confidence head.
-    fn has_confidence(_config: &Self::Config) -> bool {
+    fn has_confidence(_config: &DraftConfig<Self::Settings>) -> bool {
         false
     }
 

@@ -10,7 +10,7 @@ use tch::Tensor;
 
 use super::BlockDrafter;
 use super::backbone::over_blocks;
-use crate::draft_model::{DraftModel, DrafterConfig};
+use crate::draft_model::DraftModel;
 use crate::{Drafter, DrafterProbe};
 
 /// A block drafter with a KV cache.
@@ -128,7 +128,7 @@ impl<K: BlockDrafter> Drafter for BlockProposerOf<K> {
     }
 
     fn taps(&self) -> &[Tap] {
-        &self.model.config().decoder().taps
+        &self.model.config().decoder.taps
     }
 
     fn has_confidence(&self) -> bool {
@@ -144,7 +144,7 @@ impl<K: BlockDrafter> Drafter for BlockProposerOf<K> {
     }
 
     fn check_fits(&self, target: &ModelConfig) -> Result<(), ModelError> {
-        self.model.config().decoder().check_fits(target)
+        self.model.config().decoder.check_fits(target)
     }
 
     fn examined(&self) -> Option<Box<dyn DrafterProbe>> {

@@ -1,4 +1,4 @@
-//! Sums of a micro-batch that all block drafters have, and their metrics.
+//! Sums over a micro-batch, and the metrics of block drafters.
 
 use deepspec_ops::distill_loss::{Column, LossOutput, LossRecipe, TERMS};
 use serde_json::{Map, Value, json};
@@ -8,7 +8,7 @@ use super::BlockBatch;
 
 /// Sums that add up over micro-batches and ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum BlockLossSum {
+pub enum LossSum {
     /// Σ of the position weights.
     Weight,
     /// The numerator of the whole loss.
@@ -27,16 +27,18 @@ pub enum BlockLossSum {
     Accept(usize),
     /// Number of supervised drafts at a position.
     Count(usize),
+    /// A sum that only this drafter has.
+    Own(&'static str),
 }
 
-impl BlockLossSum {
+impl LossSum {
     /// The label's cross entropy.
     pub const CE: Self = Self::Term(0);
     /// ‖p^d − p^t‖₁.
     pub const L1: Self = Self::Term(1);
 
-    /// All sums for blocks of γ drafts, in their order.
-    pub fn all(gamma: usize) -> impl Iterator<Item = Self> {
+    /// All sums for blocks of γ drafts, in their order; the drafter's `own` sums come last.
+    pub fn all(gamma: usize, own: &[&'static str]) -> impl Iterator<Item = Self> {
         let terms = (0..TERMS.len()).map(Self::Term);
         [Self::Weight, Self::Loss]
             .into_iter()
@@ -44,6 +46,7 @@ impl BlockLossSum {
             .chain([Self::AdaptiveCe, Self::Tau, Self::Blocks, Self::Drafts])
             .chain((0..gamma).map(Self::Accept))
             .chain((0..gamma).map(Self::Count))
+            .chain(own.iter().map(|name| Self::Own(name)))
     }
 
     /// Its name, for messages and tests.
@@ -58,6 +61,7 @@ impl BlockLossSum {
             Self::Drafts => "drafts".into(),
             Self::Accept(position) => format!("accept@{position}"),
             Self::Count(position) => format!("count@{position}"),
+            Self::Own(name) => name.into(),
         }
     }
 }
@@ -74,8 +78,15 @@ impl BlockBatch {
         (values * &self.weights).sum(Kind::Float)
     }
 
-    /// Every [`BlockLossSum`], `[K]` float64; `loss` is the numerator of the whole loss, `accept [R]` are the accept rates.
-    pub(crate) fn sums(&self, output: &LossOutput, loss: &Tensor, accept: &Tensor) -> Tensor {
+    /// Every [`LossSum`], `[K]` float64; `loss` is the numerator of the whole loss, `accept [R]` are the accept rates, and `own` are the
+    /// drafter's own sums.
+    pub(crate) fn sums<const N: usize>(
+        &self,
+        output: &LossOutput,
+        loss: &Tensor,
+        accept: &Tensor,
+        own: [Tensor; N],
+    ) -> Tensor {
         let (device, count) = (accept.device(), accept.size()[0] as f64);
         let accepted = self.by_block(accept);
         let survival = accepted.cumprod(1, Kind::Float); // Π accept rate, 0 behind the supervised drafts
@@ -83,49 +94,43 @@ impl BlockBatch {
         let supervised_at = self.by_block(&accept.ones_like()).sum_dim_intlist(0, false, Kind::Double);
         // Filled on the device: a host's number would need a copy.
         let number = |value: f64| Tensor::full([], value, (Kind::Double, device));
-        let value = |sum: BlockLossSum| match sum {
-            BlockLossSum::Weight => self.weights.sum(Kind::Float),
-            BlockLossSum::Loss => loss.shallow_clone(),
-            BlockLossSum::Term(term) => self.weighted(&output.column(Column::Term(term))),
-            BlockLossSum::AdaptiveCe => output.column(Column::AdaptiveCe).sum(Kind::Float),
-            BlockLossSum::Tau => survival.sum(Kind::Double) + self.blocks as f64,
-            BlockLossSum::Blocks => number(self.blocks as f64),
-            BlockLossSum::Drafts => number(count),
-            BlockLossSum::Accept(position) => accepted_at.get(position as i64),
-            BlockLossSum::Count(position) => supervised_at.get(position as i64),
+        let value = |sum: LossSum| match sum {
+            LossSum::Weight => self.weights.sum(Kind::Float),
+            LossSum::Loss => loss.shallow_clone(),
+            LossSum::Term(term) => self.weighted(&output.column(Column::Term(term))),
+            LossSum::AdaptiveCe => output.column(Column::AdaptiveCe).sum(Kind::Float),
+            LossSum::Tau => survival.sum(Kind::Double) + self.blocks as f64,
+            LossSum::Blocks => number(self.blocks as f64),
+            LossSum::Drafts => number(count),
+            LossSum::Accept(position) => accepted_at.get(position as i64),
+            LossSum::Count(position) => supervised_at.get(position as i64),
+            LossSum::Own(_) => number(0.0),
         };
-        joined(BlockLossSum::all(self.previous.size()[1] as usize).map(value))
+        let shared = LossSum::all(self.previous.size()[1] as usize, &[]).map(value);
+        let sums = shared.chain(own).map(|sum| sum.to_kind(Kind::Double).reshape([1]));
+        Tensor::cat(&sums.collect::<Vec<_>>(), 0)
     }
-}
-
-/// Joins sums, `[K]` float64.
-pub(crate) fn joined(sums: impl Iterator<Item = Tensor>) -> Tensor {
-    Tensor::cat(&sums.map(|sum| sum.to_kind(Kind::Double).reshape([1])).collect::<Vec<_>>(), 0)
 }
 
 /// Sums of a logging window.
 pub(crate) struct Window<'a> {
     /// γ, drafted tokens per block.
     pub gamma: usize,
-    /// The sums of [`BlockLossSum::all`], and then the drafter's own.
+    /// Names of the drafter's own sums.
+    pub own: &'a [&'static str],
+    /// The sums of [`LossSum::all`].
     pub sums: &'a [f64],
 }
 
 impl Window<'_> {
-    /// One of the shared sums.
-    pub fn of(&self, sum: BlockLossSum) -> f64 {
-        self.sums[BlockLossSum::all(self.gamma).take_while(|other| *other != sum).count()]
-    }
-
-    /// One of the drafter's `own` sums, in this order.
-    pub fn own<S: PartialEq>(&self, own: &[S], sum: S) -> f64 {
-        let place = own.iter().take_while(|other| **other != sum).count();
-        self.sums[BlockLossSum::all(self.gamma).count() + place]
+    /// One of the sums.
+    pub fn of(&self, sum: LossSum) -> f64 {
+        self.sums[LossSum::all(self.gamma, self.own).take_while(|other| *other != sum).count()]
     }
 
     /// The mean of a sum with position weights.
     pub fn mean(&self, weighted: f64) -> f64 {
-        ratio(weighted, self.of(BlockLossSum::Weight))
+        ratio(weighted, self.of(LossSum::Weight))
     }
 
     /// Metrics of all block drafters. `loss` is the drafter's own loss and `own` its further metrics, by name.
@@ -137,15 +142,15 @@ impl Window<'_> {
         own: &[(&str, f64)],
     ) -> Map<String, Value> {
         let mean = |sum| self.mean(self.of(sum));
-        let rate = |k| ratio(self.of(BlockLossSum::Accept(k)), self.of(BlockLossSum::Count(k)));
-        let (blocks, drafts) = (self.of(BlockLossSum::Blocks), self.of(BlockLossSum::Drafts));
+        let rate = |k| ratio(self.of(LossSum::Accept(k)), self.of(LossSum::Count(k)));
+        let (blocks, drafts) = (self.of(LossSum::Blocks), self.of(LossSum::Drafts));
         let mut metrics = Map::new();
         let mut put = |name: &str, value: Value| metrics.insert(name.to_string(), value);
-        put("loss", json!(mean(BlockLossSum::Loss)));
-        put("ce_loss", json!(mean(BlockLossSum::CE)));
-        put("l1_loss", json!(mean(BlockLossSum::L1)));
+        put("loss", json!(mean(LossSum::Loss)));
+        put("ce_loss", json!(mean(LossSum::CE)));
+        put("l1_loss", json!(mean(LossSum::L1)));
         put(loss.0, json!(loss.1));
-        put("tau_probabilistic", json!(ratio(self.of(BlockLossSum::Tau), blocks)));
+        put("tau_probabilistic", json!(ratio(self.of(LossSum::Tau), blocks)));
         put("accept_rate", json!((0..self.gamma).map(rate).collect::<Vec<_>>()));
         for (name, value) in own {
             put(name, json!(value));
@@ -154,13 +159,13 @@ impl Window<'_> {
         put("supervised_per_block", json!(ratio(drafts, blocks)));
         for (place, term) in TERMS.iter().enumerate().filter(|(_, term)| term.is_reported(recipe)) {
             // Terms that are there already keep their place.
-            put(&format!("{}_loss", term.name()), json!(mean(BlockLossSum::Term(place))));
+            put(&format!("{}_loss", term.name()), json!(mean(LossSum::Term(place))));
         }
         if recipe.dpace.is_some() {
-            put("dpace_loss", json!(mean(BlockLossSum::AdaptiveCe)));
+            put("dpace_loss", json!(mean(LossSum::AdaptiveCe)));
         }
         if recipe.until_first_error {
-            put("ce_until_first_error_loss", json!(mean(BlockLossSum::AdaptiveCe)));
+            put("ce_until_first_error_loss", json!(mean(LossSum::AdaptiveCe)));
         }
         metrics
     }
@@ -177,13 +182,13 @@ mod tests {
 
     #[test]
     fn every_sum_stands_once_and_is_found_there() {
-        let gamma = 3;
-        let all: Vec<BlockLossSum> = BlockLossSum::all(gamma).collect();
+        let (gamma, own) = (3, ["first", "second"]);
+        let all: Vec<LossSum> = LossSum::all(gamma, &own).collect();
         let sums: Vec<f64> = (0..all.len()).map(|place| place as f64).collect();
-        let window = Window { gamma, sums: &sums };
+        let window = Window { gamma, own: &own, sums: &sums };
         for (place, sum) in all.iter().enumerate() {
             assert_eq!(window.of(*sum), place as f64, "{}", sum.name());
         }
-        assert_eq!([BlockLossSum::CE.name(), BlockLossSum::L1.name()], ["ce", "l1"]);
+        assert_eq!([LossSum::CE.name(), LossSum::L1.name()], ["ce", "l1"]);
     }
 }

@@ -7,5 +7,5 @@ mod formats;
 mod model;
 mod train;
 
-pub use model::{Convolution, DFlash2, DFlash2Config, DFlash2Recipe, Selector};
-pub use train::{DFlash2Objective, DFlash2Plan, DFlash2Proposer, DFlash2Sum, KIND, fit, read};
+pub use model::{Convolution, DFlash2, DFlash2Config, DFlash2Recipe, DFlash2Settings, Selector};
+pub use train::{DFLASH2_SUMS, DFlash2Objective, DFlash2Plan, DFlash2Proposer, KIND, fit, read};

@@ -3,13 +3,10 @@
 //! The slots of a block fill in: the first repeats the anchor, and each other slot drafts a token. DFlash 2 adds short convolutions
 //! along the slots around attention and MLP, and a selector that walks over each slot's likeliest tokens from the anchor on.
 
-use std::path::Path;
-
-use deepspec_checkpoint::Fields;
+use deepspec_checkpoint::{CheckpointError, Fields};
 use deepspec_core::Slots;
 use deepspec_core::recipe::at_least_one;
-use deepspec_models::ModelError;
-use deepspec_models::config::read_json;
+use deepspec_models::ModelConfig;
 use deepspec_models::nn::{Builder, Init, LayerHook, Linear};
 use deepspec_ops::distill_loss::LossRecipe;
 use schemars::JsonSchema;
@@ -19,7 +16,7 @@ use tch::{Kind, Tensor};
 
 use crate::ConfigIssue;
 use crate::block_common::{Backbone, BlockDrafter, BlockSpec, DraftLayers, LayerType, MAX_RANK, num_anchors};
-use crate::draft_model::{DraftDecoder, DraftModel, DrafterConfig, WarmStart};
+use crate::draft_model::{DraftConfig, DraftModel, DrafterSettings, WarmStart};
 
 /// A DFlash 2 drafter.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
@@ -118,11 +115,9 @@ impl DFlash2Recipe {
     }
 }
 
-/// A DFlash 2 drafter's architecture.
-#[derive(Debug, Clone, PartialEq)]
-pub struct DFlash2Config {
-    /// Its decoder and the target layers that it reads.
-    pub decoder: DraftDecoder,
+/// Settings of a DFlash 2 drafter.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct DFlash2Settings {
     /// Its blocks, whose slots fill in.
     pub blocks: BlockSpec,
     /// Its convolutions.
@@ -133,38 +128,39 @@ pub struct DFlash2Config {
     pub selector_top_k: i64,
 }
 
-impl DrafterConfig for DFlash2Config {
+/// A DFlash 2 drafter's architecture.
+pub type DFlash2Config = DraftConfig<DFlash2Settings>;
+
+impl DrafterSettings for DFlash2Settings {
     const CLASS: &'static str = "DFlash2Model";
     const CHOOSES_SLOTS: bool = false;
+    const RECIPE_KEYS: &'static [(&'static str, &'static str)] = &[
+        ("conv_kernel_size", "convolution.kernel_size"),
+        ("conv_group_size", "convolution.group_size"),
+        ("selector_rank", "selector.rank"),
+        ("selector_top_k", "selector.top_k"),
+    ];
 
-    fn load(dir: &Path) -> Result<Self, ModelError> {
-        let (path, map) = read_json(dir)?;
-        let fields = Fields::new(&path, &map);
-        let size = |key: &str| fields.size(key).and_then(|value| fields.required(key, value));
-        let config = Self {
-            decoder: DraftDecoder::read(&path, &map)?,
-            blocks: BlockSpec::read(&fields, Slots::FillIn)?,
+    fn read(fields: &Fields) -> Result<Self, CheckpointError> {
+        Ok(Self {
+            blocks: BlockSpec::read(fields, Slots::FillIn)?,
             convolution: Convolution {
-                kernel_size: size("conv_kernel_size")?,
-                group_size: size("conv_group_size")?,
+                kernel_size: fields.required_size("conv_kernel_size")?,
+                group_size: fields.required_size("conv_group_size")?,
             },
-            selector_rank: size("selector_rank")?,
-            selector_top_k: size("selector_top_k")?,
-        };
-        config.validate().map_err(|(key, problem)| fields.error(key, problem))?;
-        Ok(config)
+            selector_rank: fields.required_size("selector_rank")?,
+            selector_top_k: fields.required_size("selector_top_k")?,
+        })
     }
 
-    fn decoder(&self) -> &DraftDecoder {
-        &self.decoder
+    fn write(&self, map: &mut Map<String, Value>) {
+        self.blocks.write(map);
+        map.insert("num_anchors".into(), json!(self.blocks.num_anchors));
+        map.extend(self.sizes().map(|(key, size)| (key.into(), size.into())));
     }
 
-    fn decoder_mut(&mut self) -> &mut DraftDecoder {
-        &mut self.decoder
-    }
-
-    fn draft_len(&self) -> usize {
-        self.blocks.drafted()
+    fn check(&self, model: &ModelConfig) -> Result<(), ConfigIssue> {
+        self.check_sizes(model.vocab_size, model.hidden_size)
     }
 
     fn block_spec(&self) -> Option<&BlockSpec> {
@@ -183,33 +179,30 @@ impl DrafterConfig for DFlash2Config {
 
     fn compare_for_warm_start(&self, from: &Self, transfer: &mut WarmStart) {
         self.blocks.compare_for_warm_start(&from.blocks, transfer);
-        let (theirs, own) = (&from.convolution, &self.convolution);
-        transfer.compare("convolution.kernel_size", &theirs.kernel_size, &own.kernel_size);
-        transfer.compare("convolution.group_size", &theirs.group_size, &own.group_size);
-        transfer.compare("selector.rank", &from.selector_rank, &self.selector_rank);
-        transfer.compare("selector.top_k", &from.selector_top_k, &self.selector_top_k);
-    }
-
-    fn to_json(&self) -> Map<String, Value> {
-        let mut map = self.decoder.to_json(&self.architecture());
-        self.blocks.write(&mut map);
-        map.insert("conv_kernel_size".into(), json!(self.convolution.kernel_size));
-        map.insert("conv_group_size".into(), json!(self.convolution.group_size));
-        map.insert("selector_rank".into(), json!(self.selector_rank));
-        map.insert("selector_top_k".into(), json!(self.selector_top_k));
-        map
+        let keys = Self::RECIPE_KEYS.iter().map(|(_, key)| *key);
+        for ((key, (_, there)), (_, here)) in keys.zip(from.sizes()).zip(self.sizes()) {
+            transfer.compare(key, there, here);
+        }
     }
 }
 
-impl DFlash2Config {
-    /// Checks the fields against each other.
+impl DFlash2Settings {
+    /// Sizes of convolutions and selector by their keys in config.json, in the order of `RECIPE_KEYS`.
+    pub(super) fn sizes(&self) -> [(&'static str, i64); 4] {
+        [
+            ("conv_kernel_size", self.convolution.kernel_size),
+            ("conv_group_size", self.convolution.group_size),
+            ("selector_rank", self.selector_rank),
+            ("selector_top_k", self.selector_top_k),
+        ]
+    }
+
+    /// Checks the settings against each other, a vocabulary of so many tokens, and the hidden size `width`.
     ///
     /// # Errors
-    /// A key and what is wrong with it.
-    pub fn validate(&self) -> Result<(), ConfigIssue> {
-        self.decoder.check()?;
-        let (width, vocab) = (self.decoder.model.hidden_size, self.decoder.model.vocab_size);
-        self.blocks.check(vocab)?;
+    /// A key, and the problem with its value.
+    pub(super) fn check_sizes(&self, vocab_size: i64, width: i64) -> Result<(), ConfigIssue> {
+        self.blocks.check(vocab_size)?;
         if self.blocks.slots != Slots::FillIn {
             return Err(("sample_from_anchor", "true; the slots of DFlash 2 fill in".into()));
         }
@@ -219,7 +212,7 @@ impl DFlash2Config {
         };
         within("conv_kernel_size", self.convolution.kernel_size, self.blocks.block_size as i64)?;
         within("selector_rank", self.selector_rank, MAX_RANK)?;
-        within("selector_top_k", self.selector_top_k, vocab)?;
+        within("selector_top_k", self.selector_top_k, vocab_size)?;
         let group = self.convolution.group_size;
         if group < 1 || width % group != 0 {
             return Err(("conv_group_size", format!("{group} does not divide the hidden size {width}")));
@@ -240,8 +233,10 @@ pub struct Convolutions {
     block_size: i64,
 }
 
-/// Dynamic parts of the coefficients for rows of whole blocks, `[2, K, N, B, d/c, 1]`.
-struct Deltas(Tensor);
+/// Index of the convolution before attention or MLP.
+const BEFORE: i64 = 0;
+/// Index of the convolution after attention or MLP.
+const AFTER: i64 = 1;
 
 impl Convolutions {
     /// Asks the builder for the convolutions `name`, for blocks of B slots.
@@ -261,13 +256,13 @@ impl Convolutions {
         let Convolution { kernel_size, group_size } = self.shape;
         let groups = normed.size()[1] / group_size;
         let deltas = self.projection.forward(normed).view([-1, self.block_size, 2, kernel_size, groups, 1]);
-        let deltas = Deltas(deltas.permute([2, 3, 0, 1, 4, 5]));
-        let read = self.convolve(0, &deltas, normed);
-        self.convolve(1, &deltas, &run(&read))
+        let deltas = deltas.permute([2, 3, 0, 1, 4, 5]); // [2, K, N, B, d/c, 1]
+        let input = self.convolve(BEFORE, &deltas, normed);
+        self.convolve(AFTER, &deltas, &run(&input))
     }
 
-    /// The convolution before (0) or after (1), of rows of whole blocks `[N·B, d]`.
-    fn convolve(&self, side: i64, Deltas(deltas): &Deltas, x: &Tensor) -> Tensor {
+    /// The convolution [`BEFORE`] or [`AFTER`], of rows of whole blocks `[N·B, d]`.
+    fn convolve(&self, place: i64, deltas: &Tensor, x: &Tensor) -> Tensor {
         let (size, groups) = (self.block_size, deltas.size()[4]);
         let x = x.view([-1, size, groups, self.shape.group_size]);
         let tap = |o: i64| {
@@ -278,8 +273,8 @@ impl Convolutions {
                 let kept = size - o;
                 x.narrow(1, 0, kept).constant_pad_nd([0, 0, 0, 0, size - kept, 0])
             };
-            let base = self.base.get(side).get(o).view([groups, self.shape.group_size]);
-            &read * base + &read * deltas.get(side).get(o)
+            let base = self.base.get(place).get(o).view([groups, self.shape.group_size]);
+            &read * base + &read * deltas.get(place).get(o)
         };
         let first = tap(0);
         let y = (1..self.shape.kernel_size).fold(first, |sum, o| sum + tap(o));
@@ -309,14 +304,14 @@ pub struct Candidates {
 impl PathSelector {
     /// Asks the builder for its tensors.
     pub fn new(b: &Builder, config: &DFlash2Config) -> Self {
-        let (model, rank) = (&config.decoder.model, config.selector_rank);
+        let (model, rank) = (&config.decoder.model, config.settings.selector_rank);
         let codebook =
             |name: &str, init| b.get(&format!("candidate_selector.{name}"), &[model.vocab_size, rank], init);
         Self {
             predecessors: codebook("predecessor_codebook", Init::Normal),
             successors: codebook("successor_codebook", Init::Zeros),
             projection: Linear::new(b, "candidate_selector.hidden_projection", model.hidden_size, rank),
-            top_k: config.selector_top_k,
+            top_k: config.settings.selector_top_k,
         }
     }
 
@@ -382,11 +377,11 @@ impl LayerHook for LayerConvolutions {
 impl DFlash2Parts {
     /// Asks the builder for its tensors, in the order in which they are trained.
     pub(super) fn build(b: &Builder, config: &DFlash2Config) -> Self {
-        let (model, size) = (&config.decoder.model, config.blocks.block_size);
+        let (model, size) = (&config.decoder.model, config.settings.blocks.block_size);
         let convolutions = |layer: usize| {
             let of = |half: &str| {
                 let name = format!("layers.{layer}.{half}_conv");
-                Convolutions::new(b, &name, model.hidden_size, config.convolution, size)
+                Convolutions::new(b, &name, model.hidden_size, config.settings.convolution, size)
             };
             LayerConvolutions { attention: of("attention"), mlp: of("mlp") }
         };
@@ -410,7 +405,7 @@ impl BlockDrafter for DFlash2Parts {
     }
 
     fn blocks(config: &DFlash2Config) -> &BlockSpec {
-        &config.blocks
+        &config.settings.blocks
     }
 
     fn step(

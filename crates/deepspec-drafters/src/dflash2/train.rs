@@ -5,22 +5,24 @@ use deepspec_core::recipe::Recipe;
 use deepspec_core::{FinalStates, Slots};
 use deepspec_models::ModelConfig;
 use deepspec_models::nn::Builder;
-use deepspec_ops::add_rows;
 use deepspec_ops::distill_loss::{
     AuxLossOutput, Column, LossRecipe, RowObjective, Span, Supervised, distill_loss,
 };
-use tch::{Device, Kind, Tensor};
+use deepspec_ops::{add_rows, grad_or_zeros};
+use tch::{Kind, Tensor};
 
-use super::model::{Candidates, DFlash2, DFlash2Config, DFlash2Parts, DFlash2Recipe, PathSelector};
+use super::model::{
+    Candidates, Convolution, DFlash2, DFlash2Config, DFlash2Parts, DFlash2Recipe, DFlash2Settings,
+    PathSelector,
+};
 use crate::block_common::sums::{Window, ratio};
 use crate::block_common::{
-    BlockBatch, BlockLossSum, BlockProposerOf, BlockSpec, backbone_flops, block_pass_rows, block_weight,
-    eval_mask, sums,
+    BlockBatch, BlockProposerOf, BlockSpec, LossSum, block_flops, block_pass_rows, block_weight,
 };
 use crate::draft_model::{
-    DraftDecoder, DrafterConfig, DrafterKind, PassRows, Plan, SampleSize, check, gradient, load,
+    DraftDecoder, DrafterKind, DrafterSettings as _, PassRows, Plan, SampleSize, checkpoints,
 };
-use crate::registration::{Checkpoints, DrafterKindInfo, ParamGroup, Section, classes};
+use crate::registration::{DrafterKindInfo, ParamGroup, Section};
 use crate::{
     ConfigIssue, Drafter, DrafterPlan, GradReadyHook, LossDenominator, Metrics, Predictions, TrainSample,
     block_common,
@@ -32,14 +34,7 @@ pub const KIND: DrafterKindInfo = DrafterKindInfo {
     title: "DFlash 2",
     parts: &[block_common::BACKBONE, ParamGroup { name: "selector", prefixes: &["candidate_selector."] }],
     settings: Some(|schemas| schemas.subschema_for::<DFlash2Recipe>()),
-    checkpoints: Some(Checkpoints {
-        classes: || classes(DFlash2Config::CLASS),
-        hold: "DFlash 2",
-        are_language_models: false,
-        check: check::<DFlash2Parts>,
-        load: load::<DFlash2Parts>,
-        layouts: Some(&super::formats::READER),
-    }),
+    checkpoints: Some(checkpoints::<DFlash2Parts>("DFlash 2", &super::formats::READER)),
 };
 
 /// A DFlash 2 drafter with a KV cache.
@@ -78,31 +73,26 @@ pub fn fit<D>(
     target: &ModelConfig,
 ) -> Result<Box<dyn DrafterPlan>, ConfigIssue> {
     let config = DFlash2Config {
-        decoder: DraftDecoder::like_family(target, recipe, own.layers().windows())?,
-        blocks: BlockSpec {
-            block_size: own.block_size,
-            slots: Slots::FillIn,
-            mask_token_id: own.mask_token_id,
-            num_anchors: own.num_anchors,
+        decoder: DraftDecoder::new(target.anchored_decoder(&own.layers().windows()), recipe, target)?,
+        settings: DFlash2Settings {
+            blocks: BlockSpec {
+                block_size: own.block_size,
+                slots: Slots::FillIn,
+                mask_token_id: own.mask_token_id,
+                num_anchors: own.num_anchors,
+            },
+            convolution: own.convolution,
+            selector_rank: own.selector.rank,
+            selector_top_k: own.selector.top_k,
         },
-        convolution: own.convolution,
-        selector_rank: own.selector.rank,
-        selector_top_k: own.selector.top_k,
     };
-    config.validate().map_err(|(key, problem)| match key {
-        "num_hidden_layers" => ("num_draft_layers", problem),
-        "conv_kernel_size" => ("convolution.kernel_size", problem),
-        "conv_group_size" => ("convolution.group_size", problem),
-        "selector_rank" => ("selector.rank", problem),
-        "selector_top_k" => ("selector.top_k", problem),
-        other => (other, problem),
-    })?;
+    config.check_recipe()?;
     let objective = DFlash2Objective { loss: own.loss(), selector_alpha: own.selector.alpha };
     Ok(Box::new(DFlash2Plan::new(config, objective)))
 }
 
 impl DrafterKind for DFlash2Parts {
-    type Config = DFlash2Config;
+    type Settings = DFlash2Settings;
     type Objective = DFlash2Objective;
     const FINAL_STATES: FinalStates = FinalStates::Supervised;
     const RECOMPUTES: bool = true;
@@ -112,7 +102,7 @@ impl DrafterKind for DFlash2Parts {
     }
 
     fn loss_weight(plan: &DFlash2Plan, loss_mask: &[bool], anchors: &[usize]) -> f64 {
-        block_weight(&plan.config.blocks, plan.objective.loss.decay_gamma, loss_mask, anchors)
+        block_weight(&plan.config.settings.blocks, plan.objective.loss.decay_gamma, loss_mask, anchors)
     }
 
     fn accumulate(
@@ -132,16 +122,15 @@ impl DrafterKind for DFlash2Parts {
     }
 
     fn metrics(plan: &DFlash2Plan) -> Metrics {
-        let (loss, gamma) = (plan.objective.loss, plan.config.blocks.drafted());
+        let (loss, gamma) = (plan.objective.loss, plan.config.settings.blocks.drafted());
         let compute = move |sums: &[f64], samples| {
-            let window = Window { gamma, sums };
-            let own = |sum| window.own(&DFlash2Sum::OWN, sum);
-            let selector = window.mean(own(DFlash2Sum::Selector));
-            let recall = ratio(own(DFlash2Sum::Recalled), window.of(BlockLossSum::Drafts));
+            let window = Window { gamma, own: &DFLASH2_SUMS, sums };
+            let [selector, recalled] = DFLASH2_SUMS.map(|name| window.of(LossSum::Own(name)));
+            let (selector, recall) = (window.mean(selector), ratio(recalled, window.of(LossSum::Drafts)));
             window.metrics(&loss, samples, ("selector_loss", selector), &[("candidate_recall", recall)])
         };
         Metrics {
-            count: DFlash2Sum::all(gamma).count(),
+            count: LossSum::all(gamma, &DFLASH2_SUMS).count(),
             headline: &[
                 ("ce", "ce_loss"),
                 ("selector", "selector_loss"),
@@ -153,14 +142,22 @@ impl DrafterKind for DFlash2Parts {
     }
 
     fn flops(plan: &DFlash2Plan, samples: &[TrainSample]) -> f64 {
-        plan.config.flops(samples)
+        let (model, settings) = (plan.config.model(), &plan.config.settings);
+        let (d, vocab, rank) =
+            (model.hidden_size as f64, model.vocab_size as f64, settings.selector_rank as f64);
+        let coefficients = (SUBLAYERS * model.layers.len() * coefficients(&plan.config)) as f64;
+        let (size, gamma) = (settings.blocks.block_size as f64, settings.draft_len() as f64);
+        block_flops(&plan.config, samples, |blocks, rows| {
+            let pairs = rows * settings.selector_top_k as f64 * rank;
+            3.0 * (rows * d * vocab + blocks * (size * d * coefficients + gamma * d * rank) + pairs)
+        })
     }
 
     /// Autograd keeps the input of each convolution once per tap, and its coefficients.
     fn pass_rows(config: &DFlash2Config, samples: &[SampleSize]) -> PassRows {
-        let taps = config.convolution.kernel_size * config.decoder.model.hidden_size;
-        let own_values = SUBLAYERS * (CONVOLUTIONS_PER_SUBLAYER * taps as usize + config.coefficients());
-        PassRows { own_values, ..block_pass_rows(&config.decoder, &config.blocks, samples) }
+        let taps = config.settings.convolution.kernel_size * config.decoder.model.hidden_size;
+        let own_values = SUBLAYERS * (CONVOLUTIONS_PER_SUBLAYER * taps as usize + coefficients(config));
+        PassRows { own_values, ..block_pass_rows(&config.decoder, &config.settings.blocks, samples) }
     }
 
     fn drafter(model: DFlash2, slots: usize) -> Box<dyn Drafter> {
@@ -169,19 +166,6 @@ impl DrafterKind for DFlash2Parts {
 
     fn predict<'a>(model: &'a DFlash2, samples: &[TrainSample]) -> Option<Predictions<'a>> {
         block_common::predict(model, samples)
-    }
-}
-
-impl DFlash2Config {
-    /// Tensors of one pass over samples; see [`BlockBatch::new`].
-    pub fn batch(
-        &self,
-        samples: &[TrainSample],
-        decay_gamma: f64,
-        device: Device,
-        kind: Kind,
-    ) -> Option<BlockBatch> {
-        BlockBatch::new(samples, &self.blocks, true, decay_gamma, device, kind)
     }
 }
 
@@ -242,7 +226,7 @@ impl RowObjective for SelectorLoss<'_> {
 
 impl DFlash2 {
     /// Forward and backward pass of a batch. Adds the gradients of all losses to those of the parameters, which must require them.
-    /// Returns every [`DFlash2Sum`], `[K]` float64, detached.
+    /// Returns every [`LossSum`], `[K]` float64, detached.
     ///
     /// With weights w over the supervised drafts, every loss is Σ w·loss over the normaliser + 1e-6; `alpha` weighs the selector's.
     /// Autograd sees the backbone and the selector's features only.
@@ -284,7 +268,7 @@ impl DFlash2 {
                 weights: &batch.weights,
                 slot_index: &batch.rows,
                 counts: &batch.counts,
-                gamma: self.config().blocks.drafted() as i64,
+                gamma: self.config().settings.blocks.drafted() as i64,
                 scale,
                 agreement: false,
                 extra: Some(&loss),
@@ -295,70 +279,33 @@ impl DFlash2 {
             (&rows * &output.hidden).sum(Kind::Float) + (&features * &loss.features_grad).sum(Kind::Float);
         pass.backward(&surrogate, on_grad_ready);
         tch::no_grad(|| {
-            if let (true, Some(sums)) = (predecessors.requires_grad(), &batch.previous_sums) {
-                sums.add(&gradient(predecessors), &e.grad().flatten(0, 1));
+            if let (true, Some(grad)) = (predecessors.requires_grad(), &batch.previous_grad) {
+                grad.add_to(&grad_or_zeros(predecessors), &e.grad().flatten(0, 1));
             }
             if let Some(sum) = &loss.successors_grad {
-                let mut gradient = gradient(successors);
+                let mut gradient = grad_or_zeros(successors);
                 let _ = gradient.g_add_(&sum.to_kind(gradient.kind()));
             }
             let numerator = output.column(Column::Loss).sum(Kind::Double);
-            let own = sums::joined(DFlash2Sum::OWN.into_iter().map(|sum| match sum {
-                DFlash2Sum::Recalled => output.column(RECALLED).sum(Kind::Double),
-                _ => batch.weighted(&output.column(CE)),
-            }));
-            Tensor::cat(&[batch.sums(&output, &numerator, &output.column(ACCEPT)), own], 0)
+            let recalled = output.column(RECALLED).sum(Kind::Double);
+            let own = [batch.weighted(&output.column(CE)), recalled];
+            batch.sums(&output, &numerator, &output.column(ACCEPT), own)
         })
     }
 }
 
-/// Sums of a micro-batch. Accept rates are the selector's after the true previous tokens.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum DFlash2Sum {
-    /// A sum that all block drafters have.
-    Shared(BlockLossSum),
-    /// The selector's cross entropy with position weights.
-    Selector,
-    /// Labels that were among the candidates.
-    Recalled,
-}
-
-impl DFlash2Sum {
-    /// Sums of DFlash 2 alone, in their order.
-    pub const OWN: [Self; 2] = [Self::Selector, Self::Recalled];
-
-    /// All sums for blocks of γ drafts, in their order.
-    pub fn all(gamma: usize) -> impl Iterator<Item = Self> {
-        BlockLossSum::all(gamma).map(Self::Shared).chain(Self::OWN)
-    }
-}
+/// Sums that DFlash 2 adds: the selector's cross entropy with position weights, and the labels among the candidates. Its accept rates
+/// are the selector's after the true previous tokens.
+pub const DFLASH2_SUMS: [&str; 2] = ["selector", "recalled"];
 
 /// Attention and MLP of a layer, with convolutions before and after each.
 const SUBLAYERS: usize = 2;
 /// Convolutions around attention or MLP.
 const CONVOLUTIONS_PER_SUBLAYER: usize = 2;
 
-impl DFlash2Config {
-    /// Outputs of one projection to coefficients.
-    fn coefficients(&self) -> usize {
-        let channels = self.decoder.model.hidden_size / self.convolution.group_size;
-        (CONVOLUTIONS_PER_SUBLAYER as i64 * self.convolution.kernel_size * channels) as usize
-    }
-
-    /// Floating-point operations of forward and backward pass over `samples`, counted as in `backbone_flops`.
-    pub fn flops(&self, samples: &[TrainSample]) -> f64 {
-        let (model, rank) = (&self.decoder.model, self.selector_rank as f64);
-        let (d, vocab, gamma) = (model.hidden_size as f64, model.vocab_size as f64, self.blocks.drafted());
-        let coefficients = (SUBLAYERS * model.layers.len() * self.coefficients()) as f64;
-        let of_sample = |sample: &TrainSample| {
-            let supervised = sample.anchors.iter().map(|&anchor| eval_mask(&sample.loss_mask, anchor, gamma));
-            let rows = supervised.sum::<usize>() as f64;
-            let slots = (sample.anchors.len() * self.blocks.block_size) as f64;
-            let drafts = (sample.anchors.len() * gamma) as f64;
-            let pairs = rows * self.selector_top_k as f64 * rank;
-            let products = rows * d * vocab + slots * d * coefficients + drafts * d * rank + pairs;
-            backbone_flops(&self.decoder, &self.blocks, sample) + 2.0 * 3.0 * products
-        };
-        samples.iter().filter(|sample| !sample.anchors.is_empty()).map(of_sample).sum()
-    }
+/// Outputs of one projection to coefficients.
+fn coefficients(config: &DFlash2Config) -> usize {
+    let Convolution { kernel_size, group_size } = config.settings.convolution;
+    let channels = config.model().hidden_size / group_size;
+    (CONVOLUTIONS_PER_SUBLAYER as i64 * kernel_size * channels) as usize
 }

@@ -1,16 +1,132 @@
-//! Config keys of all trained drafters: a decoder like the target's, and the target layers that the drafter reads.
+//! config.json of a trained drafter: a decoder like the target's, the target layers that the drafter reads, and its kind's settings.
 
+use std::fmt::Debug;
 use std::path::Path;
 
-use deepspec_checkpoint::Fields;
+use deepspec_checkpoint::{CheckpointError, Fields};
 use deepspec_core::Tap;
 use deepspec_core::cli::UsageError;
 use deepspec_core::recipe::Recipe;
-use deepspec_models::config::MAX_LAYERS;
+use deepspec_models::config::{MAX_LAYERS, read_json};
 use deepspec_models::{ModelConfig, ModelError, check_taps};
 use serde_json::{Map, Value, json};
 
+use super::WarmStart;
 use crate::ConfigIssue;
+use crate::block_common::BlockSpec;
+
+/// Settings of a drafter's kind: its fields are keys of config.json and of the recipe.
+pub trait DrafterSettings: Debug + Clone + Send + Sync + 'static {
+    /// The end of its class name in checkpoints; a family's name comes before it.
+    const CLASS: &'static str;
+
+    /// Whether a recipe chooses the tokens that the slots of a block predict.
+    const CHOOSES_SLOTS: bool = true;
+
+    /// Keys of config.json and their names in a recipe, where these differ.
+    const RECIPE_KEYS: &'static [(&'static str, &'static str)] = &[];
+
+    /// Reads them from config.json.
+    ///
+    /// # Errors
+    /// If a key is missing or of a wrong type.
+    fn read(fields: &Fields) -> Result<Self, CheckpointError>;
+
+    /// Writes them into config.json.
+    fn write(&self, map: &mut Map<String, Value>);
+
+    /// Checks them against each other and against the decoder.
+    ///
+    /// # Errors
+    /// A key of config.json, and the problem with its value.
+    fn check(&self, model: &ModelConfig) -> Result<(), ConfigIssue>;
+
+    /// γ, drafted tokens per block.
+    fn draft_len(&self) -> usize {
+        self.block_spec().map_or(0, BlockSpec::drafted)
+    }
+
+    /// Its blocks; None for an autoregressive drafter.
+    fn block_spec(&self) -> Option<&BlockSpec> {
+        None
+    }
+
+    /// Its blocks, mutable.
+    fn block_spec_mut(&mut self) -> Option<&mut BlockSpec> {
+        None
+    }
+
+    /// Whether the drafter embeds the token before each drafted one.
+    fn embeds_previous(&self) -> bool {
+        true
+    }
+
+    /// Shrinks its own parts to tiny sizes.
+    fn shrink(&mut self) {}
+
+    /// Compares these settings with those of a checkpoint that training starts `from`.
+    fn compare_for_warm_start(&self, _from: &Self, _transfer: &mut WarmStart) {}
+}
+
+/// The architecture of a drafter, as config.json of a checkpoint has it.
+#[derive(Debug, Clone, PartialEq)]
+pub struct DraftConfig<S> {
+    /// The decoder, and the target layers that the drafter reads.
+    pub decoder: DraftDecoder,
+    /// Settings of the drafter's kind.
+    pub settings: S,
+}
+
+impl<S: DrafterSettings> DraftConfig<S> {
+    /// Reads `dir/config.json`.
+    ///
+    /// # Errors
+    /// If a key is missing, of a wrong type, or contradicts another.
+    pub fn load(dir: &Path) -> Result<Self, ModelError> {
+        let (path, map) = read_json(dir)?;
+        let fields = Fields::new(&path, &map);
+        let config = Self { decoder: DraftDecoder::read(&path, &map)?, settings: S::read(&fields)? };
+        config.check().map_err(|(key, problem)| fields.error(key, problem))?;
+        Ok(config)
+    }
+
+    /// The checkpoint's config.json.
+    pub fn to_json(&self) -> Map<String, Value> {
+        let mut map = self.decoder.to_json(&self.architecture());
+        self.settings.write(&mut map);
+        map
+    }
+
+    /// The class name in `architectures` of its checkpoints.
+    pub fn architecture(&self) -> String {
+        format!("{}{}", self.model().family.decoder.prefix, S::CLASS)
+    }
+
+    /// The decoder's sizes.
+    pub fn model(&self) -> &ModelConfig {
+        &self.decoder.model
+    }
+
+    /// Checks decoder and settings against each other.
+    ///
+    /// # Errors
+    /// A key of config.json, and the problem with its value.
+    pub fn check(&self) -> Result<(), ConfigIssue> {
+        self.decoder.check()?;
+        self.settings.check(self.model())
+    }
+
+    /// As [`check`](Self::check), with the recipe's name of the key.
+    ///
+    /// # Errors
+    /// A key of the recipe, and the problem with its value.
+    pub fn check_recipe(&self) -> Result<(), ConfigIssue> {
+        self.check().map_err(|(key, problem)| {
+            let mut names = S::RECIPE_KEYS.iter().chain(&[("num_hidden_layers", "num_draft_layers")]);
+            (names.find(|(config, _)| *config == key).map_or(key, |(_, recipe)| recipe), problem)
+        })
+    }
+}
 
 /// A drafter's decoder, and the target layers that it reads.
 #[derive(Debug, Clone, PartialEq)]
@@ -24,34 +140,14 @@ pub struct DraftDecoder {
 }
 
 impl DraftDecoder {
-    /// The decoder of a block drafter; `windows` are the windows of its layers.
+    /// The decoder `model` of a drafter for this target, with the recipe's target layers.
     ///
     /// # Errors
     /// A key of the recipe, and what is wrong with it.
-    pub fn like_family<D>(
-        target: &ModelConfig,
-        recipe: &Recipe<D>,
-        windows: impl Iterator<Item = Option<usize>>,
-    ) -> Result<Self, ConfigIssue> {
-        Self::of(target, recipe, target.anchored_decoder(&windows.take(MAX_LAYERS + 1).collect::<Vec<_>>()))
-    }
-
-    /// A decoder with so many layers like the target's.
-    ///
-    /// # Errors
-    /// A key of the recipe, and what is wrong with it.
-    pub fn like_target<D>(
-        target: &ModelConfig,
-        recipe: &Recipe<D>,
-        layers: usize,
-    ) -> Result<Self, ConfigIssue> {
-        Self::of(target, recipe, target.draft_decoder(&vec![None; layers.min(MAX_LAYERS + 1)]))
-    }
-
-    fn of<D>(
-        target: &ModelConfig,
-        recipe: &Recipe<D>,
+    pub fn new<D>(
         model: Result<ModelConfig, ModelError>,
+        recipe: &Recipe<D>,
+        target: &ModelConfig,
     ) -> Result<Self, ConfigIssue> {
         let model = model.map_err(|error| ("layer_types", error.to_string()))?;
         let taps = recipe.target.layer_ids.clone();

@@ -1,79 +1,28 @@
-//! Traits of a trained drafter, and the plan and the trainer's view that follow from them.
+//! The trait of a trained drafter, and the plan and the trainer's view that follow from it.
 
 use std::fmt::Debug;
 use std::path::Path;
 
-use deepspec_core::{FinalStates, Tap};
+use deepspec_checkpoint::Reader;
+use deepspec_core::FinalStates;
 use deepspec_models::nn::{Builder, LayerSpec};
 use deepspec_models::{ModelConfig, ModelError};
 use serde_json::{Map, Value};
 use tch::{Device, Kind, Tensor};
 
-use super::{DraftDecoder, DraftModel, PassRows, SampleSize, WarmStart};
+use super::{DraftConfig, DraftDecoder, DraftModel, DrafterSettings, PassRows, SampleSize};
 use crate::block_common::{BlockSpec, anchor_candidates};
+use crate::registration::{Checkpoints, classes};
 use crate::{
     Drafter, DrafterOptions, DrafterOverrides, DrafterPlan, DrafterProbe, GradReadyHook, LossDenominator,
     Metrics, Predictions, TrainSample, TrainableDrafter, WeightCounts,
 };
 
-/// The architecture of a drafter, as config.json of a checkpoint has it.
-pub trait DrafterConfig: Debug + Clone + Send + Sync + 'static {
-    /// Reads `dir/config.json`.
-    ///
-    /// # Errors
-    /// If a key is missing, of a wrong type, or contradicts another.
-    fn load(dir: &Path) -> Result<Self, ModelError>;
-
-    /// The checkpoint's config.json.
-    fn to_json(&self) -> Map<String, Value>;
-
-    /// The end of its class name; a family's name comes before it.
-    const CLASS: &'static str;
-
-    /// Whether a recipe chooses the tokens that the slots of a block predict.
-    const CHOOSES_SLOTS: bool = true;
-
-    /// The class name in `architectures` of its checkpoints.
-    fn architecture(&self) -> String {
-        format!("{}{}", self.model().family.decoder.prefix, Self::CLASS)
-    }
-
-    /// Its decoder and the target layers that it reads.
-    fn decoder(&self) -> &DraftDecoder;
-
-    /// Its decoder, mutable.
-    fn decoder_mut(&mut self) -> &mut DraftDecoder;
-
-    /// Its decoder's sizes.
-    fn model(&self) -> &ModelConfig {
-        &self.decoder().model
-    }
-
-    /// γ, drafted tokens per block.
-    fn draft_len(&self) -> usize;
-
-    /// Its blocks; None for an autoregressive drafter.
-    fn block_spec(&self) -> Option<&BlockSpec> {
-        None
-    }
-
-    /// Its blocks, mutable.
-    fn block_spec_mut(&mut self) -> Option<&mut BlockSpec> {
-        None
-    }
-
-    /// Shrinks its own parts to tiny sizes.
-    fn shrink(&mut self) {}
-
-    /// Compares its own settings with those of a checkpoint that training starts `from`.
-    fn compare_for_warm_start(&self, _from: &Self, _transfer: &mut WarmStart) {}
-}
-
 /// A drafter that is trained on a target's hidden states. The type holds its own weights; [`DraftModel`] holds embedding, head and the
 /// projection of captured hidden states.
 pub trait DrafterKind: Sized + Send + 'static {
-    /// Its architecture.
-    type Config: DrafterConfig;
+    /// Its settings.
+    type Settings: DrafterSettings;
     /// Its objective.
     type Objective: Debug + Clone + Send + Sync + 'static;
 
@@ -84,7 +33,7 @@ pub trait DrafterKind: Sized + Send + 'static {
     const RECOMPUTES: bool = false;
 
     /// Asks the builder for its tensors, in the order in which they are trained.
-    fn new(b: &Builder, config: &Self::Config) -> Self;
+    fn new(b: &Builder, config: &DraftConfig<Self::Settings>) -> Self;
 
     /// See [`DrafterPlan::loss_weight`].
     fn loss_weight(_plan: &Plan<Self>, _loss_mask: &[bool], _anchors: &[usize]) -> f64 {
@@ -112,7 +61,7 @@ pub trait DrafterKind: Sized + Send + 'static {
     fn flops(plan: &Plan<Self>, samples: &[TrainSample]) -> f64;
 
     /// Rows of a pass over samples of these sizes.
-    fn pass_rows(config: &Self::Config, samples: &[SampleSize]) -> PassRows;
+    fn pass_rows(config: &DraftConfig<Self::Settings>, samples: &[SampleSize]) -> PassRows;
 
     /// A drafter for `slots` sequences.
     fn drafter(model: DraftModel<Self>, slots: usize) -> Box<dyn Drafter>;
@@ -121,26 +70,24 @@ pub trait DrafterKind: Sized + Send + 'static {
     fn predict<'a>(model: &'a DraftModel<Self>, samples: &[TrainSample]) -> Option<Predictions<'a>>;
 }
 
-/// Checks config.json of a drafter.
-///
-/// # Errors
-/// If a key is missing, wrong, or asks for what is not computed.
-pub fn check<K: DrafterKind>(dir: &Path) -> Result<(), ModelError> {
-    K::Config::load(dir).map(drop)
-}
-
-/// Loads a drafter.
-///
-/// # Errors
-/// If config.json or a tensor is missing or does not fit.
-pub fn load<K: DrafterKind>(dir: &Path, options: &DrafterOptions) -> Result<Box<dyn Drafter>, ModelError> {
-    Ok(K::drafter(DraftModel::load_packed(dir, options.device, options.kind)?, options.slots))
+/// Checkpoints of a kind; `hold` names their content, and `layouts` reads them in the formats of other tools.
+pub const fn checkpoints<K: DrafterKind>(hold: &'static str, layouts: &'static Reader) -> Checkpoints {
+    Checkpoints {
+        classes: || classes(K::Settings::CLASS),
+        hold,
+        are_language_models: false,
+        check: |dir| DraftConfig::<K::Settings>::load(dir).map(drop),
+        load: |dir, &DrafterOptions { device, kind, slots }| {
+            Ok(K::drafter(DraftModel::load_packed(dir, device, kind)?, slots))
+        },
+        layouts: Some(layouts),
+    }
 }
 
 /// Architecture and objective of a drafter, without weights.
 pub struct Plan<K: DrafterKind> {
     /// The architecture.
-    pub config: K::Config,
+    pub config: DraftConfig<K::Settings>,
     /// How it is trained.
     pub objective: K::Objective,
     /// Prefixes of the names of frozen parameters.
@@ -150,20 +97,20 @@ pub struct Plan<K: DrafterKind> {
 
 impl<K: DrafterKind> Plan<K> {
     /// A drafter without frozen parameters.
-    pub fn new(config: K::Config, objective: K::Objective) -> Self {
+    pub fn new(config: DraftConfig<K::Settings>, objective: K::Objective) -> Self {
         Self { config, objective, frozen: vec![], recomputes: false }
     }
 }
 
 impl<K: DrafterKind> DrafterPlan for Plan<K> {
     fn draft_len(&self) -> usize {
-        self.config.draft_len()
+        self.config.settings.draft_len()
     }
 
     fn smallest(&self) -> (Box<dyn DrafterPlan>, ModelConfig) {
         let mut config = self.config.clone();
-        config.shrink();
-        let model = &mut config.decoder_mut().model;
+        config.settings.shrink();
+        let model = &mut config.decoder.model;
         (model.hidden_size, model.vocab_size) = (64, 64);
         for layer in &mut model.layers {
             (layer.hidden_size, layer.intermediate_size) = (64, 64);
@@ -194,7 +141,7 @@ impl<K: DrafterKind> DrafterPlan for Plan<K> {
         loss_mask: &[bool],
         choose: &mut dyn FnMut(&[usize], usize) -> Vec<usize>,
     ) -> Vec<usize> {
-        let blocks = self.config.block_spec();
+        let blocks = self.config.settings.block_spec();
         blocks.map_or_else(Vec::new, |blocks| choose(&anchor_candidates(loss_mask), blocks.num_anchors))
     }
 
@@ -216,7 +163,7 @@ impl<K: DrafterKind> DrafterPlan for Plan<K> {
 
     fn activation_bytes(&self, samples: &[SampleSize], kind: Kind, device: Device) -> usize {
         let rows = K::pass_rows(&self.config, samples);
-        rows.activation_bytes(self.config.decoder(), kind, device, self.recomputes)
+        rows.activation_bytes(&self.config.decoder, kind, device, self.recomputes)
     }
 
     fn freeze(&mut self, prefixes: Vec<&'static str>) {
@@ -281,37 +228,29 @@ impl<K: DrafterKind> TrainableDrafter for DrafterWithLoss<K> {
 }
 
 impl<K: DrafterKind> DrafterProbe for DraftModel<K> {
-    fn model(&self) -> &ModelConfig {
-        self.config().model()
-    }
-
-    fn taps(&self) -> &[Tap] {
-        &self.config().decoder().taps
+    fn decoder(&self) -> &DraftDecoder {
+        &self.config().decoder
     }
 
     fn block_spec(&self) -> Option<&BlockSpec> {
-        self.config().block_spec()
+        self.config().settings.block_spec()
     }
 
     fn chooses_slots(&self) -> bool {
-        self.config().block_spec().is_some() && K::Config::CHOOSES_SLOTS
+        self.block_spec().is_some() && K::Settings::CHOOSES_SLOTS
     }
 
     fn embed_and_head(&self) -> (Tensor, Tensor) {
         DraftModel::embed_and_head(self)
     }
 
-    fn check_fits(&self, target: &ModelConfig) -> Result<(), ModelError> {
-        self.config().decoder().check_fits(target)
-    }
-
     fn with_overrides(&self, reading: &DrafterOverrides) -> Box<dyn DrafterProbe> {
         let mut config = self.config().clone();
         if let Some(like) = reading.rope_of {
             let turn = |(own, like): (&mut LayerSpec, &LayerSpec)| own.rope = like.rope;
-            config.decoder_mut().model.layers.iter_mut().zip(&like.layers).for_each(turn);
+            config.decoder.model.layers.iter_mut().zip(&like.layers).for_each(turn);
         }
-        if let Some(blocks) = config.block_spec_mut() {
+        if let Some(blocks) = config.settings.block_spec_mut() {
             blocks.mask_token_id = reading.mask_token_id.unwrap_or(blocks.mask_token_id);
             blocks.slots = reading.slots.unwrap_or(blocks.slots);
         }

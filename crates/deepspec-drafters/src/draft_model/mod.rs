@@ -4,10 +4,9 @@
 mod checkpoint;
 mod config;
 mod cost;
-mod gradients;
 mod kind;
 mod transfer;
-mod upload;
+mod warm_start;
 
 use std::path::Path;
 
@@ -20,17 +19,14 @@ use deepspec_ops::kv_attention::AttentionPlan;
 use tch::{Device, Kind, Tensor};
 
 pub use checkpoint::is_embed_or_head;
-pub use config::DraftDecoder;
+pub use config::{DraftConfig, DraftDecoder, DrafterSettings};
 pub use cost::{PassRows, SampleSize};
-pub use kind::{DrafterConfig, DrafterKind, Plan, check, load};
-pub use transfer::WarmStart;
-
-pub(crate) use gradients::{backward, gradient};
-pub(crate) use upload::joined;
+pub use kind::{DrafterKind, Plan, checkpoints};
+pub use warm_start::WarmStart;
 
 /// A drafter that is trained on a target's hidden states.
 pub struct DraftModel<K: DrafterKind> {
-    config: K::Config,
+    config: DraftConfig<K::Settings>,
     vocabulary: EmbedHead, // frozen
     fc: Linear,
     pub(crate) parts: K,
@@ -45,7 +41,13 @@ pub struct DraftModel<K: DrafterKind> {
 
 impl<K: DrafterKind> DraftModel<K> {
     /// A drafter with random weights, and with the target's embedding and head (`[V, d]` each, shared and frozen).
-    pub fn fresh(config: K::Config, embed_tokens: &Tensor, lm_head: &Tensor, seed: u64, kind: Kind) -> Self {
+    pub fn fresh(
+        config: DraftConfig<K::Settings>,
+        embed_tokens: &Tensor,
+        lm_head: &Tensor,
+        seed: u64,
+        kind: Kind,
+    ) -> Self {
         let b = Builder::fresh(seed, config.model().initializer_range, embed_tokens.device(), kind);
         Self::build(config, &b, embed_tokens.shallow_clone(), Weight::Stored(lm_head.shallow_clone()), kind)
     }
@@ -67,17 +69,23 @@ impl<K: DrafterKind> DraftModel<K> {
     }
 
     fn read(dir: &Path, device: Device, kind: Kind, packs: bool) -> Result<Self, ModelError> {
-        let config = K::Config::load(dir)?;
+        let config = DraftConfig::<K::Settings>::load(dir)?;
         let (architecture, model) = (config.architecture(), config.model().clone());
         checkpoint::load(dir, architecture, &model, (kind, device), packs, |b, embed, head| {
             Self::build(config, b, embed, head, kind)
         })
     }
 
-    fn build(config: K::Config, b: &Builder, embed_tokens: Tensor, lm_head: Weight, kind: Kind) -> Self {
+    fn build(
+        config: DraftConfig<K::Settings>,
+        b: &Builder,
+        embed_tokens: Tensor,
+        lm_head: Weight,
+        kind: Kind,
+    ) -> Self {
         let (model, device) = (config.model(), embed_tokens.device());
         let vocabulary = EmbedHead::new(embed_tokens, lm_head, model.embed_scale, model.logit_softcap);
-        let width = config.decoder().taps.len() as i64 * model.hidden_size;
+        let width = config.decoder.taps.len() as i64 * model.hidden_size;
         Self {
             fc: Linear::new(b, "fc", width, model.hidden_size),
             parts: K::new(b, &config),
@@ -92,7 +100,7 @@ impl<K: DrafterKind> DraftModel<K> {
     }
 
     /// Names and shapes of the parameters of such a drafter, without values.
-    pub fn meta(config: K::Config) -> Vec<(String, Tensor)> {
+    pub fn meta(config: DraftConfig<K::Settings>) -> Vec<(String, Tensor)> {
         let ends = Tensor::empty([0, config.model().hidden_size], (Kind::BFloat16, HOST));
         let head = Weight::Stored(ends.shallow_clone());
         let meta = Self::build(config, &Builder::meta(), ends, head, Kind::BFloat16);
@@ -112,7 +120,7 @@ impl<K: DrafterKind> DraftModel<K> {
     }
 
     /// A drafter with these weights and another config of equal shapes, and with another embedding and head (`[V, d]` each) if given.
-    pub fn share_as(&self, config: K::Config, ends: Option<(&Tensor, &Tensor)>) -> Self {
+    pub fn share_as(&self, config: DraftConfig<K::Settings>, ends: Option<(&Tensor, &Tensor)>) -> Self {
         let (embed, head) = match ends {
             Some((embed, head)) => (embed, Weight::Stored(head.shallow_clone())),
             None => (self.vocabulary.embed_tokens(), self.vocabulary.lm_head().share()),
@@ -126,7 +134,7 @@ impl<K: DrafterKind> DraftModel<K> {
     }
 
     /// Its architecture.
-    pub fn config(&self) -> &K::Config {
+    pub fn config(&self) -> &DraftConfig<K::Settings> {
         &self.config
     }
 

@@ -4,8 +4,10 @@ mod formats;
 mod model;
 mod train;
 
-pub use model::{Block, BlockConfig, BlockRecipe, Confidence, ConfidenceRecipe, Markov, MarkovKind};
+pub use model::{
+    Block, BlockConfig, BlockRecipe, BlockSettings, Confidence, ConfidenceRecipe, Markov, MarkovKind,
+};
 pub use train::{
-    BlockObjective, BlockPlan, BlockProposer, BlockSum, DFLASH, DFLASH_LOSS, DSPARK, DSPARK_LOSS, fit,
+    BLOCK_SUMS, BlockObjective, BlockPlan, BlockProposer, DFLASH, DFLASH_LOSS, DSPARK, DSPARK_LOSS, fit,
     read_dflash, read_dspark,
 };

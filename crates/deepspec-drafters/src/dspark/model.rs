@@ -4,27 +4,22 @@
 //! head, which corrects a slot's logits by the token before it, and a confidence head, which predicts whether the target accepts
 //! the token. DFlash has neither head.
 
-use std::path::Path;
-
-use deepspec_checkpoint::Fields;
+use deepspec_checkpoint::{CheckpointError, Fields};
 use deepspec_core::Slots;
 use deepspec_core::recipe::at_least_one;
 use deepspec_engine::DraftSampling;
-use deepspec_models::ModelError;
-use deepspec_models::config::read_json;
+use deepspec_models::ModelConfig;
 use deepspec_models::nn::{Builder, Init, Linear, Weight};
 use deepspec_ops::distill_loss::LossRecipe;
 use deepspec_ops::linear;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
-use tch::{Device, Kind, Tensor};
+use tch::{Kind, Tensor};
 
-use crate::block_common::{
-    Backbone, BlockBatch, BlockDrafter, BlockSpec, DraftLayers, LayerType, MAX_RANK, num_anchors,
-};
-use crate::draft_model::{DraftDecoder, DraftModel, DrafterConfig, WarmStart};
-use crate::{ConfigIssue, TrainSample};
+use crate::ConfigIssue;
+use crate::block_common::{Backbone, BlockDrafter, BlockSpec, DraftLayers, LayerType, MAX_RANK, num_anchors};
+use crate::draft_model::{DraftConfig, DraftModel, DrafterSettings, WarmStart};
 
 /// A block drafter.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
@@ -159,11 +154,9 @@ pub struct Confidence {
     pub with_markov: bool,
 }
 
-/// A block drafter's architecture.
-#[derive(Debug, Clone, PartialEq)]
-pub struct BlockConfig {
-    /// Its decoder and the target layers that it reads.
-    pub decoder: DraftDecoder,
+/// Settings of a block drafter.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct BlockSettings {
     /// Its blocks.
     pub blocks: BlockSpec,
     /// Markov head, if any.
@@ -172,42 +165,27 @@ pub struct BlockConfig {
     pub confidence: Option<Confidence>,
 }
 
-impl DrafterConfig for BlockConfig {
+/// A block drafter's architecture.
+pub type BlockConfig = DraftConfig<BlockSettings>;
+
+impl DrafterSettings for BlockSettings {
     const CLASS: &'static str = "DSparkModel";
+    const RECIPE_KEYS: &'static [(&'static str, &'static str)] =
+        &[("markov_rank", "markov.rank"), ("confidence_head_with_markov", "confidence.with_markov")];
 
-    fn load(dir: &Path) -> Result<Self, ModelError> {
-        let (path, map) = read_json(dir)?;
-        let fields = Fields::new(&path, &map);
-        let rank = rank(&fields)?;
-        let key = "markov_head_type";
-        let named = fields.text(key)?;
-        let kind = MarkovKind::parse(named.unwrap_or("vanilla"));
-        let markov = match rank {
-            0 => None,
-            rank => Some(Markov { kind: kind.map_err(|problem| fields.error(key, problem))?, rank }),
-        };
-        let confidence = fields.flag("enable_confidence_head")?.unwrap_or(false).then_some(());
-        let with_markov = fields.flag("confidence_head_with_markov")?.unwrap_or(false);
-        let config = Self {
-            decoder: DraftDecoder::read(&path, &map)?,
-            blocks: BlockSpec::read(&fields, Slots::AnchorPredicts)?,
-            confidence: confidence.map(|()| Confidence { with_markov }),
-            markov,
-        };
-        config.validate().map_err(|(key, problem)| fields.error(key, problem))?;
-        Ok(config)
+    fn read(fields: &Fields) -> Result<Self, CheckpointError> {
+        let (markov, confidence) = Self::read_heads(fields)?;
+        Ok(Self { blocks: BlockSpec::read(fields, Slots::AnchorPredicts)?, markov, confidence })
     }
 
-    fn decoder(&self) -> &DraftDecoder {
-        &self.decoder
+    fn write(&self, map: &mut Map<String, Value>) {
+        self.blocks.write(map);
+        map.insert("num_anchors".into(), json!(self.blocks.num_anchors));
+        self.write_heads(map);
     }
 
-    fn decoder_mut(&mut self) -> &mut DraftDecoder {
-        &mut self.decoder
-    }
-
-    fn draft_len(&self) -> usize {
-        self.blocks.drafted()
+    fn check(&self, model: &ModelConfig) -> Result<(), ConfigIssue> {
+        self.check_sizes(model.vocab_size)
     }
 
     fn block_spec(&self) -> Option<&BlockSpec> {
@@ -218,6 +196,10 @@ impl DrafterConfig for BlockConfig {
         Some(&mut self.blocks)
     }
 
+    fn embeds_previous(&self) -> bool {
+        self.markov.is_some()
+    }
+
     fn shrink(&mut self) {
         self.blocks.shrink();
         self.markov = self.markov.map(|markov| Markov { rank: 8, ..markov });
@@ -226,19 +208,50 @@ impl DrafterConfig for BlockConfig {
     /// Heads that the other drafter lacks keep their random weights.
     fn compare_for_warm_start(&self, from: &Self, transfer: &mut WarmStart) {
         self.blocks.compare_for_warm_start(&from.blocks, transfer);
+        let markov = |head: Option<Markov>| {
+            head.map_or("none".into(), |head| format!("{}, rank {}", head.kind.name(), head.rank))
+        };
         match from.markov {
-            Some(_) => transfer.compare_words("markov", from.markov_words(), self.markov_words()),
+            Some(_) => transfer.compare("markov", markov(from.markov), markov(self.markov)),
             None => transfer.may_be_fresh.push("markov_head."),
         }
+        let confidence = |head: Option<Confidence>| match head {
+            None => "none",
+            Some(Confidence { with_markov: true }) => "with Markov embeddings",
+            Some(Confidence { with_markov: false }) => "without Markov embeddings",
+        };
         match from.confidence {
-            Some(_) => transfer.compare_words("confidence", from.confidence_words(), self.confidence_words()),
+            Some(_) => {
+                transfer.compare("confidence", confidence(from.confidence), confidence(self.confidence))
+            }
             None => transfer.may_be_fresh.push("confidence_head."),
         }
     }
+}
 
-    fn to_json(&self) -> Map<String, Value> {
-        let mut map = self.decoder.to_json(&self.architecture());
-        self.blocks.write(&mut map);
+impl BlockSettings {
+    /// Reads the Markov head and the confidence head.
+    ///
+    /// # Errors
+    /// If a key has a wrong value.
+    pub(super) fn read_heads(
+        fields: &Fields,
+    ) -> Result<(Option<Markov>, Option<Confidence>), CheckpointError> {
+        let markov = match fields.count("markov_rank")?.unwrap_or(0) as i64 {
+            0 => None,
+            rank => {
+                let kind = MarkovKind::parse(fields.text("markov_head_type")?.unwrap_or("vanilla"));
+                let kind = kind.map_err(|problem| fields.error("markov_head_type", problem))?;
+                Some(Markov { kind, rank })
+            }
+        };
+        let with_markov = fields.flag("confidence_head_with_markov")?.unwrap_or(false);
+        let confidence = fields.flag("enable_confidence_head")?.unwrap_or(false);
+        Ok((markov, confidence.then_some(Confidence { with_markov })))
+    }
+
+    /// Writes the Markov head and the confidence head.
+    pub(super) fn write_heads(&self, map: &mut Map<String, Value>) {
         map.insert("markov_rank".into(), json!(self.markov.map_or(0, |markov| markov.rank)));
         match self.markov {
             Some(markov) => map.insert("markov_head_type".into(), json!(markov.kind)),
@@ -246,49 +259,17 @@ impl DrafterConfig for BlockConfig {
         };
         map.insert("enable_confidence_head".into(), json!(self.confidence.is_some()));
         match self.confidence {
-            Some(confidence) => {
-                map.insert("confidence_head_with_markov".into(), json!(confidence.with_markov))
-            }
+            Some(head) => map.insert("confidence_head_with_markov".into(), json!(head.with_markov)),
             None => map.remove("confidence_head_with_markov"),
         };
-        map
-    }
-}
-
-impl BlockConfig {
-    fn markov_words(&self) -> String {
-        self.markov
-            .map_or("none".into(), |head| format!("{:?}, rank {}", head.kind, head.rank).to_lowercase())
     }
 
-    fn confidence_words(&self) -> String {
-        self.confidence.map_or("none".into(), |head| {
-            if head.with_markov {
-                "with Markov embeddings".into()
-            } else {
-                "without Markov embeddings".into()
-            }
-        })
-    }
-
-    /// Tensors of one pass over samples; see [`BlockBatch::new`].
-    pub fn batch(
-        &self,
-        samples: &[TrainSample],
-        decay_gamma: f64,
-        device: Device,
-        kind: Kind,
-    ) -> Option<BlockBatch> {
-        BlockBatch::new(samples, &self.blocks, self.markov.is_some(), decay_gamma, device, kind)
-    }
-
-    /// Checks the fields against each other.
+    /// Checks the settings against each other and against a vocabulary of so many tokens.
     ///
     /// # Errors
     /// A key, and the problem with its value.
-    pub fn validate(&self) -> Result<(), ConfigIssue> {
-        self.decoder.check()?;
-        self.blocks.check(self.decoder.model.vocab_size)?;
+    pub(super) fn check_sizes(&self, vocab_size: i64) -> Result<(), ConfigIssue> {
+        self.blocks.check(vocab_size)?;
         if let Some(markov) = self.markov.filter(|markov| !(1..=MAX_RANK).contains(&markov.rank)) {
             return Err(("markov_rank", format!("{} is not between 1 and {MAX_RANK}", markov.rank)));
         }
@@ -299,18 +280,6 @@ impl BlockConfig {
             ));
         }
         Ok(())
-    }
-}
-
-/// `markov_rank`, where 0 or absence means no head.
-fn rank(fields: &Fields) -> Result<i64, ModelError> {
-    match fields.map.get("markov_rank") {
-        None | Some(Value::Null) => Ok(0),
-        Some(value) => {
-            let rank = value.as_i64().filter(|rank| (0..=MAX_RANK).contains(rank));
-            let problem = || format!("expected an integer from 0, found {value}");
-            Ok(rank.ok_or_else(|| fields.error("markov_rank", problem()))?)
-        }
     }
 }
 
@@ -415,8 +384,9 @@ pub struct ConfidenceHead {
 
 impl ConfidenceHead {
     pub fn new(b: &Builder, config: &BlockConfig) -> Option<Self> {
-        let confidence = config.confidence?;
-        let rank = if confidence.with_markov { config.markov.map_or(0, |markov| markov.rank) } else { 0 };
+        let BlockSettings { markov, confidence, .. } = config.settings;
+        let confidence = confidence?;
+        let rank = if confidence.with_markov { markov.map_or(0, |markov| markov.rank) } else { 0 };
         let proj = Linear::with_bias(b, "confidence_head.proj", config.decoder.model.hidden_size + rank, 1);
         Some(Self { proj, with_markov: confidence.with_markov })
     }
@@ -451,6 +421,7 @@ impl BlockParts {
         Self {
             backbone: Backbone::new(b, model),
             markov: config
+                .settings
                 .markov
                 .map(|markov| MarkovHead::new(b, markov, model.vocab_size, model.hidden_size)),
             confidence: ConfidenceHead::new(b, config),
@@ -467,11 +438,11 @@ impl BlockDrafter for BlockParts {
     }
 
     fn blocks(config: &BlockConfig) -> &BlockSpec {
-        &config.blocks
+        &config.settings.blocks
     }
 
     fn has_confidence(config: &BlockConfig) -> bool {
-        config.confidence.is_some()
+        config.settings.confidence.is_some()
     }
 
     fn draft_sampling(&self) -> DraftSampling {

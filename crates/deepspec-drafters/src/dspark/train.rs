@@ -6,18 +6,20 @@ use deepspec_core::recipe::Recipe;
 use deepspec_models::ModelConfig;
 use deepspec_models::nn::Builder;
 use deepspec_ops::distill_loss::{Bias, Column, LossOutput, LossRecipe, Supervised, distill_loss};
+use deepspec_ops::grad_or_zeros;
 use tch::{Kind, Reduction, Tensor};
 
-use super::model::{Block, BlockConfig, BlockParts, BlockRecipe, Confidence, MarkovHead, MarkovKind};
+use super::model::{
+    Block, BlockConfig, BlockParts, BlockRecipe, BlockSettings, Confidence, MarkovHead, MarkovKind,
+};
 use crate::block_common::sums::Window;
 use crate::block_common::{
-    BlockBatch, BlockLossSum, BlockProposerOf, BlockSpec, backbone_flops, block_pass_rows, block_weight,
-    eval_mask, sums,
+    BlockBatch, BlockProposerOf, BlockSpec, LossSum, block_flops, block_pass_rows, block_weight,
 };
 use crate::draft_model::{
-    DraftDecoder, DrafterConfig, DrafterKind, PassRows, Plan, SampleSize, check, gradient, load,
+    DraftDecoder, DrafterKind, DrafterSettings as _, PassRows, Plan, SampleSize, checkpoints,
 };
-use crate::registration::{Checkpoints, DrafterKindInfo, ParamGroup, Section, classes};
+use crate::registration::{DrafterKindInfo, ParamGroup, Section};
 use crate::{
     ConfigIssue, Drafter, DrafterPlan, GradReadyHook, LossDenominator, Metrics, Predictions, TrainSample,
     block_common,
@@ -36,14 +38,7 @@ pub const DSPARK: DrafterKindInfo = DrafterKindInfo {
     title: "DSpark",
     parts: PARTS,
     settings: Some(|schemas| schemas.subschema_for::<BlockRecipe>()),
-    checkpoints: Some(Checkpoints {
-        classes: || classes(BlockConfig::CLASS),
-        hold: "a block drafter (DSpark, DFlash)",
-        are_language_models: false,
-        check: check::<BlockParts>,
-        load: load::<BlockParts>,
-        layouts: Some(&super::formats::READER),
-    }),
+    checkpoints: Some(checkpoints::<BlockParts>("a block drafter (DSpark, DFlash)", &super::formats::READER)),
 };
 
 /// DSpark without heads, trained with cross entropy. Its checkpoints are DSpark's.
@@ -97,22 +92,19 @@ pub fn fit<D>(
     target: &ModelConfig,
 ) -> Result<Box<dyn DrafterPlan>, ConfigIssue> {
     let config = BlockConfig {
-        decoder: DraftDecoder::like_family(target, recipe, block.layers().windows())?,
-        blocks: BlockSpec {
-            block_size: block.block_size,
-            slots: block.slots,
-            mask_token_id: block.mask_token_id,
-            num_anchors: block.num_anchors,
+        decoder: DraftDecoder::new(target.anchored_decoder(&block.layers().windows()), recipe, target)?,
+        settings: BlockSettings {
+            blocks: BlockSpec {
+                block_size: block.block_size,
+                slots: block.slots,
+                mask_token_id: block.mask_token_id,
+                num_anchors: block.num_anchors,
+            },
+            markov: block.markov,
+            confidence: block.confidence.map(|head| Confidence { with_markov: head.with_markov }),
         },
-        markov: block.markov,
-        confidence: block.confidence.map(|head| Confidence { with_markov: head.with_markov }),
     };
-    config.validate().map_err(|(key, problem)| match key {
-        "num_hidden_layers" => ("num_draft_layers", problem),
-        "markov_rank" => ("markov.rank", problem),
-        "confidence_head_with_markov" => ("confidence.with_markov", problem),
-        other => (other, problem),
-    })?;
+    config.check_recipe()?;
     let confidence_alpha = block.confidence.map_or(0.0, |head| head.alpha);
     let objective = BlockObjective { loss: block.loss.unwrap_or(loss), confidence_alpha };
     Ok(Box::new(BlockPlan::new(config, objective)))
@@ -134,7 +126,7 @@ pub struct BlockObjective {
 }
 
 impl DrafterKind for BlockParts {
-    type Config = BlockConfig;
+    type Settings = BlockSettings;
     type Objective = BlockObjective;
     const FINAL_STATES: FinalStates = FinalStates::Supervised;
     const RECOMPUTES: bool = true;
@@ -144,7 +136,7 @@ impl DrafterKind for BlockParts {
     }
 
     fn loss_weight(plan: &BlockPlan, loss_mask: &[bool], anchors: &[usize]) -> f64 {
-        block_weight(&plan.config.blocks, plan.objective.loss.decay_gamma, loss_mask, anchors)
+        block_weight(&plan.config.settings.blocks, plan.objective.loss.decay_gamma, loss_mask, anchors)
     }
 
     fn accumulate(
@@ -164,19 +156,14 @@ impl DrafterKind for BlockParts {
     }
 
     fn metrics(plan: &BlockPlan) -> Metrics {
-        let (loss, gamma) = (plan.objective.loss, plan.config.blocks.drafted());
+        let (loss, gamma) = (plan.objective.loss, plan.config.settings.blocks.drafted());
         let compute = move |sums: &[f64], samples| {
-            let window = Window { gamma, sums };
-            let mean = |own| window.mean(window.own(&BlockSum::OWN, own));
-            let own = [
-                ("confidence_abs_error", mean(BlockSum::ConfidenceAbsError)),
-                ("confidence_bias", mean(BlockSum::ConfidenceBias)),
-                ("confidence_prefix_bias", mean(BlockSum::PrefixBias)),
-            ];
-            window.metrics(&loss, samples, ("confidence_loss", mean(BlockSum::Confidence)), &own)
+            let window = Window { gamma, own: &BLOCK_SUMS, sums };
+            let means = BLOCK_SUMS.map(|name| (name, window.mean(window.of(LossSum::Own(name)))));
+            window.metrics(&loss, samples, ("confidence_loss", means[0].1), &means[1..])
         };
         Metrics {
-            count: BlockSum::all(gamma).count(),
+            count: LossSum::all(gamma, &BLOCK_SUMS).count(),
             headline: &[
                 ("ce", "ce_loss"),
                 ("l1", "l1_loss"),
@@ -188,11 +175,25 @@ impl DrafterKind for BlockParts {
     }
 
     fn flops(plan: &BlockPlan, samples: &[TrainSample]) -> f64 {
-        plan.config.flops(samples)
+        let (model, settings) = (plan.config.model(), &plan.config.settings);
+        let (d, vocab) = (model.hidden_size as f64, model.vocab_size as f64);
+        block_flops(&plan.config, samples, |blocks, rows| {
+            // The target's logits count once.
+            let heads = settings.markov.map_or(0.0, |markov| {
+                let (rank, slots) = (markov.rank as f64, blocks * settings.draft_len() as f64);
+                let gate = match markov.kind {
+                    MarkovKind::Vanilla => 0.0,
+                    MarkovKind::Gated => (d + rank) * rank,
+                    MarkovKind::Rnn => (d + 2.0 * rank) * 3.0 * rank,
+                };
+                3.0 * (rows * rank * vocab + slots * gate)
+            });
+            (2.0 + 1.0) * rows * d * vocab + heads
+        })
     }
 
     fn pass_rows(config: &BlockConfig, samples: &[SampleSize]) -> PassRows {
-        block_pass_rows(&config.decoder, &config.blocks, samples)
+        block_pass_rows(&config.decoder, &config.settings.blocks, samples)
     }
 
     fn drafter(model: Block, slots: usize) -> Box<dyn Drafter> {
@@ -204,46 +205,13 @@ impl DrafterKind for BlockParts {
     }
 }
 
-/// Sums of a micro-batch: the shared sums of block drafters, and those of DSpark and DFlash.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum BlockSum {
-    /// A sum that all block drafters have.
-    Shared(BlockLossSum),
-    /// The confidence's binary cross entropy with position weights.
-    Confidence,
-    /// Weighted |c − c*|.
-    ConfidenceAbsError,
-    /// Weighted c − c*.
-    ConfidenceBias,
-    /// Weighted Π c − Π c*.
-    PrefixBias,
-}
-
-impl BlockSum {
-    /// Sums of DSpark and DFlash alone, in their order.
-    pub const OWN: [Self; 4] =
-        [Self::Confidence, Self::ConfidenceAbsError, Self::ConfidenceBias, Self::PrefixBias];
-
-    /// All sums for blocks of γ drafts, in their order.
-    pub fn all(gamma: usize) -> impl Iterator<Item = Self> {
-        BlockLossSum::all(gamma).map(Self::Shared).chain(Self::OWN)
-    }
-
-    /// Its name, for messages and tests.
-    pub fn name(self) -> String {
-        match self {
-            Self::Shared(sum) => sum.name(),
-            Self::Confidence => "confidence".into(),
-            Self::ConfidenceAbsError => "confidence_abs_error".into(),
-            Self::ConfidenceBias => "confidence_bias".into(),
-            Self::PrefixBias => "prefix_bias".into(),
-        }
-    }
-}
+/// Sums that DSpark and DFlash add: the confidence's binary cross entropy, weighted |c − c*| and c − c*, and weighted Π c − Π c*.
+pub const BLOCK_SUMS: [&str; 4] =
+    ["confidence", "confidence_abs_error", "confidence_bias", "confidence_prefix_bias"];
 
 impl Block {
     /// Forward and backward pass of a batch. Adds the gradients of all losses to those of the parameters, which must require them.
-    /// Returns every [`BlockSum`], `[K]` float64, detached.
+    /// Returns every [`LossSum`], `[K]` float64, detached.
     ///
     /// With weights w over the supervised slots, every loss of `objective` is Σ w·loss over the normaliser + 1e-6. The confidence
     /// loss is the BCE against c* = clamp(1 − ½‖p^d − p^t‖₁, 0, 1). p^t and c* are constants.
@@ -288,8 +256,8 @@ impl Block {
         pass.backward(&surrogate, on_grad_ready);
         tch::no_grad(|| {
             let markov = self.parts.markov.as_ref().filter(|markov| markov.w1().requires_grad());
-            if let (Some(markov), Some(e), Some(sums)) = (markov, e, &batch.previous_sums) {
-                sums.add(&gradient(markov.w1()), &e.grad().flatten(0, 1));
+            if let (Some(markov), Some(e), Some(grad)) = (markov, e, &batch.previous_grad) {
+                grad.add_to(&grad_or_zeros(markov.w1()), &e.grad().flatten(0, 1));
             }
             let bce = bce.map(|bce| bce.detach() * objective.confidence_alpha);
             let mut loss = output.column(Column::Loss).sum(Kind::Double);
@@ -297,7 +265,7 @@ impl Block {
                 loss += bce;
             }
             let own = Self::confidence_sums(batch, &accept, confidence_logits.as_ref());
-            Tensor::cat(&[batch.sums(&output, &loss, &accept), own], 0)
+            batch.sums(&output, &loss, &accept, own)
         })
     }
 
@@ -312,7 +280,7 @@ impl Block {
     ) -> LossOutput {
         let markov_w2 = self.parts.markov.as_ref().map(|markov| markov.w2().stored());
         let w2 = markov_w2.as_ref().filter(|w2| w2.requires_grad()).map(|w2| {
-            let gradient = gradient(w2);
+            let gradient = grad_or_zeros(w2);
             // A narrower dtype would round the sum once per chunk.
             let sum = match gradient.kind() {
                 Kind::Float => gradient.shallow_clone(),
@@ -335,7 +303,7 @@ impl Block {
             weights: &batch.weights,
             slot_index: &batch.rows,
             counts: &batch.counts,
-            gamma: self.config().blocks.drafted() as i64,
+            gamma: self.config().settings.blocks.drafted() as i64,
             scale,
             agreement: false,
             extra: None,
@@ -347,21 +315,21 @@ impl Block {
         output
     }
 
-    /// [`BlockSum::OWN`], `[4]` float64; 0 without a confidence head. `accept [R]` are the accept rates.
-    fn confidence_sums(batch: &BlockBatch, accept: &Tensor, logits: Option<&Tensor>) -> Tensor {
+    /// The [`BLOCK_SUMS`]; 0 without a confidence head. `accept [R]` are the accept rates.
+    fn confidence_sums(batch: &BlockBatch, accept: &Tensor, logits: Option<&Tensor>) -> [Tensor; 4] {
         let Some(logits) = logits else {
-            return Tensor::zeros([BlockSum::OWN.len() as i64], (Kind::Double, accept.device()));
+            return BLOCK_SUMS.map(|_| Tensor::zeros([], (Kind::Double, accept.device())));
         };
         let confidence = logits.sigmoid();
         let error = &confidence - accept;
         let survival = |rates: &Tensor| batch.by_block(rates).cumprod(1, Kind::Float);
         let prefix = (survival(&confidence) - survival(accept)) * batch.by_block(&batch.weights);
-        sums::joined(BlockSum::OWN.into_iter().map(|sum| match sum {
-            BlockSum::Confidence => batch.weighted(&confidence_loss(logits, accept)),
-            BlockSum::ConfidenceAbsError => batch.weighted(&error.abs()),
-            BlockSum::ConfidenceBias => batch.weighted(&error),
-            _ => prefix.sum(Kind::Float),
-        }))
+        [
+            batch.weighted(&confidence_loss(logits, accept)),
+            batch.weighted(&error.abs()),
+            batch.weighted(&error),
+            prefix.sum(Kind::Float),
+        ]
     }
 }
 
@@ -369,29 +337,4 @@ impl Block {
 fn confidence_loss(logits: &Tensor, accept: &Tensor) -> Tensor {
     let none = None::<&Tensor>;
     logits.binary_cross_entropy_with_logits(accept, none, none, Reduction::None)
-}
-
-impl BlockConfig {
-    /// Floating-point operations of forward and backward pass over `samples`, counted as in `backbone_flops`. The target's logits count
-    /// once; work that drafts share counts for each of them.
-    pub fn flops(&self, samples: &[TrainSample]) -> f64 {
-        let (d, vocab) = (self.decoder.model.hidden_size as f64, self.decoder.model.vocab_size as f64);
-        let gamma = self.blocks.drafted();
-        let of_sample = |sample: &TrainSample| {
-            let supervised = sample.anchors.iter().map(|&anchor| eval_mask(&sample.loss_mask, anchor, gamma));
-            let rows = supervised.sum::<usize>() as f64;
-            let mut products = (2.0 + 1.0) * rows * d * vocab;
-            if let Some(markov) = self.markov {
-                let (rank, slots) = (markov.rank as f64, (sample.anchors.len() * gamma) as f64);
-                let gate = match markov.kind {
-                    MarkovKind::Vanilla => 0.0,
-                    MarkovKind::Gated => (d + rank) * rank,
-                    MarkovKind::Rnn => (d + 2.0 * rank) * 3.0 * rank,
-                };
-                products += 3.0 * (rows * rank * vocab + slots * gate);
-            }
-            backbone_flops(&self.decoder, &self.blocks, sample) + 2.0 * products
-        };
-        samples.iter().filter(|sample| !sample.anchors.is_empty()).map(of_sample).sum()
-    }
 }

@@ -3,21 +3,21 @@
 use std::sync::Arc;
 
 use deepspec_checkpoint::{
-    CheckpointError, CheckpointFormat, Decoder, Drafter, Engine, EngineLayout, EngineSupport, ExternalClass,
-    Family, Fields, GgufParts, GgufValue, Incompatibility, KindSettings, Reader, Settings, Shapes,
-    Speculators, keys, taps,
+    CheckpointError, CheckpointFormat, Decoder, Drafter, Engine, EngineSupport, ExternalClass, Family,
+    Fields, GgufParts, GgufValue, Incompatibility, KindSettings, Reader, Settings, Shapes, Speculators, keys,
+    taps,
 };
 use deepspec_core::Tap;
 use serde_json::{Map, Value, json};
 
-use super::model::Eagle3Config;
-use crate::draft_model::DrafterConfig;
+use super::model::Eagle3Settings;
+use crate::draft_model::DrafterSettings as _;
 
 /// How Eagle3 is read.
 pub static READER: Reader = Reader {
-    class: Eagle3Config::CLASS,
+    class: Eagle3Settings::CLASS,
     keys: &["ttt_length", "draft_num_hidden_layers"],
-    reference: read,
+    reference: |fields, _| Ok(Arc::new(Eagle3Settings::read(fields)?)),
     model_types: &["eagle3"],
     speculators,
     classes: &[ExternalClass {
@@ -40,47 +40,40 @@ const FOREIGN_NORMS: [&str; 4] = ["norm_before_residual", "norm_before_fc", "fc_
 const WITHOUT_NORMS: &str =
     "has no norms on queries and keys, and its loader would skip these weights silently";
 
-/// Eagle3's own settings as checkpoints say them.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Eagle3Layout {
-    /// Drafted tokens.
-    steps: u64,
-}
-
-fn read(fields: &Fields, _: &Decoder) -> Result<Settings, CheckpointError> {
-    Ok(Arc::new(Eagle3Layout { steps: fields.required_size("ttt_length")? }))
+fn settings(steps: u64) -> Settings {
+    Arc::new(Eagle3Settings { ttt_length: steps as usize, ..Eagle3Settings::default() })
 }
 
 fn speculators(fields: &Fields, decoder: &mut Decoder) -> Result<Settings, CheckpointError> {
-    let mut stops = |key: &str, reason: &str| {
-        decoder.incompatibilities.push(Incompatibility { key: key.into(), reason: reason.into() })
-    };
-    for flag in FOREIGN_NORMS {
-        if fields.flag(flag)?.unwrap_or(false) {
-            stops(flag, "a norm that our Eagle3 does not have");
-        }
-    }
+    refuse_norms(fields, decoder)?;
     // Drafted tokens of the first proposal method.
     let outer = fields.required_object("speculators_config")?;
     let methods = outer.map.get("proposal_methods").and_then(Value::as_array);
     let first = methods.and_then(|methods| methods.first()).and_then(Value::as_object);
     let tokens = first.and_then(|method| method.get("speculative_tokens")).and_then(Value::as_u64);
     let tokens = tokens.filter(|tokens| (1..1 << 31).contains(tokens));
-    Ok(Arc::new(Eagle3Layout { steps: outer.required("proposal_methods", tokens)? }))
+    Ok(settings(outer.required("proposal_methods", tokens)?))
+}
+
+/// Notes norms that this Eagle3 has not.
+fn refuse_norms(fields: &Fields, decoder: &mut Decoder) -> Result<(), CheckpointError> {
+    for key in FOREIGN_NORMS {
+        if fields.flag(key)?.unwrap_or(false) {
+            let reason = "a norm that our Eagle3 does not have".into();
+            decoder.incompatibilities.push(Incompatibility { key: key.into(), reason });
+        }
+    }
+    Ok(())
 }
 
 /// SpecForge's, which SGLang loads.
 fn specforge(fields: &Fields, families: &[Family]) -> Result<(CheckpointFormat, Drafter), CheckpointError> {
     let mut decoder =
         Decoder::read(fields, &["eagle_config", "draft_vocab_size", "target_hidden_size"], families)?;
+    refuse_norms(fields, &mut decoder)?;
     let mut stops = |key: &str, reason: String| {
         decoder.incompatibilities.push(Incompatibility { key: key.into(), reason })
     };
-    for flag in FOREIGN_NORMS {
-        if fields.flag(flag)?.unwrap_or(false) {
-            stops(flag, "a norm that our Eagle3 does not have".into());
-        }
-    }
     let inner = fields.object("eagle_config")?;
     let found = match &inner {
         // Outputs of layers, counted from 0: SGLang captures the inputs of the layers behind them.
@@ -101,13 +94,13 @@ fn specforge(fields: &Fields, families: &[Family]) -> Result<(CheckpointFormat, 
         stops("draft_vocab_size", reason);
     }
     // The config does not tell how far it drafts.
-    let kind = Arc::new(Eagle3Layout { steps: fields.size("ttt_length")?.unwrap_or(7) });
+    let kind = settings(fields.size("ttt_length")?.unwrap_or(7));
     let draft_vocab_size = pruned.unwrap_or(decoder.vocab_size);
     let drafter = decoder.drafter(fields, SPECFORGE, found, kind)?;
     Ok((CheckpointFormat::Specforge, Drafter { draft_vocab_size, ..drafter }))
 }
 
-impl KindSettings for Eagle3Layout {
+impl KindSettings for Eagle3Settings {
     fn name(&self) -> &'static str {
         "eagle3"
     }
@@ -117,7 +110,7 @@ impl KindSettings for Eagle3Layout {
     }
 
     fn drafted(&self) -> u64 {
-        self.steps
+        self.ttt_length as u64
     }
 
     fn method(&self) -> &'static str {
@@ -125,11 +118,11 @@ impl KindSettings for Eagle3Layout {
     }
 
     fn lines(&self) -> Vec<(&'static str, String)> {
-        vec![("drafts", format!("{} tokens, one after the other", self.steps))]
+        vec![("drafts", format!("{} tokens, one after the other", self.ttt_length))]
     }
 
     fn to_json(&self) -> Value {
-        json!({"eagle3": {"steps": self.steps}})
+        json!({"eagle3": {"steps": self.ttt_length}})
     }
 
     fn has_layers_of(&self, family: Family) -> bool {
@@ -169,7 +162,7 @@ impl KindSettings for Eagle3Layout {
 
     fn reference(&self, drafter: &Drafter) -> (&'static str, Map<String, Value>) {
         let layers = ("draft_num_hidden_layers", json!(drafter.layers));
-        (READER.class, keys([("ttt_length", json!(self.steps)), layers]))
+        (READER.class, keys([("ttt_length", json!(self.ttt_length)), layers]))
     }
 
     fn speculators(&self) -> Speculators {
@@ -201,7 +194,7 @@ impl KindSettings for Eagle3Layout {
         map.remove("layer_types");
         map.extend(keys([
             ("architectures", json!([SPECFORGE])),
-            ("ttt_length", json!(self.steps)),
+            ("ttt_length", json!(self.ttt_length)),
             ("target_hidden_size", json!(drafter.hidden_size)),
             // The whole vocabulary, and the target's head.
             ("draft_vocab_size", Value::Null),
@@ -210,14 +203,14 @@ impl KindSettings for Eagle3Layout {
         Some(map)
     }
 
-    fn engine_layout(&self, engine: Engine, drafter: &Drafter) -> Result<EngineLayout, String> {
-        let dialect = match engine {
-            Engine::Vllm => CheckpointFormat::Speculators,
+    fn engine_format(&self, engine: Engine, drafter: &Drafter) -> Result<CheckpointFormat, String> {
+        let format = match engine {
             Engine::Sglang => CheckpointFormat::Specforge,
+            Engine::Vllm | Engine::LlamaCpp => CheckpointFormat::Speculators,
         };
-        let stops = self.refusal(drafter, dialect);
-        stops.map_or(Ok(EngineLayout::Format(dialect)), |reason| {
-            Err(format!("{} loads Eagle3 as {dialect} writes it: {reason}", engine.title()))
+        let refusal = self.refusal(drafter, format);
+        refusal.map_or(Ok(format), |reason| {
+            Err(format!("{engine} loads Eagle3 as {format} writes it: {reason}"))
         })
     }
 
@@ -225,8 +218,8 @@ impl KindSettings for Eagle3Layout {
         // A chain: one candidate a step, and the token that is verified with them.
         format!(
             " --speculative-num-steps {} --speculative-eagle-topk 1 --speculative-num-draft-tokens {}",
-            self.steps,
-            self.steps + 1
+            self.ttt_length,
+            self.ttt_length + 1
         )
     }
 
@@ -253,31 +246,20 @@ impl KindSettings for Eagle3Layout {
         })
     }
 
-    fn vllm(&self, dialect: CheckpointFormat) -> EngineSupport {
-        match dialect {
-            CheckpointFormat::Reference => {
-                EngineSupport::read(false, "the class is not registered; convert to vllm")
+    fn support(&self, engine: Engine, format: CheckpointFormat) -> EngineSupport {
+        use CheckpointFormat::{Reference, Speculators};
+        use EngineSupport as S;
+        match (format, engine) {
+            (Speculators, Engine::Sglang) => {
+                S::no("speculators_model_type was refused when read (issues 30982, 34734)")
             }
-            CheckpointFormat::Speculators => EngineSupport::tried(true, "method eagle3"),
-            CheckpointFormat::Specforge | CheckpointFormat::Zlab | CheckpointFormat::Modelopt => {
-                EngineSupport::read(true, "method eagle3")
+            (Reference, Engine::Sglang) => {
+                S::no("it loads Eagle3 as SpecForge writes it, without norms on queries and keys")
             }
-        }
-    }
-
-    fn sglang(&self, dialect: CheckpointFormat) -> EngineSupport {
-        match dialect {
-            CheckpointFormat::Speculators => EngineSupport::read(
-                false,
-                "speculators_model_type was refused when read (issues 30982, 34734)",
-            ),
-            CheckpointFormat::Reference => EngineSupport::read(
-                false,
-                "it loads Eagle3 as SpecForge writes it, without norms on queries and keys",
-            ),
-            CheckpointFormat::Specforge | CheckpointFormat::Zlab | CheckpointFormat::Modelopt => {
-                EngineSupport::read(true, "--speculative-algorithm EAGLE3")
-            }
+            (_, Engine::Sglang) => S::yes("--speculative-algorithm EAGLE3"),
+            (Reference, _) => S::no("the class is not registered; convert to vllm"),
+            (Speculators, _) => S::tried("method eagle3"),
+            (_, _) => S::yes("method eagle3"),
         }
     }
 }

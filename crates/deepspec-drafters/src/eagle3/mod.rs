@@ -8,6 +8,7 @@ mod model;
 mod train;
 
 pub use model::{
-    Eagle3, Eagle3Batch, Eagle3Config, Eagle3Objective, Eagle3Proposer, Eagle3Recipe, Supervise,
+    Eagle3, Eagle3Batch, Eagle3Config, Eagle3Objective, Eagle3Proposer, Eagle3Recipe, Eagle3Settings,
+    Supervise,
 };
 pub use train::{Eagle3Plan, KIND, fit, metrics, read};

@@ -5,24 +5,21 @@
 //!
 //! Shapes: n columns of a step, N columns of step 0, H heads, G key/value heads, D head dim.
 
-use std::path::Path;
-
-use deepspec_checkpoint::Fields;
+use deepspec_checkpoint::{CheckpointError, Fields};
 use deepspec_core::Tap;
 use deepspec_core::recipe::{LossNormalization, at_least_one};
 use deepspec_engine::{DraftRequest, DraftSampling, Proposal, Proposer};
-use deepspec_models::config::read_json;
 use deepspec_models::nn::{AttentionSpec, Builder, DecoderLayer, Heads, LayerInput, Qkv, RmsNorm};
 use deepspec_models::{ModelConfig, ModelError};
 use deepspec_ops::distill_loss::{TeacherIndex, distinct};
 use deepspec_ops::kv_attention::{Chunk, KvCache, MaskKind};
-use deepspec_ops::{DeviceArange, Upload, UploadSlice, Uploaded, range, runs};
+use deepspec_ops::{DeviceArange, Upload, UploadSlice, Uploaded, cat_to_device, range, runs};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 use tch::{Device, Kind, Tensor};
 
-use crate::draft_model::{DraftDecoder, DraftModel, DrafterConfig, joined};
+use crate::draft_model::{DraftConfig, DraftModel, DrafterSettings};
 use crate::drafter::token_by_token;
 use crate::{ConfigIssue, Drafter, DrafterProbe, TrainSample};
 
@@ -84,76 +81,63 @@ impl Eagle3Recipe {
 /// Most steps. More are a mistake, refused before they exhaust memory.
 const MAX_STEPS: usize = 1024;
 
-/// An Eagle3 drafter's architecture.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Eagle3Config {
-    /// Its decoder and the target layers that it reads.
-    pub decoder: DraftDecoder,
+/// Settings of an Eagle3 drafter.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Eagle3Settings {
     /// Steps it was trained for, and drafted tokens per block.
     pub ttt_length: usize,
     /// The loss of step s weighs this to the power of s; kept for information.
     pub step_loss_decay: f64,
 }
 
-impl DrafterConfig for Eagle3Config {
-    const CLASS: &'static str = "Eagle3Model";
-
-    fn load(dir: &Path) -> Result<Self, ModelError> {
-        let (path, map) = read_json(dir)?;
-        let decoder = DraftDecoder::read(&path, &map)?;
-        let fields = Fields::new(&path, &map);
-        let size = |key: &str| fields.required_size::<u64>(key);
-        let layers = decoder.model.layers.len();
-        if let Some(found) =
-            fields.size::<i64>("draft_num_hidden_layers")?.filter(|&found| found != layers as i64)
-        {
-            let problem = format!("{found}, but num_hidden_layers is {layers}");
-            return Err(fields.error("draft_num_hidden_layers", problem).into());
-        }
-        let config = Self {
-            ttt_length: size("ttt_length")? as usize,
-            step_loss_decay: fields.number("step_loss_decay")?.unwrap_or(0.8),
-            decoder,
-        };
-        config.validate().map_err(|(key, problem)| fields.error(key, problem))?;
-        Ok(config)
-    }
-
-    fn decoder(&self) -> &DraftDecoder {
-        &self.decoder
-    }
-
-    fn decoder_mut(&mut self) -> &mut DraftDecoder {
-        &mut self.decoder
-    }
-
-    fn draft_len(&self) -> usize {
-        self.ttt_length
-    }
-
-    fn to_json(&self) -> Map<String, Value> {
-        let mut map = self.decoder.to_json(&self.architecture());
-        map.insert("ttt_length".into(), json!(self.ttt_length));
-        map.insert("step_loss_decay".into(), json!(self.step_loss_decay));
-        map.insert("draft_num_hidden_layers".into(), json!(self.decoder.model.layers.len()));
-        map
+impl Default for Eagle3Settings {
+    fn default() -> Self {
+        let Eagle3Recipe { ttt_length, step_loss_decay, .. } = Eagle3Recipe::default();
+        Self { ttt_length, step_loss_decay }
     }
 }
 
-impl Eagle3Config {
-    /// Checks the fields against each other.
-    ///
-    /// # Errors
-    /// A key, and the problem with its value.
-    pub fn validate(&self) -> Result<(), ConfigIssue> {
-        self.decoder.check()?;
-        if self.decoder.model.layers.iter().any(|layer| layer.attention.window.is_some()) {
+/// An Eagle3 drafter's architecture.
+pub type Eagle3Config = DraftConfig<Eagle3Settings>;
+
+impl DrafterSettings for Eagle3Settings {
+    const CLASS: &'static str = "Eagle3Model";
+
+    fn read(fields: &Fields) -> Result<Self, CheckpointError> {
+        let (own, shared) = ("draft_num_hidden_layers", "num_hidden_layers");
+        let layers = fields.size::<u64>(shared)?;
+        if let Some(found) =
+            fields.size::<u64>(own)?.filter(|found| layers.is_some_and(|layers| layers != *found))
+        {
+            let problem = format!("{found}, but {shared} is {}", layers.unwrap_or(0));
+            return Err(fields.error(own, problem));
+        }
+        Ok(Self {
+            ttt_length: fields.required_size::<u64>("ttt_length")? as usize,
+            step_loss_decay: fields.number("step_loss_decay")?.unwrap_or(Self::default().step_loss_decay),
+        })
+    }
+
+    fn write(&self, map: &mut Map<String, Value>) {
+        map.insert("ttt_length".into(), json!(self.ttt_length));
+        map.insert("step_loss_decay".into(), json!(self.step_loss_decay));
+        if let Some(layers) = map.get("num_hidden_layers").cloned() {
+            map.insert("draft_num_hidden_layers".into(), layers);
+        }
+    }
+
+    fn check(&self, model: &ModelConfig) -> Result<(), ConfigIssue> {
+        if model.layers.iter().any(|layer| layer.attention.window.is_some()) {
             return Err(("layer_types", "Eagle3 layers with a sliding window are not supported".into()));
         }
         if !(1..=MAX_STEPS).contains(&self.ttt_length) {
             return Err(("ttt_length", format!("{} is not between 1 and {MAX_STEPS}", self.ttt_length)));
         }
         Ok(())
+    }
+
+    fn draft_len(&self) -> usize {
+        self.ttt_length
     }
 }
 
@@ -184,8 +168,8 @@ impl Eagle3Parts {
 /// Most columns per attention call, which bounds its memory for every length of a sequence.
 pub(super) const PIECE: usize = 256;
 
-/// One attention call over columns of one sequence in a step. C is its list, or the list's place in an upload.
-pub(super) struct TttCall<C = Tensor> {
+/// One attention call over columns of one sequence in a step.
+pub(super) struct TttCall {
     /// The first of the step's n columns, and their number.
     pub first: i64,
     pub rows: i64,
@@ -193,21 +177,21 @@ pub(super) struct TttCall<C = Tensor> {
     pub first_key: i64,
     pub keys: i64,
     /// Their own indices among these, `[rows]`.
-    pub columns: C,
+    pub columns: UploadSlice,
 }
 
-/// One step: n columns that are still needed.
+/// One step: n columns that are still needed. Its lists are slices of the batch's upload.
 pub(super) struct Step {
     /// Indices of its columns among those of the step before, `[n]`; None for all.
-    pub kept: Option<Tensor>,
+    pub kept: Option<UploadSlice>,
     /// Input token of each column, `[n]`.
-    pub tokens: Tensor,
+    pub tokens: UploadSlice,
     /// Rotary position of each column, `[n]`.
-    pub positions: Tensor,
+    pub positions: UploadSlice,
     /// All columns, in order.
     pub pieces: Vec<TttCall>,
     /// Supervised columns among the n, `[R]`.
-    pub rows: Tensor,
+    pub rows: UploadSlice,
     /// Its range among all steps' supervised columns: the first, and their number.
     pub supervised: (i64, i64),
 }
@@ -216,33 +200,6 @@ impl Step {
     /// Its rows of a tensor over all steps' supervised columns.
     pub fn of(&self, all: &Tensor) -> Tensor {
         all.narrow(0, self.supervised.0, self.supervised.1)
-    }
-}
-
-/// A [`Step`] whose lists and hidden states are not on the device yet.
-struct StepPlan {
-    kept: Option<UploadSlice>,
-    tokens: UploadSlice,
-    positions: UploadSlice,
-    pieces: Vec<TttCall<UploadSlice>>,
-    rows: UploadSlice,
-    supervised: (i64, i64),
-}
-
-impl StepPlan {
-    fn on_device(self, lists: &Uploaded) -> Step {
-        let piece = |TttCall { first, rows, first_key, keys, columns }: TttCall<UploadSlice>| {
-            let columns = lists.of(columns);
-            TttCall { first, rows, first_key, keys, columns }
-        };
-        Step {
-            kept: self.kept.map(|kept| lists.of(kept)),
-            tokens: lists.of(self.tokens),
-            positions: lists.of(self.positions),
-            pieces: self.pieces.into_iter().map(piece).collect(),
-            rows: lists.of(self.rows),
-            supervised: self.supervised,
-        }
     }
 }
 
@@ -259,6 +216,8 @@ pub struct Eagle3Batch {
     sources: Tensor,
     /// The supervised columns in the order of their target states.
     pub(super) ordered: Ordered,
+    /// Lists of the steps.
+    lists: Uploaded,
 }
 
 /// All steps' supervised columns in the order of their target states.
@@ -303,8 +262,13 @@ pub(super) fn needed(supervise: Supervise, loss_mask: &[bool], s: usize, steps: 
 
 impl Eagle3Batch {
     /// Supervised rows of step `s` among the columns that it computes, `[R]`: sequence after sequence, in order.
-    pub fn supervised(&self, s: usize) -> &Tensor {
-        &self.steps[s].rows
+    pub fn supervised(&self, s: usize) -> Tensor {
+        self.list(self.steps[s].rows)
+    }
+
+    /// A list of a step.
+    pub(super) fn list(&self, slice: UploadSlice) -> Tensor {
+        self.lists.of(slice)
     }
 
     /// Target states that predict the labels of these rows, `[R, d]`.
@@ -372,7 +336,7 @@ impl Eagle3Batch {
                 }
                 before += earlier.len();
             }
-            (!tokens.is_empty()).then(|| StepPlan {
+            (!tokens.is_empty()).then(|| Step {
                 kept: (kept.len() < before).then(|| indices.push(kept)),
                 tokens: indices.push(tokens),
                 positions: indices.push(positions),
@@ -381,7 +345,7 @@ impl Eagle3Batch {
                 rows: indices.push(rows),
             })
         };
-        let plans: Vec<StepPlan> = (0..steps).map_while(&mut plan).collect();
+        let steps: Vec<Step> = (0..steps).map_while(&mut plan).collect();
 
         let (distinct, sources) = distinct(&states);
         let of_samples: Vec<UploadSlice> = (0..used.len())
@@ -406,9 +370,9 @@ impl Eagle3Batch {
         let teacher: Vec<Tensor> =
             teacher.map(|(sample, rows)| sample.last.index_select(0, &there.of(*rows))).collect();
         Some(Self {
-            taps: joined(&taps, from, device, kind),
-            steps: plans.into_iter().map(|plan| plan.on_device(&here)).collect(),
-            teacher: joined(&teacher, from, device, kind),
+            taps: cat_to_device(&taps, from, device, kind),
+            steps,
+            teacher: cat_to_device(&teacher, from, device, kind),
             weights: here.floats(weights),
             sources: here.of(sources),
             ordered: Ordered {
@@ -417,18 +381,13 @@ impl Eagle3Batch {
                 decayed: here.floats(decayed),
                 sources: (ordered, here.of(there_ordered)),
             },
+            lists: here,
         })
     }
 }
 
-/// Keys and values of one layer. `context` holds all columns of step 0; `own` holds, for each later step, the columns still in use.
-#[derive(Default)]
-pub(super) struct History {
-    /// Keys and values of step 0, `[N, G, D]` each.
-    context: Option<(Tensor, Tensor)>,
-    /// Keys and values of every later step, `[n, G, D]` each.
-    own: Vec<(Tensor, Tensor)>,
-}
+/// Keys and values of one layer, `[n, G, D]` each: of all columns of step 0, and of each later step those of the columns still in use.
+type History = Vec<(Tensor, Tensor)>;
 
 impl Eagle3 {
     /// Float32 logits `[.., V]` of states `[.., d]`.
@@ -449,20 +408,23 @@ impl Eagle3 {
     /// The states `[n, d]` after every step, before the final norm.
     pub fn states(&self, batch: &Eagle3Batch) -> Vec<Tensor> {
         let _range = range(c"forward");
-        let mut histories: Vec<History> = self.parts.layers.iter().map(|_| History::default()).collect();
+        let mut histories: Vec<History> = self.parts.layers.iter().map(|_| vec![]).collect();
         let mut state = self.fuse(&batch.taps);
         let step = |step: &Step| {
-            if let Some(kept) = &step.kept {
-                state = state.index_select(0, kept);
-                histories.iter_mut().for_each(|history| history.keep(kept));
+            if let Some(kept) = step.kept {
+                let kept = batch.list(kept);
+                state = state.index_select(0, &kept);
+                let later = histories.iter_mut().flat_map(|history| history.iter_mut().skip(1));
+                later.for_each(|(k, v)| (*k, *v) = (k.index_select(0, &kept), v.index_select(0, &kept)));
             }
-            let (token, rotations) = (self.embed(&step.tokens), self.rotations(&step.positions));
+            let token = self.embed(&batch.list(step.tokens));
+            let rotations = self.rotations(&batch.list(step.positions));
             for (i, (layer, history)) in self.parts.layers.iter().zip(&mut histories).enumerate() {
                 let spec = &self.config().decoder.model.layers[i].attention;
                 let input = LayerInput { x: &state, repeated: None, embeddings: Some(&token) };
                 let mut attend = |qkv: &Qkv| {
-                    history.push(qkv);
-                    attend(spec, step, history, &qkv.q)
+                    history.push((qkv.k.shallow_clone(), qkv.v.shallow_clone()));
+                    attend(spec, batch, step, history, &qkv.q)
                 };
                 state = layer.forward(input, rotations.of(i), &mut attend, None);
             }
@@ -472,33 +434,17 @@ impl Eagle3 {
     }
 }
 
-impl History {
-    fn keep(&mut self, kept: &Tensor) {
-        for (k, v) in &mut self.own {
-            (*k, *v) = (k.index_select(0, kept), v.index_select(0, kept));
-        }
-    }
-
-    fn push(&mut self, qkv: &Qkv) {
-        let made = (qkv.k.shallow_clone(), qkv.v.shallow_clone());
-        match &self.context {
-            None => self.context = Some(made),
-            Some(_) => self.own.push(made),
-        }
-    }
-}
-
 /// `q [n, H, D]` to `[n, H·D]`: column i sees columns up to i of step 0, and itself at every later step.
-fn attend(spec: &AttentionSpec, step: &Step, history: &History, q: &Tensor) -> Tensor {
+fn attend(spec: &AttentionSpec, batch: &Eagle3Batch, step: &Step, history: &History, q: &Tensor) -> Tensor {
     let Heads { query, key_value, dim } = spec.heads;
     let repeats = query / key_value;
-    let Some((keys, values)) = &history.context else { return q.flatten(1, 2) };
+    let Some(((keys, values), later_steps)) = history.split_first() else { return q.flatten(1, 2) };
     let piece = |piece: &TttCall| {
         let own = |t: &Tensor| t.narrow(0, piece.first, piece.rows);
         // Keys of step 0, then the piece's own columns of each later step: [1, G, K, D].
         let seen = |context: &Tensor, later: &dyn Fn(&(Tensor, Tensor)) -> Tensor| {
             let mut parts = vec![context.narrow(0, piece.first_key, piece.keys)];
-            parts.extend(history.own.iter().map(|made| own(&later(made))));
+            parts.extend(later_steps.iter().map(|made| own(&later(made))));
             Tensor::cat(&parts, 0).transpose(0, 1).unsqueeze(0)
         };
         let (k, v) =
@@ -507,8 +453,8 @@ fn attend(spec: &AttentionSpec, step: &Step, history: &History, q: &Tensor) -> T
         let q = own(q).view([piece.rows, key_value, repeats, dim]).permute([1, 2, 0, 3]);
         let q = q.reshape([1, key_value, repeats * piece.rows, dim]);
         let options = (Kind::Int64, q.device());
-        let context = Tensor::arange(piece.keys, options).gt_tensor(&piece.columns.unsqueeze(1)); // [rows, keys]
-        let others = Tensor::eye(piece.rows, options).eq(0).repeat([1, history.own.len() as i64]);
+        let context = Tensor::arange(piece.keys, options).gt_tensor(&batch.list(piece.columns).unsqueeze(1)); // [rows, keys]
+        let others = Tensor::eye(piece.rows, options).eq(0).repeat([1, later_steps.len() as i64]);
         let hidden = Tensor::cat(&[context, others], 1); // [rows, K]
         let mask =
             Tensor::zeros(hidden.size(), (q.kind(), q.device())).masked_fill(&hidden, f64::NEG_INFINITY);
@@ -540,7 +486,7 @@ impl Eagle3Proposer {
             cache,
             states,
             arange: DeviceArange::new(device),
-            block_size: model.config().ttt_length,
+            block_size: model.config().settings.ttt_length,
             model,
         }
     }
@@ -596,7 +542,7 @@ impl Drafter for Eagle3Proposer {
     }
 
     fn draft(&mut self, tokens: usize) {
-        self.block_size = tokens.min(self.model.config().ttt_length);
+        self.block_size = tokens.min(self.model.config().settings.ttt_length);
     }
 
     fn examined(&self) -> Option<Box<dyn DrafterProbe>> {

@@ -4,19 +4,19 @@ use deepspec_core::FinalStates;
 use deepspec_core::config::ConfigError;
 use deepspec_core::recipe::{LossNormalization, Recipe};
 use deepspec_models::ModelConfig;
+use deepspec_models::config::MAX_LAYERS;
 use deepspec_models::nn::{Builder, Heads};
 use deepspec_ops::distill_loss::{Column, LossOutput, LossRecipe, Supervised, distill_loss};
+use deepspec_ops::range;
 use serde_json::{Map, Value, json};
 use tch::{Kind, Tensor};
 
 use super::model::{
-    Eagle3, Eagle3Batch, Eagle3Config, Eagle3Objective, Eagle3Parts, Eagle3Proposer, Eagle3Recipe, PIECE,
-    Step, Supervise, needed, supervised,
+    Eagle3, Eagle3Batch, Eagle3Config, Eagle3Objective, Eagle3Parts, Eagle3Proposer, Eagle3Recipe,
+    Eagle3Settings, PIECE, Step, Supervise, needed, supervised,
 };
-use crate::draft_model::{
-    DraftDecoder, DrafterConfig, DrafterKind, PassRows, Plan, SampleSize, backward, check, load,
-};
-use crate::registration::{Checkpoints, DrafterKindInfo, ParamGroup, Section, classes};
+use crate::draft_model::{DraftDecoder, DrafterKind, PassRows, Plan, SampleSize, checkpoints};
+use crate::registration::{DrafterKindInfo, ParamGroup, Section};
 use crate::{
     ConfigIssue, Drafter, DrafterPlan, GradReadyHook, LossDenominator, Metrics, Predictions, TrainSample,
 };
@@ -31,14 +31,7 @@ pub const KIND: DrafterKindInfo = DrafterKindInfo {
         ParamGroup { name: "norm", prefixes: &["norm."] },
     ],
     settings: Some(|schemas| schemas.subschema_for::<Eagle3Recipe>()),
-    checkpoints: Some(Checkpoints {
-        classes: || classes(Eagle3Config::CLASS),
-        hold: "Eagle3",
-        are_language_models: false,
-        check: check::<Eagle3Parts>,
-        load: load::<Eagle3Parts>,
-        layouts: Some(&super::formats::READER),
-    }),
+    checkpoints: Some(checkpoints::<Eagle3Parts>("Eagle3", &super::formats::READER)),
 };
 
 /// Architecture and objective of an Eagle3 drafter, without weights.
@@ -63,16 +56,13 @@ pub fn fit<D>(
     recipe: &Recipe<D>,
     target: &ModelConfig,
 ) -> Result<Box<dyn DrafterPlan>, ConfigIssue> {
+    let windows = vec![None; own.num_draft_layers.min(MAX_LAYERS + 1)];
     let config = Eagle3Config {
-        decoder: DraftDecoder::like_target(target, recipe, own.num_draft_layers)
+        decoder: DraftDecoder::new(target.draft_decoder(&windows), recipe, target)
             .map_err(|(_, problem)| ("num_draft_layers", problem))?,
-        ttt_length: own.ttt_length,
-        step_loss_decay: own.step_loss_decay,
+        settings: Eagle3Settings { ttt_length: own.ttt_length, step_loss_decay: own.step_loss_decay },
     };
-    config.validate().map_err(|(key, problem)| match key {
-        "num_hidden_layers" => ("num_draft_layers", problem),
-        other => (other, problem),
-    })?;
+    config.check_recipe()?;
     let objective = Eagle3Objective {
         supervise: own.supervise,
         step_loss_decay: own.step_loss_decay,
@@ -82,7 +72,7 @@ pub fn fit<D>(
 }
 
 impl DrafterKind for Eagle3Parts {
-    type Config = Eagle3Config;
+    type Settings = Eagle3Settings;
     type Objective = Eagle3Objective;
     const FINAL_STATES: FinalStates = FinalStates::Supervised;
 
@@ -97,45 +87,44 @@ impl DrafterKind for Eagle3Parts {
         normaliser: LossDenominator,
         _listener: Option<GradReadyHook>,
     ) -> Option<Tensor> {
-        let steps = model.config().ttt_length;
+        let steps = model.config().settings.ttt_length;
         let batch = Eagle3Batch::new(samples, objective, steps, model.device(), model.kind());
         Some(model.accumulate(batch.as_ref(), normaliser, samples.len()))
     }
 
     fn metrics(plan: &Eagle3Plan) -> Metrics {
-        metrics(plan.config.ttt_length, plan.objective.step_loss_decay)
+        metrics(plan.config.settings.ttt_length, plan.objective.step_loss_decay)
     }
 
     fn flops(plan: &Eagle3Plan, samples: &[TrainSample]) -> f64 {
-        plan.config.flops(samples, plan.objective.supervise)
+        flops(&plan.config, samples, plan.objective.supervise)
     }
 
     /// Steps after the first compute about as many columns as are supervised.
     fn pass_rows(config: &Eagle3Config, samples: &[SampleSize]) -> PassRows {
         let sum = |size: fn(&SampleSize) -> usize| samples.iter().map(size).sum::<usize>();
         let (tokens, supervised) = (sum(|sample| sample.tokens), sum(|sample| sample.supervised));
-        let steps = config.ttt_length;
-        // Every piece of columns has keys, values and a mask of its own.
-        let heads = config.decoder.model.layers.iter().map(|layer| layer.attention.heads);
+        let steps = config.settings.ttt_length;
+        // Every piece of a step's columns has a copy of its keys and values, and a mask.
+        let heads = config.model().layers.iter().map(|layer| layer.attention.heads);
         let attention = |heads: Heads| {
             let (keys, repeats) = ((heads.key_value * heads.dim) as usize, heads.repeats() as usize);
-            let of_columns = |count: usize, tokens: usize, s: usize| {
-                let pieces = (0..count).step_by(PIECE).map(|first| {
-                    let rows = PIECE.min(count - first);
-                    let seen = (first + rows) * tokens / count + s * rows;
-                    seen * (2 * keys + rows * repeats)
-                });
-                pieces.sum::<usize>()
+            let of_step = |columns: usize, sample: &SampleSize, s: usize| {
+                let (pieces, rows) = (columns.div_ceil(PIECE), PIECE.min(columns));
+                // Keys of step 0 up to a piece's last column are half of all on average.
+                let seen = sample.tokens * (pieces + 1) / 2 + s * columns;
+                seen * (2 * keys + rows * repeats)
             };
             let of_sample = |sample: &SampleSize| {
-                let later = (1..steps).map(|s| of_columns(sample.supervised, sample.tokens, s));
-                of_columns(sample.tokens, sample.tokens, 0) + later.sum::<usize>()
+                let later = (1..steps).map(|s| of_step(sample.supervised, sample, s));
+                of_step(sample.tokens, sample, 0) + later.sum::<usize>()
             };
             samples.iter().map(of_sample).sum::<usize>()
         };
         PassRows {
             layers: tokens + (steps - 1) * supervised,
-            context: tokens,
+            tokens,
+            context: 0,
             supervised: steps * supervised,
             own_values: 0,
             attention: heads.map(attention).max().unwrap_or(0),
@@ -153,14 +142,15 @@ impl DrafterKind for Eagle3Parts {
             normalization: LossNormalization::Global,
         };
         let device = samples.first()?.taps.device();
-        let batch = Eagle3Batch::new(samples, &objective, model.config().ttt_length, device, model.kind())?;
+        let batch =
+            Eagle3Batch::new(samples, &objective, model.config().settings.ttt_length, device, model.kind())?;
         let states = model.states(&batch);
         let rows = |step: usize| batch.supervised(step);
         let steps: Vec<usize> = (0..states.len()).take_while(|&step| rows(step).size()[0] > 0).collect();
         let counts: Vec<i64> = steps.iter().map(|&step| rows(step).size()[0]).collect();
         let teacher: Vec<Tensor> = steps.iter().map(|&step| batch.teacher(step)).collect();
         let states: Vec<Tensor> =
-            steps.iter().map(|&step| states[step].index_select(0, rows(step))).collect();
+            steps.iter().map(|&step| states[step].index_select(0, &rows(step))).collect();
         if counts.is_empty() {
             return None;
         }
@@ -186,11 +176,13 @@ impl Eagle3 {
         let double = (Kind::Double, self.device());
         let count = Tensor::full([1], sequences as f64, double);
         let Some(batch) = batch else {
-            let empty = Tensor::zeros([4 * self.config().ttt_length as i64 + 3], double);
+            let empty = Tensor::zeros([4 * self.config().settings.ttt_length as i64 + 3], double);
             return Tensor::cat(&[empty, count], 0);
         };
         let states = self.states(batch);
-        let normed = |(step, states): (&Step, &Tensor)| self.final_norm(&states.index_select(0, &step.rows));
+        let normed = |(step, states): (&Step, &Tensor)| {
+            self.final_norm(&states.index_select(0, &batch.list(step.rows)))
+        };
         // Rows are sorted by their target state, whose logits are computed once for all steps.
         let rows = Tensor::cat(&batch.steps.iter().zip(&states).map(normed).collect::<Vec<_>>(), 0)
             .index_select(0, &batch.ordered.order); // [R, d]
@@ -206,15 +198,16 @@ impl Eagle3 {
             let (correct, accept) = (step.of(&correct), step.of(&accept));
             let all = |rows: &Tensor| rows.sum(Kind::Double);
             sums.extend([all(&step.of(&entropy)), all(&correct.ones_like()), all(&correct), all(&accept)]);
+            let columns = batch.list(step.rows);
             let by_column = |rows: &Tensor| {
-                Tensor::zeros([states.size()[0]], (Kind::Float, rows.device())).index_add(0, &step.rows, rows)
+                Tensor::zeros([states.size()[0]], (Kind::Float, rows.device())).index_add(0, &columns, rows)
             };
             let here = [by_column(&correct), by_column(&accept)];
             let alive = match survivors.take() {
                 None => here,
                 Some(before) => {
-                    let kept = before.map(|all| match &step.kept {
-                        Some(kept) => all.index_select(0, kept),
+                    let kept = before.map(|all| match step.kept {
+                        Some(kept) => all.index_select(0, &batch.list(kept)),
                         None => all,
                     });
                     [&kept[0] * &here[0], &kept[1] * &here[1]]
@@ -225,9 +218,11 @@ impl Eagle3 {
         }
         let surrogate = (rows * &output.hidden).sum(Kind::Float);
         drop(states);
-        backward(&surrogate);
+        let backward = range(c"backward");
+        surrogate.backward();
+        drop(backward);
         let none = Tensor::zeros([], double);
-        sums.resize_with(4 * self.config().ttt_length, || none.shallow_clone());
+        sums.resize_with(4 * self.config().settings.ttt_length, || none.shallow_clone());
         let columns = sums[1].shallow_clone(); // supervised at step 0: where a chain of drafts may begin
         sums.extend(taus.into_iter().chain([columns, count]));
         let sums: Vec<Tensor> = sums.iter().map(|sum| sum.to_kind(Kind::Double).reshape([1])).collect();
@@ -292,34 +287,31 @@ pub fn metrics(steps: usize, decay: f64) -> Metrics {
     }
 }
 
-impl Eagle3Config {
-    /// Floating-point operations of forward and backward pass over `samples`, counted as for block drafters, for the columns that are
-    /// computed and the rows that are supervised.
-    pub fn flops(&self, samples: &[TrainSample], supervise: Supervise) -> f64 {
-        let (d, vocab) = (self.decoder.model.hidden_size as f64, self.decoder.model.vocab_size as f64);
-        let taps = self.decoder.taps.len() as f64;
-        let mut products = 0.0;
-        for sample in samples {
-            for s in 0..self.ttt_length {
-                let columns = needed(supervise, &sample.loss_mask, s, self.ttt_length);
-                let is_supervised = |i: &&usize| supervised(supervise, &sample.loss_mask, **i, s);
-                let rows = columns.iter().filter(is_supervised).count() as f64;
-                // Column i sees i + 1 columns of step 0 and one of each later step.
-                let seen: usize = columns.iter().map(|i| i + 1 + s).sum();
-                let count = columns.len() as f64;
-                if s == 0 {
-                    products += 2.0 * count * taps * d * d;
-                }
-                for layer in &self.decoder.model.layers {
-                    let Heads { query, key_value, dim } = layer.attention.heads;
-                    let (queries, keys) = ((query * dim) as f64, (key_value * dim) as f64);
-                    let inner = layer.intermediate_size as f64;
-                    let projected = 2.0 * d * (queries + 2.0 * keys) + queries * d + 3.0 * d * inner;
-                    products += 3.0 * (count * projected + 2.0 * seen as f64 * queries);
-                }
-                products += (2.0 + 1.0) * rows * d * vocab;
-            }
+/// Floating-point operations of forward and backward pass over `samples`, counted as for block drafters, for the columns that are
+/// computed and the rows that are supervised.
+fn flops(config: &Eagle3Config, samples: &[TrainSample], supervise: Supervise) -> f64 {
+    let (model, steps) = (config.model(), config.settings.ttt_length);
+    let (d, vocab) = (model.hidden_size as f64, model.vocab_size as f64);
+    let taps = config.decoder.taps.len() as f64;
+    let mut products = 0.0;
+    for (sample, s) in samples.iter().flat_map(|sample| (0..steps).map(move |s| (sample, s))) {
+        let columns = needed(supervise, &sample.loss_mask, s, steps);
+        let is_supervised = |i: &&usize| supervised(supervise, &sample.loss_mask, **i, s);
+        let rows = columns.iter().filter(is_supervised).count() as f64;
+        // Column i sees i + 1 columns of step 0 and one of each later step.
+        let seen: usize = columns.iter().map(|i| i + 1 + s).sum();
+        let count = columns.len() as f64;
+        if s == 0 {
+            products += 2.0 * count * taps * d * d;
         }
-        2.0 * products
+        for layer in &model.layers {
+            let Heads { query, key_value, dim } = layer.attention.heads;
+            let (queries, keys) = ((query * dim) as f64, (key_value * dim) as f64);
+            let inner = layer.intermediate_size as f64;
+            let projected = 2.0 * d * (queries + 2.0 * keys) + queries * d + 3.0 * d * inner;
+            products += 3.0 * (count * projected + 2.0 * seen as f64 * queries);
+        }
+        products += (2.0 + 1.0) * rows * d * vocab;
     }
+    2.0 * products
 }

@@ -4,7 +4,7 @@
 use std::fs;
 
 use crate::common::{Folder, as_is, bytes, edited, fixture, golden, target};
-use deepspec_checkpoint::{CheckpointError, CheckpointFormat, Server, Target, convert};
+use deepspec_checkpoint::{CheckpointError, CheckpointFormat, Engine, Target, convert};
 use deepspec_core::VERSION;
 use deepspec_drafters::open_checkpoint;
 use safetensors::SafeTensors;
@@ -170,7 +170,7 @@ fn an_eagle3_with_llama_layers_goes_to_specforge_and_back() {
     assert_eq!(names, expected);
     let opened = open_checkpoint(there.path()).unwrap();
     assert!(opened.check().is_ok());
-    let arguments = Server::Sglang.arguments(opened.drafter(), "DIR");
+    let arguments = Engine::Sglang.arguments(opened.drafter(), "DIR");
     assert!(arguments.contains("EAGLE3") && arguments.contains("--speculative-eagle-topk 1"), "{arguments}");
     let back = converted(&there, CheckpointFormat::Reference, Some(&target));
     assert_eq!(back.config()["target_layer_ids"], json!([0, 1, 2]));

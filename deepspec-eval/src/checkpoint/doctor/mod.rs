@@ -14,7 +14,7 @@ mod trials;
 
 use std::path::{Path, PathBuf};
 
-use deepspec_checkpoint::Server;
+use deepspec_checkpoint::Engine;
 use deepspec_core::cli::Verbosity;
 use deepspec_core::usage;
 use deepspec_datasets::suites::{SuiteDir, SuiteRows};
@@ -65,7 +65,7 @@ pub struct Args {
     /// Also say what this engine, vllm, sglang or llama.cpp, would misread of the checkpoint as it is, and which accepted length to expect
     /// there, where the likeliest token is drafted
     #[arg(long, value_name = "ENGINE")]
-    engine: Option<Server>,
+    engine: Option<Engine>,
     /// Where the models run: auto, cpu, cuda or cuda:N
     #[arg(long, default_value = "auto")]
     device: String,
@@ -121,7 +121,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     let (target, draft) =
         (dir("--target", &args.target, verbosity)?, dir("--draft", &args.draft, verbosity)?);
     let serving = match args.engine {
-        Some(server) => Some(Serving::examine(server, &draft, &target, &args.target)?),
+        Some(engine) => Some(Serving::examine(engine, &draft, &target, &args.target)?),
         None => None,
     };
     let mut report = match deepspec_drafters::check_layout(&draft) {
@@ -144,7 +144,7 @@ fn examine(args: &Args, target: &Path, draft: &Path, place: DeviceAndDtype) -> a
     let _no_grad = tch::no_grad_guard();
     let drafter = score::open(draft, place)?;
     let config = ModelConfig::load(target)?;
-    if let Err(misfit) = drafter.check_fits(&config) {
+    if let Err(misfit) = drafter.decoder().check_fits(&config) {
         return Ok(Diagnosis::misfit(misfit.to_string()));
     }
     let tokenizer = ChatTokenizer::load(target)?;
@@ -160,7 +160,7 @@ fn examine(args: &Args, target: &Path, draft: &Path, place: DeviceAndDtype) -> a
         device: place.0,
         kind: place.1,
         slots: 1,
-        taps: capture::layers(drafter.taps(), &config),
+        taps: capture::layers(&drafter.decoder().taps, &config),
     };
     let mut model = TargetModel::load(target, &options)?;
     let embed_and_head = embed_and_lm_head::compare(drafter.as_ref(), &model);

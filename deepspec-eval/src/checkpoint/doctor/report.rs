@@ -3,7 +3,7 @@
 use std::fmt::Write;
 use std::path::Path;
 
-use deepspec_checkpoint::{Risk, Server, Target, risks};
+use deepspec_checkpoint::{Engine, Risk, Target, risks};
 use deepspec_drafters::open_checkpoint;
 use deepspec_models::ModelError;
 use serde::Serialize;
@@ -160,21 +160,21 @@ pub struct Diagnosis {
 /// An engine's reading of the checkpoint.
 #[derive(Debug, Serialize)]
 pub struct Serving {
-    engine: Server,
+    engine: Engine,
     risks: Vec<Risk>,
     /// The expected accepted length in the engine, if nothing is misread.
     pub expected: Option<f64>,
 }
 
 impl Serving {
-    /// Compares the checkpoint with what `server` reads; `name` is the target's name.
+    /// Compares the checkpoint with what `engine` reads; `name` is the target's name.
     ///
     /// # Errors
     /// Fails if the checkpoint or the target is broken.
-    pub fn examine(server: Server, draft: &Path, target: &Path, name: &str) -> anyhow::Result<Self> {
+    pub fn examine(engine: Engine, draft: &Path, target: &Path, name: &str) -> anyhow::Result<Self> {
         let checkpoint = open_checkpoint(draft).map_err(super::super::report)?;
         let target = Target::open(target, name).map_err(super::super::report)?;
-        Ok(Self { engine: server, risks: risks(&checkpoint, server, &target), expected: None })
+        Ok(Self { engine, risks: risks(&checkpoint, engine, &target), expected: None })
     }
 
     fn render(&self, text: &mut String) {

@@ -162,12 +162,12 @@ pub fn score(
 ) -> Result<Option<Score>, ModelError> {
     let taps = match change {
         Change::Taps(taps) => taps.as_slice(),
-        _ => drafter.taps(),
+        _ => &drafter.decoder().taps,
     };
     let ends = target.embed_and_head();
     // The target's RoPE settings, for layers with the drafter's windows.
     let windows: Vec<Option<usize>> =
-        drafter.model().layers.iter().map(|layer| layer.attention.window).collect();
+        drafter.decoder().model.layers.iter().map(|layer| layer.attention.window).collect();
     let like = target.config().anchored_decoder(&windows)?;
     let changed = drafter.with_overrides(&match change {
         Change::Rope => DrafterOverrides { rope_of: Some(&like), ..DrafterOverrides::default() },

@@ -54,7 +54,7 @@ pub fn estimate(
             report.trials.push(Trial { cause, what, before: estimated, after, rise });
         }
     }
-    let own = &drafter.model().layers;
+    let own = &drafter.decoder().model.layers;
     let theirs = &target.config().layers;
     if let (Some(own), Some(theirs)) = (own.first(), theirs.first())
         && differing_rope(drafter, target.config())
@@ -71,9 +71,9 @@ pub fn estimate(
 /// Whether the drafter's RoPE settings differ from the target's.
 fn differing_rope(drafter: &dyn DrafterProbe, target: &ModelConfig) -> bool {
     let windows: Vec<Option<usize>> =
-        drafter.model().layers.iter().map(|layer| layer.attention.window).collect();
+        drafter.decoder().model.layers.iter().map(|layer| layer.attention.window).collect();
     let like = target.anchored_decoder(&windows).map(|like| like.layers).unwrap_or_default();
-    drafter.model().layers.iter().zip(&like).any(|(own, like)| own.rope != like.rope)
+    drafter.decoder().model.layers.iter().zip(&like).any(|(own, like)| own.rope != like.rope)
 }
 
 fn suspicions(
@@ -84,7 +84,7 @@ fn suspicions(
     embed_and_head_differ: bool,
 ) -> Vec<(Cause, String, Change)> {
     let mut found = vec![];
-    let taps = drafter.taps();
+    let taps = &drafter.decoder().taps;
     for by in [-1, 1] {
         let shifted: Option<Vec<Tap>> = taps.iter().map(|tap| tap.moved(by)).collect();
         if let Some(shifted) = shifted.filter(|shifted| captured.has(shifted)) {

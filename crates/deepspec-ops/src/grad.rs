@@ -1,15 +1,16 @@
-//! The gradient of an embedding: addends of one token are summed in float32 and in a fixed order, on every device.
-//!
-//! Adding row by row in place would round every sum to the embedding's dtype, and a GPU would add in no fixed order. Of a thousand
-//! equal addends, bfloat16 keeps less than half.
+//! Gradients of parameters that losses add to in place.
 
-use deepspec_ops::{Upload, UploadSlice, Uploaded};
 use std::collections::BTreeMap;
 
 use tch::{Kind, Tensor};
 
-/// Index from N addends to U distinct tokens.
-pub(crate) struct TokenSums {
+use crate::{Upload, UploadSlice, Uploaded};
+
+/// The gradient of an embedding: N addends of U distinct tokens, summed in float32 and in a fixed order on every device.
+///
+/// Adding row by row in place would round every sum to the embedding's dtype, and a GPU would add in no fixed order. Of a thousand equal
+/// addends, bfloat16 keeps less than half.
+pub struct EmbeddingGrad {
     /// Distinct tokens, `[U]`.
     tokens: Tensor,
     /// For each token its row and its addends, `[U + N]`: indices into U rows followed by N addends.
@@ -18,16 +19,16 @@ pub(crate) struct TokenSums {
     counts: Tensor,
 }
 
-/// The lists of [`TokenSums`] in an upload.
-pub(crate) struct TokenPlaces {
+/// The lists of [`EmbeddingGrad`] in an upload.
+pub struct EmbeddingGradSlices {
     tokens: UploadSlice,
     order: UploadSlice,
     counts: UploadSlice,
 }
 
-impl TokenSums {
+impl EmbeddingGrad {
     /// The lists for addends of these tokens.
-    pub fn plan(tokens: &[i64], indices: &mut Upload<i64>) -> TokenPlaces {
+    pub fn plan(tokens: &[i64], indices: &mut Upload<i64>) -> EmbeddingGradSlices {
         let mut addends: BTreeMap<i64, Vec<i64>> = BTreeMap::new();
         for (addend, &token) in tokens.iter().enumerate() {
             addends.entry(token).or_default().push(addend as i64);
@@ -36,7 +37,7 @@ impl TokenSums {
         let order = addends.values().enumerate().flat_map(|(row, addends)| {
             std::iter::once(row as i64).chain(addends.iter().map(move |addend| rows + addend))
         });
-        TokenPlaces {
+        EmbeddingGradSlices {
             order: indices.push(order),
             tokens: indices.push(addends.keys().copied()),
             counts: indices.push(addends.values().map(|addends| addends.len() as i64 + 1)),
@@ -44,13 +45,13 @@ impl TokenSums {
     }
 
     /// The lists on the device.
-    pub fn new(places: &TokenPlaces, there: &Uploaded) -> Self {
-        let TokenPlaces { tokens, order, counts } = places;
+    pub fn new(slices: &EmbeddingGradSlices, there: &Uploaded) -> Self {
+        let EmbeddingGradSlices { tokens, order, counts } = slices;
         Self { tokens: there.of(*tokens), order: there.of(*order), counts: there.of(*counts) }
     }
 
     /// Adds `addends [N, r]` to the rows of `gradient [V, r]`. Each row is rounded to its dtype once. Autograd must be off.
-    pub fn add(&self, gradient: &Tensor, addends: &Tensor) {
+    pub fn add_to(&self, gradient: &Tensor, addends: &Tensor) {
         let before = gradient.index_select(0, &self.tokens);
         let all = Tensor::cat(&[&before, addends], 0).to_kind(Kind::Float).index_select(0, &self.order);
         let none = None::<&Tensor>;
@@ -60,23 +61,33 @@ impl TokenSums {
     }
 }
 
+/// The gradient of a parameter, to be added to in place; zeros where it has none yet.
+pub fn grad_or_zeros(parameter: &Tensor) -> Tensor {
+    if !parameter.grad().defined() {
+        // Only a backward pass makes a gradient: that of the first row makes all of it, and it is cleared.
+        tch::with_grad(|| parameter.narrow(0, 0, 1).sum(None).backward());
+        let _ = parameter.grad().zero_();
+    }
+    parameter.grad()
+}
+
 #[cfg(test)]
 mod tests {
     use tch::Device;
 
     use super::*;
 
-    fn sums(tokens: &[i64]) -> TokenSums {
+    fn grad(tokens: &[i64]) -> EmbeddingGrad {
         let mut indices = Upload::default();
-        let places = TokenSums::plan(tokens, &mut indices);
-        TokenSums::new(&places, &indices.send(Device::Cpu))
+        let slices = EmbeddingGrad::plan(tokens, &mut indices);
+        EmbeddingGrad::new(&slices, &indices.send(Device::Cpu))
     }
 
     #[test]
     fn a_thousand_equal_addends_give_their_sum_in_bfloat16() {
         let tokens: Vec<i64> = (0..2000).map(|i| if i % 2 == 0 { 5 } else { i }).collect();
         let gradient = Tensor::zeros([2000, 3], (Kind::BFloat16, Device::Cpu));
-        sums(&tokens).add(&gradient, &Tensor::full([2000, 3], 0.25, (Kind::BFloat16, Device::Cpu)));
+        grad(&tokens).add_to(&gradient, &Tensor::full([2000, 3], 0.25, (Kind::BFloat16, Device::Cpu)));
         for (row, expected) in [(5, 250.25), (0, 0.0), (1, 0.25), (4, 0.0), (1999, 0.25)] {
             let found = gradient.double_value(&[row, 2]);
             // 8 bits of 250.
@@ -93,7 +104,7 @@ mod tests {
         };
         let (gradient, addends) = (noise(1, 64), noise(2, 600));
         let expected = gradient.index_add(0, &Tensor::from_slice(&tokens), &addends);
-        sums(&tokens).add(&gradient, &addends);
+        grad(&tokens).add_to(&gradient, &addends);
         assert!(gradient.equal(&expected));
     }
 }
