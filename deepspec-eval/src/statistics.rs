@@ -18,7 +18,7 @@ const TAIL: f64 = 0.025;
 
 /// Counts of one prompt, over all its turns and seeds.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Counts {
+pub struct PromptCounts {
     /// Number of committed tokens.
     pub committed: u64,
     /// Number of cycles.
@@ -73,13 +73,16 @@ pub struct Estimate {
 
 impl Estimate {
     /// τ of a suite over its prompts, by sample id.
-    pub fn accepted_length<'p>(suite: &str, prompts: impl IntoIterator<Item = (&'p str, Counts)>) -> Self {
+    pub fn accepted_length<'p>(
+        suite: &str,
+        prompts: impl IntoIterator<Item = (&'p str, PromptCounts)>,
+    ) -> Self {
         Self::resample(suite, prompts, RESAMPLES)
     }
 
     fn resample<'p>(
         suite: &str,
-        prompts: impl IntoIterator<Item = (&'p str, Counts)>,
+        prompts: impl IntoIterator<Item = (&'p str, PromptCounts)>,
         resamples: usize,
     ) -> Self {
         let (mut total, mut speaking) = ([0.0; 2], 0);
@@ -199,18 +202,18 @@ mod tests {
 
     /// Prompts with different accepted lengths: mean 2 + `shift`, uniform within ±1, with 3 to 30
     /// cycles each.
-    fn prompts(experiment: u64, count: u64, shift: f64) -> Vec<(String, Counts)> {
+    fn prompts(experiment: u64, count: u64, shift: f64) -> Vec<(String, PromptCounts)> {
         let stream = Stream::new(experiment, "prompts");
         let prompt = |i| {
             let uniform = |lane| stream.uniform(i, Purpose::Init, lane);
             let cycles = 3 + (28.0 * uniform(0)) as u64;
             let committed = ((2.0 + shift + 2.0 * uniform(1) - 1.0) * cycles as f64).round() as u64;
-            (format!("{experiment}-{i}"), Counts { committed, cycles })
+            (format!("{experiment}-{i}"), PromptCounts { committed, cycles })
         };
         (0..count).map(prompt).collect()
     }
 
-    fn tau(suite: &str, prompts: &[(String, Counts)]) -> Estimate {
+    fn tau(suite: &str, prompts: &[(String, PromptCounts)]) -> Estimate {
         Estimate::resample(suite, prompts.iter().map(|(id, counts)| (id.as_str(), *counts)), 500)
     }
 
@@ -267,7 +270,7 @@ mod tests {
     #[test]
     fn nothing_to_divide_is_no_value() {
         let of = |counts: &[(u64, u64)]| {
-            let counts = counts.iter().map(|&(committed, cycles)| Counts { committed, cycles });
+            let counts = counts.iter().map(|&(committed, cycles)| PromptCounts { committed, cycles });
             tau("s", &counts.enumerate().map(|(id, counts)| (id.to_string(), counts)).collect::<Vec<_>>())
         };
         let none = of(&[(0, 0); 3]);

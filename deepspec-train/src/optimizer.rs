@@ -5,7 +5,7 @@ use crate::dist::{GroupError, ProcessGroup};
 use deepspec_ops::{AdamWSettings, AdamWTensors, adamw, square_sum, take_gradient};
 use tch::{Device, Kind, Tensor};
 
-use crate::sync::{self, Sums};
+use crate::sync::{self, GradientBuckets};
 
 const BETAS: (f64, f64) = (0.9, 0.999);
 const EPS: f64 = 1e-8;
@@ -43,7 +43,7 @@ pub struct AdamW {
     max_grad_norm: f64,
     steps: i64,
     is_sharded: bool,
-    sums: Sums,
+    sums: GradientBuckets,
 }
 
 impl AdamW {
@@ -73,7 +73,7 @@ impl AdamW {
                 Slot { name: name.clone(), parameter, owner, state, sum: None, is_taken: false }
             })
             .collect();
-        let sums = Sums::new(&sizes_of(&slots), &[]);
+        let sums = GradientBuckets::new(&sizes_of(&slots), &[]);
         Self { slots, weight_decay, max_grad_norm, steps: 0, is_sharded: ranks > 1, sums }
     }
 
@@ -81,7 +81,7 @@ impl AdamW {
     /// [`AdamW::start`] reduces those of early stages first.
     #[must_use]
     pub fn with_stages(mut self, stages: &[String]) -> Self {
-        self.sums = Sums::new(&sizes_of(&self.slots), stages);
+        self.sums = GradientBuckets::new(&sizes_of(&self.slots), stages);
         self
     }
 
@@ -337,7 +337,7 @@ mod tests {
             let stages = ["layers.1.", "layers.0."].map(String::from);
             let share = if is_sharded { (group.rank(), 2) } else { (0, 1) };
             let mut optimizer = AdamW::sharded(&named, 0.01, 1.0, share);
-            optimizer.sums = Sums::with_buckets(&sizes_of(&optimizer.slots), &stages, (1, 9));
+            optimizer.sums = GradientBuckets::with_buckets(&sizes_of(&optimizer.slots), &stages, (1, 9));
             for step in 0..STEPS {
                 for micro_batch in 0..MICRO_BATCHES {
                     let is_last = micro_batch + 1 == MICRO_BATCHES;

@@ -3,7 +3,7 @@
 use std::cmp::Reverse;
 use std::ops::Range;
 
-use crate::dist::{GroupError, ProcessGroup, Sum};
+use crate::dist::{GroupError, ProcessGroup, RunningAllReduce};
 use deepspec_ops::range;
 use tch::Tensor;
 
@@ -16,7 +16,7 @@ const LEAST: usize = 1 << 18;
 
 /// Gradient sums over all ranks, in flat buckets. The order of the buckets is equal on all ranks,
 /// whenever each rank starts its sums.
-pub struct Sums {
+pub struct GradientBuckets {
     /// Parameter indices of each bucket.
     buckets: Vec<Vec<usize>>,
     /// Number of buckets that are complete after each stage.
@@ -26,18 +26,18 @@ pub struct Sums {
 }
 
 struct UnderWay {
-    sum: Sum,
+    sum: RunningAllReduce,
     shapes: Vec<Vec<i64>>,
 }
 
-impl Sums {
+impl GradientBuckets {
     /// Buckets for parameters of these names and sizes. A stage is a name prefix: parameters of
     /// early stages come first, parameters without a stage last.
     pub fn new(parameters: &[(&str, usize)], stages: &[String]) -> Self {
         Self::with_buckets(parameters, stages, (LEAST, BUCKET))
     }
 
-    /// Like [`Sums::new`], with the fewest values of an early bucket and the most values of any
+    /// Like [`GradientBuckets::new`], with the fewest values of an early bucket and the most values of any
     /// bucket.
     pub(crate) fn with_buckets(
         parameters: &[(&str, usize)],
@@ -212,7 +212,7 @@ mod tests {
         let parameters =
             [("fc", 2), ("layers.0.q", 3), ("layers.10.q", 1), ("layers.1.q", 9), ("layers.1.k", 1)];
         let stages = ["layers.10.", "layers.1.", "layers.0."].map(String::from);
-        let sums = |least| Sums::with_buckets(&parameters, &stages, (least, 9));
+        let sums = |least| GradientBuckets::with_buckets(&parameters, &stages, (least, 9));
         assert_eq!(sums(1).buckets, [vec![2], vec![3], vec![4], vec![1], vec![0]]);
         assert_eq!(sums(1).ends, [1, 3, 4, 5]);
         // The first stage joins the second, the last joins the parameters without a stage.
@@ -242,7 +242,7 @@ mod tests {
                 scope.spawn(move || {
                     let group = ProcessGroup::connect(place, Device::Cpu, Backend::Auto, PATIENCE).unwrap();
                     let own = |index: usize| gradient(group.rank(), index);
-                    let mut sums = Sums::with_buckets(parameters, stages, (1, 8));
+                    let mut sums = GradientBuckets::with_buckets(parameters, stages, (1, 8));
                     // Two steps: the first must leave no state for the second.
                     for _ in 0..2 {
                         starts.iter().for_each(|&stages| sums.start(stages, &group, own).unwrap());

@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use crate::cache::{Counts, Encoding, MANIFEST_FILE, Plan, PlannedSample, Reader};
+use crate::cache::{CacheTotals, Encoding, MANIFEST_FILE, Plan, PlannedSample, Reader};
 use deepspec_core::digest::Hasher;
 use deepspec_core::recipe::States;
 use deepspec_core::{env, jsonl};
@@ -25,21 +25,21 @@ const LOOKED_AT: usize = 64;
 /// The samples of a recipe. Sample i is the i-th of a cache built from equal files.
 pub struct Dataset {
     pub(crate) origin: Origin,
-    counts: Counts,
+    counts: CacheTotals,
     digest: String,
     report: Option<RowCounts>,
 }
 
 /// Origin of samples and hidden states.
 pub(crate) enum Origin {
-    Cache(Stored),
+    Cache(FinishedCache),
     Online(Samples),
     Hybrid(Box<CacheRecorder>),
 }
 
 /// A finished cache, and the row of each sample.
 #[derive(Clone)]
-pub(crate) struct Stored {
+pub(crate) struct FinishedCache {
     pub reader: Arc<Reader>,
     /// `None` if sample i is row i.
     pub rows: Option<Arc<Vec<usize>>>,
@@ -69,7 +69,7 @@ impl Dataset {
         first_epoch: impl FnOnce(usize) -> Vec<usize>,
     ) -> Result<Self, StatesError> {
         if let States::Cache(dir) = &recipe.data.states {
-            let stored = Stored::open(&env::expand_home(dir), source)?;
+            let stored = FinishedCache::open(&env::expand_home(dir), source)?;
             let counts = stored.reader.manifest().counts.clone();
             return Ok(Self::new(Origin::Cache(stored), counts, None, source));
         }
@@ -92,7 +92,7 @@ impl Dataset {
             );
             return Err(StatesError::Recipe { key: "data.input", problem });
         }
-        let counts = Counts {
+        let counts = CacheTotals {
             samples: report.kept as u64,
             tokens: report.tokens,
             supervised_tokens: report.supervised_tokens,
@@ -101,7 +101,7 @@ impl Dataset {
             States::Hybrid(dir) => {
                 let dir = env::expand_home(dir);
                 match dir.join(MANIFEST_FILE).exists() {
-                    true => Origin::Cache(Stored::of_samples(&dir, &samples, source)?),
+                    true => Origin::Cache(FinishedCache::of_samples(&dir, &samples, source)?),
                     false => {
                         let order = first_epoch(samples.len());
                         Origin::Hybrid(Box::new(CacheRecorder::new(dir, &samples, order, source)?))
@@ -113,7 +113,7 @@ impl Dataset {
         Ok(Self::new(origin, counts, Some(report), source))
     }
 
-    fn new(origin: Origin, counts: Counts, report: Option<RowCounts>, source: &TargetSpec) -> Self {
+    fn new(origin: Origin, counts: CacheTotals, report: Option<RowCounts>, source: &TargetSpec) -> Self {
         let mut dataset = Self { origin, counts, digest: String::new(), report };
         dataset.digest = dataset.fingerprint(source);
         dataset
@@ -148,7 +148,7 @@ impl Dataset {
     }
 
     /// Number of samples, tokens and supervised tokens.
-    pub fn counts(&self) -> &Counts {
+    pub fn counts(&self) -> &CacheTotals {
         &self.counts
     }
 
@@ -235,7 +235,7 @@ impl Dataset {
     }
 }
 
-impl Stored {
+impl FinishedCache {
     fn open(dir: &Path, source: &TargetSpec) -> Result<Self, StatesError> {
         if !dir.is_dir() {
             return Err(StatesError::NoCache { dir: dir.to_path_buf() });

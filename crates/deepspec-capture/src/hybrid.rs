@@ -10,7 +10,7 @@ use std::sync::Arc;
 use crate::cache::{Builder, Plan, PlannedSample, Reader, ShardWriter};
 
 use crate::capture::bytes;
-use crate::dataset::{CacheRecorder, Stored};
+use crate::dataset::{CacheRecorder, FinishedCache};
 use crate::online::{Online, SampleStates};
 use crate::stored::CachedStates;
 use crate::{StatesError, TargetSpec};
@@ -76,7 +76,7 @@ impl<'d> Hybrid<'d> {
             Phase::First { online, recorder } => {
                 let states = online.take()?;
                 if let Some(states) = &states {
-                    recorder.record(self.place, states)?;
+                    recorder.write_sample(self.place, states)?;
                     self.place += 1;
                 }
                 Ok(states)
@@ -109,7 +109,7 @@ impl<'d> Hybrid<'d> {
         let read = || -> Result<Phase<'d>, StatesError> {
             let reader = Arc::new(Reader::open(&self.recording.dir)?);
             let rows = Some(Arc::clone(&self.recording.places));
-            Ok(Phase::Later(CachedStates::new(Stored { reader, rows })))
+            Ok(Phase::Later(CachedStates::new(FinishedCache { reader, rows })))
         };
         if let Phase::First { recorder, .. } = &mut self.phase
             && let Some(builder) = recorder.builder.take()
@@ -134,7 +134,7 @@ impl<'d> Hybrid<'d> {
             let runs = online.runs_of(step);
             let Some(run) = runs.into_iter().find(|run| run.contains(&(place - first))) else { break };
             for (place, states) in (first + run.start..).zip(online.run(&step[run])?) {
-                recorder.record(place, &states)?;
+                recorder.write_sample(place, &states)?;
             }
         }
         Ok(())
@@ -174,7 +174,7 @@ impl<'d> Recorder<'d> {
     }
 
     /// Writes the sample at `place`, unless its shard is finished already.
-    fn record(&mut self, place: usize, states: &SampleStates) -> Result<(), StatesError> {
+    fn write_sample(&mut self, place: usize, states: &SampleStates) -> Result<(), StatesError> {
         if self.next_place() != Some(place) {
             return Ok(());
         }

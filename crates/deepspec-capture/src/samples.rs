@@ -162,7 +162,7 @@ impl Samples {
     /// Sample `index`, which must be below [`Self::len`].
     pub fn planned(&self, index: usize) -> PlannedSample {
         let entry = self.entry(index);
-        let sample = entry.decode(self.record(&entry).unwrap_or_default());
+        let sample = entry.decode(self.sample_bytes(&entry).unwrap_or_default());
         self.release_pages(&entry);
         sample
     }
@@ -176,7 +176,7 @@ impl Samples {
         Entry::read(&self.file.bytes()[self.index.start + index * Entry::BYTES..][..Entry::BYTES])
     }
 
-    fn record(&self, entry: &Entry) -> Option<&[u8]> {
+    fn sample_bytes(&self, entry: &Entry) -> Option<&[u8]> {
         let range = entry.range()?;
         self.file.bytes().get(usize::try_from(range.start).ok()?..usize::try_from(range.end).ok()?)
     }
@@ -195,7 +195,7 @@ impl Samples {
         let (mut place, mut tokens, mut supervised) = (MAGIC.len() as u64, 0, 0);
         for index in 0..self.len() {
             let entry = self.entry(index);
-            let record = self.record(&entry).filter(|_| entry.offset == place);
+            let record = self.sample_bytes(&entry).filter(|_| entry.offset == place);
             let Some(record) = record else {
                 return Err(damaged(&format!("sample {index} lies outside it")));
             };

@@ -7,7 +7,7 @@ use rayon::prelude::*;
 use tch::Kind;
 
 use crate::StatesError;
-use crate::dataset::Stored;
+use crate::dataset::FinishedCache;
 use crate::online::SampleStates;
 
 /// Most samples read at once: one waits for the disk while others are checked and decoded.
@@ -20,7 +20,7 @@ pub fn readers() -> usize {
 
 /// Reads a cache in training order.
 pub struct CachedStates {
-    stored: Stored,
+    stored: FinishedCache,
     /// Rows of the step that are not read yet.
     rows: VecDeque<usize>,
     /// States that are read but not returned yet.
@@ -28,7 +28,7 @@ pub struct CachedStates {
 }
 
 impl CachedStates {
-    pub(crate) fn new(stored: Stored) -> Self {
+    pub(crate) fn new(stored: FinishedCache) -> Self {
         Self { stored, rows: VecDeque::new(), read: VecDeque::new() }
     }
 
@@ -50,7 +50,7 @@ impl CachedStates {
     }
 }
 
-fn read(stored: &Stored, row: usize) -> Result<SampleStates, StatesError> {
+fn read(stored: &FinishedCache, row: usize) -> Result<SampleStates, StatesError> {
     let reader = &stored.reader;
     let last_positions = reader.last_positions(row)?;
     let layout = reader.layout();

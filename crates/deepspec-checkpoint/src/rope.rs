@@ -49,10 +49,10 @@ pub fn parameters(source: &Checkpoint, to: &'static str) -> Result<RopeParameter
             with_factors(source, to)?;
         }
         "linear" => {
-            positive(&chosen, "factor")?;
+            positive_number(&chosen, "factor")?;
         }
         "yarn" => {
-            positive(&chosen, "factor")?;
+            positive_number(&chosen, "factor")?;
             // vLLM and SGLang interpret these keys differently from transformers, or ignore them.
             let differing = ["attention_factor", "mscale", "mscale_all_dim"];
             if let Some(key) =
@@ -95,7 +95,7 @@ pub fn with_factors(source: &Checkpoint, to: &'static str) -> Result<Rope, Check
     else {
         return Ok(Rope { theta: unscaled(source, to)?, factors: None });
     };
-    let number = |key: &str| positive(&chosen, key);
+    let number = |key: &str| positive_number(&chosen, key);
     let llama3 = Llama3 {
         low_freq_factor: number("low_freq_factor")?,
         high_freq_factor: number("high_freq_factor")?,
@@ -114,7 +114,7 @@ pub fn with_factors(source: &Checkpoint, to: &'static str) -> Result<Rope, Check
 }
 
 /// A number above 0.
-fn positive(fields: &Fields, key: &str) -> Result<f64, CheckpointError> {
+fn positive_number(fields: &Fields, key: &str) -> Result<f64, CheckpointError> {
     let value = fields.required(key, fields.number(key)?)?;
     let positive = value > 0.0 && value.is_finite();
     positive.then_some(value).ok_or_else(|| fields.error(key, format!("{value} is not above 0")))

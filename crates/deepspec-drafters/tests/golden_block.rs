@@ -63,7 +63,7 @@ fn check_training(name: &str) {
     let batch = block.config().batch(&samples, decay, device(), Kind::Float).unwrap();
     let hidden = block.hidden(&batch);
     assert_close("output_hidden", &hidden.to_device(Device::Cpu), &kept(&case, "output_hidden"), FORWARD);
-    let features = block.features(&hidden, &batch.previous);
+    let features = block.logit_features(&hidden, &batch.previous);
     let supervised = kept(&case, "eval_mask").reshape([-1]).nonzero().squeeze_dim(1);
     let rows = |t: &Tensor| t.to_device(Device::Cpu).flatten(0, 1).index_select(0, &supervised);
     let logits = block.slot_logits(&hidden, features.as_ref().map(|(_, f)| f));

@@ -94,7 +94,7 @@ fn ours(dir: &Path, sample: TrainSample) -> Vec<(&'static str, Tensor)> {
     let block = Block::load(dir, Device::Cpu, Kind::Float).unwrap();
     let batch = block.config().batch(&samples, 1.0, Device::Cpu, Kind::Float).unwrap();
     let hidden = block.hidden(&batch);
-    let heads = block.features(&hidden, &batch.previous);
+    let heads = block.logit_features(&hidden, &batch.previous);
     let (e, features) = (heads.as_ref().map(|(e, _)| e), heads.as_ref().map(|(_, features)| features));
     let mut found = vec![("logits", block.slot_logits(&hidden, features))];
     found.extend(block.confidence_logits(&hidden, e).map(|logits| ("confidence", logits)));

@@ -13,7 +13,7 @@ use deepspec_ops::die_with_parent;
 
 /// Flags that worker processes do not inherit, and whether a value follows. Workers get their own
 /// value, or the parent has handled the flag.
-const OWN: [(&str, bool); 6] = [
+const NOT_INHERITED_FLAGS: [(&str, bool); 6] = [
     ("--processes", true),
     ("--device", true),
     ("--overwrite", false),
@@ -94,13 +94,14 @@ pub fn build(processes: usize, device: &str, gpus: usize, rejected: bool) -> any
     Ok(())
 }
 
-/// The arguments for workers, without [`OWN`] flags.
+/// The arguments for workers, without [`NOT_INHERITED_FLAGS`] flags.
 fn handed_on(asked: &[OsString]) -> Vec<&OsString> {
     let (mut kept, mut follows) = (vec![], false);
     for argument in asked {
         let text = argument.to_string_lossy();
-        let named = OWN.iter().find(|(flag, _)| text == *flag);
-        let joined = OWN.iter().any(|(flag, value)| *value && text.starts_with(&format!("{flag}=")));
+        let named = NOT_INHERITED_FLAGS.iter().find(|(flag, _)| text == *flag);
+        let joined =
+            NOT_INHERITED_FLAGS.iter().any(|(flag, value)| *value && text.starts_with(&format!("{flag}=")));
         if !follows && !joined && named.is_none() {
             kept.push(argument);
         }

@@ -48,7 +48,7 @@ impl RunStats {
     /// Writes the report of the whole output and of this run's requests beside the output.
     pub fn write(&self, store: &ResultStore, backend: Option<&Backend>) -> Result<(), FileError> {
         let servers: Vec<Value> = match backend {
-            Some(Backend::Servers(pool)) => pool.record(),
+            Some(Backend::Servers(pool)) => pool.to_json(),
             Some(Backend::Embedded(_)) | None => vec![],
         };
         let done = store.done();

@@ -76,7 +76,7 @@ impl Work<'_> {
                 outcome = outcomes.recv() => outcome,
             };
             let Some(outcome) = outcome else { break Ending::Finished };
-            if let Some(error) = self.record(outcome?)? {
+            if let Some(error) = self.record_outcome(outcome?)? {
                 break Ending::Broken(error);
             }
             if secured.elapsed() >= SECURE_EVERY {
@@ -123,7 +123,7 @@ impl Work<'_> {
     }
 
     /// Records a row; returns an error that affects all rows.
-    fn record(&mut self, (row, answered): Outcome) -> anyhow::Result<Option<anyhow::Error>> {
+    fn record_outcome(&mut self, (row, answered): Outcome) -> anyhow::Result<Option<anyhow::Error>> {
         match answered {
             Ok(answered) => {
                 self.stats.rows += 1;

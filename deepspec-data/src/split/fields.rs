@@ -156,7 +156,7 @@ impl<'a> Field<'a> {
     }
 
     /// The fields of an object; the value itself if it is not an object.
-    pub fn object(self) -> Result<Result<Fields<'a>, Value>, Problem> {
+    pub fn into_object(self) -> Result<Result<Fields<'a>, Value>, Problem> {
         if let Self::Cell(cell) = self
             && let Some(fields) = cell.fields()
         {

@@ -100,7 +100,7 @@ fn id(value: Value) -> Result<Id, Problem> {
 
 fn message(message: Field, roles: &Roles, out: &mut Conversation) -> Result<(), Problem> {
     let mut message = message
-        .object()?
+        .into_object()?
         .map_err(|other| Kind::Message.because(format!("expected an object, found {}", kind_of(&other))))?;
     let shape = if message.has("role") { Shape::OpenAi } else { Shape::ShareGpt };
     let (speaker_key, text_key) = shape.keys();

@@ -42,7 +42,7 @@ use input::Input;
 use output::Outputs;
 use overlap::Overlap;
 use passes::FirstPass;
-use report::{Rejected, Sum};
+use report::{Rejected, SplitCounts};
 use sampled::SampledSource;
 
 /// Runs the command.
@@ -81,7 +81,8 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     tell(&inputs, &found);
     write!(cli::stdout(), "{}", report::lines(args, &sources, &suites, &overlap))?;
     tracing::info!("report in {}", path.display());
-    let sum = Sum::total(&sources.iter().map(|source| Sum::of(source, 0)).collect::<Vec<_>>());
+    let sum =
+        SplitCounts::total(&sources.iter().map(|source| SplitCounts::of(source, 0)).collect::<Vec<_>>());
     conclude(args, &Rejected { rejected: sum.rejected, rows: sum.rows })
 }
 

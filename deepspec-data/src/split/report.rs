@@ -28,7 +28,7 @@ pub fn path(output: &Path) -> PathBuf {
 
 /// Row counts; the parts add up to `rows`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
-pub struct Sum {
+pub struct SplitCounts {
     /// Rows read.
     pub rows: usize,
     /// Training conversations.
@@ -47,7 +47,7 @@ pub struct Sum {
     pub rejected: usize,
 }
 
-impl Sum {
+impl SplitCounts {
     /// Counts of one source, with `overlap` training rows dropped for their held-out prompts.
     pub fn of(drawn: &SampledSource<'_>, overlap: usize) -> Self {
         let SampledSource { found, quota, .. } = drawn;
@@ -95,15 +95,15 @@ impl Sum {
 }
 
 /// The counts of all sources.
-pub fn sums(args: &Args, sources: &[SampledSource<'_>], overlap: &Overlap) -> Vec<Sum> {
+pub fn sums(args: &Args, sources: &[SampledSource<'_>], overlap: &Overlap) -> Vec<SplitCounts> {
     let left_out = |rows: usize| if args.allow_overlap { 0 } else { rows };
-    sources.iter().zip(&overlap.rows).map(|(source, &rows)| Sum::of(source, left_out(rows))).collect()
+    sources.iter().zip(&overlap.rows).map(|(source, &rows)| SplitCounts::of(source, left_out(rows))).collect()
 }
 
 /// The lines on the terminal.
 pub fn lines(args: &Args, sources: &[SampledSource<'_>], suites: &Suites, overlap: &Overlap) -> String {
     let sums = sums(args, sources, overlap);
-    let mut text = Sum::total(&sums).line(args) + "\n";
+    let mut text = SplitCounts::total(&sums).line(args) + "\n";
     for (source, sum) in sources.iter().zip(&sums) {
         if let Some(name) = &source.input.name {
             text += &format!("{name}: {}\n", sum.line(args));
@@ -170,7 +170,7 @@ struct SourceReport<'a> {
     roles: &'a BTreeMap<String, Target>,
     files: &'a [FileDigest],
     #[serde(flatten)]
-    sum: Sum,
+    sum: SplitCounts,
     rejected_by_reason: BTreeMap<&'static str, usize>,
     contaminated_by_suite: BTreeMap<String, usize>,
     dropped_messages: &'a BTreeMap<String, usize>,
@@ -279,7 +279,7 @@ pub fn value(
         "tool_version": deepspec_core::VERSION,
         "outputs": outputs(args)?,
         "train_rows_that_ask_what_is_held_out": overlap.total(),
-        "total": Sum::total(&sums),
+        "total": SplitCounts::total(&sums),
         "sources": reports.collect::<Vec<_>>(),
         "suites": suites.collect::<Vec<_>>(),
     });

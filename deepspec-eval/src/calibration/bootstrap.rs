@@ -34,13 +34,13 @@ pub struct PromptError {
 
 /// Sums over prompts that the calibration error is computed from.
 #[derive(Clone)]
-struct Sums {
+struct CalibrationSums {
     observations: f64,
     /// Σ a − Σ accepted of each cell.
     gaps: Vec<f64>,
 }
 
-impl Sums {
+impl CalibrationSums {
     fn add(&mut self, other: &Self, weight: f64) {
         self.observations += weight * other.observations;
         self.gaps.iter_mut().zip(&other.gaps).for_each(|(sum, gap)| *sum += weight * gap);
@@ -85,11 +85,11 @@ pub fn error_by_prompt<'t>(
         for block in &prompt.blocks {
             own.update(&temperatures(prompt).confidences(&block.logits)?, block.accepted)?;
         }
-        Ok(Sums { observations: own.observations() as f64, gaps: own.gaps().collect() })
+        Ok(CalibrationSums { observations: own.observations() as f64, gaps: own.gaps().collect() })
     };
     let shares = prompts.iter().map(sums).collect::<Result<Vec<_>, ScheduleError>>()?;
     let cells = shares.first().map_or(0, |share| share.gaps.len());
-    let mut total = Sums { observations: 0.0, gaps: vec![0.0; cells] };
+    let mut total = CalibrationSums { observations: 0.0, gaps: vec![0.0; cells] };
     let mut resampled = vec![total.clone(); RESAMPLES];
     for (prompt, share) in prompts.iter().zip(&shares) {
         total.add(share, 1.0);
@@ -101,7 +101,7 @@ pub fn error_by_prompt<'t>(
     }
     let around: Vec<f64> = resampled.iter().map(|sums| sums.error_around(&total)).collect();
     let [of_chance] = quantiles(&around, [0.95]).unwrap_or_default();
-    let estimate = Estimate::new(total.error(), resampled.iter().map(Sums::error).collect());
+    let estimate = Estimate::new(total.error(), resampled.iter().map(CalibrationSums::error).collect());
     Ok(Some(PromptError { estimate, of_chance }))
 }
 

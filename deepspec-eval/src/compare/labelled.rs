@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use crate::results::{Results, SuiteResult};
-use crate::statistics::{Counts, Estimate};
+use crate::statistics::{Estimate, PromptCounts};
 
 /// A result with its label.
 pub struct Labelled {
@@ -18,7 +18,7 @@ pub struct Labelled {
 /// Counts by suite.
 pub type Prompts = BTreeMap<String, Suite>;
 /// Counts by sample.
-pub type Suite = BTreeMap<String, Counts>;
+pub type Suite = BTreeMap<String, PromptCounts>;
 
 impl Labelled {
     /// The suites of the result, as a phrase.

@@ -29,8 +29,8 @@ pub struct Args {
     #[arg(long, default_value = "h100", value_name = "NAME|FILE")]
     hardware: String,
     /// What the weights of a config.json are stored as
-    #[arg(long, value_enum, default_value_t = Stored::Bf16)]
-    weights: Stored,
+    #[arg(long, value_enum, default_value_t = WeightFormat::Bf16)]
+    weights: WeightFormat,
     /// Accelerators that share the experts of each layer
     #[arg(long, default_value_t = 1, value_name = "N")]
     expert_parallel: u32,
@@ -72,7 +72,7 @@ pub struct Args {
 
 /// Storage format of the weights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-enum Stored {
+enum WeightFormat {
     /// 16 bits.
     Bf16,
     /// 8 bits.
@@ -81,12 +81,12 @@ enum Stored {
     Fp4,
 }
 
-impl From<Stored> for Precision {
-    fn from(stored: Stored) -> Self {
+impl From<WeightFormat> for Precision {
+    fn from(stored: WeightFormat) -> Self {
         match stored {
-            Stored::Bf16 => Self::Bf16,
-            Stored::Fp8 => Self::Fp8,
-            Stored::Fp4 => Self::Fp4,
+            WeightFormat::Bf16 => Self::Bf16,
+            WeightFormat::Fp8 => Self::Fp8,
+            WeightFormat::Fp4 => Self::Fp4,
         }
     }
 }

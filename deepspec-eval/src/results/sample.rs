@@ -5,7 +5,7 @@ use deepspec_engine::{AcceptanceStats, Completion, Cycle, Finish};
 use serde_json::json;
 
 use super::{Baseline, Metrics, Results, Scored, SuiteResult, Timing};
-use crate::statistics::{Counts, Estimate};
+use crate::statistics::{Estimate, PromptCounts};
 
 const TIMING: Timing = Timing { wall_s: 2.0, draft_s: 0.5, verify_s: 1.0, host_s: 0.5, steps: 9 };
 
@@ -19,7 +19,7 @@ pub fn suite(name: &str, domain: Domain, accepted: &[u32]) -> Scored {
     let mut counts = AcceptanceStats::new(2);
     counts.add(&Completion { id: "0".into(), tokens: vec![0; 8], finish: Finish::Stop, cycles });
     let baseline = Some(Baseline::new(4, TIMING));
-    let prompt = Counts { committed: counts.committed, cycles: counts.cycles };
+    let prompt = PromptCounts { committed: counts.committed, cycles: counts.cycles };
     let suite = SuiteResult {
         name: name.into(),
         domain,

@@ -8,7 +8,7 @@ use deepspec_engine::AcceptanceStats;
 use super::decode::{Answer, Pass};
 use crate::confidence::{self, ConfidenceResult};
 use crate::results::{Baseline, Metrics, OtherRule, RuleLength, Scored, Settings, SuiteResult};
-use crate::statistics::{Counts, Estimate};
+use crate::statistics::{Estimate, PromptCounts};
 
 /// Scores the suites; `plain` has the answers of plain decoding for the same samples.
 pub fn all(
@@ -42,7 +42,7 @@ pub fn other_rule(suites: &[TokenizedSuite], passes: &[Pass], settings: &Setting
 
 /// A suite's τ, over resampled prompts.
 fn length(suite: &TokenizedSuite, pass: &Pass) -> Estimate {
-    let mut prompts = BTreeMap::<&str, Counts>::new();
+    let mut prompts = BTreeMap::<&str, PromptCounts>::new();
     for answer in &pass.answers {
         let prompt = prompts.entry(&suite.ids[answer.sample]).or_default();
         prompt.cycles += answer.completion.cycles.len() as u64;

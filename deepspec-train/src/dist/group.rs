@@ -141,11 +141,15 @@ impl ProcessGroup {
     }
 
     /// Starts to sum a contiguous tensor over all ranks, in place unless it is copied through host
-    /// memory. [`Sum::finish`] returns the result.
+    /// memory. [`RunningAllReduce::finish`] returns the result.
     ///
     /// # Errors
     /// See [`ProcessGroup`].
-    pub fn start_all_reduce(&self, operation: &'static str, mut tensor: Tensor) -> Result<Sum, GroupError> {
+    pub fn start_all_reduce(
+        &self,
+        operation: &'static str,
+        mut tensor: Tensor,
+    ) -> Result<RunningAllReduce, GroupError> {
         let state = match &self.link {
             None => SumState::Done(tensor),
             Some(link) if link.stages(&tensor) => {
@@ -157,7 +161,7 @@ impl ProcessGroup {
                 SumState::Pending(sum.map_err(|problem| self.give_up(operation, &problem))?)
             }
         };
-        Ok(Sum { operation, state })
+        Ok(RunningAllReduce { operation, state })
     }
 
     /// Copies a contiguous tensor of rank `root` to all ranks, in place.
@@ -257,17 +261,17 @@ impl ProcessGroup {
 }
 
 /// A sum over all ranks that may still be running.
-pub struct Sum {
+pub struct RunningAllReduce {
     operation: &'static str,
     state: SumState,
 }
 
 enum SumState {
     Done(Tensor),
-    Pending(c10d::Sum),
+    Pending(c10d::PendingAllReduce),
 }
 
-impl Sum {
+impl RunningAllReduce {
     /// Waits for the sum; `group` must be the group that started it. All ranks get the same bits.
     ///
     /// # Errors

@@ -7,5 +7,5 @@ mod rendezvous;
 
 pub use comm_backend::CommBackend;
 pub use error::GroupError;
-pub use group::{ProcessGroup, Sum};
+pub use group::{ProcessGroup, RunningAllReduce};
 pub use rendezvous::Host;

@@ -12,7 +12,7 @@ pub(crate) fn parts_dir(dir: &Path) -> PathBuf {
 /// Sums over all samples.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Counts {
+pub struct CacheTotals {
     /// Number of samples.
     pub samples: u64,
     /// Number of tokens.

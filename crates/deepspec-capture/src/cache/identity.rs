@@ -4,7 +4,7 @@ use std::fmt::Display;
 
 use serde_json::Value;
 
-use crate::cache::files::Counts;
+use crate::cache::files::CacheTotals;
 use crate::cache::layout::Encoding;
 use serde::{Deserialize, Serialize};
 
@@ -109,7 +109,7 @@ pub(crate) struct Recipe {
     pub encoding: Encoding,
     pub last: FinalStates,
     pub shard_bytes: u64,
-    pub counts: Counts,
+    pub counts: CacheTotals,
     pub input: String,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reference: Option<Value>,

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::cache::error::CacheError;
-use crate::cache::files::{Counts, SamplesEntry, ShardEntry, parts_dir};
+use crate::cache::files::{CacheTotals, SamplesEntry, ShardEntry, parts_dir};
 use crate::cache::identity::{Identity, Recipe};
 use crate::cache::layout::{Encoding, Layout};
 use crate::cache::plan::{Plan, PlannedShard};
@@ -44,7 +44,7 @@ pub struct Manifest {
     /// Digest over ids, token ids and spans of all samples.
     pub input: String,
     /// Sums over all samples.
-    pub counts: Counts,
+    pub counts: CacheTotals,
     /// The samples' table.
     pub samples: SamplesEntry,
     /// The shards, in order.

@@ -44,7 +44,7 @@ pub use builder::Builder;
 pub use codec::stored_bytes;
 pub use deepspec_core::FinalStates;
 pub use error::{CacheError, Part};
-pub use files::{Counts, SamplesEntry, ShardEntry};
+pub use files::{CacheTotals, SamplesEntry, ShardEntry};
 pub use identity::Identity;
 pub use inspect::{Inspection, TensorSummary, inspect};
 pub use layout::{Encoding, Layout, loss_mask};

@@ -7,7 +7,7 @@ use deepspec_core::digest::Hasher;
 use serde_json::Value;
 
 use crate::cache::error::CacheError;
-use crate::cache::files::Counts;
+use crate::cache::files::CacheTotals;
 use crate::cache::identity::Identity;
 use crate::cache::identity::Recipe;
 use crate::cache::layout::Layout;
@@ -42,7 +42,7 @@ pub struct Plan {
     layout: Layout,
     shard_bytes: u64,
     shards: Vec<PlannedShard>,
-    counts: Counts,
+    counts: CacheTotals,
     bytes: u64,
     digest: String,
     reference: Option<Value>,
@@ -95,7 +95,7 @@ impl Plan {
         }
         let (mut seen, mut hasher) = (HashSet::new(), Hasher::default());
         let mut shards: Vec<PlannedShard> = Vec::new();
-        let mut counts = Counts::default();
+        let mut counts = CacheTotals::default();
         for (index, sample) in samples.iter().enumerate() {
             sample.check()?;
             if !seen.insert(sample.id.as_str()) {
@@ -152,7 +152,7 @@ impl Plan {
     }
 
     /// Number of samples, tokens and supervised tokens.
-    pub fn counts(&self) -> &Counts {
+    pub fn counts(&self) -> &CacheTotals {
         &self.counts
     }
 

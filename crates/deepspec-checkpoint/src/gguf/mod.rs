@@ -28,7 +28,7 @@ pub use blocks::BlockType;
 pub use error::GgufError;
 pub use model::{Llama3, Model, ROPE_FACTORS};
 pub use names::LAYER_NAMES;
-pub use reader::{Entry, Gguf, Stored};
+pub use reader::{Entry, Gguf, TensorInfo};
 pub use rope_layout::to_interleaved;
 pub use tokenizer::Tokenizer;
 pub use unpack::{LINK, unpack};

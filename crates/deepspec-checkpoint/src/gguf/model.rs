@@ -7,7 +7,7 @@ use serde_json::{Map, Value as Json, json};
 
 use crate::gguf::rope_layout::to_half_split;
 use crate::gguf::vocabulary::Vocabulary;
-use crate::gguf::{Gguf, GgufError, Stored, names};
+use crate::gguf::{Gguf, GgufError, TensorInfo, names};
 
 /// llama.cpp's name of an architecture, and its values for config.json.
 struct Architecture {
@@ -97,7 +97,7 @@ impl Model {
     }
 
     /// Its tensors by their names in transformers.
-    pub fn tensors(&self) -> impl Iterator<Item = (&str, &Stored)> {
+    pub fn tensors(&self) -> impl Iterator<Item = (&str, &TensorInfo)> {
         let stored = |named: &Named| &self.file.tensors()[&named.stored];
         self.tensors.iter().map(move |(name, named)| (name.as_str(), stored(named)))
     }

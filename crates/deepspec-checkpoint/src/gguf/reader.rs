@@ -56,7 +56,7 @@ impl Entry {
 
 /// The storage of a tensor.
 #[derive(Debug, Clone)]
-pub struct Stored {
+pub struct TensorInfo {
     /// Quantisation type.
     pub kind: &'static BlockType,
     /// Dimensions, slowest first.
@@ -65,7 +65,7 @@ pub struct Stored {
     bytes: usize,
 }
 
-impl Stored {
+impl TensorInfo {
     /// Number of values.
     pub fn values(&self) -> usize {
         self.bytes / self.kind.bytes * self.kind.values
@@ -78,7 +78,7 @@ pub struct Gguf {
     path: PathBuf,
     file: File,
     entries: BTreeMap<String, Entry>,
-    tensors: BTreeMap<String, Stored>,
+    tensors: BTreeMap<String, TensorInfo>,
 }
 
 impl Gguf {
@@ -141,7 +141,7 @@ impl Gguf {
     }
 
     /// Tensors by name.
-    pub fn tensors(&self) -> &BTreeMap<String, Stored> {
+    pub fn tensors(&self) -> &BTreeMap<String, TensorInfo> {
         &self.tensors
     }
 
@@ -270,7 +270,7 @@ struct Head<'a> {
     text: usize,
 }
 
-type Parts = (BTreeMap<String, Entry>, BTreeMap<String, Stored>);
+type Parts = (BTreeMap<String, Entry>, BTreeMap<String, TensorInfo>);
 
 impl Head<'_> {
     fn bad(&self, problem: impl Into<String>) -> GgufError {
@@ -311,7 +311,7 @@ impl Head<'_> {
         Ok((entries, found))
     }
 
-    fn tensor(&mut self, name: &str) -> Result<Stored, GgufError> {
+    fn tensor(&mut self, name: &str) -> Result<TensorInfo, GgufError> {
         let dimensions = self.u32(name)?;
         if dimensions > MAX_DIMENSIONS {
             return Err(self.bad(format!(
@@ -348,7 +348,7 @@ impl Head<'_> {
         };
         shape.reverse();
         let shape = shape.into_iter().map(|size| size as usize).collect();
-        Ok(Stored { kind, shape, start, bytes: bytes as usize })
+        Ok(TensorInfo { kind, shape, start, bytes: bytes as usize })
     }
 
     fn value(&mut self, key: &str, kind: u32, may_be_list: bool) -> Result<Entry, GgufError> {

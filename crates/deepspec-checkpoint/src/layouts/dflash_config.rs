@@ -12,7 +12,7 @@ use crate::kind::DflashConfigKeys;
 use crate::{CheckpointError, CheckpointFormat, Family};
 
 /// Top-level keys that are not the decoder's and that drafters of every kind may have.
-const OWN: [&str; 6] =
+const TOP_LEVEL_KEYS: [&str; 6] =
     ["num_target_layers", "block_size", "dflash_config", "emb_dim", "is_causal", "sample_from_anchor"];
 
 /// The object with a drafter's own settings.
@@ -20,7 +20,7 @@ const INNER: &str = "dflash_config";
 
 /// Known keys of `dflash_config`, of all kinds and tools. Each is read here or does not affect the
 /// computation.
-const WITHIN: [&str; 20] = [
+const DFLASH_CONFIG_KEYS: [&str; 20] = [
     "block_size",
     "target_layer_ids",
     "mask_token_id",
@@ -49,7 +49,9 @@ const CONSTANTS: [&str; 5] =
     ["block_size", "target_layer_ids", "mask_token_id", "markov_rank", "markov_head_type"];
 
 fn is_known(key: &str) -> bool {
-    WITHIN.contains(&key) || SCALES.iter().any(|(scale, _)| *scale == key) || switch(key).is_some()
+    DFLASH_CONFIG_KEYS.contains(&key)
+        || SCALES.iter().any(|(scale, _)| *scale == key)
+        || reason_to_refuse(key).is_some()
 }
 
 /// Switches that change the computation of the layers, with the reason that each refuses a drafter.
@@ -96,7 +98,7 @@ impl<'a> DflashConfig<'a> {
     /// Fails if a key is missing or wrong.
     pub fn read(fields: &Fields<'a>, own: &[&str], families: &[Family]) -> Result<Self, CheckpointError> {
         let inner = fields.required_object(INNER)?;
-        let mut decoder = Decoder::read(fields, &[&OWN, own].concat(), families)?;
+        let mut decoder = Decoder::read(fields, &[&TOP_LEVEL_KEYS, own].concat(), families)?;
         decoder.incompatibilities.extend(attention(fields.map));
         decoder.incompatibilities.extend(unknown(inner.map));
         decoder.incompatibilities.extend(scales(fields, &inner));
@@ -147,7 +149,7 @@ pub(super) fn attention(map: &Map<String, Value>) -> Vec<Incompatibility> {
     let mut found = vec![];
     for (map, within) in &places {
         for (key, value) in map.iter().flat_map(|map| map.iter()) {
-            if let Some(reason) = switch(key).filter(|_| is_on(value)) {
+            if let Some(reason) = reason_to_refuse(key).filter(|_| is_on(value)) {
                 found.push(Incompatibility { key: format!("{within}{key}"), reason: reason.into() });
             }
         }
@@ -157,7 +159,7 @@ pub(super) fn attention(map: &Map<String, Value>) -> Vec<Incompatibility> {
 
 /// Why a key of this name refuses a drafter if it is on. It matches known keys and similar
 /// spellings.
-fn switch(key: &str) -> Option<&'static str> {
+fn reason_to_refuse(key: &str) -> Option<&'static str> {
     let known = SWITCHES.iter().find(|(known, _)| *known == key).map(|&(_, reason)| reason);
     let mut words = key.split('_');
     known.or_else(|| match key {

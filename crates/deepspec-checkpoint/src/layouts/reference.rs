@@ -11,7 +11,7 @@ use crate::drafter::Drafter;
 use crate::fields::Fields;
 
 /// Keys that belong neither to the decoder nor to a kind.
-const OWN: [&str; 7] = [
+const DRAFTER_KEYS: [&str; 7] = [
     "num_target_layers",
     "target_layer_ids",
     "dflash_config",
@@ -29,7 +29,7 @@ pub fn read(
     known: Known,
 ) -> Result<Drafter, CheckpointError> {
     let of_kinds = known.kinds.iter().flat_map(|kind| kind.keys);
-    let own: Vec<&str> = OWN.iter().chain(of_kinds).copied().collect();
+    let own: Vec<&str> = DRAFTER_KEYS.iter().chain(of_kinds).copied().collect();
     let mut decoder = Decoder::read(fields, &own, known.families)?;
     decoder.incompatibilities.extend(dflash_config::attention(fields.map));
     let kind = (kind.reference)(fields, &decoder)?;

@@ -214,13 +214,13 @@ impl Target {
 impl Layer {
     fn problem(&self) -> Option<String> {
         let sizes = [("count", self.count), ("projections", self.projections)];
-        wrong(&sizes, positive, "a positive number")
+        wrong(&sizes, is_positive_number, "a positive number")
             .or_else(|| self.attention.problem())
             .or_else(|| self.feed_forward.problem())
     }
 }
 
-fn positive(value: f64) -> bool {
+fn is_positive_number(value: f64) -> bool {
     value.is_finite() && value > 0.0
 }
 

@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::{at_least_0, infinite, one, positive, wrong};
+use super::{at_least_0, infinite, is_positive_number, one, wrong};
 
 /// Operations and bytes of a part of a layer.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -148,7 +148,7 @@ impl Attention {
                 ("top", top),
             ),
         };
-        wrong(&needed, positive, "a positive number")
+        wrong(&needed, is_positive_number, "a positive number")
             .or(wrong(&allowed, at_least_0, "a number of at least 0"))
             .or(wrong(&[limit], |value| value > 0.0, "a positive number"))
     }
@@ -235,10 +235,12 @@ impl FeedForward {
     /// The first invalid value, if there is one.
     pub(super) fn problem(&self) -> Option<String> {
         match *self {
-            Self::Dense { weights } => wrong(&[("weights", weights)], positive, "a positive number"),
+            Self::Dense { weights } => {
+                wrong(&[("weights", weights)], is_positive_number, "a positive number")
+            }
             Self::Experts { weights, experts, active, shared } => {
                 let sizes = [("weights", weights), ("experts", experts)];
-                wrong(&sizes, positive, "a positive number")
+                wrong(&sizes, is_positive_number, "a positive number")
                     .or(wrong(
                         &[("active", active)],
                         |count| count >= 1.0 && count <= experts,

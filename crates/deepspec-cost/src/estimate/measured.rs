@@ -46,12 +46,12 @@ struct Regenerated {
 #[derive(Deserialize)]
 struct Suite {
     prompt_tokens: f64,
-    counts: Counts,
+    counts: DecodingCounts,
     timing: Timing,
 }
 
 #[derive(Deserialize)]
-struct Counts {
+struct DecodingCounts {
     samples: f64,
     cycles: f64,
     committed: f64,
@@ -138,7 +138,8 @@ fn judgement(
     slots: f64,
     value_bytes: f64,
 ) -> Measured {
-    let Suite { prompt_tokens, counts: Counts { samples, cycles, committed, output_tokens }, timing } = suite;
+    let Suite { prompt_tokens, counts: DecodingCounts { samples, cycles, committed, output_tokens }, timing } =
+        suite;
     let asked = DecodeLoad {
         rows: *samples,
         prompt: prompt_tokens / samples,

@@ -33,7 +33,7 @@ pub struct Description {
     /// Files of the dataset instead of configuration and split; `*` matches any part of a name.
     pub files: Option<Vec<String>>,
     /// User messages.
-    pub turns: Turns,
+    pub turns: SuitePrompt,
     /// Maximum number of rows to score.
     pub limit: Option<NonZeroUsize>,
 }
@@ -44,7 +44,7 @@ pub struct Description {
     untagged,
     expecting = "expected a list of templates such as [\"{{ question }}\"], or the name of a column that holds the turns"
 )]
-pub enum Turns {
+pub enum SuitePrompt {
     /// One template per turn.
     Templates(Vec<String>),
     /// Name of a column with a list of turns.
@@ -74,7 +74,7 @@ pub fn read(path: &Path) -> anyhow::Result<Plan> {
     let said = serde_json::to_string(&description)?;
     // Prefixes the language, because an older template language gave other prompts for the same
     // text.
-    let language = if matches!(description.turns, Turns::Templates(_)) { "jinja " } else { "" };
+    let language = if matches!(description.turns, SuitePrompt::Templates(_)) { "jinja " } else { "" };
     let digest = digest::bytes(format!("{language}{said}").as_bytes());
     match description.plan(format!("description {}", &digest[..16])) {
         Ok(plan) => Ok(plan),
@@ -137,7 +137,7 @@ impl Description {
     }
 }
 
-impl Turns {
+impl SuitePrompt {
     /// The conversion from rows to prompts, or the problem with it.
     pub(crate) fn conversion(&self) -> Result<PromptConversion, String> {
         match self {

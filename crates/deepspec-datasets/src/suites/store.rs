@@ -73,13 +73,13 @@ impl<'a> Store<'a> {
             Some(_) => {}
             None => atomic::replace(&path, |file| file.write_all(converted.text.as_bytes()))?,
         }
-        self.record(&plan.name, &entry)?;
+        self.add_to_manifest(&plan.name, &entry)?;
         Ok(StoredSuite { entry, new: there.is_none() })
     }
 
     /// Adds a suite to the record. A lock on the folder prevents concurrent runs from losing each
     /// other's entries.
-    fn record(&self, name: &str, entry: &Entry) -> anyhow::Result<()> {
+    fn add_to_manifest(&self, name: &str, entry: &Entry) -> anyhow::Result<()> {
         let folder = File::open(self.dir).map_err(FileError::at("opening", self.dir))?;
         folder.lock().map_err(FileError::at("locking", self.dir))?;
         let mut record = Record::read(self.dir)?;

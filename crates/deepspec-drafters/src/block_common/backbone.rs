@@ -127,9 +127,9 @@ impl<K: BlockDrafter> DraftModel<K> {
         self.vocabulary().logits(hidden)
     }
 
-    /// See [`BlockDrafter::features`].
-    pub fn features(&self, hidden: &Tensor, previous: &Tensor) -> Option<(Tensor, Tensor)> {
-        K::features(self, hidden, previous)
+    /// See [`BlockDrafter::logit_features`].
+    pub fn logit_features(&self, hidden: &Tensor, previous: &Tensor) -> Option<(Tensor, Tensor)> {
+        K::logit_features(self, hidden, previous)
     }
 
     /// See [`BlockDrafter::slot_logits`].

@@ -19,7 +19,7 @@ pub fn predict<'a, K: BlockDrafter>(
     let device = samples.first()?.taps.device();
     let batch = BlockBatch::new(samples, K::blocks(config), false, 1.0, device, model.kind())?;
     let hidden = model.hidden(&batch); // [A, γ, d]
-    let (embeddings, features) = model.features(&hidden, &batch.previous).unzip();
+    let (embeddings, features) = model.logit_features(&hidden, &batch.previous).unzip();
     let confidence = model.confidence_logits(&hidden, embeddings.as_ref());
     // Position after position: [γ, A, d] and [γ, A, r] as rows.
     let by_position = |all: &Tensor| all.transpose(0, 1).flatten(0, 1);

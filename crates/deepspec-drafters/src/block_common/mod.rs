@@ -80,7 +80,11 @@ pub trait BlockDrafter: DrafterKind {
 
     /// Embeddings of the previous tokens, and features of the logits, `[A, γ, r]` each, teacher-forced from hidden states `[A, γ, d]` and
     /// previous tokens `[A, γ]`. None where logits depend on hidden states alone.
-    fn features(model: &DraftModel<Self>, hidden: &Tensor, previous: &Tensor) -> Option<(Tensor, Tensor)>;
+    fn logit_features(
+        model: &DraftModel<Self>,
+        hidden: &Tensor,
+        previous: &Tensor,
+    ) -> Option<(Tensor, Tensor)>;
 
     /// Float32 logits `[R, V]` from hidden states `[R, d]` and features `[R, r]`.
     fn slot_logits(model: &DraftModel<Self>, hidden: &Tensor, features: Option<&Tensor>) -> Tensor;

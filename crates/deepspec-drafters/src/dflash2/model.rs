@@ -326,7 +326,7 @@ impl PathSelector {
     }
 
     /// `A[a] ⊙ P h`: states `[.., d]` and embeddings `[.., r]` to `[.., r]`.
-    pub fn features(&self, hidden: &Tensor, embeddings: &Tensor) -> Tensor {
+    pub fn logit_features(&self, hidden: &Tensor, embeddings: &Tensor) -> Tensor {
         self.projection.forward(hidden) * embeddings
     }
 
@@ -416,14 +416,14 @@ impl BlockDrafter for DFlash2Parts {
         (): &mut (),
     ) -> (Tensor, Option<Tensor>) {
         let selector = &model.parts.selector;
-        let features = selector.features(hidden, &selector.embed(previous));
+        let features = selector.logit_features(hidden, &selector.embed(previous));
         (selector.restrict(&base, &features), None)
     }
 
-    fn features(model: &DFlash2, hidden: &Tensor, previous: &Tensor) -> Option<(Tensor, Tensor)> {
+    fn logit_features(model: &DFlash2, hidden: &Tensor, previous: &Tensor) -> Option<(Tensor, Tensor)> {
         let selector = &model.parts.selector;
         let embeddings = selector.embed(previous);
-        let features = selector.features(hidden, &embeddings);
+        let features = selector.logit_features(hidden, &embeddings);
         Some((embeddings, features))
     }
 

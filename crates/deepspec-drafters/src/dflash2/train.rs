@@ -246,7 +246,7 @@ impl DFlash2 {
         let hidden = &pass.hidden; // [A, γ, d]
         // A leaf, because few rows of A have a gradient: autograd would make one for all of them.
         let e = tch::no_grad(|| selector.embed(&batch.previous)).set_requires_grad(true);
-        let features = supervised(&selector.features(hidden, &e)); // [R, r]
+        let features = supervised(&selector.logit_features(hidden, &e)); // [R, r]
         let rows = supervised(hidden); // [R, d]
         let learns = successors.requires_grad();
         let loss = SelectorLoss {

@@ -357,7 +357,7 @@ impl MarkovHead {
     }
 
     /// Teacher-forced [`MarkovHead::step`]s over whole blocks: `hidden [A, γ, d]`, `e [A, γ, r]` to `[A, γ, r]`.
-    pub fn features(&self, hidden: &Tensor, e: &Tensor) -> Tensor {
+    pub fn logit_features(&self, hidden: &Tensor, e: &Tensor) -> Tensor {
         match &self.form {
             Form::Vanilla | Form::Gated(_) => self.step(hidden, e, &mut MarkovState::default()),
             Form::Rnn(_) => {
@@ -474,10 +474,10 @@ impl BlockDrafter for BlockParts {
         (base + markov.bias(&features).to_kind(Kind::Float), Some(e))
     }
 
-    fn features(model: &Block, hidden: &Tensor, previous: &Tensor) -> Option<(Tensor, Tensor)> {
+    fn logit_features(model: &Block, hidden: &Tensor, previous: &Tensor) -> Option<(Tensor, Tensor)> {
         model.parts.markov.as_ref().map(|markov| {
             let e = markov.embed(previous);
-            let features = markov.features(hidden, &e);
+            let features = markov.logit_features(hidden, &e);
             (e, features)
         })
     }

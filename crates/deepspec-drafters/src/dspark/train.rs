@@ -237,7 +237,7 @@ impl Block {
             e.set_requires_grad(true)
         });
         let features = self.parts.markov.as_ref().zip(e.as_ref()).map(|(markov, e)| {
-            supervised(&markov.features(hidden, e)) // [R, r]
+            supervised(&markov.logit_features(hidden, e)) // [R, r]
         });
         let rows = supervised(hidden); // [R, d]
         let output =

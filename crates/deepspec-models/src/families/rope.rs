@@ -21,7 +21,7 @@ pub fn flat(fields: &Fields, head_dim: i64, trained_for: usize) -> Result<(RopeS
     let newer = fields.object("rope_parameters")?;
     let theta = fields.number("rope_theta")?;
     let Some(settings) = scaling.filter(|scaling| !scaling.map.is_empty()).or(newer) else {
-        let theta = positive(fields, "rope_theta", theta.unwrap_or(DEFAULT_THETA))?;
+        let theta = positive_number(fields, "rope_theta", theta.unwrap_or(DEFAULT_THETA))?;
         return Ok((RopeSpec { theta, head_dim, scaling: Scaling::None }, trained_for));
     };
     let original = fields.number("original_max_position_embeddings")?;
@@ -64,7 +64,7 @@ impl<'a> ByLayerType<'a> {
                 let theta = self.fields.number("rope_theta")?.unwrap_or(FULL_THETA);
                 let part = self.fields.number("partial_rotary_factor")?.unwrap_or(FULL_PART);
                 let scaling = Scaling::Proportional { planes: planes(part, head_dim), factor: 1.0 };
-                Ok(RopeSpec { theta: positive(self.fields, "rope_theta", theta)?, head_dim, scaling })
+                Ok(RopeSpec { theta: positive_number(self.fields, "rope_theta", theta)?, head_dim, scaling })
             }
         }
     }
@@ -78,7 +78,7 @@ impl<'a> ByLayerType<'a> {
             Some(parameters) => self.of(parameters, "sliding_attention", head_dim),
             None => {
                 let theta = self.fields.number("rope_local_base_freq")?.unwrap_or(DEFAULT_THETA);
-                let theta = positive(self.fields, "rope_local_base_freq", theta)?;
+                let theta = positive_number(self.fields, "rope_local_base_freq", theta)?;
                 Ok(RopeSpec { theta, head_dim, scaling: Scaling::None })
             }
         }
@@ -107,7 +107,7 @@ struct Reader<'a> {
 impl Reader<'_> {
     fn spec(&self, head_dim: i64, theta: f64) -> Result<RopeSpec, ModelError> {
         let settings = self.settings;
-        let theta = positive(settings, "rope_theta", settings.number("rope_theta")?.unwrap_or(theta))?;
+        let theta = positive_number(settings, "rope_theta", settings.number("rope_theta")?.unwrap_or(theta))?;
         let kind = match settings.text("rope_type")? {
             Some(kind) => kind,
             None => settings.text("type")?.unwrap_or("default"),
@@ -121,7 +121,7 @@ impl Reader<'_> {
             "default" => Scaling::None,
             "proportional" => Scaling::Proportional {
                 planes: planes(part.unwrap_or(1.0), head_dim),
-                factor: positive(settings, "factor", settings.number("factor")?.unwrap_or(1.0))?,
+                factor: positive_number(settings, "factor", settings.number("factor")?.unwrap_or(1.0))?,
             },
             "linear" => Scaling::Linear { factor: self.required("factor")? },
             "llama3" => Scaling::Llama3 {
@@ -157,28 +157,28 @@ impl Reader<'_> {
         let given = |key: &str| number(key).map(|value| value.filter(|&value| value != 0.0));
         let attention_factor = match (number("attention_factor")?, given("mscale")?, given("mscale_all_dim")?)
         {
-            (Some(factor), ..) => positive(settings, "attention_factor", factor)?,
+            (Some(factor), ..) => positive_number(settings, "attention_factor", factor)?,
             (None, Some(mscale), Some(all)) => magnitude(factor, mscale) / magnitude(factor, all),
             (None, ..) => magnitude(factor, 1.0),
         };
         Ok(Yarn {
             factor,
             attention_factor,
-            beta_fast: positive(settings, "beta_fast", given("beta_fast")?.unwrap_or(32.0))?,
-            beta_slow: positive(settings, "beta_slow", given("beta_slow")?.unwrap_or(1.0))?,
+            beta_fast: positive_number(settings, "beta_fast", given("beta_fast")?.unwrap_or(32.0))?,
+            beta_slow: positive_number(settings, "beta_slow", given("beta_slow")?.unwrap_or(1.0))?,
             original,
             truncate: self.truncate,
         })
     }
 
     fn required(&self, key: &str) -> Result<f64, ModelError> {
-        positive(self.settings, key, self.settings.required(key, self.settings.number(key)?)?)
+        positive_number(self.settings, key, self.settings.required(key, self.settings.number(key)?)?)
     }
 
     fn original(&self) -> Result<f64, ModelError> {
         let key = "original_max_position_embeddings";
         let inside = self.settings.number(key)?;
-        positive(self.settings, key, self.original.or(inside).unwrap_or(self.trained_for as f64))
+        positive_number(self.settings, key, self.original.or(inside).unwrap_or(self.trained_for as f64))
     }
 }
 
@@ -192,7 +192,7 @@ fn magnitude(factor: f64, mscale: f64) -> f64 {
     if factor <= 1.0 { 1.0 } else { 0.1 * mscale * factor.ln() + 1.0 }
 }
 
-fn positive(fields: &Fields, key: &str, value: f64) -> Result<f64, ModelError> {
+fn positive_number(fields: &Fields, key: &str, value: f64) -> Result<f64, ModelError> {
     if value > 0.0 && value.is_finite() {
         return Ok(value);
     }

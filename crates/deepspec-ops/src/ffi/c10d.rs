@@ -223,18 +223,18 @@ impl Group {
     }
 
     /// Starts an all-reduce without waiting for it.
-    pub fn start_all_reduce(&self, mut tensor: Tensor) -> Outcome<Sum> {
+    pub fn start_all_reduce(&self, mut tensor: Tensor) -> Outcome<PendingAllReduce> {
         let mut number = 0;
         // SAFETY: the group lives until `self` is dropped. This function owns the tensor, and c10d holds a counted
         // reference to its storage during the collective. The out-pointer outlives the call.
         check(unsafe {
             ds_group_all_reduce_start(self.0.as_ptr(), tensor.as_mut_ptr().cast(), &mut number)
         })?;
-        Ok(Sum { number, tensor })
+        Ok(PendingAllReduce { number, tensor })
     }
 
     /// Waits for an all-reduce that this group started. On a GPU the current stream waits, not the host.
-    pub fn finish(&self, sum: Sum) -> Outcome<Tensor> {
+    pub fn finish(&self, sum: PendingAllReduce) -> Outcome<Tensor> {
         // SAFETY: the group lives until `self` is dropped.
         check(unsafe { ds_group_finish(self.0.as_ptr(), sum.number) })?;
         Ok(sum.tensor)
@@ -271,7 +271,7 @@ impl Drop for Group {
 }
 
 /// An all-reduce in progress. The group keeps c10d's handle.
-pub struct Sum {
+pub struct PendingAllReduce {
     number: u64,
     tensor: Tensor,
 }

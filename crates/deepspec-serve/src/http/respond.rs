@@ -28,7 +28,7 @@ pub struct ResponseHeader {
 }
 
 impl ResponseHeader {
-    fn object(&self, kind: &str, choices: Value) -> Value {
+    fn to_json(&self, kind: &str, choices: Value) -> Value {
         json!({"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices})
     }
 
@@ -38,7 +38,7 @@ impl ResponseHeader {
         if let Some(reply) = ended {
             choice["stop_reason"] = json!(reply.stop());
         }
-        self.object("chat.completion.chunk", json!([choice]))
+        self.to_json("chat.completion.chunk", json!([choice]))
     }
 }
 
@@ -61,7 +61,7 @@ pub fn completion(header: &ResponseHeader, whole: &Delta, reply: &ResponseStream
     let choice = json!({
         "index": 0, "message": message, "logprobs": null, "finish_reason": finish_reason(reply), "stop_reason": reply.stop(),
     });
-    let mut object = header.object("chat.completion", json!([choice]));
+    let mut object = header.to_json("chat.completion", json!([choice]));
     object["usage"] = usage(reply.usage());
     if with_ids {
         object["prompt_token_ids"] = json!(reply.prompt_token_ids());
@@ -105,7 +105,7 @@ pub fn stream(
                 Err(error) => (body(&error), Next::Done),
             },
             Next::Usage => {
-                let mut object = header.object("chat.completion.chunk", json!([]));
+                let mut object = header.to_json("chat.completion.chunk", json!([]));
                 object["usage"] = usage(reply.usage());
                 (object, Next::Done)
             }

@@ -237,9 +237,9 @@ impl Pool {
     }
 
     /// The statistics of all servers.
-    pub fn record(&self) -> Vec<Value> {
+    pub fn to_json(&self) -> Vec<Value> {
         let record = |server: &Arc<Server>| {
-            server.state.stats().record(server.url(), &server.extensions.dropped().names())
+            server.state.stats().to_json(server.url(), &server.extensions.dropped().names())
         };
         self.servers.iter().map(record).collect()
     }

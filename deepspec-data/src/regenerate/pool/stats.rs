@@ -40,7 +40,7 @@ impl ServerStats {
     }
 
     /// The statistics as JSON.
-    pub fn record(&self, url: &str, dropped: &[&str]) -> Value {
+    pub fn to_json(&self, url: &str, dropped: &[&str]) -> Value {
         let counted = Class::ALL.iter().zip(self.failures).filter(|(_, count)| *count > 0);
         let failures: Map<String, Value> =
             counted.map(|(class, count)| (class.name().to_string(), json!(count))).collect();
