@@ -38,11 +38,12 @@ enum Command {
     Serve(deepspec_serve::http::Args),
     /// Replace the assistant's messages by the target's own answers
     Regenerate(Box<regenerate::Args>),
-    /// Show what a drafter would learn from, and find rows that would teach it something wrong
+    /// Show which tokens a drafter would be trained on, and find faulty rows
     ///
-    /// On a terminal supervised text stands on green and special tokens are dim; elsewhere, or where NO_COLOR is set, supervised
-    /// text stands between ⟦ and ⟧. All rows are checked, whichever are shown: the exit code is 1 if a row is unusable, if its
-    /// mask is empty or says something else than its assistant, or if its template differs from the served one.
+    /// On a terminal, supervised text has a green background and special tokens are dim. Elsewhere, or where NO_COLOR is
+    /// set, supervised text stands between ⟦ and ⟧. All rows are checked, whichever are shown. The exit code is 1 if a row
+    /// is unusable, or if its mask is empty or differs from the assistant's text. It is also 1 if a row's template differs
+    /// from the served one.
     Inspect(inspect::Args),
     /// Keep the target's hidden states on disk
     #[command(subcommand)]

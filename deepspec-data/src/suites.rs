@@ -17,8 +17,8 @@ pub struct Args {
     /// YAML file that describes a suite of your own, which is written; may be repeated
     #[arg(long = "description", value_name = "F.yaml")]
     descriptions: Vec<PathBuf>,
-    /// Read a suite's rows from this file, parquet or JSONL as the hub has it, instead of from the hub; repeated for a
-    /// suite of several files
+    /// Read a suite's rows from this file instead of the hub, in the hub's format (parquet or JSONL); repeated for a suite
+    /// of several files
     #[arg(long = "source", value_name = "NAME=FILE")]
     sources: Vec<String>,
     /// Folder for NAME.jsonl and suites.json

@@ -50,17 +50,17 @@ enum Command {
     /// Look into drafter checkpoints of any tool, convert them, and find out what is wrong with one
     #[command(subcommand)]
     Checkpoint(checkpoint::Command),
-    /// Measure what a step costs by tokens in the batch: the file that --cost takes
+    /// Measure the time of a step by tokens in the batch, for the file that --cost takes
     Profile(profile::Args),
-    /// Ask a server as many users would, and measure how fast answers come to each of them and to all
+    /// Send requests to a server as many users would, and measure throughput and latencies
     Load(load::Args),
-    /// Work out what a speculated token costs on an accelerator, and how far to speculate, before anything is trained
+    /// Compute the cost of a speculated token on an accelerator and the best draft length, before anything is trained
     Economics(economics::Args),
     /// Read the metrics of a running engine over time: accepted length, wasted verification and speed by load
     Watch(watch::Args),
-    /// Learn from a recorded run what schedules would earn at which load, before anything is served
+    /// Predict the throughput of schedules at each load from a recorded run, before anything is served
     Simulate(simulate::Args),
-    /// Find temperatures that make a drafter's confidences say what happens
+    /// Fit temperatures that calibrate a drafter's confidences to the observed acceptance
     Calibrate(calibration::Args),
 }
 

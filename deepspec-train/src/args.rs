@@ -21,13 +21,14 @@ pub struct Args {
     /// Print what would run and exit.
     #[arg(long)]
     pub plan: bool,
-    /// Time so many optimiser steps on random states and exit. Needs neither data nor the target's weights, only its sizes.
+    /// Time this many optimiser steps on random states and exit. Needs neither data nor the target's weights, only its
+    /// sizes.
     #[arg(long, value_name = "STEPS")]
     pub bench: Option<NonZeroUsize>,
     /// The device's dense peak in TFLOP/s, for the share of it that --bench reaches; known for some GPUs.
     #[arg(long, value_name = "N", requires = "bench")]
     pub peak_tflops: Option<f64>,
-    /// Print what --plan or --bench says as JSON.
+    /// Print the output of --plan or --bench as JSON.
     #[arg(long, requires = "dry")]
     pub json: bool,
     /// Write a PyTorch profiler trace of five steps of a run or of --bench, after three warm-up steps, for chrome://tracing and
@@ -40,13 +41,13 @@ pub struct Args {
     /// Where to train: auto, cpu, cuda, cuda:N, or cuda:{local_rank+N} for several processes.
     #[arg(long, default_value = "auto")]
     pub device: String,
-    /// Processes on this machine; one per visible GPU if it is left out, on the CPU one.
+    /// Processes on this machine; by default one per visible GPU, or one on the CPU.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
     pub processes: Option<u16>,
     /// Throw away earlier checkpoints of this experiment and start anew.
     #[arg(long)]
     pub overwrite: bool,
-    /// What a plan says of all stages.
+    /// Arguments of the estimate of all stages.
     #[command(flatten)]
     pub estimate: EstimateArgs,
     /// Only warnings and errors

@@ -26,12 +26,12 @@ const STATE_BYTES: f64 = 12.0;
 #[derive(Debug, clap::Args)]
 #[command(next_help_heading = "All stages (with --plan)")]
 pub struct EstimateArgs {
-    /// Estimate how long all stages take on an accelerator: b200, h200, h100, a100, mi300x or l40s, or a file (.yaml) with `bandwidth`, `bf16`,
-    /// `fp8`, `fp4` and `link` per second.
+    /// Estimate how long all stages take on an accelerator: b200, h200, h100, a100, mi300x or l40s. Any other is a file (.yaml)
+    /// with `bandwidth`, `bf16`, `fp8`, `fp4` and `link` per second.
     #[arg(long, value_name = "NAME|FILE", requires = "plan")]
     pub hardware: Option<String>,
-    /// The same by what was measured on such a device: what `--bench --json`, `cache plan --measure --json`, `regenerate` (its .jsonl.report.json) and
-    /// `deepspec-eval run` (results.json) wrote. May be repeated.
+    /// Estimate all stages from measurements on such a device. Files are the output of `--bench --json`, `cache plan --measure
+    /// --json`, `regenerate` (its .jsonl.report.json) and `deepspec-eval run` (results.json). May be repeated.
     #[arg(long, value_name = "FILE", requires = "plan")]
     pub measured: Vec<PathBuf>,
     /// Measurements of the same kinds to compare with the estimate; the estimate does not use them. May be repeated.
@@ -47,7 +47,7 @@ pub struct EstimateArgs {
     /// Between machines it is a tenth of that or less.
     #[arg(long, value_name = "BYTES_PER_S", requires = "plan")]
     pub interconnect: Option<f64>,
-    /// Prompts that are answered and learned from; by default the samples that are there.
+    /// Prompts that are answered and trained on; by default the samples that are there.
     #[arg(long, value_name = "N", requires = "plan")]
     pub rows: Option<usize>,
     /// Tokens of a prompt; by default those of the samples that are there, else 200.
@@ -59,10 +59,10 @@ pub struct EstimateArgs {
     /// Sequences that a device decodes at once.
     #[arg(long, value_name = "N", default_value_t = 64, requires = "plan")]
     pub concurrency: usize,
-    /// Prompts of the evaluation: nine public suites with the reference's caps have so many.
+    /// Prompts of the evaluation; the default is that of nine public suites with the reference's caps.
     #[arg(long, value_name = "N", default_value_t = 3030, requires = "plan")]
     pub eval_prompts: usize,
-    /// Accepted length that the evaluation is held to find.
+    /// Accepted length that the estimate of the evaluation assumes.
     #[arg(long, value_name = "LENGTH", default_value_t = 4.0, requires = "plan")]
     pub accepted_length: f64,
 }

@@ -44,8 +44,8 @@ pub fn for_engine<'a>(
     }
 }
 
-/// Plans the reference's format without embedding and LM head, for blocks in which every position
-/// drafts, including the anchor's. vLLM, SGLang and llama.cpp's converter read it alike.
+/// Plans the reference's format without embedding and LM head. Every position of its blocks drafts,
+/// including the anchor's. vLLM, SGLang and llama.cpp's converter read it alike.
 fn sample_from_anchor<'a>(
     source: &'a Checkpoint,
     drafter: &Drafter,

@@ -40,19 +40,19 @@ pub struct Recipe<D> {
     /// Seed of fresh weights, sample order and anchors.
     #[serde(default = "defaults::seed")]
     pub seed: u64,
-    /// The model drafted for.
+    /// The target model.
     pub target: TargetRecipe,
-    /// The model that drafts.
+    /// The drafter.
     pub drafter: D,
-    /// What it learns from.
+    /// Training data.
     pub data: DataRecipe,
-    /// How it learns.
+    /// Training settings.
     #[serde(default)]
     pub train: TrainRecipe,
-    /// What is written while it learns.
+    /// Logs, checkpoints and evaluations during training.
     #[serde(default)]
     pub logging: LoggingRecipe,
-    /// What `logging.eval_every` measures; absent means the smoke suites.
+    /// Evaluation every `logging.eval_every` steps; absent means the smoke suites.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub eval: Option<EvalRecipe>,
 }
@@ -113,11 +113,11 @@ impl<'de> Deserialize<'de> for DrafterRecipe {
 pub struct DataRecipe {
     /// Where the target's states come from.
     pub states: States,
-    /// JSONL files with the conversations; only for states that the target computes while the drafter learns.
+    /// JSONL files with the conversations; only for states that the target computes during training.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub input: Vec<String>,
-    /// Where the target runs then: auto, cpu, cuda or cuda:N; absent means beside the drafter. `cuda:{local_rank+N}` is another
-    /// GPU for each process of a machine, counted from N.
+    /// Device of a target that runs during training: auto, cpu, cuda or cuda:N; absent means the drafter's device.
+    /// `cuda:{local_rank+N}` is another GPU for each process of a machine, counted from N.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub target_device: Option<String>,
     /// Mask rules of the target's chat format: `qwen`, `gemma4`, `llama3`, `generation` (the template's own tags), an entry, or
@@ -131,7 +131,7 @@ pub struct DataRecipe {
     pub max_length: usize,
 }
 
-/// Kind of the working weights; masters are always float32.
+/// Dtype of the working weights; masters are always float32.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Precision {
@@ -141,35 +141,35 @@ pub enum Precision {
     Fp32,
 }
 
-/// Whose weights a denominator sums.
+/// Samples whose weights a loss denominator sums.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum LossNormalization {
-    /// The whole optimiser step: no split of the batch changes the result.
+    /// All samples of the optimiser step: no split of the batch changes the result.
     Global,
-    /// Each micro-batch, then the mean over them, as the reference does.
+    /// Samples of each micro-batch, then the mean over the micro-batches, as the reference does.
     MicroBatch,
 }
 
-/// What each process keeps of the optimiser's state.
+/// Sharding of the optimiser's state among processes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum ShardingStrategy {
-    /// All of it.
+    /// Each process keeps the whole state.
     NoShard,
-    /// Its own share of float32 masters and moments; updated weights go around after every step.
+    /// Each process keeps its share of float32 masters and moments; updated weights are distributed after every step.
     ShardOptimizer,
 }
 
-/// What carries tensors among processes.
+/// Backend of collective operations.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Backend {
     /// NCCL among GPUs, Gloo among CPUs.
     Auto,
-    /// NCCL, which wants a GPU for each process.
+    /// NCCL, which needs a GPU for each process.
     Nccl,
-    /// Gloo; tensors of a GPU take the way through host memory, which is slow, and processes may share a GPU.
+    /// Gloo; tensors of a GPU are copied through host memory, which is slow, and processes may share a GPU.
     Gloo,
 }
 
@@ -183,7 +183,7 @@ pub struct TrainRecipe {
     pub warmup_ratio: f64,
     /// Decoupled weight decay.
     pub weight_decay: f64,
-    /// Kind of the working weights.
+    /// Dtype of the working weights.
     pub precision: Precision,
     /// Sequences per forward and process, at most.
     pub local_batch_size: usize,
@@ -199,24 +199,24 @@ pub struct TrainRecipe {
     pub max_train_steps: Option<usize>,
     /// Gradients are scaled down to this norm.
     pub max_grad_norm: f64,
-    /// Whose weights a loss denominator sums.
+    /// Samples whose weights a loss denominator sums.
     pub loss_normalization: LossNormalization,
-    /// What each process keeps of the optimiser's state.
+    /// Sharding of the optimiser's state among processes.
     pub sharding_strategy: ShardingStrategy,
-    /// What carries tensors among processes.
+    /// Backend of collective operations.
     pub backend: Backend,
-    /// How long a process waits for the others, in seconds, before it gives them up. Saving a checkpoint must fit
-    /// in, and the last words of the others, for which ten seconds, or a third of it where that is less, are kept.
+    /// Seconds that a process waits for the others before it gives up. Saving a checkpoint must fit into this time. Ten
+    /// seconds of it, or a third if that is less, are reserved for error messages of the others.
     pub timeout_s: u64,
     /// Folder or hub id of a drafter of the same architecture whose weights a fresh run starts from; DSpark may start from
     /// DFlash.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub init_from: Option<String>,
-    /// Parts of the drafter that keep the weights of `init_from`, such as its `backbone` while the heads learn.
+    /// Parts of the drafter that keep the weights of `init_from`, such as its `backbone` while the heads are trained.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub freeze: Vec<String>,
-    /// Whether draft layers are computed once more in the backward instead of kept: less memory, a third more arithmetic in the layers.
-    /// For drafters of whole blocks.
+    /// Whether the backward pass recomputes draft layers (activation checkpointing): less memory, a third more arithmetic in
+    /// the layers. For drafters of whole blocks.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub recompute: bool,
 }
@@ -245,7 +245,7 @@ impl Default for TrainRecipe {
     }
 }
 
-/// What is written, and how often.
+/// Logs, checkpoints and evaluations during training.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct LoggingRecipe {

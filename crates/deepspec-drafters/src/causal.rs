@@ -57,7 +57,7 @@ impl CausalProposer {
         Self { model, block_size: BLOCK_SIZE, past_len: vec![0; slots] }
     }
 
-    /// What is run of the tokens that were committed since the last proposal and of the anchors behind them.
+    /// Chunks to run: the tokens committed since the last proposal, and the anchors behind them.
     fn news(&self, context: &Context, slots: &[usize]) -> News {
         let committed: usize = context.chunks.iter().map(|&(_, rows)| rows).sum();
         let new = rows_by_slot(&context.chunks);

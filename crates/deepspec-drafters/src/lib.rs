@@ -3,8 +3,8 @@
 //! A drafter that is trained on hidden states implements [`DrafterKind`] and [`DrafterSettings`]; [`DraftModel`] and [`Plan`] have the
 //! parts that all of them share. A line in `registry.rs` registers it.
 //!
-//! Shapes: N rows (tokens), T context tokens of one sequence, d hidden size, m taps, V vocabulary, H heads, G key/value heads,
-//! D head dim, S slots of an engine, A blocks, B slots of a block, γ tokens that it drafts, r Markov rank.
+//! Shapes: N rows (tokens), T context tokens of one sequence, d hidden size, m taps, V vocabulary. H heads, G key/value
+//! heads, D head dim, S slots of an engine. A blocks, B slots of a block, γ tokens that it drafts, r Markov rank.
 
 mod block_common;
 mod causal;

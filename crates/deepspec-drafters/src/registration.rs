@@ -1,4 +1,4 @@
-//! What a kind of drafter announces of itself.
+//! Entries of the registry: the settings and checkpoints of each kind of drafter.
 
 use std::path::Path;
 
@@ -34,7 +34,7 @@ pub struct DrafterKindInfo {
 pub struct Checkpoints {
     /// Their classes, as `architectures` in config.json names them.
     pub classes: fn() -> Vec<String>,
-    /// What they hold, for people.
+    /// Description of their contents, for messages.
     pub hold: &'static str,
     /// Whether they are language models in their own right, whose ids mean what their own tokenizer says.
     pub are_language_models: bool,

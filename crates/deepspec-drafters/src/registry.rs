@@ -49,7 +49,7 @@ pub fn load_saved_recipe(path: &Path) -> Result<Value, ConfigError> {
     })
 }
 
-/// What a recipe may say, as a JSON schema.
+/// The JSON schema of recipes.
 pub fn recipe_schema() -> Value {
     let mut schemas = SchemaGenerator::default();
     let kinds: Map<String, Value> = KINDS
@@ -109,7 +109,7 @@ pub fn title(kind: &str) -> &str {
     KINDS.iter().find(|known| known.name == kind).map_or(kind, |known| known.title)
 }
 
-/// What the checkpoint in `dir` is, by the class that its config names.
+/// Kind of the checkpoint in `dir`, by the class that its config names.
 ///
 /// # Errors
 /// If the folder is no drafter checkpoint of a known kind.

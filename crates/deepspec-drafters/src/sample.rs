@@ -1,4 +1,4 @@
-//! What a drafter learns from.
+//! Training samples, and the denominator of their loss.
 
 use tch::Tensor;
 

@@ -1,4 +1,4 @@
-//! What training notes beside the weights of a checkpoint.
+//! The state that training writes beside the weights of a checkpoint.
 
 use std::fs;
 use std::path::Path;

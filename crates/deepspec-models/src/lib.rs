@@ -1,7 +1,7 @@
 //! Targets on libtorch, and modules that drafters share.
 //!
-//! Shapes: N rows (tokens), T context tokens of one sequence, d hidden size, m taps, V vocabulary, H heads, G key/value heads,
-//! D head dim, S slots.
+//! Shapes: N rows (tokens), T context tokens of one sequence, d hidden size, m taps, V vocabulary. H heads, G key/value
+//! heads, D head dim, S slots.
 
 pub mod config;
 mod error;

@@ -61,7 +61,8 @@ impl TargetModel {
     /// model).
     ///
     /// # Errors
-    /// If the folder is not a model of a known family, tensors are missing or of another shape, or a captured layer does not exist.
+    /// Fails if the folder is not a model of a known family, or if a captured layer does not exist. Fails too if tensors are
+    /// missing or of another shape.
     pub fn load(dir: &Path, options: &TargetOptions) -> Result<Self, ModelError> {
         let config = ModelConfig::load(dir)?;
         check_taps(&options.taps, config.layers.len())?;

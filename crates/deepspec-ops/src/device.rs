@@ -131,8 +131,8 @@ pub fn kind_name(kind: Kind) -> &'static str {
     }
 }
 
-/// The kind that weights take by default: float32 on the CPU and on GPUs before compute capability 8, which compute in bfloat16 slowly or not at
-/// all; bfloat16 on the others.
+/// Default dtype of weights. It is float32 on the CPU and on GPUs before compute capability 8, which compute in bfloat16
+/// slowly or not at all. It is bfloat16 on other devices.
 pub fn default_kind(device: Device) -> Kind {
     match device {
         Device::Cuda(index) if !ffi::has_bfloat16(index) => {

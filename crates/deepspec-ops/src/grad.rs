@@ -8,8 +8,8 @@ use crate::{Upload, UploadSlice, Uploaded};
 
 /// The gradient of an embedding: N addends of U distinct tokens, summed in float32 and in a fixed order on every device.
 ///
-/// Adding row by row in place would round every sum to the embedding's dtype, and a GPU would add in no fixed order. Of a thousand equal
-/// addends, bfloat16 keeps less than half.
+/// Adding row by row in place would round every sum to the embedding's dtype, and a GPU would add in no fixed order. Less
+/// than half of a thousand equal addends would be kept in bfloat16.
 pub struct EmbeddingGrad {
     /// Distinct tokens, `[U]`.
     tokens: Tensor,

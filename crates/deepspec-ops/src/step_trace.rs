@@ -47,7 +47,7 @@ impl StepTrace {
         Ok(Self { path: Some(path.to_path_buf()), with_gpu, ..Self::none() })
     }
 
-    /// To be called before each step. What cannot be recorded or written is said, and the steps go on.
+    /// To be called before each step. A trace that cannot be recorded or written is reported, and the steps go on.
     pub fn begin_step(&mut self) {
         let Some(path) = &self.path else { return };
         self.begun += 1;
@@ -118,7 +118,7 @@ mod tests {
         for name in ["a range of ours", "aten::mm"] {
             assert_eq!(text.matches(&format!("\"{name}\"")).count(), STEPS, "{name}");
         }
-        // What is there stays, and a recording that nobody wants ends.
+        // An existing file stays, and a recording ends when it is dropped.
         let mut other = StepTrace::new(&path, Device::Cpu).unwrap();
         (0..20).for_each(|_| other.begin_step());
         assert_eq!(fs::read_to_string(&path).unwrap(), text);

@@ -27,20 +27,21 @@ use crate::schedule::{planner, temperatures};
 /// Shortest context that is chosen automatically if memory is scarce.
 const SHORTEST: usize = 1024;
 
-/// What the engine runs and how.
+/// Arguments of the engine.
 #[derive(Debug, Clone, clap::Args)]
 pub struct EngineArgs {
-    /// Folder or hub id of a drafter for the model; answers stay the model's own, they come faster
+    /// Folder or hub id of a drafter for the model; answers still follow the model's distribution, and come faster
     #[arg(long, value_name = "D")]
     pub draft: Option<PathBuf>,
-    /// How much of each drafted block to verify: whole; fixed:K tokens; threshold:T, up to the first token of lower confidence; prefix, what
-    /// pays at the --cost of a step; prefix-async, the same with a budget that is two steps old; plain leaves the drafter out
+    /// Drafted tokens of a block to verify. Rules without costs: whole, all of them; fixed:K, at most K tokens; threshold:T, those
+    /// before the first token of confidence below T. Rules by the --cost of a step: prefix, the tokens that pay;
+    /// prefix-async, prefix with a budget that is two steps old. With plain, no drafter runs
     #[arg(long, default_value = "whole", value_name = "S", requires = "draft")]
     pub schedule: Policy,
     /// Divide the drafter's confidence logits by the temperatures in this file, which `deepspec-eval calibrate` or SGLang wrote
     #[arg(long, value_name = "FILE", requires = "draft")]
     pub calibration: Option<PathBuf>,
-    /// What steps cost: a file that `deepspec-eval profile` wrote, one of SGLang's, or a table (.csv)
+    /// Time of a step by its tokens: a file that `deepspec-eval profile` or SGLang wrote, or a table (.csv)
     #[arg(long, value_name = "FILE", requires = "draft")]
     pub cost: Option<PathBuf>,
     /// Requests decoded at once

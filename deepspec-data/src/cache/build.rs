@@ -23,7 +23,7 @@ use super::{Job, mib, multi_process, refusal};
 use crate::rejected_rows;
 use crate::worker::parse_worker;
 
-/// What to capture, from where and where to.
+/// Arguments of `cache build`.
 #[derive(clap::Args)]
 pub struct Args {
     #[command(flatten)]
@@ -32,7 +32,7 @@ pub struct Args {
     #[arg(long, value_enum, default_value_t = EncodingArg::Bf16)]
     encoding: EncodingArg,
     /// Positions that keep the hidden state of the last layer: those that predict a supervised label, or all. By default the
-    /// positions that the recipe's drafter learns from
+    /// positions that the recipe's drafter is trained on
     #[arg(long, value_enum)]
     final_states: Option<FinalStatesArg>,
     /// Build the share of worker i of n, from 0; `cache merge` publishes when all have finished
@@ -53,7 +53,7 @@ pub struct Args {
 enum EncodingArg {
     /// Exactly as the target's states were rounded
     Bf16,
-    /// The same, compressed: about two thirds of the bytes
+    /// bfloat16, compressed without loss: about two thirds of the bytes
     Bf16z,
     /// e4m3 with a scale for each tap and token: half the bytes
     Fp8,

@@ -4,22 +4,22 @@ use deepspec_core::cli::Verbosity;
 
 use super::{build, inspect, merge, plan, reference, verify};
 
-/// What to do with a cache.
+/// Subcommands of `cache`.
 #[derive(clap::Subcommand)]
 pub enum Command {
-    /// Say what a build would write and how long it would take, before anything runs
+    /// Estimate the size and duration of a build, before anything runs
     Plan(plan::Args),
     /// Run the target over conversations and keep its hidden states; the same command resumes after a kill
     Build(build::Args),
     /// Publish what the workers of a build have finished, after checking that all of it is there
     Merge(merge::Args),
-    /// Take over a target cache of the reference's format 2
+    /// Import a target cache of the reference's format 2
     Import(reference::ImportArgs),
     /// Write a cache in the reference's format 2; needs bf16 and all last states
     Export(reference::ExportArgs),
     /// Check every byte of a cache
     Verify(verify::Args),
-    /// Say what a cache holds, or what one sample looks like
+    /// Show the contents of a cache or of one sample
     Inspect(inspect::Args),
 }
 

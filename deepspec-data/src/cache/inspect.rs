@@ -12,7 +12,7 @@ use super::{Place, mib};
 /// Token ids shown of a sample; `--json` shows all.
 const SHOWN: usize = 16;
 
-/// What to look at.
+/// Arguments of `cache inspect`.
 #[derive(clap::Args)]
 pub struct Args {
     #[command(flatten)]

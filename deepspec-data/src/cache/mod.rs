@@ -20,7 +20,7 @@ use deepspec_core::progress::Progress;
 use deepspec_core::{jsonl, usage};
 use deepspec_drafters::Recipe;
 
-/// What the states are captured from, and where they go.
+/// Arguments that `cache plan` and `cache build` share.
 #[derive(clap::Args)]
 struct Job {
     /// Recipe of the run; its target and data decide the states
@@ -79,7 +79,7 @@ struct Place {
     /// Folder of the cache
     #[arg(value_name = "D", required_unless_present = "cache_dir")]
     dir: Option<PathBuf>,
-    /// The same, as a flag
+    /// Folder of the cache, as a flag
     #[arg(long, value_name = "D", conflicts_with = "dir")]
     cache_dir: Option<PathBuf>,
 }

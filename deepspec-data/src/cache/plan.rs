@@ -20,24 +20,24 @@ use super::{Job, mib};
 /// Longest run of a trial after the target is loaded.
 const TRIAL: Duration = Duration::from_secs(20);
 
-/// What would be captured, and where to.
+/// Arguments of `cache plan`.
 #[derive(clap::Args)]
 pub struct Args {
     #[command(flatten)]
     job: Job,
-    /// Tokens that the target takes in per second, to say how long a build runs
+    /// Tokens that the target processes per second, to estimate how long a build runs
     #[arg(long, value_name = "TOKENS_PER_S", conflicts_with = "measure")]
     rate: Option<f64>,
     /// Estimate how long a build runs on an accelerator: b200, h200, h100, a100, mi300x or l40s, or a file (.yaml) that describes one
     #[arg(long, value_name = "NAME|FILE", conflicts_with_all = ["rate", "measure"])]
     hardware: Option<String>,
-    /// The same by what `cache plan --measure --json` said of such a device; may be repeated
+    /// Estimate the duration from measurements of such a device, by `cache plan --measure --json`; may be repeated
     #[arg(long, value_name = "FILE", conflicts_with_all = ["rate", "measure"])]
     measured: Vec<PathBuf>,
     /// Devices that share the build, for --hardware and --measured
     #[arg(long, value_name = "N", default_value_t = 1)]
     devices: usize,
-    /// Load the target and run it for some seconds to learn that, and how well its states compress
+    /// Load the target and run it for some seconds, to measure its speed and how well its states compress
     #[arg(long)]
     measure: bool,
     /// Print JSON

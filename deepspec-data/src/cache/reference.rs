@@ -16,7 +16,7 @@ use deepspec_text::ChatTokenizer;
 use super::build::contents;
 use super::refusal;
 
-/// What to take over, and what it was made from.
+/// Arguments of `cache import`.
 #[derive(clap::Args)]
 pub struct ImportArgs {
     /// Folder of a format 2 cache
@@ -39,7 +39,7 @@ pub struct ImportArgs {
     overwrite: bool,
 }
 
-/// What to write, and where to.
+/// Arguments of `cache export`.
 #[derive(clap::Args)]
 pub struct ExportArgs {
     /// Folder of the cache

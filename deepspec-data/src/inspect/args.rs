@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-/// What to look at and how to show it.
+/// Arguments of `inspect`.
 #[derive(clap::Args)]
 pub struct Args {
     /// JSONL rows of conversations, plain, .gz or .zst
@@ -17,8 +17,8 @@ pub struct Args {
     /// Override a key of the recipe, such as data.max_length=2048; may be repeated
     #[arg(long = "set", value_name = "KEY=VALUE", requires = "config")]
     pub overrides: Vec<String>,
-    /// Mask rules without a recipe: qwen, gemma4, llama3, generation (the template's own tags), or a YAML file with an entry; by
-    /// default those whose marks the template writes
+    /// Mask rules without a recipe: qwen, gemma4, llama3, generation (the template's own tags), or a YAML file with an
+    /// entry. By default the rules whose marks the template writes
     #[arg(long, value_name = "NAME|FILE", conflicts_with = "config")]
     pub chat_template: Option<String>,
     /// Show this many rows, the first ones; all rows are checked
@@ -33,7 +33,7 @@ pub struct Args {
     /// Tokens at which a row is cut, by default the recipe's, else 4096
     #[arg(long, value_name = "N")]
     pub max_length: Option<usize>,
-    /// Write the rows and the findings to a page of its own
+    /// Write the rows and the findings to an HTML page
     #[arg(long, value_name = "F")]
     pub html: Option<PathBuf>,
     /// Print rows, findings and summary as one JSON object

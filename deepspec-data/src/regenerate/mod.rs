@@ -76,7 +76,7 @@ pub struct Args {
     /// Answer the share of worker i of n, from 0: the rows whose ids fall to it. Each worker has an --output of its own
     #[arg(long, value_name = "I/N", value_parser = parse_worker, default_value = "0/1", hide_default_value = true)]
     worker: Worker,
-    /// Show what would be asked, and ask nothing
+    /// Show the first requests and send none
     #[arg(long)]
     dry_run: bool,
     /// Ask again for rows that failed in an earlier run

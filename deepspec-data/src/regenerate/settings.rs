@@ -18,7 +18,7 @@ pub struct Sampling {
     /// Sampling temperature, 0 for the most likely token; by default the server's, or with --local-model that of generation_config.json
     #[arg(long)]
     temperature: Option<f64>,
-    /// Sample from the smallest set of tokens with this mass
+    /// Sample from the smallest set of tokens with this probability mass
     #[arg(long)]
     top_p: Option<f64>,
     /// Sample from this many most likely tokens (a server that does not know this field answers without it)
@@ -36,17 +36,17 @@ pub struct Sampling {
     /// Answers per prompt; with more than one, the k-th answer to row ID becomes the row ID#k
     #[arg(long, default_value_t = 1, value_name = "N")]
     samples: usize,
-    /// Ask the chat template for answers without thinking, as `deepspec-eval run` and `load` do by default. With this flag a server that knows no such switch is an
-    /// error; by default it is asked without
+    /// Ask the chat template for answers without thinking, as `deepspec-eval run` and `load` do by default. With this flag,
+    /// a server without `enable_thinking` is an error; by default requests then omit it
     #[arg(long, conflicts_with = "enable_thinking")]
     disable_thinking: bool,
     /// Ask the chat template for thinking; drafters of such answers are measured with `deepspec-eval run --thinking on`
     #[arg(long)]
     enable_thinking: bool,
-    /// Whether rows keep what the model thought before it answered
+    /// Whether rows keep the model's reasoning before the answer
     #[arg(long, value_enum, default_value_t = Reasoning::Keep)]
     reasoning: Reasoning,
-    /// Whether training learns tool calls that the rows recorded with their results, and that the target therefore did not write
+    /// Whether the loss counts recorded tool calls, which have recorded results and were not written by the target
     #[arg(long, value_enum, default_value_t = RecordedCalls::Train)]
     recorded_calls: RecordedCalls,
 }
@@ -58,12 +58,12 @@ impl Sampling {
     }
 }
 
-/// What becomes of the model's thoughts.
+/// Treatment of the model's reasoning in the rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum Reasoning {
-    /// They stand in the message's `reasoning_content`, or in its text where the server leaves them there.
+    /// The reasoning stands in the message's `reasoning_content`, or in its text where the server leaves it there.
     Keep,
-    /// They are left out of the rows.
+    /// The reasoning is left out of the rows.
     Drop,
 }
 

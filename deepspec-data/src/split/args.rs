@@ -4,11 +4,11 @@ use std::path::PathBuf;
 
 use super::roles::{self, Target};
 
-/// What to split, how and where to.
+/// Arguments of `split`.
 #[derive(clap::Args)]
 pub struct Args {
-    /// ShareGPT (`from`/`value`) or OpenAI (`role`/`content`) conversations: a .parquet, .jsonl or .json file (text also
-    /// as .gz or .zst), a folder of them, a dataset's id on the hub, or a mix of several as MIX.yaml
+    /// Conversations of ShareGPT (`from`/`value`) or OpenAI (`role`/`content`) form. A .parquet, .jsonl or .json file (text
+    /// also as .gz or .zst), or a folder of them. Also a dataset's id on the hub, or a mix of several as MIX.yaml
     #[arg(long, value_name = "ID|FILE|MIX.yaml")]
     pub dataset: String,
     /// Branch, tag or commit of a dataset on the hub
@@ -35,19 +35,19 @@ pub struct Args {
     /// Draw this many rows first and leave the others out
     #[arg(long, value_name = "N")]
     pub sample_size: Option<usize>,
-    /// What a speaker's messages become: system, user, assistant, tool or drop; give it again for more speakers
+    /// Role of a speaker's messages: system, user, assistant, tool or drop; may be repeated
     #[arg(long, value_name = "SPEAKER=ROLE", value_parser = roles::parse)]
     pub role: Vec<(String, Target)>,
     /// Leave out system messages
     #[arg(long)]
     pub drop_system: bool,
-    /// Keep only the first of the rows in which system and user say the same, blanks aside
+    /// Keep only the first of the rows with equal system and user messages, blanks aside
     #[arg(long)]
     pub dedup: bool,
-    /// Leave out rows in which the user says what an evaluation suite ({"turns"} JSONL) asks: a whole turn, or 13 words in a row
+    /// Leave out rows whose user messages share a whole turn, or 13 words in a row, with an evaluation suite ({"turns"} JSONL)
     #[arg(long, num_args = 1.., value_name = "FILE")]
     pub decontaminate: Vec<PathBuf>,
-    /// Keep training rows whose user begins with what a held-out row asks; without it they are left out
+    /// Keep training rows whose first user message is that of a held-out row; without this flag they are left out
     #[arg(long)]
     pub allow_overlap: bool,
     /// Replace outputs that exist

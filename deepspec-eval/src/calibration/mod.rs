@@ -34,8 +34,8 @@ pub struct Args {
     /// Where to write the temperatures, for `deepspec-eval run --calibration`
     #[arg(long, value_name = "FILE", default_value = "calibration.json")]
     output: PathBuf,
-    /// Also write the drafter into this folder with its confidence head divided by one temperature for all positions, for engines that read
-    /// raw confidences (llama.cpp's --spec-draft-p-min, vLLM)
+    /// Also write a copy of the drafter to this folder, its confidence head divided by one temperature for all positions. It
+    /// is for engines that read raw confidences (llama.cpp's --spec-draft-p-min, vLLM)
     #[arg(long, value_name = "DIR")]
     write_folded: Option<PathBuf>,
     /// Replace a file that exists

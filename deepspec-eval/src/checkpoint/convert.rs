@@ -15,11 +15,11 @@ pub struct Args {
     /// Folder or hub id of the drafter checkpoint
     #[arg(long, value_name = "D")]
     from: String,
-    /// Layout to write: that of a tool, reference, speculators, specforge, z-lab or modelopt; that of an engine, vllm or sglang; or
-    /// gguf, the file that llama.cpp loads
+    /// Layout to write. Layouts of tools: reference, speculators, specforge, z-lab, modelopt. Layouts of engines: vllm,
+    /// sglang, and gguf, the file that llama.cpp loads
     #[arg(long, value_name = "LAYOUT")]
     to: ExportTarget,
-    /// Folder to write; of gguf the file model.gguf in it
+    /// Folder to write; with --to gguf, the file model.gguf in it
     #[arg(long, value_name = "D")]
     output_dir: PathBuf,
     /// With --to gguf, the dtype of the matrices; by default the dtype of the checkpoint

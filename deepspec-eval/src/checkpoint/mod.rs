@@ -14,7 +14,7 @@ use deepspec_hub::{HubError, model_dir};
 /// Subcommands of `checkpoint`.
 #[derive(clap::Subcommand)]
 pub enum Command {
-    /// Tell a checkpoint's dialect and what is in it
+    /// Show a checkpoint's format and contents
     Inspect(inspect::Args),
     /// Write a checkpoint in another tool's layout, its weights byte for byte
     Convert(convert::Args),

@@ -28,7 +28,7 @@ pub struct Args {
     /// Accelerator: b200, h200, h100, a100, mi300x or l40s, or a file (.yaml) with `bandwidth`, `bf16`, `fp8`, `fp4` and `link` per second
     #[arg(long, default_value = "h100", value_name = "NAME|FILE")]
     hardware: String,
-    /// What the weights of a config.json are stored as
+    /// Storage format of the weights of a config.json
     #[arg(long, value_enum, default_value_t = WeightFormat::Bf16)]
     weights: WeightFormat,
     /// Accelerators that share the experts of each layer
@@ -46,7 +46,7 @@ pub struct Args {
     /// A drafter's folder, config.json or hub id, or a description of its layers (.yaml), for its own roofline; instead of --draft-share
     #[arg(long, value_name = "MODEL", conflicts_with_all = ["draft_share", "draft_weights"])]
     draft_model: Option<String>,
-    /// The drafter of --draft-model drafts one token after the other. The config.json of Eagle3 and of whole models says so by itself
+    /// The drafter of --draft-model drafts one token after the other. The config.json of Eagle3 and of whole models implies this flag
     #[arg(long, requires = "draft_model")]
     sequential_draft: bool,
     /// Weights of the drafter, which are read once for a block (parallel drafters); instead of --draft-share

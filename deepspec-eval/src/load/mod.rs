@@ -40,22 +40,22 @@ pub struct Args {
     /// The model's name there; without it the first that the server lists
     #[arg(long, value_name = "NAME")]
     model: Option<String>,
-    /// Suite whose prompts are asked; may be repeated
+    /// Suite whose prompts are sent; may be repeated
     #[arg(long = "suite", value_name = "NAME", required = true)]
     suites: Vec<String>,
     /// Folder of the suites' files
     #[arg(long, value_name = "DIR", default_value = "eval_datasets")]
     suites_dir: PathBuf,
-    /// Users who each ask again as soon as they are answered, by commas: one run each
+    /// Users who each send a request as soon as the last one is answered, by commas: one run each
     #[arg(long, value_name = "N", value_delimiter = ',', default_values_t = [1, 4, 16], conflicts_with = "rate")]
     concurrency: Vec<usize>,
-    /// Requests per second that arrive by chance (Poisson), whether others are answered or not, by commas: one run each
+    /// Requests per second of Poisson arrivals, which wait for no answers, by commas: one run each
     #[arg(long, value_name = "R", value_delimiter = ',')]
     rate: Vec<f64>,
-    /// Seconds of each run that count
+    /// Measured seconds of each run
     #[arg(long, value_name = "S", default_value_t = 30.0)]
     seconds: f64,
-    /// Seconds before them that do not
+    /// Seconds of warm-up before them, which are not measured
     #[arg(long, value_name = "S", default_value_t = 5.0)]
     warm_up: f64,
     /// Tokens of an answer at most
@@ -64,7 +64,8 @@ pub struct Args {
     /// Divides the logits; 0 always takes the likeliest token
     #[arg(long, value_name = "T", default_value_t = 0.0)]
     temperature: f64,
-    /// What is said to chat templates as `enable_thinking`; `unsaid` for servers that know no `chat_template_kwargs`
+    /// Value of the chat template's `enable_thinking`; `unsaid` sends no `chat_template_kwargs`, for servers that do not
+    /// know the field
     #[arg(long, value_enum, default_value_t = Thinking::Off)]
     thinking: Thinking,
     /// Folder for load.json, requests.parquet, report.html and plots
@@ -81,11 +82,11 @@ pub struct Args {
 /// Value of `enable_thinking` in requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 enum Thinking {
-    /// To think.
+    /// `enable_thinking: true`.
     On,
-    /// Not to.
+    /// `enable_thinking: false`.
     Off,
-    /// Nothing.
+    /// No `chat_template_kwargs`.
     Unsaid,
 }
 

@@ -59,7 +59,7 @@ pub struct Args {
     /// Where the models run: auto, cpu, cuda or cuda:N
     #[arg(long, default_value = "auto")]
     device: String,
-    /// Kind of the weights
+    /// Dtype of the weights
     #[arg(long, value_enum, default_value_t = Dtype::Auto)]
     dtype: Dtype,
     /// Where to write the costs, for --cost and `deepspec-eval simulate`

@@ -60,32 +60,35 @@ pub struct Args {
     /// answers. By default models of at most 33 M values get one for every 8 sequences, and no more than there are threads
     #[arg(long, value_name = "N")]
     pub replicas: Option<usize>,
-    /// Decides every draw; every sample is answered once with each of several, given by commas or by repeating the flag. The
-    /// first one also decides which rows of a suite with more rows than published are scored
+    /// Seeds of all random draws, by commas or by repeating the flag; every sample is answered once with each. The first one
+    /// also decides which rows of a suite with more rows than published are scored
     #[arg(long = "seed", value_name = "SEED", value_delimiter = ',', default_values_t = [980_406])]
     pub seeds: Vec<u64>,
-    /// How much of each drafted block to verify: whole; fixed:K tokens; threshold:T, up to the first token of lower confidence; prefix, what
-    /// pays at the --cost of a step; prefix-async, the same with a budget that is two steps old
+    /// Drafted tokens of a block to verify. Rules without costs: whole, all of them; fixed:K, at most K tokens; threshold:T, those
+    /// before the first token of confidence below T. Rules by the --cost of a step: prefix, the tokens that pay;
+    /// prefix-async, prefix with a budget that is two steps old
     #[arg(long, value_name = "S", default_value = "whole")]
     pub schedule: Policy,
-    /// The same as --schedule threshold:T
+    /// Short for --schedule threshold:T
     #[arg(long, value_name = "T", conflicts_with = "schedule")]
     pub confidence_threshold: Option<f64>,
-    /// What steps cost: a file that `deepspec-eval profile` wrote, one of SGLang's, or a table (.csv)
+    /// Time of a step by its tokens: a file that `deepspec-eval profile` or SGLang wrote, or a table (.csv)
     #[arg(long, value_name = "FILE")]
     pub cost: Option<PathBuf>,
     /// Divide the confidence logits by the temperatures that `deepspec-eval calibrate` found for this drafter
     #[arg(long, value_name = "FILE")]
     pub calibration: Option<PathBuf>,
-    /// Verify at most this many drafted tokens per cycle; of a language model as drafter just so many (else 7)
+    /// Verify at most this many drafted tokens per cycle; a language model as drafter drafts exactly this many (7 by
+    /// default)
     #[arg(long, value_name = "N")]
     pub max_draft_tokens: Option<usize>,
-    /// How drafted tokens are chosen at temperatures above 0: drawn from the drafter's distribution (probabilistic), or its likeliest one
-    /// (greedy), as llama.cpp does and vLLM unless told otherwise. Auto is by kind: probabilistic for DSpark with its Markov head, Eagle3 and
-    /// language models, greedy for the others. Answers follow the target's law either way
+    /// Choice of drafted tokens at temperatures above 0. Probabilistic samples from the drafter's distribution; greedy takes
+    /// the likeliest token, as llama.cpp does, and vLLM by default. Auto is by kind: probabilistic for DSpark with its
+    /// Markov head, Eagle3 and language models, greedy for the others. Answers follow the target's distribution either way
     #[arg(long, value_enum, value_name = "RULE", default_value_t = DraftRule::Auto)]
     pub draft_sampling: DraftRule,
-    /// Report the accepted length of the other rule too, from a second pass over the samples, above temperature 0
+    /// Also report the accepted length of the other --draft-sampling rule, from a second pass over the samples, above
+    /// temperature 0
     #[arg(long, value_enum, value_name = "ON", default_value_t = Switch::On)]
     pub other_rule: Switch,
     /// Draft without the drafter's Markov head, to see what it contributes
@@ -103,7 +106,7 @@ pub struct Args {
     /// Where the models run: auto, cpu, cuda or cuda:N
     #[arg(long, default_value = "auto")]
     pub device: String,
-    /// Kind of the weights; auto is float32 on the CPU and bfloat16 on a GPU
+    /// Dtype of the weights; auto is bfloat16 on GPUs that support it, else float32
     #[arg(long, value_enum, default_value_t = Dtype::Auto)]
     pub dtype: Dtype,
     /// Do not decode the samples again without the drafter, and so measure no speed-up
@@ -144,11 +147,11 @@ pub enum Switch {
 /// How drafted tokens are chosen.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum DraftRule {
-    /// As the kind of drafter has it.
+    /// Default of the kind of drafter.
     Auto,
-    /// Drawn.
+    /// Samples from the drafter's distribution.
     Probabilistic,
-    /// The likeliest.
+    /// Takes the likeliest token.
     Greedy,
 }
 
@@ -166,7 +169,7 @@ impl DraftRule {
 /// Kind of the weights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum Dtype {
-    /// What suits the device.
+    /// bfloat16 on GPUs that support it, else float32.
     Auto,
     /// 32-bit floating point.
     Float32,

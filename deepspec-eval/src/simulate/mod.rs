@@ -36,7 +36,7 @@ pub struct Args {
     /// Output folder of a `deepspec-eval run` of the drafter that verified whole blocks
     #[arg(value_name = "DIR")]
     results: PathBuf,
-    /// What steps cost: a file that `deepspec-eval profile` wrote, one of SGLang's, or a table (.csv)
+    /// Time of a step by its tokens: a file that `deepspec-eval profile` or SGLang wrote, or a table (.csv)
     #[arg(long, value_name = "FILE")]
     cost: PathBuf,
     /// Temperatures for the confidence logits, which `deepspec-eval calibrate` or SGLang wrote; else confidences are as the run used them
@@ -51,18 +51,19 @@ pub struct Args {
     /// Cycles to replay for each schedule and concurrency
     #[arg(long, value_name = "N", default_value_t = 20_000)]
     cycles: u64,
-    /// Milliseconds that scheduling itself takes in each step of the engine that is meant, where the schedule weighs costs; none by default
+    /// Milliseconds of scheduling in each step of the modelled engine, for schedules that weigh costs; 0 by default
     #[arg(long, value_name = "MS")]
     overhead_ms: Option<f64>,
-    /// load.json of `deepspec-eval load` against servers that are named after their schedules: what they take beside their steps is told
-    /// from it, and counted at all loads. Takes eight throughputs or more, of two schedules at two loads at least. May be repeated
+    /// load.json of `deepspec-eval load` against servers that are named after their schedules. The servers' overhead per
+    /// step is fitted to it and added at all loads. Takes eight throughputs or more, of two schedules at two loads at least.
+    /// May be repeated
     #[arg(long, value_name = "FILE")]
     served: Vec<PathBuf>,
     /// Folder for simulation.json and the plots
     #[arg(long, value_name = "D")]
     output_dir: PathBuf,
-    /// Also write the files that SGLang reads there, and the settings of vLLM and llama.cpp, each with its command line. Not with
-    /// --served: what our server adds to its steps is nothing of theirs
+    /// Also write the files that SGLang reads there, and the settings of vLLM and llama.cpp, each with its command line. Not
+    /// with --served, whose overhead is that of our server
     #[arg(long)]
     emit: bool,
     /// Replace what exists

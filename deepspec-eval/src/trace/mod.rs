@@ -38,7 +38,7 @@ pub struct Args {
     /// Generate at most this many tokens
     #[arg(long, value_name = "N", default_value_t = 128)]
     max_new_tokens: usize,
-    /// Decides every draw
+    /// Seed of all random draws
     #[arg(long, default_value_t = 980_406)]
     seed: u64,
     /// Cut each block before the first token of lower confidence
@@ -56,7 +56,7 @@ pub struct Args {
     /// Where the models run: auto, cpu, cuda or cuda:N
     #[arg(long, default_value = "auto")]
     device: String,
-    /// Kind of the weights; auto is float32 on the CPU and bfloat16 on a GPU
+    /// Dtype of the weights; auto is bfloat16 on GPUs that support it, else float32
     #[arg(long, value_enum, default_value_t = Dtype::Auto)]
     dtype: Dtype,
     /// When to colour; auto is on a terminal, unless NO_COLOR is set

@@ -29,13 +29,13 @@ const PATIENCE: Duration = Duration::from_secs(10);
 /// Arguments of `watch`.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Address of vLLM, SGLang, llama.cpp (with --metrics) or `deepspec-data serve`; /metrics is asked there
+    /// Address of vLLM, SGLang, llama.cpp (with --metrics) or `deepspec-data serve`, whose /metrics is read
     #[arg(value_name = "URL")]
     url: String,
-    /// Seconds between two looks
+    /// Seconds between two reads of the metrics
     #[arg(long, value_name = "S", default_value_t = 1.0)]
     every: f64,
-    /// Seconds after which it is over
+    /// Seconds after which to stop
     #[arg(long, value_name = "S", default_value_t = 60.0)]
     seconds: f64,
     /// Folder for watch.json, report.md, report.html and plots

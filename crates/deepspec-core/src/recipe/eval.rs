@@ -3,7 +3,7 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-/// What is decoded every `logging.eval_every` steps, and how.
+/// Evaluation by decoding, every `logging.eval_every` steps.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct EvalRecipe {
@@ -20,7 +20,7 @@ pub struct EvalRecipe {
     pub slots: usize,
     /// Divides the logits; 0 always takes the likeliest token.
     pub temperature: f64,
-    /// Decides every draw, and which rows of a capped suite are decoded.
+    /// Seed of all random draws, including the choice of rows of a capped suite.
     pub seed: u64,
 }
 

@@ -31,7 +31,7 @@ pub enum TemplateRecipe {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct TemplateEntry {
-    /// What messages and caches call the rules.
+    /// Name of the rules in messages and caches.
     pub name: String,
     /// The text right before the assistant's words.
     pub assistant_header: String,

@@ -107,7 +107,8 @@ fn leaf(input: &Tensor, i: usize) -> Tensor {
     input.detach().set_requires_grad(i > 0)
 }
 
-/// Repeats `[A + 1, ..]` rows over blocks: row i for the first slot of block i, and the last row for all other slots, `[A·size, ..]`.
+/// Repeats `[A + 1, ..]` rows over blocks, to `[A·size, ..]`. The first slot of block i gets row i, and all other slots get
+/// the last row.
 pub(super) fn over_blocks(rows: &Tensor, size: i64) -> Tensor {
     let blocks = rows.size()[0] - 1;
     let mut others = rows.size();

@@ -23,7 +23,7 @@ pub fn slot_weight(k: usize, decay_gamma: f64) -> f32 {
     (-(k as f64) / decay_gamma).exp() as f32
 }
 
-/// What blocks behind these anchors add to the denominator of the loss: Σ of the weights of their supervised drafts.
+/// Addend of the loss denominator from the blocks behind these anchors: Σ of the weights of their supervised drafts.
 pub fn block_weight(blocks: &BlockSpec, decay_gamma: f64, loss_mask: &[bool], anchors: &[usize]) -> f64 {
     let drafts = anchors.iter().flat_map(|&anchor| 0..eval_mask(loss_mask, anchor, blocks.drafted()));
     drafts.map(|k| f64::from(slot_weight(k, decay_gamma))).sum()
@@ -52,7 +52,7 @@ pub struct BlockBatch {
     pub(crate) teacher: Tensor,
     /// Which of them predicts each label, `[R]`.
     sources: Tensor,
-    /// The same on the host.
+    /// Copy of `sources` on the host.
     source_list: Vec<i64>,
     /// Supervised slots of each block.
     pub(crate) counts: Vec<usize>,

@@ -1,4 +1,4 @@
-//! What a drafter predicts of whole blocks, teacher-forced.
+//! Teacher-forced predictions of a drafter for whole blocks.
 
 use tch::{Kind, Tensor};
 

@@ -6,13 +6,13 @@ use serde::{Deserialize, Serialize};
 
 use crate::ConfigIssue;
 
-/// What a draft layer sees.
+/// Attention kind of a draft layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum LayerType {
-    /// Everything.
+    /// Full attention to all tokens.
     FullAttention,
-    /// The last tokens.
+    /// Attention to the last tokens only.
     SlidingAttention,
 }
 

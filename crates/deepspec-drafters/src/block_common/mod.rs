@@ -78,8 +78,8 @@ pub trait BlockDrafter: DrafterKind {
         state: &mut Self::State,
     ) -> (Tensor, Option<Tensor>);
 
-    /// Embeddings of the previous tokens, and features of the logits, `[A, γ, r]` each, teacher-forced from hidden states `[A, γ, d]` and
-    /// previous tokens `[A, γ]`. None where logits depend on hidden states alone.
+    /// Embeddings of the previous tokens, and features of the logits, `[A, γ, r]` each. They are teacher-forced from hidden
+    /// states `[A, γ, d]` and previous tokens `[A, γ]`. None where logits depend on hidden states alone.
     fn logit_features(
         model: &DraftModel<Self>,
         hidden: &Tensor,

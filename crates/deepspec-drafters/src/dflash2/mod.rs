@@ -1,5 +1,5 @@
-//! DFlash 2 (Inco AI, z-lab, August 2026): blocks whose slots fill in, with short convolutions around attention and MLP, and a selector
-//! that walks from the anchor over each slot's likeliest tokens.
+//! DFlash 2 (Inco AI, z-lab, August 2026): blocks whose slots fill in, with short convolutions around attention and MLP. A
+//! selector walks from the anchor over each slot's likeliest tokens.
 //!
 //! Legend beside the crate's: K taps of a convolution, c channels of its groups, k candidates of a slot, r rank of the selector.
 

@@ -1,7 +1,8 @@
 //! DFlash 2: keys of recipes and checkpoints, convolutions, the selector, and drafting.
 //!
-//! The slots of a block fill in: the first repeats the anchor, and each other slot drafts a token. DFlash 2 adds short convolutions
-//! along the slots around attention and MLP, and a selector that walks over each slot's likeliest tokens from the anchor on.
+//! The slots of a block fill in: the first repeats the anchor, and each other slot drafts a token. DFlash 2 adds short
+//! convolutions along the slots around attention and MLP. Its selector walks from the anchor over each slot's likeliest
+//! tokens.
 
 use deepspec_checkpoint::{CheckpointError, Fields};
 use deepspec_core::Slots;

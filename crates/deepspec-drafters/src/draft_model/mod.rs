@@ -1,5 +1,5 @@
-//! The parts that all drafters trained on hidden states share: embedding and head, the projection of captured hidden states, rotary
-//! embeddings, and loading, sharing and packing of tensors.
+//! Common parts of drafters that are trained on hidden states: embedding and head, projection of captured hidden states, and
+//! rotary embeddings. The module also loads, shares and packs tensors.
 
 mod checkpoint;
 mod config;

@@ -253,8 +253,8 @@ impl KindSettings for BlockSettings {
     }
 
     fn speculators(&self) -> Speculators {
-        // A DFlash with our slots goes as a DSpark without heads: that type's default is our convention, so that even a reader
-        // that overlooks `sample_from_anchor` is right.
+        // A DFlash with our slots is written as a DSpark without heads. That type's default is our convention, so a reader
+        // that overlooks `sample_from_anchor` is right too.
         let is_dflash = !self.has_heads() && self.fills_in();
         let mut keys = Map::new();
         self.blocks.write(&mut keys);

@@ -1,8 +1,8 @@
 //! DSpark and DFlash: keys of recipes and checkpoints, heads, and drafting.
 //!
-//! A block of B tokens `[anchor, mask, …]` runs through the backbone at once, and every slot drafts a token. DSpark adds a Markov
-//! head, which corrects a slot's logits by the token before it, and a confidence head, which predicts whether the target accepts
-//! the token. DFlash has neither head.
+//! A block of B tokens `[anchor, mask, …]` runs through the backbone at once, and every slot drafts a token. DSpark adds a
+//! Markov head, which corrects a slot's logits by the token before it. Its confidence head predicts whether the target
+//! accepts the token. DFlash has neither head.
 
 use deepspec_checkpoint::{CheckpointError, Fields};
 use deepspec_core::Slots;

@@ -205,7 +205,8 @@ impl DrafterKind for BlockParts {
     }
 }
 
-/// Sums that DSpark and DFlash add: the confidence's binary cross entropy, weighted |c − c*| and c − c*, and weighted Π c − Π c*.
+/// Sums that DSpark and DFlash add. The first is the confidence's binary cross entropy. The others are weighted: |c − c*|,
+/// c − c* and Π c − Π c*.
 pub const BLOCK_SUMS: [&str; 4] =
     ["confidence", "confidence_abs_error", "confidence_bias", "confidence_prefix_bias"];
 

@@ -36,7 +36,7 @@ const TAPS: &str = "eagle_aux_hidden_state_layer_ids";
 /// Norms that other Eagle3 have, and this one has not.
 const FOREIGN_NORMS: [&str; 4] = ["norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"];
 
-/// Of a class that knows Llama's layers only.
+/// Defect of a class that knows Llama's layers only.
 const WITHOUT_NORMS: &str =
     "has no norms on queries and keys, and its loader would skip these weights silently";
 

@@ -47,7 +47,7 @@ impl Default for Eagle3Recipe {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Supervise {
-    /// Predictions two places after a supervised token, as in the reference: the first two tokens of an answer are not
+    /// Predictions two places after a supervised token, as in the reference. The first two tokens of an answer are not
     /// trained, and the two after its end are.
     Shifted,
     /// Predictions of supervised tokens.
@@ -239,7 +239,8 @@ impl Ordered {
     }
 }
 
-/// Whether column `i` is supervised at step `s`: it then predicts token i + 2 + s from the target's state of token i + 1 + s.
+/// Whether column `i` is supervised at step `s`. It then predicts token i + 2 + s, and its teacher is the target's state of
+/// token i + 1 + s.
 pub(super) fn supervised(supervise: Supervise, loss_mask: &[bool], i: usize, s: usize) -> bool {
     // The last token predicts nothing.
     let (decides, known) = match supervise {
@@ -386,7 +387,8 @@ impl Eagle3Batch {
     }
 }
 
-/// Keys and values of one layer, `[n, G, D]` each: of all columns of step 0, and of each later step those of the columns still in use.
+/// Keys and values of one layer by step, `[n, G, D]` each. Step 0 has those of all columns, each later step those of the
+/// columns still in use.
 type History = Vec<(Tensor, Tensor)>;
 
 impl Eagle3 {

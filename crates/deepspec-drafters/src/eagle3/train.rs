@@ -287,8 +287,8 @@ pub fn metrics(steps: usize, decay: f64) -> Metrics {
     }
 }
 
-/// Floating-point operations of forward and backward pass over `samples`, counted as for block drafters, for the columns that are
-/// computed and the rows that are supervised.
+/// Floating-point operations of forward and backward pass over `samples`, counted as for block drafters. They cover the
+/// computed columns and the supervised rows.
 fn flops(config: &Eagle3Config, samples: &[TrainSample], supervise: Supervise) -> f64 {
     let (model, steps) = (config.model(), config.settings.ttt_length);
     let (d, vocab) = (model.hidden_size as f64, model.vocab_size as f64);

@@ -23,7 +23,7 @@ impl ModelConfig {
         let qk_norm = family.decoder.qk_norm;
         let layers = self.layers.iter().map(|own| LayerSpec { qk_norm, ..own.clone() }).collect();
         let mut decoder = Self { family, layers, ..self.clone() }.draft_decoder(windows)?;
-        // What one family's config may leave out another one's takes for something else.
+        // Families have different defaults for missing keys, so the config of another family names them.
         if let Some(layer) = decoder.layers.first() {
             let heads = layer.attention.heads;
             decoder.raw.insert("head_dim".into(), json!(heads.dim));
@@ -32,8 +32,8 @@ impl ModelConfig {
         Ok(decoder)
     }
 
-    /// The decoder of a drafter for this target, one layer per entry of `windows`: built like the target's layers that see
-    /// everything, or, where a window is given, like those that have one.
+    /// The decoder of a drafter for this target, one layer per entry of `windows`. Layers with a window are built like the
+    /// target's sliding-window layers, the others like its full-attention layers.
     ///
     /// # Errors
     /// [`ModelError::Mismatch`] for layers that the target's family cannot have.

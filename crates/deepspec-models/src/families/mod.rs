@@ -38,7 +38,7 @@ impl ModelConfig {
         Self::parse(&path, raw)
     }
 
-    /// The same from an object that was read; `path` is for errors.
+    /// Parses an object that was read; `path` is for errors.
     ///
     /// # Errors
     /// As [`ModelConfig::load`].
@@ -66,7 +66,7 @@ fn read(fields: &Fields) -> Result<ModelConfig, ModelError> {
 const PARTS: [&str; 9] =
     ["vis", "image", "video", "audio", "multi_modal", "multimodal", "mm_", "projector", "mtp"];
 
-/// What a checkpoint calls the language model's tensors.
+/// Names of the language model's tensors in a checkpoint.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Names {
     /// Before `embed_tokens`, `layers` and `norm`.
@@ -91,8 +91,8 @@ impl Names {
         known.into_iter().find(there).unwrap_or(PLAIN)
     }
 
-    /// Whether a model without use for this tensor computes what the checkpoint means: it belongs to a part that is not the language
-    /// model (vision, audio), is rebuilt, or drafts tokens beyond the next one (MTP).
+    /// Whether the language model may leave this tensor unread. Such a tensor belongs to another part (vision, audio), is
+    /// rebuilt, or drafts tokens beyond the next one (MTP).
     pub fn may_leave(&self, name: &str, is_tied: bool) -> bool {
         let mut modules = name.strip_prefix("model.").unwrap_or(name).split('.').take(2);
         let is_other_part = match self.body {

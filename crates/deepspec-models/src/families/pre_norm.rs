@@ -1,4 +1,4 @@
-//! What Qwen3 and Llama have alike: equal layers with norms before attention and MLP, and one rotary embedding.
+//! Common parts of Qwen3 and Llama: equal layers with norms before attention and MLP, and one rotary embedding.
 
 use deepspec_checkpoint::Fields;
 use serde_json::Map;

@@ -41,7 +41,7 @@ static DECODER: DecoderFamily = DecoderFamily {
     defaults,
 };
 
-/// What transformers puts in the place of missing keys.
+/// Defaults of transformers for missing keys.
 fn defaults() -> Vec<(&'static str, Json)> {
     vec![
         ("vocab_size", json!(151_936)),

@@ -53,7 +53,7 @@ impl<'a> ByLayerType<'a> {
         Ok(Self { parameters: fields.object("rope_parameters")?, fields, trained_for })
     }
 
-    /// Those of the layers that see everything.
+    /// Rotary settings of the full-attention layers.
     ///
     /// # Errors
     /// As [`flat`].
@@ -69,7 +69,7 @@ impl<'a> ByLayerType<'a> {
         }
     }
 
-    /// Those of the layers with a window.
+    /// Rotary settings of the sliding-window layers.
     ///
     /// # Errors
     /// As [`flat`].

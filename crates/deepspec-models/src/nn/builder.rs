@@ -59,7 +59,7 @@ impl StateDict {
         parameters.into_iter().chain(buffers).chain(unpacked).collect()
     }
 
-    /// The same tensors, not copied.
+    /// Shares the tensors; nothing is copied.
     pub fn share(&self) -> Self {
         let share = |of: &[(String, Tensor)]| {
             of.iter().map(|(name, tensor)| (name.clone(), tensor.shallow_clone())).collect()
@@ -171,8 +171,8 @@ impl<'a> Builder<'a> {
         }
     }
 
-    /// A tensor of the checkpoint. After the first error nothing is read any more, and the tensor is empty: the shape that a broken
-    /// config asks for may not fit into memory.
+    /// A tensor of the checkpoint. After the first error nothing is read any more, and the tensor is empty. The shape that a
+    /// broken config asks for may not fit into memory.
     fn read_checkpoint(&self, weights: &Weights, name: &str, shape: &[i64]) -> Tensor {
         let mut error = self.error.borrow_mut();
         if error.is_none() {

@@ -43,8 +43,8 @@ impl RotaryEmbeddings {
         }
     }
 
-    /// Rotations of the rows of a plan. For a few rows they are slices of a table: two kernels of a GPU instead of eight, and on
-    /// the CPU no search for the largest position.
+    /// Rotations of the rows of a plan. For a few rows they come from a table. A GPU then runs two kernels instead of
+    /// eight, and the CPU does not search for the largest position.
     pub fn planned(&self, plan: &AttentionPlan, kind: Kind) -> Rotations<'_> {
         let Some(end) = plan.end_in_place() else { return self.at(plan.positions(), kind) };
         Rotations {

@@ -11,7 +11,7 @@ use crate::upload::Upload;
 pub(super) const SLOTS: usize = 16;
 /// Shared keys of a tile end at a multiple of this.
 const ALIGNED: usize = 64;
-/// Least limit on the keys that only some blocks of a tile see; the limit is twice the average spacing of a full tile, if that is more.
+/// Least limit on the keys that only some blocks of a tile see. The limit is twice the average spacing of a full tile, if that is more.
 const LEAST_REST: usize = 256;
 /// Most bytes of a sequence's copied keys and values, with their gradients, in a backward pass.
 pub(super) const MOST_BYTES: usize = 4 << 30;

@@ -6,8 +6,9 @@ use super::calls::{AttentionCall, MaskShape};
 use super::plan::{Group, MaskKind, Slots};
 use crate::attention::{AttentionSpec, Heads};
 
-/// Attention of one group of chunks, which have equal lengths L: `q [S·L, H, D]` to `[S·L, H·D]`. `pool` are the keys and values that
-/// hold the group's rows, `[rows, capacity, G, D]` each, and `calls` the SDPA calls whose rows make up a chunk.
+/// Attention of one group of chunks, which have equal lengths L: `q [S·L, H, D]` to `[S·L, H·D]`. `keys` and `values` are
+/// the pools that hold the group's rows, `[rows, capacity, G, D]` each. `calls` are the SDPA calls whose rows make up a
+/// chunk.
 pub(super) fn kv_attention(
     q: &Tensor,
     [keys, values]: [&Tensor; 2],

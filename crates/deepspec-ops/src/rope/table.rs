@@ -90,8 +90,9 @@ impl Rope {
 
     /// The rotation of integer positions `[N]` on the CPU, of which there are some, computed anew.
     ///
-    /// In pieces of whole vectors that libtorch does not share among threads: its cosines of what fills no vector of the processor, at the
-    /// end or where a thread's share ends, differ in the last bit from those of what does, and which positions those are must not depend on the others.
+    /// Each piece fills whole vectors of the processor, and libtorch does not share a piece among threads. Cosines of values
+    /// that fill no vector differ in the last bit. Such values stand at the end of a tensor and of each thread's share. With
+    /// pieces, the rotation of a position does not depend on the other positions.
     fn computed(&self, positions: &Tensor, kind: Kind) -> Rotation {
         let (rows, width) = (positions.size()[0], (self.inverse_frequencies().numel() as i64).max(1));
         // So many rows fill vectors.

@@ -15,12 +15,13 @@ pub struct Verification {
     pub next: Tensor,
 }
 
-/// Accepts token x_k with probability min(1, p_k(x_k)/q_k(x_k)), from left to right. The next token comes from
-/// normalise(max(p − q, 0)) at the first rejection, or from p after a fully accepted block and where that residual is below 1e-8.
+/// Accepts token x_k with probability min(1, p_k(x_k)/q_k(x_k)), from left to right. At the first rejection the next token
+/// comes from normalise(max(p − q, 0)). It comes from p after a fully accepted block, and where that residual is at most
+/// 1e-8.
 ///
-/// `target [S, Γ+1, V]` and `draft [S, Γ, V]` are float32 distributions, `tokens [S, Γ]` the draft tokens, `lens [S]` int64 the
-/// block lengths γ' ≤ Γ, `accept_uniforms [S, Γ]` and `next_uniforms [S]` float64 in [0, 1). libtorch's operators compute it on every
-/// device.
+/// `target [S, Γ+1, V]` and `draft [S, Γ, V]` are float32 distributions. `tokens [S, Γ]` are the draft tokens. `lens [S]`
+/// int64 are the block lengths γ' ≤ Γ. `accept_uniforms [S, Γ]` and `next_uniforms [S]` are float64 in [0, 1). Every device
+/// computes this with libtorch's operators.
 pub fn verify(
     target: &Tensor,
     draft: &Tensor,

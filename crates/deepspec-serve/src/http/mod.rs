@@ -24,7 +24,7 @@ use routes::{App, Limits};
 /// Time for running answers to finish after a stop signal.
 const GRACE: Duration = Duration::from_secs(30);
 
-/// What to serve and where.
+/// Arguments of `serve`.
 #[derive(clap::Args)]
 pub struct Args {
     /// Folder, GGUF file or hub id (owner/name, owner/name@revision) of the model that answers

@@ -53,17 +53,17 @@ pub struct Args {
     /// Tokens of an answer
     #[arg(long, value_name = "N", default_value_t = 64)]
     max_new_tokens: usize,
-    /// Decides every draw
+    /// Seed of all random draws
     #[arg(long, default_value_t = 980_406)]
     seed: u64,
-    /// Ask with thinking enabled, as the evaluation that came out low
+    /// Enable thinking, as in the evaluation with the low accepted length
     #[arg(long)]
     thinking: bool,
-    /// System message of the evaluation that came out low
+    /// System message of the evaluation with the low accepted length
     #[arg(long, value_name = "TEXT")]
     system_prompt: Option<String>,
-    /// Also say what this engine, vllm, sglang or llama.cpp, would misread of the checkpoint as it is, and which accepted length to expect
-    /// there, where the likeliest token is drafted
+    /// Also list what this engine (vllm, sglang or llama.cpp) would misread of the unconverted checkpoint, and the accepted
+    /// length to expect there with greedy drafting
     #[arg(long, value_name = "ENGINE")]
     engine: Option<Engine>,
     /// Where the models run: auto, cpu, cuda or cuda:N
