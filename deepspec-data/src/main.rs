@@ -52,7 +52,7 @@ enum Command {
 
 fn main() -> ExitCode {
     deepspec_ops::init_runtime();
-    let cli: Cli = deepspec_core::command_line::parse(deepspec_ops::LIBTORCH, &[]);
+    let cli: Cli = deepspec_core::command_line::parse(deepspec_ops::LIBTORCH_VERSION, &[]);
     let verbosity = Verbosity::from_flags(cli.quiet, cli.verbose);
     cli::start_logging(verbosity);
     cli::run(|| match cli.command {

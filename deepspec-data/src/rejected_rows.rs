@@ -8,16 +8,16 @@ use deepspec_capture::Rejected;
 use deepspec_core::atomic::{self, FileError};
 use serde_json::json;
 
-/// Lines that are printed; the file has all.
-const SHOWN: usize = 10;
+/// Maximum number of rejected lines that are printed; the file has all.
+const MAX_SHOWN_REJECTS: usize = 10;
 
 /// Path of the rejected lines of `output`'s inputs.
-pub fn path(output: &Path) -> PathBuf {
-    beside(output, ".rejected.jsonl")
+pub fn rejects_path(output: &Path) -> PathBuf {
+    with_appended_suffix(output, ".rejected.jsonl")
 }
 
 /// `path` with `suffix` after its file name.
-pub fn beside(path: &Path, suffix: &str) -> PathBuf {
+pub fn with_appended_suffix(path: &Path, suffix: &str) -> PathBuf {
     let mut name = path.as_os_str().to_owned();
     name.push(suffix);
     PathBuf::from(name)
@@ -40,20 +40,20 @@ pub struct Recorder {
 impl Recorder {
     /// A recorder, which creates its file at the first rejected line.
     pub fn new(output: &Path) -> Self {
-        Self { path: path(output), file: None, count: 0 }
+        Self { path: rejects_path(output), file: None, count: 0 }
     }
 
     /// Records a rejected line, and prints it if it is one of the first.
     pub fn add(&mut self, reject: &Rejected) -> Result<(), FileError> {
         let Rejected { file, line, reason } = reject;
-        if self.count < SHOWN {
+        if self.count < MAX_SHOWN_REJECTS {
             tracing::warn!("{}:{line}: {reason}", file.display());
         }
         self.count += 1;
         let write = |out: &mut Option<BufWriter<File>>| -> io::Result<()> {
             let out = match out {
                 Some(out) => out,
-                None => out.insert(BufWriter::new(File::create(atomic::partial_name(&self.path))?)),
+                None => out.insert(BufWriter::new(File::create(atomic::partial_path(&self.path))?)),
             };
             serde_json::to_writer(&mut *out, &json!({"file": file, "line": line, "reason": reason}))?;
             out.write_all(b"\n")
@@ -72,12 +72,16 @@ impl Recorder {
                 _ => Ok(0),
             };
         };
-        if self.count > SHOWN {
-            tracing::warn!("and {} more lines; all are in {}", self.count - SHOWN, self.path.display());
+        if self.count > MAX_SHOWN_REJECTS {
+            tracing::warn!(
+                "and {} more lines; all are in {}",
+                self.count - MAX_SHOWN_REJECTS,
+                self.path.display()
+            );
         }
         let publish = || -> io::Result<()> {
             file.into_inner()?.sync_all()?;
-            fs::rename(atomic::partial_name(&self.path), &self.path)
+            fs::rename(atomic::partial_path(&self.path), &self.path)
         };
         publish().map_err(FileError::at("writing", &self.path))?;
         Ok(self.count)

@@ -4,20 +4,20 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// Whether two paths, which may not exist, name the same file.
-pub fn same(a: &Path, b: &Path) -> bool {
-    places(a).iter().any(|place| places(b).contains(place))
+pub fn is_same_file(a: &Path, b: &Path) -> bool {
+    candidate_paths(a).iter().any(|place| candidate_paths(b).contains(place))
 }
 
 /// The path's own location and, if it is a link, its target's.
-pub fn places(path: &Path) -> Vec<PathBuf> {
-    let mut places = vec![place(path)];
-    places.extend(fs::canonicalize(path));
-    places
+pub fn candidate_paths(path: &Path) -> Vec<PathBuf> {
+    let mut paths = vec![resolve_path(path)];
+    paths.extend(fs::canonicalize(path));
+    paths
 }
 
 /// The absolute path, with links and dots resolved in its existing folders. The file itself may not
 /// exist.
-pub fn place(path: &Path) -> PathBuf {
+pub fn resolve_path(path: &Path) -> PathBuf {
     let path = std::path::absolute(path).unwrap_or_else(|_| path.to_path_buf());
     for folder in path.ancestors().skip(1) {
         if let (Ok(found), Ok(rest)) = (fs::canonicalize(folder), path.strip_prefix(folder)) {
@@ -37,7 +37,7 @@ mod tests {
         let at = |name: &str| dir.path().join(name);
         fs::write(at("a"), "").unwrap();
         std::os::unix::fs::symlink(at("a"), at("link")).unwrap();
-        assert!(same(&at("a"), &at("./a")) && same(&at("a"), &at("link")));
-        assert!(same(&at("absent/b"), &at("absent/./b")) && !same(&at("a"), &at("b")));
+        assert!(is_same_file(&at("a"), &at("./a")) && is_same_file(&at("a"), &at("link")));
+        assert!(is_same_file(&at("absent/b"), &at("absent/./b")) && !is_same_file(&at("a"), &at("b")));
     }
 }

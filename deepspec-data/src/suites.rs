@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use deepspec_core::cli::{self, ExitWith, Verbosity, one_line};
 use deepspec_core::{atomic, digest};
 
-use deepspec_datasets::suites::{Fetcher, Store, StoredSuite, SuiteSelection};
+use deepspec_datasets::suites::{Fetcher, StoredSuite, SuiteSelection, SuiteStore};
 
 /// Which suites to write, from what, and where to.
 #[derive(clap::Args)]
@@ -17,8 +17,8 @@ pub struct Args {
     /// YAML file that describes a suite of your own, which is written; may be repeated
     #[arg(long = "description", value_name = "F.yaml")]
     descriptions: Vec<PathBuf>,
-    /// Read a suite's rows from this file instead of the hub, in the hub's format (parquet or JSONL); repeated for a suite
-    /// of several files
+    /// Read a suite's rows from this file instead of the hub, in the hub's format (parquet or JSONL). May be repeated, also
+    /// for one suite
     #[arg(long = "source", value_name = "NAME=FILE")]
     sources: Vec<String>,
     /// Folder for NAME.jsonl and suites.json
@@ -45,17 +45,17 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
         return deepspec_datasets::suites::list(&args.output_dir, args.json);
     }
     let (suites, descriptions, sources) = (&args.suites, &args.descriptions, &args.sources);
-    let plans = deepspec_datasets::suites::plans(&SuiteSelection { suites, descriptions, sources })?;
+    let plans = deepspec_datasets::suites::select_plans(&SuiteSelection { suites, descriptions, sources })?;
     atomic::create_dir(&args.output_dir)?;
-    let store = Store::open(&args.output_dir, args.overwrite)?;
+    let store = SuiteStore::open(&args.output_dir, args.overwrite)?;
     let mut fetcher = Fetcher::new(verbosity);
     let (mut written, mut kept, mut failed) = (0, 0, vec![]);
     for plan in &plans {
-        match store.keep(plan, &mut fetcher) {
+        match store.ensure_stored(plan, &mut fetcher) {
             Ok(StoredSuite { entry, new }) => {
                 *(if new { &mut written } else { &mut kept }) += 1;
                 let what = if new { "rows" } else { "rows, there already," };
-                let (name, rows, digest) = (&plan.name, entry.rows, digest::short(&entry.sha256));
+                let (name, rows, digest) = (&plan.name, entry.rows, digest::short_digest(&entry.sha256));
                 let origin = deepspec_datasets::suites::describe_origin(&entry.source);
                 writeln!(cli::stdout(), "{name}: {rows} {what} from {origin}, sha256 {digest}")?;
             }

@@ -9,9 +9,9 @@ use deepspec_engine::Cycle;
 use serde::{Deserialize, Serialize};
 
 /// Thresholds of the sweep: 0, 0.05, …, 0.95.
-const THRESHOLDS: u32 = 20;
+const SWEEP_THRESHOLDS: u32 = 20;
 /// Number of times that outcomes are drawn for the noise of the calibration error.
-const DRAWS: u64 = 200;
+const NOISE_DRAWS: u64 = 200;
 
 /// Confidence section of a run's results.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -57,7 +57,7 @@ impl SweepPoint {
 /// A block as it was verified, up to the first drafted stop token. Tokens after a stop token belong
 /// to no answer, and no drafter is trained on them, so their acceptance is meaningless.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Observed {
+pub struct ObservedBlock {
     /// Confidence logits of the tokens up to the stop token.
     pub logits: Vec<f32>,
     /// Number of accepted tokens among them.
@@ -68,7 +68,7 @@ pub struct Observed {
 ///
 /// # Errors
 /// A logit is NaN, or there are more logits than positions.
-pub fn measure<'c>(
+pub fn measure_confidence<'c>(
     cycles: impl Iterator<Item = &'c Cycle> + Clone,
     positions: usize,
     temperatures: Option<&[f64]>,
@@ -78,13 +78,13 @@ pub fn measure<'c>(
     if cycles.clone().next().is_none() {
         return Ok(None);
     }
-    let raw = filled(&[], positions)?;
-    let used = filled(temperatures.unwrap_or_default(), positions)?;
+    let raw = temperatures_by_position(&[], positions)?;
+    let used = temperatures_by_position(temperatures.unwrap_or_default(), positions)?;
     let report = |calibration: &Calibration| {
         let observed = cycles.clone().map(|cycle| (cycle.usable_confidence(), cycle.accepted as usize));
         reliability(observed, positions, calibration)
     };
-    let sweep = if cut { vec![] } else { sweep(cycles.clone(), positions, temperatures)? };
+    let sweep = if cut { vec![] } else { threshold_sweep(cycles.clone(), positions, temperatures)? };
     Ok(Some(ConfidenceResult {
         reliability: report(&used)?,
         uncalibrated: temperatures.map(|_| report(&raw)).transpose()?,
@@ -96,8 +96,8 @@ pub fn measure<'c>(
 /// confidence head.
 ///
 /// # Errors
-/// As [`measure`].
-pub fn sweep<'c>(
+/// As [`measure_confidence`].
+pub fn threshold_sweep<'c>(
     cycles: impl Iterator<Item = &'c Cycle> + Clone,
     positions: usize,
     temperatures: Option<&[f64]>,
@@ -106,13 +106,16 @@ pub fn sweep<'c>(
     if cycles.clone().next().is_none() {
         return Ok(vec![]);
     }
-    let used = filled(temperatures.unwrap_or_default(), positions)?;
-    let point = |step| sweep_point(cycles.clone(), &used, f64::from(step) / f64::from(THRESHOLDS));
-    (0..THRESHOLDS).map(point).collect()
+    let used = temperatures_by_position(temperatures.unwrap_or_default(), positions)?;
+    let point = |step| sweep_point(cycles.clone(), &used, f64::from(step) / f64::from(SWEEP_THRESHOLDS));
+    (0..SWEEP_THRESHOLDS).map(point).collect()
 }
 
 /// Temperatures for all positions; missing ones are 1.
-pub fn filled(temperatures: &[f64], positions: usize) -> Result<Calibration, ScheduleError> {
+pub fn temperatures_by_position(
+    temperatures: &[f64],
+    positions: usize,
+) -> Result<Calibration, ScheduleError> {
     Calibration::new((0..positions).map(|k| temperatures.get(k).copied().unwrap_or(1.0)).collect())
 }
 
@@ -139,15 +142,15 @@ pub fn reliability<'o>(
 ///
 /// # Errors
 /// As [`reliability`].
-pub fn noise<'o>(
-    observed: impl Iterator<Item = &'o Observed>,
+pub fn ece_noise_quantile<'o>(
+    observed: impl Iterator<Item = &'o ObservedBlock>,
     positions: usize,
     calibration: &Calibration,
 ) -> Result<f64, ScheduleError> {
     let confidences: Vec<Vec<f64>> =
         observed.map(|block| calibration.confidences(&block.logits)).collect::<Result<_, _>>()?;
     let mut errors = vec![];
-    for draw in 0..DRAWS {
+    for draw in 0..NOISE_DRAWS {
         let stream = Stream::new(draw, "labels");
         let mut sums = Reliability::new(positions);
         for (i, row) in confidences.iter().enumerate() {
@@ -197,7 +200,7 @@ mod tests {
         let stopped = cycle(&[1.0, 0.5], 2, 2);
         let rejected = |accepted| Cycle { usable: 2, ..cycle(&[1.0, 0.5, 4.0, 4.0], accepted, accepted + 1) };
         let cycles = [stopped, rejected(1), rejected(0), cycle(&[1.0, 0.5, 0.0, 0.0], 4, 5)];
-        let found = measure(cycles.iter(), 4, None, false).unwrap().unwrap();
+        let found = measure_confidence(cycles.iter(), 4, None, false).unwrap().unwrap();
         let counts: Vec<u64> = found.reliability.positions.iter().map(|position| position.count).collect();
         assert_eq!(counts, [4, 4, 1, 1], "only the last block has tokens that an answer can have");
         assert_eq!(found.reliability.positions[2].metrics.unwrap().accepted_mean, 1.0);
@@ -208,7 +211,7 @@ mod tests {
     fn the_sweep_begins_with_what_the_run_did_and_ends_with_plain_decoding() {
         let sure = 9.0;
         let cycles = [cycle(&[1.0, 0.0, -1.0], 2, 3), cycle(&[sure, sure], 2, 2), cycle(&[-4.0, 3.0], 0, 1)];
-        let found = measure(cycles.iter(), 3, None, false).unwrap().unwrap();
+        let found = measure_confidence(cycles.iter(), 3, None, false).unwrap().unwrap();
         let first = found.sweep[0];
         assert_eq!((first.proposed, first.accepted, first.committed, first.cycles), (7, 4, 6, 3));
         // At 0.95 only the second block keeps tokens, including its stop token.
@@ -218,21 +221,21 @@ mod tests {
         for pair in found.sweep.windows(2) {
             assert!(pair[1].proposed <= pair[0].proposed && pair[1].committed <= pair[0].committed);
         }
-        assert!(measure(cycles.iter(), 3, None, true).unwrap().unwrap().sweep.is_empty());
-        assert_eq!(measure([cycle(&[], 0, 1)].iter(), 3, None, false), Ok(None));
-        assert!(measure([cycle(&[f32::NAN], 0, 1)].iter(), 3, None, false).is_err());
+        assert!(measure_confidence(cycles.iter(), 3, None, true).unwrap().unwrap().sweep.is_empty());
+        assert_eq!(measure_confidence([cycle(&[], 0, 1)].iter(), 3, None, false), Ok(None));
+        assert!(measure_confidence([cycle(&[f32::NAN], 0, 1)].iter(), 3, None, false).is_err());
     }
 
     #[test]
     fn temperatures_show_before_and_after() {
         let cycles = [cycle(&[2.0], 1, 2), cycle(&[2.0], 0, 1)];
-        let found = measure(cycles.iter(), 1, Some(&[1e6]), false).unwrap().unwrap();
+        let found = measure_confidence(cycles.iter(), 1, Some(&[1e6]), false).unwrap().unwrap();
         let ece = |report: &ReliabilityReport| report.summary.unwrap().ece;
         assert!(
             ece(&found.reliability) < 1e-5,
             "half of them are accepted, and now one half is what it says"
         );
         assert!((ece(found.uncalibrated.as_ref().unwrap()) - 0.3808).abs() < 1e-4); // σ(2) − 0.5
-        assert_eq!(measure(cycles.iter(), 1, None, false).unwrap().unwrap().uncalibrated, None);
+        assert_eq!(measure_confidence(cycles.iter(), 1, None, false).unwrap().unwrap().uncalibrated, None);
     }
 }

@@ -17,12 +17,12 @@ pub fn print(text: &str) -> io::Result<()> {
     stdout.flush()
 }
 
-/// Whether `file` holds `found` already, apart from the program version, so that nothing is left to
-/// do.
+/// Whether `file` already contains `found`, apart from the program version. Nothing is left to do
+/// then.
 ///
 /// # Errors
 /// A usage error if the file exists and holds something else; also fails if it cannot be read.
-pub fn is_there(file: &Path, found: &impl Serialize) -> anyhow::Result<bool> {
+pub fn is_already_written(file: &Path, found: &impl Serialize) -> anyhow::Result<bool> {
     if !file.exists() {
         return Ok(false);
     }
@@ -40,8 +40,8 @@ pub fn is_there(file: &Path, found: &impl Serialize) -> anyhow::Result<bool> {
     Ok(true)
 }
 
-/// Refuses to write `files` into `dir` if some of them exist. Results of the kind that has the file
-/// `own` are replaced with `overwrite`, results of another kind never.
+/// Refuses to write `files` into `dir` if some of them exist. The file `own` marks results of the
+/// same command: only these are replaced, with `overwrite`.
 ///
 /// # Errors
 /// A usage error that names the file.

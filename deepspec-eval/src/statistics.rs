@@ -12,9 +12,9 @@ use serde::{Deserialize, Serialize};
 /// Number of resamples; 50 of them lie beyond each end of a 95 % interval.
 pub const RESAMPLES: usize = 2000;
 /// A constant seed, so that repeated calls give equal intervals.
-const SEED: u64 = 1979;
+const BOOTSTRAP_SEED: u64 = 1979;
 /// Share of the distribution beyond each end of a 95 % interval.
-const TAIL: f64 = 0.025;
+const INTERVAL_TAIL: f64 = 0.025;
 
 /// Counts of one prompt, over all its turns and seeds.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -49,7 +49,7 @@ pub struct Percentiles {
 
 impl Percentiles {
     /// Percentiles of `values`; None without any.
-    pub fn of(mut values: Vec<f64>) -> Option<Self> {
+    pub fn from_values(mut values: Vec<f64>) -> Option<Self> {
         if values.is_empty() {
             return None;
         }
@@ -77,10 +77,10 @@ impl Estimate {
         suite: &str,
         prompts: impl IntoIterator<Item = (&'p str, PromptCounts)>,
     ) -> Self {
-        Self::resample(suite, prompts, RESAMPLES)
+        Self::with_resamples(suite, prompts, RESAMPLES)
     }
 
-    fn resample<'p>(
+    fn with_resamples<'p>(
         suite: &str,
         prompts: impl IntoIterator<Item = (&'p str, PromptCounts)>,
         resamples: usize,
@@ -93,7 +93,10 @@ impl Estimate {
                 sums[1] += weight * counts.cycles as f64;
             };
             add(&mut total, 1.0);
-            resampled.iter_mut().zip(weights(suite, sample)).for_each(|(sums, weight)| add(sums, weight));
+            resampled
+                .iter_mut()
+                .zip(poisson_weights(suite, sample))
+                .for_each(|(sums, weight)| add(sums, weight));
             speaking += 1;
         }
         let ratio = |[committed, cycles]: [f64; 2]| committed / cycles;
@@ -104,13 +107,14 @@ impl Estimate {
         }
     }
 
-    /// A value with its values over resamples, at most [`RESAMPLES`], weighted as by [`weights`].
+    /// A value and its values over at most [`RESAMPLES`] resamples, each weighted by
+    /// [`poisson_weights`].
     pub fn new(value: f64, resampled: Vec<f64>) -> Self {
         Self { value: Some(value), resampled }
     }
 
     /// A value without resamples.
-    pub fn bare(value: Option<f64>) -> Self {
+    pub fn without_resamples(value: Option<f64>) -> Self {
         Self { value, resampled: vec![] }
     }
 
@@ -139,7 +143,7 @@ impl Estimate {
     /// The central 95 % of the resampled values.
     pub fn interval(&self) -> Option<Interval> {
         self.value?;
-        let [low, high] = quantiles(&self.resampled, [TAIL, 1.0 - TAIL])?;
+        let [low, high] = quantiles(&self.resampled, [INTERVAL_TAIL, 1.0 - INTERVAL_TAIL])?;
         Some(Interval { low, high })
     }
 
@@ -167,9 +171,10 @@ impl Estimate {
 }
 
 /// Weight of the prompt in each of [`RESAMPLES`] resamples.
-pub fn weights(suite: &str, sample: &str) -> impl Iterator<Item = f64> {
-    let stream = Stream::new(SEED, &format!("{suite}/{sample}"));
-    (0..RESAMPLES as u64).map(move |resample| poisson(stream.uniform(resample, Purpose::Resample, 0)))
+pub fn poisson_weights(suite: &str, sample: &str) -> impl Iterator<Item = f64> {
+    let stream = Stream::new(BOOTSTRAP_SEED, &format!("{suite}/{sample}"));
+    (0..RESAMPLES as u64)
+        .map(move |resample| poisson_quantile(stream.uniform(resample, Purpose::Resample, 0)))
 }
 
 /// Quantiles of the values at the given shares, with linear interpolation; None without values. NaN
@@ -185,7 +190,7 @@ pub fn quantiles<const N: usize>(values: &[f64], shares: [f64; N]) -> Option<[f6
 }
 
 /// Quantile `uniform` of the Poisson(1) distribution.
-fn poisson(uniform: f64) -> f64 {
+fn poisson_quantile(uniform: f64) -> f64 {
     let (mut count, mut mass) = (0.0, (-1.0f64).exp());
     let mut below = mass;
     while uniform >= below && mass > f64::EPSILON {
@@ -214,7 +219,7 @@ mod tests {
     }
 
     fn tau(suite: &str, prompts: &[(String, PromptCounts)]) -> Estimate {
-        Estimate::resample(suite, prompts.iter().map(|(id, counts)| (id.as_str(), *counts)), 500)
+        Estimate::with_resamples(suite, prompts.iter().map(|(id, counts)| (id.as_str(), *counts)), 500)
     }
 
     #[test]
@@ -291,9 +296,9 @@ mod tests {
     #[test]
     fn weights_are_poisson() {
         assert_eq!(
-            [0.0, 0.36, 0.37, 0.73, 0.74, 0.919, 0.92].map(poisson),
+            [0.0, 0.36, 0.37, 0.73, 0.74, 0.919, 0.92].map(poisson_quantile),
             [0.0, 0.0, 1.0, 1.0, 2.0, 2.0, 3.0]
         );
-        assert!(poisson(1.0 - f64::EPSILON / 2.0) < 25.0);
+        assert!(poisson_quantile(1.0 - f64::EPSILON / 2.0) < 25.0);
     }
 }

@@ -10,11 +10,11 @@ use tabled::settings::{Alignment, Padding, Style};
 use crate::statistics::Interval;
 
 /// Terminal width in characters. Wider tables continue below, with the first column repeated.
-const WIDTH: usize = 80;
+const MAX_WIDTH: usize = 80;
 /// Spaces between columns.
-const GAP: usize = 2;
+const COLUMN_GAP: usize = 2;
 /// Cell of a missing value.
-const NOTHING: &str = "–";
+const MISSING_VALUE: &str = "–";
 
 /// Rows under a header; the first column is flush left, the others flush right.
 pub struct Table {
@@ -31,7 +31,7 @@ impl Table {
     }
 
     /// Adds a title over the next `columns` columns.
-    pub fn title(&mut self, columns: usize, title: &str) {
+    pub fn add_title(&mut self, columns: usize, title: &str) {
         self.titles.push((columns, title.to_string()));
     }
 
@@ -42,18 +42,19 @@ impl Table {
     }
 
     /// Appends a horizontal line.
-    pub fn rule(&mut self) {
+    pub fn add_rule(&mut self) {
         self.rows.push(None);
     }
 
     /// The table as text with a final newline, split into parts if it is wider than a terminal.
     pub fn render(&self) -> String {
-        let parts: Vec<String> = self.parts().iter().map(|columns| self.render_columns(columns)).collect();
+        let parts: Vec<String> =
+            self.split_columns().iter().map(|columns| self.render_columns(columns)).collect();
         parts.join("\n")
     }
 
     /// Columns of each part; every part begins with the first column.
-    fn parts(&self) -> Vec<Vec<usize>> {
+    fn split_columns(&self) -> Vec<Vec<usize>> {
         let width = |column: usize| {
             let rows = self.rows.iter().flatten().chain([&self.header]);
             rows.map(|cells| cells[column].chars().count()).max().unwrap_or(0)
@@ -65,20 +66,20 @@ impl Table {
         let mut from = 0;
         for (count, _) in &self.titles {
             if let Some(group) = groups.get_mut(from) {
-                *group = widths.iter().skip(from).take(*count).map(|width| GAP + width).sum();
+                *group = widths.iter().skip(from).take(*count).map(|width| COLUMN_GAP + width).sum();
             }
             from += count;
         }
         let (mut parts, mut taken) = (vec![vec![0]], *first);
         for (column, width) in widths.iter().enumerate().skip(1) {
             let part = parts.len() - 1;
-            let group = if first + groups[column] <= WIDTH { groups[column] } else { 0 };
-            if taken + group.max(GAP + width) > WIDTH && parts[part].len() > 1 {
+            let group = if first + groups[column] <= MAX_WIDTH { groups[column] } else { 0 };
+            if taken + group.max(COLUMN_GAP + width) > MAX_WIDTH && parts[part].len() > 1 {
                 parts.push(vec![0, column]);
-                taken = first + GAP + width;
+                taken = first + COLUMN_GAP + width;
             } else {
                 parts[part].push(column);
-                taken += GAP + width;
+                taken += COLUMN_GAP + width;
             }
         }
         parts
@@ -95,10 +96,10 @@ impl Table {
             from += count;
         }
         let rows = self.rows.iter().map(|row| row.as_deref().map(chosen)).collect();
-        Self { header: chosen(&self.header), titles, rows }.grid()
+        Self { header: chosen(&self.header), titles, rows }.render_grid()
     }
 
-    fn grid(&self) -> String {
+    fn render_grid(&self) -> String {
         let (mut grid, mut theme) = (Builder::new(), Theme::from_style(Style::empty()));
         if !self.titles.is_empty() {
             let cells = |(columns, title): &(usize, String)| {
@@ -118,7 +119,7 @@ impl Table {
             }
         }
         let mut table = grid.build();
-        table.with(theme).with(Padding::new(0, GAP, 0, 0));
+        table.with(theme).with(Padding::new(0, COLUMN_GAP, 0, 0));
         table.modify(Columns::new(1..), Alignment::right()).modify(Columns::last(), Padding::zero());
         let mut column = 0;
         for (columns, _) in &self.titles {
@@ -135,7 +136,7 @@ impl Table {
 
 /// A number with `digits` decimals, or a dash.
 pub fn number(value: Option<f64>, digits: usize) -> String {
-    value.map_or_else(|| NOTHING.into(), |value| format!("{value:.digits$}"))
+    value.map_or_else(|| MISSING_VALUE.into(), |value| format!("{value:.digits$}"))
 }
 
 /// A rate per second, with one decimal below 99.5.
@@ -145,12 +146,12 @@ pub fn rate(value: Option<f64>) -> String {
 
 /// An interval, or a dash.
 pub fn range(interval: Option<Interval>) -> String {
-    interval.map_or_else(|| NOTHING.into(), |Interval { low, high }| format!("{low:.2} … {high:.2}"))
+    interval.map_or_else(|| MISSING_VALUE.into(), |Interval { low, high }| format!("{low:.2} … {high:.2}"))
 }
 
 /// A factor, or a dash.
 pub fn factor(value: Option<f64>) -> String {
-    value.map_or_else(|| NOTHING.into(), |value| format!("{value:.2}×"))
+    value.map_or_else(|| MISSING_VALUE.into(), |value| format!("{value:.2}×"))
 }
 
 #[cfg(test)]
@@ -160,10 +161,10 @@ mod tests {
     #[test]
     fn columns_are_aligned_under_their_titles() {
         let mut table = Table::new(["suite", "@1", "@2"].map(String::from).to_vec());
-        table.title(1, "");
-        table.title(2, "position");
+        table.add_title(1, "");
+        table.add_title(2, "position");
         table.row(vec!["a".into(), number(Some(0.5), 2), number(None, 2)]);
-        table.rule();
+        table.add_rule();
         table.row(vec!["overall".into(), rate(Some(1234.5)), factor(Some(2.0))]);
         let expected = "
           position
@@ -179,11 +180,11 @@ overall  1234  2.00×
     #[test]
     fn wide_tables_go_on_below_under_their_first_column() {
         let mut table = Table::new((0..30).map(|column| format!("column {column}")).collect());
-        table.title(1, "");
-        table.title(29, "numbers");
+        table.add_title(1, "");
+        table.add_title(29, "numbers");
         table.row((0..30).map(|column| column.to_string()).collect());
         let text = table.render();
-        assert!(text.lines().all(|line| line.chars().count() <= WIDTH), "{text}");
+        assert!(text.lines().all(|line| line.chars().count() <= MAX_WIDTH), "{text}");
         assert!(
             (1..30).all(|column| text.matches(&format!("column {column}\n")).count()
                 + text.matches(&format!("column {column} ")).count()

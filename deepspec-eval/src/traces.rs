@@ -20,7 +20,7 @@ use arrow_array::{
 use arrow_buffer::OffsetBuffer;
 use arrow_schema::ArrowError;
 use arrow_schema::{DataType, Field, Schema};
-use deepspec_core::cli::contain;
+use deepspec_core::cli::catch_panic;
 use deepspec_core::{atomic, usage};
 use parquet::arrow::ArrowWriter;
 use parquet::arrow::arrow_reader::ParquetRecordBatchReaderBuilder;
@@ -28,9 +28,9 @@ use parquet::basic::{Compression, ZstdLevel};
 use parquet::file::properties::WriterProperties;
 
 /// Name of the trace file.
-pub const FILE: &str = "traces.parquet";
+pub const TRACES_FILE: &str = "traces.parquet";
 /// Number of rows written at once.
-const BATCH: usize = 1 << 16;
+const ROWS_PER_BATCH: usize = 1 << 16;
 
 /// One cycle.
 #[derive(Debug, Clone, PartialEq)]
@@ -86,15 +86,15 @@ pub fn write<'a>(dir: &Path, mut traces: impl Iterator<Item = Trace<'a>>) -> any
     let compression = Compression::ZSTD(ZstdLevel::default());
     let properties = WriterProperties::builder().set_compression(compression).build();
     let schema = schema();
-    atomic::replace(&dir.join(FILE), |file| {
+    atomic::replace(&dir.join(TRACES_FILE), |file| {
         let mut writer =
             ArrowWriter::try_new(file, schema.clone(), Some(properties)).map_err(io::Error::other)?;
         loop {
-            let rows: Vec<Trace> = traces.by_ref().take(BATCH).collect();
+            let rows: Vec<Trace> = traces.by_ref().take(ROWS_PER_BATCH).collect();
             if rows.is_empty() {
                 break;
             }
-            writer.write(&batch(&schema, &rows).map_err(io::Error::other)?)?;
+            writer.write(&record_batch(&schema, &rows).map_err(io::Error::other)?)?;
         }
         writer.close()?;
         Ok(())
@@ -102,7 +102,7 @@ pub fn write<'a>(dir: &Path, mut traces: impl Iterator<Item = Trace<'a>>) -> any
     Ok(())
 }
 
-fn batch(schema: &Arc<Schema>, rows: &[Trace]) -> Result<RecordBatch, ArrowError> {
+fn record_batch(schema: &Arc<Schema>, rows: &[Trace]) -> Result<RecordBatch, ArrowError> {
     let texts = |text: fn(&Trace) -> String| -> ArrayRef {
         Arc::new(StringArray::from_iter_values(rows.iter().map(text)))
     };
@@ -139,7 +139,7 @@ fn batch(schema: &Arc<Schema>, rows: &[Trace]) -> Result<RecordBatch, ArrowError
 /// Usage errors that name the file: it is missing, is not Parquet, or lacks a column of this
 /// version.
 pub fn read(path: &Path, mut each: impl FnMut(&Trace)) -> anyhow::Result<()> {
-    let file = file_of(path);
+    let file = traces_path(path);
     let handle = match File::open(&file) {
         Ok(handle) => handle,
         Err(error) => usage!("{}: {error}; it is written beside results.json", file.display()),
@@ -150,9 +150,9 @@ pub fn read(path: &Path, mut each: impl FnMut(&Trace)) -> anyhow::Result<()> {
         Err(error) => usage!("{}: {error}", file.display()),
     };
     // The Parquet decoder may panic on a damaged file.
-    let done = contain(|| {
+    let done = catch_panic(|| {
         reader.into_iter().try_for_each(|batch| {
-            batch.map_err(|error| error.to_string()).and_then(|batch| rows(&batch, &mut each))
+            batch.map_err(|error| error.to_string()).and_then(|batch| read_batch(&batch, &mut each))
         })
     });
     if let Err(problem) = done.and_then(|read| read) {
@@ -162,12 +162,12 @@ pub fn read(path: &Path, mut each: impl FnMut(&Trace)) -> anyhow::Result<()> {
 }
 
 /// Path of the traces for a run's folder or results file.
-fn file_of(path: &Path) -> PathBuf {
+fn traces_path(path: &Path) -> PathBuf {
     let dir = if path.is_dir() { path } else { path.parent().unwrap_or(path) };
-    dir.join(FILE)
+    dir.join(TRACES_FILE)
 }
 
-fn rows(batch: &RecordBatch, each: &mut impl FnMut(&Trace)) -> Result<(), String> {
+fn read_batch(batch: &RecordBatch, each: &mut impl FnMut(&Trace)) -> Result<(), String> {
     let column = |name: &str| {
         let missing = || format!("has no column `{name}`; run the evaluation again with this version");
         batch.column_by_name(name).ok_or_else(missing)
@@ -253,14 +253,14 @@ mod tests {
             confidences: vec![0.25],
             logits: &logits[cycle as usize % 2],
         };
-        write(dir.path(), (0..BATCH as u32 + 3).map(trace)).unwrap();
+        write(dir.path(), (0..ROWS_PER_BATCH as u32 + 3).map(trace)).unwrap();
         let mut next = 0;
         read(dir.path(), |row| {
             assert_eq!(*row, trace(next));
             next += 1;
         })
         .unwrap();
-        assert_eq!(next, BATCH as u32 + 3);
+        assert_eq!(next, ROWS_PER_BATCH as u32 + 3);
         assert!(read(&dir.path().join("results.json"), |_| {}).is_ok(), "found beside the results");
         write(dir.path(), [Trace { proposed: 2, ..trace(0) }].into_iter()).unwrap();
         let problem = read(dir.path(), |_| {}).unwrap_err().to_string();
@@ -268,8 +268,8 @@ mod tests {
         write(dir.path(), [Trace { usable: Some(2), ..trace(0) }].into_iter()).unwrap();
         let problem = read(dir.path(), |_| {}).unwrap_err().to_string();
         assert!(problem.contains("`usable` of a row is 2 of `proposed` 1"), "{problem}");
-        fs::write(dir.path().join(FILE), "no parquet").unwrap();
+        fs::write(dir.path().join(TRACES_FILE), "no parquet").unwrap();
         let problem = read(dir.path(), |_| {}).unwrap_err().to_string();
-        assert!(problem.contains(FILE), "{problem}");
+        assert!(problem.contains(TRACES_FILE), "{problem}");
     }
 }

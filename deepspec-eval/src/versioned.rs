@@ -7,8 +7,8 @@ use deepspec_core::{atomic, usage};
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
-/// Reads a JSON file of the given format and version. If the file has another format, `foreign`
-/// follows its name in the error.
+/// Reads a JSON file of the given format and version. If the file has another format, the error
+/// consists of the file's name and `foreign`.
 ///
 /// # Errors
 /// Usage errors that name the file and the invalid key; also fails if the file cannot be read.

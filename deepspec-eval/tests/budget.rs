@@ -52,11 +52,11 @@ fn within_budget(draft: &str, more: &[&str], dir: &Path) {
         let [(short, before), (long, after)] = &runs[..] else { unreachable!("one run a length") };
         let steps = long - short;
         assert!(steps > 3, "{draft}: only {steps} steps more");
-        let (downloads, by) = before.beyond(after, "downloads");
+        let (downloads, by) = before.added_operations(after, "downloads");
         assert_eq!(downloads, steps, "{draft}, {slots} slots: downloads in {steps} steps:\n{by}");
-        let (waits, by) = before.beyond(after, "waits");
+        let (waits, by) = before.added_operations(after, "waits");
         assert_eq!(waits, 0, "{draft}, {slots} slots: waits in {steps} steps:\n{by}");
-        let (uploads, by) = before.beyond(after, "uploads");
+        let (uploads, by) = before.added_operations(after, "uploads");
         assert_eq!(uploads, 0, "{draft}, {slots} slots: uploads in {steps} steps:\n{by}");
     }
 }

@@ -189,7 +189,7 @@ fn recorded_suites_are_scored_and_changed_ones_warned_of() {
     fs::write(&file, &text).unwrap();
     let entry = json!({
         "domain": "chat", "rows": 5, "cap": 2, "source": {"files": []}, "converter": "description 0",
-        "sha256": deepspec_core::digest::bytes(text.as_bytes()),
+        "sha256": deepspec_core::digest::sha256_of_bytes(text.as_bytes()),
     });
     let record = json!({"format": "deepspec-datasets", "format_version": 1, "suites": {"mine": entry}});
     fs::write(suites.path().join("suites.json"), record.to_string()).unwrap();

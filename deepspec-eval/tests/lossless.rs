@@ -315,7 +315,7 @@ impl Replay {
         let dir = common::target_dir();
         let tokenizer = ChatTokenizer::load(&dir).unwrap();
         let load = DrafterOptions { device: Device::Cpu, kind: Kind::Float, slots: 1 };
-        let drafter = draft.map(|dir| deepspec_drafters::load(dir, &load).unwrap());
+        let drafter = draft.map(|dir| deepspec_drafters::load_drafter(dir, &load).unwrap());
         let taps = drafter.as_ref().map_or(vec![], |drafter| drafter.taps().to_vec());
         let (logits, blocks) = (Shared::default(), Shared::default());
         let target = Recorded { inner: target(1, &taps), tape: logits.clone() };

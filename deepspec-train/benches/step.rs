@@ -28,7 +28,7 @@ use deepspec_drafters::{
 use deepspec_models::ModelConfig;
 use deepspec_train::dist::ProcessGroup;
 use deepspec_train::optimizer::AdamW;
-use deepspec_train::schedule::anchors;
+use deepspec_train::schedule::choose_anchors;
 use serde::Serialize;
 use tch::{Device, Kind, Tensor};
 
@@ -236,7 +236,13 @@ impl Shape {
             taps: states(self.taps * self.hidden),
             last: states(self.hidden),
             last_positions: (0..self.tokens as u32).collect(),
-            anchors: anchors(&anchor_candidates(&loss_mask), self.anchors, 1, step, &index.to_string()),
+            anchors: choose_anchors(
+                &anchor_candidates(&loss_mask),
+                self.anchors,
+                1,
+                step,
+                &index.to_string(),
+            ),
             loss_mask,
         }
     }
@@ -288,7 +294,7 @@ fn say(figure: f64) {
 /// each line on standard input.
 fn measure(shape: &Shape) {
     tch::manual_seed(1);
-    let (block, alone) = (shape.model(), ProcessGroup::alone());
+    let (block, alone) = (shape.model(), ProcessGroup::single_process());
     let mut optimizer = AdamW::new(block.parameters(), 0.0, 1.0);
     // Writes the moments once, as a resumed run does, so that their pages belong to the loaded
     // state.

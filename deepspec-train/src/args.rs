@@ -3,10 +3,60 @@
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
 
-use clap::{ArgGroup, Parser};
+use clap::error::Result as ParseResult;
+use clap::{ArgGroup, ArgMatches, Command, CommandFactory, FromArgMatches, Parser};
 use deepspec_core::cli::Verbosity;
 
 use crate::estimate::EstimateArgs;
+use crate::run_report::ReportArgs;
+
+/// The work that the command line asks for.
+#[derive(Debug)]
+pub enum Invocation {
+    /// Training, or its plan or benchmark.
+    Train(Box<Args>),
+    /// `report`: the page of a run's metrics.
+    Report(ReportArgs),
+}
+
+impl Invocation {
+    /// How much is logged.
+    pub fn verbosity(&self) -> Verbosity {
+        match self {
+            Self::Train(args) => args.verbosity(),
+            Self::Report(_) => Verbosity::Normal,
+        }
+    }
+}
+
+impl CommandFactory for Invocation {
+    fn command() -> Command {
+        Args::command()
+            .subcommand_negates_reqs(true)
+            .args_conflicts_with_subcommands(true)
+            .subcommand(ReportArgs::command().name("report"))
+    }
+
+    fn command_for_update() -> Command {
+        Self::command()
+    }
+}
+
+impl FromArgMatches for Invocation {
+    fn from_arg_matches(matches: &ArgMatches) -> ParseResult<Self> {
+        match matches.subcommand() {
+            Some(("report", arguments)) => ReportArgs::from_arg_matches(arguments).map(Self::Report),
+            _ => Args::from_arg_matches(matches).map(|args| Self::Train(Box::new(args))),
+        }
+    }
+
+    fn update_from_arg_matches(&mut self, matches: &ArgMatches) -> ParseResult<()> {
+        *self = Self::from_arg_matches(matches)?;
+        Ok(())
+    }
+}
+
+impl Parser for Invocation {}
 
 /// Train a drafter by a recipe. Running the same recipe again resumes it.
 #[derive(Debug, Parser)]

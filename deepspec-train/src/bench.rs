@@ -5,9 +5,9 @@ use std::num::NonZeroUsize;
 use std::time::Duration;
 
 use anyhow::Context;
-use deepspec_capture::{StatesError, check_fit};
+use deepspec_capture::{StatesError, check_recipe_fits};
 use deepspec_core::cli::{self, UsageError};
-use deepspec_cost::estimate::{Measured as MeasuredWork, Stage, UPDATE_BYTES, Work};
+use deepspec_cost::estimate::{ADAMW_BYTES_PER_WEIGHT, MeasuredWork, Stage, Work};
 use deepspec_drafters::Recipe;
 use deepspec_ops::{StepTrace, device_name};
 use serde_json::{Value, json};
@@ -17,12 +17,12 @@ use crate::args::Args;
 use crate::dummy_data::random_samples;
 use crate::dummy_run::{DummyPass, DummyRun, random_embed_and_head};
 use crate::gpu_info;
-use crate::loader::{MAX_MICRO_BATCHES, read_beside};
+use crate::loader::{MAX_MICRO_BATCHES, max_samples_ahead};
 use crate::optimizer::AdamW;
 use crate::schedule;
-use crate::setup::kind;
-use crate::staging::Staging;
-use crate::target_shape::Shape;
+use crate::setup::weight_dtype;
+use crate::staging::HostToDeviceCopier;
+use crate::target_shape::TargetShape;
 
 /// Times `steps` optimiser steps of one of `processes` processes. The process runs alone, so no
 /// gradients are summed over ranks.
@@ -36,44 +36,44 @@ pub fn run(
     device: Device,
     processes: usize,
 ) -> anyhow::Result<()> {
-    let shape = Shape::of(&recipe.target, args.verbosity())?;
-    let drafter_plan = check_fit(recipe, &shape.config).map_err(StatesError::report)?;
+    let shape = TargetShape::resolve(&recipe.target, args.verbosity())?;
+    let drafter_plan = check_recipe_fits(recipe, &shape.config).map_err(StatesError::report)?;
     let train = &recipe.train;
     // The samples of one step suffice; the run's data is not read.
-    schedule::of_recipe(recipe, train.global_batch_size, processes)?;
-    let of_forward = schedule::forward_samples(train, recipe.data.max_length);
+    schedule::from_recipe(recipe, train.global_batch_size, processes)?;
+    let of_forward = schedule::samples_per_forward(train, recipe.data.max_length);
     let per_step = train.global_batch_size / processes;
     let forwards: Vec<usize> =
         (0..per_step).step_by(of_forward).map(|first| of_forward.min(per_step - first)).collect();
-    let kind = kind(train.precision);
+    let kind = weight_dtype(train.precision);
     if let Some(peak) = args.peak_tflops.filter(|peak| !(*peak > 0.0 && peak.is_finite())) {
         return Err(UsageError(format!("--peak-tflops {peak} is no positive number")).into());
     }
-    let name = gpu_info::name(device);
+    let name = gpu_info::gpu_name(device);
     let peak_tflops = args.peak_tflops.or_else(|| gpu_info::peak_tflops(name.as_deref()?, kind));
 
     let (embed, head) = random_embed_and_head(&shape.config, device, kind);
     let drafter = drafter_plan.build(&embed, &head, recipe.seed, kind);
     let optimizer = AdamW::new(drafter.parameters(), train.weight_decay, train.max_grad_norm);
-    let weights = optimizer.weights();
+    let weights = optimizer.trainable_weight_count();
     let last = drafter_plan.final_states();
     let passes = forwards.len();
-    let staging = Staging::to(device);
+    let staging = HostToDeviceCopier::for_device(device);
     let drafter_plan = drafter_plan.as_ref();
     let pass = DummyPass { recipe, drafter_plan, drafter, device, staging };
     let run = DummyRun { pass, optimizer, forwards };
     // As many micro-batches as a loader holds, and the samples that it reads ahead.
     let batches: Vec<_> =
         (0..MAX_MICRO_BATCHES).map(|number| random_samples(recipe, &shape.config, last, number)).collect();
-    let beside = (0..read_beside(recipe)).flat_map(|number| {
+    let beside = (0..max_samples_ahead(recipe)).flat_map(|number| {
         random_samples(recipe, &shape.config, last, MAX_MICRO_BATCHES + number).into_iter().take(1)
     });
     let _beside: Vec<_> = beside.collect();
     let mut trace = match &args.torch_profile {
         Some(path) => StepTrace::new(path, device).map_err(UsageError)?,
-        None => StepTrace::none(),
+        None => StepTrace::disabled(),
     };
-    let measured = run.measure(steps.get(), &batches, &mut trace)?;
+    let measured = run.time_steps(steps.get(), &batches, &mut trace)?;
     trace.finish();
 
     let step_s = measured.total.as_secs_f64() / steps.get() as f64;
@@ -120,7 +120,7 @@ pub fn run(
             },
             MeasuredWork {
                 stage: Stage::Training,
-                work: Work { bytes: UPDATE_BYTES * (weights * steps.get()) as f64, ..Work::default() },
+                work: Work { bytes: ADAMW_BYTES_PER_WEIGHT * (weights * steps.get()) as f64, ..Work::default() },
                 seconds: measured.parts.optimizer.as_secs_f64(),
             },
         ],
@@ -132,7 +132,7 @@ pub fn run(
 }
 
 /// The dtype of a recipe's `train.precision`.
-fn dtype(precision: &str) -> &str {
+fn dtype_of_precision(precision: &str) -> &str {
     match precision {
         "fp32" => "float32",
         "bf16" => "bfloat16",
@@ -152,7 +152,7 @@ fn render(found: &Value) -> String {
     let mut lines = vec![
         ("drafter", format!("{}, {} trainable weights", text("name"), number("trainable_weights"))),
         ("target", format!("{}, random weights and states", text("target"))),
-        ("device", format!("{} in {}", text("device"), dtype(&text("precision")))),
+        ("device", format!("{} in {}", text("device"), dtype_of_precision(&text("precision")))),
         (
             "steps",
             format!(

@@ -1,24 +1,26 @@
 //! Estimates the memory of a run before it starts.
 
 use deepspec_capture::cache::MAX_MAPPED_BYTES;
-use deepspec_capture::{Dataset, batches, readers};
+use deepspec_capture::{Dataset, reader_threads, split_into_batches};
 use deepspec_core::FinalStates;
 use deepspec_core::recipe::{Precision, ShardingStrategy, States};
 use deepspec_drafters::Recipe;
-use deepspec_drafters::{DrafterPlan, SampleSize, WeightCounts};
+use deepspec_drafters::{DrafterPlan, ParamCounts, SampleSize};
 use deepspec_models::ModelConfig;
 use serde::Serialize;
 use tch::{Device, Kind};
 
-use crate::loader::{MAX_MICRO_BATCHES, mask, read_beside};
-use crate::schedule::{Order, Schedule, forward_budget, forward_samples, of_rank, shuffled};
-use crate::setup::kind;
-use crate::staging::{ON_GPU, PINNED};
+use crate::loader::{MAX_MICRO_BATCHES, max_samples_ahead, sample_loss_mask};
+use crate::schedule::{
+    SampleOrder, Schedule, epoch_shuffle, forward_budget, samples_of_rank, samples_per_forward,
+};
+use crate::setup::weight_dtype;
+use crate::staging::{MICRO_BATCHES_ON_GPU, PINNED_MICRO_BATCHES};
 use crate::{dummy_data, dummy_run};
 
 /// Bytes of one process, by part.
 #[derive(Debug, Clone, Copy, Default, Serialize)]
-pub struct Memory {
+pub struct MemoryEstimate {
     /// The program and its libraries before anything is loaded.
     pub program: u64,
     /// The target's embedding and head, shared with the drafter.
@@ -51,9 +53,9 @@ pub struct Memory {
     pub target: u64,
 }
 
-impl Memory {
+impl MemoryEstimate {
     /// Bytes on the GPU if the drafter and a resident target share one.
-    pub fn on_device(&self) -> u64 {
+    pub fn device_bytes(&self) -> u64 {
         self.frozen
             + self.weights
             + self.gradients
@@ -63,19 +65,19 @@ impl Memory {
             + self.staged
     }
 
-    /// Bytes that stay on the host in that case.
-    pub fn on_host(&self) -> u64 {
+    /// Bytes on the host if the drafter trains on a GPU.
+    pub fn host_bytes(&self) -> u64 {
         self.program + self.loader + self.samples + self.cache
     }
 
     /// Sum of all parts.
-    pub fn total(&self) -> u64 {
-        self.on_device() + self.on_host()
+    pub fn total_bytes(&self) -> u64 {
+        self.device_bytes() + self.host_bytes()
     }
 }
 
-/// Inputs of the memory estimate.
-pub struct Costs<'a> {
+/// Estimates the memory of one process from these inputs.
+pub struct MemoryEstimator<'a> {
     /// The recipe of the run.
     pub recipe: &'a Recipe,
     /// Sizes of the target.
@@ -83,7 +85,7 @@ pub struct Costs<'a> {
     /// The drafter.
     pub drafter_plan: &'a dyn DrafterPlan,
     /// Number of drafter weights.
-    pub weights: WeightCounts,
+    pub weights: ParamCounts,
     /// Number of processes of the job.
     pub processes: usize,
     /// Resident bytes before anything was loaded.
@@ -94,24 +96,32 @@ pub struct Costs<'a> {
     pub measures: bool,
 }
 
-impl Costs<'_> {
+impl MemoryEstimator<'_> {
     /// Memory of a run whose largest forwards are `largest`. A resident target takes `target`
     /// bytes; the cache on disk has `cache` bytes. `states` is the device of the hidden states: the
     /// CPU, or the GPU of a resident target.
-    pub fn memory(&self, largest: &Largest, states: Device, target: u64, cache: u64) -> Memory {
+    pub fn estimate_memory(
+        &self,
+        largest: &ForwardMaxima,
+        states: Device,
+        target: u64,
+        cache: u64,
+    ) -> MemoryEstimate {
         let hybrid = matches!(self.recipe.data.states, States::Hybrid(_));
         // Micro-batches on the host, in page-locked memory, and on the GPU.
         let (held, locked, staged) = match (self.device, states) {
             (Device::Cpu, _) => (MAX_MICRO_BATCHES, 0, 0),
-            (_, Device::Cpu) => (MAX_MICRO_BATCHES, PINNED, ON_GPU),
-            _ if hybrid => (MAX_MICRO_BATCHES, PINNED, MAX_MICRO_BATCHES + ON_GPU),
-            _ => (0, 0, MAX_MICRO_BATCHES + ON_GPU),
+            (_, Device::Cpu) => (MAX_MICRO_BATCHES, PINNED_MICRO_BATCHES, MICRO_BATCHES_ON_GPU),
+            _ if hybrid => {
+                (MAX_MICRO_BATCHES, PINNED_MICRO_BATCHES, MAX_MICRO_BATCHES + MICRO_BATCHES_ON_GPU)
+            }
+            _ => (0, 0, MAX_MICRO_BATCHES + MICRO_BATCHES_ON_GPU),
         };
         let [held, locked, staged] = [held, locked, staged].map(|batches| batches as u64);
         let train = &self.recipe.train;
-        let kind = kind(train.precision);
-        let WeightCounts { trained, frozen } = self.weights;
-        let (weights, bytes) = (trained as u64, kind.elt_size_in_bytes() as u64);
+        let kind = weight_dtype(train.precision);
+        let ParamCounts { trainable, frozen } = self.weights;
+        let (weights, bytes) = (trainable as u64, kind.elt_size_in_bytes() as u64);
         let (gradients, optimizer) = match train.precision {
             Precision::Bf16 => (2 + 4, 4 + 8),
             Precision::Fp32 => (4, 8),
@@ -129,7 +139,7 @@ impl Costs<'_> {
             }
             false => None,
         };
-        Memory {
+        MemoryEstimate {
             program: self.program,
             frozen: ends * (self.target.vocab_size * self.target.hidden_size) as u64 * bytes,
             weights: (weights + frozen as u64) * bytes,
@@ -137,18 +147,18 @@ impl Costs<'_> {
             optimizer,
             activations: measured.unwrap_or(largest.activations as u64),
             activations_measured: measured.is_some(),
-            loader: (held + locked) * largest.states + read_beside(self.recipe) as u64 * largest.sample,
+            loader: (held + locked) * largest.states + max_samples_ahead(self.recipe) as u64 * largest.sample,
             staged: staged * largest.states,
             samples: 0,
             // The sample being read counts as mapped pages only after it was read.
-            cache: cache.min(MAX_MAPPED_BYTES + (readers() as u64 - 1) * largest.sample),
+            cache: cache.min(MAX_MAPPED_BYTES + (reader_threads() as u64 - 1) * largest.sample),
             target,
         }
     }
 
-    /// Bytes of a micro-batch's hidden states in bfloat16: taps of all tokens, and the final states
-    /// that the drafter needs.
-    fn states(&self, samples: &[SampleSize]) -> u64 {
+    /// Bytes of a micro-batch's hidden states in bfloat16: those of the captured layers for all
+    /// tokens, and the final ones that the drafter needs.
+    fn hidden_state_bytes(&self, samples: &[SampleSize]) -> u64 {
         let taps = self.recipe.target.layer_ids.len();
         let last = |sample: &SampleSize| match self.drafter_plan.final_states() {
             FinalStates::Supervised => sample.supervised,
@@ -158,69 +168,75 @@ impl Costs<'_> {
         rows as u64 * self.target.hidden_size as u64 * 2
     }
 
-    fn size(&self, mask: &[bool]) -> SampleSize {
+    fn sample_size(&self, mask: &[bool]) -> SampleSize {
         let mut first = |candidates: &[usize], count: usize| candidates.iter().copied().take(count).collect();
         SampleSize {
             tokens: mask.len(),
             supervised: mask.iter().filter(|&&supervised| supervised).count(),
-            anchors: self.drafter_plan.anchors(mask, &mut first).len(),
+            anchors: self.drafter_plan.choose_anchors(mask, &mut first).len(),
         }
     }
 
     /// The largest forwards of the first epoch, over all ranks.
-    pub fn largest(&self, dataset: &Dataset, schedule: Schedule) -> Largest {
+    pub fn largest_forwards(&self, dataset: &Dataset, schedule: Schedule) -> ForwardMaxima {
         let Schedule { samples_per_epoch, samples_per_step, .. } = schedule;
-        let mut order = Order::new(samples_per_epoch, shuffled(self.recipe.seed, dataset.len()));
-        let mut size = |position| self.size(&mask(&dataset.meta(order.at(position).sample)));
-        let mut largest = Largest::default();
+        let mut order = SampleOrder::new(samples_per_epoch, epoch_shuffle(self.recipe.seed, dataset.len()));
+        let mut size =
+            |position| self.sample_size(&sample_loss_mask(&dataset.meta(order.sample_at(position).sample)));
+        let mut largest = ForwardMaxima::default();
         for first in (0..samples_per_epoch).step_by(samples_per_step) {
             let step: Vec<SampleSize> = (first..first + samples_per_step).map(&mut size).collect();
             for rank in 0..self.processes {
-                let own: Vec<SampleSize> = of_rank(&step, rank, self.processes).copied().collect();
-                let forwards =
-                    batches(own.iter().map(|size| size.tokens), forward_budget(&self.recipe.train));
-                forwards.into_iter().for_each(|forward| self.add(&mut largest, &own[forward]));
+                let own: Vec<SampleSize> = samples_of_rank(&step, rank, self.processes).copied().collect();
+                let forwards = split_into_batches(
+                    own.iter().map(|size| size.tokens),
+                    forward_budget(&self.recipe.train),
+                );
+                forwards.into_iter().for_each(|forward| self.update_maxima(&mut largest, &own[forward]));
             }
         }
         largest
     }
 
-    /// The largest forwards of equally long samples with the loss mask of `--bench`. Lengths start
-    /// at `data.max_length` and are halved, because with a token limit more and shorter samples may
-    /// have more anchors.
-    pub fn longest(&self) -> Largest {
+    /// The largest forwards if the data is unknown: all samples have one length and the loss mask
+    /// of `--bench`. The lengths tried are `data.max_length`, half of it, and so on. With a token
+    /// limit, a forward of many short samples may have more anchors.
+    pub fn worst_case_forwards(&self) -> ForwardMaxima {
         const SHORTEST: usize = 16;
         let (train, most) = (&self.recipe.train, self.recipe.data.max_length);
         let shorter = |&length: &usize| Some(length / 2).filter(|&next| next >= SHORTEST);
-        let mut largest = Largest::default();
+        let mut largest = ForwardMaxima::default();
         for length in std::iter::successors(Some(most), shorter) {
-            let samples = forward_samples(train, length);
-            self.add(&mut largest, &vec![self.size(&dummy_data::loss_mask(length)); samples]);
+            let samples = samples_per_forward(train, length);
+            self.update_maxima(
+                &mut largest,
+                &vec![self.sample_size(&dummy_data::loss_mask(length)); samples],
+            );
         }
         largest
     }
 
-    /// Raises the maxima to those of a forward.
-    fn add(&self, largest: &mut Largest, forward: &[SampleSize]) {
-        let kind = kind(self.recipe.train.precision);
+    /// Updates the maxima with one more forward.
+    fn update_maxima(&self, largest: &mut ForwardMaxima, forward: &[SampleSize]) {
+        let kind = weight_dtype(self.recipe.train.precision);
         let activations = self.drafter_plan.activation_bytes(forward, kind, self.device);
         if largest.activations < activations {
             (largest.activations, largest.forward) = (activations, forward.to_vec());
         }
-        largest.states = largest.states.max(self.states(forward));
-        let samples = forward.iter().map(|sample| self.states(std::slice::from_ref(sample)));
+        largest.states = largest.states.max(self.hidden_state_bytes(forward));
+        let samples = forward.iter().map(|sample| self.hidden_state_bytes(std::slice::from_ref(sample)));
         largest.sample = samples.max().unwrap_or(0).max(largest.sample);
     }
 }
 
 /// Maxima over all forwards; each field may come from a different forward.
 #[derive(Default)]
-pub struct Largest {
+pub struct ForwardMaxima {
     /// Estimated bytes of the activations.
     activations: usize,
     /// The samples of the forward with the most activations.
     forward: Vec<SampleSize>,
-    /// Bytes of the hidden states of its samples.
+    /// Bytes of the hidden states of one forward.
     states: u64,
     /// Bytes of the hidden states of one sample.
     sample: u64,

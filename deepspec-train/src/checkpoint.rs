@@ -11,7 +11,7 @@ use deepspec_core::atomic::{self, FileError};
 use deepspec_core::recipe::LossNormalization;
 use deepspec_core::{VERSION, config, usage};
 use deepspec_drafters::Recipe;
-use deepspec_drafters::{TRAIN_STATE, TrainableDrafter};
+use deepspec_drafters::{TRAIN_STATE_FILE, TrainableDrafter};
 use deepspec_models::{MAX_SHARD_BYTES, Weights, save, save_checkpoint};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
@@ -22,14 +22,16 @@ use crate::reporters::METRICS_FILE;
 use crate::tensorboard;
 
 /// Layout version of the training state, raised when the layout changes.
-const FORMAT: u32 = 2;
-const LATEST: &str = "step_latest";
+const STATE_FORMAT_VERSION: u32 = 2;
+/// Symlink to the newest checkpoint.
+const LATEST_LINK: &str = "step_latest";
 /// Symlink to the checkpoint with the highest accepted length on the validation suite.
-const BEST: &str = "step_best";
+const BEST_LINK: &str = "step_best";
 /// Record of the best checkpoint.
 const BEST_FILE: &str = "best.json";
 
-/// In its own folder, because inference engines read every safetensors file beside config.json.
+/// Path of the optimiser's tensors. They have their own folder, because inference engines read
+/// every safetensors file beside config.json.
 const STATE_TENSORS: &str = "train_state/optimizer.safetensors";
 /// Path of the optimiser's tensors in earlier versions.
 const EARLIER_STATE_TENSORS: &str = "train_state.safetensors";
@@ -80,7 +82,7 @@ impl TrainState {
         let samples = step * global_batch_size;
         let tool_version = VERSION.to_string();
         Self {
-            format: FORMAT,
+            format: STATE_FORMAT_VERSION,
             step,
             samples,
             data: digest,
@@ -97,13 +99,13 @@ impl TrainState {
 pub struct Checkpoints {
     dir: PathBuf,
     /// Lock file, held while this process writes here.
-    claim: Option<fs::File>,
+    lock_file: Option<fs::File>,
 }
 
 impl Checkpoints {
     /// The checkpoints in `dir`, which is created by the first save.
     pub fn new(dir: PathBuf) -> Self {
-        Self { dir, claim: None }
+        Self { dir, lock_file: None }
     }
 
     /// The experiment's folder.
@@ -115,14 +117,14 @@ impl Checkpoints {
     ///
     /// # Errors
     /// A usage error if another process holds the lock.
-    pub fn claim(&mut self) -> anyhow::Result<()> {
+    pub fn lock(&mut self) -> anyhow::Result<()> {
         atomic::create_dir(&self.dir)?;
         let path = self.dir.join(".lock");
         let file = fs::File::create(&path).map_err(FileError::at("opening", &path))?;
         if !atomic::try_lock(&file, &path)? {
             usage!("{}: another training run is writing here", self.dir.display());
         }
-        self.claim = Some(file);
+        self.lock_file = Some(file);
         Ok(())
     }
 
@@ -130,17 +132,20 @@ impl Checkpoints {
     /// with the most steps. The link may be missing, because copying files can lose links.
     ///
     /// # Errors
-    /// Fails if the folder cannot be read, or if it has checkpoints but no complete one. Training
-    /// must not overwrite those.
-    pub fn latest(&self) -> anyhow::Result<Option<PathBuf>> {
-        let link = self.dir.join(LATEST);
+    /// Fails if the folder cannot be read, or if it has checkpoints but no complete one.
+    /// Training must not overwrite incomplete checkpoints.
+    pub fn find_latest(&self) -> anyhow::Result<Option<PathBuf>> {
+        let link = self.dir.join(LATEST_LINK);
         let pointed = fs::read_link(&link).ok().map(|target| self.dir.join(target));
-        if let Some(path) = pointed.as_ref().filter(|path| is_whole(path)) {
+        if let Some(path) = pointed.as_ref().filter(|path| is_complete(path)) {
             return Ok(Some(path.clone()));
         }
-        let steps = self.steps()?;
-        let newest =
-            steps.iter().rev().map(|step| self.dir.join(format!("step_{step}"))).find(|path| is_whole(path));
+        let steps = self.saved_steps()?;
+        let newest = steps
+            .iter()
+            .rev()
+            .map(|step| self.dir.join(format!("step_{step}")))
+            .find(|path| is_complete(path));
         let what = match (&pointed, link.symlink_metadata()) {
             (Some(path), _) => format!("points at {}, which is no whole checkpoint", path.display()),
             (None, Ok(_)) => "is no link".into(),
@@ -151,14 +156,14 @@ impl Checkpoints {
             return Ok(Some(path));
         }
         // A copy that followed links has a folder in place of the link, and perhaps nothing else.
-        if pointed.is_none() && is_whole(&link) {
+        if pointed.is_none() && is_complete(&link) {
             return Ok(Some(link));
         }
         if steps.is_empty() && link.symlink_metadata().is_err() {
             return Ok(None);
         }
         bail!(
-            "{} {what}, and none of the checkpoints in {} is whole (config.json, weights, {TRAIN_STATE} and its tensors); restore one, or start \
+            "{} {what}, and none of the checkpoints in {} is whole (config.json, weights, {TRAIN_STATE_FILE} and its tensors); restore one, or start \
              anew with --overwrite",
             link.display(),
             self.dir.display()
@@ -166,7 +171,7 @@ impl Checkpoints {
     }
 
     /// The steps of the folders `step_N`, ascending.
-    pub(self) fn steps(&self) -> anyhow::Result<Vec<usize>> {
+    pub(self) fn saved_steps(&self) -> anyhow::Result<Vec<usize>> {
         if !self.dir.is_dir() {
             return Ok(vec![]);
         }
@@ -185,7 +190,7 @@ impl Checkpoints {
     /// # Errors
     /// Fails if something cannot be removed.
     pub fn clear(&self) -> anyhow::Result<()> {
-        for name in [LATEST, BEST, BEST_FILE] {
+        for name in [LATEST_LINK, BEST_LINK, BEST_FILE] {
             let path = self.dir.join(name);
             if let Ok(found) = path.symlink_metadata() {
                 let removed = if found.is_dir() { fs::remove_dir_all(&path) } else { fs::remove_file(&path) };
@@ -197,7 +202,7 @@ impl Checkpoints {
             let path = entry.map_err(FileError::at("reading", &self.dir))?.path();
             let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
             let step = name.strip_prefix("step_").map(|rest| rest.trim_end_matches(".partial"));
-            if name == METRICS_FILE || name.starts_with(tensorboard::PREFIX) {
+            if name == METRICS_FILE || name.starts_with(tensorboard::EVENT_FILE_PREFIX) {
                 fs::remove_file(&path).map_err(FileError::at("removing", &path))?;
             } else if step.is_some_and(|step| step.parse::<usize>().is_ok()) && path.is_dir() {
                 fs::remove_dir_all(&path).map_err(FileError::at("removing", &path))?;
@@ -219,7 +224,7 @@ impl Checkpoints {
         state: &TrainState,
     ) -> anyhow::Result<PathBuf> {
         let path = self.dir.join(format!("step_{}", state.step));
-        let partial = atomic::partial_name(&path);
+        let partial = atomic::partial_path(&path);
         if partial.exists() {
             fs::remove_dir_all(&partial).map_err(FileError::at("removing", &partial))?;
         }
@@ -233,7 +238,7 @@ impl Checkpoints {
         atomic::replace(&partial.join("config.yaml"), |file| {
             std::io::Write::write_all(file, yaml.as_bytes())
         })?;
-        atomic::write_json(&partial.join(TRAIN_STATE), state)?;
+        atomic::write_json(&partial.join(TRAIN_STATE_FILE), state)?;
         fs::File::open(&partial)
             .and_then(|dir| dir.sync_all())
             .map_err(FileError::at("syncing", &partial))?;
@@ -242,21 +247,21 @@ impl Checkpoints {
             fs::remove_dir_all(&path).map_err(FileError::at("removing", &path))?;
         }
         fs::rename(&partial, &path).map_err(FileError::at("writing", &path))?;
-        self.point(LATEST, state.step)?;
-        self.retain(recipe.logging.keep_checkpoints)?;
+        self.set_link(LATEST_LINK, state.step)?;
+        self.prune(recipe.logging.keep_checkpoints)?;
         Ok(path)
     }
 }
 
 /// Whether a folder has all files that resuming needs.
-fn is_whole(path: &Path) -> bool {
+fn is_complete(path: &Path) -> bool {
     let any = |names: &[&str]| names.iter().any(|name| path.join(name).is_file());
     let is_object = |name: &str| {
         let text = fs::read_to_string(path.join(name)).unwrap_or_default();
         serde_json::from_str::<serde_json::Map<String, serde_json::Value>>(&text)
             .is_ok_and(|map| !map.is_empty())
     };
-    is_object(TRAIN_STATE)
+    is_object(TRAIN_STATE_FILE)
         && is_object("config.json")
         && any(&["model.safetensors", "model.safetensors.index.json"])
         && any(&[STATE_TENSORS, EARLIER_STATE_TENSORS])
@@ -274,18 +279,19 @@ pub fn restore(
     processes: usize,
     optimizer: &mut AdamW,
 ) -> anyhow::Result<TrainState> {
-    let file = path.join(TRAIN_STATE);
+    let file = path.join(TRAIN_STATE_FILE);
     let state: TrainState = serde_json::from_str(&atomic::read_text(&file)?)
         .with_context(|| format!("{}: not a training state", file.display()))?;
-    if state.format != FORMAT {
+    if state.format != STATE_FORMAT_VERSION {
         bail!(
-            "{}: format {} is unknown; this version reads {FORMAT}; start anew with --overwrite",
+            "{}: format {} is unknown; this version reads {STATE_FORMAT_VERSION}; start anew with --overwrite",
             file.display(),
             state.format
         );
     }
     let saved = deepspec_drafters::load_saved_recipe(&path.join("config.yaml"))?;
-    let differences = config::differences(&comparable(saved), &comparable(json!(recipe)));
+    let differences =
+        config::differences(&without_resumable_keys(saved), &without_resumable_keys(json!(recipe)));
     if !differences.is_empty() {
         usage!(
             "{} was trained by another recipe: {}; undo the change, start anew with --overwrite, or choose another name (and go on from these weights with --set train.init_from={})",
@@ -335,8 +341,8 @@ pub fn restore(
 /// The recipe keys that must not change on resume. Paths, logging, evaluation, sharding,
 /// recomputation and the backend may change. The split of a batch into forwards may change if the
 /// result does not depend on it. The data set's digest stands for samples and target.
-fn comparable(recipe: Value) -> Value {
-    let mut value = without_places(recipe);
+fn without_resumable_keys(recipe: Value) -> Value {
+    let mut value = without_data_locations(recipe);
     if let Some(map) = value.as_object_mut() {
         map.remove("logging");
         map.remove("eval");
@@ -354,7 +360,7 @@ fn comparable(recipe: Value) -> Value {
 }
 
 /// A recipe without the locations of data and target; the data set's digest stands for them.
-pub fn without_places(mut value: Value) -> Value {
+pub fn without_data_locations(mut value: Value) -> Value {
     if let Some(map) = value.as_object_mut() {
         for (part, keys) in
             [("data", &["states", "input", "target_device"][..]), ("target", &["model", "revision"])]

@@ -7,14 +7,14 @@ use deepspec_drafters::TrainSample;
 use deepspec_models::ModelConfig;
 use tch::{Device, Kind, Tensor};
 
-use crate::schedule::forward_samples;
+use crate::schedule::samples_per_forward;
 
 /// Tokens of a turn in a random conversation; the first quarter is the user's.
-const TURN: usize = 512;
+const TURN_TOKENS: usize = 512;
 
 /// Loss mask of a random conversation: all tokens except the first quarter of every turn.
 pub fn loss_mask(length: usize) -> Vec<bool> {
-    let turn = TURN.min(length);
+    let turn = TURN_TOKENS.min(length);
     (0..length).map(|position| position % turn >= turn / 4).collect()
 }
 
@@ -30,7 +30,7 @@ pub fn random_samples(
     let sample = |index: usize| {
         random_sample(recipe, config, last, &format!("bench-{number}-{index}"), loss_mask(length))
     };
-    (0..forward_samples(&recipe.train, length)).map(sample).collect()
+    (0..samples_per_forward(&recipe.train, length)).map(sample).collect()
 }
 
 /// A random sample with this loss mask and without anchors. `name` seeds its tokens.
@@ -47,7 +47,7 @@ pub fn random_sample(
     };
     let stream = Stream::new(recipe.seed, name);
     let id = |lane| (stream.uniform(0, Purpose::Init, lane) * config.vocab_size as f64) as i64;
-    let last_positions = last.positions(&loss_mask);
+    let last_positions = last.kept_positions(&loss_mask);
     TrainSample {
         input_ids: (0..length as u64).map(id).collect(),
         taps: states(length, d * recipe.target.layer_ids.len() as i64),

@@ -2,25 +2,26 @@
 
 use std::path::{Path, PathBuf};
 
-use deepspec_capture::Budget;
+use deepspec_capture::ForwardLimits;
 use deepspec_core::cli::UsageError;
 use deepspec_core::recipe::States;
 use deepspec_core::usage;
 use deepspec_cost::estimate::{
-    Basis, Bytes, DecodeLoad, Drafting, Estimate, Machine, Measured, Pipeline, ScaleError, Stage, Training,
-    UPDATE_BYTES, Work, capture_work, decode_work, read_measured, speculation_work,
+    ADAMW_BYTES_PER_WEIGHT, DecodeLoad, DiskBytes, DrafterSize, Estimate, Machine, MeasuredWork, Pipeline,
+    RateSource, ScaleError, Stage, TrainingWork, Work, capture_work, decode_work, read_measured,
+    speculation_work,
 };
 use deepspec_drafters::TrainSample;
 use serde_json::{Value, json};
 use tch::{Device, Tensor};
 
 use crate::plan::Plan;
-use crate::schedule::forward_samples;
-use crate::setup::kind;
+use crate::schedule::samples_per_forward;
+use crate::setup::weight_dtype;
 
 /// Optimiser state per trained weight in a checkpoint: master and two moments in float32, beside
 /// the bfloat16 weights.
-const STATE_BYTES: f64 = 12.0;
+const OPTIMIZER_BYTES_PER_WEIGHT: f64 = 12.0;
 
 /// Arguments of the estimate of all stages.
 #[derive(Debug, clap::Args)]
@@ -69,7 +70,7 @@ pub struct EstimateArgs {
 
 impl EstimateArgs {
     /// Whether an estimate is requested.
-    pub fn is_asked(&self) -> bool {
+    pub fn is_requested(&self) -> bool {
         self.hardware.is_some() || !self.measured.is_empty()
     }
 
@@ -107,14 +108,14 @@ pub struct PipelineEstimate {
     answer: f64,
     price: Option<f64>,
     estimates: Vec<Estimate>,
-    held_out: Vec<HeldOut>,
+    held_out: Vec<ValidationMeasurement>,
 }
 
 /// A measurement that is compared with its estimate.
-struct HeldOut {
+struct ValidationMeasurement {
     file: PathBuf,
-    measured: Measured,
-    /// None if nothing is known about its stage.
+    measured: MeasuredWork,
+    /// Estimated seconds; None if the speed of its stage is unknown.
     estimated: Option<f64>,
 }
 
@@ -124,38 +125,40 @@ impl PipelineEstimate {
     /// # Errors
     /// Usage errors for invalid numbers, unknown hardware, files without measurements, and missing
     /// samples.
-    pub fn of(args: &EstimateArgs, plan: &Plan) -> anyhow::Result<Self> {
+    pub fn from_plan(args: &EstimateArgs, plan: &Plan) -> anyhow::Result<Self> {
         args.check()?;
         let costs = &plan.costs;
         let value_bytes = value_bytes(args, plan);
-        let drafting = Drafting {
+        let drafting = DrafterSize {
             length: costs.drafter_plan.draft_len() as f64,
-            weights: (costs.weights.trained + costs.weights.frozen) as f64,
-            at_once: !stateless(plan, &[true; 64]).anchors.is_empty(),
+            weights: (costs.weights.trainable + costs.weights.frozen) as f64,
+            at_once: !sample_without_states(plan, &[true; 64]).anchors.is_empty(),
         };
-        let read = |file: &Path| read_measured(file, &costs.target.size(), Some(drafting), value_bytes);
+        let read = |file: &Path| read_measured(file, &costs.target.model_size(), Some(drafting), value_bytes);
         let usage = |error: ScaleError| UsageError(error.to_string());
-        let mut machine = Machine::open(args.hardware.as_deref(), &args.measured, read).map_err(usage)?;
+        let mut machine =
+            Machine::from_measurements(args.hardware.as_deref(), &args.measured, read).map_err(usage)?;
         if let Some(link) = args.interconnect {
             machine.link.bytes_per_second = link;
         }
-        let (rows, prompt, answer) = sizes(args, plan)?;
+        let (rows, prompt, answer) = row_and_token_counts(args, plan)?;
         if costs.recipe.data.max_length < 2 {
             usage!(
                 "data.max_length is {}; a sample with an answer has two tokens at least",
                 costs.recipe.data.max_length
             );
         }
-        let of = |devices| pipeline(args, plan, drafting, (rows, prompt, answer), devices);
+        let of = |devices| build_pipeline(args, plan, drafting, (rows, prompt, answer), devices);
         let mut held_out = vec![];
         for file in &args.validate_on {
-            held_out.extend(read(file).map_err(usage)?.into_iter().map(|measured| HeldOut {
+            held_out.extend(read(file).map_err(usage)?.into_iter().map(|measured| ValidationMeasurement {
                 file: file.clone(),
                 measured,
                 estimated: machine.rates(measured.stage).map(|(rates, _)| rates.seconds(measured.work)),
             }));
         }
-        let estimates = args.devices.iter().map(|&devices| of(devices).on(&machine, devices)).collect();
+        let estimates =
+            args.devices.iter().map(|&devices| of(devices).estimate_on(&machine, devices)).collect();
         let pipeline = of(1);
         Ok(Self { machine, pipeline, rows, prompt, answer, price: args.price, estimates, held_out })
     }
@@ -167,17 +170,19 @@ impl PipelineEstimate {
             vec![format!("{rows} rows of {prompt:.0} + {answer:.0} tokens on {}", self.machine.name)];
         let bases = Stage::ALL.map(|stage| match self.machine.rates(stage) {
             None => format!("{stage}: nothing is known"),
-            Some((_, Basis::Stated { share })) => {
+            Some((_, RateSource::Stated { share })) => {
                 format!("{stage}: {:.0} % of what is stated, not measured", 100.0 * share)
             }
-            Some((_, Basis::Measured { count, worst })) => {
+            Some((_, RateSource::Measured { count, worst })) => {
                 format!("{stage}: by {count} measurements, at most {:.0} % off them", 100.0 * worst)
             }
         });
         lines.extend(bases);
         for estimate in &self.estimates {
-            let stages =
-                estimate.stages.iter().map(|(stage, seconds)| format!("{stage} {}", duration(*seconds)));
+            let stages = estimate
+                .stages
+                .iter()
+                .map(|(stage, seconds)| format!("{stage} {}", format_duration(*seconds)));
             let stages: Vec<String> = stages.collect();
             let step = estimate.step_seconds.map_or(String::new(), |seconds| {
                 format!(" (a step {seconds:.3} s, {:.3} s of it summing)", estimate.reduce_seconds)
@@ -188,10 +193,10 @@ impl PipelineEstimate {
                 "on {:<3} {}{step}: {}, {hours:.1} device hours{money}",
                 estimate.devices,
                 stages.join(", "),
-                duration(estimate.seconds())
+                format_duration(estimate.seconds())
             ));
         }
-        let Bytes { states, checkpoint } = self.pipeline.bytes;
+        let DiskBytes { states, checkpoint } = self.pipeline.bytes;
         let reading = self.estimates.iter().filter_map(|estimate| {
             let rate = estimate.read_per_second.filter(|rate| *rate > 0.0)?;
             Some(format!("{:.2} GB/s on {}", rate / 1e9, estimate.devices))
@@ -206,7 +211,7 @@ impl PipelineEstimate {
             states / 1e9,
             checkpoint / 1e9
         ));
-        lines.extend(self.held_out.iter().map(|HeldOut { file, measured, estimated }| {
+        lines.extend(self.held_out.iter().map(|ValidationMeasurement { file, measured, estimated }| {
             let (stage, took) = (measured.stage, measured.seconds);
             let name = file.display();
             match estimated {
@@ -235,7 +240,7 @@ impl PipelineEstimate {
                 "device_hours": estimate.device_hours(), "price": self.price.map(|price| price * estimate.device_hours()),
             })
         });
-        let held_out = self.held_out.iter().map(|HeldOut { file, measured, estimated }| {
+        let held_out = self.held_out.iter().map(|ValidationMeasurement { file, measured, estimated }| {
             json!({"file": file, "stage": measured.stage, "measured_s": measured.seconds, "foretold_s": estimated})
         });
         json!({
@@ -246,7 +251,7 @@ impl PipelineEstimate {
 }
 
 /// Rows, tokens per prompt and tokens per answer.
-fn sizes(args: &EstimateArgs, plan: &Plan) -> anyhow::Result<(f64, f64, f64)> {
+fn row_and_token_counts(args: &EstimateArgs, plan: &Plan) -> anyhow::Result<(f64, f64, f64)> {
     let counts = plan.data.as_ref().ok().map(|data| data.dataset.counts());
     let Some(rows) = args.rows.map(|rows| rows as u64).or(counts.map(|counts| counts.samples)) else {
         usage!("--rows is missing, and there are no samples yet to count");
@@ -259,14 +264,14 @@ fn sizes(args: &EstimateArgs, plan: &Plan) -> anyhow::Result<(f64, f64, f64)> {
 
 /// Bytes per value of the target: 2 with `--hardware`, whose rates are for bfloat16.
 fn value_bytes(args: &EstimateArgs, plan: &Plan) -> f64 {
-    if args.hardware.is_some() { 2.0 } else { plan.runtime.kind.elt_size_in_bytes() as f64 }
+    if args.hardware.is_some() { 2.0 } else { plan.runtime.dtype.elt_size_in_bytes() as f64 }
 }
 
 /// The work of all stages on `devices` devices.
-fn pipeline(
+fn build_pipeline(
     args: &EstimateArgs,
     plan: &Plan,
-    drafting: Drafting,
+    drafting: DrafterSize,
     (rows, prompt, answer): (f64, f64, f64),
     devices: usize,
 ) -> Pipeline {
@@ -292,29 +297,29 @@ fn pipeline(
     let width = target.hidden_size as f64;
     let taps = recipe.target.layer_ids.len() as f64;
     let kept = |last: usize| (taps * length as f64 + last as f64) * width * 2.0;
-    let last = costs.drafter_plan.final_states().positions(&loss_mask).len();
+    let last = costs.drafter_plan.final_states().kept_positions(&loss_mask).len();
     let (caches, passes) = match recipe.data.states {
         States::Cache(_) | States::Hybrid(_) => (true, 1.0),
         States::Online => (false, steps * global / rows),
     };
     let device = if args.hardware.is_some() { Device::Cuda(0) } else { plan.runtime.device };
-    let per_forward = Budget::new(length, device).tokens.max(length) as f64;
+    let per_forward = ForwardLimits::new(length, device).tokens.max(length) as f64;
     let sequences = (rows * passes / devices as f64).ceil();
     let forwards = (sequences * length as f64 / per_forward).ceil();
-    let (weights, size) = (costs.weights, target.size());
+    let (weights, size) = (costs.weights, target.model_size());
     Pipeline {
         answers: decode_work(&size, asked(rows)),
         states: capture_work(&size, [(sequences, length as f64)], forwards, value_bytes),
-        training: Training {
+        training: TrainingWork {
             steps,
             samples_per_step: train.global_batch_size,
-            samples_per_forward: forward_samples(train, length),
+            samples_per_forward: samples_per_forward(train, length),
             sample: Work {
-                operations: costs.drafter_plan.flops(&[stateless(plan, &loss_mask)]),
+                operations: costs.drafter_plan.flops(&[sample_without_states(plan, &loss_mask)]),
                 ..Work::default()
             },
-            update: Work { bytes: UPDATE_BYTES * weights.trained as f64, ..Work::default() },
-            gradients: 4.0 * weights.trained as f64,
+            update: Work { bytes: ADAMW_BYTES_PER_WEIGHT * weights.trainable as f64, ..Work::default() },
+            gradients: 4.0 * weights.trainable as f64,
             read: if caches { kept(last) } else { 0.0 },
         },
         evaluation: speculation_work(
@@ -323,35 +328,35 @@ fn pipeline(
             asked(args.eval_prompts as f64),
             args.accepted_length.min(drafting.length + 1.0),
         ),
-        bytes: Bytes {
+        bytes: DiskBytes {
             states: if caches { rows * kept(last) } else { 0.0 },
-            checkpoint: 2.0 * (weights.trained + weights.frozen) as f64
-                + 2.0 * ends(plan)
-                + STATE_BYTES * weights.trained as f64,
+            checkpoint: 2.0 * (weights.trainable + weights.frozen) as f64
+                + 2.0 * embed_and_head_values(plan)
+                + OPTIMIZER_BYTES_PER_WEIGHT * weights.trainable as f64,
         },
     }
 }
 
-/// Values of the copies of the target's embedding and head in a checkpoint.
-fn ends(plan: &Plan) -> f64 {
+/// Number of values in the target's embedding and head, which a checkpoint copies.
+fn embed_and_head_values(plan: &Plan) -> f64 {
     2.0 * (plan.costs.target.vocab_size * plan.costs.target.hidden_size) as f64
 }
 
 /// A sample without hidden states, enough to count operations.
-fn stateless(plan: &Plan, loss_mask: &[bool]) -> TrainSample {
+fn sample_without_states(plan: &Plan, loss_mask: &[bool]) -> TrainSample {
     let mut first = |candidates: &[usize], count: usize| candidates.iter().copied().take(count).collect();
-    let empty = || Tensor::empty([0, 0], (kind(plan.costs.recipe.train.precision), Device::Cpu));
+    let empty = || Tensor::empty([0, 0], (weight_dtype(plan.costs.recipe.train.precision), Device::Cpu));
     TrainSample {
         input_ids: vec![0; loss_mask.len()],
         loss_mask: loss_mask.to_vec(),
         taps: empty(),
         last: empty(),
         last_positions: vec![],
-        anchors: plan.costs.drafter_plan.anchors(loss_mask, &mut first),
+        anchors: plan.costs.drafter_plan.choose_anchors(loss_mask, &mut first),
     }
 }
 
-fn duration(seconds: f64) -> String {
+fn format_duration(seconds: f64) -> String {
     match seconds {
         s if s < 120.0 => format!("{s:.1} s"),
         s if s < 7200.0 => format!("{:.0} min", s / 60.0),

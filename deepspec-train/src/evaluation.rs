@@ -11,7 +11,7 @@ use deepspec_datasets::suites::{RequestTemplate, SuiteDir, TokenizedSuite, is_fi
 use deepspec_drafters::Recipe;
 use deepspec_drafters::TrainableDrafter;
 use deepspec_engine::{AcceptanceStats, DraftSampling, Engine, EngineOptions, Sampling, Target as _};
-use deepspec_models::{JUDGED_BYTES, TargetModel, TargetOptions, Weights};
+use deepspec_models::{TargetModel, TargetOptions, VERIFY_BYTES_PER_LOGIT, Weights};
 use serde_json::{Value, json};
 use tch::{Device, Kind};
 
@@ -26,7 +26,7 @@ pub struct Evaluation {
 }
 
 /// Result of an evaluation.
-pub struct Scores {
+pub struct EvalScores {
     /// One entry per suite.
     pub suites: Vec<SuiteScore>,
     /// Wall-clock time.
@@ -88,7 +88,7 @@ impl EvalPrompts {
     ///
     /// # Errors
     /// Fails if the target's weights cannot be opened.
-    pub fn bytes(
+    pub fn memory_bytes(
         &self,
         source: &TargetSpec,
         drafter: usize,
@@ -99,15 +99,15 @@ impl EvalPrompts {
         let requests = self.suites.iter().flat_map(|suite| &suite.requests);
         let longest =
             requests.map(|request| request.prompt.len() + request.max_new_tokens).max().unwrap_or(0);
-        let weights = Weights::open(&source.dir, "the target", device, kind)?.values();
+        let weights = Weights::open(&source.dir, "the target", device, kind)?.value_count();
         let head = (source.config.vocab_size * source.config.hidden_size) as usize;
         let (head, drafter) =
             if (device, kind) == (Device::Cpu, Kind::Float) { (head, head + drafter) } else { (0, 0) };
-        let kv_cache_numel = source.config.history(self.eval.slots, longest);
+        let kv_cache_numel = source.config.kv_cache_numel(self.eval.slots, longest);
         let judged = (self.eval.slots * (drafts + 1)) as u64 * source.config.vocab_size as u64;
         Ok(EvaluationBytes {
             always: bytes_of(weights + head, kind),
-            decoding: bytes_of(drafter + kv_cache_numel, kind) + judged * JUDGED_BYTES,
+            decoding: bytes_of(drafter + kv_cache_numel, kind) + judged * VERIFY_BYTES_PER_LOGIT,
         })
     }
 }
@@ -148,12 +148,16 @@ impl Evaluation {
     }
 
     /// Decodes all suites with the current weights of `drafter`. Each rank decodes its share of the
-    /// samples, and all ranks get the total counts. Training is not affected: sampling is keyed by
-    /// sample, and no weight and no generator changes.
+    /// samples, and all ranks get the total counts. Training is not affected: each sample has its
+    /// own random stream, and neither weights nor random generators change.
     ///
     /// # Errors
     /// Fails if a logit is not finite, or another rank has failed.
-    pub fn run(&mut self, drafter: &dyn TrainableDrafter, group: &ProcessGroup) -> anyhow::Result<Scores> {
+    pub fn run(
+        &mut self,
+        drafter: &dyn TrainableDrafter,
+        group: &ProcessGroup,
+    ) -> anyhow::Result<EvalScores> {
         let scores = self.decode(drafter, group);
         // Frees the KV cache before training goes on.
         self.target.free_cached_memory();
@@ -161,9 +165,9 @@ impl Evaluation {
     }
 
     /// Like [`Self::run`], but keeps the target's KV cache.
-    fn decode(&mut self, drafter: &dyn TrainableDrafter, group: &ProcessGroup) -> anyhow::Result<Scores> {
+    fn decode(&mut self, drafter: &dyn TrainableDrafter, group: &ProcessGroup) -> anyhow::Result<EvalScores> {
         let started = Instant::now();
-        let drafter = drafter.drafter(self.options.slots);
+        let drafter = drafter.inference_drafter(self.options.slots);
         let options = EngineOptions { draft_sampling: drafter.draft_sampling(), ..self.options };
         let mut engine = Engine::new(&mut self.target, Some(drafter), options);
         let mut suites = vec![];
@@ -179,11 +183,11 @@ impl Evaluation {
                 })?;
             suites.push(SuiteScore { name: suite.rows.suite.name.to_string(), tally });
         }
-        Ok(Scores { suites, seconds: started.elapsed().as_secs_f64() })
+        Ok(EvalScores { suites, seconds: started.elapsed().as_secs_f64() })
     }
 }
 
-impl Scores {
+impl EvalScores {
     /// τ: the mean over suites of the mean accepted length of their cycles. Suites without a cycle
     /// do not count.
     pub fn tau(&self) -> Option<f64> {
@@ -195,7 +199,7 @@ impl Scores {
     pub fn to_json(&self) -> Value {
         let suites = self.suites.iter().map(|SuiteScore { name, tally }| {
             let found = json!({"tau": tally.accepted_length(), "samples": tally.samples, "cycles": tally.cycles,
-                "committed": tally.committed, "accept_rate": tally.rates()});
+                "committed": tally.committed, "accept_rate": tally.acceptance_rates()});
             (name.clone(), found)
         });
         json!({"tau": self.tau(), "seconds": self.seconds, "suites": suites.collect::<serde_json::Map<_, _>>()})

@@ -20,13 +20,13 @@ pub struct Event {
     #[prost(int64, tag = "2")]
     pub step: i64,
     /// Content of the event.
-    #[prost(oneof = "What", tags = "3, 5, 7")]
-    pub what: Option<What>,
+    #[prost(oneof = "EventContent", tags = "3, 5, 7")]
+    pub what: Option<EventContent>,
 }
 
 /// Content of an [`Event`].
 #[derive(Clone, PartialEq, Oneof)]
-pub enum What {
+pub enum EventContent {
     /// Version of the file format, in the first record of every file.
     #[prost(string, tag = "3")]
     FileVersion(String),
@@ -69,13 +69,13 @@ pub struct Value {
     #[prost(message, optional, tag = "9")]
     pub metadata: Option<Metadata>,
     /// The value.
-    #[prost(oneof = "Shown", tags = "2, 8")]
-    pub shown: Option<Shown>,
+    #[prost(oneof = "ValueContent", tags = "2, 8")]
+    pub shown: Option<ValueContent>,
 }
 
 /// Content of a [`Value`].
 #[derive(Clone, PartialEq, Oneof)]
-pub enum Shown {
+pub enum ValueContent {
     /// A scalar to plot.
     #[prost(float, tag = "2")]
     Number(f32),
@@ -103,7 +103,7 @@ pub struct Plugin {
 /// A tensor of texts.
 #[derive(Clone, PartialEq, Message)]
 pub struct Tensor {
-    /// The data type, [`Tensor::TEXT`].
+    /// The data type, [`Tensor::DT_STRING`].
     #[prost(int32, tag = "1")]
     pub dtype: i32,
     /// The shape; empty for a scalar.
@@ -116,7 +116,7 @@ pub struct Tensor {
 
 impl Tensor {
     /// The data type of strings.
-    pub const TEXT: i32 = 7;
+    pub const DT_STRING: i32 = 7;
 }
 
 /// Shape of a tensor; always that of a scalar.
@@ -127,18 +127,18 @@ pub struct Shape {}
 ///
 /// # Errors
 /// Errors of the writer.
-pub fn write(to: &mut impl Write, event: &Event) -> io::Result<()> {
+pub fn write_record(to: &mut impl Write, event: &Event) -> io::Result<()> {
     let event = event.encode_to_vec();
     let length = (event.len() as u64).to_le_bytes();
     for part in [&length[..], &event] {
         to.write_all(part)?;
-        to.write_all(&checksum(part).to_le_bytes())?;
+        to.write_all(&masked_crc32c(part).to_le_bytes())?;
     }
     Ok(())
 }
 
 /// CRC-32C with TensorFlow's mask. Without the mask, the CRC of data that contains its own CRC
 /// would be constant.
-fn checksum(bytes: &[u8]) -> u32 {
+fn masked_crc32c(bytes: &[u8]) -> u32 {
     crc_fast::crc32_iscsi(bytes).rotate_right(15).wrapping_add(0xa282_ead8)
 }

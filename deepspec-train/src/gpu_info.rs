@@ -6,7 +6,7 @@ use tch::{Device, Kind};
 
 /// Dense peak in TFLOP/s of bf16 tensor cores with float32 accumulation, by a part of the driver's
 /// name for the GPU. The first match counts.
-const PEAKS: [(&str, f64); 8] = [
+const PEAK_TFLOPS: [(&str, f64); 8] = [
     ("B200", 2250.0),
     ("H200", 989.4),
     ("H100 PCIe", 756.0),
@@ -18,7 +18,7 @@ const PEAKS: [(&str, f64); 8] = [
 ];
 
 /// The driver's name for a GPU.
-pub fn name(device: Device) -> Option<String> {
+pub fn gpu_name(device: Device) -> Option<String> {
     let Device::Cuda(index) = device else { return None };
     let mut folders: Vec<_> =
         fs::read_dir("/proc/driver/nvidia/gpus").ok()?.filter_map(|entry| Some(entry.ok()?.path())).collect();
@@ -30,12 +30,12 @@ pub fn name(device: Device) -> Option<String> {
 /// Dense peak in TFLOP/s of a GPU with this name; None for dtypes other than bfloat16 and for
 /// unknown names.
 pub fn peak_tflops(name: &str, kind: Kind) -> Option<f64> {
-    let known = PEAKS.iter().find(|(part, _)| name.contains(part)).filter(|_| kind == Kind::BFloat16);
+    let known = PEAK_TFLOPS.iter().find(|(part, _)| name.contains(part)).filter(|_| kind == Kind::BFloat16);
     known.map(|&(_, peak)| peak)
 }
 
 /// Waits until the device has finished all queued work, so that timings are valid.
-pub fn finish(device: Device) {
+pub fn synchronize(device: Device) {
     if let Device::Cuda(index) = device {
         tch::Cuda::synchronize(index as i64);
     }

@@ -25,6 +25,7 @@ mod rank_check;
 mod reference;
 mod reporters;
 mod run;
+mod run_report;
 pub mod schedule;
 mod setup;
 mod show_plan;
@@ -36,6 +37,6 @@ mod tensorboard;
 mod trainer;
 mod window;
 
-pub use args::Args;
+pub use args::{Args, Invocation};
 pub use reference::PRINTABLE_DESCRIPTIONS;
 pub use run::run;

@@ -7,7 +7,9 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, anyhow};
 use deepspec_capture::cache::loss_mask;
-use deepspec_capture::{Budget, Dataset, SampleMeta, StateSource, StatesError, batches, readers};
+use deepspec_capture::{
+    Dataset, ForwardLimits, SampleMeta, StateSource, StatesError, reader_threads, split_into_batches,
+};
 use deepspec_core::cli;
 use deepspec_core::recipe::{LossNormalization, States};
 use deepspec_drafters::Recipe;
@@ -15,13 +17,13 @@ use deepspec_drafters::{DrafterPlan, LossDenominator, TrainSample};
 use deepspec_ops::{CudaEvent, CudaStream};
 use tch::{Device, Tensor};
 
-use crate::schedule::{Draw, Order, Schedule, anchors, of_rank, shuffled};
-use crate::staging::{self, QUEUED, Staging};
+use crate::schedule::{SampleDraw, SampleOrder, Schedule, choose_anchors, epoch_shuffle, samples_of_rank};
+use crate::staging::{self, HostToDeviceCopier, MICRO_BATCHES_WAITING};
 
 /// Micro-batches queued for the trainer.
-const READ_AHEAD: usize = 4;
+const PREFETCH_MICRO_BATCHES: usize = 4;
 /// Most micro-batches in memory: the queue, one being filled, and one in training.
-pub(crate) const MAX_MICRO_BATCHES: usize = READ_AHEAD + 2;
+pub(crate) const MAX_MICRO_BATCHES: usize = PREFETCH_MICRO_BATCHES + 2;
 
 /// The samples of one forward and the denominator of their loss.
 pub struct MicroBatch {
@@ -50,7 +52,7 @@ pub struct LoaderOptions<'a> {
     /// The drafter, which chooses the anchors and loss weights of a sample.
     pub drafter_plan: &'a dyn DrafterPlan,
     /// Most sequences and tokens of one forward.
-    pub budget: Budget,
+    pub budget: ForwardLimits,
     /// Whether the denominator covers the global batch or one micro-batch.
     pub normalization: LossNormalization,
     /// Rank of this process.
@@ -79,27 +81,27 @@ impl Loader {
         options: LoaderOptions<'d>,
         step: usize,
     ) -> Self {
-        let (sender, mut ready) = sync_channel(READ_AHEAD);
+        let (sender, mut ready) = sync_channel(PREFETCH_MICRO_BATCHES);
         // The target's stream must wait until the target's weights are loaded.
-        let loaded = CudaEvent::here(options.states_device);
+        let loaded = CudaEvent::record(options.states_device);
         scope.spawn(move || {
             // The target runs on its own stream, in parallel with the trainer.
-            let _on = CudaStream::of(options.states_device).map(CudaStream::enter);
+            let _on = CudaStream::on_device(options.states_device).map(CudaStream::enter);
             if let Some(loaded) = loaded {
-                loaded.block(options.states_device);
+                loaded.make_stream_wait(options.states_device);
             }
-            let mut work = Work { dataset, states, options, sender };
-            if let Err(Stopped::Failed(error)) = work.run(step) {
+            let mut work = LoaderThread { dataset, states, options, sender };
+            if let Err(LoaderStop::Failed(error)) = work.run(step) {
                 // If the trainer has stopped early, the receiver is gone and the error is dropped.
                 let _ = work.sender.send(Err(error));
             }
         });
-        if let Some(staging) = Staging::to(options.device) {
-            let (sender, staged) = sync_channel(QUEUED);
+        if let Some(staging) = HostToDeviceCopier::for_device(options.device) {
+            let (sender, staged) = sync_channel(MICRO_BATCHES_WAITING);
             let loaded = std::mem::replace(&mut ready, staged);
             scope.spawn(move || {
                 for batch in loaded {
-                    if sender.send(batch.and_then(|batch| copied(&staging, batch))).is_err() {
+                    if sender.send(batch.and_then(|batch| copy_to_gpu(&staging, batch))).is_err() {
                         return;
                     }
                 }
@@ -119,13 +121,17 @@ impl Loader {
         self.waited += asked.elapsed();
         let batch = batch?;
         if let Some(ready) = &batch.ready {
-            staging::hold(ready, &batch.samples, batch.finite_flags.iter().map(|(_, finite)| finite));
+            staging::wait_for_states(
+                ready,
+                &batch.samples,
+                batch.finite_flags.iter().map(|(_, finite)| finite),
+            );
         }
         Ok(batch)
     }
 
     /// Returns the time spent waiting for data since the last call.
-    pub fn take_waited(&mut self) -> Duration {
+    pub fn take_wait_time(&mut self) -> Duration {
         std::mem::take(&mut self.waited)
     }
 
@@ -139,9 +145,9 @@ impl Loader {
 }
 
 /// Starts the copy of the micro-batch's hidden states to the GPU.
-fn copied(staging: &Staging, mut batch: MicroBatch) -> anyhow::Result<MicroBatch> {
+fn copy_to_gpu(staging: &HostToDeviceCopier, mut batch: MicroBatch) -> anyhow::Result<MicroBatch> {
     let is_memory = |words: &str| words.contains("out of memory") || words.contains("page-locked memory");
-    let ready = cli::contain_if(is_memory, || staging.bring(&mut batch.samples)).map_err(|words| {
+    let ready = cli::catch_panic_if(is_memory, || staging.start_copy(&mut batch.samples)).map_err(|words| {
         anyhow!("bringing states to the GPU: {words}; fewer or shorter samples per forward take less (train.local_batch_size, data.max_length)")
     })?;
     batch.ready = ready.or(batch.ready.take());
@@ -149,37 +155,42 @@ fn copied(staging: &Staging, mut batch: MicroBatch) -> anyhow::Result<MicroBatch
 }
 
 /// Why the thread ends before the schedule does.
-enum Stopped {
+enum LoaderStop {
     /// The trainer has dropped the receiver.
     HungUp,
     Failed(anyhow::Error),
 }
 
-impl From<StatesError> for Stopped {
+impl From<StatesError> for LoaderStop {
     fn from(error: StatesError) -> Self {
         Self::Failed(error.into())
     }
 }
 
 /// State of the loader thread.
-struct Work<'d> {
+struct LoaderThread<'d> {
     dataset: &'d Dataset,
     states: StateSource<'d>,
     options: LoaderOptions<'d>,
     sender: SyncSender<anyhow::Result<MicroBatch>>,
 }
 
-impl Work<'_> {
-    fn run(&mut self, first: usize) -> Result<(), Stopped> {
+impl LoaderThread<'_> {
+    fn run(&mut self, first: usize) -> Result<(), LoaderStop> {
         let Schedule { samples_per_epoch, max_train_steps, .. } = self.options.schedule;
-        let mut order = Order::new(samples_per_epoch, shuffled(self.options.seed, self.dataset.len()));
+        let mut order =
+            SampleOrder::new(samples_per_epoch, epoch_shuffle(self.options.seed, self.dataset.len()));
         for step in first..max_train_steps {
-            self.step(step, &mut order)?;
+            self.load_step(step, &mut order)?;
         }
         Ok(self.states.finish(max_train_steps)?)
     }
 
-    fn step<P: Fn(usize) -> Vec<usize>>(&mut self, step: usize, order: &mut Order<P>) -> Result<(), Stopped> {
+    fn load_step<P: Fn(usize) -> Vec<usize>>(
+        &mut self,
+        step: usize,
+        order: &mut SampleOrder<P>,
+    ) -> Result<(), LoaderStop> {
         let options = self.options;
         let micro_batches = options.schedule.gradient_accumulation_steps;
         // Samples of one micro-batch on all ranks together.
@@ -187,23 +198,23 @@ impl Work<'_> {
         let batch = options.schedule.samples_per_step;
         // Plans the samples of all ranks, because every rank needs the denominators of the whole
         // step.
-        let planned: Vec<Planned> = (step * batch..(step + 1) * batch)
-            .map(|position| order.at(position))
-            .map(|draw| plan(&self.dataset.meta(draw.sample), options, draw))
+        let planned: Vec<PlannedSample> = (step * batch..(step + 1) * batch)
+            .map(|position| order.sample_at(position))
+            .map(|draw| plan_sample(&self.dataset.meta(draw.sample), options, draw))
             .collect();
-        let own: Vec<&Planned> = of_rank(&planned, options.rank, options.world_size).collect();
+        let own: Vec<&PlannedSample> = samples_of_rank(&planned, options.rank, options.world_size).collect();
         let samples: Vec<usize> = own.iter().map(|planned| planned.sample).collect();
-        self.states.begin(step, &samples)?;
-        let length = |planned: &&Planned| self.dataset.meta(planned.sample).input_ids.len();
-        let forwards = batches(own.iter().map(length), options.budget);
-        let weight = |planned: &[Planned]| planned.iter().map(|p| p.weight).sum::<f64>();
+        self.states.begin_step(step, &samples)?;
+        let length = |planned: &&PlannedSample| self.dataset.meta(planned.sample).input_ids.len();
+        let forwards = split_into_batches(own.iter().map(length), options.budget);
+        let weight = |planned: &[PlannedSample]| planned.iter().map(|p| p.weight).sum::<f64>();
         let total = weight(&planned);
         let last = forwards.len().saturating_sub(1);
         for (number, forward) in forwards.into_iter().enumerate() {
             let normaliser = match options.normalization {
                 LossNormalization::Global => total,
-                // The mean over micro-batches of losses, each divided by the weights of its samples
-                // on all ranks. This mode has no token limit.
+                // The loss is the mean over micro-batches. The loss of each is divided by the loss
+                // weights of its samples on all ranks. This mode has no token limit.
                 LossNormalization::MicroBatch => {
                     weight(&planned[number * together..][..together]) * micro_batches as f64
                 }
@@ -211,27 +222,27 @@ impl Work<'_> {
             let mut finite_flags = vec![];
             let samples = own[forward]
                 .iter()
-                .map(|planned| self.sample(planned, &mut finite_flags))
+                .map(|planned| self.load_sample(planned, &mut finite_flags))
                 .collect::<Result<Vec<_>, StatesError>>()?;
             let tokens = samples.iter().map(|sample| sample.input_ids.len()).sum();
             let (normaliser, ends_step) = (LossDenominator(normaliser), number == last);
-            let ready = CudaEvent::here(options.states_device);
+            let ready = CudaEvent::record(options.states_device);
             let batch = MicroBatch { samples, normaliser, tokens, ends_step, finite_flags, ready };
-            self.sender.send(Ok(batch)).map_err(|_| Stopped::HungUp)?;
+            self.sender.send(Ok(batch)).map_err(|_| LoaderStop::HungUp)?;
         }
         Ok(())
     }
 
-    fn sample(
+    fn load_sample(
         &mut self,
-        planned: &Planned,
+        planned: &PlannedSample,
         finite_flags: &mut Vec<(String, Tensor)>,
     ) -> Result<TrainSample, StatesError> {
         let facts = self.dataset.meta(planned.sample);
-        let states = self.states.take()?;
+        let states = self.states.next_states()?;
         finite_flags.extend(states.unseen.map(|finite| (facts.id.to_string(), finite)));
         Ok(TrainSample {
-            loss_mask: mask(&facts),
+            loss_mask: sample_loss_mask(&facts),
             input_ids: facts.input_ids.iter().map(|&id| i64::from(id)).collect(),
             taps: states.taps,
             last: states.last,
@@ -242,7 +253,7 @@ impl Work<'_> {
 }
 
 /// A sample of a step before its hidden states are read.
-struct Planned {
+struct PlannedSample {
     sample: usize,
     anchors: Vec<usize>,
     weight: f64,
@@ -250,25 +261,25 @@ struct Planned {
 
 /// Anchors and loss weight of a sample. They depend on its loss mask only, not on its hidden
 /// states.
-fn plan(facts: &SampleMeta<'_>, options: LoaderOptions, draw: Draw) -> Planned {
-    let mask = mask(facts);
+fn plan_sample(facts: &SampleMeta<'_>, options: LoaderOptions, draw: SampleDraw) -> PlannedSample {
+    let mask = sample_loss_mask(facts);
     let mut choose =
-        |candidates: &[usize], count| anchors(candidates, count, options.seed, draw.epoch, &facts.id);
-    let anchors = options.drafter_plan.anchors(&mask, &mut choose);
+        |candidates: &[usize], count| choose_anchors(candidates, count, options.seed, draw.epoch, &facts.id);
+    let anchors = options.drafter_plan.choose_anchors(&mask, &mut choose);
     let weight = options.drafter_plan.loss_weight(&mask, &anchors);
-    Planned { sample: draw.sample, anchors, weight }
+    PlannedSample { sample: draw.sample, anchors, weight }
 }
 
-/// One flag per token. A sample's length fits 32 bits, because longer samples are neither planned
-/// nor read.
-pub(crate) fn mask(facts: &SampleMeta<'_>) -> Vec<bool> {
+/// Loss mask of a sample, one flag per token. A sample's length fits 32 bits, because longer
+/// samples are neither planned nor read.
+pub(crate) fn sample_loss_mask(facts: &SampleMeta<'_>) -> Vec<bool> {
     loss_mask(facts.input_ids.len() as u32, &facts.spans)
 }
 
 /// Most samples that cache readers load ahead of the micro-batch that is needed next.
-pub fn read_beside(recipe: &Recipe) -> usize {
+pub fn max_samples_ahead(recipe: &Recipe) -> usize {
     let train = &recipe.train;
     let ends_with_it =
-        train.max_tokens_per_batch.is_none() && train.local_batch_size.is_multiple_of(readers());
-    if matches!(recipe.data.states, States::Online) || ends_with_it { 0 } else { readers() - 1 }
+        train.max_tokens_per_batch.is_none() && train.local_batch_size.is_multiple_of(reader_threads());
+    if matches!(recipe.data.states, States::Online) || ends_with_it { 0 } else { reader_threads() - 1 }
 }

@@ -16,7 +16,7 @@ impl LrSchedule {
 
     /// The learning rate of step `step` (0-based). In warm-up it is peak·(step+1)/warm-up. Later it
     /// is peak·(1 + cos(π·t/T))/2, at t of the T steps after warm-up.
-    pub fn at(&self, step: usize) -> f64 {
+    pub fn lr_at(&self, step: usize) -> f64 {
         if step < self.warmup {
             return self.peak * (step + 1) as f64 / self.warmup as f64;
         }

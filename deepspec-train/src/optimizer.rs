@@ -12,16 +12,16 @@ const EPS: f64 = 1e-8;
 /// Added to the norm before the division.
 const CLIP_EPS: f64 = 1e-6;
 /// Name prefixes of a parameter's saved tensors.
-const PARTS: [&str; 3] = ["master", "exp_avg", "exp_avg_sq"];
+const STATE_TENSOR_NAMES: [&str; 3] = ["master", "exp_avg", "exp_avg_sq"];
 
 /// One parameter with its gradient and optimiser state.
-struct Slot {
+struct ParamSlot {
     name: String,
     parameter: Tensor,
     /// The rank that updates the parameter if the optimiser state is sharded.
     owner: usize,
     /// `None` if another rank owns it.
-    state: Option<State>,
+    state: Option<AdamWState>,
     /// Float32 sum of the step's gradients; used if the parameter's dtype would round the sum.
     sum: Option<Tensor>,
     /// Whether the step's gradient was handed to the all-reduce already.
@@ -29,7 +29,7 @@ struct Slot {
 }
 
 /// Optimiser state of a parameter, in float32.
-struct State {
+struct AdamWState {
     /// Master weights; the parameter itself if that is float32.
     master: Tensor,
     exp_avg: Tensor,
@@ -38,7 +38,7 @@ struct State {
 
 /// AdamW with decoupled weight decay and global-norm clipping.
 pub struct AdamW {
-    slots: Vec<Slot>,
+    slots: Vec<ParamSlot>,
     weight_decay: f64,
     max_grad_norm: f64,
     steps: i64,
@@ -49,56 +49,56 @@ pub struct AdamW {
 impl AdamW {
     /// Creates the optimiser of the named parameters and sets `requires_grad` on them.
     pub fn new(parameters: &[(String, Tensor)], weight_decay: f64, max_grad_norm: f64) -> Self {
-        Self::sharded(parameters, weight_decay, max_grad_norm, (0, 1))
+        Self::new_sharded(parameters, weight_decay, max_grad_norm, (0, 1))
     }
 
     /// Like [`AdamW::new`] for rank r of n, `(r, n)`, with sharded optimiser state. Each rank keeps
     /// masters and moments of its share and broadcasts its updated weights.
-    pub fn sharded(
+    pub fn new_sharded(
         parameters: &[(String, Tensor)],
         weight_decay: f64,
         max_grad_norm: f64,
         (rank, ranks): (usize, usize),
     ) -> Self {
         let sizes: Vec<usize> = parameters.iter().map(|(_, parameter)| parameter.numel()).collect();
-        let slots: Vec<Slot> = parameters
+        let slots: Vec<ParamSlot> = parameters
             .iter()
-            .zip(sync::owners(&sizes, ranks))
+            .zip(sync::assign_owners(&sizes, ranks))
             .map(|((name, parameter), owner)| {
                 let parameter = parameter.set_requires_grad(true);
                 let state = (owner == rank).then(|| {
                     let master = parameter.detach().to_kind(Kind::Float);
-                    State { exp_avg: master.zeros_like(), exp_avg_sq: master.zeros_like(), master }
+                    AdamWState { exp_avg: master.zeros_like(), exp_avg_sq: master.zeros_like(), master }
                 });
-                Slot { name: name.clone(), parameter, owner, state, sum: None, is_taken: false }
+                ParamSlot { name: name.clone(), parameter, owner, state, sum: None, is_taken: false }
             })
             .collect();
-        let sums = GradientBuckets::new(&sizes_of(&slots), &[]);
+        let sums = GradientBuckets::new(&names_and_sizes(&slots), &[]);
         Self { slots, weight_decay, max_grad_norm, steps: 0, is_sharded: ranks > 1, sums }
     }
 
     /// Orders the gradient buckets by `stages`, which are prefixes of parameter names.
-    /// [`AdamW::start`] reduces those of early stages first.
+    /// [`AdamW::start_all_reduce`] reduces those of early stages first.
     #[must_use]
     pub fn with_stages(mut self, stages: &[String]) -> Self {
-        self.sums = GradientBuckets::new(&sizes_of(&self.slots), stages);
+        self.sums = GradientBuckets::new(&names_and_sizes(&self.slots), stages);
         self
     }
 
     /// Number of trainable weights.
-    pub fn weights(&self) -> usize {
+    pub fn trainable_weight_count(&self) -> usize {
         self.slots.iter().map(|slot| slot.parameter.numel()).sum()
     }
 
     /// Adds the gradients of one micro-batch to the step's sum. Call it after every backward.
     pub fn accumulate(&mut self) {
         let _guard = tch::no_grad_guard();
-        self.slots.iter_mut().filter(|slot| !slot.is_taken).for_each(Slot::accumulate);
+        self.slots.iter_mut().filter(|slot| !slot.is_taken).for_each(ParamSlot::accumulate);
     }
 
-    /// Whether [`AdamW::start`] can reduce any bucket before the backward ends.
-    pub fn starts_early(&self) -> bool {
-        self.sums.begin_early()
+    /// Whether [`AdamW::start_all_reduce`] can reduce any bucket before the backward ends.
+    pub fn can_reduce_early(&self) -> bool {
+        self.sums.can_start_early()
     }
 
     /// Starts the all-reduce of the gradients of the first `stages` stages, which must be final for
@@ -106,7 +106,7 @@ impl AdamW {
     ///
     /// # Errors
     /// Fails if another rank has failed.
-    pub fn start(&mut self, stages: usize, group: &ProcessGroup) -> Result<(), GroupError> {
+    pub fn start_all_reduce(&mut self, stages: usize, group: &ProcessGroup) -> Result<(), GroupError> {
         let _guard = tch::no_grad_guard();
         let Self { slots, sums, .. } = self;
         sums.start(stages, group, |index| slots[index].take_gradient())
@@ -122,10 +122,10 @@ impl AdamW {
         let _guard = tch::no_grad_guard();
         let Self { slots, sums, .. } = self;
         let mut gradients: Vec<Tensor> = match group.world_size() {
-            1 => slots.iter_mut().map(Slot::take_gradient).collect(),
+            1 => slots.iter_mut().map(ParamSlot::take_gradient).collect(),
             _ => sums.finish(group, |index| slots[index].take_gradient())?,
         };
-        let (norm, divisor) = clip(&gradients, self.max_grad_norm);
+        let (norm, divisor) = grad_norm_and_divisor(&gradients, self.max_grad_norm);
         self.steps += 1;
         let settings = AdamWSettings {
             lr,
@@ -138,17 +138,17 @@ impl AdamW {
         let owned = self.slots.iter_mut().zip(&mut gradients);
         let mut tensors: Vec<AdamWTensors<'_>> = owned
             .filter_map(|(slot, gradient)| {
-                let State { master: weights, exp_avg, exp_avg_sq } = slot.state.as_mut()?;
+                let AdamWState { master: weights, exp_avg, exp_avg_sq } = slot.state.as_mut()?;
                 Some(AdamWTensors { weights, gradient, exp_avg, exp_avg_sq })
             })
             .collect();
         adamw(&mut tensors, &divisor, settings);
-        self.slots.iter_mut().for_each(Slot::copy_to_parameter);
-        self.slots.iter_mut().zip(&gradients).for_each(|(slot, gradient)| slot.clear(gradient));
+        self.slots.iter_mut().for_each(ParamSlot::copy_to_parameter);
+        self.slots.iter_mut().zip(&gradients).for_each(|(slot, gradient)| slot.clear_gradient(gradient));
         if self.is_sharded {
             let owned: Vec<(usize, &Tensor)> =
                 self.slots.iter().map(|slot| (slot.owner, &slot.parameter)).collect();
-            sync::share(group, &owned)?;
+            sync::broadcast_from_owners(group, &owned)?;
         }
         Ok(norm)
     }
@@ -162,11 +162,11 @@ impl AdamW {
         let _guard = tch::no_grad_guard();
         let mut all = vec![];
         for slot in &self.slots {
-            let own = slot.state.as_ref().map(State::parts);
-            for (index, part) in PARTS.into_iter().enumerate() {
+            let own = slot.state.as_ref().map(AdamWState::tensors);
+            for (index, part) in STATE_TENSOR_NAMES.into_iter().enumerate() {
                 let own = own.map(|parts| parts[index].shallow_clone());
                 let tensor = if self.is_sharded {
-                    let received = || Tensor::empty(slot.parameter.size(), slot.float());
+                    let received = || Tensor::empty(slot.parameter.size(), slot.float_options());
                     let mut tensor = own.unwrap_or_else(received);
                     group.broadcast("collecting the optimiser's state", &mut tensor, slot.owner)?;
                     // Moved to the CPU, because the whole optimiser state does not fit beside the
@@ -201,30 +201,30 @@ impl AdamW {
             let read = |part: &str| read(&format!("{part}.{}", slot.name), &shape);
             match &mut slot.state {
                 Some(state) => {
-                    for (part, tensor) in PARTS.into_iter().zip(state.parts_mut()) {
+                    for (part, tensor) in STATE_TENSOR_NAMES.into_iter().zip(state.tensors_mut()) {
                         tensor.copy_(&read(part)?);
                     }
                     slot.copy_to_parameter();
                 }
-                None => slot.parameter.copy_(&read(PARTS[0])?),
+                None => slot.parameter.copy_(&read(STATE_TENSOR_NAMES[0])?),
             }
         }
         Ok(())
     }
 }
 
-impl State {
-    /// In the order of [`PARTS`].
-    fn parts(&self) -> [&Tensor; 3] {
+impl AdamWState {
+    /// In the order of [`STATE_TENSOR_NAMES`].
+    fn tensors(&self) -> [&Tensor; 3] {
         [&self.master, &self.exp_avg, &self.exp_avg_sq]
     }
 
-    fn parts_mut(&mut self) -> [&mut Tensor; 3] {
+    fn tensors_mut(&mut self) -> [&mut Tensor; 3] {
         [&mut self.master, &mut self.exp_avg, &mut self.exp_avg_sq]
     }
 }
 
-impl Slot {
+impl ParamSlot {
     /// Adds the gradient of a micro-batch to the float32 sum, unless the parameter itself is
     /// float32.
     fn accumulate(&mut self) {
@@ -240,7 +240,7 @@ impl Slot {
     }
 
     /// Clears the parameter's gradient after the optimiser step has used it.
-    fn clear(&mut self, used: &Tensor) {
+    fn clear_gradient(&mut self, used: &Tensor) {
         let gradient = self.parameter.grad();
         // The fused CPU update sets the gradient to zero itself.
         let is_zero = self.state.is_some()
@@ -264,12 +264,12 @@ impl Slot {
         if gradient.defined() {
             gradient.to_kind(Kind::Float).contiguous()
         } else {
-            Tensor::zeros(self.parameter.size(), self.float())
+            Tensor::zeros(self.parameter.size(), self.float_options())
         }
     }
 
     /// Float32 on the parameter's device.
-    fn float(&self) -> (Kind, Device) {
+    fn float_options(&self) -> (Kind, Device) {
         (Kind::Float, self.parameter.device())
     }
 
@@ -282,13 +282,13 @@ impl Slot {
 }
 
 /// Names and sizes of the parameters.
-fn sizes_of(slots: &[Slot]) -> Vec<(&str, usize)> {
+fn names_and_sizes(slots: &[ParamSlot]) -> Vec<(&str, usize)> {
     slots.iter().map(|slot| (slot.name.as_str(), slot.parameter.numel())).collect()
 }
 
 /// Returns the global norm of the gradients as a float64 scalar, and the float32 divisor max(1,
 /// (norm + 1e-6)/max) that clips them.
-pub fn clip(gradients: &[Tensor], max_norm: f64) -> (Tensor, Tensor) {
+pub fn grad_norm_and_divisor(gradients: &[Tensor], max_norm: f64) -> (Tensor, Tensor) {
     let squares: Vec<Tensor> =
         gradients.iter().map(|gradient| square_sum(&gradient.to_kind(Kind::Float))).collect();
     let norm = Tensor::stack(&squares, 0).sum(Kind::Double).sqrt();
@@ -301,7 +301,7 @@ mod tests {
     use std::thread;
     use std::time::Duration;
 
-    use crate::dist::Host;
+    use crate::dist::RendezvousServer;
     use deepspec_core::recipe::Backend;
 
     use super::*;
@@ -325,8 +325,8 @@ mod tests {
     fn learned(kind: Kind, early: bool, is_sharded: bool) -> Vec<Tensor> {
         const PATIENCE: Duration = Duration::from_secs(120);
         let shapes = [("fc", [4_i64, 3]), ("layers.0.q", [5, 2]), ("layers.1.q", [3, 3])];
-        let host = Host::open(2, PATIENCE).unwrap();
-        let places: Vec<_> = (0..2).map(|rank| host.place(rank, 2)).collect();
+        let host = RendezvousServer::open(2, PATIENCE).unwrap();
+        let places: Vec<_> = (0..2).map(|rank| host.child_ranks(rank, 2)).collect();
         let train = |place| {
             let group = ProcessGroup::connect(place, Device::Cpu, Backend::Auto, PATIENCE).unwrap();
             let values = |seed: i64, shape: &[i64]| {
@@ -336,8 +336,9 @@ mod tests {
             let named = shapes.map(|(name, shape)| (name.to_string(), values(1, &shape)));
             let stages = ["layers.1.", "layers.0."].map(String::from);
             let share = if is_sharded { (group.rank(), 2) } else { (0, 1) };
-            let mut optimizer = AdamW::sharded(&named, 0.01, 1.0, share);
-            optimizer.sums = GradientBuckets::with_buckets(&sizes_of(&optimizer.slots), &stages, (1, 9));
+            let mut optimizer = AdamW::new_sharded(&named, 0.01, 1.0, share);
+            optimizer.sums =
+                GradientBuckets::with_buckets(&names_and_sizes(&optimizer.slots), &stages, (1, 9));
             for step in 0..STEPS {
                 for micro_batch in 0..MICRO_BATCHES {
                     let is_last = micro_batch + 1 == MICRO_BATCHES;
@@ -345,7 +346,7 @@ mod tests {
                     for (stage, (_, parameter)) in named.iter().rev().enumerate() {
                         (parameter * values(seed as i64, &parameter.size())).sum(Kind::Float).backward();
                         if is_last && early && group.rank() == 0 && stage < stages.len() {
-                            optimizer.start(stage + 1, &group).unwrap();
+                            optimizer.start_all_reduce(stage + 1, &group).unwrap();
                         }
                     }
                     optimizer.accumulate();
@@ -385,7 +386,7 @@ mod tests {
             for _ in 0..STEPS {
                 (&named[0].1 * 2.0).sum(kind).backward();
                 optimizer.accumulate();
-                let norm = optimizer.step(0.1, &ProcessGroup::alone()).unwrap();
+                let norm = optimizer.step(0.1, &ProcessGroup::single_process()).unwrap();
                 assert!((norm.double_value(&[]) - 24f64.sqrt()).abs() < 1e-6, "{kind:?}");
                 assert!(has_no_gradient(&named[0].1), "{kind:?}");
                 assert!(!named[1].1.grad().defined(), "{kind:?}");

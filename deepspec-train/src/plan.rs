@@ -1,32 +1,32 @@
 //! Describes a run before it starts, as one line per topic or as JSON.
 
-use deepspec_capture::{Budget, Dataset, TargetRuntime, TargetSpec, batches};
+use deepspec_capture::{Dataset, ForwardLimits, TargetRuntime, TargetSpec, split_into_batches};
 use deepspec_core::cli::{self, count};
 use deepspec_core::recipe::States;
+use deepspec_drafters::ParamCounts;
 use deepspec_drafters::Recipe;
-use deepspec_drafters::WeightCounts;
 use deepspec_models::{ModelError, Weights};
-use deepspec_ops::{device_name, kind_name};
+use deepspec_ops::{device_name, dtype_name};
 use serde_json::{Value, json};
 use tch::Device;
 
-use crate::budget::{Costs, Memory, bytes_of};
+use crate::budget::{MemoryEstimate, MemoryEstimator, bytes_of};
 use crate::evaluation::EvalPrompts;
-use crate::schedule::{Order, Schedule, shuffled};
-use crate::setup::kind;
+use crate::schedule::{SampleOrder, Schedule, epoch_shuffle};
+use crate::setup::weight_dtype;
 
-/// The facts of a plan.
+/// Everything that `--plan` describes.
 pub struct Plan<'a> {
-    pub costs: Costs<'a>,
+    pub costs: MemoryEstimator<'a>,
     pub runtime: TargetRuntime,
     /// Where the target's sizes come from.
     pub origin: String,
     /// The samples and their schedule, or the reason why they are not available yet.
-    pub data: Result<Data<'a>, String>,
+    pub data: Result<PlanData<'a>, String>,
 }
 
 /// The samples and their schedule.
-pub struct Data<'a> {
+pub struct PlanData<'a> {
     pub source: &'a TargetSpec,
     pub dataset: &'a Dataset,
     pub schedule: Schedule,
@@ -35,7 +35,7 @@ pub struct Data<'a> {
 }
 
 /// The target's forwards in the first epoch.
-struct Passes {
+struct TargetForwards {
     tokens: usize,
     forwards: usize,
 }
@@ -52,19 +52,26 @@ impl Plan<'_> {
     pub fn text(&self) -> anyhow::Result<String> {
         let known = self.data.as_ref().ok();
         let lines = [
-            ("drafter", Some(self.drafter())),
+            ("drafter", Some(self.drafter_line())),
             ("sizes", known.is_none().then(|| self.origin.clone())),
-            ("data", Some(self.data.as_ref().map_or_else(|none| format!("none yet: {none}"), Data::text))),
-            ("states", Some(self.states())),
+            (
+                "data",
+                Some(self.data.as_ref().map_or_else(|none| format!("none yet: {none}"), PlanData::text)),
+            ),
+            ("states", Some(self.states_line())),
             (
                 "target",
-                known.filter(|data| data.dataset.needs_target()).map(|data| self.target(data)).transpose()?,
+                known
+                    .filter(|data| data.dataset.needs_target())
+                    .map(|data| self.target_line(data))
+                    .transpose()?,
             ),
-            ("system prompt", known.map(Data::system_prompt)),
-            ("schedule", Some(self.schedule())),
-            ("memory", Some(self.memory_lines(&self.memory()?))),
+            ("system prompt", known.map(PlanData::system_prompt)),
+            ("schedule", Some(self.schedule_line())),
+            ("memory", Some(self.memory_line(&self.peak_memory()?))),
         ];
-        let lines = lines.into_iter().filter_map(|(topic, text)| Some(cli::wrapped(topic, 14, &text?)));
+        let lines =
+            lines.into_iter().filter_map(|(topic, text)| Some(cli::wrap_paragraph(topic, 14, &text?)));
         Ok(lines.collect::<Vec<_>>().join("\n"))
     }
 
@@ -73,12 +80,12 @@ impl Plan<'_> {
     /// # Errors
     /// As [`Self::text`].
     pub fn json(&self) -> anyhow::Result<Value> {
-        let (train, memory) = (&self.recipe().train, self.memory()?);
+        let (train, memory) = (&self.recipe().train, self.peak_memory()?);
         let known = self.data.as_ref().ok();
         let counts = known.map(|data| data.dataset.counts());
         Ok(json!({
             "name": self.recipe().name,
-            "trainable_weights": self.costs.weights.trained,
+            "trainable_weights": self.costs.weights.trainable,
             "frozen_weights": self.costs.weights.frozen,
             "target": self.origin,
             "data_missing": self.data.as_ref().err(),
@@ -94,17 +101,17 @@ impl Plan<'_> {
             "max_tokens_per_batch": train.max_tokens_per_batch,
             "processes": self.costs.processes,
             "memory": memory,
-            "memory_total": if self.is_on_gpu() { memory.on_device() } else { memory.total() },
-            "host_memory_total": if self.is_on_gpu() { memory.on_host() } else { memory.total() },
+            "memory_total": if self.is_on_gpu() { memory.device_bytes() } else { memory.total_bytes() },
+            "host_memory_total": if self.is_on_gpu() { memory.host_bytes() } else { memory.total_bytes() },
         }))
     }
 
-    fn drafter(&self) -> String {
-        let title = deepspec_drafters::title(self.recipe().drafter.kind());
-        let (gamma, WeightCounts { trained, frozen }) =
+    fn drafter_line(&self) -> String {
+        let title = deepspec_drafters::drafter_title(self.recipe().drafter.kind());
+        let (gamma, ParamCounts { trainable, frozen }) =
             (self.costs.drafter_plan.draft_len(), self.costs.weights);
         let frozen = if frozen > 0 { format!(", {frozen} frozen") } else { String::new() };
-        format!("{}: {title}, γ = {gamma}, {trained} trainable weights{frozen}", self.recipe().name)
+        format!("{}: {title}, γ = {gamma}, {trainable} trainable weights{frozen}", self.recipe().name)
     }
 
     /// Bytes of one token in the cache: bfloat16 rows of every tap and of the final hidden state.
@@ -112,10 +119,12 @@ impl Plan<'_> {
         (self.recipe().target.layer_ids.len() + 1) * self.costs.target.hidden_size as usize * 2
     }
 
-    fn states(&self) -> String {
+    fn states_line(&self) -> String {
         let known = self.data.as_ref().ok();
         let bytes = match known {
-            Some(data) => data.dataset.stored_bytes().map_or(String::new(), |bytes| megabytes(bytes as f64)),
+            Some(data) => {
+                data.dataset.stored_bytes().map_or(String::new(), |bytes| format_megabytes(bytes as f64))
+            }
             None => format!("at most {:.1} kB per token", self.bytes_per_token() as f64 / 1e3),
         };
         match &self.recipe().data.states {
@@ -128,51 +137,53 @@ impl Plan<'_> {
         }
     }
 
-    fn target(&self, data: &Data) -> Result<String, ModelError> {
-        let TargetRuntime { device, kind, .. } = self.runtime;
-        let Passes { tokens, forwards } = self.passes(data);
+    fn target_line(&self, data: &PlanData) -> Result<String, ModelError> {
+        let TargetRuntime { device, dtype: kind, .. } = self.runtime;
+        let TargetForwards { tokens, forwards } = self.count_forwards(data);
         let per_step = forwards as f64 / data.schedule.steps_per_epoch as f64;
         Ok(format!(
             "on {} in {}: {tokens} tokens per epoch in {forwards} forwards ({per_step:.1} per step); {} of weights, {} of keys and values",
             device_name(device),
-            kind_name(kind),
-            megabytes(bytes_of(self.target_weights(data)?, kind) as f64),
-            megabytes(bytes_of(self.kv_cache_numel(data), kind) as f64),
+            dtype_name(kind),
+            format_megabytes(bytes_of(self.target_weight_count(data)?, kind) as f64),
+            format_megabytes(bytes_of(self.kv_cache_numel(data), kind) as f64),
         ))
     }
 
-    fn target_weights(&self, data: &Data) -> Result<usize, ModelError> {
-        Ok(Weights::open(&data.source.dir, "the target", self.runtime.device, self.runtime.kind)?.values())
+    fn target_weight_count(&self, data: &PlanData) -> Result<usize, ModelError> {
+        Ok(Weights::open(&data.source.dir, "the target", self.runtime.device, self.runtime.dtype)?
+            .value_count())
     }
 
-    /// Counts the first epoch. Later epochs batch other samples together, with about as many
+    /// Counts the target's tokens and forwards in the first epoch. Later epochs have about as many
     /// forwards.
-    fn passes(&self, data: &Data) -> Passes {
+    fn count_forwards(&self, data: &PlanData) -> TargetForwards {
         let Schedule { samples_per_epoch, steps_per_epoch, .. } = data.schedule;
         let per_step = self.runtime.per_step;
-        let mut order = Order::new(samples_per_epoch, shuffled(self.recipe().seed, data.dataset.len()));
-        let budget = self.budget(data);
-        let mut passes = Passes { tokens: 0, forwards: 0 };
+        let mut order =
+            SampleOrder::new(samples_per_epoch, epoch_shuffle(self.recipe().seed, data.dataset.len()));
+        let budget = self.forward_budget(data);
+        let mut passes = TargetForwards { tokens: 0, forwards: 0 };
         for step in 0..steps_per_epoch {
             let places = step * per_step..(step + 1) * per_step;
             let lengths: Vec<usize> =
-                places.map(|place| data.dataset.length(order.at(place).sample)).collect();
+                places.map(|place| data.dataset.length(order.sample_at(place).sample)).collect();
             passes.tokens += lengths.iter().sum::<usize>();
-            passes.forwards += batches(lengths.iter().copied(), budget).len();
+            passes.forwards += split_into_batches(lengths.iter().copied(), budget).len();
         }
         passes
     }
 
     /// Values in the target's KV cache if all sequences are as long as the longest sample.
-    fn kv_cache_numel(&self, data: &Data) -> usize {
-        self.costs.target.history(self.budget(data).sequences, data.dataset.longest())
+    fn kv_cache_numel(&self, data: &PlanData) -> usize {
+        self.costs.target.kv_cache_numel(self.forward_budget(data).sequences, data.dataset.longest())
     }
 
-    fn budget(&self, data: &Data) -> Budget {
-        Budget::new(data.dataset.longest(), self.runtime.device)
+    fn forward_budget(&self, data: &PlanData) -> ForwardLimits {
+        ForwardLimits::new(data.dataset.longest(), self.runtime.device)
     }
 
-    fn schedule(&self) -> String {
+    fn schedule_line(&self) -> String {
         let train = &self.recipe().train;
         let (samples, local) = (train.global_batch_size, train.local_batch_size);
         let each = match train.max_tokens_per_batch {
@@ -180,7 +191,7 @@ impl Plan<'_> {
             Some(tokens) => format!("{samples} samples, at most {local} and {tokens} tokens per forward"),
         };
         match (&self.data, train.max_train_steps) {
-            (Ok(Data { schedule, .. }), _) => format!(
+            (Ok(PlanData { schedule, .. }), _) => format!(
                 "{} of {each}; {} per epoch, {} begun",
                 count(schedule.max_train_steps, "step"),
                 count(schedule.steps_per_epoch, "step"),
@@ -195,29 +206,29 @@ impl Plan<'_> {
     ///
     /// # Errors
     /// As [`Self::text`].
-    pub fn memory(&self) -> anyhow::Result<Memory> {
+    pub fn peak_memory(&self) -> anyhow::Result<MemoryEstimate> {
         let Ok(data) = &self.data else {
             let (target, cache) = match self.recipe().data.states {
                 States::Cache(_) => (0, u64::MAX),
-                States::Online => (self.resident(), 0),
-                States::Hybrid(_) => (self.resident(), u64::MAX),
+                States::Online => (self.resident_target_bytes(), 0),
+                States::Hybrid(_) => (self.resident_target_bytes(), u64::MAX),
             };
             let states = if target > 0 { self.runtime.device } else { Device::Cpu };
-            return Ok(self.costs.memory(&self.costs.longest(), states, target, cache));
+            return Ok(self.costs.estimate_memory(&self.costs.worst_case_forwards(), states, target, cache));
         };
         let (states, target) = match data.dataset.needs_target() {
             true => (
                 self.runtime.device,
-                bytes_of(self.target_weights(data)? + self.kv_cache_numel(data), self.runtime.kind),
+                bytes_of(self.target_weight_count(data)? + self.kv_cache_numel(data), self.runtime.dtype),
             ),
             false => (Device::Cpu, 0),
         };
-        let kind = kind(self.recipe().train.precision);
-        let WeightCounts { trained, frozen } = self.costs.weights;
+        let kind = weight_dtype(self.recipe().train.precision);
+        let ParamCounts { trainable, frozen } = self.costs.weights;
         let asked = |asked: &EvalPrompts| {
-            asked.bytes(
+            asked.memory_bytes(
                 data.source,
-                trained + frozen,
+                trainable + frozen,
                 self.costs.drafter_plan.draft_len(),
                 self.costs.device,
                 kind,
@@ -225,19 +236,19 @@ impl Plan<'_> {
         };
         let asking = data.prompts.map(asked).transpose()?.unwrap_or_default();
         let cache = data.dataset.stored_bytes().unwrap_or(0);
-        let largest = self.costs.largest(data.dataset, data.schedule);
-        let memory = self.costs.memory(&largest, states, target + asking.always, cache);
+        let largest = self.costs.largest_forwards(data.dataset, data.schedule);
+        let memory = self.costs.estimate_memory(&largest, states, target + asking.always, cache);
         // Decoding reuses the memory of the last training pass; count only the excess.
         let beside = asking.decoding.saturating_sub(memory.activations);
-        Ok(Memory { samples: data.dataset.sample_bytes(), target: memory.target + beside, ..memory })
+        Ok(MemoryEstimate { samples: data.dataset.sample_bytes(), target: memory.target + beside, ..memory })
     }
 
-    /// Bytes of a target of known sizes, without its weights, for samples of `data.max_length`
-    /// tokens.
-    fn resident(&self) -> u64 {
+    /// Bytes of the resident target for samples of `data.max_length` tokens. They are computed from
+    /// the target's sizes, without opening its weights.
+    fn resident_target_bytes(&self) -> u64 {
         let (target, longest) = (self.costs.target, self.recipe().data.max_length);
-        let sequences = Budget::new(longest, self.runtime.device).sequences;
-        bytes_of(target.weights() + target.history(sequences, longest), self.runtime.kind)
+        let sequences = ForwardLimits::new(longest, self.runtime.device).sequences;
+        bytes_of(target.weight_count() + target.kv_cache_numel(sequences, longest), self.runtime.dtype)
     }
 
     /// Whether the drafter is on a GPU.
@@ -245,7 +256,7 @@ impl Plan<'_> {
         self.costs.device != Device::Cpu
     }
 
-    fn memory_lines(&self, memory: &Memory) -> String {
+    fn memory_line(&self, memory: &MemoryEstimate) -> String {
         let activations = match memory.activations_measured {
             true => "activations (measured)",
             false => "activations (estimated)",
@@ -268,13 +279,13 @@ impl Plan<'_> {
         let list = |parts: &[(&str, u64)]| {
             let parts = parts.iter().filter(|(_, bytes)| *bytes > 0);
             parts
-                .map(|(what, bytes)| format!("{} {what}", megabytes(*bytes as f64)))
+                .map(|(what, bytes)| format!("{} {what}", format_megabytes(*bytes as f64)))
                 .collect::<Vec<_>>()
                 .join(", ")
         };
-        let total = |bytes: u64| megabytes(bytes as f64);
+        let total = |bytes: u64| format_megabytes(bytes as f64);
         if self.is_on_gpu() {
-            let (device, on_host) = (total(memory.on_device()), total(memory.on_host()));
+            let (device, on_host) = (total(memory.device_bytes()), total(memory.host_bytes()));
             format!(
                 "{device} per GPU: {}; {on_host} of the host's per process: {}",
                 list(&parts),
@@ -282,12 +293,12 @@ impl Plan<'_> {
             )
         } else {
             let all = [&parts[..], &host[..]].concat();
-            format!("{} per process: {}", total(memory.total()), list(&all))
+            format!("{} per process: {}", total(memory.total_bytes()), list(&all))
         }
     }
 }
 
-impl Data<'_> {
+impl PlanData<'_> {
     fn text(&self) -> String {
         let counts = self.dataset.counts();
         format!(
@@ -302,6 +313,6 @@ impl Data<'_> {
     }
 }
 
-fn megabytes(bytes: f64) -> String {
+fn format_megabytes(bytes: f64) -> String {
     format!("{:.1} MB", bytes / 1e6)
 }

@@ -12,11 +12,11 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use tch::Device;
 
-use crate::checkpoint::without_places;
+use crate::checkpoint::without_data_locations;
 
 /// Values of one rank that must be equal on all ranks.
 #[derive(Serialize, Deserialize)]
-struct View {
+struct RankInputs {
     version: String,
     recipe: Value,
     data: String,
@@ -28,25 +28,25 @@ struct View {
 ///
 /// # Errors
 /// A usage error on all ranks that names the difference, or another rank's failure.
-pub fn check(
+pub fn check_inputs(
     group: &ProcessGroup,
     recipe: &Recipe,
     data: &str,
     checkpoint: Option<&Path>,
 ) -> anyhow::Result<()> {
-    let own = View {
+    let own = RankInputs {
         version: deepspec_core::VERSION.into(),
-        recipe: without_places(json!(recipe)),
+        recipe: without_data_locations(json!(recipe)),
         data: data.into(),
         checkpoint: checkpoint.and_then(Path::file_name).map(|name| name.to_string_lossy().into_owned()),
     };
     let views = group.all_gather("comparing what the ranks start from", &serde_json::to_vec(&own)?)?;
-    let views: Vec<View> = views
+    let views: Vec<RankInputs> = views
         .iter()
         .map(|bytes| serde_json::from_slice(bytes).context("another rank runs other code"))
         .collect::<Result<_, _>>()?;
     for (rank, view) in views.iter().enumerate().skip(1) {
-        if let Some(difference) = difference(&views[0], view, rank) {
+        if let Some(difference) = describe_difference(&views[0], view, rank) {
             usage!("the ranks cannot train together: {difference}");
         }
     }
@@ -62,7 +62,7 @@ pub fn check_weights(group: &ProcessGroup, drafter: &dyn TrainableDrafter) -> an
     if group.world_size() == 1 {
         return Ok(());
     }
-    let own = digest(drafter);
+    let own = drafter_digest(drafter);
     let all = group.all_gather("comparing the ranks' first weights", own.as_bytes())?;
     let differing: Vec<String> =
         (1..all.len()).filter(|&rank| all[rank] != all[0]).map(|rank| rank.to_string()).collect();
@@ -78,23 +78,23 @@ pub fn check_weights(group: &ProcessGroup, drafter: &dyn TrainableDrafter) -> an
 
 /// A digest of all tensors except the target's embedding and head, which are part of the data set's
 /// digest.
-fn digest(drafter: &dyn TrainableDrafter) -> String {
+fn drafter_digest(drafter: &dyn TrainableDrafter) -> String {
     let mut hasher = Hasher::default();
     for (name, tensor) in drafter.checkpoint().into_iter().filter(|(name, _)| !is_embed_or_head(name)) {
         let values = tensor.detach().to_device(Device::Cpu).contiguous();
         let mut bytes = vec![0; values.numel() * values.kind().elt_size_in_bytes()];
         values.copy_data_u8(&mut bytes, values.numel());
-        hasher.part(name.as_bytes()).part(&bytes);
+        hasher.update_part(name.as_bytes()).update_part(&bytes);
     }
-    hasher.hex()
+    hasher.hex_digest()
 }
 
-fn difference(leader: &View, view: &View, rank: usize) -> Option<String> {
+fn describe_difference(leader: &RankInputs, view: &RankInputs, rank: usize) -> Option<String> {
     if view.version != leader.version {
         return Some(format!("rank {rank} runs version {}, rank 0 {}", view.version, leader.version));
     }
     let names = ("rank 0 has".to_string(), format!("rank {rank} has"));
-    let keys = config::differences_in_words((&names.0, &leader.recipe), (&names.1, &view.recipe));
+    let keys = config::labelled_differences((&names.0, &leader.recipe), (&names.1, &view.recipe));
     if !keys.is_empty() {
         return Some(format!("their recipes differ in {}", keys.join(", ")));
     }
@@ -103,7 +103,7 @@ fn difference(leader: &View, view: &View, rank: usize) -> Option<String> {
             "rank {rank} has other samples, or another target's states, than rank 0; let data.states name the same data on all machines"
         ));
     }
-    let step = |view: &View| view.checkpoint.clone().unwrap_or_else(|| "no checkpoint".into());
+    let step = |view: &RankInputs| view.checkpoint.clone().unwrap_or_else(|| "no checkpoint".into());
     (view.checkpoint != leader.checkpoint).then(|| {
         format!(
             "rank {rank} finds {} in logging.output_dir, rank 0 {}; let it be a folder that all machines share",

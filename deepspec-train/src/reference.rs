@@ -18,11 +18,11 @@ pub const PRINTABLE_DESCRIPTIONS: [Description; 2] = [
         name: "recipe-reference",
         about: "Write the chapter of the book on recipes",
         hidden: true,
-        text: || page(&deepspec_drafters::recipe_schema()),
+        text: || render_page(&deepspec_drafters::recipe_schema()),
     },
 ];
 
-const HEAD: &str = "# Every key of a recipe
+const PAGE_INTRO: &str = "# Every key of a recipe
 
 `deepspec-train --config FILE.yaml` reads one YAML file; `--set KEY=VALUE` overrides a key of it, written with dots (`--set train.lr=3e-4`). A key that is
 not here is refused, with its line and the nearest name. `deepspec-train schema > recipe.schema.json` writes the same for editors: with
@@ -30,18 +30,18 @@ not here is refused, with its line and the nearest name. `deepspec-train schema 
 ";
 
 /// Renders the page: one section per group of keys, starting with the recipe itself.
-fn page(schema: &Value) -> String {
-    let mut text = String::from(HEAD);
-    section(schema, schema, "", &mut text);
+fn render_page(schema: &Value) -> String {
+    let mut text = String::from(PAGE_INTRO);
+    render_section(schema, schema, "", &mut text);
     text
 }
 
 /// Renders the section of an object, followed by the sections of its nested objects.
-fn section(schema: &Value, object: &Value, path: &str, text: &mut String) {
+fn render_section(schema: &Value, object: &Value, path: &str, text: &mut String) {
     let title = if path.is_empty() { "The recipe".to_string() } else { format!("`{path}`") };
     let _ = write!(text, "\n## {title}\n\n");
     if let Some(what) = object["description"].as_str() {
-        let _ = write!(text, "{}\n\n", line(what));
+        let _ = write!(text, "{}\n\n", table_cell(what));
     }
     text.push_str("| key | value | default | meaning |\n|---|---|---|---|\n");
     let required: Vec<&str> =
@@ -49,18 +49,19 @@ fn section(schema: &Value, object: &Value, path: &str, text: &mut String) {
     let mut inner = vec![];
     for (key, property) in object["properties"].as_object().into_iter().flatten() {
         let place = if path.is_empty() { key.clone() } else { format!("{path}.{key}") };
-        let target = resolved(schema, property);
+        let target = resolve_ref(schema, property);
         let group = target["properties"].is_object();
-        let value = if group { format!("see `{place}`") } else { value(schema, property) };
+        let value = if group { format!("see `{place}`") } else { describe_value(schema, property) };
         let default = match &property["default"] {
             _ if group => String::new(),
             Value::Null if required.contains(&key.as_str()) => "required".into(),
             Value::Null => String::new(),
             default => format!("`{default}`"),
         };
-        let mut what =
-            line(property["description"].as_str().or(target["description"].as_str()).unwrap_or_default());
-        for choice in choices(schema, property) {
+        let mut what = table_cell(
+            property["description"].as_str().or(target["description"].as_str()).unwrap_or_default(),
+        );
+        for choice in describe_alternatives(schema, property) {
             let _ = write!(what, " {choice}");
         }
         let _ = writeln!(text, "| `{key}` | {value} | {default} | {what} |");
@@ -69,30 +70,30 @@ fn section(schema: &Value, object: &Value, path: &str, text: &mut String) {
         }
     }
     for (place, target) in inner {
-        section(schema, target, &place, text);
+        render_section(schema, target, &place, text);
     }
 }
 
 /// Follows a `$ref`, or returns the only non-null alternative of an `anyOf`.
-fn resolved<'a>(schema: &'a Value, of: &'a Value) -> &'a Value {
+fn resolve_ref<'a>(schema: &'a Value, of: &'a Value) -> &'a Value {
     if let Some(place) = of["$ref"].as_str() {
-        return schema.pointer(place.trim_start_matches('#')).map_or(of, |found| resolved(schema, found));
+        return schema.pointer(place.trim_start_matches('#')).map_or(of, |found| resolve_ref(schema, found));
     }
     let others = || of["anyOf"].as_array().into_iter().flatten().filter(|one| one["type"] != "null");
     match (others().next(), others().count()) {
-        (Some(only), 1) => resolved(schema, only),
+        (Some(only), 1) => resolve_ref(schema, only),
         _ => of,
     }
 }
 
 /// Returns the `oneOf` alternatives of a value.
 fn alternatives<'a>(schema: &'a Value, of: &'a Value) -> Vec<&'a Value> {
-    let of = resolved(schema, of);
-    of["oneOf"].as_array().map_or(vec![of], |all| all.iter().map(|one| resolved(schema, one)).collect())
+    let of = resolve_ref(schema, of);
+    of["oneOf"].as_array().map_or(vec![of], |all| all.iter().map(|one| resolve_ref(schema, one)).collect())
 }
 
 /// Describes how a value is written.
-fn value(schema: &Value, of: &Value) -> String {
+fn describe_value(schema: &Value, of: &Value) -> String {
     let one = |of: &Value| -> String {
         if !of["const"].is_null() {
             return format!("`{}`", of["const"].as_str().unwrap_or_default());
@@ -106,7 +107,7 @@ fn value(schema: &Value, of: &Value) -> String {
             return format!("`{{{}: …}}`", keys.join(": …, "));
         }
         if !of["items"].is_null() {
-            return format!("list of {}", value(schema, &of["items"]));
+            return format!("list of {}", describe_value(schema, &of["items"]));
         }
         let types = match &of["type"] {
             Value::Array(types) => {
@@ -120,17 +121,17 @@ fn value(schema: &Value, of: &Value) -> String {
 }
 
 /// Returns the meaning of each alternative, if there are several.
-fn choices(schema: &Value, of: &Value) -> Vec<String> {
+fn describe_alternatives(schema: &Value, of: &Value) -> Vec<String> {
     let all = alternatives(schema, of);
     let explained = all.iter().filter(|_| all.len() > 1).filter_map(|one| {
-        let what = line(one["description"].as_str()?);
-        Some(format!("{}: {what}", value(schema, one)))
+        let what = table_cell(one["description"].as_str()?);
+        Some(format!("{}: {what}", describe_value(schema, one)))
     });
     explained.collect()
 }
 
 /// A description as one line of a Markdown table.
-fn line(text: &str) -> String {
+fn table_cell(text: &str) -> String {
     text.split_whitespace().collect::<Vec<_>>().join(" ").replace('|', "\\|")
 }
 
@@ -153,7 +154,7 @@ mod tests {
 
     #[test]
     fn every_key_of_every_recipe_is_described() {
-        let text = page(&deepspec_drafters::recipe_schema());
+        let text = render_page(&deepspec_drafters::recipe_schema());
         let configs = Path::new(env!("CARGO_MANIFEST_DIR")).join("../configs");
         let mut recipes = 0;
         for kind in ["dspark", "dflash", "eagle3", "tiny", "online", "real"] {

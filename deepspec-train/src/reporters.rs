@@ -9,15 +9,15 @@ use deepspec_core::jsonl::{Appender, Line, Reader};
 use deepspec_drafters::Metrics;
 use serde_json::{Map, Value, json};
 
-use crate::evaluation::Scores;
+use crate::evaluation::EvalScores;
 use crate::schedule::Schedule;
-use crate::tensorboard::{TensorBoard, since_1970};
+use crate::tensorboard::{TensorBoard, unix_time};
 
-/// One JSON object per logging window, and one with `eval` per evaluation.
+/// File of the metrics: one JSON object per logging window, and one with `eval` per evaluation.
 pub const METRICS_FILE: &str = "metrics.jsonl";
 
 /// Settings of the reporter.
-pub struct Shown<'a> {
+pub struct ReporterOptions<'a> {
     /// Length of the run.
     pub schedule: Schedule,
     /// Names of the metrics.
@@ -47,7 +47,7 @@ struct Totals {
 }
 
 impl Totals {
-    fn add(&mut self, row: &Map<String, Value>) {
+    fn add_step(&mut self, row: &Map<String, Value>) {
         let count = |key: &str| row.get(key).and_then(Value::as_u64).unwrap_or(0);
         self.samples += count("samples");
         self.tokens += count("tokens");
@@ -63,7 +63,7 @@ impl TrainReporter {
     ///
     /// # Errors
     /// Any I/O failure, with the path.
-    pub fn open(dir: &Path, step: usize, shown: &Shown) -> Result<Self, FileError> {
+    pub fn open(dir: &Path, step: usize, shown: &ReporterOptions) -> Result<Self, FileError> {
         atomic::create_dir(dir)?;
         let path = dir.join(METRICS_FILE);
         let mut kept = vec![];
@@ -84,7 +84,7 @@ impl TrainReporter {
             })?;
         }
         let mut totals = Totals::default();
-        kept.iter().for_each(|row| totals.add(row));
+        kept.iter().for_each(|row| totals.add_step(row));
         let open = |recipe| TensorBoard::open(dir, recipe, kept.iter());
         Ok(Self {
             metrics: Appender::open(&path)?,
@@ -99,7 +99,7 @@ impl TrainReporter {
     ///
     /// # Errors
     /// Any I/O failure, with the path.
-    pub fn window(&mut self, metrics: Map<String, Value>) -> Result<(), FileError> {
+    pub fn log_metrics(&mut self, metrics: Map<String, Value>) -> Result<(), FileError> {
         let number = |key: &str| metrics.get(key).and_then(Value::as_f64).unwrap_or(0.0);
         let left = (self.total_steps as f64 - number("step")) * number("step_s");
         let terms = self.headline.iter().map(|(name, key)| format!("  {name} {:.3}", number(key)));
@@ -113,16 +113,16 @@ impl TrainReporter {
             number("grad_norm"),
             number("samples_per_s"),
             number("data_wait_s"),
-            minutes(left),
+            format_duration(left),
         );
-        self.write(metrics)
+        self.write_row(metrics)
     }
 
     /// Writes the scores of an evaluation after `step` steps.
     ///
     /// # Errors
     /// Any I/O failure, with the path.
-    pub fn evaluated(&mut self, step: usize, scores: &Scores) -> Result<(), FileError> {
+    pub fn log_evaluation(&mut self, step: usize, scores: &EvalScores) -> Result<(), FileError> {
         let suites = scores.suites.iter().map(|suite| match suite.tally.accepted_length() {
             Some(tau) => format!("{} {tau:.2}", suite.name),
             None => format!("{} has no cycle", suite.name),
@@ -135,14 +135,14 @@ impl TrainReporter {
             }
             None => tracing::warn!("step {step}/{total}  no accepted length: {suites}"),
         }
-        self.write(Map::from_iter([("step".into(), json!(step)), ("eval".into(), scores.to_json())]))
+        self.write_row(Map::from_iter([("step".into(), json!(step)), ("eval".into(), scores.to_json())]))
     }
 
-    fn write(&mut self, mut row: Map<String, Value>) -> Result<(), FileError> {
-        row.insert("time".into(), json!(since_1970().as_secs_f64()));
+    fn write_row(&mut self, mut row: Map<String, Value>) -> Result<(), FileError> {
+        row.insert("time".into(), json!(unix_time().as_secs_f64()));
         self.metrics.append(&row)?;
-        self.totals.add(&row);
-        self.tensorboard.as_mut().map_or(Ok(()), |tensorboard| tensorboard.add(&row))
+        self.totals.add_step(&row);
+        self.tensorboard.as_mut().map_or(Ok(()), |tensorboard| tensorboard.append_row(&row))
     }
 
     /// Summary of the whole run, one line per topic. `thinking` says whether the samples were
@@ -155,7 +155,7 @@ impl TrainReporter {
             count(self.total_steps, "step"),
             count(*samples as usize, "sample"),
             count(*tokens as usize, "token"),
-            minutes(*seconds)
+            format_duration(*seconds)
         )];
         if let (Some((_, last)), Some((step, best))) =
             (taus.last(), taus.iter().max_by(|a, b| a.1.total_cmp(&b.1)))
@@ -163,11 +163,12 @@ impl TrainReporter {
             lines.push(format!("accepted length {last:.3} at the end, {best:.3} at its best (step {step})"));
         }
         lines.push(format!("the drafter is in {path}"));
+        lines.push(format!("report in {}", checkpoint.with_file_name("report.html").display()));
         lines.push(format!(
             "measure it: deepspec-eval run --target {} --draft {} --output-dir {}{}",
-            quoted(target),
-            quoted(&path.to_string()),
-            quoted(&format!("{path}-results")),
+            shell_quote(target),
+            shell_quote(&path.to_string()),
+            shell_quote(&format!("{path}-results")),
             if thinking == Some(true) { " --thinking on" } else { "" }
         ));
         lines.join("\n")
@@ -175,7 +176,7 @@ impl TrainReporter {
 }
 
 /// Quotes a word for the shell.
-fn quoted(word: &str) -> String {
+fn shell_quote(word: &str) -> String {
     let is_plain = |c: char| c.is_alphanumeric() || "/._-+:@=,~".contains(c);
     match word.chars().all(is_plain) {
         true => word.into(),
@@ -184,7 +185,7 @@ fn quoted(word: &str) -> String {
 }
 
 /// A duration such as 11 s, 2 min 5 s or 3 h 20 min.
-fn minutes(seconds: f64) -> String {
+fn format_duration(seconds: f64) -> String {
     let seconds = seconds.round() as u64;
     match (seconds / 3600, seconds / 60 % 60, seconds % 60) {
         (0, 0, seconds) => format!("{seconds} s"),

@@ -20,17 +20,17 @@ use tch::{Device, Kind, Tensor};
 
 use crate::args::Args;
 use crate::bench;
-use crate::budget::Costs;
+use crate::budget::MemoryEstimator;
 use crate::checkpoint::{Checkpoints, DataId, restore};
 use crate::dist::{CommBackend, GroupError, ProcessGroup};
 use crate::evaluation::{EvalPrompts, Evaluation};
 use crate::loader::{Loader, LoaderOptions};
 use crate::lr::LrSchedule;
 use crate::optimizer::AdamW;
-use crate::plan::{Data, Plan};
-use crate::reporters::{Shown, TrainReporter};
+use crate::plan::{Plan, PlanData};
+use crate::reporters::{ReporterOptions, TrainReporter};
 use crate::schedule::{self, Schedule};
-use crate::setup::{kind, open_data, target_runtime};
+use crate::setup::{open_data, target_runtime, weight_dtype};
 use crate::trainer::Trainer;
 use crate::{dummy_run, launch, rank_check, show_plan, signals};
 
@@ -42,7 +42,7 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     let recipe = deepspec_drafters::load_recipe(&args.config, &args.overrides)?;
     let place = env::ranks().map_err(|error| UsageError(error.to_string()))?;
     let backend = recipe.train.backend;
-    let processes = processes(args, place.as_ref(), backend)?;
+    let processes = process_count(args, place.as_ref(), backend)?;
     let trains = !args.plan && args.bench.is_none() && !args.init_only;
     let timeout = Duration::from_secs(recipe.train.timeout_s);
     let local_rank = place.as_ref().map_or(0, |place| place.local_rank);
@@ -50,7 +50,7 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     let device =
         deepspec_ops::rank_device(&args.device, local).map_err(|error| UsageError(error.to_string()))?;
     if trains && processes > 1 {
-        check_carrier(args, backend, device, place.as_ref(), processes)?;
+        check_comm_backend(args, backend, device, place.as_ref(), processes)?;
     }
     let place = match place {
         // Rank 0 plans and creates untrained drafters for the whole job.
@@ -63,11 +63,11 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
         return bench::run(args, &recipe, steps, device, processes);
     }
     if args.plan {
-        return show_plan::show(args, &recipe, device, local);
+        return show_plan::print_plan(args, &recipe, device, local);
     }
     let group = match &place {
         Some(place) => ProcessGroup::connect(place, device, backend, timeout)?,
-        None => ProcessGroup::alone(),
+        None => ProcessGroup::single_process(),
     };
     let result = train(args, &recipe, &group, device, local);
     if let Err(error) = &result
@@ -79,7 +79,7 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
 }
 
 /// Number of processes of the whole job.
-fn processes(args: &Args, place: Option<&Ranks>, backend: Backend) -> anyhow::Result<usize> {
+fn process_count(args: &Args, place: Option<&Ranks>, backend: Backend) -> anyhow::Result<usize> {
     let processes = match (args.processes.map(usize::from), place) {
         (Some(asked), Some(Ranks { world_size, .. })) if *world_size > 1 && asked != *world_size => {
             usage!(
@@ -88,9 +88,9 @@ fn processes(args: &Args, place: Option<&Ranks>, backend: Backend) -> anyhow::Re
         }
         (Some(asked), _) => asked,
         (None, Some(place)) => place.world_size,
-        (None, None) => deepspec_ops::gpus(&args.device).max(1),
+        (None, None) => deepspec_ops::shareable_gpu_count(&args.device).max(1),
     };
-    if processes > 1 && deepspec_ops::is_one_gpu(&args.device) && backend != Backend::Gloo {
+    if processes > 1 && deepspec_ops::names_one_gpu(&args.device) && backend != Backend::Gloo {
         usage!(
             "--device {} is one device for {processes} processes; use --device cuda, or let them share it with --set train.backend=gloo, which is slow",
             args.device
@@ -100,7 +100,7 @@ fn processes(args: &Args, place: Option<&Ranks>, backend: Backend) -> anyhow::Re
 }
 
 /// Checks that a backend exists for the processes' tensors, before any process starts.
-fn check_carrier(
+fn check_comm_backend(
     args: &Args,
     backend: Backend,
     device: Device,
@@ -112,7 +112,7 @@ fn check_carrier(
         return Ok(());
     }
     // Under another launcher, each process may see only its own GPU.
-    let gpus = deepspec_ops::gpus(&args.device);
+    let gpus = deepspec_ops::shareable_gpu_count(&args.device);
     if place.is_none() && (1..processes).contains(&gpus) {
         let error = DeviceError::NoneLeft { local_rank: gpus, count: gpus };
         return Err(UsageError(error.to_string()).into());
@@ -128,18 +128,18 @@ fn train(
     device: Device,
     local: LocalRank,
 ) -> anyhow::Result<()> {
-    let job = Job { args, recipe, group, device, local, kind: kind(recipe.train.precision) };
-    let (inputs, prompts) = Inputs::open(&job)?;
-    let run_dir = RunDir::claim(&job)?;
-    rank_check::check(group, recipe, inputs.dataset.digest(), run_dir.latest.as_deref())?;
-    let states = (!args.init_only).then(|| inputs.states(recipe)).transpose()?;
-    let drafter = inputs.build(&job, &run_dir, states.as_ref())?;
+    let job = RankJob { args, recipe, group, device, local, kind: weight_dtype(recipe.train.precision) };
+    let (inputs, prompts) = RunInputs::open(&job)?;
+    let run_dir = RunDir::open(&job)?;
+    rank_check::check_inputs(group, recipe, inputs.dataset.digest(), run_dir.latest.as_deref())?;
+    let states = (!args.init_only).then(|| inputs.open_states(recipe)).transpose()?;
+    let drafter = inputs.build_drafter(&job, &run_dir, states.as_ref())?;
     // All ranks have read their initial weights after this check, so rank 0 may remove them.
     rank_check::check_weights(group, drafter.as_ref())?;
-    let (mut trainer, latest) = inputs.trainer(&job, run_dir, drafter, prompts)?;
+    let (mut trainer, latest) = inputs.build_trainer(&job, run_dir, drafter, prompts)?;
     let first = resume(&mut trainer, latest.as_deref())?;
     if args.init_only {
-        return keep_untrained(&mut trainer, latest.is_some(), first);
+        return save_untrained(&mut trainer, latest.is_some(), first);
     }
     match states.filter(|_| first < inputs.schedule.max_train_steps) {
         Some(states) => {
@@ -167,7 +167,7 @@ fn report_unused(dataset: &Dataset, group: &ProcessGroup) -> anyhow::Result<()> 
 }
 
 /// One process of a job.
-struct Job<'a> {
+struct RankJob<'a> {
     args: &'a Args,
     recipe: &'a Recipe,
     group: &'a ProcessGroup,
@@ -178,7 +178,7 @@ struct Job<'a> {
 }
 
 /// All inputs that are read before training starts.
-struct Inputs {
+struct RunInputs {
     source: TargetSpec,
     drafter_plan: Box<dyn DrafterPlan>,
     dataset: Dataset,
@@ -188,33 +188,33 @@ struct Inputs {
     runtime: TargetRuntime,
 }
 
-impl Inputs {
+impl RunInputs {
     /// Opens the inputs and the prompts of evaluations.
-    fn open(job: &Job) -> anyhow::Result<(Self, Option<EvalPrompts>)> {
-        let Job { args, recipe, group, device, local, .. } = *job;
+    fn open(job: &RankJob) -> anyhow::Result<(Self, Option<EvalPrompts>)> {
+        let RankJob { args, recipe, group, device, local, .. } = *job;
         let source = TargetSpec::open(recipe, args.verbosity()).map_err(StatesError::report)?;
-        let drafter_plan = deepspec_drafters::plan(recipe, &source.config)?;
+        let drafter_plan = deepspec_drafters::plan_drafter(recipe, &source.config)?;
         let dataset = open_data(recipe, &source)?;
         let prompts = EvalPrompts::read(recipe, &source, &dataset)?;
-        let program = dummy_run::measure_program(recipe, drafter_plan.as_ref())?.unwrap_or(0);
-        check_writer(recipe, &dataset, group)?;
-        let schedule = schedule::of_recipe(recipe, dataset.len(), local.processes)?;
+        let program = dummy_run::measure_program_memory(recipe, drafter_plan.as_ref())?.unwrap_or(0);
+        check_single_cache_writer(recipe, &dataset, group)?;
+        let schedule = schedule::from_recipe(recipe, dataset.len(), local.processes)?;
         let runtime = target_runtime(recipe, device, local)?;
         Ok((Self { source, drafter_plan, dataset, program, schedule, runtime }, prompts))
     }
 
-    fn states<'a>(&'a self, recipe: &'a Recipe) -> anyhow::Result<StateSource<'a>> {
+    fn open_states<'a>(&'a self, recipe: &'a Recipe) -> anyhow::Result<StateSource<'a>> {
         StateSource::open(&self.dataset, &self.source, recipe, self.runtime).map_err(StatesError::report_data)
     }
 
     /// Builds the drafter with its initial weights. A checkpoint's master weights are loaded later.
-    fn build(
+    fn build_drafter(
         &self,
-        job: &Job,
+        job: &RankJob,
         run_dir: &RunDir,
         states: Option<&StateSource>,
     ) -> anyhow::Result<Box<dyn TrainableDrafter>> {
-        let Job { args, recipe, device, kind, .. } = *job;
+        let RankJob { args, recipe, device, kind, .. } = *job;
         let (embed, head) = embed_and_head(states, &self.source, device, kind)?;
         let drafter = self.drafter_plan.build(&embed, &head, recipe.seed, kind);
         match &run_dir.latest {
@@ -230,28 +230,28 @@ impl Inputs {
     }
 
     /// Logs the plan and builds the trainer. Also returns the checkpoint to resume from.
-    fn trainer<'a>(
+    fn build_trainer<'a>(
         &self,
-        job: &Job<'a>,
+        job: &RankJob<'a>,
         run_dir: RunDir,
         drafter: Box<dyn TrainableDrafter>,
         prompts: Option<EvalPrompts>,
     ) -> anyhow::Result<(Trainer<'a>, Option<PathBuf>)> {
-        let Job { args, recipe, group, device, local, kind } = *job;
+        let RankJob { args, recipe, group, device, local, kind } = *job;
         let share = match recipe.train.sharding_strategy {
             ShardingStrategy::NoShard => (0, 1),
             ShardingStrategy::ShardOptimizer => (group.rank(), group.world_size()),
         };
         let (weight_decay, max_grad_norm) = (recipe.train.weight_decay, recipe.train.max_grad_norm);
-        let optimizer = AdamW::sharded(drafter.parameters(), weight_decay, max_grad_norm, share)
-            .with_stages(&drafter.stages());
+        let optimizer = AdamW::new_sharded(drafter.parameters(), weight_decay, max_grad_norm, share)
+            .with_stages(&drafter.grad_stages());
         let Self { source, drafter_plan, dataset, program, schedule, runtime } = self;
         let plan = Plan {
-            costs: Costs {
+            costs: MemoryEstimator {
                 recipe,
                 target: &source.config,
                 drafter_plan: drafter_plan.as_ref(),
-                weights: drafter_plan.weights(),
+                weights: drafter_plan.num_parameters(),
                 processes: local.processes,
                 program: *program,
                 device,
@@ -259,7 +259,7 @@ impl Inputs {
             },
             runtime: *runtime,
             origin: source.dir.display().to_string(),
-            data: Ok(Data { source, dataset, schedule: *schedule, prompts: prompts.as_ref() }),
+            data: Ok(PlanData { source, dataset, schedule: *schedule, prompts: prompts.as_ref() }),
         };
         plan.text()?.lines().for_each(|line| tracing::info!("{line}"));
         let taps = || recipe.target.layer_ids.clone();
@@ -269,7 +269,7 @@ impl Inputs {
             .transpose()?;
         let trace = match args.torch_profile.as_deref().filter(|_| group.is_leader()) {
             Some(path) => StepTrace::new(path, device).map_err(UsageError)?,
-            None => StepTrace::none(),
+            None => StepTrace::disabled(),
         };
         let RunDir { checkpoints, latest } = run_dir;
         if args.overwrite && group.is_leader() {
@@ -279,13 +279,13 @@ impl Inputs {
             lr: LrSchedule::new(recipe.train.lr, recipe.train.warmup_ratio, schedule.max_train_steps),
             data: DataId {
                 digest: dataset.digest().to_string(),
-                rounding: dataset.rounding(),
+                rounding: dataset.lossy_encoding(),
                 thinking: dataset.thinking(&source.tokenizer),
             },
             recipe,
             group,
             drafter,
-            metrics: drafter_plan.metrics(),
+            metrics: drafter_plan.metric_defs(),
             optimizer,
             schedule: *schedule,
             checkpoints,
@@ -318,7 +318,7 @@ impl Inputs {
         };
         let text = config::to_yaml(recipe).map_err(anyhow::Error::msg)?;
         let tensorboard = recipe.logging.tensorboard.then_some(text.as_str());
-        let shown = Shown { schedule: self.schedule, metrics: &trainer.metrics, tensorboard };
+        let shown = ReporterOptions { schedule: self.schedule, metrics: &trainer.metrics, tensorboard };
         let open = || TrainReporter::open(trainer.checkpoints.dir(), first, &shown);
         let report = group.is_leader().then(open).transpose()?;
         thread::scope(|scope| {
@@ -336,12 +336,12 @@ struct RunDir {
 }
 
 impl RunDir {
-    fn claim(job: &Job) -> anyhow::Result<Self> {
+    fn open(job: &RankJob) -> anyhow::Result<Self> {
         let mut checkpoints = Checkpoints::new(job.recipe.output_dir());
         if job.group.is_leader() {
-            checkpoints.claim()?;
+            checkpoints.lock()?;
         }
-        let latest = if job.args.overwrite { None } else { checkpoints.latest()? };
+        let latest = if job.args.overwrite { None } else { checkpoints.find_latest()? };
         Ok(Self { checkpoints, latest })
     }
 }
@@ -353,13 +353,13 @@ fn resume(trainer: &mut Trainer, latest: Option<&Path>) -> anyhow::Result<usize>
     let state = restore(path, trainer.recipe, &trainer.data, processes, &mut trainer.optimizer)?;
     tracing::info!("resuming from {}", path.display());
     if trainer.group.is_leader() {
-        trainer.checkpoints.settle(&state)?;
+        trainer.checkpoints.recover_best(&state)?;
     }
     Ok(state.step)
 }
 
 /// Saves the untrained drafter, unless it was saved before.
-fn keep_untrained(trainer: &mut Trainer, resumed: bool, first: usize) -> anyhow::Result<()> {
+fn save_untrained(trainer: &mut Trainer, resumed: bool, first: usize) -> anyhow::Result<()> {
     match (resumed, first) {
         (false, _) => trainer.save(0, None),
         (true, 0) => {
@@ -400,7 +400,7 @@ fn load_pretrained(
 }
 
 /// Checks that only one process writes a hybrid cache in the first epoch.
-fn check_writer(recipe: &Recipe, dataset: &Dataset, group: &ProcessGroup) -> anyhow::Result<()> {
+fn check_single_cache_writer(recipe: &Recipe, dataset: &Dataset, group: &ProcessGroup) -> anyhow::Result<()> {
     if group.world_size() > 1 && matches!(recipe.data.states, States::Hybrid(_)) && dataset.needs_target() {
         usage!(
             "data.states: a hybrid's first epoch is written by one process; run it with --processes 1, build the cache with `deepspec-data cache build`, or take data.states: online"

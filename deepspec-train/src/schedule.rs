@@ -1,6 +1,6 @@
 //! Plans steps, epochs and the order of samples; pure arithmetic.
 
-use deepspec_capture::Budget;
+use deepspec_capture::ForwardLimits;
 use deepspec_core::cli::UsageError;
 use deepspec_core::recipe::TrainRecipe;
 use deepspec_core::rng::{Purpose, Stream};
@@ -8,7 +8,7 @@ use deepspec_drafters::Recipe;
 
 /// Inputs of a schedule.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Sizes {
+pub struct ScheduleInputs {
     /// Number of processes.
     pub world_size: usize,
     /// Samples in the data set.
@@ -54,8 +54,8 @@ pub enum SizeError {
 ///
 /// # Errors
 /// A usage error if the sizes do not fit together.
-pub fn of_recipe(recipe: &Recipe, samples: usize, processes: usize) -> anyhow::Result<Schedule> {
-    let sizes = Sizes {
+pub fn from_recipe(recipe: &Recipe, samples: usize, processes: usize) -> anyhow::Result<Schedule> {
+    let sizes = ScheduleInputs {
         world_size: processes,
         dataset_size: samples,
         // With a token limit, a forward may have any number of samples.
@@ -67,7 +67,7 @@ pub fn of_recipe(recipe: &Recipe, samples: usize, processes: usize) -> anyhow::R
     Ok(Schedule::new(sizes).map_err(|error| UsageError(error.to_string()))?)
 }
 
-/// How long training takes. An incomplete last batch of an epoch is dropped.
+/// Numbers of steps, epochs and samples of a run. An incomplete last batch of an epoch is dropped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Schedule {
     /// Samples of all processes per optimiser step.
@@ -93,8 +93,8 @@ impl Schedule {
     ///
     /// # Errors
     /// Fails if the sizes do not fit together.
-    pub fn new(sizes: Sizes) -> Result<Self, SizeError> {
-        let Sizes {
+    pub fn new(sizes: ScheduleInputs) -> Result<Self, SizeError> {
+        let ScheduleInputs {
             world_size: world,
             dataset_size: samples,
             local_batch_size: local,
@@ -125,24 +125,27 @@ impl Schedule {
 }
 
 /// Selects the samples of one process from all samples of an optimiser step.
-pub fn of_rank<T>(step: &[T], rank: usize, world_size: usize) -> impl Iterator<Item = &T> {
+pub fn samples_of_rank<T>(step: &[T], rank: usize, world_size: usize) -> impl Iterator<Item = &T> {
     step.iter().skip(rank).step_by(world_size)
 }
 
 /// Most sequences and tokens of one forward.
-pub fn forward_budget(train: &TrainRecipe) -> Budget {
-    Budget { sequences: train.local_batch_size, tokens: train.max_tokens_per_batch.unwrap_or(usize::MAX) }
+pub fn forward_budget(train: &TrainRecipe) -> ForwardLimits {
+    ForwardLimits {
+        sequences: train.local_batch_size,
+        tokens: train.max_tokens_per_batch.unwrap_or(usize::MAX),
+    }
 }
 
 /// Number of samples of length `length` in a forward.
-pub fn forward_samples(train: &TrainRecipe, length: usize) -> usize {
-    let Budget { sequences, tokens } = forward_budget(train);
+pub fn samples_per_forward(train: &TrainRecipe, length: usize) -> usize {
+    let ForwardLimits { sequences, tokens } = forward_budget(train);
     (tokens / length.max(1)).clamp(1, sequences)
 }
 
-/// One occurrence of a sample in the stream.
+/// One occurrence of a sample in the order of training.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Draw {
+pub struct SampleDraw {
     /// Index of the pass over the data.
     pub epoch: usize,
     /// Index of the sample in the data set.
@@ -150,13 +153,13 @@ pub struct Draw {
 }
 
 /// The infinite order of samples. Resuming needs only a position in it.
-pub struct Order<P> {
+pub struct SampleOrder<P> {
     samples_per_epoch: usize,
     permutation: P,
     cached: Option<(usize, Vec<usize>)>,
 }
 
-impl<P: Fn(usize) -> Vec<usize>> Order<P> {
+impl<P: Fn(usize) -> Vec<usize>> SampleOrder<P> {
     /// Epoch e visits the first `samples_per_epoch` entries of `permutation(e)`.
     pub fn new(samples_per_epoch: usize, permutation: P) -> Self {
         Self { samples_per_epoch, permutation, cached: None }
@@ -164,7 +167,7 @@ impl<P: Fn(usize) -> Vec<usize>> Order<P> {
 
     /// The sample at a position in the order of all processes. Process r of w reads positions r, r
     /// + w, …
-    pub fn at(&mut self, position: usize) -> Draw {
+    pub fn sample_at(&mut self, position: usize) -> SampleDraw {
         let (epoch, place) = (position / self.samples_per_epoch, position % self.samples_per_epoch);
         let permutation = match self.cached.take() {
             Some((cached, permutation)) if cached == epoch => permutation,
@@ -172,18 +175,18 @@ impl<P: Fn(usize) -> Vec<usize>> Order<P> {
         };
         let sample = permutation[place];
         self.cached = Some((epoch, permutation));
-        Draw { epoch, sample }
+        SampleDraw { epoch, sample }
     }
 }
 
 /// A new shuffle for every epoch.
-pub fn shuffled(seed: u64, dataset_size: usize) -> impl Fn(usize) -> Vec<usize> {
+pub fn epoch_shuffle(seed: u64, dataset_size: usize) -> impl Fn(usize) -> Vec<usize> {
     move |epoch| Stream::new(seed, &format!("epoch-{epoch}")).permutation(dataset_size, Purpose::Shuffle)
 }
 
 /// Chooses at most `count` anchor candidates of a sample, sorted. They depend only on seed, epoch
 /// and sample id.
-pub fn anchors(candidates: &[usize], count: usize, seed: u64, epoch: usize, id: &str) -> Vec<usize> {
+pub fn choose_anchors(candidates: &[usize], count: usize, seed: u64, epoch: usize, id: &str) -> Vec<usize> {
     let mut chosen =
         Stream::new(seed, &format!("anchors-{epoch}-{id}")).choose(candidates, count, Purpose::Anchor);
     chosen.sort_unstable();
@@ -202,7 +205,7 @@ mod tests {
                 max_tokens_per_batch: tokens,
                 ..TrainRecipe::default()
             };
-            forward_samples(&train, length)
+            samples_per_forward(&train, length)
         };
         assert_eq!([samples(4, Some(100), 30), samples(4, Some(10), 30), samples(2, None, 30)], [3, 1, 2]);
     }

@@ -8,13 +8,13 @@ use deepspec_drafters::Recipe;
 use deepspec_ops::LocalRank;
 use tch::{Device, Kind};
 
-use crate::schedule::shuffled;
+use crate::schedule::epoch_shuffle;
 
 /// Number of unusable rows that are listed individually.
-const REJECTED_SHOWN: usize = 5;
+const MAX_REJECTED_LISTED: usize = 5;
 
 /// dtype of the drafter's weights.
-pub fn kind(precision: Precision) -> Kind {
+pub fn weight_dtype(precision: Precision) -> Kind {
     match precision {
         Precision::Bf16 => Kind::BFloat16,
         Precision::Fp32 => Kind::Float,
@@ -32,8 +32,8 @@ pub fn target_runtime(recipe: &Recipe, trainer: Device, local: LocalRank) -> any
             .map_err(|error| UsageError(format!("`data.target_device`: {error}")))?,
         None => trainer,
     };
-    let kind = deepspec_ops::default_kind(device);
-    Ok(TargetRuntime { device, kind, per_step: recipe.train.global_batch_size })
+    let kind = deepspec_ops::default_dtype(device);
+    Ok(TargetRuntime { device, dtype: kind, per_step: recipe.train.global_batch_size })
 }
 
 /// Opens the data set of a recipe and logs the rows that are left out.
@@ -41,16 +41,16 @@ pub fn target_runtime(recipe: &Recipe, trainer: Device, local: LocalRank) -> any
 /// # Errors
 /// Fails if an input or the cache cannot be read, or has no usable rows.
 pub fn open_data(recipe: &Recipe, source: &TargetSpec) -> anyhow::Result<Dataset> {
-    let first_epoch = |samples| shuffled(recipe.seed, samples)(0);
+    let first_epoch = |samples| epoch_shuffle(recipe.seed, samples)(0);
     let place = env::cache_dir().map(|dir| dir.join("samples"));
     let dataset =
         Dataset::open(recipe, source, place.as_deref(), first_epoch).map_err(StatesError::report_data)?;
     if let Some(report) = dataset.report() {
         tracing::info!("{report}");
-        for rejected in report.rejected.iter().take(REJECTED_SHOWN) {
+        for rejected in report.rejected.iter().take(MAX_REJECTED_LISTED) {
             tracing::warn!("{}:{}: {}", rejected.file.display(), rejected.line, rejected.reason);
         }
-        if let Some(more) = report.rejected().checked_sub(REJECTED_SHOWN).filter(|&more| more > 0) {
+        if let Some(more) = report.rejected().checked_sub(MAX_REJECTED_LISTED).filter(|&more| more > 0) {
             tracing::warn!("{more} more rows cannot be used");
         }
     }

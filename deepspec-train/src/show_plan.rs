@@ -3,7 +3,7 @@
 use std::io::Write;
 
 use anyhow::Context;
-use deepspec_capture::{StatesError, TargetSpec, check_fit};
+use deepspec_capture::{StatesError, TargetSpec, check_recipe_fits};
 use deepspec_core::cli;
 use deepspec_core::env;
 use deepspec_core::recipe::States;
@@ -13,13 +13,13 @@ use serde_json::json;
 use tch::Device;
 
 use crate::args::Args;
-use crate::budget::Costs;
+use crate::budget::MemoryEstimator;
 use crate::checkpoint::Checkpoints;
 use crate::estimate::PipelineEstimate;
 use crate::evaluation::EvalPrompts;
-use crate::plan::{Data, Plan};
+use crate::plan::{Plan, PlanData};
 use crate::setup::{open_data, target_runtime};
-use crate::target_shape::Shape;
+use crate::target_shape::TargetShape;
 use crate::{dummy_run, schedule};
 
 /// Prints the plan of `recipe`. Without the data, prints only facts that follow from the target's
@@ -27,12 +27,12 @@ use crate::{dummy_run, schedule};
 ///
 /// # Errors
 /// Usage errors for a recipe that does not fit its target or its data; errors of damaged data.
-pub fn show(args: &Args, recipe: &Recipe, device: Device, local: LocalRank) -> anyhow::Result<()> {
+pub fn print_plan(args: &Args, recipe: &Recipe, device: Device, local: LocalRank) -> anyhow::Result<()> {
     let processes = local.processes;
-    let shape = Shape::of(&recipe.target, args.verbosity())?;
-    let drafter_plan = check_fit(recipe, &shape.config).map_err(StatesError::report)?;
+    let shape = TargetShape::resolve(&recipe.target, args.verbosity())?;
+    let drafter_plan = check_recipe_fits(recipe, &shape.config).map_err(StatesError::report)?;
     let runtime = target_runtime(recipe, device, local)?;
-    let missing = missing(recipe, &shape);
+    let missing = why_data_missing(recipe, &shape);
     let source =
         missing.is_none().then(|| TargetSpec::open(recipe, args.verbosity()).map_err(StatesError::report));
     let source = source.transpose()?;
@@ -40,22 +40,26 @@ pub fn show(args: &Args, recipe: &Recipe, device: Device, local: LocalRank) -> a
     let opened = source.as_ref().zip(dataset.as_ref());
     let prompts = opened.map(|(source, dataset)| EvalPrompts::read(recipe, source, dataset));
     let prompts = prompts.transpose()?.flatten();
-    let program = dummy_run::measure_program(recipe, drafter_plan.as_ref())?.unwrap_or(0);
+    let program = dummy_run::measure_program_memory(recipe, drafter_plan.as_ref())?.unwrap_or(0);
     let data = match (&source, &dataset) {
         (Some(source), Some(dataset)) => {
-            let schedule = schedule::of_recipe(recipe, dataset.len(), processes)?;
-            Ok(Data { source, dataset, schedule, prompts: prompts.as_ref() })
+            let schedule = schedule::from_recipe(recipe, dataset.len(), processes)?;
+            Ok(PlanData { source, dataset, schedule, prompts: prompts.as_ref() })
         }
         _ => Err(missing.unwrap_or_default()),
     };
-    let weights = drafter_plan.weights();
+    let weights = drafter_plan.num_parameters();
     let (target, drafter_plan) = (&shape.config, drafter_plan.as_ref());
-    let costs = Costs { recipe, target, drafter_plan, weights, processes, program, device, measures: true };
+    let costs =
+        MemoryEstimator { recipe, target, drafter_plan, weights, processes, program, device, measures: true };
     let plan = Plan { costs, runtime, origin: shape.origin.clone(), data };
-    let latest = if args.overwrite { None } else { Checkpoints::new(recipe.output_dir()).latest()? };
+    let latest = if args.overwrite { None } else { Checkpoints::new(recipe.output_dir()).find_latest()? };
     let resumes = latest.map(|path| path.display().to_string());
-    let estimated =
-        args.estimate.is_asked().then(|| PipelineEstimate::of(&args.estimate, &plan)).transpose()?;
+    let estimated = args
+        .estimate
+        .is_requested()
+        .then(|| PipelineEstimate::from_plan(&args.estimate, &plan))
+        .transpose()?;
     let text = if args.json {
         let mut json = plan.json()?;
         json["tool_version"] = json!(deepspec_core::VERSION);
@@ -64,16 +68,16 @@ pub fn show(args: &Args, recipe: &Recipe, device: Device, local: LocalRank) -> a
         serde_json::to_string_pretty(&json)?
     } else {
         let resumes = resumes.map_or("starts anew".into(), |path| format!("resumes {path}"));
-        let estimated =
-            estimated.map(|estimated| format!("\n{}", cli::wrapped("all stages", 14, &estimated.text())));
-        let checkpoints = cli::wrapped("checkpoints", 14, &resumes);
+        let estimated = estimated
+            .map(|estimated| format!("\n{}", cli::wrap_paragraph("all stages", 14, &estimated.text())));
+        let checkpoints = cli::wrap_paragraph("checkpoints", 14, &resumes);
         format!("{}\n{checkpoints}{}", plan.text()?, estimated.unwrap_or_default())
     };
     writeln!(cli::stdout(), "{text}").context("writing the plan")
 }
 
 /// Returns the reason why the samples cannot be read on this machine yet.
-fn missing(recipe: &Recipe, shape: &Shape) -> Option<String> {
+fn why_data_missing(recipe: &Recipe, shape: &TargetShape) -> Option<String> {
     if !shape.has_weights {
         return Some(format!("{} is not on this machine", recipe.target.model));
     }

@@ -9,23 +9,23 @@ use tch::Tensor;
 
 /// Most values of a bucket: large enough to hide the fixed cost of a collective, small beside the
 /// model.
-const BUCKET: usize = 8 << 20;
+const MAX_BUCKET_VALUES: usize = 8 << 20;
 /// Fewest values of a bucket that is reduced early; smaller ones cost little more than the
 /// collective's overhead.
-const LEAST: usize = 1 << 18;
+const MIN_EARLY_BUCKET_VALUES: usize = 1 << 18;
 
-/// Gradient sums over all ranks, in flat buckets. The order of the buckets is equal on all ranks,
-/// whenever each rank starts its sums.
+/// Gradient sums over all ranks, in flat buckets. All ranks reduce the buckets in equal order, no
+/// matter when each rank starts its sums.
 pub struct GradientBuckets {
     /// Parameter indices of each bucket.
     buckets: Vec<Vec<usize>>,
     /// Number of buckets that are complete after each stage.
     ends: Vec<usize>,
     /// Running all-reduces of the first buckets.
-    under_way: Vec<UnderWay>,
+    under_way: Vec<RunningBucket>,
 }
 
-struct UnderWay {
+struct RunningBucket {
     sum: RunningAllReduce,
     shapes: Vec<Vec<i64>>,
 }
@@ -34,7 +34,7 @@ impl GradientBuckets {
     /// Buckets for parameters of these names and sizes. A stage is a name prefix: parameters of
     /// early stages come first, parameters without a stage last.
     pub fn new(parameters: &[(&str, usize)], stages: &[String]) -> Self {
-        Self::with_buckets(parameters, stages, (LEAST, BUCKET))
+        Self::with_buckets(parameters, stages, (MIN_EARLY_BUCKET_VALUES, MAX_BUCKET_VALUES))
     }
 
     /// Like [`GradientBuckets::new`], with the fewest values of an early bucket and the most values of any
@@ -51,7 +51,7 @@ impl GradientBuckets {
             let values: usize = waiting.iter().map(|&index: &usize| parameters[index].1).sum();
             // Too few values for a bucket: they join the next stage.
             if values >= least || stage.is_none() {
-                let buckets = buckets(waiting.iter().map(|&index| parameters[index].1), most);
+                let buckets = bucket_ranges(waiting.iter().map(|&index| parameters[index].1), most);
                 sums.buckets.extend(buckets.into_iter().map(|bucket| waiting[bucket].to_vec()));
                 waiting.clear();
             }
@@ -61,7 +61,7 @@ impl GradientBuckets {
     }
 
     /// Whether a bucket is complete before the end of the backward.
-    pub fn begin_early(&self) -> bool {
+    pub fn can_start_early(&self) -> bool {
         self.ends.iter().rev().skip(1).any(|&end| end > 0)
     }
 
@@ -82,8 +82,8 @@ impl GradientBuckets {
             let tensors: Vec<Tensor> =
                 self.buckets[self.under_way.len()].iter().map(|&index| gradient(index)).collect();
             let shapes = tensors.iter().map(Tensor::size).collect();
-            let sum = group.start_all_reduce("adding up gradients", flat(tensors.iter()))?;
-            self.under_way.push(UnderWay { sum, shapes });
+            let sum = group.start_all_reduce("adding up gradients", flatten_tensors(tensors.iter()))?;
+            self.under_way.push(RunningBucket { sum, shapes });
         }
         Ok(())
     }
@@ -100,9 +100,9 @@ impl GradientBuckets {
         self.start(self.ends.len(), group, gradient)?;
         let _range = range(c"collectives");
         let mut sums = vec![];
-        for (bucket, UnderWay { sum, shapes }) in self.buckets.iter().zip(self.under_way.drain(..)) {
+        for (bucket, RunningBucket { sum, shapes }) in self.buckets.iter().zip(self.under_way.drain(..)) {
             let sum = sum.finish(group)?;
-            sums.extend(bucket.iter().copied().zip(split(&sum, &shapes)));
+            sums.extend(bucket.iter().copied().zip(split_views(&sum, &shapes)));
         }
         sums.sort_unstable_by_key(|&(index, _)| index);
         Ok(sums.into_iter().map(|(_, sum)| sum).collect())
@@ -114,19 +114,19 @@ impl GradientBuckets {
 ///
 /// # Errors
 /// Fails if another rank has failed.
-pub fn share(group: &ProcessGroup, owned: &[(usize, &Tensor)]) -> Result<(), GroupError> {
+pub fn broadcast_from_owners(group: &ProcessGroup, owned: &[(usize, &Tensor)]) -> Result<(), GroupError> {
     let _guard = tch::no_grad_guard();
     let _range = range(c"collectives");
     for owner in 0..group.world_size() {
         let tensors: Vec<&Tensor> =
             owned.iter().filter(|(rank, _)| *rank == owner).map(|(_, tensor)| *tensor).collect();
-        for bucket in buckets(tensors.iter().map(|tensor| tensor.numel()), BUCKET) {
+        for bucket in bucket_ranges(tensors.iter().map(|tensor| tensor.numel()), MAX_BUCKET_VALUES) {
             let tensors = &tensors[bucket];
-            let mut values = flat(tensors.iter().copied());
+            let mut values = flatten_tensors(tensors.iter().copied());
             group.broadcast("sharing updated weights", &mut values, owner)?;
             if group.rank() != owner {
                 let shapes: Vec<Vec<i64>> = tensors.iter().map(|tensor| tensor.size()).collect();
-                let views = split(&values, &shapes);
+                let views = split_views(&values, &shapes);
                 tensors.iter().zip(views).for_each(|(tensor, view)| tensor.shallow_clone().copy_(&view));
             }
         }
@@ -136,7 +136,7 @@ pub fn share(group: &ProcessGroup, owned: &[(usize, &Tensor)]) -> Result<(), Gro
 
 /// Assigns parameters of these sizes to `ranks` ranks: largest first, each to the rank with the
 /// fewest values. Returns the owner of each.
-pub fn owners(sizes: &[usize], ranks: usize) -> Vec<usize> {
+pub fn assign_owners(sizes: &[usize], ranks: usize) -> Vec<usize> {
     let mut order: Vec<usize> = (0..sizes.len()).collect();
     order.sort_by_key(|&index| (Reverse(sizes[index]), index));
     let (mut loads, mut owners) = (vec![0; ranks], vec![0; sizes.len()]);
@@ -149,7 +149,7 @@ pub fn owners(sizes: &[usize], ranks: usize) -> Vec<usize> {
 }
 
 /// Concatenates contiguous tensors into a flat one; a single tensor is not copied.
-fn flat<'t>(tensors: impl Iterator<Item = &'t Tensor>) -> Tensor {
+fn flatten_tensors<'t>(tensors: impl Iterator<Item = &'t Tensor>) -> Tensor {
     let mut tensors: Vec<Tensor> = tensors.map(|tensor| tensor.detach().view([-1])).collect();
     match (tensors.len(), tensors.pop()) {
         (1, Some(only)) => only,
@@ -161,7 +161,7 @@ fn flat<'t>(tensors: impl Iterator<Item = &'t Tensor>) -> Tensor {
 }
 
 /// Views of a flat tensor in these shapes.
-fn split(flat: &Tensor, shapes: &[Vec<i64>]) -> Vec<Tensor> {
+fn split_views(flat: &Tensor, shapes: &[Vec<i64>]) -> Vec<Tensor> {
     let mut start = 0;
     let view = |shape: &Vec<i64>| {
         let length = shape.iter().product::<i64>();
@@ -173,7 +173,7 @@ fn split(flat: &Tensor, shapes: &[Vec<i64>]) -> Vec<Tensor> {
 
 /// Groups consecutive tensors into buckets of at most `most` values; a larger tensor gets its own
 /// bucket.
-fn buckets(sizes: impl Iterator<Item = usize>, most: usize) -> Vec<Range<usize>> {
+fn bucket_ranges(sizes: impl Iterator<Item = usize>, most: usize) -> Vec<Range<usize>> {
     let (mut buckets, mut held): (Vec<Range<usize>>, usize) = (vec![], 0);
     for (index, size) in sizes.enumerate() {
         match buckets.last_mut() {
@@ -195,7 +195,7 @@ mod tests {
     use std::thread;
     use std::time::Duration;
 
-    use crate::dist::Host;
+    use crate::dist::RendezvousServer;
     use deepspec_core::recipe::Backend;
     use tch::{Device, Kind};
 
@@ -203,8 +203,8 @@ mod tests {
 
     #[test]
     fn buckets_keep_order_and_size() {
-        let sizes = [BUCKET / 2, BUCKET / 2, 1, BUCKET + 1, 3, 4];
-        assert_eq!(buckets(sizes.into_iter(), BUCKET), [0..2, 2..3, 3..4, 4..6]);
+        let sizes = [MAX_BUCKET_VALUES / 2, MAX_BUCKET_VALUES / 2, 1, MAX_BUCKET_VALUES + 1, 3, 4];
+        assert_eq!(bucket_ranges(sizes.into_iter(), MAX_BUCKET_VALUES), [0..2, 2..3, 3..4, 4..6]);
     }
 
     #[test]
@@ -234,8 +234,8 @@ mod tests {
             let values = Tensor::arange(parameters[index].1 as i64, (Kind::Float, Device::Cpu));
             (values + (10 * index) as f64).view(shapes[index].1) * (rank + 1) as f64
         };
-        let host = Host::open(RANKS, PATIENCE).unwrap();
-        let places: Vec<_> = (0..RANKS).map(|rank| host.place(rank, RANKS)).collect();
+        let host = RendezvousServer::open(RANKS, PATIENCE).unwrap();
+        let places: Vec<_> = (0..RANKS).map(|rank| host.child_ranks(rank, RANKS)).collect();
         thread::scope(|scope| {
             for (place, starts) in places.iter().zip(starts) {
                 let (parameters, stages) = (&parameters, &stages);
@@ -259,8 +259,8 @@ mod tests {
 
     #[test]
     fn shares_are_about_equal() {
-        assert_eq!(owners(&[5, 3, 3, 2, 2, 1], 2), [0, 1, 1, 0, 1, 0]);
-        assert_eq!(owners(&[1, 2], 1), [0, 0]);
-        assert_eq!(owners(&[7], 4), [0]);
+        assert_eq!(assign_owners(&[5, 3, 3, 2, 2, 1], 2), [0, 1, 1, 0, 1, 0]);
+        assert_eq!(assign_owners(&[1, 2], 1), [0, 0]);
+        assert_eq!(assign_owners(&[7], 4), [0]);
     }
 }

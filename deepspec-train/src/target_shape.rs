@@ -5,19 +5,19 @@ use std::path::Path;
 use deepspec_core::cli::Verbosity;
 use deepspec_core::env;
 use deepspec_core::recipe::TargetRecipe;
-use deepspec_hub::{Hub, HubError, HubOptions, Kind, Repo, model_dir};
+use deepspec_hub::{Hub, HubError, HubOptions, Repo, RepoType, model_dir};
 use deepspec_models::{ModelConfig, ModelError, families, weights_digest};
 
 /// Hub ids and config.json of the targets in `configs/`, from the model families; see
 /// `configs/shapes/README.md`.
-fn built_in() -> impl Iterator<Item = (&'static str, &'static str)> {
+fn built_in_configs() -> impl Iterator<Item = (&'static str, &'static str)> {
     families().flat_map(|family| family.shapes).copied()
 }
 
-const CONFIG: &str = "config.json";
+const CONFIG_FILE: &str = "config.json";
 
 /// A target's architecture and the place where its config.json was found.
-pub struct Shape {
+pub struct TargetShape {
     /// The architecture.
     pub config: ModelConfig,
     /// Where config.json was found, for messages.
@@ -26,41 +26,41 @@ pub struct Shape {
     pub has_weights: bool,
 }
 
-impl Shape {
+impl TargetShape {
     /// Reads the config.json in the target's folder or in the hub cache. Without one, uses the
     /// built-in sizes, and without those downloads the hub's config.json.
     ///
     /// # Errors
     /// Fails if no config.json is found, or if it describes an unknown architecture.
-    pub fn of(target: &TargetRecipe, verbosity: Verbosity) -> anyhow::Result<Self> {
+    pub fn resolve(target: &TargetRecipe, verbosity: Verbosity) -> anyhow::Result<Self> {
         let place = env::expand_home(&target.model);
         if place.is_dir() || place.is_file() {
             let dir = model_dir(&target.model, target.revision.as_deref(), verbosity);
-            return Ok(Self::in_folder(&dir.map_err(HubError::report)?)?);
+            return Ok(Self::read_folder(&dir.map_err(HubError::report)?)?);
         }
-        let repo =
-            Repo::parse(Kind::Model, &target.model, target.revision.as_deref()).map_err(HubError::report)?;
+        let repo = Repo::parse(RepoType::Model, &target.model, target.revision.as_deref())
+            .map_err(HubError::report)?;
         let settings = HubOptions::from_env(verbosity).map_err(HubError::report)?;
         let offline = HubOptions { offline: Some("looking into the cache alone"), ..settings.clone() };
         let cache = Hub::new(offline);
-        if let Some(dir) = cache.fetch(&repo, CONFIG).ok().as_deref().and_then(Path::parent) {
+        if let Some(dir) = cache.fetch(&repo, CONFIG_FILE).ok().as_deref().and_then(Path::parent) {
             let has_weights = cache.model(&repo).is_ok();
-            return Ok(Self { has_weights, ..Self::in_folder(dir)? });
+            return Ok(Self { has_weights, ..Self::read_folder(dir)? });
         }
-        if let Some((id, text)) = built_in().find(|(id, _)| *id == target.model) {
+        if let Some((id, text)) = built_in_configs().find(|(id, _)| *id == target.model) {
             let map = serde_json::from_str(text)?;
             let config = ModelConfig::parse(Path::new(&format!("built-in sizes of {id}")), map)?;
             return Ok(Self { config, origin: format!("built-in sizes of {id}"), has_weights: false });
         }
-        let fetched = Hub::new(settings).fetch(&repo, CONFIG);
-        let path = fetched.map_err(|error| error.taken_as_id(&target.model).report())?;
-        Ok(Self::in_folder(path.parent().unwrap_or(&path))?)
+        let fetched = Hub::new(settings).fetch(&repo, CONFIG_FILE);
+        let path = fetched.map_err(|error| error.with_path_hint(&target.model).report())?;
+        Ok(Self::read_folder(path.parent().unwrap_or(&path))?)
     }
 
-    fn in_folder(dir: &Path) -> Result<Self, ModelError> {
+    fn read_folder(dir: &Path) -> Result<Self, ModelError> {
         Ok(Self {
             config: ModelConfig::load(dir)?,
-            origin: dir.join(CONFIG).display().to_string(),
+            origin: dir.join(CONFIG_FILE).display().to_string(),
             has_weights: weights_digest(dir).is_ok(),
         })
     }
@@ -73,8 +73,8 @@ mod tests {
     #[test]
     fn the_built_in_sizes_are_those_of_known_families() {
         let layers = [36, 36, 40, 48];
-        assert_eq!(built_in().count(), layers.len());
-        for ((id, text), layers) in built_in().zip(layers) {
+        assert_eq!(built_in_configs().count(), layers.len());
+        for ((id, text), layers) in built_in_configs().zip(layers) {
             let config = ModelConfig::parse(Path::new(id), serde_json::from_str(text).unwrap()).unwrap();
             assert_eq!(config.layers.len(), layers, "{id}");
         }

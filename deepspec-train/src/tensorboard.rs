@@ -12,13 +12,14 @@ use deepspec_core::atomic::{self, FileError};
 use serde_json::{Map, Value};
 
 use crate::events::{
-    self, Event, Metadata, Plugin, SessionLog, Shape, Shown, Summary, Tensor, Value as Point, What,
+    self, Event, EventContent, Metadata, Plugin, SessionLog, Shape, Summary, Tensor, Value as Point,
+    ValueContent,
 };
 
 /// Prefix of event file names.
-pub const PREFIX: &str = "events.out.tfevents.";
+pub const EVENT_FILE_PREFIX: &str = "events.out.tfevents.";
 /// Keys of a line that are not metrics: the step, and the time in seconds since 1970.
-const KEYS: [&str; 2] = ["step", "time"];
+const NON_METRIC_KEYS: [&str; 2] = ["step", "time"];
 
 /// An event file that new metrics are appended to.
 pub struct TensorBoard {
@@ -38,13 +39,13 @@ impl TensorBoard {
         rows: impl Iterator<Item = &'r Map<String, Value>>,
     ) -> Result<Self, FileError> {
         let old = event_files(dir)?;
-        let path = dir.join(format!("{PREFIX}{}.{}", since_1970().as_nanos(), std::process::id()));
-        let partial = atomic::partial_name(&path);
+        let path = dir.join(format!("{EVENT_FILE_PREFIX}{}.{}", unix_time().as_nanos(), std::process::id()));
+        let partial = atomic::partial_path(&path);
         let file = File::create(&partial).map_err(FileError::at("writing", &partial))?;
         let mut this = Self { writer: BufWriter::new(file), path };
-        this.begin(recipe)?;
+        this.write_header(recipe)?;
         for row in rows {
-            this.send(row)?;
+            this.write_row(row)?;
         }
         this.flush()?;
         fs::rename(&partial, &this.path).map_err(FileError::at("writing", &this.path))?;
@@ -58,40 +59,44 @@ impl TensorBoard {
     ///
     /// # Errors
     /// Any I/O failure, with the path.
-    pub fn add(&mut self, row: &Map<String, Value>) -> Result<(), FileError> {
-        self.send(row)?;
+    pub fn append_row(&mut self, row: &Map<String, Value>) -> Result<(), FileError> {
+        self.write_row(row)?;
         self.flush()
     }
 
-    fn begin(&mut self, recipe: &str) -> Result<(), FileError> {
-        let now = since_1970().as_secs_f64();
-        self.event(now, 0, What::FileVersion("brain.Event:2".into()))?;
+    fn write_header(&mut self, recipe: &str) -> Result<(), FileError> {
+        let now = unix_time().as_secs_f64();
+        self.write_event(now, 0, EventContent::FileVersion("brain.Event:2".into()))?;
         // Tells a running TensorBoard to discard the events of the previous file.
-        self.event(now, 0, What::SessionLog(SessionLog::START))?;
+        self.write_event(now, 0, EventContent::SessionLog(SessionLog::START))?;
         // Four spaces make it a Markdown code block.
         let text = recipe.lines().map(|line| format!("    {line}\n")).collect::<String>();
-        let text = Tensor { dtype: Tensor::TEXT, shape: Some(Shape {}), texts: vec![text.into()] };
+        let text = Tensor { dtype: Tensor::DT_STRING, shape: Some(Shape {}), texts: vec![text.into()] };
         let value = Point {
             tag: "recipe".into(),
             metadata: Some(Metadata { plugin: Some(Plugin { name: "text".into() }) }),
-            shown: Some(Shown::Tensor(text)),
+            shown: Some(ValueContent::Tensor(text)),
         };
-        self.event(now, 0, What::Summary(Summary { value: vec![value] }))
+        self.write_event(now, 0, EventContent::Summary(Summary { value: vec![value] }))
     }
 
-    fn send(&mut self, row: &Map<String, Value>) -> Result<(), FileError> {
+    fn write_row(&mut self, row: &Map<String, Value>) -> Result<(), FileError> {
         let time = row.get("time").and_then(Value::as_f64).unwrap_or_default();
         let step = row.get("step").and_then(Value::as_i64).unwrap_or_default();
         let value = scalars(row)
             .into_iter()
-            .map(|(tag, number)| Point { tag, metadata: None, shown: Some(Shown::Number(number as f32)) })
+            .map(|(tag, number)| Point {
+                tag,
+                metadata: None,
+                shown: Some(ValueContent::Number(number as f32)),
+            })
             .collect();
-        self.event(time, step, What::Summary(Summary { value }))
+        self.write_event(time, step, EventContent::Summary(Summary { value }))
     }
 
-    fn event(&mut self, wall_time: f64, step: i64, what: What) -> Result<(), FileError> {
+    fn write_event(&mut self, wall_time: f64, step: i64, what: EventContent) -> Result<(), FileError> {
         let event = Event { wall_time, step, what: Some(what) };
-        events::write(&mut self.writer, &event).map_err(FileError::at("writing", &self.path))
+        events::write_record(&mut self.writer, &event).map_err(FileError::at("writing", &self.path))
     }
 
     fn flush(&mut self) -> Result<(), FileError> {
@@ -100,7 +105,7 @@ impl TensorBoard {
 }
 
 /// Seconds since 1970.
-pub fn since_1970() -> Duration {
+pub fn unix_time() -> Duration {
     SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default()
 }
 
@@ -108,21 +113,24 @@ pub fn since_1970() -> Duration {
 /// object get its name, such as `eval/tau`.
 fn scalars(row: &Map<String, Value>) -> Vec<(String, f64)> {
     let mut found = vec![];
-    for (key, value) in row.iter().filter(|(key, _)| !KEYS.contains(&key.as_str())) {
+    for (key, value) in row.iter().filter(|(key, _)| !NON_METRIC_KEYS.contains(&key.as_str())) {
         let tag = if value.is_object() { key.clone() } else { format!("train/{key}") };
-        collect(tag, value, &mut found);
+        collect_scalars(tag, value, &mut found);
     }
     found
 }
 
-fn collect(tag: String, value: &Value, found: &mut Vec<(String, f64)>) {
+fn collect_scalars(tag: String, value: &Value, found: &mut Vec<(String, f64)>) {
     match value {
         Value::Number(number) => found.extend(number.as_f64().map(|number| (tag, number))),
         Value::Array(values) => {
-            values.iter().enumerate().for_each(|(k, value)| collect(format!("{tag}/{k}"), value, found));
+            values
+                .iter()
+                .enumerate()
+                .for_each(|(k, value)| collect_scalars(format!("{tag}/{k}"), value, found));
         }
         Value::Object(map) => {
-            map.iter().for_each(|(key, value)| collect(format!("{tag}/{key}"), value, found));
+            map.iter().for_each(|(key, value)| collect_scalars(format!("{tag}/{key}"), value, found));
         }
         _ => {}
     }
@@ -132,7 +140,8 @@ fn event_files(dir: &Path) -> Result<Vec<PathBuf>, FileError> {
     let entries = fs::read_dir(dir).map_err(FileError::at("reading", dir))?;
     let paths = entries.map(|entry| entry.map(|entry| entry.path()).map_err(FileError::at("reading", dir)));
     let is_ours = |path: &PathBuf| {
-        path.file_name().is_some_and(|name| name.to_string_lossy().starts_with(PREFIX)) && path.is_file()
+        path.file_name().is_some_and(|name| name.to_string_lossy().starts_with(EVENT_FILE_PREFIX))
+            && path.is_file()
     };
     paths.filter(|path| path.as_ref().map_or(true, is_ours)).collect()
 }

@@ -17,11 +17,12 @@ use crate::loader::Loader;
 use crate::lr::LrSchedule;
 use crate::optimizer::AdamW;
 use crate::reporters::TrainReporter;
+use crate::run_report::write_run_report;
 use crate::schedule::Schedule;
-use crate::window::Window;
+use crate::window::MetricsWindow;
 
 /// Exit code of a run that a signal stopped after saving; run it again to resume.
-pub const SAVED_EARLY: u8 = 75;
+pub const EXIT_SAVED_EARLY: u8 = 75;
 
 /// State of the training loop.
 pub struct Trainer<'a> {
@@ -55,12 +56,12 @@ impl Trainer<'_> {
         mut loader: Loader,
         mut report: Option<TrainReporter>,
     ) -> anyhow::Result<()> {
-        let mut window = Window::new(&self.metrics);
+        let mut window = MetricsWindow::new(&self.metrics);
         let logging = &self.recipe.logging;
         for step in first..self.schedule.max_train_steps {
             let begun = Instant::now();
             self.trace.begin_step();
-            window.pause(begun.elapsed());
+            window.exclude_time(begun.elapsed());
             loop {
                 let micro = {
                     let _range = range(c"data");
@@ -69,28 +70,31 @@ impl Trainer<'_> {
                 let (mut started, optimizer, group) = (Ok(()), &mut self.optimizer, self.group);
                 // In the last micro-batch, the all-reduce of complete gradients starts while the
                 // backward still runs.
-                let is_heard = micro.ends_step && group.is_async() && optimizer.starts_early();
+                let is_heard = micro.ends_step && group.is_async() && optimizer.can_reduce_early();
                 let mut start = |stages| {
                     if started.is_ok() {
-                        started = optimizer.start(stages, group);
+                        started = optimizer.start_all_reduce(stages, group);
                     }
                 };
                 let listener = is_heard.then_some(&mut start as GradReadyHook);
                 let sums = self.drafter.accumulate(&micro.samples, micro.normaliser, listener);
                 started?;
                 self.optimizer.accumulate();
-                window.add(sums.as_ref(), micro.samples.len(), micro.tokens);
-                micro.finite_flags.into_iter().for_each(|(sample, finite)| window.watch(sample, &finite));
+                window.add_micro_batch(sums.as_ref(), micro.samples.len(), micro.tokens);
+                micro
+                    .finite_flags
+                    .into_iter()
+                    .for_each(|(sample, finite)| window.watch_finite(sample, &finite));
                 if micro.ends_step {
                     break;
                 }
             }
-            let lr = self.lr.at(step);
+            let lr = self.lr.lr_at(step);
             let norm = {
                 let _range = range(c"optimiser");
                 self.optimizer.step(lr, self.group)?
             };
-            window.end_step(norm);
+            window.record_step(norm);
             let (done, last) = (step + 1, step + 1 == self.schedule.max_train_steps);
             let stopping = {
                 let _range = range(c"collectives");
@@ -109,28 +113,28 @@ impl Trainer<'_> {
             let evaluates = logging.eval_every.is_some_and(|every| done % every == 0 || last) && !stopping;
             let saves = done % logging.checkpointing_steps == 0 || last || stopping || evaluates;
             if logs || saves {
-                if let Some(sample) = window.not_finite() {
+                if let Some(sample) = window.first_non_finite_sample() {
                     bail!(
                         "sample {sample:?}: the target's states are not finite; drop the sample, or try another data.target_device; the last checkpoint has not seen it"
                     );
                 }
-                if !window.is_finite() {
+                if !window.are_grad_norms_finite() {
                     bail!(
                         "training diverged before step {done}: a gradient is not finite; lower train.lr and start anew with --overwrite"
                     );
                 }
             }
             if logs {
-                window.reduce(self.group)?;
-                let metrics = window.take(done, lr, loader.take_waited());
-                report.as_mut().map_or(Ok(()), |report| report.window(metrics))?;
+                window.all_reduce(self.group)?;
+                let metrics = window.take_metrics(done, lr, loader.take_wait_time());
+                report.as_mut().map_or(Ok(()), |report| report.log_metrics(metrics))?;
             }
             // Evaluate before saving: a run killed in between then repeats both.
             let mut tau = None;
             if let Some(evaluation) = self.evaluation.as_mut().filter(|_| evaluates) {
                 let scores = evaluation.run(self.drafter.as_ref(), self.group)?;
-                window.pause(Duration::from_secs_f64(scores.seconds));
-                report.as_mut().map_or(Ok(()), |report| report.evaluated(done, &scores))?;
+                window.exclude_time(Duration::from_secs_f64(scores.seconds));
+                report.as_mut().map_or(Ok(()), |report| report.log_evaluation(done, &scores))?;
                 tau = scores.tau();
             }
             if saves {
@@ -145,12 +149,13 @@ impl Trainer<'_> {
                     "stopped by a signal at step {done} of {}; run the same command to go on",
                     self.schedule.max_train_steps
                 );
-                return Err(ExitWith { code: SAVED_EARLY, reason }.into());
+                return Err(ExitWith { code: EXIT_SAVED_EARLY, reason }.into());
             }
         }
         self.trace.finish();
         loader.finish()?;
         if let Some(report) = report {
+            write_run_report(self.checkpoints.dir())?;
             let checkpoint = self.checkpoints.dir().join(format!("step_{}", self.schedule.max_train_steps));
             let summary = report.summary(&checkpoint, &self.recipe.target.model, self.data.thinking);
             summary.lines().for_each(|line| tracing::info!("{line}"));

@@ -9,11 +9,13 @@ use tch::{Device, Kind, Tensor};
 
 use crate::memory;
 
-/// Larger than any index of a sample.
-const NONE: i64 = 1 << 40;
+/// Added to the indices of samples whose states are finite, so that the minimum is the first sample
+/// with other states. Larger than any index.
+const FINITE_OFFSET: i64 = 1 << 40;
 
-/// Sums since the last metrics line. Every mean is computed by one division in [`Window::take`].
-pub struct Window<'a> {
+/// Sums since the last metrics line. [`MetricsWindow::take_metrics`] computes every mean by one
+/// division.
+pub struct MetricsWindow<'a> {
     metrics: &'a Metrics,
     sums: Option<Tensor>,
     samples: usize,
@@ -24,14 +26,15 @@ pub struct Window<'a> {
     norms: Option<Tensor>,
     /// Samples whose hidden states are not yet known to be finite.
     watched: Vec<String>,
-    /// Index in `watched` of the first sample whose states are not finite, or [`NONE`].
+    /// Index in `watched` of the first sample whose states are not finite. At least
+    /// [`FINITE_OFFSET`] if all are finite.
     not_finite: Option<Tensor>,
     started: Instant,
     /// Time since `started` that was not spent on training.
     paused: Duration,
 }
 
-impl<'a> Window<'a> {
+impl<'a> MetricsWindow<'a> {
     /// An empty window for the sums of `metrics`.
     pub fn new(metrics: &'a Metrics) -> Self {
         Self {
@@ -50,7 +53,7 @@ impl<'a> Window<'a> {
     }
 
     /// Adds the sums of a micro-batch.
-    pub fn add(&mut self, sums: Option<&Tensor>, samples: usize, tokens: usize) {
+    pub fn add_micro_batch(&mut self, sums: Option<&Tensor>, samples: usize, tokens: usize) {
         self.samples += samples;
         self.tokens += tokens;
         if let Some(sums) = sums {
@@ -60,9 +63,9 @@ impl<'a> Window<'a> {
 
     /// Registers a sample and a bool tensor that says whether all its hidden states are finite.
     /// Does not wait for the device.
-    pub fn watch(&mut self, sample: String, finite: &Tensor) {
+    pub fn watch_finite(&mut self, sample: String, finite: &Tensor) {
         let _guard = tch::no_grad_guard();
-        let place = finite.to_kind(Kind::Int64) * NONE + self.watched.len() as i64;
+        let place = finite.to_kind(Kind::Int64) * FINITE_OFFSET + self.watched.len() as i64;
         let first = self.not_finite.take();
         self.not_finite = Some(first.map_or_else(|| place.shallow_clone(), |first| first.minimum(&place)));
         self.watched.push(sample);
@@ -70,13 +73,13 @@ impl<'a> Window<'a> {
 
     /// Returns the first sample since the last line whose hidden states are not finite. Waits for
     /// the device.
-    pub fn not_finite(&self) -> Option<&str> {
+    pub fn first_non_finite_sample(&self) -> Option<&str> {
         let place = usize::try_from(self.not_finite.as_ref()?.int64_value(&[])).ok()?;
         self.watched.get(place).map(String::as_str)
     }
 
     /// Records the gradient norm of a finished optimiser step.
-    pub fn end_step(&mut self, grad_norm: Tensor) {
+    pub fn record_step(&mut self, grad_norm: Tensor) {
         self.steps += 1;
         self.norms =
             Some(self.norms.take().map_or_else(|| grad_norm.shallow_clone(), |sum| sum + &grad_norm));
@@ -87,7 +90,7 @@ impl<'a> Window<'a> {
     ///
     /// # Errors
     /// Fails if another rank has failed.
-    pub fn reduce(&mut self, group: &ProcessGroup) -> Result<(), GroupError> {
+    pub fn all_reduce(&mut self, group: &ProcessGroup) -> Result<(), GroupError> {
         if group.world_size() == 1 {
             return Ok(());
         }
@@ -104,18 +107,18 @@ impl<'a> Window<'a> {
     }
 
     /// Excludes time that was not spent on training.
-    pub fn pause(&mut self, time: Duration) {
+    pub fn exclude_time(&mut self, time: Duration) {
         self.paused += time;
     }
 
     /// Whether all gradient norms since the last line were finite.
-    pub fn is_finite(&self) -> bool {
+    pub fn are_grad_norms_finite(&self) -> bool {
         self.norms.as_ref().is_none_or(|norms| norms.double_value(&[]).is_finite())
     }
 
-    /// Returns the metrics of the window and resets it. Only this function, `reduce`, `is_finite`
-    /// and `not_finite` wait for the device.
-    pub fn take(&mut self, step: usize, lr: f64, waited: Duration) -> Map<String, Value> {
+    /// Returns the metrics of the window and resets it. Only this function, `all_reduce`,
+    /// `are_grad_norms_finite` and `first_non_finite_sample` wait for the device.
+    pub fn take_metrics(&mut self, step: usize, lr: f64, waited: Duration) -> Map<String, Value> {
         let elapsed = self.started.elapsed().saturating_sub(self.paused).as_secs_f64();
         let sums: Vec<f64> = self.sums.as_ref().map_or_else(|| vec![0.0; self.metrics.count], to_vec);
         let mut metrics = Map::from_iter([("step".to_string(), json!(step))]);
@@ -130,7 +133,7 @@ impl<'a> Window<'a> {
             "samples": self.samples,
             "tokens": self.tokens,
             "seconds": elapsed,
-            "peak_memory_bytes": memory::peak(),
+            "peak_memory_bytes": memory::peak_rss_bytes(),
         });
         *self = Self::new(self.metrics);
         if let Value::Object(mut own) = own {
@@ -172,7 +175,7 @@ data: {states: {cache: nowhere}, chat_template: qwen}
             "num_attention_heads": 2, "vocab_size": 8});
         let target =
             ModelConfig::parse(Path::new("config.json"), target.as_object().unwrap().clone()).unwrap();
-        deepspec_drafters::plan(&recipe, &target).unwrap().metrics()
+        deepspec_drafters::plan_drafter(&recipe, &target).unwrap().metric_defs()
     }
 
     /// Two blocks: all slots of one are accepted, the other fails in its first slot.
@@ -191,9 +194,9 @@ data: {states: {cache: nowhere}, chat_template: qwen}
 
     fn metrics(times: usize) -> Map<String, Value> {
         let meaning = sums_of_dflash();
-        let mut window = Window::new(&meaning);
-        (0..times).for_each(|_| window.add(Some(&sums()), 1, 10));
-        window.take(1, 1e-3, Duration::ZERO)
+        let mut window = MetricsWindow::new(&meaning);
+        (0..times).for_each(|_| window.add_micro_batch(Some(&sums()), 1, 10));
+        window.take_metrics(1, 1e-3, Duration::ZERO)
     }
 
     /// speculators#759: sums that were reduced twice gave metrics multiplied by the number of
@@ -210,16 +213,16 @@ data: {states: {cache: nowhere}, chat_template: qwen}
     #[test]
     fn the_first_sample_whose_states_are_not_finite_is_named() {
         let meaning = sums_of_dflash();
-        let mut window = Window::new(&meaning);
-        assert_eq!(window.not_finite(), None);
-        window.watch("good".into(), &Tensor::from(true));
-        assert_eq!(window.not_finite(), None);
+        let mut window = MetricsWindow::new(&meaning);
+        assert_eq!(window.first_non_finite_sample(), None);
+        window.watch_finite("good".into(), &Tensor::from(true));
+        assert_eq!(window.first_non_finite_sample(), None);
         for (sample, finite) in [("bad", false), ("fine", true), ("worse", false)] {
-            window.watch(sample.into(), &Tensor::from(finite));
+            window.watch_finite(sample.into(), &Tensor::from(finite));
         }
-        assert_eq!(window.not_finite(), Some("bad"));
-        window.take(1, 1e-3, Duration::ZERO);
-        assert_eq!(window.not_finite(), None);
+        assert_eq!(window.first_non_finite_sample(), Some("bad"));
+        window.take_metrics(1, 1e-3, Duration::ZERO);
+        assert_eq!(window.first_non_finite_sample(), None);
     }
 
     /// speculators#805: the accepted length left out slot 0.

@@ -29,10 +29,10 @@ fn within_budget(changes: &[&str]) {
     let steps = STEPS[1] - STEPS[0];
     // A blocking upload would make the host wait until the GPU has finished all previous work.
     for what in ["downloads", "waits", "blocking_uploads"] {
-        let (count, by) = reports[0].beyond(&reports[1], what);
+        let (count, by) = reports[0].added_operations(&reports[1], what);
         assert_eq!(count, 0, "{changes:?}: {what} in {steps} steps:\n{by}");
     }
-    let (uploads, by) = reports[0].beyond(&reports[1], "uploads");
+    let (uploads, by) = reports[0].added_operations(&reports[1], "uploads");
     let allowed = UPLOADS * PASSES * steps;
     assert!(uploads <= allowed, "{changes:?}: {uploads} uploads, {allowed} allowed:\n{by}");
 }

@@ -47,7 +47,7 @@ fn last_metrics(bench: &Bench) -> Value {
 /// Loads the saved drafter as an evaluation does.
 fn loads(bench: &Bench) -> Box<dyn Drafter> {
     let options = DrafterOptions { device: Device::Cpu, kind: Kind::Float, slots: 1 };
-    deepspec_drafters::load(&bench.path("out/t/step_latest"), &options)
+    deepspec_drafters::load_drafter(&bench.path("out/t/step_latest"), &options)
         .unwrap_or_else(|error| panic!("{error}"))
 }
 
@@ -65,7 +65,7 @@ fn eagle3_learns_and_is_saved_for_others() {
     assert_eq!(config["architectures"], json!(["Qwen3Eagle3Model"]));
     assert_eq!((&config["ttt_length"], &config["draft_num_hidden_layers"]), (&json!(3), &json!(1)));
     let drafter = loads(&bench);
-    assert_eq!((drafter.taps(), drafter.has_confidence()), (&[Tap::Layer(1), Tap::Layer(4)][..], false));
+    assert_eq!((drafter.taps(), drafter.has_confidence_head()), (&[Tap::Layer(1), Tap::Layer(4)][..], false));
     let split = trained(&[EAGLE3, "train.local_batch_size=1"]);
     for (a, b) in bench.losses().iter().zip(split.losses()) {
         assert!((a - b).abs() < 1e-5 * a.abs().max(1.0), "{a} and {b}");
@@ -165,7 +165,7 @@ fn a_start_from_another_drafter_is_refused_by_name() {
     let torn = step(&dspark, STEPS);
     let weights = Weights::open(&torn, "drafter", Device::Cpu, Kind::Float).unwrap();
     let kept: Vec<_> = weights
-        .unread()
+        .unread_names()
         .into_iter()
         .filter(|name| name != "fc.weight")
         .map(|name| {
@@ -223,7 +223,7 @@ fn drafters_learn_to_fill_in() {
         assert_eq!((&config["sample_from_anchor"], &config["block_size"]), (&json!(false), &json!(5)));
         assert_eq!(last_metrics(&bench)["accept_rate"].as_array().map(Vec::len), Some(4));
         let (target, drafter) = (common::workspace().join("assets/tiny-target"), loads(&bench));
-        assert_eq!((drafter.draft_len(), drafter.has_confidence()), (4, heads));
+        assert_eq!((drafter.draft_len(), drafter.has_confidence_head()), (4, heads));
         assert_eq!(greedy(&target, None), greedy(&target, Some(drafter)), "{changes}");
         let other = ["--set", changes, "--set", "train.max_train_steps=1", "--overwrite"];
         let from = format!("train.init_from={}", step(&bench, STEPS).display());
@@ -231,11 +231,7 @@ fn drafters_learn_to_fill_in() {
             .replace("slots: fill_in", "slots: anchor_predicts")
             .replace("=fill_in", "=anchor_predicts");
         let fresh = Bench::new();
-        fresh.fails(
-            &["--set", &anchored, "--set", &from],
-            2,
-            &["slots \"fill_in\" there, \"anchor_predicts\" here"],
-        );
+        fresh.fails(&["--set", &anchored, "--set", &from], 2, &["slots fill_in there, anchor_predicts here"]);
         fresh.succeeds(&[&other[..], &["--set", &from]].concat());
     }
     let bench = Bench::new();

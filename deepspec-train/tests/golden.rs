@@ -5,15 +5,15 @@ use std::collections::BTreeMap;
 use deepspec_testkit::golden::{Array, Case, Values};
 use deepspec_train::dist::ProcessGroup;
 use deepspec_train::lr::LrSchedule;
-use deepspec_train::optimizer::{AdamW, clip};
-use deepspec_train::schedule::{Order, Schedule, SizeError, Sizes};
+use deepspec_train::optimizer::{AdamW, grad_norm_and_divisor};
+use deepspec_train::schedule::{SampleOrder, Schedule, ScheduleInputs, SizeError};
 use serde_json::Value;
 use tch::{Device, Kind, Tensor};
 
 /// The device of parameters and gradients: `DEEPSPEC_TEST_DEVICE`, else the CPU.
 fn device() -> Device {
     let name = std::env::var("DEEPSPEC_TEST_DEVICE").unwrap_or_else(|_| "cpu".into());
-    deepspec_ops::device(&name).unwrap_or_else(|error| panic!("{error}"))
+    deepspec_ops::parse_device(&name).unwrap_or_else(|error| panic!("{error}"))
 }
 
 fn tensor(array: &Array) -> Tensor {
@@ -25,9 +25,9 @@ fn tensor(array: &Array) -> Tensor {
     .view(array.shape.as_slice())
 }
 
-fn sizes(input: &Value) -> Sizes {
+fn sizes(input: &Value) -> ScheduleInputs {
     let size = |key: &str| input[key].as_u64().unwrap() as usize;
-    Sizes {
+    ScheduleInputs {
         world_size: size("world_size"),
         dataset_size: size("dataset_size"),
         local_batch_size: size("local_batch_size"),
@@ -74,11 +74,11 @@ fn golden_schedule_sampler() {
         let permutations: Vec<Vec<usize>> =
             case["epoch_permutations"].as_array().unwrap().iter().map(list).collect();
         let replicas = number("num_replicas");
-        let mut order = Order::new(number("total_size"), |epoch| permutations[epoch].clone());
+        let mut order = SampleOrder::new(number("total_size"), |epoch| permutations[epoch].clone());
         for (rank, expected) in case["expected_indices_by_rank"].as_array().unwrap().iter().enumerate() {
             let start = number("start_offset_per_rank");
             let found: Vec<usize> = (start..start + number("num_samples_per_rank"))
-                .map(|i| order.at(i * replicas + rank).sample)
+                .map(|i| order.sample_at(i * replicas + rank).sample)
                 .collect();
             assert_eq!(found, list(expected));
         }
@@ -111,7 +111,7 @@ fn golden_optimizer_lr() {
         for (step, expected) in
             case["lr_sequence_torch_le_2_7"].as_array().unwrap().iter().enumerate().take(total)
         {
-            let error = (schedule.at(step) - expected.as_f64().unwrap()).abs();
+            let error = (schedule.lr_at(step) - expected.as_f64().unwrap()).abs();
             assert!(error < 1e-9, "step {step} of {total}, warm-up {ratio}: off by {error:e}");
         }
     }
@@ -130,7 +130,7 @@ fn golden_optimizer_adamw() {
     for (variant, decay) in case.hyper("weight_decay").as_object().unwrap() {
         let parameters: Vec<(String, Tensor)> =
             names.iter().map(|name| (name.to_string(), input(&format!("init.{name}")))).collect();
-        let alone = ProcessGroup::alone();
+        let alone = ProcessGroup::single_process();
         let mut optimizer = AdamW::new(&parameters, decay.as_f64().unwrap(), f64::INFINITY);
         for step in 1..=case.hyper("total_steps").as_i64().unwrap() {
             for (name, parameter) in &parameters {
@@ -182,7 +182,7 @@ fn golden_optimizer_clipping() {
                 tensor(case.input(&format!("clip{i}.grad.{name}"))).to_device(device()).to_kind(kind)
             })
             .collect();
-        let (norm, divisor) = clip(&gradients, facts["max_norm"].as_f64().unwrap());
+        let (norm, divisor) = grad_norm_and_divisor(&gradients, facts["max_norm"].as_f64().unwrap());
         let (norm, coefficient) = (norm.double_value(&[]), 1.0 / divisor.double_value(&[]));
         let relative = |found: f64, key: &str| (found / facts[key].as_f64().unwrap() - 1.0).abs();
         assert!(relative(norm, "float64_norm") < 1e-6, "clip{i}: norm {norm}");

@@ -5,7 +5,7 @@ use std::thread;
 use std::time::Duration;
 
 use deepspec_core::recipe::Backend;
-use deepspec_train::dist::{GroupError, Host, ProcessGroup};
+use deepspec_train::dist::{GroupError, ProcessGroup, RendezvousServer};
 use tch::{Device, Kind, Tensor};
 
 /// Long enough for any machine; only tests of a timeout wait that long.
@@ -15,13 +15,13 @@ const GLOO: Backend = Backend::Gloo;
 /// The device of the tensors: DEEPSPEC_TEST_DEVICE, else the CPU.
 fn device() -> Device {
     let name = std::env::var("DEEPSPEC_TEST_DEVICE").unwrap_or_else(|_| "cpu".into());
-    deepspec_ops::device(&name).unwrap_or_else(|error| panic!("{error}"))
+    deepspec_ops::parse_device(&name).unwrap_or_else(|error| panic!("{error}"))
 }
 
 /// Runs `work` as each of `ranks` ranks and returns what they return.
 fn ranks<T: Send>(ranks: usize, work: impl Fn(ProcessGroup) -> T + Sync) -> Vec<T> {
-    let host = Host::open(ranks, PATIENCE).unwrap();
-    let places: Vec<_> = (0..ranks).map(|rank| host.place(rank, ranks)).collect();
+    let host = RendezvousServer::open(ranks, PATIENCE).unwrap();
+    let places: Vec<_> = (0..ranks).map(|rank| host.child_ranks(rank, ranks)).collect();
     // A rank that leaves during another rank's handshake would already cause an error there.
     let met = Barrier::new(ranks);
     thread::scope(|scope| {
@@ -91,7 +91,7 @@ fn groups_begin_beside_each_other() {
 
 #[test]
 fn a_process_on_its_own_has_nothing_to_do() {
-    let group = ProcessGroup::alone();
+    let group = ProcessGroup::single_process();
     let mut sum = Tensor::from_slice(&[1.0, 2.0]);
     group.all_reduce("a sum", &mut sum).unwrap();
     assert_eq!(sum, Tensor::from_slice(&[1.0, 2.0]));
@@ -126,7 +126,7 @@ fn a_rank_that_goes_without_a_word_is_named() {
 
 #[test]
 fn a_rank_that_never_comes_is_named() {
-    let host = Host::open(2, PATIENCE).unwrap();
-    let alone = ProcessGroup::connect(&host.place(1, 2), Device::Cpu, GLOO, Duration::from_secs(1));
+    let host = RendezvousServer::open(2, PATIENCE).unwrap();
+    let alone = ProcessGroup::connect(&host.child_ranks(1, 2), Device::Cpu, GLOO, Duration::from_secs(1));
     assert!(matches!(alone, Err(GroupError::Missing { rank: 1, missing, .. }) if missing == [0]));
 }

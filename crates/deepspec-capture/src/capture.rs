@@ -9,23 +9,22 @@ use deepspec_ops::{CudaEvent, CudaStream, Upload};
 use tch::{Device, Kind, Tensor};
 
 use crate::cache::{FinalStates, PlannedSample};
-use crate::{Budget, StatesError};
+use crate::{ForwardLimits, StatesError};
 
-/// Most tokens of one forward on the CPU; larger forwards are not faster.
-const CPU_TOKENS: usize = 2048;
-/// Most tokens of one forward on a GPU.
-const GPU_TOKENS: usize = 8192;
-/// Capacity of the KV cache, in forwards of the token limit, if all sequences were as long as the
-/// longest.
-const HISTORIES: usize = 4;
-/// Most sequences of one forward.
-const SEQUENCES: usize = 64;
+/// Maximum number of tokens of one forward on the CPU; larger forwards are not faster.
+const MAX_CPU_TOKENS: usize = 2048;
+/// Maximum number of tokens of one forward on a GPU.
+const MAX_GPU_TOKENS: usize = 8192;
+/// Capacity of the KV cache, in forwards with the maximum number of tokens.
+const KV_CACHE_FORWARDS: usize = 4;
+/// Maximum number of sequences of one forward.
+const MAX_SEQUENCES: usize = 64;
 
-/// The frozen target, which processes whole samples.
+/// The frozen target, which runs a forward over whole samples.
 pub struct Capture {
     target: TargetModel,
-    budget: Budget,
-    /// CUDA stream of copies to the host, parallel to the target's next forward.
+    budget: ForwardLimits,
+    /// CUDA stream for copies to the host, which run parallel to the target's next forward.
     leaving: Option<CudaStream>,
 }
 
@@ -49,13 +48,17 @@ impl Capture {
         recipe: &Recipe,
         longest: usize,
         device: Device,
-        kind: Kind,
+        dtype: Kind,
     ) -> Result<Self, StatesError> {
-        let budget = Budget::new(longest, device);
-        let options =
-            TargetOptions { device, kind, slots: budget.sequences, taps: recipe.target.layer_ids.clone() };
+        let budget = ForwardLimits::new(longest, device);
+        let options = TargetOptions {
+            device,
+            kind: dtype,
+            slots: budget.sequences,
+            taps: recipe.target.layer_ids.clone(),
+        };
         let target = TargetModel::load(dir, &options)?;
-        Ok(Self { target, budget, leaving: CudaStream::of(device) })
+        Ok(Self { target, budget, leaving: CudaStream::on_device(device) })
     }
 
     /// The target model.
@@ -64,7 +67,7 @@ impl Capture {
     }
 
     /// Limits of one [`Self::run`].
-    pub fn budget(&self) -> Budget {
+    pub fn forward_limits(&self) -> ForwardLimits {
         self.budget
     }
 
@@ -72,16 +75,16 @@ impl Capture {
     pub fn download(&self, captured: Captured) -> HostCopy {
         let (Captured { taps, last }, device) = (captured, self.target.device());
         let states = [taps, last];
-        let Some((stream, done)) = self.leaving.zip(CudaEvent::here(device)) else {
+        let Some((stream, done)) = self.leaving.zip(CudaEvent::record(device)) else {
             return HostCopy { states, there: None };
         };
         let _on = stream.enter();
-        done.hold(&states);
+        done.make_streams_wait(&states);
         let states = states.map(|states| states.to_device_(Device::Cpu, states.kind(), true, false));
-        HostCopy { states, there: CudaEvent::here(device) }
+        HostCopy { states, there: CudaEvent::record(device) }
     }
 
-    /// Computes the states of `batch`, which must be within [`Self::budget`]. They are rounded to
+    /// Computes the states of `batch`, which must be within [`Self::forward_limits`]. They are rounded to
     /// bfloat16, whatever the target's dtype.
     pub fn run(&mut self, batch: &[PlannedSample], last: FinalStates) -> Captured {
         let _no_grad = tch::no_grad_guard();
@@ -90,9 +93,9 @@ impl Capture {
             batch.iter().enumerate().map(|(slot, sample)| (slot, sample.input_ids.len())).collect();
         let mut upload = Upload::default();
         let ids = batch.iter().flat_map(|sample| sample.input_ids.iter().map(|&id| i64::from(id)));
-        let (tokens, kept) = (upload.push(ids), upload.push(kept_rows(batch, last)));
+        let (tokens, kept) = (upload.push(ids), upload.push(final_state_rows(batch, last)));
         let sent = upload.send(device);
-        let (tokens, kept) = (sent.of(tokens), sent.of(kept));
+        let (tokens, kept) = (sent.slice(tokens), sent.slice(kept));
         let forwarded = self.target.forward(&ModelInput { chunks: &chunks, tokens });
         for &(slot, _) in &chunks {
             self.target.truncate(slot, 0);
@@ -108,8 +111,8 @@ impl Drop for Capture {
     /// The target's memory belongs to another CUDA stream than the one it runs on, so its work must
     /// finish before the memory is freed.
     fn drop(&mut self) {
-        if let Some(done) = CudaEvent::here(self.target.device()) {
-            done.wait();
+        if let Some(done) = CudaEvent::record(self.target.device()) {
+            done.synchronize();
         }
     }
 }
@@ -123,30 +126,30 @@ pub struct HostCopy {
 
 impl HostCopy {
     /// Whether the copy may still be running.
-    pub fn is_under_way(&self) -> bool {
+    pub fn is_in_flight(&self) -> bool {
         self.there.is_some()
     }
 
     /// Waits for the copy and returns the little-endian bytes of taps and final states, row-major.
     pub fn bytes(self) -> [Vec<u8>; 2] {
         if let Some(there) = self.there {
-            there.wait();
+            there.synchronize();
         }
         self.states.each_ref().map(bytes)
     }
 }
 
-impl Budget {
+impl ForwardLimits {
     /// Limits of one forward for sequences of up to `longest` tokens on `device`.
     pub fn new(longest: usize, device: Device) -> Self {
-        let tokens = if device == Device::Cpu { CPU_TOKENS } else { GPU_TOKENS };
-        let sequences = (HISTORIES * tokens / longest.next_power_of_two()).clamp(1, SEQUENCES);
+        let tokens = if device == Device::Cpu { MAX_CPU_TOKENS } else { MAX_GPU_TOKENS };
+        let sequences = (KV_CACHE_FORWARDS * tokens / longest.next_power_of_two()).clamp(1, MAX_SEQUENCES);
         Self { tokens, sequences }
     }
 }
 
-/// Rows of the batch whose final hidden state is stored.
-fn kept_rows(batch: &[PlannedSample], last: FinalStates) -> Vec<i64> {
+/// Row indices in the batch of the tokens whose final hidden state is stored.
+fn final_state_rows(batch: &[PlannedSample], last: FinalStates) -> Vec<i64> {
     let (mut rows, mut first) = (Vec::new(), 0);
     for sample in batch {
         rows.extend(sample.last_positions(last).into_iter().map(|position| first + i64::from(position)));

@@ -1,4 +1,4 @@
-//! The samples that a drafter trains on, read before their hidden states are computed.
+//! The samples that a drafter trains on, without their hidden states.
 
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -10,9 +10,9 @@ use deepspec_core::digest::Hasher;
 use deepspec_core::recipe::States;
 use deepspec_core::{env, jsonl};
 use deepspec_drafters::Recipe;
-use deepspec_text::{ChatTokenizer, trained_thinking};
+use deepspec_text::{ChatTokenizer, detect_trained_thinking};
 
-use crate::samples::{SampleMeta, Samples, shared};
+use crate::samples::{SampleMeta, Samples, open_or_tokenise};
 use crate::{RowCounts, StatesError, TargetSpec};
 
 /// Bytes of hidden states per shard of a cache that training writes. A resumed first epoch
@@ -20,7 +20,7 @@ use crate::{RowCounts, StatesError, TargetSpec};
 const SHARD_BYTES: u64 = 256 << 20;
 
 /// Number of samples that [`Dataset::thinking`] checks.
-const LOOKED_AT: usize = 64;
+const THINKING_CHECK_SAMPLES: usize = 64;
 
 /// The samples of a recipe. Sample i is the i-th of a cache built from equal files.
 pub struct Dataset {
@@ -37,18 +37,18 @@ pub(crate) enum Origin {
     Hybrid(Box<CacheRecorder>),
 }
 
-/// A finished cache, and the row of each sample.
+/// A finished cache, and the index of each sample in it.
 #[derive(Clone)]
 pub(crate) struct FinishedCache {
     pub reader: Arc<Reader>,
-    /// `None` if sample i is row i.
+    /// Index in the cache of each sample; `None` if both orders are equal.
     pub rows: Option<Arc<Vec<usize>>>,
 }
 
 /// A cache that the first epoch writes.
 pub(crate) struct CacheRecorder {
     pub dir: PathBuf,
-    /// The samples in the order of the first epoch, so that shards are filled one after the other.
+    /// The samples in the order of the first epoch, so that shards are filled one after another.
     pub plan: Plan,
     /// The index of each sample in the plan.
     pub places: Arc<Vec<usize>>,
@@ -78,10 +78,10 @@ impl Dataset {
             let problem = format!("{}: no such file", missing.display());
             return Err(StatesError::Recipe { key: "data.input", problem });
         }
-        if let Some(problem) = files.iter().find_map(|file| jsonl::check_lines(file).err()) {
+        if let Some(problem) = files.iter().find_map(|file| jsonl::check_is_json_lines(file).err()) {
             return Err(StatesError::Recipe { key: "data.input", problem });
         }
-        let samples = shared(place.ok_or(StatesError::NoPlace)?, &files, source)?;
+        let samples = open_or_tokenise(place.ok_or(StatesError::NoPlace)?, &files, source)?;
         let report = samples.report().clone();
         if report.kept == 0 {
             let names: Vec<String> = files.iter().map(|file| file.display().to_string()).collect();
@@ -101,7 +101,7 @@ impl Dataset {
             States::Hybrid(dir) => {
                 let dir = env::expand_home(dir);
                 match dir.join(MANIFEST_FILE).exists() {
-                    true => Origin::Cache(FinishedCache::of_samples(&dir, &samples, source)?),
+                    true => Origin::Cache(FinishedCache::open_for_samples(&dir, &samples, source)?),
                     false => {
                         let order = first_epoch(samples.len());
                         Origin::Hybrid(Box::new(CacheRecorder::new(dir, &samples, order, source)?))
@@ -115,7 +115,7 @@ impl Dataset {
 
     fn new(origin: Origin, counts: CacheTotals, report: Option<RowCounts>, source: &TargetSpec) -> Self {
         let mut dataset = Self { origin, counts, digest: String::new(), report };
-        dataset.digest = dataset.fingerprint(source);
+        dataset.digest = dataset.compute_digest(source);
         dataset
     }
 
@@ -163,19 +163,22 @@ impl Dataset {
     pub fn thinking(&self, tokenizer: &ChatTokenizer) -> Option<bool> {
         let thinking = |index: usize| {
             let ids: Vec<i64> = self.meta(index).input_ids.iter().map(|&id| id.into()).collect();
-            trained_thinking(tokenizer, &ids).ok().flatten()
+            detect_trained_thinking(tokenizer, &ids).ok().flatten()
         };
         let first = (!self.is_empty()).then(|| thinking(0)).flatten()?;
-        (1..self.len().min(LOOKED_AT)).all(|index| thinking(index) == Some(first)).then_some(first)
+        (1..self.len().min(THINKING_CHECK_SAMPLES))
+            .all(|index| thinking(index) == Some(first))
+            .then_some(first)
     }
 
-    /// The lossy encoding of the states; `None` if they equal the target's bit for bit.
-    pub fn rounding(&self) -> Option<Encoding> {
+    /// The encoding of the states if it is lossy; `None` if the states equal the target's bit for
+    /// bit.
+    pub fn lossy_encoding(&self) -> Option<Encoding> {
         let stored = match &self.origin {
             Origin::Cache(stored) => Some(stored),
             Origin::Online(_) | Origin::Hybrid(_) => None,
         };
-        stored.map(|stored| stored.reader.layout().encoding).filter(|encoding| encoding.rounds())
+        stored.map(|stored| stored.reader.layout().encoding).filter(|encoding| encoding.is_lossy())
     }
 
     /// Counts of used and unused rows; `None` for a cache, whose build reported them.
@@ -218,20 +221,20 @@ impl Dataset {
         }
     }
 
-    fn fingerprint(&self, source: &TargetSpec) -> String {
+    fn compute_digest(&self, source: &TargetSpec) -> String {
         let mut hasher = Hasher::default();
         // An identity is plain data, which always serializes.
-        hasher.part(&serde_json::to_vec(&source.identity).unwrap_or_default());
+        hasher.update_part(&serde_json::to_vec(&source.identity).unwrap_or_default());
         for facts in (0..self.len()).map(|index| self.meta(index)) {
             let ids: Vec<u8> = facts.input_ids.iter().flat_map(|id| id.to_le_bytes()).collect();
             let bounds = facts.spans.iter().flat_map(|&(start, end)| [start, end]);
             let spans: Vec<u8> = bounds.flat_map(u32::to_le_bytes).collect();
-            hasher.part(facts.id.as_bytes()).part(&ids).part(&spans);
+            hasher.update_part(facts.id.as_bytes()).update_part(&ids).update_part(&spans);
         }
-        if let Some(encoding) = self.rounding() {
-            hasher.part(encoding.to_string().as_bytes());
+        if let Some(encoding) = self.lossy_encoding() {
+            hasher.update_part(encoding.to_string().as_bytes());
         }
-        hasher.hex()
+        hasher.hex_digest()
     }
 }
 
@@ -241,7 +244,7 @@ impl FinishedCache {
             return Err(StatesError::NoCache { dir: dir.to_path_buf() });
         }
         let reader = Reader::open(dir)?;
-        reader.require(&source.identity)?;
+        reader.check_identity(&source.identity)?;
         let (kept, needed) = (reader.layout().last, source.final_states);
         if !kept.covers(needed) {
             return Err(StatesError::FinalStates { dir: dir.to_path_buf(), kept, needed });
@@ -250,7 +253,7 @@ impl FinishedCache {
     }
 
     /// Opens the cache in `dir`, which must have exactly these samples, in any order.
-    fn of_samples(dir: &Path, samples: &Samples, source: &TargetSpec) -> Result<Self, StatesError> {
+    fn open_for_samples(dir: &Path, samples: &Samples, source: &TargetSpec) -> Result<Self, StatesError> {
         let stored = Self::open(dir, source)?;
         let reader = &stored.reader;
         let by_id: HashMap<&str, usize> =
@@ -268,13 +271,13 @@ impl FinishedCache {
         Ok(Self { rows: Some(Arc::new(rows)), ..stored })
     }
 
-    /// Row of sample `index` in the cache.
-    pub fn row(&self, index: usize) -> usize {
+    /// Index in the cache of sample `index`.
+    pub fn cache_row(&self, index: usize) -> usize {
         self.rows.as_ref().map_or(index, |rows| rows[index])
     }
 
     fn meta(&self, index: usize) -> SampleMeta<'_> {
-        let (reader, row) = (&self.reader, self.row(index));
+        let (reader, row) = (&self.reader, self.cache_row(index));
         SampleMeta {
             id: Cow::Borrowed(reader.id(row).unwrap_or_default()),
             input_ids: Cow::Borrowed(reader.input_ids(row).unwrap_or_default()),
@@ -294,7 +297,7 @@ impl CacheRecorder {
         for (place, &sample) in order.iter().enumerate() {
             places[sample] = place;
         }
-        let samples = order.into_iter().map(|index| samples.planned(index)).collect();
+        let samples = order.into_iter().map(|index| samples.planned_sample(index)).collect();
         let plan = Plan::new(samples, source.layout(source.final_states, Encoding::Bf16), SHARD_BYTES)?;
         Ok(Self { dir, plan, places: Arc::new(places) })
     }

@@ -7,13 +7,13 @@ use std::thread;
 use crate::cache::{Builder, CacheError, Encoding, FinalStates, Layout, PlannedSample, ShardWriter};
 
 use crate::capture::{Capture, HostCopy};
-use crate::{StatesError, batches, windows};
+use crate::{StatesError, split_by_tokens, split_into_batches};
 
-/// Forwards' worth of tokens that are sorted by length together. Their states are held in memory
-/// until they are written in order.
-const WINDOW: usize = 4;
-/// Most windows that wait for the disk; the next forward then waits.
-const QUEUE: usize = 1;
+/// Length of a window, in forwards with the maximum number of tokens. Samples of a window are
+/// sorted by length together. Their states stay in memory until they are written in order.
+const WINDOW_FORWARDS: usize = 4;
+/// Maximum number of windows that wait for the disk; the next forward then waits.
+const MAX_QUEUED_WINDOWS: usize = 1;
 
 /// Captures the states of every missing shard of `builder`. `progress` is called for each captured
 /// sample.
@@ -25,29 +25,29 @@ const QUEUE: usize = 1;
 /// # Errors
 /// Fails on states that are not finite, and on I/O failures. Finished shards remain, and the build
 /// can be resumed.
-pub fn fill(
+pub fn fill_shards(
     builder: &mut Builder,
     capture: &mut Capture,
     mut progress: impl FnMut(&PlannedSample),
 ) -> Result<(), StatesError> {
     thread::scope(|scope| {
-        let (sender, receiver) = sync_channel(QUEUE);
-        let writer = scope.spawn(move || write(&receiver));
+        let (sender, receiver) = sync_channel(MAX_QUEUED_WINDOWS);
+        let writer = scope.spawn(move || run_writer(&receiver));
         // Sending fails only after the writer has stopped; the writer's error is then reported.
         let captured = (|| -> Result<(), StatesError> {
             while let Some(shard) = builder.next_shard()? {
                 let (samples, layout) = (shard.samples(), shard.layout());
-                if sender.send(Order::Begin(Box::new(shard))).is_err() {
+                if sender.send(WriterCommand::Begin(Box::new(shard))).is_err() {
                     return Ok(());
                 }
                 let lengths = samples.iter().map(|sample| sample.input_ids.len());
-                for window in windows(lengths, WINDOW * capture.budget().tokens) {
-                    let states = captured(&samples[window], capture, layout, &mut progress);
-                    if sender.send(Order::Push(states)).is_err() {
+                for window in split_by_tokens(lengths, WINDOW_FORWARDS * capture.forward_limits().tokens) {
+                    let states = capture_window(&samples[window], capture, layout, &mut progress);
+                    if sender.send(WriterCommand::Push(states)).is_err() {
                         return Ok(());
                     }
                 }
-                if sender.send(Order::Finish).is_err() {
+                if sender.send(WriterCommand::Finish).is_err() {
                     return Ok(());
                 }
             }
@@ -62,23 +62,23 @@ pub fn fill(
 }
 
 /// The next action of the writer thread.
-enum Order<'p> {
+enum WriterCommand<'p> {
     Begin(Box<ShardWriter<'p>>),
     /// Taps and final states of consecutive samples.
     Push(Vec<[Vec<u8>; 2]>),
     Finish,
 }
 
-fn write(orders: &Receiver<Order<'_>>) -> Result<(), CacheError> {
+fn run_writer(orders: &Receiver<WriterCommand<'_>>) -> Result<(), CacheError> {
     let mut current = None;
     for order in orders {
         match (order, &mut current) {
-            (Order::Begin(shard), current) => *current = Some(shard),
-            (Order::Push(states), Some(shard)) => {
+            (WriterCommand::Begin(shard), current) => *current = Some(shard),
+            (WriterCommand::Push(states), Some(shard)) => {
                 states.iter().try_for_each(|[taps, last]| shard.push(taps, last))?;
             }
-            (Order::Finish, current) => current.take().map_or(Ok(()), |shard| shard.finish())?,
-            (Order::Push(_), None) => {}
+            (WriterCommand::Finish, current) => current.take().map_or(Ok(()), |shard| shard.finish())?,
+            (WriterCommand::Push(_), None) => {}
         }
     }
     Ok(())
@@ -86,7 +86,7 @@ fn write(orders: &Receiver<Order<'_>>) -> Result<(), CacheError> {
 
 /// Captures the states of a window of samples and returns them in order. The forwards take samples
 /// sorted by length.
-fn captured(
+fn capture_window(
     window: &[PlannedSample],
     capture: &mut Capture,
     layout: &Layout,
@@ -97,7 +97,7 @@ fn captured(
     let sorted: Vec<PlannedSample> = order.iter().map(|&index| window[index].clone()).collect();
     let mut states = vec![[Vec::new(), Vec::new()]; window.len()];
     let mut keep = |run: Range<usize>, leaving: HostCopy| {
-        let split = split(&sorted[run.clone()], leaving, layout);
+        let split = split_by_sample(&sorted[run.clone()], leaving, layout);
         for (&index, own) in order[run].iter().zip(split) {
             states[index] = own;
             progress(&window[index]);
@@ -105,13 +105,15 @@ fn captured(
     };
     // On a GPU, copies to the host overlap with the next batch. On the CPU nothing overlaps.
     let mut under_way: Option<(Range<usize>, HostCopy)> = None;
-    for run in batches(sorted.iter().map(|sample| sample.input_ids.len()), capture.budget()) {
+    for run in
+        split_into_batches(sorted.iter().map(|sample| sample.input_ids.len()), capture.forward_limits())
+    {
         let captured = capture.run(&sorted[run.clone()], layout.last);
         let leaving = capture.download(captured);
         if let Some((run, leaving)) = under_way.take() {
             keep(run, leaving);
         }
-        if leaving.is_under_way() {
+        if leaving.is_in_flight() {
             under_way = Some((run, leaving));
         } else {
             keep(run, leaving);
@@ -124,7 +126,7 @@ fn captured(
 }
 
 /// Splits the states of a batch by sample.
-fn split(batch: &[PlannedSample], leaving: HostCopy, layout: &Layout) -> Vec<[Vec<u8>; 2]> {
+fn split_by_sample(batch: &[PlannedSample], leaving: HostCopy, layout: &Layout) -> Vec<[Vec<u8>; 2]> {
     let last: FinalStates = layout.last;
     let [taps, kept] = leaving.bytes();
     let row = layout.hidden_size * Encoding::Bf16.value_bytes();

@@ -1,5 +1,5 @@
-//! Hidden states that the target computes in the first epoch and that are written to a cache
-//! meanwhile.
+//! Hidden states that the target computes in the first epoch, while they are also written to a
+//! cache.
 //!
 //! The cache stores samples in the order of the first epoch, so each sample that training reads is
 //! the next to be written. A killed run keeps its finished shards. The next run recomputes the
@@ -21,7 +21,7 @@ pub struct Hybrid<'d> {
     phase: Phase<'d>,
     /// Samples per optimiser step.
     per_step: usize,
-    /// Index in the plan of the next sample.
+    /// Index in the plan of the sample that training reads next.
     place: usize,
 }
 
@@ -32,7 +32,7 @@ enum Phase<'d> {
 
 impl<'d> Hybrid<'d> {
     /// Starts or resumes the first epoch.
-    pub(crate) fn begin_first(
+    pub(crate) fn start_first_epoch(
         recording: &'d CacheRecorder,
         online: Online,
         source: &TargetSpec,
@@ -55,39 +55,40 @@ impl<'d> Hybrid<'d> {
     }
 
     /// Begins an optimiser step: records the samples of earlier steps, publishes a complete cache, and sets the step's samples.
-    pub(crate) fn begin(&mut self, step: usize, samples: &[usize]) -> Result<(), StatesError> {
-        if self.whole_steps() <= step {
+    pub(crate) fn begin_step(&mut self, step: usize, samples: &[usize]) -> Result<(), StatesError> {
+        if self.steps_per_epoch() <= step {
             self.publish()?;
         }
         self.place = step * self.per_step;
         self.write_up_to(self.place)?;
         match &mut self.phase {
             Phase::First { online, .. } => {
-                online.begin(samples.iter().map(|&index| self.recording.sample(index).clone()).collect());
+                online
+                    .begin_step(samples.iter().map(|&index| self.recording.sample(index).clone()).collect());
             }
-            Phase::Later(cached) => cached.begin(samples),
+            Phase::Later(cached) => cached.begin_step(samples),
         }
         Ok(())
     }
 
     /// Returns the states of the step's next sample; `None` after the last one.
-    pub(crate) fn take(&mut self) -> Result<Option<SampleStates>, StatesError> {
+    pub(crate) fn next_states(&mut self) -> Result<Option<SampleStates>, StatesError> {
         match &mut self.phase {
             Phase::First { online, recorder } => {
-                let states = online.take()?;
+                let states = online.next_states()?;
                 if let Some(states) = &states {
                     recorder.write_sample(self.place, states)?;
                     self.place += 1;
                 }
                 Ok(states)
             }
-            Phase::Later(cached) => cached.take(),
+            Phase::Later(cached) => cached.next_states(),
         }
     }
 
     /// Ends a run of `steps` steps, and publishes the cache after at least one epoch.
     pub(crate) fn finish(&mut self, steps: usize) -> Result<(), StatesError> {
-        if self.whole_steps() <= steps {
+        if self.steps_per_epoch() <= steps {
             return self.publish();
         }
         if let Phase::First { .. } = self.phase {
@@ -98,8 +99,9 @@ impl<'d> Hybrid<'d> {
         Ok(())
     }
 
-    /// Complete steps per epoch. The remaining samples are captured at the end of the epoch.
-    fn whole_steps(&self) -> usize {
+    /// Number of complete steps per epoch. The remaining samples are captured at the end of the
+    /// epoch.
+    fn steps_per_epoch(&self) -> usize {
         self.recording.plan.samples().len() / self.per_step
     }
 
@@ -131,7 +133,7 @@ impl<'d> Hybrid<'d> {
         {
             let first = place / self.per_step * self.per_step;
             let step: &[PlannedSample] = &samples[first..(first + self.per_step).min(samples.len())];
-            let runs = online.runs_of(step);
+            let runs = online.batch_ranges(step);
             let Some(run) = runs.into_iter().find(|run| run.contains(&(place - first))) else { break };
             for (place, states) in (first + run.start..).zip(online.run(&step[run])?) {
                 recorder.write_sample(place, &states)?;

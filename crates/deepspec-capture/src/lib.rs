@@ -2,7 +2,7 @@
 //!
 //! A [`TargetSpec`] resolves a recipe: tokenizer, mask rules, target, and the identity of its
 //! caches. [`tokenise`] turns JSONL rows into samples of known sizes, and [`Capture`] runs the
-//! target over them. [`fill`] writes the captured states to the shards of a cache.
+//! target over them. [`fill_shards`] writes the captured states to the shards of a cache.
 //!
 //! A [`Dataset`] has the samples that a drafter trains on. A [`StateSource`] returns their states
 //! from a cache, from the target, or from the target until a cache is finished.
@@ -23,14 +23,14 @@ mod source;
 mod states;
 mod stored;
 
-pub use batch::{Budget, batches, windows};
+pub use batch::{ForwardLimits, split_by_tokens, split_into_batches};
 pub use capture::{Capture, Captured};
 pub use dataset::Dataset;
 pub use error::StatesError;
-pub use fill::fill;
+pub use fill::fill_shards;
 pub use online::SampleStates;
-pub use rows::{Rejected, RowCounts, Tokenised, tokenise, unknown_token};
+pub use rows::{Rejected, RowCounts, TokenisedRows, tokenise, unknown_token};
 pub use samples::SampleMeta;
-pub use source::{TargetSpec, chat_template, check_fit, check_rules, identity, mask_rules};
+pub use source::{TargetSpec, chat_template, check_recipe_fits, check_template_tags, identity, mask_rules};
 pub use states::{StateSource, TargetRuntime};
-pub use stored::readers;
+pub use stored::reader_threads;

@@ -7,9 +7,10 @@ use crate::cache::{CacheError, FinalStates, Part, PlannedSample};
 use deepspec_core::Tap;
 use tch::{Device, Kind, Tensor};
 
-use crate::{Capture, Captured, StatesError, batches};
+use crate::{Capture, Captured, StatesError, split_into_batches};
 
-/// The hidden states of one sample in bfloat16, as in a cache. L tokens, K final states.
+/// The hidden states of one sample in bfloat16, the dtype that every cache decodes to. L tokens, K
+/// final states.
 #[derive(Debug)]
 pub struct SampleStates {
     /// The captured layers: `[L, m·d]`.
@@ -18,12 +19,12 @@ pub struct SampleStates {
     pub last: Tensor,
     /// The positions of `last`, ascending.
     pub last_positions: Vec<u32>,
-    /// A bool on the target's device: whether all states are finite. It is read later, so that the
-    /// host does not wait. None if the states were checked already.
+    /// A bool tensor on the target's device: whether all states are finite. It is read later, so
+    /// that the host does not wait. None if the states were checked already.
     pub unseen: Option<Tensor>,
 }
 
-/// The resident target.
+/// The target in device memory, which computes the states of each step.
 pub struct Online {
     capture: Capture,
     taps: Vec<Tap>,
@@ -46,19 +47,19 @@ impl Online {
 
     /// Sets the samples of an optimiser step. The batches depend only on these samples, so a step
     /// gets equal bits whatever came before it.
-    pub(crate) fn begin(&mut self, samples: Vec<PlannedSample>) {
-        let runs = self.runs_of(&samples);
+    pub(crate) fn begin_step(&mut self, samples: Vec<PlannedSample>) {
+        let runs = self.batch_ranges(&samples);
         self.runs = runs.into_iter().map(|run| samples[run].to_vec()).collect();
         self.ready.clear();
     }
 
-    /// The batches of a step with these samples.
-    pub(crate) fn runs_of(&self, samples: &[PlannedSample]) -> Vec<Range<usize>> {
-        batches(samples.iter().map(|sample| sample.input_ids.len()), self.capture.budget())
+    /// Splits a step's samples into ranges. The target runs each range in one forward.
+    pub(crate) fn batch_ranges(&self, samples: &[PlannedSample]) -> Vec<Range<usize>> {
+        split_into_batches(samples.iter().map(|sample| sample.input_ids.len()), self.capture.forward_limits())
     }
 
     /// Returns the states of the step's next sample; `None` after the last one.
-    pub(crate) fn take(&mut self) -> Result<Option<SampleStates>, StatesError> {
+    pub(crate) fn next_states(&mut self) -> Result<Option<SampleStates>, StatesError> {
         if self.ready.is_empty()
             && let Some(run) = self.runs.pop_front()
         {
@@ -67,10 +68,10 @@ impl Online {
         Ok(self.ready.pop_front())
     }
 
-    /// Runs one forward.
+    /// Runs one forward over `samples` and returns the states of each sample.
     pub(crate) fn run(&mut self, samples: &[PlannedSample]) -> Result<Vec<SampleStates>, StatesError> {
         let captured = self.capture.run(samples, self.last);
-        let mut states = split(&captured, samples, self.last);
+        let mut states = split_by_sample(&captured, samples, self.last);
         if captured.taps.device() != Device::Cpu {
             for states in &mut states {
                 let finite = |tensor: &Tensor| tensor.isfinite().all();
@@ -81,13 +82,13 @@ impl Online {
         // Checks the whole batch at once, and single samples only if a value is not finite.
         if !(is_finite(&captured.taps) && is_finite(&captured.last)) {
             for (sample, states) in samples.iter().zip(&states) {
-                self.check(&sample.id, states)?;
+                self.check_finite(&sample.id, states)?;
             }
         }
         Ok(states)
     }
 
-    fn check(&self, id: &str, states: &SampleStates) -> Result<(), StatesError> {
+    fn check_finite(&self, id: &str, states: &SampleStates) -> Result<(), StatesError> {
         for (tensor, taps) in [(&states.taps, true), (&states.last, false)] {
             let Some((row, column, value)) = first_non_finite(tensor) else { continue };
             let width = tensor.size()[1] as usize / self.taps.len().max(1);
@@ -99,7 +100,7 @@ impl Online {
 }
 
 /// Splits the states of a batch by sample, as views.
-fn split(captured: &Captured, samples: &[PlannedSample], last: FinalStates) -> Vec<SampleStates> {
+fn split_by_sample(captured: &Captured, samples: &[PlannedSample], last: FinalStates) -> Vec<SampleStates> {
     let (mut row, mut last_row) = (0, 0);
     let mut split = Vec::with_capacity(samples.len());
     for sample in samples {

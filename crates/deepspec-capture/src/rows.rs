@@ -7,16 +7,18 @@ use crate::cache::PlannedSample;
 use deepspec_core::cli::count;
 use deepspec_core::jsonl::{self, Line};
 use deepspec_core::row::{self, UniqueIds};
-use deepspec_text::{ChatTokenizer, Conversation, MIN_SUPERVISED_TOKENS, Served, served_thinking, supervise};
+use deepspec_text::{
+    ChatTokenizer, Conversation, MIN_SUPERVISED_TOKENS, Served, detect_served_thinking, supervise,
+};
 use rayon::prelude::*;
 use serde_json::{Map, Value};
 
 use crate::{StatesError, TargetSpec};
 
-/// Rows tokenised between two progress reports; limits the text in memory.
-const BATCH: usize = 4096;
-/// Number of rows that are checked for answers with thinking on.
-const ASKED_FOR_THINKING: usize = 64;
+/// Number of rows tokenised between two progress reports; it limits the text in memory.
+const ROWS_PER_BATCH: usize = 4096;
+/// Number of first rows that are checked for answers generated with thinking on.
+const THINKING_CHECK_ROWS: usize = 64;
 
 /// An unusable line.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -52,7 +54,7 @@ pub struct RowCounts {
     pub supervised_tokens: u64,
     /// Kept rows with the token ids that a server generated.
     pub served: usize,
-    /// Number of these rows whose text would be tokenised differently.
+    /// Number of those kept rows whose text would be tokenised to other ids.
     pub served_otherwise: usize,
 }
 
@@ -84,7 +86,7 @@ impl RowCounts {
     }
 
     /// Counts a row.
-    fn add(&mut self, file: &Path, line: usize, outcome: Outcome) -> Option<PlannedSample> {
+    fn count_row(&mut self, file: &Path, line: usize, outcome: Outcome) -> Option<PlannedSample> {
         self.read += 1;
         match outcome {
             Outcome::Failed => self.failed += 1,
@@ -96,7 +98,7 @@ impl RowCounts {
                 self.served += usize::from(served != Served::Unknown);
                 self.served_otherwise += usize::from(served == Served::DiffersFromText);
                 self.tokens += u64::from(sample.length());
-                self.supervised_tokens += u64::from(sample.supervised());
+                self.supervised_tokens += u64::from(sample.supervised_count());
                 return Some(sample);
             }
         }
@@ -106,7 +108,7 @@ impl RowCounts {
 
 /// The samples of files, in input order.
 #[derive(Debug, Default)]
-pub struct Tokenised {
+pub struct TokenisedRows {
     /// The samples of the kept rows.
     pub samples: Vec<PlannedSample>,
     /// Counts of used and unused rows.
@@ -123,13 +125,13 @@ pub fn tokenise(
     files: &[PathBuf],
     source: &TargetSpec,
     progress: impl FnMut(usize),
-) -> Result<Tokenised, StatesError> {
+) -> Result<TokenisedRows, StatesError> {
     let mut samples = Vec::new();
     let report = for_each_sample(files, source, progress, |sample| {
         samples.push(sample);
         Ok(())
     })?;
-    Ok(Tokenised { samples, report })
+    Ok(TokenisedRows { samples, report })
 }
 
 /// Like [`tokenise`], but passes the samples to `keep` in input order. Only 16 bytes of each
@@ -143,21 +145,25 @@ pub(crate) fn for_each_sample(
     let mut report = RowCounts::default();
     let mut ids = UniqueIds::default();
     let mut thought = 0;
-    for batch in jsonl::batches_of(files, BATCH) {
+    for batch in jsonl::line_batches_of_files(files, ROWS_PER_BATCH) {
         let (file, batch) = batch?;
         let lines: Vec<Line> = batch.into_par_iter().map(|line| line.parse(file)).collect();
         let first = report.read;
-        let parsed = lines.into_iter().enumerate().map(|(place, line)| parse(line, first + place, &mut ids));
+        let parsed =
+            lines.into_iter().enumerate().map(|(place, line)| parse_line(line, first + place, &mut ids));
         let parsed: Vec<_> = parsed.collect();
-        if first < ASKED_FOR_THINKING {
-            thought +=
-                parsed.iter().take(ASKED_FOR_THINKING - first).filter(|(_, row)| thinks(row, source)).count();
+        if first < THINKING_CHECK_ROWS {
+            thought += parsed
+                .iter()
+                .take(THINKING_CHECK_ROWS - first)
+                .filter(|(_, row)| has_thinking_prompt(row, source))
+                .count();
         }
         progress(parsed.len());
         let outcomes: Vec<_> =
-            parsed.into_par_iter().map(|(line, row)| (line, sample(row, source))).collect();
+            parsed.into_par_iter().map(|(line, row)| (line, tokenise_row(row, source))).collect();
         for (line, outcome) in outcomes {
-            report.add(file, line, outcome).map_or(Ok(()), &mut keep)?;
+            report.count_row(file, line, outcome).map_or(Ok(()), &mut keep)?;
         }
     }
     ids.report();
@@ -165,16 +171,16 @@ pub(crate) fn for_each_sample(
         tracing::warn!(
             "{thought} of the first {} rows were answered with thinking on; measure a drafter that is trained on them with `deepspec-eval run \
              --thinking on`, for its default is off",
-            report.read.min(ASKED_FOR_THINKING)
+            report.read.min(THINKING_CHECK_ROWS)
         );
     }
     Ok(report)
 }
 
 /// Whether a row has a prompt that enabled thinking.
-fn thinks(row: &Parsed, source: &TargetSpec) -> bool {
+fn has_thinking_prompt(row: &Parsed, source: &TargetSpec) -> bool {
     let Parsed::Row(_, conversation) = row else { return false };
-    served_thinking(&source.tokenizer, conversation).is_ok_and(|thinking| thinking == Some(true))
+    detect_served_thinking(&source.tokenizer, conversation).is_ok_and(|thinking| thinking == Some(true))
 }
 
 /// A parsed row: a conversation, or the reason why there is none.
@@ -194,7 +200,7 @@ enum Outcome {
 
 /// Parses the line at index `place`. Must be called in input order, because the first usable row
 /// with an id keeps it.
-fn parse(line: Line, place: usize, ids: &mut UniqueIds) -> (usize, Parsed) {
+fn parse_line(line: Line, place: usize, ids: &mut UniqueIds) -> (usize, Parsed) {
     let (number, fields) = match line {
         Line::Row(number, fields) => (number, fields),
         Line::Bad(bad) => return (bad.line, Parsed::Bad(bad.problem)),
@@ -202,8 +208,8 @@ fn parse(line: Line, place: usize, ids: &mut UniqueIds) -> (usize, Parsed) {
     if fields.get("status").is_some_and(|status| status == "error") {
         return (number, Parsed::Failed);
     }
-    let parsed = match usable(&fields) {
-        Ok((id, conversation)) => Parsed::Row(ids.name(id.as_deref(), place), conversation),
+    let parsed = match read_conversation(&fields) {
+        Ok((id, conversation)) => Parsed::Row(ids.assign_id(id.as_deref(), place), conversation),
         Err(reason) => Parsed::Bad(reason),
     };
     (number, parsed)
@@ -216,13 +222,13 @@ pub fn unknown_token(tokenizer: &ChatTokenizer, ids: &[i64], vocab_size: usize) 
     Some(format!("token {token:?} has the id {id}, and the target's embedding {vocab_size} rows"))
 }
 
-fn usable(fields: &Map<String, Value>) -> Result<(Option<String>, Conversation), String> {
-    let id = row::own_id(fields)?;
+fn read_conversation(fields: &Map<String, Value>) -> Result<(Option<String>, Conversation), String> {
+    let id = row::optional_id(fields)?;
     let conversation = Conversation::from_row(fields).map_err(|error| error.to_string())?;
     Ok((id, conversation))
 }
 
-fn sample(row: Parsed, source: &TargetSpec) -> Outcome {
+fn tokenise_row(row: Parsed, source: &TargetSpec) -> Outcome {
     let (id, conversation) = match row {
         Parsed::Row(id, conversation) => (id, conversation),
         Parsed::Failed => return Outcome::Failed,

@@ -3,7 +3,7 @@
 //!
 //! Layout, little-endian: eight bytes of magic, then one record per sample. A record has token ids
 //! (4 bytes each), spans (two numbers of 4 bytes each), and the id as UTF-8. An index with 24 bytes
-//! per sample ([`Entry`]) and a JSON summary ([`Account`]) follow. The summary's length, the CRC-32
+//! per sample ([`Entry`]) and a JSON summary ([`FileSummary`]) follow. The summary's length, the CRC-32
 //! of index and summary, and the magic end the file, 8 bytes each. The file is mapped, so all its
 //! readers share one copy in memory, and unread parts need no memory.
 
@@ -25,15 +25,15 @@ mod writer;
 
 use entry::{Entry, checksum, u64_at};
 use identity::SamplesIdentity;
-pub(crate) use share::shared;
+pub(crate) use share::open_or_tokenise;
 
 const MAGIC: &[u8; 8] = b"DSSAMPLE";
-/// Length of the summary, checksum, magic.
-const TAIL: usize = 24;
+/// Bytes at the end of the file: length of the summary, checksum, magic.
+const TAIL_BYTES: usize = 24;
 /// Bytes of mapped records that stay in the process. The kernel's page cache may hold more.
 const MAX_MAPPED_BYTES: u64 = 4 << 20;
-/// Number of unusable lines that the summary lists individually.
-const NAMED: usize = 100;
+/// Maximum number of unusable lines that the summary lists individually.
+const MAX_NAMED_LINES: usize = 100;
 
 /// A sample without its hidden states.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -71,7 +71,7 @@ pub struct Samples {
 }
 
 /// Why a file cannot be used.
-pub(crate) enum Unusable {
+pub(crate) enum SamplesOpenError {
     /// The file does not exist.
     Absent,
     /// The file was changed, or does not match its name.
@@ -83,17 +83,17 @@ pub(crate) enum Unusable {
 /// Summary at the end of the file.
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Account {
+struct FileSummary {
     identity: SamplesIdentity,
     /// Offset of the index.
     index: u64,
-    rows: Rows,
+    rows: StoredRowCounts,
 }
 
 /// [`RowCounts`] with file numbers instead of paths, so that it is valid wherever the files are.
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Rows {
+struct StoredRowCounts {
     read: usize,
     kept: usize,
     failed: usize,
@@ -113,14 +113,14 @@ struct Rows {
 impl Samples {
     /// Maps the file at `path` and checks all of it: the identity and every checksum. `inputs` are
     /// the files that it was made from.
-    fn open(path: &Path, identity: &SamplesIdentity, inputs: &[PathBuf]) -> Result<Self, Unusable> {
+    fn open(path: &Path, identity: &SamplesIdentity, inputs: &[PathBuf]) -> Result<Self, SamplesOpenError> {
         let file = MappedFile::open(path).map_err(|error| match error.source.kind() {
-            io::ErrorKind::NotFound => Unusable::Absent,
-            _ => Unusable::Unreadable(StatesError::Unwritable(error)),
+            io::ErrorKind::NotFound => SamplesOpenError::Absent,
+            _ => SamplesOpenError::Unreadable(StatesError::Unwritable(error)),
         })?;
-        let (account, index) = account(file.bytes())?;
+        let (account, index) = read_summary(file.bytes())?;
         if account.identity != *identity {
-            return Err(damaged("it holds the samples of other conversations or rules"));
+            return Err(damaged_error("it holds the samples of other conversations or rules"));
         }
         let (report, touched) = (account.rows.report(inputs), AtomicU64::new(0));
         let mut samples = Self { file, index, report, longest: 0, touched };
@@ -155,35 +155,35 @@ impl Samples {
 
     /// Id, token ids and spans of sample `index`, which must be below [`Self::len`].
     pub fn meta(&self, index: usize) -> SampleMeta<'static> {
-        let PlannedSample { id, input_ids, spans } = self.planned(index);
+        let PlannedSample { id, input_ids, spans } = self.planned_sample(index);
         SampleMeta { id: Cow::Owned(id), input_ids: Cow::Owned(input_ids), spans: Cow::Owned(spans) }
     }
 
     /// Sample `index`, which must be below [`Self::len`].
-    pub fn planned(&self, index: usize) -> PlannedSample {
+    pub fn planned_sample(&self, index: usize) -> PlannedSample {
         let entry = self.entry(index);
         let sample = entry.decode(self.sample_bytes(&entry).unwrap_or_default());
         self.release_pages(&entry);
         sample
     }
 
-    /// Most bytes of the file that are mapped in this process.
+    /// Upper bound of the file's bytes that are mapped in this process.
     pub fn mapped_bytes(&self) -> u64 {
         (self.index.len() as u64 + MAX_MAPPED_BYTES).min(self.file.bytes().len() as u64)
     }
 
     fn entry(&self, index: usize) -> Entry {
-        Entry::read(&self.file.bytes()[self.index.start + index * Entry::BYTES..][..Entry::BYTES])
+        Entry::from_bytes(&self.file.bytes()[self.index.start + index * Entry::BYTES..][..Entry::BYTES])
     }
 
     fn sample_bytes(&self, entry: &Entry) -> Option<&[u8]> {
-        let range = entry.range()?;
+        let range = entry.record_range()?;
         self.file.bytes().get(usize::try_from(range.start).ok()?..usize::try_from(range.end).ok()?)
     }
 
     /// Counts the pages of a record that was read, and releases all at [`MAX_MAPPED_BYTES`] bytes.
     fn release_pages(&self, entry: &Entry) {
-        let bytes = entry.range().map_or(0, page_bytes);
+        let bytes = entry.record_range().map_or(0, page_bytes);
         if self.touched.fetch_add(bytes, Ordering::Relaxed) + bytes >= MAX_MAPPED_BYTES {
             self.touched.store(0, Ordering::Relaxed);
             self.file.release_pages();
@@ -191,37 +191,37 @@ impl Samples {
     }
 
     /// Checks every record: the records must be contiguous up to `end` and match their checksums.
-    fn check(&mut self, end: u64) -> Result<(), Unusable> {
+    fn check(&mut self, end: u64) -> Result<(), SamplesOpenError> {
         let (mut place, mut tokens, mut supervised) = (MAGIC.len() as u64, 0, 0);
         for index in 0..self.len() {
             let entry = self.entry(index);
             let record = self.sample_bytes(&entry).filter(|_| entry.offset == place);
             let Some(record) = record else {
-                return Err(damaged(&format!("sample {index} lies outside it")));
+                return Err(damaged_error(&format!("sample {index} lies outside it")));
             };
             if checksum(&[record]) != entry.checksum {
-                return Err(damaged(&format!("sample {index} is not what was written")));
+                return Err(damaged_error(&format!("sample {index} is not what was written")));
             }
             let sample = entry.decode(record);
-            sample.check().map_err(|error| damaged(&error.to_string()))?;
+            sample.check().map_err(|error| damaged_error(&error.to_string()))?;
             place += record.len() as u64;
             tokens += u64::from(entry.tokens);
-            supervised += u64::from(sample.supervised());
+            supervised += u64::from(sample.supervised_count());
             self.longest = self.longest.max(entry.tokens as usize);
             self.release_pages(&entry);
         }
         let counted = (self.len(), tokens, supervised);
         if place != end || counted != (self.report.kept, self.report.tokens, self.report.supervised_tokens) {
-            return Err(damaged("its samples are not those of its account"));
+            return Err(damaged_error("its samples are not those of its account"));
         }
         Ok(())
     }
 }
 
-impl Rows {
+impl StoredRowCounts {
     /// Converts `report`, whose lines are in the files `inputs`.
     fn of(report: &RowCounts, inputs: &[PathBuf]) -> Self {
-        let named = report.rejected.iter().take(NAMED).map(|rejected| {
+        let named = report.rejected.iter().take(MAX_NAMED_LINES).map(|rejected| {
             let file = inputs.iter().position(|input| *input == rejected.file);
             (file.unwrap_or_default(), rejected.line, rejected.reason.clone())
         });
@@ -264,22 +264,23 @@ impl Rows {
 }
 
 /// The summary of a file with these bytes, and the range of its index.
-fn account(bytes: &[u8]) -> Result<(Account, Range<usize>), Unusable> {
-    let torn = || damaged("its end is missing");
-    let tail = bytes.len().checked_sub(TAIL).filter(|_| bytes.starts_with(MAGIC) && bytes.ends_with(MAGIC));
+fn read_summary(bytes: &[u8]) -> Result<(FileSummary, Range<usize>), SamplesOpenError> {
+    let torn = || damaged_error("its end is missing");
+    let tail =
+        bytes.len().checked_sub(TAIL_BYTES).filter(|_| bytes.starts_with(MAGIC) && bytes.ends_with(MAGIC));
     let tail = tail.ok_or_else(torn)?;
     let length = u64_at(bytes, tail).and_then(|length| usize::try_from(length).ok());
     let start = length.and_then(|length| tail.checked_sub(length)).ok_or_else(torn)?;
-    let account: Account = serde_json::from_slice(&bytes[start..tail])
-        .map_err(|error| damaged(&format!("its account cannot be read: {error}")))?;
+    let account: FileSummary = serde_json::from_slice(&bytes[start..tail])
+        .map_err(|error| damaged_error(&format!("its account cannot be read: {error}")))?;
     let index = usize::try_from(account.index).ok().filter(|&index| index >= MAGIC.len() && index <= start);
     let index = index.filter(|index| (start - index) % Entry::BYTES == 0).ok_or_else(torn)?;
     if u64_at(bytes, tail + 8) != Some(u64::from(checksum(&[&bytes[index..tail]]))) {
-        return Err(damaged("its index is not what was written"));
+        return Err(damaged_error("its index is not what was written"));
     }
     Ok((account, index..start))
 }
 
-fn damaged(problem: &str) -> Unusable {
-    Unusable::Damaged(problem.to_string())
+fn damaged_error(problem: &str) -> SamplesOpenError {
+    SamplesOpenError::Damaged(problem.to_string())
 }

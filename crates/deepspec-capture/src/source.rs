@@ -41,13 +41,14 @@ impl TargetSpec {
         let template = chat_template(recipe)?;
         let dir = model_dir(&recipe.target.model, recipe.target.revision.as_deref(), verbosity)?;
         let config = ModelConfig::load(&dir)?;
-        let final_states = check_fit(recipe, &config)?.final_states();
+        let final_states = check_recipe_fits(recipe, &config)?.final_states();
         let tokenizer = ChatTokenizer::load(&dir)?;
-        check_rules(&template, &tokenizer).map_err(|problem| wrong("data.chat_template", problem))?;
-        tokenizer.report_wider_than(config.vocab_size as usize);
-        report_mask_token(recipe, &tokenizer);
+        check_template_tags(&template, &tokenizer)
+            .map_err(|problem| recipe_error("data.chat_template", problem))?;
+        tokenizer.warn_if_wider_than(config.vocab_size as usize);
+        warn_ordinary_mask_token(recipe, &tokenizer);
         let mut identity = identity(recipe, &dir, &tokenizer, &template, &config)?;
-        keep_probed_digest(&mut identity, recipe.cache_dir(), &dir)?;
+        accept_older_weights_digest(&mut identity, recipe.cache_dir(), &dir)?;
         Ok(Self { dir, tokenizer, template, config, identity, final_states })
     }
 
@@ -58,7 +59,7 @@ impl TargetSpec {
 }
 
 /// Warns if the mask token is an ordinary token, because it then also occurs in texts.
-fn report_mask_token(recipe: &Recipe, tokenizer: &ChatTokenizer) {
+fn warn_ordinary_mask_token(recipe: &Recipe, tokenizer: &ChatTokenizer) {
     let Some(id) = recipe.drafter.mask_token_id() else { return };
     if let Some(token) = tokenizer.token(id).filter(|_| !tokenizer.is_special(id)) {
         tracing::warn!(
@@ -67,9 +68,9 @@ fn report_mask_token(recipe: &Recipe, tokenizer: &ChatTokenizer) {
     }
 }
 
-/// Keeps a cache that an older version built for this target valid. Such a cache has the weights
-/// digest of that version.
-fn keep_probed_digest(
+/// Keeps a cache of an older version valid if it was built for this target. The function takes over
+/// the weights digest that this version wrote.
+fn accept_older_weights_digest(
     identity: &mut Identity,
     cache: Option<PathBuf>,
     target: &Path,
@@ -102,7 +103,7 @@ pub fn identity(
         tokenizer: tokenizer.tokenizer_digest().to_string(),
         template: template.digest(tokenizer, &chat_formats()),
         chat_template: template.name.clone(),
-        system_prompt: recipe.data.default_system(template.default_system.as_deref()),
+        system_prompt: recipe.data.default_system_prompt(template.default_system.as_deref()),
         taps: recipe.target.layer_ids.clone(),
         max_length: recipe.data.max_length,
         hidden_size: config.hidden_size as usize,
@@ -116,7 +117,7 @@ pub fn identity(
 /// As [`mask_rules`].
 pub fn chat_template(recipe: &Recipe) -> Result<ChatTemplate, StatesError> {
     let mut template = mask_rules(&recipe.data.chat_template)?;
-    template.default_system = recipe.data.default_system(template.default_system.as_deref());
+    template.default_system = recipe.data.default_system_prompt(template.default_system.as_deref());
     Ok(template)
 }
 
@@ -129,12 +130,12 @@ pub fn mask_rules(template: &TemplateRecipe) -> Result<ChatTemplate, StatesError
         TemplateRecipe::Entry(entry) => return Ok(entry.clone().into()),
         TemplateRecipe::Name(name) => name,
     };
-    ChatTemplate::named(name, &chat_formats()).ok_or_else(|| {
+    ChatTemplate::from_name(name, &chat_formats()).ok_or_else(|| {
         let problem = format!(
             "unknown chat template `{name}` ({}); rules of your own are an entry or a .yaml file",
             known_formats()
         );
-        wrong("data.chat_template", problem)
+        recipe_error("data.chat_template", problem)
     })
 }
 
@@ -142,12 +143,12 @@ pub fn mask_rules(template: &TemplateRecipe) -> Result<ChatTemplate, StatesError
 ///
 /// # Errors
 /// Names the missing tags and the known rules.
-pub fn check_rules(template: &ChatTemplate, tokenizer: &ChatTokenizer) -> Result<(), String> {
+pub fn check_template_tags(template: &ChatTemplate, tokenizer: &ChatTokenizer) -> Result<(), String> {
     template.check_fits(tokenizer).map_err(|error| format!("{error} ({})", known_formats()))
 }
 
 fn known_formats() -> String {
-    format!("known: {}", ChatTemplate::names(&chat_formats()).join(", "))
+    format!("known: {}", ChatTemplate::known_names(&chat_formats()).join(", "))
 }
 
 /// Checks that taps, drafter and length of a recipe fit a target of this architecture. Returns the
@@ -155,22 +156,22 @@ fn known_formats() -> String {
 ///
 /// # Errors
 /// Names the wrong key of the recipe.
-pub fn check_fit(recipe: &Recipe, config: &ModelConfig) -> Result<Box<dyn DrafterPlan>, StatesError> {
+pub fn check_recipe_fits(recipe: &Recipe, config: &ModelConfig) -> Result<Box<dyn DrafterPlan>, StatesError> {
     let (dir, layers) = (&recipe.target.model, config.layers.len());
     if let Some(outside) = recipe.target.layer_ids.iter().find(|tap| !tap.is_within(layers)) {
         let problem = format!("{dir} has no layer {outside}; its layers are 0 to {}", layers - 1);
-        return Err(wrong("target.layer_ids", problem));
+        return Err(recipe_error("target.layer_ids", problem));
     }
-    let drafter = deepspec_drafters::plan(recipe, config)?;
+    let drafter = deepspec_drafters::plan_drafter(recipe, config)?;
     let (asked, longest) = (recipe.data.max_length, config.max_position_embeddings);
     if asked > longest {
         let problem =
             format!("{asked} tokens are more than {dir} was made for (max_position_embeddings {longest})");
-        return Err(wrong("data.max_length", problem));
+        return Err(recipe_error("data.max_length", problem));
     }
     Ok(drafter)
 }
 
-fn wrong(key: &'static str, problem: String) -> StatesError {
+fn recipe_error(key: &'static str, problem: String) -> StatesError {
     StatesError::Recipe { key, problem }
 }

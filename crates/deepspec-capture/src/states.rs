@@ -26,13 +26,13 @@ pub enum StateSource<'d> {
     Hybrid(Hybrid<'d>),
 }
 
-/// Settings of the target.
+/// Device, dtype and step size of a target that runs during training.
 #[derive(Debug, Clone, Copy)]
 pub struct TargetRuntime {
     /// Device of the target.
     pub device: Device,
-    /// dtype of the target.
-    pub kind: Kind,
+    /// Dtype of the target.
+    pub dtype: Kind,
     /// Samples per optimiser step.
     pub per_step: usize,
 }
@@ -48,16 +48,16 @@ impl<'d> StateSource<'d> {
         recipe: &Recipe,
         runtime: TargetRuntime,
     ) -> Result<Self, StatesError> {
-        let TargetRuntime { device, kind, per_step } = runtime;
+        let TargetRuntime { device, dtype, per_step } = runtime;
         let online = || -> Result<Online, StatesError> {
-            let capture = Capture::load(&source.dir, recipe, dataset.longest(), device, kind)?;
+            let capture = Capture::load(&source.dir, recipe, dataset.longest(), device, dtype)?;
             Ok(Online::new(capture, source.identity.taps.clone(), source.final_states))
         };
         Ok(match &dataset.origin {
             Origin::Cache(stored) => Self::Cache(CachedStates::new(stored.clone())),
             Origin::Online(samples) => Self::Online { online: Box::new(online()?), samples },
             Origin::Hybrid(recording) => {
-                Self::Hybrid(Hybrid::begin_first(recording, online()?, source, per_step)?)
+                Self::Hybrid(Hybrid::start_first_epoch(recording, online()?, source, per_step)?)
             }
         })
     }
@@ -73,18 +73,18 @@ impl<'d> StateSource<'d> {
     }
 
     /// Sets the samples of optimiser step `step`, counted from 0, in the order in which
-    /// [`Self::take`] returns them.
+    /// [`Self::next_states`] returns them.
     ///
     /// # Errors
     /// Fails at the end of the first epoch if states cannot be captured, or if a cache cannot be
     /// written or read.
-    pub fn begin(&mut self, step: usize, samples: &[usize]) -> Result<(), StatesError> {
+    pub fn begin_step(&mut self, step: usize, samples: &[usize]) -> Result<(), StatesError> {
         match self {
-            Self::Cache(cached) => cached.begin(samples),
+            Self::Cache(cached) => cached.begin_step(samples),
             Self::Online { online, samples: all } => {
-                online.begin(samples.iter().map(|&index| all.planned(index)).collect());
+                online.begin_step(samples.iter().map(|&index| all.planned_sample(index)).collect());
             }
-            Self::Hybrid(hybrid) => hybrid.begin(step, samples)?,
+            Self::Hybrid(hybrid) => hybrid.begin_step(step, samples)?,
         }
         Ok(())
     }
@@ -97,11 +97,11 @@ impl<'d> StateSource<'d> {
     ///
     /// # Panics
     /// If all samples of the step were taken already.
-    pub fn take(&mut self) -> Result<SampleStates, StatesError> {
+    pub fn next_states(&mut self) -> Result<SampleStates, StatesError> {
         let taken = match self {
-            Self::Cache(cached) => cached.take()?,
-            Self::Online { online, .. } => online.take()?,
-            Self::Hybrid(hybrid) => hybrid.take()?,
+            Self::Cache(cached) => cached.next_states()?,
+            Self::Online { online, .. } => online.next_states()?,
+            Self::Hybrid(hybrid) => hybrid.next_states()?,
         };
         Ok(taken.unwrap_or_else(|| panic!("more states were taken than announced")))
     }

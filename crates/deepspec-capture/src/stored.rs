@@ -10,12 +10,13 @@ use crate::StatesError;
 use crate::dataset::FinishedCache;
 use crate::online::SampleStates;
 
-/// Most samples read at once: one waits for the disk while others are checked and decoded.
-const MOST_READERS: usize = 4;
+/// Maximum number of samples read at once: one waits for the disk while others are checked and
+/// decoded.
+const MAX_READERS: usize = 4;
 
 /// Number of samples that are read in parallel, one per thread.
-pub fn readers() -> usize {
-    rayon::current_num_threads().min(MOST_READERS)
+pub fn reader_threads() -> usize {
+    rayon::current_num_threads().min(MAX_READERS)
 }
 
 /// Reads a cache in training order.
@@ -33,24 +34,24 @@ impl CachedStates {
     }
 
     /// Sets the samples of an optimiser step.
-    pub(crate) fn begin(&mut self, samples: &[usize]) {
+    pub(crate) fn begin_step(&mut self, samples: &[usize]) {
         self.read.clear();
-        self.rows = samples.iter().map(|&index| self.stored.row(index)).collect();
+        self.rows = samples.iter().map(|&index| self.stored.cache_row(index)).collect();
     }
 
     /// Returns the states of the step's next sample; `None` after the last one.
-    pub(crate) fn take(&mut self) -> Result<Option<SampleStates>, StatesError> {
+    pub(crate) fn next_states(&mut self) -> Result<Option<SampleStates>, StatesError> {
         if self.read.is_empty() {
-            let next: Vec<usize> = self.rows.drain(..readers().min(self.rows.len())).collect();
+            let next: Vec<usize> = self.rows.drain(..reader_threads().min(self.rows.len())).collect();
             let stored = &self.stored;
-            let read: Vec<_> = next.into_par_iter().map(|row| read(stored, row)).collect();
+            let read: Vec<_> = next.into_par_iter().map(|row| read_states(stored, row)).collect();
             self.read.extend(read);
         }
         self.read.pop_front().transpose()
     }
 }
 
-fn read(stored: &FinishedCache, row: usize) -> Result<SampleStates, StatesError> {
+fn read_states(stored: &FinishedCache, row: usize) -> Result<SampleStates, StatesError> {
     let reader = &stored.reader;
     let last_positions = reader.last_positions(row)?;
     let layout = reader.layout();
@@ -59,5 +60,5 @@ fn read(stored: &FinishedCache, row: usize) -> Result<SampleStates, StatesError>
     let mut taps = UninitTensor::new(&[tokens, hidden * layout.taps.len() as i64], Kind::BFloat16);
     let mut last = UninitTensor::new(&[last_positions.len() as i64, hidden], Kind::BFloat16);
     reader.read_into(row, taps.bytes(), last.bytes())?;
-    Ok(SampleStates { taps: taps.done(), last: last.done(), last_positions, unseen: None })
+    Ok(SampleStates { taps: taps.into_tensor(), last: last.into_tensor(), last_positions, unseen: None })
 }

@@ -7,7 +7,7 @@ use std::path::Path;
 
 use common::Bench;
 use deepspec_capture::cache::{Builder, FinalStates, Plan, PlannedSample, Reader};
-use deepspec_capture::{Capture, fill};
+use deepspec_capture::{Capture, fill_shards};
 use deepspec_drafters::Recipe;
 use deepspec_engine::{ModelInput, Target};
 use deepspec_testkit::skip;
@@ -72,7 +72,7 @@ fn states_do_not_depend_on_the_batch() {
     let exact: Vec<(Tensor, Tensor)> = samples.iter().map(|sample| alone(&recipe, sample)).collect();
     let mut capture =
         Capture::load(Path::new(&recipe.target.model), &recipe, 230, Device::Cpu, Kind::Float).unwrap();
-    assert!(capture.budget().sequences >= samples.len() && capture.budget().tokens >= 1000);
+    assert!(capture.forward_limits().sequences >= samples.len() && capture.forward_limits().tokens >= 1000);
     for width in [samples.len(), 5, 2, 1] {
         for last in [FinalStates::Supervised, FinalStates::All] {
             for (batch, exact) in samples.chunks(width).zip(exact.chunks(width)) {
@@ -115,7 +115,7 @@ fn a_filled_cache_holds_the_states_of_its_samples() {
     let mut capture =
         Capture::load(Path::new(&recipe.target.model), &recipe, 230, Device::Cpu, Kind::Float).unwrap();
     let mut done = vec![];
-    fill(&mut builder, &mut capture, |sample| done.push(sample.id.clone())).unwrap();
+    fill_shards(&mut builder, &mut capture, |sample| done.push(sample.id.clone())).unwrap();
     // Windows are captured in order of length, but each sample is captured exactly once.
     let mut expected: Vec<String> = samples.iter().map(|sample| sample.id.clone()).collect();
     done.sort();
@@ -125,10 +125,10 @@ fn a_filled_cache_holds_the_states_of_its_samples() {
     assert!(deepspec_capture::cache::verify(&dir, |_| ()).unwrap().is_empty());
 
     let reader = Reader::open(&dir).unwrap();
-    reader.require(&source.identity).unwrap();
+    reader.check_identity(&source.identity).unwrap();
     assert_eq!(reader.len(), samples.len());
     for (index, sample) in samples.iter().enumerate() {
-        assert_eq!(reader.position(&sample.id), Some(index));
+        assert_eq!(reader.index_of_id(&sample.id), Some(index));
         let cached = reader.sample(index).unwrap();
         assert_eq!((cached.input_ids, cached.spans), (&sample.input_ids[..], &sample.spans[..]));
         let (taps, hidden) = alone(&recipe, sample);

@@ -149,7 +149,7 @@ fn nan_in_a_cache_that_is_otherwise_consistent_is_found_by_verify() {
         Arc::new(UInt32Array::from(values))
     });
     let mut manifest = manifest_json(dir.path());
-    manifest["shards"][0]["sha256"] = deepspec_core::digest::file(&path).unwrap().into();
+    manifest["shards"][0]["sha256"] = deepspec_core::digest::sha256_of_file(&path).unwrap().into();
     reseal_table(dir.path(), manifest);
     let problems = verify(dir.path(), |_| ()).unwrap();
     let text: Vec<String> = problems.iter().map(ToString::to_string).collect();
@@ -186,7 +186,7 @@ fn a_lying_manifest_is_an_error_not_a_panic() {
     let mut leaves = Vec::new();
     collect_leaves(&honest, String::new(), &mut leaves);
     assert!(leaves.len() > 40);
-    // Fields that nothing in the folder can contradict; `Reader::require` and the digests guard
+    // Fields that nothing in the folder can contradict; `Reader::check_identity` and the digests guard
     // them.
     let free = [
         "/tool",

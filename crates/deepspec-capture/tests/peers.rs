@@ -68,7 +68,7 @@ fn python_tools_read_what_we_wrote() {
                 s.id,
                 s.input_ids,
                 s.spans,
-                s.supervised(),
+                s.supervised_count(),
                 sum(taps_of(s)),
                 sum(last_of(s, FinalStates::Supervised))
             ])

@@ -8,7 +8,9 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use common::*;
-use deepspec_capture::cache::{Encoding, FinalStates, Identity, Layout, Plan, Reader, Reference, export};
+use deepspec_capture::cache::{
+    Encoding, FinalStates, Identity, Layout, Plan, Reader, ReferenceCache, export,
+};
 use safetensors::SafeTensors;
 use serde_json::Value;
 
@@ -18,9 +20,9 @@ fn golden() -> PathBuf {
         .join("target_cache")
 }
 
-fn identity_of(reference: &Reference) -> Identity {
+fn identity_of(reference: &ReferenceCache) -> Identity {
     Identity {
-        taps: reference.taps().unwrap(),
+        taps: reference.target_layer_ids().unwrap(),
         hidden_size: reference.number("hidden_size").unwrap(),
         max_length: reference.number("max_length").unwrap(),
         vocab_size: 1 << 30,
@@ -47,7 +49,7 @@ fn same_but_for_layout_of_json(there: &Path, here: &Path) {
 #[test]
 fn golden_target_cache() {
     let golden = golden();
-    let reference = Reference::open(&golden.join("cache")).unwrap();
+    let reference = ReferenceCache::open(&golden.join("cache")).unwrap();
     let dir = tempfile::tempdir().unwrap();
     let (own, back) = (dir.path().join("own"), dir.path().join("back"));
     let manifest = reference.import(&own, &identity_of(&reference), || ()).unwrap();
@@ -90,7 +92,7 @@ fn a_cache_of_ours_goes_out_and_comes_back() {
     assert_eq!(json(&out.join("manifest.json"))["target_model_name_or_path"], "some/model");
     assert!(!export(&own, &out, "some/model", || ()).unwrap(), "it is there already");
     assert!(message(export(&own, &out, "another/model", || ())).contains("holds another cache already"));
-    let reference = Reference::open(&out).unwrap();
+    let reference = ReferenceCache::open(&out).unwrap();
     assert_eq!((reference.len(), reference.is_empty()), (20, false));
     let imported = Identity { vocab_size: 100, ..identity_of(&reference) };
     reference.import(&again, &imported, || ()).unwrap();
@@ -132,14 +134,14 @@ fn what_format_2_cannot_hold_or_is_not_is_refused() {
             let mut flipped = bytes.clone();
             flipped[at] ^= 0x81;
             fs::write(&path, &flipped).unwrap();
-            let outcome = Reference::open(&good)
+            let outcome = ReferenceCache::open(&good)
                 .and_then(|reference| reference.import(&into.join("x"), &identity(), || ()));
             refused += usize::from(outcome.is_err());
             assert!(name != "samples.idx" || outcome.is_err(), "record byte {at}");
             fs::remove_dir_all(into.join("x")).ok();
         }
         fs::write(&path, &bytes[..bytes.len() - 1]).unwrap();
-        let outcome = Reference::open(&good)
+        let outcome = ReferenceCache::open(&good)
             .and_then(|reference| reference.import(&into.join("x"), &identity(), || ()));
         assert!(outcome.is_err() || name == "manifest.json", "{name} cut");
         fs::remove_dir_all(into.join("x")).ok();

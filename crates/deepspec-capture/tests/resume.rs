@@ -154,7 +154,7 @@ fn another_plan_or_target_is_refused_by_field() {
         remove_existing(dir.path()).unwrap();
         assert!(files(dir.path()).is_empty());
         build(dir.path(), &plan, &other).unwrap();
-        Reader::open(dir.path()).unwrap().require(&other).unwrap();
+        Reader::open(dir.path()).unwrap().check_identity(&other).unwrap();
     }
 }
 

@@ -211,11 +211,11 @@ fn a_cache_of_another_identity_is_refused_by_field() {
     let dir = tempfile::tempdir().unwrap();
     build(dir.path(), &plan(2, FinalStates::All, 100), &identity()).unwrap();
     let reader = Reader::open(dir.path()).unwrap();
-    reader.require(&identity()).unwrap();
+    reader.check_identity(&identity()).unwrap();
     let mut other = identity();
     other.taps = vec![Tap::Layer(1)];
     other.system_prompt = None;
-    let text = message(reader.require(&other));
+    let text = message(reader.check_identity(&other));
     assert!(
         text.contains("system_prompt is \"You are a helpful assistant.\" there, absent is wanted"),
         "{text}"

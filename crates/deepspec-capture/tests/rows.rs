@@ -36,7 +36,7 @@ fn samples_come_in_input_order_with_their_mask() {
         assert_eq!(supervised, format!("<think>\n\n</think>\n\n{LONG} {i}.<|im_end|>\n"));
     }
     let tokens: u64 = found.samples.iter().map(|sample| sample.input_ids.len() as u64).sum();
-    let supervised: u64 = found.samples.iter().map(|sample| u64::from(sample.supervised())).sum();
+    let supervised: u64 = found.samples.iter().map(|sample| u64::from(sample.supervised_count())).sum();
     assert_eq!((found.report.tokens, found.report.supervised_tokens), (tokens, supervised));
 }
 
@@ -103,7 +103,7 @@ fn cut_answers_and_tools_reach_the_samples() {
     // Equal text, but the model never ended its turn: <|im_end|> and the line end are not
     // supervised.
     assert_eq!(whole.input_ids, cut.input_ids);
-    assert_eq!(whole.supervised(), cut.supervised() + 2);
+    assert_eq!(whole.supervised_count(), cut.supervised_count() + 2);
     let [Rejected { line: 3, reason, .. }] = &found.report.rejected[..] else { panic!("{:?}", found.report) };
     assert!(reason.contains("`tools` must be an array of objects"), "{reason}");
 }

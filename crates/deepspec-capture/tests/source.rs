@@ -28,7 +28,7 @@ fn the_identity_is_that_of_target_text_and_taps() {
     assert_eq!((layout.taps.len(), layout.hidden_size, layout.last), (3, 192, FinalStates::All));
     // Opened once more, and with a template that does not come from the recipe.
     assert_eq!(bench.source(&[]).unwrap().identity, *found);
-    let own = ChatTemplate::named("qwen", &chat_formats()).unwrap();
+    let own = ChatTemplate::from_name("qwen", &chat_formats()).unwrap();
     assert_eq!(
         identity(&bench.recipe(&[]), &source.dir, &source.tokenizer, &own, &source.config).unwrap(),
         *found

@@ -8,7 +8,7 @@ use std::path::Path;
 use common::Bench;
 use deepspec_capture::cache::{Builder, Encoding, FinalStates, Plan, verify};
 use deepspec_capture::{
-    Capture, Dataset, SampleStates, StateSource, TargetRuntime, TargetSpec, fill, tokenise,
+    Capture, Dataset, SampleStates, StateSource, TargetRuntime, TargetSpec, fill_shards, tokenise,
 };
 use deepspec_drafters::Recipe;
 use deepspec_testkit::folder::files;
@@ -19,7 +19,7 @@ use tch::{Device, Kind, Tensor};
 const PER_STEP: usize = 4;
 const SAMPLES: usize = 23;
 const STEPS: usize = SAMPLES / PER_STEP;
-const RUNNING: TargetRuntime = TargetRuntime { device: Device::Cpu, kind: Kind::Float, per_step: PER_STEP };
+const RUNNING: TargetRuntime = TargetRuntime { device: Device::Cpu, dtype: Kind::Float, per_step: PER_STEP };
 
 /// A bench with conversations of many lengths in `rows.jsonl`.
 fn bench() -> Bench {
@@ -73,9 +73,9 @@ fn read(
     for step in steps.clone() {
         let place = step % STEPS * PER_STEP;
         let samples = &order(step / STEPS)[place..place + PER_STEP];
-        states.begin(step, samples).unwrap();
+        states.begin_step(step, samples).unwrap();
         for &sample in samples {
-            read.push((dataset.meta(sample).id.to_string(), states.take().unwrap()));
+            read.push((dataset.meta(sample).id.to_string(), states.next_states().unwrap()));
         }
     }
     states.finish(steps.end).unwrap();
@@ -114,7 +114,7 @@ fn build_as(encoding: Encoding, recipe: &Recipe, source: &TargetSpec, dir: &Path
     let plan = Plan::new(samples, source.layout(FinalStates::Supervised, encoding), 1 << 20).unwrap();
     let mut builder = Builder::open(dir, &plan, &source.identity).unwrap();
     let mut capture = Capture::load(&source.dir, recipe, longest, Device::Cpu, Kind::Float).unwrap();
-    fill(&mut builder, &mut capture, |_| ()).unwrap();
+    fill_shards(&mut builder, &mut capture, |_| ()).unwrap();
     builder.publish().unwrap();
 }
 
@@ -145,7 +145,7 @@ fn only_states_that_were_rounded_are_other_data() {
     let bench = bench();
     let source = bench.source(&[]).unwrap();
     let online = dataset(&bench, &recipe(&bench, "online"), &source);
-    assert_eq!(online.rounding(), None);
+    assert_eq!(online.lossy_encoding(), None);
     for (encoding, rounding) in
         [(Encoding::Bf16, None), (Encoding::Bf16z, None), (Encoding::Fp8, Some(Encoding::Fp8))]
     {
@@ -155,7 +155,7 @@ fn only_states_that_were_rounded_are_other_data() {
         for states in ["cache", "hybrid"] {
             let recipe = recipe(&bench, &format!("{{{states}: '{}'}}", dir.display()));
             let dataset = dataset(&bench, &recipe, &source);
-            assert_eq!(dataset.rounding(), rounding, "{states} of {encoding}");
+            assert_eq!(dataset.lossy_encoding(), rounding, "{states} of {encoding}");
             assert_eq!(dataset.digest() == online.digest(), rounding.is_none(), "{states} of {encoding}");
         }
     }
@@ -249,8 +249,8 @@ fn states_that_are_not_finite_are_refused_by_sample() {
     let (online, source) = (recipe(&bench, "online"), bench.source(&[]).unwrap());
     let dataset = dataset(&bench, &online, &source);
     let mut states = StateSource::open(&dataset, &source, &online, RUNNING).unwrap();
-    states.begin(0, &order(0)[..PER_STEP]).unwrap();
-    let error = states.take().unwrap_err().to_string();
+    states.begin_step(0, &order(0)[..PER_STEP]).unwrap();
+    let error = states.next_states().unwrap_err().to_string();
     let words = ["sample \"row-3\"", "row 0 of last hidden state", "NaN"];
     assert!(words.iter().all(|word| error.contains(word)), "{error}");
 }

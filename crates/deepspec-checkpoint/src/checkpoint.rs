@@ -7,18 +7,19 @@ use safetensors::Dtype;
 
 use crate::drafter::Incompatibility;
 use crate::fields::read_object;
-use crate::shapes::{self, REBUILT};
+use crate::shapes::{self, REBUILT_TENSORS};
 use crate::{
-    CheckpointError, CheckpointFormat, Drafter, Known, TensorFacts, Tensors, layouts, quantised_folder,
+    CheckpointError, CheckpointFormat, Drafter, KnownDrafters, TensorMetadata, Tensors, layouts,
+    quantised_folder_message,
 };
 
-/// A drafter checkpoint of any known format.
+/// An opened drafter checkpoint of any known format.
 pub struct Checkpoint {
     dir: PathBuf,
     format: CheckpointFormat,
     drafter: Drafter,
     tensors: Tensors,
-    /// Config key that the loader refuses, with the reason.
+    /// Config key that this project cannot run, with the reason.
     unsupported: Option<(String, String)>,
 }
 
@@ -27,19 +28,19 @@ impl Checkpoint {
     ///
     /// # Errors
     /// Fails if format or kind is unknown, or if a file or config key is broken.
-    pub fn open(dir: &Path, known: Known) -> Result<Self, CheckpointError> {
+    pub fn open(dir: &Path, known: KnownDrafters) -> Result<Self, CheckpointError> {
         let path = dir.join("config.json");
         let map = read_object(&path)?;
         let tensors = Tensors::open(dir)?;
-        if let Some(problem) = quantised_folder(dir, &map) {
+        if let Some(problem) = quantised_folder_message(dir, &map) {
             return Err(CheckpointError::NotADrafter { path: dir.to_path_buf(), problem });
         }
         let (format, drafter) = layouts::read(&path, &map, &tensors, known)?;
         Ok(Self { dir: dir.to_path_buf(), format, drafter, tensors, unsupported: None })
     }
 
-    /// Records that the loader refuses a config key, which fails [`Self::check`] and prevents
-    /// conversions.
+    /// Records a config key that this project cannot run. Then [`Self::check`] fails, and
+    /// conversions are refused.
     pub fn set_unsupported(&mut self, key: String, reason: String) {
         if self.drafter.incompatibilities.iter().all(|known| known.key != key) {
             let reason = format!("it is not run here: {reason}");
@@ -53,12 +54,12 @@ impl Checkpoint {
         self.unsupported.as_ref().map(|(key, reason)| (key.as_str(), reason.as_str()))
     }
 
-    /// Its folder.
+    /// Folder of the checkpoint.
     pub fn dir(&self) -> &Path {
         &self.dir
     }
 
-    /// Its format.
+    /// Format of the checkpoint.
     pub fn format(&self) -> CheckpointFormat {
         self.format
     }
@@ -68,24 +69,25 @@ impl Checkpoint {
         &self.drafter
     }
 
-    /// Its tensors by their names in the files.
+    /// Tensors of the checkpoint, by their names in the files.
     pub fn tensors(&self) -> &Tensors {
         &self.tensors
     }
 
-    /// Whether the tensor is a copy of the target's, which training does not change.
-    pub fn is_targets(&self, name: &str) -> bool {
-        shapes::is_embed_or_head(name) || REBUILT.contains(&name)
+    /// Whether the tensor is a copy of the target's (embedding, LM head) or rebuilt from it, so
+    /// that training does not change it.
+    pub fn is_target_tensor(&self, name: &str) -> bool {
+        shapes::is_embed_or_head(name) || REBUILT_TENSORS.contains(&name)
     }
 
-    /// Whether it has the reference's format but lacks embedding and LM head, which engines take
-    /// from the target.
+    /// Whether the checkpoint has the reference's format but lacks embedding and LM head, which
+    /// engines take from the target.
     pub fn lacks_embed_and_head(&self) -> bool {
         self.format == CheckpointFormat::Reference
             && [shapes::EMBED, shapes::HEAD].iter().all(|end| self.find(end).is_none())
     }
 
-    /// The reason why it cannot be converted to `to`, if any.
+    /// The reason why the checkpoint cannot be converted to the format `to`, if any.
     pub fn refusal(&self, to: CheckpointFormat) -> Option<String> {
         self.conversion_refusal(&self.drafter, to)
     }
@@ -100,12 +102,13 @@ impl Checkpoint {
     }
 
     /// An error that refuses the conversion to `to`.
-    pub(crate) fn refused(&self, to: &'static str, reason: String) -> CheckpointError {
+    pub(crate) fn refused_error(&self, to: &'static str, reason: String) -> CheckpointError {
         CheckpointError::Refused { path: self.dir.clone(), to, reason }
     }
 
-    /// Finds a tensor by its name in the reference: its name in the files and its metadata.
-    pub(crate) fn find(&self, reference_name: &str) -> Option<(String, &TensorFacts)> {
+    /// Finds a tensor by its name in the reference's format. Returns its name in the files, and its
+    /// metadata.
+    pub(crate) fn find(&self, reference_name: &str) -> Option<(String, &TensorMetadata)> {
         let name = self.format.to_format_name(self.drafter.kind.as_ref(), reference_name);
         self.tensors.get(&name).map(|facts| (name, facts))
     }
@@ -131,7 +134,7 @@ impl Checkpoint {
     }
 
     fn check_shapes(&self) -> Result<(), CheckpointError> {
-        let Some(wanted) = shapes::tensors(&self.dir.join("config.json"), &self.drafter)? else {
+        let Some(wanted) = shapes::tensor_shapes(&self.dir.join("config.json"), &self.drafter)? else {
             return Ok(());
         };
         let ends = [(shapes::EMBED, self.drafter.vocab_size), (shapes::HEAD, self.drafter.draft_vocab_size)];
@@ -157,7 +160,7 @@ impl Checkpoint {
             useless.remove(name.as_str());
         }
         if matches!(self.format, CheckpointFormat::Speculators | CheckpointFormat::Specforge) {
-            useless.retain(|name| !REBUILT.contains(name));
+            useless.retain(|name| !REBUILT_TENSORS.contains(name));
         }
         match useless.first() {
             None => Ok(()),
@@ -167,8 +170,9 @@ impl Checkpoint {
         }
     }
 
-    /// A one-sentence recommendation; None for the reference's format.
-    pub fn advice(&self) -> Option<String> {
+    /// One sentence that says how to convert the checkpoint so that this project reads it; None for
+    /// the reference's format.
+    pub fn conversion_advice(&self) -> Option<String> {
         let (format, kind) = (self.format, self.drafter.kind.title());
         let what = match format {
             CheckpointFormat::Reference if self.lacks_embed_and_head() => {

@@ -7,10 +7,10 @@ use safetensors::Dtype;
 use serde_json::{Map, Value};
 
 use crate::numbers::{cast, differing_rows};
-use crate::shapes::{EMBED, HEAD, REBUILT, is_embed_or_head};
-use crate::shards::{MAX_SHARD_BYTES, is_weights};
+use crate::shapes::{EMBED, HEAD, REBUILT_TENSORS, is_embed_or_head};
+use crate::shards::{MAX_SHARD_BYTES, is_weights_file};
 use crate::tensors::torch_dtype_name;
-use crate::write::{Source, TensorToWrite, write};
+use crate::write::{TensorSource, TensorToWrite, write_weights};
 use crate::{Checkpoint, CheckpointError, CheckpointFormat, Drafter, Target, folder, layouts};
 
 const CONFIG: &str = "config.json";
@@ -19,9 +19,9 @@ const CONFIG: &str = "config.json";
 pub struct Converted<'a> {
     pub(crate) config: Map<String, Value>,
     pub(crate) tensors: Vec<TensorToWrite<'a>>,
-    /// Tensors of the checkpoint that the new format takes from the target.
+    /// Names of the checkpoint's tensors that the conversion omits.
     pub dropped: Vec<String>,
-    /// Tensors copied from the target.
+    /// Names of the tensors that are copied from the target.
     pub copied_from_target: Vec<String>,
     /// Maximum bytes of a weights file.
     pub max_shard_bytes: usize,
@@ -38,7 +38,7 @@ pub fn convert<'a>(
     to: CheckpointFormat,
     target: Option<&'a Target>,
 ) -> Result<Converted<'a>, CheckpointError> {
-    let refused = |reason: String| source.refused(to.name(), reason);
+    let refused = |reason: String| source.refused_error(to.name(), reason);
     let drafter = with_target_settings(source, target);
     if let Some(reason) = source.conversion_refusal(&drafter, to) {
         return Err(refused(reason));
@@ -48,7 +48,8 @@ pub fn convert<'a>(
         target.check_fits(&drafter)?;
     }
     let Some(target) = target else {
-        return without_target(source, to, &drafter).ok_or_else(|| refused(why_target(to, &drafter)));
+        return convert_without_target(source, to, &drafter)
+            .ok_or_else(|| refused(target_needed_message(to, &drafter)));
     };
     let (mut tensors, mut dropped) = other_tensors(source, to);
     let mut copied_from_target = vec![];
@@ -61,19 +62,19 @@ pub fn convert<'a>(
         match own {
             Some((name, facts)) if to.has_embed_and_head() => {
                 let shape = facts.shape.clone();
-                let source = Source::Copy(source.tensors(), name);
+                let source = TensorSource::Copy(source.tensors(), name);
                 tensors.push(TensorToWrite { name: end.into(), dtype: facts.dtype, shape, source });
             }
             Some((name, _)) => dropped.push(name),
             None if to.has_embed_and_head() => {
-                tensors.push(from_target(target, &theirs, end, source.dtype())?);
+                tensors.push(tensor_from_target(target, &theirs, end, source.dtype())?);
                 copied_from_target.push(end.to_string());
             }
             None => {}
         }
     }
     Ok(Converted {
-        config: layouts::config(&drafter, to, Some(target), dtype_name(source.dtype())),
+        config: layouts::config(&drafter, to, Some(target), config_dtype_name(source.dtype())),
         tensors,
         dropped,
         copied_from_target,
@@ -81,16 +82,16 @@ pub fn convert<'a>(
     })
 }
 
-/// The drafter, with settings that its config omits taken from the target.
+/// The checkpoint's drafter; settings that its config omits are taken from the target.
 pub(crate) fn with_target_settings(source: &Checkpoint, target: Option<&Target>) -> Drafter {
     let mut drafter = source.drafter().clone();
     drafter.num_target_layers = drafter.num_target_layers.or(target.map(Target::layers));
     drafter
 }
 
-/// A conversion to the reference's format that needs no target, because the checkpoint has
-/// embedding and LM head.
-fn without_target<'a>(
+/// Plans a conversion to the reference's format without a target. It is possible if the checkpoint
+/// has embedding and LM head.
+fn convert_without_target<'a>(
     source: &'a Checkpoint,
     to: CheckpointFormat,
     drafter: &Drafter,
@@ -106,14 +107,14 @@ fn without_target<'a>(
             name: end.into(),
             dtype: facts.dtype,
             shape,
-            source: Source::Copy(source.tensors(), name),
+            source: TensorSource::Copy(source.tensors(), name),
         });
     }
-    let config = layouts::config(drafter, to, None, dtype_name(source.dtype()));
+    let config = layouts::config(drafter, to, None, config_dtype_name(source.dtype()));
     Some(Converted { config, tensors, dropped, copied_from_target: vec![], max_shard_bytes: MAX_SHARD_BYTES })
 }
 
-fn why_target(to: CheckpointFormat, drafter: &Drafter) -> String {
+fn target_needed_message(to: CheckpointFormat, drafter: &Drafter) -> String {
     let what = match to {
         CheckpointFormat::Reference if drafter.num_target_layers.is_none() => {
             "`num_target_layers` is not in config.json, and the target's layers have to be counted".into()
@@ -138,13 +139,13 @@ pub(crate) fn other_tensors(
         if is_embed_or_head(name) {
             continue;
         }
-        if REBUILT.contains(&name) {
+        if REBUILT_TENSORS.contains(&name) {
             dropped.push(name.to_string());
             continue;
         }
         let kind = source.drafter().kind.as_ref();
         let new_name = to.to_format_name(kind, &source.format().to_reference_name(kind, name));
-        let copy = Source::Copy(source.tensors(), name.into());
+        let copy = TensorSource::Copy(source.tensors(), name.into());
         tensors.push(TensorToWrite {
             name: new_name,
             dtype: facts.dtype,
@@ -155,8 +156,8 @@ pub(crate) fn other_tensors(
     (tensors, dropped)
 }
 
-/// A tensor of the target, cast to the drafter's dtype.
-fn from_target<'a>(
+/// Copies a tensor from the target, cast to the drafter's dtype.
+fn tensor_from_target<'a>(
     target: &'a Target,
     theirs: &str,
     name: &str,
@@ -166,10 +167,10 @@ fn from_target<'a>(
     let facts = tensors.get(theirs).ok_or_else(|| tensors.error(theirs, "missing in the target"))?;
     let (shape, from) = (facts.shape.clone(), facts.dtype);
     let source = if from == dtype {
-        Source::Copy(tensors, theirs.into())
+        TensorSource::Copy(tensors, theirs.into())
     } else {
         let bytes = cast(tensors.bytes(theirs)?, from, dtype);
-        Source::Bytes(bytes.ok_or_else(|| {
+        TensorSource::Bytes(bytes.ok_or_else(|| {
             tensors.error(
                 theirs,
                 format!("{} cannot be read as {}", torch_dtype_name(from), torch_dtype_name(dtype)),
@@ -195,7 +196,7 @@ fn check_same_embed_or_head(
         .ok_or_else(|| target.tensors().error(theirs, "missing in the target"))?;
     if own.shape != other.shape {
         let reason = format!("`{end}` has shape {:?}, the target's {:?}", own.shape, other.shape);
-        return Err(source.refused(to, reason));
+        return Err(source.refused_error(to, reason));
     }
     let there = cast(target.tensors().bytes(theirs)?, other.dtype, own.dtype).ok_or_else(|| {
         target.tensors().error(theirs, format!("{} cannot be compared", torch_dtype_name(other.dtype)))
@@ -204,7 +205,7 @@ fn check_same_embed_or_head(
     let rows = own.shape.first().copied().unwrap_or(1);
     match differing_rows(&here, &there, here.len() / rows.max(1)) {
         0 => Ok(()),
-        differing => Err(source.refused(
+        differing => Err(source.refused_error(
             to,
             format!(
                 "`{end}` is not the target's: {differing} of {rows} rows differ, and whoever loads the result takes the target's"
@@ -215,7 +216,7 @@ fn check_same_embed_or_head(
 
 /// Checks that checkpoint and target match, and that the target's embedding and LM head can replace
 /// the checkpoint's.
-pub(crate) fn check_pair(
+pub(crate) fn check_target_matches(
     source: &Checkpoint,
     drafter: &Drafter,
     target: &Target,
@@ -227,7 +228,7 @@ pub(crate) fn check_pair(
     ends.into_iter().try_for_each(|(end, theirs)| check_same_embed_or_head(source, end, target, &theirs, to))
 }
 
-pub(crate) fn dtype_name(dtype: Dtype) -> &'static str {
+pub(crate) fn config_dtype_name(dtype: Dtype) -> &'static str {
     match dtype {
         Dtype::F32 => "float32",
         Dtype::F16 => "float16",
@@ -247,12 +248,12 @@ impl Converted<'_> {
     /// # Errors
     /// Fails if the folder exists and may not be replaced, or on any I/O error.
     pub fn write(mut self, dir: &Path, overwrite: bool) -> Result<(), CheckpointError> {
-        folder::replace(
+        folder::write_folder_atomically(
             dir,
             overwrite,
-            |name| name == CONFIG || is_weights(name),
+            |name| name == CONFIG || is_weights_file(name),
             |partial| {
-                write(partial, &mut self.tensors, self.max_shard_bytes)?;
+                write_weights(partial, &mut self.tensors, self.max_shard_bytes)?;
                 Ok(atomic::write_json(&partial.join(CONFIG), &self.config)?)
             },
         )

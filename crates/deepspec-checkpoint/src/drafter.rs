@@ -12,8 +12,8 @@ use crate::export::{Engine, EngineSupport};
 use crate::families::Family;
 use crate::kind::{DflashConfigKeys, GgufParts, Speculators};
 
-/// Tensors by name, with their shapes.
-pub type Shapes = Vec<(String, Vec<usize>)>;
+/// Names and shapes of tensors.
+pub type TensorShapes = Vec<(String, Vec<usize>)>;
 
 /// A setting that only this checkpoint's own format can express.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
@@ -39,23 +39,23 @@ pub struct Drafter {
     pub hidden_size: u64,
     /// Vocabulary size V of the target.
     pub vocab_size: u64,
-    /// Number of tokens that it can draft, less than V if its vocabulary is pruned.
+    /// Size of the draft vocabulary, less than V if it is pruned.
     pub draft_vocab_size: u64,
     /// Number of draft layers.
     pub layers: u64,
-    /// Target layers whose hidden states it reads.
+    /// Target layers whose hidden states the drafter reads.
     pub taps: Vec<Tap>,
     /// Number of the target's layers, if the config states it.
     pub num_target_layers: Option<u64>,
-    /// Its kind with that kind's settings.
+    /// The drafter kind, such as DSpark, with its settings.
     pub kind: Settings,
-    /// Informative keys, such as `num_anchors`.
+    /// Config keys that do not affect the computation, such as `num_anchors`.
     pub informative_keys: Map<String, Value>,
     /// Settings that prevent a conversion to any other format.
     pub incompatibilities: Vec<Incompatibility>,
 }
 
-/// Settings that are specific to the drafter's kind.
+/// The settings of a drafter kind.
 pub type Settings = Arc<dyn KindSettings>;
 
 /// The interface of a drafter kind for formats, engines and reports.
@@ -82,13 +82,13 @@ pub trait KindSettings: fmt::Debug + Send + Sync {
     /// vLLM's name of the drafting method. SGLang writes it in capitals, llama.cpp after `draft-`.
     fn method(&self) -> &'static str;
 
-    /// Human-readable description of the drafted tokens and the parts involved.
+    /// Human-readable lines, as (label, text): the drafted tokens and the parts of the drafter.
     fn lines(&self) -> Vec<(&'static str, String)>;
 
     /// Machine-readable settings.
     fn to_json(&self) -> Value;
 
-    /// Whether other tools interpret layers of `family` the same way.
+    /// Whether other tools compute draft layers of `family` in the same way.
     fn has_layers_of(&self, family: Family) -> bool {
         family.pre_norm && family.qk_norm
     }
@@ -98,26 +98,28 @@ pub trait KindSettings: fmt::Debug + Send + Sync {
         1
     }
 
-    /// Adds the kind's tensors to `shapes`, except `fc`, the final norm and the common layer
-    /// tensors.
-    fn tensors(&self, drafter: &Drafter, shapes: &mut Shapes);
+    /// Adds the names and shapes of the kind's own tensors to `shapes`. `fc`, the final norm and
+    /// the common layer tensors are added by the caller.
+    fn add_tensor_shapes(&self, drafter: &Drafter, shapes: &mut TensorShapes);
 
     /// The reason why `to` cannot express this drafter, if any.
     fn refusal(&self, drafter: &Drafter, to: CheckpointFormat) -> Option<String>;
 
-    /// Its class in the reference's format, without the family's prefix, and its config keys.
-    fn reference(&self, drafter: &Drafter) -> (&'static str, Map<String, Value>);
+    /// The kind's class name in the reference's format, without the family's prefix, and its config
+    /// keys.
+    fn reference_config(&self, drafter: &Drafter) -> (&'static str, Map<String, Value>);
 
-    /// The kind in the format of the speculators package.
-    fn speculators(&self) -> Speculators;
+    /// Class and config keys of the kind in the format of the speculators package.
+    fn speculators_config(&self) -> Speculators;
 
-    /// Pairs of tensor name prefixes (that format, reference) for this kind only.
+    /// Tensor name prefixes that this kind renames, as (prefix in the given format, prefix in the
+    /// reference's format).
     fn renames(&self, _: CheckpointFormat) -> &'static [(&'static str, &'static str)] {
         &[]
     }
 
-    /// Its config in a format specific to this kind, if there is one; `flat` are the decoder's
-    /// keys.
+    /// The whole config in a format that only this kind has, if there is one; `flat` are the
+    /// decoder's keys.
     fn own_config(
         &self,
         _: &Drafter,
@@ -127,7 +129,7 @@ pub trait KindSettings: fmt::Debug + Send + Sync {
         None
     }
 
-    /// Its config for z-lab, SpecForge and ModelOpt. Called only for formats that
+    /// The kind's keys in the config of z-lab, SpecForge and ModelOpt. Called only for formats that
     /// [`KindSettings::refusal`] accepts.
     fn dflash_config(&self, _to: CheckpointFormat) -> Option<DflashConfigKeys> {
         None
@@ -146,21 +148,21 @@ pub trait KindSettings: fmt::Debug + Send + Sync {
         String::new()
     }
 
-    /// Its parts in llama.cpp's GGUF format.
+    /// Architecture, metadata keys and tensor names of the kind in llama.cpp's GGUF format.
     ///
     /// # Errors
     /// Returns the reason if llama.cpp cannot run it.
-    fn gguf(&self, drafter: &Drafter) -> Result<GgufParts, String>;
+    fn gguf_parts(&self, drafter: &Drafter) -> Result<GgufParts, String>;
 
-    /// Whether and how vLLM or SGLang loads it in this format, or why not.
-    fn support(&self, engine: Engine, format: CheckpointFormat) -> EngineSupport;
+    /// Whether vLLM or SGLang loads the drafter in this format, and how, or why not.
+    fn engine_support(&self, engine: Engine, format: CheckpointFormat) -> EngineSupport;
 }
 
 /// Config keys about training, which do not affect the computation.
 pub const INFORMATIVE_KEYS: [&str; 2] = ["num_anchors", "step_loss_decay"];
 
 impl Drafter {
-    /// Layer ids as speculators and vLLM count them: 0 is the embedding's output.
+    /// Captured layer ids as speculators and vLLM count them: 0 is the embedding's output.
     pub fn aux_layer_ids(&self) -> Vec<i64> {
         self.taps.iter().map(|tap| tap.layer_id() + 1).collect()
     }
@@ -179,7 +181,7 @@ impl Drafter {
             ));
         }
         if let (Some(layers), Some(tap)) =
-            (self.num_target_layers, self.taps.iter().find(|&&tap| self.is_edge(tap)))
+            (self.num_target_layers, self.taps.iter().find(|&&tap| self.is_ambiguous_layer(tap)))
         {
             let last = layers.saturating_sub(2);
             return Some(format!(
@@ -191,8 +193,9 @@ impl Drafter {
         None
     }
 
-    /// Whether tools define this layer's hidden state differently.
-    fn is_edge(&self, tap: Tap) -> bool {
+    /// Whether tools disagree about this layer's hidden state. They do for the embedding and for
+    /// the last layer.
+    fn is_ambiguous_layer(&self, tap: Tap) -> bool {
         tap == Tap::Embedding
             || self.num_target_layers.is_some_and(|layers| tap.layer_id() + 1 >= layers as i64)
     }

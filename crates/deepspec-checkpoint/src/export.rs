@@ -55,7 +55,7 @@ impl Engine {
     /// All engines.
     pub const ALL: [Self; 3] = [Self::Vllm, Self::Sglang, Self::LlamaCpp];
 
-    /// Its name.
+    /// Name of the engine in texts.
     pub fn title(self) -> &'static str {
         match self {
             Self::Vllm => "vLLM",
@@ -64,7 +64,7 @@ impl Engine {
         }
     }
 
-    /// Its name as the target of a conversion on the command line.
+    /// Name of the engine in the option `--to` of a conversion.
     pub fn export_name(self) -> &'static str {
         match self {
             Self::Vllm => "vllm",
@@ -73,8 +73,21 @@ impl Engine {
         }
     }
 
-    /// Command-line arguments that serve `drafter`, converted to `path`.
-    pub fn arguments(self, drafter: &Drafter, path: &str) -> String {
+    /// The command that serves `target` with `drafter`, converted to `path`. llama.cpp serves a GGUF file of the target.
+    pub fn serve_command(self, target: &str, drafter: &Drafter, path: &str) -> String {
+        let program = match self {
+            Self::Vllm => format!("vllm serve {target}"),
+            Self::Sglang => format!("python3 -m sglang.launch_server --model-path {target}"),
+            Self::LlamaCpp if target.to_lowercase().ends_with(".gguf") => {
+                format!("llama-server --model {target}")
+            }
+            Self::LlamaCpp => "llama-server --model TARGET.gguf".into(),
+        };
+        format!("{program} {}", self.serve_arguments(drafter, path))
+    }
+
+    /// The engine's command-line arguments to serve `drafter`, which was converted to `path`.
+    pub fn serve_arguments(self, drafter: &Drafter, path: &str) -> String {
         let (method, drafted) = (drafter.kind.method(), drafter.kind.drafted());
         match self {
             Self::Vllm => format!(
@@ -120,23 +133,23 @@ pub struct EngineSupport {
     pub loads: bool,
     /// How it loads, or why not.
     pub note: &'static str,
-    /// Whether this was tried; otherwise it is read from the engine's sources.
+    /// Whether it was tested; otherwise it follows from the engine's sources.
     pub tried: bool,
 }
 
 impl EngineSupport {
-    /// It loads, in a trial with the version in [`crate::loaders`].
-    pub const fn tried(note: &'static str) -> Self {
+    /// The engine loads the checkpoint, which was tested with the version in [`crate::loaders`].
+    pub const fn loads_tested(note: &'static str) -> Self {
         Self { loads: true, note, tried: true }
     }
 
-    /// It loads, by the engine's sources.
-    pub const fn yes(note: &'static str) -> Self {
+    /// The engine loads the checkpoint according to its sources.
+    pub const fn loads_untested(note: &'static str) -> Self {
         Self { loads: true, note, tried: false }
     }
 
-    /// It does not load, by the engine's sources.
-    pub const fn no(note: &'static str) -> Self {
+    /// The engine does not load the checkpoint according to its sources.
+    pub const fn not_loaded(note: &'static str) -> Self {
         Self { loads: false, note, tried: false }
     }
 }

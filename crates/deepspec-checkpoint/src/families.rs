@@ -1,4 +1,5 @@
-//! Properties of model families that reading checkpoints needs. The models crate lists them.
+//! Properties of model families that are needed to read checkpoints. The models crate lists the
+//! families.
 
 use std::fmt;
 
@@ -10,7 +11,7 @@ use serde_json::Value;
 pub struct DecoderFamily {
     /// Human-readable name.
     pub name: &'static str,
-    /// Prefix of drafter classes with such layers, as in `Qwen3DSparkModel`.
+    /// Family prefix of drafter class names: `Qwen3` in `Qwen3DSparkModel`.
     pub prefix: &'static str,
     /// Values of `model_type` in its configs.
     pub model_types: &'static [&'static str],
@@ -18,7 +19,7 @@ pub struct DecoderFamily {
     pub pre_norm: bool,
     /// Whether queries and keys are RMS-normed per head.
     pub qk_norm: bool,
-    /// Default values of transformers for missing config keys.
+    /// Config keys with the default values that transformers uses if they are missing.
     pub defaults: fn() -> Vec<(&'static str, Value)>,
 }
 

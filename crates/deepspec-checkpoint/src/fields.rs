@@ -11,7 +11,7 @@ use crate::CheckpointError;
 pub struct Fields<'a> {
     /// The file, for errors.
     pub path: &'a Path,
-    /// Its keys.
+    /// Keys and values of the object.
     pub map: &'a Map<String, Value>,
     within: String,
 }
@@ -28,7 +28,7 @@ impl<'a> Fields<'a> {
         CheckpointError::Key { path: self.path.to_path_buf(), key, problem: problem.into() }
     }
 
-    fn typed<T>(
+    fn read_typed<T>(
         &self,
         key: &str,
         expected: &str,
@@ -47,7 +47,7 @@ impl<'a> Fields<'a> {
     /// # Errors
     /// Fails if the value is something else.
     pub fn count(&self, key: &str) -> Result<Option<u64>, CheckpointError> {
-        self.typed(key, "a whole number from 0 to 2147483647", |value| {
+        self.read_typed(key, "a whole number from 0 to 2147483647", |value| {
             value.as_u64().filter(|&count| count < 1 << 31)
         })
     }
@@ -58,7 +58,7 @@ impl<'a> Fields<'a> {
     /// Fails if the value is something else.
     pub fn size<T: From<u32>>(&self, key: &str) -> Result<Option<T>, CheckpointError> {
         let size = |value: &Value| value.as_u64().and_then(|size| u32::try_from(size).ok());
-        self.typed(key, "a whole number from 1 to 2147483647", |value| {
+        self.read_typed(key, "a whole number from 1 to 2147483647", |value| {
             size(value).filter(|size| (1..1 << 31).contains(size)).map(T::from)
         })
     }
@@ -68,7 +68,7 @@ impl<'a> Fields<'a> {
     /// # Errors
     /// Fails if the value is something else.
     pub fn number(&self, key: &str) -> Result<Option<f64>, CheckpointError> {
-        self.typed(key, "a number", Value::as_f64)
+        self.read_typed(key, "a number", Value::as_f64)
     }
 
     /// A boolean.
@@ -76,7 +76,7 @@ impl<'a> Fields<'a> {
     /// # Errors
     /// Fails if the value is something else.
     pub fn flag(&self, key: &str) -> Result<Option<bool>, CheckpointError> {
-        self.typed(key, "true or false", Value::as_bool)
+        self.read_typed(key, "true or false", Value::as_bool)
     }
 
     /// A string.
@@ -84,7 +84,7 @@ impl<'a> Fields<'a> {
     /// # Errors
     /// Fails if the value is something else.
     pub fn text(&self, key: &str) -> Result<Option<&'a str>, CheckpointError> {
-        self.typed(key, "a string", Value::as_str)
+        self.read_typed(key, "a string", Value::as_str)
     }
 
     /// A list of integers, each below 2³¹ in magnitude.
@@ -93,7 +93,7 @@ impl<'a> Fields<'a> {
     /// Fails if an element is something else.
     pub fn integers(&self, key: &str) -> Result<Option<Vec<i64>>, CheckpointError> {
         let small = |value: &Value| value.as_i64().filter(|id| id.unsigned_abs() < 1 << 31);
-        self.typed(key, "a list of integers", |value| value.as_array()?.iter().map(small).collect())
+        self.read_typed(key, "a list of integers", |value| value.as_array()?.iter().map(small).collect())
     }
 
     /// A list of strings.
@@ -101,7 +101,9 @@ impl<'a> Fields<'a> {
     /// # Errors
     /// Fails if an element is something else.
     pub fn texts(&self, key: &str) -> Result<Option<Vec<&'a str>>, CheckpointError> {
-        self.typed(key, "a list of strings", |value| value.as_array()?.iter().map(Value::as_str).collect())
+        self.read_typed(key, "a list of strings", |value| {
+            value.as_array()?.iter().map(Value::as_str).collect()
+        })
     }
 
     /// A nested object.
@@ -109,13 +111,13 @@ impl<'a> Fields<'a> {
     /// # Errors
     /// Fails if the value is something else.
     pub fn object(&self, key: &str) -> Result<Option<Self>, CheckpointError> {
-        let map = self.typed(key, "an object", Value::as_object)?;
+        let map = self.read_typed(key, "an object", Value::as_object)?;
         let within = format!("{}{key}.", self.within);
         Ok(map.map(|map| Self { path: self.path, map, within }))
     }
 
-    /// Replaces the content of the object but keeps its path in the file.
-    pub fn with<'b>(&self, map: &'b Map<String, Value>) -> Fields<'b>
+    /// Returns the fields of `map`, with the path of this object in errors.
+    pub fn with_map<'b>(&self, map: &'b Map<String, Value>) -> Fields<'b>
     where
         'a: 'b,
     {
@@ -146,22 +148,22 @@ impl<'a> Fields<'a> {
         self.required(key, self.object(key)?)
     }
 
-    /// Checks that a string is absent or equal to `only`.
+    /// Checks that the string `key` is absent or equal to `only`.
     ///
     /// # Errors
     /// Fails if it has another value.
-    pub fn only_text(&self, key: &str, only: &str) -> Result<(), CheckpointError> {
+    pub fn require_text(&self, key: &str, only: &str) -> Result<(), CheckpointError> {
         match self.text(key)?.filter(|&found| found != only) {
             None => Ok(()),
             Some(found) => Err(self.error(key, format!("\"{found}\" is not supported; expected \"{only}\""))),
         }
     }
 
-    /// Checks that an unsupported feature is off or absent.
+    /// Checks that the boolean `key` of an unsupported feature is false or absent.
     ///
     /// # Errors
     /// Fails with `problem` if it is on.
-    pub fn only_off(&self, key: &str, problem: &str) -> Result<(), CheckpointError> {
+    pub fn require_off(&self, key: &str, problem: &str) -> Result<(), CheckpointError> {
         if self.flag(key)?.unwrap_or(false) { Err(self.error(key, problem)) } else { Ok(()) }
     }
 

@@ -9,13 +9,13 @@ use deepspec_core::digest;
 
 use crate::CheckpointError;
 
-/// Lets `fill` write a folder next to `dir`, then renames it to `dir`. `overwrite` replaces an
-/// existing folder if `own` accepts all its file names. Without `overwrite`, an existing folder
-/// with the same files stays as it is.
+/// Lets `fill` write a temporary folder, then renames it to `dir`. `overwrite` replaces an existing
+/// folder if `own` accepts all its file names. Without `overwrite`, an existing folder with equal
+/// files stays as it is.
 ///
 /// # Errors
 /// Fails if the folder exists with other content, if `fill` fails, or on any I/O error.
-pub fn replace(
+pub fn write_folder_atomically(
     dir: &Path,
     overwrite: bool,
     own: impl Fn(&str) -> bool,
@@ -36,51 +36,53 @@ pub fn replace(
         atomic::create_dir(parent)?;
     }
     // The lock is a separate file next to the folder.
-    let Some(_lock) = PartialLock::take(&beside(dir, ".lock"))? else {
+    let Some(_lock) = PartialLock::try_acquire(&sibling_path(dir, ".lock"))? else {
         return Err(bad("another process is writing it; wait for it, or end it".into()));
     };
-    let partial = beside(dir, ".partial");
-    clear(&partial)?;
+    let partial = sibling_path(dir, ".partial");
+    remove_if_exists(&partial)?;
     atomic::create_dir(&partial)?;
     fill(&partial)?;
     if dir.exists() && !overwrite {
-        let same = holds_the_same(&partial, dir)?;
-        clear(&partial)?;
+        let same = has_same_files(&partial, dir)?;
+        remove_if_exists(&partial)?;
         return match same {
             true => Ok(()),
             false => Err(CheckpointError::Exists { path: dir.to_path_buf() }),
         };
     }
-    let old = beside(dir, ".old");
+    let old = sibling_path(dir, ".old");
     if dir.exists() {
-        clear(&old)?;
+        remove_if_exists(&old)?;
         fs::rename(dir, &old).map_err(FileError::at("moving aside", dir))?;
     }
     fs::rename(&partial, dir).map_err(FileError::at("writing", dir))?;
-    clear(&old)
+    remove_if_exists(&old)
 }
 
 /// Whether `other` has each file of `one` with the same bytes.
-fn holds_the_same(one: &Path, other: &Path) -> Result<bool, CheckpointError> {
+fn has_same_files(one: &Path, other: &Path) -> Result<bool, CheckpointError> {
     for entry in fs::read_dir(one).map_err(FileError::at("reading", one))? {
         let file = entry.map_err(FileError::at("reading", one))?.path();
         let counterpart = other.join(file.file_name().unwrap_or_default());
         let bytes = |path: &Path| fs::metadata(path).map(|found| found.len()).ok();
-        if bytes(&file) != bytes(&counterpart) || digest::file(&file)? != digest::file(&counterpart)? {
+        if bytes(&file) != bytes(&counterpart)
+            || digest::sha256_of_file(&file)? != digest::sha256_of_file(&counterpart)?
+        {
             return Ok(false);
         }
     }
     Ok(true)
 }
 
-fn beside(dir: &Path, suffix: &str) -> PathBuf {
+fn sibling_path(dir: &Path, suffix: &str) -> PathBuf {
     let mut name: OsString = dir.as_os_str().to_owned();
     name.push(suffix);
     PathBuf::from(name)
 }
 
-/// Removes the files of an earlier attempt.
-fn clear(dir: &Path) -> Result<(), CheckpointError> {
+/// Removes a folder that an earlier attempt left.
+fn remove_if_exists(dir: &Path) -> Result<(), CheckpointError> {
     if dir.exists() {
         fs::remove_dir_all(dir).map_err(FileError::at("removing", dir))?;
     }

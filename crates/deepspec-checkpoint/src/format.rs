@@ -45,26 +45,27 @@ impl CheckpointFormat {
         matches!(self, Self::Reference | Self::Speculators)
     }
 
-    /// The reference's name of a tensor `name` in this format.
+    /// Converts a tensor name of this format to the reference's.
     pub(crate) fn to_reference_name(self, kind: &dyn KindSettings, name: &str) -> String {
         let renamed =
             |(theirs, ours): &(&str, &str)| name.strip_prefix(theirs).map(|rest| format!("{ours}{rest}"));
         self.renames(kind).find_map(renamed).unwrap_or_else(|| name.into())
     }
 
-    /// This format's name of the reference's tensor `name`.
+    /// Converts a tensor name of the reference's format to this format's.
     pub(crate) fn to_format_name(self, kind: &dyn KindSettings, name: &str) -> String {
         let renamed =
             |(theirs, ours): &(&str, &str)| name.strip_prefix(ours).map(|rest| format!("{theirs}{rest}"));
         self.renames(kind).find_map(renamed).unwrap_or_else(|| name.into())
     }
 
-    /// Pairs of tensor name prefixes (this format, reference), with the kind's own pairs first.
+    /// Renamed tensor name prefixes, as (prefix in this format, prefix in the reference's). The
+    /// kind's own pairs come first.
     fn renames(self, kind: &dyn KindSettings) -> impl Iterator<Item = &'static (&'static str, &'static str)> {
-        kind.renames(self).iter().chain(self.own_renames())
+        kind.renames(self).iter().chain(self.format_renames())
     }
 
-    fn own_renames(self) -> &'static [(&'static str, &'static str)] {
+    fn format_renames(self) -> &'static [(&'static str, &'static str)] {
         match self {
             Self::Modelopt => &[
                 ("markov_w1.", "markov_head.markov_w1."),

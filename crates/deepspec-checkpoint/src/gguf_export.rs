@@ -9,50 +9,51 @@ use deepspec_core::{VERSION, atomic};
 use safetensors::Dtype;
 use serde_json::Value as Json;
 
-use crate::convert::{check_pair, with_target_settings};
+use crate::convert::{check_target_matches, with_target_settings};
 use crate::fields::Fields;
 use crate::kind::GgufParts;
 use crate::numbers::cast;
-use crate::shapes::{Heads, REBUILT, is_embed_or_head};
+use crate::shapes::{Heads, REBUILT_TENSORS, is_embed_or_head};
 use crate::tensors::torch_dtype_name;
 use crate::{Checkpoint, CheckpointError, Drafter, Target, folder, rope};
 
-/// Name of the format in errors.
-const NAME: &str = "gguf";
+/// Name of this format in errors.
+const FORMAT_NAME: &str = "gguf";
 
 /// Tensor names that all drafters share; only block drafters have `hidden_norm`.
-const NAMES: [(&str, &str); 3] = [
+const TENSOR_NAMES: [(&str, &str); 3] = [
     ("fc.weight", "fc.weight"),
     ("hidden_norm.weight", "enc.output_norm.weight"),
     ("norm.weight", "output_norm.weight"),
 ];
 /// A drafter ready to be written as GGUF.
-pub struct Gguf<'a> {
+pub struct GgufExport<'a> {
     source: &'a Checkpoint,
     writer: Writer,
     /// Source of each tensor's values.
-    tensors: Vec<Values>,
+    tensors: Vec<ValueSource>,
     /// Whether llama.cpp has a name for the target's pre-tokenizer.
-    pub splits_as_known: bool,
+    pub has_known_pre_tokenizer: bool,
 }
 
 /// Source of a tensor's values.
-enum Values {
+enum ValueSource {
     Zeros,
     /// Computed values.
     Own(Vec<f32>),
     /// Values of a tensor of the checkpoint.
     Of(String),
-    /// Values of a tensor of the checkpoint with this number of heads, reordered to RoPE pairs.
+    /// Values of a tensor of the checkpoint. The rows of its heads (their number is given) are
+    /// reordered to RoPE pairs.
     Paired(String, usize),
 }
 
-impl<'a> Gguf<'a> {
+impl<'a> GgufExport<'a> {
     /// The name of the file.
     pub const FILE: &'static str = "model.gguf";
 
-    /// Plans the drafter of `source` as GGUF, which takes embedding and LM head from a matching
-    /// target. Matrices have the type `matrices`, by default the checkpoint's. All other tensors
+    /// Plans the conversion of `source` to GGUF, which takes embedding and LM head from a matching
+    /// target. Matrices get the dtype `matrices`, by default the checkpoint's. All other tensors
     /// are float32.
     ///
     /// # Errors
@@ -64,26 +65,29 @@ impl<'a> Gguf<'a> {
         matrices: Option<TensorType>,
     ) -> Result<Self, CheckpointError> {
         let drafter = with_target_settings(source, Some(target));
-        let parts = drafter.reason_not_convertible().map_or_else(|| drafter.kind.gguf(&drafter), Err);
-        let parts = parts.map_err(|reason| source.refused(NAME, reason))?;
+        let parts = drafter.reason_not_convertible().map_or_else(|| drafter.kind.gguf_parts(&drafter), Err);
+        let parts = parts.map_err(|reason| source.refused_error(FORMAT_NAME, reason))?;
         let path = source.dir().join("config.json");
         let fields = Fields::new(&path, &drafter.decoder);
         let heads = Heads::of(&fields, &drafter)?;
-        let rope = rope::with_factors(source, NAME)?;
+        let rope = rope::llama_cpp_rope(source, FORMAT_NAME)?;
         if parts.interleaved_rope && !heads.dim.is_multiple_of(2) {
-            return Err(source.refused(NAME, format!("heads of {} values do not turn in pairs", heads.dim)));
+            return Err(source
+                .refused_error(FORMAT_NAME, format!("heads of {} values do not turn in pairs", heads.dim)));
         }
-        check_pair(source, &drafter, target, NAME)?;
-        let matrices = matrices.unwrap_or_else(|| kind_of(source.dtype()));
+        check_target_matches(source, &drafter, target, FORMAT_NAME)?;
+        let matrices = matrices.unwrap_or_else(|| tensor_type_of(source.dtype()));
         let tokenizer = Tokenizer::read(target.dir(), drafter.vocab_size as usize)?;
-        let splits_as_known = tokenizer.is_known();
+        let has_known_pre_tokenizer = tokenizer.has_known_pre_tokenizer();
 
         let mut writer = Writer::default();
         let own = |key: &str| format!("{}.{key}", parts.architecture);
         writer.put("general.architecture", Value::Text(parts.architecture.into()));
         writer.put("general.description", Value::Text(format!("written by deepspec {VERSION}")));
         writer.put("general.file_type", Value::U32(matrices.file_type()));
-        writer.extend(decoder(&fields, &drafter, &heads, rope.theta)?.map(|(key, value)| (own(key), value)));
+        writer.extend(
+            decoder_metadata(&fields, &drafter, &heads, rope.theta)?.map(|(key, value)| (own(key), value)),
+        );
         let taps = drafter.aux_layer_ids().into_iter().map(|id| id as i32).collect();
         writer.put(&own("target_layers"), Value::Integers(taps));
         writer.extend(parts.keys.iter().map(|(key, value)| (own(key), value.clone())));
@@ -96,7 +100,7 @@ impl<'a> Gguf<'a> {
 
         let mut tensors = vec![];
         for (name, facts) in source.tensors().iter() {
-            if is_embed_or_head(name) || REBUILT.contains(&name) {
+            if is_embed_or_head(name) || REBUILT_TENSORS.contains(&name) {
                 continue;
             }
             let reference_name = source.format().to_reference_name(drafter.kind.as_ref(), name);
@@ -109,32 +113,32 @@ impl<'a> Gguf<'a> {
             let turning =
                 turning.into_iter().find(|(end, _)| parts.interleaved_rope && gguf_name.ends_with(end));
             tensors.push(turning.map_or_else(
-                || Values::Of(name.into()),
-                |(_, heads)| Values::Paired(name.into(), heads as usize),
+                || ValueSource::Of(name.into()),
+                |(_, heads)| ValueSource::Paired(name.into(), heads as usize),
             ));
             writer.tensor(Tensor { name: gguf_name, kind, shape: facts.shape.clone() });
         }
         if let Some(factors) = rope.factors {
             let shape = vec![factors.len()];
             writer.tensor(Tensor { name: ROPE_FACTORS.into(), kind: TensorType::F32, shape });
-            tensors.push(Values::Own(factors));
+            tensors.push(ValueSource::Own(factors));
         }
         for (name, shape) in parts.zeros {
             writer.tensor(Tensor { name: name.into(), kind: TensorType::F32, shape });
-            tensors.push(Values::Zeros);
+            tensors.push(ValueSource::Zeros);
         }
-        Ok(Self { source, writer, tensors, splits_as_known })
+        Ok(Self { source, writer, tensors, has_known_pre_tokenizer })
     }
 
-    /// Writes [`Gguf::FILE`] into a new folder atomically. `overwrite` replaces an existing folder
+    /// Writes [`GgufExport::FILE`] into a new folder atomically. `overwrite` replaces an existing folder
     /// that contains only such a file.
     ///
     /// # Errors
     /// Fails if the folder exists and may not be replaced, on any I/O error, or if values of a
     /// tensor are no floats.
     pub fn write(&self, dir: &Path, overwrite: bool) -> Result<(), CheckpointError> {
-        let data = |number, tensor: &Tensor| self.data(number, tensor).map_err(io::Error::other);
-        folder::replace(
+        let data = |number, tensor: &Tensor| self.tensor_bytes(number, tensor).map_err(io::Error::other);
+        folder::write_folder_atomically(
             dir,
             overwrite,
             |name| name == Self::FILE,
@@ -142,12 +146,14 @@ impl<'a> Gguf<'a> {
         )
     }
 
-    fn data(&self, number: usize, tensor: &Tensor) -> Result<Vec<u8>, CheckpointError> {
+    fn tensor_bytes(&self, number: usize, tensor: &Tensor) -> Result<Vec<u8>, CheckpointError> {
         let (name, heads) = match &self.tensors[number] {
-            Values::Zeros => return Ok(vec![0; tensor.bytes()]),
-            Values::Own(values) => return Ok(values.iter().flat_map(|value| value.to_le_bytes()).collect()),
-            Values::Of(name) => (name, None),
-            Values::Paired(name, heads) => (name, Some(*heads)),
+            ValueSource::Zeros => return Ok(vec![0; tensor.bytes()]),
+            ValueSource::Own(values) => {
+                return Ok(values.iter().flat_map(|value| value.to_le_bytes()).collect());
+            }
+            ValueSource::Of(name) => (name, None),
+            ValueSource::Paired(name, heads) => (name, Some(*heads)),
         };
         let tensors = self.source.tensors();
         let facts = tensors.get(name).ok_or_else(|| tensors.error(name, "missing"))?;
@@ -173,7 +179,7 @@ impl<'a> Gguf<'a> {
     }
 }
 
-fn kind_of(dtype: Dtype) -> TensorType {
+fn tensor_type_of(dtype: Dtype) -> TensorType {
     match dtype {
         Dtype::F32 => TensorType::F32,
         Dtype::F16 => TensorType::F16,
@@ -182,7 +188,7 @@ fn kind_of(dtype: Dtype) -> TensorType {
 }
 
 /// Metadata of the decoder layers.
-fn decoder(
+fn decoder_metadata(
     fields: &Fields,
     drafter: &Drafter,
     heads: &Heads,
@@ -211,7 +217,7 @@ fn gguf_name(reference_name: &str, parts: &GgufParts) -> Option<String> {
         known.iter().chain(own).find(|(ours, _)| *ours == name).map(|(_, theirs)| theirs.to_string())
     };
     let Some(rest) = reference_name.strip_prefix("layers.") else {
-        return renamed(reference_name, &NAMES, &parts.names);
+        return renamed(reference_name, &TENSOR_NAMES, &parts.names);
     };
     let (layer, name) = rest.split_once('.')?;
     Some(format!("blk.{layer}.{}", renamed(name, &LAYER_NAMES, &parts.layer_names)?))

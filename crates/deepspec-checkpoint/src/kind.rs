@@ -1,9 +1,9 @@
-//! Descriptions of a drafter kind for formats and engines.
+//! Descriptions of a drafter kind for checkpoint formats and engines.
 
 use crate::gguf::Value as GgufValue;
 use serde_json::{Map, Value};
 
-/// A kind in the format of the speculators package.
+/// Names and config keys of a drafter kind in the format of the speculators package.
 pub struct Speculators {
     /// Model type.
     pub model_type: &'static str,
@@ -15,7 +15,7 @@ pub struct Speculators {
     pub keys: Map<String, Value>,
 }
 
-/// A kind in the config of z-lab, SpecForge and ModelOpt.
+/// Class and config keys of a drafter kind in the config of z-lab, SpecForge and ModelOpt.
 pub struct DflashConfigKeys {
     /// Class.
     pub class: &'static str,
@@ -25,7 +25,7 @@ pub struct DflashConfigKeys {
     pub inner: Map<String, Value>,
 }
 
-/// A drafter in llama.cpp's GGUF format.
+/// Names and metadata of a drafter in llama.cpp's GGUF format.
 #[derive(Debug, Default)]
 pub struct GgufParts {
     /// `general.architecture`.
@@ -42,7 +42,7 @@ pub struct GgufParts {
     pub interleaved_rope: bool,
 }
 
-/// A map of these keys and values.
-pub fn keys<const N: usize>(pairs: [(&str, Value); N]) -> Map<String, Value> {
+/// Builds a JSON map of these keys and values.
+pub fn json_map<const N: usize>(pairs: [(&str, Value); N]) -> Map<String, Value> {
     pairs.into_iter().map(|(key, value)| (key.to_string(), value)).collect()
 }

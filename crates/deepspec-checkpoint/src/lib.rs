@@ -1,4 +1,5 @@
-//! Checkpoint formats: drafters in the formats ("dialects") of several tools, and [`gguf`] files.
+//! Checkpoint formats: reads and writes drafters in the formats of several tools, and [`gguf`]
+//! files.
 //!
 //! A [`Checkpoint`] is a folder whose format is detected from config.json and tensor names. It is
 //! read into one format-independent [`Drafter`]. [`convert`] plans the same drafter in another
@@ -6,8 +7,8 @@
 //! the other format cannot express or would interpret differently, with the reason. Each drafter
 //! kind describes itself to the formats by a [`Reader`] and its [`KindSettings`].
 //!
-//! Layer ids follow the reference: L is the output of decoder layer L. The readers convert formats
-//! that count from the embedding (L + 1).
+//! Layer ids follow the reference: id L is the output of decoder layer L. Some formats count from
+//! the embedding (L + 1); their readers convert the ids.
 //!
 //! This crate does no computation with weights and does not link libtorch.
 
@@ -38,22 +39,23 @@ mod write;
 
 pub use checkpoint::Checkpoint;
 pub use convert::{Converted, convert};
-pub use drafter::{Drafter, Incompatibility, KindSettings, Settings, Shapes};
-pub use engines::for_engine;
+pub use drafter::{Drafter, Incompatibility, KindSettings, Settings, TensorShapes};
+pub use engines::convert_for_engine;
 pub use error::CheckpointError;
 pub use export::{Engine, EngineSupport, ExportTarget};
 pub use families::{DecoderFamily, Family};
 pub use fields::Fields;
 pub use format::CheckpointFormat;
 pub use gguf::{TensorType, Value as GgufValue};
-pub use gguf_export::Gguf;
-pub use kind::{DflashConfigKeys, GgufParts, Speculators, keys};
+pub use gguf_export::GgufExport;
+pub use kind::{DflashConfigKeys, GgufParts, Speculators, json_map};
 pub use layouts::{
-    Decoder, DflashConfig, ExternalClass, Known, Reader, taps, unsupported_attention, unsupported_layout,
+    Decoder, DflashConfig, ExternalClass, KnownDrafters, Reader, find_unsupported_setting, read_layer_ids,
+    unsupported_layout_message,
 };
 pub use loaders::{Loader, loaders};
-pub use quantised::quantised_folder;
+pub use quantised::quantised_folder_message;
 pub use serving::{Risk, risks};
-pub use shards::{MAX_SHARD_BYTES, Shard, no_weights, split_into_shards, write_index};
+pub use shards::{MAX_SHARD_BYTES, Shard, no_weights_message, split_into_shards, write_index};
 pub use target::Target;
-pub use tensors::{TensorFacts, Tensors, is_readable, quantised, torch_dtype_name};
+pub use tensors::{TensorMetadata, Tensors, is_readable, quantised_dtype_message, torch_dtype_name};

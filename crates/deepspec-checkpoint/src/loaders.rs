@@ -1,22 +1,22 @@
-//! Engines that load a checkpoint without conversion: by trial with the versions below, otherwise
-//! from the engines' sources.
+//! Says which engines load a checkpoint without conversion. The answers come from tests with the
+//! versions below, otherwise from the engines' sources.
 
 use serde::Serialize;
 
 use crate::export::{Engine, EngineSupport};
 use crate::{Checkpoint, CheckpointFormat};
 
-/// Versions tried.
-const SPECULATORS: &str = "0.9.0";
-const VLLM: &str = "0.32.0";
-const LLAMA_CPP: &str = "of llama-cpp-python 0.3.36";
+/// Versions of the engines that were tested.
+const SPECULATORS_VERSION: &str = "0.9.0";
+const VLLM_VERSION: &str = "0.32.0";
+const LLAMA_CPP_VERSION: &str = "of llama-cpp-python 0.3.36";
 
 /// Whether one engine loads a checkpoint.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Loader {
     /// The engine.
     pub engine: &'static str,
-    /// Version tried; None if this is read from the engine's sources.
+    /// Version of the engine that was tested; None if the answer comes from its sources.
     pub tried: Option<&'static str>,
     /// Whether it loads the checkpoint without conversion.
     pub loads: bool,
@@ -38,7 +38,8 @@ pub fn loaders(checkpoint: &Checkpoint) -> Vec<Loader> {
                 Loader { engine, tried, loads: status.loads, note: status.note.into() }
             }
         };
-    let gguf = drafter.reason_not_convertible().map_or_else(|| drafter.kind.gguf(drafter).map(|_| ()), Err);
+    let gguf =
+        drafter.reason_not_convertible().map_or_else(|| drafter.kind.gguf_parts(drafter).map(|_| ()), Err);
     let note = gguf.as_ref().map_or_else(String::clone, |()| "it loads GGUF files; convert to gguf".into());
     let is_speculators = format == CheckpointFormat::Speculators;
     let converts = checkpoint.refusal(CheckpointFormat::Speculators).is_none();
@@ -48,12 +49,12 @@ pub fn loaders(checkpoint: &Checkpoint) -> Vec<Loader> {
         false => "its layout cannot say this drafter",
     };
     vec![
-        known("vLLM", Some(VLLM), drafter.kind.support(Engine::Vllm, format)),
-        known("SGLang", None, drafter.kind.support(Engine::Sglang, format)),
-        Loader { engine: "llama.cpp", tried: gguf.is_ok().then_some(LLAMA_CPP), loads: false, note },
+        known("vLLM", Some(VLLM_VERSION), drafter.kind.engine_support(Engine::Vllm, format)),
+        known("SGLang", None, drafter.kind.engine_support(Engine::Sglang, format)),
+        Loader { engine: "llama.cpp", tried: gguf.is_ok().then_some(LLAMA_CPP_VERSION), loads: false, note },
         Loader {
             engine: "speculators",
-            tried: (is_speculators && usual).then_some(SPECULATORS),
+            tried: (is_speculators && usual).then_some(SPECULATORS_VERSION),
             loads: is_speculators,
             note: own.into(),
         },

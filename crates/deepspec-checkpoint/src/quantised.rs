@@ -4,9 +4,9 @@ use std::path::Path;
 
 use serde_json::{Map, Value};
 
-/// An error message with the remedy if `quantization_config` of a config is set; None for plain
-/// weights.
-pub fn quantisation(config: &Map<String, Value>) -> Option<String> {
+/// Returns an error message with the remedy if `quantization_config` of a config is set; None for
+/// plain weights.
+pub fn quantised_config_message(config: &Map<String, Value>) -> Option<String> {
     let text = config.get("text_config").and_then(Value::as_object);
     let said = |map: &Map<String, Value>| {
         ["quantization_config", "compression_config"]
@@ -24,12 +24,12 @@ pub fn quantisation(config: &Map<String, Value>) -> Option<String> {
     ))
 }
 
-/// Like [`quantisation`], but also checks the separate config files of AutoGPTQ and ModelOpt in the
+/// Like [`quantised_config_message`], but also checks the separate config files of AutoGPTQ and ModelOpt in the
 /// folder.
-pub fn quantised_folder(dir: &Path, config: &Map<String, Value>) -> Option<String> {
+pub fn quantised_folder_message(dir: &Path, config: &Map<String, Value>) -> Option<String> {
     let beside =
         ["quantize_config.json", "hf_quant_config.json"].into_iter().find(|name| dir.join(name).is_file());
-    quantisation(config).or_else(|| {
+    quantised_config_message(config).or_else(|| {
         beside.map(|name| {
             format!("{name}: the weights are quantised, which is not read; use the same model in bfloat16")
         })
@@ -43,7 +43,7 @@ mod tests {
 
     #[test]
     fn the_method_is_named() {
-        let read = |value: Value| quantisation(value.as_object().unwrap());
+        let read = |value: Value| quantised_config_message(value.as_object().unwrap());
         assert!(read(json!({"quantization_config": {"quant_method": "awq"}})).unwrap().contains("(awq)"));
         assert!(
             read(json!({"text_config": {"quantization_config": {"quant_method": "fp8"}}}))

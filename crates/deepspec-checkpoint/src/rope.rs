@@ -1,18 +1,18 @@
 //! RoPE settings in the forms that the formats need.
 
-use crate::gguf::Llama3;
+use crate::gguf::Llama3Scaling;
 use serde_json::{Map, Value};
 
 use crate::fields::Fields;
 use crate::shapes::Heads;
 use crate::{Checkpoint, CheckpointError};
 
-const ORIGINAL: &str = "original_max_position_embeddings";
+const ORIGINAL_LENGTH_KEY: &str = "original_max_position_embeddings";
 /// Default base of transformers.
-const THETA: f64 = 10_000.0;
+const DEFAULT_THETA: f64 = 10_000.0;
 
 /// RoPE settings for llama.cpp.
-pub struct Rope {
+pub struct LlamaCppRope {
     /// Base.
     pub theta: f64,
     /// One factor per pair of dimensions, if RoPE is scaled.
@@ -29,24 +29,27 @@ pub struct RopeParameters {
     pub map: Map<String, Value>,
 }
 
-/// The checkpoint's RoPE settings for vLLM and SGLang, which interpret `linear`, `llama3` and plain
-/// `yarn` like transformers.
+/// Reads the checkpoint's RoPE settings for vLLM and SGLang, which interpret `linear`, `llama3` and
+/// plain `yarn` like transformers.
 ///
 /// # Errors
 /// Returns [`CheckpointError::Refused`] for another scaling type. Fails if settings of the scaling
 /// are missing or invalid.
-pub fn parameters(source: &Checkpoint, to: &'static str) -> Result<RopeParameters, CheckpointError> {
+pub fn engine_rope_parameters(
+    source: &Checkpoint,
+    to: &'static str,
+) -> Result<RopeParameters, CheckpointError> {
     let path = source.dir().join("config.json");
     let fields = Fields::new(&path, &source.drafter().decoder);
-    let chosen = chosen(&fields)?;
-    let theta = theta(&fields, chosen.as_ref().map(|(chosen, _)| chosen));
+    let chosen = find_rope_settings(&fields)?;
+    let theta = rope_theta(&fields, chosen.as_ref().map(|(chosen, _)| chosen));
     let Some((chosen, Some(kind))) = chosen else {
-        let map = said([("rope_type", "default".into()), ("rope_theta", theta.into())]);
+        let map = to_map([("rope_type", "default".into()), ("rope_theta", theta.into())]);
         return Ok(RopeParameters { theta, scaling: None, map });
     };
     match kind {
         "llama3" => {
-            with_factors(source, to)?;
+            llama_cpp_rope(source, to)?;
         }
         "linear" => {
             positive_number(&chosen, "factor")?;
@@ -60,46 +63,47 @@ pub fn parameters(source: &Checkpoint, to: &'static str) -> Result<RopeParameter
             {
                 let reason =
                     format!("rotary embeddings scaled by `yarn` with `{key}`, which engines read otherwise");
-                return Err(source.refused(to, reason));
+                return Err(source.refused_error(to, reason));
             }
         }
         other => {
             let reason = format!(
                 "rotary embeddings scaled by `{other}` are not written; expected linear, llama3 or yarn"
             );
-            return Err(source.refused(to, reason));
+            return Err(source.refused_error(to, reason));
         }
     }
     let mut map = chosen.map.clone();
     map.remove("type");
-    map.extend(said([("rope_type", kind.into()), ("rope_theta", theta.into())]));
+    map.extend(to_map([("rope_type", kind.into()), ("rope_theta", theta.into())]));
     // transformers prefers the length at the top level of the config. For YaRN it defaults to
     // `max_position_embeddings`.
-    let original = fields.map.get(ORIGINAL).or(chosen.map.get(ORIGINAL));
+    let original = fields.map.get(ORIGINAL_LENGTH_KEY).or(chosen.map.get(ORIGINAL_LENGTH_KEY));
     let original = original.or(fields.map.get("max_position_embeddings").filter(|_| kind == "yarn"));
-    map.extend(original.map(|original| (ORIGINAL.into(), original.clone())));
+    map.extend(original.map(|original| (ORIGINAL_LENGTH_KEY.into(), original.clone())));
     Ok(RopeParameters { theta, scaling: Some(kind.into()), map })
 }
 
-/// The checkpoint's RoPE settings, unscaled or with one factor per pair of dimensions (Llama 3
-/// scaling).
+/// Reads the checkpoint's RoPE settings for llama.cpp: unscaled, or with one factor per pair of
+/// dimensions (Llama 3 scaling).
 ///
 /// # Errors
 /// Returns [`CheckpointError::Refused`] for another scaling type. Fails if settings of Llama 3's
 /// scaling or of the heads are missing or invalid.
-pub fn with_factors(source: &Checkpoint, to: &'static str) -> Result<Rope, CheckpointError> {
+pub fn llama_cpp_rope(source: &Checkpoint, to: &'static str) -> Result<LlamaCppRope, CheckpointError> {
     let path = source.dir().join("config.json");
     let fields = Fields::new(&path, &source.drafter().decoder);
     let dim = Heads::of(&fields, source.drafter())?.dim;
-    let Some((chosen, "llama3")) = chosen(&fields)?.map(|(chosen, kind)| (chosen, kind.unwrap_or_default()))
+    let Some((chosen, "llama3")) =
+        find_rope_settings(&fields)?.map(|(chosen, kind)| (chosen, kind.unwrap_or_default()))
     else {
-        return Ok(Rope { theta: unscaled(source, to)?, factors: None });
+        return Ok(LlamaCppRope { theta: unscaled_theta(source, to)?, factors: None });
     };
     let number = |key: &str| positive_number(&chosen, key);
-    let llama3 = Llama3 {
+    let llama3 = Llama3Scaling {
         low_freq_factor: number("low_freq_factor")?,
         high_freq_factor: number("high_freq_factor")?,
-        original: original(&fields, &chosen)?,
+        original: original_context_length(&fields, &chosen)?,
     };
     if llama3.low_freq_factor >= llama3.high_freq_factor {
         let problem =
@@ -107,49 +111,56 @@ pub fn with_factors(source: &Checkpoint, to: &'static str) -> Result<Rope, Check
         return Err(chosen.error("high_freq_factor", problem));
     }
     let most = number("factor")?;
-    let theta = theta(&fields, Some(&chosen));
+    let theta = rope_theta(&fields, Some(&chosen));
     let planes = dim / 2;
-    let factor = |plane: u64| llama3.factor(theta.powf(-(plane as f64) / planes as f64), most) as f32;
-    Ok(Rope { theta, factors: Some((0..planes).map(factor).collect()) })
+    let factor = |plane: u64| llama3.rope_factor(theta.powf(-(plane as f64) / planes as f64), most) as f32;
+    Ok(LlamaCppRope { theta, factors: Some((0..planes).map(factor).collect()) })
 }
 
-/// A number above 0.
+/// Reads a required number above 0.
 fn positive_number(fields: &Fields, key: &str) -> Result<f64, CheckpointError> {
     let value = fields.required(key, fields.number(key)?)?;
     let positive = value > 0.0 && value.is_finite();
     positive.then_some(value).ok_or_else(|| fields.error(key, format!("{value} is not above 0")))
 }
 
-fn said<const N: usize>(entries: [(&str, Value); N]) -> Map<String, Value> {
+fn to_map<const N: usize>(entries: [(&str, Value); N]) -> Map<String, Value> {
     entries.into_iter().map(|(key, value)| (key.to_string(), value)).collect()
 }
 
-/// Context length before scaling; transformers prefers the top-level key of the config.
-fn original(fields: &Fields, chosen: &Fields) -> Result<f64, CheckpointError> {
-    let number = |fields: &Fields| fields.map.get(ORIGINAL).and_then(Value::as_f64);
-    let value = chosen.required(ORIGINAL, number(fields).or(number(chosen)))?;
+/// Reads the context length before scaling. Like transformers, it prefers the top-level key of the
+/// config.
+fn original_context_length(fields: &Fields, chosen: &Fields) -> Result<f64, CheckpointError> {
+    let number = |fields: &Fields| fields.map.get(ORIGINAL_LENGTH_KEY).and_then(Value::as_f64);
+    let value = chosen.required(ORIGINAL_LENGTH_KEY, number(fields).or(number(chosen)))?;
     let positive = value > 0.0 && value.is_finite();
-    positive.then_some(value).ok_or_else(|| chosen.error(ORIGINAL, format!("{value} is not above 0")))
+    positive
+        .then_some(value)
+        .ok_or_else(|| chosen.error(ORIGINAL_LENGTH_KEY, format!("{value} is not above 0")))
 }
 
-/// The base of the checkpoint's unscaled RoPE. Like in transformers, a non-empty `rope_scaling`
-/// precedes `rope_parameters`.
+/// Reads the base of the checkpoint's unscaled RoPE. Like in transformers, a non-empty
+/// `rope_scaling` precedes `rope_parameters`.
 ///
 /// # Errors
 /// Returns [`CheckpointError::Refused`] if RoPE is scaled, because tools interpret scaling
 /// differently. Fails if a key has another type.
-fn unscaled(source: &Checkpoint, to: &'static str) -> Result<f64, CheckpointError> {
+fn unscaled_theta(source: &Checkpoint, to: &'static str) -> Result<f64, CheckpointError> {
     let path = source.dir().join("config.json");
     let fields = Fields::new(&path, &source.drafter().decoder);
-    let chosen = chosen(&fields)?;
+    let chosen = find_rope_settings(&fields)?;
     if let Some((_, Some(kind))) = &chosen {
-        return Err(source.refused(to, format!("rotary embeddings that are scaled ({kind}) are not written")));
+        return Err(
+            source.refused_error(to, format!("rotary embeddings that are scaled ({kind}) are not written"))
+        );
     }
-    Ok(theta(&fields, chosen.as_ref().map(|(chosen, _)| chosen)))
+    Ok(rope_theta(&fields, chosen.as_ref().map(|(chosen, _)| chosen)))
 }
 
-/// The object with the RoPE settings, and the scaling type if there is one.
-fn chosen<'a>(fields: &Fields<'a>) -> Result<Option<(Fields<'a>, Option<&'a str>)>, CheckpointError> {
+/// Finds the object with the RoPE settings, and the scaling type if there is one.
+fn find_rope_settings<'a>(
+    fields: &Fields<'a>,
+) -> Result<Option<(Fields<'a>, Option<&'a str>)>, CheckpointError> {
     let scaling = fields.object("rope_scaling")?.filter(|scaling| !scaling.map.is_empty());
     let chosen = match scaling {
         Some(scaling) => Some(scaling),
@@ -160,7 +171,7 @@ fn chosen<'a>(fields: &Fields<'a>) -> Result<Option<(Fields<'a>, Option<&'a str>
     Ok(Some((chosen, kind)))
 }
 
-fn theta(fields: &Fields, chosen: Option<&Fields>) -> f64 {
+fn rope_theta(fields: &Fields, chosen: Option<&Fields>) -> f64 {
     let theta = |fields: &Fields| fields.map.get("rope_theta").and_then(Value::as_f64);
-    chosen.and_then(theta).or(theta(fields)).unwrap_or(THETA)
+    chosen.and_then(theta).or(theta(fields)).unwrap_or(DEFAULT_THETA)
 }

@@ -13,13 +13,13 @@ use serde_json::Value;
 use crate::export::Engine;
 use crate::fields::read_object;
 use crate::shapes::EMBED;
-use crate::shards::is_weights;
+use crate::shards::is_weights_file;
 use crate::{Checkpoint, Loader, Target, loaders, rope};
 
 /// A problem to fix or check before serving.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Risk {
-    /// Subject.
+    /// Subject of the problem, such as `layout` or `mask token`.
     #[serde(rename = "about")]
     pub subject: &'static str,
     /// Problem and consequence.
@@ -30,26 +30,27 @@ pub struct Risk {
     pub remedy: String,
 }
 
-/// Settings of `checkpoint` that `engine` would misread with `target`, and arguments that it needs.
+/// Lists settings of `checkpoint` that `engine` would misread with `target`, and arguments that the
+/// engine needs.
 pub fn risks(checkpoint: &Checkpoint, engine: Engine, target: &Target) -> Vec<Risk> {
     let found = ServingCheck { checkpoint, engine, target };
-    let drafter = found.drafter();
+    let drafter = found.check_drafter();
     if drafter.is_some() && !found.loads_as_it_is() {
         return drafter.into_iter().collect();
     }
     let all = [
         drafter,
-        found.layout(),
-        found.files(),
-        found.verifier_norm(),
-        found.target(),
-        found.rope(),
-        found.target_tokenizer(),
-        found.head(),
-        found.slots(),
-        found.layers(),
-        found.mask(),
-        found.length(),
+        found.check_layout(),
+        found.check_files(),
+        found.check_verifier_norm(),
+        found.check_target(),
+        found.check_rope(),
+        found.check_target_tokenizer(),
+        found.check_head(),
+        found.check_slots(),
+        found.check_layers(),
+        found.check_mask(),
+        found.check_length(),
     ];
     all.into_iter().flatten().collect()
 }
@@ -61,12 +62,12 @@ struct ServingCheck<'a> {
 }
 
 impl ServingCheck<'_> {
-    fn converted(&self) -> String {
+    fn convert_command(&self) -> String {
         format!("deepspec-eval checkpoint convert --to {}", self.engine.export_name())
     }
 
     /// Layers, sliding windows and layer ids that tools interpret differently.
-    fn drafter(&self) -> Option<Risk> {
+    fn check_drafter(&self) -> Option<Risk> {
         let problem = self.checkpoint.drafter().reason_not_convertible()?;
         let remedy = if self.loads_as_it_is() {
             format!(
@@ -90,16 +91,16 @@ impl ServingCheck<'_> {
     }
 
     /// Whether the engine loads the folder at all.
-    fn layout(&self) -> Option<Risk> {
+    fn check_layout(&self) -> Option<Risk> {
         if self.engine == Engine::LlamaCpp {
             let drafter = self.checkpoint.drafter();
-            return Some(match drafter.kind.gguf(drafter) {
+            return Some(match drafter.kind.gguf_parts(drafter) {
                 Ok(_) => Risk {
                     subject: "layout",
                     problem:
                         "it loads GGUF files; its converter tells drafters apart by what their folders hold"
                             .into(),
-                    remedy: format!("{} says in the file what they are", self.converted()),
+                    remedy: format!("{} says in the file what they are", self.convert_command()),
                 },
                 Err(problem) => Risk {
                     subject: "layout",
@@ -114,51 +115,54 @@ impl ServingCheck<'_> {
             subject: "layout",
             problem: format!("it does not load: {}", loader.note),
             remedy: match drafter.kind.engine_format(self.engine, drafter) {
-                Ok(_) => self.converted(),
+                Ok(_) => self.convert_command(),
                 Err(reason) => format!("no conversion mends that: {reason}"),
             },
         })
     }
 
     /// vLLM reads every safetensors file of a folder without an index.
-    fn files(&self) -> Option<Risk> {
+    fn check_files(&self) -> Option<Risk> {
         let dir = self.checkpoint.dir();
         if self.engine != Engine::Vllm || dir.join("model.safetensors.index.json").is_file() {
             return None;
         }
         let entries = fs::read_dir(dir).ok()?.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
         let mut strange: Vec<String> =
-            entries.filter(|name| name.ends_with(".safetensors") && !is_weights(name)).collect();
+            entries.filter(|name| name.ends_with(".safetensors") && !is_weights_file(name)).collect();
         strange.sort();
         (!strange.is_empty()).then(|| Risk {
             subject: "files",
             problem: format!("{} is read as weights too and stops the load", strange.join(", ")),
-            remedy: format!("move it away, or {}", self.converted()),
+            remedy: format!("move it away, or {}", self.convert_command()),
         })
     }
 
-    fn verifier_norm(&self) -> Option<Risk> {
+    fn check_verifier_norm(&self) -> Option<Risk> {
         let name = "verifier_norm.weight";
         let there = self.engine == Engine::Vllm && self.checkpoint.tensors().get(name).is_some();
         there.then(|| Risk {
             subject: "tensors",
             problem: format!("`{name}` is unknown there and stops the load"),
-            remedy: self.converted(),
+            remedy: self.convert_command(),
         })
     }
 
-    fn target(&self) -> Option<Risk> {
+    fn check_target(&self) -> Option<Risk> {
         let error = self.target.check_fits(self.checkpoint.drafter()).err()?;
         let remedy = "name the target that it was trained for; the engine does not compare them".into();
         Some(Risk { subject: "vocabulary and sizes", problem: error.to_string(), remedy })
     }
 
     /// Scaled RoPE, or a RoPE base that differs between newer and older keys.
-    fn rope(&self) -> Option<Risk> {
+    fn check_rope(&self) -> Option<Risk> {
         let config = self.checkpoint.drafter();
         let rope = match self.engine {
-            Engine::LlamaCpp => rope::with_factors(self.checkpoint, self.engine.export_name()).map(|_| None),
-            _ => rope::parameters(self.checkpoint, self.engine.export_name()).map(|rope| rope.scaling),
+            Engine::LlamaCpp => {
+                rope::llama_cpp_rope(self.checkpoint, self.engine.export_name()).map(|_| None)
+            }
+            _ => rope::engine_rope_parameters(self.checkpoint, self.engine.export_name())
+                .map(|rope| rope.scaling),
         };
         let problem = match rope {
             Err(error) => Some(error.to_string()),
@@ -183,12 +187,12 @@ impl ServingCheck<'_> {
             problem: format!(
                 "rope_theta is {older}, within rope_parameters {newer}; versions differ in which they read"
             ),
-            remedy: self.converted(),
+            remedy: self.convert_command(),
         })
     }
 
     /// Whether llama.cpp's converter knows the target's tokenizer.
-    fn target_tokenizer(&self) -> Option<Risk> {
+    fn check_target_tokenizer(&self) -> Option<Risk> {
         if self.engine != Engine::LlamaCpp {
             return None;
         }
@@ -196,7 +200,7 @@ impl ServingCheck<'_> {
         let own = "take the GGUF that the target's own makers or llama.cpp's converter wrote";
         let (problem, remedy) = match known {
             Err(error) => (error.to_string(), own),
-            Ok(tokenizer) if !tokenizer.is_known() => {
+            Ok(tokenizer) if !tokenizer.has_known_pre_tokenizer() => {
                 ("it has no name for how the target's tokenizer splits texts".into(), own)
             }
             Ok(_) => {
@@ -212,25 +216,25 @@ impl ServingCheck<'_> {
     }
 
     /// llama.cpp uses the drafter's own embedding as LM head if the file has no head.
-    fn head(&self) -> Option<Risk> {
+    fn check_head(&self) -> Option<Risk> {
         let own = self.checkpoint.find(EMBED).is_some();
         let untied = self.target.head() != self.target.embed();
         (self.engine == Engine::LlamaCpp && own && untied).then(|| Risk {
             subject: "head",
             problem: "its converter keeps the folder's embedding and drops its head; the embedding is then taken as head".into(),
-            remedy: format!("{}, which leaves both to the target", self.converted()),
+            remedy: format!("{}, which leaves both to the target", self.convert_command()),
         })
     }
 
     /// Which token a block position predicts: engines rely on an argument and do not check it.
-    fn slots(&self) -> Option<Risk> {
+    fn check_slots(&self) -> Option<Risk> {
         let kind = &self.checkpoint.drafter().kind;
         // Only block drafters have block positions.
         kind.mask_token_id()?;
         let method = kind.method();
         let flag = match self.engine {
             Engine::LlamaCpp => {
-                kind.gguf(self.checkpoint.drafter()).ok()?;
+                kind.gguf_parts(self.checkpoint.drafter()).ok()?;
                 format!("--spec-type draft-{method}")
             }
             Engine::Vllm => format!("\"method\": \"{method}\""),
@@ -248,7 +252,7 @@ impl ServingCheck<'_> {
     }
 
     /// Tools count layers from 0 or 1, with or without the embedding.
-    fn layers(&self) -> Option<Risk> {
+    fn check_layers(&self) -> Option<Risk> {
         let taps = &self.checkpoint.drafter().taps;
         let ids: Vec<String> = taps.iter().map(|tap| tap.layer_id().to_string()).collect();
         (!ids.is_empty()).then(|| Risk {
@@ -263,7 +267,7 @@ impl ServingCheck<'_> {
     }
 
     /// Whether the mask token also occurs in texts, which it should not.
-    fn mask(&self) -> Option<Risk> {
+    fn check_mask(&self) -> Option<Risk> {
         let id = self.checkpoint.drafter().kind.mask_token_id()?;
         let tokenizer = Tokenizer::read(self.target.dir(), self.target.vocab_size() as usize).ok()?;
         let token = tokenizer.normal_token(usize::try_from(id).ok()?)?;
@@ -275,7 +279,7 @@ impl ServingCheck<'_> {
     }
 
     /// Engines do not read the number of draft tokens from the drafter.
-    fn length(&self) -> Option<Risk> {
+    fn check_length(&self) -> Option<Risk> {
         let drafter = self.checkpoint.drafter();
         let drafted = drafter.kind.drafted();
         let problem = match self.engine {
@@ -283,7 +287,7 @@ impl ServingCheck<'_> {
             Engine::Vllm => "any number is taken, unchecked",
             Engine::Sglang => return None,
         };
-        let remedy = self.engine.arguments(drafter, "DRAFTER");
+        let remedy = self.engine.serve_arguments(drafter, "DRAFTER");
         Some(Risk {
             subject: "drafted tokens",
             problem: format!("{problem}; this drafter drafts {drafted}"),

@@ -1,15 +1,16 @@
-//! Tensors of a drafter with layers like Qwen3's or Llama's, by their names in the reference.
+//! Names and shapes of a drafter's tensors, for layers like Qwen3's or Llama's. The names are those
+//! of the reference.
 
 use std::path::Path;
 
 use crate::CheckpointError;
-use crate::drafter::{Drafter, Shapes};
+use crate::drafter::{Drafter, TensorShapes};
 use crate::fields::Fields;
 
 pub const EMBED: &str = "embed_tokens.weight";
 pub const HEAD: &str = "lm_head.weight";
-/// Tensors that speculators may store but rebuilds itself.
-pub const REBUILT: [&str; 4] = ["verifier_lm_head.weight", "verifier_norm.weight", "t2d", "d2t"];
+/// Names of the tensors that speculators may store but rebuilds itself.
+pub const REBUILT_TENSORS: [&str; 4] = ["verifier_lm_head.weight", "verifier_norm.weight", "t2d", "d2t"];
 
 /// Numbers of heads of a layer and their dimension.
 pub struct Heads {
@@ -19,7 +20,8 @@ pub struct Heads {
 }
 
 impl Heads {
-    /// Reads them from the drafter's decoder config `fields`, with the defaults of transformers.
+    /// Reads the numbers of heads from the decoder config `fields`, with the defaults of
+    /// transformers.
     pub fn of(fields: &Fields, drafter: &Drafter) -> Result<Self, CheckpointError> {
         let query = fields.required_size("num_attention_heads")?;
         let key_value = fields.size("num_key_value_heads")?.unwrap_or(query);
@@ -35,7 +37,7 @@ pub fn is_embed_or_head(name: &str) -> bool {
 
 /// Names and shapes of all tensors except embedding and LM head. None for layers of another family.
 /// `path` is used in errors.
-pub fn tensors(path: &Path, drafter: &Drafter) -> Result<Option<Shapes>, CheckpointError> {
+pub fn tensor_shapes(path: &Path, drafter: &Drafter) -> Result<Option<TensorShapes>, CheckpointError> {
     if !drafter.family.pre_norm {
         return Ok(None);
     }
@@ -67,6 +69,6 @@ pub fn tensors(path: &Path, drafter: &Drafter) -> Result<Option<Shapes>, Checkpo
         put("input_layernorm", vec![width]);
         put("post_attention_layernorm", vec![width]);
     }
-    drafter.kind.tensors(drafter, &mut found);
+    drafter.kind.add_tensor_shapes(drafter, &mut found);
     Ok(Some(found))
 }

@@ -9,8 +9,8 @@ use serde_json::{Map, Value, json};
 use crate::CheckpointError;
 use crate::fields::read_object;
 
-const SINGLE: &str = "model.safetensors";
-const INDEX: &str = "model.safetensors.index.json";
+const SINGLE_FILE: &str = "model.safetensors";
+const INDEX_FILE: &str = "model.safetensors.index.json";
 /// Maximum bytes of values in a file, the default `max_shard_size` of transformers. Only a single
 /// larger tensor makes a larger file.
 pub const MAX_SHARD_BYTES: usize = 5_000_000_000;
@@ -18,9 +18,9 @@ pub const MAX_SHARD_BYTES: usize = 5_000_000_000;
 /// A file to write, with the range of its tensors.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Shard {
-    /// Its name in the checkpoint's folder.
+    /// File name in the checkpoint's folder.
     pub name: String,
-    /// Indices of its tensors.
+    /// Indices of the tensors in the file.
     pub tensors: Range<usize>,
 }
 
@@ -45,7 +45,7 @@ pub fn split_into_shards(sizes: &[usize], max_bytes: usize) -> Vec<Shard> {
     }
     let files = runs.len();
     let name = |number: usize| match files {
-        1 => SINGLE.into(),
+        1 => SINGLE_FILE.into(),
         _ => format!("model-{:05}-of-{files:05}.safetensors", number + 1),
     };
     runs.into_iter().enumerate().map(|(number, tensors)| Shard { name: name(number), tensors }).collect()
@@ -67,21 +67,21 @@ pub fn write_index(dir: &Path, shards: &[Shard], tensors: &[(&str, usize)]) -> R
     };
     let map: Map<String, Value> = shards.iter().flat_map(file_of).collect();
     let bytes: usize = tensors.iter().map(|(_, size)| size).sum();
-    atomic::write_json(&dir.join(INDEX), &json!({"metadata": {"total_size": bytes}, "weight_map": map}))
+    atomic::write_json(&dir.join(INDEX_FILE), &json!({"metadata": {"total_size": bytes}, "weight_map": map}))
 }
 
 /// Whether a file of this name is part of a checkpoint's weights.
-pub fn is_weights(name: &str) -> bool {
+pub fn is_weights_file(name: &str) -> bool {
     let numbered = || {
         let (number, files) =
             name.strip_prefix("model-")?.strip_suffix(".safetensors")?.split_once("-of-")?;
         Some([number, files].iter().all(|part| !part.is_empty() && part.bytes().all(|b| b.is_ascii_digit())))
     };
-    name == SINGLE || name == INDEX || numbered().unwrap_or(false)
+    name == SINGLE_FILE || name == INDEX_FILE || numbered().unwrap_or(false)
 }
 
 /// An error message that names unsupported weights files and the remedy.
-pub fn no_weights(dir: &Path) -> String {
+pub fn no_weights_message(dir: &Path) -> String {
     let names = std::fs::read_dir(dir).into_iter().flatten().flatten();
     let names: Vec<String> = names.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
     let is_pickle = |name: &&String| [".bin", ".pt", ".pth"].iter().any(|end| name.ends_with(end));
@@ -102,20 +102,23 @@ pub fn no_weights(dir: &Path) -> String {
     }
     if let Some(other) = names.iter().filter(|name| name.ends_with(".safetensors")).min() {
         return format!(
-            "the folder has neither {SINGLE} nor {INDEX}, but {other}; rename it if it holds the model"
+            "the folder has neither {SINGLE_FILE} nor {INDEX_FILE}, but {other}; rename it if it holds the model"
         );
     }
-    format!("the folder has neither {SINGLE} nor {INDEX}")
+    format!("the folder has neither {SINGLE_FILE} nor {INDEX_FILE}")
 }
 
 /// The weights files in `dir`: those in the index, or the single file.
-pub(crate) fn paths(dir: &Path) -> Result<Vec<PathBuf>, CheckpointError> {
-    let (single, index) = (dir.join(SINGLE), dir.join(INDEX));
+pub(crate) fn weight_paths(dir: &Path) -> Result<Vec<PathBuf>, CheckpointError> {
+    let (single, index) = (dir.join(SINGLE_FILE), dir.join(INDEX_FILE));
     if !index.is_file() {
         if single.is_file() {
             return Ok(vec![single]);
         }
-        return Err(CheckpointError::NotADrafter { path: dir.to_path_buf(), problem: no_weights(dir) });
+        return Err(CheckpointError::NotADrafter {
+            path: dir.to_path_buf(),
+            problem: no_weights_message(dir),
+        });
     }
     let bad = |problem: &str| CheckpointError::Key {
         path: index.clone(),
@@ -154,8 +157,8 @@ mod tests {
             [0..1, 1..3, 3..4, 4..5]
         );
         assert_eq!(shards[3].0, "model-00004-of-00004.safetensors");
-        assert!(shards.iter().all(|(name, _)| is_weights(name)));
-        assert!(!is_weights("model-1-of-x.safetensors") && !is_weights("train_state.safetensors"));
+        assert!(shards.iter().all(|(name, _)| is_weights_file(name)));
+        assert!(!is_weights_file("model-1-of-x.safetensors") && !is_weights_file("train_state.safetensors"));
         assert_eq!(names(&[]), [("model.safetensors".to_string(), 0..0)]);
     }
 }

@@ -5,10 +5,10 @@ use std::path::{Path, PathBuf};
 use serde_json::{Map, Value};
 
 use crate::fields::{Fields, read_object};
-use crate::{CheckpointError, Drafter, Tensors, quantised_folder};
+use crate::{CheckpointError, Drafter, Tensors, quantised_folder_message};
 
 /// Roles of special tokens and the config keys of their ids.
-const SPECIAL: [(&str, &str); 3] =
+const SPECIAL_TOKENS: [(&str, &str); 3] =
     [("bos", "bos_token_id"), ("eos", "eos_token_id"), ("padding", "pad_token_id")];
 
 /// A target's folder.
@@ -44,7 +44,7 @@ impl Target {
             Some(text) => text.flag("tie_word_embeddings")?.or(outer.flag("tie_word_embeddings")?),
             None => outer.flag("tie_word_embeddings")?,
         };
-        let special_ids = SPECIAL
+        let special_ids = SPECIAL_TOKENS
             .iter()
             .filter_map(|&(name, key)| {
                 let said = text
@@ -58,7 +58,7 @@ impl Target {
             })
             .collect();
         let text = text.unwrap_or(outer);
-        if let Some(problem) = quantised_folder(dir, &map) {
+        if let Some(problem) = quantised_folder_message(dir, &map) {
             return Err(CheckpointError::NotADrafter { path: dir.to_path_buf(), problem });
         }
         let tensors = Tensors::open(dir)?;
@@ -91,12 +91,12 @@ impl Target {
         })
     }
 
-    /// Its name in checkpoints.
+    /// Name of the target in checkpoints.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Its class names.
+    /// Class names in the target's config.
     pub fn architectures(&self) -> &[String] {
         &self.architectures
     }
@@ -106,12 +106,12 @@ impl Target {
         self.layers
     }
 
-    /// Its folder.
+    /// Folder of the target.
     pub fn dir(&self) -> &Path {
         &self.dir
     }
 
-    /// Ids of its special tokens by role.
+    /// Ids of the target's special tokens, by role.
     pub(crate) fn special_ids(&self) -> &[(&'static str, u32)] {
         &self.special_ids
     }
@@ -121,17 +121,17 @@ impl Target {
         self.vocab_size
     }
 
-    /// Its tensors.
+    /// Tensors of the target.
     pub(crate) fn tensors(&self) -> &Tensors {
         &self.tensors
     }
 
-    /// Name of its embedding tensor.
+    /// Name of the target's embedding tensor.
     pub(crate) fn embed(&self) -> String {
         format!("{}embed_tokens.weight", self.decoder_prefix)
     }
 
-    /// Name of its LM head tensor, which is the embedding if they are tied.
+    /// Name of the target's LM head tensor. It is the embedding's name if both are tied.
     pub(crate) fn head(&self) -> String {
         if self.is_tied { self.embed() } else { self.head.into() }
     }

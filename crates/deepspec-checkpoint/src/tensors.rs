@@ -6,21 +6,21 @@ use std::io::Write;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-use crate::gguf::{LINK, Model, TensorType};
+use crate::gguf::{GGUF_LINK, Model, TensorType};
 use deepspec_core::atomic::FileError;
 use safetensors::Dtype;
 use safetensors::tensor::Metadata;
 
 use crate::{CheckpointError, shards};
 
-/// Maximum header length, the limit of the format.
-const MAX_HEADER: u64 = 100_000_000;
+/// Maximum length of a safetensors header in bytes, the limit of the format.
+const MAX_HEADER_BYTES: u64 = 100_000_000;
 /// Bytes copied at once.
-const CHUNK: usize = 16 << 20;
+const CHUNK_BYTES: usize = 16 << 20;
 
 /// Dtype, shape and size of a tensor.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct TensorFacts {
+pub struct TensorMetadata {
     /// Dtype.
     pub dtype: Dtype,
     /// Shape.
@@ -32,11 +32,11 @@ pub struct TensorFacts {
 /// The tensors of a folder; values are read on request.
 pub struct Tensors {
     dir: PathBuf,
-    store: Store,
-    facts: BTreeMap<String, TensorFacts>,
+    store: TensorStorage,
+    facts: BTreeMap<String, TensorMetadata>,
 }
 
-enum Store {
+enum TensorStorage {
     /// safetensors files, and the file index and byte offset of each tensor.
     Shards { files: Vec<(PathBuf, File)>, locations: BTreeMap<String, (usize, u64)> },
     /// A language model, whose values may be quantised.
@@ -49,8 +49,10 @@ impl Tensors {
     /// # Errors
     /// Fails if there are no weights, or if a file is truncated or has another format.
     pub fn open(dir: &Path) -> Result<Self, CheckpointError> {
-        match shards::paths(dir) {
-            Err(_) if dir.join(LINK).is_file() => Ok(Self::from_gguf(dir, Model::open(&dir.join(LINK))?)),
+        match shards::weight_paths(dir) {
+            Err(_) if dir.join(GGUF_LINK).is_file() => {
+                Ok(Self::from_gguf(dir, Model::open(&dir.join(GGUF_LINK))?))
+            }
             paths => Self::from_files(dir, paths?),
         }
     }
@@ -63,9 +65,9 @@ impl Tensors {
                 TensorType::Bf16 => Dtype::BF16,
             };
             let bytes = stored.values() * stored.kind.decoded_type().bytes();
-            (name.to_string(), TensorFacts { dtype, shape: stored.shape.clone(), bytes })
+            (name.to_string(), TensorMetadata { dtype, shape: stored.shape.clone(), bytes })
         });
-        Self { dir: dir.to_path_buf(), facts: facts.collect(), store: Store::Gguf(model) }
+        Self { dir: dir.to_path_buf(), facts: facts.collect(), store: TensorStorage::Gguf(model) }
     }
 
     /// Opens one safetensors file of any name.
@@ -88,12 +90,12 @@ impl Tensors {
                     return Err(CheckpointError::Tensor { path, name, problem });
                 }
                 let shape = info.shape.clone();
-                facts.insert(name, TensorFacts { dtype: info.dtype, shape, bytes: end - start });
+                facts.insert(name, TensorMetadata { dtype: info.dtype, shape, bytes: end - start });
             }
             files.push((path, file));
         }
-        let (facts, locations) = without_wrappers(facts, locations);
-        Ok(Self { dir: dir.to_path_buf(), store: Store::Shards { files, locations }, facts })
+        let (facts, locations) = strip_wrapper_names(facts, locations);
+        Ok(Self { dir: dir.to_path_buf(), store: TensorStorage::Shards { files, locations }, facts })
     }
 
     /// Reads all values and checks that none is NaN or infinite.
@@ -119,10 +121,10 @@ impl Tensors {
     /// # Errors
     /// Fails with [`CheckpointError::Tensor`] for the first tensor of a quantised type.
     pub fn check_types(&self) -> Result<(), CheckpointError> {
-        let is_wrong = |(name, facts): &(&str, &TensorFacts)| !is_readable(name, facts.dtype);
+        let is_wrong = |(name, facts): &(&str, &TensorMetadata)| !is_readable(name, facts.dtype);
         match self.iter().find(is_wrong) {
             None => Ok(()),
-            Some((name, facts)) => Err(self.error(name, quantised(facts.dtype))),
+            Some((name, facts)) => Err(self.error(name, quantised_dtype_message(facts.dtype))),
         }
     }
 
@@ -132,12 +134,12 @@ impl Tensors {
     }
 
     /// Names and metadata, sorted by name.
-    pub fn iter(&self) -> impl Iterator<Item = (&str, &TensorFacts)> {
+    pub fn iter(&self) -> impl Iterator<Item = (&str, &TensorMetadata)> {
         self.facts.iter().map(|(name, facts)| (name.as_str(), facts))
     }
 
     /// Metadata of a tensor; None if it is missing.
-    pub fn get(&self, name: &str) -> Option<&TensorFacts> {
+    pub fn get(&self, name: &str) -> Option<&TensorMetadata> {
         self.facts.get(name)
     }
 
@@ -147,7 +149,7 @@ impl Tensors {
     }
 
     /// Metadata of a required tensor.
-    pub(crate) fn facts(&self, name: &str) -> Result<&TensorFacts, CheckpointError> {
+    pub(crate) fn required_metadata(&self, name: &str) -> Result<&TensorMetadata, CheckpointError> {
         self.get(name).ok_or_else(|| self.error(name, "missing"))
     }
 
@@ -156,32 +158,32 @@ impl Tensors {
     /// # Errors
     /// Fails if the tensor is missing or its file cannot be read.
     pub fn bytes(&self, name: &str) -> Result<Vec<u8>, CheckpointError> {
-        let size = self.facts(name)?.bytes;
-        if let Store::Gguf(model) = &self.store {
+        let size = self.required_metadata(name)?.bytes;
+        if let TensorStorage::Gguf(model) = &self.store {
             return Ok(model.values(name)?);
         }
         let mut bytes = Vec::with_capacity(size);
-        self.copy(name, &mut bytes)?;
+        self.copy_bytes(name, &mut bytes)?;
         Ok(bytes)
     }
 
     /// Writes the bytes of a tensor to `out`, in chunks.
-    pub(crate) fn copy(&self, name: &str, out: &mut impl Write) -> Result<(), CheckpointError> {
-        let bytes = self.facts(name)?.bytes;
+    pub(crate) fn copy_bytes(&self, name: &str, out: &mut impl Write) -> Result<(), CheckpointError> {
+        let bytes = self.required_metadata(name)?.bytes;
         let (path, file, start) = match &self.store {
-            Store::Gguf(model) => {
+            TensorStorage::Gguf(model) => {
                 let values = model.values(name)?;
                 return Ok(out.write_all(&values).map_err(FileError::at("copying", &self.dir))?);
             }
-            Store::Shards { files, locations } => {
+            TensorStorage::Shards { files, locations } => {
                 let (file, start) = locations[name];
                 (&files[file].0, &files[file].1, start)
             }
         };
-        let mut buffer = vec![0; bytes.min(CHUNK)];
+        let mut buffer = vec![0; bytes.min(CHUNK_BYTES)];
         let mut done = 0;
         while done < bytes {
-            let part = (bytes - done).min(CHUNK);
+            let part = (bytes - done).min(CHUNK_BYTES);
             file.read_exact_at(&mut buffer[..part], start + done as u64)
                 .map_err(FileError::at("reading", path))?;
             out.write_all(&buffer[..part]).map_err(FileError::at("copying", path))?;
@@ -192,16 +194,16 @@ impl Tensors {
 }
 
 /// Name prefixes that wrappers add to a module: DataParallel, PEFT, and vLLM for drafters.
-const WRAPPERS: [&str; 3] = ["module.", "base_model.model.", "draft_model."];
+const WRAPPER_PREFIXES: [&str; 3] = ["module.", "base_model.model.", "draft_model."];
 /// Name parts that torch.compile, FSDP and activation checkpointing insert before any module.
-const INNER_WRAPPERS: [&str; 3] = ["_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module."];
+const INNER_WRAPPER_PARTS: [&str; 3] = ["_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module."];
 
 /// Metadata and location of tensors by name.
-type TensorIndex = (BTreeMap<String, TensorFacts>, BTreeMap<String, (usize, u64)>);
+type TensorIndex = (BTreeMap<String, TensorMetadata>, BTreeMap<String, (usize, u64)>);
 
 /// Removes the wrappers' parts from tensor names, unless two names would become equal.
-fn without_wrappers(
-    facts: BTreeMap<String, TensorFacts>,
+fn strip_wrapper_names(
+    facts: BTreeMap<String, TensorMetadata>,
     locations: BTreeMap<String, (usize, u64)>,
 ) -> TensorIndex {
     // Lightning and vLLM call a whole model `model`. Inside it a drafter has `fc`, and a target has
@@ -212,11 +214,11 @@ fn without_wrappers(
     let bare = |name: &str| {
         let mut rest = if holds_model { &name["model.".len()..] } else { name };
         while let Some(shorter) =
-            WRAPPERS.iter().chain(&INNER_WRAPPERS).find_map(|wrapper| rest.strip_prefix(wrapper))
+            WRAPPER_PREFIXES.iter().chain(&INNER_WRAPPER_PARTS).find_map(|wrapper| rest.strip_prefix(wrapper))
         {
             rest = shorter;
         }
-        INNER_WRAPPERS
+        INNER_WRAPPER_PARTS
             .iter()
             .fold(rest.to_string(), |name, wrapper| name.replace(&format!(".{wrapper}"), "."))
     };
@@ -230,14 +232,14 @@ fn without_wrappers(
     (facts, locations)
 }
 
-/// Whether the tensor is a map between the vocabularies of target and drafter, which is no weight.
-fn is_map_of_vocabularies(name: &str) -> bool {
+/// Whether the tensor maps between the vocabularies of target and drafter, so that it is no weight.
+fn is_vocab_map(name: &str) -> bool {
     matches!(name.rsplit('.').next(), Some("d2t" | "t2d"))
 }
 
 /// Whether a tensor of this name and dtype is supported: floats, and integers of vocabulary maps.
 pub fn is_readable(name: &str, dtype: Dtype) -> bool {
-    is_float(dtype) || (!is_quantised(dtype) && is_map_of_vocabularies(name))
+    is_float(dtype) || (!is_quantised(dtype) && is_vocab_map(name))
 }
 
 fn is_float(dtype: Dtype) -> bool {
@@ -264,7 +266,7 @@ pub fn torch_dtype_name(dtype: Dtype) -> String {
 }
 
 /// Error message with the remedy for a tensor of a quantised type.
-pub fn quantised(dtype: Dtype) -> String {
+pub fn quantised_dtype_message(dtype: Dtype) -> String {
     format!(
         "its dtype {} is one of quantised weights, which are not read; use the checkpoint in bfloat16, float16 or float32",
         torch_dtype_name(dtype)
@@ -286,7 +288,7 @@ fn first_non_finite(bytes: &[u8], dtype: Dtype) -> Option<usize> {
     }
 }
 
-/// The file, the offset of its data, and its header.
+/// Opens a safetensors file. Returns the file, the offset of its data, and its header.
 fn open_shard(path: &Path) -> Result<(File, u64, Metadata), CheckpointError> {
     let bad = |problem: String| CheckpointError::NotADrafter { path: path.to_path_buf(), problem };
     let file = File::open(path).map_err(FileError::at("reading", path))?;
@@ -295,7 +297,7 @@ fn open_shard(path: &Path) -> Result<(File, u64, Metadata), CheckpointError> {
     file.read_exact_at(&mut start, 0)
         .map_err(|_| bad(format!("{size} bytes are too few for a safetensors file")))?;
     let header_len = u64::from_le_bytes(start);
-    if header_len > MAX_HEADER.min(size.saturating_sub(8)) {
+    if header_len > MAX_HEADER_BYTES.min(size.saturating_sub(8)) {
         return Err(bad(format!(
             "the header claims {header_len} bytes of a file of {size}; the file is truncated or no safetensors"
         )));

@@ -14,7 +14,7 @@ use crate::shards::{split_into_shards, write_index};
 use crate::{CheckpointError, Tensors};
 
 /// Source of the bytes of a tensor to write.
-pub enum Source<'a> {
+pub enum TensorSource<'a> {
     /// The tensor of this name in another checkpoint.
     Copy(&'a Tensors, String),
     /// The bytes themselves.
@@ -26,14 +26,14 @@ pub struct TensorToWrite<'a> {
     pub name: String,
     pub dtype: Dtype,
     pub shape: Vec<usize>,
-    pub source: Source<'a>,
+    pub source: TensorSource<'a>,
 }
 
 impl TensorToWrite<'_> {
-    fn len(&self) -> Result<usize, CheckpointError> {
+    fn byte_len(&self) -> Result<usize, CheckpointError> {
         match &self.source {
-            Source::Copy(tensors, name) => Ok(tensors.facts(name)?.bytes),
-            Source::Bytes(bytes) => Ok(bytes.len()),
+            TensorSource::Copy(tensors, name) => Ok(tensors.required_metadata(name)?.bytes),
+            TensorSource::Bytes(bytes) => Ok(bytes.len()),
         }
     }
 }
@@ -41,9 +41,13 @@ impl TensorToWrite<'_> {
 /// Writes the weights of a checkpoint into the new folder `dir` and syncs the files, which have at
 /// most `max_bytes` bytes. Tensors are ordered by dtype, widest first, then by name, like in the
 /// safetensors packages.
-pub fn write(dir: &Path, tensors: &mut [TensorToWrite], max_bytes: usize) -> Result<(), CheckpointError> {
+pub fn write_weights(
+    dir: &Path,
+    tensors: &mut [TensorToWrite],
+    max_bytes: usize,
+) -> Result<(), CheckpointError> {
     tensors.sort_by(|a, b| b.dtype.cmp(&a.dtype).then_with(|| a.name.cmp(&b.name)));
-    let sizes = tensors.iter().map(TensorToWrite::len).collect::<Result<Vec<_>, _>>()?;
+    let sizes = tensors.iter().map(TensorToWrite::byte_len).collect::<Result<Vec<_>, _>>()?;
     let shards = split_into_shards(&sizes, max_bytes);
     for shard in &shards {
         write_file(&dir.join(&shard.name), &tensors[shard.tensors.clone()])?;
@@ -57,7 +61,7 @@ fn write_file(path: &Path, tensors: &[TensorToWrite]) -> Result<(), CheckpointEr
     let (mut infos, mut end) = (vec![], 0);
     for tensor in tensors.iter() {
         let start = end;
-        end += tensor.len()?;
+        end += tensor.byte_len()?;
         let info =
             TensorInfo { dtype: tensor.dtype, shape: tensor.shape.clone(), data_offsets: (start, end) };
         infos.push((tensor.name.clone(), info));
@@ -76,8 +80,8 @@ fn write_file(path: &Path, tensors: &[TensorToWrite]) -> Result<(), CheckpointEr
     put(&header)?;
     for tensor in tensors.iter() {
         match &tensor.source {
-            Source::Copy(tensors, name) => tensors.copy(name, &mut out)?,
-            Source::Bytes(bytes) => out.write_all(bytes).map_err(FileError::at("writing", path))?,
+            TensorSource::Copy(tensors, name) => tensors.copy_bytes(name, &mut out)?,
+            TensorSource::Bytes(bytes) => out.write_all(bytes).map_err(FileError::at("writing", path))?,
         }
     }
     let finish = || -> io::Result<()> {

@@ -4,7 +4,7 @@ use std::fs;
 use std::path::Path;
 use std::process::Command;
 
-use deepspec_checkpoint::gguf::{BlockType, Gguf, TensorType};
+use deepspec_checkpoint::gguf::{BlockType, GgufFile, TensorType};
 use deepspec_testkit::skip;
 use half::{bf16, f16};
 
@@ -30,7 +30,7 @@ fn blocks_are_expanded_as_the_gguf_package_does() {
     let run = Command::new(python).arg(script).args([&file, &values]).args(&names).output().unwrap();
     assert!(run.status.success(), "{}", String::from_utf8_lossy(&run.stderr));
 
-    let (gguf, expected) = (Gguf::open(&file).unwrap(), fs::read(&values).unwrap());
+    let (gguf, expected) = (GgufFile::open(&file).unwrap(), fs::read(&values).unwrap());
     let mut rest = expected.as_slice();
     for name in names {
         let stored = &gguf.tensors()[name];

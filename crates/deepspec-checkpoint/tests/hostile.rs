@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::Path;
 
-use deepspec_checkpoint::gguf::{Gguf, Model, Tensor, TensorType, Value, Writer, unpack};
+use deepspec_checkpoint::gguf::{GgufFile, Model, Tensor, TensorType, Value, Writer, unpack};
 use deepspec_core::rng::{Purpose, Stream};
 
 const WIDTH: usize = 8;
@@ -87,7 +87,7 @@ fn a_model_is_unpacked_once_and_heads_become_halves() {
     fs::write(&path, written(|_| ())).unwrap();
     let folder = unpack(&path, dir.path()).unwrap();
     assert_eq!(unpack(&path, dir.path()).unwrap(), folder);
-    let model = Model::open(&folder.join(deepspec_checkpoint::gguf::LINK)).unwrap();
+    let model = Model::open(&folder.join(deepspec_checkpoint::gguf::GGUF_LINK)).unwrap();
     let values = model.values("model.layers.0.self_attn.q_proj.weight").unwrap();
     let first_of_rows: Vec<f32> =
         values.chunks(WIDTH * 4).map(|row| f32::from_le_bytes([row[0], row[1], row[2], row[3]])).collect();
@@ -207,9 +207,9 @@ fn two_thousand_damaged_files_are_refused_or_read() {
 fn a_file_that_is_no_file_is_said() {
     let dir = tempfile::tempdir().unwrap();
     let absent = dir.path().join("absent.gguf");
-    assert!(Gguf::open(&absent).unwrap_err().to_string().contains("absent.gguf: reading it"));
+    assert!(GgufFile::open(&absent).unwrap_err().to_string().contains("absent.gguf: reading it"));
     fs::write(&absent, "").unwrap();
-    assert!(Gguf::open(&absent).unwrap_err().to_string().contains("not a GGUF file"));
+    assert!(GgufFile::open(&absent).unwrap_err().to_string().contains("not a GGUF file"));
 }
 
 /// A sparse file with a huge size: its claims alone must not cause an allocation.
@@ -223,6 +223,6 @@ fn texts_of_a_huge_file_are_refused() {
     head.extend([0u64, 1, 900 << 30].map(u64::to_le_bytes).as_flattened());
     fs::write(&path, head).unwrap();
     fs::File::options().write(true).open(&path).unwrap().set_len(1000 << 30).unwrap();
-    let told = Gguf::open(&path).err().unwrap().to_string();
+    let told = GgufFile::open(&path).err().unwrap().to_string();
     assert!(told.contains("huge.gguf") && told.contains("texts of more than"), "{told}");
 }

@@ -29,7 +29,7 @@ fn every_place_of_the_vocabulary_is_filled() {
         let mut json = tokenizer();
         json["model"]["merges"] = merges;
         let read = read(&json.to_string()).unwrap();
-        assert!(read.is_known());
+        assert!(read.has_known_pre_tokenizer());
         let entries = read.entries();
         let entry = |key: &str| {
             entries.iter().find(|(name, _)| name == &format!("tokenizer.ggml.{key}")).unwrap().1.clone()
@@ -46,7 +46,7 @@ fn every_place_of_the_vocabulary_is_filled() {
     json["pre_tokenizer"] = json!({"pretokenizers": [
         {"type": "Split", "pattern": {"Regex": "x"}}, {"type": "ByteLevel", "use_regex": false},
     ]});
-    assert!(!read(&json.to_string()).unwrap().is_known());
+    assert!(!read(&json.to_string()).unwrap().has_known_pre_tokenizer());
 }
 
 #[test]

@@ -29,8 +29,8 @@ impl FileError {
     }
 }
 
-/// Name of `path` while it is being written.
-pub fn partial_name(path: &Path) -> PathBuf {
+/// Path of the temporary file for `path`: `path` with the suffix `.partial`.
+pub fn partial_path(path: &Path) -> PathBuf {
     let mut name: OsString = path.as_os_str().to_owned();
     name.push(".partial");
     PathBuf::from(name)
@@ -46,7 +46,7 @@ pub fn replace(
     path: &Path,
     write: impl FnOnce(&mut BufWriter<File>) -> io::Result<()>,
 ) -> Result<(), FileError> {
-    let partial = partial_name(path);
+    let partial = partial_path(path);
     let attempt = || -> io::Result<()> {
         let mut writer = BufWriter::new(File::create(&partial)?);
         write(&mut writer)?;
@@ -59,8 +59,8 @@ pub fn replace(
     Ok(())
 }
 
-/// Syncs the folder of `path`, so that file names survive a machine crash. Some file systems do not
-/// support this.
+/// Syncs the folder of `path`, so that new file names survive a machine crash. A failure is only
+/// logged, because some file systems cannot sync a folder.
 pub fn sync_folder_of(path: &Path) {
     let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
     if let Err(error) = File::open(parent).and_then(|folder| folder.sync_all()) {
@@ -95,8 +95,8 @@ fn has_no_locks(error: &io::Error) -> bool {
     error.kind() == io::ErrorKind::Unsupported || error.raw_os_error() == Some(ENOLCK)
 }
 
-/// The lock on a partial file, named by [`partial_name`]. Dropping the lock removes a file that was
-/// not renamed.
+/// The lock on the temporary file of a path; see [`partial_path`]. Dropping the lock removes the
+/// temporary file unless it was published.
 #[derive(Debug)]
 pub struct PartialLock {
     path: PathBuf,
@@ -105,12 +105,13 @@ pub struct PartialLock {
 }
 
 impl PartialLock {
-    /// Creates and locks the partial file of `path`; `None` if another process is writing it.
+    /// Creates and locks the temporary file of `path`. Returns `None` if another process holds the
+    /// lock.
     ///
     /// # Errors
     /// Fails on any I/O error, with the path.
-    pub fn take(path: &Path) -> Result<Option<Self>, FileError> {
-        let partial = partial_name(path);
+    pub fn try_acquire(path: &Path) -> Result<Option<Self>, FileError> {
+        let partial = partial_path(path);
         loop {
             let open = File::options().write(true).create(true).truncate(false).open(&partial);
             let file = open.map_err(FileError::at("writing", path))?;
@@ -129,11 +130,11 @@ impl PartialLock {
         }
     }
 
-    /// Truncates the file and returns another handle to it.
+    /// Truncates the partial file and returns a new write handle to it.
     ///
     /// # Errors
     /// Fails on any I/O error, with the path.
-    pub fn begin(&self) -> Result<File, FileError> {
+    pub fn reopen_truncated(&self) -> Result<File, FileError> {
         let open = File::options().write(true).truncate(true).open(&self.partial);
         open.map_err(FileError::at("writing", &self.path))
     }
@@ -198,16 +199,16 @@ mod tests {
     fn one_process_at_a_time_writes_aside() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("rows.jsonl");
-        let lock = PartialLock::take(&path).unwrap().unwrap();
-        assert!(PartialLock::take(&path).unwrap().is_none());
-        lock.begin().unwrap().write_all(b"a").unwrap();
+        let lock = PartialLock::try_acquire(&path).unwrap().unwrap();
+        assert!(PartialLock::try_acquire(&path).unwrap().is_none());
+        lock.reopen_truncated().unwrap().write_all(b"a").unwrap();
         lock.publish().unwrap();
-        let second = PartialLock::take(&path).unwrap().unwrap();
+        let second = PartialLock::try_acquire(&path).unwrap().unwrap();
         // Dropping the first lock does not remove the second lock's file.
         drop(lock);
-        assert!(partial_name(&path).exists());
+        assert!(partial_path(&path).exists());
         drop(second);
-        assert!(!partial_name(&path).exists());
+        assert!(!partial_path(&path).exists());
         assert_eq!(read_text(&path).unwrap(), "a");
     }
 

@@ -63,14 +63,14 @@ pub fn start_logging(verbosity: Verbosity) {
     let _ = subscriber.try_init();
 }
 
-/// A count with its noun: 1 row, 2 rows.
+/// Formats a number with its noun in singular or plural: `1 row`, `2 rows`.
 pub fn count(number: usize, thing: &str) -> String {
     format!("{number} {thing}{}", if number == 1 { "" } else { "s" })
 }
 
-/// A topic followed by text, wrapped to 80 columns and indented to column `indent`. Words are never
-/// broken.
-pub fn wrapped(topic: &str, indent: usize, text: &str) -> String {
+/// Formats `topic` at the start of the line and `text` from column `indent` on, wrapped to 80
+/// columns. Words are never broken.
+pub fn wrap_paragraph(topic: &str, indent: usize, text: &str) -> String {
     let width = 80 - indent;
     let mut lines = vec![];
     for paragraph in text.lines() {
@@ -89,7 +89,7 @@ pub fn wrapped(topic: &str, indent: usize, text: &str) -> String {
     format!("{topic:<indent$}{}", lines.join(&format!("\n{}", " ".repeat(indent))))
 }
 
-/// Standard output. Ignores a closed pipe (`| head`); any other error states that it occurred on
+/// A writer to standard output that ignores a closed pipe (`| head`). Any other error names
 /// standard output.
 pub fn stdout() -> impl Write {
     Stdout(std::io::stdout())
@@ -101,27 +101,27 @@ impl Write for Stdout {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         match self.0.write(bytes) {
             Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(bytes.len()),
-            written => written.map_err(on_stdout),
+            written => written.map_err(name_stdout_in_error),
         }
     }
 
     fn flush(&mut self) -> io::Result<()> {
         match self.0.flush() {
             Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
-            flushed => flushed.map_err(on_stdout),
+            flushed => flushed.map_err(name_stdout_in_error),
         }
     }
 }
 
-fn on_stdout(error: io::Error) -> io::Error {
+fn name_stdout_in_error(error: io::Error) -> io::Error {
     match error.kind() {
         io::ErrorKind::Interrupted => error,
         kind => io::Error::new(kind, format!("writing to standard output: {error}")),
     }
 }
 
-/// A result that is neither success nor error and has its own exit code, such as "saved, run me
-/// again" (75).
+/// A result that is neither success nor error and has its own exit code. For example, 75 means that
+/// the state is saved and the program should be run again.
 #[derive(Debug, thiserror::Error)]
 #[error("{reason}")]
 pub struct ExitWith {
@@ -139,11 +139,11 @@ pub struct ExitWith {
 pub fn run(body: impl FnOnce() -> anyhow::Result<()>) -> ExitCode {
     let report = panic::take_hook();
     panic::set_hook(Box::new(move |info| {
-        if !CONTAINED.get().is_some_and(|expected| expected(&words(info.payload()))) {
+        if !EXPECTED_PANIC.get().is_some_and(|expected| expected(&panic_message(info.payload()))) {
             report(info);
             // Logged last and in one line, so that the cause is at the end of the log for launchers
             // and users.
-            tracing::error!("{}", broken(&words(info.payload())));
+            tracing::error!("{}", panic_log_line(&panic_message(info.payload())));
             std::process::abort();
         }
     }));
@@ -156,44 +156,48 @@ pub fn run(body: impl FnOnce() -> anyhow::Result<()>) -> ExitCode {
     }
 }
 
-/// The message of a panic in one line. For libtorch errors it is libtorch's message without the
-/// stack trace.
-fn broken(said: &str) -> String {
+/// The panic's message in one line. A libtorch error is shortened to its message without the stack
+/// trace.
+fn panic_log_line(said: &str) -> String {
     let torch = said.split_once("value: Torch(\"").and_then(|(_, words)| {
         words.split("\\nException raised from").next().map(|words| words.trim_end_matches("\")"))
     });
-    format!("ended by an error in the middle of its work: {}", on_one_line(torch.unwrap_or(said)).trim())
+    format!(
+        "ended by an error in the middle of its work: {}",
+        escape_to_one_line(torch.unwrap_or(said)).trim()
+    )
 }
 
 thread_local! {
-    /// The panics that this thread's [`contain`] or [`contain_if`] expects; None outside them.
-    static CONTAINED: Cell<Option<Expected>> = const { Cell::new(None) };
+    /// Predicate for the panics that this thread's [`catch_panic`] or [`catch_panic_if`] expects;
+    /// None outside them.
+    static EXPECTED_PANIC: Cell<Option<IsExpectedPanic>> = const { Cell::new(None) };
 }
 
-/// Whether the caller can continue after a panic with this message.
-type Expected = fn(&str) -> bool;
+/// Predicate on a panic's message: true if the caller can continue after it.
+type IsExpectedPanic = fn(&str) -> bool;
 
 /// Runs library code that panics on malformed input, and returns the panic's message as an error.
 ///
-/// Values used by the code are in an unknown state after a panic and must be dropped.
+/// Values that `work` used are in an unknown state after a panic and must be dropped.
 ///
 /// # Errors
 /// Returns the panic's message.
-pub fn contain<T>(work: impl FnOnce() -> T) -> Result<T, String> {
-    contain_if(|_| true, work)
+pub fn catch_panic<T>(work: impl FnOnce() -> T) -> Result<T, String> {
+    catch_panic_if(|_| true, work)
 }
 
-/// [`contain`] only for panics with certain messages, such as a library's out-of-memory message.
-/// Any other panic propagates.
+/// Like [`catch_panic`], but only for panics whose message `expected` accepts, such as a library's
+/// out-of-memory message. Any other panic propagates.
 ///
 /// # Errors
 /// Returns the panic's message.
-pub fn contain_if<T>(expected: Expected, work: impl FnOnce() -> T) -> Result<T, String> {
-    let outer = CONTAINED.replace(Some(expected));
+pub fn catch_panic_if<T>(expected: IsExpectedPanic, work: impl FnOnce() -> T) -> Result<T, String> {
+    let outer = EXPECTED_PANIC.replace(Some(expected));
     let done = panic::catch_unwind(AssertUnwindSafe(work));
-    CONTAINED.set(outer);
+    EXPECTED_PANIC.set(outer);
     done.map_err(|cause| {
-        let words = words(&*cause);
+        let words = panic_message(&*cause);
         if !expected(&words) {
             panic::resume_unwind(cause);
         }
@@ -201,7 +205,7 @@ pub fn contain_if<T>(expected: Expected, work: impl FnOnce() -> T) -> Result<T, 
     })
 }
 
-fn words(panic: &dyn Any) -> String {
+fn panic_message(panic: &dyn Any) -> String {
     match (panic.downcast_ref::<String>(), panic.downcast_ref::<&str>()) {
         (Some(text), _) => text.clone(),
         (_, Some(text)) => (*text).to_owned(),
@@ -214,7 +218,7 @@ fn words(panic: &dyn Any) -> String {
 pub fn one_line(error: &anyhow::Error) -> String {
     let mut line = String::new();
     for cause in error.chain() {
-        let text = on_one_line(&cause.to_string());
+        let text = escape_to_one_line(&cause.to_string());
         if !line.contains(&text) {
             if !line.is_empty() {
                 line.push_str(": ");
@@ -225,7 +229,7 @@ pub fn one_line(error: &anyhow::Error) -> String {
     line
 }
 
-fn on_one_line(text: &str) -> String {
+fn escape_to_one_line(text: &str) -> String {
     let mut line = String::with_capacity(text.len());
     for character in text.chars() {
         match character {
@@ -258,12 +262,12 @@ mod tests {
         let error = Err::<(), _>(
             "CUDA out of memory. Tried to allocate 2 GiB.\nException raised from malloc\nframe #0",
         );
-        let said = contain(|| error.map_err(Torch).unwrap()).unwrap_err();
+        let said = catch_panic(|| error.map_err(Torch).unwrap()).unwrap_err();
         let told =
             "ended by an error in the middle of its work: CUDA out of memory. Tried to allocate 2 GiB.";
-        assert_eq!(broken(&said), told);
+        assert_eq!(panic_log_line(&said), told);
         assert_eq!(
-            broken("index out\nof bounds"),
+            panic_log_line("index out\nof bounds"),
             told.replace("CUDA out of memory. Tried to allocate 2 GiB.", "index out of bounds")
         );
     }
@@ -274,17 +278,17 @@ mod tests {
 
     #[test]
     fn a_contained_panic_is_an_error() {
-        assert_eq!(contain(|| 7), Ok(7));
+        assert_eq!(catch_panic(|| 7), Ok(7));
         let nothing: &[u8] = &[];
-        assert!(contain(|| nothing[0]).unwrap_err().contains("out of bounds"));
-        assert_eq!(contain(|| contain(|| panic!("inner"))), Ok(Err::<(), _>("inner".into())));
+        assert!(catch_panic(|| nothing[0]).unwrap_err().contains("out of bounds"));
+        assert_eq!(catch_panic(|| catch_panic(|| panic!("inner"))), Ok(Err::<(), _>("inner".into())));
     }
 
     #[test]
     fn only_the_expected_panic_is_contained() {
         let memory = |words: &str| words.contains("memory");
-        assert_eq!(contain_if(memory, || panic!("no memory")), Err::<(), _>("no memory".into()));
-        let other = contain(|| contain_if(memory, || panic!("a bug")));
+        assert_eq!(catch_panic_if(memory, || panic!("no memory")), Err::<(), _>("no memory".into()));
+        let other = catch_panic(|| catch_panic_if(memory, || panic!("a bug")));
         assert_eq!(other, Err::<Result<(), _>, _>("a bug".into()));
     }
 }

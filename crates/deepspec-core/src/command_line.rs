@@ -49,16 +49,16 @@ pub struct Description {
     pub text: fn() -> String,
 }
 
-/// Parses the command line of a program built with this `libtorch`. If it requests a description,
-/// the function prints it and exits, like for `--help`, `--version` and errors.
+/// Parses the command line; `libtorch` is shown by `--version`. A subcommand of `descriptions`
+/// prints its text and exits, like `--help`.
 pub fn parse<T: Parser>(libtorch: &str, descriptions: &[Description]) -> T {
-    let mut command = described(T::command(), libtorch, descriptions);
+    let mut command = add_standard_subcommands(T::command(), libtorch, descriptions);
     let arguments: Vec<OsString> = std::env::args_os().collect();
     let matches = command
         .try_get_matches_from_mut(&arguments)
-        .unwrap_or_else(|error| renamed(&command, &arguments, &error).unwrap_or(error).exit());
+        .unwrap_or_else(|error| renamed_argument_error(&command, &arguments, &error).unwrap_or(error).exit());
     if let Some((name, arguments)) = matches.subcommand()
-        && let Some(written) = describe(&mut command, name, arguments, descriptions)
+        && let Some(written) = print_description(&mut command, name, arguments, descriptions)
     {
         exit(match written {
             Ok(()) => 0,
@@ -73,14 +73,18 @@ pub fn parse<T: Parser>(libtorch: &str, descriptions: &[Description]) -> T {
 
 /// The error for a renamed flag or value, if `error` was caused by one and the command that
 /// `arguments` select has its new name.
-fn renamed(command: &Command, arguments: &[OsString], error: &clap::Error) -> Option<clap::Error> {
+fn renamed_argument_error(
+    command: &Command,
+    arguments: &[OsString],
+    error: &clap::Error,
+) -> Option<clap::Error> {
     let text = |kind| match error.get(kind) {
         Some(ContextValue::String(text)) => Some(text.as_str()),
         _ => None,
     };
     let new_name =
         |names: &[(&str, &'static str)], old: &str| Some(names.iter().find(|(name, _)| *name == old)?.1);
-    let command = selected(command, arguments);
+    let command = selected_subcommand(command, arguments);
     let (old, new) = match error.kind() {
         ClapErrorKind::UnknownArgument => {
             let old = text(ContextKind::InvalidArg)?;
@@ -101,8 +105,9 @@ fn renamed(command: &Command, arguments: &[OsString], error: &clap::Error) -> Op
     Some(command.clone().error(error.kind(), format!("`{old}` is now `{new}`")))
 }
 
-/// The subcommand that the arguments select. Flags before its name have no values.
-fn selected<'a>(mut command: &'a Command, arguments: &[OsString]) -> &'a Command {
+/// The innermost subcommand that the arguments select. It assumes that flags before a subcommand's
+/// name take no value.
+fn selected_subcommand<'a>(mut command: &'a Command, arguments: &[OsString]) -> &'a Command {
     let words = arguments.iter().skip(1).filter(|argument| !argument.to_string_lossy().starts_with('-'));
     for word in words {
         match command.find_subcommand(word) {
@@ -113,16 +118,18 @@ fn selected<'a>(mut command: &'a Command, arguments: &[OsString]) -> &'a Command
     command
 }
 
-fn described(command: Command, libtorch: &str, descriptions: &[Description]) -> Command {
+fn add_standard_subcommands(command: Command, libtorch: &str, descriptions: &[Description]) -> Command {
     // A program without subcommands has required arguments, which its descriptions do not need.
     let alone = !command.has_subcommands();
     let shell = Arg::new("shell").value_name("SHELL").required(true).value_parser(value_parser!(Shell));
     let dir = Arg::new("dir").value_name("DIR").required(true).value_parser(value_parser!(PathBuf));
+    let command = match alone {
+        true => command.subcommand_negates_reqs(true).args_conflicts_with_subcommands(true),
+        false => command,
+    };
     command
         .version(VERSION)
         .long_version(format!("{VERSION}\nlibtorch {libtorch}"))
-        .subcommand_negates_reqs(alone)
-        .args_conflicts_with_subcommands(alone)
         .subcommand(
             Command::new("completions")
                 .about("Write what a shell needs to complete this program's arguments")
@@ -137,8 +144,8 @@ fn described(command: Command, libtorch: &str, descriptions: &[Description]) -> 
         }))
 }
 
-/// Prints the description with this name; None if there is none.
-fn describe(
+/// Prints the text of the subcommand `name`; None if no description has that name.
+fn print_description(
     command: &mut Command,
     name: &str,
     arguments: &ArgMatches,
@@ -150,30 +157,30 @@ fn describe(
             let shell = arguments.get_one::<Shell>("shell")?;
             let mut text = vec![];
             clap_complete::generate(*shell, command, program, &mut text);
-            print(&text)
+            write_to_stdout(&text)
         }
-        "man" => man(command.clone(), arguments.get_one::<PathBuf>("dir")?),
-        "reference" => print(reference(command.clone()).as_bytes()),
-        other => {
-            print((descriptions.iter().find(|description| description.name == other)?.text)().as_bytes())
-        }
+        "man" => write_man_pages(command.clone(), arguments.get_one::<PathBuf>("dir")?),
+        "reference" => write_to_stdout(reference_markdown(command.clone()).as_bytes()),
+        other => write_to_stdout(
+            (descriptions.iter().find(|description| description.name == other)?.text)().as_bytes(),
+        ),
     })
 }
 
-fn man(command: Command, dir: &Path) -> anyhow::Result<()> {
+fn write_man_pages(command: Command, dir: &Path) -> anyhow::Result<()> {
     let unwritable = || format!("man pages cannot be written to {}", dir.display());
     fs::create_dir_all(dir).with_context(unwritable)?;
     clap_mangen::generate_to(command, dir).with_context(unwritable)
 }
 
 /// All commands with their arguments, as Markdown.
-fn reference(command: Command) -> String {
+fn reference_markdown(command: Command) -> String {
     let options = clap_markdown::MarkdownOptions::new().show_footer(false).show_table_of_contents(false);
     clap_markdown::help_markdown_command_custom(&command.term_width(100), &options)
 }
 
-/// Ignores a closed pipe.
-fn print(text: &[u8]) -> anyhow::Result<()> {
+/// Writes `text` to standard output and ignores a closed pipe.
+fn write_to_stdout(text: &[u8]) -> anyhow::Result<()> {
     match io::stdout().write_all(text) {
         Err(error) if error.kind() != ErrorKind::BrokenPipe => Err(error.into()),
         _ => Ok(()),
@@ -186,7 +193,7 @@ mod tests {
 
     fn program() -> Command {
         let needed = Arg::new("config").long("config").required(true);
-        described(Command::new("program").arg(needed), "2.11.0", &[])
+        add_standard_subcommands(Command::new("program").arg(needed), "2.11.0", &[])
     }
 
     #[test]
@@ -211,7 +218,8 @@ mod tests {
             let arguments: Vec<OsString> =
                 ["program"].iter().chain(arguments).map(|argument| argument.into()).collect();
             let error = command.try_get_matches_from_mut(&arguments).unwrap_err();
-            renamed(&command, &arguments, &error).map(|error| (error.exit_code(), error.to_string()))
+            renamed_argument_error(&command, &arguments, &error)
+                .map(|error| (error.exit_code(), error.to_string()))
         };
         for arguments in [&["serve", "--slots", "4"][..], &["--quiet", "serve", "--slots=4"]] {
             let (code, text) = refused(arguments).unwrap();
@@ -230,7 +238,7 @@ mod tests {
 
     #[test]
     fn every_argument_is_described() {
-        let text = reference(program());
+        let text = reference_markdown(program());
         assert!(text.contains("`--config <CONFIG>`") && text.contains("`program completions`"), "{text}");
         let mut completions = vec![];
         clap_complete::generate(Shell::Bash, &mut program(), "program", &mut completions);

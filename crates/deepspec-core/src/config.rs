@@ -54,7 +54,7 @@ pub fn load<T: DeserializeOwned>(path: &Path, overrides: &[String]) -> Result<T,
     parse(path, &text, overrides)
 }
 
-/// [`load`] on text that was read already; `path` only labels errors.
+/// Like [`load`], for text that was read already; `path` only labels errors.
 ///
 /// # Errors
 /// See [`ConfigError`].
@@ -62,7 +62,7 @@ pub fn parse<T: DeserializeOwned>(path: &Path, text: &str, overrides: &[String])
     Document::parse(path, text, overrides)?.read()
 }
 
-/// A config whose sections are read by several readers.
+/// A parsed config whose sections different modules read into their own types.
 #[derive(Debug, Clone)]
 pub struct Document {
     path: PathBuf,
@@ -81,7 +81,7 @@ impl Document {
         Self::parse(path, &atomic::read_text(path)?, overrides)
     }
 
-    /// [`Document::open`] on text that was read already; `path` only labels errors.
+    /// Like [`Document::open`], for text that was read already; `path` only labels errors.
     ///
     /// # Errors
     /// See [`ConfigError`].
@@ -94,13 +94,13 @@ impl Document {
         let is_there = |key: &str| key.split('.').try_fold(&value, |within, key| within.get(key)).is_some();
         let set_keys = keys.map(|key| (key.clone(), is_there(&key))).collect();
         for item in overrides {
-            set(&mut value, item)?;
+            apply_override(&mut value, item)?;
         }
-        if let Some(key) = not_a_number(&value, String::new()) {
+        if let Some(key) = find_non_finite_key(&value, String::new()) {
             let is_set = overrides.iter().any(|item| item.split_once('=').is_some_and(|(set, _)| set == key));
             let (path, line) = match is_set {
                 true => (PathBuf::from("--set"), None),
-                false => (path.to_path_buf(), line_of(text, &key)),
+                false => (path.to_path_buf(), find_line_of_key(text, &key)),
             };
             return Err(ConfigError::Key { path, line, key, problem: "a number must be finite".into() });
         }
@@ -136,15 +136,15 @@ impl Document {
             if within != "." {
                 path = if path.is_empty() { within } else { format!("{path}.{within}") };
             }
-            let problem = in_words(&error.inner().to_string());
-            let unknown = between(&problem, "unknown field `", "`")
-                .or_else(|| between(&problem, "unknown variant `", "`"));
+            let problem = describe_serde_error(&error.inner().to_string());
+            let unknown = text_between(&problem, "unknown field `", "`")
+                .or_else(|| text_between(&problem, "unknown variant `", "`"));
             match unknown {
-                Some(unknown) if path.is_empty() => self.error(unknown, with_nearest(unknown, &problem)),
+                Some(unknown) if path.is_empty() => self.error(unknown, add_nearest_name(unknown, &problem)),
                 Some(unknown) if !path.ends_with(unknown) => {
-                    self.error(&format!("{path}.{unknown}"), with_nearest(unknown, &problem))
+                    self.error(&format!("{path}.{unknown}"), add_nearest_name(unknown, &problem))
                 }
-                Some(unknown) => self.error(&path, with_nearest(unknown, &problem)),
+                Some(unknown) => self.error(&path, add_nearest_name(unknown, &problem)),
                 None => self.error(if path.is_empty() { "." } else { &path }, problem),
             }
         })
@@ -163,7 +163,7 @@ impl Document {
             .set
             .iter()
             .any(|(set, is_there)| is_within(key, set) || (is_within(set, key) && !is_there && !is_missing));
-        let line = if is_set { None } else { line_of(&self.text, key) };
+        let line = if is_set { None } else { find_line_of_key(&self.text, key) };
         let path = if is_set { PathBuf::from("--set") } else { self.path.clone() };
         ConfigError::Key { path, line, key: key.into(), problem }
     }
@@ -171,8 +171,8 @@ impl Document {
 
 /// Adds the nearest known name to the problem, if one is similar. `problem` lists the known names
 /// in backticks after "expected".
-pub fn with_nearest(unknown: &str, problem: &str) -> String {
-    match nearest(unknown, problem) {
+pub fn add_nearest_name(unknown: &str, problem: &str) -> String {
+    match nearest_known_name(unknown, problem) {
         Some(near) => format!("{problem}; did you mean `{near}`?"),
         None => problem.into(),
     }
@@ -187,14 +187,14 @@ pub fn to_yaml(config: &impl Serialize) -> Result<String, String> {
     serde_yaml::to_string(&value).map_err(|error| error.to_string())
 }
 
-/// The dotted keys in which two configs differ, as "key (was a, is b)".
+/// Lists the dotted keys in which two configs differ, such as `train.lr (was 0.1, is 0.2)`.
 pub fn differences(was: &serde_json::Value, is: &serde_json::Value) -> Vec<String> {
-    differences_in_words(("was", was), ("is", is))
+    labelled_differences(("was", was), ("is", is))
 }
 
-/// The dotted keys in which two configs differ, as "key (one 1, other 2)" with the given words for
-/// one and other.
-pub fn differences_in_words(
+/// Lists the dotted keys in which two configs differ, such as `train.lr (file 0.1, run 0.2)`. Each
+/// argument is a label with its config.
+pub fn labelled_differences(
     one: (&str, &serde_json::Value),
     other: (&str, &serde_json::Value),
 ) -> Vec<String> {
@@ -216,7 +216,7 @@ pub fn differences_in_words(
     found
 }
 
-fn set(root: &mut Value, item: &str) -> Result<(), ConfigError> {
+fn apply_override(root: &mut Value, item: &str) -> Result<(), ConfigError> {
     let bad = |problem: &str| ConfigError::Override { text: item.into(), problem: problem.into() };
     let (path, value) = item.split_once('=').ok_or_else(|| bad("expected key=value"))?;
     let value: Value =
@@ -239,22 +239,23 @@ fn set(root: &mut Value, item: &str) -> Result<(), ConfigError> {
 }
 
 /// The dotted key of an infinite or NaN number, which JSON cannot represent.
-fn not_a_number(value: &Value, path: String) -> Option<String> {
+fn find_non_finite_key(value: &Value, path: String) -> Option<String> {
     match value {
         Value::Number(number) => number.as_f64().is_some_and(|number| !number.is_finite()).then_some(path),
         Value::Mapping(mapping) => mapping.iter().find_map(|(key, value)| {
             let key = key.as_str().unwrap_or_default();
-            not_a_number(value, if path.is_empty() { key.into() } else { format!("{path}.{key}") })
+            find_non_finite_key(value, if path.is_empty() { key.into() } else { format!("{path}.{key}") })
         }),
         Value::Sequence(list) => {
-            list.iter().enumerate().find_map(|(i, value)| not_a_number(value, format!("{path}[{i}]")))
+            list.iter().enumerate().find_map(|(i, value)| find_non_finite_key(value, format!("{path}[{i}]")))
         }
         _ => None,
     }
 }
 
-/// Replaces the names of Rust types in a serde message.
-pub fn in_words(problem: &str) -> String {
+/// Replaces Rust type names in a serde error message by plain words, such as `usize` by "a whole
+/// number from 0".
+pub fn describe_serde_error(problem: &str) -> String {
     let (head, expected) = match problem.rsplit_once("expected ") {
         Some((head, expected)) => (head, expected),
         None => return problem.into(),
@@ -273,14 +274,14 @@ pub fn in_words(problem: &str) -> String {
     format!("{head}expected {expected}").replace("null", "nothing")
 }
 
-fn between<'a>(text: &'a str, start: &str, end: &str) -> Option<&'a str> {
+fn text_between<'a>(text: &'a str, start: &str, end: &str) -> Option<&'a str> {
     let rest = &text[text.find(start)? + start.len()..];
     Some(&rest[..rest.find(end)?])
 }
 
 /// The most similar known name to `unknown`, among the quoted names after "expected" in serde's
 /// message.
-fn nearest(unknown: &str, message: &str) -> Option<String> {
+fn nearest_known_name(unknown: &str, message: &str) -> Option<String> {
     let known = &message[message.find("expected")?..];
     known
         .split('`')
@@ -293,7 +294,7 @@ fn nearest(unknown: &str, message: &str) -> Option<String> {
 }
 
 /// The line where the keys of a dotted path appear in order, in block or flow style.
-fn line_of(text: &str, path: &str) -> Option<usize> {
+fn find_line_of_key(text: &str, path: &str) -> Option<usize> {
     let (mut offset, mut found) = (0, None);
     for key in path.split('.') {
         let key = key.split('[').next().unwrap_or_default();

@@ -6,8 +6,8 @@ use std::env::{var, var_os};
 use std::fs;
 use std::path::PathBuf;
 
-pub use ranks::{Ranks, RanksError, THREADS, has_thread_count};
-use ranks::{slurm, torchrun};
+pub use ranks::{OMP_THREADS_VARIABLE, Ranks, RanksError, has_thread_count};
+use ranks::{ranks_from_torchrun, slurm};
 
 /// `RUST_LOG`: a log filter that overrides `--quiet` and `-v`.
 pub fn rust_log() -> Option<String> {
@@ -19,22 +19,22 @@ pub fn home() -> Option<PathBuf> {
     var_os("HOME").map(PathBuf::from)
 }
 
-/// A variable named by the user, such as `OPENAI_API_KEY`: the bearer token for servers that answer
-/// prompts.
-pub fn secret(name: &str) -> Option<String> {
+/// Reads an API key from the variable `name`, such as `OPENAI_API_KEY`. None if it is unset or
+/// empty.
+pub fn read_secret(name: &str) -> Option<String> {
     var(name).ok().map(|key| key.trim().to_string()).filter(|key| !key.is_empty())
 }
 
 /// Warns if the key in `variable` would be sent unencrypted, over plain HTTP to another machine.
-pub fn report_key_in_clear(variable: &str, url: &str) {
-    if secret(variable).is_some() && leaves_in_clear(url) {
+pub fn warn_unencrypted_key(variable: &str, url: &str) {
+    if read_secret(variable).is_some() && is_sent_unencrypted(url) {
         tracing::warn!(
             "the key in {variable} is sent to {url} in clear: use https, or unset {variable} where the server asks for none"
         );
     }
 }
 
-fn leaves_in_clear(url: &str) -> bool {
+fn is_sent_unencrypted(url: &str) -> bool {
     let Some(rest) = url.strip_prefix("http://") else { return false };
     let place = rest.split(['/', '?']).next().unwrap_or_default();
     let place = place.rsplit('@').next().unwrap_or_default();
@@ -63,11 +63,11 @@ pub fn cache_dir() -> Option<PathBuf> {
 pub fn cache_dir_from(read: impl Fn(&str) -> Option<String>) -> Option<PathBuf> {
     let given = |name: &str| read(name).filter(|text| !text.is_empty());
     let path = |name: &str| given(name).map(|text| expand(&text, given("HOME")));
-    path("DEEPSPEC_CACHE").or_else(|| Some(user_cache(path)?.join("deepspec")))
+    path("DEEPSPEC_CACHE").or_else(|| Some(user_cache_dir(path)?.join("deepspec")))
 }
 
 /// `XDG_CACHE_HOME`, else `.cache` in `HOME`.
-fn user_cache(path: impl Fn(&str) -> Option<PathBuf>) -> Option<PathBuf> {
+fn user_cache_dir(path: impl Fn(&str) -> Option<PathBuf>) -> Option<PathBuf> {
     path("XDG_CACHE_HOME").or_else(|| Some(path("HOME")?.join(".cache")))
 }
 
@@ -95,18 +95,18 @@ pub struct HubEnv {
 
 /// The hub's environment variables. `HF_HOME` defaults to `huggingface` in `XDG_CACHE_HOME` or
 /// `~/.cache`.
-pub fn hub() -> HubEnv {
-    hub_from(|name| var(name).ok())
+pub fn hub_env() -> HubEnv {
+    hub_env_from(|name| var(name).ok())
 }
 
-/// [`hub`] with variables from `read` instead of this process.
-pub fn hub_from(read: impl Fn(&str) -> Option<String>) -> HubEnv {
+/// [`hub_env`] with variables from `read` instead of this process.
+pub fn hub_env_from(read: impl Fn(&str) -> Option<String>) -> HubEnv {
     let given = |name: &str| read(name).filter(|text| !text.is_empty());
     let path = |name: &str| given(name).map(|text| expand(&text, given("HOME")));
     let is_on = |name: &str| {
         given(name).is_some_and(|text| ["1", "ON", "YES", "TRUE"].contains(&text.to_uppercase().as_str()))
     };
-    let home = path("HF_HOME").or_else(|| Some(user_cache(path)?.join("huggingface")));
+    let home = path("HF_HOME").or_else(|| Some(user_cache_dir(path)?.join("huggingface")));
     let under_home = |name| home.as_ref().map(|home| home.join(name));
     let offline = ["HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE"];
     let endpoint = given("HF_ENDPOINT").unwrap_or_else(|| "https://huggingface.co".into());
@@ -157,9 +157,9 @@ pub fn ranks_from(
 ) -> Result<Option<Ranks>, RanksError> {
     let given = |name: &str| read(name).filter(|text| !text.is_empty());
     let ranks = if given("RANK").is_some() {
-        Some(torchrun(given)?)
-    } else if given(slurm::PRESENT).is_some() {
-        slurm::place(given, port_range().as_deref())?
+        Some(ranks_from_torchrun(given)?)
+    } else if given(slurm::TASK_COUNT_VARIABLE).is_some() {
+        slurm::ranks_from_slurm(given, port_range().as_deref())?
     } else {
         None
     };
@@ -179,7 +179,9 @@ mod tests {
     use super::*;
 
     fn hub_with(variables: &[(&str, &str)]) -> HubEnv {
-        hub_from(|name| variables.iter().find(|(key, _)| *key == name).map(|(_, value)| value.to_string()))
+        hub_env_from(|name| {
+            variables.iter().find(|(key, _)| *key == name).map(|(_, value)| value.to_string())
+        })
     }
 
     #[test]
@@ -217,11 +219,11 @@ mod tests {
     fn keys_are_in_clear_on_plain_http_to_other_machines() {
         for url in ["http://10.0.0.5:8000", "http://gpu-1/v1", "http://me:pw@gpu-1:80", "http://[fe80::1]:80"]
         {
-            assert!(leaves_in_clear(url), "{url}");
+            assert!(is_sent_unencrypted(url), "{url}");
         }
         for url in ["https://10.0.0.5", "http://localhost:1", "http://127.0.0.1:30000/v1", "http://[::1]:80"]
         {
-            assert!(!leaves_in_clear(url), "{url}");
+            assert!(!is_sent_unencrypted(url), "{url}");
         }
     }
 

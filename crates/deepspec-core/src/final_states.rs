@@ -1,10 +1,10 @@
-//! The positions whose final hidden states a drafter is trained on.
+//! Selects the token positions whose final hidden states a drafter is trained on.
 
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// Positions of a sample whose hidden state after the final norm is kept.
+/// Which positions of a sample have their hidden state after the final norm stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum FinalStates {
@@ -16,7 +16,7 @@ pub enum FinalStates {
 
 impl FinalStates {
     /// The kept positions of a sample with this mask of supervised tokens, ascending.
-    pub fn positions(self, mask: &[bool]) -> Vec<u32> {
+    pub fn kept_positions(self, mask: &[bool]) -> Vec<u32> {
         let supervised = |p: Option<usize>| p.is_some_and(|p| mask.get(p) == Some(&true));
         let needed = |p: &usize| supervised(p.checked_sub(1)) || supervised(p.checked_add(1));
         (0..mask.len()).filter(|p| self == Self::All || needed(p)).map(|p| p as u32).collect()
@@ -46,13 +46,13 @@ mod tests {
         let positions = |spans: &[(usize, usize)]| {
             let mut mask = vec![false; 8];
             spans.iter().for_each(|&(start, end)| mask[start..end].fill(true));
-            FinalStates::Supervised.positions(&mask)
+            FinalStates::Supervised.kept_positions(&mask)
         };
         assert_eq!(positions(&[(3, 4)]), [2, 4]);
         assert_eq!(positions(&[(2, 5)]), [1, 2, 3, 4, 5]);
         assert_eq!(positions(&[(0, 1), (7, 8)]), [1, 6]);
         assert!(positions(&[]).is_empty());
-        assert_eq!(FinalStates::All.positions(&[false; 3]), [0, 1, 2]);
+        assert_eq!(FinalStates::All.kept_positions(&[false; 3]), [0, 1, 2]);
         assert!(
             FinalStates::All.covers(FinalStates::Supervised)
                 && !FinalStates::Supervised.covers(FinalStates::All)

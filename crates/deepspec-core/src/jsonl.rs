@@ -32,7 +32,7 @@ pub enum Line {
 }
 
 /// Maximum length of a line in bytes, which bounds memory for a file without line ends.
-pub const MAX_LINE: usize = 1 << 28;
+pub const MAX_LINE_BYTES: usize = 1 << 28;
 
 /// Opens the text of a file. Decompresses `.gz` and `.zst` files, detected by name, and skips a
 /// byte order mark.
@@ -43,44 +43,45 @@ pub fn open_text(path: &Path) -> Result<Box<dyn BufRead + Send>, FileError> {
     let file = File::open(path).map_err(FileError::at("reading", path))?;
     let extension = path.extension().and_then(|extension| extension.to_str()).unwrap_or_default();
     Ok(match extension.to_ascii_lowercase().as_str() {
-        "gz" => Box::new(Unmarked::new(MultiGzDecoder::new(file))),
+        "gz" => Box::new(BomSkippingReader::new(MultiGzDecoder::new(file))),
         "zst" => {
             let decoder = zstd::Decoder::new(file).map_err(FileError::at("decompressing", path))?;
-            Box::new(Unmarked::new(decoder))
+            Box::new(BomSkippingReader::new(decoder))
         }
-        _ => Box::new(Unmarked::new(file)),
+        _ => Box::new(BomSkippingReader::new(file)),
     })
 }
 
 /// The UTF-8 byte order mark that some editors write.
-const MARK: &[u8] = b"\xef\xbb\xbf";
+const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
 
-/// Text without a leading byte order mark.
-struct Unmarked<R> {
+/// A reader that skips a leading UTF-8 byte order mark.
+struct BomSkippingReader<R> {
     text: BufReader<R>,
     /// Whether the first bytes have been checked.
     begun: bool,
-    /// First bytes that are text and not consumed yet.
+    /// The first bytes of the text that the caller has not consumed yet.
     head: Vec<u8>,
 }
 
-impl<R: Read> Unmarked<R> {
+impl<R: Read> BomSkippingReader<R> {
     fn new(text: R) -> Self {
-        Self { text: BufReader::with_capacity(BUFFER, text), begun: false, head: vec![] }
+        Self { text: BufReader::with_capacity(BUFFER_BYTES, text), begun: false, head: vec![] }
     }
 
-    /// Reads as many bytes as a byte order mark has; a stream may return them one by one.
-    fn begin(&mut self) -> io::Result<()> {
-        while self.head.len() < MARK.len() && MARK.starts_with(&self.head) {
+    /// Reads the first bytes and drops them if they are a byte order mark. A stream may return them
+    /// one by one.
+    fn skip_byte_order_mark(&mut self) -> io::Result<()> {
+        while self.head.len() < BYTE_ORDER_MARK.len() && BYTE_ORDER_MARK.starts_with(&self.head) {
             let bytes = self.text.fill_buf()?;
-            let taken = bytes.len().min(MARK.len() - self.head.len());
+            let taken = bytes.len().min(BYTE_ORDER_MARK.len() - self.head.len());
             if taken == 0 {
                 break;
             }
             self.head.extend_from_slice(&bytes[..taken]);
             self.text.consume(taken);
         }
-        if self.head == MARK {
+        if self.head == BYTE_ORDER_MARK {
             self.head.clear();
         }
         self.begun = true;
@@ -88,10 +89,10 @@ impl<R: Read> Unmarked<R> {
     }
 }
 
-impl<R: Read> BufRead for Unmarked<R> {
+impl<R: Read> BufRead for BomSkippingReader<R> {
     fn fill_buf(&mut self) -> io::Result<&[u8]> {
         if !self.begun {
-            self.begin()?;
+            self.skip_byte_order_mark()?;
         }
         if self.head.is_empty() { self.text.fill_buf() } else { Ok(&self.head) }
     }
@@ -105,7 +106,7 @@ impl<R: Read> BufRead for Unmarked<R> {
     }
 }
 
-impl<R: Read> Read for Unmarked<R> {
+impl<R: Read> Read for BomSkippingReader<R> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         let read = self.fill_buf()?.read(buffer)?;
         self.consume(read);
@@ -114,10 +115,10 @@ impl<R: Read> Read for Unmarked<R> {
 }
 
 /// Buffer size in bytes.
-const BUFFER: usize = 1 << 18;
+const BUFFER_BYTES: usize = 1 << 18;
 
 /// An unparsed line. Parsing is the slow part, so readers of large files collect lines and parse
-/// them on all cores.
+/// them in parallel.
 #[derive(Debug)]
 pub struct RawLine {
     /// 1-based line number.
@@ -132,13 +133,13 @@ impl RawLine {
     /// A line, which is skipped if it is `too_long`.
     pub fn new(number: usize, bytes: Vec<u8>, too_long: bool) -> Self {
         if too_long {
-            return Self::unread(number, format!("the line is longer than {} MB", MAX_LINE >> 20));
+            return Self::skipped(number, format!("the line is longer than {} MB", MAX_LINE_BYTES >> 20));
         }
         Self { number, bytes: Some(bytes), problem: String::new() }
     }
 
     /// A skipped line with the reason as a phrase.
-    pub fn unread(number: usize, problem: String) -> Self {
+    pub fn skipped(number: usize, problem: String) -> Self {
         Self { number, bytes: None, problem }
     }
 
@@ -147,10 +148,10 @@ impl RawLine {
         let bad = |problem| Line::Bad(BadLine { path: path.to_path_buf(), line: self.number, problem });
         let Some(bytes) = &self.bytes else { return bad(self.problem.clone()) };
         let parsed = serde_json::from_slice::<Value>(bytes);
-        let parsed = parsed.or_else(|error| without_python_numbers(bytes).ok_or(error));
+        let parsed = parsed.or_else(|error| parse_nan_as_null(bytes).ok_or(error));
         match parsed {
             Ok(Value::Object(row)) => Line::Row(self.number, row),
-            Ok(other) => bad(format!("expected a JSON object, found {}", kind_of(&other))),
+            Ok(other) => bad(format!("expected a JSON object, found {}", json_type_name(&other))),
             Err(error) => bad(format!("not valid JSON ({error})")),
         }
     }
@@ -159,7 +160,7 @@ impl RawLine {
 /// Parses `NaN`, `Infinity` and `-Infinity` as null. Python's `json.dumps` writes these for floats
 /// that JSON cannot represent. `None` if the text has none of them or is invalid for another
 /// reason.
-fn without_python_numbers(bytes: &[u8]) -> Option<Value> {
+fn parse_nan_as_null(bytes: &[u8]) -> Option<Value> {
     const WORDS: [&[u8]; 3] = [b"-Infinity", b"Infinity", b"NaN"];
     let (mut text, mut found) = (Vec::with_capacity(bytes.len()), false);
     let (mut rest, mut in_string) = (bytes, false);
@@ -181,7 +182,7 @@ fn without_python_numbers(bytes: &[u8]) -> Option<Value> {
 ///
 /// # Errors
 /// Fails if the file cannot be read or has another format, with the command that converts it.
-pub fn check_lines(path: &Path) -> Result<(), String> {
+pub fn check_is_json_lines(path: &Path) -> Result<(), String> {
     let text = open_text(path).map_err(|error| error.to_string())?;
     let mut bytes = vec![];
     let read = text.take(64).read_to_end(&mut bytes);
@@ -218,13 +219,13 @@ impl RawLines {
     }
 
     /// The next line; None at the end of the file.
-    fn line(&mut self) -> io::Result<Option<RawLine>> {
+    fn read_line(&mut self) -> io::Result<Option<RawLine>> {
         let mut bytes = Vec::new();
-        if self.text.by_ref().take(MAX_LINE as u64).read_until(b'\n', &mut bytes)? == 0 {
+        if self.text.by_ref().take(MAX_LINE_BYTES as u64).read_until(b'\n', &mut bytes)? == 0 {
             return Ok(None);
         }
         self.number += 1;
-        let whole = bytes.len() < MAX_LINE || bytes.ends_with(b"\n");
+        let whole = bytes.len() < MAX_LINE_BYTES || bytes.ends_with(b"\n");
         if !whole {
             self.text.skip_until(b'\n')?;
         }
@@ -237,7 +238,7 @@ impl Iterator for RawLines {
 
     fn next(&mut self) -> Option<Self::Item> {
         while !self.ended {
-            match self.line() {
+            match self.read_line() {
                 Ok(Some(line)) if line.bytes.as_ref().is_some_and(|bytes| bytes.trim_ascii().is_empty()) => {}
                 Ok(Some(line)) => return Some(Ok(line)),
                 Ok(None) => self.ended = true,
@@ -252,16 +253,16 @@ impl Iterator for RawLines {
     }
 }
 
-/// Bytes of text after which a batch takes no further line. A compressed file can expand a
-/// thousandfold, so a number of lines alone does not bound memory.
+/// A batch with this many bytes is full. A compressed file can expand a thousandfold, so a number
+/// of lines alone does not bound memory.
 pub const BATCH_BYTES: usize = 1 << 26;
 
-/// Batches of unparsed lines of a file, to parse in parallel. A batch has 1 to `size` lines and
-/// ends once it exceeds [`BATCH_BYTES`].
+/// Reads a file as batches of unparsed lines, which callers parse in parallel. A batch has 1 to
+/// `size` lines and ends once it exceeds [`BATCH_BYTES`].
 ///
 /// # Errors
 /// Fails if the file cannot be opened. Read errors later replace a batch.
-pub fn batches(
+pub fn line_batches(
     path: &Path,
     size: usize,
 ) -> Result<impl Iterator<Item = Result<Vec<RawLine>, FileError>> + use<>, FileError> {
@@ -282,13 +283,13 @@ pub fn batches(
     }))
 }
 
-/// The [`batches`] of several files, each with its file path.
-pub fn batches_of(
+/// The [`line_batches`] of several files, each with its file path.
+pub fn line_batches_of_files(
     files: &[PathBuf],
     size: usize,
 ) -> impl Iterator<Item = Result<(&Path, Vec<RawLine>), FileError>> {
     files.iter().flat_map(move |file| {
-        let (batches, error) = match batches(file, size) {
+        let (batches, error) = match line_batches(file, size) {
             Ok(batches) => (Some(batches), None),
             Err(error) => (None, Some(Err(error))),
         };
@@ -319,7 +320,7 @@ impl Iterator for Reader {
 }
 
 /// Name of a value's JSON type, for messages.
-pub fn kind_of(value: &Value) -> &'static str {
+pub fn json_type_name(value: &Value) -> &'static str {
     match value {
         Value::Null => "null",
         Value::Bool(_) => "a boolean",
@@ -438,11 +439,11 @@ mod tests {
             (b"\x1f\x8b\x08", "a gzip file"),
         ] {
             fs::write(&path, bytes).unwrap();
-            let problem = check_lines(&path).unwrap_err();
+            let problem = check_is_json_lines(&path).unwrap_err();
             assert!(problem.contains(kind) && problem.contains("deepspec-data split"), "{problem}");
         }
         fs::write(&path, "{\"id\": 1}\n").unwrap();
-        assert_eq!(check_lines(&path), Ok(()));
+        assert_eq!(check_is_json_lines(&path), Ok(()));
     }
 
     #[test]
@@ -488,7 +489,7 @@ mod tests {
         bomb.finish().unwrap();
         assert!(fs::metadata(&path).unwrap().len() < 1 << 18, "it is no bomb");
         let (mut sizes, mut numbers) = (vec![], vec![]);
-        for batch in batches(&path, 100).unwrap() {
+        for batch in line_batches(&path, 100).unwrap() {
             let batch = batch.unwrap();
             sizes.push(batch.iter().map(|line| line.bytes.as_ref().unwrap().len()).sum::<usize>());
             numbers.extend(batch.iter().map(|line| line.number));
@@ -498,7 +499,8 @@ mod tests {
         // Small lines: the batch has the requested number of lines.
         let text = "{}\n".repeat(7);
         fs::write(dir.path().join("small.jsonl"), text).unwrap();
-        let counts = batches(&dir.path().join("small.jsonl"), 3).unwrap().map(|batch| batch.unwrap().len());
+        let counts =
+            line_batches(&dir.path().join("small.jsonl"), 3).unwrap().map(|batch| batch.unwrap().len());
         assert_eq!(counts.collect::<Vec<_>>(), [3, 3, 1]);
     }
 

@@ -11,6 +11,7 @@ pub mod digest;
 pub mod env;
 mod final_states;
 pub mod jsonl;
+pub mod page;
 pub mod progress;
 pub mod recipe;
 pub mod rng;

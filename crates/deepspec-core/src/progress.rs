@@ -10,7 +10,7 @@ use indicatif::{HumanBytes, HumanDuration, ProgressBar, ProgressState, ProgressS
 use crate::cli::Verbosity;
 
 /// Interval of the log lines without a terminal.
-const LOG_EVERY: Duration = Duration::from_secs(10);
+const LOG_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Shows the user the number of finished units of work.
 pub struct Progress {
@@ -33,7 +33,7 @@ impl Progress {
     }
 
     /// [`Self::new`] for bytes, shown with binary unit prefixes.
-    pub fn bytes(verbosity: Verbosity, what: &'static str, total: u64, already: u64) -> Self {
+    pub fn for_bytes(verbosity: Verbosity, what: &'static str, total: u64, already: u64) -> Self {
         let template = "{msg:12} {wide_bar} {bytes}/{total_bytes} {bytes_per_sec} ETA {eta}";
         Self { in_bytes: true, ..Self::start(verbosity, what, total, already, template) }
     }
@@ -73,7 +73,7 @@ impl Progress {
             } else {
                 format!("{} {note}", self.what)
             });
-        } else if self.log && self.logged.elapsed() >= LOG_EVERY {
+        } else if self.log && self.logged.elapsed() >= LOG_INTERVAL {
             self.logged = Instant::now();
             let rate = (self.done - self.already) as f64 / self.started.elapsed().as_secs_f64();
             let left = Duration::from_secs_f64(

@@ -22,11 +22,11 @@ use crate::env;
 
 pub use eval::EvalRecipe;
 pub use states::States;
-pub use template::{GENERATION, TemplateEntry, TemplateRecipe};
-pub use validate::at_least_one;
+pub use template::{GENERATION_RULES, TemplateEntry, TemplateRecipe};
+pub use validate::require_at_least_one;
 
 /// Default length in tokens at which sequences are cut.
-pub const MAX_LENGTH: usize = 4096;
+pub const DEFAULT_MAX_LENGTH: usize = 4096;
 
 /// One experiment.
 ///
@@ -284,13 +284,13 @@ mod defaults {
         42
     }
     pub fn max_length() -> usize {
-        super::MAX_LENGTH
+        super::DEFAULT_MAX_LENGTH
     }
 }
 
 impl DataRecipe {
     /// The system prompt of conversations without one; `own` is the chat template's default.
-    pub fn default_system(&self, own: Option<&str>) -> Option<String> {
+    pub fn default_system_prompt(&self, own: Option<&str>) -> Option<String> {
         self.system_prompt.as_deref().or(own).filter(|prompt| !prompt.is_empty()).map(str::to_string)
     }
 }
@@ -309,7 +309,7 @@ impl Recipe<DrafterRecipe> {
 }
 
 impl<D> Recipe<D> {
-    /// The recipe with another drafter.
+    /// Replaces the recipe's drafter, which may have another type.
     pub fn with_drafter<E>(self, drafter: E) -> Recipe<E> {
         let Self { name, seed, target, data, train, logging, eval, .. } = self;
         Recipe { name, seed, target, drafter, data, train, logging, eval }

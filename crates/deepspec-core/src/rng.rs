@@ -4,7 +4,7 @@
 //! no state, so results do not depend on batching, order, threads or devices. Resuming needs no
 //! generator state.
 
-/// The decision that a random number makes. Two purposes never share numbers.
+/// The decision that a random number makes. Different purposes get independent numbers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u64)]
 pub enum Purpose {
@@ -27,39 +27,41 @@ pub enum Purpose {
 }
 
 /// The golden-ratio increment of SplitMix64 (Steele, Lea & Flood 2014).
-const GAMMA: u64 = 0x9e37_79b9_7f4a_7c15;
+const SPLITMIX_INCREMENT: u64 = 0x9e37_79b9_7f4a_7c15;
 
 /// The output function of SplitMix64: a bijection in which every output bit depends on every input
 /// bit.
-fn mix(mut x: u64) -> u64 {
+fn splitmix64_output(mut x: u64) -> u64 {
     x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
     x ^ (x >> 31)
 }
 
-fn absorb(state: u64, word: u64) -> u64 {
-    mix(state.wrapping_add(GAMMA) ^ mix(word.wrapping_add(GAMMA)))
+fn mix_word(state: u64, word: u64) -> u64 {
+    splitmix64_output(
+        state.wrapping_add(SPLITMIX_INCREMENT) ^ splitmix64_output(word.wrapping_add(SPLITMIX_INCREMENT)),
+    )
 }
 
-/// All random numbers of one seed and one name (a sample id, a parameter, an epoch).
+/// A stateless random stream, keyed by a seed and a name (a sample id, a parameter, an epoch).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Stream(u64);
 
 impl Stream {
     /// The stream of `seed` and `name`.
     pub fn new(seed: u64, name: &str) -> Self {
-        let mut state = absorb(seed, name.len() as u64);
+        let mut state = mix_word(seed, name.len() as u64);
         for chunk in name.as_bytes().chunks(8) {
             let mut word = [0; 8];
             word[..chunk.len()].copy_from_slice(chunk);
-            state = absorb(state, u64::from_le_bytes(word));
+            state = mix_word(state, u64::from_le_bytes(word));
         }
         Self(state)
     }
 
     /// 64 random bits for one decision.
     pub fn bits(self, step: u64, purpose: Purpose, lane: u64) -> u64 {
-        absorb(absorb(absorb(self.0, step), purpose as u64), lane)
+        mix_word(mix_word(mix_word(self.0, step), purpose as u64), lane)
     }
 
     /// A uniform number in [0, 1) with 53 random bits.

@@ -6,19 +6,19 @@ use serde_json::{Map, Number, Value};
 
 use crate::digest;
 
-/// The row's own `id` as text, `None` if it is absent, null or empty. Integers and strings are
-/// valid ids; `1` and `"1"` are equal.
+/// The row's `id` as text; `None` if it is absent, null or empty. Integers and strings are valid
+/// ids; `1` and `"1"` are equal.
 ///
 /// # Errors
 /// Fails if the id has another type. The message is a phrase that follows file and line.
-pub fn own_id(row: &Map<String, Value>) -> Result<Option<String>, String> {
+pub fn optional_id(row: &Map<String, Value>) -> Result<Option<String>, String> {
     match row.get("id") {
         None | Some(Value::Null) => Ok(None),
         Some(Value::String(id)) if id.is_empty() => Ok(None),
         Some(Value::String(id)) => Ok(Some(id.clone())),
-        Some(Value::Number(id)) => id_of_number(id).map(Some),
+        Some(Value::Number(id)) => id_from_number(id).map(Some),
         Some(other) => {
-            Err(format!("`id` must be a string or an integer, found {}", crate::jsonl::kind_of(other)))
+            Err(format!("`id` must be a string or an integer, found {}", crate::jsonl::json_type_name(other)))
         }
     }
 }
@@ -28,24 +28,25 @@ pub fn own_id(row: &Map<String, Value>) -> Result<Option<String>, String> {
 /// # Errors
 /// Fails if the id is missing or has another type. The message is a phrase that follows file and
 /// line.
-pub fn id_of(row: &Map<String, Value>) -> Result<String, String> {
-    own_id(row)?.ok_or_else(|| "the row has no `id`".into())
+pub fn required_id(row: &Map<String, Value>) -> Result<String, String> {
+    optional_id(row)?.ok_or_else(|| "the row has no `id`".into())
 }
 
-/// Gives every row of a dataset a unique id.
+/// Assigns a unique id to every row of a dataset.
 ///
-/// The id of a row without one is its index, counted from 0 over all files. The second row with an
-/// id becomes `ID~2`, the third `ID~3`. Equal rows in equal order always get equal ids.
+/// A row without an id gets its index, counted from 0 over all files. The second row with an id
+/// becomes `ID~2`, the third `ID~3`. Equal rows in equal order always get equal ids.
 #[derive(Debug, Default)]
 pub struct UniqueIds {
-    /// Number for the next row with an id, by the id's fingerprint.
+    /// Suffix number for the next row with an equal id, by the id's fingerprint.
     next: HashMap<u128, u32>,
     renamed: usize,
 }
 
 impl UniqueIds {
-    /// The id of the row at index `place` with the id `own`, if any.
-    pub fn name(&mut self, own: Option<&str>, place: usize) -> String {
+    /// Assigns and returns a unique id. `own` is the row's own id if it has one, `place` is the
+    /// row's index.
+    pub fn assign_id(&mut self, own: Option<&str>, place: usize) -> String {
         let id = own.map_or_else(|| place.to_string(), str::to_owned);
         let key = digest::fingerprint(id.as_bytes());
         let Some(&first) = self.next.get(&key) else {
@@ -67,7 +68,7 @@ impl UniqueIds {
     }
 
     /// Number of rows that were renamed because an earlier row has their id.
-    pub fn renamed(&self) -> usize {
+    pub fn renamed_count(&self) -> usize {
         self.renamed
     }
 
@@ -82,12 +83,12 @@ impl UniqueIds {
     }
 }
 
-/// A number as an id. Floats and integers beyond 64 bits are refused, because different numbers
-/// would be read as equal.
+/// Converts a JSON number to an id. Floats and integers beyond 64 bits are refused, because
+/// different numbers would be read as equal.
 ///
 /// # Errors
 /// Fails if the number is no integer or too large, with a phrase that suggests a string.
-pub fn id_of_number(id: &Number) -> Result<String, String> {
+pub fn id_from_number(id: &Number) -> Result<String, String> {
     if id.is_f64() {
         return Err(format!(
             "`id` must be a non-empty string or an integer of 64 bits, found {id}; use a string"
@@ -102,7 +103,7 @@ mod tests {
 
     #[test]
     fn ids_are_strings_and_whole_numbers() {
-        let id = |text: &str| id_of(&serde_json::from_str(&format!("{{\"id\": {text}}}")).unwrap());
+        let id = |text: &str| required_id(&serde_json::from_str(&format!("{{\"id\": {text}}}")).unwrap());
         for (text, expected) in [
             ("\"a\"", "a"),
             ("-7", "-7"),
@@ -124,8 +125,9 @@ mod tests {
     fn repeated_and_missing_ids_become_unique() {
         let mut ids = UniqueIds::default();
         let rows = [Some("a"), None, Some("a"), Some("a~2"), Some("a"), Some("1"), None];
-        let named: Vec<String> = rows.iter().enumerate().map(|(place, own)| ids.name(*own, place)).collect();
+        let named: Vec<String> =
+            rows.iter().enumerate().map(|(place, own)| ids.assign_id(*own, place)).collect();
         assert_eq!(named, ["a", "1", "a~2", "a~2~2", "a~3", "1~2", "6"]);
-        assert_eq!(ids.renamed(), 4);
+        assert_eq!(ids.renamed_count(), 4);
     }
 }

@@ -18,7 +18,7 @@ pub enum Slots {
 
 impl Slots {
     /// The first block position that drafts.
-    pub fn first(self) -> usize {
+    pub fn first_drafting_position(self) -> usize {
         match self {
             Self::AnchorPredicts => 0,
             Self::FillIn => 1,
@@ -27,10 +27,10 @@ impl Slots {
 
     /// γ, the number of tokens drafted by a block of `block_size` positions.
     pub fn drafted(self, block_size: usize) -> usize {
-        block_size.saturating_sub(self.first())
+        block_size.saturating_sub(self.first_drafting_position())
     }
 
-    /// Its name in recipes.
+    /// Name of the convention in recipes.
     pub fn name(self) -> &'static str {
         match self {
             Self::AnchorPredicts => "anchor_predicts",
@@ -39,7 +39,7 @@ impl Slots {
     }
 
     /// The other convention.
-    pub fn other(self) -> Self {
+    pub fn other_convention(self) -> Self {
         match self {
             Self::AnchorPredicts => Self::FillIn,
             Self::FillIn => Self::AnchorPredicts,

@@ -1,4 +1,4 @@
-//! The target's hidden states that are captured for a drafter.
+//! A tap: a point of the target whose hidden states are captured for a drafter.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -10,10 +10,11 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 /// Name of the embedding output in configs and manifests.
 const EMBEDDING: &str = "embedding";
 
-/// A captured raw hidden state of the target: `embedding`, or the output of a decoder layer.
+/// A point of the target whose hidden states are captured: the embedding output, or the output of a
+/// decoder layer.
 ///
-/// It is written as that word or as the 0-based layer id. −1 is read as the embedding, like in
-/// checkpoints.
+/// Configs write it as `embedding` or as the 0-based layer id. They may also write −1 for the
+/// embedding, like checkpoints.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Tap {
     /// The embedding output, before the first layer.
@@ -46,8 +47,8 @@ impl Tap {
         self.layer_id() < layers as i64
     }
 
-    /// The state `by` layers further up.
-    pub fn moved(self, by: i64) -> Option<Self> {
+    /// The tap `by` layers higher; None if there is no such layer.
+    pub fn shifted_by(self, by: i64) -> Option<Self> {
         Self::from_layer_id(self.layer_id() + by)
     }
 

@@ -8,7 +8,7 @@ use deepspec_cost::cost::StepCost;
 use deepspec_cost::curve::CostCurve;
 use deepspec_cost::planner::{Planner, StepLoad};
 use deepspec_cost::policy::Policy;
-use deepspec_cost::scheduler::{fill, prefix_lengths};
+use deepspec_cost::scheduler::{fill_budget, prefix_lengths};
 
 const REQUESTS: usize = 256;
 const BLOCK: usize = 16;
@@ -34,17 +34,17 @@ fn benchmark(criterion: &mut Criterion) {
     let load = StepLoad { requests: REQUESTS, context: 1 };
     for policy in [Policy::Prefix, Policy::PrefixAsync] {
         let mut planner = Planner::new(policy, Some(Arc::clone(&cost))).expect("costs are given");
-        (0..3).for_each(|_| drop(planner.lengths(load, BLOCK, rows.clone())));
+        (0..3).for_each(|_| drop(planner.verify_lengths(load, BLOCK, rows.clone())));
         // The whole planner call of one engine step.
         criterion.bench_function(&format!("a step of {policy}"), |bencher| {
             bencher.iter_batched(
                 || rows.clone(),
-                |rows| (planner.drafts(load), planner.lengths(load, BLOCK, rows)),
+                |rows| (planner.should_draft(load), planner.verify_lengths(load, BLOCK, rows)),
                 BatchSize::SmallInput,
             );
         });
     }
-    criterion.bench_function("fill a budget of 1,024", |bencher| bencher.iter(|| fill(&rows, 1024)));
+    criterion.bench_function("fill a budget of 1,024", |bencher| bencher.iter(|| fill_budget(&rows, 1024)));
 }
 
 criterion_group!(benches, benchmark);

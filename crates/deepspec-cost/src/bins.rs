@@ -4,13 +4,13 @@
 /// Probabilities are clamped to [ε, 1 − ε] before they are used, as in the reference.
 const PROBABILITY_EPS: f64 = 1e-8;
 
-/// The probability, clamped to [ε, 1 − ε].
-pub fn clamped(probability: f64) -> f64 {
+/// Clamps a probability to [ε, 1 − ε].
+pub fn clamp_probability(probability: f64) -> f64 {
     probability.clamp(PROBABILITY_EPS, 1.0 - PROBABILITY_EPS)
 }
 
-/// Bin of a probability: ⌊p · bins⌋, with the last bin closed. `bins` > 0.
-pub fn index(probability: f64, bins: usize) -> usize {
+/// Index of the bin of a probability: ⌊p · bins⌋, and the last bin for 1. `bins` > 0.
+pub fn bin_index(probability: f64, bins: usize) -> usize {
     ((probability * bins as f64) as usize).min(bins - 1)
 }
 

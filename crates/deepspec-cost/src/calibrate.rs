@@ -9,10 +9,10 @@ use crate::ScheduleError;
 use crate::bins::{self, BinSums};
 use crate::survival::{check_outcome, sigmoid};
 
-/// One recorded proposal: a confidence logit per proposed token, and the number of accepted leading
+/// A verified proposal: a confidence logit per proposed token, and the number of accepted leading
 /// tokens.
 #[derive(Debug, Clone, Copy)]
-pub struct Proposal<'a> {
+pub struct VerifiedProposal<'a> {
     /// Raw outputs of the confidence head.
     pub logits: &'a [f32],
     /// Number of accepted tokens, before a stop token truncates the answer.
@@ -32,12 +32,12 @@ pub struct GridSearch {
 impl Default for GridSearch {
     /// 200 temperatures from 0.1 to 10; 20 bins.
     fn default() -> Self {
-        Self { grid: logarithmic(0.1, 10.0, 200), bins: 20 }
+        Self { grid: log_spaced(0.1, 10.0, 200), bins: 20 }
     }
 }
 
 /// `points` temperatures from `low` to `high`, evenly spaced in their logarithm.
-pub fn logarithmic(low: f64, high: f64, points: usize) -> Vec<f64> {
+pub fn log_spaced(low: f64, high: f64, points: usize) -> Vec<f64> {
     let step = (high / low).log10() / points.saturating_sub(1).max(1) as f64;
     (0..points).map(|i| 10f64.powf(low.log10() + step * i as f64)).collect()
 }
@@ -66,20 +66,20 @@ pub struct PositionFit {
 /// Fails if the grid or the bins are empty, if a temperature is not finite and positive, or if a
 /// logit is NaN. Also fails if a proposal is longer than `positions` or has fewer tokens than were
 /// accepted.
-pub fn fit(
-    proposals: &[Proposal<'_>],
+pub fn fit_temperatures(
+    proposals: &[VerifiedProposal<'_>],
     positions: usize,
     search: &GridSearch,
 ) -> Result<Vec<Option<PositionFit>>, ScheduleError> {
-    check(proposals, positions, search)?;
+    check_inputs(proposals, positions, search)?;
     let mut raw = vec![1.0; proposals.len()]; // a_{k−1} of each proposal, uncalibrated
     let mut calibrated = raw.clone();
     let mut fits = Vec::with_capacity(positions);
     for k in 0..positions {
         let fitted = fit_position(proposals, k, [&raw, &calibrated], search);
         if let Some(fit) = &fitted {
-            advance(&mut raw, proposals, k, 1.0);
-            advance(&mut calibrated, proposals, k, fit.temperature);
+            multiply_survival(&mut raw, proposals, k, 1.0);
+            multiply_survival(&mut calibrated, proposals, k, fit.temperature);
         }
         fits.push(fitted);
     }
@@ -87,7 +87,7 @@ pub fn fit(
 }
 
 fn fit_position(
-    proposals: &[Proposal<'_>],
+    proposals: &[VerifiedProposal<'_>],
     k: usize,
     [raw, calibrated]: [&[f64]; 2],
     search: &GridSearch,
@@ -96,8 +96,9 @@ fn fit_position(
     let ece = |before: &[f64], temperature: f64| {
         let mut sums = vec![BinSums::default(); search.bins];
         for &i in &reached {
-            let a = bins::clamped(before[i] * sigmoid(f64::from(proposals[i].logits[k]) / temperature));
-            sums[bins::index(a, search.bins)].add(a, k < proposals[i].accepted);
+            let a =
+                bins::clamp_probability(before[i] * sigmoid(f64::from(proposals[i].logits[k]) / temperature));
+            sums[bins::bin_index(a, search.bins)].add(a, k < proposals[i].accepted);
         }
         bins::calibration_error(&sums)
     };
@@ -108,8 +109,8 @@ fn fit_position(
     Some(PositionFit { count: reached.len(), grid_index, temperature, ece_before, ece_after })
 }
 
-/// a_k = a_{k−1} · σ(logit_k / t_k) for every proposal that reached position `k`.
-fn advance(survival: &mut [f64], proposals: &[Proposal<'_>], k: usize, temperature: f64) {
+/// Multiplies the survival of every proposal that reached position `k`: a_k = a_{k−1} · σ(logit_k / t_k).
+fn multiply_survival(survival: &mut [f64], proposals: &[VerifiedProposal<'_>], k: usize, temperature: f64) {
     for (a, proposal) in survival.iter_mut().zip(proposals) {
         if let Some(&logit) = proposal.logits.get(k) {
             *a *= sigmoid(f64::from(logit) / temperature);
@@ -122,37 +123,38 @@ fn advance(survival: &mut [f64], proposals: &[Proposal<'_>], k: usize, temperatu
 /// weights.
 ///
 /// # Errors
-/// As [`fit`].
-pub fn fit_pooled(
-    proposals: &[Proposal<'_>],
+/// As [`fit_temperatures`].
+pub fn fit_shared_temperature(
+    proposals: &[VerifiedProposal<'_>],
     positions: usize,
     search: &GridSearch,
 ) -> Result<f64, ScheduleError> {
-    check(proposals, positions, search)?;
-    let error = |&temperature: &f64| mean_error(proposals, &vec![temperature; positions], search.bins);
+    check_inputs(proposals, positions, search)?;
+    let error =
+        |&temperature: &f64| mean_calibration_error(proposals, &vec![temperature; positions], search.bins);
     Ok(argmin(&search.grid, error))
 }
 
-/// Fits one temperature per position by coordinate descent, starting from the pooled temperature.
+/// Fits one temperature per position by coordinate descent, starting from the shared temperature.
 /// Each sweep sets every temperature to the grid value with the least mean calibration error, the
 /// others fixed. It ends when no temperature changes, or after `sweeps` sweeps.
 ///
 /// # Errors
-/// As [`fit`].
-pub fn fit_joint(
-    proposals: &[Proposal<'_>],
+/// As [`fit_temperatures`].
+pub fn fit_joint_temperatures(
+    proposals: &[VerifiedProposal<'_>],
     positions: usize,
     search: &GridSearch,
     sweeps: usize,
 ) -> Result<Calibration, ScheduleError> {
-    let mut temperatures = vec![fit_pooled(proposals, positions, search)?; positions];
+    let mut temperatures = vec![fit_shared_temperature(proposals, positions, search)?; positions];
     for _ in 0..sweeps {
         let before = temperatures.clone();
         for k in 0..positions {
             let error = |&temperature: &f64| {
                 let mut tried = temperatures.clone();
                 tried[k] = temperature;
-                mean_error(proposals, &tried, search.bins)
+                mean_calibration_error(proposals, &tried, search.bins)
             };
             temperatures[k] = argmin(&search.grid, error);
         }
@@ -169,14 +171,14 @@ fn argmin(grid: &[f64], error: impl Fn(&f64) -> f64) -> f64 {
 }
 
 /// Calibration error over all positions, weighted by their observations.
-fn mean_error(proposals: &[Proposal<'_>], temperatures: &[f64], bins: usize) -> f64 {
+fn mean_calibration_error(proposals: &[VerifiedProposal<'_>], temperatures: &[f64], bins: usize) -> f64 {
     let mut sums = vec![BinSums::default(); bins * temperatures.len()];
     for proposal in proposals {
         let mut a = 1.0;
         for (k, (logit, temperature)) in proposal.logits.iter().zip(temperatures).enumerate() {
             a *= sigmoid(f64::from(*logit) / temperature);
-            let clamped = bins::clamped(a);
-            sums[k * bins + bins::index(clamped, bins)].add(clamped, k < proposal.accepted);
+            let clamped = bins::clamp_probability(a);
+            sums[k * bins + bins::bin_index(clamped, bins)].add(clamped, k < proposal.accepted);
         }
     }
     bins::calibration_error(&sums).unwrap_or(f64::INFINITY)
@@ -219,7 +221,11 @@ impl Calibration {
     }
 }
 
-fn check(proposals: &[Proposal<'_>], positions: usize, search: &GridSearch) -> Result<(), ScheduleError> {
+fn check_inputs(
+    proposals: &[VerifiedProposal<'_>],
+    positions: usize,
+    search: &GridSearch,
+) -> Result<(), ScheduleError> {
     check_temperatures(&search.grid)?;
     if search.grid.is_empty() || search.bins == 0 {
         return Err(ScheduleError::Empty { what: "temperature grid or bins" });

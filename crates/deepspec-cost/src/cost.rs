@@ -35,7 +35,7 @@ impl StepCost {
             return Err(ScheduleError::Empty { what: "cost curve" });
         }
         check_contexts(&verify)?;
-        check(&draft)?;
+        check_times(&draft)?;
         Ok(Self { verify, draft, requests: vec![], plain: vec![], prefill: 0.0 })
     }
 
@@ -44,7 +44,7 @@ impl StepCost {
     ///
     /// # Errors
     /// Fails if contexts do not ascend.
-    pub fn with_plain(mut self, plain: Vec<(usize, CostCurve)>) -> Result<Self, ScheduleError> {
+    pub fn with_plain_decoding(mut self, plain: Vec<(usize, CostCurve)>) -> Result<Self, ScheduleError> {
         check_contexts(&plain)?;
         self.plain = plain;
         Ok(self)
@@ -55,8 +55,8 @@ impl StepCost {
     ///
     /// # Errors
     /// Fails if requests do not ascend, or if a time is not finite and at least 0.
-    pub fn with_requests(mut self, requests: Vec<(usize, f64)>) -> Result<Self, ScheduleError> {
-        check(&requests)?;
+    pub fn with_request_seconds(mut self, requests: Vec<(usize, f64)>) -> Result<Self, ScheduleError> {
+        check_times(&requests)?;
         self.requests = requests;
         Ok(self)
     }
@@ -64,7 +64,7 @@ impl StepCost {
     /// Adds the seconds per prompt token that a step prefills beside verification. By default
     /// prefill costs nothing.
     #[must_use]
-    pub fn with_prefill(mut self, seconds: f64) -> Self {
+    pub fn with_prefill_seconds(mut self, seconds: f64) -> Self {
         self.prefill = seconds;
         self
     }
@@ -77,7 +77,7 @@ impl StepCost {
     /// The curve of the measured context with the nearest ratio to `context`.
     pub fn curve(&self, context: usize) -> &CostCurve {
         // `verify` is never empty.
-        nearest(&self.verify, context).unwrap_or(&self.verify[0].1)
+        nearest_curve(&self.verify, context).unwrap_or(&self.verify[0].1)
     }
 
     /// Seconds of drafting for `requests`: interpolated between measurements, and proportional to
@@ -108,12 +108,13 @@ impl StepCost {
     /// Seconds of a plain-decoding step without a drafter: as measured, or else as a step that
     /// drafts nothing.
     pub fn plain_seconds(&self, requests: usize, context: usize) -> f64 {
-        match nearest(&self.plain, context) {
+        match nearest_curve(&self.plain, context) {
             Some(curve) => curve.step_seconds(requests),
             None => self.seconds(requests, requests, context, false),
         }
     }
 
+    /// Cost of a drafting step by verified tokens.
     pub(crate) fn cost_at(&self, requests: usize, context: usize) -> StepCostAt<'_> {
         let fixed_seconds = self.draft_seconds(requests) + interpolate(&self.requests, requests);
         StepCostAt { curve: self.curve(context), fixed_seconds }
@@ -121,7 +122,7 @@ impl StepCost {
 }
 
 /// The curve of the context with the nearest ratio to `context`.
-fn nearest(curves: &[(usize, CostCurve)], context: usize) -> Option<&CostCurve> {
+fn nearest_curve(curves: &[(usize, CostCurve)], context: usize) -> Option<&CostCurve> {
     let apart = |of: usize| ((of.max(1) as f64) / (context.max(1) as f64)).ln().abs();
     curves.iter().min_by(|a, b| apart(a.0).total_cmp(&apart(b.0))).map(|(_, curve)| curve)
 }
@@ -133,7 +134,7 @@ fn check_contexts(curves: &[(usize, CostCurve)]) -> Result<(), ScheduleError> {
     }
 }
 
-fn check(times: &[(usize, f64)]) -> Result<(), ScheduleError> {
+fn check_times(times: &[(usize, f64)]) -> Result<(), ScheduleError> {
     if let Some(pair) = times.windows(2).find(|pair| pair[1].0 <= pair[0].0) {
         return Err(ScheduleError::Order { batch: pair[1].0 });
     }

@@ -14,9 +14,9 @@ use crate::cost::StepCost;
 use crate::curve::CostCurve;
 
 /// Value of `format` in files of `deepspec-eval profile`.
-pub const FORMAT: &str = "deepspec-step-cost";
+pub const STEP_COST_FORMAT: &str = "deepspec-step-cost";
 /// Value of `format_version` in files of `deepspec-eval profile`.
-pub const VERSION: u64 = 1;
+pub const STEP_COST_VERSION: u64 = 1;
 
 /// Measured verification times at one context length.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -64,51 +64,56 @@ impl MeasuredCost {
     /// # Errors
     /// Fails if two lists differ in length, and as [`CostCurve::from_step_seconds`] and
     /// [`StepCost::new`].
-    pub fn cost(&self) -> Result<StepCost, ScheduleError> {
+    pub fn to_step_cost(&self) -> Result<StepCost, ScheduleError> {
         let curve = |table: &VerifyCost| {
-            let points = paired(&table.batch_tokens, &table.seconds, "batch_tokens and seconds")?;
+            let points = zip_equal_lengths(&table.batch_tokens, &table.seconds, "batch_tokens and seconds")?;
             Ok((table.context, CostCurve::from_step_seconds(&points)?))
         };
         let curves =
             |tables: &[VerifyCost]| tables.iter().map(curve).collect::<Result<Vec<_>, ScheduleError>>();
-        let draft = paired(&self.draft.requests, &self.draft.seconds, "requests and seconds")?;
+        let draft = zip_equal_lengths(&self.draft.requests, &self.draft.seconds, "requests and seconds")?;
         let prefill = self.prefill_seconds_per_token;
         if !(prefill.is_finite() && prefill >= 0.0) {
             return Err(ScheduleError::Cost { batch: 1, value: prefill });
         }
-        let requests = paired(&self.requests.requests, &self.requests.seconds, "requests and seconds")?;
-        let cost = StepCost::new(curves(&self.verify)?, draft)?.with_requests(requests)?;
-        Ok(cost.with_plain(curves(&self.plain)?)?.with_prefill(prefill))
+        let requests =
+            zip_equal_lengths(&self.requests.requests, &self.requests.seconds, "requests and seconds")?;
+        let cost = StepCost::new(curves(&self.verify)?, draft)?.with_request_seconds(requests)?;
+        Ok(cost.with_plain_decoding(curves(&self.plain)?)?.with_prefill_seconds(prefill))
     }
 }
 
-fn paired(counts: &[usize], values: &[f64], what: &'static str) -> Result<Vec<(usize, f64)>, ScheduleError> {
+fn zip_equal_lengths(
+    counts: &[usize],
+    values: &[f64],
+    what: &'static str,
+) -> Result<Vec<(usize, f64)>, ScheduleError> {
     if counts.len() != values.len() {
         return Err(ScheduleError::Mismatch { what, left: counts.len(), right: values.len() });
     }
     Ok(counts.iter().copied().zip(values.iter().copied()).collect())
 }
 
-/// SGLang's table of steps per second.
+/// SGLang's cost file with steps per second by batch tokens.
 #[derive(Deserialize)]
-struct Rates {
+struct SglangStepRates {
     sample_batch_tokens: Vec<usize>,
     sample_steps_per_sec: Vec<f64>,
     max_batch_tokens: usize,
 }
 
-impl Rates {
+impl SglangStepRates {
     /// A batch has the rate of the largest sample that does not exceed it, or the first rate below
     /// the first sample.
-    fn cost(&self) -> Result<StepCost, ScheduleError> {
-        let samples = paired(&self.sample_batch_tokens, &self.sample_steps_per_sec, "samples")?;
+    fn to_step_cost(&self) -> Result<StepCost, ScheduleError> {
+        let samples = zip_equal_lengths(&self.sample_batch_tokens, &self.sample_steps_per_sec, "samples")?;
         let (Some(&(_, first)), Some(&(last, _))) = (samples.first(), samples.last()) else {
             return Err(ScheduleError::Empty { what: "sample_batch_tokens" });
         };
         if let Some(pair) = samples.windows(2).find(|pair| pair[1].0 <= pair[0].0) {
             return Err(ScheduleError::Order { batch: pair[1].0 });
         }
-        if self.max_batch_tokens < last || self.max_batch_tokens > crate::curve::MAX_BATCH {
+        if self.max_batch_tokens < last || self.max_batch_tokens > crate::curve::MAX_BATCH_TOKENS {
             return Err(ScheduleError::Order { batch: self.max_batch_tokens });
         }
         let rate = |batch: usize| {
@@ -120,9 +125,9 @@ impl Rates {
     }
 }
 
-/// SGLang's cost as a sum of a constant, a part by requests and a part by tokens.
+/// SGLang's cost file with a sum of a constant, a part by requests and a part by tokens.
 #[derive(Deserialize)]
-struct Additive {
+struct SglangAdditiveCost {
     bias_seconds: f64,
     bs_probes: Vec<usize>,
     alpha_seconds: Vec<f64>,
@@ -130,28 +135,31 @@ struct Additive {
     theta_seconds: Vec<f64>,
 }
 
-impl Additive {
+impl SglangAdditiveCost {
     /// SGLang always drafts, so the part by requests holds with and without drafting. Its profiler
     /// rounds tokens to multiples of 64, so the first count may be 0, which is read as 1. Least
     /// squares may yield a negative part, which is read as 0.
-    fn cost(&self) -> Result<StepCost, ScheduleError> {
-        let tokens = paired(&self.m_probes, &self.theta_seconds, "m_probes and theta_seconds")?;
+    fn to_step_cost(&self) -> Result<StepCost, ScheduleError> {
+        let tokens = zip_equal_lengths(&self.m_probes, &self.theta_seconds, "m_probes and theta_seconds")?;
         let points: Vec<_> =
             tokens.into_iter().map(|(batch, theta)| (batch.max(1), self.bias_seconds + theta)).collect();
-        let requests = paired(&self.bs_probes, &self.alpha_seconds, "bs_probes and alpha_seconds")?;
+        let requests =
+            zip_equal_lengths(&self.bs_probes, &self.alpha_seconds, "bs_probes and alpha_seconds")?;
         let mut requests: Vec<_> =
             requests.into_iter().map(|(requests, alpha)| (requests, alpha.max(0.0))).collect();
         // The part by requests is constant past the last probe.
-        if let Some(&(_, alpha)) = requests.last().filter(|(last, _)| *last < crate::curve::MAX_BATCH) {
-            requests.push((crate::curve::MAX_BATCH, alpha));
+        if let Some(&(_, alpha)) = requests.last().filter(|(last, _)| *last < crate::curve::MAX_BATCH_TOKENS)
+        {
+            requests.push((crate::curve::MAX_BATCH_TOKENS, alpha));
         }
-        StepCost::new(vec![(1, CostCurve::from_step_seconds(&points)?)], vec![])?.with_requests(requests)
+        StepCost::new(vec![(1, CostCurve::from_step_seconds(&points)?)], vec![])?
+            .with_request_seconds(requests)
     }
 }
 
 /// Digests of the weights that the costs are for.
 #[derive(Debug, Clone, Copy)]
-pub struct Weights<'a> {
+pub struct WeightDigests<'a> {
     /// Digest of the target's weights.
     pub target: &'a str,
     /// Digest of the drafter's weights, if there is a drafter.
@@ -163,17 +171,21 @@ pub struct Weights<'a> {
 ///
 /// # Errors
 /// The problem, with the file's name.
-pub fn read(file: &Path) -> Result<StepCost, String> {
-    Ok(parse(file)?.0)
+pub fn read_step_cost(file: &Path) -> Result<StepCost, String> {
+    Ok(parse_file(file)?.0)
 }
 
 /// Reads the costs of an engine with `slots` slots and these weights, with warnings if the file was
 /// measured with other weights. Files of other tools have no digests to compare.
 ///
 /// # Errors
-/// As [`read`], and if the largest batch has fewer tokens than slots.
-pub fn read_for(file: &Path, weights: Weights, slots: usize) -> Result<(StepCost, Vec<String>), String> {
-    let (cost, json) = parse(file)?;
+/// As [`read_step_cost`], and if the largest batch has fewer tokens than slots.
+pub fn read_step_cost_for(
+    file: &Path,
+    weights: WeightDigests,
+    slots: usize,
+) -> Result<(StepCost, Vec<String>), String> {
+    let (cost, json) = parse_file(file)?;
     let (name, known) = (file.display(), cost.max_batch());
     if known < slots {
         return Err(format!(
@@ -182,7 +194,7 @@ pub fn read_for(file: &Path, weights: Weights, slots: usize) -> Result<(StepCost
     }
     let of = |whose: &str| json[whose]["weights_digest"].as_str();
     let mut told = vec![];
-    if json["format"] == FORMAT {
+    if json["format"] == STEP_COST_FORMAT {
         if of("target") != Some(weights.target) {
             told.push(format!("{name} was measured with another target; its steps may cost more or less"));
         }
@@ -202,7 +214,7 @@ pub fn read_for(file: &Path, weights: Weights, slots: usize) -> Result<(StepCost
 }
 
 /// The costs and the JSON of the file; null for a CSV table.
-fn parse(file: &Path) -> Result<(StepCost, Value), String> {
+fn parse_file(file: &Path) -> Result<(StepCost, Value), String> {
     let name = file.display();
     let mut bytes = fs::read(file)
         .map_err(|error| format!("{name}: {error}; `deepspec-eval profile` writes such a file"))?;
@@ -224,21 +236,21 @@ fn from_json(bytes: &[u8]) -> Result<(StepCost, Value), String> {
     let value: Value = serde_json::from_slice(bytes).map_err(|error| {
         format!("no JSON ({error}); expected a file that `deepspec-eval profile` wrote, one of SGLang's, or a table named .csv")
     })?;
-    let cost = if value.get("format").is_some_and(|format| format == FORMAT) {
-        if value["format_version"] != VERSION {
+    let cost = if value.get("format").is_some_and(|format| format == STEP_COST_FORMAT) {
+        if value["format_version"] != STEP_COST_VERSION {
             return Err(format!(
-                "`format_version` is {}; this version reads {VERSION}",
+                "`format_version` is {}; this version reads {STEP_COST_VERSION}",
                 value["format_version"]
             ));
         }
-        parsed::<MeasuredCost>(&value)?.cost()
+        parsed::<MeasuredCost>(&value)?.to_step_cost()
     } else if value.get("bias_seconds").is_some() {
-        parsed::<Additive>(&value)?.cost()
+        parsed::<SglangAdditiveCost>(&value)?.to_step_cost()
     } else if value.get("sample_batch_tokens").is_some() {
-        parsed::<Rates>(&value)?.cost()
+        parsed::<SglangStepRates>(&value)?.to_step_cost()
     } else {
         return Err(format!(
-            "has neither `format`: \"{FORMAT}\" nor SGLang's `bias_seconds` or `sample_batch_tokens`; `deepspec-eval profile` writes such a file"
+            "has neither `format`: \"{STEP_COST_FORMAT}\" nor SGLang's `bias_seconds` or `sample_batch_tokens`; `deepspec-eval profile` writes such a file"
         ));
     };
     Ok((cost.map_err(|error| error.to_string())?, value))
@@ -246,7 +258,7 @@ fn from_json(bytes: &[u8]) -> Result<(StepCost, Value), String> {
 
 /// A row of a CSV table.
 #[derive(Deserialize)]
-struct Row {
+struct CsvRow {
     context: Option<usize>,
     batch_tokens: usize,
     seconds: Option<f64>,
@@ -256,7 +268,7 @@ struct Row {
 fn from_csv(bytes: &[u8]) -> Result<StepCost, String> {
     let mut contexts = BTreeMap::<usize, Vec<(usize, f64)>>::new();
     for row in csv::Reader::from_reader(bytes).deserialize() {
-        let row: Row = row.map_err(|error| error.to_string())?;
+        let row: CsvRow = row.map_err(|error| error.to_string())?;
         let seconds = match (row.seconds, row.steps_per_second) {
             (Some(seconds), None) => seconds,
             (None, Some(rate)) if rate <= 0.0 => {
@@ -291,7 +303,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let file = dir.path().join(name);
         fs::write(&file, text).unwrap();
-        read(&file)
+        read_step_cost(&file)
     }
 
     #[test]
@@ -386,6 +398,6 @@ mod tests {
             let told = of(name, text).unwrap_err();
             assert!(told.contains(words), "{text}: {told}");
         }
-        assert!(read(Path::new("absent.json")).unwrap_err().contains("absent.json: No such file"));
+        assert!(read_step_cost(Path::new("absent.json")).unwrap_err().contains("absent.json: No such file"));
     }
 }

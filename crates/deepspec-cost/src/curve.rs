@@ -5,7 +5,7 @@ use crate::ScheduleError;
 
 /// Limit on batch tokens. No batch comes near it, so that a larger number is a mistake that would
 /// exhaust memory.
-pub(crate) const MAX_BATCH: usize = 1 << 20;
+pub(crate) const MAX_BATCH_TOKENS: usize = 1 << 20;
 
 /// Target forward passes per second for every batch size from 1 token to the largest that was
 /// profiled.
@@ -46,7 +46,7 @@ impl CostCurve {
         {
             return Err(ScheduleError::Cost { batch, value });
         }
-        if let Some(&(batch, _)) = points.iter().find(|(batch, _)| !(1..=MAX_BATCH).contains(batch)) {
+        if let Some(&(batch, _)) = points.iter().find(|(batch, _)| !(1..=MAX_BATCH_TOKENS).contains(batch)) {
             return Err(ScheduleError::Order { batch });
         }
         let mut table = vec![1.0 / seconds; first];

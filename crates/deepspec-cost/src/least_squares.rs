@@ -1,14 +1,14 @@
 //! Non-negative least squares.
 
-/// Number of sweeps of coordinate descent, far more than convergence takes.
-const ROUNDS: usize = 20_000;
+/// Number of sweeps of coordinate descent, far more than convergence needs.
+const MAX_SWEEPS: usize = 20_000;
 
 /// Finds x ≥ 0 that minimises Σ (row · x − 1)² over the rows, by coordinate descent. The first
 /// coordinate comes first, so that it gets everything that the rows cannot separate. Rows of parts
 /// divided by their total time make the errors relative.
-pub fn non_negative<const N: usize>(rows: &[[f64; N]]) -> [f64; N] {
+pub fn non_negative_least_squares<const N: usize>(rows: &[[f64; N]]) -> [f64; N] {
     let mut x = [0.0; N];
-    for round in 0..ROUNDS * N {
+    for round in 0..MAX_SWEEPS * N {
         let at = round % N;
         let square: f64 = rows.iter().map(|row| row[at] * row[at]).sum();
         if square > 0.0 {
@@ -30,14 +30,14 @@ mod tests {
         let took = rows.map(|[seconds, steps]| 1.2 * seconds + 1e-3 * steps);
         let relative: Vec<[f64; 2]> =
             rows.iter().zip(took).map(|(row, took)| row.map(|part| part / took)).collect();
-        let [factor, step] = non_negative(&relative);
+        let [factor, step] = non_negative_least_squares(&relative);
         assert!((factor - 1.2).abs() < 1e-9 && (step - 1e-3).abs() < 1e-12, "{factor} {step}");
         // A negative time per step is fitted as 0.
         let took = rows.map(|[seconds, steps]| 2.0 * seconds - 1e-5 * steps);
         let relative: Vec<[f64; 2]> =
             rows.iter().zip(took).map(|(row, took)| row.map(|part| part / took)).collect();
-        assert_eq!(non_negative(&relative)[1], 0.0);
+        assert_eq!(non_negative_least_squares(&relative)[1], 0.0);
         // One row cannot separate the parts, so the first gets everything.
-        assert_eq!(non_negative(&[[2.0, 8.0]]), [0.5, 0.0]);
+        assert_eq!(non_negative_least_squares(&[[2.0, 8.0]]), [0.5, 0.0]);
     }
 }

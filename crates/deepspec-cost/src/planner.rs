@@ -7,22 +7,22 @@ use std::sync::Arc;
 use crate::ScheduleError;
 use crate::cost::StepCost;
 use crate::policy::Policy;
-use crate::scheduler::{Stop, filled_and_worth, search, survivals};
+use crate::scheduler::{StopRule, fill_and_next_budget, search_prefixes, sorted_survivals};
 
-/// Number of recent blocks whose confidences decide whether drafting pays.
-const REMEMBERED: usize = 64;
+/// Maximum number of recent blocks whose confidences decide whether drafting pays.
+const MAX_REMEMBERED_BLOCKS: usize = 64;
 /// Number of steps without drafting before a probe, which drafts in two steps to see whether
-/// drafting pays again. The wait doubles after every probe that does not pay, up to [`LONGEST`], as
+/// drafting pays again. The wait doubles after every probe that does not pay, up to [`MAX_PROBE_INTERVAL`], as
 /// a drafting step can cost several plain ones.
-const PROBE: usize = 32;
+const PROBE_INTERVAL: usize = 32;
 /// Maximum number of steps between probes.
-const LONGEST: usize = 512;
+const MAX_PROBE_INTERVAL: usize = 512;
 /// Weight of the newest step in the running mean of step times.
-const NEW: f64 = 0.05;
-/// Weight of a probe in the running mean, which is old by then.
-const NEW_OF_PROBE: f64 = 0.5;
-/// Number of steps between the confidences that set a budget and the step that spends it.
-const LAG: usize = 2;
+const STEP_WEIGHT: f64 = 0.05;
+/// Weight of a probe in the running mean. It is high because the mean is old at a probe.
+const PROBE_WEIGHT: f64 = 0.5;
+/// Number of steps between the confidences that a budget is computed from and the step that uses it.
+const BUDGET_LAG: usize = 2;
 
 /// Load of a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -45,37 +45,40 @@ pub struct Planner {
     /// Number of steps since the last drafted one.
     idle: usize,
     /// State of the probe in this step.
-    probe: Probe,
+    probe: ProbeState,
     /// Number of probes since drafting last paid.
     probes: u32,
-    /// Whether the drafter had to catch up in the last drafted step.
+    /// Whether the last decision followed steps without drafting. A draft then first fills the
+    /// drafter's KV cache, so its time is not measured.
     catches_up: bool,
-    /// Measured over expected times of recent plain steps and drafting steps.
-    drift: [Drift; 2],
+    /// Measured over expected time of recent steps: [plain steps, drafting steps].
+    drift: [MeanTimeRatio; 2],
 }
 
 /// State of a probe. In its first step the drafter catches up on tokens that were committed without
 /// drafting; only the second step measures the time of drafting.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-enum Probe {
+enum ProbeState {
     #[default]
     None,
+    /// First step of a probe: fills the drafter's KV cache.
     CatchesUp,
+    /// Second step of a probe: measures the time of drafting.
     Measures,
 }
 
 /// A running mean of measured over expected time.
 #[derive(Debug, Clone, Copy)]
-struct Drift(f64);
+struct MeanTimeRatio(f64);
 
-impl Default for Drift {
+impl Default for MeanTimeRatio {
     fn default() -> Self {
         Self(1.0)
     }
 }
 
 impl Planner {
-    /// A planner without memory.
+    /// A planner that has observed no steps.
     ///
     /// # Errors
     /// Fails if the policy needs step costs and `cost` is None.
@@ -95,28 +98,28 @@ impl Planner {
 
     /// Whether to draft in this step. A policy that reads costs drafts unless the last blocks
     /// predict that plain decoding is faster.
-    pub fn drafts(&mut self, load: StepLoad) -> bool {
+    pub fn should_draft(&mut self, load: StepLoad) -> bool {
         let pays = match (self.policy, &self.cost) {
             (Policy::Plain, _) => false,
             (policy, Some(cost)) if policy.reads_cost() => {
                 load.requests <= cost.curve(load.context).max_batch()
-                    && (self.blocks.is_empty() || self.gain(cost, load) > 1.0)
+                    && (self.blocks.is_empty() || self.predicted_speed_up(cost, load) > 1.0)
             }
             _ => true,
         };
-        let wait = (PROBE << self.probes.min(8)).min(LONGEST);
+        let wait = (PROBE_INTERVAL << self.probes.min(8)).min(MAX_PROBE_INTERVAL);
         self.probe = match self.probe {
-            _ if pays || !self.policy.reads_cost() => Probe::None,
-            Probe::CatchesUp => Probe::Measures,
-            _ if self.idle >= wait => Probe::CatchesUp,
-            _ => Probe::None,
+            _ if pays || !self.policy.reads_cost() => ProbeState::None,
+            ProbeState::CatchesUp => ProbeState::Measures,
+            _ if self.idle >= wait => ProbeState::CatchesUp,
+            _ => ProbeState::None,
         };
-        self.probes = if pays { 0 } else { self.probes + u32::from(self.probe == Probe::CatchesUp) };
-        if self.probe == Probe::CatchesUp {
+        self.probes = if pays { 0 } else { self.probes + u32::from(self.probe == ProbeState::CatchesUp) };
+        if self.probe == ProbeState::CatchesUp {
             // Drops the older half of the blocks, so that a few probes notice a better drafter.
             self.blocks.drain(..self.blocks.len() / 2);
         }
-        let drafts = pays || self.probe != Probe::None;
+        let drafts = pays || self.probe != ProbeState::None;
         if drafts && self.idle > 0 {
             // A budget from before a pause in drafting is not used.
             self.budgets.clear();
@@ -129,7 +132,7 @@ impl Planner {
     /// Records the time of a step that decoded `load` with `tokens` verified tokens, and did
     /// nothing else. A curve measured on another machine or load has different errors for drafting
     /// and for plain steps. The correction decides whether to draft.
-    pub fn observe(&mut self, load: StepLoad, tokens: usize, drafted: bool, seconds: f64) {
+    pub fn observe_step(&mut self, load: StepLoad, tokens: usize, drafted: bool, seconds: f64) {
         let Some(cost) = self.cost.as_ref().filter(|_| self.policy.reads_cost()) else { return };
         // In the first drafted step after a pause the drafter catches up, which later steps need
         // not do.
@@ -138,23 +141,24 @@ impl Planner {
         }
         // An interrupted step does not predict the next one, so the ratio is clamped.
         let ratio = (seconds / cost.seconds(load.requests, tokens, load.context, drafted)).clamp(0.5, 2.0);
-        let Drift(mean) = &mut self.drift[usize::from(drafted)];
-        *mean += (ratio - *mean) * if self.probe == Probe::Measures { NEW_OF_PROBE } else { NEW };
+        let MeanTimeRatio(mean) = &mut self.drift[usize::from(drafted)];
+        *mean +=
+            (ratio - *mean) * if self.probe == ProbeState::Measures { PROBE_WEIGHT } else { STEP_WEIGHT };
     }
 
     /// Predicted throughput with blocks like the last drafted ones, over that of plain decoding.
-    fn gain(&self, cost: &StepCost, load: StepLoad) -> f64 {
+    fn predicted_speed_up(&self, cost: &StepCost, load: StepLoad) -> f64 {
         let plain = cost.plain_throughput(load.requests, load.context);
         let rows: Vec<&[f64]> = self.blocks.iter().map(Vec::as_slice).collect();
         // Searches as the policy does: on a stepped curve it may stop before the step.
-        let stop = if self.policy == Policy::Prefix { Stop::FirstDrop } else { Stop::Never };
+        let stop = if self.policy == Policy::Prefix { StopRule::FirstDrop } else { StopRule::Never };
         let (_, throughput) = best_budget(&rows, cost, load, stop);
         throughput / plain * self.drift[0].0 / self.drift[1].0
     }
 
     /// Numbers of drafted tokens to verify of each block of `block` tokens. `confidences` has one
     /// row per block, and may be empty for policies that do not read it.
-    pub fn lengths(&mut self, load: StepLoad, block: usize, confidences: Vec<Vec<f64>>) -> Vec<usize> {
+    pub fn verify_lengths(&mut self, load: StepLoad, block: usize, confidences: Vec<Vec<f64>>) -> Vec<usize> {
         match self.policy {
             Policy::Plain => vec![0; load.requests],
             Policy::Whole => vec![block; load.requests],
@@ -163,11 +167,11 @@ impl Planner {
                 let kept = |row: Vec<f64>| row.into_iter().take_while(|&c| c >= min_confidence).count();
                 confidences.into_iter().map(kept).collect()
             }
-            Policy::Prefix | Policy::PrefixAsync => self.scheduled(load, confidences),
+            Policy::Prefix | Policy::PrefixAsync => self.schedule_lengths(load, confidences),
         }
     }
 
-    fn scheduled(&mut self, load: StepLoad, mut confidences: Vec<Vec<f64>>) -> Vec<usize> {
+    fn schedule_lengths(&mut self, load: StepLoad, mut confidences: Vec<Vec<f64>>) -> Vec<usize> {
         let Some(cost) = self.cost.clone() else { return vec![0; load.requests] };
         // NaN counts as 0, and other values are clamped to [0, 1].
         let sound = |c: &mut f64| *c = if c.is_nan() { 0.0 } else { c.clamp(0.0, 1.0) };
@@ -175,45 +179,48 @@ impl Planner {
         let lengths = match self.policy {
             Policy::PrefixAsync => {
                 let all = cost.curve(load.context).max_batch().saturating_sub(load.requests);
-                let stale = if self.budgets.len() == LAG { self.budgets.pop_front() } else { None };
+                let stale = if self.budgets.len() == BUDGET_LAG { self.budgets.pop_front() } else { None };
                 // Scales the budget to the present number of requests.
                 let budget = stale.map_or(all, |(worth, of)| (worth * load.requests).div_ceil(of.max(1)));
                 let cost_at = cost.cost_at(load.requests, load.context);
-                let (lengths, worth) = filled_and_worth(&confidences, budget.min(all), cost_at);
+                let (lengths, worth) = fill_and_next_budget(&confidences, budget.min(all), cost_at);
                 self.budgets.push_back((worth, load.requests));
                 lengths
             }
-            _ => search(&confidences, cost.cost_at(load.requests, load.context), Stop::FirstDrop).lengths,
+            _ => {
+                search_prefixes(&confidences, cost.cost_at(load.requests, load.context), StopRule::FirstDrop)
+                    .lengths
+            }
         };
-        self.remember(confidences);
+        self.remember_confidences(confidences);
         lengths
     }
 
-    fn remember(&mut self, confidences: Vec<Vec<f64>>) {
+    fn remember_confidences(&mut self, confidences: Vec<Vec<f64>>) {
         // Keeps an even selection of many blocks.
-        let every = confidences.len().div_ceil(REMEMBERED).max(1);
+        let every = confidences.len().div_ceil(MAX_REMEMBERED_BLOCKS).max(1);
         self.blocks.extend(confidences.into_iter().step_by(every));
-        let surplus = self.blocks.len().saturating_sub(REMEMBERED);
+        let surplus = self.blocks.len().saturating_sub(MAX_REMEMBERED_BLOCKS);
         self.blocks.drain(..surplus);
     }
 }
 
 /// The number of drafted tokens with the highest expected throughput for a step with blocks like
-/// `rows`, and that throughput; `stop` selects the search. A search with `Stop::Never` may not be
+/// `rows`, and that throughput; `stop` selects the search. A search with `StopRule::Never` may not be
 /// applied to these very blocks.
-fn best_budget(rows: &[&[f64]], cost: &StepCost, load: StepLoad, stop: Stop) -> (usize, f64) {
+fn best_budget(rows: &[&[f64]], cost: &StepCost, load: StepLoad, stop: StopRule) -> (usize, f64) {
     let cost_at = cost.cost_at(load.requests, load.context);
     let requests = load.requests as f64;
     // Scales the rows to the number of requests, so tokens are fractional.
     let scale = requests / rows.len().max(1) as f64;
     let (mut best, mut sum) = ((0, cost_at.throughput(load.requests, requests)), 0.0);
-    for (taken, a) in survivals(rows).enumerate() {
+    for (taken, a) in sorted_survivals(rows).enumerate() {
         sum += a;
         let budget = (taken + 1) as f64 * scale;
         let throughput = cost_at.throughput_between(requests + budget, requests + sum * scale);
         if throughput > best.1 {
             best = (budget.round() as usize, throughput);
-        } else if stop == Stop::FirstDrop {
+        } else if stop == StopRule::FirstDrop {
             break;
         }
     }
@@ -238,7 +245,7 @@ mod tests {
     }
 
     fn lengths(planner: &mut Planner, rows: &[Vec<f64>]) -> Vec<usize> {
-        planner.lengths(load(rows.len()), 3, rows.to_vec())
+        planner.verify_lengths(load(rows.len()), 3, rows.to_vec())
     }
 
     #[test]
@@ -283,8 +290,8 @@ mod tests {
         let rows = |requests: usize| vec![vec![0.9; 3]; requests];
         // Four requests leave no free token, so blocks have a budget of 0.
         (0..2).for_each(|_| drop(lengths(&mut planner, &rows(4))));
-        assert!((0..3).all(|_| !planner.drafts(load(4))), "nor do they pay");
-        assert!(planner.drafts(load(1)), "for one alone they do");
+        assert!((0..3).all(|_| !planner.should_draft(load(4))), "nor do they pay");
+        assert!(planner.should_draft(load(1)), "for one alone they do");
         assert_eq!(lengths(&mut planner, &rows(1)), [3], "at once, as if nothing were known");
     }
 
@@ -296,7 +303,7 @@ mod tests {
             let mut planner = Planner::new(Policy::Prefix, Some(Arc::new(cost))).unwrap();
             let mut count = 0;
             for _ in 0..165 {
-                if planner.drafts(load(requests)) {
+                if planner.should_draft(load(requests)) {
                     lengths(&mut planner, &vec![vec![0.9; 3]; requests]);
                     count += 1;
                 }
@@ -317,10 +324,10 @@ mod tests {
         let mut planner = Planner::new(Policy::Prefix, cost(0.25, 0.5e-3)).unwrap();
         let mut drafted = 0;
         for _ in 0..400 {
-            let drafts = planner.drafts(load(1));
+            let drafts = planner.should_draft(load(1));
             let lengths = if drafts { lengths(&mut planner, &[vec![0.6; 3]]) } else { vec![0] };
             let expected = planner.cost.as_ref().unwrap().seconds(1, 1 + lengths[0], 100, drafts);
-            planner.observe(load(1), 1 + lengths[0], drafts, expected * if drafts { 2.0 } else { 1.0 });
+            planner.observe_step(load(1), 1 + lengths[0], drafts, expected * if drafts { 2.0 } else { 1.0 });
             drafted += usize::from(drafts);
         }
         assert!((12..60).contains(&drafted), "{drafted} of 400");
@@ -333,10 +340,10 @@ mod tests {
         let mut drafted = |steps: usize, slower: f64| {
             let mut count = 0;
             for _ in 0..steps {
-                let drafts = planner.drafts(load(1));
+                let drafts = planner.should_draft(load(1));
                 let lengths = if drafts { lengths(&mut planner, &[vec![0.6; 3]]) } else { vec![0] };
                 let expected = planner.cost.as_ref().unwrap().seconds(1, 1 + lengths[0], 100, drafts);
-                planner.observe(
+                planner.observe_step(
                     load(1),
                     1 + lengths[0],
                     drafts,
@@ -358,7 +365,7 @@ mod tests {
         let mut drafted = |requests: usize, confidence: f64| {
             let mut count = 0;
             for _ in 0..198 {
-                if planner.drafts(load(requests)) {
+                if planner.should_draft(load(requests)) {
                     lengths(&mut planner, &vec![vec![confidence; 3]; requests]);
                     count += 1;
                 }
@@ -377,6 +384,6 @@ mod tests {
             "and one that recovers, after some probes: {mended:?}"
         );
         let mut plain = Planner::new(Policy::Plain, None).unwrap();
-        assert!((0..99).all(|_| !plain.drafts(load(1))));
+        assert!((0..99).all(|_| !plain.should_draft(load(1))));
     }
 }

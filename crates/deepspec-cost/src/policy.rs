@@ -33,9 +33,9 @@ impl Policy {
         matches!(self, Self::Threshold(_) | Self::Prefix | Self::PrefixAsync)
     }
 
-    /// Whether the policy cuts blocks by confidence, so that a run does not observe the tokens that
-    /// were cut.
-    pub fn cuts(self) -> bool {
+    /// Whether the policy cuts blocks by confidence. A run with such a policy does not observe the
+    /// tokens that were cut.
+    pub fn cuts_by_confidence(self) -> bool {
         self.reads_confidence() && self != Self::Threshold(0.0)
     }
 
@@ -45,8 +45,8 @@ impl Policy {
     }
 }
 
-/// Spelling of the policies in arguments.
-const SPELT: &str = "plain, whole, fixed:K, threshold:t, prefix or prefix-async";
+/// Names of the policies in arguments, for error messages.
+const POLICY_NAMES: &str = "plain, whole, fixed:K, threshold:t, prefix or prefix-async";
 
 impl FromStr for Policy {
     type Err = String;
@@ -58,7 +58,7 @@ impl FromStr for Policy {
                 "whole" => Ok(Self::Whole),
                 "prefix" => Ok(Self::Prefix),
                 "prefix-async" => Ok(Self::PrefixAsync),
-                _ => Err(format!("expected {SPELT}")),
+                _ => Err(format!("expected {POLICY_NAMES}")),
             },
             Some(("fixed", count)) => match count.parse() {
                 Ok(count) if count > 0 => Ok(Self::Fixed(count)),
@@ -68,7 +68,7 @@ impl FromStr for Policy {
                 Ok(value) if (0.0..=1.0).contains(&value) => Ok(Self::Threshold(value)),
                 _ => Err("expected threshold:t with t between 0 and 1".into()),
             },
-            Some(_) => Err(format!("expected {SPELT}")),
+            Some(_) => Err(format!("expected {POLICY_NAMES}")),
         }
     }
 }

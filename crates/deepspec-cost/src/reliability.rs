@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::ScheduleError;
 use crate::bins::{self, BinSums};
-use crate::survival::{check_confidences, check_outcome, survival};
+use crate::survival::{check_confidences, check_outcome, survival_probabilities};
 
 /// Numbers of bins of probabilities.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -74,8 +74,9 @@ impl Reliability {
     pub fn update(&mut self, confidences: &[f64], accepted: usize) -> Result<(), ScheduleError> {
         check_outcome(accepted, confidences.len(), self.positions.len())?;
         check_confidences(confidences)?;
-        for (k, (stats, a)) in self.positions.iter_mut().zip(survival(confidences)).enumerate() {
-            stats.add(bins::clamped(a), k < accepted);
+        for (k, (stats, a)) in self.positions.iter_mut().zip(survival_probabilities(confidences)).enumerate()
+        {
+            stats.add(bins::clamp_probability(a), k < accepted);
         }
         Ok(())
     }
@@ -105,7 +106,7 @@ impl Reliability {
     /// Σ a_k − Σ accepted of every coarse bin, position by position. The calibration error of a
     /// report's summary is the sum of their absolute values per observation. Gaps of accumulators
     /// add up, while their errors do not.
-    pub fn gaps(&self) -> impl Iterator<Item = f64> + '_ {
+    pub fn calibration_gaps(&self) -> impl Iterator<Item = f64> + '_ {
         let bins = self.positions.iter().flat_map(|stats| &stats.coarse);
         bins.map(|bin| bin.predicted - bin.accepted as f64)
     }
@@ -113,7 +114,7 @@ impl Reliability {
     /// The metrics of all observations so far.
     pub fn finish(&self) -> ReliabilityReport {
         let positions: Vec<_> = self.positions.iter().map(PositionStats::finish).collect();
-        ReliabilityReport { summary: summarise(&positions), positions }
+        ReliabilityReport { summary: mean_metrics(&positions), positions }
     }
 }
 
@@ -121,8 +122,8 @@ impl PositionStats {
     fn add(&mut self, probability: f64, accepted: bool) {
         self.squared_error += (probability - f64::from(u8::from(accepted))).powi(2);
         let (coarse, fine) = (self.coarse.len(), self.fine.len());
-        self.coarse[bins::index(probability, coarse)].add(probability, accepted);
-        self.fine[bins::index(probability, fine)][usize::from(accepted)] += 1;
+        self.coarse[bins::bin_index(probability, coarse)].add(probability, accepted);
+        self.fine[bins::bin_index(probability, fine)][usize::from(accepted)] += 1;
     }
 
     fn merge(&mut self, other: &Self) {
@@ -144,7 +145,7 @@ impl PositionStats {
             predicted_mean: per_observation(total.predicted),
             accepted_mean: per_observation(total.accepted as f64),
         });
-        PositionReliability { count: total.count, metrics, bins: diagram(&self.coarse) }
+        PositionReliability { count: total.count, metrics, bins: diagram_bins(&self.coarse) }
     }
 }
 
@@ -162,7 +163,8 @@ fn auroc(fine: &[[u64; 2]]) -> Option<f64> {
     (rejected > 0.0 && accepted > 0.0).then(|| above / (rejected * accepted))
 }
 
-fn diagram(coarse: &[BinSums]) -> Vec<ReliabilityBin> {
+/// Reliability diagram: the coarse bins that have observations.
+fn diagram_bins(coarse: &[BinSums]) -> Vec<ReliabilityBin> {
     let edge = |index: usize| index as f64 / coarse.len() as f64;
     let filled = coarse.iter().enumerate().filter(|(_, bin)| bin.count > 0);
     filled
@@ -176,7 +178,8 @@ fn diagram(coarse: &[BinSums]) -> Vec<ReliabilityBin> {
         .collect()
 }
 
-fn summarise(positions: &[PositionReliability]) -> Option<Metrics> {
+/// Means of the metrics over positions, weighted by observations.
+fn mean_metrics(positions: &[PositionReliability]) -> Option<Metrics> {
     let mean = |of: &dyn Fn(&Metrics) -> Option<f64>| {
         let observed = positions
             .iter()

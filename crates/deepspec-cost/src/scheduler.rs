@@ -8,7 +8,7 @@
 
 use crate::ScheduleError;
 use crate::curve::CostCurve;
-use crate::survival::{check_confidences, survival};
+use crate::survival::{check_confidences, survival_probabilities};
 
 /// A plan for one verification pass.
 #[derive(Debug, Clone, PartialEq)]
@@ -40,8 +40,8 @@ pub fn prefix_lengths<C: AsRef<[f64]>>(
     confidences: &[C],
     curve: &CostCurve,
 ) -> Result<Schedule, ScheduleError> {
-    check(confidences, curve)?;
-    Ok(search(confidences, StepCostAt { curve, fixed_seconds: 0.0 }, Stop::FirstDrop))
+    check_inputs(confidences, curve)?;
+    Ok(search_prefixes(confidences, StepCostAt { curve, fixed_seconds: 0.0 }, StopRule::FirstDrop))
 }
 
 /// The schedule of highest Θ over all prefixes of tokens with a > 0. It is not lossless for the
@@ -54,8 +54,8 @@ pub fn global_prefix_lengths<C: AsRef<[f64]>>(
     confidences: &[C],
     curve: &CostCurve,
 ) -> Result<Schedule, ScheduleError> {
-    check(confidences, curve)?;
-    Ok(search(confidences, StepCostAt { curve, fixed_seconds: 0.0 }, Stop::Never))
+    check_inputs(confidences, curve)?;
+    Ok(search_prefixes(confidences, StepCostAt { curve, fixed_seconds: 0.0 }, StopRule::Never))
 }
 
 /// Asynchronous form: spends a budget of drafted tokens, set by [`Schedule::budget`] of the step
@@ -64,9 +64,9 @@ pub fn global_prefix_lengths<C: AsRef<[f64]>>(
 ///
 /// # Errors
 /// Fails if a confidence is not a probability.
-pub fn fill<C: AsRef<[f64]>>(confidences: &[C], budget: usize) -> Result<Vec<usize>, ScheduleError> {
+pub fn fill_budget<C: AsRef<[f64]>>(confidences: &[C], budget: usize) -> Result<Vec<usize>, ScheduleError> {
     confidences.iter().try_for_each(|row| check_confidences(row.as_ref()))?;
-    Ok(prefixes(confidences.len(), &candidates(confidences), budget))
+    Ok(lengths_within_budget(confidences.len(), &sorted_candidates(confidences), budget))
 }
 
 impl Schedule {
@@ -76,7 +76,7 @@ impl Schedule {
     }
 }
 
-/// Cost of a step.
+/// Step cost at a number of requests and a context length, as a function of the verified tokens.
 #[derive(Clone, Copy)]
 pub(crate) struct StepCostAt<'a> {
     /// Cost of verification.
@@ -86,14 +86,14 @@ pub(crate) struct StepCostAt<'a> {
 }
 
 impl StepCostAt<'_> {
-    /// Θ of a batch that yields `tokens` tokens.
+    /// Throughput Θ of a batch of `batch` tokens that commits `tokens` tokens in expectation.
     pub fn throughput(&self, batch: usize, tokens: f64) -> f64 {
         let rate = self.curve.steps_per_second(batch);
         tokens * rate / (1.0 + self.fixed_seconds * rate)
     }
 
-    /// Θ of a fractional batch, with its time interpolated between the neighbouring sizes; 0 past
-    /// the curve.
+    /// [`Self::throughput`] of a fractional batch: step times are interpolated between the
+    /// neighbouring sizes. 0 past the curve.
     pub fn throughput_between(&self, batch: f64, tokens: f64) -> f64 {
         let (below, above) = (batch.floor(), batch.ceil());
         let [fast, slow] = [below, above].map(|batch| self.curve.steps_per_second(batch as usize));
@@ -105,12 +105,16 @@ impl StepCostAt<'_> {
     }
 }
 
+/// When the search for the best prefixes ends.
 #[derive(Clone, Copy, PartialEq)]
-pub(crate) enum Stop {
+pub(crate) enum StopRule {
+    /// At the first candidate that does not raise the throughput.
     FirstDrop,
+    /// After all candidates.
     Never,
 }
 
+/// A drafted token that may be verified.
 #[derive(Clone, Copy)]
 struct Candidate {
     survival: f64,
@@ -118,27 +122,28 @@ struct Candidate {
     position: u32,
 }
 
-/// Number of fraction bits of a survival that select its bucket.
+/// Number of mantissa bits of a survival probability that select its bucket.
 const FRACTION_BITS: u32 = 7;
 /// Number of buckets of the sort; survivals below 2⁻²⁴ share the last one.
-const BUCKETS: usize = (24 << FRACTION_BITS) + 1;
+const NUM_BUCKETS: usize = (24 << FRACTION_BITS) + 1;
 
-/// The bucket of a survival in (0, 1]; larger ones come first.
-fn bucket(survival: f64) -> usize {
+/// Sort bucket of a survival probability in (0, 1]. Higher probabilities get lower bucket indices.
+fn sort_bucket(survival: f64) -> usize {
     const ONE: u64 = 1f64.to_bits();
     // Positive floats are ordered like their bits.
-    (((ONE - survival.to_bits()) >> (52 - FRACTION_BITS)) as usize).min(BUCKETS - 1)
+    (((ONE - survival.to_bits()) >> (52 - FRACTION_BITS)) as usize).min(NUM_BUCKETS - 1)
 }
 
 /// All drafted tokens with a > 0, by descending a_{r,j}, with ties by request and then by position.
 /// Every prefix of this list is a set of prefixes. The bucket sort is linear in the tokens, except
 /// within a bucket.
-fn candidates<C: AsRef<[f64]>>(confidences: &[C]) -> Vec<Candidate> {
+fn sorted_candidates<C: AsRef<[f64]>>(confidences: &[C]) -> Vec<Candidate> {
     let mut found = Vec::with_capacity(confidences.iter().map(|row| row.as_ref().len()).sum());
-    let mut starts = vec![0u32; BUCKETS + 1];
+    let mut starts = vec![0u32; NUM_BUCKETS + 1];
     for (request, row) in confidences.iter().enumerate() {
-        for (position, survival) in survival(row.as_ref()).take_while(|&a| a > 0.0).enumerate() {
-            starts[bucket(survival) + 1] += 1;
+        for (position, survival) in survival_probabilities(row.as_ref()).take_while(|&a| a > 0.0).enumerate()
+        {
+            starts[sort_bucket(survival) + 1] += 1;
             found.push(Candidate { survival, request: request as u32, position: position as u32 });
         }
     }
@@ -149,13 +154,13 @@ fn candidates<C: AsRef<[f64]>>(confidences: &[C]) -> Vec<Candidate> {
     }
     let mut sorted = found.clone();
     for &candidate in &found {
-        let next = &mut starts[bucket(candidate.survival)];
+        let next = &mut starts[sort_bucket(candidate.survival)];
         sorted[*next as usize] = candidate;
         *next += 1;
     }
     // Buckets are small. The sort is stable and detects runs, so ties keep their order.
     let mut begin = 0;
-    for &end in &starts[..BUCKETS] {
+    for &end in &starts[..NUM_BUCKETS] {
         let (first, last) = (begin as usize, end as usize);
         if last - first > 1 {
             sorted[first..last].sort_by(|a, b| b.survival.total_cmp(&a.survival));
@@ -165,12 +170,12 @@ fn candidates<C: AsRef<[f64]>>(confidences: &[C]) -> Vec<Candidate> {
     sorted
 }
 
-/// The survivals of all candidates, descending.
-pub(crate) fn survivals<C: AsRef<[f64]>>(confidences: &[C]) -> impl Iterator<Item = f64> {
-    candidates(confidences).into_iter().map(|candidate| candidate.survival)
+/// Survival probabilities of all candidates, descending.
+pub(crate) fn sorted_survivals<C: AsRef<[f64]>>(confidences: &[C]) -> impl Iterator<Item = f64> {
+    sorted_candidates(confidences).into_iter().map(|candidate| candidate.survival)
 }
 
-fn check<C: AsRef<[f64]>>(confidences: &[C], curve: &CostCurve) -> Result<(), ScheduleError> {
+fn check_inputs<C: AsRef<[f64]>>(confidences: &[C], curve: &CostCurve) -> Result<(), ScheduleError> {
     let (requests, max_batch) = (confidences.len(), curve.max_batch());
     if requests > max_batch {
         return Err(ScheduleError::BeyondCurve { requests, max_batch });
@@ -178,19 +183,19 @@ fn check<C: AsRef<[f64]>>(confidences: &[C], curve: &CostCurve) -> Result<(), Sc
     confidences.iter().try_for_each(|row| check_confidences(row.as_ref()))
 }
 
-/// The lengths of [`fill`], and the budget that these confidences are worth in a later step.
-pub(crate) fn filled_and_worth<C: AsRef<[f64]>>(
+/// Lengths of [`fill_budget`], and the best budget for a later step by these confidences.
+pub(crate) fn fill_and_next_budget<C: AsRef<[f64]>>(
     confidences: &[C],
     budget: usize,
     cost_at: StepCostAt,
 ) -> (Vec<usize>, usize) {
-    let (requests, candidates) = (confidences.len(), candidates(confidences));
-    let worth = search_sorted(requests, &candidates, cost_at, Stop::Never).budget();
-    (prefixes(requests, &candidates, budget), worth)
+    let (requests, candidates) = (confidences.len(), sorted_candidates(confidences));
+    let worth = search_sorted(requests, &candidates, cost_at, StopRule::Never).budget();
+    (lengths_within_budget(requests, &candidates, budget), worth)
 }
 
-/// Lengths l_r of the first `budget` candidates.
-fn prefixes(requests: usize, candidates: &[Candidate], budget: usize) -> Vec<usize> {
+/// Number of tokens l_r of each request among the first `budget` candidates.
+fn lengths_within_budget(requests: usize, candidates: &[Candidate], budget: usize) -> Vec<usize> {
     let mut lengths = vec![0; requests];
     for candidate in candidates.iter().take(budget) {
         lengths[candidate.request as usize] = candidate.position as usize + 1;
@@ -198,13 +203,17 @@ fn prefixes(requests: usize, candidates: &[Candidate], budget: usize) -> Vec<usi
     lengths
 }
 
-/// Searches the best prefixes; all empty if the curve's largest batch has fewer tokens than
-/// requests.
-pub(crate) fn search<C: AsRef<[f64]>>(confidences: &[C], cost_at: StepCostAt, stop: Stop) -> Schedule {
-    search_sorted(confidences.len(), &candidates(confidences), cost_at, stop)
+/// Searches the prefixes with the highest throughput. All prefixes are empty if the curve's largest
+/// batch has fewer tokens than requests.
+pub(crate) fn search_prefixes<C: AsRef<[f64]>>(
+    confidences: &[C],
+    cost_at: StepCostAt,
+    stop: StopRule,
+) -> Schedule {
+    search_sorted(confidences.len(), &sorted_candidates(confidences), cost_at, stop)
 }
 
-fn search_sorted(requests: usize, candidates: &[Candidate], cost_at: StepCostAt, stop: Stop) -> Schedule {
+fn search_sorted(requests: usize, candidates: &[Candidate], cost_at: StepCostAt, stop: StopRule) -> Schedule {
     let (mut batch, mut expected_tokens) = (requests, requests as f64); // each request commits one token in any case
     let mut best = Schedule {
         lengths: vec![],
@@ -220,11 +229,11 @@ fn search_sorted(requests: usize, candidates: &[Candidate], cost_at: StepCostAt,
         let throughput = cost_at.throughput(batch, expected_tokens);
         if throughput > best.throughput {
             (best.batch, best.expected_tokens, best.throughput) = (batch, expected_tokens, throughput);
-        } else if stop == Stop::FirstDrop {
+        } else if stop == StopRule::FirstDrop {
             best.stopped_early = true;
             break;
         }
     }
-    best.lengths = prefixes(requests, candidates, best.batch - requests);
+    best.lengths = lengths_within_budget(requests, candidates, best.batch - requests);
     best
 }

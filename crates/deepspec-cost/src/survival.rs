@@ -14,8 +14,8 @@ pub fn sigmoid(logit: f64) -> f64 {
     1.0 / (1.0 + (-logit).exp())
 }
 
-/// Survivals a_1, a_2, …: the running product of conditional confidences.
-pub fn survival(confidences: &[f64]) -> impl Iterator<Item = f64> + '_ {
+/// Survival probabilities a_1, a_2, …: the running product of conditional confidences.
+pub fn survival_probabilities(confidences: &[f64]) -> impl Iterator<Item = f64> + '_ {
     confidences.iter().scan(1.0, |product, &confidence| {
         *product *= confidence;
         Some(*product)

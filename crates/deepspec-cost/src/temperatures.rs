@@ -11,12 +11,12 @@ pub struct Temperatures {
     /// Temperatures t_1, t_2, …
     pub temperatures: Vec<f64>,
     /// Drafter of the temperatures, if the file names it.
-    pub drafter: Option<Calibrated>,
+    pub drafter: Option<CalibratedDrafter>,
 }
 
 /// The drafter that temperatures were fitted for.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
-pub struct Calibrated {
+pub struct CalibratedDrafter {
     /// Folder of the drafter.
     pub path: String,
     /// Digest of the drafter's config.

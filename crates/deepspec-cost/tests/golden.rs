@@ -1,6 +1,8 @@
 //! The reference's numbers (golden cases `confidence_metrics` and `scheduler`).
 
-use deepspec_cost::calibrate::{Calibration, GridSearch, PositionFit, Proposal, fit, logarithmic};
+use deepspec_cost::calibrate::{
+    Calibration, GridSearch, PositionFit, VerifiedProposal, fit_temperatures, log_spaced,
+};
 use deepspec_cost::curve::CostCurve;
 use deepspec_cost::reliability::{Binning, Metrics, Reliability, ReliabilityReport};
 use deepspec_cost::scheduler::{self, Schedule};
@@ -138,9 +140,9 @@ fn golden_temperature_scaling() {
         let proposals: Vec<_> = logits
             .into_iter()
             .zip(accepted)
-            .map(|(logits, accepted)| Proposal { logits, accepted })
+            .map(|(logits, accepted)| VerifiedProposal { logits, accepted })
             .collect();
-        let fits = fit(&proposals, positions, &search).expect("valid data");
+        let fits = fit_temperatures(&proposals, positions, &search).expect("valid data");
 
         let column = |get: fn(&PositionFit) -> f64| fits.iter().map(move |fit| fit.as_ref().map(get));
         let check = |name: &str, get: fn(&PositionFit) -> f64| {
@@ -164,7 +166,7 @@ fn golden_temperature_scaling() {
 #[test]
 fn golden_temperature_grid() {
     let expected = Case::load("scheduler").expected("sts_grid").f64s();
-    let grid = logarithmic(expected[0], expected[expected.len() - 1], expected.len());
+    let grid = log_spaced(expected[0], expected[expected.len() - 1], expected.len());
     for (i, (&actual, &expected)) in grid.iter().zip(&expected).enumerate() {
         close(Some(actual), Some(expected), EXACT, &format!("grid[{i}]"));
     }
@@ -195,7 +197,7 @@ fn golden_prefix_scheduler() {
         let global = scheduler::global_prefix_lengths(&confidences, &curve).expect("valid data");
         check_schedule(&global, &one["expected_without_early_stop"], &what);
         assert_eq!(
-            scheduler::fill(&confidences, global.budget()).expect("valid data"),
+            scheduler::fill_budget(&confidences, global.budget()).expect("valid data"),
             global.lengths,
             "{what}"
         );

@@ -2,11 +2,11 @@
 
 use deepspec_core::rng::{Purpose, Stream};
 use deepspec_cost::ScheduleError;
-use deepspec_cost::calibrate::{Calibration, GridSearch, Proposal, fit};
+use deepspec_cost::calibrate::{Calibration, GridSearch, VerifiedProposal, fit_temperatures};
 use deepspec_cost::curve::CostCurve;
 use deepspec_cost::reliability::Reliability;
-use deepspec_cost::scheduler::{fill, global_prefix_lengths, prefix_lengths};
-use deepspec_cost::survival::{sigmoid, survival};
+use deepspec_cost::scheduler::{fill_budget, global_prefix_lengths, prefix_lengths};
+use deepspec_cost::survival::{sigmoid, survival_probabilities};
 use proptest::collection::vec;
 use proptest::prelude::*;
 
@@ -34,15 +34,18 @@ fn outcome<T: std::fmt::Debug + Clone>(
 
 /// Θ for given prefix lengths, computed from its definition.
 fn throughput(confidences: &[Vec<f64>], lengths: &[usize], curve: &CostCurve) -> f64 {
-    let expected: f64 =
-        confidences.iter().zip(lengths).map(|(row, &l)| 1.0 + survival(row).take(l).sum::<f64>()).sum();
+    let expected: f64 = confidences
+        .iter()
+        .zip(lengths)
+        .map(|(row, &l)| 1.0 + survival_probabilities(row).take(l).sum::<f64>())
+        .sum();
     expected * curve.steps_per_second(lengths.iter().map(|l| 1 + l).sum())
 }
 
 /// The number of a request's tokens with a nonzero survival probability; Algorithm 1 considers only
 /// these.
 fn alive(row: &[f64]) -> usize {
-    survival(row).filter(|&a| a > 0.0).count()
+    survival_probabilities(row).filter(|&a| a > 0.0).count()
 }
 
 /// All combinations of one prefix length per request.
@@ -91,13 +94,13 @@ proptest! {
 
     #[test]
     fn filling_takes_the_best(confidences in requests(), budget in 0usize..12) {
-        let lengths = fill(&confidences, budget).unwrap();
+        let lengths = fill_budget(&confidences, budget).unwrap();
         let possible: usize = confidences.iter().map(|row| alive(row)).sum();
         prop_assert_eq!(lengths.iter().sum::<usize>(), budget.min(possible));
         let (mut worst_in, mut best_out) = (f64::INFINITY, 0.0f64);
         for (row, &l) in confidences.iter().zip(&lengths) {
-            worst_in = survival(row).take(l).fold(worst_in, f64::min);
-            best_out = survival(row).skip(l).fold(best_out, f64::max);
+            worst_in = survival_probabilities(row).take(l).fold(worst_in, f64::min);
+            best_out = survival_probabilities(row).skip(l).fold(best_out, f64::max);
         }
         prop_assert!(worst_in >= best_out);
     }
@@ -143,8 +146,8 @@ proptest! {
     fn scaling_keeps_the_order_within_a_position(
         proposals in vec(outcome(-8.0f32..8.0), 1..40), pair in (-8.0f32..8.0, -8.0f32..8.0)
     ) {
-        let data: Vec<_> = proposals.iter().map(|(logits, accepted)| Proposal { logits, accepted: *accepted }).collect();
-        let fits = fit(&data, 4, &GridSearch::default()).unwrap();
+        let data: Vec<_> = proposals.iter().map(|(logits, accepted)| VerifiedProposal { logits, accepted: *accepted }).collect();
+        let fits = fit_temperatures(&data, 4, &GridSearch::default()).unwrap();
         let calibration = Calibration::from_fits(&fits);
         let (low, high) = (pair.0.min(pair.1), pair.0.max(pair.1));
         let (low, high) = (calibration.confidences(&[low; 4]).unwrap(), calibration.confidences(&[high; 4]).unwrap());
@@ -158,8 +161,8 @@ proptest! {
     /// The error that calibration reports equals the one that the reliability metrics measure.
     #[test]
     fn calibrated_error_is_the_measured_one(proposals in vec(outcome(-8.0f32..8.0), 1..40)) {
-        let data: Vec<_> = proposals.iter().map(|(logits, accepted)| Proposal { logits, accepted: *accepted }).collect();
-        let fits = fit(&data, 4, &GridSearch::default()).unwrap();
+        let data: Vec<_> = proposals.iter().map(|(logits, accepted)| VerifiedProposal { logits, accepted: *accepted }).collect();
+        let fits = fit_temperatures(&data, 4, &GridSearch::default()).unwrap();
         let calibration = Calibration::from_fits(&fits);
         let mut measured = Reliability::new(4);
         data.iter().for_each(|p| measured.update(&calibration.confidences(p.logits).unwrap(), p.accepted).unwrap());
@@ -174,13 +177,13 @@ proptest! {
     fn nothing_panics_on_rubbish(numbers in vec(any::<f64>(), 0..6), logits in vec(any::<f32>(), 0..6), accepted in 0usize..8) {
         let rows = [numbers.clone(), vec![0.5]];
         let curve = CostCurve::new(vec![1.0; 4]).unwrap();
-        let _ = (prefix_lengths(&rows, &curve), global_prefix_lengths(&rows, &curve), fill(&rows, accepted));
+        let _ = (prefix_lengths(&rows, &curve), global_prefix_lengths(&rows, &curve), fill_budget(&rows, accepted));
         let _ = CostCurve::new(numbers.clone());
         let points: Vec<_> = numbers.iter().enumerate().map(|(i, &s)| (i << (8 * accepted), s)).collect();
         let _ = CostCurve::from_step_seconds(&points);
         let _ = Reliability::new(3).update(&numbers, accepted);
         let _ = Calibration::new(numbers.clone()).and_then(|c| c.confidences(&logits));
-        let _ = fit(&[Proposal { logits: &logits, accepted }], 3, &GridSearch { grid: numbers, bins: accepted });
+        let _ = fit_temperatures(&[VerifiedProposal { logits: &logits, accepted }], 3, &GridSearch { grid: numbers, bins: accepted });
     }
 }
 
@@ -243,8 +246,8 @@ fn overconfident(experiment: u64, factor: f32) -> Vec<(Vec<f32>, usize)> {
     (0..4000).map(block).collect()
 }
 
-fn proposals(blocks: &[(Vec<f32>, usize)]) -> Vec<Proposal<'_>> {
-    blocks.iter().map(|(logits, accepted)| Proposal { logits, accepted: *accepted }).collect()
+fn proposals(blocks: &[(Vec<f32>, usize)]) -> Vec<VerifiedProposal<'_>> {
+    blocks.iter().map(|(logits, accepted)| VerifiedProposal { logits, accepted: *accepted }).collect()
 }
 
 fn mean_error(blocks: &[(Vec<f32>, usize)], calibration: &Calibration) -> f64 {
@@ -258,7 +261,7 @@ fn mean_error(blocks: &[(Vec<f32>, usize)], calibration: &Calibration) -> f64 {
 #[test]
 fn scaling_mends_held_out_blocks() {
     let (fitted, held_out) = (overconfident(1, 2.0), overconfident(2, 2.0));
-    let found = fit(&proposals(&fitted), 4, &GridSearch::default()).unwrap();
+    let found = fit_temperatures(&proposals(&fitted), 4, &GridSearch::default()).unwrap();
     let calibration = Calibration::from_fits(&found);
     let raw = Calibration::new(vec![1.0; 4]).unwrap();
     let (before, after) = (mean_error(&held_out, &raw), mean_error(&held_out, &calibration));
@@ -294,8 +297,9 @@ fn doubled_logits_double_the_temperatures() {
         .into_iter()
         .map(|(logits, accepted)| (logits.iter().map(|z| 2.0 * z).collect(), accepted))
         .collect();
-    let fitted =
-        |blocks: &[(Vec<f32>, usize)], grid| fit(&proposals(blocks), 4, &GridSearch { grid, bins: 20 });
+    let fitted = |blocks: &[(Vec<f32>, usize)], grid| {
+        fit_temperatures(&proposals(blocks), 4, &GridSearch { grid, bins: 20 })
+    };
     let (one, two) = (fitted(&blocks, grid(0.25)).unwrap(), fitted(&doubled, grid(0.5)).unwrap());
     for (one, two) in one.into_iter().zip(two).map(|(one, two)| (one.unwrap(), two.unwrap())) {
         assert!((two.temperature / one.temperature - 2.0).abs() < 1e-12);

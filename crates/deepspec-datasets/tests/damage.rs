@@ -6,7 +6,7 @@ use std::sync::Arc;
 use arrow_array::builder::{Int64Builder, LargeListBuilder, ListBuilder, StringBuilder, StructBuilder};
 use arrow_array::{ArrayRef, Float64Array, RecordBatch, StringViewArray};
 use arrow_schema::{DataType, Field};
-use deepspec_datasets::rows::Source;
+use deepspec_datasets::rows::DatasetFiles;
 use parquet::arrow::ArrowWriter;
 use parquet::file::properties::WriterProperties;
 use proptest::prelude::*;
@@ -110,7 +110,7 @@ proptest! {
         let kept = (bytes.len() as f64 * cut) as usize;
         bytes.truncate(kept);
         fs::write(&path, bytes).unwrap();
-        let source = Source::find(path.to_str().unwrap()).unwrap();
+        let source = DatasetFiles::open(path.to_str().unwrap()).unwrap();
         let errors = match source.rows() {
             Ok(rows) => rows.filter_map(Result::err).collect(),
             Err(error) => vec![error],

@@ -11,7 +11,7 @@ use std::fs;
 
 use criterion::{Criterion, criterion_group, criterion_main};
 use deepspec_models::nn::{AttentionSpec, Heads, Qkv};
-use deepspec_ops::{BlockAttention, SequenceSpan};
+use deepspec_ops::{BlockAttention, SequenceAnchors};
 use dense_attention::{dense_attention, seen};
 use tch::{Device, Kind, Tensor};
 
@@ -25,7 +25,7 @@ struct Inputs {
     block: Qkv,
     k: Tensor,
     v: Tensor,
-    span: SequenceSpan,
+    span: SequenceAnchors,
 }
 
 /// `blocks` blocks over a context of proportional length.
@@ -44,7 +44,7 @@ fn inputs(blocks: i64) -> Inputs {
         },
         k: values(tokens, HEADS.key_value),
         v: values(tokens, HEADS.key_value),
-        span: SequenceSpan { tokens, anchors, positions: Tensor::from_slice(&positions) },
+        span: SequenceAnchors { tokens, anchors, positions: Tensor::from_slice(&positions) },
     }
 }
 

@@ -7,23 +7,23 @@ use std::path::Path;
 use deepspec_core::cli::UsageError;
 use deepspec_engine::{Context, DraftRequest, DraftSampling, Proposal, Proposer, Target};
 use deepspec_models::{ModelConfig, ModelError, TargetModel, TargetOptions, families};
+use deepspec_ops::cat_row_runs;
 use deepspec_ops::kv_attention::Chunk;
-use deepspec_ops::runs;
 use tch::Tensor;
 
-use crate::drafter::token_by_token;
-use crate::registration::{Checkpoints, DrafterKindInfo};
+use crate::drafter::draft_autoregressively;
+use crate::registration::{CheckpointKind, DrafterKindInfo};
 use crate::{Drafter, DrafterOptions};
 
-/// A smaller causal language model of the same vocabulary.
-pub const KIND: DrafterKindInfo = DrafterKindInfo {
+/// Registry entry of causal language models, which draft for targets with the same vocabulary.
+pub const CAUSAL_INFO: DrafterKindInfo = DrafterKindInfo {
     name: "causal",
     title: "a causal language model",
     parts: &[],
     settings: None,
-    checkpoints: Some(Checkpoints {
+    checkpoints: Some(CheckpointKind {
         classes: || families().flat_map(|family| family.classes).map(|class| class.to_string()).collect(),
-        hold: "a causal language model",
+        description: "a causal language model",
         are_language_models: true,
         check: |dir| ModelConfig::load(dir).map(drop),
         load: |dir, options| Ok(Box::new(CausalProposer::load(dir, options)?)),
@@ -31,14 +31,14 @@ pub const KIND: DrafterKindInfo = DrafterKindInfo {
     }),
 };
 
-/// Tokens per proposal unless another number is wanted: as many as the recipes' block drafters propose.
-const BLOCK_SIZE: usize = 7;
+/// Default number of drafted tokens, as in the recipes of block drafters.
+const DEFAULT_DRAFT_LEN: usize = 7;
 
-/// A causal language model with histories of committed tokens.
+/// A causal language model that drafts, with one KV cache per slot.
 pub struct CausalProposer {
     model: TargetModel,
-    block_size: usize,
-    /// Committed tokens in each slot's history; the anchor is none of them.
+    draft_len: usize,
+    /// Number of committed tokens in each slot's KV cache, without the anchor.
     past_len: Vec<usize>,
 }
 
@@ -54,35 +54,35 @@ impl CausalProposer {
     }
 
     fn new(model: TargetModel, slots: usize) -> Self {
-        Self { model, block_size: BLOCK_SIZE, past_len: vec![0; slots] }
+        Self { model, draft_len: DEFAULT_DRAFT_LEN, past_len: vec![0; slots] }
     }
 
-    /// Chunks to run: the tokens committed since the last proposal, and the anchors behind them.
-    fn news(&self, context: &Context, slots: &[usize]) -> News {
+    /// Chunks to run: tokens committed since the last proposal, each slot's anchor after them.
+    fn new_chunks(&self, context: &Context, slots: &[usize]) -> NewChunks {
         let committed: usize = context.chunks.iter().map(|&(_, rows)| rows).sum();
         let new = rows_by_slot(&context.chunks);
-        let (mut chunks, mut rows, mut ends, mut end) = (vec![], vec![], vec![], 0);
+        let (mut chunks, mut rows, mut anchors, mut end) = (vec![], vec![], vec![], 0);
         for (i, &slot) in slots.iter().enumerate() {
             let new = new.get(&slot).cloned().unwrap_or_default();
             chunks.push(Chunk { slot, past_len: self.past_len[slot], len: new.len() + 1 });
             rows.extend([(new.start as i64, new.len() as i64), ((committed + i) as i64, 1)]);
             end += new.len() as i64 + 1;
-            ends.push((end - 1, 1));
+            anchors.push((end - 1, 1));
         }
-        News { chunks, rows, ends }
+        NewChunks { chunks, rows, anchors }
     }
 }
 
-/// Committed tokens that the drafter has not seen, slot by slot, each with its anchor behind them.
-struct News {
+/// Chunks of committed tokens that the drafter has not run, one per slot, each with the anchor at its end.
+struct NewChunks {
     chunks: Vec<Chunk>,
-    /// Their runs among committed tokens and anchors.
+    /// Runs (first row, rows) of the chunks' tokens in the concatenation of committed tokens and anchors.
     rows: Vec<(i64, i64)>,
-    /// The anchors' places among them, runs of one.
-    ends: Vec<(i64, i64)>,
+    /// Runs of one row: the rows of the anchors among the chunks' tokens.
+    anchors: Vec<(i64, i64)>,
 }
 
-/// The rows of each slot's chunk.
+/// Range of the rows of each slot's chunk.
 fn rows_by_slot(chunks: &[(usize, usize)]) -> BTreeMap<usize, Range<usize>> {
     let mut end = 0;
     let chunk = |&(slot, rows): &(usize, usize)| {
@@ -112,14 +112,14 @@ impl Drafter for CausalProposer {
         ))))
     }
 
-    fn draft(&mut self, tokens: usize) {
-        self.block_size = tokens;
+    fn set_draft_len(&mut self, tokens: usize) {
+        self.draft_len = tokens;
     }
 }
 
 impl Proposer for CausalProposer {
     fn draft_len(&self) -> usize {
-        self.block_size
+        self.draft_len
     }
 
     fn ends_at_stop_tokens(&self) -> bool {
@@ -132,24 +132,24 @@ impl Proposer for CausalProposer {
 
     fn propose(&mut self, request: &DraftRequest) -> Proposal {
         let DraftRequest { context, slots, anchors, .. } = *request;
-        let news = self.news(context, slots);
+        let new = self.new_chunks(context, slots);
         let drafted = |k: usize| {
-            news.chunks
+            new.chunks
                 .iter()
                 .map(|chunk| Chunk { past_len: chunk.past_len + chunk.len + k, len: 1, ..*chunk })
                 .collect()
         };
-        let mut feeds: Vec<Vec<Chunk>> = vec![news.chunks.clone()];
-        feeds.extend((0..self.block_size.saturating_sub(1)).map(drafted));
+        let mut feeds: Vec<Vec<Chunk>> = vec![new.chunks.clone()];
+        feeds.extend((0..self.draft_len.saturating_sub(1)).map(drafted));
         self.model.reserve(&feeds.concat());
         let tokens = match context.chunks.as_slice() {
             [] => anchors.shallow_clone(),
-            _ => runs(&Tensor::cat(&[&context.tokens, anchors], 0), news.rows),
+            _ => cat_row_runs(&Tensor::cat(&[&context.tokens, anchors], 0), new.rows),
         };
         let model = &mut self.model;
-        let mut states = runs(&model.run(&feeds[0], &tokens).hidden, news.ends);
+        let mut states = cat_row_runs(&model.run(&feeds[0], &tokens).hidden, new.anchors);
         let mut drafted = feeds[1..].iter();
-        let proposal = token_by_token(request, self.block_size, |last| {
+        let proposal = draft_autoregressively(request, self.draft_len, |last| {
             if let Some(token) = last
                 && let Some(chunks) = drafted.next()
             {
@@ -157,10 +157,10 @@ impl Proposer for CausalProposer {
             }
             model.logits(&states)
         });
-        for chunk in &news.chunks {
+        for chunk in &new.chunks {
             self.past_len[chunk.slot] = chunk.past_len + chunk.len - 1;
         }
-        // The anchor and what was drafted come back once the target has judged them.
+        // Drops the anchor and the drafts; the next proposal runs the accepted ones again.
         slots.iter().for_each(|&slot| self.model.truncate(slot, self.past_len[slot]));
         proposal
     }

@@ -1,4 +1,4 @@
-//! Traits of drafters, as the programs use them.
+//! Traits by which the programs train, run and examine drafters of any kind.
 
 use std::path::Path;
 
@@ -15,11 +15,11 @@ use crate::{LossDenominator, TrainSample};
 /// Options for loading a drafter.
 #[derive(Debug, Clone)]
 pub struct DrafterOptions {
-    /// Its device.
+    /// Device of the weights.
     pub device: Device,
     /// Dtype of weights and activations.
     pub kind: Kind,
-    /// Most sequences at a time.
+    /// Maximum number of sequences at a time.
     pub slots: usize,
 }
 
@@ -28,36 +28,35 @@ pub trait Drafter: Proposer + Send {
     /// A drafter for `slots` other sequences that shares the weights.
     fn share(&self, slots: usize) -> Box<dyn Drafter>;
 
-    /// Target layers whose hidden states it reads.
+    /// Target layers whose hidden states the drafter reads.
     fn taps(&self) -> &[Tap] {
         &[]
     }
 
-    /// Whether it has a confidence head.
-    fn has_confidence(&self) -> bool {
+    /// Whether the drafter has a confidence head.
+    fn has_confidence_head(&self) -> bool {
         false
     }
 
-    /// The draft sampling under which targets accepted more tokens at temperatures above 0. Drafters that predict the positions of a
-    /// block independently gain by greedy drafts.
+    /// Draft sampling with the higher measured acceptance above temperature 0: greedy if a block's positions are predicted independently.
     fn draft_sampling(&self) -> DraftSampling;
 
-    /// Turns the Markov head off; whether there is one.
-    fn ignore_markov(&mut self) -> bool {
+    /// Stops adding the Markov bias to the logits. Returns whether there is a Markov head.
+    fn disable_markov_bias(&mut self) -> bool {
         false
     }
 
-    /// Checks by the configs that the drafter was made for this target.
+    /// Checks the drafter's config against the target's.
     ///
     /// # Errors
     /// [`ModelError::Mismatch`] naming what differs.
     fn check_fits(&self, target: &ModelConfig) -> Result<(), ModelError>;
 
-    /// Sets the tokens per block of an autoregressive drafter, up to the number that it was trained for. Block drafters ignore it.
-    fn draft(&mut self, _tokens: usize) {}
+    /// Sets the number of drafted tokens of an autoregressive drafter, up to the number that it was trained for. Block drafters ignore it.
+    fn set_draft_len(&mut self, _tokens: usize) {}
 
     /// A probe for the doctor that shares the weights; None for a language model, which reads no hidden states.
-    fn examined(&self) -> Option<Box<dyn DrafterProbe>> {
+    fn probe(&self) -> Option<Box<dyn DrafterProbe>> {
         None
     }
 }
@@ -67,13 +66,13 @@ pub type ConfigIssue = (&'static str, String);
 
 /// Architecture and objective of a drafter for one target, without weights.
 pub trait DrafterPlan: Send + Sync {
-    /// γ, drafted tokens per block.
+    /// Drafted tokens per block, γ.
     fn draft_len(&self) -> usize;
 
-    /// A drafter with the same parts at tiny sizes, and its model's sizes.
-    fn smallest(&self) -> (Box<dyn DrafterPlan>, ModelConfig);
+    /// The plan with tiny sizes, and the sizes of its decoder, for dummy runs.
+    fn tiny_plan(&self) -> (Box<dyn DrafterPlan>, ModelConfig);
 
-    /// A drafter with random weights, and with the target's embedding and head (`[V, d]` each, shared and frozen), on their device.
+    /// Builds a drafter with random weights. It shares and freezes the target's embedding and LM head, `[V, d]` each, and their device.
     fn build(
         &self,
         embed_tokens: &Tensor,
@@ -82,72 +81,71 @@ pub trait DrafterPlan: Send + Sync {
         kind: Kind,
     ) -> Box<dyn TrainableDrafter>;
 
-    /// Anchors of a sample, in order; `choose(candidates, count)` samples at most `count` of them. None for drafters without blocks.
-    /// They depend on the loss mask alone: the denominator of an optimiser step is known before the forward pass.
-    fn anchors(
+    /// Anchors of a sample, ascending. `choose(candidates, count)` samples at most `count` candidates. Empty for drafters without blocks.
+    /// Anchors depend only on the loss mask, so that the loss denominator is known before the forward pass.
+    fn choose_anchors(
         &self,
         loss_mask: &[bool],
         choose: &mut dyn FnMut(&[usize], usize) -> Vec<usize>,
     ) -> Vec<usize>;
 
-    /// Final hidden states of the target that its samples need.
+    /// Which final hidden states of the target the samples need.
     fn final_states(&self) -> FinalStates;
 
-    /// The sample's share of the denominator of the loss.
+    /// Addend of the loss denominator from this sample.
     fn loss_weight(&self, loss_mask: &[bool], anchors: &[usize]) -> f64;
 
-    /// Metrics from the sums of its micro-batches.
-    fn metrics(&self) -> Metrics;
+    /// Definitions of the drafter's metrics.
+    fn metric_defs(&self) -> Metrics;
 
     /// Floating-point operations of forward and backward pass over `samples`.
     fn flops(&self, samples: &[TrainSample]) -> f64;
 
-    /// Estimated peak bytes of forward and backward pass over samples of these sizes, beside weights and gradients.
+    /// Estimated peak bytes of forward and backward pass, without weights and gradients of parameters.
     fn activation_bytes(&self, samples: &[SampleSize], kind: Kind, device: Device) -> usize;
 
     /// Freezes parameters whose names have one of these prefixes.
     fn freeze(&mut self, prefixes: Vec<&'static str>);
 
-    /// Turns activation checkpointing of the layers on; whether the drafter can.
-    fn recompute(&mut self) -> bool;
+    /// Turns on activation checkpointing of the layers. Returns whether the drafter supports it.
+    fn enable_recompute(&mut self) -> bool;
 
-    /// Numbers of weights, without embedding and head.
-    fn weights(&self) -> WeightCounts;
+    /// Numbers of parameters, without embedding and LM head.
+    fn num_parameters(&self) -> ParamCounts;
 }
 
-/// Numbers of weights of a drafter.
+/// Numbers of parameters of a drafter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct WeightCounts {
-    /// Trained weights.
-    pub trained: usize,
-    /// Frozen weights.
+pub struct ParamCounts {
+    /// Number of trainable parameters.
+    pub trainable: usize,
+    /// Number of frozen parameters.
     pub frozen: usize,
 }
 
-/// Metrics from the sums of a drafter's micro-batches.
+/// Defines metrics, which are computed from sums over micro-batches.
 pub struct Metrics {
     /// Number of sums.
     pub count: usize,
-    /// Metrics that a log line shows beside the loss: short name and key.
+    /// Metrics that a log line shows after the loss: (short name, key).
     pub headline: &'static [(&'static str, &'static str)],
-    /// Metrics of a logging window from its sums and its number of sequences, `loss` and `tau_probabilistic` among them.
-    pub compute: Box<MetricsOfSums>,
+    /// Computes the metrics of a logging window, among them `loss` and `tau_probabilistic`.
+    pub compute: Box<MetricsFn>,
 }
 
-/// Turns sums over a number of sequences into metrics.
-pub type MetricsOfSums = dyn Fn(&[f64], usize) -> Map<String, Value>;
+/// Computes metrics from (sums, number of sequences).
+pub type MetricsFn = dyn Fn(&[f64], usize) -> Map<String, Value>;
 
-/// Called when gradients of further parameters are complete, with the number of complete stages so far.
+/// Called when the gradients of another stage are complete, with the number of complete stages. See [`TrainableDrafter::grad_stages`].
 pub type GradReadyHook<'a> = &'a mut dyn FnMut(usize);
 
-/// A drafter with its objective, for a trainer.
+/// A drafter that a trainer can train.
 pub trait TrainableDrafter {
-    /// Forward and backward pass of one micro-batch, which adds to the gradients of the parameters.
+    /// Runs forward and backward over one micro-batch, and adds to the gradients of the parameters.
     ///
-    /// Returns the sums for [`Metrics`]: float64, detached, on the drafter's device. They add up over micro-batches and ranks. None where
-    /// no token is supervised.
+    /// Returns the sums for [`Metrics`], float64, detached, on the drafter's device, or None if no token is supervised.
     ///
-    /// `on_grad_ready` is called for each of the [`stages`](Self::stages) as soon as its gradients are complete.
+    /// `on_grad_ready` is called for each of the [`grad_stages`](Self::grad_stages) as soon as its gradients are complete.
     fn accumulate(
         &self,
         samples: &[TrainSample],
@@ -155,14 +153,14 @@ pub trait TrainableDrafter {
         on_grad_ready: Option<GradReadyHook>,
     ) -> Option<Tensor>;
 
-    /// Prefixes of the names of parameters whose gradients are complete before the backward pass ends, in that order.
-    fn stages(&self) -> Vec<String>;
+    /// Prefixes of the parameters whose gradients are complete before the backward pass ends, in order of completion.
+    fn grad_stages(&self) -> Vec<String>;
 
-    /// A drafter for `slots` sequences that shares the weights, also as training changes them.
-    fn drafter(&self, slots: usize) -> Box<dyn Drafter>;
+    /// A drafter for `slots` sequences with the present weights.
+    fn inference_drafter(&self, slots: usize) -> Box<dyn Drafter>;
 
-    /// Loads the weights of the drafter checkpoint in `dir`. Heads that it lacks keep their random weights: DSpark may start from DFlash.
-    /// Returns the names of these parameters. Embedding and head stay the target's.
+    /// Loads the weights of the drafter checkpoint in `dir`. Heads that the checkpoint lacks stay random: DSpark may start from DFlash.
+    /// Returns the names of the random parameters. Embedding and LM head stay the target's.
     ///
     /// # Errors
     /// [`ModelError::Mismatch`] with every setting that differs; any other error if `dir` is not a whole checkpoint.
@@ -174,58 +172,58 @@ pub trait TrainableDrafter {
     /// All tensors of a checkpoint: parameters and frozen tensors.
     fn checkpoint(&self) -> Vec<(String, Tensor)>;
 
-    /// The checkpoint's config.json.
+    /// Contents of config.json.
     fn config_json(&self) -> Map<String, Value>;
 }
 
-/// A drafter for the doctor, which changes how weights and hidden states are read.
+/// A drafter for the doctor, which tries other settings with the same weights.
 pub trait DrafterProbe {
-    /// Its decoder, and the target layers whose hidden states it reads.
+    /// Decoder and captured target layers.
     fn decoder(&self) -> &DraftDecoder;
 
-    /// Its blocks; None for an autoregressive drafter.
+    /// Shape of the blocks; None for an autoregressive drafter.
     fn block_spec(&self) -> Option<&BlockSpec>;
 
-    /// Whether its config says which tokens the slots of a block predict.
+    /// Whether the config may set `slots`.
     fn chooses_slots(&self) -> bool;
 
-    /// Its embedding and head, `[V, d]` each.
+    /// Embedding and LM head, `[V, d]` each.
     fn embed_and_head(&self) -> (Tensor, Tensor);
 
-    /// A probe with these weights and other settings.
+    /// A probe with the same weights and other settings.
     fn with_overrides(&self, reading: &DrafterOverrides) -> Box<dyn DrafterProbe>;
 
-    /// Teacher-forced predictions for samples with anchors of whole blocks; None where samples or blocks are too short.
+    /// Teacher-forced predictions. Every anchor must have a whole supervised block. None if samples or blocks are too short.
     fn predict(&self, samples: &[TrainSample]) -> Option<Predictions<'_>>;
 }
 
 /// Settings of a drafter that a probe overrides.
 #[derive(Default)]
 pub struct DrafterOverrides<'a> {
-    /// Rotary settings of this model's layers.
+    /// Model whose rotary settings are used.
     pub rope_of: Option<&'a ModelConfig>,
     /// Another mask token.
     pub mask_token_id: Option<i64>,
-    /// Other tokens for the slots to predict.
+    /// Another convention of the slots.
     pub slots: Option<Slots>,
-    /// Another embedding and head, `[V, d]` each.
+    /// Another embedding and LM head, `[V, d]` each.
     pub embed_and_head: Option<(&'a Tensor, &'a Tensor)>,
 }
 
-/// Teacher-forced predictions of R rows, sorted by their position in a block.
+/// Teacher-forced predictions of R rows, sorted by position in the block.
 pub struct Predictions<'a> {
-    /// Rows of each position.
+    /// Number of rows of each position.
     pub counts: Vec<i64>,
     /// The target's states that predict the same tokens, `[R, d]`.
     pub teacher: Tensor,
-    /// The drafter's logits of `len` rows from `start`, `[len, V]` float32.
+    /// `logits(start, len)` computes the drafter's logits of `len` rows from `start`, `[len, V]` float32.
     pub logits: Box<dyn Fn(i64, i64) -> Tensor + 'a>,
-    /// Sum of the confidences over all rows, of a drafter with such a head.
+    /// Sum of the confidences over all rows; None without a confidence head.
     pub confidence: Option<f64>,
 }
 
-/// Samples γ tokens autoregressively. `logits` computes the logits `[S, V]` after the last sampled token, and first after the anchors.
-pub(crate) fn token_by_token(
+/// Samples γ tokens autoregressively. `logits(token)` computes logits `[S, V]` after the last sampled token; None means the anchors.
+pub(crate) fn draft_autoregressively(
     request: &DraftRequest,
     gamma: usize,
     mut logits: impl FnMut(Option<&Tensor>) -> Tensor,

@@ -1,7 +1,7 @@
-//! Drafters, a folder each. The programs use them as [`Drafter`], [`DrafterPlan`], [`TrainableDrafter`] and [`DrafterProbe`].
+//! Drafters, one folder per kind. The programs use them through [`Drafter`], [`DrafterPlan`], [`TrainableDrafter`] and [`DrafterProbe`].
 //!
-//! A drafter that is trained on hidden states implements [`DrafterKind`] and [`DrafterSettings`]; [`DraftModel`] and [`Plan`] have the
-//! parts that all of them share. A line in `registry.rs` registers it.
+//! A kind that is trained on hidden states implements [`DrafterKind`] and [`DrafterSettings`]. [`DraftModel`] and [`Plan`] are the common
+//! parts of these kinds. A line in `registry.rs` registers a kind.
 //!
 //! Shapes: N rows (tokens), T context tokens of one sequence, d hidden size, m taps, V vocabulary. H heads, G key/value
 //! heads, D head dim, S slots of an engine. A blocks, B slots of a block, γ tokens that it drafts, r Markov rank.
@@ -20,8 +20,8 @@ mod spec;
 mod train_state;
 
 pub use block_common::{
-    BlockBatch, BlockDrafter, BlockProposerOf, BlockSpec, Drafting, LayerType, LossSum, anchor_candidates,
-    eval_mask, slot_weight,
+    BlockBatch, BlockDrafter, BlockProposerOf, BlockSpec, ConfidenceInputs, LayerType, LossSum,
+    anchor_candidates, slot_weight, supervised_draft_count,
 };
 pub use deepspec_ops::distill_loss::{Dpace, Lk, LkForm, LossRecipe};
 pub use dflash2::{
@@ -30,11 +30,11 @@ pub use dflash2::{
 };
 pub use draft_model::{
     DraftConfig, DraftDecoder, DraftModel, DrafterKind, DrafterSettings, PassRows, Plan, SampleSize,
-    WarmStart, is_embed_or_head,
+    WarmStartCheck, is_embed_or_head,
 };
 pub use drafter::{
     ConfigIssue, Drafter, DrafterOptions, DrafterOverrides, DrafterPlan, DrafterProbe, GradReadyHook,
-    Metrics, Predictions, TrainableDrafter, WeightCounts,
+    Metrics, ParamCounts, Predictions, TrainableDrafter,
 };
 pub use dspark::{
     BLOCK_SUMS, Block, BlockConfig, BlockObjective, BlockPlan, BlockProposer, BlockRecipe, BlockSettings,
@@ -42,12 +42,12 @@ pub use dspark::{
 };
 pub use eagle3::{
     Eagle3, Eagle3Batch, Eagle3Config, Eagle3Objective, Eagle3Plan, Eagle3Proposer, Eagle3Recipe,
-    Eagle3Settings, Supervise, metrics as eagle3_metrics,
+    Eagle3Settings, Supervise, metric_defs as eagle3_metric_defs,
 };
 pub use registry::{
-    check_layout, is_language_model, load, load_recipe, load_saved_recipe, open_checkpoint, plan,
-    recipe_schema, title,
+    check_layout, drafter_title, is_language_model, load_drafter, load_recipe, load_saved_recipe,
+    open_checkpoint, plan_drafter, recipe_schema,
 };
 pub use sample::{LossDenominator, TrainSample};
 pub use spec::{DrafterSpec, Recipe};
-pub use train_state::{TRAIN_STATE, trained_thinking};
+pub use train_state::{TRAIN_STATE_FILE, trained_with_thinking};

@@ -1,4 +1,4 @@
-//! Entries of the registry: the settings and checkpoints of each kind of drafter.
+//! Registry entry of a kind of drafter: recipe section, parameter groups and checkpoints.
 
 use std::path::Path;
 
@@ -10,76 +10,72 @@ use serde::de::DeserializeOwned;
 
 use crate::{Drafter, DrafterOptions};
 
-/// Describes the settings of a kind.
+/// Returns the JSON schema of a kind's recipe section.
 pub type SettingsSchema = fn(&mut SchemaGenerator) -> Schema;
 
-/// Loads a checkpoint of a kind.
-type Load = fn(&Path, &DrafterOptions) -> Result<Box<dyn Drafter>, ModelError>;
+/// Loads a drafter from a checkpoint folder.
+type LoadFn = fn(&Path, &DrafterOptions) -> Result<Box<dyn Drafter>, ModelError>;
 
-/// A kind of drafter, as its folder announces it.
+/// Registry entry of a kind of drafter.
 pub struct DrafterKindInfo {
-    /// Names it in recipes, under `drafter`.
+    /// Name of the kind in recipes, under `drafter`.
     pub name: &'static str,
-    /// Names it to people.
+    /// Name of the kind in messages.
     pub title: &'static str,
-    /// Its parts, for those that are to stay as they are while others learn.
+    /// Parameter groups that `train.freeze` can name.
     pub parts: &'static [ParamGroup],
-    /// Describes its settings in a recipe, for editors and the manual; None for models that are not trained here.
+    /// JSON schema of the recipe section; None for models that are not trained here.
     pub settings: Option<SettingsSchema>,
-    /// Its checkpoints; None where they are those of another kind.
-    pub checkpoints: Option<Checkpoints>,
+    /// Checkpoints of the kind; None if another kind's entry covers them.
+    pub checkpoints: Option<CheckpointKind>,
 }
 
-/// Checkpoints of a kind.
-pub struct Checkpoints {
-    /// Their classes, as `architectures` in config.json names them.
+/// Describes the checkpoints of a kind of drafter.
+pub struct CheckpointKind {
+    /// Class names in `architectures` of config.json.
     pub classes: fn() -> Vec<String>,
-    /// Description of their contents, for messages.
-    pub hold: &'static str,
-    /// Whether they are language models in their own right, whose ids mean what their own tokenizer says.
+    /// Description of the contents, for messages.
+    pub description: &'static str,
+    /// Whether the checkpoints are causal language models with their own tokenizer.
     pub are_language_models: bool,
-    /// Checks what a config.json says as loading does, without the weights.
+    /// Checks config.json as `load` does, without reading weights.
     pub check: fn(&Path) -> Result<(), ModelError>,
-    /// Loads one.
-    pub load: Load,
-    /// How their settings are read, in the reference's layout and those of other tools; None for what `checkpoint inspect` and
-    /// `convert` do not know.
+    /// Loads a checkpoint.
+    pub load: LoadFn,
+    /// Reader of all layouts, for `checkpoint inspect` and `convert`; None if these commands do not support the kind.
     pub layouts: Option<&'static Reader>,
 }
 
-/// A part of a drafter.
+/// A group of parameters that can be frozen.
 pub struct ParamGroup {
-    /// Names it in `train.freeze`.
+    /// Name in `train.freeze`.
     pub name: &'static str,
-    /// Beginnings of the names of its parameters.
+    /// Prefixes of the names of the parameters.
     pub prefixes: &'static [&'static str],
 }
 
-/// The settings of a kind where they stand in a recipe.
-pub struct Section<'a> {
-    /// The recipe.
+/// Section `drafter.<kind>` of a recipe.
+pub struct RecipeSection<'a> {
+    /// Recipe that contains the section.
     pub document: &'a Document,
-    /// The kind's name.
+    /// Name of the kind.
     pub kind: &'a str,
 }
 
-impl Section<'_> {
-    /// Reads them.
-    ///
-    /// # Errors
-    /// A key that is unknown, missing or has a wrong value, with file and line.
+impl RecipeSection<'_> {
+    /// Deserializes the section. An error names the wrong key, with file and line.
     pub fn read<T: DeserializeOwned>(&self) -> Result<T, ConfigError> {
         self.document.read_section(&["drafter", self.kind])
     }
 
-    /// An error about one of their keys; an empty key is all of them.
+    /// An error about a key of the section; an empty key means the whole section.
     pub fn error(&self, key: &str, problem: impl Into<String>) -> ConfigError {
         let dot = if key.is_empty() { "" } else { "." };
         self.document.error(&format!("drafter.{}{dot}{key}", self.kind), problem)
     }
 }
 
-/// Classes of drafters with layers like those of any known family.
-pub fn classes(behind_prefix: &str) -> Vec<String> {
+/// Class names of a drafter for each known model family: the family's prefix and `behind_prefix`.
+pub fn drafter_classes(behind_prefix: &str) -> Vec<String> {
     families().map(|family| format!("{}{behind_prefix}", family.decoder.prefix)).collect()
 }

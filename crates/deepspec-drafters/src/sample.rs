@@ -2,19 +2,19 @@
 
 use tch::Tensor;
 
-/// One training sequence with the target's states.
+/// One training sequence with the target's hidden states.
 pub struct TrainSample {
-    /// Token ids, T of them.
+    /// Token ids, T entries.
     pub input_ids: Vec<i64>,
-    /// Supervised tokens, T flags.
+    /// Whether each token is supervised, T flags.
     pub loss_mask: Vec<bool>,
-    /// Captured states `[T, m·d]`.
+    /// Captured hidden states, `[T, m·d]`.
     pub taps: Tensor,
-    /// Final-normed states `[M, d]` of some positions.
+    /// Hidden states after the final norm at `last_positions`, `[M, d]`.
     pub last: Tensor,
-    /// Their positions, increasing.
+    /// Positions of the rows of `last`, ascending.
     pub last_positions: Vec<u32>,
-    /// Anchor positions of this pass, increasing; each one a candidate of the drafter's.
+    /// Anchor positions of this pass, ascending, among the anchor candidates.
     pub anchors: Vec<usize>,
 }
 
@@ -22,8 +22,8 @@ impl TrainSample {
     /// Row of `last` that holds the state of the token at `position`.
     ///
     /// # Panics
-    /// If it is not there; a caller's samples hold the states that predict supervised labels, by contract.
-    pub(crate) fn last_row(&self, position: usize) -> i64 {
+    /// If `last` lacks the position. Callers must provide the states that predict supervised labels.
+    pub(crate) fn final_state_row(&self, position: usize) -> i64 {
         match self.last_positions.binary_search(&(position as u32)) {
             Ok(row) => row as i64,
             Err(_) => panic!(
@@ -33,12 +33,12 @@ impl TrainSample {
     }
 }
 
-/// The denominator of one optimiser step: Σ of the loss weights of all its samples, known before any forward.
+/// Loss denominator of one optimiser step: Σ of the loss weights of its samples, known before the forward pass.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct LossDenominator(pub f64);
 
 impl LossDenominator {
-    /// Factor on the sums of block drafters: one over the denominator + 1e-6.
+    /// Factor of the losses of block drafters: 1 / (denominator + 1e-6).
     pub fn scale(self) -> f64 {
         1.0 / (self.0 + 1e-6)
     }

@@ -1,18 +1,18 @@
-//! The drafter of a recipe.
+//! Drafter section of a recipe, of any kind.
 
-use deepspec_core::config::{ConfigError, Document, with_nearest};
+use deepspec_core::config::{ConfigError, Document, add_nearest_name};
 use deepspec_core::recipe::DrafterRecipe;
 use deepspec_models::ModelConfig;
 use serde::{Serialize, Serializer};
 use serde_json::json;
 
-use crate::registration::Section;
+use crate::registration::RecipeSection;
 use crate::{BlockRecipe, ConfigIssue, DFlash2Recipe, DrafterPlan, Eagle3Recipe, dflash2, dspark, eagle3};
 
-/// A recipe with its drafter.
+/// A recipe whose drafter section is parsed.
 pub type Recipe = deepspec_core::recipe::Recipe<DrafterSpec>;
 
-/// A kind of drafter with its settings, as a recipe has them under `drafter`.
+/// Drafter section of a recipe, by kind.
 #[derive(Debug, Clone, PartialEq)]
 pub enum DrafterSpec {
     /// `dspark`.
@@ -26,30 +26,30 @@ pub enum DrafterSpec {
 }
 
 /// Names of the kinds in recipes.
-const NAMES: [&str; 4] = ["dspark", "dflash", "dflash2", "eagle3"];
+const KIND_NAMES: [&str; 4] = ["dspark", "dflash", "dflash2", "eagle3"];
 
 impl DrafterSpec {
-    /// Reads and checks the settings of a document's drafter.
+    /// Reads and checks the drafter section of a recipe.
     ///
     /// # Errors
     /// An unknown kind, or a setting that is unknown, missing or wrong, with file and line.
     pub fn read(document: &Document, drafter: &DrafterRecipe) -> Result<Self, ConfigError> {
         let kind = drafter.kind.as_str();
-        let section = Section { document, kind };
+        let section = RecipeSection { document, kind };
         match kind {
             "dspark" => dspark::read_dspark(&section).map(Self::DSpark),
             "dflash" => dspark::read_dflash(&section).map(Self::DFlash),
-            "dflash2" => dflash2::read(&section).map(Self::DFlash2),
-            "eagle3" => eagle3::read(&section).map(Self::Eagle3),
+            "dflash2" => dflash2::read_recipe(&section).map(Self::DFlash2),
+            "eagle3" => eagle3::read_recipe(&section).map(Self::Eagle3),
             _ => {
-                let names = NAMES.map(|name| format!("`{name}`")).join(", ");
+                let names = KIND_NAMES.map(|name| format!("`{name}`")).join(", ");
                 let problem = format!("no drafter is called `{kind}`; expected one of {names}");
-                Err(document.error(&format!("drafter.{kind}"), with_nearest(kind, &problem)))
+                Err(document.error(&format!("drafter.{kind}"), add_nearest_name(kind, &problem)))
             }
         }
     }
 
-    /// The name of its kind in recipes.
+    /// Name of the kind in recipes.
     pub fn kind(&self) -> &'static str {
         match self {
             Self::DSpark(_) => "dspark",
@@ -59,7 +59,7 @@ impl DrafterSpec {
         }
     }
 
-    /// The mask token of a block drafter.
+    /// Mask token of a block drafter.
     pub fn mask_token_id(&self) -> Option<i64> {
         match self {
             Self::DSpark(block) | Self::DFlash(block) => Some(block.mask_token_id),
@@ -68,17 +68,17 @@ impl DrafterSpec {
         }
     }
 
-    /// The drafter of `recipe` for this target.
-    pub(crate) fn fit(
+    /// Builds the plan of the recipe's drafter for this target.
+    pub(crate) fn build_plan(
         &self,
         recipe: &Recipe,
         target: &ModelConfig,
     ) -> Result<Box<dyn DrafterPlan>, ConfigIssue> {
         match self {
-            Self::DSpark(block) => dspark::fit(block, dspark::DSPARK_LOSS, recipe, target),
-            Self::DFlash(block) => dspark::fit(block, dspark::DFLASH_LOSS, recipe, target),
-            Self::DFlash2(own) => dflash2::fit(own, recipe, target),
-            Self::Eagle3(own) => eagle3::fit(own, recipe, target),
+            Self::DSpark(block) => dspark::build_plan(block, dspark::DSPARK_LOSS, recipe, target),
+            Self::DFlash(block) => dspark::build_plan(block, dspark::DFLASH_LOSS, recipe, target),
+            Self::DFlash2(own) => dflash2::build_plan(own, recipe, target),
+            Self::Eagle3(own) => eagle3::build_plan(own, recipe, target),
         }
     }
 }

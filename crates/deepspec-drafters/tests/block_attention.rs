@@ -6,7 +6,7 @@ mod dense_attention;
 
 use common::device;
 use deepspec_models::nn::{AttentionSpec, Heads, Qkv};
-use deepspec_ops::{BlockAttention, SequenceSpan};
+use deepspec_ops::{BlockAttention, SequenceAnchors};
 use dense_attention::dense_attention;
 use tch::{Device, Kind, Tensor};
 
@@ -52,7 +52,7 @@ impl Case {
         let positions = Tensor::from_slice(&positions).to_device(device());
         self.run(kind, |spec, block, k, v| {
             let (anchors, positions) = (self.anchors.clone(), positions.shallow_clone());
-            let span = SequenceSpan { tokens: self.tokens, anchors, positions };
+            let span = SequenceAnchors { tokens: self.tokens, anchors, positions };
             BlockAttention::new(spec, self.size, &[span], kind).forward(block, k, v)
         })
     }
@@ -145,12 +145,12 @@ fn sequences_ride_together_as_they_do_alone() {
             let of_rows = |seed, heads| values(seed, heads, 24, first_row, rows);
             let block = Qkv { q: of_rows(0.1, 4), k: of_rows(0.2, 2), v: of_rows(0.3, 2) };
             let [k, v] = [0.4, 0.5].map(|seed| values(seed, 2, 450, first_token, tokens));
-            let spans: Vec<SequenceSpan> = spans
+            let spans: Vec<SequenceAnchors> = spans
                 .iter()
                 .map(|(tokens, anchors)| {
                     let positions: Vec<i64> = anchors.iter().map(|&anchor| anchor as i64).collect();
                     let positions = Tensor::from_slice(&positions).to_device(device());
-                    SequenceSpan { tokens: *tokens, anchors: anchors.clone(), positions }
+                    SequenceAnchors { tokens: *tokens, anchors: anchors.clone(), positions }
                 })
                 .collect();
             let y = BlockAttention::new(&spec, size, &spans, kind).forward(&block, &k, &v);

@@ -40,8 +40,9 @@ fn shallow(dir: &Path) {
 
 fn load(draft: &Path, slots: usize) -> Box<dyn Drafter> {
     let options = DrafterOptions { device: Device::Cpu, kind: Kind::Float, slots };
-    let mut drafter = deepspec_drafters::load(draft, &options).unwrap_or_else(|error| panic!("{error}"));
-    drafter.draft(GAMMA);
+    let mut drafter =
+        deepspec_drafters::load_drafter(draft, &options).unwrap_or_else(|error| panic!("{error}"));
+    drafter.set_draft_len(GAMMA);
     drafter
 }
 
@@ -117,7 +118,7 @@ fn a_model_of_another_vocabulary_is_refused() {
     let error = {
         variant(dir.path(), |config| config["vocab_size"] = 1000.into());
         let options = DrafterOptions { device: Device::Cpu, kind: Kind::Float, slots: 1 };
-        match deepspec_drafters::load(dir.path(), &options) {
+        match deepspec_drafters::load_drafter(dir.path(), &options) {
             Err(error) => error.to_string(),
             Ok(_) => panic!("the embedding has 1024 rows"),
         }

@@ -100,8 +100,9 @@ fn a_fresh_one_is_dflash() {
     let (embed, head) = (noise(7, &[VOCAB, WIDTH]), noise(8, &[VOCAB, WIDTH]));
     let dflash = Block::fresh(dflash, &embed, &head, 11, Kind::Float);
     let model = fresh(2);
-    let expected = dflash.hidden(&dflash.config().batch(&[sample()], 4.0, Device::Cpu, Kind::Float).unwrap());
-    let hidden = model.hidden(&batch(&model));
+    let expected =
+        dflash.hidden_states(&dflash.config().batch(&[sample()], 4.0, Device::Cpu, Kind::Float).unwrap());
+    let hidden = model.hidden_states(&batch(&model));
     // DFlash projects the shared input of its masked slots once in the first layer, so the matmuls
     // have other shapes.
     assert_close("states", &hidden, &expected, 5e-6);
@@ -126,7 +127,7 @@ fn the_selector_scores_as_its_formula_says() {
     let _guard = tch::no_grad_guard();
     let model = trained(2);
     let batch = batch(&model);
-    let hidden = model.hidden(&batch);
+    let hidden = model.hidden_states(&batch);
     let base = model.base_logits(&hidden).flatten(0, 1);
     let (_, features) = model.logit_features(&hidden, &batch.previous).unwrap();
     let found = model.slot_logits(&hidden.flatten(0, 1), Some(&features.flatten(0, 1)));
@@ -203,11 +204,11 @@ fn gradients_are_autograds() {
 
 /// The loss with its autograd graph, and sums by name.
 fn slow(model: &DFlash2, batch: &BlockBatch, recipe: &LossRecipe) -> (Tensor, Vec<(&'static str, f64)>) {
-    let hidden = model.hidden(batch);
+    let hidden = model.hidden_states(batch);
     let rows = |t: &Tensor| t.flatten(0, 1).index_select(0, &batch.rows);
     let (_, features) = model.logit_features(&hidden, &batch.previous).unwrap();
     let logits = model.base_logits(&rows(&hidden));
-    let teacher = model.base_logits(&batch.teacher()).detach().softmax(-1, Kind::Float);
+    let teacher = model.base_logits(&batch.teacher_states()).detach().softmax(-1, Kind::Float);
     let labels = batch.labels.unsqueeze(1);
     let ce = -logits.log_softmax(-1, Kind::Float).gather(1, &labels, false).squeeze_dim(1);
     let l1 = (logits.softmax(-1, Kind::Float) - &teacher).abs().sum_dim_intlist(-1, false, Kind::Float);
@@ -271,7 +272,7 @@ fn it_decodes_as_it_was_trained() {
             let forced = TrainSample { input_ids: ids, anchors: vec![anchor], ..self::sample() };
             let model = proposer.model();
             let batch = model.config().batch(&[forced], 4.0, Device::Cpu, Kind::Float).unwrap();
-            let hidden = model.hidden(&batch);
+            let hidden = model.hidden_states(&batch);
             let (_, features) = model.logit_features(&hidden, &batch.previous).unwrap();
             let logits = model.slot_logits(&hidden.flatten(0, 1), Some(&features.flatten(0, 1)));
             if temperature > 0.0 {
@@ -397,7 +398,7 @@ fn speculators_computes_the_same() {
     );
     let drafter = DFlash2::load(&own, Device::Cpu, Kind::Float).unwrap();
     let batch = drafter.config().batch(&[given], 4.0, Device::Cpu, Kind::Float).unwrap();
-    let own = drafter.hidden(&batch);
+    let own = drafter.hidden_states(&batch);
     assert_close("hidden", &own, &hidden, 1e-4);
     let (_, features) = drafter.logit_features(&own, &batch.previous).unwrap();
     let logits = drafter.slot_logits(&own.flatten(0, 1), Some(&features.flatten(0, 1)));

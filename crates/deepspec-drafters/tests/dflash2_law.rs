@@ -12,7 +12,7 @@ use deepspec_engine::{
     SamplingBatch, Target,
 };
 use deepspec_models::{ModelConfig, TargetModel, TargetOptions, load_embed_and_head};
-use deepspec_testkit::distribution::{chi_square_ratio, count};
+use deepspec_testkit::distribution::{chi_square_ratio, count_outputs};
 use deepspec_testkit::{noise, tiny};
 use tch::{Device, Kind, Tensor};
 
@@ -133,7 +133,7 @@ fn the_first_tokens_have_the_targets_joint_law() {
         let outputs = engine.run((0..10_000).map(request).collect(), |_| {}).unwrap();
         let accepted: u32 = outputs.iter().flat_map(|done| &done.cycles).map(|cycle| cycle.accepted).sum();
         assert!(accepted as usize > outputs.len() / 4, "{accepted} drafts were accepted");
-        chi_square_ratio(&count(outputs.into_iter().map(|done| done.tokens[..LENGTH].to_vec())), &law)
+        chi_square_ratio(&count_outputs(outputs.into_iter().map(|done| done.tokens[..LENGTH].to_vec())), &law)
     };
     let (told, lied) = (chi_square_ratio(false), chi_square_ratio(true));
     assert!(told < 1.0, "χ² is {told:.2} times its 99.9 % quantile");

@@ -103,7 +103,7 @@ fn block(target: &ModelConfig, slots: Slots, windows: &[Option<usize>]) -> Block
 /// Training probabilities `[γ, V]` of the block at each anchor.
 fn trained(block: &Block, sample: &TrainSample) -> Tensor {
     let batch = block.config().batch(std::slice::from_ref(sample), 4.0, Device::Cpu, Kind::Float);
-    block.base_logits(&block.hidden(&batch.unwrap())).softmax(-1, Kind::Float)
+    block.base_logits(&block.hidden_states(&batch.unwrap())).softmax(-1, Kind::Float)
 }
 
 #[test]
@@ -165,7 +165,7 @@ fn a_slot_that_fills_in_learns_the_token_before() {
         let block = block(&target, slots, &[None]);
         let batch =
             block.config().batch(std::slice::from_ref(&sample), 4.0, Device::Cpu, Kind::Float).unwrap();
-        (block.hidden(&batch), batch)
+        (block.hidden_states(&batch), batch)
     };
     let ((all, ours), (filled, theirs)) = (pass(Slots::AnchorPredicts), pass(Slots::FillIn));
     assert_close("states", &all.narrow(1, 1, 4), &filled, 1e-6);
@@ -175,7 +175,12 @@ fn a_slot_that_fills_in_learns_the_token_before() {
     assert!(by_block(&ours.labels, 5).equal(&by_block(&theirs.labels, 4)));
     assert!(by_block(&ours.weights, 5).equal(&by_block(&theirs.weights, 4)));
     assert!(ours.previous.narrow(1, 0, 4).equal(&theirs.previous));
-    assert!(ours.teacher().view([3, 5, -1]).narrow(1, 0, 4).equal(&theirs.teacher().view([3, 4, -1])));
+    assert!(
+        ours.teacher_states()
+            .view([3, 5, -1])
+            .narrow(1, 0, 4)
+            .equal(&theirs.teacher_states().view([3, 4, -1]))
+    );
 }
 
 #[test]
@@ -212,10 +217,10 @@ fn eagle3_decodes_as_its_training_time_test_ran() {
                 Eagle3Batch::new(std::slice::from_ref(&sample), &objective, steps, Device::Cpu, Kind::Float);
             let batch = batch.unwrap();
             let trained: Vec<Tensor> = model
-                .states(&batch)
+                .step_states(&batch)
                 .iter()
                 .enumerate()
-                .map(|(s, states)| model.draft_logits(&states.index_select(0, &batch.supervised(s))))
+                .map(|(s, states)| model.draft_logits(&states.index_select(0, &batch.supervised_rows(s))))
                 .map(|logits| logits.softmax(-1, Kind::Float))
                 .collect();
             // The first supervised column of each step, and the number of supervised columns.
@@ -391,10 +396,13 @@ fn eagle3_gradients_are_autograds() {
         let sums: Vec<f64> = Vec::try_from(model.accumulate(Some(&batch), LossDenominator(2.0), 1)).unwrap();
         let found = taken();
         let mut loss = Tensor::zeros([], (Kind::Float, Device::Cpu));
-        for (step, states) in model.states(&batch).iter().enumerate() {
-            let rows = states.index_select(0, &batch.supervised(step));
-            let target =
-                batch.teacher(step).matmul(&ends[1].tr()).to_kind(Kind::Float).softmax(-1, Kind::Float);
+        for (step, states) in model.step_states(&batch).iter().enumerate() {
+            let rows = states.index_select(0, &batch.supervised_rows(step));
+            let target = batch
+                .teacher_states(step)
+                .matmul(&ends[1].tr())
+                .to_kind(Kind::Float)
+                .softmax(-1, Kind::Float);
             let draft = model.draft_logits(&rows).log_softmax(-1, Kind::Float);
             let entropy = -(&target * &draft).sum(Kind::Float) / LENGTH as f64;
             let agree = draft.argmax(-1, false).eq_tensor(&target.argmax(-1, false)).sum(Kind::Double);

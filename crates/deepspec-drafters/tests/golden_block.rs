@@ -7,7 +7,7 @@ use deepspec_cost::planner::{Planner, StepLoad};
 use deepspec_cost::policy::Policy;
 use deepspec_drafters::{
     BLOCK_SUMS, Block, BlockObjective, BlockProposer, LossDenominator, LossRecipe, LossSum, TrainSample,
-    anchor_candidates, eval_mask,
+    anchor_candidates, supervised_draft_count,
 };
 use deepspec_engine::{Context, DraftRequest, Proposer, Sampling, SamplingBatch};
 use deepspec_testkit::golden::Case;
@@ -41,7 +41,7 @@ fn alpha(case: &Case, name: &str) -> f64 {
 fn check_training(name: &str) {
     let case = Case::load(name);
     let block = Block::load(&case.dir, device(), Kind::Float).unwrap_or_else(|error| panic!("{error}"));
-    let gamma = block.config().settings.blocks.drafted();
+    let gamma = block.config().settings.blocks.draft_len();
     for (_, parameter) in block.parameters() {
         let _ = parameter.set_requires_grad(true);
     }
@@ -54,14 +54,14 @@ fn check_training(name: &str) {
     }
     let masks: Vec<i64> = samples
         .iter()
-        .flat_map(|s| s.anchors.iter().map(|&a| eval_mask(&s.loss_mask, a, gamma)))
+        .flat_map(|s| s.anchors.iter().map(|&a| supervised_draft_count(&s.loss_mask, a, gamma)))
         .flat_map(|n| (0..gamma).map(move |k| i64::from(k < n)))
         .collect();
     assert_eq!(Vec::<i64>::try_from(kept(&case, "eval_mask").reshape([-1])).unwrap(), masks);
 
     let decay = alpha(&case, "loss_decay_gamma");
     let batch = block.config().batch(&samples, decay, device(), Kind::Float).unwrap();
-    let hidden = block.hidden(&batch);
+    let hidden = block.hidden_states(&batch);
     assert_close("output_hidden", &hidden.to_device(Device::Cpu), &kept(&case, "output_hidden"), FORWARD);
     let features = block.logit_features(&hidden, &batch.previous);
     let supervised = kept(&case, "eval_mask").reshape([-1]).nonzero().squeeze_dim(1);
@@ -130,7 +130,7 @@ fn check_inference(name: &str) {
     let case = Case::load(name);
     let block =
         Block::load_packed(&case.dir, device(), Kind::Float).unwrap_or_else(|error| panic!("{error}"));
-    let gamma = block.config().settings.blocks.drafted();
+    let gamma = block.config().settings.blocks.draft_len();
     // Slot 1 of 2, so that slot indexing matters.
     let mut proposer = BlockProposer::new(block, 2);
     let uniforms = Tensor::zeros([1, gamma as i64], (Kind::Double, device()));
@@ -171,7 +171,7 @@ fn check_inference(name: &str) {
                 let policy = Policy::Threshold(threshold.parse().unwrap());
                 let mut planner = Planner::new(policy, None).unwrap();
                 let load = StepLoad { requests: 1, context: 1 };
-                let kept = planner.lengths(load, row.len(), vec![row.clone()]);
+                let kept = planner.verify_lengths(load, row.len(), vec![row.clone()]);
                 assert_eq!(kept, [count.as_u64().unwrap() as usize], "{name} {round} at {threshold}");
             }
         }

@@ -5,7 +5,7 @@ mod common;
 use common::{assert_close, device, tensor};
 use deepspec_core::recipe::LossNormalization;
 use deepspec_drafters::{
-    Eagle3, Eagle3Batch, Eagle3Objective, Eagle3Proposer, LossDenominator, Supervise, eagle3_metrics,
+    Eagle3, Eagle3Batch, Eagle3Objective, Eagle3Proposer, LossDenominator, Supervise, eagle3_metric_defs,
 };
 use deepspec_engine::{Context, DraftRequest, Proposer, Sampling, SamplingBatch};
 use deepspec_testkit::golden::Case;
@@ -32,13 +32,13 @@ fn check_training(name: &str) {
         normalization: LossNormalization::MicroBatch,
     };
     let batch = Eagle3Batch::new(&samples, &objective, steps, device(), Kind::Float).unwrap();
-    let states = model.states(&batch);
+    let states = model.step_states(&batch);
     for (s, states) in states.iter().enumerate() {
         let supervised =
             tensor(case.expected("position_masks")).get(s as i64).reshape([-1]).nonzero().squeeze_dim(1);
         let expected =
             |name: &str| tensor(case.expected(name)).get(s as i64).flatten(0, 1).index_select(0, &supervised);
-        let rows = states.index_select(0, &batch.supervised(s));
+        let rows = states.index_select(0, &batch.supervised_rows(s));
         let close = |what: &str, found: &Tensor| {
             let found = found.detach().to_device(Device::Cpu);
             assert_close(&format!("{name}, step {s}: {what}"), &found, &expected(what), FORWARD);
@@ -49,7 +49,7 @@ fn check_training(name: &str) {
 
     let sums = model.accumulate(Some(&batch), LossDenominator(samples.len() as f64), samples.len());
     let sums: Vec<f64> = Vec::try_from(sums).unwrap();
-    let terms = eagle3_metrics(steps, decay);
+    let terms = eagle3_metric_defs(steps, decay);
     assert_eq!(sums.len(), terms.count);
     let metrics = (terms.compute)(&sums, 1);
     let expected = case.scalar("train_metrics");

@@ -4,7 +4,7 @@
 use std::fs;
 use std::path::Path;
 
-use deepspec_drafters::{GradReadyHook, LossDenominator, TrainSample, load_recipe, plan};
+use deepspec_drafters::{GradReadyHook, LossDenominator, TrainSample, load_recipe, plan_drafter};
 use deepspec_models::ModelConfig;
 use serde_json::json;
 use tch::{Device, Kind, Tensor};
@@ -47,12 +47,12 @@ fn pass(drafter: &str, changes: &[&str], is_heard: bool) -> (Tensor, Vec<(String
     );
     fs::write(&path, text).unwrap();
     let changes: Vec<String> = changes.iter().map(ToString::to_string).collect();
-    let plan = plan(&load_recipe(&path, &changes).unwrap(), &target()).unwrap();
+    let plan = plan_drafter(&load_recipe(&path, &changes).unwrap(), &target()).unwrap();
     let (embed, head) = (values(0.1, &[VOCAB, WIDTH]), values(0.2, &[VOCAB, WIDTH]));
     let trainee = plan.build(&embed, &head, 3, Kind::Float);
     trainee.parameters().iter().for_each(|(_, parameter)| drop(parameter.set_requires_grad(true)));
     let samples = [sample(1.0, 40, &[3, 4, 11, 30]), sample(2.0, 9, &[5]), sample(3.0, 12, &[])];
-    let stages = trainee.stages();
+    let stages = trainee.grad_stages();
     let (mut heard, mut complete) = (vec![], vec![]);
     let mut on_grad_ready = |count: usize| {
         heard.push(count);
@@ -125,6 +125,6 @@ fn eagle3_refuses_it() {
     let text = "name: t\ntarget: {model: nowhere, layer_ids: [0, 3]}\ndrafter: {eagle3: {}}\n\
                 data: {states: {cache: nowhere}, chat_template: qwen}\ntrain: {recompute: true}\n";
     fs::write(&path, text).unwrap();
-    let error = plan(&load_recipe(&path, &[]).unwrap(), &target()).err().unwrap().to_string();
+    let error = plan_drafter(&load_recipe(&path, &[]).unwrap(), &target()).err().unwrap().to_string();
     assert!(error.contains("`train.recompute`: Eagle3 keeps what its layers make"), "{error}");
 }

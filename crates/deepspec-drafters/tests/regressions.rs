@@ -6,7 +6,7 @@ use std::path::Path;
 use deepspec_core::{Slots, Tap};
 use deepspec_drafters::{
     Block, BlockConfig, BlockProposer, BlockSettings, BlockSpec, DraftDecoder, Markov, MarkovKind,
-    TrainSample, anchor_candidates, eval_mask, slot_weight,
+    TrainSample, anchor_candidates, slot_weight, supervised_draft_count,
 };
 use deepspec_engine::{Context, DraftRequest, Proposer, Sampling, SamplingBatch};
 use deepspec_models::ModelConfig;
@@ -72,7 +72,7 @@ fn the_first_slot_of_a_block_has_the_largest_weight() {
 fn anchors_and_labels_lie_within_what_is_supervised() {
     let mask = [false, false, true, true, true, false, true, true];
     assert_eq!(anchor_candidates(&mask), [2, 3, 6]);
-    let supervised = |anchor| eval_mask(&mask, anchor, GAMMA);
+    let supervised = |anchor| supervised_draft_count(&mask, anchor, GAMMA);
     assert_eq!([2, 3, 4, 6].map(supervised), [2, 1, 0, 1]);
 }
 
@@ -96,7 +96,7 @@ fn the_markov_head_reads_the_token_before_each_label() {
         anchors: vec![0, 5],
     };
     let batch = block.config().batch(&[sample], 4.0, Device::Cpu, Kind::Float).unwrap();
-    let hidden = block.hidden(&batch);
+    let hidden = block.hidden_states(&batch);
     let (_, features) = block.logit_features(&hidden, &batch.previous).unwrap();
     let best = block.slot_logits(&hidden, Some(&features)).argmax(-1, false);
     let labels = [&text[1..=GAMMA], &text[6..6 + GAMMA]].concat();

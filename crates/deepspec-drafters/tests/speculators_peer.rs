@@ -89,11 +89,11 @@ fn ours(dir: &Path, sample: TrainSample) -> Vec<(&'static str, Tensor)> {
             normalization: LossNormalization::Global,
         };
         let batch = Eagle3Batch::new(&samples, &objective, 1, Device::Cpu, Kind::Float).unwrap();
-        return vec![("logits", model.draft_logits(&model.states(&batch)[0]))];
+        return vec![("logits", model.draft_logits(&model.step_states(&batch)[0]))];
     }
     let block = Block::load(dir, Device::Cpu, Kind::Float).unwrap();
     let batch = block.config().batch(&samples, 1.0, Device::Cpu, Kind::Float).unwrap();
-    let hidden = block.hidden(&batch);
+    let hidden = block.hidden_states(&batch);
     let heads = block.logit_features(&hidden, &batch.previous);
     let (e, features) = (heads.as_ref().map(|(e, _)| e), heads.as_ref().map(|(_, features)| features));
     let mut found = vec![("logits", block.slot_logits(&hidden, features))];

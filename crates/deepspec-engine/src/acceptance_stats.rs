@@ -52,7 +52,7 @@ impl AcceptanceStats {
         self.committed += u64::from(cycle.committed);
         self.proposed += u64::from(cycle.proposed);
         self.accepted += u64::from(cycle.accepted);
-        self.grow(proposed);
+        self.grow_positions(proposed);
         for k in 0..proposed {
             self.proposed_at[k] += 1;
             self.reached_at[k] += u64::from(accepted >= k);
@@ -60,7 +60,8 @@ impl AcceptanceStats {
         }
     }
 
-    fn grow(&mut self, block_size: usize) {
+    /// Extends the counts to `block_size` positions.
+    fn grow_positions(&mut self, block_size: usize) {
         let size = self.proposed_at.len().max(block_size);
         for counts in [&mut self.proposed_at, &mut self.accepted_at, &mut self.reached_at] {
             counts.resize(size, 0);
@@ -69,7 +70,7 @@ impl AcceptanceStats {
 
     /// Adds all counts of `other`.
     pub fn merge(&mut self, other: &Self) {
-        self.grow(other.proposed_at.len());
+        self.grow_positions(other.proposed_at.len());
         self.samples += other.samples;
         self.cycles += other.cycles;
         self.committed += other.committed;
@@ -99,17 +100,17 @@ impl AcceptanceStats {
     }
 
     /// Fraction of verified draft tokens that were thrown away.
-    pub fn wasted_verify(&self) -> Option<f64> {
+    pub fn rejected_fraction(&self) -> Option<f64> {
         ratio(self.proposed - self.accepted, self.proposed)
     }
 
     /// Fraction of blocks longer than k that accepted position k (0-based), over all such blocks.
-    pub fn rates(&self) -> Vec<Option<f64>> {
+    pub fn acceptance_rates(&self) -> Vec<Option<f64>> {
         self.accepted_at.iter().zip(&self.proposed_at).map(|(&n, &d)| ratio(n, d)).collect()
     }
 
-    /// Like [`AcceptanceStats::rates`], but only over blocks that accepted all earlier positions.
-    pub fn conditional_rates(&self) -> Vec<Option<f64>> {
+    /// Like [`AcceptanceStats::acceptance_rates`], but only over blocks that accepted all earlier positions.
+    pub fn conditional_acceptance_rates(&self) -> Vec<Option<f64>> {
         self.accepted_at.iter().zip(&self.reached_at).map(|(&n, &d)| ratio(n, d)).collect()
     }
 }

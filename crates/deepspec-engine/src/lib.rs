@@ -19,7 +19,7 @@ mod sampling;
 pub use acceptance_stats::AcceptanceStats;
 pub use engine::{Engine, catch_out_of_memory};
 pub use model::{Context, DraftRequest, ModelInput, ModelOutput, Proposal, Proposer, Target};
-pub use replicas::{EngineReplicas, Generator, shares};
+pub use replicas::{EngineReplicas, Generator, split_evenly};
 pub use request::{
     Completion, Cycle, DraftSampling, EngineError, EngineOptions, Event, Finish, Request, RequestId,
     StepTimes,

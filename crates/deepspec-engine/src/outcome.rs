@@ -49,7 +49,7 @@ impl VerifyOutcome {
 
     /// The counts of block `i` and the tokens to commit. An accepted stop token ends the block and
     /// the proposal, without a bonus token. A rejected stop token only ends the usable part.
-    pub fn cycle(&self, i: usize, proposed: usize, stop_ids: &[i64]) -> (Cycle, Vec<i64>) {
+    pub fn cycle_and_tokens(&self, i: usize, proposed: usize, stop_ids: &[i64]) -> (Cycle, Vec<i64>) {
         let start = i * self.longest;
         let drafts = &self.tokens[start..start + proposed];
         let first_stop = drafts.iter().position(|token| stop_ids.contains(token)).map(|at| at + 1);
@@ -73,7 +73,7 @@ impl VerifyOutcome {
 
 /// Indices that expand ragged blocks `[Σ(1+γ')]` to `[S, Γ+1]`. A shorter block repeats its last
 /// row, and the repeats are never used. None if all blocks have length Γ.
-pub fn padding(lens: &[usize], longest: usize) -> Option<Vec<usize>> {
+pub fn padding_indices(lens: &[usize], longest: usize) -> Option<Vec<usize>> {
     if lens.iter().all(|&len| len == longest) {
         return None;
     }
@@ -100,14 +100,14 @@ mod tests {
         let read = [[1.0; 12].as_slice(), &accepted, &[7.0, 8.0, 7.0], &tokens, &[0.5; 9]].concat();
         let outcome = VerifyOutcome::new(&read, 0, &[3, 3, 3], false);
         assert_eq!(outcome.finite, [true; 3]);
-        let (cycle, tokens) = outcome.cycle(0, 3, &[STOP]);
+        let (cycle, tokens) = outcome.cycle_and_tokens(0, 3, &[STOP]);
         assert_eq!((cycle.proposed, cycle.accepted, cycle.committed, tokens), (3, 1, 2, vec![1, 7]));
         assert_eq!((cycle.usable, &cycle.confidence), (3, &vec![0.5; 3]));
-        let (cycle, tokens) = outcome.cycle(1, 3, &[STOP]);
+        let (cycle, tokens) = outcome.cycle_and_tokens(1, 3, &[STOP]);
         assert_eq!((cycle.proposed, cycle.accepted, cycle.committed, tokens), (2, 2, 2, vec![4, STOP]));
         assert_eq!(cycle.confidence, [0.5; 2], "no drafter learns what comes after it");
         assert_eq!(cycle.usable, 2);
-        let (cycle, tokens) = outcome.cycle(2, 3, &[STOP]);
+        let (cycle, tokens) = outcome.cycle_and_tokens(2, 3, &[STOP]);
         assert_eq!((cycle.proposed, cycle.accepted, cycle.committed, tokens), (3, 1, 2, vec![6, 7]));
         assert_eq!((cycle.usable, cycle.confidence.len()), (2, 3), "all were verified, two can be of use");
         assert_eq!(cycle.usable_confidence(), [0.5; 2]);
@@ -116,7 +116,8 @@ mod tests {
     fn a_block_that_ends_at_stop_tokens_is_no_longer_for_a_rejected_one() {
         const STOP: i64 = 9;
         let read = [[1.0; 4].as_slice(), &[1.0], &[7.0], &[1.0, 9.0, 3.0]].concat();
-        let proposed = |ends: bool| VerifyOutcome::new(&read, 0, &[3], ends).cycle(0, 3, &[STOP]).0.proposed;
+        let proposed =
+            |ends: bool| VerifyOutcome::new(&read, 0, &[3], ends).cycle_and_tokens(0, 3, &[STOP]).0.proposed;
         assert_eq!((proposed(true), proposed(false)), (2, 3));
     }
 

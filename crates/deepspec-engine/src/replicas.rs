@@ -75,7 +75,7 @@ pub struct EngineReplicas {
     /// Requests submitted since the last step.
     submitted: Vec<(RequestId, Request)>,
     queue: Arc<Queue>,
-    reports: Receiver<Report>,
+    reports: Receiver<StepReport>,
     threads: Vec<JoinHandle<()>>,
     /// Times of each worker.
     times: Vec<StepTimes>,
@@ -99,7 +99,7 @@ struct QueueState {
 }
 
 /// The result of one step of a worker.
-struct Report {
+struct StepReport {
     worker: usize,
     /// Events and times, or the engine's panic, which ends the worker.
     outcome: thread::Result<(Vec<Event>, StepTimes)>,
@@ -120,7 +120,7 @@ impl Queue {
     /// Takes requests for one of `workers` engines, which has `room` free slots. It takes its share
     /// of the queue, at least one request if there are any. An idle engine blocks until there are
     /// requests. None if the engine must stop.
-    fn take(&self, room: usize, workers: usize, is_idle: bool) -> Option<Vec<(RequestId, Request)>> {
+    fn take_share(&self, room: usize, workers: usize, is_idle: bool) -> Option<Vec<(RequestId, Request)>> {
         let waits = |queued: &mut QueueState| is_idle && !queued.closed && queued.requests.is_empty();
         let mut queued = self.changed.wait_while(self.lock(), waits).unwrap_or_else(PoisonError::into_inner);
         if queued.closed {
@@ -132,7 +132,7 @@ impl Queue {
 }
 
 /// Splits `whole` into `workers` parts that differ by at most 1.
-pub fn shares(whole: usize, workers: usize) -> Vec<usize> {
+pub fn split_evenly(whole: usize, workers: usize) -> Vec<usize> {
     (0..workers).map(|worker| whole / workers + usize::from(worker < whole % workers)).collect()
 }
 
@@ -148,7 +148,7 @@ impl EngineReplicas {
         let (draft_len, vocab_size) =
             first.map_or((0, 0), |engine| (engine.draft_len(), engine.vocab_size()));
         let (queue, (send, reports), workers) = (Arc::new(Queue::default()), channel(), engines.len());
-        let threads = shares(threads, workers);
+        let threads = split_evenly(threads, workers);
         let start = |(worker, engine): (usize, Engine<T, P>)| {
             let (queue, send, own) = (Arc::clone(&queue), send.clone(), threads[worker]);
             thread::spawn(move || {
@@ -197,7 +197,9 @@ impl Generator for EngineReplicas {
         }
         // The channel closes only after a panic has stopped the engines. Later calls then panic
         // instead of waiting forever.
-        let Ok(Report { worker, outcome }) = self.reports.recv() else { panic!("the engines have ended") };
+        let Ok(StepReport { worker, outcome }) = self.reports.recv() else {
+            panic!("the engines have ended")
+        };
         let (events, times) = outcome.unwrap_or_else(|panic| {
             self.queue.close();
             resume_unwind(panic)
@@ -245,19 +247,22 @@ struct Worker<T, P> {
 
 impl<T: Target, P: Proposer> Worker<T, P> {
     /// Runs steps until the queue is closed, the receiver is gone or the engine panics.
-    fn run(mut self, queue: &Queue, reports: &Sender<Report>) {
+    fn run(mut self, queue: &Queue, reports: &Sender<StepReport>) {
         let worker = self.worker;
         loop {
             let room = self.engine.slots().saturating_sub(self.request_ids.len());
-            let Some(requests) = queue.take(room, self.workers, self.request_ids.is_empty()) else { return };
+            let Some(requests) = queue.take_share(room, self.workers, self.request_ids.is_empty()) else {
+                return;
+            };
             let outcome = catch_unwind(AssertUnwindSafe(|| (self.step(requests), self.engine.times())));
             let panicked = outcome.is_err();
-            if reports.send(Report { worker, outcome }).is_err() || panicked {
+            if reports.send(StepReport { worker, outcome }).is_err() || panicked {
                 return;
             }
         }
     }
 
+    /// Submits the requests, runs one step and returns its events with the callers' ids.
     fn step(&mut self, requests: Vec<(RequestId, Request)>) -> Vec<Event> {
         let mut events = vec![];
         for (request_id, request) in requests {
@@ -267,13 +272,13 @@ impl<T: Target, P: Proposer> Worker<T, P> {
             }
         }
         for event in self.engine.step() {
-            events.extend(self.renamed(event));
+            events.extend(self.with_caller_id(event));
         }
         events
     }
 
     /// Replaces the engine's own request id by the request id that the caller was given.
-    fn renamed(&mut self, event: Event) -> Option<Event> {
+    fn with_caller_id(&mut self, event: Event) -> Option<Event> {
         Some(match event {
             Event::Tokens(own, tokens) => Event::Tokens(*self.request_ids.get(&own)?, tokens),
             Event::Done(own, completion) => Event::Done(self.request_ids.remove(&own)?, completion),

@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 use tch::{Device, Kind, Tensor};
 
 /// Below this temperature a distribution is one-hot at its argmax.
-const GREEDY_BELOW: f64 = 1e-5;
+const GREEDY_TEMPERATURE: f64 = 1e-5;
 
 /// Sampling settings of one sequence. They apply in the order temperature, top-k, top-p, min-p.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
@@ -30,31 +30,34 @@ impl Sampling {
 
     /// Whether sampling takes the argmax.
     pub fn is_greedy(&self) -> bool {
-        self.temperature < GREEDY_BELOW
+        self.temperature < GREEDY_TEMPERATURE
     }
 
     /// `[temperature, greedy flag, top_k, top_p, min_p]`. A setting that does not apply gets a
     /// value that filters nothing.
-    pub(crate) fn parameters(&self) -> [f64; NUM_PARAMETERS] {
+    pub(crate) fn parameters(&self) -> [f64; NUM_SAMPLING_PARAMETERS] {
         let temperature = if self.is_greedy() { 1.0 } else { self.temperature };
         let greedy = f64::from(u8::from(self.is_greedy()));
-        let (top_k, top_p, min_p) = match self.filters() {
+        let (top_k, top_p, min_p) = match self.has_filters() {
             true => (if self.top_k > 0 { self.top_k as f64 } else { f64::INFINITY }, self.top_p, self.min_p),
             false => (f64::INFINITY, 1.0, 0.0),
         };
         [temperature, greedy, top_k, top_p, min_p]
     }
 
-    fn filters(&self) -> bool {
+    /// Whether top-k, top-p or min-p applies.
+    fn has_filters(&self) -> bool {
         !self.is_greedy() && (self.top_p < 1.0 || self.top_k > 0 || self.min_p > 0.0)
     }
 
+    /// Whether `topk` selects the tokens to filter.
     fn uses_topk(&self) -> bool {
-        self.filters() && (1..=MAX_TOPK).contains(&self.top_k)
+        self.has_filters() && (1..=MAX_TOPK).contains(&self.top_k)
     }
 
+    /// Whether the whole vocabulary is sorted for filtering.
     fn uses_sort(&self) -> bool {
-        self.filters() && !self.uses_topk()
+        self.has_filters() && !self.uses_topk()
     }
 }
 
@@ -63,29 +66,30 @@ impl Sampling {
 const MAX_TOPK: usize = 1024;
 
 /// Length of one sequence's settings on the device; see [`Sampling::parameters`].
-pub const NUM_PARAMETERS: usize = 5;
+pub const NUM_SAMPLING_PARAMETERS: usize = 5;
 
 /// Sampling settings of S sequences as tensors.
 pub struct SamplingBatch {
     rows: Vec<Sampling>,
-    parameters: Tensor, // [S, NUM_PARAMETERS] float64
+    parameters: Tensor, // [S, NUM_SAMPLING_PARAMETERS] float64
 }
 
 impl SamplingBatch {
     /// Settings of a batch, one per row.
     pub fn new(rows: Vec<Sampling>, device: Device) -> Self {
         let parameters: Vec<f64> = rows.iter().flat_map(Sampling::parameters).collect();
-        let parameters = Tensor::from_slice(&parameters).view([-1, NUM_PARAMETERS as i64]).to_device(device);
+        let parameters =
+            Tensor::from_slice(&parameters).view([-1, NUM_SAMPLING_PARAMETERS as i64]).to_device(device);
         Self { rows, parameters }
     }
 
-    /// A batch whose [`Sampling::parameters`] are on the device already: `[S·NUM_PARAMETERS]` float64.
+    /// A batch whose [`Sampling::parameters`] are on the device already: `[S·NUM_SAMPLING_PARAMETERS]` float64.
     pub(crate) fn with_parameters(rows: Vec<Sampling>, parameters: &Tensor) -> Self {
-        Self { rows, parameters: parameters.view([-1, NUM_PARAMETERS as i64]) }
+        Self { rows, parameters: parameters.view([-1, NUM_SAMPLING_PARAMETERS as i64]) }
     }
 
     /// A copy of the batch with greedy sampling in every row.
-    pub(crate) fn greedy(&self) -> Self {
+    pub(crate) fn to_greedy(&self) -> Self {
         let rows = self.rows.iter().map(|row| Sampling { temperature: 0.0, ..*row }).collect();
         Self { rows, parameters: self.parameters.shallow_clone() }
     }
@@ -108,7 +112,7 @@ impl SamplingBatch {
     /// Repeats row `i` of the settings `repeats[i]` times, for logits with several rows per
     /// sequence. `index`, `[Σ repeats]` int64, is the source row of each result row. It may be None
     /// if all rows are greedy.
-    pub(crate) fn repeated(&self, repeats: &[usize], index: Option<&Tensor>) -> Self {
+    pub(crate) fn repeat_rows(&self, repeats: &[usize], index: Option<&Tensor>) -> Self {
         let rows = self.rows.iter().zip(repeats).flat_map(|(row, &n)| std::iter::repeat_n(*row, n)).collect();
         let parameters = index
             .map_or_else(|| self.parameters.shallow_clone(), |index| self.parameters.index_select(0, index));
@@ -116,7 +120,7 @@ impl SamplingBatch {
     }
 
     /// Column `number` of the settings, `[S, 1]` float32.
-    fn column(&self, number: i64) -> Tensor {
+    fn parameter_column(&self, number: i64) -> Tensor {
         self.parameters.narrow(1, number, 1).to_kind(Kind::Float)
     }
 
@@ -125,12 +129,13 @@ impl SamplingBatch {
         if self.is_greedy() {
             return one_hot(&argmax(logits), logits.size()[1]);
         }
-        let mut probs = deepspec_ops::distributions(logits, &self.column(0));
-        if self.rows.iter().any(Sampling::filters) {
-            probs = self.filtered(&probs);
+        let mut probs = deepspec_ops::temperature_softmax(logits, &self.parameter_column(0));
+        if self.rows.iter().any(Sampling::has_filters) {
+            probs = self.apply_filters(&probs);
         }
         if self.rows.iter().any(Sampling::is_greedy) {
-            probs = one_hot(&argmax(logits), logits.size()[1]).where_self(&self.column(1).gt(0.0), &probs);
+            probs = one_hot(&argmax(logits), logits.size()[1])
+                .where_self(&self.parameter_column(1).gt(0.0), &probs);
         }
         probs
     }
@@ -147,9 +152,9 @@ impl SamplingBatch {
 
     /// Applies top-k, top-p and min-p row by row and renormalises. A row's result does not depend
     /// on other rows.
-    fn filtered(&self, probs: &Tensor) -> Tensor {
+    fn apply_filters(&self, probs: &Tensor) -> Tensor {
         let most = (MAX_TOPK as i64).min(probs.size()[1]);
-        let [top_k, top_p, min_p] = [2, 3, 4].map(|number| self.column(number));
+        let [top_k, top_p, min_p] = [2, 3, 4].map(|number| self.parameter_column(number));
         let uses_topk = top_k.le(MAX_TOPK as f64);
         let uses_sort = uses_topk
             .logical_not()
@@ -169,7 +174,7 @@ impl SamplingBatch {
     /// Filters and renormalises `probs`. `sorted` are the most likely probabilities of each row in
     /// descending order, and `order` are their token ids.
     fn filter_sorted(&self, probs: &Tensor, (sorted, order): &(Tensor, Tensor)) -> Tensor {
-        let [top_k, top_p, min_p] = [2, 3, 4].map(|number| self.column(number));
+        let [top_k, top_p, min_p] = [2, 3, 4].map(|number| self.parameter_column(number));
         let rank = Tensor::arange(sorted.size()[1], (Kind::Float, probs.device())).unsqueeze(0);
         let kept = sorted * rank.lt_tensor(&top_k).to_kind(Kind::Float);
         let mass = row_sum(&kept);
@@ -242,7 +247,7 @@ mod tests {
                 let batch = SamplingBatch::new(vec![picking], Device::Cpu);
                 let probs = (logits.unsqueeze(0) / 0.9).softmax(-1, Kind::Float);
                 let sorted = batch.filter_sorted(&probs, &probs.sort(-1, true));
-                assert!(batch.filtered(&probs).allclose(&sorted, 1e-6, 1e-9, false), "{picking:?}");
+                assert!(batch.apply_filters(&probs).allclose(&sorted, 1e-6, 1e-9, false), "{picking:?}");
             }
         }
         let all = [

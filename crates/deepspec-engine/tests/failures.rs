@@ -227,7 +227,7 @@ fn other_panics_are_no_lack_of_memory() {
             Device::Cpu
         }
     }
-    let message = deepspec_core::cli::contain(|| {
+    let message = deepspec_core::cli::catch_panic(|| {
         let mut engine: Engine<Wrong, ToyDrafter> = Engine::new(Wrong(Weak::new(1)), None, options(1));
         engine.submit(request(0, &PROMPT)).unwrap();
         engine.step()
@@ -241,7 +241,8 @@ fn sequences_start_when_their_memory_is_there() {
     let requests: Vec<Request> = (0..6).map(|i| request(i, &PROMPT)).collect();
     let target = Weak::new(4);
     let log = target.log.clone();
-    let mut engine = Engine::new(target, Some(ToyDrafter::new(4)), options(4)).with_memory(31 * TOKEN_BYTES);
+    let mut engine =
+        Engine::new(target, Some(ToyDrafter::new(4)), options(4)).with_kv_cache_limit(31 * TOKEN_BYTES);
     let (done, failed) = drain(&mut engine, &requests);
     assert_eq!((done.len(), failed.len()), (6, 0));
     assert_same(&done, &undisturbed(&requests));

@@ -7,7 +7,7 @@ use tch::{Device, Kind, Tensor};
 /// The device of verification: `DEEPSPEC_TEST_DEVICE`, else the CPU.
 fn device() -> Device {
     let name = std::env::var("DEEPSPEC_TEST_DEVICE").unwrap_or_else(|_| "cpu".into());
-    deepspec_ops::device(&name).unwrap_or_else(|error| panic!("{error}"))
+    deepspec_ops::parse_device(&name).unwrap_or_else(|error| panic!("{error}"))
 }
 
 fn tensor(array: &Array) -> Tensor {

@@ -21,7 +21,7 @@ use deepspec_engine::{
     SamplingBatch, Target,
 };
 use deepspec_ops::{Verification, sample, verify};
-use deepspec_testkit::distribution::{Counts, chi_square_ratio, count};
+use deepspec_testkit::distribution::{Counts, chi_square_ratio, count_outputs};
 use tch::{Device, Kind, Tensor};
 
 /// The number of tokens whose joint distribution is checked: at most V³ outcomes.
@@ -104,7 +104,8 @@ fn planned_chi_square_ratio(
     stop_ids: &[i64],
 ) -> f64 {
     let outputs = run_planned(options, Some(planner), requests(samples(), sampling, LENGTH + 2, stop_ids));
-    let counts = count(outputs.into_iter().map(|done| done.tokens.into_iter().take(LENGTH).collect()));
+    let counts =
+        count_outputs(outputs.into_iter().map(|done| done.tokens.into_iter().take(LENGTH).collect()));
     chi_square_ratio(&counts, &exact_law(sampling, stop_ids))
 }
 
@@ -266,7 +267,7 @@ fn outputs_with(verify: Verify, sampling: Sampling) -> Counts {
             output.push(next[i]);
         }
     }
-    count(outputs.into_iter().map(|output| output.into_iter().take(LENGTH).collect()))
+    count_outputs(outputs.into_iter().map(|output| output.into_iter().take(LENGTH).collect()))
 }
 
 /// Draws the token after a rejection from p instead of normalise(max(p − q, 0)).

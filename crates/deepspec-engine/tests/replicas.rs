@@ -10,7 +10,7 @@ use std::thread;
 use common::{PROMPT, ToyDrafter, ToyTarget, V};
 use deepspec_engine::{
     DraftSampling, Engine, EngineError, EngineOptions, EngineReplicas, Event, Generator, ModelInput,
-    ModelOutput, Request, RequestId, Sampling, Target, shares,
+    ModelOutput, Request, RequestId, Sampling, Target, split_evenly,
 };
 use tch::{Device, Tensor};
 
@@ -185,7 +185,7 @@ fn engines_begin_with_their_share_of_all_that_was_submitted() {
 
 #[test]
 fn a_whole_is_shared_out_evenly() {
-    assert_eq!(shares(16, 2), [8, 8]);
-    assert_eq!(shares(7, 3), [3, 2, 2]);
-    assert_eq!(shares(4, 1), [4]);
+    assert_eq!(split_evenly(16, 2), [8, 8]);
+    assert_eq!(split_evenly(7, 3), [3, 2, 2]);
+    assert_eq!(split_evenly(4, 1), [4]);
 }

@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use deepspec_core::atomic::{self, FileError};
 
 use crate::Repo;
-use crate::repo::is_path;
+use crate::repo::is_safe_path;
 
 /// The cache of one repository.
 pub struct RepoCache {
@@ -22,28 +22,28 @@ pub struct RepoCache {
 
 impl RepoCache {
     pub fn new(cache: &Path, repo: &Repo) -> Self {
-        let name = repo.named(repo.revision()).folder_name();
-        let names = hf_hub::Cache::new(cache.to_path_buf()).repo(repo.named(repo.revision()));
+        let name = repo.to_hf_repo(repo.revision()).folder_name();
+        let names = hf_hub::Cache::new(cache.to_path_buf()).repo(repo.to_hf_repo(repo.revision()));
         Self { names, folder: cache.join(&name), locks: cache.join(".locks").join(name) }
     }
 
     /// Path of the blob with that ETag.
-    pub fn blob(&self, etag: &str) -> PathBuf {
+    pub fn blob_path(&self, etag: &str) -> PathBuf {
         self.names.blob_path(etag)
     }
 
-    /// Folder of the files of a commit.
-    pub fn snapshot(&self, commit: &str) -> PathBuf {
+    /// Snapshot folder of a commit, with its files as links to blobs.
+    pub fn snapshot_dir(&self, commit: &str) -> PathBuf {
         self.names.pointer_path(commit)
     }
 
-    /// The commit of a revision when the hub last answered; None if the cache has no snapshot of
+    /// The commit to which the hub last resolved a revision. None if the cache has no snapshot of
     /// that commit.
-    pub fn commit(&self, revision: &str) -> Option<String> {
+    pub fn cached_commit(&self, revision: &str) -> Option<String> {
         let named = fs::read_to_string(self.folder.join("refs").join(revision)).ok();
-        let commit = named.map(|text| text.trim().to_string()).filter(|commit| is_path(commit));
+        let commit = named.map(|text| text.trim().to_string()).filter(|commit| is_safe_path(commit));
         let commit = commit.unwrap_or_else(|| revision.to_string());
-        self.snapshot(&commit).is_dir().then_some(commit)
+        self.snapshot_dir(&commit).is_dir().then_some(commit)
     }
 
     /// Records which commit a revision points to.
@@ -59,9 +59,9 @@ impl RepoCache {
     }
 
     /// Paths of the cached files of a commit, sorted.
-    pub fn files(&self, commit: &str) -> Result<Vec<String>, FileError> {
-        let (top, mut found) = (self.snapshot(commit), vec![]);
-        walk(&top, &top, &mut found).map_err(FileError::at("reading", &top))?;
+    pub fn cached_files(&self, commit: &str) -> Result<Vec<String>, FileError> {
+        let (top, mut found) = (self.snapshot_dir(commit), vec![]);
+        collect_file_paths(&top, &top, &mut found).map_err(FileError::at("reading", &top))?;
         found.sort();
         Ok(found)
     }
@@ -71,7 +71,7 @@ impl RepoCache {
         if self.all_files(commit).is_some_and(|known| known == files) {
             return Ok(());
         }
-        let path = self.list(commit);
+        let path = self.file_list_path(commit);
         create_parent(&path)?;
         let temporary = temporary_path(&self.folder);
         let write = || -> io::Result<()> {
@@ -83,16 +83,16 @@ impl RepoCache {
 
     /// Paths of all files of a commit, sorted, if they were recorded.
     pub fn all_files(&self, commit: &str) -> Option<Vec<String>> {
-        serde_json::from_slice(&fs::read(self.list(commit)).ok()?).ok()
+        serde_json::from_slice(&fs::read(self.file_list_path(commit)).ok()?).ok()
     }
 
-    fn list(&self, commit: &str) -> PathBuf {
+    fn file_list_path(&self, commit: &str) -> PathBuf {
         self.folder.join(".deepspec").join(format!("{commit}.json"))
     }
 
     /// Locks the blob with that ETag against other processes, the Python tools included, until the
     /// returned file is dropped.
-    pub fn lock(&self, etag: &str) -> Result<File, FileError> {
+    pub fn lock_blob(&self, etag: &str) -> Result<File, FileError> {
         let path = self.locks.join(format!("{etag}.lock"));
         create_parent(&path)?;
         let open = || -> io::Result<File> {
@@ -114,9 +114,10 @@ impl RepoCache {
         open().map_err(FileError::at("locking", &path))
     }
 
-    /// Links `file` of the commit to the blob with that ETag.
-    pub fn publish(&self, etag: &str, commit: &str, file: &str) -> Result<PathBuf, FileError> {
-        let (blob, pointer) = (self.blob(etag), self.snapshot(commit).join(file));
+    /// Creates the link `file` in the commit's snapshot folder, which points to the blob with that
+    /// ETag. Returns the link's path.
+    pub fn link_into_snapshot(&self, etag: &str, commit: &str, file: &str) -> Result<PathBuf, FileError> {
+        let (blob, pointer) = (self.blob_path(etag), self.snapshot_dir(commit).join(file));
         create_parent(&pointer)?;
         // From the file's folder up to `snapshots/COMMIT`, then to the repository's folder.
         let up: PathBuf = Path::new(file).components().map(|_| Component::ParentDir).collect();
@@ -156,12 +157,12 @@ pub fn create_parent(path: &Path) -> Result<(), FileError> {
     path.parent().map_or(Ok(()), atomic::create_dir)
 }
 
-fn walk(top: &Path, dir: &Path, found: &mut Vec<String>) -> io::Result<()> {
+fn collect_file_paths(top: &Path, dir: &Path, found: &mut Vec<String>) -> io::Result<()> {
     for entry in fs::read_dir(dir)? {
         let path = entry?.path();
         // Follows links. A dangling link means that its blob was deleted.
         match fs::metadata(&path) {
-            Ok(kind) if kind.is_dir() => walk(top, &path, found)?,
+            Ok(kind) if kind.is_dir() => collect_file_paths(top, &path, found)?,
             Ok(_) => {
                 let inside = path.strip_prefix(top).unwrap_or(&path);
                 found.extend(inside.to_str().map(|name| name.replace('\\', "/")));

@@ -8,14 +8,14 @@ use ureq::http::{HeaderMap, Response, StatusCode, Uri, header};
 use ureq::{Agent, Body};
 
 use crate::settings::RetryPolicy;
-use crate::tls::trusted;
+use crate::tls::tls_config;
 use crate::{HubError, HubOptions, Repo};
 
-/// Most redirects followed for one address.
-const REDIRECTS: usize = 5;
+/// Maximum number of redirects followed for one request.
+const MAX_REDIRECTS: usize = 5;
 
-/// Most attempts while the server has never answered.
-const ATTEMPTS_TO_REACH: u32 = 2;
+/// Maximum number of attempts while the server has never answered.
+const MAX_CONNECT_ATTEMPTS: u32 = 2;
 
 /// The file or repository that a request asks for, which error messages name.
 pub struct RequestTarget<'a> {
@@ -28,14 +28,14 @@ pub struct RequestTarget<'a> {
 }
 
 impl RequestTarget<'_> {
-    /// Its name in messages.
+    /// Name of the file or repository in messages.
     pub fn name(&self) -> String {
         self.file.map_or_else(|| self.repo.to_string(), |file| format!("{} of {}", file, self.repo))
     }
 }
 
 /// Why a request failed.
-pub enum Failure {
+pub enum RequestError {
     /// A retry would not help.
     Final(HubError),
     /// A retry may help.
@@ -71,7 +71,7 @@ impl Client {
             .timeout_connect(Some(retry.connect))
             .timeout_recv_response(Some(retry.read_timeout))
             .timeout_per_read(Some(retry.read_timeout))
-            .tls_config(trusted())
+            .tls_config(tls_config())
             .user_agent(concat!("deepspec/", env!("CARGO_PKG_VERSION")))
             // Without compression, sizes and ranges count the bytes of the file itself.
             .accept_encoding("identity")
@@ -82,11 +82,11 @@ impl Client {
 
     /// The hub's URL of a path.
     pub fn url(&self, path: &str) -> String {
-        format!("{}/{}", self.endpoint, encoded(path))
+        format!("{}/{}", self.endpoint, percent_encode(path))
     }
 
-    /// One GET from byte `start`, following redirects.
-    pub fn get(&self, target: &RequestTarget, url: &str, start: u64) -> Result<Response<Body>, Failure> {
+    /// Sends one GET for the bytes from `start` on, and follows redirects.
+    pub fn get(&self, target: &RequestTarget, url: &str, start: u64) -> Result<Response<Body>, RequestError> {
         let mut request = self.agent.get(url);
         if start > 0 {
             request = request.header(header::RANGE, format!("bytes={start}-"));
@@ -94,41 +94,46 @@ impl Client {
         if let Some(token) = &self.token {
             request = request.header(header::AUTHORIZATION, format!("Bearer {token}"));
         }
-        self.checked(target, url, request.call())
+        self.check_response(target, url, request.call())
     }
 
-    /// One HEAD that follows redirects within the hub only. A response from another server would
-    /// lack the hub's own headers.
-    pub fn head(&self, target: &RequestTarget, url: &str) -> Result<Response<Body>, Failure> {
+    /// Sends one HEAD and follows redirects within the hub only. A response from another server
+    /// would lack the hub's own headers.
+    pub fn head(&self, target: &RequestTarget, url: &str) -> Result<Response<Body>, RequestError> {
         let mut at = url.to_string();
-        for _ in 0..REDIRECTS {
+        for _ in 0..MAX_REDIRECTS {
             let mut request =
                 self.agent.head(&at).config().max_redirects(0).max_redirects_will_error(false).build();
             if let Some(token) = &self.token {
                 request = request.header(header::AUTHORIZATION, format!("Bearer {token}"));
             }
-            let response = self.checked(target, &at, request.call())?;
-            match redirect(&at, response.status(), response.headers()) {
+            let response = self.check_response(target, &at, request.call())?;
+            match same_server_redirect(&at, response.status(), response.headers()) {
                 Some(next) => at = next,
                 None => return Ok(response),
             }
         }
-        Err(Failure::Final(unexpected(target, url, "one redirect after another", "a file")))
+        Err(RequestError::Final(unexpected_response(target, url, "one redirect after another", "a file")))
     }
 
-    fn checked(
+    fn check_response(
         &self,
         target: &RequestTarget,
         url: &str,
         answer: Result<Response<Body>, ureq::Error>,
-    ) -> Result<Response<Body>, Failure> {
+    ) -> Result<Response<Body>, RequestError> {
         let response = answer.map_err(|error| match error {
             ureq::Error::BadUri(_) | ureq::Error::Http(_) | ureq::Error::InvalidProxyUrl => {
                 let name = target.name();
                 let problem = format!("{error}: is HF_ENDPOINT an address?");
-                Failure::Final(HubError::Unreachable { what: name, url: url.into(), problem, attempts: 1 })
+                RequestError::Final(HubError::Unreachable {
+                    what: name,
+                    url: url.into(),
+                    problem,
+                    attempts: 1,
+                })
             }
-            other => Failure::Transient(TransientError::Unreachable(other.to_string())),
+            other => RequestError::Transient(TransientError::Unreachable(other.to_string())),
         })?;
         let status = response.status();
         if status.is_success() || status.is_redirection() || status == StatusCode::RANGE_NOT_SATISFIABLE {
@@ -136,16 +141,16 @@ impl Client {
         }
         Err(match status {
             StatusCode::TOO_MANY_REQUESTS => {
-                Failure::Transient(TransientError::RateLimited(pause_asked_for(response.headers())))
+                RequestError::Transient(TransientError::RateLimited(parse_retry_after(response.headers())))
             }
-            StatusCode::REQUEST_TIMEOUT => Failure::Transient(TransientError::Server(status)),
-            status if status.is_server_error() => Failure::Transient(TransientError::Server(status)),
-            status => Failure::Final(self.refusal(target, url, status, response.headers())),
+            StatusCode::REQUEST_TIMEOUT => RequestError::Transient(TransientError::Server(status)),
+            status if status.is_server_error() => RequestError::Transient(TransientError::Server(status)),
+            status => RequestError::Final(self.error_of_status(target, url, status, response.headers())),
         })
     }
 
     /// The error for a status from 400 to 499; the hub's headers give details.
-    fn refusal(
+    fn error_of_status(
         &self,
         target: &RequestTarget,
         url: &str,
@@ -158,7 +163,7 @@ impl Client {
             if message.is_empty() { String::new() } else { format!(": {}", message.trim_end_matches('.')) };
         let (what, url, token) = (target.name(), url.to_string(), self.token.is_some());
         let (repo, status_code) = (target.repo.clone(), status.as_u16());
-        let page = self.url(&repo.named(repo.revision()).url());
+        let page = self.url(&repo.to_hf_repo(repo.revision()).url());
         match (code, status_code) {
             ("GatedRepo", status) => HubError::Gated { what, url, status, page, token },
             ("RevisionNotFound", _) => HubError::NoRevision { repo },
@@ -177,7 +182,9 @@ impl Client {
                 },
                 None => HubError::NoRepository { repo, url, status: 404, token },
             },
-            _ => unexpected(target, &url, &format!("HTTP {status}{server_message}"), "a hub's answer"),
+            _ => {
+                unexpected_response(target, &url, &format!("HTTP {status}{server_message}"), "a hub's answer")
+            }
         }
     }
 
@@ -186,27 +193,27 @@ impl Client {
         &self,
         target: &RequestTarget,
         url: &str,
-        mut attempt: impl FnMut() -> Result<T, Failure>,
+        mut attempt: impl FnMut() -> Result<T, RequestError>,
     ) -> Result<T, HubError> {
         let mut tried = 0;
         loop {
             match attempt() {
                 Ok(value) => return Ok(value),
-                Err(Failure::Final(error)) => return Err(error),
-                Err(Failure::Transient(error)) => {
+                Err(RequestError::Final(error)) => return Err(error),
+                Err(RequestError::Transient(error)) => {
                     tried += 1;
-                    self.wait(target, url, error, tried, false)?;
+                    self.wait_before_retry(target, url, error, tried, false)?;
                 }
             }
         }
     }
 
-    /// Sleeps before the next request, after `tried` failures in a row. A server that was `reached`
-    /// before gets more attempts than one that never answered.
+    /// Sleeps before the next request, after `tried` failures in a row. A server that has answered
+    /// before (`reached`) gets more attempts than one that never answered.
     ///
     /// # Errors
     /// If no attempts are left, or the server asks for a pause longer than the policy allows.
-    pub fn wait(
+    pub fn wait_before_retry(
         &self,
         target: &RequestTarget,
         url: &str,
@@ -218,7 +225,7 @@ impl Client {
         let backoff = retry.pause.saturating_mul(1 << (tried - 1).min(16)).min(retry.max_pause);
         let (limit, pause, problem) = match &error {
             TransientError::Unreachable(problem) => {
-                let most = if reached { u32::MAX } else { ATTEMPTS_TO_REACH };
+                let most = if reached { u32::MAX } else { MAX_CONNECT_ATTEMPTS };
                 (retry.attempts.min(most), backoff, problem.clone())
             }
             TransientError::Broken(problem) => (retry.attempts, backoff, problem.clone()),
@@ -228,14 +235,20 @@ impl Client {
             }
         };
         if tried >= limit || pause > retry.max_pause {
-            return Err(self.give_up(target, url, error, tried));
+            return Err(self.final_error(target, url, error, tried));
         }
         tracing::debug!("{}: {problem}; asking again in {:.1} s", target.name(), pause.as_secs_f64());
         thread::sleep(pause);
         Ok(())
     }
 
-    fn give_up(&self, target: &RequestTarget, url: &str, error: TransientError, attempts: u32) -> HubError {
+    fn final_error(
+        &self,
+        target: &RequestTarget,
+        url: &str,
+        error: TransientError,
+        attempts: u32,
+    ) -> HubError {
         let (what, url, token) = (target.name(), url.to_string(), self.token.is_some());
         match error {
             TransientError::Unreachable(problem) | TransientError::Broken(problem) => {
@@ -250,13 +263,18 @@ impl Client {
 }
 
 /// An error for a response that no hub would give.
-pub fn unexpected(target: &RequestTarget, url: &str, found: &str, expected: &'static str) -> HubError {
+pub fn unexpected_response(
+    target: &RequestTarget,
+    url: &str,
+    found: &str,
+    expected: &'static str,
+) -> HubError {
     HubError::Unexpected { what: target.name(), url: url.into(), found: found.into(), expected }
 }
 
-/// The target of a redirect within the same server that does not fall back from HTTPS to HTTP. None
-/// for others, because the client sends its token along.
-fn redirect(from: &str, status: StatusCode, headers: &HeaderMap) -> Option<String> {
+/// The URL of a redirect within the same server, unless it goes from HTTPS to HTTP. None for
+/// others, because the client sends its token along.
+fn same_server_redirect(from: &str, status: StatusCode, headers: &HeaderMap) -> Option<String> {
     if !status.is_redirection() {
         return None;
     }
@@ -273,13 +291,13 @@ fn redirect(from: &str, status: StatusCode, headers: &HeaderMap) -> Option<Strin
 }
 
 /// `Retry-After` in seconds. A date, which is rare, falls back to the usual backoff.
-fn pause_asked_for(headers: &HeaderMap) -> Option<Duration> {
+fn parse_retry_after(headers: &HeaderMap) -> Option<Duration> {
     let text = headers.get(header::RETRY_AFTER)?.to_str().ok()?;
     text.trim().parse().ok().map(Duration::from_secs)
 }
 
 /// Percent-encodes a path, except for unreserved characters, slashes and existing percent signs.
-fn encoded(path: &str) -> String {
+fn percent_encode(path: &str) -> String {
     let mut text = String::with_capacity(path.len());
     for byte in path.bytes() {
         if byte.is_ascii_alphanumeric() || b"-._~/%".contains(&byte) {
@@ -299,7 +317,7 @@ mod tests {
     fn the_token_follows_redirects_of_the_same_server_alone() {
         let leads = |location: &str| {
             let headers = HeaderMap::from_iter([(header::LOCATION, location.parse().unwrap())]);
-            redirect("https://hub.example/a/b", StatusCode::TEMPORARY_REDIRECT, &headers)
+            same_server_redirect("https://hub.example/a/b", StatusCode::TEMPORARY_REDIRECT, &headers)
         };
         assert_eq!(leads("/c").as_deref(), Some("https://hub.example/c"));
         assert_eq!(leads("https://hub.example/c").as_deref(), Some("https://hub.example/c"));

@@ -3,12 +3,12 @@
 use std::fs;
 use std::path::PathBuf;
 
-use crate::hub::Listing;
-use crate::layout::{Config, layout, shard};
+use crate::hub::RepoListing;
+use crate::layout::{Config, configs_from_files, parse_shard_name};
 use crate::{Hub, HubError, Repo};
 
 /// The dataset card.
-const CARD: &str = "README.md";
+const DATASET_CARD: &str = "README.md";
 
 impl Hub {
     /// Local paths of the data files of a dataset's configuration and split, in order. Parquet is
@@ -28,27 +28,30 @@ impl Hub {
     ) -> Result<Vec<PathBuf>, HubError> {
         let listing = self.listing(repo)?;
         let partial = listing.all.is_none();
-        let has_card = listing.known().iter().any(|file| file == CARD);
-        let card = if has_card { fs::read_to_string(self.fetch(repo, CARD)?).ok() } else { None };
-        let configs = layout(card.as_deref(), listing.known(), partial).or_else(|problem| {
-            tracing::warn!("{repo}: {CARD}: {problem}; going by file names instead");
-            layout(None, listing.known(), partial)
-        });
+        let has_card = listing.known_files().iter().any(|file| file == DATASET_CARD);
+        let card = if has_card { fs::read_to_string(self.fetch(repo, DATASET_CARD)?).ok() } else { None };
+        let configs =
+            configs_from_files(card.as_deref(), listing.known_files(), partial).or_else(|problem| {
+                tracing::warn!("{repo}: {DATASET_CARD}: {problem}; going by file names instead");
+                configs_from_files(None, listing.known_files(), partial)
+            });
         let configs = configs.unwrap_or_default();
         if let (true, Some(reason)) = (configs.is_empty(), &listing.local) {
-            return Err(self.not_cached(&format!("data of {repo}"), reason));
+            return Err(self.not_cached_error(&format!("data of {repo}"), reason));
         }
         let config = choose_config(repo, &listing, &configs, config)?;
         if let (true, Some(reason)) = (config.splits.is_empty(), &listing.local) {
-            return Err(self.not_cached(&format!("data of {repo}, configuration {}", config.name), reason));
+            return Err(
+                self.not_cached_error(&format!("data of {repo}, configuration {}", config.name), reason)
+            );
         }
         let (split, files) = choose_split(repo, config, split)?;
-        complete(repo, files)?;
+        check_all_shards(repo, files)?;
         if let Some(reason) = &listing.local {
             let unmatched = config.unmatched.iter().filter(|(of, _)| of == split).map(|(_, pattern)| pattern);
             let unmatched: Vec<&str> = unmatched.map(String::as_str).collect();
             if partial && !unmatched.is_empty() {
-                return Err(self.not_cached(&format!("{} of {repo}", unmatched.join(", ")), reason));
+                return Err(self.not_cached_error(&format!("{} of {repo}", unmatched.join(", ")), reason));
             }
             let missing: Vec<String> =
                 files.iter().filter(|file| !listing.files.contains(file)).cloned().collect();
@@ -69,7 +72,7 @@ impl Hub {
 
 fn choose_config<'a>(
     repo: &Repo,
-    listing: &Listing,
+    listing: &RepoListing,
     configs: &'a [Config],
     wanted: Option<&str>,
 ) -> Result<&'a Config, HubError> {
@@ -118,10 +121,16 @@ fn choose_split<'a>(
 
 /// Checks that the list has every shard of a `split-00000-of-00002` set. A partly filled cache may
 /// lack some.
-fn complete(repo: &Repo, files: &[String]) -> Result<(), HubError> {
-    let Some((split, _, total)) = files.first().and_then(|file| shard(file)) else { return Ok(()) };
-    let numbers: Vec<usize> =
-        files.iter().filter_map(|file| shard(file)).filter(|set| set.2 == total).map(|set| set.1).collect();
+fn check_all_shards(repo: &Repo, files: &[String]) -> Result<(), HubError> {
+    let Some((split, _, total)) = files.first().and_then(|file| parse_shard_name(file)) else {
+        return Ok(());
+    };
+    let numbers: Vec<usize> = files
+        .iter()
+        .filter_map(|file| parse_shard_name(file))
+        .filter(|set| set.2 == total)
+        .map(|set| set.1)
+        .collect();
     let missing: Vec<String> = (0..total)
         .filter(|number| !numbers.contains(number))
         .map(|number| format!("{split}-{number:05}-of-{total:05}"))

@@ -12,11 +12,11 @@ use deepspec_core::progress::Progress;
 use ureq::http::{HeaderMap, StatusCode, header};
 
 use crate::cache::{RepoCache, create_parent};
-use crate::client::{Client, Failure, RequestTarget, TransientError, unexpected};
+use crate::client::{Client, RequestError, RequestTarget, TransientError, unexpected_response};
 use crate::{HubError, Repo};
 
 /// Bytes per read and write.
-const CHUNK: usize = 1 << 18;
+const CHUNK_BYTES: usize = 1 << 18;
 
 /// Metadata of a file from a HEAD request.
 struct Metadata {
@@ -47,51 +47,63 @@ pub struct Download<'a> {
 impl Download<'_> {
     /// Downloads the file unless its blob is cached, and returns its path in the snapshot.
     pub fn run(&self) -> Result<PathBuf, HubError> {
-        let target = self.target();
-        let repo = self.repo.named(self.commit);
-        let url =
-            self.client.url(&format!("{}/resolve/{}/{}", repo.url(), repo.url_revision(), plain(self.file)));
+        let target = self.request_target();
+        let repo = self.repo.to_hf_repo(self.commit);
+        let url = self.client.url(&format!(
+            "{}/resolve/{}/{}",
+            repo.url(),
+            repo.url_revision(),
+            escape_percent_signs(self.file)
+        ));
         let head = self.client.with_retries(&target, &url, || self.client.head(&target, &url))?;
         let status = head.status();
-        let meta = metadata(&target, &url, status, head.headers())?;
-        let blob = self.cache.blob(&meta.etag);
-        create_parent(&blob).map_err(|source| self.disk(source))?;
-        let lock = self.cache.lock(&meta.etag).map_err(|source| self.disk(source))?;
+        let meta = parse_metadata(&target, &url, status, head.headers())?;
+        let blob = self.cache.blob_path(&meta.etag);
+        create_parent(&blob).map_err(|source| self.disk_error(source))?;
+        let lock = self.cache.lock_blob(&meta.etag).map_err(|source| self.disk_error(source))?;
         let here = fs::metadata(&blob).is_ok_and(|blob| meta.size.is_none_or(|size| size == blob.len()));
         if !here {
-            let part = part_name(&blob);
-            self.fill(&target, &url, &meta, &part)?;
+            let part = incomplete_path(&blob);
+            self.download_verified(&target, &url, &meta, &part)?;
             fs::rename(&part, &blob)
                 .map_err(FileError::at("writing", &blob))
-                .map_err(|source| self.disk(source))?;
+                .map_err(|source| self.disk_error(source))?;
         }
-        let path =
-            self.cache.publish(&meta.etag, self.commit, self.file).map_err(|source| self.disk(source))?;
+        let path = self
+            .cache
+            .link_into_snapshot(&meta.etag, self.commit, self.file)
+            .map_err(|source| self.disk_error(source))?;
         drop(lock);
         Ok(path)
     }
 
-    fn target(&self) -> RequestTarget<'_> {
+    fn request_target(&self) -> RequestTarget<'_> {
         RequestTarget { repo: self.repo, file: Some(self.file), known: self.known }
     }
 
-    fn disk(&self, source: FileError) -> HubError {
-        HubError::Disk { what: self.target().name(), source }
+    fn disk_error(&self, source: FileError) -> HubError {
+        HubError::Disk { what: self.request_target().name(), source }
     }
 
     /// Downloads until `part` is complete and its SHA-256, if known, matches. A mismatch is retried
     /// once from the start.
-    fn fill(&self, target: &RequestTarget, url: &str, meta: &Metadata, part: &Path) -> Result<(), HubError> {
+    fn download_verified(
+        &self,
+        target: &RequestTarget,
+        url: &str,
+        meta: &Metadata,
+        part: &Path,
+    ) -> Result<(), HubError> {
         for again in [true, false] {
-            self.complete(target, url, meta, part)?;
+            self.transfer_until_complete(target, url, meta, part)?;
             let Some(expected) = meta.sha256() else { return Ok(()) };
-            let found = digest::file(part).map_err(|source| self.disk(source))?;
+            let found = digest::sha256_of_file(part).map_err(|source| self.disk_error(source))?;
             if found == expected {
                 return Ok(());
             }
             fs::remove_file(part)
                 .map_err(FileError::at("removing", part))
-                .map_err(|source| self.disk(source))?;
+                .map_err(|source| self.disk_error(source))?;
             let problem = format!("their SHA-256 is {found}, the hub announced {expected}");
             if !again {
                 return Err(HubError::Damaged { what: target.name(), url: url.into(), problem });
@@ -104,7 +116,7 @@ impl Download<'_> {
 
     /// Repeats the transfer until all bytes are on disk. Only attempts in a row without new bytes
     /// count against the retry policy.
-    fn complete(
+    fn transfer_until_complete(
         &self,
         target: &RequestTarget,
         url: &str,
@@ -121,14 +133,14 @@ impl Download<'_> {
         }
         let mut best = start;
         let mut tried = 0;
-        while let Err(failure) = self.transfer(target, url, meta, part, &mut progress) {
+        while let Err(failure) = self.request_remaining_bytes(target, url, meta, part, &mut progress) {
             let error = match failure {
-                Failure::Final(error) => return Err(error),
-                Failure::Transient(error) => error,
+                RequestError::Final(error) => return Err(error),
+                RequestError::Transient(error) => error,
             };
             tried = if length() > best { 1 } else { tried + 1 };
             best = best.max(length());
-            self.client.wait(target, url, error, tried, best > start)?;
+            self.client.wait_before_retry(target, url, error, tried, best > start)?;
         }
         if let Some(progress) = progress {
             progress.finish();
@@ -136,16 +148,17 @@ impl Download<'_> {
         Ok(())
     }
 
-    /// One request for the remaining bytes of `part`.
-    fn transfer(
+    /// Requests the remaining bytes of `part` once and appends them.
+    fn request_remaining_bytes(
         &self,
         target: &RequestTarget,
         url: &str,
         meta: &Metadata,
         part: &Path,
         progress: &mut Option<Progress>,
-    ) -> Result<(), Failure> {
-        let failed = |error: io::Error| Failure::Final(self.disk(FileError::at("writing", part)(error)));
+    ) -> Result<(), RequestError> {
+        let failed =
+            |error: io::Error| RequestError::Final(self.disk_error(FileError::at("writing", part)(error)));
         let mut file = File::options().create(true).append(true).open(part).map_err(failed)?;
         let start = file.metadata().map_err(failed)?.len();
         if meta.size == Some(start) {
@@ -154,30 +167,30 @@ impl Download<'_> {
         let mut response = self.client.get(target, url, start)?;
         let announced = match response.status() {
             StatusCode::PARTIAL_CONTENT => {
-                let (first, total) = content_range(response.headers()).ok_or_else(|| {
-                    Failure::Transient(TransientError::Broken("a range without Content-Range".into()))
+                let (first, total) = parse_content_range(response.headers()).ok_or_else(|| {
+                    RequestError::Transient(TransientError::Broken("a range without Content-Range".into()))
                 })?;
                 if first != start {
                     let problem = format!("bytes from {first} where those from {start} were asked for");
-                    return Err(Failure::Transient(TransientError::Broken(problem)));
+                    return Err(RequestError::Transient(TransientError::Broken(problem)));
                 }
                 total
             }
             StatusCode::OK => {
                 // The server ignored the range and sends the whole file again.
                 file.set_len(0).map_err(failed)?;
-                number(response.headers(), header::CONTENT_LENGTH.as_str())
+                parse_header_number(response.headers(), header::CONTENT_LENGTH.as_str())
             }
             status => {
                 file.set_len(0).map_err(failed)?;
-                return Err(Failure::Transient(TransientError::Broken(format!("HTTP {status}"))));
+                return Err(RequestError::Transient(TransientError::Broken(format!("HTTP {status}"))));
             }
         };
         let mut have = file.metadata().map_err(failed)?.len();
         let size = meta.size.or(announced);
         let bar = progress
-            .get_or_insert_with(|| Progress::bytes(self.verbosity, "fetching", size.unwrap_or(0), have));
-        let (mut body, mut buffer) = (response.body_mut().as_reader(), vec![0; CHUNK]);
+            .get_or_insert_with(|| Progress::for_bytes(self.verbosity, "fetching", size.unwrap_or(0), have));
+        let (mut body, mut buffer) = (response.body_mut().as_reader(), vec![0; CHUNK_BYTES]);
         loop {
             let read = match body.read(&mut buffer) {
                 Ok(0) => break,
@@ -185,7 +198,7 @@ impl Download<'_> {
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
                 Err(error) => {
                     let problem = format!("broken off after {have} bytes: {error}");
-                    return Err(Failure::Transient(TransientError::Broken(problem)));
+                    return Err(RequestError::Transient(TransientError::Broken(problem)));
                 }
             };
             file.write_all(&buffer[..read]).map_err(failed)?;
@@ -195,32 +208,32 @@ impl Download<'_> {
         match size {
             Some(size) if have < size => {
                 let problem = format!("broken off after {have} of {size} bytes");
-                Err(Failure::Transient(TransientError::Broken(problem)))
+                Err(RequestError::Transient(TransientError::Broken(problem)))
             }
             Some(size) if have > size => {
                 file.set_len(0).map_err(failed)?;
                 let problem = format!("{have} bytes where {size} were announced");
-                Err(Failure::Transient(TransientError::Broken(problem)))
+                Err(RequestError::Transient(TransientError::Broken(problem)))
             }
             _ => file.sync_all().map_err(failed),
         }
     }
 }
 
-/// The path of an incomplete blob. Older Python tools used it too, so their interrupted downloads
-/// resume.
-fn part_name(blob: &Path) -> PathBuf {
+/// Path of a partly downloaded blob. Older Python tools use it too, so their interrupted downloads
+/// can be resumed here.
+fn incomplete_path(blob: &Path) -> PathBuf {
     let mut name = blob.as_os_str().to_owned();
     name.push(".incomplete");
     name.into()
 }
 
 /// A file's path for a URL: encodes literal percent signs, before [`Client::url`] encodes the rest.
-fn plain(file: &str) -> String {
+fn escape_percent_signs(file: &str) -> String {
     file.replace('%', "%25")
 }
 
-fn metadata(
+fn parse_metadata(
     target: &RequestTarget,
     url: &str,
     status: StatusCode,
@@ -232,18 +245,19 @@ fn metadata(
     let is_name = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
     if etag.is_empty() || etag.starts_with('.') || !etag.chars().all(is_name) {
         let found = format!("HTTP {status} with the etag {etag:?}");
-        return Err(unexpected(target, url, &found, "a tag that names the content"));
+        return Err(unexpected_response(target, url, &found, "a tag that names the content"));
     }
-    let length = || number(headers, header::CONTENT_LENGTH.as_str()).filter(|_| status.is_success());
-    Ok(Metadata { etag: etag.into(), size: number(headers, "x-linked-size").or_else(length) })
+    let length =
+        || parse_header_number(headers, header::CONTENT_LENGTH.as_str()).filter(|_| status.is_success());
+    Ok(Metadata { etag: etag.into(), size: parse_header_number(headers, "x-linked-size").or_else(length) })
 }
 
-fn number(headers: &HeaderMap, name: &str) -> Option<u64> {
+fn parse_header_number(headers: &HeaderMap, name: &str) -> Option<u64> {
     headers.get(name)?.to_str().ok()?.trim().parse().ok()
 }
 
 /// The first byte and the whole size in `bytes 5-9/10`.
-fn content_range(headers: &HeaderMap) -> Option<(u64, Option<u64>)> {
+fn parse_content_range(headers: &HeaderMap) -> Option<(u64, Option<u64>)> {
     let text = headers.get(header::CONTENT_RANGE)?.to_str().ok()?;
     let (range, total) = text.strip_prefix("bytes ")?.split_once('/')?;
     Some((range.split_once('-')?.0.trim().parse().ok()?, total.trim().parse().ok()))

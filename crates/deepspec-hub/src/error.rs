@@ -6,7 +6,7 @@ use std::time::Duration;
 use deepspec_core::atomic::FileError;
 use deepspec_core::cli::UsageError;
 
-use crate::{Kind, Repo};
+use crate::{Repo, RepoType};
 
 /// Why a download failed. Every message says what was tried and what to do.
 #[derive(Debug, thiserror::Error)]
@@ -14,16 +14,16 @@ pub enum HubError {
     /// Text that is neither a local path nor a hub id.
     #[error(
         "{text} does not exist: there is no such folder or file{}, and it is no hub id of a {kind} (`owner/name` or `owner/name@revision`)",
-        here()
+        in_current_dir()
     )]
     NotAnId {
         /// Whether a model or a dataset was requested.
-        kind: Kind,
+        kind: RepoType,
         /// The text.
         text: String,
     },
     /// An error of a hub id that may have been meant as a path.
-    #[error("{source}. (There is no folder {text}{}, so it was taken as a hub id)", here())]
+    #[error("{source}. (There is no folder {text}{}, so it was taken as a hub id)", in_current_dir())]
     TakenAsId {
         /// The name as given.
         text: String,
@@ -251,7 +251,7 @@ pub enum HubError {
         problem: String,
     },
     /// The cache cannot be written or read.
-    #[error("fetching {what}: {source}{}", remedy(&source.source))]
+    #[error("fetching {what}: {source}{}", disk_remedy(&source.source))]
     Disk {
         /// The file or repository.
         what: String,
@@ -261,7 +261,7 @@ pub enum HubError {
     /// A dataset without readable data files.
     #[error(
         "{repo}{}: no data files; parquet, jsonl and json (plain, .gz, .zst) are read, found: {}",
-        located(place),
+        with_leading_comma(place),
         first_few(files)
     )]
     NoData {
@@ -325,8 +325,8 @@ pub enum HubError {
 }
 
 impl HubError {
-    /// Wraps the error of a hub id `text` that may have been meant as a path.
-    pub fn taken_as_id(self, text: &str) -> Self {
+    /// Adds to an error of the hub id `text` the hint that no folder of that name exists.
+    pub fn with_path_hint(self, text: &str) -> Self {
         Self::TakenAsId { text: text.into(), source: Box::new(self) }
     }
 
@@ -353,7 +353,7 @@ impl HubError {
         )
     }
 
-    /// The error for a program's `main`, which exits with 2 if the call is wrong.
+    /// Converts the error for a program's `main`. A usage error exits with code 2.
     pub fn report(self) -> anyhow::Error {
         if self.is_usage() { UsageError(self.to_string()).into() } else { self.into() }
     }
@@ -367,7 +367,7 @@ impl HubError {
     }
 }
 
-fn remedy(error: &io::Error) -> &'static str {
+fn disk_remedy(error: &io::Error) -> &'static str {
     match error.kind() {
         io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
             "; free some space, or set HF_HUB_CACHE to a folder on another disk (what has arrived is kept and continued)"
@@ -380,22 +380,22 @@ fn remedy(error: &io::Error) -> &'static str {
 }
 
 /// The current directory, for messages about relative paths.
-fn here() -> String {
+fn in_current_dir() -> String {
     std::env::current_dir().map_or_else(|_| String::new(), |dir| format!(" in {}", dir.display()))
 }
 
-fn located(place: &str) -> String {
+fn with_leading_comma(place: &str) -> String {
     if place.is_empty() { String::new() } else { format!(", {place}") }
 }
 
 /// Up to twelve names, and the number of the others.
 fn first_few(names: &[String]) -> String {
-    const SHOWN: usize = 12;
-    let mut text = names.iter().take(SHOWN).cloned().collect::<Vec<_>>().join(", ");
+    const MAX_NAMES_SHOWN: usize = 12;
+    let mut text = names.iter().take(MAX_NAMES_SHOWN).cloned().collect::<Vec<_>>().join(", ");
     if names.is_empty() {
         text.push_str("none");
-    } else if names.len() > SHOWN {
-        text.push_str(&format!(" and {} more", names.len() - SHOWN));
+    } else if names.len() > MAX_NAMES_SHOWN {
+        text.push_str(&format!(" and {} more", names.len() - MAX_NAMES_SHOWN));
     }
     text
 }

@@ -26,7 +26,7 @@ fn to_regex(pattern: &str) -> String {
     while let Some(&c) = text.get(at) {
         let rest = &text[at..];
         let begins = at == 0 || text[at - 1] == '/';
-        let (expression, read) = match (rest, class(rest)) {
+        let (expression, read) = match (rest, class_to_regex(rest)) {
             (['*', '*', '/', ..], _) if begins => ("(?:[^/]+/)*".into(), 3),
             (['*', '*', ..], _) => (".*".into(), 2),
             (['*', ..], _) => ("[^/]*".into(), 1),
@@ -42,7 +42,7 @@ fn to_regex(pattern: &str) -> String {
 
 /// The character class at the start of a pattern as a regular expression, and its length. It never
 /// matches a slash; a `]` in first place is literal.
-fn class(pattern: &[char]) -> Option<(String, usize)> {
+fn class_to_regex(pattern: &[char]) -> Option<(String, usize)> {
     let ['[', inner @ ..] = pattern else { return None };
     let negated = usize::from(matches!(inner, ['!' | '^', ..]));
     let len = 1 + inner[negated..].iter().skip(1).position(|&c| c == ']')?;

@@ -5,18 +5,18 @@ use serde_json::Value;
 use crate::glob::Glob;
 
 /// Name of the default configuration.
-const DEFAULT: &str = "default";
+const DEFAULT_CONFIG: &str = "default";
 
 /// One configuration of a dataset.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Config {
-    /// Its name.
+    /// Name of the configuration.
     pub name: String,
-    /// Whether it is the default.
+    /// Whether the dataset card or the name makes it the default.
     pub is_default: bool,
-    /// Its splits in order, each with its data files in order.
+    /// The splits in order, each with its data files in order.
     pub splits: Vec<(String, Vec<String>)>,
-    /// Splits, each with a pattern of the card that matches no file.
+    /// Pairs of a split and a pattern of the dataset card that matches no file.
     pub unmatched: Vec<(String, String)>,
 }
 
@@ -25,11 +25,17 @@ pub struct Config {
 ///
 /// # Errors
 /// If the card is malformed, as a message.
-pub fn layout(card: Option<&str>, files: &[String], partial: bool) -> Result<Vec<Config>, String> {
-    let listed = card.map(card_configs).transpose()?.flatten();
+pub fn configs_from_files(
+    card: Option<&str>,
+    files: &[String],
+    partial: bool,
+) -> Result<Vec<Config>, String> {
+    let listed = card.map(parse_card_configs).transpose()?.flatten();
     let mut configs = match listed {
-        Some(entries) => entries.iter().map(|entry| card_config(entry, files)).collect::<Result<_, _>>()?,
-        None => inferred(files),
+        Some(entries) => {
+            entries.iter().map(|entry| parse_card_config(entry, files)).collect::<Result<_, _>>()?
+        }
+        None => infer_configs(files),
     };
     for config in &mut configs {
         for (_, files) in &mut config.splits {
@@ -47,7 +53,7 @@ pub fn layout(card: Option<&str>, files: &[String], partial: bool) -> Result<Vec
 }
 
 /// The `configs` of the card's YAML front matter.
-fn card_configs(card: &str) -> Result<Option<Vec<Value>>, String> {
+fn parse_card_configs(card: &str) -> Result<Option<Vec<Value>>, String> {
     let card = card.trim_start_matches('\u{feff}').replace("\r\n", "\n");
     let Some((front, _)) = card.strip_prefix("---\n").and_then(|rest| rest.split_once("\n---")) else {
         return Ok(None);
@@ -56,11 +62,11 @@ fn card_configs(card: &str) -> Result<Option<Vec<Value>>, String> {
     Ok(front.get("configs").and_then(Value::as_array).filter(|list| !list.is_empty()).cloned())
 }
 
-fn card_config(entry: &Value, files: &[String]) -> Result<Config, String> {
-    let name = entry.get("config_name").map_or(Some(DEFAULT.to_string()), text);
+fn parse_card_config(entry: &Value, files: &[String]) -> Result<Config, String> {
+    let name = entry.get("config_name").map_or(Some(DEFAULT_CONFIG.to_string()), yaml_scalar_text);
     let name = name.ok_or_else(|| format!("config_name is {}; expected text", entry["config_name"]))?;
-    let is_default = entry.get("default").and_then(Value::as_bool).unwrap_or(name == DEFAULT);
-    let dir = entry.get("data_dir").and_then(text).unwrap_or_default();
+    let is_default = entry.get("default").and_then(Value::as_bool).unwrap_or(name == DEFAULT_CONFIG);
+    let dir = entry.get("data_dir").and_then(yaml_scalar_text).unwrap_or_default();
     let dir = dir.trim_start_matches("./").trim_matches('/').to_string();
     let under = |pattern: &str| if dir.is_empty() { pattern.to_string() } else { format!("{dir}/{pattern}") };
     let mut unmatched = vec![];
@@ -69,24 +75,24 @@ fn card_config(entry: &Value, files: &[String]) -> Result<Config, String> {
             let inside: Vec<&String> =
                 files.iter().filter(|file| dir.is_empty() || file.starts_with(&under(""))).collect();
             let mut splits = vec![];
-            for file in inside.into_iter().filter(|file| is_data(file)) {
+            for file in inside.into_iter().filter(|file| is_data_file(file)) {
                 let rest = file.strip_prefix(&under("")).unwrap_or(file);
-                add(&mut splits, split_of(rest), file);
+                add_file_to_split(&mut splits, infer_split(rest), file);
             }
             splits
         }
         Some(given) => {
             let mut splits: Vec<(String, Vec<String>)> = vec![];
             for (split, patterns) in
-                patterns(given).ok_or_else(|| format!("data_files of {name} is {given}"))?
+                parse_data_files(given).ok_or_else(|| format!("data_files of {name} is {given}"))?
             {
                 for pattern in patterns.iter().map(|pattern| under(pattern)) {
                     let glob = Glob::new(&pattern);
                     if !files.iter().any(|file| glob.matches(file)) {
                         unmatched.push((split.clone(), pattern));
                     }
-                    for file in files.iter().filter(|file| is_data(file) && glob.matches(file)) {
-                        add(&mut splits, split.clone(), file);
+                    for file in files.iter().filter(|file| is_data_file(file) && glob.matches(file)) {
+                        add_file_to_split(&mut splits, split.clone(), file);
                     }
                 }
             }
@@ -98,16 +104,16 @@ fn card_config(entry: &Value, files: &[String]) -> Result<Config, String> {
 
 /// Splits and their patterns, from a pattern, a list of patterns, a list of `{split, path}` or a
 /// map from splits.
-fn patterns(given: &Value) -> Option<Vec<(String, Vec<String>)>> {
+fn parse_data_files(given: &Value) -> Option<Vec<(String, Vec<String>)>> {
     let several = |value: &Value| match value {
-        Value::Array(list) => list.iter().map(text).collect::<Option<Vec<_>>>(),
-        one => text(one).map(|one| vec![one]),
+        Value::Array(list) => list.iter().map(yaml_scalar_text).collect::<Option<Vec<_>>>(),
+        one => yaml_scalar_text(one).map(|one| vec![one]),
     };
     match given {
         Value::Array(list) if list.iter().any(Value::is_object) => list
             .iter()
             .map(|entry| {
-                let split = entry.get("split").map_or(Some("train".into()), text)?;
+                let split = entry.get("split").map_or(Some("train".into()), yaml_scalar_text)?;
                 Some((split, several(entry.get("path")?)?))
             })
             .collect(),
@@ -119,7 +125,7 @@ fn patterns(given: &Value) -> Option<Vec<(String, Vec<String>)>> {
 }
 
 /// A string, or a number or boolean that YAML parsed from unquoted text.
-fn text(value: &Value) -> Option<String> {
+fn yaml_scalar_text(value: &Value) -> Option<String> {
     match value {
         Value::String(text) => Some(text.clone()),
         Value::Number(_) | Value::Bool(_) => Some(value.to_string()),
@@ -127,27 +133,27 @@ fn text(value: &Value) -> Option<String> {
     }
 }
 
-/// Infers configurations from folders and splits from names: `config/split-00000-of-00001.parquet`,
-/// `data/train.jsonl`, `config/split/0.parquet`.
-fn inferred(files: &[String]) -> Vec<Config> {
+/// Infers configurations from folder names, and splits from file or folder names:
+/// `config/split-00000-of-00001.parquet`, `data/train.jsonl`, `config/split/0.parquet`.
+fn infer_configs(files: &[String]) -> Vec<Config> {
     let mut configs: Vec<Config> = vec![];
-    for file in files.iter().filter(|file| is_data(file)) {
+    for file in files.iter().filter(|file| is_data_file(file)) {
         let inside = file.strip_prefix("data/").unwrap_or(file);
         let (name, rest) = match inside.split_once('/') {
-            Some((folder, rest)) if keyword(folder).is_none() => (folder, rest),
-            _ => (DEFAULT, inside),
+            Some((folder, rest)) if split_from_words(folder).is_none() => (folder, rest),
+            _ => (DEFAULT_CONFIG, inside),
         };
         let place = configs.iter().position(|config| config.name == name).unwrap_or_else(|| {
-            let is_default = name == DEFAULT;
+            let is_default = name == DEFAULT_CONFIG;
             configs.push(Config { name: name.into(), is_default, splits: vec![], unmatched: vec![] });
             configs.len() - 1
         });
-        add(&mut configs[place].splits, split_of(rest), file);
+        add_file_to_split(&mut configs[place].splits, infer_split(rest), file);
     }
     configs
 }
 
-fn add(splits: &mut Vec<(String, Vec<String>)>, split: String, file: &str) {
+fn add_file_to_split(splits: &mut Vec<(String, Vec<String>)>, split: String, file: &str) {
     let place = splits.iter().position(|(name, _)| *name == split).unwrap_or_else(|| {
         splits.push((split, vec![]));
         splits.len() - 1
@@ -158,10 +164,10 @@ fn add(splits: &mut Vec<(String, Vec<String>)>, split: String, file: &str) {
 }
 
 /// The split of a path within its configuration.
-fn split_of(path: &str) -> String {
+fn infer_split(path: &str) -> String {
     let (folders, name) = path.rsplit_once('/').unwrap_or(("", path));
     let stem = name.split('.').next().unwrap_or(name);
-    if let Some((split, _, _)) = shard(name) {
+    if let Some((split, _, _)) = parse_shard_name(name) {
         return split.to_string();
     }
     let folder = folders.rsplit('/').next().unwrap_or_default();
@@ -169,13 +175,16 @@ fn split_of(path: &str) -> String {
     if is_number && !folder.is_empty() {
         // `dev/0000.parquet` is in the validation split, `train_sft/0000.parquet` in `train_sft`.
         let is_word = folder.bytes().all(|byte| byte.is_ascii_alphabetic());
-        return keyword(folder).filter(|_| is_word).unwrap_or(folder).to_string();
+        return split_from_words(folder).filter(|_| is_word).unwrap_or(folder).to_string();
     }
-    keyword(stem).or_else(|| folders.split('/').find_map(keyword)).unwrap_or("train").to_string()
+    split_from_words(stem)
+        .or_else(|| folders.split('/').find_map(split_from_words))
+        .unwrap_or("train")
+        .to_string()
 }
 
 /// Split, index and number of shards in `split-00000-of-00002…`.
-pub fn shard(name: &str) -> Option<(&str, usize, usize)> {
+pub fn parse_shard_name(name: &str) -> Option<(&str, usize, usize)> {
     let name = name.rsplit('/').next().unwrap_or(name);
     let (before, after) = name.split_once("-of-")?;
     let (split, number) = before.rsplit_once('-')?;
@@ -184,8 +193,8 @@ pub fn shard(name: &str) -> Option<(&str, usize, usize)> {
     Some((split, digits(number)?, digits(count)?))
 }
 
-/// The split of the first word in `name` that stands for one.
-fn keyword(name: &str) -> Option<&'static str> {
+/// The split (`train`, `validation` or `test`) that the first matching word in `name` stands for.
+fn split_from_words(name: &str) -> Option<&'static str> {
     name.split(|c: char| !c.is_ascii_alphabetic()).find_map(|word| match word.to_ascii_lowercase().as_str() {
         "train" | "training" => Some("train"),
         "validation" | "valid" | "val" | "dev" => Some("validation"),
@@ -195,7 +204,7 @@ fn keyword(name: &str) -> Option<&'static str> {
 }
 
 /// Rank of a file's format, 0 for the best; None for other files.
-fn format(file: &str) -> Option<usize> {
+fn format_rank(file: &str) -> Option<usize> {
     let name = file.rsplit('/').next().unwrap_or(file);
     let plain = name.strip_suffix(".gz").or_else(|| name.strip_suffix(".zst")).unwrap_or(name);
     match (plain.rsplit_once('.')?.1, plain == name) {
@@ -207,17 +216,18 @@ fn format(file: &str) -> Option<usize> {
 }
 
 /// Whether a file holds rows rather than metadata.
-fn is_data(file: &str) -> bool {
+fn is_data_file(file: &str) -> bool {
     let hidden = file.split('/').any(|part| part.starts_with(['.', '_']));
     let name = file.rsplit('/').next().unwrap_or(file);
     let about = ["dataset_info.json", "dataset_infos.json", "config.json", "dataset_dict.json", "state.json"];
-    !hidden && !about.contains(&name) && format(file).is_some()
+    !hidden && !about.contains(&name) && format_rank(file).is_some()
 }
 
-/// Drops other formats, because repositories often store the rows in several.
+/// Keeps only the files of the preferred format, because repositories often store the rows in
+/// several formats.
 fn keep_best_format(files: &mut Vec<String>) {
-    let best = files.iter().filter_map(|file| format(file)).min();
-    files.retain(|file| format(file) == best);
+    let best = files.iter().filter_map(|file| format_rank(file)).min();
+    files.retain(|file| format_rank(file) == best);
 }
 
 #[cfg(test)]
@@ -231,7 +241,7 @@ mod tests {
     }
 
     fn said(card: Option<&str>, files: &[&str]) -> String {
-        let configs = layout(card, &names(files), false).unwrap();
+        let configs = configs_from_files(card, &names(files), false).unwrap();
         let split = |(name, files): &(String, Vec<String>)| format!("{name}={}", files.join("+"));
         let config = |config: &Config| {
             let splits: Vec<String> = config.splits.iter().map(split).collect();
@@ -294,16 +304,16 @@ mod tests {
             "---\nconfigs:\n- config_name: [1]\n---\n",
             "---\nconfigs:\n- data_files: [[1]]\n---\n",
         ] {
-            assert!(layout(Some(broken), &names(&files), false).is_err(), "{broken}");
+            assert!(configs_from_files(Some(broken), &names(&files), false).is_err(), "{broken}");
         }
     }
 
     #[test]
     fn shard_numbers_are_read() {
-        assert_eq!(shard("a/train-00001-of-00012.parquet"), Some(("train", 1, 12)));
-        assert_eq!(shard("model-00002-of-00003.safetensors"), Some(("model", 2, 3)));
+        assert_eq!(parse_shard_name("a/train-00001-of-00012.parquet"), Some(("train", 1, 12)));
+        assert_eq!(parse_shard_name("model-00002-of-00003.safetensors"), Some(("model", 2, 3)));
         for other in ["train.parquet", "train-1-of-2.parquet", "train-of-00002", "-of-"] {
-            assert_eq!(shard(other), None, "{other}");
+            assert_eq!(parse_shard_name(other), None, "{other}");
         }
     }
 }

@@ -22,6 +22,6 @@ pub use error::HubError;
 pub use glob::Glob;
 pub use hub::Hub;
 pub use model::model_dir;
-pub use repo::{Kind, Repo, is_id};
+pub use repo::{Repo, RepoType, is_hub_id};
 pub use settings::{HubOptions, RetryPolicy};
 pub use tls::prepare_tls;

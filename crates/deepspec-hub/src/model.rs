@@ -8,11 +8,11 @@ use deepspec_core::cli::Verbosity;
 use deepspec_core::env;
 use serde_json::Value;
 
-use crate::{Hub, HubError, Kind, Repo};
+use crate::{Hub, HubError, Repo, RepoType};
 
-const CONFIG: &str = "config.json";
-const SINGLE: &str = "model.safetensors";
-const INDEX: &str = "model.safetensors.index.json";
+const CONFIG_FILE: &str = "config.json";
+const SINGLE_WEIGHTS_FILE: &str = "model.safetensors";
+const INDEX_FILE: &str = "model.safetensors.index.json";
 
 impl Hub {
     /// The snapshot folder of a model: its configuration, tokenizer, chat template and safetensors
@@ -24,38 +24,39 @@ impl Hub {
         let listing = self.listing(repo)?;
         let has = |file: &str| listing.files.iter().any(|known| known == file);
         let missing = |problem: &str| match &listing.local {
-            Some(reason) => self.not_cached(&format!("{repo} ({problem})"), reason),
+            Some(reason) => self.not_cached_error(&format!("{repo} ({problem})"), reason),
             None => HubError::NoModel {
                 repo: repo.clone(),
                 problem: problem.into(),
                 files: listing.files.clone(),
             },
         };
-        if !has(CONFIG) {
+        if !has(CONFIG_FILE) {
             return Err(missing("it has no config.json"));
         }
         // Downloads small files first: errors in them show before gigabytes have arrived.
-        for file in listing.known().iter().filter(|file| is_small_part(file)) {
+        for file in listing.known_files().iter().filter(|file| is_small_model_file(file)) {
             self.fetch(repo, file)?;
         }
-        let weights = if has(INDEX) {
-            let index = self.fetch(repo, INDEX)?;
-            let shards = shards(&index).ok_or_else(|| missing("its safetensors index names no files"))?;
+        let weights = if has(INDEX_FILE) {
+            let index = self.fetch(repo, INDEX_FILE)?;
+            let shards =
+                read_shard_names(&index).ok_or_else(|| missing("its safetensors index names no files"))?;
             let absent: Vec<String> = shards.iter().filter(|file| !has(file)).cloned().collect();
             if !absent.is_empty() {
                 let total = shards.len();
                 return Err(HubError::Incomplete { repo: repo.clone(), missing: absent, total });
             }
             shards
-        } else if has(SINGLE) {
-            vec![SINGLE.to_string()]
+        } else if has(SINGLE_WEIGHTS_FILE) {
+            vec![SINGLE_WEIGHTS_FILE.to_string()]
         } else {
             return Err(missing("it has no model.safetensors and no index of several"));
         };
         for file in &weights {
             self.fetch(repo, file)?;
         }
-        Ok(self.snapshot(repo, &listing.commit))
+        Ok(self.snapshot_dir(repo, &listing.commit))
     }
 }
 
@@ -79,14 +80,14 @@ pub fn model_dir(model: &str, revision: Option<&str>, verbosity: Verbosity) -> R
             None => Ok(place),
         };
     }
-    let repo = Repo::parse(Kind::Model, model, revision)?;
-    Hub::from_env(verbosity)?.model(&repo).map_err(|error| error.taken_as_id(model))
+    let repo = Repo::parse(RepoType::Model, model, revision)?;
+    Hub::from_env(verbosity)?.model(&repo).map_err(|error| error.with_path_hint(model))
 }
 
 /// Whether a file is a configuration, tokenizer or chat template that loading needs.
-fn is_small_part(file: &str) -> bool {
+fn is_small_model_file(file: &str) -> bool {
     let known = [
-        CONFIG,
+        CONFIG_FILE,
         "generation_config.json",
         "special_tokens_map.json",
         "added_tokens.json",
@@ -104,7 +105,7 @@ fn is_small_part(file: &str) -> bool {
 }
 
 /// The shards of a safetensors index, without duplicates, sorted.
-fn shards(index: &Path) -> Option<Vec<String>> {
+fn read_shard_names(index: &Path) -> Option<Vec<String>> {
     let index: Value = serde_json::from_str(&atomic::read_text(index).ok()?).ok()?;
     let names: Option<BTreeSet<String>> =
         index.get("weight_map")?.as_object()?.values().map(|file| file.as_str().map(Into::into)).collect();

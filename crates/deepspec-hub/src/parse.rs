@@ -1,10 +1,10 @@
 //! Parses hub ids from arguments and settings.
 
 use crate::HubError;
-use crate::repo::{Kind, Repo, is_name, is_path, split};
+use crate::repo::{Repo, RepoType, is_repo_name, is_safe_path, split_revision};
 
 /// Suffixes that mark a name as a local file rather than a hub id.
-const FILES: [&str; 6] = [".gguf", ".safetensors", ".json", ".jsonl", ".parquet", ".yaml"];
+const FILE_SUFFIXES: [&str; 6] = [".gguf", ".safetensors", ".json", ".jsonl", ".parquet", ".yaml"];
 
 impl Repo {
     /// Parses `owner/name` or `owner/name@revision`; `revision` is a separate setting, such as a
@@ -12,10 +12,10 @@ impl Repo {
     ///
     /// # Errors
     /// If the text has another form, or if the two revisions differ.
-    pub fn parse(kind: Kind, text: &str, revision: Option<&str>) -> Result<Self, HubError> {
-        let (id, own) = split(text);
-        let is_file = FILES.iter().any(|end| id.to_ascii_lowercase().ends_with(end));
-        if !is_name(id) || is_file {
+    pub fn parse(kind: RepoType, text: &str, revision: Option<&str>) -> Result<Self, HubError> {
+        let (id, own) = split_revision(text);
+        let is_file = FILE_SUFFIXES.iter().any(|end| id.to_ascii_lowercase().ends_with(end));
+        if !is_repo_name(id) || is_file {
             return Err(HubError::NotAnId { kind, text: text.into() });
         }
         match (own, revision) {
@@ -28,10 +28,10 @@ impl Repo {
 
     /// Refuses names that would lead outside the cache or to another URL.
     pub(crate) fn check(&self) -> Result<(), HubError> {
-        if !is_name(&self.id) {
+        if !is_repo_name(&self.id) {
             return Err(HubError::NotAnId { kind: self.kind, text: self.id.clone() });
         }
-        if !is_path(self.revision()) || self.revision().contains(['?', '#', '%']) {
+        if !is_safe_path(self.revision()) || self.revision().contains(['?', '#', '%']) {
             return Err(HubError::NoRevision { repo: self.clone() });
         }
         Ok(())

@@ -29,11 +29,11 @@ pub struct HubOptions {
 /// How temporary failures are retried.
 #[derive(Debug, Clone, Copy)]
 pub struct RetryPolicy {
-    /// Most requests in a row without progress.
+    /// Maximum number of requests in a row without progress.
     pub attempts: u32,
     /// Pause before the second request; it doubles with each later one.
     pub pause: Duration,
-    /// Longest pause between requests. Retries end if the server asks for a longer one.
+    /// Maximum pause between requests. Retries end if the server asks for a longer pause.
     pub max_pause: Duration,
     /// Timeout for connecting.
     pub connect: Duration,
@@ -54,12 +54,12 @@ impl Default for RetryPolicy {
 }
 
 impl HubOptions {
-    /// Options from the environment variables; see [`env::hub`].
+    /// Options from the environment variables; see [`env::hub_env`].
     ///
     /// # Errors
     /// If no folder for the cache is known.
     pub fn from_env(verbosity: Verbosity) -> Result<Self, HubError> {
-        let variables = env::hub();
+        let variables = env::hub_env();
         let cache = variables.cache.ok_or(HubError::NoCacheFolder)?;
         let stored = || fs::read_to_string(variables.token_path.as_ref()?).ok();
         let token = if variables.anonymous { None } else { variables.token.or_else(stored) };

@@ -6,16 +6,17 @@ use std::sync::Arc;
 use rustls::crypto::ring;
 use ureq::tls::{Certificate, RootCerts, TlsConfig};
 
-/// Makes ring the cryptography library of all HTTPS in this process, unless another is installed.
-/// Call it before building a reqwest client, which has none of its own; ureq uses ring by itself.
+/// Installs ring as the cryptography library of all HTTPS in this process, unless another is
+/// installed. Call this before building a reqwest client, which has no such library. ureq uses ring
+/// by itself.
 pub fn prepare_tls() {
     let _ = ring::default_provider().install_default();
 }
 
-/// Trusts the system's certificates, or the ones in `SSL_CERT_FILE` and `SSL_CERT_DIR`, for example
-/// a company proxy's. A system without certificates, like many containers, gets Mozilla's built-in
-/// list, unless one of these variables is set.
-pub(crate) fn trusted() -> TlsConfig {
+/// The TLS settings: trusts the system's certificates, or the ones in `SSL_CERT_FILE` and
+/// `SSL_CERT_DIR`, for example a company proxy's. A system without certificates, like many
+/// containers, gets Mozilla's built-in list, unless one of these variables is set.
+pub(crate) fn tls_config() -> TlsConfig {
     let found = rustls_native_certs::load_native_certs();
     let is_set = |name: &&str| env::var_os(name).is_some_and(|value| !value.is_empty());
     let named: Vec<&str> = ["SSL_CERT_FILE", "SSL_CERT_DIR"].into_iter().filter(is_set).collect();

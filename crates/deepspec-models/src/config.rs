@@ -6,14 +6,14 @@ use std::path::{Path, PathBuf};
 use deepspec_checkpoint::{CheckpointError, DecoderFamily, Fields};
 use deepspec_core::atomic;
 use deepspec_cost::estimate::{AttentionSize, ModelSize};
-use deepspec_ops::kv_attention::capacity;
+use deepspec_ops::kv_attention::row_capacity;
 use deepspec_text::ChatFormat;
 use serde_json::{Map, Value};
 
 use crate::ModelError;
 use crate::nn::{self, Heads, LayerSpec};
 
-/// Most layers of a decoder. More are a mistake, refused before they exhaust memory.
+/// Maximum number of decoder layers. A larger number is a mistake in the config, and would exhaust memory.
 pub const MAX_LAYERS: usize = 1024;
 
 /// The architecture of a causal language model, from its config.json.
@@ -27,7 +27,7 @@ pub struct ModelConfig {
     pub vocab_size: i64,
     /// ε of the final norm.
     pub rms_norm_eps: f64,
-    /// Longest sequence that the model was trained for.
+    /// Maximum sequence length that the model was trained for.
     pub max_position_embeddings: usize,
     /// Whether the head is the embedding.
     pub tie_word_embeddings: bool,
@@ -94,18 +94,20 @@ pub fn read_json(dir: &Path) -> Result<(PathBuf, Map<String, Value>), ModelError
 }
 
 impl ModelConfig {
-    /// Numbers in the KV cache of `slots` sequences of up to `tokens` tokens, with the padding of their rows.
-    pub fn history(&self, slots: usize, tokens: usize) -> usize {
+    /// Number of values in the KV cache of `slots` sequences of up to `tokens` tokens, including the padding of
+    /// their rows.
+    pub fn kv_cache_numel(&self, slots: usize, tokens: usize) -> usize {
         let heads = self.layers.iter().map(|layer| layer.attention.heads);
         let row: usize = heads.map(|heads| 2 * heads.key_value as usize * heads.dim as usize).sum();
-        slots * capacity(tokens) * row
+        slots * row_capacity(tokens) * row
     }
 
-    /// Weights of embedding, head and projections. Norms are not counted: they are less than a thousandth.
-    pub fn weights(&self) -> usize {
+    /// Number of weights of embedding, head and projections. Norms are not counted: they are less than a
+    /// thousandth.
+    pub fn weight_count(&self) -> usize {
         let projections = |layer: &LayerSpec| {
             let Heads { query, key_value, dim } = layer.attention.heads;
-            let values = if layer.value == nn::Value::SharesKey { 0 } else { key_value };
+            let values = if layer.value == nn::ValueSource::SharesKey { 0 } else { key_value };
             layer.hidden_size * (dim * (2 * query + key_value + values) + 3 * layer.intermediate_size)
         };
         let ends = if self.tie_word_embeddings { 1 } else { 2 };
@@ -114,7 +116,7 @@ impl ModelConfig {
     }
 
     /// Sizes for cost estimates.
-    pub fn size(&self) -> ModelSize {
+    pub fn model_size(&self) -> ModelSize {
         let layers = self.layers.iter().map(|layer| {
             let Heads { query, key_value, dim } = layer.attention.heads;
             AttentionSize {
@@ -125,7 +127,7 @@ impl ModelConfig {
             }
         });
         ModelSize {
-            weights: self.weights() as f64,
+            weights: self.weight_count() as f64,
             embedding: (self.vocab_size * self.hidden_size) as f64,
             is_tied: self.tie_word_embeddings,
             layers: layers.collect(),
@@ -133,10 +135,10 @@ impl ModelConfig {
     }
 }
 
-/// `layer_types` of layers with a window.
-pub const SLIDING: &str = "sliding_attention";
-/// `layer_types` of layers without a window.
-pub const FULL: &str = "full_attention";
+/// Entry of `layer_types` for a layer with a window.
+pub const SLIDING_LAYER_TYPE: &str = "sliding_attention";
+/// Entry of `layer_types` for a layer without a window.
+pub const FULL_LAYER_TYPE: &str = "full_attention";
 
 /// Whether each layer has a window, by `layer_types`; None without that key.
 ///
@@ -149,10 +151,11 @@ pub(crate) fn sliding_layers(fields: &Fields, layers: usize) -> Result<Option<Ve
         return Err(fields.error("layer_types", problem).into());
     }
     let sliding = |name: &&str| match *name {
-        FULL => Ok(false),
-        SLIDING => Ok(true),
+        FULL_LAYER_TYPE => Ok(false),
+        SLIDING_LAYER_TYPE => Ok(true),
         other => {
-            let problem = format!("\"{other}\" is unknown; expected \"{SLIDING}\" or \"{FULL}\"");
+            let problem =
+                format!("\"{other}\" is unknown; expected \"{SLIDING_LAYER_TYPE}\" or \"{FULL_LAYER_TYPE}\"");
             Err(fields.error("layer_types", problem))
         }
     };
@@ -164,16 +167,16 @@ pub(crate) type RawConfig = Map<String, Value>;
 
 /// A family of causal language models.
 pub struct TargetFamily {
-    /// Its names and the form of its layers.
+    /// Names of the family and the form of its layers.
     pub decoder: &'static DecoderFamily,
     /// Classes of its checkpoints, as `architectures` names them.
     pub classes: &'static [&'static str],
     /// Reads a config.json.
     pub(crate) read: fn(&Fields) -> Result<ModelConfig, ModelError>,
-    /// The config.json of a decoder of these layers, from a target's.
+    /// Makes the config.json of a draft decoder with these layers from that of a target.
     pub(crate) draft_config: fn(&RawConfig, &[LayerSpec]) -> RawConfig,
-    /// The family whose layers its block drafters have; None for its own.
-    pub(crate) behind_anchors: Option<Family>,
+    /// Family whose layer architecture its block drafters have; None for its own.
+    pub(crate) anchored_family: Option<Family>,
     /// The reason why draft layers cannot have these windows; None where they can.
     pub(crate) refuse_windows: fn(&[Option<usize>]) -> Option<&'static str>,
     /// The chat format of its models, where it has a name.
@@ -186,7 +189,7 @@ pub struct TargetFamily {
 pub type Family = &'static TargetFamily;
 
 impl TargetFamily {
-    /// The classes whose checkpoints are read, for messages.
+    /// Names of the supported checkpoint classes, for messages.
     pub fn class(&self) -> String {
         self.classes.join(" or ")
     }

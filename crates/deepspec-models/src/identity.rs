@@ -6,7 +6,7 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::time::UNIX_EPOCH;
 
-use deepspec_checkpoint::no_weights;
+use deepspec_checkpoint::no_weights_message;
 use deepspec_core::atomic::{self, FileError};
 use deepspec_core::digest::{self, Hasher};
 use deepspec_core::env;
@@ -16,10 +16,10 @@ use crate::ModelError;
 use crate::config::read_json;
 
 /// Files up to this many bytes are hashed each time; digests of larger files are cached.
-const SMALL: u64 = 64 << 20;
+const MAX_UNCACHED_BYTES: u64 = 64 << 20;
 /// Bytes per probe of a large file in versions before 0.2, and the number of probes.
-const PROBE: u64 = 64 << 10;
-const PROBES: u64 = 16;
+const PROBE_BYTES: u64 = 64 << 10;
+const PROBE_COUNT: u64 = 16;
 
 /// A digest of the target's architecture: config.json without the keys that do not change its states.
 ///
@@ -37,9 +37,9 @@ pub fn config_digest(dir: &Path) -> Result<String, ModelError> {
     let sorted: std::collections::BTreeMap<String, Value> = config.into_iter().collect();
     let mut hasher = Hasher::default();
     for (key, value) in sorted {
-        hasher.part(key.as_bytes()).part(value.to_string().as_bytes());
+        hasher.update_part(key.as_bytes()).update_part(value.to_string().as_bytes());
     }
-    Ok(hasher.hex())
+    Ok(hasher.hex_digest())
 }
 
 /// A digest of all bytes of the weights, with the names of their files. Digests of large files are kept in the cache folder by path,
@@ -48,25 +48,27 @@ pub fn config_digest(dir: &Path) -> Result<String, ModelError> {
 /// # Errors
 /// If the folder cannot be read or holds no weights.
 pub fn weights_digest(dir: &Path) -> Result<String, ModelError> {
-    digest_of(dir, |path, len| {
-        if len <= SMALL {
+    digest_weight_files(dir, |path, len| {
+        if len <= MAX_UNCACHED_BYTES {
             let mut bytes = len.to_le_bytes().to_vec();
             bytes.extend(fs::read(path).map_err(FileError::at("reading", path))?);
             return Ok(bytes);
         }
-        Ok([&len.to_le_bytes()[..], remembered_digest(path)?.as_bytes()].concat())
+        Ok([&len.to_le_bytes()[..], cached_file_digest(path)?.as_bytes()].concat())
     })
 }
 
-/// The digest of the weights in versions before 0.2, which read large files in probes. Caches of hidden states of these versions hold it.
+/// The digest of the weights in versions before 0.2, which hashed only parts (probes) of large files.
+/// Hidden-state caches of these versions contain it.
 ///
 /// # Errors
 /// As [`weights_digest`].
 pub fn probed_weights_digest(dir: &Path) -> Result<String, ModelError> {
-    digest_of(dir, |path, len| {
+    digest_weight_files(dir, |path, len| {
         let probe = || -> std::io::Result<Vec<u8>> {
             let (file, mut bytes) = (File::open(path)?, len.to_le_bytes().to_vec());
-            let (size, probes) = if len <= SMALL { (len, 1) } else { (PROBE, PROBES) };
+            let (size, probes) =
+                if len <= MAX_UNCACHED_BYTES { (len, 1) } else { (PROBE_BYTES, PROBE_COUNT) };
             let mut buffer = vec![0; size as usize];
             for i in 0..probes {
                 file.read_exact_at(&mut buffer, (len - size) * i / (probes - 1).max(1))?;
@@ -78,8 +80,9 @@ pub fn probed_weights_digest(dir: &Path) -> Result<String, ModelError> {
     })
 }
 
-/// A digest over the weight files of a folder, by name; `part` digests one file of a length.
-fn digest_of(
+/// A digest over the weight files of a folder, sorted by name. `part` returns the bytes to hash for a file of
+/// the given length.
+fn digest_weight_files(
     dir: &Path,
     part: impl Fn(&Path, u64) -> Result<Vec<u8>, FileError>,
 ) -> Result<String, ModelError> {
@@ -99,19 +102,21 @@ fn digest_of(
     if paths.is_empty() {
         return Err(ModelError::NotAModel {
             path: dir.to_path_buf(),
-            problem: format!("{}, and no GGUF", no_weights(dir)),
+            problem: format!("{}, and no GGUF", no_weights_message(dir)),
         });
     }
     let mut hasher = Hasher::default();
     for path in paths {
         let len = fs::metadata(path).map_err(FileError::at("reading", path))?.len();
-        hasher.part(path.file_name().unwrap_or_default().as_encoded_bytes()).part(&part(path, len)?);
+        hasher
+            .update_part(path.file_name().unwrap_or_default().as_encoded_bytes())
+            .update_part(&part(path, len)?);
     }
-    Ok(hasher.hex())
+    Ok(hasher.hex_digest())
 }
 
 /// The SHA-256 of a file, from the cache folder while path, size and modification time are unchanged.
-fn remembered_digest(path: &Path) -> Result<String, FileError> {
+fn cached_file_digest(path: &Path) -> Result<String, FileError> {
     let known = env::cache_dir().and_then(|cache| {
         let place = fs::canonicalize(path).ok()?;
         let metadata = fs::metadata(&place).ok()?;
@@ -123,9 +128,9 @@ fn remembered_digest(path: &Path) -> Result<String, FileError> {
     if let Some(digest) = known.as_ref().and_then(|file| fs::read_to_string(file).ok()).filter(is_digest) {
         return Ok(digest);
     }
-    let digest = digest::file(path)?;
+    let digest = digest::sha256_of_file(path)?;
     if let Some(file) = known {
-        // Without a cache folder the file is hashed again next time.
+        // Without a cache folder, the file is hashed again next time.
         let folder = file.parent().map_or(Ok(()), atomic::create_dir);
         let kept = folder.and_then(|()| atomic::replace(&file, |out| out.write_all(digest.as_bytes())));
         if let Err(error) = kept {

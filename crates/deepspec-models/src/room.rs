@@ -1,18 +1,18 @@
 //! Memory for the KV cache beside the models.
 
 use deepspec_engine::{Proposer, Target};
-use deepspec_ops::kv_attention::KEPT;
+use deepspec_ops::kv_attention::MAX_SPARE_BYTES;
 
 use crate::TargetModel;
 
-/// Most prompt tokens of a step.
-const PROMPT_TOKENS: usize = 8192;
-/// Tenths of the free memory that the cache may use: allocators round up, and other programs allocate too.
-const PARTS: u64 = 9;
+/// Maximum prompt tokens of a step.
+const MAX_PROMPT_TOKENS: usize = 8192;
+/// Tenths of the free memory that the KV cache may use. Allocators round up, and other programs allocate too.
+const USABLE_TENTHS: u64 = 9;
 
-/// Bytes for the KV caches of all sequences: the free memory, less the peak of a step in each of so many engines. None where the device
-/// does not report its free memory.
-pub fn room(
+/// Bytes that the KV caches of all sequences may use: free memory minus the peak of a step in each of `engines`
+/// engines. None if the device does not report its free memory.
+pub fn kv_cache_budget(
     target: &TargetModel,
     drafter: Option<&dyn Proposer>,
     slots: usize,
@@ -20,9 +20,9 @@ pub fn room(
 ) -> Option<u64> {
     let free = deepspec_ops::free_memory(target.device())?;
     let judged = slots.div_ceil(engines.max(1)) * (1 + drafter.map_or(0, |drafter| drafter.draft_len()));
-    let working = target.working_bytes(PROMPT_TOKENS + judged, judged);
-    let (kept, layers) = (2 * KEPT as u64, target.config().layers.len() as u64);
-    let left = (free / 10 * PARTS).saturating_sub(engines as u64 * (working + kept));
+    let working = target.peak_forward_bytes(MAX_PROMPT_TOKENS + judged, judged);
+    let (kept, layers) = (2 * MAX_SPARE_BYTES as u64, target.config().layers.len() as u64);
+    let left = (free / 10 * USABLE_TENTHS).saturating_sub(engines as u64 * (working + kept));
     // A pool that grows holds one layer twice.
     Some(left / (layers + 1) * layers)
 }
@@ -33,27 +33,33 @@ pub fn kv_cache_bytes(target: &TargetModel, drafter: Option<&dyn Proposer>, toke
     target.kv_cache_bytes(tokens) + drafter.map_or(0, |drafter| drafter.kv_cache_bytes(tokens))
 }
 
-/// Number of sequences of a length that fit into memory.
+/// Whether sequences of one length fit into memory.
 #[derive(Debug, PartialEq, Eq)]
-pub enum Fit {
-    /// All sequences.
+pub enum MemoryFit {
+    /// All sequences fit.
     All,
-    /// At least one.
+    /// At least one sequence fits, but not all.
     Fewer {
         /// Explanation for the log, without a period.
         told: String,
     },
-    /// None.
+    /// Not even one sequence fits.
     Shorter {
-        /// Most tokens of one sequence.
+        /// Maximum tokens of one sequence.
         tokens: usize,
         /// Explanation for the log, without a period.
         told: String,
     },
 }
 
-/// Compares `slots` sequences of `context` tokens with `memory` bytes; `bytes` gives the bytes of a sequence of so many tokens.
-pub fn fit(slots: usize, context: usize, memory: u64, bytes: impl Fn(usize) -> u64) -> Fit {
+/// Compares `slots` sequences of `context` tokens with `memory` bytes. `bytes` returns the bytes of a sequence
+/// of a number of tokens.
+pub fn check_memory_fit(
+    slots: usize,
+    context: usize,
+    memory: u64,
+    bytes: impl Fn(usize) -> u64,
+) -> MemoryFit {
     let gigabytes = |bytes: u64| format!("{:.2} GB", bytes as f64 / 1e9);
     let one = bytes(context);
     let all = one.saturating_mul(slots as u64);
@@ -65,18 +71,18 @@ pub fn fit(slots: usize, context: usize, memory: u64, bytes: impl Fn(usize) -> u
         )
     };
     if all <= memory {
-        return Fit::All;
+        return MemoryFit::All;
     }
     if one <= memory {
         let rest = format!(": {} of this length run at once", memory / one.max(1));
-        return Fit::Fewer { told: told(format!("{slots} conversations"), all, rest) };
+        return MemoryFit::Fewer { told: told(format!("{slots} conversations"), all, rest) };
     }
     let (mut fits, mut exceeds) = (0, context);
     while exceeds - fits > 1 {
         let middle = fits + (exceeds - fits) / 2;
         if bytes(middle) <= memory { fits = middle } else { exceeds = middle }
     }
-    Fit::Shorter { tokens: fits, told: told("one conversation".into(), one, String::new()) }
+    MemoryFit::Shorter { tokens: fits, told: told("one conversation".into(), one, String::new()) }
 }
 
 #[cfg(test)]
@@ -86,15 +92,19 @@ mod tests {
     #[test]
     fn slots_and_context_are_set_against_the_memory() {
         let bytes = |tokens: usize| tokens as u64 * 1_000_000;
-        assert_eq!(fit(4, 1000, 4_000_000_000, bytes), Fit::All);
-        let Fit::Fewer { told } = fit(4, 1000, 2_500_000_000, bytes) else { panic!("two have room") };
+        assert_eq!(check_memory_fit(4, 1000, 4_000_000_000, bytes), MemoryFit::All);
+        let MemoryFit::Fewer { told } = check_memory_fit(4, 1000, 2_500_000_000, bytes) else {
+            panic!("two have room")
+        };
         assert_eq!(
             told,
             "the keys and values of 4 conversations of 1000 tokens take 4.00 GB, 2.50 GB are free for them: 2 of this length run at once"
         );
-        let Fit::Shorter { tokens, told } = fit(4, 1000, 600_400_000, bytes) else { panic!("none has room") };
+        let MemoryFit::Shorter { tokens, told } = check_memory_fit(4, 1000, 600_400_000, bytes) else {
+            panic!("none has room")
+        };
         assert_eq!(tokens, 600);
         assert!(told.contains("one conversation of 1000 tokens take 1.00 GB, 0.60 GB are free"), "{told}");
-        assert!(matches!(fit(1, 10, 0, bytes), Fit::Shorter { tokens: 0, .. }));
+        assert!(matches!(check_memory_fit(1, 10, 0, bytes), MemoryFit::Shorter { tokens: 0, .. }));
     }
 }

@@ -7,22 +7,22 @@ use deepspec_core::Tap;
 use deepspec_core::cli::UsageError;
 use deepspec_engine::{ModelInput, ModelOutput, Target};
 use deepspec_ops::kv_attention::{Chunk, KvCache, MaskKind};
-use deepspec_ops::{PackedWeight, runs};
+use deepspec_ops::{PackedWeight, cat_row_runs};
 use tch::{Device, Kind, Tensor};
 
-use crate::families::Names;
+use crate::families::TensorNames;
 use crate::nn::{
     AttentionSpec, Builder, DecoderLayer, EmbedHead, RmsNorm, RotaryEmbeddings, StateDict, Weight,
 };
 use crate::{ModelConfig, ModelError, Weights};
 
-/// Most tokens of a sequence per pass. The activations of a token, those of the MLP above all, are far larger than its keys and
-/// values.
-const PASS_TOKENS: usize = 4096;
+/// Maximum tokens of a sequence per pass. The activations of a token, above all in the MLP, are far larger than
+/// its keys and values.
+const MAX_PASS_TOKENS: usize = 4096;
 
 /// Bytes per logit of verification: float32 logits and distributions of target and drafter, float64 sums, and sorted copies for top-k
 /// and top-p.
-pub const JUDGED_BYTES: u64 = 48;
+pub const VERIFY_BYTES_PER_LOGIT: u64 = 48;
 
 /// Options for loading a target.
 #[derive(Debug, Clone)]
@@ -31,7 +31,7 @@ pub struct TargetOptions {
     pub device: Device,
     /// Dtype of weights and activations.
     pub kind: Kind,
-    /// Most sequences at a time.
+    /// Maximum number of sequences at a time.
     pub slots: usize,
     /// Layers whose outputs are captured, strictly increasing.
     pub taps: Vec<Tap>,
@@ -41,8 +41,8 @@ pub struct TargetOptions {
 pub struct TargetModel {
     config: ModelConfig,
     vocabulary: EmbedHead,
-    /// The packed head, made when logits are first computed. Capturing hidden states needs none.
-    decoding_head: OnceCell<Weight>,
+    /// The packed LM head, made when logits are first computed. Capturing hidden states does not need it.
+    packed_head: OnceCell<Weight>,
     layers: Vec<DecoderLayer>,
     norm: RmsNorm,
     ropes: RotaryEmbeddings,
@@ -51,7 +51,7 @@ pub struct TargetModel {
     kind: Kind,
     device: Device,
     /// Names of its tensors in the checkpoint.
-    names: Names,
+    names: TensorNames,
     /// Tensors of its layers and its norm; they share storage with the model.
     named: StateDict,
 }
@@ -68,14 +68,14 @@ impl TargetModel {
         check_taps(&options.taps, config.layers.len())?;
         let (kind, device) = (options.kind, options.device);
         let weights = Weights::open(dir, config.family.class(), device, kind)?;
-        let names = Names::of(&weights);
+        let names = TensorNames::detect(&weights);
         let (embed, head) = read_embed_and_head(&weights, names, &config)?;
         let is_tied = config.tie_word_embeddings;
-        let b = Builder::from_checkpoint(&weights).packing();
+        let b = Builder::from_checkpoint(&weights).with_packing();
         let model = Self::build(config, (embed, head), (names, &b), options);
         b.check()?;
-        let mut unread = weights.unread();
-        unread.retain(|name| !names.may_leave(name, is_tied));
+        let mut unread = weights.unread_names();
+        unread.retain(|name| !names.may_stay_unread(name, is_tied));
         if unread.is_empty() {
             return Ok(model);
         }
@@ -97,16 +97,16 @@ impl TargetModel {
         let shared = Self::build(
             self.config.clone(),
             self.embed_and_head(),
-            (self.names, &Builder::sharing(&self.named)),
+            (self.names, &Builder::from_state_dict(&self.named)),
             &options,
         );
-        Self { decoding_head: OnceCell::from(self.decoding_head().share()), ..shared }
+        Self { packed_head: OnceCell::from(self.packed_head().share()), ..shared }
     }
 
     fn build(
         config: ModelConfig,
         (embed, head): (Tensor, Tensor),
-        (names, b): (Names, &Builder),
+        (names, b): (TensorNames, &Builder),
         options: &TargetOptions,
     ) -> Self {
         let (kind, device) = (options.kind, options.device);
@@ -120,7 +120,7 @@ impl TargetModel {
         let attentions: Vec<AttentionSpec> = config.layers.iter().map(|layer| layer.attention).collect();
         Self {
             vocabulary: EmbedHead::new(embed, Weight::Stored(head), config.embed_scale, config.logit_softcap),
-            decoding_head: OnceCell::new(),
+            packed_head: OnceCell::new(),
             norm,
             ropes: RotaryEmbeddings::new(&config.layers, device),
             cache: KvCache::new(&attentions, options.slots, kind, device),
@@ -130,12 +130,12 @@ impl TargetModel {
             kind,
             device,
             names,
-            named: b.take_named(),
+            named: b.take_state_dict(),
         }
     }
 
-    fn decoding_head(&self) -> &Weight {
-        self.decoding_head.get_or_init(|| self.vocabulary.lm_head().share().packed())
+    fn packed_head(&self) -> &Weight {
+        self.packed_head.get_or_init(|| self.vocabulary.lm_head().share().pack())
     }
 
     /// Its config.
@@ -145,14 +145,14 @@ impl TargetModel {
 
     /// Its embedding and head, as [`load_embed_and_head`] loads them; they share storage with the model.
     pub fn embed_and_head(&self) -> (Tensor, Tensor) {
-        (self.vocabulary.embed_tokens().shallow_clone(), self.vocabulary.lm_head().stored())
+        (self.vocabulary.embed_tokens().shallow_clone(), self.vocabulary.lm_head().to_tensor())
     }
 }
 
 impl TargetModel {
-    /// Chunks of `(slot, tokens)` that append to their sequences.
-    pub fn append(&self, chunks: &[(usize, usize)]) -> Vec<Chunk> {
-        self.cache.append(chunks)
+    /// Chunks that append a number of tokens to the sequences of slots, given as `(slot, tokens)`.
+    pub fn chunks_to_append(&self, chunks: &[(usize, usize)]) -> Vec<Chunk> {
+        self.cache.chunks_to_append(chunks)
     }
 
     /// Allocates room for chunks.
@@ -160,13 +160,14 @@ impl TargetModel {
         self.cache.reserve(chunks);
     }
 
-    /// Runs the `tokens [N]` of chunks, and appends them to their sequences. There must be room for them.
+    /// Runs the `tokens [N]` of chunks, and appends them to their sequences. Call [`TargetModel::reserve`]
+    /// first.
     ///
-    /// Chunks of more than [`PASS_TOKENS`] run in several passes, which bounds the memory of a pass.
+    /// Chunks of more than [`MAX_PASS_TOKENS`] run in several passes, which bounds the memory of a pass.
     pub fn run(&mut self, chunks: &[Chunk], tokens: &Tensor) -> ModelOutput {
-        let passes = passes(chunks);
+        let passes = split_into_passes(chunks);
         if passes.len() <= 1 {
-            return self.pass(chunks, tokens);
+            return self.run_pass(chunks, tokens);
         }
         let (mut hidden, mut taps, mut places, mut end) = (vec![], vec![], vec![], 0);
         for pass in passes {
@@ -175,35 +176,36 @@ impl TargetModel {
                 places.push((part.first, (end, len)));
                 end += len;
             }
-            let own = runs(tokens, pass.iter().map(|part| (part.first, part.chunk.len as i64)));
+            let own = cat_row_runs(tokens, pass.iter().map(|part| (part.first, part.chunk.len as i64)));
             let chunks: Vec<Chunk> = pass.into_iter().map(|part| part.chunk).collect();
-            let out = self.pass(&chunks, &own);
+            let out = self.run_pass(&chunks, &own);
             hidden.push(out.hidden);
             taps.push(out.captured_states);
         }
         // From the order of the passes to the order of the batch.
         places.sort_unstable();
-        let in_order =
-            |parts: Vec<Tensor>| runs(&Tensor::cat(&parts, 0), places.iter().map(|(_, place)| *place));
+        let in_order = |parts: Vec<Tensor>| {
+            cat_row_runs(&Tensor::cat(&parts, 0), places.iter().map(|(_, place)| *place))
+        };
         ModelOutput { hidden: in_order(hidden), captured_states: in_order(taps) }
     }
 
-    /// One pass over all rows.
-    fn pass(&mut self, chunks: &[Chunk], tokens: &Tensor) -> ModelOutput {
+    /// Runs one pass over all rows.
+    fn run_pass(&mut self, chunks: &[Chunk], tokens: &Tensor) -> ModelOutput {
         let plan = self.cache.plan(chunks, MaskKind::Causal);
-        let rotations = self.ropes.planned(&plan, self.kind);
+        let rotations = self.ropes.for_plan(&plan, self.kind);
         let mut x = self.vocabulary.embed(tokens); // [N, d]
         let mut captured = Vec::with_capacity(self.taps.len());
         if self.taps.first() == Some(&Tap::Embedding) {
             captured.push(x.shallow_clone());
         }
         for (i, layer) in self.layers.iter().enumerate() {
-            x = layer.forward((&x).into(), rotations.of(i), &mut self.cache.attention(i, &plan), None);
+            x = layer.forward((&x).into(), rotations.layer(i), &mut self.cache.attention(i, &plan), None);
             if self.taps.contains(&Tap::Layer(i as u32)) {
                 captured.push(x.shallow_clone());
             }
         }
-        self.cache.advance(chunks);
+        self.cache.commit_chunks(chunks);
         let taps = if captured.is_empty() {
             Tensor::zeros([x.size()[0], 0], (self.kind, self.device))
         } else {
@@ -214,7 +216,7 @@ impl TargetModel {
 
     /// Estimated peak bytes of a forward pass over `rows` tokens, of which the LM head reads `judged`. The packed copy of the head counts
     /// too.
-    pub fn working_bytes(&self, rows: usize, judged: usize) -> u64 {
+    pub fn peak_forward_bytes(&self, rows: usize, judged: usize) -> u64 {
         let layer = |layer: &crate::nn::LayerSpec| {
             let heads = layer.attention.heads;
             3 * layer.intermediate_size + 4 * (heads.query + heads.key_value) * heads.dim
@@ -222,20 +224,20 @@ impl TargetModel {
         let widest = self.config.layers.iter().map(layer).max().unwrap_or(0);
         let row = widest + (6 + 2 * self.taps.len() as i64) * self.config.hidden_size;
         rows as u64 * row as u64 * self.kind.elt_size_in_bytes() as u64
-            + judged as u64 * self.config.vocab_size as u64 * JUDGED_BYTES
-            + PackedWeight::bytes(&self.vocabulary.lm_head().stored())
+            + judged as u64 * self.config.vocab_size as u64 * VERIFY_BYTES_PER_LOGIT
+            + PackedWeight::bytes(&self.vocabulary.lm_head().to_tensor())
     }
 }
 
 impl Target for TargetModel {
     fn forward(&mut self, feed: &ModelInput) -> ModelOutput {
-        let chunks = self.append(feed.chunks);
+        let chunks = self.chunks_to_append(feed.chunks);
         self.reserve(&chunks);
         self.run(&chunks, &feed.tokens)
     }
 
     fn logits(&self, hidden: &Tensor) -> Tensor {
-        self.vocabulary.logits_by(self.decoding_head(), hidden)
+        self.vocabulary.logits_with_head(self.packed_head(), hidden)
     }
 
     fn truncate(&mut self, slot: usize, len: usize) {
@@ -247,7 +249,7 @@ impl Target for TargetModel {
     }
 
     fn free_cached_memory(&mut self) {
-        self.cache.release();
+        self.cache.free_cached_memory();
     }
 
     fn vocab_size(&self) -> usize {
@@ -259,24 +261,24 @@ impl Target for TargetModel {
     }
 }
 
-/// Rows of one sequence in one pass.
+/// A part of a chunk that runs in one pass.
 struct PassPart {
     chunk: Chunk,
-    /// The first row.
+    /// Index of the first row in the batch.
     first: i64,
 }
 
-/// Splits every chunk at multiples of [`PASS_TOKENS`] from its own start; the n-th pieces of all chunks share a pass. A chunk's pieces
+/// Splits every chunk at multiples of [`MAX_PASS_TOKENS`] from its own start; the n-th pieces of all chunks share a pass. A chunk's pieces
 /// therefore do not depend on its batch.
-fn passes(chunks: &[Chunk]) -> Vec<Vec<PassPart>> {
+fn split_into_passes(chunks: &[Chunk]) -> Vec<Vec<PassPart>> {
     let mut passes: Vec<Vec<PassPart>> = vec![];
     let mut first = 0;
     for &Chunk { slot, past_len, len } in chunks {
-        for (pass, start) in (0..len).step_by(PASS_TOKENS).enumerate() {
+        for (pass, start) in (0..len).step_by(MAX_PASS_TOKENS).enumerate() {
             if pass == passes.len() {
                 passes.push(vec![]);
             }
-            let chunk = Chunk { slot, past_len: past_len + start, len: (len - start).min(PASS_TOKENS) };
+            let chunk = Chunk { slot, past_len: past_len + start, len: (len - start).min(MAX_PASS_TOKENS) };
             passes[pass].push(PassPart { chunk, first: (first + start) as i64 });
         }
         first += len;
@@ -295,12 +297,12 @@ pub fn load_embed_and_head(
     kind: Kind,
 ) -> Result<(Tensor, Tensor), ModelError> {
     let weights = Weights::open(dir, config.family.class(), device, kind)?;
-    read_embed_and_head(&weights, Names::of(&weights), config)
+    read_embed_and_head(&weights, TensorNames::detect(&weights), config)
 }
 
 fn read_embed_and_head(
     weights: &Weights,
-    names: Names,
+    names: TensorNames,
     config: &ModelConfig,
 ) -> Result<(Tensor, Tensor), ModelError> {
     let shape = [config.vocab_size, config.hidden_size];

@@ -5,7 +5,7 @@ use std::io::{self, Write};
 use std::path::Path;
 
 use deepspec_checkpoint::{
-    Tensors, is_readable, quantised, quantised_folder, split_into_shards, write_index,
+    Tensors, is_readable, quantised_dtype_message, quantised_folder_message, split_into_shards, write_index,
 };
 use deepspec_core::atomic;
 use deepspec_ops::HOST;
@@ -16,13 +16,13 @@ use tch::{Device, Kind, Tensor};
 use crate::ModelError;
 use crate::config::read_json;
 
-/// Values per write.
-const PIECE: usize = 4 << 20;
+/// Number of values per write.
+const VALUES_PER_WRITE: usize = 4 << 20;
 
 /// Tensors of a checkpoint, read one by one on request.
 pub struct Weights {
     tensors: Tensors,
-    /// The model that is loaded, for messages.
+    /// Class of the model that is loaded, for messages.
     expected: String,
     unread: RefCell<Vec<String>>,
     device: Device,
@@ -40,10 +40,12 @@ impl Weights {
         device: Device,
         kind: Kind,
     ) -> Result<Self, ModelError> {
-        if let Some(problem) = read_json(dir).ok().and_then(|(_, config)| quantised_folder(dir, &config)) {
+        if let Some(problem) =
+            read_json(dir).ok().and_then(|(_, config)| quantised_folder_message(dir, &config))
+        {
             return Err(ModelError::NotAModel { path: dir.to_path_buf(), problem });
         }
-        Ok(Self::of(Tensors::open(dir)?, expected.into(), device, kind))
+        Ok(Self::from_tensors(Tensors::open(dir)?, expected.into(), device, kind))
     }
 
     /// Opens one safetensors file of any name.
@@ -56,16 +58,16 @@ impl Weights {
         device: Device,
         kind: Kind,
     ) -> Result<Self, ModelError> {
-        Ok(Self::of(Tensors::open_file(path)?, expected.into(), device, kind))
+        Ok(Self::from_tensors(Tensors::open_file(path)?, expected.into(), device, kind))
     }
 
-    fn of(tensors: Tensors, expected: String, device: Device, kind: Kind) -> Self {
+    fn from_tensors(tensors: Tensors, expected: String, device: Device, kind: Kind) -> Self {
         let unread = RefCell::new(tensors.iter().map(|(name, _)| name.to_string()).collect());
         Self { tensors, expected, unread, device, kind }
     }
 
     /// Number of values of all tensors.
-    pub fn values(&self) -> usize {
+    pub fn value_count(&self) -> usize {
         self.tensors.iter().map(|(_, facts)| facts.shape.iter().product::<usize>()).sum()
     }
 
@@ -82,8 +84,9 @@ impl Weights {
         Ok(self.tensors.check_finite()?)
     }
 
-    /// A tensor with the name `name` after another prefix, or a quantised tensor of the module.
-    fn like(&self, name: &str) -> Option<String> {
+    /// Name of a similar tensor, for an error message: `name` with another prefix, or a quantised weight of the
+    /// module.
+    fn find_similar_name(&self, name: &str) -> Option<String> {
         let within = name.strip_prefix("model.").unwrap_or(name);
         let module = name.strip_suffix("weight").unwrap_or(name);
         let is_like = |other: &&str| {
@@ -94,7 +97,7 @@ impl Weights {
     }
 
     /// Names of tensors that were not read.
-    pub fn unread(&self) -> Vec<String> {
+    pub fn unread_names(&self) -> Vec<String> {
         self.unread.borrow().clone()
     }
 
@@ -108,7 +111,7 @@ impl Weights {
             path: path(),
             name: name.into(),
             expected: self.expected.clone(),
-            like: self.like(name),
+            like: self.find_similar_name(name),
         };
         let facts = self.tensors.get(name).ok_or_else(missing)?;
         let found: Vec<i64> = facts.shape.iter().map(|&n| n as i64).collect();
@@ -120,10 +123,10 @@ impl Weights {
                 expected: shape.to_vec(),
             });
         }
-        let readable = kind_of(facts.dtype).filter(|_| is_readable(name, facts.dtype));
+        let readable = dtype_to_kind(facts.dtype).filter(|_| is_readable(name, facts.dtype));
         let kind = readable.ok_or_else(|| ModelError::NotAModel {
             path: path(),
-            problem: format!("tensor `{name}`: {}", quantised(facts.dtype)),
+            problem: format!("tensor `{name}`: {}", quantised_dtype_message(facts.dtype)),
         })?;
         let bytes = self.tensors.bytes(name)?;
         self.unread.borrow_mut().retain(|unread| unread != name);
@@ -132,7 +135,7 @@ impl Weights {
     }
 }
 
-fn kind_of(dtype: Dtype) -> Option<Kind> {
+fn dtype_to_kind(dtype: Dtype) -> Option<Kind> {
     Some(match dtype {
         Dtype::F64 => Kind::Double,
         Dtype::F32 => Kind::Float,
@@ -149,7 +152,7 @@ fn kind_of(dtype: Dtype) -> Option<Kind> {
 /// # Errors
 /// Any I/O failure, with the path.
 pub fn save(path: &Path, tensors: &[(String, Tensor)], kind: Kind) -> Result<(), ModelError> {
-    write(path, &sorted(tensors), kind)
+    write_safetensors(path, &sorted_by_name(tensors), kind)
 }
 
 /// Writes the weights of a checkpoint into the empty folder `dir`: as `model.safetensors`, or as shards with an index above `most`
@@ -163,33 +166,33 @@ pub fn save_checkpoint(
     kind: Kind,
     most: usize,
 ) -> Result<(), ModelError> {
-    let sorted = sorted(tensors);
-    let sizes: Vec<usize> = sorted.iter().map(|(_, tensor)| size(tensor, kind)).collect();
+    let sorted = sorted_by_name(tensors);
+    let sizes: Vec<usize> = sorted.iter().map(|(_, tensor)| tensor_bytes(tensor, kind)).collect();
     let shards = split_into_shards(&sizes, most);
     for shard in &shards {
-        write(&dir.join(&shard.name), &sorted[shard.tensors.clone()], kind)?;
+        write_safetensors(&dir.join(&shard.name), &sorted[shard.tensors.clone()], kind)?;
     }
     let names: Vec<(&str, usize)> =
         sorted.iter().zip(sizes).map(|((name, _), size)| (name.as_str(), size)).collect();
     Ok(write_index(dir, &shards, &names)?)
 }
 
-fn sorted(tensors: &[(String, Tensor)]) -> Vec<&(String, Tensor)> {
+fn sorted_by_name(tensors: &[(String, Tensor)]) -> Vec<&(String, Tensor)> {
     let mut sorted: Vec<&(String, Tensor)> = tensors.iter().collect();
     sorted.sort_by(|a, b| a.0.cmp(&b.0));
     sorted
 }
 
-fn size(tensor: &Tensor, kind: Kind) -> usize {
+fn tensor_bytes(tensor: &Tensor, kind: Kind) -> usize {
     tensor.numel() * kind.elt_size_in_bytes()
 }
 
-fn write(path: &Path, tensors: &[&(String, Tensor)], kind: Kind) -> Result<(), ModelError> {
+fn write_safetensors(path: &Path, tensors: &[&(String, Tensor)], kind: Kind) -> Result<(), ModelError> {
     let dtype = if kind == Kind::BFloat16 { Dtype::BF16 } else { Dtype::F32 };
     let mut end = 0;
     let info = |(name, tensor): &&(String, Tensor)| {
         let (start, shape) = (end, tensor.size().iter().map(|&n| n as usize).collect());
-        end += size(tensor, kind);
+        end += tensor_bytes(tensor, kind);
         (name.clone(), TensorInfo { dtype, shape, data_offsets: (start, end) })
     };
     let problem = |problem: String| ModelError::NotAModel { path: path.to_path_buf(), problem };
@@ -208,10 +211,10 @@ fn write(path: &Path, tensors: &[&(String, Tensor)], kind: Kind) -> Result<(), M
 /// Writes values piece by piece, without a copy of a whole embedding.
 fn write_values(file: &mut impl Write, tensor: &Tensor, kind: Kind) -> io::Result<()> {
     let flat = tensor.detach().contiguous().view(-1);
-    (0..flat.numel()).step_by(PIECE).try_for_each(|first| {
-        let length = PIECE.min(flat.numel() - first);
+    (0..flat.numel()).step_by(VALUES_PER_WRITE).try_for_each(|first| {
+        let length = VALUES_PER_WRITE.min(flat.numel() - first);
         let piece = flat.narrow(0, first as i64, length as i64).to_device(HOST).to_kind(kind);
-        let mut data = vec![0; size(&piece, kind)];
+        let mut data = vec![0; tensor_bytes(&piece, kind)];
         piece.copy_data_u8(&mut data, length);
         file.write_all(&data)
     })

@@ -22,14 +22,14 @@ impl Heads {
     }
 }
 
-/// Attention of one layer: its heads, its scale and its window.
+/// Heads, scale and window of a layer's attention.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AttentionSpec {
     /// Numbers of heads and their width.
     pub heads: Heads,
     /// Factor on the scores.
     pub scale: f64,
-    /// Tokens that a query sees, itself included; None for all before it.
+    /// Sliding window: number of tokens that a query sees, itself included. None means no window.
     pub window: Option<usize>,
 }
 

@@ -1,4 +1,5 @@
-//! GPUs that the machine has and libtorch does not use: nobody should find that out from the clock.
+//! Warnings about GPUs that the machine has but libtorch cannot use. Otherwise only a slow run would reveal
+//! them.
 
 use std::process::Command;
 use std::sync::{Once, mpsc};
@@ -9,21 +10,21 @@ use deepspec_core::env;
 
 use crate::error::DeviceError;
 
-/// How long the driver's own program may take to answer; a broken driver can hang.
-const PATIENCE: Duration = Duration::from_secs(20);
+/// Timeout of `nvidia-smi`, which can hang if the driver is broken.
+const NVIDIA_SMI_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// Why libtorch has no GPU.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum Absence {
-    /// Its CUDA part cannot be opened.
+pub enum NoGpuReason {
+    /// libtorch's CUDA library cannot be opened.
     #[error("{0}")]
     Library(String),
-    /// That is there, and finds none.
+    /// The CUDA library is loaded, but finds no GPU.
     #[error("libtorch sees no GPU")]
     Devices,
 }
 
-impl Absence {
+impl NoGpuReason {
     fn remedy(&self) -> &'static str {
         match self {
             Self::Library(_) => {
@@ -36,17 +37,18 @@ impl Absence {
     }
 }
 
-/// The CPU is taken because there is no GPU. That is said where the machine has some, and refused to one of several processes.
+/// Lets `auto` use the CPU, because libtorch has no GPU. If `nvidia-smi` lists GPUs, it warns, or returns an
+/// error to one of several processes.
 ///
 /// # Errors
 /// [`DeviceError::Unused`].
-pub fn fall_back(absence: &Absence, processes: usize) -> Result<(), DeviceError> {
+pub fn check_cpu_fallback(absence: &NoGpuReason, processes: usize) -> Result<(), DeviceError> {
     let launched = || env::ranks().is_ok_and(|ranks| ranks.is_some_and(|ranks| ranks.world_size > 1));
-    judge(absence, env::hides_gpus(), processes > 1 || launched(), listed)
+    warn_or_refuse(absence, env::hides_gpus(), processes > 1 || launched(), count_nvidia_smi_gpus)
 }
 
-fn judge(
-    absence: &Absence,
+fn warn_or_refuse(
+    absence: &NoGpuReason,
     hidden: bool,
     is_one_of_many: bool,
     listed: impl FnOnce() -> usize,
@@ -65,19 +67,19 @@ fn judge(
     Ok(())
 }
 
-/// GPUs that `nvidia-smi` lists; 0 where there is no such program or it does not answer.
-fn listed() -> usize {
+/// Number of GPUs that `nvidia-smi` lists; 0 if the program is missing or does not answer.
+fn count_nvidia_smi_gpus() -> usize {
     let (tell, told) = mpsc::channel();
-    // Nobody hears it where it comes too late.
+    // A reply after the timeout is dropped.
     thread::spawn(move || drop(tell.send(Command::new("nvidia-smi").arg("-L").output())));
-    match told.recv_timeout(PATIENCE) {
-        Ok(Ok(output)) => count(&String::from_utf8_lossy(&output.stdout)),
+    match told.recv_timeout(NVIDIA_SMI_TIMEOUT) {
+        Ok(Ok(output)) => count_gpu_lines(&String::from_utf8_lossy(&output.stdout)),
         _ => 0,
     }
 }
 
-/// Whole GPUs in a list; their parts are indented.
-fn count(list: &str) -> usize {
+/// Number of GPUs in the output of `nvidia-smi -L`. Indented lines are MIG slices of a GPU.
+fn count_gpu_lines(list: &str) -> usize {
     list.lines().filter(|line| line.starts_with("GPU ")).count()
 }
 
@@ -88,21 +90,28 @@ mod tests {
     #[test]
     fn gpus_are_counted() {
         let list = "GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-1)\n  MIG 1g.10gb Device 0: (UUID: MIG-1)\nGPU 1: NVIDIA H100\n";
-        assert_eq!((count(list), count("NVIDIA-SMI has failed because it couldn't\n"), count("")), (2, 0, 0));
+        assert_eq!(
+            (
+                count_gpu_lines(list),
+                count_gpu_lines("NVIDIA-SMI has failed because it couldn't\n"),
+                count_gpu_lines("")
+            ),
+            (2, 0, 0)
+        );
     }
 
     #[test]
     fn only_a_process_among_several_is_refused() {
-        let library = Absence::Library("libtorch_cuda.so: no such file".into());
-        assert_eq!(judge(&library, false, true, || 0), Ok(()));
-        assert_eq!(judge(&library, true, true, || unreachable!("they are hidden")), Ok(()));
-        assert_eq!(judge(&library, false, false, || 1), Ok(()));
-        let error = judge(&library, false, true, || 2).unwrap_err().to_string();
+        let library = NoGpuReason::Library("libtorch_cuda.so: no such file".into());
+        assert_eq!(warn_or_refuse(&library, false, true, || 0), Ok(()));
+        assert_eq!(warn_or_refuse(&library, true, true, || unreachable!("they are hidden")), Ok(()));
+        assert_eq!(warn_or_refuse(&library, false, false, || 1), Ok(()));
+        let error = warn_or_refuse(&library, false, true, || 2).unwrap_err().to_string();
         for part in ["lists GPUs", "libtorch_cuda.so: no such file", "DEEPSPEC_FULL_TORCH=1", "--device cpu"]
         {
             assert!(error.contains(part), "{error}");
         }
-        let error = judge(&Absence::Devices, false, true, || 1).unwrap_err().to_string();
+        let error = warn_or_refuse(&NoGpuReason::Devices, false, true, || 1).unwrap_err().to_string();
         assert!(error.contains("lists a GPU ") && error.contains("driver may be too old"), "{error}");
     }
 }

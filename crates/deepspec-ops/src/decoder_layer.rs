@@ -12,18 +12,19 @@ pub use crate::ffi::ProjectedHeads;
 use crate::ffi::{self, PackedWeight, RmsNormParams};
 use crate::linear::Weight;
 
-/// Attention as a decoder layer calls it.
+/// Attention that a decoder layer calls with its queries, keys and values.
 pub trait Attend {
-    /// Queries, keys and values of N rows to `[N, H·D]`.
+    /// Attention of N rows: `[N, H·D]`.
     fn attend(&mut self, qkv: &Qkv) -> Tensor;
 
-    /// Attention that norms and rotates by itself, where a kernel does so for these rows.
-    fn projected(&mut self) -> Option<&mut dyn AttendProjected> {
+    /// The fused attention, which applies head norms and rotation itself. None if no kernel does that for these
+    /// rows.
+    fn as_attend_projected(&mut self) -> Option<&mut dyn AttendProjected> {
         None
     }
 }
 
-/// Attention over projections that are neither normed nor rotated.
+/// Attention that takes raw projections, and applies head norms and rotation itself.
 pub trait AttendProjected {
     /// Queries, keys and values side by side, `[N, (H + 2G)·D]`, to `[N, H·D]`.
     fn attend_projected(&mut self, qkv: &Tensor, heads: ProjectedHeads<'_>) -> Tensor;
@@ -35,7 +36,7 @@ impl<F: FnMut(&Qkv) -> Tensor> Attend for F {
     }
 }
 
-/// Rows `[N, ..]` that are made by repeating M distinct rows: all mask tokens of a batch of blocks have one embedding.
+/// Rows `[N, ..]` that repeat M distinct rows. For example, all mask tokens of a batch have one embedding.
 #[derive(Clone, Copy)]
 pub struct RepeatedRows<'a> {
     /// The distinct rows, `[M, d]`.
@@ -68,15 +69,15 @@ pub struct LayerWeights<'a> {
     pub mlp: [&'a Weight; 3],
     /// Heads of the attention.
     pub heads: Heads,
-    /// Whether the weights fit the kernels; found out once.
+    /// Whether the weights fit the kernels; computed once.
     pub fits: &'a OnceCell<bool>,
 }
 
 /// A decoder layer over `x [N, d]`, of which some rows may be `repeated`: `[N, d]`. `angles` are the cosines and sines of the
 /// rows' positions, `[N, 1, D/2]` each.
 ///
-/// None where no kernels fit. They take packed weights on the CPU, or a few bfloat16 rows on a GPU. The attention must take
-/// projected rows ([`Attend::projected`]).
+/// Returns None if no kernel fits. The kernels need packed weights on the CPU, or a few bfloat16 rows on a GPU.
+/// The attention must support [`Attend::as_attend_projected`].
 pub fn decoder_layer(
     x: &Tensor,
     repeated: Option<RepeatedRows<'_>>,
@@ -84,18 +85,18 @@ pub fn decoder_layer(
     angles: [&Tensor; 2],
     attend: &mut dyn Attend,
 ) -> Option<Tensor> {
-    let attend = attend.projected()?;
-    if let Some(packed) = Kernels::of(weights, packed) {
-        let fits = *weights.fits.get_or_init(|| packed.has_kernels(weights));
+    let attend = attend.as_attend_projected()?;
+    if let Some(packed) = LayerWeightRefs::from_layer(weights, as_packed) {
+        let fits = *weights.fits.get_or_init(|| packed.fits_kernels(weights));
         return fits.then(|| packed.run(x, repeated, weights, angles, attend));
     }
-    let stored = Kernels::of(weights, stored)?;
-    let fits = *weights.fits.get_or_init(|| stored.has_kernels(weights));
+    let stored = LayerWeightRefs::from_layer(weights, as_stored)?;
+    let fits = *weights.fits.get_or_init(|| stored.fits_kernels(weights));
     fits.then(|| stored.run(x, repeated, weights, angles, attend))
 }
 
-/// Weights in one form.
-struct Kernels<'a, W> {
+/// References to a layer's weights, all in one storage form `W`.
+struct LayerWeightRefs<'a, W> {
     qkv: [&'a W; 3],
     output: &'a W,
     gate: &'a W,
@@ -103,16 +104,16 @@ struct Kernels<'a, W> {
     down: &'a W,
 }
 
-fn packed(weight: &Weight) -> Option<&PackedWeight> {
+fn as_packed(weight: &Weight) -> Option<&PackedWeight> {
     if let Weight::Packed(packed) = weight { Some(packed) } else { None }
 }
 
-fn stored(weight: &Weight) -> Option<&Tensor> {
+fn as_stored(weight: &Weight) -> Option<&Tensor> {
     if let Weight::Stored(stored) = weight { Some(stored) } else { None }
 }
 
-/// Products of one form of weights.
-trait Products {
+/// Matmuls with weights of one storage form: packed, or plain tensors.
+trait WeightProducts {
     /// `norm(x) [W₁; W₂; …]ᵀ + residual`: the outputs of all weights side by side.
     fn products(
         weights: &[&Self],
@@ -125,7 +126,7 @@ trait Products {
     fn gated_product(gate: &Self, up: &Self, x: &Tensor, norm: RmsNormParams<'_>) -> Tensor;
 }
 
-impl Products for PackedWeight {
+impl WeightProducts for PackedWeight {
     fn products(
         weights: &[&Self],
         x: &Tensor,
@@ -140,7 +141,7 @@ impl Products for PackedWeight {
     }
 }
 
-impl Products for Tensor {
+impl WeightProducts for Tensor {
     fn products(
         weights: &[&Self],
         x: &Tensor,
@@ -155,8 +156,8 @@ impl Products for Tensor {
     }
 }
 
-impl<'a, W> Kernels<'a, W> {
-    fn of(weights: &LayerWeights<'a>, form: impl Fn(&'a Weight) -> Option<&'a W>) -> Option<Self> {
+impl<'a, W> LayerWeightRefs<'a, W> {
+    fn from_layer(weights: &LayerWeights<'a>, form: impl Fn(&'a Weight) -> Option<&'a W>) -> Option<Self> {
         let ([query, key, value], [gate, up, down]) = (weights.qkv, weights.mlp);
         Some(Self {
             qkv: [form(query)?, form(key)?, form(value)?],
@@ -168,7 +169,7 @@ impl<'a, W> Kernels<'a, W> {
     }
 }
 
-impl<W: Products> Kernels<'_, W> {
+impl<W: WeightProducts> LayerWeightRefs<'_, W> {
     fn run(
         &self,
         x: &Tensor,
@@ -199,30 +200,30 @@ impl<W: Products> Kernels<'_, W> {
     }
 }
 
-/// Norms of the layer.
-fn norms<'a>(weights: &LayerWeights<'a>) -> impl Iterator<Item = &'a Tensor> {
+/// Weights of all norms of the layer.
+fn norm_weights<'a>(weights: &LayerWeights<'a>) -> impl Iterator<Item = &'a Tensor> {
     let of_heads = weights.qk_norms.into_iter().flatten();
     [weights.input_norm, weights.mlp_norm].into_iter().chain(of_heads).map(|norm| norm.weights)
 }
 
-impl Kernels<'_, PackedWeight> {
-    fn has_kernels(&self, weights: &LayerWeights<'_>) -> bool {
+impl LayerWeightRefs<'_, PackedWeight> {
+    fn fits_kernels(&self, weights: &LayerWeights<'_>) -> bool {
         let fits = |of: &Tensor| of.kind() == Kind::Float && of.is_contiguous();
         self.output.size()[0] == self.qkv[0].size()[1]
-            && norms(weights).all(fits)
+            && norm_weights(weights).all(fits)
             && ffi::has_in_place_attention(weights.heads.dim)
     }
 }
 
-impl Kernels<'_, Tensor> {
-    fn has_kernels(&self, weights: &LayerWeights<'_>) -> bool {
+impl LayerWeightRefs<'_, Tensor> {
+    fn fits_kernels(&self, weights: &LayerWeights<'_>) -> bool {
         let Self { qkv, output, gate, up, down } = *self;
         let (width, inner) = (qkv[0].size()[1], gate.size()[0]);
         let fits = |of: &Tensor| {
             of.kind() == Kind::BFloat16 && of.is_contiguous() && (of.data_ptr() as usize).is_multiple_of(16)
         };
         output.size()[0] == width
-            && qkv.into_iter().chain([output, gate, up, down]).chain(norms(weights)).all(fits)
+            && qkv.into_iter().chain([output, gate, up, down]).chain(norm_weights(weights)).all(fits)
             && ffi::has_decode_kernels(gate, width, inner, weights.heads.dim, weights.heads.repeats())
     }
 }
@@ -231,7 +232,7 @@ impl Kernels<'_, Tensor> {
 mod tests {
     use super::*;
 
-    /// Attends to nothing but itself: gives the queries back.
+    /// Stands in for attention: returns the queries.
     struct Queries {
         heads: Heads,
         projects: bool,
@@ -242,7 +243,7 @@ mod tests {
             qkv.q.flatten(1, 2)
         }
 
-        fn projected(&mut self) -> Option<&mut dyn AttendProjected> {
+        fn as_attend_projected(&mut self) -> Option<&mut dyn AttendProjected> {
             if self.projects { Some(self) } else { None }
         }
     }
@@ -261,7 +262,7 @@ mod tests {
         };
         let shapes = [[64, 64], [32, 64], [32, 64], [64, 64], [96, 64], [96, 64], [64, 96]];
         let stored = shapes.map(|shape| Weight::Stored(values(shape, 7)));
-        let packed = shapes.map(|shape| Weight::Stored(values(shape, 7)).packed());
+        let packed = shapes.map(|shape| Weight::Stored(values(shape, 7)).pack());
         let (norm, x) = (values([1, 64], 1).view([64]), values([3, 64], 2));
         let angles = [values([3, 16], 3).unsqueeze(1), values([3, 16], 4).unsqueeze(1)];
         let run = |weights: &[Weight; 7], projects: bool| {

@@ -4,11 +4,11 @@ use std::sync::{Once, OnceLock};
 
 use tch::{Cuda, Device, Kind};
 
-use crate::cuda_diagnostics::{self, Absence};
+use crate::cuda_diagnostics::{self, NoGpuReason};
 use crate::error::DeviceError;
 use crate::ffi;
 
-/// A process among those of a job on its machine.
+/// Rank of a process among the processes of its job on one machine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LocalRank {
     /// This process, from 0.
@@ -24,31 +24,33 @@ impl LocalRank {
     pub const ALONE: Self = Self { local_rank: 0, processes: 1, shares: true };
 }
 
-/// Parses `auto`, `cpu`, `cuda` or `cuda:N`. `auto` is the first GPU where libtorch sees one, else the CPU; with a warning where
-/// the machine has GPUs that libtorch does not see.
+/// Parses `auto`, `cpu`, `cuda` or `cuda:N`. `auto` is the first GPU that libtorch sees, or else the CPU. It
+/// warns if the machine has GPUs that libtorch does not see.
 ///
 /// # Errors
 /// See [`DeviceError`]; [`DeviceError::Unused`] for `auto` under torchrun or srun, which start several processes.
-pub fn device(name: &str) -> Result<Device, DeviceError> {
+pub fn parse_device(name: &str) -> Result<Device, DeviceError> {
     rank_device(name, LocalRank::ALONE)
 }
 
-/// The device of a process: `auto` and `cuda` mean its own GPU, or the only one that it is shown; `cuda:{local_rank+N}` the one that
-/// is N further than its place on the machine, `cuda:{local_rank}` just that one.
+/// The device of one process of a job. `auto` and `cuda` mean the process's own GPU, or the only GPU that the
+/// process sees. `cuda:{local_rank+N}` means the GPU with index `local_rank + N`.
 ///
 /// # Errors
 /// See [`DeviceError`].
 pub fn rank_device(name: &str, local: LocalRank) -> Result<Device, DeviceError> {
     match name {
         "cpu" => Ok(Device::Cpu),
-        "auto" => match cuda() {
+        "auto" => match cuda_device_count() {
             Ok(count) => own_gpu(count, local),
-            Err(absence) => cuda_diagnostics::fall_back(&absence, local.processes).map(|()| Device::Cpu),
+            Err(absence) => {
+                cuda_diagnostics::check_cpu_fallback(&absence, local.processes).map(|()| Device::Cpu)
+            }
         },
-        "cuda" => own_gpu(usable()?, local),
+        "cuda" => own_gpu(require_cuda()?, local),
         _ => {
             let index = gpu_index(name, local.local_rank).ok_or_else(|| DeviceError::Unknown(name.into()))?;
-            let count = usable()?;
+            let count = require_cuda()?;
             if index < count {
                 Ok(Device::Cuda(index))
             } else {
@@ -68,7 +70,8 @@ fn own_gpu(count: usize, local: LocalRank) -> Result<Device, DeviceError> {
     }
 }
 
-/// The number behind `cuda:`, for the process at `local_rank`.
+/// The GPU index in a name such as `cuda:2` or `cuda:{local_rank+4}`, for the process at `local_rank`. None for
+/// other names.
 fn gpu_index(name: &str, local_rank: usize) -> Option<usize> {
     let index = name.strip_prefix("cuda:")?;
     let Some(place) = index.strip_prefix('{').and_then(|place| place.strip_suffix('}')) else {
@@ -83,33 +86,33 @@ fn gpu_index(name: &str, local_rank: usize) -> Option<usize> {
     }
 }
 
-/// Whether the name is that of one certain GPU, whichever process it is.
-pub fn is_one_gpu(name: &str) -> bool {
+/// Whether every process gets the same GPU from this device name.
+pub fn names_one_gpu(name: &str) -> bool {
     matches!((gpu_index(name, 0), gpu_index(name, 1)), (Some(first), Some(second)) if first == second)
 }
 
-/// GPUs that a machine's processes can share out among them if they run on the device `name`: none for the CPU or one
-/// certain GPU.
-pub fn gpus(name: &str) -> usize {
-    if matches!(name, "auto" | "cuda") { cuda().unwrap_or(0) } else { 0 }
+/// Number of GPUs that a machine's processes can divide among themselves on the device `name`. It is 0 for the
+/// CPU and for one specific GPU.
+pub fn shareable_gpu_count(name: &str) -> usize {
+    if matches!(name, "auto" | "cuda") { cuda_device_count().unwrap_or(0) } else { 0 }
 }
 
 /// Number of usable CUDA devices.
-fn cuda() -> Result<usize, Absence> {
-    static COUNT: OnceLock<Result<usize, Absence>> = OnceLock::new();
+fn cuda_device_count() -> Result<usize, NoGpuReason> {
+    static COUNT: OnceLock<Result<usize, NoGpuReason>> = OnceLock::new();
     COUNT
         .get_or_init(|| {
-            ffi::load_cuda().map_err(Absence::Library)?;
+            ffi::load_cuda().map_err(NoGpuReason::Library)?;
             match Cuda::device_count() {
                 count if count > 0 && Cuda::is_available() => Ok(count as usize),
-                _ => Err(Absence::Devices),
+                _ => Err(NoGpuReason::Devices),
             }
         })
         .clone()
 }
 
-fn usable() -> Result<usize, DeviceError> {
-    cuda().map_err(|absence| DeviceError::NoCuda(absence.to_string()))
+fn require_cuda() -> Result<usize, DeviceError> {
+    cuda_device_count().map_err(|absence| DeviceError::NoCuda(absence.to_string()))
 }
 
 /// The device as `--device` spells it.
@@ -120,8 +123,8 @@ pub fn device_name(device: Device) -> String {
     }
 }
 
-/// The kind as PyTorch spells it.
-pub fn kind_name(kind: Kind) -> &'static str {
+/// PyTorch's name of a dtype.
+pub fn dtype_name(kind: Kind) -> &'static str {
     match kind {
         Kind::Float => "float32",
         Kind::Half => "float16",
@@ -133,7 +136,7 @@ pub fn kind_name(kind: Kind) -> &'static str {
 
 /// Default dtype of weights. It is float32 on the CPU and on GPUs before compute capability 8, which compute in bfloat16
 /// slowly or not at all. It is bfloat16 on other devices.
-pub fn default_kind(device: Device) -> Kind {
+pub fn default_dtype(device: Device) -> Kind {
     match device {
         Device::Cuda(index) if !ffi::has_bfloat16(index) => {
             static TOLD: Once = Once::new();
@@ -159,12 +162,12 @@ mod tests {
 
     #[test]
     fn names_are_checked() {
-        assert_eq!(device("cpu"), Ok(Device::Cpu));
+        assert_eq!(parse_device("cpu"), Ok(Device::Cpu));
         for name in ["gpu", "cuda:", "cuda:x", "cuda:{rank}", "cuda:{local_rank+}", "cuda:{local_rank*2}"] {
-            assert_eq!(device(name), Err(DeviceError::Unknown(name.into())));
+            assert_eq!(parse_device(name), Err(DeviceError::Unknown(name.into())));
         }
         assert_eq!(
-            (rank_device("cpu", local(3, false)), gpus("cpu"), gpus("cuda:0")),
+            (rank_device("cpu", local(3, false)), shareable_gpu_count("cpu"), shareable_gpu_count("cuda:0")),
             (Ok(Device::Cpu), 0, 0)
         );
     }
@@ -187,7 +190,7 @@ mod tests {
         assert_eq!([0, 3].map(|rank| of("cuda:{local_rank+4}", rank)), [Some(4), Some(7)]);
         assert_eq!(of("cuda:{ local_rank + 4 }", 1), Some(5));
         assert_eq!((of("cuda:6", 3), of("cuda:{local_rank+99999999999999999999}", 0)), (Some(6), None));
-        let one = ["cuda:6", "cuda:{local_rank}", "cuda", "cpu", "cuda:{x}"].map(is_one_gpu);
+        let one = ["cuda:6", "cuda:{local_rank}", "cuda", "cpu", "cuda:{x}"].map(names_one_gpu);
         assert_eq!(one, [true, false, false, false, false]);
     }
 }

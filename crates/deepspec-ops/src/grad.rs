@@ -27,7 +27,7 @@ pub struct EmbeddingGradSlices {
 }
 
 impl EmbeddingGrad {
-    /// The lists for addends of these tokens.
+    /// Adds the index lists for addends of these tokens to an upload.
     pub fn plan(tokens: &[i64], indices: &mut Upload<i64>) -> EmbeddingGradSlices {
         let mut addends: BTreeMap<i64, Vec<i64>> = BTreeMap::new();
         for (addend, &token) in tokens.iter().enumerate() {
@@ -44,10 +44,10 @@ impl EmbeddingGrad {
         }
     }
 
-    /// The lists on the device.
+    /// Takes the index lists from the upload on the device.
     pub fn new(slices: &EmbeddingGradSlices, there: &Uploaded) -> Self {
         let EmbeddingGradSlices { tokens, order, counts } = slices;
-        Self { tokens: there.of(*tokens), order: there.of(*order), counts: there.of(*counts) }
+        Self { tokens: there.slice(*tokens), order: there.slice(*order), counts: there.slice(*counts) }
     }
 
     /// Adds `addends [N, r]` to the rows of `gradient [V, r]`. Each row is rounded to its dtype once. Autograd must be off.
@@ -55,7 +55,7 @@ impl EmbeddingGrad {
         let before = gradient.index_select(0, &self.tokens);
         let all = Tensor::cat(&[&before, addends], 0).to_kind(Kind::Float).index_select(0, &self.order);
         let none = None::<&Tensor>;
-        // The counts are right; a check would make the host wait for the device.
+        // The counts are known to be right. A check would make the host wait for the device.
         let sums = Tensor::segment_reduce(&all, "sum", Some(&self.counts), none, none, 0, true, 0.0);
         let _ = gradient.shallow_clone().index_copy_(0, &self.tokens, &sums.to_kind(gradient.kind()));
     }
@@ -64,7 +64,8 @@ impl EmbeddingGrad {
 /// The gradient of a parameter, to be added to in place; zeros where it has none yet.
 pub fn grad_or_zeros(parameter: &Tensor) -> Tensor {
     if !parameter.grad().defined() {
-        // Only a backward pass makes a gradient: that of the first row makes all of it, and it is cleared.
+        // Only a backward pass can create `grad`. A pass through the first row creates all of it, and its values
+        // are then zeroed.
         tch::with_grad(|| parameter.narrow(0, 0, 1).sum(None).backward());
         let _ = parameter.grad().zero_();
     }

@@ -30,13 +30,17 @@ mod verify;
 
 pub use adamw::{AdamWSettings, AdamWTensors, adamw, square_sum};
 pub use attention::{AttentionSpec, Heads, Qkv};
-pub use block_attention::{BlockAttention, SequenceSpan};
+pub use block_attention::{BlockAttention, SequenceAnchors};
 pub use decoder_layer::{Attend, LayerWeights, RepeatedRows, decoder_layer};
-pub use device::{LocalRank, default_kind, device, device_name, gpus, is_one_gpu, kind_name, rank_device};
+pub use device::{
+    LocalRank, default_dtype, device_name, dtype_name, names_one_gpu, parse_device, rank_device,
+    shareable_gpu_count,
+};
 pub use error::DeviceError;
 pub use ffi::{
     CudaEvent, CudaStream, DeviceMemory, Range, StreamGuard, UninitTensor, c10d, device_memory,
-    die_with_parent, init_runtime, leave_at_exit, pinned, range, restart_device_peak, signal, take_gradient,
+    die_with_parent, empty_pinned, init_runtime, range, reset_device_peak, send_signal, skip_exit_cleanup,
+    take_gradient,
 };
 pub use free_memory::free_memory;
 pub use gated_mlp::{Activation, GatedMlp, gated_mlp};
@@ -44,11 +48,13 @@ pub use grad::{EmbeddingGrad, EmbeddingGradSlices, grad_or_zeros};
 pub use linear::{PackedWeight, Weight, linear};
 pub use rms_norm::{RmsNormParams, rms_norm};
 pub use rope::{Rope, RopeSpec, Rotation, Scaling, Yarn, rope};
-pub use sample::{argmax, distributions, sample};
-pub use saved_tensors::SavedTensors;
+pub use sample::{argmax, sample, temperature_softmax};
+pub use saved_tensors::SavedTensorSizes;
 pub use scatter::add_rows;
 pub use step_trace::StepTrace;
-pub use upload::{DeviceArange, Floats, Upload, UploadSlice, Uploaded, cat_to_device, copied_runs, runs};
+pub use upload::{
+    DeviceArange, FloatSlice, Upload, UploadSlice, Uploaded, cat_row_runs, cat_to_device, copy_row_runs,
+};
 pub use verify::{Verification, verify, verify_greedy};
 
 /// Kernels one by one, for the tests of this crate on a GPU. Other crates call the operators.
@@ -65,7 +71,7 @@ pub mod kernels {
 pub const HOST: tch::Device = tch::Device::Cpu;
 
 /// Why this build has no NCCL; nothing where it has.
-pub const NCCL_MISSING: &str = env!("DEEPSPEC_NCCL_MISSING");
+pub const NCCL_MISSING_REASON: &str = env!("DEEPSPEC_NCCL_MISSING");
 
 /// The version of libtorch whose headers this was built with.
-pub const LIBTORCH: &str = env!("DEEPSPEC_LIBTORCH");
+pub const LIBTORCH_VERSION: &str = env!("DEEPSPEC_LIBTORCH");

@@ -7,13 +7,13 @@ use tch::Device;
 
 use crate::ffi::Profile;
 
-/// Steps that are let pass first: they allocate, choose kernels, and wait for data.
-const WARM_UP: usize = 3;
+/// Steps that are skipped before the recording. They allocate memory, choose kernels and wait for data.
+const WARM_UP_STEPS: usize = 3;
 
-/// Steps that are recorded.
-const STEPS: usize = 5;
+/// Number of recorded steps.
+const RECORDED_STEPS: usize = 5;
 
-/// Records some steps of the thread that it belongs to, for a file that chrome://tracing and ui.perfetto.dev open.
+/// Records some steps of its thread, and writes a file for chrome://tracing and ui.perfetto.dev.
 pub struct StepTrace {
     path: Option<PathBuf>,
     with_gpu: bool,
@@ -22,36 +22,36 @@ pub struct StepTrace {
 }
 
 impl StepTrace {
-    /// Records nothing.
-    pub fn none() -> Self {
+    /// A trace that records nothing.
+    pub fn disabled() -> Self {
         Self { path: None, with_gpu: false, begun: 0, profile: None }
     }
 
-    /// Will record five steps, after three that are let pass, and write them to `path`. Where there is such a file already, as when a run
-    /// goes on, nothing is recorded, and that is said.
+    /// A trace that skips three steps, records five, and writes them to `path`. If `path` exists, as in a
+    /// resumed run, it records nothing and logs a warning.
     ///
     /// # Errors
-    /// Nothing can be written there.
+    /// If `path` cannot be written.
     pub fn new(path: &Path, device: Device) -> Result<Self, String> {
         if path.exists() {
             tracing::warn!(
                 "--torch-profile {}: there is such a file already; nothing is recorded",
                 path.display()
             );
-            return Ok(Self::none());
+            return Ok(Self::disabled());
         }
-        let partial = partial(path);
+        let partial = partial_path(path);
         let tried = fs::File::create(&partial).and_then(|_| fs::remove_file(&partial));
         tried.map_err(|error| format!("--torch-profile {}: {error}", path.display()))?;
         let with_gpu = matches!(device, Device::Cuda(_));
-        Ok(Self { path: Some(path.to_path_buf()), with_gpu, ..Self::none() })
+        Ok(Self { path: Some(path.to_path_buf()), with_gpu, ..Self::disabled() })
     }
 
-    /// To be called before each step. A trace that cannot be recorded or written is reported, and the steps go on.
+    /// Call this before each step. If recording or writing fails, it logs a warning, and the run continues.
     pub fn begin_step(&mut self) {
         let Some(path) = &self.path else { return };
         self.begun += 1;
-        if self.begun == WARM_UP + 1 {
+        if self.begun == WARM_UP_STEPS + 1 {
             match Profile::start(self.with_gpu) {
                 Ok(profile) => self.profile = Some(profile),
                 Err(problem) => {
@@ -59,22 +59,22 @@ impl StepTrace {
                     self.path = None;
                 }
             }
-        } else if self.begun == WARM_UP + STEPS + 1 {
+        } else if self.begun == WARM_UP_STEPS + RECORDED_STEPS + 1 {
             self.finish();
         }
     }
 
-    /// To be called when there are no more steps: writes what was recorded, if it is not written yet.
+    /// Writes the recorded steps, unless they are written already. Call this after the last step.
     pub fn finish(&mut self) {
         let Some(path) = self.path.take() else { return };
         let shown = path.display();
         let Some(profile) = self.profile.take() else {
             tracing::warn!(
-                "--torch-profile {shown}: nothing to write; the first {WARM_UP} steps are let pass, and there were no more"
+                "--torch-profile {shown}: nothing to write; the first {WARM_UP_STEPS} steps are let pass, and there were no more"
             );
             return;
         };
-        let partial = partial(&path);
+        let partial = partial_path(&path);
         let written = profile
             .write(&partial)
             .and_then(|()| fs::rename(&partial, &path).map_err(|error| error.to_string()));
@@ -87,8 +87,8 @@ impl StepTrace {
     }
 }
 
-/// Where it is written before it has its name.
-fn partial(path: &Path) -> PathBuf {
+/// Temporary path of the trace, until it is complete.
+fn partial_path(path: &Path) -> PathBuf {
     let mut name = path.as_os_str().to_os_string();
     name.push(".partial");
     name.into()
@@ -107,23 +107,23 @@ mod tests {
         let path = folder.path().join("trace.json");
         let mut trace = StepTrace::new(&path, Device::Cpu).unwrap();
         let x = Tensor::ones([8, 8], (Kind::Float, Device::Cpu));
-        for step in 0..WARM_UP + STEPS + 4 {
+        for step in 0..WARM_UP_STEPS + RECORDED_STEPS + 4 {
             trace.begin_step();
-            assert_eq!(path.exists(), step >= WARM_UP + STEPS, "before step {step}");
+            assert_eq!(path.exists(), step >= WARM_UP_STEPS + RECORDED_STEPS, "before step {step}");
             let _range = range(c"a range of ours");
             let _ = x.mm(&x);
         }
         trace.finish();
         let text = fs::read_to_string(&path).unwrap();
         for name in ["a range of ours", "aten::mm"] {
-            assert_eq!(text.matches(&format!("\"{name}\"")).count(), STEPS, "{name}");
+            assert_eq!(text.matches(&format!("\"{name}\"")).count(), RECORDED_STEPS, "{name}");
         }
         // An existing file stays, and a recording ends when it is dropped.
         let mut other = StepTrace::new(&path, Device::Cpu).unwrap();
         (0..20).for_each(|_| other.begin_step());
         assert_eq!(fs::read_to_string(&path).unwrap(), text);
         let mut dropped = StepTrace::new(&folder.path().join("dropped.json"), Device::Cpu).unwrap();
-        (0..WARM_UP + 2).for_each(|_| dropped.begin_step());
+        (0..WARM_UP_STEPS + 2).for_each(|_| dropped.begin_step());
         drop(dropped);
         assert!(Profile::start(false).is_ok(), "the dropped one still records");
         let nowhere = folder.path().join("nowhere/trace.json");

@@ -2,12 +2,12 @@
 //!
 //! A copy to a GPU costs about as much as a small kernel, whatever its size. The host therefore gathers a step's
 //! numbers and sends one tensor, of which readers take slices. Rows and positions in consecutive runs are slices of
-//! existing tensors ([`runs`], [`DeviceArange`]). A step with only whole blocks uploads nothing.
+//! existing tensors ([`cat_row_runs`], [`DeviceArange`]). A step with only whole blocks uploads nothing.
 
 use std::cell::RefCell;
 use std::iter::repeat_n;
 
-use crate::ffi::pinned;
+use crate::ffi::empty_pinned;
 use tch::kind::Element;
 use tch::{Device, Kind, Tensor};
 
@@ -44,7 +44,7 @@ impl<T: Element> Upload<T> {
         if device == Device::Cpu {
             return Uploaded(values);
         }
-        let mut staged = pinned(&values.size(), &values);
+        let mut staged = empty_pinned(&values.size(), &values);
         staged.copy_(&values);
         Uploaded(staged.to_device_(device, T::KIND, true, false))
     }
@@ -52,7 +52,7 @@ impl<T: Element> Upload<T> {
 
 impl Upload<i64> {
     /// Appends float32 numbers, two per i64.
-    pub fn push_floats(&mut self, values: &[f32]) -> Floats {
+    pub fn push_floats(&mut self, values: &[f32]) -> FloatSlice {
         let bits = |pair: &[f32]| {
             let mut bytes = [0; 8];
             bytes
@@ -61,25 +61,25 @@ impl Upload<i64> {
                 .for_each(|(half, value)| half.copy_from_slice(&value.to_ne_bytes()));
             i64::from_ne_bytes(bytes)
         };
-        Floats { part: self.push(values.chunks(2).map(bits)), len: values.len() as i64 }
+        FloatSlice { part: self.push(values.chunks(2).map(bits)), len: values.len() as i64 }
     }
 }
 
 /// Position of some float32 numbers in an upload.
 #[derive(Debug, Clone, Copy)]
-pub struct Floats {
+pub struct FloatSlice {
     part: UploadSlice,
     len: i64,
 }
 
 impl Uploaded {
     /// The float32 numbers of a slice, `[len]`, as a view.
-    pub fn floats(&self, floats: Floats) -> Tensor {
-        self.of(floats.part).view_dtype(Kind::Float).narrow(0, 0, floats.len)
+    pub fn slice_floats(&self, floats: FloatSlice) -> Tensor {
+        self.slice(floats.part).view_dtype(Kind::Float).narrow(0, 0, floats.len)
     }
 
     /// The numbers of a slice, `[len]`, as a view.
-    pub fn of(&self, part: UploadSlice) -> Tensor {
+    pub fn slice(&self, part: UploadSlice) -> Tensor {
         self.0.narrow(0, part.first, part.len)
     }
 }
@@ -95,68 +95,69 @@ impl DeviceArange {
     }
 
     /// Concatenates runs `(first, count)` of consecutive numbers, `[Σ count]` int64.
-    pub fn runs(&self, list: impl IntoIterator<Item = (i64, i64)>) -> Tensor {
+    pub fn cat_runs(&self, list: impl IntoIterator<Item = (i64, i64)>) -> Tensor {
         let list: Vec<(i64, i64)> = list.into_iter().collect();
         if self.0.borrow().device() == Device::Cpu {
-            return numbers(&list);
+            return expand_runs(&list);
         }
         let end = list.iter().map(|(first, count)| first + count).max().unwrap_or(0);
         let mut arange = self.0.borrow_mut();
         if arange.size()[0] < end {
-            let length = (end as u64).next_power_of_two().max(SHORTEST) as i64;
+            let length = (end as u64).next_power_of_two().max(MIN_ARANGE_LEN) as i64;
             *arange = Tensor::arange(length, (Kind::Int64, arange.device()));
         }
-        runs(&arange, list)
+        cat_row_runs(&arange, list)
     }
 
-    /// Single numbers, `[N]` int64.
-    pub fn pick(&self, list: impl IntoIterator<Item = usize>) -> Tensor {
-        self.runs(list.into_iter().map(|number| (number as i64, 1)))
+    /// A tensor of these numbers, `[N]` int64.
+    pub fn int_tensor(&self, list: impl IntoIterator<Item = usize>) -> Tensor {
+        self.cat_runs(list.into_iter().map(|number| (number as i64, 1)))
     }
 
     /// Repeats each number the given number of times, `[Σ times]` int64.
-    pub fn repeated(&self, list: impl IntoIterator<Item = (usize, usize)>) -> Tensor {
+    pub fn repeat_each(&self, list: impl IntoIterator<Item = (usize, usize)>) -> Tensor {
         let list: Vec<(usize, usize)> = list.into_iter().collect();
         let all = || list.iter().flat_map(|&(number, times)| repeat_n(number, times));
         if self.0.borrow().device() == Device::Cpu {
-            return self.pick(all());
+            return self.int_tensor(all());
         }
         let [single, times] =
-            [self.pick(list.iter().map(|one| one.0)), self.pick(list.iter().map(|one| one.1))];
+            [self.int_tensor(list.iter().map(|one| one.0)), self.int_tensor(list.iter().map(|one| one.1))];
         single.repeat_interleave_self_tensor(&times, 0, all().count() as i64)
     }
 }
 
-/// Minimum length of an arange.
-const SHORTEST: u64 = 1 << 10;
+/// Minimum length of the cached arange.
+const MIN_ARANGE_LEN: u64 = 1 << 10;
 
 /// Concatenates runs `(first, count)` of rows; a single run is a view, not a copy.
-pub fn runs(of: &Tensor, list: impl IntoIterator<Item = (i64, i64)>) -> Tensor {
-    match joined(list).as_slice() {
+pub fn cat_row_runs(of: &Tensor, list: impl IntoIterator<Item = (i64, i64)>) -> Tensor {
+    match merge_adjacent_runs(list).as_slice() {
         [] => of.narrow(0, 0, 0),
         [(first, count)] => of.narrow(0, *first, *count),
         // On the CPU one index list costs less than a view of every run.
-        several if of.device() == Device::Cpu => of.index_select(0, &numbers(several)),
+        several if of.device() == Device::Cpu => of.index_select(0, &expand_runs(several)),
         several => Tensor::cat(&several.iter().map(|&(at, n)| of.narrow(0, at, n)).collect::<Vec<_>>(), 0),
     }
 }
 
-/// The numbers of runs, on the CPU.
-fn numbers(list: &[(i64, i64)]) -> Tensor {
+/// All numbers of these runs, as a CPU tensor.
+fn expand_runs(list: &[(i64, i64)]) -> Tensor {
     let numbers: Vec<i64> = list.iter().flat_map(|&(first, count)| first..first + count).collect();
     Tensor::from_slice(&numbers)
 }
 
-/// [`runs`] as a copy, so that the other rows can be freed. All rows are not copied.
-pub fn copied_runs(of: &Tensor, list: impl IntoIterator<Item = (i64, i64)>) -> Tensor {
-    match joined(list).as_slice() {
+/// Like [`cat_row_runs`], but copies a single run, so that the other rows can be freed. A run of all rows stays
+/// a view.
+pub fn copy_row_runs(of: &Tensor, list: impl IntoIterator<Item = (i64, i64)>) -> Tensor {
+    match merge_adjacent_runs(list).as_slice() {
         [(first, count)] if *count < of.size()[0] => of.narrow(0, *first, *count).copy(),
-        list => runs(of, list.iter().copied()),
+        list => cat_row_runs(of, list.iter().copied()),
     }
 }
 
 /// Merges adjacent runs.
-fn joined(list: impl IntoIterator<Item = (i64, i64)>) -> Vec<(i64, i64)> {
+fn merge_adjacent_runs(list: impl IntoIterator<Item = (i64, i64)>) -> Vec<(i64, i64)> {
     let mut joined: Vec<(i64, i64)> = vec![];
     for (first, count) in list {
         match joined.last_mut() {
@@ -184,19 +185,20 @@ mod tests {
     #[test]
     fn runs_are_rows() {
         let rows = Tensor::arange(10, (Kind::Int64, Device::Cpu));
-        let of = |list: &[(i64, i64)]| Vec::<i64>::try_from(runs(&rows, list.iter().copied())).unwrap();
+        let of =
+            |list: &[(i64, i64)]| Vec::<i64>::try_from(cat_row_runs(&rows, list.iter().copied())).unwrap();
         assert_eq!(of(&[(7, 2), (1, 3), (4, 1)]), [7, 8, 1, 2, 3, 4]);
         assert_eq!((of(&[]), of(&[(2, 0)])), (vec![], vec![]));
-        // A part is a copy, which frees the rest; all rows are a view.
-        let (part, all) = (copied_runs(&rows, [(2, 3)]), copied_runs(&rows, [(0, 4), (4, 6)]));
+        // A part is a copy, so that the rest can be freed. All rows are a view.
+        let (part, all) = (copy_row_runs(&rows, [(2, 3)]), copy_row_runs(&rows, [(0, 4), (4, 6)]));
         assert_eq!(Vec::<i64>::try_from(&part).unwrap(), [2, 3, 4]);
         assert_ne!(part.data_ptr(), rows.narrow(0, 2, 3).data_ptr());
         assert_eq!(all.data_ptr(), rows.data_ptr());
         let arange = DeviceArange::new(Device::Cpu);
-        assert_eq!(Vec::<i64>::try_from(arange.pick([5, 5, 2000, 2001])).unwrap(), [5, 5, 2000, 2001]);
-        assert_eq!(Vec::<i64>::try_from(arange.runs([(7, 2), (1, 3)])).unwrap(), [7, 8, 1, 2, 3]);
-        assert_eq!(Vec::<i64>::try_from(arange.repeated([(7, 2), (1, 0), (3, 1)])).unwrap(), [7, 7, 3]);
-        assert_eq!((arange.pick([]).size(), arange.runs([(4, 0)]).size()), (vec![0], vec![0]));
+        assert_eq!(Vec::<i64>::try_from(arange.int_tensor([5, 5, 2000, 2001])).unwrap(), [5, 5, 2000, 2001]);
+        assert_eq!(Vec::<i64>::try_from(arange.cat_runs([(7, 2), (1, 3)])).unwrap(), [7, 8, 1, 2, 3]);
+        assert_eq!(Vec::<i64>::try_from(arange.repeat_each([(7, 2), (1, 0), (3, 1)])).unwrap(), [7, 7, 3]);
+        assert_eq!((arange.int_tensor([]).size(), arange.cat_runs([(4, 0)]).size()), (vec![0], vec![0]));
     }
 
     #[test]
@@ -204,7 +206,7 @@ mod tests {
         let mut upload = Upload::default();
         let parts = [vec![3i64, 1], vec![], vec![4]].map(|list| upload.push(list));
         let there = upload.send(Device::Cpu);
-        let lists = parts.map(|part| Vec::<i64>::try_from(there.of(part)).unwrap());
+        let lists = parts.map(|part| Vec::<i64>::try_from(there.slice(part)).unwrap());
         assert_eq!(lists, [vec![3, 1], vec![], vec![4]]);
     }
 
@@ -215,9 +217,9 @@ mod tests {
         let lists: [&[f32]; 4] = [&[1.5, -2.0, f32::MIN_POSITIVE], &[], &[0.25], &[-0.0, f32::INFINITY]];
         let floats = lists.map(|list| upload.push_floats(list));
         let there = upload.send(Device::Cpu);
-        assert_eq!(Vec::<i64>::try_from(there.of(first)).unwrap(), [7]);
+        assert_eq!(Vec::<i64>::try_from(there.slice(first)).unwrap(), [7]);
         for (list, floats) in lists.iter().zip(floats) {
-            assert_eq!(Vec::<f32>::try_from(there.floats(floats)).unwrap(), *list);
+            assert_eq!(Vec::<f32>::try_from(there.slice_floats(floats)).unwrap(), *list);
         }
     }
 }

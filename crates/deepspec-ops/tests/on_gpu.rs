@@ -14,7 +14,7 @@ use tch::{Device, Kind, Tensor};
 fn test_device() -> Device {
     static DEVICE: OnceLock<Device> = OnceLock::new();
     let name = || std::env::var("DEEPSPEC_TEST_DEVICE").unwrap_or_else(|_| "cpu".into());
-    *DEVICE.get_or_init(|| deepspec_ops::device(&name()).unwrap())
+    *DEVICE.get_or_init(|| deepspec_ops::parse_device(&name()).unwrap())
 }
 
 fn logits_of(rows: i64, vocab: i64, step: f64) -> Tensor {

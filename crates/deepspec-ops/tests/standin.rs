@@ -4,7 +4,7 @@
 use std::env;
 use std::process::Command;
 
-use deepspec_ops::{device, device_memory, restart_device_peak};
+use deepspec_ops::{device_memory, parse_device, reset_device_peak};
 use deepspec_testkit::fake_gpu::{FakeGpu, Report};
 use tch::{Device, Kind, TchError, Tensor};
 
@@ -13,7 +13,7 @@ use tch::{Device, Kind, TchError, Tensor};
 /// real GPUs.
 fn lent(name: &str) -> Result<(), Option<Report>> {
     if env::var_os("DEEPSPEC_STANDIN_DEVICES").is_some() {
-        assert_eq!(device("cuda"), Ok(Device::Cuda(0)));
+        assert_eq!(parse_device("cuda"), Ok(Device::Cuda(0)));
         return Ok(());
     }
     let program = env::current_exe().unwrap();
@@ -78,7 +78,7 @@ fn memory_is_counted_and_ends() {
     let found = device_memory(gpu).unwrap();
     assert_eq!(found.in_use, 1024);
     assert!((700_000..701_000).contains(&found.peak), "{found:?}");
-    restart_device_peak(gpu);
+    reset_device_peak(gpu);
     assert_eq!(device_memory(gpu).unwrap().peak, 1024);
     assert_eq!((device_memory(Device::Cuda(0)).unwrap().peak, device_memory(Device::Cpu)), (0, None));
     drop(small);

@@ -1,7 +1,7 @@
 //! The body of a chat completion request: the supported part of the OpenAI API, checked on arrival.
 
-use deepspec_core::config::in_words;
-use deepspec_core::jsonl::kind_of;
+use deepspec_core::config::describe_serde_error;
+use deepspec_core::jsonl::json_type_name;
 use deepspec_engine::Sampling;
 use deepspec_text::Message;
 use serde::Deserialize;
@@ -9,11 +9,12 @@ use serde_json::{Map, Value};
 
 use crate::defaults::Defaults;
 use crate::error::ChatError;
-use crate::fields::{READ, refuse_unsupported};
-use crate::ranges::{PENALTIES, top_p, within};
+use crate::fields::{SUPPORTED_FIELDS, reject_unsupported_fields};
+use crate::ranges::{PENALTIES, check_range, check_top_p};
 
-/// Most stop strings, and most bytes of each. They are searched for at every token.
-const MAX_STOPS: usize = 16;
+/// Maximum number of stop strings, and maximum bytes of each. The text of every token is searched
+/// for them.
+const MAX_STOP_STRINGS: usize = 16;
 const MAX_STOP_BYTES: usize = 1 << 10;
 
 /// A checked request.
@@ -80,40 +81,45 @@ struct StreamOptions {
 ///
 /// # Errors
 /// See [`ChatError`].
-pub fn parse(
+pub fn parse_chat_request(
     bytes: &[u8],
     served: &str,
     defaults: &Defaults,
     fresh_seed: u64,
 ) -> Result<ChatRequest, ChatError> {
-    let sent: Value =
-        serde_json::from_slice(bytes).map_err(|error| ChatError::Malformed(in_words(&error.to_string())))?;
+    let sent: Value = serde_json::from_slice(bytes)
+        .map_err(|error| ChatError::Malformed(describe_serde_error(&error.to_string())))?;
     let Value::Object(mut sent) = sent else {
-        return Err(ChatError::field("body", format!("expected an object, found {}", kind_of(&sent))));
+        return Err(ChatError::field("body", format!("expected an object, found {}", json_type_name(&sent))));
     };
     sent.retain(|_, value| !value.is_null());
-    refuse_unsupported(&sent)?;
-    sent.retain(|name, _| READ.contains(&name.as_str()));
+    reject_unsupported_fields(&sent)?;
+    sent.retain(|name, _| SUPPORTED_FIELDS.contains(&name.as_str()));
     let body: Body = serde_path_to_error::deserialize(Value::Object(sent)).map_err(|error| {
         let (path, inner) = (error.path().to_string(), error.inner().to_string());
-        ChatError::field(if path == "." { "body".into() } else { path }, in_words(&inner))
+        ChatError::field(if path == "." { "body".into() } else { path }, describe_serde_error(&inner))
     })?;
     if let Some(model) = body.model.as_ref().filter(|model| *model != served) {
         return Err(ChatError::UnknownModel { wanted: model.clone(), served: served.into() });
     }
-    refuse_values(&body)?;
+    reject_unsupported_values(&body)?;
     let mut template_kwargs = body.chat_template_kwargs.unwrap_or_default();
     template_kwargs.retain(|_, value| !value.is_null());
     if let Some(effort) = body.reasoning_effort {
         template_kwargs.entry("reasoning_effort").or_insert(effort);
     }
     Ok(ChatRequest {
-        messages: messages(body.messages)?,
+        messages: parse_messages(body.messages)?,
         sampling: Sampling {
-            temperature: within("temperature", body.temperature.unwrap_or(defaults.temperature), 0.0, 2.0)?,
-            top_p: top_p(body.top_p.unwrap_or(defaults.top_p))?,
+            temperature: check_range(
+                "temperature",
+                body.temperature.unwrap_or(defaults.temperature),
+                0.0,
+                2.0,
+            )?,
+            top_p: check_top_p(body.top_p.unwrap_or(defaults.top_p))?,
             top_k: top_k(body.top_k.unwrap_or(defaults.top_k))?,
-            min_p: within("min_p", body.min_p.unwrap_or(defaults.min_p), 0.0, 1.0)?,
+            min_p: check_range("min_p", body.min_p.unwrap_or(defaults.min_p), 0.0, 1.0)?,
             seed: body.seed.map_or(fresh_seed, i64::cast_unsigned),
         },
         max_tokens: {
@@ -124,9 +130,9 @@ pub fn parse(
             // The model's own limit also caps larger limits of requests, as in vLLM.
             asked.into_iter().chain(defaults.max_tokens).min()
         },
-        stop: stop(body.stop)?,
+        stop: parse_stop_strings(body.stop)?,
         stop_token_ids: body.stop_token_ids.unwrap_or_default(),
-        tools: tools(body.tools.unwrap_or_default(), body.tool_choice)?,
+        tools: check_tools(body.tools.unwrap_or_default(), body.tool_choice)?,
         template_kwargs,
         ignore_eos: body.ignore_eos.unwrap_or(false),
         return_token_ids: body.return_token_ids.unwrap_or(false),
@@ -135,7 +141,7 @@ pub fn parse(
     })
 }
 
-fn refuse_values(body: &Body) -> Result<(), ChatError> {
+fn reject_unsupported_values(body: &Body) -> Result<(), ChatError> {
     let values = [body.presence_penalty, body.frequency_penalty, body.repetition_penalty];
     let mut penalties = PENALTIES.into_iter().zip(values);
     if let Some(((name, neutral), Some(value))) =
@@ -150,7 +156,7 @@ fn refuse_values(body: &Body) -> Result<(), ChatError> {
 }
 
 /// The tools for the chat template; none if the request forbids calls.
-fn tools(tools: Vec<Value>, choice: Option<Value>) -> Result<Vec<Value>, ChatError> {
+fn check_tools(tools: Vec<Value>, choice: Option<Value>) -> Result<Vec<Value>, ChatError> {
     match choice.as_ref().map(|choice| choice.as_str()) {
         None | Some(Some("auto")) if tools.iter().any(|tool| !tool.is_object()) => {
             Err(ChatError::field("tools", "expected a list of objects"))
@@ -167,7 +173,7 @@ fn tools(tools: Vec<Value>, choice: Option<Value>) -> Result<Vec<Value>, ChatErr
     }
 }
 
-fn messages(values: Vec<Value>) -> Result<Vec<Message>, ChatError> {
+fn parse_messages(values: Vec<Value>) -> Result<Vec<Message>, ChatError> {
     if values.is_empty() {
         return Err(ChatError::field("messages", "there must be at least one message"));
     }
@@ -178,7 +184,7 @@ fn messages(values: Vec<Value>) -> Result<Vec<Message>, ChatError> {
     values.into_iter().enumerate().map(parse).collect()
 }
 
-/// Other servers use −1 for all tokens.
+/// Parses `top_k`. As in other servers, −1 also means all tokens.
 fn top_k(value: i64) -> Result<usize, ChatError> {
     usize::try_from(value.max(0)).ok().filter(|_| value >= -1).ok_or_else(|| {
         ChatError::field("top_k", format!("{value} is neither a count nor -1 or 0 for all tokens"))
@@ -193,16 +199,16 @@ fn max_tokens(field: &'static str, value: Option<u64>) -> Result<Option<usize>, 
     }
 }
 
-fn stop(value: Option<Value>) -> Result<Vec<String>, ChatError> {
+fn parse_stop_strings(value: Option<Value>) -> Result<Vec<String>, ChatError> {
     let stops = match value {
         None | Some(Value::Null) => return Ok(vec![]),
         Some(Value::Array(stops)) => stops,
         Some(one) => vec![one],
     };
-    if stops.len() > MAX_STOPS {
+    if stops.len() > MAX_STOP_STRINGS {
         return Err(ChatError::field(
             "stop",
-            format!("{} texts, but at most {MAX_STOPS} may end an answer", stops.len()),
+            format!("{} texts, but at most {MAX_STOP_STRINGS} may end an answer", stops.len()),
         ));
     }
     let text = |stop: Value| match stop {
@@ -222,14 +228,14 @@ fn stop(value: Option<Value>) -> Result<Vec<String>, ChatError> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::fields::{HARMLESS, UNSUPPORTED, does_nothing};
+    use crate::fields::{IGNORED_FIELDS, UNSUPPORTED_FIELDS, requests_default};
     use serde_json::json;
 
     fn request(changes: Value) -> Result<ChatRequest, ChatError> {
         let mut body = json!({"model": "m", "messages": [{"role": "user", "content": "hi"}]});
         let (Some(body), Value::Object(changes)) = (body.as_object_mut(), changes) else { unreachable!() };
         body.extend(changes);
-        parse(&serde_json::to_vec(body).unwrap(), "m", &Defaults::default(), 5)
+        parse_chat_request(&serde_json::to_vec(body).unwrap(), "m", &Defaults::default(), 5)
     }
 
     #[test]
@@ -270,7 +276,7 @@ mod tests {
             Defaults { temperature: 0.6, top_k: 20, max_tokens: Some(9), ..Defaults::default() }
         );
         let body = br#"{"messages": [{"role": "user", "content": "hi"}], "top_k": 5}"#;
-        let sampling = parse(body, "m", &read, 5).unwrap().sampling;
+        let sampling = parse_chat_request(body, "m", &read, 5).unwrap().sampling;
         assert_eq!((sampling.temperature, sampling.top_k), (0.6, 5));
     }
 
@@ -318,14 +324,19 @@ mod tests {
         ] {
             assert!(
                 matches!(
-                    parse(broken.as_bytes(), "m", &Defaults::default(), 0),
+                    parse_chat_request(broken.as_bytes(), "m", &Defaults::default(), 0),
                     Err(ChatError::Malformed(_))
                 ),
                 "{broken}"
             );
         }
-        assert!(parse(b"[]", "m", &Defaults::default(), 0).unwrap_err().to_string().starts_with("`body`"));
-        let error = parse(b"{}", "m", &Defaults::default(), 0).unwrap_err();
+        assert!(
+            parse_chat_request(b"[]", "m", &Defaults::default(), 0)
+                .unwrap_err()
+                .to_string()
+                .starts_with("`body`")
+        );
+        let error = parse_chat_request(b"{}", "m", &Defaults::default(), 0).unwrap_err();
         assert!(error.to_string().contains("missing field `messages`"));
     }
 
@@ -350,7 +361,12 @@ mod tests {
     /// name, or known to have no effect.
     #[test]
     fn whatever_a_field_holds_is_obeyed_or_refused_by_its_name() {
-        for name in READ.iter().chain(&UNSUPPORTED).chain(&HARMLESS).chain(&["a_field_of_tomorrow"]) {
+        for name in SUPPORTED_FIELDS
+            .iter()
+            .chain(&UNSUPPORTED_FIELDS)
+            .chain(&IGNORED_FIELDS)
+            .chain(&["a_field_of_tomorrow"])
+        {
             for value in odd() {
                 let refused = request(json!({*name: value})).err();
                 if let Some(error) = &refused {
@@ -367,13 +383,13 @@ mod tests {
                 if *name == "a_field_of_tomorrow" {
                     assert_eq!(refused.is_some(), !value.is_null(), "{name} {value}");
                 }
-                if HARMLESS.contains(name) || (value.is_null() && *name != "messages") {
+                if IGNORED_FIELDS.contains(name) || (value.is_null() && *name != "messages") {
                     assert!(refused.is_none(), "{name} {value}: {refused:?}");
                 }
-                if UNSUPPORTED.contains(name) {
+                if UNSUPPORTED_FIELDS.contains(name) {
                     assert_eq!(
                         refused.is_none(),
-                        value.is_null() || does_nothing(name, &value),
+                        value.is_null() || requests_default(name, &value),
                         "{name} {value}"
                     );
                 }
@@ -434,7 +450,7 @@ mod tests {
             for value in odd() {
                 std::fs::write(&path, json!({name: value}).to_string()).unwrap();
                 let defaults = Defaults::read(dir.path());
-                let read = parse(body, "m", &defaults, 5);
+                let read = parse_chat_request(body, "m", &defaults, 5);
                 assert!(read.is_ok(), "{name} {value}: {:?}", read.err());
             }
         }
@@ -446,20 +462,20 @@ mod tests {
         std::fs::write(&path, r#"{"temperature": 0.6, "top_p": 0.95, "min_p": 0.1, "max_new_tokens": 9}"#)
             .unwrap();
         let defaults = Defaults::read(dir.path());
-        let silent = parse(body, "m", &defaults, 5).unwrap();
+        let silent = parse_chat_request(body, "m", &defaults, 5).unwrap();
         assert_eq!((silent.max_tokens, silent.sampling.top_p, silent.sampling.min_p), (Some(9), 0.95, 0.1));
         let own = br#"{"messages": [{"role": "user", "content": "hi"}], "temperature": 0, "max_tokens": 3}"#;
-        let own = parse(own, "m", &defaults, 5).unwrap();
+        let own = parse_chat_request(own, "m", &defaults, 5).unwrap();
         assert_eq!((own.max_tokens, own.sampling.temperature, own.sampling.top_p), (Some(3), 0.0, 0.95));
     }
 
     #[test]
     fn the_fields_of_a_body_are_those_that_are_listed() {
         let everything: Map<String, Value> =
-            READ.iter().map(|name| (name.to_string(), Value::Null)).collect();
-        let mut names = READ.to_vec();
-        names.extend(UNSUPPORTED);
-        names.extend(HARMLESS);
+            SUPPORTED_FIELDS.iter().map(|name| (name.to_string(), Value::Null)).collect();
+        let mut names = SUPPORTED_FIELDS.to_vec();
+        names.extend(UNSUPPORTED_FIELDS);
+        names.extend(IGNORED_FIELDS);
         let count = names.len();
         names.sort_unstable();
         names.dedup();

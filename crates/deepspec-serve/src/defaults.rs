@@ -4,7 +4,7 @@ use std::path::Path;
 
 use serde_json::{Map, Value};
 
-use crate::ranges::{PENALTIES, top_p, within};
+use crate::ranges::{PENALTIES, check_range, check_top_p};
 
 /// Values of fields that a request omits, from the model's `generation_config.json`, as vLLM
 /// applies them.
@@ -45,11 +45,11 @@ impl Defaults {
         };
         let found = Self {
             temperature: number("temperature", plain.temperature, &|value| {
-                within("", value, 0.0, 2.0).is_ok()
+                check_range("", value, 0.0, 2.0).is_ok()
             }),
-            top_p: number("top_p", plain.top_p, &|value| top_p(value).is_ok()),
+            top_p: number("top_p", plain.top_p, &|value| check_top_p(value).is_ok()),
             top_k: number("top_k", plain.top_k as f64, &|value| (-1.0..=1e9).contains(&value)) as i64,
-            min_p: number("min_p", plain.min_p, &|value| within("", value, 0.0, 1.0).is_ok()),
+            min_p: number("min_p", plain.min_p, &|value| check_range("", value, 0.0, 1.0).is_ok()),
             max_tokens: Some(number("max_new_tokens", 0.0, &|limit| limit >= 1.0) as usize)
                 .filter(|&limit| limit > 0),
         };

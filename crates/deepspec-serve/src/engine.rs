@@ -17,15 +17,17 @@ use deepspec_engine::{
     AcceptanceStats, Engine, EngineError, EngineOptions, Event, Finish, Proposer, Request, RequestId,
 };
 use deepspec_hub::{HubError, model_dir};
-use deepspec_models::{Fit, TargetModel, TargetOptions, fit, kv_cache_bytes, room};
+use deepspec_models::{
+    MemoryFit, TargetModel, TargetOptions, check_memory_fit, kv_cache_budget, kv_cache_bytes,
+};
 use hdrhistogram::Histogram;
 use tokio::sync::{mpsc, oneshot};
 
 use crate::metrics::Metrics;
-use crate::schedule::{planner, temperatures};
+use crate::schedule::{build_planner, load_temperatures};
 
 /// Shortest context that is chosen automatically if memory is scarce.
-const SHORTEST: usize = 1024;
+const MIN_AUTO_CONTEXT: usize = 1024;
 
 /// Arguments of the engine.
 #[derive(Debug, Clone, clap::Args)]
@@ -99,8 +101,8 @@ impl EngineArgs {
         if self.max_num_seqs == 0 || self.max_model_len == Some(0) {
             usage!("--max-num-seqs and --max-model-len must be at least 1");
         }
-        if self.max_num_seqs > MOST_SLOTS {
-            usage!("--max-num-seqs {}: expected at most {MOST_SLOTS}", self.max_num_seqs);
+        if self.max_num_seqs > MAX_SLOTS {
+            usage!("--max-num-seqs {}: expected at most {MAX_SLOTS}", self.max_num_seqs);
         }
         match (self.schedule, &self.cost) {
             (policy, None) if policy.reads_cost() => usage!(
@@ -112,15 +114,15 @@ impl EngineArgs {
         if self.calibration.is_some() && !self.schedule.reads_confidence() {
             usage!("--calibration: --schedule {} reads no confidences", self.schedule);
         }
-        if let Err(error) = deepspec_ops::device(&self.device) {
+        if let Err(error) = deepspec_ops::parse_device(&self.device) {
             usage!("--device: {error}");
         }
         Ok(())
     }
 }
 
-/// Most sequences that an engine can run at once; more than any single GPU supports.
-const MOST_SLOTS: usize = 1 << 16;
+/// Maximum number of sequences that an engine can run at once; more than any single GPU supports.
+const MAX_SLOTS: usize = 1 << 16;
 
 /// An update of one request.
 #[derive(Debug)]
@@ -133,7 +135,7 @@ pub enum RequestUpdate {
     Done(Finish),
 }
 
-struct Job {
+struct QueuedRequest {
     request: Request,
     updates: mpsc::UnboundedSender<RequestUpdate>,
     since: Instant,
@@ -141,33 +143,33 @@ struct Job {
 
 /// Load of the engine, readable from any thread.
 #[derive(Debug)]
-pub struct Load {
+pub struct EngineLoad {
     /// Sequences in decoding.
     pub running: AtomicUsize,
     /// Sequences that wait for a slot.
     pub queued: AtomicUsize,
     /// Tokens generated since start.
     pub generated: AtomicU64,
-    waits: Mutex<Waits>,
-    /// These and further values for Prometheus.
+    waits: Mutex<WaitHistogram>,
+    /// The Prometheus metrics.
     pub metrics: Metrics,
 }
 
-/// Longest distinguishable wait, in milliseconds: one day.
-const LONGEST_WAIT: u64 = 86_400_000;
+/// Longest wait that the histogram can record, in milliseconds: one day.
+const MAX_WAIT_MS: u64 = 86_400_000;
 
 /// Waiting times for a slot, in milliseconds with two significant digits.
 #[derive(Debug)]
-struct Waits(Histogram<u32>);
+struct WaitHistogram(Histogram<u32>);
 
-impl Default for Waits {
+impl Default for WaitHistogram {
     fn default() -> Self {
         // Fails only for more than five digits or a bound below two.
-        Self(Histogram::new_with_max(LONGEST_WAIT, 2).expect("two digits up to a day"))
+        Self(Histogram::new_with_max(MAX_WAIT_MS, 2).expect("two digits up to a day"))
     }
 }
 
-impl Load {
+impl EngineLoad {
     fn new(slots: usize) -> Result<Self, prometheus::Error> {
         Ok(Self {
             running: AtomicUsize::default(),
@@ -179,13 +181,13 @@ impl Load {
     }
 
     /// Quantile `share` of the waiting times for a slot; None before the first sequence.
-    pub fn waited(&self, share: f64) -> Option<Duration> {
+    pub fn wait_quantile(&self, share: f64) -> Option<Duration> {
         let waits = self.waits.lock().unwrap_or_else(PoisonError::into_inner);
         (!waits.0.is_empty()).then(|| Duration::from_millis(waits.0.value_at_quantile(share)))
     }
 
-    fn count_wait(&self, wait: Duration) {
-        self.metrics.count_wait(wait);
+    fn record_wait(&self, wait: Duration) {
+        self.metrics.record_wait(wait);
         let mut waits = self.waits.lock().unwrap_or_else(PoisonError::into_inner);
         waits.0.saturating_record(u64::try_from(wait.as_millis()).unwrap_or(u64::MAX));
     }
@@ -193,9 +195,9 @@ impl Load {
 
 /// Handle of the engine's thread. Dropping it ends the thread.
 pub struct EngineThread {
-    jobs: Option<mpsc::UnboundedSender<Job>>,
+    jobs: Option<mpsc::UnboundedSender<QueuedRequest>>,
     thread: Option<JoinHandle<()>>,
-    load: Arc<Load>,
+    load: Arc<EngineLoad>,
     context: usize,
 }
 
@@ -207,15 +209,15 @@ impl EngineThread {
     pub fn start(model: &Path, args: &EngineArgs) -> anyhow::Result<Self> {
         let (jobs, incoming) = mpsc::unbounded_channel();
         let (ready, loaded) = oneshot::channel();
-        let load = Arc::new(Load::new(args.max_num_seqs)?);
+        let load = Arc::new(EngineLoad::new(args.max_num_seqs)?);
         let (model, args, gauge) = (model.to_path_buf(), args.clone(), Arc::clone(&load));
-        let work = move || match build(&model, &args) {
+        let work = move || match load_engine(&model, &args) {
             Ok((engine, context)) => {
                 // The receiver is gone only if the starting thread is; the jobs channel is then
                 // closed too.
                 let _ = ready.send(Ok(context));
                 let counted = AcceptanceStats::default();
-                Worker { engine, live: HashMap::new(), waiting: VecDeque::new(), load: gauge, counted }
+                EngineLoop { engine, live: HashMap::new(), waiting: VecDeque::new(), load: gauge, counted }
                     .run(incoming);
             }
             Err(error) => drop(ready.send(Err(error))),
@@ -234,13 +236,13 @@ impl EngineThread {
         if let Some(jobs) = &self.jobs {
             // If the engine has ended, the sender is dropped here, which closes the receiver at
             // once.
-            let _ = jobs.send(Job { request, updates, since: Instant::now() });
+            let _ = jobs.send(QueuedRequest { request, updates, since: Instant::now() });
         }
         receiver
     }
 
     /// Load of the engine.
-    pub fn load(&self) -> &Load {
+    pub fn load(&self) -> &EngineLoad {
         &self.load
     }
 
@@ -263,21 +265,21 @@ impl Drop for EngineThread {
 /// An engine with the target alone, or with a drafter.
 type ChatEngine = Engine<TargetModel, Box<dyn Drafter>>;
 
-fn build(model: &Path, args: &EngineArgs) -> anyhow::Result<(ChatEngine, usize)> {
-    let device = deepspec_ops::device(&args.device)?;
-    let (kind, slots) = (deepspec_ops::default_kind(device), args.max_num_seqs);
+fn load_engine(model: &Path, args: &EngineArgs) -> anyhow::Result<(ChatEngine, usize)> {
+    let device = deepspec_ops::parse_device(&args.device)?;
+    let (kind, slots) = (deepspec_ops::default_dtype(device), args.max_num_seqs);
     let dir = args.draft.as_ref().filter(|_| args.schedule != Policy::Plain);
     let drafter = match dir {
-        Some(dir) => Some(deepspec_drafters::load(dir, &DrafterOptions { device, kind, slots })?),
+        Some(dir) => Some(deepspec_drafters::load_drafter(dir, &DrafterOptions { device, kind, slots })?),
         None => None,
     };
     if let Some(drafter) = drafter.as_ref().filter(|_| args.schedule.reads_confidence())
-        && !drafter.has_confidence()
+        && !drafter.has_confidence_head()
     {
         usage!("--schedule {}: the drafter has no confidence head", args.schedule);
     }
     let block = drafter.as_ref().map_or(0, |drafter| drafter.draft_len());
-    let (planner, temperatures) = (planner(model, args)?, temperatures(args, dir, block)?);
+    let (planner, temperatures) = (build_planner(model, args)?, load_temperatures(args, dir, block)?);
     let taps = drafter.as_ref().map(|drafter| drafter.taps().to_vec()).unwrap_or_default();
     let target = TargetModel::load(model, &TargetOptions { device, kind, slots, taps })?;
     if let Some(drafter) = &drafter {
@@ -292,48 +294,51 @@ fn build(model: &Path, args: &EngineArgs) -> anyhow::Result<(ChatEngine, usize)>
         );
     }
     let (context, memory) =
-        fitting(wanted, args, &target, drafter.as_ref().map(|drafter| drafter as &dyn Proposer))?;
+        fit_context(wanted, args, &target, drafter.as_ref().map(|drafter| drafter as &dyn Proposer))?;
     let options =
         EngineOptions { slots, context, max_draft_tokens: None, draft_sampling, counts_overrun: false };
     let engine = Engine::new(target, drafter, options).with_temperatures(temperatures).with_planner(planner);
     Ok((
         match memory {
-            Some(bytes) => engine.with_memory(bytes),
+            Some(bytes) => engine.with_kv_cache_limit(bytes),
             None => engine,
         },
         context,
     ))
 }
 
-/// Context length of a conversation, and bytes for the KV caches of all of them, from the memory
-/// left by the models. Without `--max-model-len` the length may be less than `wanted`.
-fn fitting(
+/// Context length of a conversation, and bytes for the KV caches of all conversations. Both depend
+/// on the memory that the models leave free. Without `--max-model-len`, the length may be less than
+/// `wanted`.
+fn fit_context(
     wanted: usize,
     args: &EngineArgs,
     target: &TargetModel,
     drafter: Option<&dyn Proposer>,
 ) -> anyhow::Result<(usize, Option<u64>)> {
-    let Some(memory) = room(target, drafter, args.max_num_seqs, 1) else { return Ok((wanted, None)) };
+    let Some(memory) = kv_cache_budget(target, drafter, args.max_num_seqs, 1) else {
+        return Ok((wanted, None));
+    };
     let bytes = |tokens: usize| kv_cache_bytes(target, drafter, tokens);
-    match fit(args.max_num_seqs, wanted, memory, bytes) {
-        Fit::All => Ok((wanted, Some(memory))),
-        Fit::Fewer { told } => {
+    match check_memory_fit(args.max_num_seqs, wanted, memory, bytes) {
+        MemoryFit::All => Ok((wanted, Some(memory))),
+        MemoryFit::Fewer { told } => {
             tracing::warn!("{told}; the others wait. --max-num-seqs or --max-model-len can be lowered");
             Ok((wanted, Some(memory)))
         }
-        Fit::Shorter { tokens: 0, told } => {
+        MemoryFit::Shorter { tokens: 0, told } => {
             let slots = if args.max_num_seqs > 1 { ", a lower --max-num-seqs" } else { "" };
             usage!(
                 "{told}; not even a short one has room, give a smaller model{slots} or a --device with more memory"
             )
         }
-        Fit::Shorter { tokens, told } if args.max_model_len.is_none() && tokens >= SHORTEST => {
+        MemoryFit::Shorter { tokens, told } if args.max_model_len.is_none() && tokens >= MIN_AUTO_CONTEXT => {
             tracing::warn!(
                 "{told}: conversations may hold {tokens}. --max-model-len says so without this warning"
             );
             Ok((tokens, Some(memory)))
         }
-        Fit::Shorter { tokens, told } => {
+        MemoryFit::Shorter { tokens, told } => {
             usage!(
                 "{told}; give --max-model-len {tokens} or less, a smaller model, or a --device with more memory"
             )
@@ -341,30 +346,30 @@ fn fitting(
     }
 }
 
-struct Worker {
+struct EngineLoop {
     engine: ChatEngine,
-    live: HashMap<RequestId, Live>,
+    live: HashMap<RequestId, LiveRequest>,
     /// Requests that wait for a slot, in queue order, with their arrival times.
     waiting: VecDeque<(RequestId, Instant)>,
-    load: Arc<Load>,
+    load: Arc<EngineLoad>,
     /// Decoding cycles that the metrics include already.
     counted: AcceptanceStats,
 }
 
 /// An unfinished request.
-struct Live {
+struct LiveRequest {
     updates: mpsc::UnboundedSender<RequestUpdate>,
-    /// Arrival of the request and of its last tokens.
+    /// Arrival times of the request and of its last tokens.
     since: Instant,
     last: Option<Instant>,
 }
 
-impl Worker {
+impl EngineLoop {
     /// Runs engine steps while there is work, else sleeps. Ends when the handle is dropped.
-    fn run(mut self, mut jobs: mpsc::UnboundedReceiver<Job>) {
+    fn run(mut self, mut jobs: mpsc::UnboundedReceiver<QueuedRequest>) {
         loop {
             if self.engine.is_idle() {
-                self.publish();
+                self.publish_load();
                 match jobs.blocking_recv() {
                     Some(job) => self.accept(job),
                     None => return,
@@ -378,23 +383,24 @@ impl Worker {
                 }
             }
             self.cancel_abandoned();
-            self.publish();
+            self.publish_load();
             let started = Instant::now();
             let events = self.engine.step();
-            self.count_waits(started);
+            self.record_waits(started);
             for event in events {
-                self.report(event);
+                self.send_update(event);
             }
         }
     }
 
-    fn accept(&mut self, job: Job) {
+    fn accept(&mut self, job: QueuedRequest) {
         let prompt = job.request.prompt.len() as u64;
         match self.engine.submit(job.request) {
             Ok(request_id) => {
                 self.load.metrics.prompts.inc_by(prompt);
                 self.waiting.push_back((request_id, job.since));
-                self.live.insert(request_id, Live { updates: job.updates, since: job.since, last: None });
+                self.live
+                    .insert(request_id, LiveRequest { updates: job.updates, since: job.since, last: None });
             }
             // Send errors are ignored here and below: the caller may be gone.
             Err(error) => drop(job.updates.send(RequestUpdate::Refused(error))),
@@ -414,14 +420,14 @@ impl Worker {
     }
 
     /// Records waiting times of requests that got a slot in the step that began at `started`.
-    fn count_waits(&mut self, started: Instant) {
+    fn record_waits(&mut self, started: Instant) {
         while self.waiting.len() > self.engine.queued() {
             let Some((_, since)) = self.waiting.pop_front() else { return };
-            self.load.count_wait(started.saturating_duration_since(since));
+            self.load.record_wait(started.saturating_duration_since(since));
         }
     }
 
-    fn report(&mut self, event: Event) {
+    fn send_update(&mut self, event: Event) {
         match event {
             Event::Tokens(request_id, tokens) => {
                 let (metrics, now) = (&self.load.metrics, Instant::now());
@@ -429,8 +435,8 @@ impl Worker {
                 metrics.generated.inc_by(tokens.len() as u64);
                 if let Some(live) = self.live.get_mut(&request_id) {
                     match live.last.replace(now) {
-                        Some(last) => metrics.count_tokens(now - last, tokens.len()),
-                        None => metrics.count_first(now - live.since),
+                        Some(last) => metrics.record_token_latency(now - last, tokens.len()),
+                        None => metrics.record_first_token(now - live.since),
                     }
                     let _ = live.updates.send(RequestUpdate::Tokens(tokens));
                 }
@@ -449,13 +455,13 @@ impl Worker {
         }
     }
 
-    fn publish(&mut self) {
+    fn publish_load(&mut self) {
         let queued = self.engine.queued();
         let running = self.live.len().saturating_sub(queued);
         self.load.queued.store(queued, Ordering::Relaxed);
         self.load.running.store(running, Ordering::Relaxed);
         self.load.metrics.set_load(running, queued);
-        self.load.metrics.count_cycles(&self.counted, self.engine.counts());
+        self.load.metrics.add_decoding_counts(&self.counted, self.engine.counts());
         self.counted = self.engine.counts().clone();
     }
 }
@@ -466,14 +472,14 @@ mod tests {
 
     #[test]
     fn quantiles_of_waits_are_right_to_two_digits() {
-        let load = Load::new(1).unwrap();
-        assert_eq!(load.waited(0.99), None);
-        (1..=1000).for_each(|millis| load.count_wait(Duration::from_millis(millis)));
+        let load = EngineLoad::new(1).unwrap();
+        assert_eq!(load.wait_quantile(0.99), None);
+        (1..=1000).for_each(|millis| load.record_wait(Duration::from_millis(millis)));
         for (share, exact) in [(0.5, 0.5), (0.99, 0.99), (1.0, 1.0)] {
-            let found = load.waited(share).unwrap().as_secs_f64();
+            let found = load.wait_quantile(share).unwrap().as_secs_f64();
             assert!((found - exact).abs() <= 0.01 * exact, "{share}: {found}");
         }
-        load.count_wait(Duration::MAX);
-        assert!(load.waited(1.0).unwrap() >= Duration::from_millis(LONGEST_WAIT));
+        load.record_wait(Duration::MAX);
+        assert!(load.wait_quantile(1.0).unwrap() >= Duration::from_millis(MAX_WAIT_MS));
     }
 }

@@ -5,7 +5,7 @@ use serde_json::{Map, Value};
 use crate::error::ChatError;
 
 /// Supported fields.
-pub const READ: [&str; 23] = [
+pub const SUPPORTED_FIELDS: [&str; 23] = [
     "model",
     "messages",
     "temperature",
@@ -33,7 +33,7 @@ pub const READ: [&str; 23] = [
 
 /// Unsupported fields of OpenAI, vLLM and SGLang that change the answer. They are rejected, unless
 /// their value has no effect.
-pub const UNSUPPORTED: [&str; 51] = [
+pub const UNSUPPORTED_FIELDS: [&str; 51] = [
     "response_format",
     "logit_bias",
     "logprobs",
@@ -87,8 +87,9 @@ pub const UNSUPPORTED: [&str; 51] = [
     "add_special_tokens",
 ];
 
-/// Fields that never change the answer, including options of other servers.
-pub const HARMLESS: [&str; 19] = [
+/// Fields that are accepted and ignored because they never change the answer, including options of
+/// other servers.
+pub const IGNORED_FIELDS: [&str; 19] = [
     "user",
     "metadata",
     "store",
@@ -115,13 +116,14 @@ pub const HARMLESS: [&str; 19] = [
 ///
 /// # Errors
 /// Names the rejected field.
-pub fn refuse_unsupported(sent: &Map<String, Value>) -> Result<(), ChatError> {
+pub fn reject_unsupported_fields(sent: &Map<String, Value>) -> Result<(), ChatError> {
     for (name, value) in sent {
-        if UNSUPPORTED.contains(&name.as_str()) && !does_nothing(name, value) {
+        if UNSUPPORTED_FIELDS.contains(&name.as_str()) && !requests_default(name, value) {
             return Err(ChatError::field(name, "not supported by this server; leave it out"));
         }
-        let is_known =
-            [&READ[..], &UNSUPPORTED, &HARMLESS].iter().any(|names| names.contains(&name.as_str()));
+        let is_known = [&SUPPORTED_FIELDS[..], &UNSUPPORTED_FIELDS, &IGNORED_FIELDS]
+            .iter()
+            .any(|names| names.contains(&name.as_str()));
         if !is_known {
             return Err(ChatError::field(name, "not a field that this server knows; leave it out"));
         }
@@ -130,7 +132,7 @@ pub fn refuse_unsupported(sent: &Map<String, Value>) -> Result<(), ChatError> {
 }
 
 /// Whether the value of an unsupported field requests the default behaviour.
-pub fn does_nothing(name: &str, value: &Value) -> bool {
+pub fn requests_default(name: &str, value: &Value) -> bool {
     match (name, value) {
         ("response_format", format) => format.get("type").is_some_and(|kind| kind == "text"),
         ("modalities", Value::Array(list)) => list.iter().all(|kind| kind == "text"),

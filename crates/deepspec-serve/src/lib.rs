@@ -23,21 +23,21 @@ use deepspec_engine::Request;
 use deepspec_text::{ChatTokenizer, Message, RenderOptions, Role, TextError, generation_prompt};
 use serde_json::Value;
 
-pub use body::{ChatRequest, parse};
+pub use body::{ChatRequest, parse_chat_request};
 pub use defaults::Defaults;
-pub use engine::{EngineArgs, Load};
+pub use engine::{EngineArgs, EngineLoad};
 pub use error::ChatError;
 pub use reasoning::Delta;
 pub use response_stream::{ResponseStream, Usage};
 
 use engine::EngineThread;
 
-/// Request id of every answer, so that its randomness depends only on seed and prompt.
-const REQUEST_ID: &str = "chat";
+/// All requests have this id, so that sampling depends only on seed and prompt.
+const SHARED_REQUEST_ID: &str = "chat";
 
-/// Bytes of text per context token that are tokenised to check the length. Languages use 1 to 6
-/// bytes per token.
-const BYTES_PER_TOKEN: usize = 8;
+/// Bytes per context token in the first prefix that the length check tokenises. Languages use 1 to
+/// 6 bytes per token.
+const MAX_BYTES_PER_TOKEN: usize = 8;
 
 /// A loaded model with its tokenizer.
 pub struct ChatModel {
@@ -56,12 +56,12 @@ impl ChatModel {
         let tokenizer = ChatTokenizer::load(dir)?;
         if let Some(draft) = &args.draft
             && deepspec_drafters::is_language_model(draft)?
-            && let Err(error) = tokenizer.check_drafter(draft)
+            && let Err(error) = tokenizer.check_same_vocabulary(draft)
         {
             usage!("--draft {error}");
         }
         let stop_ids: Arc<[i64]> = deepspec_models::stop_ids(dir, tokenizer.eos_token_id())?.into();
-        tokenizer.report_ends(&stop_ids);
+        tokenizer.log_stop_tokens(&stop_ids);
         let defaults = Defaults::read(dir);
         Ok(Self { tokenizer, stop_ids, defaults, engine: EngineThread::start(dir, args)? })
     }
@@ -81,7 +81,7 @@ impl ChatModel {
     }
 
     /// Whether the tokenizer has all these ids.
-    pub fn knows(&self, ids: &[i64]) -> bool {
+    pub fn has_token_ids(&self, ids: &[i64]) -> bool {
         ids.iter().all(|&id| self.tokenizer.token(id).is_some())
     }
 
@@ -110,7 +110,7 @@ impl ChatModel {
         let own = if request.ignore_eos { &[][..] } else { &self.stop_ids };
         let stop_ids: Arc<[i64]> = own.iter().chain(&request.stop_token_ids).copied().collect();
         let updates = self.engine.submit(Request {
-            id: REQUEST_ID.into(),
+            id: SHARED_REQUEST_ID.into(),
             prompt: prompt.clone(),
             sampling: request.sampling,
             max_new_tokens: request.max_tokens.map_or(room, |limit| limit.min(room)),
@@ -122,7 +122,7 @@ impl ChatModel {
     /// Rejects a text that cannot fit, without tokenising all of it: a prefix may already have more
     /// tokens than the context.
     fn check_length(&self, text: &str, context: usize) -> Result<(), ChatError> {
-        let mut least = context.saturating_mul(BYTES_PER_TOKEN);
+        let mut least = context.saturating_mul(MAX_BYTES_PER_TOKEN);
         while text.len() > least {
             let end = (least..=text.len()).find(|&at| text.is_char_boundary(at)).unwrap_or(text.len());
             let begun = self.tokenizer.encode(&text[..end]).map_err(text_error)?.len();
@@ -136,7 +136,7 @@ impl ChatModel {
     }
 
     /// Load of the engine.
-    pub fn load_now(&self) -> &Load {
+    pub fn engine_load(&self) -> &EngineLoad {
         self.engine.load()
     }
 
@@ -180,7 +180,7 @@ mod tests {
 
     fn asked(model: &ChatModel, text: &str) -> Result<ResponseStream, ChatError> {
         let body = json!({"messages": [{"role": "user", "content": text}], "max_tokens": 1});
-        model.start(&parse(body.to_string().as_bytes(), "m", model.defaults(), 5).unwrap())
+        model.start(&parse_chat_request(body.to_string().as_bytes(), "m", model.defaults(), 5).unwrap())
     }
 
     #[test]
@@ -190,18 +190,18 @@ mod tests {
         match asked(&model, &long).map(|_| ()).unwrap_err() {
             // The whole prompt has more than a million tokens.
             ChatError::TooLong { prompt, context } => {
-                assert!(context == 64 && prompt > 64 && prompt <= 64 * BYTES_PER_TOKEN, "{prompt}");
+                assert!(context == 64 && prompt > 64 && prompt <= 64 * MAX_BYTES_PER_TOKEN, "{prompt}");
             }
             other => panic!("{other}"),
         }
         let marks = "<|endoftext|>".repeat(100_000);
         match asked(&model, &marks).map(|_| ()).unwrap_err() {
-            ChatError::TooLong { prompt, .. } => assert!(prompt < 64 * BYTES_PER_TOKEN, "{prompt}"),
+            ChatError::TooLong { prompt, .. } => assert!(prompt < 64 * MAX_BYTES_PER_TOKEN, "{prompt}"),
             other => panic!("{other}"),
         }
         // A text with few tokens but many bytes is accepted.
         let marks = "<|endoftext|>".repeat(50);
-        assert!(marks.len() > 64 * BYTES_PER_TOKEN);
+        assert!(marks.len() > 64 * MAX_BYTES_PER_TOKEN);
         assert!(asked(&model, &marks).is_ok());
         // At any length, a prompt is answered if it fits, else rejected.
         for words in 0..160 {

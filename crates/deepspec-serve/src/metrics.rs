@@ -11,7 +11,7 @@ use prometheus::{
 
 /// Upper bounds of histogram buckets in seconds: from a millisecond to about nine minutes, each
 /// twice the previous one.
-fn seconds() -> Vec<f64> {
+fn latency_buckets() -> Vec<f64> {
     (0..20).map(|power| 0.001 * f64::from(1u32 << power)).collect()
 }
 
@@ -62,7 +62,8 @@ impl Metrics {
             Ok(gauge)
         };
         let histogram = |name: &str, help: &str| -> Result<Histogram, prometheus::Error> {
-            let options = HistogramOpts::new(format!("deepspec:{name}_seconds"), help).buckets(seconds());
+            let options =
+                HistogramOpts::new(format!("deepspec:{name}_seconds"), help).buckets(latency_buckets());
             let histogram = Histogram::with_opts(options)?;
             registry.register(Box::new(histogram.clone()))?;
             Ok(histogram)
@@ -108,8 +109,8 @@ impl Metrics {
         })
     }
 
-    /// Adds the difference of two tallies to the counters.
-    pub fn count_cycles(&self, before: &AcceptanceStats, now: &AcceptanceStats) {
+    /// Adds the decoding counts between two reads of the engine's statistics to the counters.
+    pub fn add_decoding_counts(&self, before: &AcceptanceStats, now: &AcceptanceStats) {
         let drafts = |tally: &AcceptanceStats| tally.proposed_at.first().copied().unwrap_or(0);
         let (cycles, proposed) = (now.cycles - before.cycles, now.proposed - before.proposed);
         self.cycles.inc_by(cycles);
@@ -136,17 +137,17 @@ impl Metrics {
     }
 
     /// Records the waiting time of a request that got its slot.
-    pub fn count_wait(&self, wait: Duration) {
+    pub fn record_wait(&self, wait: Duration) {
         self.queue.observe(wait.as_secs_f64());
     }
 
     /// Records the time to a request's first token.
-    pub fn count_first(&self, since: Duration) {
+    pub fn record_first_token(&self, since: Duration) {
         self.first_token.observe(since.as_secs_f64());
     }
 
     /// Records `tokens` tokens that arrived together after a pause.
-    pub fn count_tokens(&self, pause: Duration, tokens: usize) {
+    pub fn record_token_latency(&self, pause: Duration, tokens: usize) {
         (0..tokens).for_each(|_| self.between_tokens.observe(pause.as_secs_f64() / tokens as f64));
     }
 
@@ -154,7 +155,7 @@ impl Metrics {
     ///
     /// # Errors
     /// Fails if the page cannot be encoded.
-    pub fn page(&self) -> Result<String, prometheus::Error> {
+    pub fn render_page(&self) -> Result<String, prometheus::Error> {
         let mut text = vec![];
         TextEncoder::new().encode(&self.registry.gather(), &mut text)?;
         Ok(String::from_utf8_lossy(&text).into_owned())

@@ -10,7 +10,7 @@ pub(crate) const PENALTIES: [(&str, f64); 3] =
 ///
 /// # Errors
 /// Fails if it is outside.
-pub(crate) fn within(name: &str, value: f64, least: f64, most: f64) -> Result<f64, ChatError> {
+pub(crate) fn check_range(name: &str, value: f64, least: f64, most: f64) -> Result<f64, ChatError> {
     let inside = (least..=most).contains(&value);
     inside
         .then_some(value)
@@ -21,7 +21,7 @@ pub(crate) fn within(name: &str, value: f64, least: f64, most: f64) -> Result<f6
 ///
 /// # Errors
 /// Fails unless it is above 0 and at most 1.
-pub(crate) fn top_p(value: f64) -> Result<f64, ChatError> {
+pub(crate) fn check_top_p(value: f64) -> Result<f64, ChatError> {
     let inside = value > 0.0 && value <= 1.0;
     inside
         .then_some(value)

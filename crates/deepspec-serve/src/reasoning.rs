@@ -2,7 +2,7 @@
 
 use deepspec_text::{THINK_TAGS, ThinkTags};
 
-use crate::stop::overlap;
+use crate::stop::partial_match_len;
 
 /// A piece of an answer.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -27,7 +27,7 @@ impl Delta {
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum State {
+enum ParserState {
     /// Only white space or part of an opening tag so far.
     Undecided,
     /// After the opening tag, and possibly part of its label.
@@ -43,15 +43,15 @@ enum State {
 /// Splits streamed text. Newlines around the tags belong to neither part, because chat templates
 /// add and strip them.
 pub struct ReasoningParser {
-    state: State,
+    state: ParserState,
     pending: String,
 }
 
 impl ReasoningParser {
     /// A parser for text after `prompt`, which may have opened the reasoning already.
-    pub fn after(prompt: &str) -> Self {
+    pub fn for_prompt(prompt: &str) -> Self {
         Self {
-            state: ThinkTags::opened_by(prompt).map_or(State::Undecided, State::Entered),
+            state: ThinkTags::opened_by(prompt).map_or(ParserState::Undecided, ParserState::Entered),
             pending: String::new(),
         }
     }
@@ -64,16 +64,16 @@ impl ReasoningParser {
         delta
     }
 
-    /// Returns the pending-back text at the end of the stream.
+    /// Returns the held-back text at the end of the stream.
     pub fn finish(&mut self) -> Delta {
         let pending = std::mem::take(&mut self.pending);
         match self.state {
-            State::Undecided | State::Answering | State::Closed => {
+            ParserState::Undecided | ParserState::Answering | ParserState::Closed => {
                 Delta { content: pending, ..Delta::default() }
             }
             // Only part of the label: the reasoning did not begin.
-            State::Opened(_) => Delta::default(),
-            State::Entered(_) | State::Thinking(_) => {
+            ParserState::Opened(_) => Delta::default(),
+            ParserState::Entered(_) | ParserState::Thinking(_) => {
                 Delta { reasoning: pending.trim_end_matches('\n').into(), ..Delta::default() }
             }
         }
@@ -83,54 +83,54 @@ impl ReasoningParser {
     /// again.
     fn advance(&mut self, delta: &mut Delta) -> bool {
         match self.state {
-            State::Undecided => {
+            ParserState::Undecided => {
                 let text = self.pending.trim_start();
                 let opened = THINK_TAGS
                     .iter()
                     .find_map(|tags| Some((tags, text.strip_prefix(tags.open)?.to_string())));
                 if let Some((tags, rest)) = opened {
                     self.pending = rest;
-                    self.enter(State::Opened(tags))
+                    self.enter_state(ParserState::Opened(tags))
                 } else if THINK_TAGS.iter().any(|tags| tags.open.starts_with(text)) {
                     false
                 } else {
-                    self.enter(State::Answering)
+                    self.enter_state(ParserState::Answering)
                 }
             }
-            State::Opened(tags) => {
+            ParserState::Opened(tags) => {
                 if let Some(rest) = self.pending.strip_prefix(tags.label) {
                     self.pending = rest.to_string();
                 } else if tags.label.starts_with(&self.pending) {
                     return false;
                 }
-                self.enter(State::Entered(tags))
+                self.enter_state(ParserState::Entered(tags))
             }
-            State::Entered(tags) => self.skips_newlines(State::Thinking(tags)),
-            State::Closed => self.skips_newlines(State::Answering),
-            State::Thinking(tags) => {
+            ParserState::Entered(tags) => self.skip_newlines(ParserState::Thinking(tags)),
+            ParserState::Closed => self.skip_newlines(ParserState::Answering),
+            ParserState::Thinking(tags) => {
                 if let Some((reasoning, rest)) = self.pending.split_once(tags.close) {
                     delta.reasoning.push_str(reasoning.trim_end_matches('\n'));
                     self.pending = rest.to_string();
-                    return self.enter(State::Closed);
+                    return self.enter_state(ParserState::Closed);
                 }
-                let kept = self.pending.len() - overlap(&self.pending, tags.close);
+                let kept = self.pending.len() - partial_match_len(&self.pending, tags.close);
                 let kept = self.pending[..kept].trim_end_matches('\n').len();
                 delta.reasoning.extend(self.pending.drain(..kept));
                 false
             }
-            State::Answering => {
+            ParserState::Answering => {
                 delta.content.push_str(&std::mem::take(&mut self.pending));
                 false
             }
         }
     }
 
-    fn skips_newlines(&mut self, next: State) -> bool {
+    fn skip_newlines(&mut self, next: ParserState) -> bool {
         self.pending = self.pending.trim_start_matches('\n').to_string();
-        !self.pending.is_empty() && self.enter(next)
+        !self.pending.is_empty() && self.enter_state(next)
     }
 
-    fn enter(&mut self, state: State) -> bool {
+    fn enter_state(&mut self, state: ParserState) -> bool {
         self.state = state;
         true
     }
@@ -141,7 +141,7 @@ mod tests {
     use super::*;
 
     fn split(prompt: &str, text: &str, size: usize) -> (String, String) {
-        let (mut parser, mut whole) = (ReasoningParser::after(prompt), Delta::default());
+        let (mut parser, mut whole) = (ReasoningParser::for_prompt(prompt), Delta::default());
         let characters: Vec<char> = text.chars().collect();
         for piece in characters.chunks(size) {
             whole.extend(&parser.push(&piece.iter().collect::<String>()));

@@ -3,13 +3,13 @@
 use std::sync::Arc;
 
 use deepspec_engine::Finish;
-use deepspec_text::{FinishReason, TokenStream};
+use deepspec_text::{FinishReason, IncrementalDetokenizer};
 use tokio::sync::mpsc::UnboundedReceiver;
 
 use crate::engine::RequestUpdate;
 use crate::error::ChatError;
 use crate::reasoning::{Delta, ReasoningParser};
-use crate::stop::{Scan, StopFinder};
+use crate::stop::{StopFinder, StopScan};
 
 /// Token counts of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -24,7 +24,7 @@ pub struct Usage {
 pub struct ResponseStream {
     updates: UnboundedReceiver<RequestUpdate>,
     /// None after the stream was flushed.
-    tokens: Option<TokenStream>,
+    tokens: Option<IncrementalDetokenizer>,
     stops: StopFinder,
     reasoning: ReasoningParser,
     stop_ids: Arc<[i64]>,
@@ -38,7 +38,7 @@ pub struct ResponseStream {
 impl ResponseStream {
     pub(super) fn new(
         updates: UnboundedReceiver<RequestUpdate>,
-        tokens: TokenStream,
+        tokens: IncrementalDetokenizer,
         text: &str,
         prompt: Vec<i64>,
         stop_ids: Arc<[i64]>,
@@ -48,7 +48,7 @@ impl ResponseStream {
             updates,
             tokens: Some(tokens),
             stops: StopFinder::new(stops),
-            reasoning: ReasoningParser::after(text),
+            reasoning: ReasoningParser::for_prompt(text),
             stop_ids,
             prompt,
             generated: vec![],
@@ -64,8 +64,8 @@ impl ResponseStream {
     pub async fn next(&mut self) -> Result<Option<Delta>, ChatError> {
         while self.finish.is_none() {
             let delta = match self.updates.recv().await {
-                Some(RequestUpdate::Tokens(tokens)) => self.take(&tokens)?,
-                Some(RequestUpdate::Done(finish)) => self.end(finish)?,
+                Some(RequestUpdate::Tokens(tokens)) => self.push_tokens(&tokens)?,
+                Some(RequestUpdate::Done(finish)) => self.finish_answer(finish)?,
                 Some(RequestUpdate::Refused(error)) => return Err(error.into()),
                 None => return Err(ChatError::Internal("the engine has ended".into())),
             };
@@ -89,12 +89,12 @@ impl ResponseStream {
     }
 
     /// Why the answer ended; None while it runs.
-    pub fn finish(&self) -> Option<FinishReason> {
+    pub fn finish_reason(&self) -> Option<FinishReason> {
         self.finish
     }
 
     /// The stop string that ended the answer, if one did.
-    pub fn stop(&self) -> Option<&str> {
+    pub fn stop_string(&self) -> Option<&str> {
         self.stop.as_deref()
     }
 
@@ -114,7 +114,7 @@ impl ResponseStream {
     }
 
     /// Processes tokens one by one, so that the result does not depend on how many arrive together.
-    fn take(&mut self, tokens: &[i64]) -> Result<Delta, ChatError> {
+    fn push_tokens(&mut self, tokens: &[i64]) -> Result<Delta, ChatError> {
         let mut delta = Delta::default();
         for token in tokens {
             self.generated.push(*token);
@@ -126,7 +126,7 @@ impl ResponseStream {
             else {
                 continue;
             };
-            self.read(&piece, &mut delta);
+            self.push_text(&piece, &mut delta);
             if self.finish.is_some() {
                 break;
             }
@@ -135,10 +135,10 @@ impl ResponseStream {
     }
 
     /// Passes text on until a stop string, which ends the answer and cancels the request.
-    fn read(&mut self, piece: &str, delta: &mut Delta) {
+    fn push_text(&mut self, piece: &str, delta: &mut Delta) {
         match self.stops.push(piece) {
-            Scan::Text(text) => delta.extend(&self.reasoning.push(&text)),
-            Scan::Stopped(text, stop) => {
+            StopScan::Text(text) => delta.extend(&self.reasoning.push(&text)),
+            StopScan::Stopped(text, stop) => {
                 delta.extend(&self.reasoning.push(&text));
                 delta.extend(&self.reasoning.finish());
                 (self.finish, self.stop) = (Some(FinishReason::StopSequence), Some(stop));
@@ -148,11 +148,11 @@ impl ResponseStream {
     }
 
     /// Flushes the held-back text.
-    fn end(&mut self, finish: Finish) -> Result<Delta, ChatError> {
+    fn finish_answer(&mut self, finish: Finish) -> Result<Delta, ChatError> {
         let mut delta = Delta::default();
         if let Some(stream) = self.tokens.take() {
             let piece = stream.finish().map_err(|error| ChatError::Internal(error.to_string()))?;
-            self.read(&piece, &mut delta);
+            self.push_text(&piece, &mut delta);
         }
         if self.finish.is_none() {
             delta.extend(&self.reasoning.push(&self.stops.finish()));

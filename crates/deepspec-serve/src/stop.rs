@@ -10,7 +10,7 @@ pub struct StopFinder {
 
 /// Result of a piece of text.
 #[derive(Debug, PartialEq, Eq)]
-pub enum Scan {
+pub enum StopScan {
     /// Text of the answer, possibly empty.
     Text(String),
     /// The text before a stop string, and the stop string. The stop string and later text are
@@ -25,7 +25,7 @@ impl StopFinder {
     }
 
     /// Processes the next piece.
-    pub fn push(&mut self, piece: &str) -> Scan {
+    pub fn push(&mut self, piece: &str) -> StopScan {
         self.held.push_str(piece);
         let found = self
             .stops
@@ -34,11 +34,11 @@ impl StopFinder {
         if let Some((_, start, stop)) = found.min() {
             let stop = stop.clone();
             self.held.truncate(start);
-            return Scan::Stopped(std::mem::take(&mut self.held), stop);
+            return StopScan::Stopped(std::mem::take(&mut self.held), stop);
         }
-        let kept = self.stops.iter().map(|stop| overlap(&self.held, stop)).max().unwrap_or(0);
+        let kept = self.stops.iter().map(|stop| partial_match_len(&self.held, stop)).max().unwrap_or(0);
         let rest = self.held.split_off(self.held.len() - kept);
-        Scan::Text(std::mem::replace(&mut self.held, rest))
+        StopScan::Text(std::mem::replace(&mut self.held, rest))
     }
 
     /// Returns the held-back text at the end of the stream.
@@ -48,7 +48,7 @@ impl StopFinder {
 }
 
 /// Length in bytes of the longest suffix of `text` that is a proper prefix of `pattern`.
-pub fn overlap(text: &str, pattern: &str) -> usize {
+pub fn partial_match_len(text: &str, pattern: &str) -> usize {
     let begins = |len: &usize| {
         text.is_char_boundary(text.len() - len)
             && pattern.as_bytes().starts_with(&text.as_bytes()[text.len() - len..])
@@ -67,8 +67,8 @@ mod tests {
         let characters: Vec<char> = text.chars().collect();
         for piece in characters.chunks(size) {
             match finder.push(&piece.iter().collect::<String>()) {
-                Scan::Text(text) => out.push_str(&text),
-                Scan::Stopped(text, _) => return (out + &text, true),
+                StopScan::Text(text) => out.push_str(&text),
+                StopScan::Stopped(text, _) => return (out + &text, true),
             }
         }
         (out + &finder.finish(), false)
@@ -92,8 +92,8 @@ mod tests {
     #[test]
     fn only_a_possible_beginning_is_held_back() {
         let mut finder = StopFinder::new(&["END".into()]);
-        assert_eq!(finder.push("the E"), Scan::Text("the ".into()));
-        assert_eq!(finder.push("N"), Scan::Text(String::new()));
-        assert_eq!(finder.push("T"), Scan::Text("ENT".into()));
+        assert_eq!(finder.push("the E"), StopScan::Text("the ".into()));
+        assert_eq!(finder.push("N"), StopScan::Text(String::new()));
+        assert_eq!(finder.push("T"), StopScan::Text("ENT".into()));
     }
 }

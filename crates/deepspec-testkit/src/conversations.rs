@@ -8,8 +8,9 @@ use serde_json::{Value, json};
 
 use crate::skip::{Kind, skip};
 
-/// A folder under `DEEPSPEC_TOKENIZERS`, and the text before and after an assistant message.
-pub const TOKENIZERS: [(&str, &str, &str); 4] = [
+/// The real tokenizers: a folder under `DEEPSPEC_TOKENIZERS`, and the text before and after an
+/// assistant message.
+pub const TOKENIZER_MARKERS: [(&str, &str, &str); 4] = [
     ("qwen3", "<|im_start|>assistant\n", "<|im_end|>\n"),
     ("llama3_1", "<|start_header_id|>assistant<|end_header_id|>\n\n", "<|eot_id|>"),
     ("gemma3", "<start_of_turn>model\n", "<end_of_turn>\n"),
@@ -28,7 +29,7 @@ pub fn tokenizers() -> Option<PathBuf> {
     folder
 }
 
-const PIECES: [&str; 26] = [
+const TEXT_PIECES: [&str; 26] = [
     "What is 3 + 4?",
     "Sure! The answer is 1234567.89",
     " leading and trailing ",
@@ -77,7 +78,7 @@ impl Conversations {
 
     fn text(&mut self) -> String {
         let pieces = 1 + self.roll(4);
-        (0..pieces).map(|_| PIECES[self.roll(PIECES.len())]).collect()
+        (0..pieces).map(|_| TEXT_PIECES[self.roll(TEXT_PIECES.len())]).collect()
     }
 
     /// The next conversation: its messages, and its tools or null.

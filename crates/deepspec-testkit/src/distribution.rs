@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 pub type Counts = BTreeMap<Vec<i64>, u64>;
 
 /// Counts outputs.
-pub fn count(outputs: impl Iterator<Item = Vec<i64>>) -> Counts {
+pub fn count_outputs(outputs: impl Iterator<Item = Vec<i64>>) -> Counts {
     let mut counts = Counts::new();
     outputs.for_each(|output| *counts.entry(output).or_default() += 1);
     counts

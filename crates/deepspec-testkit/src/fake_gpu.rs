@@ -26,12 +26,12 @@ impl FakeGpu {
     /// # Panics
     /// Panics if the library cannot be compiled, or if the program does not exist.
     pub fn for_program(program: &Path) -> Option<Self> {
-        if is_for_gpus(program) {
+        if is_built_with_nccl(program) {
             let why = format!("{} was built with NCCL; run it on its GPUs", program.display());
             skip(Kind::Absent, &why);
             return None;
         }
-        Some(Self { dir: compiled() })
+        Some(Self { dir: compile_library() })
     }
 
     /// Makes a program use the fake GPU.
@@ -46,7 +46,7 @@ impl FakeGpu {
 }
 
 /// Whether a program was built with NCCL. Results are cached, because programs are large.
-fn is_for_gpus(program: &Path) -> bool {
+fn is_built_with_nccl(program: &Path) -> bool {
     static KNOWN: Mutex<BTreeMap<PathBuf, bool>> = Mutex::new(BTreeMap::new());
     let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
     *known.entry(program.to_path_buf()).or_insert_with(|| {
@@ -57,8 +57,8 @@ fn is_for_gpus(program: &Path) -> bool {
     })
 }
 
-/// Folder of the compiled library.
-fn compiled() -> PathBuf {
+/// Compiles the library once per process and returns its folder.
+fn compile_library() -> PathBuf {
     static DIR: OnceLock<PathBuf> = OnceLock::new();
     let dir = DIR.get_or_init(|| {
         let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../scripts/standin.sh");
@@ -100,9 +100,9 @@ impl Report {
         self.0["devices"][gpu][what].as_i64().unwrap_or_else(|| panic!("GPU {gpu} has no `{what}`"))
     }
 
-    /// How many more `what` a longer run has than this one, and a list of the operators and tensors
-    /// responsible, for messages.
-    pub fn beyond(&self, longer: &Self, what: &str) -> (i64, String) {
+    /// Number of `what` operations that a longer run has beyond this one. Also returns the
+    /// responsible operators and tensors as text for messages.
+    pub fn added_operations(&self, longer: &Self, what: &str) -> (i64, String) {
         let mut lines = vec![];
         for (name, counts) in longer.0["operators"].as_object().into_iter().flatten() {
             let more =

@@ -132,11 +132,11 @@ pub fn arrays(path: &Path) -> BTreeMap<String, Array> {
         .map(|(name, view)| {
             let data = view.data();
             let values = match view.dtype() {
-                Dtype::F32 => Values::Float(words(data, f32::from_le_bytes)),
-                Dtype::F64 => Values::Double(words(data, f64::from_le_bytes)),
-                Dtype::BF16 => Values::Float(words(data, |b| half::bf16::from_le_bytes(b).to_f32())),
-                Dtype::I64 => Values::Int(words(data, i64::from_le_bytes)),
-                Dtype::I32 => Values::Int(words(data, |b| i64::from(i32::from_le_bytes(b)))),
+                Dtype::F32 => Values::Float(decode_values(data, f32::from_le_bytes)),
+                Dtype::F64 => Values::Double(decode_values(data, f64::from_le_bytes)),
+                Dtype::BF16 => Values::Float(decode_values(data, |b| half::bf16::from_le_bytes(b).to_f32())),
+                Dtype::I64 => Values::Int(decode_values(data, i64::from_le_bytes)),
+                Dtype::I32 => Values::Int(decode_values(data, |b| i64::from(i32::from_le_bytes(b)))),
                 Dtype::U8 | Dtype::BOOL => Values::Int(data.iter().map(|&b| i64::from(b)).collect()),
                 other => panic!("{}: `{name}` is {other:?}", path.display()),
             };
@@ -145,6 +145,6 @@ pub fn arrays(path: &Path) -> BTreeMap<String, Array> {
         .collect()
 }
 
-fn words<const N: usize, T>(data: &[u8], read: impl Fn([u8; N]) -> T) -> Vec<T> {
+fn decode_values<const N: usize, T>(data: &[u8], read: impl Fn([u8; N]) -> T) -> Vec<T> {
     data.as_chunks::<N>().0.iter().map(|&word| read(word)).collect()
 }

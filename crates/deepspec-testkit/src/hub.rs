@@ -14,7 +14,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-use answer::{Answer, respond};
+use answer::{HubResponse, respond};
 pub use repo::FakeRepo;
 
 /// A fault of a response.
@@ -45,7 +45,7 @@ pub struct Request {
     pub authorization: Option<String>,
 }
 
-struct Rule {
+struct FaultRule {
     part: String,
     left: usize,
     fault: Fault,
@@ -54,7 +54,7 @@ struct Rule {
 #[derive(Default)]
 struct State {
     repos: Mutex<Vec<FakeRepo>>,
-    rules: Mutex<Vec<Rule>>,
+    rules: Mutex<Vec<FaultRule>>,
     requests: Mutex<Vec<Request>>,
     stops: AtomicBool,
 }
@@ -104,7 +104,7 @@ impl FakeHub {
     /// Injects a fault into the next `times` requests whose path contains `part`. Faults of the
     /// body apply only to requests that fetch content.
     pub fn fail(&self, part: &str, times: usize, fault: Fault) {
-        lock(&self.state.rules).push(Rule { part: part.into(), left: times, fault });
+        lock(&self.state.rules).push(FaultRule { part: part.into(), left: times, fault });
     }
 
     /// All requests so far, in order.
@@ -154,19 +154,19 @@ fn serve(state: &State, port: u16, stream: TcpStream) -> io::Result<()> {
         }
     }
     lock(&state.requests).push(request.clone());
-    let fault = fault(state, &request);
+    let fault = take_fault(state, &request);
     if matches!(fault, Some(Fault::Closed)) {
         return Ok(());
     }
     let answer = match &fault {
-        Some(Fault::Status(status, headers)) => Answer::empty(*status, headers.clone()),
+        Some(Fault::Status(status, headers)) => HubResponse::empty(*status, headers.clone()),
         _ => respond(&lock(&state.repos), port, request.path.split('?').next().unwrap_or_default()),
     };
     send(stream, &request, answer, fault)
 }
 
 /// Takes the first matching fault and counts it as used.
-fn fault(state: &State, request: &Request) -> Option<Fault> {
+fn take_fault(state: &State, request: &Request) -> Option<Fault> {
     let sends_content = request.method == "GET" && is_content(&request.path);
     let mut rules = lock(&state.rules);
     let rule = rules.iter_mut().find(|rule| {
@@ -181,8 +181,13 @@ fn is_content(path: &str) -> bool {
     path.starts_with("/cdn/") || path.starts_with("/api/resolve-cache/")
 }
 
-fn send(mut stream: TcpStream, request: &Request, answer: Answer, fault: Option<Fault>) -> io::Result<()> {
-    let Answer { mut status, mut headers, mut body } = answer;
+fn send(
+    mut stream: TcpStream,
+    request: &Request,
+    answer: HubResponse,
+    fault: Option<Fault>,
+) -> io::Result<()> {
+    let HubResponse { mut status, mut headers, mut body } = answer;
     let total = body.len();
     let first = request.range.as_deref().filter(|_| status == 200 && !matches!(fault, Some(Fault::NoRanges)));
     if let Some((start, end)) = first.and_then(|range| range.strip_prefix("bytes=")?.split_once('-')) {

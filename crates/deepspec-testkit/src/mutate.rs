@@ -25,7 +25,7 @@ impl Fuzzer {
         self.stream.below(sides as u64, self.rolls, Purpose::Shuffle, 0) as usize
     }
 
-    fn word(&mut self) -> String {
+    fn random_word(&mut self) -> String {
         let place = self.roll(self.words.len());
         self.words[place].clone()
     }
@@ -44,7 +44,7 @@ impl Fuzzer {
             8 => json!({}),
             9 => json!([[null, {"type": "text", "text": "x"}]]),
             10 => json!({"role": "user", "content": "hi", "from": 1}),
-            _ => json!(self.word()),
+            _ => json!(self.random_word()),
         }
     }
 
@@ -71,7 +71,7 @@ impl Fuzzer {
                     0 => drop(fields.shift_remove(&key)),
                     1 => {
                         let value = fields.shift_remove(&key).unwrap_or_default();
-                        fields.insert(self.word(), value);
+                        fields.insert(self.random_word(), value);
                     }
                     _ => self.mutate(&mut fields[&key]),
                 }
@@ -126,19 +126,19 @@ impl Fuzzer {
                     lines[at][place] = self.roll(256) as u8;
                 }
             }
-            11..=15 => self.number(&mut lines[at]),
+            11..=15 => self.replace_number(&mut lines[at]),
             _ => match serde_json::from_slice::<Value>(sound) {
-                Ok(whole) => return self.mutated(whole),
+                Ok(whole) => return self.mutate_to_bytes(whole),
                 Err(_) => {
                     let value = serde_json::from_slice(&lines[at]).unwrap_or_default();
-                    lines[at] = [self.mutated(value), b"\n".to_vec()].concat();
+                    lines[at] = [self.mutate_to_bytes(value), b"\n".to_vec()].concat();
                 }
             },
         }
         lines.concat()
     }
 
-    fn mutated(&mut self, mut value: Value) -> Vec<u8> {
+    fn mutate_to_bytes(&mut self, mut value: Value) -> Vec<u8> {
         for _ in 0..=self.roll(2) {
             self.mutate(&mut value);
         }
@@ -146,7 +146,7 @@ impl Fuzzer {
     }
 
     /// Replaces a number in the text by an unusual or invalid one.
-    fn number(&mut self, text: &mut Vec<u8>) {
+    fn replace_number(&mut self, text: &mut Vec<u8>) {
         const NUMBERS: [&str; 15] = [
             "-1",
             "0",

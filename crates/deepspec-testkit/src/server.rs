@@ -143,18 +143,18 @@ impl Drop for Server {
 fn serve(connection: TcpStream, shared: &Shared) -> io::Result<()> {
     let mut reader = BufReader::new(connection.try_clone()?);
     let mut out = connection;
-    while let Some(mut ask) = read(&mut reader)? {
+    while let Some(mut ask) = read_request(&mut reader)? {
         if ask.path == "/v1/models" {
-            answer(&mut out, 200, &[], r#"{"object":"list","data":[]}"#)?;
+            write_response(&mut out, 200, &[], r#"{"object":"list","data":[]}"#)?;
             continue;
         }
         ask.number = shared.count.fetch_add(1, Ordering::SeqCst);
         match (shared.reply)(ask) {
-            Reply::Json(value) => answer(&mut out, 200, &[], &value.to_string())?,
-            Reply::Status(status, headers, text) => answer(&mut out, status, &headers, &text)?,
+            Reply::Json(value) => write_response(&mut out, 200, &[], &value.to_string())?,
+            Reply::Status(status, headers, text) => write_response(&mut out, status, &headers, &text)?,
             Reply::Later(pause, value) => {
                 thread::sleep(pause);
-                answer(&mut out, 200, &[], &value.to_string())?;
+                write_response(&mut out, 200, &[], &value.to_string())?;
             }
             Reply::Hang => {
                 // Ends when the client disconnects.
@@ -184,7 +184,7 @@ fn serve(connection: TcpStream, shared: &Shared) -> io::Result<()> {
     Ok(())
 }
 
-fn answer(
+fn write_response(
     out: &mut TcpStream,
     status: u16,
     headers: &[(&'static str, String)],
@@ -201,7 +201,7 @@ fn answer(
     out.write_all(format!("{head}\r\n{text}").as_bytes())
 }
 
-fn read(reader: &mut BufReader<TcpStream>) -> io::Result<Option<ReceivedRequest>> {
+fn read_request(reader: &mut BufReader<TcpStream>) -> io::Result<Option<ReceivedRequest>> {
     let mut line = String::new();
     if reader.read_line(&mut line)? == 0 {
         return Ok(None);

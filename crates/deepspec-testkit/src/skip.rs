@@ -53,32 +53,32 @@ pub fn full() -> bool {
 
 /// The Python of `DEEPSPEC_TEST_PYTHON`, which has `packages`; `None` skips the test.
 pub fn python(packages: &str) -> Option<String> {
-    interpreter("DEEPSPEC_TEST_PYTHON", packages)
+    require_python("DEEPSPEC_TEST_PYTHON", packages)
 }
 
 /// The Python of `DEEPSPEC_SPECULATORS_PYTHON`, which has `packages`; `None` skips the test.
 pub fn speculators_python(packages: &str) -> Option<String> {
-    interpreter("DEEPSPEC_SPECULATORS_PYTHON", packages)
+    require_python("DEEPSPEC_SPECULATORS_PYTHON", packages)
 }
 
 /// The Python of `DEEPSPEC_VLLM_PYTHON`, which has vLLM; `None` skips the test.
 pub fn vllm_python() -> Option<String> {
-    let python = named("DEEPSPEC_VLLM_PYTHON");
+    let python = python_from_env("DEEPSPEC_VLLM_PYTHON");
     if python.is_none() {
         skip(Kind::Long, "it needs vLLM: scripts/test.sh --engines");
     }
     python
 }
 
-fn interpreter(variable: &str, packages: &str) -> Option<String> {
-    let python = named(variable);
+fn require_python(variable: &str, packages: &str) -> Option<String> {
+    let python = python_from_env(variable);
     if python.is_none() {
         skip(Kind::Missing, &format!("{variable} names no Python with {packages}"));
     }
     python
 }
 
-fn named(variable: &str) -> Option<String> {
+fn python_from_env(variable: &str) -> Option<String> {
     env::var(variable).ok().filter(|python| !python.is_empty())
 }
 

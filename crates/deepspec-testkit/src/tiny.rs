@@ -10,15 +10,15 @@ use serde_json::{Value, json};
 
 use crate::{folder, golden};
 
-const WIDTH: usize = 32;
-const INNER: usize = 64;
+const HIDDEN_SIZE: usize = 32;
+const INTERMEDIATE_SIZE: usize = 64;
 /// More tokens than the golden tokenizer has.
-const VOCAB: usize = 640;
+const VOCAB_SIZE: usize = 640;
 /// Query heads of a full or sliding layer.
-const HEADS: usize = 16;
+const NUM_HEADS: usize = 16;
 /// Head size of the sliding layers and of the full ones.
-const DIM: usize = 32;
-const GLOBAL_DIM: usize = 64;
+const HEAD_DIM: usize = 32;
+const GLOBAL_HEAD_DIM: usize = 64;
 
 /// Writes a random Gemma 4 to `dir`, with the golden tokenizer and template and a context of
 /// `longest` tokens. It has four layers (sliding, full, sliding, full; windows of 300 tokens). It
@@ -26,25 +26,28 @@ const GLOBAL_DIM: usize = 64;
 pub fn gemma4(dir: &Path, longest: usize) {
     let kinds = ["sliding_attention", "full_attention"].repeat(2);
     let mut tensors = vec![
-        ("model.language_model.embed_tokens.weight".to_string(), vec![VOCAB, WIDTH]),
-        ("model.language_model.norm.weight".into(), vec![WIDTH]),
+        ("model.language_model.embed_tokens.weight".to_string(), vec![VOCAB_SIZE, HIDDEN_SIZE]),
+        ("model.language_model.norm.weight".into(), vec![HIDDEN_SIZE]),
         ("model.vision_embedder.patch_dense.weight".into(), vec![3, 5]),
     ];
     for (layer, kind) in kinds.iter().enumerate() {
         // Full layers have wider heads and one key/value head, whose keys are also the values.
         let (dim, key_value, own_value) =
-            if *kind == "full_attention" { (GLOBAL_DIM, 1, None) } else { (DIM, 2, Some("v")) };
-        let (queries, keys) = (HEADS * dim, key_value * dim);
+            if *kind == "full_attention" { (GLOBAL_HEAD_DIM, 1, None) } else { (HEAD_DIM, 2, Some("v")) };
+        let (queries, keys) = (NUM_HEADS * dim, key_value * dim);
         let attention = [("q", queries), ("k", keys)].into_iter().chain(own_value.map(|v| (v, keys)));
         let mut own: Vec<(String, Vec<usize>)> = attention
-            .map(|(part, rows)| (format!("self_attn.{part}_proj.weight"), vec![rows, WIDTH]))
+            .map(|(part, rows)| (format!("self_attn.{part}_proj.weight"), vec![rows, HIDDEN_SIZE]))
             .collect();
-        own.push(("self_attn.o_proj.weight".into(), vec![WIDTH, queries]));
+        own.push(("self_attn.o_proj.weight".into(), vec![HIDDEN_SIZE, queries]));
         own.extend(["q", "k"].map(|part| (format!("self_attn.{part}_norm.weight"), vec![dim])));
-        own.extend(["gate", "up"].map(|part| (format!("mlp.{part}_proj.weight"), vec![INNER, WIDTH])));
-        own.push(("mlp.down_proj.weight".into(), vec![WIDTH, INNER]));
+        own.extend(
+            ["gate", "up"]
+                .map(|part| (format!("mlp.{part}_proj.weight"), vec![INTERMEDIATE_SIZE, HIDDEN_SIZE])),
+        );
+        own.push(("mlp.down_proj.weight".into(), vec![HIDDEN_SIZE, INTERMEDIATE_SIZE]));
         let norms = ["input", "post_attention", "pre_feedforward", "post_feedforward"];
-        own.extend(norms.map(|norm| (format!("{norm}_layernorm.weight"), vec![WIDTH])));
+        own.extend(norms.map(|norm| (format!("{norm}_layernorm.weight"), vec![HIDDEN_SIZE])));
         own.push(("layer_scalar".into(), vec![1]));
         tensors.extend(
             own.into_iter()
@@ -57,14 +60,14 @@ pub fn gemma4(dir: &Path, longest: usize) {
         "tie_word_embeddings": true,
         "vision_config": {"model_type": "gemma4_unified_vision"},
         "text_config": {
-            "model_type": "gemma4_unified_text", "hidden_size": WIDTH, "intermediate_size": INNER, "vocab_size": VOCAB,
+            "model_type": "gemma4_unified_text", "hidden_size": HIDDEN_SIZE, "intermediate_size": INTERMEDIATE_SIZE, "vocab_size": VOCAB_SIZE,
             "num_hidden_layers": kinds.len(), "layer_types": kinds, "sliding_window": 300,
-            "num_attention_heads": HEADS, "num_key_value_heads": 2, "head_dim": DIM,
-            "num_global_key_value_heads": 1, "global_head_dim": GLOBAL_DIM, "attention_k_eq_v": true,
+            "num_attention_heads": NUM_HEADS, "num_key_value_heads": 2, "head_dim": HEAD_DIM,
+            "num_global_key_value_heads": 1, "global_head_dim": GLOBAL_HEAD_DIM, "attention_k_eq_v": true,
             "final_logit_softcapping": 30.0, "max_position_embeddings": longest, "eos_token_id": [1, 6],
         },
     });
-    write(dir, &config, &tensors);
+    write_model(dir, &config, &tensors);
     for file in ["tokenizer.json", "tokenizer_config.json"] {
         let from = golden::dir("templates_gemma4").join(file);
         fs::copy(&from, dir.join(file)).unwrap_or_else(|error| panic!("{}: {error}", from.display()));
@@ -78,13 +81,13 @@ pub fn llama(dir: &Path) {
     let config = json!({
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "hidden_size": WIDTH, "intermediate_size": INNER, "vocab_size": TOKENS, "num_hidden_layers": 4,
+        "hidden_size": HIDDEN_SIZE, "intermediate_size": INTERMEDIATE_SIZE, "vocab_size": TOKENS, "num_hidden_layers": 4,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 2048,
         "rms_norm_eps": 1e-5, "rope_theta": 5e5, "tie_word_embeddings": false, "eos_token_id": [1, 6],
         "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
             "original_max_position_embeddings": 256},
     });
-    write(dir, &config, &pre_norm(4, TOKENS, false));
+    write_model(dir, &config, &pre_norm_tensors(4, TOKENS, false));
     let target = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../assets/tiny-target");
     for (name, bytes) in folder::files(&target) {
         if name.starts_with("tokenizer") || name.contains("template") {
@@ -99,32 +102,32 @@ pub fn qwen3(dir: &Path, tokens: usize) {
     let config = json!({
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
-        "hidden_size": WIDTH, "intermediate_size": INNER, "vocab_size": tokens, "num_hidden_layers": 2,
+        "hidden_size": HIDDEN_SIZE, "intermediate_size": INTERMEDIATE_SIZE, "vocab_size": tokens, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256,
         "tie_word_embeddings": false,
     });
-    write(dir, &config, &pre_norm(2, tokens, true));
+    write_model(dir, &config, &pre_norm_tensors(2, tokens, true));
 }
 
 /// Tensors of layers with 4 query heads and 2 key/value heads of size 16, embedding and head.
-fn pre_norm(layers: usize, tokens: usize, qk_norm: bool) -> Vec<(String, Vec<usize>)> {
+fn pre_norm_tensors(layers: usize, tokens: usize, qk_norm: bool) -> Vec<(String, Vec<usize>)> {
     let (dim, queries, keys) = (16, 4 * 16, 2 * 16);
     let mut tensors = vec![
-        ("model.embed_tokens.weight".to_string(), vec![tokens, WIDTH]),
-        ("model.norm.weight".into(), vec![WIDTH]),
-        ("lm_head.weight".into(), vec![tokens, WIDTH]),
+        ("model.embed_tokens.weight".to_string(), vec![tokens, HIDDEN_SIZE]),
+        ("model.norm.weight".into(), vec![HIDDEN_SIZE]),
+        ("lm_head.weight".into(), vec![tokens, HIDDEN_SIZE]),
     ];
     for layer in 0..layers {
         let parts = [
-            ("self_attn.q_proj", vec![queries, WIDTH]),
-            ("self_attn.k_proj", vec![keys, WIDTH]),
-            ("self_attn.v_proj", vec![keys, WIDTH]),
-            ("self_attn.o_proj", vec![WIDTH, queries]),
-            ("mlp.gate_proj", vec![INNER, WIDTH]),
-            ("mlp.up_proj", vec![INNER, WIDTH]),
-            ("mlp.down_proj", vec![WIDTH, INNER]),
-            ("input_layernorm", vec![WIDTH]),
-            ("post_attention_layernorm", vec![WIDTH]),
+            ("self_attn.q_proj", vec![queries, HIDDEN_SIZE]),
+            ("self_attn.k_proj", vec![keys, HIDDEN_SIZE]),
+            ("self_attn.v_proj", vec![keys, HIDDEN_SIZE]),
+            ("self_attn.o_proj", vec![HIDDEN_SIZE, queries]),
+            ("mlp.gate_proj", vec![INTERMEDIATE_SIZE, HIDDEN_SIZE]),
+            ("mlp.up_proj", vec![INTERMEDIATE_SIZE, HIDDEN_SIZE]),
+            ("mlp.down_proj", vec![HIDDEN_SIZE, INTERMEDIATE_SIZE]),
+            ("input_layernorm", vec![HIDDEN_SIZE]),
+            ("post_attention_layernorm", vec![HIDDEN_SIZE]),
         ];
         let norms = ["self_attn.q_norm", "self_attn.k_norm"].map(|name| (name, vec![dim]));
         let parts = parts.into_iter().chain(norms.into_iter().filter(|_| qk_norm));
@@ -140,12 +143,12 @@ fn pre_norm(layers: usize, tokens: usize, qk_norm: bool) -> Vec<(String, Vec<usi
 /// Panics if copying fails, or if there are no such tokens.
 pub fn with_special_think_tags(from: &Path, dir: &Path) {
     for (name, bytes) in folder::files(from) {
-        let bytes = if name == "tokenizer.json" { fenced_by_special_tokens(&bytes) } else { bytes };
+        let bytes = if name == "tokenizer.json" { mark_think_tags_special(&bytes) } else { bytes };
         fs::write(dir.join(&name), bytes).unwrap_or_else(|error| panic!("{name}: {error}"));
     }
 }
 
-fn fenced_by_special_tokens(tokenizer: &[u8]) -> Vec<u8> {
+fn mark_think_tags_special(tokenizer: &[u8]) -> Vec<u8> {
     let mut tokenizer: Value = serde_json::from_slice(tokenizer).expect("a tokenizer");
     let tokens = tokenizer["added_tokens"].as_array_mut().expect("a list of tokens");
     let fences: Vec<&mut Value> = tokens
@@ -159,7 +162,7 @@ fn fenced_by_special_tokens(tokenizer: &[u8]) -> Vec<u8> {
 
 /// Writes the config and random weights that preserve the scale of activations. Each tensor is
 /// determined by its name.
-fn write(dir: &Path, config: &Value, tensors: &[(String, Vec<usize>)]) {
+fn write_model(dir: &Path, config: &Value, tensors: &[(String, Vec<usize>)]) {
     let data: Vec<Vec<u8>> = tensors
         .iter()
         .map(|(name, shape)| {

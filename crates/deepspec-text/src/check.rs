@@ -2,7 +2,7 @@
 
 use crate::conversation::Conversation;
 use crate::error::TextError;
-use crate::mask::{Supervised, messages_of_ranges, without_end};
+use crate::mask::{Supervised, messages_of_ranges, strip_end_of_turn};
 use crate::message::{Message, Role};
 use crate::problem::{Problem, RowFindings};
 use crate::prompt_check::PromptCheck;
@@ -11,31 +11,31 @@ use crate::rules::ChatTemplate;
 use crate::tokenizer::ChatTokenizer;
 
 /// Characters shown before and after a difference.
-const AROUND: usize = 16;
+const EXCERPT_CHARS: usize = 16;
 
 /// Compares the supervised text of a conversation with its assistant messages. Also compares the
 /// training text with the prompt that a server renders before each answer.
 ///
 /// # Errors
 /// If the tokenizer fails.
-pub fn check(
+pub fn check_loss_mask(
     tokenizer: &ChatTokenizer,
     template: &ChatTemplate,
     conversation: &Conversation,
     supervised: &Supervised,
 ) -> Result<RowFindings, TextError> {
-    let template = &*template.of(conversation);
+    let template = &*template.for_conversation(conversation);
     let mut checked = RowFindings::default();
     let assistants = || conversation.messages.iter().filter(|message| message.role == Role::Assistant);
     checked.untrained = assistants().filter(|message| !message.is_trained_on()).count();
     checked.recorded_calls = conversation.messages.windows(2).map(recorded_calls).sum();
     if supervised.supervised_count() == 0 {
-        checked.problems.push(Problem::Empty { why: why_empty(template, conversation, supervised) });
+        checked.problems.push(Problem::Empty { why: empty_mask_reason(template, conversation, supervised) });
         if supervised.text_ranges.is_empty() {
             return Ok(checked);
         }
     }
-    check_words(tokenizer, template, conversation, supervised, &mut checked);
+    check_answer_texts(tokenizer, template, conversation, supervised, &mut checked);
     PromptCheck { tokenizer, template, conversation, supervised }.check_prompts(&mut checked)?;
     Ok(checked)
 }
@@ -48,7 +48,11 @@ fn recorded_calls(pair: &[Message]) -> usize {
     }
 }
 
-fn why_empty(template: &ChatTemplate, conversation: &Conversation, supervised: &Supervised) -> String {
+fn empty_mask_reason(
+    template: &ChatTemplate,
+    conversation: &Conversation,
+    supervised: &Supervised,
+) -> String {
     if conversation.messages.iter().all(|message| message.role != Role::Assistant) {
         return "no assistant speaks".into();
     }
@@ -72,7 +76,7 @@ fn why_empty(template: &ChatTemplate, conversation: &Conversation, supervised: &
 }
 
 /// Compares each supervised span with its assistant message.
-fn check_words(
+fn check_answer_texts(
     tokenizer: &ChatTokenizer,
     template: &ChatTemplate,
     conversation: &Conversation,
@@ -87,11 +91,13 @@ fn check_words(
             continue;
         }
         let Some(index) = *owner else {
-            let why = why_stray(template, messages);
+            let why = stray_text_reason(template, messages);
             checked.problems.push(Problem::Stray { found: excerpt(place, 0), why });
             break;
         };
-        if let Some(problem) = rewritten(tokenizer, template, &messages[index], index, place, checked) {
+        if let Some(problem) =
+            compare_with_message(tokenizer, template, &messages[index], index, place, checked)
+        {
             checked.problems.push(problem);
             break;
         }
@@ -102,7 +108,7 @@ fn check_words(
     }
 }
 
-fn why_stray(template: &ChatTemplate, messages: &[Message]) -> String {
+fn stray_text_reason(template: &ChatTemplate, messages: &[Message]) -> String {
     let Some(markers) = template.markers() else { return "the template marks it by {% generation %}".into() };
     let header = markers.assistant_header.as_str();
     let holds = |message: &Message| message.role != Role::Assistant && message.content.contains(header);
@@ -115,7 +121,7 @@ fn why_stray(template: &ChatTemplate, messages: &[Message]) -> String {
 }
 
 /// Compares a supervised span with its message, ignoring white space around both.
-fn rewritten(
+fn compare_with_message(
     tokenizer: &ChatTokenizer,
     template: &ChatTemplate,
     message: &Message,
@@ -126,9 +132,9 @@ fn rewritten(
     let prefix =
         template.markers().and_then(|markers| markers.assistant_prefix.as_deref()).unwrap_or_default();
     let content = message.content.strip_prefix(prefix).unwrap_or(&message.content);
-    let (inline, answer) = reasoning::split(content);
+    let (inline, answer) = reasoning::split_reasoning(content);
     let reasoning = message.reasoning_content.as_deref().map_or(inline, str::trim);
-    let (thought, written) = reasoning::split(without_end(tokenizer, template, place));
+    let (thought, written) = reasoning::split_reasoning(strip_end_of_turn(tokenizer, template, place));
     let (answer, written) = (answer.trim(), written.trim());
     if message.is_truncated() && answer.is_empty() && place.trim_end().ends_with(reasoning) {
         return None; // The answer was cut within its reasoning, where the mask ends.
@@ -161,9 +167,9 @@ fn rewritten(
 
 /// The text around character `at`.
 fn excerpt(text: &str, at: usize) -> String {
-    let start = at.saturating_sub(AROUND);
-    let mut shown: String = text.chars().skip(start).take(at - start + AROUND).collect();
-    if text.chars().nth(at + AROUND).is_some() {
+    let start = at.saturating_sub(EXCERPT_CHARS);
+    let mut shown: String = text.chars().skip(start).take(at - start + EXCERPT_CHARS).collect();
+    if text.chars().nth(at + EXCERPT_CHARS).is_some() {
         shown.push('…');
     }
     if start > 0 { format!("…{shown}") } else { shown }

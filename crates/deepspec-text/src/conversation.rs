@@ -3,20 +3,20 @@
 
 use std::borrow::Cow;
 
-use deepspec_core::jsonl::kind_of;
+use deepspec_core::jsonl::json_type_name;
 use serde_json::{Map, Value};
 
 use crate::finish::{self, FINISH_REASON};
-use crate::message::{CALLS, Message, Role, WEIGHT};
+use crate::message::{Message, Role, TOOL_CALLS, WEIGHT};
 use crate::reasoning;
-use crate::records::{RowError, check_starts_with_user, conversation};
+use crate::records::{RowError, check_starts_with_user, parse_messages};
 
 /// The token ids that the server generated for an answer, if it reported them.
 pub const TOKEN_IDS: &str = "token_ids";
 /// The token ids of the prompt of a conversation's last answer.
 pub const PROMPT_TOKEN_IDS: &str = "prompt_token_ids";
 /// Fields that `regenerate` and fine-tuning rows add to messages. Chat templates do not see them.
-const NOTES: [&str; 4] = [FINISH_REASON, TOKEN_IDS, PROMPT_TOKEN_IDS, WEIGHT];
+const HIDDEN_FIELDS: [&str; 4] = [FINISH_REASON, TOKEN_IDS, PROMPT_TOKEN_IDS, WEIGHT];
 
 /// The input of a chat template.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -40,25 +40,25 @@ impl Conversation {
     /// # Errors
     /// If a field is missing or malformed, or the first non-system message is not the user's.
     pub fn from_row(row: &Map<String, Value>) -> Result<Self, RowError> {
-        let mut messages = conversation(row)?;
+        let mut messages = parse_messages(row)?;
         check_starts_with_user(&messages)?;
         if let Some(last) = messages.last_mut().filter(|last| last.role == Role::Assistant)
             && let Some(reason) = row.get(FINISH_REASON).filter(|reason| !reason.is_null())
         {
             last.extra.entry(FINISH_REASON).or_insert_with(|| reason.clone());
         }
-        Ok(Self { messages, tools: tools(row.get("tools"))? })
+        Ok(Self { messages, tools: parse_tools(row.get("tools"))? })
     }
 
     /// Whether the last message has the token ids that the server generated.
-    pub(crate) fn was_served(&self) -> bool {
+    pub(crate) fn has_served_ids(&self) -> bool {
         let last = self.messages.last().filter(|last| last.role == Role::Assistant);
         last.is_some_and(|last| last.extra.contains_key(TOKEN_IDS))
     }
 }
 
 /// The tools of a row: an array, or its JSON text as in columnar files. None for an empty array.
-fn tools(value: Option<&Value>) -> Result<Option<Value>, RowError> {
+fn parse_tools(value: Option<&Value>) -> Result<Option<Value>, RowError> {
     let parsed = match value {
         None | Some(Value::Null) => return Ok(None),
         Some(Value::String(text)) if text.trim().is_empty() => return Ok(None),
@@ -84,7 +84,7 @@ fn tools(value: Option<&Value>) -> Result<Option<Value>, RowError> {
                 Ok((!tools.is_empty()).then_some(Value::Array(tools)))
             }
         },
-        other => Err(RowError::Tools { found: kind_of(&other) }),
+        other => Err(RowError::Tools { found: json_type_name(&other) }),
     }
 }
 
@@ -92,7 +92,7 @@ impl Message {
     /// Whether the answer is cut: its `finish_reason` says so, or the arguments of a call are not
     /// valid JSON.
     pub fn is_truncated(&self) -> bool {
-        let is_said = || finish::kept(&self.extra).is_some_and(|reason| !reason.is_whole());
+        let is_said = || finish::read_finish_reason(&self.extra).is_some_and(|reason| !reason.is_whole());
         let is_broken = || !self.tool_calls().iter().all(finish::has_json_arguments);
         self.role == Role::Assistant && (is_said() || is_broken())
     }
@@ -110,26 +110,26 @@ impl Message {
 
     /// The message's tool calls.
     pub fn tool_calls(&self) -> &[Value] {
-        self.extra.get(CALLS).and_then(Value::as_array).map_or(&[], Vec::as_slice)
+        self.extra.get(TOOL_CALLS).and_then(Value::as_array).map_or(&[], Vec::as_slice)
     }
 }
 
 /// The messages as chat templates expect them. Arguments of calls become objects, where the OpenAI
-/// API has JSON text, and [`NOTES`] are removed.
-pub(crate) fn for_template(messages: &[Message]) -> Cow<'_, [Message]> {
+/// API has JSON text, and [`HIDDEN_FIELDS`] are removed.
+pub(crate) fn to_template_messages(messages: &[Message]) -> Cow<'_, [Message]> {
     let ready = |message: &Message| {
-        !NOTES.iter().any(|note| message.extra.contains_key(*note))
-            && message.tool_calls().iter().all(|call| arguments(call).is_none())
+        !HIDDEN_FIELDS.iter().any(|note| message.extra.contains_key(*note))
+            && message.tool_calls().iter().all(|call| parse_arguments(call).is_none())
     };
     if messages.iter().all(ready) {
         return Cow::Borrowed(messages);
     }
     let mut messages = messages.to_vec();
     for message in &mut messages {
-        NOTES.iter().for_each(|note| drop(message.extra.shift_remove(*note)));
-        if let Some(Value::Array(calls)) = message.extra.get_mut(CALLS) {
+        HIDDEN_FIELDS.iter().for_each(|note| drop(message.extra.shift_remove(*note)));
+        if let Some(Value::Array(calls)) = message.extra.get_mut(TOOL_CALLS) {
             for call in calls {
-                if let Some(parsed) = arguments(call) {
+                if let Some(parsed) = parse_arguments(call) {
                     let function = if call.get("function").is_some() { &mut call["function"] } else { call };
                     function["arguments"] = parsed;
                 }
@@ -140,7 +140,7 @@ pub(crate) fn for_template(messages: &[Message]) -> Cow<'_, [Message]> {
 }
 
 /// The arguments of a call, if they are the JSON text of an object.
-fn arguments(call: &Value) -> Option<Value> {
+fn parse_arguments(call: &Value) -> Option<Value> {
     let text = call.get("function").unwrap_or(call).get("arguments")?.as_str()?;
     serde_json::from_str::<Map<String, Value>>(text).ok().map(Value::Object)
 }
@@ -180,7 +180,7 @@ mod tests {
         noted["token_ids"] = json!([1, 2]);
         let noted = [message(noted)];
         assert!(noted[0].is_truncated());
-        let seen = for_template(&noted);
+        let seen = to_template_messages(&noted);
         let expected = json!([{"function": {"name": "f", "arguments": {"b": 1, "a": [2]}}}, {"name": "g", "arguments": {}}]);
         assert_eq!(json!(seen[0].tool_calls()).to_string(), expected.to_string());
         assert_eq!(seen[0].extra.len(), 1);
@@ -188,6 +188,6 @@ mod tests {
         let odd = [message(
             json!({"role": "assistant", "content": "", "tool_calls": [{"function": {"arguments": "[1"}}, 3]}),
         )];
-        assert!(matches!(for_template(&odd), Cow::Borrowed(_)));
+        assert!(matches!(to_template_messages(&odd), Cow::Borrowed(_)));
     }
 }

@@ -159,7 +159,7 @@ impl FinishReason {
         }
     }
 
-    /// Whether an answer with this reason is whole, cut or broken.
+    /// Whether the answer is whole, truncated or broken, judged by this reason.
     pub fn completeness(self) -> Completeness {
         match self {
             Self::Stop | Self::ToolCalls => Completeness::Whole,
@@ -190,7 +190,7 @@ pub(crate) fn has_json_arguments(call: &Value) -> bool {
 }
 
 /// The finish reason of a message or a row.
-pub(crate) fn kept(fields: &Map<String, Value>) -> Option<FinishReason> {
+pub(crate) fn read_finish_reason(fields: &Map<String, Value>) -> Option<FinishReason> {
     FinishReason::from_field(fields.get(FINISH_REASON))
 }
 

@@ -8,13 +8,13 @@ use std::collections::HashSet;
 
 use minijinja::Value;
 
-/// Name of the filter, and of the variable with the markers. A macro sees only variables that it
-/// names.
-pub const FILTER: &str = "deepspec_generation";
-pub const MARKS: &str = "deepspec_generation_marks";
+/// Names of the filter, and of the template variable with its two marker characters. The filter
+/// takes the variable as an argument, because a macro sees only variables that it names.
+pub const FILTER_NAME: &str = "deepspec_generation";
+pub const MARKS_VARIABLE: &str = "deepspec_generation_marks";
 
 /// The filter: inserts the two markers around `text`, if there are any.
-pub fn mark(text: &str, marks: &Value) -> String {
+pub fn insert_marks(text: &str, marks: &Value) -> String {
     let mut marks = marks.as_str().unwrap_or_default().chars();
     match (marks.next(), marks.next()) {
         (Some(open), Some(close)) => format!("{open}{text}{close}"),
@@ -24,7 +24,7 @@ pub fn mark(text: &str, marks: &Value) -> String {
 
 /// Replaces the tags of a template, except in comments, raw blocks and strings. Also returns
 /// whether it found any.
-pub fn rewrite(template: &str) -> (String, bool) {
+pub fn replace_generation_tags(template: &str) -> (String, bool) {
     let mut out = String::with_capacity(template.len() + 64);
     let (mut rest, mut found) = (template, false);
     while let Some(open) = rest.find('{') {
@@ -37,7 +37,7 @@ pub fn rewrite(template: &str) -> (String, bool) {
                 let length = code_end(rest, "%}");
                 let (start, word) = keyword(&rest[..length]);
                 let becomes = match word {
-                    "generation" => Some(format!("filter {FILTER}({MARKS})")),
+                    "generation" => Some(format!("filter {FILTER_NAME}({MARKS_VARIABLE})")),
                     "endgeneration" => Some("endfilter".to_owned()),
                     _ => None,
                 };
@@ -49,7 +49,7 @@ pub fn rewrite(template: &str) -> (String, bool) {
                     rest = &rest[length..];
                     continue;
                 }
-                if word == "raw" { length + raw_end(&rest[length..]) } else { length }
+                if word == "raw" { length + raw_block_end(&rest[length..]) } else { length }
             }
             _ => 1,
         };
@@ -85,7 +85,7 @@ fn keyword(tag: &str) -> (usize, &str) {
 }
 
 /// Number of bytes before the tag that ends a raw block.
-fn raw_end(text: &str) -> usize {
+fn raw_block_end(text: &str) -> usize {
     let mut at = 0;
     while let Some(open) = text[at..].find("{%") {
         let tag = at + open;
@@ -99,7 +99,7 @@ fn raw_end(text: &str) -> usize {
 }
 
 /// Two private-use characters that do not occur in `text`: an opening and a closing marker.
-pub fn unused_marks(text: &str) -> Option<[char; 2]> {
+pub fn pick_unused_marks(text: &str) -> Option<[char; 2]> {
     let private = || ('\u{F0000}'..='\u{FFFFD}').chain('\u{100000}'..='\u{10FFFD}');
     let range = '\u{F0000}'..='\u{10FFFD}';
     let used: HashSet<char> = text.chars().filter(|character| range.contains(character)).collect();
@@ -110,7 +110,7 @@ pub fn unused_marks(text: &str) -> Option<[char; 2]> {
 /// Removes the markers from a rendering. Returns the text and the byte ranges between markers;
 /// nested ranges count as one. None if markers are out of order because the template rearranged its
 /// own output.
-pub fn unmark(marked: &str, [open, close]: [char; 2]) -> Option<(String, Vec<(usize, usize)>)> {
+pub fn remove_marks(marked: &str, [open, close]: [char; 2]) -> Option<(String, Vec<(usize, usize)>)> {
     let mut text = String::with_capacity(marked.len());
     let (mut spans, mut depth, mut start) = (Vec::new(), 0, 0);
     let mut rest = marked;
@@ -140,8 +140,9 @@ mod tests {
     use proptest::prelude::*;
 
     fn rewritten(template: &str) -> Option<String> {
-        let (text, found) = rewrite(template);
-        let plain = text.replace(&format!("filter {FILTER}({MARKS})"), "<").replace("endfilter", ">");
+        let (text, found) = replace_generation_tags(template);
+        let plain =
+            text.replace(&format!("filter {FILTER_NAME}({MARKS_VARIABLE})"), "<").replace("endfilter", ">");
         if !found {
             assert_eq!(text, template);
         }
@@ -180,9 +181,9 @@ mod tests {
     #[test]
     fn generations_may_lie_within_each_other() {
         let marks = ['(', ')'];
-        assert_eq!(unmark("a(b(c)d)e()", marks), Some(("abcde".into(), vec![(1, 4)])));
-        assert_eq!(unmark("a)(", marks), None);
-        assert_eq!(unmark("a(", marks), None);
+        assert_eq!(remove_marks("a(b(c)d)e()", marks), Some(("abcde".into(), vec![(1, 4)])));
+        assert_eq!(remove_marks("a)(", marks), None);
+        assert_eq!(remove_marks("a(", marks), None);
     }
 
     proptest! {
@@ -190,10 +191,10 @@ mod tests {
         #[test]
         fn marks_never_hide_in_the_text(parts in prop::collection::vec("[a\u{F0000}\u{F0001}\u{F0002}é]{0,4}", 1..8)) {
             let plain = parts.concat();
-            let [open, close] = unused_marks(&plain).unwrap();
+            let [open, close] = pick_unused_marks(&plain).unwrap();
             let value = Value::from(format!("{open}{close}"));
-            let marked: String = parts.iter().enumerate().map(|(index, part)| if index % 2 == 1 { mark(part, &value) } else { part.clone() }).collect();
-            let (text, spans) = unmark(&marked, [open, close]).unwrap();
+            let marked: String = parts.iter().enumerate().map(|(index, part)| if index % 2 == 1 { insert_marks(part, &value) } else { part.clone() }).collect();
+            let (text, spans) = remove_marks(&marked, [open, close]).unwrap();
             prop_assert_eq!(&text, &plain);
             let found: String = spans.iter().map(|&(start, end)| &text[start..end]).collect();
             let expected: String = parts.iter().skip(1).step_by(2).map(String::as_str).collect();
@@ -204,7 +205,7 @@ mod tests {
         #[test]
         fn rewriting_never_fails(pieces in prop::collection::vec(prop::sample::select(vec!["{%", "%}", "{{", "}}", "{#", "#}", "generation", "endgeneration", "raw", "endraw", "'", "\"", "\\", "-", " ", "é", "\n"]), 0..24)) {
             let template = pieces.concat();
-            let (text, found) = rewrite(&template);
+            let (text, found) = replace_generation_tags(&template);
             prop_assert!(found || text == template);
         }
     }

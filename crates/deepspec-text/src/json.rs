@@ -10,13 +10,13 @@ use serde::Serialize;
 use serde_json::Serializer;
 use serde_json::ser::Formatter;
 
-use crate::rendering::{MAX_WIDTH, too_wide};
+use crate::rendering::{MAX_WIDTH, too_wide_error};
 
 /// `{{ value | tojson }}` or `{{ value | tojson(indent=2) }}`; keys keep their order.
 pub fn tojson(value: &Value, options: Kwargs) -> Result<String, Error> {
     let indent: Option<usize> = options.get("indent")?;
     if let Some(width) = indent.filter(|&width| width > MAX_WIDTH as usize) {
-        return Err(too_wide(width as i64));
+        return Err(too_wide_error(width as i64));
     }
     if options.get::<Option<bool>>("ensure_ascii")? == Some(true) {
         return Err(Error::new(ErrorKind::InvalidOperation, "tojson(ensure_ascii=True) is not supported"));
@@ -31,20 +31,22 @@ pub fn tojson(value: &Value, options: Kwargs) -> Result<String, Error> {
 /// Writes `value` as Python's `json` module does.
 fn dumps(value: &impl Serialize, indent: Option<usize>) -> serde_json::Result<String> {
     let mut bytes = Vec::new();
-    value
-        .serialize(&mut Serializer::with_formatter(&mut bytes, Python { indent, depth: 0, filled: false }))?;
+    value.serialize(&mut Serializer::with_formatter(
+        &mut bytes,
+        PythonFormatter { indent, depth: 0, filled: false },
+    ))?;
     String::from_utf8(bytes).map_err(serde::ser::Error::custom)
 }
 
 /// `{"a": 1, "b": [2, 3]}`, or with an indent one value per line.
-struct Python {
+struct PythonFormatter {
     indent: Option<usize>,
     depth: usize,
     /// Whether the innermost container has a value yet; empty containers stay on one line.
     filled: bool,
 }
 
-impl Python {
+impl PythonFormatter {
     fn open<W: Write + ?Sized>(&mut self, out: &mut W, bracket: &[u8]) -> io::Result<()> {
         self.depth += 1;
         self.filled = false;
@@ -60,7 +62,7 @@ impl Python {
         out.write_all(bracket)
     }
 
-    fn separate<W: Write + ?Sized>(&mut self, out: &mut W, first: bool) -> io::Result<()> {
+    fn write_separator<W: Write + ?Sized>(&mut self, out: &mut W, first: bool) -> io::Result<()> {
         match (first, self.indent) {
             (true, _) => {}
             (false, None) => out.write_all(b", ")?,
@@ -78,9 +80,9 @@ impl Python {
     }
 }
 
-impl Formatter for Python {
+impl Formatter for PythonFormatter {
     fn write_f64<W: Write + ?Sized>(&mut self, out: &mut W, value: f64) -> io::Result<()> {
-        out.write_all(python_float(value).as_bytes())
+        out.write_all(format_python_float(value).as_bytes())
     }
 
     fn begin_array<W: Write + ?Sized>(&mut self, out: &mut W) -> io::Result<()> {
@@ -92,7 +94,7 @@ impl Formatter for Python {
     }
 
     fn begin_array_value<W: Write + ?Sized>(&mut self, out: &mut W, first: bool) -> io::Result<()> {
-        self.separate(out, first)
+        self.write_separator(out, first)
     }
 
     fn begin_object<W: Write + ?Sized>(&mut self, out: &mut W) -> io::Result<()> {
@@ -104,7 +106,7 @@ impl Formatter for Python {
     }
 
     fn begin_object_key<W: Write + ?Sized>(&mut self, out: &mut W, first: bool) -> io::Result<()> {
-        self.separate(out, first)
+        self.write_separator(out, first)
     }
 
     fn begin_object_value<W: Write + ?Sized>(&mut self, out: &mut W) -> io::Result<()> {
@@ -114,7 +116,7 @@ impl Formatter for Python {
 
 /// Python's `repr(float)`: plain between 1e-4 and 1e16, else with an exponent of at least two
 /// digits.
-fn python_float(value: f64) -> String {
+fn format_python_float(value: f64) -> String {
     let scientific = format!("{value:e}");
     let Some((digits, exponent)) = scientific.split_once('e') else { return scientific };
     match exponent.parse::<i32>() {

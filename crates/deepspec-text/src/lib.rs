@@ -25,21 +25,21 @@ mod stream;
 mod template;
 mod tokenizer;
 
-pub use check::check;
+pub use check::check_loss_mask;
 pub use conversation::{Conversation, PROMPT_TOKEN_IDS, TOKEN_IDS};
 pub use error::TextError;
 pub use finish::{Completeness, FINISH_REASON, FinishReason};
 pub use mask::{MIN_SUPERVISED_TOKENS, Served, Supervised, supervise};
-pub use message::{Message, MessageError, REASONING_FIELDS, Role, TEXTS, WEIGHT};
+pub use message::{Message, MessageError, REASONING_FIELDS, Role, TEXT_FIELDS, WEIGHT};
 pub use problem::{Problem, RowFindings};
-pub use prompt::{generation_prompt, served_prompt, trained_thinking};
+pub use prompt::{detect_trained_thinking, generation_prompt, served_prompt};
 pub use reasoning::{THINK_TAGS, ThinkTags, without_reasoning};
 pub use records::{
-    MESSAGE_KEYS, Records, RowError, check_starts_with_user, conversation, is_message, is_record_key,
-    records, report_choice, system_message,
+    MESSAGE_KEYS, RawMessages, RowError, check_starts_with_user, find_messages, is_message, is_record_key,
+    parse_messages, system_message, warn_about_two_fields,
 };
 pub use rules::{ChatFormat, ChatTemplate, MaskRule, TurnMarkers};
-pub use served_tokens::served_thinking;
-pub use stream::TokenStream;
+pub use served_tokens::detect_served_thinking;
+pub use stream::IncrementalDetokenizer;
 pub use template::RenderOptions;
 pub use tokenizer::{ChatTokenizer, Encoded};

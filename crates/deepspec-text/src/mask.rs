@@ -3,7 +3,7 @@
 use crate::conversation::Conversation;
 use crate::error::TextError;
 use crate::message::{Message, Role};
-use crate::prefixes::Prefixes;
+use crate::prefixes::PrefixTokenCounts;
 use crate::reasoning;
 use crate::records::check_starts_with_user;
 use crate::rules::{ChatTemplate, MaskRule};
@@ -63,12 +63,11 @@ impl Supervised {
     }
 }
 
-/// Renders, tokenises and masks a conversation; keeps the first `max_length` tokens. If its last
-/// answer keeps the served ids, they replace the ids of its text.
-///
-/// A cut answer is supervised up to its last word, because the model did not generate the end of
-/// turn. The reference supervises that end of turn if a row has no `finish_reason`. Empty answers
-/// and messages with `weight` 0 are not supervised.
+/// Renders, tokenises and masks a conversation; keeps the first `max_length` tokens. If the row has
+/// the served token ids of its last answer, they replace the ids of the text.
+/// A truncated answer is supervised up to its last word, because the model did not generate the end
+/// of turn. The reference supervises that end of turn if a row has no `finish_reason`. Empty
+/// answers and messages with `weight` 0 are not supervised.
 ///
 /// # Errors
 /// If the conversation does not start with the user, the template refuses it or lacks the tags of
@@ -80,8 +79,8 @@ pub fn supervise(
     max_length: usize,
 ) -> Result<Supervised, TextError> {
     check_starts_with_user(&conversation.messages)?;
-    let template = &*template.of(conversation);
-    let messages = template.complete(&conversation.messages);
+    let template = &*template.for_conversation(conversation);
+    let messages = template.with_system_and_prefix(&conversation.messages);
     let options = RenderOptions { tools: conversation.tools.clone(), ..RenderOptions::default() };
     let supervised = match &template.rule {
         MaskRule::Markers(markers) => {
@@ -89,18 +88,18 @@ pub fn supervise(
                 return Err(TextError::EmptyMark { name: template.name.clone() });
             }
             let text = tokenizer.render(&messages, &options)?;
-            let mut text_ranges = markers.find(&text);
+            let mut text_ranges = markers.assistant_spans(&text);
             drop_untrained(&text, &mut text_ranges, &conversation.messages);
             trim_truncated_answers(&text, &mut text_ranges, &conversation.messages, &markers.end_of_turn);
             drop_empty_answers(tokenizer, template, &text, &mut text_ranges);
-            by_prefixes(tokenizer, text, text_ranges, max_length)
+            mask_by_prefixes(tokenizer, text, text_ranges, max_length)
         }
         MaskRule::Generation => {
             let (text, mut text_ranges) = tokenizer.render_generations(&messages, &options)?;
             drop_untrained(&text, &mut text_ranges, &conversation.messages);
             trim_truncated_answers(&text, &mut text_ranges, &conversation.messages, "");
             drop_empty_answers(tokenizer, template, &text, &mut text_ranges);
-            by_offsets(tokenizer, text, text_ranges, max_length)
+            mask_by_offsets(tokenizer, text, text_ranges, max_length)
         }
     }?;
     supervised.with_served_ids(tokenizer, template, conversation, max_length)
@@ -120,7 +119,7 @@ fn drop_untrained(text: &str, text_ranges: &mut [(usize, usize)], messages: &[Me
 }
 
 /// Longest answer, in bytes, that is checked for special tokens alone.
-const MAX_EMPTY_ANSWER: usize = 1024;
+const MAX_EMPTY_ANSWER_BYTES: usize = 1024;
 
 /// Empties spans without an answer, reasoning or tool calls. A lone end of turn, or special tokens
 /// in place of an answer, are not worth learning.
@@ -131,8 +130,9 @@ fn drop_empty_answers(
     text_ranges: &mut [(usize, usize)],
 ) {
     for (start, end) in text_ranges {
-        let answer = without_end(tokenizer, template, &text[*start..*end]);
-        if answer.len() <= MAX_EMPTY_ANSWER && reasoning::is_empty_answer(&tokenizer.without_special(answer))
+        let answer = strip_end_of_turn(tokenizer, template, &text[*start..*end]);
+        if answer.len() <= MAX_EMPTY_ANSWER_BYTES
+            && reasoning::is_empty_answer(&tokenizer.remove_special_tokens(answer))
         {
             *end = *start;
         }
@@ -140,15 +140,19 @@ fn drop_empty_answers(
 }
 
 /// A supervised span without its end-of-turn tokens.
-pub(crate) fn without_end<'a>(tokenizer: &ChatTokenizer, template: &ChatTemplate, place: &'a str) -> &'a str {
+pub(crate) fn strip_end_of_turn<'a>(
+    tokenizer: &ChatTokenizer,
+    template: &ChatTemplate,
+    place: &'a str,
+) -> &'a str {
     if let Some(markers) = template.markers() {
         return place.strip_suffix(markers.end_of_turn.as_str()).unwrap_or(place);
     }
     // The tags may enclose the end of turn, which is then a special token.
-    tokenizer.without_special_ends(place)
+    tokenizer.trim_special_tokens(place)
 }
 
-/// Ends the spans of cut answers where the model's own text ends.
+/// Ends the spans of truncated answers where the model's own text ends.
 fn trim_truncated_answers(
     text: &str,
     text_ranges: &mut [(usize, usize)],
@@ -190,7 +194,7 @@ pub(crate) fn messages_of_ranges(
     let mut rest = assistants.as_slice();
     let mut owner = |&(start, end): &(usize, usize)| {
         let said = &text[start..end];
-        let fits = |&index: &usize| said.contains(spoken(&messages[index].content));
+        let fits = |&index: &usize| said.contains(answer_text(&messages[index].content));
         let at = rest.iter().position(fits)?;
         let index = rest[at];
         rest = &rest[at + 1..];
@@ -200,41 +204,41 @@ pub(crate) fn messages_of_ranges(
 }
 
 /// The answer of a message, without reasoning and white space around it.
-fn spoken(content: &str) -> &str {
-    reasoning::split(content).1.trim()
+fn answer_text(content: &str) -> &str {
+    reasoning::split_reasoning(content).1.trim()
 }
 
 /// Builds the mask by counting the tokens of each prefix of the text, tokenised alone. Tokens that
 /// merge across a border make this differ from an offset map; the reference counts this way
 /// (docs/architecture.md, Loss mask).
-fn by_prefixes(
+fn mask_by_prefixes(
     tokenizer: &ChatTokenizer,
     text: String,
     text_ranges: Vec<(usize, usize)>,
     max_length: usize,
 ) -> Result<Supervised, TextError> {
-    let prefixes = Prefixes::new(tokenizer, &text)?;
+    let prefixes = PrefixTokenCounts::new(tokenizer, &text)?;
     let untruncated_len = prefixes.ids().len();
     let input_ids = prefixes.ids()[..untruncated_len.min(max_length)].to_vec();
     let mut loss_mask = vec![false; input_ids.len()];
     for &(start, end) in text_ranges.iter().filter(|(start, end)| start < end) {
-        let start = prefixes.count(start)?;
+        let start = prefixes.count_tokens(start)?;
         if start >= input_ids.len() {
             break;
         }
         // A token may span both borders. Then the end's token count is below the start's, and the
         // range supervises nothing.
-        let end = prefixes.count(end)?.clamp(start, input_ids.len());
+        let end = prefixes.count_tokens(end)?.clamp(start, input_ids.len());
         loss_mask[start..end].fill(true);
     }
     Ok(Supervised { text, text_ranges, input_ids, loss_mask, untruncated_len, served: Served::Unknown })
 }
 
-/// Builds the mask from a template's tags as transformers does: from the token of the first
-/// character to the first token of the last. Some tokenizers leave white space out of their
-/// offsets. A border without a token moves to the next token inside; transformers masks all or
-/// nothing there.
-fn by_offsets(
+/// Builds the mask of a template's tags as transformers does. A range's mask begins at the token of
+/// its first character and ends at the first token of its last character. Some tokenizers leave
+/// white space out of their offsets. If a border has no token, the mask begins or ends at the next
+/// token inside the range. Transformers masks all or nothing there.
+fn mask_by_offsets(
     tokenizer: &ChatTokenizer,
     text: String,
     text_ranges: Vec<(usize, usize)>,

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use deepspec_core::jsonl::kind_of;
+use deepspec_core::jsonl::json_type_name;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
@@ -25,7 +25,7 @@ impl Role {
     ///
     /// `developer` is OpenAI's newer name for system, `model` is Gemma's for assistant, `function`
     /// is an older one for tool. The others come from ShareGPT and Llama.
-    pub fn of_speaker(name: &str) -> Option<Self> {
+    pub fn from_speaker(name: &str) -> Option<Self> {
         Some(match name.trim().to_ascii_lowercase().as_str() {
             "system" | "developer" => Self::System,
             "user" | "human" => Self::User,
@@ -121,19 +121,20 @@ impl TryFrom<Value> for Message {
     fn try_from(value: Value) -> Result<Self, MessageError> {
         let mut fields = match value {
             Value::Object(fields) => fields,
-            other => return Err(MessageError::NotAnObject { found: kind_of(&other) }),
+            other => return Err(MessageError::NotAnObject { found: json_type_name(&other) }),
         };
         // An explicit null means an empty text, unlike a missing field.
-        let has_null = TEXTS.iter().any(|name| fields.get(*name).is_some_and(Value::is_null));
+        let has_null = TEXT_FIELDS.iter().any(|name| fields.get(*name).is_some_and(Value::is_null));
         // Python tools write an explicit null for every field that is not set.
         fields.retain(|_, value| !value.is_null());
         // ShareGPT names the same two fields otherwise; some data sets mix the names.
         let speaker =
             if fields.contains_key("role") || !fields.contains_key("from") { "role" } else { "from" };
-        let own = if speaker == "role" { TEXTS[0] } else { TEXTS[1] };
-        let said = [own].into_iter().chain(TEXTS).find(|name| fields.contains_key(*name)).unwrap_or(own);
-        let role = text(speaker, fields.shift_remove(speaker).as_ref())?;
-        let role = Role::of_speaker(&role).ok_or(MessageError::Role { role })?;
+        let own = if speaker == "role" { TEXT_FIELDS[0] } else { TEXT_FIELDS[1] };
+        let said =
+            [own].into_iter().chain(TEXT_FIELDS).find(|name| fields.contains_key(*name)).unwrap_or(own);
+        let role = require_string(speaker, fields.shift_remove(speaker).as_ref())?;
+        let role = Role::from_speaker(&role).ok_or(MessageError::Role { role })?;
         parse_calls(&mut fields)?;
         if let Some(weight) = fields.get(WEIGHT).filter(|_| role == Role::Assistant)
             && !weight.as_f64().is_some_and(|weight| weight == 0.0 || weight == 1.0)
@@ -143,7 +144,7 @@ impl TryFrom<Value> for Message {
         let mut reasoning_content = take_reasoning(&mut fields)?;
         // Text may be missing if an assistant calls tools or only thinks, or if a tool returns
         // nothing.
-        let says_otherwise = has_null || reasoning_content.is_some() || fields.contains_key(CALLS);
+        let says_otherwise = has_null || reasoning_content.is_some() || fields.contains_key(TOOL_CALLS);
         let content = match fields.shift_remove(said) {
             None if matches!(role, Role::Assistant | Role::Tool) && says_otherwise => String::new(),
             Some(Value::Array(parts)) => {
@@ -151,16 +152,16 @@ impl TryFrom<Value> for Message {
                 reasoning_content = reasoning_content.or(reasoning);
                 said
             }
-            content => text(said, content.as_ref())?,
+            content => require_string(said, content.as_ref())?,
         };
         Ok(Self { role, content, reasoning_content, extra: fields })
     }
 }
 
 /// Fields with a message's text: OpenAI's, ShareGPT's and another common one.
-pub const TEXTS: [&str; 3] = ["content", "value", "text"];
+pub const TEXT_FIELDS: [&str; 3] = ["content", "value", "text"];
 /// The field with an assistant's tool calls.
-pub(crate) const CALLS: &str = "tool_calls";
+pub(crate) const TOOL_CALLS: &str = "tool_calls";
 
 /// OpenAI's field of fine-tuning rows: an assistant message of weight 0 is context and not trained
 /// on.
@@ -168,15 +169,15 @@ pub const WEIGHT: &str = "weight";
 
 /// Parses `tool_calls` that a columnar file stores as JSON text, and removes nulls from calls.
 fn parse_calls(fields: &mut Map<String, Value>) -> Result<(), MessageError> {
-    if let Some(Value::String(text)) = fields.get(CALLS) {
+    if let Some(Value::String(text)) = fields.get(TOOL_CALLS) {
         match serde_json::from_str(text) {
-            Ok(calls) => drop(fields.insert(CALLS.into(), calls)),
-            Err(_) if text.trim().is_empty() => drop(fields.shift_remove(CALLS)),
+            Ok(calls) => drop(fields.insert(TOOL_CALLS.into(), calls)),
+            Err(_) if text.trim().is_empty() => drop(fields.shift_remove(TOOL_CALLS)),
             Err(_) => return Err(MessageError::Calls { found: "a text that is not JSON" }),
         }
     }
-    match fields.get_mut(CALLS) {
-        Some(Value::Null) => drop(fields.shift_remove(CALLS)),
+    match fields.get_mut(TOOL_CALLS) {
+        Some(Value::Null) => drop(fields.shift_remove(TOOL_CALLS)),
         // Arguments are the model's own JSON, in which null is a value.
         Some(Value::Array(calls)) => {
             calls.retain(|call| !call.is_null());
@@ -187,7 +188,7 @@ fn parse_calls(fields: &mut Map<String, Value>) -> Result<(), MessageError> {
                 }
             }
         }
-        Some(other) => return Err(MessageError::Calls { found: kind_of(other) }),
+        Some(other) => return Err(MessageError::Calls { found: json_type_name(other) }),
         None => {}
     }
     Ok(())
@@ -201,7 +202,7 @@ pub const REASONING_FIELDS: [&str; 3] = ["reasoning_content", "reasoning", "thin
 /// `reasoning` and `thinking` may mean something else.
 fn take_reasoning(fields: &mut Map<String, Value>) -> Result<Option<String>, MessageError> {
     if let Some(other) = fields.get(REASONING_FIELDS[0]).filter(|value| !value.is_string()) {
-        return Err(MessageError::Field { field: REASONING_FIELDS[0], found: kind_of(other) });
+        return Err(MessageError::Field { field: REASONING_FIELDS[0], found: json_type_name(other) });
     }
     let mut found = None;
     for name in REASONING_FIELDS {
@@ -215,16 +216,16 @@ fn take_reasoning(fields: &mut Map<String, Value>) -> Result<Option<String>, Mes
 }
 
 /// `value` as a string, or an error that names the field.
-fn text(field: &'static str, value: Option<&Value>) -> Result<String, MessageError> {
+fn require_string(field: &'static str, value: Option<&Value>) -> Result<String, MessageError> {
     match value {
         Some(Value::String(text)) => Ok(text.clone()),
-        other => Err(MessageError::Field { field, found: found(other) }),
+        other => Err(MessageError::Field { field, found: type_name(other) }),
     }
 }
 
 /// The type of a value, for messages.
-fn found(value: Option<&Value>) -> &'static str {
-    value.map_or("nothing", kind_of)
+fn type_name(value: Option<&Value>) -> &'static str {
+    value.map_or("nothing", json_type_name)
 }
 
 /// Parses `content` as a list of parts. Joins texts with line breaks, as vLLM does. Reasoning
@@ -242,7 +243,7 @@ fn text_parts(parts: &[Value]) -> Result<(String, Option<String>), MessageError>
                 None => {
                     return Err(MessageError::Field {
                         field: "content[].text",
-                        found: found(part.get("text")),
+                        found: type_name(part.get("text")),
                     });
                 }
             },
@@ -264,7 +265,7 @@ fn text_parts(parts: &[Value]) -> Result<(String, Option<String>), MessageError>
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::records::{RowError, check_starts_with_user, conversation};
+    use crate::records::{RowError, check_starts_with_user, parse_messages};
     use serde_json::json;
 
     fn row(conversations: Value) -> Map<String, Value> {
@@ -278,7 +279,7 @@ mod tests {
             {"role": "assistant", "content": null, "reasoning_content": "hm", "tool_calls": [{"z": 1, "a": 2}]},
             {"role": "tool", "content": "3", "name": "add"},
         ]);
-        let messages = conversation(&row(calls)).unwrap();
+        let messages = parse_messages(&row(calls)).unwrap();
         assert_eq!(messages[0].content, "a\nb");
         assert_eq!(
             serde_json::to_string(&messages[1..]).unwrap(),
@@ -290,13 +291,13 @@ mod tests {
 
     #[test]
     fn a_bad_row_says_where_and_why() {
-        let problem = |conversations| conversation(&row(conversations)).unwrap_err().to_string();
+        let problem = |conversations| parse_messages(&row(conversations)).unwrap_err().to_string();
         assert_eq!(
             problem(json!(1)),
             "`conversations` must be a non-empty array of messages, found a number"
         );
         assert!(problem(json!([])).ends_with("found an empty array"));
-        assert!(conversation(&Map::new()).unwrap_err().to_string().ends_with("no fields"));
+        assert!(parse_messages(&Map::new()).unwrap_err().to_string().ends_with("no fields"));
         assert!(
             problem(json!([{"role": "narrator", "content": ""}]))
                 .starts_with("conversations[0]: unknown role `narrator` (known: ")

@@ -14,20 +14,20 @@ use crate::tokenizer::{ChatTokenizer, Encoded};
 /// each piece into words from left to right, and tokens merge only within words. Some tokenizers
 /// treat the start of a text differently. If the two words at the cut change their ids, the added
 /// token is used instead.
-pub(crate) struct Prefixes<'t> {
+pub(crate) struct PrefixTokenCounts<'t> {
     tokenizer: &'t ChatTokenizer,
     text: &'t str,
     ids: Vec<i64>,
     /// The added tokens of the text.
-    cuts: Vec<Cut>,
+    cuts: Vec<CutPoint>,
     /// Words that begin with an ASCII character, which no normaliser joins to the previous
     /// character.
-    words: Vec<Cut>,
+    words: Vec<CutPoint>,
 }
 
 /// An added token or a word: the index of its first id, and its bytes in the text.
 #[derive(Debug, Clone, Copy)]
-struct Cut {
+struct CutPoint {
     place: usize,
     start: usize,
     end: usize,
@@ -37,23 +37,20 @@ struct Cut {
 /// split; earlier words keep their tokens.
 const WORDS_BEFORE_END: usize = 8;
 
-impl<'t> Prefixes<'t> {
+impl<'t> PrefixTokenCounts<'t> {
     /// Tokenises `text`.
     pub(crate) fn new(tokenizer: &'t ChatTokenizer, text: &'t str) -> Result<Self, TextError> {
         let Encoded { ids, offsets, words } = tokenizer.encode_with_offsets(text)?;
         let cut = |(place, (&id, &(start, end))): (usize, (&i64, &(usize, usize)))| {
-            (tokenizer.is_cut(id) && text.is_char_boundary(start) && start < end).then_some(Cut {
-                place,
-                start,
-                end,
-            })
+            (tokenizer.is_split_token(id) && text.is_char_boundary(start) && start < end)
+                .then_some(CutPoint { place, start, end })
         };
         let cuts = ids.iter().zip(&offsets).enumerate().filter_map(cut).collect();
         let word = |place: usize| {
             let (start, end) = offsets[place];
             let is_first = place == 0 || words[place] != words[place - 1];
             let is_ascii = text.as_bytes().get(start).is_some_and(u8::is_ascii);
-            (is_first && is_ascii && start < end).then_some(Cut { place, start, end })
+            (is_first && is_ascii && start < end).then_some(CutPoint { place, start, end })
         };
         let words = (0..ids.len()).filter_map(word).collect();
         Ok(Self { tokenizer, text, ids, cuts, words })
@@ -65,7 +62,7 @@ impl<'t> Prefixes<'t> {
     }
 
     /// The number of ids of `text[..byte]`.
-    pub(crate) fn count(&self, byte: usize) -> Result<usize, TextError> {
+    pub(crate) fn count_tokens(&self, byte: usize) -> Result<usize, TextError> {
         if byte == self.text.len() {
             return Ok(self.ids.len());
         }
@@ -73,8 +70,8 @@ impl<'t> Prefixes<'t> {
         Ok(place + rest.len())
     }
 
-    /// The ids of `other` after the part shared with the text, and the number of shared ids. The
-    /// shared part ends at a cut within their common prefix.
+    /// The number of ids that `other` shares with the text, and the ids of the rest of `other`. The
+    /// shared part ends at a cut point within the common prefix.
     pub(crate) fn ids_after_shared(&self, other: &str) -> Result<(usize, Vec<i64>), TextError> {
         let mut shared = self.text.bytes().zip(other.bytes()).take_while(|(a, b)| a == b).count();
         while !self.text.is_char_boundary(shared) {
@@ -83,8 +80,8 @@ impl<'t> Prefixes<'t> {
         self.ids_after_cut(other, shared)
     }
 
-    /// The ids of `other` after the last cut in its first `shared` bytes, which equal the text's;
-    /// and the index of the first of them.
+    /// Tokenises `other` from the last cut point in its first `shared` bytes, which equal the
+    /// text's. Returns the index of the first id, and the ids.
     fn ids_after_cut(&self, other: &str, shared: usize) -> Result<(usize, Vec<i64>), TextError> {
         let (place, start) = self.cut_before(shared);
         let words = self.words.partition_point(|word| word.end <= shared);
@@ -105,8 +102,8 @@ impl<'t> Prefixes<'t> {
         Ok((place, self.tokenizer.encode(&other[start..])?))
     }
 
-    /// Index and first byte of the last added token that ends before `byte`; zeros if there is
-    /// none.
+    /// Index and first byte of the last added token that ends at or before `byte`; zeros if there
+    /// is none.
     fn cut_before(&self, byte: usize) -> (usize, usize) {
         let cuts = self.cuts.partition_point(|cut| cut.end <= byte);
         self.cuts[..cuts].last().map_or((0, 0), |cut| (cut.place, cut.start))
@@ -176,12 +173,12 @@ mod tests {
             let mut dice = Fuzzer::new(46, &["x"]);
             for _ in 0..40 {
                 let text = said(&mut dice, &mut random);
-                let prefixes = Prefixes::new(&tokenizer, &text).unwrap();
+                let prefixes = PrefixTokenCounts::new(&tokenizer, &text).unwrap();
                 assert_eq!(prefixes.ids(), tokenizer.encode(&text).unwrap());
                 for byte in (0..=text.len()).filter(|&byte| text.is_char_boundary(byte)) {
                     let alone = tokenizer.encode(&text[..byte]).unwrap().len();
                     assert_eq!(
-                        prefixes.count(byte).unwrap(),
+                        prefixes.count_tokens(byte).unwrap(),
                         alone,
                         "{}: {:?}",
                         dir.display(),
@@ -202,7 +199,7 @@ mod tests {
                 let text = said(&mut dice, &mut random);
                 let ends: Vec<usize> = (0..=text.len()).filter(|&byte| text.is_char_boundary(byte)).collect();
                 let other = text[..ends[dice.roll(ends.len())]].to_owned() + &said(&mut dice, &mut random);
-                let prefixes = Prefixes::new(&tokenizer, &text).unwrap();
+                let prefixes = PrefixTokenCounts::new(&tokenizer, &text).unwrap();
                 let (shared, behind) = prefixes.ids_after_shared(&other).unwrap();
                 let joined = [&prefixes.ids()[..shared], &behind].concat();
                 assert_eq!(
@@ -227,10 +224,11 @@ mod tests {
                 let mut text = String::new();
                 for _ in 0..6 {
                     let (messages, _) = random.conversation();
-                    text += &tokenizer.without_special(messages[0]["content"].as_str().unwrap_or_default());
+                    text +=
+                        &tokenizer.remove_special_tokens(messages[0]["content"].as_str().unwrap_or_default());
                     text.extend((0..dice.roll(9)).map(|_| plain[dice.roll(plain.len())]));
                 }
-                let prefixes = Prefixes::new(&tokenizer, &text).unwrap();
+                let prefixes = PrefixTokenCounts::new(&tokenizer, &text).unwrap();
                 let ends: Vec<usize> = (0..text.len()).filter(|&byte| text.is_char_boundary(byte)).collect();
                 for byte in (0..120).map(|_| ends[dice.roll(ends.len())]) {
                     let (place, rest) = prefixes.ids_after_cut(&text[..byte], byte).unwrap();
@@ -251,7 +249,7 @@ mod tests {
             let tokenizer = ChatTokenizer::load(&dir).unwrap();
             let text: String =
                 (0..1000).map(|at| format!("User: this is what is said at {at}.\n\n")).collect();
-            let prefixes = Prefixes::new(&tokenizer, &text).unwrap();
+            let prefixes = PrefixTokenCounts::new(&tokenizer, &text).unwrap();
             let borders = (0..1000).map(|at| text.find(&format!("said at {at}.")).unwrap());
             let work: usize =
                 borders.map(|byte| prefixes.ids_after_cut(&text[..byte], byte).unwrap().1.len()).sum();
@@ -271,7 +269,7 @@ mod tests {
             let text = tokenizer
                 .render(&(0..1000).map(turn).collect::<Vec<_>>(), &RenderOptions::default())
                 .unwrap();
-            let prefixes = Prefixes::new(&tokenizer, &text).unwrap();
+            let prefixes = PrefixTokenCounts::new(&tokenizer, &text).unwrap();
             let borders: Vec<usize> =
                 (0..1000).map(|at| text.find(&format!("said at {at}.")).unwrap()).collect();
             let work: usize = borders.iter().map(|&byte| byte - prefixes.cut_before(byte).1).sum();

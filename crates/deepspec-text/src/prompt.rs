@@ -20,7 +20,7 @@ pub fn generation_prompt(
     default_system: Option<&str>,
     thinking: Option<bool>,
 ) -> Result<Vec<i64>, TextError> {
-    tokenizer.encode(&prompt_text(tokenizer, &with_system(messages, default_system), None, thinking)?)
+    tokenizer.encode(&render_prompt(tokenizer, &with_system(messages, default_system), None, thinking)?)
 }
 
 /// The token ids of the prompt for a conversation's next answer, with tools, as a server renders it
@@ -30,7 +30,7 @@ pub fn generation_prompt(
 /// If the template refuses the conversation or the tokenizer fails.
 pub fn served_prompt(tokenizer: &ChatTokenizer, conversation: &Conversation) -> Result<Vec<i64>, TextError> {
     let Conversation { messages, tools } = conversation;
-    tokenizer.encode(&prompt_text(tokenizer, messages, tools.as_ref(), None)?)
+    tokenizer.encode(&render_prompt(tokenizer, messages, tools.as_ref(), None)?)
 }
 
 /// Whether the last answer in `ids` of a whole conversation follows a prompt with thinking. None if
@@ -39,10 +39,10 @@ pub fn served_prompt(tokenizer: &ChatTokenizer, conversation: &Conversation) -> 
 /// # Errors
 /// If the template refuses a question without a system message, or the tokenizer does not have the
 /// ids.
-pub fn trained_thinking(tokenizer: &ChatTokenizer, ids: &[i64]) -> Result<Option<bool>, TextError> {
+pub fn detect_trained_thinking(tokenizer: &ChatTokenizer, ids: &[i64]) -> Result<Option<bool>, TextError> {
     const QUESTION: &str = "Hi";
     let question = [Message::new(Role::User, QUESTION)];
-    let prompt = |thinking| prompt_text(tokenizer, &question, None, Some(thinking));
+    let prompt = |thinking| render_prompt(tokenizer, &question, None, Some(thinking));
     let (on, off) = (prompt(true)?, prompt(false)?);
     let common = on.char_indices().zip(off.chars()).find(|&((_, a), b)| a != b).map(|((at, _), _)| at);
     let common = common.unwrap_or(on.len().min(off.len()));
@@ -59,7 +59,7 @@ pub fn trained_thinking(tokenizer: &ChatTokenizer, ids: &[i64]) -> Result<Option
 }
 
 /// The text of the prompt for the answer to `messages`, with `tools`.
-pub(crate) fn prompt_text(
+pub(crate) fn render_prompt(
     tokenizer: &ChatTokenizer,
     messages: &[Message],
     tools: Option<&Value>,

@@ -4,18 +4,19 @@ use crate::conversation::Conversation;
 use crate::error::TextError;
 use crate::mask::{Served, Supervised};
 use crate::message::Role;
-use crate::prefixes::Prefixes;
+use crate::prefixes::PrefixTokenCounts;
 use crate::problem::{Problem, RowFindings};
-use crate::prompt::prompt_text;
+use crate::prompt::render_prompt;
 use crate::reasoning;
 use crate::rules::ChatTemplate;
 use crate::tokenizer::ChatTokenizer;
 
 /// Tokens shown before a difference.
 const TOKENS_BEFORE: usize = 3;
-/// Most answers of a conversation whose prompts are checked: the first, the last and some between.
-/// Each check renders all earlier messages, so checking all answers would take quadratic time.
-const MAX_CHECKED: usize = 24;
+/// Maximum number of answers per conversation whose prompts are checked: the first, the last and
+/// some between. Each check renders all earlier messages, so checking all answers would take
+/// quadratic time.
+const MAX_CHECKED_ANSWERS: usize = 24;
 
 /// A conversation and its training text.
 pub struct PromptCheck<'a> {
@@ -28,9 +29,9 @@ pub struct PromptCheck<'a> {
 impl PromptCheck<'_> {
     /// Adds a problem to `checked` for each answer whose prompt does not begin the training text.
     pub fn check_prompts(&self, checked: &mut RowFindings) -> Result<(), TextError> {
-        let answers: Vec<usize> = self.answers().collect();
-        let prefixes = Prefixes::new(self.tokenizer, &self.supervised.text)?;
-        let chosen = answers.len().min(MAX_CHECKED);
+        let answers: Vec<usize> = self.answer_indices().collect();
+        let prefixes = PrefixTokenCounts::new(self.tokenizer, &self.supervised.text)?;
+        let chosen = answers.len().min(MAX_CHECKED_ANSWERS);
         for place in 0..chosen {
             let index = answers[place * (answers.len() - 1) / (chosen - 1).max(1)];
             self.check_prompt(index, &prefixes, checked)?;
@@ -39,7 +40,7 @@ impl PromptCheck<'_> {
     }
 
     /// Indices of assistant messages that follow a user or a tool.
-    fn answers(&self) -> impl Iterator<Item = usize> {
+    fn answer_indices(&self) -> impl Iterator<Item = usize> {
         let messages = &self.conversation.messages;
         (1..messages.len()).filter(|&index| {
             messages[index].role == Role::Assistant
@@ -54,12 +55,12 @@ impl PromptCheck<'_> {
     fn check_prompt(
         &self,
         index: usize,
-        prefixes: &Prefixes<'_>,
+        prefixes: &PrefixTokenCounts<'_>,
         checked: &mut RowFindings,
     ) -> Result<(), TextError> {
         let messages = &self.conversation.messages;
         let message = &messages[index];
-        let (inline, _) = reasoning::split(&message.content);
+        let (inline, _) = reasoning::split_reasoning(&message.content);
         let thinks =
             message.reasoning_content.as_deref().is_some_and(|reasoning| !reasoning.trim().is_empty())
                 || !inline.is_empty();
@@ -69,11 +70,12 @@ impl PromptCheck<'_> {
             (false, true) => &[Some(false), None, Some(true)],
             (false, false) => &[Some(false)],
         };
-        let before = self.template.complete(&messages[..index]);
+        let before = self.template.with_system_and_prefix(&messages[..index]);
         let mut tried: Vec<String> = Vec::new();
         let mut first = None;
         for &mode in modes {
-            let prompt = match prompt_text(self.tokenizer, &before, self.conversation.tools.as_ref(), mode) {
+            let prompt = match render_prompt(self.tokenizer, &before, self.conversation.tools.as_ref(), mode)
+            {
                 Ok(prompt) => prompt,
                 Err(error) => {
                     let why = error.to_string().replace('\n', " ");
@@ -84,7 +86,7 @@ impl PromptCheck<'_> {
             if tried.contains(&prompt) {
                 continue;
             }
-            match self.difference(&prompt, prefixes)? {
+            match self.first_difference(&prompt, prefixes)? {
                 None => {
                     checked.prompt_mismatch_earlier += usize::from(!tried.is_empty() && !thinks);
                     return Ok(());
@@ -93,7 +95,7 @@ impl PromptCheck<'_> {
             };
             tried.push(prompt);
         }
-        let Some((mode, Difference { at, before, served, trained })) = first else { return Ok(()) };
+        let Some((mode, PromptDifference { at, before, served, trained })) = first else { return Ok(()) };
         let thinking = match mode {
             Some(true) => " with thinking",
             Some(false) => " without thinking",
@@ -105,7 +107,11 @@ impl PromptCheck<'_> {
 
     /// The first token, within the maximal length, at which the training text differs from the
     /// prompt.
-    fn difference(&self, prompt: &str, prefixes: &Prefixes<'_>) -> Result<Option<Difference>, TextError> {
+    fn first_difference(
+        &self,
+        prompt: &str,
+        prefixes: &PrefixTokenCounts<'_>,
+    ) -> Result<Option<PromptDifference>, TextError> {
         let trained = &self.supervised.input_ids;
         let (shared, ids) = match self.supervised.served {
             // The served ids differ from the text's ids.
@@ -116,7 +122,7 @@ impl PromptCheck<'_> {
         let Some(at) = (0..ids.len()).find(differs) else { return Ok(None) };
         let shown = |ids: &[i64]| self.tokenizer.decode(ids, false);
         let token = |id: Option<&i64>| id.map_or_else(|| Ok("the end".into()), |&id| shown(&[id]));
-        Ok(Some(Difference {
+        Ok(Some(PromptDifference {
             at: shared + at,
             before: shown(
                 &trained[(shared + at).saturating_sub(TOKENS_BEFORE).min(trained.len())
@@ -134,7 +140,7 @@ impl PromptCheck<'_> {
 }
 
 /// The first difference between a prompt and a training text.
-struct Difference {
+struct PromptDifference {
     at: usize,
     before: String,
     served: String,

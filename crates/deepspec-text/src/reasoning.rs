@@ -27,19 +27,20 @@ impl ThinkTags {
     }
 
     /// Reasoning without its label and surrounding white space.
-    fn bare<'a>(&self, reasoning: &'a str) -> &'a str {
+    fn strip_label<'a>(&self, reasoning: &'a str) -> &'a str {
         reasoning.strip_prefix(self.label).unwrap_or(reasoning).trim()
     }
 }
 
-/// Splits an answer into reasoning and the rest, without tags and white space around the reasoning.
-/// A closing tag alone counts too, because the prompt may have opened it.
-pub(crate) fn split(answer: &str) -> (&str, &str) {
+/// Splits an answer into its reasoning and the rest. Removes the tags, and white space around the
+/// reasoning. A closing tag without an opening one counts too, because the prompt may have the
+/// opening tag.
+pub(crate) fn split_reasoning(answer: &str) -> (&str, &str) {
     let begun = answer.trim_start();
     // The opening tag at the start decides, because reasoning may mention other tags.
     if let Some(tags) = THINK_TAGS.iter().find(|tags| begun.starts_with(tags.open)) {
         return match begun[tags.open.len()..].split_once(tags.close) {
-            Some((reasoning, said)) => (tags.bare(reasoning), said),
+            Some((reasoning, said)) => (tags.strip_label(reasoning), said),
             None => ("", answer),
         };
     }
@@ -47,7 +48,7 @@ pub(crate) fn split(answer: &str) -> (&str, &str) {
         if let Some((reasoning, said)) = answer.split_once(tags.close)
             && !reasoning.contains(tags.open)
         {
-            return (tags.bare(reasoning.trim_start()), said);
+            return (tags.strip_label(reasoning.trim_start()), said);
         }
     }
     ("", answer)
@@ -55,7 +56,7 @@ pub(crate) fn split(answer: &str) -> (&str, &str) {
 
 /// Whether an answer has neither text nor reasoning, ignoring think tags.
 pub(crate) fn is_empty_answer(answer: &str) -> bool {
-    let (reasoning, said) = split(answer);
+    let (reasoning, said) = split_reasoning(answer);
     let bare = |text: &str| {
         THINK_TAGS
             .iter()
@@ -67,7 +68,7 @@ pub(crate) fn is_empty_answer(answer: &str) -> bool {
 /// The text of an answer after its reasoning and the newlines that follow. Empty if the reasoning
 /// does not end.
 pub fn without_reasoning(answer: &str) -> &str {
-    let (_, said) = split(answer);
+    let (_, said) = split_reasoning(answer);
     if said.len() < answer.len() {
         return said.trim_start_matches('\n');
     }
@@ -81,13 +82,13 @@ mod tests {
 
     #[test]
     fn thoughts_are_parted_whoever_opened_them() {
-        assert_eq!(split("<think>\nb\n</think>\n\nc "), ("b", "\n\nc "));
-        assert_eq!(split("b</think>c"), ("b", "c"));
-        assert_eq!(split("<|channel>thought\n<channel|>c"), ("", "c"));
-        assert_eq!(split("\n<|channel>thought\nb\n<channel|>c"), ("b", "c"));
-        assert_eq!(split("<|channel>thought\na </think> b\n<channel|>c"), ("a </think> b", "c"));
-        assert_eq!(split("say <think>b</think>"), ("", "say <think>b</think>"));
-        assert_eq!(split("plain"), ("", "plain"));
+        assert_eq!(split_reasoning("<think>\nb\n</think>\n\nc "), ("b", "\n\nc "));
+        assert_eq!(split_reasoning("b</think>c"), ("b", "c"));
+        assert_eq!(split_reasoning("<|channel>thought\n<channel|>c"), ("", "c"));
+        assert_eq!(split_reasoning("\n<|channel>thought\nb\n<channel|>c"), ("b", "c"));
+        assert_eq!(split_reasoning("<|channel>thought\na </think> b\n<channel|>c"), ("a </think> b", "c"));
+        assert_eq!(split_reasoning("say <think>b</think>"), ("", "say <think>b</think>"));
+        assert_eq!(split_reasoning("plain"), ("", "plain"));
     }
 
     #[test]

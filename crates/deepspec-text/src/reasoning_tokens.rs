@@ -36,7 +36,7 @@ pub(crate) struct ReasoningTokens {
 
 impl ReasoningTokens {
     /// The tokens for an answer to `prompt`, which may have opened the reasoning already.
-    pub(crate) fn after(prompt: &str, think_tags: &[SpecialThinkTags]) -> Self {
+    pub(crate) fn for_prompt(prompt: &str, think_tags: &[SpecialThinkTags]) -> Self {
         match ThinkTags::opened_by(prompt) {
             Some(opened) => {
                 let close =
@@ -47,26 +47,29 @@ impl ReasoningTokens {
             // any time.
             None => {
                 let unseen = think_tags.iter().filter(|tags| tags.open.is_none());
-                Self { close: unseen.filter_map(|tags| tags.close).collect(), ..Self::all(think_tags) }
+                Self {
+                    close: unseen.filter_map(|tags| tags.close).collect(),
+                    ..Self::for_unknown_prompt(think_tags)
+                }
             }
         }
     }
 
     /// The tokens for an answer to an unknown prompt.
-    pub(crate) fn all(think_tags: &[SpecialThinkTags]) -> Self {
+    pub(crate) fn for_unknown_prompt(think_tags: &[SpecialThinkTags]) -> Self {
         let open = think_tags.iter().filter_map(|&tags| Some((tags.open?, tags)));
         let close = think_tags.iter().filter_map(|tags| tags.close);
         Self { open: open.collect(), close: close.collect() }
     }
 
     /// Whether `id` is one of the tokens.
-    pub(crate) fn has(&self, id: u32) -> bool {
+    pub(crate) fn contains(&self, id: u32) -> bool {
         self.close.contains(&id) || self.open.iter().any(|&(open, _)| open == id)
     }
 
-    /// Whether `id` opens or closes reasoning here; `first` says that only white space came before
-    /// it. Reasoning opens and closes at most once.
-    pub(crate) fn take(&mut self, id: u32, first: bool) -> bool {
+    /// Whether `id` opens or closes reasoning here; if so, updates the state. `first` says that
+    /// only white space came before `id`. Reasoning opens and closes at most once.
+    pub(crate) fn accept(&mut self, id: u32, first: bool) -> bool {
         let opened = self.open.iter().find(|&&(open, _)| first && open == id).map(|&(_, tags)| tags);
         let close = match opened {
             Some(tags) => tags.close.into_iter().collect(),

@@ -3,7 +3,7 @@
 use std::borrow::Cow;
 use std::sync::Once;
 
-use deepspec_core::jsonl::kind_of;
+use deepspec_core::jsonl::json_type_name;
 use serde_json::{Map, Value, json};
 
 use crate::message::{Message, MessageError, Role};
@@ -12,7 +12,7 @@ use crate::message::{Message, MessageError, Role};
 pub const MESSAGE_KEYS: [&str; 2] = ["conversations", "messages"];
 
 /// Fields of a question, fields appended to the question, and fields of the answer.
-const PAIRS: [(&str, &[&str], &[&str]); 3] = [
+const QUESTION_ANSWER_FIELDS: [(&str, &[&str], &[&str]); 3] = [
     ("prompt", &[], &["response", "completion", "answer"]),
     ("instruction", &["input", "context"], &["output", "response"]),
     ("question", &[], &["answer", "response"]),
@@ -26,18 +26,18 @@ const HISTORY: &str = "history";
 /// A list of user messages without answers.
 const TURNS: &str = "turns";
 
-/// All fields that [`records`] may read.
+/// Whether [`find_messages`] may read this field.
 pub fn is_record_key(key: &str) -> bool {
     MESSAGE_KEYS.contains(&key)
         || [TURNS, SYSTEM, HISTORY].contains(&key)
-        || PAIRS
+        || QUESTION_ANSWER_FIELDS
             .iter()
             .any(|(asked, more, answers)| key == *asked || more.contains(&key) || answers.contains(&key))
 }
 
 /// The unparsed messages of a row.
 #[derive(Debug, PartialEq)]
-pub struct Records {
+pub struct RawMessages {
     /// The field with the messages, or the first of several.
     pub key: &'static str,
     /// In the form of OpenAI (`role`, `content`) or of ShareGPT (`from`, `value`).
@@ -55,8 +55,8 @@ pub struct Records {
 /// # Errors
 /// If no field holds messages. The error names the type in `conversations` or `messages`, or all
 /// fields.
-pub fn records(row: &Map<String, Value>) -> Result<Records, RowError> {
-    let mut found = found(row)?;
+pub fn find_messages(row: &Map<String, Value>) -> Result<RawMessages, RowError> {
+    let mut found = find_messages_or_pairs(row)?;
     if let Some(system) = row.get(SYSTEM) {
         found.messages.splice(0..0, system_message(system, found.messages.first()));
     }
@@ -75,61 +75,61 @@ pub fn is_message(value: &Value) -> bool {
     value.get("role").or_else(|| value.get("from")).is_some()
 }
 
-fn found(row: &Map<String, Value>) -> Result<Records, RowError> {
+fn find_messages_or_pairs(row: &Map<String, Value>) -> Result<RawMessages, RowError> {
     let mut wrong = None;
     // Prefers a list whose entries are all messages to one with other objects.
     for fits in [|all: &[Value]| all.iter().all(is_message), |all: &[Value]| all.iter().any(Value::is_object)]
     {
         for key in MESSAGE_KEYS {
-            let Some(list) = row.get(key).and_then(list) else { continue };
+            let Some(list) = row.get(key).and_then(parse_list) else { continue };
             let messages: Vec<Value> =
                 list.as_array().into_iter().flatten().filter(|value| !value.is_null()).cloned().collect();
             if !messages.is_empty() && fits(&messages) {
-                tell_choice(row, key);
-                return Ok(Records { key, messages });
+                warn_if_ambiguous(row, key);
+                return Ok(RawMessages { key, messages });
             }
         }
     }
     for key in MESSAGE_KEYS {
         let Some(value) = row.get(key).filter(|value| !value.is_null()) else { continue };
-        match list(value).as_deref() {
+        match parse_list(value).as_deref() {
             Some(Value::Array(messages)) if messages.is_empty() => {
                 wrong = wrong.or(Some((key, "an empty array")));
             }
             Some(Value::Array(_)) => wrong = wrong.or(Some((key, "an array without objects"))),
-            _ => wrong = wrong.or(Some((key, kind_of(value)))),
+            _ => wrong = wrong.or(Some((key, json_type_name(value)))),
         }
     }
-    if let Some(found) = pair(row).or_else(|| turns(row)) {
+    if let Some(found) = messages_of_pair(row).or_else(|| messages_of_turns(row)) {
         return Ok(found);
     }
     Err(match wrong {
         Some((key, found)) => RowError::NotMessages { key, found },
-        None => RowError::NoConversation { columns: columns(row) },
+        None => RowError::NoConversation { columns: field_names(row) },
     })
 }
 
-/// Warns once that rows have messages in two fields, of which the first is read.
-pub fn report_choice(read: &str, other: &str) {
+/// Warns once that rows have messages in both `read` and `other`, and that `read` is used.
+pub fn warn_about_two_fields(read: &str, other: &str) {
     static TOLD: Once = Once::new();
     TOLD.call_once(|| tracing::warn!("rows have both `{read}` and `{other}`: `{read}` is read"));
 }
 
-fn tell_choice(row: &Map<String, Value>, key: &'static str) {
+fn warn_if_ambiguous(row: &Map<String, Value>, key: &'static str) {
     let has_messages = |other: &&&str| {
         **other != key
             && row
                 .get(**other)
-                .and_then(list)
+                .and_then(parse_list)
                 .is_some_and(|value| value[0].is_object() && Some(&*value) != row.get(key))
     };
     if let Some(other) = MESSAGE_KEYS.iter().find(has_messages) {
-        report_choice(key, other);
+        warn_about_two_fields(key, other);
     }
 }
 
 /// A list, or a list as JSON text, which columnar files use for nested values.
-fn list(value: &Value) -> Option<Cow<'_, Value>> {
+fn parse_list(value: &Value) -> Option<Cow<'_, Value>> {
     match value {
         Value::Array(_) => Some(Cow::Borrowed(value)),
         Value::String(text) if text.trim_start().starts_with('[') => {
@@ -140,16 +140,16 @@ fn list(value: &Value) -> Option<Cow<'_, Value>> {
 }
 
 /// A question and its answer, if any. `prompt` may itself be a list of messages.
-fn pair(row: &Map<String, Value>) -> Option<Records> {
+fn messages_of_pair(row: &Map<String, Value>) -> Option<RawMessages> {
     let present = |key: &str| row.get(key).filter(|value| !value.is_null());
     let answer_of = |answers: &[&str]| answers.iter().find_map(|key| present(key));
     // Prefers a question that has an answer.
     let (answered, open): (Vec<_>, Vec<_>) =
-        PAIRS.iter().partition(|(_, _, answers)| answer_of(answers).is_some());
+        QUESTION_ANSWER_FIELDS.iter().partition(|(_, _, answers)| answer_of(answers).is_some());
     answered.into_iter().chain(open).find_map(|&(asked, more, answers)| {
         let question = present(asked)?;
         let answer = answer_of(answers);
-        let mut messages = match (list(question).as_deref(), question) {
+        let mut messages = match (parse_list(question).as_deref(), question) {
             (Some(Value::Array(messages)), _)
                 if messages.iter().all(Value::is_object) && !messages.is_empty() =>
             {
@@ -172,14 +172,14 @@ fn pair(row: &Map<String, Value>) -> Option<Records> {
             Some(_) => return None,
         }
         if let Some(history) = present(HISTORY) {
-            messages.splice(0..0, earlier(history)?);
+            messages.splice(0..0, messages_of_history(history)?);
         }
-        Some(Records { key: asked, messages })
+        Some(RawMessages { key: asked, messages })
     })
 }
 
 /// The messages of `history`; None if it has another form.
-fn earlier(history: &Value) -> Option<Vec<Value>> {
+fn messages_of_history(history: &Value) -> Option<Vec<Value>> {
     let mut messages = vec![];
     for pair in history.as_array()? {
         let [question, answer] = pair.as_array()?.as_slice() else { return None };
@@ -190,15 +190,15 @@ fn earlier(history: &Value) -> Option<Vec<Value>> {
 }
 
 /// The user messages in `turns`, a field of evaluation suites.
-fn turns(row: &Map<String, Value>) -> Option<Records> {
+fn messages_of_turns(row: &Map<String, Value>) -> Option<RawMessages> {
     let turns = row.get(TURNS)?.as_array().filter(|turns| !turns.is_empty())?;
     let said: Option<Vec<&str>> = turns.iter().map(Value::as_str).collect();
     let messages = said?.into_iter().map(|text| json!({"role": "user", "content": text})).collect();
-    Some(Records { key: TURNS, messages })
+    Some(RawMessages { key: TURNS, messages })
 }
 
 /// The names of a row's fields, for messages.
-fn columns(row: &Map<String, Value>) -> String {
+fn field_names(row: &Map<String, Value>) -> String {
     let names: Vec<String> = row.keys().take(12).map(|name| format!("`{name}`")).collect();
     if names.is_empty() { "no fields".into() } else { names.join(", ") }
 }
@@ -249,12 +249,12 @@ pub enum RowError {
     NoUser,
 }
 
-/// Parses the messages of a row; see [`records`] for the fields.
+/// Parses the messages of a row; see [`find_messages`] for the fields.
 ///
 /// # Errors
 /// If no field holds a conversation, or a message is malformed.
-pub fn conversation(row: &Map<String, Value>) -> Result<Vec<Message>, RowError> {
-    let Records { key, messages } = records(row)?;
+pub fn parse_messages(row: &Map<String, Value>) -> Result<Vec<Message>, RowError> {
+    let RawMessages { key, messages } = find_messages(row)?;
     let parse = |(index, value): (usize, Value)| {
         Message::try_from(value).map_err(|problem| RowError::Message { key, index, problem })
     };
@@ -281,7 +281,7 @@ mod tests {
     type Said = (&'static str, Vec<(String, String)>);
 
     fn read(row: Value) -> Result<Said, String> {
-        let found = records(row.as_object().unwrap()).map_err(|error| error.to_string())?;
+        let found = find_messages(row.as_object().unwrap()).map_err(|error| error.to_string())?;
         let said = found.messages.iter().map(|message| {
             (message["role"].as_str().unwrap().into(), message["content"].as_str().unwrap().into())
         });

@@ -22,26 +22,26 @@ const POLL_INTERVAL: Duration = Duration::from_millis(200);
 const TIME_LIMIT: Duration = Duration::from_millis(600);
 
 /// A template to render.
-struct Job {
+struct RenderJob {
     environment: Arc<Environment<'static>>,
     template: &'static str,
     context: Value,
 }
 
 /// A thread that renders for one other thread.
-struct Worker {
-    jobs: Sender<Job>,
+struct RenderThread {
+    jobs: Sender<RenderJob>,
     rendered: Receiver<Result<String, Error>>,
     /// Linux's file with the thread's processor time; None elsewhere.
     place: Option<PathBuf>,
 }
 
 thread_local! {
-    static WORKER: RefCell<Option<Worker>> = const { RefCell::new(None) };
+    static RENDER_THREAD: RefCell<Option<RenderThread>> = const { RefCell::new(None) };
 }
 
 /// The error of a width above [`MAX_WIDTH`].
-pub(crate) fn too_wide(width: i64) -> Error {
+pub(crate) fn too_wide_error(width: i64) -> Error {
     Error::new(ErrorKind::InvalidOperation, format!("a width of {width}; at most {MAX_WIDTH} is written"))
 }
 
@@ -54,26 +54,27 @@ pub fn render(
     template: &'static str,
     context: Value,
 ) -> Result<String, Error> {
-    WORKER.with_borrow_mut(|slot| {
+    RENDER_THREAD.with_borrow_mut(|slot| {
         let worker = match slot.take() {
             Some(worker) => worker,
-            None => Worker::start()?,
+            None => RenderThread::start()?,
         };
-        let rendered = worker.render(Job { environment: Arc::clone(environment), template, context })?;
+        let rendered =
+            worker.render(RenderJob { environment: Arc::clone(environment), template, context })?;
         // Keeps the worker only if it finished.
         *slot = Some(worker);
         rendered
     })
 }
 
-impl Worker {
+impl RenderThread {
     fn start() -> Result<Self, Error> {
-        let (jobs, waiting) = mpsc::channel::<Job>();
+        let (jobs, waiting) = mpsc::channel::<RenderJob>();
         let (sender, rendered) = mpsc::channel();
         let (named, place) = mpsc::channel();
         let work = move || {
             let _ = named.send(fs::read_link("/proc/thread-self").ok());
-            for Job { environment, template, context } in waiting {
+            for RenderJob { environment, template, context } in waiting {
                 let template = environment.get_template(template);
                 if sender.send(template.and_then(|template| template.render(context))).is_err() {
                     return;
@@ -90,7 +91,7 @@ impl Worker {
     }
 
     /// The result of a job. The outer error means that the worker gave none and must be dropped.
-    fn render(&self, job: Job) -> Result<Result<String, Error>, Error> {
+    fn render(&self, job: RenderJob) -> Result<Result<String, Error>, Error> {
         let gone = || Error::new(ErrorKind::InvalidOperation, "the rendering broke off");
         self.jobs.send(job).map_err(|_| gone())?;
         let mut first = None;
@@ -99,7 +100,7 @@ impl Worker {
                 Ok(rendered) => return Ok(rendered),
                 Err(RecvTimeoutError::Disconnected) => return Err(gone()),
                 Err(RecvTimeoutError::Timeout) => {
-                    let Some(taken) = self.taken() else { continue };
+                    let Some(taken) = self.cpu_time() else { continue };
                     if taken.saturating_sub(*first.get_or_insert(taken)) > TIME_LIMIT {
                         return Err(ErrorKind::OutOfFuel.into());
                     }
@@ -109,7 +110,7 @@ impl Worker {
     }
 
     /// Processor time of the thread since its start.
-    fn taken(&self) -> Option<Duration> {
+    fn cpu_time(&self) -> Option<Duration> {
         let text = fs::read_to_string(self.place.as_ref()?).ok()?;
         text.split(' ').next()?.parse().ok().map(Duration::from_nanos)
     }

@@ -3,7 +3,7 @@
 use std::borrow::Cow;
 
 use deepspec_core::digest::Hasher;
-use deepspec_core::recipe::{GENERATION, TemplateEntry};
+use deepspec_core::recipe::{GENERATION_RULES, TemplateEntry};
 
 use crate::conversation::Conversation;
 use crate::error::TextError;
@@ -44,21 +44,21 @@ pub struct TurnMarkers {
 }
 
 impl ChatTemplate {
-    /// The rule of a name in configs: one of `formats`, or the model's own tags.
-    pub fn named(name: &str, formats: &[&ChatFormat]) -> Option<Self> {
-        if name == GENERATION {
+    /// Finds the rule that a config names: one of `formats`, or the model's own tags.
+    pub fn from_name(name: &str, formats: &[&ChatFormat]) -> Option<Self> {
+        if name == GENERATION_RULES {
             return Some(Self { name: name.into(), rule: MaskRule::Generation, default_system: None });
         }
         formats.iter().find(|format| format.name == name).map(|&format| format.into())
     }
 
-    /// Every name that [`ChatTemplate::named`] knows.
-    pub fn names<'a>(formats: &[&'a ChatFormat]) -> Vec<&'a str> {
-        formats.iter().map(|format| format.name).chain([GENERATION]).collect()
+    /// Every name that [`ChatTemplate::from_name`] knows.
+    pub fn known_names<'a>(formats: &[&'a ChatFormat]) -> Vec<&'a str> {
+        formats.iter().map(|format| format.name).chain([GENERATION_RULES]).collect()
     }
 
-    /// The format whose markers occur in the tokenizer's rendering, else the template's own tags if
-    /// it has them.
+    /// Finds the format whose markers occur in the tokenizer's rendering. If there is none, uses
+    /// the template's own tags, if it has them.
     pub fn guess(tokenizer: &ChatTokenizer, formats: &[&ChatFormat]) -> Option<Self> {
         let probe = [Message::new(Role::User, "Hi"), Message::new(Role::Assistant, "Hello")];
         let text = tokenizer.render(&probe, &RenderOptions::default()).unwrap_or_default();
@@ -68,7 +68,7 @@ impl ChatTemplate {
             }
             MaskRule::Generation => tokenizer.has_generation_tags(),
         };
-        Self::names(formats).into_iter().filter_map(|name| Self::named(name, formats)).find(fits)
+        Self::known_names(formats).into_iter().filter_map(|name| Self::from_name(name, formats)).find(fits)
     }
 
     /// The markers, if they are the rule.
@@ -97,7 +97,7 @@ impl ChatTemplate {
         let written = tokenizer.template_digest();
         let markers = match &self.rule {
             MaskRule::Markers(_)
-                if Self::named(&self.name, formats).is_some_and(|own| own.rule == self.rule) =>
+                if Self::from_name(&self.name, formats).is_some_and(|own| own.rule == self.rule) =>
             {
                 return written;
             }
@@ -105,12 +105,12 @@ impl ChatTemplate {
             MaskRule::Generation => return tokenizer.generation_digest(),
         };
         let mut hasher = Hasher::default();
-        hasher.part(written.as_bytes()).part(markers.assistant_header.as_bytes());
-        hasher.part(markers.end_of_turn.as_bytes());
+        hasher.update_part(written.as_bytes()).update_part(markers.assistant_header.as_bytes());
+        hasher.update_part(markers.end_of_turn.as_bytes());
         if let Some(prefix) = &markers.assistant_prefix {
-            hasher.part(prefix.as_bytes());
+            hasher.update_part(prefix.as_bytes());
         }
-        hasher.hex()
+        hasher.hex_digest()
     }
 
     /// The conversation with the default system message, unless it has one of its own.
@@ -118,17 +118,17 @@ impl ChatTemplate {
         with_system(conversation, self.default_system.as_deref())
     }
 
-    /// The rules for this conversation. A served conversation gets no default system message,
-    /// because its prompt had none.
-    pub(crate) fn of(&self, conversation: &Conversation) -> Cow<'_, Self> {
-        match self.default_system.is_some() && conversation.was_served() {
+    /// The rules for this conversation. A conversation with served ids gets no default system
+    /// message, because its prompt had none.
+    pub(crate) fn for_conversation(&self, conversation: &Conversation) -> Cow<'_, Self> {
+        match self.default_system.is_some() && conversation.has_served_ids() {
             true => Cow::Owned(Self { default_system: None, ..self.clone() }),
             false => Cow::Borrowed(self),
         }
     }
 
     /// The conversation with the default system message and the assistant's prefix.
-    pub(crate) fn complete(&self, conversation: &[Message]) -> Vec<Message> {
+    pub(crate) fn with_system_and_prefix(&self, conversation: &[Message]) -> Vec<Message> {
         let mut messages = self.with_system(conversation);
         if let Some(prefix) = self.markers().and_then(|markers| markers.assistant_prefix.as_deref()) {
             for message in messages.iter_mut().filter(|message| message.role == Role::Assistant) {
@@ -176,9 +176,10 @@ impl From<TemplateEntry> for ChatTemplate {
 }
 
 impl TurnMarkers {
-    /// Byte ranges of `text` from the end of each header to the end of the next end of turn, or of
-    /// the text. A header that a user typed counts too: the reference ignores roles.
-    pub(crate) fn find(&self, text: &str) -> Vec<(usize, usize)> {
+    /// Byte ranges of the assistant's text. Each begins after a header and includes the next end of
+    /// turn; without one it ends with the text. A header that a user typed counts too: the
+    /// reference ignores roles.
+    pub(crate) fn assistant_spans(&self, text: &str) -> Vec<(usize, usize)> {
         let (mut ranges, mut searched) = (Vec::new(), 0);
         while let Some(header) = text[searched..].find(&self.assistant_header) {
             let mut start = searched + header + self.assistant_header.len();
@@ -202,7 +203,7 @@ mod tests {
     use super::*;
 
     fn ranges<'a>(markers: &TurnMarkers, text: &'a str) -> Vec<&'a str> {
-        markers.find(text).into_iter().map(|(start, end)| &text[start..end]).collect()
+        markers.assistant_spans(text).into_iter().map(|(start, end)| &text[start..end]).collect()
     }
 
     #[test]
@@ -234,10 +235,10 @@ mod tests {
             default_system: None,
             assistant_prefix: None,
         };
-        assert_eq!(ChatTemplate::names(&[&format]), ["mine", GENERATION]);
-        for name in ChatTemplate::names(&[&format]) {
-            assert_eq!(ChatTemplate::named(name, &[&format]).unwrap().name, name);
+        assert_eq!(ChatTemplate::known_names(&[&format]), ["mine", GENERATION_RULES]);
+        for name in ChatTemplate::known_names(&[&format]) {
+            assert_eq!(ChatTemplate::from_name(name, &[&format]).unwrap().name, name);
         }
-        assert_eq!(ChatTemplate::named("llama", &[&format]), None);
+        assert_eq!(ChatTemplate::from_name("llama", &[&format]), None);
     }
 }

@@ -4,14 +4,14 @@
 //! line break merges with the one before it, and sampled tokens are not always the tokenizer's
 //! choice. A drafter predicts the target's tokens, so they replace the ids of the text.
 
-use deepspec_core::jsonl::kind_of;
+use deepspec_core::jsonl::json_type_name;
 use serde_json::Value;
 
 use crate::conversation::{Conversation, PROMPT_TOKEN_IDS, TOKEN_IDS};
 use crate::error::TextError;
 use crate::mask::{Served, Supervised};
 use crate::message::{Message, Role};
-use crate::prompt::prompt_text;
+use crate::prompt::render_prompt;
 use crate::rules::{ChatTemplate, MaskRule};
 use crate::tokenizer::ChatTokenizer;
 
@@ -22,7 +22,7 @@ struct PromptAndCompletion {
 }
 
 impl Supervised {
-    /// Replaces the ids with the served ones, if the last message keeps them. Earlier answers are
+    /// Replaces the ids with the served ones, if the last message has them. Earlier answers are
     /// part of that message's prompt. They stay supervised only where the prompt's ids equal the
     /// text's.
     ///
@@ -35,7 +35,7 @@ impl Supervised {
         conversation: &Conversation,
         max_length: usize,
     ) -> Result<Self, TextError> {
-        let Some(exchange) = exchange(tokenizer, template, conversation, &self.text)? else {
+        let Some(exchange) = read_served_exchange(tokenizer, template, conversation, &self.text)? else {
             return Ok(self);
         };
         let PromptAndCompletion { prompt, answer } = exchange;
@@ -55,7 +55,7 @@ impl Supervised {
     }
 }
 
-fn exchange(
+fn read_served_exchange(
     tokenizer: &ChatTokenizer,
     template: &ChatTemplate,
     conversation: &Conversation,
@@ -65,17 +65,18 @@ fn exchange(
     if !last.is_trained_on() || last.is_empty() {
         return Ok(None);
     }
-    let Some(mut answer) = ids(tokenizer, last, TOKEN_IDS)? else { return Ok(None) };
-    if !reads_as(tokenizer, &answer, last)? {
+    let Some(mut answer) = read_token_ids(tokenizer, last, TOKEN_IDS)? else { return Ok(None) };
+    if !decodes_to_message(tokenizer, &answer, last)? {
         return Ok(None);
     }
-    let prompt = match ids(tokenizer, last, PROMPT_TOKEN_IDS)? {
+    let prompt = match read_token_ids(tokenizer, last, PROMPT_TOKEN_IDS)? {
         Some(prompt) => Some(prompt),
-        None => prompt(tokenizer, conversation, before, &answer, text)?,
+        None => find_matching_prompt(tokenizer, conversation, before, &answer, text)?,
     };
     let Some(prompt) = prompt else { return Ok(None) };
     let question = before.iter().rfind(|message| message.role == Role::User);
-    if question.is_some_and(|question| !matches!(reads_as(tokenizer, &prompt, question), Ok(true))) {
+    if question.is_some_and(|question| !matches!(decodes_to_message(tokenizer, &prompt, question), Ok(true)))
+    {
         return Ok(None);
     }
     // Some engines omit the token that ends an answer.
@@ -91,13 +92,13 @@ fn exchange(
 
 /// Whether the ids decode to the message's text. The message may have been edited, or the ids may
 /// be another model's.
-fn reads_as(tokenizer: &ChatTokenizer, ids: &[i64], message: &Message) -> Result<bool, TextError> {
+fn decodes_to_message(tokenizer: &ChatTokenizer, ids: &[i64], message: &Message) -> Result<bool, TextError> {
     Ok(tokenizer.decode(ids, true)?.contains(message.content.trim()))
 }
 
-/// The prompt of an answer whose server did not report it. Renders it with and without thinking,
-/// and picks the one that the answer follows in the training text.
-fn prompt(
+/// Finds the prompt of an answer if its server did not report it. Renders the prompt with and
+/// without thinking. Returns the prompt that the answer follows in the training text.
+fn find_matching_prompt(
     tokenizer: &ChatTokenizer,
     conversation: &Conversation,
     before: &[Message],
@@ -106,7 +107,7 @@ fn prompt(
 ) -> Result<Option<Vec<i64>>, TextError> {
     let said = tokenizer.decode(answer, true)?;
     for thinking in [None, Some(false), Some(true)] {
-        let prompt = prompt_text(tokenizer, before, conversation.tools.as_ref(), thinking)?;
+        let prompt = render_prompt(tokenizer, before, conversation.tools.as_ref(), thinking)?;
         let rest = text.strip_prefix(prompt.as_str());
         if rest.is_some_and(|rest| rest.trim_start().starts_with(said.trim())) {
             return tokenizer.encode(&prompt).map(Some);
@@ -115,18 +116,18 @@ fn prompt(
     Ok(None)
 }
 
-/// Whether thinking was on for the last answer, by the prompt ids that it keeps. None if it keeps
-/// none, the template has no such switch, or the prompt matches neither setting.
+/// Whether thinking was on for the last answer, judged by its recorded prompt ids. None if the row
+/// has no such ids, the template has no such switch, or the ids match neither setting.
 ///
 /// # Errors
 /// If the ids are malformed, or the template refuses the conversation.
-pub fn served_thinking(
+pub fn detect_served_thinking(
     tokenizer: &ChatTokenizer,
     conversation: &Conversation,
 ) -> Result<Option<bool>, TextError> {
     let Some((last, before)) = conversation.messages.split_last() else { return Ok(None) };
-    let Some(served) = ids(tokenizer, last, PROMPT_TOKEN_IDS)? else { return Ok(None) };
-    let prompt = |thinking| prompt_text(tokenizer, before, conversation.tools.as_ref(), Some(thinking));
+    let Some(served) = read_token_ids(tokenizer, last, PROMPT_TOKEN_IDS)? else { return Ok(None) };
+    let prompt = |thinking| render_prompt(tokenizer, before, conversation.tools.as_ref(), Some(thinking));
     let (on, off) = (prompt(true)?, prompt(false)?);
     if on == off {
         return Ok(None);
@@ -142,7 +143,7 @@ pub fn served_thinking(
 }
 
 /// The ids in a message's field.
-fn ids(
+fn read_token_ids(
     tokenizer: &ChatTokenizer,
     message: &Message,
     name: &'static str,
@@ -151,7 +152,7 @@ fn ids(
     let list = match message.extra.get(name) {
         None | Some(Value::Null) => return Ok(None),
         Some(Value::Array(list)) => list,
-        Some(other) => return Err(wrong(kind_of(other).into())),
+        Some(other) => return Err(wrong(json_type_name(other).into())),
     };
     let vocab_size = tokenizer.vocab_size() as i64;
     let id = |value: &Value| value.as_i64().filter(|id| (0..vocab_size).contains(id));

@@ -9,7 +9,7 @@ use crate::error::TextError;
 use crate::reasoning_tokens::ReasoningTokens;
 
 /// The replacement character, which a decoder writes for incomplete bytes.
-const BROKEN: char = '\u{FFFD}';
+const REPLACEMENT_CHARACTER: char = '\u{FFFD}';
 
 /// Detokenises the ids of an answer incrementally. The joined pieces equal
 /// [`ChatTokenizer::decode`] of all ids without special tokens, except for [think
@@ -17,7 +17,7 @@ const BROKEN: char = '\u{FFFD}';
 /// the text to separate reasoning from the answer.
 ///
 /// [`ChatTokenizer::decode`]: crate::ChatTokenizer::decode
-pub struct TokenStream {
+pub struct IncrementalDetokenizer {
     tokenizer: Arc<Tokenizer>,
     reasoning_tokens: ReasoningTokens,
     /// Whether the output so far is only white space.
@@ -30,7 +30,7 @@ pub struct TokenStream {
     pending: Vec<u32>,
 }
 
-impl TokenStream {
+impl IncrementalDetokenizer {
     pub(crate) fn new(tokenizer: Arc<Tokenizer>, reasoning_tokens: ReasoningTokens) -> Self {
         let (context, known, pending) = (Vec::new(), String::new(), Vec::new());
         Self { tokenizer, reasoning_tokens, blank: true, context, known, pending }
@@ -41,20 +41,20 @@ impl TokenStream {
     /// # Errors
     /// If the id is negative, or the tokenizer's decoder fails.
     pub fn push(&mut self, id: i64) -> Result<Option<String>, TextError> {
-        let id = as_id(id)?;
+        let id = to_token_id(id)?;
         let Some(token) = self.tokenizer.id_to_token(id) else { return Ok(None) };
         if self.tokenizer.get_added_vocabulary().is_special_token(&token) {
-            return self.special(id, &token);
+            return self.push_special(id, &token);
         }
         self.pending.push(id);
         // With byte fallback, a run of byte tokens decodes only as a whole, so its end must be seen
         // first.
-        if is_byte(&token) {
+        if is_byte_token(&token) {
             return Ok(None);
         }
         let text = self.decode_pending()?;
         match text.strip_prefix(&self.known) {
-            Some(new) if !new.is_empty() && !new.ends_with(BROKEN) => {
+            Some(new) if !new.is_empty() && !new.ends_with(REPLACEMENT_CHARACTER) => {
                 let new = new.to_owned();
                 self.blank &= new.trim().is_empty();
                 self.context = mem::take(&mut self.pending);
@@ -70,17 +70,17 @@ impl TokenStream {
     /// # Errors
     /// If the tokenizer's decoder fails.
     pub fn finish(self) -> Result<String, TextError> {
-        self.rest()
+        self.remaining_text()
     }
 
     /// Drops a special token, unless it opens or closes reasoning here. The text after a think tag
     /// is decoded on its own.
-    fn special(&mut self, id: u32, token: &str) -> Result<Option<String>, TextError> {
-        if !self.reasoning_tokens.has(id) {
+    fn push_special(&mut self, id: u32, token: &str) -> Result<Option<String>, TextError> {
+        if !self.reasoning_tokens.contains(id) {
             return Ok(None);
         }
-        let mut text = self.rest()?;
-        if !self.reasoning_tokens.take(id, self.blank && text.trim().is_empty()) {
+        let mut text = self.remaining_text()?;
+        if !self.reasoning_tokens.accept(id, self.blank && text.trim().is_empty()) {
             return Ok(None);
         }
         text.push_str(token);
@@ -90,7 +90,7 @@ impl TokenStream {
     }
 
     /// The text that has not been returned yet.
-    fn rest(&self) -> Result<String, TextError> {
+    fn remaining_text(&self) -> Result<String, TextError> {
         let text = self.decode_pending()?;
         match text.strip_prefix(&self.known) {
             Some(new) => Ok(new.to_owned()),
@@ -105,12 +105,12 @@ impl TokenStream {
 }
 
 /// Whether the token stands for one byte (`<0x0A>`), as in vocabularies with byte fallback.
-fn is_byte(token: &str) -> bool {
+fn is_byte_token(token: &str) -> bool {
     let digits = token.strip_prefix("<0x").and_then(|rest| rest.strip_suffix('>'));
     digits.is_some_and(|digits| digits.len() == 2 && u8::from_str_radix(digits, 16).is_ok())
 }
 
-pub(crate) fn as_id(id: i64) -> Result<u32, TextError> {
+pub(crate) fn to_token_id(id: i64) -> Result<u32, TextError> {
     u32::try_from(id).map_err(|_| TextError::NotAnId { id })
 }
 

@@ -16,7 +16,7 @@ use crate::error::TextError;
 use crate::generation;
 use crate::json::tojson;
 use crate::message::Message;
-use crate::rendering::{self, MAX_WIDTH, too_wide};
+use crate::rendering::{self, MAX_WIDTH, too_wide_error};
 
 /// Inputs of a rendering besides the messages.
 #[derive(Debug, Clone, Default)]
@@ -30,17 +30,18 @@ pub struct RenderOptions {
 }
 
 /// Name of the default template. A request with tools uses `tool_use` instead, if there is one.
-pub(crate) const DEFAULT: &str = "default";
-const TOOL_USE: &str = "tool_use";
-/// Most instructions of a rendering. A conversation of ten thousand messages takes about a million.
-const FUEL: u64 = 4_000_000;
+pub(crate) const DEFAULT_TEMPLATE: &str = "default";
+const TOOL_USE_TEMPLATE: &str = "tool_use";
+/// Maximum number of instructions of a rendering. A conversation of ten thousand messages takes
+/// about a million.
+const MAX_INSTRUCTIONS: u64 = 4_000_000;
 
-/// Most numbers that all `range` calls of a rendering may produce, because filters over them are
-/// not counted by [`FUEL`].
-const RANGES: u64 = 1_000_000;
+/// Maximum count of numbers from all `range` calls of a rendering. [`MAX_INSTRUCTIONS`] does not
+/// count the work of filters over them.
+const MAX_RANGE_NUMBERS: u64 = 1_000_000;
 
 /// Jinja's `range`, limited to `most` numbers in all calls together.
-fn range_within(
+fn limited_range(
     most: u64,
 ) -> impl Fn(i64, Option<i64>, Option<i64>) -> Result<Vec<i64>, Error> + Send + Sync + 'static {
     let given = AtomicU64::new(0);
@@ -59,38 +60,39 @@ fn range_within(
 }
 
 /// The names under which the engine's own filters are kept.
-const INDENT: &str = "unbounded_indent";
-const FORMAT: &str = "unbounded_format";
+const UNBOUNDED_INDENT: &str = "unbounded_indent";
+const UNBOUNDED_FORMAT: &str = "unbounded_format";
 
-/// The engine's filter of this name, limited to widths up to [`MAX_WIDTH`]: as a number, as `width=`,
-/// or within a format.
-fn bounded(
+/// Wraps the engine's filter `own` so that widths above [`MAX_WIDTH`] are errors. A width may be a
+/// number, `width=`, or part of a format.
+fn limit_filter_width(
     own: &'static str,
 ) -> impl Fn(&mut State, Rest<ValueOrKwargs>) -> Result<Value, Error> + Send + Sync + 'static {
     move |state, arguments| {
         let arguments = arguments.into_values();
         let widths = arguments.iter().skip(1).filter_map(|value| match Kwargs::try_from(value.clone()) {
             Ok(named) => named.get::<Option<i64>>("width").ok().flatten(),
-            Err(_) => value.as_i64().filter(|_| own == INDENT),
+            Err(_) => value.as_i64().filter(|_| own == UNBOUNDED_INDENT),
         });
-        let text = arguments.first().and_then(Value::as_str).filter(|_| own == FORMAT).unwrap_or_default();
+        let text =
+            arguments.first().and_then(Value::as_str).filter(|_| own == UNBOUNDED_FORMAT).unwrap_or_default();
         let numbers = text.split(|c: char| !c.is_ascii_digit()).filter(|digits| !digits.is_empty());
         let numbers = numbers.map(|digits| digits.parse().unwrap_or(i64::MAX));
         match widths.chain(numbers).find(|&width| width > MAX_WIDTH) {
-            Some(width) => Err(too_wide(width)),
+            Some(width) => Err(too_wide_error(width)),
             None => state.apply_filter(own, &arguments),
         }
     }
 }
 
 /// The compiled templates of one tokenizer.
-pub(crate) struct Jinja {
+pub(crate) struct JinjaTemplates {
     environment: Arc<Environment<'static>>,
     origin: PathBuf,
     has_generation_tags: bool,
 }
 
-impl Jinja {
+impl JinjaTemplates {
     /// Compiles `(name, template)` pairs from the file `origin`; one must be called `default`.
     pub fn compile(templates: Vec<(String, String)>, origin: &Path) -> Result<Self, TextError> {
         let syntax = |source| TextError::Syntax { path: origin.to_path_buf(), source };
@@ -98,23 +100,25 @@ impl Jinja {
         environment.set_syntax(
             SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build().map_err(syntax)?,
         );
-        environment.set_fuel(Some(FUEL));
+        environment.set_fuel(Some(MAX_INSTRUCTIONS));
         environment.set_auto_escape_callback(|_| AutoEscape::None);
         environment.set_unknown_method_callback(unknown_method_callback);
         environment.add_filter("tojson", tojson);
-        environment.add_filter(INDENT, filters::indent);
-        environment.add_filter("indent", bounded(INDENT));
-        environment.add_filter(FORMAT, filters::format);
-        environment.add_filter("format", bounded(FORMAT));
+        environment.add_filter(UNBOUNDED_INDENT, filters::indent);
+        environment.add_filter("indent", limit_filter_width(UNBOUNDED_INDENT));
+        environment.add_filter(UNBOUNDED_FORMAT, filters::format);
+        environment.add_filter("format", limit_filter_width(UNBOUNDED_FORMAT));
         environment.add_function("raise_exception", |message: String| -> Result<Value, Error> {
-            Err(Error::new(ErrorKind::InvalidOperation, "raise_exception").with_source(Raised(message)))
+            Err(Error::new(ErrorKind::InvalidOperation, "raise_exception")
+                .with_source(RaisedException(message)))
         });
-        environment
-            .add_filter(generation::FILTER, |text: String, marks: Value| generation::mark(&text, &marks));
+        environment.add_filter(generation::FILTER_NAME, |text: String, marks: Value| {
+            generation::insert_marks(&text, &marks)
+        });
         let mut has_generation_tags = false;
         for (name, template) in templates {
-            let (template, found) = generation::rewrite(&template);
-            has_generation_tags |= found && name == DEFAULT;
+            let (template, found) = generation::replace_generation_tags(&template);
+            has_generation_tags |= found && name == DEFAULT_TEMPLATE;
             environment.add_template_owned(name, template).map_err(syntax)?;
         }
         Ok(Self { environment: Arc::new(environment), origin: origin.to_path_buf(), has_generation_tags })
@@ -125,7 +129,7 @@ impl Jinja {
         self.has_generation_tags
     }
 
-    /// Fails unless [`Jinja::has_generation_tags`].
+    /// Fails unless [`JinjaTemplates::has_generation_tags`].
     pub fn require_generation_tags(&self) -> Result<(), TextError> {
         match self.has_generation_tags {
             true => Ok(()),
@@ -142,7 +146,7 @@ impl Jinja {
         tokens: &[(&'static str, String)],
         now: DateTime<Utc>,
     ) -> Result<String, TextError> {
-        self.fill(messages, options, tokens, now, None)
+        self.render_with_marks(messages, options, tokens, now, None)
     }
 
     /// Renders `messages` and returns the text with the byte ranges between generation tags. A
@@ -156,15 +160,15 @@ impl Jinja {
         now: DateTime<Utc>,
     ) -> Result<(String, Vec<(usize, usize)>), TextError> {
         self.require_generation_tags()?;
-        let plain = self.fill(messages, options, tokens, now, None)?;
+        let plain = self.render_with_marks(messages, options, tokens, now, None)?;
         let moved = || TextError::GenerationMoved { path: self.origin.clone() };
-        let marks = generation::unused_marks(&plain).ok_or_else(moved)?;
-        let marked = self.fill(messages, options, tokens, now, Some(marks))?;
-        let (text, places) = generation::unmark(&marked, marks).ok_or_else(moved)?;
+        let marks = generation::pick_unused_marks(&plain).ok_or_else(moved)?;
+        let marked = self.render_with_marks(messages, options, tokens, now, Some(marks))?;
+        let (text, places) = generation::remove_marks(&marked, marks).ok_or_else(moved)?;
         if text == plain { Ok((plain, places)) } else { Err(moved()) }
     }
 
-    fn fill(
+    fn render_with_marks(
         &self,
         messages: &[Message],
         options: &RenderOptions,
@@ -175,31 +179,31 @@ impl Jinja {
         let tokens = tokens.iter().map(|(name, token)| (*name, Value::from(token.as_str())));
         let kwargs = options.kwargs.iter().map(|(name, value)| (name.as_str(), Value::from(Serde(value))));
         let ours = [
-            ("range", Value::from_function(range_within(RANGES))),
+            ("range", Value::from_function(limited_range(MAX_RANGE_NUMBERS))),
             ("strftime_now", Value::from_function(move |format: String| strftime(now, &format))),
             ("messages", Value::from(Serde(messages))),
             ("tools", Value::from(Serde(&options.tools))),
             ("documents", Value::from(())),
             ("add_generation_prompt", Value::from(options.add_generation_prompt)),
         ];
-        let marks = marks.map(|marks| (generation::MARKS, Value::from(String::from_iter(marks))));
+        let marks = marks.map(|marks| (generation::MARKS_VARIABLE, Value::from(String::from_iter(marks))));
         let context = Value::from_pairs(tokens.chain(kwargs).chain(ours).chain(marks));
-        let has_tools = options.tools.is_some() && self.environment.get_template(TOOL_USE).is_ok();
-        let template = if has_tools { TOOL_USE } else { DEFAULT };
-        rendering::render(&self.environment, template, context).map_err(|source| self.explain(source))
+        let has_tools = options.tools.is_some() && self.environment.get_template(TOOL_USE_TEMPLATE).is_ok();
+        let template = if has_tools { TOOL_USE_TEMPLATE } else { DEFAULT_TEMPLATE };
+        rendering::render(&self.environment, template, context).map_err(|source| self.to_text_error(source))
     }
 
     /// The error of a rendering: refused by the template, out of instructions, or failed.
-    fn explain(&self, source: Error) -> TextError {
+    fn to_text_error(&self, source: Error) -> TextError {
         let mut cause: Option<&(dyn std::error::Error + 'static)> = Some(&source);
         while let Some(error) = cause {
-            if let Some(Raised(message)) = error.downcast_ref() {
+            if let Some(RaisedException(message)) = error.downcast_ref() {
                 return TextError::Refused { path: self.origin.clone(), message: message.clone() };
             }
             cause = error.source();
         }
         if source.kind() == ErrorKind::OutOfFuel {
-            return TextError::Endless { path: self.origin.clone(), steps: FUEL };
+            return TextError::Endless { path: self.origin.clone(), steps: MAX_INSTRUCTIONS };
         }
         TextError::Render { path: self.origin.clone(), source }
     }
@@ -208,7 +212,7 @@ impl Jinja {
 /// The message of a template's `raise_exception`.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
-struct Raised(String);
+struct RaisedException(String);
 
 fn strftime(now: DateTime<Utc>, format: &str) -> Result<String, Error> {
     let mut text = String::new();
@@ -225,10 +229,10 @@ mod tests {
     use serde_json::json;
 
     fn render(template: &str, options: &RenderOptions) -> Result<String, TextError> {
-        let templates = vec![(DEFAULT.to_owned(), template.to_owned())];
+        let templates = vec![(DEFAULT_TEMPLATE.to_owned(), template.to_owned())];
         let messages = [Message::new(Role::User, "<hi> & 'you'")];
         let now = DateTime::from_timestamp(1_700_000_000, 0).unwrap();
-        Jinja::compile(templates, Path::new("a/chat_template.jinja"))?.render(
+        JinjaTemplates::compile(templates, Path::new("a/chat_template.jinja"))?.render(
             &messages,
             options,
             &[("bos_token", "<s>".into())],
@@ -242,8 +246,8 @@ mod tests {
 
     /// The text with brackets around its generation ranges.
     fn generations(template: &str, content: &str) -> Result<String, TextError> {
-        let templates = vec![(DEFAULT.to_owned(), template.to_owned())];
-        let jinja = Jinja::compile(templates, Path::new("a/chat_template.jinja"))?;
+        let templates = vec![(DEFAULT_TEMPLATE.to_owned(), template.to_owned())];
+        let jinja = JinjaTemplates::compile(templates, Path::new("a/chat_template.jinja"))?;
         let messages = [Message::new(Role::User, content)];
         let options = RenderOptions::default();
         let (mut text, places) = jinja.render_generations(&messages, &options, &[], DateTime::UNIX_EPOCH)?;
@@ -286,9 +290,9 @@ mod tests {
             r#"{"type": "function", "function": {"name": "<add>", "description": "it's"}}"#
         );
         assert_eq!(render("{{ [1] | tojson(indent=1) }}", &options).unwrap(), "[\n 1\n]");
-        let templates =
-            [(DEFAULT, "plain"), (TOOL_USE, "with tools")].map(|(n, t)| (n.to_owned(), t.to_owned()));
-        let jinja = Jinja::compile(templates.to_vec(), Path::new("x")).unwrap();
+        let templates = [(DEFAULT_TEMPLATE, "plain"), (TOOL_USE_TEMPLATE, "with tools")]
+            .map(|(n, t)| (n.to_owned(), t.to_owned()));
+        let jinja = JinjaTemplates::compile(templates.to_vec(), Path::new("x")).unwrap();
         assert_eq!(jinja.render(&[], &options, &[], Utc::now()).unwrap(), "with tools");
         assert_eq!(jinja.render(&[], &RenderOptions::default(), &[], Utc::now()).unwrap(), "plain");
     }

@@ -8,16 +8,16 @@ use std::sync::Arc;
 use chrono::{DateTime, Utc};
 use deepspec_core::atomic::{self, FileError};
 use deepspec_core::digest::{self, Hasher};
-use deepspec_core::jsonl::kind_of;
+use deepspec_core::jsonl::json_type_name;
 use serde_json::{Map, Value, json};
 use tokenizers::Tokenizer;
 
-use crate::conversation::for_template;
+use crate::conversation::to_template_messages;
 use crate::error::TextError;
 use crate::message::{Message, Role};
 use crate::reasoning_tokens::{ReasoningTokens, SpecialThinkTags};
-use crate::stream::{TokenStream, as_id, decode};
-use crate::template::{DEFAULT, Jinja, RenderOptions};
+use crate::stream::{IncrementalDetokenizer, decode, to_token_id};
+use crate::template::{DEFAULT_TEMPLATE, JinjaTemplates, RenderOptions};
 
 /// The special tokens that transformers passes to chat templates.
 const SPECIAL_TOKENS: [&str; 7] =
@@ -37,7 +37,7 @@ pub struct Encoded {
 /// The tokenizer of a model folder. It is stateless, so share it by reference.
 pub struct ChatTokenizer {
     tokenizer: Arc<Tokenizer>,
-    jinja: Jinja,
+    jinja: JinjaTemplates,
     special: Vec<(&'static str, String)>,
     /// The text of each special token.
     special_texts: Vec<String>,
@@ -51,7 +51,7 @@ pub struct ChatTokenizer {
 
 impl ChatTokenizer {
     /// Reads `tokenizer.json`, `tokenizer_config.json` and the chat templates, in the order of
-    /// transformers; see [`Config::chat_template`].
+    /// transformers; see [`TokenizerConfig::chat_template`].
     ///
     /// # Errors
     /// If a file is missing or malformed, or a template does not compile or does not terminate.
@@ -65,16 +65,16 @@ impl ChatTokenizer {
         tokenizer.with_padding(None);
         tokenizer.with_truncation(None).map_err(unusable)?;
 
-        let config = Config::read(dir)?;
+        let config = TokenizerConfig::read(dir)?;
         let loaded = Self {
             vocab_size: tokenizer.get_vocab(true).into_values().max().map_or(0, |id| id as usize + 1),
             special_texts: special_texts(&tokenizer),
             think_tags: SpecialThinkTags::find(&tokenizer),
-            cuts: cuts(&tokenizer),
+            cuts: split_token_ids(&tokenizer),
             tokenizer: Arc::new(tokenizer),
             jinja: config.chat_template(dir)?,
             special: config.special_tokens()?,
-            digest: digest::bytes(&bytes),
+            digest: digest::sha256_of_bytes(&bytes),
         };
         // Detects a template that does not terminate here, rather than on the first row.
         match loaded.render(&[Message::new(Role::User, "Hi")], &RenderOptions::default()) {
@@ -110,7 +110,7 @@ impl ChatTokenizer {
     /// # Errors
     /// If an id is negative, or the tokenizer's decoder fails.
     pub fn decode(&self, ids: &[i64], skip_special: bool) -> Result<String, TextError> {
-        let ids = ids.iter().map(|&id| as_id(id)).collect::<Result<Vec<u32>, _>>()?;
+        let ids = ids.iter().map(|&id| to_token_id(id)).collect::<Result<Vec<u32>, _>>()?;
         decode(&self.tokenizer, &ids, skip_special)
     }
 
@@ -119,7 +119,7 @@ impl ChatTokenizer {
     /// # Errors
     /// If the template refuses the conversation or fails on it.
     pub fn render(&self, messages: &[Message], options: &RenderOptions) -> Result<String, TextError> {
-        self.jinja.render(&for_template(messages), options, &self.special, Utc::now())
+        self.jinja.render(&to_template_messages(messages), options, &self.special, Utc::now())
     }
 
     /// Renders a conversation and returns its text with the byte ranges between `{% generation %}`
@@ -133,7 +133,7 @@ impl ChatTokenizer {
         messages: &[Message],
         options: &RenderOptions,
     ) -> Result<(String, Vec<(usize, usize)>), TextError> {
-        self.jinja.render_generations(&for_template(messages), options, &self.special, Utc::now())
+        self.jinja.render_generations(&to_template_messages(messages), options, &self.special, Utc::now())
     }
 
     pub(crate) fn require_generation_tags(&self) -> Result<(), TextError> {
@@ -152,7 +152,7 @@ impl ChatTokenizer {
 
     /// Warns if the tokenizer has ids beyond the `rows` of a model's embedding, as after tokens
     /// were added without a resize. Only texts with such ids are unusable.
-    pub fn report_wider_than(&self, rows: usize) {
+    pub fn warn_if_wider_than(&self, rows: usize) {
         if self.vocab_size > rows {
             tracing::warn!(
                 "the tokenizer has ids up to {}, the model's embedding {rows} rows; texts with ids behind them cannot be used",
@@ -162,7 +162,7 @@ impl ChatTokenizer {
     }
 
     /// Logs which tokens end an answer.
-    pub fn report_ends(&self, ids: &[i64]) {
+    pub fn log_stop_tokens(&self, ids: &[i64]) {
         let name =
             |id: &i64| self.token(*id).map_or_else(|| id.to_string(), |token| format!("{token} ({id})"));
         tracing::info!("answers end at {}", ids.iter().map(name).collect::<Vec<_>>().join(", "));
@@ -184,7 +184,7 @@ impl ChatTokenizer {
     /// # Errors
     /// With [`TextError::OtherToken`] at the first difference, or if its tokenizer cannot be
     /// loaded.
-    pub fn check_drafter(&self, dir: &Path) -> Result<(), TextError> {
+    pub fn check_same_vocabulary(&self, dir: &Path) -> Result<(), TextError> {
         let other = Self::load(dir)?;
         let ids = self.vocab_size.max(other.vocab_size) as i64;
         match (0..ids).map(|id| (id, other.token(id), self.token(id))).find(|(_, own, target)| own != target)
@@ -199,13 +199,13 @@ impl ChatTokenizer {
         self.token(id).is_some_and(|token| self.tokenizer.get_added_vocabulary().is_special_token(&token))
     }
 
-    /// Whether the tokenizer splits texts at this token before anything else.
-    pub(crate) fn is_cut(&self, id: i64) -> bool {
+    /// Whether the tokenizer splits texts at this token before any other step.
+    pub(crate) fn is_split_token(&self, id: i64) -> bool {
         u32::try_from(id).is_ok_and(|id| self.cuts.contains(&id))
     }
 
     /// `text` without special tokens.
-    pub(crate) fn without_special(&self, text: &str) -> String {
+    pub(crate) fn remove_special_tokens(&self, text: &str) -> String {
         self.special_texts.iter().fold(text.to_string(), |text, token| match text.contains(token.as_str()) {
             true => text.replace(token.as_str(), ""),
             false => text,
@@ -213,7 +213,7 @@ impl ChatTokenizer {
     }
 
     /// `text` without trailing special tokens and white space.
-    pub(crate) fn without_special_ends<'a>(&self, text: &'a str) -> &'a str {
+    pub(crate) fn trim_special_tokens<'a>(&self, text: &'a str) -> &'a str {
         let mut rest = text.trim_end();
         while let Some(shorter) =
             self.special_texts.iter().find_map(|token| rest.strip_suffix(token.as_str()))
@@ -239,47 +239,52 @@ impl ChatTokenizer {
     /// so the digest is stable.
     pub fn template_digest(&self) -> String {
         let mut hasher = Hasher::default();
-        for (messages, options) in probes() {
+        for (messages, options) in probe_conversations() {
             match self.jinja.render(&messages, &options, &self.special, DateTime::UNIX_EPOCH) {
-                Ok(text) => hasher.part(b"text").part(text.as_bytes()),
-                Err(_) => hasher.part(b"refused"),
+                Ok(text) => hasher.update_part(b"text").update_part(text.as_bytes()),
+                Err(_) => hasher.update_part(b"refused"),
             };
         }
-        hasher.hex()
+        hasher.hex_digest()
     }
 
     /// A digest of the template's renderings and generation ranges for the same conversations.
     pub(crate) fn generation_digest(&self) -> String {
         let mut hasher = Hasher::default();
-        for (messages, options) in probes() {
+        for (messages, options) in probe_conversations() {
             match self.jinja.render_generations(&messages, &options, &self.special, DateTime::UNIX_EPOCH) {
                 Ok((text, places)) => {
-                    hasher.part(b"text").part(text.as_bytes());
+                    hasher.update_part(b"text").update_part(text.as_bytes());
                     for (start, end) in places {
-                        hasher.part(format!("{start}..{end}").as_bytes());
+                        hasher.update_part(format!("{start}..{end}").as_bytes());
                     }
                 }
                 Err(_) => {
-                    hasher.part(b"refused");
+                    hasher.update_part(b"refused");
                 }
             }
         }
-        hasher.hex()
+        hasher.hex_digest()
     }
 
     /// Starts detokenising a stream of ids of the answer to `prompt`.
-    pub fn stream(&self, prompt: &str) -> TokenStream {
-        TokenStream::new(Arc::clone(&self.tokenizer), ReasoningTokens::after(prompt, &self.think_tags))
+    pub fn stream(&self, prompt: &str) -> IncrementalDetokenizer {
+        IncrementalDetokenizer::new(
+            Arc::clone(&self.tokenizer),
+            ReasoningTokens::for_prompt(prompt, &self.think_tags),
+        )
     }
 
-    /// The text of a whole answer as [`TokenStream`] gives it, for an unknown prompt.
+    /// The text of a whole answer as [`IncrementalDetokenizer`] gives it, for an unknown prompt.
     /// [`without_reasoning`](crate::without_reasoning) removes the reasoning.
     ///
     /// # Errors
     /// As [`ChatTokenizer::decode`].
     pub fn decode_answer(&self, ids: &[i64]) -> Result<String, TextError> {
-        let mut stream =
-            TokenStream::new(Arc::clone(&self.tokenizer), ReasoningTokens::all(&self.think_tags));
+        let mut stream = IncrementalDetokenizer::new(
+            Arc::clone(&self.tokenizer),
+            ReasoningTokens::for_unknown_prompt(&self.think_tags),
+        );
         let mut text = String::new();
         for &id in ids {
             text.extend(stream.push(id)?);
@@ -288,7 +293,7 @@ impl ChatTokenizer {
     }
 }
 
-fn cuts(tokenizer: &Tokenizer) -> HashSet<u32> {
+fn split_token_ids(tokenizer: &Tokenizer) -> HashSet<u32> {
     let added = tokenizer.get_added_tokens_decoder().into_iter();
     added.filter(|(_, token)| !token.normalized && !token.content.is_empty()).map(|(id, _)| id).collect()
 }
@@ -299,15 +304,15 @@ fn special_texts(tokenizer: &Tokenizer) -> Vec<String> {
 }
 
 /// `tokenizer_config.json`.
-struct Config {
+struct TokenizerConfig {
     path: PathBuf,
     fields: Map<String, Value>,
 }
 
-impl Config {
+impl TokenizerConfig {
     fn read(dir: &Path) -> Result<Self, TextError> {
         let path = dir.join("tokenizer_config.json");
-        Ok(Self { fields: read_object(&path)?, path })
+        Ok(Self { fields: read_json_object(&path)?, path })
     }
 
     /// The special tokens that are set, each a string or an object with `content`.
@@ -318,7 +323,9 @@ impl Config {
                 None | Some(Value::Null) => {}
                 Some(token) => match token.get("content").unwrap_or(token) {
                     Value::String(content) => tokens.push((field, content.clone())),
-                    other => return Err(self.wrong(field, "a string or an object with `content`", other)),
+                    other => {
+                        return Err(self.field_error(field, "a string or an object with `content`", other));
+                    }
                 },
             }
         }
@@ -329,32 +336,32 @@ impl Config {
     /// config's `chat_template` (one, or a list of named ones), then the `chat_template.json` of
     /// older processors. Named templates in `additional_chat_templates/` are added, and replace
     /// entries of the config with the same name.
-    fn chat_template(&self, dir: &Path) -> Result<Jinja, TextError> {
+    fn chat_template(&self, dir: &Path) -> Result<JinjaTemplates, TextError> {
         let file = dir.join("chat_template.jinja");
         let mut templates = additional_templates(&dir.join("additional_chat_templates"))?;
         let mut origin = file.clone();
         if file.exists() {
-            templates.insert(0, (DEFAULT.into(), atomic::read_text(&file)?));
+            templates.insert(0, (DEFAULT_TEMPLATE.into(), atomic::read_text(&file)?));
         } else {
-            let mut own = self.configured(&self.path, &self.fields)?;
+            let mut own = self.read_chat_templates(&self.path, &self.fields)?;
             let processor = dir.join("chat_template.json");
             origin.clone_from(&self.path);
             if own.is_empty() && processor.exists() {
-                own = self.configured(&processor, &read_object(&processor)?)?;
+                own = self.read_chat_templates(&processor, &read_json_object(&processor)?)?;
                 origin = processor;
             }
             own.retain(|(name, _)| templates.iter().all(|(known, _)| known != name));
             templates.splice(0..0, own);
         }
-        if templates.iter().all(|(name, _)| name != DEFAULT) {
+        if templates.iter().all(|(name, _)| name != DEFAULT_TEMPLATE) {
             let named = templates.into_iter().map(|(name, _)| name).collect();
             return Err(TextError::NoTemplate { dir: dir.to_path_buf(), named });
         }
-        Jinja::compile(templates, &origin)
+        JinjaTemplates::compile(templates, &origin)
     }
 
     /// The templates in `chat_template` of the file at `path`.
-    fn configured(
+    fn read_chat_templates(
         &self,
         path: &Path,
         fields: &Map<String, Value>,
@@ -363,7 +370,7 @@ impl Config {
             path: path.to_path_buf(),
             field: "chat_template",
             expected,
-            found: kind_of(found),
+            found: json_type_name(found),
         };
         let named = |entry: &Value| -> Result<(String, String), TextError> {
             let text = |key| entry.get(key).and_then(Value::as_str).map(str::to_owned);
@@ -372,7 +379,7 @@ impl Config {
         };
         match fields.get("chat_template") {
             None | Some(Value::Null) => Ok(vec![]),
-            Some(Value::String(template)) => Ok(vec![(DEFAULT.into(), template.clone())]),
+            Some(Value::String(template)) => Ok(vec![(DEFAULT_TEMPLATE.into(), template.clone())]),
             Some(Value::Array(entries)) => entries.iter().map(named).collect(),
             Some(Value::Object(entries)) if entries.values().all(Value::is_string) => {
                 let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
@@ -382,12 +389,12 @@ impl Config {
         }
     }
 
-    fn wrong(&self, field: &'static str, expected: &'static str, found: &Value) -> TextError {
-        TextError::ConfigField { path: self.path.clone(), field, expected, found: kind_of(found) }
+    fn field_error(&self, field: &'static str, expected: &'static str, found: &Value) -> TextError {
+        TextError::ConfigField { path: self.path.clone(), field, expected, found: json_type_name(found) }
     }
 }
 
-fn read_object(path: &Path) -> Result<Map<String, Value>, TextError> {
+fn read_json_object(path: &Path) -> Result<Map<String, Value>, TextError> {
     let config = |source| TextError::Config { path: path.to_path_buf(), source };
     serde_json::from_str(&atomic::read_text(path)?).map_err(config)
 }
@@ -414,7 +421,7 @@ fn additional_templates(folder: &Path) -> Result<Vec<(String, String)>, TextErro
 }
 
 /// Conversations that expose differences between templates that matter to training.
-fn probes() -> Vec<(Vec<Message>, RenderOptions)> {
+fn probe_conversations() -> Vec<(Vec<Message>, RenderOptions)> {
     let said = |turns: &[(Role, &str)]| -> Vec<Message> {
         turns.iter().map(|&(role, content)| Message::new(role, content)).collect()
     };

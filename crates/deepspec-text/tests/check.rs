@@ -9,7 +9,7 @@ use deepspec_core::recipe::TemplateEntry;
 use deepspec_models::chat_formats;
 use deepspec_testkit::golden;
 use deepspec_text::{
-    ChatTemplate, ChatTokenizer, Conversation, Message, RowFindings, Supervised, check, supervise,
+    ChatTemplate, ChatTokenizer, Conversation, Message, RowFindings, Supervised, check_loss_mask, supervise,
 };
 use serde_json::{Value, json};
 use tempfile::TempDir;
@@ -35,7 +35,7 @@ fn changed(change: impl Fn(String) -> String) -> (TempDir, ChatTokenizer) {
 }
 
 fn qwen() -> ChatTemplate {
-    ChatTemplate::named("qwen", &chat_formats()).unwrap()
+    ChatTemplate::from_name("qwen", &chat_formats()).unwrap()
 }
 
 fn look(
@@ -47,7 +47,7 @@ fn look(
     let row = json!({"conversations": messages});
     let conversation = Conversation::from_row(row.as_object().unwrap()).unwrap();
     let supervised = supervise(tokenizer, template, &conversation, max_length).unwrap();
-    let checked = check(tokenizer, template, &conversation, &supervised).unwrap();
+    let checked = check_loss_mask(tokenizer, template, &conversation, &supervised).unwrap();
     (supervised, checked)
 }
 
@@ -72,7 +72,7 @@ fn good_rows_have_no_problems() {
         (ChatTokenizer::load(&golden::dir("templates_qwen")).unwrap(), "qwen"),
         (ChatTokenizer::load(&golden::dir("templates_gemma4")).unwrap(), "gemma4"),
     ] {
-        let template = ChatTemplate::named(name, &chat_formats()).unwrap();
+        let template = ChatTemplate::from_name(name, &chat_formats()).unwrap();
         assert_eq!(ChatTemplate::guess(&tokenizer, &chat_formats()).unwrap(), template);
         for messages in [turn("Hi", "Hello."), turn("Hi", "<think>\nhm\n</think>\n\nHello.")] {
             assert_eq!(problems(&tokenizer, &template, messages), [""; 0], "{name}");
@@ -97,7 +97,7 @@ fn empty_masks_say_why() {
         assert!(problems[0].contains("the mask is empty") && problems[0].contains(words), "{problems:?}")
     };
     only(problems(&tiny(), &qwen(), json!([{"role": "user", "content": "Hi"}])), "no assistant speaks");
-    let gemma = ChatTemplate::named("gemma4", &chat_formats()).unwrap();
+    let gemma = ChatTemplate::from_name("gemma4", &chat_formats()).unwrap();
     only(problems(&tiny(), &gemma, turn("Hi", "Hello.")), "the rules `gemma4` are not those");
     let (_, cut) = look(&tiny(), &qwen(), turn("Hi", "Hello."), 20);
     assert_eq!(cut.problems.len(), 1, "{cut:?}");
@@ -191,7 +191,7 @@ fn a_cut_answer_ends_with_its_last_word() {
     let cut = |content: &str| json!({"role": "assistant", "content": content, "finish_reason": "length"});
     let gemma = (
         ChatTokenizer::load(&golden::dir("templates_gemma4")).unwrap(),
-        ChatTemplate::named("gemma4", &chat_formats()).unwrap(),
+        ChatTemplate::from_name("gemma4", &chat_formats()).unwrap(),
     );
     assert_eq!(said(&gemma.0, &gemma.1, cut("one two thr")), "one two thr");
     assert_eq!(said(&tiny(), &qwen(), cut("one two thr ")), "<think>\n\n</think>\n\none two thr ");
@@ -207,7 +207,7 @@ fn a_cut_answer_ends_with_its_last_word() {
             "{%- generation -%}{{- ns.answer + '<|im_end|>' -}}{%- endgeneration -%}",
         )
     });
-    let generation = ChatTemplate::named("generation", &chat_formats()).unwrap();
+    let generation = ChatTemplate::from_name("generation", &chat_formats()).unwrap();
     assert_eq!(said(&tagged, &generation, cut("one two thr")), "one two thr");
 }
 
@@ -374,7 +374,7 @@ fn rules_of_ones_own_find_the_same_as_built_in_ones() {
     };
     let tokenizer = ChatTokenizer::load(&golden::dir("templates_gemma4")).unwrap();
     let (own, builtin) =
-        (ChatTemplate::from(mine.clone()), ChatTemplate::named("gemma4", &chat_formats()).unwrap());
+        (ChatTemplate::from(mine.clone()), ChatTemplate::from_name("gemma4", &chat_formats()).unwrap());
     let messages = turn("Hi", "Hello there.");
     assert_eq!(look(&tokenizer, &own, messages.clone(), 99), look(&tokenizer, &builtin, messages, 99));
     // Rules equal to the built-in ones count as built-in under a built-in name, but not under

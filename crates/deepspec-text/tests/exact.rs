@@ -4,7 +4,8 @@ use std::path::Path;
 
 use deepspec_models::chat_formats;
 use deepspec_text::{
-    ChatTemplate, ChatTokenizer, Conversation, Message, Role, Served, Supervised, TextError, check, supervise,
+    ChatTemplate, ChatTokenizer, Conversation, Message, Role, Served, Supervised, TextError, check_loss_mask,
+    supervise,
 };
 use serde_json::{Value, json};
 
@@ -21,7 +22,7 @@ fn trained(fields: Value, answer: &str) -> Result<Supervised, TextError> {
         Message::new(Role::User, "Two?"),
         said,
     ]);
-    let mut template = ChatTemplate::named("qwen", &chat_formats()).unwrap();
+    let mut template = ChatTemplate::from_name("qwen", &chat_formats()).unwrap();
     template.default_system = None;
     supervise(&tokenizer(), &template, &conversation, 512)
 }
@@ -87,7 +88,7 @@ fn tokens_of_another_text_are_left_aside() {
 /// Served rows get no default system message, although the rules add one to other rows.
 #[test]
 fn a_default_system_message_is_not_put_before_what_was_served() {
-    let (tokenizer, template) = (tokenizer(), ChatTemplate::named("qwen", &chat_formats()).unwrap());
+    let (tokenizer, template) = (tokenizer(), ChatTemplate::from_name("qwen", &chat_formats()).unwrap());
     assert!(template.default_system.is_some());
     let prompt = prompt();
     let answer = [tokenizer.encode("Two.").unwrap(), vec![end()]].concat();
@@ -102,7 +103,7 @@ fn a_default_system_message_is_not_put_before_what_was_served() {
     let served = supervise(&tokenizer, &template, &conversation, 512).unwrap();
     assert_eq!(served.served, Served::SameAsText);
     assert!(served.input_ids.starts_with(&prompt) && served.loss_mask[..prompt.len()].contains(&true));
-    let checked = check(&tokenizer, &template, &conversation, &served).unwrap();
+    let checked = check_loss_mask(&tokenizer, &template, &conversation, &served).unwrap();
     assert!(checked.problems.is_empty(), "{:?}", checked.problems);
 }
 

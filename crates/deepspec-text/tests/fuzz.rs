@@ -8,8 +8,8 @@ use deepspec_models::chat_formats;
 use deepspec_testkit::golden;
 use deepspec_testkit::mutate::Fuzzer;
 use deepspec_text::{
-    ChatTemplate, ChatTokenizer, Conversation, FinishReason, Message, RenderOptions, Role, Supervised, check,
-    supervise,
+    ChatTemplate, ChatTokenizer, Conversation, FinishReason, Message, RenderOptions, Role, Supervised,
+    check_loss_mask, supervise,
 };
 use proptest::prelude::*;
 use proptest::sample::{Index, select};
@@ -20,7 +20,7 @@ static BENCHES: LazyLock<Vec<(ChatTokenizer, ChatTemplate)>> = LazyLock::new(|| 
     let tiny = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../assets/tiny-target");
     [(tiny, "qwen"), (golden::dir("templates_qwen"), "qwen"), (golden::dir("templates_gemma4"), "gemma4")]
         .map(|(dir, name)| {
-            (ChatTokenizer::load(&dir).unwrap(), ChatTemplate::named(name, &chat_formats()).unwrap())
+            (ChatTokenizer::load(&dir).unwrap(), ChatTemplate::from_name(name, &chat_formats()).unwrap())
         })
         .into()
 });
@@ -146,8 +146,8 @@ fn look(bench: &(ChatTokenizer, ChatTemplate), row: &Value, max_length: usize) -
     let conversation = Conversation::from_row(row).map_err(|error| error.to_string())?;
     let supervised =
         supervise(tokenizer, template, &conversation, max_length).map_err(|error| error.to_string())?;
-    let checked =
-        check(tokenizer, template, &conversation, &supervised).map_err(|error| error.to_string())?;
+    let checked = check_loss_mask(tokenizer, template, &conversation, &supervised)
+        .map_err(|error| error.to_string())?;
     for problem in &checked.problems {
         assert!(!problem.to_string().contains('\n'), "{problem}");
     }

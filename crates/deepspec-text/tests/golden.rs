@@ -21,7 +21,7 @@ impl Case {
         let dir = golden::dir(name);
         let json: Value = serde_json::from_slice(&fs::read(dir.join("case.json")).unwrap()).unwrap();
         let entry = &json["template_registry_entry"];
-        let template = ChatTemplate::named(entry["name"].as_str().unwrap(), &chat_formats()).unwrap();
+        let template = ChatTemplate::from_name(entry["name"].as_str().unwrap(), &chat_formats()).unwrap();
         let markers = template.markers().unwrap();
         assert_eq!(markers.assistant_header, entry["assistant_header"]);
         assert_eq!(markers.end_of_turn, entry["end_of_turn_token"]);

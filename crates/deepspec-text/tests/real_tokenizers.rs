@@ -12,7 +12,7 @@ use std::process::Command;
 use common::alike;
 use deepspec_checkpoint::gguf::{Tensor, TensorType, Tokenizer, Value as Entry, Writer, unpack};
 use deepspec_models::chat_formats;
-use deepspec_testkit::conversations::{Conversations, TOKENIZERS, tokenizers};
+use deepspec_testkit::conversations::{Conversations, TOKENIZER_MARKERS, tokenizers};
 use deepspec_testkit::skip;
 use deepspec_text::{
     ChatTemplate, ChatTokenizer, Conversation, MaskRule, RenderOptions, TextError, supervise,
@@ -58,7 +58,7 @@ fn real_tokenizers_do_as_in_transformers() {
     let (Some(all), Some(python)) = (tokenizers(), skip::python("transformers")) else { return };
     let scratch = tempfile::tempdir().unwrap();
     let mut cases = vec![];
-    for (name, header, end) in TOKENIZERS {
+    for (name, header, end) in TOKENIZER_MARKERS {
         let dir = folder(&all, name, scratch.path());
         let mut random = Conversations::new(name);
         for _ in 0..CONVERSATIONS {
@@ -73,7 +73,7 @@ fn real_tokenizers_do_as_in_transformers() {
     assert_eq!(answers.len(), cases.len());
 
     let mut compared = 0;
-    for ((name, header, end), (cases, answers)) in TOKENIZERS
+    for ((name, header, end), (cases, answers)) in TOKENIZER_MARKERS
         .into_iter()
         .zip(cases.chunks(CONVERSATIONS as usize).zip(answers.chunks(CONVERSATIONS as usize)))
     {
@@ -166,7 +166,7 @@ fn real_tokenizers_come_back_from_a_gguf() {
 /// Writes a Llama of one layer with this folder's tokenizer.
 fn write_gguf(folder: &Path, vocab: usize, file: &Path) {
     let tokenizer = Tokenizer::read(folder, vocab).unwrap();
-    assert!(tokenizer.is_known(), "{}", folder.display());
+    assert!(tokenizer.has_known_pre_tokenizer(), "{}", folder.display());
     let mut writer = Writer::default();
     writer.put("general.architecture", Entry::Text("llama".into()));
     let sizes =
@@ -223,7 +223,7 @@ fn a_llamas_own_marks_are_those_of_transformers() {
         conversations.map(|messages| json!({"dir": dir, "header": null, "messages": messages})).collect();
     let answers = transformers(&python, &cases, scratch.path());
     let tokenizer = ChatTokenizer::load(&dir).unwrap();
-    let generation = ChatTemplate::named("generation", &chat_formats()).unwrap();
+    let generation = ChatTemplate::from_name("generation", &chat_formats()).unwrap();
     for (case, answer) in cases.iter().zip(&answers) {
         let row = Map::from_iter([("conversations".to_string(), case["messages"].clone())]);
         let conversation = Conversation::from_row(&row).unwrap();
@@ -237,7 +237,7 @@ fn a_llamas_own_marks_are_those_of_transformers() {
 }
 
 fn template(header: &str, end: &str) -> ChatTemplate {
-    let mut template = ChatTemplate::named("qwen", &chat_formats()).unwrap();
+    let mut template = ChatTemplate::from_name("qwen", &chat_formats()).unwrap();
     template.default_system = None;
     if let MaskRule::Markers(markers) = &mut template.rule {
         (markers.assistant_header, markers.end_of_turn) = (header.into(), end.into());

@@ -131,7 +131,7 @@ fn generation_masks_are_those_of_transformers() {
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let answers: Vec<Value> = serde_json::from_slice(&fs::read(&answered).unwrap()).unwrap();
 
-    let template = ChatTemplate::named("generation", &chat_formats()).unwrap();
+    let template = ChatTemplate::from_name("generation", &chat_formats()).unwrap();
     let (mut tokens, mut supervised) = (0, 0);
     for (case, answer) in cases.iter().zip(&answers) {
         let tokenizer = ChatTokenizer::load(Path::new(case["dir"].as_str().unwrap())).unwrap();

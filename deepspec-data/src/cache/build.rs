@@ -10,16 +10,18 @@ use clap::ValueEnum;
 use deepspec_capture::cache::{
     Builder, Encoding, FinalStates, MANIFEST_FILE, Manifest, Plan, Worker, merge, remove_existing,
 };
-use deepspec_capture::{Capture, Rejected, RowCounts, StatesError, TargetSpec, Tokenised, fill, tokenise};
+use deepspec_capture::{
+    Capture, Rejected, RowCounts, StatesError, TargetSpec, TokenisedRows, fill_shards, tokenise,
+};
 use deepspec_core::atomic;
 use deepspec_core::cli::{self, ExitWith, UsageError, Verbosity, count};
 use deepspec_core::progress::Progress;
 use deepspec_core::usage;
 use deepspec_drafters::Recipe;
-use deepspec_ops::{default_kind, device_name, kind_name};
+use deepspec_ops::{default_dtype, device_name, dtype_name};
 use tch::Device;
 
-use super::{Job, mib, multi_process, refusal};
+use super::{Job, mib, multi_process, to_usage_error};
 use crate::rejected_rows;
 use crate::worker::parse_worker;
 
@@ -72,11 +74,12 @@ pub(super) enum FinalStatesArg {
 /// code 1 if lines were rejected.
 pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     let (recipe, dir) = args.job.open()?;
-    let device = deepspec_ops::device(&args.job.device).map_err(|error| UsageError(error.to_string()))?;
+    let device =
+        deepspec_ops::parse_device(&args.job.device).map_err(|error| UsageError(error.to_string()))?;
     let source = TargetSpec::open(&recipe, verbosity).map_err(StatesError::report)?;
     let layout = source.layout(args.final_states(source.final_states)?, args.encoding());
 
-    let Tokenised { samples, report } = tokenise(&args.job.input, &source, |_| ())?;
+    let TokenisedRows { samples, report } = tokenise(&args.job.input, &source, |_| ())?;
     check_rows(args, &report, &recipe, &dir)?;
     let plan = Plan::new(samples, layout, args.job.shard_bytes())?;
     if args.overwrite {
@@ -90,34 +93,35 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     };
     let missing = workers.iter().map(|worker| Builder::missing_bytes(&dir, &plan, *worker));
     let missing = missing.sum::<Result<u64, _>>()?;
-    check_room(missing, &dir, args.force)?;
+    check_free_space(missing, &dir, args.force)?;
     if processes > 1 {
-        let (device, gpus) = (&args.job.device, deepspec_ops::gpus(&args.job.device));
+        let (device, gpus) = (&args.job.device, deepspec_ops::shareable_gpu_count(&args.job.device));
         // Each worker process reports rejected lines once its build is accepted.
         multi_process::build(processes, device, gpus, !report.rejected.is_empty())?;
-        let rejects = rejected_rows::path(&dir.components().collect::<PathBuf>());
-        writeln!(cli::stdout(), "{}", accounts(&report, &recipe))?;
-        writeln!(cli::stdout(), "{}: {}", dir.display(), contents(&merge(&dir, |_| ())?))?;
-        return rejected(&report, &rejects);
+        let rejects = rejected_rows::rejects_path(&dir.components().collect::<PathBuf>());
+        writeln!(cli::stdout(), "{}", describe_row_counts(&report, &recipe))?;
+        writeln!(cli::stdout(), "{}: {}", dir.display(), describe_cache(&merge(&dir, |_| ())?))?;
+        return exit_if_rejected(&report, &rejects);
     }
     let worker = args.worker.unwrap_or(Worker::ALONE);
-    let builder = Builder::open_worker(&dir, &plan, &source.identity, worker).map_err(refusal)?;
+    let builder = Builder::open_worker(&dir, &plan, &source.identity, worker).map_err(to_usage_error)?;
     // Only an accepted build may replace the rejected lines of an existing cache.
     let rejects = report_rejected(&report.rejected, &dir)?;
-    writeln!(cli::stdout(), "{}", accounts(&report, &recipe))?;
+    writeln!(cli::stdout(), "{}", describe_row_counts(&report, &recipe))?;
     let summary = match published {
-        true => format!("complete already: {}", contents(&builder.publish()?)),
+        true => format!("complete already: {}", describe_cache(&builder.publish()?)),
         false => {
             let target = &source.dir;
-            Build { plan: &plan, missing, recipe: &recipe, target, device, verbosity, worker }.run(builder)?
+            BuildRun { plan: &plan, missing, recipe: &recipe, target, device, verbosity, worker }
+                .run(builder)?
         }
     };
     writeln!(cli::stdout(), "{}: {summary}", dir.display())?;
-    rejected(&report, &rejects)
+    exit_if_rejected(&report, &rejects)
 }
 
 /// Exits with code 1 if lines were rejected; `rejects` is their file.
-fn rejected(report: &RowCounts, rejects: &Path) -> anyhow::Result<()> {
+fn exit_if_rejected(report: &RowCounts, rejects: &Path) -> anyhow::Result<()> {
     if report.rejected.is_empty() {
         return Ok(());
     }
@@ -131,7 +135,7 @@ impl Args {
         match (self.worker, self.processes) {
             (Some(_), _) => 1,
             (None, Some(asked)) => asked.get(),
-            (None, None) => deepspec_ops::gpus(&self.job.device).max(1),
+            (None, None) => deepspec_ops::shareable_gpu_count(&self.job.device).max(1),
         }
     }
 
@@ -159,7 +163,7 @@ impl Args {
 }
 
 /// Refuses a build that does not fit on the file system.
-fn check_room(needed: u64, dir: &Path, force: bool) -> anyhow::Result<()> {
+fn check_free_space(needed: u64, dir: &Path, force: bool) -> anyhow::Result<()> {
     let free = free_space(dir)?;
     if needed > free {
         let short =
@@ -203,11 +207,11 @@ fn report_rejected(rejected: &[Rejected], dir: &Path) -> anyhow::Result<PathBuf>
         atomic::create_dir(parent)?;
     }
     rejected_rows::report(rejected, &dir)?;
-    Ok(rejected_rows::path(&dir))
+    Ok(rejected_rows::rejects_path(&dir))
 }
 
 /// The counts of the rows.
-pub(super) fn accounts(report: &RowCounts, recipe: &Recipe) -> String {
+pub(super) fn describe_row_counts(report: &RowCounts, recipe: &Recipe) -> String {
     let RowCounts { cut, tokens, supervised_tokens, .. } = report;
     let limit = recipe.data.max_length;
     format!(
@@ -218,7 +222,7 @@ pub(super) fn accounts(report: &RowCounts, recipe: &Recipe) -> String {
 }
 
 /// The build of a plan.
-struct Build<'a> {
+struct BuildRun<'a> {
     plan: &'a Plan,
     /// Bytes still to write.
     missing: u64,
@@ -230,7 +234,7 @@ struct Build<'a> {
     worker: Worker,
 }
 
-impl Build<'_> {
+impl BuildRun<'_> {
     /// Captures the missing shards and publishes the cache, unless other workers share the build.
     /// Returns a summary.
     fn run(&self, mut builder: Builder) -> anyhow::Result<String> {
@@ -243,7 +247,7 @@ impl Build<'_> {
         let tokens = if pending == 0 { 0 } else { self.capture(&mut builder)? };
         let seconds = started.elapsed().as_secs_f64();
         let contents = match self.worker.is_alone() {
-            true => contents(&builder.publish()?),
+            true => describe_cache(&builder.publish()?),
             false => format!(
                 "worker {} has finished its {shards} of {} shards; when all have, run `cache merge`",
                 self.worker,
@@ -256,7 +260,7 @@ impl Build<'_> {
 
     /// Captures the pending shards; returns the number of tokens.
     fn capture(&self, builder: &mut Builder) -> Result<u64, StatesError> {
-        let (samples, kind) = (self.plan.samples(), default_kind(self.device));
+        let (samples, kind) = (self.plan.samples(), default_dtype(self.device));
         let longest = samples.iter().map(|sample| sample.input_ids.len()).max().unwrap_or(0);
         let mut capture = Capture::load(self.target, self.recipe, longest, self.device, kind)?;
         let (samples, size) = (builder.samples(), mib(self.missing));
@@ -264,12 +268,12 @@ impl Build<'_> {
             "capturing {}, {size}, on {} in {}",
             count(samples, "sample"),
             device_name(self.device),
-            kind_name(kind)
+            dtype_name(kind)
         );
         let (started, mut tokens) = (Instant::now(), 0);
         let mut progress =
             Progress::new(self.verbosity, "samples", samples as u64, builder.done_samples() as u64);
-        fill(builder, &mut capture, |sample| {
+        fill_shards(builder, &mut capture, |sample| {
             tokens += u64::from(sample.length());
             progress.add(1, || format!("{:.0} tokens/s", tokens as f64 / started.elapsed().as_secs_f64()));
         })?;
@@ -278,7 +282,7 @@ impl Build<'_> {
     }
 }
 
-pub(super) fn contents(manifest: &Manifest) -> String {
+pub(super) fn describe_cache(manifest: &Manifest) -> String {
     let (samples, shards) = (manifest.counts.samples, manifest.shards.len());
     let (samples, shards) = (count(samples as usize, "sample"), count(shards, "shard"));
     format!("{samples} in {shards}, {}", mib(manifest.bytes()))

@@ -7,16 +7,16 @@ use deepspec_core::Tap;
 use deepspec_core::{cli, usage};
 use serde_json::{Value, json};
 
-use super::{Place, mib};
+use super::{CacheDirArgs, mib};
 
-/// Token ids shown of a sample; `--json` shows all.
-const SHOWN: usize = 16;
+/// Maximum number of token ids shown of a sample; `--json` shows all.
+const MAX_SHOWN_IDS: usize = 16;
 
 /// Arguments of `cache inspect`.
 #[derive(clap::Args)]
 pub struct Args {
     #[command(flatten)]
-    place: Place,
+    place: CacheDirArgs,
     /// Look at the sample with this id, else at the one with this index (from 0)
     #[arg(long, value_name = "ID|INDEX")]
     sample: Option<String>,
@@ -35,11 +35,12 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
         let manifest = Manifest::read(dir)?;
         return match args.json {
             true => print_json(&serde_json::to_value(&manifest)?),
-            false => print(&summary(&manifest)),
+            false => print(&summarize(&manifest)),
         };
     };
     let reader = Reader::open(dir)?;
-    let index = reader.position(wanted).or_else(|| wanted.parse().ok().filter(|&index| index < reader.len()));
+    let index =
+        reader.index_of_id(wanted).or_else(|| wanted.parse().ok().filter(|&index| index < reader.len()));
     let Some(index) = index else {
         let last = reader.len().saturating_sub(1);
         usage!("--sample {wanted}: {} has no such id, and its indices are 0 to {last}", dir.display());
@@ -60,7 +61,7 @@ fn print_json(value: &Value) -> anyhow::Result<()> {
     print(&serde_json::to_string_pretty(value)?)
 }
 
-fn summary(manifest: &Manifest) -> String {
+fn summarize(manifest: &Manifest) -> String {
     let Manifest { tool, identity, encoding, last, counts, shards, .. } = manifest;
     let short = |digest: &str| digest.chars().take(16).collect::<String>();
     let taps: Vec<String> = identity.taps.iter().map(Tap::to_string).collect();
@@ -97,8 +98,8 @@ fn summary(manifest: &Manifest) -> String {
 
 fn sample_text(index: usize, inspection: &Inspection, ids: &[i32]) -> String {
     let Inspection { id, shard, length, supervised, spans, tensors } = inspection;
-    let shown: Vec<String> = ids.iter().take(SHOWN).map(i32::to_string).collect();
-    let more = if ids.len() > SHOWN { " …" } else { "" };
+    let shown: Vec<String> = ids.iter().take(MAX_SHOWN_IDS).map(i32::to_string).collect();
+    let more = if ids.len() > MAX_SHOWN_IDS { " …" } else { "" };
     let spans: Vec<String> = spans.iter().map(|(start, end)| format!("{start}..{end}")).collect();
     let mut lines = vec![
         format!("sample      {id:?}, index {index}, shard {shard}"),

@@ -7,7 +7,7 @@ use deepspec_capture::cache::merge;
 use deepspec_core::cli::{self, Verbosity};
 use deepspec_core::usage;
 
-use super::build::contents;
+use super::build::describe_cache;
 use super::{ByteProgress, mib};
 
 /// Where the workers built.
@@ -33,7 +33,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     let progress = ByteProgress::new(verbosity, built);
     let manifest = merge(dir, |bytes| progress.add(bytes))?;
     progress.finish();
-    Ok(writeln!(cli::stdout(), "{}: {}", dir.display(), contents(&manifest))?)
+    Ok(writeln!(cli::stdout(), "{}: {}", dir.display(), describe_cache(&manifest))?)
 }
 
 /// Bytes of all shards in the folder and the workers' folders.

@@ -49,7 +49,7 @@ impl Job {
         if let Some(missing) = self.input.iter().find(|input| !input.is_file()) {
             usage!("--input {}: no such file", missing.display());
         }
-        if let Some(problem) = self.input.iter().find_map(|input| jsonl::check_lines(input).err()) {
+        if let Some(problem) = self.input.iter().find_map(|input| jsonl::check_is_json_lines(input).err()) {
             usage!("--input {problem}");
         }
         if self.shard_size == 0 {
@@ -75,7 +75,7 @@ impl Job {
 
 /// The cache to look at, given with or without its flag.
 #[derive(clap::Args)]
-struct Place {
+struct CacheDirArgs {
     /// Folder of the cache
     #[arg(value_name = "D", required_unless_present = "cache_dir")]
     dir: Option<PathBuf>,
@@ -84,7 +84,7 @@ struct Place {
     cache_dir: Option<PathBuf>,
 }
 
-impl Place {
+impl CacheDirArgs {
     /// The cache folder, which must exist.
     fn dir(&self) -> anyhow::Result<&Path> {
         match self.dir.as_deref().or(self.cache_dir.as_deref()) {
@@ -96,7 +96,7 @@ impl Place {
 }
 
 /// Converts an error of the cache: conflicts with an existing build are usage errors.
-fn refusal(error: CacheError) -> anyhow::Error {
+fn to_usage_error(error: CacheError) -> anyhow::Error {
     match error {
         CacheError::BuildDiffers { .. } | CacheError::Leftover { .. } => UsageError(error.to_string()).into(),
         error => error.into(),
@@ -109,19 +109,19 @@ pub(crate) fn mib(bytes: u64) -> String {
 }
 
 /// Bytes per unit of progress.
-const UNIT: u64 = 1 << 20;
+const BYTES_PER_MIB: u64 = 1 << 20;
 
 /// Progress in MiB, updated in bytes by any number of threads.
 struct ByteProgress(Mutex<(u64, Progress)>);
 
 impl ByteProgress {
     fn new(verbosity: Verbosity, total: u64) -> Self {
-        Self(Mutex::new((0, Progress::new(verbosity, "MiB", total.div_ceil(UNIT), 0))))
+        Self(Mutex::new((0, Progress::new(verbosity, "MiB", total.div_ceil(BYTES_PER_MIB), 0))))
     }
 
     fn add(&self, bytes: u64) {
         let (read, progress) = &mut *self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let units = (*read + bytes) / UNIT - *read / UNIT;
+        let units = (*read + bytes) / BYTES_PER_MIB - *read / BYTES_PER_MIB;
         *read += bytes;
         progress.add(units, String::new);
     }

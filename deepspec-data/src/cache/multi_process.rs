@@ -22,23 +22,23 @@ const NOT_INHERITED_FLAGS: [(&str, bool); 6] = [
     ("-q", false),
 ];
 /// Interval between checks for finished workers.
-const LOOK: Duration = Duration::from_millis(100);
+const POLL_INTERVAL: Duration = Duration::from_millis(100);
 /// Exit code of usage errors.
-const USAGE: i32 = 2;
+const USAGE_EXIT_CODE: i32 = 2;
 
 /// The worker processes of a build. Dropping it kills the running ones.
 struct WorkerProcesses(Vec<Child>);
 
 impl WorkerProcesses {
     /// Waits until one of these processes ends; `None` if there are none.
-    fn next_end(&mut self, running: &[usize]) -> anyhow::Result<Option<(usize, ExitStatus)>> {
+    fn wait_for_next_exit(&mut self, running: &[usize]) -> anyhow::Result<Option<(usize, ExitStatus)>> {
         while !running.is_empty() {
             for &share in running {
                 if let Some(status) = self.0[share].try_wait().context("waiting for a process")? {
                     return Ok(Some((share, status)));
                 }
             }
-            thread::sleep(LOOK);
+            thread::sleep(POLL_INTERVAL);
         }
         Ok(None)
     }
@@ -64,7 +64,11 @@ pub fn build(processes: usize, device: &str, gpus: usize, rejected: bool) -> any
     let mut workers = WorkerProcesses(vec![]);
     for share in 0..processes {
         let mut command = Command::new(&program);
-        command.args(handed_on(&asked)).args(["--force", "--worker", &format!("{share}/{processes}")]);
+        command.args(inherited_arguments(&asked)).args([
+            "--force",
+            "--worker",
+            &format!("{share}/{processes}"),
+        ]);
         let own = if gpus > 1 { format!("cuda:{}", share % gpus) } else { device.to_string() };
         command.args(["--device", &own]).stdin(Stdio::null()).stdout(Stdio::null());
         // One worker's progress stands for all, because shards are assigned in turns.
@@ -73,18 +77,18 @@ pub fn build(processes: usize, device: &str, gpus: usize, rejected: bool) -> any
         }
         if !env::has_thread_count() {
             let cores = thread::available_parallelism().map_or(1, NonZero::get);
-            command.env(env::THREADS, (cores / processes).max(1).to_string());
+            command.env(env::OMP_THREADS_VARIABLE, (cores / processes).max(1).to_string());
         }
         die_with_parent(&mut command);
         workers.0.push(command.spawn().with_context(|| format!("starting {}", program.display()))?);
     }
     let mut running: Vec<usize> = (0..processes).collect();
-    while let Some((share, status)) = workers.next_end(&running)? {
+    while let Some((share, status)) = workers.wait_for_next_exit(&running)? {
         running.retain(|other| *other != share);
         match status.code() {
             Some(0) => {}
             Some(1) if rejected => {}
-            Some(USAGE) => {
+            Some(USAGE_EXIT_CODE) => {
                 let problem = format!("share {share} of {processes} was refused; see above");
                 return Err(UsageError(problem).into());
             }
@@ -95,7 +99,7 @@ pub fn build(processes: usize, device: &str, gpus: usize, rejected: bool) -> any
 }
 
 /// The arguments for workers, without [`NOT_INHERITED_FLAGS`] flags.
-fn handed_on(asked: &[OsString]) -> Vec<&OsString> {
+fn inherited_arguments(asked: &[OsString]) -> Vec<&OsString> {
     let (mut kept, mut follows) = (vec![], false);
     for argument in asked {
         let text = argument.to_string_lossy();
@@ -119,6 +123,6 @@ mod tests {
         let asked =
             ["cache", "build", "--processes", "2", "--device=cuda", "--input", "a", "--force", "--overwrite"];
         let asked: Vec<OsString> = asked.iter().chain(&["-q", "-v"]).map(OsString::from).collect();
-        assert_eq!(handed_on(&asked), ["cache", "build", "--input", "a", "-v"]);
+        assert_eq!(inherited_arguments(&asked), ["cache", "build", "--input", "a", "-v"]);
     }
 }

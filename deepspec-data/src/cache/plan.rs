@@ -5,20 +5,22 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use deepspec_capture::cache::{Encoding, FinalStates, Plan, PlannedSample, stored_bytes};
-use deepspec_capture::{Budget, Capture, StatesError, TargetSpec, Tokenised, batches, tokenise};
+use deepspec_capture::{
+    Capture, ForwardLimits, StatesError, TargetSpec, TokenisedRows, split_into_batches, tokenise,
+};
 use deepspec_core::cli::{self, UsageError, Verbosity, count};
 use deepspec_core::usage;
-use deepspec_cost::estimate::{Machine, Measured, Stage, Work, capture_work, read_measured};
+use deepspec_cost::estimate::{Machine, MeasuredWork, Stage, Work, capture_work, read_measured};
 use deepspec_drafters::Recipe;
 use deepspec_models::ModelConfig;
 use serde_json::{Value, json};
 use tch::Device;
 
-use super::build::{accounts, free_space};
+use super::build::{describe_row_counts, free_space};
 use super::{Job, mib};
 
 /// Longest run of a trial after the target is loaded.
-const TRIAL: Duration = Duration::from_secs(20);
+const MAX_TRIAL_TIME: Duration = Duration::from_secs(20);
 
 /// Arguments of `cache plan`.
 #[derive(clap::Args)]
@@ -46,7 +48,7 @@ pub struct Args {
 }
 
 /// An encoding and choice of final states, with the size of the cache.
-struct Choice {
+struct LayoutChoice {
     encoding: Encoding,
     last: FinalStates,
     shards: usize,
@@ -62,7 +64,7 @@ struct Trial {
     /// Compressed size as a fraction of the bfloat16 size.
     compressed: f64,
     /// FLOPs and bytes of the run, and its duration.
-    work: Measured,
+    work: MeasuredWork,
 }
 
 /// Runs the command.
@@ -75,22 +77,22 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     }
     let (recipe, dir) = args.job.open()?;
     let source = TargetSpec::open(&recipe, verbosity).map_err(StatesError::report)?;
-    let Tokenised { samples, report } = tokenise(&args.job.input, &source, |_| ())?;
+    let TokenisedRows { samples, report } = tokenise(&args.job.input, &source, |_| ())?;
     if samples.is_empty() {
-        anyhow::bail!("no row can be used: {}", accounts(&report, &recipe).replace('\n', "; "));
+        anyhow::bail!("no row can be used: {}", describe_row_counts(&report, &recipe).replace('\n', "; "));
     }
-    let trial = args.measure.then(|| measured(args, &recipe, &source, &samples)).transpose()?;
-    let foretold = foretold(args, &source, &samples)?;
+    let trial = args.measure.then(|| run_trial(args, &recipe, &source, &samples)).transpose()?;
+    let foretold = predict_seconds(args, &source, &samples)?;
     let tokens = report.tokens as f64;
     let rate = trial.as_ref().map_or(args.rate, |trial| Some(trial.tokens_per_s));
     let rate = rate.or(foretold.map(|seconds| tokens / seconds));
     let work = trial.as_ref().map(|trial| [trial.work]);
-    let choices = choices(args, samples, &source, trial.map(|trial| trial.compressed))?;
+    let choices = list_choices(args, samples, &source, trial.map(|trial| trial.compressed))?;
     let (seconds, free) = (rate.map(|rate| tokens / rate), free_space(&dir)?);
     if args.json {
         let shown: Vec<Value> = choices
             .iter()
-            .map(|Choice { encoding, last, shards, bytes, estimate }| {
+            .map(|LayoutChoice { encoding, last, shards, bytes, estimate }| {
                 json!({
                     "encoding": encoding, "last": last, "shards": shards, "bytes": bytes, "fits": *bytes <= free,
                     "exact": !encoding.compresses(), "estimate": estimate,
@@ -107,7 +109,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
         });
         return Ok(writeln!(cli::stdout(), "{}", serde_json::to_string_pretty(&plan)?)?);
     }
-    let mut lines = vec![accounts(&report, &recipe)];
+    let mut lines = vec![describe_row_counts(&report, &recipe)];
     for rejected in report.rejected.iter().take(5) {
         lines.push(format!(
             "rejected    {}, line {}: {}",
@@ -116,7 +118,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
             rejected.reason
         ));
     }
-    for Choice { encoding, last, shards, bytes, estimate } in &choices {
+    for LayoutChoice { encoding, last, shards, bytes, estimate } in &choices {
         let fits = if *bytes <= free { "" } else { ", more than is free" };
         let about = match estimate {
             Some(bytes) => format!(" at most, about {} by the trial", mib(*bytes)),
@@ -142,7 +144,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
                 (None, _) | (_, 1) => "one device".to_string(),
                 (Some(_), devices) => format!("{devices} devices"),
             };
-            format!("time        {} at {rate:.0} tokens/s ({how}) on {devices}", duration(seconds))
+            format!("time        {} at {rate:.0} tokens/s ({how}) on {devices}", format_duration(seconds))
         }
         _ => "time        unknown: give --rate TOKENS_PER_S, --hardware NAME, or --measure".to_string(),
     });
@@ -150,18 +152,21 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
         // A one-word label, padded to column 12.
         let label =
             line.get(..12).map(str::trim_end).filter(|label| label.len() < 12 && !label.contains(' '));
-        label.map_or_else(|| cli::wrapped("", 0, line), |label| cli::wrapped(label, 12, &line[12..]))
+        label.map_or_else(
+            || cli::wrap_paragraph("", 0, line),
+            |label| cli::wrap_paragraph(label, 12, &line[12..]),
+        )
     });
     Ok(writeln!(cli::stdout(), "{}", wrapped.collect::<Vec<_>>().join("\n"))?)
 }
 
 /// All encodings and choices of final states for the samples.
-fn choices(
+fn list_choices(
     args: &Args,
     samples: Vec<PlannedSample>,
     source: &TargetSpec,
     compressed: Option<f64>,
-) -> anyhow::Result<Vec<Choice>> {
+) -> anyhow::Result<Vec<LayoutChoice>> {
     let shard_bytes = args.job.shard_bytes();
     let mut plan = Plan::new(samples, source.layout(source.final_states, Encoding::Bf16), shard_bytes)?;
     let mut choices = Vec::new();
@@ -175,14 +180,18 @@ fn choices(
             let saved =
                 compressed.filter(|_| encoding.compresses()).map(|part| (1.0 - part) * plan.bytes() as f64);
             let estimate = saved.map(|saved| bytes.saturating_sub(saved as u64));
-            choices.push(Choice { encoding, last, shards, bytes, estimate });
+            choices.push(LayoutChoice { encoding, last, shards, bytes, estimate });
         }
     }
     Ok(choices)
 }
 
 /// Predicted seconds of the build on the given devices; None if none are given.
-fn foretold(args: &Args, source: &TargetSpec, samples: &[PlannedSample]) -> anyhow::Result<Option<f64>> {
+fn predict_seconds(
+    args: &Args,
+    source: &TargetSpec,
+    samples: &[PlannedSample],
+) -> anyhow::Result<Option<f64>> {
     if args.devices == 0 {
         usage!("--devices must be at least 1");
     }
@@ -193,44 +202,55 @@ fn foretold(args: &Args, source: &TargetSpec, samples: &[PlannedSample]) -> anyh
         return Ok(None);
     }
     let target = ModelConfig::load(&source.dir)?;
-    let device = deepspec_ops::device(&args.job.device).map_err(|error| UsageError(error.to_string()))?;
+    let device =
+        deepspec_ops::parse_device(&args.job.device).map_err(|error| UsageError(error.to_string()))?;
     // The specifications of accelerators are for bfloat16.
     let (device, value_bytes) = match args.hardware {
         Some(_) => (Device::Cuda(0), 2.0),
-        None => (device, deepspec_ops::default_kind(device).elt_size_in_bytes() as f64),
+        None => (device, deepspec_ops::default_dtype(device).elt_size_in_bytes() as f64),
     };
-    let machine = Machine::open(args.hardware.as_deref(), &args.measured, |file| {
-        read_measured(file, &target.size(), None, value_bytes)
+    let machine = Machine::from_measurements(args.hardware.as_deref(), &args.measured, |file| {
+        read_measured(file, &target.model_size(), None, value_bytes)
     });
     let machine = machine.map_err(|error| UsageError(error.to_string()))?;
     let Some((rates, _)) = machine.rates(Stage::States) else {
         usage!("--measured: none of the files is of states; `cache plan --measure --json` writes one");
     };
     let longest = samples.iter().map(|sample| sample.input_ids.len()).max().unwrap_or(0);
-    let runs = batches(samples.iter().map(|sample| sample.input_ids.len()), Budget::new(longest, device));
-    let work = work_of(&target, samples, runs.len(), value_bytes);
+    let runs = split_into_batches(
+        samples.iter().map(|sample| sample.input_ids.len()),
+        ForwardLimits::new(longest, device),
+    );
+    let work = capture_flops_and_bytes(&target, samples, runs.len(), value_bytes);
     Ok(Some(rates.seconds(work) / args.devices as f64))
 }
 
 /// The FLOPs and bytes of capturing these samples in `forwards` forward passes.
-fn work_of(target: &ModelConfig, samples: &[PlannedSample], forwards: usize, value_bytes: f64) -> Work {
+fn capture_flops_and_bytes(
+    target: &ModelConfig,
+    samples: &[PlannedSample],
+    forwards: usize,
+    value_bytes: f64,
+) -> Work {
     let lengths = samples.iter().map(|sample| (1.0, sample.input_ids.len() as f64));
-    capture_work(&target.size(), lengths, forwards as f64, value_bytes)
+    capture_work(&target.model_size(), lengths, forwards as f64, value_bytes)
 }
 
 /// Runs the target on the first samples. The clock starts after the first forward pass, whose
 /// states measure the compression.
-fn measured(
+fn run_trial(
     args: &Args,
     recipe: &Recipe,
     source: &TargetSpec,
     samples: &[PlannedSample],
 ) -> anyhow::Result<Trial> {
-    let device = deepspec_ops::device(&args.job.device).map_err(|error| UsageError(error.to_string()))?;
-    let kind = deepspec_ops::default_kind(device);
+    let device =
+        deepspec_ops::parse_device(&args.job.device).map_err(|error| UsageError(error.to_string()))?;
+    let kind = deepspec_ops::default_dtype(device);
     let longest = samples.iter().map(|sample| sample.input_ids.len()).max().unwrap_or(0);
     let mut capture = Capture::load(&source.dir, recipe, longest, device, kind)?;
-    let runs = batches(samples.iter().map(|sample| sample.input_ids.len()), capture.budget());
+    let runs =
+        split_into_batches(samples.iter().map(|sample| sample.input_ids.len()), capture.forward_limits());
     let [plain, compressed] =
         [Encoding::Bf16, Encoding::Bf16z].map(|encoding| source.layout(FinalStates::All, encoding));
     let (mut done, mut forwards, mut started, mut bytes) = (0, 0, Instant::now(), [0, 0]);
@@ -247,7 +267,7 @@ fn measured(
         // Reading a value waits for the device.
         capture.run(batch, FinalStates::All).last.sum(None).double_value(&[]);
         forwards += 1;
-        if started.elapsed() > TRIAL {
+        if started.elapsed() > MAX_TRIAL_TIME {
             break;
         }
     }
@@ -255,15 +275,15 @@ fn measured(
     let samples = &samples[..done];
     let tokens: usize = samples.iter().map(|sample| sample.input_ids.len()).sum();
     let value_bytes = kind.elt_size_in_bytes() as f64;
-    let work = work_of(&ModelConfig::load(&source.dir)?, samples, forwards, value_bytes);
+    let work = capture_flops_and_bytes(&ModelConfig::load(&source.dir)?, samples, forwards, value_bytes);
     Ok(Trial {
         tokens_per_s: tokens as f64 / seconds,
         compressed: bytes[1] as f64 / bytes[0] as f64,
-        work: Measured { stage: Stage::States, work, seconds },
+        work: MeasuredWork { stage: Stage::States, work, seconds },
     })
 }
 
-fn duration(seconds: f64) -> String {
+fn format_duration(seconds: f64) -> String {
     match seconds {
         s if s < 120.0 => format!("{s:.0} s"),
         s if s < 7200.0 => format!("{:.0} min", s / 60.0),

@@ -3,7 +3,7 @@
 use std::io::Write;
 use std::path::PathBuf;
 
-use deepspec_capture::cache::{Identity, Reader, Reference, export as export_cache, remove_existing};
+use deepspec_capture::cache::{Identity, Reader, ReferenceCache, export as export_cache, remove_existing};
 use deepspec_capture::{StatesError, mask_rules};
 use deepspec_core::cli::{self, Verbosity};
 use deepspec_core::progress::Progress;
@@ -13,8 +13,8 @@ use deepspec_hub::model_dir;
 use deepspec_models::{ModelConfig, chat_formats, config_digest, weights_digest};
 use deepspec_text::ChatTokenizer;
 
-use super::build::contents;
-use super::refusal;
+use super::build::describe_cache;
+use super::to_usage_error;
 
 /// Arguments of `cache import`.
 #[derive(clap::Args)]
@@ -62,20 +62,21 @@ pub fn import(args: &ImportArgs, verbosity: Verbosity) -> anyhow::Result<()> {
     if !args.from.is_dir() {
         usage!("--from {}: no such folder", args.from.display());
     }
-    let reference = Reference::open(&args.from)?;
+    let reference = ReferenceCache::open(&args.from)?;
     let identity = identity(args, &reference, verbosity)?;
     let dir = &args.output_dir;
     if args.overwrite {
         remove_existing(dir)?;
     }
     let mut progress = Progress::new(verbosity, "samples", reference.len() as u64, 0);
-    let manifest = reference.import(dir, &identity, || progress.add(1, String::new)).map_err(refusal)?;
+    let manifest =
+        reference.import(dir, &identity, || progress.add(1, String::new)).map_err(to_usage_error)?;
     progress.finish();
-    Ok(writeln!(cli::stdout(), "{}: {}", dir.display(), contents(&manifest))?)
+    Ok(writeln!(cli::stdout(), "{}: {}", dir.display(), describe_cache(&manifest))?)
 }
 
 /// The identity of the states, from the format 2 manifest and the target.
-fn identity(args: &ImportArgs, reference: &Reference, verbosity: Verbosity) -> anyhow::Result<Identity> {
+fn identity(args: &ImportArgs, reference: &ReferenceCache, verbosity: Verbosity) -> anyhow::Result<Identity> {
     let dir = model_dir(&args.model, args.revision.as_deref(), verbosity).map_err(StatesError::from)?;
     let (config, tokenizer) = (ModelConfig::load(&dir)?, ChatTokenizer::load(&dir)?);
     let (stored, hidden_size) = (reference.number("hidden_size")?, config.hidden_size as usize);
@@ -98,7 +99,7 @@ fn identity(args: &ImportArgs, reference: &Reference, verbosity: Verbosity) -> a
         template: template.digest(&tokenizer, &chat_formats()),
         chat_template: template.name.clone(),
         system_prompt: template.default_system.clone(),
-        taps: reference.taps()?,
+        taps: reference.target_layer_ids()?,
         max_length: reference.number("max_length")?,
         hidden_size,
         vocab_size: config.vocab_size as usize,

@@ -5,13 +5,13 @@ use std::io::Write;
 use deepspec_capture::cache::{Manifest, verify};
 use deepspec_core::cli::{self, ExitWith, Verbosity, count};
 
-use super::{ByteProgress, Place, mib};
+use super::{ByteProgress, CacheDirArgs, mib};
 
 /// Which cache to check.
 #[derive(clap::Args)]
 pub struct Args {
     #[command(flatten)]
-    place: Place,
+    place: CacheDirArgs,
 }
 
 /// Runs the command.

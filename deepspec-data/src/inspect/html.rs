@@ -3,7 +3,7 @@
 use std::io::{self, Write};
 
 use super::inspection::Inspection;
-use super::render::{Segment, ShownRow, visible};
+use super::render::{RenderedRow, Segment, show_control_characters};
 
 const STYLE: &str = "
 :root { color-scheme: light dark; --ink: #1b1b1b; --paper: #fff; --quiet: #8a8a8a; --line: #ddd; --learnt: #c9efc9; --wrong: #b00020 }
@@ -16,7 +16,7 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; border: 1px solid var(--li
 ";
 
 /// Writes the start of the page: legend, summary and findings.
-pub fn begin(out: &mut impl Write, inspection: &Inspection) -> io::Result<()> {
+pub fn write_page_start(out: &mut impl Write, inspection: &Inspection) -> io::Result<()> {
     write!(
         out,
         "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">\
@@ -26,7 +26,7 @@ pub fn begin(out: &mut impl Write, inspection: &Inspection) -> io::Result<()> {
          <span class=\"learnt special\">supervised special tokens</span>, <span class=\"cut\">behind the maximal length</span></p>\n<table>\n"
     )?;
     for (name, value) in inspection.summary.lines() {
-        writeln!(out, "<tr><th>{}</th><td>{}</td></tr>", escaped(name), escaped(&value))?;
+        writeln!(out, "<tr><th>{}</th><td>{}</td></tr>", escape_html(name), escape_html(&value))?;
     }
     writeln!(out, "</table>")?;
     if !inspection.findings.is_empty() {
@@ -35,7 +35,7 @@ pub fn begin(out: &mut impl Write, inspection: &Inspection) -> io::Result<()> {
     }
     for finding in &inspection.findings {
         let (file, id) = (finding.file.display().to_string(), finding.id.as_deref().unwrap_or_default());
-        let (file, id, reason) = (escaped(&file), escaped(id), escaped(&finding.reason));
+        let (file, id, reason) = (escape_html(&file), escape_html(id), escape_html(&finding.reason));
         writeln!(out, "<tr><td>{file}:{}</td><td>{id}</td><td>{reason}</td></tr>", finding.line)?;
     }
     if !inspection.findings.is_empty() {
@@ -45,10 +45,10 @@ pub fn begin(out: &mut impl Write, inspection: &Inspection) -> io::Result<()> {
 }
 
 /// Writes a row.
-pub fn row(out: &mut impl Write, row: &ShownRow) -> io::Result<()> {
-    writeln!(out, "<h2>{}</h2>", escaped(&row.headline()))?;
+pub fn write_row(out: &mut impl Write, row: &RenderedRow) -> io::Result<()> {
+    writeln!(out, "<h2>{}</h2>", escape_html(&row.headline()))?;
     for problem in &row.problems {
-        writeln!(out, "<p class=\"wrong\">{}</p>", escaped(problem))?;
+        writeln!(out, "<p class=\"wrong\">{}</p>", escape_html(problem))?;
     }
     // A browser drops the first line end after `<pre>`, so this one keeps the row's own.
     writeln!(out, "<pre>")?;
@@ -56,19 +56,19 @@ pub fn row(out: &mut impl Write, row: &ShownRow) -> io::Result<()> {
         let classes = [(*supervised, "learnt"), (*special, "special"), (*cut, "cut")];
         let classes: Vec<&str> = classes.iter().filter(|(is, _)| *is).map(|(_, class)| *class).collect();
         match classes.as_slice() {
-            [] => write!(out, "{}", escaped(text))?,
-            classes => write!(out, "<span class=\"{}\">{}</span>", classes.join(" "), escaped(text))?,
+            [] => write!(out, "{}", escape_html(text))?,
+            classes => write!(out, "<span class=\"{}\">{}</span>", classes.join(" "), escape_html(text))?,
         }
     }
     writeln!(out, "</pre>")
 }
 
 /// Ends the page.
-pub fn end(out: &mut impl Write) -> io::Result<()> {
+pub fn write_page_end(out: &mut impl Write) -> io::Result<()> {
     writeln!(out, "</body></html>")
 }
 
-fn escaped(text: &str) -> String {
+fn escape_html(text: &str) -> String {
     let marks = [('&', "&amp;"), ('<', "&lt;"), ('>', "&gt;"), ('"', "&quot;"), ('\'', "&#39;")];
-    marks.into_iter().fold(visible(text), |text, (mark, name)| text.replace(mark, name))
+    marks.into_iter().fold(show_control_characters(text), |text, (mark, name)| text.replace(mark, name))
 }

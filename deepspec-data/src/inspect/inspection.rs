@@ -11,11 +11,11 @@ use deepspec_text::Problem;
 use rayon::prelude::*;
 use serde::Serialize;
 
-use super::row::{Examined, RowOutcome, examine};
+use super::row::{MaskedRow, RowOutcome, check_line};
 use super::settings::MaskSettings;
 use super::summary::{Lengths, Summary};
 
-/// Rows per progress update, which limits the text in memory.
+/// Rows per batch. It limits the text in memory and the frequency of progress updates.
 const BATCH: usize = 128;
 
 /// A problem of a row.
@@ -52,7 +52,11 @@ pub struct Inspection {
 
 impl Inspection {
     /// Checks every row of `files`.
-    pub fn of(files: &[PathBuf], settings: &MaskSettings, verbosity: Verbosity) -> anyhow::Result<Self> {
+    pub fn check_files(
+        files: &[PathBuf],
+        settings: &MaskSettings,
+        verbosity: Verbosity,
+    ) -> anyhow::Result<Self> {
         let mut total = 0;
         for file in files {
             for line in RawLines::open(file)? {
@@ -66,11 +70,11 @@ impl Inspection {
         inspection.summary.max_length = settings.max_length;
         inspection.summary.tags_agree = settings.other.as_ref().map(|_| 0);
         let (mut ids, mut lengths) = (UniqueIds::default(), Vec::new());
-        for batch in jsonl::batches_of(files, BATCH) {
+        for batch in jsonl::line_batches_of_files(files, BATCH) {
             let (file, batch) = batch?;
             let outcomes: Vec<(usize, RowOutcome)> = batch
                 .into_par_iter()
-                .map(|line| (line.number, examine(settings, line.parse(file))))
+                .map(|line| (line.number, check_line(settings, line.parse(file))))
                 .collect();
             progress.add(outcomes.len() as u64, String::new);
             for (line, outcome) in outcomes {
@@ -84,7 +88,7 @@ impl Inspection {
     }
 
     /// Adds a problem.
-    pub fn find(&mut self, file: &Path, line: usize, id: Option<String>, reason: String) {
+    pub fn add_finding(&mut self, file: &Path, line: usize, id: Option<String>, reason: String) {
         self.findings.push(Finding { file: file.to_path_buf(), line, id, reason });
     }
 
@@ -107,19 +111,19 @@ impl Inspection {
             }
             RowOutcome::Unusable(id, reason) => {
                 self.summary.unusable += 1;
-                return self.find(file, line, id, reason);
+                return self.add_finding(file, line, id, reason);
             }
             RowOutcome::Row(row) => row,
         };
-        let id = row.named(ids, place);
+        let id = row.assign_unique_id(ids, place);
         lengths.push(u32::try_from(row.supervised.untruncated_len).unwrap_or(u32::MAX));
-        self.count(file, line, &row, settings);
+        self.count_row(file, line, &row, settings);
         for problem in &row.checked.problems {
-            self.find(file, line, Some(id.clone()), problem.to_string());
+            self.add_finding(file, line, Some(id.clone()), problem.to_string());
         }
     }
 
-    fn count(&mut self, file: &Path, line: usize, row: &Examined, settings: &MaskSettings) {
+    fn count_row(&mut self, file: &Path, line: usize, row: &MaskedRow, settings: &MaskSettings) {
         let (summary, problems) = (&mut self.summary, &row.checked.problems);
         let any = |kind: fn(&Problem) -> bool| usize::from(problems.iter().any(kind));
         summary.empty_masks += any(|problem| matches!(problem, Problem::Empty { .. }));
@@ -133,7 +137,7 @@ impl Inspection {
             (true, true) => summary.too_short += 1,
             (true, false) => summary.good += 1,
         }
-        summary.cut += usize::from(row.is_cut());
+        summary.cut += usize::from(row.is_truncated());
         summary.tokens += row.supervised.input_ids.len() as u64;
         summary.supervised_tokens += row.supervised.supervised_count() as u64;
         let given = row.lacks_system() && settings.template.default_system.is_some();

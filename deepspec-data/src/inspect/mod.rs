@@ -23,7 +23,7 @@ pub use args::Args;
 
 use crate::same_file;
 use inspection::Inspection;
-use render::ShownRow;
+use render::RenderedRow;
 use settings::MaskSettings;
 
 /// Problems that are printed; `--json` and `--html` have all.
@@ -35,9 +35,9 @@ const SHOWN_PROBLEMS: usize = 10;
 /// With a usage error. Exits with code 1 if a row is unusable, its mask is empty or differs from
 /// the assistant's messages, or if its served prompt differs.
 pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
-    check(args)?;
+    check_args(args)?;
     let settings = MaskSettings::new(args, verbosity)?;
-    let mut inspection = Inspection::of(&args.input, &settings, verbosity)?;
+    let mut inspection = Inspection::check_files(&args.input, &settings, verbosity)?;
     if inspection.summary.rows == 0 {
         let files: Vec<String> = args.input.iter().map(|input| input.display().to_string()).collect();
         usage!("--input {}: no rows", files.join(" "));
@@ -60,18 +60,18 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     report(&inspection)
 }
 
-fn check(args: &Args) -> anyhow::Result<()> {
+fn check_args(args: &Args) -> anyhow::Result<()> {
     if let Some(missing) = args.input.iter().find(|input| !input.is_file()) {
         usage!("--input {}: no such file", missing.display());
     }
-    if let Some(problem) = args.input.iter().find_map(|input| jsonl::check_lines(input).err()) {
+    if let Some(problem) = args.input.iter().find_map(|input| jsonl::check_is_json_lines(input).err()) {
         usage!("--input {problem}");
     }
     if args.max_length == Some(0) {
         usage!("--max-length must be at least 1");
     }
     if let Some(path) =
-        args.html.as_ref().filter(|path| args.input.iter().any(|input| same_file::same(input, path)))
+        args.html.as_ref().filter(|path| args.input.iter().any(|input| same_file::is_same_file(input, path)))
     {
         usage!("--html {} is also an input", path.display());
     }
@@ -83,10 +83,10 @@ impl Args {
     fn each_shown(
         &self,
         settings: &MaskSettings,
-        show: impl FnMut(ShownRow) -> anyhow::Result<()>,
+        show: impl FnMut(RenderedRow) -> anyhow::Result<()>,
     ) -> anyhow::Result<()> {
         let most = if self.all || !self.id.is_empty() { usize::MAX } else { self.limit };
-        render::each(&self.input, settings, &self.id, most, show)
+        render::each_rendered_row(&self.input, settings, &self.id, most, show)
     }
 }
 
@@ -98,7 +98,7 @@ fn print_text(args: &Args, settings: &MaskSettings, inspection: &Inspection) -> 
         let colour = io::stdout().is_terminal() && !env::no_color();
         args.each_shown(settings, |row| {
             found.push(row.id.clone());
-            Ok(terminal::write(&mut out, &row, colour)?)
+            Ok(terminal::write_row(&mut out, &row, colour)?)
         })?;
     } else {
         found.extend(args.id.iter().cloned());
@@ -138,12 +138,12 @@ fn write_html(
 ) -> anyhow::Result<()> {
     let mut missing: Vec<&String> = args.id.iter().collect();
     let mut page = vec![];
-    html::begin(&mut page, inspection)?;
+    html::write_page_start(&mut page, inspection)?;
     args.each_shown(settings, |row| {
         missing.retain(|id| **id != row.id);
-        Ok(html::row(&mut page, &row)?)
+        Ok(html::write_row(&mut page, &row)?)
     })?;
-    html::end(&mut page)?;
+    html::write_page_end(&mut page)?;
     if let Some(missing) = missing.first() {
         usage!("--id {missing}: no usable row has it");
     }
@@ -169,5 +169,5 @@ fn report(inspection: &Inspection) -> anyhow::Result<()> {
     if inspection.findings.is_empty() {
         return Ok(());
     }
-    Err(ExitWith { code: 1, reason: inspection.summary.verdict() }.into())
+    Err(ExitWith { code: 1, reason: inspection.summary.failure_reason() }.into())
 }

@@ -8,7 +8,7 @@ use deepspec_text::{ChatTokenizer, Served, Supervised, TextError};
 use rayon::prelude::*;
 use serde::Serialize;
 
-use super::row::{Examined, RowOutcome, examine};
+use super::row::{MaskedRow, RowOutcome, check_line};
 use super::settings::MaskSettings;
 
 /// Rows that are rendered at once.
@@ -29,7 +29,7 @@ pub struct Segment {
 
 /// A row with its segments.
 #[derive(Serialize)]
-pub struct ShownRow {
+pub struct RenderedRow {
     /// The file.
     pub file: PathBuf,
     /// 1-based line number.
@@ -50,15 +50,15 @@ pub struct ShownRow {
     pub segments: Vec<Segment>,
 }
 
-impl ShownRow {
+impl RenderedRow {
     fn new(
         file: PathBuf,
         line: usize,
         id: String,
-        row: Examined,
+        row: MaskedRow,
         tokenizer: &ChatTokenizer,
     ) -> Result<Self, TextError> {
-        let Examined { supervised, checked, .. } = row;
+        let MaskedRow { supervised, checked, .. } = row;
         Ok(Self {
             file,
             line,
@@ -85,21 +85,21 @@ impl ShownRow {
 
 /// Calls `show` with the rows of these ids, or with all rows if there are no ids. It keeps the
 /// input order and stops after `most` rows.
-pub fn each(
+pub fn each_rendered_row(
     files: &[PathBuf],
     settings: &MaskSettings,
     ids: &[String],
     most: usize,
-    mut show: impl FnMut(ShownRow) -> anyhow::Result<()>,
+    mut show: impl FnMut(RenderedRow) -> anyhow::Result<()>,
 ) -> anyhow::Result<()> {
     let (mut left, mut names, mut place) = (most, UniqueIds::default(), 0);
-    for batch in jsonl::batches_of(files, BATCH) {
+    for batch in jsonl::line_batches_of_files(files, BATCH) {
         let (file, lines) = batch?;
-        let examine = |line: &RawLine| (line.number, examine(settings, line.parse(file)));
+        let check_line = |line: &RawLine| (line.number, check_line(settings, line.parse(file)));
         let mut wanted = vec![];
-        for (line, outcome) in lines.par_iter().map(examine).collect::<Vec<_>>() {
+        for (line, outcome) in lines.par_iter().map(check_line).collect::<Vec<_>>() {
             if let RowOutcome::Row(mut row) = outcome {
-                let id = row.named(&mut names, place);
+                let id = row.assign_unique_id(&mut names, place);
                 if ids.is_empty() || ids.contains(&id) {
                     wanted.push((line, id, *row));
                 }
@@ -108,7 +108,7 @@ pub fn each(
         }
         wanted.truncate(left.saturating_add(1));
         let show_row =
-            |(line, id, row)| ShownRow::new(file.to_path_buf(), line, id, row, &settings.tokenizer);
+            |(line, id, row)| RenderedRow::new(file.to_path_buf(), line, id, row, &settings.tokenizer);
         for row in wanted.into_par_iter().map(show_row).collect::<Result<Vec<_>, _>>()? {
             if left == 0 {
                 return Ok(());
@@ -170,7 +170,7 @@ fn served_segments(tokenizer: &ChatTokenizer, supervised: &Supervised) -> Result
 }
 
 /// Replaces control characters of terminals and pages by visible symbols; tabs and line ends stay.
-pub fn visible(text: &str) -> String {
+pub fn show_control_characters(text: &str) -> String {
     let picture = |character: char| match character {
         '\n' | '\t' => character,
         '\0'..='\u{1F}' => char::from_u32(0x2400 + character as u32).unwrap_or('\u{FFFD}'),
@@ -187,6 +187,9 @@ mod tests {
 
     #[test]
     fn no_character_reaches_the_terminal_as_a_command() {
-        assert_eq!(visible("a\u{1b}[31m\tb\n\r\u{7f}\u{9b}\u{202e}é"), "a␛[31m\tb\n␍␡\u{fffd}\u{fffd}é");
+        assert_eq!(
+            show_control_characters("a\u{1b}[31m\tb\n\r\u{7f}\u{9b}\u{202e}é"),
+            "a␛[31m\tb\n␍␡\u{fffd}\u{fffd}é"
+        );
     }
 }

@@ -3,7 +3,9 @@
 use deepspec_capture::unknown_token;
 use deepspec_core::jsonl::Line;
 use deepspec_core::row::{self, UniqueIds};
-use deepspec_text::{Conversation, MIN_SUPERVISED_TOKENS, Role, RowFindings, Supervised, check, supervise};
+use deepspec_text::{
+    Conversation, MIN_SUPERVISED_TOKENS, Role, RowFindings, Supervised, check_loss_mask, supervise,
+};
 use serde_json::{Map, Value};
 
 use super::settings::MaskSettings;
@@ -11,7 +13,7 @@ use super::settings::MaskSettings;
 /// The result of checking a line.
 pub enum RowOutcome {
     /// A row whose conversation can be rendered.
-    Row(Box<Examined>),
+    Row(Box<MaskedRow>),
     /// A row that `regenerate` could not answer.
     Failed,
     /// A line without a usable row: its id, if any, and the reason.
@@ -19,8 +21,8 @@ pub enum RowOutcome {
 }
 
 /// A row whose conversation was rendered.
-pub struct Examined {
-    /// The row's own id, or the unique one from [`Examined::named`].
+pub struct MaskedRow {
+    /// The row's own id, or the unique one from [`MaskedRow::assign_unique_id`].
     pub id: Option<String>,
     /// The conversation.
     pub conversation: Conversation,
@@ -32,16 +34,16 @@ pub struct Examined {
     pub agrees: Option<bool>,
 }
 
-impl Examined {
+impl MaskedRow {
     /// Makes the id of the row with index `place` unique.
-    pub fn named(&mut self, ids: &mut UniqueIds, place: usize) -> String {
-        let id = ids.name(self.id.as_deref(), place);
+    pub fn assign_unique_id(&mut self, ids: &mut UniqueIds, place: usize) -> String {
+        let id = ids.assign_id(self.id.as_deref(), place);
         self.id = Some(id.clone());
         id
     }
 
     /// Whether the row was truncated.
-    pub fn is_cut(&self) -> bool {
+    pub fn is_truncated(&self) -> bool {
         self.supervised.untruncated_len > self.supervised.input_ids.len()
     }
 
@@ -57,7 +59,7 @@ impl Examined {
 }
 
 /// Checks a line.
-pub fn examine(settings: &MaskSettings, line: Line) -> RowOutcome {
+pub fn check_line(settings: &MaskSettings, line: Line) -> RowOutcome {
     let fields = match line {
         Line::Row(_, fields) => fields,
         Line::Bad(bad) => return RowOutcome::Unusable(None, bad.problem),
@@ -65,21 +67,21 @@ pub fn examine(settings: &MaskSettings, line: Line) -> RowOutcome {
     if fields.get("status").is_some_and(|status| status == "error") {
         return RowOutcome::Failed;
     }
-    let id = match row::own_id(&fields) {
+    let id = match row::optional_id(&fields) {
         Ok(id) => id,
         Err(problem) => return RowOutcome::Unusable(None, problem),
     };
-    match examine_row(settings, id.clone(), &fields) {
+    match check_row(settings, id.clone(), &fields) {
         Ok(examined) => RowOutcome::Row(Box::new(examined)),
         Err(problem) => RowOutcome::Unusable(id, problem),
     }
 }
 
-fn examine_row(
+fn check_row(
     settings: &MaskSettings,
     id: Option<String>,
     fields: &Map<String, Value>,
-) -> Result<Examined, String> {
+) -> Result<MaskedRow, String> {
     let one_line = |error: &dyn std::error::Error| error.to_string().replace('\n', " ");
     let MaskSettings { tokenizer, template, other, max_length, vocab_size, .. } = settings;
     let conversation = Conversation::from_row(fields).map_err(|error| one_line(&error))?;
@@ -90,11 +92,12 @@ fn examine_row(
     if let Some(problem) = unknown {
         return Err(problem);
     }
-    let checked = check(tokenizer, template, &conversation, &supervised).map_err(|error| one_line(&error))?;
+    let checked =
+        check_loss_mask(tokenizer, template, &conversation, &supervised).map_err(|error| one_line(&error))?;
     let same = |other| {
         let seen = supervise(tokenizer, other, &conversation, *max_length);
         seen.is_ok_and(|seen| seen.loss_mask == supervised.loss_mask)
     };
     let agrees = other.as_ref().map(same);
-    Ok(Examined { id, agrees, conversation, supervised, checked })
+    Ok(MaskedRow { id, agrees, conversation, supervised, checked })
 }

@@ -11,14 +11,14 @@ use serde_json::{Value, json};
 use tokio::runtime::Builder;
 
 use super::inspection::Inspection;
-use super::row::{RowOutcome, examine};
+use super::row::{RowOutcome, check_line};
 use super::settings::MaskSettings;
 use crate::regenerate::openai_messages;
 
 /// Number of rows whose prompts are compared.
-const ROWS: usize = 64;
+const MAX_COMPARED_ROWS: usize = 64;
 /// The environment variable with the server's API key.
-const KEY: &str = "OPENAI_API_KEY";
+const API_KEY_VARIABLE: &str = "OPENAI_API_KEY";
 /// Timeout of a request. Rendering a prompt is fast.
 const TIMEOUT: Duration = Duration::from_secs(30);
 
@@ -48,15 +48,15 @@ pub fn compare(
         _ => usage!("--server {url}: expected a URL such as http://127.0.0.1:8000"),
     }
     let base = url.trim_end_matches('/').trim_end_matches("/v1");
-    env::report_key_in_clear(KEY, base);
-    let probes = probes(files, settings)?;
+    env::warn_unencrypted_key(API_KEY_VARIABLE, base);
+    let probes = collect_probes(files, settings)?;
     let runtime =
         Builder::new_current_thread().enable_all().build().context("starting the network's runtime")?;
     deepspec_hub::prepare_tls();
     let client = Client::builder().timeout(TIMEOUT).build().context("setting up the HTTP client")?;
     let mut differing = 0;
     for probe in &probes {
-        let tokens = match runtime.block_on(ask(&client, base, &probe.before))? {
+        let tokens = match runtime.block_on(request_token_ids(&client, base, &probe.before))? {
             Some(tokens) => tokens,
             None => {
                 let text = format!(
@@ -70,8 +70,8 @@ pub fn compare(
         let ours = served_prompt(&settings.tokenizer, &probe.before)?;
         if ours != tokens {
             differing += 1;
-            let reason = difference(settings, &ours, &tokens)?;
-            inspection.find(&probe.file, probe.line, Some(probe.id.clone()), reason);
+            let reason = describe_difference(settings, &ours, &tokens)?;
+            inspection.add_finding(&probe.file, probe.line, Some(probe.id.clone()), reason);
         }
     }
     inspection.summary.server_differs = differing;
@@ -80,12 +80,12 @@ pub fn compare(
     Ok(())
 }
 
-fn probes(files: &[PathBuf], settings: &MaskSettings) -> anyhow::Result<Vec<Probe>> {
+fn collect_probes(files: &[PathBuf], settings: &MaskSettings) -> anyhow::Result<Vec<Probe>> {
     let mut probes = Vec::new();
-    for batch in jsonl::batches_of(files, ROWS) {
+    for batch in jsonl::line_batches_of_files(files, MAX_COMPARED_ROWS) {
         let (file, lines) = batch?;
         for line in lines {
-            let RowOutcome::Row(row) = examine(settings, line.parse(file)) else { continue };
+            let RowOutcome::Row(row) = check_line(settings, line.parse(file)) else { continue };
             let mut before = row.conversation;
             let last = before.messages.iter().rposition(|message| message.role == Role::Assistant);
             before.messages.truncate(last.unwrap_or(before.messages.len()));
@@ -96,7 +96,7 @@ fn probes(files: &[PathBuf], settings: &MaskSettings) -> anyhow::Result<Vec<Prob
                 id: row.id.unwrap_or_default(),
                 before,
             });
-            if probes.len() == ROWS {
+            if probes.len() == MAX_COMPARED_ROWS {
                 return Ok(probes);
             }
         }
@@ -105,7 +105,11 @@ fn probes(files: &[PathBuf], settings: &MaskSettings) -> anyhow::Result<Vec<Prob
 }
 
 /// The server's token ids of a prompt; None if it has no endpoint for that.
-async fn ask(client: &Client, base: &str, before: &Conversation) -> anyhow::Result<Option<Vec<i64>>> {
+async fn request_token_ids(
+    client: &Client,
+    base: &str,
+    before: &Conversation,
+) -> anyhow::Result<Option<Vec<i64>>> {
     let url = format!("{base}/tokenize");
     let mut body =
         json!({"messages": openai_messages::messages(&before.messages), "add_generation_prompt": true});
@@ -113,7 +117,7 @@ async fn ask(client: &Client, base: &str, before: &Conversation) -> anyhow::Resu
         body["tools"] = tools.clone();
     }
     let mut request = client.post(&url).json(&body);
-    if let Some(key) = env::secret(KEY) {
+    if let Some(key) = env::read_secret(API_KEY_VARIABLE) {
         request = request.bearer_auth(key);
     }
     let response = request.send().await.with_context(|| format!("asking {url}"))?;
@@ -138,7 +142,7 @@ async fn ask(client: &Client, base: &str, before: &Conversation) -> anyhow::Resu
 }
 
 /// The first difference between two prompts.
-fn difference(settings: &MaskSettings, ours: &[i64], theirs: &[i64]) -> anyhow::Result<String> {
+fn describe_difference(settings: &MaskSettings, ours: &[i64], theirs: &[i64]) -> anyhow::Result<String> {
     let at = ours.iter().zip(theirs).take_while(|(a, b)| a == b).count();
     // The server may use another tokenizer, whose ids this one cannot decode.
     let shown = |ids: &[i64]| match ids.get(at) {

@@ -1,9 +1,9 @@
 //! The tokenizer and mask rules of an inspection.
 
 use anyhow::Context;
-use deepspec_capture::{StatesError, chat_template, check_rules, mask_rules};
+use deepspec_capture::{StatesError, chat_template, check_template_tags, mask_rules};
 use deepspec_core::cli::{UsageError, Verbosity};
-use deepspec_core::recipe::{MAX_LENGTH, TemplateRecipe};
+use deepspec_core::recipe::{DEFAULT_MAX_LENGTH, TemplateRecipe};
 use deepspec_core::usage;
 use deepspec_hub::{HubError, model_dir};
 use deepspec_models::{ModelConfig, chat_formats};
@@ -48,10 +48,10 @@ impl MaskSettings {
         let tokenizer = ChatTokenizer::load(&dir).map_err(|error| UsageError(error.to_string()))?;
         let template = match (&recipe, &args.chat_template) {
             (Some(recipe), _) => chat_template(recipe).map_err(|error| UsageError(error.to_string()))?,
-            (None, Some(name)) => named(name)?,
-            (None, None) => guessed(&tokenizer)?,
+            (None, Some(name)) => template_from_name(name)?,
+            (None, None) => detect_template(&tokenizer)?,
         };
-        check_rules(&template, &tokenizer).map_err(UsageError)?;
+        check_template_tags(&template, &tokenizer).map_err(UsageError)?;
         let other = match template.rule {
             MaskRule::Generation => {
                 ChatTemplate::guess(&tokenizer, &chat_formats()).filter(|guess| guess.markers().is_some())
@@ -63,14 +63,14 @@ impl MaskSettings {
         let other =
             other.map(|other| ChatTemplate { default_system: template.default_system.clone(), ..other });
         let mask_token = recipe.as_ref().and_then(|recipe| recipe.drafter.mask_token_id());
-        let own = recipe.map_or(MAX_LENGTH, |recipe| recipe.data.max_length);
+        let own = recipe.map_or(DEFAULT_MAX_LENGTH, |recipe| recipe.data.max_length);
         let max_length = args.max_length.unwrap_or(own);
         let vocab_size = ModelConfig::load(&dir).ok().map(|config| config.vocab_size as usize);
         Ok(Self { tokenizer, template, other, max_length, mask_token, vocab_size })
     }
 }
 
-fn named(name: &str) -> anyhow::Result<ChatTemplate> {
+fn template_from_name(name: &str) -> anyhow::Result<ChatTemplate> {
     let template = TemplateRecipe::Name(name.to_owned()).resolve()?;
     match mask_rules(&template) {
         Ok(template) => Ok(template),
@@ -79,11 +79,11 @@ fn named(name: &str) -> anyhow::Result<ChatTemplate> {
     }
 }
 
-fn guessed(tokenizer: &ChatTokenizer) -> anyhow::Result<ChatTemplate> {
+fn detect_template(tokenizer: &ChatTokenizer) -> anyhow::Result<ChatTemplate> {
     let Some(template) = ChatTemplate::guess(tokenizer, &chat_formats()) else {
         usage!(
             "the model's chat template writes none of the marks that are built in ({}); give --chat-template FILE.yaml with `name`, `assistant_header` and `end_of_turn`",
-            ChatTemplate::names(&chat_formats()).join(", ")
+            ChatTemplate::known_names(&chat_formats()).join(", ")
         );
     };
     tracing::info!("using the mask rules `{}`, which fit the model's chat template", template.name);

@@ -160,7 +160,7 @@ impl Summary {
     }
 
     /// Why the command fails, as one line.
-    pub fn verdict(&self) -> String {
+    pub fn failure_reason(&self) -> String {
         if self.with_problems + self.unusable == 0 {
             return format!("the server renders {} prompts otherwise than we do", self.server_differs);
         }

@@ -2,7 +2,7 @@
 
 use std::io::{self, Write};
 
-use super::render::{Segment, ShownRow, visible};
+use super::render::{RenderedRow, Segment, show_control_characters};
 
 const BOLD: &str = "\x1b[1m";
 const DIM: &str = "\x1b[2m";
@@ -17,11 +17,11 @@ const PLAIN: &str = "\x1b[0m";
 const BRACKETS: [&str; 2] = ["⟦", "⟧"];
 
 /// Prints a row: headline, problems, text and an empty line.
-pub fn write(out: &mut impl Write, row: &ShownRow, colour: bool) -> io::Result<()> {
+pub fn write_row(out: &mut impl Write, row: &RenderedRow, colour: bool) -> io::Result<()> {
     let [bold, red, plain] = if colour { [BOLD, RED, PLAIN] } else { [""; 3] };
-    writeln!(out, "{bold}── {}{plain}", visible(&row.headline()))?;
+    writeln!(out, "{bold}── {}{plain}", show_control_characters(&row.headline()))?;
     for problem in &row.problems {
-        writeln!(out, "{red}!! {}{plain}", visible(problem))?;
+        writeln!(out, "{red}!! {}{plain}", show_control_characters(problem))?;
     }
     let mut supervised = false;
     for segment in &row.segments {
@@ -36,7 +36,7 @@ pub fn write(out: &mut impl Write, row: &ShownRow, colour: bool) -> io::Result<(
             write!(out, "{}", BRACKETS[usize::from(supervised)])?;
             supervised = segment.supervised;
         }
-        write!(out, "{}", visible(&segment.text))?;
+        write!(out, "{}", show_control_characters(&segment.text))?;
     }
     if supervised {
         write!(out, "{}", BRACKETS[1])?;
@@ -56,7 +56,7 @@ fn paint(out: &mut impl Write, segment: &Segment) -> io::Result<()> {
         (false, true) => DIM,
         (false, false) => "",
     };
-    for line in visible(&segment.text).split_inclusive('\n') {
+    for line in show_control_characters(&segment.text).split_inclusive('\n') {
         let (text, end) = line.strip_suffix('\n').map_or((line, ""), |text| (text, "\n"));
         // Shows supervised line ends.
         let mark = if segment.supervised && !end.is_empty() { "⏎" } else { "" };
@@ -69,10 +69,10 @@ fn paint(out: &mut impl Write, segment: &Segment) -> io::Result<()> {
 mod tests {
     use super::*;
 
-    fn row() -> ShownRow {
+    fn row() -> RenderedRow {
         let segment =
             |text: &str, supervised, special| Segment { text: text.into(), supervised, special, cut: false };
-        ShownRow {
+        RenderedRow {
             file: "a.jsonl".into(),
             line: 3,
             id: "x".into(),
@@ -95,7 +95,7 @@ mod tests {
     #[test]
     fn brackets_stand_where_there_is_no_colour() {
         let mut out = Vec::new();
-        write(&mut out, &row(), false).unwrap();
+        write_row(&mut out, &row(), false).unwrap();
         let text = String::from_utf8(out).unwrap();
         assert_eq!(
             text,
@@ -106,7 +106,7 @@ mod tests {
     #[test]
     fn colours_end_with_their_line() {
         let mut out = Vec::new();
-        write(&mut out, &row(), true).unwrap();
+        write_row(&mut out, &row(), true).unwrap();
         let text = String::from_utf8(out).unwrap();
         assert!(
             text.contains("\x1b[2m<s>\x1b[0mhi\x1b[0m\n\x1b[30;42mho\x1b[0m\x1b[90;42m</s>\x1b[0m"),

@@ -12,14 +12,14 @@ use super::settings::Reasoning;
 
 /// Token counts of requests and answers, 0 if the server does not report them.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Tokens {
+pub struct TokenCounts {
     /// Prompt tokens.
     pub prompt: u64,
     /// Completion tokens.
     pub completion: u64,
 }
 
-impl AddAssign for Tokens {
+impl AddAssign for TokenCounts {
     fn add_assign(&mut self, other: Self) {
         self.prompt += other.prompt;
         self.completion += other.completion;
@@ -38,7 +38,7 @@ pub struct Answer {
     /// The finish reason.
     pub finish: FinishReason,
     /// The usage.
-    pub tokens: Tokens,
+    pub tokens: TokenCounts,
     /// The generated token ids, if the server returns them.
     pub token_ids: Option<Value>,
     /// The token ids of the prompt, if the server returns them.
@@ -58,7 +58,7 @@ pub enum AskError {
 
 /// Why a response has no usable answer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum NoAnswer {
+pub enum AnswerError {
     /// It is not a chat completion.
     Invalid(&'static str),
     /// It is a chat completion without text.
@@ -69,15 +69,15 @@ pub enum NoAnswer {
 
 impl Answer {
     /// Parses a chat completion whose request had the stop strings `stops`.
-    pub fn read(text: &str, stops: &[&str]) -> Result<Self, NoAnswer> {
+    pub fn parse(text: &str, stops: &[&str]) -> Result<Self, AnswerError> {
         let mut completion: Value =
-            serde_json::from_str(text).map_err(|_| NoAnswer::Invalid("the answer is not JSON"))?;
-        let tokens = Tokens {
+            serde_json::from_str(text).map_err(|_| AnswerError::Invalid("the answer is not JSON"))?;
+        let tokens = TokenCounts {
             prompt: completion["usage"]["prompt_tokens"].as_u64().unwrap_or(0),
             completion: completion["usage"]["completion_tokens"].as_u64().unwrap_or(0),
         };
         if !completion["error"].is_null() {
-            return Err(NoAnswer::BrokenOff(FinishReason::Error));
+            return Err(AnswerError::BrokenOff(FinishReason::Error));
         }
         let finish = FinishReason::from_choice(&completion["choices"][0], stops);
         let ids = |place: &str| {
@@ -91,9 +91,9 @@ impl Answer {
         let prompt_token_ids = ids("/prompt_token_ids").or_else(|| ids("/choices/0/prompt_token_ids"));
         // Reading a missing key by index gives null, but taking it would panic.
         let message = completion.pointer_mut("/choices/0/message");
-        let mut message = message.ok_or(NoAnswer::Invalid("the answer has no choices"))?.take();
+        let mut message = message.ok_or(AnswerError::Invalid("the answer has no choices"))?.take();
         if finish.completeness() == Completeness::Broken {
-            return Err(NoAnswer::BrokenOff(finish));
+            return Err(AnswerError::BrokenOff(finish));
         }
         let mut thoughts = REASONING_FIELDS.iter().filter_map(|&field| message[field].as_str());
         let mut thoughts = thoughts.find(|thoughts| !thoughts.is_empty()).map(str::to_owned);
@@ -107,7 +107,7 @@ impl Answer {
         if message["content"].is_array() {
             let parts = json!({"role": "assistant", "content": message["content"]});
             let parts = Message::try_from(parts)
-                .map_err(|_| NoAnswer::Invalid("the answer has parts that are no text"))?;
+                .map_err(|_| AnswerError::Invalid("the answer has parts that are no text"))?;
             thoughts = thoughts.or(parts.reasoning_content);
             message["content"] = json!(parts.content);
         }
@@ -115,14 +115,14 @@ impl Answer {
             Value::String(content) if !content.is_empty() => content.clone(),
             // All tokens were reasoning or tool calls.
             Value::Null | Value::String(_) if thoughts.is_some() || tool_calls.is_some() => String::new(),
-            Value::Null | Value::String(_) => return Err(NoAnswer::Empty),
-            _ => return Err(NoAnswer::Invalid("the answer has no text")),
+            Value::Null | Value::String(_) => return Err(AnswerError::Empty),
+            _ => return Err(AnswerError::Invalid("the answer has no text")),
         };
         Ok(Self { content, thoughts, tool_calls, finish, tokens, token_ids, prompt_token_ids })
     }
 
     /// The assistant message for the rest of the conversation.
-    pub fn message(self, reasoning: Reasoning) -> Message {
+    pub fn into_message(self, reasoning: Reasoning) -> Message {
         let mut extra = Map::new();
         if let Some(calls) = self.tool_calls {
             extra.insert("tool_calls".into(), calls);
@@ -156,7 +156,7 @@ mod tests {
 
     #[test]
     fn answers_are_read_with_their_thoughts_and_calls() {
-        let answer = Answer::read(&completion(json!({"content": "a", "reasoning": "b"})), &[]).unwrap();
+        let answer = Answer::parse(&completion(json!({"content": "a", "reasoning": "b"})), &[]).unwrap();
         assert_eq!(
             answer,
             Answer {
@@ -164,19 +164,19 @@ mod tests {
                 thoughts: Some("b".into()),
                 tool_calls: None,
                 finish: FinishReason::Stop,
-                tokens: Tokens { prompt: 5, completion: 3 },
+                tokens: TokenCounts { prompt: 5, completion: 3 },
                 ..Answer::default()
             }
         );
         let thoughts =
-            Answer::read(&completion(json!({"content": null, "reasoning_content": "b"})), &[]).unwrap();
+            Answer::parse(&completion(json!({"content": null, "reasoning_content": "b"})), &[]).unwrap();
         assert_eq!(thoughts.content, "");
         let plain =
-            Answer::read(&completion(json!({"content": "a", "reasoning_content": null})), &[]).unwrap();
+            Answer::parse(&completion(json!({"content": "a", "reasoning_content": null})), &[]).unwrap();
         assert_eq!(plain.thoughts, None);
         let call =
-            Answer::read(&completion(json!({"content": null, "tool_calls": [{"id": "x"}]})), &[]).unwrap();
-        assert_eq!(call.message(Reasoning::Keep).extra["tool_calls"], json!([{"id": "x"}]));
+            Answer::parse(&completion(json!({"content": null, "tool_calls": [{"id": "x"}]})), &[]).unwrap();
+        assert_eq!(call.into_message(Reasoning::Keep).extra["tool_calls"], json!([{"id": "x"}]));
         for broken in [
             "",
             "[]",
@@ -187,7 +187,7 @@ mod tests {
             "{\"choices\":[1]}",
         ] {
             assert!(
-                matches!(Answer::read(broken, &[]), Err(NoAnswer::Invalid(_) | NoAnswer::Empty)),
+                matches!(Answer::parse(broken, &[]), Err(AnswerError::Invalid(_) | AnswerError::Empty)),
                 "{broken}"
             );
         }
@@ -197,12 +197,12 @@ mod tests {
     fn what_a_server_broke_off_is_no_answer() {
         for word in ["abort", "error", "repetition"] {
             let text = completion(json!({"content": "a"})).replace("\"stop\"", &format!("{word:?}"));
-            assert_eq!(Answer::read(&text, &[]), Err(NoAnswer::BrokenOff(FinishReason::parse(word))));
+            assert_eq!(Answer::parse(&text, &[]), Err(AnswerError::BrokenOff(FinishReason::parse(word))));
         }
         let cut = completion(json!({"content": "a"})).replace("\"stop\"", "null");
-        assert_eq!(Answer::read(&cut, &[]).unwrap().finish, FinishReason::Unknown);
-        let stopped = Answer::read(&completion(json!({"content": "a"})), &["END"]).unwrap();
-        assert_eq!(stopped.message(Reasoning::Keep).extra[FINISH_REASON], "stop_sequence");
+        assert_eq!(Answer::parse(&cut, &[]).unwrap().finish, FinishReason::Unknown);
+        let stopped = Answer::parse(&completion(json!({"content": "a"})), &["END"]).unwrap();
+        assert_eq!(stopped.into_message(Reasoning::Keep).extra[FINISH_REASON], "stop_sequence");
     }
 
     #[test]
@@ -211,7 +211,7 @@ mod tests {
             let mut whole: Value = serde_json::from_str(&completion(json!({"content": "a"}))).unwrap();
             let (parent, name) = place.rsplit_once('/').unwrap();
             whole.pointer_mut(parent).unwrap()[name] = value;
-            let Answer { token_ids, prompt_token_ids, .. } = Answer::read(&whole.to_string(), &[]).unwrap();
+            let Answer { token_ids, prompt_token_ids, .. } = Answer::parse(&whole.to_string(), &[]).unwrap();
             (token_ids, prompt_token_ids)
         };
         let ids = json!([3, 4]);
@@ -239,16 +239,16 @@ mod tests {
             finish: FinishReason::Length,
             ..Answer::default()
         };
-        let kept = answer.clone().message(Reasoning::Keep);
+        let kept = answer.clone().into_message(Reasoning::Keep);
         assert_eq!(
             (kept.reasoning_content.as_deref(), &kept.extra["finish_reason"]),
             (Some("b"), &json!("length"))
         );
         // If the server separates the reasoning, think tags in the text belong to the answer.
-        let dropped = answer.clone().message(Reasoning::Drop);
+        let dropped = answer.clone().into_message(Reasoning::Drop);
         assert_eq!((dropped.reasoning_content, dropped.content.as_str()), (None, "<think>x</think>a"));
         let dropped = |content: &str| {
-            Answer { content: content.into(), ..Answer::default() }.message(Reasoning::Drop).content
+            Answer { content: content.into(), ..Answer::default() }.into_message(Reasoning::Drop).content
         };
         assert_eq!(dropped("<think>\na\n</think>\n\nb </think> c"), "b </think> c");
         assert_eq!(
@@ -257,7 +257,7 @@ mod tests {
         );
         assert_eq!(dropped("<|channel>thought\na\n<channel|>b"), "b");
         assert_eq!((dropped("a<channel|>b").as_str(), dropped("<|channel>thought\na").as_str()), ("b", ""));
-        assert_eq!(answer.message(Reasoning::Keep).content, "<think>x</think>a");
+        assert_eq!(answer.into_message(Reasoning::Keep).content, "<think>x</think>a");
     }
 
     /// Completions with nulls, other types and unknown keys anywhere parse to an answer or give an
@@ -298,22 +298,24 @@ mod tests {
                 0 => String::from_utf8_lossy(&dice.line(completion)).into_owned(),
                 _ => completion.to_string(),
             };
-            match Answer::read(&text, if dice.roll(2) == 0 { &["END"] } else { &[] }) {
+            match Answer::parse(&text, if dice.roll(2) == 0 { &["END"] } else { &[] }) {
                 Ok(answer) => {
                     read += 1;
                     assert_ne!(answer.finish.completeness(), Completeness::Broken, "seed {seed}: {text}");
                     assert!(
-                        !answer.clone().message(Reasoning::Keep).is_empty()
+                        !answer.clone().into_message(Reasoning::Keep).is_empty()
                             || answer.content.trim().is_empty(),
                         "seed {seed}: {text}"
                     );
                 }
-                Err(NoAnswer::Empty) => {}
-                Err(NoAnswer::Invalid(why)) => {
+                Err(AnswerError::Empty) => {}
+                Err(AnswerError::Invalid(why)) => {
                     none += 1;
                     assert!(why.len() > 10, "seed {seed}: {why}");
                 }
-                Err(NoAnswer::BrokenOff(reason)) => assert_eq!(reason.completeness(), Completeness::Broken),
+                Err(AnswerError::BrokenOff(reason)) => {
+                    assert_eq!(reason.completeness(), Completeness::Broken)
+                }
             }
         }
         assert!(read > 5_000 && none > 1_000, "{read} read, {none} none");

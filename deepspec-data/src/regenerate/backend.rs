@@ -5,10 +5,10 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use anyhow::anyhow;
 use deepspec_engine::EngineError;
-use deepspec_serve::{ChatError, ChatModel, ChatRequest, parse, random_u64};
+use deepspec_serve::{ChatError, ChatModel, ChatRequest, parse_chat_request, random_u64};
 use serde_json::{Map, Value, json};
 
-use super::answer::{Answer, AskError, Tokens};
+use super::answer::{Answer, AskError, TokenCounts};
 use super::pool::Pool;
 
 /// A backend that answers requests.
@@ -74,7 +74,7 @@ impl Embedded {
     async fn ask(&self, body: Value) -> Result<Answer, ChatError> {
         // `serve` parses requests with the same function, so that both give equal answers.
         let defaults = self.model.defaults();
-        let request = parse(body.to_string().as_bytes(), &self.name, defaults, random_u64())?;
+        let request = parse_chat_request(body.to_string().as_bytes(), &self.name, defaults, random_u64())?;
         self.in_flight.fetch_add(1, Ordering::Relaxed);
         let answer = self.answer(&request).await;
         self.in_flight.fetch_sub(1, Ordering::Relaxed);
@@ -93,11 +93,11 @@ impl Embedded {
             // The reasoning is already separate, so think tags in the content stay.
             thoughts: Some(whole.reasoning),
             tool_calls: None,
-            finish: reply.finish().unwrap_or_default(),
-            tokens: Tokens { prompt: usage.prompt as u64, completion: usage.completion as u64 },
+            finish: reply.finish_reason().unwrap_or_default(),
+            tokens: TokenCounts { prompt: usage.prompt as u64, completion: usage.completion as u64 },
             // A padded vocabulary has ids beyond the tokenizer's. Without ids, training tokenises
             // the text.
-            token_ids: (request.return_token_ids && self.model.knows(reply.token_ids()))
+            token_ids: (request.return_token_ids && self.model.has_token_ids(reply.token_ids()))
                 .then(|| json!(reply.token_ids())),
             prompt_token_ids: request.return_token_ids.then(|| json!(reply.prompt_token_ids())),
         })

@@ -10,19 +10,19 @@ use deepspec_core::digest;
 pub struct IdSet(HashSet<u128>);
 
 /// The first 128 bits of an id's SHA-256.
-fn key(id: &str) -> u128 {
+fn id_hash(id: &str) -> u128 {
     digest::fingerprint(id.as_bytes())
 }
 
 impl IdSet {
     /// Adds an id; false if the set had it.
     pub fn insert(&mut self, id: &str) -> bool {
-        self.0.insert(key(id))
+        self.0.insert(id_hash(id))
     }
 
     /// Whether the set has an id.
     pub fn contains(&self, id: &str) -> bool {
-        self.0.contains(&key(id))
+        self.0.contains(&id_hash(id))
     }
 
     /// Number of ids.

@@ -31,14 +31,14 @@ pub struct InputIndex {
 type Parsed = (usize, Result<Row, String>);
 
 /// Reads all inputs once.
-pub fn index(inputs: &[PathBuf], settings: &RequestSettings) -> Result<InputIndex, FileError> {
+pub fn index_inputs(inputs: &[PathBuf], settings: &RequestSettings) -> Result<InputIndex, FileError> {
     let mut index = InputIndex::default();
     // Rows are assigned to workers by id, equally in all workers. Worker 0 reports malformed lines.
     let falls_here = |id: &str| settings.worker.builds(digest::fingerprint(id.as_bytes()) as usize);
-    let mut names = Names::default();
-    for batch in jsonl::batches_of(inputs, BATCH) {
+    let mut names = IdAssigner::default();
+    for batch in jsonl::line_batches_of_files(inputs, BATCH) {
         let (file, batch) = batch?;
-        for (line, row) in names.given(parse(file, batch, settings)) {
+        for (line, row) in names.assign_ids(parse_batch(file, batch, settings)) {
             let here = row.as_ref().map_or(settings.worker.builds(0), |row| falls_here(&row.id));
             if let Some(Err(reason)) = here.then(|| row.and_then(|row| index.add(&row, settings))) {
                 index.rejected.push(Rejected { file: file.to_path_buf(), line, reason });
@@ -63,27 +63,27 @@ impl InputIndex {
 }
 
 /// The wanted rows of all inputs, with one row per sample.
-pub fn select<'a>(
+pub fn select_rows<'a>(
     inputs: &'a [PathBuf],
     settings: &'a RequestSettings,
     wanted: impl Fn(&str) -> bool + 'a,
 ) -> impl Iterator<Item = Result<Row, FileError>> + 'a {
-    rows(inputs, settings).flat_map(move |row| match row {
+    usable_rows(inputs, settings).flat_map(move |row| match row {
         Err(error) => vec![Err(error)],
         Ok(row) => row.samples(settings.samples).into_iter().filter(|row| wanted(&row.id)).map(Ok).collect(),
     })
 }
 
 /// All usable rows, in the order of the inputs.
-pub fn rows<'a>(
+pub fn usable_rows<'a>(
     inputs: &'a [PathBuf],
     settings: &'a RequestSettings,
 ) -> impl Iterator<Item = Result<Row, FileError>> + 'a {
-    let mut names = Names::default();
-    jsonl::batches_of(inputs, BATCH).flat_map(move |batch| match batch {
+    let mut names = IdAssigner::default();
+    jsonl::line_batches_of_files(inputs, BATCH).flat_map(move |batch| match batch {
         Err(error) => vec![Err(error)],
         Ok((file, batch)) => {
-            let rows = names.given(parse(file, batch, settings));
+            let rows = names.assign_ids(parse_batch(file, batch, settings));
             rows.into_iter().filter_map(|(_, row)| row.ok().map(Ok)).collect()
         }
     })
@@ -91,24 +91,24 @@ pub fn rows<'a>(
 
 /// Makes the ids of usable rows unique, in the order of the inputs.
 #[derive(Default)]
-struct Names {
+struct IdAssigner {
     ids: UniqueIds,
     /// Number of lines so far.
     lines: usize,
 }
 
-impl Names {
-    fn given(&mut self, parsed: Vec<Parsed>) -> Vec<Parsed> {
+impl IdAssigner {
+    fn assign_ids(&mut self, parsed: Vec<Parsed>) -> Vec<Parsed> {
         let name = |(line, row): Parsed| {
             let place = self.lines;
             self.lines += 1;
-            (line, row.map(|row| row.named(&mut self.ids, place)))
+            (line, row.map(|row| row.with_unique_id(&mut self.ids, place)))
         };
         parsed.into_iter().map(name).collect()
     }
 }
 
-fn parse(file: &Path, batch: Vec<RawLine>, settings: &RequestSettings) -> Vec<Parsed> {
+fn parse_batch(file: &Path, batch: Vec<RawLine>, settings: &RequestSettings) -> Vec<Parsed> {
     let parse = |line: RawLine| match line.parse(file) {
         Line::Row(line, fields) => (line, Row::parse(fields, settings)),
         Line::Bad(BadLine { line, problem, .. }) => (line, Err(problem)),

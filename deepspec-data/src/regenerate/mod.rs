@@ -39,13 +39,13 @@ use index::InputIndex;
 use pool::{Options, Pool};
 use report::RunStats;
 use settings::{RequestSettings, Sampling};
-use store::{Done, ResultStore};
+use store::{FinishedRows, ResultStore};
 use work::{Ending, Work};
 
 /// Exit code of an interrupted run that resumes when it is started again.
-const TRY_AGAIN: u8 = 75;
+const TRY_AGAIN_EXIT_CODE: u8 = 75;
 /// Number of requests that a dry run shows.
-const SHOWN: usize = 3;
+const MAX_SHOWN_REQUESTS: usize = 3;
 
 /// Arguments of `regenerate`.
 #[derive(clap::Args)]
@@ -99,8 +99,9 @@ impl Args {
 /// Runs the command.
 ///
 /// # Errors
-/// With a usage error. Exits with code 1 if rows failed or were malformed or no server answers, and
-/// with 75 if a signal stopped the run.
+/// Exits with code 2 on a usage error. Exits with code 1 if rows failed or were malformed, if no
+/// backend answers, or if a file cannot be read or written. Also exits with code 1 if rows stay
+/// pending because the inputs changed. Exits with code 75 if a signal stopped the run.
 pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     check(args)?;
     let inputs = Inputs::open(args, verbosity)?;
@@ -115,7 +116,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     store.sync()?;
     stats.write(&store, backend.as_deref())?;
     stats.print(&store, backend.as_deref())?;
-    conclude(ending, &store)
+    exit_result(ending, &store)
 }
 
 /// Everything that is read before the first request.
@@ -135,7 +136,7 @@ impl Inputs {
         let settings =
             Arc::new(RequestSettings::new(&args.input, args.model(), weights, &args.sampling, args.worker)?);
         reuse::check(&args.reuse, &settings)?;
-        let index = Arc::new(index::index(&args.input, &settings)?);
+        let index = Arc::new(index::index_inputs(&args.input, &settings)?);
         // A worker's share of few rows may be empty.
         if index.ids.len() + index.rejected.len() == 0 && args.worker == Worker::ALONE {
             let inputs: Vec<String> = args.input.iter().map(|path| path.display().to_string()).collect();
@@ -154,7 +155,7 @@ impl Inputs {
         }
         let mut stats = RunStats::new();
         if !args.reuse.is_empty() && store.pending() > 0 {
-            stats.reused = reuse::take_over(&args.reuse, &args.input, settings, &mut store)?;
+            stats.reused = reuse::reuse_answers(&args.reuse, &args.input, settings, &mut store)?;
             tracing::info!("{} taken over from earlier outputs", cli::count(stats.reused, "row"));
         }
         Ok((store, stats))
@@ -179,7 +180,7 @@ impl Inputs {
         let work = Work {
             inputs: args.input.clone(),
             settings: self.settings,
-            workers: workers(&backend, args.asking.concurrency),
+            workers: concurrent_rows(&backend, args.asking.concurrency),
             backend: Arc::clone(&backend),
             store,
             stats,
@@ -200,7 +201,7 @@ fn check(args: &Args) -> anyhow::Result<()> {
             _ if input.is_dir() => usage!("--input {} is a folder; name its files", input.display()),
             _ if !input.is_file() => usage!("--input {}: no such file", input.display()),
             _ => {
-                if let Err(problem) = jsonl::check_lines(input) {
+                if let Err(problem) = jsonl::check_is_json_lines(input) {
                     usage!("--input {problem}");
                 }
             }
@@ -211,9 +212,9 @@ fn check(args: &Args) -> anyhow::Result<()> {
         usage!("--output {}: rows are appended one by one and not compressed", args.output.display());
     }
     // Compares files rather than path names, because `--overwrite` empties or removes the outputs.
-    for written in store::files(&args.output) {
+    for written in store::output_files(&args.output) {
         for read in args.input.iter().chain(&args.reuse) {
-            if same_file::same(&written, read) {
+            if same_file::is_same_file(&written, read) {
                 usage!(
                     "--output {}: it would replace {}, which is read",
                     args.output.display(),
@@ -241,7 +242,7 @@ fn open_backend(args: &Args, embedded: Option<(PathBuf, EngineArgs)>) -> anyhow:
 
 /// Number of rows in progress. Servers get more than they have slots, so that no slot waits for a
 /// row.
-fn workers(backend: &Backend, concurrency: usize) -> usize {
+fn concurrent_rows(backend: &Backend, concurrency: usize) -> usize {
     match backend {
         Backend::Servers(pool) => 2 * pool.capacity(),
         Backend::Embedded(_) => concurrency,
@@ -251,25 +252,29 @@ fn workers(backend: &Backend, concurrency: usize) -> usize {
 /// Prints the plan of a run and its first requests, without sending or writing anything.
 fn dry_run(args: &Args, inputs: &Inputs) -> anyhow::Result<()> {
     let (settings, index) = (&*inputs.settings, &*inputs.index);
-    let mut done = if args.overwrite { Done::default() } else { Done::read(&args.output, settings, index)? };
+    let mut done = if args.overwrite {
+        FinishedRows::default()
+    } else {
+        FinishedRows::read(&args.output, settings, index)?
+    };
     if args.retry_failed {
         done.failed.clear();
     }
-    let wanted = |id: &str| index.ids.contains(id) && done.lacks(id);
+    let wanted = |id: &str| index.ids.contains(id) && done.is_pending(id);
     let (mut reused, mut taken, ok, failed) = (0, IdSet::default(), done.ok.len(), done.failed.len());
     if !args.reuse.is_empty() {
-        let mut earlier = reuse::Earlier::read(&args.reuse)?;
+        let mut earlier = reuse::EarlierAnswers::read(&args.reuse)?;
         reused = earlier.take(&args.input, settings, wanted, |id, _| {
             taken.insert(id);
             Ok(())
         })?;
     }
     let (mut first, mut asked, mut requests): (Vec<Value>, usize, u64) = (vec![], 0, 0);
-    for row in index::select(&args.input, settings, |id| wanted(id) && !taken.contains(id)) {
+    for row in index::select_rows(&args.input, settings, |id| wanted(id) && !taken.contains(id)) {
         let row = row?;
-        (asked, requests) = (asked + 1, requests + row.turns() as u64);
-        if first.len() < SHOWN {
-            let (id, turns) = (&row.id, row.turns());
+        (asked, requests) = (asked + 1, requests + row.answer_count() as u64);
+        if first.len() < MAX_SHOWN_REQUESTS {
+            let (id, turns) = (&row.id, row.answer_count());
             first.push(json!({"id": id, "requests": turns, "first": row.first_request(settings)}));
         }
     }
@@ -292,14 +297,14 @@ fn first_problem(failed: &Path) -> Option<String> {
 }
 
 /// Converts the end of the run into an exit code.
-fn conclude(ending: Ending, store: &ResultStore) -> anyhow::Result<()> {
+fn exit_result(ending: Ending, store: &ResultStore) -> anyhow::Result<()> {
     let (malformed, failed, pending) =
         (store.index.rejected.len(), store.done().failed.len(), store.pending());
     match ending {
         Ending::Broken(error) => Err(error),
         Ending::Interrupted => {
             let reason = format!("stopped with {pending} rows pending; the same command goes on with them");
-            Err(ExitWith { code: TRY_AGAIN, reason }.into())
+            Err(ExitWith { code: TRY_AGAIN_EXIT_CODE, reason }.into())
         }
         Ending::Finished if pending > 0 => {
             let reason = format!(
@@ -315,7 +320,7 @@ fn conclude(ending: Ending, store: &ResultStore) -> anyhow::Result<()> {
                 reasons.push(format!("{failed} rows failed (see {}{first})", path.display()));
             }
             if malformed > 0 {
-                let rejects = rejected_rows::path(store.output());
+                let rejects = rejected_rows::rejects_path(store.output());
                 reasons.push(format!("{malformed} lines were malformed (see {})", rejects.display()));
             }
             Err(ExitWith { code: 1, reason: reasons.join(", ") }.into())

@@ -20,7 +20,7 @@ pub fn messages(messages: &[Message]) -> Value {
                     let calls: Vec<Value> = calls
                         .iter()
                         .enumerate()
-                        .map(|(place, call)| self::call(call, sent.len(), place))
+                        .map(|(place, call)| self::to_openai_call(call, sent.len(), place))
                         .collect();
                     open = calls.iter().filter_map(|call| call["id"].as_str().map(str::to_owned)).collect();
                     fields.insert("tool_calls".into(), Value::Array(calls));
@@ -46,7 +46,7 @@ pub fn messages(messages: &[Message]) -> Value {
 }
 
 /// One call. Data sets store its arguments as an object, the API as JSON text.
-fn call(call: &Value, message: usize, place: usize) -> Value {
+fn to_openai_call(call: &Value, message: usize, place: usize) -> Value {
     // Some data sets omit the `function` wrapper.
     let function = call.get("function").unwrap_or(call);
     let arguments = match function.get("arguments") {

@@ -1,13 +1,13 @@
 //! A row's own `sampling` settings, which override the run's.
 
-use deepspec_core::jsonl::kind_of;
+use deepspec_core::jsonl::json_type_name;
 use serde_json::{Map, Value, json};
 
 /// The request field with arguments of the chat template, such as `enable_thinking`.
-pub const THINKING: &str = "chat_template_kwargs";
+pub const TEMPLATE_KWARGS: &str = "chat_template_kwargs";
 
 /// Numeric fields of a row's `sampling`, besides `seed`, `stop` and `enable_thinking`.
-const NUMBERS: [&str; 8] = [
+const NUMERIC_FIELDS: [&str; 8] = [
     "temperature",
     "top_p",
     "top_k",
@@ -36,7 +36,9 @@ impl Overrides {
         let fields = match row.get("sampling") {
             None | Some(Value::Null) => return Ok(Self::default()),
             Some(Value::Object(fields)) => fields,
-            Some(other) => return Err(format!("`sampling` must be an object, found {}", kind_of(other))),
+            Some(other) => {
+                return Err(format!("`sampling` must be an object, found {}", json_type_name(other)));
+            }
         };
         let mut overrides = Self::default();
         for (name, value) in fields.iter().filter(|(_, value)| !value.is_null()) {
@@ -55,12 +57,12 @@ impl Overrides {
                     stops.as_array_mut().into_iter().for_each(|stops| stops.retain(|stop| !stop.is_null()));
                     overrides.fields.insert(name.clone(), stops);
                 }
-                number if NUMBERS.contains(&number) => match value {
+                number if NUMERIC_FIELDS.contains(&number) => match value {
                     Value::Number(_) => drop(overrides.fields.insert(name.clone(), value.clone())),
                     _ => return expected("a number"),
                 },
                 _ => {
-                    let known = NUMBERS.join(", ");
+                    let known = NUMERIC_FIELDS.join(", ");
                     return Err(format!(
                         "`sampling.{name}` is unknown (known: {known}, seed, stop, enable_thinking)"
                     ));
@@ -79,7 +81,7 @@ impl Overrides {
     pub fn apply(&self, body: &mut Map<String, Value>) {
         body.extend(self.fields.clone());
         if let Some(thinking) = self.thinking {
-            body.insert(THINKING.into(), json!({"enable_thinking": thinking}));
+            body.insert(TEMPLATE_KWARGS.into(), json!({"enable_thinking": thinking}));
         }
     }
 }

@@ -7,7 +7,7 @@ use deepspec_core::atomic::{self, FileError};
 use deepspec_core::cli;
 use serde_json::{Value, json};
 
-use super::answer::Tokens;
+use super::answer::TokenCounts;
 use super::backend::Backend;
 use super::store::{ResultStore, report_path};
 
@@ -19,7 +19,7 @@ pub struct RunStats {
     /// Rows reused from earlier outputs.
     pub reused: usize,
     /// Tokens of the answered rows.
-    pub tokens: Tokens,
+    pub tokens: TokenCounts,
     /// Concurrent requests, over all servers.
     pub concurrency: usize,
 }
@@ -27,7 +27,7 @@ pub struct RunStats {
 impl RunStats {
     /// Counts of a new run.
     pub fn new() -> Self {
-        Self { started: Instant::now(), rows: 0, reused: 0, tokens: Tokens::default(), concurrency: 0 }
+        Self { started: Instant::now(), rows: 0, reused: 0, tokens: TokenCounts::default(), concurrency: 0 }
     }
 
     /// Restarts the clock, so that loading and reuse do not count as answering.
@@ -35,8 +35,8 @@ impl RunStats {
         self.started = Instant::now();
     }
 
-    /// The note beside the progress bar's count of rows.
-    pub fn note(&self, backend: &Backend) -> String {
+    /// The text beside the progress bar: speed, requests in flight, and the servers' shares.
+    pub fn progress_note(&self, backend: &Backend) -> String {
         let rate = self.tokens.completion as f64 / self.started.elapsed().as_secs_f64().max(1e-9);
         let shares = match backend {
             Backend::Servers(pool) => pool.shares(),
@@ -62,7 +62,7 @@ impl RunStats {
                 "failed": done.failed.len(),
                 "pending": store.pending(),
                 "malformed_lines": store.index.rejected.len(),
-                "cut": done.cut(),
+                "cut": done.truncated_count(),
                 "finish_reasons": done.finished,
                 "broken_off": done.broken_off,
             },
@@ -82,11 +82,11 @@ impl RunStats {
     /// Logs failures of servers, and prints the row counts.
     pub fn print(&self, store: &ResultStore, backend: Option<&Backend>) -> io::Result<()> {
         if let Some(Backend::Servers(pool)) = backend {
-            pool.troubles().iter().for_each(|line| tracing::info!("{line}"));
+            pool.server_failures().iter().for_each(|line| tracing::info!("{line}"));
         }
         if self.rows > 0 {
             let seconds = self.started.elapsed().as_secs_f64().max(1e-9);
-            let Tokens { prompt, completion } = self.tokens;
+            let TokenCounts { prompt, completion } = self.tokens;
             tracing::info!(
                 "{} in {seconds:.1} s ({:.1} rows/s), {prompt} tokens read, {completion} written ({:.0}/s)",
                 cli::count(self.rows as usize, "row"),
@@ -95,11 +95,11 @@ impl RunStats {
             );
         }
         let done = store.done();
-        if done.cut() > 0 {
+        if done.truncated_count() > 0 {
             let reasons = done.finished.iter().map(|(reason, rows)| format!("{rows} {reason}"));
             tracing::info!(
                 "{} with answers that were cut; their end of turn is not learned (finish_reason: {})",
-                cli::count(done.cut(), "row"),
+                cli::count(done.truncated_count(), "row"),
                 reasons.collect::<Vec<_>>().join(", ")
             );
         }

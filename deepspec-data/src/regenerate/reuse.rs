@@ -15,10 +15,10 @@ use super::index;
 use super::rows::Row;
 use super::settings::{RequestSettings, WORKER};
 use super::store::ResultStore;
-use crate::rejected_rows::beside;
+use crate::rejected_rows::with_appended_suffix;
 
-/// Settings that may differ: source of the prompts and worker do not change an answer.
-const FREE: [&str; 2] = ["inputs", WORKER];
+/// Settings that may differ between the runs, because inputs and worker do not change an answer.
+const IGNORED_SETTINGS: [&str; 2] = ["inputs", WORKER];
 
 /// Checks that earlier outputs have these settings.
 ///
@@ -26,15 +26,15 @@ const FREE: [&str; 2] = ["inputs", WORKER];
 /// With a usage error that names differing settings, or a missing file.
 pub fn check(earlier: &[PathBuf], settings: &RequestSettings) -> anyhow::Result<()> {
     for path in earlier {
-        let record = beside(path, ".run.json");
+        let record = with_appended_suffix(path, ".run.json");
         if !path.is_file() || !record.is_file() {
             let missing = if path.is_file() { &record } else { path };
             usage!("--reuse {}: {} does not exist", path.display(), missing.display());
         }
         let record: Value = serde_json::from_str(&atomic::read_text(&record)?)
             .with_context(|| format!("{}: not valid JSON", record.display()))?;
-        let mut differing = settings.differences(&record);
-        differing.retain(|name| !FREE.contains(&name.as_str()));
+        let mut differing = settings.differing_settings(&record);
+        differing.retain(|name| !IGNORED_SETTINGS.contains(&name.as_str()));
         if !differing.is_empty() {
             usage!(
                 "--reuse {}: its answers were made with other settings ({})",
@@ -47,13 +47,13 @@ pub fn check(earlier: &[PathBuf], settings: &RequestSettings) -> anyhow::Result<
 }
 
 /// Positions of the answered rows of earlier outputs by id, in 40 bytes per row.
-pub struct Earlier {
+pub struct EarlierAnswers {
     files: Vec<(PathBuf, BufReader<File>)>,
     /// File and byte offset of each row.
     places: HashMap<u128, (usize, u64)>,
 }
 
-impl Earlier {
+impl EarlierAnswers {
     /// Reads earlier outputs. If an id occurs several times, the last row counts.
     pub fn read(earlier: &[PathBuf]) -> Result<Self, FileError> {
         let (mut files, mut places) = (vec![], HashMap::new());
@@ -64,7 +64,7 @@ impl Earlier {
             while let Some((row, length)) = read_row(&mut reader).map_err(FileError::at("reading", path))? {
                 let answered =
                     |row: &Map<String, Value>| row.get("status").is_some_and(|status| status == "success");
-                if let Some(id) = row.filter(answered).and_then(|row| row::id_of(&row).ok()) {
+                if let Some(id) = row.filter(answered).and_then(|row| row::required_id(&row).ok()) {
                     places.insert(digest::fingerprint(id.as_bytes()), (number, at));
                 }
                 at += length;
@@ -84,9 +84,9 @@ impl Earlier {
         mut take: impl FnMut(&str, Map<String, Value>) -> anyhow::Result<()>,
     ) -> anyhow::Result<usize> {
         let mut taken = 0;
-        for row in index::select(inputs, settings, lacks) {
+        for row in index::select_rows(inputs, settings, lacks) {
             let row = row?;
-            if let Some(fields) = self.answers(&row, settings)? {
+            if let Some(fields) = self.find_answers(&row, settings)? {
                 take(&row.id, fields)?;
                 taken += 1;
             }
@@ -94,7 +94,7 @@ impl Earlier {
         Ok(taken)
     }
 
-    fn answers(
+    fn find_answers(
         &mut self,
         row: &Row,
         settings: &RequestSettings,
@@ -123,17 +123,17 @@ fn read_row(reader: &mut BufReader<File>) -> io::Result<Option<RowAndLength>> {
 }
 
 /// Reuses the answers of earlier outputs; returns the number of rows.
-pub fn take_over(
+pub fn reuse_answers(
     earlier: &[PathBuf],
     inputs: &[PathBuf],
     settings: &RequestSettings,
     store: &mut ResultStore,
 ) -> anyhow::Result<usize> {
     let (done, index) = (store.done().clone(), Arc::clone(&store.index));
-    Earlier::read(earlier)?.take(
+    EarlierAnswers::read(earlier)?.take(
         inputs,
         settings,
-        |id| index.ids.contains(id) && done.lacks(id),
+        |id| index.ids.contains(id) && done.is_pending(id),
         |id, fields| Ok(store.record_ok(id, &fields)?),
     )
 }

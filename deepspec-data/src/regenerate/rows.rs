@@ -6,7 +6,7 @@ use deepspec_text::{
 };
 use serde_json::{Map, Value, json};
 
-use super::answer::{AskError, Tokens};
+use super::answer::{AskError, TokenCounts};
 use super::backend::Backend;
 use super::openai_messages;
 use super::overrides::Overrides;
@@ -15,7 +15,8 @@ use super::settings::{Reasoning, RequestKey, RequestSettings};
 /// A usable input row, or one sample of it.
 #[derive(Debug, Clone)]
 pub struct Row {
-    /// The output row's id as text. A row without an id has an empty one until [`Row::named`].
+    /// The output row's id as text. A row without an id has an empty one until
+    /// [`Row::with_unique_id`].
     pub id: String,
     /// The output row, except for its conversation.
     fields: Map<String, Value>,
@@ -34,30 +35,30 @@ enum Step {
 }
 
 /// An answered row.
-pub struct Answered {
+pub struct AnsweredRow {
     /// The output row.
     pub fields: Map<String, Value>,
     /// Tokens of its requests.
-    pub tokens: Tokens,
+    pub tokens: TokenCounts,
 }
 
 impl Row {
     /// Parses a row and plans its conversation.
     pub fn parse(fields: Map<String, Value>, settings: &RequestSettings) -> Result<Self, String> {
-        let id = row::own_id(&fields)?.unwrap_or_default();
+        let id = row::optional_id(&fields)?.unwrap_or_default();
         let Conversation { messages, tools } =
             Conversation::from_row(&fields).map_err(|error| error.to_string())?;
         let overrides = Overrides::parse(&fields)?;
         if !overrides.is_empty() {
-            settings.trial(&overrides).map_err(|problem| format!("`sampling`: {problem}"))?;
+            settings.check_values(&overrides).map_err(|problem| format!("`sampling`: {problem}"))?;
         }
-        Ok(Self { id, plan: plan(messages)?, tools, fields, overrides })
+        Ok(Self { id, plan: plan_steps(messages)?, tools, fields, overrides })
     }
 
     /// Sets the row's unique id, also in its fields.
-    pub fn named(mut self, ids: &mut UniqueIds, place: usize) -> Self {
+    pub fn with_unique_id(mut self, ids: &mut UniqueIds, place: usize) -> Self {
         let own = Some(self.id.as_str()).filter(|id| !id.is_empty());
-        let id = ids.name(own, place);
+        let id = ids.assign_id(own, place);
         if self.id != id {
             let value = if own.is_none() { json!(place) } else { json!(id) };
             let is_number = value.is_number() && id == value.to_string().as_str();
@@ -89,12 +90,12 @@ impl Row {
     }
 
     /// Requests all answers of the row in order, each with the conversation so far.
-    pub async fn answered(
+    pub async fn generate_answers(
         &self,
         backend: &Backend,
         settings: &RequestSettings,
-    ) -> Result<Answered, AskError> {
-        let (mut said, mut tokens, mut turn) = (vec![], Tokens::default(), 0);
+    ) -> Result<AnsweredRow, AskError> {
+        let (mut said, mut tokens, mut turn) = (vec![], TokenCounts::default(), 0);
         // The reason of the first answer that was cut, else of the last answer.
         let mut finish = FinishReason::default();
         // A conversation stays at one server if possible, because its prefix cache has the
@@ -102,9 +103,9 @@ impl Row {
         let mut home = None;
         for step in &self.plan {
             match step {
-                Step::Message(message) => said.push(settings.recorded(message)),
+                Step::Message(message) => said.push(settings.output_message(message)),
                 Step::Generate => {
-                    let body = settings.body(&said, &self.asked(turn));
+                    let body = settings.body(&said, &self.request_key(turn));
                     let answer = backend.ask(body, &mut home).await?;
                     tokens += answer.tokens;
                     if turn == 0 || finish.is_whole() {
@@ -112,7 +113,7 @@ impl Row {
                     }
                     // The last prompt contains the earlier ones.
                     said.iter_mut().for_each(|message| drop(message.extra.shift_remove(PROMPT_TOKEN_IDS)));
-                    let message = answer.message(settings.reasoning);
+                    let message = answer.into_message(settings.reasoning);
                     if message.is_empty() {
                         let words = match settings.reasoning {
                             Reasoning::Drop => {
@@ -137,7 +138,7 @@ impl Row {
         write_conversation(&mut fields, json!(said));
         fields.insert("status".into(), json!("success"));
         fields.insert(FINISH_REASON.into(), json!(finish.name()));
-        Ok(Answered { fields, tokens })
+        Ok(AnsweredRow { fields, tokens })
     }
 
     /// The body of the row's first request.
@@ -146,11 +147,11 @@ impl Row {
             Step::Message(message) => Some(message.clone()),
             Step::Generate => None,
         });
-        settings.body(&said.collect::<Vec<_>>(), &self.asked(0))
+        settings.body(&said.collect::<Vec<_>>(), &self.request_key(0))
     }
 
     /// Number of answers that the row needs.
-    pub fn turns(&self) -> usize {
+    pub fn answer_count(&self) -> usize {
         self.plan.iter().filter(|step| **step == Step::Generate).count()
     }
 
@@ -182,7 +183,7 @@ impl Row {
     }
 
     /// The output row of a failure, with the finish reason of an answer that was broken off.
-    pub fn failed(self, problem: &str, finish: Option<FinishReason>) -> Map<String, Value> {
+    pub fn into_failed_row(self, problem: &str, finish: Option<FinishReason>) -> Map<String, Value> {
         let mut fields = self.fields;
         fields.shift_remove(FINISH_REASON);
         if let Some(reason) = finish {
@@ -193,7 +194,7 @@ impl Row {
         fields
     }
 
-    fn asked(&self, turn: usize) -> RequestKey<'_> {
+    fn request_key(&self, turn: usize) -> RequestKey<'_> {
         RequestKey { id: &self.id, turn, overrides: &self.overrides, tools: self.tools.as_ref() }
     }
 }
@@ -207,7 +208,7 @@ fn write_conversation(fields: &mut Map<String, Value>, conversation: Value) {
 /// Keeps system, user and tool messages, and plans a request for each assistant turn. Tool calls
 /// with recorded results are kept, because tools are not executed. A call without a result is
 /// generated anew.
-fn plan(messages: Vec<Message>) -> Result<Vec<Step>, String> {
+fn plan_steps(messages: Vec<Message>) -> Result<Vec<Step>, String> {
     let roles: Vec<Role> = messages.iter().map(|message| message.role).collect();
     let spliced: Vec<bool> = messages
         .iter()
@@ -314,7 +315,7 @@ mod tests {
         let (call, user) = (call.unwrap(), Message::new(Role::User, "q"));
         let written = |flags: &[&str], message: &Message| {
             let sampling = Line::try_parse_from([&["x"], flags].concat()).unwrap().sampling;
-            RequestSettings::new(&[], "m", None, &sampling, Worker::ALONE).unwrap().recorded(message)
+            RequestSettings::new(&[], "m", None, &sampling, Worker::ALONE).unwrap().output_message(message)
         };
         assert_eq!(written(&[], &call), call);
         let masked = ["--recorded-calls", "mask"];

@@ -10,7 +10,7 @@ use deepspec_text::{Message, Role, WEIGHT};
 use serde_json::{Map, Value, json};
 
 use super::openai_messages;
-use super::overrides::{Overrides, THINKING};
+use super::overrides::{Overrides, TEMPLATE_KWARGS};
 
 /// Sampling as given; what is not given is not sent, so that the server's defaults hold.
 #[derive(clap::Args)]
@@ -145,7 +145,7 @@ impl RequestSettings {
             ("top_k", json!(sampling.top_k)),
             ("min_p", json!(sampling.min_p)),
             ("max_tokens", json!(sampling.max_tokens)),
-            (THINKING, json!({"enable_thinking": sampling.enable_thinking})),
+            (TEMPLATE_KWARGS, json!({"enable_thinking": sampling.enable_thinking})),
         ];
         let mut shared = Map::new();
         shared.insert("model".into(), json!(model));
@@ -180,14 +180,14 @@ impl RequestSettings {
         let &Sampling { seed, samples, reasoning, recorded_calls, .. } = sampling;
         let settings = Self { record, shared, seed, samples, reasoning, recorded_calls, worker };
         let none = Overrides::default();
-        if let Err(problem) = settings.trial(&none) {
+        if let Err(problem) = settings.check_values(&none) {
             usage!("{problem}");
         }
         Ok(settings)
     }
 
     /// A message of the row as it is written to the output.
-    pub fn recorded(&self, message: &Message) -> Message {
+    pub fn output_message(&self, message: &Message) -> Message {
         let mut written = message.clone();
         if self.recorded_calls == RecordedCalls::Mask && message.role == Role::Assistant {
             written.extra.insert(WEIGHT.into(), json!(0));
@@ -199,7 +199,7 @@ impl RequestSettings {
     ///
     /// # Errors
     /// If a field is out of range; the error names the field and its range.
-    pub fn trial(&self, overrides: &Overrides) -> Result<(), String> {
+    pub fn check_values(&self, overrides: &Overrides) -> Result<(), String> {
         let asked = RequestKey { id: "", turn: 0, overrides, tools: None };
         let mut body = self.body(&[Message::new(Role::User, "?")], &asked);
         // Other servers accept penalties, which deepspec-serve refuses.
@@ -207,7 +207,7 @@ impl RequestSettings {
         let model = body["model"].as_str().unwrap_or_default().to_string();
         let bytes = Value::Object(body).to_string();
         let defaults = deepspec_serve::Defaults::default();
-        deepspec_serve::parse(bytes.as_bytes(), &model, &defaults, 0)
+        deepspec_serve::parse_chat_request(bytes.as_bytes(), &model, &defaults, 0)
             .map(drop)
             .map_err(|error| error.to_string())
     }
@@ -238,7 +238,7 @@ impl RequestSettings {
     }
 
     /// Names of settings that differ from an earlier record.
-    pub fn differences(&self, earlier: &Value) -> Vec<String> {
+    pub fn differing_settings(&self, earlier: &Value) -> Vec<String> {
         let empty = Map::new();
         let earlier = earlier["settings"].as_object().unwrap_or(&empty);
         let mut keys: Vec<&String> = self.record.keys().chain(earlier.keys()).collect();

@@ -16,11 +16,11 @@ use super::ids::IdSet;
 use super::index::InputIndex;
 use super::rows::Row;
 use super::settings::RequestSettings;
-use crate::rejected_rows::{self, beside};
+use crate::rejected_rows::{self, with_appended_suffix};
 
 /// Rows that were answered or failed.
 #[derive(Debug, Default, Clone)]
-pub struct Done {
+pub struct FinishedRows {
     /// Answered rows.
     pub ok: IdSet,
     /// Failed rows.
@@ -31,7 +31,7 @@ pub struct Done {
     pub broken_off: BTreeMap<&'static str, usize>,
 }
 
-impl Done {
+impl FinishedRows {
     /// Reads the outputs without changing them, ignoring an incomplete last line.
     ///
     /// # Errors
@@ -58,7 +58,7 @@ impl Done {
             bail!("id `{id}` stands in both {output} and {failed}; remove one of the rows");
         }
         if done.ok.len() + done.failed.len() > 0 {
-            check_settings(output, &beside(output, ".run.json"), settings)?;
+            check_settings(output, &with_appended_suffix(output, ".run.json"), settings)?;
         }
         Ok(done)
     }
@@ -77,13 +77,13 @@ impl Done {
     }
 
     /// Answered rows with a cut answer.
-    pub fn cut(&self) -> usize {
+    pub fn truncated_count(&self) -> usize {
         let cut = self.finished.iter().filter(|(word, _)| !FinishReason::parse(word).is_whole());
         cut.map(|(_, rows)| rows).sum()
     }
 
     /// Whether a row is neither answered nor failed.
-    pub fn lacks(&self, id: &str) -> bool {
+    pub fn is_pending(&self, id: &str) -> bool {
         !self.ok.contains(id) && !self.failed.contains(id)
     }
 }
@@ -97,7 +97,7 @@ pub struct ResultStore {
     answered: Appender,
     /// Opened at the first failure.
     failures: Option<Appender>,
-    done: Done,
+    done: FinishedRows,
     /// The lock against a second run on this output. The system releases it even after a crash.
     _lock: File,
 }
@@ -117,30 +117,30 @@ impl ResultStore {
         if let Some(parent) = output.parent().filter(|parent| !parent.as_os_str().is_empty()) {
             atomic::create_dir(parent)?;
         }
-        let lock = lock(output)?;
+        let lock = lock_output(output)?;
         let failed_path = failed_path(output);
         if overwrite {
-            for path in files(output).into_iter().skip(1) {
-                remove(&path)?;
+            for path in output_files(output).into_iter().skip(1) {
+                remove_if_exists(&path)?;
             }
             lock.set_len(0).map_err(FileError::at("emptying", output))?;
         }
         let answered = Appender::open(output)?;
         let failures = if failed_path.exists() { Some(Appender::open(&failed_path)?) } else { None };
-        let done = Done::read(output, settings, &index)?;
-        atomic::write_json(&beside(output, ".run.json"), &settings.record())?;
+        let done = FinishedRows::read(output, settings, &index)?;
+        atomic::write_json(&with_appended_suffix(output, ".run.json"), &settings.record())?;
         Ok(Self { index, output: output.into(), failed_path, answered, failures, done, _lock: lock })
     }
 
     /// Rows that were answered or failed.
-    pub fn done(&self) -> &Done {
+    pub fn done(&self) -> &FinishedRows {
         &self.done
     }
 
     /// Makes the failed rows pending again.
     pub fn forget_failed(&mut self) -> Result<(), FileError> {
         self.failures = None;
-        remove(&self.failed_path)?;
+        remove_if_exists(&self.failed_path)?;
         self.done.failed.clear();
         self.done.broken_off.clear();
         Ok(())
@@ -166,7 +166,7 @@ impl ResultStore {
             none => none.insert(Appender::open(&self.failed_path)?),
         };
         let id = row.id.clone();
-        let row = row.failed(problem, finish);
+        let row = row.into_failed_row(problem, finish);
         failures.append(&row)?;
         self.done.count_failed(&row);
         self.done.failed.insert(&id);
@@ -196,14 +196,14 @@ impl ResultStore {
 }
 
 /// All files that a run with this output writes, the output first.
-pub fn files(output: &Path) -> [PathBuf; 5] {
-    let record = beside(output, ".run.json");
-    [output.into(), failed_path(output), record, report_path(output), rejected_rows::path(output)]
+pub fn output_files(output: &Path) -> [PathBuf; 5] {
+    let record = with_appended_suffix(output, ".run.json");
+    [output.into(), failed_path(output), record, report_path(output), rejected_rows::rejects_path(output)]
 }
 
 /// The report's path, such as `answers.jsonl.report.json` for `answers.jsonl`.
 pub fn report_path(output: &Path) -> PathBuf {
-    beside(output, ".report.json")
+    with_appended_suffix(output, ".report.json")
 }
 
 /// The path of failed rows, such as `answers_error.jsonl` for `answers.jsonl`.
@@ -212,7 +212,7 @@ fn failed_path(output: &Path) -> PathBuf {
     output.with_file_name(format!("{stem}_error.jsonl"))
 }
 
-fn lock(output: &Path) -> anyhow::Result<File> {
+fn lock_output(output: &Path) -> anyhow::Result<File> {
     let file = OpenOptions::new()
         .append(true)
         .create(true)
@@ -224,7 +224,7 @@ fn lock(output: &Path) -> anyhow::Result<File> {
     Ok(file)
 }
 
-fn remove(path: &Path) -> Result<(), FileError> {
+fn remove_if_exists(path: &Path) -> Result<(), FileError> {
     if path.exists() { fs::remove_file(path).map_err(FileError::at("removing", path)) } else { Ok(()) }
 }
 
@@ -246,7 +246,7 @@ fn read_rows(
             Line::Row(line, row) => (line, row),
         };
         let place = format!("{}:{line}", path.display());
-        match row::id_of(&row) {
+        match row::required_id(&row) {
             Err(problem) => bail!("{place}: {problem}; repair the line, or --overwrite to start anew"),
             Ok(id) if !index.ids.contains(&id) => {
                 usage!(
@@ -274,7 +274,7 @@ fn check_settings(output: &Path, record: &Path, settings: &RequestSettings) -> a
     let text = atomic::read_text(record)?;
     let earlier =
         serde_json::from_str(&text).with_context(|| format!("{}: not valid JSON", record.display()))?;
-    let differing = settings.differences(&earlier);
+    let differing = settings.differing_settings(&earlier);
     if !differing.is_empty() {
         usage!(
             "{} was made with other settings ({}); use the same, --overwrite to start anew, or another --output (with --reuse {} for the answers of rows and settings that are the same)",

@@ -17,12 +17,12 @@ use super::answer::AskError;
 use super::backend::Backend;
 use super::index;
 use super::report::RunStats;
-use super::rows::{Answered, Row};
+use super::rows::{AnsweredRow, Row};
 use super::settings::RequestSettings;
 use super::store::ResultStore;
 
 /// Interval of syncing the outputs to disk and updating the report.
-const SECURE_EVERY: Duration = Duration::from_secs(10);
+const SYNC_INTERVAL: Duration = Duration::from_secs(10);
 
 /// How the work ended.
 pub enum Ending {
@@ -52,7 +52,7 @@ pub struct Work<'a> {
     pub progress: Progress,
 }
 
-type Outcome = (Row, Result<Answered, AskError>);
+type Outcome = (Row, Result<AnsweredRow, AskError>);
 
 impl Work<'_> {
     /// Answers pending rows until all are done, no backend answers or a signal comes. Each row is
@@ -79,7 +79,7 @@ impl Work<'_> {
             if let Some(error) = self.record_outcome(outcome?)? {
                 break Ending::Broken(error);
             }
-            if secured.elapsed() >= SECURE_EVERY {
+            if secured.elapsed() >= SYNC_INTERVAL {
                 self.store.sync()?;
                 self.stats.write(self.store, Some(&self.backend))?;
                 secured = Instant::now();
@@ -99,7 +99,9 @@ impl Work<'_> {
         let (inputs, settings) = (self.inputs.clone(), Arc::clone(&self.settings));
         let errors = sender.clone();
         tokio::task::spawn_blocking(move || {
-            for row in index::select(&inputs, &settings, |id| indexed.ids.contains(id) && done.lacks(id)) {
+            for row in
+                index::select_rows(&inputs, &settings, |id| indexed.ids.contains(id) && done.is_pending(id))
+            {
                 // Sending fails only after the receiver has ended.
                 let sent = match row {
                     Ok(row) => row_sender.blocking_send(row).is_ok(),
@@ -117,7 +119,7 @@ impl Work<'_> {
         for _ in 0..self.workers {
             let (rows, sender) = (Arc::clone(&rows), sender.clone());
             let (settings, backend) = (Arc::clone(&self.settings), Arc::clone(&self.backend));
-            workers.spawn(async move { work(&rows, &sender, &settings, &backend).await });
+            workers.spawn(async move { answer_rows(&rows, &sender, &settings, &backend).await });
         }
         (outcomes, workers)
     }
@@ -130,23 +132,30 @@ impl Work<'_> {
                 self.stats.tokens += answered.tokens;
                 self.store.record_ok(&row.id, &answered.fields)?;
             }
-            Err(AskError::Row(problem)) => self.fail(row, &problem, None)?,
-            Err(AskError::BrokenOff(problem, reason)) => self.fail(row, &problem, Some(reason))?,
+            Err(AskError::Row(problem)) => self.record_failed_row(row, &problem, None)?,
+            Err(AskError::BrokenOff(problem, reason)) => {
+                self.record_failed_row(row, &problem, Some(reason))?
+            }
             Err(AskError::Run(error)) => return Ok(Some(error)),
         }
         let (stats, backend) = (&*self.stats, &self.backend);
-        self.progress.add(1, || stats.note(backend));
+        self.progress.add(1, || stats.progress_note(backend));
         Ok(None)
     }
 
-    fn fail(&mut self, row: Row, problem: &str, finish: Option<FinishReason>) -> Result<(), FileError> {
+    fn record_failed_row(
+        &mut self,
+        row: Row,
+        problem: &str,
+        finish: Option<FinishReason>,
+    ) -> Result<(), FileError> {
         tracing::debug!("row {}: {problem}", row.id);
         self.store.record_failed(row, problem, finish)
     }
 }
 
 /// Answers one row after the other.
-async fn work(
+async fn answer_rows(
     rows: &Mutex<Receiver<Row>>,
     outcomes: &Sender<anyhow::Result<Outcome>>,
     settings: &RequestSettings,
@@ -156,7 +165,7 @@ async fn work(
         // In a `while let`, the lock would be held until the row is answered.
         let row = rows.lock().await.recv().await;
         let Some(row) = row else { return };
-        let answered = row.answered(backend, settings).await;
+        let answered = row.generate_answers(backend, settings).await;
         if outcomes.send(Ok((row, answered))).await.is_err() {
             return;
         }

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use super::roles::{self, Target};
+use super::roles::{self, RoleTarget};
 
 /// Arguments of `split`.
 #[derive(clap::Args)]
@@ -36,8 +36,8 @@ pub struct Args {
     #[arg(long, value_name = "N")]
     pub sample_size: Option<usize>,
     /// Role of a speaker's messages: system, user, assistant, tool or drop; may be repeated
-    #[arg(long, value_name = "SPEAKER=ROLE", value_parser = roles::parse)]
-    pub role: Vec<(String, Target)>,
+    #[arg(long, value_name = "SPEAKER=ROLE", value_parser = roles::parse_speaker_role)]
+    pub role: Vec<(String, RoleTarget)>,
     /// Leave out system messages
     #[arg(long)]
     pub drop_system: bool,

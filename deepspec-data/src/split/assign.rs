@@ -79,7 +79,7 @@ pub fn quotas(
     sample_size: Option<usize>,
 ) -> anyhow::Result<Vec<Quota>> {
     let weights: Vec<f64> = shares.iter().map(|share| share.weight).collect();
-    let most = most(shares, &weights);
+    let most = max_total(shares, &weights);
     let total = match (sample_size, shares) {
         (Some(asked), [_]) => asked.min(most),
         (Some(asked), _) if asked > most => {
@@ -102,7 +102,7 @@ pub fn quotas(
 }
 
 /// The largest total at which no source runs out.
-fn most(shares: &[Share<'_>], weights: &[f64]) -> usize {
+fn max_total(shares: &[Share<'_>], weights: &[f64]) -> usize {
     let sum: f64 = weights.iter().sum();
     // Rounding may give a source one row less than its proportion, so the search begins one row
     // above.

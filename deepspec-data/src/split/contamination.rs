@@ -16,19 +16,20 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Context;
 use deepspec_core::digest;
-use deepspec_core::jsonl::kind_of;
+use deepspec_core::jsonl::json_type_name;
 use serde_json::{Map, Value};
 
 use super::conversation::Conversation;
 use super::dedup;
-use deepspec_datasets::rows::{Item, Source};
-use words::runs;
+use deepspec_datasets::rows::{DatasetFiles, RowItem};
+use words::hash_word_runs;
 
-/// Least number of shared words at the start or end of first turns that count as a prompt template.
-const WRAPPING: usize = 8;
+/// Minimum number of words that all first turns share at the start or end, to count as a prompt
+/// template.
+const MIN_TEMPLATE_WORDS: usize = 8;
 
-/// Number of a suite's rows from which a shared run of words is ignored.
-const PHRASE_ROWS: usize = 3;
+/// A run of words is ignored if it occurs in at least this many rows of a suite.
+const COMMON_PHRASE_ROWS: usize = 3;
 
 /// An evaluation suite to exclude from training data.
 pub struct Suite {
@@ -42,25 +43,25 @@ pub struct Suite {
 
 /// A match of a row's prompt in a suite.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Hit {
+pub struct SuiteMatch {
     /// Index of the suite.
     pub suite: usize,
     /// 1-based line of the suite's file.
     pub line: usize,
     /// The type of the match.
-    pub shared: Shared,
+    pub shared: MatchKind,
 }
 
 /// The type of a match.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Shared {
+pub enum MatchKind {
     /// A whole turn is equal.
     Turn,
     /// Thirteen words in a row are equal.
     Words,
 }
 
-impl Shared {
+impl MatchKind {
     /// The name in the report.
     pub fn name(self) -> &'static str {
         match self {
@@ -74,8 +75,8 @@ impl Shared {
 #[derive(Default)]
 pub struct Suites {
     suites: Vec<Suite>,
-    turns: HashMap<u64, Hit>,
-    runs: HashMap<u64, Hit>,
+    turns: HashMap<u64, SuiteMatch>,
+    runs: HashMap<u64, SuiteMatch>,
 }
 
 impl Suites {
@@ -87,9 +88,9 @@ impl Suites {
     pub fn load(paths: &[PathBuf]) -> anyhow::Result<Self> {
         let mut all = Self::default();
         for path in paths {
-            let prompts = prompts(path)?;
+            let prompts = read_prompts(path)?;
             anyhow::ensure!(!prompts.is_empty(), "--decontaminate {}: the suite has no rows", path.display());
-            let digest = digest::file(path)?;
+            let digest = digest::sha256_of_file(path)?;
             all.add(Suite { path: path.clone(), digest, rows: prompts.len() }, &prompts);
         }
         Ok(all)
@@ -103,7 +104,7 @@ impl Suites {
     fn add(&mut self, suite: Suite, prompts: &[Prompt]) {
         let index = self.suites.len();
         self.suites.push(suite);
-        let (front, back) = wrapping(prompts);
+        let (front, back) = template_word_counts(prompts);
         let mut runs: HashMap<u64, (usize, usize)> = HashMap::new();
         for prompt in prompts {
             let mut own = HashSet::new();
@@ -114,20 +115,20 @@ impl Suites {
                     _ => words.join(" "),
                 };
                 for text in [words.join(" "), question.clone()].iter().filter(|text| !text.is_empty()) {
-                    let hit = Hit { suite: index, line: prompt.line, shared: Shared::Turn };
+                    let hit = SuiteMatch { suite: index, line: prompt.line, shared: MatchKind::Turn };
                     self.turns.entry(dedup::hash(text.as_bytes())).or_insert(hit);
                 }
-                own.extend(self::runs(&question));
+                own.extend(self::hash_word_runs(&question));
             }
             own.into_iter().for_each(|run| runs.entry(run).or_insert((0, prompt.line)).0 += 1);
         }
-        for (run, (_, line)) in runs.into_iter().filter(|(_, (rows, _))| *rows < PHRASE_ROWS) {
-            self.runs.entry(run).or_insert(Hit { suite: index, line, shared: Shared::Words });
+        for (run, (_, line)) in runs.into_iter().filter(|(_, (rows, _))| *rows < COMMON_PHRASE_ROWS) {
+            self.runs.entry(run).or_insert(SuiteMatch { suite: index, line, shared: MatchKind::Words });
         }
     }
 
     /// The first match of a user turn of `row`.
-    pub fn find(&self, row: &Conversation, scratch: &mut Vec<u8>) -> Option<Hit> {
+    pub fn find(&self, row: &Conversation, scratch: &mut Vec<u8>) -> Option<SuiteMatch> {
         if self.suites.is_empty() {
             return None;
         }
@@ -140,7 +141,7 @@ impl Suites {
                 scratch.extend_from_slice(word.as_bytes());
             }
             let whole = self.turns.get(&dedup::hash(scratch));
-            whole.copied().or_else(|| runs(turn).find_map(|run| self.runs.get(&run).copied()))
+            whole.copied().or_else(|| hash_word_runs(turn).find_map(|run| self.runs.get(&run).copied()))
         })
     }
 }
@@ -151,21 +152,21 @@ struct Prompt {
     turns: Vec<String>,
 }
 
-fn prompts(path: &Path) -> anyhow::Result<Vec<Prompt>> {
-    let rows = Source::of_files(vec![path.to_path_buf()]).and_then(|source| source.rows());
-    let prompt = |Item { line, row }| match row.and_then(|row| turns(&row)) {
+fn read_prompts(path: &Path) -> anyhow::Result<Vec<Prompt>> {
+    let rows = DatasetFiles::from_files(vec![path.to_path_buf()]).and_then(|source| source.rows());
+    let prompt = |RowItem { line, row }| match row.and_then(|row| parse_turns(&row)) {
         Ok(turns) => Ok(Prompt { line, turns }),
         Err(problem) => anyhow::bail!("{}:{line}: {problem}", path.display()),
     };
     rows.context("--decontaminate")?.map(|item| prompt(item?)).collect()
 }
 
-fn turns(row: &Map<String, Value>) -> Result<Vec<String>, String> {
+fn parse_turns(row: &Map<String, Value>) -> Result<Vec<String>, String> {
     let expected = "--decontaminate expects evaluation suites, rows of {\"turns\": [text, …]}";
     let turns = match row.get("turns") {
         Some(Value::Array(turns)) if !turns.is_empty() => turns,
         other => {
-            let found = other.map_or("nothing", kind_of);
+            let found = other.map_or("nothing", json_type_name);
             return Err(format!("`turns` must be a list of texts, found {found}; {expected}"));
         }
     };
@@ -175,7 +176,7 @@ fn turns(row: &Map<String, Value>) -> Result<Vec<String>, String> {
 
 /// Number of words that all first turns share at the start and at the end. It is 0 if they are too
 /// few, or if they make up a whole turn.
-fn wrapping(prompts: &[Prompt]) -> (usize, usize) {
+fn template_word_counts(prompts: &[Prompt]) -> (usize, usize) {
     let firsts: Vec<Vec<&str>> = prompts
         .iter()
         .filter_map(|prompt| Some(prompt.turns.first()?.split_whitespace().collect()))
@@ -186,7 +187,7 @@ fn wrapping(prompts: &[Prompt]) -> (usize, usize) {
     let same = |words: &[&str]| first.iter().zip(words).take_while(|(a, b)| a == b).count();
     let same_back =
         |words: &[&str]| first.iter().rev().zip(words.iter().rev()).take_while(|(a, b)| a == b).count();
-    let shared = |count: Option<usize>| count.filter(|&words| words >= WRAPPING).unwrap_or(0);
+    let shared = |count: Option<usize>| count.filter(|&words| words >= MIN_TEMPLATE_WORDS).unwrap_or(0);
     let front = shared(others.iter().map(|words| same(words)).min());
     let back = shared(others.iter().map(|words| same_back(words)).min());
     let shortest = firsts.iter().map(Vec::len).min().unwrap_or(0);
@@ -212,7 +213,7 @@ mod tests {
         all
     }
 
-    fn find(suites: &Suites, turns: &[&str]) -> Option<(usize, usize, Shared)> {
+    fn find(suites: &Suites, turns: &[&str]) -> Option<(usize, usize, MatchKind)> {
         let mut row = Conversation::new(Id::Index, vec![]);
         for turn in turns {
             let turn =
@@ -228,12 +229,12 @@ mod tests {
     #[test]
     fn turns_and_runs_of_words_are_found() {
         let suites = suites(&[&["What is 2+2?|And 3?"], &[LONG, "What is 2-2?"]]);
-        assert_eq!(find(&suites, &["hello", " What  is\n2+2? "]), Some((0, 1, Shared::Turn)));
-        assert_eq!(find(&suites, &["And 3?"]), Some((0, 1, Shared::Turn)));
-        assert_eq!(find(&suites, &["What is 2-2?"]), Some((1, 2, Shared::Turn)));
+        assert_eq!(find(&suites, &["hello", " What  is\n2+2? "]), Some((0, 1, MatchKind::Turn)));
+        assert_eq!(find(&suites, &["And 3?"]), Some((0, 1, MatchKind::Turn)));
+        assert_eq!(find(&suites, &["What is 2-2?"]), Some((1, 2, MatchKind::Turn)));
         assert_eq!(find(&suites, &["what is 2*2?"]), None);
         let edited = "Solve: natalia SOLD clips to 48 of her friends in April and then she slept";
-        assert_eq!(find(&suites, &[edited]), Some((1, 1, Shared::Words)));
+        assert_eq!(find(&suites, &[edited]), Some((1, 1, MatchKind::Words)));
         assert_eq!(
             find(&suites, &["Natalia sold clips to 48 of her friends in April, and then slept"]),
             None
@@ -250,9 +251,9 @@ mod tests {
         // Another question in the same prompt template, with the same last word as one of the
         // suite's questions.
         assert_eq!(find(&suites, &[&format!("Where are my seashells?{end}")]), None);
-        assert_eq!(find(&suites, &[&rows[2]]), Some((0, 3, Shared::Turn)));
-        assert_eq!(find(&suites, &["How many seashells?"]), Some((0, 3, Shared::Turn)));
-        assert_eq!(find(&suites, &[LONG]), Some((0, 2, Shared::Turn)));
+        assert_eq!(find(&suites, &[&rows[2]]), Some((0, 3, MatchKind::Turn)));
+        assert_eq!(find(&suites, &["How many seashells?"]), Some((0, 3, MatchKind::Turn)));
+        assert_eq!(find(&suites, &[LONG]), Some((0, 2, MatchKind::Turn)));
     }
 
     #[test]
@@ -261,9 +262,9 @@ mod tests {
         let rows: Vec<String> = (0..3).map(|row| format!("{row}: {phrase} of part {row}")).collect();
         let suites = suites(&[&[&rows[0], &rows[1], &rows[2]]]);
         assert_eq!(find(&suites, &[&format!("Now {phrase} again")]), None);
-        assert_eq!(find(&suites, &[&rows[1]]), Some((0, 2, Shared::Turn)));
+        assert_eq!(find(&suites, &[&rows[1]]), Some((0, 2, MatchKind::Turn)));
         let edited = format!("{phrase} of part 1!");
-        assert_eq!(find(&suites, &[&edited]), Some((0, 2, Shared::Words)));
+        assert_eq!(find(&suites, &[&edited]), Some((0, 2, MatchKind::Words)));
     }
 
     #[test]

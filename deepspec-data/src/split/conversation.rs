@@ -2,20 +2,20 @@
 
 use deepspec_text::Role;
 
-use super::roles::{Roles, Shape};
+use super::roles::{MessageShape, Roles};
 
 /// Why a row is unusable.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Problem {
     /// The kind of problem, which the report counts.
-    pub kind: Kind,
+    pub kind: ProblemKind,
     /// A phrase that follows the file and line.
     pub text: String,
 }
 
 /// Kinds of problems in the report.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Kind {
+pub enum ProblemKind {
     /// The line is not a JSON object.
     NotAnObject,
     /// There is no list of messages.
@@ -30,7 +30,7 @@ pub enum Kind {
     Id,
 }
 
-impl Kind {
+impl ProblemKind {
     /// The name in the report.
     pub fn name(self) -> &'static str {
         match self {
@@ -44,7 +44,7 @@ impl Kind {
     }
 
     /// A problem of this kind.
-    pub fn because(self, text: impl Into<String>) -> Problem {
+    pub fn with_text(self, text: impl Into<String>) -> Problem {
         Problem { kind: self, text: text.into() }
     }
 }
@@ -95,9 +95,9 @@ pub struct Conversation {
 }
 
 /// One message in the dataset's form.
-pub struct Said {
+pub struct RawMessage {
     /// ShareGPT or OpenAI.
-    pub shape: Shape,
+    pub shape: MessageShape,
     /// The speaker's name in the dataset.
     pub speaker: String,
     /// The text; None if the dataset has null.
@@ -107,8 +107,8 @@ pub struct Said {
 }
 
 impl Conversation {
-    /// A row without messages. [`Conversation::say`] adds messages and [`Conversation::check`]
-    /// checks the result.
+    /// A row without messages. [`Conversation::add_message`] adds messages and
+    /// [`Conversation::check`] checks the result.
     pub fn new(id: Id, rest: Vec<u8>) -> Self {
         Self { id, turns: Vec::with_capacity(8), rest, dropped: vec![] }
     }
@@ -117,7 +117,7 @@ impl Conversation {
     ///
     /// # Errors
     /// If a user message is empty.
-    pub fn say(&mut self, said: Said, roles: &Roles) -> Result<(), Problem> {
+    pub fn add_message(&mut self, said: RawMessage, roles: &Roles) -> Result<(), Problem> {
         let Some(role) = roles.role(said.shape, &said.speaker) else {
             self.dropped.push(said.speaker);
             return Ok(());
@@ -128,7 +128,7 @@ impl Conversation {
                 Role::System => return Ok(()),
                 // `regenerate` replaces old answers, and empty answers are not trained on.
                 Role::Tool | Role::Assistant => {}
-                Role::User => return Err(Kind::Empty.because(format!("the {role}'s text is empty"))),
+                Role::User => return Err(ProblemKind::Empty.with_text(format!("the {role}'s text is empty"))),
             }
         }
         self.turns.push(Turn { role, text, rest: said.rest });
@@ -139,11 +139,13 @@ impl Conversation {
     pub fn check(self) -> Result<Self, Problem> {
         match self.turns.iter().map(|turn| turn.role).find(|&role| role != Role::System) {
             Some(Role::User) => Ok(self),
-            None => Err(Kind::Order.because("the conversation has no user message")),
+            None => Err(ProblemKind::Order.with_text("the conversation has no user message")),
             Some(Role::Assistant) => {
-                Err(Kind::Order.because("the conversation starts with an assistant message"))
+                Err(ProblemKind::Order.with_text("the conversation starts with an assistant message"))
             }
-            Some(role) => Err(Kind::Order.because(format!("the conversation starts with a {role} message"))),
+            Some(role) => {
+                Err(ProblemKind::Order.with_text(format!("the conversation starts with a {role} message")))
+            }
         }
     }
 
@@ -152,22 +154,23 @@ impl Conversation {
         self.turns.iter().filter(|turn| turn.role == Role::User).map(|turn| &*turn.text)
     }
 
-    /// Writes the first user turn in the form of [`Conversation::prompt`]. It identifies overlap
-    /// between training rows and held-out rows, which are evaluated without their system message.
-    pub fn asked(&self, out: &mut Vec<u8>) {
+    /// Writes the first user turn in the form of [`Conversation::write_prompt_key`]. Equal bytes
+    /// mark overlap between training rows and held-out rows, which are evaluated without their
+    /// system message.
+    pub fn write_first_user_turn(&self, out: &mut Vec<u8>) {
         let first = self.turns.iter().find(|turn| turn.role == Role::User);
         write_prompt(first.into_iter(), out);
     }
 
     /// Writes the system and user texts, each after its role, so that equal prompts give equal
     /// bytes. White space is trimmed and collapsed.
-    pub fn prompt(&self, out: &mut Vec<u8>) {
+    pub fn write_prompt_key(&self, out: &mut Vec<u8>) {
         write_prompt(self.turns.iter(), out);
     }
 
     /// Writes the row as a line of training data: `{"id", "conversations": [{"role", "content",
     /// …}], …}`.
-    pub fn write_train(&self, name: &Name<'_>, out: &mut Vec<u8>) {
+    pub fn write_train(&self, name: &OutputId<'_>, out: &mut Vec<u8>) {
         name.write(&self.id, out);
         out.extend_from_slice(b",\"conversations\":[");
         for (index, turn) in self.turns.iter().enumerate() {
@@ -187,7 +190,7 @@ impl Conversation {
     }
 
     /// Writes the row as a line of held-out prompts: `{"id", "turns": [user text, …]}`.
-    pub fn write_eval(&self, name: &Name<'_>, out: &mut Vec<u8>) {
+    pub fn write_eval(&self, name: &OutputId<'_>, out: &mut Vec<u8>) {
         name.write(&self.id, out);
         out.extend_from_slice(b",\"turns\":[");
         for (index, text) in self.user_turns().enumerate() {
@@ -216,7 +219,7 @@ fn write_prompt<'a>(turns: impl Iterator<Item = &'a Turn>, out: &mut Vec<u8>) {
 }
 
 /// The parts of a row's output id.
-pub struct Name<'a> {
+pub struct OutputId<'a> {
     /// The source's name in a mix, which becomes the id's prefix.
     pub source: Option<&'a str>,
     /// The row's 0-based index in its source.
@@ -225,7 +228,7 @@ pub struct Name<'a> {
     pub renamed: Option<&'a str>,
 }
 
-impl Name<'_> {
+impl OutputId<'_> {
     fn write(&self, id: &Id, out: &mut Vec<u8>) {
         out.extend_from_slice(b"{\"id\":");
         if let Some(name) = self.renamed {

@@ -6,19 +6,19 @@ use std::hash::{BuildHasherDefault, Hasher};
 use twox_hash::XxHash3_64;
 
 /// Number of sub-tables. Each grows alone, so growth never doubles the whole set.
-const PARTS: usize = 64;
+const SUB_TABLES: usize = 64;
 
 /// A set of 64-bit hashes.
 ///
 /// Two items with equal hashes count as one. Among n items the probability is about n² / 2⁶⁵: 3 in
 /// 10⁸ for a million, 3 in 10⁴ for a hundred million.
-pub struct Seen([HashSet<u64, BuildHasherDefault<AsItIs>>; PARTS]);
+pub struct HashSet64([HashSet<u64, BuildHasherDefault<IdentityHasher>>; SUB_TABLES]);
 
 /// A hasher that passes hashes through unchanged.
 #[derive(Default)]
-struct AsItIs(u64);
+struct IdentityHasher(u64);
 
-impl Hasher for AsItIs {
+impl Hasher for IdentityHasher {
     fn finish(&self) -> u64 {
         self.0
     }
@@ -32,7 +32,7 @@ impl Hasher for AsItIs {
     }
 }
 
-impl Seen {
+impl HashSet64 {
     pub fn new() -> Self {
         Self(std::array::from_fn(|_| HashSet::default()))
     }
@@ -47,9 +47,10 @@ impl Seen {
         self.0[Self::part(hash)].contains(&hash)
     }
 
-    /// Uses bits that the sub-table's own lookup, by the highest and the lowest bits, does not.
+    /// The index of a hash's sub-table. It depends on middle bits, because the sub-table's own
+    /// lookup uses the highest and the lowest bits.
     fn part(hash: u64) -> usize {
-        (hash >> 40) as usize % PARTS
+        (hash >> 40) as usize % SUB_TABLES
     }
 }
 
@@ -64,7 +65,7 @@ mod tests {
 
     #[test]
     fn what_was_added_is_known_and_nothing_else() {
-        let mut seen = Seen::new();
+        let mut seen = HashSet64::new();
         let hashes = || (0..100_000u64).map(|index| hash(&index.to_le_bytes())).chain([0, u64::MAX]);
         assert!(hashes().all(|hash| !seen.contains(hash) && seen.insert(hash)));
         assert!(hashes().all(|hash| seen.contains(hash) && !seen.insert(hash)));

@@ -1,5 +1,5 @@
 //! Fields of a row or a message. Values in columns are read only when needed, and are written
-//! directly from the column. A decimal may have more digits than JSON parsers keep.
+//! directly from the column. Decimals thus keep all digits, which JSON parsers would round.
 
 use std::borrow::Cow;
 
@@ -7,7 +7,7 @@ use deepspec_datasets::rows::Cell;
 use deepspec_text::is_message;
 use serde_json::{Map, Value};
 
-use super::conversation::{Kind, Problem};
+use super::conversation::{Problem, ProblemKind};
 
 /// An object's fields, in order.
 pub struct Fields<'a>(Vec<(Cow<'a, str>, Field<'a>)>);
@@ -75,7 +75,7 @@ impl<'a> Fields<'a> {
     }
 
     /// The object as JSON members without the braces, without null fields.
-    pub fn inside(self) -> Vec<u8> {
+    pub fn into_json_members(self) -> Vec<u8> {
         let mut out = vec![];
         for (key, field) in self.0 {
             let before = out.len();
@@ -139,7 +139,7 @@ impl<'a> Field<'a> {
         }
         let mut text = vec![];
         cell.write(&mut text);
-        serde_json::from_slice(&text).map_err(|error| Kind::NotAnObject.because(error.to_string()))
+        serde_json::from_slice(&text).map_err(|error| ProblemKind::NotAnObject.with_text(error.to_string()))
     }
 
     /// The items of a list; the value itself if it is not a list.

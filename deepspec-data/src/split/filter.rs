@@ -8,20 +8,20 @@ use deepspec_core::atomic::FileError;
 use deepspec_core::row::UniqueIds;
 use fixedbitset::FixedBitSet;
 
-use super::contamination::{Hit, Suites};
-use super::conversation::{Conversation, Kind, Problem};
-use super::dedup::{self, Seen};
+use super::contamination::{SuiteMatch, Suites};
+use super::conversation::{Conversation, Problem, ProblemKind};
+use super::dedup::{self, HashSet64};
 use crate::rejected_rows::Recorder;
 use deepspec_capture::Rejected;
 
-/// Most speakers that are counted by name. A malformed file could have one per row.
-const SPEAKERS: usize = 1000;
+/// Maximum number of speakers that are counted by name. A malformed file could have one per row.
+const MAX_COUNTED_SPEAKERS: usize = 1000;
 
 /// The entry that counts all further speakers.
-const OTHERS: &str = "(others)";
+const OTHER_SPEAKERS: &str = "(others)";
 
-/// Most contaminated rows per suite in the report.
-const EXAMPLES: usize = 10;
+/// Maximum number of contaminated rows per suite in the report.
+const MAX_EXAMPLES: usize = 10;
 
 /// One bit per row: whether it is usable.
 #[derive(Default)]
@@ -47,13 +47,13 @@ impl UsableRows {
 
 /// Result of the first pass over one source.
 #[derive(Default)]
-pub struct Found {
+pub struct SourceFindings {
     /// Which rows are usable.
     pub usable: UsableRows,
     /// Number of usable rows.
     pub usable_rows: usize,
     /// Unusable rows by kind of problem.
-    pub rejected: BTreeMap<Kind, usize>,
+    pub rejected: BTreeMap<ProblemKind, usize>,
     /// Rows whose prompt repeats an earlier one.
     pub duplicates: usize,
     /// Number of contaminated rows, by suite.
@@ -66,7 +66,7 @@ pub struct Found {
     pub renamed: HashMap<usize, String>,
 }
 
-impl Found {
+impl SourceFindings {
     /// An empty result for this number of suites.
     pub fn new(suites: usize) -> Self {
         Self { contaminated: vec![0; suites], ..Self::default() }
@@ -90,12 +90,12 @@ pub struct Example {
     /// The row's line or index in the file.
     pub line: usize,
     /// The match in a suite.
-    pub hit: Hit,
+    pub hit: SuiteMatch,
 }
 
 /// Decides whether rows are usable, one by one in order.
 pub struct RowFilter<'a> {
-    prompts: Option<Seen>,
+    prompts: Option<HashSet64>,
     recorder: &'a mut Recorder,
     /// The first contaminated rows of each suite.
     pub examples: Vec<Vec<Example>>,
@@ -113,7 +113,7 @@ struct ValidRow {
     id: Option<String>,
     prompt: u64,
     asked: u64,
-    hit: Option<Hit>,
+    hit: Option<SuiteMatch>,
     dropped: Vec<String>,
 }
 
@@ -139,12 +139,12 @@ impl RowChecker<'_> {
             Err(problem) => return CheckedRow { line, verdict: Err(problem.clone()) },
         };
         let prompt = if self.dedup {
-            row.prompt(scratch);
+            row.write_prompt_key(scratch);
             dedup::hash(scratch)
         } else {
             0
         };
-        row.asked(scratch);
+        row.write_first_user_turn(scratch);
         let asked = dedup::hash(scratch);
         let hit = self.suites.find(row, scratch);
         let dropped = std::mem::take(&mut row.dropped);
@@ -159,7 +159,7 @@ impl<'a> RowFilter<'a> {
     /// A filter that has not seen any row.
     pub fn new(checker: &RowChecker<'_>, recorder: &'a mut Recorder) -> Self {
         let examples = checker.suites.suites().iter().map(|_| vec![]).collect();
-        Self { prompts: checker.dedup.then(Seen::new), recorder, examples }
+        Self { prompts: checker.dedup.then(HashSet64::new), recorder, examples }
     }
 
     /// Decides about the next row of a source. Returns whether the row is usable and unchanged.
@@ -167,8 +167,8 @@ impl<'a> RowFilter<'a> {
         &mut self,
         file: &Arc<Path>,
         row: CheckedRow,
-        ids: &mut Ids,
-        found: &mut Found,
+        ids: &mut IdRenamer,
+        found: &mut SourceFindings,
     ) -> Result<bool, FileError> {
         let CheckedRow { line, verdict } = row;
         let index = found.usable.len();
@@ -182,7 +182,7 @@ impl<'a> RowFilter<'a> {
             Ok(ValidRow { hit: Some(hit), .. }) => {
                 found.contaminated[hit.suite] += 1;
                 let examples = &mut self.examples[hit.suite];
-                if examples.len() < EXAMPLES {
+                if examples.len() < MAX_EXAMPLES {
                     examples.push(Example { file: Arc::clone(file), line, hit });
                 }
                 (false, false)
@@ -207,18 +207,18 @@ impl<'a> RowFilter<'a> {
 }
 
 fn count(speakers: &mut BTreeMap<String, usize>, speaker: String) {
-    let full = speakers.len() >= SPEAKERS && !speakers.contains_key(&speaker);
-    *speakers.entry(if full { OTHERS.into() } else { speaker }).or_default() += 1;
+    let full = speakers.len() >= MAX_COUNTED_SPEAKERS && !speakers.contains_key(&speaker);
+    *speakers.entry(if full { OTHER_SPEAKERS.into() } else { speaker }).or_default() += 1;
 }
 
 /// Makes ids of a source's usable rows unique. Until a row has an own id, all ids are row indices
 /// and nothing is stored.
 #[derive(Default)]
-pub struct Ids {
+pub struct IdRenamer {
     given: Option<UniqueIds>,
 }
 
-impl Ids {
+impl IdRenamer {
     /// A new id for the next row, if an earlier row has the same id; `usable` are the rows before
     /// it.
     fn rename(&mut self, own: Option<&str>, usable: &UsableRows) -> Option<String> {
@@ -227,10 +227,10 @@ impl Ids {
             let mut given = UniqueIds::default();
             (0..index)
                 .filter(|&row| usable.get(row) == Some(true))
-                .for_each(|row| drop(given.name(None, row)));
+                .for_each(|row| drop(given.assign_id(None, row)));
             self.given = Some(given);
         }
-        let name = self.given.as_mut()?.name(own, index);
+        let name = self.given.as_mut()?.assign_id(own, index);
         let meant = own.map_or_else(|| index.to_string(), str::to_owned);
         (name != meant).then_some(name)
     }

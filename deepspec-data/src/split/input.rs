@@ -5,24 +5,24 @@ use std::path::Path;
 
 use deepspec_core::cli::Verbosity;
 use deepspec_core::{config, env, usage};
-use deepspec_hub::{Hub, HubError, Kind, Repo};
+use deepspec_hub::{Hub, HubError, Repo, RepoType};
 use serde::{Deserialize, Serialize};
 
 use super::args::Args;
-use super::roles::{Roles, Target};
-use deepspec_datasets::rows::{DataFile, Source};
+use super::roles::{RoleTarget, Roles};
+use deepspec_datasets::rows::{DataFile, DatasetFiles};
 
 /// A mix of several datasets in given proportions.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Mix {
-    sources: Vec<Part>,
+    sources: Vec<MixSource>,
 }
 
 /// One dataset of a mix.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Part {
+struct MixSource {
     /// Prefix of its rows' ids.
     name: String,
     dataset: String,
@@ -33,7 +33,7 @@ struct Part {
     weight: f64,
     /// Roles of this dataset's speakers, in addition to `--role`.
     #[serde(default)]
-    roles: BTreeMap<String, Target>,
+    roles: BTreeMap<String, RoleTarget>,
 }
 
 /// The dataset's arguments, for the report.
@@ -62,18 +62,18 @@ pub struct Input {
     /// The dataset's arguments.
     pub origin: Origin,
     /// Its files.
-    pub source: Source,
+    pub source: DatasetFiles,
     /// The roles of its speakers.
     pub roles: Roles,
-    /// The roles given in arguments and in the mix.
-    pub given: BTreeMap<String, Target>,
+    /// Speaker-to-role map as the user gave it. Roles of the mix override those of `--role`.
+    pub given: BTreeMap<String, RoleTarget>,
     /// Its proportion of the output, relative to the other weights.
     pub weight: f64,
 }
 
 /// Opens the datasets of the arguments, and downloads them from the hub if needed.
-pub fn find(args: &Args, verbosity: Verbosity) -> anyhow::Result<Vec<Input>> {
-    let given: BTreeMap<String, Target> = args.role.iter().cloned().collect();
+pub fn open_inputs(args: &Args, verbosity: Verbosity) -> anyhow::Result<Vec<Input>> {
+    let given: BTreeMap<String, RoleTarget> = args.role.iter().cloned().collect();
     let path = env::expand_home(&args.dataset);
     let is_mix = path.extension().is_some_and(|extension| extension == "yaml" || extension == "yml");
     if !is_mix {
@@ -95,11 +95,11 @@ pub fn find(args: &Args, verbosity: Verbosity) -> anyhow::Result<Vec<Input>> {
     }
     let mix: Mix = config::load(&path, &[])?;
     check(&mix, &args.dataset)?;
-    let input = |part: Part| {
-        let Part { name, dataset, revision, config_name, split, weight, roles } = part;
+    let input = |part: MixSource| {
+        let MixSource { name, dataset, revision, config_name, split, weight, roles } = part;
         let mut origin = Origin { dataset, revision, config_name, split, commit: None };
         let source = open(&mut origin, &format!("{}: source `{name}`:", args.dataset), verbosity)?;
-        let given: BTreeMap<String, Target> = given.clone().into_iter().chain(roles).collect();
+        let given: BTreeMap<String, RoleTarget> = given.clone().into_iter().chain(roles).collect();
         let roles = Roles::new(given.clone(), args.drop_system);
         Ok(Input { name: Some(name), origin, source, roles, given, weight })
     };
@@ -111,7 +111,7 @@ fn check(mix: &Mix, file: &str) -> anyhow::Result<()> {
         usage!("{file}: `sources`: the mix has no sources");
     }
     let mut names = HashSet::new();
-    for (at, Part { name, weight, .. }) in mix.sources.iter().enumerate() {
+    for (at, MixSource { name, weight, .. }) in mix.sources.iter().enumerate() {
         if name.is_empty() || name.contains('/') {
             usage!(
                 "{file}: `sources[{at}].name`: `{name}` goes before ids and a `/`; give a name without one"
@@ -128,16 +128,16 @@ fn check(mix: &Mix, file: &str) -> anyhow::Result<()> {
 }
 
 /// Opens the dataset of `origin`; `what` precedes its name in messages.
-fn open(origin: &mut Origin, what: &str, verbosity: Verbosity) -> anyhow::Result<Source> {
+fn open(origin: &mut Origin, what: &str, verbosity: Verbosity) -> anyhow::Result<DatasetFiles> {
     let Origin { dataset, revision, config_name, split, commit } = origin;
     // A name with a data file's suffix is a local file, not a hub id.
     let is_file_name = DataFile::new(Path::new(dataset.as_str()).into()).is_some();
-    if !is_file_name && deepspec_hub::is_id(dataset) {
-        let as_id = |source| HubError::taken_as_id(source, dataset).report();
-        let repo = Repo::parse(Kind::Dataset, dataset, revision.as_deref()).map_err(as_id)?;
+    if !is_file_name && deepspec_hub::is_hub_id(dataset) {
+        let as_id = |source| HubError::with_path_hint(source, dataset).report();
+        let repo = Repo::parse(RepoType::Dataset, dataset, revision.as_deref()).map_err(as_id)?;
         let hub = Hub::from_env(verbosity).map_err(HubError::report)?;
         let files = hub.dataset(&repo, config_name.as_deref(), split.as_deref());
-        let source = Source::of_files(files.map_err(as_id)?)?;
+        let source = DatasetFiles::from_files(files.map_err(as_id)?)?;
         *commit = Some(hub.commit(&repo).map_err(as_id)?);
         return Ok(source);
     }
@@ -147,5 +147,5 @@ fn open(origin: &mut Origin, what: &str, verbosity: Verbosity) -> anyhow::Result
             "{what} {dataset}: a {pin} goes with a dataset of the hub, and this is a local file or folder"
         );
     }
-    Source::find(dataset)
+    DatasetFiles::open(dataset)
 }

@@ -1,31 +1,31 @@
 //! Parses rows in ShareGPT's or OpenAI's form.
 
-use deepspec_core::jsonl::kind_of;
+use deepspec_core::jsonl::json_type_name;
 use deepspec_core::row;
 use serde_json::{Map, Value};
 
-use super::conversation::{Conversation, Id, Kind, Problem, Said};
+use super::conversation::{Conversation, Id, Problem, ProblemKind, RawMessage};
 use super::fields::{Field, Fields};
-use super::roles::{Roles, Shape};
+use super::roles::{MessageShape, Roles};
 use deepspec_text::{
-    MESSAGE_KEYS, Message, Records, Role, RowError, TEXTS, is_record_key, records, report_choice,
-    system_message,
+    MESSAGE_KEYS, Message, RawMessages, Role, RowError, TEXT_FIELDS, find_messages, is_record_key,
+    system_message, warn_about_two_fields,
 };
 
 /// Converts a row to a conversation; unknown fields are kept.
 pub fn conversation(mut row: Fields, roles: &Roles) -> Result<Conversation, Problem> {
-    let (key, messages) = messages(&mut row)?;
-    let id = row.take_value("id")?.map_or(Ok(Id::Index), id);
-    let mut out = Conversation::new(id?, row.inside());
+    let (key, messages) = take_messages(&mut row)?;
+    let id = row.take_value("id")?.map_or(Ok(Id::Index), parse_id);
+    let mut out = Conversation::new(id?, row.into_json_members());
     for (position, value) in messages.into_iter().enumerate() {
-        message(value, roles, &mut out).map_err(|problem| at(key, position, problem))?;
+        add_parsed_message(value, roles, &mut out).map_err(|problem| at_message(key, position, problem))?;
     }
     out.check()
 }
 
 /// Removes and returns the messages of a row: the first field with a list of messages, else the
-/// result of [`records`].
-fn messages<'a>(row: &mut Fields<'a>) -> Result<(&'static str, Vec<Field<'a>>), Problem> {
+/// result of [`find_messages`].
+fn take_messages<'a>(row: &mut Fields<'a>) -> Result<(&'static str, Vec<Field<'a>>), Problem> {
     // Values that are not lists are checked again below, with the other fields.
     let (mut rest, mut lists) = (Map::new(), vec![]);
     for key in MESSAGE_KEYS {
@@ -44,7 +44,7 @@ fn messages<'a>(row: &mut Fields<'a>) -> Result<(&'static str, Vec<Field<'a>>), 
     if let Some(chosen) = chosen {
         let (key, mut messages) = lists.swap_remove(chosen);
         if let Some((other, _)) = lists.iter().find(|(_, items)| fits(items)) {
-            report_choice(key, other);
+            warn_about_two_fields(key, other);
         }
         if let Some(system) = row.take_value("system")? {
             let first = messages.first().map(|first| first.clone().value()).transpose()?;
@@ -64,59 +64,60 @@ fn messages<'a>(row: &mut Fields<'a>) -> Result<(&'static str, Vec<Field<'a>>), 
         }
     }
     let columns = || row.names().into_iter().map(|name| (name, Value::Null));
-    match records(&rest) {
-        Ok(Records { key, messages }) => Ok((key, messages.into_iter().map(Field::Value).collect())),
+    match find_messages(&rest) {
+        Ok(RawMessages { key, messages }) => Ok((key, messages.into_iter().map(Field::Value).collect())),
         Err(RowError::NoConversation { .. }) => {
             let all: Map<String, Value> = rest.into_iter().chain(columns()).collect();
-            Err(Kind::NoMessages
-                .because(records(&all).map_or_else(|error| error.to_string(), |_| String::new())))
+            Err(ProblemKind::NoMessages
+                .with_text(find_messages(&all).map_or_else(|error| error.to_string(), |_| String::new())))
         }
-        Err(problem) => Err(Kind::NoMessages.because(problem.to_string())),
+        Err(problem) => Err(ProblemKind::NoMessages.with_text(problem.to_string())),
     }
 }
 
 /// Adds the message's position to a problem.
-fn at(key: &str, position: usize, problem: Problem) -> Problem {
-    problem.kind.because(format!("`{key}[{position}]`: {}", problem.text))
+fn at_message(key: &str, position: usize, problem: Problem) -> Problem {
+    problem.kind.with_text(format!("`{key}[{position}]`: {}", problem.text))
 }
 
 /// A row's id; null counts as no id.
 ///
 /// # Errors
 /// If it is neither a string nor a 64-bit integer.
-fn id(value: Value) -> Result<Id, Problem> {
+fn parse_id(value: Value) -> Result<Id, Problem> {
     match value {
         Value::Null => Ok(Id::Index),
         Value::String(id) if id.is_empty() => Ok(Id::Index),
         Value::String(id) => Ok(Id::Text(id)),
         Value::Number(id) => {
-            row::id_of_number(&id).map(Id::Number).map_err(|problem| Kind::Id.because(problem))
+            row::id_from_number(&id).map(Id::Number).map_err(|problem| ProblemKind::Id.with_text(problem))
         }
-        other => {
-            Err(Kind::Id.because(format!("`id` must be a string or an integer, found {}", kind_of(&other))))
-        }
+        other => Err(ProblemKind::Id
+            .with_text(format!("`id` must be a string or an integer, found {}", json_type_name(&other)))),
     }
 }
 
-fn message(message: Field, roles: &Roles, out: &mut Conversation) -> Result<(), Problem> {
-    let mut message = message
-        .into_object()?
-        .map_err(|other| Kind::Message.because(format!("expected an object, found {}", kind_of(&other))))?;
-    let shape = if message.has("role") { Shape::OpenAi } else { Shape::ShareGpt };
+fn add_parsed_message(message: Field, roles: &Roles, out: &mut Conversation) -> Result<(), Problem> {
+    let mut message = message.into_object()?.map_err(|other| {
+        ProblemKind::Message.with_text(format!("expected an object, found {}", json_type_name(&other)))
+    })?;
+    let shape = if message.has("role") { MessageShape::OpenAi } else { MessageShape::ShareGpt };
     let (speaker_key, text_key) = shape.keys();
     let speaker = match message.take_value(speaker_key)? {
         Some(Value::String(speaker)) => speaker,
         Some(other) => {
-            let found = kind_of(&other);
-            return Err(Kind::Message.because(format!("`{speaker_key}` must be a string, found {found}")));
+            let found = json_type_name(&other);
+            return Err(
+                ProblemKind::Message.with_text(format!("`{speaker_key}` must be a string, found {found}"))
+            );
         }
-        None => return Err(Kind::Message.because("neither `role` nor `from`")),
+        None => return Err(ProblemKind::Message.with_text("neither `role` nor `from`")),
     };
     // The text of a dropped message may be malformed.
     let text = match roles.role(shape, &speaker) {
         Some(role) => {
             check_rest(role, &message)?;
-            let mut names = [text_key].into_iter().chain(TEXTS);
+            let mut names = [text_key].into_iter().chain(TEXT_FIELDS);
             let name = names.find(|name| message.has(name)).unwrap_or(text_key);
             text(name, message.take_value(name)?.unwrap_or(Value::Null))?
         }
@@ -124,7 +125,7 @@ fn message(message: Field, roles: &Roles, out: &mut Conversation) -> Result<(), 
     };
     // Drops a ShareGPT message's own `content`, because the output uses that name for the text.
     message.take("content");
-    out.say(Said { shape, speaker, text, rest: message.inside() }, roles)
+    out.add_message(RawMessage { shape, speaker, text, rest: message.into_json_members() }, roles)
 }
 
 /// Checks that later stages can parse a message's other fields.
@@ -137,7 +138,7 @@ fn check_rest(role: Role, message: &Fields) -> Result<(), Problem> {
         2 => Ok(()),
         _ => Message::try_from(Value::Object(probe))
             .map(drop)
-            .map_err(|error| Kind::Message.because(error.to_string())),
+            .map_err(|error| ProblemKind::Message.with_text(error.to_string())),
     }
 }
 
@@ -151,17 +152,19 @@ fn text(key: &str, value: Value) -> Result<Option<String>, Problem> {
                 |part: &Value| part["text"].as_str().filter(|_| part["type"] == "text").map(str::to_owned);
             let text: Option<Vec<String>> = parts.iter().map(text).collect();
             let text = text.map(|parts| parts.join("\n"));
-            let text =
-                text.ok_or_else(|| Kind::Message.because(format!("`{key}` has a part that is not text")))?;
+            let text = text.ok_or_else(|| {
+                ProblemKind::Message.with_text(format!("`{key}` has a part that is not text"))
+            })?;
             Ok(Some(text))
         }
-        other => Err(Kind::Message.because(format!("`{key}` must be a string, found {}", kind_of(&other)))),
+        other => Err(ProblemKind::Message
+            .with_text(format!("`{key}` must be a string, found {}", json_type_name(&other)))),
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::conversation::Name;
+    use super::super::conversation::OutputId;
     use super::*;
     use arrow_array::{Array, ArrayRef, Decimal256Array, RecordBatch};
     use arrow_buffer::i256;
@@ -176,7 +179,7 @@ mod tests {
     fn line(row: Fields) -> Result<String, Problem> {
         let row = conversation(row, &Roles::default())?;
         let mut line = vec![];
-        row.write_train(&Name { source: None, index: 7, renamed: None }, &mut line);
+        row.write_train(&OutputId { source: None, index: 7, renamed: None }, &mut line);
         Ok(String::from_utf8(line).unwrap().trim_end().to_string())
     }
 
@@ -196,7 +199,7 @@ mod tests {
         let columns = messages.columns().iter().cloned().chain([Arc::new(price) as ArrayRef]).collect();
         let batch = RecordBatch::try_new(Arc::new(Schema::new(fields)), columns).unwrap();
         let expected = r#"{"id":7,"conversations":[{"role":"user","content":"x"}],"n":0.1,"price":12345678901234567890.123}"#;
-        assert_eq!(line(Fields::of_cells(Cell::of_row(&batch, 0))).unwrap(), expected);
+        assert_eq!(line(Fields::of_cells(Cell::row_cells(&batch, 0))).unwrap(), expected);
     }
 
     /// A row as columns with inferred types.
@@ -219,7 +222,7 @@ mod tests {
         ];
         for row in rows {
             let batch = columns(&row.to_string());
-            assert_eq!(line(Fields::of_cells(Cell::of_row(&batch, 0))), convert(row.clone()), "{row}");
+            assert_eq!(line(Fields::of_cells(Cell::row_cells(&batch, 0))), convert(row.clone()), "{row}");
         }
     }
 
@@ -249,17 +252,17 @@ mod tests {
 
     #[test]
     fn unusable_rows_say_why() {
-        let says = |messages: Value, kind: Kind, reason: &str| {
+        let says = |messages: Value, kind: ProblemKind, reason: &str| {
             let problem = convert(json!({"conversations": messages})).unwrap_err();
             assert!(problem.kind == kind && problem.text.contains(reason), "{problem:?}");
         };
-        says(json!("hi"), Kind::NoMessages, "must be a non-empty array of messages, found a string");
-        says(json!([]), Kind::NoMessages, "found an empty array");
-        says(json!([{"from": "gpt", "value": "x"}]), Kind::Order, "starts with an assistant");
-        says(json!([{"role": "tool", "content": "x"}]), Kind::Order, "starts with a tool");
+        says(json!("hi"), ProblemKind::NoMessages, "must be a non-empty array of messages, found a string");
+        says(json!([]), ProblemKind::NoMessages, "found an empty array");
+        says(json!([{"from": "gpt", "value": "x"}]), ProblemKind::Order, "starts with an assistant");
+        says(json!([{"role": "tool", "content": "x"}]), ProblemKind::Order, "starts with a tool");
         says(
             json!([{"from": "human", "value": " \n"}]),
-            Kind::Empty,
+            ProblemKind::Empty,
             "`conversations[0]`: the user's text is empty",
         );
         let silent = json!([{"from": "human", "value": "x"}, {"role": "assistant", "tool_calls": []}]);
@@ -267,19 +270,19 @@ mod tests {
             convert(json!({"conversations": silent})).is_ok(),
             "regenerate may replace an answer of nothing"
         );
-        says(json!([{"from": "human", "value": 3}]), Kind::Message, "found a number");
+        says(json!([{"from": "human", "value": 3}]), ProblemKind::Message, "found a number");
         let calls = json!([{"role": "user", "content": "x"}, {"role": "assistant", "content": "y", "tool_calls": "f("}]);
         says(
             calls,
-            Kind::Message,
+            ProblemKind::Message,
             "`tool_calls` must be an array of calls or its JSON text, found a text that is not JSON",
         );
-        says(json!([{"value": "x"}]), Kind::Message, "neither `role` nor `from`");
-        says(json!([{"role": "user", "content": [{"type": "image_url"}]}]), Kind::Message, "not text");
-        assert_eq!(convert(json!({"id": 1})).unwrap_err().kind, Kind::NoMessages);
+        says(json!([{"value": "x"}]), ProblemKind::Message, "neither `role` nor `from`");
+        says(json!([{"role": "user", "content": [{"type": "image_url"}]}]), ProblemKind::Message, "not text");
+        assert_eq!(convert(json!({"id": 1})).unwrap_err().kind, ProblemKind::NoMessages);
         let id = convert(json!({"id": [], "messages": [{"role": "user", "content": "x"}]})).unwrap_err();
-        assert!(id.kind == Kind::Id && id.text.contains("`id`"));
+        assert!(id.kind == ProblemKind::Id && id.text.contains("`id`"));
         let id = convert(json!({"id": 0.5, "messages": [{"role": "user", "content": "x"}]})).unwrap_err();
-        assert!(id.kind == Kind::Id && id.text.contains("use a string"));
+        assert!(id.kind == ProblemKind::Id && id.text.contains("use a string"));
     }
 }

@@ -37,7 +37,7 @@ use crate::rejected_rows::{self, Recorder};
 use assign::{Quota, Share};
 use contamination::Suites;
 use deepspec_datasets::rows::{Format, Table};
-use filter::{Example, Found, RowChecker, RowFilter};
+use filter::{Example, RowChecker, RowFilter, SourceFindings};
 use input::Input;
 use output::Outputs;
 use overlap::Overlap;
@@ -52,11 +52,11 @@ use sampled::SampledSource;
 /// with code 1 if rows were rejected.
 pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     check(args)?;
-    let inputs = input::find(args, verbosity)?;
+    let inputs = input::open_inputs(args, verbosity)?;
     check_files(args, &inputs)?;
     let suites = Suites::load(&args.decontaminate)?;
-    if let Some((flag, path)) = path_conflicts::existing(args).filter(|_| !args.overwrite) {
-        return match report::kept(args, &inputs, &suites)? {
+    if let Some((flag, path)) = path_conflicts::first_existing_output(args).filter(|_| !args.overwrite) {
+        return match report::rejected_in_report(args, &inputs, &suites)? {
             Some(rejected) => {
                 tracing::info!("{} is complete; nothing to do (--overwrite splits anew)", path.display());
                 conclude(args, &rejected)
@@ -67,19 +67,19 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
             ),
         };
     }
-    let outputs = Outputs::claim(&args.train_output, &args.eval_output)?;
+    let outputs = Outputs::lock(&args.train_output, &args.eval_output)?;
     let (digests, split) = rayon::join(
-        || inputs.iter().map(report::digests).collect::<anyhow::Result<Vec<_>>>(),
+        || inputs.iter().map(report::digest_files).collect::<anyhow::Result<Vec<_>>>(),
         || split(args, &inputs, &suites, &outputs, verbosity),
     );
     let (digests, Split { found, quotas, examples }) = (digests?, split?);
     let sources = sampled_sources(&inputs, &found, &quotas);
     let overlap = Overlap::of(&sources, args.seed);
-    let report = report::value(args, &sources, &digests, &suites, &examples, &overlap)?;
-    let path = report::path(&args.train_output);
+    let report = report::build_report(args, &sources, &digests, &suites, &examples, &overlap)?;
+    let path = report::report_path(&args.train_output);
     atomic::write_json(&path, &report)?;
-    tell(&inputs, &found);
-    write!(cli::stdout(), "{}", report::lines(args, &sources, &suites, &overlap))?;
+    warn_about_changes(&inputs, &found);
+    write!(cli::stdout(), "{}", report::summary_text(args, &sources, &suites, &overlap))?;
     tracing::info!("report in {}", path.display());
     let sum =
         SplitCounts::total(&sources.iter().map(|source| SplitCounts::of(source, 0)).collect::<Vec<_>>());
@@ -88,7 +88,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
 
 /// Result of reading and writing.
 struct Split {
-    found: Vec<Found>,
+    found: Vec<SourceFindings>,
     quotas: Vec<Quota>,
     examples: Vec<Vec<Example>>,
 }
@@ -100,7 +100,8 @@ fn split(
     outputs: &Outputs<'_>,
     verbosity: Verbosity,
 ) -> anyhow::Result<Split> {
-    let rows = inputs.iter().map(|input| input.source.count()).collect::<anyhow::Result<Vec<usize>>>()?;
+    let rows =
+        inputs.iter().map(|input| input.source.count_rows()).collect::<anyhow::Result<Vec<usize>>>()?;
     if let Some((input, _)) = inputs.iter().zip(&rows).find(|(_, rows)| **rows == 0) {
         anyhow::bail!("{}: the dataset has no rows", input.origin.dataset);
     }
@@ -115,7 +116,7 @@ fn split(
     let mut progress = Progress::new(verbosity, "reading", total, 0);
     let optimistic =
         FirstPass { outputs, seed: args.seed, quotas: &hoped, allows_overlap: args.allow_overlap };
-    let (found, written) = passes::first(inputs, &optimistic, checker, &mut row_filter, &mut progress)?;
+    let (found, written) = passes::first_pass(inputs, &optimistic, checker, &mut row_filter, &mut progress)?;
     progress.finish();
     let examples = row_filter.examples;
     recorder.finish()?;
@@ -137,13 +138,14 @@ fn split(
             args.dataset
         );
     }
-    passes::second(&sources, outputs, args.seed, overlap.as_ref(), &mut progress)?;
+    passes::second_pass(&sources, outputs, args.seed, overlap.as_ref(), &mut progress)?;
     progress.finish();
     Ok(Split { found, quotas, examples })
 }
 
-/// Warns about changes to rows that are easily overlooked.
-fn tell(inputs: &[Input], found: &[Found]) {
+/// Warns about renamed ids and dropped messages, which are easily overlooked. Also warns about
+/// `--role` speakers that never occur.
+fn warn_about_changes(inputs: &[Input], found: &[SourceFindings]) {
     let renamed: usize = found.iter().map(|found| found.renamed.len()).sum();
     if renamed > 0 {
         tracing::warn!("{renamed} rows repeat the id of an earlier row; they are called ID~2, ID~3, …");
@@ -159,7 +161,7 @@ fn tell(inputs: &[Input], found: &[Found]) {
                 speakers.join(", ")
             );
         }
-        for speaker in input.roles.unmet() {
+        for speaker in input.roles.unused_speakers() {
             tracing::warn!("{dataset}: --role {speaker}=…: nobody of that name speaks");
         }
     }
@@ -189,8 +191,8 @@ fn check_files(args: &Args, inputs: &[Input]) -> anyhow::Result<()> {
                     "{path}: a JSON array where one object per line is expected; name the file .json"
                 );
             }
-            _ if !file.is_array()? => shape::check(file)?,
-            _ => file.check()?,
+            _ if !file.is_array()? => shape::check_one_row_per_line(file)?,
+            _ => file.check_readable()?,
         }
     }
     path_conflicts::check_inputs(args, inputs)?;
@@ -203,11 +205,11 @@ fn check_files(args: &Args, inputs: &[Input]) -> anyhow::Result<()> {
 }
 
 /// Refuses sources without usable rows.
-fn check_found(args: &Args, inputs: &[Input], found: &[Found]) -> anyhow::Result<()> {
+fn check_found(args: &Args, inputs: &[Input], found: &[SourceFindings]) -> anyhow::Result<()> {
     let mut barren = inputs.iter().zip(found).filter(|(_, found)| found.usable_rows == 0);
     let Some((input, found)) = barren.next() else { return Ok(()) };
     let (rejects, contaminated) =
-        (rejected_rows::path(&args.train_output), found.contaminated.iter().sum::<usize>());
+        (rejected_rows::rejects_path(&args.train_output), found.contaminated.iter().sum::<usize>());
     anyhow::bail!(
         "{}: none of the {} rows is usable: {} rejected (see {}), {contaminated} contaminated, {} duplicates",
         input.origin.dataset,
@@ -238,7 +240,11 @@ fn quotas(args: &Args, inputs: &[Input], rows: &[usize]) -> anyhow::Result<Vec<Q
     Ok(quotas)
 }
 
-fn sampled_sources<'a>(inputs: &'a [Input], found: &'a [Found], quotas: &[Quota]) -> Vec<SampledSource<'a>> {
+fn sampled_sources<'a>(
+    inputs: &'a [Input],
+    found: &'a [SourceFindings],
+    quotas: &[Quota],
+) -> Vec<SampledSource<'a>> {
     let sources = inputs.iter().zip(found).zip(quotas);
     sources.map(|((input, found), &quota)| SampledSource { input, found, quota }).collect()
 }
@@ -249,7 +255,7 @@ fn conclude(args: &Args, found: &Rejected) -> anyhow::Result<()> {
     if *rejected == 0 {
         return Ok(());
     }
-    let (rejects, dataset) = (rejected_rows::path(&args.train_output), &args.dataset);
+    let (rejects, dataset) = (rejected_rows::rejects_path(&args.train_output), &args.dataset);
     let reason = format!("{rejected} of {rows} rows of {dataset} were rejected; see {}", rejects.display());
     Err(ExitWith { code: 1, reason }.into())
 }

@@ -9,10 +9,10 @@ use std::thread;
 use deepspec_core::atomic::{FileError, PartialLock};
 
 use super::assign::Side;
-use super::conversation::{Conversation, Name};
+use super::conversation::{Conversation, OutputId};
 
 /// Number of written bytes after which a background sync to disk starts.
-const SYNC: usize = 64 << 20;
+const SYNC_BYTES: usize = 64 << 20;
 
 /// The output files, locked against other processes.
 pub struct Outputs<'a> {
@@ -30,7 +30,7 @@ struct Output<'a> {
 
 impl<'a> Output<'a> {
     fn lock(path: &'a Path) -> anyhow::Result<Self> {
-        match PartialLock::take(path)? {
+        match PartialLock::try_acquire(path)? {
             Some(lock) => Ok(Self { path, lock }),
             None => anyhow::bail!(
                 "{} is being written by another split; wait for it, or name another output",
@@ -49,7 +49,7 @@ pub struct Lines {
 
 impl Lines {
     /// Appends a row to the output of its side.
-    pub fn add(&mut self, side: Side, row: &Conversation, name: &Name<'_>) {
+    pub fn add(&mut self, side: Side, row: &Conversation, name: &OutputId<'_>) {
         match side {
             Side::Train => row.write_train(name, &mut self.train),
             Side::Eval => row.write_eval(name, &mut self.eval),
@@ -73,7 +73,7 @@ impl Writer<'_> {
             file.write_all(lines).map_err(FileError::at("writing", path))?;
         }
         self.unsynced += lines.train.len() + lines.eval.len();
-        if self.unsynced >= SYNC {
+        if self.unsynced >= SYNC_BYTES {
             self.unsynced = 0;
             // If the previous sync still runs, this one is skipped.
             let _ = self.sync.try_send(());
@@ -87,7 +87,7 @@ impl<'a> Outputs<'a> {
     ///
     /// # Errors
     /// If another process is writing one of them, or it cannot be created.
-    pub fn claim(train: &'a Path, eval: &'a Path) -> anyhow::Result<Self> {
+    pub fn lock(train: &'a Path, eval: &'a Path) -> anyhow::Result<Self> {
         Ok(Self { train: Output::lock(train)?, eval: Output::lock(eval)? })
     }
 
@@ -95,8 +95,8 @@ impl<'a> Outputs<'a> {
     pub fn write(&self, fill: impl FnOnce(&mut Writer<'_>) -> anyhow::Result<bool>) -> anyhow::Result<bool> {
         let Self { train, eval } = self;
         let (mut train_file, mut eval_file) =
-            (BufWriter::new(train.lock.begin()?), BufWriter::new(eval.lock.begin()?));
-        let background = (copy(&train_file, train.path)?, copy(&eval_file, eval.path)?);
+            (BufWriter::new(train.lock.reopen_truncated()?), BufWriter::new(eval.lock.reopen_truncated()?));
+        let background = (clone_file(&train_file, train.path)?, clone_file(&eval_file, eval.path)?);
         let (sync, requests) = mpsc::sync_channel(1);
         let filled = thread::scope(|scope| {
             // Errors are ignored here, because the final sync reports them again.
@@ -109,19 +109,19 @@ impl<'a> Outputs<'a> {
         }
         // Flushes and syncs both files before publishing either, so that a full disk leaves
         // neither.
-        finish(train_file, train.path)?;
-        finish(eval_file, eval.path)?;
+        flush_and_sync(train_file, train.path)?;
+        flush_and_sync(eval_file, eval.path)?;
         [train, eval].into_iter().try_for_each(|output| output.lock.publish())?;
         Ok(true)
     }
 }
 
-fn copy(file: &BufWriter<File>, output: &Path) -> Result<File, FileError> {
+fn clone_file(file: &BufWriter<File>, output: &Path) -> Result<File, FileError> {
     file.get_ref().try_clone().map_err(FileError::at("writing", output))
 }
 
 /// Waits until all data is on disk.
-fn finish(mut file: BufWriter<File>, output: &Path) -> Result<(), FileError> {
+fn flush_and_sync(mut file: BufWriter<File>, output: &Path) -> Result<(), FileError> {
     let synced = file.flush().and_then(|()| file.get_ref().sync_all());
     synced.map_err(FileError::at("writing", output))
 }

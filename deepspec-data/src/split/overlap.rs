@@ -1,12 +1,12 @@
 //! Finds training rows with a held-out prompt, which would inflate the evaluation.
 
 use super::assign::{Side, SplitAssigner};
-use super::dedup::Seen;
+use super::dedup::HashSet64;
 use super::sampled::SampledSource;
 
 /// Hashes of the held-out prompts, and number of training rows with such a prompt.
 pub struct Overlap {
-    held_out: Seen,
+    held_out: HashSet64,
     /// Number of training rows with a held-out prompt, by source.
     pub rows: Vec<usize>,
 }
@@ -14,7 +14,7 @@ pub struct Overlap {
 impl Overlap {
     /// Compares all usable rows of the sources by their assigned sides.
     pub fn of(sources: &[SampledSource<'_>], seed: u64) -> Self {
-        let mut held_out = Seen::new();
+        let mut held_out = HashSet64::new();
         for source in sources {
             each(source, seed, |side, asked| {
                 if side == Side::Eval {

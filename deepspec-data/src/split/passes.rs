@@ -12,8 +12,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use deepspec_core::progress::Progress;
 
 use super::assign::{Quota, Side, SplitAssigner};
-use super::conversation::Name;
-use super::filter::{CheckedRow, Found, Ids, RowChecker, RowFilter};
+use super::conversation::OutputId;
+use super::filter::{CheckedRow, IdRenamer, RowChecker, RowFilter, SourceFindings};
 use super::input::Input;
 use super::output::{Lines, Outputs, Writer};
 use super::overlap::Overlap;
@@ -44,19 +44,19 @@ pub struct FirstPass<'a> {
 
 /// The first pass. Returns its result for each source, and whether it wrote the outputs because all
 /// rows were usable.
-pub fn first(
+pub fn first_pass(
     inputs: &[Input],
     optimistic: &FirstPass<'_>,
     checker: RowChecker<'_>,
     row_filter: &mut RowFilter<'_>,
     progress: &mut Progress,
-) -> anyhow::Result<(Vec<Found>, bool)> {
+) -> anyhow::Result<(Vec<SourceFindings>, bool)> {
     let (mut all, lost) = (vec![], AtomicBool::new(false));
     let written = optimistic.outputs.write(|writer| {
         for (input, (rows, quota)) in inputs.iter().zip(optimistic.quotas) {
             let assigner = SplitAssigner::new(optimistic.seed, input.name.as_deref(), *rows, *quota);
-            let mut found = Found::new(checker.suites.suites().len());
-            first_of(input, assigner, checker, &lost, |file, checked, lines, ids| {
+            let mut found = SourceFindings::new(checker.suites.suites().len());
+            first_pass_of_input(input, assigner, checker, &lost, |file, checked, lines, ids| {
                 progress.add(checked.len() as u64, String::new);
                 for row in checked {
                     if !row_filter.decide(&file, row, ids, &mut found)? {
@@ -85,14 +85,14 @@ pub fn first(
     Ok((all, written))
 }
 
-fn first_of(
+fn first_pass_of_input(
     input: &Input,
     mut assigner: SplitAssigner,
     checker: RowChecker<'_>,
     lost: &AtomicBool,
-    mut deliver: impl FnMut(Arc<Path>, Vec<CheckedRow>, Lines, &mut Ids) -> anyhow::Result<()> + Send,
+    mut deliver: impl FnMut(Arc<Path>, Vec<CheckedRow>, Lines, &mut IdRenamer) -> anyhow::Result<()> + Send,
 ) -> anyhow::Result<()> {
-    let (mut units, mut ids, mut next) = (input.source.units(), Ids::default(), 0);
+    let (mut units, mut ids, mut next) = (input.source.units(), IdRenamer::default(), 0);
     let read = || {
         let Some(unit) = units.next().transpose()? else { return Ok(None) };
         let first = next;
@@ -111,8 +111,11 @@ fn first_of(
                 checked.push(checker.check(place.line, &mut row, &mut scratch));
                 match row {
                     Ok(row) if !lost.load(Ordering::Relaxed) => {
-                        let name =
-                            Name { source: input.name.as_deref(), index: first + place.index, renamed: None };
+                        let name = OutputId {
+                            source: input.name.as_deref(),
+                            index: first + place.index,
+                            renamed: None,
+                        };
                         lines.add(sides[place.index], &row, &name);
                     }
                     _ => {}
@@ -135,7 +138,7 @@ fn first_of(
 ///
 /// # Errors
 /// If a file cannot be read or written, or a dataset has changed since the first pass.
-pub fn second(
+pub fn second_pass(
     sources: &[SampledSource<'_>],
     outputs: &Outputs<'_>,
     seed: u64,
@@ -143,13 +146,15 @@ pub fn second(
     progress: &mut Progress,
 ) -> anyhow::Result<()> {
     outputs.write(|writer| {
-        sources.iter().try_for_each(|source| second_of(source, seed, left_out, writer, progress))?;
+        sources
+            .iter()
+            .try_for_each(|source| second_pass_of_source(source, seed, left_out, writer, progress))?;
         Ok(true)
     })?;
     Ok(())
 }
 
-fn second_of(
+fn second_pass_of_source(
     source: &SampledSource<'_>,
     seed: u64,
     left_out: Option<&Overlap>,
@@ -180,7 +185,7 @@ fn second_of(
         read,
         |piece| {
             let rows = piece.sides.len();
-            Ok((rows, lines(piece, input, found)?.ok_or_else(changed)?))
+            Ok((rows, format_lines(piece, input, found)?.ok_or_else(changed)?))
         },
         |(rows, lines)| {
             progress.add(rows as u64, String::new);
@@ -190,7 +195,7 @@ fn second_of(
 }
 
 /// The lines of a piece's rows; None if a usable row has become unusable.
-fn lines(piece: Piece, input: &Input, found: &Found) -> anyhow::Result<Option<Lines>> {
+fn format_lines(piece: Piece, input: &Input, found: &SourceFindings) -> anyhow::Result<Option<Lines>> {
     let Piece { unit, sides, first } = piece;
     let (mut lines, mut bad) = (Lines::default(), false);
     let wanted = |row: usize| sides[row] != Side::Out;
@@ -198,7 +203,7 @@ fn lines(piece: Piece, input: &Input, found: &Found) -> anyhow::Result<Option<Li
         Ok(row) => {
             let index = first + place.index;
             let renamed = found.renamed.get(&index).map(String::as_str);
-            let name = Name { source: input.name.as_deref(), index, renamed };
+            let name = OutputId { source: input.name.as_deref(), index, renamed };
             lines.add(sides[place.index], &row, &name);
         }
         Err(_) => bad |= wanted(place.index),

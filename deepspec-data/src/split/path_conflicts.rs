@@ -8,7 +8,7 @@ use super::args::Args;
 use super::input::Input;
 use super::report;
 use crate::rejected_rows;
-use crate::same_file::{place, places};
+use crate::same_file::{candidate_paths, resolve_path};
 
 /// Checks the output paths alone, before any file is read.
 ///
@@ -29,12 +29,12 @@ pub fn check(args: &Args) -> anyhow::Result<()> {
         }
     }
     let (train, eval) = (&args.train_output, &args.eval_output);
-    if place(train) == place(eval) {
+    if resolve_path(train) == resolve_path(eval) {
         usage!("--train-output and --eval-output are the same file");
     }
-    let aside = atomic::partial_name;
-    for own in [train.clone(), rejected_rows::path(train), report::path(train)] {
-        let clash = |a: &Path, b: &Path| place(a) == place(b);
+    let aside = atomic::partial_path;
+    for own in [train.clone(), rejected_rows::rejects_path(train), report::report_path(train)] {
+        let clash = |a: &Path, b: &Path| resolve_path(a) == resolve_path(b);
         if clash(eval, &own) || clash(eval, &aside(&own)) || clash(&aside(eval), &own) {
             usage!("--eval-output {} is where {} is written", eval.display(), own.display());
         }
@@ -52,7 +52,7 @@ pub fn check_inputs(args: &Args, inputs: &[Input]) -> anyhow::Result<()> {
 }
 
 /// The first output that exists, with its flag.
-pub fn existing(args: &Args) -> Option<(&'static str, &PathBuf)> {
+pub fn first_existing_output(args: &Args) -> Option<(&'static str, &PathBuf)> {
     outputs(args).into_iter().find(|(_, path)| path.exists())
 }
 
@@ -68,13 +68,16 @@ fn refuse_to_replace<'a>(
     let train = &args.train_output;
     let mut written: Vec<(String, Vec<PathBuf>)> = outputs(args)
         .iter()
-        .map(|(flag, path)| (format!("{flag} {}", path.display()), places(path)))
+        .map(|(flag, path)| (format!("{flag} {}", path.display()), candidate_paths(path)))
         .collect();
-    for beside in [rejected_rows::path(train), report::path(train)] {
-        written.push((format!("--train-output {}: {}", train.display(), beside.display()), places(&beside)));
+    for beside in [rejected_rows::rejects_path(train), report::report_path(train)] {
+        written.push((
+            format!("--train-output {}: {}", train.display(), beside.display()),
+            candidate_paths(&beside),
+        ));
     }
     for (what, file) in read {
-        let file = places(file);
+        let file = candidate_paths(file);
         if let Some((name, _)) = written.iter().find(|(_, own)| own.iter().any(|own| file.contains(own))) {
             usage!("{name} is {what}");
         }

@@ -2,9 +2,9 @@
 
 use rayon::iter::{IntoParallelIterator, ParallelIterator};
 
-/// Most pieces in one group. One thread reads and one delivers, so more pieces would only cost
-/// memory.
-const MOST: usize = 32;
+/// Maximum number of pieces in a group. One thread reads and one delivers, so more pieces would
+/// only cost memory.
+const MAX_GROUP_PIECES: usize = 32;
 
 /// Reads pieces, works on them in parallel and delivers the results in order.
 ///
@@ -17,7 +17,7 @@ pub fn run<P: Send, R: Send>(
     work: impl Fn(P) -> anyhow::Result<R> + Sync,
     mut deliver: impl FnMut(R) -> anyhow::Result<()> + Send,
 ) -> anyhow::Result<()> {
-    let size = (2 * rayon::current_num_threads()).min(MOST);
+    let size = (2 * rayon::current_num_threads()).min(MAX_GROUP_PIECES);
     let mut read_group = || -> anyhow::Result<Vec<P>> {
         let mut group = Vec::with_capacity(size);
         while group.len() < size {

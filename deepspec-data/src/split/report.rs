@@ -11,10 +11,10 @@ use serde_json::{Value, json};
 
 use super::args::Args;
 use super::contamination::Suites;
-use super::filter::{Example, Found};
+use super::filter::{Example, SourceFindings};
 use super::input::{Input, Origin};
 use super::overlap::Overlap;
-use super::roles::Target;
+use super::roles::RoleTarget;
 use super::sampled::SampledSource;
 use crate::rejected_rows;
 
@@ -22,8 +22,8 @@ use crate::rejected_rows;
 const VERSION: u32 = 1;
 
 /// Path of the report for `output`.
-pub fn path(output: &Path) -> PathBuf {
-    rejected_rows::beside(output, ".report.json")
+pub fn report_path(output: &Path) -> PathBuf {
+    rejected_rows::with_appended_suffix(output, ".report.json")
 }
 
 /// Row counts; the parts add up to `rows`.
@@ -94,15 +94,20 @@ impl SplitCounts {
     }
 }
 
-/// The counts of all sources.
-pub fn sums(args: &Args, sources: &[SampledSource<'_>], overlap: &Overlap) -> Vec<SplitCounts> {
+/// The counts of each source.
+pub fn count_sources(args: &Args, sources: &[SampledSource<'_>], overlap: &Overlap) -> Vec<SplitCounts> {
     let left_out = |rows: usize| if args.allow_overlap { 0 } else { rows };
     sources.iter().zip(&overlap.rows).map(|(source, &rows)| SplitCounts::of(source, left_out(rows))).collect()
 }
 
 /// The lines on the terminal.
-pub fn lines(args: &Args, sources: &[SampledSource<'_>], suites: &Suites, overlap: &Overlap) -> String {
-    let sums = sums(args, sources, overlap);
+pub fn summary_text(
+    args: &Args,
+    sources: &[SampledSource<'_>],
+    suites: &Suites,
+    overlap: &Overlap,
+) -> String {
+    let sums = count_sources(args, sources, overlap);
     let mut text = SplitCounts::total(&sums).line(args) + "\n";
     for (source, sum) in sources.iter().zip(&sums) {
         if let Some(name) = &source.input.name {
@@ -150,9 +155,9 @@ pub struct FileDigest {
 }
 
 /// Digests of all files of a source.
-pub fn digests(input: &Input) -> anyhow::Result<Vec<FileDigest>> {
+pub fn digest_files(input: &Input) -> anyhow::Result<Vec<FileDigest>> {
     let one = |file: &deepspec_datasets::rows::DataFile| {
-        let (bytes, sha256) = (file.bytes()?, digest::file(file.path())?);
+        let (bytes, sha256) = (file.size_bytes()?, digest::sha256_of_file(file.path())?);
         Ok(FileDigest { path: file.path().to_path_buf(), bytes, sha256 })
     };
     input.source.files().par_iter().map(one).collect()
@@ -167,7 +172,7 @@ struct SourceReport<'a> {
     origin: &'a Origin,
     #[serde(skip_serializing_if = "Option::is_none")]
     weight: Option<f64>,
-    roles: &'a BTreeMap<String, Target>,
+    roles: &'a BTreeMap<String, RoleTarget>,
     files: &'a [FileDigest],
     #[serde(flatten)]
     sum: SplitCounts,
@@ -190,13 +195,17 @@ pub struct Rejected {
 ///
 /// # Errors
 /// If a file cannot be read.
-pub fn kept(args: &Args, inputs: &[Input], suites: &Suites) -> anyhow::Result<Option<Rejected>> {
+pub fn rejected_in_report(
+    args: &Args,
+    inputs: &[Input],
+    suites: &Suites,
+) -> anyhow::Result<Option<Rejected>> {
     if [&args.train_output, &args.eval_output].iter().any(|path| !path.is_file()) {
         return Ok(None);
     }
-    let Ok(text) = std::fs::read_to_string(path(&args.train_output)) else { return Ok(None) };
+    let Ok(text) = std::fs::read_to_string(report_path(&args.train_output)) else { return Ok(None) };
     let report: Value = serde_json::from_str(&text).unwrap_or_default();
-    let asked = asked(args);
+    let asked = output_arguments(args);
     let asks_the_same = asked.as_object().into_iter().flatten().all(|(key, value)| report[key] == *value);
     let list = |key: &str| report[key].as_array().cloned().unwrap_or_default();
     let (sources, filters) = (list("sources"), list("suites"));
@@ -212,7 +221,7 @@ pub fn kept(args: &Args, inputs: &[Input], suites: &Suites) -> anyhow::Result<Op
         let same_source = kept["name"].as_str() == input.name.as_deref()
             && kept["roles"] == json!(input.given)
             && kept["weight"].as_f64() == weight
-            && kept["files"] == json!(digests(input)?);
+            && kept["files"] == json!(digest_files(input)?);
         if !(same_source && same_filters) {
             return Ok(None);
         }
@@ -226,13 +235,13 @@ fn outputs(args: &Args) -> Result<[FileDigest; 2], FileError> {
     let one = |path: &Path| {
         let path = std::path::absolute(path).map_err(FileError::at("finding", path))?;
         let bytes = std::fs::metadata(&path).map_err(FileError::at("reading", &path))?.len();
-        Ok(FileDigest { bytes, sha256: digest::file(&path)?, path })
+        Ok(FileDigest { bytes, sha256: digest::sha256_of_file(&path)?, path })
     };
     Ok([one(&args.train_output)?, one(&args.eval_output)?])
 }
 
 /// The arguments that determine the outputs.
-fn asked(args: &Args) -> Value {
+fn output_arguments(args: &Args) -> Value {
     json!({
         "version": VERSION,
         "seed": args.seed,
@@ -248,7 +257,7 @@ fn asked(args: &Args) -> Value {
 ///
 /// # Errors
 /// If an output cannot be read.
-pub fn value(
+pub fn build_report(
     args: &Args,
     sources: &[SampledSource<'_>],
     digests: &[Vec<FileDigest>],
@@ -256,7 +265,7 @@ pub fn value(
     examples: &[Vec<Example>],
     overlap: &Overlap,
 ) -> anyhow::Result<Value> {
-    let sums = sums(args, sources, overlap);
+    let sums = count_sources(args, sources, overlap);
     let reports = sources.iter().zip(&sums).zip(digests).map(|((source, sum), files)| SourceReport {
         name: source.input.name.as_deref(),
         origin: &source.input.origin,
@@ -274,7 +283,7 @@ pub fn value(
         json!({"file": suite.path, "sha256": suite.digest, "prompts": suite.rows, "contaminated": rows,
             "examples": examples.iter().map(example).collect::<Vec<_>>()})
     });
-    let mut report = asked(args);
+    let mut report = output_arguments(args);
     let found = json!({
         "tool_version": deepspec_core::VERSION,
         "outputs": outputs(args)?,
@@ -289,11 +298,11 @@ pub fn value(
     Ok(report)
 }
 
-fn by_reason(found: &Found) -> BTreeMap<&'static str, usize> {
+fn by_reason(found: &SourceFindings) -> BTreeMap<&'static str, usize> {
     found.rejected.iter().map(|(kind, rows)| (kind.name(), *rows)).collect()
 }
 
-fn by_suite(found: &Found, suites: &Suites) -> BTreeMap<String, usize> {
+fn by_suite(found: &SourceFindings, suites: &Suites) -> BTreeMap<String, usize> {
     let names = suites.suites().iter().map(|suite| suite.path.display().to_string());
     names.zip(found.contaminated.iter().copied()).collect()
 }

@@ -9,20 +9,20 @@ use deepspec_datasets::rows::DataFile;
 use deepspec_text::is_record_key;
 use serde_json::{Map, Value};
 
-/// Most bytes of a file that are parsed to find its structure.
-const MOST_BYTES: u64 = 1 << 30;
+/// Maximum number of bytes of a file that are parsed to find its structure.
+const MAX_PARSED_BYTES: u64 = 1 << 30;
 
 /// Refuses a JSON file whose rows span several lines or are nested in an object. The error gives a
 /// command that extracts the rows.
 ///
 /// # Errors
 /// If the file has that structure, or cannot be read.
-pub fn check(file: &DataFile) -> anyhow::Result<()> {
+pub fn check_one_row_per_line(file: &DataFile) -> anyhow::Result<()> {
     let mut text = jsonl::open_text(file.path())?;
     let mut line = vec![];
     while line.trim_ascii().is_empty() {
         line.clear();
-        let read = Read::take(&mut text, MOST_BYTES).read_until(b'\n', &mut line);
+        let read = Read::take(&mut text, MAX_PARSED_BYTES).read_until(b'\n', &mut line);
         if read.map_err(FileError::at("reading", file.path()))? == 0 {
             return Ok(());
         }
@@ -33,7 +33,7 @@ pub fn check(file: &DataFile) -> anyhow::Result<()> {
     let held = match first {
         Some(value) if is_alone => Some(value),
         Some(_) => None,
-        None if fs::metadata(file.path()).is_ok_and(|data| data.len() > MOST_BYTES) => None,
+        None if fs::metadata(file.path()).is_ok_and(|data| data.len() > MAX_PARSED_BYTES) => None,
         None => {
             let text = jsonl::open_text(file.path())?;
             let mut values = serde_json::Deserializer::from_reader(text).into_iter::<Value>();
@@ -42,7 +42,7 @@ pub fn check(file: &DataFile) -> anyhow::Result<()> {
     };
     let Some(Value::Object(fields)) = held else { return Ok(()) };
     let path = file.path().display();
-    match wrapped(&fields) {
+    match key_of_rows(&fields) {
         Some(key) => anyhow::bail!(
             "{path} is one JSON object with its rows in `{key}`, expected one object per line; take them out: \
              jq -c '.{key}[]' {path} > rows.jsonl"
@@ -56,7 +56,7 @@ pub fn check(file: &DataFile) -> anyhow::Result<()> {
 }
 
 /// The key of the rows in an object that is not itself a row.
-fn wrapped(fields: &Map<String, Value>) -> Option<&str> {
+fn key_of_rows(fields: &Map<String, Value>) -> Option<&str> {
     if fields.keys().any(|key| is_record_key(key)) {
         return None;
     }

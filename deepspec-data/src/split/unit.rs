@@ -3,15 +3,15 @@
 use anyhow::Context;
 use deepspec_core::jsonl::Line;
 
-use super::conversation::{Conversation, Kind, Problem};
+use super::conversation::{Conversation, Problem, ProblemKind};
 use super::fields::Fields;
 use super::json_rows;
 use super::roles::Roles;
-use deepspec_datasets::rows::{Cell, Unit, decode};
+use deepspec_datasets::rows::{Cell, Unit, decode_row_group};
 
 /// The position of a row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Place {
+pub struct RowPosition {
     /// 0-based index in the unit.
     pub index: usize,
     /// 1-based line or row in the file.
@@ -28,16 +28,16 @@ pub fn each_row(
     unit: Unit,
     roles: &Roles,
     wanted: impl Fn(usize) -> bool,
-    mut each: impl FnMut(Place, Result<Conversation, Problem>),
+    mut each: impl FnMut(RowPosition, Result<Conversation, Problem>),
 ) -> anyhow::Result<()> {
     let (file, first, batches) = match unit {
         Unit::Lines { file, lines } => {
             for (index, raw) in lines.iter().enumerate().filter(|&(index, _)| wanted(index)) {
                 let row = match raw.parse(&file) {
                     Line::Row(_, row) => json_rows::conversation(row.into(), roles),
-                    Line::Bad(bad) => Err(Kind::NotAnObject.because(bad.problem)),
+                    Line::Bad(bad) => Err(ProblemKind::NotAnObject.with_text(bad.problem)),
                 };
-                each(Place { index, line: raw.number }, row);
+                each(RowPosition { index, line: raw.number }, row);
             }
             return Ok(());
         }
@@ -46,15 +46,15 @@ pub fn each_row(
             if !(0..table.group_rows(group)).any(&wanted) {
                 return Ok(());
             }
-            (table.path().clone(), first, decode(&table, group, first)?)
+            (table.path().clone(), first, decode_row_group(&table, group, first)?)
         }
     };
     for (at, batch) in batches {
-        Cell::check(&batch).with_context(|| format!("{}: from row {at}", file.display()))?;
+        Cell::check_writable(&batch).with_context(|| format!("{}: from row {at}", file.display()))?;
         for index in 0..batch.num_rows() {
-            let place = Place { index: at - first + index, line: at + index };
+            let place = RowPosition { index: at - first + index, line: at + index };
             if wanted(place.index) {
-                let row = Fields::of_cells(Cell::of_row(&batch, index));
+                let row = Fields::of_cells(Cell::row_cells(&batch, index));
                 each(place, json_rows::conversation(row, roles));
             }
         }

@@ -217,7 +217,7 @@ fn damaged_answers_are_kept_or_failed() {
     assert!(failed.len() > 20, "{}", failed.len());
     assert!(ok.keys().all(|id| !failed.contains_key(id)));
     for row in ok.values() {
-        let messages = deepspec_text::conversation(row).unwrap();
+        let messages = deepspec_text::parse_messages(row).unwrap();
         assert!(messages.last().is_some_and(|last| !last.is_empty()), "{row:?}");
     }
     assert!(failed.values().all(|row| row["error"].as_str().unwrap().len() > 10), "{failed:?}");

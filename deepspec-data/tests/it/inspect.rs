@@ -7,7 +7,7 @@ use std::net::TcpListener;
 use std::path::Path;
 use std::thread;
 
-use deepspec_testkit::conversations::{Conversations, TOKENIZERS, tokenizers};
+use deepspec_testkit::conversations::{Conversations, TOKENIZER_MARKERS, tokenizers};
 use deepspec_testkit::skip;
 use deepspec_text::{ChatTokenizer, THINK_TAGS};
 use serde_json::{Value, json};
@@ -412,7 +412,7 @@ fn a_reader_that_is_gone_is_no_panic() {
 fn real_tokenizers_are_inspected_as_transformers_reads_them() {
     let (Some(all), Some(python)) = (tokenizers(), skip::python("transformers")) else { return };
     let dir = tempfile::tempdir().unwrap();
-    for (name, header, end) in TOKENIZERS {
+    for (name, header, end) in TOKENIZER_MARKERS {
         let mut random = Conversations::new(name);
         let mut conversations = vec![];
         let mut row = |at: usize| {

@@ -80,7 +80,7 @@ fn check(dir: &Path, count: usize, files: &[&Path]) {
 
 /// Checks what every later stage expects of a row.
 fn check_train(row: &Row) {
-    let messages = deepspec_text::conversation(row).unwrap();
+    let messages = deepspec_text::parse_messages(row).unwrap();
     deepspec_text::check_starts_with_user(&messages).unwrap();
 }
 

@@ -57,7 +57,7 @@ fn every_converter_gives_the_published_lines() {
         let (name, found) = (dataset.suite, fs::read(out.join(format!("{}.jsonl", dataset.suite))).unwrap());
         assert_eq!(found, fs::read(published(name)).unwrap(), "{name}: not the published bytes");
         let entry = &record["suites"][name];
-        assert_eq!(entry["sha256"], deepspec_core::digest::bytes(&found));
+        assert_eq!(entry["sha256"], deepspec_core::digest::sha256_of_bytes(&found));
         assert_eq!(
             entry["source"]["files"][0]["path"],
             text(&dir.path().join("hub").join(name).join(dataset.files[0]))

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use deepspec_core::digest::short;
+use deepspec_core::digest::short_digest;
 use deepspec_core::usage;
 use deepspec_cost::reliability::ReliabilityReport;
 use deepspec_models::{config_digest, weights_digest};
@@ -13,8 +13,8 @@ use crate::results::{DrafterIdentity, TargetIdentity};
 use crate::statistics::Interval;
 use crate::versioned;
 
-const FORMAT: &str = "deepspec-calibration";
-const VERSION: u64 = 1;
+const FORMAT_NAME: &str = "deepspec-calibration";
+const FORMAT_VERSION: u64 = 1;
 
 /// Temperatures for the confidences of one drafter, their fits, and their effect on held-out
 /// prompts.
@@ -33,20 +33,20 @@ pub struct Calibration {
     /// Temperatures t_1, t_2, … by position, which divide the confidence logits.
     pub temperatures: Vec<f64>,
     /// Fit of each temperature; None for a position without observations.
-    pub fit: Vec<Option<Fit>>,
+    pub fit: Vec<Option<TemperatureFit>>,
     /// Number of prompts whose blocks the temperatures were fitted to.
     pub fit_prompts: usize,
     /// Reliability on the held-out prompts.
-    pub held_out: HeldOut,
-    /// Other fits on the same prompts, judged on the same held-out prompts; absent from files of
-    /// earlier versions.
+    pub held_out: HeldOutReport,
+    /// Fits by other methods on the same prompts, tested on the same held-out prompts. Files of
+    /// earlier versions lack them.
     #[serde(default)]
-    pub alternatives: Vec<Alternative>,
+    pub alternatives: Vec<AlternativeFit>,
 }
 
-/// Temperatures that were fitted by another method.
+/// Temperatures from a fit method other than the default, for comparison.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct Alternative {
+pub struct AlternativeFit {
     /// Method: `pooled` (one for all positions), `joint` (all positions together), or `by domain`
     /// (as `temperatures`, for each domain).
     pub method: String,
@@ -61,7 +61,7 @@ pub struct Alternative {
 
 /// Fit of the temperature of one position.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
-pub struct Fit {
+pub struct TemperatureFit {
     /// Number of blocks that reached the position.
     pub count: usize,
     /// Calibration error with all temperatures 1.
@@ -72,7 +72,7 @@ pub struct Fit {
 
 /// Reliability on prompts that the temperatures were not fitted to.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct HeldOut {
+pub struct HeldOutReport {
     /// Number of held-out prompts.
     pub prompts: usize,
     /// Reliability with all temperatures 1.
@@ -88,16 +88,16 @@ pub struct HeldOut {
     pub ece_of_chance_before: Option<f64>,
     /// Mean calibration errors over resampled prompts.
     #[serde(default)]
-    pub bootstrap: Option<Bootstrap>,
+    pub bootstrap: Option<EceBootstrap>,
 }
 
 /// Bootstrap over prompts of the mean calibration errors.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct Bootstrap {
+pub struct EceBootstrap {
     /// Error with all temperatures 1.
-    pub before: AcceptanceInterval,
+    pub before: EceUncertainty,
     /// Error with the fitted temperatures.
-    pub after: AcceptanceInterval,
+    pub after: EceUncertainty,
     /// 95 % interval of the error after less the error before, over the same resamples: below 0 the
     /// temperatures help, above 0 they harm.
     pub change: Option<Interval>,
@@ -105,7 +105,7 @@ pub struct Bootstrap {
 
 /// Uncertainty of a mean calibration error.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
-pub struct AcceptanceInterval {
+pub struct EceUncertainty {
     /// 95 % bootstrap interval of the error over prompts.
     pub interval: Option<Interval>,
     /// 95 % quantile of the error that differences between prompts alone would cause.
@@ -118,15 +118,15 @@ impl Calibration {
         (drafter, target): (DrafterIdentity, TargetIdentity),
         sampling_temperature: f64,
         temperatures: Vec<f64>,
-        fit: Vec<Option<Fit>>,
+        fit: Vec<Option<TemperatureFit>>,
         fit_prompts: usize,
-        held_out: HeldOut,
-        alternatives: Vec<Alternative>,
+        held_out: HeldOutReport,
+        alternatives: Vec<AlternativeFit>,
     ) -> Self {
-        let (format, tool_version) = (FORMAT.into(), deepspec_core::VERSION.into());
+        let (format, tool_version) = (FORMAT_NAME.into(), deepspec_core::VERSION.into());
         Self {
             format,
-            format_version: VERSION,
+            format_version: FORMAT_VERSION,
             tool_version,
             drafter,
             target,
@@ -147,15 +147,15 @@ impl Calibration {
         if !file.is_file() {
             usage!("{} does not exist; `deepspec-eval calibrate` writes it", file.display());
         }
-        let read: Self = versioned::read(file, (FORMAT, VERSION), "not a calibration")?;
-        match read.problem() {
+        let read: Self = versioned::read(file, (FORMAT_NAME, FORMAT_VERSION), "not a calibration")?;
+        match read.find_problem() {
             Some(problem) => usage!("{}: {problem}; run `deepspec-eval calibrate` again", file.display()),
             None => Ok(read),
         }
     }
 
-    /// A semantic error in a file of the right layout, if there is one.
-    fn problem(&self) -> Option<String> {
+    /// Looks for invalid values in a file of the right layout, and describes the first one.
+    fn find_problem(&self) -> Option<String> {
         let (found, block) = (self.temperatures.len(), self.drafter.block_size);
         if found > block {
             return Some(format!("`temperatures` has {found} values, blocks of the drafter {block} tokens"));
@@ -181,9 +181,9 @@ impl Calibration {
                     "{} was found for the drafter {} ({what} {}), not for {} ({what} {}); calibrate this one",
                     file.display(),
                     self.drafter.path,
-                    short(theirs),
+                    short_digest(theirs),
                     dir.display(),
-                    short(ours)
+                    short_digest(ours)
                 );
             }
         }
@@ -211,7 +211,7 @@ mod tests {
         let position = json!({"count": 4, "metrics": metrics, "bins": [bin]});
         let report = json!({"positions": [position, position], "summary": metrics});
         json!({
-            "format": FORMAT, "format_version": VERSION, "tool_version": "0", "drafter": drafter, "target": target,
+            "format": FORMAT_NAME, "format_version": FORMAT_VERSION, "tool_version": "0", "drafter": drafter, "target": target,
             "sampling_temperature": 1.0, "temperatures": [1.5, 0.5], "fit_prompts": 4,
             "fit": [{"count": 8, "ece_before": 0.2, "ece_after": 0.1}, null],
             "held_out": {"prompts": 3, "before": report, "after": report, "ece_of_chance": 0.05}
@@ -225,7 +225,8 @@ mod tests {
         let sound = serde_json::to_vec_pretty(&sound()).unwrap();
         fs::write(&file, &sound).unwrap();
         assert_eq!(Calibration::read(&file).unwrap().temperatures, [1.5, 0.5]);
-        let mut dice = Fuzzer::new(16, &["temperatures", "drafter", "fit", "held_out", FORMAT, "block_size"]);
+        let mut dice =
+            Fuzzer::new(16, &["temperatures", "drafter", "fit", "held_out", FORMAT_NAME, "block_size"]);
         let mut refused = 0;
         for _ in 0..400 {
             fs::write(&file, dice.file(&sound)).unwrap();

@@ -9,18 +9,18 @@ use tch::{Kind, Tensor};
 
 use crate::results::DrafterIdentity;
 
-const WEIGHTS: &str = "model.safetensors";
-/// Projection that computes the confidence logit: σ((w·x + b) / t) is σ of the projection with
-/// weights w / t and b / t.
-const PROJECTION: &str = "confidence_head.proj.";
+const WEIGHTS_FILE: &str = "model.safetensors";
+/// Name prefix of the layer that computes the confidence logit w·x + b. Dividing w and b by t
+/// divides the logit by the temperature t.
+const CONFIDENCE_PROJECTION: &str = "confidence_head.proj.";
 
 /// Checks that a temperature can be folded into the drafter, before anything is fitted.
 ///
 /// # Errors
 /// Usage errors: the drafter is missing, was replaced, or has its weights in several files; or `to`
 /// exists.
-pub fn check(drafter: &DrafterIdentity, to: &Path) -> anyhow::Result<()> {
-    let weights = Path::new(&drafter.path).join(WEIGHTS);
+pub fn check_can_fold(drafter: &DrafterIdentity, to: &Path) -> anyhow::Result<()> {
+    let weights = Path::new(&drafter.path).join(WEIGHTS_FILE);
     if !weights.is_file() {
         usage!(
             "--write-folded: {} does not exist; the drafter of the run has to be there, with its weights in one file",
@@ -44,26 +44,31 @@ pub fn check(drafter: &DrafterIdentity, to: &Path) -> anyhow::Result<()> {
 ///
 /// # Errors
 /// Fails if the drafter has no confidence head or weights of several dtypes, and on I/O failures.
-pub fn write(from: &Path, to: &Path, temperature: f64) -> anyhow::Result<()> {
-    let weights = from.join(WEIGHTS);
+pub fn write_folded_drafter(from: &Path, to: &Path, temperature: f64) -> anyhow::Result<()> {
+    let weights = from.join(WEIGHTS_FILE);
     let mut tensors = Tensor::read_safetensors(&weights)?;
-    let kind = tensors.iter().find(|(name, _)| name.starts_with(PROJECTION)).map(|(_, tensor)| tensor.kind());
-    let Some(kind) = kind else { usage!("--write-folded: {} has no {PROJECTION}weight", weights.display()) };
+    let kind = tensors
+        .iter()
+        .find(|(name, _)| name.starts_with(CONFIDENCE_PROJECTION))
+        .map(|(_, tensor)| tensor.kind());
+    let Some(kind) = kind else {
+        usage!("--write-folded: {} has no {CONFIDENCE_PROJECTION}weight", weights.display())
+    };
     if tensors.iter().any(|(_, tensor)| tensor.kind() != kind) {
         usage!("--write-folded: {} has weights of several kinds", weights.display());
     }
-    for (_, tensor) in tensors.iter_mut().filter(|(name, _)| name.starts_with(PROJECTION)) {
+    for (_, tensor) in tensors.iter_mut().filter(|(name, _)| name.starts_with(CONFIDENCE_PROJECTION)) {
         *tensor = tensor.to_kind(Kind::Double) / temperature;
     }
     deepspec_core::atomic::create_dir(to)?;
     for entry in fs::read_dir(from)? {
         let path = entry?.path();
-        if let Some(name) = path.file_name().filter(|name| path.is_file() && *name != WEIGHTS) {
+        if let Some(name) = path.file_name().filter(|name| path.is_file() && *name != WEIGHTS_FILE) {
             fs::copy(&path, to.join(name))?;
         }
     }
     // The weights are written last, so that a folder with weights is complete.
-    Ok(save(&to.join(WEIGHTS), &tensors, kind)?)
+    Ok(save(&to.join(WEIGHTS_FILE), &tensors, kind)?)
 }
 
 #[cfg(test)]
@@ -75,15 +80,15 @@ mod tests {
         let from = Path::new(env!("CARGO_MANIFEST_DIR")).join("../assets/tiny-dspark");
         let dir = tempfile::tempdir().unwrap();
         let to = dir.path().join("folded");
-        write(&from, &to, 1.6).unwrap();
-        let read = |dir: &Path| Tensor::read_safetensors(dir.join(WEIGHTS)).unwrap();
+        write_folded_drafter(&from, &to, 1.6).unwrap();
+        let read = |dir: &Path| Tensor::read_safetensors(dir.join(WEIGHTS_FILE)).unwrap();
         let [mut before, mut after] = [read(&from), read(&to)];
         before.sort_by(|a, b| a.0.cmp(&b.0));
         after.sort_by(|a, b| a.0.cmp(&b.0));
         assert_eq!(before.len(), after.len());
         for ((name, before), (same, after)) in before.iter().zip(&after) {
             assert_eq!((name, before.kind()), (same, after.kind()));
-            if name.starts_with(PROJECTION) {
+            if name.starts_with(CONFIDENCE_PROJECTION) {
                 // The quotient is rounded to bfloat16, so that 8 bits are right.
                 let off = (after.to_kind(Kind::Double) * 1.6 - before.to_kind(Kind::Double)).abs();
                 let bound = before.to_kind(Kind::Double).abs() * 2f64.powi(-8);
@@ -95,7 +100,10 @@ mod tests {
         for file in fs::read_dir(&from).unwrap() {
             assert!(to.join(file.unwrap().file_name()).is_file());
         }
-        assert!(write(&repository_target(), &dir.path().join("none"), 1.6).is_err(), "no confidence head");
+        assert!(
+            write_folded_drafter(&repository_target(), &dir.path().join("none"), 1.6).is_err(),
+            "no confidence head"
+        );
     }
 
     fn repository_target() -> std::path::PathBuf {

@@ -13,17 +13,18 @@ use anyhow::Context;
 use deepspec_core::rng::{Purpose, Stream};
 use deepspec_core::{atomic, usage};
 use deepspec_cost::calibrate::{
-    Calibration as Temperatures, GridSearch, Proposal, fit, fit_joint, fit_pooled, logarithmic,
+    Calibration as Temperatures, GridSearch, VerifiedProposal, fit_joint_temperatures,
+    fit_shared_temperature, fit_temperatures, log_spaced,
 };
 use deepspec_datasets::suites::Domain;
 
-use crate::confidence::{self, Observed};
+use crate::confidence::{self, ObservedBlock};
 use crate::results::Results;
 use crate::statistics::Interval;
 use crate::traces;
-use bootstrap::{Prompt, PromptError};
+use bootstrap::{EceEstimate, PromptBlocks};
 pub use file::Calibration;
-use file::{AcceptanceInterval, Alternative, Bootstrap, Fit, HeldOut};
+use file::{AlternativeFit, EceBootstrap, EceUncertainty, HeldOutReport, TemperatureFit};
 
 /// Arguments of `calibrate`.
 #[derive(clap::Args)]
@@ -54,7 +55,7 @@ pub struct Args {
 pub fn run(args: &Args) -> anyhow::Result<()> {
     let results = Results::read(&args.results)?;
     let policy = results.settings.policy();
-    if policy.cuts() {
+    if policy.cuts_by_confidence() {
         usage!(
             "{} is of a run with --schedule {policy}, which never saw what it cut; run it without",
             args.results.display()
@@ -63,38 +64,44 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     let Some(drafter) = results.drafter else {
         usage!("{} is of plain decoding; there is no confidence to calibrate", args.results.display());
     };
-    let [fitted, held_out] = Side::read(args)?;
+    let [fitted, held_out] = PromptHalf::read(args)?;
     let positions = fitted.positions().max(held_out.positions());
     let traces = || format!("the traces of {}", args.results.display());
-    let found = fit(&fitted.proposals(), positions, &GridSearch::default()).with_context(traces)?;
+    let found =
+        fit_temperatures(&fitted.proposals(), positions, &GridSearch::default()).with_context(traces)?;
     let temperatures = Temperatures::from_fits(&found);
     let fits = found.iter().map(|fit| {
-        fit.map(|fit| Fit { count: fit.count, ece_before: fit.ece_before, ece_after: fit.ece_after })
+        fit.map(|fit| TemperatureFit {
+            count: fit.count,
+            ece_before: fit.ece_before,
+            ece_after: fit.ece_after,
+        })
     });
     let domains: BTreeMap<String, Domain> =
         results.suites.iter().map(|suite| (suite.name.clone(), suite.domain)).collect();
     let alternatives =
-        alternatives(&fitted, &held_out, positions, &temperatures, &domains).with_context(traces)?;
+        fit_alternatives(&fitted, &held_out, positions, &temperatures, &domains).with_context(traces)?;
     let calibration = Calibration::new(
         (drafter.clone(), results.target),
         results.settings.temperature,
         temperatures.temperatures().to_vec(),
         fits.collect(),
         fitted.prompts.len(),
-        held_out.judge(positions, &temperatures).with_context(traces)?,
+        held_out.evaluate_held_out(positions, &temperatures).with_context(traces)?,
         alternatives.clone(),
     );
     if !args.overwrite
         && args.write_folded.as_ref().is_none_or(|dir| dir.exists())
-        && crate::output::is_there(&args.output, &calibration)?
+        && crate::output::is_already_written(&args.output, &calibration)?
     {
         return Ok(());
     }
     if let Some(dir) = &args.write_folded {
-        fold::check(&drafter, dir)?;
-        let pooled = alternatives.iter().find(|other| other.method == POOLED);
-        let temperature = pooled.and_then(|pooled| pooled.temperatures[ALL].first().copied()).unwrap_or(1.0);
-        fold::write(Path::new(&drafter.path), dir, temperature)?;
+        fold::check_can_fold(&drafter, dir)?;
+        let pooled = alternatives.iter().find(|other| other.method == POOLED_METHOD);
+        let temperature =
+            pooled.and_then(|pooled| pooled.temperatures[ALL_DOMAINS].first().copied()).unwrap_or(1.0);
+        fold::write_folded_drafter(Path::new(&drafter.path), dir, temperature)?;
         tracing::info!(
             "{}: the drafter with its confidence logits divided by {temperature:.3}",
             dir.display()
@@ -114,30 +121,34 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
 }
 
 /// Name of the method that fits one temperature for all positions.
-const POOLED: &str = "pooled";
+const POOLED_METHOD: &str = "pooled";
 /// Key of temperatures that apply to all domains.
-const ALL: &str = "all";
+const ALL_DOMAINS: &str = "all";
 /// Grid size per position of joint fits, and number of sweeps over all positions.
 const JOINT_GRID_POINTS: usize = 81;
 const JOINT_SWEEPS: usize = 4;
 
 /// Fits by the other methods, to compare with the sequential one.
-fn alternatives(
-    fitted: &Side,
-    held_out: &Side,
+fn fit_alternatives(
+    fitted: &PromptHalf,
+    held_out: &PromptHalf,
     positions: usize,
     sequential: &Temperatures,
     domains: &BTreeMap<String, Domain>,
-) -> anyhow::Result<Vec<Alternative>> {
-    let of_sequential = bootstrap::error(&held_out.prompts, positions, sequential)?;
-    let domain = |prompt: &Prompt| domains.get(&prompt.suite).map_or("", |domain| domain.name()).to_string();
-    let judged = |method: &str, by_domain: BTreeMap<String, Temperatures>| -> anyhow::Result<Alternative> {
+) -> anyhow::Result<Vec<AlternativeFit>> {
+    let of_sequential = bootstrap::estimate_ece(&held_out.prompts, positions, sequential)?;
+    let domain =
+        |prompt: &PromptBlocks| domains.get(&prompt.suite).map_or("", |domain| domain.name()).to_string();
+    let judged = |method: &str,
+                  by_domain: BTreeMap<String, Temperatures>|
+     -> anyhow::Result<AlternativeFit> {
         // A domain that only held-out prompts have uses the temperatures of all domains.
-        let of =
-            |prompt: &Prompt| by_domain.get(&domain(prompt)).or(by_domain.get(ALL)).unwrap_or(sequential);
-        let error = bootstrap::error_by_prompt(&held_out.prompts, positions, of)?;
+        let of = |prompt: &PromptBlocks| {
+            by_domain.get(&domain(prompt)).or(by_domain.get(ALL_DOMAINS)).unwrap_or(sequential)
+        };
+        let error = bootstrap::estimate_ece_by_prompt(&held_out.prompts, positions, of)?;
         let change = error.as_ref().zip(of_sequential.as_ref());
-        Ok(Alternative {
+        Ok(AlternativeFit {
             method: method.into(),
             ece: error.as_ref().and_then(|error| error.estimate.value),
             change: change.and_then(|(other, own)| other.estimate.minus(&own.estimate).centred_interval()),
@@ -147,39 +158,40 @@ fn alternatives(
                 .collect(),
         })
     };
-    let for_all = |found: Temperatures| BTreeMap::from([(ALL.to_string(), found)]);
+    let for_all = |found: Temperatures| BTreeMap::from([(ALL_DOMAINS.to_string(), found)]);
     let proposals = fitted.proposals();
-    let pooled = fit_pooled(&proposals, positions, &GridSearch::default())?;
-    let coarse = GridSearch { grid: logarithmic(0.1, 10.0, JOINT_GRID_POINTS), ..GridSearch::default() };
-    let joint = fit_joint(&proposals, positions, &coarse, JOINT_SWEEPS)?;
+    let pooled = fit_shared_temperature(&proposals, positions, &GridSearch::default())?;
+    let coarse = GridSearch { grid: log_spaced(0.1, 10.0, JOINT_GRID_POINTS), ..GridSearch::default() };
+    let joint = fit_joint_temperatures(&proposals, positions, &coarse, JOINT_SWEEPS)?;
     let mut by_domain = for_all(sequential.clone());
     let names: BTreeSet<String> = fitted.prompts.iter().map(domain).collect();
     for name in names {
         let prompts = fitted.prompts.iter().filter(|prompt| domain(prompt) == name);
         let blocks = prompts.flat_map(|prompt| &prompt.blocks);
-        let own: Vec<_> =
-            blocks.map(|block| Proposal { logits: &block.logits, accepted: block.accepted }).collect();
-        let found = Temperatures::from_fits(&fit(&own, positions, &GridSearch::default())?);
+        let own: Vec<_> = blocks
+            .map(|block| VerifiedProposal { logits: &block.logits, accepted: block.accepted })
+            .collect();
+        let found = Temperatures::from_fits(&fit_temperatures(&own, positions, &GridSearch::default())?);
         by_domain.insert(name, found);
     }
     Ok(vec![
-        judged(POOLED, for_all(Temperatures::new(vec![pooled; positions])?))?,
+        judged(POOLED_METHOD, for_all(Temperatures::new(vec![pooled; positions])?))?,
         judged("joint", for_all(joint))?,
         judged("by domain", by_domain)?,
     ])
 }
 
-/// One half of the prompts: to fit to, or held out.
+/// One half of the prompts: the half to fit to, or the held-out half.
 #[derive(Default)]
-struct Side {
-    prompts: Vec<Prompt>,
+struct PromptHalf {
+    prompts: Vec<PromptBlocks>,
 }
 
-impl Side {
+impl PromptHalf {
     /// The prompts to fit to and the held-out prompts: half of each suite, shuffled by a hash of
     /// their ids.
     fn read(args: &Args) -> anyhow::Result<[Self; 2]> {
-        let mut suites: BTreeMap<String, BTreeMap<String, Vec<Observed>>> = BTreeMap::new();
+        let mut suites: BTreeMap<String, BTreeMap<String, Vec<ObservedBlock>>> = BTreeMap::new();
         let (mut silent, mut unbounded) = (0, 0);
         traces::read(&args.results, |trace| {
             if trace.logits.is_empty() {
@@ -192,7 +204,7 @@ impl Side {
             };
             let suite = suites.entry(trace.suite.to_string()).or_default();
             let logits = trace.logits[..usable as usize].to_vec();
-            let block = Observed { logits, accepted: trace.accepted as usize };
+            let block = ObservedBlock { logits, accepted: trace.accepted as usize };
             suite.entry(trace.sample.to_string()).or_default().push(block);
         })?;
         let dir = args.results.display();
@@ -200,7 +212,7 @@ impl Side {
             usage!(
                 "{dir}: {} does not say in column `usable` where a block's first stop token stands, as earlier versions did \
                  not; run the evaluation again",
-                traces::FILE
+                traces::TRACES_FILE
             );
         }
         let mut sides = [Self::default(), Self::default()];
@@ -210,7 +222,7 @@ impl Side {
                 prompts.into_iter().map(|(sample, blocks)| (place(&sample), sample, blocks)).collect();
             prompts.sort_by_key(|(place, _, _)| *place);
             for (rank, (_, sample, blocks)) in prompts.into_iter().enumerate() {
-                sides[rank % 2].prompts.push(Prompt { suite: suite.clone(), sample, blocks });
+                sides[rank % 2].prompts.push(PromptBlocks { suite: suite.clone(), sample, blocks });
             }
         }
         if sides[0].prompts.is_empty() && silent > 0 {
@@ -222,7 +234,7 @@ impl Side {
         Ok(sides)
     }
 
-    fn blocks(&self) -> impl Iterator<Item = &Observed> + Clone {
+    fn blocks(&self) -> impl Iterator<Item = &ObservedBlock> + Clone {
         self.prompts.iter().flat_map(|prompt| &prompt.blocks)
     }
 
@@ -230,24 +242,30 @@ impl Side {
         self.blocks().map(|block| block.logits.len()).max().unwrap_or(0)
     }
 
-    fn proposals(&self) -> Vec<Proposal<'_>> {
-        self.blocks().map(|block| Proposal { logits: &block.logits, accepted: block.accepted }).collect()
+    fn proposals(&self) -> Vec<VerifiedProposal<'_>> {
+        self.blocks()
+            .map(|block| VerifiedProposal { logits: &block.logits, accepted: block.accepted })
+            .collect()
     }
 
-    fn judge(&self, positions: usize, temperatures: &Temperatures) -> anyhow::Result<HeldOut> {
-        let raw = confidence::filled(&[], positions)?;
+    fn evaluate_held_out(
+        &self,
+        positions: usize,
+        temperatures: &Temperatures,
+    ) -> anyhow::Result<HeldOutReport> {
+        let raw = confidence::temperatures_by_position(&[], positions)?;
         let report = |temperatures: &Temperatures| {
             let observed = self.blocks().map(|block| (block.logits.as_slice(), block.accepted));
             confidence::reliability(observed, positions, temperatures)
         };
-        let of_chance = |temperatures| confidence::noise(self.blocks(), positions, temperatures);
-        let error = |temperatures| bootstrap::error(&self.prompts, positions, temperatures);
-        let bootstrap = error(&raw)?.zip(error(temperatures)?).map(|(before, after)| Bootstrap {
+        let of_chance = |temperatures| confidence::ece_noise_quantile(self.blocks(), positions, temperatures);
+        let error = |temperatures| bootstrap::estimate_ece(&self.prompts, positions, temperatures);
+        let bootstrap = error(&raw)?.zip(error(temperatures)?).map(|(before, after)| EceBootstrap {
             change: after.estimate.minus(&before.estimate).centred_interval(),
-            before: bootstrap_entry(&before),
-            after: bootstrap_entry(&after),
+            before: ece_uncertainty(&before),
+            after: ece_uncertainty(&after),
         });
-        Ok(HeldOut {
+        Ok(HeldOutReport {
             prompts: self.prompts.len(),
             before: report(&raw)?,
             after: report(temperatures)?,
@@ -259,8 +277,8 @@ impl Side {
 }
 
 /// The bootstrap entry of an error. The interval is clamped at 0, since no error is negative.
-fn bootstrap_entry(error: &PromptError) -> AcceptanceInterval {
+fn ece_uncertainty(error: &EceEstimate) -> EceUncertainty {
     let interval = error.estimate.centred_interval();
     let interval = interval.map(|Interval { low, high }| Interval { low: low.max(0.0), high: high.max(0.0) });
-    AcceptanceInterval { interval, ece_of_chance: error.of_chance }
+    EceUncertainty { interval, ece_of_chance: error.of_chance }
 }

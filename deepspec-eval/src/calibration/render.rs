@@ -2,7 +2,7 @@
 
 use deepspec_cost::reliability::{PositionReliability, ReliabilityReport};
 
-use super::file::{AcceptanceInterval, Alternative, Bootstrap, Calibration, HeldOut};
+use super::file::{AlternativeFit, Calibration, EceBootstrap, EceUncertainty, HeldOutReport};
 use crate::statistics::Interval;
 use crate::table::{Table, number};
 
@@ -12,17 +12,17 @@ pub fn render(calibration: &Calibration) -> String {
     let bootstrap = held_out.bootstrap.as_ref();
     format!(
         "{}\nFitted to {} prompts, judged by {} others. Over all positions:\n\n{}\n{}{}\n",
-        positions(calibration),
+        positions_table(calibration),
         calibration.fit_prompts,
         held_out.prompts,
-        bootstrap.map(|bootstrap| errors(held_out, bootstrap)).unwrap_or_default(),
-        others(&calibration.alternatives),
-        verdict(bootstrap.and_then(|bootstrap| bootstrap.change))
+        bootstrap.map(|bootstrap| errors_table(held_out, bootstrap)).unwrap_or_default(),
+        alternatives_table(&calibration.alternatives),
+        conclusion(bootstrap.and_then(|bootstrap| bootstrap.change))
     )
 }
 
-/// The table of the other fits.
-fn others(alternatives: &[Alternative]) -> String {
+/// The table of fits by other methods.
+fn alternatives_table(alternatives: &[AlternativeFit]) -> String {
     if alternatives.is_empty() {
         return String::new();
     }
@@ -33,17 +33,22 @@ fn others(alternatives: &[Alternative]) -> String {
         let bounds =
             [found.iter().copied().fold(f64::INFINITY, f64::min), found.iter().copied().fold(0.0, f64::max)];
         let temperatures = format!("{:.2} … {:.2}", bounds[0], bounds[1]);
-        table.row(vec![other.method.clone(), temperatures, number(other.ece, 3), range(other.change)]);
+        table.row(vec![
+            other.method.clone(),
+            temperatures,
+            number(other.ece, 3),
+            format_interval(other.change),
+        ]);
     }
     table.render() + "\n"
 }
 
-fn positions(calibration: &Calibration) -> String {
-    let HeldOut { before, after, .. } = &calibration.held_out;
+fn positions_table(calibration: &Calibration) -> String {
+    let HeldOutReport { before, after, .. } = &calibration.held_out;
     let header = ["position", "temperature", "blocks", "before", "after", "before", "after", "AUROC"];
     let mut table = Table::new(header.map(String::from).to_vec());
     for (columns, title) in [(3, ""), (2, "ECE"), (2, "Brier"), (1, "")] {
-        table.title(columns, title);
+        table.add_title(columns, title);
     }
     let metrics = |position: &PositionReliability| position.metrics;
     for (k, (a, b)) in before.positions.iter().zip(&after.positions).enumerate() {
@@ -59,7 +64,7 @@ fn positions(calibration: &Calibration) -> String {
             number(after.and_then(|m| m.auroc), 3),
         ]);
     }
-    table.rule();
+    table.add_rule();
     table.row(vec![
         "mean".into(),
         String::new(),
@@ -74,17 +79,17 @@ fn positions(calibration: &Calibration) -> String {
 }
 
 /// The table of mean errors, with their intervals and the errors that chance alone explains.
-fn errors(held_out: &HeldOut, Bootstrap { before, after, change }: &Bootstrap) -> String {
+fn errors_table(held_out: &HeldOutReport, EceBootstrap { before, after, change }: &EceBootstrap) -> String {
     let header = ["", "ECE", "95 % interval", "blocks", "prompts"];
     let mut table = Table::new(header.map(String::from).to_vec());
     for (columns, title) in [(3, ""), (2, "by chance up to, among")] {
-        table.title(columns, title);
+        table.add_title(columns, title);
     }
     let ece = |report: &ReliabilityReport| report.summary.map(|m| m.ece);
     let (raw, calibrated) = (ece(&held_out.before), ece(&held_out.after));
-    let mut row = |name: &str, ece, bootstrap: &AcceptanceInterval, of_chance| {
+    let mut row = |name: &str, ece, bootstrap: &EceUncertainty, of_chance| {
         let bounds = [of_chance, Some(bootstrap.ece_of_chance)].map(|bound| number(bound, 3));
-        let cells = [name.to_string(), number(ece, 3), range(bootstrap.interval)];
+        let cells = [name.to_string(), number(ece, 3), format_interval(bootstrap.interval)];
         table.row(cells.into_iter().chain(bounds).collect());
     };
     row("before", raw, before, held_out.ece_of_chance_before);
@@ -93,7 +98,7 @@ fn errors(held_out: &HeldOut, Bootstrap { before, after, change }: &Bootstrap) -
     let cells = [
         "after less before".into(),
         difference.unwrap_or_default(),
-        range(*change),
+        format_interval(*change),
         String::new(),
         String::new(),
     ];
@@ -101,12 +106,12 @@ fn errors(held_out: &HeldOut, Bootstrap { before, after, change }: &Bootstrap) -
     table.render()
 }
 
-fn range(interval: Option<Interval>) -> String {
+fn format_interval(interval: Option<Interval>) -> String {
     interval.map_or_else(String::new, |Interval { low, high }| format!("{low:.3} … {high:.3}"))
 }
 
-/// The conclusion that the held-out prompts allow.
-fn verdict(change: Option<Interval>) -> &'static str {
+/// A sentence that says whether the temperatures help on held-out prompts.
+fn conclusion(change: Option<Interval>) -> &'static str {
     match change {
         Some(Interval { low, .. }) if low > 0.0 => {
             "The others do better without these temperatures: leave them out, or fit to more prompts."
@@ -121,20 +126,20 @@ mod tests {
     use deepspec_cost::calibrate::Calibration as Temperatures;
 
     use super::*;
-    use crate::calibration::{Prompt, Side};
-    use crate::confidence::Observed;
+    use crate::calibration::{PromptBlocks, PromptHalf};
+    use crate::confidence::ObservedBlock;
 
     /// The verdict on a temperature for a head whose confidence is σ(2.2) = 0.9, where `accepted`
     /// of ten blocks per prompt are accepted.
     fn told(temperature: f64, accepted: impl Fn(usize) -> usize) -> &'static str {
         let blocks = |prompt: usize| {
             let of = accepted(prompt);
-            (0..10).map(|i| Observed { logits: vec![2.2], accepted: usize::from(i < of) }).collect()
+            (0..10).map(|i| ObservedBlock { logits: vec![2.2], accepted: usize::from(i < of) }).collect()
         };
-        let prompt = |i: usize| Prompt { suite: "s".into(), sample: i.to_string(), blocks: blocks(i) };
-        let side = Side { prompts: (0..50).map(prompt).collect() };
-        let held_out = side.judge(1, &Temperatures::new(vec![temperature]).unwrap()).unwrap();
-        verdict(held_out.bootstrap.unwrap().change)
+        let prompt = |i: usize| PromptBlocks { suite: "s".into(), sample: i.to_string(), blocks: blocks(i) };
+        let side = PromptHalf { prompts: (0..50).map(prompt).collect() };
+        let held_out = side.evaluate_held_out(1, &Temperatures::new(vec![temperature]).unwrap()).unwrap();
+        conclusion(held_out.bootstrap.unwrap().change)
     }
 
     #[test]

@@ -2,12 +2,14 @@
 
 use std::path::PathBuf;
 
-use deepspec_checkpoint::{Checkpoint, Engine, ExportTarget, Gguf, Target, TensorType, convert, for_engine};
+use deepspec_checkpoint::{
+    Checkpoint, Engine, ExportTarget, GgufExport, Target, TensorType, convert, convert_for_engine,
+};
 use deepspec_core::cli::Verbosity;
 use deepspec_core::usage;
 use deepspec_drafters::open_checkpoint;
 
-use super::{dir, report};
+use super::{model_folder, report};
 
 /// Arguments of `checkpoint convert`.
 #[derive(clap::Args)]
@@ -60,10 +62,10 @@ impl From<Dtype> for TensorType {
 /// Usage errors, conversions that are refused, broken checkpoints, and outputs that cannot be
 /// written.
 pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
-    let from = dir("--from", &args.from, verbosity)?;
+    let from = model_folder("--from", &args.from, verbosity)?;
     let source = open_checkpoint(&from).map_err(report)?;
     let target = match &args.target {
-        Some(name) => Some(Target::open(&dir("--target", name, verbosity)?, name).map_err(report)?),
+        Some(name) => Some(Target::open(&model_folder("--target", name, verbosity)?, name).map_err(report)?),
         None => None,
     };
     if args.dtype.is_some() && args.to != ExportTarget::Engine(Engine::LlamaCpp) {
@@ -71,11 +73,13 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     }
     let converted = match (args.to, &target) {
         (ExportTarget::Format(to), target) => convert(&source, to, target.as_ref()),
-        (ExportTarget::Engine(Engine::LlamaCpp), _) => return to_gguf(args, &source, target.as_ref()),
+        (ExportTarget::Engine(Engine::LlamaCpp), _) => {
+            return convert_to_gguf(args, &source, target.as_ref());
+        }
         (ExportTarget::Engine(_), None) => {
             usage!("--to vllm or sglang needs --target, whose embedding and head the engine will use")
         }
-        (ExportTarget::Engine(engine), Some(target)) => for_engine(&source, engine, target),
+        (ExportTarget::Engine(engine), Some(target)) => convert_for_engine(&source, engine, target),
     };
     let converted = converted.map_err(report)?;
     let told = |what: &str, names: &[String]| {
@@ -90,35 +94,35 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     let (to, place) = (args.to, args.output_dir.display());
     match to {
         ExportTarget::Engine(engine) => {
-            let arguments = engine.arguments(source.drafter(), &place.to_string());
-            tracing::info!(
-                "{algorithm} converted from {from} to {to}: {place}; serve it by {engine} with {arguments}"
-            );
+            tracing::info!("{algorithm} converted from {from} to {to}: {place}");
+            log_serve_command(args, engine, &source, &place.to_string());
         }
         ExportTarget::Format(_) => tracing::info!("{algorithm} converted from {from} to {to}: {place}"),
     }
     Ok(())
 }
 
-fn to_gguf(args: &Args, source: &Checkpoint, target: Option<&Target>) -> anyhow::Result<()> {
+fn convert_to_gguf(args: &Args, source: &Checkpoint, target: Option<&Target>) -> anyhow::Result<()> {
     let Some(target) = target else {
         usage!(
             "--to gguf needs --target, whose tokenizer it holds and whose embedding and head llama.cpp will use"
         );
     };
-    let gguf = Gguf::plan(source, target, args.dtype.map(TensorType::from)).map_err(report)?;
+    let gguf = GgufExport::plan(source, target, args.dtype.map(TensorType::from)).map_err(report)?;
     gguf.write(&args.output_dir, args.overwrite).map_err(report)?;
-    let file = args.output_dir.join(Gguf::FILE);
-    if !gguf.splits_as_known {
+    let file = args.output_dir.join(GgufExport::FILE);
+    if !gguf.has_known_pre_tokenizer {
         tracing::info!(
             "llama.cpp has no name for how the target's tokenizer splits texts; that matters to the target's own file, not to this one"
         );
     }
     let (kind, from) = (source.drafter().kind.title(), source.format());
-    tracing::info!(
-        "{kind} converted from {from} to gguf: {}; serve it by llama-server --model TARGET.gguf {}",
-        file.display(),
-        Engine::LlamaCpp.arguments(source.drafter(), &file.display().to_string())
-    );
+    tracing::info!("{kind} converted from {from} to gguf: {}", file.display());
+    log_serve_command(args, Engine::LlamaCpp, source, &file.display().to_string());
     Ok(())
+}
+
+fn log_serve_command(args: &Args, engine: Engine, source: &Checkpoint, path: &str) {
+    let target = args.target.as_deref().unwrap_or("TARGET");
+    tracing::info!("serve it with: {}", engine.serve_command(target, source.drafter(), path));
 }

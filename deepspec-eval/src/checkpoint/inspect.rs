@@ -9,7 +9,7 @@ use deepspec_core::cli::Verbosity;
 use deepspec_drafters::open_checkpoint;
 use serde_json::{Value, json};
 
-use super::{dir, report};
+use super::{model_folder, report};
 
 /// Arguments of `checkpoint inspect`.
 #[derive(clap::Args)]
@@ -25,9 +25,10 @@ pub struct Args {
 /// Runs the command.
 ///
 /// # Errors
-/// Fails if the folder is no drafter checkpoint of a known dialect.
+/// Fails if the folder is no drafter checkpoint of a known format.
 pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
-    let checkpoint = open_checkpoint(&dir("CHECKPOINT", &args.checkpoint, verbosity)?).map_err(report)?;
+    let checkpoint =
+        open_checkpoint(&model_folder("CHECKPOINT", &args.checkpoint, verbosity)?).map_err(report)?;
     let text = if args.json {
         serde_json::to_string_pretty(&as_json(&checkpoint))? + "\n"
     } else {
@@ -37,18 +38,18 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
 }
 
 /// Parameter counts of the trained tensors, and of the tensors copied from the target.
-fn parameters(checkpoint: &Checkpoint) -> (usize, usize) {
+fn count_parameters(checkpoint: &Checkpoint) -> (usize, usize) {
     let (mut trained, mut targets) = (0, 0);
     for (name, facts) in checkpoint.tensors().iter() {
         let values: usize = facts.shape.iter().product();
-        *if checkpoint.is_targets(name) { &mut targets } else { &mut trained } += values;
+        *if checkpoint.is_target_tensor(name) { &mut targets } else { &mut trained } += values;
     }
     (trained, targets)
 }
 
-/// All other dialects, each with the reason if it is refused. A checkpoint without embedding and
-/// head also lists its own dialect, whose conversion fills them in.
-fn conversions(checkpoint: &Checkpoint) -> Vec<(CheckpointFormat, Option<String>)> {
+/// All formats that a conversion could write, each with the reason if it is refused. A checkpoint
+/// without embedding and head also lists its own format, because converting to it adds both.
+fn possible_conversions(checkpoint: &Checkpoint) -> Vec<(CheckpointFormat, Option<String>)> {
     let own = checkpoint.format();
     let others = CheckpointFormat::ALL
         .into_iter()
@@ -58,13 +59,13 @@ fn conversions(checkpoint: &Checkpoint) -> Vec<(CheckpointFormat, Option<String>
 
 fn as_json(checkpoint: &Checkpoint) -> Value {
     let drafter = checkpoint.drafter();
-    let (trained, targets) = parameters(checkpoint);
+    let (trained, targets) = count_parameters(checkpoint);
     let tensors: Vec<Value> = checkpoint
         .tensors()
         .iter()
         .map(|(name, facts)| json!({"name": name, "dtype": facts.dtype, "shape": facts.shape, "bytes": facts.bytes}))
         .collect();
-    let conversions: Vec<Value> = conversions(checkpoint)
+    let conversions: Vec<Value> = possible_conversions(checkpoint)
         .into_iter()
         .map(|(to, refusal)| json!({"to": to, "refused": refusal}))
         .collect();
@@ -115,7 +116,7 @@ fn as_text(checkpoint: &Checkpoint) -> String {
             drafter.aux_layer_ids()
         ),
     );
-    let (trained, targets) = parameters(checkpoint);
+    let (trained, targets) = count_parameters(checkpoint);
     let dtypes: BTreeSet<String> =
         checkpoint.tensors().iter().map(|(_, facts)| torch_dtype_name(facts.dtype)).collect();
     let dtypes = dtypes.into_iter().collect::<Vec<_>>().join(", ");
@@ -126,7 +127,7 @@ fn as_text(checkpoint: &Checkpoint) -> String {
     if checkpoint.lacks_embed_and_head() {
         line("for engines", "embedding and head are left to the target".into());
     }
-    for (to, refusal) in conversions(checkpoint) {
+    for (to, refusal) in possible_conversions(checkpoint) {
         line(
             "converts",
             format!("to {to}: {}", refusal.map_or_else(|| "yes".into(), |reason| format!("no, {reason}"))),

@@ -35,7 +35,7 @@ pub fn run(command: &Command, verbosity: Verbosity) -> anyhow::Result<()> {
 }
 
 /// The folder of a model, downloaded for a hub id; `flag` is the context of errors.
-fn dir(flag: &'static str, model: &str, verbosity: Verbosity) -> anyhow::Result<PathBuf> {
+fn model_folder(flag: &'static str, model: &str, verbosity: Verbosity) -> anyhow::Result<PathBuf> {
     model_dir(model, None, verbosity).map_err(HubError::report).context(flag)
 }
 

@@ -4,7 +4,7 @@ use deepspec_datasets::suites::Domain;
 use serde::Serialize;
 
 use super::differences;
-use super::labelled::{Labelled, Suite};
+use super::labelled::{CountsBySample, LabelledResult};
 use crate::results::SuiteResult;
 use crate::statistics::{Estimate, Interval};
 use crate::table::{Table, number};
@@ -34,7 +34,7 @@ struct Delta {
 }
 
 /// The difference of one suite, over resamples.
-struct Resampled {
+struct SuiteDelta {
     name: String,
     domain: Domain,
     estimate: Estimate,
@@ -42,11 +42,12 @@ struct Resampled {
 }
 
 impl Deltas {
-    /// `one` minus `other`, over the suites that all results have.
-    pub fn new(one: &Labelled, other: &Labelled, common: &[String]) -> Self {
-        let suites: Vec<Resampled> = common.iter().filter_map(|name| resample(one, other, name)).collect();
-        let of = |domain| suites.iter().filter(move |suite: &&Resampled| suite.domain == domain);
-        let mean = |name: &str, suites: &[&Resampled]| {
+    /// Computes `one` minus `other` over the suites that all results have.
+    pub fn new(one: &LabelledResult, other: &LabelledResult, common: &[String]) -> Self {
+        let suites: Vec<SuiteDelta> =
+            common.iter().filter_map(|name| paired_difference(one, other, name)).collect();
+        let of = |domain| suites.iter().filter(move |suite: &&SuiteDelta| suite.domain == domain);
+        let mean = |name: &str, suites: &[&SuiteDelta]| {
             let estimate = Estimate::mean(suites.iter().map(|suite| &suite.estimate));
             Delta::new(name, &estimate, suites.iter().map(|suite| suite.prompts).sum())
         };
@@ -67,10 +68,10 @@ impl Deltas {
     pub fn render(&self) -> String {
         let header = ["suite", "Δτ", "95 % interval", "p", "prompts"];
         let mut table = Table::new(header.map(String::from).to_vec());
-        table.title(1, "");
-        table.title(4, &format!("{} less {}", self.label, self.against));
+        table.add_title(1, "");
+        table.add_title(4, &format!("{} less {}", self.label, self.against));
         self.suites.iter().for_each(|delta| table.row(delta.cells()));
-        table.rule();
+        table.add_rule();
         self.domains.iter().chain([&self.overall]).for_each(|delta| table.row(delta.cells()));
         table.render()
     }
@@ -78,15 +79,16 @@ impl Deltas {
 
 /// The paired difference in a suite, over the prompts of both results; without common prompts, the
 /// plain difference.
-fn resample(one: &Labelled, other: &Labelled, name: &String) -> Option<Resampled> {
-    let of =
-        |labelled: &'_ Labelled| labelled.results.suites.iter().find(|suite| suite.name == *name).cloned();
+fn paired_difference(one: &LabelledResult, other: &LabelledResult, name: &String) -> Option<SuiteDelta> {
+    let of = |labelled: &'_ LabelledResult| {
+        labelled.results.suites.iter().find(|suite| suite.name == *name).cloned()
+    };
     let (a, b): (SuiteResult, SuiteResult) = (of(one)?, of(other)?);
-    let pairs = differences::pairs(&one.results, &other.results, name);
+    let pairs = differences::can_pair_prompts(&one.results, &other.results, name);
     let prompts = one.prompts.get(name).zip(other.prompts.get(name)).filter(|_| pairs);
     let (estimate, count) = match prompts {
         Some((mine, theirs)) => {
-            let length = |prompts: &Suite, also: &Suite| {
+            let length = |prompts: &CountsBySample, also: &CountsBySample| {
                 let both = prompts.iter().filter(|(id, _)| also.contains_key(*id));
                 Estimate::accepted_length(name, both.map(|(id, counts)| (id.as_str(), *counts)))
             };
@@ -94,11 +96,11 @@ fn resample(one: &Labelled, other: &Labelled, name: &String) -> Option<Resampled
             (length(mine, theirs).minus(&length(theirs, mine)), count)
         }
         None => {
-            let length = |suite: &SuiteResult| Estimate::bare(suite.metrics.accepted_length);
+            let length = |suite: &SuiteResult| Estimate::without_resamples(suite.metrics.accepted_length);
             (length(&a).minus(&length(&b)), 0)
         }
     };
-    Some(Resampled { name: name.clone(), domain: a.domain, estimate, prompts: count })
+    Some(SuiteDelta { name: name.clone(), domain: a.domain, estimate, prompts: count })
 }
 
 impl Delta {

@@ -1,14 +1,14 @@
 //! Settings and inputs that make results incomparable.
 
-use deepspec_core::digest::short;
+use deepspec_core::digest::short_digest;
 use deepspec_engine::DraftSampling;
 use serde_json::{Value, json};
 
-use super::labelled::Labelled;
+use super::labelled::LabelledResult;
 use crate::results::{Results, SuiteResult};
 
 /// All differences that make the results incomparable, one sentence each.
-pub fn all(compared: &[Labelled]) -> Vec<String> {
+pub fn list_differences(compared: &[LabelledResult]) -> Vec<String> {
     let Some((first, others)) = compared.split_first() else { return vec![] };
     let mut sentences = vec![];
     for other in others {
@@ -19,17 +19,18 @@ pub fn all(compared: &[Labelled]) -> Vec<String> {
             }
         };
         for (what, effect, facts) in [
-            ("target", LENGTHS, target_facts as fn(&Results) -> Vec<(String, Value)>),
-            ("", LENGTHS, asked_facts),
-            ("", DRAFTING, drafting_facts),
-            ("", SPEEDS, speed_facts),
+            ("target", LENGTHS_NOTE, target_facts as fn(&Results) -> Vec<(String, Value)>),
+            ("", LENGTHS_NOTE, asked_facts),
+            ("", DRAFTING_NOTE, drafting_facts),
+            ("", SPEEDS_NOTE, speed_facts),
         ] {
             for ((name, a), (_, b)) in facts(&first.results).iter().zip(&facts(&other.results)) {
                 compare(format!("{what} {name}").trim_start(), a, b, effect);
             }
         }
-        let names =
-            |one: &Labelled| json!(one.results.suites.iter().map(|suite| &suite.name).collect::<Vec<_>>());
+        let names = |one: &LabelledResult| {
+            json!(one.results.suites.iter().map(|suite| &suite.name).collect::<Vec<_>>())
+        };
         compare(
             "set of suites",
             &names(first),
@@ -38,26 +39,32 @@ pub fn all(compared: &[Labelled]) -> Vec<String> {
         );
         for suite in &first.results.suites {
             if let Some(same) = other.results.suites.iter().find(|same| same.name == suite.name) {
-                let scored = |suite: &SuiteResult| json!([short(&suite.file_digest), suite.counts.samples]);
-                compare(&format!("{} [file, samples]", suite.name), &scored(suite), &scored(same), LENGTHS);
+                let scored =
+                    |suite: &SuiteResult| json!([short_digest(&suite.file_digest), suite.counts.samples]);
+                compare(
+                    &format!("{} [file, samples]", suite.name),
+                    &scored(suite),
+                    &scored(same),
+                    LENGTHS_NOTE,
+                );
                 let domain = |suite: &SuiteResult| json!(suite.domain);
-                compare(&format!("{} domain", suite.name), &domain(suite), &domain(same), DOMAINS);
+                compare(&format!("{} domain", suite.name), &domain(suite), &domain(same), DOMAINS_NOTE);
             }
         }
     }
-    sentences.extend(by_rule(compared));
+    sentences.extend(lengths_by_rule(compared));
     sentences
 }
 
 /// The accepted lengths under each rule of draft sampling, if the results use several and all have
 /// both.
-fn by_rule(compared: &[Labelled]) -> Vec<String> {
-    let rule = |one: &Labelled| one.results.settings.draft_sampling;
+fn lengths_by_rule(compared: &[LabelledResult]) -> Vec<String> {
+    let rule = |one: &LabelledResult| one.results.settings.draft_sampling;
     if compared.windows(2).all(|pair| rule(&pair[0]) == rule(&pair[1])) {
         return vec![];
     }
     let under = |wanted: DraftSampling| {
-        let length = |one: &Labelled| {
+        let length = |one: &LabelledResult| {
             let other = one.results.other_rule.as_ref().filter(|other| other.draft_sampling == wanted);
             let own = one.results.overall.accepted_length.filter(|_| rule(one) == wanted);
             let length = own.or_else(|| other.and_then(|other| other.accepted_length))?;
@@ -70,10 +77,10 @@ fn by_rule(compared: &[Labelled]) -> Vec<String> {
     [DraftSampling::Probabilistic, DraftSampling::Greedy].into_iter().filter_map(under).collect()
 }
 
-const LENGTHS: &str = "accepted lengths are not comparable";
-const DRAFTING: &str = "that is part of what is compared";
-const DOMAINS: &str = "it is averaged with the suites of the first";
-const SPEEDS: &str = "speeds are not comparable";
+const LENGTHS_NOTE: &str = "accepted lengths are not comparable";
+const DRAFTING_NOTE: &str = "that is part of what is compared";
+const DOMAINS_NOTE: &str = "it is averaged with the suites of the first";
+const SPEEDS_NOTE: &str = "speeds are not comparable";
 
 fn target_facts(results: &Results) -> Vec<(String, Value)> {
     let target = &results.target;
@@ -83,7 +90,7 @@ fn target_facts(results: &Results) -> Vec<(String, Value)> {
         ("tokenizer", &target.tokenizer_digest),
         ("chat template", &target.template_digest),
     ];
-    let digests = digests.into_iter().map(|(name, digest)| (name.to_string(), json!(short(digest))));
+    let digests = digests.into_iter().map(|(name, digest)| (name.to_string(), json!(short_digest(digest))));
     digests.chain([("stop ids".into(), json!(target.stop_ids))]).collect()
 }
 
@@ -126,9 +133,9 @@ fn speed_facts(results: &Results) -> Vec<(String, Value)> {
     facts.map(|(name, value)| (name.to_string(), value)).to_vec()
 }
 
-/// Whether two results are of one target and one file of a suite. Only then can their prompts be
-/// paired.
-pub fn pairs(a: &Results, b: &Results, suite: &str) -> bool {
+/// Whether the prompts of a suite can be paired: both results have the same target and the same
+/// suite file.
+pub fn can_pair_prompts(a: &Results, b: &Results, suite: &str) -> bool {
     let digest = |results: &Results| {
         let suite = results.suites.iter().find(|one| one.name == suite);
         suite.map(|suite| suite.file_digest.clone())

@@ -68,13 +68,13 @@ fn provoke(file: &str, seed: u64, times: usize) -> usize {
 
 #[test]
 fn damaged_results_are_compared_or_refused_by_key() {
-    let refused = provoke(results::FILE, 14, 400);
+    let refused = provoke(results::RESULTS_FILE, 14, 400);
     assert!(refused > 150, "only {refused} of 400 were refused");
 }
 
 #[test]
 fn damaged_traces_only_cost_the_intervals() {
-    assert_eq!(provoke(traces::FILE, 15, 150), 0);
+    assert_eq!(provoke(traces::TRACES_FILE, 15, 150), 0);
 }
 
 #[test]
@@ -84,7 +84,7 @@ fn a_suite_that_changed_its_domain_stays_in_its_row() {
     dirs.iter().for_each(|dir| folder(dir));
     let mut found = serde_json::to_value(sample::results()).unwrap();
     found["suites"][0]["domain"] = "code".into();
-    fs::write(dirs[1].join(results::FILE), found.to_string()).unwrap();
+    fs::write(dirs[1].join(results::RESULTS_FILE), found.to_string()).unwrap();
     let compared = compare([&dirs[0], &dirs[1]]).unwrap();
     assert_eq!(compared["columns"][0]["domains"], compared["columns"][1]["domains"]);
     let told =
@@ -98,7 +98,7 @@ fn a_wrong_value_is_told_with_its_key() {
     folder(dir.path());
     let mut found = serde_json::to_value(sample::results()).unwrap();
     found["suites"][1]["counts"]["cycles"] = (-3).into();
-    fs::write(dir.path().join(results::FILE), found.to_string()).unwrap();
+    fs::write(dir.path().join(results::RESULTS_FILE), found.to_string()).unwrap();
     let told = compare([dir.path(), dir.path()]).unwrap_err();
     assert!(
         told.ends_with("results.json: `suites[1].counts.cycles`: invalid value: integer `-3`, expected u64"),

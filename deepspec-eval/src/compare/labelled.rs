@@ -7,34 +7,34 @@ use crate::results::{Results, SuiteResult};
 use crate::statistics::{Estimate, PromptCounts};
 
 /// A result with its label.
-pub struct Labelled {
+pub struct LabelledResult {
     pub label: String,
     pub path: PathBuf,
     pub results: Results,
     /// Counts of every prompt, by suite and sample.
-    pub prompts: Prompts,
+    pub prompts: CountsBySuite,
 }
 
-/// Counts by suite.
-pub type Prompts = BTreeMap<String, Suite>;
-/// Counts by sample.
-pub type Suite = BTreeMap<String, PromptCounts>;
+/// Counts of every prompt, by suite and then by sample id.
+pub type CountsBySuite = BTreeMap<String, CountsBySample>;
+/// Counts of every prompt of a suite, by sample id.
+pub type CountsBySample = BTreeMap<String, PromptCounts>;
 
-impl Labelled {
+impl LabelledResult {
     /// The suites of the result, as a phrase.
-    pub fn suites(&self) -> String {
+    pub fn describe_suites(&self) -> String {
         let names: Vec<&str> = self.results.suites.iter().map(|suite| suite.name.as_str()).collect();
         let names = if names.is_empty() { "none".into() } else { names.join(", ") };
         format!("{} has {names}", self.path.display())
     }
 
     /// τ of a suite, over resampled prompts.
-    pub fn length(&self, suite: &SuiteResult) -> Estimate {
+    pub fn accepted_length(&self, suite: &SuiteResult) -> Estimate {
         match self.prompts.get(&suite.name) {
             Some(prompts) => {
                 Estimate::accepted_length(&suite.name, prompts.iter().map(|(id, c)| (id.as_str(), *c)))
             }
-            None => Estimate::bare(suite.metrics.accepted_length),
+            None => Estimate::without_resamples(suite.metrics.accepted_length),
         }
     }
 }

@@ -11,11 +11,11 @@ use std::path::{Path, PathBuf};
 use deepspec_core::usage;
 use serde::Serialize;
 
-use crate::results::{DomainResult, Metrics, Results, Scored, SuiteResult, averages};
+use crate::results::{DomainResult, Metrics, Results, ScoredSuite, SuiteResult, averages};
 use crate::table::{Table, factor, number};
 use crate::traces;
 use deltas::Deltas;
-use labelled::{Labelled, Prompts};
+use labelled::{CountsBySuite, LabelledResult};
 
 /// Arguments of `compare`.
 #[derive(clap::Args)]
@@ -59,15 +59,20 @@ impl Comparison {
         for (i, path) in args.results.iter().enumerate() {
             let label = args.labels.get(i).cloned().unwrap_or_else(|| defaults[i].clone());
             let results = Results::read(path)?;
-            compared.push(Labelled { label, path: path.clone(), prompts: prompts(path, &results), results });
+            compared.push(LabelledResult {
+                label,
+                path: path.clone(),
+                prompts: read_prompt_counts(path, &results),
+                results,
+            });
         }
         let common = common_suites(&compared);
         if common.is_empty() {
-            let suites = compared.iter().map(Labelled::suites).collect::<Vec<_>>().join("; ");
+            let suites = compared.iter().map(LabelledResult::describe_suites).collect::<Vec<_>>().join("; ");
             usage!("the results have no suite in common: {suites}");
         }
-        let differences = differences::all(&compared);
-        agree_on_domains(&mut compared);
+        let differences = differences::list_differences(&compared);
+        unify_domains(&mut compared);
         let (first, others) = compared.split_at(1);
         Ok(Self {
             differences,
@@ -107,8 +112,8 @@ fn default_labels(paths: &[PathBuf]) -> Vec<String> {
 
 /// Counts of every prompt from the traces beside the results. Empty, with a warning, if the traces
 /// are of another run.
-fn prompts(path: &Path, results: &Results) -> Prompts {
-    let mut prompts = Prompts::new();
+fn read_prompt_counts(path: &Path, results: &Results) -> CountsBySuite {
+    let mut prompts = CountsBySuite::new();
     let read = traces::read(path, |trace| {
         let suite = prompts.entry(trace.suite.to_string()).or_default();
         let prompt = suite.entry(trace.sample.to_string()).or_default();
@@ -126,19 +131,19 @@ fn prompts(path: &Path, results: &Results) -> Prompts {
         Ok(()) => format!("the traces beside {} are of another run", path.display()),
     };
     tracing::warn!("{problem}; its accepted lengths have no intervals here");
-    Prompts::new()
+    CountsBySuite::new()
 }
 
 /// The suites that all results have, in the order of the first result.
-fn common_suites(compared: &[Labelled]) -> Vec<String> {
-    let has = |one: &Labelled, name: &str| one.results.suites.iter().any(|suite| suite.name == name);
+fn common_suites(compared: &[LabelledResult]) -> Vec<String> {
+    let has = |one: &LabelledResult, name: &str| one.results.suites.iter().any(|suite| suite.name == name);
     let first = compared.first().map_or(&[][..], |one| &one.results.suites);
     let names = first.iter().map(|suite| suite.name.clone());
     names.filter(|name| compared.iter().all(|one| has(one, name))).collect()
 }
 
 /// Gives every suite the domain it has in the first result, so that all columns have the same rows.
-fn agree_on_domains(compared: &mut [Labelled]) {
+fn unify_domains(compared: &mut [LabelledResult]) {
     let Some((first, others)) = compared.split_first_mut() else { return };
     for suite in others.iter_mut().flat_map(|other| &mut other.results.suites) {
         let same = first.results.suites.iter().find(|same| same.name == suite.name);
@@ -168,10 +173,10 @@ struct Column {
 }
 
 impl Column {
-    fn new(one: &Labelled, common: &[String]) -> Self {
+    fn new(one: &LabelledResult, common: &[String]) -> Self {
         let of = |name: &String| one.results.suites.iter().find(|suite| suite.name == *name).cloned();
-        let scored = |suite: SuiteResult| Scored { length: one.length(&suite), suite };
-        let scored: Vec<Scored> = common.iter().filter_map(of).map(scored).collect();
+        let scored = |suite: SuiteResult| ScoredSuite { length: one.accepted_length(&suite), suite };
+        let scored: Vec<ScoredSuite> = common.iter().filter_map(of).map(scored).collect();
         let (domains, overall) = averages(&scored);
         Self {
             label: one.label.clone(),
@@ -207,13 +212,13 @@ impl Comparison {
         let labels = || self.columns.iter().map(|column| column.label.clone());
         let mut table =
             Table::new(std::iter::once("suite".to_string()).chain(labels()).chain(labels()).collect());
-        table.title(1, "");
-        table.title(self.columns.len(), "accepted length τ");
-        table.title(self.columns.len(), "speed-up");
+        table.add_title(1, "");
+        table.add_title(self.columns.len(), "accepted length τ");
+        table.add_title(self.columns.len(), "speed-up");
         let mut rows: Vec<_> = self.columns.iter().map(Column::rows).collect();
         for (i, name) in self.names().into_iter().enumerate() {
             if i == self.suites.len() {
-                table.rule();
+                table.add_rule();
             }
             let metrics: Vec<Option<&Metrics>> = rows.iter_mut().map(Iterator::next).collect();
             let lengths = metrics.iter().map(|m| number(m.and_then(|m| m.accepted_length), 2));

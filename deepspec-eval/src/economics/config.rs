@@ -4,8 +4,8 @@ use deepspec_cost::economics::{Attention, FeedForward, Layer, Precision, Target}
 use serde_json::Value;
 
 /// Keys of layer types that this program does not read.
-pub fn unread(json: &Value) -> Vec<&'static str> {
-    let json = inner(json);
+pub fn unread_keys(json: &Value) -> Vec<&'static str> {
+    let json = text_config(json);
     let is_said = |key: &&str| json.get(*key).is_some_and(|value| !value.is_null());
     let mut unread: Vec<_> = ["compress_ratios", "hc_mult", "layers_block_type", "linear_num_value_heads"]
         .into_iter()
@@ -36,17 +36,17 @@ pub fn drafts_blocks(json: &Value) -> bool {
 }
 
 /// The text model's config, which multimodal models nest in `text_config`.
-fn inner(json: &Value) -> &Value {
+fn text_config(json: &Value) -> &Value {
     json.get("text_config").filter(|inner| inner.is_object()).unwrap_or(json)
 }
 
 /// Reads the keys that transformers' model families share: Llama, Qwen, Gemma, Mixtral, Qwen-MoE,
-/// DeepSeek and similar ones. Keys listed by [`unread`] are ignored or read in part.
+/// DeepSeek and similar ones. Keys listed by [`unread_keys`] are ignored or read in part.
 ///
 /// # Errors
 /// Names the key that is missing, not a number, or below 1; also more active experts than experts.
-pub fn target(json: &Value, weights: Precision, expert_parallel: f64) -> Result<Target, String> {
-    let json = inner(json);
+pub fn read_target(json: &Value, weights: Precision, expert_parallel: f64) -> Result<Target, String> {
+    let json = text_config(json);
     let find = |keys: &[&str]| keys.iter().find_map(|key| json.get(*key).and_then(Value::as_f64));
     let need = |keys: &[&str]| match find(keys) {
         Some(value) if value.is_finite() && value >= 1.0 => Ok(value),
@@ -113,7 +113,7 @@ pub fn target(json: &Value, weights: Precision, expert_parallel: f64) -> Result<
     {
         return Err(format!("`num_experts_per_tok` is {active} of {experts} experts"));
     }
-    let windowed = windowed(json, attention);
+    let windowed = sliding_window_layers(json, attention);
     let first = find(&["first_k_dense_replace"]).filter(|_| experts.is_some()).unwrap_or(0.0).min(count);
     let mut layers = vec![];
     if first > 0.0 {
@@ -131,7 +131,7 @@ pub fn target(json: &Value, weights: Precision, expert_parallel: f64) -> Result<
 }
 
 /// Number of layers with a sliding window, and their attention.
-fn windowed(json: &Value, attention: Attention) -> Option<(f64, Attention)> {
+fn sliding_window_layers(json: &Value, attention: Attention) -> Option<(f64, Attention)> {
     let window = json.get("sliding_window").and_then(Value::as_f64)?;
     let count = match json.get("layer_types").and_then(Value::as_array) {
         Some(kinds) => kinds.iter().filter(|kind| kind.as_str() == Some("sliding_attention")).count(),
@@ -166,7 +166,7 @@ mod tests {
             };
             target.layers.iter().map(of).sum::<f64>() + target.head
         };
-        let of = |json| target(&json, Precision::Bf16, 1.0).unwrap();
+        let of = |json| read_target(&json, Precision::Bf16, 1.0).unwrap();
         // Qwen3-4B has 4.02 billion weights; an LM head that is tied to the embedding is counted
         // once.
         let qwen = json!({"hidden_size": 2560, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
@@ -188,19 +188,19 @@ mod tests {
             "intermediate_size": 128, "vocab_size": 100, "sliding_window": 512,
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention",
                 "sliding_attention"]}});
-        let found = target(&json, Precision::Fp8, 1.0).unwrap();
+        let found = read_target(&json, Precision::Fp8, 1.0).unwrap();
         assert_eq!(found.layers.iter().map(|layer| layer.count).collect::<Vec<_>>(), [2.0, 4.0]);
         assert!(matches!(found.layers[1].attention, Attention::Grouped { window: 512.0, .. }));
-        assert!(unread(&json).is_empty());
+        assert!(unread_keys(&json).is_empty());
         json["text_config"].as_object_mut().unwrap().remove("layer_types");
         json["text_config"]["model_type"] = json!("gemma2_text");
         json["text_config"]["mlp_only_layers"] = json!([0, 1]);
         json["text_config"]["decoder_sparse_step"] = json!(1);
         json["text_config"]["compress_ratios"] = json!([128]);
-        assert_eq!(unread(&json), ["compress_ratios", "mlp_only_layers", "sliding_window"]);
+        assert_eq!(unread_keys(&json), ["compress_ratios", "mlp_only_layers", "sliding_window"]);
         json["text_config"]["intermediate_size"] = json!(null);
-        assert!(target(&json, Precision::Fp8, 1.0).unwrap_err().contains("`intermediate_size`"));
+        assert!(read_target(&json, Precision::Fp8, 1.0).unwrap_err().contains("`intermediate_size`"));
         json["text_config"]["hidden_size"] = json!(0);
-        assert!(target(&json, Precision::Fp8, 1.0).unwrap_err().contains("`hidden_size` is 0"));
+        assert!(read_target(&json, Precision::Fp8, 1.0).unwrap_err().contains("`hidden_size` is 0"));
     }
 }

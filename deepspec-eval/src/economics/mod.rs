@@ -7,17 +7,21 @@ use std::path::{Path, PathBuf};
 
 use deepspec_core::cli::{self, Verbosity};
 use deepspec_core::{atomic, env, usage};
-use deepspec_cost::economics::{Draft, Hardware, Load, Precision, Target};
+use deepspec_cost::economics::{DraftCost, Hardware, LoadPoint, Precision, Target};
 use deepspec_hub::{HubError, model_dir};
 use serde::Serialize;
 use serde_json::Value;
 
-use crate::plot::{Axis, Plot, SeriesStyle, chart, heading, series};
+use crate::explorer::{EXPLORER_FILE, Explorer};
+use crate::plot::{Axis, Plot, SeriesStyle, draw_axes, draw_series, draw_title_and_legend};
 use crate::report::{Block, Document, write_document};
 use crate::table::Table;
 
 /// Maximum number of drafted tokens.
-const MOST: u32 = 64;
+const MAX_DRAFT_LENGTH: u32 = 64;
+
+/// Most drafted tokens on the page with sliders.
+const EXPLORER_DRAFT_LENGTH: usize = 16;
 
 /// Arguments of `economics`.
 #[derive(clap::Args)]
@@ -56,7 +60,7 @@ pub struct Args {
     /// DFlash, DFlash 2) give --draft-model or --draft-weights
     #[arg(long, value_name = "SHARE", default_value_t = 0.1)]
     draft_share: f64,
-    /// Folder for economics.json, report.md, report.html and plots
+    /// Folder for economics.json, report.md, report.html, explorer.html (a page with sliders) and plots
     #[arg(long, value_name = "D")]
     output_dir: Option<PathBuf>,
     /// Replace what exists
@@ -91,9 +95,9 @@ impl From<WeightFormat> for Precision {
     }
 }
 
-/// A point of the map.
+/// Costs at one acceptance rate, context length and batch size.
 #[derive(Debug, Clone, Copy, Serialize)]
-struct Point {
+struct CostPoint {
     acceptance: f64,
     context: u32,
     batch: u32,
@@ -108,14 +112,14 @@ struct Point {
 }
 
 #[derive(Serialize)]
-struct Map<'a> {
+struct CostMap<'a> {
     format: &'static str,
     format_version: u64,
     tool_version: &'static str,
     target: &'a Target,
     hardware: Hardware,
-    draft: Draft,
-    points: Vec<Point>,
+    draft: DraftCost,
+    points: Vec<CostPoint>,
 }
 
 /// Runs the command.
@@ -131,7 +135,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
         return print_model(args, verbosity);
     }
     let model = local_model_path(&args.model, verbosity)?;
-    let (target, _) = args.described(&model, f64::from(args.expert_parallel))?;
+    let (target, _) = args.read_layers(&model, f64::from(args.expert_parallel))?;
     let limit = context_limit(&model)?;
     if let Some(context) =
         args.context_len.iter().find(|&&context| limit.is_some_and(|limit| context > limit))
@@ -159,32 +163,33 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     }
     let draft = match (&args.draft_model, args.draft_weights) {
         (Some(path), _) => {
-            let (model, at_once) = args.described(&local_model_path(path, verbosity)?, 1.0)?;
-            Draft::Model { model, at_once: at_once && !args.sequential_draft }
+            let (model, at_once) = args.read_layers(&local_model_path(path, verbosity)?, 1.0)?;
+            DraftCost::Model { model, at_once: at_once && !args.sequential_draft }
         }
-        (None, Some(weights)) => Draft::PerBlock { weights, precision: args.weights.into() },
-        (None, None) => Draft::PerToken(args.draft_share),
+        (None, Some(weights)) => DraftCost::PerBlock { weights, precision: args.weights.into() },
+        (None, None) => DraftCost::PerToken(args.draft_share),
     };
     let mut points = vec![];
     for &acceptance in &args.acceptance {
         for &context in &args.context_len {
             for &batch in &args.batch_size {
-                let load = Load { requests: f64::from(batch), context: f64::from(context), acceptance };
-                let (best_length, speed_up) = target.best_length(&hardware, &draft, load, MOST);
-                points.push(Point {
+                let load = LoadPoint { requests: f64::from(batch), context: f64::from(context), acceptance };
+                let (best_length, speed_up) =
+                    target.best_draft_length(&hardware, &draft, load, MAX_DRAFT_LENGTH);
+                points.push(CostPoint {
                     acceptance,
                     context,
                     batch,
                     best_length,
                     speed_up,
-                    marginal: target.marginal(&hardware, load, 1.0),
+                    marginal: target.marginal_cost(&hardware, load, 1.0),
                     plain_tokens_per_second: load.requests
                         / target.step_seconds(&hardware, load.requests, 1.0, load.context),
                 });
             }
         }
     }
-    let map = Map {
+    let map = CostMap {
         format: "deepspec-economics",
         format_version: 1,
         tool_version: deepspec_core::VERSION,
@@ -195,11 +200,13 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     };
     if let Some(dir) = &args.output_dir {
         let file = dir.join("economics.json");
-        crate::output::check_fresh(dir, "economics.json", &["report.md", "report.html"], true)?;
+        let others = ["report.md", "report.html", EXPLORER_FILE];
+        crate::output::check_fresh(dir, "economics.json", &others, true)?;
         let is_whole = dir.join("report.html").is_file();
-        if args.overwrite || !crate::output::is_there(&file, &map)? || !is_whole {
+        if args.overwrite || !crate::output::is_already_written(&file, &map)? || !is_whole {
             atomic::create_dir(dir)?;
             write_document(dir, &args.document(&map)?)?;
+            args.write_explorer(dir, &map)?;
             atomic::write_json(&file, &map)?;
         }
     }
@@ -211,9 +218,9 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
         rows.into_iter().for_each(|row| table.row(row));
         format!(
             "{}\n\n{}\n{}\n",
-            cli::wrapped("", 0, &args.assumptions(&map.draft)),
+            cli::wrap_paragraph("", 0, &args.assumptions(&map.draft)),
             table.render(),
-            cli::wrapped(
+            cli::wrap_paragraph(
                 "",
                 0,
                 "Each cell: drafted tokens that are fastest, and throughput over plain decoding; in brackets what one more verified token \
@@ -227,14 +234,14 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
 impl Args {
     /// The layers from a folder, a config.json or a .yaml file, and whether whole blocks run
     /// through them at once.
-    fn described(&self, model: &Path, expert_parallel: f64) -> anyhow::Result<(Target, bool)> {
+    fn read_layers(&self, model: &Path, expert_parallel: f64) -> anyhow::Result<(Target, bool)> {
         let name = model.display();
-        if is_description(model) {
+        if is_layer_description(model) {
             return match serde_yaml::from_str(&atomic::read_text(model)?) {
                 Ok(_) if expert_parallel != 1.0 => {
                     usage!("--expert-parallel: {name} says it itself, as `expert_parallel`")
                 }
-                Ok(target) => match Target::problem(&target) {
+                Ok(target) => match Target::invalid_value(&target) {
                     Some(problem) => usage!("{name}: {problem}"),
                     None => Ok((target, true)),
                 },
@@ -242,27 +249,27 @@ impl Args {
             };
         }
         let (file, json) = config_json(model)?;
-        if let Some(key) = config::unread(&json).first() {
+        if let Some(key) = config::unread_keys(&json).first() {
             usage!(
                 "{}: `{key}` speaks of layers that are not known here; describe them in a .yaml instead, which --print-model begins",
                 file.display()
             );
         }
-        match config::target(&json, self.weights.into(), expert_parallel) {
+        match config::read_target(&json, self.weights.into(), expert_parallel) {
             Ok(target) => Ok((target, config::drafts_blocks(&json))),
             Err(problem) => usage!("{}: {problem}", file.display()),
         }
     }
 
     /// A row per acceptance and context, a column per batch.
-    fn table(&self, points: &[Point]) -> (Vec<String>, Vec<Vec<String>>) {
+    fn table(&self, points: &[CostPoint]) -> (Vec<String>, Vec<Vec<String>>) {
         let batches = self.batch_size.iter().map(|batch| format!("B = {batch}"));
         let header = ["α, context".to_string()].into_iter().chain(batches).collect();
-        let cell = |point: &Point| match point.best_length {
+        let cell = |point: &CostPoint| match point.best_length {
             0 => format!("plain ({:.2})", point.marginal),
             length => format!("{length}: {:.2} ({:.2})", point.speed_up, point.marginal),
         };
-        let row = |row: &[Point]| {
+        let row = |row: &[CostPoint]| {
             let first = format!("{}, {}", row[0].acceptance, row[0].context);
             [first].into_iter().chain(row.iter().map(cell)).collect()
         };
@@ -270,16 +277,16 @@ impl Args {
     }
 
     /// The assumptions of the estimate, in a sentence.
-    fn assumptions(&self, draft: &Draft) -> String {
+    fn assumptions(&self, draft: &DraftCost) -> String {
         let drafting = match (draft, &self.draft_model) {
-            (Draft::PerToken(share), _) => format!(
+            (DraftCost::PerToken(share), _) => format!(
                 "drafting a token costs {share} of a plain step, as of a drafter that runs once per token (--draft-share); for one that drafts \
                  whole blocks give --draft-model or --draft-weights"
             ),
-            (Draft::PerBlock { weights, .. }, _) => {
+            (DraftCost::PerBlock { weights, .. }, _) => {
                 format!("drafting a block reads {weights:.3e} weights once (--draft-weights)")
             }
-            (Draft::Model { at_once, .. }, model) => format!(
+            (DraftCost::Model { at_once, .. }, model) => format!(
                 "drafting is the roofline of {}, {}",
                 model.as_deref().unwrap_or("the drafter"),
                 if *at_once { "a whole block at once" } else { "one token after the other" }
@@ -288,7 +295,30 @@ impl Args {
         format!("{} on {}; {drafting}.", self.model, self.hardware)
     }
 
-    fn document(&self, map: &Map<'_>) -> anyhow::Result<Document> {
+    /// Writes the page with sliders, for the first context length and the middle acceptance.
+    fn write_explorer(&self, dir: &Path, map: &CostMap<'_>) -> anyhow::Result<()> {
+        let context = f64::from(self.context_len[0]);
+        let acceptance = self.acceptance[self.acceptance.len() / 2];
+        let most = self.batch_size.iter().copied().max().unwrap_or(1);
+        let mut requests: Vec<f64> = std::iter::successors(Some(1_u32), |each| each.checked_mul(2))
+            .take_while(|&each| each < most)
+            .map(f64::from)
+            .collect();
+        requests.push(f64::from(most));
+        let page = Explorer::new(
+            requests,
+            EXPLORER_DRAFT_LENGTH,
+            vec![acceptance],
+            |requests, length| map.target.step_seconds(&map.hardware, requests, 1.0 + length as f64, context),
+            |requests, length| {
+                map.target.draft_seconds(&map.hardware, &map.draft, requests, length as f64, context)
+            },
+        );
+        let assumptions = self.assumptions(&map.draft);
+        page.write(dir, &format!("{assumptions} A roofline at {context} tokens of context and an acceptance of {acceptance}; nothing is measured."))
+    }
+
+    fn document(&self, map: &CostMap<'_>) -> anyhow::Result<Document> {
         let points = &map.points;
         let (header, rows) = self.table(points);
         let words = format!(
@@ -327,8 +357,8 @@ impl Args {
         &self,
         title: &'static str,
         label: &'static str,
-        points: &[Point],
-        of: fn(&Point) -> f64,
+        points: &[CostPoint],
+        of: fn(&CostPoint) -> f64,
     ) -> anyhow::Result<Plot> {
         let names: Vec<String> = points
             .chunks(self.batch_size.len())
@@ -340,11 +370,11 @@ impl Args {
         let most = self.batch_size.iter().copied().max().unwrap_or(1);
         let highest = points.iter().map(of).fold(1.0, f64::max) * 1.05;
         Plot::draw(title, (240 + 110 * keys.len() as u32, 360), |canvas| {
-            let area = heading(canvas, title, &keys)?;
-            let x = Axis::doublings("requests decoded at once", f64::from(most));
-            let mut chart = chart(&area, x, Axis::values(label, 0.0..highest, 7))?;
+            let area = draw_title_and_legend(canvas, title, &keys)?;
+            let x = Axis::log2_counts("requests decoded at once", f64::from(most));
+            let mut chart = draw_axes(&area, x, Axis::linear(label, 0.0..highest, 7))?;
             for (index, row) in points.chunks(self.batch_size.len()).enumerate() {
-                series(
+                draw_series(
                     &mut chart,
                     row.iter().map(|point| (log(point.batch), of(point))),
                     SeriesStyle::nth(index),
@@ -358,15 +388,15 @@ impl Args {
 /// Prints the description of the model's layers, after comments on the keys that were not read.
 fn print_model(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     let model = local_model_path(&args.model, verbosity)?;
-    if is_description(&model) {
+    if is_layer_description(&model) {
         usage!("--print-model: {} is a description already", args.model);
     }
     let (file, json) = config_json(&model)?;
-    let target = match config::target(&json, args.weights.into(), f64::from(args.expert_parallel)) {
+    let target = match config::read_target(&json, args.weights.into(), f64::from(args.expert_parallel)) {
         Ok(target) => target,
         Err(problem) => usage!("{}: {problem}", file.display()),
     };
-    let unread = config::unread(&json)
+    let unread = config::unread_keys(&json)
         .into_iter()
         .map(|key| format!("# `{key}` of config.json is not read: change the layers that it speaks of.\n"));
     Ok(crate::output::print(&(unread.collect::<String>() + &serde_yaml::to_string(&target)?))?)
@@ -375,20 +405,22 @@ fn print_model(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
 /// Path of a model: the given path, or the download of a hub id.
 fn local_model_path(model: &str, verbosity: Verbosity) -> anyhow::Result<PathBuf> {
     let path = env::expand_home(model);
-    if path.exists() || is_description(&path) || path.extension().is_some_and(|extension| extension == "json")
+    if path.exists()
+        || is_layer_description(&path)
+        || path.extension().is_some_and(|extension| extension == "json")
     {
         return Ok(path);
     }
     model_dir(model, None, verbosity).map_err(HubError::report)
 }
 
-fn is_description(model: &Path) -> bool {
+fn is_layer_description(model: &Path) -> bool {
     model.extension().is_some_and(|extension| extension == "yaml" || extension == "yml")
 }
 
 /// Context length in the model's config.json, if it is given.
 fn context_limit(model: &Path) -> anyhow::Result<Option<u32>> {
-    if is_description(model) {
+    if is_layer_description(model) {
         return Ok(None);
     }
     let (_, json) = config_json(model)?;

@@ -16,10 +16,10 @@ use tokio::task::JoinSet;
 use tokio::time;
 
 use super::Level;
-use super::events::Events;
+use super::events::SseParser;
 
 /// Read timeout of a connection to the server.
-const PATIENCE: Duration = Duration::from_secs(120);
+const READ_TIMEOUT: Duration = Duration::from_secs(120);
 
 /// A prompt to send.
 #[derive(Debug, Clone)]
@@ -98,8 +98,8 @@ impl Client {
         asking: RequestOptions,
     ) -> anyhow::Result<Self> {
         let mut headers = HeaderMap::new();
-        env::report_key_in_clear("OPENAI_API_KEY", server);
-        if let Some(key) = env::secret("OPENAI_API_KEY") {
+        env::warn_unencrypted_key("OPENAI_API_KEY", server);
+        if let Some(key) = env::read_secret("OPENAI_API_KEY") {
             let value = HeaderValue::from_str(&format!("Bearer {key}"));
             headers.insert(
                 AUTHORIZATION,
@@ -112,7 +112,7 @@ impl Client {
         let http = reqwest::Client::builder()
             .pool_max_idle_per_host(0)
             .default_headers(headers)
-            .read_timeout(PATIENCE)
+            .read_timeout(READ_TIMEOUT)
             .build()?;
         let url = |path: &str| Url::parse(&format!("{server}{path}")).with_context(|| server.to_string());
         let model = match model {
@@ -131,7 +131,7 @@ impl Client {
     }
 
     /// Sends requests until the time is over, and waits for those in flight.
-    pub async fn ask(&self, prompts: Arc<Vec<Prompt>>, arrivals: Arrivals) -> Vec<RequestRecord> {
+    pub async fn send_requests(&self, prompts: Arc<Vec<Prompt>>, arrivals: Arrivals) -> Vec<RequestRecord> {
         let (begun, end) = (Instant::now(), arrivals.warm_up + arrivals.seconds);
         let next = Arc::new(AtomicUsize::new(0));
         let mut tasks = JoinSet::new();
@@ -143,7 +143,7 @@ impl Client {
                         let mut asked = vec![];
                         while begun.elapsed() < end {
                             let prompt = &prompts[next.fetch_add(1, Ordering::Relaxed) % prompts.len()];
-                            asked.push(client.request(prompt, begun).await);
+                            asked.push(client.send_request(prompt, begun).await);
                             // A user whose request failed waits before the next one.
                             if asked.last().is_some_and(|asked| asked.problem.is_some()) {
                                 time::sleep(Duration::from_millis(200)).await;
@@ -166,7 +166,7 @@ impl Client {
                     time::sleep_until((begun + at).into()).await;
                     let (client, prompts) = (self.clone(), Arc::clone(&prompts));
                     tasks.spawn(async move {
-                        vec![client.request(&prompts[index as usize % prompts.len()], begun).await]
+                        vec![client.send_request(&prompts[index as usize % prompts.len()], begun).await]
                     });
                 }
             }
@@ -176,21 +176,26 @@ impl Client {
         asked
     }
 
-    async fn request(&self, prompt: &Prompt, begun: Instant) -> RequestRecord {
+    async fn send_request(&self, prompt: &Prompt, begun: Instant) -> RequestRecord {
         let mut asked = RequestRecord {
             suite: prompt.suite.clone(),
             sample: prompt.sample.clone(),
             begun: begun.elapsed(),
             ..RequestRecord::default()
         };
-        if let Err(error) = self.stream(&prompt.text, begun, &mut asked).await {
+        if let Err(error) = self.send_and_stream(&prompt.text, begun, &mut asked).await {
             asked.problem = Some(format!("{error:#}"));
         }
         asked.ended = begun.elapsed();
         asked
     }
 
-    async fn stream(&self, prompt: &str, begun: Instant, asked: &mut RequestRecord) -> anyhow::Result<()> {
+    async fn send_and_stream(
+        &self,
+        prompt: &str,
+        begun: Instant,
+        asked: &mut RequestRecord,
+    ) -> anyhow::Result<()> {
         let mut body = json!({
             "model": self.model, "stream": true, "stream_options": {"include_usage": true},
             "messages": [{"role": "user", "content": prompt}],
@@ -211,32 +216,32 @@ impl Client {
             let said = response.text().await.unwrap_or_default();
             bail!("no stream but JSON: {}", said.chars().take(200).collect::<String>());
         }
-        let (mut events, mut stream) = (Events::default(), Streamed::default());
+        let (mut events, mut stream) = (SseParser::default(), StreamState::default());
         while let Some(bytes) = response.chunk().await? {
             let now = begun.elapsed();
             for data in events.push(&bytes) {
-                stream.take(&data, now, asked)?;
+                stream.read_event(&data, now, asked)?;
             }
         }
         if let Some(data) = events.finish() {
-            stream.take(&data, begun.elapsed(), asked)?;
+            stream.read_event(&data, begun.elapsed(), asked)?;
         }
-        stream.end(asked)
+        stream.finish_record(asked)
     }
 }
 
-/// State of a stream so far.
+/// State of a response stream while it is read.
 #[derive(Default)]
-struct Streamed {
+struct StreamState {
     finish: Option<FinishReason>,
     is_done: bool,
     /// Latest token counts of prompt and answer.
     counted: [Option<u64>; 2],
 }
 
-impl Streamed {
+impl StreamState {
     /// Reads the data of one event.
-    fn take(&mut self, data: &str, now: Duration, asked: &mut RequestRecord) -> anyhow::Result<()> {
+    fn read_event(&mut self, data: &str, now: Duration, asked: &mut RequestRecord) -> anyhow::Result<()> {
         if data.trim() == "[DONE]" {
             self.is_done = true;
             return Ok(());
@@ -273,7 +278,7 @@ impl Streamed {
     }
 
     /// Finishes the record of a request at the end of its stream.
-    fn end(self, asked: &mut RequestRecord) -> anyhow::Result<()> {
+    fn finish_record(self, asked: &mut RequestRecord) -> anyhow::Result<()> {
         match self.finish {
             Some(reason) if reason.completeness() == Completeness::Broken => {
                 bail!("the answer was broken off (finish_reason {})", reason.name())
@@ -301,17 +306,17 @@ mod tests {
     /// Reads a stream that arrives in chunks of `piece` bytes.
     fn read(stream: &[u8], piece: usize) -> (anyhow::Result<()>, RequestRecord) {
         let (mut events, mut streamed, mut asked) =
-            (Events::default(), Streamed::default(), RequestRecord::default());
+            (SseParser::default(), StreamState::default(), RequestRecord::default());
         let mut take = || {
             for bytes in stream.chunks(piece) {
                 for data in events.push(bytes) {
-                    streamed.take(&data, Duration::ZERO, &mut asked)?;
+                    streamed.read_event(&data, Duration::ZERO, &mut asked)?;
                 }
             }
             if let Some(data) = std::mem::take(&mut events).finish() {
-                streamed.take(&data, Duration::ZERO, &mut asked)?;
+                streamed.read_event(&data, Duration::ZERO, &mut asked)?;
             }
-            std::mem::take(&mut streamed).end(&mut asked)
+            std::mem::take(&mut streamed).finish_record(&mut asked)
         };
         let ended = take();
         (ended, asked)

@@ -3,7 +3,7 @@
 /// Collects lines into events as the HTML standard defines them: the data of an event is its `data`
 /// lines, and a blank line ends it. Comments, other fields and events without data are dropped.
 #[derive(Default)]
-pub struct Events {
+pub struct SseParser {
     /// Bytes of the unfinished line.
     line: Vec<u8>,
     /// Data lines of the unfinished event.
@@ -15,7 +15,7 @@ pub struct Events {
     begun: bool,
 }
 
-impl Events {
+impl SseParser {
     /// Parses the next bytes, and returns the data of the events that they complete.
     pub fn push(&mut self, bytes: &[u8]) -> Vec<String> {
         let mut complete = vec![];
@@ -63,7 +63,7 @@ mod tests {
     use deepspec_testkit::mutate::Fuzzer;
 
     fn read(pieces: &[&[u8]]) -> Vec<String> {
-        let mut events = Events::default();
+        let mut events = SseParser::default();
         let mut found: Vec<String> = pieces.iter().flat_map(|piece| events.push(piece)).collect();
         found.extend(events.finish());
         found

@@ -22,14 +22,14 @@ use serde_json::{Value, json};
 use tokio::runtime::Runtime;
 
 use client::{Arrivals, Client, Prompt, RequestOptions};
-use summary::Summary;
+use summary::LoadSummary;
 
 /// Format name in load.json.
-pub const FORMAT: &str = "deepspec-load";
+pub const LOAD_FORMAT: &str = "deepspec-load";
 /// Format version in load.json.
-pub const VERSION: u64 = 1;
+pub const LOAD_FORMAT_VERSION: u64 = 1;
 /// Share of failed requests above which a run counts as failed.
-const FEW: f64 = 0.05;
+const MAX_FAILED_SHARE: f64 = 0.05;
 
 /// Arguments of `load`. The API key of the server is read from OPENAI_API_KEY.
 #[derive(clap::Args)]
@@ -146,7 +146,7 @@ pub struct LoadReport {
     max_new_tokens: u32,
     temperature: f64,
     /// One summary per run, ordered by server and then by level.
-    pub runs: Vec<Summary>,
+    pub runs: Vec<LoadSummary>,
 }
 
 /// Runs the command.
@@ -174,7 +174,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
         };
         prompts.push(rows.samples.into_iter().map(prompt).collect());
     }
-    let prompts = Arc::new(alternating(prompts));
+    let prompts = Arc::new(interleave_suites(prompts));
     atomic::create_dir(&args.output_dir)?;
     let runtime = Runtime::new().context("starting threads")?;
     let (mut runs, mut requests) = (vec![], vec![]);
@@ -198,8 +198,8 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
                 warm_up: Duration::from_secs_f64(args.warm_up),
                 seconds: Duration::from_secs_f64(args.seconds),
             };
-            let asked = runtime.block_on(client.ask(Arc::clone(&prompts), arrivals));
-            let summary = Summary::new(&server.name, level, arrivals, &asked);
+            let asked = runtime.block_on(client.send_requests(Arc::clone(&prompts), arrivals));
+            let summary = LoadSummary::new(&server.name, level, arrivals, &asked);
             if verbosity != Verbosity::Quiet {
                 tracing::info!("{}", summary.line());
             }
@@ -215,8 +215,8 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
         anyhow::bail!(problem);
     }
     let report = LoadReport {
-        format: FORMAT,
-        format_version: VERSION,
+        format: LOAD_FORMAT,
+        format_version: LOAD_FORMAT_VERSION,
         tool_version: deepspec_core::VERSION,
         suites: args.suites.clone(),
         seconds: args.seconds,
@@ -242,17 +242,18 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
         render::table(&report).render()
     };
     crate::output::print(&text)?;
-    conclude(&report)
+    fail_if_many_failed(&report)
 }
 
-/// Exit code 1 with the reasons, if more than the share [`FEW`] of a run's requests failed.
-fn conclude(report: &LoadReport) -> anyhow::Result<()> {
-    let has_failed = |run: &&Summary| run.failed as f64 > FEW * run.requests as f64;
-    let runs: Vec<&Summary> = report.runs.iter().filter(has_failed).collect();
+/// Returns exit code 1 with the reasons if more than [`MAX_FAILED_SHARE`] of a run's requests
+/// failed.
+fn fail_if_many_failed(report: &LoadReport) -> anyhow::Result<()> {
+    let has_failed = |run: &&LoadSummary| run.failed as f64 > MAX_FAILED_SHARE * run.requests as f64;
+    let runs: Vec<&LoadSummary> = report.runs.iter().filter(has_failed).collect();
     if runs.is_empty() {
         return Ok(());
     }
-    let sum = |of: fn(&Summary) -> usize| runs.iter().map(|run| of(run)).sum::<usize>();
+    let sum = |of: fn(&LoadSummary) -> usize| runs.iter().map(|run| of(run)).sum::<usize>();
     let (requests, failed) = (sum(|run| run.requests), sum(|run| run.failed));
     let mut reasons: BTreeMap<&str, usize> = BTreeMap::new();
     for (reason, count) in runs.iter().flat_map(|run| &run.problems) {
@@ -291,7 +292,8 @@ impl Args {
             .collect();
         let measured = kept["runs"].as_array().is_some_and(|kept| {
             let few = |run: &Value| {
-                run["failed"].as_f64().unwrap_or(1.0) <= FEW * run["requests"].as_f64().unwrap_or(0.0)
+                run["failed"].as_f64().unwrap_or(1.0)
+                    <= MAX_FAILED_SHARE * run["requests"].as_f64().unwrap_or(0.0)
             };
             kept.len() == runs.len()
                 && kept
@@ -331,7 +333,7 @@ impl Args {
 }
 
 /// Interleaves the prompts of all suites, so that every part of a run has prompts of each.
-fn alternating(suites: Vec<Vec<Prompt>>) -> Vec<Prompt> {
+fn interleave_suites(suites: Vec<Vec<Prompt>>) -> Vec<Prompt> {
     let mut queues: Vec<_> = suites.into_iter().map(Vec::into_iter).collect();
     let mut prompts = vec![];
     loop {

@@ -10,9 +10,11 @@ use deepspec_core::atomic;
 use parquet::arrow::ArrowWriter;
 
 use super::client::RequestRecord;
-use super::summary::Summary;
+use super::summary::LoadSummary;
 use super::{Level, LoadReport};
-use crate::plot::{Axis, Plot, SeriesStyle, chart, heading, point_labels, series};
+use crate::plot::{
+    Axis, Plot, SeriesStyle, draw_axes, draw_point_labels, draw_series, draw_title_and_legend,
+};
 use crate::report::{Block, Document, write_document};
 use crate::statistics::Percentiles;
 use crate::table::Table;
@@ -31,13 +33,13 @@ const COLUMNS: [&str; 11] = [
     "under way",
 ];
 
-fn rows(report: &LoadReport) -> Vec<Vec<String>> {
+fn table_rows(report: &LoadReport) -> Vec<Vec<String>> {
     let times = |times: Option<Percentiles>, unit: f64, digits: usize| {
         times.map_or("–".into(), |t| {
             [t.p50, t.p95, t.p99].map(|t| format!("{:.digits$}", t * unit)).join(" / ")
         })
     };
-    let row = |run: &Summary| {
+    let row = |run: &LoadSummary| {
         vec![
             run.server.clone(),
             run.level.to_string(),
@@ -58,7 +60,7 @@ fn rows(report: &LoadReport) -> Vec<Vec<String>> {
 /// The table with one line per run.
 pub fn table(report: &LoadReport) -> Table {
     let mut table = Table::new(COLUMNS.map(String::from).to_vec());
-    rows(report).into_iter().for_each(|row| table.row(row));
+    table_rows(report).into_iter().for_each(|row| table.row(row));
     table
 }
 
@@ -77,14 +79,14 @@ pub fn write_report(dir: &Path, report: &LoadReport) -> Result<()> {
     let header = COLUMNS.map(String::from).to_vec();
     let blocks = vec![
         Block::Paragraph(words),
-        Block::Table(header, rows(report)),
+        Block::Table(header, table_rows(report)),
         Block::Heading("Speed of all against speed of each"),
-        Block::Plot("frontier", frontier(report)?),
+        Block::Plot("frontier", plot_frontier(report)?),
     ];
     write_document(dir, &Document { title: "Load".into(), blocks })
 }
 
-fn frontier(report: &LoadReport) -> Result<Plot> {
+fn plot_frontier(report: &LoadReport) -> Result<Plot> {
     let mut servers: Vec<&str> = report.runs.iter().map(|run| run.server.as_str()).collect();
     servers.dedup();
     let keys: Vec<(&str, SeriesStyle)> =
@@ -97,16 +99,18 @@ fn frontier(report: &LoadReport) -> Result<Plot> {
         servers.iter().flat_map(|server| points(server)).map(|point| of(&point)).fold(1.0, f64::max) * 1.05
     };
     Plot::draw("Frontier", (720.max(200 + 110 * keys.len() as u32), 380), |canvas| {
-        let area = heading(canvas, "Tokens/s of all against tokens/s of each user, by load", &keys)?;
-        let x = Axis::values("tokens/s of each user", 0.0..highest(|point| point.0), 7);
-        let mut chart = chart(&area, x, Axis::values("tokens/s of all", 0.0..highest(|point| point.1), 7))?;
+        let area =
+            draw_title_and_legend(canvas, "Tokens/s of all against tokens/s of each user, by load", &keys)?;
+        let x = Axis::linear("tokens/s of each user", 0.0..highest(|point| point.0), 7);
+        let mut chart =
+            draw_axes(&area, x, Axis::linear("tokens/s of all", 0.0..highest(|point| point.1), 7))?;
         for (index, server) in servers.iter().enumerate() {
-            series(&mut chart, points(server), SeriesStyle::nth(index))?;
+            draw_series(&mut chart, points(server), SeriesStyle::nth(index))?;
             let runs = report.runs.iter().filter(|run| run.server == *server);
             let named = runs.filter_map(|run| {
                 Some((run.user_tokens_per_second?, run.tokens_per_second, run.level.to_string()))
             });
-            point_labels(&mut chart, named)?;
+            draw_point_labels(&mut chart, named)?;
         }
         Ok(())
     })

@@ -11,7 +11,7 @@ use crate::statistics::Percentiles;
 
 /// Summary of one server at one level of load.
 #[derive(Debug, Clone, Serialize)]
-pub struct Summary {
+pub struct LoadSummary {
     /// The server's name.
     pub server: String,
     /// Level of load.
@@ -29,7 +29,7 @@ pub struct Summary {
     /// Prompt tokens per second.
     pub prompt_tokens_per_second: f64,
     /// Throughput while no request waited for its first token: decoding without prefill.
-    pub decoding: Option<Decoding>,
+    pub decoding: Option<DecodingThroughput>,
     /// Median over answers of tokens per second after the first token: a user's speed without
     /// prefill.
     pub user_tokens_per_second: Option<f64>,
@@ -46,18 +46,18 @@ pub struct Summary {
 
 /// Decoding throughput while no request was in prefill.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
-pub struct Decoding {
+pub struct DecodingThroughput {
     /// Tokens per second over all users.
     pub tokens_per_second: f64,
     /// Seconds of the measured time without prefill.
     pub seconds: f64,
 }
 
-impl Decoding {
+impl DecodingThroughput {
     /// Measures the decoding throughput of `asked` within `window`; `None` if no moment had
     /// decoding without prefill. An answer's tokens after the first are spread evenly over its
     /// later text chunks, each over the time since the chunk before.
-    fn of(asked: &[RequestRecord], window: (f64, f64)) -> Option<Self> {
+    fn measure(asked: &[RequestRecord], window: (f64, f64)) -> Option<Self> {
         let of = |time: &Duration| time.as_secs_f64();
         // Events: time, change in the number of waiting requests, change in tokens per second.
         let mut changes = vec![(window.0, 0, 0.0), (window.1, 0, 0.0)];
@@ -92,7 +92,7 @@ impl Decoding {
     }
 }
 
-impl Summary {
+impl LoadSummary {
     /// Summarises `asked`. An answer that ends after the measured time counts with the share of
     /// tokens that arrived in time, assuming an even rate after the first.
     pub fn new(server: &str, level: Level, arrivals: Arrivals, asked: &[RequestRecord]) -> Self {
@@ -146,11 +146,11 @@ impl Summary {
             tokens_are_pieces,
             tokens_per_second: tokens / seconds,
             prompt_tokens_per_second: prompts / seconds,
-            decoding: Decoding::of(asked, window),
-            user_tokens_per_second: Percentiles::of(speeds).map(|speeds| speeds.p50),
-            time_to_first_token: Percentiles::of(first),
-            between_chunks: Percentiles::of(between),
-            time_per_token: Percentiles::of(per_token),
+            decoding: DecodingThroughput::measure(asked, window),
+            user_tokens_per_second: Percentiles::from_values(speeds).map(|speeds| speeds.p50),
+            time_to_first_token: Percentiles::from_values(first),
+            between_chunks: Percentiles::from_values(between),
+            time_per_token: Percentiles::from_values(per_token),
             in_flight: in_flight / seconds,
         }
     }
@@ -198,7 +198,7 @@ mod tests {
             ..RequestRecord::default()
         };
         let all = [half_before, inside, beyond, failed];
-        let found = Summary::new("s", arrivals.level, arrivals, &all);
+        let found = LoadSummary::new("s", arrivals.level, arrivals, &all);
         assert_eq!((found.requests, found.failed), (3, 1));
         assert!((found.tokens_per_second - 6.1).abs() < 1e-9, "{}", found.tokens_per_second);
         assert!((found.prompt_tokens_per_second - 0.7).abs() < 1e-9);
@@ -213,10 +213,11 @@ mod tests {
         assert!((decoding.seconds - 5.0).abs() < 1e-9, "{decoding:?}");
         let tokens = 9.5 + 25.0 + 25.0 / 4.0 + 25.0 / 2.0;
         assert!((decoding.tokens_per_second - tokens / 5.0).abs() < 1e-9, "{decoding:?}");
-        assert_eq!(Decoding::of(&[asked(0.0, &[30.0, 31.0], 5)], (10.0, 20.0)), None);
+        assert_eq!(DecodingThroughput::measure(&[asked(0.0, &[30.0, 31.0], 5)], (10.0, 20.0)), None);
         // Chunks with equal arrival times carry as many tokens as others: 10 after the first in
         // each of three. Two of these chunks arrive from 1 to 2.
-        let at_once = Decoding::of(&[asked(0.0, &[1.0, 2.0, 2.0, 3.0], 31)], (0.0, 9.0)).unwrap();
+        let at_once =
+            DecodingThroughput::measure(&[asked(0.0, &[1.0, 2.0, 2.0, 3.0], 31)], (0.0, 9.0)).unwrap();
         assert!(
             (at_once.seconds - 2.0).abs() < 1e-9 && (at_once.tokens_per_second - 15.0).abs() < 1e-9,
             "{at_once:?}"

@@ -7,8 +7,8 @@ use plotters::coord::ranged1d::{KeyPointHint, KeyPointWeight, NoDefaultFormattin
 use plotters::coord::types::RangedCoordf64;
 
 use super::palette::GREY;
-use super::theme::{SMALL, letters};
-use super::units::UNITS;
+use super::theme::{SMALL_FONT_PIXELS, text_style};
+use super::units::UNITS_PER_PIXEL;
 
 /// A range of values with ticks, which plotters uses as a coordinate.
 #[derive(Clone)]
@@ -23,7 +23,7 @@ pub struct Axis {
 impl Axis {
     /// An axis with at most `count` ticks at round values. An empty or non-finite range becomes 0
     /// to 1.
-    pub fn values(label: &'static str, range: Range<f64>, count: usize) -> Self {
+    pub fn linear(label: &'static str, range: Range<f64>, count: usize) -> Self {
         let span = range.end - range.start;
         let sound = span.is_finite() && span > 1e-9;
         let scale = RangedCoordf64::from(if sound { range } else { 0.0..1.0 });
@@ -34,30 +34,31 @@ impl Axis {
         Self { label, scale, ticks }
     }
 
-    /// Base-2 logarithms of counts from 1 to `most`, with a tick at every doubling, labelled with
+    /// A logarithmic axis of counts from 1 to `most`. Its ticks are at powers of two, labelled with
     /// the count.
-    pub fn doublings(label: &'static str, most: f64) -> Self {
+    pub fn log2_counts(label: &'static str, most: f64) -> Self {
         let most = most.max(2.0).log2().ceil();
         let ticks = (0..=most as u32).map(|power| (f64::from(power), (1u64 << power).to_string())).collect();
         Self { label, scale: (0.0..most).into(), ticks }
     }
 
-    /// [`Axis::doublings`] with a tick for 0 before the 1: see [`doubling`].
-    pub fn doublings_and_zero(label: &'static str, most: f64) -> Self {
-        let Self { label, mut ticks, .. } = Self::doublings(label, most);
+    /// Like [`Axis::log2_counts`], with a tick for 0 before the tick for 1. [`log2_coordinate`]
+    /// returns the coordinates.
+    pub fn log2_counts_and_zero(label: &'static str, most: f64) -> Self {
+        let Self { label, mut ticks, .. } = Self::log2_counts(label, most);
         let last = ticks.last().map_or(1.0, |(at, _)| *at);
-        ticks.insert(0, (NONE_AT, "0".into()));
-        Self { label, scale: (NONE_AT..last).into(), ticks }
+        ticks.insert(0, (ZERO_COORDINATE, "0".into()));
+        Self { label, scale: (ZERO_COORDINATE..last).into(), ticks }
     }
 
     /// The integers from 1 to `count`, each in the middle of its cell.
-    pub fn steps(label: &'static str, count: usize) -> Self {
+    pub fn integers(label: &'static str, count: usize) -> Self {
         let ticks = (1..=count).step_by(count / 16 + 1).map(|k| (k as f64, k.to_string())).collect();
         Self { label, scale: (0.5..count.max(1) as f64 + 0.5).into(), ticks }
     }
 
     /// One row per name, from top to bottom, with the middles at 0, 1, 2, …
-    pub fn rows<'n>(names: impl IntoIterator<Item = &'n str>) -> Self {
+    pub fn categories<'n>(names: impl IntoIterator<Item = &'n str>) -> Self {
         let names = names.into_iter().enumerate();
         let ticks: Vec<_> = names.map(|(row, name)| (row as f64, name.to_string())).collect();
         Self { label: "", scale: (ticks.len().max(1) as f64 - 0.5..-0.5).into(), ticks }
@@ -67,8 +68,8 @@ impl Axis {
     ///
     /// # Errors
     /// Fails if the font cannot be used.
-    pub fn texts_width(&self) -> Result<u32> {
-        let font = letters(SMALL, GREY).font;
+    pub fn max_label_width(&self) -> Result<u32> {
+        let font = text_style(SMALL_FONT_PIXELS, GREY).font;
         let mut widest = 0;
         for (_, text) in &self.ticks {
             // Characters that our font lacks are drawn in another font, which may be as wide as
@@ -76,16 +77,16 @@ impl Axis {
             let text = text.replace(|c: char| !c.is_ascii(), "W");
             widest = widest.max(font.box_size(&text)?.0);
         }
-        Ok(widest.div_ceil(UNITS))
+        Ok(widest.div_ceil(UNITS_PER_PIXEL))
     }
 }
 
 /// Coordinate of 0 on the logarithmic axis of counts.
-const NONE_AT: f64 = -1.0;
+const ZERO_COORDINATE: f64 = -1.0;
 
-/// Coordinate of a count from 0 on [`Axis::doublings_and_zero`].
-pub fn doubling(count: f64) -> f64 {
-    if count < 1.0 { NONE_AT } else { count.log2() }
+/// Coordinate of a count from 0 on [`Axis::log2_counts_and_zero`].
+pub fn log2_coordinate(count: f64) -> f64 {
+    if count < 1.0 { ZERO_COORDINATE } else { count.log2() }
 }
 
 impl Ranged for Axis {
@@ -121,7 +122,7 @@ mod tests {
     #[test]
     fn ticks_are_round() {
         let texts = |axis: Axis| axis.ticks.into_iter().map(|(_, text)| text).collect::<Vec<_>>();
-        let values = |range| texts(Axis::values("", range, 6));
+        let values = |range| texts(Axis::linear("", range, 6));
         assert_eq!(values(0.0..1.0), ["0.0", "0.2", "0.4", "0.6", "0.8", "1.0"]);
         assert_eq!(values(0.0..6.2), ["0", "2", "4", "6"]);
         assert_eq!(values(0.0..0.034), ["0.00", "0.01", "0.02", "0.03"]);
@@ -130,9 +131,9 @@ mod tests {
             assert_eq!(values(0.0..end), values(0.0..1.0));
         }
         assert_eq!(values(0.0..1e300).len(), 6);
-        assert_eq!(texts(Axis::steps("", 3)), ["1", "2", "3"]);
-        assert!(texts(Axis::steps("", 40)).len() < 17 && texts(Axis::steps("", 0)).is_empty());
-        let rows = |names: &[&'static str]| Axis::rows(names.iter().copied()).range();
+        assert_eq!(texts(Axis::integers("", 3)), ["1", "2", "3"]);
+        assert!(texts(Axis::integers("", 40)).len() < 17 && texts(Axis::integers("", 0)).is_empty());
+        let rows = |names: &[&'static str]| Axis::categories(names.iter().copied()).range();
         assert_eq!((rows(&["a", "b"]).start, rows(&["a", "b"]).end), (1.5, -0.5));
         assert_eq!(rows(&[]).start, 0.5);
     }

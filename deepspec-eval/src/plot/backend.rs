@@ -8,12 +8,12 @@ use plotters::style::text_anchor::{HPos, VPos};
 use plotters_backend::{BackendColor, BackendCoord, BackendStyle, BackendTextStyle, DrawingErrorKind};
 use tiny_skia::{FillRule, LineJoin, Paint, Path, PathBuilder, Pixmap, Rect, Stroke, Transform};
 
-use super::units::{FONT, MIDDLE, UNITS, is_shown};
+use super::units::{BASELINE_OFFSET_EM, FONT, UNITS_PER_PIXEL, is_drawable_char};
 
-type Drawn = Result<(), DrawingErrorKind<io::Error>>;
+type DrawResult = Result<(), DrawingErrorKind<io::Error>>;
 
-/// A backend of plotters that draws everything twice. Coordinates are in units, [`UNITS`] per pixel
-/// of the document.
+/// A backend of plotters that draws everything twice. Coordinates are in units, [`UNITS_PER_PIXEL`]
+/// of them per pixel of the document.
 pub struct DualBackend<'a> {
     document: SVGBackend<'a>,
     picture: &'a mut Pixmap,
@@ -33,9 +33,9 @@ impl<'a> DualBackend<'a> {
         picture: &'a mut Pixmap,
         (width, height): (u32, u32),
     ) -> anyhow::Result<Self> {
-        let scale = picture.width() as f32 / (width * UNITS) as f32;
+        let scale = picture.width() as f32 / (width * UNITS_PER_PIXEL) as f32;
         Ok(Self {
-            document: SVGBackend::with_string(document, (width * UNITS, height * UNITS)),
+            document: SVGBackend::with_string(document, (width * UNITS_PER_PIXEL, height * UNITS_PER_PIXEL)),
             picture,
             to_pixels: Transform::from_scale(scale, scale),
             letters: FontRef::try_from_slice(FONT)?,
@@ -44,7 +44,7 @@ impl<'a> DualBackend<'a> {
 
     fn fill(&mut self, path: Option<Path>, color: BackendColor, transform: Transform) {
         if let Some(path) = path {
-            self.picture.fill_path(&path, &paint(color), FillRule::Winding, transform, None);
+            self.picture.fill_path(&path, &solid_paint(color), FillRule::Winding, transform, None);
         }
     }
 
@@ -52,11 +52,11 @@ impl<'a> DualBackend<'a> {
         let width = style.stroke_width() as f32;
         if let Some(path) = path.filter(|_| width > 0.0) {
             let stroke = Stroke { width, line_join: LineJoin::Miter, ..Stroke::default() };
-            self.picture.stroke_path(&path, &paint(style.color()), &stroke, self.to_pixels, None);
+            self.picture.stroke_path(&path, &solid_paint(style.color()), &stroke, self.to_pixels, None);
         }
     }
 
-    fn shape(&mut self, path: Option<Path>, style: &impl BackendStyle, fill: bool) {
+    fn fill_or_stroke(&mut self, path: Option<Path>, style: &impl BackendStyle, fill: bool) {
         match fill {
             true => self.fill(path, style.color(), self.to_pixels),
             false => self.stroke(path, style),
@@ -65,10 +65,10 @@ impl<'a> DualBackend<'a> {
 
     /// Outlines of a text with letters of `em` units, and its width. It begins at 0 on the base
     /// line, without kerning.
-    fn outlines(&self, text: &str, em: f32) -> (Option<Path>, f32) {
+    fn text_outline(&self, text: &str, em: f32) -> (Option<Path>, f32) {
         let scale = em / self.letters.units_per_em().unwrap_or(2048.0);
         let (mut path, mut at) = (PathBuilder::new(), 0.0);
-        for letter in text.chars().filter(|&letter| is_shown(letter)) {
+        for letter in text.chars().filter(|&letter| is_drawable_char(letter)) {
             let glyph = self.letters.glyph_id(letter);
             let place = |point: ab_glyph::Point| (at + point.x * scale, -point.y * scale);
             let mut last = None;
@@ -96,14 +96,14 @@ impl<'a> DualBackend<'a> {
     }
 }
 
-fn paint(color: BackendColor) -> Paint<'static> {
+fn solid_paint(color: BackendColor) -> Paint<'static> {
     let (red, green, blue) = color.rgb;
     let mut paint = Paint { anti_alias: true, ..Paint::default() };
     paint.set_color_rgba8(red, green, blue, (color.alpha * 255.0).round() as u8);
     paint
 }
 
-fn lines(points: &[BackendCoord]) -> PathBuilder {
+fn polyline(points: &[BackendCoord]) -> PathBuilder {
     let mut path = PathBuilder::new();
     for (index, &(x, y)) in points.iter().enumerate() {
         match index {
@@ -121,22 +121,22 @@ impl DrawingBackend for DualBackend<'_> {
         self.document.get_size()
     }
 
-    fn ensure_prepared(&mut self) -> Drawn {
+    fn ensure_prepared(&mut self) -> DrawResult {
         self.document.ensure_prepared()
     }
 
-    fn present(&mut self) -> Drawn {
+    fn present(&mut self) -> DrawResult {
         self.document.present()
     }
 
-    fn draw_pixel(&mut self, point: BackendCoord, color: BackendColor) -> Drawn {
+    fn draw_pixel(&mut self, point: BackendCoord, color: BackendColor) -> DrawResult {
         let square = Rect::from_xywh(point.0 as f32, point.1 as f32, 1.0, 1.0);
         self.fill(square.map(PathBuilder::from_rect), color, self.to_pixels);
         self.document.draw_pixel(point, color)
     }
 
-    fn draw_line<S: BackendStyle>(&mut self, from: BackendCoord, to: BackendCoord, style: &S) -> Drawn {
-        self.stroke(lines(&[from, to]).finish(), style);
+    fn draw_line<S: BackendStyle>(&mut self, from: BackendCoord, to: BackendCoord, style: &S) -> DrawResult {
+        self.stroke(polyline(&[from, to]).finish(), style);
         self.document.draw_line(from, to, style)
     }
 
@@ -146,10 +146,10 @@ impl DrawingBackend for DualBackend<'_> {
         to: BackendCoord,
         style: &S,
         fill: bool,
-    ) -> Drawn {
+    ) -> DrawResult {
         let corners = Rect::from_ltrb(from.0 as f32, from.1 as f32, to.0 as f32, to.1 as f32);
         let path = corners.map(PathBuilder::from_rect);
-        self.shape(path, style, fill);
+        self.fill_or_stroke(path, style, fill);
         self.document.draw_rect(from, to, style, fill)
     }
 
@@ -157,9 +157,9 @@ impl DrawingBackend for DualBackend<'_> {
         &mut self,
         path: I,
         style: &S,
-    ) -> Drawn {
+    ) -> DrawResult {
         let points: Vec<_> = path.into_iter().collect();
-        self.stroke(lines(&points).finish(), style);
+        self.stroke(polyline(&points).finish(), style);
         self.document.draw_path(points, style)
     }
 
@@ -169,9 +169,9 @@ impl DrawingBackend for DualBackend<'_> {
         radius: u32,
         style: &S,
         fill: bool,
-    ) -> Drawn {
+    ) -> DrawResult {
         let path = PathBuilder::from_circle(center.0 as f32, center.1 as f32, radius as f32);
-        self.shape(path, style, fill);
+        self.fill_or_stroke(path, style, fill);
         self.document.draw_circle(center, radius, style, fill)
     }
 
@@ -179,9 +179,9 @@ impl DrawingBackend for DualBackend<'_> {
         &mut self,
         corners: I,
         style: &S,
-    ) -> Drawn {
+    ) -> DrawResult {
         let corners: Vec<_> = corners.into_iter().collect();
-        let mut path = lines(&corners);
+        let mut path = polyline(&corners);
         path.close();
         self.fill(path.finish(), style.color(), self.to_pixels);
         self.document.fill_polygon(corners, style)
@@ -189,9 +189,9 @@ impl DrawingBackend for DualBackend<'_> {
 
     /// Draws the text as the SVG document does: plotters' size is 1.24 em, and `at` is the text's
     /// start, middle or end.
-    fn draw_text<S: BackendTextStyle>(&mut self, text: &str, style: &S, at: BackendCoord) -> Drawn {
+    fn draw_text<S: BackendTextStyle>(&mut self, text: &str, style: &S, at: BackendCoord) -> DrawResult {
         let em = (style.size() / 1.24) as f32;
-        let (path, width) = self.outlines(text, em);
+        let (path, width) = self.text_outline(text, em);
         let right = match style.anchor().h_pos {
             HPos::Left => 0.0,
             HPos::Center => -width / 2.0,
@@ -199,7 +199,7 @@ impl DrawingBackend for DualBackend<'_> {
         };
         let down = match style.anchor().v_pos {
             VPos::Top => 0.76 * em,
-            VPos::Center => MIDDLE * em,
+            VPos::Center => BASELINE_OFFSET_EM * em,
             VPos::Bottom => -0.27 * em,
         };
         let turned = match style.transform() {
@@ -229,7 +229,7 @@ mod tests {
 
     use super::*;
     use crate::plot::palette::INK;
-    use crate::plot::theme::{LARGE, letters};
+    use crate::plot::theme::{LARGE_FONT_PIXELS, text_style};
     use crate::plot::{Plot, px};
 
     /// Extent of the dark pixels around a text drawn at the middle of a picture: left, top, right
@@ -237,7 +237,7 @@ mod tests {
     fn reach(pos: Pos, transform: FontTransform) -> [i64; 4] {
         let plot = Plot::draw("text", (200, 200), |canvas| {
             let (width, height) = canvas.dim_in_pixel();
-            let style = letters(LARGE, INK).pos(pos).transform(transform.clone());
+            let style = text_style(LARGE_FONT_PIXELS, INK).pos(pos).transform(transform.clone());
             canvas.draw_text("HHHH", &style, (width as i32 / 2, height as i32 / 2))?;
             Ok(())
         });
@@ -256,7 +256,7 @@ mod tests {
         let at = |h, v| reach(Pos::new(h, v), FontTransform::None);
         // Four letters of 13 pixels, doubled in the PNG: capitals are 0.73 em high and 0.75 em
         // wide.
-        let em = 2 * i64::from(px(LARGE)) / i64::from(UNITS);
+        let em = 2 * i64::from(px(LARGE_FONT_PIXELS)) / i64::from(UNITS_PER_PIXEL);
         let near =
             |found: i64, expected: f64| (found as f64 - expected * em as f64).abs() <= 0.15 * em as f64;
         let [left, top, right, bottom] = at(HPos::Left, VPos::Top);

@@ -6,15 +6,15 @@ use plotters::prelude::*;
 use tiny_skia::Pixmap;
 
 use super::backend::DualBackend;
-use super::units::{MIDDLE, UNITS, is_shown, px};
+use super::units::{BASELINE_OFFSET_EM, UNITS_PER_PIXEL, is_drawable_char, px};
 
 /// PNG pixels per pixel of the drawing, in each direction, so that plots are sharp on dense
 /// screens.
-const DENSITY: u32 = 2;
+const PNG_SCALE: u32 = 2;
 /// Maximum width and height of a drawing in pixels.
-const MOST_PIXELS: u32 = 16_384;
+const MAX_PIXELS: u32 = 16_384;
 /// Margin at each edge, in pixels.
-const MARGIN: f64 = 16.0;
+const MARGIN_PIXELS: f64 = 16.0;
 
 /// Drawing area; lengths on it are [`super::px`].
 pub type Canvas<'a> = DrawingArea<DualBackend<'a>, Shift>;
@@ -38,7 +38,7 @@ impl Plot {
         paint: impl FnOnce(&Canvas) -> Result<()>,
     ) -> Result<Self> {
         let (svg, picture) =
-            draw(title, size, paint).with_context(|| format!("drawing the plot `{title}`"))?;
+            draw_svg_and_bitmap(title, size, paint).with_context(|| format!("drawing the plot `{title}`"))?;
         Ok(Self { title, svg, picture })
     }
 
@@ -47,7 +47,7 @@ impl Plot {
         &self.svg
     }
 
-    /// The plot as a PNG file with `DENSITY` times the pixels in each direction.
+    /// The plot as a PNG file with `PNG_SCALE` times the pixels in each direction.
     ///
     /// # Errors
     /// Fails if the PNG encoder fails.
@@ -56,33 +56,33 @@ impl Plot {
     }
 }
 
-fn draw(
+fn draw_svg_and_bitmap(
     title: &str,
     size: (u32, u32),
     paint: impl FnOnce(&Canvas) -> Result<()>,
 ) -> Result<(String, Pixmap)> {
     let (width, height) = size;
     let mut drawn = String::new();
-    let problem = || format!("{width} x {height} pixels are none, or more than {MOST_PIXELS} either way");
-    ensure!(width.max(height) <= MOST_PIXELS, problem());
-    let mut picture = Pixmap::new(width * DENSITY, height * DENSITY).with_context(problem)?;
+    let problem = || format!("{width} x {height} pixels are none, or more than {MAX_PIXELS} either way");
+    ensure!(width.max(height) <= MAX_PIXELS, problem());
+    let mut picture = Pixmap::new(width * PNG_SCALE, height * PNG_SCALE).with_context(problem)?;
     {
         let canvas = DualBackend::new(&mut drawn, &mut picture, size)?.into_drawing_area();
         canvas.fill(&WHITE)?;
-        let margin = px(MARGIN);
+        let margin = px(MARGIN_PIXELS);
         paint(&canvas.margin(margin, margin, margin, margin))?;
         canvas.present()?;
     }
     // Set the outer size in pixels, add a title, and centre texts vertically.
     let (_, shapes) = drawn.split_once('>').context("an SVG without a tag")?;
-    let shapes = shapes.replace(" dy=\"0.5ex\" ", &format!(" dy=\"{MIDDLE}em\" "));
+    let shapes = shapes.replace(" dy=\"0.5ex\" ", &format!(" dy=\"{BASELINE_OFFSET_EM}em\" "));
     let mut svg = format!(
         "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{width}\" height=\"{height}\" \
          viewBox=\"0 0 {} {}\" role=\"img\"><title>{title}</title>{shapes}",
-        width * UNITS,
-        height * UNITS
+        width * UNITS_PER_PIXEL,
+        height * UNITS_PER_PIXEL
     );
-    svg.retain(|c| c == '\n' || is_shown(c));
+    svg.retain(|c| c == '\n' || is_drawable_char(c));
     Ok((svg, picture))
 }
 
@@ -90,7 +90,7 @@ fn draw(
 mod tests {
     use super::*;
     use crate::plot::palette::BLUE;
-    use crate::plot::{Axis, chart, heading};
+    use crate::plot::{Axis, draw_axes, draw_title_and_legend};
 
     fn pixels(plot: &Plot) -> Pixmap {
         Pixmap::decode_png(&plot.png().unwrap()).unwrap()
@@ -100,7 +100,7 @@ mod tests {
     fn names_are_no_markup() {
         let name = "</text>\u{1}\"&\u{ffff}";
         let plot = Plot::draw("names", (300, 100), |canvas| {
-            chart(canvas, Axis::values("", 0.0..1.0, 3), Axis::rows([name]))?;
+            draw_axes(canvas, Axis::linear("", 0.0..1.0, 3), Axis::categories([name]))?;
             Ok(())
         });
         let plot = plot.unwrap();
@@ -112,7 +112,7 @@ mod tests {
     fn a_png_shows_what_the_svg_says() {
         let plot = Plot::draw("square", (40, 36), |canvas| {
             canvas.draw(&Rectangle::new([(0, 0), (px(4.0), px(4.0))], BLUE.filled()))?;
-            heading(&canvas.split_vertically(px(4.0)).1, "τ", &[])?;
+            draw_title_and_legend(&canvas.split_vertically(px(4.0)).1, "τ", &[])?;
             Ok(())
         });
         let plot = plot.unwrap();
@@ -130,7 +130,7 @@ mod tests {
     fn what_stands_beside_an_axis_has_its_room() {
         let name = "W".repeat(40);
         let plot = Plot::draw("long", (600, 160), |canvas| {
-            chart(canvas, Axis::values("x", 0.0..1.0, 3), Axis::rows([name.as_str(), "τ"]))?;
+            draw_axes(canvas, Axis::linear("x", 0.0..1.0, 3), Axis::categories([name.as_str(), "τ"]))?;
             Ok(())
         });
         let pixels = pixels(&plot.unwrap());

@@ -33,21 +33,21 @@ pub mod palette {
 }
 
 /// Fallback fonts for browsers without our own font.
-const FAMILIES: &str = "DejaVu Sans, Verdana, Helvetica, Arial, sans-serif";
+const FONT_FAMILIES: &str = "DejaVu Sans, Verdana, Helvetica, Arial, sans-serif";
 /// Font size of ticks, axes and legends, in pixels.
-pub(crate) const SMALL: f64 = 11.0;
+pub(crate) const SMALL_FONT_PIXELS: f64 = 11.0;
 /// Font size of titles, in pixels.
-pub(crate) const LARGE: f64 = 13.0;
+pub(crate) const LARGE_FONT_PIXELS: f64 = 13.0;
 
 /// Text style of `size` pixels. Plotters' size is 1.24 times the em.
-pub(crate) fn letters(size: f64, color: RGBColor) -> TextStyle<'static> {
+pub(crate) fn text_style(size: f64, color: RGBColor) -> TextStyle<'static> {
     static REGISTERED: Once = Once::new();
     // With a damaged font, plotters reports the missing font when it measures a text.
     REGISTERED.call_once(|| {
-        let _ = register_font(FAMILIES, FontStyle::Normal, FONT);
+        let _ = register_font(FONT_FAMILIES, FontStyle::Normal, FONT);
     });
     let size = 1.24 * f64::from(px(size));
-    FontDesc::new(FontFamily::Name(FAMILIES), size, FontStyle::Normal).color(&color)
+    FontDesc::new(FontFamily::Name(FONT_FAMILIES), size, FontStyle::Normal).color(&color)
 }
 
 /// A line style of `width` pixels.
@@ -85,7 +85,7 @@ impl SeriesStyle {
     ///
     /// # Errors
     /// Fails if drawing fails.
-    pub fn mark<C: CoordTranslate>(
+    pub fn draw_marker<C: CoordTranslate>(
         self,
         area: &DrawingArea<DualBackend, C>,
         place: C::From,

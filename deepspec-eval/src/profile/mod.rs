@@ -28,18 +28,18 @@ use crate::run::{Dtype, models};
 use crate::table::Table;
 
 /// Untimed warm-up steps per cell.
-const WARM: u32 = 2;
-/// Minimum number of timed steps, unless they take as long as [`MOST`].
-const TIMED: u32 = 8;
+const WARM_UP_STEPS: u32 = 2;
+/// Minimum number of timed steps, unless they take as long as [`MAX_CELL_TIME`].
+const MIN_TIMED_STEPS: u32 = 8;
 /// Number of iterations in which the parts of a cost are fitted.
-const TURNS: usize = 50;
+const FIT_ITERATIONS: usize = 50;
 /// Minimum time over which the steps of a cell are timed.
-const LEAST: Duration = Duration::from_millis(150);
-/// Number of passes over all cells. Disturbances only add time, so the least median over the passes
-/// counts.
-const ROUNDS: usize = 3;
+const MIN_CELL_TIME: Duration = Duration::from_millis(150);
+/// Number of passes over all cells. Other load on the machine only adds time, so the smallest
+/// median over the passes counts.
+const MEASUREMENT_PASSES: usize = 3;
 /// Maximum time over which the steps of a cell are timed.
-const MOST: Duration = Duration::from_secs(5);
+const MAX_CELL_TIME: Duration = Duration::from_secs(5);
 
 /// Arguments of `profile`.
 #[derive(clap::Args)]
@@ -73,9 +73,9 @@ pub struct Args {
     json: bool,
 }
 
-/// Measurement of one kind of step.
+/// Measured times of steps with one context length, number of requests and number of batch tokens.
 #[derive(Debug, Clone, Copy, Serialize)]
-struct Cell {
+struct MeasuredCell {
     context: usize,
     requests: usize,
     /// Verified tokens of the batch, including anchors.
@@ -108,7 +108,7 @@ struct Profile {
     #[serde(flatten)]
     cost: MeasuredCost,
     /// The measured cells, to which `verify` and `requests` are fitted as a sum.
-    measured: Vec<Cell>,
+    measured: Vec<MeasuredCell>,
 }
 
 /// Runs the command.
@@ -116,9 +116,11 @@ struct Profile {
 /// # Errors
 /// Usage errors, models that cannot be loaded, and outputs that cannot be written.
 pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
-    let (requests, contexts) =
-        (ascending("--max-num-seqs", &args.max_num_seqs)?, ascending("--context-lens", &args.context_lens)?);
-    let place = models::place(&args.device, args.dtype)?;
+    let (requests, contexts) = (
+        sorted_unique("--max-num-seqs", &args.max_num_seqs)?,
+        sorted_unique("--context-lens", &args.context_lens)?,
+    );
+    let place = models::resolve_device_and_dtype(&args.device, args.dtype)?;
     let fetch = |flag: &'static str, model: &str| {
         model_dir(model, None, verbosity).map_err(HubError::report).context(flag)
     };
@@ -132,7 +134,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     let drafter_weights = draft.as_ref().map(|(_, dir)| weights_digest(dir)).transpose()?;
     let asked = json!({
         "target": identity.weights_digest, "drafter": drafter_weights, "max_num_seqs": requests, "context_lens": contexts,
-        "device": place.device_name(), "dtype": place.kind_name(),
+        "device": place.device_name(), "dtype": place.dtype_name(),
     });
     if !args.overwrite && is_measured(&args.output, &asked)? {
         return Ok(());
@@ -141,7 +143,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
         (place, requests.iter().copied().max().unwrap_or(1));
     let load = |(_, dir): &(&String, PathBuf)| -> anyhow::Result<Box<dyn Drafter>> {
         models::check_tokens(dir, &tokenizer)?;
-        Ok(deepspec_drafters::load(dir, &DrafterOptions { device, kind, slots })?)
+        Ok(deepspec_drafters::load_drafter(dir, &DrafterOptions { device, kind, slots })?)
     };
     let drafter = draft.as_ref().map(load).transpose()?;
     let drafter_identity = match (&draft, &drafter) {
@@ -154,7 +156,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
         drafter.check_fits(target.config())?;
     }
     let longest = target.config().max_position_embeddings;
-    let answer = answer_tokens(drafter.as_ref().map_or(0, |drafter| drafter.draft_len())) + slots;
+    let answer = max_answer_tokens(drafter.as_ref().map_or(0, |drafter| drafter.draft_len())) + slots;
     if let Some(context) = contexts.iter().find(|&&context| context.saturating_add(answer) > longest) {
         usage!(
             "--context-lens {context}: with the {answer} tokens of timed steps more than the {longest} that the target holds"
@@ -170,33 +172,34 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     };
     let drafts = drafter.is_some();
     let engine = Engine::new(target, drafter, options).with_exact_times();
-    let (cells, prefill) = measure(engine, &requests, &contexts, verbosity)?;
+    let (cells, prefill) = measure_cells(engine, &requests, &contexts, verbosity)?;
     let plain = if drafts {
         let target = TargetModel::load(&target_dir, &TargetOptions { device, kind, slots, taps: vec![] })?;
         let engine = Engine::<_, Box<dyn Drafter>>::new(target, None, options).with_exact_times();
-        measure(engine, &requests, &contexts, verbosity)?.0
+        measure_cells(engine, &requests, &contexts, verbosity)?.0
     } else {
         vec![]
     };
     let profile = Profile {
-        format: cost_file::FORMAT,
-        format_version: cost_file::VERSION,
+        format: cost_file::STEP_COST_FORMAT,
+        format_version: cost_file::STEP_COST_VERSION,
         tool_version: deepspec_core::VERSION,
         machine: Machine {
-            processor: processor(),
+            processor: cpu_name(),
             device: place.device_name(),
-            dtype: place.kind_name().into(),
+            dtype: place.dtype_name().into(),
             threads: tch::get_num_threads(),
         },
         target: identity,
         drafter: drafter_identity,
-        cost: cost(&cells, &plain, prefill),
+        cost: fit_cost(&cells, &plain, prefill),
         measured: cells,
     };
-    profile.cost.cost().context("the measured times")?;
-    write(&args.output, &profile)?;
+    profile.cost.to_step_cost().context("the measured times")?;
+    write_profile(&args.output, &profile)?;
     tracing::info!("costs in {}", args.output.display());
-    let text = if args.json { serde_json::to_string_pretty(&profile)? + "\n" } else { table(&profile.cost) };
+    let text =
+        if args.json { serde_json::to_string_pretty(&profile)? + "\n" } else { cost_tables(&profile.cost) };
     Ok(crate::output::print(&text)?)
 }
 
@@ -223,14 +226,14 @@ fn is_measured(file: &Path, asked: &Value) -> anyhow::Result<bool> {
     Ok(true)
 }
 
-fn write(file: &Path, profile: &Profile) -> anyhow::Result<()> {
+fn write_profile(file: &Path, profile: &Profile) -> anyhow::Result<()> {
     if let Some(dir) = file.parent().filter(|dir| !dir.as_os_str().is_empty()) {
         atomic::create_dir(dir)?;
     }
     Ok(atomic::write_json(file, profile)?)
 }
 
-fn ascending(flag: &str, counts: &[usize]) -> anyhow::Result<Vec<usize>> {
+fn sorted_unique(flag: &str, counts: &[usize]) -> anyhow::Result<Vec<usize>> {
     if counts.contains(&0) {
         usage!("{flag} must be at least 1");
     }
@@ -241,14 +244,14 @@ fn ascending(flag: &str, counts: &[usize]) -> anyhow::Result<Vec<usize>> {
 }
 
 /// Name of the processor from /proc/cpuinfo, or `unknown`.
-fn processor() -> String {
+fn cpu_name() -> String {
     let text = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let line = text.lines().find(|line| line.starts_with("model name"));
     line.and_then(|line| line.split_once(": ")).map_or_else(|| "unknown".into(), |(_, name)| name.into())
 }
 
 /// Lengths of verified prefixes to measure: 2^n − 1 from 0 on, and whole blocks.
-fn lengths(block: usize) -> Vec<usize> {
+fn verified_lengths(block: usize) -> Vec<usize> {
     let mut lengths: Vec<usize> = std::iter::successors(Some(0), |length| Some(2 * length + 1))
         .take_while(|&length| length < block)
         .collect();
@@ -257,26 +260,26 @@ fn lengths(block: usize) -> Vec<usize> {
 }
 
 /// Maximum number of tokens that an answer grows by while its steps are timed.
-fn answer_tokens(block: usize) -> usize {
-    // Fast steps are timed for [`LEAST`]; more steps than this add nothing. The extra token keeps
-    // answers from ending with the last step.
-    lengths(block).len() * (WARM + 4 * TIMED) as usize * (block + 1) + 1
+fn max_answer_tokens(block: usize) -> usize {
+    // Fast steps are timed for [`MIN_CELL_TIME`]; more steps than these would not improve the
+    // median. The extra token keeps answers from ending with the last step.
+    verified_lengths(block).len() * (WARM_UP_STEPS + 4 * MIN_TIMED_STEPS) as usize * (block + 1) + 1
 }
 
 /// Measures the steps of all cells, and seconds per prompt token.
-fn measure<T: Target, P: Proposer>(
+fn measure_cells<T: Target, P: Proposer>(
     mut engine: Engine<T, P>,
     requests: &[usize],
     contexts: &[usize],
     verbosity: Verbosity,
-) -> anyhow::Result<(Vec<Cell>, f64)> {
+) -> anyhow::Result<(Vec<MeasuredCell>, f64)> {
     let (block, vocab) = (engine.draft_len(), engine.vocab_size() as u64);
-    let lengths = lengths(block);
-    let total = (ROUNDS * requests.len() * contexts.len() * lengths.len()) as u64;
+    let lengths = verified_lengths(block);
+    let total = (MEASUREMENT_PASSES * requests.len() * contexts.len() * lengths.len()) as u64;
     let mut progress = Progress::new(verbosity, "profile", total, 0);
-    let (mut cells, mut prompts, mut prefill) = (BTreeMap::<_, Cell>::new(), 0, 0.0);
-    for (&context, &count) in
-        (0..ROUNDS).flat_map(|_| contexts.iter().flat_map(|c| requests.iter().map(move |r| (c, r))))
+    let (mut cells, mut prompts, mut prefill) = (BTreeMap::<_, MeasuredCell>::new(), 0, 0.0);
+    for (&context, &count) in (0..MEASUREMENT_PASSES)
+        .flat_map(|_| contexts.iter().flat_map(|c| requests.iter().map(move |r| (c, r))))
     {
         let mut tickets = vec![];
         for index in 0..count {
@@ -287,7 +290,7 @@ fn measure<T: Target, P: Proposer>(
                 prompt: (0..context).map(token).collect(),
                 sampling: Sampling::new(1.0, 0),
                 // One token for each step that prefills other prompts.
-                max_new_tokens: answer_tokens(block) + count,
+                max_new_tokens: max_answer_tokens(block) + count,
                 stop_ids: vec![],
             })?);
         }
@@ -295,13 +298,13 @@ fn measure<T: Target, P: Proposer>(
         engine = engine.with_planner(Planner::new(Policy::Fixed(0), None)?);
         while engine.queued() > 0 {
             let (before, waiting) = (engine.times(), engine.queued());
-            unbroken(engine.step(), context, count)?;
+            check_all_running(engine.step(), context, count)?;
             prompts += (waiting - engine.queued()) * context;
             prefill += (engine.times().verify - before.verify).as_secs_f64();
         }
         for &length in &lengths {
             engine = engine.with_planner(Planner::new(Policy::Fixed(length), None)?);
-            let found = time(&mut engine, context, count, length)?;
+            let found = time_cell(&mut engine, context, count, length)?;
             let cell = cells.entry((context, count, length)).or_insert(found);
             cell.verify_seconds = cell.verify_seconds.min(found.verify_seconds);
             cell.draft_seconds = cell.draft_seconds.min(found.draft_seconds);
@@ -314,7 +317,7 @@ fn measure<T: Target, P: Proposer>(
 }
 
 /// Fails if a request failed or ended while steps were timed.
-fn unbroken(events: Vec<Event>, context: usize, requests: usize) -> anyhow::Result<()> {
+fn check_all_running(events: Vec<Event>, context: usize, requests: usize) -> anyhow::Result<()> {
     for event in events {
         match event {
             Event::Tokens(..) => {}
@@ -329,31 +332,33 @@ fn unbroken(events: Vec<Event>, context: usize, requests: usize) -> anyhow::Resu
     Ok(())
 }
 
-fn time<T: Target, P: Proposer>(
+fn time_cell<T: Target, P: Proposer>(
     engine: &mut Engine<T, P>,
     context: usize,
     requests: usize,
     length: usize,
-) -> anyhow::Result<Cell> {
+) -> anyhow::Result<MeasuredCell> {
     let (mut verify, mut draft) = (vec![], vec![]);
     let mut started = Instant::now();
-    for step in 0..WARM + 4 * TIMED {
-        if step == WARM {
+    for step in 0..WARM_UP_STEPS + 4 * MIN_TIMED_STEPS {
+        if step == WARM_UP_STEPS {
             started = Instant::now();
         }
         let before = engine.times();
-        unbroken(engine.step(), context, requests)?;
+        check_all_running(engine.step(), context, requests)?;
         let after = engine.times();
-        if step >= WARM {
+        if step >= WARM_UP_STEPS {
             verify.push(((after.verify - before.verify) + (after.host - before.host)).as_secs_f64());
             draft.push((after.draft - before.draft).as_secs_f64());
         }
-        let (timed, spent) = (step.saturating_sub(WARM) + 1, started.elapsed());
-        if step >= WARM && (spent > MOST || (timed >= TIMED && spent > LEAST)) {
+        let (timed, spent) = (step.saturating_sub(WARM_UP_STEPS) + 1, started.elapsed());
+        if step >= WARM_UP_STEPS
+            && (spent > MAX_CELL_TIME || (timed >= MIN_TIMED_STEPS && spent > MIN_CELL_TIME))
+        {
             break;
         }
     }
-    Ok(Cell {
+    Ok(MeasuredCell {
         context,
         requests,
         batch_tokens: requests * (1 + length),
@@ -369,35 +374,37 @@ fn median(mut values: Vec<f64>) -> f64 {
 }
 
 /// Splits the cells into costs by tokens, by requests, and of drafting. Costs never fall with size.
-fn cost(cells: &[Cell], plain: &[Cell], prefill: f64) -> MeasuredCost {
+fn fit_cost(cells: &[MeasuredCell], plain: &[MeasuredCell], prefill: f64) -> MeasuredCost {
     let drafted = cells.iter().any(|cell| cell.batch_tokens > cell.requests);
-    let of_requests = if drafted { by_requests(cells) } else { BTreeMap::new() };
-    let rest = |cell: &Cell| cell.verify_seconds - of_requests.get(&cell.requests).copied().unwrap_or(0.0);
+    let of_requests = if drafted { fit_request_cost(cells) } else { BTreeMap::new() };
+    let rest =
+        |cell: &MeasuredCell| cell.verify_seconds - of_requests.get(&cell.requests).copied().unwrap_or(0.0);
     let (requests, seconds) =
-        means(cells.iter().filter(|_| drafted).map(|cell| (cell.requests, cell.draft_seconds)));
+        monotone_means(cells.iter().filter(|_| drafted).map(|cell| (cell.requests, cell.draft_seconds)));
     MeasuredCost {
-        verify: by_context(cells, rest),
+        verify: cost_by_context(cells, rest),
         draft: RequestCost { requests, seconds },
         requests: RequestCost {
             requests: of_requests.keys().copied().collect(),
             seconds: of_requests.into_values().collect(),
         },
-        plain: by_context(plain, |cell| cell.verify_seconds),
+        plain: cost_by_context(plain, |cell| cell.verify_seconds),
         prefill_seconds_per_token: prefill,
     }
 }
 
 /// One table per context: the mean seconds of the cells with equal batch tokens.
-fn by_context(cells: &[Cell], seconds: impl Fn(&Cell) -> f64) -> Vec<VerifyCost> {
-    let table = |cells: &[Cell]| {
-        let (batch_tokens, seconds) = means(cells.iter().map(|cell| (cell.batch_tokens, seconds(cell))));
+fn cost_by_context(cells: &[MeasuredCell], seconds: impl Fn(&MeasuredCell) -> f64) -> Vec<VerifyCost> {
+    let table = |cells: &[MeasuredCell]| {
+        let (batch_tokens, seconds) =
+            monotone_means(cells.iter().map(|cell| (cell.batch_tokens, seconds(cell))));
         VerifyCost { context: cells[0].context, batch_tokens, seconds }
     };
     cells.chunk_by(|a, b| a.context == b.context).map(table).collect()
 }
 
 /// Means of values by key, in ascending order of keys, made non-decreasing.
-fn means(values: impl Iterator<Item = (usize, f64)>) -> (Vec<usize>, Vec<f64>) {
+fn monotone_means(values: impl Iterator<Item = (usize, f64)>) -> (Vec<usize>, Vec<f64>) {
     let mut groups = BTreeMap::<usize, Vec<f64>>::new();
     values.for_each(|(key, value)| groups.entry(key).or_default().push(value));
     let mean = |values: &Vec<f64>| values.iter().sum::<f64>() / values.len() as f64;
@@ -408,16 +415,16 @@ fn means(values: impl Iterator<Item = (usize, f64)>) -> (Vec<usize>, Vec<f64>) {
 /// Seconds that a step takes longer for its number of requests, relative to the fewest requests at
 /// the same batch tokens. The parts by tokens and by requests are fitted to the cells by
 /// alternation.
-fn by_requests(cells: &[Cell]) -> BTreeMap<usize, f64> {
-    let key = |cell: &Cell| (cell.context, cell.batch_tokens);
+fn fit_request_cost(cells: &[MeasuredCell]) -> BTreeMap<usize, f64> {
+    let key = |cell: &MeasuredCell| (cell.context, cell.batch_tokens);
     let mut of_requests: BTreeMap<usize, f64> = cells.iter().map(|cell| (cell.requests, 0.0)).collect();
-    for _ in 0..TURNS {
+    for _ in 0..FIT_ITERATIONS {
         let mut of_tokens = BTreeMap::<_, Vec<f64>>::new();
         for cell in cells {
             of_tokens.entry(key(cell)).or_default().push(cell.verify_seconds - of_requests[&cell.requests]);
         }
         let mean = |values: &Vec<f64>| values.iter().sum::<f64>() / values.len() as f64;
-        let (requests, seconds) = means(
+        let (requests, seconds) = monotone_means(
             cells.iter().map(|cell| (cell.requests, cell.verify_seconds - mean(&of_tokens[&key(cell)]))),
         );
         let first = seconds.first().copied().unwrap_or(0.0);
@@ -426,7 +433,7 @@ fn by_requests(cells: &[Cell]) -> BTreeMap<usize, f64> {
     of_requests
 }
 
-fn table(cost: &MeasuredCost) -> String {
+fn cost_tables(cost: &MeasuredCost) -> String {
     let curve = |of: &VerifyCost, what: &str| {
         let mut table =
             Table::new(["tokens", "ms per step", "steps/s", "tokens/s"].map(String::from).to_vec());

@@ -1,14 +1,14 @@
-//! Contents of a run's report, in order.
+//! Builds the report of a run, section by section.
 
 use anyhow::Result;
 use deepspec_core::cli::count;
-use deepspec_core::digest::short;
+use deepspec_core::digest::short_digest;
 use deepspec_cost::reliability::{Metrics as Reliability, ReliabilityReport};
 
 use super::charts;
 use super::document::{Block, Document};
-use super::published::Published;
-use super::terminal::{by_rule, notes};
+use super::published::PublishedLengths;
+use super::terminal::{lengths_by_draft_rule, notes};
 use crate::confidence::ConfidenceResult;
 use crate::results::{Metrics, Results, Turns};
 use crate::table::{factor, number, range, rate};
@@ -17,39 +17,45 @@ use crate::table::{factor, number, range, rate};
 ///
 /// # Errors
 /// Fails if a plot cannot be drawn.
-pub fn document(results: &Results) -> Result<Document> {
-    let drafter = results.drafter.as_ref().map(|drafter| name(&drafter.path, drafter.hub_id.as_ref()));
-    let target = name(&results.target.path, results.target.hub_id.as_ref());
+pub fn run_report(results: &Results) -> Result<Document> {
+    let drafter =
+        results.drafter.as_ref().map(|drafter| display_name(&drafter.path, drafter.hub_id.as_ref()));
+    let target = display_name(&results.target.path, results.target.hub_id.as_ref());
     let title = match drafter {
         Some(drafter) => format!("{drafter} drafting for {target}"),
         None => format!("{target} without a drafter"),
     };
-    let mut blocks = vec![Block::Paragraph(summary(results)), Block::Heading("Accepted length and speed")];
+    let mut blocks =
+        vec![Block::Paragraph(summary_paragraph(results)), Block::Heading("Accepted length and speed")];
     blocks.extend([
-        scores(results),
-        Block::Plot("accepted_length", charts::lengths(results, published(results))?),
+        scores_table(results),
+        Block::Plot("accepted_length", charts::plot_accepted_lengths(results, published_lengths(results))?),
     ]);
-    if let Some((names, rows)) = by_rule(results) {
+    if let Some((names, rows)) = lengths_by_draft_rule(results) {
         blocks.push(Block::Heading("Accepted length by draft rule"));
         blocks.push(Block::Table(header(&names), rows));
     }
     if !results.overall.conditional_rates.is_empty() {
-        blocks.extend([Block::Heading("Acceptance by position"), positions(results)]);
-        blocks.push(Block::Plot("positions", charts::positions(results)?));
+        blocks.extend([Block::Heading("Acceptance by position"), positions_table(results)]);
+        blocks.push(Block::Plot("positions", charts::plot_positions(results)?));
     }
     if let Some(confidence) = &results.confidence {
         blocks.push(Block::Heading("Confidence"));
-        blocks.extend(reliability(confidence)?);
-        blocks.extend(sweep(confidence)?);
+        blocks.extend(reliability_section(confidence)?);
+        blocks.extend(threshold_sweep_section(confidence)?);
     }
-    blocks.extend([Block::Heading("Time"), times(results), Block::Plot("time", charts::times(results)?)]);
+    blocks.extend([
+        Block::Heading("Time"),
+        times_table(results),
+        Block::Plot("time", charts::plot_times(results)?),
+    ]);
     blocks.extend([Block::Heading("Notes"), Block::List(notes(results))]);
-    blocks.extend([Block::Heading("What was run"), identity(results)]);
+    blocks.extend([Block::Heading("What was run"), run_details(results)]);
     Ok(Document { title, blocks })
 }
 
 /// The hub id or the folder's name, with the parent folder's name for a training step.
-fn name(path: &str, hub_id: Option<&String>) -> String {
+fn display_name(path: &str, hub_id: Option<&String>) -> String {
     let mut folders = path.trim_end_matches('/').rsplit('/');
     let (folder, parent) = (folders.next().unwrap_or(path), folders.next());
     hub_id.cloned().unwrap_or_else(|| match parent {
@@ -58,11 +64,11 @@ fn name(path: &str, hub_id: Option<&String>) -> String {
     })
 }
 
-fn published(results: &Results) -> Option<Published> {
-    Published::of(results.drafter.as_ref()?.hub_id.as_ref()?)
+fn published_lengths(results: &Results) -> Option<PublishedLengths> {
+    PublishedLengths::for_drafter(results.drafter.as_ref()?.hub_id.as_ref()?)
 }
 
-fn summary(results: &Results) -> String {
+fn summary_paragraph(results: &Results) -> String {
     let Metrics { accepted_length, accepted_length_interval, speed_up, .. } = &results.overall;
     let samples: u64 = results.suites.iter().map(|suite| suite.counts.samples).sum();
     let mut words = format!(
@@ -80,7 +86,7 @@ fn summary(results: &Results) -> String {
 }
 
 /// One row per suite and domain, and one overall.
-fn rows(results: &Results, cells: impl Fn(&str, &Metrics) -> Vec<String>) -> Vec<Vec<String>> {
+fn metric_rows(results: &Results, cells: impl Fn(&str, &Metrics) -> Vec<String>) -> Vec<Vec<String>> {
     let suites = results.suites.iter().map(|suite| (suite.name.as_str(), &suite.metrics));
     let domains = results.domains.iter().map(|domain| (domain.domain.name(), &domain.metrics));
     let all = suites.chain(domains).chain([("overall", &results.overall)]);
@@ -92,11 +98,11 @@ fn header(names: &[&str]) -> Vec<String> {
     names.iter().map(ToString::to_string).collect()
 }
 
-fn scores(results: &Results) -> Block {
-    let published = published(results);
+fn scores_table(results: &Results) -> Block {
+    let published = published_lengths(results);
     let mut names = vec!["suite", "τ", "95 % interval", "verify rate", "tokens/s", "speed-up"];
     names.extend(published.map(|_| "published τ"));
-    let rows = rows(results, |name, metrics| {
+    let rows = metric_rows(results, |name, metrics| {
         let mut cells = vec![
             number(metrics.accepted_length, 2),
             range(metrics.accepted_length_interval),
@@ -104,22 +110,22 @@ fn scores(results: &Results) -> Block {
             rate(metrics.tokens_per_s),
             factor(metrics.speed_up),
         ];
-        cells.extend(published.map(|published| number(published.suite(name), 2)));
+        cells.extend(published.map(|published| number(published.tau_of_suite(name), 2)));
         cells
     });
     Block::Table(header(&names), rows)
 }
 
-fn positions(results: &Results) -> Block {
+fn positions_table(results: &Results) -> Block {
     let count = results.overall.conditional_rates.len();
     let names = (1..=count).map(|k| format!("@{k}"));
-    let rows = rows(results, |_, metrics| {
+    let rows = metric_rows(results, |_, metrics| {
         (0..count).map(|k| number(metrics.conditional_rates.get(k).copied().flatten(), 2)).collect()
     });
     Block::Table(std::iter::once("suite".to_string()).chain(names).collect(), rows)
 }
 
-fn reliability(confidence: &ConfidenceResult) -> Result<Vec<Block>> {
+fn reliability_section(confidence: &ConfidenceResult) -> Result<Vec<Block>> {
     let after = &confidence.reliability;
     let cells = |metrics: Option<&Reliability>| {
         let of = |value: fn(&Reliability) -> Option<f64>| number(metrics.and_then(value), 3);
@@ -154,11 +160,11 @@ fn reliability(confidence: &ConfidenceResult) -> Result<Vec<Block>> {
                 .into(),
         ),
         Block::Table(header(&names), rows),
-        Block::Plot("reliability", charts::reliability(confidence)?),
+        Block::Plot("reliability", charts::plot_reliability(confidence)?),
     ])
 }
 
-fn sweep(confidence: &ConfidenceResult) -> Result<Vec<Block>> {
+fn threshold_sweep_section(confidence: &ConfidenceResult) -> Result<Vec<Block>> {
     if confidence.sweep.is_empty() {
         return Ok(vec![]);
     }
@@ -181,11 +187,11 @@ fn sweep(confidence: &ConfidenceResult) -> Result<Vec<Block>> {
                 .into(),
         ),
         Block::Table(header(&names), rows.collect()),
-        Block::Plot("thresholds", charts::sweep(confidence)?),
+        Block::Plot("thresholds", charts::plot_threshold_sweep(confidence)?),
     ])
 }
 
-fn times(results: &Results) -> Block {
+fn times_table(results: &Results) -> Block {
     let names = ["suite", "wall s", "draft s", "target s", "host s", "target forwards", "plain decoding s"];
     let rows = results.suites.iter().map(|suite| {
         let time = &suite.timing;
@@ -199,16 +205,16 @@ fn times(results: &Results) -> Block {
     Block::Table(header(&names), rows.collect())
 }
 
-fn identity(results: &Results) -> Block {
+fn run_details(results: &Results) -> Block {
     let (s, target) = (&results.settings, &results.target);
     let mut rows = vec![
         ("target", target.path.clone()),
-        ("target weights", short(&target.weights_digest).to_string()),
-        ("chat template", short(&target.template_digest).to_string()),
+        ("target weights", short_digest(&target.weights_digest).to_string()),
+        ("chat template", short_digest(&target.template_digest).to_string()),
     ];
     if let Some(drafter) = &results.drafter {
         rows.push(("drafter", format!("{}, drafts {} tokens", drafter.path, drafter.block_size)));
-        rows.push(("drafter weights", short(&drafter.weights_digest).to_string()));
+        rows.push(("drafter weights", short_digest(&drafter.weights_digest).to_string()));
     }
     let turns = if s.turns == Turns::All { "all" } else { "first" };
     let or_none = |value: Option<String>| value.unwrap_or_else(|| "none".into());
@@ -233,7 +239,7 @@ fn identity(results: &Results) -> Block {
     for suite in &results.suites {
         rows.push((
             "suite",
-            format!("{} ({}, {})", suite.name, count(suite.rows, "row"), short(&suite.file_digest)),
+            format!("{} ({}, {})", suite.name, count(suite.rows, "row"), short_digest(&suite.file_digest)),
         ));
     }
     let rows = rows.into_iter().map(|(name, value)| vec![name.to_string(), value]).collect();

@@ -13,7 +13,7 @@ use deepspec_core::atomic::{self, FileError};
 
 use crate::plot::Plot;
 use crate::results::Results;
-use document::PLOTS;
+use document::PLOTS_DIR;
 pub use document::{Block, Document};
 pub use terminal::render as terminal;
 
@@ -22,7 +22,7 @@ pub use terminal::render as terminal;
 /// # Errors
 /// Fails on I/O errors, with the path, or if a plot cannot be drawn.
 pub fn write(dir: &Path, results: &Results) -> anyhow::Result<()> {
-    write_document(dir, &content::document(results)?)
+    write_document(dir, &content::run_report(results)?)
 }
 
 /// Writes a document as `report.md` and `report.html`, and its plots.
@@ -30,16 +30,16 @@ pub fn write(dir: &Path, results: &Results) -> anyhow::Result<()> {
 /// # Errors
 /// As [`write()`].
 pub fn write_document(dir: &Path, document: &Document) -> anyhow::Result<()> {
-    let plots = dir.join(PLOTS);
+    let plots = dir.join(PLOTS_DIR);
     atomic::create_dir(&plots)?;
     for block in &document.blocks {
         if let Block::Plot(name, plot) = block {
             write_plot(&plots, name, plot)?;
         }
     }
-    put(&dir.join("report.md"), document.markdown().as_bytes())?;
+    write_file(&dir.join("report.md"), document.to_markdown().as_bytes())?;
     let page = dir.join("report.html");
-    put(&page, document.html().as_bytes())?;
+    write_file(&page, document.to_html().as_bytes())?;
     tracing::info!("report in {}", page.display());
     Ok(())
 }
@@ -49,10 +49,10 @@ pub fn write_document(dir: &Path, document: &Document) -> anyhow::Result<()> {
 /// # Errors
 /// As [`write()`].
 pub fn write_plot(dir: &Path, name: &str, plot: &Plot) -> anyhow::Result<()> {
-    put(&dir.join(format!("{name}.svg")), plot.svg().as_bytes())?;
-    Ok(put(&dir.join(format!("{name}.png")), &plot.png()?)?)
+    write_file(&dir.join(format!("{name}.svg")), plot.svg().as_bytes())?;
+    Ok(write_file(&dir.join(format!("{name}.png")), &plot.png()?)?)
 }
 
-fn put(path: &Path, bytes: &[u8]) -> Result<(), FileError> {
+fn write_file(path: &Path, bytes: &[u8]) -> Result<(), FileError> {
     atomic::replace(path, |file| file.write_all(bytes))
 }

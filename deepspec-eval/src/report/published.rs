@@ -1,7 +1,7 @@
 //! Published accepted lengths of the released drafters (DSpark paper, table 1: temperature 1,
 //! blocks of 7).
 
-/// Suites of the columns of [`TABLE`].
+/// Suites of the columns of [`PUBLISHED_TAU`].
 const SUITES: [&str; 9] = [
     "gsm8k",
     "math500",
@@ -15,7 +15,7 @@ const SUITES: [&str; 9] = [
 ];
 
 /// Target and drafter in the hub id, and τ of every suite.
-const TABLE: [(&str, &str, [f64; 9]); 12] = [
+const PUBLISHED_TAU: [(&str, &str, [f64; 9]); 12] = [
     ("qwen3_4b", "eagle3", [5.14, 4.62, 3.92, 3.69, 4.16, 3.77, 2.39, 2.26, 2.55]),
     ("qwen3_4b", "dflash", [5.40, 4.85, 4.15, 4.40, 4.74, 4.18, 3.07, 2.96, 2.83]),
     ("qwen3_4b", "dspark", [6.11, 5.70, 4.89, 5.13, 5.38, 4.86, 3.64, 3.54, 3.29]),
@@ -32,21 +32,24 @@ const TABLE: [(&str, &str, [f64; 9]); 12] = [
 
 /// The published τ of a drafter, by suite.
 #[derive(Debug, Clone, Copy)]
-pub struct Published(&'static [f64; 9]);
+pub struct PublishedLengths(&'static [f64; 9]);
 
-impl Published {
+impl PublishedLengths {
     /// The row of the released checkpoint with this hub id, for any revision.
-    pub fn of(hub_id: &str) -> Option<Self> {
+    pub fn for_drafter(hub_id: &str) -> Option<Self> {
         let name = hub_id.split('@').next()?.strip_prefix("deepseek-ai/")?;
         let named = |target: &str, drafter: &str| match drafter {
             "eagle3" => format!("eagle3_{target}_ttt7"),
             block => format!("{block}_{target}_block7"),
         };
-        TABLE.iter().find(|(target, drafter, _)| named(target, drafter) == name).map(|(_, _, row)| Self(row))
+        PUBLISHED_TAU
+            .iter()
+            .find(|(target, drafter, _)| named(target, drafter) == name)
+            .map(|(_, _, row)| Self(row))
     }
 
     /// τ of a suite.
-    pub fn suite(self, name: &str) -> Option<f64> {
+    pub fn tau_of_suite(self, name: &str) -> Option<f64> {
         SUITES.iter().position(|suite| *suite == name).map(|at| self.0[at])
     }
 }
@@ -57,7 +60,8 @@ mod tests {
 
     #[test]
     fn released_checkpoints_are_known_by_their_ids() {
-        let of = |id: &str, suite: &str| Published::of(id).and_then(|row| row.suite(suite));
+        let of =
+            |id: &str, suite: &str| PublishedLengths::for_drafter(id).and_then(|row| row.tau_of_suite(suite));
         assert_eq!(of("deepseek-ai/dspark_qwen3_4b_block7", "gsm8k"), Some(6.11));
         assert_eq!(of("deepseek-ai/eagle3_gemma4_12b_ttt7@main", "arena-hard-v2"), Some(2.72));
         assert_eq!(of("deepseek-ai/dflash_qwen3_14b_block7", "livecodebench"), Some(4.33));

@@ -7,22 +7,22 @@ use crate::results::{Metrics, Results, Settings, Timing};
 use crate::table::{Table, factor, number, range, rate};
 
 /// Maximum number of positions for which unconditional and conditional rates are in one table.
-const SIDE_BY_SIDE: usize = 8;
+const MAX_POSITIONS_SIDE_BY_SIDE: usize = 8;
 
 /// Renders the run's settings, tables of lengths, speeds and positions, and notes.
 pub fn render(results: &Results) -> String {
-    let mut parts = vec![heading(results), speeds(results).render()];
-    parts.extend(by_rule(results).map(|(names, rows)| {
+    let mut parts = vec![run_header(results), lengths_and_speeds_table(results).render()];
+    parts.extend(lengths_by_draft_rule(results).map(|(names, rows)| {
         let mut table = Table::new(names.map(String::from).to_vec());
         rows.into_iter().for_each(|row| table.row(row));
         table.render()
     }));
-    parts.extend(positions(results).iter().map(Table::render));
-    parts.push(notes(results).iter().map(|note| cli::wrapped("", 0, note) + "\n").collect());
+    parts.extend(position_tables(results).iter().map(Table::render));
+    parts.push(notes(results).iter().map(|note| cli::wrap_paragraph("", 0, note) + "\n").collect());
     parts.join("\n")
 }
 
-fn heading(results: &Results) -> String {
+fn run_header(results: &Results) -> String {
     let Settings { temperature, slots, device, dtype, .. } = &results.settings;
     let seeds = results.settings.seed_list();
     let drafter = match &results.drafter {
@@ -37,23 +37,23 @@ fn heading(results: &Results) -> String {
 }
 
 /// Fills a table with rows of suites, domains and overall.
-fn fill(table: &mut Table, results: &Results, cells: impl Fn(&Metrics, [String; 2]) -> Vec<String>) {
+fn fill_table(table: &mut Table, results: &Results, cells: impl Fn(&Metrics, [String; 2]) -> Vec<String>) {
     let named = |name: String, cells: Vec<String>| std::iter::once(name).chain(cells).collect();
     for suite in &results.suites {
         let counts = [suite.counts.samples.to_string(), suite.counts.cycles.to_string()];
         table.row(named(suite.name.clone(), cells(&suite.metrics, counts)));
     }
-    table.rule();
+    table.add_rule();
     for domain in &results.domains {
         table.row(named(domain.domain.to_string(), cells(&domain.metrics, Default::default())));
     }
     table.row(named("overall".into(), cells(&results.overall, Default::default())));
 }
 
-fn speeds(results: &Results) -> Table {
+fn lengths_and_speeds_table(results: &Results) -> Table {
     let header = ["suite", "τ", "interval", "verify rate", "tokens/s", "speed-up", "answers", "cycles"];
     let mut table = Table::new(header.map(String::from).to_vec());
-    fill(&mut table, results, |metrics, [samples, cycles]| {
+    fill_table(&mut table, results, |metrics, [samples, cycles]| {
         vec![
             number(metrics.accepted_length, 2),
             range(metrics.accepted_length_interval),
@@ -67,7 +67,7 @@ fn speeds(results: &Results) -> Table {
     table
 }
 
-fn positions(results: &Results) -> Vec<Table> {
+fn position_tables(results: &Results) -> Vec<Table> {
     type Rates = fn(&Metrics) -> &Vec<Option<f64>>;
     let kinds: [(&str, Rates); 2] = [
         ("accepted at position", |metrics| &metrics.rates),
@@ -77,9 +77,9 @@ fn positions(results: &Results) -> Vec<Table> {
     let build = |kinds: &[(&str, Rates)]| {
         let positions = kinds.iter().flat_map(|_| (1..=count).map(|k| format!("@{k}")));
         let mut table = Table::new(std::iter::once("suite".to_string()).chain(positions).collect());
-        table.title(1, "");
-        kinds.iter().for_each(|(title, _)| table.title(count, title));
-        fill(&mut table, results, |metrics, _| {
+        table.add_title(1, "");
+        kinds.iter().for_each(|(title, _)| table.add_title(count, title));
+        fill_table(&mut table, results, |metrics, _| {
             let values = kinds.iter().flat_map(|(_, rates)| {
                 (0..count).map(|k| rates(metrics).get(k).copied().flatten()).collect::<Vec<_>>()
             });
@@ -89,14 +89,14 @@ fn positions(results: &Results) -> Vec<Table> {
     };
     match count {
         0 => vec![],
-        1..=SIDE_BY_SIDE => vec![build(&kinds)],
+        1..=MAX_POSITIONS_SIDE_BY_SIDE => vec![build(&kinds)],
         _ => kinds.iter().map(|kind| build(std::slice::from_ref(kind))).collect(),
     }
 }
 
 /// Column names and rows of the accepted lengths under both rules, one row per suite and one
 /// overall.
-pub fn by_rule(results: &Results) -> Option<([&'static str; 5], Vec<Vec<String>>)> {
+pub fn lengths_by_draft_rule(results: &Results) -> Option<([&'static str; 5], Vec<Vec<String>>)> {
     let other = results.other_rule.as_ref()?;
     let suites = results.suites.iter().zip(&other.suites).map(|(suite, other)| {
         (suite.name.as_str(), &suite.metrics, (other.accepted_length, other.accepted_length_interval))
@@ -116,7 +116,7 @@ pub fn by_rule(results: &Results) -> Option<([&'static str; 5], Vec<Vec<String>>
 
 /// A sentence on the rule of draft sampling. None at temperature 0 or without a drafter, where both
 /// rules agree.
-fn rule(results: &Results) -> Option<String> {
+fn draft_rule_note(results: &Results) -> Option<String> {
     let one = results.drafter.is_none() || Sampling::new(results.settings.temperature, 0).is_greedy();
     let rule = results.settings.draft_sampling;
     (!one).then(|| match rule {
@@ -137,7 +137,7 @@ pub fn notes(results: &Results) -> Vec<String> {
         "Domains and overall are means over suites; intervals hold 95 % of 2000 bootstrap resamples of prompts."
             .to_string(),
     ];
-    notes.extend(rule(results));
+    notes.extend(draft_rule_note(results));
     let sum = |part: fn(&Timing) -> f64| results.suites.iter().map(|suite| part(&suite.timing)).sum::<f64>();
     let wall = sum(|timing| timing.wall_s);
     let share = |part| 100.0 * sum(part) / wall.max(f64::MIN_POSITIVE);

@@ -27,7 +27,7 @@ impl Timing {
     pub const ZERO: Self = Self { wall_s: 0.0, draft_s: 0.0, verify_s: 0.0, host_s: 0.0, steps: 0 };
 
     /// Whether a clock can have measured this: no part is negative or longer than thirty years.
-    pub fn is_possible(&self) -> bool {
+    pub fn is_plausible(&self) -> bool {
         const LONGEST: f64 = 1e9;
         let parts = [self.wall_s, self.draft_s, self.verify_s, self.host_s, self.steps as f64];
         parts.iter().all(|part| (0.0..=LONGEST).contains(part))
@@ -43,7 +43,7 @@ impl Timing {
     }
 
     /// `wall`, with the difference of the engine's times.
-    pub fn between(before: StepTimes, after: StepTimes, wall: Duration) -> Self {
+    pub fn from_step_times(before: StepTimes, after: StepTimes, wall: Duration) -> Self {
         Self {
             wall_s: wall.as_secs_f64(),
             draft_s: (after.draft - before.draft).as_secs_f64(),
@@ -108,9 +108,9 @@ impl Metrics {
             accepted_length: counts.accepted_length(),
             accepted_length_interval: None,
             verify_rate: counts.verify_rate(),
-            wasted_verify: counts.wasted_verify(),
-            rates: counts.rates(),
-            conditional_rates: counts.conditional_rates(),
+            wasted_verify: counts.rejected_fraction(),
+            rates: counts.acceptance_rates(),
+            conditional_rates: counts.conditional_acceptance_rates(),
             tokens_per_s,
             speed_up: tokens_per_s.zip(plain).map(|(drafted, plain)| drafted / plain),
         }

@@ -21,9 +21,9 @@ pub use metrics::{Baseline, Metrics, Timing, mean};
 pub use settings::{DrafterIdentity, Settings, TargetIdentity, Turns};
 
 /// File name. The file is written last, so that its presence means that all outputs are complete.
-pub const FILE: &str = "results.json";
-const FORMAT: &str = "deepspec-results";
-const VERSION: u64 = 1;
+pub const RESULTS_FILE: &str = "results.json";
+const FORMAT_NAME: &str = "deepspec-results";
+const FORMAT_VERSION: u64 = 1;
 
 /// Results of a run.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -137,7 +137,7 @@ impl Results {
         settings: Settings,
         target: TargetIdentity,
         drafter: Option<DrafterIdentity>,
-        mut scored: Vec<Scored>,
+        mut scored: Vec<ScoredSuite>,
     ) -> Self {
         for one in &mut scored {
             one.suite.metrics.accepted_length_interval = one.length.interval();
@@ -145,8 +145,8 @@ impl Results {
         let (domains, overall) = averages(&scored);
         let suites = scored.into_iter().map(|one| one.suite).collect();
         Self {
-            format: FORMAT.into(),
-            format_version: VERSION,
+            format: FORMAT_NAME.into(),
+            format_version: FORMAT_VERSION,
             tool_version: deepspec_core::VERSION.into(),
             settings,
             asked: Map::new(),
@@ -165,14 +165,18 @@ impl Results {
     /// # Errors
     /// Usage errors: the file does not exist, or this version cannot read it as results.
     pub fn read(path: &Path) -> anyhow::Result<Self> {
-        let file = if path.is_dir() { path.join(FILE) } else { path.to_path_buf() };
+        let file = if path.is_dir() { path.join(RESULTS_FILE) } else { path.to_path_buf() };
         if !file.is_file() {
             usage!(
                 "{} does not exist; give the --output-dir of a finished `deepspec-eval run`",
                 file.display()
             );
         }
-        versioned::read(&file, (FORMAT, VERSION), "not written by this version of `deepspec-eval run`")
+        versioned::read(
+            &file,
+            (FORMAT_NAME, FORMAT_VERSION),
+            "not written by this version of `deepspec-eval run`",
+        )
     }
 
     /// Writes the results into a folder atomically.
@@ -180,7 +184,7 @@ impl Results {
     /// # Errors
     /// Any I/O failure, with the path.
     pub fn write(&self, dir: &Path) -> anyhow::Result<()> {
-        Ok(atomic::write_json(&dir.join(FILE), self)?)
+        Ok(atomic::write_json(&dir.join(RESULTS_FILE), self)?)
     }
 
     /// The contents of the file.
@@ -193,7 +197,7 @@ impl Results {
 }
 
 /// A suite's results with its τ over resampled prompts.
-pub struct Scored {
+pub struct ScoredSuite {
     /// Results of the suite.
     pub suite: SuiteResult,
     /// τ over resampled prompts.
@@ -201,7 +205,7 @@ pub struct Scored {
 }
 
 /// Averages of every domain that has suites, and over all suites.
-pub fn averages(scored: &[Scored]) -> (Vec<DomainResult>, Metrics) {
+pub fn averages(scored: &[ScoredSuite]) -> (Vec<DomainResult>, Metrics) {
     let of = |domain| scored.iter().filter(move |one| one.suite.domain == domain);
     let domains = Domain::ALL.into_iter().filter(|&domain| of(domain).next().is_some());
     let domains = domains.map(|domain| DomainResult {
@@ -212,7 +216,7 @@ pub fn averages(scored: &[Scored]) -> (Vec<DomainResult>, Metrics) {
     (domains.collect(), average(scored.iter()))
 }
 
-fn average<'s>(scored: impl Iterator<Item = &'s Scored> + Clone) -> Metrics {
+fn average<'s>(scored: impl Iterator<Item = &'s ScoredSuite> + Clone) -> Metrics {
     let length = Estimate::mean(scored.clone().map(|one| &one.length));
     Metrics {
         accepted_length_interval: length.interval(),
@@ -264,10 +268,10 @@ mod tests {
         let mut dice = Fuzzer::new(5, &["suites", "metrics", "deepspec-results", "counts", "math", "first"]);
         let (sound, mut refused) = (serde_json::to_value(results()).unwrap(), 0);
         for _ in 0..1000 {
-            std::fs::write(dir.path().join(FILE), dice.line(sound.clone())).unwrap();
+            std::fs::write(dir.path().join(RESULTS_FILE), dice.line(sound.clone())).unwrap();
             if let Err(error) = Results::read(dir.path()) {
                 let told = error.to_string();
-                assert!(told.contains(FILE), "{told}");
+                assert!(told.contains(RESULTS_FILE), "{told}");
                 refused += 1;
             }
         }

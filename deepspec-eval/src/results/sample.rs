@@ -4,13 +4,13 @@ use deepspec_datasets::suites::Domain;
 use deepspec_engine::{AcceptanceStats, Completion, Cycle, Finish};
 use serde_json::json;
 
-use super::{Baseline, Metrics, Results, Scored, SuiteResult, Timing};
+use super::{Baseline, Metrics, Results, ScoredSuite, SuiteResult, Timing};
 use crate::statistics::{Estimate, PromptCounts};
 
 const TIMING: Timing = Timing { wall_s: 2.0, draft_s: 0.5, verify_s: 1.0, host_s: 0.5, steps: 9 };
 
 /// Results of a suite of blocks of 2, with one cycle per entry of `accepted`.
-pub fn suite(name: &str, domain: Domain, accepted: &[u32]) -> Scored {
+pub fn suite(name: &str, domain: Domain, accepted: &[u32]) -> ScoredSuite {
     let cycle = |&accepted: &u32| {
         let (proposed, committed, confidence) = (2, accepted + 1, vec![]);
         Cycle { proposed, usable: proposed, accepted, committed, confidence }
@@ -36,7 +36,7 @@ pub fn suite(name: &str, domain: Domain, accepted: &[u32]) -> Scored {
         timing: TIMING,
         baseline,
     };
-    Scored { suite, length: Estimate::accepted_length(name, [("0", prompt), ("1", prompt)]) }
+    ScoredSuite { suite, length: Estimate::accepted_length(name, [("0", prompt), ("1", prompt)]) }
 }
 
 /// Results of two suites.

@@ -48,7 +48,7 @@ pub struct Settings {
     /// Number of samples decoded at once.
     pub slots: usize,
     /// Number of engines that share the slots; 1 in results of earlier versions.
-    #[serde(default = "one")]
+    #[serde(default = "default_lanes")]
     pub lanes: usize,
     /// Device of the models.
     pub device: String,
@@ -58,7 +58,7 @@ pub struct Settings {
     pub threads: i32,
 }
 
-fn one() -> usize {
+fn default_lanes() -> usize {
     1
 }
 

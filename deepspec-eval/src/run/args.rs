@@ -15,14 +15,14 @@ use tch::Device;
 use crate::results::Turns;
 
 /// Maximum number of samples decoded at once.
-const MOST_SEQUENCES: usize = 1 << 16;
+const MAX_SEQUENCES: usize = 1 << 16;
 /// Sequences per replica if `--replicas` is not given.
 const DEFAULT_SEQUENCES_PER_REPLICA: usize = 8;
 /// Maximum parameter count for several replicas by default. Larger models gain less from caches, and
 /// each replica waits for memory by itself. With 16 slots on two cores, two replicas were 1.4 times as
 /// fast as one engine with both threads at 6 M parameters. At 135 M parameters they were 0.86 times
 /// as fast.
-const VALUES_OF_REPLICAS: usize = 33_000_000;
+const MAX_REPLICA_PARAMETERS: usize = 33_000_000;
 
 /// Arguments of `run`.
 #[derive(clap::Args)]
@@ -157,7 +157,7 @@ pub enum DraftRule {
 
 impl DraftRule {
     /// The rule for `drafter`, or the default without one.
-    pub fn of(self, drafter: Option<&dyn Drafter>) -> DraftSampling {
+    pub fn resolve(self, drafter: Option<&dyn Drafter>) -> DraftSampling {
         match self {
             Self::Auto => drafter.map(Drafter::draft_sampling).unwrap_or_default(),
             Self::Probabilistic => DraftSampling::Probabilistic,
@@ -166,7 +166,7 @@ impl DraftRule {
     }
 }
 
-/// Kind of the weights.
+/// Dtype of the weights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum Dtype {
     /// bfloat16 on GPUs that support it, else float32.
@@ -211,7 +211,7 @@ fn domain_parser() -> impl TypedValueParser<Value = Domain> {
 
 impl Args {
     /// The drafter's name; None for plain decoding.
-    pub fn draft(&self) -> Option<&str> {
+    pub fn drafter_name(&self) -> Option<&str> {
         (self.draft != "none").then_some(self.draft.as_str())
     }
 
@@ -239,7 +239,7 @@ impl Args {
             Some(replicas) => replicas,
             // A cost curve is of one engine that runs everything, and a profile records one engine.
             None if !is_cpu || self.policy().reads_cost() || self.torch_profile.is_some() => 1,
-            None if values > VALUES_OF_REPLICAS => 1,
+            None if values > MAX_REPLICA_PARAMETERS => 1,
             None => (self.max_num_seqs / DEFAULT_SEQUENCES_PER_REPLICA).clamp(1, threads.max(1)),
         })
     }
@@ -285,8 +285,8 @@ impl Args {
         {
             usage!("--seed {seed} is given twice; its answers would be the same");
         }
-        if self.max_num_seqs > MOST_SEQUENCES {
-            usage!("--max-num-seqs {}: expected at most {MOST_SEQUENCES}", self.max_num_seqs);
+        if self.max_num_seqs > MAX_SEQUENCES {
+            usage!("--max-num-seqs {}: expected at most {MAX_SEQUENCES}", self.max_num_seqs);
         }
         if let Some(threshold) =
             self.confidence_threshold.filter(|threshold| !(0.0..=1.0).contains(threshold))
@@ -301,7 +301,9 @@ impl Args {
             ("--no-markov", self.no_markov),
             ("--draft-sampling", self.draft_sampling != DraftRule::Auto),
         ];
-        if let Some((flag, _)) = needs_drafter.iter().find(|(_, given)| *given && self.draft().is_none()) {
+        if let Some((flag, _)) =
+            needs_drafter.iter().find(|(_, given)| *given && self.drafter_name().is_none())
+        {
             usage!("{flag} needs a drafter, but --draft is none");
         }
         match (self.policy(), &self.cost) {

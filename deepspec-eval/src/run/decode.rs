@@ -14,7 +14,7 @@ use deepspec_ops::StepTrace;
 use deepspec_text::{Message, Role, without_reasoning};
 
 use super::args::Worker;
-use super::entry::{DecodeMode, Entry, Key};
+use super::entry::{AnswerKey, DecodeMode, JournalEntry};
 use super::journal::Journal;
 use super::journal_check;
 use crate::results::{Timing, Turns};
@@ -23,7 +23,7 @@ use crate::results::{Timing, Turns};
 const WARM_UP: (usize, usize) = (4, 4);
 
 /// Everything that a pass decodes.
-pub struct Plan<'a> {
+pub struct DecodePlan<'a> {
     /// The suites, decoded one after the other.
     pub suites: &'a [TokenizedSuite],
     /// Template that turns conversations into requests.
@@ -36,18 +36,19 @@ pub struct Plan<'a> {
     pub worker: Option<Worker>,
 }
 
-impl Plan<'_> {
+impl DecodePlan<'_> {
     /// Number of conversations, and tokens of the longest one after its first answer.
-    pub fn conversations(&self) -> (usize, usize) {
+    pub fn count_and_longest(&self) -> (usize, usize) {
         let owned = |suite: &'_ TokenizedSuite| {
-            let requests = suite.requests.iter().enumerate().filter(|(sample, _)| self.owns(*sample));
+            let requests =
+                suite.requests.iter().enumerate().filter(|(sample, _)| self.is_own_sample(*sample));
             requests.map(|(_, request)| request.prompt.len() + request.max_new_tokens).collect::<Vec<_>>()
         };
         let tokens: Vec<usize> = self.suites.iter().flat_map(owned).collect();
         (tokens.len() * self.seeds.len(), tokens.into_iter().max().unwrap_or(0))
     }
 
-    fn owns(&self, sample: usize) -> bool {
+    fn is_own_sample(&self, sample: usize) -> bool {
         self.worker.is_none_or(|worker| sample % worker.count == worker.index)
     }
 }
@@ -67,7 +68,7 @@ pub struct Answer {
 }
 
 /// Results of decoding one suite.
-pub struct Pass {
+pub struct SuitePass {
     /// Answers by seed, sample and turn.
     pub answers: Vec<Answer>,
     /// Number of turns that could not be asked.
@@ -83,28 +84,30 @@ pub struct Pass {
 /// Fails if the engine refuses a request, or if the journal cannot be written.
 pub fn decode(
     engine: &mut dyn Generator,
-    plan: &Plan,
+    plan: &DecodePlan,
     mode: DecodeMode,
     journal: &mut Journal,
     trace: &mut StepTrace,
     verbosity: Verbosity,
-) -> anyhow::Result<Vec<Pass>> {
+) -> anyhow::Result<Vec<SuitePass>> {
     let drafting = engine.draft_len() > 0;
     warm_up(engine, plan.suites)?;
-    let mut none = StepTrace::none();
+    let mut none = StepTrace::disabled();
     let trace = if mode == DecodeMode::Main { trace } else { &mut none };
-    let mine = |suite: &TokenizedSuite| (0..suite.requests.len()).filter(|&sample| plan.owns(sample)).count();
+    let mine = |suite: &TokenizedSuite| {
+        (0..suite.requests.len()).filter(|&sample| plan.is_own_sample(sample)).count()
+    };
     let total = plan.suites.iter().map(|suite| (mine(suite) * plan.seeds.len()) as u64).sum();
     let mut progress = Progress::new(verbosity, if drafting { "drafted" } else { "plain" }, total, 0);
     let mut passes = Vec::with_capacity(plan.suites.len());
     for suite in plan.suites {
         let tally = AcceptanceStats::new(engine.draft_len());
-        let clock = Clock { times: engine.times(), instant: Instant::now() };
-        let pass = Pass { answers: vec![], unasked: 0, timing: Timing::ZERO };
+        let clock = AnswerClock { times: engine.times(), instant: Instant::now() };
+        let pass = SuitePass { answers: vec![], unasked: 0, timing: Timing::ZERO };
         let (running, engine, journal, progress) =
             (HashMap::new(), &mut *engine, &mut *journal, &mut progress);
         let mut decoding =
-            Decoding { plan, suite, mode, engine, journal, progress, running, tally, clock, pass };
+            SuiteDecoder { plan, suite, mode, engine, journal, progress, running, tally, clock, pass };
         decoding.run(trace)?;
         passes.push(decoding.pass);
     }
@@ -122,15 +125,15 @@ struct PendingTurn {
     messages: Vec<Message>,
 }
 
-/// Times at the last answer.
-struct Clock {
+/// Engine times and wall clock when the last answer ended.
+struct AnswerClock {
     times: StepTimes,
     instant: Instant,
 }
 
 /// State of decoding one suite.
-struct Decoding<'a> {
-    plan: &'a Plan<'a>,
+struct SuiteDecoder<'a> {
+    plan: &'a DecodePlan<'a>,
     suite: &'a TokenizedSuite,
     mode: DecodeMode,
     engine: &'a mut dyn Generator,
@@ -138,19 +141,19 @@ struct Decoding<'a> {
     progress: &'a mut Progress,
     running: HashMap<RequestId, (PendingTurn, usize)>,
     tally: AcceptanceStats,
-    clock: Clock,
-    pass: Pass,
+    clock: AnswerClock,
+    pass: SuitePass,
 }
 
-impl Decoding<'_> {
+impl SuiteDecoder<'_> {
     fn run(&mut self, trace: &mut StepTrace) -> anyhow::Result<()> {
         for &seed in self.plan.seeds {
-            for sample in (0..self.suite.requests.len()).filter(|&sample| self.plan.owns(sample)) {
+            for sample in (0..self.suite.requests.len()).filter(|&sample| self.plan.is_own_sample(sample)) {
                 let first = Message::new(Role::User, self.suite.turns[sample][0].as_str());
-                self.ask(PendingTurn { sample, seed, turn: 0, messages: vec![first] })?;
+                self.submit_turn(PendingTurn { sample, seed, turn: 0, messages: vec![first] })?;
             }
         }
-        self.clock = Clock { times: self.engine.times(), instant: Instant::now() };
+        self.clock = AnswerClock { times: self.engine.times(), instant: Instant::now() };
         while !self.engine.is_idle() {
             let begun = Instant::now();
             trace.begin_step();
@@ -158,7 +161,7 @@ impl Decoding<'_> {
             for event in self.engine.step() {
                 match event {
                     Event::Tokens(..) => {}
-                    Event::Done(ticket, completion) => self.done(ticket, completion)?,
+                    Event::Done(ticket, completion) => self.complete_turn(ticket, completion)?,
                     Event::Failed(ticket, error) => {
                         let asked =
                             self.running.get(&ticket).map(|(asked, _)| self.suite.ids[asked.sample].as_str());
@@ -175,9 +178,9 @@ impl Decoding<'_> {
 
     /// Reuses the journal's answers to the turn and the turns after it, then submits the first
     /// unanswered turn.
-    fn ask(&mut self, mut asked: PendingTurn) -> anyhow::Result<()> {
+    fn submit_turn(&mut self, mut asked: PendingTurn) -> anyhow::Result<()> {
         loop {
-            let Some(request) = self.request(&asked)? else {
+            let Some(request) = self.turn_request(&asked)? else {
                 return Ok(());
             };
             let prompt_tokens = request.prompt.len();
@@ -186,13 +189,13 @@ impl Decoding<'_> {
                 block_size: self.engine.draft_len(),
                 vocab_size: self.engine.vocab_size(),
             };
-            let Some(entry) = self.journal.take(&self.key(&asked), &question) else {
+            let Some(entry) = self.journal.take_answer(&self.answer_key(&asked), &question) else {
                 let ticket = self.engine.submit(request)?;
                 self.running.insert(ticket, (asked, prompt_tokens));
                 return Ok(());
             };
             self.pass.timing.add(&entry.timing);
-            match self.count(asked, prompt_tokens, entry.completion(request.id))? {
+            match self.record_answer(asked, prompt_tokens, entry.into_completion(request.id))? {
                 Some(next) => asked = next,
                 None => return Ok(()),
             }
@@ -200,27 +203,28 @@ impl Decoding<'_> {
     }
 
     /// Records the completion of a turn, and asks the next one.
-    fn done(&mut self, ticket: RequestId, completion: Completion) -> anyhow::Result<()> {
+    fn complete_turn(&mut self, ticket: RequestId, completion: Completion) -> anyhow::Result<()> {
         let Some((asked, prompt_tokens)) = self.running.remove(&ticket) else { return Ok(()) };
-        let timing = Timing::between(self.clock.times, self.engine.times(), self.clock.instant.elapsed());
-        self.clock = Clock { times: self.engine.times(), instant: Instant::now() };
+        let timing =
+            Timing::from_step_times(self.clock.times, self.engine.times(), self.clock.instant.elapsed());
+        self.clock = AnswerClock { times: self.engine.times(), instant: Instant::now() };
         self.pass.timing.add(&timing);
-        self.journal.keep(&Entry {
-            key: self.key(&asked),
+        self.journal.append_answer(&JournalEntry {
+            key: self.answer_key(&asked),
             prompt_tokens,
             tokens: completion.tokens.clone(),
             finish: completion.finish,
             cycles: completion.cycles.clone(),
             timing,
         })?;
-        match self.count(asked, prompt_tokens, completion)? {
-            Some(next) => self.ask(next),
+        match self.record_answer(asked, prompt_tokens, completion)? {
+            Some(next) => self.submit_turn(next),
             None => Ok(()),
         }
     }
 
     /// Counts an answer, and returns the next turn.
-    fn count(
+    fn record_answer(
         &mut self,
         asked: PendingTurn,
         prompt_tokens: usize,
@@ -254,7 +258,7 @@ impl Decoding<'_> {
     }
 
     /// The request of a turn; None if the conversation has filled the context.
-    fn request(&mut self, asked: &PendingTurn) -> anyhow::Result<Option<Request>> {
+    fn turn_request(&mut self, asked: &PendingTurn) -> anyhow::Result<Option<Request>> {
         let PendingTurn { sample, seed, turn, ref messages } = *asked;
         let first = &self.suite.requests[sample];
         let request = match turn {
@@ -270,8 +274,8 @@ impl Decoding<'_> {
         Ok(Some(Request { sampling: Sampling { seed, ..request.sampling }, ..request }))
     }
 
-    fn key(&self, asked: &PendingTurn) -> Key {
-        Key {
+    fn answer_key(&self, asked: &PendingTurn) -> AnswerKey {
+        AnswerKey {
             mode: self.mode,
             suite: self.suite.rows.suite.name.to_string(),
             sample: self.suite.ids[asked.sample].clone(),

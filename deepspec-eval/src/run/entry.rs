@@ -19,7 +19,7 @@ pub enum DecodeMode {
 
 /// Key of an answer.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub struct Key {
+pub struct AnswerKey {
     /// Mode of decoding.
     #[serde(rename = "arm")]
     pub mode: DecodeMode,
@@ -35,9 +35,9 @@ pub struct Key {
 
 /// An answer.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct Entry {
+pub struct JournalEntry {
     /// Key of the answer.
-    pub key: Key,
+    pub key: AnswerKey,
     /// Number of prompt tokens.
     pub prompt_tokens: usize,
     /// Token ids of the answer.
@@ -50,9 +50,9 @@ pub struct Entry {
     pub timing: Timing,
 }
 
-impl Entry {
+impl JournalEntry {
     /// The answer as the engine's completion.
-    pub fn completion(self, id: String) -> Completion {
+    pub fn into_completion(self, id: String) -> Completion {
         Completion { id, tokens: self.tokens, finish: self.finish, cycles: self.cycles }
     }
 }

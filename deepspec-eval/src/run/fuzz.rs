@@ -9,7 +9,7 @@ use deepspec_engine::{AcceptanceStats, Cycle, Finish, Request, Sampling};
 use deepspec_testkit::mutate::Fuzzer;
 use serde_json::{Map, Value, json};
 
-use super::entry::{DecodeMode, Entry, Key};
+use super::entry::{AnswerKey, DecodeMode, JournalEntry};
 use super::journal::Journal;
 use super::journal_check::ExpectedAnswer;
 use crate::results::Timing;
@@ -25,15 +25,15 @@ fn cycle(proposed: u32, accepted: u32, committed: u32) -> Cycle {
     Cycle { proposed, usable: proposed, accepted, committed, confidence }
 }
 
-fn entry(sample: usize, tokens: &[i64], finish: Finish, cycles: Vec<Cycle>) -> Entry {
+fn entry(sample: usize, tokens: &[i64], finish: Finish, cycles: Vec<Cycle>) -> JournalEntry {
     let sample = sample.to_string();
-    let key = Key { mode: DecodeMode::Main, suite: "s".into(), sample, seed: 1, turn: 0 };
-    Entry { key, prompt_tokens: 3, tokens: tokens.to_vec(), finish, cycles, timing: TIMING }
+    let key = AnswerKey { mode: DecodeMode::Main, suite: "s".into(), sample, seed: 1, turn: 0 };
+    JournalEntry { key, prompt_tokens: 3, tokens: tokens.to_vec(), finish, cycles, timing: TIMING }
 }
 
 /// Answers that an engine can return: ended by a bonus token, within a block, by the limit, beyond
 /// it, and at once.
-fn answers() -> Vec<Entry> {
+fn answers() -> Vec<JournalEntry> {
     vec![
         entry(0, &[1, 2, 3, STOP], Finish::Stop, vec![cycle(4, 1, 2), cycle(4, 0, 1)]),
         entry(1, &[1, 2, 3, STOP], Finish::Stop, vec![cycle(4, 0, 1), cycle(2, 2, 2)]),
@@ -60,17 +60,17 @@ fn open(dir: &Path) -> anyhow::Result<Journal> {
 }
 
 /// The answers that the journal accepts for the request.
-fn taken(journal: &mut Journal) -> Vec<Entry> {
+fn taken(journal: &mut Journal) -> Vec<JournalEntry> {
     let request = request();
     let asked = ExpectedAnswer { request: &request, block_size: BLOCK, vocab_size: VOCAB };
-    answers().iter().filter_map(|answer| journal.take(&answer.key, &asked)).collect()
+    answers().iter().filter_map(|answer| journal.take_answer(&answer.key, &asked)).collect()
 }
 
 /// A folder with a journal of all answers, and the journal's contents.
 fn written() -> (tempfile::TempDir, Vec<u8>) {
     let dir = tempfile::tempdir().unwrap();
     let mut journal = open(dir.path()).unwrap();
-    answers().iter().for_each(|answer| journal.keep(answer).unwrap());
+    answers().iter().for_each(|answer| journal.append_answer(answer).unwrap());
     drop(journal);
     let text = fs::read(dir.path().join("journal.jsonl")).unwrap();
     (dir, text)
@@ -100,11 +100,11 @@ fn damaged_journals_never_give_what_cannot_be() {
                 let (mut tally, mut timing) = (AcceptanceStats::new(BLOCK), Timing::ZERO);
                 for answer in answers {
                     timing.add(&answer.timing);
-                    tally.add(&answer.completion(String::new()));
+                    tally.add(&answer.into_completion(String::new()));
                 }
                 assert_eq!(tally.proposed_at.len(), BLOCK);
                 assert!(tally.accepted <= tally.proposed && tally.output_tokens <= 5 * LIMIT as u64);
-                assert!(timing.wall_s.is_finite() && timing.is_possible());
+                assert!(timing.wall_s.is_finite() && timing.is_plausible());
                 if tally.samples < 5 { lost += 1 } else { whole += 1 }
             }
         }
@@ -117,7 +117,7 @@ fn damaged_journals_never_give_what_cannot_be() {
 fn counts_beyond_the_run_are_no_answer() {
     let request = request();
     let asked = ExpectedAnswer { request: &request, block_size: BLOCK, vocab_size: VOCAB };
-    let told = |change: fn(&mut Entry)| {
+    let told = |change: fn(&mut JournalEntry)| {
         let mut answer = answers().swap_remove(2);
         asked.check(&answer).unwrap();
         change(&mut answer);

@@ -17,10 +17,10 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use super::args::Worker;
-use super::entry::{Entry, Key};
+use super::entry::{AnswerKey, JournalEntry};
 use super::journal_check::ExpectedAnswer;
 
-const FORMAT: &str = "deepspec-eval-journal 3";
+const JOURNAL_FORMAT: &str = "deepspec-eval-journal 3";
 
 /// First line of a journal.
 #[derive(Serialize, Deserialize)]
@@ -37,11 +37,11 @@ pub struct Journal {
     /// Locks that keep other processes from writing to the files.
     _locks: Vec<File>,
     files: Vec<PathBuf>,
-    earlier: Earlier,
+    earlier: EarlierAnswers,
 }
 
 /// Answers of earlier runs, each with its file and line.
-type Earlier = HashMap<Key, (Entry, PathBuf, usize)>;
+type EarlierAnswers = HashMap<AnswerKey, (JournalEntry, PathBuf, usize)>;
 
 impl Journal {
     /// Opens the journal of this process, and the journals of earlier or other processes in `dir`.
@@ -61,22 +61,22 @@ impl Journal {
             format!("journal-{}-of-{}.jsonl", worker.index + 1, worker.count)
         }));
         // A worker reads only its own journal; the gathering process reads all.
-        let mut files = if worker.is_some() { vec![] } else { journals(dir)? };
+        let mut files = if worker.is_some() { vec![] } else { journal_files(dir)? };
         if overwrite {
-            remove(&files)?;
+            remove_files(&files)?;
             files.clear();
         }
         files.retain(|file| *file != own);
         files.push(own.clone());
-        let locks = files.iter().map(|file| lock(file)).collect::<anyhow::Result<Vec<_>>>()?;
+        let locks = files.iter().map(|file| lock_file(file)).collect::<anyhow::Result<Vec<_>>>()?;
         let appender = Appender::open(&own)?;
         let (mut earlier, mut begun) = (HashMap::new(), false);
         for file in &files {
-            begun = read(file, run, &mut earlier)?; // this process's own journal is the last
+            begun = read_journal(file, run, &mut earlier)?; // this process's own journal is the last
         }
         // The header is written with the first answer, so that a run that fails earlier leaves no
         // journal.
-        let header = (!begun).then(|| Header { format: FORMAT.into(), run: run.clone() });
+        let header = (!begun).then(|| Header { format: JOURNAL_FORMAT.into(), run: run.clone() });
         if !earlier.is_empty() {
             tracing::info!("{} answers are there already", earlier.len());
         }
@@ -85,7 +85,7 @@ impl Journal {
 
     /// The journal's answer, if there is one that passes the check. An answer that fails the check
     /// is dropped with a warning that names file and line.
-    pub fn take(&mut self, key: &Key, asked: &ExpectedAnswer) -> Option<Entry> {
+    pub fn take_answer(&mut self, key: &AnswerKey, asked: &ExpectedAnswer) -> Option<JournalEntry> {
         let (entry, file, line) = self.earlier.remove(key)?;
         match asked.check(&entry) {
             Ok(()) => Some(entry),
@@ -100,7 +100,7 @@ impl Journal {
     ///
     /// # Errors
     /// Fails on I/O errors, with the path.
-    pub fn keep(&mut self, entry: &Entry) -> anyhow::Result<()> {
+    pub fn append_answer(&mut self, entry: &JournalEntry) -> anyhow::Result<()> {
         if let Some(header) = self.header.take() {
             self.own.append(&header)?;
         }
@@ -112,11 +112,11 @@ impl Journal {
     /// # Errors
     /// Fails on I/O errors, with the path.
     pub fn remove(self) -> anyhow::Result<()> {
-        remove(&self.files)
+        remove_files(&self.files)
     }
 }
 
-fn journals(dir: &Path) -> anyhow::Result<Vec<PathBuf>> {
+fn journal_files(dir: &Path) -> anyhow::Result<Vec<PathBuf>> {
     let mut files = vec![];
     for entry in fs::read_dir(dir).map_err(FileError::at("reading", dir))? {
         let name = entry.map_err(FileError::at("reading", dir))?.file_name();
@@ -128,7 +128,7 @@ fn journals(dir: &Path) -> anyhow::Result<Vec<PathBuf>> {
     Ok(files)
 }
 
-fn lock(file: &Path) -> anyhow::Result<File> {
+fn lock_file(file: &Path) -> anyhow::Result<File> {
     let open = File::options().append(true).create(true).open(file);
     let handle = open.map_err(FileError::at("opening", file))?;
     if !atomic::try_lock(&handle, file)? {
@@ -137,7 +137,7 @@ fn lock(file: &Path) -> anyhow::Result<File> {
     Ok(handle)
 }
 
-fn remove(files: &[PathBuf]) -> anyhow::Result<()> {
+fn remove_files(files: &[PathBuf]) -> anyhow::Result<()> {
     for file in files {
         fs::remove_file(file).map_err(FileError::at("removing", file))?;
     }
@@ -146,13 +146,13 @@ fn remove(files: &[PathBuf]) -> anyhow::Result<()> {
 
 /// Adds the answers of a journal to `earlier`, and returns whether it has a header. Truncated or
 /// damaged lines are skipped.
-fn read(file: &Path, run: &Map<String, Value>, earlier: &mut Earlier) -> anyhow::Result<bool> {
+fn read_journal(file: &Path, run: &Map<String, Value>, earlier: &mut EarlierAnswers) -> anyhow::Result<bool> {
     let opened = File::open(file).map_err(FileError::at("opening", file))?;
     let mut lines = BufReader::new(opened).split(b'\n');
     let mut next = || lines.next().transpose().map_err(FileError::at("reading", file));
     let Some(first) = next()? else { return Ok(false) };
     let header = match serde_json::from_slice::<Header>(&first) {
-        Ok(header) if header.format == FORMAT => header,
+        Ok(header) if header.format == JOURNAL_FORMAT => header,
         _ => usage!("{}: not a journal that this version writes; remove it", file.display()),
     };
     let names: Vec<&String> = run.keys().chain(header.run.keys()).collect();
@@ -168,7 +168,7 @@ fn read(file: &Path, run: &Map<String, Value>, earlier: &mut Earlier) -> anyhow:
     let (mut damaged, mut number) = (0, 1);
     while let Some(line) = next()? {
         number += 1;
-        match serde_json::from_slice::<Entry>(&line) {
+        match serde_json::from_slice::<JournalEntry>(&line) {
             Ok(entry) => drop(earlier.insert(entry.key.clone(), (entry, file.to_path_buf(), number))),
             Err(_) => damaged += 1,
         }

@@ -3,7 +3,7 @@
 
 use deepspec_engine::{Cycle, Finish, Request};
 
-use super::entry::Entry;
+use super::entry::JournalEntry;
 
 /// The request that an answer is checked against.
 pub struct ExpectedAnswer<'a> {
@@ -20,7 +20,7 @@ impl ExpectedAnswer<'_> {
     ///
     /// # Errors
     /// A phrase that names the field and its problem.
-    pub fn check(&self, entry: &Entry) -> Result<(), String> {
+    pub fn check(&self, entry: &JournalEntry) -> Result<(), String> {
         let Request { prompt, max_new_tokens: limit, stop_ids, .. } = self.request;
         if entry.prompt_tokens != prompt.len() {
             return Err(format!("`prompt_tokens` is {}, not {}", entry.prompt_tokens, prompt.len()));
@@ -45,8 +45,8 @@ impl ExpectedAnswer<'_> {
             let last = index + 1 == entry.cycles.len();
             self.check_cycle(cycle, last).map_err(|problem| format!("`cycles[{index}]` has {problem}"))?;
         }
-        check_sum(entry, *limit)?;
-        match entry.timing.is_possible() {
+        check_token_count(entry, *limit)?;
+        match entry.timing.is_plausible() {
             true => Ok(()),
             false => Err("`timing` is none that a clock shows".into()),
         }
@@ -84,7 +84,7 @@ impl ExpectedAnswer<'_> {
 
 /// Checks the token count: the first token from the prefill plus the committed tokens, cut at the
 /// limit. No cycle begins beyond the limit.
-fn check_sum(entry: &Entry, limit: usize) -> Result<(), String> {
+fn check_token_count(entry: &JournalEntry, limit: usize) -> Result<(), String> {
     let committed: u64 = entry.cycles.iter().map(|cycle| u64::from(cycle.committed)).sum();
     let last = entry.cycles.last().map_or(0, |cycle| u64::from(cycle.committed));
     let (generated, tokens) = (1 + committed, entry.tokens.len() as u64);

@@ -22,10 +22,10 @@ use serde_json::{Map, Value, json};
 use crate::report;
 use crate::results::{self, Results, Settings};
 pub use args::{Args, Dtype, Switch};
-use decode::{Pass, Plan};
+use decode::{DecodePlan, SuitePass};
 use entry::DecodeMode;
 use journal::Journal;
-use models::{Decoded, Models};
+use models::{DecodeOutput, ModelSettings};
 use setup::Setup;
 
 /// Runs the command.
@@ -35,24 +35,24 @@ use setup::Setup;
 pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     // 1. Resolve the arguments. A bad profile path must fail before `--overwrite` deletes anything.
     args.check()?;
-    let place = models::place(&args.device, args.dtype)?;
+    let place = models::resolve_device_and_dtype(&args.device, args.dtype)?;
     let mut trace = match &args.torch_profile {
         Some(path) => StepTrace::new(path, place.device).map_err(UsageError)?,
-        None => StepTrace::none(),
+        None => StepTrace::disabled(),
     };
     let setup = Setup::resolve(args, place, verbosity)?;
     let suites = setup.suites(args)?;
     atomic::create_dir(&args.output_dir)?;
     let target = setup.target_identity(&args.target)?;
-    let facts = facts(&setup, &json!(target), &suites)?;
-    let asked = asked(args, &facts);
-    if args.output_dir.join(results::FILE).exists() && !args.overwrite {
-        return show_again(args, &asked);
+    let facts = evaluation_inputs(&setup, &json!(target), &suites)?;
+    let asked = requested_evaluation(args, &facts);
+    if args.output_dir.join(results::RESULTS_FILE).exists() && !args.overwrite {
+        return print_existing_results(args, &asked);
     }
 
     // 2. Decode the suites.
     let mut journal = Journal::open(&args.output_dir, args.worker, &facts, args.overwrite)?;
-    let answers = Answers::decode(args, &setup, &suites, &mut journal, &mut trace, verbosity)?;
+    let answers = RunAnswers::decode(args, &setup, &suites, &mut journal, &mut trace, verbosity)?;
     if let Some(worker) = args.worker {
         tracing::info!(
             "worker {worker} is done; when all are, the same command without --worker writes the results"
@@ -65,30 +65,31 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     let block_size = identity.map_or(0, |drafter| {
         args.max_draft_tokens.map_or(drafter.block_size, |limit| limit.min(drafter.block_size))
     });
-    let scored = score::all(&suites, &answers.drafted, answers.plain.as_deref(), block_size, settings);
+    let scored =
+        score::score_suites(&suites, &answers.drafted, answers.plain.as_deref(), block_size, settings);
     let recorded = Settings { lanes: answers.replicas, ..settings.clone() };
     let mut results = Results::new(recorded, target, identity.cloned(), scored);
-    results.other_rule = answers.other.map(|passes| score::other_rule(&suites, &passes, settings));
-    results.confidence = score::confidence(&answers.drafted, block_size, settings);
+    results.other_rule = answers.other.map(|passes| score::score_other_rule(&suites, &passes, settings));
+    results.confidence = score::score_confidence(&answers.drafted, block_size, settings);
     results.asked = asked;
-    outputs::write(&args.output_dir, &setup.tokenizer, &suites, &answers.drafted, &results)?;
+    outputs::write_run_files(&args.output_dir, &setup.tokenizer, &suites, &answers.drafted, &results)?;
     journal.remove()?;
     print_results(args, &results)
 }
 
 /// Answers of all passes, suite by suite.
-struct Answers {
+struct RunAnswers {
     /// With the drafter, or without one if there is none.
-    drafted: Vec<Pass>,
+    drafted: Vec<SuitePass>,
     /// With the other rule of draft sampling.
-    other: Option<Vec<Pass>>,
+    other: Option<Vec<SuitePass>>,
     /// Without the drafter.
-    plain: Option<Vec<Pass>>,
+    plain: Option<Vec<SuitePass>>,
     /// Number of engines that shared the slots.
     replicas: usize,
 }
 
-impl Answers {
+impl RunAnswers {
     fn decode(
         args: &Args,
         setup: &Setup,
@@ -98,7 +99,7 @@ impl Answers {
         verbosity: Verbosity,
     ) -> anyhow::Result<Self> {
         let (settings, template) = (&setup.settings, setup.request_template());
-        let plan = Plan {
+        let plan = DecodePlan {
             suites,
             asking: &template,
             seeds: &settings.seeds,
@@ -106,13 +107,13 @@ impl Answers {
             worker: args.worker,
         };
         let models =
-            Models { target: &setup.target_dir, place: setup.place, context: setup.context, settings };
+            ModelSettings { target: &setup.target_dir, place: setup.place, context: setup.context, settings };
         let mut decode = |drafter, mode| models.decode(drafter, &plan, mode, journal, trace, verbosity);
         let drafter = setup.speculation();
         if drafter.is_some() && !template.sampling.is_greedy() {
             tracing::info!("drafted tokens: {}", settings.draft_sampling);
         }
-        let Decoded { passes: drafted, replicas } = decode(drafter, (DecodeMode::Main, settings.lanes))?;
+        let DecodeOutput { passes: drafted, replicas } = decode(drafter, (DecodeMode::Main, settings.lanes))?;
         let wants = |wanted: bool| drafter.filter(|_| wanted);
         let other = wants(args.reports_other_rule())
             .map(|drafter| decode(Some(drafter), (DecodeMode::Other, replicas)))
@@ -128,8 +129,9 @@ impl Answers {
     }
 }
 
-/// The evaluation that the arguments ask for. Equal ones have equal results, apart from speed.
-fn asked(args: &Args, facts: &Map<String, Value>) -> Map<String, Value> {
+/// Everything that decides the results, except for speed. Two runs with equal values have equal
+/// results.
+fn requested_evaluation(args: &Args, facts: &Map<String, Value>) -> Map<String, Value> {
     let mut asked = facts.clone();
     asked.insert("speed-up".into(), json!(!args.no_baseline));
     asked.insert("other rule".into(), json!(args.reports_other_rule()));
@@ -146,7 +148,7 @@ fn print_results(args: &Args, results: &Results) -> anyhow::Result<()> {
 ///
 /// # Errors
 /// A usage error if they are of another evaluation.
-fn show_again(args: &Args, asked: &Map<String, Value>) -> anyhow::Result<()> {
+fn print_existing_results(args: &Args, asked: &Map<String, Value>) -> anyhow::Result<()> {
     let (results, dir) = (Results::read(&args.output_dir)?, args.output_dir.display());
     let differences = config::differences(&json!(results.asked), &json!(asked));
     if !differences.is_empty() {
@@ -157,9 +159,13 @@ fn show_again(args: &Args, asked: &Map<String, Value>) -> anyhow::Result<()> {
     print_results(args, &results)
 }
 
-/// Everything that the answers or their speed depend on, except threads and replicas. A journal can be
-/// continued only if all of it is equal.
-fn facts(setup: &Setup, target: &Value, suites: &[TokenizedSuite]) -> anyhow::Result<Map<String, Value>> {
+/// Everything that the answers or their speed depend on, except threads and replicas. A run can
+/// continue a journal only if all values are equal.
+fn evaluation_inputs(
+    setup: &Setup,
+    target: &Value,
+    suites: &[TokenizedSuite],
+) -> anyhow::Result<Map<String, Value>> {
     let settings = &setup.settings;
     let mut facts = match json!(settings) {
         Value::Object(facts) => facts,
@@ -183,7 +189,11 @@ fn facts(setup: &Setup, target: &Value, suites: &[TokenizedSuite]) -> anyhow::Re
     if let Some(file) = &settings.cost {
         facts.insert(
             "cost".into(),
-            json!(std::fs::read(file).map(|bytes| deepspec_core::digest::bytes(&bytes)).unwrap_or_default()),
+            json!(
+                std::fs::read(file)
+                    .map(|bytes| deepspec_core::digest::sha256_of_bytes(&bytes))
+                    .unwrap_or_default()
+            ),
         );
     }
     for suite in suites {

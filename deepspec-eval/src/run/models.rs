@@ -5,20 +5,20 @@ use std::sync::Arc;
 
 use deepspec_core::cli::Verbosity;
 use deepspec_core::{Tap, env, usage};
-use deepspec_cost::cost_file::{self, Weights};
+use deepspec_cost::cost_file::{self, WeightDigests};
 use deepspec_cost::planner::Planner;
 use deepspec_drafters::{Drafter, DrafterOptions};
-use deepspec_engine::{Engine, EngineOptions, EngineReplicas, Proposer, shares};
+use deepspec_engine::{Engine, EngineOptions, EngineReplicas, Proposer, split_evenly};
 use deepspec_models::{
-    Fit, ModelConfig, ModelError, TargetModel, TargetOptions, config_digest, fit, kv_cache_bytes, room,
-    weights_digest,
+    MemoryFit, ModelConfig, ModelError, TargetModel, TargetOptions, check_memory_fit, config_digest,
+    kv_cache_budget, kv_cache_bytes, weights_digest,
 };
 use deepspec_ops::StepTrace;
 use deepspec_text::ChatTokenizer;
 use tch::{Device, Kind};
 
 use super::args::{Args, Dtype};
-use super::decode::{Pass, Plan, decode};
+use super::decode::{DecodePlan, SuitePass, decode};
 use super::entry::DecodeMode;
 use super::journal::Journal;
 use crate::results::{DrafterIdentity, Settings, TargetIdentity, Turns};
@@ -39,19 +39,19 @@ impl DeviceAndDtype {
     }
 
     /// The dtype as `--dtype` spells it.
-    pub fn kind_name(self) -> &'static str {
-        deepspec_ops::kind_name(self.kind)
+    pub fn dtype_name(self) -> &'static str {
+        deepspec_ops::dtype_name(self.kind)
     }
 }
 
 /// Resolves `--device` and `--dtype`.
-pub fn place(device: &str, dtype: Dtype) -> anyhow::Result<DeviceAndDtype> {
-    let device = match deepspec_ops::device(device) {
+pub fn resolve_device_and_dtype(device: &str, dtype: Dtype) -> anyhow::Result<DeviceAndDtype> {
+    let device = match deepspec_ops::parse_device(device) {
         Ok(device) => device,
         Err(error) => usage!("--device: {error}"),
     };
     let kind = match dtype {
-        Dtype::Auto => deepspec_ops::default_kind(device),
+        Dtype::Auto => deepspec_ops::default_dtype(device),
         Dtype::Float32 => Kind::Float,
         Dtype::Bfloat16 => Kind::BFloat16,
     };
@@ -60,23 +60,23 @@ pub fn place(device: &str, dtype: Dtype) -> anyhow::Result<DeviceAndDtype> {
 
 /// Context length and embedding rows of the target in `dir`. Warns of a tokenizer with more ids
 /// than rows.
-pub fn limits(dir: &Path, tokenizer: &ChatTokenizer) -> anyhow::Result<(usize, usize)> {
+pub fn context_and_vocab_size(dir: &Path, tokenizer: &ChatTokenizer) -> anyhow::Result<(usize, usize)> {
     let config = ModelConfig::load(dir)?;
     let vocab_size = config.vocab_size as usize;
-    tokenizer.report_wider_than(vocab_size);
+    tokenizer.warn_if_wider_than(vocab_size);
     Ok((config.max_position_embeddings, vocab_size))
 }
 
 /// Results of a decoding pass.
-pub struct Decoded {
+pub struct DecodeOutput {
     /// Answers, suite by suite.
-    pub passes: Vec<Pass>,
+    pub passes: Vec<SuitePass>,
     /// Number of engines that shared the slots.
     pub replicas: usize,
 }
 
 /// Settings of the models that a pass loads.
-pub struct Models<'a> {
+pub struct ModelSettings<'a> {
     /// The target's folder.
     pub target: &'a Path,
     /// Device and dtype of all models.
@@ -97,7 +97,7 @@ pub struct Speculation<'a> {
 }
 
 /// The models of a pass, loaded.
-struct Loaded {
+struct LoadedModels {
     target: TargetModel,
     drafter: Option<Box<dyn Drafter>>,
     planner: Planner,
@@ -111,7 +111,7 @@ struct EngineShares {
     memory: Option<u64>,
 }
 
-impl Models<'_> {
+impl ModelSettings<'_> {
     /// Loads the target and decodes the suites with at most `replicas` engines, with the drafter if there
     /// is one. The target is unloaded afterwards.
     ///
@@ -120,16 +120,16 @@ impl Models<'_> {
     pub fn decode(
         &self,
         speculation: Option<Speculation>,
-        plan: &Plan,
+        plan: &DecodePlan,
         (mode, replicas): (DecodeMode, usize),
         journal: &mut Journal,
         trace: &mut StepTrace,
         verbosity: Verbosity,
-    ) -> anyhow::Result<Decoded> {
+    ) -> anyhow::Result<DecodeOutput> {
         let loaded = self.load(speculation)?;
-        let shares = self.fit(&loaded, plan, replicas);
+        let shares = self.share_slots_and_memory(&loaded, plan, replicas);
         let replicas = shares.slots.len();
-        let mut engines = self.engines(loaded, &shares, mode)?;
+        let mut engines = self.build_engines(loaded, &shares, mode)?;
         let passes = match engines.as_mut_slice() {
             [engine] => decode(engine, plan, mode, journal, trace, verbosity)?,
             _ => {
@@ -138,33 +138,38 @@ impl Models<'_> {
                 decode(&mut replicas, plan, mode, journal, trace, verbosity)?
             }
         };
-        Ok(Decoded { passes, replicas })
+        Ok(DecodeOutput { passes, replicas })
     }
 
     /// Loads target, drafter and planner, and checks that they fit together.
-    fn load(&self, speculation: Option<Speculation>) -> anyhow::Result<Loaded> {
+    fn load(&self, speculation: Option<Speculation>) -> anyhow::Result<LoadedModels> {
         let (DeviceAndDtype { device, kind }, settings) = (self.place, self.settings);
         let slots = settings.slots;
-        let drafter = speculation.map(|with| self.shared(with.drafter, slots)).transpose()?;
+        let drafter = speculation.map(|with| self.share_drafter(with.drafter, slots)).transpose()?;
         // Plain decoding captures no hidden states, so that it runs at full speed.
         let taps = drafter.as_ref().map_or_else(Vec::new, |drafter| drafter.taps().to_vec());
         let target = TargetModel::load(self.target, &TargetOptions { device, kind, slots, taps })?;
         if let Some(drafter) = &drafter {
             drafter.check_fits(target.config())?;
             let policy = settings.policy();
-            if policy.reads_confidence() && !drafter.has_confidence() {
+            if policy.reads_confidence() && !drafter.has_confidence_head() {
                 usage!("--schedule {policy}: the drafter has no confidence head");
             }
         }
-        let weights = Weights {
+        let weights = WeightDigests {
             target: &weights_digest(self.target)?,
             drafter: speculation.map(|with| with.identity.weights_digest.as_str()),
         };
-        Ok(Loaded { planner: planner(settings, weights)?, target, drafter })
+        Ok(LoadedModels { planner: load_planner(settings, weights)?, target, drafter })
     }
 
     /// Shares slots and memory among at most `replicas` engines. Warns if memory limits the conversations.
-    fn fit(&self, loaded: &Loaded, plan: &Plan, replicas: usize) -> EngineShares {
+    fn share_slots_and_memory(
+        &self,
+        loaded: &LoadedModels,
+        plan: &DecodePlan,
+        replicas: usize,
+    ) -> EngineShares {
         let proposer = loaded.drafter.as_ref().map(|drafter| drafter as &dyn Proposer);
         let shares = self.replicas_that_fit(replicas, plan, &loaded.target, proposer);
         if let Some(memory) = shares.memory {
@@ -174,9 +179,9 @@ impl Models<'_> {
     }
 
     /// An engine for each share. Several engines share the weights.
-    fn engines(
+    fn build_engines(
         &self,
-        Loaded { target, drafter, planner }: Loaded,
+        LoadedModels { target, drafter, planner }: LoadedModels,
         shares: &EngineShares,
         mode: DecodeMode,
     ) -> anyhow::Result<Vec<Engine<TargetModel, Box<dyn Drafter>>>> {
@@ -196,7 +201,7 @@ impl Models<'_> {
             let engine = Engine::new(target, drafter, options).with_temperatures(temperatures);
             let engine = engine.with_planner(planner.clone());
             match shares.memory {
-                Some(bytes) => engine.with_memory(bytes / settings.slots as u64 * slots as u64),
+                Some(bytes) => engine.with_kv_cache_limit(bytes / settings.slots as u64 * slots as u64),
                 None => engine,
             }
         };
@@ -204,7 +209,7 @@ impl Models<'_> {
             return Ok(vec![engine((target, drafter, *slots))]);
         }
         let share = |&slots: &usize| {
-            let drafter = drafter.as_deref().map(|drafter| self.shared(drafter, slots)).transpose()?;
+            let drafter = drafter.as_deref().map(|drafter| self.share_drafter(drafter, slots)).transpose()?;
             Ok(engine((target.share(slots), drafter, slots)))
         };
         shares.slots.iter().map(share).collect()
@@ -214,16 +219,16 @@ impl Models<'_> {
     fn replicas_that_fit(
         &self,
         wanted: usize,
-        plan: &Plan,
+        plan: &DecodePlan,
         target: &TargetModel,
         drafter: Option<&dyn Proposer>,
     ) -> EngineShares {
         let Settings { slots, turns, .. } = *self.settings;
-        let (_, longest) = plan.conversations();
+        let (_, longest) = plan.count_and_longest();
         let longest = if turns == Turns::All { self.context } else { longest };
         let of = |replicas| EngineShares {
-            slots: shares(slots, replicas),
-            memory: room(target, drafter, slots, replicas),
+            slots: split_evenly(slots, replicas),
+            memory: kv_cache_budget(target, drafter, slots, replicas),
         };
         let fits = |shares: &EngineShares| {
             let least = shares.slots.last().copied().unwrap_or(0) as u64;
@@ -242,9 +247,9 @@ impl Models<'_> {
     }
 
     /// A copy of the drafter for `slots` slots, set up as the run's settings say.
-    fn shared(&self, drafter: &dyn Drafter, slots: usize) -> anyhow::Result<Box<dyn Drafter>> {
+    fn share_drafter(&self, drafter: &dyn Drafter, slots: usize) -> anyhow::Result<Box<dyn Drafter>> {
         let mut shared = drafter.share(slots);
-        set_up(shared.as_mut(), self.settings.max_draft_tokens, self.settings.no_markov)?;
+        configure_drafter(shared.as_mut(), self.settings.max_draft_tokens, self.settings.no_markov)?;
         Ok(shared)
     }
 }
@@ -253,7 +258,7 @@ impl Models<'_> {
 ///
 /// # Errors
 /// Fails if it cannot be loaded, or if it is a language model with another tokenizer.
-pub fn drafter(
+pub fn load_drafter(
     dir: &Path,
     args: &Args,
     tokenizer: &ChatTokenizer,
@@ -261,25 +266,29 @@ pub fn drafter(
 ) -> anyhow::Result<Box<dyn Drafter>> {
     check_tokens(dir, tokenizer)?;
     let mut drafter =
-        deepspec_drafters::load(dir, &DrafterOptions { device, kind, slots: args.max_num_seqs })?;
-    set_up(drafter.as_mut(), args.max_draft_tokens, args.no_markov)?;
+        deepspec_drafters::load_drafter(dir, &DrafterOptions { device, kind, slots: args.max_num_seqs })?;
+    configure_drafter(drafter.as_mut(), args.max_draft_tokens, args.no_markov)?;
     Ok(drafter)
 }
 
-fn set_up(drafter: &mut dyn Drafter, max_draft_tokens: Option<usize>, no_markov: bool) -> anyhow::Result<()> {
+fn configure_drafter(
+    drafter: &mut dyn Drafter,
+    max_draft_tokens: Option<usize>,
+    no_markov: bool,
+) -> anyhow::Result<()> {
     if let Some(tokens) = max_draft_tokens {
-        drafter.draft(tokens);
+        drafter.set_draft_len(tokens);
     }
-    if no_markov && !drafter.ignore_markov() {
+    if no_markov && !drafter.disable_markov_bias() {
         usage!("--no-markov: the drafter has no Markov head");
     }
     Ok(())
 }
 
 /// The planner, which decides how much of each block is verified.
-fn planner(settings: &Settings, weights: Weights) -> anyhow::Result<Planner> {
+fn load_planner(settings: &Settings, weights: WeightDigests) -> anyhow::Result<Planner> {
     let Some(file) = &settings.cost else { return Ok(Planner::new(settings.policy(), None)?) };
-    match cost_file::read_for(Path::new(file), weights, settings.slots) {
+    match cost_file::read_step_cost_for(Path::new(file), weights, settings.slots) {
         Ok((cost, told)) => {
             told.iter().for_each(|words| tracing::warn!("--cost {words}"));
             Ok(Planner::new(settings.policy(), Some(Arc::new(cost)))?)
@@ -292,14 +301,14 @@ fn planner(settings: &Settings, weights: Weights) -> anyhow::Result<Planner> {
 /// conversation that never fits.
 fn warn_memory_limit(
     slots: usize,
-    plan: &Plan,
+    plan: &DecodePlan,
     memory: u64,
     target: &TargetModel,
     drafter: Option<&dyn Proposer>,
 ) {
     let bytes = |tokens: usize| kv_cache_bytes(target, drafter, tokens);
-    let (conversations, longest) = plan.conversations();
-    if let Fit::Fewer { told } = fit(slots.min(conversations), longest, memory, bytes) {
+    let (conversations, longest) = plan.count_and_longest();
+    if let MemoryFit::Fewer { told } = check_memory_fit(slots.min(conversations), longest, memory, bytes) {
         tracing::warn!("{told}; the others wait");
     }
 }
@@ -326,14 +335,14 @@ pub fn drafter_identity(
 /// A usage error that names the first token that differs.
 pub fn check_tokens(draft: &Path, tokenizer: &ChatTokenizer) -> anyhow::Result<()> {
     if deepspec_drafters::is_language_model(draft)?
-        && let Err(error) = tokenizer.check_drafter(draft)
+        && let Err(error) = tokenizer.check_same_vocabulary(draft)
     {
         usage!("--draft {error}");
     }
     Ok(())
 }
 
-/// The name if it is a hub id; None for a local path.
+/// Returns `name` if it is a hub id, and None if it is a local path.
 fn hub_id(name: &str) -> Option<String> {
     (!env::expand_home(name).exists()).then(|| name.to_string())
 }

@@ -11,41 +11,40 @@ use deepspec_engine::Finish;
 use deepspec_text::ChatTokenizer;
 use serde::Serialize;
 
-use super::decode::{Answer, Pass};
+use super::decode::{Answer, SuitePass};
 use crate::report;
 use crate::results::{self, Results};
 use crate::traces::{self, Trace};
 
-const OUTPUTS: &str = "outputs.jsonl";
+const OUTPUTS_FILE: &str = "outputs.jsonl";
 
 /// Writes all files into `dir`. Old results are deleted first, so that they are never beside new
 /// outputs.
-pub fn write(
+pub fn write_run_files(
     dir: &Path,
     tokenizer: &ChatTokenizer,
     suites: &[TokenizedSuite],
-    passes: &[Pass],
+    passes: &[SuitePass],
     results: &Results,
 ) -> anyhow::Result<()> {
-    let old = dir.join(results::FILE);
+    let old = dir.join(results::RESULTS_FILE);
     match fs::remove_file(&old) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => {
             return Err(FileError::at("replacing", &old)(error).into());
         }
         _ => {}
     }
-    let rows = rows(tokenizer, suites, passes)?;
-    atomic::replace(&dir.join(OUTPUTS), |file| {
+    let rows = output_rows(tokenizer, suites, passes)?;
+    atomic::replace(&dir.join(OUTPUTS_FILE), |file| {
         rows.iter().try_for_each(|row| {
             serde_json::to_writer(&mut *file, row)?;
             file.write_all(b"\n")
         })
     })?;
     let temperatures = results.settings.calibration.as_deref().unwrap_or_default();
-    let cycles = suites
-        .iter()
-        .zip(passes)
-        .flat_map(|(suite, pass)| pass.answers.iter().flat_map(|answer| cycles(suite, answer, temperatures)));
+    let cycles = suites.iter().zip(passes).flat_map(|(suite, pass)| {
+        pass.answers.iter().flat_map(|answer| trace_rows(suite, answer, temperatures))
+    });
     traces::write(dir, cycles)?;
     report::write(dir, results)?;
     results.write(dir)
@@ -64,10 +63,10 @@ struct Row<'a> {
     token_ids: &'a [i64],
 }
 
-fn rows<'a>(
+fn output_rows<'a>(
     tokenizer: &ChatTokenizer,
     suites: &'a [TokenizedSuite],
-    passes: &'a [Pass],
+    passes: &'a [SuitePass],
 ) -> anyhow::Result<Vec<Row<'a>>> {
     let mut rows = vec![];
     for (suite, pass) in suites.iter().zip(passes) {
@@ -87,7 +86,7 @@ fn rows<'a>(
     Ok(rows)
 }
 
-fn cycles<'a>(
+fn trace_rows<'a>(
     suite: &'a TokenizedSuite,
     answer: &'a Answer,
     temperatures: &'a [f64],

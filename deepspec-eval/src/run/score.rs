@@ -5,30 +5,31 @@ use std::collections::BTreeMap;
 use deepspec_datasets::suites::TokenizedSuite;
 use deepspec_engine::AcceptanceStats;
 
-use super::decode::{Answer, Pass};
+use super::decode::{Answer, SuitePass};
 use crate::confidence::{self, ConfidenceResult};
-use crate::results::{Baseline, Metrics, OtherRule, RuleLength, Scored, Settings, SuiteResult};
+use crate::results::{Baseline, Metrics, OtherRule, RuleLength, ScoredSuite, Settings, SuiteResult};
 use crate::statistics::{Estimate, PromptCounts};
 
 /// Scores the suites; `plain` has the answers of plain decoding for the same samples.
-pub fn all(
+pub fn score_suites(
     suites: &[TokenizedSuite],
-    drafted: &[Pass],
-    plain: Option<&[Pass]>,
+    drafted: &[SuitePass],
+    plain: Option<&[SuitePass]>,
     block_size: usize,
     settings: &Settings,
-) -> Vec<Scored> {
+) -> Vec<ScoredSuite> {
     let plain = plain.into_iter().flatten().map(Some).chain(std::iter::repeat(None));
     let passes = suites.iter().zip(drafted).zip(plain);
-    passes.map(|((suite, pass), plain)| score(suite, pass, plain, block_size, settings)).collect()
+    passes.map(|((suite, pass), plain)| score_suite(suite, pass, plain, block_size, settings)).collect()
 }
 
 /// Accepted lengths under the other rule of draft sampling.
-pub fn other_rule(suites: &[TokenizedSuite], passes: &[Pass], settings: &Settings) -> OtherRule {
-    let lengths: Vec<Estimate> = suites.iter().zip(passes).map(|(suite, pass)| length(suite, pass)).collect();
+pub fn score_other_rule(suites: &[TokenizedSuite], passes: &[SuitePass], settings: &Settings) -> OtherRule {
+    let lengths: Vec<Estimate> =
+        suites.iter().zip(passes).map(|(suite, pass)| accepted_length_estimate(suite, pass)).collect();
     let named = suites.iter().zip(passes).zip(&lengths).map(|((suite, pass), length)| RuleLength {
         suite: suite.rows.suite.name.to_string(),
-        accepted_length: tally(&pass.answers, 0).accepted_length(),
+        accepted_length: count_acceptance(&pass.answers, 0).accepted_length(),
         accepted_length_interval: length.interval(),
     });
     let suites: Vec<RuleLength> = named.collect();
@@ -41,7 +42,7 @@ pub fn other_rule(suites: &[TokenizedSuite], passes: &[Pass], settings: &Setting
 }
 
 /// A suite's τ, over resampled prompts.
-fn length(suite: &TokenizedSuite, pass: &Pass) -> Estimate {
+fn accepted_length_estimate(suite: &TokenizedSuite, pass: &SuitePass) -> Estimate {
     let mut prompts = BTreeMap::<&str, PromptCounts>::new();
     for answer in &pass.answers {
         let prompt = prompts.entry(&suite.ids[answer.sample]).or_default();
@@ -51,23 +52,24 @@ fn length(suite: &TokenizedSuite, pass: &Pass) -> Estimate {
     Estimate::accepted_length(&suite.rows.suite.name.to_string(), prompts)
 }
 
-fn score(
+fn score_suite(
     suite: &TokenizedSuite,
-    pass: &Pass,
-    plain: Option<&Pass>,
+    pass: &SuitePass,
+    plain: Option<&SuitePass>,
     block_size: usize,
     settings: &Settings,
-) -> Scored {
-    let counts = tally(&pass.answers, block_size);
-    let baseline = plain.map(|plain| Baseline::new(tally(&plain.answers, 0).output_tokens, plain.timing));
+) -> ScoredSuite {
+    let counts = count_acceptance(&pass.answers, block_size);
+    let baseline =
+        plain.map(|plain| Baseline::new(count_acceptance(&plain.answers, 0).output_tokens, plain.timing));
     let name = suite.rows.suite.name.to_string();
-    let length = length(suite, pass);
-    let sweep = if settings.policy().cuts() {
+    let length = accepted_length_estimate(suite, pass);
+    let sweep = if settings.policy().cuts_by_confidence() {
         vec![]
     } else {
         let cycles = pass.answers.iter().flat_map(|answer| &answer.completion.cycles);
-        // `confidence` reports invalid confidences of all suites.
-        confidence::sweep(cycles, block_size, settings.calibration.as_deref()).unwrap_or_default()
+        // `score_confidence` reports invalid confidences of all suites.
+        confidence::threshold_sweep(cycles, block_size, settings.calibration.as_deref()).unwrap_or_default()
     };
     let suite = SuiteResult {
         name,
@@ -85,22 +87,28 @@ fn score(
         timing: pass.timing,
         baseline,
     };
-    Scored { suite, length }
+    ScoredSuite { suite, length }
 }
 
-fn tally(answers: &[Answer], block_size: usize) -> AcceptanceStats {
+fn count_acceptance(answers: &[Answer], block_size: usize) -> AcceptanceStats {
     let mut counts = AcceptanceStats::new(block_size);
     answers.iter().for_each(|answer| counts.add(&answer.completion));
     counts
 }
 
 /// Reliability of the confidences of all cycles. None, with a warning, if they are invalid.
-pub fn confidence(passes: &[Pass], block_size: usize, settings: &Settings) -> Option<ConfidenceResult> {
+pub fn score_confidence(
+    passes: &[SuitePass],
+    block_size: usize,
+    settings: &Settings,
+) -> Option<ConfidenceResult> {
     let answers = passes.iter().flat_map(|pass| &pass.answers);
     let cycles = answers.flat_map(|answer| &answer.completion.cycles);
-    let cut = settings.policy().cuts();
-    confidence::measure(cycles, block_size, settings.calibration.as_deref(), cut).unwrap_or_else(|problem| {
-        tracing::warn!("the confidences are not judged: {problem}");
-        None
-    })
+    let cut = settings.policy().cuts_by_confidence();
+    confidence::measure_confidence(cycles, block_size, settings.calibration.as_deref(), cut).unwrap_or_else(
+        |problem| {
+            tracing::warn!("the confidences are not judged: {problem}");
+            None
+        },
+    )
 }

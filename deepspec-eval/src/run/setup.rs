@@ -49,20 +49,21 @@ impl Setup {
             model_dir(model, None, verbosity).map_err(HubError::report).context(flag)
         };
         let target_dir = fetch("--target", &args.target)?;
-        let draft_dir = args.draft().map(|draft| fetch("--draft", draft)).transpose()?;
+        let draft_dir = args.drafter_name().map(|draft| fetch("--draft", draft)).transpose()?;
         let tokenizer = ChatTokenizer::load(&target_dir)?;
         let stop_ids = deepspec_models::stop_ids(&target_dir, tokenizer.eos_token_id())?;
-        tokenizer.report_ends(&stop_ids);
-        let (context, vocab_size) = models::limits(&target_dir, &tokenizer)?;
+        tokenizer.log_stop_tokens(&stop_ids);
+        let (context, vocab_size) = models::context_and_vocab_size(&target_dir, &tokenizer)?;
         let load = |(name, dir): (&str, &Path)| {
-            let drafter = models::drafter(dir, args, &tokenizer, place)?;
+            let drafter = models::load_drafter(dir, args, &tokenizer, place)?;
             let identity = models::drafter_identity(name, dir, drafter.as_ref())?;
             anyhow::Ok((drafter, identity))
         };
-        let drafter = args.draft().zip(draft_dir.as_deref()).map(load).transpose()?;
+        let drafter = args.drafter_name().zip(draft_dir.as_deref()).map(load).transpose()?;
         let folders = [Some(target_dir.as_path()), draft_dir.as_deref()];
-        let settings = settings(args, folders, place, drafter.as_ref().map(|(drafter, _)| drafter.as_ref()))?;
-        warn_of_thinking(draft_dir.as_deref(), settings.thinking);
+        let settings =
+            resolve_settings(args, folders, place, drafter.as_ref().map(|(drafter, _)| drafter.as_ref()))?;
+        warn_on_thinking_mismatch(draft_dir.as_deref(), settings.thinking);
         Ok(Self { target_dir, draft_dir, tokenizer, stop_ids, context, vocab_size, place, drafter, settings })
     }
 
@@ -105,7 +106,7 @@ impl Setup {
     }
 }
 
-fn settings(
+fn resolve_settings(
     args: &Args,
     [target_dir, draft_dir]: [Option<&Path>; 2],
     place: DeviceAndDtype,
@@ -113,7 +114,7 @@ fn settings(
 ) -> anyhow::Result<Settings> {
     let folders = [target_dir, draft_dir].into_iter().flatten();
     let open = |dir: &Path| Weights::open(dir, "a model", place.device, place.kind);
-    let values = folders.map(|dir| Ok(open(dir)?.values())).sum::<Result<usize, ModelError>>()?;
+    let values = folders.map(|dir| Ok(open(dir)?.value_count())).sum::<Result<usize, ModelError>>()?;
     let calibration = match (&args.calibration, draft_dir) {
         (Some(file), Some(draft)) => Some(Calibration::read(file)?.for_drafter(file, draft)?),
         _ => None,
@@ -136,18 +137,19 @@ fn settings(
         calibration,
         no_markov: args.no_markov,
         max_draft_tokens: args.max_draft_tokens,
-        draft_sampling: args.draft_sampling.of(drafter),
+        draft_sampling: args.draft_sampling.resolve(drafter),
         slots: args.max_num_seqs,
         lanes: args.replicas(place.device, tch::get_num_threads() as usize, values)?,
         device: place.device_name(),
-        dtype: place.kind_name().into(),
+        dtype: place.dtype_name().into(),
         threads: tch::get_num_threads(),
     })
 }
 
 /// Warns if the run's thinking mode differs from that of the drafter's training data.
-fn warn_of_thinking(draft: Option<&Path>, thinking: bool) {
-    let trained = draft.and_then(deepspec_drafters::trained_thinking).filter(|&trained| trained != thinking);
+fn warn_on_thinking_mismatch(draft: Option<&Path>, thinking: bool) {
+    let trained =
+        draft.and_then(deepspec_drafters::trained_with_thinking).filter(|&trained| trained != thinking);
     if let Some(trained) = trained {
         let name = |thinking| if thinking { "on" } else { "off" };
         tracing::warn!(

@@ -1,4 +1,4 @@
-//! Writes the result of a simulation as settings of engines.
+//! Writes settings for SGLang, vLLM and llama.cpp from a simulation.
 
 use std::fmt::Write as _;
 use std::fs;
@@ -14,15 +14,15 @@ use super::{Advice, Simulation};
 use crate::results::DrafterIdentity;
 
 /// Names of the files.
-pub const FILES: [&str; 5] =
+pub const ENGINE_FILES: [&str; 5] =
     ["engines.md", "sglang-cost.json", "sglang-sts.json", "vllm-batch-sizes.json", "vllm-adaptive.json"];
 
 /// Removes the files of an earlier simulation.
 ///
 /// # Errors
 /// Fails if a file exists and cannot be removed.
-pub fn remove(dir: &Path) -> Result<()> {
-    for path in FILES.map(|name| dir.join(name)) {
+pub fn remove_engine_files(dir: &Path) -> Result<()> {
+    for path in ENGINE_FILES.map(|name| dir.join(name)) {
         match fs::remove_file(&path) {
             Err(error) if error.kind() != ErrorKind::NotFound => {
                 return Err(FileError::at("removing", &path)(error).into());
@@ -34,7 +34,7 @@ pub fn remove(dir: &Path) -> Result<()> {
 }
 
 /// Writes SGLang's temperatures and costs, vLLM's settings, and a text with command lines.
-pub fn write(
+pub fn write_engine_files(
     dir: &Path,
     simulation: &Simulation,
     cost: &StepCost,
@@ -42,24 +42,24 @@ pub fn write(
     temperatures: Option<&[f64]>,
 ) -> Result<()> {
     let block = drafter.block_size;
-    atomic::write_json(&dir.join("sglang-cost.json"), &additive(cost, simulation.context))?;
+    atomic::write_json(&dir.join("sglang-cost.json"), &sglang_cost_table(cost, simulation.context))?;
     let filled: Vec<f64> =
         (0..block).map(|k| temperatures.and_then(|t| t.get(k)).copied().unwrap_or(1.0)).collect();
     atomic::write_json(&dir.join("sglang-sts.json"), &json!({"temperatures": filled}))?;
-    let ranges = ranges(&simulation.advice);
+    let ranges = vllm_batch_size_ranges(&simulation.advice);
     atomic::write_json(&dir.join("vllm-batch-sizes.json"), &ranges)?;
     atomic::write_json(
         &dir.join("vllm-adaptive.json"),
         &json!({"method": "dspark", "model": drafter.path, "num_speculative_tokens": block, "enable_adaptive_verification": true}),
     )?;
-    let text = text(dir, simulation, drafter, &ranges);
+    let text = engines_markdown(dir, simulation, drafter, &ranges);
     atomic::replace(&dir.join("engines.md"), |file| file.write_all(text.as_bytes()))?;
     Ok(())
 }
 
 /// SGLang's cost table: a sum of a constant, a part by requests and a part by tokens. SGLang always
 /// drafts, so that the part by requests includes drafting.
-fn additive(cost: &StepCost, context: usize) -> Value {
+fn sglang_cost_table(cost: &StepCost, context: usize) -> Value {
     let most = cost.max_batch();
     let probes: Vec<usize> = std::iter::successors(Some(1), |&at| {
         // Each probe is about an eighth larger than the one before.
@@ -81,7 +81,7 @@ fn additive(cost: &StepCost, context: usize) -> Value {
 
 /// vLLM's list of [first number of requests, last number, draft tokens]. Loads between two
 /// simulated ones use the settings of the lower one.
-fn ranges(advice: &[Advice]) -> Vec<[usize; 3]> {
+fn vllm_batch_size_ranges(advice: &[Advice]) -> Vec<[usize; 3]> {
     let mut advice: Vec<&Advice> = advice.iter().collect();
     advice.sort_by_key(|advice| advice.concurrency);
     let mut ranges: Vec<[usize; 3]> = vec![];
@@ -96,7 +96,12 @@ fn ranges(advice: &[Advice]) -> Vec<[usize; 3]> {
     ranges
 }
 
-fn text(dir: &Path, simulation: &Simulation, drafter: &DrafterIdentity, ranges: &[[usize; 3]]) -> String {
+fn engines_markdown(
+    dir: &Path,
+    simulation: &Simulation,
+    drafter: &DrafterIdentity,
+    ranges: &[[usize; 3]],
+) -> String {
     let (dir, path, block) = (dir.display(), &drafter.path, drafter.block_size);
     let mut text = String::from("# Schedules for engines\n\n");
     let lowest = simulation.advice.iter().min_by_key(|advice| advice.concurrency);

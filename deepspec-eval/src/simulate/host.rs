@@ -3,12 +3,12 @@
 use deepspec_cost::policy::Policy;
 use serde::Serialize;
 
-/// Number of parts of a [`Host`].
-pub const PARTS: usize = 4;
+/// Number of parts of a [`HostOverhead`].
+pub const HOST_PARTS: usize = 4;
 
-/// Linear model of a server's time from the steps of a replay.
+/// A server's overhead, as a linear model of its time.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
-pub struct Host {
+pub struct HostOverhead {
     /// Factor on the cost curve's seconds.
     pub factor: f64,
     /// Additional seconds per step.
@@ -19,9 +19,9 @@ pub struct Host {
     pub token: f64,
 }
 
-impl Host {
+impl HostOverhead {
     /// A host whose only overhead is the scheduling time `choice`, in seconds per step.
-    pub fn scheduling(choice: f64) -> Self {
+    pub fn scheduling_only(choice: f64) -> Self {
         Self { factor: 1.0, step: 0.0, choice, token: 0.0 }
     }
 
@@ -32,7 +32,7 @@ impl Host {
     }
 
     /// Seconds for the given amounts: seconds of the cost curve, steps, choices and tokens.
-    pub fn seconds(&self, parts: [f64; PARTS]) -> f64 {
+    pub fn seconds(&self, parts: [f64; HOST_PARTS]) -> f64 {
         [self.factor, self.step, self.choice, self.token]
             .iter()
             .zip(parts)

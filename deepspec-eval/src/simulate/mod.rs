@@ -15,20 +15,21 @@ use deepspec_core::progress::Progress;
 use deepspec_core::{atomic, usage};
 use deepspec_cost::ScheduleError;
 use deepspec_cost::cost::StepCost;
-use deepspec_cost::cost_file::{self, Weights};
+use deepspec_cost::cost_file::{self, WeightDigests};
 use deepspec_cost::policy::Policy;
 use deepspec_cost::temperatures::Temperatures;
 use rayon::prelude::*;
 use serde::Serialize;
 
+use crate::explorer::{EXPLORER_FILE, Explorer, ExplorerPoints};
 use crate::results::Results;
-use host::Host;
+use host::HostOverhead;
 use recording::Recording;
 use replay::{Replay, ReplayResult};
-use served::Served;
+use served::ServedThroughput;
 
 /// Factors on the confidence logits with which the prefix scheduler is also simulated.
-const SHARPNESS: [f64; 4] = [0.25, 0.5, 2.0, 4.0];
+const LOGIT_FACTORS: [f64; 4] = [0.25, 0.5, 2.0, 4.0];
 
 /// Arguments of `simulate`.
 #[derive(clap::Args)]
@@ -59,7 +60,7 @@ pub struct Args {
     /// May be repeated
     #[arg(long, value_name = "FILE")]
     served: Vec<PathBuf>,
-    /// Folder for simulation.json and the plots
+    /// Folder for simulation.json, explorer.html (a page with sliders) and the plots
     #[arg(long, value_name = "D")]
     output_dir: PathBuf,
     /// Also write the files that SGLang reads there, and the settings of vLLM and llama.cpp, each with its command line. Not
@@ -95,9 +96,9 @@ pub struct Simulation {
     cost: String,
     recorded_cycles: usize,
     /// Overhead on top of the costs.
-    pub host: Host,
+    pub host: HostOverhead,
     /// Measured throughputs that the overhead was fitted to; empty without `--served`.
-    pub served: Vec<Served>,
+    pub served: Vec<ServedThroughput>,
     /// Largest relative error of the simulated throughputs against `served`.
     pub served_off: Option<f64>,
     /// Results of the schedules.
@@ -150,7 +151,7 @@ pub struct Advice {
 /// fails if an output cannot be written.
 pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     let file = args.output_dir.join("simulation.json");
-    let others = [&emit::FILES[..], &["throughput.svg", "frontier.svg"]].concat();
+    let others = [&emit::ENGINE_FILES[..], &["throughput.svg", "frontier.svg", EXPLORER_FILE]].concat();
     // Existing results are compared with the new ones below.
     crate::output::check_fresh(&args.output_dir, "simulation.json", &others, true)?;
     if args.concurrency.is_empty() || args.concurrency.contains(&0) || args.cycles == 0 {
@@ -174,9 +175,10 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
         }
         None => None,
     };
-    let weights = Weights { target: &results.target.weights_digest, drafter: Some(&drafter.weights_digest) };
+    let weights =
+        WeightDigests { target: &results.target.weights_digest, drafter: Some(&drafter.weights_digest) };
     // The largest batch of the costs is checked against all loads below.
-    let cost = match cost_file::read_for(&args.cost, weights, 1) {
+    let cost = match cost_file::read_step_cost_for(&args.cost, weights, 1) {
         Ok((cost, told)) => {
             told.iter().for_each(|words| tracing::warn!("--cost {words}"));
             Arc::new(cost)
@@ -184,7 +186,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
         Err(problem) => usage!("--cost {problem}"),
     };
     let recording = Recording::read(&args.results, &results, temperatures.as_deref())?;
-    let schedules = schedules(args, &recording)?;
+    let schedules = choose_schedules(args, &recording)?;
     let served = if args.served.is_empty() { vec![] } else { served::read(&args.served)? };
     if args.emit && !served.is_empty() {
         usage!(
@@ -213,15 +215,22 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     }
     let simulation = simulate(args, &recording, &cost, &schedules, served, verbosity)?;
     let emits = || !args.emit || args.output_dir.join("engines.md").exists();
-    if !args.overwrite && emits() && crate::output::is_there(&file, &simulation)? {
+    if !args.overwrite && emits() && crate::output::is_already_written(&file, &simulation)? {
         return Ok(());
     }
     atomic::create_dir(&args.output_dir)?;
     render::write_plots(&args.output_dir, &simulation, &args.concurrency)?;
+    explorer(&recording, &cost, &simulation).write(
+        &args.output_dir,
+        &format!(
+            "Acceptance from {}, times of steps from {} at {} tokens of context, without the overhead of a server. Points are simulated.",
+            simulation.results, simulation.cost, simulation.context
+        ),
+    )?;
     // Settings of an earlier simulation do not belong to these results.
-    emit::remove(&args.output_dir)?;
+    emit::remove_engine_files(&args.output_dir)?;
     if args.emit {
-        emit::write(&args.output_dir, &simulation, &cost, drafter, temperatures.as_deref())?;
+        emit::write_engine_files(&args.output_dir, &simulation, &cost, drafter, temperatures.as_deref())?;
     }
     atomic::write_json(&file, &simulation)?;
     tracing::info!("simulation and plots in {}", args.output_dir.display());
@@ -236,8 +245,35 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     Ok(crate::output::print(&text)?)
 }
 
+/// The page with sliders, for the recorded acceptance and the measured times of steps.
+fn explorer(recording: &Recording, cost: &StepCost, simulation: &Simulation) -> Explorer {
+    let mut requests: Vec<usize> =
+        simulation.schedule_curves[0].outcomes.iter().map(|outcome| outcome.concurrency).collect();
+    requests.sort_unstable();
+    requests.dedup();
+    let context = simulation.context;
+    let mut page = Explorer::new(
+        requests.iter().map(|&requests| requests as f64).collect(),
+        recording.block,
+        recording.conditional_acceptance(),
+        |requests, length| match length {
+            0 => cost.plain_seconds(requests as usize, context),
+            _ => cost.seconds(requests as usize, requests as usize * (1 + length), context, false),
+        },
+        |requests, length| if length == 0 { 0.0 } else { cost.draft_seconds(requests as usize) },
+    );
+    page.points = simulation.schedule_curves[..2]
+        .iter()
+        .map(|curve| ExplorerPoints {
+            name: format!("{}, simulated", curve.schedule),
+            points: curve.outcomes.iter().map(|of| (of.concurrency as f64, of.throughput())).collect(),
+        })
+        .collect();
+    page
+}
+
 /// The requested schedules, or default ones for the drafter.
-fn schedules(args: &Args, recording: &Recording) -> anyhow::Result<Vec<Policy>> {
+fn choose_schedules(args: &Args, recording: &Recording) -> anyhow::Result<Vec<Policy>> {
     let mut schedules = args.schedules.clone();
     if schedules.is_empty() {
         let block = recording.block;
@@ -263,17 +299,18 @@ fn simulate(
     recording: &Recording,
     cost: &Arc<StepCost>,
     schedules: &[Policy],
-    served: Vec<Served>,
+    served: Vec<ServedThroughput>,
     verbosity: Verbosity,
 ) -> anyhow::Result<Simulation> {
-    let sharper = SHARPNESS.iter().filter(|_| recording.confident).map(|&factor| (Policy::Prefix, factor));
+    let sharper =
+        LOGIT_FACTORS.iter().filter(|_| recording.confident).map(|&factor| (Policy::Prefix, factor));
     let wanted: Vec<(Policy, f64)> = schedules.iter().map(|&policy| (policy, 1.0)).chain(sharper).collect();
     let mut progress =
         Progress::new(verbosity, "simulate", (wanted.len() * args.concurrency.len()) as u64, 0);
     let mut schedule_curves = vec![];
-    let host = Host::scheduling(1e-3 * args.overhead_ms.unwrap_or(0.0));
+    let host = HostOverhead::scheduling_only(1e-3 * args.overhead_ms.unwrap_or(0.0));
     let mut replay = Replay { recording, cost, sharpness: 1.0, host, cycles: args.cycles };
-    let fit = if served.is_empty() { None } else { Some(served::fit(&replay, &served)?) };
+    let fit = if served.is_empty() { None } else { Some(served::fit_overhead(&replay, &served)?) };
     if let Some(fit) = fit {
         replay.host = fit.host;
     }
@@ -290,7 +327,8 @@ fn simulate(
     }
     progress.finish();
     let miscalibrated = schedule_curves.split_off(schedules.len());
-    let advice = (0..args.concurrency.len()).filter_map(|load| advice(&schedule_curves, load)).collect();
+    let advice =
+        (0..args.concurrency.len()).filter_map(|load| best_schedules(&schedule_curves, load)).collect();
     let crossover = |curve: &ScheduleCurve| {
         let slower = |load: &usize| {
             curve.outcomes[*load].throughput() < schedule_curves[0].outcomes[*load].throughput()
@@ -307,13 +345,13 @@ fn simulate(
         tool_version: deepspec_core::VERSION,
         results: args.results.display().to_string(),
         cost: args.cost.display().to_string(),
-        recorded_cycles: recording.cycles(),
+        recorded_cycles: recording.block_count(),
         host: replay.host,
         served_off: fit.map(|fit| fit.worst),
         served,
         schedule_curves,
         miscalibrated,
-        context: recording.context(),
+        context: recording.mean_context(),
         forecast_from: args
             .concurrency
             .iter()
@@ -325,7 +363,7 @@ fn simulate(
     })
 }
 
-fn advice(schedule_curves: &[ScheduleCurve], load: usize) -> Option<Advice> {
+fn best_schedules(schedule_curves: &[ScheduleCurve], load: usize) -> Option<Advice> {
     let of = |curve: &ScheduleCurve| curve.outcomes[load].throughput();
     let plain = of(schedule_curves.first()?);
     let best = schedule_curves.iter().max_by(|a, b| of(a).total_cmp(&of(b)))?;

@@ -11,7 +11,7 @@ use crate::traces;
 
 /// A block that was drafted and verified as a whole.
 #[derive(Debug, Clone)]
-pub struct Recorded {
+pub struct RecordedBlock {
     /// Number of answer tokens before the block.
     pub start: usize,
     /// Confidences of the block's tokens, as the run used them; 1 without a confidence head.
@@ -24,20 +24,20 @@ pub struct Recorded {
 
 /// A recorded answer.
 #[derive(Debug, Clone)]
-pub struct Answer {
+pub struct RecordedAnswer {
     /// Number of prompt tokens, as the mean over the suite.
     pub prompt: usize,
     /// Number of answer tokens, including the first one from the prefill.
     pub tokens: usize,
     /// Blocks of the answer, in order.
-    pub blocks: Vec<Recorded>,
+    pub blocks: Vec<RecordedBlock>,
 }
 
 /// All answers of a run.
 #[derive(Debug)]
 pub struct Recording {
     /// Answers by suite, sample, seed and turn.
-    pub answers: Vec<Answer>,
+    pub answers: Vec<RecordedAnswer>,
     /// Block size γ.
     pub block: usize,
     /// Whether the drafter has a confidence head.
@@ -52,7 +52,7 @@ impl Recording {
     /// Usage errors: no run in `dir`, or one that cut its blocks or drafted nothing.
     pub fn read(dir: &Path, results: &Results, temperatures: Option<&[f64]>) -> anyhow::Result<Self> {
         let policy = results.settings.policy();
-        if policy.cuts() {
+        if policy.cuts_by_confidence() {
             usage!(
                 "{} is of a run with --schedule {policy}, which never saw what it cut; run it without",
                 dir.display()
@@ -62,11 +62,11 @@ impl Recording {
             let found = results.suites.iter().find(|found| found.name == suite);
             found.map_or(0, |found| (found.prompt_tokens / found.counts.samples.max(1)) as usize)
         };
-        let mut answers: BTreeMap<(String, String, u64, u32), Answer> = BTreeMap::new();
+        let mut answers: BTreeMap<(String, String, u64, u32), RecordedAnswer> = BTreeMap::new();
         let (mut block, mut confident) = (0, false);
         traces::read(dir, |trace| {
             let key = (trace.suite.to_string(), trace.sample.to_string(), trace.seed, trace.turn);
-            let answer = answers.entry(key).or_insert_with(|| Answer {
+            let answer = answers.entry(key).or_insert_with(|| RecordedAnswer {
                 prompt: prompt_of(trace.suite),
                 tokens: 1,
                 blocks: vec![],
@@ -82,7 +82,7 @@ impl Recording {
                 (None, false) => trace.confidences.iter().map(|&c| f64::from(c)).collect(),
                 (Some(_), false) => trace.logits.iter().enumerate().map(calibrated).collect(),
             };
-            answer.blocks.push(Recorded {
+            answer.blocks.push(RecordedBlock {
                 start: answer.tokens,
                 confidences,
                 accepted: trace.accepted as usize,
@@ -90,9 +90,9 @@ impl Recording {
             });
             answer.tokens += trace.committed as usize;
         })?;
-        // Traces end at an accepted stop token. The tokens after it are never accepted, so the rest
-        // of the block is filled up.
-        let mut answers: Vec<Answer> = answers.into_values().collect();
+        // A trace's confidences end at an accepted stop token. The tokens after it are never
+        // accepted, so placeholders fill the rest of the block.
+        let mut answers: Vec<RecordedAnswer> = answers.into_values().collect();
         let blocks = answers.iter_mut().flat_map(|answer| &mut answer.blocks);
         blocks.for_each(|recorded| recorded.confidences.resize(block, 0.5));
         let whole = results.drafter.as_ref().map_or(0, |drafter| drafter.block_size);
@@ -109,17 +109,25 @@ impl Recording {
     }
 
     /// Mean context length of the blocks, in tokens.
-    pub fn context(&self) -> usize {
+    pub fn mean_context(&self) -> usize {
         let tokens: usize = self
             .answers
             .iter()
             .flat_map(|answer| answer.blocks.iter().map(|block| answer.prompt + block.start))
             .sum();
-        tokens / self.cycles().max(1)
+        tokens / self.block_count().max(1)
+    }
+
+    /// Acceptance of each position given all before it, up to the last one that was reached.
+    pub fn conditional_acceptance(&self) -> Vec<f64> {
+        let blocks = || self.answers.iter().flat_map(|answer| &answer.blocks);
+        let at_least = |accepted: usize| blocks().filter(|block| block.accepted >= accepted).count() as f64;
+        let reached = (0..self.block).take_while(|&position| at_least(position) > 0.0);
+        reached.map(|position| at_least(position + 1) / at_least(position)).collect()
     }
 
     /// Number of recorded blocks.
-    pub fn cycles(&self) -> usize {
+    pub fn block_count(&self) -> usize {
         self.answers.iter().map(|answer| answer.blocks.len()).sum()
     }
 }

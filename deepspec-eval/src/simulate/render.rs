@@ -5,10 +5,12 @@ use std::path::Path;
 use anyhow::Result;
 use deepspec_cost::policy::Policy;
 
-use super::host::Host;
+use super::host::HostOverhead;
 use super::served::weighs_costs;
 use super::{Crossover, ReplayResult, ScheduleCurve, Simulation};
-use crate::plot::{Axis, Plot, SeriesStyle, chart, heading, point_labels, series};
+use crate::plot::{
+    Axis, Plot, SeriesStyle, draw_axes, draw_point_labels, draw_series, draw_title_and_legend,
+};
 use crate::report::write_plot;
 use crate::table::Table;
 
@@ -26,17 +28,17 @@ pub fn render(simulation: &Simulation, concurrency: &[usize]) -> String {
         table.row([vec![curve.schedule.to_string()], cells.collect()].concat());
     }
     if let Some(prefix) = simulation.schedule_curves.iter().find(|curve| curve.schedule == Policy::Prefix) {
-        table.rule();
+        table.add_rule();
         let mut row = |what: &str, of: fn(&ReplayResult) -> f64| {
             let cells = prefix.outcomes.iter().map(|outcome| format!("{:.2}", of(outcome)));
             table.row([vec![what.into()], cells.collect()].concat());
         };
         row("prefix: τ", ReplayResult::accepted_length);
-        row("prefix: wasted", ReplayResult::wasted);
-        row("prefix: steps that draft", ReplayResult::drafting);
+        row("prefix: wasted", ReplayResult::wasted_share);
+        row("prefix: steps that draft", ReplayResult::drafting_share);
     }
     if !simulation.miscalibrated.is_empty() {
-        table.rule();
+        table.add_rule();
     }
     for ScheduleCurve { schedule, sharpness, outcomes } in &simulation.miscalibrated {
         let cells = outcomes.iter().map(|outcome| format!("{:.0}", outcome.throughput()));
@@ -61,7 +63,7 @@ pub fn render(simulation: &Simulation, concurrency: &[usize]) -> String {
         };
     }
     if !simulation.served.is_empty() {
-        let Host { factor, step, choice, token } = simulation.host;
+        let HostOverhead { factor, step, choice, token } = simulation.host;
         let weighing = match (weighs_costs(&simulation.served), choice > 0.0) {
             (true, _) => format!("{:.2} ms more where the schedule weighs costs", 1e3 * choice),
             (false, true) => {
@@ -102,13 +104,17 @@ pub fn write_plots(dir: &Path, simulation: &Simulation, concurrency: &[usize]) -
     };
     let width = 240 + 100 * keys.len() as u32;
     let speed_ups = Plot::draw("Throughput by load", (width, 360), |canvas| {
-        let area = heading(canvas, "Throughput over plain decoding, by sequences decoded at once", &keys)?;
+        let area = draw_title_and_legend(
+            canvas,
+            "Throughput over plain decoding, by sequences decoded at once",
+            &keys,
+        )?;
         let most = concurrency.iter().copied().max().unwrap_or(1);
-        let x = Axis::doublings("sequences decoded at once", most as f64);
-        let mut chart = chart(&area, x, Axis::values("throughput over plain", 0.0..highest(&over), 7))?;
+        let x = Axis::log2_counts("sequences decoded at once", most as f64);
+        let mut chart = draw_axes(&area, x, Axis::linear("throughput over plain", 0.0..highest(&over), 7))?;
         for (index, curve) in simulation.schedule_curves.iter().enumerate() {
             let values = concurrency.iter().map(|&count| (count as f64).log2()).zip(over(curve));
-            series(&mut chart, values, SeriesStyle::nth(index))?;
+            draw_series(&mut chart, values, SeriesStyle::nth(index))?;
         }
         Ok(())
     })?;
@@ -116,13 +122,17 @@ pub fn write_plots(dir: &Path, simulation: &Simulation, concurrency: &[usize]) -
         throughputs(curve).iter().zip(concurrency).map(|(value, &count)| value / count as f64).collect()
     };
     let frontier = Plot::draw("Frontier", (width, 360), |canvas| {
-        let area = heading(canvas, "Tokens/s of all against tokens/s of each, by load", &keys)?;
-        let x = Axis::values("tokens/s of each sequence", 0.0..highest(&per_user), 7);
-        let mut chart = chart(&area, x, Axis::values("tokens/s of all", 0.0..highest(&throughputs), 7))?;
+        let area = draw_title_and_legend(canvas, "Tokens/s of all against tokens/s of each, by load", &keys)?;
+        let x = Axis::linear("tokens/s of each sequence", 0.0..highest(&per_user), 7);
+        let mut chart = draw_axes(&area, x, Axis::linear("tokens/s of all", 0.0..highest(&throughputs), 7))?;
         for (index, curve) in simulation.schedule_curves.iter().enumerate() {
-            series(&mut chart, per_user(curve).into_iter().zip(throughputs(curve)), SeriesStyle::nth(index))?;
+            draw_series(
+                &mut chart,
+                per_user(curve).into_iter().zip(throughputs(curve)),
+                SeriesStyle::nth(index),
+            )?;
             let at = per_user(curve).into_iter().zip(throughputs(curve)).zip(concurrency);
-            point_labels(&mut chart, at.map(|((x, y), count)| (x, y, count.to_string())))?;
+            draw_point_labels(&mut chart, at.map(|((x, y), count)| (x, y, count.to_string())))?;
         }
         Ok(())
     })?;

@@ -11,8 +11,8 @@ use deepspec_cost::policy::Policy;
 use deepspec_cost::survival::sigmoid;
 use serde::Serialize;
 
-use super::host::{Host, PARTS};
-use super::recording::{Answer, Recorded, Recording};
+use super::host::{HOST_PARTS, HostOverhead};
+use super::recording::{RecordedAnswer, RecordedBlock, Recording};
 
 /// Totals of a replay.
 #[derive(Debug, Clone, Copy, Default, Serialize)]
@@ -48,10 +48,9 @@ impl ReplayResult {
         self.tokens + self.first_tokens
     }
 
-    /// Amounts that the parts of a [`Host`] multiply: seconds of the cost curve, steps, steps in
-    /// which the schedule weighs costs, and tokens. The seconds are those of
-    /// [`Replay::at_cost`].
-    pub fn parts(&self, policy: Policy) -> [f64; PARTS] {
+    /// Amounts to multiply by the parts of a [`HostOverhead`]: seconds, steps, steps in which the
+    /// schedule weighs costs, and tokens. Call it on a result of [`Replay::run_without_overhead`].
+    pub fn host_amounts(&self, policy: Policy) -> [f64; HOST_PARTS] {
         let steps = self.steps as f64;
         let choices = if policy.reads_cost() { steps } else { 0.0 };
         [self.seconds, steps, choices, self.all_tokens() as f64]
@@ -63,18 +62,18 @@ impl ReplayResult {
     }
 
     /// Share of steps with drafting.
-    pub fn drafting(&self) -> f64 {
+    pub fn drafting_share(&self) -> f64 {
         self.drafted_steps as f64 / self.steps as f64
     }
 
     /// Share of verified draft tokens that were rejected.
-    pub fn wasted(&self) -> f64 {
+    pub fn wasted_share(&self) -> f64 {
         (self.verified - self.accepted) as f64 / self.verified.max(1) as f64
     }
 }
 
 /// A sequence in a slot of the replay.
-struct Playing {
+struct ActiveSequence {
     answer: usize,
     /// Answer tokens so far.
     at: usize,
@@ -90,7 +89,7 @@ pub struct Replay<'a> {
     /// Factor on the confidence logits that the policy reads: 2 makes the drafter more confident.
     pub sharpness: f64,
     /// Overhead on top of the costs, which the planner also observes.
-    pub host: Host,
+    pub host: HostOverhead,
     /// Number of cycles to replay.
     pub cycles: u64,
 }
@@ -102,16 +101,21 @@ impl Replay<'_> {
     /// # Errors
     /// Fails if the costs do not suit the policy.
     pub fn run(&self, policy: Policy, concurrency: usize) -> Result<ReplayResult, ScheduleError> {
-        let mut outcome = self.at_cost(policy, concurrency)?;
-        outcome.seconds = self.host.seconds(outcome.parts(policy));
+        let mut outcome = self.run_without_overhead(policy, concurrency)?;
+        outcome.seconds = self.host.seconds(outcome.host_amounts(policy));
         Ok(outcome)
     }
 
-    /// [`Replay::run`] with the seconds of the cost curve alone.
+    /// Like [`Replay::run`], but `seconds` is the time by the cost curve, without the server's
+    /// overhead.
     ///
     /// # Errors
     /// Fails if the costs do not suit the policy.
-    pub fn at_cost(&self, policy: Policy, concurrency: usize) -> Result<ReplayResult, ScheduleError> {
+    pub fn run_without_overhead(
+        &self,
+        policy: Policy,
+        concurrency: usize,
+    ) -> Result<ReplayResult, ScheduleError> {
         let mut planner = Planner::new(policy, policy.reads_cost().then(|| Arc::clone(self.cost)))?;
         let stream = Stream::new(concurrency as u64, "replay");
         let mut drawn = 0;
@@ -120,7 +124,7 @@ impl Replay<'_> {
             (stream.bits(drawn, Purpose::Split, 0) % self.recording.answers.len() as u64) as usize
         };
         let mut outcome = ReplayResult { concurrency, ..ReplayResult::default() };
-        let mut slots: Vec<Option<Playing>> = (0..concurrency).map(|_| None).collect();
+        let mut slots: Vec<Option<ActiveSequence>> = (0..concurrency).map(|_| None).collect();
         // Sequences begin at random places of their answers, as in an engine that has run for long.
         let spread = |slot: usize, tokens: usize| {
             1 + (stream.uniform(slot as u64, Purpose::Init, 0) * (tokens - 1) as f64) as usize
@@ -128,7 +132,7 @@ impl Replay<'_> {
         for (slot, playing) in slots.iter_mut().enumerate() {
             let answer = next();
             let tokens = self.recording.answers[answer].tokens;
-            *playing = (tokens > 1).then(|| Playing { answer, at: spread(slot, tokens) });
+            *playing = (tokens > 1).then(|| ActiveSequence { answer, at: spread(slot, tokens) });
         }
         while outcome.cycles < self.cycles {
             let decoding: Vec<usize> = (0..concurrency).filter(|&slot| slots[slot].is_some()).collect();
@@ -138,28 +142,28 @@ impl Replay<'_> {
             for playing in &slots {
                 let begun = playing.is_none().then(|| {
                     let answer = next();
-                    let Answer { prompt, tokens, .. } = self.recording.answers[answer];
+                    let RecordedAnswer { prompt, tokens, .. } = self.recording.answers[answer];
                     prompts += prompt;
                     outcome.first_tokens += 1;
-                    (tokens > 1).then_some(Playing { answer, at: 1 })
+                    (tokens > 1).then_some(ActiveSequence { answer, at: 1 })
                 });
                 fresh.push(begun.flatten());
             }
-            let context: usize = slots.iter().flatten().map(|playing| self.context(playing)).sum();
+            let context: usize = slots.iter().flatten().map(|playing| self.sequence_context(playing)).sum();
             let load = StepLoad { requests: decoding.len(), context: context / decoding.len().max(1) };
             let mut verified = decoding.len();
             let mut drafted = false;
             if !decoding.is_empty() {
-                drafted = planner.drafts(load);
-                let blocks: Vec<&Recorded> =
-                    slots.iter().flatten().map(|playing| self.recorded(playing)).collect();
+                drafted = planner.should_draft(load);
+                let blocks: Vec<&RecordedBlock> =
+                    slots.iter().flatten().map(|playing| self.nearest_block(playing)).collect();
                 let lengths = if drafted {
                     let rows = if policy.reads_confidence() {
-                        blocks.iter().map(|block| self.seen(block)).collect()
+                        blocks.iter().map(|block| self.policy_confidences(block)).collect()
                     } else {
                         vec![]
                     };
-                    planner.lengths(load, self.recording.block, rows)
+                    planner.verify_lengths(load, self.recording.block, rows)
                 } else {
                     vec![0; decoding.len()]
                 };
@@ -196,7 +200,7 @@ impl Replay<'_> {
             };
             let seconds = decoded + self.cost.prefill_seconds(prompts);
             if prompts == 0 {
-                planner.observe(load, verified, drafted, self.host.step_seconds(seconds, policy));
+                planner.observe_step(load, verified, drafted, self.host.step_seconds(seconds, policy));
             }
             outcome.seconds += seconds;
             outcome.steps += 1;
@@ -205,13 +209,13 @@ impl Replay<'_> {
         Ok(outcome)
     }
 
-    fn context(&self, playing: &Playing) -> usize {
+    fn sequence_context(&self, playing: &ActiveSequence) -> usize {
         self.recording.answers[playing.answer].prompt + playing.at
     }
 
     /// The recorded block nearest to the sequence's position, since another policy reaches other
     /// positions than the recorded run.
-    fn recorded(&self, playing: &Playing) -> &Recorded {
+    fn nearest_block(&self, playing: &ActiveSequence) -> &RecordedBlock {
         let blocks = &self.recording.answers[playing.answer].blocks;
         let behind = blocks.partition_point(|block| block.start < playing.at).min(blocks.len() - 1);
         let before = behind.saturating_sub(1);
@@ -220,7 +224,7 @@ impl Replay<'_> {
     }
 
     /// Confidences of a block as the policy reads them.
-    fn seen(&self, block: &Recorded) -> Vec<f64> {
+    fn policy_confidences(&self, block: &RecordedBlock) -> Vec<f64> {
         if self.sharpness == 1.0 {
             return block.confidences.clone();
         }
@@ -244,13 +248,13 @@ mod tests {
     fn recording() -> Recording {
         let stream = Stream::new(1, "recording");
         let answer = |index: u64| {
-            let mut answer = Answer { prompt: 0, tokens: 1, blocks: vec![] };
+            let mut answer = RecordedAnswer { prompt: 0, tokens: 1, blocks: vec![] };
             for block in 0..40 {
                 let uniform = |lane| stream.uniform(40 * index + block, Purpose::Accept, lane);
                 let confidence = if uniform(99) < 0.3 { 0.95 } else { 0.3 };
                 let accepted = (0..7).take_while(|&k| uniform(k) < confidence).count();
                 let start = answer.tokens;
-                answer.blocks.push(Recorded {
+                answer.blocks.push(RecordedBlock {
                     start,
                     confidences: vec![confidence; 7],
                     accepted,
@@ -276,14 +280,15 @@ mod tests {
     /// Costs that follow from the first two columns and an accepted length of 3.
     fn published_cost() -> Arc<StepCost> {
         let file = concat!(env!("CARGO_MANIFEST_DIR"), "/../assets/costs/deepseek-v4-flash.json");
-        Arc::new(deepspec_cost::cost_file::read(Path::new(file)).unwrap())
+        Arc::new(deepspec_cost::cost_file::read_step_cost(Path::new(file)).unwrap())
     }
 
     #[test]
     fn published_figures_of_adaptive_verification_come_out_with_their_signs() {
         let recording = recording();
         let blocks = recording.answers.iter().flat_map(|answer| &answer.blocks);
-        let tau = 1.0 + blocks.map(|block| block.accepted as f64).sum::<f64>() / recording.cycles() as f64;
+        let tau =
+            1.0 + blocks.map(|block| block.accepted as f64).sum::<f64>() / recording.block_count() as f64;
         assert!((tau - 3.0).abs() < 0.1, "{tau}");
         let cost = published_cost();
         let rate = |policy: Policy, requests: usize, overhead: f64| {
@@ -291,7 +296,7 @@ mod tests {
                 recording: &recording,
                 cost: &cost,
                 sharpness: 1.0,
-                host: Host::scheduling(overhead),
+                host: HostOverhead::scheduling_only(overhead),
                 cycles: 30_000,
             };
             replay.run(policy, requests).unwrap().throughput()
@@ -329,7 +334,7 @@ mod tests {
             recording: &recording,
             cost: &cost,
             sharpness: 1.0,
-            host: Host::scheduling(CHOICE),
+            host: HostOverhead::scheduling_only(CHOICE),
             cycles: 30_000,
         };
         let rate = |policy: Policy, load: usize| replay.run(policy, load).unwrap().throughput();
@@ -347,7 +352,7 @@ mod tests {
         let recording = recording();
         let cost = published_cost();
         let rate = |sharpness: f64| {
-            let host = Host::scheduling(0.0);
+            let host = HostOverhead::scheduling_only(0.0);
             let replay = Replay { recording: &recording, cost: &cost, sharpness, host, cycles: 30_000 };
             replay.run(Policy::Prefix, 128).unwrap().throughput()
         };
@@ -363,13 +368,13 @@ mod tests {
         let table = (1..=64).map(|tokens| 1e3 / (1.0 + 0.6 * f64::from(tokens - 1))).collect();
         let curve = CostCurve::new(table).unwrap();
         let cost = Arc::new(StepCost::new(vec![(1, curve)], vec![(1, 0.8e-3)]).unwrap());
-        let drafting = |host: Host| {
+        let drafting = |host: HostOverhead| {
             let replay = Replay { recording: &recording, cost: &cost, sharpness: 1.0, host, cycles: 4_000 };
-            replay.run(Policy::Prefix, 1).unwrap().drafting()
+            replay.run(Policy::Prefix, 1).unwrap().drafting_share()
         };
-        let free = Host::scheduling(0.0);
+        let free = HostOverhead::scheduling_only(0.0);
         let [alone, slower, loaded] =
-            [free, Host { factor: 1.5, ..free }, Host { step: 1e-3, ..free }].map(drafting);
+            [free, HostOverhead { factor: 1.5, ..free }, HostOverhead { step: 1e-3, ..free }].map(drafting);
         // A common factor on all steps changes nothing. A constant per step favours drafting, since
         // accepted tokens share it.
         assert!(alone < 0.1 && slower < 0.1, "{alone} {slower}");
@@ -385,7 +390,7 @@ mod tests {
             recording: &recording,
             cost: &cost,
             sharpness: 1.0,
-            host: Host::scheduling(0.0),
+            host: HostOverhead::scheduling_only(0.0),
             cycles: 50_000,
         };
         let found = replay.run(Policy::Whole, 4).unwrap();

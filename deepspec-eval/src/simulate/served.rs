@@ -1,29 +1,29 @@
-//! Measured throughput of servers, to which the overhead of a [`Host`] is fitted.
+//! Measured throughput of servers, to which a [`HostOverhead`] is fitted.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 
 use deepspec_core::usage;
 use deepspec_cost::ScheduleError;
-use deepspec_cost::least_squares::non_negative;
+use deepspec_cost::least_squares::non_negative_least_squares;
 use deepspec_cost::policy::Policy;
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
-use super::host::{Host, PARTS};
+use super::host::{HOST_PARTS, HostOverhead};
 use super::replay::{Replay, ReplayResult};
-use crate::load::{FORMAT, VERSION};
+use crate::load::{LOAD_FORMAT, LOAD_FORMAT_VERSION};
 use crate::versioned;
 
 /// Number of replays of the fit. The fitted step times change the decisions of prefix schedules,
 /// which change the fit.
-const REPLAYS: usize = 6;
+const FIT_REPLAYS: usize = 6;
 /// A fitted factor on the costs below this means that the measurements do not follow the costs.
-const LEAST_FACTOR: f64 = 0.01;
+const MIN_FITTED_FACTOR: f64 = 0.01;
 
 /// Measured throughput of a server.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Served {
+pub struct ServedThroughput {
     /// Schedule of the server.
     pub schedule: Policy,
     /// Number of concurrent users.
@@ -32,23 +32,23 @@ pub struct Served {
     pub tokens_per_second: f64,
 }
 
-/// Fields of a load.json that are read.
+/// Fields that are read from load.json.
 #[derive(Deserialize)]
-struct Load {
-    runs: Vec<Run>,
+struct LoadFile {
+    runs: Vec<LoadRun>,
 }
 
 #[derive(Deserialize)]
-struct Run {
+struct LoadRun {
     server: String,
-    level: Level,
+    level: LoadLevel,
     failed: usize,
     tokens_per_second: f64,
 }
 
 #[derive(Deserialize)]
 #[serde(rename_all = "snake_case")]
-enum Level {
+enum LoadLevel {
     Concurrency(usize),
     Rate(f64),
 }
@@ -58,12 +58,15 @@ enum Level {
 /// # Errors
 /// Usage errors: a file of another format, a server of another name, Poisson arrivals, failed
 /// requests, or too few measurements.
-pub fn read(files: &[PathBuf]) -> anyhow::Result<Vec<Served>> {
+pub fn read(files: &[PathBuf]) -> anyhow::Result<Vec<ServedThroughput>> {
     let mut found: BTreeMap<(String, usize), (Policy, Vec<f64>)> = BTreeMap::new();
     for file in files {
-        let load: Load =
-            versioned::read(file, (FORMAT, VERSION), "not written by this version of `deepspec-eval load`")?;
-        for Run { server, level, failed, tokens_per_second } in load.runs {
+        let load: LoadFile = versioned::read(
+            file,
+            (LOAD_FORMAT, LOAD_FORMAT_VERSION),
+            "not written by this version of `deepspec-eval load`",
+        )?;
+        for LoadRun { server, level, failed, tokens_per_second } in load.runs {
             let place = file.display();
             if failed > 0 {
                 usage!("--served {place}: {failed} requests to {server} failed; measure that again");
@@ -75,11 +78,11 @@ pub fn read(files: &[PathBuf]) -> anyhow::Result<Vec<Served>> {
                 ),
             };
             let concurrency = match level {
-                Level::Concurrency(users) if users > 0 && tokens_per_second > 0.0 => users,
-                Level::Concurrency(users) => {
+                LoadLevel::Concurrency(users) if users > 0 && tokens_per_second > 0.0 => users,
+                LoadLevel::Concurrency(users) => {
                     usage!("--served {place}: {server} at {users}: {tokens_per_second} tokens/s tell nothing")
                 }
-                Level::Rate(rate) => usage!(
+                LoadLevel::Rate(rate) => usage!(
                     "--served {place}: {server} at {rate} requests/s: expected users who ask at once (--concurrency)"
                 ),
             };
@@ -89,31 +92,31 @@ pub fn read(files: &[PathBuf]) -> anyhow::Result<Vec<Served>> {
     let served = found.into_iter().map(|((_, concurrency), (schedule, mut rates))| {
         rates.sort_by(f64::total_cmp);
         let middle = [(rates.len() - 1) / 2, rates.len() / 2].map(|at| rates[at]);
-        Served { schedule, concurrency, tokens_per_second: (middle[0] + middle[1]) / 2.0 }
+        ServedThroughput { schedule, concurrency, tokens_per_second: (middle[0] + middle[1]) / 2.0 }
     });
-    let served: Vec<Served> = served.collect();
-    let schedules = distinct(served.iter().map(|served| served.schedule.to_string()));
-    let loads = distinct(served.iter().map(|served| served.concurrency));
-    if served.len() < 2 * PARTS || schedules < 2 || loads < 2 {
+    let served: Vec<ServedThroughput> = served.collect();
+    let schedules = count_distinct(served.iter().map(|served| served.schedule.to_string()));
+    let loads = count_distinct(served.iter().map(|served| served.concurrency));
+    if served.len() < 2 * HOST_PARTS || schedules < 2 || loads < 2 {
         usage!(
             "--served: {} throughputs, of {schedules} schedules at {loads} loads; to tell what a server adds to its steps takes {}, of \
              two schedules at two loads at least",
             served.len(),
-            2 * PARTS
+            2 * HOST_PARTS
         );
     }
     Ok(served)
 }
 
-fn distinct<T: Ord>(all: impl Iterator<Item = T>) -> usize {
+fn count_distinct<T: Ord>(all: impl Iterator<Item = T>) -> usize {
     all.collect::<BTreeSet<T>>().len()
 }
 
 /// The fitted overhead, and how well it describes the servers.
 #[derive(Debug, Clone, Copy, Serialize)]
-pub struct Fit {
+pub struct OverheadFit {
     /// The overhead.
-    pub host: Host,
+    pub host: HostOverhead,
     /// Largest relative error of the simulated throughputs.
     pub worst: f64,
 }
@@ -124,29 +127,32 @@ pub struct Fit {
 /// # Errors
 /// Fails if the costs do not suit a schedule. A usage error if the measurements do not follow the
 /// costs.
-pub fn fit(replay: &Replay, served: &[Served]) -> anyhow::Result<Fit> {
+pub fn fit_overhead(replay: &Replay, served: &[ServedThroughput]) -> anyhow::Result<OverheadFit> {
     let weighed = weighs_costs(served);
     let mut host = replay.host;
-    let mut best: Option<(Fit, f64)> = None;
-    for _ in 0..REPLAYS {
+    let mut best: Option<(OverheadFit, f64)> = None;
+    for _ in 0..FIT_REPLAYS {
         let replay = Replay { host, ..*replay };
-        let replayed = served.par_iter().map(|served| replay.at_cost(served.schedule, served.concurrency));
+        let replayed =
+            served.par_iter().map(|served| replay.run_without_overhead(served.schedule, served.concurrency));
         let outcomes: Vec<ReplayResult> = replayed.collect::<Result<_, ScheduleError>>()?;
-        let parts = || outcomes.iter().zip(served).map(|(outcome, served)| outcome.parts(served.schedule));
+        let parts =
+            || outcomes.iter().zip(served).map(|(outcome, served)| outcome.host_amounts(served.schedule));
         let took = || outcomes.iter().zip(served).map(|(o, s)| o.all_tokens() as f64 / s.tokens_per_second);
         let off = parts().zip(took()).map(|(parts, took)| (took / host.seconds(parts) - 1.0).abs());
         let off: Vec<f64> = off.collect();
         let squares: f64 = off.iter().map(|off| off * off).sum();
         if best.as_ref().is_none_or(|(_, least)| squares < *least) {
-            best = Some((Fit { host, worst: off.into_iter().fold(0.0, f64::max) }, squares));
+            best = Some((OverheadFit { host, worst: off.into_iter().fold(0.0, f64::max) }, squares));
         }
-        let rows: Vec<[f64; PARTS]> =
+        let rows: Vec<[f64; HOST_PARTS]> =
             parts().zip(took()).map(|(parts, took)| parts.map(|part| part / took)).collect();
-        let [factor, step, choice, token] = non_negative(&rows);
-        host = Host { factor, step, choice: if weighed { choice } else { replay.host.choice }, token };
+        let [factor, step, choice, token] = non_negative_least_squares(&rows);
+        host =
+            HostOverhead { factor, step, choice: if weighed { choice } else { replay.host.choice }, token };
     }
-    let fit = best.map_or(Fit { host, worst: f64::INFINITY }, |(fit, _)| fit);
-    if fit.host.factor < LEAST_FACTOR {
+    let fit = best.map_or(OverheadFit { host, worst: f64::INFINITY }, |(fit, _)| fit);
+    if fit.host.factor < MIN_FITTED_FACTOR {
         usage!(
             "--served: what servers took does not follow --cost at all; measure both on one machine, at loads further apart"
         );
@@ -155,6 +161,6 @@ pub fn fit(replay: &Replay, served: &[Served]) -> anyhow::Result<Fit> {
 }
 
 /// Whether any measured schedule weighs costs.
-pub fn weighs_costs(served: &[Served]) -> bool {
+pub fn weighs_costs(served: &[ServedThroughput]) -> bool {
     served.iter().any(|served| served.schedule.reads_cost())
 }

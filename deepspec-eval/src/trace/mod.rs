@@ -94,7 +94,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
         max_new_tokens: args.max_new_tokens,
         stop_ids: deepspec_models::stop_ids(&target, tokenizer.eos_token_id())?,
     };
-    tokenizer.report_ends(&request.stop_ids);
+    tokenizer.log_stop_tokens(&request.stop_ids);
     let (completion, blocks) = args.generate(&target, &draft, &tokenizer, request)?;
     let trace = Trace::new(&tokenizer, &completion, &blocks)?;
     let colour = match args.color {
@@ -120,7 +120,7 @@ impl Args {
         }
     }
 
-    /// Generates the answer, and records every block that was drafted for it.
+    /// Generates the answer and records every drafted block.
     fn generate(
         &self,
         target: &Path,
@@ -128,17 +128,18 @@ impl Args {
         tokenizer: &ChatTokenizer,
         request: Request,
     ) -> anyhow::Result<(Completion, Vec<Vec<i64>>)> {
-        let models::DeviceAndDtype { device, kind } = models::place(&self.device, self.dtype)?;
-        let (context, _) = models::limits(target, tokenizer)?;
+        let models::DeviceAndDtype { device, kind } =
+            models::resolve_device_and_dtype(&self.device, self.dtype)?;
+        let (context, _) = models::context_and_vocab_size(target, tokenizer)?;
         models::check_tokens(draft, tokenizer)?;
-        let mut drafter = deepspec_drafters::load(draft, &DrafterOptions { device, kind, slots: 1 })?;
+        let mut drafter = deepspec_drafters::load_drafter(draft, &DrafterOptions { device, kind, slots: 1 })?;
         if let Some(tokens) = self.max_draft_tokens {
-            drafter.draft(tokens);
+            drafter.set_draft_len(tokens);
         }
         let taps = drafter.taps().to_vec();
         let target = TargetModel::load(target, &TargetOptions { device, kind, slots: 1, taps })?;
         drafter.check_fits(target.config())?;
-        if self.confidence_threshold.is_some() && !drafter.has_confidence() {
+        if self.confidence_threshold.is_some() && !drafter.has_confidence_head() {
             usage!("--confidence-threshold: the drafter has no confidence head");
         }
         let options = EngineOptions {

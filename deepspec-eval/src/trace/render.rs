@@ -6,10 +6,10 @@ use deepspec_engine::Completion;
 use deepspec_text::{ChatTokenizer, TextError};
 use serde::Serialize;
 
-const ACCEPTED: &str = "\x1b[32m";
-const REJECTED: &str = "\x1b[9;31m";
-const BONUS: &str = "\x1b[1;36m";
-const PLAIN: &str = "\x1b[0m";
+const ACCEPTED_STYLE: &str = "\x1b[32m";
+const REJECTED_STYLE: &str = "\x1b[9;31m";
+const BONUS_STYLE: &str = "\x1b[1;36m";
+const RESET_STYLE: &str = "\x1b[0m";
 
 /// A generation, cycle by cycle.
 #[derive(Debug, Serialize)]
@@ -73,16 +73,17 @@ impl Trace {
     pub fn render(&self, colour: bool) -> String {
         let paint = |codes: &str, [open, close]: [&str; 2], text: String| match (text.is_empty(), colour) {
             (true, _) => text,
-            (false, true) => format!("{codes}{text}{PLAIN}"),
+            (false, true) => format!("{codes}{text}{RESET_STYLE}"),
             (false, false) => format!("{open}{text}{close}"),
         };
-        let accepted = |text| paint(ACCEPTED, ["", ""], text);
-        let rejected = |text| paint(REJECTED, ["[-", "-]"], text);
-        let bonus = |text| paint(BONUS, ["{+", "+}"], text);
+        let accepted = |text| paint(ACCEPTED_STYLE, ["", ""], text);
+        let rejected = |text| paint(REJECTED_STYLE, ["[-", "-]"], text);
+        let bonus = |text| paint(BONUS_STYLE, ["{+", "+}"], text);
         let words = [accepted("accepted".into()), rejected("rejected".into()), bonus("target's own".into())];
-        let mut out = format!("{}\n{:>5}  {:>8}  {}\n", words.join("  "), 0, "", bonus(line(&self.first)));
+        let mut out =
+            format!("{}\n{:>5}  {:>8}  {}\n", words.join("  "), 0, "", bonus(single_line(&self.first)));
         for (i, cycle) in self.cycles.iter().enumerate() {
-            let texts = |texts: &[String]| line(&texts.concat());
+            let texts = |texts: &[String]| single_line(&texts.concat());
             let count = format!("{}/{}", cycle.accepted.len(), cycle.accepted.len() + cycle.rejected.len());
             let _ = writeln!(
                 out,
@@ -90,7 +91,7 @@ impl Trace {
                 i + 1,
                 accepted(texts(&cycle.accepted)),
                 rejected(texts(&cycle.rejected)),
-                bonus(line(cycle.bonus.as_deref().unwrap_or_default()))
+                bonus(single_line(cycle.bonus.as_deref().unwrap_or_default()))
             );
         }
         let cycles = self.cycles.len();
@@ -119,7 +120,7 @@ fn sigmoid(logit: &f32) -> f32 {
 }
 
 /// The text without line breaks and control characters.
-fn line(text: &str) -> String {
+fn single_line(text: &str) -> String {
     let shown = |c: char| match c {
         '\n' => '↵',
         c if c.is_control() => '·',

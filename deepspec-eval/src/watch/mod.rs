@@ -17,14 +17,16 @@ use tokio::runtime::Runtime;
 use tokio::time::{self, MissedTickBehavior};
 
 use crate::plot::palette::{BLUE, GREEN, VERMILION};
-use crate::plot::{Axis, Marker, Plot, SeriesStyle, chart, doubling, heading, series};
+use crate::plot::{
+    Axis, Marker, Plot, SeriesStyle, draw_axes, draw_series, draw_title_and_legend, log2_coordinate,
+};
 use crate::report::{Block, Document, write_document};
 use crate::statistics::Percentiles;
 use crate::table::Table;
-use page::Page;
+use page::MetricsPage;
 
 /// Timeout of reading the metrics page.
-const PATIENCE: Duration = Duration::from_secs(10);
+const READ_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Arguments of `watch`.
 #[derive(clap::Args)]
@@ -51,7 +53,7 @@ pub struct Args {
 
 /// Measurements between two reads of the page.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
-struct Interval {
+struct MetricsInterval {
     /// Seconds from the first read to the end of the interval.
     at: f64,
     /// Running requests at the end of the interval.
@@ -68,10 +70,10 @@ struct Interval {
     budget: Option<f64>,
 }
 
-impl Interval {
+impl MetricsInterval {
     /// The differences between two pages; None if the engine was restarted between them.
-    fn between(before: &Page, after: &Page, at: f64, seconds: f64) -> Option<Self> {
-        let more = |of: fn(&Page) -> Option<f64>| Some(of(after)? - of(before)?);
+    fn between(before: &MetricsPage, after: &MetricsPage, at: f64, seconds: f64) -> Option<Self> {
+        let more = |of: fn(&MetricsPage) -> Option<f64>| Some(of(after)? - of(before)?);
         let counts = [more(|page| page.drafts), more(|page| page.accepted), more(|page| page.generated)];
         if counts.iter().flatten().any(|&more| more < 0.0) {
             return None;
@@ -99,9 +101,9 @@ impl Interval {
     }
 }
 
-/// Statistics of all intervals with about as many running requests.
+/// Statistics of the intervals whose number of running requests is in one range.
 #[derive(Debug, Clone, Serialize)]
-struct Occupancy {
+struct OccupancyGroup {
     /// Minimum and maximum number of running requests.
     running: [u64; 2],
     intervals: usize,
@@ -112,13 +114,13 @@ struct Occupancy {
 }
 
 #[derive(Serialize)]
-struct Watched<'a> {
+struct WatchReport<'a> {
     format: &'static str,
     format_version: u64,
     tool_version: &'static str,
     url: &'a str,
-    occupancy: Vec<Occupancy>,
-    intervals: Vec<Interval>,
+    occupancy: Vec<OccupancyGroup>,
+    intervals: Vec<MetricsInterval>,
 }
 
 /// Runs the command.
@@ -139,18 +141,19 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
         crate::output::check_fresh(dir, "watch.json", &["report.md", "report.html"], args.overwrite)?;
     }
     let base = args.url.trim_end_matches('/').trim_end_matches("/metrics");
-    let intervals = Runtime::new().context("starting threads")?.block_on(look(args, base, verbosity))?;
-    let watched = Watched {
+    let intervals =
+        Runtime::new().context("starting threads")?.block_on(poll_metrics(args, base, verbosity))?;
+    let watched = WatchReport {
         format: "deepspec-watch",
         format_version: 1,
         tool_version: deepspec_core::VERSION,
         url: base,
-        occupancy: occupancies(&intervals),
+        occupancy: group_by_running(&intervals),
         intervals,
     };
     if let Some(dir) = &args.output_dir {
         atomic::create_dir(dir)?;
-        write_document(dir, &document(&watched)?)?;
+        write_document(dir, &watch_document(&watched)?)?;
         atomic::replace(&dir.join("watch.json"), |file| {
             file.write_all(&serde_json::to_vec_pretty(&watched)?)
         })?;
@@ -159,22 +162,22 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
         serde_json::to_string_pretty(&watched)? + "\n"
     } else {
         let mut table = Table::new(COLUMNS.map(String::from).to_vec());
-        rows(&watched.occupancy).into_iter().for_each(|row| table.row(row));
+        table_rows(&watched.occupancy).into_iter().for_each(|row| table.row(row));
         table.render()
     };
     Ok(crate::output::print(&text)?)
 }
 
-async fn look(args: &Args, base: &str, verbosity: Verbosity) -> anyhow::Result<Vec<Interval>> {
+async fn poll_metrics(args: &Args, base: &str, verbosity: Verbosity) -> anyhow::Result<Vec<MetricsInterval>> {
     deepspec_hub::prepare_tls();
-    let http = reqwest::Client::builder().timeout(PATIENCE).build()?;
-    let page = async || -> anyhow::Result<Page> {
+    let http = reqwest::Client::builder().timeout(READ_TIMEOUT).build()?;
+    let page = async || -> anyhow::Result<MetricsPage> {
         let text = http.get(format!("{base}/metrics")).send().await?.error_for_status()?.text().await?;
-        Page::parse(&text).map_err(|problem| anyhow::anyhow!("no page of metrics: {problem}"))
+        MetricsPage::parse(&text).map_err(|problem| anyhow::anyhow!("no page of metrics: {problem}"))
     };
     let asking = || format!("asking {base}/metrics");
     let (begun, mut before) = (Instant::now(), page().await.with_context(asking)?);
-    if before == Page::default() {
+    if before == MetricsPage::default() {
         usage!(
             "{base}/metrics says nothing of requests or drafts; is it vLLM, SGLang, llama.cpp or `deepspec-data serve`?"
         );
@@ -195,10 +198,10 @@ async fn look(args: &Args, base: &str, verbosity: Verbosity) -> anyhow::Result<V
         };
         let now = Instant::now();
         let at = (now - begun).as_secs_f64();
-        let found = Interval::between(&before, &after, at, (now - last).as_secs_f64());
+        let found = MetricsInterval::between(&before, &after, at, (now - last).as_secs_f64());
         if let Some(found) = found {
             if verbosity != Verbosity::Quiet {
-                tracing::info!("{}", line(&found));
+                tracing::info!("{}", interval_line(&found));
             }
             intervals.push(found);
         }
@@ -207,7 +210,7 @@ async fn look(args: &Args, base: &str, verbosity: Verbosity) -> anyhow::Result<V
     Ok(intervals)
 }
 
-fn line(of: &Interval) -> String {
+fn interval_line(of: &MetricsInterval) -> String {
     let shown =
         |value: Option<f64>, digits: usize| value.map_or("–".into(), |value| format!("{value:.digits$}"));
     format!(
@@ -222,17 +225,17 @@ fn line(of: &Interval) -> String {
 }
 
 /// Groups intervals by the power of two of their running requests.
-fn occupancies(intervals: &[Interval]) -> Vec<Occupancy> {
-    let mut groups = BTreeMap::<u32, Vec<&Interval>>::new();
+fn group_by_running(intervals: &[MetricsInterval]) -> Vec<OccupancyGroup> {
+    let mut groups = BTreeMap::<u32, Vec<&MetricsInterval>>::new();
     for interval in intervals {
         let running = interval.running.max(0.0).round() as u64;
         groups.entry(if running == 0 { 0 } else { 1 + running.ilog2() }).or_default().push(interval);
     }
-    let occupancy = |(group, of): (u32, Vec<&Interval>)| {
-        let spread = |value: fn(&Interval) -> Option<f64>| {
-            Percentiles::of(of.iter().filter_map(|interval| value(interval)).collect())
+    let occupancy = |(group, of): (u32, Vec<&MetricsInterval>)| {
+        let spread = |value: fn(&MetricsInterval) -> Option<f64>| {
+            Percentiles::from_values(of.iter().filter_map(|interval| value(interval)).collect())
         };
-        Occupancy {
+        OccupancyGroup {
             running: if group == 0 { [0, 0] } else { [1 << (group - 1), (1 << group) - 1] },
             intervals: of.len(),
             accepted_length: spread(|interval| interval.accepted_length),
@@ -247,13 +250,13 @@ fn occupancies(intervals: &[Interval]) -> Vec<Occupancy> {
 const COLUMNS: [&str; 6] =
     ["running", "looks", "τ mean/p50/p95", "wasted mean/p50/p95", "tokens/s mean/p50/p95", "waiting p95"];
 
-fn rows(occupancy: &[Occupancy]) -> Vec<Vec<String>> {
+fn table_rows(occupancy: &[OccupancyGroup]) -> Vec<Vec<String>> {
     let shown = |spread: Option<Percentiles>, digits: usize| {
         spread.map_or("–".into(), |s| {
             [s.mean, s.p50, s.p95].map(|value| format!("{value:.digits$}")).join(" / ")
         })
     };
-    let row = |of: &Occupancy| {
+    let row = |of: &OccupancyGroup| {
         let [from, to] = of.running;
         vec![
             if from == to { from.to_string() } else { format!("{from}–{to}") },
@@ -267,11 +270,11 @@ fn rows(occupancy: &[Occupancy]) -> Vec<Vec<String>> {
     occupancy.iter().map(row).collect()
 }
 
-/// Accessor of a statistic of an [`Occupancy`].
-type Value = fn(&Occupancy) -> Option<Percentiles>;
+/// Accessor of a statistic of an [`OccupancyGroup`].
+type OccupancyStatistic = fn(&OccupancyGroup) -> Option<Percentiles>;
 
-fn document(watched: &Watched) -> anyhow::Result<Document> {
-    let plots: [(_, _, _, Value); 3] = [
+fn watch_document(watched: &WatchReport) -> anyhow::Result<Document> {
+    let plots: [(_, _, _, OccupancyStatistic); 3] = [
         ("accepted-length", "Accepted length by running requests", "tokens per block", |of| {
             of.accepted_length
         }),
@@ -280,35 +283,35 @@ fn document(watched: &Watched) -> anyhow::Result<Document> {
     ];
     let mut blocks = vec![
         Block::Paragraph(format!("{}, {} looks.", watched.url, watched.intervals.len())),
-        Block::Table(COLUMNS.map(String::from).to_vec(), rows(&watched.occupancy)),
+        Block::Table(COLUMNS.map(String::from).to_vec(), table_rows(&watched.occupancy)),
     ];
     for (name, title, label, of) in plots {
-        blocks.push(Block::Plot(name, plot(title, label, &watched.occupancy, of)?));
+        blocks.push(Block::Plot(name, plot_statistic(title, label, &watched.occupancy, of)?));
     }
     Ok(Document { title: "Speculation under load".into(), blocks })
 }
 
-fn plot(
+fn plot_statistic(
     title: &'static str,
     label: &'static str,
-    occupancy: &[Occupancy],
-    of: Value,
+    occupancy: &[OccupancyGroup],
+    of: OccupancyStatistic,
 ) -> anyhow::Result<Plot> {
     let looks = [BLUE, GREEN, VERMILION].map(|colour| SeriesStyle(colour, Marker::Disc));
     let keys = [("mean", looks[0]), ("p50", looks[1]), ("p95", looks[2])];
-    let point = |occupancy: &Occupancy| Some((occupancy.running[0] as f64, of(occupancy)?));
+    let point = |occupancy: &OccupancyGroup| Some((occupancy.running[0] as f64, of(occupancy)?));
     let points: Vec<(f64, Percentiles)> = occupancy.iter().filter_map(point).collect();
     let most = points.iter().map(|(running, _)| *running).fold(1.0, f64::max);
     let highest = points.iter().flat_map(|(_, s)| [s.mean, s.p95]).fold(0.01, f64::max) * 1.05;
     Plot::draw(title, (560, 300), |canvas| {
-        let area = heading(canvas, title, &keys)?;
-        let x = Axis::doublings_and_zero("running requests", most);
-        let mut chart = chart(&area, x, Axis::values(label, 0.0..highest, 6))?;
+        let area = draw_title_and_legend(canvas, title, &keys)?;
+        let x = Axis::log2_counts_and_zero("running requests", most);
+        let mut chart = draw_axes(&area, x, Axis::linear(label, 0.0..highest, 6))?;
         let values: [fn(&Percentiles) -> f64; 3] = [|s| s.mean, |s| s.p50, |s| s.p95];
         for (value, look) in values.into_iter().zip(looks) {
-            series(
+            draw_series(
                 &mut chart,
-                points.iter().map(|(running, spread)| (doubling(*running), value(spread))),
+                points.iter().map(|(running, spread)| (log2_coordinate(*running), value(spread))),
                 look,
             )?;
         }
@@ -322,31 +325,38 @@ mod tests {
 
     #[test]
     fn counters_become_rates_and_a_restart_is_left_out() {
-        let page = |drafts: f64, tokens: f64, accepted: f64, generated: f64| Page {
+        let page = |drafts: f64, tokens: f64, accepted: f64, generated: f64| MetricsPage {
             drafts: Some(drafts),
             draft_tokens: Some(tokens),
             accepted: Some(accepted),
             generated: Some(generated),
             running: Some(5.0),
-            ..Page::default()
+            ..MetricsPage::default()
         };
         let found =
-            Interval::between(&page(10.0, 70.0, 20.0, 30.0), &page(20.0, 140.0, 55.0, 75.0), 2.0, 0.5)
+            MetricsInterval::between(&page(10.0, 70.0, 20.0, 30.0), &page(20.0, 140.0, 55.0, 75.0), 2.0, 0.5)
                 .unwrap();
         assert_eq!((found.accepted_length, found.tokens_per_second), (Some(4.5), Some(90.0)));
         assert_eq!((found.wasted, found.budget), (Some(0.5), Some(7.0)));
-        assert_eq!(Interval::between(&page(20.0, 0.0, 0.0, 0.0), &page(1.0, 7.0, 1.0, 2.0), 1.0, 1.0), None);
-        let idle = Interval::between(&page(1.0, 7.0, 1.0, 2.0), &page(1.0, 7.0, 1.0, 2.0), 1.0, 1.0).unwrap();
+        assert_eq!(
+            MetricsInterval::between(&page(20.0, 0.0, 0.0, 0.0), &page(1.0, 7.0, 1.0, 2.0), 1.0, 1.0),
+            None
+        );
+        let idle =
+            MetricsInterval::between(&page(1.0, 7.0, 1.0, 2.0), &page(1.0, 7.0, 1.0, 2.0), 1.0, 1.0).unwrap();
         assert_eq!((idle.accepted_length, idle.wasted, idle.tokens_per_second), (None, None, Some(0.0)));
-        let sglang = |generated: f64, verifications: f64| Page {
+        let sglang = |generated: f64, verifications: f64| MetricsPage {
             generated: Some(generated),
             verifications: Some(verifications),
-            ..Page::default()
+            ..MetricsPage::default()
         };
-        let found = Interval::between(&sglang(10.0, 5.0), &sglang(40.0, 15.0), 1.0, 1.0).unwrap();
+        let found = MetricsInterval::between(&sglang(10.0, 5.0), &sglang(40.0, 15.0), 1.0, 1.0).unwrap();
         assert_eq!(found.accepted_length, Some(3.0));
-        let groups =
-            occupancies(&[Interval { running: 0.0, ..idle }, idle, Interval { running: 7.0, ..idle }]);
+        let groups = group_by_running(&[
+            MetricsInterval { running: 0.0, ..idle },
+            idle,
+            MetricsInterval { running: 7.0, ..idle },
+        ]);
         assert_eq!(
             groups.iter().map(|of| (of.running, of.intervals)).collect::<Vec<_>>(),
             [([0, 0], 1), ([4, 7], 2)]

@@ -6,7 +6,7 @@ use prometheus_parse::{Scrape, Value};
 
 /// An engine's metrics of speculation and load at one time. Counters are since its start.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub struct Page {
+pub struct MetricsPage {
     /// Number of verified blocks.
     pub drafts: Option<f64>,
     /// Number of drafted tokens that were verified.
@@ -28,17 +28,17 @@ pub struct Page {
 }
 
 /// Labels of processes that all report the same values.
-const REPLICAS: [&str; 4] = ["tp_rank", "pp_rank", "moe_ep_rank", "engine_type"];
+const REPLICA_LABELS: [&str; 4] = ["tp_rank", "pp_rank", "moe_ep_rank", "engine_type"];
 
-impl Page {
+impl MetricsPage {
     /// Reads a page of vLLM, SGLang, llama.cpp or `deepspec-data serve`. Values of data-parallel
     /// engines are summed.
     ///
     /// # Errors
     /// Fails if the text is not a metrics page.
     pub fn parse(text: &str) -> Result<Self, String> {
-        let scrape =
-            Scrape::parse(text.lines().map(|line| Ok(named(line)))).map_err(|error| error.to_string())?;
+        let scrape = Scrape::parse(text.lines().map(|line| Ok(replace_colon(line))))
+            .map_err(|error| error.to_string())?;
         // Values by metric name without the engine's prefix, then by the labels that distinguish
         // engines.
         let mut values: BTreeMap<String, BTreeMap<String, f64>> = BTreeMap::new();
@@ -51,11 +51,12 @@ impl Page {
             if sample.labels.get("engine_type") == Some("draft") {
                 continue;
             }
-            let name = sample.metric.split_once(BEHIND).map_or(sample.metric.as_str(), |(_, name)| name);
+            let name =
+                sample.metric.split_once(COLON_SUBSTITUTE).map_or(sample.metric.as_str(), |(_, name)| name);
             let mut labels: Vec<String> = sample
                 .labels
                 .iter()
-                .filter(|(label, _)| !REPLICAS.contains(&label.as_str()))
+                .filter(|(label, _)| !REPLICA_LABELS.contains(&label.as_str()))
                 .map(|(label, value)| format!("{label}={value}"))
                 .collect();
             labels.sort();
@@ -80,13 +81,14 @@ impl Page {
     }
 }
 
-/// Replaces the colon after an engine's prefix, which the parser does not accept in names.
-const BEHIND: &str = "__";
+/// Text that replaces the colon in metric names such as `vllm:num_requests_running`, because the
+/// parser rejects colons.
+const COLON_SUBSTITUTE: &str = "__";
 
-fn named(line: &str) -> String {
+fn replace_colon(line: &str) -> String {
     match (line.find(':'), line.find('{')) {
         (Some(colon), Some(brace)) if brace < colon => line.into(),
-        _ => line.replacen(':', BEHIND, 1),
+        _ => line.replacen(':', COLON_SUBSTITUTE, 1),
     }
 }
 
@@ -140,21 +142,21 @@ llamacpp:requests_deferred 7
 
     #[test]
     fn every_engine_says_the_same_in_its_own_words() {
-        let page = Page::parse(VLLM).unwrap();
+        let page = MetricsPage::parse(VLLM).unwrap();
         assert_eq!(
             (page.drafts, page.draft_tokens, page.accepted),
             (Some(1_234_570.0), Some(70.0), Some(21.0))
         );
         assert_eq!((page.running, page.waiting, page.verifications), (Some(5.0), Some(0.0), None));
-        let page = Page::parse(SGLANG).unwrap();
+        let page = MetricsPage::parse(SGLANG).unwrap();
         assert_eq!(
             (page.accepted_length, page.verifications, page.generated),
             (Some(2.8), Some(50.0), Some(1000.0))
         );
         assert_eq!((page.running, page.drafts), (Some(4.0), None));
-        let page = Page::parse(LLAMA).unwrap();
+        let page = MetricsPage::parse(LLAMA).unwrap();
         assert_eq!((page.drafts, page.generated), (Some(100.0), Some(1_234_570.0)));
         assert_eq!((page.running, page.waiting), (Some(1.0), Some(7.0)));
-        assert_eq!(Page::parse("").unwrap(), Page::default());
+        assert_eq!(MetricsPage::parse("").unwrap(), MetricsPage::default());
     }
 }

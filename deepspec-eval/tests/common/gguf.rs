@@ -4,7 +4,8 @@ use std::fs;
 use std::path::Path;
 
 use deepspec_checkpoint::gguf::{
-    Entry as Found, Gguf, Tensor as Written, TensorType, Tokenizer, Value as Entry, Writer, to_interleaved,
+    Entry as Found, GgufFile, Tensor as Written, TensorType, Tokenizer, Value as Entry, Writer,
+    to_interleaved,
 };
 use serde_json::Value;
 use tch::{Kind, Tensor};
@@ -45,7 +46,7 @@ fn write(file: &Path, architecture: &str) {
     let eps = config["rms_norm_eps"].as_f64().unwrap();
     writer.put(&format!("{architecture}.attention.layer_norm_rms_epsilon"), Entry::F32(eps as f32));
     let tokenizer = Tokenizer::read(&dir, config["vocab_size"].as_u64().unwrap() as usize).unwrap();
-    assert!(tokenizer.is_known());
+    assert!(tokenizer.has_known_pre_tokenizer());
     writer.extend(tokenizer.entries());
     for (theirs, ours) in [("bos", "bos_token_id"), ("eos", "eos_token_id"), ("padding", "pad_token_id")] {
         let id = config[ours].get(0).unwrap_or(&config[ours]).as_u64().unwrap();
@@ -95,7 +96,7 @@ fn write(file: &Path, architecture: &str) {
 
 /// Rewrites a model with all its tensors in float32.
 pub fn dequantised(packed: &Path, file: &Path) {
-    let packed = Gguf::open(packed).unwrap();
+    let packed = GgufFile::open(packed).unwrap();
     let mut writer = Writer::default();
     for (key, value) in packed.entries() {
         let value = match value {

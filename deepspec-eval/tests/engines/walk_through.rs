@@ -19,25 +19,6 @@ fn commands(page: &Path) -> String {
     block.unwrap_or_else(|| panic!("{} has no commands", page.display())).0.to_string()
 }
 
-/// README's short version consists of the same commands.
-#[test]
-fn the_readme_says_what_the_book_does() {
-    let lines = |page: &str, block: usize| -> Vec<String> {
-        let text = fs::read_to_string(repository(page)).unwrap();
-        let block = text.split("```sh\n").nth(block).and_then(|rest| rest.split("```").next()).unwrap();
-        let whole = block.replace(" \\\n    ", " ");
-        whole.lines().map(|line| line.split("  #").next().unwrap().trim().to_string()).collect()
-    };
-    let readme = fs::read_to_string(repository("README.md")).unwrap();
-    let before = readme.split("deepspec-data regenerate --local-model FILE.gguf").next().unwrap();
-    let (short, long) =
-        (lines("README.md", before.matches("```sh\n").count()), lines("docs/real-model.md", 1));
-    assert!(short.len() > 8, "{short:?}");
-    for line in short.iter().filter(|line| !line.is_empty() && !line.starts_with("scripts/setup.sh")) {
-        assert!(long.contains(line), "README has `{line}`, docs/real-model.md {long:#?}");
-    }
-}
-
 #[test]
 fn a_gguf_becomes_a_served_drafter_by_the_commands_of_the_book() {
     let (Some(_), Some(folder)) = (llama_server(), tokenizers()) else { return };

@@ -8,12 +8,12 @@ use anyhow::{Context, bail};
 use deepspec_core::atomic::{self, FileError};
 use serde::{Deserialize, Serialize};
 
-use super::{BEST, BEST_FILE, Checkpoints, LATEST, TrainState};
-use deepspec_drafters::TRAIN_STATE;
+use super::{BEST_FILE, BEST_LINK, Checkpoints, LATEST_LINK, TrainState};
+use deepspec_drafters::TRAIN_STATE_FILE;
 
 /// The best checkpoint so far.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
-pub struct Best {
+pub struct BestCheckpoint {
     /// Completed optimiser steps.
     pub step: usize,
     /// Accepted length on the validation suite.
@@ -25,7 +25,7 @@ impl Checkpoints {
     ///
     /// # Errors
     /// Fails if best.json cannot be read.
-    pub fn best(&self) -> anyhow::Result<Option<Best>> {
+    pub fn read_best(&self) -> anyhow::Result<Option<BestCheckpoint>> {
         let file = self.dir.join(BEST_FILE);
         if !file.is_file() {
             return Ok(None);
@@ -35,35 +35,35 @@ impl Checkpoints {
     }
 
     /// Records accepted length `tau` on the validation suite for the saved checkpoint of `step`.
-    /// The best checkpoint, the first among equals, gets the link `step_best` and is kept. Returns
-    /// whether this one is the best.
+    /// The link `step_best` points at the best checkpoint, the earliest one in a tie, and pruning
+    /// keeps it. Returns whether this checkpoint is the best.
     ///
     /// # Errors
     /// Fails if the checkpoint does not exist, or on any I/O failure.
     pub fn mark_best(&self, step: usize, tau: f64) -> anyhow::Result<bool> {
-        if self.best()?.is_some_and(|best| best.tau >= tau) {
+        if self.read_best()?.is_some_and(|best| best.tau >= tau) {
             return Ok(false);
         }
         if !self.is_checkpoint(step) {
             bail!("{}: there is no checkpoint of step {step} to be marked", self.dir.display());
         }
-        // The record is written first: if a kill follows, `settle` restores the link from it.
-        atomic::write_json(&self.dir.join(BEST_FILE), &Best { step, tau })?;
-        self.point(BEST, step)?;
+        // The record is written first: if a kill follows, `recover_best` restores the link from it.
+        atomic::write_json(&self.dir.join(BEST_FILE), &BestCheckpoint { step, tau })?;
+        self.set_link(BEST_LINK, step)?;
         Ok(true)
     }
 
-    /// Completes a mark that a kill interrupted. The kill came between saving the checkpoint
-    /// `latest` and marking it, or between the record of the best one and its link.
+    /// Repairs best.json and `step_best` after a kill. The kill came between saving the checkpoint
+    /// `latest` and marking it, or between writing best.json and the link.
     ///
     /// # Errors
     /// Fails if best.json cannot be read, or on any I/O failure.
-    pub fn settle(&self, latest: &TrainState) -> anyhow::Result<()> {
-        if let Some(Best { step, .. }) = self.best()?
+    pub fn recover_best(&self, latest: &TrainState) -> anyhow::Result<()> {
+        if let Some(BestCheckpoint { step, .. }) = self.read_best()?
             && self.is_checkpoint(step)
-            && fs::read_link(self.dir.join(BEST)).ok() != Some(format!("step_{step}").into())
+            && fs::read_link(self.dir.join(BEST_LINK)).ok() != Some(format!("step_{step}").into())
         {
-            self.point(BEST, step)?;
+            self.set_link(BEST_LINK, step)?;
         }
         if let Some(tau) = latest.tau {
             self.mark_best(latest.step, tau)?;
@@ -73,12 +73,12 @@ impl Checkpoints {
 
     /// Removes all checkpoints except the newest `keep`, `step_latest` and `step_best`. Keeps all
     /// if `keep` is `None`.
-    pub(super) fn retain(&self, keep: Option<usize>) -> anyhow::Result<()> {
+    pub(super) fn prune(&self, keep: Option<usize>) -> anyhow::Result<()> {
         let Some(keep) = keep else { return Ok(()) };
-        let mut steps = self.steps()?;
+        let mut steps = self.saved_steps()?;
         steps.retain(|&step| self.is_checkpoint(step));
         steps.reverse();
-        let linked = [LATEST, BEST].map(|name| fs::read_link(self.dir.join(name)).ok());
+        let linked = [LATEST_LINK, BEST_LINK].map(|name| fs::read_link(self.dir.join(name)).ok());
         for step in steps.into_iter().skip(keep) {
             let name = format!("step_{step}");
             if linked.iter().flatten().any(|target| target.as_path() == Path::new(&name)) {
@@ -86,7 +86,7 @@ impl Checkpoints {
             }
             // Renamed first, so that a half-removed folder is never taken for a checkpoint.
             let path = self.dir.join(name);
-            let partial = atomic::partial_name(&path);
+            let partial = atomic::partial_path(&path);
             fs::rename(&path, &partial).map_err(FileError::at("removing", &path))?;
             fs::remove_dir_all(&partial).map_err(FileError::at("removing", &partial))?;
         }
@@ -94,7 +94,7 @@ impl Checkpoints {
     }
 
     /// Points the symlink `name` at the checkpoint of `step`.
-    pub(super) fn point(&self, name: &str, step: usize) -> anyhow::Result<()> {
+    pub(super) fn set_link(&self, name: &str, step: usize) -> anyhow::Result<()> {
         let (link, fresh) = (self.dir.join(name), self.dir.join(format!("{name}.partial")));
         let _ = fs::remove_file(&fresh);
         if let Err(error) = symlink(format!("step_{step}"), &fresh) {
@@ -114,7 +114,7 @@ impl Checkpoints {
     }
 
     fn is_checkpoint(&self, step: usize) -> bool {
-        self.dir.join(format!("step_{step}")).join(TRAIN_STATE).is_file()
+        self.dir.join(format!("step_{step}")).join(TRAIN_STATE_FILE).is_file()
     }
 }
 
@@ -129,7 +129,7 @@ mod tests {
         for step in steps {
             let path = dir.path().join(format!("step_{step}"));
             fs::create_dir(&path).unwrap();
-            fs::write(path.join(TRAIN_STATE), "{}").unwrap();
+            fs::write(path.join(TRAIN_STATE_FILE), "{}").unwrap();
         }
         (dir, checkpoints)
     }
@@ -147,17 +147,17 @@ mod tests {
     #[test]
     fn the_newest_the_latest_and_the_best_stay() {
         let (dir, checkpoints) = with_steps(&[0, 3, 6, 9, 12]);
-        checkpoints.point(LATEST, 12).unwrap();
+        checkpoints.set_link(LATEST_LINK, 12).unwrap();
         assert!(checkpoints.mark_best(3, 2.5).unwrap());
         assert!(!checkpoints.mark_best(6, 2.5).unwrap() && !checkpoints.mark_best(9, 1.0).unwrap());
-        checkpoints.retain(None).unwrap();
+        checkpoints.prune(None).unwrap();
         assert_eq!(left(dir.path()).len(), 7);
-        checkpoints.retain(Some(2)).unwrap();
+        checkpoints.prune(Some(2)).unwrap();
         assert_eq!(left(dir.path()), ["step_12", "step_3", "step_9", "step_best", "step_latest"]);
         assert!(checkpoints.mark_best(12, 3.0).unwrap());
-        checkpoints.retain(Some(1)).unwrap();
+        checkpoints.prune(Some(1)).unwrap();
         assert_eq!(left(dir.path()), ["step_12", "step_best", "step_latest"]);
-        assert_eq!(checkpoints.best().unwrap(), Some(Best { step: 12, tau: 3.0 }));
+        assert_eq!(checkpoints.read_best().unwrap(), Some(BestCheckpoint { step: 12, tau: 3.0 }));
         assert!(checkpoints.mark_best(15, 4.0).unwrap_err().to_string().contains("no checkpoint of step 15"));
     }
 
@@ -167,15 +167,15 @@ mod tests {
     fn a_kill_between_save_and_mark_costs_no_best() {
         let (dir, checkpoints) = with_steps(&[3, 6]);
         assert!(checkpoints.mark_best(3, 2.5).unwrap());
-        checkpoints.point(LATEST, 6).unwrap();
+        checkpoints.set_link(LATEST_LINK, 6).unwrap();
         let data = DataId { digest: "d".into(), rounding: None, thinking: None };
         let state = |tau| TrainState { tau, ..TrainState::new(6, 4, &data, 1) };
-        checkpoints.settle(&state(None)).unwrap();
-        checkpoints.settle(&state(Some(2.0))).unwrap();
-        assert_eq!(checkpoints.best().unwrap(), Some(Best { step: 3, tau: 2.5 }));
-        checkpoints.settle(&state(Some(3.0))).unwrap();
-        assert_eq!(checkpoints.best().unwrap(), Some(Best { step: 6, tau: 3.0 }));
-        assert_eq!(fs::read_link(dir.path().join(BEST)).unwrap(), Path::new("step_6"));
+        checkpoints.recover_best(&state(None)).unwrap();
+        checkpoints.recover_best(&state(Some(2.0))).unwrap();
+        assert_eq!(checkpoints.read_best().unwrap(), Some(BestCheckpoint { step: 3, tau: 2.5 }));
+        checkpoints.recover_best(&state(Some(3.0))).unwrap();
+        assert_eq!(checkpoints.read_best().unwrap(), Some(BestCheckpoint { step: 6, tau: 3.0 }));
+        assert_eq!(fs::read_link(dir.path().join(BEST_LINK)).unwrap(), Path::new("step_6"));
     }
 
     /// The record names step 6, the link still step 3.
@@ -183,21 +183,21 @@ mod tests {
     fn a_kill_between_record_and_link_is_made_good() {
         let (dir, checkpoints) = with_steps(&[3, 6, 9]);
         assert!(checkpoints.mark_best(3, 2.5).unwrap());
-        let best = Best { step: 6, tau: 3.0 };
+        let best = BestCheckpoint { step: 6, tau: 3.0 };
         atomic::write_json(&dir.path().join(BEST_FILE), &best).unwrap();
         let data = DataId { digest: "d".into(), rounding: None, thinking: None };
-        checkpoints.settle(&TrainState::new(9, 4, &data, 1)).unwrap();
-        assert_eq!(checkpoints.best().unwrap(), Some(best));
-        checkpoints.point(LATEST, 9).unwrap();
-        checkpoints.retain(Some(1)).unwrap();
+        checkpoints.recover_best(&TrainState::new(9, 4, &data, 1)).unwrap();
+        assert_eq!(checkpoints.read_best().unwrap(), Some(best));
+        checkpoints.set_link(LATEST_LINK, 9).unwrap();
+        checkpoints.prune(Some(1)).unwrap();
         assert_eq!(left(dir.path()), ["step_6", "step_9", "step_best", "step_latest"]);
     }
 
     #[test]
     fn an_older_latest_stays() {
         let (dir, checkpoints) = with_steps(&[3, 6, 9]);
-        checkpoints.point(LATEST, 3).unwrap();
-        checkpoints.retain(Some(1)).unwrap();
+        checkpoints.set_link(LATEST_LINK, 3).unwrap();
+        checkpoints.prune(Some(1)).unwrap();
         assert_eq!(left(dir.path()), ["step_3", "step_9", "step_latest"]);
     }
 }

@@ -11,7 +11,7 @@ use crate::dist::GroupError;
 use crate::dist::rendezvous::Rendezvous;
 
 /// How often a rank checks for failed ranks while its GPU is being connected.
-const LOOK: Duration = Duration::from_millis(500);
+const POLL_INTERVAL: Duration = Duration::from_millis(500);
 
 /// The backend that transfers tensors of a rank's device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -25,7 +25,7 @@ pub enum CommBackend {
 }
 
 impl CommBackend {
-    /// Returns what `backend` selects for tensors of `device`.
+    /// Selects the implementation of `backend` for tensors of `device`.
     ///
     /// # Errors
     /// [`GroupError::NoNccl`] if the build has no NCCL; [`GroupError::NcclOnCpu`] for NCCL on the
@@ -33,16 +33,18 @@ impl CommBackend {
     pub fn new(backend: Backend, device: Device) -> Result<Self, GroupError> {
         match (device, backend) {
             (Device::Cuda(_), Backend::Gloo) => Ok(Self::Staged),
-            (Device::Cuda(index), Backend::Auto | Backend::Nccl) => nccl().map(|()| Self::Nccl(index)),
+            (Device::Cuda(index), Backend::Auto | Backend::Nccl) => {
+                require_nccl().map(|()| Self::Nccl(index))
+            }
             (_, Backend::Auto | Backend::Gloo) => Ok(Self::Gloo),
             (_, Backend::Nccl) => Err(GroupError::NcclOnCpu),
         }
     }
 }
 
-/// Checks whether the build has NCCL.
-fn nccl() -> Result<(), GroupError> {
-    match deepspec_ops::NCCL_MISSING {
+/// Fails if the build lacks NCCL.
+fn require_nccl() -> Result<(), GroupError> {
+    match deepspec_ops::NCCL_MISSING_REASON {
         "" => Ok(()),
         missing => Err(GroupError::NoNccl(missing.into())),
     }
@@ -54,7 +56,7 @@ fn nccl() -> Result<(), GroupError> {
 ///
 /// # Errors
 /// Returns the error in one line.
-pub fn watched<T: Send + 'static>(
+pub fn connect_with_timeout<T: Send + 'static>(
     rendezvous: &Rendezvous,
     timeout: Duration,
     connect: impl FnOnce() -> Result<T, String> + Send + 'static,
@@ -67,14 +69,14 @@ pub fn watched<T: Send + 'static>(
     let deadline = Instant::now() + timeout;
     let problem = loop {
         let left = deadline.saturating_duration_since(Instant::now());
-        match told.recv_timeout(left.min(LOOK)) {
+        match told.recv_timeout(left.min(POLL_INTERVAL)) {
             Ok(connected) => return connected,
             Err(RecvTimeoutError::Disconnected) => return Err("the connecting thread has panicked".into()),
             Err(RecvTimeoutError::Timeout) if left.is_zero() => {
                 let waited = timeout.as_secs();
                 break format!("not connected within {waited} s; NCCL_DEBUG=INFO shows what it waits for");
             }
-            Err(RecvTimeoutError::Timeout) if rendezvous.has_ended() => {
+            Err(RecvTimeoutError::Timeout) if rendezvous.any_peer_ended() => {
                 break "another rank has ended before it was connected".into();
             }
             Err(RecvTimeoutError::Timeout) => {}

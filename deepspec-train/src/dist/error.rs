@@ -22,7 +22,7 @@ pub enum GroupError {
         problem: String,
     },
     /// Some ranks did not connect.
-    #[error("rank {rank} of {world_size}: {} did not come within {} s", ranks(missing), timeout.as_secs())]
+    #[error("rank {rank} of {world_size}: {} did not come within {} s", list_ranks(missing), timeout.as_secs())]
     Missing {
         /// Rank of this process.
         rank: usize,
@@ -54,7 +54,7 @@ pub enum GroupError {
         cause: String,
     },
     /// Another rank died or hangs without reporting an error.
-    #[error("rank {rank} stopped in {operation} (given up within {} s): no word from {}, which died or hangs: {problem}", timeout.as_secs(), ranks(silent))]
+    #[error("rank {rank} stopped in {operation} (given up within {} s): no word from {}, which died or hangs: {problem}", timeout.as_secs(), list_ranks(silent))]
     Silent {
         /// Rank of this process.
         rank: usize,
@@ -79,7 +79,7 @@ pub enum GroupError {
     },
 }
 
-fn ranks(list: &[usize]) -> String {
+fn list_ranks(list: &[usize]) -> String {
     let names: Vec<String> = list.iter().map(ToString::to_string).collect();
     format!("rank{} {}", if list.len() == 1 { "" } else { "s" }, names.join(", "))
 }

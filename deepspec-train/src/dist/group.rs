@@ -9,8 +9,8 @@ use deepspec_core::recipe::Backend;
 use tch::{Device, Kind, Tensor};
 
 use crate::dist::GroupError;
-use crate::dist::comm_backend::{CommBackend, watched};
-use crate::dist::rendezvous::{PeerStatus, Rendezvous, one_line};
+use crate::dist::comm_backend::{CommBackend, connect_with_timeout};
+use crate::dist::rendezvous::{PeerStatus, Rendezvous, first_error_line};
 use deepspec_ops::c10d;
 
 /// The process group of a job. All ranks call the same operations in the same order. An operation
@@ -19,10 +19,10 @@ pub struct ProcessGroup {
     rank: usize,
     world_size: usize,
     /// `None` for a single process.
-    link: Option<Link>,
+    link: Option<Connection>,
 }
 
-struct Link {
+struct Connection {
     // Dropped before the rendezvous that created it.
     group: c10d::Group,
     rendezvous: Rendezvous,
@@ -33,7 +33,7 @@ struct Link {
 
 impl ProcessGroup {
     /// A group of one process, whose operations do nothing.
-    pub fn alone() -> Self {
+    pub fn single_process() -> Self {
         Self { rank: 0, world_size: 1, link: None }
     }
 
@@ -55,22 +55,22 @@ impl ProcessGroup {
             c10d::set_device(index).map_err(|problem| GroupError::Collective {
                 rank,
                 operation: "taking its GPU",
-                problem: one_line(&problem),
+                problem: first_error_line(&problem),
             })?;
         }
         let rendezvous = Rendezvous::open(ranks, timeout)?;
-        let member = c10d::Member { rank, world_size, timeout: rendezvous.patience() };
-        let group = match c10d::Group::open(&rendezvous.store, &rendezvous.address(), member) {
+        let member = c10d::GroupMember { rank, world_size, timeout: rendezvous.collective_timeout() };
+        let group = match c10d::Group::open(&rendezvous.store, &rendezvous.reachable_address(), member) {
             Ok(group) => group,
-            Err(problem) => return Err(explain(rank, &rendezvous, timeout, "connecting", &problem)),
+            Err(problem) => return Err(diagnose_failure(rank, &rendezvous, timeout, "connecting", &problem)),
         };
-        let link = Link { group, rendezvous, timeout, is_staged: comm_backend == CommBackend::Staged };
+        let link = Connection { group, rendezvous, timeout, is_staged: comm_backend == CommBackend::Staged };
         let mut group = Self { rank, world_size, link: Some(link) };
         if let CommBackend::Nccl(device) = comm_backend {
             let open = move |store: c10d::Store| c10d::Nccl::open(&store, member, device);
-            let nccl = group.connect_gpus(member.timeout, open, deepspec_ops::leave_at_exit)?;
+            let nccl = group.connect_gpus(member.timeout, open, deepspec_ops::skip_exit_cleanup)?;
             if let (Some(link), Some(nccl)) = (&mut group.link, nccl) {
-                link.group.take_nccl(nccl);
+                link.group.use_nccl(nccl);
             }
         }
         Ok(group)
@@ -90,17 +90,18 @@ impl ProcessGroup {
         let own_failure = Arc::new(OnceLock::new());
         let noted = Arc::clone(&own_failure);
         let open = move |store| open(store).inspect_err(|problem| drop(noted.set(problem.clone())));
-        let store = link.rendezvous.store.another();
-        let opened = store.and_then(|store| watched(&link.rendezvous, timeout, || open(store), abandon));
+        let store = link.rendezvous.store.clone_connection();
+        let opened =
+            store.and_then(|store| connect_with_timeout(&link.rendezvous, timeout, || open(store), abandon));
         opened.map(Some).map_err(|problem| {
             let (rank, operation) = (self.rank, "connecting the GPUs");
-            if let Some(problem) = own_failure.get().map(|problem| one_line(problem)) {
+            if let Some(problem) = own_failure.get().map(|problem| first_error_line(problem)) {
                 link.rendezvous.fail(&problem);
                 return GroupError::Collective { rank, operation, problem };
             }
             // The rank ends now, whether the abort works or not.
             let _ = link.group.abort();
-            explain(rank, &link.rendezvous, link.timeout, operation, &problem)
+            diagnose_failure(rank, &link.rendezvous, link.timeout, operation, &problem)
         })
     }
 
@@ -124,7 +125,7 @@ impl ProcessGroup {
     /// # Errors
     /// See [`ProcessGroup`].
     pub fn all_reduce(&self, operation: &'static str, tensor: &mut Tensor) -> Result<(), GroupError> {
-        self.call(operation, |link| match link.stages(tensor) {
+        self.run_collective(operation, |link| match link.copies_through_host(tensor) {
             false => link.group.all_reduce(tensor),
             true => {
                 let mut host = tensor.detach().to_device(Device::Cpu);
@@ -135,7 +136,8 @@ impl ProcessGroup {
         })
     }
 
-    /// Whether a started sum runs asynchronously. Sums through host memory run synchronously.
+    /// Whether [`Self::start_all_reduce`] returns before the sum is done. For GPU tensors that are
+    /// copied through host memory, it waits for the sum.
     pub fn is_async(&self) -> bool {
         self.link.as_ref().is_some_and(|link| !link.is_staged)
     }
@@ -151,14 +153,14 @@ impl ProcessGroup {
         mut tensor: Tensor,
     ) -> Result<RunningAllReduce, GroupError> {
         let state = match &self.link {
-            None => SumState::Done(tensor),
-            Some(link) if link.stages(&tensor) => {
+            None => AllReduceState::Done(tensor),
+            Some(link) if link.copies_through_host(&tensor) => {
                 self.all_reduce(operation, &mut tensor)?;
-                SumState::Done(tensor)
+                AllReduceState::Done(tensor)
             }
             Some(link) => {
                 let sum = link.group.start_all_reduce(tensor);
-                SumState::Pending(sum.map_err(|problem| self.give_up(operation, &problem))?)
+                AllReduceState::Pending(sum.map_err(|problem| self.abort_with_error(operation, &problem))?)
             }
         };
         Ok(RunningAllReduce { operation, state })
@@ -174,7 +176,7 @@ impl ProcessGroup {
         tensor: &mut Tensor,
         root: usize,
     ) -> Result<(), GroupError> {
-        self.call(operation, |link| match link.stages(tensor) {
+        self.run_collective(operation, |link| match link.copies_through_host(tensor) {
             false => link.group.broadcast(tensor, root),
             true if self.rank == root => {
                 link.group.broadcast(&mut tensor.detach().to_device(Device::Cpu), root)
@@ -199,13 +201,13 @@ impl ProcessGroup {
         let ranks = self.world_size as i64;
         let mut lengths = Tensor::zeros([ranks, 1], (Kind::Int64, Device::Cpu));
         let length = Tensor::from_slice(&[bytes.len() as i64]);
-        self.call(operation, |link| link.group.all_gather(&mut lengths, &length))?;
+        self.run_collective(operation, |link| link.group.all_gather(&mut lengths, &length))?;
         let longest = lengths.max().int64_value(&[]).max(1);
         let mut padded = bytes.to_vec();
         padded.resize(longest as usize, 0);
         let mut rows = Tensor::zeros([ranks, longest], (Kind::Uint8, Device::Cpu));
         let padded = Tensor::from_slice(&padded);
-        self.call(operation, |link| link.group.all_gather(&mut rows, &padded))?;
+        self.run_collective(operation, |link| link.group.all_gather(&mut rows, &padded))?;
         let row = |rank: i64| {
             let length = lengths.int64_value(&[rank, 0]) as usize;
             let mut bytes = vec![0; length];
@@ -240,33 +242,33 @@ impl ProcessGroup {
         }
     }
 
-    fn call(
+    fn run_collective(
         &self,
         operation: &'static str,
-        work: impl FnOnce(&Link) -> Result<(), String>,
+        work: impl FnOnce(&Connection) -> Result<(), String>,
     ) -> Result<(), GroupError> {
         let Some(link) = &self.link else { return Ok(()) };
-        work(link).map_err(|problem| self.give_up(operation, &problem))
+        work(link).map_err(|problem| self.abort_with_error(operation, &problem))
     }
 
-    /// Closes all connections after a collective has failed, and returns the reason.
-    fn give_up(&self, operation: &'static str, problem: &str) -> GroupError {
+    /// Aborts all connections after a collective has failed, and returns the error.
+    fn abort_with_error(&self, operation: &'static str, problem: &str) -> GroupError {
         let Some(link) = &self.link else {
-            return GroupError::Collective { rank: self.rank, operation, problem: one_line(problem) };
+            return GroupError::Collective { rank: self.rank, operation, problem: first_error_line(problem) };
         };
         // The rank ends now, whether the abort works or not.
         let _ = link.group.abort();
-        explain(self.rank, &link.rendezvous, link.timeout, operation, problem)
+        diagnose_failure(self.rank, &link.rendezvous, link.timeout, operation, problem)
     }
 }
 
 /// A sum over all ranks that may still be running.
 pub struct RunningAllReduce {
     operation: &'static str,
-    state: SumState,
+    state: AllReduceState,
 }
 
-enum SumState {
+enum AllReduceState {
     Done(Tensor),
     Pending(c10d::PendingAllReduce),
 }
@@ -278,34 +280,34 @@ impl RunningAllReduce {
     /// See [`ProcessGroup`].
     pub fn finish(self, group: &ProcessGroup) -> Result<Tensor, GroupError> {
         match self.state {
-            SumState::Done(tensor) => Ok(tensor),
-            SumState::Pending(sum) => match &group.link {
+            AllReduceState::Done(tensor) => Ok(tensor),
+            AllReduceState::Pending(sum) => match &group.link {
                 Some(link) => {
-                    link.group.finish(sum).map_err(|problem| group.give_up(self.operation, &problem))
+                    link.group.finish(sum).map_err(|problem| group.abort_with_error(self.operation, &problem))
                 }
-                None => Err(group.give_up(self.operation, "it is another group's")),
+                None => Err(group.abort_with_error(self.operation, "it is another group's")),
             },
         }
     }
 }
 
-impl Link {
+impl Connection {
     /// Whether a tensor is copied through host memory.
-    fn stages(&self, tensor: &Tensor) -> bool {
+    fn copies_through_host(&self, tensor: &Tensor) -> bool {
         self.is_staged && tensor.device() != Device::Cpu
     }
 }
 
 /// Finds out why a collective failed.
-fn explain(
+fn diagnose_failure(
     rank: usize,
     rendezvous: &Rendezvous,
     timeout: Duration,
     operation: &'static str,
     problem: &str,
 ) -> GroupError {
-    let problem = one_line(problem);
-    match rendezvous.ask() {
+    let problem = first_error_line(problem);
+    match rendezvous.query_peers() {
         PeerStatus::Failed(peer, cause) => GroupError::Peer { rank, operation, peer, cause },
         PeerStatus::Silent(silent) => GroupError::Silent { rank, operation, timeout, silent, problem },
         PeerStatus::Alive => GroupError::Collective { rank, operation, problem },

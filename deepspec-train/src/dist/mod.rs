@@ -8,4 +8,4 @@ mod rendezvous;
 pub use comm_backend::CommBackend;
 pub use error::GroupError;
 pub use group::{ProcessGroup, RunningAllReduce};
-pub use rendezvous::Host;
+pub use rendezvous::RendezvousServer;

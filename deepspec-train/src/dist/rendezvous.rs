@@ -12,47 +12,47 @@ use deepspec_ops::c10d::Store;
 const ERROR_GRACE: Duration = Duration::from_secs(5);
 /// Timeout for reading a key that should exist already.
 const KEY_TIMEOUT: Duration = Duration::from_millis(10);
-/// Our own launcher gives each job its own port and starts it once.
-const JOB: &str = "";
-const ATTEMPT: usize = 0;
+/// Job id and attempt of jobs that our own launcher starts. They are constant, because each job has
+/// its own port and one attempt.
+const LOCAL_JOB_ID: &str = "";
+const FIRST_ATTEMPT: usize = 0;
 /// A documentation address (RFC 5737), used to find the outgoing network interface. No packet is
 /// sent.
-const ELSEWHERE: (&str, u16) = ("192.0.2.1", 9);
+const EXTERNAL_ADDRESS: (&str, u16) = ("192.0.2.1", 9);
 
 /// A rendezvous store that the launcher opens for its child processes.
-pub struct Host {
+pub struct RendezvousServer {
     store: Store,
     port: u16,
 }
 
-impl Host {
+impl RendezvousServer {
     /// Opens a store at a free local port; it closes when dropped.
     ///
     /// # Errors
     /// [`GroupError::Rendezvous`] if no port can be bound.
     pub fn open(world_size: usize, timeout: Duration) -> Result<Self, GroupError> {
         let (host, port) = (Self::ADDRESS.to_string(), 0);
-        let (store, port) =
-            Store::open(&host, port, true, timeout, &prefix(JOB, ATTEMPT)).map_err(|problem| {
-                GroupError::Rendezvous {
-                    rank: 0,
-                    world_size,
-                    host,
-                    port,
-                    timeout,
-                    problem: one_line(&problem),
-                }
+        let (store, port) = Store::open(&host, port, true, timeout, &key_prefix(LOCAL_JOB_ID, FIRST_ATTEMPT))
+            .map_err(|problem| GroupError::Rendezvous {
+                rank: 0,
+                world_size,
+                host,
+                port,
+                timeout,
+                problem: first_error_line(&problem),
             })?;
         Ok(Self { store, port })
     }
 
     /// Whether a failed rank failed only because another rank did.
-    pub fn is_follower(&self, rank: usize) -> bool {
+    pub fn failed_after_another(&self, rank: usize) -> bool {
         self.store.get(&format!("end/{rank}"), KEY_TIMEOUT).is_ok_and(|words| words.is_empty())
     }
 
-    /// Returns the environment of one of `world_size` child processes on this machine.
-    pub fn place(&self, rank: usize, world_size: usize) -> Ranks {
+    /// Returns rank, world size and store address for one of `world_size` child processes on this
+    /// machine.
+    pub fn child_ranks(&self, rank: usize, world_size: usize) -> Ranks {
         Ranks {
             rank,
             world_size,
@@ -60,15 +60,15 @@ impl Host {
             host: Self::ADDRESS.into(),
             port: self.port,
             is_hosted: true,
-            job: JOB.into(),
-            attempt: ATTEMPT,
+            job: LOCAL_JOB_ID.into(),
+            attempt: FIRST_ATTEMPT,
         }
     }
 
     const ADDRESS: &str = "127.0.0.1";
 }
 
-/// The rendezvous as one rank sees it.
+/// One rank's connection to the rendezvous store.
 pub(crate) struct Rendezvous {
     pub store: Store,
     ranks: Ranks,
@@ -91,7 +91,7 @@ impl Rendezvous {
         let begun = Instant::now();
         let (rank, world_size) = (ranks.rank, ranks.world_size);
         let is_host = rank == 0 && !ranks.is_hosted;
-        let prefix = prefix(&ranks.job, ranks.attempt);
+        let prefix = key_prefix(&ranks.job, ranks.attempt);
         let (store, _) =
             Store::open(&ranks.host, ranks.port, is_host, timeout, &prefix).map_err(|problem| {
                 GroupError::Rendezvous {
@@ -100,12 +100,12 @@ impl Rendezvous {
                     host: ranks.host.clone(),
                     port: ranks.port,
                     timeout,
-                    problem: one_line(&problem),
+                    problem: first_error_line(&problem),
                 }
             })?;
         let meeting = Self { store, ranks: ranks.clone(), timeout };
-        meeting.say("here", "");
-        let missing = meeting.missing("here", timeout.saturating_sub(begun.elapsed()));
+        meeting.set_rank_key("here", "");
+        let missing = meeting.peers_without_key("here", timeout.saturating_sub(begun.elapsed()));
         if missing.is_empty() {
             Ok(meeting)
         } else {
@@ -115,16 +115,16 @@ impl Rendezvous {
 
     /// Timeout of a collective. It leaves time to ask silent ranks for their errors, and for rank 0
     /// to keep the store open. All of this fits the job's timeout, plus [`KEY_TIMEOUT`] per silent rank.
-    pub fn patience(&self) -> Duration {
-        self.timeout - 2 * self.last_words()
+    pub fn collective_timeout(&self) -> Duration {
+        self.timeout - 2 * self.error_exchange_timeout()
     }
 
-    fn last_words(&self) -> Duration {
+    fn error_exchange_timeout(&self) -> Duration {
         ERROR_GRACE.min(self.timeout / 6)
     }
 
     /// Returns the address of this machine that the other ranks can reach.
-    pub fn address(&self) -> String {
+    pub fn reachable_address(&self) -> String {
         let host = &self.ranks.host;
         let way = |to: (&str, u16)| {
             let to = to.to_socket_addrs().ok()?.next()?;
@@ -137,37 +137,37 @@ impl Rendezvous {
         let address = match address {
             // A host name that resolves to loopback on its own machine has another address
             // elsewhere.
-            Some(ip) if ip.is_loopback() && !is_local => way(ELSEWHERE).or(Some(ip)),
+            Some(ip) if ip.is_loopback() && !is_local => way(EXTERNAL_ADDRESS).or(Some(ip)),
             found => found,
         };
-        address.map_or_else(|| Host::ADDRESS.into(), |ip| ip.to_string())
+        address.map_or_else(|| RendezvousServer::ADDRESS.into(), |ip| ip.to_string())
     }
 
     /// Stores the error that ends this rank for the other ranks.
     pub fn fail(&self, cause: &str) {
-        self.say("end", cause);
-        self.say("bye", "");
+        self.set_rank_key("end", cause);
+        self.set_rank_key("bye", "");
         if self.ranks.rank == 0 && !self.ranks.is_hosted {
             // The store ends with this process, so wait until the others have read the error.
-            self.missing("bye", self.last_words());
+            self.peers_without_key("bye", self.error_exchange_timeout());
         }
     }
 
     /// Whether any other rank has reported its end.
-    pub fn has_ended(&self) -> bool {
+    pub fn any_peer_ended(&self) -> bool {
         (0..self.ranks.world_size)
-            .any(|peer| peer != self.ranks.rank && self.heard("end", peer, Instant::now()).is_some())
+            .any(|peer| peer != self.ranks.rank && self.read_peer_key("end", peer, Instant::now()).is_some())
     }
 
     /// Asks for the state of the other ranks after a collective has failed.
-    pub fn ask(&self) -> PeerStatus {
+    pub fn query_peers(&self) -> PeerStatus {
         // Rank 0, which holds the store, may be the one that is gone.
-        let _ = self.store.notice_silence(self.last_words());
-        self.say("end", "");
-        let (deadline, mut silent) = (Instant::now() + self.last_words(), vec![]);
+        let _ = self.store.set_silence_timeout(self.error_exchange_timeout());
+        self.set_rank_key("end", "");
+        let (deadline, mut silent) = (Instant::now() + self.error_exchange_timeout(), vec![]);
         let mut failed = None;
         for peer in (0..self.ranks.world_size).filter(|&peer| peer != self.ranks.rank) {
-            match self.heard("end", peer, deadline) {
+            match self.read_peer_key("end", peer, deadline) {
                 None => silent.push(peer),
                 Some(cause) if !cause.is_empty() => {
                     failed.get_or_insert((peer, cause));
@@ -175,9 +175,9 @@ impl Rendezvous {
                 Some(_) => {}
             }
         }
-        self.say("bye", "");
+        self.set_rank_key("bye", "");
         if self.ranks.rank == 0 && !self.ranks.is_hosted {
-            self.missing("bye", self.last_words());
+            self.peers_without_key("bye", self.error_exchange_timeout());
         }
         match failed {
             Some((peer, cause)) => PeerStatus::Failed(peer, cause),
@@ -188,31 +188,31 @@ impl Rendezvous {
 
     /// Sets a key of this rank. Errors are ignored: if the store is gone, its rank is reported as
     /// silent.
-    fn say(&self, key: &str, words: &str) {
+    fn set_rank_key(&self, key: &str, words: &str) {
         let _ = self.store.set(&format!("{key}/{}", self.ranks.rank), words.as_bytes());
     }
 
-    fn heard(&self, key: &str, peer: usize, deadline: Instant) -> Option<String> {
+    fn read_peer_key(&self, key: &str, peer: usize, deadline: Instant) -> Option<String> {
         let left = deadline.saturating_duration_since(Instant::now()).max(KEY_TIMEOUT);
         let words = self.store.get(&format!("{key}/{peer}"), left).ok()?;
         Some(String::from_utf8_lossy(&words).into_owned())
     }
 
     /// Returns the other ranks that do not set their key in time.
-    fn missing(&self, key: &str, timeout: Duration) -> Vec<usize> {
+    fn peers_without_key(&self, key: &str, timeout: Duration) -> Vec<usize> {
         let deadline = Instant::now() + timeout;
         (0..self.ranks.world_size)
-            .filter(|&peer| peer != self.ranks.rank && self.heard(key, peer, deadline).is_none())
+            .filter(|&peer| peer != self.ranks.rank && self.read_peer_key(key, peer, deadline).is_none())
             .collect()
     }
 }
 
-fn prefix(job: &str, attempt: usize) -> String {
+fn key_prefix(job: &str, attempt: usize) -> String {
     format!("{job}/attempt_{attempt}")
 }
 
 /// The first line of a c10d error without its source location. The other lines are stack frames.
-pub(crate) fn one_line(problem: &str) -> String {
+pub(crate) fn first_error_line(problem: &str) -> String {
     let line = problem.lines().next().unwrap_or_default();
     let said = line.strip_prefix('[').and_then(|line| line.split_once("] "));
     said.filter(|(place, _)| place.contains(".cc:")).map_or(line, |(_, said)| said).trim().to_string()
@@ -224,8 +224,8 @@ mod tests {
 
     #[test]
     fn what_c10d_says_is_told_in_a_line() {
-        assert_eq!(one_line("[/a/b.cc:78] Timed out\nframe #0"), "Timed out");
-        assert_eq!(one_line("[1] closed"), "[1] closed");
-        assert_eq!(one_line(""), "");
+        assert_eq!(first_error_line("[/a/b.cc:78] Timed out\nframe #0"), "Timed out");
+        assert_eq!(first_error_line("[1] closed"), "[1] closed");
+        assert_eq!(first_error_line(""), "");
     }
 }

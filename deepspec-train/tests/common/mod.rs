@@ -10,7 +10,7 @@ use std::process::{Child, Command, Output, Stdio};
 use std::sync::LazyLock;
 
 use deepspec_capture::cache::{Builder, Encoding, FinalStates, Plan};
-use deepspec_capture::{Capture, TargetSpec, fill, tokenise};
+use deepspec_capture::{Capture, TargetSpec, fill_shards, tokenise};
 use deepspec_core::cli::Verbosity;
 use deepspec_testkit::fake_gpu::{FakeGpu, Report};
 use serde_json::{Value, json};
@@ -83,7 +83,7 @@ fn write_cache(dir: &Path, cache: &str, encoding: Encoding) {
     let plan = Plan::new(samples, source.layout(FinalStates::Supervised, encoding), 1 << 20).unwrap();
     let mut builder = Builder::open(&dir.join(cache), &plan, &source.identity).unwrap();
     let mut capture = Capture::load(&source.dir, &recipe, longest, Device::Cpu, Kind::Float).unwrap();
-    fill(&mut builder, &mut capture, |_| {}).unwrap();
+    fill_shards(&mut builder, &mut capture, |_| {}).unwrap();
     builder.publish().unwrap();
 }
 

@@ -3,7 +3,7 @@
 //! The eight exponent bits of hidden states carry less than three bits of information; sign and
 //! mantissa are noise. Sign and mantissa are stored uncompressed in one byte per value, with the
 //! sign in the lowest bit. The exponents, one byte per value, are compressed by zstd; each run of
-//! [`RUN`] values is a frame.
+//! [`VALUES_PER_FRAME`] values is a frame.
 
 use std::io;
 
@@ -11,7 +11,7 @@ use zstd::bulk::{Compressor, Decompressor};
 use zstd::zstd_safe::{self, CParameter};
 
 /// Values per frame. A decoded frame stays in the CPU cache until it is joined with the mantissas.
-const RUN: usize = 128 << 10;
+const VALUES_PER_FRAME: usize = 128 << 10;
 
 /// Returns the sign and mantissa bytes of bfloat16 `states`, and appends the frames of their
 /// exponents to `frames`.
@@ -23,7 +23,7 @@ pub(crate) fn encode(states: &[u8], frames: &mut Vec<u8>) -> io::Result<Vec<u8>>
     compressor.set_parameter(CParameter::HashLog(6))?;
     let turned = |pair: &[u8; 2]| u16::from_le_bytes(*pair).rotate_left(1).to_le_bytes();
     let (values, _) = states.as_chunks::<2>();
-    for run in values.chunks(RUN) {
+    for run in values.chunks(VALUES_PER_FRAME) {
         let exponents: Vec<u8> = run.iter().map(|pair| turned(pair)[1]).collect();
         frames.extend(compressor.compress(&exponents)?);
     }
@@ -38,8 +38,10 @@ pub(crate) fn encode(states: &[u8], frames: &mut Vec<u8>) -> io::Result<Vec<u8>>
 pub(crate) fn decode<'f>(low: &[u8], mut frames: &'f [u8], states: &mut [u8]) -> io::Result<&'f [u8]> {
     debug_assert!(states.len() == low.len() * 2);
     let mut decompressor = Decompressor::new()?;
-    let mut exponents = vec![0; RUN.min(low.len())];
-    for (low, states) in low.chunks(RUN).zip(states.as_chunks_mut::<2>().0.chunks_mut(RUN)) {
+    let mut exponents = vec![0; VALUES_PER_FRAME.min(low.len())];
+    for (low, states) in
+        low.chunks(VALUES_PER_FRAME).zip(states.as_chunks_mut::<2>().0.chunks_mut(VALUES_PER_FRAME))
+    {
         let problem = |code| io::Error::other(zstd_safe::get_error_name(code));
         let size = zstd_safe::find_frame_compressed_size(frames).map_err(problem)?;
         let (frame, rest) = frames.split_at_checked(size).ok_or(io::ErrorKind::UnexpectedEof)?;
@@ -63,8 +65,11 @@ mod tests {
 
     #[test]
     fn every_value_comes_back_over_the_ends_of_frames() {
-        let states: Vec<u8> =
-            (0..=u16::MAX).cycle().take(2 * RUN + 17).flat_map(|bits| bits.to_le_bytes()).collect();
+        let states: Vec<u8> = (0..=u16::MAX)
+            .cycle()
+            .take(2 * VALUES_PER_FRAME + 17)
+            .flat_map(|bits| bits.to_le_bytes())
+            .collect();
         let mut frames = vec![];
         let low = encode(&states, &mut frames).unwrap();
         let mut read = vec![0; states.len()];

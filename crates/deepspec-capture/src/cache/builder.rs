@@ -19,10 +19,12 @@ use crate::cache::error::CacheError;
 use crate::cache::files::parts_dir;
 use crate::cache::identity::Identity;
 use crate::cache::identity::Recipe;
-use crate::cache::manifest::{Manifest, is_absent};
-use crate::cache::parts::{CLAIM_FILE, Claim, Worker, leftovers, lock, parts, remove_if_present};
+use crate::cache::manifest::{Manifest, is_not_found};
+use crate::cache::parts::{
+    CLAIM_FILE, Claim, Worker, find_leftover_files, lock_worker_dir, remove_if_present, worker_dirs,
+};
 use crate::cache::plan::Plan;
-use crate::cache::samples::{self, Written};
+use crate::cache::samples::{self, WrittenSample};
 use crate::cache::shard;
 use crate::cache::writer::{ShardMeta, ShardWriter};
 
@@ -69,7 +71,7 @@ impl<'p> Builder<'p> {
         let recipe = plan.recipe(identity)?;
         let mut builder = Self {
             dir: dir.to_path_buf(),
-            part: worker.part(dir),
+            part: worker.worker_dir(dir),
             plan,
             recipe,
             worker,
@@ -86,16 +88,16 @@ impl<'p> Builder<'p> {
             return Ok(builder);
         }
         if !parts_dir(dir).exists()
-            && let Some(path) = leftovers(dir)?.into_iter().next()
+            && let Some(path) = find_leftover_files(dir)?.into_iter().next()
         {
             return Err(CacheError::Leftover { path });
         }
         atomic::create_dir(&builder.part)?;
-        builder._lock = Some(lock(&builder.part)?);
-        builder.claim()?;
-        let parts = parts(dir)?;
+        builder._lock = Some(lock_worker_dir(&builder.part)?);
+        builder.write_or_check_claim()?;
+        let parts = worker_dirs(dir)?;
         for (index, planned) in plan.shards().iter().enumerate().filter(|&(index, _)| worker.builds(index)) {
-            match finished(dir, &parts, plan, index)? {
+            match find_finished_shard(dir, &parts, plan, index)? {
                 Some(_) => builder.done_samples += planned.samples.len(),
                 None => builder.pending.push_back(index),
             }
@@ -128,9 +130,9 @@ impl<'p> Builder<'p> {
         if Manifest::read_if_present(dir)?.is_some() {
             return Ok(0);
         }
-        let (parts, mut bytes) = (parts(dir)?, 0_u64);
+        let (parts, mut bytes) = (worker_dirs(dir)?, 0_u64);
         for (index, planned) in plan.shards().iter().enumerate().filter(|&(index, _)| worker.builds(index)) {
-            if finished(dir, &parts, plan, index)?.is_none() {
+            if find_finished_shard(dir, &parts, plan, index)?.is_none() {
                 bytes = bytes.saturating_add(planned.geometry(plan.layout())?.bytes());
             }
         }
@@ -146,8 +148,8 @@ impl<'p> Builder<'p> {
         self.pending.pop_front().map(|shard| ShardWriter::create(&self.part, self.plan, shard)).transpose()
     }
 
-    /// Publishes the finished shards as a cache: moves them up, writes the samples' table and,
-    /// last, the manifest.
+    /// Publishes the finished shards as a cache. Moves them into the cache's folder, then writes
+    /// the samples' table, and the manifest last.
     ///
     /// # Errors
     /// Fails if a shard is not finished, and on I/O failures.
@@ -155,13 +157,13 @@ impl<'p> Builder<'p> {
         if let Some(manifest) = self.published {
             return Ok(manifest);
         }
-        let parts = parts(&self.dir)?;
+        let parts = worker_dirs(&self.dir)?;
         let others = parts.iter().filter(|part| **part != self.part);
-        let _locks: Vec<File> = others.map(|part| lock(part)).collect::<Result<_, _>>()?;
+        let _locks: Vec<File> = others.map(|part| lock_worker_dir(part)).collect::<Result<_, _>>()?;
         let mut shards = Vec::with_capacity(self.plan.shards().len());
         let mut missing = Vec::new();
         for index in 0..self.plan.shards().len() {
-            match finished(&self.dir, &parts, self.plan, index)? {
+            match find_finished_shard(&self.dir, &parts, self.plan, index)? {
                 Some(found) => shards.push(found),
                 None => missing.push(index),
             }
@@ -170,12 +172,12 @@ impl<'p> Builder<'p> {
             let (found, expected) = (shards.len(), self.plan.shards().len());
             return Err(CacheError::Unfinished { dir: self.dir, found, expected, missing });
         }
-        commit(&self.dir, self.plan, &self.recipe, shards)
+        publish_shards(&self.dir, self.plan, &self.recipe, shards)
     }
 
-    /// Writes the identity of the build into the worker's folder, or compares it with the one
-    /// there.
-    fn claim(&self) -> Result<(), CacheError> {
+    /// Writes the build's identity into the worker's folder. If the folder has one already,
+    /// compares the two.
+    fn write_or_check_claim(&self) -> Result<(), CacheError> {
         let claim =
             Claim { workers: self.worker.of, shards: self.plan.shards().len(), build: self.recipe.clone() };
         match Claim::read(&self.part)? {
@@ -198,40 +200,43 @@ impl<'p> Builder<'p> {
 }
 
 /// A finished shard and the worker's folder with its sidecar.
-pub(crate) type Finished = (PathBuf, ShardMeta);
+pub(crate) type FinishedShard = (PathBuf, ShardMeta);
 
 /// Returns the sidecar of a finished shard and the first of `parts` that has it.
-pub(crate) fn finished(
+pub(crate) fn find_finished_shard(
     dir: &Path,
     parts: &[PathBuf],
     plan: &Plan,
     shard: usize,
-) -> Result<Option<Finished>, CacheError> {
+) -> Result<Option<FinishedShard>, CacheError> {
     for part in parts {
-        if let Some(sidecar) = ShardMeta::of_finished(dir, part, plan, shard)? {
+        if let Some(sidecar) = ShardMeta::read_finished(dir, part, plan, shard)? {
             return Ok(Some((part.clone(), sidecar)));
         }
     }
     Ok(None)
 }
 
-/// Publishes finished shards as a cache: moves them up, writes the samples' table and, last, the
-/// manifest. Can be repeated after a kill at any point.
-pub(crate) fn commit(
+/// Publishes finished shards as a cache. Moves them into the cache's folder, then writes the
+/// samples' table, and the manifest last. Can be repeated after a kill at any point.
+pub(crate) fn publish_shards(
     dir: &Path,
     plan: &Plan,
     recipe: &Recipe,
-    shards: Vec<Finished>,
+    shards: Vec<FinishedShard>,
 ) -> Result<Manifest, CacheError> {
     for (index, (part, _)) in shards.iter().enumerate() {
         let (from, to) = (shard::path(part, index), shard::path(dir, index));
         match fs::rename(&from, &to) {
-            Err(error) if !is_absent(&error) => return Err(FileError::at("publishing", &from)(error).into()),
+            Err(error) if !is_not_found(&error) => {
+                return Err(FileError::at("publishing", &from)(error).into());
+            }
             _ => {} // An interrupted publication has moved it already.
         }
     }
-    let written: Vec<Written> = shards.iter().flat_map(|(_, sidecar)| sidecar.written()).collect();
-    let entry = samples::write(dir, plan, &written)?;
+    let written: Vec<WrittenSample> =
+        shards.iter().flat_map(|(_, sidecar)| sidecar.written_samples()).collect();
+    let entry = samples::write_table(dir, plan, &written)?;
     // All file names must be on disk before the manifest refers to them.
     sync_dir(dir)?;
     let shards = shards.into_iter().map(|(_, sidecar)| sidecar.shard).collect();
@@ -242,7 +247,7 @@ pub(crate) fn commit(
     Ok(manifest)
 }
 
-/// Makes renames within `dir` durable.
+/// Syncs `dir`, so that renames within it survive a machine crash.
 fn sync_dir(dir: &Path) -> Result<(), CacheError> {
     let sync = || -> io::Result<()> { File::open(dir)?.sync_all() };
     Ok(sync().map_err(FileError::at("syncing", dir))?)

@@ -11,7 +11,7 @@ use crate::cache::shard::Parts;
 use crate::cache::{bf16z, fp8, values};
 
 /// Bytes copied and checksummed at a time; they stay in the L2 cache.
-const BLOCK: usize = 64 << 10;
+const BLOCK_BYTES: usize = 64 << 10;
 
 /// Encodes finite bfloat16 hidden states.
 pub(crate) fn encode<'s>(layout: &Layout, [taps, last]: [&'s [u8]; 2]) -> io::Result<Parts<Cow<'s, [u8]>>> {
@@ -35,22 +35,24 @@ pub(crate) fn encode<'s>(layout: &Layout, [taps, last]: [&'s [u8]; 2]) -> io::Re
     Ok(stored)
 }
 
-/// Bytes of a sample's bfloat16 states `taps [L, m·d]` and `last [K, d]` in a shard of this layout.
+/// Number of bytes that a shard of this layout needs for a sample's bfloat16 states `taps [L, m·d]`
+/// and `last [K, d]`.
 ///
 /// # Errors
 /// Fails if zstd fails.
 pub fn stored_bytes(layout: &Layout, taps: &[u8], last: &[u8]) -> io::Result<u64> {
-    let stored = encode(layout, [taps, last])?.in_order();
+    let stored = encode(layout, [taps, last])?.in_file_order();
     Ok(stored.iter().map(|bytes| bytes.len() as u64).sum())
 }
 
-/// Bytes of a sample's `[L, m·d]` and `[K, d]` in bfloat16.
+/// Sizes in bytes of a sample's taps `[L, m·d]` and final states `[K, d]` after decoding to
+/// bfloat16.
 pub(crate) fn state_bytes(layout: &Layout, stored: Parts<&[u8]>) -> [usize; 2] {
     let values = layout.encoding.value_bytes();
     [stored.taps, stored.last].map(|stored| stored.len() / values * Encoding::Bf16.value_bytes())
 }
 
-/// Decodes a stored sample to bfloat16, into memory of the sizes of [`state_bytes`].
+/// Decodes a stored sample to bfloat16, into buffers with the sizes of [`state_bytes`].
 ///
 /// # Errors
 /// Fails if the exponents cannot be decompressed.
@@ -76,10 +78,10 @@ pub(crate) fn decode(layout: &Layout, stored: Parts<&[u8]>, [taps, last]: [&mut 
 
 /// Copies a sample stored in bfloat16 and returns its [`checksum`]. Each block is checksummed while
 /// it is in the CPU cache.
-pub(crate) fn copy(stored: Parts<&[u8]>, [taps, last]: [&mut [u8]; 2]) -> u32 {
-    let mut digest = digest();
+pub(crate) fn copy_with_checksum(stored: Parts<&[u8]>, [taps, last]: [&mut [u8]; 2]) -> u32 {
+    let mut digest = crc32_digest();
     for (from, to) in [(stored.taps, taps), (stored.last, last)] {
-        for (from, to) in from.chunks(BLOCK).zip(to.chunks_mut(BLOCK)) {
+        for (from, to) in from.chunks(BLOCK_BYTES).zip(to.chunks_mut(BLOCK_BYTES)) {
             to.copy_from_slice(from);
             digest.update(to);
         }
@@ -87,12 +89,12 @@ pub(crate) fn copy(stored: Parts<&[u8]>, [taps, last]: [&mut [u8]; 2]) -> u32 {
     digest.finalize() as u32
 }
 
-/// The bfloat16 states of a stored sample, `[L, m·d]` and `[K, d]`. Samples stored in bfloat16 are
-/// borrowed.
+/// Decodes a stored sample to bfloat16: taps `[L, m·d]` and final states `[K, d]`. Samples stored
+/// in bfloat16 are borrowed.
 ///
 /// # Errors
 /// As [`decode`].
-pub(crate) fn decoded<'s>(layout: &Layout, stored: Parts<&'s [u8]>) -> io::Result<[Cow<'s, [u8]>; 2]> {
+pub(crate) fn decode_to_bf16<'s>(layout: &Layout, stored: Parts<&'s [u8]>) -> io::Result<[Cow<'s, [u8]>; 2]> {
     if layout.encoding == Encoding::Bf16 {
         return Ok([stored.taps.into(), stored.last.into()]);
     }
@@ -113,12 +115,12 @@ pub(crate) fn first_non_finite(layout: &Layout, [taps, last]: [&[u8]; 2]) -> Opt
 
 /// CRC-32 of all stored bytes of a sample, in file order.
 pub(crate) fn checksum(stored: Parts<&[u8]>) -> u32 {
-    let mut digest = digest();
-    stored.in_order().into_iter().for_each(|bytes| digest.update(bytes));
+    let mut digest = crc32_digest();
+    stored.in_file_order().into_iter().for_each(|bytes| digest.update(bytes));
     digest.finalize() as u32
 }
 
 /// The CRC-32 of zip and zlib; the result is in the lower 32 of 64 bits.
-fn digest() -> Digest {
+fn crc32_digest() -> Digest {
     Digest::new(CrcAlgorithm::Crc32IsoHdlc)
 }

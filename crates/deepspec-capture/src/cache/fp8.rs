@@ -8,30 +8,31 @@
 use std::sync::LazyLock;
 
 /// The largest finite e4m3 value.
-const LARGEST: f32 = 448.0;
-/// Magnitude bits of NaN; every smaller magnitude is finite.
-const NAN: u8 = 0x7F;
-/// Smallest scale: the smallest normal number, so that its inverse is finite.
-const LEAST_SCALE: u32 = 1 << 23;
-/// At this largest scale, 256 would overflow to infinity on decoding, so codes stop at 240.
-const TOP_SCALE: f32 = f32::from_bits((127 + 120) << 23);
-const TOP_LARGEST: f32 = 240.0;
+const MAX_E4M3: f32 = 448.0;
+/// Code of NaN without its sign bit; every smaller code is finite.
+const NAN_CODE: u8 = 0x7F;
+/// Bits of the smallest scale. It is the smallest normal float32, so that its inverse is finite.
+const MIN_SCALE_BITS: u32 = 1 << 23;
+/// Maximum scale. With it, the value 256 would overflow to infinity on decoding, so codes stop at
+/// 240.
+const MAX_SCALE: f32 = f32::from_bits((127 + 120) << 23);
+const MAX_E4M3_AT_MAX_SCALE: f32 = 240.0;
 /// Adding this to a number below 2²² rounds it to an integer, ties to even.
-const ROUNDER: f32 = 8_388_608.0;
+const ROUNDING_OFFSET: f32 = 8_388_608.0;
 
-/// [`table`] of each power of two, indexed by its exponent bits: 128 kB in total, though a cache
-/// uses only a few rows.
-static TABLES: LazyLock<Vec<[u16; 256]>> =
-    LazyLock::new(|| (0..256).map(|exponent| table(f32::from_bits(exponent << 23))).collect());
+/// The [`decode_table`] of each power of two, indexed by its exponent bits: 128 kB in total, though
+/// a cache uses only a few of them.
+static DECODE_TABLES: LazyLock<Vec<[u16; 256]>> =
+    LazyLock::new(|| (0..256).map(|exponent| decode_table(f32::from_bits(exponent << 23))).collect());
 
 /// Encoded states: one byte per value, and two bytes of scale per state.
-pub(crate) struct Encoded {
+pub(crate) struct EncodedStates {
     pub codes: Vec<u8>,
     pub scales: Vec<u8>,
 }
 
 /// Encodes finite bfloat16 `states` of `d` values each.
-pub(crate) fn encode(states: &[u8], d: usize) -> Encoded {
+pub(crate) fn encode(states: &[u8], d: usize) -> EncodedStates {
     let (values, rest) = states.as_chunks::<2>();
     debug_assert!(rest.is_empty() && values.len().is_multiple_of(d));
     let mut codes = vec![0; values.len()];
@@ -39,15 +40,16 @@ pub(crate) fn encode(states: &[u8], d: usize) -> Encoded {
     for (state, codes) in values.chunks_exact(d).zip(codes.chunks_exact_mut(d)) {
         let magnitude = |&pair: &[u8; 2]| u16::from_le_bytes(pair) & 0x7FFF;
         let largest = state.iter().map(magnitude).fold(0, u16::max);
-        let scale = scale(f32::from_bits(u32::from(largest) << 16));
-        let (inverse, most) = (scale.recip(), if scale >= TOP_SCALE { TOP_LARGEST } else { LARGEST });
+        let scale = scale_for_max(f32::from_bits(u32::from(largest) << 16));
+        let (inverse, most) =
+            (scale.recip(), if scale >= MAX_SCALE { MAX_E4M3_AT_MAX_SCALE } else { MAX_E4M3 });
         for (code, &pair) in codes.iter_mut().zip(state) {
             let value = f32::from_bits(u32::from(u16::from_le_bytes(pair)) << 16);
-            *code = code_of((value * inverse).clamp(-most, most));
+            *code = encode_value((value * inverse).clamp(-most, most));
         }
         scales.extend_from_slice(&((scale.to_bits() >> 16) as u16).to_le_bytes());
     }
-    Encoded { codes, scales }
+    EncodedStates { codes, scales }
 }
 
 /// Decodes states of `d` values each to bfloat16; `states` has two bytes per code.
@@ -58,11 +60,11 @@ pub(crate) fn decode(codes: &[u8], scales: &[u8], d: usize, states: &mut [u8]) {
     for ((codes, &scale), state) in rows.zip(states.chunks_exact_mut(d)) {
         let scale = f32::from_bits(u32::from(u16::from_le_bytes(scale)) << 16);
         let own;
-        let table = match TABLES.get((scale.to_bits() >> 23) as usize) {
+        let table = match DECODE_TABLES.get((scale.to_bits() >> 23) as usize) {
             Some(table) if scale.to_bits() << 9 == 0 => table,
             // The encoder never writes such a scale.
             _ => {
-                own = table(scale);
+                own = decode_table(scale);
                 &own
             }
         };
@@ -73,30 +75,31 @@ pub(crate) fn decode(codes: &[u8], scales: &[u8], d: usize, states: &mut [u8]) {
 }
 
 /// Returns the scale for a state with this largest magnitude.
-fn scale(largest: f32) -> f32 {
+fn scale_for_max(largest: f32) -> f32 {
     // 448 is 1.75 · 2⁸: a magnitude with a larger mantissa needs the next power of two.
     let (exponent, mantissa) = (largest.to_bits() >> 23, largest.to_bits() & 0x7F_FFFF);
-    let exponent = (exponent + u32::from(mantissa > LARGEST.to_bits() & 0x7F_FFFF)).saturating_sub(8);
-    f32::from_bits((exponent << 23).max(LEAST_SCALE))
+    let exponent = (exponent + u32::from(mantissa > MAX_E4M3.to_bits() & 0x7F_FFFF)).saturating_sub(8);
+    f32::from_bits((exponent << 23).max(MIN_SCALE_BITS))
 }
 
-/// The nearest code to a finite number, ties to even, clamped to ±448.
-fn code_of(value: f32) -> u8 {
+/// Encodes a finite number as the nearest code, ties to even, clamped to ±448.
+fn encode_value(value: f32) -> u8 {
     let sign = (value.to_bits() >> 24) as u8 & 0x80;
-    let magnitude = value.abs().min(LARGEST);
+    let magnitude = value.abs().min(MAX_E4M3);
     let bits = magnitude.to_bits();
     // Normal numbers: keep three mantissa bits, round the rest, and change the exponent bias from
     // 127 to 7.
     let normal = ((bits + 0x7_FFFF + (bits >> 20 & 1)) >> 20).wrapping_sub(120 << 3);
     // Subnormal codes, below 2⁻⁶, are multiples of 2⁻⁹.
-    let subnormal = (magnitude * 512.0 + ROUNDER).to_bits() & 0xF;
+    let subnormal = (magnitude * 512.0 + ROUNDING_OFFSET).to_bits() & 0xF;
     let code = if magnitude < 0.015_625 { subnormal } else { normal };
     sign | code as u8
 }
 
-/// The value of a code. No intermediate value is subnormal, because CPUs are slow on those.
-fn value_of(code: u8) -> f32 {
-    let magnitude = u32::from(code & NAN);
+/// Decodes a code without its scale. No intermediate value is subnormal, because CPUs are slow on
+/// those.
+fn decode_value(code: u8) -> f32 {
+    let magnitude = u32::from(code & NAN_CODE);
     let value = match magnitude {
         0..8 => magnitude as f32 / 512.0,
         8..0x7F => f32::from_bits((magnitude << 20) + (120 << 23)),
@@ -105,9 +108,9 @@ fn value_of(code: u8) -> f32 {
     f32::from_bits(value.to_bits() | u32::from(code & 0x80) << 24)
 }
 
-/// The values of all codes with this scale, as bfloat16.
-fn table(scale: f32) -> [u16; 256] {
-    std::array::from_fn(|code| ((value_of(code as u8) * scale).to_bits() >> 16) as u16)
+/// The bfloat16 bits of all 256 codes with this scale.
+fn decode_table(scale: f32) -> [u16; 256] {
+    std::array::from_fn(|code| ((decode_value(code as u8) * scale).to_bits() >> 16) as u16)
 }
 
 #[cfg(test)]
@@ -132,7 +135,7 @@ mod tests {
     }
 
     fn numbers(states: &[u8]) -> Vec<f64> {
-        crate::cache::values::bf16(states).map(f64::from).collect()
+        crate::cache::values::read_bf16(states).map(f64::from).collect()
     }
 
     #[test]
@@ -150,19 +153,19 @@ mod tests {
 
     #[test]
     fn every_finite_code_is_a_fixed_point_and_every_midpoint_goes_to_the_even_one() {
-        for code in (0..NAN).flat_map(|code| [code, code | 0x80]) {
-            assert_eq!(code_of(meaning(code) as f32), code, "{code:02x}");
+        for code in (0..NAN_CODE).flat_map(|code| [code, code | 0x80]) {
+            assert_eq!(encode_value(meaning(code) as f32), code, "{code:02x}");
         }
-        for code in 0..NAN - 1 {
+        for code in 0..NAN_CODE - 1 {
             let (low, high) = (meaning(code), meaning(code + 1));
             let middle = ((low + high) / 2.0) as f32;
-            assert_eq!(code_of(middle), code + (code & 1), "between {low} and {high}");
-            assert_eq!(code_of(-middle), 0x80 | (code + (code & 1)));
-            assert_eq!(code_of(f32::from_bits(middle.to_bits() - 1)), code);
-            assert_eq!(code_of(f32::from_bits(middle.to_bits() + 1)), code + 1);
+            assert_eq!(encode_value(middle), code + (code & 1), "between {low} and {high}");
+            assert_eq!(encode_value(-middle), 0x80 | (code + (code & 1)));
+            assert_eq!(encode_value(f32::from_bits(middle.to_bits() - 1)), code);
+            assert_eq!(encode_value(f32::from_bits(middle.to_bits() + 1)), code + 1);
         }
         for large in [449.0, 1e30, f32::MAX] {
-            assert_eq!((code_of(large), code_of(-large)), (0x7E, 0xFE));
+            assert_eq!((encode_value(large), encode_value(-large)), (0x7E, 0xFE));
         }
     }
 
@@ -177,14 +180,14 @@ mod tests {
         ] {
             check(&values);
         }
-        let Encoded { codes, scales } = encode(&bf16(&[0.0; 4]), 4);
+        let EncodedStates { codes, scales } = encode(&bf16(&[0.0; 4]), 4);
         assert_eq!((codes, scales.len()), (vec![0; 4], 2));
     }
 
     /// Checks the error bound of the module documentation on one state.
     fn check(values: &[f32]) {
         let states = bf16(values);
-        let Encoded { codes, scales } = encode(&states, values.len());
+        let EncodedStates { codes, scales } = encode(&states, values.len());
         let scale = numbers(&scales)[0];
         let mut decoded = vec![0; states.len()];
         decode(&codes, &scales, values.len(), &mut decoded);

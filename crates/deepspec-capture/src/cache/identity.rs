@@ -1,4 +1,4 @@
-//! Identity of a cache, which prevents its use with other targets or settings.
+//! Identity of a cache. It prevents the use of a cache with other targets or settings.
 
 use std::fmt::Display;
 
@@ -57,13 +57,17 @@ impl Identity {
         } = self;
         let mut found = Differences::default();
         found.compare("model_type", model_type, &other.model_type);
-        found.compare("target_config", short(target_config), short(&other.target_config));
-        found.compare("target_weights", short(target_weights), short(&other.target_weights));
-        found.compare("tokenizer", short(tokenizer), short(&other.tokenizer));
-        found.compare("template", short(template), short(&other.template));
+        found.compare("target_config", shorten_digest(target_config), shorten_digest(&other.target_config));
+        found.compare(
+            "target_weights",
+            shorten_digest(target_weights),
+            shorten_digest(&other.target_weights),
+        );
+        found.compare("tokenizer", shorten_digest(tokenizer), shorten_digest(&other.tokenizer));
+        found.compare("template", shorten_digest(template), shorten_digest(&other.template));
         found.compare("chat_template", chat_template, &other.chat_template);
-        found.compare("system_prompt", quoted(system_prompt), quoted(&other.system_prompt));
-        found.compare("taps", listed(taps), listed(&other.taps));
+        found.compare("system_prompt", quote_or_absent(system_prompt), quote_or_absent(&other.system_prompt));
+        found.compare("taps", format_taps(taps), format_taps(&other.taps));
         found.compare("max_length", max_length, &other.max_length);
         found.compare("hidden_size", hidden_size, &other.hidden_size);
         found.compare("vocab_size", vocab_size, &other.vocab_size);
@@ -87,16 +91,16 @@ impl Differences {
 /// Shortens hexadecimal digests to 16 digits for messages.
 ///
 /// A collision in the first 64 bits is ignored.
-fn short(digest: &str) -> &str {
+fn shorten_digest(digest: &str) -> &str {
     let hex = digest.len() == 64 && digest.bytes().all(|byte| byte.is_ascii_hexdigit());
     if hex { &digest[..16] } else { digest }
 }
 
-fn quoted(text: &Option<String>) -> String {
+fn quote_or_absent(text: &Option<String>) -> String {
     text.as_ref().map_or_else(|| "absent".to_string(), |text| format!("{text:?}"))
 }
 
-fn listed(taps: &[Tap]) -> String {
+fn format_taps(taps: &[Tap]) -> String {
     let names: Vec<String> = taps.iter().map(Tap::to_string).collect();
     format!("[{}]", names.join(", "))
 }

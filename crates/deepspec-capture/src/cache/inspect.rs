@@ -47,9 +47,9 @@ pub fn inspect(sample: &Sample<'_>) -> Result<Inspection, CacheError> {
     let [tap_states, last_states] = sample.states()?;
     let taps = layout.taps.iter().enumerate().map(|(index, &tap)| {
         let states = tap_states.chunks_exact(state_bytes).skip(index).step_by(layout.taps.len());
-        summary(Part::Tap(tap), states)
+        summarize_tensor(Part::Tap(tap), states)
     });
-    let last = std::iter::once_with(|| summary(Part::Last, last_states.chunks_exact(state_bytes)));
+    let last = std::iter::once_with(|| summarize_tensor(Part::Last, last_states.chunks_exact(state_bytes)));
     Ok(Inspection {
         id: sample.id.to_string(),
         shard: sample.shard,
@@ -60,11 +60,11 @@ pub fn inspect(sample: &Sample<'_>) -> Result<Inspection, CacheError> {
     })
 }
 
-fn summary<'s>(part: Part, states: impl Iterator<Item = &'s [u8]>) -> TensorSummary {
+fn summarize_tensor<'s>(part: Part, states: impl Iterator<Item = &'s [u8]>) -> TensorSummary {
     let (mut rows, mut norms, mut max_abs, mut non_finite) = (0, 0.0, 0.0_f32, 0);
     for state in states {
         let mut squares = 0.0;
-        for value in values::bf16(state) {
+        for value in values::read_bf16(state) {
             if value.is_finite() {
                 squares += f64::from(value) * f64::from(value);
                 max_abs = max_abs.max(value.abs());

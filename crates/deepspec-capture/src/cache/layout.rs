@@ -31,13 +31,13 @@ impl Encoding {
         }
     }
 
-    /// Whether the size of a cache depends on its values.
+    /// Whether the encoding compresses, so that the size of a cache depends on its values.
     pub fn compresses(self) -> bool {
         self == Self::Bf16z
     }
 
     /// Whether the encoding is lossy.
-    pub fn rounds(self) -> bool {
+    pub fn is_lossy(self) -> bool {
         self == Self::Fp8
     }
 
@@ -116,17 +116,18 @@ impl Layout {
         tap_row.checked_mul(rows)?.checked_add(last_row.checked_mul(last_rows)?)
     }
 
-    /// Bytes that a plan reserves for such a sample. For a compressing encoding this is the
-    /// uncompressed size.
+    /// Bytes that a plan reserves for a sample with `rows` tokens and `last_rows` final states. For
+    /// a compressing encoding this is the uncompressed size.
     pub(crate) fn planned_bytes(&self, rows: u64, last_rows: u64) -> Option<u64> {
         if self.encoding.compresses() {
-            return self.plain().sample_bytes(rows, last_rows);
+            return self.as_bfloat16().sample_bytes(rows, last_rows);
         }
         self.sample_bytes(rows, last_rows)
     }
 
-    /// This layout in bfloat16, the dtype of captured states and of training.
-    pub(crate) fn plain(&self) -> Self {
+    /// This layout with the encoding bfloat16, which is the dtype of captured states and of
+    /// training.
+    pub(crate) fn as_bfloat16(&self) -> Self {
         Self { encoding: Encoding::Bf16, ..self.clone() }
     }
 }

@@ -76,18 +76,18 @@ impl Manifest {
             reference,
             digest: String::new(),
         };
-        manifest.seal();
+        manifest.update_digest();
         manifest
     }
 
-    /// Sets the digest of the current content.
-    pub(crate) fn seal(&mut self) {
-        self.digest = self.true_digest();
+    /// Sets the digest field to the digest of the current content.
+    pub(crate) fn update_digest(&mut self) {
+        self.digest = self.compute_digest();
     }
 
     /// Writes the manifest, which commits a build.
     pub(crate) fn write(&self, dir: &Path) -> Result<(), CacheError> {
-        Ok(atomic::write_json(&path(dir), self)?)
+        Ok(atomic::write_json(&manifest_path(dir), self)?)
     }
 
     /// Size of the file.
@@ -109,10 +109,10 @@ impl Manifest {
 
     /// Like [`Self::read`], but `None` without a manifest.
     pub(crate) fn read_if_present(dir: &Path) -> Result<Option<Self>, CacheError> {
-        let path = path(dir);
+        let path = manifest_path(dir);
         let bytes = match std::fs::read(&path) {
             Ok(bytes) => bytes,
-            Err(error) if is_absent(&error) => return Ok(None),
+            Err(error) if is_not_found(&error) => return Ok(None),
             Err(error) => return Err(FileError::at("reading", &path)(error).into()),
         };
         let json = |source| CacheError::Json { path: path.clone(), source };
@@ -126,7 +126,7 @@ impl Manifest {
             });
         }
         let manifest: Self = serde_json::from_slice(&bytes).map_err(json)?;
-        let found = manifest.true_digest();
+        let found = manifest.compute_digest();
         if found != manifest.digest {
             return Err(CacheError::ManifestChanged { path, found, expected: manifest.digest });
         }
@@ -134,7 +134,7 @@ impl Manifest {
         let mut written = serde_json::to_vec_pretty(&manifest).map_err(json)?;
         written.push(b'\n');
         if written != bytes {
-            let [found, expected] = [&bytes, &written].map(|bytes| digest::bytes(bytes));
+            let [found, expected] = [&bytes, &written].map(|bytes| digest::sha256_of_bytes(bytes));
             return Err(CacheError::ManifestChanged { path, found, expected });
         }
         manifest.check(&path)?;
@@ -186,21 +186,21 @@ impl Manifest {
         same("samples.file".into(), self.samples.file.clone(), SAMPLES_FILE.into())
     }
 
-    fn true_digest(&self) -> String {
+    fn compute_digest(&self) -> String {
         let mut unsealed = self.clone();
         unsealed.digest.clear();
         // Serializing plain data to memory cannot fail.
-        digest::bytes(&serde_json::to_vec(&unsealed).unwrap_or_default())
+        digest::sha256_of_bytes(&serde_json::to_vec(&unsealed).unwrap_or_default())
     }
 }
 
 /// Path of the manifest of `dir`.
-pub(crate) fn path(dir: &Path) -> PathBuf {
+pub(crate) fn manifest_path(dir: &Path) -> PathBuf {
     dir.join(MANIFEST_FILE)
 }
 
 /// Whether an error means that a file does not exist.
-pub(crate) fn is_absent(error: &io::Error) -> bool {
+pub(crate) fn is_not_found(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory)
 }
 
@@ -211,21 +211,22 @@ impl Plan {
     /// # Errors
     /// Fails if the plan does not fit the identity, or if the table cannot be serialized.
     pub fn cache_bytes(&self, identity: &Identity) -> Result<u64, CacheError> {
-        let table = samples::size(self)?;
+        let table = samples::table_bytes(self)?;
         let shard = |(index, shard): (usize, &PlannedShard)| {
             let bytes = shard.geometry(self.layout())?.bytes();
-            let (file, sha256) = (shard::file_name(index), hex_like());
+            let (file, sha256) = (shard::file_name(index), placeholder_digest());
             Ok(ShardEntry { file, bytes, rows: shard.rows, last_rows: shard.last_rows, sha256 })
         };
         let shards: Vec<ShardEntry> =
             self.shards().iter().enumerate().map(shard).collect::<Result<_, CacheError>>()?;
-        let entry = SamplesEntry { file: SAMPLES_FILE.to_string(), bytes: table, sha256: hex_like() };
+        let entry =
+            SamplesEntry { file: SAMPLES_FILE.to_string(), bytes: table, sha256: placeholder_digest() };
         let manifest = Manifest::new(&self.recipe(identity)?, entry, shards).file_bytes();
         Ok(self.bytes().saturating_add(table).saturating_add(manifest))
     }
 }
 
 /// Placeholder for an unknown digest.
-fn hex_like() -> String {
+fn placeholder_digest() -> String {
     "0".repeat(64)
 }

@@ -8,20 +8,20 @@ use deepspec_core::atomic::FileError;
 use deepspec_core::digest::Hasher;
 use rayon::prelude::*;
 
-use crate::cache::builder::{Finished, commit, finished};
+use crate::cache::builder::{FinishedShard, find_finished_shard, publish_shards};
 use crate::cache::error::CacheError;
 use crate::cache::files::parts_dir;
 use crate::cache::identity::Recipe;
 use crate::cache::layout::Layout;
 use crate::cache::manifest::Manifest;
-use crate::cache::parts::{Claim, Worker, lock, parts, remove_if_present};
+use crate::cache::parts::{Claim, Worker, lock_worker_dir, remove_if_present, worker_dirs};
 use crate::cache::plan::Plan;
 use crate::cache::sample::PlannedSample;
 use crate::cache::shard;
 use crate::cache::writer::ShardMeta;
 
 /// Bytes hashed between two progress reports.
-const STEP: usize = 1 << 20;
+const PROGRESS_STEP_BYTES: usize = 1 << 20;
 
 /// Publishes the shards of all workers in `dir`. First checks that they belong to one build, that
 /// every sample of its plan occurs once, and that no shard was changed. Does nothing if all is
@@ -33,13 +33,13 @@ const STEP: usize = 1 << 20;
 /// Fails if nothing was built there, or if shards are damaged. Names workers that are running,
 /// unfinished or built something else. Also fails on I/O failures.
 pub fn merge(dir: &Path, progress: impl Fn(u64) + Sync) -> Result<Manifest, CacheError> {
-    let parts = parts(dir)?;
+    let parts = worker_dirs(dir)?;
     let published = Manifest::read_if_present(dir)?;
     if parts.is_empty() {
         return published.ok_or_else(|| CacheError::NoParts { dir: dir.to_path_buf() });
     }
-    let _locks: Vec<File> = parts.iter().map(|part| lock(part)).collect::<Result<_, _>>()?;
-    let (parts, claim) = claims(dir, parts)?;
+    let _locks: Vec<File> = parts.iter().map(|part| lock_worker_dir(part)).collect::<Result<_, _>>()?;
+    let (parts, claim) = read_claims(dir, parts)?;
     if let Some(manifest) = published {
         let differences = claim.build.differences(&manifest.recipe());
         if !differences.is_empty() {
@@ -48,17 +48,23 @@ pub fn merge(dir: &Path, progress: impl Fn(u64) + Sync) -> Result<Manifest, Cach
         remove_if_present(&parts_dir(dir))?;
         return Ok(manifest);
     }
-    let plan = plan(dir, &parts, &claim)?;
+    let plan = reconstruct_plan(dir, &parts, &claim)?;
     let mut shards = Vec::with_capacity(claim.shards);
     for index in 0..claim.shards {
-        shards.push(finished(dir, &parts, &plan, index)?.ok_or_else(|| incomplete(dir, &claim, &[index]))?);
+        shards.push(
+            find_finished_shard(dir, &parts, &plan, index)?
+                .ok_or_else(|| incomplete_error(dir, &claim, &[index]))?,
+        );
     }
-    shards.par_iter().enumerate().try_for_each(|(index, found)| check_bytes(dir, index, found, &progress))?;
-    commit(dir, &plan, &claim.build, shards)
+    shards
+        .par_iter()
+        .enumerate()
+        .try_for_each(|(index, found)| check_shard_digest(dir, index, found, &progress))?;
+    publish_shards(dir, &plan, &claim.build, shards)
 }
 
 /// Returns the folders of workers that have started, and the build that they share.
-fn claims(dir: &Path, parts: Vec<PathBuf>) -> Result<(Vec<PathBuf>, Claim), CacheError> {
+fn read_claims(dir: &Path, parts: Vec<PathBuf>) -> Result<(Vec<PathBuf>, Claim), CacheError> {
     let mut common: Option<Claim> = None;
     let mut begun = Vec::with_capacity(parts.len());
     for part in parts {
@@ -81,7 +87,7 @@ fn claims(dir: &Path, parts: Vec<PathBuf>) -> Result<(Vec<PathBuf>, Claim), Cach
 }
 
 /// Reconstructs the plan from the lists of samples beside the shards.
-fn plan(dir: &Path, parts: &[PathBuf], claim: &Claim) -> Result<Plan, CacheError> {
+fn reconstruct_plan(dir: &Path, parts: &[PathBuf], claim: &Claim) -> Result<Plan, CacheError> {
     let listed = |index: usize| {
         let vouched = |part: &&PathBuf| {
             ShardMeta::path(part, index).exists() && ShardMeta::samples_path(part, index).exists()
@@ -91,7 +97,7 @@ fn plan(dir: &Path, parts: &[PathBuf], claim: &Claim) -> Result<Plan, CacheError
     let lists: Vec<Option<PathBuf>> = (0..claim.shards).map(listed).collect();
     let missing: Vec<usize> = (0..claim.shards).filter(|&index| lists[index].is_none()).collect();
     if !missing.is_empty() {
-        return Err(incomplete(dir, claim, &missing));
+        return Err(incomplete_error(dir, claim, &missing));
     }
     let mut samples = Vec::new();
     for path in lists.into_iter().flatten() {
@@ -119,7 +125,7 @@ fn plan(dir: &Path, parts: &[PathBuf], claim: &Claim) -> Result<Plan, CacheError
     Ok(plan)
 }
 
-fn incomplete(dir: &Path, claim: &Claim, missing: &[usize]) -> CacheError {
+fn incomplete_error(dir: &Path, claim: &Claim, missing: &[usize]) -> CacheError {
     let lacks = |worker: &Worker| missing.iter().any(|&shard| worker.builds(shard));
     let workers = (0..claim.workers).filter_map(|index| Worker::new(index, claim.workers)).filter(lacks);
     CacheError::Incomplete {
@@ -130,29 +136,29 @@ fn incomplete(dir: &Path, claim: &Claim, missing: &[usize]) -> CacheError {
     }
 }
 
-fn check_bytes(
+fn check_shard_digest(
     dir: &Path,
     index: usize,
-    (part, sidecar): &Finished,
+    (part, sidecar): &FinishedShard,
     progress: &(impl Fn(u64) + Sync),
 ) -> Result<(), CacheError> {
     let [own, moved] = [part, dir].map(|dir| shard::path(dir, index));
     let path = if own.exists() { own } else { moved };
     let mut hasher = Hasher::default();
     let mut hash = || -> io::Result<()> {
-        let (mut file, mut buffer) = (File::open(&path)?, vec![0; STEP]);
+        let (mut file, mut buffer) = (File::open(&path)?, vec![0; PROGRESS_STEP_BYTES]);
         loop {
             match file.read(&mut buffer)? {
                 0 => return Ok(()),
                 read => {
-                    hasher.raw(&buffer[..read]);
+                    hasher.update_raw(&buffer[..read]);
                     progress(read as u64);
                 }
             }
         }
     };
     hash().map_err(FileError::at("reading", &path))?;
-    let (found, expected) = (hasher.hex(), sidecar.shard.sha256.clone());
+    let (found, expected) = (hasher.hex_digest(), sidecar.shard.sha256.clone());
     match found == expected {
         true => Ok(()),
         false => Err(CacheError::PartDamaged { path, found, expected }),

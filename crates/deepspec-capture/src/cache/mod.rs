@@ -54,7 +54,7 @@ pub use parts::{Worker, remove_existing};
 pub use plan::{Plan, PlannedShard};
 pub use reader::map::{MappedFile, page_bytes};
 pub use reader::{MAX_MAPPED_BYTES, Reader, Sample};
-pub use reference::{Reference, export};
+pub use reference::{ReferenceCache, export};
 pub use sample::PlannedSample;
 pub use samples::SAMPLES_FILE;
 pub use verify::{Problem, verify};

@@ -10,11 +10,11 @@ use serde::{Deserialize, Serialize};
 use crate::cache::error::CacheError;
 use crate::cache::files::parts_dir;
 use crate::cache::identity::Recipe;
-use crate::cache::manifest::{self, is_absent};
+use crate::cache::manifest::{self, is_not_found};
 use crate::cache::samples::SAMPLES_FILE;
 use crate::cache::shard;
 
-/// File in a worker's folder with the identity of its build.
+/// Name of the file in a worker's folder that has the identity of its build.
 pub(crate) const CLAIM_FILE: &str = "build.json";
 
 /// One of several processes that build a cache together without communication.
@@ -33,18 +33,18 @@ impl Worker {
         (index < of).then_some(Self { index, of })
     }
 
-    /// Whether this is the only worker.
+    /// Whether the build has only this worker.
     pub fn is_alone(self) -> bool {
         self.of == 1
     }
 
-    /// Whether this worker builds shard `shard`.
+    /// Whether shard `shard` belongs to this worker.
     pub fn builds(self, shard: usize) -> bool {
         shard % self.of == self.index
     }
 
     /// The worker's folder in `dir`.
-    pub(crate) fn part(self, dir: &Path) -> PathBuf {
+    pub(crate) fn worker_dir(self, dir: &Path) -> PathBuf {
         parts_dir(dir).join(format!("worker-{:03}", self.index))
     }
 }
@@ -74,18 +74,18 @@ impl Claim {
             Ok(bytes) => {
                 serde_json::from_slice(&bytes).map(Some).map_err(|source| CacheError::Json { path, source })
             }
-            Err(error) if is_absent(&error) => Ok(None),
+            Err(error) if is_not_found(&error) => Ok(None),
             Err(error) => Err(FileError::at("reading", &path)(error).into()),
         }
     }
 }
 
 /// The workers' folders in `dir`, sorted; empty if no build is running.
-pub(crate) fn parts(dir: &Path) -> Result<Vec<PathBuf>, CacheError> {
+pub(crate) fn worker_dirs(dir: &Path) -> Result<Vec<PathBuf>, CacheError> {
     let parts = parts_dir(dir);
     let entries = match fs::read_dir(&parts) {
         Ok(entries) => entries,
-        Err(error) if is_absent(&error) => return Ok(Vec::new()),
+        Err(error) if is_not_found(&error) => return Ok(Vec::new()),
         Err(error) => return Err(FileError::at("reading", &parts)(error).into()),
     };
     let mut found = Vec::new();
@@ -106,9 +106,10 @@ pub(crate) fn parts(dir: &Path) -> Result<Vec<PathBuf>, CacheError> {
 /// # Errors
 /// Fails on I/O failures, and if another process is building there.
 pub fn remove_existing(dir: &Path) -> Result<(), CacheError> {
-    let _locks: Vec<File> = parts(dir)?.iter().map(|part| lock(part)).collect::<Result<_, _>>()?;
-    remove_if_present(&manifest::path(dir))?;
-    for path in leftovers(dir)? {
+    let _locks: Vec<File> =
+        worker_dirs(dir)?.iter().map(|part| lock_worker_dir(part)).collect::<Result<_, _>>()?;
+    remove_if_present(&manifest::manifest_path(dir))?;
+    for path in find_leftover_files(dir)? {
         remove_if_present(&path)?;
     }
     remove_if_present(&parts_dir(dir))
@@ -116,10 +117,10 @@ pub fn remove_existing(dir: &Path) -> Result<(), CacheError> {
 
 /// The shards and samples' tables in `dir`, complete or partial; empty if the folder does not
 /// exist.
-pub(crate) fn leftovers(dir: &Path) -> Result<Vec<PathBuf>, CacheError> {
+pub(crate) fn find_leftover_files(dir: &Path) -> Result<Vec<PathBuf>, CacheError> {
     let entries = match fs::read_dir(dir) {
         Ok(entries) => entries,
-        Err(error) if is_absent(&error) => return Ok(Vec::new()),
+        Err(error) if is_not_found(&error) => return Ok(Vec::new()),
         Err(error) => return Err(FileError::at("reading", dir)(error).into()),
     };
     let mut found = Vec::new();
@@ -137,7 +138,7 @@ pub(crate) fn leftovers(dir: &Path) -> Result<Vec<PathBuf>, CacheError> {
 }
 
 /// Locks the worker's folder for this process.
-pub(crate) fn lock(part: &Path) -> Result<File, CacheError> {
+pub(crate) fn lock_worker_dir(part: &Path) -> Result<File, CacheError> {
     let path = part.join("lock");
     let open = || OpenOptions::new().write(true).create(true).truncate(false).open(&path);
     let file = open().map_err(FileError::at("opening", &path))?;
@@ -150,7 +151,7 @@ pub(crate) fn lock(part: &Path) -> Result<File, CacheError> {
 pub(crate) fn remove_if_present(path: &Path) -> Result<(), CacheError> {
     let removed = if path.is_dir() { fs::remove_dir_all(path) } else { fs::remove_file(path) };
     match removed {
-        Err(error) if !is_absent(&error) => Err(FileError::at("removing", path)(error).into()),
+        Err(error) if !is_not_found(&error) => Err(FileError::at("removing", path)(error).into()),
         _ => Ok(()),
     }
 }

@@ -4,9 +4,9 @@ use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 
-/// Bytes of a piece. The kernel keeps a piece written at once in one large page. With small pages,
-/// page faults made reading a new cache take half as long again.
-const PIECE: u64 = 2 << 20;
+/// Bytes of a piece. The kernel caches a piece that is written at once in one large page. With
+/// small pages, the first read of a new cache took half as long again.
+const PIECE_BYTES: u64 = 2 << 20;
 
 /// A range of a file that is written sequentially.
 #[derive(Debug)]
@@ -26,7 +26,7 @@ impl PieceWriter {
     pub fn push(&mut self, file: &File, mut bytes: &[u8]) -> io::Result<()> {
         loop {
             let end = self.at + self.pending.len() as u64;
-            let room = (PIECE - end % PIECE) as usize;
+            let room = (PIECE_BYTES - end % PIECE_BYTES) as usize;
             let Some((now, rest)) = bytes.split_at_checked(room) else {
                 self.pending.extend_from_slice(bytes);
                 return Ok(());

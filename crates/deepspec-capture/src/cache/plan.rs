@@ -11,7 +11,7 @@ use crate::cache::files::CacheTotals;
 use crate::cache::identity::Identity;
 use crate::cache::identity::Recipe;
 use crate::cache::layout::Layout;
-use crate::cache::sample::{PlannedSample, outside};
+use crate::cache::sample::{PlannedSample, find_outside_vocab};
 use crate::cache::shard::Geometry;
 
 /// Consecutive samples that share a shard.
@@ -28,7 +28,7 @@ pub struct PlannedShard {
 impl PlannedShard {
     /// Layout of the shard file; for a compressing encoding, that of uncompressed exponents.
     pub(crate) fn geometry(&self, layout: &Layout) -> Result<Geometry, CacheError> {
-        let bytes = |planned: Option<u64>| planned.ok_or_else(|| bad_layout(layout, self.rows));
+        let bytes = |planned: Option<u64>| planned.ok_or_else(|| bad_layout_error(layout, self.rows));
         let most = bytes(layout.planned_bytes(self.rows, self.last_rows))?;
         let exponents = most - bytes(layout.sample_bytes(self.rows, self.last_rows))?;
         Geometry::new(layout, self.rows, self.last_rows, exponents)
@@ -62,26 +62,27 @@ impl Plan {
             filled = if new { bytes } else { filled + bytes };
             new
         };
-        Self::cut(samples, layout, shard_bytes, starts)
+        Self::group_into_shards(samples, layout, shard_bytes, starts)
     }
 
     /// A plan whose shards begin at the given samples, for an imported cache. The manifest stores
     /// `reference`.
-    pub(crate) fn imported(
+    pub(crate) fn from_imported(
         samples: Vec<PlannedSample>,
         layout: Layout,
         starts: &HashSet<usize>,
         reference: Value,
     ) -> Result<Self, CacheError> {
-        let plan = Self::cut(samples, layout, u64::MAX, |index, _| starts.contains(&index))?;
+        let plan = Self::group_into_shards(samples, layout, u64::MAX, |index, _| starts.contains(&index))?;
         let bytes =
             |shard: &PlannedShard| plan.layout.planned_bytes(shard.rows, shard.last_rows).unwrap_or(0);
         let shard_bytes = plan.shards.iter().map(bytes).max().unwrap_or(0);
         Ok(Self { shard_bytes, reference: Some(reference), ..plan })
     }
 
-    /// `starts` returns, for each sample's index and bytes, whether a shard begins with it.
-    fn cut(
+    /// Groups samples into shards. `starts` returns whether a new shard begins with a sample, given
+    /// its index and bytes.
+    fn group_into_shards(
         samples: Vec<PlannedSample>,
         layout: Layout,
         shard_bytes: u64,
@@ -104,7 +105,8 @@ impl Plan {
             sample.add_to(&mut hasher);
             let rows = u64::from(sample.length());
             let last_rows = sample.last_positions(layout.last).len() as u64;
-            let bytes = layout.planned_bytes(rows, last_rows).ok_or_else(|| bad_layout(&layout, rows))?;
+            let bytes =
+                layout.planned_bytes(rows, last_rows).ok_or_else(|| bad_layout_error(&layout, rows))?;
             let new = starts(index, bytes);
             match shards.last_mut() {
                 Some(shard) if !new => {
@@ -116,15 +118,15 @@ impl Plan {
             }
             counts.samples += 1;
             counts.tokens += rows;
-            counts.supervised_tokens += u64::from(sample.supervised());
+            counts.supervised_tokens += u64::from(sample.supervised_count());
         }
         drop(seen);
         let mut bytes: u64 = 0;
         for shard in &shards {
             let total = shard.geometry(&layout)?.bytes();
-            bytes = bytes.checked_add(total).ok_or_else(|| bad_layout(&layout, counts.tokens))?;
+            bytes = bytes.checked_add(total).ok_or_else(|| bad_layout_error(&layout, counts.tokens))?;
         }
-        let (digest, reference) = (hasher.hex(), None);
+        let (digest, reference) = (hasher.hex_digest(), None);
         Ok(Self { samples, layout, shard_bytes, shards, counts, bytes, digest, reference })
     }
 
@@ -186,7 +188,7 @@ impl Plan {
                     max_length: identity.max_length,
                 });
             }
-            if let Some(position) = outside(&sample.input_ids, identity.vocab_size) {
+            if let Some(position) = find_outside_vocab(&sample.input_ids, identity.vocab_size) {
                 let (token, vocab_size) = (sample.input_ids[position], identity.vocab_size);
                 return Err(CacheError::TokenOutside {
                     sample: sample.id.clone(),
@@ -208,6 +210,6 @@ impl Plan {
     }
 }
 
-fn bad_layout(layout: &Layout, rows: u64) -> CacheError {
+fn bad_layout_error(layout: &Layout, rows: u64) -> CacheError {
     CacheError::BadLayout { taps: layout.taps.len(), hidden_size: layout.hidden_size, rows }
 }

@@ -20,7 +20,7 @@ pub(crate) mod map;
 
 use map::MappedShard;
 
-/// Most bytes of mapped shards that stay in the process after [`Reader::read_into`]. The pages
+/// Maximum bytes of mapped shards that stay in the process after [`Reader::read_into`]. The pages
 /// remain in the system's page cache. Without this limit, a run would seem to use as much memory as
 /// its cache has bytes. Releasing pages after every sample would cost more than copying a small
 /// sample.
@@ -37,12 +37,12 @@ pub struct Reader {
     /// One bit per sample: whether this reader has verified its checksum.
     seen: Vec<AtomicU64>,
     /// Pages read since the last release.
-    touched: Mutex<Touched>,
+    touched: Mutex<TouchedPages>,
 }
 
 /// Bytes and shards read since pages were last released.
 #[derive(Debug, Default)]
-struct Touched {
+struct TouchedPages {
     bytes: u64,
     shards: BTreeSet<usize>,
 }
@@ -79,7 +79,7 @@ impl Reader {
         self.table.rows().len()
     }
 
-    /// Whether there are no samples; a published cache has at least one.
+    /// Whether the cache has no samples; a published cache has at least one.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -88,7 +88,7 @@ impl Reader {
     ///
     /// # Errors
     /// Lists the fields that differ, with both values.
-    pub fn require(&self, wanted: &Identity) -> Result<(), CacheError> {
+    pub fn check_identity(&self, wanted: &Identity) -> Result<(), CacheError> {
         let differences = self.manifest.identity.differences(wanted);
         match differences.is_empty() {
             true => Ok(()),
@@ -101,8 +101,8 @@ impl Reader {
         self.table.rows().get(index).map(|row| row.id.as_str())
     }
 
-    /// The index of the sample with this id.
-    pub fn position(&self, id: &str) -> Option<usize> {
+    /// Index of the sample with this id; `None` if there is none.
+    pub fn index_of_id(&self, id: &str) -> Option<usize> {
         self.table.rows().iter().position(|row| row.id == id)
     }
 
@@ -128,7 +128,7 @@ impl Reader {
     /// Fails if the sample does not exist.
     pub fn last_positions(&self, index: usize) -> Result<Vec<u32>, CacheError> {
         let row = self.row(index)?;
-        Ok(self.layout.last.positions(&loss_mask(row.place.length, self.table.spans(row))))
+        Ok(self.layout.last.kept_positions(&loss_mask(row.place.length, self.table.spans(row))))
     }
 
     /// Sample `index` in plan order. Its checksum is verified only on first read, so later epochs
@@ -139,7 +139,7 @@ impl Reader {
     /// sample, found and expected checksum.
     pub fn sample(&self, index: usize) -> Result<Sample<'_>, CacheError> {
         let row = self.row(index)?;
-        let stored = self.stored(index, row)?;
+        let stored = self.verified_parts(index, row)?;
         Ok(Sample {
             row,
             id: &row.id,
@@ -153,7 +153,8 @@ impl Reader {
         })
     }
 
-    /// Bytes that [`Self::read_into`] writes: those of `[L, m·d]` and `[K, d]` in bfloat16.
+    /// Sizes in bytes of the two buffers that [`Self::read_into`] fills: `[L, m·d]` and `[K, d]` in
+    /// bfloat16.
     ///
     /// # Errors
     /// Fails if the sample does not exist.
@@ -180,13 +181,13 @@ impl Reader {
             }
         }
         let shard = &self.shards[row.place.shard];
-        if self.layout.encoding == Encoding::Bf16 && !self.seen(index) {
-            let found = codec::copy(shard.sample(row.place.rows()), [taps, last]);
-            compare(shard, row, found)?;
-            self.mark_seen(index);
+        if self.layout.encoding == Encoding::Bf16 && !self.is_verified(index) {
+            let found = codec::copy_with_checksum(shard.sample(row.place.rows()), [taps, last]);
+            check_checksum(shard, row, found)?;
+            self.mark_verified(index);
         } else {
-            let stored = self.stored(index, row)?;
-            codec::decode(&self.layout, stored, [taps, last]).map_err(row.undecodable())?;
+            let stored = self.verified_parts(index, row)?;
+            codec::decode(&self.layout, stored, [taps, last]).map_err(row.decode_error())?;
         }
         self.release_pages(row);
         Ok(())
@@ -198,7 +199,7 @@ impl Reader {
         touched.bytes += self.shards[row.place.shard].page_bytes(row.place.rows());
         touched.shards.insert(row.place.shard);
         if touched.bytes >= MAX_MAPPED_BYTES {
-            let Touched { shards, .. } = std::mem::take(&mut *touched);
+            let TouchedPages { shards, .. } = std::mem::take(&mut *touched);
             shards.into_iter().for_each(|shard| self.shards[shard].release_pages());
         }
     }
@@ -207,34 +208,37 @@ impl Reader {
         self.table.rows().get(index).ok_or(CacheError::NoSuchSample { index, len: self.len() })
     }
 
-    /// The bytes of a row, verified on first read.
-    fn stored(&self, index: usize, row: &Row) -> Result<Parts<&[u8]>, CacheError> {
+    /// The stored bytes of a sample. The checksum is verified on first read.
+    fn verified_parts(&self, index: usize, row: &Row) -> Result<Parts<&[u8]>, CacheError> {
         let shard = &self.shards[row.place.shard];
-        if self.seen(index) {
+        if self.is_verified(index) {
             return Ok(shard.sample(row.place.rows()));
         }
-        let stored = checked(shard, row)?;
-        self.mark_seen(index);
+        let stored = read_checked_parts(shard, row)?;
+        self.mark_verified(index);
         Ok(stored)
     }
 
-    fn seen(&self, index: usize) -> bool {
+    fn is_verified(&self, index: usize) -> bool {
         self.seen[index / 64].load(Ordering::Relaxed) >> (index % 64) & 1 == 1
     }
 
-    fn mark_seen(&self, index: usize) {
+    fn mark_verified(&self, index: usize) {
         self.seen[index / 64].fetch_or(1 << (index % 64), Ordering::Relaxed);
     }
 }
 
-/// The stored bytes of a row, if their checksum matches.
-pub(crate) fn checked<'s>(shard: &'s MappedShard, row: &Row) -> Result<Parts<&'s [u8]>, CacheError> {
+/// The stored bytes of a sample, if their checksum matches.
+pub(crate) fn read_checked_parts<'s>(
+    shard: &'s MappedShard,
+    row: &Row,
+) -> Result<Parts<&'s [u8]>, CacheError> {
     let stored = shard.sample(row.place.rows());
-    compare(shard, row, codec::checksum(stored))?;
+    check_checksum(shard, row, codec::checksum(stored))?;
     Ok(stored)
 }
 
-fn compare(shard: &MappedShard, row: &Row, found: u32) -> Result<(), CacheError> {
+fn check_checksum(shard: &MappedShard, row: &Row, found: u32) -> Result<(), CacheError> {
     let (path, sample, expected) = (shard.path().to_path_buf(), row.id.clone(), row.checksum);
     match found == expected {
         true => Ok(()),
@@ -249,7 +253,7 @@ pub struct Sample<'r> {
     row: &'r Row,
     /// Id of the input row.
     pub id: &'r str,
-    /// Number of its shard.
+    /// Number of the shard that has the sample.
     pub shard: usize,
     /// Token ids, L of them.
     pub input_ids: &'r [i32],
@@ -279,16 +283,17 @@ impl<'r> Sample<'r> {
         loss_mask(self.input_ids.len() as u32, self.spans)
     }
 
-    /// `[L, m·d]` and `[K, d]` in bfloat16: borrowed if stored in bfloat16, else decoded.
+    /// The taps `[L, m·d]` and final states `[K, d]` in bfloat16: borrowed if stored in bfloat16,
+    /// else decoded.
     ///
     /// # Errors
     /// Fails if the exponents cannot be decompressed.
     pub fn states(&self) -> Result<[Cow<'r, [u8]>; 2], CacheError> {
-        codec::decoded(self.layout, self.stored).map_err(self.row.undecodable())
+        codec::decode_to_bf16(self.layout, self.stored).map_err(self.row.decode_error())
     }
 
-    /// Which final hidden states the cache stores.
-    pub fn kept(&self) -> FinalStates {
+    /// Which positions of the sample have their final hidden state stored.
+    pub fn final_states(&self) -> FinalStates {
         self.layout.last
     }
 

@@ -29,20 +29,20 @@ mod export;
 mod record;
 
 pub use export::export;
-use record::{RECORD, Record};
+use record::{RECORD_BYTES, Record};
 
 const VERSION: u64 = 2;
 const INDEX_FILE: &str = "samples.idx";
 
 /// A format 2 cache with its manifest and a consistent index.
 #[derive(Debug)]
-pub struct Reference {
+pub struct ReferenceCache {
     dir: PathBuf,
     manifest: Value,
     records: Vec<Record>,
 }
 
-impl Reference {
+impl ReferenceCache {
     /// Reads the manifest and index of the format 2 cache in `dir`.
     ///
     /// # Errors
@@ -55,7 +55,7 @@ impl Reference {
             serde_json::from_str(&text).map_err(|source| CacheError::Json { path: path.clone(), source })?;
         let expected = [
             ("version", json!(VERSION)),
-            ("index_record_size", json!(RECORD)),
+            ("index_record_size", json!(RECORD_BYTES)),
             ("hidden_dtype", json!("bfloat16")),
             ("mask_dtype", json!("uint8")),
             ("token_dtype", json!("int32")),
@@ -67,9 +67,10 @@ impl Reference {
                 return Err(CacheError::Reference { path, problem });
             }
         }
-        let mut reference = Self { dir: dir.to_path_buf(), manifest: sorted(manifest), records: Vec::new() };
-        let (taps, hidden_size) = (reference.taps()?.len(), reference.number("hidden_size")?);
-        reference.records = reference.index(taps, hidden_size)?;
+        let mut reference =
+            Self { dir: dir.to_path_buf(), manifest: sort_keys(manifest), records: Vec::new() };
+        let (taps, hidden_size) = (reference.target_layer_ids()?.len(), reference.number("hidden_size")?);
+        reference.records = reference.read_index(taps, hidden_size)?;
         Ok(reference)
     }
 
@@ -78,7 +79,7 @@ impl Reference {
     /// # Errors
     /// Fails if the value is not a string.
     pub fn text(&self, key: &str) -> Result<&str, CacheError> {
-        self.manifest[key].as_str().ok_or_else(|| self.wrong(key, "text"))
+        self.manifest[key].as_str().ok_or_else(|| self.wrong_value(key, "text"))
     }
 
     /// A number of the manifest.
@@ -87,17 +88,17 @@ impl Reference {
     /// Fails if the value is not a number.
     pub fn number(&self, key: &str) -> Result<usize, CacheError> {
         let number = self.manifest[key].as_u64().and_then(|number| usize::try_from(number).ok());
-        number.ok_or_else(|| self.wrong(key, "a number"))
+        number.ok_or_else(|| self.wrong_value(key, "a number"))
     }
 
-    /// The captured layers.
+    /// The captured layers: `target_layer_ids` of the manifest.
     ///
     /// # Errors
     /// Fails if the manifest has no list of layer ids.
-    pub fn taps(&self) -> Result<Vec<Tap>, CacheError> {
+    pub fn target_layer_ids(&self) -> Result<Vec<Tap>, CacheError> {
         let ids = self.manifest["target_layer_ids"].as_array().map(Vec::as_slice).unwrap_or_default();
         let taps: Option<Vec<Tap>> = ids.iter().map(|id| Tap::from_layer_id(id.as_i64()?)).collect();
-        taps.filter(|taps| !taps.is_empty()).ok_or_else(|| self.wrong("target_layer_ids", "layer ids"))
+        taps.filter(|taps| !taps.is_empty()).ok_or_else(|| self.wrong_value("target_layer_ids", "layer ids"))
     }
 
     /// Number of samples.
@@ -110,19 +111,22 @@ impl Reference {
         self.records.is_empty()
     }
 
-    fn wrong(&self, key: &str, expected: &str) -> CacheError {
+    fn wrong_value(&self, key: &str, expected: &str) -> CacheError {
         let problem = format!("{key} is {}, expected {expected}", self.manifest[key]);
         CacheError::Reference { path: self.dir.join(MANIFEST_FILE), problem }
     }
 
-    fn index(&self, taps: usize, hidden_size: usize) -> Result<Vec<Record>, CacheError> {
+    fn read_index(&self, taps: usize, hidden_size: usize) -> Result<Vec<Record>, CacheError> {
         let path = self.dir.join(INDEX_FILE);
         let bytes = fs::read(&path).map_err(FileError::at("reading", &path))?;
         let problem = |problem| CacheError::Reference { path: path.clone(), problem };
-        let (found, rest) = bytes.as_chunks::<RECORD>();
+        let (found, rest) = bytes.as_chunks::<RECORD_BYTES>();
         let samples = self.number("num_samples")?;
         if found.len() != samples || !rest.is_empty() {
-            return Err(problem(format!("{} bytes, expected {samples} records of {RECORD}", bytes.len())));
+            return Err(problem(format!(
+                "{} bytes, expected {samples} records of {RECORD_BYTES}",
+                bytes.len()
+            )));
         }
         let mut records: Vec<Record> = Vec::with_capacity(samples);
         let (mut shard, mut end) = (0, 0);
@@ -150,8 +154,8 @@ impl Reference {
         }
     }
 
-    /// Writes the cache to `dir` in our format, with `identity`. Resumes after a kill like any
-    /// build. `progress` is called for each sample.
+    /// Converts the cache to the format of this project and writes it to `dir`, with `identity`.
+    /// Resumes after a kill like any build. `progress` is called for each sample.
     ///
     /// # Errors
     /// Fails if taps, hidden size or length differ from the identity's, and if `dir` has another
@@ -163,24 +167,27 @@ impl Reference {
         identity: &Identity,
         mut progress: impl FnMut(),
     ) -> Result<Manifest, CacheError> {
-        let (taps, hidden_size) = (self.taps()?, self.number("hidden_size")?);
-        let files =
-            (0..self.number("num_shards")?).map(|shard| self.shard(shard)).collect::<Result<Vec<_>, _>>()?;
-        let samples = self.records.iter().map(|record| self.sample(record, &files[record.shard as usize]));
+        let (taps, hidden_size) = (self.target_layer_ids()?, self.number("hidden_size")?);
+        let files = (0..self.number("num_shards")?)
+            .map(|shard| self.open_shard(shard))
+            .collect::<Result<Vec<_>, _>>()?;
+        let samples =
+            self.records.iter().map(|record| self.read_sample(record, &files[record.shard as usize]));
         let samples = samples.collect::<Result<Vec<_>, _>>()?;
         let starts: HashSet<usize> = (0..self.len())
             .filter(|&index| index == 0 || self.records[index - 1].shard != self.records[index].shard)
             .collect();
         let layout =
             Layout { taps: taps.clone(), hidden_size, last: FinalStates::All, encoding: Encoding::Bf16 };
-        let plan = Plan::imported(samples, layout, &starts, self.manifest.clone())?;
+        let plan = Plan::from_imported(samples, layout, &starts, self.manifest.clone())?;
         let mut builder = Builder::open(dir, &plan, identity)?;
         while let Some(mut writer) = builder.next_shard()? {
             let first = plan.shards()[writer.shard()].samples.start;
             let (path, file) = &files[writer.shard()];
             for index in first..first + writer.samples().len() {
-                let [_, _, _, from, last, end] = self.offsets(&self.records[index], path)?;
-                let read = |from: u64, to: u64| read(file, from, to).map_err(FileError::at("reading", path));
+                let [_, _, _, from, last, end] = self.tensor_offsets(&self.records[index], path)?;
+                let read =
+                    |from: u64, to: u64| read_range(file, from, to).map_err(FileError::at("reading", path));
                 writer.push(&read(from, last)?, &read(last, end)?)?;
                 progress();
             }
@@ -189,12 +196,13 @@ impl Reference {
         builder.publish()
     }
 
-    fn shard(&self, shard: usize) -> Result<(PathBuf, File), CacheError> {
+    fn open_shard(&self, shard: usize) -> Result<(PathBuf, File), CacheError> {
         let path = self.dir.join(file_name(shard));
         let file = File::open(&path).map_err(FileError::at("opening", &path))?;
         let found = file.metadata().map_err(FileError::at("reading", &path))?.len();
         let last = self.records.iter().rfind(|record| record.shard as usize == shard);
-        let expected = last.map_or(Ok(0), |record| self.offsets(record, &path).map(|offsets| offsets[5]))?;
+        let expected =
+            last.map_or(Ok(0), |record| self.tensor_offsets(record, &path).map(|offsets| offsets[5]))?;
         match found == expected {
             true => Ok((path, file)),
             false => {
@@ -205,17 +213,21 @@ impl Reference {
         }
     }
 
-    fn offsets(&self, record: &Record, path: &Path) -> Result<[u64; 6], CacheError> {
-        let offsets = record.offsets(self.taps()?.len(), self.number("hidden_size")?);
+    fn tensor_offsets(&self, record: &Record, path: &Path) -> Result<[u64; 6], CacheError> {
+        let offsets = record.offsets(self.target_layer_ids()?.len(), self.number("hidden_size")?);
         offsets.ok_or_else(|| CacheError::Reference {
             path: path.to_path_buf(),
             problem: format!("sample {} is past 64 bits; the index is damaged", record.sample),
         })
     }
 
-    fn sample(&self, record: &Record, (path, file): &(PathBuf, File)) -> Result<PlannedSample, CacheError> {
-        let [ids, attention, loss, taps, ..] = self.offsets(record, path)?;
-        let read = |from, to| read(file, from, to).map_err(FileError::at("reading", path));
+    fn read_sample(
+        &self,
+        record: &Record,
+        (path, file): &(PathBuf, File),
+    ) -> Result<PlannedSample, CacheError> {
+        let [ids, attention, loss, taps, ..] = self.tensor_offsets(record, path)?;
+        let read = |from, to| read_range(file, from, to).map_err(FileError::at("reading", path));
         let (ids, attention, loss) = (read(ids, attention)?, read(attention, loss)?, read(loss, taps)?);
         let problem = |what: &str| CacheError::Reference {
             path: path.clone(),
@@ -230,7 +242,7 @@ impl Reference {
         Ok(PlannedSample {
             id: record.sample.to_string(),
             input_ids: ids.as_chunks::<4>().0.iter().map(|id| i32::from_le_bytes(*id)).collect(),
-            spans: spans(&loss),
+            spans: spans_from_mask(&loss),
         })
     }
 }
@@ -239,14 +251,14 @@ fn file_name(shard: usize) -> String {
     format!("shard-{shard:05}.bin")
 }
 
-fn read(file: &File, from: u64, to: u64) -> io::Result<Vec<u8>> {
+fn read_range(file: &File, from: u64, to: u64) -> io::Result<Vec<u8>> {
     let mut bytes = vec![0; (to - from) as usize];
     file.read_exact_at(&mut bytes, from)?;
     Ok(bytes)
 }
 
-/// The runs of ones as half-open spans.
-fn spans(mask: &[u8]) -> Vec<(u32, u32)> {
+/// Converts a mask to half-open spans, one per run of ones.
+fn spans_from_mask(mask: &[u8]) -> Vec<(u32, u32)> {
     let mut spans: Vec<(u32, u32)> = Vec::new();
     for position in (0..mask.len()).filter(|&position| mask[position] == 1).map(|position| position as u32) {
         match spans.last_mut() {
@@ -259,14 +271,14 @@ fn spans(mask: &[u8]) -> Vec<(u32, u32)> {
 
 /// Sorts all keys of a JSON value, so that its bytes do not depend on the order in which it was
 /// read.
-fn sorted(value: Value) -> Value {
+fn sort_keys(value: Value) -> Value {
     match value {
         Value::Object(map) => {
             let map: BTreeMap<String, Value> =
-                map.into_iter().map(|(key, value)| (key, sorted(value))).collect();
+                map.into_iter().map(|(key, value)| (key, sort_keys(value))).collect();
             Value::Object(map.into_iter().collect())
         }
-        Value::Array(items) => Value::Array(items.into_iter().map(sorted).collect()),
+        Value::Array(items) => Value::Array(items.into_iter().map(sort_keys).collect()),
         other => other,
     }
 }

@@ -26,8 +26,8 @@ impl PlannedSample {
     }
 
     /// Number of supervised tokens.
-    pub fn supervised(&self) -> u32 {
-        supervised(&self.spans)
+    pub fn supervised_count(&self) -> u32 {
+        count_supervised(&self.spans)
     }
 
     /// One flag per token, `true` if it is supervised.
@@ -37,7 +37,7 @@ impl PlannedSample {
 
     /// Positions whose final hidden state is stored, ascending.
     pub fn last_positions(&self, last: FinalStates) -> Vec<u32> {
-        last.positions(&self.loss_mask())
+        last.kept_positions(&self.loss_mask())
     }
 
     /// Checks the number of tokens and the spans. Spans must not be empty, out of order or outside
@@ -50,7 +50,7 @@ impl PlannedSample {
         if length == 0 || i32::try_from(length).is_err() {
             return Err(CacheError::BadLength { sample: self.id.clone(), length });
         }
-        match bad_span(self.length(), &self.spans) {
+        match find_bad_span(self.length(), &self.spans) {
             None => Ok(()),
             Some((after, (start, end))) => {
                 Err(CacheError::BadSpan { sample: self.id.clone(), start, end, after, length })
@@ -66,13 +66,13 @@ impl PlannedSample {
             .iter()
             .flat_map(|(start, end)| [start.to_le_bytes(), end.to_le_bytes()].concat())
             .collect();
-        hasher.part(self.id.as_bytes()).part(&ids).part(&spans);
+        hasher.update_part(self.id.as_bytes()).update_part(&ids).update_part(&spans);
     }
 }
 
 /// The first span that is empty, out of order or beyond `length`, with the end of the previous
 /// span.
-pub(crate) fn bad_span(length: u32, spans: &[(u32, u32)]) -> Option<(u32, (u32, u32))> {
+pub(crate) fn find_bad_span(length: u32, spans: &[(u32, u32)]) -> Option<(u32, (u32, u32))> {
     let mut after = 0;
     for &(start, end) in spans {
         if start < after || end <= start || end > length {
@@ -84,11 +84,11 @@ pub(crate) fn bad_span(length: u32, spans: &[(u32, u32)]) -> Option<(u32, (u32, 
 }
 
 /// Position of the first token id outside the vocabulary.
-pub(crate) fn outside(ids: &[i32], vocab_size: usize) -> Option<usize> {
+pub(crate) fn find_outside_vocab(ids: &[i32], vocab_size: usize) -> Option<usize> {
     ids.iter().position(|&id| usize::try_from(id).map_or(true, |id| id >= vocab_size))
 }
 
-/// Number of tokens in spans that passed [`bad_span`].
-pub(crate) fn supervised(spans: &[(u32, u32)]) -> u32 {
+/// Number of tokens in spans that passed [`find_bad_span`].
+pub(crate) fn count_supervised(spans: &[(u32, u32)]) -> u32 {
     spans.iter().map(|(start, end)| end - start).sum()
 }

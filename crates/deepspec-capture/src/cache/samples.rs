@@ -39,24 +39,24 @@ pub(crate) use table::{Row, Table};
 pub const SAMPLES_FILE: &str = "samples.parquet";
 
 /// Most samples and tokens of a batch that is passed to parquet.
-const BATCH_SAMPLES: usize = 1024;
-const BATCH_TOKENS: u64 = 1 << 22;
+const MAX_BATCH_SAMPLES: usize = 1024;
+const MAX_BATCH_TOKENS: u64 = 1 << 22;
 
 /// Bytes of a row group, which parquet buffers in memory.
-const GROUP_BYTES: usize = 64 << 20;
+const ROW_GROUP_BYTES: usize = 64 << 20;
 
-static SPAN: LazyLock<Fields> =
+static SPAN_FIELDS: LazyLock<Fields> =
     LazyLock::new(|| [("start", DataType::Int32), ("end", DataType::Int32)].map(column).to_vec().into());
 
-static PLAIN: LazyLock<Arc<Schema>> = LazyLock::new(|| Arc::new(columns(false)));
-static COMPRESSED: LazyLock<Arc<Schema>> = LazyLock::new(|| Arc::new(columns(true)));
+static PLAIN_SCHEMA: LazyLock<Arc<Schema>> = LazyLock::new(|| Arc::new(build_schema(false)));
+static COMPRESSED_SCHEMA: LazyLock<Arc<Schema>> = LazyLock::new(|| Arc::new(build_schema(true)));
 
 /// The columns of a table for this encoding.
 fn schema(encoding: Encoding) -> &'static Arc<Schema> {
-    if encoding.compresses() { &COMPRESSED } else { &PLAIN }
+    if encoding.compresses() { &COMPRESSED_SCHEMA } else { &PLAIN_SCHEMA }
 }
 
-fn columns(compressed: bool) -> Schema {
+fn build_schema(compressed: bool) -> Schema {
     let list = |element: DataType| DataType::List(Arc::new(Field::new("element", element, false)));
     let mut columns = vec![
         ("id", DataType::Utf8),
@@ -66,7 +66,7 @@ fn columns(compressed: bool) -> Schema {
         ("length", DataType::Int32),
         ("supervised", DataType::Int32),
         ("input_ids", list(DataType::Int32)),
-        ("loss_spans", list(DataType::Struct(SPAN.clone()))),
+        ("loss_spans", list(DataType::Struct(SPAN_FIELDS.clone()))),
         ("checksum", DataType::UInt32),
     ];
     if compressed {
@@ -79,9 +79,9 @@ fn column((name, kind): (&str, DataType)) -> Field {
     Field::new(name, kind, false)
 }
 
-/// Facts about a sample that are known once it is written.
+/// Checksum and compressed size of a sample, known once it is written.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Written {
+pub(crate) struct WrittenSample {
     pub checksum: u32,
     /// Bytes of its compressed exponents; 0 without compression.
     pub exponent_bytes: u64,
@@ -89,32 +89,37 @@ pub(crate) struct Written {
 
 /// Writes the table of a plan whose samples were written as `written` says. Returns the manifest
 /// entry.
-pub(crate) fn write(dir: &Path, plan: &Plan, written: &[Written]) -> Result<SamplesEntry, CacheError> {
+pub(crate) fn write_table(
+    dir: &Path,
+    plan: &Plan,
+    written: &[WrittenSample],
+) -> Result<SamplesEntry, CacheError> {
     let path = dir.join(SAMPLES_FILE);
-    let rows = rows(plan, |index| written[index]);
+    let rows = plan_rows(plan, |index| written[index]);
     atomic::replace(&path, |file| write_rows(file, plan.layout().encoding, &rows))?;
     let bytes = fs::metadata(&path).map_err(FileError::at("reading", &path))?.len();
-    Ok(SamplesEntry { file: SAMPLES_FILE.to_string(), bytes, sha256: digest::file(&path)? })
+    Ok(SamplesEntry { file: SAMPLES_FILE.to_string(), bytes, sha256: digest::sha256_of_file(&path)? })
 }
 
-/// Size of a plan's table. Checksums do not compress, so placeholders give the right size.
-pub(crate) fn size(plan: &Plan) -> Result<u64, CacheError> {
-    let mut counter = Counter(0);
+/// Number of bytes that a plan's table will have. Checksums do not compress, so placeholders give
+/// the right size.
+pub(crate) fn table_bytes(plan: &Plan) -> Result<u64, CacheError> {
+    let mut counter = ByteCounter(0);
     // Placeholder numbers that compress as badly as real ones.
     let written = |index: usize| {
         let checksum = crc_fast::crc32_iso_hdlc(&index.to_le_bytes());
-        Written { checksum, exponent_bytes: u64::from(checksum >> 12) }
+        WrittenSample { checksum, exponent_bytes: u64::from(checksum >> 12) }
     };
-    let rows = rows(plan, written);
+    let rows = plan_rows(plan, written);
     write_rows(&mut counter, plan.layout().encoding, &rows)
         .map_err(FileError::at("planning", Path::new(SAMPLES_FILE)))?;
     Ok(counter.0)
 }
 
 /// Counts the bytes written to it.
-struct Counter(u64);
+struct ByteCounter(u64);
 
-impl Write for Counter {
+impl Write for ByteCounter {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         self.0 += bytes.len() as u64;
         Ok(bytes.len())
@@ -125,7 +130,7 @@ impl Write for Counter {
     }
 }
 
-fn rows(plan: &Plan, written: impl Fn(usize) -> Written) -> Vec<NewRow<'_>> {
+fn plan_rows(plan: &Plan, written: impl Fn(usize) -> WrittenSample) -> Vec<NewRow<'_>> {
     let mut rows = Vec::with_capacity(plan.samples().len());
     for (shard, planned) in plan.shards().iter().enumerate() {
         let (mut first_row, mut first_last_row, mut first_exponent) = (0, 0, 0);
@@ -148,24 +153,24 @@ struct NewRow<'p> {
     first_row: i64,
     first_last_row: i64,
     first_exponent: i64,
-    written: Written,
+    written: WrittenSample,
 }
 
 fn write_rows(file: impl Write + Send, encoding: Encoding, mut rows: &[NewRow<'_>]) -> io::Result<()> {
     let properties = WriterProperties::builder()
         .set_compression(Compression::ZSTD(ZstdLevel::default()))
-        .set_max_row_group_bytes(Some(GROUP_BYTES))
+        .set_max_row_group_bytes(Some(ROW_GROUP_BYTES))
         .build();
     let schema = schema(encoding);
     let mut writer =
         ArrowWriter::try_new(file, schema.clone(), Some(properties)).map_err(io::Error::other)?;
     while !rows.is_empty() {
         let (mut taken, mut tokens) = (0, 0);
-        while taken < rows.len().min(BATCH_SAMPLES) && tokens < BATCH_TOKENS {
+        while taken < rows.len().min(MAX_BATCH_SAMPLES) && tokens < MAX_BATCH_TOKENS {
             tokens += u64::from(rows[taken].sample.length());
             taken += 1;
         }
-        let batch = batch(schema, &rows[..taken]).map_err(io::Error::other)?;
+        let batch = record_batch(schema, &rows[..taken]).map_err(io::Error::other)?;
         writer.write(&batch).map_err(io::Error::other)?;
         rows = &rows[taken..];
     }
@@ -173,7 +178,7 @@ fn write_rows(file: impl Write + Send, encoding: Encoding, mut rows: &[NewRow<'_
     Ok(())
 }
 
-fn batch(schema: &Arc<Schema>, rows: &[NewRow<'_>]) -> Result<RecordBatch, ArrowError> {
+fn record_batch(schema: &Arc<Schema>, rows: &[NewRow<'_>]) -> Result<RecordBatch, ArrowError> {
     let samples = || rows.iter().map(|row| row.sample);
     let spans = || samples().flat_map(|sample| sample.spans.iter());
     let list =
@@ -186,14 +191,14 @@ fn batch(schema: &Arc<Schema>, rows: &[NewRow<'_>]) -> Result<RecordBatch, Arrow
     let ids = Int32Array::from_iter_values(samples().flat_map(|sample| sample.input_ids.iter().copied()));
     let starts = Int32Array::from_iter_values(spans().map(|span| span.0 as i32));
     let ends = Int32Array::from_iter_values(spans().map(|span| span.1 as i32));
-    let pairs = StructArray::try_new(SPAN.clone(), vec![Arc::new(starts), Arc::new(ends)], None)?;
+    let pairs = StructArray::try_new(SPAN_FIELDS.clone(), vec![Arc::new(starts), Arc::new(ends)], None)?;
     let mut columns: Vec<ArrayRef> = vec![
         Arc::new(StringArray::from_iter_values(samples().map(|sample| &sample.id))),
         Arc::new(UInt32Array::from_iter_values(rows.iter().map(|row| row.shard))),
         Arc::new(Int64Array::from_iter_values(rows.iter().map(|row| row.first_row))),
         Arc::new(Int64Array::from_iter_values(rows.iter().map(|row| row.first_last_row))),
         Arc::new(Int32Array::from_iter_values(samples().map(|sample| sample.length() as i32))),
-        Arc::new(Int32Array::from_iter_values(samples().map(|sample| sample.supervised() as i32))),
+        Arc::new(Int32Array::from_iter_values(samples().map(|sample| sample.supervised_count() as i32))),
         Arc::new(list("input_ids", samples().map(|sample| sample.input_ids.len()).collect(), Arc::new(ids))?),
         Arc::new(list("loss_spans", samples().map(|sample| sample.spans.len()).collect(), Arc::new(pairs))?),
         Arc::new(UInt32Array::from_iter_values(rows.iter().map(|row| row.written.checksum))),

@@ -29,8 +29,8 @@ pub(crate) fn path(dir: &Path, shard: usize) -> PathBuf {
     dir.join(file_name(shard))
 }
 
-/// Offsets in a shard file: N rows of m·d values, then M rows of d values, then the scales of both,
-/// then exponents.
+/// Byte offsets of the tensors in a shard file: N rows of m·d values, then M rows of d values, then
+/// the scales of both, then exponents.
 #[derive(Debug)]
 pub(crate) struct Geometry {
     header: Vec<u8>,
@@ -39,7 +39,7 @@ pub(crate) struct Geometry {
     bytes: u64,
 }
 
-/// Rows of equal size.
+/// A tensor in the file, as rows of equal size.
 #[derive(Debug, Clone, Copy)]
 struct Region {
     start: u64,
@@ -82,7 +82,7 @@ impl<T> Parts<T> {
     }
 
     /// The values in file order.
-    pub fn in_order(self) -> [T; 5] {
+    pub fn in_file_order(self) -> [T; 5] {
         [self.taps, self.last, self.taps_scale, self.last_scale, self.exponents]
     }
 }
@@ -113,7 +113,7 @@ impl Geometry {
         let (taps_scale, last_scale) = (layout.tap_scales_bytes(), layout.last_scale_bytes());
         let data = data.ok_or_else(bad)?;
         let sizes = [taps, last_row * last_rows, taps_scale * rows, last_scale * last_rows, exponents];
-        let header = header(layout, [rows, last_rows], sizes);
+        let header = build_header(layout, [rows, last_rows], sizes);
         let bytes = data.checked_add(header.len() as u64).ok_or_else(bad)?;
         let mut start = header.len() as u64;
         let row_bytes = [tap_row, last_row, taps_scale, last_scale, 1];
@@ -129,7 +129,7 @@ impl Geometry {
     ///
     /// # Errors
     /// As [`Self::new`].
-    pub fn of(layout: &Layout, entry: &ShardEntry) -> Result<Option<Self>, CacheError> {
+    pub fn from_entry(layout: &Layout, entry: &ShardEntry) -> Result<Option<Self>, CacheError> {
         let exponents = exponent_bytes(layout, entry)?;
         exponents.map(|exponents| Self::new(layout, entry.rows, entry.last_rows, exponents)).transpose()
     }
@@ -175,7 +175,7 @@ pub(crate) fn exponent_bytes(layout: &Layout, entry: &ShardEntry) -> Result<Opti
 
 /// A safetensors header, padded with spaces as the format allows. Its length does not depend on the
 /// size of the exponents, because that is known last.
-fn header(layout: &Layout, rows: [u64; 2], sizes: [u64; 5]) -> Vec<u8> {
+fn build_header(layout: &Layout, rows: [u64; 2], sizes: [u64; 5]) -> Vec<u8> {
     let mut text = header_text(layout, rows, sizes);
     let [taps, last, ..] = sizes;
     let longest = match layout.encoding {

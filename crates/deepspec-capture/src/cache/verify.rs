@@ -11,12 +11,12 @@ use crate::cache::error::CacheError;
 use crate::cache::files::ShardEntry;
 use crate::cache::layout::Layout;
 use crate::cache::manifest::Manifest;
-use crate::cache::reader::checked;
 use crate::cache::reader::map::MappedShard;
+use crate::cache::reader::read_checked_parts;
 use crate::cache::samples::{Row, SAMPLES_FILE, Table};
 
 /// Bytes hashed between two progress reports.
-const STEP: usize = 4 << 20;
+const PROGRESS_STEP_BYTES: usize = 4 << 20;
 
 /// A problem of a cache.
 #[derive(Debug)]
@@ -86,16 +86,17 @@ fn shard_problems(
     };
     let digest = || {
         let mut hasher = Hasher::default();
-        for bytes in shard.bytes().chunks(STEP) {
-            hasher.raw(bytes);
+        for bytes in shard.bytes().chunks(PROGRESS_STEP_BYTES) {
+            hasher.update_raw(bytes);
             progress(bytes.len() as u64);
         }
-        let (found, expected) = (hasher.hex(), entry.sha256.clone());
+        let (found, expected) = (hasher.hex_digest(), entry.sha256.clone());
         let path = shard.path().to_path_buf();
         (found != expected).then(|| problem(None, CacheError::Digest { path, found, expected }))
     };
     let samples = || -> Vec<Problem> {
-        let damage = |row: &Row| sample_damage(&shard, layout, row).map(|error| problem(Some(row), error));
+        let damage =
+            |row: &Row| find_sample_damage(&shard, layout, row).map(|error| problem(Some(row), error));
         rows.par_iter().filter_map(damage).collect()
     };
     // A digest is sequential, so the other cores check the samples meanwhile.
@@ -103,9 +104,10 @@ fn shard_problems(
     digest.into_iter().chain(samples).collect()
 }
 
-fn sample_damage(shard: &MappedShard, layout: &Layout, row: &Row) -> Option<CacheError> {
+fn find_sample_damage(shard: &MappedShard, layout: &Layout, row: &Row) -> Option<CacheError> {
     let look = || -> Result<(), CacheError> {
-        let [taps, last] = codec::decoded(layout, checked(shard, row)?).map_err(row.undecodable())?;
+        let [taps, last] =
+            codec::decode_to_bf16(layout, read_checked_parts(shard, row)?).map_err(row.decode_error())?;
         match codec::first_non_finite(layout, [&taps, &last]) {
             None => Ok(()),
             Some((at, part, value)) => {

@@ -7,7 +7,7 @@ use std::iter;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-use deepspec_core::atomic::{self, FileError, partial_name};
+use deepspec_core::atomic::{self, FileError, partial_path};
 use deepspec_core::digest::Hasher;
 use serde::{Deserialize, Serialize};
 
@@ -15,17 +15,17 @@ use crate::cache::codec;
 use crate::cache::error::{CacheError, Part};
 use crate::cache::files::ShardEntry;
 use crate::cache::layout::{Encoding, Layout};
-use crate::cache::manifest::is_absent;
+use crate::cache::manifest::is_not_found;
 use crate::cache::pieces::PieceWriter;
 use crate::cache::plan::{Plan, PlannedShard};
 use crate::cache::sample::PlannedSample;
-use crate::cache::samples::Written;
+use crate::cache::samples::WrittenSample;
 use crate::cache::shard::{self, Geometry};
 
-/// Bytes read at a time when a finished shard is digested.
-const READ_BACK: usize = 1 << 20;
+/// Bytes read at a time to compute the digest of a finished shard.
+const DIGEST_BUFFER_BYTES: usize = 1 << 20;
 
-/// Facts about a finished shard. The file beside the shard marks it as finished.
+/// The sidecar of a finished shard: its digest and checksums. A shard without it is unfinished.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct ShardMeta {
@@ -49,16 +49,16 @@ impl ShardMeta {
         part.join(format!("shard-{shard:05}.samples.jsonl"))
     }
 
-    /// Facts about each written sample.
-    pub fn written(&self) -> impl Iterator<Item = Written> {
+    /// Checksum and compressed size of each sample, in order.
+    pub fn written_samples(&self) -> impl Iterator<Item = WrittenSample> {
         let bytes = self.exponent_bytes.iter().copied().chain(iter::repeat(0));
         let sums = self.checksums.iter().copied();
-        sums.zip(bytes).map(|(checksum, exponent_bytes)| Written { checksum, exponent_bytes })
+        sums.zip(bytes).map(|(checksum, exponent_bytes)| WrittenSample { checksum, exponent_bytes })
     }
 
     /// The sidecar of a finished shard, in `part` or already published to `dir`. `None` for any
     /// incomplete or inconsistent shard.
-    pub fn of_finished(
+    pub fn read_finished(
         dir: &Path,
         part: &Path,
         plan: &Plan,
@@ -67,7 +67,7 @@ impl ShardMeta {
         let path = Self::path(part, shard);
         let bytes = match fs::read(&path) {
             Ok(bytes) => bytes,
-            Err(error) if is_absent(&error) => return Ok(None),
+            Err(error) if is_not_found(&error) => return Ok(None),
             Err(error) => return Err(FileError::at("reading", &path)(error).into()),
         };
         let Ok(sidecar) = serde_json::from_slice::<Self>(&bytes) else { return Ok(None) };
@@ -104,7 +104,7 @@ pub struct ShardWriter<'p> {
     path: PathBuf,
     partial: PathBuf,
     file: File,
-    /// In file order: exponents come last, because their size is known last.
+    /// One writer per tensor, in file order. Exponents come last, because their size is known last.
     tensors: [PieceWriter; 5],
     exponents: u64,
     checksums: Vec<u32>,
@@ -116,11 +116,13 @@ impl<'p> ShardWriter<'p> {
         let planned = &plan.shards()[index];
         let geometry = Geometry::new(plan.layout(), planned.rows, planned.last_rows, 0)?;
         let path = shard::path(part, index);
-        let partial = partial_name(&path);
+        let partial = partial_path(&path);
         // Removes a stale sidecar, which would mark the new file as finished.
         let sidecar = ShardMeta::path(part, index);
         match fs::remove_file(&sidecar) {
-            Err(error) if !is_absent(&error) => return Err(FileError::at("removing", &sidecar)(error).into()),
+            Err(error) if !is_not_found(&error) => {
+                return Err(FileError::at("removing", &sidecar)(error).into());
+            }
             _ => {}
         }
         let open = || -> io::Result<File> {
@@ -202,7 +204,7 @@ impl<'p> ShardWriter<'p> {
         let mut write = || -> io::Result<(u64, u32)> {
             let stored = codec::encode(layout, [taps, last])?;
             let stored = stored.each_ref().map(Cow::as_ref);
-            for (tensor, bytes) in tensors.iter_mut().zip(stored.in_order()) {
+            for (tensor, bytes) in tensors.iter_mut().zip(stored.in_file_order()) {
                 tensor.push(file, bytes)?;
             }
             Ok((stored.exponents.len() as u64, codec::checksum(stored)))
@@ -230,7 +232,7 @@ impl<'p> ShardWriter<'p> {
         let mut commit = || -> io::Result<String> {
             self.tensors.iter_mut().try_for_each(|tensor| tensor.flush(&self.file))?;
             self.file.write_all_at(geometry.header(), 0)?;
-            let sha256 = read_back(&self.file, geometry.bytes())?;
+            let sha256 = digest_written_file(&self.file, geometry.bytes())?;
             self.file.sync_all()?;
             fs::rename(&self.partial, &self.path)?;
             Ok(sha256)
@@ -250,14 +252,15 @@ impl<'p> ShardWriter<'p> {
     }
 }
 
-/// Digest of a file of `bytes` bytes, read back because its tensors were written in parallel.
-fn read_back(file: &File, bytes: u64) -> io::Result<String> {
-    let (mut hasher, mut at, mut buffer) = (Hasher::default(), 0, vec![0; READ_BACK]);
+/// Digest of a shard of `bytes` bytes. The file is read again, because its tensors were written in
+/// parallel.
+fn digest_written_file(file: &File, bytes: u64) -> io::Result<String> {
+    let (mut hasher, mut at, mut buffer) = (Hasher::default(), 0, vec![0; DIGEST_BUFFER_BYTES]);
     while at < bytes {
-        let chunk = &mut buffer[..(bytes - at).min(READ_BACK as u64) as usize];
+        let chunk = &mut buffer[..(bytes - at).min(DIGEST_BUFFER_BYTES as u64) as usize];
         file.read_exact_at(chunk, at)?;
-        hasher.raw(chunk);
+        hasher.update_raw(chunk);
         at += chunk.len() as u64;
     }
-    Ok(hasher.hex())
+    Ok(hasher.hex_digest())
 }

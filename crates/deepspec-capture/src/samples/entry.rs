@@ -33,8 +33,8 @@ impl Entry {
         Some((Self { offset, tokens, spans, id, checksum }, record))
     }
 
-    /// The entry as stored in the index.
-    pub fn bytes(&self) -> [u8; Self::BYTES] {
+    /// Converts the entry to its bytes in the index.
+    pub fn to_bytes(&self) -> [u8; Self::BYTES] {
         let mut bytes = [0; Self::BYTES];
         bytes[..8].copy_from_slice(&self.offset.to_le_bytes());
         let numbers = [self.tokens, self.spans, self.id, self.checksum];
@@ -44,8 +44,8 @@ impl Entry {
         bytes
     }
 
-    /// Parses an entry.
-    pub fn read(bytes: &[u8]) -> Self {
+    /// Parses an entry from its bytes in the index.
+    pub fn from_bytes(bytes: &[u8]) -> Self {
         let offset = u64_at(bytes, 0).unwrap_or(u64::MAX);
         let mut numbers = u32s(bytes.get(8..).unwrap_or_default());
         let mut next = || numbers.next().unwrap_or_default();
@@ -54,7 +54,7 @@ impl Entry {
     }
 
     /// Byte range of the record; `None` beyond 64 bits.
-    pub fn range(&self) -> Option<Range<u64>> {
+    pub fn record_range(&self) -> Option<Range<u64>> {
         let bytes = 4 * u64::from(self.tokens) + 8 * u64::from(self.spans) + u64::from(self.id);
         Some(self.offset..self.offset.checked_add(bytes)?)
     }

@@ -10,8 +10,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::TargetSpec;
 
-/// Increased when the file's layout or the tokenisation changes.
-const FORMAT: u32 = 2;
+/// Version of the file's layout and of the tokenisation; a change gives the file another name.
+const SAMPLES_FORMAT_VERSION: u32 = 2;
 
 /// Inputs, rules and program version, which determine the samples. Captured layers and the drafter
 /// do not matter, so recipes for one target share a file.
@@ -30,13 +30,13 @@ pub(super) struct SamplesIdentity {
     /// Rows of the target's embedding: conversations with larger token ids are rejected.
     vocab_size: usize,
     /// The input files, in order.
-    inputs: Vec<Input>,
+    inputs: Vec<InputFile>,
 }
 
 /// Identity of a file of conversations.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Input {
+struct InputFile {
     sha256: String,
     /// File extension, which shows the compression.
     extension: String,
@@ -44,13 +44,13 @@ struct Input {
 
 impl SamplesIdentity {
     /// Digests the content of `files`.
-    pub fn of(files: &[PathBuf], source: &TargetSpec) -> Result<Self, FileError> {
+    pub fn from_files(files: &[PathBuf], source: &TargetSpec) -> Result<Self, FileError> {
         let input = |path: &PathBuf| {
             let extension = path.extension().unwrap_or_default().to_string_lossy().to_ascii_lowercase();
-            Ok(Input { sha256: digest::file(path)?, extension })
+            Ok(InputFile { sha256: digest::sha256_of_file(path)?, extension })
         };
         Ok(Self {
-            format: FORMAT,
+            format: SAMPLES_FORMAT_VERSION,
             version: env!("CARGO_PKG_VERSION").into(),
             tokenizer: source.identity.tokenizer.clone(),
             template: source.identity.template.clone(),
@@ -63,7 +63,7 @@ impl SamplesIdentity {
     }
 
     /// Name of the samples' file, without an extension.
-    pub fn name(&self) -> String {
+    pub fn file_stem(&self) -> String {
         // An identity is plain data, which always serializes.
         let text = serde_json::to_vec(self).unwrap_or_default();
         format!("{:032x}", digest::fingerprint(&text))

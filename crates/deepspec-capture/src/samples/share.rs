@@ -7,51 +7,57 @@ use std::time::{Duration, Instant, SystemTime};
 
 use deepspec_core::atomic::{FileError, create_dir};
 
-use super::writer::Writer;
-use super::{Samples, SamplesIdentity, Unusable};
+use super::writer::SamplesWriter;
+use super::{Samples, SamplesIdentity, SamplesOpenError};
 use crate::rows::for_each_sample;
 use crate::{StatesError, TargetSpec};
 
 /// Suffix of a file that is being written.
-const PARTIAL: &str = ".partial";
+const PARTIAL_SUFFIX: &str = ".partial";
 /// A partial file without writes for this long is abandoned, on whichever machine its writer ran.
-const ABANDONED: Duration = Duration::from_secs(24 * 3600);
+const ABANDONED_AFTER: Duration = Duration::from_secs(24 * 3600);
 
 /// Returns the samples of `inputs`, tokenised for `source`, from a file in `dir`. If the file does
 /// not exist, this process or another writes it. `dir` may be on a file system shared by machines,
 /// with or without locks.
-pub(crate) fn shared(dir: &Path, inputs: &[PathBuf], source: &TargetSpec) -> Result<Samples, StatesError> {
-    let stamps = stamps(inputs)?;
-    let identity = SamplesIdentity::of(inputs, source)?;
-    let name = identity.name();
+pub(crate) fn open_or_tokenise(
+    dir: &Path,
+    inputs: &[PathBuf],
+    source: &TargetSpec,
+) -> Result<Samples, StatesError> {
+    let stamps = file_stamps(inputs)?;
+    let identity = SamplesIdentity::from_files(inputs, source)?;
+    let name = identity.file_stem();
     let path = dir.join(format!("{name}.samples"));
     match Samples::open(&path, &identity, inputs) {
-        Ok(samples) => return Ok(told(samples)),
-        Err(Unusable::Unreadable(error)) => return Err(error),
-        Err(Unusable::Absent | Unusable::Damaged(_)) => {}
+        Ok(samples) => return Ok(log_samples_path(samples)),
+        Err(SamplesOpenError::Unreadable(error)) => return Err(error),
+        Err(SamplesOpenError::Absent | SamplesOpenError::Damaged(_)) => {}
     }
     create_dir(dir).map_err(StatesError::Unwritable)?;
-    let lock = lock(&dir.join(format!("{name}.lock")), &path).map_err(StatesError::Unwritable)?;
+    let lock =
+        lock_samples_file(&dir.join(format!("{name}.lock")), &path).map_err(StatesError::Unwritable)?;
     match Samples::open(&path, &identity, inputs) {
-        Ok(samples) => return Ok(told(samples)),
-        Err(Unusable::Absent) => {}
-        Err(Unusable::Unreadable(error)) => return Err(error),
-        Err(Unusable::Damaged(problem)) => {
+        Ok(samples) => return Ok(log_samples_path(samples)),
+        Err(SamplesOpenError::Absent) => {}
+        Err(SamplesOpenError::Unreadable(error)) => return Err(error),
+        Err(SamplesOpenError::Damaged(problem)) => {
             tracing::warn!("{}: {problem}; tokenising once more", path.display());
             fs::remove_file(&path)
                 .map_err(FileError::at("removing", &path))
                 .map_err(StatesError::Unwritable)?;
         }
     }
-    let own = format!("{name}.{}.", boot());
+    let own = format!("{name}.{}.", boot_id());
     if lock.is_some() {
-        sweep(dir, &name, &own);
+        remove_abandoned_files(dir, &name, &own);
     }
     let begun = Instant::now();
-    let mut writer =
-        Writer::begin(|tries| dir.join(format!("{own}{}-{tries}{PARTIAL}", std::process::id())))?;
+    let mut writer = SamplesWriter::create(|tries| {
+        dir.join(format!("{own}{}-{tries}{PARTIAL_SUFFIX}", std::process::id()))
+    })?;
     let report = for_each_sample(inputs, source, |_| (), |sample| writer.push(&sample))?;
-    if stamps != self::stamps(inputs)? {
+    if stamps != self::file_stamps(inputs)? {
         let problem = "a file was written to while it was read; wait until it is complete".into();
         return Err(StatesError::Recipe { key: "data.input", problem });
     }
@@ -59,20 +65,22 @@ pub(crate) fn shared(dir: &Path, inputs: &[PathBuf], source: &TargetSpec) -> Res
     let seconds = begun.elapsed().as_secs_f64();
     tracing::info!("tokenised {} rows in {seconds:.1} s into {}", report.read, path.display());
     Samples::open(&path, &identity, inputs).map_err(|unusable| match unusable {
-        Unusable::Unreadable(error) => error,
-        Unusable::Absent => StatesError::Samples { path, problem: "it vanished while it was written".into() },
-        Unusable::Damaged(problem) => StatesError::Samples { path, problem },
+        SamplesOpenError::Unreadable(error) => error,
+        SamplesOpenError::Absent => {
+            StatesError::Samples { path, problem: "it vanished while it was written".into() }
+        }
+        SamplesOpenError::Damaged(problem) => StatesError::Samples { path, problem },
     })
 }
 
-fn told(samples: Samples) -> Samples {
+fn log_samples_path(samples: Samples) -> Samples {
     tracing::info!("tokenised rows from {}", samples.path().display());
     samples
 }
 
 /// Locks `path` against other processes until the lock is dropped; `None` if the file system has no
 /// locks. Then several processes may tokenise, and the first to finish publishes.
-fn lock(lock: &Path, path: &Path) -> Result<Option<File>, FileError> {
+fn lock_samples_file(lock: &Path, path: &Path) -> Result<Option<File>, FileError> {
     let open = || -> io::Result<Option<File>> {
         let file = File::options().create(true).truncate(false).write(true).open(lock)?;
         match file.try_lock() {
@@ -94,18 +102,18 @@ fn lock(lock: &Path, path: &Path) -> Result<Option<File>, FileError> {
     open().map_err(FileError::at("locking", lock))
 }
 
-/// Removes files of killed writers: all of this machine, which the lock proves dead, and old ones
-/// of other machines.
-fn sweep(dir: &Path, name: &str, own: &str) {
+/// Removes partial files of killed writers. The lock proves that those of this machine are
+/// abandoned; those of other machines are if they are old.
+fn remove_abandoned_files(dir: &Path, name: &str, own: &str) {
     for entry in fs::read_dir(dir).into_iter().flatten().flatten() {
         let file = entry.file_name();
         let file = file.to_string_lossy();
-        if !(file.starts_with(name) && file.ends_with(PARTIAL)) {
+        if !(file.starts_with(name) && file.ends_with(PARTIAL_SUFFIX)) {
             continue;
         }
         let changed = entry.metadata().and_then(|metadata| metadata.modified());
         let idle = changed.ok().and_then(|changed| SystemTime::now().duration_since(changed).ok());
-        if (file.starts_with(own) || idle.is_some_and(|idle| idle > ABANDONED))
+        if (file.starts_with(own) || idle.is_some_and(|idle| idle > ABANDONED_AFTER))
             && let Err(error) = fs::remove_file(entry.path())
         {
             tracing::warn!("{}: left over and not removed: {error}", entry.path().display());
@@ -113,16 +121,16 @@ fn sweep(dir: &Path, name: &str, own: &str) {
     }
 }
 
-/// Identifies a machine and its boot. Locks are valid within it if machines share files but not
-/// locks.
-fn boot() -> String {
+/// An id of this machine's current boot. Locks are only valid within it if machines share files but
+/// not locks.
+fn boot_id() -> String {
     let id = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
     let id: String = id.chars().filter(char::is_ascii_alphanumeric).take(12).collect();
     if id.is_empty() { "unknown".into() } else { id }
 }
 
-/// Sizes and modification times, which reveal files that change during the run.
-fn stamps(inputs: &[PathBuf]) -> Result<Vec<(u64, Option<SystemTime>)>, FileError> {
+/// Sizes and modification times of files. A difference reveals that a file changed during the run.
+fn file_stamps(inputs: &[PathBuf]) -> Result<Vec<(u64, Option<SystemTime>)>, FileError> {
     let stamp = |metadata: Metadata| (metadata.len(), metadata.modified().ok());
     let of = |path: &PathBuf| fs::metadata(path).map(stamp).map_err(FileError::at("reading", path));
     inputs.iter().map(of).collect()

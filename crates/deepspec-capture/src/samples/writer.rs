@@ -7,12 +7,12 @@ use std::path::{Path, PathBuf};
 use crate::cache::PlannedSample;
 use deepspec_core::atomic::FileError;
 
-use super::{Account, Entry, MAGIC, Rows, SamplesIdentity, checksum};
+use super::{Entry, FileSummary, MAGIC, SamplesIdentity, StoredRowCounts, checksum};
 use crate::{RowCounts, StatesError};
 
 /// A file that is being written. It is removed if dropped before publication. After a kill it
 /// remains, and the next writer removes it.
-pub(super) struct Writer {
+pub(super) struct SamplesWriter {
     file: BufWriter<File>,
     path: PathBuf,
     /// Offset of the next record.
@@ -21,16 +21,16 @@ pub(super) struct Writer {
     index: Vec<u8>,
 }
 
-impl Writer {
+impl SamplesWriter {
     /// Creates a new file at the first free name of `name(0)`, `name(1)`, …
-    pub fn begin(name: impl Fn(usize) -> PathBuf) -> Result<Self, StatesError> {
+    pub fn create(name: impl Fn(usize) -> PathBuf) -> Result<Self, StatesError> {
         let mut tries = 0;
         let (file, path) = loop {
             let path = name(tries);
             match File::create_new(&path) {
                 Ok(file) => break (file, path),
                 Err(error) if error.kind() == io::ErrorKind::AlreadyExists => tries += 1,
-                Err(error) => return Err(unwritable("creating", &path)(error)),
+                Err(error) => return Err(unwritable_error("creating", &path)(error)),
             }
         };
         let mut writer =
@@ -46,7 +46,7 @@ impl Writer {
             let problem = format!("sample {:?} is longer than a file of samples can say", sample.id);
             StatesError::Recipe { key: "data.input", problem }
         })?;
-        self.index.extend(entry.bytes());
+        self.index.extend(entry.to_bytes());
         self.write(&record)
     }
 
@@ -59,7 +59,7 @@ impl Writer {
         report: &RowCounts,
         inputs: &[PathBuf],
     ) -> Result<(), StatesError> {
-        let account = Account { identity, index: self.offset, rows: Rows::of(report, inputs) };
+        let account = FileSummary { identity, index: self.offset, rows: StoredRowCounts::of(report, inputs) };
         // A summary is plain data, which always serializes.
         let account = serde_json::to_vec(&account).unwrap_or_default();
         let sum = checksum(&[&self.index, &account]);
@@ -69,32 +69,32 @@ impl Writer {
             self.write(part)?;
         }
         let synced = self.file.flush().and_then(|()| self.file.get_ref().sync_all());
-        synced.map_err(unwritable("writing", &self.path))?;
-        appear(&self.path, path).map_err(unwritable("writing", path))
+        synced.map_err(unwritable_error("writing", &self.path))?;
+        move_to_free_name(&self.path, path).map_err(unwritable_error("writing", path))
     }
 
     fn write(&mut self, bytes: &[u8]) -> Result<(), StatesError> {
-        self.file.write_all(bytes).map_err(unwritable("writing", &self.path))?;
+        self.file.write_all(bytes).map_err(unwritable_error("writing", &self.path))?;
         self.offset += bytes.len() as u64;
         Ok(())
     }
 }
 
-impl Drop for Writer {
+impl Drop for SamplesWriter {
     fn drop(&mut self) {
         // After publication this name no longer exists.
         let _ = fs::remove_file(&self.path);
     }
 }
 
-fn unwritable(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> StatesError {
+fn unwritable_error(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> StatesError {
     let at = FileError::at(action, path);
     move |error| StatesError::Unwritable(at(error))
 }
 
 /// Moves a file to a free name. An existing file is kept, because other machines may have mapped
 /// it. On some network file systems they would lose the mapping.
-fn appear(partial: &Path, path: &Path) -> io::Result<()> {
+fn move_to_free_name(partial: &Path, path: &Path) -> io::Result<()> {
     match fs::hard_link(partial, path) {
         Ok(()) => fs::remove_file(partial),
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => fs::remove_file(partial),

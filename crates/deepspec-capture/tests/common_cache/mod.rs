@@ -21,10 +21,10 @@ pub const TAPS: [Tap; 2] = [Tap::Embedding, Tap::Layer(3)];
 pub fn identity() -> Identity {
     Identity {
         model_type: "qwen3".into(),
-        target_config: digest::bytes(b"config"),
-        target_weights: digest::bytes(b"weights"),
-        tokenizer: digest::bytes(b"tokenizer"),
-        template: digest::bytes(b"template"),
+        target_config: digest::sha256_of_bytes(b"config"),
+        target_weights: digest::sha256_of_bytes(b"weights"),
+        tokenizer: digest::sha256_of_bytes(b"tokenizer"),
+        template: digest::sha256_of_bytes(b"template"),
         chat_template: "qwen".into(),
         system_prompt: Some("You are a helpful assistant.".into()),
         taps: TAPS.to_vec(),
@@ -118,7 +118,7 @@ pub fn message<T: std::fmt::Debug>(result: Result<T, CacheError>) -> String {
 /// Writes a manifest with correct digests, so that only its content can be refused.
 pub fn reseal(dir: &Path, mut manifest: Value) {
     manifest["digest"] = "".into();
-    manifest["digest"] = digest::bytes(manifest.to_string().as_bytes()).into();
+    manifest["digest"] = digest::sha256_of_bytes(manifest.to_string().as_bytes()).into();
     let text = serde_json::to_string_pretty(&manifest).unwrap();
     fs::write(dir.join("manifest.json"), text + "\n").unwrap();
 }
@@ -127,7 +127,7 @@ pub fn reseal(dir: &Path, mut manifest: Value) {
 pub fn reseal_table(dir: &Path, mut manifest: Value) {
     let path = dir.join("samples.parquet");
     manifest["samples"]["bytes"] = fs::metadata(&path).unwrap().len().into();
-    manifest["samples"]["sha256"] = digest::file(&path).unwrap().into();
+    manifest["samples"]["sha256"] = digest::sha256_of_file(&path).unwrap().into();
     reseal(dir, manifest);
 }
 

@@ -7,11 +7,11 @@ use half::f16;
 
 use crate::gguf::TensorType;
 
-/// Largest block, in values.
-const LONGEST: usize = 256;
+/// Maximum number of values in a block.
+const MAX_BLOCK_VALUES: usize = 256;
 
 /// Dequantises a block.
-type Expand = fn(&[u8], &mut [f32]);
+type DequantiseBlock = fn(&[u8], &mut [f32]);
 
 /// A tensor type of ggml.
 #[derive(Debug)]
@@ -25,33 +25,39 @@ pub struct BlockType {
     /// Bytes per block.
     pub bytes: usize,
     /// Dequantises a block; None for plain floats.
-    expand: Option<Expand>,
+    expand: Option<DequantiseBlock>,
 }
 
-const fn plain(name: &'static str, id: u32, bytes: usize) -> BlockType {
+const fn plain_type(name: &'static str, id: u32, bytes: usize) -> BlockType {
     BlockType { name, id, values: 1, bytes, expand: None }
 }
 
-const fn packed(name: &'static str, id: u32, values: usize, bytes: usize, expand: Expand) -> BlockType {
+const fn quantised_type(
+    name: &'static str,
+    id: u32,
+    values: usize,
+    bytes: usize,
+    expand: DequantiseBlock,
+) -> BlockType {
     BlockType { name, id, values, bytes, expand: Some(expand) }
 }
 
-static TYPES: [BlockType; 11] = [
-    plain("F32", 0, 4),
-    plain("F16", 1, 2),
-    plain("BF16", 30, 2),
-    packed("Q4_0", 2, 32, 18, q4_0),
-    packed("Q4_1", 3, 32, 20, q4_1),
-    packed("Q5_0", 6, 32, 22, q5_0),
-    packed("Q5_1", 7, 32, 24, q5_1),
-    packed("Q8_0", 8, 32, 34, q8_0),
-    packed("Q4_K", 12, 256, 144, q4_k),
-    packed("Q5_K", 13, 256, 176, q5_k),
-    packed("Q6_K", 14, 256, 210, q6_k),
+static BLOCK_TYPES: [BlockType; 11] = [
+    plain_type("F32", 0, 4),
+    plain_type("F16", 1, 2),
+    plain_type("BF16", 30, 2),
+    quantised_type("Q4_0", 2, 32, 18, q4_0),
+    quantised_type("Q4_1", 3, 32, 20, q4_1),
+    quantised_type("Q5_0", 6, 32, 22, q5_0),
+    quantised_type("Q5_1", 7, 32, 24, q5_1),
+    quantised_type("Q8_0", 8, 32, 34, q8_0),
+    quantised_type("Q4_K", 12, 256, 144, q4_k),
+    quantised_type("Q5_K", 13, 256, 176, q5_k),
+    quantised_type("Q6_K", 14, 256, 210, q6_k),
 ];
 
 /// Ids of ggml types that are not supported.
-const UNREAD: [(u32, &str); 21] = [
+const UNSUPPORTED_TYPES: [(u32, &str); 21] = [
     (9, "Q8_1"),
     (10, "Q2_K"),
     (11, "Q3_K"),
@@ -76,22 +82,23 @@ const UNREAD: [(u32, &str); 21] = [
 ];
 
 impl BlockType {
-    /// ggml's name of an unsupported type.
-    pub(crate) fn unread_name(id: u32) -> Option<&'static str> {
-        UNREAD.iter().find(|(number, _)| *number == id).map(|(_, name)| *name)
+    /// ggml's name of an unsupported type; None if the id is unknown.
+    pub(crate) fn unsupported_name(id: u32) -> Option<&'static str> {
+        UNSUPPORTED_TYPES.iter().find(|(number, _)| *number == id).map(|(_, name)| *name)
     }
 
     /// All supported types.
     pub fn all() -> impl Iterator<Item = &'static Self> {
-        TYPES.iter()
+        BLOCK_TYPES.iter()
     }
 
     /// The supported type with this id.
-    pub(crate) fn of(id: u32) -> Option<&'static Self> {
+    pub(crate) fn from_id(id: u32) -> Option<&'static Self> {
         Self::all().find(|kind| kind.id == id)
     }
 
-    /// The type of the values read: a plain type itself, or float32 for a quantised type.
+    /// Type of the values after dequantisation: a plain type itself, or float32 for a quantised
+    /// type.
     pub fn decoded_type(&self) -> TensorType {
         match self.id {
             1 => TensorType::F16,
@@ -101,9 +108,9 @@ impl BlockType {
     }
 
     /// Dequantises whole blocks to little-endian float32; plain values stay as they are.
-    pub fn expand(&self, stored: Vec<u8>) -> Vec<u8> {
+    pub fn dequantise(&self, stored: Vec<u8>) -> Vec<u8> {
         let Some(expand) = self.expand else { return stored };
-        let mut values = [0.0; LONGEST];
+        let mut values = [0.0; MAX_BLOCK_VALUES];
         let values = &mut values[..self.values];
         let mut bytes = Vec::with_capacity(stored.len() / self.bytes * self.values * size_of::<f32>());
         for block in stored.chunks_exact(self.bytes) {
@@ -114,8 +121,8 @@ impl BlockType {
     }
 }
 
-/// The float16 at byte `place`.
-fn half(block: &[u8], place: usize) -> f32 {
+/// Reads the float16 at byte `place`.
+fn read_f16(block: &[u8], place: usize) -> f32 {
     f16::from_le_bytes([block[place], block[place + 1]]).to_f32()
 }
 
@@ -127,51 +134,51 @@ fn nibbles(bytes: &[u8]) -> impl Iterator<Item = (usize, u8)> {
 }
 
 fn q4_0(block: &[u8], values: &mut [f32]) {
-    let scale = half(block, 0);
+    let scale = read_f16(block, 0);
     for (place, number) in nibbles(&block[2..]) {
         values[place] = scale * (f32::from(number) - 8.0);
     }
 }
 
 fn q4_1(block: &[u8], values: &mut [f32]) {
-    let (scale, least) = (half(block, 0), half(block, 2));
+    let (scale, least) = (read_f16(block, 0), read_f16(block, 2));
     for (place, number) in nibbles(&block[4..]) {
         values[place] = scale * f32::from(number) + least;
     }
 }
 
-/// The fifth bits of a block of 32 values.
+/// Reads the fifth bits of a block's 32 values, one bit per value.
 fn fifth_bits(block: &[u8], place: usize) -> u32 {
     u32::from_le_bytes([block[place], block[place + 1], block[place + 2], block[place + 3]])
 }
 
-fn fifth(bits: u32, place: usize) -> u8 {
+fn fifth_bit_value(bits: u32, place: usize) -> u8 {
     if bits >> place & 1 == 1 { 16 } else { 0 }
 }
 
 fn q5_0(block: &[u8], values: &mut [f32]) {
-    let (scale, bits) = (half(block, 0), fifth_bits(block, 2));
+    let (scale, bits) = (read_f16(block, 0), fifth_bits(block, 2));
     for (place, number) in nibbles(&block[6..]) {
-        values[place] = scale * (f32::from(number | fifth(bits, place)) - 16.0);
+        values[place] = scale * (f32::from(number | fifth_bit_value(bits, place)) - 16.0);
     }
 }
 
 fn q5_1(block: &[u8], values: &mut [f32]) {
-    let (scale, least, bits) = (half(block, 0), half(block, 2), fifth_bits(block, 4));
+    let (scale, least, bits) = (read_f16(block, 0), read_f16(block, 2), fifth_bits(block, 4));
     for (place, number) in nibbles(&block[8..]) {
-        values[place] = scale * f32::from(number | fifth(bits, place)) + least;
+        values[place] = scale * f32::from(number | fifth_bit_value(bits, place)) + least;
     }
 }
 
 fn q8_0(block: &[u8], values: &mut [f32]) {
-    let scale = half(block, 0);
+    let scale = read_f16(block, 0);
     for (value, &number) in values.iter_mut().zip(&block[2..]) {
         *value = scale * f32::from(number.cast_signed());
     }
 }
 
 /// The 6-bit scale and minimum of part `part` of eight, which are packed into twelve bytes.
-fn scale_and_least(packed: &[u8], part: usize) -> (f32, f32) {
+fn scale_and_minimum(packed: &[u8], part: usize) -> (f32, f32) {
     let (scale, least) = match part {
         0..4 => (packed[part] & 63, packed[part + 4] & 63),
         _ => (
@@ -184,10 +191,10 @@ fn scale_and_least(packed: &[u8], part: usize) -> (f32, f32) {
 
 /// Dequantises eight parts of 32 values, where two parts share 32 bytes. `upper(part, place)` is
 /// the fifth bit's contribution to a number.
-fn in_parts(block: &[u8], numbers: &[u8], values: &mut [f32], upper: impl Fn(usize, usize) -> u8) {
-    let (scale, least) = (half(block, 0), half(block, 2));
+fn dequantise_k_parts(block: &[u8], numbers: &[u8], values: &mut [f32], upper: impl Fn(usize, usize) -> u8) {
+    let (scale, least) = (read_f16(block, 0), read_f16(block, 2));
     for (part, values) in values.as_chunks_mut::<32>().0.iter_mut().enumerate() {
-        let (factor, shift) = scale_and_least(&block[4..16], part);
+        let (factor, shift) = scale_and_minimum(&block[4..16], part);
         let (factor, shift) = (scale * factor, least * shift);
         let bytes = &numbers[part / 2 * 32..];
         for (place, value) in values.iter_mut().enumerate() {
@@ -198,15 +205,16 @@ fn in_parts(block: &[u8], numbers: &[u8], values: &mut [f32], upper: impl Fn(usi
 }
 
 fn q4_k(block: &[u8], values: &mut [f32]) {
-    in_parts(block, &block[16..], values, |_, _| 0);
+    dequantise_k_parts(block, &block[16..], values, |_, _| 0);
 }
 
 fn q5_k(block: &[u8], values: &mut [f32]) {
-    in_parts(block, &block[48..], values, |part, place| (block[16 + place] >> part & 1) << 4);
+    dequantise_k_parts(block, &block[48..], values, |part, place| (block[16 + place] >> part & 1) << 4);
 }
 
 fn q6_k(block: &[u8], values: &mut [f32]) {
-    let (lower, upper, scales, scale) = (&block[..128], &block[128..192], &block[192..208], half(block, 208));
+    let (lower, upper, scales, scale) =
+        (&block[..128], &block[128..192], &block[192..208], read_f16(block, 208));
     for (place, value) in values.iter_mut().enumerate() {
         // In each half of the block, four runs of 32 values share 64 bytes of lower and 32 bytes of
         // upper bits.

@@ -26,12 +26,12 @@ mod writer;
 
 pub use blocks::BlockType;
 pub use error::GgufError;
-pub use model::{Llama3, Model, ROPE_FACTORS};
+pub use model::{Llama3Scaling, Model, ROPE_FACTORS};
 pub use names::LAYER_NAMES;
-pub use reader::{Entry, Gguf, TensorInfo};
+pub use reader::{Entry, GgufFile, TensorInfo};
 pub use rope_layout::to_interleaved;
 pub use tokenizer::Tokenizer;
-pub use unpack::{LINK, unpack};
+pub use unpack::{GGUF_LINK, unpack};
 pub use writer::{Tensor, TensorType, Value, Writer};
 
 const MAGIC: &[u8; 4] = b"GGUF";

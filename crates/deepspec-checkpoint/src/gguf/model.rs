@@ -7,9 +7,9 @@ use serde_json::{Map, Value as Json, json};
 
 use crate::gguf::rope_layout::to_half_split;
 use crate::gguf::vocabulary::Vocabulary;
-use crate::gguf::{Gguf, GgufError, TensorInfo, names};
+use crate::gguf::{GgufError, GgufFile, TensorInfo, names};
 
-/// llama.cpp's name of an architecture, and its values for config.json.
+/// A supported architecture: its name in llama.cpp, and its values for config.json.
 struct Architecture {
     name: &'static str,
     class: &'static str,
@@ -24,18 +24,19 @@ static ARCHITECTURES: [Architecture; 2] = [
     Architecture { name: "qwen3", class: "Qwen3ForCausalLM", model_type: "qwen3", interleaved_rope: false },
 ];
 
-/// Tensor with Llama 3's RoPE scaling factors, one factor per frequency.
+/// Name of the tensor with Llama 3's RoPE scaling factors, one factor per frequency.
 pub const ROPE_FACTORS: &str = "rope_freqs.weight";
 /// The scaling settings that all Llama 3 models with such factors share.
-const LLAMA3: Llama3 = Llama3 { low_freq_factor: 1.0, high_freq_factor: 4.0, original: 8192.0 };
-/// Maximum number of factors read. No model has heads of this width.
-const MOST_FACTORS: usize = 4096;
+const LLAMA3_SCALING: Llama3Scaling =
+    Llama3Scaling { low_freq_factor: 1.0, high_freq_factor: 4.0, original: 8192.0 };
+/// Maximum number of RoPE factors that are read. No model has heads wide enough for more.
+const MAX_ROPE_FACTORS: usize = 4096;
 /// Maximum relative difference of the stored float32 factors from the computed ones.
 const FACTOR_TOLERANCE: f64 = 1e-4;
 
 /// Settings of Llama 3's RoPE scaling.
 #[derive(Debug, Clone, Copy)]
-pub struct Llama3 {
+pub struct Llama3Scaling {
     /// `low_freq_factor`: frequencies with fewer rotations within the original context get the full
     /// factor.
     pub low_freq_factor: f64,
@@ -45,9 +46,10 @@ pub struct Llama3 {
     pub original: f64,
 }
 
-impl Llama3 {
-    /// Factor of a RoPE frequency, in radians per token; low frequencies get `max_factor`.
-    pub fn factor(&self, frequency: f64, max_factor: f64) -> f64 {
+impl Llama3Scaling {
+    /// Divisor of a RoPE frequency, which is given in radians per token. Low frequencies get
+    /// `max_factor`.
+    pub fn rope_factor(&self, frequency: f64, max_factor: f64) -> f64 {
         let turns = self.original * frequency / std::f64::consts::TAU;
         let part =
             ((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clamp(0.0, 1.0);
@@ -57,13 +59,13 @@ impl Llama3 {
 
 /// A model in a GGUF.
 pub struct Model {
-    file: Gguf,
+    file: GgufFile,
     config: Map<String, Json>,
     /// The file's tensors by their names in transformers.
-    tensors: BTreeMap<String, Named>,
+    tensors: BTreeMap<String, StoredTensor>,
 }
 
-struct Named {
+struct StoredTensor {
     stored: String,
     /// Number of heads, if the rows are stored as interleaved RoPE pairs.
     paired_heads: Option<usize>,
@@ -73,10 +75,10 @@ impl Model {
     /// Opens the model in `path`.
     ///
     /// # Errors
-    /// Fails as [`Gguf::open`] does, if the architecture is not supported, or if settings or
+    /// Fails as [`GgufFile::open`] does, if the architecture is not supported, or if settings or
     /// tensors would be lost.
     pub fn open(path: &Path) -> Result<Self, GgufError> {
-        let file = Gguf::open(path)?;
+        let file = GgufFile::open(path)?;
         let key = "general.architecture";
         let name = file.required(key, file.text(key)?)?;
         let known = ARCHITECTURES.iter().find(|known| known.name == name);
@@ -84,26 +86,26 @@ impl Model {
             let known = ARCHITECTURES.each_ref().map(|known| known.name).join(", ");
             file.error(format!("`{key}`: {name} is not an architecture that is read (known: {known})"))
         })?;
-        let reader = Reader { file: &file, architecture };
+        let reader = ConfigReader { file: &file, architecture };
         let (config, heads) = reader.config()?;
         let layers = config["num_hidden_layers"].as_u64().unwrap_or(0);
         let tensors = reader.tensors(&heads, layers)?;
         Ok(Self { file, config, tensors })
     }
 
-    /// Its config.json, without the token ids.
+    /// The model's config.json, without the token ids.
     pub fn config(&self) -> &Map<String, Json> {
         &self.config
     }
 
-    /// Its tensors by their names in transformers.
+    /// The model's tensors by their names in transformers.
     pub fn tensors(&self) -> impl Iterator<Item = (&str, &TensorInfo)> {
-        let stored = |named: &Named| &self.file.tensors()[&named.stored];
+        let stored = |named: &StoredTensor| &self.file.tensors()[&named.stored];
         self.tensors.iter().map(move |(name, named)| (name.as_str(), stored(named)))
     }
 
     /// The values of one of [`Model::tensors`] in the row order of transformers; see
-    /// [`Gguf::values`].
+    /// [`GgufFile::values`].
     ///
     /// # Errors
     /// Fails if the tensor is missing or the file cannot be read.
@@ -129,23 +131,23 @@ struct Heads {
     key_value: u64,
 }
 
-struct Reader<'a> {
-    file: &'a Gguf,
+struct ConfigReader<'a> {
+    file: &'a GgufFile,
     architecture: &'static Architecture,
 }
 
-impl Reader<'_> {
-    fn key(&self, name: &str) -> String {
+impl ConfigReader<'_> {
+    fn full_key(&self, name: &str) -> String {
         format!("{}.{name}", self.architecture.name)
     }
 
     fn count(&self, name: &str) -> Result<Option<u64>, GgufError> {
-        self.file.count(&self.key(name))
+        self.file.count(&self.full_key(name))
     }
 
     /// A required size.
     fn size(&self, name: &str) -> Result<u64, GgufError> {
-        let key = self.key(name);
+        let key = self.full_key(name);
         match self.file.required(&key, self.file.count(&key)?)? {
             0 => Err(self.file.error(format!("`{key}`: 0; expected 1 or more"))),
             // Limits sizes so that their products fit into 64 bits.
@@ -159,7 +161,7 @@ impl Reader<'_> {
     fn config(&self) -> Result<(Map<String, Json>, Heads), GgufError> {
         for absent in ["expert_count", "attention.sliding_window"] {
             if let Some(found) = self.count(absent)?.filter(|&found| found > 0) {
-                let problem = format!("`{}`: {found}; such models are not read", self.key(absent));
+                let problem = format!("`{}`: {found}; such models are not read", self.full_key(absent));
                 return Err(self.file.error(problem));
             }
         }
@@ -168,7 +170,7 @@ impl Reader<'_> {
         if layers > self.file.tensors().len() as u64 {
             let problem = format!(
                 "`{}`: {layers} layers in {} tensors",
-                self.key("block_count"),
+                self.full_key("block_count"),
                 self.file.tensors().len()
             );
             return Err(self.file.error(problem));
@@ -185,13 +187,13 @@ impl Reader<'_> {
             if let Some(found) = self.count(same)?.filter(|&found| found != dim) {
                 let problem = format!(
                     "`{}`: {found}, though heads are {dim} wide; such models are not read",
-                    self.key(same)
+                    self.full_key(same)
                 );
                 return Err(self.file.error(problem));
             }
         }
-        let eps = self.key("attention.layer_norm_rms_epsilon");
-        let theta = self.file.float(&self.key("rope.freq_base"))?.unwrap_or(10_000.0);
+        let eps = self.full_key("attention.layer_norm_rms_epsilon");
+        let theta = self.file.float(&self.full_key("rope.freq_base"))?.unwrap_or(10_000.0);
         let embed = self.file.tensors().get("token_embd.weight");
         let vocab = embed.and_then(|embed| embed.shape.first());
         let vocab = vocab.ok_or_else(|| self.file.error("tensor `token_embd.weight` is missing"))?;
@@ -210,16 +212,16 @@ impl Reader<'_> {
             "max_position_embeddings": self.size("context_length")?,
             "rms_norm_eps": self.file.required(&eps, self.file.float(&eps)?)?,
             "rope_theta": theta,
-            "rope_scaling": self.scaling(theta, dim)?,
+            "rope_scaling": self.rope_scaling(theta, dim)?,
             "tie_word_embeddings": !self.file.tensors().contains_key("output.weight"),
         });
         Ok((config.as_object().cloned().unwrap_or_default(), Heads { query, key_value }))
     }
 
     /// config.json's `rope_scaling`.
-    fn scaling(&self, theta: f64, dim: u64) -> Result<Json, GgufError> {
-        let (kind, factor) = (self.key("rope.scaling.type"), self.key("rope.scaling.factor"));
-        let older = self.key("rope.scale_linear");
+    fn rope_scaling(&self, theta: f64, dim: u64) -> Result<Json, GgufError> {
+        let (kind, factor) = (self.full_key("rope.scaling.type"), self.full_key("rope.scaling.factor"));
+        let older = self.full_key("rope.scale_linear");
         if let Some(found) = self.file.float(&older)?.filter(|&found| found != 1.0) {
             return Err(self.file.error(format!("`{older}`: {found}; expected rope.scaling in its place")));
         }
@@ -230,7 +232,7 @@ impl Reader<'_> {
             .text(&kind)?
             .or(stretched.then(|| "linear".into()))
             .filter(|rope_type| rope_type != "none");
-        let factors = self.factors()?;
+        let factors = self.rope_factors()?;
         match (rope_type.as_deref(), factors) {
             (None, None) => Ok(Json::Null),
             (Some("linear"), None) => {
@@ -242,7 +244,7 @@ impl Reader<'_> {
                 let planes = dim / 2;
                 let like_llama3 = |(plane, found): (usize, &f64)| {
                     let frequency = theta.powf(-(plane as f64) / planes as f64);
-                    (found / LLAMA3.factor(frequency, max_factor) - 1.0).abs() < FACTOR_TOLERANCE
+                    (found / LLAMA3_SCALING.rope_factor(frequency, max_factor) - 1.0).abs() < FACTOR_TOLERANCE
                 };
                 if factors.len() as u64 != planes || !factors.iter().enumerate().all(like_llama3) {
                     let problem =
@@ -250,8 +252,8 @@ impl Reader<'_> {
                     return Err(self.file.error(problem));
                 }
                 Ok(json!({
-                    "rope_type": "llama3", "factor": max_factor, "low_freq_factor": LLAMA3.low_freq_factor,
-                    "high_freq_factor": LLAMA3.high_freq_factor, "original_max_position_embeddings": LLAMA3.original,
+                    "rope_type": "llama3", "factor": max_factor, "low_freq_factor": LLAMA3_SCALING.low_freq_factor,
+                    "high_freq_factor": LLAMA3_SCALING.high_freq_factor, "original_max_position_embeddings": LLAMA3_SCALING.original,
                 }))
             }
             (Some("linear"), Some(_)) => {
@@ -265,7 +267,7 @@ impl Reader<'_> {
         }
     }
 
-    fn factors(&self) -> Result<Option<Vec<f64>>, GgufError> {
+    fn rope_factors(&self) -> Result<Option<Vec<f64>>, GgufError> {
         let Some(stored) = self.file.tensors().get(ROPE_FACTORS) else { return Ok(None) };
         if stored.kind.name != "F32" {
             let problem = format!("tensor `{ROPE_FACTORS}` is of type {}; expected F32", stored.kind.name);
@@ -273,7 +275,7 @@ impl Reader<'_> {
         }
         // There is one factor per two head dimensions. The limit bounds the memory that a damaged
         // file can request.
-        if stored.shape.iter().product::<usize>() > MOST_FACTORS {
+        if stored.shape.iter().product::<usize>() > MAX_ROPE_FACTORS {
             let problem =
                 format!("tensor `{ROPE_FACTORS}` is of {:?} values; expected half a head's", stored.shape);
             return Err(self.file.error(problem));
@@ -283,13 +285,13 @@ impl Reader<'_> {
         Ok(Some(values.map(|&value| f64::from(f32::from_le_bytes(value))).collect()))
     }
 
-    fn tensors(&self, heads: &Heads, layers: u64) -> Result<BTreeMap<String, Named>, GgufError> {
+    fn tensors(&self, heads: &Heads, layers: u64) -> Result<BTreeMap<String, StoredTensor>, GgufError> {
         let mut tensors = BTreeMap::new();
         for (stored, facts) in self.file.tensors() {
             if stored == ROPE_FACTORS {
                 continue;
             }
-            let name = names::of_model(stored, layers).ok_or_else(|| {
+            let name = names::to_transformers_name(stored, layers).ok_or_else(|| {
                 let class = self.architecture.class;
                 self.file.error(format!("tensor `{stored}` is none of a {class} as it is read; without it the model would be another"))
             })?;
@@ -307,7 +309,7 @@ impl Reader<'_> {
                 }
             }
             let paired_heads = paired.map(|heads| heads as usize);
-            tensors.insert(name, Named { stored: stored.clone(), paired_heads });
+            tensors.insert(name, StoredTensor { stored: stored.clone(), paired_heads });
         }
         Ok(tensors)
     }

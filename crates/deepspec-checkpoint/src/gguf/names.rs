@@ -16,16 +16,17 @@ pub const LAYER_NAMES: [(&str, &str); 11] = [
 ];
 
 /// Names of the tensors outside the layers.
-const NAMES: [(&str, &str); 3] = [
+const OUTER_NAMES: [(&str, &str); 3] = [
     ("model.embed_tokens.weight", "token_embd.weight"),
     ("model.norm.weight", "output_norm.weight"),
     ("lm_head.weight", "output.weight"),
 ];
 
-/// transformers' name of llama.cpp's tensor `name` in a language model of `layers` layers.
-pub(crate) fn of_model(name: &str, layers: u64) -> Option<String> {
+/// Converts llama.cpp's tensor name to that of transformers, in a language model of `layers`
+/// layers. None if it has none.
+pub(crate) fn to_transformers_name(name: &str, layers: u64) -> Option<String> {
     let Some(rest) = name.strip_prefix("blk.") else {
-        return NAMES.iter().find(|(_, theirs)| *theirs == name).map(|(ours, _)| ours.to_string());
+        return OUTER_NAMES.iter().find(|(_, theirs)| *theirs == name).map(|(ours, _)| ours.to_string());
     };
     let (layer, part) = rest.split_once('.')?;
     // Accepts only the canonical number: `blk.01` would be a second `blk.1`.

@@ -3,9 +3,9 @@
 
 use serde_json::{Value as Json, json};
 
-const GPT2: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
-const QWEN2: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
-const LLAMA3: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+const GPT2_PATTERN: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
+const QWEN2_PATTERN: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+const LLAMA3_PATTERN: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
 /// A pre-tokenizer.
 #[derive(Debug)]
@@ -25,35 +25,35 @@ pub(crate) struct PreTokenizer {
 static PRE_TOKENIZERS: [PreTokenizer; 5] = [
     PreTokenizer {
         names: &["qwen2", "deepseek-r1-qwen"],
-        pattern: QWEN2,
+        pattern: QWEN2_PATTERN,
         single_digits: false,
         ignores_merges: false,
         nfc: true,
     },
     PreTokenizer {
         names: &["llama-bpe", "llama3", "llama-v3"],
-        pattern: LLAMA3,
+        pattern: LLAMA3_PATTERN,
         single_digits: false,
         ignores_merges: true,
         nfc: false,
     },
     PreTokenizer {
         names: &["smaug-bpe", "dbrx"],
-        pattern: LLAMA3,
+        pattern: LLAMA3_PATTERN,
         single_digits: false,
         ignores_merges: false,
         nfc: false,
     },
     PreTokenizer {
         names: &["smollm", "starcoder", "refact"],
-        pattern: GPT2,
+        pattern: GPT2_PATTERN,
         single_digits: true,
         ignores_merges: false,
         nfc: false,
     },
     PreTokenizer {
         names: &["gpt-2", "phi-2"],
-        pattern: GPT2,
+        pattern: GPT2_PATTERN,
         single_digits: false,
         ignores_merges: false,
         nfc: false,
@@ -66,17 +66,17 @@ impl PreTokenizer {
         PRE_TOKENIZERS.iter().find(|known| known.names.contains(&name))
     }
 
-    /// All names.
+    /// All names that llama.cpp has for known pre-tokenizers.
     pub fn known_names() -> Vec<&'static str> {
         PRE_TOKENIZERS.iter().flat_map(|known| known.names).copied().collect()
     }
 
-    /// The pre-tokenizer of a tokenizer.json's `pre_tokenizer`.
+    /// Finds the pre-tokenizer that a tokenizer.json's `pre_tokenizer` describes.
     pub fn from_json(pre: &Json) -> Option<&'static Self> {
         let steps = pre["pretokenizers"].as_array().map_or(std::slice::from_ref(pre), Vec::as_slice);
         let said = |step: &&Json| step["type"] == "ByteLevel" && step["use_regex"].as_bool().unwrap_or(true);
         let pattern = steps.iter().find_map(|step| step["pattern"]["Regex"].as_str());
-        let pattern = pattern.or_else(|| steps.iter().find(said).map(|_| GPT2))?;
+        let pattern = pattern.or_else(|| steps.iter().find(said).map(|_| GPT2_PATTERN))?;
         let digits = |step: &Json| step["type"] == "Digits" && step["individual_digits"] == true;
         let single_digits = steps.iter().any(digits);
         PRE_TOKENIZERS.iter().find(|known| known.pattern == pattern && known.single_digits == single_digits)

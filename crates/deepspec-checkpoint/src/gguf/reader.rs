@@ -13,15 +13,15 @@ use crate::gguf::{ALIGNMENT, GgufError, MAGIC};
 const MAX_DIMENSIONS: u32 = 4;
 /// Maximum number of values of all lists together. A vocabulary with its token types, scores and
 /// merges has a million or two.
-const MAX_VALUES: usize = 1 << 23;
+const MAX_LIST_VALUES: usize = 1 << 23;
 /// Maximum bytes of all strings together. A vocabulary with its merges has a few million.
-const MAX_TEXT: usize = 1 << 28;
-/// Largest alignment.
+const MAX_STRING_BYTES: usize = 1 << 28;
+/// Maximum alignment of tensor data, in bytes.
 const MAX_ALIGNMENT: i64 = 1 << 20;
 /// Minimum bytes of a metadata entry: key length, type and value.
-const SHORTEST_ENTRY: u64 = 8 + 4 + 1;
+const MIN_ENTRY_BYTES: u64 = 8 + 4 + 1;
 /// Minimum bytes of a tensor's description.
-const SHORTEST_TENSOR: u64 = 8 + 4 + 4 + 8;
+const MIN_TENSOR_BYTES: u64 = 8 + 4 + 4 + 8;
 
 /// A metadata value of any stored width.
 #[derive(Debug, Clone, PartialEq)]
@@ -54,7 +54,7 @@ impl Entry {
     }
 }
 
-/// The storage of a tensor.
+/// Type, shape and location of a tensor.
 #[derive(Debug, Clone)]
 pub struct TensorInfo {
     /// Quantisation type.
@@ -74,14 +74,14 @@ impl TensorInfo {
 
 /// An open GGUF file.
 #[derive(Debug)]
-pub struct Gguf {
+pub struct GgufFile {
     path: PathBuf,
     file: File,
     entries: BTreeMap<String, Entry>,
     tensors: BTreeMap<String, TensorInfo>,
 }
 
-impl Gguf {
+impl GgufFile {
     /// Reads the header of a file.
     ///
     /// # Errors
@@ -92,20 +92,20 @@ impl Gguf {
             |error: std::io::Error| GgufError { path: path.into(), problem: format!("reading it: {error}") };
         let file = File::open(path).map_err(io)?;
         let size = file.metadata().map_err(io)?.len();
-        let mut head = Head { path, input: BufReader::new(&file), read: 0, size, values: 0, text: 0 };
+        let mut head = HeaderReader { path, input: BufReader::new(&file), read: 0, size, values: 0, text: 0 };
         let (entries, mut tensors) = head.read()?;
         let alignment = match entries.get("general.alignment") {
             None => ALIGNMENT,
             Some(&Entry::Integer(alignment @ 1..=MAX_ALIGNMENT)) if alignment % 8 == 0 => alignment as u64,
             Some(_) => {
                 return Err(
-                    head.bad(format!("`general.alignment` is no multiple of 8 up to {MAX_ALIGNMENT}"))
+                    head.error(format!("`general.alignment` is no multiple of 8 up to {MAX_ALIGNMENT}"))
                 );
             }
         };
         if entries.get("split.count").is_some_and(|count| *count != Entry::Integer(1)) {
             let problem = "one part of several; join them first (llama-gguf-split --merge FIRST_PART WHOLE)";
-            return Err(head.bad(problem));
+            return Err(head.error(problem));
         }
         let data = head.read.next_multiple_of(alignment);
         for (name, tensor) in &mut tensors {
@@ -155,7 +155,7 @@ impl Gguf {
         self.entries.get(key)
     }
 
-    fn typed<T>(
+    fn read_typed<T>(
         &self,
         key: &str,
         expected: &str,
@@ -171,7 +171,7 @@ impl Gguf {
     /// # Errors
     /// Fails if the value has another type.
     pub fn count(&self, key: &str) -> Result<Option<u64>, GgufError> {
-        self.typed(key, "an integer of 0 or more", |entry| match entry {
+        self.read_typed(key, "an integer of 0 or more", |entry| match entry {
             Entry::Integer(value) => u64::try_from(*value).ok(),
             _ => None,
         })
@@ -182,7 +182,7 @@ impl Gguf {
     /// # Errors
     /// Fails if the value has another type or is not finite.
     pub fn float(&self, key: &str) -> Result<Option<f64>, GgufError> {
-        self.typed(key, "a finite float", |entry| match entry {
+        self.read_typed(key, "a finite float", |entry| match entry {
             Entry::Float(value) if value.is_finite() => Some(*value),
             _ => None,
         })
@@ -193,7 +193,7 @@ impl Gguf {
     /// # Errors
     /// Fails if the value has another type.
     pub fn flag(&self, key: &str) -> Result<Option<bool>, GgufError> {
-        self.typed(key, "true or false", |entry| match entry {
+        self.read_typed(key, "true or false", |entry| match entry {
             Entry::Bool(value) => Some(*value),
             _ => None,
         })
@@ -204,7 +204,7 @@ impl Gguf {
     /// # Errors
     /// Fails if the value has another type.
     pub fn text(&self, key: &str) -> Result<Option<String>, GgufError> {
-        self.typed(key, "a text", |entry| match entry {
+        self.read_typed(key, "a text", |entry| match entry {
             Entry::Text(text) => Some(text.clone()),
             _ => None,
         })
@@ -226,7 +226,7 @@ impl Gguf {
     /// # Errors
     /// Fails if the value has another type.
     pub fn integers(&self, key: &str) -> Result<Option<Vec<i64>>, GgufError> {
-        self.typed(key, "a list of integers", |entry| match entry {
+        self.read_typed(key, "a list of integers", |entry| match entry {
             Entry::List(list) => list
                 .iter()
                 .map(|entry| if let Entry::Integer(value) = entry { Some(*value) } else { None })
@@ -254,12 +254,12 @@ impl Gguf {
         let mut stored = vec![0; tensor.bytes];
         let read = self.file.read_exact_at(&mut stored, tensor.start);
         read.map_err(|error| self.error(format!("reading tensor `{name}`: {error}")))?;
-        Ok(tensor.kind.expand(stored))
+        Ok(tensor.kind.dequantise(stored))
     }
 }
 
 /// Reads the header of a file.
-struct Head<'a> {
+struct HeaderReader<'a> {
     path: &'a Path,
     input: BufReader<&'a File>,
     read: u64,
@@ -270,34 +270,34 @@ struct Head<'a> {
     text: usize,
 }
 
-type Parts = (BTreeMap<String, Entry>, BTreeMap<String, TensorInfo>);
+type Header = (BTreeMap<String, Entry>, BTreeMap<String, TensorInfo>);
 
-impl Head<'_> {
-    fn bad(&self, problem: impl Into<String>) -> GgufError {
+impl HeaderReader<'_> {
+    fn error(&self, problem: impl Into<String>) -> GgufError {
         GgufError { path: self.path.into(), problem: problem.into() }
     }
 
     /// Parses the header; tensor offsets are relative to the end of the header.
-    fn read(&mut self) -> Result<Parts, GgufError> {
-        if self.size < MAGIC.len() as u64 || &self.array::<4>("magic")? != MAGIC {
-            return Err(self.bad("not a GGUF file: it does not begin with `GGUF`"));
+    fn read(&mut self) -> Result<Header, GgufError> {
+        if self.size < MAGIC.len() as u64 || &self.read_array::<4>("magic")? != MAGIC {
+            return Err(self.error("not a GGUF file: it does not begin with `GGUF`"));
         }
         let version = self.u32("version")?;
         if !matches!(version, 2 | 3) {
-            return Err(self.bad(match version.swap_bytes() {
+            return Err(self.error(match version.swap_bytes() {
                 2 | 3 => "a big-endian GGUF; convert it to little-endian".into(),
                 _ => format!("GGUF version {version}; expected 2 or 3"),
             }));
         }
-        let tensors = self.length("number of tensors", SHORTEST_TENSOR)?;
-        let count = self.length("number of metadata entries", SHORTEST_ENTRY)?;
+        let tensors = self.read_count("number of tensors", MIN_TENSOR_BYTES)?;
+        let count = self.read_count("number of metadata entries", MIN_ENTRY_BYTES)?;
         let mut entries = BTreeMap::new();
         for _ in 0..count {
             let key = self.text("a key")?;
             let kind = self.u32(&key)?;
             let value = self.value(&key, kind, true)?;
             if entries.insert(key.clone(), value).is_some() {
-                return Err(self.bad(format!("`{key}` is there twice")));
+                return Err(self.error(format!("`{key}` is there twice")));
             }
         }
         let mut found = BTreeMap::new();
@@ -305,7 +305,7 @@ impl Head<'_> {
             let name = self.text("a tensor's name")?;
             let tensor = self.tensor(&name)?;
             if found.insert(name.clone(), tensor).is_some() {
-                return Err(self.bad(format!("tensor `{name}` is there twice")));
+                return Err(self.error(format!("tensor `{name}` is there twice")));
             }
         }
         Ok((entries, found))
@@ -314,7 +314,7 @@ impl Head<'_> {
     fn tensor(&mut self, name: &str) -> Result<TensorInfo, GgufError> {
         let dimensions = self.u32(name)?;
         if dimensions > MAX_DIMENSIONS {
-            return Err(self.bad(format!(
+            return Err(self.error(format!(
                 "tensor `{name}` has {dimensions} dimensions; at most {MAX_DIMENSIONS} are read"
             )));
         }
@@ -324,27 +324,29 @@ impl Head<'_> {
         }
         let id = self.u32(name)?;
         let start = self.u64(name)?;
-        let Some(kind) = BlockType::of(id) else {
+        let Some(kind) = BlockType::from_id(id) else {
             let known: Vec<&str> = BlockType::all().map(|kind| kind.name).collect();
-            let kind = BlockType::unread_name(id).map_or_else(|| id.to_string(), str::to_string);
+            let kind = BlockType::unsupported_name(id).map_or_else(|| id.to_string(), str::to_string);
             let problem = format!(
                 "tensor `{name}` is of type {kind}, which is not read; give a file quantised to one of {}",
                 known.join(", ")
             );
-            return Err(self.bad(problem));
+            return Err(self.error(problem));
         };
         if shape.contains(&0) {
-            return Err(self.bad(format!("tensor `{name}` has a dimension of 0")));
+            return Err(self.error(format!("tensor `{name}` has a dimension of 0")));
         }
         let row = *shape.first().unwrap_or(&1);
         if row % kind.values as u64 != 0 {
-            return Err(self
-                .bad(format!("tensor `{name}`: rows of {row} values are no whole blocks of {}", kind.name)));
+            return Err(self.error(format!(
+                "tensor `{name}`: rows of {row} values are no whole blocks of {}",
+                kind.name
+            )));
         }
         let values = shape.iter().try_fold(1u64, |product, &size| product.checked_mul(size));
         let bytes = values.and_then(|values| (values / kind.values as u64).checked_mul(kind.bytes as u64));
         let Some(bytes) = bytes.filter(|&bytes| bytes <= self.size) else {
-            return Err(self.bad(format!("tensor `{name}` of {shape:?} values is larger than the file")));
+            return Err(self.error(format!("tensor `{name}` of {shape:?} values is larger than the file")));
         };
         shape.reverse();
         let shape = shape.into_iter().map(|size| size as usize).collect();
@@ -353,18 +355,20 @@ impl Head<'_> {
 
     fn value(&mut self, key: &str, kind: u32, may_be_list: bool) -> Result<Entry, GgufError> {
         Ok(match kind {
-            0 => Entry::Integer(self.array::<1>(key)?[0].into()),
-            1 => Entry::Integer(i8::from_le_bytes(self.array(key)?).into()),
-            2 => Entry::Integer(u16::from_le_bytes(self.array(key)?).into()),
-            3 => Entry::Integer(i16::from_le_bytes(self.array(key)?).into()),
+            0 => Entry::Integer(self.read_array::<1>(key)?[0].into()),
+            1 => Entry::Integer(i8::from_le_bytes(self.read_array(key)?).into()),
+            2 => Entry::Integer(u16::from_le_bytes(self.read_array(key)?).into()),
+            3 => Entry::Integer(i16::from_le_bytes(self.read_array(key)?).into()),
             4 => Entry::Integer(self.u32(key)?.into()),
-            5 => Entry::Integer(i32::from_le_bytes(self.array(key)?).into()),
+            5 => Entry::Integer(i32::from_le_bytes(self.read_array(key)?).into()),
             // Parses the float's shortest decimal form, which restores 1e-5 from 9.99999974738e-6.
-            6 => Entry::Float(f32::from_le_bytes(self.array(key)?).to_string().parse().unwrap_or(f64::NAN)),
-            7 => match self.array::<1>(key)?[0] {
+            6 => Entry::Float(
+                f32::from_le_bytes(self.read_array(key)?).to_string().parse().unwrap_or(f64::NAN),
+            ),
+            7 => match self.read_array::<1>(key)?[0] {
                 0 => Entry::Bool(false),
                 1 => Entry::Bool(true),
-                other => return Err(self.bad(format!("`{key}`: {other} is neither true nor false"))),
+                other => return Err(self.error(format!("`{key}`: {other} is neither true nor false"))),
             },
             8 => Entry::Text(self.text(key)?),
             9 if may_be_list => {
@@ -375,26 +379,28 @@ impl Head<'_> {
                     4..=6 => 4,
                     _ => 8,
                 };
-                let length = self.length(key, shortest)?;
+                let length = self.read_count(key, shortest)?;
                 self.values += length;
-                if self.values > MAX_VALUES {
-                    return Err(self.bad(format!("`{key}`: lists of more than {MAX_VALUES} values together")));
+                if self.values > MAX_LIST_VALUES {
+                    return Err(
+                        self.error(format!("`{key}`: lists of more than {MAX_LIST_VALUES} values together"))
+                    );
                 }
                 let values = (0..length).map(|_| self.value(key, kind, false));
                 Entry::List(values.collect::<Result<_, _>>()?)
             }
-            9 => return Err(self.bad(format!("`{key}` is a list of lists; expected values"))),
+            9 => return Err(self.error(format!("`{key}` is a list of lists; expected values"))),
             10 => match i64::try_from(self.u64(key)?) {
                 Ok(value) => Entry::Integer(value),
-                Err(_) => return Err(self.bad(format!("`{key}` is larger than {}", i64::MAX))),
+                Err(_) => return Err(self.error(format!("`{key}` is larger than {}", i64::MAX))),
             },
-            11 => Entry::Integer(i64::from_le_bytes(self.array(key)?)),
-            12 => Entry::Float(f64::from_le_bytes(self.array(key)?)),
-            other => return Err(self.bad(format!("`{key}` is of type {other}, which GGUF does not have"))),
+            11 => Entry::Integer(i64::from_le_bytes(self.read_array(key)?)),
+            12 => Entry::Float(f64::from_le_bytes(self.read_array(key)?)),
+            other => return Err(self.error(format!("`{key}` is of type {other}, which GGUF does not have"))),
         })
     }
 
-    fn array<const N: usize>(&mut self, what: &str) -> Result<[u8; N], GgufError> {
+    fn read_array<const N: usize>(&mut self, what: &str) -> Result<[u8; N], GgufError> {
         let mut bytes = [0; N];
         self.fill(&mut bytes, what)?;
         Ok(bytes)
@@ -402,39 +408,40 @@ impl Head<'_> {
 
     fn fill(&mut self, bytes: &mut [u8], what: &str) -> Result<(), GgufError> {
         if let Err(error) = self.input.read_exact(bytes) {
-            return Err(self.bad(format!("it ends or fails within its head, at {what}: {error}")));
+            return Err(self.error(format!("it ends or fails within its head, at {what}: {error}")));
         }
         self.read += bytes.len() as u64;
         Ok(())
     }
 
     fn u32(&mut self, what: &str) -> Result<u32, GgufError> {
-        Ok(u32::from_le_bytes(self.array(what)?))
+        Ok(u32::from_le_bytes(self.read_array(what)?))
     }
 
     fn u64(&mut self, what: &str) -> Result<u64, GgufError> {
-        Ok(u64::from_le_bytes(self.array(what)?))
+        Ok(u64::from_le_bytes(self.read_array(what)?))
     }
 
     /// Reads a count of items that take at least `each` bytes.
-    fn length(&mut self, what: &str, each: u64) -> Result<usize, GgufError> {
+    fn read_count(&mut self, what: &str, each: u64) -> Result<usize, GgufError> {
         let length = self.u64(what)?;
         let most = self.size.saturating_sub(self.read) / each;
         if length > most {
-            return Err(self
-                .bad(format!("{what}: {length} cannot be, the file has room for {most}; is it truncated?")));
+            return Err(self.error(format!(
+                "{what}: {length} cannot be, the file has room for {most}; is it truncated?"
+            )));
         }
         Ok(length as usize)
     }
 
     fn text(&mut self, what: &str) -> Result<String, GgufError> {
-        let length = self.length(what, 1)?;
+        let length = self.read_count(what, 1)?;
         self.text = self.text.saturating_add(length);
-        if self.text > MAX_TEXT {
-            return Err(self.bad(format!("{what}: texts of more than {MAX_TEXT} bytes together")));
+        if self.text > MAX_STRING_BYTES {
+            return Err(self.error(format!("{what}: texts of more than {MAX_STRING_BYTES} bytes together")));
         }
         let mut bytes = vec![0; length];
         self.fill(&mut bytes, what)?;
-        String::from_utf8(bytes).map_err(|_| self.bad(format!("{what}: a text that is not UTF-8")))
+        String::from_utf8(bytes).map_err(|_| self.error(format!("{what}: a text that is not UTF-8")))
     }
 }

@@ -66,7 +66,7 @@ impl Tokenizer {
         for token in json["added_tokens"].as_array().into_iter().flatten() {
             let content =
                 token["content"].as_str().ok_or_else(|| bad("an added token has no content".into()))?;
-            let control = token["special"].as_bool().unwrap_or(false) || is_mark(content);
+            let control = token["special"].as_bool().unwrap_or(false) || is_template_marker(content);
             set(&token["id"], content, if control { CONTROL } else { USER_DEFINED })?;
         }
         let mut seen = HashSet::new();
@@ -83,18 +83,18 @@ impl Tokenizer {
         Ok(Self { pre_tokenizer: PreTokenizer::from_json(&json["pre_tokenizer"]), tokens, kinds, merges })
     }
 
-    /// Whether llama.cpp has a name for this tokenizer's pre-tokenizer. A drafter needs none,
-    /// because it receives tokens.
-    pub fn is_known(&self) -> bool {
+    /// Whether llama.cpp has a name for this tokenizer's pre-tokenizer. A GGUF of a drafter does
+    /// not need it, because a drafter receives tokens.
+    pub fn has_known_pre_tokenizer(&self) -> bool {
         self.pre_tokenizer.is_some()
     }
 
-    /// The token of `id`; None if it is an added or unused token.
+    /// The text of the ordinary token `id`; None if it is an added or unused token.
     pub fn normal_token(&self, id: usize) -> Option<&str> {
         (*self.kinds.get(id)? == NORMAL).then(|| self.tokens[id].as_str())
     }
 
-    /// The metadata entries.
+    /// Converts the tokenizer to GGUF metadata entries.
     pub fn entries(self) -> Vec<(String, Value)> {
         let entries = [
             ("model", Value::Text("gpt2".into())),
@@ -109,6 +109,6 @@ impl Tokenizer {
 
 /// Whether an added token looks like a template marker such as `<|im_start|>`, even if it is not
 /// declared special.
-fn is_mark(token: &str) -> bool {
+fn is_template_marker(token: &str) -> bool {
     token.starts_with("<|") && token.ends_with("|>")
 }

@@ -13,13 +13,14 @@ use serde_json::{Value as Json, json};
 
 use crate::gguf::{GgufError, Model};
 
-/// File name of the link to the GGUF.
-pub const LINK: &str = "model.gguf";
-/// Version of the files written; a change gives the folder another name.
-const FORM: &[u8] = b"2";
+/// File name of the link to the GGUF, in the unpacked folder.
+pub const GGUF_LINK: &str = "model.gguf";
+/// Version of the unpacked files. It is part of the folder's name, so that a new version unpacks
+/// again.
+const UNPACK_VERSION: &[u8] = b"2";
 
 /// Returns the folder of the model in `path`, and creates it under `cache` if necessary. It has
-/// config.json, generation_config.json, tokenizer.json, tokenizer_config.json and [`LINK`]. A
+/// config.json, generation_config.json, tokenizer.json, tokenizer_config.json and [`GGUF_LINK`]. A
 /// changed GGUF gets another folder.
 ///
 /// # Errors
@@ -30,12 +31,12 @@ pub fn unpack(path: &Path, cache: &Path) -> Result<PathBuf, GgufError> {
     let facts = fs::metadata(&place).map_err(io)?;
     let changed = facts.modified().ok().and_then(|time| time.duration_since(UNIX_EPOCH).ok());
     let mut hasher = Hasher::default();
-    hasher.part(FORM).part(place.as_os_str().as_encoded_bytes());
-    hasher.part(&facts.len().to_le_bytes()).part(format!("{changed:?}").as_bytes());
+    hasher.update_part(UNPACK_VERSION).update_part(place.as_os_str().as_encoded_bytes());
+    hasher.update_part(&facts.len().to_le_bytes()).update_part(format!("{changed:?}").as_bytes());
     let name = place.file_stem().unwrap_or_default().to_string_lossy().into_owned();
-    let digest = hasher.hex();
+    let digest = hasher.hex_digest();
     let dir = cache.join("gguf").join(format!("{name}-{}", &digest[..16]));
-    if dir.join(LINK).exists() {
+    if dir.join(GGUF_LINK).exists() {
         return Ok(dir);
     }
     let model = Model::open(path)?;
@@ -46,15 +47,15 @@ pub fn unpack(path: &Path, cache: &Path) -> Result<PathBuf, GgufError> {
     fs::create_dir_all(&parent).map_err(unwritable)?;
     let unique = RandomState::new().build_hasher().finish();
     let partial = parent.join(format!(".{name}-{unique:016x}"));
-    let written = write(&model, &place, &partial).and_then(|()| match fs::rename(&partial, &dir) {
-        Err(_) if dir.join(LINK).exists() => Ok(()),
+    let written = write_folder(&model, &place, &partial).and_then(|()| match fs::rename(&partial, &dir) {
+        Err(_) if dir.join(GGUF_LINK).exists() => Ok(()),
         renamed => renamed.map_err(unwritable),
     });
     let _ = fs::remove_dir_all(&partial);
     written.map(|()| dir)
 }
 
-fn write(model: &Model, place: &Path, dir: &Path) -> Result<(), GgufError> {
+fn write_folder(model: &Model, place: &Path, dir: &Path) -> Result<(), GgufError> {
     let vocabulary = model.vocabulary()?;
     let mut config = model.config().clone();
     let embedded = config["vocab_size"].as_u64().unwrap_or(0);
@@ -75,6 +76,6 @@ fn write(model: &Model, place: &Path, dir: &Path) -> Result<(), GgufError> {
     ] {
         atomic::write_json(&dir.join(name), json).map_err(|error| unwritable(error.to_string()))?;
     }
-    let unlinked = |error| unwritable(format!("linking {LINK} to {}: {error}", place.display()));
-    symlink(place, dir.join(LINK)).map_err(unlinked)
+    let unlinked = |error| unwritable(format!("linking {GGUF_LINK} to {}: {error}", place.display()));
+    symlink(place, dir.join(GGUF_LINK)).map_err(unlinked)
 }

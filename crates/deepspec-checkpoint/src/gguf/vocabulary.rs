@@ -6,19 +6,19 @@ use serde_json::{Map, Value as Json, json};
 
 use crate::gguf::pre_tokenizer::PreTokenizer;
 use crate::gguf::tokenizer::{CONTROL, NORMAL, UNUSED, USER_DEFINED};
-use crate::gguf::{Gguf, GgufError};
+use crate::gguf::{GgufError, GgufFile};
 
 /// Special tokens of transformers, their id keys in config.json, and their names in llama.cpp.
-const SPECIAL: [(&str, &str, &str); 4] = [
+const SPECIAL_TOKENS: [(&str, &str, &str); 4] = [
     ("bos_token", "bos_token_id", "bos"),
     ("eos_token", "eos_token_id", "eos"),
     ("unk_token", "unk_token_id", "unknown"),
     ("pad_token", "pad_token_id", "padding"),
 ];
-/// Metadata names of tokens that end an answer.
-const ENDS: [&str; 3] = ["eos", "eot", "eom"];
+/// Names in the metadata of the tokens that end an answer.
+const END_TOKEN_NAMES: [&str; 3] = ["eos", "eot", "eom"];
 /// Tokens at which llama.cpp always ends answers, if they are special (`llama-vocab.cpp`).
-const END_TEXTS: [&str; 9] = [
+const END_TOKEN_TEXTS: [&str; 9] = [
     "<|eot_id|>",
     "<|im_end|>",
     "<|end|>",
@@ -29,7 +29,7 @@ const END_TEXTS: [&str; 9] = [
     "<|eom_id|>",
     "<|eot|>",
 ];
-const TEMPLATE: &str = "tokenizer.chat_template";
+const TEMPLATE_KEY: &str = "tokenizer.chat_template";
 
 /// The tokenizer's two files and the ids of its special tokens.
 pub(crate) struct Vocabulary {
@@ -45,14 +45,14 @@ pub(crate) struct Vocabulary {
 
 impl Vocabulary {
     /// Reads the metadata of `file`.
-    pub fn read(file: &Gguf) -> Result<Self, GgufError> {
+    pub fn read(file: &GgufFile) -> Result<Self, GgufError> {
         let model = file.text("tokenizer.ggml.model")?;
         if model.as_deref() != Some("gpt2") {
             let found = model.as_deref().unwrap_or("missing");
             let problem = format!("`tokenizer.ggml.model`: {found}; byte-level BPE (gpt2) is what is read");
             return Err(file.error(problem));
         }
-        let pre_tokenizer = pre_tokenizer(file)?;
+        let pre_tokenizer = read_pre_tokenizer(file)?;
         let tokens = file.texts("tokenizer.ggml.tokens")?;
         let tokens = file.required("tokenizer.ggml.tokens", tokens)?;
         let kinds = file.integers("tokenizer.ggml.token_type")?;
@@ -117,15 +117,15 @@ impl Vocabulary {
         config.insert("tokenizer_class".into(), json!("PreTrainedTokenizerFast"));
         config.insert("clean_up_tokenization_spaces".into(), json!(false));
         let mut special = vec![];
-        for (name, key, what) in SPECIAL {
+        for (name, key, what) in SPECIAL_TOKENS {
             if let Some(id) = id(what)? {
                 config.insert(name.into(), json!(tokens[id as usize]));
                 special.extend((what != "eos").then_some((key, id)));
             }
         }
-        config.insert("chat_template".into(), templates(file)?);
+        config.insert("chat_template".into(), read_chat_templates(file)?);
         let mut ends = vec![];
-        for what in ENDS {
+        for what in END_TOKEN_NAMES {
             let end = id(what)?.filter(|id| !ends.contains(id));
             ends.extend(end);
         }
@@ -133,7 +133,7 @@ impl Vocabulary {
             .iter()
             .zip(&kinds)
             .enumerate()
-            .filter(|(_, (token, kind))| **kind == i64::from(CONTROL) && END_TEXTS.contains(token));
+            .filter(|(_, (token, kind))| **kind == i64::from(CONTROL) && END_TOKEN_TEXTS.contains(token));
         for (id, _) in by_text {
             let end = Some(id as u64).filter(|id| !ends.contains(id));
             ends.extend(end);
@@ -142,7 +142,7 @@ impl Vocabulary {
     }
 }
 
-fn pre_tokenizer(file: &Gguf) -> Result<&'static PreTokenizer, GgufError> {
+fn read_pre_tokenizer(file: &GgufFile) -> Result<&'static PreTokenizer, GgufError> {
     let key = "tokenizer.ggml.pre";
     let name = file.text(key)?;
     let known = || PreTokenizer::known_names().join(", ");
@@ -155,12 +155,12 @@ fn pre_tokenizer(file: &Gguf) -> Result<&'static PreTokenizer, GgufError> {
 }
 
 /// The chat template, or a list of all templates if there are several.
-fn templates(file: &Gguf) -> Result<Json, GgufError> {
-    let template = file.text(TEMPLATE)?;
-    let names = file.texts(&format!("{TEMPLATE}s"))?.unwrap_or_default();
+fn read_chat_templates(file: &GgufFile) -> Result<Json, GgufError> {
+    let template = file.text(TEMPLATE_KEY)?;
+    let names = file.texts(&format!("{TEMPLATE_KEY}s"))?.unwrap_or_default();
     let mut named = vec![];
     for name in names.into_iter().filter(|&name| name != "default") {
-        let text = file.text(&format!("{TEMPLATE}.{name}"))?;
+        let text = file.text(&format!("{TEMPLATE_KEY}.{name}"))?;
         named.extend(text.map(|text| json!({"name": name, "template": text})));
     }
     if named.is_empty() {

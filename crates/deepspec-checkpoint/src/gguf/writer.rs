@@ -25,7 +25,7 @@ pub enum Value {
 
 impl Value {
     /// Type id in the file format.
-    fn kind(&self) -> u32 {
+    fn type_id(&self) -> u32 {
         match self {
             Self::U32(_) => 4,
             Self::F32(_) => 6,
@@ -40,26 +40,26 @@ impl Value {
             Self::U32(value) => out.extend(value.to_le_bytes()),
             Self::F32(value) => out.extend(value.to_le_bytes()),
             Self::Bool(value) => out.push(u8::from(*value)),
-            Self::Text(value) => text(out, value),
+            Self::Text(value) => write_text(out, value),
             Self::Integers(values) => {
-                list(out, 5, values.len());
+                write_list_header(out, 5, values.len());
                 values.iter().for_each(|value| out.extend(value.to_le_bytes()));
             }
             Self::Texts(values) => {
-                list(out, 8, values.len());
-                values.iter().for_each(|value| text(out, value));
+                write_list_header(out, 8, values.len());
+                values.iter().for_each(|value| write_text(out, value));
             }
         }
     }
 }
 
 /// Writes the type and length of a list.
-fn list(out: &mut Vec<u8>, kind: u32, length: usize) {
+fn write_list_header(out: &mut Vec<u8>, kind: u32, length: usize) {
     out.extend(kind.to_le_bytes());
     out.extend((length as u64).to_le_bytes());
 }
 
-fn text(out: &mut Vec<u8>, text: &str) {
+fn write_text(out: &mut Vec<u8>, text: &str) {
     out.extend((text.len() as u64).to_le_bytes());
     out.extend(text.as_bytes());
 }
@@ -93,7 +93,7 @@ impl TensorType {
         }
     }
 
-    /// Value of `general.file_type` for files with matrices of this type.
+    /// Value of `general.file_type` for a file whose matrices have this type.
     pub fn file_type(self) -> u32 {
         match self {
             Self::F32 => 0,
@@ -159,13 +159,13 @@ impl Writer {
         head.extend((self.tensors.len() as u64).to_le_bytes());
         head.extend((self.entries.len() as u64).to_le_bytes());
         for (key, value) in &self.entries {
-            text(&mut head, key);
-            head.extend(value.kind().to_le_bytes());
+            write_text(&mut head, key);
+            head.extend(value.type_id().to_le_bytes());
             value.write(&mut head);
         }
         let mut offset: u64 = 0;
         for tensor in &self.tensors {
-            text(&mut head, &tensor.name);
+            write_text(&mut head, &tensor.name);
             head.extend((tensor.shape.len() as u32).to_le_bytes());
             tensor.shape.iter().rev().for_each(|&size| head.extend((size as u64).to_le_bytes()));
             head.extend(tensor.kind.id().to_le_bytes());

@@ -24,7 +24,7 @@ pub struct Decoder {
     pub vocab_size: u64,
     /// Number of draft layers.
     pub layers: u64,
-    /// Settings that other formats cannot express.
+    /// Settings of the checkpoint that other formats cannot express.
     pub incompatibilities: Vec<Incompatibility>,
 }
 
@@ -82,8 +82,8 @@ impl Decoder {
         })
     }
 
-    /// The drafter of these layers with an unpruned vocabulary. Reads the remaining common keys
-    /// from `fields`.
+    /// Builds the drafter of these layers, with an unpruned vocabulary. Reads the remaining common
+    /// keys from `fields`.
     ///
     /// # Errors
     /// Fails if a key has a wrong value.
@@ -113,7 +113,7 @@ impl Decoder {
 }
 
 /// The decoder's keys in a flat config as other tools expect it.
-pub fn flat(drafter: &Drafter) -> Map<String, Value> {
+pub fn flat_config(drafter: &Drafter) -> Map<String, Value> {
     let mut map = drafter.decoder.clone();
     let types = vec!["full_attention"; drafter.layers as usize];
     map.insert("layer_types".into(), types.into());
@@ -125,12 +125,12 @@ pub fn flat(drafter: &Drafter) -> Map<String, Value> {
     map
 }
 
-/// Reads a strictly increasing list of captured layers; `embedding` is the id of the embedding's
-/// output.
+/// Reads the captured layers at `key`, a strictly increasing list of ids. The id `embedding` stands
+/// for the embedding's output.
 ///
 /// # Errors
 /// Fails if `key` is missing or has another value.
-pub fn taps(fields: &Fields, key: &str, embedding: i64) -> Result<Vec<Tap>, CheckpointError> {
+pub fn read_layer_ids(fields: &Fields, key: &str, embedding: i64) -> Result<Vec<Tap>, CheckpointError> {
     let ids = fields.required(key, fields.integers(key)?)?;
     // Saturation avoids overflow; ids past 32 bits match no layer.
     let taps = Tap::from_layer_ids(ids.iter().map(|id| id.saturating_sub(embedding + 1)));
@@ -140,7 +140,7 @@ pub fn taps(fields: &Fields, key: &str, embedding: i64) -> Result<Vec<Tap>, Chec
     })
 }
 
-/// Keys that are informative only.
+/// Reads the keys that do not affect the computation.
 fn informative_keys(fields: &Fields) -> Map<String, Value> {
     INFORMATIVE_KEYS
         .iter()

@@ -5,18 +5,18 @@
 use deepspec_core::{Slots, Tap};
 use serde_json::{Map, Value, json};
 
-use super::common::{Decoder, taps};
+use super::common::{Decoder, read_layer_ids};
 use crate::drafter::{Drafter, Incompatibility, Settings};
 use crate::fields::Fields;
 use crate::kind::DflashConfigKeys;
 use crate::{CheckpointError, CheckpointFormat, Family};
 
-/// Top-level keys that are not the decoder's and that drafters of every kind may have.
+/// Top-level keys that drafters of every kind may have and that do not belong to the decoder.
 const TOP_LEVEL_KEYS: [&str; 6] =
     ["num_target_layers", "block_size", "dflash_config", "emb_dim", "is_causal", "sample_from_anchor"];
 
-/// The object with a drafter's own settings.
-const INNER: &str = "dflash_config";
+/// Key of the object with a drafter's own settings.
+const INNER_KEY: &str = "dflash_config";
 
 /// Known keys of `dflash_config`, of all kinds and tools. Each is read here or does not affect the
 /// computation.
@@ -45,36 +45,36 @@ const DFLASH_CONFIG_KEYS: [&str; 20] = [
 ];
 
 /// Keys whose values must agree if both `dflash_config` and the top level have them.
-const CONSTANTS: [&str; 5] =
+const SHARED_KEYS: [&str; 5] =
     ["block_size", "target_layer_ids", "mask_token_id", "markov_rank", "markov_head_type"];
 
 fn is_known(key: &str) -> bool {
     DFLASH_CONFIG_KEYS.contains(&key)
-        || SCALES.iter().any(|(scale, _)| *scale == key)
+        || NEUTRAL_SCALES.iter().any(|(scale, _)| *scale == key)
         || reason_to_refuse(key).is_some()
 }
 
 /// Switches that change the computation of the layers, with the reason that each refuses a drafter.
 /// A switch is on unless it is false, 0, null or absent. `attention_mode` is on if it is not full
 /// attention.
-const SWITCHES: [(&str, &str); 9] = [
+const ATTENTION_SWITCHES: [(&str, &str); 9] = [
     ("use_swa", "draft layers with a sliding window: tools differ in who sees what within a block"),
-    ("causal", CAUSAL),
-    ("is_causal", CAUSAL),
-    ("causal_head", CAUSAL),
-    ("attention_mode", MODE),
-    ("attention_sink_bias", SINKS),
-    ("attention_sinks", SINKS),
-    ("use_sinks", SINKS),
-    ("sinks", SINKS),
+    ("causal", CAUSAL_REASON),
+    ("is_causal", CAUSAL_REASON),
+    ("causal_head", CAUSAL_REASON),
+    ("attention_mode", MODE_REASON),
+    ("attention_sink_bias", SINKS_REASON),
+    ("attention_sinks", SINKS_REASON),
+    ("use_sinks", SINKS_REASON),
+    ("sinks", SINKS_REASON),
 ];
 
-const MODE: &str = "only full attention within a block means the same elsewhere";
-const CAUSAL: &str = "slots that see only those before them; elsewhere a block sees all of itself";
-const SINKS: &str = "attention sinks have no counterpart in the other dialects";
+const MODE_REASON: &str = "only full attention within a block means the same elsewhere";
+const CAUSAL_REASON: &str = "slots that see only those before them; elsewhere a block sees all of itself";
+const SINKS_REASON: &str = "attention sinks have no counterpart in the other dialects";
 
-/// Scales of z-lab's drafters with their neutral values; a soft cap of 0 is none.
-const SCALES: [(&str, f64); 4] = [
+/// Scale keys of z-lab's drafters, each with the value that has no effect.
+const NEUTRAL_SCALES: [(&str, f64); 4] = [
     ("input_embedding_scale", 1.0),
     ("output_multiplier", 1.0),
     ("attention_value_scale", 1.0),
@@ -97,12 +97,12 @@ impl<'a> DflashConfig<'a> {
     /// # Errors
     /// Fails if a key is missing or wrong.
     pub fn read(fields: &Fields<'a>, own: &[&str], families: &[Family]) -> Result<Self, CheckpointError> {
-        let inner = fields.required_object(INNER)?;
+        let inner = fields.required_object(INNER_KEY)?;
         let mut decoder = Decoder::read(fields, &[&TOP_LEVEL_KEYS, own].concat(), families)?;
-        decoder.incompatibilities.extend(attention(fields.map));
-        decoder.incompatibilities.extend(unknown(inner.map));
-        decoder.incompatibilities.extend(scales(fields, &inner));
-        let slots = slots(fields, &inner)?;
+        decoder.incompatibilities.extend(attention_incompatibilities(fields.map));
+        decoder.incompatibilities.extend(unknown_keys(inner.map));
+        decoder.incompatibilities.extend(find_scales(fields, &inner));
+        let slots = read_slots(fields, &inner)?;
         Ok(Self { inner, decoder, slots })
     }
 
@@ -111,25 +111,25 @@ impl<'a> DflashConfig<'a> {
     /// # Errors
     /// Fails if the captured layer ids are missing or wrong.
     pub fn drafter(self, fields: &Fields, class: &str, kind: Settings) -> Result<Drafter, CheckpointError> {
-        let taps = taps(&self.inner, "target_layer_ids", -1)?;
+        let taps = read_layer_ids(&self.inner, "target_layer_ids", -1)?;
         self.decoder.drafter(fields, class, taps, kind)
     }
 }
 
-/// Scales that change the computation.
-fn scales(fields: &Fields, inner: &Fields) -> Vec<Incompatibility> {
+/// Lists the scales that change the computation.
+fn find_scales(fields: &Fields, inner: &Fields) -> Vec<Incompatibility> {
     let scaled = |&(key, plain): &(&str, f64)| {
         let said = inner.map.get(key).or(fields.map.get(key)).and_then(Value::as_f64);
         let reason = "a scale that the other layouts cannot say".into();
         said.filter(|&said| said != plain)
             .map(|_| Incompatibility { key: format!("dflash_config.{key}"), reason })
     };
-    SCALES.iter().filter_map(scaled).collect()
+    NEUTRAL_SCALES.iter().filter_map(scaled).collect()
 }
 
-/// Which token a block position predicts, from ModelOpt's key or the key of newer engines; None if
-/// neither is present.
-fn slots(fields: &Fields, inner: &Fields) -> Result<Option<Slots>, CheckpointError> {
+/// Reads which token a block position predicts, from ModelOpt's key or the key of newer engines;
+/// None if neither is present.
+fn read_slots(fields: &Fields, inner: &Fields) -> Result<Option<Slots>, CheckpointError> {
     let flag = "sample_from_anchor";
     let said = [inner.flag("shift_label")?, inner.flag(flag)?, fields.flag(flag)?];
     let mut said = said.into_iter().flatten();
@@ -141,15 +141,15 @@ fn slots(fields: &Fields, inner: &Fields) -> Result<Option<Slots>, CheckpointErr
     Ok(Some(if from_anchor { Slots::AnchorPredicts } else { Slots::FillIn }))
 }
 
-/// The switches that are on, at the top level or in `dflash_config`, because tools write them in
-/// either place.
-pub(super) fn attention(map: &Map<String, Value>) -> Vec<Incompatibility> {
-    let inner = map.get(INNER).and_then(Value::as_object);
-    let places = [(Some(map), String::new()), (inner, format!("{INNER}."))];
+/// Lists the switches that are on, at the top level or in `dflash_config`, because tools write them
+/// in either place.
+pub(super) fn attention_incompatibilities(map: &Map<String, Value>) -> Vec<Incompatibility> {
+    let inner = map.get(INNER_KEY).and_then(Value::as_object);
+    let places = [(Some(map), String::new()), (inner, format!("{INNER_KEY}."))];
     let mut found = vec![];
     for (map, within) in &places {
         for (key, value) in map.iter().flat_map(|map| map.iter()) {
-            if let Some(reason) = reason_to_refuse(key).filter(|_| is_on(value)) {
+            if let Some(reason) = reason_to_refuse(key).filter(|_| is_switched_on(value)) {
                 found.push(Incompatibility { key: format!("{within}{key}"), reason: reason.into() });
             }
         }
@@ -160,20 +160,20 @@ pub(super) fn attention(map: &Map<String, Value>) -> Vec<Incompatibility> {
 /// Why a key of this name refuses a drafter if it is on. It matches known keys and similar
 /// spellings.
 fn reason_to_refuse(key: &str) -> Option<&'static str> {
-    let known = SWITCHES.iter().find(|(known, _)| *known == key).map(|&(_, reason)| reason);
+    let known = ATTENTION_SWITCHES.iter().find(|(known, _)| *known == key).map(|&(_, reason)| reason);
     let mut words = key.split('_');
     known.or_else(|| match key {
-        "s_aux" => Some(SINKS),
-        "attention_type" | "attn_mode" | "attn_type" | "mask_type" => Some(MODE),
+        "s_aux" => Some(SINKS_REASON),
+        "attention_type" | "attn_mode" | "attn_type" | "mask_type" => Some(MODE_REASON),
         _ => words.find_map(|word| match word {
-            "causal" => Some(CAUSAL),
-            "sink" | "sinks" => Some(SINKS),
+            "causal" => Some(CAUSAL_REASON),
+            "sink" | "sinks" => Some(SINKS_REASON),
             _ => None,
         }),
     })
 }
 
-fn is_on(value: &Value) -> bool {
+fn is_switched_on(value: &Value) -> bool {
     match value {
         Value::Null | Value::Bool(false) => false,
         Value::Number(number) => number.as_f64() != Some(0.0),
@@ -182,38 +182,42 @@ fn is_on(value: &Value) -> bool {
     }
 }
 
-/// A key whose values in `dflash_config` and at the top level differ.
-fn contradiction(map: &Map<String, Value>) -> Option<(String, String)> {
-    let inner = match map.get(INNER)? {
+/// Finds a key whose values in `dflash_config` and at the top level differ.
+fn find_contradiction(map: &Map<String, Value>) -> Option<(String, String)> {
+    let inner = match map.get(INNER_KEY)? {
         Value::Null => return None,
         Value::Object(inner) => inner,
-        other => return Some((INNER.into(), format!("expected an object, found {other}"))),
+        other => return Some((INNER_KEY.into(), format!("expected an object, found {other}"))),
     };
     let differs = |(key, value): &(&String, &Value)| {
         map.get(key.as_str()).is_some_and(|outer| !outer.is_null() && !value.is_null() && outer != *value)
     };
-    let (key, value) = inner.iter().filter(|(key, _)| CONSTANTS.contains(&key.as_str())).find(differs)?;
+    let (key, value) = inner.iter().filter(|(key, _)| SHARED_KEYS.contains(&key.as_str())).find(differs)?;
     let outer = &map[key];
-    Some((format!("{INNER}.{key}"), format!("it is {value}, and `{key}` beside `{INNER}` is {outer}")))
+    Some((
+        format!("{INNER_KEY}.{key}"),
+        format!("it is {value}, and `{key}` beside `{INNER_KEY}` is {outer}"),
+    ))
 }
 
 /// Returns the key and the reason why a config of any format is not run here. Reasons are another
 /// attention than the block drafters', an unknown key of `dflash_config`, or contradicting keys.
-pub fn unsupported_attention(map: &Map<String, Value>) -> Option<(String, String)> {
-    let attention = attention(map).into_iter().next();
+pub fn find_unsupported_setting(map: &Map<String, Value>) -> Option<(String, String)> {
+    let attention = attention_incompatibilities(map).into_iter().next();
     let attention = attention
         .map(|Incompatibility { key, reason }| (key, format!("an attention that is not run here: {reason}")));
-    let unknown = || map.get(INNER).and_then(Value::as_object).and_then(|inner| unknown(inner).next());
+    let unknown =
+        || map.get(INNER_KEY).and_then(Value::as_object).and_then(|inner| unknown_keys(inner).next());
     attention
         .or_else(|| unknown().map(|Incompatibility { key, reason }| (key, reason)))
-        .or_else(|| contradiction(map))
+        .or_else(|| find_contradiction(map))
 }
 
-/// Unknown keys of `dflash_config`, each of which may change the computation.
-fn unknown(inner: &Map<String, Value>) -> impl Iterator<Item = Incompatibility> {
+/// Lists the unknown keys of `dflash_config`, each of which may change the computation.
+fn unknown_keys(inner: &Map<String, Value>) -> impl Iterator<Item = Incompatibility> {
     let unknown = inner.iter().filter(|(key, value)| !value.is_null() && !is_known(key));
     unknown.map(|(key, value)| Incompatibility {
-        key: format!("{INNER}.{key}"),
+        key: format!("{INNER_KEY}.{key}"),
         reason: format!("the key is not known (its value is {value}), so what it changes cannot be told"),
     })
 }
@@ -229,6 +233,6 @@ pub fn config(
     inner.insert("target_layer_ids".into(), Tap::layer_ids(&drafter.taps).into());
     map.insert("architectures".into(), json!([class]));
     map.extend(top);
-    map.insert(INNER.into(), inner.into());
+    map.insert(INNER_KEY.into(), inner.into());
     map
 }

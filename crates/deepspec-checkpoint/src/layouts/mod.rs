@@ -6,9 +6,9 @@ mod reader;
 mod reference;
 mod speculators;
 
-pub use common::{Decoder, taps};
-pub use dflash_config::{DflashConfig, unsupported_attention};
-pub use reader::{ExternalClass, Known, Reader};
+pub use common::{Decoder, read_layer_ids};
+pub use dflash_config::{DflashConfig, find_unsupported_setting};
+pub use reader::{ExternalClass, KnownDrafters, Reader};
 
 use std::path::Path;
 
@@ -27,9 +27,9 @@ pub fn read(
     path: &Path,
     map: &Map<String, Value>,
     tensors: &Tensors,
-    known: Known,
+    known: KnownDrafters,
 ) -> Result<(CheckpointFormat, Drafter), CheckpointError> {
-    let Known { kinds, families } = known;
+    let KnownDrafters { kinds, families } = known;
     let fields = Fields::new(path, map);
     if map.contains_key("speculators_model_type") || map.contains_key("speculators_config") {
         return Ok((CheckpointFormat::Speculators, speculators::read(&fields, tensors, known)?));
@@ -53,7 +53,7 @@ pub fn read(
             return (class.read)(&fields, tensors, families);
         }
     }
-    if let Some(problem) = unsupported_layout(map, tensors) {
+    if let Some(problem) = unsupported_layout_message(map, tensors) {
         return Err(fields.error("architectures", problem));
     }
     let found = fields.required("architectures", architecture)?;
@@ -71,7 +71,7 @@ pub fn read(
 
 /// A message about a drafter format that is recognised but not supported; None for other
 /// checkpoints.
-pub fn unsupported_layout(map: &Map<String, Value>, tensors: &Tensors) -> Option<String> {
+pub fn unsupported_layout_message(map: &Map<String, Value>, tensors: &Tensors) -> Option<String> {
     let class =
         map.get("architectures").and_then(|list| list.get(0)).and_then(Value::as_str).unwrap_or("no class");
     let has = |part: &str| tensors.iter().any(|(name, _)| name.contains(part));
@@ -111,7 +111,7 @@ pub fn config(
         CheckpointFormat::Reference => reference::config(drafter),
         CheckpointFormat::Speculators => speculators::config(drafter, target),
         CheckpointFormat::Specforge | CheckpointFormat::Zlab | CheckpointFormat::Modelopt => {
-            let flat = common::flat(drafter);
+            let flat = common::flat_config(drafter);
             let own = drafter.kind.own_config(drafter, format, &flat);
             own.unwrap_or_else(|| dflash_config::config(drafter, format, flat))
         }
@@ -124,7 +124,7 @@ pub fn config(
 /// it alike. Some engines read a key at the top level and others in `dflash_config`, so both have
 /// it. Every value is explicit, because the engines' defaults differ. Older versions read the RoPE
 /// base at the top level and the scaling in `rope_scaling`.
-pub fn for_engines(map: &mut Map<String, Value>, rope: RopeParameters) {
+pub fn add_engine_keys(map: &mut Map<String, Value>, rope: RopeParameters) {
     map.insert("sample_from_anchor".into(), true.into());
     // Without this key, llama.cpp's converter would use a drafter's embedding as its LM head.
     map.insert("has_embed_tokens".into(), false.into());

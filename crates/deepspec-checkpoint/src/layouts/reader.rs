@@ -7,11 +7,12 @@ use crate::{CheckpointError, CheckpointFormat, Family, Tensors};
 
 /// Reads the settings of one drafter kind in each format.
 pub struct Reader {
-    /// Class name in the reference's format, without the family's prefix.
+    /// Class name in the reference implementation's checkpoints, without the family prefix:
+    /// `Eagle3Model`.
     pub class: &'static str,
-    /// Config keys of the kind in that format.
+    /// Config keys of the kind in these checkpoints.
     pub keys: &'static [&'static str],
-    /// Reads the settings in that format.
+    /// Reads the settings from these checkpoints.
     pub reference: fn(&Fields, &Decoder) -> Result<Settings, CheckpointError>,
     /// Model types of the kind in the speculators package.
     pub model_types: &'static [&'static str],
@@ -23,7 +24,8 @@ pub struct Reader {
 }
 
 /// Reads a drafter with layers of one of these families, and detects its format.
-type ReadForeign = fn(&Fields, &Tensors, &[Family]) -> Result<(CheckpointFormat, Drafter), CheckpointError>;
+type ReadExternalClass =
+    fn(&Fields, &Tensors, &[Family]) -> Result<(CheckpointFormat, Drafter), CheckpointError>;
 
 /// A drafter class in the formats of z-lab, SpecForge or ModelOpt.
 pub struct ExternalClass {
@@ -32,12 +34,12 @@ pub struct ExternalClass {
     /// The tools that write it.
     pub tools: &'static str,
     /// Reads a drafter whose config names this class.
-    pub read: ReadForeign,
+    pub read: ReadExternalClass,
 }
 
 /// The known drafter kinds and model families.
 #[derive(Clone, Copy)]
-pub struct Known<'a> {
+pub struct KnownDrafters<'a> {
     /// Drafter kinds.
     pub kinds: &'a [&'a Reader],
     /// Model families of the draft layers.

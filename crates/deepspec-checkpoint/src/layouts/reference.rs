@@ -3,9 +3,9 @@
 use deepspec_core::Tap;
 use serde_json::{Map, Value};
 
-use super::common::{Decoder, flat, taps};
+use super::common::{Decoder, flat_config, read_layer_ids};
 use super::dflash_config;
-use super::reader::{Known, Reader};
+use super::reader::{KnownDrafters, Reader};
 use crate::CheckpointError;
 use crate::drafter::Drafter;
 use crate::fields::Fields;
@@ -26,21 +26,21 @@ pub fn read(
     fields: &Fields,
     architecture: &str,
     kind: &Reader,
-    known: Known,
+    known: KnownDrafters,
 ) -> Result<Drafter, CheckpointError> {
     let of_kinds = known.kinds.iter().flat_map(|kind| kind.keys);
     let own: Vec<&str> = DRAFTER_KEYS.iter().chain(of_kinds).copied().collect();
     let mut decoder = Decoder::read(fields, &own, known.families)?;
-    decoder.incompatibilities.extend(dflash_config::attention(fields.map));
+    decoder.incompatibilities.extend(dflash_config::attention_incompatibilities(fields.map));
     let kind = (kind.reference)(fields, &decoder)?;
     fields.required_size::<u64>("num_target_layers")?;
-    let taps = taps(fields, "target_layer_ids", -1)?;
+    let taps = read_layer_ids(fields, "target_layer_ids", -1)?;
     decoder.drafter(fields, architecture, taps, kind)
 }
 
 pub fn config(drafter: &Drafter) -> Map<String, Value> {
-    let (class, keys) = drafter.kind.reference(drafter);
-    let mut map = flat(drafter);
+    let (class, keys) = drafter.kind.reference_config(drafter);
+    let mut map = flat_config(drafter);
     map.insert("target_layer_ids".into(), Tap::layer_ids(&drafter.taps).into());
     map.insert("architectures".into(), vec![format!("{}{class}", drafter.family.prefix)].into());
     map.extend(keys);

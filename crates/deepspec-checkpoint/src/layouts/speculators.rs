@@ -3,8 +3,8 @@
 
 use serde_json::{Map, Value, json};
 
-use super::common::{Decoder, taps};
-use super::reader::Known;
+use super::common::{Decoder, read_layer_ids};
+use super::reader::KnownDrafters;
 use crate::drafter::{Drafter, Incompatibility};
 use crate::fields::Fields;
 use crate::kind::Speculators;
@@ -13,7 +13,7 @@ use crate::{CheckpointError, Target, Tensors};
 /// Version of the format that is written.
 const VERSION: &str = "0.9.0";
 
-pub fn read(fields: &Fields, tensors: &Tensors, known: Known) -> Result<Drafter, CheckpointError> {
+pub fn read(fields: &Fields, tensors: &Tensors, known: KnownDrafters) -> Result<Drafter, CheckpointError> {
     let key = "speculators_model_type";
     let model_type = fields.required(key, fields.text(key)?)?;
     let Some(kind) = known.kinds.iter().find(|kind| kind.model_types.contains(&model_type)) else {
@@ -30,7 +30,7 @@ pub fn read(fields: &Fields, tensors: &Tensors, known: Known) -> Result<Drafter,
     for (key, value) in family.map_or_else(Vec::new, |family| (family.defaults)()) {
         map.entry(key).or_insert(value);
     }
-    let nested = nested.with(&map);
+    let nested = nested.with_map(&map);
     let mut decoder = Decoder::read(&nested, &[], known.families)?;
     let mut stops = |key: &str, reason: String| {
         decoder.incompatibilities.push(Incompatibility { key: key.into(), reason })
@@ -45,7 +45,7 @@ pub fn read(fields: &Fields, tensors: &Tensors, known: Known) -> Result<Drafter,
                 "the vocabulary is pruned to {draft_vocab_size} of {vocab} tokens (t2d, d2t); other layouts have only whole ones"
             ),
         );
-    } else if let Some(name) = pruning(tensors)? {
+    } else if let Some(name) = find_pruned_vocab_map(tensors)? {
         stops(name, "it maps a pruned vocabulary, which other layouts cannot say".into());
     }
     if let Some(width) =
@@ -54,16 +54,16 @@ pub fn read(fields: &Fields, tensors: &Tensors, known: Known) -> Result<Drafter,
         stops("target_hidden_size", format!("{width} is not the drafter's {}", decoder.hidden_size));
     }
     let kind = (kind.speculators)(fields, &mut decoder)?;
-    let ids = kind.speculators().taps;
+    let ids = kind.speculators_config().taps;
     // In speculators, id i is the input of layer i, which is the output of the layer before it.
-    let taps = taps(fields, ids, 0)?;
+    let taps = read_layer_ids(fields, ids, 0)?;
     let drafter = decoder.drafter(fields, fields.architecture()?.unwrap_or(model_type), taps, kind)?;
     Ok(Drafter { draft_vocab_size, ..drafter })
 }
 
 /// Name of the vocabulary map that is not the identity. A checkpoint may contain identity maps,
 /// which have no effect.
-fn pruning(tensors: &Tensors) -> Result<Option<&'static str>, CheckpointError> {
+fn find_pruned_vocab_map(tensors: &Tensors) -> Result<Option<&'static str>, CheckpointError> {
     for (name, identity) in [("t2d", 1), ("d2t", 0)] {
         if tensors.get(name).is_some() {
             let bytes = tensors.bytes(name)?;
@@ -76,7 +76,7 @@ fn pruning(tensors: &Tensors) -> Result<Option<&'static str>, CheckpointError> {
 }
 
 pub fn config(drafter: &Drafter, target: Option<&Target>) -> Map<String, Value> {
-    let Speculators { model_type, class, taps, keys } = drafter.kind.speculators();
+    let Speculators { model_type, class, taps, keys } = drafter.kind.speculators_config();
     let mut layer = drafter.decoder.clone();
     layer.insert("layer_types".into(), vec!["full_attention"; drafter.layers as usize].into());
     layer.insert("tie_word_embeddings".into(), false.into());

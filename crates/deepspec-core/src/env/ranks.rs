@@ -20,8 +20,8 @@ pub struct Ranks {
     pub port: u16,
     /// Whether the launcher hosts the store; otherwise rank 0 does.
     pub is_hosted: bool,
-    /// Name of the job, which keeps processes of other jobs on the machine out of the store. Empty
-    /// if the port is exclusive.
+    /// Prefix of the rendezvous keys, which keeps other jobs on the machine out of the store. Empty
+    /// if the port belongs to this job alone.
     pub job: String,
     /// Number of restarts by the launcher.
     pub attempt: usize,
@@ -61,37 +61,38 @@ impl Ranks {
             ("LOCAL_RANK", self.local_rank.to_string()),
             ("MASTER_ADDR", self.host.clone()),
             ("MASTER_PORT", self.port.to_string()),
-            (AGENT_STORE, if self.is_hosted { "True" } else { "False" }.into()),
-            (RESTART_COUNT, self.attempt.to_string()),
+            (AGENT_STORE_VARIABLE, if self.is_hosted { "True" } else { "False" }.into()),
+            (RESTART_COUNT_VARIABLE, self.attempt.to_string()),
         ]
     }
 }
 
 /// Whether the user has set the number of threads per process by `OMP_NUM_THREADS`.
 pub fn has_thread_count() -> bool {
-    var_os(THREADS).is_some_and(|value| !value.is_empty())
+    var_os(OMP_THREADS_VARIABLE).is_some_and(|value| !value.is_empty())
 }
 
-/// The variable of [`has_thread_count`], to set for child processes.
-pub const THREADS: &str = "OMP_NUM_THREADS";
-const AGENT_STORE: &str = "TORCHELASTIC_USE_AGENT_STORE";
-const RESTART_COUNT: &str = "TORCHELASTIC_RESTART_COUNT";
+/// Environment variable for the number of threads per process.
+pub const OMP_THREADS_VARIABLE: &str = "OMP_NUM_THREADS";
+const AGENT_STORE_VARIABLE: &str = "TORCHELASTIC_USE_AGENT_STORE";
+const RESTART_COUNT_VARIABLE: &str = "TORCHELASTIC_RESTART_COUNT";
 
-pub(super) fn torchrun(given: impl Fn(&str) -> Option<String>) -> Result<Ranks, RanksError> {
+pub(super) fn ranks_from_torchrun(given: impl Fn(&str) -> Option<String>) -> Result<Ranks, RanksError> {
     let need = |name| given(name).ok_or(RanksError::Incomplete { present: "RANK", absent: name });
     Ok(Ranks {
-        rank: number("RANK", &need("RANK")?)?,
-        world_size: number("WORLD_SIZE", &need("WORLD_SIZE")?)?,
-        local_rank: number("LOCAL_RANK", &need("LOCAL_RANK")?)?,
+        rank: parse_number("RANK", &need("RANK")?)?,
+        world_size: parse_number("WORLD_SIZE", &need("WORLD_SIZE")?)?,
+        local_rank: parse_number("LOCAL_RANK", &need("LOCAL_RANK")?)?,
         host: need("MASTER_ADDR")?,
-        port: number("MASTER_PORT", &need("MASTER_PORT")?)?,
+        port: parse_number("MASTER_PORT", &need("MASTER_PORT")?)?,
         job: String::new(),
-        is_hosted: given(AGENT_STORE).is_some_and(|value| value.eq_ignore_ascii_case("true")),
-        attempt: given(RESTART_COUNT).map_or(Ok(0), |value| number(RESTART_COUNT, &value))?,
+        is_hosted: given(AGENT_STORE_VARIABLE).is_some_and(|value| value.eq_ignore_ascii_case("true")),
+        attempt: given(RESTART_COUNT_VARIABLE)
+            .map_or(Ok(0), |value| parse_number(RESTART_COUNT_VARIABLE, &value))?,
     })
 }
 
-fn number<T: FromStr>(name: &'static str, value: &str) -> Result<T, RanksError> {
+fn parse_number<T: FromStr>(name: &'static str, value: &str) -> Result<T, RanksError> {
     let expected = || "a number in range".to_string();
     value.trim().parse().map_err(|_| RanksError::Value { name, value: value.into(), expected: expected() })
 }

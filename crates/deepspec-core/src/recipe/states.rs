@@ -8,7 +8,7 @@ use serde::de::{Error, MapAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use serde_json::json;
 
-const NAMES: [&str; 3] = ["cache", "online", "hybrid"];
+const SOURCE_NAMES: [&str; 3] = ["cache", "online", "hybrid"];
 
 /// The source of target states. Written `{cache: DIR}`, `online` or `{hybrid: DIR}`.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -65,9 +65,9 @@ impl JsonSchema for States {
 /// folder.
 impl<'de> Deserialize<'de> for States {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Source;
+        struct StatesVisitor;
 
-        impl<'de> Visitor<'de> for Source {
+        impl<'de> Visitor<'de> for StatesVisitor {
             type Value = States;
 
             fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -78,7 +78,7 @@ impl<'de> Deserialize<'de> for States {
                 match name {
                     "online" => Ok(States::Online),
                     "cache" | "hybrid" => Err(E::custom(format!("{name} needs a folder: {{{name}: DIR}}"))),
-                    other => Err(E::unknown_variant(other, &NAMES)),
+                    other => Err(E::unknown_variant(other, &SOURCE_NAMES)),
                 }
             }
 
@@ -90,7 +90,7 @@ impl<'de> Deserialize<'de> for States {
                     "cache" => States::Cache(map.next_value()?),
                     "hybrid" => States::Hybrid(map.next_value()?),
                     "online" => return Err(A::Error::custom("online takes no value: states: online")),
-                    other => return Err(A::Error::unknown_variant(other, &NAMES)),
+                    other => return Err(A::Error::unknown_variant(other, &SOURCE_NAMES)),
                 };
                 match map.next_key::<String>()? {
                     None => Ok(states),
@@ -101,7 +101,7 @@ impl<'de> Deserialize<'de> for States {
             }
         }
 
-        deserializer.deserialize_any(Source)
+        deserializer.deserialize_any(StatesVisitor)
     }
 }
 

@@ -13,10 +13,10 @@ use crate::config::{self, ConfigError};
 use crate::env;
 
 /// Name of the mask rules that follow the chat template's own `{% generation %}` tags.
-pub const GENERATION: &str = "generation";
+pub const GENERATION_RULES: &str = "generation";
 
 /// Key prefix of an entry in a recipe.
-const KEY: &str = "data.chat_template.";
+const KEY_PREFIX: &str = "data.chat_template.";
 
 /// How the assistant's words are found in a rendered conversation.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -53,7 +53,7 @@ impl TemplateRecipe {
     /// See [`TemplateEntry::load`].
     pub fn resolve(self) -> Result<Self, ConfigError> {
         match self {
-            Self::Name(name) if is_file(&name) => {
+            Self::Name(name) if is_yaml_path(&name) => {
                 TemplateEntry::load(&env::expand_home(&name)).map(Self::Entry)
             }
             other => Ok(other),
@@ -71,7 +71,7 @@ impl TemplateEntry {
         entry.check().map_err(|(key, problem)| ConfigError::Key {
             path: path.to_path_buf(),
             line: None,
-            key: key.trim_start_matches(KEY).into(),
+            key: key.trim_start_matches(KEY_PREFIX).into(),
             problem,
         })?;
         Ok(entry)
@@ -101,7 +101,7 @@ impl TemplateEntry {
         if let Some((key, _, why)) = marks.iter().find(|(_, mark, _)| *mark == Some("")) {
             return Err((key, format!("must not be empty: {why}")));
         }
-        if self.name == GENERATION || is_file(&self.name) {
+        if self.name == GENERATION_RULES || is_yaml_path(&self.name) {
             let problem = format!(
                 "`{}` is taken: it stands for the template's own tags or for a file; choose another name",
                 self.name
@@ -112,7 +112,7 @@ impl TemplateEntry {
     }
 }
 
-fn is_file(name: &str) -> bool {
+fn is_yaml_path(name: &str) -> bool {
     name.ends_with(".yaml") || name.ends_with(".yml")
 }
 
@@ -260,10 +260,10 @@ mod tests {
         let refused = |change: fn(&mut TemplateEntry), key: &str| {
             let mut changed = entry();
             change(&mut changed);
-            assert_eq!(changed.check().unwrap_err().0, format!("{KEY}{key}"));
+            assert_eq!(changed.check().unwrap_err().0, format!("{KEY_PREFIX}{key}"));
         };
         refused(|entry| entry.name.clear(), "name");
-        refused(|entry| entry.name = GENERATION.into(), "name");
+        refused(|entry| entry.name = GENERATION_RULES.into(), "name");
         refused(|entry| entry.name = "a.yml".into(), "name");
         refused(|entry| entry.assistant_header.clear(), "assistant_header");
         refused(|entry| entry.end_of_turn.clear(), "end_of_turn");

@@ -3,7 +3,7 @@
 use super::{DataRecipe, LossNormalization, Recipe, States, TemplateRecipe};
 
 /// Maximum number of draft layers.
-const MOST_LAYERS: usize = 1024;
+const MAX_DRAFT_LAYERS: usize = 1024;
 
 impl<D> Recipe<D> {
     /// Checks values against their ranges and each other; the error is a key with its problem.
@@ -20,7 +20,7 @@ impl<D> Recipe<D> {
             ("train.max_train_steps", self.train.max_train_steps.unwrap_or(1)),
             ("train.num_train_epochs", self.train.max_train_steps.map_or(self.train.num_train_epochs, |_| 1)),
         ];
-        at_least_one(&positive)?;
+        require_at_least_one(&positive)?;
         if self.name.is_empty() || self.name.contains(['/', '\\']) || self.name.starts_with('.') {
             return Err(("name", format!("\"{}\" cannot name a folder", self.name)));
         }
@@ -78,16 +78,15 @@ impl<D> Recipe<D> {
     }
 }
 
-/// Returns an error for the first of these values that is 0: its key and the problem. Also limits
-/// `num_draft_layers`.
+/// Returns the key and the problem of the first value that is 0. Also limits `num_draft_layers`.
 ///
 /// # Errors
 /// Fails if a value is out of range.
-pub fn at_least_one(values: &[(&'static str, usize)]) -> Result<(), (&'static str, String)> {
+pub fn require_at_least_one(values: &[(&'static str, usize)]) -> Result<(), (&'static str, String)> {
     if let Some((key, layers)) =
-        values.iter().find(|(key, value)| *key == "num_draft_layers" && *value > MOST_LAYERS)
+        values.iter().find(|(key, value)| *key == "num_draft_layers" && *value > MAX_DRAFT_LAYERS)
     {
-        return Err((*key, format!("{layers} is not between 1 and {MOST_LAYERS}")));
+        return Err((*key, format!("{layers} is not between 1 and {MAX_DRAFT_LAYERS}")));
     }
     match values.iter().find(|(_, value)| *value == 0) {
         Some((key, _)) => Err((key, "must be at least 1".into())),

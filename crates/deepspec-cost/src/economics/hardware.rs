@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::{infinite, wrong};
+use super::{find_invalid, infinite};
 
 /// An accelerator.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
@@ -23,16 +23,16 @@ pub struct Hardware {
 
 impl Hardware {
     /// The first invalid value: its key, the value, and the expected range.
-    pub fn problem(&self) -> Option<String> {
+    pub fn invalid_value(&self) -> Option<String> {
         let Self { bandwidth, bf16, fp8, fp4, link } = *self;
         let rates = [("bandwidth", bandwidth), ("bf16", bf16), ("fp8", fp8), ("fp4", fp4), ("link", link)];
-        wrong(&rates, |value| value > 0.0, "a positive number per second")
+        find_invalid(&rates, |value| value > 0.0, "a positive number per second")
     }
 }
 
 /// Accelerators by name, with dense peaks, memory bandwidth and links as the vendors state them.
-pub const HARDWARE: [(&str, Hardware); 6] = {
-    const fn of(bandwidth: f64, bf16: f64, fp8: f64, fp4: f64, link: f64) -> Hardware {
+pub const ACCELERATORS: [(&str, Hardware); 6] = {
+    const fn accelerator(bandwidth: f64, bf16: f64, fp8: f64, fp4: f64, link: f64) -> Hardware {
         Hardware {
             bandwidth: bandwidth * 1e12,
             bf16: bf16 * 1e15,
@@ -42,12 +42,12 @@ pub const HARDWARE: [(&str, Hardware); 6] = {
         }
     }
     [
-        ("b200", of(8.0, 2.25, 4.5, 9.0, 900.0)),
-        ("h200", of(4.8, 0.989, 1.979, 1.979, 450.0)),
-        ("h100", of(3.35, 0.989, 1.979, 1.979, 450.0)),
-        ("a100", of(2.039, 0.312, 0.312, 0.312, 300.0)),
-        ("mi300x", of(5.3, 1.307, 2.615, 2.615, 448.0)),
-        ("l40s", of(0.864, 0.362, 0.733, 0.733, 32.0)),
+        ("b200", accelerator(8.0, 2.25, 4.5, 9.0, 900.0)),
+        ("h200", accelerator(4.8, 0.989, 1.979, 1.979, 450.0)),
+        ("h100", accelerator(3.35, 0.989, 1.979, 1.979, 450.0)),
+        ("a100", accelerator(2.039, 0.312, 0.312, 0.312, 300.0)),
+        ("mi300x", accelerator(5.3, 1.307, 2.615, 2.615, 448.0)),
+        ("l40s", accelerator(0.864, 0.362, 0.733, 0.733, 32.0)),
     ]
 };
 
@@ -73,8 +73,8 @@ impl Precision {
         }
     }
 
-    /// Peak operations per second.
-    pub fn peak(self, hardware: &Hardware) -> f64 {
+    /// Peak operations per second in this format.
+    pub fn peak_operations(self, hardware: &Hardware) -> f64 {
         match self {
             Self::Bf16 => hardware.bf16,
             Self::Fp8 => hardware.fp8,

@@ -12,22 +12,22 @@ mod parts;
 
 use serde::{Deserialize, Serialize};
 
-pub use hardware::{HARDWARE, Hardware, Precision};
+pub use hardware::{ACCELERATORS, Hardware, Precision};
 pub use parts::{
-    Attention, FeedForward, Work, expanding_pays_from, experts_touched, experts_touched_by_another,
+    Attention, FeedForward, Work, experts_touched, experts_touched_by_another, mla_expansion_break_even,
 };
 
-/// A target, as a list of kinds of layers.
+/// A target model, as a list of layer shapes with their counts.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Target {
-    /// Kinds of layers.
+    /// Layers, one entry per shape.
     pub layers: Vec<Layer>,
     /// Weights of the LM head; 0 leaves it out.
     #[serde(default)]
     pub head: f64,
     /// Storage format of the LM head.
-    #[serde(default = "bf16")]
+    #[serde(default = "default_precision")]
     pub head_precision: Precision,
     /// Width of the hidden states that are sent between accelerators.
     #[serde(default)]
@@ -56,14 +56,14 @@ pub struct Layer {
     pub feed_forward_precision: Precision,
 }
 
-fn bf16() -> Precision {
+fn default_precision() -> Precision {
     Precision::Bf16
 }
 
 /// Cost of drafting.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Draft {
+pub enum DraftCost {
     /// Cost per drafted token as a share of a plain step, for drafters that run once per token.
     PerToken(f64),
     /// Weights that are read once per block, for parallel drafters.
@@ -82,9 +82,9 @@ pub enum Draft {
     },
 }
 
-/// A point of the map.
+/// Load at which the cost of speculation is computed.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Load {
+pub struct LoadPoint {
     /// Number of requests B.
     pub requests: f64,
     /// Context length S in tokens.
@@ -105,7 +105,7 @@ impl Target {
                 bytes: layer.projections * projections.bytes(),
             };
             let attended = layer.attention.work(queries, context).seconds(hardware.bf16, hardware.bandwidth);
-            let fed = layer.feed_forward.work_of_one(tokens, experts.bytes(), self.expert_parallel);
+            let fed = layer.feed_forward.work_per_device(tokens, experts.bytes(), self.expert_parallel);
             let sent = match layer.feed_forward {
                 // Hidden states go to the experts and back in 16 bits; those for local experts are
                 // not sent.
@@ -115,23 +115,23 @@ impl Target {
                 FeedForward::Dense { .. } => 0.0,
             };
             layer.count
-                * (projected.seconds(projections.peak(hardware), hardware.bandwidth)
+                * (projected.seconds(projections.peak_operations(hardware), hardware.bandwidth)
                     + requests * share * attended
-                    + fed.seconds(experts.peak(hardware), hardware.bandwidth)
+                    + fed.seconds(experts.peak_operations(hardware), hardware.bandwidth)
                     + sent)
         });
         let head = Work {
             operations: 2.0 * self.head * tokens * share,
             bytes: self.head * self.head_precision.bytes(),
         };
-        layers.sum::<f64>() + head.seconds(self.head_precision.peak(hardware), hardware.bandwidth)
+        layers.sum::<f64>() + head.seconds(self.head_precision.peak_operations(hardware), hardware.bandwidth)
     }
 
     /// Seconds of drafting γ tokens for each of B requests.
     pub fn draft_seconds(
         &self,
         hardware: &Hardware,
-        draft: &Draft,
+        draft: &DraftCost,
         requests: f64,
         drafted: f64,
         context: f64,
@@ -140,14 +140,16 @@ impl Target {
         let own = requests / self.expert_parallel;
         match draft {
             _ if drafted == 0.0 => 0.0,
-            Draft::PerToken(share) => share * drafted * self.step_seconds(hardware, requests, 1.0, context),
-            Draft::PerBlock { weights, precision } => {
+            DraftCost::PerToken(share) => {
+                share * drafted * self.step_seconds(hardware, requests, 1.0, context)
+            }
+            DraftCost::PerBlock { weights, precision } => {
                 let work =
                     Work { operations: 2.0 * weights * own * drafted, bytes: weights * precision.bytes() };
-                work.seconds(precision.peak(hardware), hardware.bandwidth)
+                work.seconds(precision.peak_operations(hardware), hardware.bandwidth)
             }
-            Draft::Model { model, at_once: true } => model.step_seconds(hardware, own, drafted, context),
-            Draft::Model { model, at_once: false } => {
+            DraftCost::Model { model, at_once: true } => model.step_seconds(hardware, own, drafted, context),
+            DraftCost::Model { model, at_once: false } => {
                 drafted * model.step_seconds(hardware, own, 1.0, context)
             }
         }
@@ -155,19 +157,19 @@ impl Target {
 
     /// Throughput over that of plain decoding, with blocks of γ tokens that are each accepted with
     /// probability α given the earlier ones.
-    pub fn speed_up(&self, hardware: &Hardware, draft: &Draft, load: Load, drafted: f64) -> f64 {
+    pub fn speed_up(&self, hardware: &Hardware, draft: &DraftCost, load: LoadPoint, drafted: f64) -> f64 {
         let plain = self.step_seconds(hardware, load.requests, 1.0, load.context);
         let verified = self.step_seconds(hardware, load.requests, drafted + 1.0, load.context);
         let drafting = self.draft_seconds(hardware, draft, load.requests, drafted, load.context);
-        committed(load.acceptance, drafted) * plain / (verified + drafting)
+        expected_committed_tokens(load.acceptance, drafted) * plain / (verified + drafting)
     }
 
     /// The number of drafted tokens from 0 to `max_drafted` with the highest throughput, and its speed-up.
-    pub fn best_length(
+    pub fn best_draft_length(
         &self,
         hardware: &Hardware,
-        draft: &Draft,
-        load: Load,
+        draft: &DraftCost,
+        load: LoadPoint,
         max_drafted: u32,
     ) -> (u32, f64) {
         let all = (0..=max_drafted)
@@ -177,14 +179,14 @@ impl Target {
 
     /// Time of one more verified token per request, over that request's share of a plain step. It
     /// is 0 for a free token, and 1 for one as expensive as a token of plain decoding.
-    pub fn marginal(&self, hardware: &Hardware, load: Load, queries: f64) -> f64 {
+    pub fn marginal_cost(&self, hardware: &Hardware, load: LoadPoint, queries: f64) -> f64 {
         let of = |queries| self.step_seconds(hardware, load.requests, queries, load.context);
         (of(queries + 1.0) - of(queries)) / of(1.0)
     }
 }
 
 /// Mean number of tokens that a cycle commits: N(α, γ) = (1 − α^{γ+1}) / (1 − α).
-pub fn committed(acceptance: f64, drafted: f64) -> f64 {
+pub fn expected_committed_tokens(acceptance: f64, drafted: f64) -> f64 {
     if acceptance >= 1.0 {
         return drafted + 1.0;
     }
@@ -193,30 +195,32 @@ pub fn committed(acceptance: f64, drafted: f64) -> f64 {
 
 impl Target {
     /// The first invalid value: its key, the value, and the expected range.
-    pub fn problem(&self) -> Option<String> {
+    pub fn invalid_value(&self) -> Option<String> {
         if self.layers.is_empty() {
             return Some("`layers` is empty; describe one kind of layer at least".into());
         }
         let sizes = [("head", self.head), ("hidden", self.hidden)];
-        let of_target = wrong(&sizes, |value| value.is_finite() && value >= 0.0, "a number of at least 0")
-            .or(wrong(
-                &[("expert_parallel", self.expert_parallel)],
-                |n| n >= 1.0 && n.is_finite(),
-                "at least 1",
-            ));
+        let of_target =
+            find_invalid(&sizes, |value| value.is_finite() && value >= 0.0, "a number of at least 0").or(
+                find_invalid(
+                    &[("expert_parallel", self.expert_parallel)],
+                    |n| n >= 1.0 && n.is_finite(),
+                    "at least 1",
+                ),
+            );
         let of_layers = self.layers.iter().enumerate().find_map(|(index, layer)| {
-            layer.problem().map(|problem| format!("`layers[{index}]`: {problem}"))
+            layer.invalid_value().map(|problem| format!("`layers[{index}]`: {problem}"))
         });
         of_target.or(of_layers)
     }
 }
 
 impl Layer {
-    fn problem(&self) -> Option<String> {
+    fn invalid_value(&self) -> Option<String> {
         let sizes = [("count", self.count), ("projections", self.projections)];
-        wrong(&sizes, is_positive_number, "a positive number")
-            .or_else(|| self.attention.problem())
-            .or_else(|| self.feed_forward.problem())
+        find_invalid(&sizes, is_positive_number, "a positive number")
+            .or_else(|| self.attention.invalid_value())
+            .or_else(|| self.feed_forward.invalid_value())
     }
 }
 
@@ -224,11 +228,11 @@ fn is_positive_number(value: f64) -> bool {
     value.is_finite() && value > 0.0
 }
 
-fn at_least_0(value: f64) -> bool {
+fn is_non_negative(value: f64) -> bool {
     value.is_finite() && value >= 0.0
 }
 
-fn wrong(values: &[(&str, f64)], holds: impl Fn(f64) -> bool, expected: &str) -> Option<String> {
+fn find_invalid(values: &[(&str, f64)], holds: impl Fn(f64) -> bool, expected: &str) -> Option<String> {
     let (key, value) = values.iter().find(|(_, value)| !holds(*value))?;
     Some(format!("`{key}` is {value}; expected {expected}"))
 }

@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::{at_least_0, infinite, is_positive_number, one, wrong};
+use super::{find_invalid, infinite, is_non_negative, is_positive_number, one};
 
 /// Operations and bytes of a part of a layer.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -110,7 +110,7 @@ impl Attention {
     }
 
     /// The first invalid value, if there is one.
-    pub(super) fn problem(&self) -> Option<String> {
+    pub(super) fn invalid_value(&self) -> Option<String> {
         let (needed, allowed, limit) = match *self {
             Self::Grouped { heads, kv_heads, head_dim, kv_bytes, window } => (
                 vec![
@@ -148,16 +148,16 @@ impl Attention {
                 ("top", top),
             ),
         };
-        wrong(&needed, is_positive_number, "a positive number")
-            .or(wrong(&allowed, at_least_0, "a number of at least 0"))
-            .or(wrong(&[limit], |value| value > 0.0, "a positive number"))
+        find_invalid(&needed, is_positive_number, "a positive number")
+            .or(find_invalid(&allowed, is_non_negative, "a number of at least 0"))
+            .or(find_invalid(&[limit], |value| value > 0.0, "a positive number"))
     }
 }
 
 /// Number of queries per request above which expanding latent vectors into keys and values of every
 /// head is cheaper than absorbed attention. `nope` and `value` are the widths of a head's
 /// non-rotary key and of its value.
-pub fn expanding_pays_from(latent: f64, nope: f64, value: f64) -> f64 {
+pub fn mla_expansion_break_even(latent: f64, nope: f64, value: f64) -> f64 {
     // The rotary widths cancel: 2·d_c + d_r against nope + d_r + value.
     latent * (nope + value) / (2.0 * latent - nope - value)
 }
@@ -203,13 +203,13 @@ pub fn experts_touched_by_another(experts: f64, active: f64, tokens: f64) -> f64
 impl FeedForward {
     /// Work of `tokens` tokens, with `bytes` per weight.
     pub fn work(&self, tokens: f64, bytes: f64) -> Work {
-        self.work_of_one(tokens, bytes, 1.0)
+        self.work_per_device(tokens, bytes, 1.0)
     }
 
     /// Work of one of `devices` accelerators that share the tokens and the routed experts. It
     /// computes its share of the tokens. It reads the dense or shared weights, and those of its own
     /// experts that any token activates.
-    pub fn work_of_one(&self, tokens: f64, bytes: f64, devices: f64) -> Work {
+    pub fn work_per_device(&self, tokens: f64, bytes: f64, devices: f64) -> Work {
         let own = tokens / devices;
         match *self {
             Self::Dense { weights } => Work { operations: 2.0 * weights * own, bytes: weights * bytes },
@@ -222,7 +222,7 @@ impl FeedForward {
 
     /// B·A'(B) / (A(B) + shared): cost of the next token relative to the mean cost per token, while
     /// reading weights dominates. It is 0 for a dense part, whose weights are read anyway.
-    pub fn marginal(&self, tokens: f64) -> f64 {
+    pub fn marginal_cost(&self, tokens: f64) -> f64 {
         match *self {
             Self::Dense { .. } => 0.0,
             Self::Experts { experts, active, shared, .. } => {
@@ -233,20 +233,20 @@ impl FeedForward {
     }
 
     /// The first invalid value, if there is one.
-    pub(super) fn problem(&self) -> Option<String> {
+    pub(super) fn invalid_value(&self) -> Option<String> {
         match *self {
             Self::Dense { weights } => {
-                wrong(&[("weights", weights)], is_positive_number, "a positive number")
+                find_invalid(&[("weights", weights)], is_positive_number, "a positive number")
             }
             Self::Experts { weights, experts, active, shared } => {
                 let sizes = [("weights", weights), ("experts", experts)];
-                wrong(&sizes, is_positive_number, "a positive number")
-                    .or(wrong(
+                find_invalid(&sizes, is_positive_number, "a positive number")
+                    .or(find_invalid(
                         &[("active", active)],
                         |count| count >= 1.0 && count <= experts,
                         "at least 1 and no more than `experts`",
                     ))
-                    .or(wrong(&[("shared", shared)], at_least_0, "a number of at least 0"))
+                    .or(find_invalid(&[("shared", shared)], is_non_negative, "a number of at least 0"))
             }
         }
     }

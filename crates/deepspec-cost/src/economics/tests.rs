@@ -4,7 +4,7 @@ use super::*;
 
 /// The accelerator of the article.
 fn b200() -> Hardware {
-    HARDWARE[0].1
+    ACCELERATORS[0].1
 }
 
 /// DeepSeek-V4-Flash's attention with the article's values.
@@ -57,8 +57,8 @@ fn from_where(holds: impl Fn(f64) -> bool) -> f64 {
 
 #[test]
 fn ridges_are_the_published_ones() {
-    let ridges =
-        [Precision::Bf16, Precision::Fp8, Precision::Fp4].map(|kind| kind.peak(&b200()) / b200().bandwidth);
+    let ridges = [Precision::Bf16, Precision::Fp8, Precision::Fp4]
+        .map(|kind| kind.peak_operations(&b200()) / b200().bandwidth);
     assert_eq!(ridges.map(f64::round), [281.0, 563.0, 1125.0]);
 }
 
@@ -87,7 +87,7 @@ fn crossovers_of_attention_are_the_published_ones() {
     assert!((44_000.0..47_000.0).contains(&heavily), "about 45k tokens, not {heavily}");
     let work = latent(1.0).work(1.0, 1.0);
     assert_eq!((work.operations, work.bytes), (139_264.0, 576.0 + 73_728.0));
-    assert_eq!(expanding_pays_from(512.0, 128.0, 128.0).round(), 171.0, "published: past about 170");
+    assert_eq!(mla_expansion_break_even(512.0, 128.0, 128.0).round(), 171.0, "published: past about 170");
     // An indexer with 64 heads, without the selected vectors.
     let indexer = Attention::Latent {
         heads: 0.0,
@@ -119,8 +119,8 @@ fn experts_are_touched_as_published() {
     let (experts, active): (f64, f64) = (256.0, 6.0);
     assert_eq!((experts / active).round(), 43.0);
     let layer = article().layers[0].feed_forward;
-    assert!((layer.marginal(1.0) - 0.85).abs() < 0.005, "{}", layer.marginal(1.0));
-    assert_eq!(FeedForward::Dense { weights: 1.0 }.marginal(9.0), 0.0);
+    assert!((layer.marginal_cost(1.0) - 0.85).abs() < 0.005, "{}", layer.marginal_cost(1.0));
+    assert_eq!(FeedForward::Dense { weights: 1.0 }.marginal_cost(9.0), 0.0);
     assert!((experts_touched(experts, active, 1.0) - active).abs() < 1e-9);
     // E/k tokens activate all but a share 1/e of the experts.
     let untouched = 1.0 - experts_touched(experts, active, experts / active) / experts;
@@ -155,8 +155,8 @@ fn knees_of_the_feed_forward_part_are_the_published_ones() {
 #[test]
 fn the_best_length_has_a_gutter_between_few_and_many_requests() {
     let best = |requests: f64| {
-        let load = Load { requests, context: 4096.0, acceptance: 0.75 };
-        article().best_length(&b200(), &Draft::PerToken(0.1), load, 64)
+        let load = LoadPoint { requests, context: 4096.0, acceptance: 0.75 };
+        article().best_draft_length(&b200(), &DraftCost::PerToken(0.1), load, 64)
     };
     assert!(best(1.0).0 > 0);
     assert_eq!([4.0, 8.0, 12.0].map(|requests| best(requests).0), [0; 3]);
@@ -176,15 +176,15 @@ fn what_is_free_is_taken_and_what_is_not_costs() {
         }],
         ..article()
     };
-    let load = Load { requests: 1.0, context: 1.0, acceptance: 0.9 };
-    assert!(dense.marginal(&b200(), load, 1.0) < 0.01, "one request's weights are read anyway");
-    let many = Load { requests: 4096.0, ..load };
-    assert!((dense.marginal(&b200(), many, 1.0) - 1.0).abs() < 0.05);
-    let block = Draft::PerBlock { weights: 0.0, precision: Precision::Bf16 };
-    let (length, gain) = dense.best_length(&b200(), &block, load, 16);
+    let load = LoadPoint { requests: 1.0, context: 1.0, acceptance: 0.9 };
+    assert!(dense.marginal_cost(&b200(), load, 1.0) < 0.01, "one request's weights are read anyway");
+    let many = LoadPoint { requests: 4096.0, ..load };
+    assert!((dense.marginal_cost(&b200(), many, 1.0) - 1.0).abs() < 0.05);
+    let block = DraftCost::PerBlock { weights: 0.0, precision: Precision::Bf16 };
+    let (length, gain) = dense.best_draft_length(&b200(), &block, load, 16);
     assert_eq!(length, 16);
-    assert!((gain / committed(0.9, 16.0) - 1.0).abs() < 0.05);
-    assert_eq!((committed(1.0, 3.0), committed(0.0, 3.0)), (4.0, 1.0));
+    assert!((gain / expected_committed_tokens(0.9, 16.0) - 1.0).abs() < 0.05);
+    assert_eq!((expected_committed_tokens(1.0, 3.0), expected_committed_tokens(0.0, 3.0)), (4.0, 1.0));
 }
 
 #[test]
@@ -243,12 +243,12 @@ fn accelerators_divide_tokens_and_experts_and_read_all_other_weights() {
     let dense_linked = Target { hidden: 11.0, ..of(dense, 4.0) };
     assert_eq!(seconds(&dense_linked, &hardware), seconds(&of(dense, 4.0), &hardware), "nothing to send");
     // Each accelerator drafts for its own requests with a whole copy of the drafter.
-    let drafting = |draft: &Draft| of(experts, 4.0).draft_seconds(&computing, draft, 16.0, 2.0, 10.0);
-    let block = Draft::PerBlock { weights: 9.0, precision: Precision::Fp8 };
+    let drafting = |draft: &DraftCost| of(experts, 4.0).draft_seconds(&computing, draft, 16.0, 2.0, 10.0);
+    let block = DraftCost::PerBlock { weights: 9.0, precision: Precision::Fp8 };
     assert_eq!(drafting(&block), 2.0 * 9.0 * 4.0 * 2.0);
     let model = of(dense, 1.0);
     let [at_once, in_turn] =
-        [true, false].map(|at_once| drafting(&Draft::Model { model: model.clone(), at_once }));
+        [true, false].map(|at_once| drafting(&DraftCost::Model { model: model.clone(), at_once }));
     assert_eq!(at_once, model.step_seconds(&computing, 4.0, 2.0, 10.0));
     assert_eq!(in_turn, 2.0 * model.step_seconds(&computing, 4.0, 1.0, 10.0));
 }

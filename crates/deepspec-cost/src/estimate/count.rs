@@ -47,7 +47,7 @@ pub struct DecodeLoad {
 
 /// Sizes of a drafter that determine the work of drafting.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Drafting {
+pub struct DrafterSize {
     /// Number of drafted tokens γ.
     pub length: f64,
     /// Whether a whole block runs through the drafter at once, or one token after the other.
@@ -61,12 +61,13 @@ pub struct Drafting {
 pub fn decode_work(target: &ModelSize, asked: DecodeLoad) -> Work {
     let DecodeLoad { rows, prompt, answer, concurrency, value_bytes } = asked;
     let head = head_operations(target);
-    let (read, written) = (operations(target, prompt, 0.0) + head, operations(target, answer, prompt));
+    let (read, written) =
+        (forward_operations(target, prompt, 0.0) + head, forward_operations(target, answer, prompt));
     let passes = rows * answer / concurrency;
-    let history = history(target, answer, prompt);
+    let history = kv_cache_reads(target, answer, prompt);
     Work {
         operations: rows * (read + written + answer * head),
-        bytes: (passes * read_weights(target) + rows * history) * value_bytes,
+        bytes: (passes * weights_per_pass(target) + rows * history) * value_bytes,
         passes,
     }
 }
@@ -79,10 +80,10 @@ pub fn capture_work(
     passes: f64,
     value_bytes: f64,
 ) -> Work {
-    let of = |(sequences, tokens)| sequences * operations(target, tokens, 0.0);
+    let of = |(sequences, tokens)| sequences * forward_operations(target, tokens, 0.0);
     Work {
         operations: lengths.into_iter().map(of).sum(),
-        bytes: passes * read_weights(target) * value_bytes,
+        bytes: passes * weights_per_pass(target) * value_bytes,
         passes,
     }
 }
@@ -91,40 +92,42 @@ pub fn capture_work(
 /// commits τ.
 pub fn speculation_work(
     target: &ModelSize,
-    drafting: Drafting,
+    drafting: DrafterSize,
     asked: DecodeLoad,
     accepted_length: f64,
 ) -> Work {
     let DecodeLoad { rows, prompt, answer, concurrency, value_bytes } = asked;
-    let Drafting { length, weights, at_once } = drafting;
+    let DrafterSize { length, weights, at_once } = drafting;
     let head = head_operations(target);
     let cycles = answer / accepted_length;
     let (verified, behind) = (length + 1.0, prompt + answer / 2.0);
-    let verify = operations(target, verified, behind) + verified * head;
+    let verify = forward_operations(target, verified, behind) + verified * head;
     let draft = length * (2.0 * weights + head);
     let passes = rows * cycles / concurrency;
     let drafts = if at_once { 1.0 } else { length };
-    let read = read_weights(target) + drafts * (weights + head / 2.0);
+    let read = weights_per_pass(target) + drafts * (weights + head / 2.0);
     Work {
-        operations: rows * (operations(target, prompt, 0.0) + head + cycles * (verify + draft)),
-        bytes: (passes * read + rows * cycles * history(target, 1.0, behind)) * value_bytes,
+        operations: rows * (forward_operations(target, prompt, 0.0) + head + cycles * (verify + draft)),
+        bytes: (passes * read + rows * cycles * kv_cache_reads(target, 1.0, behind)) * value_bytes,
         passes,
     }
 }
 
-/// Operations of a forward over T tokens after `before` others, without logits.
-fn operations(target: &ModelSize, tokens: f64, before: f64) -> f64 {
+/// Operations of a forward over `tokens` new tokens behind `before` cached ones, without logits.
+fn forward_operations(target: &ModelSize, tokens: f64, before: f64) -> f64 {
     let ends = if target.is_tied { 1.0 } else { 2.0 };
     let layers = target.weights - ends * target.embedding;
     let attended = target.layers.iter().map(|layer| {
         // Attention scores, and their weighted sum of values.
-        2.0 * 2.0 * (layer.query_heads * layer.head_dim) as f64 * seen(tokens, before, layer.window)
+        2.0 * 2.0
+            * (layer.query_heads * layer.head_dim) as f64
+            * attended_tokens(tokens, before, layer.window)
     });
     2.0 * layers * tokens + attended.sum::<f64>()
 }
 
-/// Weights that a pass reads. An untied embedding is not read as a whole.
-fn read_weights(target: &ModelSize) -> f64 {
+/// Number of weights that a pass reads. An untied embedding is not read as a whole.
+fn weights_per_pass(target: &ModelSize) -> f64 {
     target.weights - if target.is_tied { 0.0 } else { target.embedding }
 }
 
@@ -133,16 +136,17 @@ fn head_operations(target: &ModelSize) -> f64 {
     2.0 * target.embedding
 }
 
-/// KV cache values that T tokens after `before` others read, in total.
-fn history(target: &ModelSize, tokens: f64, before: f64) -> f64 {
+/// Total KV cache values that attention reads for `tokens` new tokens behind `before` cached ones.
+fn kv_cache_reads(target: &ModelSize, tokens: f64, before: f64) -> f64 {
     let of = |layer: &AttentionSize| {
-        2.0 * (layer.key_value_heads * layer.head_dim) as f64 * seen(tokens, before, layer.window)
+        2.0 * (layer.key_value_heads * layer.head_dim) as f64 * attended_tokens(tokens, before, layer.window)
     };
     target.layers.iter().map(of).sum()
 }
 
-/// Number of tokens that T tokens after `before` others attend to, including themselves, in total.
-fn seen(tokens: f64, before: f64, window: Option<usize>) -> f64 {
+/// Total number of attended tokens of `tokens` new tokens behind `before` cached ones. Each token
+/// also attends to itself.
+fn attended_tokens(tokens: f64, before: f64, window: Option<usize>) -> f64 {
     let growing = |tokens: f64| tokens * before + tokens * (tokens + 1.0) / 2.0;
     match window.map(|window| window as f64) {
         Some(window) if window < before + tokens => {
@@ -175,11 +179,11 @@ mod tests {
     #[test]
     fn a_forward_is_two_operations_a_weight_and_what_attention_adds() {
         // The layers of Qwen3-4B have 3.63 billion weights.
-        let one = operations(&qwen3_4b(), 1.0, 0.0);
+        let one = forward_operations(&qwen3_4b(), 1.0, 0.0);
         assert!((one / 2.0 / 3.633e9 - 1.0).abs() < 0.01, "{one:e}");
         // A token after 4,096 others attends in 36 layers with 32 heads of 128: 4·36·4,096
         // operations per token.
-        let behind = operations(&qwen3_4b(), 1.0, 4096.0) - one;
+        let behind = forward_operations(&qwen3_4b(), 1.0, 4096.0) - one;
         assert_eq!(behind, 4.0 * 36.0 * 4096.0 * 4096.0);
     }
 
@@ -195,7 +199,7 @@ mod tests {
         ] {
             let slow: usize = (0..tokens).map(|i| (before + i + 1).min(window.unwrap_or(usize::MAX))).sum();
             assert_eq!(
-                seen(tokens as f64, before as f64, window),
+                attended_tokens(tokens as f64, before as f64, window),
                 slow as f64,
                 "{tokens} {before} {window:?}"
             );
@@ -205,15 +209,15 @@ mod tests {
     #[test]
     fn decoding_in_one_go_or_two_is_the_same_arithmetic() {
         let target = qwen3_4b();
-        let all = operations(&target, 300.0, 0.0);
-        let parts = operations(&target, 100.0, 0.0) + operations(&target, 200.0, 100.0);
+        let all = forward_operations(&target, 300.0, 0.0);
+        let parts = forward_operations(&target, 100.0, 0.0) + forward_operations(&target, 200.0, 100.0);
         assert!((all / parts - 1.0).abs() < 1e-12);
         let asked =
             DecodeLoad { rows: 10.0, prompt: 100.0, answer: 200.0, concurrency: 5.0, value_bytes: 2.0 };
         let work = decode_work(&target, asked);
         assert_eq!(work.passes, 400.0);
         let captured = capture_work(&target, [(2.0, 300.0), (1.0, 100.0)], 5.0, 2.0);
-        assert_eq!(captured.operations, 2.0 * all + operations(&target, 100.0, 0.0));
+        assert_eq!(captured.operations, 2.0 * all + forward_operations(&target, 100.0, 0.0));
         assert_eq!((captured.passes, captured.bytes), (5.0, 10.0 * target.weights));
         assert!((work.operations / (10.0 * (all + 201.0 * head_operations(&target))) - 1.0).abs() < 1e-12);
         // Every step reads all weights, and 36 layers cache 2 · 8 · 128 values per token.
@@ -225,12 +229,12 @@ mod tests {
     fn a_drafter_that_is_never_right_verifies_every_token() {
         let target = qwen3_4b();
         let asked = DecodeLoad { rows: 1.0, prompt: 10.0, answer: 100.0, concurrency: 1.0, value_bytes: 2.0 };
-        let drafting = Drafting { length: 7.0, weights: 6e8, at_once: true };
+        let drafting = DrafterSize { length: 7.0, weights: 6e8, at_once: true };
         let [slow, fast] = [1.0, 4.0].map(|length| speculation_work(&target, drafting, asked, length));
         assert_eq!((slow.passes, fast.passes), (100.0, 25.0));
         assert!(slow.operations > 3.5 * fast.operations);
         // A sequential drafter is read once per token, including the head.
-        let in_turn = speculation_work(&target, Drafting { at_once: false, ..drafting }, asked, 4.0);
+        let in_turn = speculation_work(&target, DrafterSize { at_once: false, ..drafting }, asked, 4.0);
         let again = 6.0 * 25.0 * (6e8 + 151_936.0 * 2560.0) * 2.0;
         assert!(((in_turn.bytes - fast.bytes) / again - 1.0).abs() < 1e-9);
         // At least eight tokens are verified for each committed one.

@@ -4,17 +4,17 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use crate::economics::{HARDWARE, Hardware};
+use crate::economics::{ACCELERATORS, Hardware};
 use serde::Serialize;
 
-use crate::estimate::{Fit, Measured, Rates, ScaleError, Stage};
+use crate::estimate::{FittedRates, MeasuredWork, Rates, ScaleError, Stage};
 
-/// Share of an accelerator's peak that passes over whole sequences reach without measurements.
+/// Assumed share of an accelerator's peak that passes over whole sequences reach.
 /// Published figures are 43.5 % for SpecForge's trainer, and as much for its capture of hidden
 /// states (H200, August 2026).
-const SEQUENCES: f64 = 0.43;
-/// Share of peak and bandwidth that decoding reaches without measurements: an assumption.
-const DECODING: f64 = 0.5;
+const SEQUENCE_PASS_SHARE: f64 = 0.43;
+/// Assumed share of peak and bandwidth that decoding reaches.
+const DECODING_SHARE: f64 = 0.5;
 
 /// One device, and its link to other devices.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -22,15 +22,15 @@ pub struct Machine {
     /// Name of the device.
     pub name: String,
     /// Rates of each stage, and their source.
-    rates: BTreeMap<Stage, (Rates, Basis)>,
+    rates: BTreeMap<Stage, (Rates, RateSource)>,
     /// Link to other devices.
     pub link: Link,
 }
 
-/// Source of rates.
+/// Source of a stage's rates.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Basis {
+pub enum RateSource {
     /// A share of the vendor's figures.
     Stated {
         /// Share of peak and bandwidth.
@@ -62,14 +62,14 @@ impl Link {
 }
 
 impl Machine {
-    /// An accelerator with the vendor's figures, at published or assumed shares.
-    pub fn stated(name: &str, hardware: &Hardware) -> Self {
+    /// A machine whose rates are published or assumed shares of the vendor's figures.
+    pub fn from_vendor_figures(name: &str, hardware: &Hardware) -> Self {
         let rates = Stage::ALL.map(|stage| {
             let share = match stage {
-                Stage::Answers | Stage::Evaluation => DECODING,
-                Stage::States | Stage::Training => SEQUENCES,
+                Stage::Answers | Stage::Evaluation => DECODING_SHARE,
+                Stage::States | Stage::Training => SEQUENCE_PASS_SHARE,
             };
-            (stage, (Rates::share_of(hardware, share), Basis::Stated { share }))
+            (stage, (Rates::from_peak_share(hardware, share), RateSource::Stated { share }))
         });
         Self { name: name.into(), rates: rates.into(), link: Link { bytes_per_second: hardware.link } }
     }
@@ -79,43 +79,43 @@ impl Machine {
     ///
     /// # Errors
     /// As [`read_hardware`] and `read`.
-    pub fn open(
+    pub fn from_measurements(
         hardware: Option<&str>,
         measured: &[PathBuf],
-        read: impl Fn(&Path) -> Result<Vec<Measured>, ScaleError>,
+        read: impl Fn(&Path) -> Result<Vec<MeasuredWork>, ScaleError>,
     ) -> Result<Self, ScaleError> {
         let machine = match hardware {
-            Some(name) => Self::stated(name, &read_hardware(name)?),
-            None => Self::unknown("what was measured"),
+            Some(name) => Self::from_vendor_figures(name, &read_hardware(name)?),
+            None => Self::without_rates("what was measured"),
         };
         let mut found = vec![];
         for file in measured {
             found.extend(read(file)?);
         }
-        Ok(machine.measured(&found))
+        Ok(machine.with_measurements(&found))
     }
 
-    /// A device without known rates.
-    pub fn unknown(name: &str) -> Self {
+    /// A machine without known rates.
+    pub fn without_rates(name: &str) -> Self {
         Self { name: name.into(), rates: BTreeMap::new(), link: Link { bytes_per_second: f64::INFINITY } }
     }
 
     /// Replaces the rates of the measured stages by fitted ones.
     #[must_use]
-    pub fn measured(mut self, measured: &[Measured]) -> Self {
+    pub fn with_measurements(mut self, measured: &[MeasuredWork]) -> Self {
         for stage in Stage::ALL {
             let of_stage = measured.iter().filter(|one| one.stage == stage);
             let count = of_stage.clone().count();
             if count > 0 {
-                let Fit { rates, worst } = Rates::fit(of_stage);
-                self.rates.insert(stage, (rates, Basis::Measured { count, worst }));
+                let FittedRates { rates, worst } = Rates::fit(of_stage);
+                self.rates.insert(stage, (rates, RateSource::Measured { count, worst }));
             }
         }
         self
     }
 
     /// Rates of a stage and their source; None if unknown.
-    pub fn rates(&self, stage: Stage) -> Option<(Rates, Basis)> {
+    pub fn rates(&self, stage: Stage) -> Option<(Rates, RateSource)> {
         self.rates.get(&stage).copied()
     }
 }
@@ -125,16 +125,16 @@ impl Machine {
 /// # Errors
 /// Fails if neither exists, or if the file is invalid; the message names `--hardware`.
 pub fn read_hardware(name: &str) -> Result<Hardware, ScaleError> {
-    if let Some((_, known)) = HARDWARE.iter().find(|(known, _)| *known == name) {
+    if let Some((_, known)) = ACCELERATORS.iter().find(|(known, _)| *known == name) {
         return Ok(*known);
     }
     let content = |problem: String| ScaleError::Content { path: name.into(), problem };
     let Ok(text) = fs::read_to_string(name) else {
-        let known = HARDWARE.map(|(name, _)| name).join(", ");
+        let known = ACCELERATORS.map(|(name, _)| name).join(", ");
         return Err(ScaleError::Hardware { name: name.into(), known });
     };
     let hardware: Hardware = serde_yaml::from_str(&text).map_err(|error| content(error.to_string()))?;
-    hardware.problem().map_or(Ok(hardware), |problem| Err(content(problem)))
+    hardware.invalid_value().map_or(Ok(hardware), |problem| Err(content(problem)))
 }
 
 #[cfg(test)]
@@ -154,14 +154,15 @@ mod tests {
     fn what_was_measured_takes_the_place_of_what_is_stated() {
         let h100 = read_hardware("h100").unwrap();
         let work = Work { operations: 1e15, ..Work::default() };
-        let machine = Machine::stated("h100", &h100);
+        let machine = Machine::from_vendor_figures("h100", &h100);
         let seconds = |machine: &Machine| machine.rates(Stage::Training).unwrap().0.seconds(work);
-        assert!((seconds(&machine) - 1e15 / (0.989e15 * SEQUENCES)).abs() < 1e-9);
-        let machine = machine.measured(&[Measured { stage: Stage::Training, work, seconds: 4.0 }]);
+        assert!((seconds(&machine) - 1e15 / (0.989e15 * SEQUENCE_PASS_SHARE)).abs() < 1e-9);
+        let machine =
+            machine.with_measurements(&[MeasuredWork { stage: Stage::Training, work, seconds: 4.0 }]);
         assert!((seconds(&machine) - 4.0).abs() < 1e-9);
-        assert!(matches!(machine.rates(Stage::Training).unwrap().1, Basis::Measured { count: 1, .. }));
-        assert!(matches!(machine.rates(Stage::Answers).unwrap().1, Basis::Stated { .. }));
-        assert_eq!(Machine::unknown("this").rates(Stage::States), None);
+        assert!(matches!(machine.rates(Stage::Training).unwrap().1, RateSource::Measured { count: 1, .. }));
+        assert!(matches!(machine.rates(Stage::Answers).unwrap().1, RateSource::Stated { .. }));
+        assert_eq!(Machine::without_rates("this").rates(Stage::States), None);
     }
 
     #[test]

@@ -8,13 +8,13 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::estimate::{
-    DecodeLoad, Drafting, ModelSize, ScaleError, Stage, Work, decode_work, speculation_work,
+    DecodeLoad, DrafterSize, ModelSize, ScaleError, Stage, Work, decode_work, speculation_work,
 };
 
-/// Work of one device, and its measured time.
+/// Work of a stage on one device, and its measured time.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Measured {
+pub struct MeasuredWork {
     /// Stage of the work.
     pub stage: Stage,
     /// Amount of work.
@@ -23,18 +23,18 @@ pub struct Measured {
     pub seconds: f64,
 }
 
-impl Measured {
-    fn problem(&self) -> Option<String> {
+impl MeasuredWork {
+    fn invalid_value(&self) -> Option<String> {
         let Self { seconds, .. } = *self;
         let wrong = !(seconds > 0.0 && seconds.is_finite());
         let problem = wrong.then(|| format!("`seconds` is {seconds}; expected a positive number"));
-        problem.or_else(|| self.work.problem())
+        problem.or_else(|| self.work.invalid_value())
     }
 }
 
 /// Report of `regenerate`, beside its output.
 #[derive(Deserialize)]
-struct Regenerated {
+struct RegenerateReport {
     rows_answered: f64,
     prompt_tokens: f64,
     completion_tokens: f64,
@@ -44,7 +44,7 @@ struct Regenerated {
 
 /// A suite in the results of `deepspec-eval run`.
 #[derive(Deserialize)]
-struct Suite {
+struct SuiteResult {
     prompt_tokens: f64,
     counts: DecodingCounts,
     timing: Timing,
@@ -72,24 +72,24 @@ struct Timing {
 pub fn read_measured(
     path: &Path,
     target: &ModelSize,
-    drafting: Option<Drafting>,
+    drafting: Option<DrafterSize>,
     value_bytes: f64,
-) -> Result<Vec<Measured>, ScaleError> {
+) -> Result<Vec<MeasuredWork>, ScaleError> {
     let content = |problem: String| ScaleError::Content { path: path.into(), problem };
     let text = atomic::read_text(path)?;
     let json: Value =
         serde_json::from_str(&text).map_err(|error| content(format!("not valid JSON: {error}")))?;
     let measured = if let Some(work) = json.get("work") {
-        parsed(work, "work").map_err(content)?
+        parse_value(work, "work").map_err(content)?
     } else if let Some(run) = json.get("this_run") {
-        let run: Regenerated = parsed(run, "this_run").map_err(content)?;
+        let run: RegenerateReport = parse_value(run, "this_run").map_err(content)?;
         if run.rows_answered < 1.0 {
             return Err(content("the run answered no row; run it over some that have no answer yet".into()));
         }
-        vec![answered(&run, target, value_bytes)]
+        vec![measured_answers(&run, target, value_bytes)]
     } else if json["format"] == "deepspec-results" {
-        let suites: Vec<Suite> = parsed(&json["suites"], "suites").map_err(content)?;
-        let slots: f64 = parsed(&json["settings"]["slots"], "settings.slots").map_err(content)?;
+        let suites: Vec<SuiteResult> = parse_value(&json["suites"], "suites").map_err(content)?;
+        let slots: f64 = parse_value(&json["settings"]["slots"], "settings.slots").map_err(content)?;
         if json["drafter"].is_null() {
             return Err(content("of plain decoding; expected results with a drafter".into()));
         }
@@ -99,8 +99,9 @@ pub fn read_measured(
                 "its blocks were cut (--schedule, --max-draft-tokens); expected whole ones".into(),
             ));
         }
-        let evaluated =
-            |drafting| move |suite: &Suite| judgement(suite, target, drafting, slots, value_bytes);
+        let evaluated = |drafting| {
+            move |suite: &SuiteResult| measured_evaluation(suite, target, drafting, slots, value_bytes)
+        };
         let of_drafter =
             |drafting| suites.iter().filter(|suite| suite.counts.cycles > 0.0).map(evaluated(drafting));
         drafting.map(|drafting| of_drafter(drafting).collect()).unwrap_or_default()
@@ -111,14 +112,16 @@ pub fn read_measured(
                 .into(),
         ));
     };
-    match measured.iter().find_map(Measured::problem) {
+    match measured.iter().find_map(MeasuredWork::invalid_value) {
         Some(problem) => Err(content(problem)),
         None => Ok(measured),
     }
 }
 
-fn answered(run: &Regenerated, target: &ModelSize, value_bytes: f64) -> Measured {
-    let Regenerated { rows_answered: rows, prompt_tokens, completion_tokens, concurrency, seconds } = *run;
+/// Work and time of the answers in a report of `regenerate`.
+fn measured_answers(run: &RegenerateReport, target: &ModelSize, value_bytes: f64) -> MeasuredWork {
+    let RegenerateReport { rows_answered: rows, prompt_tokens, completion_tokens, concurrency, seconds } =
+        *run;
     // No more sequences are decoded at once than there are rows.
     let concurrency = concurrency.min(rows).max(1.0);
     let asked = DecodeLoad {
@@ -128,18 +131,22 @@ fn answered(run: &Regenerated, target: &ModelSize, value_bytes: f64) -> Measured
         concurrency,
         value_bytes,
     };
-    Measured { stage: Stage::Answers, work: decode_work(target, asked), seconds }
+    MeasuredWork { stage: Stage::Answers, work: decode_work(target, asked), seconds }
 }
 
-fn judgement(
-    suite: &Suite,
+/// Work and time of a suite in the results of `deepspec-eval run`.
+fn measured_evaluation(
+    suite: &SuiteResult,
     target: &ModelSize,
-    drafting: Drafting,
+    drafting: DrafterSize,
     slots: f64,
     value_bytes: f64,
-) -> Measured {
-    let Suite { prompt_tokens, counts: DecodingCounts { samples, cycles, committed, output_tokens }, timing } =
-        suite;
+) -> MeasuredWork {
+    let SuiteResult {
+        prompt_tokens,
+        counts: DecodingCounts { samples, cycles, committed, output_tokens },
+        timing,
+    } = suite;
     let asked = DecodeLoad {
         rows: *samples,
         prompt: prompt_tokens / samples,
@@ -148,10 +155,10 @@ fn judgement(
         value_bytes,
     };
     let work = speculation_work(target, drafting, asked, committed / cycles);
-    Measured { stage: Stage::Evaluation, work, seconds: timing.wall_s }
+    MeasuredWork { stage: Stage::Evaluation, work, seconds: timing.wall_s }
 }
 
-fn parsed<T: DeserializeOwned>(json: &Value, key: &str) -> Result<T, String> {
+fn parse_value<T: DeserializeOwned>(json: &Value, key: &str) -> Result<T, String> {
     serde_path_to_error::deserialize(json).map_err(|error| match error.path().to_string().as_str() {
         "." => format!("`{key}`: {}", error.inner()),
         inner => format!("`{key}.{inner}`: {}", error.inner()),
@@ -174,11 +181,11 @@ mod tests {
         ModelSize { weights: embedding + 62_000.0, embedding, is_tied: true, layers: vec![size; 2] }
     }
 
-    fn read(text: &Value) -> Result<Vec<Measured>, String> {
+    fn read(text: &Value) -> Result<Vec<MeasuredWork>, String> {
         let dir = tempfile::tempdir().unwrap();
         let file: PathBuf = dir.path().join("told.json");
         fs::write(&file, text.to_string()).unwrap();
-        let drafting = Drafting { length: 7.0, weights: 1000.0, at_once: true };
+        let drafting = DrafterSize { length: 7.0, weights: 1000.0, at_once: true };
         read_measured(&file, &target(), Some(drafting), 4.0).map_err(|error| error.to_string())
     }
 
@@ -191,7 +198,7 @@ mod tests {
             DecodeLoad { rows: 10.0, prompt: 30.0, answer: 50.0, concurrency: 10.0, value_bytes: 4.0 };
         assert_eq!(
             found,
-            [Measured { stage: Stage::Answers, work: decode_work(&target(), asked), seconds: 2.5 }]
+            [MeasuredWork { stage: Stage::Answers, work: decode_work(&target(), asked), seconds: 2.5 }]
         );
         assert_eq!(found[0].work.passes, 50.0);
         let mut none = run;

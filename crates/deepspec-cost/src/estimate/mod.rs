@@ -4,7 +4,7 @@
 //! A stage is [`Work`]: operations, bytes and passes, counted from the model architectures
 //! (`count.rs`). A device has [`Rates`]: seconds per operation, per byte and per pass, which add
 //! up. Rates are fitted to measurements ([`Rates::fit`]), or else are shares of the vendor's
-//! figures ([`Machine::stated`]). A [`Pipeline`] is the work of all stages, and [`Pipeline::on`]
+//! figures ([`Machine::from_vendor_figures`]). A [`Pipeline`] is the work of all stages, and [`Pipeline::estimate_on`]
 //! estimates its time on a number of devices. Nothing here runs a model.
 
 mod count;
@@ -16,11 +16,11 @@ mod rates;
 mod work;
 
 pub use count::{
-    AttentionSize, DecodeLoad, Drafting, ModelSize, capture_work, decode_work, speculation_work,
+    AttentionSize, DecodeLoad, DrafterSize, ModelSize, capture_work, decode_work, speculation_work,
 };
 pub use error::ScaleError;
-pub use machine::{Basis, Link, Machine, read_hardware};
-pub use measured::{Measured, read_measured};
-pub use pipeline::{Bytes, Estimate, Pipeline, Training};
-pub use rates::{Fit, Rates, UPDATE_BYTES};
+pub use machine::{Link, Machine, RateSource, read_hardware};
+pub use measured::{MeasuredWork, read_measured};
+pub use pipeline::{DiskBytes, Estimate, Pipeline, TrainingWork};
+pub use rates::{ADAMW_BYTES_PER_WEIGHT, FittedRates, Rates};
 pub use work::{Stage, Work};

@@ -12,16 +12,16 @@ pub struct Pipeline {
     /// Work of capturing hidden states: once for a cache, or in every epoch without one.
     pub states: Work,
     /// Training of the drafter.
-    pub training: Training,
+    pub training: TrainingWork,
     /// Work of evaluating the drafter.
     pub evaluation: Work,
     /// Bytes written to disk.
-    pub bytes: Bytes,
+    pub bytes: DiskBytes,
 }
 
 /// Work of training.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
-pub struct Training {
+pub struct TrainingWork {
     /// Number of optimiser steps.
     pub steps: f64,
     /// Number of samples per step, over all devices.
@@ -40,7 +40,7 @@ pub struct Training {
 
 /// Bytes on disk.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
-pub struct Bytes {
+pub struct DiskBytes {
     /// Size of the cache of hidden states; 0 without one.
     pub states: f64,
     /// Size of a checkpoint, including the state for resuming.
@@ -74,9 +74,9 @@ impl Estimate {
     }
 }
 
-impl Training {
+impl TrainingWork {
     /// Work of one device in a training step that n devices share, without the update.
-    pub fn of_device(&self, devices: usize) -> Work {
+    pub fn work_per_device(&self, devices: usize) -> Work {
         let samples = self.samples_per_step.div_ceil(devices);
         let forwards = samples.div_ceil(self.samples_per_forward);
         Work { passes: forwards as f64, ..self.sample * samples as f64 }
@@ -86,11 +86,11 @@ impl Training {
 impl Pipeline {
     /// Estimates the times on the n devices that the work was counted for. Samples are divided
     /// among the devices, and gradients are all-reduced after the last backward.
-    pub fn on(&self, machine: &Machine, devices: usize) -> Estimate {
-        let Training { steps, gradients, update, read, samples_per_step, .. } = self.training;
+    pub fn estimate_on(&self, machine: &Machine, devices: usize) -> Estimate {
+        let TrainingWork { steps, gradients, update, read, samples_per_step, .. } = self.training;
         let reduce_seconds = machine.link.reduce_seconds(gradients, devices);
         let step_seconds = machine.rates(Stage::Training).map(|(rates, _)| {
-            rates.seconds(self.training.of_device(devices)) + rates.seconds(update) + reduce_seconds
+            rates.seconds(self.training.work_per_device(devices)) + rates.seconds(update) + reduce_seconds
         });
         let of = |stage, work: Work| Some(machine.rates(stage)?.0.seconds(work));
         let stages = Stage::ALL.into_iter().filter_map(|stage| {
@@ -115,11 +115,11 @@ impl Pipeline {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::estimate::{Link, Measured};
+    use crate::estimate::{Link, MeasuredWork};
 
     fn pipeline() -> Pipeline {
         let work = Work { operations: 100.0, bytes: 0.0, passes: 0.0 };
-        let training = Training {
+        let training = TrainingWork {
             steps: 10.0,
             samples_per_step: 8,
             samples_per_forward: 2,
@@ -128,12 +128,12 @@ mod tests {
             gradients: 30.0,
             read: 5.0,
         };
-        let bytes = Bytes { states: 0.0, checkpoint: 0.0 };
+        let bytes = DiskBytes { states: 0.0, checkpoint: 0.0 };
         Pipeline { answers: work, states: work, training, evaluation: work, bytes }
     }
 
     fn machine() -> Machine {
-        let of = |stage, work, seconds| Measured { stage, work, seconds };
+        let of = |stage, work, seconds| MeasuredWork { stage, work, seconds };
         let operations = |operations| Work { operations, ..Work::default() };
         let measured = [
             of(Stage::Training, operations(2.0), 1.0),
@@ -141,14 +141,14 @@ mod tests {
             of(Stage::Training, Work { passes: 10.0, ..Work::default() }, 1.0),
             of(Stage::States, operations(50.0), 1.0),
         ];
-        let mut machine = Machine::unknown("test").measured(&measured);
+        let mut machine = Machine::without_rates("test").with_measurements(&measured);
         machine.link = Link { bytes_per_second: 15.0 };
         machine
     }
 
     #[test]
     fn more_devices_do_less_each_but_sum_more() {
-        let steps = [1, 2, 4].map(|devices| pipeline().on(&machine(), devices));
+        let steps = [1, 2, 4].map(|devices| pipeline().estimate_on(&machine(), devices));
         // 8 samples at half a second, 4 forwards at a tenth, and an update of one second.
         let expected = [4.0 + 0.4 + 1.0, 2.0 + 0.2 + 1.0 + 2.0, 1.0 + 0.1 + 1.0 + 3.0];
         for (estimate, expected) in steps.iter().zip(expected) {
@@ -165,7 +165,7 @@ mod tests {
 
     #[test]
     fn samples_that_do_not_divide_make_some_device_wait() {
-        let of = |devices| pipeline().training.of_device(devices);
+        let of = |devices| pipeline().training.work_per_device(devices);
         assert_eq!((of(3).operations, of(3).passes), (3.0, 2.0));
         assert_eq!((of(64).operations, of(64).passes), (1.0, 1.0));
     }

@@ -52,18 +52,18 @@ pub struct Work {
 }
 
 impl Work {
-    /// The parts: operations, bytes, passes.
-    pub(crate) fn parts(self) -> [f64; 3] {
+    /// `[operations, bytes, passes]`.
+    pub(crate) fn to_array(self) -> [f64; 3] {
         [self.operations, self.bytes, self.passes]
     }
 
     /// The first invalid value: its key, the value, and the expected range.
-    pub fn problem(&self) -> Option<String> {
+    pub fn invalid_value(&self) -> Option<String> {
         let named = [("operations", self.operations), ("bytes", self.bytes), ("passes", self.passes)];
         if let Some((key, value)) = named.iter().find(|(_, value)| !(value.is_finite() && *value >= 0.0)) {
             return Some(format!("`{key}` is {value}; expected a number of at least 0"));
         }
-        (self.parts() == [0.0; 3]).then(|| "has no `operations`, `bytes` or `passes`".into())
+        (self.to_array() == [0.0; 3]).then(|| "has no `operations`, `bytes` or `passes`".into())
     }
 }
 

@@ -4,11 +4,11 @@ use std::io::{self, BufRead};
 use std::path::{Path, PathBuf};
 
 use deepspec_core::atomic::FileError;
-use deepspec_core::jsonl::{self, MAX_LINE, RawLine};
+use deepspec_core::jsonl::{self, MAX_LINE_BYTES, RawLine};
 
 /// Splits the text of an array at the commas between its elements. It does not validate the
 /// elements, so a malformed one fails later in the parser.
-pub struct Elements {
+pub struct ArrayElements {
     path: PathBuf,
     text: Box<dyn BufRead + Send>,
     number: usize,
@@ -17,7 +17,7 @@ pub struct Elements {
     closed: bool,
 }
 
-impl Elements {
+impl ArrayElements {
     /// Opens a file whose first non-blank character is `[`.
     ///
     /// # Errors
@@ -29,7 +29,7 @@ impl Elements {
     }
 
     /// Reads up to the end of the next element; None after the last one.
-    fn element(&mut self) -> io::Result<Option<RawLine>> {
+    fn read_element(&mut self) -> io::Result<Option<RawLine>> {
         let (mut bytes, mut splitter) = (Vec::new(), ElementSplitter::default());
         let element_end = loop {
             let buffer = self.text.fill_buf()?;
@@ -41,7 +41,7 @@ impl Elements {
                 None => (buffer.len(), None),
             };
             let inside = read - usize::from(element_end.is_some());
-            let room = MAX_LINE.saturating_sub(bytes.len());
+            let room = MAX_LINE_BYTES.saturating_sub(bytes.len());
             bytes.extend_from_slice(&buffer[..inside.min(room)]);
             self.text.consume(read);
             if element_end.is_some() {
@@ -56,19 +56,19 @@ impl Elements {
             return Ok(None);
         }
         self.number += 1;
-        let too_long = bytes.len() >= MAX_LINE;
+        let too_long = bytes.len() >= MAX_LINE_BYTES;
         Ok(Some(RawLine::new(self.number, bytes, too_long)))
     }
 
     /// Reports text after the array as one additional invalid element; ignores blanks.
-    fn trailing_text(&mut self) -> io::Result<Option<RawLine>> {
+    fn read_trailing_text(&mut self) -> io::Result<Option<RawLine>> {
         loop {
             let buffer = self.text.fill_buf()?;
             let read = buffer.len();
             if !buffer.trim_ascii().is_empty() {
                 let problem = "there is more text behind the `]` that closes the array, and it is not read; \
                                put all rows into one array, or write one object per line";
-                return Ok(Some(RawLine::unread(self.number + 1, problem.into())));
+                return Ok(Some(RawLine::skipped(self.number + 1, problem.into())));
             }
             if read == 0 {
                 return Ok(None);
@@ -78,13 +78,13 @@ impl Elements {
     }
 }
 
-impl Iterator for Elements {
+impl Iterator for ArrayElements {
     type Item = Result<RawLine, FileError>;
 
     fn next(&mut self) -> Option<Self::Item> {
-        let mut element = if self.ended { Ok(None) } else { self.element() };
+        let mut element = if self.ended { Ok(None) } else { self.read_element() };
         if matches!(element, Ok(None)) && std::mem::take(&mut self.closed) {
-            element = self.trailing_text();
+            element = self.read_trailing_text();
         }
         self.ended |= element.is_err();
         element.map_err(FileError::at("reading", &self.path)).transpose()
@@ -137,7 +137,7 @@ mod tests {
             (None, Line::Bad(bad)) => format!("{} {}", bad.line, &bad.problem[..18]),
             (bytes, _) => String::from_utf8(bytes.clone().unwrap()).unwrap().trim().to_string(),
         };
-        Elements::open(&path).unwrap().map(|line| text(line.unwrap())).collect()
+        ArrayElements::open(&path).unwrap().map(|line| text(line.unwrap())).collect()
     }
 
     #[test]

@@ -7,8 +7,8 @@ use arrow_array::{Array, RecordBatch};
 use arrow_json::writer::{EncoderOptions, make_encoder};
 use arrow_schema::{DataType, FieldRef};
 
-/// The defaults omit nulls.
-static OPTIONS: LazyLock<EncoderOptions> = LazyLock::new(EncoderOptions::default);
+/// Encoder options, which omit nulls by default.
+static ENCODER_OPTIONS: LazyLock<EncoderOptions> = LazyLock::new(EncoderOptions::default);
 
 /// A value of a column.
 #[derive(Clone, Copy)]
@@ -20,7 +20,7 @@ pub struct Cell<'a> {
 
 impl<'a> Cell<'a> {
     /// The values of a row of a batch, with their column names.
-    pub fn of_row(batch: &'a RecordBatch, row: usize) -> impl Iterator<Item = (&'a str, Self)> {
+    pub fn row_cells(batch: &'a RecordBatch, row: usize) -> impl Iterator<Item = (&'a str, Self)> {
         let columns = batch.schema_ref().fields().iter().zip(batch.columns());
         columns.map(move |(field, array)| (field.name().as_str(), Self { field, array, row }))
     }
@@ -29,9 +29,9 @@ impl<'a> Cell<'a> {
     ///
     /// # Errors
     /// Fails with the type that cannot be written.
-    pub fn check(batch: &RecordBatch) -> anyhow::Result<()> {
+    pub fn check_writable(batch: &RecordBatch) -> anyhow::Result<()> {
         let mut columns = batch.schema_ref().fields().iter().zip(batch.columns());
-        Ok(columns.try_for_each(|(field, array)| make_encoder(field, array, &OPTIONS).map(drop))?)
+        Ok(columns.try_for_each(|(field, array)| make_encoder(field, array, &ENCODER_OPTIONS).map(drop))?)
     }
 
     /// Whether the value is null.
@@ -86,15 +86,15 @@ impl<'a> Cell<'a> {
         Some(columns.map(move |(field, array)| (field.name().as_str(), Self { field, array, row })))
     }
 
-    /// Appends the value as JSON. Without [`Self::check`], a type that cannot be written becomes
-    /// null.
+    /// Appends the value as JSON. Without [`Self::check_writable`], a type that cannot be written
+    /// becomes null.
     pub fn write(self, out: &mut Vec<u8>) {
         if let Some(text) = self.text() {
             // Writing a string to memory cannot fail.
             let _ = serde_json::to_writer(out, text);
             return;
         }
-        match make_encoder(self.field, self.array, &OPTIONS) {
+        match make_encoder(self.field, self.array, &ENCODER_OPTIONS) {
             Ok(mut encoder) if !encoder.is_null(self.row) => encoder.encode(self.row, out),
             _ => out.extend_from_slice(b"null"),
         }

@@ -11,11 +11,11 @@ use deepspec_core::{jsonl, usage};
 use crate::rows::table::Table;
 
 /// Supported file formats, for messages.
-pub const KNOWN: &str =
+pub const SUPPORTED_FORMATS: &str =
     "a .parquet, .jsonl, .ndjson or .json file, text also as .gz or .zst, or a folder of such files";
 
 /// Metadata files that hub tools write next to the data.
-const NOT_DATA: [&str; 3] = ["dataset_info.json", "dataset_infos.json", "state.json"];
+const METADATA_FILES: [&str; 3] = ["dataset_info.json", "dataset_infos.json", "state.json"];
 
 /// Format of a file's rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -68,7 +68,7 @@ impl DataFile {
     ///
     /// # Errors
     /// Fails if the file cannot be opened or read, with the path.
-    pub fn check(&self) -> anyhow::Result<()> {
+    pub fn check_readable(&self) -> anyhow::Result<()> {
         match self.format {
             Format::Parquet => Table::open(self.shared_path()).map(|_| ()),
             _ => Ok(jsonl::open_text(&self.path).map(|_| ())?),
@@ -98,7 +98,7 @@ impl DataFile {
     ///
     /// # Errors
     /// Fails if the file's metadata cannot be read.
-    pub fn bytes(&self) -> Result<u64, FileError> {
+    pub fn size_bytes(&self) -> Result<u64, FileError> {
         let size = File::open(&self.path).and_then(|file| file.metadata()).map(|data| data.len());
         size.map_err(FileError::at("reading", &self.path))
     }
@@ -109,13 +109,13 @@ impl DataFile {
 ///
 /// # Errors
 /// Fails if the folder cannot be read or has no data files.
-pub fn in_folder(folder: &Path) -> anyhow::Result<Vec<DataFile>> {
+pub fn list_data_files(folder: &Path) -> anyhow::Result<Vec<DataFile>> {
     let (mut files, mut folders) = (vec![], vec![folder.to_path_buf()]);
     while let Some(folder) = folders.pop() {
         for entry in fs::read_dir(&folder).map_err(FileError::at("reading", &folder))? {
             let path = entry.map_err(FileError::at("reading", &folder))?.path();
             let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-            if name.starts_with('.') || NOT_DATA.contains(&name.as_str()) {
+            if name.starts_with('.') || METADATA_FILES.contains(&name.as_str()) {
                 continue;
             }
             if path.is_dir() {
@@ -127,7 +127,7 @@ pub fn in_folder(folder: &Path) -> anyhow::Result<Vec<DataFile>> {
     }
     files.sort_by(|a, b| a.path.cmp(&b.path));
     if files.is_empty() {
-        usage!("--dataset {}: the folder holds no data; expected {KNOWN}", folder.display());
+        usage!("--dataset {}: the folder holds no data; expected {SUPPORTED_FORMATS}", folder.display());
     }
     Ok(files)
 }
@@ -157,10 +157,12 @@ mod tests {
         {
             fs::write(dir.path().join(name), "").unwrap();
         }
-        let found = in_folder(dir.path()).unwrap();
+        let found = list_data_files(dir.path()).unwrap();
         let names: Vec<_> = found.iter().map(|file| file.path().strip_prefix(dir.path()).unwrap()).collect();
         assert_eq!(names, ["a.parquet", "b.jsonl", "more/c.json.gz"].map(Path::new));
         fs::create_dir(dir.path().join("empty")).unwrap();
-        assert!(in_folder(&dir.path().join("empty")).unwrap_err().to_string().contains("holds no data"));
+        assert!(
+            list_data_files(&dir.path().join("empty")).unwrap_err().to_string().contains("holds no data")
+        );
     }
 }

@@ -19,7 +19,7 @@ use parquet::arrow::arrow_reader::{
 pub const BATCH_BYTES: usize = 1 << 20;
 
 /// Maximum number of rows in a batch.
-const BATCH_ROWS: usize = 4096;
+const MAX_BATCH_ROWS: usize = 4096;
 
 /// An open parquet file.
 #[derive(Clone)]
@@ -35,7 +35,7 @@ impl Table {
     /// Fails if the file cannot be opened or is no parquet file.
     pub fn open(path: Arc<Path>) -> anyhow::Result<Self> {
         let file = File::open(&path).map_err(FileError::at("reading", &path))?;
-        let metadata = contained(|| ArrowReaderMetadata::load(&file, ArrowReaderOptions::new()))
+        let metadata = catch_panics(|| ArrowReaderMetadata::load(&file, ArrowReaderOptions::new()))
             .with_context(|| format!("{}: not a readable parquet file", path.display()))?;
         Ok(Self { path, metadata })
     }
@@ -79,8 +79,8 @@ impl Table {
         let row_bytes = self.group_bytes(group) / self.group_rows(group).max(1);
         let builder = ParquetRecordBatchReaderBuilder::new_with_metadata(file, self.metadata.clone())
             .with_row_groups(vec![group])
-            .with_batch_size((BATCH_BYTES / row_bytes.max(1)).clamp(1, BATCH_ROWS));
-        let reader = contained(|| builder.build());
+            .with_batch_size((BATCH_BYTES / row_bytes.max(1)).clamp(1, MAX_BATCH_ROWS));
+        let reader = catch_panics(|| builder.build());
         let reader = reader.with_context(|| format!("{}: row group {group}", self.path.display()))?;
         Ok(Batches { path: Arc::clone(&self.path), reader })
     }
@@ -108,14 +108,14 @@ impl Batches {
     /// # Errors
     /// Fails if the data are malformed, with the file and the row. No batches follow an error.
     pub fn next(&mut self, row: usize) -> anyhow::Result<Option<RecordBatch>> {
-        let batch = contained(|| self.reader.next().transpose());
+        let batch = catch_panics(|| self.reader.next().transpose());
         batch.with_context(|| format!("{}: at row {row}", self.path.display()))
     }
 }
 
 /// Converts the decoder's panics on damaged files to errors.
-fn contained<T, E: Into<anyhow::Error>>(work: impl FnOnce() -> Result<T, E>) -> anyhow::Result<T> {
-    match cli::contain(work) {
+fn catch_panics<T, E: Into<anyhow::Error>>(work: impl FnOnce() -> Result<T, E>) -> anyhow::Result<T> {
+    match cli::catch_panic(work) {
         Ok(done) => done.map_err(Into::into),
         Err(panic) => anyhow::bail!("the file is damaged ({panic})"),
     }

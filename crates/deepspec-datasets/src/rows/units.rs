@@ -8,15 +8,15 @@ use arrow_array::RecordBatch;
 use deepspec_core::atomic::FileError;
 use deepspec_core::jsonl::{RawLine, RawLines};
 
-use crate::rows::array::Elements;
+use crate::rows::array::ArrayElements;
 use crate::rows::files::{DataFile, Format};
 use crate::rows::table::{BATCH_BYTES, Batches, Table};
 
 /// A worker decodes row groups up to this size as a whole; larger ones are read in batches.
-const GROUP_BYTES: usize = 4 * BATCH_BYTES;
+const MAX_DECODED_GROUP_BYTES: usize = 4 * BATCH_BYTES;
 
 /// Maximum number of lines per unit.
-const LINES: usize = 4096;
+const MAX_LINES_PER_UNIT: usize = 4096;
 
 /// Consecutive rows of one file.
 pub enum Unit {
@@ -70,7 +70,11 @@ impl Unit {
 ///
 /// # Errors
 /// Fails if the group is malformed, with the file and the row.
-pub fn decode(table: &Table, group: usize, first: usize) -> anyhow::Result<Vec<(usize, RecordBatch)>> {
+pub fn decode_row_group(
+    table: &Table,
+    group: usize,
+    first: usize,
+) -> anyhow::Result<Vec<(usize, RecordBatch)>> {
     let (mut batches, mut at) = (vec![], first);
     let mut reader = table.batches(group)?;
     while let Some(batch) = reader.next(at)? {
@@ -88,7 +92,7 @@ pub fn decode(table: &Table, group: usize, first: usize) -> anyhow::Result<Vec<(
 }
 
 /// The file being read.
-enum Open {
+enum OpenFile {
     Lines(Arc<Path>, Box<dyn Iterator<Item = Result<RawLine, FileError>> + Send>),
     Table { table: Table, group: usize, row: usize, batches: Option<Batches> },
 }
@@ -96,7 +100,7 @@ enum Open {
 /// Iterates over a dataset's [`Unit`]s.
 pub struct Units {
     files: vec::IntoIter<DataFile>,
-    open: Option<Open>,
+    open: Option<OpenFile>,
 }
 
 impl Units {
@@ -104,11 +108,13 @@ impl Units {
         Self { files: files.into_iter(), open: None }
     }
 
-    fn step(&mut self) -> anyhow::Result<Option<Unit>> {
+    fn next_unit(&mut self) -> anyhow::Result<Option<Unit>> {
         loop {
             let unit = match &mut self.open {
-                Some(Open::Lines(file, lines)) => lines_unit(file, lines)?,
-                Some(Open::Table { table, group, row, batches }) => table_unit(table, group, row, batches)?,
+                Some(OpenFile::Lines(file, lines)) => read_lines_unit(file, lines)?,
+                Some(OpenFile::Table { table, group, row, batches }) => {
+                    read_table_unit(table, group, row, batches)?
+                }
                 None => None,
             };
             if unit.is_some() {
@@ -126,7 +132,7 @@ impl Iterator for Units {
     type Item = anyhow::Result<Unit>;
 
     fn next(&mut self) -> Option<Self::Item> {
-        let unit = self.step();
+        let unit = self.next_unit();
         if unit.is_err() {
             (self.open, self.files) = (None, vec![].into_iter());
         }
@@ -134,21 +140,23 @@ impl Iterator for Units {
     }
 }
 
-fn open(file: &DataFile) -> anyhow::Result<Open> {
+fn open(file: &DataFile) -> anyhow::Result<OpenFile> {
     let path = file.shared_path();
     Ok(match file.format() {
-        Format::Parquet => Open::Table { table: Table::open(path)?, group: 0, row: 1, batches: None },
-        Format::Json if file.is_array()? => Open::Lines(Arc::clone(&path), Box::new(Elements::open(&path)?)),
-        Format::Json | Format::Lines => Open::Lines(Arc::clone(&path), Box::new(RawLines::open(&path)?)),
+        Format::Parquet => OpenFile::Table { table: Table::open(path)?, group: 0, row: 1, batches: None },
+        Format::Json if file.is_array()? => {
+            OpenFile::Lines(Arc::clone(&path), Box::new(ArrayElements::open(&path)?))
+        }
+        Format::Json | Format::Lines => OpenFile::Lines(Arc::clone(&path), Box::new(RawLines::open(&path)?)),
     })
 }
 
-fn lines_unit(
+fn read_lines_unit(
     file: &Arc<Path>,
     source: &mut impl Iterator<Item = Result<RawLine, FileError>>,
 ) -> anyhow::Result<Option<Unit>> {
     let (mut lines, mut bytes) = (vec![], 0);
-    while bytes < BATCH_BYTES && lines.len() < LINES {
+    while bytes < BATCH_BYTES && lines.len() < MAX_LINES_PER_UNIT {
         let Some(line) = source.next().transpose()? else { break };
         bytes += line.bytes.as_ref().map_or(0, Vec::len);
         lines.push(line);
@@ -156,7 +164,7 @@ fn lines_unit(
     Ok((!lines.is_empty()).then(|| Unit::Lines { file: Arc::clone(file), lines }))
 }
 
-fn table_unit(
+fn read_table_unit(
     table: &Table,
     group: &mut usize,
     row: &mut usize,
@@ -176,7 +184,7 @@ fn table_unit(
         }
         let (this, first) = (*group, *row);
         *group += 1;
-        if table.group_bytes(this) <= GROUP_BYTES {
+        if table.group_bytes(this) <= MAX_DECODED_GROUP_BYTES {
             *row += table.group_rows(this);
             return Ok(Some(Unit::Group { table: table.clone(), group: this, first }));
         }

@@ -4,7 +4,7 @@
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
-use crate::rows::{Source, Table};
+use crate::rows::{DatasetFiles, Table};
 use anyhow::{Context, bail};
 use serde_json::Value;
 
@@ -12,7 +12,7 @@ use crate::suites::prompt_conversion::PromptConversion;
 
 /// A converted suite.
 #[derive(Debug)]
-pub struct Converted {
+pub struct ConvertedSuite {
     /// The text of its JSONL file.
     pub text: String,
     /// Number of rows.
@@ -24,10 +24,10 @@ pub struct Converted {
 /// # Errors
 /// Fails if a file is unreadable, lacks columns or has no rows. Fails if a row gives no prompt,
 /// naming file, row and column.
-pub fn convert(conversion: &PromptConversion, files: &[PathBuf]) -> anyhow::Result<Converted> {
-    let mut converted = Converted { text: String::new(), rows: 0 };
+pub fn convert(conversion: &PromptConversion, files: &[PathBuf]) -> anyhow::Result<ConvertedSuite> {
+    let mut converted = ConvertedSuite { text: String::new(), rows: 0 };
     for path in files {
-        let rows = one_file(conversion, path, &mut converted.text)?;
+        let rows = convert_file(conversion, path, &mut converted.text)?;
         if rows == 0 {
             bail!("{}: the file has no rows", path.display());
         }
@@ -36,11 +36,13 @@ pub fn convert(conversion: &PromptConversion, files: &[PathBuf]) -> anyhow::Resu
     Ok(converted)
 }
 
-fn one_file(conversion: &PromptConversion, path: &Path, text: &mut String) -> anyhow::Result<usize> {
-    let source = source(path)?;
+fn convert_file(conversion: &PromptConversion, path: &Path, text: &mut String) -> anyhow::Result<usize> {
+    let source = open_rows(path)?;
     let columns = |table: Table| table.schema().fields().iter().map(|field| field.name().clone()).collect();
-    let schema: Option<BTreeSet<String>> =
-        kind(path).ends_with(".parquet").then(|| Table::open(path.into()).map(columns)).transpose()?;
+    let schema: Option<BTreeSet<String>> = lowercase_stem(path)
+        .ends_with(".parquet")
+        .then(|| Table::open(path.into()).map(columns))
+        .transpose()?;
     if let Some(columns) = &schema {
         check_columns(conversion, columns).with_context(|| path.display().to_string())?;
     }
@@ -56,31 +58,34 @@ fn one_file(conversion: &PromptConversion, path: &Path, text: &mut String) -> an
             if rows == 0 {
                 check_columns(conversion, &row.keys().cloned().collect()).with_context(place)?;
             }
-            seen.extend(conversion.optional().iter().filter(|&name| row.contains_key(name)).cloned());
+            seen.extend(conversion.optional_columns().iter().filter(|&name| row.contains_key(name)).cloned());
         }
         match conversion.turns(row) {
-            Ok(turns) => push_line(text, &turns),
+            Ok(turns) => push_turns_line(text, &turns),
             Err(odd) => bail!("{}: {odd}", place()),
         }
         rows += 1;
     }
-    if let Some(absent) = conversion.optional().iter().find(|&name| rows > 0 && !seen.contains(name)) {
+    if let Some(absent) = conversion.optional_columns().iter().find(|&name| rows > 0 && !seen.contains(name))
+    {
         bail!("{}: no row has the column `{absent}`", path.display());
     }
     Ok(rows)
 }
 
 /// A file's name in lower case, without a compression ending.
-fn kind(path: &Path) -> String {
+fn lowercase_stem(path: &Path) -> String {
     let name = path.file_name().unwrap_or_default().to_string_lossy().to_lowercase();
     [".gz", ".zst"].iter().find_map(|end| name.strip_suffix(end)).unwrap_or(&name).to_string()
 }
 
-/// The rows of a file, with the format from its name.
-fn source(path: &Path) -> anyhow::Result<Source> {
+/// Opens a file whose name tells its format.
+fn open_rows(path: &Path) -> anyhow::Result<DatasetFiles> {
     match path.to_str() {
-        Some(text) if [".parquet", ".jsonl", ".ndjson"].iter().any(|end| kind(path).ends_with(end)) => {
-            Source::find(text)
+        Some(text)
+            if [".parquet", ".jsonl", ".ndjson"].iter().any(|end| lowercase_stem(path).ends_with(end)) =>
+        {
+            DatasetFiles::open(text)
         }
         _ => bail!("{}: expected a .parquet or .jsonl file", path.display()),
     }
@@ -88,18 +93,22 @@ fn source(path: &Path) -> anyhow::Result<Source> {
 
 /// Checks the columns of the dataset, so that a wrong dataset does not appear as a bad first row.
 fn check_columns(conversion: &PromptConversion, found: &BTreeSet<String>) -> anyhow::Result<()> {
-    let expected = conversion.required();
+    let expected = conversion.required_columns();
     match expected.iter().find(|&name| !found.contains(name)) {
         None => Ok(()),
         Some(absent) => bail!(
             "there is no column `{absent}`; expected {}, found {}",
-            quoted(expected.iter().map(String::as_str)),
-            if found.is_empty() { "no columns".into() } else { quoted(found.iter().map(String::as_str)) }
+            quote_names(expected.iter().map(String::as_str)),
+            if found.is_empty() {
+                "no columns".into()
+            } else {
+                quote_names(found.iter().map(String::as_str))
+            }
         ),
     }
 }
 
-fn quoted<'a>(names: impl Iterator<Item = &'a str>) -> String {
+fn quote_names<'a>(names: impl Iterator<Item = &'a str>) -> String {
     let mut names: Vec<String> = names.map(|name| format!("`{name}`")).collect();
     names.dedup();
     names.join(", ")
@@ -107,7 +116,7 @@ fn quoted<'a>(names: impl Iterator<Item = &'a str>) -> String {
 
 /// Appends a row with spaces after `:` and `,`. The files thus equal those of earlier published
 /// runs byte for byte.
-fn push_line(text: &mut String, turns: &[String]) {
+fn push_turns_line(text: &mut String, turns: &[String]) {
     let turns: Vec<String> = turns.iter().map(|turn| Value::from(turn.as_str()).to_string()).collect();
     text.push_str("{\"turns\": [");
     text.push_str(&turns.join(", "));
@@ -117,11 +126,11 @@ fn push_line(text: &mut String, turns: &[String]) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::suites::description::public;
+    use crate::suites::description::public_suites;
     use crate::suites::prompt_conversion::Templates;
 
     fn conversion(suite: &str) -> PromptConversion {
-        let suite = public().iter().find(|public| public.name == suite).unwrap();
+        let suite = public_suites().iter().find(|public| public.name == suite).unwrap();
         suite.turns.conversion().unwrap()
     }
 

@@ -7,17 +7,17 @@ use std::sync::LazyLock;
 use deepspec_core::{config, digest, env, usage};
 use serde::{Deserialize, Serialize};
 
-use crate::suites::plan::{DatasetPart, Plan, RowSource};
+use crate::suites::plan::{DatasetPart, RowSource, SuitePlan};
 use crate::suites::prompt_conversion::{PromptConversion, Templates};
 use crate::suites::suite::{self, Domain};
 
 /// A key of a description with its problem.
-type Wrong = (&'static str, String);
+type KeyProblem = (&'static str, String);
 
 /// The description of a suite.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Description {
+pub struct SuiteDescription {
     /// The suite's name.
     pub name: String,
     /// Its domain.
@@ -55,52 +55,52 @@ pub enum SuitePrompt {
 ///
 /// # Panics
 /// Never panics, because the built-in descriptions are tested.
-pub fn public() -> &'static [Description] {
-    static PUBLIC: LazyLock<Vec<Description>> = LazyLock::new(|| {
+pub fn public_suites() -> &'static [SuiteDescription] {
+    static PUBLIC: LazyLock<Vec<SuiteDescription>> = LazyLock::new(|| {
         serde_yaml::from_str(include_str!("public.yaml")).expect("the descriptions that are built in")
     });
     &PUBLIC
 }
 
 /// Version of the conversion of public suites, which the record stores.
-const VERSION: &str = "1";
+const CONVERSION_VERSION: &str = "1";
 
 /// Reads the description of a suite.
 ///
 /// # Errors
 /// Fails with a usage error that names the file and the key.
-pub fn read(path: &Path) -> anyhow::Result<Plan> {
-    let description: Description = config::load(path, &[])?;
+pub fn read_plan(path: &Path) -> anyhow::Result<SuitePlan> {
+    let description: SuiteDescription = config::load(path, &[])?;
     let said = serde_json::to_string(&description)?;
     // Prefixes the language, because an older template language gave other prompts for the same
     // text.
     let language = if matches!(description.turns, SuitePrompt::Templates(_)) { "jinja " } else { "" };
-    let digest = digest::bytes(format!("{language}{said}").as_bytes());
-    match description.plan(format!("description {}", &digest[..16])) {
+    let digest = digest::sha256_of_bytes(format!("{language}{said}").as_bytes());
+    match description.into_plan(format!("description {}", &digest[..16])) {
         Ok(plan) => Ok(plan),
         Err((key, problem)) => usage!("{}: `{key}`: {problem}", path.display()),
     }
 }
 
-impl Description {
+impl SuiteDescription {
     /// The plan of a public suite.
     ///
     /// # Errors
     /// Returns the invalid key and its problem. The built-in descriptions are valid.
-    pub fn public_plan(&self) -> Result<Plan, Wrong> {
-        self.clone().plan(VERSION.into())
+    pub fn public_plan(&self) -> Result<SuitePlan, KeyProblem> {
+        self.clone().into_plan(CONVERSION_VERSION.into())
     }
 
     /// The plan of this description, or the invalid key with its problem.
-    fn plan(self, converter: String) -> Result<Plan, Wrong> {
+    fn into_plan(self, converter: String) -> Result<SuitePlan, KeyProblem> {
         suite::check_name(&self.name).map_err(|problem| ("name", problem))?;
         let conversion = self.turns.conversion().map_err(|problem| ("turns", problem))?;
-        let source = self.source()?;
+        let source = self.row_source()?;
         let cap = self.limit.map(NonZeroUsize::get);
-        Ok(Plan { name: self.name, domain: self.domain, cap, converter, conversion, source })
+        Ok(SuitePlan { name: self.name, domain: self.domain, cap, converter, conversion, source })
     }
 
-    fn source(&self) -> Result<RowSource, Wrong> {
+    fn row_source(&self) -> Result<RowSource, KeyProblem> {
         let hub_keys = [
             ("revision", self.revision.is_some()),
             ("config_name", self.config_name.is_some()),
@@ -156,18 +156,18 @@ impl SuitePrompt {
 /// Whether a dataset name is a hub id rather than the path of a missing file.
 fn is_hub_id(dataset: &str) -> bool {
     let data = [".parquet", ".jsonl", ".ndjson", ".gz", ".zst", ".json"];
-    deepspec_hub::is_id(dataset) && !data.iter().any(|end| dataset.to_lowercase().ends_with(end))
+    deepspec_hub::is_hub_id(dataset) && !data.iter().any(|end| dataset.to_lowercase().ends_with(end))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn plan(text: &str) -> Result<Plan, String> {
+    fn plan(text: &str) -> Result<SuitePlan, String> {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("mine.yaml");
         std::fs::write(&path, text).unwrap();
-        read(&path).map_err(|error| deepspec_core::cli::one_line(&error))
+        read_plan(&path).map_err(|error| deepspec_core::cli::one_line(&error))
     }
 
     const HUB: &str = "name: mine\ndomain: code\ndataset: owner/name\n";
@@ -202,9 +202,10 @@ mod tests {
 
     #[test]
     fn the_public_suites_are_well_described() {
-        let plans: Vec<Plan> = public().iter().map(|suite| suite.public_plan().unwrap()).collect();
+        let plans: Vec<SuitePlan> =
+            public_suites().iter().map(|suite| suite.public_plan().unwrap()).collect();
         assert_eq!(plans.len(), 12);
-        assert!(plans.iter().all(|plan| plan.domain != Domain::Own && plan.converter == VERSION));
+        assert!(plans.iter().all(|plan| plan.domain != Domain::Own && plan.converter == CONVERSION_VERSION));
     }
 
     #[test]

@@ -5,9 +5,9 @@ use std::path::PathBuf;
 use deepspec_core::atomic::FileError;
 use deepspec_core::cli::{UsageError, Verbosity, one_line};
 use deepspec_core::digest;
-use deepspec_hub::{Glob, Hub, HubError, Kind, Repo};
+use deepspec_hub::{Glob, Hub, HubError, Repo, RepoType};
 
-use crate::suites::plan::{DatasetPart, Plan, RowSource};
+use crate::suites::plan::{DatasetPart, RowSource, SuitePlan};
 use crate::suites::record::{Origin, SourceFile};
 
 /// Provides files from the hub or from disk.
@@ -28,22 +28,22 @@ impl Fetcher {
     /// # Errors
     /// Fails if the hub is unreachable or refuses, if the dataset has no such part, or if a local
     /// file cannot be read.
-    pub fn fetch(&mut self, plan: &Plan) -> anyhow::Result<(Vec<PathBuf>, Origin)> {
+    pub fn fetch(&mut self, plan: &SuitePlan) -> anyhow::Result<(Vec<PathBuf>, Origin)> {
         match &plan.source {
             RowSource::Files(files) => Ok((files.clone(), origin_of(files)?)),
-            RowSource::Hub { dataset, revision, part } => {
-                self.ask_hub(dataset, revision.as_deref(), part).map_err(|error| advise(&error, &plan.name))
-            }
+            RowSource::Hub { dataset, revision, part } => self
+                .fetch_from_hub(dataset, revision.as_deref(), part)
+                .map_err(|error| add_source_advice(&error, &plan.name)),
         }
     }
 
-    fn ask_hub(
+    fn fetch_from_hub(
         &mut self,
         dataset: &str,
         revision: Option<&str>,
         part: &DatasetPart,
     ) -> anyhow::Result<(Vec<PathBuf>, Origin)> {
-        let repo = Repo::parse(Kind::Dataset, dataset, revision).map_err(HubError::report)?;
+        let repo = Repo::parse(RepoType::Dataset, dataset, revision).map_err(HubError::report)?;
         let hub = match &mut self.hub {
             Some(hub) => hub,
             none => none.insert(Hub::from_env(self.verbosity).map_err(HubError::report)?),
@@ -55,7 +55,7 @@ impl Fetcher {
             DatasetPart::Files(patterns) => {
                 let mut files = vec![];
                 for pattern in patterns {
-                    for path in matching(hub, &repo, pattern)? {
+                    for path in matching_paths(hub, &repo, pattern)? {
                         files.push(hub.fetch(&repo, &path).map_err(HubError::report)?);
                     }
                 }
@@ -69,7 +69,7 @@ impl Fetcher {
 
 /// Paths that match a pattern, sorted. A pattern without a wildcard is returned without a check. If
 /// the hub cannot list the files, its error is returned, because the record must cover all files.
-fn matching(hub: &Hub, repo: &Repo, pattern: &str) -> anyhow::Result<Vec<String>> {
+fn matching_paths(hub: &Hub, repo: &Repo, pattern: &str) -> anyhow::Result<Vec<String>> {
     if !pattern.contains(['*', '?', '[']) {
         return Ok(vec![pattern.into()]);
     }
@@ -81,7 +81,7 @@ fn matching(hub: &Hub, repo: &Repo, pattern: &str) -> anyhow::Result<Vec<String>
 }
 
 /// The hub's error, extended by a workaround.
-fn advise(error: &anyhow::Error, suite: &str) -> anyhow::Error {
+fn add_source_advice(error: &anyhow::Error, suite: &str) -> anyhow::Error {
     let told = format!("{}; --source {suite}=FILE reads the dataset's file from disk", one_line(error));
     if error.is::<UsageError>() { UsageError(told).into() } else { anyhow::anyhow!(told) }
 }
@@ -91,6 +91,6 @@ fn advise(error: &anyhow::Error, suite: &str) -> anyhow::Error {
 /// # Errors
 /// Fails if one of them cannot be read.
 fn origin_of(files: &[PathBuf]) -> Result<Origin, FileError> {
-    let one = |path: &PathBuf| Ok(SourceFile { path: path.clone(), sha256: digest::file(path)? });
+    let one = |path: &PathBuf| Ok(SourceFile { path: path.clone(), sha256: digest::sha256_of_file(path)? });
     files.iter().map(one).collect::<Result<_, _>>().map(Origin::Files)
 }

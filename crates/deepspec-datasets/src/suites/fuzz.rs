@@ -4,7 +4,7 @@ use std::collections::HashSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use crate::suites::record::{self, Entry, Origin, Record};
+use crate::suites::record::{self, Origin, Record, SuiteRecord};
 use crate::suites::suite::Domain;
 use deepspec_core::cli::one_line;
 use deepspec_engine::Sampling;
@@ -22,18 +22,19 @@ const ROWS: &str = "{\"id\": 1, \"turns\": [\"What is 2 + 3?\"]}\n\
 {\"id\": \"2024-I-4\", \"turns\": [\"Why?\", \"And then?\", \"So?\"]}\n";
 
 /// A folder with a suite and its record.
-fn folder() -> TempDir {
+fn write_suite_folder() -> TempDir {
     let dir = tempfile::tempdir().unwrap();
-    fs::write(rows(dir.path()), ROWS).unwrap();
+    fs::write(rows_path(dir.path()), ROWS).unwrap();
     let mut record = Record::default();
-    let (source, sha256) = (Origin::Files(vec![]), deepspec_core::digest::bytes(ROWS.as_bytes()));
-    let entry = Entry { domain: Domain::Math, rows: 4, cap: Some(3), source, sha256, converter: "1".into() };
+    let (source, sha256) = (Origin::Files(vec![]), deepspec_core::digest::sha256_of_bytes(ROWS.as_bytes()));
+    let entry =
+        SuiteRecord { domain: Domain::Math, rows: 4, cap: Some(3), source, sha256, converter: "1".into() };
     record.suites.insert(NAME.into(), entry);
     record.write(dir.path()).unwrap();
     dir
 }
 
-fn rows(dir: &Path) -> PathBuf {
+fn rows_path(dir: &Path) -> PathBuf {
     dir.join(format!("{NAME}.jsonl"))
 }
 
@@ -58,9 +59,9 @@ fn prepare(dir: &Path, tokenizer: &ChatTokenizer) -> Result<Vec<TokenizedSuite>,
     prepare().map_err(|error| one_line(&error))
 }
 
-/// Damages a file `times` times. Returns the number of refusals, and checks that each is one line
-/// with one of `names`.
-fn provoke(dir: &Path, file: &Path, seed: u64, times: usize, names: &[&str]) -> usize {
+/// Damages a file `times` times and prepares the suite each time. Checks that each error is one
+/// line with one of `names`. Returns the number of errors.
+fn fuzz_file(dir: &Path, file: &Path, seed: u64, times: usize, names: &[&str]) -> usize {
     let tiny = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../assets/tiny-target");
     let tokenizer = ChatTokenizer::load(&tiny).unwrap();
     let (sound, mut dice, mut refused) = (fs::read(file).unwrap(), Fuzzer::new(seed, &WORDS), 0);
@@ -68,7 +69,7 @@ fn provoke(dir: &Path, file: &Path, seed: u64, times: usize, names: &[&str]) -> 
     for _ in 0..times {
         fs::write(file, dice.file(&sound)).unwrap();
         match prepare(dir, &tokenizer) {
-            Ok(suites) => suites.iter().for_each(check),
+            Ok(suites) => suites.iter().for_each(check_requests),
             Err(told) => {
                 assert!(names.iter().any(|name| told.contains(name)), "no file is named: {told}");
                 assert!(!told.contains(char::is_control), "{told:?}");
@@ -81,7 +82,7 @@ fn provoke(dir: &Path, file: &Path, seed: u64, times: usize, names: &[&str]) -> 
 }
 
 /// Checks that the engine accepts every request.
-fn check(suite: &TokenizedSuite) {
+fn check_requests(suite: &TokenizedSuite) {
     assert!(!suite.requests.is_empty());
     assert_eq!(suite.ids.iter().collect::<HashSet<_>>().len(), suite.requests.len());
     for (request, turns) in suite.requests.iter().zip(&suite.turns) {
@@ -92,16 +93,16 @@ fn check(suite: &TokenizedSuite) {
 
 #[test]
 fn damaged_rows_are_refused_by_line() {
-    let dir = folder();
-    let refused = provoke(dir.path(), &rows(dir.path()), 11, 400, &["mine.jsonl:"]);
+    let dir = write_suite_folder();
+    let refused = fuzz_file(dir.path(), &rows_path(dir.path()), 11, 400, &["mine.jsonl:"]);
     assert!(refused > 150, "only {refused} of 400 were refused");
 }
 
 #[test]
 fn damaged_records_are_refused_by_name() {
-    let dir = folder();
+    let dir = write_suite_folder();
     // If damage removes the suite from the record, the error names the missing suite.
-    let names = [record::FILE, "`mine` is no suite"];
-    let refused = provoke(dir.path(), &dir.path().join(record::FILE), 12, 300, &names);
+    let names = [record::RECORD_FILE, "`mine` is no suite"];
+    let refused = fuzz_file(dir.path(), &dir.path().join(record::RECORD_FILE), 12, 300, &names);
     assert!(refused > 100, "only {refused} of 300 were refused");
 }

@@ -3,28 +3,28 @@
 use std::io::Write;
 use std::path::Path;
 
-use crate::suites::builtin::SUITES;
+use crate::suites::builtin::BUILTIN_SUITES;
 use crate::suites::record::{Origin, Record};
-use crate::suites::suite::{Class, Domain, Suite};
+use crate::suites::suite::{Domain, Suite, SuiteClass};
 use deepspec_core::cli;
-use deepspec_core::digest::{self, short};
+use deepspec_core::digest::{self, short_digest};
 use deepspec_core::jsonl::RawLines;
 use serde::Serialize;
 
-use crate::suites::description::public;
+use crate::suites::description::public_suites;
 use crate::suites::store::describe_origin;
 
 /// A row of the list.
 #[derive(Serialize)]
-struct Listed {
+struct SuiteListing {
     name: String,
     domain: Domain,
     /// Number of rows in the existing file.
     rows: Option<usize>,
     cap: Option<usize>,
-    /// Origin of the rows, recorded or described.
+    /// Origin of the rows, from the record or from the suite's description.
     source: String,
-    state: State,
+    state: FileState,
     /// SHA-256 of the existing file.
     sha256: Option<String>,
 }
@@ -32,7 +32,7 @@ struct Listed {
 /// State of a suite's file compared with the record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
-enum State {
+enum FileState {
     Absent,
     /// The file is as recorded. Smoke suites need no record.
     Present,
@@ -41,7 +41,7 @@ enum State {
     ChangedSinceRecorded,
 }
 
-impl State {
+impl FileState {
     fn name(self) -> &'static str {
         match self {
             Self::Absent => "absent",
@@ -58,42 +58,45 @@ impl State {
 /// Fails if the record or a suite cannot be read.
 pub fn list(dir: &Path, json: bool) -> anyhow::Result<()> {
     let record = Record::read(dir)?;
-    let suites = SUITES.iter().cloned().chain(record.user_suites());
-    let listed: Vec<Listed> = suites.map(|suite| look(suite, dir, &record)).collect::<anyhow::Result<_>>()?;
-    let text = if json { serde_json::to_string_pretty(&listed)? + "\n" } else { table(&listed) };
+    let suites = BUILTIN_SUITES.iter().cloned().chain(record.user_suites());
+    let listed: Vec<SuiteListing> =
+        suites.map(|suite| inspect_suite(suite, dir, &record)).collect::<anyhow::Result<_>>()?;
+    let text = if json { serde_json::to_string_pretty(&listed)? + "\n" } else { format_table(&listed) };
     Ok(cli::stdout().write_all(text.as_bytes())?)
 }
 
-fn look(suite: Suite, dir: &Path, record: &Record) -> anyhow::Result<Listed> {
+fn inspect_suite(suite: Suite, dir: &Path, record: &Record) -> anyhow::Result<SuiteListing> {
     let (path, entry) = (suite.path(dir), record.suites.get(&suite.name));
     let there = path.is_file();
-    let sha256 = if there { Some(digest::file(&path)?) } else { None };
+    let sha256 = if there { Some(digest::sha256_of_file(&path)?) } else { None };
     let state = match (&sha256, entry) {
-        (None, _) => State::Absent,
-        (Some(_), None) if suite.class == Class::Smoke => State::Present,
-        (Some(_), None) => State::Unrecorded,
-        (Some(found), Some(entry)) if *found == entry.sha256 => State::Present,
-        (Some(_), Some(_)) => State::ChangedSinceRecorded,
+        (None, _) => FileState::Absent,
+        (Some(_), None) if suite.class == SuiteClass::Smoke => FileState::Present,
+        (Some(_), None) => FileState::Unrecorded,
+        (Some(found), Some(entry)) if *found == entry.sha256 => FileState::Present,
+        (Some(_), Some(_)) => FileState::ChangedSinceRecorded,
     };
     let mut rows = None;
     if there {
         rows = Some(RawLines::open(&path)?.try_fold(0, |count, line| line.map(|_| count + 1))?);
     }
-    let source =
-        match (entry.map(|entry| &entry.source), public().iter().find(|public| public.name == suite.name)) {
-            (Some(Origin::Files(files)), _) if files.len() > 1 => {
-                format!("{} and {} more", files[0].path.display(), files.len() - 1)
-            }
-            (Some(origin), _) => describe_origin(origin),
-            (None, Some(public)) => public.dataset.clone(),
-            (None, None) => "DeepSpec's own".into(),
-        };
-    Ok(Listed { cap: suite.cap(), name: suite.name, domain: suite.domain, rows, source, state, sha256 })
+    let source = match (
+        entry.map(|entry| &entry.source),
+        public_suites().iter().find(|public| public.name == suite.name),
+    ) {
+        (Some(Origin::Files(files)), _) if files.len() > 1 => {
+            format!("{} and {} more", files[0].path.display(), files.len() - 1)
+        }
+        (Some(origin), _) => describe_origin(origin),
+        (None, Some(public)) => public.dataset.clone(),
+        (None, None) => "DeepSpec's own".into(),
+    };
+    Ok(SuiteListing { cap: suite.cap(), name: suite.name, domain: suite.domain, rows, source, state, sha256 })
 }
 
-fn table(listed: &[Listed]) -> String {
+fn format_table(listed: &[SuiteListing]) -> String {
     let number = |number: Option<usize>| number.map_or_else(|| "–".into(), |number| number.to_string());
-    let cells = |one: &Listed| -> [String; 7] {
+    let cells = |one: &SuiteListing| -> [String; 7] {
         [
             one.name.clone(),
             one.domain.name().into(),
@@ -101,7 +104,7 @@ fn table(listed: &[Listed]) -> String {
             number(one.cap),
             one.source.clone(),
             one.state.name().into(),
-            one.sha256.as_deref().map_or("–", short).into(),
+            one.sha256.as_deref().map_or("–", short_digest).into(),
         ]
     };
     let header = ["suite", "domain", "rows", "scored", "source", "state", "sha256"].map(String::from);

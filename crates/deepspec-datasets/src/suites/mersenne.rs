@@ -10,13 +10,13 @@ pub fn shuffle<T>(items: &mut [T], seed: u64) {
     let key = if words[1] == 0 { &words[..1] } else { &words[..] };
     let mut generator = Mt::new_with_key(key.iter().copied());
     for i in (1..items.len()).rev() {
-        items.swap(i, below(&mut generator, i as u32 + 1) as usize);
+        items.swap(i, random_below(&mut generator, i as u32 + 1) as usize);
     }
 }
 
 /// A uniform integer in `0..bound`. It draws as many bits as `bound` has until the value is below
 /// `bound`.
-fn below(generator: &mut Mt, bound: u32) -> u32 {
+fn random_below(generator: &mut Mt, bound: u32) -> u32 {
     loop {
         let drawn = generator.next_u32() >> bound.leading_zeros();
         if drawn < bound {

@@ -6,7 +6,7 @@ use crate::suites::prompt_conversion::PromptConversion;
 use crate::suites::suite::Domain;
 
 /// A suite to write.
-pub struct Plan {
+pub struct SuitePlan {
     /// Its name.
     pub name: String,
     /// Its domain.

@@ -6,7 +6,7 @@ use std::fmt;
 use std::mem;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use deepspec_core::jsonl::kind_of;
+use deepspec_core::jsonl::json_type_name;
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Object, Serde, Value, ValueKind};
 use minijinja::{AutoEscape, Environment, Error, ErrorKind, State, UndefinedBehavior};
@@ -52,7 +52,7 @@ pub struct Templates {
 
 impl PromptConversion {
     /// Columns that every row needs.
-    pub fn required(&self) -> &[String] {
+    pub fn required_columns(&self) -> &[String] {
         match self {
             Self::Column(column) => std::slice::from_ref(column),
             Self::Templates(templates) => &templates.required,
@@ -60,7 +60,7 @@ impl PromptConversion {
     }
 
     /// Columns that a row may lack.
-    pub fn optional(&self) -> &[String] {
+    pub fn optional_columns(&self) -> &[String] {
         match self {
             Self::Column(_) => &[],
             Self::Templates(templates) => &templates.optional,
@@ -73,21 +73,21 @@ impl PromptConversion {
     /// Returns the column that has no valid value for a turn.
     pub fn turns(&self, row: &Map<String, Json>) -> Result<Vec<String>, RowError> {
         match self {
-            Self::Column(column) => texts(row, column),
+            Self::Column(column) => turns_of_column(row, column),
             Self::Templates(templates) => templates.turns(row),
         }
     }
 }
 
 /// A column's list of strings.
-fn texts(row: &Map<String, Json>, column: &str) -> Result<Vec<String>, RowError> {
+fn turns_of_column(row: &Map<String, Json>, column: &str) -> Result<Vec<String>, RowError> {
     let wrong = |problem: String| row_error(column, problem);
     let list = match row.get(column) {
         Some(Json::Array(list)) if list.is_empty() => return Err(wrong("the list is empty".into())),
         Some(Json::Array(list)) => list,
         other => {
             // Parquet rows omit nulls, so a missing value and a null give the same error.
-            let found = other.filter(|value| !value.is_null()).map_or("nothing", kind_of);
+            let found = other.filter(|value| !value.is_null()).map_or("nothing", json_type_name);
             return Err(wrong(format!("expected a list of texts, found {found}")));
         }
     };
@@ -96,16 +96,18 @@ fn texts(row: &Map<String, Json>, column: &str) -> Result<Vec<String>, RowError>
             Err(wrong(format!("text {} of the list is blank", index + 1)))
         }
         Json::String(text) => Ok(text.clone()),
-        other => Err(wrong(format!("expected a list of texts, item {} is {}", index + 1, kind_of(other)))),
+        other => {
+            Err(wrong(format!("expected a list of texts, item {} is {}", index + 1, json_type_name(other))))
+        }
     };
     list.iter().enumerate().map(text).collect()
 }
 
 /// Template variable with all columns, for column names that are no identifiers:
 /// `{{ row["a b"] }}`.
-const ROW: &str = "row";
+const ROW_VARIABLE: &str = "row";
 
-/// A row as template context, which remembers the column that was read last.
+/// A row as the context of a template. It remembers the column that was read last.
 #[derive(Debug)]
 struct RowContext {
     row: Map<String, Json>,
@@ -114,7 +116,7 @@ struct RowContext {
 
 impl RowContext {
     /// Returns and clears the column that was read last; empty if there was none.
-    fn take_last(&self) -> String {
+    fn take_last_column(&self) -> String {
         mem::take(&mut self.last.lock().unwrap_or_else(PoisonError::into_inner))
     }
 }
@@ -123,7 +125,7 @@ impl Object for RowContext {
     fn get_value(self: &Arc<Self>, key: &Value) -> Option<Value> {
         let key = key.as_str()?;
         let column = self.row.get(key).map(|value| Value::from(Serde(value)));
-        if column.is_none() && key == ROW {
+        if column.is_none() && key == ROW_VARIABLE {
             return Some(Value::from_dyn_object(Arc::clone(self)));
         }
         *self.last.lock().unwrap_or_else(PoisonError::into_inner) = key.into();
@@ -146,11 +148,11 @@ impl Templates {
         environment.set_undefined_behavior(UndefinedBehavior::SemiStrict);
         environment.set_formatter(|out, state, value| write_value(out, state, value));
         environment.add_filter("optional", optional);
-        environment.add_filter("text", text);
+        environment.add_filter("text", require_text);
         // Prompts are not escaped. These filters mark values as safe, which would skip the checks
         // of [`write_value`].
         ["safe", "escape", "e"].into_iter().for_each(|filter| environment.remove_filter(filter));
-        environment.set_fuel(Some(FUEL));
+        environment.set_fuel(Some(MAX_STEPS));
         // Debug mode would read columns again before the error is reported.
         environment.set_debug(false);
         let mut columns = BTreeSet::new();
@@ -164,7 +166,7 @@ impl Templates {
         environment.globals().for_each(|(global, _)| {
             columns.remove(global);
         });
-        if !columns.remove(ROW) && columns.is_empty() {
+        if !columns.remove(ROW_VARIABLE) && columns.is_empty() {
             let problem = "no template names a column, so that all rows would be the same prompt; a column is named by {{ column }}";
             return Err(problem.into());
         }
@@ -185,17 +187,19 @@ impl Templates {
             let template = self.environment.get_template(name);
             let filled = template.and_then(|one| one.render(Value::from_dyn_object(Arc::clone(&asked))));
             match filled {
-                Ok(turn) if turn.trim().is_empty() => Err(row_error(&asked.take_last(), "the turn is blank")),
+                Ok(turn) if turn.trim().is_empty() => {
+                    Err(row_error(&asked.take_last_column(), "the turn is blank"))
+                }
                 Ok(turn) => {
-                    asked.take_last();
+                    asked.take_last_column();
                     Ok(turn)
                 }
                 Err(error) => {
                     let problem = match error.kind() {
-                        ErrorKind::UndefinedError => NOTHING.into(),
+                        ErrorKind::UndefinedError => MISSING_VALUE.into(),
                         _ => error.detail().map_or_else(|| error.kind().to_string(), String::from),
                     };
-                    Err(row_error(&asked.take_last(), problem))
+                    Err(row_error(&asked.take_last_column(), problem))
                 }
             }
         };
@@ -204,49 +208,49 @@ impl Templates {
 }
 
 /// Maximum number of steps of a template, so that rendering always ends.
-const FUEL: u64 = 10_000_000;
+const MAX_STEPS: u64 = 10_000_000;
 
-const NOTHING: &str = "expected a text or a number, found nothing";
+const MISSING_VALUE: &str = "expected a text or a number, found nothing";
 
-fn refused(problem: impl Into<String>) -> Error {
+fn value_error(problem: impl Into<String>) -> Error {
     Error::new(ErrorKind::InvalidOperation, problem.into())
 }
 
 /// Checks that a value is a string, number or boolean; the error names its type.
-fn check(value: &Value) -> Result<(), Error> {
+fn check_scalar(value: &Value) -> Result<(), Error> {
     let found = match value.kind() {
         ValueKind::String | ValueKind::Number | ValueKind::Bool => return Ok(()),
-        ValueKind::Undefined | ValueKind::None => return Err(refused(NOTHING)),
+        ValueKind::Undefined | ValueKind::None => return Err(value_error(MISSING_VALUE)),
         ValueKind::Seq | ValueKind::Iterable => "an array",
         _ => "an object",
     };
-    Err(refused(format!("expected a text or a number, found {found}")))
+    Err(value_error(format!("expected a text or a number, found {found}")))
 }
 
 /// Formats the value of `{{ … }}`. Values from [`optional`] are checked already.
 fn write_value(out: &mut minijinja::Output, _: &State, value: &Value) -> Result<(), Error> {
     if !value.is_safe() {
-        check(value)?;
+        check_scalar(value)?;
         if value.as_str().is_some_and(|text| text.trim().is_empty()) {
-            return Err(refused("the text is blank"));
+            return Err(value_error("the text is blank"));
         }
     }
     let written = write!(out, "{}", value_text(value)?);
-    written.map_err(|error| refused(error.to_string()))
+    written.map_err(|error| value_error(error.to_string()))
 }
 
 /// A value's text; numbers and booleans are formatted as in JSON.
 fn value_text(value: &Value) -> Result<String, Error> {
     match value.kind() {
         ValueKind::Number | ValueKind::Bool => {
-            serde_json::to_string(value).map_err(|error| refused(error.to_string()))
+            serde_json::to_string(value).map_err(|error| value_error(error.to_string()))
         }
         _ => Ok(value.to_string()),
     }
 }
 
 /// Filter for a column with a string in every row, which may be empty.
-fn text(value: &Value) -> Result<Value, Error> {
+fn require_text(value: &Value) -> Result<Value, Error> {
     let found = match value.kind() {
         ValueKind::String => return Ok(value.clone()),
         ValueKind::Undefined | ValueKind::None => "nothing",
@@ -255,7 +259,7 @@ fn text(value: &Value) -> Result<Value, Error> {
         ValueKind::Seq | ValueKind::Iterable => "an array",
         _ => "an object",
     };
-    Err(refused(format!("expected a text, found {found}")))
+    Err(value_error(format!("expected a text, found {found}")))
 }
 
 /// Filter for a column that may be missing or blank.
@@ -263,7 +267,7 @@ fn optional(value: &Value) -> Result<Value, Error> {
     if value.is_undefined() || value.is_none() {
         return Ok(Value::from_safe_string(String::new()));
     }
-    check(value)?;
+    check_scalar(value)?;
     Ok(Value::from_safe_string(value_text(value)?))
 }
 
@@ -321,7 +325,7 @@ mod tests {
         let of = |templates: &[&str]| {
             let texts: Vec<String> = templates.iter().map(ToString::to_string).collect();
             let conversion = PromptConversion::Templates(Box::new(Templates::new(&texts).unwrap()));
-            (conversion.required().join(" "), conversion.optional().join(" "))
+            (conversion.required_columns().join(" "), conversion.optional_columns().join(" "))
         };
         let found = of(&["{{ a }}{{ b|optional }}{% if c %}{{ c }}{% endif %}", "{{ d }}"]);
         assert_eq!(found, ("a d".into(), "b c".into()));

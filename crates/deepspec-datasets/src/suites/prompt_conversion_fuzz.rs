@@ -7,7 +7,7 @@ use proptest::prelude::*;
 use serde_json::{Map, Value, json};
 
 use crate::suites::convert::convert;
-use crate::suites::description::public;
+use crate::suites::description::public_suites;
 use crate::suites::prompt_conversion::{PromptConversion, Templates};
 
 /// The conversions of the public suites and of described ones.
@@ -17,7 +17,7 @@ fn conversions() -> Vec<PromptConversion> {
         PromptConversion::Templates(Box::new(Templates::new(&texts).unwrap()))
     };
     let mut conversions: Vec<PromptConversion> =
-        public().iter().map(|suite| suite.turns.conversion().unwrap()).collect();
+        public_suites().iter().map(|suite| suite.turns.conversion().unwrap()).collect();
     conversions.extend([
         templates(&["{{ a }}: {{ b }}", "{{ b }} {{ c|optional }}"]),
         templates(&["{{ c|optional }}{{ a|optional }}"]),
@@ -27,7 +27,7 @@ fn conversions() -> Vec<PromptConversion> {
 }
 
 /// Valid and invalid values of a column.
-fn value() -> impl Strategy<Value = Value> {
+fn any_value() -> impl Strategy<Value = Value> {
     let leaf = prop_oneof![
         Just(Value::Null),
         any::<bool>().prop_map(Value::from),
@@ -59,25 +59,25 @@ enum Mutation {
     Replace(Value),
 }
 
-fn mutation() -> impl Strategy<Value = Mutation> {
+fn any_mutation() -> impl Strategy<Value = Mutation> {
     prop_oneof![
-        4 => (0.0..1.0, value()).prop_map(|(column, value)| Mutation::Set(column, value)),
+        4 => (0.0..1.0, any_value()).prop_map(|(column, value)| Mutation::Set(column, value)),
         1 => (0.0..1.0).prop_map(Mutation::Remove),
         1 => (0.0..1.0).prop_map(Mutation::Cut),
-        1 => value().prop_map(Mutation::Replace),
+        1 => any_value().prop_map(Mutation::Replace),
     ]
 }
 
 /// A valid row.
-fn good(conversion: &PromptConversion, number: usize) -> Map<String, Value> {
+fn valid_row(conversion: &PromptConversion, number: usize) -> Map<String, Value> {
     let value = match conversion {
         PromptConversion::Column(_) => json!(["one", "two"]),
         PromptConversion::Templates(_) => json!(format!("text {number}")),
     };
     conversion
-        .required()
+        .required_columns()
         .iter()
-        .chain(conversion.optional())
+        .chain(conversion.optional_columns())
         .map(|name| (name.clone(), value.clone()))
         .collect()
 }
@@ -106,7 +106,7 @@ fn mutate(row: &Map<String, Value>, mutation: &Mutation) -> String {
     Value::Object(row).to_string()
 }
 
-fn check(conversion: &PromptConversion, path: &Path, line: usize) -> Result<(), TestCaseError> {
+fn check_conversion(conversion: &PromptConversion, path: &Path, line: usize) -> Result<(), TestCaseError> {
     let converted = match convert(conversion, &[path.to_path_buf()]) {
         Ok(converted) => converted,
         Err(error) => {
@@ -114,9 +114,9 @@ fn check(conversion: &PromptConversion, path: &Path, line: usize) -> Result<(), 
             let place = format!("{}:{line}: ", path.display());
             prop_assert!(told.starts_with(&place), "{told} does not begin with {place}");
             let named = conversion
-                .required()
+                .required_columns()
                 .iter()
-                .chain(conversion.optional())
+                .chain(conversion.optional_columns())
                 .any(|name| told.contains(&format!("column `{name}`")));
             prop_assert!(
                 named || told.contains("not valid JSON") || told.contains("expected a JSON object"),
@@ -142,10 +142,10 @@ proptest! {
 
     #[test]
     fn damaged_rows_are_refused_by_file_row_and_column(
-        conversion in 0..15_usize, rows in 2..6_usize, place in 0.0..1.0, mutation in mutation()
+        conversion in 0..15_usize, rows in 2..6_usize, place in 0.0..1.0, mutation in any_mutation()
     ) {
         let conversion = &conversions()[conversion];
-        let mut lines: Vec<Map<String, Value>> = (0..rows).map(|number| good(conversion, number)).collect();
+        let mut lines: Vec<Map<String, Value>> = (0..rows).map(|number| valid_row(conversion, number)).collect();
         let at = (place * rows as f64) as usize;
         let damaged = lines.remove(at);
         let mut texts: Vec<String> = lines.into_iter().map(|row| Value::Object(row).to_string()).collect();
@@ -153,6 +153,6 @@ proptest! {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("rows.jsonl");
         std::fs::write(&path, texts.join("\n")).unwrap();
-        check(conversion, &path, at + 1)?;
+        check_conversion(conversion, &path, at + 1)?;
     }
 }

@@ -7,11 +7,11 @@ use deepspec_core::atomic::{self, FileError};
 use deepspec_core::usage;
 use serde::{Deserialize, Serialize};
 
-use crate::suites::suite::{Class, Domain, Suite, check_name};
+use crate::suites::suite::{Domain, Suite, SuiteClass, check_name};
 
 /// Name of the file.
-pub const FILE: &str = "suites.json";
-const FORMAT: &str = "deepspec-datasets";
+pub const RECORD_FILE: &str = "suites.json";
+const RECORD_FORMAT: &str = "deepspec-datasets";
 const VERSION: u64 = 1;
 
 /// The record of a folder.
@@ -25,12 +25,12 @@ pub struct Record {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tool_version: Option<String>,
     /// The suites by name.
-    pub suites: BTreeMap<String, Entry>,
+    pub suites: BTreeMap<String, SuiteRecord>,
 }
 
 /// The record of a suite.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Entry {
+pub struct SuiteRecord {
     /// Its domain.
     pub domain: Domain,
     /// Rows in the file.
@@ -73,7 +73,7 @@ pub struct SourceFile {
 impl Default for Record {
     fn default() -> Self {
         let tool_version = Some(deepspec_core::VERSION.into());
-        Self { format: FORMAT.into(), format_version: VERSION, tool_version, suites: BTreeMap::new() }
+        Self { format: RECORD_FORMAT.into(), format_version: VERSION, tool_version, suites: BTreeMap::new() }
     }
 }
 
@@ -84,7 +84,7 @@ impl Record {
     /// Fails if the file cannot be read. Fails with a usage error if it is no record of this
     /// version.
     pub fn read(dir: &Path) -> anyhow::Result<Self> {
-        let path = dir.join(FILE);
+        let path = dir.join(RECORD_FILE);
         if !path.exists() {
             return Ok(Self::default());
         }
@@ -96,9 +96,9 @@ impl Record {
                 path.display()
             ),
         };
-        if record.format != FORMAT || record.format_version != VERSION {
+        if record.format != RECORD_FORMAT || record.format_version != VERSION {
             usage!(
-                "{}: found {} {}, expected {FORMAT} {VERSION}; it was written by another version of `deepspec-data`",
+                "{}: found {} {}, expected {RECORD_FORMAT} {VERSION}; it was written by another version of `deepspec-data`",
                 path.display(),
                 record.format,
                 record.format_version
@@ -119,23 +119,23 @@ impl Record {
     /// Fails on any I/O error, with the path.
     pub fn write(&self, dir: &Path) -> Result<(), FileError> {
         let tool_version = Some(deepspec_core::VERSION.into());
-        atomic::write_json(&dir.join(FILE), &Self { tool_version, ..self.clone() })
+        atomic::write_json(&dir.join(RECORD_FILE), &Self { tool_version, ..self.clone() })
     }
 
     /// The known or recorded suite `name`. Known suites take precedence, because the caps of
     /// published suites are fixed.
     pub fn suite(&self, name: &str) -> Option<Suite> {
-        let described = |entry: &Entry| Suite {
+        let described = |entry: &SuiteRecord| Suite {
             name: name.to_string(),
             domain: entry.domain,
-            class: Class::User(entry.cap),
+            class: SuiteClass::User(entry.cap),
         };
-        Suite::known(name).cloned().or_else(|| self.suites.get(name).map(described))
+        Suite::find_builtin(name).cloned().or_else(|| self.suites.get(name).map(described))
     }
 
     /// The recorded suites that are not known suites.
     pub fn user_suites(&self) -> impl Iterator<Item = Suite> {
-        let names = self.suites.keys().filter(|name| Suite::known(name).is_none());
+        let names = self.suites.keys().filter(|name| Suite::find_builtin(name).is_none());
         names.filter_map(|name| self.suite(name))
     }
 }
@@ -146,9 +146,9 @@ mod tests {
 
     use super::*;
 
-    fn entry(source: Origin) -> Entry {
+    fn entry(source: Origin) -> SuiteRecord {
         let (rows, cap) = (2, Some(1));
-        Entry { domain: Domain::Code, rows, cap, source, sha256: "ab".into(), converter: "1".into() }
+        SuiteRecord { domain: Domain::Code, rows, cap, source, sha256: "ab".into(), converter: "1".into() }
     }
 
     #[test]
@@ -162,10 +162,11 @@ mod tests {
         record.suites.insert("gsm8k".into(), entry(hub));
         record.write(dir.path()).unwrap();
         assert_eq!(Record::read(dir.path()).unwrap(), record);
-        let named = fs::read_to_string(dir.path().join(FILE)).unwrap().contains(deepspec_core::VERSION);
+        let named =
+            fs::read_to_string(dir.path().join(RECORD_FILE)).unwrap().contains(deepspec_core::VERSION);
         assert!(named, "the version that wrote it");
         assert_eq!(record.suite("mine").unwrap().cap(), Some(1));
-        assert_eq!(record.suite("gsm8k").unwrap(), *Suite::known("gsm8k").unwrap());
+        assert_eq!(record.suite("gsm8k").unwrap(), *Suite::find_builtin("gsm8k").unwrap());
         assert!(record.suite("other").is_none());
         assert_eq!(record.user_suites().map(|suite| suite.name).collect::<Vec<_>>(), ["mine"]);
     }
@@ -174,7 +175,7 @@ mod tests {
     fn what_is_no_record_is_refused() {
         let dir = tempfile::tempdir().unwrap();
         let says = |text: &str, words: &[&str]| {
-            fs::write(dir.path().join(FILE), text).unwrap();
+            fs::write(dir.path().join(RECORD_FILE), text).unwrap();
             let error = Record::read(dir.path()).unwrap_err().to_string();
             assert!(words.iter().all(|word| error.contains(word)), "{words:?} not in: {error}");
         };
@@ -187,7 +188,7 @@ mod tests {
         let mut record = Record::default();
         record.suites.insert("../up".into(), entry(Origin::Files(vec![])));
         says(&serde_json::to_string(&record).unwrap(), &["suites.json", "`../up` is no name"]);
-        let empty = Entry { cap: Some(0), ..entry(Origin::Files(vec![])) };
+        let empty = SuiteRecord { cap: Some(0), ..entry(Origin::Files(vec![])) };
         record.suites = [("mine".into(), empty)].into();
         says(&serde_json::to_string(&record).unwrap(), &["suites.json: `suites.mine.cap` is 0"]);
     }

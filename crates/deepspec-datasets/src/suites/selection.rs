@@ -6,8 +6,8 @@ use std::path::PathBuf;
 use anyhow::anyhow;
 use deepspec_core::{env, usage};
 
-use crate::suites::description::{self, public};
-use crate::suites::plan::{Plan, RowSource};
+use crate::suites::description::{self, public_suites};
+use crate::suites::plan::{RowSource, SuitePlan};
 use crate::suites::suite::Suite;
 
 /// Command-line arguments that select suites.
@@ -25,11 +25,11 @@ pub struct SuiteSelection<'a> {
 /// # Errors
 /// Fails with a usage error if a name is unknown or occurs twice, a description is unusable, or a
 /// file does not exist.
-pub fn plans(args: &SuiteSelection) -> anyhow::Result<Vec<Plan>> {
-    let mut plans: Vec<Plan> = vec![];
+pub fn select_plans(args: &SuiteSelection) -> anyhow::Result<Vec<SuitePlan>> {
+    let mut plans: Vec<SuitePlan> = vec![];
     for path in args.descriptions {
-        let plan = description::read(path)?;
-        if Suite::known(&plan.name).is_some() {
+        let plan = description::read_plan(path)?;
+        if Suite::find_builtin(&plan.name).is_some() {
             let (path, name) = (path.display(), &plan.name);
             usage!("{path}: `name`: {name} is a suite that needs no description; choose another name");
         }
@@ -38,12 +38,14 @@ pub fn plans(args: &SuiteSelection) -> anyhow::Result<Vec<Plan>> {
         }
         plans.push(plan);
     }
-    let sources = sources(args.sources)?;
+    let sources = parse_sources(args.sources)?;
     let everything = args.suites.is_empty() && args.descriptions.is_empty() && sources.is_empty();
     let named = args.suites.iter().chain(sources.keys());
     for name in named {
-        if public().iter().all(|suite| suite.name != *name) && plans.iter().all(|plan| plan.name != *name) {
-            let known: Vec<&str> = public().iter().map(|suite| suite.name.as_str()).collect();
+        if public_suites().iter().all(|suite| suite.name != *name)
+            && plans.iter().all(|plan| plan.name != *name)
+        {
+            let known: Vec<&str> = public_suites().iter().map(|suite| suite.name.as_str()).collect();
             usage!(
                 "`{name}` is no public suite; those are {}; one of your own needs its --description",
                 known.join(", ")
@@ -53,10 +55,10 @@ pub fn plans(args: &SuiteSelection) -> anyhow::Result<Vec<Plan>> {
     let asked = |name: &str| {
         everything || args.suites.iter().any(|suite| suite == name) || sources.contains_key(name)
     };
-    let public = public().iter().filter(|suite| asked(&suite.name));
+    let public = public_suites().iter().filter(|suite| asked(&suite.name));
     let public =
         public.map(|suite| suite.public_plan().map_err(|(key, problem)| anyhow!("`{key}`: {problem}")));
-    let mut plans: Vec<Plan> = public.chain(plans.into_iter().map(Ok)).collect::<anyhow::Result<_>>()?;
+    let mut plans: Vec<SuitePlan> = public.chain(plans.into_iter().map(Ok)).collect::<anyhow::Result<_>>()?;
     for plan in &mut plans {
         if let Some(files) = sources.get(&plan.name) {
             plan.source = RowSource::Files(files.clone());
@@ -66,7 +68,7 @@ pub fn plans(args: &SuiteSelection) -> anyhow::Result<Vec<Plan>> {
 }
 
 /// The source files of each suite, by its name.
-fn sources(given: &[String]) -> anyhow::Result<BTreeMap<String, Vec<PathBuf>>> {
+fn parse_sources(given: &[String]) -> anyhow::Result<BTreeMap<String, Vec<PathBuf>>> {
     let mut sources = BTreeMap::<String, Vec<PathBuf>>::new();
     for text in given {
         let Some((name, file)) =
@@ -95,7 +97,11 @@ mod tests {
         let path = dir.path().join("mine.yaml");
         let text = |name: &str| format!("name: {name}\ndomain: code\ndataset: a/b\nsplit: test\nturns: q\n");
         let asked = || {
-            plans(&SuiteSelection { suites: &[], descriptions: std::slice::from_ref(&path), sources: &[] })
+            select_plans(&SuiteSelection {
+                suites: &[],
+                descriptions: std::slice::from_ref(&path),
+                sources: &[],
+            })
         };
         fs::write(&path, text("mine")).unwrap();
         assert_eq!(asked().unwrap().len(), 1);

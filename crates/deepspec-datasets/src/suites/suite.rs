@@ -59,7 +59,7 @@ impl FromStr for Domain {
 
 /// The origin of a suite.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Class {
+pub enum SuiteClass {
     /// Part of the published table, which scores at most this many rows.
     Published(usize),
     /// Public and supported, but not part of the published table.
@@ -80,30 +80,30 @@ pub struct Suite {
     /// Its domain.
     pub domain: Domain,
     /// Its origin.
-    pub class: Class,
+    pub class: SuiteClass,
 }
 
 impl Suite {
     /// Maximum number of rows to score; None scores all rows.
     pub fn cap(&self) -> Option<usize> {
         match self.class {
-            Class::Published(cap) => Some(cap),
-            Class::Extra | Class::Smoke | Class::File(_) => None,
-            Class::User(cap) => cap,
+            SuiteClass::Published(cap) => Some(cap),
+            SuiteClass::Extra | SuiteClass::Smoke | SuiteClass::File(_) => None,
+            SuiteClass::User(cap) => cap,
         }
     }
 
     /// Its own file, or its file in the suites folder `dir`.
     pub fn path(&self, dir: &Path) -> PathBuf {
         match &self.class {
-            Class::File(file) => file.clone(),
-            _ => path(dir, &self.name),
+            SuiteClass::File(file) => file.clone(),
+            _ => suite_path(dir, &self.name),
         }
     }
 }
 
 /// The file of the suite `name` in a folder of suites.
-pub fn path(dir: &Path, name: &str) -> PathBuf {
+pub fn suite_path(dir: &Path, name: &str) -> PathBuf {
     dir.join(format!("{name}.jsonl"))
 }
 

@@ -3,10 +3,10 @@
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
-use crate::suites::builtin::SUITES;
+use crate::suites::builtin::BUILTIN_SUITES;
 use crate::suites::record::{self, Record};
-use crate::suites::suite::{Class, Domain, Suite};
-use deepspec_core::jsonl::{Line, Reader, kind_of};
+use crate::suites::suite::{Domain, Suite, SuiteClass};
+use deepspec_core::jsonl::{Line, Reader, json_type_name};
 use deepspec_core::{digest, row, usage};
 use serde_json::{Map, Value};
 
@@ -46,7 +46,8 @@ impl<'a> SuiteDir<'a> {
         }
         let own: Vec<Suite> = self.record.user_suites().collect();
         if let Some(unknown) = wanted.iter().find(|name| self.record.suite(name).is_none()) {
-            let known: Vec<&str> = SUITES.iter().chain(&own).map(|suite| suite.name.as_str()).collect();
+            let known: Vec<&str> =
+                BUILTIN_SUITES.iter().chain(&own).map(|suite| suite.name.as_str()).collect();
             usage!(
                 "`{unknown}` is no suite; the suites are {}; a JSONL file of your own is one too if you name it with its \
                  ending, and `deepspec-data suites --description` makes one of other data",
@@ -61,12 +62,13 @@ impl<'a> SuiteDir<'a> {
         for group in groups {
             wanted.extend(default_suites(self.dir, group));
         }
-        let files = files.into_iter().map(|name| self.file(name)).collect::<anyhow::Result<Vec<Suite>>>()?;
+        let files =
+            files.into_iter().map(|name| self.suite_of_file(name)).collect::<anyhow::Result<Vec<Suite>>>()?;
         // A file may be the file of a known suite.
         wanted.extend(
             files.iter().map(|suite| suite.name.as_str()).filter(|name| self.record.suite(name).is_some()),
         );
-        let asked = SUITES.iter().chain(&own).filter(|suite| wanted.contains(&suite.name.as_str()));
+        let asked = BUILTIN_SUITES.iter().chain(&own).filter(|suite| wanted.contains(&suite.name.as_str()));
         let mut selected: Vec<Suite> = asked.cloned().collect();
         if let Some(missing) = selected.iter().find(|suite| !suite.path(self.dir).is_file()) {
             usage!(
@@ -77,7 +79,7 @@ impl<'a> SuiteDir<'a> {
         for suite in files {
             match selected.iter().find(|other| other.name == suite.name) {
                 None => selected.push(suite),
-                Some(other) if file::same(&other.path(self.dir), &suite.path(self.dir)) => {}
+                Some(other) if file::is_same_file(&other.path(self.dir), &suite.path(self.dir)) => {}
                 Some(other) => usage!(
                     "{} and {} would both be suite `{}`; rename one of them, or score them in two runs",
                     other.path(self.dir).display(),
@@ -90,11 +92,11 @@ impl<'a> SuiteDir<'a> {
     }
 
     /// The suite of a file: a new one, or the known suite with this file.
-    fn file(&self, name: &str) -> anyhow::Result<Suite> {
-        let suite = file::suite(name)?;
+    fn suite_of_file(&self, name: &str) -> anyhow::Result<Suite> {
+        let suite = file::suite_of_file(name)?;
         let Some(known) = self.record.suite(&suite.name) else { return Ok(suite) };
         let (file, of_known) = (suite.path(self.dir), known.path(self.dir));
-        if !file::same(&file, &of_known) {
+        if !file::is_same_file(&file, &of_known) {
             usage!(
                 "{} has the name of the suite `{}`, whose file is {}; rename it, or name its folder with --suites-dir and \
                  the suite with --suite {}",
@@ -112,14 +114,14 @@ impl<'a> SuiteDir<'a> {
 /// there are none.
 fn default_suites(dir: &Path, domains: &[Domain]) -> Vec<&'static str> {
     let of = |wanted: fn(&Suite) -> bool| {
-        SUITES.iter().filter(move |suite| domains.contains(&suite.domain) && wanted(suite))
+        BUILTIN_SUITES.iter().filter(move |suite| domains.contains(&suite.domain) && wanted(suite))
     };
     let names =
         |suites: &[&'static Suite]| suites.iter().map(|suite| suite.name.as_str()).collect::<Vec<_>>();
-    let (there, missing): (Vec<_>, Vec<_>) =
-        of(|suite| matches!(suite.class, Class::Published(_))).partition(|suite| suite.path(dir).is_file());
+    let (there, missing): (Vec<_>, Vec<_>) = of(|suite| matches!(suite.class, SuiteClass::Published(_)))
+        .partition(|suite| suite.path(dir).is_file());
     if there.is_empty() {
-        let smoke = names(&of(|suite| suite.class == Class::Smoke).collect::<Vec<_>>());
+        let smoke = names(&of(|suite| suite.class == SuiteClass::Smoke).collect::<Vec<_>>());
         tracing::info!("no published suite in {}: scoring {}", dir.display(), smoke.join(", "));
         return smoke;
     }
@@ -169,7 +171,7 @@ impl SuiteDir<'_> {
     /// twice. Fails if there are no rows.
     pub fn load(&self, suite: Suite, seed: u64, limit: Option<usize>) -> anyhow::Result<SuiteRows> {
         let path = suite.path(self.dir);
-        let mut samples = samples(&path)?;
+        let mut samples = read_samples(&path)?;
         let total = samples.len();
         if total == 0 {
             usage!("{}: the suite has no rows", path.display());
@@ -179,30 +181,30 @@ impl SuiteDir<'_> {
             samples.truncate(cap);
         }
         samples.truncate(limit.unwrap_or(usize::MAX));
-        let digest = digest::file(&path)?;
+        let digest = digest::sha256_of_file(&path)?;
         if let Some(entry) =
             self.record.suites.get(suite.name.as_str()).filter(|entry| entry.sha256 != digest)
         {
-            let (found, recorded) = (digest::short(&digest), digest::short(&entry.sha256));
+            let (found, recorded) = (digest::short_digest(&digest), digest::short_digest(&entry.sha256));
             tracing::warn!(
                 "{} is not the file that {} records (sha256 {found}, recorded {recorded}): its scores are those of \
                  another suite",
                 path.display(),
-                record::FILE
+                record::RECORD_FILE
             );
         }
         Ok(SuiteRows { suite, digest, path, total, samples })
     }
 }
 
-fn samples(path: &Path) -> anyhow::Result<Vec<Sample>> {
+fn read_samples(path: &Path) -> anyhow::Result<Vec<Sample>> {
     let (mut samples, mut lines) = (vec![], HashMap::new());
     for line in Reader::open(path)? {
         let (number, row) = match line? {
             Line::Row(number, row) => (number, row),
             Line::Bad(bad) => usage!("{bad}"),
         };
-        let sample = match sample(&row, samples.len()) {
+        let sample = match parse_sample(&row, samples.len()) {
             Ok(sample) => sample,
             Err(problem) => usage!("{}:{number}: {problem}", path.display()),
         };
@@ -214,12 +216,14 @@ fn samples(path: &Path) -> anyhow::Result<Vec<Sample>> {
     Ok(samples)
 }
 
-fn sample(row: &Map<String, Value>, index: usize) -> Result<Sample, String> {
+fn parse_sample(row: &Map<String, Value>, index: usize) -> Result<Sample, String> {
     let has_id = row.get("id").is_some_and(|id| !id.is_null());
-    let id = if has_id { row::id_of(row)? } else { index.to_string() };
+    let id = if has_id { row::required_id(row)? } else { index.to_string() };
     let turns = match row.get("turns") {
         Some(Value::Array(turns)) => turns,
-        Some(other) => return Err(format!("`turns` must be an array of texts, found {}", kind_of(other))),
+        Some(other) => {
+            return Err(format!("`turns` must be an array of texts, found {}", json_type_name(other)));
+        }
         None => {
             return Err(
                 "the row has no `turns`; a suite's rows are {\"turns\": [\"…\"]}, which `deepspec-data split` writes as --eval-output"
@@ -230,7 +234,7 @@ fn sample(row: &Map<String, Value>, index: usize) -> Result<Sample, String> {
     let texts = turns.iter().enumerate().map(|(turn, text)| match text {
         Value::String(text) if !text.trim().is_empty() => Ok(text.clone()),
         Value::String(_) => Err(format!("turn {} of `turns` is blank", turn + 1)),
-        other => Err(format!("turn {} of `turns` must be a text, found {}", turn + 1, kind_of(other))),
+        other => Err(format!("turn {} of `turns` must be a text, found {}", turn + 1, json_type_name(other))),
     });
     let turns: Vec<String> = texts.collect::<Result<_, _>>()?;
     if turns.is_empty() {
@@ -278,7 +282,7 @@ mod tests {
             found.iter().map(|suite| suite.name.as_str()).collect::<Vec<_>>(),
             ["smoke-math", "My Prompts"]
         );
-        assert_eq!(found[0].class, Class::Smoke);
+        assert_eq!(found[0].class, SuiteClass::Smoke);
         for (names, words) in [
             (vec![&mine, &other], "would both be suite `My Prompts`"),
             (vec![&stray], "has the name of the suite `smoke-code`"),
@@ -376,8 +380,9 @@ mod tests {
         }
         let mut record = Record::default();
         let source = record::Origin::Files(vec![]);
-        let (sha256, converter) = (digest::bytes(rows.as_bytes()), "description 12".to_string());
-        let entry = record::Entry { domain: Domain::Chat, rows: 9, cap: Some(4), source, sha256, converter };
+        let (sha256, converter) = (digest::sha256_of_bytes(rows.as_bytes()), "description 12".to_string());
+        let entry =
+            record::SuiteRecord { domain: Domain::Chat, rows: 9, cap: Some(4), source, sha256, converter };
         record.suites.insert("mine".into(), entry);
         record.write(dir.path()).unwrap();
 

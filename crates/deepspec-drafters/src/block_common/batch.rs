@@ -1,20 +1,20 @@
-//! From samples and anchors to the tensors of one training pass. Sequences lie end to end: no padding, no dummy anchors.
+//! Builds the tensors of one training pass from samples and anchors. Sequences are concatenated, without padding or dummy anchors.
 
-use deepspec_ops::distill_loss::{TeacherIndex, distinct};
-use deepspec_ops::{EmbeddingGrad, SequenceSpan, Upload, UploadSlice, cat_to_device, range};
+use deepspec_ops::distill_loss::{TeacherIndex, unique_with_inverse};
+use deepspec_ops::{EmbeddingGrad, SequenceAnchors, Upload, UploadSlice, cat_to_device, range};
 use tch::{Device, Kind, Tensor};
 
 use super::BlockSpec;
 use crate::TrainSample;
 use crate::draft_model::{DraftConfig, DrafterSettings};
 
-/// Where a block may start: i ≤ T − 2 with token i and token i + 1 supervised.
+/// Positions where a block may start: token i and token i + 1 are supervised.
 pub fn anchor_candidates(loss_mask: &[bool]) -> Vec<usize> {
     loss_mask.windows(2).enumerate().filter(|(_, pair)| pair[0] && pair[1]).map(|(i, _)| i).collect()
 }
 
-/// How many tokens drafted behind `anchor` are supervised: the run of set mask flags behind it, at most γ.
-pub fn eval_mask(loss_mask: &[bool], anchor: usize, gamma: usize) -> usize {
+/// Number of supervised drafts after `anchor`: the length of the run of supervised tokens after it, at most γ.
+pub fn supervised_draft_count(loss_mask: &[bool], anchor: usize, gamma: usize) -> usize {
     loss_mask.iter().skip(anchor + 1).take(gamma).take_while(|&&supervised| supervised).count()
 }
 
@@ -23,46 +23,47 @@ pub fn slot_weight(k: usize, decay_gamma: f64) -> f32 {
     (-(k as f64) / decay_gamma).exp() as f32
 }
 
-/// Addend of the loss denominator from the blocks behind these anchors: Σ of the weights of their supervised drafts.
-pub fn block_weight(blocks: &BlockSpec, decay_gamma: f64, loss_mask: &[bool], anchors: &[usize]) -> f64 {
-    let drafts = anchors.iter().flat_map(|&anchor| 0..eval_mask(loss_mask, anchor, blocks.drafted()));
+/// Σ of the slot weights of all supervised drafts after these anchors, an addend of the loss denominator.
+pub fn block_loss_weight(blocks: &BlockSpec, decay_gamma: f64, loss_mask: &[bool], anchors: &[usize]) -> f64 {
+    let drafts =
+        anchors.iter().flat_map(|&anchor| 0..supervised_draft_count(loss_mask, anchor, blocks.draft_len()));
     drafts.map(|k| f64::from(slot_weight(k, decay_gamma))).sum()
 }
 
-/// The tensors of one pass over some sequences with ΣT tokens and A anchors in total.
+/// Tensors of one training pass over sequences with ΣT tokens and A anchors in total.
 pub struct BlockBatch {
-    pub(super) spans: Vec<SequenceSpan>,
+    pub(super) spans: Vec<SequenceAnchors>,
     pub(super) taps: Tensor,              // [ΣT, m·d]
     pub(super) context_positions: Tensor, // [ΣT]
     pub(super) block_tokens: Tensor,      // [A, B]: anchor, mask, …
     pub(super) block_positions: Tensor,   // [A·B]
-    /// Token before each label, `[A, γ]`: the anchor, then the labels.
+    /// Token before each draft, `[A, γ]`: the anchor, then the labels.
     pub previous: Tensor,
-    /// How the gradients by embeddings of `previous` are added up; None where nothing embeds them.
+    /// Scatter plan for the gradients of the embeddings of `previous`; None if the drafter embeds no previous tokens.
     pub(crate) previous_grad: Option<EmbeddingGrad>,
-    /// Supervised drafts as indices into A·γ, `[R]`.
+    /// Indices of the supervised drafts among all A·γ drafts, `[R]`.
     pub rows: Tensor,
-    /// Their labels, `[R]`.
+    /// Labels of the supervised drafts, `[R]`.
     pub labels: Tensor,
     /// The tokens before the labels, `[R]`.
     pub(crate) tokens_before: Vec<i64>,
-    /// Their loss weights exp(−k/γ_decay), `[R]` float32.
+    /// Loss weights exp(−k/γ_decay) of the supervised drafts, `[R]` float32.
     pub weights: Tensor,
-    /// Target states that predict the labels, each once, `[S, d]`.
+    /// Distinct target states that predict the labels, `[S, d]`.
     pub(crate) teacher: Tensor,
-    /// Which of them predicts each label, `[R]`.
+    /// Index into `teacher` for each label, `[R]`.
     sources: Tensor,
     /// Copy of `sources` on the host.
     source_list: Vec<i64>,
     /// Supervised slots of each block.
     pub(crate) counts: Vec<usize>,
-    /// A, number of blocks.
+    /// Number of blocks, A.
     pub blocks: usize,
 }
 
-/// Lists of a batch that have one entry per token, slot, supervised slot or block.
+/// Host lists of a [`BlockBatch`], one entry per token, slot, supervised slot or block.
 #[derive(Default)]
-struct Lists {
+struct BatchLists {
     context_positions: Vec<i64>,
     block_tokens: Vec<i64>,
     block_positions: Vec<i64>,
@@ -73,14 +74,14 @@ struct Lists {
     weights: Vec<f32>,
     counts: Vec<usize>,
     sources: Vec<i64>,
-    /// How many of the target's states there are so far, each counted once.
+    /// Number of distinct target states so far.
     states: i64,
 }
 
-impl Lists {
-    /// Adds a sample; gives the rows of its last states that predict its labels, each once.
-    fn add(&mut self, sample: &TrainSample, shape: &BlockSpec, decay_gamma: f64) -> Vec<i64> {
-        let (ids, length, gamma) = (&sample.input_ids, sample.input_ids.len(), shape.drafted());
+impl BatchLists {
+    /// Adds a sample. Returns the distinct rows of its final states that predict its labels.
+    fn add_sample(&mut self, sample: &TrainSample, shape: &BlockSpec, decay_gamma: f64) -> Vec<i64> {
+        let (ids, length, gamma) = (&sample.input_ids, sample.input_ids.len(), shape.draft_len());
         self.context_positions.extend(0..length as i64);
         let mut teacher_rows = vec![];
         for &anchor in &sample.anchors {
@@ -90,19 +91,19 @@ impl Lists {
                 self.block_positions.push((anchor + slot) as i64);
             }
             self.previous.extend((0..gamma).map(|k| ids[(anchor + k).min(length - 1)]));
-            let supervised = eval_mask(&sample.loss_mask, anchor, gamma);
+            let supervised = supervised_draft_count(&sample.loss_mask, anchor, gamma);
             self.counts.push(supervised);
             for k in 0..supervised {
                 self.rows.push((first + k) as i64);
                 self.labels.push(ids[anchor + 1 + k]);
                 self.tokens_before.push(ids[anchor + k]);
                 self.weights.push(slot_weight(k, decay_gamma));
-                teacher_rows.push(sample.last_row(anchor + k));
+                teacher_rows.push(sample.final_state_row(anchor + k));
             }
         }
-        // A block's labels are a run behind its anchor, and anchors increase: between what consecutive blocks share there is nothing of others.
+        // Anchors increase, so the target states of consecutive blocks form one range of the distinct states.
         debug_assert!(sample.anchors.is_sorted(), "anchors are not in order");
-        let (distinct, sources) = distinct(&teacher_rows);
+        let (distinct, sources) = unique_with_inverse(&teacher_rows);
         self.sources.extend(sources.iter().map(|source| self.states + source));
         self.states += distinct.len() as i64;
         distinct
@@ -110,12 +111,11 @@ impl Lists {
 }
 
 impl BlockBatch {
-    /// Lays out the samples' anchors. None if no sample has any. All samples' states lie on one device, which may be another than
-    /// `device`. `embeds_previous` says whether the drafter embeds the tokens before its slots.
+    /// A batch on `device`. None if no sample has an anchor. The samples' states may be on another device, the same for all samples.
+    /// `embeds_previous` tells whether the drafter embeds the token before each slot.
     ///
     /// # Panics
-    /// If the state of a supervised label's predecessor is not among a sample's `last_positions`; a cache that keeps
-    /// supervised rows has them all.
+    /// If a sample lacks the final state that predicts a supervised label.
     pub fn new(
         samples: &[TrainSample],
         shape: &BlockSpec,
@@ -126,16 +126,16 @@ impl BlockBatch {
     ) -> Option<Self> {
         let _range = range(c"upload");
         let used: Vec<&TrainSample> = samples.iter().filter(|sample| !sample.anchors.is_empty()).collect();
-        let from = used.first()?.last.device();
-        let (mut lists, mut indices) = (Lists::default(), Upload::default());
+        let source_device = used.first()?.last.device();
+        let (mut lists, mut indices) = (BatchLists::default(), Upload::default());
         let mut of_samples: Vec<(UploadSlice, UploadSlice)> = vec![]; // anchors, teacher's rows
         for sample in &used {
-            let teacher_rows = lists.add(sample, shape, decay_gamma);
+            let teacher_rows = lists.add_sample(sample, shape, decay_gamma);
             let anchors = sample.anchors.iter().map(|&anchor| anchor as i64);
             of_samples.push((indices.push(anchors), indices.push(teacher_rows)));
         }
         let grad = embeds_previous.then(|| EmbeddingGrad::plan(&lists.previous, &mut indices));
-        let Lists {
+        let BatchLists {
             context_positions,
             block_tokens,
             block_positions,
@@ -149,40 +149,40 @@ impl BlockBatch {
             states: _,
         } = lists;
         let source_list = sources.clone();
-        let places = [context_positions, block_tokens, block_positions, previous, rows, labels, sources]
+        let slices = [context_positions, block_tokens, block_positions, previous, rows, labels, sources]
             .map(|list| indices.push(list));
         let weights = indices.push_floats(&weights);
-        let here = indices.send(device);
-        let there = if from == device { None } else { Some(indices.send(from)) };
-        let there = there.as_ref().unwrap_or(&here);
+        let on_device = indices.send(device);
+        let on_source = if source_device == device { None } else { Some(indices.send(source_device)) };
+        let on_source = on_source.as_ref().unwrap_or(&on_device);
         let [context_positions, block_tokens, block_positions, previous, rows, labels, sources] =
-            places.map(|place| here.of(place));
+            slices.map(|slice| on_device.slice(slice));
 
-        let spans = used.iter().zip(&of_samples).map(|(sample, (anchors, _))| SequenceSpan {
+        let spans = used.iter().zip(&of_samples).map(|(sample, (anchors, _))| SequenceAnchors {
             tokens: sample.input_ids.len() as i64,
             anchors: sample.anchors.clone(),
-            positions: here.of(*anchors),
+            positions: on_device.slice(*anchors),
         });
-        let spans: Vec<SequenceSpan> = spans.collect();
+        let spans: Vec<SequenceAnchors> = spans.collect();
         let blocks = spans.iter().map(|span| span.anchors.len()).sum::<usize>();
         let taps: Vec<Tensor> = used.iter().map(|sample| sample.taps.shallow_clone()).collect();
         let teacher = used.iter().zip(&of_samples);
         let teacher: Vec<Tensor> =
-            teacher.map(|(sample, (_, rows))| sample.last.index_select(0, &there.of(*rows))).collect();
+            teacher.map(|(sample, (_, rows))| sample.last.index_select(0, &on_source.slice(*rows))).collect();
         let by_block = |size: usize| [blocks as i64, size as i64];
         Some(Self {
             spans,
-            taps: cat_to_device(&taps, from, device, kind),
+            taps: cat_to_device(&taps, source_device, device, kind),
             context_positions,
             block_tokens: block_tokens.view(by_block(shape.block_size)),
             block_positions,
-            previous: previous.view(by_block(shape.drafted())),
-            previous_grad: grad.map(|slices| EmbeddingGrad::new(&slices, &here)),
+            previous: previous.view(by_block(shape.draft_len())),
+            previous_grad: grad.map(|slices| EmbeddingGrad::new(&slices, &on_device)),
             rows,
             labels,
             tokens_before,
-            weights: here.floats(weights),
-            teacher: cat_to_device(&teacher, from, device, kind),
+            weights: on_device.slice_floats(weights),
+            teacher: cat_to_device(&teacher, source_device, device, kind),
             sources,
             source_list,
             counts,
@@ -190,19 +190,19 @@ impl BlockBatch {
         })
     }
 
-    /// The target's states that predict the labels, `[R, d]`.
-    pub fn teacher(&self) -> Tensor {
+    /// Target states that predict the labels, `[R, d]`.
+    pub fn teacher_states(&self) -> Tensor {
         self.teacher.index_select(0, &self.sources)
     }
 
-    /// Which of the target's states predict which labels.
-    pub(crate) fn sources(&self) -> TeacherIndex<'_> {
+    /// Index of the target state of each label.
+    pub(crate) fn teacher_index(&self) -> TeacherIndex<'_> {
         TeacherIndex { of_rows: &self.source_list, there: &self.sources }
     }
 }
 
 impl<S: DrafterSettings> DraftConfig<S> {
-    /// The tensors of one pass over `samples`; see [`BlockBatch::new`]. None for an autoregressive drafter, too.
+    /// Builds a [`BlockBatch`]. Also None for an autoregressive drafter.
     pub fn batch(
         &self,
         samples: &[TrainSample],

@@ -1,46 +1,43 @@
-//! Blocks of a drafter, read from and written to its checkpoint's config.json.
+//! Shape of a drafter's blocks, read from and written to config.json.
 
 use deepspec_checkpoint::{CheckpointError, Fields};
 use deepspec_core::Slots;
 use serde_json::{Map, Value, json};
 
-use crate::{ConfigIssue, WarmStart};
+use crate::{ConfigIssue, WarmStartCheck};
 
-/// More slots are a mistake; refused here, they cannot exhaust the memory.
+/// Upper limit of `block_size`. A larger value is a mistake that would exhaust memory.
 const MAX_BLOCK: usize = 1024;
-/// A larger rank of a head is a mistake; refused where configs are read, it cannot exhaust the memory.
+/// Upper limit of a head's rank. A larger value is a mistake that would exhaust memory.
 pub const MAX_RANK: i64 = 1 << 20;
-/// Whether the anchor's own slot drafts, as vLLM and SGLang know it.
+/// Key of vLLM and SGLang that tells whether the anchor's slot drafts.
 const SAMPLE_FROM_ANCHOR: &str = "sample_from_anchor";
 
-/// Anchors per sequence where neither recipe nor config says.
-pub fn num_anchors() -> usize {
+/// Default number of anchors per training sequence.
+pub fn default_num_anchors() -> usize {
     512
 }
 
-/// Blocks `[anchor, mask, …]` behind anchors.
+/// Shape of blocks `[anchor, mask, …]`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BlockSpec {
-    /// B, slots of a block, the anchor's included.
+    /// Slots of a block including the anchor's, B.
     pub block_size: usize,
-    /// Tokens that the slots predict.
+    /// Whether a slot predicts its own position or the next one.
     pub slots: Slots,
-    /// Stands for the tokens to be predicted.
+    /// Input token of all slots except the anchor's.
     pub mask_token_id: i64,
-    /// Anchors per training sequence, kept for information.
+    /// Anchors per training sequence. Inference does not read it.
     pub num_anchors: usize,
 }
 
 impl BlockSpec {
-    /// γ, tokens drafted per block.
-    pub fn drafted(&self) -> usize {
+    /// Drafted tokens per block, γ.
+    pub fn draft_len(&self) -> usize {
         self.slots.drafted(self.block_size)
     }
 
-    /// Reads them; a config without `sample_from_anchor` has the `default` slots.
-    ///
-    /// # Errors
-    /// If a key is missing or of a wrong type.
+    /// Reads the block's keys. A config without `sample_from_anchor` has the `default` slots.
     pub fn read(fields: &Fields, default: Slots) -> Result<Self, CheckpointError> {
         let mask = "mask_token_id";
         let slots = match fields.flag(SAMPLE_FROM_ANCHOR)? {
@@ -54,11 +51,11 @@ impl BlockSpec {
             mask_token_id: fields.required(mask, fields.count(mask)?)? as i64,
             num_anchors: fields
                 .size::<i64>("num_anchors")?
-                .map_or_else(num_anchors, |anchors| anchors as usize),
+                .map_or_else(default_num_anchors, |anchors| anchors as usize),
         })
     }
 
-    /// Writes them, without the number of anchors. Without the flag for slots, every slot drafts.
+    /// Writes the block's keys except `num_anchors`. `sample_from_anchor` is written only if the slots fill in.
     pub fn write(&self, map: &mut Map<String, Value>) {
         map.insert("block_size".into(), json!(self.block_size));
         map.insert("mask_token_id".into(), json!(self.mask_token_id));
@@ -67,12 +64,9 @@ impl BlockSpec {
         }
     }
 
-    /// Checks them for a vocabulary of so many tokens.
-    ///
-    /// # Errors
-    /// A key and what is wrong with it.
+    /// Checks block size and mask token. An error is a key and its problem.
     pub fn check(&self, vocab_size: i64) -> Result<(), ConfigIssue> {
-        let least = self.slots.first() + 1;
+        let least = self.slots.first_drafting_position() + 1;
         if !(least..=MAX_BLOCK).contains(&self.block_size) {
             let problem = format!("{} is not between {least} and {MAX_BLOCK}", self.block_size);
             return Err(("block_size", problem));
@@ -85,13 +79,13 @@ impl BlockSpec {
         Ok(())
     }
 
-    /// As small as they can be.
+    /// Sets the smallest mask token and number of anchors, for dummy runs.
     pub fn shrink(&mut self) {
         (self.mask_token_id, self.num_anchors) = (0, 1);
     }
 
     /// See [`crate::DrafterSettings::compare_for_warm_start`].
-    pub fn compare_for_warm_start(&self, from: &Self, transfer: &mut WarmStart) {
+    pub fn compare_for_warm_start(&self, from: &Self, transfer: &mut WarmStartCheck) {
         transfer.compare("block_size", from.block_size, self.block_size);
         transfer.compare("slots", from.slots.name(), self.slots.name());
         transfer.compare("mask_token_id", from.mask_token_id, self.mask_token_id);

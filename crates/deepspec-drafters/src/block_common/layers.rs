@@ -1,4 +1,4 @@
-//! Which draft layers a recipe asks for.
+//! Number, attention types and windows of the draft layers of a recipe.
 
 use deepspec_models::config::MAX_LAYERS;
 use schemars::JsonSchema;
@@ -16,18 +16,18 @@ pub enum LayerType {
     SlidingAttention,
 }
 
-/// Draft layers and their windows.
+/// Settings of the draft layers in a recipe.
 pub struct DraftLayers<'a> {
-    /// How many there are.
+    /// Number of layers.
     pub count: usize,
-    /// Tokens that a layer with a window sees, itself included.
+    /// Tokens that a sliding layer attends to, including the token itself.
     pub sliding_window: Option<usize>,
-    /// The kind of each; none means a window in all of them where there is one, and in none elsewhere.
+    /// Attention type of each layer. If empty, all layers slide when `sliding_window` is set, and none slides otherwise.
     pub types: &'a [LayerType],
 }
 
 impl DraftLayers<'_> {
-    /// The window of each; one too many where there are too many of them.
+    /// Sliding window of each layer. The list has at most `MAX_LAYERS` + 1 entries, so that a later check refuses too many layers.
     pub fn windows(&self) -> Vec<Option<usize>> {
         let window = |layer| match self.types.get(layer) {
             Some(LayerType::FullAttention) => None,
@@ -36,10 +36,7 @@ impl DraftLayers<'_> {
         (0..self.count.min(MAX_LAYERS + 1)).map(window).collect()
     }
 
-    /// Checks types and window against each other.
-    ///
-    /// # Errors
-    /// A key and what is wrong with it.
+    /// Checks that `types` and `sliding_window` agree.
     pub fn check(&self) -> Result<(), ConfigIssue> {
         let (layers, types) = (self.count, self.types.len());
         if types > 0 && types != layers {

@@ -1,7 +1,7 @@
 //! Block drafters: the parts that DSpark, DFlash and DFlash 2 share.
 //!
-//! B tokens `[anchor, mask, …, mask]` run through the backbone at once, and γ of the slots draft a token each ([`Slots`]). Each drafter
-//! adds its own way from hidden states to logits.
+//! B tokens `[anchor, mask, …, mask]` run through the backbone at once, and γ of the slots draft one token each ([`Slots`]). Each drafter
+//! computes logits from hidden states in its own way.
 //!
 //! [`Slots`]: deepspec_core::Slots
 
@@ -9,19 +9,19 @@ mod backbone;
 mod batch;
 mod blocks;
 mod cost;
-mod examined;
 pub(crate) mod formats;
 mod layers;
+mod predictions;
 mod proposer;
 pub(crate) mod sums;
 
 pub use backbone::Backbone;
-pub use batch::{BlockBatch, anchor_candidates, block_weight, eval_mask, slot_weight};
-pub use blocks::{BlockSpec, MAX_RANK, num_anchors};
-pub use cost::{block_flops, block_pass_rows};
-pub use examined::predict;
+pub use batch::{BlockBatch, anchor_candidates, block_loss_weight, slot_weight, supervised_draft_count};
+pub use blocks::{BlockSpec, MAX_RANK, default_num_anchors};
+pub use cost::{FROZEN_FACTOR, TRAINED_FACTOR, block_flops, block_pass_rows};
 pub use layers::{DraftLayers, LayerType};
-pub use proposer::{BlockProposerOf, Drafting};
+pub use predictions::predict;
+pub use proposer::{BlockProposerOf, ConfidenceInputs};
 pub use sums::LossSum;
 
 use deepspec_engine::DraftSampling;
@@ -31,28 +31,28 @@ use tch::Tensor;
 use crate::draft_model::{DraftConfig, DraftModel, DrafterKind};
 use crate::registration::ParamGroup;
 
-/// The backbone as `train.freeze` names it.
+/// Parameter group `backbone` of `train.freeze`.
 pub(crate) const BACKBONE: ParamGroup =
     ParamGroup { name: "backbone", prefixes: &["fc.", "hidden_norm.", "layers.", "norm."] };
 
-/// A drafter of whole blocks.
+/// A drafter that drafts all tokens of a block in one pass.
 pub trait BlockDrafter: DrafterKind {
-    /// State from one drafted slot to the next.
+    /// State that one drafted slot passes to the next.
     type State: Default;
 
-    /// Its backbone.
+    /// The drafter's backbone.
     fn backbone(&self) -> &Backbone;
 
-    /// Runs around attention and MLP of layer `layer`, over rows of whole blocks `[N·B, d]`; None for plain layers.
-    fn hook(&self, _layer: usize) -> Option<&dyn LayerHook> {
+    /// Wraps attention and MLP of layer `layer`, over rows of whole blocks `[N·B, d]`; None for plain layers.
+    fn layer_hook(&self, _layer: usize) -> Option<&dyn LayerHook> {
         None
     }
 
-    /// Its blocks.
-    fn blocks(config: &DraftConfig<Self::Settings>) -> &BlockSpec;
+    /// Shape of the drafter's blocks.
+    fn block_spec(config: &DraftConfig<Self::Settings>) -> &BlockSpec;
 
-    /// Whether it has a confidence head.
-    fn has_confidence(_config: &DraftConfig<Self::Settings>) -> bool {
+    /// Whether the drafter has a confidence head.
+    fn has_confidence_head(_config: &DraftConfig<Self::Settings>) -> bool {
         false
     }
 
@@ -63,14 +63,14 @@ pub trait BlockDrafter: DrafterKind {
         DraftSampling::Greedy
     }
 
-    /// Turns the Markov head off; whether there is one.
-    fn ignore_markov(&mut self) -> bool {
+    /// Stops adding the Markov bias to the logits. Returns whether there is a Markov head.
+    fn disable_markov_bias(&mut self) -> bool {
         false
     }
 
-    /// Float32 logits `[S, V]` of one slot, from the shared head's logits `base`, hidden states `[S, d]` and previous tokens `[S]`.
+    /// Float32 logits `[S, V]` of the next slot, from the LM head's logits `base`, hidden states `[S, d]` and previous tokens `[S]`.
     /// Also returns the embeddings `[S, r]` of the previous tokens, for the confidence head.
-    fn step(
+    fn next_slot_logits(
         model: &DraftModel<Self>,
         base: Tensor,
         hidden: &Tensor,
@@ -78,8 +78,8 @@ pub trait BlockDrafter: DrafterKind {
         state: &mut Self::State,
     ) -> (Tensor, Option<Tensor>);
 
-    /// Embeddings of the previous tokens, and features of the logits, `[A, γ, r]` each. They are teacher-forced from hidden
-    /// states `[A, γ, d]` and previous tokens `[A, γ]`. None where logits depend on hidden states alone.
+    /// Embeddings of the previous tokens, and the features that the logits read, `[A, γ, r]` each. Both are teacher-forced, from hidden
+    /// states `[A, γ, d]` and previous tokens `[A, γ]`. None if the logits depend only on hidden states.
     fn logit_features(
         model: &DraftModel<Self>,
         hidden: &Tensor,
@@ -90,7 +90,7 @@ pub trait BlockDrafter: DrafterKind {
     fn slot_logits(model: &DraftModel<Self>, hidden: &Tensor, features: Option<&Tensor>) -> Tensor;
 
     /// Confidence logits `[..]` from hidden states `[.., d]` and embeddings `[.., r]`; None without a confidence head.
-    fn confidence(
+    fn confidence_logits(
         _model: &DraftModel<Self>,
         _hidden: &Tensor,
         _embeddings: Option<&Tensor>,

@@ -1,23 +1,23 @@
-//! Sums over a micro-batch, and the metrics of block drafters.
+//! Sums over a micro-batch, and the metrics of block drafters computed from them.
 
-use deepspec_ops::distill_loss::{Column, LossOutput, LossRecipe, TERMS};
+use deepspec_ops::distill_loss::{LossColumn, LossOutput, LossRecipe, TERMS};
 use serde_json::{Map, Value, json};
 use tch::{Kind, Tensor};
 
 use super::BlockBatch;
 
-/// Sums that add up over micro-batches and ranks.
+/// A sum over a micro-batch, which is added up over micro-batches and ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LossSum {
-    /// Σ of the position weights.
+    /// Σ of the slot weights.
     Weight,
-    /// The numerator of the whole loss.
+    /// Numerator of the total loss.
     Loss,
-    /// One of the loss terms, with position weights only.
+    /// Σ of slot weight · loss term, the term by its index in [`TERMS`].
     Term(usize),
-    /// The cross entropy with position weights that follow the drafter.
+    /// Σ of the cross entropy with weights that depend on the drafter (`dpace` or `until_first_error`).
     AdaptiveCe,
-    /// Σ over the blocks of 1 + Π accept rates.
+    /// Σ over the blocks of 1 + Σ_k Π_{j≤k} accept rate_j.
     Tau,
     /// Number of blocks.
     Blocks,
@@ -27,17 +27,17 @@ pub enum LossSum {
     Accept(usize),
     /// Number of supervised drafts at a position.
     Count(usize),
-    /// A sum that only this drafter has.
+    /// A sum that only one kind of drafter has.
     Own(&'static str),
 }
 
 impl LossSum {
-    /// The label's cross entropy.
+    /// Cross entropy with the labels.
     pub const CE: Self = Self::Term(0);
     /// ‖p^d − p^t‖₁.
     pub const L1: Self = Self::Term(1);
 
-    /// All sums for blocks of γ drafts, in their order; the drafter's `own` sums come last.
+    /// All sums for blocks of γ drafts, in order. The drafter's `own` sums come last.
     pub fn all(gamma: usize, own: &[&'static str]) -> impl Iterator<Item = Self> {
         let terms = (0..TERMS.len()).map(Self::Term);
         [Self::Weight, Self::Loss]
@@ -49,7 +49,7 @@ impl LossSum {
             .chain(own.iter().map(|name| Self::Own(name)))
     }
 
-    /// Its name, for messages and tests.
+    /// Name of the sum, for messages and tests.
     pub fn name(self) -> String {
         match self {
             Self::Weight => "weight".into(),
@@ -67,20 +67,20 @@ impl LossSum {
 }
 
 impl BlockBatch {
-    /// Values of the supervised drafts `[R]` at their slots, `[A, γ]`, and 0 elsewhere.
-    pub(crate) fn by_block(&self, rows: &Tensor) -> Tensor {
+    /// Scatters values of the supervised drafts `[R]` to their slots `[A, γ]`; other slots get 0.
+    pub(crate) fn scatter_to_blocks(&self, rows: &Tensor) -> Tensor {
         let all = Tensor::zeros([self.previous.numel() as i64], (Kind::Float, rows.device()));
         all.index_add(0, &self.rows, rows).view_as(&self.previous)
     }
 
-    /// Σ of values of the supervised drafts `[R]`, with position weights.
-    pub(crate) fn weighted(&self, values: &Tensor) -> Tensor {
+    /// Σ of slot weight · value over the supervised drafts, `values [R]`.
+    pub(crate) fn weighted_sum(&self, values: &Tensor) -> Tensor {
         (values * &self.weights).sum(Kind::Float)
     }
 
-    /// Every [`LossSum`], `[K]` float64; `loss` is the numerator of the whole loss, `accept [R]` are the accept rates, and `own` are the
-    /// drafter's own sums.
-    pub(crate) fn sums<const N: usize>(
+    /// Every [`LossSum`], `[K]` float64. `loss` is the numerator of the total loss, `accept [R]` are the accept rates, and `own` are the
+    /// sums that only this drafter has.
+    pub(crate) fn loss_sums<const N: usize>(
         &self,
         output: &LossOutput,
         loss: &Tensor,
@@ -88,17 +88,18 @@ impl BlockBatch {
         own: [Tensor; N],
     ) -> Tensor {
         let (device, count) = (accept.device(), accept.size()[0] as f64);
-        let accepted = self.by_block(accept);
+        let accepted = self.scatter_to_blocks(accept);
         let survival = accepted.cumprod(1, Kind::Float); // Π accept rate, 0 behind the supervised drafts
         let accepted_at = accepted.sum_dim_intlist(0, false, Kind::Double);
-        let supervised_at = self.by_block(&accept.ones_like()).sum_dim_intlist(0, false, Kind::Double);
-        // Filled on the device: a host's number would need a copy.
+        let supervised_at =
+            self.scatter_to_blocks(&accept.ones_like()).sum_dim_intlist(0, false, Kind::Double);
+        // Created on the device, which avoids a copy from the host.
         let number = |value: f64| Tensor::full([], value, (Kind::Double, device));
         let value = |sum: LossSum| match sum {
             LossSum::Weight => self.weights.sum(Kind::Float),
             LossSum::Loss => loss.shallow_clone(),
-            LossSum::Term(term) => self.weighted(&output.column(Column::Term(term))),
-            LossSum::AdaptiveCe => output.column(Column::AdaptiveCe).sum(Kind::Float),
+            LossSum::Term(term) => self.weighted_sum(&output.column(LossColumn::Term(term))),
+            LossSum::AdaptiveCe => output.column(LossColumn::AdaptiveCe).sum(Kind::Float),
             LossSum::Tau => survival.sum(Kind::Double) + self.blocks as f64,
             LossSum::Blocks => number(self.blocks as f64),
             LossSum::Drafts => number(count),
@@ -112,45 +113,45 @@ impl BlockBatch {
     }
 }
 
-/// Sums of a logging window.
-pub(crate) struct Window<'a> {
-    /// γ, drafted tokens per block.
+/// Sums of a logging window, from which metrics are computed.
+pub(crate) struct WindowSums<'a> {
+    /// Drafted tokens per block, γ.
     pub gamma: usize,
     /// Names of the drafter's own sums.
     pub own: &'a [&'static str],
-    /// The sums of [`LossSum::all`].
+    /// Values in the order of [`LossSum::all`].
     pub sums: &'a [f64],
 }
 
-impl Window<'_> {
-    /// One of the sums.
-    pub fn of(&self, sum: LossSum) -> f64 {
+impl WindowSums<'_> {
+    /// Value of a sum.
+    pub fn get(&self, sum: LossSum) -> f64 {
         self.sums[LossSum::all(self.gamma, self.own).take_while(|other| *other != sum).count()]
     }
 
-    /// The mean of a sum with position weights.
-    pub fn mean(&self, weighted: f64) -> f64 {
-        ratio(weighted, self.of(LossSum::Weight))
+    /// Divides a sum over slot weights by the sum of the slot weights.
+    pub fn weighted_mean(&self, weighted: f64) -> f64 {
+        ratio(weighted, self.get(LossSum::Weight))
     }
 
-    /// Metrics of all block drafters. `loss` is the drafter's own loss and `own` its further metrics, by name.
-    pub fn metrics(
+    /// Metrics of block drafters. `loss` is the name and value of the drafter's own loss, and `own` are its other metrics.
+    pub fn to_metrics(
         &self,
         recipe: &LossRecipe,
         samples: usize,
         loss: (&str, f64),
         own: &[(&str, f64)],
     ) -> Map<String, Value> {
-        let mean = |sum| self.mean(self.of(sum));
-        let rate = |k| ratio(self.of(LossSum::Accept(k)), self.of(LossSum::Count(k)));
-        let (blocks, drafts) = (self.of(LossSum::Blocks), self.of(LossSum::Drafts));
+        let mean = |sum| self.weighted_mean(self.get(sum));
+        let rate = |k| ratio(self.get(LossSum::Accept(k)), self.get(LossSum::Count(k)));
+        let (blocks, drafts) = (self.get(LossSum::Blocks), self.get(LossSum::Drafts));
         let mut metrics = Map::new();
         let mut put = |name: &str, value: Value| metrics.insert(name.to_string(), value);
         put("loss", json!(mean(LossSum::Loss)));
         put("ce_loss", json!(mean(LossSum::CE)));
         put("l1_loss", json!(mean(LossSum::L1)));
         put(loss.0, json!(loss.1));
-        put("tau_probabilistic", json!(ratio(self.of(LossSum::Tau), blocks)));
+        put("tau_probabilistic", json!(ratio(self.get(LossSum::Tau), blocks)));
         put("accept_rate", json!((0..self.gamma).map(rate).collect::<Vec<_>>()));
         for (name, value) in own {
             put(name, json!(value));
@@ -158,7 +159,7 @@ impl Window<'_> {
         put("anchors_per_sample", json!(blocks / samples.max(1) as f64));
         put("supervised_per_block", json!(ratio(drafts, blocks)));
         for (place, term) in TERMS.iter().enumerate().filter(|(_, term)| term.is_reported(recipe)) {
-            // Terms that are there already keep their place.
+            // `insert` keeps the place of terms that were put above.
             put(&format!("{}_loss", term.name()), json!(mean(LossSum::Term(place))));
         }
         if recipe.dpace.is_some() {
@@ -185,9 +186,9 @@ mod tests {
         let (gamma, own) = (3, ["first", "second"]);
         let all: Vec<LossSum> = LossSum::all(gamma, &own).collect();
         let sums: Vec<f64> = (0..all.len()).map(|place| place as f64).collect();
-        let window = Window { gamma, own: &own, sums: &sums };
+        let window = WindowSums { gamma, own: &own, sums: &sums };
         for (place, sum) in all.iter().enumerate() {
-            assert_eq!(window.of(*sum), place as f64, "{}", sum.name());
+            assert_eq!(window.get(*sum), place as f64, "{}", sum.name());
         }
         assert_eq!([LossSum::CE.name(), LossSum::L1.name()], ["ce", "l1"]);
     }

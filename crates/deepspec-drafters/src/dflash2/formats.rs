@@ -5,17 +5,17 @@ use std::sync::Arc;
 use deepspec_checkpoint::{
     CheckpointError, CheckpointFormat, Decoder, DflashConfig, DflashConfigKeys, Drafter, Engine,
     EngineSupport, ExternalClass, Family, Fields, GgufParts, GgufValue, KindSettings, Reader, Settings,
-    Shapes, Speculators, keys,
+    Speculators, TensorShapes, json_map,
 };
 use deepspec_core::Slots;
 use serde_json::{Map, Value, json};
 
 use super::model::{Convolution, DFlash2Settings};
 use crate::block_common::BlockSpec;
-use crate::block_common::formats::{GGUF_ARCHITECTURE, HEADS, SGLANG_SPECULATORS, with_outer_block_size};
+use crate::block_common::formats::{GGUF_ARCHITECTURE, HEAD_KEYS, SGLANG_REFUSAL, merge_outer_block_size};
 use crate::draft_model::DrafterSettings as _;
 
-/// How DFlash 2 is read.
+/// Reads checkpoints of DFlash 2 in all layouts.
 pub static READER: Reader = Reader {
     class: DFlash2Settings::CLASS,
     keys: &[
@@ -27,9 +27,9 @@ pub static READER: Reader = Reader {
         "selector_rank",
         "selector_top_k",
     ],
-    reference: read,
+    reference: read_settings,
     model_types: &["dflash2"],
-    speculators: |fields, decoder| read(fields, decoder),
+    speculators: |fields, decoder| read_settings(fields, decoder),
     classes: &[ExternalClass {
         name: ZLAB_CLASS,
         tools: "z-lab",
@@ -37,23 +37,23 @@ pub static READER: Reader = Reader {
     }],
 };
 
-/// The class in z-lab's layout.
+/// Class name in z-lab's layout.
 const ZLAB_CLASS: &str = "DFlash2DraftModel";
 
-/// z-lab's, whose keys stand within `dflash_config`.
+/// Reads z-lab's layout, whose keys are inside `dflash_config`.
 fn read_zlab(fields: &Fields, families: &[Family]) -> Result<(CheckpointFormat, Drafter), CheckpointError> {
-    let config = DflashConfig::read(fields, &HEADS, families)?;
+    let config = DflashConfig::read(fields, &HEAD_KEYS, families)?;
     if config.slots == Some(Slots::AnchorPredicts) {
         return Err(fields.error("sample_from_anchor", "true; the slots of DFlash 2 fill in"));
     }
-    // As with DFlash, the block size may stand outside.
-    let keys = with_outer_block_size(fields, &config.inner)?;
-    let settings = read(&config.inner.with(&keys), &config.decoder)?;
+    // As with DFlash, `block_size` may be at the top level.
+    let keys = merge_outer_block_size(fields, &config.inner)?;
+    let settings = read_settings(&config.inner.with_map(&keys), &config.decoder)?;
     Ok((CheckpointFormat::Zlab, config.drafter(fields, ZLAB_CLASS, settings)?))
 }
 
-/// Reads the settings where all of them stand together.
-fn read(fields: &Fields, decoder: &Decoder) -> Result<Settings, CheckpointError> {
+/// Reads settings from one object that has all keys.
+fn read_settings(fields: &Fields, decoder: &Decoder) -> Result<Settings, CheckpointError> {
     let settings = DFlash2Settings::read(fields)?;
     let checked = settings.check_sizes(decoder.vocab_size as i64, decoder.hidden_size as i64);
     checked.map_err(|(key, problem)| fields.error(key, problem))?;
@@ -61,11 +61,11 @@ fn read(fields: &Fields, decoder: &Decoder) -> Result<Settings, CheckpointError>
 }
 
 impl DFlash2Settings {
-    /// All keys but `sample_from_anchor`.
-    fn keys(&self) -> Map<String, Value> {
+    /// Keys for config.json except `sample_from_anchor`.
+    fn config_keys(&self) -> Map<String, Value> {
         let BlockSpec { block_size, mask_token_id, .. } = self.blocks;
-        let mut keys = keys([("block_size", json!(block_size)), ("mask_token_id", json!(mask_token_id))]);
-        keys.extend(self.sizes().map(|(key, size)| (key.into(), size.into())));
+        let mut keys = json_map([("block_size", json!(block_size)), ("mask_token_id", json!(mask_token_id))]);
+        keys.extend(self.named_sizes().map(|(key, size)| (key.into(), size.into())));
         keys
     }
 }
@@ -80,7 +80,7 @@ impl KindSettings for DFlash2Settings {
     }
 
     fn drafted(&self) -> u64 {
-        self.blocks.drafted() as u64
+        self.blocks.draft_len() as u64
     }
 
     fn mask_token_id(&self) -> Option<u64> {
@@ -98,7 +98,7 @@ impl KindSettings for DFlash2Settings {
     fn lines(&self) -> Vec<(&'static str, String)> {
         let Self { blocks, convolution, selector_rank, selector_top_k } = self;
         let Convolution { kernel_size, group_size } = convolution;
-        let (drafted, size, slots) = (blocks.drafted(), blocks.block_size, blocks.slots);
+        let (drafted, size, slots) = (blocks.draft_len(), blocks.block_size, blocks.slots);
         vec![
             ("drafts", format!("{drafted} tokens in blocks of {size}; {slots}")),
             ("mask token", blocks.mask_token_id.to_string()),
@@ -108,10 +108,10 @@ impl KindSettings for DFlash2Settings {
     }
 
     fn to_json(&self) -> Value {
-        json!({"dflash2": self.keys()})
+        json!({"dflash2": self.config_keys()})
     }
 
-    fn tensors(&self, drafter: &Drafter, shapes: &mut Shapes) {
+    fn add_tensor_shapes(&self, drafter: &Drafter, shapes: &mut TensorShapes) {
         let [width, vocab] = [drafter.hidden_size, drafter.vocab_size].map(|size| size as usize);
         let [taps, group, rank] =
             [self.convolution.kernel_size, self.convolution.group_size, self.selector_rank]
@@ -132,32 +132,32 @@ impl KindSettings for DFlash2Settings {
         match to {
             CheckpointFormat::Reference | CheckpointFormat::Speculators | CheckpointFormat::Zlab => None,
             CheckpointFormat::Specforge | CheckpointFormat::Modelopt => {
-                Some("this dialect has no DFlash 2".into())
+                Some("DeepSpec cannot write DFlash 2 in this format".into())
             }
         }
     }
 
-    fn reference(&self, _: &Drafter) -> (&'static str, Map<String, Value>) {
-        let mut map = self.keys();
+    fn reference_config(&self, _: &Drafter) -> (&'static str, Map<String, Value>) {
+        let mut map = self.config_keys();
         map.insert("sample_from_anchor".into(), false.into());
         (READER.class, map)
     }
 
-    fn speculators(&self) -> Speculators {
-        let mut keys = self.keys();
+    fn speculators_config(&self) -> Speculators {
+        let mut keys = self.config_keys();
         keys.insert("sample_from_anchor".into(), false.into());
         Speculators { model_type: "dflash2", class: ZLAB_CLASS, taps: "aux_hidden_state_layer_ids", keys }
     }
 
     fn dflash_config(&self, _: CheckpointFormat) -> Option<DflashConfigKeys> {
-        Some(DflashConfigKeys { class: ZLAB_CLASS, top: Map::new(), inner: self.keys() })
+        Some(DflashConfigKeys { class: ZLAB_CLASS, top: Map::new(), inner: self.config_keys() })
     }
 
     fn engine_format(&self, _: Engine, _: &Drafter) -> Result<CheckpointFormat, String> {
         Ok(CheckpointFormat::Zlab)
     }
 
-    fn gguf(&self, drafter: &Drafter) -> Result<GgufParts, String> {
+    fn gguf_parts(&self, drafter: &Drafter) -> Result<GgufParts, String> {
         let (width, candidates) = (drafter.hidden_size as i64, self.selector_top_k);
         if width < candidates * (candidates + 1) {
             return Err(format!(
@@ -165,7 +165,7 @@ impl KindSettings for DFlash2Settings {
                  {width} values"
             ));
         }
-        let sizes = [("block_size", self.blocks.block_size as i64)].into_iter().chain(self.sizes());
+        let sizes = [("block_size", self.blocks.block_size as i64)].into_iter().chain(self.named_sizes());
         let sizes = sizes.map(|(key, size)| (key, GgufValue::U32(size as u32)));
         Ok(GgufParts {
             keys: sizes.chain([("sample_from_anchor", GgufValue::Bool(false))]).collect(),
@@ -185,16 +185,16 @@ impl KindSettings for DFlash2Settings {
         })
     }
 
-    fn support(&self, engine: Engine, format: CheckpointFormat) -> EngineSupport {
+    fn engine_support(&self, engine: Engine, format: CheckpointFormat) -> EngineSupport {
         use CheckpointFormat::{Speculators, Zlab};
         use EngineSupport as S;
         match (format, engine) {
-            (Zlab, Engine::Sglang) => S::yes("--speculative-algorithm DFLASH, with PR 35371"),
-            (Speculators, Engine::Sglang) => S::no(SGLANG_SPECULATORS),
-            (_, Engine::Sglang) => S::no("the class is not registered; convert to sglang"),
-            (Zlab, _) => S::tried("method dflash"),
-            (Speculators, _) => S::yes("method dflash, with PR 53797"),
-            (_, _) => S::no("the class is not registered; convert to vllm"),
+            (Zlab, Engine::Sglang) => S::loads_untested("--speculative-algorithm DFLASH, with PR 35371"),
+            (Speculators, Engine::Sglang) => S::not_loaded(SGLANG_REFUSAL),
+            (_, Engine::Sglang) => S::not_loaded("the class is not registered; convert to sglang"),
+            (Zlab, _) => S::loads_tested("method dflash"),
+            (Speculators, _) => S::loads_untested("method dflash, with PR 53797"),
+            (_, _) => S::not_loaded("the class is not registered; convert to vllm"),
         }
     }
 }

@@ -1,11 +1,12 @@
-//! DFlash 2 (Inco AI, z-lab, August 2026): blocks whose slots fill in, with short convolutions around attention and MLP. A
-//! selector walks from the anchor over each slot's likeliest tokens.
+//! DFlash 2 (Inco AI, z-lab, August 2026): a block drafter with convolutions in its layers and a selector over each slot's top-k tokens.
 //!
-//! Legend beside the crate's: K taps of a convolution, c channels of its groups, k candidates of a slot, r rank of the selector.
+//! Further symbols: K taps of a convolution, c channels per group, k candidates of a slot, r rank of the selector.
 
 mod formats;
 mod model;
 mod train;
 
 pub use model::{Convolution, DFlash2, DFlash2Config, DFlash2Recipe, DFlash2Settings, Selector};
-pub use train::{DFLASH2_SUMS, DFlash2Objective, DFlash2Plan, DFlash2Proposer, KIND, fit, read};
+pub use train::{
+    DFLASH2_INFO, DFLASH2_SUMS, DFlash2Objective, DFlash2Plan, DFlash2Proposer, build_plan, read_recipe,
+};

@@ -1,12 +1,11 @@
 //! DFlash 2: keys of recipes and checkpoints, convolutions, the selector, and drafting.
 //!
-//! The slots of a block fill in: the first repeats the anchor, and each other slot drafts a token. DFlash 2 adds short
-//! convolutions along the slots around attention and MLP. Its selector walks from the anchor over each slot's likeliest
-//! tokens.
+//! The first slot of a block holds the anchor, and each other slot drafts the token at its own position. Short convolutions along the slots
+//! wrap attention and MLP. The selector scores each slot's top-k tokens given the token before, starting from the anchor.
 
 use deepspec_checkpoint::{CheckpointError, Fields};
 use deepspec_core::Slots;
-use deepspec_core::recipe::at_least_one;
+use deepspec_core::recipe::require_at_least_one;
 use deepspec_models::ModelConfig;
 use deepspec_models::nn::{Builder, Init, LayerHook, Linear};
 use deepspec_ops::distill_loss::LossRecipe;
@@ -16,8 +15,8 @@ use serde_json::{Map, Value, json};
 use tch::{Kind, Tensor};
 
 use crate::ConfigIssue;
-use crate::block_common::{Backbone, BlockDrafter, BlockSpec, DraftLayers, LayerType, MAX_RANK, num_anchors};
-use crate::draft_model::{DraftConfig, DraftModel, DrafterSettings, WarmStart};
+use crate::block_common::{Backbone, BlockDrafter, BlockSpec, DraftLayers, LayerType, MAX_RANK};
+use crate::draft_model::{DraftConfig, DraftModel, DrafterSettings, WarmStartCheck};
 
 /// A DFlash 2 drafter.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
@@ -36,7 +35,7 @@ pub struct DFlash2Recipe {
     /// A token that never occurs in text; stands for what is to be predicted.
     pub mask_token_id: i64,
     /// Blocks per training sequence.
-    #[serde(default = "num_anchors")]
+    #[serde(default = "crate::block_common::default_num_anchors")]
     pub num_anchors: usize,
     /// The convolutions.
     #[serde(default)]
@@ -84,7 +83,7 @@ impl Default for Selector {
 }
 
 impl DFlash2Recipe {
-    /// Its draft layers.
+    /// Settings of the draft layers.
     pub fn layers(&self) -> DraftLayers<'_> {
         let Self { num_draft_layers: count, sliding_window, layer_types: types, .. } = self;
         DraftLayers { count: *count, sliding_window: *sliding_window, types }
@@ -95,12 +94,9 @@ impl DFlash2Recipe {
         self.loss.unwrap_or(LossRecipe { ce_alpha: 1.0, ..LossRecipe::NONE })
     }
 
-    /// Checks values against their ranges and each other.
-    ///
-    /// # Errors
-    /// A key and what is wrong with it.
+    /// Checks ranges and combinations of the values.
     pub fn check(&self) -> Result<(), ConfigIssue> {
-        at_least_one(&[
+        require_at_least_one(&[
             ("num_draft_layers", self.num_draft_layers),
             ("num_anchors", self.num_anchors),
             ("sliding_window", self.sliding_window.unwrap_or(1)),
@@ -116,20 +112,20 @@ impl DFlash2Recipe {
     }
 }
 
-/// Settings of a DFlash 2 drafter.
+/// Checkpoint settings of DFlash 2.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct DFlash2Settings {
-    /// Its blocks, whose slots fill in.
+    /// Shape of the blocks; the slots fill in.
     pub blocks: BlockSpec,
-    /// Its convolutions.
+    /// Shape of the convolutions.
     pub convolution: Convolution,
-    /// r of its selector.
+    /// Rank of the selector, r.
     pub selector_rank: i64,
-    /// k of its selector.
+    /// Candidates per slot, k.
     pub selector_top_k: i64,
 }
 
-/// A DFlash 2 drafter's architecture.
+/// Architecture of a DFlash 2 drafter.
 pub type DFlash2Config = DraftConfig<DFlash2Settings>;
 
 impl DrafterSettings for DFlash2Settings {
@@ -157,7 +153,7 @@ impl DrafterSettings for DFlash2Settings {
     fn write(&self, map: &mut Map<String, Value>) {
         self.blocks.write(map);
         map.insert("num_anchors".into(), json!(self.blocks.num_anchors));
-        map.extend(self.sizes().map(|(key, size)| (key.into(), size.into())));
+        map.extend(self.named_sizes().map(|(key, size)| (key.into(), size.into())));
     }
 
     fn check(&self, model: &ModelConfig) -> Result<(), ConfigIssue> {
@@ -178,18 +174,18 @@ impl DrafterSettings for DFlash2Settings {
         self.convolution.group_size = 1; // divides any width
     }
 
-    fn compare_for_warm_start(&self, from: &Self, transfer: &mut WarmStart) {
+    fn compare_for_warm_start(&self, from: &Self, transfer: &mut WarmStartCheck) {
         self.blocks.compare_for_warm_start(&from.blocks, transfer);
         let keys = Self::RECIPE_KEYS.iter().map(|(_, key)| *key);
-        for ((key, (_, there)), (_, here)) in keys.zip(from.sizes()).zip(self.sizes()) {
+        for ((key, (_, there)), (_, here)) in keys.zip(from.named_sizes()).zip(self.named_sizes()) {
             transfer.compare(key, there, here);
         }
     }
 }
 
 impl DFlash2Settings {
-    /// Sizes of convolutions and selector by their keys in config.json, in the order of `RECIPE_KEYS`.
-    pub(super) fn sizes(&self) -> [(&'static str, i64); 4] {
+    /// Keys of config.json with the sizes of convolutions and selector, in the order of `RECIPE_KEYS`.
+    pub(super) fn named_sizes(&self) -> [(&'static str, i64); 4] {
         [
             ("conv_kernel_size", self.convolution.kernel_size),
             ("conv_group_size", self.convolution.group_size),
@@ -198,10 +194,7 @@ impl DFlash2Settings {
         ]
     }
 
-    /// Checks the settings against each other, a vocabulary of so many tokens, and the hidden size `width`.
-    ///
-    /// # Errors
-    /// A key, and the problem with its value.
+    /// Checks the settings against each other, against the vocabulary and against the hidden size `width`.
     pub(super) fn check_sizes(&self, vocab_size: i64, width: i64) -> Result<(), ConfigIssue> {
         self.blocks.check(vocab_size)?;
         if self.blocks.slots != Slots::FillIn {
@@ -222,52 +215,52 @@ impl DFlash2Settings {
     }
 }
 
-/// The convolutions before and after attention or MLP of a layer. At first they are the identity.
+/// Convolutions before and after attention or MLP of a layer, initialised to the identity.
 ///
-/// Slot t becomes `Σ_{o<K} (base[o] + δ_t[o, group]) ⊙ x_{t−o}`, with zeros before the block. One projection of the normed input gives
-/// the δ of both convolutions.
-pub struct Convolutions {
+/// Output of slot t: `Σ_{o<K} (base[o] + δ_t[o, group]) ⊙ x_{t−o}`, with zeros before the block. A linear projection of the normed input
+/// computes δ for both convolutions.
+pub struct ConvolutionPair {
     base: Tensor,       // [2, K, d]
     projection: Linear, // d -> 2·K·d/c
     shape: Convolution,
-    /// B.
+    /// Slots of a block, B.
     block_size: i64,
 }
 
 /// Index of the convolution before attention or MLP.
-const BEFORE: i64 = 0;
+const PRE_CONV: i64 = 0;
 /// Index of the convolution after attention or MLP.
-const AFTER: i64 = 1;
+const POST_CONV: i64 = 1;
 
-impl Convolutions {
-    /// Asks the builder for the convolutions `name`, for blocks of B slots.
+impl ConvolutionPair {
+    /// Requests the parameters of the convolutions `name` from the builder.
     pub fn new(b: &Builder, name: &str, width: i64, shape: Convolution, block_size: usize) -> Self {
         let Convolution { kernel_size, group_size } = shape;
         let deltas = 2 * kernel_size * width / group_size;
         Self {
             base: b.get(&format!("{name}.base_kernel"), &[2, kernel_size, width], Init::Identity),
-            projection: Linear::starting_at_zero(b, &format!("{name}.kernel_projection"), width, deltas),
+            projection: Linear::zero_init(b, &format!("{name}.kernel_projection"), width, deltas),
             shape,
             block_size: block_size as i64,
         }
     }
 
-    /// Convolves the input and the output of `run`, over rows of whole blocks `[N·B, d]`.
-    pub fn around(&self, normed: &Tensor, run: &mut dyn FnMut(&Tensor) -> Tensor) -> Tensor {
+    /// Convolves `normed`, runs `run` on it and convolves the output. Rows are whole blocks, `[N·B, d]`.
+    pub fn convolve_around(&self, normed: &Tensor, run: &mut dyn FnMut(&Tensor) -> Tensor) -> Tensor {
         let Convolution { kernel_size, group_size } = self.shape;
         let groups = normed.size()[1] / group_size;
         let deltas = self.projection.forward(normed).view([-1, self.block_size, 2, kernel_size, groups, 1]);
         let deltas = deltas.permute([2, 3, 0, 1, 4, 5]); // [2, K, N, B, d/c, 1]
-        let input = self.convolve(BEFORE, &deltas, normed);
-        self.convolve(AFTER, &deltas, &run(&input))
+        let input = self.convolve(PRE_CONV, &deltas, normed);
+        self.convolve(POST_CONV, &deltas, &run(&input))
     }
 
-    /// The convolution [`BEFORE`] or [`AFTER`], of rows of whole blocks `[N·B, d]`.
+    /// Applies the convolution `place` ([`PRE_CONV`] or [`POST_CONV`]) to rows of whole blocks `[N·B, d]`.
     fn convolve(&self, place: i64, deltas: &Tensor, x: &Tensor) -> Tensor {
         let (size, groups) = (self.block_size, deltas.size()[4]);
         let x = x.view([-1, size, groups, self.shape.group_size]);
         let tap = |o: i64| {
-            // x_{t−o}, zeros before the block.
+            // Shifts by o slots: x_{t−o}, zeros before the block.
             let read = if o == 0 {
                 x.shallow_clone()
             } else {
@@ -283,8 +276,8 @@ impl Convolutions {
     }
 }
 
-/// Scores each slot's k likeliest tokens: `S(a, b) = U(b) + ⟨A[a] ⊙ P h, B[b]⟩` for token b after token a, with logits U and hidden state
-/// h. At first it adds nothing.
+/// Rescores the top-k tokens of a slot: `S(a, b) = U(b) + ⟨A[a] ⊙ P h, B[b]⟩` for token b after token a, with logits U and hidden state h.
+/// B is initialised to zero, so that S = U.
 pub struct PathSelector {
     predecessors: Tensor, // A, [V, r]
     successors: Tensor,   // B, [V, r]
@@ -292,18 +285,18 @@ pub struct PathSelector {
     top_k: i64,
 }
 
-/// Candidates of n slots.
+/// Top-k candidates of n slots.
 pub struct Candidates {
-    /// Their ids, `[n, k]`.
+    /// Token ids, `[n, k]`.
     pub tokens: Tensor,
-    /// Their rows of B, `[n, k, r]` float32.
+    /// Rows of B, `[n, k, r]` float32.
     pub successors: Tensor,
-    /// Their scores, `[n, k]` float32.
+    /// Scores S, `[n, k]` float32.
     pub scores: Tensor,
 }
 
 impl PathSelector {
-    /// Asks the builder for its tensors.
+    /// Requests the selector's parameters from the builder.
     pub fn new(b: &Builder, config: &DFlash2Config) -> Self {
         let (model, rank) = (&config.decoder.model, config.settings.selector_rank);
         let codebook =
@@ -316,7 +309,7 @@ impl PathSelector {
         }
     }
 
-    /// A and B, `[V, r]` each.
+    /// Codebooks A and B, `[V, r]` each.
     pub fn codebooks(&self) -> (&Tensor, &Tensor) {
         (&self.predecessors, &self.successors)
     }
@@ -331,8 +324,8 @@ impl PathSelector {
         self.projection.forward(hidden) * embeddings
     }
 
-    /// Candidates of float32 logits `[n, V]` with features `[n, r]`.
-    pub fn candidates(&self, logits: &Tensor, features: &Tensor) -> Candidates {
+    /// Top-k candidates of float32 logits `[n, V]`, scored with features `[n, r]`.
+    pub fn score_candidates(&self, logits: &Tensor, features: &Tensor) -> Candidates {
         let (unary, tokens) = logits.topk(self.top_k, -1, true, true);
         let shape = [-1, self.top_k, features.size()[1]];
         let successors =
@@ -341,9 +334,9 @@ impl PathSelector {
         Candidates { tokens, successors, scores: unary + pairs }
     }
 
-    /// Float32 logits `[n, V]`: the candidates' scores, and −∞ elsewhere.
-    pub fn restrict(&self, logits: &Tensor, features: &Tensor) -> Tensor {
-        let Candidates { tokens, scores, .. } = self.candidates(logits, features);
+    /// Replaces logits `[n, V]` by the candidates' scores, and all others by −∞.
+    pub fn mask_non_candidates(&self, logits: &Tensor, features: &Tensor) -> Tensor {
+        let Candidates { tokens, scores, .. } = self.score_candidates(logits, features);
         logits.full_like(f64::NEG_INFINITY).scatter(1, &tokens, &scores)
     }
 }
@@ -351,38 +344,38 @@ impl PathSelector {
 /// A DFlash 2 drafter.
 pub type DFlash2 = DraftModel<DFlash2Parts>;
 
-/// Backbone, convolutions and selector.
+/// Parameters of DFlash 2: backbone, convolutions and selector.
 pub struct DFlash2Parts {
     backbone: Backbone,
-    /// The convolutions of each layer.
+    /// Convolutions of each layer.
     convolutions: Vec<LayerConvolutions>,
     pub(super) selector: PathSelector,
 }
 
 /// Convolutions around attention and around the MLP of one layer.
 struct LayerConvolutions {
-    attention: Convolutions,
-    mlp: Convolutions,
+    attention: ConvolutionPair,
+    mlp: ConvolutionPair,
 }
 
 impl LayerHook for LayerConvolutions {
     fn around_attention(&self, normed: &Tensor, attention: &mut dyn FnMut(&Tensor) -> Tensor) -> Tensor {
-        self.attention.around(normed, attention)
+        self.attention.convolve_around(normed, attention)
     }
 
     fn around_mlp(&self, normed: &Tensor, mlp: &mut dyn FnMut(&Tensor) -> Tensor) -> Tensor {
-        self.mlp.around(normed, mlp)
+        self.mlp.convolve_around(normed, mlp)
     }
 }
 
 impl DFlash2Parts {
-    /// Asks the builder for its tensors, in the order in which they are trained.
+    /// Requests the parameters from the builder, in the order in which they are trained.
     pub(super) fn build(b: &Builder, config: &DFlash2Config) -> Self {
         let (model, size) = (&config.decoder.model, config.settings.blocks.block_size);
         let convolutions = |layer: usize| {
             let of = |half: &str| {
                 let name = format!("layers.{layer}.{half}_conv");
-                Convolutions::new(b, &name, model.hidden_size, config.settings.convolution, size)
+                ConvolutionPair::new(b, &name, model.hidden_size, config.settings.convolution, size)
             };
             LayerConvolutions { attention: of("attention"), mlp: of("mlp") }
         };
@@ -401,15 +394,15 @@ impl BlockDrafter for DFlash2Parts {
         &self.backbone
     }
 
-    fn hook(&self, layer: usize) -> Option<&dyn LayerHook> {
+    fn layer_hook(&self, layer: usize) -> Option<&dyn LayerHook> {
         Some(&self.convolutions[layer])
     }
 
-    fn blocks(config: &DFlash2Config) -> &BlockSpec {
+    fn block_spec(config: &DFlash2Config) -> &BlockSpec {
         &config.settings.blocks
     }
 
-    fn step(
+    fn next_slot_logits(
         model: &DFlash2,
         base: Tensor,
         hidden: &Tensor,
@@ -418,7 +411,7 @@ impl BlockDrafter for DFlash2Parts {
     ) -> (Tensor, Option<Tensor>) {
         let selector = &model.parts.selector;
         let features = selector.logit_features(hidden, &selector.embed(previous));
-        (selector.restrict(&base, &features), None)
+        (selector.mask_non_candidates(&base, &features), None)
     }
 
     fn logit_features(model: &DFlash2, hidden: &Tensor, previous: &Tensor) -> Option<(Tensor, Tensor)> {
@@ -431,7 +424,7 @@ impl BlockDrafter for DFlash2Parts {
     fn slot_logits(model: &DFlash2, hidden: &Tensor, features: Option<&Tensor>) -> Tensor {
         let base = model.base_logits(hidden);
         match features {
-            Some(features) => model.parts.selector.restrict(&base, features),
+            Some(features) => model.parts.selector.mask_non_candidates(&base, features),
             None => base,
         }
     }

@@ -6,7 +6,7 @@ use deepspec_core::{FinalStates, Slots};
 use deepspec_models::ModelConfig;
 use deepspec_models::nn::Builder;
 use deepspec_ops::distill_loss::{
-    AuxLossOutput, Column, LossRecipe, RowObjective, Span, Supervised, distill_loss,
+    AuxLoss, AuxLossOutput, BlockSpan, LossColumn, LossRecipe, SupervisedRows, distill_loss,
 };
 use deepspec_ops::{add_rows, grad_or_zeros};
 use tch::{Kind, Tensor};
@@ -15,26 +15,27 @@ use super::model::{
     Candidates, Convolution, DFlash2, DFlash2Config, DFlash2Parts, DFlash2Recipe, DFlash2Settings,
     PathSelector,
 };
-use crate::block_common::sums::{Window, ratio};
+use crate::block_common::sums::{WindowSums, ratio};
 use crate::block_common::{
-    BlockBatch, BlockProposerOf, BlockSpec, LossSum, block_flops, block_pass_rows, block_weight,
+    BlockBatch, BlockProposerOf, BlockSpec, FROZEN_FACTOR, LossSum, TRAINED_FACTOR, block_flops,
+    block_loss_weight, block_pass_rows,
 };
 use crate::draft_model::{
-    DraftDecoder, DrafterKind, DrafterSettings as _, PassRows, Plan, SampleSize, checkpoints,
+    DraftDecoder, DrafterKind, DrafterSettings as _, PassRows, Plan, SampleSize, checkpoint_kind,
 };
-use crate::registration::{DrafterKindInfo, ParamGroup, Section};
+use crate::registration::{DrafterKindInfo, ParamGroup, RecipeSection};
 use crate::{
     ConfigIssue, Drafter, DrafterPlan, GradReadyHook, LossDenominator, Metrics, Predictions, TrainSample,
     block_common,
 };
 
-/// Parallel block drafter with convolutions and a path selector.
-pub const KIND: DrafterKindInfo = DrafterKindInfo {
+/// Registry entry of DFlash 2.
+pub const DFLASH2_INFO: DrafterKindInfo = DrafterKindInfo {
     name: "dflash2",
     title: "DFlash 2",
     parts: &[block_common::BACKBONE, ParamGroup { name: "selector", prefixes: &["candidate_selector."] }],
     settings: Some(|schemas| schemas.subschema_for::<DFlash2Recipe>()),
-    checkpoints: Some(checkpoints::<DFlash2Parts>("DFlash 2", &super::formats::READER)),
+    checkpoints: Some(checkpoint_kind::<DFlash2Parts>("DFlash 2", &super::formats::READER)),
 };
 
 /// A DFlash 2 drafter with a KV cache.
@@ -43,31 +44,25 @@ pub type DFlash2Proposer = BlockProposerOf<DFlash2Parts>;
 /// Architecture and objective of a DFlash 2 drafter, without weights.
 pub type DFlash2Plan = Plan<DFlash2Parts>;
 
-/// The objective of a DFlash 2 drafter.
+/// Loss weights of DFlash 2.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct DFlash2Objective {
-    /// Weights of the losses of all logits, and of positions.
+    /// Weights of the losses over the whole vocabulary, and of the slots.
     pub loss: LossRecipe,
-    /// Weight of the selector's loss.
+    /// Weight of the selector's cross entropy.
     pub selector_alpha: f64,
 }
 
-/// Reads and checks the settings of DFlash 2.
-///
-/// # Errors
-/// The wrong key, with file and line.
-pub fn read(section: &Section<'_>) -> Result<DFlash2Recipe, ConfigError> {
+/// Reads and checks the recipe section of DFlash 2. An error names the wrong key, with file and line.
+pub fn read_recipe(section: &RecipeSection<'_>) -> Result<DFlash2Recipe, ConfigError> {
     let own: DFlash2Recipe = section.read()?;
     let checked = own.check().and_then(|()| own.loss().check());
     checked.map_err(|(key, problem)| section.error(key, problem))?;
     Ok(own)
 }
 
-/// The drafter with these settings for this target.
-///
-/// # Errors
-/// The setting that does not fit.
-pub fn fit<D>(
+/// Builds the plan of a drafter for this target. An error names the key that does not fit.
+pub fn build_plan<D>(
     own: &DFlash2Recipe,
     recipe: &Recipe<D>,
     target: &ModelConfig,
@@ -102,7 +97,7 @@ impl DrafterKind for DFlash2Parts {
     }
 
     fn loss_weight(plan: &DFlash2Plan, loss_mask: &[bool], anchors: &[usize]) -> f64 {
-        block_weight(&plan.config.settings.blocks, plan.objective.loss.decay_gamma, loss_mask, anchors)
+        block_loss_weight(&plan.config.settings.blocks, plan.objective.loss.decay_gamma, loss_mask, anchors)
     }
 
     fn accumulate(
@@ -117,17 +112,18 @@ impl DrafterKind for DFlash2Parts {
         Some(model.accumulate(&batch, loss, *selector_alpha, normaliser, on_grad_ready))
     }
 
-    fn stages(model: &DFlash2) -> Vec<String> {
-        model.layer_stages()
+    fn grad_stages(model: &DFlash2) -> Vec<String> {
+        model.layer_grad_stages()
     }
 
-    fn metrics(plan: &DFlash2Plan) -> Metrics {
-        let (loss, gamma) = (plan.objective.loss, plan.config.settings.blocks.drafted());
+    fn metric_defs(plan: &DFlash2Plan) -> Metrics {
+        let (loss, gamma) = (plan.objective.loss, plan.config.settings.blocks.draft_len());
         let compute = move |sums: &[f64], samples| {
-            let window = Window { gamma, own: &DFLASH2_SUMS, sums };
-            let [selector, recalled] = DFLASH2_SUMS.map(|name| window.of(LossSum::Own(name)));
-            let (selector, recall) = (window.mean(selector), ratio(recalled, window.of(LossSum::Drafts)));
-            window.metrics(&loss, samples, ("selector_loss", selector), &[("candidate_recall", recall)])
+            let window = WindowSums { gamma, own: &DFLASH2_SUMS, sums };
+            let [selector, recalled] = DFLASH2_SUMS.map(|name| window.get(LossSum::Own(name)));
+            let (selector, recall) =
+                (window.weighted_mean(selector), ratio(recalled, window.get(LossSum::Drafts)));
+            window.to_metrics(&loss, samples, ("selector_loss", selector), &[("candidate_recall", recall)])
         };
         Metrics {
             count: LossSum::all(gamma, &DFLASH2_SUMS).count(),
@@ -145,22 +141,25 @@ impl DrafterKind for DFlash2Parts {
         let (model, settings) = (plan.config.model(), &plan.config.settings);
         let (d, vocab, rank) =
             (model.hidden_size as f64, model.vocab_size as f64, settings.selector_rank as f64);
-        let coefficients = (SUBLAYERS * model.layers.len() * coefficients(&plan.config)) as f64;
+        let coefficients = (SUBLAYERS * model.layers.len() * coefficients_per_sublayer(&plan.config)) as f64;
         let (size, gamma) = (settings.blocks.block_size as f64, settings.draft_len() as f64);
         block_flops(&plan.config, samples, |blocks, rows| {
             let pairs = rows * settings.selector_top_k as f64 * rank;
-            3.0 * (rows * d * vocab + blocks * (size * d * coefficients + gamma * d * rank) + pairs)
+            let (draft_logits, target_logits) = (FROZEN_FACTOR * rows * d * vocab, rows * d * vocab);
+            let trained = blocks * (size * d * coefficients + gamma * d * rank) + pairs;
+            draft_logits + target_logits + TRAINED_FACTOR * trained
         })
     }
 
-    /// Autograd keeps the input of each convolution once per tap, and its coefficients.
+    /// Autograd saves each convolution's input once per tap, and the coefficients.
     fn pass_rows(config: &DFlash2Config, samples: &[SampleSize]) -> PassRows {
         let taps = config.settings.convolution.kernel_size * config.decoder.model.hidden_size;
-        let own_values = SUBLAYERS * (CONVOLUTIONS_PER_SUBLAYER * taps as usize + coefficients(config));
+        let own_values =
+            SUBLAYERS * (CONVOLUTIONS_PER_SUBLAYER * taps as usize + coefficients_per_sublayer(config));
         PassRows { own_values, ..block_pass_rows(&config.decoder, &config.settings.blocks, samples) }
     }
 
-    fn drafter(model: DFlash2, slots: usize) -> Box<dyn Drafter> {
+    fn into_drafter(model: DFlash2, slots: usize) -> Box<dyn Drafter> {
         Box::new(BlockProposerOf::new(model, slots))
     }
 
@@ -169,48 +168,48 @@ impl DrafterKind for DFlash2Parts {
     }
 }
 
-/// The cross entropy with the label among the candidates after the true previous token. A label that is not a candidate has no loss.
+/// Cross entropy of the label among the candidates, teacher-forced. A label that is not a candidate has no loss.
 struct SelectorLoss<'a> {
     selector: &'a PathSelector,
     batch: &'a BlockBatch,
-    /// Features of the candidates, `[R, r]`.
+    /// Features `A[a] ⊙ P h`, `[R, r]`.
     features: &'a Tensor,
-    /// Receives the gradients of the features, `[R, r]`.
+    /// Output: gradient of the features, `[R, r]`.
     features_grad: Tensor,
-    /// Receives the gradients of B, `[V, r]` float32; None where B is frozen.
+    /// Output: gradient of B, `[V, r]` float32; None if B is frozen.
     successors_grad: Option<Tensor>,
-    /// Its weight.
+    /// Weight of this loss.
     alpha: f64,
-    /// Factor on the gradients.
+    /// Factor of the gradients: one over the loss denominator.
     scale: f64,
 }
 
-/// Columns of the [`SelectorLoss`]: its value, 0 where the label is no candidate.
-const CE: Column = Column::Extra(0);
-/// 1 where the label is a candidate.
-const RECALLED: Column = Column::Extra(1);
-/// The probability that the drafted token is accepted: Σ min(q, p^t) over the candidates.
-const ACCEPT: Column = Column::Extra(2);
+/// Output column of [`SelectorLoss`]: cross entropy; 0 if the label is not a candidate.
+const CE_COLUMN: LossColumn = LossColumn::Extra(0);
+/// Output column: 1 if the label is a candidate, else 0.
+const RECALL_COLUMN: LossColumn = LossColumn::Extra(1);
+/// Output column: acceptance probability, Σ min(q, p^t) over the candidates.
+const ACCEPT_COLUMN: LossColumn = LossColumn::Extra(2);
 
-impl RowObjective for SelectorLoss<'_> {
-    fn columns(&self) -> i64 {
+impl AuxLoss for SelectorLoss<'_> {
+    fn column_count(&self) -> i64 {
         3
     }
 
-    fn evaluate(&self, draft: &Tensor, target: &Tensor, span: &Span) -> AuxLossOutput {
-        let features = span.of(self.features);
-        let Candidates { tokens, successors, scores } = self.selector.candidates(draft, &features);
-        let label = tokens.eq_tensor(&span.of(&self.batch.labels).unsqueeze(1)).to_kind(Kind::Float);
+    fn evaluate(&self, draft: &Tensor, target: &Tensor, span: &BlockSpan) -> AuxLossOutput {
+        let features = span.slice_rows(self.features);
+        let Candidates { tokens, successors, scores } = self.selector.score_candidates(draft, &features);
+        let label = tokens.eq_tensor(&span.slice_rows(&self.batch.labels).unsqueeze(1)).to_kind(Kind::Float);
         let recalled = label.sum_dim_intlist(-1, true, Kind::Float);
         let log_q = scores.log_softmax(-1, Kind::Float);
         let (q, ce) = (log_q.exp(), -(&log_q * &label).sum_dim_intlist(-1, true, Kind::Float));
         let p = (target.gather(1, &tokens, false) - target.logsumexp(-1, true)).exp();
         let accept = q.minimum(&p).sum_dim_intlist(-1, true, Kind::Float);
 
-        let weights = span.of(&self.batch.weights).unsqueeze(1) * self.alpha;
+        let weights = span.slice_rows(&self.batch.weights).unsqueeze(1) * self.alpha;
         let gradient = (q - label) * (&weights * &recalled * self.scale); // [n, k]
         let pair_scores_grad = gradient.unsqueeze(1); // [n, 1, k]
-        span.of(&self.features_grad).copy_(&pair_scores_grad.bmm(&successors).squeeze_dim(1));
+        span.slice_rows(&self.features_grad).copy_(&pair_scores_grad.bmm(&successors).squeeze_dim(1));
         if let Some(sum) = &self.successors_grad {
             let by_rows = gradient.unsqueeze(2) * features.to_kind(Kind::Float).unsqueeze(1); // [n, k, r]
             add_rows(sum, &tokens.flatten(0, 1), &by_rows.flatten(0, 1));
@@ -225,11 +224,11 @@ impl RowObjective for SelectorLoss<'_> {
 }
 
 impl DFlash2 {
-    /// Forward and backward pass of a batch. Adds the gradients of all losses to those of the parameters, which must require them.
-    /// Returns every [`LossSum`], `[K]` float64, detached.
+    /// Runs forward and backward over a batch, and adds to the gradients of the parameters, which must require gradients. Returns every
+    /// [`LossSum`], `[K]` float64, detached.
     ///
-    /// With weights w over the supervised drafts, every loss is Σ w·loss over the normaliser + 1e-6; `alpha` weighs the selector's.
-    /// Autograd sees the backbone and the selector's features only.
+    /// Every loss is Σ w·loss / (normaliser + 1e-6) with slot weights w over the supervised drafts. `alpha` is the weight of the selector's
+    /// loss. Autograd differentiates only the backbone and the selector's features.
     pub fn accumulate(
         &self,
         batch: &BlockBatch,
@@ -239,15 +238,15 @@ impl DFlash2 {
         on_grad_ready: Option<GradReadyHook>,
     ) -> Tensor {
         let scale = normaliser.scale();
-        let supervised = |tensor: &Tensor| tensor.flatten(0, 1).index_select(0, &batch.rows);
+        let select_supervised = |tensor: &Tensor| tensor.flatten(0, 1).index_select(0, &batch.rows);
         let selector = &self.parts.selector;
         let (predecessors, successors) = selector.codebooks();
-        let pass = self.pass(batch, on_grad_ready.is_some());
+        let pass = self.training_pass(batch, on_grad_ready.is_some());
         let hidden = &pass.hidden; // [A, γ, d]
-        // A leaf, because few rows of A have a gradient: autograd would make one for all of them.
+        // `e` is a detached leaf: autograd would allocate a dense `[V, r]` gradient of A.
         let e = tch::no_grad(|| selector.embed(&batch.previous)).set_requires_grad(true);
-        let features = supervised(&selector.logit_features(hidden, &e)); // [R, r]
-        let rows = supervised(hidden); // [R, d]
+        let features = select_supervised(&selector.logit_features(hidden, &e)); // [R, r]
+        let rows = select_supervised(hidden); // [R, d]
         let learns = successors.requires_grad();
         let loss = SelectorLoss {
             selector,
@@ -259,16 +258,16 @@ impl DFlash2 {
             scale,
         };
         let output = tch::no_grad(|| {
-            let rows = Supervised {
+            let rows = SupervisedRows {
                 hidden: &rows,
                 bias: None,
                 teacher: &batch.teacher,
-                sources: batch.sources(),
+                sources: batch.teacher_index(),
                 labels: &batch.labels,
                 weights: &batch.weights,
                 slot_index: &batch.rows,
                 counts: &batch.counts,
-                gamma: self.config().settings.blocks.drafted() as i64,
+                gamma: self.config().settings.blocks.draft_len() as i64,
                 scale,
                 agreement: false,
                 extra: Some(&loss),
@@ -286,25 +285,25 @@ impl DFlash2 {
                 let mut gradient = grad_or_zeros(successors);
                 let _ = gradient.g_add_(&sum.to_kind(gradient.kind()));
             }
-            let numerator = output.column(Column::Loss).sum(Kind::Double);
-            let recalled = output.column(RECALLED).sum(Kind::Double);
-            let own = [batch.weighted(&output.column(CE)), recalled];
-            batch.sums(&output, &numerator, &output.column(ACCEPT), own)
+            let numerator = output.column(LossColumn::Loss).sum(Kind::Double);
+            let recalled = output.column(RECALL_COLUMN).sum(Kind::Double);
+            let own = [batch.weighted_sum(&output.column(CE_COLUMN)), recalled];
+            batch.loss_sums(&output, &numerator, &output.column(ACCEPT_COLUMN), own)
         })
     }
 }
 
-/// Sums that DFlash 2 adds: the selector's cross entropy with position weights, and the labels among the candidates. Its accept rates
-/// are the selector's after the true previous tokens.
+/// Sums that only DFlash 2 has: the selector's weighted cross entropy, and the number of labels among the candidates. Accept rates of
+/// DFlash 2 are those of the selector after the true previous tokens.
 pub const DFLASH2_SUMS: [&str; 2] = ["selector", "recalled"];
 
-/// Attention and MLP of a layer, with convolutions before and after each.
+/// Sublayers of a layer that convolutions wrap: attention and MLP.
 const SUBLAYERS: usize = 2;
-/// Convolutions around attention or MLP.
+/// Convolutions per sublayer: one before and one after.
 const CONVOLUTIONS_PER_SUBLAYER: usize = 2;
 
-/// Outputs of one projection to coefficients.
-fn coefficients(config: &DFlash2Config) -> usize {
+/// Number of coefficients δ per row that one projection computes.
+fn coefficients_per_sublayer(config: &DFlash2Config) -> usize {
     let Convolution { kernel_size, group_size } = config.settings.convolution;
     let channels = config.model().hidden_size / group_size;
     (CONVOLUTIONS_PER_SUBLAYER as i64 * kernel_size * channels) as usize

@@ -1,4 +1,4 @@
-//! Tensors of a drafter: trained, frozen and loaded.
+//! Tensors of a drafter checkpoint: names, freezing and loading.
 
 use std::path::Path;
 
@@ -6,35 +6,32 @@ use deepspec_models::nn::{Builder, EmbedHead, StateDict, Weight};
 use deepspec_models::{ModelConfig, ModelError, Weights};
 use tch::{Device, Kind, Tensor};
 
-const EMBED: &str = "embed_tokens.weight";
-const HEAD: &str = "lm_head.weight";
+const EMBED_KEY: &str = "embed_tokens.weight";
+const HEAD_KEY: &str = "lm_head.weight";
 
-/// Whether this is the embedding or the head, which every checkpoint copies from the target.
+/// Whether `name` is the embedding or the LM head, which every checkpoint copies from the target.
 pub fn is_embed_or_head(name: &str) -> bool {
-    name == EMBED || name == HEAD
+    name == EMBED_KEY || name == HEAD_KEY
 }
 
-/// All tensors of a checkpoint: those of a builder, and the target's embedding and head.
+/// Adds the target's embedding and LM head to a drafter's tensors.
 pub fn with_embed_and_head(mut named: StateDict, vocabulary: &EmbedHead) -> StateDict {
-    named.buffers.push((EMBED.to_string(), vocabulary.embed_tokens().shallow_clone()));
+    named.buffers.push((EMBED_KEY.to_string(), vocabulary.embed_tokens().shallow_clone()));
     match vocabulary.lm_head().share() {
-        Weight::Stored(head) => named.buffers.push((HEAD.to_string(), head)),
-        Weight::Packed(head) => named.packed.push((HEAD.to_string(), head)),
+        Weight::Stored(head) => named.buffers.push((HEAD_KEY.to_string(), head)),
+        Weight::Packed(head) => named.packed.push((HEAD_KEY.to_string(), head)),
     }
     named
 }
 
 /// Freezes parameters whose names have one of these prefixes.
-pub fn freeze(named: &mut StateDict, prefixes: &[&str]) {
+pub fn freeze_parameters(named: &mut StateDict, prefixes: &[&str]) {
     let is_frozen = |(name, _): &mut (String, Tensor)| prefixes.iter().any(|prefix| name.starts_with(prefix));
     named.buffers.extend(named.parameters.extract_if(.., is_frozen));
 }
 
-/// Loads the drafter in `dir`, packed or not; `build` asks for its tensors by name, beside embedding and head.
-///
-/// # Errors
-/// If a tensor is missing, misshapen, not finite, or of no use to the config.
-pub fn load<T>(
+/// Opens the weights in `dir` and calls `build` with a builder that reads them, the embedding and the LM head.
+pub fn load_tensors<T>(
     dir: &Path,
     architecture: String,
     model: &ModelConfig,
@@ -45,12 +42,12 @@ pub fn load<T>(
     let weights = Weights::open(dir, architecture, device, kind)?;
     weights.check_finite()?;
     let shape = [model.vocab_size, model.hidden_size];
-    let (embed, head) = (weights.get(EMBED, &shape)?, weights.get(HEAD, &shape)?);
+    let (embed, head) = (weights.get(EMBED_KEY, &shape)?, weights.get(HEAD_KEY, &shape)?);
     let (b, head) = (Builder::from_checkpoint(&weights), Weight::Stored(head));
-    let (b, head) = if packs { (b.packing(), head.packed()) } else { (b, head) };
+    let (b, head) = if packs { (b.with_packing(), head.pack()) } else { (b, head) };
     let drafter = build(&b, embed, head);
     b.check()?;
-    let unread = weights.unread();
+    let unread = weights.unread_names();
     if unread.is_empty() {
         return Ok(drafter);
     }

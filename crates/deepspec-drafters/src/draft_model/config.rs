@@ -1,4 +1,4 @@
-//! config.json of a trained drafter: a decoder like the target's, the target layers that the drafter reads, and its kind's settings.
+//! config.json of a drafter: a decoder like the target's, the captured target layers, and the settings of the drafter's kind.
 
 use std::fmt::Debug;
 use std::path::Path;
@@ -11,47 +11,41 @@ use deepspec_models::config::{MAX_LAYERS, read_json};
 use deepspec_models::{ModelConfig, ModelError, check_taps};
 use serde_json::{Map, Value, json};
 
-use super::WarmStart;
+use super::WarmStartCheck;
 use crate::ConfigIssue;
 use crate::block_common::BlockSpec;
 
-/// Settings of a drafter's kind: its fields are keys of config.json and of the recipe.
+/// Settings of one kind of drafter, as config.json stores them.
 pub trait DrafterSettings: Debug + Clone + Send + Sync + 'static {
-    /// The end of its class name in checkpoints; a family's name comes before it.
+    /// Class name in `architectures` without the family's prefix.
     const CLASS: &'static str;
 
-    /// Whether a recipe chooses the tokens that the slots of a block predict.
+    /// Whether recipe and config may set `slots`.
     const CHOOSES_SLOTS: bool = true;
 
-    /// Keys of config.json and their names in a recipe, where these differ.
+    /// Pairs (key of config.json, key of the recipe) where the keys differ.
     const RECIPE_KEYS: &'static [(&'static str, &'static str)] = &[];
 
-    /// Reads them from config.json.
-    ///
-    /// # Errors
-    /// If a key is missing or of a wrong type.
+    /// Reads the settings from config.json.
     fn read(fields: &Fields) -> Result<Self, CheckpointError>;
 
-    /// Writes them into config.json.
+    /// Writes the settings into config.json.
     fn write(&self, map: &mut Map<String, Value>);
 
-    /// Checks them against each other and against the decoder.
-    ///
-    /// # Errors
-    /// A key of config.json, and the problem with its value.
+    /// Checks the settings against each other and against the decoder.
     fn check(&self, model: &ModelConfig) -> Result<(), ConfigIssue>;
 
-    /// γ, drafted tokens per block.
+    /// Drafted tokens per block, γ.
     fn draft_len(&self) -> usize {
-        self.block_spec().map_or(0, BlockSpec::drafted)
+        self.block_spec().map_or(0, BlockSpec::draft_len)
     }
 
-    /// Its blocks; None for an autoregressive drafter.
+    /// Shape of the blocks; None for an autoregressive drafter.
     fn block_spec(&self) -> Option<&BlockSpec> {
         None
     }
 
-    /// Its blocks, mutable.
+    /// Mutable [`Self::block_spec`].
     fn block_spec_mut(&mut self) -> Option<&mut BlockSpec> {
         None
     }
@@ -61,19 +55,19 @@ pub trait DrafterSettings: Debug + Clone + Send + Sync + 'static {
         true
     }
 
-    /// Shrinks its own parts to tiny sizes.
+    /// Sets the sizes of this kind's parts to tiny values, for dummy runs.
     fn shrink(&mut self) {}
 
-    /// Compares these settings with those of a checkpoint that training starts `from`.
-    fn compare_for_warm_start(&self, _from: &Self, _transfer: &mut WarmStart) {}
+    /// Compares these settings with the settings `from` of the checkpoint that training starts from.
+    fn compare_for_warm_start(&self, _from: &Self, _transfer: &mut WarmStartCheck) {}
 }
 
-/// The architecture of a drafter, as config.json of a checkpoint has it.
+/// Architecture of a drafter, the contents of its config.json.
 #[derive(Debug, Clone, PartialEq)]
 pub struct DraftConfig<S> {
-    /// The decoder, and the target layers that the drafter reads.
+    /// Decoder and captured target layers.
     pub decoder: DraftDecoder,
-    /// Settings of the drafter's kind.
+    /// Settings of the kind of drafter.
     pub settings: S,
 }
 
@@ -90,19 +84,19 @@ impl<S: DrafterSettings> DraftConfig<S> {
         Ok(config)
     }
 
-    /// The checkpoint's config.json.
+    /// Contents of config.json.
     pub fn to_json(&self) -> Map<String, Value> {
         let mut map = self.decoder.to_json(&self.architecture());
         self.settings.write(&mut map);
         map
     }
 
-    /// The class name in `architectures` of its checkpoints.
+    /// Class name in `architectures`.
     pub fn architecture(&self) -> String {
         format!("{}{}", self.model().family.decoder.prefix, S::CLASS)
     }
 
-    /// The decoder's sizes.
+    /// Sizes of the decoder.
     pub fn model(&self) -> &ModelConfig {
         &self.decoder.model
     }
@@ -116,7 +110,7 @@ impl<S: DrafterSettings> DraftConfig<S> {
         self.settings.check(self.model())
     }
 
-    /// As [`check`](Self::check), with the recipe's name of the key.
+    /// [`check`](Self::check) whose error names the recipe's key.
     ///
     /// # Errors
     /// A key of the recipe, and the problem with its value.
@@ -128,19 +122,19 @@ impl<S: DrafterSettings> DraftConfig<S> {
     }
 }
 
-/// A drafter's decoder, and the target layers that it reads.
+/// Decoder of a drafter, and the target layers whose hidden states it reads.
 #[derive(Debug, Clone, PartialEq)]
 pub struct DraftDecoder {
-    /// The decoder's sizes; its layers are the draft layers.
+    /// Sizes of the decoder, whose layers are the draft layers.
     pub model: ModelConfig,
-    /// Target layers that it reads, in order.
+    /// Captured target layers, in order.
     pub taps: Vec<Tap>,
     /// Number of layers of the target.
     pub num_target_layers: usize,
 }
 
 impl DraftDecoder {
-    /// The decoder `model` of a drafter for this target, with the recipe's target layers.
+    /// Combines the decoder `model` with the recipe's target layers.
     ///
     /// # Errors
     /// A key of the recipe, and what is wrong with it.
@@ -155,9 +149,6 @@ impl DraftDecoder {
     }
 
     /// Reads config.json of a checkpoint.
-    ///
-    /// # Errors
-    /// If a key is missing or of a wrong type.
     pub fn read(path: &Path, map: &Map<String, Value>) -> Result<Self, ModelError> {
         let fields = Fields::new(path, map);
         let (key, layers) = ("target_layer_ids", "num_target_layers");
@@ -168,10 +159,7 @@ impl DraftDecoder {
         Ok(Self { model: ModelConfig::parse(path, map.clone())?, taps, num_target_layers })
     }
 
-    /// Checks decoder and target layers.
-    ///
-    /// # Errors
-    /// A key and what is wrong with it.
+    /// Checks the number of layers and the captured target layers.
     pub fn check(&self) -> Result<(), ConfigIssue> {
         let layers = self.model.layers.len();
         if !(1..=MAX_LAYERS).contains(&layers) {
@@ -200,8 +188,7 @@ impl DraftDecoder {
             .filter(|(_, drafter, target)| drafter != target)
             .map(|(what, drafter, target)| format!("{what} {target}, the drafter was trained for {drafter}"))
             .collect();
-        // The target knows the families whose drafters it can have.
-        if !target.has_drafters_of(model.family) {
+        if !target.accepts_drafters_of(model.family) {
             let (target, drafter) = (target.family, model.family);
             differences.push(format!("the architecture of {target}, the drafter was trained for {drafter}"));
         }
@@ -220,7 +207,7 @@ impl DraftDecoder {
         ))))
     }
 
-    /// config.json of the decoder, with the keys that every drafter adds.
+    /// The decoder's keys of config.json, and the keys that all drafters have.
     pub fn to_json(&self, architecture: &str) -> Map<String, Value> {
         let mut map = self.model.raw.clone();
         map.insert("architectures".into(), json!([architecture]));

@@ -1,43 +1,42 @@
-//! Memory of a training pass, estimated from the rows that it computes.
+//! Estimates the memory of a training pass from its number of rows.
 
-use deepspec_ops::{SavedTensors, distill_loss};
+use deepspec_ops::{SavedTensorSizes, distill_loss};
 use tch::{Device, Kind};
 
 use super::DraftDecoder;
 
-/// Sizes of a sample of a micro-batch.
+/// Sizes of one sample.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SampleSize {
-    /// T, its tokens.
+    /// Number of tokens, T.
     pub tokens: usize,
     /// Number of supervised tokens.
     pub supervised: usize,
-    /// Number of its blocks; 0 for autoregressive drafters.
+    /// Number of blocks; 0 for autoregressive drafters.
     pub anchors: usize,
 }
 
-/// Rows of a pass over a micro-batch.
+/// Row counts of a training pass over a micro-batch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PassRows {
     /// Rows that run through the layers.
     pub layers: usize,
-    /// Tokens, whose hidden states the pass reads.
+    /// Tokens whose captured states the pass reads.
     pub tokens: usize,
-    /// Context tokens, whose keys and values every layer projects.
+    /// Context tokens whose keys and values every layer projects.
     pub context: usize,
     /// Rows with a loss.
     pub supervised: usize,
-    /// Values that the drafter's own parts keep of a row in each layer.
+    /// Values per row and layer that autograd saves for parts of this kind of drafter.
     pub own_values: usize,
-    /// Values that attention keeps in each layer beside queries, keys, values and output.
+    /// Values per layer that attention saves in addition to queries, keys, values and output.
     pub attention: usize,
 }
 
 impl PassRows {
-    /// Estimated peak bytes of forward and backward pass, beside weights and gradients.
+    /// Estimated peak bytes of forward and backward pass, without weights and gradients of parameters.
     ///
-    /// The estimate counts the tensors that autograd keeps for each row, the gradients of one layer, and the buffers of the losses. It
-    /// leaves out the heads of a drafter.
+    /// Counts the tensors that autograd saves, the gradients of one layer's activations and the buffers of the losses, but not the heads.
     pub fn activation_bytes(
         &self,
         decoder: &DraftDecoder,
@@ -49,13 +48,13 @@ impl PassRows {
         let (model, value) = (&decoder.model, kind.elt_size_in_bytes());
         let d = model.hidden_size as usize;
         let by_layer = model.layers.iter().map(|layer| {
-            let saved = SavedTensors::of(kind, device, layer.activation);
+            let saved = SavedTensorSizes::new(kind, device, layer.activation);
             let row = layer.saved_bytes(saved, value) + own_values * value;
             rows * row + context * layer.saved_key_value_bytes(saved, value) + attention * value
         });
         let (kept, largest) = (by_layer.clone().sum::<usize>(), by_layer.max().unwrap_or(0));
         let of_layers = if recomputes { model.layers.len() * rows * d * value + largest } else { kept };
-        // Gradients of a layer are about half of its activations.
+        // Gradients of a layer's activations take about half of the activations' memory.
         let gradients = largest / 2;
         let inputs = (tokens * (decoder.taps.len() + 2) + supervised * 3) * d * value;
         of_layers

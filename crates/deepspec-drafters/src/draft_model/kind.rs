@@ -1,4 +1,4 @@
-//! The trait of a trained drafter, and the plan and the trainer's view that follow from it.
+//! Trait of a kind of trained drafter, and its implementations of [`DrafterPlan`], [`TrainableDrafter`] and [`DrafterProbe`].
 
 use std::fmt::Debug;
 use std::path::Path;
@@ -12,27 +12,27 @@ use tch::{Device, Kind, Tensor};
 
 use super::{DraftConfig, DraftDecoder, DraftModel, DrafterSettings, PassRows, SampleSize};
 use crate::block_common::{BlockSpec, anchor_candidates};
-use crate::registration::{Checkpoints, classes};
+use crate::registration::{CheckpointKind, drafter_classes};
 use crate::{
     Drafter, DrafterOptions, DrafterOverrides, DrafterPlan, DrafterProbe, GradReadyHook, LossDenominator,
-    Metrics, Predictions, TrainSample, TrainableDrafter, WeightCounts,
+    Metrics, ParamCounts, Predictions, TrainSample, TrainableDrafter,
 };
 
-/// A drafter that is trained on a target's hidden states. The type holds its own weights; [`DraftModel`] holds embedding, head and the
-/// projection of captured hidden states.
+/// A kind of drafter that is trained on a target's hidden states. The type holds the weights of this kind. [`DraftModel`] holds embedding,
+/// LM head and the projection of captured hidden states.
 pub trait DrafterKind: Sized + Send + 'static {
-    /// Its settings.
+    /// Settings in config.json.
     type Settings: DrafterSettings;
-    /// Its objective.
+    /// Loss weights and other settings of training.
     type Objective: Debug + Clone + Send + Sync + 'static;
 
     /// See [`DrafterPlan::final_states`].
     const FINAL_STATES: FinalStates;
 
-    /// See [`DrafterPlan::recompute`].
+    /// See [`DrafterPlan::enable_recompute`].
     const RECOMPUTES: bool = false;
 
-    /// Asks the builder for its tensors, in the order in which they are trained.
+    /// Requests the parameters from the builder, in the order in which they are trained.
     fn new(b: &Builder, config: &DraftConfig<Self::Settings>) -> Self;
 
     /// See [`DrafterPlan::loss_weight`].
@@ -49,36 +49,39 @@ pub trait DrafterKind: Sized + Send + 'static {
         on_grad_ready: Option<GradReadyHook>,
     ) -> Option<Tensor>;
 
-    /// See [`TrainableDrafter::stages`].
-    fn stages(_model: &DraftModel<Self>) -> Vec<String> {
+    /// See [`TrainableDrafter::grad_stages`].
+    fn grad_stages(_model: &DraftModel<Self>) -> Vec<String> {
         vec![]
     }
 
-    /// See [`DrafterPlan::metrics`].
-    fn metrics(plan: &Plan<Self>) -> Metrics;
+    /// See [`DrafterPlan::metric_defs`].
+    fn metric_defs(plan: &Plan<Self>) -> Metrics;
 
     /// See [`DrafterPlan::flops`].
     fn flops(plan: &Plan<Self>, samples: &[TrainSample]) -> f64;
 
-    /// Rows of a pass over samples of these sizes.
+    /// Row counts of a training pass over samples of these sizes.
     fn pass_rows(config: &DraftConfig<Self::Settings>, samples: &[SampleSize]) -> PassRows;
 
-    /// A drafter for `slots` sequences.
-    fn drafter(model: DraftModel<Self>, slots: usize) -> Box<dyn Drafter>;
+    /// Turns the model into a drafter for `slots` sequences.
+    fn into_drafter(model: DraftModel<Self>, slots: usize) -> Box<dyn Drafter>;
 
     /// See [`DrafterProbe::predict`].
     fn predict<'a>(model: &'a DraftModel<Self>, samples: &[TrainSample]) -> Option<Predictions<'a>>;
 }
 
-/// Checkpoints of a kind; `hold` names their content, and `layouts` reads them in the formats of other tools.
-pub const fn checkpoints<K: DrafterKind>(hold: &'static str, layouts: &'static Reader) -> Checkpoints {
-    Checkpoints {
-        classes: || classes(K::Settings::CLASS),
-        hold,
+/// Describes the checkpoints of a kind. `layouts` reads the formats of other tools.
+pub const fn checkpoint_kind<K: DrafterKind>(
+    description: &'static str,
+    layouts: &'static Reader,
+) -> CheckpointKind {
+    CheckpointKind {
+        classes: || drafter_classes(K::Settings::CLASS),
+        description,
         are_language_models: false,
         check: |dir| DraftConfig::<K::Settings>::load(dir).map(drop),
         load: |dir, &DrafterOptions { device, kind, slots }| {
-            Ok(K::drafter(DraftModel::load_packed(dir, device, kind)?, slots))
+            Ok(K::into_drafter(DraftModel::load_packed(dir, device, kind)?, slots))
         },
         layouts: Some(layouts),
     }
@@ -86,9 +89,9 @@ pub const fn checkpoints<K: DrafterKind>(hold: &'static str, layouts: &'static R
 
 /// Architecture and objective of a drafter, without weights.
 pub struct Plan<K: DrafterKind> {
-    /// The architecture.
+    /// Architecture.
     pub config: DraftConfig<K::Settings>,
-    /// How it is trained.
+    /// Loss weights and other settings of training.
     pub objective: K::Objective,
     /// Prefixes of the names of frozen parameters.
     frozen: Vec<&'static str>,
@@ -96,7 +99,7 @@ pub struct Plan<K: DrafterKind> {
 }
 
 impl<K: DrafterKind> Plan<K> {
-    /// A drafter without frozen parameters.
+    /// A plan without frozen parameters.
     pub fn new(config: DraftConfig<K::Settings>, objective: K::Objective) -> Self {
         Self { config, objective, frozen: vec![], recomputes: false }
     }
@@ -107,14 +110,14 @@ impl<K: DrafterKind> DrafterPlan for Plan<K> {
         self.config.settings.draft_len()
     }
 
-    fn smallest(&self) -> (Box<dyn DrafterPlan>, ModelConfig) {
+    fn tiny_plan(&self) -> (Box<dyn DrafterPlan>, ModelConfig) {
         let mut config = self.config.clone();
         config.settings.shrink();
         let model = &mut config.decoder.model;
         (model.hidden_size, model.vocab_size) = (64, 64);
         for layer in &mut model.layers {
             (layer.hidden_size, layer.intermediate_size) = (64, 64);
-            // The head dim stays: rotary settings and scales depend on it.
+            // Keeps the head dim, on which rotary settings and scales depend.
             let heads = &mut layer.attention.heads;
             (heads.query, heads.key_value) = (2, 1);
         }
@@ -136,7 +139,7 @@ impl<K: DrafterKind> DrafterPlan for Plan<K> {
         Box::new(DrafterWithLoss { model, objective: self.objective.clone() })
     }
 
-    fn anchors(
+    fn choose_anchors(
         &self,
         loss_mask: &[bool],
         choose: &mut dyn FnMut(&[usize], usize) -> Vec<usize>,
@@ -153,8 +156,8 @@ impl<K: DrafterKind> DrafterPlan for Plan<K> {
         K::loss_weight(self, loss_mask, anchors)
     }
 
-    fn metrics(&self) -> Metrics {
-        K::metrics(self)
+    fn metric_defs(&self) -> Metrics {
+        K::metric_defs(self)
     }
 
     fn flops(&self, samples: &[TrainSample]) -> f64 {
@@ -170,23 +173,23 @@ impl<K: DrafterKind> DrafterPlan for Plan<K> {
         self.frozen = prefixes;
     }
 
-    fn recompute(&mut self) -> bool {
+    fn enable_recompute(&mut self) -> bool {
         self.recomputes = K::RECOMPUTES;
         K::RECOMPUTES
     }
 
-    fn weights(&self) -> WeightCounts {
-        let mut counts = WeightCounts { trained: 0, frozen: 0 };
-        for (name, tensor) in DraftModel::<K>::meta(self.config.clone()) {
+    fn num_parameters(&self) -> ParamCounts {
+        let mut counts = ParamCounts { trainable: 0, frozen: 0 };
+        for (name, tensor) in DraftModel::<K>::meta_parameters(self.config.clone()) {
             let is_frozen = self.frozen.iter().any(|prefix| name.starts_with(prefix));
-            let count = if is_frozen { &mut counts.frozen } else { &mut counts.trained };
+            let count = if is_frozen { &mut counts.frozen } else { &mut counts.trainable };
             *count += tensor.numel();
         }
         counts
     }
 }
 
-/// A drafter with its objective.
+/// A drafter with the objective that it is trained with.
 struct DrafterWithLoss<K: DrafterKind> {
     model: DraftModel<K>,
     objective: K::Objective,
@@ -202,12 +205,12 @@ impl<K: DrafterKind> TrainableDrafter for DrafterWithLoss<K> {
         K::accumulate(&self.model, &self.objective, samples, normaliser, on_grad_ready)
     }
 
-    fn stages(&self) -> Vec<String> {
-        K::stages(&self.model)
+    fn grad_stages(&self) -> Vec<String> {
+        K::grad_stages(&self.model)
     }
 
-    fn drafter(&self, slots: usize) -> Box<dyn Drafter> {
-        K::drafter(self.model.packed(), slots)
+    fn inference_drafter(&self, slots: usize) -> Box<dyn Drafter> {
+        K::into_drafter(self.model.packed(), slots)
     }
 
     fn load_pretrained(&self, dir: &Path) -> Result<Vec<String>, ModelError> {
@@ -254,7 +257,7 @@ impl<K: DrafterKind> DrafterProbe for DraftModel<K> {
             blocks.mask_token_id = reading.mask_token_id.unwrap_or(blocks.mask_token_id);
             blocks.slots = reading.slots.unwrap_or(blocks.slots);
         }
-        Box::new(self.share_as(config, reading.embed_and_head))
+        Box::new(self.share_with(config, reading.embed_and_head))
     }
 
     fn predict(&self, samples: &[TrainSample]) -> Option<Predictions<'_>> {

@@ -1,5 +1,4 @@
-//! Common parts of drafters that are trained on hidden states: embedding and head, projection of captured hidden states, and
-//! rotary embeddings. The module also loads, shares and packs tensors.
+//! Common parts of drafters that are trained on hidden states: embedding, LM head, rotary embeddings and the projection of captured states.
 
 mod checkpoint;
 mod config;
@@ -21,17 +20,17 @@ use tch::{Device, Kind, Tensor};
 pub use checkpoint::is_embed_or_head;
 pub use config::{DraftConfig, DraftDecoder, DrafterSettings};
 pub use cost::{PassRows, SampleSize};
-pub use kind::{DrafterKind, Plan, checkpoints};
-pub use warm_start::WarmStart;
+pub use kind::{DrafterKind, Plan, checkpoint_kind};
+pub use warm_start::WarmStartCheck;
 
-/// A drafter that is trained on a target's hidden states.
+/// Model of a drafter that is trained on a target's hidden states; `parts` are the weights of its kind.
 pub struct DraftModel<K: DrafterKind> {
     config: DraftConfig<K::Settings>,
     vocabulary: EmbedHead, // frozen
     fc: Linear,
     pub(crate) parts: K,
     ropes: RotaryEmbeddings,
-    /// All tensors of a checkpoint; they share storage with the model.
+    /// All tensors of a checkpoint, which share storage with the model.
     tensors: StateDict,
     kind: Kind,
     device: Device,
@@ -40,7 +39,7 @@ pub struct DraftModel<K: DrafterKind> {
 }
 
 impl<K: DrafterKind> DraftModel<K> {
-    /// A drafter with random weights, and with the target's embedding and head (`[V, d]` each, shared and frozen).
+    /// A drafter with random weights. Embedding and LM head, `[V, d]` each, are the target's, shared and frozen.
     pub fn fresh(
         config: DraftConfig<K::Settings>,
         embed_tokens: &Tensor,
@@ -48,7 +47,7 @@ impl<K: DrafterKind> DraftModel<K> {
         seed: u64,
         kind: Kind,
     ) -> Self {
-        let b = Builder::fresh(seed, config.model().initializer_range, embed_tokens.device(), kind);
+        let b = Builder::random_init(seed, config.model().initializer_range, embed_tokens.device(), kind);
         Self::build(config, &b, embed_tokens.shallow_clone(), Weight::Stored(lm_head.shallow_clone()), kind)
     }
 
@@ -71,7 +70,7 @@ impl<K: DrafterKind> DraftModel<K> {
     fn read(dir: &Path, device: Device, kind: Kind, packs: bool) -> Result<Self, ModelError> {
         let config = DraftConfig::<K::Settings>::load(dir)?;
         let (architecture, model) = (config.architecture(), config.model().clone());
-        checkpoint::load(dir, architecture, &model, (kind, device), packs, |b, embed, head| {
+        checkpoint::load_tensors(dir, architecture, &model, (kind, device), packs, |b, embed, head| {
             Self::build(config, b, embed, head, kind)
         })
     }
@@ -90,7 +89,7 @@ impl<K: DrafterKind> DraftModel<K> {
             fc: Linear::new(b, "fc", width, model.hidden_size),
             parts: K::new(b, &config),
             ropes: RotaryEmbeddings::new(&model.layers, device),
-            tensors: checkpoint::with_embed_and_head(b.take_named(), &vocabulary),
+            tensors: checkpoint::with_embed_and_head(b.take_state_dict(), &vocabulary),
             vocabulary,
             config,
             kind,
@@ -99,8 +98,8 @@ impl<K: DrafterKind> DraftModel<K> {
         }
     }
 
-    /// Names and shapes of the parameters of such a drafter, without values.
-    pub fn meta(config: DraftConfig<K::Settings>) -> Vec<(String, Tensor)> {
+    /// Names of the parameters, and meta tensors of their shapes.
+    pub fn meta_parameters(config: DraftConfig<K::Settings>) -> Vec<(String, Tensor)> {
         let ends = Tensor::empty([0, config.model().hidden_size], (Kind::BFloat16, HOST));
         let head = Weight::Stored(ends.shallow_clone());
         let meta = Self::build(config, &Builder::meta(), ends, head, Kind::BFloat16);
@@ -109,38 +108,38 @@ impl<K: DrafterKind> DraftModel<K> {
 
     /// A second drafter that shares all weights with this one.
     pub fn share(&self) -> Self {
-        self.share_as(self.config.clone(), None)
+        self.share_with(self.config.clone(), None)
     }
 
     /// A copy of the drafter for inference, with packed weights.
     pub fn packed(&self) -> Self {
-        let (embed, head) = (self.vocabulary.embed_tokens(), self.vocabulary.lm_head().share().packed());
-        let b = Builder::sharing(&self.tensors).packing();
+        let (embed, head) = (self.vocabulary.embed_tokens(), self.vocabulary.lm_head().share().pack());
+        let b = Builder::from_state_dict(&self.tensors).with_packing();
         Self::build(self.config.clone(), &b, embed.shallow_clone(), head, self.kind)
     }
 
-    /// A drafter with these weights and another config of equal shapes, and with another embedding and head (`[V, d]` each) if given.
-    pub fn share_as(&self, config: DraftConfig<K::Settings>, ends: Option<(&Tensor, &Tensor)>) -> Self {
+    /// Shares the weights with another config of equal shapes. `ends` replaces embedding and LM head, `[V, d]` each.
+    pub fn share_with(&self, config: DraftConfig<K::Settings>, ends: Option<(&Tensor, &Tensor)>) -> Self {
         let (embed, head) = match ends {
             Some((embed, head)) => (embed, Weight::Stored(head.shallow_clone())),
             None => (self.vocabulary.embed_tokens(), self.vocabulary.lm_head().share()),
         };
-        Self::build(config, &Builder::sharing(&self.tensors), embed.shallow_clone(), head, self.kind)
+        Self::build(config, &Builder::from_state_dict(&self.tensors), embed.shallow_clone(), head, self.kind)
     }
 
-    /// Its embedding and head, `[V, d]` each; a copy of the head where that is packed.
+    /// Embedding and LM head, `[V, d]` each. The head is a copy if it is packed.
     pub fn embed_and_head(&self) -> (Tensor, Tensor) {
-        (self.vocabulary.embed_tokens().shallow_clone(), self.vocabulary.lm_head().stored())
+        (self.vocabulary.embed_tokens().shallow_clone(), self.vocabulary.lm_head().to_tensor())
     }
 
-    /// Its architecture.
+    /// Architecture of the drafter.
     pub fn config(&self) -> &DraftConfig<K::Settings> {
         &self.config
     }
 
     /// Freezes parameters whose names have one of these prefixes.
     fn freeze(&mut self, prefixes: &[&str]) {
-        checkpoint::freeze(&mut self.tensors, prefixes);
+        checkpoint::freeze_parameters(&mut self.tensors, prefixes);
     }
 
     /// Trained parameters by checkpoint name; they share storage with the model. Packed weights are not among them.
@@ -150,7 +149,7 @@ impl<K: DrafterKind> DraftModel<K> {
 
     /// All tensors of a checkpoint: parameters and frozen tensors.
     pub fn checkpoint(&self) -> Vec<(String, Tensor)> {
-        self.tensors.all()
+        self.tensors.all_tensors()
     }
 
     /// Dtype of weights and activations.
@@ -158,7 +157,7 @@ impl<K: DrafterKind> DraftModel<K> {
         self.kind
     }
 
-    /// Its device.
+    /// Device of the tensors.
     pub fn device(&self) -> Device {
         self.device
     }
@@ -168,19 +167,19 @@ impl<K: DrafterKind> DraftModel<K> {
         self.recomputes
     }
 
-    /// Embedding and head, shared with the target.
+    /// Embedding and LM head, shared with the target.
     pub(crate) fn vocabulary(&self) -> &EmbedHead {
         &self.vocabulary
     }
 
-    /// Attention of each layer.
-    pub(crate) fn attentions(&self) -> Vec<AttentionSpec> {
+    /// Attention spec of each layer.
+    pub(crate) fn attention_specs(&self) -> Vec<AttentionSpec> {
         self.config.model().layers.iter().map(|layer| layer.attention).collect()
     }
 
-    /// Rotations of the rows of a batch of chunks.
+    /// Rotary tables for the rows of an attention plan.
     pub(crate) fn planned_rotations(&self, plan: &AttentionPlan) -> Rotations<'_> {
-        self.ropes.planned(plan, self.kind)
+        self.ropes.for_plan(plan, self.kind)
     }
 
     pub(crate) fn rotations(&self, positions: &Tensor) -> Rotations<'_> {

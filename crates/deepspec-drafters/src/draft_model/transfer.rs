@@ -1,4 +1,4 @@
-//! Training that starts from the weights of another run.
+//! Warm start: loads the weights of a checkpoint into a drafter that is to be trained.
 
 use std::path::Path;
 
@@ -8,8 +8,8 @@ use deepspec_models::{ModelError, Weights};
 use tch::Kind;
 
 use super::checkpoint::is_embed_or_head;
-use super::{DraftConfig, DraftModel, DrafterKind, DrafterSettings as _, WarmStart};
-use crate::registry::checkpoints_like;
+use super::{DraftConfig, DraftModel, DrafterKind, DrafterSettings as _, WarmStartCheck};
+use crate::registry::find_checkpoint_kind;
 
 impl<K: DrafterKind> DraftModel<K> {
     /// See [`crate::TrainableDrafter::load_pretrained`].
@@ -17,14 +17,15 @@ impl<K: DrafterKind> DraftModel<K> {
         let misfit = |problem: String| {
             ModelError::Mismatch(UsageError(format!("train.init_from: {}: {problem}", dir.display())))
         };
-        let (found, here) = (checkpoints_like(dir)?, self.config());
+        let (found, here) = (find_checkpoint_kind(dir)?, self.config());
         if !(found.classes)().contains(&here.architecture()) {
-            let problem = format!("it holds {}, the recipe asks for another kind of drafter", found.hold);
+            let problem =
+                format!("it holds {}, the recipe asks for another kind of drafter", found.description);
             return Err(misfit(problem));
         }
         let there = DraftConfig::<K::Settings>::load(dir)?;
-        let mut transfer = WarmStart::default();
-        transfer.decoders(there.model(), here.model());
+        let mut transfer = WarmStartCheck::default();
+        transfer.compare_decoders(there.model(), here.model());
         let (theirs, own) = (&there.decoder, &here.decoder);
         let ids = |taps: &[Tap]| format!("{:?}", Tap::layer_ids(taps));
         transfer.compare("target_layer_ids", ids(&theirs.taps), ids(&own.taps));
@@ -45,14 +46,15 @@ impl<K: DrafterKind> DraftModel<K> {
             if is_embed_or_head(&name) {
                 continue;
             }
-            if !weights.contains(&name) && transfer.may_be_fresh.iter().any(|part| name.starts_with(part)) {
+            if !weights.contains(&name) && transfer.may_stay_random.iter().any(|part| name.starts_with(part))
+            {
                 fresh.push(name);
                 continue;
             }
             tensor.copy_(&weights.get(&name, &tensor.size())?);
         }
         let unread: Vec<String> =
-            weights.unread().into_iter().filter(|name| !is_embed_or_head(name)).collect();
+            weights.unread_names().into_iter().filter(|name| !is_embed_or_head(name)).collect();
         if unread.is_empty() {
             return Ok(fresh);
         }

@@ -1,32 +1,32 @@
-//! Settings that a drafter shares with the checkpoint that its training starts from.
+//! Compares the settings of a recipe with those of the checkpoint that training starts from.
 
 use std::fmt::Display;
 
 use deepspec_models::ModelConfig;
 
-/// Settings that decide whether weights can be loaded.
+/// Collects settings that must be equal for the weights to be loaded.
 #[derive(Default)]
-pub struct WarmStart {
+pub struct WarmStartCheck {
     settings: Vec<Setting>,
-    /// Prefixes of parameters that may stay random, because the other drafter lacks them.
-    pub may_be_fresh: Vec<&'static str>,
+    /// Prefixes of parameters that stay random if the checkpoint lacks them.
+    pub may_stay_random: Vec<&'static str>,
 }
 
-/// A setting that shapes the weights, in the checkpoint and in the recipe.
+/// A setting's values in the checkpoint (`there`) and in the recipe (`here`).
 struct Setting {
     key: &'static str,
     there: String,
     here: String,
 }
 
-impl WarmStart {
-    /// Requires equal values.
+impl WarmStartCheck {
+    /// Requires that checkpoint and recipe have equal values of a setting.
     pub fn compare<T: Display>(&mut self, key: &'static str, there: T, here: T) {
         self.settings.push(Setting { key, there: there.to_string(), here: here.to_string() });
     }
 
-    /// Requires equal sizes and equal layers.
-    pub(super) fn decoders(&mut self, there: &ModelConfig, here: &ModelConfig) {
+    /// Requires equal sizes and layers of the decoders.
+    pub(super) fn compare_decoders(&mut self, there: &ModelConfig, here: &ModelConfig) {
         self.compare("family", there.family, here.family);
         self.compare("hidden_size", there.hidden_size, here.hidden_size);
         self.compare("vocab_size", there.vocab_size, here.vocab_size);
@@ -40,7 +40,7 @@ impl WarmStart {
         }
     }
 
-    /// Settings that differ, one text each.
+    /// One text per setting that differs.
     pub(super) fn differences(&self) -> Vec<String> {
         let differing = self.settings.iter().filter(|setting| setting.there != setting.here);
         differing.map(|Setting { key, there, here }| format!("{key} {there} there, {here} here")).collect()

@@ -5,77 +5,89 @@ use std::sync::Arc;
 use deepspec_checkpoint::{
     CheckpointError, CheckpointFormat, Decoder, DflashConfig, DflashConfigKeys, Drafter, Engine,
     EngineSupport, ExternalClass, Family, Fields, GgufParts, GgufValue, Incompatibility, KindSettings,
-    Reader, Settings, Shapes, Speculators, Tensors, keys,
+    Reader, Settings, Speculators, TensorShapes, Tensors, json_map,
 };
 use deepspec_core::Slots;
 use serde_json::{Map, Value, json};
 
 use super::model::{BlockSettings, Confidence, MarkovKind};
 use crate::block_common::BlockSpec;
-use crate::block_common::formats::{GGUF_ARCHITECTURE, HEADS, SGLANG_SPECULATORS, with_outer_block_size};
+use crate::block_common::formats::{GGUF_ARCHITECTURE, HEAD_KEYS, SGLANG_REFUSAL, merge_outer_block_size};
 use crate::draft_model::DrafterSettings as _;
 
-/// Why engines get no block drafter with heads whose slots fill in.
-const UNTRIED: &str = "heads beside slots that fill in are not written: no engine was tried with them";
+/// Why checkpoints with heads and slots that fill in are not written for engines.
+const UNTESTED_HEADS: &str = "heads beside slots that fill in are not written: no engine was tried with them";
 
-/// How block drafters are read.
+/// Reads checkpoints of DSpark and DFlash in all layouts.
 pub static READER: Reader = Reader {
     class: BlockSettings::CLASS,
-    keys: &["block_size", "sample_from_anchor", "mask_token_id", HEADS[0], HEADS[1], HEADS[2], HEADS[3]],
-    reference: |fields, decoder| checked(BlockSettings::read(fields)?, fields, decoder),
+    keys: &[
+        "block_size",
+        "sample_from_anchor",
+        "mask_token_id",
+        HEAD_KEYS[0],
+        HEAD_KEYS[1],
+        HEAD_KEYS[2],
+        HEAD_KEYS[3],
+    ],
+    reference: |fields, decoder| validate(BlockSettings::read(fields)?, fields, decoder),
     model_types: &["dspark", "dflash"],
-    speculators,
+    speculators: read_speculators,
     classes: &[
         ExternalClass {
             name: "DSparkDraftModel",
             tools: "SpecForge",
             read: |fields, tensors, families| {
-                contained(fields, tensors, families, "DSparkDraftModel", "dspark")
+                read_dflash_container(fields, tensors, families, "DSparkDraftModel", "dspark")
             },
         },
         ExternalClass {
             name: "DFlashDraftModel",
             tools: "z-lab, SpecForge, ModelOpt",
             read: |fields, tensors, families| {
-                contained(fields, tensors, families, "DFlashDraftModel", "dflash")
+                read_dflash_container(fields, tensors, families, "DFlashDraftModel", "dflash")
             },
         },
         ExternalClass {
             name: "DominoDraftModel",
             tools: "SpecForge",
             read: |fields, tensors, families| {
-                contained(fields, tensors, families, "DominoDraftModel", "domino")
+                read_dflash_container(fields, tensors, families, "DominoDraftModel", "domino")
             },
         },
     ],
 };
 
-fn checked(settings: BlockSettings, fields: &Fields, decoder: &Decoder) -> Result<Settings, CheckpointError> {
+fn validate(
+    settings: BlockSettings,
+    fields: &Fields,
+    decoder: &Decoder,
+) -> Result<Settings, CheckpointError> {
     let vocab_size = decoder.vocab_size as i64;
     settings.check_sizes(vocab_size).map_err(|(key, problem)| fields.error(key, problem))?;
     Ok(Arc::new(settings))
 }
 
-fn speculators(fields: &Fields, decoder: &mut Decoder) -> Result<Settings, CheckpointError> {
+fn read_speculators(fields: &Fields, decoder: &mut Decoder) -> Result<Settings, CheckpointError> {
     let has_heads = fields.text("speculators_model_type")? == Some("dspark");
     let (markov, confidence) = if has_heads { BlockSettings::read_heads(fields)? } else { (None, None) };
-    // Checkpoints without `sample_from_anchor` are older than the key and have z-lab's slots.
+    // Checkpoints without `sample_from_anchor` are older than this key, and their slots fill in.
     let blocks = BlockSpec::read(fields, Slots::FillIn)?;
-    checked(BlockSettings { blocks, markov, confidence }, fields, decoder)
+    validate(BlockSettings { blocks, markov, confidence }, fields, decoder)
 }
 
-/// A drafter in the container that z-lab's DFlash came in. SpecForge and ModelOpt put DSpark into it, each in its own way, which the
-/// config's `projector_type` tells; where it has none, it is `projector`.
-fn contained(
+/// Reads the `dflash_config` layout of z-lab's DFlash, which SpecForge and ModelOpt also use for DSpark, each with other keys. `projector`
+/// is the default of the config's `projector_type`.
+fn read_dflash_container(
     fields: &Fields,
     tensors: &Tensors,
     families: &[Family],
     class: &str,
     projector: &str,
 ) -> Result<(CheckpointFormat, Drafter), CheckpointError> {
-    let mut config = DflashConfig::read(fields, &HEADS, families)?;
+    let mut config = DflashConfig::read(fields, &HEAD_KEYS, families)?;
     let inner = &config.inner;
-    // ModelOpt writes the heads' tensors without their heads' names, and flags that SpecForge does not know.
+    // ModelOpt names the heads' tensors without a prefix, and has a flag that SpecForge lacks.
     let flat_heads = tensors.iter().any(|(name, _)| name.starts_with("markov_w1."));
     let is_modelopt = flat_heads || inner.map.contains_key("use_confidence_head");
     let dialect = match inner.text("projector_type")?.unwrap_or(projector) {
@@ -87,8 +99,8 @@ fn contained(
                 "domino" => "Domino's correction head (prefix_gru, embed_proj) has no counterpart in the other dialects".into(),
                 other => format!("the projector \"{other}\" has no counterpart in the other dialects"),
             };
-            let obstacle = Incompatibility { key: "dflash_config.projector_type".into(), reason };
-            config.decoder.incompatibilities.insert(0, obstacle);
+            let incompatibility = Incompatibility { key: "dflash_config.projector_type".into(), reason };
+            config.decoder.incompatibilities.insert(0, incompatibility);
             CheckpointFormat::Specforge
         }
     };
@@ -105,10 +117,10 @@ fn contained(
         }
         _ => BlockSettings::read_heads(inner)?,
     };
-    let keys = with_outer_block_size(fields, inner)?;
-    let within = inner.with(&keys);
+    let keys = merge_outer_block_size(fields, inner)?;
+    let within = inner.with_map(&keys);
     let blocks = BlockSpec { slots, ..BlockSpec::read(&within, slots)? };
-    let settings = checked(BlockSettings { blocks, markov, confidence }, &within, &config.decoder)?;
+    let settings = validate(BlockSettings { blocks, markov, confidence }, &within, &config.decoder)?;
     Ok((dialect, config.drafter(fields, class, settings)?))
 }
 
@@ -121,15 +133,15 @@ impl BlockSettings {
         self.markov.is_some() || self.confidence.is_some()
     }
 
-    /// Whether engines that know the vanilla Markov head alone can run it.
+    /// Whether the Markov head is vanilla or absent, as vLLM and llama.cpp require.
     fn is_vanilla(&self) -> bool {
         self.markov.is_none_or(|markov| markov.kind == MarkovKind::Vanilla)
     }
 
-    /// The heads' keys for tools that expect all of them, also without heads.
+    /// All keys of the heads, with defaults for absent heads, for tools that require every key.
     fn all_head_keys(&self) -> Map<String, Value> {
         let mut map =
-            keys([("markov_head_type", json!("vanilla")), ("confidence_head_with_markov", json!(false))]);
+            json_map([("markov_head_type", json!("vanilla")), ("confidence_head_with_markov", json!(false))]);
         let mut own = Map::new();
         self.write_heads(&mut own);
         map.extend(own);
@@ -147,7 +159,7 @@ impl KindSettings for BlockSettings {
     }
 
     fn drafted(&self) -> u64 {
-        self.blocks.drafted() as u64
+        self.blocks.draft_len() as u64
     }
 
     fn mask_token_id(&self) -> Option<u64> {
@@ -174,7 +186,7 @@ impl KindSettings for BlockSettings {
         };
         let BlockSpec { block_size, slots, mask_token_id, .. } = self.blocks;
         vec![
-            ("drafts", format!("{} tokens in blocks of {block_size}; {slots}", self.blocks.drafted())),
+            ("drafts", format!("{} tokens in blocks of {block_size}; {slots}", self.blocks.draft_len())),
             ("mask token", mask_token_id.to_string()),
             ("heads", format!("{markov}, {confidence}")),
         ]
@@ -190,7 +202,7 @@ impl KindSettings for BlockSettings {
         }})
     }
 
-    fn tensors(&self, drafter: &Drafter, shapes: &mut Shapes) {
+    fn add_tensor_shapes(&self, drafter: &Drafter, shapes: &mut TensorShapes) {
         let mut put = |name: &str, shape: Vec<usize>| shapes.push((name.into(), shape));
         let width = drafter.hidden_size as usize;
         put("hidden_norm.weight", vec![width]);
@@ -218,7 +230,7 @@ impl KindSettings for BlockSettings {
 
     fn refusal(&self, _: &Drafter, to: CheckpointFormat) -> Option<String> {
         let needs = match to {
-            // Each of the two model types of speculators has its own convention.
+            // Both formats can store either convention of the slots.
             CheckpointFormat::Reference | CheckpointFormat::Speculators => self.blocks.slots,
             CheckpointFormat::Zlab => Slots::FillIn,
             CheckpointFormat::Specforge | CheckpointFormat::Modelopt => Slots::AnchorPredicts,
@@ -245,16 +257,16 @@ impl KindSettings for BlockSettings {
         }
     }
 
-    fn reference(&self, _: &Drafter) -> (&'static str, Map<String, Value>) {
+    fn reference_config(&self, _: &Drafter) -> (&'static str, Map<String, Value>) {
         let mut map = Map::new();
         self.blocks.write(&mut map);
         self.write_heads(&mut map);
         (READER.class, map)
     }
 
-    fn speculators(&self) -> Speculators {
-        // A DFlash with our slots is written as a DSpark without heads. That type's default is our convention, so a reader
-        // that overlooks `sample_from_anchor` is right too.
+    fn speculators_config(&self) -> Speculators {
+        // A DFlash whose every slot drafts is written as a DSpark without heads, whose default convention it has. A reader that ignores
+        // `sample_from_anchor` then reads it correctly.
         let is_dflash = !self.has_heads() && self.fills_in();
         let mut keys = Map::new();
         self.blocks.write(&mut keys);
@@ -268,14 +280,14 @@ impl KindSettings for BlockSettings {
     }
 
     fn dflash_config(&self, to: CheckpointFormat) -> Option<DflashConfigKeys> {
-        let mut top = keys([("block_size", json!(self.blocks.block_size))]);
-        let mut inner = keys([("mask_token_id", json!(self.blocks.mask_token_id))]);
+        let mut top = json_map([("block_size", json!(self.blocks.block_size))]);
+        let mut inner = json_map([("mask_token_id", json!(self.blocks.mask_token_id))]);
         let mut put = |key: &str, value: Value| inner.insert(key.into(), value);
         let class = match to {
             CheckpointFormat::Specforge => {
                 put("projector_type", "dspark".into());
                 let heads = self.all_head_keys();
-                // vLLM looks for them at the top.
+                // vLLM reads these keys at the top level.
                 top.extend(heads.clone());
                 inner.extend(heads);
                 "DSparkDraftModel"
@@ -296,7 +308,7 @@ impl KindSettings for BlockSettings {
 
     fn engine_format(&self, _: Engine, _: &Drafter) -> Result<CheckpointFormat, String> {
         match self.markov {
-            _ if self.fills_in() && self.has_heads() => Err(UNTRIED.into()),
+            _ if self.fills_in() && self.has_heads() => Err(UNTESTED_HEADS.into()),
             _ if self.fills_in() => Ok(CheckpointFormat::Zlab),
             Some(markov) if !self.is_vanilla() => Err(format!(
                 "this layout is for the vanilla Markov head, and not for one that is {}; SGLang reads that in the reference's layout",
@@ -306,7 +318,7 @@ impl KindSettings for BlockSettings {
         }
     }
 
-    fn gguf(&self, drafter: &Drafter) -> Result<GgufParts, String> {
+    fn gguf_parts(&self, drafter: &Drafter) -> Result<GgufParts, String> {
         let flag = |key, value| (key, GgufValue::Bool(value));
         let mut parts = GgufParts {
             keys: vec![
@@ -317,7 +329,7 @@ impl KindSettings for BlockSettings {
             ..GgufParts::default()
         };
         if self.fills_in() {
-            return if self.has_heads() { Err(UNTRIED.into()) } else { Ok(parts) };
+            return if self.has_heads() { Err(UNTESTED_HEADS.into()) } else { Ok(parts) };
         }
         parts.keys.push(flag("has_confidence_head", self.confidence.is_some()));
         match self.markov.map(|markov| markov.kind) {
@@ -325,7 +337,7 @@ impl KindSettings for BlockSettings {
                 parts.names.push(("markov_head.markov_w1.weight", "markov_w1.weight"));
                 parts.names.push(("markov_head.markov_w2.weight", "markov_w2.weight"));
             }
-            // By this head llama.cpp knows that the first slot drafts.
+            // llama.cpp lets the first slot draft only if there is a Markov head, so a head of zeros is written.
             None => {
                 let shape = vec![drafter.vocab_size as usize, 1];
                 parts.zeros.extend([("markov_w1.weight", shape.clone()), ("markov_w2.weight", shape)]);
@@ -350,38 +362,39 @@ impl KindSettings for BlockSettings {
         Ok(parts)
     }
 
-    fn support(&self, engine: Engine, format: CheckpointFormat) -> EngineSupport {
+    fn engine_support(&self, engine: Engine, format: CheckpointFormat) -> EngineSupport {
         use CheckpointFormat::{Modelopt, Reference, Specforge, Speculators, Zlab};
         use EngineSupport as S;
         let has_markov = self.markov.is_some();
         if engine == Engine::Sglang {
             return match format {
-                Speculators => S::no(SGLANG_SPECULATORS),
-                Reference if self.fills_in() && self.has_heads() => {
-                    S::no("every slot drafts there, and no layout has heads beside slots that fill in")
-                }
-                Reference if self.fills_in() => S::no("every slot drafts there; convert to sglang"),
-                Modelopt => S::no("it knows the heads by the reference's names; convert to sglang"),
-                Zlab if self.fills_in() => S::yes("--speculative-algorithm DFLASH"),
-                Zlab => S::no("slots of its DFLASH fill in; convert to sglang"),
-                Reference | Specforge if has_markov => S::yes("--speculative-algorithm DSPARK"),
-                Reference | Specforge => {
-                    S::no("DSPARK needs markov_rank > 0; convert to sglang, which adds a head of zeros")
-                }
+                Speculators => S::not_loaded(SGLANG_REFUSAL),
+                Reference if self.fills_in() && self.has_heads() => S::not_loaded(
+                    "every slot drafts there, and no layout has heads beside slots that fill in",
+                ),
+                Reference if self.fills_in() => S::not_loaded("every slot drafts there; convert to sglang"),
+                Modelopt => S::not_loaded("it knows the heads by the reference's names; convert to sglang"),
+                Zlab if self.fills_in() => S::loads_untested("--speculative-algorithm DFLASH"),
+                Zlab => S::not_loaded("slots of its DFLASH fill in; convert to sglang"),
+                Reference | Specforge if has_markov => S::loads_untested("--speculative-algorithm DSPARK"),
+                Reference | Specforge => S::not_loaded(
+                    "DSPARK needs markov_rank > 0; convert to sglang, which adds a head of zeros",
+                ),
             };
         }
-        let without_head = S::no("it stops without a Markov head; convert to vllm, which adds one of zeros");
+        let without_head =
+            S::not_loaded("it stops without a Markov head; convert to vllm, which adds one of zeros");
         match format {
-            Zlab if self.fills_in() => S::tried("method dflash"),
-            Zlab => S::no(
+            Zlab if self.fills_in() => S::loads_tested("method dflash"),
+            Zlab => S::not_loaded(
                 "every slot drafts, which z-lab's layout says within `dflash_config`, where vLLM refuses it; convert to vllm",
             ),
-            Speculators if self.fills_in() && !self.has_heads() => S::yes("method dflash"),
-            _ if !self.is_vanilla() => S::no("its DSpark knows the vanilla Markov head only"),
-            Modelopt => S::no("it knows the heads by the reference's names; convert to vllm"),
+            Speculators if self.fills_in() && !self.has_heads() => S::loads_untested("method dflash"),
+            _ if !self.is_vanilla() => S::not_loaded("its DSpark knows the vanilla Markov head only"),
+            Modelopt => S::not_loaded("it knows the heads by the reference's names; convert to vllm"),
             _ if !has_markov => S { tried: format == Reference && !self.fills_in(), ..without_head },
-            Reference | Speculators if !self.fills_in() => S::tried("method dspark"),
-            _ => S::yes("method dspark"),
+            Reference | Speculators if !self.fills_in() => S::loads_tested("method dspark"),
+            _ => S::loads_untested("method dspark"),
         }
     }
 }

@@ -8,6 +8,6 @@ pub use model::{
     Block, BlockConfig, BlockRecipe, BlockSettings, Confidence, ConfidenceRecipe, Markov, MarkovKind,
 };
 pub use train::{
-    BLOCK_SUMS, BlockObjective, BlockPlan, BlockProposer, DFLASH, DFLASH_LOSS, DSPARK, DSPARK_LOSS, fit,
-    read_dflash, read_dspark,
+    BLOCK_SUMS, BlockObjective, BlockPlan, BlockProposer, DFLASH_INFO, DFLASH_LOSS, DSPARK_INFO, DSPARK_LOSS,
+    build_plan, read_dflash, read_dspark,
 };

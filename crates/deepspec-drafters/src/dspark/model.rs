@@ -1,12 +1,14 @@
 //! DSpark and DFlash: keys of recipes and checkpoints, heads, and drafting.
 //!
-//! A block of B tokens `[anchor, mask, …]` runs through the backbone at once, and every slot drafts a token. DSpark adds a
-//! Markov head, which corrects a slot's logits by the token before it. Its confidence head predicts whether the target
-//! accepts the token. DFlash has neither head.
+//! A block `[anchor, mask, …]` runs through the backbone at once, and every slot drafts a token. DSpark's Markov head adds a bias to a
+//! slot's logits, given the token before it. Its confidence head predicts whether the target accepts the token. DFlash has neither head.
+//!
+//! Types: [`BlockRecipe`] is the recipe section, [`BlockSettings`] are the keys of config.json, [`BlockConfig`] adds the decoder.
+//! `BlockParts` holds the weights, [`Block`] is the whole model, and `BlockPlan` is config and objective without weights.
 
 use deepspec_checkpoint::{CheckpointError, Fields};
 use deepspec_core::Slots;
-use deepspec_core::recipe::at_least_one;
+use deepspec_core::recipe::require_at_least_one;
 use deepspec_engine::DraftSampling;
 use deepspec_models::ModelConfig;
 use deepspec_models::nn::{Builder, Init, Linear, Weight};
@@ -18,8 +20,8 @@ use serde_json::{Map, Value, json};
 use tch::{Kind, Tensor};
 
 use crate::ConfigIssue;
-use crate::block_common::{Backbone, BlockDrafter, BlockSpec, DraftLayers, LayerType, MAX_RANK, num_anchors};
-use crate::draft_model::{DraftConfig, DraftModel, DrafterSettings, WarmStart};
+use crate::block_common::{Backbone, BlockDrafter, BlockSpec, DraftLayers, LayerType, MAX_RANK};
+use crate::draft_model::{DraftConfig, DraftModel, DrafterSettings, WarmStartCheck};
 
 /// A block drafter.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
@@ -41,7 +43,7 @@ pub struct BlockRecipe {
     /// A token that never occurs in text; stands for what is to be predicted.
     pub mask_token_id: i64,
     /// Blocks per training sequence.
-    #[serde(default = "num_anchors")]
+    #[serde(default = "crate::block_common::default_num_anchors")]
     pub num_anchors: usize,
     /// The Markov head; absent means none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -62,21 +64,18 @@ pub enum MarkovKind {
     Vanilla,
     /// `W2 (σ(G[h; e] + b) ⊙ e)`.
     Gated,
-    /// `W2 tanh(o)` of a gated recurrent state.
+    /// `W2 tanh(o)`; `o` reads the recurrent state before its update.
     Rnn,
 }
 
 impl MarkovKind {
-    /// The kind of this name in config files.
-    ///
-    /// # Errors
-    /// The problem with an unknown name.
+    /// Parses the name of a kind in config files.
     pub(super) fn parse(name: &str) -> Result<Self, String> {
         let found = [Self::Vanilla, Self::Gated, Self::Rnn].into_iter().find(|kind| kind.name() == name);
         found.ok_or_else(|| format!("\"{name}\" is unknown; expected vanilla, gated or rnn"))
     }
 
-    /// Its name in config files.
+    /// Name of the kind in config files.
     pub(super) fn name(self) -> &'static str {
         match self {
             Self::Vanilla => "vanilla",
@@ -97,31 +96,31 @@ pub struct Markov {
     pub rank: i64,
 }
 
-/// The confidence head.
+/// Recipe keys of the confidence head.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct ConfidenceRecipe {
     /// Whether it also reads the previous token's Markov embedding.
     pub with_markov: bool,
     /// Weight of its loss.
-    #[serde(default = "one")]
+    #[serde(default = "default_alpha")]
     pub alpha: f64,
 }
 
-fn one() -> f64 {
+fn default_alpha() -> f64 {
     1.0
 }
 
 impl BlockRecipe {
-    /// Its draft layers.
+    /// Settings of the draft layers.
     pub fn layers(&self) -> DraftLayers<'_> {
         let Self { num_draft_layers: count, sliding_window, layer_types: types, .. } = self;
         DraftLayers { count: *count, sliding_window: *sliding_window, types }
     }
 
-    /// Checks values against their ranges and each other.
+    /// Checks ranges and combinations of the values.
     pub fn check(&self) -> Result<(), ConfigIssue> {
-        at_least_one(&[
+        require_at_least_one(&[
             ("block_size", self.block_size),
             ("num_draft_layers", self.num_draft_layers),
             ("num_anchors", self.num_anchors),
@@ -147,17 +146,17 @@ impl BlockRecipe {
     }
 }
 
-/// The confidence head.
+/// Checkpoint settings of the confidence head.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Confidence {
-    /// Whether it reads the previous token's Markov embedding beside the hidden state.
+    /// Whether the head reads the previous token's Markov embedding in addition to the hidden state.
     pub with_markov: bool,
 }
 
-/// Settings of a block drafter.
+/// Checkpoint settings of DSpark and DFlash.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct BlockSettings {
-    /// Its blocks.
+    /// Shape of the blocks.
     pub blocks: BlockSpec,
     /// Markov head, if any.
     pub markov: Option<Markov>,
@@ -165,7 +164,7 @@ pub struct BlockSettings {
     pub confidence: Option<Confidence>,
 }
 
-/// A block drafter's architecture.
+/// Architecture of a DSpark or DFlash drafter.
 pub type BlockConfig = DraftConfig<BlockSettings>;
 
 impl DrafterSettings for BlockSettings {
@@ -205,15 +204,15 @@ impl DrafterSettings for BlockSettings {
         self.markov = self.markov.map(|markov| Markov { rank: 8, ..markov });
     }
 
-    /// Heads that the other drafter lacks keep their random weights.
-    fn compare_for_warm_start(&self, from: &Self, transfer: &mut WarmStart) {
+    /// Heads that the checkpoint lacks keep their random weights.
+    fn compare_for_warm_start(&self, from: &Self, transfer: &mut WarmStartCheck) {
         self.blocks.compare_for_warm_start(&from.blocks, transfer);
         let markov = |head: Option<Markov>| {
             head.map_or("none".into(), |head| format!("{}, rank {}", head.kind.name(), head.rank))
         };
         match from.markov {
             Some(_) => transfer.compare("markov", markov(from.markov), markov(self.markov)),
-            None => transfer.may_be_fresh.push("markov_head."),
+            None => transfer.may_stay_random.push("markov_head."),
         }
         let confidence = |head: Option<Confidence>| match head {
             None => "none",
@@ -224,16 +223,13 @@ impl DrafterSettings for BlockSettings {
             Some(_) => {
                 transfer.compare("confidence", confidence(from.confidence), confidence(self.confidence))
             }
-            None => transfer.may_be_fresh.push("confidence_head."),
+            None => transfer.may_stay_random.push("confidence_head."),
         }
     }
 }
 
 impl BlockSettings {
     /// Reads the Markov head and the confidence head.
-    ///
-    /// # Errors
-    /// If a key has a wrong value.
     pub(super) fn read_heads(
         fields: &Fields,
     ) -> Result<(Option<Markov>, Option<Confidence>), CheckpointError> {
@@ -264,10 +260,7 @@ impl BlockSettings {
         };
     }
 
-    /// Checks the settings against each other and against a vocabulary of so many tokens.
-    ///
-    /// # Errors
-    /// A key, and the problem with its value.
+    /// Checks the settings against each other and against the vocabulary.
     pub(super) fn check_sizes(&self, vocab_size: i64) -> Result<(), ConfigIssue> {
         self.blocks.check(vocab_size)?;
         if let Some(markov) = self.markov.filter(|markov| !(1..=MAX_RANK).contains(&markov.rank)) {
@@ -287,17 +280,18 @@ impl BlockSettings {
 pub struct MarkovHead {
     w1: Tensor, // [V, r]
     w2: Weight, // [V, r]
-    form: Form,
+    form: HeadForm,
     rank: i64,
 }
 
-enum Form {
+/// Layers that compute the features from hidden state and embedding, by [`MarkovKind`].
+enum HeadForm {
     Vanilla,
     Gated(Linear),
     Rnn(Linear),
 }
 
-/// The recurrent state `[S, r]`; empty for heads without one.
+/// Recurrent state `[S, r]`; None before the first slot, and for other kinds than Rnn.
 #[derive(Default)]
 pub struct MarkovState(Option<Tensor>);
 
@@ -306,33 +300,33 @@ impl MarkovHead {
         let rank = markov.rank;
         Self {
             w1: b.get("markov_head.markov_w1.weight", &[vocab, rank], Init::Normal),
-            w2: b.product("markov_head.markov_w2.weight", &[vocab, rank], Init::Normal),
+            w2: b.linear_weight("markov_head.markov_w2.weight", &[vocab, rank], Init::Normal),
             form: match markov.kind {
-                MarkovKind::Vanilla => Form::Vanilla,
+                MarkovKind::Vanilla => HeadForm::Vanilla,
                 MarkovKind::Gated => {
-                    Form::Gated(Linear::with_bias(b, "markov_head.gate_proj", hidden + rank, rank))
+                    HeadForm::Gated(Linear::with_bias(b, "markov_head.gate_proj", hidden + rank, rank))
                 }
                 MarkovKind::Rnn => {
-                    Form::Rnn(Linear::with_bias(b, "markov_head.joint_proj", 2 * rank + hidden, 3 * rank))
+                    HeadForm::Rnn(Linear::with_bias(b, "markov_head.joint_proj", 2 * rank + hidden, 3 * rank))
                 }
             },
             rank,
         }
     }
 
-    /// The embedding of previous tokens, `[V, r]`.
+    /// Embedding matrix of previous tokens, `[V, r]`.
     pub fn w1(&self) -> &Tensor {
         &self.w1
     }
 
-    /// The projection from features to the bias, `[V, r]`.
+    /// Projection of features to the logit bias, `[V, r]`.
     pub fn w2(&self) -> &Weight {
         &self.w2
     }
 
-    /// Whether its features depend on the previous token alone.
+    /// Whether the features depend only on the previous token.
     pub fn reads_previous_alone(&self) -> bool {
-        matches!(self.form, Form::Vanilla)
+        matches!(self.form, HeadForm::Vanilla)
     }
 
     /// `e = W1[token]`, `[.., r]`.
@@ -340,12 +334,12 @@ impl MarkovHead {
         Tensor::embedding(&self.w1, tokens, -1, false, false)
     }
 
-    /// Features of one slot: hidden states `[S, d]` and embeddings `e [S, r]` to `[S, r]`.
-    pub fn step(&self, hidden: &Tensor, e: &Tensor, state: &mut MarkovState) -> Tensor {
+    /// Features `[S, r]` of one slot, from hidden states `[S, d]` and embeddings `e [S, r]`.
+    pub fn slot_features(&self, hidden: &Tensor, e: &Tensor, state: &mut MarkovState) -> Tensor {
         match &self.form {
-            Form::Vanilla => e.shallow_clone(),
-            Form::Gated(gate) => gate.forward(&Tensor::cat(&[hidden, e], -1)).sigmoid() * e,
-            Form::Rnn(joint) => {
+            HeadForm::Vanilla => e.shallow_clone(),
+            HeadForm::Gated(gate) => gate.forward(&Tensor::cat(&[hidden, e], -1)).sigmoid() * e,
+            HeadForm::Rnn(joint) => {
                 let s = state.0.take().unwrap_or_else(|| e.zeros_like());
                 let parts = joint.forward(&Tensor::cat(&[&s, e, hidden], -1)).split(self.rank, -1);
                 let keep = parts[0].sigmoid();
@@ -356,14 +350,16 @@ impl MarkovHead {
         }
     }
 
-    /// Teacher-forced [`MarkovHead::step`]s over whole blocks: `hidden [A, γ, d]`, `e [A, γ, r]` to `[A, γ, r]`.
+    /// Teacher-forced [`MarkovHead::slot_features`] over whole blocks: `hidden [A, γ, d]`, `e [A, γ, r]` to `[A, γ, r]`.
     pub fn logit_features(&self, hidden: &Tensor, e: &Tensor) -> Tensor {
         match &self.form {
-            Form::Vanilla | Form::Gated(_) => self.step(hidden, e, &mut MarkovState::default()),
-            Form::Rnn(_) => {
+            HeadForm::Vanilla | HeadForm::Gated(_) => {
+                self.slot_features(hidden, e, &mut MarkovState::default())
+            }
+            HeadForm::Rnn(_) => {
                 let mut state = MarkovState::default();
                 let steps: Vec<Tensor> = (0..e.size()[1])
-                    .map(|k| self.step(&hidden.select(1, k), &e.select(1, k), &mut state))
+                    .map(|k| self.slot_features(&hidden.select(1, k), &e.select(1, k), &mut state))
                     .collect();
                 Tensor::stack(&steps, 1)
             }
@@ -371,12 +367,12 @@ impl MarkovHead {
     }
 
     /// `W2 · features`, `[.., r]` to `[.., V]`.
-    pub fn bias(&self, features: &Tensor) -> Tensor {
+    pub fn logit_bias(&self, features: &Tensor) -> Tensor {
         linear(features, &self.w2, None)
     }
 }
 
-/// The confidence head: the logit of the probability that the target accepts a token after it accepted the earlier ones.
+/// Confidence head: logit of the probability that the target accepts a token, given that it accepted the tokens before.
 pub struct ConfidenceHead {
     proj: Linear,
     with_markov: bool,
@@ -391,8 +387,7 @@ impl ConfidenceHead {
         Some(Self { proj, with_markov: confidence.with_markov })
     }
 
-    /// Confidence logits `[..]` from `hidden [.., d]`. With `with_markov` the Markov embedding `e [.., r]` of the previous token is an
-    /// input too.
+    /// Confidence logits `[..]` from `hidden [.., d]` and, with `with_markov`, the previous tokens' Markov embeddings `e [.., r]`.
     pub fn forward(&self, hidden: &Tensor, e: Option<&Tensor>) -> Tensor {
         let logit = match e {
             Some(e) if self.with_markov => self.proj.forward(&Tensor::cat(&[hidden, e], -1)),
@@ -405,17 +400,17 @@ impl ConfidenceHead {
 /// A DSpark or DFlash drafter.
 pub type Block = DraftModel<BlockParts>;
 
-/// Backbone and heads.
+/// Parameters of DSpark and DFlash: backbone and heads.
 pub struct BlockParts {
     backbone: Backbone,
     pub(super) markov: Option<MarkovHead>,
     pub(super) confidence: Option<ConfidenceHead>,
-    /// Whether the Markov head corrects logits.
-    biased: bool,
+    /// Whether the Markov bias is added to the logits.
+    use_markov_bias: bool,
 }
 
 impl BlockParts {
-    /// Asks the builder for its tensors, in the order in which they are trained.
+    /// Requests the parameters from the builder, in the order in which they are trained.
     pub(super) fn build(b: &Builder, config: &BlockConfig) -> Self {
         let model = &config.decoder.model;
         Self {
@@ -425,7 +420,7 @@ impl BlockParts {
                 .markov
                 .map(|markov| MarkovHead::new(b, markov, model.vocab_size, model.hidden_size)),
             confidence: ConfidenceHead::new(b, config),
-            biased: true,
+            use_markov_bias: true,
         }
     }
 }
@@ -437,28 +432,28 @@ impl BlockDrafter for BlockParts {
         &self.backbone
     }
 
-    fn blocks(config: &BlockConfig) -> &BlockSpec {
+    fn block_spec(config: &BlockConfig) -> &BlockSpec {
         &config.settings.blocks
     }
 
-    fn has_confidence(config: &BlockConfig) -> bool {
+    fn has_confidence_head(config: &BlockConfig) -> bool {
         config.settings.confidence.is_some()
     }
 
     fn draft_sampling(&self) -> DraftSampling {
-        match self.biased && self.markov.is_some() {
+        match self.use_markov_bias && self.markov.is_some() {
             true => DraftSampling::Probabilistic,
             false => DraftSampling::Greedy,
         }
     }
 
-    /// The confidence head still reads its embeddings, if it was trained so.
-    fn ignore_markov(&mut self) -> bool {
-        self.biased = false;
+    /// Stops adding the Markov bias to the logits. A confidence head with `with_markov` still reads the Markov embeddings.
+    fn disable_markov_bias(&mut self) -> bool {
+        self.use_markov_bias = false;
         self.markov.is_some()
     }
 
-    fn step(
+    fn next_slot_logits(
         model: &Block,
         base: Tensor,
         hidden: &Tensor,
@@ -467,11 +462,11 @@ impl BlockDrafter for BlockParts {
     ) -> (Tensor, Option<Tensor>) {
         let Some(markov) = &model.parts.markov else { return (base, None) };
         let e = markov.embed(previous);
-        if !model.parts.biased {
+        if !model.parts.use_markov_bias {
             return (base, Some(e));
         }
-        let features = markov.step(hidden, &e, state);
-        (base + markov.bias(&features).to_kind(Kind::Float), Some(e))
+        let features = markov.slot_features(hidden, &e, state);
+        (base + markov.logit_bias(&features).to_kind(Kind::Float), Some(e))
     }
 
     fn logit_features(model: &Block, hidden: &Tensor, previous: &Tensor) -> Option<(Tensor, Tensor)> {
@@ -485,12 +480,12 @@ impl BlockDrafter for BlockParts {
     fn slot_logits(model: &Block, hidden: &Tensor, features: Option<&Tensor>) -> Tensor {
         let base = model.base_logits(hidden);
         match (&model.parts.markov, features) {
-            (Some(markov), Some(features)) => base + markov.bias(features).to_kind(Kind::Float),
+            (Some(markov), Some(features)) => base + markov.logit_bias(features).to_kind(Kind::Float),
             _ => base,
         }
     }
 
-    fn confidence(model: &Block, hidden: &Tensor, embeddings: Option<&Tensor>) -> Option<Tensor> {
+    fn confidence_logits(model: &Block, hidden: &Tensor, embeddings: Option<&Tensor>) -> Option<Tensor> {
         let head = model.parts.confidence.as_ref();
         head.map(|head| head.forward(hidden, embeddings).to_kind(Kind::Float))
     }

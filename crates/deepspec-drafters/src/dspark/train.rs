@@ -5,87 +5,88 @@ use deepspec_core::config::ConfigError;
 use deepspec_core::recipe::Recipe;
 use deepspec_models::ModelConfig;
 use deepspec_models::nn::Builder;
-use deepspec_ops::distill_loss::{Bias, Column, LossOutput, LossRecipe, Supervised, distill_loss};
+use deepspec_ops::distill_loss::{
+    LossColumn, LossOutput, LossRecipe, MarkovBias, SupervisedRows, distill_loss,
+};
 use deepspec_ops::grad_or_zeros;
 use tch::{Kind, Reduction, Tensor};
 
 use super::model::{
     Block, BlockConfig, BlockParts, BlockRecipe, BlockSettings, Confidence, MarkovHead, MarkovKind,
 };
-use crate::block_common::sums::Window;
+use crate::block_common::sums::WindowSums;
 use crate::block_common::{
-    BlockBatch, BlockProposerOf, BlockSpec, LossSum, block_flops, block_pass_rows, block_weight,
+    BlockBatch, BlockProposerOf, BlockSpec, FROZEN_FACTOR, LossSum, TRAINED_FACTOR, block_flops,
+    block_loss_weight, block_pass_rows,
 };
 use crate::draft_model::{
-    DraftDecoder, DrafterKind, DrafterSettings as _, PassRows, Plan, SampleSize, checkpoints,
+    DraftDecoder, DrafterKind, DrafterSettings as _, PassRows, Plan, SampleSize, checkpoint_kind,
 };
-use crate::registration::{DrafterKindInfo, ParamGroup, Section};
+use crate::registration::{DrafterKindInfo, ParamGroup, RecipeSection};
 use crate::{
     ConfigIssue, Drafter, DrafterPlan, GradReadyHook, LossDenominator, Metrics, Predictions, TrainSample,
     block_common,
 };
 
 /// Parameter groups that `train.freeze` names.
-const PARTS: &[ParamGroup] = &[
+const PARAM_GROUPS: &[ParamGroup] = &[
     block_common::BACKBONE,
     ParamGroup { name: "markov", prefixes: &["markov_head."] },
     ParamGroup { name: "confidence", prefixes: &["confidence_head."] },
 ];
 
-/// Parallel block drafter with sequential heads.
-pub const DSPARK: DrafterKindInfo = DrafterKindInfo {
+/// Registry entry of DSpark.
+pub const DSPARK_INFO: DrafterKindInfo = DrafterKindInfo {
     name: "dspark",
     title: "DSpark",
-    parts: PARTS,
+    parts: PARAM_GROUPS,
     settings: Some(|schemas| schemas.subschema_for::<BlockRecipe>()),
-    checkpoints: Some(checkpoints::<BlockParts>("a block drafter (DSpark, DFlash)", &super::formats::READER)),
+    checkpoints: Some(checkpoint_kind::<BlockParts>(
+        "a block drafter (DSpark, DFlash)",
+        &super::formats::READER,
+    )),
 };
 
-/// DSpark without heads, trained with cross entropy. Its checkpoints are DSpark's.
-pub const DFLASH: DrafterKindInfo = DrafterKindInfo {
+/// Registry entry of DFlash: DSpark without heads, trained with cross entropy. Its checkpoints have DSpark's class.
+pub const DFLASH_INFO: DrafterKindInfo = DrafterKindInfo {
     name: "dflash",
     title: "DFlash",
-    parts: PARTS,
+    parts: PARAM_GROUPS,
     settings: Some(|schemas| schemas.subschema_for::<BlockRecipe>()),
     checkpoints: None,
 };
 
-/// Losses of DSpark where a recipe gives none.
+/// Default losses of DSpark.
 pub const DSPARK_LOSS: LossRecipe = LossRecipe { ce_alpha: 0.1, l1_alpha: 0.9, ..LossRecipe::NONE };
-/// Losses of DFlash where a recipe gives none.
+/// Default losses of DFlash.
 pub const DFLASH_LOSS: LossRecipe = LossRecipe { ce_alpha: 1.0, ..LossRecipe::NONE };
 
-/// Reads and checks the settings of DSpark.
-///
-/// # Errors
-/// The wrong key, with file and line.
-pub fn read_dspark(section: &Section<'_>) -> Result<BlockRecipe, ConfigError> {
-    checked(section, section.read()?, DSPARK_LOSS)
+/// Reads and checks the recipe section of DSpark. An error names the wrong key, with file and line.
+pub fn read_dspark(section: &RecipeSection<'_>) -> Result<BlockRecipe, ConfigError> {
+    check_recipe(section, section.read()?, DSPARK_LOSS)
 }
 
-/// Reads and checks the settings of DFlash, which has no heads.
-///
-/// # Errors
-/// As [`read_dspark`].
-pub fn read_dflash(section: &Section<'_>) -> Result<BlockRecipe, ConfigError> {
+/// Reads and checks the recipe section of DFlash, which has no heads.
+pub fn read_dflash(section: &RecipeSection<'_>) -> Result<BlockRecipe, ConfigError> {
     let recipe: BlockRecipe = section.read()?;
     if recipe.markov.is_some() || recipe.confidence.is_some() {
         return Err(section.error("", "DFlash has no Markov and no confidence head; use `dspark`"));
     }
-    checked(section, recipe, DFLASH_LOSS)
+    check_recipe(section, recipe, DFLASH_LOSS)
 }
 
-fn checked(section: &Section<'_>, block: BlockRecipe, loss: LossRecipe) -> Result<BlockRecipe, ConfigError> {
+fn check_recipe(
+    section: &RecipeSection<'_>,
+    block: BlockRecipe,
+    loss: LossRecipe,
+) -> Result<BlockRecipe, ConfigError> {
     let result = block.check().and_then(|()| block.loss.unwrap_or(loss).check());
     result.map_err(|(key, problem)| section.error(key, problem))?;
     Ok(block)
 }
 
-/// The drafter with these settings for this target; `loss` are the losses where the settings give none.
-///
-/// # Errors
-/// The setting that does not fit.
-pub fn fit<D>(
+/// Builds the plan of a drafter for this target; `loss` are the default losses. An error names the key that does not fit.
+pub fn build_plan<D>(
     block: &BlockRecipe,
     loss: LossRecipe,
     recipe: &Recipe<D>,
@@ -116,10 +117,10 @@ pub type BlockProposer = BlockProposerOf<BlockParts>;
 /// Architecture and objective of a block drafter, without weights.
 pub type BlockPlan = Plan<BlockParts>;
 
-/// The objective of a block drafter.
+/// Loss weights of DSpark or DFlash.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct BlockObjective {
-    /// Weights of the losses and of positions.
+    /// Weights of the losses and of the slots.
     pub loss: LossRecipe,
     /// Weight of the confidence head's binary cross entropy.
     pub confidence_alpha: f64,
@@ -136,7 +137,7 @@ impl DrafterKind for BlockParts {
     }
 
     fn loss_weight(plan: &BlockPlan, loss_mask: &[bool], anchors: &[usize]) -> f64 {
-        block_weight(&plan.config.settings.blocks, plan.objective.loss.decay_gamma, loss_mask, anchors)
+        block_loss_weight(&plan.config.settings.blocks, plan.objective.loss.decay_gamma, loss_mask, anchors)
     }
 
     fn accumulate(
@@ -151,16 +152,16 @@ impl DrafterKind for BlockParts {
         Some(model.accumulate(&batch, objective, normaliser, on_grad_ready))
     }
 
-    fn stages(model: &Block) -> Vec<String> {
-        model.layer_stages()
+    fn grad_stages(model: &Block) -> Vec<String> {
+        model.layer_grad_stages()
     }
 
-    fn metrics(plan: &BlockPlan) -> Metrics {
-        let (loss, gamma) = (plan.objective.loss, plan.config.settings.blocks.drafted());
+    fn metric_defs(plan: &BlockPlan) -> Metrics {
+        let (loss, gamma) = (plan.objective.loss, plan.config.settings.blocks.draft_len());
         let compute = move |sums: &[f64], samples| {
-            let window = Window { gamma, own: &BLOCK_SUMS, sums };
-            let means = BLOCK_SUMS.map(|name| (name, window.mean(window.of(LossSum::Own(name)))));
-            window.metrics(&loss, samples, ("confidence_loss", means[0].1), &means[1..])
+            let window = WindowSums { gamma, own: &BLOCK_SUMS, sums };
+            let means = BLOCK_SUMS.map(|name| (name, window.weighted_mean(window.get(LossSum::Own(name)))));
+            window.to_metrics(&loss, samples, ("confidence_loss", means[0].1), &means[1..])
         };
         Metrics {
             count: LossSum::all(gamma, &BLOCK_SUMS).count(),
@@ -178,7 +179,7 @@ impl DrafterKind for BlockParts {
         let (model, settings) = (plan.config.model(), &plan.config.settings);
         let (d, vocab) = (model.hidden_size as f64, model.vocab_size as f64);
         block_flops(&plan.config, samples, |blocks, rows| {
-            // The target's logits count once.
+            let (draft_logits, target_logits) = (FROZEN_FACTOR * rows * d * vocab, rows * d * vocab);
             let heads = settings.markov.map_or(0.0, |markov| {
                 let (rank, slots) = (markov.rank as f64, blocks * settings.draft_len() as f64);
                 let gate = match markov.kind {
@@ -186,9 +187,9 @@ impl DrafterKind for BlockParts {
                     MarkovKind::Gated => (d + rank) * rank,
                     MarkovKind::Rnn => (d + 2.0 * rank) * 3.0 * rank,
                 };
-                3.0 * (rows * rank * vocab + slots * gate)
+                TRAINED_FACTOR * (rows * rank * vocab + slots * gate)
             });
-            (2.0 + 1.0) * rows * d * vocab + heads
+            draft_logits + target_logits + heads
         })
     }
 
@@ -196,7 +197,7 @@ impl DrafterKind for BlockParts {
         block_pass_rows(&config.decoder, &config.settings.blocks, samples)
     }
 
-    fn drafter(model: Block, slots: usize) -> Box<dyn Drafter> {
+    fn into_drafter(model: Block, slots: usize) -> Box<dyn Drafter> {
         Box::new(BlockProposerOf::new(model, slots))
     }
 
@@ -205,22 +206,18 @@ impl DrafterKind for BlockParts {
     }
 }
 
-/// Sums that DSpark and DFlash add. The first is the confidence's binary cross entropy. The others are weighted: |c − c*|,
-/// c − c* and Π c − Π c*.
+/// Sums that only DSpark and DFlash have, with slot weights: the confidence's BCE, |c − c*|, c − c* and Π c − Π c*.
 pub const BLOCK_SUMS: [&str; 4] =
     ["confidence", "confidence_abs_error", "confidence_bias", "confidence_prefix_bias"];
 
 impl Block {
-    /// Forward and backward pass of a batch. Adds the gradients of all losses to those of the parameters, which must require them.
-    /// Returns every [`LossSum`], `[K]` float64, detached.
+    /// Runs forward and backward over a batch, and adds to the gradients of the parameters, which must require gradients. Returns every
+    /// [`LossSum`], `[K]` float64, detached. `on_grad_ready` is called as in [`TrainableDrafter`](crate::TrainableDrafter).
     ///
-    /// With weights w over the supervised slots, every loss of `objective` is Σ w·loss over the normaliser + 1e-6. The confidence
-    /// loss is the BCE against c* = clamp(1 − ½‖p^d − p^t‖₁, 0, 1). p^t and c* are constants.
+    /// Every loss is Σ w·loss / (normaliser + 1e-6) with slot weights w over the supervised drafts. The confidence loss is the BCE against
+    /// c* = clamp(1 − ½‖p^d − p^t‖₁, 0, 1). p^t and c* are constants.
     ///
-    /// Autograd sees the backbone and the small heads only. Losses are differentiated in closed form, and one backward pass through
-    /// Σ state · gradient continues from there.
-    ///
-    /// `on_grad_ready` is called as in [`TrainableDrafter`](crate::TrainableDrafter).
+    /// Autograd differentiates only the backbone and the heads. The LM head's gradients are computed in closed form.
     pub fn accumulate(
         &self,
         batch: &BlockBatch,
@@ -229,48 +226,54 @@ impl Block {
         on_grad_ready: Option<GradReadyHook>,
     ) -> Tensor {
         let scale = normaliser.scale();
-        let supervised = |tensor: &Tensor| tensor.flatten(0, 1).index_select(0, &batch.rows);
-        let pass = self.pass(batch, on_grad_ready.is_some());
+        let select_supervised = |tensor: &Tensor| tensor.flatten(0, 1).index_select(0, &batch.rows);
+        // 1. Forward.
+        let pass = self.training_pass(batch, on_grad_ready.is_some());
         let hidden = &pass.hidden; // [A, γ, d]
-        // A leaf, because few rows of W1 have a gradient: autograd would make one for all of them.
+        // `e` is a detached leaf: autograd would allocate a dense `[V, r]` gradient of W1.
         let e = self.parts.markov.as_ref().map(|markov| {
             let e = tch::no_grad(|| markov.embed(&batch.previous));
             e.set_requires_grad(true)
         });
         let features = self.parts.markov.as_ref().zip(e.as_ref()).map(|(markov, e)| {
-            supervised(&markov.logit_features(hidden, e)) // [R, r]
+            select_supervised(&markov.logit_features(hidden, e)) // [R, r]
         });
-        let rows = supervised(hidden); // [R, d]
+        let rows = select_supervised(hidden); // [R, d]
+        // 2. Losses of the LM head and the Markov head, and their gradients of `rows` and `features` in closed form.
         let output =
             tch::no_grad(|| self.head_losses(batch, &rows, features.as_ref(), &objective.loss, scale));
-        let accept = (output.column(Column::L1) * -0.5 + 1.0).clamp(0.0, 1.0);
+        let accept = (output.column(LossColumn::L1) * -0.5 + 1.0).clamp(0.0, 1.0);
 
+        // 3. Backward of a surrogate with the same gradients.
         let mut surrogate = (&rows * &output.hidden).sum(Kind::Float);
         if let Some((features, by_features)) = features.as_ref().zip(output.features.as_ref()) {
             surrogate += (features * by_features).sum(Kind::Float);
         }
-        let confidence_logits = self.confidence_logits(&rows, e.as_ref().map(&supervised).as_ref());
-        let bce = confidence_logits.as_ref().map(|logits| batch.weighted(&confidence_loss(logits, &accept)));
+        let confidence_logits = self.confidence_logits(&rows, e.as_ref().map(&select_supervised).as_ref());
+        let bce =
+            confidence_logits.as_ref().map(|logits| batch.weighted_sum(&confidence_loss(logits, &accept)));
         if let Some(bce) = &bce {
             surrogate += bce * (objective.confidence_alpha * scale);
         }
         pass.backward(&surrogate, on_grad_ready);
         tch::no_grad(|| {
+            // 4. Gradient of W1, scattered from the gradient of `e`.
             let markov = self.parts.markov.as_ref().filter(|markov| markov.w1().requires_grad());
             if let (Some(markov), Some(e), Some(grad)) = (markov, e, &batch.previous_grad) {
                 grad.add_to(&grad_or_zeros(markov.w1()), &e.grad().flatten(0, 1));
             }
+            // 5. Sums.
             let bce = bce.map(|bce| bce.detach() * objective.confidence_alpha);
-            let mut loss = output.column(Column::Loss).sum(Kind::Double);
+            let mut loss = output.column(LossColumn::Loss).sum(Kind::Double);
             if let Some(bce) = &bce {
                 loss += bce;
             }
             let own = Self::confidence_sums(batch, &accept, confidence_logits.as_ref());
-            batch.sums(&output, &loss, &accept, own)
+            batch.loss_sums(&output, &loss, &accept, own)
         })
     }
 
-    /// Losses of the final hidden states `rows [R, d]`, without a graph; the gradient of W2 is added to W2's.
+    /// Losses of the final hidden states `rows [R, d]` without a graph. Adds to the gradient of W2.
     fn head_losses(
         &self,
         batch: &BlockBatch,
@@ -279,10 +282,10 @@ impl Block {
         loss: &LossRecipe,
         scale: f64,
     ) -> LossOutput {
-        let markov_w2 = self.parts.markov.as_ref().map(|markov| markov.w2().stored());
+        let markov_w2 = self.parts.markov.as_ref().map(|markov| markov.w2().to_tensor());
         let w2 = markov_w2.as_ref().filter(|w2| w2.requires_grad()).map(|w2| {
             let gradient = grad_or_zeros(w2);
-            // A narrower dtype would round the sum once per chunk.
+            // A narrower dtype would round the sum after every chunk.
             let sum = match gradient.kind() {
                 Kind::Float => gradient.shallow_clone(),
                 _ => gradient.zeros_like().to_kind(Kind::Float),
@@ -293,18 +296,18 @@ impl Block {
         let token_group = reads_previous_alone.then_some(&batch.tokens_before[..]);
         let bias = markov_w2.as_ref().zip(features).map(|(markov_w2, features)| {
             let w2_gradient = w2.as_ref().map(|(_, sum)| sum);
-            Bias { features, token_group, w2: markov_w2, w2_gradient }
+            MarkovBias { features, token_group, w2: markov_w2, w2_gradient }
         });
-        let supervised = Supervised {
+        let supervised = SupervisedRows {
             hidden: rows,
             bias,
             teacher: &batch.teacher,
-            sources: batch.sources(),
+            sources: batch.teacher_index(),
             labels: &batch.labels,
             weights: &batch.weights,
             slot_index: &batch.rows,
             counts: &batch.counts,
-            gamma: self.config().settings.blocks.drafted() as i64,
+            gamma: self.config().settings.blocks.draft_len() as i64,
             scale,
             agreement: false,
             extra: None,
@@ -316,25 +319,25 @@ impl Block {
         output
     }
 
-    /// The [`BLOCK_SUMS`]; 0 without a confidence head. `accept [R]` are the accept rates.
+    /// Values of [`BLOCK_SUMS`]; zeros without a confidence head. `accept [R]` are the accept rates.
     fn confidence_sums(batch: &BlockBatch, accept: &Tensor, logits: Option<&Tensor>) -> [Tensor; 4] {
         let Some(logits) = logits else {
             return BLOCK_SUMS.map(|_| Tensor::zeros([], (Kind::Double, accept.device())));
         };
         let confidence = logits.sigmoid();
         let error = &confidence - accept;
-        let survival = |rates: &Tensor| batch.by_block(rates).cumprod(1, Kind::Float);
-        let prefix = (survival(&confidence) - survival(accept)) * batch.by_block(&batch.weights);
+        let survival = |rates: &Tensor| batch.scatter_to_blocks(rates).cumprod(1, Kind::Float);
+        let prefix = (survival(&confidence) - survival(accept)) * batch.scatter_to_blocks(&batch.weights);
         [
-            batch.weighted(&confidence_loss(logits, accept)),
-            batch.weighted(&error.abs()),
-            batch.weighted(&error),
+            batch.weighted_sum(&confidence_loss(logits, accept)),
+            batch.weighted_sum(&error.abs()),
+            batch.weighted_sum(&error),
             prefix.sum(Kind::Float),
         ]
     }
 }
 
-/// The binary cross entropy of confidence logits against accept rates, `[R]`.
+/// Binary cross entropy of confidence logits against accept rates, `[R]`.
 fn confidence_loss(logits: &Tensor, accept: &Tensor) -> Tensor {
     let none = None::<&Tensor>;
     logits.binary_cross_entropy_with_logits(accept, none, none, Reduction::None)

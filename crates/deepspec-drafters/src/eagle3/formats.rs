@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use deepspec_checkpoint::{
     CheckpointError, CheckpointFormat, Decoder, Drafter, Engine, EngineSupport, ExternalClass, Family,
-    Fields, GgufParts, GgufValue, Incompatibility, KindSettings, Reader, Settings, Shapes, Speculators, keys,
-    taps,
+    Fields, GgufParts, GgufValue, Incompatibility, KindSettings, Reader, Settings, Speculators, TensorShapes,
+    json_map, read_layer_ids,
 };
 use deepspec_core::Tap;
 use serde_json::{Map, Value, json};
@@ -13,51 +13,50 @@ use serde_json::{Map, Value, json};
 use super::model::Eagle3Settings;
 use crate::draft_model::DrafterSettings as _;
 
-/// How Eagle3 is read.
+/// Reads checkpoints of Eagle3 in all layouts.
 pub static READER: Reader = Reader {
     class: Eagle3Settings::CLASS,
     keys: &["ttt_length", "draft_num_hidden_layers"],
     reference: |fields, _| Ok(Arc::new(Eagle3Settings::read(fields)?)),
     model_types: &["eagle3"],
-    speculators,
+    speculators: read_speculators,
     classes: &[ExternalClass {
-        name: SPECFORGE,
+        name: SPECFORGE_CLASS,
         tools: "SpecForge",
-        read: |fields, _, families| specforge(fields, families),
+        read: |fields, _, families| read_specforge(fields, families),
     }],
 };
 
 /// SpecForge's class.
-const SPECFORGE: &str = "LlamaForCausalLMEagle3";
+const SPECFORGE_CLASS: &str = "LlamaForCausalLMEagle3";
 
-/// SpecForge's key for the tapped layers.
-const TAPS: &str = "eagle_aux_hidden_state_layer_ids";
+/// SpecForge's key of the target layers whose hidden states are captured.
+const TAPS_KEY: &str = "eagle_aux_hidden_state_layer_ids";
 
-/// Norms that other Eagle3 have, and this one has not.
-const FOREIGN_NORMS: [&str; 4] = ["norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"];
+/// Keys of norms that other Eagle3 implementations have and DeepSpec lacks.
+const UNSUPPORTED_NORM_KEYS: [&str; 4] = ["norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"];
 
-/// Defect of a class that knows Llama's layers only.
-const WITHOUT_NORMS: &str =
-    "has no norms on queries and keys, and its loader would skip these weights silently";
+/// Why a class with Llama's layers cannot load layers with norms on queries and keys.
+const NO_QK_NORM: &str = "has no norms on queries and keys, and its loader would skip these weights silently";
 
-fn settings(steps: u64) -> Settings {
+fn settings_with_steps(steps: u64) -> Settings {
     Arc::new(Eagle3Settings { ttt_length: steps as usize, ..Eagle3Settings::default() })
 }
 
-fn speculators(fields: &Fields, decoder: &mut Decoder) -> Result<Settings, CheckpointError> {
-    refuse_norms(fields, decoder)?;
-    // Drafted tokens of the first proposal method.
+fn read_speculators(fields: &Fields, decoder: &mut Decoder) -> Result<Settings, CheckpointError> {
+    note_unsupported_norms(fields, decoder)?;
+    // Number of drafted tokens of the first proposal method.
     let outer = fields.required_object("speculators_config")?;
     let methods = outer.map.get("proposal_methods").and_then(Value::as_array);
     let first = methods.and_then(|methods| methods.first()).and_then(Value::as_object);
     let tokens = first.and_then(|method| method.get("speculative_tokens")).and_then(Value::as_u64);
     let tokens = tokens.filter(|tokens| (1..1 << 31).contains(tokens));
-    Ok(settings(outer.required("proposal_methods", tokens)?))
+    Ok(settings_with_steps(outer.required("proposal_methods", tokens)?))
 }
 
-/// Notes norms that this Eagle3 has not.
-fn refuse_norms(fields: &Fields, decoder: &mut Decoder) -> Result<(), CheckpointError> {
-    for key in FOREIGN_NORMS {
+/// Records each norm that DeepSpec's Eagle3 lacks as an incompatibility.
+fn note_unsupported_norms(fields: &Fields, decoder: &mut Decoder) -> Result<(), CheckpointError> {
+    for key in UNSUPPORTED_NORM_KEYS {
         if fields.flag(key)?.unwrap_or(false) {
             let reason = "a norm that our Eagle3 does not have".into();
             decoder.incompatibilities.push(Incompatibility { key: key.into(), reason });
@@ -66,37 +65,38 @@ fn refuse_norms(fields: &Fields, decoder: &mut Decoder) -> Result<(), Checkpoint
     Ok(())
 }
 
-/// SpecForge's, which SGLang loads.
-fn specforge(fields: &Fields, families: &[Family]) -> Result<(CheckpointFormat, Drafter), CheckpointError> {
+/// Reads SpecForge's layout, which SGLang loads too.
+fn read_specforge(fields: &Fields, known: &[Family]) -> Result<(CheckpointFormat, Drafter), CheckpointError> {
     let mut decoder =
-        Decoder::read(fields, &["eagle_config", "draft_vocab_size", "target_hidden_size"], families)?;
-    refuse_norms(fields, &mut decoder)?;
-    let mut stops = |key: &str, reason: String| {
+        Decoder::read(fields, &["eagle_config", "draft_vocab_size", "target_hidden_size"], known)?;
+    note_unsupported_norms(fields, &mut decoder)?;
+    let mut incompatible = |key: &str, reason: String| {
         decoder.incompatibilities.push(Incompatibility { key: key.into(), reason })
     };
     let inner = fields.object("eagle_config")?;
-    let found = match &inner {
-        // Outputs of layers, counted from 0: SGLang captures the inputs of the layers behind them.
-        Some(inner) if inner.map.contains_key(TAPS) => taps(inner, TAPS, -1)?,
+    let taps = match &inner {
+        // The ids name layer outputs, counted from 0.
+        Some(inner) if inner.map.contains_key(TAPS_KEY) => read_layer_ids(inner, TAPS_KEY, -1)?,
         _ => {
-            stops("eagle_config", format!("`{TAPS}` is missing: which layers it taps is not said"));
+            let reason = format!("`{TAPS_KEY}` is missing: which layers it taps is not said");
+            incompatible("eagle_config", reason);
             vec![]
         }
     };
-    // Null where head and vocabulary are the target's.
-    let said = fields.map.get("draft_vocab_size").filter(|size| !size.is_null());
-    let pruned = said.and_then(Value::as_u64).filter(|&size| size != decoder.vocab_size);
+    // Null if the drafter has the target's vocabulary.
+    let draft_vocab_size = fields.map.get("draft_vocab_size").filter(|size| !size.is_null());
+    let pruned = draft_vocab_size.and_then(Value::as_u64).filter(|&size| size != decoder.vocab_size);
     if let Some(size) = pruned {
         let vocab = decoder.vocab_size;
         let reason = format!(
             "the vocabulary is pruned to {size} of {vocab} tokens (t2d, d2t); other layouts have only whole ones"
         );
-        stops("draft_vocab_size", reason);
+        incompatible("draft_vocab_size", reason);
     }
-    // The config does not tell how far it drafts.
-    let kind = settings(fields.size("ttt_length")?.unwrap_or(7));
+    // SpecForge's config has no number of drafted tokens.
+    let kind = settings_with_steps(fields.size("ttt_length")?.unwrap_or(7));
     let draft_vocab_size = pruned.unwrap_or(decoder.vocab_size);
-    let drafter = decoder.drafter(fields, SPECFORGE, found, kind)?;
+    let drafter = decoder.drafter(fields, SPECFORGE_CLASS, taps, kind)?;
     Ok((CheckpointFormat::Specforge, Drafter { draft_vocab_size, ..drafter }))
 }
 
@@ -133,7 +133,7 @@ impl KindSettings for Eagle3Settings {
         2
     }
 
-    fn tensors(&self, drafter: &Drafter, shapes: &mut Shapes) {
+    fn add_tensor_shapes(&self, drafter: &Drafter, shapes: &mut TensorShapes) {
         let norm = |layer| (format!("layers.{layer}.hidden_norm.weight"), vec![drafter.hidden_size as usize]);
         shapes.extend((0..drafter.layers).map(norm));
     }
@@ -148,29 +148,29 @@ impl KindSettings for Eagle3Settings {
         match to {
             CheckpointFormat::Reference | CheckpointFormat::Speculators => None,
             CheckpointFormat::Specforge if drafter.family.qk_norm => {
-                Some(format!("{SPECFORGE} {WITHOUT_NORMS}"))
+                Some(format!("{SPECFORGE_CLASS} {NO_QK_NORM}"))
             }
             CheckpointFormat::Specforge if drafter.taps.len() != 3 => {
-                Some(format!("{SPECFORGE} taps 3 layers, this one {}", drafter.taps.len()))
+                Some(format!("{SPECFORGE_CLASS} taps 3 layers, this one {}", drafter.taps.len()))
             }
             CheckpointFormat::Specforge => None,
             CheckpointFormat::Zlab | CheckpointFormat::Modelopt => {
-                Some("this dialect has no Eagle3 of ours".into())
+                Some("DeepSpec cannot write Eagle3 in this format".into())
             }
         }
     }
 
-    fn reference(&self, drafter: &Drafter) -> (&'static str, Map<String, Value>) {
+    fn reference_config(&self, drafter: &Drafter) -> (&'static str, Map<String, Value>) {
         let layers = ("draft_num_hidden_layers", json!(drafter.layers));
-        (READER.class, keys([("ttt_length", json!(self.ttt_length)), layers]))
+        (READER.class, json_map([("ttt_length", json!(self.ttt_length)), layers]))
     }
 
-    fn speculators(&self) -> Speculators {
+    fn speculators_config(&self) -> Speculators {
         Speculators {
             model_type: "eagle3",
             class: "Eagle3Speculator",
-            taps: TAPS,
-            keys: keys(FOREIGN_NORMS.map(|flag| (flag, json!(false)))),
+            taps: TAPS_KEY,
+            keys: json_map(UNSUPPORTED_NORM_KEYS.map(|flag| (flag, json!(false)))),
         }
     }
 
@@ -192,13 +192,13 @@ impl KindSettings for Eagle3Settings {
         }
         let mut map = flat.clone();
         map.remove("layer_types");
-        map.extend(keys([
-            ("architectures", json!([SPECFORGE])),
+        map.extend(json_map([
+            ("architectures", json!([SPECFORGE_CLASS])),
             ("ttt_length", json!(self.ttt_length)),
             ("target_hidden_size", json!(drafter.hidden_size)),
-            // The whole vocabulary, and the target's head.
+            // Null: the drafter has the target's vocabulary and head.
             ("draft_vocab_size", Value::Null),
-            ("eagle_config", json!({"use_aux_hidden_state": true, TAPS: Tap::layer_ids(&drafter.taps)})),
+            ("eagle_config", json!({"use_aux_hidden_state": true, TAPS_KEY: Tap::layer_ids(&drafter.taps)})),
         ]));
         Some(map)
     }
@@ -215,7 +215,7 @@ impl KindSettings for Eagle3Settings {
     }
 
     fn sglang_arguments(&self) -> String {
-        // A chain: one candidate a step, and the token that is verified with them.
+        // One candidate per step. The verified tokens are the drafts and the anchor.
         format!(
             " --speculative-num-steps {} --speculative-eagle-topk 1 --speculative-num-draft-tokens {}",
             self.ttt_length,
@@ -223,7 +223,7 @@ impl KindSettings for Eagle3Settings {
         )
     }
 
-    fn gguf(&self, drafter: &Drafter) -> Result<GgufParts, String> {
+    fn gguf_parts(&self, drafter: &Drafter) -> Result<GgufParts, String> {
         if drafter.family.qk_norm {
             return Err(format!(
                 "llama.cpp's Eagle3 has no norms on queries and keys, which {} layers have: it serves Eagle3 with Llama layers",
@@ -246,20 +246,20 @@ impl KindSettings for Eagle3Settings {
         })
     }
 
-    fn support(&self, engine: Engine, format: CheckpointFormat) -> EngineSupport {
+    fn engine_support(&self, engine: Engine, format: CheckpointFormat) -> EngineSupport {
         use CheckpointFormat::{Reference, Speculators};
         use EngineSupport as S;
         match (format, engine) {
             (Speculators, Engine::Sglang) => {
-                S::no("speculators_model_type was refused when read (issues 30982, 34734)")
+                S::not_loaded("speculators_model_type was refused when read (issues 30982, 34734)")
             }
             (Reference, Engine::Sglang) => {
-                S::no("it loads Eagle3 as SpecForge writes it, without norms on queries and keys")
+                S::not_loaded("it loads Eagle3 as SpecForge writes it, without norms on queries and keys")
             }
-            (_, Engine::Sglang) => S::yes("--speculative-algorithm EAGLE3"),
-            (Reference, _) => S::no("the class is not registered; convert to vllm"),
-            (Speculators, _) => S::tried("method eagle3"),
-            (_, _) => S::yes("method eagle3"),
+            (_, Engine::Sglang) => S::loads_untested("--speculative-algorithm EAGLE3"),
+            (Reference, _) => S::not_loaded("the class is not registered; convert to vllm"),
+            (Speculators, _) => S::loads_tested("method eagle3"),
+            (_, _) => S::loads_untested("method eagle3"),
         }
     }
 }

@@ -11,4 +11,4 @@ pub use model::{
     Eagle3, Eagle3Batch, Eagle3Config, Eagle3Objective, Eagle3Proposer, Eagle3Recipe, Eagle3Settings,
     Supervise,
 };
-pub use train::{Eagle3Plan, KIND, fit, metrics, read};
+pub use train::{EAGLE3_INFO, Eagle3Plan, build_plan, metric_defs, read_recipe};

@@ -7,23 +7,23 @@
 
 use deepspec_checkpoint::{CheckpointError, Fields};
 use deepspec_core::Tap;
-use deepspec_core::recipe::{LossNormalization, at_least_one};
+use deepspec_core::recipe::{LossNormalization, require_at_least_one};
 use deepspec_engine::{DraftRequest, DraftSampling, Proposal, Proposer};
 use deepspec_models::nn::{AttentionSpec, Builder, DecoderLayer, Heads, LayerInput, Qkv, RmsNorm};
 use deepspec_models::{ModelConfig, ModelError};
-use deepspec_ops::distill_loss::{TeacherIndex, distinct};
+use deepspec_ops::distill_loss::{TeacherIndex, unique_with_inverse};
 use deepspec_ops::kv_attention::{Chunk, KvCache, MaskKind};
-use deepspec_ops::{DeviceArange, Upload, UploadSlice, Uploaded, cat_to_device, range, runs};
+use deepspec_ops::{DeviceArange, Upload, UploadSlice, Uploaded, cat_row_runs, cat_to_device, range};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 use tch::{Device, Kind, Tensor};
 
 use crate::draft_model::{DraftConfig, DraftModel, DrafterSettings};
-use crate::drafter::token_by_token;
+use crate::drafter::draft_autoregressively;
 use crate::{ConfigIssue, Drafter, DrafterProbe, TrainSample};
 
-/// An Eagle3 drafter.
+/// Recipe section of Eagle3.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct Eagle3Recipe {
@@ -31,7 +31,7 @@ pub struct Eagle3Recipe {
     pub num_draft_layers: usize,
     /// Steps of the training-time test, and drafted tokens per block.
     pub ttt_length: usize,
-    /// The loss of step s weighs this to the power of s.
+    /// Weight of step s in the loss is `step_loss_decay`^s.
     pub step_loss_decay: f64,
     /// Predictions that are trained.
     pub supervise: Supervise,
@@ -59,17 +59,19 @@ pub enum Supervise {
 pub struct Eagle3Objective {
     /// Predictions that are trained.
     pub supervise: Supervise,
-    /// The loss of step s weighs this to the power of s.
+    /// Weight of step s in the loss is `step_loss_decay`^s.
     pub step_loss_decay: f64,
-    /// Whether a sequence is averaged over its own length, or over the longest one's of the micro-batch as the reference
-    /// does.
+    /// Divides a sequence's loss by its own length (`Global`), or by the longest sequence's length (`MicroBatch`, as in the reference).
     pub normalization: LossNormalization,
 }
 
 impl Eagle3Recipe {
     /// Checks values against their ranges.
     pub fn check(&self) -> Result<(), (&'static str, String)> {
-        at_least_one(&[("num_draft_layers", self.num_draft_layers), ("ttt_length", self.ttt_length)])?;
+        require_at_least_one(&[
+            ("num_draft_layers", self.num_draft_layers),
+            ("ttt_length", self.ttt_length),
+        ])?;
         if self.step_loss_decay.is_nan() || self.step_loss_decay <= 0.0 || self.step_loss_decay > 1.0 {
             let problem = format!("{} is not in (0, 1]", self.step_loss_decay);
             return Err(("step_loss_decay", problem));
@@ -78,15 +80,15 @@ impl Eagle3Recipe {
     }
 }
 
-/// Most steps. More are a mistake, refused before they exhaust memory.
-const MAX_STEPS: usize = 1024;
+/// Upper limit of `ttt_length`. A larger value is a mistake that would exhaust memory.
+const MAX_TTT_LENGTH: usize = 1024;
 
 /// Settings of an Eagle3 drafter.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Eagle3Settings {
-    /// Steps it was trained for, and drafted tokens per block.
+    /// Steps of the training-time test, and drafted tokens per block.
     pub ttt_length: usize,
-    /// The loss of step s weighs this to the power of s; kept for information.
+    /// Weight of step s in the loss is `step_loss_decay`^s. Inference does not read it.
     pub step_loss_decay: f64,
 }
 
@@ -130,8 +132,8 @@ impl DrafterSettings for Eagle3Settings {
         if model.layers.iter().any(|layer| layer.attention.window.is_some()) {
             return Err(("layer_types", "Eagle3 layers with a sliding window are not supported".into()));
         }
-        if !(1..=MAX_STEPS).contains(&self.ttt_length) {
-            return Err(("ttt_length", format!("{} is not between 1 and {MAX_STEPS}", self.ttt_length)));
+        if !(1..=MAX_TTT_LENGTH).contains(&self.ttt_length) {
+            return Err(("ttt_length", format!("{} is not between 1 and {MAX_TTT_LENGTH}", self.ttt_length)));
         }
         Ok(())
     }
@@ -144,7 +146,7 @@ impl DrafterSettings for Eagle3Settings {
 /// An Eagle3 drafter.
 pub type Eagle3 = DraftModel<Eagle3Parts>;
 
-/// Draft layers and the norm before the head.
+/// Parameters of Eagle3: draft layers and the norm before the head.
 pub struct Eagle3Parts {
     /// Layers whose attention reads the token's embedding beside the state.
     pub(super) layers: Vec<DecoderLayer>,
@@ -165,94 +167,97 @@ impl Eagle3Parts {
     }
 }
 
-/// Most columns per attention call, which bounds its memory for every length of a sequence.
-pub(super) const PIECE: usize = 256;
+/// Maximum number of columns per attention call. It bounds the memory of attention for sequences of any length.
+pub(super) const MAX_CALL_COLUMNS: usize = 256;
 
 /// One attention call over columns of one sequence in a step.
 pub(super) struct TttCall {
-    /// The first of the step's n columns, and their number.
+    /// Index of the call's first column among the step's n columns.
     pub first: i64,
+    /// Number of columns of the call.
     pub rows: i64,
-    /// The first column of step 0 that they see, and the number up to the last.
+    /// Row of the sequence's first column among the keys of step 0.
     pub first_key: i64,
+    /// Number of keys of step 0, up to the call's last column.
     pub keys: i64,
-    /// Their own indices among these, `[rows]`.
+    /// Column numbers within the sequence, `[rows]`. Column i sees the keys 0..=i of step 0.
     pub columns: UploadSlice,
 }
 
-/// One step: n columns that are still needed. Its lists are slices of the batch's upload.
-pub(super) struct Step {
-    /// Indices of its columns among those of the step before, `[n]`; None for all.
+/// One step of the training-time test over the n columns that later steps or losses need. Its lists are slices of the batch's upload.
+pub(super) struct TttStep {
+    /// Indices of the step's columns among the columns of the step before, `[n]`. None if the step keeps all of them.
     pub kept: Option<UploadSlice>,
     /// Input token of each column, `[n]`.
     pub tokens: UploadSlice,
     /// Rotary position of each column, `[n]`.
     pub positions: UploadSlice,
-    /// All columns, in order.
-    pub pieces: Vec<TttCall>,
+    /// Attention calls, which cover all columns in order.
+    pub calls: Vec<TttCall>,
     /// Supervised columns among the n, `[R]`.
     pub rows: UploadSlice,
-    /// Its range among all steps' supervised columns: the first, and their number.
+    /// First supervised column of the step among those of all steps, and their number.
     pub supervised: (i64, i64),
 }
 
-impl Step {
-    /// Its rows of a tensor over all steps' supervised columns.
-    pub fn of(&self, all: &Tensor) -> Tensor {
+impl TttStep {
+    /// Selects the step's rows from a tensor over the supervised columns of all steps.
+    pub fn select_rows(&self, all: &Tensor) -> Tensor {
         all.narrow(0, self.supervised.0, self.supervised.1)
     }
 }
 
-/// Tensors of one pass over some sequences.
+/// Tensors of one training pass over a micro-batch.
 pub struct Eagle3Batch {
     pub(super) taps: Tensor, // [N, m·d], the columns of step 0
-    /// The steps that have columns; the later ones have fewer.
-    pub(super) steps: Vec<Step>,
+    /// Steps that have columns. Later steps have fewer columns.
+    pub(super) steps: Vec<TttStep>,
     /// Distinct target states that predict the labels of the supervised columns, `[S, d]`.
     pub(super) teacher: Tensor,
-    /// Weights of the supervised columns, step after step: 1 over the sequence's length, `[R]` float32.
+    /// Weights of the supervised columns, step after step, `[R]` float32: 1 over the sequence's length, or over the longest
+    /// sequence's with `LossNormalization::MicroBatch`.
     pub(super) weights: Tensor,
-    /// Index of each one's target state, `[R]`.
+    /// Index of each supervised column's target state in `teacher`, `[R]`.
     sources: Tensor,
     /// The supervised columns in the order of their target states.
-    pub(super) ordered: Ordered,
-    /// Lists of the steps.
+    pub(super) ordered: TeacherOrder,
+    /// Upload that the steps' lists are slices of.
     lists: Uploaded,
 }
 
 /// All steps' supervised columns in the order of their target states.
-pub(super) struct Ordered {
-    /// Index of each in the order of the steps, `[R]`.
+pub(super) struct TeacherOrder {
+    /// Index of each column in the order of the steps, `[R]`.
     pub order: Tensor,
-    /// The inverse permutation, `[R]`.
+    /// Inverse permutation of `order`, `[R]`.
     pub inverse: Tensor,
     /// Weights times the decay of their step, `[R]` float32.
     pub decayed: Tensor,
-    /// Index of each one's target state, on the host and on the device.
+    /// Index of each column's target state, on the host and on the device.
     sources: (Vec<i64>, Tensor),
 }
 
-impl Ordered {
+impl TeacherOrder {
     /// Index from these columns to target states.
-    pub fn sources(&self) -> TeacherIndex<'_> {
+    pub fn teacher_index(&self) -> TeacherIndex<'_> {
         TeacherIndex { of_rows: &self.sources.0, there: &self.sources.1 }
     }
 }
 
-/// Whether column `i` is supervised at step `s`. It then predicts token i + 2 + s, and its teacher is the target's state of
-/// token i + 1 + s.
-pub(super) fn supervised(supervise: Supervise, loss_mask: &[bool], i: usize, s: usize) -> bool {
-    // The last token predicts nothing.
-    let (decides, known) = match supervise {
+/// Whether column `i` is supervised at step `s`. It predicts token i + 2 + s. The target's state of token i + 1 + s gives the
+/// teacher's distribution.
+pub(super) fn is_supervised(supervise: Supervise, loss_mask: &[bool], i: usize, s: usize) -> bool {
+    // `Shifted` leaves the last token out, because it predicts nothing.
+    let (mask_index, limit) = match supervise {
         Supervise::Shifted => (i + s, loss_mask.len().saturating_sub(1)),
         Supervise::Labels => (i + s + 2, loss_mask.len()),
     };
-    decides < known && loss_mask[decides]
+    mask_index < limit && loss_mask[mask_index]
 }
 
 /// Columns of one sequence that step `s` of `steps` needs.
-pub(super) fn needed(supervise: Supervise, loss_mask: &[bool], s: usize, steps: usize) -> Vec<usize> {
-    let later = |i: usize| (s..steps).any(|r| supervised(supervise, loss_mask, i, r));
+pub(super) fn needed_columns(supervise: Supervise, loss_mask: &[bool], s: usize, steps: usize) -> Vec<usize> {
+    let later = |i: usize| (s..steps).any(|r| is_supervised(supervise, loss_mask, i, r));
     let mut columns: Vec<usize> = (0..loss_mask.len()).filter(|&i| later(i)).collect();
     // Step 0 needs all columns before the last one: later columns attend to them.
     if let (0, Some(&last)) = (s, columns.last()) {
@@ -263,26 +268,24 @@ pub(super) fn needed(supervise: Supervise, loss_mask: &[bool], s: usize, steps: 
 
 impl Eagle3Batch {
     /// Supervised rows of step `s` among the columns that it computes, `[R]`: sequence after sequence, in order.
-    pub fn supervised(&self, s: usize) -> Tensor {
-        self.list(self.steps[s].rows)
+    pub fn supervised_rows(&self, s: usize) -> Tensor {
+        self.step_list(self.steps[s].rows)
     }
 
-    /// A list of a step.
-    pub(super) fn list(&self, slice: UploadSlice) -> Tensor {
-        self.lists.of(slice)
+    /// Tensor of one of a step's lists.
+    pub(super) fn step_list(&self, slice: UploadSlice) -> Tensor {
+        self.lists.slice(slice)
     }
 
-    /// Target states that predict the labels of these rows, `[R, d]`.
-    pub fn teacher(&self, s: usize) -> Tensor {
-        self.teacher.index_select(0, &self.steps[s].of(&self.sources))
+    /// Target states that predict the labels of the step's supervised columns, `[R, d]`.
+    pub fn teacher_states(&self, s: usize) -> Tensor {
+        self.teacher.index_select(0, &self.steps[s].select_rows(&self.sources))
     }
 
-    /// A batch of samples on `device`. None if no token of them is supervised. Their hidden states may be on another device, the same
-    /// for all.
+    /// A batch on `device`. None if no token is supervised. The samples' hidden states may be on another device, the same for all samples.
     ///
     /// # Panics
-    /// If the state that predicts a supervised label is not among a sample's `last_positions`; a cache that keeps supervised
-    /// rows has them all.
+    /// If a sample lacks the final state that predicts a supervised label.
     pub fn new(
         samples: &[TrainSample],
         objective: &Eagle3Objective,
@@ -293,63 +296,64 @@ impl Eagle3Batch {
         let _range = range(c"upload");
         let supervise = objective.supervise;
         let longest = samples.iter().map(|sample| sample.input_ids.len()).max()?;
+        let columns_of =
+            |sample: &TrainSample, s: usize| needed_columns(supervise, &sample.loss_mask, s, steps);
         let used: Vec<&TrainSample> =
-            samples.iter().filter(|s| !needed(supervise, &s.loss_mask, 0, steps).is_empty()).collect();
+            samples.iter().filter(|sample| !columns_of(sample, 0).is_empty()).collect();
         let weight = |sample: &TrainSample| match objective.normalization {
             LossNormalization::Global => 1.0 / sample.input_ids.len() as f32,
             LossNormalization::MicroBatch => 1.0 / longest as f32,
         };
-        let from = used.first()?.last.device();
-        let first_columns = |sample: &TrainSample| needed(supervise, &sample.loss_mask, 0, steps).len();
+        let source_device = used.first()?.last.device();
         let mut indices = Upload::default();
         let (mut weights, mut decayed): (Vec<f32>, Vec<f32>) = (vec![], vec![]);
-        // Sample and row of its last states, for each supervised column.
+        // Sample number and row of `TrainSample::last` of each supervised column's teacher.
         let mut states: Vec<(usize, i64)> = vec![];
         let mut plan = |s: usize| {
-            let (mut kept, mut tokens, mut positions, mut pieces) = (vec![], vec![], vec![], vec![]);
+            let (mut kept, mut tokens, mut positions, mut calls) = (vec![], vec![], vec![], vec![]);
             let (mut rows, mut before, mut first_key) = (vec![], 0, 0);
             let first = weights.len();
             let decay = objective.step_loss_decay.powi(s as i32);
             for (number, sample) in used.iter().enumerate() {
-                let own = needed(supervise, &sample.loss_mask, s, steps);
-                let earlier = needed(supervise, &sample.loss_mask, s.saturating_sub(1), steps);
-                for (piece, part) in own.chunks(PIECE).enumerate() {
-                    pieces.push(TttCall {
-                        first: (tokens.len() + piece * PIECE) as i64,
+                let columns = columns_of(sample, s);
+                let previous_columns = columns_of(sample, s.saturating_sub(1));
+                for (call, part) in columns.chunks(MAX_CALL_COLUMNS).enumerate() {
+                    calls.push(TttCall {
+                        first: (tokens.len() + call * MAX_CALL_COLUMNS) as i64,
                         rows: part.len() as i64,
                         first_key,
                         keys: part[part.len() - 1] as i64 + 1,
                         columns: indices.push(part.iter().map(|&i| i as i64)),
                     });
                 }
-                first_key += first_columns(sample) as i64;
-                for &i in &own {
+                first_key += columns_of(sample, 0).len() as i64;
+                for &i in &columns {
                     // The columns of a step are among those of the step before.
-                    kept.extend(earlier.binary_search(&i).ok().map(|place| (before + place) as i64));
-                    if supervised(supervise, &sample.loss_mask, i, s) {
+                    kept.extend(previous_columns.binary_search(&i).ok().map(|place| (before + place) as i64));
+                    if is_supervised(supervise, &sample.loss_mask, i, s) {
                         rows.push(tokens.len() as i64);
-                        states.push((number, sample.last_row(i + 1 + s)));
+                        states.push((number, sample.final_state_row(i + 1 + s)));
                         weights.push(weight(sample));
                         decayed.push((f64::from(weight(sample)) * decay) as f32);
                     }
                     tokens.push(sample.input_ids[i + 1 + s]);
                     positions.push((i + s) as i64);
                 }
-                before += earlier.len();
+                before += previous_columns.len();
             }
-            (!tokens.is_empty()).then(|| Step {
+            (!tokens.is_empty()).then(|| TttStep {
                 kept: (kept.len() < before).then(|| indices.push(kept)),
                 tokens: indices.push(tokens),
                 positions: indices.push(positions),
-                pieces,
+                calls,
                 supervised: (first as i64, rows.len() as i64),
                 rows: indices.push(rows),
             })
         };
-        let steps: Vec<Step> = (0..steps).map_while(&mut plan).collect();
+        let steps: Vec<TttStep> = (0..steps).map_while(&mut plan).collect();
 
-        let (distinct, sources) = distinct(&states);
-        let of_samples: Vec<UploadSlice> = (0..used.len())
+        let (distinct, sources) = unique_with_inverse(&states);
+        let teacher_rows: Vec<UploadSlice> = (0..used.len())
             .map(|sample| indices.push(distinct.iter().filter(|(of, _)| *of == sample).map(|(_, row)| *row)))
             .collect();
         let mut order: Vec<usize> = (0..states.len()).collect();
@@ -359,76 +363,75 @@ impl Eagle3Batch {
         let ordered: Vec<i64> = order.iter().map(|&row| sources[row]).collect();
         let decayed: Vec<f32> = order.iter().map(|&row| decayed[row]).collect();
         let sources = indices.push(sources);
-        let there_ordered = indices.push(ordered.iter().copied());
+        let ordered_sources = indices.push(ordered.iter().copied());
         let (order, inverse) = (indices.push(order.iter().map(|&row| row as i64)), indices.push(inverse));
         let [weights, decayed] = [weights, decayed].map(|list| indices.push_floats(&list));
-        let here = indices.send(device);
-        let there = if from == device { None } else { Some(indices.send(from)) };
-        let there = there.as_ref().unwrap_or(&here);
-        let taps = used.iter().map(|sample| sample.taps.narrow(0, 0, first_columns(sample) as i64));
+        let on_device = indices.send(device);
+        let on_source = if source_device == device { None } else { Some(indices.send(source_device)) };
+        let on_source = on_source.as_ref().unwrap_or(&on_device);
+        let taps = used.iter().map(|sample| sample.taps.narrow(0, 0, columns_of(sample, 0).len() as i64));
         let taps: Vec<Tensor> = taps.collect();
-        let teacher = used.iter().zip(&of_samples);
+        let teacher = used.iter().zip(&teacher_rows);
         let teacher: Vec<Tensor> =
-            teacher.map(|(sample, rows)| sample.last.index_select(0, &there.of(*rows))).collect();
+            teacher.map(|(sample, rows)| sample.last.index_select(0, &on_source.slice(*rows))).collect();
         Some(Self {
-            taps: cat_to_device(&taps, from, device, kind),
+            taps: cat_to_device(&taps, source_device, device, kind),
             steps,
-            teacher: cat_to_device(&teacher, from, device, kind),
-            weights: here.floats(weights),
-            sources: here.of(sources),
-            ordered: Ordered {
-                order: here.of(order),
-                inverse: here.of(inverse),
-                decayed: here.floats(decayed),
-                sources: (ordered, here.of(there_ordered)),
+            teacher: cat_to_device(&teacher, source_device, device, kind),
+            weights: on_device.slice_floats(weights),
+            sources: on_device.slice(sources),
+            ordered: TeacherOrder {
+                order: on_device.slice(order),
+                inverse: on_device.slice(inverse),
+                decayed: on_device.slice_floats(decayed),
+                sources: (ordered, on_device.slice(ordered_sources)),
             },
-            lists: here,
+            lists: on_device,
         })
     }
 }
 
-/// Keys and values of one layer by step, `[n, G, D]` each. Step 0 has those of all columns, each later step those of the
-/// columns still in use.
-type History = Vec<(Tensor, Tensor)>;
+/// Keys and values of one layer, one pair `[n, G, D]` per step. Later steps have fewer columns.
+type StepKeyValues = Vec<(Tensor, Tensor)>;
 
 impl Eagle3 {
     /// Float32 logits `[.., V]` of states `[.., d]`.
     pub fn draft_logits(&self, states: &Tensor) -> Tensor {
-        self.logits(&self.final_norm(states))
+        self.head_logits(&self.final_norm(states))
     }
 
-    /// Normed states for the head, `[.., d]`.
+    /// States after the final norm, `[.., d]`, the head's input.
     pub(super) fn final_norm(&self, states: &Tensor) -> Tensor {
         self.parts.norm.forward(states)
     }
 
-    /// Float32 logits `[.., V]` of normed states: the drafter's own after its norm, or the target's last ones.
-    pub(super) fn logits(&self, normed: &Tensor) -> Tensor {
+    /// Float32 logits `[.., V]` of normed states of the drafter or of the target.
+    pub(super) fn head_logits(&self, normed: &Tensor) -> Tensor {
         self.vocabulary().logits(normed)
     }
 
-    /// The states `[n, d]` after every step, before the final norm.
-    pub fn states(&self, batch: &Eagle3Batch) -> Vec<Tensor> {
+    /// States `[n, d]` after each step, before the final norm.
+    pub fn step_states(&self, batch: &Eagle3Batch) -> Vec<Tensor> {
         let _range = range(c"forward");
-        let mut histories: Vec<History> = self.parts.layers.iter().map(|_| vec![]).collect();
+        let mut histories: Vec<StepKeyValues> = self.parts.layers.iter().map(|_| vec![]).collect();
         let mut state = self.fuse(&batch.taps);
-        let step = |step: &Step| {
+        let step = |step: &TttStep| {
             if let Some(kept) = step.kept {
-                let kept = batch.list(kept);
+                let kept = batch.step_list(kept);
                 state = state.index_select(0, &kept);
                 let later = histories.iter_mut().flat_map(|history| history.iter_mut().skip(1));
                 later.for_each(|(k, v)| (*k, *v) = (k.index_select(0, &kept), v.index_select(0, &kept)));
             }
-            let token = self.embed(&batch.list(step.tokens));
-            let rotations = self.rotations(&batch.list(step.positions));
+            let token = self.embed(&batch.step_list(step.tokens));
+            let rotations = self.rotations(&batch.step_list(step.positions));
             for (i, (layer, history)) in self.parts.layers.iter().zip(&mut histories).enumerate() {
                 let spec = &self.config().decoder.model.layers[i].attention;
                 let input = LayerInput { x: &state, repeated: None, embeddings: Some(&token) };
                 let mut attend = |qkv: &Qkv| {
                     history.push((qkv.k.shallow_clone(), qkv.v.shallow_clone()));
-                    attend(spec, batch, step, history, &qkv.q)
+                    ttt_attention(spec, batch, step, history, &qkv.q)
                 };
-                state = layer.forward(input, rotations.of(i), &mut attend, None);
+                state = layer.forward(input, rotations.layer(i), &mut attend, None);
             }
             state.shallow_clone()
         };
@@ -436,45 +439,52 @@ impl Eagle3 {
     }
 }
 
-/// `q [n, H, D]` to `[n, H·D]`: column i sees columns up to i of step 0, and itself at every later step.
-fn attend(spec: &AttentionSpec, batch: &Eagle3Batch, step: &Step, history: &History, q: &Tensor) -> Tensor {
+/// Attention of the training-time test, `q [n, H, D]` to `[n, H·D]`. Column i sees columns 0..=i of step 0, and itself at later steps.
+fn ttt_attention(
+    spec: &AttentionSpec,
+    batch: &Eagle3Batch,
+    step: &TttStep,
+    history: &StepKeyValues,
+    q: &Tensor,
+) -> Tensor {
     let Heads { query, key_value, dim } = spec.heads;
     let repeats = query / key_value;
     let Some(((keys, values), later_steps)) = history.split_first() else { return q.flatten(1, 2) };
-    let piece = |piece: &TttCall| {
-        let own = |t: &Tensor| t.narrow(0, piece.first, piece.rows);
-        // Keys of step 0, then the piece's own columns of each later step: [1, G, K, D].
+    let run_call = |call: &TttCall| {
+        let own = |t: &Tensor| t.narrow(0, call.first, call.rows);
+        // Keys of step 0, then the call's own columns of each later step: [1, G, K, D].
         let seen = |context: &Tensor, later: &dyn Fn(&(Tensor, Tensor)) -> Tensor| {
-            let mut parts = vec![context.narrow(0, piece.first_key, piece.keys)];
+            let mut parts = vec![context.narrow(0, call.first_key, call.keys)];
             parts.extend(later_steps.iter().map(|made| own(&later(made))));
             Tensor::cat(&parts, 0).transpose(0, 1).unsqueeze(0)
         };
         let (k, v) =
             (seen(keys, &|made| made.0.shallow_clone()), seen(values, &|made| made.1.shallow_clone()));
-        // Heads that share keys become further queries: [1, G, repeats·rows, D].
-        let q = own(q).view([piece.rows, key_value, repeats, dim]).permute([1, 2, 0, 3]);
-        let q = q.reshape([1, key_value, repeats * piece.rows, dim]);
+        // Query heads that share a key head become further query rows: [1, G, repeats·rows, D].
+        let q = own(q).view([call.rows, key_value, repeats, dim]).permute([1, 2, 0, 3]);
+        let q = q.reshape([1, key_value, repeats * call.rows, dim]);
         let options = (Kind::Int64, q.device());
-        let context = Tensor::arange(piece.keys, options).gt_tensor(&batch.list(piece.columns).unsqueeze(1)); // [rows, keys]
-        let others = Tensor::eye(piece.rows, options).eq(0).repeat([1, later_steps.len() as i64]);
-        let hidden = Tensor::cat(&[context, others], 1); // [rows, K]
+        let context =
+            Tensor::arange(call.keys, options).gt_tensor(&batch.step_list(call.columns).unsqueeze(1)); // [rows, keys]
+        let others = Tensor::eye(call.rows, options).eq(0).repeat([1, later_steps.len() as i64]);
+        let blocked = Tensor::cat(&[context, others], 1); // [rows, K]
         let mask =
-            Tensor::zeros(hidden.size(), (q.kind(), q.device())).masked_fill(&hidden, f64::NEG_INFINITY);
+            Tensor::zeros(blocked.size(), (q.kind(), q.device())).masked_fill(&blocked, f64::NEG_INFINITY);
         let mask = mask.repeat([repeats, 1]);
         let y = Tensor::scaled_dot_product_attention(&q, &k, &v, Some(&mask), 0.0, false, spec.scale, false);
-        y.view([key_value, repeats, piece.rows, dim]).permute([2, 0, 1, 3]).reshape([piece.rows, query * dim])
+        y.view([key_value, repeats, call.rows, dim]).permute([2, 0, 1, 3]).reshape([call.rows, query * dim])
     };
-    Tensor::cat(&step.pieces.iter().map(piece).collect::<Vec<_>>(), 0)
+    Tensor::cat(&step.calls.iter().map(run_call).collect::<Vec<_>>(), 0)
 }
 
 /// An Eagle3 drafter with a KV cache of committed tokens.
 pub struct Eagle3Proposer {
     model: Eagle3,
-    block_size: usize,
+    draft_len: usize,
     cache: KvCache,
     /// State after each slot's last committed token, `[slots, d]`.
     states: Tensor,
-    /// Lists of slots are slices of it.
+    /// Source of index tensors of slots.
     arange: DeviceArange,
 }
 
@@ -482,13 +492,13 @@ impl Eagle3Proposer {
     /// A proposer with an empty KV cache for `slots` sequences.
     pub fn new(model: Eagle3, slots: usize) -> Self {
         let (kind, device) = (model.kind(), model.device());
-        let cache = KvCache::new(&model.attentions(), slots, kind, device);
+        let cache = KvCache::new(&model.attention_specs(), slots, kind, device);
         let states = Tensor::zeros([slots as i64, model.config().decoder.model.hidden_size], (kind, device));
         Self {
             cache,
             states,
             arange: DeviceArange::new(device),
-            block_size: model.config().settings.ttt_length,
+            draft_len: model.config().settings.ttt_length,
             model,
         }
     }
@@ -498,22 +508,22 @@ impl Eagle3Proposer {
         &self.model
     }
 
-    /// Runs tokens with the states before them, and appends them to the cache.
-    fn extend(&mut self, chunks: &[Chunk], tokens: &Tensor, states: Tensor) -> Tensor {
+    /// Runs the layers over tokens and the states before them, appends keys and values to the cache, and returns the new states.
+    fn extend_cache(&mut self, chunks: &[Chunk], tokens: &Tensor, states: Tensor) -> Tensor {
         let plan = self.cache.plan(chunks, MaskKind::Causal);
         let (token, rotations) = (self.model.embed(tokens), self.model.planned_rotations(&plan));
         let layers = self.model.parts.layers.iter().enumerate();
         let states = layers.fold(states, |states, (i, layer)| {
             let input = LayerInput { x: &states, repeated: None, embeddings: Some(&token) };
-            layer.forward(input, rotations.of(i), &mut self.cache.attention(i, &plan), None)
+            layer.forward(input, rotations.layer(i), &mut self.cache.attention(i, &plan), None)
         });
-        self.cache.advance(chunks);
+        self.cache.commit_chunks(chunks);
         states
     }
 
-    /// Chunks of the new context, and of each drafted token but the last.
-    fn chunks(&self, request: &DraftRequest) -> (Vec<Chunk>, Vec<Vec<Chunk>>) {
-        let taken = self.cache.append(&request.context.chunks);
+    /// Chunks of the new context, and the chunks of each drafted token except the last.
+    fn context_and_draft_chunks(&self, request: &DraftRequest) -> (Vec<Chunk>, Vec<Vec<Chunk>>) {
+        let taken = self.cache.chunks_to_append(&request.context.chunks);
         let drafted = |k: usize| {
             let chunk = |&slot: &usize| {
                 let rows = taken.iter().find(|chunk| chunk.slot == slot).map_or(0, |chunk| chunk.len);
@@ -521,7 +531,7 @@ impl Eagle3Proposer {
             };
             request.slots.iter().map(chunk).collect()
         };
-        let drafted = (0..self.block_size.saturating_sub(1)).map(drafted).collect();
+        let drafted = (0..self.draft_len.saturating_sub(1)).map(drafted).collect();
         (taken, drafted)
     }
 }
@@ -543,18 +553,18 @@ impl Drafter for Eagle3Proposer {
         self.model.config().decoder.check_fits(target)
     }
 
-    fn draft(&mut self, tokens: usize) {
-        self.block_size = tokens.min(self.model.config().settings.ttt_length);
+    fn set_draft_len(&mut self, tokens: usize) {
+        self.draft_len = tokens.min(self.model.config().settings.ttt_length);
     }
 
-    fn examined(&self) -> Option<Box<dyn DrafterProbe>> {
+    fn probe(&self) -> Option<Box<dyn DrafterProbe>> {
         Some(Box::new(self.model.share()))
     }
 }
 
 impl Proposer for Eagle3Proposer {
     fn draft_len(&self) -> usize {
-        self.block_size
+        self.draft_len
     }
 
     fn ends_at_stop_tokens(&self) -> bool {
@@ -566,27 +576,27 @@ impl Proposer for Eagle3Proposer {
     }
 
     fn propose(&mut self, request: &DraftRequest) -> Proposal {
-        let (taken, drafted) = self.chunks(request);
+        let (taken, drafted) = self.context_and_draft_chunks(request);
         self.cache.reserve(&[taken.clone(), drafted.concat()].concat());
         let (context, slots) = (request.context, request.slots);
         if !taken.is_empty() {
-            let states = self.extend(&taken, &context.next, self.model.fuse(&context.captured_states));
+            let states = self.extend_cache(&taken, &context.next, self.model.fuse(&context.captured_states));
             // The last committed token of every slot.
             let ends = context.chunks.iter().scan(0, |end, &(_, rows)| {
                 *end += rows as i64;
                 Some((*end - 1, 1))
             });
-            let new = self.arange.pick(context.chunks.iter().map(|&(slot, _)| slot));
-            let _ = self.states.index_copy_(0, &new, &runs(&states, ends));
+            let new = self.arange.int_tensor(context.chunks.iter().map(|&(slot, _)| slot));
+            let _ = self.states.index_copy_(0, &new, &cat_row_runs(&states, ends));
         }
         let past_len: Vec<usize> = slots.iter().map(|&slot| self.cache.len(slot)).collect();
-        let mut states = self.states.index_select(0, &self.arange.pick(slots.iter().copied())); // [S, d]
+        let mut states = self.states.index_select(0, &self.arange.int_tensor(slots.iter().copied())); // [S, d]
         let mut drafted = drafted.iter();
-        let proposal = token_by_token(request, self.block_size, |last| {
+        let proposal = draft_autoregressively(request, self.draft_len, |last| {
             if let Some(token) = last
                 && let Some(chunks) = drafted.next()
             {
-                states = self.extend(chunks, token, states.shallow_clone());
+                states = self.extend_cache(chunks, token, states.shallow_clone());
             }
             self.model.draft_logits(&states)
         });
@@ -604,6 +614,6 @@ impl Proposer for Eagle3Proposer {
     }
 
     fn free_cached_memory(&mut self) {
-        self.cache.release();
+        self.cache.free_cached_memory();
     }
 }

@@ -6,23 +6,24 @@ use deepspec_core::recipe::{LossNormalization, Recipe};
 use deepspec_models::ModelConfig;
 use deepspec_models::config::MAX_LAYERS;
 use deepspec_models::nn::{Builder, Heads};
-use deepspec_ops::distill_loss::{Column, LossOutput, LossRecipe, Supervised, distill_loss};
+use deepspec_ops::distill_loss::{LossColumn, LossOutput, LossRecipe, SupervisedRows, distill_loss};
 use deepspec_ops::range;
 use serde_json::{Map, Value, json};
 use tch::{Kind, Tensor};
 
 use super::model::{
     Eagle3, Eagle3Batch, Eagle3Config, Eagle3Objective, Eagle3Parts, Eagle3Proposer, Eagle3Recipe,
-    Eagle3Settings, PIECE, Step, Supervise, needed, supervised,
+    Eagle3Settings, MAX_CALL_COLUMNS, Supervise, TttStep, is_supervised, needed_columns,
 };
-use crate::draft_model::{DraftDecoder, DrafterKind, PassRows, Plan, SampleSize, checkpoints};
-use crate::registration::{DrafterKindInfo, ParamGroup, Section};
+use crate::block_common::{FROZEN_FACTOR, TRAINED_FACTOR};
+use crate::draft_model::{DraftDecoder, DrafterKind, PassRows, Plan, SampleSize, checkpoint_kind};
+use crate::registration::{DrafterKindInfo, ParamGroup, RecipeSection};
 use crate::{
     ConfigIssue, Drafter, DrafterPlan, GradReadyHook, LossDenominator, Metrics, Predictions, TrainSample,
 };
 
-/// Autoregressive drafter, trained on its own outputs.
-pub const KIND: DrafterKindInfo = DrafterKindInfo {
+/// Registry entry of Eagle3.
+pub const EAGLE3_INFO: DrafterKindInfo = DrafterKindInfo {
     name: "eagle3",
     title: "Eagle3",
     parts: &[
@@ -31,27 +32,21 @@ pub const KIND: DrafterKindInfo = DrafterKindInfo {
         ParamGroup { name: "norm", prefixes: &["norm."] },
     ],
     settings: Some(|schemas| schemas.subschema_for::<Eagle3Recipe>()),
-    checkpoints: Some(checkpoints::<Eagle3Parts>("Eagle3", &super::formats::READER)),
+    checkpoints: Some(checkpoint_kind::<Eagle3Parts>("Eagle3", &super::formats::READER)),
 };
 
 /// Architecture and objective of an Eagle3 drafter, without weights.
 pub type Eagle3Plan = Plan<Eagle3Parts>;
 
-/// Reads and checks the settings of Eagle3.
-///
-/// # Errors
-/// The wrong key, with file and line.
-pub fn read(section: &Section<'_>) -> Result<Eagle3Recipe, ConfigError> {
+/// Reads and checks the recipe section of Eagle3. An error names the wrong key, with file and line.
+pub fn read_recipe(section: &RecipeSection<'_>) -> Result<Eagle3Recipe, ConfigError> {
     let own: Eagle3Recipe = section.read()?;
     own.check().map_err(|(key, problem)| section.error(key, problem))?;
     Ok(own)
 }
 
-/// The drafter with these settings for this target.
-///
-/// # Errors
-/// The setting that does not fit.
-pub fn fit<D>(
+/// Builds the plan of a drafter for this target. An error names the key that does not fit.
+pub fn build_plan<D>(
     own: &Eagle3Recipe,
     recipe: &Recipe<D>,
     target: &ModelConfig,
@@ -92,34 +87,34 @@ impl DrafterKind for Eagle3Parts {
         Some(model.accumulate(batch.as_ref(), normaliser, samples.len()))
     }
 
-    fn metrics(plan: &Eagle3Plan) -> Metrics {
-        metrics(plan.config.settings.ttt_length, plan.objective.step_loss_decay)
+    fn metric_defs(plan: &Eagle3Plan) -> Metrics {
+        metric_defs(plan.config.settings.ttt_length, plan.objective.step_loss_decay)
     }
 
     fn flops(plan: &Eagle3Plan, samples: &[TrainSample]) -> f64 {
         flops(&plan.config, samples, plan.objective.supervise)
     }
 
-    /// Steps after the first compute about as many columns as are supervised.
+    /// Estimates the columns of each step after the first by the number of supervised tokens.
     fn pass_rows(config: &Eagle3Config, samples: &[SampleSize]) -> PassRows {
         let sum = |size: fn(&SampleSize) -> usize| samples.iter().map(size).sum::<usize>();
         let (tokens, supervised) = (sum(|sample| sample.tokens), sum(|sample| sample.supervised));
         let steps = config.settings.ttt_length;
-        // Every piece of a step's columns has a copy of its keys and values, and a mask.
+        // Every attention call copies its keys and values, and has a mask.
         let heads = config.model().layers.iter().map(|layer| layer.attention.heads);
         let attention = |heads: Heads| {
             let (keys, repeats) = ((heads.key_value * heads.dim) as usize, heads.repeats() as usize);
-            let of_step = |columns: usize, sample: &SampleSize, s: usize| {
-                let (pieces, rows) = (columns.div_ceil(PIECE), PIECE.min(columns));
-                // Keys of step 0 up to a piece's last column are half of all on average.
-                let seen = sample.tokens * (pieces + 1) / 2 + s * columns;
+            let step_values = |columns: usize, sample: &SampleSize, s: usize| {
+                let (calls, rows) = (columns.div_ceil(MAX_CALL_COLUMNS), MAX_CALL_COLUMNS.min(columns));
+                // On average a call reads half of the keys of step 0.
+                let seen = sample.tokens * (calls + 1) / 2 + s * columns;
                 seen * (2 * keys + rows * repeats)
             };
-            let of_sample = |sample: &SampleSize| {
-                let later = (1..steps).map(|s| of_step(sample.supervised, sample, s));
-                of_step(sample.tokens, sample, 0) + later.sum::<usize>()
+            let sample_values = |sample: &SampleSize| {
+                let later = (1..steps).map(|s| step_values(sample.supervised, sample, s));
+                step_values(sample.tokens, sample, 0) + later.sum::<usize>()
             };
-            samples.iter().map(of_sample).sum::<usize>()
+            samples.iter().map(sample_values).sum::<usize>()
         };
         PassRows {
             layers: tokens + (steps - 1) * supervised,
@@ -131,7 +126,7 @@ impl DrafterKind for Eagle3Parts {
         }
     }
 
-    fn drafter(model: Eagle3, slots: usize) -> Box<dyn Drafter> {
+    fn into_drafter(model: Eagle3, slots: usize) -> Box<dyn Drafter> {
         Box::new(Eagle3Proposer::new(model, slots))
     }
 
@@ -144,11 +139,11 @@ impl DrafterKind for Eagle3Parts {
         let device = samples.first()?.taps.device();
         let batch =
             Eagle3Batch::new(samples, &objective, model.config().settings.ttt_length, device, model.kind())?;
-        let states = model.states(&batch);
-        let rows = |step: usize| batch.supervised(step);
+        let states = model.step_states(&batch);
+        let rows = |step: usize| batch.supervised_rows(step);
         let steps: Vec<usize> = (0..states.len()).take_while(|&step| rows(step).size()[0] > 0).collect();
         let counts: Vec<i64> = steps.iter().map(|&step| rows(step).size()[0]).collect();
-        let teacher: Vec<Tensor> = steps.iter().map(|&step| batch.teacher(step)).collect();
+        let teacher: Vec<Tensor> = steps.iter().map(|&step| batch.teacher_states(step)).collect();
         let states: Vec<Tensor> =
             steps.iter().map(|&step| states[step].index_select(0, &rows(step))).collect();
         if counts.is_empty() {
@@ -161,12 +156,11 @@ impl DrafterKind for Eagle3Parts {
 }
 
 impl Eagle3 {
-    /// Forward and backward pass of a batch of `sequences` samples, None where no token is supervised. Adds to the gradients of the
-    /// parameters. The loss is Σ_s decay^s · Σ w·CE_s / normaliser, with w = 1 over a sequence's length. Returns the sums for
-    /// [`super::metrics`], float64.
+    /// Runs forward and backward over a batch of `sequences` samples, and adds to the gradients of the parameters. `batch` is None if no
+    /// token is supervised. The loss is Σ_s decay^s · Σ w·CE_s / normaliser. w is 1 over the sequence's length, or over the longest
+    /// sequence's with `LossNormalization::MicroBatch`. Returns the sums for [`super::metric_defs`], float64.
     ///
-    /// Autograd sees the layers only. The head is differentiated in closed form over the rows of all steps, and one backward pass
-    /// through Σ state · gradient continues from there.
+    /// Autograd differentiates only the layers. [`distill_loss`] computes the gradients of the normed states in closed form.
     pub fn accumulate(
         &self,
         batch: Option<&Eagle3Batch>,
@@ -179,42 +173,44 @@ impl Eagle3 {
             let empty = Tensor::zeros([4 * self.config().settings.ttt_length as i64 + 3], double);
             return Tensor::cat(&[empty, count], 0);
         };
-        let states = self.states(batch);
-        let normed = |(step, states): (&Step, &Tensor)| {
-            self.final_norm(&states.index_select(0, &batch.list(step.rows)))
+        let states = self.step_states(batch);
+        let normed = |(step, states): (&TttStep, &Tensor)| {
+            self.final_norm(&states.index_select(0, &batch.step_list(step.rows)))
         };
-        // Rows are sorted by their target state, whose logits are computed once for all steps.
+        // Sorted by target state, so that the logits of each target state are computed once for all steps.
         let rows = Tensor::cat(&batch.steps.iter().zip(&states).map(normed).collect::<Vec<_>>(), 0)
             .index_select(0, &batch.ordered.order); // [R, d]
         let output = tch::no_grad(|| self.head_losses(batch, &rows, 1.0 / normaliser.0));
-        let by_step = |column: Column| output.column(column).index_select(0, &batch.ordered.inverse);
-        let accept = (by_step(Column::L1) * -0.5 + 1.0).clamp(0.0, 1.0); // Σ min(p^d, p^t)
-        let correct = by_step(Column::Agreement);
-        let entropy = by_step(Column::SOFT_CE) * &batch.weights;
+        let by_step = |column: LossColumn| output.column(column).index_select(0, &batch.ordered.inverse);
+        let accept = (by_step(LossColumn::L1) * -0.5 + 1.0).clamp(0.0, 1.0); // Σ min(p^d, p^t)
+        let correct = by_step(LossColumn::Agreement);
+        let entropy = by_step(LossColumn::SOFT_CE) * &batch.weights;
         let mut sums: Vec<Tensor> = vec![];
         let mut taus = [(); 2].map(|()| Tensor::zeros([], double));
-        let mut survivors: Option<[Tensor; 2]> = None;
+        // τ sums the probability that all drafts up to step s are accepted, over columns supervised at step 0.
+        let mut previous_accept: Option<[Tensor; 2]> = None;
         for (step, states) in batch.steps.iter().zip(&states) {
-            let (correct, accept) = (step.of(&correct), step.of(&accept));
+            let (correct, accept) = (step.select_rows(&correct), step.select_rows(&accept));
             let all = |rows: &Tensor| rows.sum(Kind::Double);
-            sums.extend([all(&step.of(&entropy)), all(&correct.ones_like()), all(&correct), all(&accept)]);
-            let columns = batch.list(step.rows);
+            let entropy = step.select_rows(&entropy);
+            sums.extend([all(&entropy), all(&correct.ones_like()), all(&correct), all(&accept)]);
+            let columns = batch.step_list(step.rows);
             let by_column = |rows: &Tensor| {
                 Tensor::zeros([states.size()[0]], (Kind::Float, rows.device())).index_add(0, &columns, rows)
             };
-            let here = [by_column(&correct), by_column(&accept)];
-            let alive = match survivors.take() {
-                None => here,
+            let step_accept = [by_column(&correct), by_column(&accept)];
+            let chain_accept = match previous_accept.take() {
+                None => step_accept,
                 Some(before) => {
                     let kept = before.map(|all| match step.kept {
-                        Some(kept) => all.index_select(0, &batch.list(kept)),
+                        Some(kept) => all.index_select(0, &batch.step_list(kept)),
                         None => all,
                     });
-                    [&kept[0] * &here[0], &kept[1] * &here[1]]
+                    [&kept[0] * &step_accept[0], &kept[1] * &step_accept[1]]
                 }
             };
-            taus.iter_mut().zip(&alive).for_each(|(tau, alive)| *tau += all(alive));
-            survivors = Some(alive);
+            taus.iter_mut().zip(&chain_accept).for_each(|(tau, accept)| *tau += all(accept));
+            previous_accept = Some(chain_accept);
         }
         let surrogate = (rows * &output.hidden).sum(Kind::Float);
         drop(states);
@@ -223,24 +219,24 @@ impl Eagle3 {
         drop(backward);
         let none = Tensor::zeros([], double);
         sums.resize_with(4 * self.config().settings.ttt_length, || none.shallow_clone());
-        let columns = sums[1].shallow_clone(); // supervised at step 0: where a chain of drafts may begin
+        let columns = sums[1].shallow_clone(); // supervised at step 0, where a chain of drafts begins
         sums.extend(taus.into_iter().chain([columns, count]));
         let sums: Vec<Tensor> = sums.iter().map(|sum| sum.to_kind(Kind::Double).reshape([1])).collect();
         Tensor::cat(&sums, 0)
     }
 
-    /// Losses of the normed states of all steps' supervised columns, `[R, d]`, sorted by their target states, without a graph.
+    /// Losses of the supervised columns of all steps without a graph. `rows [R, d]` are normed states, sorted by target state.
     fn head_losses(&self, batch: &Eagle3Batch, rows: &Tensor, scale: f64) -> LossOutput {
-        // Its loss reads no label, and its blocks are single rows.
-        let nowhere = rows.new_zeros([rows.size()[0]], (Kind::Int64, rows.device()));
-        let supervised = Supervised {
+        // The soft cross entropy reads no labels, and every row is its own block.
+        let zeros = rows.new_zeros([rows.size()[0]], (Kind::Int64, rows.device()));
+        let supervised = SupervisedRows {
             hidden: rows,
             bias: None,
             teacher: &batch.teacher,
-            sources: batch.ordered.sources(),
-            labels: &nowhere,
+            sources: batch.ordered.teacher_index(),
+            labels: &zeros,
             weights: &batch.ordered.decayed,
-            slot_index: &nowhere,
+            slot_index: &zeros,
             counts: &vec![1; rows.size()[0] as usize],
             gamma: 1,
             scale,
@@ -252,11 +248,11 @@ impl Eagle3 {
     }
 }
 
-/// Metrics of Eagle3 over so many training-time-test steps, of which the loss of step s weighs `decay`^s.
+/// Metrics of Eagle3 over `steps` steps. The loss of step s has the weight `decay`^s.
 ///
-/// Per step the sums are Σ w·CE, supervised rows, rows where drafter and target prefer one token, and Σ of accept rates. Then follow
-/// Σ of chains of both, supervised columns of step 0, and sequences.
-pub fn metrics(steps: usize, decay: f64) -> Metrics {
+/// Each step has four sums: Σ w·CE, supervised rows, rows where the argmaxes of drafter and target agree, and Σ of accept rates. Four more
+/// sums follow: τ of greedy drafts, τ of sampled drafts, columns supervised at step 0, and sequences.
+pub fn metric_defs(steps: usize, decay: f64) -> Metrics {
     let compute = move |sums: &[f64], _: usize| {
         let ratio = |num: f64, den: f64| if den > 0.0 { num / den } else { 0.0 };
         let (by_step, tail) = sums.split_at(4 * steps);
@@ -287,31 +283,31 @@ pub fn metrics(steps: usize, decay: f64) -> Metrics {
     }
 }
 
-/// Floating-point operations of forward and backward pass over `samples`, counted as for block drafters. They cover the
-/// computed columns and the supervised rows.
+/// Floating-point operations of forward and backward pass over `samples`, counted as in [`block_flops`](crate::block_common::block_flops).
 fn flops(config: &Eagle3Config, samples: &[TrainSample], supervise: Supervise) -> f64 {
     let (model, steps) = (config.model(), config.settings.ttt_length);
     let (d, vocab) = (model.hidden_size as f64, model.vocab_size as f64);
     let taps = config.decoder.taps.len() as f64;
-    let mut products = 0.0;
+    let mut multiplications = 0.0;
     for (sample, s) in samples.iter().flat_map(|sample| (0..steps).map(move |s| (sample, s))) {
-        let columns = needed(supervise, &sample.loss_mask, s, steps);
-        let is_supervised = |i: &&usize| supervised(supervise, &sample.loss_mask, **i, s);
-        let rows = columns.iter().filter(is_supervised).count() as f64;
+        let columns = needed_columns(supervise, &sample.loss_mask, s, steps);
+        let has_loss = |i: &&usize| is_supervised(supervise, &sample.loss_mask, **i, s);
+        let rows = columns.iter().filter(has_loss).count() as f64;
         // Column i sees i + 1 columns of step 0 and one of each later step.
         let seen: usize = columns.iter().map(|i| i + 1 + s).sum();
         let count = columns.len() as f64;
         if s == 0 {
-            products += 2.0 * count * taps * d * d;
+            multiplications += FROZEN_FACTOR * count * taps * d * d; // the captured states are constant
         }
         for layer in &model.layers {
             let Heads { query, key_value, dim } = layer.attention.heads;
             let (queries, keys) = ((query * dim) as f64, (key_value * dim) as f64);
             let inner = layer.intermediate_size as f64;
             let projected = 2.0 * d * (queries + 2.0 * keys) + queries * d + 3.0 * d * inner;
-            products += 3.0 * (count * projected + 2.0 * seen as f64 * queries);
+            multiplications += TRAINED_FACTOR * (count * projected + 2.0 * seen as f64 * queries);
         }
-        products += (2.0 + 1.0) * rows * d * vocab;
+        let (draft_logits, target_logits) = (FROZEN_FACTOR * rows * d * vocab, rows * d * vocab);
+        multiplications += draft_logits + target_logits;
     }
-    2.0 * products
+    2.0 * multiplications
 }

@@ -26,13 +26,13 @@ pub fn objective(
     normaliser: LossDenominator,
 ) -> (Tensor, Vec<(&'static str, f64)>) {
     let recipe = &objective.loss;
-    let hidden = block.hidden(batch);
+    let hidden = block.hidden_states(batch);
     let rows = |t: &Tensor| t.flatten(0, 1).index_select(0, &batch.rows);
     let features = block.logit_features(&hidden, &batch.previous);
     let (e, features) = features.map_or((None, None), |(e, f)| (Some(rows(&e)), Some(rows(&f))));
     let logits = block.slot_logits(&rows(&hidden), features.as_ref());
     let (p, log_p) = (logits.softmax(-1, Kind::Float), logits.log_softmax(-1, Kind::Float));
-    let teacher = block.base_logits(&batch.teacher()).detach();
+    let teacher = block.base_logits(&batch.teacher_states()).detach();
     let (q, log_q) = (teacher.softmax(-1, Kind::Float), teacher.log_softmax(-1, Kind::Float));
     let sum = |values: Tensor| values.sum_dim_intlist(-1, false, Kind::Float);
     let weighted = |values: &Tensor| (values * &batch.weights).sum(Kind::Float);
@@ -50,13 +50,13 @@ pub fn objective(
     });
     let paced = recipe.dpace.map(|dpace| {
         let rows = Vec::<i64>::try_from(&batch.rows).unwrap();
-        (&ce * paces(dpace, &ce.detach(), &rows, block.config().settings.blocks.drafted() as i64))
+        (&ce * paces(dpace, &ce.detach(), &rows, block.config().settings.blocks.draft_len() as i64))
             .sum(Kind::Float)
     });
     let until_error = recipe.until_first_error.then(|| {
         let rows = Vec::<i64>::try_from(&batch.rows).unwrap();
         let right = Vec::<bool>::try_from(logits.argmax(-1, false).eq_tensor(&batch.labels)).unwrap();
-        let gamma = block.config().settings.blocks.drafted() as i64;
+        let gamma = block.config().settings.blocks.draft_len() as i64;
         let counts = |row: usize| {
             let of_block = (0..row).filter(|&other| rows[other] / gamma == rows[row] / gamma);
             of_block.fold(1.0_f32, |so_far, other| if right[other] { so_far } else { 0.0 })

@@ -170,7 +170,7 @@ fn an_eagle3_with_llama_layers_goes_to_specforge_and_back() {
     assert_eq!(names, expected);
     let opened = open_checkpoint(there.path()).unwrap();
     assert!(opened.check().is_ok());
-    let arguments = Engine::Sglang.arguments(opened.drafter(), "DIR");
+    let arguments = Engine::Sglang.serve_arguments(opened.drafter(), "DIR");
     assert!(arguments.contains("EAGLE3") && arguments.contains("--speculative-eagle-topk 1"), "{arguments}");
     let back = converted(&there, CheckpointFormat::Reference, Some(&target));
     assert_eq!(back.config()["target_layer_ids"], json!([0, 1, 2]));

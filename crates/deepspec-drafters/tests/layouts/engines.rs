@@ -1,6 +1,6 @@
 //! The layouts that inference engines load.
 
-use deepspec_checkpoint::{CheckpointError, CheckpointFormat, Engine, Target, for_engine};
+use deepspec_checkpoint::{CheckpointError, CheckpointFormat, Engine, Target, convert_for_engine};
 use deepspec_drafters::open_checkpoint;
 use serde_json::json;
 
@@ -16,7 +16,7 @@ fn each_engine_gets_the_layout_that_it_loads() {
             Target::open(target.path(), "owner/target").unwrap(),
         );
         let folder = Folder::new();
-        for_engine(&source, engine, &target)?.write(&folder.path().join("out"), false)?;
+        convert_for_engine(&source, engine, &target)?.write(&folder.path().join("out"), false)?;
         Ok::<_, CheckpointError>((reference, folder.within("out")))
     };
     for engine in [Engine::Vllm, Engine::Sglang] {
@@ -81,7 +81,10 @@ fn scaled_rotary_embeddings_are_written_for_engines() {
         let (source, target) = (open_checkpoint(reference.path()).unwrap(), target(&reference));
         let target = Target::open(target.path(), "owner/target").unwrap();
         let folder = Folder::new();
-        for_engine(&source, engine, &target).unwrap().write(&folder.path().join("out"), false).unwrap();
+        convert_for_engine(&source, engine, &target)
+            .unwrap()
+            .write(&folder.path().join("out"), false)
+            .unwrap();
         let config = folder.within("out").config();
         assert_eq!((&config["rope_parameters"], &config["rope_scaling"]), (stretched, stretched));
         assert_eq!(config["rope_theta"], 5e5);
@@ -96,7 +99,7 @@ fn scaled_rotary_embeddings_are_written_for_engines() {
         let (source, target) = (open_checkpoint(reference.path()).unwrap(), target(&reference));
         let target = Target::open(target.path(), "owner/target").unwrap();
         let folder = Folder::new();
-        let written = for_engine(&source, Engine::Vllm, &target)
+        let written = convert_for_engine(&source, Engine::Vllm, &target)
             .and_then(|plan| plan.write(&folder.path().join("out"), false))
             .map_err(|error| error.to_string());
         written.map(|_| (folder.within("out").config(), config["max_position_embeddings"].clone()))

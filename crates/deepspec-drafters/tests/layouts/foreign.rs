@@ -6,7 +6,7 @@ use std::path::Path;
 
 use crate::common::{Bytes, Folder, bytes, edited, fixture, golden, target, write};
 use deepspec_checkpoint::{CheckpointFormat, Target, convert};
-use deepspec_drafters::{DrafterOptions, check_layout, load, open_checkpoint};
+use deepspec_drafters::{DrafterOptions, check_layout, load_drafter, open_checkpoint};
 use deepspec_engine::DraftSampling;
 use deepspec_testkit::mutate::Fuzzer;
 use deepspec_testkit::tiny;
@@ -61,7 +61,7 @@ fn another_attention_is_refused_by_name_wherever_it_is_said() {
                 let ours = with(&golden(case), key, &json!(true), inner);
                 let told = run(&ours).unwrap_err();
                 assert!(told.contains(key) && told.contains("config.json"), "{case}: {told}");
-                let options = load(ours.path(), &OPTIONS).map(|_| ()).unwrap_err().to_string();
+                let options = load_drafter(ours.path(), &OPTIONS).map(|_| ()).unwrap_err().to_string();
                 assert!(options.contains(key), "{case}: {options}");
             }
         }
@@ -189,11 +189,11 @@ fn weights_that_are_not_finite_are_found_at_load() {
         ("dspark_gated", "lm_head.weight"),
     ] {
         let sound = golden(case);
-        load(sound.path(), &OPTIONS).map(|_| ()).unwrap();
+        load_drafter(sound.path(), &OPTIONS).map(|_| ()).unwrap();
         open_checkpoint(sound.path()).unwrap().check().unwrap();
         for value in [f32::NAN, f32::NEG_INFINITY] {
             let folder = poisoned(&sound, name, value);
-            let run = load(folder.path(), &OPTIONS).map(|_| ()).unwrap_err().to_string();
+            let run = load_drafter(folder.path(), &OPTIONS).map(|_| ()).unwrap_err().to_string();
             let looked = open_checkpoint(folder.path()).unwrap().check().unwrap_err().to_string();
             for told in [run, looked] {
                 assert!(told.contains(name) && told.contains("NaN or infinite"), "{case}: {told}");
@@ -212,7 +212,7 @@ fn drafters_behind_the_prefix_of_a_wrapper_are_the_same() {
             bytes(&from).into_iter().map(|(name, tensor)| (format!("{prefix}{name}"), tensor)).collect();
         write(&folder.path().join("model.safetensors"), &wrapped);
         open_checkpoint(folder.path()).unwrap().check().unwrap();
-        load(folder.path(), &OPTIONS).map(|_| ()).unwrap();
+        load_drafter(folder.path(), &OPTIONS).map(|_| ()).unwrap();
     }
 }
 
@@ -222,7 +222,7 @@ fn quantised_drafters_are_refused_by_name() {
     let said = with(&from, "quantization_config", &json!({"quant_method": "fp8"}), false);
     for told in [
         open_checkpoint(said.path()).map(|_| ()).unwrap_err().to_string(),
-        load(said.path(), &OPTIONS).map(|_| ()).unwrap_err().to_string(),
+        load_drafter(said.path(), &OPTIONS).map(|_| ()).unwrap_err().to_string(),
     ] {
         assert!(told.contains("`quantization_config`") && told.contains("fp8"), "{told}");
     }
@@ -233,7 +233,7 @@ fn quantised_drafters_are_refused_by_name() {
     write(&folder.path().join("model.safetensors"), &tensors);
     for told in [
         open_checkpoint(folder.path()).unwrap().check().unwrap_err().to_string(),
-        load(folder.path(), &OPTIONS).map(|_| ()).unwrap_err().to_string(),
+        load_drafter(folder.path(), &OPTIONS).map(|_| ()).unwrap_err().to_string(),
     ] {
         assert!(
             told.contains("fc.weight") && told.contains("F8_E4M3") && told.contains("quantised"),
@@ -247,7 +247,7 @@ fn quantised_drafters_are_refused_by_name() {
 #[test]
 fn each_kind_knows_by_which_rule_more_of_it_is_accepted() {
     use DraftSampling::{Greedy, Probabilistic};
-    let rule = |dir: &Path| load(dir, &OPTIONS).unwrap().draft_sampling();
+    let rule = |dir: &Path| load_drafter(dir, &OPTIONS).unwrap().draft_sampling();
     let assets = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../assets");
     for (case, expected) in [
         ("dspark_vanilla", Probabilistic),
@@ -264,8 +264,8 @@ fn each_kind_knows_by_which_rule_more_of_it_is_accepted() {
     tiny::qwen3(model.path(), 40);
     assert_eq!(rule(model.path()), Probabilistic);
     // Without its Markov head, a DSpark predicts all slots independently.
-    let mut headless = load(golden("dspark_vanilla").path(), &OPTIONS).unwrap();
-    assert!(headless.ignore_markov());
+    let mut headless = load_drafter(golden("dspark_vanilla").path(), &OPTIONS).unwrap();
+    assert!(headless.disable_markov_bias());
     assert_eq!(headless.draft_sampling(), Greedy);
 }
 

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use crate::common::{Folder, golden};
-use deepspec_checkpoint::{CheckpointError, Gguf, Target, TensorType};
+use deepspec_checkpoint::{CheckpointError, GgufExport, Target, TensorType};
 use deepspec_drafters::open_checkpoint;
 use deepspec_testkit::{noise, skip};
 use safetensors::Dtype;
@@ -61,10 +61,10 @@ fn read_all(
         open_checkpoint(drafter.path()).unwrap(),
         Target::open(&asset("tiny-target"), "owner/target").unwrap(),
     );
-    let gguf = Gguf::plan(&source, &target, Some(matrices)).unwrap();
+    let gguf = GgufExport::plan(&source, &target, Some(matrices)).unwrap();
     let [out, list] = ["gguf", "names.json"].map(|name| drafter.path().join(name));
     gguf.write(&out, true).unwrap();
-    let file = out.join(Gguf::FILE);
+    let file = out.join(GgufExport::FILE);
     for layer in 0..source.drafter().layers {
         for (there, here) in [
             ("attn_norm", "input_layernorm"),
@@ -230,7 +230,7 @@ fn llama_cpps_package_reads_an_eagle3() {
         open_checkpoint(wider.path()).unwrap(),
         Target::open(&asset("tiny-target"), "owner/target").unwrap(),
     );
-    let refused = Gguf::plan(&source, &target, None).err().unwrap().to_string();
+    let refused = GgufExport::plan(&source, &target, None).err().unwrap().to_string();
     assert!(refused.contains("1 layer and 3 taps, and not 1 and 4"), "{refused}");
 }
 
@@ -263,18 +263,18 @@ fn only_a_folder_of_such_a_file_is_replaced() {
         open_checkpoint(drafter.path()).unwrap(),
         Target::open(&asset("tiny-target"), "owner/target").unwrap(),
     );
-    let gguf = Gguf::plan(&source, &target, None).unwrap();
+    let gguf = GgufExport::plan(&source, &target, None).unwrap();
     let out = drafter.path().join("out");
     gguf.write(&out, false).unwrap();
     gguf.write(&out, false).unwrap(); // a second write changes nothing
-    fs::write(out.join(Gguf::FILE), "other").unwrap();
+    fs::write(out.join(GgufExport::FILE), "other").unwrap();
     let told = gguf.write(&out, false).unwrap_err().to_string();
     assert!(told.contains("exists already"), "{told}");
     gguf.write(&out, true).unwrap();
     fs::write(out.join("notes.txt"), "mine").unwrap();
     let told = gguf.write(&out, true).unwrap_err().to_string();
     assert!(told.contains("it holds notes.txt too"), "{told}");
-    assert!(out.join(Gguf::FILE).is_file() && !drafter.path().join("out.partial").exists());
+    assert!(out.join(GgufExport::FILE).is_file() && !drafter.path().join("out.partial").exists());
 }
 
 #[test]
@@ -282,7 +282,7 @@ fn what_llama_cpp_cannot_run_is_refused_with_the_reason() {
     let refusal = |folder: &Folder| {
         let (target, source) = (crate::common::target(folder), open_checkpoint(folder.path()).unwrap());
         let target = Target::open(target.path(), "owner/target").unwrap();
-        match Gguf::plan(&source, &target, None).map(|_| ()).unwrap_err() {
+        match GgufExport::plan(&source, &target, None).map(|_| ()).unwrap_err() {
             CheckpointError::Refused { to: "gguf", reason, .. } => reason,
             other => panic!("no refusal: {other}"),
         }

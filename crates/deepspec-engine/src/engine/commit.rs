@@ -1,10 +1,10 @@
 //! The end of a step: appends tokens to answers, finishes sequences and cuts KV caches to the
 //! committed tokens.
 
-use deepspec_ops::{copied_runs, runs};
+use deepspec_ops::{cat_row_runs, copy_row_runs};
 use tch::Tensor;
 
-use super::{Engine, Step};
+use super::{Engine, StepPlan};
 use crate::outcome::VerifyOutcome;
 use crate::{Context, Cycle, EngineError, Event, Finish, ModelOutput, Proposer, Target};
 
@@ -18,6 +18,7 @@ pub(super) struct SlotUpdate {
     end: SlotEnd,
 }
 
+/// How a step ends for a slot.
 enum SlotEnd {
     Continues,
     Finished(Finish),
@@ -25,7 +26,7 @@ enum SlotEnd {
 }
 
 /// Committed rows of one slot in a step's forward, which are contiguous.
-struct KeptRows {
+struct CommittedRows {
     slot: usize,
     first: i64,
     count: i64,
@@ -34,8 +35,8 @@ struct KeptRows {
 }
 
 impl<T: Target, P: Proposer> Engine<T, P> {
-    /// Computes the update of every slot from the verification's result.
-    pub(super) fn updates(&self, step: &Step, outcome: &VerifyOutcome) -> Vec<SlotUpdate> {
+    /// Computes every slot's update from the outcome of verification.
+    pub(super) fn slot_updates(&self, step: &StepPlan, outcome: &VerifyOutcome) -> Vec<SlotUpdate> {
         let overrun = self.options.counts_overrun && self.proposer.is_some();
         let mut updates = Vec::with_capacity(step.chunks.len());
         for (i, &(slot, fed)) in step.chunks.iter().enumerate() {
@@ -43,12 +44,13 @@ impl<T: Target, P: Proposer> Engine<T, P> {
             let (cycle, tokens, rows) = match i.checked_sub(step.decoding.len()) {
                 Some(prompt) => (None, vec![outcome.first[prompt]], fed),
                 None => {
-                    let (cycle, tokens) = outcome.cycle(i, step.lens[i], &sequence.request.stop_ids);
+                    let (cycle, tokens) =
+                        outcome.cycle_and_tokens(i, step.lens[i], &sequence.request.stop_ids);
                     let rows = 1 + cycle.accepted as usize;
                     (Some(cycle), tokens, rows)
                 }
             };
-            let end = match sequence.finish(&tokens, overrun) {
+            let end = match sequence.finish_reason(&tokens, overrun) {
                 _ if !outcome.finite[i] => SlotEnd::NotFinite,
                 Some(finish) => SlotEnd::Finished(finish),
                 None => SlotEnd::Continues,
@@ -63,7 +65,7 @@ impl<T: Target, P: Proposer> Engine<T, P> {
     /// drawn after each chunk.
     pub(super) fn drafter_context(
         &self,
-        step: &Step,
+        step: &StepPlan,
         updates: &[SlotUpdate],
         tokens: &Tensor,
         drawn: &Tensor,
@@ -73,7 +75,7 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         let (mut kept, mut row) = (vec![], 0);
         for (chunk, (update, &(slot, fed))) in updates.iter().zip(&step.chunks).enumerate() {
             if let SlotEnd::Continues = update.end {
-                kept.push(KeptRows {
+                kept.push(CommittedRows {
                     slot,
                     first: row as i64,
                     count: update.rows as i64,
@@ -86,16 +88,16 @@ impl<T: Target, P: Proposer> Engine<T, P> {
             return None;
         }
         // Copies the rows, so that only these rows stay in memory until the drafter reads them.
-        let rows = |of: &Tensor| copied_runs(of, kept.iter().map(|kept| (kept.first, kept.count)));
+        let rows = |of: &Tensor| copy_row_runs(of, kept.iter().map(|kept| (kept.first, kept.count)));
         // The next token of a row is the token of the following row. For a chunk's last kept row it
         // is the drawn token.
         let all = Tensor::cat(&[tokens, drawn], 0);
-        let behind = |kept: &KeptRows| [(kept.first + 1, kept.count - 1), (row as i64 + kept.chunk, 1)];
+        let behind = |kept: &CommittedRows| [(kept.first + 1, kept.count - 1), (row as i64 + kept.chunk, 1)];
         Some(Context {
             captured_states: rows(&states.captured_states),
             hidden: reads_hidden.then(|| rows(&states.hidden)),
             tokens: rows(tokens),
-            next: runs(&all, kept.iter().flat_map(behind)),
+            next: cat_row_runs(&all, kept.iter().flat_map(behind)),
             chunks: kept.iter().map(|kept| (kept.slot, kept.count as usize)).collect(),
         })
     }
@@ -112,7 +114,7 @@ impl<T: Target, P: Proposer> Engine<T, P> {
             }
             if let Some(cycle) = cycle {
                 self.counts.add_cycle(&cycle);
-                sequence.record(cycle);
+                sequence.record_cycle(cycle);
             }
             let visible = sequence.commit(&tokens);
             if !visible.is_empty() {

@@ -1,16 +1,16 @@
 //! Drafting, and the number of drafted tokens to verify.
 
 use deepspec_cost::planner::StepLoad;
-use deepspec_ops::runs;
+use deepspec_ops::cat_row_runs;
 use tch::{Kind, Tensor};
 
-use super::{Engine, PREFILL_TOKENS, StepInputs, to_host};
+use super::{Engine, MAX_PREFILL_TOKENS, StepInputs, to_host};
 use crate::{Context, DraftRequest, DraftSampling, Proposal, Proposer, Target};
 
 impl<T: Target, P: Proposer> Engine<T, P> {
     /// Drafts blocks for all decoding slots and returns how many tokens of each to verify. None if
     /// there is no drafter or no decoding slot, or if the planner expects no gain from drafting.
-    pub(super) fn draft(
+    pub(super) fn draft_blocks(
         &mut self,
         decoding: &[usize],
         inputs: &StepInputs,
@@ -19,20 +19,20 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         if decoding.is_empty() || block == 0 {
             return None;
         }
-        let load = self.load(decoding);
+        let load = self.step_load(decoding);
         // Hidden states that wait for the drafter take unplanned memory. The limit is the number of
         // prompt tokens of one step.
         let waiting: usize =
             self.pending.iter().flat_map(|context| &context.chunks).map(|&(_, rows)| rows).sum();
-        if !self.planner.drafts(load) && waiting <= PREFILL_TOKENS {
+        if !self.planner.should_draft(load) && waiting <= MAX_PREFILL_TOKENS {
             return None;
         }
-        self.pending = vec![joined(&self.pending)];
+        self.pending = vec![concat_contexts(&self.pending)];
         let context = self.pending.first()?;
         let proposer = self.proposer.as_mut()?;
         let full_block = proposer.draft_len();
         let greedy = match self.options.draft_sampling {
-            DraftSampling::Greedy => Some(inputs.decoding.greedy()),
+            DraftSampling::Greedy => Some(inputs.decoding.to_greedy()),
             DraftSampling::Probabilistic => None,
         };
         let mut proposal = proposer.propose(&DraftRequest {
@@ -52,7 +52,7 @@ impl<T: Target, P: Proposer> Engine<T, P> {
             proposal.probs = proposal.probs.map(|probs| probs.narrow(1, 0, block as i64));
             proposal.confidence = proposal.confidence.map(|c| c.narrow(1, 0, block as i64));
         }
-        let lens = self.planner.lengths(load, block, self.confidences(&proposal, block));
+        let lens = self.planner.verify_lengths(load, block, self.confidences(&proposal, block));
         Some((proposal, lens))
     }
 
@@ -65,7 +65,7 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         }
         match &proposal.confidence {
             Some(logits) => {
-                let values = to_host(&self.calibrated(logits).to_kind(Kind::Double));
+                let values = to_host(&self.calibrate_confidences(logits).to_kind(Kind::Double));
                 values.chunks(block).map(<[f64]>::to_vec).collect()
             }
             None => vec![vec![1.0; block]; proposal.tokens.size()[0] as usize],
@@ -73,13 +73,13 @@ impl<T: Target, P: Proposer> Engine<T, P> {
     }
 
     /// Number of sequences of a step and their mean context length.
-    pub(super) fn load(&self, decoding: &[usize]) -> StepLoad {
+    pub(super) fn step_load(&self, decoding: &[usize]) -> StepLoad {
         let target_len: usize = self.sequences(decoding).map(|sequence| sequence.target_len).sum();
         StepLoad { requests: decoding.len(), context: target_len / decoding.len().max(1) }
     }
 
     /// Maps confidence logits `[S, γ]` to probabilities.
-    fn calibrated(&self, logits: &Tensor) -> Tensor {
+    fn calibrate_confidences(&self, logits: &Tensor) -> Tensor {
         if self.temperatures.is_empty() {
             return logits.sigmoid();
         }
@@ -94,7 +94,7 @@ impl<T: Target, P: Proposer> Engine<T, P> {
 
 /// Concatenates the hidden states that several steps left for the drafter. The rows of a slot
 /// become contiguous and keep their order.
-fn joined(pending: &[Context]) -> Context {
+fn concat_contexts(pending: &[Context]) -> Context {
     let pending: Vec<&Context> = pending.iter().filter(|context| !context.chunks.is_empty()).collect();
     let mut rows: Vec<(usize, i64)> = vec![];
     for &(slot, count) in pending.iter().flat_map(|context| &context.chunks) {
@@ -106,7 +106,7 @@ fn joined(pending: &[Context]) -> Context {
         [one] => part(one).shallow_clone(),
         several => {
             let parts: Vec<&Tensor> = several.iter().map(|context| part(context)).collect();
-            runs(&Tensor::cat(&parts, 0), rows.iter().map(|&(_, row)| (row, 1)))
+            cat_row_runs(&Tensor::cat(&parts, 0), rows.iter().map(|&(_, row)| (row, 1)))
         }
     };
     let hidden = pending.first().is_some_and(|context| context.hidden.is_some());

@@ -1,60 +1,64 @@
 //! The target's forward and the verification of the blocks.
 
-use deepspec_ops::{Verification, argmax, runs, verify, verify_greedy};
+use deepspec_ops::{Verification, argmax, cat_row_runs, verify, verify_greedy};
 use tch::{Kind, Tensor};
 
-use super::{Engine, Step, StepInputs, to_host};
-use crate::outcome::{VerifyOutcome, padding};
+use super::{Engine, StepInputs, StepPlan, to_host};
+use crate::outcome::{VerifyOutcome, padding_indices};
 use crate::{Proposer, Target};
 
 /// Draft lengths of a step's blocks, and the row indices that follow from them, on the device.
-pub(super) struct Lengths {
+pub(super) struct BlockLengths {
     /// γ' of each block, `[S]` int64.
     lens: Tensor,
-    /// Indices of [`padding`], if the blocks differ in length.
+    /// Indices of [`padding_indices`], if the blocks differ in length.
     padding: Option<Tensor>,
     /// Sequence of every verified row, if some sequence is not greedy.
     sequence_of_row: Option<Tensor>,
 }
 
 impl<T: Target, P: Proposer> Engine<T, P> {
-    pub(super) fn lengths(&self, step: &Step, inputs: &StepInputs) -> Lengths {
+    /// Copies the draft lengths and the derived row indices to the device.
+    pub(super) fn block_lengths(&self, step: &StepPlan, inputs: &StepInputs) -> BlockLengths {
         let arange = &self.device_state.arange;
-        let lens = arange.pick(step.lens.iter().copied());
-        let padding = padding(&step.lens, step.longest());
+        let lens = arange.int_tensor(step.lens.iter().copied());
+        let padding = padding_indices(&step.lens, step.max_draft_len());
         let sequence_of_row = (!inputs.decoding.is_greedy()).then(|| {
             let rows = step.lens.iter().enumerate().map(|(sequence, len)| (sequence, len + 1));
-            arange.repeated(rows)
+            arange.repeat_each(rows)
         });
-        Lengths { lens, padding: padding.map(|rows| arange.pick(rows)), sequence_of_row }
+        BlockLengths { lens, padding: padding.map(|rows| arange.int_tensor(rows)), sequence_of_row }
     }
 
     /// The tokens to run: `anchor, drafts…` of each decoding slot, then the prompts.
-    pub(super) fn input_tokens(&self, step: &Step, inputs: &StepInputs) -> Tensor {
+    pub(super) fn input_tokens(&self, step: &StepPlan, inputs: &StepInputs) -> Tensor {
         let prompts = &inputs.prompts;
         if step.decoding.is_empty() {
             return prompts.shallow_clone();
         }
-        let blocks = self.blocks(step, inputs);
+        let blocks = self.block_tokens(step, inputs);
         if step.prefilling.is_empty() { blocks } else { Tensor::cat(&[&blocks, prompts], 0) }
     }
 
-    /// Anchors and drafts of the decoding slots `[Σ(1+γ')]`.
-    fn blocks(&self, step: &Step, inputs: &StepInputs) -> Tensor {
+    /// `anchor, drafts…` of each decoding slot, concatenated: `[Σ(1+γ')]`.
+    fn block_tokens(&self, step: &StepPlan, inputs: &StepInputs) -> Tensor {
         let anchors = &inputs.anchors;
         let Some(proposal) = &step.proposal else { return anchors.shallow_clone() };
         let blocks = Tensor::cat(&[anchors.unsqueeze(1), proposal.tokens.shallow_clone()], 1); // [S, 1+Γ]
         let width = blocks.size()[1];
-        runs(&blocks.reshape([-1]), (0..).zip(&step.lens).map(|(s, &len)| (s * width, len as i64 + 1)))
+        cat_row_runs(
+            &blocks.reshape([-1]),
+            (0..).zip(&step.lens).map(|(s, &len)| (s * width, len as i64 + 1)),
+        )
     }
 
     /// Verifies the blocks, draws the prompts' first tokens, and copies all results to the host in
     /// one transfer. Also returns the token drawn after each chunk, `[S + P]` int64 on the device.
     pub(super) fn verify_step(
         &self,
-        step: &Step,
+        step: &StepPlan,
         inputs: &StepInputs,
-        lengths: &Lengths,
+        lengths: &BlockLengths,
         hidden: &Tensor,
     ) -> (VerifyOutcome, Tensor) {
         let (mut parts, mut finite, mut drawn) = (vec![], vec![], vec![]);
@@ -62,14 +66,14 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         // float32 limit.
         let rows_finite = |logits: &Tensor| logits.sum_dim_intlist(-1, false, Kind::Float).isfinite();
         if !step.decoding.is_empty() {
-            let logits = self.target.logits(&hidden.narrow(0, 0, step.verified() as i64));
+            let logits = self.target.logits(&hidden.narrow(0, 0, step.verified_rows() as i64));
             finite.push(rows_finite(&logits));
             let (verification, more) = self.verify_blocks(step, inputs, lengths, &logits);
             drawn.push(verification.next.shallow_clone());
             parts.extend([verification.accepted, verification.next].into_iter().chain(more));
         }
         if !step.prefilling.is_empty() {
-            let logits = self.target.logits(&runs(hidden, step.prompt_ends().map(|end| (end, 1))));
+            let logits = self.target.logits(&cat_row_runs(hidden, step.prompt_ends().map(|end| (end, 1))));
             finite.push(rows_finite(&logits));
             let sampling = &inputs.prefilling;
             let (first, _) = sampling.sample(&logits, &inputs.first);
@@ -88,12 +92,12 @@ impl<T: Target, P: Proposer> Engine<T, P> {
     /// are any, their confidence logits.
     fn verify_blocks(
         &self,
-        step: &Step,
+        step: &StepPlan,
         inputs: &StepInputs,
-        lengths: &Lengths,
+        lengths: &BlockLengths,
         logits: &Tensor,
     ) -> (Verification, Vec<Tensor>) {
-        let (sequences, longest) = (step.decoding.len() as i64, step.longest() as i64);
+        let (sequences, longest) = (step.decoding.len() as i64, step.max_draft_len() as i64);
         let tokens = match &step.proposal {
             Some(proposal) => proposal.tokens.narrow(1, 0, longest),
             None => Tensor::zeros([sequences, 0], (Kind::Int64, self.target.device())),
@@ -112,7 +116,7 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         } else {
             let repeats: Vec<usize> = step.lens.iter().map(|len| len + 1).collect();
             let probs =
-                inputs.decoding.repeated(&repeats, lengths.sequence_of_row.as_ref()).distributions(logits);
+                inputs.decoding.repeat_rows(&repeats, lengths.sequence_of_row.as_ref()).distributions(logits);
             let draft = match &step.proposal {
                 Some(proposal) => proposal.distributions(longest, self.target.vocab_size()),
                 None => Tensor::zeros([0], (Kind::Float, self.target.device())),

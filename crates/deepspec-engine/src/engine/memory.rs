@@ -4,25 +4,25 @@ use super::Engine;
 use crate::{EngineError, Event, Proposer, Request, Target};
 
 impl<T: Target, P: Proposer> Engine<T, P> {
-    /// Limits the bytes of all KV caches together. A sequence starts when its maximum size fits
-    /// beside the running ones. A request that could never fit is refused.
+    /// Limits the total bytes of all KV caches. A sequence starts when its maximum size fits in
+    /// addition to the running sequences. A request that could never fit is refused.
     #[must_use]
-    pub fn with_memory(mut self, bytes: u64) -> Self {
+    pub fn with_kv_cache_limit(mut self, bytes: u64) -> Self {
         self.memory = Some(bytes);
         self
     }
 
     /// Maximum tokens of a request (prompt, answer and one drafted block), and the bytes of their
     /// KV caches.
-    pub(super) fn memory_needed(&self, request: &Request) -> (usize, u64) {
+    pub(super) fn kv_cache_needed(&self, request: &Request) -> (usize, u64) {
         let block = self.proposer.as_ref().map_or(0, Proposer::draft_len);
         let tokens = request.prompt.len().saturating_add(request.max_new_tokens).saturating_add(block);
         let drafter = self.proposer.as_ref().map_or(0, |proposer| proposer.kv_cache_bytes(tokens));
         (tokens, self.target.kv_cache_bytes(tokens).saturating_add(drafter))
     }
 
-    /// Whether a sequence of `bytes` can start now.
-    pub(super) fn has_room(&self, bytes: u64) -> bool {
+    /// Whether a sequence whose KV caches need up to `bytes` can start now.
+    pub(super) fn can_start(&self, bytes: u64) -> bool {
         let taken: u64 = self.slots.iter().flatten().map(|sequence| sequence.bytes).sum();
         self.memory.is_none_or(|memory| taken.saturating_add(bytes) <= memory)
     }
@@ -50,14 +50,14 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         if let Some(proposer) = &mut self.proposer {
             proposer.free_cached_memory();
         }
-        let error = EngineError::OutOfMemory { tokens: sequence.len(), message: first_line(message) };
+        let error = EngineError::OutOfMemory { tokens: sequence.len(), message: allocator_message(message) };
         Some(Event::Failed(sequence.request_id, error))
     }
 }
 
 /// The allocator's message without the panic's wrapping, which escapes line ends, and without the
 /// stack trace.
-fn first_line(message: &str) -> String {
+fn allocator_message(message: &str) -> String {
     let own = message.split_once("Torch(\"").map_or(message, |(_, own)| own);
     let end = own.find("\\n").or_else(|| own.find('\n')).unwrap_or(own.len());
     own[..end].trim_end_matches("\")").to_string()
@@ -70,7 +70,7 @@ mod tests {
     #[test]
     fn the_allocators_words_are_one_line() {
         let panic = r#"called `Result::unwrap()` on an `Err` value: Torch("CUDA out of memory. Tried to allocate 2 GiB.\nframe #0: x")"#;
-        assert_eq!(first_line(panic), "CUDA out of memory. Tried to allocate 2 GiB.");
-        assert_eq!(first_line("no memory for 12 bytes\nmore"), "no memory for 12 bytes");
+        assert_eq!(allocator_message(panic), "CUDA out of memory. Tried to allocate 2 GiB.");
+        assert_eq!(allocator_message("no memory for 12 bytes\nmore"), "no memory for 12 bytes");
     }
 }

@@ -26,7 +26,7 @@ use sequence::Sequence;
 use step_inputs::{DeviceState, StepInputs};
 
 /// Prompt tokens that one step runs at most, unless a single prompt is longer.
-const PREFILL_TOKENS: usize = 8192;
+const MAX_PREFILL_TOKENS: usize = 8192;
 
 /// A batched generation engine over one target and at most one drafter.
 pub struct Engine<T, P> {
@@ -54,8 +54,8 @@ pub struct Engine<T, P> {
     memory: Option<u64>,
 }
 
-/// One iteration of the loop: the slots that take part and the tokens they run.
-struct Step {
+/// Plan of one iteration of the loop: its slots and the number of tokens that each slot runs.
+struct StepPlan {
     /// Slots whose blocks are verified.
     decoding: Vec<usize>,
     /// Slots whose prompts are run.
@@ -68,20 +68,20 @@ struct Step {
     chunks: Vec<(usize, usize)>,
 }
 
-impl Step {
+impl StepPlan {
     /// Rows of the decoding slots, Σ(1+γ').
-    fn verified(&self) -> usize {
+    fn verified_rows(&self) -> usize {
         self.lens.iter().map(|len| len + 1).sum()
     }
 
     /// Γ, the largest number of drafted tokens verified in a block.
-    fn longest(&self) -> usize {
+    fn max_draft_len(&self) -> usize {
         self.lens.iter().copied().max().unwrap_or(0)
     }
 
     /// Index of the last row of each prompt.
     fn prompt_ends(&self) -> impl Iterator<Item = i64> {
-        self.chunks[self.decoding.len()..].iter().scan(self.verified(), |end, &(_, len)| {
+        self.chunks[self.decoding.len()..].iter().scan(self.verified_rows(), |end, &(_, len)| {
             *end += len;
             Some(*end as i64 - 1)
         })
@@ -158,7 +158,7 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         if let Some(&token) = request.prompt.iter().find(|&&token| token < 0 || token >= vocab as i64) {
             return Err(EngineError::UnknownToken { token, vocab });
         }
-        let ((tokens, bytes), memory) = (self.memory_needed(&request), self.memory.unwrap_or(u64::MAX));
+        let ((tokens, bytes), memory) = (self.kv_cache_needed(&request), self.memory.unwrap_or(u64::MAX));
         if bytes > memory {
             return Err(EngineError::TooLarge { tokens, bytes, memory });
         }
@@ -259,7 +259,7 @@ impl<T: Target, P: Proposer> Engine<T, P> {
     pub fn step(&mut self) -> Vec<Event> {
         let _guard = tch::no_grad_guard();
         // Admits once. A request that takes the slot of an ended sequence waits for the next step.
-        self.admit();
+        self.admit_requests();
         let mut events = vec![];
         while !self.is_idle() {
             match guard::catch_out_of_memory(|| self.try_step()) {
@@ -280,7 +280,7 @@ impl<T: Target, P: Proposer> Engine<T, P> {
     /// the random number tables.
     fn try_step(&mut self) -> Vec<Event> {
         let started = Instant::now();
-        let (decoding, prefilling) = self.occupied();
+        let (decoding, prefilling) = self.running_slots();
         if decoding.is_empty() && prefilling.is_empty() {
             return vec![];
         }
@@ -288,16 +288,16 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         let drafting = Instant::now();
         let drafted = {
             let _range = range(c"draft");
-            self.draft(&decoding, &inputs)
+            self.draft_blocks(&decoding, &inputs)
         };
         if let (true, Device::Cuda(index)) = (self.exact_times, self.target.device()) {
             tch::Cuda::synchronize(index as i64);
         }
         let verifying = Instant::now();
 
-        let load = self.load(&decoding);
-        let step = self.plan(decoding, prefilling, drafted);
-        let lengths = self.lengths(&step, &inputs);
+        let load = self.step_load(&decoding);
+        let step = self.plan_step(decoding, prefilling, drafted);
+        let lengths = self.block_lengths(&step, &inputs);
         let verify = range(c"verify");
         let tokens = self.input_tokens(&step, &inputs);
         let forwarded =
@@ -307,7 +307,7 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         let committing = Instant::now();
         let _range = range(c"commit");
 
-        let updates = self.updates(&step, &outcome);
+        let updates = self.slot_updates(&step, &outcome);
         if let Some(context) = self.drafter_context(&step, &updates, &tokens, &drawn, &forwarded) {
             self.pending.push(context);
         }
@@ -315,7 +315,7 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         let events = self.commit(updates);
         if step.prefilling.is_empty() {
             let seconds = started.elapsed().as_secs_f64();
-            self.planner.observe(load, step.verified(), step.proposal.is_some(), seconds);
+            self.planner.observe_step(load, step.verified_rows(), step.proposal.is_some(), seconds);
         }
         self.times.draft += verifying - drafting;
         self.times.verify += committing - verifying;
@@ -324,34 +324,36 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         events
     }
 
-    /// Slots whose prompts have been run, and slots whose prompts have not.
-    fn occupied(&self) -> (Vec<usize>, Vec<usize>) {
+    /// Occupied slots: (slots that decode, slots whose prompts have not been run).
+    fn running_slots(&self) -> (Vec<usize>, Vec<usize>) {
         let occupied = |slot: &usize| self.slots[*slot].is_some();
         let decodes = |slot: &usize| self.slots[*slot].as_ref().is_some_and(|s| s.anchor.is_some());
         (0..self.slots.len()).filter(occupied).partition(decodes)
     }
 
-    fn plan(
+    /// Plans the step: decoding slots run anchor and drafts, the others their prompts.
+    fn plan_step(
         &self,
         decoding: Vec<usize>,
         prefilling: Vec<usize>,
         drafted: Option<(Proposal, Vec<usize>)>,
-    ) -> Step {
+    ) -> StepPlan {
         let (proposal, lens) = drafted.unzip();
         let lens = lens.unwrap_or_else(|| vec![0; decoding.len()]);
         let blocks = decoding.iter().zip(&lens).map(|(&slot, len)| (slot, 1 + len));
         let prompts = self.sequences(&prefilling).map(|sequence| sequence.request.prompt.len());
         let chunks = blocks.chain(prefilling.iter().copied().zip(prompts)).collect();
-        Step { decoding, prefilling, proposal, lens, chunks }
+        StepPlan { decoding, prefilling, proposal, lens, chunks }
     }
 
-    fn admit(&mut self) {
+    /// Moves queued requests to free slots while prompt tokens and memory allow it.
+    fn admit_requests(&mut self) {
         let mut admitted = 0;
         for slot in 0..self.slots.len() {
             if self.slots[slot].is_none() {
                 let Some((_, next)) = self.queue.front() else { return };
-                let (prompt, (_, bytes)) = (next.prompt.len(), self.memory_needed(next));
-                if (admitted > 0 && admitted + prompt > PREFILL_TOKENS) || !self.has_room(bytes) {
+                let (prompt, (_, bytes)) = (next.prompt.len(), self.kv_cache_needed(next));
+                if (admitted > 0 && admitted + prompt > MAX_PREFILL_TOKENS) || !self.can_start(bytes) {
                     return;
                 }
                 let Some((request_id, request)) = self.queue.pop_front() else { return };

@@ -2,7 +2,7 @@
 
 use deepspec_core::rng::Stream;
 
-use super::uniforms::Uniforms;
+use super::uniforms::UniformTable;
 use crate::{Completion, Cycle, Finish, Request, RequestId};
 
 /// A request that is being generated.
@@ -20,7 +20,7 @@ pub struct Sequence {
     /// Last committed token; None until the prompt has been run.
     pub anchor: Option<i64>,
     /// Random numbers of later steps that are on the device already.
-    pub uniforms: Option<Uniforms>,
+    pub uniforms: Option<UniformTable>,
     generated: Vec<i64>,
     cycles: Vec<Cycle>,
 }
@@ -43,13 +43,13 @@ impl Sequence {
         }
     }
 
-    /// Number of forwards of this sequence, which keys its random numbers.
-    pub fn step(&self) -> u64 {
+    /// Index of the sequence's next step, which keys its random numbers.
+    pub fn step_index(&self) -> u64 {
         if self.anchor.is_some() { 1 + self.cycles.len() as u64 } else { 0 }
     }
 
     /// Records the verification of a drafted block.
-    pub fn record(&mut self, cycle: Cycle) {
+    pub fn record_cycle(&mut self, cycle: Cycle) {
         self.cycles.push(cycle);
     }
 
@@ -61,9 +61,9 @@ impl Sequence {
         tokens.iter().copied().take(room).collect()
     }
 
-    /// Whether and why the sequence ends after `tokens`. With `overrun`, an answer of exactly
-    /// `max_new_tokens` gets another cycle.
-    pub fn finish(&self, tokens: &[i64], overrun: bool) -> Option<Finish> {
+    /// Reason why the sequence ends after `tokens`; None if it continues. With `overrun`, an answer
+    /// of exactly `max_new_tokens` gets another cycle.
+    pub fn finish_reason(&self, tokens: &[i64], overrun: bool) -> Option<Finish> {
         let (generated, limit) = (self.generated.len() + tokens.len(), self.request.max_new_tokens);
         let ended = tokens.last().is_some_and(|anchor| self.request.stop_ids.contains(anchor));
         let full = if overrun { generated > limit } else { generated >= limit };

@@ -4,7 +4,7 @@
 use std::cell::OnceCell;
 
 use deepspec_core::rng::Purpose;
-use deepspec_ops::{DeviceArange, Upload, runs};
+use deepspec_ops::{DeviceArange, Upload, cat_row_runs};
 use tch::{Device, Kind, Tensor};
 
 use super::Engine;
@@ -71,13 +71,13 @@ impl<T: Target, P: Proposer> Engine<T, P> {
                 Tensor::zeros([0], (Kind::Double, self.target.device())),
             )
         } else {
-            self.uniforms(decoding, counts)
+            self.uniforms_and_settings(decoding, counts)
         };
         let [draft, accept] = [(0, counts.draft), (counts.draft, counts.accept)]
             .map(|(first, count)| draws.narrow(1, first as i64, count as i64));
 
         let mut upload = Upload::default();
-        let first = self.sequences(prefilling).map(|s| s.stream.uniform(s.step(), Purpose::Target, 0));
+        let first = self.sequences(prefilling).map(|s| s.stream.uniform(s.step_index(), Purpose::Target, 0));
         let first = upload.push(first.collect::<Vec<_>>());
         let prefilled = upload.push(theirs.iter().flat_map(Sampling::parameters));
         let sent = upload.send(self.target.device());
@@ -85,22 +85,22 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         let tokens = self.sequences(prefilling).flat_map(|sequence| &sequence.request.prompt);
         let prompt_tokens = prompts.push(tokens.copied());
         StepInputs {
-            anchors: self.anchors(decoding),
+            anchors: self.anchor_tokens(decoding),
             next: draws.select(1, (counts.total() - 1) as i64),
             draft,
             accept,
-            prompts: prompts.send(self.target.device()).of(prompt_tokens),
-            first: sent.of(first),
+            prompts: prompts.send(self.target.device()).slice(prompt_tokens),
+            first: sent.slice(first),
             decoding: SamplingBatch::with_parameters(ours, &our_parameters),
-            prefilling: SamplingBatch::with_parameters(theirs, &sent.of(prefilled)),
+            prefilling: SamplingBatch::with_parameters(theirs, &sent.slice(prefilled)),
         }
     }
 
     /// Last committed tokens of `slots`, `[S]` int64, from the tokens that the last step drew.
-    fn anchors(&self, slots: &[usize]) -> Tensor {
+    fn anchor_tokens(&self, slots: &[usize]) -> Tensor {
         let drawn = self.device_state.last_tokens.as_ref().and_then(|(all, drawn)| {
             let place = |slot: &usize| all.iter().position(|other| other == slot).map(|at| (at as i64, 1));
-            Some(runs(drawn, slots.iter().map(place).collect::<Option<Vec<_>>>()?))
+            Some(cat_row_runs(drawn, slots.iter().map(place).collect::<Option<Vec<_>>>()?))
         });
         debug_assert!(drawn.is_some() || slots.is_empty(), "who decodes took part in the last step");
         drawn.unwrap_or_else(|| {
@@ -120,14 +120,14 @@ impl<T: Target, P: Proposer> Engine<T, P> {
     }
 
     /// Uniforms `[S, columns]` and sampling settings `[S·5]`, float64.
-    fn uniforms(&mut self, slots: &[usize], counts: UniformCounts) -> (Tensor, Tensor) {
+    fn uniforms_and_settings(&mut self, slots: &[usize], counts: UniformCounts) -> (Tensor, Tensor) {
         let device = self.target.device();
         let sequences = slots.iter().filter_map(|&slot| {
             let sequence = self.slots.get_mut(slot)?.as_mut()?;
-            let (step, steps) = (sequence.step(), sequence.request.max_new_tokens);
+            let (step, steps) = (sequence.step_index(), sequence.request.max_new_tokens);
             let source =
                 UniformSource { stream: &sequence.stream, sampling: &sequence.request.sampling, steps };
-            Some(source.uniforms(&mut sequence.uniforms, step, counts, device))
+            Some(source.step_uniforms(&mut sequence.uniforms, step, counts, device))
         });
         let (draws, settings): (Vec<Tensor>, Vec<Tensor>) = sequences.unzip();
         match (draws.as_slice(), settings.as_slice()) {

@@ -7,10 +7,10 @@ use tch::{Device, Tensor};
 use crate::Sampling;
 
 /// Number of steps whose random numbers are copied at once.
-const STEPS: usize = 256;
+const STEPS_PER_UPLOAD: usize = 256;
 
 /// Random numbers of some steps of a sequence, and its sampling settings.
-pub struct Uniforms {
+pub struct UniformTable {
     /// First step of the table.
     first: u64,
     /// [`Sampling::parameters`], `[5]` float64.
@@ -57,14 +57,14 @@ pub struct UniformSource<'a> {
 impl UniformSource<'_> {
     /// The uniforms of a step, `[1, columns]` float64, and the sampling settings. `cache` caches the
     /// uniforms of the following steps, which are copied in the same transfer.
-    pub fn uniforms(
+    pub fn step_uniforms(
         &self,
-        cache: &mut Option<Uniforms>,
+        cache: &mut Option<UniformTable>,
         step: u64,
         counts: UniformCounts,
         device: Device,
     ) -> (Tensor, Tensor) {
-        let place = |cached: &Uniforms| {
+        let place = |cached: &UniformTable| {
             let at = step.checked_sub(cached.first)? as i64;
             let [steps, width] = [0, 1].map(|dim| cached.columns.size()[dim]);
             let is_there = at < steps && width == counts.total() as i64;
@@ -73,7 +73,7 @@ impl UniformSource<'_> {
         if let Some(found) = cache.as_ref().and_then(place) {
             return found;
         }
-        let steps = STEPS.min(self.steps);
+        let steps = STEPS_PER_UPLOAD.min(self.steps);
         let mut upload = Upload::default();
         let mut table = Vec::with_capacity(steps * counts.total());
         (step..step + steps as u64).for_each(|step| table.extend(counts.generate(self.stream, step)));
@@ -81,9 +81,9 @@ impl UniformSource<'_> {
         let settings = upload.push(self.sampling.parameters());
         let sent = upload.send(device);
         let (columns, settings) =
-            (sent.of(table).view([steps as i64, counts.total() as i64]), sent.of(settings));
+            (sent.slice(table).view([steps as i64, counts.total() as i64]), sent.slice(settings));
         let found = (columns.narrow(0, 0, 1), settings.shallow_clone());
-        *cache = Some(Uniforms { first: step, columns, settings });
+        *cache = Some(UniformTable { first: step, columns, settings });
         found
     }
 }

@@ -30,7 +30,7 @@ fn files_lie_where_the_python_tools_look() {
     assert_eq!(fs::read(&large).unwrap(), bytes(100_000));
     assert_eq!(fs::read_to_string(top.join("refs/main")).unwrap(), commit);
     assert_eq!(names(&top), [".deepspec", "blobs", "refs", "snapshots"]);
-    let sha = digest::bytes(&bytes(100_000));
+    let sha = digest::sha256_of_bytes(&bytes(100_000));
     assert_eq!(fs::read_link(&large).unwrap(), Path::new("../../../blobs").join(&sha));
     assert_eq!(fs::read_link(&small).unwrap().parent(), Some(Path::new("../../blobs")));
     assert!(bench.blobs(FOLDER).contains(&sha));
@@ -56,7 +56,7 @@ fn a_broken_transfer_is_continued_where_it_broke() {
     assert_eq!(fs::read(path).unwrap(), bytes(300_000));
     let ranges: Vec<_> = bench.transfers().into_iter().map(|(_, range)| range).collect();
     assert_eq!(ranges, [None, Some("bytes=70001-".into()), Some("bytes=100000-".into())]);
-    assert_eq!(bench.blobs(FOLDER), [digest::bytes(&bytes(300_000))]);
+    assert_eq!(bench.blobs(FOLDER), [digest::sha256_of_bytes(&bytes(300_000))]);
 }
 
 #[test]
@@ -80,7 +80,7 @@ fn another_process_continues_it_too() {
     let hasty = RetryPolicy { attempts: 1, ..bench.settings().retry };
     let first = Hub::new(HubOptions { retry: hasty, ..bench.settings() }).fetch(&repo, "w.bin");
     says(first, &["w.bin of model own/tiny", "broken off after 123456"]);
-    let part = format!("{}.incomplete", digest::bytes(&bytes(300_000)));
+    let part = format!("{}.incomplete", digest::sha256_of_bytes(&bytes(300_000)));
     assert_eq!(bench.blobs(FOLDER), [part]);
     assert_eq!(fs::read(bench.hub().fetch(&repo, "w.bin").unwrap()).unwrap(), bytes(300_000));
     assert_eq!(bench.transfers()[1].1.as_deref(), Some("bytes=123456-"));
@@ -98,7 +98,7 @@ fn a_server_without_ranges_sends_all_of_it_again() {
 
 #[test]
 fn what_an_earlier_process_left_is_checked() {
-    let (sha, repo) = (digest::bytes(&bytes(9_000)), Repo::model("own/tiny", None));
+    let (sha, repo) = (digest::sha256_of_bytes(&bytes(9_000)), Repo::model("own/tiny", None));
     // A partial file with wrong bytes, with all bytes, and with too many bytes.
     for (left, transfers) in
         [(vec![7; 5_000], 2), (bytes(9_000), 0), (vec![7; 9_000], 1), (vec![7; 10_000], 1)]
@@ -118,8 +118,10 @@ fn damaged_bytes_are_never_kept() {
     let bench = Bench::new([FakeRepo::model("own/tiny").lfs("w.bin", bytes(9_000))]);
     let repo = Repo::model("own/tiny", None);
     bench.fake.fail("/cdn/", 2, Fault::Flipped);
-    let error =
-        says(bench.hub().fetch(&repo, "w.bin"), &["damaged", "SHA-256", &digest::bytes(&bytes(9_000))]);
+    let error = says(
+        bench.hub().fetch(&repo, "w.bin"),
+        &["damaged", "SHA-256", &digest::sha256_of_bytes(&bytes(9_000))],
+    );
     assert!(matches!(error, HubError::Damaged { .. }));
     assert!(bench.blobs(FOLDER).is_empty());
     assert_eq!(fs::read(bench.hub().fetch(&repo, "w.bin").unwrap()).unwrap(), bytes(9_000));

@@ -3,7 +3,7 @@
 use std::fs;
 use std::net::TcpListener;
 
-use deepspec_hub::{Hub, HubError, HubOptions, Kind, Repo, RetryPolicy};
+use deepspec_hub::{Hub, HubError, HubOptions, Repo, RepoType, RetryPolicy};
 use deepspec_testkit::hub::{FakeRepo, Fault};
 
 use crate::bench::{Bench, bytes, says};
@@ -158,7 +158,7 @@ fn names_of_files_and_paths_are_no_ids() {
         "../tiny",
         "own/tiny/",
     ] {
-        let error = Repo::parse(Kind::Model, text, None).unwrap_err();
+        let error = Repo::parse(RepoType::Model, text, None).unwrap_err();
         let told = error.to_string();
         assert!(matches!(error, HubError::NotAnId { .. }) && error.is_usage(), "{told}");
         assert!(
@@ -168,7 +168,7 @@ fn names_of_files_and_paths_are_no_ids() {
             "{told}"
         );
     }
-    assert!(Repo::parse(Kind::Model, "own/tiny-v1.2", None).is_ok());
+    assert!(Repo::parse(RepoType::Model, "own/tiny-v1.2", None).is_ok());
 }
 
 /// A mistyped path of two parts is requested from the hub, and the error says so.

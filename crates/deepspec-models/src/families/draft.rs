@@ -3,23 +3,24 @@
 use deepspec_core::cli::UsageError;
 use serde_json::{Map, Value, json};
 
-use crate::config::{FULL, Family, SLIDING};
+use crate::config::{FULL_LAYER_TYPE, Family, SLIDING_LAYER_TYPE};
 use crate::nn::{AttentionSpec, LayerSpec};
 use crate::{ModelConfig, ModelError};
 
 impl ModelConfig {
-    /// Whether drafters with layers of `family` can be this target's: its own, or those that its drafters behind anchors have.
-    pub fn has_drafters_of(&self, family: Family) -> bool {
-        self.family == family || self.family.behind_anchors.is_some_and(|others| others == family)
+    /// Whether this target accepts drafters with layers of `family`: its own family, or the one that its block
+    /// drafters have.
+    pub fn accepts_drafters_of(&self, family: Family) -> bool {
+        self.family == family || self.family.anchored_family.is_some_and(|others| others == family)
     }
 
-    /// The decoder of a drafter behind anchors, as [`ModelConfig::draft_decoder`]. A family whose layers no engine runs there has those of
-    /// another one, of the same sizes and rotary settings.
+    /// The decoder of a block drafter, like [`ModelConfig::draft_decoder`]. If no inference engine runs block
+    /// drafters of this family, the layers are those of another family, with equal sizes and rotary settings.
     ///
     /// # Errors
     /// As [`ModelConfig::draft_decoder`].
     pub fn anchored_decoder(&self, windows: &[Option<usize>]) -> Result<Self, ModelError> {
-        let Some(family) = self.family.behind_anchors else { return self.draft_decoder(windows) };
+        let Some(family) = self.family.anchored_family else { return self.draft_decoder(windows) };
         let qk_norm = family.decoder.qk_norm;
         let layers = self.layers.iter().map(|own| LayerSpec { qk_norm, ..own.clone() }).collect();
         let mut decoder = Self { family, layers, ..self.clone() }.draft_decoder(windows)?;
@@ -50,7 +51,7 @@ impl ModelConfig {
         }
         let layer = |&window: &Option<usize>| {
             let like = |own: &&LayerSpec| own.attention.window.is_some() == window.is_some();
-            // Where a target has layers of one kind only, they are the same with and without a window.
+            // A target may have layers of one kind only. They are then the same with and without a window.
             let own = self.layers.iter().find(like).or(self.layers.first());
             let own = own.ok_or_else(|| misfit("the target has no layers"))?;
             Ok(LayerSpec { attention: AttentionSpec { window, ..own.attention }, ..own.clone() })
@@ -61,9 +62,11 @@ impl ModelConfig {
     }
 }
 
-/// Sets the number, kinds and window of the layers.
-pub(super) fn common(map: &mut Map<String, Value>, layers: &[LayerSpec]) {
-    let types = layers.iter().map(|layer| if layer.attention.window.is_some() { SLIDING } else { FULL });
+/// Sets `layer_types`, `num_hidden_layers` and `sliding_window`.
+pub(super) fn set_layer_keys(map: &mut Map<String, Value>, layers: &[LayerSpec]) {
+    let types = layers
+        .iter()
+        .map(|layer| if layer.attention.window.is_some() { SLIDING_LAYER_TYPE } else { FULL_LAYER_TYPE });
     map.insert("layer_types".into(), types.collect());
     map.insert("num_hidden_layers".into(), json!(layers.len()));
     if let Some(window) = layers.iter().find_map(|layer| layer.attention.window) {

@@ -1,4 +1,5 @@
-//! Gemma 4 (dense text part): most layers see a sliding window, every few see everything with wider heads of their own.
+//! Gemma 4 (dense text part). Most layers have a sliding window. The others have full attention with wider
+//! heads.
 
 use deepspec_checkpoint::{DecoderFamily, Fields};
 use deepspec_text::ChatFormat;
@@ -7,10 +8,10 @@ use serde_json::{Map, Value as Json, json};
 use super::{draft, rope};
 use crate::ModelError;
 use crate::config::{ModelConfig, TargetFamily, checked_heads, layer_count, sliding_layers};
-use crate::nn::{Activation, AttentionSpec, Heads, LayerSpec, Norms, Value};
+use crate::nn::{Activation, AttentionSpec, Heads, LayerSpec, NormPlacement, ValueSource};
 
-/// Without `layer_types`, every layer of this number is a full one.
-const PATTERN: usize = 6;
+/// Without `layer_types`, each layer whose number is a multiple of this has full attention.
+const FULL_LAYER_INTERVAL: usize = 6;
 
 /// The text part of Gemma 4, dense.
 pub(super) const FAMILY: TargetFamily = TargetFamily {
@@ -22,7 +23,7 @@ pub(super) const FAMILY: TargetFamily = TargetFamily {
     ],
     read,
     draft_config,
-    behind_anchors: None,
+    anchored_family: None,
     refuse_windows: |windows| {
         let last = windows.last().is_some_and(Option::is_some);
         last.then_some(
@@ -80,19 +81,19 @@ fn read(outer: &Fields) -> Result<ModelConfig, ModelError> {
     let trained_for = fields.size::<i64>("max_position_embeddings")?.unwrap_or(131_072) as usize;
     let eps = fields.number("rms_norm_eps")?.unwrap_or(1e-6);
 
-    let ropes = rope::ByLayerType::new(fields, trained_for)?;
+    let ropes = rope::RopeByLayerType::new(fields, trained_for)?;
     let overrides = fields.object("per_layer_config")?;
     let intermediate_size = size("intermediate_size")?;
     let layer = |(index, full): (usize, bool)| {
         let heads = match &overrides {
-            Some(overrides) => overridden(overrides, index, local)?,
+            Some(overrides) => heads_of_layer(overrides, index, local)?,
             None if full => checked_heads(fields, "num_global_key_value_heads", "global_head_dim", global)?,
             None => local,
         };
         let (window, value, rope) = match (full, shares_key) {
-            (true, true) => (None, Value::SharesKey, ropes.full(heads.dim)?),
-            (true, false) => (None, Value::Normed, ropes.full(heads.dim)?),
-            (false, _) => (Some(window), Value::Normed, ropes.sliding(heads.dim)?),
+            (true, true) => (None, ValueSource::SharesKey, ropes.full(heads.dim)?),
+            (true, false) => (None, ValueSource::Normed, ropes.full(heads.dim)?),
+            (false, _) => (Some(window), ValueSource::Normed, ropes.sliding(heads.dim)?),
         };
         Ok(LayerSpec {
             hidden_size,
@@ -100,14 +101,14 @@ fn read(outer: &Fields) -> Result<ModelConfig, ModelError> {
             attention: AttentionSpec { heads, scale: 1.0, window },
             rope,
             value,
-            norms: Norms::Sandwich,
+            norms: NormPlacement::Sandwich,
             qk_norm: true,
             eps,
             activation: Activation::GeluTanh,
             scaled: true,
         })
     };
-    let full = full_layers(fields, layer_count(fields)?)?;
+    let full = full_attention_layers(fields, layer_count(fields)?)?;
     let tied = match outer.flag("tie_word_embeddings")? {
         Some(tied) => tied,
         None => fields.flag("tie_word_embeddings")?.unwrap_or(true),
@@ -131,11 +132,11 @@ fn read(outer: &Fields) -> Result<ModelConfig, ModelError> {
     })
 }
 
-/// Errors for the parts of larger and smaller siblings that are not computed here.
+/// Refuses features of other Gemma 4 models that are not supported.
 fn refuse_unsupported(fields: &Fields, unified: bool) -> Result<(), ModelError> {
-    fields.only_text("hidden_activation", "gelu_pytorch_tanh")?;
-    fields.only_off("attention_bias", "biases in attention are not supported")?;
-    fields.only_off("enable_moe_block", "mixtures of experts are not supported")?;
+    fields.require_text("hidden_activation", "gelu_pytorch_tanh")?;
+    fields.require_off("attention_bias", "biases in attention are not supported")?;
+    fields.require_off("enable_moe_block", "mixtures of experts are not supported")?;
     // Only the plain family has per-layer embeddings, and there they are the default.
     let per_layer = fields.count("hidden_size_per_layer_input")?.unwrap_or(if unified { 0 } else { 256 });
     if per_layer > 0 {
@@ -147,7 +148,7 @@ fn refuse_unsupported(fields: &Fields, unified: bool) -> Result<(), ModelError> 
             format!("{shared}: layers that share keys and values with others are not supported; expected 0");
         return Err(fields.error("num_kv_shared_layers", problem).into());
     }
-    // "vision" is about image tokens, which a text has none of.
+    // "vision" changes the attention of image tokens only, and a text has none.
     match fields.text("use_bidirectional_attention")? {
         None | Some("vision") => Ok(()),
         Some(other) => {
@@ -157,10 +158,10 @@ fn refuse_unsupported(fields: &Fields, unified: bool) -> Result<(), ModelError> 
     }
 }
 
-/// Which layers see everything; the last one always does.
-fn full_layers(fields: &Fields, layers: usize) -> Result<Vec<bool>, ModelError> {
+/// Whether each layer has full attention; the last layer always has it.
+fn full_attention_layers(fields: &Fields, layers: usize) -> Result<Vec<bool>, ModelError> {
     let mut full: Vec<bool> = match sliding_layers(fields, layers)? {
-        None => (1..=layers).map(|number| number % PATTERN == 0).collect(),
+        None => (1..=layers).map(|number| number % FULL_LAYER_INTERVAL == 0).collect(),
         Some(sliding) => sliding.into_iter().map(|sliding| !sliding).collect(),
     };
     if let Some(last) = full.last_mut() {
@@ -169,8 +170,8 @@ fn full_layers(fields: &Fields, layers: usize) -> Result<Vec<bool>, ModelError> 
     Ok(full)
 }
 
-/// The heads of layer `index` where the config lists each layer's departures from the common numbers.
-fn overridden(overrides: &Fields, index: usize, common: Heads) -> Result<Heads, ModelError> {
+/// The heads of layer `index`: `common`, unless `overrides` (`per_layer_config`) changes them.
+fn heads_of_layer(overrides: &Fields, index: usize, common: Heads) -> Result<Heads, ModelError> {
     let Some(own) = overrides.object(&index.to_string())? else { return Ok(common) };
     if let Some(key) = own.map.keys().find(|key| !["head_dim", "num_key_value_heads"].contains(&key.as_str()))
     {
@@ -186,7 +187,7 @@ fn overridden(overrides: &Fields, index: usize, common: Heads) -> Result<Heads, 
     checked_heads(&own, "num_key_value_heads", "head_dim", heads)
 }
 
-/// The text part's settings with every choice spelled out that depends on the kind of Gemma 4 model around it.
+/// Settings of the text part. Defaults that depend on the kind of the Gemma 4 model are written out.
 fn draft_config(target: &Map<String, Json>, layers: &[LayerSpec]) -> Map<String, Json> {
     let text = target.get("text_config").and_then(Json::as_object).unwrap_or(target);
     let mut map = text.clone();
@@ -204,13 +205,13 @@ fn draft_config(target: &Map<String, Json>, layers: &[LayerSpec]) -> Map<String,
     for LayerSpec { attention, value, .. } in layers {
         let heads = attention.heads;
         let (dim, key_value) = match (attention.window, value) {
-            (None, Value::SharesKey) => ("global_head_dim", "num_global_key_value_heads"),
+            (None, ValueSource::SharesKey) => ("global_head_dim", "num_global_key_value_heads"),
             (None, _) => ("global_head_dim", "num_key_value_heads"),
             (Some(_), _) => ("head_dim", "num_key_value_heads"),
         };
         map.insert(dim.into(), json!(heads.dim));
         map.insert(key_value.into(), json!(heads.key_value));
     }
-    draft::common(&mut map, layers);
+    draft::set_layer_keys(&mut map, layers);
     map
 }

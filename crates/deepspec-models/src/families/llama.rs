@@ -4,21 +4,21 @@ use deepspec_checkpoint::{DecoderFamily, Fields};
 use deepspec_text::ChatFormat;
 use serde_json::{Map, Value as Json, json};
 
-use super::pre_norm::{self, Differences};
+use super::pre_norm::{self, PreNormSettings};
 use super::{draft, qwen3};
 use crate::ModelError;
 use crate::config::ModelConfig;
 use crate::config::{TargetFamily, layer_count};
 use crate::nn::LayerSpec;
 
-/// Llama 2 and 3, and what is built like them.
+/// Llama 2 and 3, and models of their architecture.
 pub(super) const FAMILY: TargetFamily = TargetFamily {
     decoder: &DECODER,
     classes: &["LlamaForCausalLM"],
     read,
     draft_config,
-    // The engines that run such drafters know them with norms on queries and keys only.
-    behind_anchors: Some(&qwen3::FAMILY),
+    // Inference engines run block drafters only with norms on queries and keys.
+    anchored_family: Some(&qwen3::FAMILY),
     refuse_windows: |windows| {
         let any = windows.iter().any(Option::is_some);
         any.then_some("sliding_window: a Llama layer has no window; leave it out")
@@ -60,14 +60,14 @@ fn defaults() -> Vec<(&'static str, Json)> {
 /// # Errors
 /// As [`ModelConfig::load`].
 fn read(fields: &Fields) -> Result<ModelConfig, ModelError> {
-    fields.only_off("mlp_bias", "biases in the MLP are not supported")?;
+    fields.require_off("mlp_bias", "biases in the MLP are not supported")?;
     let windows = vec![None; layer_count(fields)?];
-    pre_norm::read(fields, Differences { family: &FAMILY, qk_norm: false, longest: 2048, windows })
+    pre_norm::read(fields, PreNormSettings { family: &FAMILY, qk_norm: false, longest: 2048, windows })
 }
 
 fn draft_config(target: &Map<String, Json>, layers: &[LayerSpec]) -> Map<String, Json> {
     let mut map = target.clone();
     map.insert("model_type".into(), json!("llama"));
-    draft::common(&mut map, layers);
+    draft::set_layer_keys(&mut map, layers);
     map
 }

@@ -1,4 +1,4 @@
-//! Families of targets: each is described in a file of its own, which a line in `FAMILIES` makes known.
+//! Families of targets. Each has a file of its own and an entry in `FAMILIES`.
 
 mod draft;
 mod gemma4;
@@ -18,7 +18,7 @@ use crate::{ModelError, Weights};
 
 const FAMILIES: [Family; 3] = [&qwen3::FAMILY, &gemma4::FAMILY, &llama::FAMILY];
 
-/// All families that are known.
+/// All known families.
 pub fn families() -> impl Iterator<Item = Family> {
     FAMILIES.into_iter()
 }
@@ -63,28 +63,28 @@ fn read(fields: &Fields) -> Result<ModelConfig, ModelError> {
 }
 
 /// Words in the names of a multimodal model's other modules, and of modules that draft (MTP).
-const PARTS: [&str; 9] =
+const OTHER_MODULE_WORDS: [&str; 9] =
     ["vis", "image", "video", "audio", "multi_modal", "multimodal", "mm_", "projector", "mtp"];
 
 /// Names of the language model's tensors in a checkpoint.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Names {
-    /// Before `embed_tokens`, `layers` and `norm`.
+pub struct TensorNames {
+    /// Prefix of `embed_tokens`, `layers` and `norm`.
     pub body: &'static str,
-    /// The head.
+    /// Name of the LM head's weight.
     pub head: &'static str,
 }
 
-impl Names {
+impl TensorNames {
     /// The names used in `weights`: those of a plain language model, or of one within a multimodal model. Tensors of other
     /// parts are never looked at.
-    pub fn of(weights: &Weights) -> Self {
-        const PLAIN: Names = Names { body: "model.", head: "lm_head.weight" };
+    pub fn detect(weights: &Weights) -> Self {
+        const PLAIN: TensorNames = TensorNames { body: "model.", head: "lm_head.weight" };
         let known = [
             PLAIN,
             Self { body: "model.language_model.", head: "lm_head.weight" },
             Self { body: "language_model.model.", head: "language_model.lm_head.weight" },
-            // Saved without the head's class around it.
+            // Saved from the base model, without the class that adds the LM head.
             Self { body: "", head: "lm_head.weight" },
         ];
         let there = |names: &Self| weights.contains(&format!("{}embed_tokens.weight", names.body));
@@ -93,13 +93,13 @@ impl Names {
 
     /// Whether the language model may leave this tensor unread. Such a tensor belongs to another part (vision, audio), is
     /// rebuilt, or drafts tokens beyond the next one (MTP).
-    pub fn may_leave(&self, name: &str, is_tied: bool) -> bool {
+    pub fn may_stay_unread(&self, name: &str, is_tied: bool) -> bool {
         let mut modules = name.strip_prefix("model.").unwrap_or(name).split('.').take(2);
         let is_other_part = match self.body {
             "" | "model." => name.starts_with("mtp."),
             body => {
                 !name.starts_with(body)
-                    && modules.any(|module| PARTS.iter().any(|part| module.contains(part)))
+                    && modules.any(|module| OTHER_MODULE_WORDS.iter().any(|part| module.contains(part)))
             }
         };
         is_other_part || name.ends_with("rotary_emb.inv_freq") || (is_tied && name == self.head)

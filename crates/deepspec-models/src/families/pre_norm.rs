@@ -6,10 +6,10 @@ use serde_json::Map;
 use super::{Family, rope};
 use crate::ModelError;
 use crate::config::{ModelConfig, checked_heads};
-use crate::nn::{Activation, AttentionSpec, Heads, LayerSpec, Norms, Value};
+use crate::nn::{Activation, AttentionSpec, Heads, LayerSpec, NormPlacement, ValueSource};
 
-/// In what such a family differs from the others.
-pub(super) struct Differences {
+/// Settings in which the pre-norm families differ.
+pub(super) struct PreNormSettings {
     /// The family.
     pub family: Family,
     /// Whether queries and keys are RMS-normed per head.
@@ -20,14 +20,14 @@ pub(super) struct Differences {
     pub windows: Vec<Option<usize>>,
 }
 
-/// Reads the config of a model of such a family.
+/// Reads the config of a Qwen3 or Llama model.
 ///
 /// # Errors
 /// As [`ModelConfig::load`].
-pub(super) fn read(fields: &Fields, differences: Differences) -> Result<ModelConfig, ModelError> {
-    let Differences { family, qk_norm, longest, windows } = differences;
-    fields.only_text("hidden_act", "silu")?;
-    fields.only_off("attention_bias", "biases in attention are not supported")?;
+pub(super) fn read(fields: &Fields, differences: PreNormSettings) -> Result<ModelConfig, ModelError> {
+    let PreNormSettings { family, qk_norm, longest, windows } = differences;
+    fields.require_text("hidden_act", "silu")?;
+    fields.require_off("attention_bias", "biases in attention are not supported")?;
     let size = |key: &str| fields.size(key).and_then(|value| fields.required(key, value));
     let (hidden_size, query) = (size("hidden_size")?, size("num_attention_heads")?);
     let key_value = fields.size("num_key_value_heads")?.unwrap_or(query);
@@ -43,7 +43,7 @@ pub(super) fn read(fields: &Fields, differences: Differences) -> Result<ModelCon
     let heads = checked_heads(fields, "num_key_value_heads", "head_dim", Heads { query, key_value, dim })?;
     let trained_for =
         fields.size::<i64>("max_position_embeddings")?.map_or(longest, |longest| longest as usize);
-    let (rope, longest) = rope::flat(fields, dim, trained_for)?;
+    let (rope, longest) = rope::shared_rope(fields, dim, trained_for)?;
     let eps = fields.number("rms_norm_eps")?.unwrap_or(1e-6);
     let intermediate_size = size("intermediate_size")?;
     let layer = |window| LayerSpec {
@@ -51,8 +51,8 @@ pub(super) fn read(fields: &Fields, differences: Differences) -> Result<ModelCon
         intermediate_size,
         attention: AttentionSpec { heads, scale: (dim as f64).powf(-0.5), window },
         rope,
-        value: Value::Projected,
-        norms: Norms::Pre,
+        value: ValueSource::Projected,
+        norms: NormPlacement::Pre,
         qk_norm,
         eps,
         activation: Activation::Silu,

@@ -5,7 +5,7 @@ use deepspec_text::ChatFormat;
 use serde_json::{Map, Value as Json, json};
 
 use super::draft;
-use super::pre_norm::{self, Differences};
+use super::pre_norm::{self, PreNormSettings};
 use crate::ModelError;
 use crate::config::{ModelConfig, TargetFamily, layer_count, sliding_layers};
 use crate::nn::LayerSpec;
@@ -16,7 +16,7 @@ pub(super) const FAMILY: TargetFamily = TargetFamily {
     classes: &["Qwen3ForCausalLM"],
     read,
     draft_config,
-    behind_anchors: None,
+    anchored_family: None,
     refuse_windows: |_| None,
     chat: Some(ChatFormat {
         name: "qwen",
@@ -62,12 +62,12 @@ fn defaults() -> Vec<(&'static str, Json)> {
 /// As [`ModelConfig::load`].
 fn read(fields: &Fields) -> Result<ModelConfig, ModelError> {
     let differences =
-        Differences { family: &FAMILY, qk_norm: true, longest: 4096, windows: windows(fields)? };
+        PreNormSettings { family: &FAMILY, qk_norm: true, longest: 4096, windows: layer_windows(fields)? };
     pre_norm::read(fields, differences)
 }
 
 /// The window of every layer. Without `layer_types`, those from `max_window_layers` on have one.
-fn windows(fields: &Fields) -> Result<Vec<Option<usize>>, ModelError> {
+fn layer_windows(fields: &Fields) -> Result<Vec<Option<usize>>, ModelError> {
     let layers = layer_count(fields)?;
     if !fields.flag("use_sliding_window")?.unwrap_or(false) {
         return Ok(vec![None; layers]);
@@ -89,6 +89,6 @@ fn draft_config(target: &Map<String, Json>, layers: &[LayerSpec]) -> Map<String,
     map.insert("model_type".into(), json!("qwen3"));
     let windows = layers.iter().any(|layer| layer.attention.window.is_some());
     map.insert("use_sliding_window".into(), json!(windows));
-    draft::common(&mut map, layers);
+    draft::set_layer_keys(&mut map, layers);
     map
 }

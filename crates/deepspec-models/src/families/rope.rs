@@ -1,4 +1,4 @@
-//! RoPE settings of a config.json in their spellings, with every kind of scaling known or refused by name.
+//! RoPE settings of a config.json, in older and newer keys. Unknown kinds of scaling are errors.
 
 use deepspec_checkpoint::Fields;
 
@@ -6,28 +6,32 @@ use crate::ModelError;
 use crate::nn::{RopeSpec, Scaling, Yarn};
 
 const DEFAULT_THETA: f64 = 10_000.0;
-/// Base of Gemma 4's full layers where the config names none.
-const FULL_THETA: f64 = 1_000_000.0;
-/// Part of the planes that turn there.
-const FULL_PART: f64 = 0.25;
+/// Default base of Gemma 4's full-attention layers.
+const FULL_LAYER_THETA: f64 = 1_000_000.0;
+/// Default `partial_rotary_factor` of these layers.
+const FULL_ROTARY_FACTOR: f64 = 0.25;
 
 /// Settings shared by all layers: in `rope_parameters` (newer), or in `rope_theta` and `rope_scaling`. Also gives the longest
 /// sequence, which scaling beyond an explicit original length may extend past `trained_for`.
 ///
 /// # Errors
 /// A kind of scaling that is not known, or settings that do not make sense.
-pub fn flat(fields: &Fields, head_dim: i64, trained_for: usize) -> Result<(RopeSpec, usize), ModelError> {
+pub fn shared_rope(
+    fields: &Fields,
+    head_dim: i64,
+    trained_for: usize,
+) -> Result<(RopeSpec, usize), ModelError> {
     let scaling = fields.object("rope_scaling")?;
     let newer = fields.object("rope_parameters")?;
     let theta = fields.number("rope_theta")?;
     let Some(settings) = scaling.filter(|scaling| !scaling.map.is_empty()).or(newer) else {
-        let theta = positive_number(fields, "rope_theta", theta.unwrap_or(DEFAULT_THETA))?;
+        let theta = require_positive(fields, "rope_theta", theta.unwrap_or(DEFAULT_THETA))?;
         return Ok((RopeSpec { theta, head_dim, scaling: Scaling::None }, trained_for));
     };
     let original = fields.number("original_max_position_embeddings")?;
     let truncate = settings.flag("truncate")?.unwrap_or(true);
-    let reader = Reader { settings: &settings, trained_for, original, truncate };
-    let spec = reader.spec(head_dim, theta.unwrap_or(DEFAULT_THETA))?;
+    let reader = RopeReader { settings: &settings, trained_for, original, truncate };
+    let spec = reader.read_spec(head_dim, theta.unwrap_or(DEFAULT_THETA))?;
     let explicit = original.or(settings.number("original_max_position_embeddings")?);
     let extended = match (spec.scaling, explicit) {
         // Llama 3's configs name the extended length themselves.
@@ -38,13 +42,13 @@ pub fn flat(fields: &Fields, head_dim: i64, trained_for: usize) -> Result<(RopeS
 }
 
 /// Settings per type of layer: in `rope_parameters`, or as bases in `rope_theta` (full layers) and `rope_local_base_freq`.
-pub struct ByLayerType<'a> {
+pub struct RopeByLayerType<'a> {
     fields: &'a Fields<'a>,
     parameters: Option<Fields<'a>>,
     trained_for: usize,
 }
 
-impl<'a> ByLayerType<'a> {
+impl<'a> RopeByLayerType<'a> {
     /// The settings in `fields`.
     ///
     /// # Errors
@@ -56,15 +60,15 @@ impl<'a> ByLayerType<'a> {
     /// Rotary settings of the full-attention layers.
     ///
     /// # Errors
-    /// As [`flat`].
+    /// As [`shared_rope`].
     pub fn full(&self, head_dim: i64) -> Result<RopeSpec, ModelError> {
         match &self.parameters {
-            Some(parameters) => self.of(parameters, "full_attention", head_dim),
+            Some(parameters) => self.for_layer_type(parameters, "full_attention", head_dim),
             None => {
-                let theta = self.fields.number("rope_theta")?.unwrap_or(FULL_THETA);
-                let part = self.fields.number("partial_rotary_factor")?.unwrap_or(FULL_PART);
-                let scaling = Scaling::Proportional { planes: planes(part, head_dim), factor: 1.0 };
-                Ok(RopeSpec { theta: positive_number(self.fields, "rope_theta", theta)?, head_dim, scaling })
+                let theta = self.fields.number("rope_theta")?.unwrap_or(FULL_LAYER_THETA);
+                let part = self.fields.number("partial_rotary_factor")?.unwrap_or(FULL_ROTARY_FACTOR);
+                let scaling = Scaling::Proportional { planes: rotated_planes(part, head_dim), factor: 1.0 };
+                Ok(RopeSpec { theta: require_positive(self.fields, "rope_theta", theta)?, head_dim, scaling })
             }
         }
     }
@@ -72,42 +76,49 @@ impl<'a> ByLayerType<'a> {
     /// Rotary settings of the sliding-window layers.
     ///
     /// # Errors
-    /// As [`flat`].
+    /// As [`shared_rope`].
     pub fn sliding(&self, head_dim: i64) -> Result<RopeSpec, ModelError> {
         match &self.parameters {
-            Some(parameters) => self.of(parameters, "sliding_attention", head_dim),
+            Some(parameters) => self.for_layer_type(parameters, "sliding_attention", head_dim),
             None => {
                 let theta = self.fields.number("rope_local_base_freq")?.unwrap_or(DEFAULT_THETA);
-                let theta = positive_number(self.fields, "rope_local_base_freq", theta)?;
+                let theta = require_positive(self.fields, "rope_local_base_freq", theta)?;
                 Ok(RopeSpec { theta, head_dim, scaling: Scaling::None })
             }
         }
     }
 
-    fn of(&self, parameters: &Fields, layer_type: &str, head_dim: i64) -> Result<RopeSpec, ModelError> {
+    fn for_layer_type(
+        &self,
+        parameters: &Fields,
+        layer_type: &str,
+        head_dim: i64,
+    ) -> Result<RopeSpec, ModelError> {
         let settings = parameters.required(layer_type, parameters.object(layer_type)?)?;
         let theta = self.fields.number("rope_theta")?.unwrap_or(DEFAULT_THETA);
         // transformers looks for `truncate` beside the types of layers, not within them.
         let truncate = parameters.flag("truncate")?.unwrap_or(true);
-        let reader = Reader { settings: &settings, trained_for: self.trained_for, original: None, truncate };
-        reader.spec(head_dim, theta)
+        let reader =
+            RopeReader { settings: &settings, trained_for: self.trained_for, original: None, truncate };
+        reader.read_spec(head_dim, theta)
     }
 }
 
 /// One object of RoPE settings.
-struct Reader<'a> {
+struct RopeReader<'a> {
     settings: &'a Fields<'a>,
     trained_for: usize,
-    /// The original length where it stands outside the settings; it goes first.
+    /// Original length from outside the settings, which takes precedence.
     original: Option<f64>,
     /// Whether the ends of YaRN's ramp are whole numbers.
     truncate: bool,
 }
 
-impl Reader<'_> {
-    fn spec(&self, head_dim: i64, theta: f64) -> Result<RopeSpec, ModelError> {
+impl RopeReader<'_> {
+    fn read_spec(&self, head_dim: i64, theta: f64) -> Result<RopeSpec, ModelError> {
         let settings = self.settings;
-        let theta = positive_number(settings, "rope_theta", settings.number("rope_theta")?.unwrap_or(theta))?;
+        let theta =
+            require_positive(settings, "rope_theta", settings.number("rope_theta")?.unwrap_or(theta))?;
         let kind = match settings.text("rope_type")? {
             Some(kind) => kind,
             None => settings.text("type")?.unwrap_or("default"),
@@ -120,17 +131,17 @@ impl Reader<'_> {
         let scaling = match kind {
             "default" => Scaling::None,
             "proportional" => Scaling::Proportional {
-                planes: planes(part.unwrap_or(1.0), head_dim),
-                factor: positive_number(settings, "factor", settings.number("factor")?.unwrap_or(1.0))?,
+                planes: rotated_planes(part.unwrap_or(1.0), head_dim),
+                factor: require_positive(settings, "factor", settings.number("factor")?.unwrap_or(1.0))?,
             },
-            "linear" => Scaling::Linear { factor: self.required("factor")? },
+            "linear" => Scaling::Linear { factor: self.required_number("factor")? },
             "llama3" => Scaling::Llama3 {
-                factor: self.required("factor")?,
-                low_freq_factor: self.required("low_freq_factor")?,
-                high_freq_factor: self.required("high_freq_factor")?,
-                original: self.original()?,
+                factor: self.required_number("factor")?,
+                low_freq_factor: self.required_number("low_freq_factor")?,
+                high_freq_factor: self.required_number("high_freq_factor")?,
+                original: self.original_length()?,
             },
-            "yarn" => Scaling::Yarn(self.yarn(theta)?),
+            "yarn" => Scaling::Yarn(self.read_yarn(theta)?),
             other => {
                 let problem = format!(
                     "\"{other}\" is not supported; expected default, linear, llama3, yarn or proportional"
@@ -141,58 +152,58 @@ impl Reader<'_> {
         Ok(RopeSpec { theta, head_dim, scaling })
     }
 
-    fn yarn(&self, theta: f64) -> Result<Yarn, ModelError> {
+    fn read_yarn(&self, theta: f64) -> Result<Yarn, ModelError> {
         let settings = self.settings;
         if theta <= 1.0 {
             return Err(settings.error("rope_theta", format!("{theta}: yarn needs a base above 1")).into());
         }
-        let original = self.original()?;
+        let original = self.original_length()?;
         // An explicit null means the ratio of the two lengths.
         let factor = match settings.map.get("factor") {
             Some(null) if null.is_null() => self.trained_for as f64 / original,
-            _ => self.required("factor")?,
+            _ => self.required_number("factor")?,
         };
         let number = |key: &str| settings.number(key);
         // Zero counts as absent, as it does in transformers.
         let given = |key: &str| number(key).map(|value| value.filter(|&value| value != 0.0));
         let attention_factor = match (number("attention_factor")?, given("mscale")?, given("mscale_all_dim")?)
         {
-            (Some(factor), ..) => positive_number(settings, "attention_factor", factor)?,
-            (None, Some(mscale), Some(all)) => magnitude(factor, mscale) / magnitude(factor, all),
-            (None, ..) => magnitude(factor, 1.0),
+            (Some(factor), ..) => require_positive(settings, "attention_factor", factor)?,
+            (None, Some(mscale), Some(all)) => yarn_mscale(factor, mscale) / yarn_mscale(factor, all),
+            (None, ..) => yarn_mscale(factor, 1.0),
         };
         Ok(Yarn {
             factor,
             attention_factor,
-            beta_fast: positive_number(settings, "beta_fast", given("beta_fast")?.unwrap_or(32.0))?,
-            beta_slow: positive_number(settings, "beta_slow", given("beta_slow")?.unwrap_or(1.0))?,
+            beta_fast: require_positive(settings, "beta_fast", given("beta_fast")?.unwrap_or(32.0))?,
+            beta_slow: require_positive(settings, "beta_slow", given("beta_slow")?.unwrap_or(1.0))?,
             original,
             truncate: self.truncate,
         })
     }
 
-    fn required(&self, key: &str) -> Result<f64, ModelError> {
-        positive_number(self.settings, key, self.settings.required(key, self.settings.number(key)?)?)
+    fn required_number(&self, key: &str) -> Result<f64, ModelError> {
+        require_positive(self.settings, key, self.settings.required(key, self.settings.number(key)?)?)
     }
 
-    fn original(&self) -> Result<f64, ModelError> {
+    fn original_length(&self) -> Result<f64, ModelError> {
         let key = "original_max_position_embeddings";
         let inside = self.settings.number(key)?;
-        positive_number(self.settings, key, self.original.or(inside).unwrap_or(self.trained_for as f64))
+        require_positive(self.settings, key, self.original.or(inside).unwrap_or(self.trained_for as f64))
     }
 }
 
-/// Whole planes in this part of a head.
-fn planes(part: f64, head_dim: i64) -> i64 {
+/// Number of whole planes in the fraction `part` of a head.
+fn rotated_planes(part: f64, head_dim: i64) -> i64 {
     (((part * head_dim as f64) / 2.0).floor() as i64).clamp(0, head_dim / 2)
 }
 
 /// YaRN's correction of the attention's temperature, `0.1·m·ln(s) + 1`.
-fn magnitude(factor: f64, mscale: f64) -> f64 {
+fn yarn_mscale(factor: f64, mscale: f64) -> f64 {
     if factor <= 1.0 { 1.0 } else { 0.1 * mscale * factor.ln() + 1.0 }
 }
 
-fn positive_number(fields: &Fields, key: &str, value: f64) -> Result<f64, ModelError> {
+fn require_positive(fields: &Fields, key: &str, value: f64) -> Result<f64, ModelError> {
     if value > 0.0 && value.is_finite() {
         return Ok(value);
     }

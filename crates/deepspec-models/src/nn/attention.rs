@@ -3,7 +3,7 @@
 use deepspec_ops::{Heads, Qkv};
 use tch::Tensor;
 
-use super::spec::{LayerSpec, Value};
+use super::spec::{LayerSpec, ValueSource};
 use super::{Builder, Linear, RmsNorm, Rotation};
 
 /// Projections of grouped-query attention, and the norms of its heads.
@@ -14,18 +14,18 @@ pub struct Attention {
     pub(super) o_proj: Linear,
     pub(super) q_norm: Option<RmsNorm>,
     pub(super) k_norm: Option<RmsNorm>,
-    /// ε of the values' norm, where they are normed.
+    /// ε of the values' norm; None if values are not normed.
     pub(super) v_norm: Option<f64>,
     pub(super) heads: Heads,
 }
 
 impl Attention {
-    /// `input` is the width of the rows that it reads; its output is as wide as the residual stream.
+    /// `input` is the width of the rows that attention reads. Its output has the width of the residual stream.
     pub(super) fn new(b: &Builder, name: &str, spec: &LayerSpec, input: i64) -> Self {
         let (d, heads) = (spec.hidden_size, spec.attention.heads);
         let (wide, narrow) = (heads.query * heads.dim, heads.key_value * heads.dim);
         let projection = |part: &str, output| Linear::new(b, &format!("{name}.{part}"), input, output);
-        let v_proj = (spec.value != Value::SharesKey).then(|| projection("v_proj", narrow));
+        let v_proj = (spec.value != ValueSource::SharesKey).then(|| projection("v_proj", narrow));
         let norm = |part: &str| RmsNorm::new(b, &format!("{name}.{part}"), heads.dim, spec.eps);
         let norm = |part| spec.qk_norm.then(|| norm(part));
         Self {
@@ -35,26 +35,27 @@ impl Attention {
             o_proj: Linear::new(b, &format!("{name}.o_proj"), wide, d),
             q_norm: norm("q_norm"),
             k_norm: norm("k_norm"),
-            v_norm: (spec.value != Value::Projected).then_some(spec.eps),
+            v_norm: (spec.value != ValueSource::Projected).then_some(spec.eps),
             heads,
         }
     }
 
-    /// Queries, keys and values of `x [M, input]`, normed and rotated. `repeat` makes N rows of M rows before the rotation.
+    /// Queries, keys and values of `x [M, input]`, normed and rotated. `repeat` expands M rows to N rows before
+    /// the rotation.
     pub(super) fn project(&self, x: &Tensor, repeat: &dyn Fn(&Tensor) -> Tensor, rotation: &Rotation) -> Qkv {
         let q = self.q_proj.forward(x).view([-1, self.heads.query, self.heads.dim]);
-        let q = optionally_normed(self.q_norm.as_ref(), q);
-        let (k, v) = self.keys_and_values(x);
+        let q = apply_optional_norm(self.q_norm.as_ref(), q);
+        let (k, v) = self.project_keys_values(x);
         Qkv { q: rotation.rotate(&repeat(&q)), k: rotation.rotate(&repeat(&k)), v: repeat(&v) }
     }
 
     /// Keys and values `[N, G, D]` of a context `x [N, input]`, normed and rotated.
     pub fn project_context(&self, x: &Tensor, rotation: &Rotation) -> (Tensor, Tensor) {
-        let (k, v) = self.keys_and_values(x);
+        let (k, v) = self.project_keys_values(x);
         (rotation.rotate(&k), v)
     }
 
-    fn keys_and_values(&self, x: &Tensor) -> (Tensor, Tensor) {
+    fn project_keys_values(&self, x: &Tensor) -> (Tensor, Tensor) {
         let shape = [-1, self.heads.key_value, self.heads.dim];
         let k = self.k_proj.forward(x).view(shape);
         let v = self.v_proj.as_ref().map_or_else(|| k.shallow_clone(), |v| v.forward(x).view(shape));
@@ -62,12 +63,12 @@ impl Attention {
             Some(eps) => v.rms_norm([self.heads.dim], None::<Tensor>, eps),
             None => v,
         };
-        (optionally_normed(self.k_norm.as_ref(), k), v)
+        (apply_optional_norm(self.k_norm.as_ref(), k), v)
     }
 }
 
 /// `x` after the norm, where there is one.
-pub(super) fn optionally_normed(norm: Option<&RmsNorm>, x: Tensor) -> Tensor {
+pub(super) fn apply_optional_norm(norm: Option<&RmsNorm>, x: Tensor) -> Tensor {
     match norm {
         Some(norm) => norm.forward(&x),
         None => x,

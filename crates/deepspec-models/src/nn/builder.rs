@@ -23,20 +23,20 @@ pub enum Init {
     Identity,
 }
 
-enum Source<'a> {
+enum ParameterSource<'a> {
     Checkpoint(&'a Weights),
     Fresh { seed: u64, std: f64, device: Device, kind: Kind },
     Shared(&'a StateDict),
     Outline,
 }
 
-/// Gives parameters by checkpoint name, and remembers them in order.
+/// Creates a model's parameters by checkpoint name, and records them in order.
 pub struct Builder<'a> {
-    source: Source<'a>,
-    /// Whether weights of linear layers are packed.
+    source: ParameterSource<'a>,
+    /// Whether the weights of linear layers are packed for inference.
     packs: bool,
     named: RefCell<StateDict>,
-    /// The first tensor that a checkpoint could not give.
+    /// First error of reading a tensor of the checkpoint.
     error: RefCell<Option<ModelError>>,
 }
 
@@ -53,7 +53,7 @@ pub struct StateDict {
 
 impl StateDict {
     /// All tensors as a checkpoint stores them; packed weights are copied.
-    pub fn all(&self) -> Vec<(String, Tensor)> {
+    pub fn all_tensors(&self) -> Vec<(String, Tensor)> {
         let Self { parameters, buffers, packed } = self.share();
         let unpacked = packed.into_iter().map(|(name, weight)| (name, weight.unpacked()));
         parameters.into_iter().chain(buffers).chain(unpacked).collect()
@@ -68,7 +68,7 @@ impl StateDict {
         Self { parameters: share(&self.parameters), buffers: share(&self.buffers), packed }
     }
 
-    fn tensor(&self, name: &str, shape: &[i64]) -> Tensor {
+    fn shared_tensor(&self, name: &str, shape: &[i64]) -> Tensor {
         let mut all = self.parameters.iter().chain(&self.buffers);
         let found = all.find(|(other, tensor)| other == name && tensor.size() == shape);
         found.map_or_else(
@@ -77,7 +77,7 @@ impl StateDict {
         )
     }
 
-    fn packed(&self, name: &str, shape: &[i64; 2]) -> Option<PackedWeight> {
+    fn shared_packed(&self, name: &str, shape: &[i64; 2]) -> Option<PackedWeight> {
         let found = self.packed.iter().find(|(other, weight)| other == name && weight.size() == *shape);
         found.map(|(_, weight)| weight.share())
     }
@@ -86,54 +86,58 @@ impl StateDict {
 impl<'a> Builder<'a> {
     /// Reads parameters from a checkpoint.
     pub fn from_checkpoint(weights: &'a Weights) -> Self {
-        Self::new(Source::Checkpoint(weights))
+        Self::new(ParameterSource::Checkpoint(weights))
     }
 
     /// Initialises new parameters. Normal ones have standard deviation `std`; their values depend on `seed` and the parameter's name and
     /// shape alone.
-    pub fn fresh(seed: u64, std: f64, device: Device, kind: Kind) -> Self {
-        Self::new(Source::Fresh { seed, std, device, kind })
+    pub fn random_init(seed: u64, std: f64, device: Device, kind: Kind) -> Self {
+        Self::new(ParameterSource::Fresh { seed, std, device, kind })
     }
 
-    /// Gives parameters without values, for their shapes: memory that is never touched.
+    /// Creates parameters for their shapes only. Their memory is never touched.
     pub fn meta() -> Self {
-        Self::new(Source::Outline)
+        Self::new(ParameterSource::Outline)
     }
 
-    /// Gives the parameters of another model, which share storage.
+    /// Gives the parameters of another model; both models share storage.
     ///
     /// # Panics
     /// If the other model lacks a parameter, or has it in another shape.
-    pub fn sharing(named: &'a StateDict) -> Self {
-        Self::new(Source::Shared(named))
+    pub fn from_state_dict(named: &'a StateDict) -> Self {
+        Self::new(ParameterSource::Shared(named))
     }
 
-    fn new(source: Source<'a>) -> Self {
+    fn new(source: ParameterSource<'a>) -> Self {
         Self { source, packs: false, named: RefCell::default(), error: RefCell::default() }
     }
 
     /// Packs the weights of linear layers, for inference.
-    pub fn packing(self) -> Self {
+    pub fn with_packing(self) -> Self {
         Self { packs: true, ..self }
     }
 
     /// The parameter `name` of the given shape.
     pub fn get(&self, name: &str, shape: &[i64], init: Init) -> Tensor {
-        let tensor = self.read(name, shape, init);
+        let tensor = self.read_tensor(name, shape, init);
         self.named.borrow_mut().parameters.push((name.to_string(), tensor.shallow_clone()));
         tensor
     }
 
     /// The weight `[output, input]` of a linear layer.
-    pub fn product(&self, name: &str, shape: &[i64; 2], init: Init) -> Weight {
-        let shared = if let Source::Shared(model) = self.source { model.packed(name, shape) } else { None };
+    pub fn linear_weight(&self, name: &str, shape: &[i64; 2], init: Init) -> Weight {
+        let shared = if let ParameterSource::Shared(model) = self.source {
+            model.shared_packed(name, shape)
+        } else {
+            None
+        };
         let weight = match shared {
             Some(packed) => Weight::Packed(packed),
             // Packing copies the current values of a model in training.
             None if self.packs && self.error.borrow().is_none() => {
-                Weight::Stored(self.read(name, shape, init).detach()).packed()
+                Weight::Stored(self.read_tensor(name, shape, init).detach()).pack()
             }
-            None => Weight::Stored(self.read(name, shape, init)),
+            None => Weight::Stored(self.read_tensor(name, shape, init)),
         };
         let (name, named) = (name.to_string(), &mut *self.named.borrow_mut());
         match &weight {
@@ -145,17 +149,17 @@ impl<'a> Builder<'a> {
 
     /// The tensor `name` of the given shape, which is stored but not trained.
     pub fn buffer(&self, name: &str, shape: &[i64], init: Init) -> Tensor {
-        let tensor = self.read(name, shape, init);
+        let tensor = self.read_tensor(name, shape, init);
         self.named.borrow_mut().buffers.push((name.to_string(), tensor.shallow_clone()));
         tensor
     }
 
-    fn read(&self, name: &str, shape: &[i64], init: Init) -> Tensor {
+    fn read_tensor(&self, name: &str, shape: &[i64], init: Init) -> Tensor {
         match &self.source {
-            Source::Checkpoint(weights) => self.read_checkpoint(weights, name, shape),
-            Source::Shared(model) => model.tensor(name, shape),
-            Source::Outline => Tensor::empty(shape, (Kind::BFloat16, HOST)),
-            &Source::Fresh { seed, std, device, kind } => match init {
+            ParameterSource::Checkpoint(weights) => self.read_checkpoint(weights, name, shape),
+            ParameterSource::Shared(model) => model.shared_tensor(name, shape),
+            ParameterSource::Outline => Tensor::empty(shape, (Kind::BFloat16, HOST)),
+            &ParameterSource::Fresh { seed, std, device, kind } => match init {
                 Init::Ones => Tensor::ones(shape, (kind, device)),
                 Init::Zeros => Tensor::zeros(shape, (kind, device)),
                 Init::Identity => {
@@ -165,14 +169,14 @@ impl<'a> Builder<'a> {
                 }
                 Init::Normal => {
                     let seed = Stream::new(seed, name).bits(0, Purpose::Init, 0) as i64;
-                    (normal(shape, seed) * std).to_kind(kind).to_device(device)
+                    (seeded_randn(shape, seed) * std).to_kind(kind).to_device(device)
                 }
             },
         }
     }
 
-    /// A tensor of the checkpoint. After the first error nothing is read any more, and the tensor is empty. The shape that a
-    /// broken config asks for may not fit into memory.
+    /// Reads a tensor of the checkpoint. After the first error, it reads nothing and returns empty tensors,
+    /// because a broken config may ask for shapes that exceed memory.
     fn read_checkpoint(&self, weights: &Weights, name: &str, shape: &[i64]) -> Tensor {
         let mut error = self.error.borrow_mut();
         if error.is_none() {
@@ -184,12 +188,12 @@ impl<'a> Builder<'a> {
         Tensor::empty(vec![0; shape.len()], (Kind::BFloat16, HOST))
     }
 
-    /// All tensors that were given since the last call.
-    pub fn take_named(&self) -> StateDict {
+    /// Takes all tensors that were created since the last call.
+    pub fn take_state_dict(&self) -> StateDict {
         self.named.take()
     }
 
-    /// Whether a checkpoint had all tensors that were asked for.
+    /// Checks that the checkpoint had all requested tensors.
     ///
     /// # Errors
     /// The first tensor that is missing or of another shape.
@@ -199,8 +203,8 @@ impl<'a> Builder<'a> {
 }
 
 /// Standard normal numbers; the seed alone decides them.
-fn normal(shape: &[i64], seed: i64) -> Tensor {
-    // Torch has one generator for all threads: no other thread may draw between seeding and drawing.
+fn seeded_randn(shape: &[i64], seed: i64) -> Tensor {
+    // libtorch has one generator for all threads, so no other thread may draw between seeding and drawing.
     static GENERATOR: Mutex<()> = Mutex::new(());
     let _alone = GENERATOR.lock().unwrap_or_else(PoisonError::into_inner);
     tch::manual_seed(seed);

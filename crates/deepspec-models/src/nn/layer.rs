@@ -5,12 +5,12 @@ use std::cell::OnceCell;
 use deepspec_ops::{Activation, Attend, LayerWeights, RepeatedRows, decoder_layer};
 use tch::Tensor;
 
-use super::attention::{Attention, optionally_normed};
+use super::attention::{Attention, apply_optional_norm};
 use super::mlp::Mlp;
-use super::spec::{LayerSpec, Norms};
+use super::spec::{LayerSpec, NormPlacement};
 use super::{Builder, Init, Linear, RmsNorm, Rotation};
 
-/// Rows that a layer reads.
+/// Inputs of a decoder layer.
 #[derive(Clone, Copy)]
 pub struct LayerInput<'a> {
     /// The residual stream, `[N, d]`.
@@ -27,7 +27,8 @@ impl<'a> From<&'a Tensor> for LayerInput<'a> {
     }
 }
 
-/// Called around attention and MLP of a layer, between them and their norms or the residual.
+/// Hook that wraps the attention and the MLP of a layer. It sees rows after the input norm, and its result goes
+/// to the output norm or the residual.
 pub trait LayerHook {
     /// Called in place of `attention(normed)`, which is `[N, d]` to `[N, d]`.
     fn around_attention(&self, normed: &Tensor, attention: &mut dyn FnMut(&Tensor) -> Tensor) -> Tensor;
@@ -42,12 +43,13 @@ pub struct DecoderLayer {
     pub attention: Attention,
     mlp: Mlp,
     input_norm: RmsNorm,
-    /// The norm of the residual stream where attention reads token embeddings, normed by `input_norm`, beside it.
+    /// Norm of the residual stream, if attention also reads token embeddings (Eagle3). `input_norm` then norms
+    /// the embeddings.
     hidden_norm: Option<RmsNorm>,
-    /// The norm behind attention, in a sandwich.
+    /// Norm after attention; only with [`NormPlacement::Sandwich`].
     attention_out_norm: Option<RmsNorm>,
     mlp_norm: RmsNorm,
-    /// The norm behind the MLP, in a sandwich.
+    /// Norm after the MLP; only with [`NormPlacement::Sandwich`].
     mlp_out_norm: Option<RmsNorm>,
     /// Factor on the layer's output, `[1]`.
     layer_scalar: Option<Tensor>,
@@ -58,26 +60,26 @@ pub struct DecoderLayer {
 impl DecoderLayer {
     /// The layer `name` (`model.layers.3`, `layers.0`).
     pub fn new(b: &Builder, name: &str, spec: &LayerSpec) -> Self {
-        Self::reading(b, name, spec, spec.hidden_size)
+        Self::with_input_width(b, name, spec, spec.hidden_size)
     }
 
     /// The layer `name` of Eagle3: attention reads `[input_layernorm(embeddings) ; hidden_norm(x)]`, 2d wide.
     pub fn with_embeddings(b: &Builder, name: &str, spec: &LayerSpec) -> Self {
-        let layer = Self::reading(b, name, spec, 2 * spec.hidden_size);
+        let layer = Self::with_input_width(b, name, spec, 2 * spec.hidden_size);
         let hidden_norm = RmsNorm::new(b, &format!("{name}.hidden_norm"), spec.hidden_size, spec.eps);
         Self { hidden_norm: Some(hidden_norm), ..layer }
     }
 
-    fn reading(b: &Builder, name: &str, spec: &LayerSpec, input: i64) -> Self {
+    fn with_input_width(b: &Builder, name: &str, spec: &LayerSpec, input: i64) -> Self {
         let norm = |part: &str| RmsNorm::new(b, &format!("{name}.{part}"), spec.hidden_size, spec.eps);
         let attention = Attention::new(b, &format!("{name}.self_attn"), spec, input);
         let mlp = Mlp::new(b, &format!("{name}.mlp"), spec);
         let input_norm = norm("input_layernorm");
-        // Llama calls the norm before the MLP what Gemma calls the norm behind attention.
+        // `post_attention_layernorm` is the norm before the MLP in Llama, and the norm after attention in Gemma.
         let post_attention = norm("post_attention_layernorm");
         let (attention_out_norm, mlp_norm, mlp_out_norm) = match spec.norms {
-            Norms::Pre => (None, post_attention, None),
-            Norms::Sandwich => (
+            NormPlacement::Pre => (None, post_attention, None),
+            NormPlacement::Sandwich => (
                 Some(post_attention),
                 norm("pre_feedforward_layernorm"),
                 Some(norm("post_feedforward_layernorm")),
@@ -134,7 +136,7 @@ impl DecoderLayer {
         };
         drop(normed);
         // 3. Norm of a sandwich, and residual: [N, d].
-        let x = add_residual(x, optionally_normed(self.attention_out_norm.as_ref(), y));
+        let x = add_residual(x, apply_optional_norm(self.attention_out_norm.as_ref(), y));
         // 4. Norm and MLP: [N, d] -> [N, I] -> [N, d].
         let normed = self.mlp_norm.forward(&x);
         let y = match hook {
@@ -142,7 +144,7 @@ impl DecoderLayer {
             None => self.mlp.forward(&normed),
         };
         // 5. Norm of a sandwich, residual, and scale: [N, d].
-        let x = add_residual(&x, optionally_normed(self.mlp_out_norm.as_ref(), y));
+        let x = add_residual(&x, apply_optional_norm(self.mlp_out_norm.as_ref(), y));
         self.layer_scalar.as_ref().map_or_else(|| x.shallow_clone(), |scalar| &x * scalar)
     }
 

@@ -14,12 +14,15 @@ pub struct Linear {
 impl Linear {
     /// `[.., input]` to `[.., output]`, without a bias.
     pub fn new(b: &Builder, name: &str, input: i64, output: i64) -> Self {
-        Self { weight: b.product(&format!("{name}.weight"), &[output, input], Init::Normal), bias: None }
+        Self {
+            weight: b.linear_weight(&format!("{name}.weight"), &[output, input], Init::Normal),
+            bias: None,
+        }
     }
 
     /// `[.., input]` to `[.., output]`, without a bias; a fresh layer gives zeros.
-    pub fn starting_at_zero(b: &Builder, name: &str, input: i64, output: i64) -> Self {
-        Self { weight: b.product(&format!("{name}.weight"), &[output, input], Init::Zeros), bias: None }
+    pub fn zero_init(b: &Builder, name: &str, input: i64, output: i64) -> Self {
+        Self { weight: b.linear_weight(&format!("{name}.weight"), &[output, input], Init::Zeros), bias: None }
     }
 
     /// `[.., input]` to `[.., output]`, with a bias.

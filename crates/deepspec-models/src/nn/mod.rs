@@ -14,5 +14,5 @@ pub use deepspec_ops::{Activation, AttentionSpec, Heads, Qkv, RopeSpec, Rotation
 pub use layer::{DecoderLayer, LayerHook, LayerInput};
 pub use linear::{Linear, RmsNorm};
 pub use rope::{RotaryEmbeddings, Rotations};
-pub use spec::{LayerSpec, Norms, Value};
+pub use spec::{LayerSpec, NormPlacement, ValueSource};
 pub use vocabulary::EmbedHead;

@@ -9,7 +9,7 @@ use super::LayerSpec;
 /// Rotary embeddings of a stack of layers, one per distinct setting.
 pub struct RotaryEmbeddings {
     ropes: Vec<Rope>,
-    /// Index of each layer's embedding.
+    /// Index into `ropes` for each layer.
     of_layer: Vec<usize>,
 }
 
@@ -43,12 +43,16 @@ impl RotaryEmbeddings {
         }
     }
 
-    /// Rotations of the rows of a plan. For a few rows they come from a table. A GPU then runs two kernels instead of
-    /// eight, and the CPU does not search for the largest position.
-    pub fn planned(&self, plan: &AttentionPlan, kind: Kind) -> Rotations<'_> {
-        let Some(end) = plan.end_in_place() else { return self.at(plan.positions(), kind) };
+    /// Rotations of the rows of a plan. For a few rows, they come from a table by `index_select`. A GPU then
+    /// runs two kernels instead of eight, and the CPU does not search for the largest position.
+    pub fn for_plan(&self, plan: &AttentionPlan, kind: Kind) -> Rotations<'_> {
+        let Some(end) = plan.in_place_position_end() else { return self.at(plan.positions(), kind) };
         Rotations {
-            distinct: self.ropes.iter().map(|rope| rope.below(end as i64, plan.positions(), kind)).collect(),
+            distinct: self
+                .ropes
+                .iter()
+                .map(|rope| rope.at_positions_below(end as i64, plan.positions(), kind))
+                .collect(),
             of_layer: &self.of_layer,
         }
     }
@@ -56,7 +60,7 @@ impl RotaryEmbeddings {
 
 impl Rotations<'_> {
     /// The rotation of one layer.
-    pub fn of(&self, layer: usize) -> &Rotation {
+    pub fn layer(&self, layer: usize) -> &Rotation {
         &self.distinct[self.of_layer[layer]]
     }
 }

@@ -1,10 +1,10 @@
 //! Settings of a decoder layer, without the names of families.
 
-use deepspec_ops::{Activation, AttentionSpec, RopeSpec, SavedTensors};
+use deepspec_ops::{Activation, AttentionSpec, RopeSpec, SavedTensorSizes};
 
-/// The source of a layer's values.
+/// How a layer computes its attention values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Value {
+pub enum ValueSource {
     /// Their own projection.
     Projected,
     /// Their own projection, RMS-normed per head without weights.
@@ -13,9 +13,9 @@ pub enum Value {
     SharesKey,
 }
 
-/// The places of a layer's norms.
+/// Where a layer has its norms.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Norms {
+pub enum NormPlacement {
     /// Before attention and before the MLP.
     Pre,
     /// Before and after both.
@@ -33,27 +33,28 @@ pub struct LayerSpec {
     pub attention: AttentionSpec,
     /// Rotary embedding of queries and keys.
     pub rope: RopeSpec,
-    /// The source of the values.
-    pub value: Value,
-    /// The places of the norms.
-    pub norms: Norms,
+    /// How the values are computed.
+    pub value: ValueSource,
+    /// Where the norms are.
+    pub norms: NormPlacement,
     /// Whether queries and keys are RMS-normed per head.
     pub qk_norm: bool,
     /// ε of all norms.
     pub eps: f64,
-    /// The MLP's gate.
+    /// Activation function of the MLP's gate.
     pub activation: Activation,
-    /// Whether the layer's output is multiplied by a stored number.
+    /// Whether the layer's output is multiplied by `layer_scalar` of the checkpoint.
     pub scaled: bool,
 }
 
 impl LayerSpec {
-    /// Bytes that autograd saves of a row: norms, queries, keys and values, the attention's output, and the MLP. A value has `value` bytes.
-    pub fn saved_bytes(&self, saved: SavedTensors, value: usize) -> usize {
+    /// Bytes that autograd saves per row: norms, queries, keys and values, the output of attention, and the MLP.
+    /// A value has `value` bytes.
+    pub fn saved_bytes(&self, saved: SavedTensorSizes, value: usize) -> usize {
         let (d, heads) = (self.hidden_size as usize, self.attention.heads);
         let queries = (heads.query * heads.dim) as usize;
-        // Norms after attention and MLP have no product after them that would save their output.
-        let after = if self.norms == Norms::Sandwich { 2 * saved.norm } else { 0 };
+        // No matmul follows these norms, so none saves their output.
+        let after = if self.norms == NormPlacement::Sandwich { 2 * saved.norm } else { 0 };
         let head_norm = if self.qk_norm { saved.norm } else { 0 };
         d * (2 * (saved.norm + value) + after)
             + queries * (head_norm + 3 * value)
@@ -61,11 +62,11 @@ impl LayerSpec {
             + saved.mlp * self.intermediate_size as usize * value
     }
 
-    /// Bytes that autograd saves of a row's keys and values.
-    pub fn saved_key_value_bytes(&self, saved: SavedTensors, value: usize) -> usize {
+    /// Bytes that autograd saves for a row's keys and values.
+    pub fn saved_key_value_bytes(&self, saved: SavedTensorSizes, value: usize) -> usize {
         let heads = self.attention.heads;
         let head_norm = if self.qk_norm { saved.norm } else { 0 };
-        let value_norm = if self.value == Value::Projected { 0 } else { saved.norm };
+        let value_norm = if self.value == ValueSource::Projected { 0 } else { saved.norm };
         (heads.key_value * heads.dim) as usize * (head_norm + value_norm + 3 * value)
     }
 }

@@ -6,7 +6,7 @@ use tch::{Kind, Tensor};
 
 use super::Weight;
 
-/// Embedding and head, `[V, d]` each.
+/// Embedding and LM head, `[V, d]` each.
 pub struct EmbedHead {
     embed_tokens: Tensor,
     lm_head: Weight,
@@ -28,7 +28,7 @@ impl EmbedHead {
         &self.embed_tokens
     }
 
-    /// The head.
+    /// The LM head.
     pub fn lm_head(&self) -> &Weight {
         &self.lm_head
     }
@@ -41,11 +41,11 @@ impl EmbedHead {
 
     /// Float32 logits `[.., V]` of normed hidden states `[.., d]`.
     pub fn logits(&self, hidden: &Tensor) -> Tensor {
-        self.logits_by(&self.lm_head, hidden)
+        self.logits_with_head(&self.lm_head, hidden)
     }
 
-    /// Float32 logits by another form of the head.
-    pub fn logits_by(&self, lm_head: &Weight, hidden: &Tensor) -> Tensor {
+    /// Float32 logits by `lm_head`, which holds the weight of the head in another form.
+    pub fn logits_with_head(&self, lm_head: &Weight, hidden: &Tensor) -> Tensor {
         let logits = linear(hidden, lm_head, None).to_kind(Kind::Float);
         match self.softcap {
             Some(cap) => (logits / cap).tanh() * cap,
@@ -53,8 +53,8 @@ impl EmbedHead {
         }
     }
 
-    /// The head for the losses; a packed weight is copied.
+    /// The LM head for the losses; a packed weight is copied.
     pub fn loss_head(&self) -> LossHead {
-        LossHead { weight: self.lm_head.stored(), softcap: self.softcap }
+        LossHead { weight: self.lm_head.to_tensor(), softcap: self.softcap }
     }
 }

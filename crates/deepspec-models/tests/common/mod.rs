@@ -33,5 +33,5 @@ pub fn assert_close(what: &str, found: &Tensor, expected: &Tensor, tolerance: f6
 /// The device of the golden tests: `DEEPSPEC_TEST_DEVICE`, else the CPU.
 pub fn device() -> tch::Device {
     let name = std::env::var("DEEPSPEC_TEST_DEVICE").unwrap_or_else(|_| "cpu".into());
-    deepspec_ops::device(&name).unwrap_or_else(|error| panic!("{error}"))
+    deepspec_ops::parse_device(&name).unwrap_or_else(|error| panic!("{error}"))
 }

@@ -9,21 +9,23 @@ use tch::{Device, Kind, Tensor};
 
 use crate::attention::{AttentionSpec, Heads, Qkv};
 use crate::ffi::{
-    AttentionPart, KeyValues, SequenceBlocks, TiledAttention, attend_by_block, attends_by_block,
-    attends_in_tiles, block_attention,
+    AttentionPart, KeyValues, SequenceBlocks, TiledAttention, attend_by_block, block_attention,
+    has_block_attention, has_tiled_attention,
 };
-use tiles::tiled;
+use tiles::plan_tiled_attention;
 
-/// Adjacent blocks that attend to the context together. Context before the first of them needs no mask, context between them does.
-const TILE: usize = 32;
+/// Blocks of one [`AttentionPart`], which attend to the context together. Context before their first anchor
+/// needs no mask; context between anchors does.
+const BLOCKS_PER_PART: usize = 32;
 /// Ranges of context keys are rounded to multiples of this. Otherwise libraries compile and keep a kernel for every new shape.
-const ALIGNED: usize = 64;
-/// Added to scores of masked keys. It is finite: a row without visible keys still has a log-sum-exp.
-const HIDDEN: f64 = -1e30;
+const KEY_RANGE_ALIGN: usize = 64;
+/// Score of masked keys, or addition to it. It is finite, so that a row without visible keys still has a finite
+/// log-sum-exp.
+const MASKED_SCORE: f64 = -1e30;
 
-/// One sequence of a batch.
-pub struct SequenceSpan {
-    /// T, its tokens.
+/// Length and block anchors of one sequence.
+pub struct SequenceAnchors {
+    /// T, number of tokens of the sequence.
     pub tokens: i64,
     /// Positions of its anchors.
     pub anchors: Vec<usize>,
@@ -38,17 +40,17 @@ pub struct BlockAttention {
     kernel: Kernel,
 }
 
-/// The kernel that computes it.
+/// Implementation that computes the attention.
 enum Kernel {
     /// Products over tiles of blocks and parts of the context, merged by their log-sum-exps.
-    Parts(Vec<OfSequence>),
+    Parts(Vec<SequenceParts>),
     /// Fused kernels of a GPU over all tiles of a sequence; `sizes` are its blocks and tokens.
     Tiled { sequences: Vec<TiledAttention>, sizes: Vec<[i64; 2]> },
     /// A CPU kernel, block by block.
     ByBlock { sequences: Vec<SequenceBlocks>, window: Option<i64> },
 }
 
-struct OfSequence {
+struct SequenceParts {
     spec: AttentionSpec,
     /// Positions of its anchors, `[A]`.
     anchors: Tensor,
@@ -59,33 +61,34 @@ struct OfSequence {
     block_mask: Option<Tensor>,
 }
 
-/// Whether a CPU kernel attends block by block.
-fn is_by_block(heads: Heads, kind: Kind, device: Device) -> bool {
-    device == Device::Cpu && kind == Kind::Float && attends_by_block(heads.dim)
+/// Whether a CPU kernel computes the attention block by block.
+fn has_cpu_block_kernel(heads: Heads, kind: Kind, device: Device) -> bool {
+    device == Device::Cpu && kind == Kind::Float && has_block_attention(heads.dim)
 }
 
 impl BlockAttention {
     /// Plans blocks of `block_size` slots at the anchors of at least one sequence. Sorted anchors are fastest. `kind` is the dtype of the
     /// queries.
-    pub fn new(spec: &AttentionSpec, block_size: usize, spans: &[SequenceSpan], kind: Kind) -> Self {
+    pub fn new(spec: &AttentionSpec, block_size: usize, spans: &[SequenceAnchors], kind: Kind) -> Self {
         let AttentionSpec { heads, scale, window } = *spec;
         debug_assert!(!spans.is_empty(), "no sequences");
-        let by_block = spans.iter().all(|span| is_by_block(heads, kind, span.positions.device()));
+        let by_block = spans.iter().all(|span| has_cpu_block_kernel(heads, kind, span.positions.device()));
         let kernel = if by_block {
-            let of = |span: &SequenceSpan| SequenceBlocks {
+            let of = |span: &SequenceAnchors| SequenceBlocks {
                 tokens: span.tokens,
                 anchors: span.anchors.iter().map(|&anchor| anchor as i64).collect(),
             };
             let window = window.map(|window| window as i64);
             Kernel::ByBlock { sequences: spans.iter().map(of).collect(), window }
         } else if window.is_none()
-            && attends_in_tiles(&spans[0].positions, kind, heads.dim)
-            && let Some(sequences) = tiled(heads, scale, block_size, spans, spans[0].positions.device())
+            && has_tiled_attention(&spans[0].positions, kind, heads.dim)
+            && let Some(sequences) =
+                plan_tiled_attention(heads, scale, block_size, spans, spans[0].positions.device())
         {
             let sizes = spans.iter().map(|span| [span.anchors.len() as i64, span.tokens]).collect();
             Kernel::Tiled { sequences, sizes }
         } else {
-            Kernel::Parts(spans.iter().map(|span| OfSequence::new(spec, block_size, span, kind)).collect())
+            Kernel::Parts(spans.iter().map(|span| SequenceParts::new(spec, block_size, span, kind)).collect())
         };
         Self { scale, block_size: block_size as i64, kernel }
     }
@@ -101,22 +104,22 @@ impl BlockAttention {
             Kernel::Parts(sequences) => {
                 let sizes: Vec<[i64; 2]> = sequences.iter().map(|of| [of.blocks, of.tokens]).collect();
                 let attend = |at: usize, block: &Qkv, k: &Tensor, v: &Tensor| {
-                    self.of_sequence(&sequences[at], block, k, v)
+                    self.attend_in_parts(&sequences[at], block, k, v)
                 };
-                self.one_by_one(&sizes, block, (k, v), attend)
+                self.attend_each_sequence(&sizes, block, (k, v), attend)
             }
             Kernel::Tiled { sequences, sizes } => {
                 let attend = |at: usize, block: &Qkv, k: &Tensor, v: &Tensor| {
                     let (context, own) = (KeyValues { k, v }, KeyValues { k: &block.k, v: &block.v });
                     sequences[at].attend(&block.q, &context, &own)
                 };
-                self.one_by_one(sizes, block, (k, v), attend)
+                self.attend_each_sequence(sizes, block, (k, v), attend)
             }
         }
     }
 
     /// Calls `attend` for each sequence; `sizes` are their blocks and tokens.
-    fn one_by_one(
+    fn attend_each_sequence(
         &self,
         sizes: &[[i64; 2]],
         block: &Qkv,
@@ -138,7 +141,7 @@ impl BlockAttention {
     }
 
     /// Attention of one sequence, in parts.
-    fn of_sequence(&self, of: &OfSequence, block: &Qkv, k: &Tensor, v: &Tensor) -> Tensor {
+    fn attend_in_parts(&self, of: &SequenceParts, block: &Qkv, k: &Tensor, v: &Tensor) -> Tensor {
         let AttentionSpec { heads: Heads { query, key_value, dim }, scale, .. } = of.spec;
         let (repeats, size) = (of.spec.heads.repeats(), self.block_size);
         // The query heads that share keys become further queries: [A·B, H, D] -> [G, A, repeats·B, D].
@@ -156,7 +159,8 @@ impl BlockAttention {
     }
 }
 
-/// Splits `whole` into so many rows each. The gradient of every `narrow` would be as large as the whole.
+/// Splits `whole` into parts of `rows` rows. With `narrow`, the gradient of each part would be as large as
+/// `whole`.
 fn split_rows(whole: &Tensor, rows: &[i64]) -> Vec<Tensor> {
     match rows {
         [_] => vec![whole.shallow_clone()],
@@ -164,11 +168,11 @@ fn split_rows(whole: &Tensor, rows: &[i64]) -> Vec<Tensor> {
     }
 }
 
-impl OfSequence {
-    fn new(spec: &AttentionSpec, block_size: usize, span: &SequenceSpan, kind: Kind) -> Self {
-        let (AttentionSpec { heads, window, .. }, SequenceSpan { tokens, anchors, positions }) =
+impl SequenceParts {
+    fn new(spec: &AttentionSpec, block_size: usize, span: &SequenceAnchors, kind: Kind) -> Self {
+        let (AttentionSpec { heads, window, .. }, SequenceAnchors { tokens, anchors, positions }) =
             (*spec, span);
-        let masks = Masks {
+        let masks = MaskBuilder {
             block_size: block_size as i64,
             repeats: heads.repeats(),
             window: window.map(|window| window as i64),
@@ -176,12 +180,12 @@ impl OfSequence {
         };
         let rows = heads.repeats() * block_size as i64;
         let mut parts = vec![];
-        for (tile, anchors) in anchors.chunks(TILE).enumerate() {
-            let first = (tile * TILE) as i64;
+        for (tile, anchors) in anchors.chunks(BLOCKS_PER_PART).enumerate() {
+            let first = (tile * BLOCKS_PER_PART) as i64;
             let positions = positions.narrow(0, first, anchors.len() as i64);
-            for (keys, is_seen) in seen(anchors, block_size, *tokens as usize, window) {
+            for (keys, is_seen) in context_key_ranges(anchors, block_size, *tokens as usize, window) {
                 let keys = keys.start as i64..keys.end as i64;
-                let mask = (!is_seen).then(|| masks.context(&positions, &keys));
+                let mask = (!is_seen).then(|| masks.context_mask(&positions, &keys));
                 parts.push(AttentionPart {
                     rows: first * rows..(first + anchors.len() as i64) * rows,
                     keys,
@@ -189,16 +193,16 @@ impl OfSequence {
                 });
             }
         }
-        let block_mask = window.filter(|&window| window < block_size).map(|_| masks.block(positions));
+        let block_mask = window.filter(|&window| window < block_size).map(|_| masks.block_mask(positions));
         let anchors_here = positions.shallow_clone();
         let blocks = anchors.len() as i64;
         Self { spec: *spec, anchors: anchors_here, blocks, tokens: *tokens, parts, block_mask }
     }
 }
 
-/// Ranges of the context of a tile of blocks: keys that all its slots see, and keys before and after that only some slots see. A slot
-/// at position p sees keys after p − window.
-fn seen(
+/// Context key ranges of some blocks. The flag of a range is true if all slots see all its keys, and false if
+/// only some do. A slot at position p sees keys after p − window.
+fn context_key_ranges(
     anchors: &[usize],
     block_size: usize,
     tokens: usize,
@@ -207,9 +211,9 @@ fn seen(
     let (low, high) =
         (anchors.iter().min().copied().unwrap_or(0), anchors.iter().max().copied().unwrap_or(0));
     let behind = |position: usize| window.map_or(0, |window| (position + 1).saturating_sub(window));
-    let down = |key: usize| key / ALIGNED * ALIGNED;
-    let (first, last) = (down(behind(low)), high.next_multiple_of(ALIGNED).min(tokens));
-    let of_all = behind(high + block_size - 1).next_multiple_of(ALIGNED)..down(low);
+    let down = |key: usize| key / KEY_RANGE_ALIGN * KEY_RANGE_ALIGN;
+    let (first, last) = (down(behind(low)), high.next_multiple_of(KEY_RANGE_ALIGN).min(tokens));
+    let of_all = behind(high + block_size - 1).next_multiple_of(KEY_RANGE_ALIGN)..down(low);
     let ranges = if of_all.is_empty() {
         [(first..last, false), (0..0, true), (0..0, false)]
     } else {
@@ -219,16 +223,16 @@ fn seen(
     ranges.into_iter().filter(move |(keys, _)| high > 0 && !keys.is_empty())
 }
 
-struct Masks {
+struct MaskBuilder {
     block_size: i64,
     repeats: i64,
     window: Option<i64>,
     kind: Kind,
 }
 
-impl Masks {
+impl MaskBuilder {
     /// The mask of context keys for blocks at `anchors [n]`: `[1, 1, n·repeats·B, K]`.
-    fn context(&self, anchors: &Tensor, keys: &Range<i64>) -> Tensor {
+    fn context_mask(&self, anchors: &Tensor, keys: &Range<i64>) -> Tensor {
         let options = (Kind::Int64, anchors.device());
         let (anchors, blocks) = (anchors.view([-1, 1, 1]), anchors.size()[0]);
         let keys = Tensor::arange_start(keys.start, keys.end, options);
@@ -238,19 +242,19 @@ impl Masks {
             hidden = hidden.logical_or(&keys.le_tensor(&(anchors + slots - window))); // [n, B, K]
         }
         let all = [blocks, self.repeats, self.block_size, keys.size()[0]];
-        self.added(&hidden.unsqueeze(1)).expand(all, false).reshape([1, 1, -1, all[3]])
+        self.additive_mask(&hidden.unsqueeze(1)).expand(all, false).reshape([1, 1, -1, all[3]])
     }
 
     /// The mask of a block's own keys, on the device of `like`: `[1, 1, repeats·B, B]`.
-    fn block(&self, like: &Tensor) -> Tensor {
+    fn block_mask(&self, like: &Tensor) -> Tensor {
         let slots = Tensor::arange(self.block_size, (Kind::Int64, like.device()));
         let window = self.window.unwrap_or(self.block_size);
         let hidden = slots.unsqueeze(0).le_tensor(&(slots.unsqueeze(1) - window)); // [B, B]
-        self.added(&hidden).repeat([1, 1, self.repeats, 1])
+        self.additive_mask(&hidden).repeat([1, 1, self.repeats, 1])
     }
 
-    fn added(&self, hidden: &Tensor) -> Tensor {
-        Tensor::zeros(hidden.size(), (self.kind, hidden.device())).masked_fill(hidden, HIDDEN)
+    fn additive_mask(&self, hidden: &Tensor) -> Tensor {
+        Tensor::zeros(hidden.size(), (self.kind, hidden.device())).masked_fill(hidden, MASKED_SCORE)
     }
 }
 
@@ -260,7 +264,7 @@ mod tests {
 
     #[test]
     fn a_tile_shares_what_lies_before_it() {
-        let of = |anchors: &[usize], window| seen(anchors, 4, 300, window).collect::<Vec<_>>();
+        let of = |anchors: &[usize], window| context_key_ranges(anchors, 4, 300, window).collect::<Vec<_>>();
         assert_eq!(of(&[130, 140, 190], None), [(0..128, true), (128..192, false)]);
         assert_eq!(of(&[128], None), [(0..128, true)]);
         assert_eq!(of(&[290, 299], None), [(0..256, true), (256..300, false)]);
@@ -275,13 +279,13 @@ mod tests {
     /// Outputs of blocks of 4 slots at 40 anchors of 90 tokens, and gradients of all inputs.
     fn run(
         window: Option<usize>,
-        attend: impl Fn(&AttentionSpec, &SequenceSpan, &Qkv, &Tensor, &Tensor) -> Tensor,
+        attend: impl Fn(&AttentionSpec, &SequenceAnchors, &Qkv, &Tensor, &Tensor) -> Tensor,
     ) -> Vec<Tensor> {
         let heads = Heads { query: 4, key_value: 2, dim: 16 };
         let spec = AttentionSpec { heads, scale: 0.25, window };
         let anchors: Vec<usize> = (0..40).map(|block| 2 * block + 5).collect();
         let positions: Vec<i64> = anchors.iter().map(|&anchor| anchor as i64).collect();
-        let span = SequenceSpan { tokens: 90, anchors, positions: Tensor::from_slice(&positions) };
+        let span = SequenceAnchors { tokens: 90, anchors, positions: Tensor::from_slice(&positions) };
         let values = |rows: i64, heads: i64, seed: u64| {
             let noise = deepspec_testkit::noise(seed, (rows * heads * 16) as usize);
             Tensor::from_slice(&noise).view([rows, heads, 16]).set_requires_grad(true)
@@ -304,7 +308,7 @@ mod tests {
                 BlockAttention::new(spec, 4, std::slice::from_ref(span), Kind::Float).forward(block, k, v)
             });
             let in_parts = run(window, |spec, span, block, k, v| {
-                let kernel = Kernel::Parts(vec![OfSequence::new(spec, 4, span, Kind::Float)]);
+                let kernel = Kernel::Parts(vec![SequenceParts::new(spec, 4, span, Kind::Float)]);
                 BlockAttention { scale: spec.scale, block_size: 4, kernel }.forward(block, k, v)
             });
             for (found, expected) in found.iter().chain(&in_parts).zip(expected.iter().cycle()) {

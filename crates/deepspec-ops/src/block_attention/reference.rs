@@ -2,7 +2,7 @@
 
 use tch::{Kind, Tensor};
 
-use super::HIDDEN;
+use super::MASKED_SCORE;
 use crate::attention::{AttentionSpec, Heads, Qkv};
 
 /// Attention of one sequence's blocks, see [`super::BlockAttention::forward`].
@@ -44,7 +44,7 @@ pub(super) fn block_attention(
     let [k, v] = [k, v].map(|x| x.to_kind(wide).transpose(0, 1).unsqueeze(1)); // [G, 1, T, D]
     let scores =
         Tensor::cat(&[q.matmul(&k.transpose(-1, -2)), q.matmul(&own_k.transpose(-1, -2))], -1) * scale;
-    let scores = scores.masked_fill(&hidden.unsqueeze(1).unsqueeze(1), HIDDEN);
+    let scores = scores.masked_fill(&hidden.unsqueeze(1).unsqueeze(1), MASKED_SCORE);
     // 3. Probabilities and values: [A·B, H·D].
     let probs = scores.softmax(-1, wide);
     let [by_context, by_own] = [(0, tokens), (tokens, block_size)].map(|(at, n)| probs.narrow(-1, at, n));

@@ -2,15 +2,15 @@
 
 use tch::Tensor;
 
-use super::sources::distinct;
-use super::span::Span;
+use super::sources::unique_with_inverse;
+use super::span::BlockSpan;
 use super::vocab_chunks::VocabChunk;
 use crate::ffi;
-use crate::linear::multiply;
+use crate::linear::matmul_into;
 
 /// The Markov bias of the logits, `features · W2ᵀ`.
 #[derive(Clone, Copy)]
-pub struct Bias<'a> {
+pub struct MarkovBias<'a> {
     /// Features, `[R, r]`.
     pub features: &'a Tensor,
     /// Group number of each row, `[R]`: rows of one group have equal features, and only the sum of their gradients is
@@ -24,16 +24,16 @@ pub struct Bias<'a> {
 
 /// The bias of one chunk, computed for one vocabulary range at a time.
 pub(super) struct ChunkBias<'a> {
-    of: Bias<'a>,
+    of: MarkovBias<'a>,
     /// Features of the chunk's n rows, or of its distinct rows: `[n, r]`.
     features: Tensor,
     /// Gradients of `features`.
     by_features: Tensor,
-    shared: Option<Shared<'a>>,
+    shared: Option<SharedFeatures<'a>>,
 }
 
 /// Rows that share features.
-struct Shared<'a> {
+struct SharedFeatures<'a> {
     /// Index among all rows of each group's last row.
     last_rows: Tensor,
     /// Group of each row of the chunk.
@@ -45,17 +45,22 @@ struct Shared<'a> {
 impl<'a> ChunkBias<'a> {
     /// A `buffer` holds at least the chunk's rows and one range's columns. With it, each distinct feature row is
     /// multiplied once; without it, every row is. Feature gradients go to `by_features [R, r]`.
-    pub fn new(of: Bias<'a>, chunk: &Span, by_features: &Tensor, buffer: Option<&'a Tensor>) -> Self {
+    pub fn new(
+        of: MarkovBias<'a>,
+        chunk: &BlockSpan,
+        by_features: &Tensor,
+        buffer: Option<&'a Tensor>,
+    ) -> Self {
         let shared = of.token_group.zip(buffer).and_then(|(token_group, buffer)| {
             let first = chunk.first_row as usize;
-            let (numbers, of_rows) = distinct(&token_group[first..first + chunk.rows as usize]);
+            let (numbers, of_rows) = unique_with_inverse(&token_group[first..first + chunk.rows as usize]);
             let mut last_rows = vec![0; numbers.len()];
             for (row, &of) in (chunk.first_row..).zip(&of_rows) {
                 last_rows[of as usize] = row;
             }
             let are_shared = last_rows.len() < of_rows.len();
             let [last_rows, of_rows] = [last_rows, of_rows].map(|list| Tensor::from_slice(&list));
-            are_shared.then_some(Shared { last_rows, of_rows, buffer })
+            are_shared.then_some(SharedFeatures { last_rows, of_rows, buffer })
         });
         let (features, by_features) = match &shared {
             Some(shared) => {
@@ -63,24 +68,24 @@ impl<'a> ChunkBias<'a> {
                 let by_features = features.empty_like();
                 (features, by_features)
             }
-            None => (chunk.of(of.features), chunk.of(by_features)),
+            None => (chunk.slice_rows(of.features), chunk.slice_rows(by_features)),
         };
         Self { of, features, by_features, shared }
     }
 
     /// Writes the bias of a vocabulary range to `logits [n, C]`, or adds it to them.
-    pub fn write(&self, tokens: &VocabChunk, logits: &mut Tensor, add: bool) {
-        let w2 = tokens.of_weight(self.of.w2);
+    pub fn write_logits(&self, tokens: &VocabChunk, logits: &mut Tensor, add: bool) {
+        let w2 = tokens.slice_weight(self.of.w2);
         match &self.shared {
             Some(shared) => {
                 assert!(add, "what rows have in common is added to what they have of their own");
-                let mut shared_bias = shared.piece(tokens);
-                multiply(&self.features, &w2.tr(), &mut shared_bias, false);
+                let mut shared_bias = shared.buffer_slice(tokens);
+                matmul_into(&self.features, &w2.tr(), &mut shared_bias, false);
                 if !ffi::add_to_rows(logits, &shared.of_rows, &shared_bias) {
                     let _ = logits.g_add_(&shared_bias.index_select(0, &shared.of_rows));
                 }
             }
-            None => multiply(&self.features, &w2.tr(), logits, add),
+            None => matmul_into(&self.features, &w2.tr(), logits, add),
         }
     }
 
@@ -89,7 +94,7 @@ impl<'a> ChunkBias<'a> {
     pub fn backward(&mut self, tokens: &VocabChunk, by_rows: &Tensor) {
         let gradients = match &self.shared {
             Some(shared) => {
-                let mut sums = shared.piece(tokens);
+                let mut sums = shared.buffer_slice(tokens);
                 if !ffi::sum_rows(by_rows, &shared.of_rows, &mut sums) {
                     let _ = sums.zero_().index_add_(0, &shared.of_rows, by_rows);
                 }
@@ -97,24 +102,24 @@ impl<'a> ChunkBias<'a> {
             }
             None => by_rows.shallow_clone(),
         };
-        multiply(&gradients, &tokens.of_weight(self.of.w2), &mut self.by_features, !tokens.is_first());
+        matmul_into(&gradients, &tokens.slice_weight(self.of.w2), &mut self.by_features, !tokens.is_first());
         if let Some(sum) = self.of.w2_gradient {
-            multiply(&gradients.tr(), &self.features, &mut tokens.of_weight(sum), true);
+            matmul_into(&gradients.tr(), &self.features, &mut tokens.slice_weight(sum), true);
         }
     }
 
     /// Writes gradients of shared features to `by_features [R, r]`.
-    pub fn finish(self, chunk: &Span, by_features: &Tensor) {
-        if let Some(Shared { last_rows, .. }) = self.shared {
-            let _ = chunk.of(by_features).zero_();
+    pub fn write_shared_gradients(self, chunk: &BlockSpan, by_features: &Tensor) {
+        if let Some(SharedFeatures { last_rows, .. }) = self.shared {
+            let _ = chunk.slice_rows(by_features).zero_();
             let _ = by_features.shallow_clone().index_copy_(0, &last_rows, &self.by_features);
         }
     }
 }
 
-impl Shared<'_> {
+impl SharedFeatures<'_> {
     /// The buffer's view for a vocabulary range.
-    fn piece(&self, tokens: &VocabChunk) -> Tensor {
+    fn buffer_slice(&self, tokens: &VocabChunk) -> Tensor {
         self.buffer.narrow(0, 0, self.last_rows.size()[0]).narrow(1, 0, tokens.count())
     }
 }

@@ -2,11 +2,11 @@
 
 use tch::Tensor;
 
-use super::bias::Bias;
+use super::bias::MarkovBias;
 use super::recipe::LossRecipe;
 use super::sources::TeacherIndex;
-use super::span::Span;
-use super::terms::Needs;
+use super::span::BlockSpan;
+use super::terms::RequiredStats;
 
 /// The LM head that drafter and target share.
 pub struct LossHead {
@@ -18,7 +18,7 @@ pub struct LossHead {
 
 impl LossHead {
     /// Soft-capped logits, or unchanged logits without a soft-cap.
-    pub fn cap(&self, logits: Tensor) -> Tensor {
+    pub fn apply_softcap(&self, logits: Tensor) -> Tensor {
         match self.softcap {
             Some(cap) => (logits / cap).tanh() * cap,
             None => logits,
@@ -28,11 +28,11 @@ impl LossHead {
 
 /// R supervised rows, in whole blocks of at most γ rows.
 #[derive(Clone, Copy)]
-pub struct Supervised<'a> {
+pub struct SupervisedRows<'a> {
     /// Hidden states of the drafter after the final norm, `[R, d]`.
     pub hidden: &'a Tensor,
     /// Markov bias of the logits; None without a Markov head.
-    pub bias: Option<Bias<'a>>,
+    pub bias: Option<MarkovBias<'a>>,
     /// Hidden states of the target after the final norm that predict the labels, `[S, d]`.
     pub teacher: &'a Tensor,
     /// Index of each row's target state.
@@ -52,32 +52,32 @@ pub struct Supervised<'a> {
     /// Whether to measure where drafter and target have the same argmax.
     pub agreement: bool,
     /// An additional objective of the drafter.
-    pub extra: Option<&'a dyn RowObjective>,
+    pub extra: Option<&'a dyn AuxLoss>,
 }
 
-impl Supervised<'_> {
-    pub(super) fn needs(&self, recipe: &LossRecipe) -> Needs {
-        Needs { agreement: self.agreement, ..recipe.needs() }
+impl SupervisedRows<'_> {
+    pub(super) fn required_stats(&self, recipe: &LossRecipe) -> RequiredStats {
+        RequiredStats { agreement: self.agreement, ..recipe.required_stats() }
     }
 }
 
 /// A drafter's own objective on its logits, in addition to [`TERMS`](super::TERMS).
-pub trait RowObjective {
+pub trait AuxLoss {
     /// Number of measurements of each row.
-    fn columns(&self) -> i64;
+    fn column_count(&self) -> i64;
 
     /// Loss and gradients of the rows of `span`, given float32 logits of drafter and target, `[n, V]`.
-    fn evaluate(&self, draft: &Tensor, target: &Tensor, span: &Span) -> AuxLossOutput;
+    fn evaluate(&self, draft: &Tensor, target: &Tensor, span: &BlockSpan) -> AuxLossOutput;
 }
 
-/// Loss and gradients of a [`RowObjective`] for n rows, float32.
+/// Loss and gradients of an [`AuxLoss`] for n rows, float32.
 pub struct AuxLossOutput {
     /// Measurements, `[n, C]`.
     pub columns: Tensor,
-    /// Weighted loss without [`Supervised::scale`], `[n, 1]`.
+    /// Weighted loss without [`SupervisedRows::scale`], `[n, 1]`.
     pub loss: Tensor,
     /// Tokens whose logits have a gradient, `[n, k]`, distinct in each row.
     pub tokens: Tensor,
-    /// Gradients of these logits, with [`Supervised::scale`], `[n, k]`.
+    /// Gradients of these logits, with [`SupervisedRows::scale`], `[n, k]`.
     pub gradient: Tensor,
 }

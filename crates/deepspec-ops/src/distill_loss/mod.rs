@@ -15,11 +15,11 @@ mod span;
 mod terms;
 mod vocab_chunks;
 
-pub use bias::Bias;
-pub use chunks::{Column, LossOutput, buffer_bytes, distill_loss};
-pub use inputs::{AuxLossOutput, LossHead, RowObjective, Supervised};
+pub use bias::MarkovBias;
+pub use chunks::{LossColumn, LossOutput, buffer_bytes, distill_loss};
+pub use inputs::{AuxLoss, AuxLossOutput, LossHead, SupervisedRows};
 pub use recipe::{Dpace, Lk, LkForm, LossRecipe};
 pub use sources::TeacherIndex;
-pub use sources::distinct;
-pub use span::Span;
+pub use sources::unique_with_inverse;
+pub use span::BlockSpan;
 pub use terms::TERMS;

@@ -35,7 +35,7 @@ pub struct LossRecipe {
     #[schemars(extend("default" = false))]
     pub until_first_error: bool,
     /// Position k of a block weighs exp(−k / this).
-    #[serde(default = "decay_gamma")]
+    #[serde(default = "default_decay_gamma")]
     pub decay_gamma: f64,
 }
 
@@ -57,10 +57,10 @@ pub struct Lk {
     #[serde(rename = "type")]
     pub form: LkForm,
     /// Its weight.
-    #[serde(default = "one")]
+    #[serde(default = "default_lk_alpha")]
     pub alpha: f64,
     /// η of the hybrid form; the paper's best is 3.
-    #[serde(default = "lk_eta")]
+    #[serde(default = "default_lk_eta")]
     pub eta: f64,
 }
 
@@ -71,7 +71,7 @@ pub struct Lk {
 #[serde(deny_unknown_fields)]
 pub struct Dpace {
     /// s, in (0, 1]; the paper's value is 0.5.
-    #[serde(default = "dpace_smoothing")]
+    #[serde(default = "default_dpace_smoothing")]
     pub smoothing: f64,
 }
 
@@ -137,18 +137,18 @@ impl LossRecipe {
     }
 }
 
-fn decay_gamma() -> f64 {
+fn default_decay_gamma() -> f64 {
     DECAY_GAMMA
 }
 
-fn one() -> f64 {
+fn default_lk_alpha() -> f64 {
     1.0
 }
 
-fn lk_eta() -> f64 {
+fn default_lk_eta() -> f64 {
     3.0
 }
 
-fn dpace_smoothing() -> f64 {
+fn default_dpace_smoothing() -> f64 {
     0.5
 }

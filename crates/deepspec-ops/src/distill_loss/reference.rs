@@ -2,10 +2,10 @@
 
 use tch::{Kind, Tensor};
 
-use super::terms::{GradCoeffs, Needs, RowStats};
+use super::terms::{GradCoeffs, RequiredStats, RowStats};
 
-/// Probabilities of measured rows, `[n, V]` each, for [`Measured::gradient`].
-pub(super) struct Measured {
+/// Probabilities of measured rows, `[n, V]` each, for [`RowProbs::gradient`].
+pub(super) struct RowProbs {
     draft: Tensor,
     target: Tensor,
     /// p^d − p^t.
@@ -19,13 +19,13 @@ pub(super) fn measure(
     mut draft: Tensor,
     mut target: Tensor,
     labels: Tensor,
-    needs: Needs,
-) -> (Measured, RowStats) {
-    shift(&mut draft);
-    shift(&mut target);
+    needs: RequiredStats,
+) -> (RowProbs, RowStats) {
+    subtract_row_max(&mut draft);
+    subtract_row_max(&mut target);
     let label = draft.gather(1, &labels, false);
     let logits = needs.soft.then(|| (draft.copy(), target.copy()));
-    let (draft_log, target_log) = (normalise(&mut draft), normalise(&mut target));
+    let (draft_log, target_log) = (softmax_in_place(&mut draft), softmax_in_place(&mut target));
     let soft = logits.map(|(draft_logits, target_logits)| {
         let soft_ce = &draft_log - row_sum(&(&target * draft_logits));
         let entropy = &target_log - row_sum(&(&target * target_logits));
@@ -41,10 +41,10 @@ pub(super) fn measure(
         correct: None,
         overlap: needs.overlap.then(|| row_sum(&draft.minimum(&target))),
     };
-    (Measured { draft, target, difference, labels }, stats)
+    (RowProbs { draft, target, difference, labels }, stats)
 }
 
-impl Measured {
+impl RowProbs {
     /// Gradient by the drafter's logits, `[n, V]`, where s is the sign of p^d − p^t:
     /// `label·(p^d − onehot) + soft·(p^d − p^t) + l1·p^d ⊙ (s − Σ p^d s)`.
     pub(super) fn gradient(self, coeffs: &GradCoeffs) -> Tensor {
@@ -73,7 +73,7 @@ impl Measured {
 }
 
 /// Softmax in place of `x [n, V]` with row maximum 0. Returns log Σ e^x.
-fn normalise(x: &mut Tensor) -> Tensor {
+fn softmax_in_place(x: &mut Tensor) -> Tensor {
     let _ = x.exp_();
     let sum = row_sum(x);
     let _ = x.g_mul_(&sum.reciprocal());
@@ -81,7 +81,7 @@ fn normalise(x: &mut Tensor) -> Tensor {
 }
 
 /// Subtracts each row's maximum.
-fn shift(x: &mut Tensor) {
+fn subtract_row_max(x: &mut Tensor) {
     let _ = x.g_sub_(&x.amax(-1, true));
 }
 

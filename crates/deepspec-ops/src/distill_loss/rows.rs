@@ -2,15 +2,15 @@
 
 use tch::{Kind, Tensor};
 
-use super::inputs::{AuxLossOutput, LossHead, Supervised};
+use super::inputs::{AuxLossOutput, LossHead, SupervisedRows};
 use super::recipe::LossRecipe;
 use super::reference;
-use super::span::Span;
-use super::terms::{GradCoeffs, Needs, RowStats, TERMS, WeightedLoss};
+use super::span::BlockSpan;
+use super::terms::{GradCoeffs, RequiredStats, RowStats, TERMS, WeightedLoss};
 use crate::ffi::{LogitRows, TargetProbs, logits_grad, measure_rows, softmax_targets};
 
 /// A tile of the logit buffers, in the dtype of the weights.
-pub(super) struct Logits {
+pub(super) struct LogitsTile {
     pub base: Tensor,
     /// Bias, unless the base already includes it.
     pub bias: Option<Tensor>,
@@ -22,21 +22,21 @@ pub(super) struct Logits {
     pub source_of_row: Option<Tensor>,
 }
 
-impl Logits {
+impl LogitsTile {
     /// Returns the measurements of the tile, whose rows are `span` of all rows. Gradients overwrite the bias if there
     /// is one, and the base without a bias or with a soft-cap.
-    pub fn differentiate(
+    pub fn backward_in_place(
         self,
         head: &LossHead,
-        rows: &Supervised,
-        span: &Span,
+        rows: &SupervisedRows,
+        span: &BlockSpan,
         recipe: &LossRecipe,
     ) -> Tensor {
-        if let Some(found) = self.differentiate_where_they_lie(head, rows, span, recipe) {
+        if let Some(found) = self.fused_backward_in_place(head, rows, span, recipe) {
             return found;
         }
         let Self { base, bias, target, entropies, source_of_row } = self;
-        let capped = head.cap(base.to_kind(Kind::Float));
+        let capped = head.apply_softcap(base.to_kind(Kind::Float));
         let slope = head.softcap.map(|cap| 1.0 - (&capped / cap).square());
         let draft = match &bias {
             Some(bias) => bias.to_kind(Kind::Float).g_add_(&capped),
@@ -45,21 +45,21 @@ impl Logits {
         let mut extra = None;
         let target = match entropies {
             Some(entropies) => {
-                Target::Weighed(TargetProbs { probabilities: target, entropies, source_of_row })
+                TargetRows::Probabilities(TargetProbs { probabilities: target, entropies, source_of_row })
             }
             None => {
                 let of_rows = |of: &Tensor| match &source_of_row {
                     Some(of_row) => of.index_select(0, of_row),
                     None => of.shallow_clone(),
                 };
-                let target = head.cap(of_rows(&target).to_kind(Kind::Float));
+                let target = head.apply_softcap(of_rows(&target).to_kind(Kind::Float));
                 extra = rows.extra.map(|extra| extra.evaluate(&draft, &target, span));
-                Target::Logits(target)
+                TargetRows::Logits(target)
             }
         };
-        let needs = rows.needs(recipe);
-        let (rows_of, distances) = Rows::measure(draft, target, &span.of(rows.labels), needs);
-        let mut judged = TileLoss::of(distances, rows, span, recipe);
+        let needs = rows.required_stats(recipe);
+        let (rows_of, distances) = MeasuredRows::measure(draft, target, &span.slice_rows(rows.labels), needs);
+        let mut judged = TileLoss::evaluate(distances, rows, span, recipe);
         let mut gradient = rows_of.gradient(&std::mem::take(&mut judged.coeffs).scaled(rows.scale));
         if let Some(extra) = &extra {
             let _ = gradient.scatter_add_(1, &extra.tokens, &extra.gradient);
@@ -68,30 +68,30 @@ impl Logits {
         let by_base = slope.map(|slope| &gradient * slope);
         match bias {
             Some(bias) => {
-                put(bias, &gradient);
+                copy_unless_aliased(bias, &gradient);
                 if let Some(by_base) = &by_base {
-                    put(base, by_base);
+                    copy_unless_aliased(base, by_base);
                 }
             }
-            None => put(base, by_base.as_ref().unwrap_or(&gradient)),
+            None => copy_unless_aliased(base, by_base.as_ref().unwrap_or(&gradient)),
         }
-        judged.columns(extra)
+        judged.into_columns(extra)
     }
 
     /// Measurements and gradients by the GPU kernels for bfloat16 logits; None if no kernel applies.
-    fn differentiate_where_they_lie(
+    fn fused_backward_in_place(
         &self,
         head: &LossHead,
-        rows: &Supervised,
-        span: &Span,
+        rows: &SupervisedRows,
+        span: &BlockSpan,
         recipe: &LossRecipe,
     ) -> Option<Tensor> {
-        let needs = rows.needs(recipe);
+        let needs = rows.required_stats(recipe);
         // The kernels do not return the drafter's argmax.
         if rows.extra.is_some() || self.entropies.is_some() || needs.correct {
             return None;
         }
-        let labels = span.of(rows.labels);
+        let labels = span.slice_rows(rows.labels);
         let logits = LogitRows {
             base: &self.base,
             bias: self.bias.as_ref(),
@@ -102,10 +102,10 @@ impl Logits {
         };
         let measured = logits.measure()?;
         let agreement = needs.agreement.then(|| measured.agreement());
-        let distances = RowStats::measured(measured.distances(), agreement, needs);
-        let mut judged = TileLoss::of(distances, rows, span, recipe);
-        logits.backward(&measured, &std::mem::take(&mut judged.coeffs).scaled(rows.scale).factors(&labels));
-        Some(judged.columns(None))
+        let distances = RowStats::from_kernel(measured.distances(), agreement, needs);
+        let mut judged = TileLoss::evaluate(distances, rows, span, recipe);
+        logits.backward(&measured, &std::mem::take(&mut judged.coeffs).scaled(rows.scale).to_tensor(&labels));
+        Some(judged.into_columns(None))
     }
 }
 
@@ -120,17 +120,18 @@ struct TileLoss {
 }
 
 impl TileLoss {
-    fn of(distances: RowStats, rows: &Supervised, span: &Span, recipe: &LossRecipe) -> Self {
-        let weights = span.of(rows.weights).unsqueeze(1);
-        let slots = || span.of(rows.slot_index) - span.first_block as i64 * rows.gamma;
-        let adaptive = recipe.ce_weights(&distances, &weights, slots, span.blocks as i64, rows.gamma);
+    fn evaluate(distances: RowStats, rows: &SupervisedRows, span: &BlockSpan, recipe: &LossRecipe) -> Self {
+        let weights = span.slice_rows(rows.weights).unsqueeze(1);
+        let slots = || span.slice_rows(rows.slot_index) - span.first_block as i64 * rows.gamma;
+        let adaptive =
+            recipe.adaptive_ce_weights(&distances, &weights, slots, span.blocks as i64, rows.gamma);
         let WeightedLoss { terms, loss, coeffs } =
             recipe.evaluate(&distances, &weights, adaptive.as_ref().unwrap_or(&weights));
         Self { distances, terms, loss, coeffs, adaptive }
     }
 
     /// All measurements, one column each.
-    fn columns(self, extra: Option<AuxLossOutput>) -> Tensor {
+    fn into_columns(self, extra: Option<AuxLossOutput>) -> Tensor {
         let Self { distances: RowStats { ce, agreement, .. }, terms, loss, adaptive, .. } = self;
         let adaptive = adaptive.map(|adaptive| &ce * adaptive);
         let zero = ce.zeros_like();
@@ -142,44 +143,44 @@ impl TileLoss {
 }
 
 /// Copies `values` to `place`, unless both share memory.
-fn put(mut place: Tensor, values: &Tensor) {
+fn copy_unless_aliased(mut place: Tensor, values: &Tensor) {
     if place.data_ptr() != values.data_ptr() {
         place.copy_(values);
     }
 }
 
 /// Target logits or probabilities of some rows.
-enum Target {
+enum TargetRows {
     /// Logits of each row, `[n, V]` float32.
     Logits(Tensor),
     /// Probabilities, which several rows may share.
-    Weighed(TargetProbs),
+    Probabilities(TargetProbs),
 }
 
 /// Measured rows, which give their gradient once.
-enum Rows {
+enum MeasuredRows {
     /// A kernel's result: drafter probabilities p^d `[n, V]` float32, target probabilities, and labels `[n, 1]`.
     Kernel {
         draft: Tensor,
         target: TargetProbs,
         labels: Tensor,
     },
-    Reference(reference::Measured),
+    Reference(reference::RowProbs),
 }
 
-impl Rows {
+impl MeasuredRows {
     /// Turns the drafter's float32 logits `[n, V]` into probabilities in place, and compares them with target and
     /// `labels [n]`.
-    fn measure(draft: Tensor, target: Target, labels: &Tensor, needs: Needs) -> (Self, RowStats) {
+    fn measure(draft: Tensor, target: TargetRows, labels: &Tensor, needs: RequiredStats) -> (Self, RowStats) {
         let labels = labels.unsqueeze(1);
         let correct = needs.correct.then(|| draft.argmax(-1, true).eq_tensor(&labels).to_kind(Kind::Float));
         let mut target = match target {
-            Target::Weighed(target) => {
+            TargetRows::Probabilities(target) => {
                 assert!(!needs.agreement, "the argmax of a target is unknown once it is a distribution");
                 let (rows, stats) = Self::measure_by_kernel(draft, target, labels, needs);
                 return (rows, RowStats { correct, ..stats });
             }
-            Target::Logits(target) => target,
+            TargetRows::Logits(target) => target,
         };
         let agreement = needs.agreement.then(|| {
             let same = draft.argmax(-1, true).eq_tensor(&target.argmax(-1, true));
@@ -202,20 +203,20 @@ impl Rows {
         mut draft: Tensor,
         target: TargetProbs,
         labels: Tensor,
-        needs: Needs,
+        needs: RequiredStats,
     ) -> (Self, RowStats) {
         let measured = measure_rows(&mut draft, &target, &labels, needs.soft);
         let Some(found) = measured else {
             panic!("no memory for rows {:?}, or they do not fit {target:?}", draft.size());
         };
-        (Self::Kernel { draft, target, labels }, RowStats::measured(found, None, needs))
+        (Self::Kernel { draft, target, labels }, RowStats::from_kernel(found, None, needs))
     }
 
-    /// Gradient by the drafter's logits, `[n, V]`; see [`reference::Measured::gradient`].
+    /// Gradient by the drafter's logits, `[n, V]`; see [`reference::RowProbs::gradient`].
     fn gradient(self, coeffs: &GradCoeffs) -> Tensor {
         match self {
             Self::Kernel { mut draft, target, labels } => {
-                let done = logits_grad(&mut draft, &target, &labels, &coeffs.factors(&labels));
+                let done = logits_grad(&mut draft, &target, &labels, &coeffs.to_tensor(&labels));
                 assert!(done, "rows that a kernel measured have no gradient");
                 draft
             }
@@ -242,10 +243,10 @@ mod tests {
         // The last row has the target's argmax.
         let preferred = target.get(3).argmax(-1, false).int64_value(&[]);
         let _ = draft.get(3).get(preferred).fill_(100.0);
-        let needs = Needs { soft: true, overlap: true, agreement: true, correct: true };
+        let needs = RequiredStats { soft: true, overlap: true, agreement: true, correct: true };
         let measured = [Kind::Float, Kind::Double].map(|kind| {
-            let target = Target::Logits(target.to_kind(kind).copy());
-            let (rows, found) = Rows::measure(draft.to_kind(kind).copy(), target, &labels, needs);
+            let target = TargetRows::Logits(target.to_kind(kind).copy());
+            let (rows, found) = MeasuredRows::measure(draft.to_kind(kind).copy(), target, &labels, needs);
             let factor = || Some(Tensor::from_slice(&[0.5f32, 1.0, 0.25, 2.0]).view([4, 1]).to_kind(kind));
             let slopes = rows.gradient(&GradCoeffs { label: factor(), soft: factor(), l1: factor() });
             let (soft, kl) = found.soft.unwrap();

@@ -2,7 +2,7 @@
 
 use tch::Tensor;
 
-use super::span::Span;
+use super::span::BlockSpan;
 
 /// Index from rows to the target states that predict their labels. Overlapping blocks share states.
 #[derive(Clone, Copy)]
@@ -15,7 +15,7 @@ pub struct TeacherIndex<'a> {
 
 impl TeacherIndex<'_> {
     /// Range of states that the rows of `span` use: the first state and the count.
-    pub(super) fn range(&self, span: &Span) -> (i64, i64) {
+    pub(super) fn state_range(&self, span: &BlockSpan) -> (i64, i64) {
         let of_rows = &self.of_rows[span.first_row as usize..][..span.rows as usize];
         let (first, last) =
             of_rows.iter().fold((i64::MAX, 0), |(least, most), &of| (least.min(of), most.max(of)));
@@ -23,14 +23,14 @@ impl TeacherIndex<'_> {
     }
 
     /// Whether the rows of `span` use consecutive states, one each.
-    pub(super) fn are_the_rows(&self, span: &Span) -> bool {
+    pub(super) fn has_consecutive_states(&self, span: &BlockSpan) -> bool {
         let of_rows = &self.of_rows[span.first_row as usize..][..span.rows as usize];
         of_rows.windows(2).all(|pair| pair[1] == pair[0] + 1)
     }
 }
 
 /// Sorted distinct values, and the index of each value among them.
-pub fn distinct<T: Ord + Clone>(values: &[T]) -> (Vec<T>, Vec<i64>) {
+pub fn unique_with_inverse<T: Ord + Clone>(values: &[T]) -> (Vec<T>, Vec<i64>) {
     let mut distinct = values.to_vec();
     distinct.sort_unstable();
     distinct.dedup();

@@ -4,30 +4,30 @@ use tch::Tensor;
 
 /// Consecutive blocks and their rows.
 #[derive(Clone, Copy)]
-pub struct Span {
+pub struct BlockSpan {
     pub(super) first_block: usize,
     pub(super) blocks: usize,
     pub(super) first_row: i64,
     pub(super) rows: i64,
 }
 
-impl Span {
+impl BlockSpan {
     /// Rows of `tensor` in this range.
-    pub fn of(&self, tensor: &Tensor) -> Tensor {
+    pub fn slice_rows(&self, tensor: &Tensor) -> Tensor {
         tensor.narrow(0, self.first_row, self.rows)
     }
 }
 
 /// Groups of whole blocks with at most `most` rows, but at least one block.
-pub(super) fn spans(counts: &[usize], most: i64) -> Vec<Span> {
-    let mut spans: Vec<Span> = vec![];
-    let mut next = Span { first_block: 0, blocks: 0, first_row: 0, rows: 0 };
+pub(super) fn split_into_spans(counts: &[usize], most: i64) -> Vec<BlockSpan> {
+    let mut spans: Vec<BlockSpan> = vec![];
+    let mut next = BlockSpan { first_block: 0, blocks: 0, first_row: 0, rows: 0 };
     for &count in counts {
         let count = count as i64;
         if next.blocks > 0 && next.rows + count > most {
             spans.push(next);
             let (first_block, first_row) = (next.first_block + next.blocks, next.first_row + next.rows);
-            next = Span { first_block, blocks: 0, first_row, rows: 0 };
+            next = BlockSpan { first_block, blocks: 0, first_row, rows: 0 };
         }
         next.blocks += 1;
         next.rows += count;

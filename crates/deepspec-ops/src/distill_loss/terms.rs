@@ -3,13 +3,13 @@
 use tch::{Kind, Tensor};
 
 use super::recipe::{Dpace, Lk, LkForm, LossRecipe};
-use crate::ffi::RowsMeasured;
+use crate::ffi::RowDistances;
 
 /// Lower bound of the overlap, which keeps its logarithm finite.
-const LEAST_OVERLAP: f64 = 1e-8;
+const MIN_OVERLAP: f64 = 1e-8;
 
 /// All terms, in the order of their columns.
-pub const TERMS: [&dyn LossTerm; 5] = [&CrossEntropy, &L1, &SoftCrossEntropy, &Divergence, &Overlap];
+pub const TERMS: [&dyn LossTerm; 5] = [&CrossEntropy, &L1, &SoftCrossEntropy, &KlDivergence, &OverlapLoss];
 
 /// Measurements of some rows, `[n, 1]` float32 each.
 pub struct RowStats {
@@ -29,8 +29,8 @@ pub struct RowStats {
 
 impl RowStats {
     /// Converts measurements of a kernel.
-    pub(super) fn measured(found: RowsMeasured, agreement: Option<Tensor>, needs: Needs) -> Self {
-        let RowsMeasured { ce, l1, overlap, soft } = found;
+    pub(super) fn from_kernel(found: RowDistances, agreement: Option<Tensor>, needs: RequiredStats) -> Self {
+        let RowDistances { ce, l1, overlap, soft } = found;
         let soft = soft.filter(|_| needs.soft);
         Self { ce, l1, soft, overlap: Some(overlap), agreement, correct: None }
     }
@@ -45,8 +45,8 @@ pub trait LossTerm: Sync {
     fn alpha(&self, recipe: &LossRecipe) -> f64;
 
     /// Measurements that the term needs.
-    fn needs(&self, _recipe: &LossRecipe) -> Needs {
-        Needs::default()
+    fn required_stats(&self, _recipe: &LossRecipe) -> RequiredStats {
+        RequiredStats::default()
     }
 
     /// Whether a metric reports the term.
@@ -60,12 +60,12 @@ pub trait LossTerm: Sync {
     }
 
     /// Value of each row, `[n, 1]`, and its gradient; None if not measured.
-    fn evaluate(&self, distances: &RowStats, recipe: &LossRecipe) -> Option<(Tensor, Gradient)>;
+    fn evaluate(&self, distances: &RowStats, recipe: &LossRecipe) -> Option<(Tensor, TermGradient)>;
 }
 
 /// Measurements that only some losses need.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Needs {
+pub struct RequiredStats {
     /// −Σ p^t log p^d and Σ p^t log(p^t/p^d).
     pub soft: bool,
     /// Σ min(p^d, p^t).
@@ -78,24 +78,24 @@ pub struct Needs {
 
 /// The gradient of a term by the drafter's logits, as factors of three gradients that all terms share.
 #[derive(Default)]
-pub struct Gradient {
+pub struct TermGradient {
     /// Factor of p^d − onehot(x*).
-    label: Option<Factor>,
+    label: Option<RowFactor>,
     /// Factor of p^d − p^t.
-    soft: Option<Factor>,
+    soft: Option<RowFactor>,
     /// Factor of ∂‖p^d − p^t‖₁.
-    l1: Option<Factor>,
+    l1: Option<RowFactor>,
 }
 
 /// Factor of a gradient for each row.
-enum Factor {
+enum RowFactor {
     /// 1 in every row.
     One,
     /// A factor per row, `[n, 1]`.
     Rows(Tensor),
 }
 
-impl Factor {
+impl RowFactor {
     fn times(self, weights: &Tensor) -> Tensor {
         match self {
             Self::One => weights.shallow_clone(),
@@ -124,8 +124,8 @@ impl LossTerm for CrossEntropy {
         true
     }
 
-    fn evaluate(&self, distances: &RowStats, _: &LossRecipe) -> Option<(Tensor, Gradient)> {
-        let gradient = Gradient { label: Some(Factor::One), ..Gradient::default() };
+    fn evaluate(&self, distances: &RowStats, _: &LossRecipe) -> Option<(Tensor, TermGradient)> {
+        let gradient = TermGradient { label: Some(RowFactor::One), ..TermGradient::default() };
         Some((distances.ce.shallow_clone(), gradient))
     }
 }
@@ -146,8 +146,8 @@ impl LossTerm for L1 {
         true
     }
 
-    fn evaluate(&self, distances: &RowStats, _: &LossRecipe) -> Option<(Tensor, Gradient)> {
-        let gradient = Gradient { l1: Some(Factor::One), ..Gradient::default() };
+    fn evaluate(&self, distances: &RowStats, _: &LossRecipe) -> Option<(Tensor, TermGradient)> {
+        let gradient = TermGradient { l1: Some(RowFactor::One), ..TermGradient::default() };
         Some((distances.l1.shallow_clone(), gradient))
     }
 }
@@ -164,20 +164,23 @@ impl LossTerm for SoftCrossEntropy {
         recipe.soft_ce_alpha
     }
 
-    fn needs(&self, recipe: &LossRecipe) -> Needs {
-        Needs { soft: recipe.soft_ce_alpha != 0.0, ..Needs::default() }
+    fn required_stats(&self, recipe: &LossRecipe) -> RequiredStats {
+        RequiredStats { soft: recipe.soft_ce_alpha != 0.0, ..RequiredStats::default() }
     }
 
-    fn evaluate(&self, distances: &RowStats, _: &LossRecipe) -> Option<(Tensor, Gradient)> {
+    fn evaluate(&self, distances: &RowStats, _: &LossRecipe) -> Option<(Tensor, TermGradient)> {
         let (soft_ce, _) = distances.soft.as_ref()?;
-        Some((soft_ce.shallow_clone(), Gradient { soft: Some(Factor::One), ..Gradient::default() }))
+        Some((
+            soft_ce.shallow_clone(),
+            TermGradient { soft: Some(RowFactor::One), ..TermGradient::default() },
+        ))
     }
 }
 
 /// Σ p^t log(p^t/p^d), with the gradient of [`SoftCrossEntropy`].
-struct Divergence;
+struct KlDivergence;
 
-impl LossTerm for Divergence {
+impl LossTerm for KlDivergence {
     fn name(&self) -> &'static str {
         "kl"
     }
@@ -186,21 +189,21 @@ impl LossTerm for Divergence {
         recipe.kl_alpha
     }
 
-    fn needs(&self, recipe: &LossRecipe) -> Needs {
-        Needs { soft: recipe.kl_alpha != 0.0, ..Needs::default() }
+    fn required_stats(&self, recipe: &LossRecipe) -> RequiredStats {
+        RequiredStats { soft: recipe.kl_alpha != 0.0, ..RequiredStats::default() }
     }
 
-    fn evaluate(&self, distances: &RowStats, _: &LossRecipe) -> Option<(Tensor, Gradient)> {
+    fn evaluate(&self, distances: &RowStats, _: &LossRecipe) -> Option<(Tensor, TermGradient)> {
         let (_, kl) = distances.soft.as_ref()?;
-        Some((kl.shallow_clone(), Gradient { soft: Some(Factor::One), ..Gradient::default() }))
+        Some((kl.shallow_clone(), TermGradient { soft: Some(RowFactor::One), ..TermGradient::default() }))
     }
 }
 
 /// −log α of the overlap α = Σ min(p^d, p^t), or λ·KL + (1 − λ)·(1 − α). The gradient treats λ = exp(−ηα) as constant
 /// (Samarin et al. 2026, arXiv 2602.23881).
-struct Overlap;
+struct OverlapLoss;
 
-impl LossTerm for Overlap {
+impl LossTerm for OverlapLoss {
     fn name(&self) -> &'static str {
         "lk"
     }
@@ -213,27 +216,27 @@ impl LossTerm for Overlap {
         recipe.lk.is_some()
     }
 
-    fn needs(&self, recipe: &LossRecipe) -> Needs {
+    fn required_stats(&self, recipe: &LossRecipe) -> RequiredStats {
         let hybrid = recipe.lk.is_some_and(|lk| lk.form == LkForm::Hybrid);
-        Needs { soft: hybrid, overlap: recipe.lk.is_some(), ..Needs::default() }
+        RequiredStats { soft: hybrid, overlap: recipe.lk.is_some(), ..RequiredStats::default() }
     }
 
-    fn evaluate(&self, distances: &RowStats, recipe: &LossRecipe) -> Option<(Tensor, Gradient)> {
+    fn evaluate(&self, distances: &RowStats, recipe: &LossRecipe) -> Option<(Tensor, TermGradient)> {
         let (Lk { form, eta, .. }, overlap) = recipe.lk.zip(distances.overlap.as_ref())?;
         // ∂α = −½ ∂‖p^d − p^t‖₁, because both distributions sum to 1.
         Some(match (form, &distances.soft) {
             (LkForm::Hybrid, Some((_, kl))) => {
                 let blend = (overlap * -eta).exp();
                 let rest = 1.0 - &blend;
-                let l1 = Some(Factor::Rows(&rest * 0.5));
+                let l1 = Some(RowFactor::Rows(&rest * 0.5));
                 let value = &blend * kl + rest * (1.0 - overlap);
-                (value, Gradient { label: None, soft: Some(Factor::Rows(blend)), l1 })
+                (value, TermGradient { label: None, soft: Some(RowFactor::Rows(blend)), l1 })
             }
             _ => {
-                let known = overlap.ge(LEAST_OVERLAP).to_kind(Kind::Float);
-                let overlap = overlap.clamp_min(LEAST_OVERLAP);
-                let l1 = Some(Factor::Rows(known / &overlap * 0.5));
-                (-overlap.log(), Gradient { label: None, soft: None, l1 })
+                let known = overlap.ge(MIN_OVERLAP).to_kind(Kind::Float);
+                let overlap = overlap.clamp_min(MIN_OVERLAP);
+                let l1 = Some(RowFactor::Rows(known / &overlap * 0.5));
+                (-overlap.log(), TermGradient { label: None, soft: None, l1 })
             }
         })
     }
@@ -252,8 +255,8 @@ pub(super) struct GradCoeffs {
 
 impl GradCoeffs {
     /// Adds a term's factors, times row weights `weights [n, 1]`.
-    fn add(&mut self, gradient: Gradient, weights: &Tensor) {
-        let Gradient { label, soft, l1 } = gradient;
+    fn add_term(&mut self, gradient: TermGradient, weights: &Tensor) {
+        let TermGradient { label, soft, l1 } = gradient;
         for (sum, factor) in [(&mut self.label, label), (&mut self.soft, soft), (&mut self.l1, l1)] {
             if let Some(more) = factor.map(|factor| factor.times(weights)) {
                 *sum = Some(sum.take().map_or_else(|| more.shallow_clone(), |sum| sum + &more));
@@ -262,7 +265,7 @@ impl GradCoeffs {
     }
 
     /// The three factors as `[n, 3]`.
-    pub fn factors(&self, labels: &Tensor) -> Tensor {
+    pub fn to_tensor(&self, labels: &Tensor) -> Tensor {
         let none = labels.zeros_like().to_kind(Kind::Float).view([-1, 1]);
         let factors = [&self.label, &self.soft, &self.l1].map(|of| of.as_ref().unwrap_or(&none));
         Tensor::cat(&factors, 1)
@@ -287,9 +290,9 @@ pub(super) struct WeightedLoss {
 
 impl LossRecipe {
     /// Measurements in addition to cross entropy and ‖p^d − p^t‖₁, which are always computed.
-    pub(super) fn needs(&self) -> Needs {
-        let own = Needs { correct: self.until_first_error, ..Needs::default() };
-        TERMS.iter().map(|term| term.needs(self)).fold(own, |all, needs| Needs {
+    pub(super) fn required_stats(&self) -> RequiredStats {
+        let own = RequiredStats { correct: self.until_first_error, ..RequiredStats::default() };
+        TERMS.iter().map(|term| term.required_stats(self)).fold(own, |all, needs| RequiredStats {
             soft: all.soft || needs.soft,
             overlap: all.overlap || needs.overlap,
             agreement: all.agreement || needs.agreement,
@@ -306,7 +309,7 @@ impl LossRecipe {
             if alpha != 0.0 {
                 let weights = if term.is_adaptive() { adaptive } else { weights } * alpha;
                 loss += &value * &weights;
-                coeffs.add(gradient, &weights);
+                coeffs.add_term(gradient, &weights);
             }
             Some(value)
         });
@@ -315,7 +318,7 @@ impl LossRecipe {
 
     /// Cross entropy weights that follow the drafter, `[n, 1]`, constant in the gradient. None if the recipe's decay
     /// applies. The rows form `blocks` whole blocks of γ positions; `slots` returns block · γ + position, `[n]`.
-    pub(super) fn ce_weights(
+    pub(super) fn adaptive_ce_weights(
         &self,
         stats: &RowStats,
         weights: &Tensor,
@@ -324,14 +327,14 @@ impl LossRecipe {
         gamma: i64,
     ) -> Option<Tensor> {
         if let Some(correct) = stats.correct.as_ref().filter(|_| self.until_first_error) {
-            return Some(weights * Self::before_first_error(correct, &slots(), blocks, gamma));
+            return Some(weights * Self::mask_until_first_error(correct, &slots(), blocks, gamma));
         }
         let dpace = self.dpace?;
         Some(Self::dpace_weights(dpace, &stats.ce, &slots(), blocks, gamma))
     }
 
     /// 1 in rows up to and including their block's first row that is not `correct`, else 0: `[n, 1]`.
-    fn before_first_error(correct: &Tensor, slots: &Tensor, blocks: i64, gamma: i64) -> Tensor {
+    fn mask_until_first_error(correct: &Tensor, slots: &Tensor, blocks: i64, gamma: i64) -> Tensor {
         let prefix = Tensor::ones([blocks * gamma], (Kind::Float, correct.device()))
             .index_copy(0, slots, &correct.squeeze_dim(1))
             .view([blocks, gamma])
@@ -367,7 +370,7 @@ mod tests {
         let slots = [0_i64, 1, 2, 3, 4, 5, 8];
         let correct = [1.0_f32, 1.0, 0.0, 1.0, 0.0, 1.0, 1.0];
         let correct = Tensor::from_slice(&correct).unsqueeze(1);
-        let counted = LossRecipe::before_first_error(&correct, &Tensor::from_slice(&slots), 3, 4);
+        let counted = LossRecipe::mask_until_first_error(&correct, &Tensor::from_slice(&slots), 3, 4);
         assert_eq!(Vec::<f32>::try_from(counted.view([-1])).unwrap(), [1.0, 1.0, 1.0, 0.0, 1.0, 0.0, 1.0]);
     }
 }

@@ -172,7 +172,7 @@ pub struct TargetProbs {
 }
 
 /// Losses of n rows of drafter logits, `[n, 1]` each, with label x*, drafter p^d and target p^t.
-pub struct RowsMeasured {
+pub struct RowDistances {
     /// −log p^d(x*).
     pub ce: Tensor,
     /// ‖p^d − p^t‖₁.

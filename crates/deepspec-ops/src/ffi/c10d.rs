@@ -89,17 +89,17 @@ impl Store {
         timeout: Duration,
         prefix: &str,
     ) -> Outcome<(Self, u16)> {
-        let (host, prefix) = (text(host)?, text(prefix)?);
+        let (host, prefix) = (to_c_string(host)?, to_c_string(prefix)?);
         let (mut bound, mut raw) = (port, ptr::null_mut());
         // SAFETY: both strings and both out-pointers outlive the call, which keeps none of them.
         check(unsafe {
-            ds_store_open(host.as_ptr(), &mut bound, is_host, millis(timeout), prefix.as_ptr(), &mut raw)
+            ds_store_open(host.as_ptr(), &mut bound, is_host, to_millis(timeout), prefix.as_ptr(), &mut raw)
         })?;
         Ok((Self(not_null(raw)?), bound))
     }
 
     /// Opens another connection to the same keys. A wait on one connection does not block the other.
-    pub fn another(&self) -> Outcome<Self> {
+    pub fn clone_connection(&self) -> Outcome<Self> {
         let mut raw = ptr::null_mut();
         // SAFETY: the store lives until `self` is dropped; the out-pointer outlives the call.
         check(unsafe { ds_store_clone(self.0.as_ptr(), &mut raw) })?;
@@ -108,14 +108,14 @@ impl Store {
 
     /// Makes every later wait fail once the store's host has been silent for `after`, whatever the wait's timeout.
     /// The initial limit is 15 s, or the timeout of `open` if that is less. Does nothing on systems other than Linux.
-    pub fn notice_silence(&self, after: Duration) -> Outcome<()> {
+    pub fn set_silence_timeout(&self, after: Duration) -> Outcome<()> {
         // SAFETY: the store lives until `self` is dropped.
-        check(unsafe { ds_store_notice_silence(self.0.as_ptr(), millis(after)) })
+        check(unsafe { ds_store_notice_silence(self.0.as_ptr(), to_millis(after)) })
     }
 
     /// Sets a key.
     pub fn set(&self, key: &str, value: &[u8]) -> Outcome<()> {
-        let key = text(key)?;
+        let key = to_c_string(key)?;
         // SAFETY: the store lives until `self` is dropped and locks itself. Key and value outlive the call, which
         // copies them.
         check(unsafe { ds_store_set(self.0.as_ptr(), key.as_ptr(), value.as_ptr(), value.len()) })
@@ -123,11 +123,11 @@ impl Store {
 
     /// Waits for a key and returns its value.
     pub fn get(&self, key: &str, timeout: Duration) -> Outcome<Vec<u8>> {
-        let key = text(key)?;
+        let key = to_c_string(key)?;
         let (mut bytes, mut length) = (ptr::null_mut(), 0);
         // SAFETY: as for `set`; the out-pointers outlive the call.
         check(unsafe {
-            ds_store_get(self.0.as_ptr(), key.as_ptr(), millis(timeout), &mut bytes, &mut length)
+            ds_store_get(self.0.as_ptr(), key.as_ptr(), to_millis(timeout), &mut bytes, &mut length)
         })?;
         // SAFETY: without an error, `bytes` points to `length` bytes from malloc, which this function owns.
         let value = unsafe { slice::from_raw_parts(bytes, length) }.to_vec();
@@ -146,14 +146,14 @@ impl Drop for Store {
 
 /// Makes a GPU the current device of the calling thread.
 pub fn set_device(index: usize) -> Outcome<()> {
-    let index = number(index)?;
+    let index = to_c_int(index)?;
     // SAFETY: the shim takes a plain number, and libtorch's device guards live as long as the process.
     check(unsafe { ds_device_set(index) })
 }
 
 /// Rank, world size and timeout of a new connection.
 #[derive(Debug, Clone, Copy)]
-pub struct Member {
+pub struct GroupMember {
     /// Rank of this process.
     pub rank: usize,
     /// Number of ranks.
@@ -171,9 +171,9 @@ unsafe impl Send for Nccl {}
 impl Nccl {
     /// Connects GPU `device` of this rank with the GPUs of all other ranks. Blocks until all ranks have connected;
     /// call it on a separate thread.
-    pub fn open(store: &Store, member: Member, device: usize) -> Outcome<Self> {
-        let (rank, world_size) = (number(member.rank)?, number(member.world_size)?);
-        let (device, timeout, mut raw) = (number(device)?, millis(member.timeout), ptr::null_mut());
+    pub fn open(store: &Store, member: GroupMember, device: usize) -> Outcome<Self> {
+        let (rank, world_size) = (to_c_int(member.rank)?, to_c_int(member.world_size)?);
+        let (device, timeout, mut raw) = (to_c_int(device)?, to_millis(member.timeout), ptr::null_mut());
         // SAFETY: the store lives during the call, which takes a counted reference. The out-pointer outlives the
         // call.
         check(unsafe { ds_nccl_open(store.0.as_ptr(), rank, world_size, timeout, device, &mut raw) })?;
@@ -183,7 +183,7 @@ impl Nccl {
 
 impl Drop for Nccl {
     fn drop(&mut self) {
-        // SAFETY: the pointer came from `ds_nccl_open`. Only this function frees it, because `take_nccl` forgets the
+        // SAFETY: the pointer came from `ds_nccl_open`. Only this function frees it, because `use_nccl` forgets the
         // value that it takes.
         unsafe { ds_nccl_free(self.0.as_ptr()) }
     }
@@ -196,10 +196,10 @@ pub struct Group(NonNull<RawGroup>);
 impl Group {
     /// Connects to all other ranks over Gloo; ranks find each other through the store. The other ranks reach this
     /// host at `address`.
-    pub fn open(store: &Store, address: &str, member: Member) -> Outcome<Self> {
-        let address = text(address)?;
-        let (rank, world_size) = (number(member.rank)?, number(member.world_size)?);
-        let (timeout, mut raw) = (millis(member.timeout), ptr::null_mut());
+    pub fn open(store: &Store, address: &str, member: GroupMember) -> Outcome<Self> {
+        let address = to_c_string(address)?;
+        let (rank, world_size) = (to_c_int(member.rank)?, to_c_int(member.world_size)?);
+        let (timeout, mut raw) = (to_millis(member.timeout), ptr::null_mut());
         // SAFETY: the store lives during the call, which takes a counted reference. The string and the out-pointer
         // outlive the call.
         check(unsafe {
@@ -209,7 +209,7 @@ impl Group {
     }
 
     /// Uses NCCL for CUDA tensors from now on.
-    pub fn take_nccl(&mut self, nccl: Nccl) {
+    pub fn use_nccl(&mut self, nccl: Nccl) {
         // SAFETY: both pointers are live. The group is borrowed mutably, and owns the connection afterwards.
         unsafe { ds_group_take_nccl(self.0.as_ptr(), nccl.0.as_ptr()) };
         mem::forget(nccl);
@@ -242,7 +242,7 @@ impl Group {
 
     /// Broadcasts a contiguous tensor of rank `root` to all ranks, in place.
     pub fn broadcast(&self, tensor: &mut Tensor, root: usize) -> Outcome<()> {
-        let root = number(root)?;
+        let root = to_c_int(root)?;
         // SAFETY: as for `all_reduce`.
         check(unsafe { ds_group_broadcast(self.0.as_ptr(), tensor.as_mut_ptr().cast(), root) })
     }
@@ -288,11 +288,11 @@ pub(super) fn check(error: *mut c_char) -> Outcome<()> {
     Err(said)
 }
 
-fn text(text: &str) -> Outcome<CString> {
+fn to_c_string(text: &str) -> Outcome<CString> {
     CString::new(text).map_err(|error| error.to_string())
 }
 
-fn number(value: usize) -> Outcome<c_int> {
+fn to_c_int(value: usize) -> Outcome<c_int> {
     c_int::try_from(value).map_err(|error| error.to_string())
 }
 
@@ -300,6 +300,6 @@ fn not_null<T>(raw: *mut T) -> Outcome<NonNull<T>> {
     NonNull::new(raw).ok_or_else(|| "c10d returned nothing".into())
 }
 
-fn millis(duration: Duration) -> i64 {
+fn to_millis(duration: Duration) -> i64 {
     i64::try_from(duration.as_millis()).unwrap_or(i64::MAX)
 }

@@ -34,7 +34,7 @@ impl UninitTensor {
     }
 
     /// The filled tensor.
-    pub fn done(self) -> Tensor {
+    pub fn into_tensor(self) -> Tensor {
         self.tensor
     }
 }
@@ -50,7 +50,7 @@ mod tests {
             value.copy_from_slice(&(number as f32).to_le_bytes());
         }
         let wanted = Tensor::arange(6, (Kind::Float, Device::Cpu)).reshape([2, 3]);
-        assert_eq!(filling.done(), wanted);
+        assert_eq!(filling.into_tensor(), wanted);
     }
 
     #[test]

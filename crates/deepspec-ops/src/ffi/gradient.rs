@@ -4,7 +4,7 @@ use std::ffi::c_void;
 
 use tch::Tensor;
 
-use super::owned;
+use super::tensor_from_raw;
 
 unsafe extern "C" {
     fn ds_take_gradient(parameter: *const c_void) -> *mut c_void;
@@ -14,5 +14,5 @@ unsafe extern "C" {
 pub fn take_gradient(parameter: &Tensor) -> Option<Tensor> {
     // SAFETY: the shim moves the parameter's reference to its gradient out, or returns null. It catches every C++
     // exception.
-    unsafe { owned(ds_take_gradient(parameter.as_ptr().cast())) }
+    unsafe { tensor_from_raw(ds_take_gradient(parameter.as_ptr().cast())) }
 }

@@ -12,7 +12,7 @@ use super::c10d::check;
 pub struct DeviceMemory {
     /// Bytes of live tensors.
     pub in_use: u64,
-    /// Peak of `in_use` since process start or the last [`restart_device_peak`].
+    /// Peak of `in_use` since process start or the last [`reset_device_peak`].
     pub peak: u64,
     /// Peak of the bytes taken from the driver, including cached blocks.
     pub reserved_peak: u64,
@@ -35,7 +35,7 @@ pub fn device_memory(device: Device) -> Option<DeviceMemory> {
 }
 
 /// Restarts the peaks of a GPU.
-pub fn restart_device_peak(device: Device) {
+pub fn reset_device_peak(device: Device) {
     let Device::Cuda(index) = device else { return };
     if let Ok(index) = c_int::try_from(index) {
         // SAFETY: the shim takes a plain number and catches every C++ exception. An unused GPU has no peak.

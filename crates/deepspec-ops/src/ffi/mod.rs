@@ -29,15 +29,15 @@ use tch::Tensor;
 
 pub use args::{
     AdamWSettings, AdamWTensors, AttentionPart, KeyValues, KvChunk, KvRows, KvWindow, LogitRows,
-    MAX_DECODE_ROWS, ProjectedHeads, RmsNormParams, RowsMeasured, SequenceBlocks, TargetProbs, TiledBlocks,
+    MAX_DECODE_ROWS, ProjectedHeads, RmsNormParams, RowDistances, SequenceBlocks, TargetProbs, TiledBlocks,
 };
 pub use filling::UninitTensor;
 pub use gradient::take_gradient;
 pub use kernels::*;
-pub use memory::{DeviceMemory, device_memory, gpu_free_memory, has_bfloat16, restart_device_peak};
+pub use memory::{DeviceMemory, device_memory, gpu_free_memory, has_bfloat16, reset_device_peak};
 pub use profile::{Profile, Range, range};
 pub use runtime::init_runtime;
-pub use stream::{CudaEvent, CudaStream, StreamGuard, pinned};
+pub use stream::{CudaEvent, CudaStream, StreamGuard, empty_pinned};
 
 /// libtorch's CUDA library. The binaries link only libtorch_cpu, so CUDA is unavailable until this library is loaded.
 const CUDA_LIBRARY: &str = "libtorch_cuda.so";
@@ -60,7 +60,7 @@ pub fn load_cuda() -> Result<(), String> {
 
 /// Makes a later `exit` end the process at once, with code 1. Otherwise libraries unload under threads that hang in
 /// foreign code, which may keep the process alive.
-pub fn leave_at_exit() {
+pub fn skip_exit_cleanup() {
     extern "C" fn leave() {
         // SAFETY: `_exit` takes a plain number and does not return.
         unsafe { libc::_exit(1) }
@@ -71,7 +71,7 @@ pub fn leave_at_exit() {
 }
 
 /// Sends a signal to a child process that nobody has waited for.
-pub fn signal(child: &Child, signal: i32) -> io::Result<()> {
+pub fn send_signal(child: &Child, signal: i32) -> io::Result<()> {
     // SAFETY: kill takes plain numbers. Only a wait, which needs `child` mutably, frees the PID for another process.
     let sent = unsafe { libc::kill(child.id() as libc::pid_t, signal) };
     if sent == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
@@ -96,7 +96,7 @@ pub fn die_with_parent(_command: &mut Command) {}
 
 /// # Safety
 /// `made` is null or a tensor from `new` that nobody else owns.
-unsafe fn owned(made: *mut c_void) -> Option<Tensor> {
+unsafe fn tensor_from_raw(made: *mut c_void) -> Option<Tensor> {
     // SAFETY: the function's contract makes this tensor ours; tch frees it by `delete`.
     (!made.is_null()).then(|| unsafe { Tensor::from_ptr(made.cast()) })
 }

@@ -2,7 +2,7 @@
 //! routines. `docs/runtime.md` describes each and how to disable it.
 
 /// The environment variable that selects the allocator of CPU tensors; `libc` keeps glibc's defaults.
-const ALLOCATOR: &str = "DEEPSPEC_ALLOCATOR";
+const ALLOCATOR_VAR: &str = "DEEPSPEC_ALLOCATOR";
 
 /// Sets the allocator. Links the code that shortens the spinning of OpenMP threads, and MKL's processor check. `main`
 /// calls this first.
@@ -11,10 +11,12 @@ const ALLOCATOR: &str = "DEEPSPEC_ALLOCATOR";
 /// `pool`; other values cause a message on standard error.
 pub fn init_runtime() {
     link_omp_wait();
-    match std::env::var(ALLOCATOR).as_deref() {
+    match std::env::var(ALLOCATOR_VAR).as_deref() {
         Ok("libc") => return,
         Ok("pool" | "") | Err(_) => {}
-        Ok(other) => eprintln!("{ALLOCATOR}={other} is not an allocator: use pool or libc. It is pool now."),
+        Ok(other) => {
+            eprintln!("{ALLOCATOR_VAR}={other} is not an allocator: use pool or libc. It is pool now.")
+        }
     }
     keep_freed_memory();
     pool_large_blocks();

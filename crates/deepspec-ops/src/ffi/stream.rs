@@ -42,11 +42,11 @@ impl CudaStream {
     ///
     /// # Panics
     /// With the driver's message.
-    pub fn of(device: Device) -> Option<Self> {
-        let index = index_of(device)?;
+    pub fn on_device(device: Device) -> Option<Self> {
+        let index = cuda_index(device)?;
         let mut id = 0;
         // SAFETY: the shim writes one number and catches every C++ exception.
-        done("a stream", unsafe { ds_side_stream(index, &mut id) });
+        panic_on_error("a stream", unsafe { ds_side_stream(index, &mut id) });
         Some(Self { index, id })
     }
 
@@ -55,28 +55,28 @@ impl CudaStream {
     /// # Panics
     /// With the driver's message.
     pub fn enter(self) -> StreamGuard {
-        StreamGuard { before: self.exchange(), _thread: PhantomData }
+        StreamGuard { before: self.swap_current(), _thread: PhantomData }
     }
 
-    fn exchange(self) -> Self {
+    fn swap_current(self) -> Self {
         let mut before = 0;
         // SAFETY: the id came from libtorch, for a stream of this GPU, and streams live as long as the process. The
         // shim writes one number and catches every C++ exception.
-        done("changing streams", unsafe { ds_enter_stream(self.index, self.id, &mut before) });
+        panic_on_error("changing streams", unsafe { ds_enter_stream(self.index, self.id, &mut before) });
         Self { index: self.index, id: before }
     }
 }
 
 impl Drop for StreamGuard {
     fn drop(&mut self) {
-        self.before.exchange();
+        self.before.swap_current();
     }
 }
 
 /// A point in a GPU stream's work.
 pub struct CudaEvent(NonNull<RawEvent>);
 
-// SAFETY: any thread may wait for an event and free it. An event does not change after `here` has recorded it.
+// SAFETY: any thread may wait for an event and free it. An event does not change after `record` has recorded it.
 unsafe impl Send for CudaEvent {}
 
 impl CudaEvent {
@@ -84,11 +84,11 @@ impl CudaEvent {
     ///
     /// # Panics
     /// With the driver's message.
-    pub fn here(device: Device) -> Option<Self> {
-        let index = index_of(device)?;
+    pub fn record(device: Device) -> Option<Self> {
+        let index = cuda_index(device)?;
         let mut event = ptr::null_mut();
         // SAFETY: the shim writes one pointer, to an event that nobody else owns, and catches every C++ exception.
-        done("an event", unsafe { ds_event_here(index, &mut event) });
+        panic_on_error("an event", unsafe { ds_event_here(index, &mut event) });
         NonNull::new(event).map(Self)
     }
 
@@ -96,10 +96,10 @@ impl CudaEvent {
     ///
     /// # Panics
     /// With the driver's message.
-    pub fn block(&self, device: Device) {
-        let Some(index) = index_of(device) else { return };
+    pub fn make_stream_wait(&self, device: Device) {
+        let Some(index) = cuda_index(device) else { return };
         // SAFETY: the event is live. The shim also takes a plain number, and catches every C++ exception.
-        done("waiting", unsafe { ds_event_block(self.0.as_ptr(), index) });
+        panic_on_error("waiting", unsafe { ds_event_block(self.0.as_ptr(), index) });
     }
 
     /// Makes this thread's current streams on the tensors' devices wait for the event. The host does not wait. The
@@ -107,20 +107,20 @@ impl CudaEvent {
     ///
     /// # Panics
     /// With the driver's message.
-    pub fn hold<'t>(&self, tensors: impl IntoIterator<Item = &'t Tensor>) {
+    pub fn make_streams_wait<'t>(&self, tensors: impl IntoIterator<Item = &'t Tensor>) {
         let tensors: Vec<*const c_void> = tensors.into_iter().map(|tensor| tensor.as_ptr().cast()).collect();
         // SAFETY: the event is live, and the tensors outlive the call, which only reads their addresses. The shim
         // catches every C++ exception.
-        done("waiting", unsafe { ds_event_hold(self.0.as_ptr(), tensors.as_ptr(), tensors.len()) });
+        panic_on_error("waiting", unsafe { ds_event_hold(self.0.as_ptr(), tensors.as_ptr(), tensors.len()) });
     }
 
     /// Blocks the host until the event has happened.
     ///
     /// # Panics
     /// With the driver's message.
-    pub fn wait(self) {
+    pub fn synchronize(self) {
         // SAFETY: the event is live. The shim catches every C++ exception.
-        done("waiting", unsafe { ds_event_wait(self.0.as_ptr()) });
+        panic_on_error("waiting", unsafe { ds_event_wait(self.0.as_ptr()) });
     }
 }
 
@@ -135,22 +135,22 @@ impl Drop for CudaEvent {
 ///
 /// # Panics
 /// If there is no such memory or no GPU.
-pub fn pinned(size: &[i64], like: &Tensor) -> Tensor {
+pub fn empty_pinned(size: &[i64], like: &Tensor) -> Tensor {
     let (like, mut out) = (like.as_ptr().cast(), ptr::null_mut());
     // SAFETY: the shim reads `size.len()` numbers and the dtype of `like`, writes one pointer and catches every C++
     // exception.
-    done("page-locked memory", unsafe { ds_pinned(size.as_ptr(), size.len(), like, &mut out) });
+    panic_on_error("page-locked memory", unsafe { ds_pinned(size.as_ptr(), size.len(), like, &mut out) });
     // SAFETY: without an error, `out` is a tensor from `new` that nobody else owns; tch frees it by `delete`.
     unsafe { Tensor::from_ptr(out.cast()) }
 }
 
-fn index_of(device: Device) -> Option<c_int> {
+fn cuda_index(device: Device) -> Option<c_int> {
     let Device::Cuda(index) = device else { return None };
     c_int::try_from(index).ok()
 }
 
 #[track_caller]
-fn done(what: &str, problem: *mut c_char) {
+fn panic_on_error(what: &str, problem: *mut c_char) {
     if let Err(problem) = check(problem) {
         panic!("{what}: {problem}");
     }

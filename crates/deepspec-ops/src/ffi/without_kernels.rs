@@ -7,7 +7,7 @@ use tch::{Kind, Tensor};
 
 use super::args::{
     AdamWSettings, AdamWTensors, AttentionPart, KeyValues, KvChunk, KvRows, KvWindow, LogitRows,
-    ProjectedHeads, RmsNormParams, RowsMeasured, SequenceBlocks, TargetProbs, TiledBlocks,
+    ProjectedHeads, RmsNormParams, RowDistances, SequenceBlocks, TargetProbs, TiledBlocks,
 };
 
 /// A packed weight, which this build never creates.
@@ -70,7 +70,7 @@ pub fn packed_gated_product(
 pub struct TiledAttention(Infallible);
 
 impl TiledAttention {
-    /// [`attends_in_tiles`] prevents this call.
+    /// [`has_tiled_attention`] prevents this call.
     pub fn new(_indices: &Tensor, _blocks: &TiledBlocks) -> Self {
         unreachable!("attention in tiles needs the kernels feature")
     }
@@ -82,12 +82,12 @@ impl TiledAttention {
 }
 
 /// False: no kernel computes tiled attention.
-pub fn attends_in_tiles(_like: &Tensor, _kind: Kind, _dim: i64) -> bool {
+pub fn has_tiled_attention(_like: &Tensor, _kind: Kind, _dim: i64) -> bool {
     false
 }
 
 /// False: no kernel computes attention block by block.
-pub fn attends_by_block(_dim: i64) -> bool {
+pub fn has_block_attention(_dim: i64) -> bool {
     false
 }
 
@@ -156,11 +156,11 @@ pub fn in_place_attention(_rows: KvRows<'_>, _chunks: &[KvChunk<'_>], _window: K
 }
 
 /// Measurements of a GPU kernel, which this build never computes.
-pub struct LogitsMeasured(Infallible);
+pub struct MeasuredLogits(Infallible);
 
-impl LogitsMeasured {
+impl MeasuredLogits {
     /// Distances of the rows.
-    pub fn distances(&self) -> RowsMeasured {
+    pub fn distances(&self) -> RowDistances {
         match self.0 {}
     }
 
@@ -172,12 +172,12 @@ impl LogitsMeasured {
 
 impl LogitRows<'_> {
     /// None: no kernel measures rows.
-    pub fn measure(&self) -> Option<LogitsMeasured> {
+    pub fn measure(&self) -> Option<MeasuredLogits> {
         None
     }
 
     /// Gradients of measured rows.
-    pub fn backward(self, measured: &LogitsMeasured, _factors: &Tensor) {
+    pub fn backward(self, measured: &MeasuredLogits, _factors: &Tensor) {
         match measured.0 {}
     }
 }
@@ -193,7 +193,7 @@ pub fn measure_rows(
     _target: &TargetProbs,
     _labels: &Tensor,
     _soft: bool,
-) -> Option<RowsMeasured> {
+) -> Option<RowDistances> {
     None
 }
 
@@ -213,7 +213,7 @@ pub fn add_to_rows(_rows: &mut Tensor, _source_of_row: &Tensor, _values: &Tensor
 }
 
 /// False: the caller multiplies.
-pub fn multiply(_a: &Tensor, _b: &Tensor, _out: &mut Tensor, _add: bool) -> bool {
+pub fn matmul_into(_a: &Tensor, _b: &Tensor, _out: &mut Tensor, _add: bool) -> bool {
     false
 }
 
@@ -233,7 +233,7 @@ pub fn argmax(_x: &Tensor) -> Option<Tensor> {
 }
 
 /// None: the reference computes the softmax.
-pub fn distributions(_logits: &Tensor, _temperatures: &Tensor) -> Option<Tensor> {
+pub fn temperature_softmax(_logits: &Tensor, _temperatures: &Tensor) -> Option<Tensor> {
     None
 }
 

@@ -7,12 +7,12 @@ use tch::Tensor;
 use crate::ffi;
 use crate::linear::{Weight, linear};
 
-/// The function on the MLP's gate.
+/// Activation function of the MLP's gate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Activation {
     /// `x · sigmoid(x)`.
     Silu,
-    /// The Gaussian error unit in its tanh form.
+    /// GELU in its tanh approximation.
     GeluTanh,
 }
 
@@ -25,14 +25,14 @@ pub struct GatedMlp<'a> {
     pub up: &'a Weight,
     /// Its down projection.
     pub down: &'a Weight,
-    /// The function on the gate.
+    /// Activation function of the gate.
     pub activation: Activation,
 }
 
 /// `down(act(gate(x)) ⊙ up(x))` of `x [N, d]`: `[N, d]`.
 ///
-/// Kernels run for SiLU on the CPU. Packed weights take two calls. In training, one kernel multiplies the gated values by `down`,
-/// and keeps `gate(x)` and `up(x)` alone for the backward pass.
+/// With SiLU, kernels run on the CPU. Packed weights need two kernel calls. In training, one kernel computes
+/// gating and down projection, and saves only `gate(x)` and `up(x)` for the backward pass.
 pub fn gated_mlp(x: &Tensor, weights: GatedMlp<'_>) -> Tensor {
     let GatedMlp { gate, up, down, activation } = weights;
     if let (Activation::Silu, Weight::Packed(gate), Weight::Packed(up)) = (activation, gate, up) {
@@ -69,7 +69,7 @@ mod tests {
             let expected = gated.linear(&down, None::<&Tensor>);
             for form in [
                 |tensor: &Tensor| Weight::Stored(tensor.shallow_clone()),
-                |tensor: &Tensor| Weight::Stored(tensor.shallow_clone()).packed(),
+                |tensor: &Tensor| Weight::Stored(tensor.shallow_clone()).pack(),
             ] {
                 let [gate, up, down] = [&gate, &up, &down].map(form);
                 let found = gated_mlp(&x, GatedMlp { gate: &gate, up: &up, down: &down, activation });

@@ -6,17 +6,17 @@ use tch::{Kind, Tensor};
 
 use super::{KV_ALIGN, MaskKind};
 
-/// Scores per key head and sequence up to which a chunk is one call.
-const WHOLE: usize = 1 << 27;
-/// Scores per call of a longer chunk. Its masks are made one at a time.
-const PIECE: usize = 1 << 25;
+/// Maximum scores per key head and sequence for a chunk to be one call.
+const MAX_UNSPLIT_SCORES: usize = 1 << 27;
+/// Maximum scores per call of a longer chunk, which is split. The masks of its calls are built one at a time.
+const MAX_CALL_SCORES: usize = 1 << 25;
 
-/// Facts about a layer that decide its masks.
+/// Settings of a layer that determine its masks.
 #[derive(PartialEq)]
 pub struct MaskShape {
     /// Query heads per key/value head.
     pub repeats: usize,
-    /// Tokens that a query sees; None for all before it.
+    /// Sliding window: number of tokens that a query sees; None without a window.
     pub window: Option<usize>,
 }
 
@@ -26,16 +26,17 @@ pub struct AttentionCall {
     pub rows: Range<usize>,
     /// Key positions that the call reads.
     pub keys: Range<usize>,
-    /// The mask, where all layers share it; see [`AttentionCall::mask`].
+    /// The mask, if it is built in advance for all layers; see [`AttentionCall::build_mask`].
     pub mask: Option<Tensor>,
 }
 
 impl MaskShape {
-    /// Splits chunks of `width` tokens, whose sequences then span `span` tokens, into calls. These two numbers alone decide what each
-    /// call reads.
-    pub fn cut(&self, width: usize, span: usize, visibility: MaskKind) -> Vec<AttentionCall> {
+    /// Splits chunks of `width` tokens into calls. `span` is the sequence length after the chunk, rounded up to
+    /// `KV_ALIGN`. For a mask shape, only these two numbers decide which keys a call reads.
+    pub fn split_into_calls(&self, width: usize, span: usize, visibility: MaskKind) -> Vec<AttentionCall> {
         let scores = self.repeats * span;
-        let most = if scores * width <= WHOLE { width } else { (PIECE / scores).max(1) };
+        let most =
+            if scores * width <= MAX_UNSPLIT_SCORES { width } else { (MAX_CALL_SCORES / scores).max(1) };
         let most = self.window.map_or(most, |window| most.min(window.max(KV_ALIGN)));
         // Sequences of a group differ in length by less than KV_ALIGN.
         let (least_held, most_held) = ((span + 1).saturating_sub(KV_ALIGN + width), span - width);
@@ -54,7 +55,7 @@ impl MaskShape {
 
 impl AttentionCall {
     /// The additive mask, 0 or −∞, `[S, 1, repeats·rows, keys]`, for sequences of `past_len [S, 1, 1]` tokens.
-    pub fn mask(
+    pub fn build_mask(
         &self,
         view: &MaskShape,
         past_len: &Tensor,

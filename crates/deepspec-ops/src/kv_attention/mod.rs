@@ -17,10 +17,10 @@ use crate::ffi::{
 };
 use crate::upload::DeviceArange;
 use calls::MaskShape;
-pub use plan::{AttentionPlan, MaskKind, Rows};
-use plan::{Group, Placed};
-pub use pool::{KEPT, capacity};
-use pool::{Layout, Pool};
+pub use plan::{AttentionPlan, MaskKind, PooledRows};
+use plan::{PlacedChunk, SdpaGroup};
+use pool::{KvLayout, Pool};
+pub use pool::{MAX_SPARE_BYTES, row_capacity};
 
 /// Grouped attention reads keys in whole multiples of this many tokens.
 ///
@@ -30,42 +30,44 @@ const KV_ALIGN: usize = 256;
 
 /// Keys and values of every layer, filled from the left.
 ///
-/// Layers with a window keep all tokens too, and read those within the window: a rollback then changes lengths only. A sequence
-/// takes memory for its own length, and frees it when it is truncated to nothing.
+/// Sliding-window layers also keep all tokens, so that a rollback only changes lengths. A sequence takes memory
+/// for its own length, and frees it when it is truncated to nothing.
 pub struct KvCache {
-    layers: Vec<Layer>,
+    layers: Vec<CacheLayer>,
     mask_shapes: Vec<MaskShape>,
-    layout: Layout,
+    layout: KvLayout,
     /// Pools by the capacity of their rows.
     pools: BTreeMap<usize, Pool>,
-    slots: Vec<Slot>,
+    slots: Vec<SequenceSlot>,
     options: (Kind, Device),
-    in_place: InPlace,
-    /// Row indices and positions are slices of it.
+    in_place: InPlaceKernel,
+    /// Row indices and positions are slices of this arange.
     arange: DeviceArange,
 }
 
-/// Chunks that a kernel attends to in place, without gathering keys.
+/// Kernel that attends to the KV cache in place, without gathering keys.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum InPlace {
-    /// None.
+enum InPlaceKernel {
+    /// No kernel.
     Never,
-    /// Short chunks, on the CPU in float32.
+    /// The CPU kernel for short chunks, in float32.
     ShortChunks,
-    /// All chunks of a batch, on a GPU in bfloat16, where they have at most [`MAX_DECODE_ROWS`] rows.
+    /// The GPU kernel for all chunks of a batch, in bfloat16, if they have at most [`MAX_DECODE_ROWS`] rows.
     DecodeRows,
 }
 
-impl InPlace {
-    fn of(mut layers: impl Iterator<Item = Heads>, kind: Kind, device: Device) -> Self {
+impl InPlaceKernel {
+    fn for_layers(mut layers: impl Iterator<Item = Heads>, kind: Kind, device: Device) -> Self {
         match (kind, device) {
             (Kind::Float, Device::Cpu) if layers.all(|heads| has_in_place_attention(heads.dim)) => {
                 Self::ShortChunks
             }
             (Kind::BFloat16, Device::Cuda(_)) => {
                 let like = Tensor::zeros([1], (kind, device));
-                // Widths that all kernels take: the layers' own are checked with their weights.
-                let has = |heads: Heads| has_decode_kernels(&like, WIDTH, WIDTH, heads.dim, heads.repeats());
+                // All kernels support this width. The layers' own widths are checked with their weights.
+                let has = |heads: Heads| {
+                    has_decode_kernels(&like, PROBE_WIDTH, PROBE_WIDTH, heads.dim, heads.repeats())
+                };
                 if layers.all(has) { Self::DecodeRows } else { Self::Never }
             }
             _ => Self::Never,
@@ -73,19 +75,19 @@ impl InPlace {
     }
 }
 
-/// A width of rows for which the kernels of a GPU exist.
-const WIDTH: i64 = 256;
+/// A row width that all GPU kernels support.
+const PROBE_WIDTH: i64 = 256;
 
-struct Layer {
+struct CacheLayer {
     spec: AttentionSpec,
-    /// Index of its mask shape.
+    /// Index of the layer's mask shape.
     view: usize,
 }
 
 /// Keys and values of one sequence.
 #[derive(Default, Clone)]
-struct Slot {
-    /// Its tokens.
+struct SequenceSlot {
+    /// Number of tokens of the sequence.
     len: usize,
     /// Tokens of its row that were written since the row was taken, rejected drafts included.
     written: usize,
@@ -98,18 +100,18 @@ struct Slot {
 pub struct Chunk {
     /// Its slot in the cache.
     pub slot: usize,
-    /// Tokens of the sequence before them.
+    /// Tokens of the sequence before the chunk.
     pub past_len: usize,
-    /// Their number, at least one.
+    /// Number of tokens of the chunk, at least one.
     pub len: usize,
 }
 
 impl KvCache {
-    /// An empty cache of so many slots, for layers with these attentions.
+    /// An empty cache with `slots` slots, for layers with these specs.
     pub fn new(layers: &[AttentionSpec], slots: usize, kind: Kind, device: Device) -> Self {
         let mut mask_shapes: Vec<MaskShape> = vec![];
-        let layout = Layout::new(layers.iter().map(|layer| layer.heads).collect(), (kind, device));
-        let layers: Vec<Layer> = layers
+        let layout = KvLayout::new(layers.iter().map(|layer| layer.heads).collect(), (kind, device));
+        let layers: Vec<CacheLayer> = layers
             .iter()
             .map(|&spec| {
                 let view = MaskShape { repeats: spec.heads.repeats() as usize, window: spec.window };
@@ -117,11 +119,11 @@ impl KvCache {
                     mask_shapes.push(view);
                     mask_shapes.len() - 1
                 });
-                Layer { spec, view: number }
+                CacheLayer { spec, view: number }
             })
             .collect();
-        let in_place = InPlace::of(layers.iter().map(|layer| layer.spec.heads), kind, device);
-        let slots = vec![Slot::default(); slots];
+        let in_place = InPlaceKernel::for_layers(layers.iter().map(|layer| layer.spec.heads), kind, device);
+        let slots = vec![SequenceSlot::default(); slots];
         let (options, arange) = ((kind, device), DeviceArange::new(device));
         Self { layers, mask_shapes, layout, pools: BTreeMap::new(), slots, options, in_place, arange }
     }
@@ -139,21 +141,21 @@ impl KvCache {
         self.slots[slot].len
     }
 
-    /// Chunks of `(slot, tokens)` that append to their sequences.
-    pub fn append(&self, chunks: &[(usize, usize)]) -> Vec<Chunk> {
+    /// Chunks that append a number of tokens to the sequences of slots, given as `(slot, tokens)`.
+    pub fn chunks_to_append(&self, chunks: &[(usize, usize)]) -> Vec<Chunk> {
         let chunk = |&(slot, len): &(usize, usize)| Chunk { slot, past_len: self.len(slot), len };
         chunks.iter().map(chunk).collect()
     }
 
-    /// Bytes that a sequence of up to `tokens` takes.
+    /// Bytes of memory that a sequence of up to `tokens` takes.
     pub fn kv_cache_bytes(&self, tokens: usize) -> usize {
-        capacity(tokens) * self.layout.token_bytes()
+        row_capacity(tokens) * self.layout.token_bytes()
     }
 
     /// Bytes that are allocated now.
     #[cfg(test)]
-    fn bytes(&self) -> usize {
-        let rows = self.pools.values().map(|pool| pool.capacity * pool.rows().1);
+    fn allocated_bytes(&self) -> usize {
+        let rows = self.pools.values().map(|pool| pool.capacity * pool.used_and_total_rows().1);
         rows.sum::<usize>() * self.layout.token_bytes()
     }
 
@@ -161,42 +163,42 @@ impl KvCache {
     pub fn truncate(&mut self, slot: usize, len: usize) {
         self.slots[slot].len = self.slots[slot].len.min(len);
         if len == 0 {
-            self.free(slot);
+            self.free_slot(slot);
         }
     }
 
-    fn free(&mut self, slot: usize) {
-        let Slot { written, place, .. } = std::mem::take(&mut self.slots[slot]);
+    fn free_slot(&mut self, slot: usize) {
+        let SequenceSlot { written, place, .. } = std::mem::take(&mut self.slots[slot]);
         let pool = place.and_then(|(capacity, row)| Some((self.pools.get_mut(&capacity)?, row)));
         if let Some((pool, row)) = pool {
-            pool.free(row, written);
+            pool.free_row(row, written);
         }
-        // Even without a row: memory may have run out between two layers.
-        self.give_back(KEPT);
+        // Needed even without a row, because memory may have run out while a pool grew.
+        self.free_unused(MAX_SPARE_BYTES);
     }
 
     /// Frees all memory that no sequence uses.
-    pub fn release(&mut self) {
-        self.give_back(0);
+    pub fn free_cached_memory(&mut self) {
+        self.free_unused(0);
     }
 
     /// Frees memory that no sequence uses, except `kept` bytes for the next sequences.
-    fn give_back(&mut self, kept: usize) {
+    fn free_unused(&mut self, kept: usize) {
         let token = self.layout.token_bytes();
         let unused = |pool: &Pool| {
-            let (used, rows) = pool.rows();
+            let (used, rows) = pool.used_and_total_rows();
             (rows - used) * pool.capacity * token
         };
-        self.pools.values_mut().for_each(|pool| pool.trim(&self.layout));
-        self.pools.retain(|_, pool| pool.rows().1 > 0);
+        self.pools.values_mut().for_each(|pool| pool.free_partial_rows(&self.layout));
+        self.pools.retain(|_, pool| pool.used_and_total_rows().1 > 0);
         while self.pools.values().map(unused).sum::<usize>() > kept {
             let Some(pool) = self.pools.values_mut().max_by_key(|pool| unused(pool)) else { return };
             let (capacity, slots) = (pool.capacity, &mut self.slots);
-            if pool.rows().0 == 0 {
+            if pool.used_and_total_rows().0 == 0 {
                 self.pools.remove(&capacity);
                 continue;
             }
-            pool.shrink(&self.layout, |from, to| {
+            pool.compact(&self.layout, |from, to| {
                 for slot in slots.iter_mut().filter(|slot| slot.place == Some((capacity, from))) {
                     slot.place = Some((capacity, to));
                 }
@@ -212,24 +214,24 @@ impl KvCache {
             let slot = &mut self.slots[chunk.slot];
             if slot.place.is_none_or(|(capacity, _)| capacity < needed) {
                 let capacity = moving.entry(chunk.slot).or_default();
-                *capacity = pool::capacity(needed).max(*capacity);
+                *capacity = pool::row_capacity(needed).max(*capacity);
             }
         }
         let moving: Vec<(usize, usize)> = moving.into_iter().collect();
         let bytes = moving.iter().map(|(_, capacity)| capacity).sum::<usize>() * self.layout.token_bytes();
         // All large rows would exist twice if they moved at once.
-        let turns = if bytes > KEPT { 4 } else { 1 };
+        let turns = if bytes > MAX_SPARE_BYTES { 4 } else { 1 };
         for some in moving.chunks(moving.len().div_ceil(turns).max(1)) {
             let mut wanted: BTreeMap<usize, usize> = BTreeMap::new(); // capacity to rows
             some.iter().for_each(|&(_, capacity)| *wanted.entry(capacity).or_default() += 1);
             for (capacity, rows) in wanted {
                 let pool = self.pools.entry(capacity).or_insert_with(|| Pool::new(capacity, &self.layout));
-                pool.make_room(rows, self.slots.len(), &self.layout);
+                pool.reserve_rows(rows, self.slots.len(), &self.layout);
             }
             for &(slot, capacity) in some {
-                self.move_to(slot, capacity);
+                self.move_to_pool(slot, capacity);
             }
-            self.give_back(KEPT);
+            self.free_unused(MAX_SPARE_BYTES);
         }
         for chunk in chunks {
             let slot = &mut self.slots[chunk.slot];
@@ -238,33 +240,33 @@ impl KvCache {
     }
 
     /// Moves a sequence to a free row of another pool.
-    fn move_to(&mut self, slot: usize, capacity: usize) {
-        let Slot { len, written, place } = self.slots[slot];
-        let Some(row) = self.pools.get_mut(&capacity).map(Pool::take) else { return };
+    fn move_to_pool(&mut self, slot: usize, capacity: usize) {
+        let SequenceSlot { len, written, place } = self.slots[slot];
+        let Some(row) = self.pools.get_mut(&capacity).map(Pool::take_row) else { return };
         self.slots[slot].place = Some((capacity, row));
         let Some((old, from)) = place else { return };
         if let (Some(pool), Some(other)) = (self.pools.get(&old), self.pools.get(&capacity)) {
             pool.copy_to(from, other, row, len);
         }
         if let Some(pool) = self.pools.get_mut(&old) {
-            pool.free(from, written);
+            pool.free_row(from, written);
         }
     }
 
-    /// Pool and row of a slot that has room.
-    fn row_of(&self, slot: usize) -> (usize, usize) {
+    /// Pool capacity and row of a slot. [`KvCache::reserve`] must have given it a row.
+    fn pool_and_row(&self, slot: usize) -> (usize, usize) {
         let place = self.slots[slot].place;
         debug_assert!(place.is_some(), "room was made before");
         place.unwrap_or_default()
     }
 
     /// Stores keys and values `[N, G, D]` of the placed rows.
-    pub fn write(&mut self, layer: usize, rows: &Rows, k: &Tensor, v: &Tensor) {
-        let [k, v] = [k, v].map(|new| ordered(new, rows.order.as_ref()));
+    pub fn write(&mut self, layer: usize, rows: &PooledRows, k: &Tensor, v: &Tensor) {
+        let [k, v] = [k, v].map(|new| reorder_rows(new, rows.order.as_ref()));
         for part in &rows.pools {
             let Some(pool) = self.pools.get(&part.capacity) else { continue };
             let place = [Some(&part.place[0]), Some(&part.place[1])];
-            for (tensor, new) in pool.layer(layer).into_iter().zip([&k, &v]) {
+            for (tensor, new) in pool.layer_keys_values(layer).into_iter().zip([&k, &v]) {
                 let new = new.narrow(0, part.first, part.count);
                 let _ = tensor.shallow_clone().index_put_(&place, &new, false);
             }
@@ -278,14 +280,14 @@ impl KvCache {
 
     /// Stores the planned rows, and attends from their queries to their sequences: `[N, H·D]`.
     fn attend(&mut self, layer: usize, plan: &AttentionPlan, qkv: &Qkv) -> Tensor {
-        let grouped = plan.grouped(self);
+        let grouped = plan.chunk_groups(self);
         let in_place = (!grouped.few.is_empty())
             .then(|| self.attend_in_place(layer, &grouped.few, plan.visibility, qkv));
         if grouped.groups.is_empty() {
             return in_place.unwrap_or_else(|| qkv.q.flatten(1, 2));
         }
         self.write(layer, &grouped.rows, &qkv.k, &qkv.v);
-        let q = ordered(&qkv.q, grouped.order.as_ref());
+        let q = reorder_rows(&qkv.q, grouped.order.as_ref());
         let (mut outputs, mut row) = (Vec::with_capacity(grouped.groups.len()), 0);
         for group in &grouped.groups {
             let q = q.narrow(0, row, group.rows);
@@ -295,22 +297,23 @@ impl KvCache {
         let y = if let [only] = outputs.as_slice() { only.shallow_clone() } else { Tensor::cat(&outputs, 0) };
         match (in_place, &grouped.order) {
             (Some(mut all), Some(order)) => all.index_copy_(0, order, &y),
-            _ => ordered(&y, grouped.back.as_ref()),
+            _ => reorder_rows(&y, grouped.back.as_ref()),
         }
     }
 
-    /// Chunks as the kernels take them: pools, rows and lengths of one layer.
-    fn kv_chunks(&self, layer: usize, placed: &[Placed]) -> Vec<KvChunk<'_>> {
-        let chunk = |placed: &Placed| {
-            let pool = self.pools.get(&placed.capacity)?.layer(layer);
-            let Placed { chunk: Chunk { past_len, len, .. }, row, first, .. } = *placed;
+    /// Kernel arguments for these chunks in one layer.
+    fn kv_chunks(&self, layer: usize, placed: &[PlacedChunk]) -> Vec<KvChunk<'_>> {
+        let chunk = |placed: &PlacedChunk| {
+            let pool = self.pools.get(&placed.capacity)?.layer_keys_values(layer);
+            let PlacedChunk { chunk: Chunk { past_len, len, .. }, row, first, .. } = *placed;
             Some(KvChunk { pool, row, past_len, len, first })
         };
         placed.iter().filter_map(chunk).collect()
     }
 
-    /// Attention of the `few` chunks by the CPU kernel: `[N, H·D]`, with zeros in the rows of other chunks.
-    fn attend_in_place(&self, layer: usize, few: &[Placed], visibility: MaskKind, qkv: &Qkv) -> Tensor {
+    /// Attention of the short chunks `few` by the CPU kernel: `[N, H·D]`, with zeros in the rows of other
+    /// chunks.
+    fn attend_in_place(&self, layer: usize, few: &[PlacedChunk], visibility: MaskKind, qkv: &Qkv) -> Tensor {
         let AttentionSpec { scale, window, .. } = self.layers[layer].spec;
         let chunks = self.kv_chunks(layer, few);
         let [q, k, v] = [&qkv.q, &qkv.k, &qkv.v].map(Tensor::contiguous);
@@ -320,14 +323,21 @@ impl KvCache {
     }
 
     /// Attention of one group by SDPA: `q [S·L, H, D]` to `[S·L, H·D]`.
-    fn attend_group(&self, layer: usize, group: &Group, visibility: MaskKind, q: &Tensor) -> Tensor {
+    fn attend_group(&self, layer: usize, group: &SdpaGroup, visibility: MaskKind, q: &Tensor) -> Tensor {
         let Some(pool) = self.pools.get(&group.capacity) else { return q.flatten(1, 2) };
-        let Layer { spec, view } = &self.layers[layer];
-        reference::kv_attention(q, pool.layer(layer), group, &group.mask_shapes[*view], spec, visibility)
+        let CacheLayer { spec, view } = &self.layers[layer];
+        reference::kv_attention(
+            q,
+            pool.layer_keys_values(layer),
+            group,
+            &group.mask_shapes[*view],
+            spec,
+            visibility,
+        )
     }
 
     /// Commits chunks that were written: their sequences now end with them.
-    pub fn advance(&mut self, chunks: &[Chunk]) {
+    pub fn commit_chunks(&mut self, chunks: &[Chunk]) {
         for chunk in chunks {
             self.slots[chunk.slot].len = chunk.past_len + chunk.len;
         }
@@ -346,7 +356,7 @@ impl Attend for KvAttention<'_> {
         self.cache.attend(self.layer, self.plan, qkv)
     }
 
-    fn projected(&mut self) -> Option<&mut dyn AttendProjected> {
+    fn as_attend_projected(&mut self) -> Option<&mut dyn AttendProjected> {
         if self.plan.in_place { Some(self) } else { None }
     }
 }
@@ -360,16 +370,16 @@ impl AttendProjected for KvAttention<'_> {
         let view = KvWindow { scale, window, sees_chunk: plan.visibility == MaskKind::Block };
         let chunks = cache.kv_chunks(*layer, &plan.placed);
         match cache.in_place {
-            InPlace::DecodeRows => decode_attention(qkv, &heads, &chunks, view),
-            InPlace::ShortChunks | InPlace::Never => {
+            InPlaceKernel::DecodeRows => decode_attention(qkv, &heads, &chunks, view),
+            InPlaceKernel::ShortChunks | InPlaceKernel::Never => {
                 in_place_attention(KvRows::Projected(qkv, heads), &chunks, view)
             }
         }
     }
 }
 
-/// The rows in this order; as they are without one.
-fn ordered(rows: &Tensor, order: Option<&Tensor>) -> Tensor {
+/// The rows selected by `order`; all rows unchanged without it.
+fn reorder_rows(rows: &Tensor, order: Option<&Tensor>) -> Tensor {
     order.map_or_else(|| rows.shallow_clone(), |order| rows.index_select(0, order))
 }
 
@@ -387,12 +397,12 @@ mod tests {
 
     /// Appends tokens with these keys and values to a slot, and what their queries see.
     fn attend(cache: &mut KvCache, slot: usize, states: &Tensor) -> Tensor {
-        let chunks = cache.append(&[(slot, states.size()[0] as usize)]);
+        let chunks = cache.chunks_to_append(&[(slot, states.size()[0] as usize)]);
         cache.reserve(&chunks);
         let plan = cache.plan(&chunks, MaskKind::Causal);
         let [q, k, v] = [0.1, 0.2, 0.3].map(|scale| states * scale);
         let y = cache.attention(0, &plan).attend(&Qkv { q, k, v });
-        cache.advance(&chunks);
+        cache.commit_chunks(&chunks);
         y
     }
 
@@ -405,21 +415,21 @@ mod tests {
         let mut used = cache(16);
         let chunk = |slot, len| Chunk { slot, past_len: 0, len };
         used.reserve(&(1..16).map(|slot| chunk(slot, 100)).collect::<Vec<_>>());
-        let short = used.bytes();
+        let short = used.allocated_bytes();
         assert!(short <= 16 * used.kv_cache_bytes(100), "{short}");
         // As long as this one, all would take 2 GB.
         used.reserve(&[chunk(0, 16_000)]);
-        assert_eq!(used.bytes(), short + used.kv_cache_bytes(16_000));
+        assert_eq!(used.allocated_bytes(), short + used.kv_cache_bytes(16_000));
         used.truncate(0, 0);
-        assert_eq!(used.bytes(), short);
+        assert_eq!(used.allocated_bytes(), short);
         // The pool of what is left closes up, and its history keeps what it holds.
         let mut lone = cache(1);
         assert_eq!(attend(&mut used, 15, &states(4)), attend(&mut lone, 0, &states(4)));
         (1..15).for_each(|slot| used.truncate(slot, 0));
-        assert!(used.bytes() <= short / 15 + KEPT, "{}", used.bytes());
+        assert!(used.allocated_bytes() <= short / 15 + MAX_SPARE_BYTES, "{}", used.allocated_bytes());
         assert_eq!(attend(&mut used, 15, &states(3)), attend(&mut lone, 0, &states(3)));
         used.truncate(15, 0);
-        assert!(used.bytes() <= KEPT);
+        assert!(used.allocated_bytes() <= MAX_SPARE_BYTES);
     }
 
     #[test]
@@ -428,7 +438,11 @@ mod tests {
         for len in [200, 400, 700, 1000, 1500] {
             growing.reserve(&(0..8).map(|slot| Chunk { slot, past_len: 0, len }).collect::<Vec<_>>());
             let live = 8 * growing.kv_cache_bytes(len);
-            assert!(growing.bytes() <= live + KEPT, "{len} tokens: {} of {live}", growing.bytes());
+            assert!(
+                growing.allocated_bytes() <= live + MAX_SPARE_BYTES,
+                "{len} tokens: {} of {live}",
+                growing.allocated_bytes()
+            );
         }
     }
 

@@ -8,34 +8,34 @@ use tch::{Device, Kind, Tensor};
 use super::KV_ALIGN;
 use crate::attention::Heads;
 
-/// Bytes of unused rows that are kept for the next sequences.
-pub const KEPT: usize = 16 << 20;
+/// Maximum bytes of unused rows that stay allocated for later sequences.
+pub const MAX_SPARE_BYTES: usize = 16 << 20;
 
 /// Capacity of the rows for sequences of up to `tokens`: a multiple of 256, two sizes per octave for long ones.
-pub fn capacity(tokens: usize) -> usize {
+pub fn row_capacity(tokens: usize) -> usize {
     let tokens = tokens.max(1);
     tokens.next_multiple_of((tokens.next_power_of_two() / 4).max(KV_ALIGN))
 }
 
 /// Shapes of a token's keys and values in every layer.
-pub struct Layout {
+pub struct KvLayout {
     layers: Vec<Heads>,
     options: (Kind, Device),
 }
 
-/// Rows of one capacity.
+/// A pool of rows of one capacity.
 pub struct Pool {
     /// Tokens of a row.
     pub capacity: usize,
-    /// The rows in use.
+    /// Whether each row is in use.
     used: Vec<bool>,
-    /// Keys and values of every layer, `[rows, capacity, G, D]` each. There may be more rows than `used` knows of, where memory
-    /// ran out before all layers had theirs.
+    /// Keys and values of every layer, `[rows, capacity, G, D]` each. A layer may have more rows than `used`, if
+    /// memory ran out while the pool grew.
     layers: Vec<[Tensor; 2]>,
 }
 
-impl Layout {
-    /// That of layers with these heads.
+impl KvLayout {
+    /// The layout of layers with these heads.
     pub fn new(layers: Vec<Heads>, options: (Kind, Device)) -> Self {
         Self { layers, options }
     }
@@ -53,30 +53,31 @@ impl Layout {
 
 impl Pool {
     /// A pool without rows.
-    pub fn new(capacity: usize, layout: &Layout) -> Self {
+    pub fn new(capacity: usize, layout: &KvLayout) -> Self {
         let empty = |&heads: &Heads| [(); 2].map(|()| layout.zeros(heads, 0, capacity));
         Self { capacity, used: vec![], layers: layout.layers.iter().map(empty).collect() }
     }
 
-    /// Rows in use, and all.
-    pub fn rows(&self) -> (usize, usize) {
+    /// Number of rows in use, and number of all rows.
+    pub fn used_and_total_rows(&self) -> (usize, usize) {
         (self.used.iter().filter(|&&used| used).count(), self.used.len())
     }
 
     /// Keys and values of a layer, `[rows, capacity, G, D]` each.
-    pub fn layer(&self, layer: usize) -> [&Tensor; 2] {
+    pub fn layer_keys_values(&self, layer: usize) -> [&Tensor; 2] {
         let [keys, values] = &self.layers[layer];
         [keys, values]
     }
 
-    /// Allocates so that `more` rows can be taken, and a few more where they are small; `most` rows are enough for all sequences.
-    pub fn make_room(&mut self, more: usize, most: usize, layout: &Layout) {
-        let (used, rows) = self.rows();
+    /// Allocates memory so that `more` rows can be taken. Small rows get a few spare ones, up to `most` rows in
+    /// the pool.
+    pub fn reserve_rows(&mut self, more: usize, most: usize, layout: &KvLayout) {
+        let (used, rows) = self.used_and_total_rows();
         let needed = used + more;
         if needed <= rows {
             return;
         }
-        let spare = (needed / 2).min(KEPT / (layout.token_bytes() * self.capacity).max(1));
+        let spare = (needed / 2).min(MAX_SPARE_BYTES / (layout.token_bytes() * self.capacity).max(1));
         let wanted = (needed + spare).min(most.max(needed));
         // Layer by layer: only one layer has old and new memory at a time.
         for (tensors, &heads) in self.layers.iter_mut().zip(&layout.layers) {
@@ -93,7 +94,7 @@ impl Pool {
     }
 
     /// Takes the first free row, which holds zeros.
-    pub fn take(&mut self) -> usize {
+    pub fn take_row(&mut self) -> usize {
         let row = self.used.iter().position(|used| !used).unwrap_or(self.used.len());
         debug_assert!(row < self.used.len(), "room was made before");
         self.used[row] = true;
@@ -102,7 +103,7 @@ impl Pool {
 
     /// Zeros the first `written` tokens of a row and frees it. Attention multiplies masked values by 0, and a NaN among them would
     /// reach the next sequence.
-    pub fn free(&mut self, row: usize, written: usize) {
+    pub fn free_row(&mut self, row: usize, written: usize) {
         let written = written.min(self.capacity) as i64;
         if written > 0 {
             for tensor in self.layers.iter().flatten() {
@@ -121,8 +122,8 @@ impl Pool {
     }
 
     /// Moves the rows in use to the front and frees the others. Calls `moved(from, to)` for each row that moves.
-    pub fn shrink(&mut self, layout: &Layout, mut moved: impl FnMut(usize, usize)) {
-        let (used, rows) = self.rows();
+    pub fn compact(&mut self, layout: &KvLayout, mut moved: impl FnMut(usize, usize)) {
+        let (used, rows) = self.used_and_total_rows();
         let mut last = rows;
         for hole in 0..used {
             if self.used[hole] {
@@ -137,11 +138,11 @@ impl Pool {
             moved(from, hole);
         }
         self.used.truncate(used);
-        self.trim(layout);
+        self.free_partial_rows(layout);
     }
 
     /// Frees rows that only some layers have because memory ran out.
-    pub fn trim(&mut self, layout: &Layout) {
+    pub fn free_partial_rows(&mut self, layout: &KvLayout) {
         let rows = self.used.len() as i64;
         for (tensors, heads) in self.layers.iter_mut().zip(&layout.layers) {
             for tensor in tensors {

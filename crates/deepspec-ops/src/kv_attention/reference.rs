@@ -3,7 +3,7 @@
 use tch::Tensor;
 
 use super::calls::{AttentionCall, MaskShape};
-use super::plan::{Group, MaskKind, Slots};
+use super::plan::{MaskKind, PoolRowSelection, SdpaGroup};
 use crate::attention::{AttentionSpec, Heads};
 
 /// Attention of one group of chunks, which have equal lengths L: `q [S·L, H, D]` to `[S·L, H·D]`. `keys` and `values` are
@@ -12,7 +12,7 @@ use crate::attention::{AttentionSpec, Heads};
 pub(super) fn kv_attention(
     q: &Tensor,
     [keys, values]: [&Tensor; 2],
-    group: &Group,
+    group: &SdpaGroup,
     calls: &[AttentionCall],
     spec: &AttentionSpec,
     visibility: MaskKind,
@@ -29,14 +29,14 @@ pub(super) fn kv_attention(
         let (first, count) = (call.keys.start as i64, (call.keys.end - call.keys.start) as i64);
         let of_sequences = |pool: &Tensor| {
             match &group.slots {
-                Slots::Range(slot, slots) => pool.narrow(0, *slot, *slots).narrow(1, first, count),
-                Slots::Picked(slots) => pool.narrow(1, first, count).index_select(0, slots),
+                PoolRowSelection::Range(slot, slots) => pool.narrow(0, *slot, *slots).narrow(1, first, count),
+                PoolRowSelection::Indices(slots) => pool.narrow(1, first, count).index_select(0, slots),
             }
             .transpose(1, 2)
         };
         let (k, v) = (of_sequences(keys), of_sequences(values));
         // 3. Attention with the mask: [S, L, G, repeats, D].
-        let mask = group.mask(call, &shape, visibility, kind);
+        let mask = group.call_mask(call, &shape, visibility, kind);
         let y = Tensor::scaled_dot_product_attention(&q, &k, &v, Some(&mask), 0.0, false, scale, false);
         y.view([-1, key_value, repeats, rows, dim]).permute([0, 3, 1, 2, 4])
     };

@@ -19,7 +19,7 @@ impl Weight {
     /// The weight for inference: packed where that form exists, for float32 on the CPU, and as it is elsewhere.
     ///
     /// With a packed weight, a row's result has the same bits in every batch.
-    pub fn packed(self) -> Self {
+    pub fn pack(self) -> Self {
         match self {
             Self::Stored(stored) => PackedWeight::new(&stored).map_or(Self::Stored(stored), Self::Packed),
             Self::Packed(_) => self,
@@ -35,7 +35,7 @@ impl Weight {
     }
 
     /// The weight as a tensor; a copy where it is packed.
-    pub fn stored(&self) -> Tensor {
+    pub fn to_tensor(&self) -> Tensor {
         match self {
             Self::Stored(stored) => stored.shallow_clone(),
             Self::Packed(packed) => packed.unpacked(),
@@ -81,9 +81,9 @@ fn stored_linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Tensor {
 
 /// `a b` of `a [m, k]` and `b [k, n]` in place of `out [m, n]`, or added to it. Without gradients; sums may be float32 beside
 /// bfloat16 factors. `out` shares no memory with them.
-pub(crate) fn multiply(a: &Tensor, b: &Tensor, out: &mut Tensor, add: bool) {
-    if !ffi::multiply(a, b, out, add) {
-        reference::multiply(a, b, out, add);
+pub(crate) fn matmul_into(a: &Tensor, b: &Tensor, out: &mut Tensor, add: bool) {
+    if !ffi::matmul_into(a, b, out, add) {
+        reference::matmul_into(a, b, out, add);
     }
 }
 
@@ -114,12 +114,12 @@ mod tests {
             Tensor::from_slice(&deepspec_testkit::noise(seed, (shape[0] * shape[1]) as usize)).view(shape)
         };
         let (x, stored, bias) = (values([5, 64], 1), values([40, 64], 2), values([1, 40], 3).squeeze());
-        let packed = Weight::Stored(stored.shallow_clone()).packed();
+        let packed = Weight::Stored(stored.shallow_clone()).pack();
         assert_eq!(matches!(packed, Weight::Packed(_)), cfg!(feature = "kernels"));
         let expected = linear(&x, &Weight::Stored(stored.shallow_clone()), Some(&bias));
         assert!(linear(&x, &packed.share(), Some(&bias)).allclose(&expected, 1e-5, 1e-5, false));
-        assert!(packed.stored().equal(&stored));
+        assert!(packed.to_tensor().equal(&stored));
         // Where it learns it stays as it is.
-        assert!(matches!(Weight::Stored(stored.set_requires_grad(true)).packed(), Weight::Stored(_)));
+        assert!(matches!(Weight::Stored(stored.set_requires_grad(true)).pack(), Weight::Stored(_)));
     }
 }

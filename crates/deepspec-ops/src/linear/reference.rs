@@ -7,8 +7,8 @@ pub(super) fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Tens
     x.linear(weight, bias)
 }
 
-/// See [`super::multiply`].
-pub(super) fn multiply(a: &Tensor, b: &Tensor, out: &mut Tensor, add: bool) {
+/// See [`super::matmul_into`].
+pub(super) fn matmul_into(a: &Tensor, b: &Tensor, out: &mut Tensor, add: bool) {
     let _ = match add {
         true if a.kind() == out.kind() && a.kind() == Kind::Float => out.addmm_(a, b),
         true => out.g_add_(&a.mm(b)),

@@ -2,24 +2,25 @@
 
 use std::fmt;
 
-/// How rotary frequencies depart from `θ^(−2i/D)`.
+/// Scaling of rotary frequencies, relative to `θ^(−2i/D)`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Scaling {
-    /// Not at all.
+    /// No scaling.
     None,
-    /// Only the first `planes` of the D/2 planes turn; all cos_sin are divided by `factor`.
+    /// Only the first `planes` of the D/2 planes rotate. All frequencies are divided by `factor`.
     Proportional {
         /// Planes that turn.
         planes: i64,
         /// Divisor.
         factor: f64,
     },
-    /// All cos_sin are divided by `factor`.
+    /// All frequencies are divided by `factor`.
     Linear {
         /// Divisor.
         factor: f64,
     },
-    /// Slow planes are divided by `factor`, fast ones are kept, and those between are blended by their wavelength (Llama 3).
+    /// Frequencies of slow planes are divided by `factor`, and those of fast planes are kept. Frequencies
+    /// between are blended by wavelength (Llama 3).
     Llama3 {
         /// Divisor of the slow planes.
         factor: f64,
@@ -59,16 +60,16 @@ impl fmt::Display for Scaling {
     }
 }
 
-/// YaRN's numbers.
+/// Parameters of YaRN.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Yarn {
     /// Divisor of the slow planes.
     pub factor: f64,
     /// Factor on cosines and sines.
     pub attention_factor: f64,
-    /// Turns within `original` tokens from which a plane is kept.
+    /// Planes that turn at least this often within `original` tokens keep their frequency.
     pub beta_fast: f64,
-    /// Turns up to which a plane is divided by `factor`.
+    /// Planes that turn at most this often have their frequency divided by `factor`.
     pub beta_slow: f64,
     /// Tokens the model was first trained for.
     pub original: f64,
@@ -79,11 +80,11 @@ pub struct Yarn {
 /// The rotary embedding of a layer.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct RopeSpec {
-    /// θ, base of the cos_sin.
+    /// θ, base of the frequencies.
     pub theta: f64,
     /// D.
     pub head_dim: i64,
-    /// Departure from the plain frequencies.
+    /// Scaling of the frequencies.
     pub scaling: Scaling,
 }
 

@@ -1,4 +1,4 @@
-//! Cosines and sines of positions; cos_sin are float32 whatever the model's dtype.
+//! Cosines and sines of rotary positions. Their angles are float32, whatever the model's dtype.
 
 use std::cell::{OnceCell, RefCell};
 use std::f64::consts::TAU;
@@ -7,14 +7,15 @@ use tch::{Device, Kind, Tensor};
 
 use super::spec::{RopeSpec, Scaling, Yarn};
 
-/// Values that libtorch's element-wise operators take at a time: two vectors of the widest processors.
-const VALUES: i64 = 32;
-/// Values whose cosines libtorch leaves to one thread.
-const ONE_THREAD: i64 = 2048;
-/// Positions whose rotations are kept; those of a head of 128 take 8 MB.
-pub(super) const KEPT: i64 = 1 << 14;
-/// Positions of which they are kept at first.
-const KEPT_FIRST: i64 = 1 << 10;
+/// Number of values that libtorch's element-wise operators process at a time: two vectors of the widest
+/// processors.
+const VECTOR_VALUES: i64 = 32;
+/// Maximum number of values whose cosines libtorch computes on one thread.
+const SINGLE_THREAD_VALUES: i64 = 2048;
+/// Maximum number of positions with cached rotations. They take 8 MB for a head width of 128.
+pub(super) const MAX_CACHED_POSITIONS: i64 = 1 << 14;
+/// Number of positions that the CPU caches at first.
+const MIN_CACHED_POSITIONS: i64 = 1 << 10;
 
 /// A rotary embedding: the inverse frequencies of one head width.
 pub struct Rope {
@@ -22,7 +23,7 @@ pub struct Rope {
     device: Device,
     /// `[D/2]` float32, computed when first needed: a config may ask for heads that its weights do not have.
     inv_freq: OnceCell<Tensor>,
-    /// The rotations of positions 0, 1, 2, …, as far as anybody asked.
+    /// Cached rotations of positions 0, 1, 2, …, extended on demand.
     kept: RefCell<Option<Rotation>>,
 }
 
@@ -40,7 +41,7 @@ impl Rope {
 
     /// θ^(−2i/D) after scaling, `[D/2]` float32.
     pub fn inverse_frequencies(&self) -> &Tensor {
-        self.inv_freq.get_or_init(|| frequencies(&self.spec, self.device))
+        self.inv_freq.get_or_init(|| scaled_frequencies(&self.spec, self.device))
     }
 
     /// Factor on cosines and sines.
@@ -51,58 +52,65 @@ impl Rope {
         }
     }
 
-    /// The rotation of integer positions `[N]`: on the CPU, where it takes several operators on few numbers, that of a position is computed once.
+    /// The rotation of integer positions `[N]`. The CPU caches rotations of positions below
+    /// `MAX_CACHED_POSITIONS`.
     pub fn at(&self, positions: &Tensor, kind: Kind) -> Rotation {
         if positions.device() != Device::Cpu || positions.numel() == 0 {
-            return self.piece(positions, kind);
+            return self.compute_piece(positions, kind);
         }
         let (least, most) = positions.aminmax(None::<i64>, false);
         let (least, most) = (least.int64_value(&[]), most.int64_value(&[]));
-        if least < 0 || most >= KEPT {
-            return self.computed(positions, kind);
+        if least < 0 || most >= MAX_CACHED_POSITIONS {
+            return self.compute_in_pieces(positions, kind);
         }
-        self.below(most + 1, positions, kind)
+        self.at_positions_below(most + 1, positions, kind)
     }
 
-    /// The rotation of positions from 0 to below `end`, of those that are kept, where they are so few.
-    pub fn below(&self, end: i64, positions: &Tensor, kind: Kind) -> Rotation {
-        if end > KEPT {
+    /// The rotation of positions below `end`, by index from the cached table if `end` is at most
+    /// `MAX_CACHED_POSITIONS`.
+    pub fn at_positions_below(&self, end: i64, positions: &Tensor, kind: Kind) -> Rotation {
+        if end > MAX_CACHED_POSITIONS {
             return self.at(positions, kind);
         }
         let mut kept = self.kept.borrow_mut();
         let whole = kept.take().filter(|kept| kept.cos.kind() == kind && end <= kept.cos.size()[0]);
-        // All of them where streams may read what would be freed as it grows.
-        let first = if positions.device() == Device::Cpu { KEPT_FIRST } else { KEPT };
-        let whole = whole.unwrap_or_else(|| self.table(end.max(first), kind));
+        // A GPU gets the whole table at once. Otherwise growth would free a table that streams may still read.
+        let first =
+            if positions.device() == Device::Cpu { MIN_CACHED_POSITIONS } else { MAX_CACHED_POSITIONS };
+        let whole = whole.unwrap_or_else(|| self.compute_table(end.max(first), kind));
         let picked = |of: &Tensor| of.index_select(0, positions);
         let rotation = Rotation { cos: picked(&whole.cos), sin: picked(&whole.sin) };
         *kept = Some(whole);
         rotation
     }
 
-    /// The rotations of positions from 0 on, at least so many.
-    fn table(&self, length: i64, kind: Kind) -> Rotation {
+    /// Rotations of at least `length` positions, from 0.
+    fn compute_table(&self, length: i64, kind: Kind) -> Rotation {
         let length = (length as u64).next_power_of_two() as i64;
         let device = self.device;
         let positions = Tensor::arange(length, (Kind::Int64, device));
-        if device == Device::Cpu { self.computed(&positions, kind) } else { self.piece(&positions, kind) }
+        if device == Device::Cpu {
+            self.compute_in_pieces(&positions, kind)
+        } else {
+            self.compute_piece(&positions, kind)
+        }
     }
 
-    /// The rotation of integer positions `[N]` on the CPU, of which there are some, computed anew.
+    /// Computes the rotation of integer positions `[N]` on the CPU, N > 0, without the cache.
     ///
     /// Each piece fills whole vectors of the processor, and libtorch does not share a piece among threads. Cosines of values
     /// that fill no vector differ in the last bit. Such values stand at the end of a tensor and of each thread's share. With
     /// pieces, the rotation of a position does not depend on the other positions.
-    fn computed(&self, positions: &Tensor, kind: Kind) -> Rotation {
+    fn compute_in_pieces(&self, positions: &Tensor, kind: Kind) -> Rotation {
         let (rows, width) = (positions.size()[0], (self.inverse_frequencies().numel() as i64).max(1));
-        // So many rows fill vectors.
-        let whole = VALUES / gcd(width, VALUES);
-        let most = (ONE_THREAD / width / whole * whole).max(whole);
+        // This many rows fill whole vectors.
+        let whole = VECTOR_VALUES / gcd(width, VECTOR_VALUES);
+        let most = (SINGLE_THREAD_VALUES / width / whole * whole).max(whole);
         let missing = (-rows).rem_euclid(whole);
         let padded = positions.constant_pad_nd([0, missing]);
         let firsts = (0..rows + missing).step_by(most as usize);
         let pieces: Vec<Rotation> = firsts
-            .map(|first| self.piece(&padded.narrow(0, first, most.min(rows + missing - first)), kind))
+            .map(|first| self.compute_piece(&padded.narrow(0, first, most.min(rows + missing - first)), kind))
             .collect();
         let all = |of: fn(&Rotation) -> &Tensor| match pieces.as_slice() {
             [only] => of(only).narrow(0, 0, rows),
@@ -111,11 +119,11 @@ impl Rope {
         Rotation { cos: all(|piece| &piece.cos), sin: all(|piece| &piece.sin) }
     }
 
-    /// The rotation of integer positions `[N]`, all of them at once.
-    fn piece(&self, positions: &Tensor, kind: Kind) -> Rotation {
-        let cos_sin = positions.to_kind(Kind::Float).unsqueeze(1) * self.inverse_frequencies(); // [N, D/2]
+    /// Computes the rotation of integer positions `[N]` in one piece.
+    fn compute_piece(&self, positions: &Tensor, kind: Kind) -> Rotation {
+        let angles = positions.to_kind(Kind::Float).unsqueeze(1) * self.inverse_frequencies(); // [N, D/2]
         let scaled = |x: Tensor| (x * self.attention_factor()).to_kind(kind).unsqueeze(1);
-        Rotation { cos: scaled(cos_sin.cos()), sin: scaled(cos_sin.sin()) }
+        Rotation { cos: scaled(angles.cos()), sin: scaled(angles.sin()) }
     }
 }
 
@@ -125,8 +133,8 @@ fn gcd(a: i64, b: i64) -> i64 {
 }
 
 /// θ^(−2i/D) after scaling, for i < D/2.
-fn frequencies(spec: &RopeSpec, device: Device) -> Tensor {
-    let plain = plain(spec, device);
+fn scaled_frequencies(spec: &RopeSpec, device: Device) -> Tensor {
+    let plain = unscaled_frequencies(spec, device);
     match spec.scaling {
         Scaling::None => plain,
         Scaling::Proportional { planes, factor } => {
@@ -137,33 +145,34 @@ fn frequencies(spec: &RopeSpec, device: Device) -> Tensor {
         Scaling::Llama3 { factor, low_freq_factor, high_freq_factor, original } => {
             let turns = &plain * (original / TAU);
             let kept = ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0.0, 1.0);
-            blend(&plain, factor, &kept)
+            blend_frequencies(&plain, factor, &kept)
         }
         Scaling::Yarn(yarn) => {
-            let (first, last) = ramp(spec, yarn);
+            let (first, last) = yarn_ramp_planes(spec, yarn);
             let planes = Tensor::arange(spec.head_dim / 2, (Kind::Float, device));
             let slowed = ((planes - first) / (last - first)).clamp(0.0, 1.0);
-            blend(&plain, yarn.factor, &(1.0 - slowed))
+            blend_frequencies(&plain, yarn.factor, &(1.0 - slowed))
         }
     }
 }
 
 /// θ^(−2i/D) for i < D/2.
-fn plain(spec: &RopeSpec, device: Device) -> Tensor {
+fn unscaled_frequencies(spec: &RopeSpec, device: Device) -> Tensor {
     let dim = spec.head_dim;
     let exponent = Tensor::arange_start_step(0, dim, 2, (Kind::Float, device)) / dim as f64;
     Tensor::pow_scalar(spec.theta, &exponent).reciprocal()
 }
 
 /// Mixes two frequency tables: weight `kept` on the plain one, and 1 − `kept` on the one divided by `factor`.
-fn blend(plain: &Tensor, factor: f64, kept: &Tensor) -> Tensor {
+fn blend_frequencies(plain: &Tensor, factor: f64, kept: &Tensor) -> Tensor {
     plain * kept + (plain / factor) * (1.0 - kept)
 }
 
-/// The planes at which YaRN begins to divide and from which it divides fully.
-fn ramp(spec: &RopeSpec, yarn: Yarn) -> (f64, f64) {
+/// Plane indices where YaRN's ramp starts and ends. Frequencies before the ramp are kept, and those after it are
+/// divided by `factor`.
+fn yarn_ramp_planes(spec: &RopeSpec, yarn: Yarn) -> (f64, f64) {
     let dim = spec.head_dim as f64;
-    // The plane, as a real number, that turns so often within the original length.
+    // Index of the plane, as a real number, that turns `turns` times within the original length.
     let plane = |turns: f64| dim * (yarn.original / (turns * TAU)).ln() / (2.0 * spec.theta.ln());
     let (mut first, mut last) = (plane(yarn.beta_fast), plane(yarn.beta_slow));
     if yarn.truncate {
@@ -190,7 +199,8 @@ impl Rotation {
 mod tests {
     use super::*;
 
-    /// Whatever positions they were asked for with, or before, and whoever computed them.
+    /// A position's rotation has the same bits, whichever other positions are requested and however many threads
+    /// run.
     #[test]
     fn positions_keep_their_bits() {
         let _no_grad = tch::no_grad_guard();
@@ -202,10 +212,14 @@ mod tests {
                 let at = |positions: &[i64]| rope.at(&Tensor::from_slice(positions), kind);
                 tch::set_num_threads(1);
                 let alone = at(&[7, 1000]);
-                // Beside those for which more are kept, and beside many, one of which is not kept.
-                for (threads, count, last) in
-                    [(1, 1, 3), (1, 2, 5000), (3, 40, KEPT - 1), (3, 101, KEPT), (5, 777, 1_000_000)]
-                {
+                // Positions that extend the cache, many positions, and positions beyond the cache.
+                for (threads, count, last) in [
+                    (1, 1, 3),
+                    (1, 2, 5000),
+                    (3, 40, MAX_CACHED_POSITIONS - 1),
+                    (3, 101, MAX_CACHED_POSITIONS),
+                    (5, 777, 1_000_000),
+                ] {
                     tch::set_num_threads(threads);
                     let mut positions = vec![last; count];
                     positions.extend([7, 1000]);

@@ -13,14 +13,14 @@ pub fn argmax(x: &Tensor) -> Tensor {
 
 /// softmax(logits / temperature): float32 `[n, V]` of `logits [n, V]` and `temperatures [n, 1]` float32. With kernels on the
 /// CPU, a row's bits do not depend on the other rows.
-pub fn distributions(logits: &Tensor, temperatures: &Tensor) -> Tensor {
+pub fn temperature_softmax(logits: &Tensor, temperatures: &Tensor) -> Tensor {
     let mut logits = logits.to_kind(Kind::Float);
     if logits.device() == Device::Cpu {
         // The kernel takes contiguous rows only.
         logits = logits.contiguous();
     }
-    ffi::distributions(&logits, temperatures)
-        .unwrap_or_else(|| reference::distributions(&logits, temperatures))
+    ffi::temperature_softmax(&logits, temperatures)
+        .unwrap_or_else(|| reference::temperature_softmax(&logits, temperatures))
 }
 
 /// Draws a token from each row by inverting the cumulative distribution: the first index whose cumulative weight exceeds
@@ -39,8 +39,8 @@ mod tests {
             Tensor::from_slice(&deepspec_testkit::noise(seed, (shape[0] * shape[1]) as usize)).view(shape)
         };
         let (logits, temperatures) = (values(1, [7, 300]) * 9.0, values(2, [7, 1]).abs() + 0.1);
-        let found = distributions(&logits, &temperatures);
-        assert!(found.allclose(&reference::distributions(&logits, &temperatures), 1e-5, 1e-7, false));
+        let found = temperature_softmax(&logits, &temperatures);
+        assert!(found.allclose(&reference::temperature_softmax(&logits, &temperatures), 1e-5, 1e-7, false));
         let uniforms = Tensor::from_slice(&[0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 0.999_999]);
         assert_eq!(sample(&found, &uniforms), reference::sample(&found, &uniforms));
         assert_eq!(argmax(&logits), logits.argmax(-1, false));

@@ -2,8 +2,8 @@
 
 use tch::{Kind, Tensor};
 
-/// See [`super::distributions`].
-pub(super) fn distributions(logits: &Tensor, temperatures: &Tensor) -> Tensor {
+/// See [`super::temperature_softmax`].
+pub(super) fn temperature_softmax(logits: &Tensor, temperatures: &Tensor) -> Tensor {
     (logits / temperatures).softmax(-1, Kind::Float)
 }
 

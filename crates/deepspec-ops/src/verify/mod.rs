@@ -42,7 +42,7 @@ pub fn verify(
     // A sampled token has q > 0; the clamp avoids 0 / 0.
     let ratio = chosen(target).to_kind(Kind::Double)
         / chosen(draft).to_kind(Kind::Double).clamp_min(f64::MIN_POSITIVE);
-    let accepted = survivors(&accept_uniforms.lt_tensor(&ratio), lens); // [S]
+    let accepted = accepted_prefix_len(&accept_uniforms.lt_tensor(&ratio), lens); // [S]
 
     let blocks = Tensor::arange(target.size()[0], (Kind::Int64, target.device()));
     let at = |probs: &Tensor, places: &Tensor| probs.index(&[Some(&blocks), Some(places)]); // [S, V]
@@ -59,13 +59,13 @@ pub fn verify_greedy(target: &Tensor, tokens: &Tensor, lens: &Tensor) -> Verific
     if tokens.size()[1] == 0 {
         return Verification { accepted: lens.zeros_like(), next: target.select(1, 0) };
     }
-    let accepted = survivors(&target.narrow(1, 0, tokens.size()[1]).eq_tensor(tokens), lens);
+    let accepted = accepted_prefix_len(&target.narrow(1, 0, tokens.size()[1]).eq_tensor(tokens), lens);
     let next = target.gather(1, &accepted.unsqueeze(1), false).squeeze_dim(1);
     Verification { accepted, next }
 }
 
 /// Number of tokens before the first one that does not hold, within the block lengths: `[S]` int64 of `holds [S, Γ]` and `lens [S]`.
-fn survivors(holds: &Tensor, lens: &Tensor) -> Tensor {
+fn accepted_prefix_len(holds: &Tensor, lens: &Tensor) -> Tensor {
     let offset = Tensor::arange(holds.size()[1], (Kind::Int64, holds.device())).unsqueeze(0);
     let survives = holds.logical_and(&offset.lt_tensor(&lens.unsqueeze(1)));
     survives.to_kind(Kind::Int64).cumprod(1, Kind::Int64).sum_dim_intlist(1, false, Kind::Int64)

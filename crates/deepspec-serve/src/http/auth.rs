@@ -26,18 +26,18 @@ impl AccessPolicy {
         let host = text(HOST).unwrap_or_default();
         if self.is_local && !host.is_empty() && !is_loopback(without_port(host)) {
             let problem = format!("this server listens on loopback only, and `Host` is {host}");
-            return Err(respond::failure(StatusCode::FORBIDDEN, &problem).into());
+            return Err(respond::bad_request_response(StatusCode::FORBIDDEN, &problem).into());
         }
         if let Some(origin) = text(ORIGIN) {
             let from = origin.split_once("://").map_or("", |(_, host)| host);
             if !(from.eq_ignore_ascii_case(host) || is_loopback(without_port(from))) {
                 let problem = format!("pages of {origin} are not answered");
-                return Err(respond::failure(StatusCode::FORBIDDEN, &problem).into());
+                return Err(respond::bad_request_response(StatusCode::FORBIDDEN, &problem).into());
             }
         }
         match &self.key {
             Some(key) if !text(AUTHORIZATION).is_some_and(|sent| is_authorized(sent, key)) => {
-                Err(respond::refusal(&ChatError::Unauthorised).into())
+                Err(respond::error_response(&ChatError::Unauthorised).into())
             }
             _ => Ok(()),
         }
@@ -46,7 +46,7 @@ impl AccessPolicy {
 
 /// Rejects bodies whose content type is not JSON. The default type of `curl -d` is accepted; an
 /// HTML form also has it, but with an `Origin` header.
-pub fn check_type(headers: &HeaderMap) -> Result<(), Box<Response>> {
+pub fn check_content_type(headers: &HeaderMap) -> Result<(), Box<Response>> {
     let Some(sent) = headers.get(CONTENT_TYPE) else { return Ok(()) };
     let sent = sent.to_str().unwrap_or("unreadable");
     let kind = sent.split(';').next().unwrap_or_default().trim().to_ascii_lowercase();
@@ -55,7 +55,7 @@ pub fn check_type(headers: &HeaderMap) -> Result<(), Box<Response>> {
         return Ok(());
     }
     let problem = format!("`Content-Type` is {sent}; expected application/json");
-    Err(respond::failure(StatusCode::UNSUPPORTED_MEDIA_TYPE, &problem).into())
+    Err(respond::bad_request_response(StatusCode::UNSUPPORTED_MEDIA_TYPE, &problem).into())
 }
 
 /// Whether a host name or address is loopback.
@@ -93,7 +93,7 @@ mod tests {
     fn status(access: &AccessPolicy, headers: &[(HeaderName, &'static str)]) -> u16 {
         let headers =
             headers.iter().map(|(name, value)| (name.clone(), HeaderValue::from_static(value))).collect();
-        let checked = access.check(&headers).and_then(|()| check_type(&headers));
+        let checked = access.check(&headers).and_then(|()| check_content_type(&headers));
         checked.err().map_or(200, |response| response.status().as_u16())
     }
 

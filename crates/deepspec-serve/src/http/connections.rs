@@ -19,7 +19,7 @@ use super::routes::Limits;
 
 /// Pause after a failed accept, such as for lack of file descriptors, until other connections
 /// close.
-const PAUSE: Duration = Duration::from_secs(1);
+const ACCEPT_RETRY_PAUSE: Duration = Duration::from_secs(1);
 
 /// Serves connections until `stopped`, then finishes the open ones. `limits` set a timeout for a
 /// request's head and for each write of an answer. Beyond the limit of connections, further ones
@@ -41,10 +41,10 @@ pub async fn serve(listener: TcpListener, router: Router, limits: Limits, stoppe
         };
         let stream = match accepted {
             Ok((stream, _)) => stream,
-            Err(error) if is_the_clients(&error) => continue,
+            Err(error) if is_client_abort(&error) => continue,
             Err(error) => {
                 tracing::warn!("cannot take a connection: {error}");
-                sleep(PAUSE).await;
+                sleep(ACCEPT_RETRY_PAUSE).await;
                 continue;
             }
         };
@@ -71,7 +71,7 @@ pub async fn serve(listener: TcpListener, router: Router, limits: Limits, stoppe
 }
 
 /// Whether the client closed the connection before it was accepted.
-fn is_the_clients(error: &io::Error) -> bool {
+fn is_client_abort(error: &io::Error) -> bool {
     use io::ErrorKind::{ConnectionAborted, ConnectionRefused, ConnectionReset};
     matches!(error.kind(), ConnectionAborted | ConnectionRefused | ConnectionReset)
 }

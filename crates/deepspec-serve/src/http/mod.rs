@@ -22,7 +22,7 @@ use auth::{AccessPolicy, is_loopback};
 use routes::{App, Limits};
 
 /// Time for running answers to finish after a stop signal.
-const GRACE: Duration = Duration::from_secs(30);
+const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Arguments of `serve`.
 #[derive(clap::Args)]
@@ -60,7 +60,7 @@ pub struct Args {
 
 /// Phase of the shutdown.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-enum Phase {
+enum ShutdownPhase {
     Serving,
     /// No new requests are accepted; running ones may finish.
     Draining,
@@ -113,7 +113,7 @@ impl Args {
 }
 
 /// Waits until the shutdown reaches phase `wanted`.
-async fn reaches(mut phase: watch::Receiver<Phase>, wanted: Phase) {
+async fn wait_for_phase(mut phase: watch::Receiver<ShutdownPhase>, wanted: ShutdownPhase) {
     // The sender lives as long as the runtime; without it the server has ended anyway.
     let _ = phase.wait_for(|&phase| phase >= wanted).await;
 }
@@ -121,32 +121,32 @@ async fn reaches(mut phase: watch::Receiver<Phase>, wanted: Phase) {
 async fn serve(listener: TcpListener, app: Arc<App>, limits: Limits) -> anyhow::Result<()> {
     let address = listener.local_addr()?;
     let listener = tokio::net::TcpListener::from_std(listener)?;
-    let (phases, phase) = watch::channel(Phase::Serving);
+    let (phases, phase) = watch::channel(ShutdownPhase::Serving);
     let (mut interrupt, mut terminate) = (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?);
     tokio::spawn(async move {
         let mut told = async || tokio::select! { _ = interrupt.recv() => {}, _ = terminate.recv() => {} };
         told().await;
         tracing::info!("stopping; running answers may finish, a second signal abandons them");
-        phases.send_replace(Phase::Draining);
-        let _ = tokio::time::timeout(GRACE, told()).await;
-        phases.send_replace(Phase::Over);
+        phases.send_replace(ShutdownPhase::Draining);
+        let _ = tokio::time::timeout(SHUTDOWN_TIMEOUT, told()).await;
+        phases.send_replace(ShutdownPhase::Over);
     });
     // Printed even with --quiet, because the program that started the server may wait for this
     // line.
-    announce(&format!("listening on http://{address}\n"))?;
+    print_to_stderr(&format!("listening on http://{address}\n"))?;
     tokio::select! {
         () = connections::serve(
             listener,
             routes::router(app),
             limits,
-            reaches(phase.clone(), Phase::Draining),
+            wait_for_phase(phase.clone(), ShutdownPhase::Draining),
         ) => {}
-        () = reaches(phase, Phase::Over) => tracing::warn!("abandoned the answers that were still running"),
+        () = wait_for_phase(phase, ShutdownPhase::Over) => tracing::warn!("abandoned the answers that were still running"),
     }
     Ok(())
 }
 
-fn announce(line: &str) -> io::Result<()> {
+fn print_to_stderr(line: &str) -> io::Result<()> {
     let mut stderr = io::stderr().lock();
     io::Write::write_all(&mut stderr, line.as_bytes())?;
     io::Write::flush(&mut stderr)

@@ -15,7 +15,7 @@ use deepspec_text::FinishReason;
 use crate::{ChatError, Delta, ResponseStream, Usage};
 
 /// Seconds in the `Retry-After` header when the queue is full.
-const RETRY_AFTER: u16 = 1;
+const RETRY_AFTER_SECONDS: u16 = 1;
 
 /// Fields that all chunks of one answer share.
 pub struct ResponseHeader {
@@ -36,7 +36,7 @@ impl ResponseHeader {
         let finish = ended.and_then(finish_reason);
         let mut choice = json!({"index": 0, "delta": delta, "logprobs": null, "finish_reason": finish});
         if let Some(reply) = ended {
-            choice["stop_reason"] = json!(reply.stop());
+            choice["stop_reason"] = json!(reply.stop_string());
         }
         self.to_json("chat.completion.chunk", json!([choice]))
     }
@@ -48,21 +48,26 @@ fn finish_reason(reply: &ResponseStream) -> Option<&'static str> {
         FinishReason::StopSequence => FinishReason::Stop.name(),
         reason => reason.name(),
     };
-    reply.finish().map(word)
+    reply.finish_reason().map(word)
 }
 
 /// A complete answer. `with_ids` adds the token ids of prompt and answer under vLLM's names.
-pub fn completion(header: &ResponseHeader, whole: &Delta, reply: &ResponseStream, with_ids: bool) -> Value {
+pub fn completion_to_json(
+    header: &ResponseHeader,
+    whole: &Delta,
+    reply: &ResponseStream,
+    with_ids: bool,
+) -> Value {
     let mut message = json!({"role": "assistant", "content": whole.content});
     if !whole.reasoning.is_empty() {
         message["reasoning_content"] = json!(whole.reasoning);
     }
     // `stop_reason` as in vLLM: the stop string, or null.
     let choice = json!({
-        "index": 0, "message": message, "logprobs": null, "finish_reason": finish_reason(reply), "stop_reason": reply.stop(),
+        "index": 0, "message": message, "logprobs": null, "finish_reason": finish_reason(reply), "stop_reason": reply.stop_string(),
     });
     let mut object = header.to_json("chat.completion", json!([choice]));
-    object["usage"] = usage(reply.usage());
+    object["usage"] = usage_to_json(reply.usage());
     if with_ids {
         object["prompt_token_ids"] = json!(reply.prompt_token_ids());
         object["choices"][0]["token_ids"] = json!(reply.token_ids());
@@ -70,13 +75,13 @@ pub fn completion(header: &ResponseHeader, whole: &Delta, reply: &ResponseStream
     object
 }
 
-fn usage(usage: Usage) -> Value {
+fn usage_to_json(usage: Usage) -> Value {
     let (prompt, completion) = (usage.prompt, usage.completion);
     json!({"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion})
 }
 
 /// The next event of a stream.
-enum Next {
+enum NextEvent {
     Role,
     Text,
     Usage,
@@ -86,31 +91,33 @@ enum Next {
 
 /// Streams an answer. If the client disconnects, the reply is dropped, which cancels the request
 /// and returns its permit.
-pub fn stream(
+pub fn stream_response(
     header: ResponseHeader,
     reply: ResponseStream,
     permit: OwnedSemaphorePermit,
     include_usage: bool,
 ) -> Response {
-    let state = (Next::Role, header, reply, permit);
+    let state = (NextEvent::Role, header, reply, permit);
     let events = stream::unfold(state, move |(next, header, mut reply, permit)| async move {
         let (data, next) = match next {
-            Next::Role => (header.chunk(json!({"role": "assistant", "content": ""}), None), Next::Text),
-            Next::Text => match reply.next().await {
-                Ok(Some(delta)) => (header.chunk(piece(&delta), None), Next::Text),
+            NextEvent::Role => {
+                (header.chunk(json!({"role": "assistant", "content": ""}), None), NextEvent::Text)
+            }
+            NextEvent::Text => match reply.next().await {
+                Ok(Some(delta)) => (header.chunk(delta_to_json(&delta), None), NextEvent::Text),
                 Ok(None) => {
-                    let next = if include_usage { Next::Usage } else { Next::Done };
+                    let next = if include_usage { NextEvent::Usage } else { NextEvent::Done };
                     (header.chunk(json!({}), Some(&reply)), next)
                 }
-                Err(error) => (body(&error), Next::Done),
+                Err(error) => (error_to_json(&error), NextEvent::Done),
             },
-            Next::Usage => {
+            NextEvent::Usage => {
                 let mut object = header.to_json("chat.completion.chunk", json!([]));
-                object["usage"] = usage(reply.usage());
-                (object, Next::Done)
+                object["usage"] = usage_to_json(reply.usage());
+                (object, NextEvent::Done)
             }
-            Next::Done => (json!("[DONE]"), Next::Nothing),
-            Next::Nothing => return None,
+            NextEvent::Done => (json!("[DONE]"), NextEvent::Nothing),
+            NextEvent::Nothing => return None,
         };
         let text = data.as_str().map_or_else(|| data.to_string(), str::to_owned);
         Some((Ok::<_, Infallible>(Event::default().data(text)), (next, header, reply, permit)))
@@ -118,7 +125,7 @@ pub fn stream(
     Sse::new(events).keep_alive(KeepAlive::default()).into_response()
 }
 
-fn piece(delta: &Delta) -> Value {
+fn delta_to_json(delta: &Delta) -> Value {
     let mut piece = json!({});
     if !delta.reasoning.is_empty() {
         piece["reasoning_content"] = json!(delta.reasoning);
@@ -129,23 +136,23 @@ fn piece(delta: &Delta) -> Value {
     piece
 }
 
-fn body(error: &ChatError) -> Value {
+fn error_to_json(error: &ChatError) -> Value {
     let kind = if error.status() < 500 { "invalid_request_error" } else { "server_error" };
     json!({"error": {"message": error.to_string(), "type": kind, "param": error.param(), "code": error.code()}})
 }
 
 /// The response to a rejected request.
-pub fn refusal(error: &ChatError) -> Response {
+pub fn error_response(error: &ChatError) -> Response {
     let status = StatusCode::from_u16(error.status()).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
-    let mut response = (status, Json(body(error))).into_response();
+    let mut response = (status, Json(error_to_json(error))).into_response();
     if status == StatusCode::SERVICE_UNAVAILABLE {
-        response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from(RETRY_AFTER));
+        response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from(RETRY_AFTER_SECONDS));
     }
     response
 }
 
 /// The response to a request that does not reach the model.
-pub fn failure(status: StatusCode, message: &str) -> Response {
+pub fn bad_request_response(status: StatusCode, message: &str) -> Response {
     let error = json!({"message": message, "type": "invalid_request_error", "param": null, "code": null});
     (status, Json(json!({"error": error}))).into_response()
 }

@@ -18,9 +18,9 @@ use serde_json::json;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::timeout;
 
-use super::auth::{AccessPolicy, check_type};
+use super::auth::{AccessPolicy, check_content_type};
 use super::respond::{self, ResponseHeader};
-use crate::{ChatError, ChatModel, ChatRequest, ResponseStream, parse, random_u64};
+use crate::{ChatError, ChatModel, ChatRequest, ResponseStream, parse_chat_request, random_u64};
 
 /// Bodies up to this many bytes are read before a rejection. A client that is cut off while sending
 /// may miss the response.
@@ -64,7 +64,7 @@ impl App {
             model,
             name,
             slots,
-            started: now(),
+            started: unix_seconds(),
             limits,
             access,
             request_permits: Arc::new(Semaphore::new(request_permits)),
@@ -79,7 +79,7 @@ impl App {
     }
 
     /// Reads the body of a request, or returns the error response.
-    async fn body(&self, request: Request) -> Result<Bytes, Response> {
+    async fn read_body(&self, request: Request) -> Result<Bytes, Response> {
         let client_timeout = self.limits.client_timeout;
         match timeout(client_timeout, Bytes::from_request(request, &())).await {
             Ok(Ok(body)) => Ok(body),
@@ -87,12 +87,14 @@ impl App {
                 let most = self.limits.body >> 20;
                 let large =
                     format!("the body is larger than {most} MB, which --max-body of this server allows");
-                Err(respond::failure(rejection.status(), &large))
+                Err(respond::bad_request_response(rejection.status(), &large))
             }
-            Ok(Err(rejection)) => Err(respond::failure(rejection.status(), &rejection.body_text())),
+            Ok(Err(rejection)) => {
+                Err(respond::bad_request_response(rejection.status(), &rejection.body_text()))
+            }
             Err(_) => {
                 let late = format!("the body did not come within {} seconds", client_timeout.as_secs());
-                Err(respond::failure(StatusCode::REQUEST_TIMEOUT, &late))
+                Err(respond::bad_request_response(StatusCode::REQUEST_TIMEOUT, &late))
             }
         }
     }
@@ -106,7 +108,7 @@ impl App {
         let app = Arc::clone(self);
         let start = move || {
             let _permit = permit;
-            let request = parse(&body, &app.name, app.model.defaults(), random_u64())?;
+            let request = parse_chat_request(&body, &app.name, app.model.defaults(), random_u64())?;
             let reply = app.model.start(&request)?;
             Ok((request, reply))
         };
@@ -115,7 +117,7 @@ impl App {
 }
 
 /// Seconds since 1970.
-fn now() -> u64 {
+fn unix_seconds() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
 }
 
@@ -128,13 +130,13 @@ pub fn router(app: Arc<App>) -> Router {
         .route("/v1/models", get(models))
         .route("/v1/chat/completions", post(chat_completions))
         .fallback(async || {
-            respond::failure(
+            respond::bad_request_response(
                 StatusCode::NOT_FOUND,
                 "no such path; this server has /v1/chat/completions, /v1/models, /health and /metrics",
             )
         })
         .method_not_allowed_fallback(async || {
-            respond::failure(StatusCode::METHOD_NOT_ALLOWED, "this path takes another method")
+            respond::bad_request_response(StatusCode::METHOD_NOT_ALLOWED, "this path takes another method")
         })
         .layer(limit)
         .layer(from_fn_with_state(Arc::clone(&app), check_access))
@@ -152,8 +154,8 @@ async fn check_access(State(app): State<Arc<App>>, request: Request, next: Next)
 }
 
 async fn health(State(app): State<Arc<App>>) -> Response {
-    let load = app.model.load_now();
-    let waited = |quantile| load.waited(quantile).map(|wait| wait.as_secs_f64());
+    let load = app.model.engine_load();
+    let waited = |quantile| load.wait_quantile(quantile).map(|wait| wait.as_secs_f64());
     let body = json!({
         "status": "ok",
         "slots": app.slots,
@@ -167,9 +169,9 @@ async fn health(State(app): State<Arc<App>>) -> Response {
 
 /// The Prometheus metrics page.
 async fn metrics(State(app): State<Arc<App>>) -> Response {
-    match app.model.load_now().metrics.page() {
+    match app.model.engine_load().metrics.render_page() {
         Ok(page) => ([(CONTENT_TYPE, "text/plain; version=0.0.4")], page).into_response(),
-        Err(error) => respond::failure(StatusCode::INTERNAL_SERVER_ERROR, &error.to_string()),
+        Err(error) => respond::bad_request_response(StatusCode::INTERNAL_SERVER_ERROR, &error.to_string()),
     }
 }
 
@@ -180,7 +182,7 @@ async fn models(State(app): State<Arc<App>>) -> Response {
 }
 
 async fn chat_completions(State(app): State<Arc<App>>, request: Request) -> Response {
-    if let Err(refusal) = check_type(request.headers()) {
+    if let Err(refusal) = check_content_type(request.headers()) {
         return *refusal;
     }
     answer(&app, request).await.unwrap_or_else(|refused| refused)
@@ -189,27 +191,27 @@ async fn chat_completions(State(app): State<Arc<App>>, request: Request) -> Resp
 async fn answer(app: &Arc<App>, request: Request) -> Result<Response, Response> {
     let refused = |error: ChatError| {
         tracing::debug!("refused: {error}");
-        respond::refusal(&error)
+        respond::error_response(&error)
     };
     let permit = match app.acquire_permit() {
         Ok(permit) => permit,
         Err(error) => {
             if request.body().size_hint().upper().is_some_and(|bytes| bytes <= DRAIN_BODY_BYTES) {
-                app.body(request).await?;
+                app.read_body(request).await?;
             }
             return Err(refused(error));
         }
     };
-    let body = app.body(request).await?;
+    let body = app.read_body(request).await?;
     let (request, mut reply) = app.start(body).await.map_err(refused)?;
     let header = ResponseHeader {
         id: format!("chatcmpl-{:016x}", random_u64()),
-        created: now(),
+        created: unix_seconds(),
         model: app.name.clone(),
     };
     if request.stream {
-        return Ok(respond::stream(header, reply, permit, request.include_usage));
+        return Ok(respond::stream_response(header, reply, permit, request.include_usage));
     }
     let whole = reply.collect().await.map_err(refused)?;
-    Ok(Json(respond::completion(&header, &whole, &reply, request.return_token_ids)).into_response())
+    Ok(Json(respond::completion_to_json(&header, &whole, &reply, request.return_token_ids)).into_response())
 }

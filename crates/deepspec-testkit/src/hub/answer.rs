@@ -6,18 +6,18 @@ use serde_json::{Value, json};
 use super::FakeRepo;
 
 /// A response before the range or a fault is applied.
-pub struct Answer {
+pub struct HubResponse {
     pub status: u16,
     pub headers: Vec<(&'static str, String)>,
     pub body: Vec<u8>,
 }
 
-impl Answer {
+impl HubResponse {
     pub fn empty(status: u16, headers: Vec<(&'static str, String)>) -> Self {
         Self { status, headers, body: vec![] }
     }
 
-    fn missing(code: &str) -> Self {
+    fn not_found(code: &str) -> Self {
         Self::empty(404, vec![("X-Error-Code", code.into())])
     }
 
@@ -28,20 +28,20 @@ impl Answer {
 }
 
 /// The response to a path, from the hub on `port` with `repos`.
-pub fn respond(repos: &[FakeRepo], port: u16, path: &str) -> Answer {
-    let path = decoded(path.trim_start_matches('/'));
+pub fn respond(repos: &[FakeRepo], port: u16, path: &str) -> HubResponse {
+    let path = percent_decode(path.trim_start_matches('/'));
     if let Some(rest) = path.strip_prefix("cdn/") {
         let file = repos
             .iter()
             .flat_map(|repo| &repo.files)
-            .find(|(name, (bytes, _))| rest == format!("{}/{name}", digest::bytes(bytes)));
+            .find(|(name, (bytes, _))| rest == format!("{}/{name}", digest::sha256_of_bytes(bytes)));
         return match file {
-            Some((_, (bytes, _))) => Answer {
+            Some((_, (bytes, _))) => HubResponse {
                 status: 200,
                 headers: vec![("ETag", format!("\"{:x}\"", bytes.len()))],
                 body: bytes.clone(),
             },
-            None => Answer::empty(403, vec![]),
+            None => HubResponse::empty(403, vec![]),
         };
     }
     let is_api = path.starts_with("api/");
@@ -54,7 +54,7 @@ pub fn respond(repos: &[FakeRepo], port: u16, path: &str) -> Answer {
         .iter()
         .filter_map(|repo| Some((repo, inside.strip_prefix(&name(repo))?.strip_prefix('/')?)))
         .collect();
-    let Some((_, rest)) = found.first() else { return Answer::missing("RepoNotFound") };
+    let Some((_, rest)) = found.first() else { return HubResponse::not_found("RepoNotFound") };
     let (verb, rest) =
         if is_content { ("content", *rest) } else { rest.split_once('/').unwrap_or((*rest, "main")) };
     // A revision may contain slashes if it was encoded with %2F, which was decoded above.
@@ -66,63 +66,63 @@ pub fn respond(repos: &[FakeRepo], port: u16, path: &str) -> Answer {
                 .then(|| (*repo, after.trim_start_matches('/').to_string()))
         })
     });
-    let Some((repo, file)) = place else { return Answer::missing("RevisionNotFound") };
+    let Some((repo, file)) = place else { return HubResponse::not_found("RevisionNotFound") };
     match verb {
-        "revision" => Answer::json(&description(repo)),
-        "tree" => Answer::json(&tree(repo)),
-        "resolve" | "content" => content(repo, port, &file, is_content),
-        _ => Answer::empty(404, vec![]),
+        "revision" => HubResponse::json(&repo_info(repo)),
+        "tree" => HubResponse::json(&list_files(repo)),
+        "resolve" | "content" => file_response(repo, port, &file, is_content),
+        _ => HubResponse::empty(404, vec![]),
     }
 }
 
-fn description(repo: &FakeRepo) -> Value {
+fn repo_info(repo: &FakeRepo) -> Value {
     let siblings: Vec<Value> = repo.files.keys().map(|path| json!({"rfilename": path})).collect();
     json!({"id": repo.id, "sha": repo.commit(), "private": false, "gated": false, "disabled": false, "downloads": 0, "likes": 0,
         "tags": [], "siblings": siblings})
 }
 
-fn tree(repo: &FakeRepo) -> Value {
+fn list_files(repo: &FakeRepo) -> Value {
     let entry = |(path, (bytes, lfs)): (&String, &(Vec<u8>, bool))| {
-        let mut entry = json!({"type": "file", "oid": tag(bytes, false), "size": bytes.len(), "path": path});
+        let mut entry = json!({"type": "file", "oid": etag(bytes, false), "size": bytes.len(), "path": path});
         if *lfs {
-            entry["lfs"] = json!({"oid": tag(bytes, true), "size": bytes.len(), "pointerSize": 134});
+            entry["lfs"] = json!({"oid": etag(bytes, true), "size": bytes.len(), "pointerSize": 134});
         }
         entry
     };
     repo.files.iter().map(entry).collect()
 }
 
-fn content(repo: &FakeRepo, port: u16, file: &str, is_content: bool) -> Answer {
-    let Some((bytes, lfs)) = repo.files.get(file) else { return Answer::missing("EntryNotFound") };
-    let quoted = format!("\"{}\"", tag(bytes, *lfs));
+fn file_response(repo: &FakeRepo, port: u16, file: &str, is_content: bool) -> HubResponse {
+    let Some((bytes, lfs)) = repo.files.get(file) else { return HubResponse::not_found("EntryNotFound") };
+    let quoted = format!("\"{}\"", etag(bytes, *lfs));
     let mut headers = vec![("X-Repo-Commit", repo.commit())];
     match (lfs, is_content) {
         (true, _) => {
             headers.push(("X-Linked-Etag", quoted));
             headers.push(("X-Linked-Size", bytes.len().to_string()));
-            let place = format!("{}/{}", digest::bytes(bytes), encoded(file));
+            let place = format!("{}/{}", digest::sha256_of_bytes(bytes), percent_encode(file));
             headers.push(("Location", format!("http://localhost:{port}/cdn/{place}")));
-            Answer::empty(302, headers)
+            HubResponse::empty(302, headers)
         }
         (false, false) => {
-            let place = format!("{}/{}/{}/{}", repo.kind, repo.id, repo.commit(), encoded(file));
+            let place = format!("{}/{}/{}/{}", repo.kind, repo.id, repo.commit(), percent_encode(file));
             headers.push(("Location", format!("/api/resolve-cache/{place}")));
-            Answer::empty(307, headers)
+            HubResponse::empty(307, headers)
         }
         (false, true) => {
             headers.push(("ETag", quoted));
-            Answer { status: 200, headers, body: bytes.clone() }
+            HubResponse { status: 200, headers, body: bytes.clone() }
         }
     }
 }
 
 /// ETag of a file: 64 hex digits for large files, 40 for others.
-fn tag(bytes: &[u8], lfs: bool) -> String {
-    let digest = digest::bytes(bytes);
+fn etag(bytes: &[u8], lfs: bool) -> String {
+    let digest = digest::sha256_of_bytes(bytes);
     if lfs { digest } else { digest[..40].to_string() }
 }
 
-fn decoded(path: &str) -> String {
+fn percent_decode(path: &str) -> String {
     let (mut bytes, mut rest) = (vec![], path.as_bytes());
     while let [first, after @ ..] = rest {
         let hex = after.get(..2).and_then(|hex| u8::from_str_radix(std::str::from_utf8(hex).ok()?, 16).ok());
@@ -140,6 +140,6 @@ fn decoded(path: &str) -> String {
     String::from_utf8_lossy(&bytes).into_owned()
 }
 
-fn encoded(path: &str) -> String {
+fn percent_encode(path: &str) -> String {
     path.replace('%', "%25").replace(' ', "%20").replace('#', "%23").replace('?', "%3F")
 }

@@ -61,9 +61,9 @@ impl FakeRepo {
     pub fn commit(&self) -> String {
         let mut text = self.id.clone();
         for (path, (bytes, _)) in &self.files {
-            text.push_str(&format!("\n{path} {}", digest::bytes(bytes)));
+            text.push_str(&format!("\n{path} {}", digest::sha256_of_bytes(bytes)));
         }
-        digest::bytes(text.as_bytes())[..40].to_string()
+        digest::sha256_of_bytes(text.as_bytes())[..40].to_string()
     }
 
     pub(super) fn prefix(&self) -> String {

@@ -14,7 +14,7 @@ const MESSAGE_CHARS: usize = 300;
 /// Classes of failure. After the first seven, another attempt may succeed, perhaps at another
 /// server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Class {
+pub enum FailureClass {
     /// No connection: the server's fault, not the request's.
     Unreachable,
     /// 429, or 503 with `Retry-After`: the server asks for a pause.
@@ -37,7 +37,7 @@ pub enum Class {
     Cancelled,
 }
 
-impl Class {
+impl FailureClass {
     /// All classes.
     pub const ALL: [Self; 10] = [
         Self::Unreachable,
@@ -73,7 +73,7 @@ impl Class {
 #[derive(Debug, Clone)]
 pub struct Failure {
     /// The class.
-    pub class: Class,
+    pub class: FailureClass,
     /// A short description.
     pub problem: String,
     /// The pause that the server asks for.
@@ -91,69 +91,69 @@ impl fmt::Display for Failure {
 }
 
 impl Failure {
-    fn new(class: Class, problem: String) -> Self {
+    fn new(class: FailureClass, problem: String) -> Self {
         Self { class, problem, retry_after: None, said: String::new(), finish: None }
     }
 
     /// A request that was cancelled.
     pub fn cancelled() -> Self {
-        Self::new(Class::Cancelled, "the server was given up".into())
+        Self::new(FailureClass::Cancelled, "the server was given up".into())
     }
 
     /// A response that is not a chat completion.
     pub fn invalid_response(problem: &str, text: &str) -> Self {
-        Self::new(Class::InvalidResponse, format!("{problem}: {}", shortened(text)))
+        Self::new(FailureClass::InvalidResponse, format!("{problem}: {}", shorten(text)))
     }
 
     /// An answer that the server ended before the model did.
     pub fn broken_off(reason: FinishReason) -> Self {
         let problem = format!("the answer was broken off (finish_reason {:?})", reason.name());
-        Self { finish: Some(reason), ..Self::new(Class::BrokenOff, problem) }
+        Self { finish: Some(reason), ..Self::new(FailureClass::BrokenOff, problem) }
     }
 
     /// An answer without text; another attempt may have one.
     pub fn empty() -> Self {
-        Self::new(Class::BrokenOff, "the answer has no text".into())
+        Self::new(FailureClass::BrokenOff, "the answer has no text".into())
     }
 
     /// A connection that failed or broke.
     pub fn transport(error: &reqwest::Error) -> Self {
         let class = match error {
-            _ if error.is_connect() => Class::Unreachable,
-            _ if error.is_timeout() => Class::Timeout,
-            _ => Class::Broken,
+            _ if error.is_connect() => FailureClass::Unreachable,
+            _ if error.is_timeout() => FailureClass::Timeout,
+            _ => FailureClass::Broken,
         };
-        Self::new(class, causes(error))
+        Self::new(class, root_cause(error))
     }
 
     /// A response with an error status.
     pub fn status(status: StatusCode, headers: &HeaderMap, text: String) -> Self {
         let retry_after = retry_after(headers, SystemTime::now());
         let class = match status {
-            StatusCode::TOO_MANY_REQUESTS => Class::RateLimited,
-            StatusCode::SERVICE_UNAVAILABLE if retry_after.is_some() => Class::RateLimited,
-            StatusCode::REQUEST_TIMEOUT => Class::ServerError,
+            StatusCode::TOO_MANY_REQUESTS => FailureClass::RateLimited,
+            StatusCode::SERVICE_UNAVAILABLE if retry_after.is_some() => FailureClass::RateLimited,
+            StatusCode::REQUEST_TIMEOUT => FailureClass::ServerError,
             // 402 means that the account has no credit left, so every request would fail.
             StatusCode::UNAUTHORIZED
             | StatusCode::PAYMENT_REQUIRED
             | StatusCode::FORBIDDEN
             | StatusCode::NOT_FOUND
-            | StatusCode::METHOD_NOT_ALLOWED => Class::Denied,
-            _ if status.is_redirection() => Class::Denied,
-            _ if status.is_client_error() => Class::Refused,
-            _ => Class::ServerError,
+            | StatusCode::METHOD_NOT_ALLOWED => FailureClass::Denied,
+            _ if status.is_redirection() => FailureClass::Denied,
+            _ if status.is_client_error() => FailureClass::Refused,
+            _ => FailureClass::ServerError,
         };
-        let mut problem = format!("HTTP {}: {}", status.as_u16(), complaint(&text));
+        let mut problem = format!("HTTP {}: {}", status.as_u16(), error_message(&text));
         if let Some(to) =
             headers.get(LOCATION).and_then(|to| to.to_str().ok()).filter(|_| status.is_redirection())
         {
             problem = format!("HTTP {}: it sends us on to {to}; give that address", status.as_u16());
         }
-        Self { class, problem, retry_after, said: said(text), finish: None }
+        Self { class, problem, retry_after, said: message_texts(text), finish: None }
     }
 
     /// Whether the server's message contains this field's name as a word.
-    pub fn names(&self, field: &str) -> bool {
+    pub fn names_field(&self, field: &str) -> bool {
         let word = |c: char| c.is_alphanumeric() || c == '_';
         self.said.match_indices(field).any(|(at, _)| {
             !self.said[..at].ends_with(word) && !self.said[at + field.len()..].starts_with(word)
@@ -162,7 +162,7 @@ impl Failure {
 }
 
 /// All texts of a server's message, except quotes of the request.
-fn said(text: String) -> String {
+fn message_texts(text: String) -> String {
     fn collect(value: &Value, found: &mut Vec<String>) {
         match value {
             Value::String(text) => found.push(text.clone()),
@@ -192,17 +192,17 @@ fn retry_after(headers: &HeaderMap, now: SystemTime) -> Option<Duration> {
 }
 
 /// The message in a server's error response.
-fn complaint(text: &str) -> String {
+fn error_message(text: &str) -> String {
     let json: Value = serde_json::from_str(text).unwrap_or_default();
     let said = [&json["error"]["message"], &json["message"], &json["error"], &json["detail"]];
     match said.into_iter().find(|said| !said.is_null()) {
-        Some(Value::String(said)) => shortened(said),
-        Some(other) => shortened(&other.to_string()),
-        None => shortened(text),
+        Some(Value::String(said)) => shorten(said),
+        Some(other) => shorten(&other.to_string()),
+        None => shorten(text),
     }
 }
 
-fn shortened(text: &str) -> String {
+fn shorten(text: &str) -> String {
     let text = text.split_whitespace().collect::<Vec<_>>().join(" ");
     match text.char_indices().nth(MESSAGE_CHARS) {
         Some((end, _)) => format!("{} …", &text[..end]),
@@ -211,7 +211,7 @@ fn shortened(text: &str) -> String {
 }
 
 /// The root cause of an error. Reqwest's own message hides it, and the caller names the URL.
-fn causes(error: &reqwest::Error) -> String {
+fn root_cause(error: &reqwest::Error) -> String {
     if error.is_timeout() && !error.is_connect() {
         return "no answer in time".into();
     }
@@ -230,10 +230,10 @@ mod tests {
 
     #[test]
     fn complaints_are_found_in_all_common_shapes() {
-        assert_eq!(complaint(r#"{"error": {"message": "too long"}}"#), "too long");
-        assert_eq!(complaint(r#"{"detail": "Unprocessable"}"#), "Unprocessable");
-        assert_eq!(complaint("<html>\n<body>"), "<html> <body>");
-        assert!(complaint(&"x".repeat(1000)).chars().count() < 310);
+        assert_eq!(error_message(r#"{"error": {"message": "too long"}}"#), "too long");
+        assert_eq!(error_message(r#"{"detail": "Unprocessable"}"#), "Unprocessable");
+        assert_eq!(error_message("<html>\n<body>"), "<html> <body>");
+        assert!(error_message(&"x".repeat(1000)).chars().count() < 310);
     }
 
     #[test]
@@ -246,17 +246,17 @@ mod tests {
             let failure = Failure::status(StatusCode::from_u16(status).unwrap(), &headers, "x".into());
             (failure.class, failure.retry_after)
         };
-        assert_eq!(class(429, Some("2")), (Class::RateLimited, Some(Duration::from_secs(2))));
-        assert_eq!(class(429, Some("soon")), (Class::RateLimited, None));
-        assert_eq!(class(503, None).0, Class::ServerError);
-        assert_eq!(class(503, Some("1")).0, Class::RateLimited);
-        assert_eq!(class(500, None).0, Class::ServerError);
-        assert_eq!(class(402, None).0, Class::Denied);
-        assert_eq!(class(408, None).0, Class::ServerError);
-        assert_eq!(class(422, None).0, Class::Refused);
+        assert_eq!(class(429, Some("2")), (FailureClass::RateLimited, Some(Duration::from_secs(2))));
+        assert_eq!(class(429, Some("soon")), (FailureClass::RateLimited, None));
+        assert_eq!(class(503, None).0, FailureClass::ServerError);
+        assert_eq!(class(503, Some("1")).0, FailureClass::RateLimited);
+        assert_eq!(class(500, None).0, FailureClass::ServerError);
+        assert_eq!(class(402, None).0, FailureClass::Denied);
+        assert_eq!(class(408, None).0, FailureClass::ServerError);
+        assert_eq!(class(422, None).0, FailureClass::Refused);
         assert_eq!(
             (class(401, None).0, class(404, None).0, class(302, None).0),
-            (Class::Denied, Class::Denied, Class::Denied)
+            (FailureClass::Denied, FailureClass::Denied, FailureClass::Denied)
         );
         let date = "Sun, 06 Nov 1994 08:49:37 GMT";
         let past = httpdate::parse_http_date(date).unwrap();
@@ -268,8 +268,8 @@ mod tests {
     #[test]
     fn fields_are_found_as_words() {
         let failure = |said: &str| Failure { said: said.into(), ..Failure::cancelled() };
-        assert!(failure("Unexpected fields: {'top_k'}").names("top_k"));
-        assert!(failure("top_k, min_p").names("min_p"));
-        assert!(!failure("stop_k and top_kk").names("top_k"));
+        assert!(failure("Unexpected fields: {'top_k'}").names_field("top_k"));
+        assert!(failure("top_k, min_p").names_field("min_p"));
+        assert!(!failure("stop_k and top_kk").names_field("top_k"));
     }
 }

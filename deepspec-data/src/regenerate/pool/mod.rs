@@ -20,21 +20,21 @@ use serde_json::{Map, Value};
 use tokio::sync::watch as watching;
 
 use super::answer::{Answer, AskError};
-use extensions::{Fields, Refusal};
-use failure::{Class, Failure};
+use extensions::{FieldSet, Refusal};
+use failure::{Failure, FailureClass};
 pub use server::check_urls;
 use server::{Server, client};
-use server_state::{Change, CircuitState, Slot, doubling};
+use server_state::{CircuitState, Slot, StateChange, exponential_backoff};
 
 /// Upper limit on requests in flight per server.
-const MOST_CONCURRENT: usize = 65_536;
-/// First and longest pause between attempts at a row, for [`doubling`].
-const BACK_OFF: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(16));
-/// Rate limits of one request after which its row fails.
-const MOST_WAITS: u32 = 100;
+const MAX_CONCURRENT_REQUESTS: usize = 65_536;
+/// First and longest pause between attempts at a row, for [`exponential_backoff`].
+const RETRY_PAUSES: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(16));
+/// Maximum number of rate limits of one request; then its row fails.
+const MAX_RATE_LIMITS: u32 = 100;
 
-/// Refusals without any answer that end the run, because the rows cannot be the cause.
-const MOST_REFUSALS: u64 = 100;
+/// The run ends after this many refusals without any answer, because the rows cannot be the cause.
+const MAX_REFUSALS: u64 = 100;
 
 /// How a pool asks.
 #[derive(Debug, Clone, clap::Args)]
@@ -68,10 +68,10 @@ impl Options {
         if self.concurrency == 0 || self.timeout == 0 || self.max_attempts == 0 || self.server_wait == 0 {
             usage!("--concurrency, --timeout, --max-attempts and --server-wait must be at least 1");
         }
-        if self.concurrency > MOST_CONCURRENT {
-            usage!("--concurrency {}: expected at most {MOST_CONCURRENT}", self.concurrency);
+        if self.concurrency > MAX_CONCURRENT_REQUESTS {
+            usage!("--concurrency {}: expected at most {MAX_CONCURRENT_REQUESTS}", self.concurrency);
         }
-        if let Some(key) = env::secret(&self.api_key_env)
+        if let Some(key) = env::read_secret(&self.api_key_env)
             && !key.bytes().all(|byte| byte.is_ascii_graphic())
         {
             usage!("the API key in {} has characters that no HTTP header may have", self.api_key_env);
@@ -94,8 +94,8 @@ impl Pool {
     /// A pool of servers by base URL.
     pub fn new(urls: &[String], options: Options) -> anyhow::Result<Self> {
         let http = client(urls, Duration::from_secs(options.timeout), options.concurrency)?;
-        urls.iter().for_each(|url| env::report_key_in_clear(&options.api_key_env, url));
-        let key = || env::secret(&options.api_key_env);
+        urls.iter().for_each(|url| env::warn_unencrypted_key(&options.api_key_env, url));
+        let key = || env::read_secret(&options.api_key_env);
         let server = |url: &String| Arc::new(Server::new(&http, url, key(), options.concurrency));
         let servers = urls.iter().map(server).collect();
         Ok(Self { servers, options, changes: watching::Sender::new(()), closed: OnceLock::new() })
@@ -103,7 +103,7 @@ impl Pool {
 
     /// Checks that at least one server responds, and starts to probe the others.
     pub async fn check(self: &Arc<Self>) -> anyhow::Result<()> {
-        let found = join_all(self.servers.iter().map(|server| server.look())).await;
+        let found = join_all(self.servers.iter().map(|server| server.probe())).await;
         let down: Vec<(&Arc<Server>, String)> = self
             .servers
             .iter()
@@ -116,9 +116,9 @@ impl Pool {
         }
         for (server, problem) in down {
             tracing::warn!("server down: {problem}; it is asked as soon as it answers");
-            self.follow(server, server.state.unreachable(&problem));
+            self.apply_change(server, server.state.record_unreachable(&problem));
         }
-        tokio::spawn(Arc::clone(self).keep_watch());
+        tokio::spawn(Arc::clone(self).watch_servers());
         Ok(())
     }
 
@@ -130,47 +130,47 @@ impl Pool {
         home: &mut Option<usize>,
     ) -> Result<Answer, AskError> {
         let (mut attempts, mut waits, mut avoid) = (0, 0, None);
-        let mut pauses = doubling(BACK_OFF);
+        let mut pauses = exponential_backoff(RETRY_PAUSES);
         loop {
-            let (index, slot) = self.take(*home, avoid).await?;
+            let (index, slot) = self.acquire_slot(*home, avoid).await?;
             let server = &self.servers[index];
             let failure = match self.attempt(server, body).await {
                 Ok(answer) => {
-                    self.follow(server, server.state.answer(answer.tokens));
+                    self.apply_change(server, server.state.record_answer(answer.tokens));
                     *home = Some(index);
                     return Ok(answer);
                 }
-                Err(Attempt::Hopeless(error)) => return Err(AskError::Run(error)),
-                Err(Attempt::Failed(failure)) => failure,
+                Err(AttemptError::Hopeless(error)) => return Err(AskError::Run(error)),
+                Err(AttemptError::Failed(failure)) => failure,
             };
             let problem = format!("{}: {failure}", server.url());
             tracing::debug!("{problem}");
-            self.settle(server, &failure, &problem)?;
+            self.record_failure(server, &failure, &problem)?;
             drop(slot);
             avoid = Some(index);
             match failure.class {
-                Class::Unreachable | Class::Cancelled => {}
+                FailureClass::Unreachable | FailureClass::Cancelled => {}
                 // The server is at fault, not the request. Another server may answer, and this one
                 // will be disabled.
-                Class::Denied if !server.answered() => tokio::time::sleep(BACK_OFF.0).await,
-                Class::RateLimited => {
+                FailureClass::Denied if !server.has_answered() => tokio::time::sleep(RETRY_PAUSES.0).await,
+                FailureClass::RateLimited => {
                     waits += 1;
-                    if waits == MOST_WAITS {
+                    if waits == MAX_RATE_LIMITS {
                         return Err(AskError::Row(problem));
                     }
                 }
-                Class::Refused if self.only_refusals() => {
+                FailureClass::Refused if self.only_refusals() => {
                     let error =
-                        anyhow!("{MOST_REFUSALS} requests were refused and none was answered: {problem}");
+                        anyhow!("{MAX_REFUSALS} requests were refused and none was answered: {problem}");
                     return Err(AskError::Run(error));
                 }
-                Class::Refused => return Err(AskError::Row(problem)),
-                Class::ServerError
-                | Class::Timeout
-                | Class::Broken
-                | Class::InvalidResponse
-                | Class::BrokenOff
-                | Class::Denied => {
+                FailureClass::Refused => return Err(AskError::Row(problem)),
+                FailureClass::ServerError
+                | FailureClass::Timeout
+                | FailureClass::Broken
+                | FailureClass::InvalidResponse
+                | FailureClass::BrokenOff
+                | FailureClass::Denied => {
                     attempts += 1;
                     if attempts >= self.options.max_attempts {
                         let problem = format!("{problem} (attempt {attempts})");
@@ -179,7 +179,7 @@ impl Pool {
                             None => AskError::Row(problem),
                         });
                     }
-                    tokio::time::sleep(pauses.next().unwrap_or(BACK_OFF.1)).await;
+                    tokio::time::sleep(pauses.next().unwrap_or(RETRY_PAUSES.1)).await;
                 }
             }
         }
@@ -187,7 +187,11 @@ impl Pool {
 
     /// Waits for a slot: preferably at `home`, and at `avoid` only if no other server gets
     /// requests.
-    async fn take(&self, home: Option<usize>, avoid: Option<usize>) -> Result<(usize, Slot), AskError> {
+    async fn acquire_slot(
+        &self,
+        home: Option<usize>,
+        avoid: Option<usize>,
+    ) -> Result<(usize, Slot), AskError> {
         let mut changes = self.changes.subscribe();
         loop {
             if let Some(problem) = self.closed.get() {
@@ -245,7 +249,7 @@ impl Pool {
     }
 
     /// A line for every server with failures.
-    pub fn troubles(&self) -> Vec<String> {
+    pub fn server_failures(&self) -> Vec<String> {
         let line = |server: &Arc<Server>| {
             let stats = server.state.stats();
             let (answered, failures) = (stats.answered, stats.failures());
@@ -258,19 +262,19 @@ impl Pool {
     }
 
     /// Number of servers that get requests.
-    fn serving(&self) -> usize {
+    fn serving_count(&self) -> usize {
         self.servers.iter().filter(|server| server.state.circuit() == CircuitState::Closed).count()
     }
 
     /// Whether many requests were refused and none was answered.
     fn only_refusals(&self) -> bool {
         let stats: Vec<_> = self.servers.iter().map(|server| server.state.stats()).collect();
-        stats.iter().map(|stats| stats.count(Class::Refused)).sum::<u64>() >= MOST_REFUSALS
+        stats.iter().map(|stats| stats.count(FailureClass::Refused)).sum::<u64>() >= MAX_REFUSALS
             && stats.iter().all(|stats| stats.answered == 0)
     }
 
     /// The last failures of all servers.
-    fn problems(&self) -> String {
+    fn last_failures(&self) -> String {
         let problem = |server: &Arc<Server>| match server.state.problem() {
             none if none.is_empty() => server.url().to_string(),
             problem => problem,
@@ -281,17 +285,17 @@ impl Pool {
     /// Closes the pool and fails waiting requests.
     fn close(&self, problem: String) {
         self.closed.get_or_init(|| problem);
-        self.changed();
+        self.notify_change();
     }
 
-    fn changed(&self) {
+    fn notify_change(&self) {
         self.changes.send_replace(());
     }
 
     /// One attempt, repeated without optional fields that the server rejects.
-    async fn attempt(&self, server: &Server, body: &Map<String, Value>) -> Result<Answer, Attempt> {
+    async fn attempt(&self, server: &Server, body: &Map<String, Value>) -> Result<Answer, AttemptError> {
         loop {
-            let sent = server.extensions.sent(body);
+            let sent = server.extensions.fields_to_send(body);
             let failure = match server.ask_once(body, sent).await {
                 Ok(answer) => {
                     server.extensions.accept(body, sent);
@@ -299,9 +303,9 @@ impl Pool {
                 }
                 Err(failure) => failure,
             };
-            match server.extensions.read(&failure, body, sent, self.options.asks_thinking) {
+            match server.extensions.interpret_refusal(&failure, body, sent, self.options.asks_thinking) {
                 Refusal::OfThinking => {
-                    return Err(Attempt::Hopeless(anyhow!(
+                    return Err(AttemptError::Hopeless(anyhow!(
                         "{} refuses the thinking switch ({failure}); without it the answers would silently be others: ask \
                          without --enable-thinking and --disable-thinking, or serve the model with an engine that knows \
                          chat_template_kwargs",
@@ -310,26 +314,26 @@ impl Pool {
                 }
                 Refusal::Of(fields) => self.drop_fields(server, fields, &failure),
                 Refusal::Perhaps(fields) => {
-                    for suspected in fields.suspects() {
+                    for suspected in fields.subsets_to_omit() {
                         match server.ask_once(body, sent.without(suspected)).await {
                             Ok(answer) => {
                                 self.drop_fields(server, suspected, &failure);
                                 return Ok(answer);
                             }
                             // The server refuses the request without these fields too.
-                            Err(again) if again.class == Class::Refused => {}
+                            Err(again) if again.class == FailureClass::Refused => {}
                             // Another failure does not show whether the fields were the cause.
-                            Err(again) => return Err(Attempt::Failed(again)),
+                            Err(again) => return Err(AttemptError::Failed(again)),
                         }
                     }
-                    return Err(Attempt::Failed(failure));
+                    return Err(AttemptError::Failed(failure));
                 }
-                Refusal::Other => return Err(Attempt::Failed(failure)),
+                Refusal::Other => return Err(AttemptError::Failed(failure)),
             }
         }
     }
 
-    fn drop_fields(&self, server: &Server, fields: Fields, failure: &Failure) {
+    fn drop_fields(&self, server: &Server, fields: FieldSet, failure: &Failure) {
         if server.extensions.drop(fields) {
             let names = fields.names().join(", ");
             tracing::warn!("{} refuses {names} ({failure}); it is asked without from now on", server.url());
@@ -337,41 +341,43 @@ impl Pool {
     }
 
     /// Records a failure at the server.
-    fn settle(
+    fn record_failure(
         self: &Arc<Self>,
         server: &Arc<Server>,
         failure: &Failure,
         problem: &str,
     ) -> Result<(), AskError> {
         let state = &server.state;
-        state.count(failure.class);
+        state.count_failure(failure.class);
         let change = match failure.class {
-            Class::Unreachable => state.unreachable(problem),
-            Class::RateLimited => state.limit(failure.retry_after, problem),
-            Class::Denied if !server.answered() => {
-                let disabled = state.deny(problem);
+            FailureClass::Unreachable => state.record_unreachable(problem),
+            FailureClass::RateLimited => state.record_rate_limit(failure.retry_after, problem),
+            FailureClass::Denied if !server.has_answered() => {
+                let disabled = state.record_denial(problem);
                 if self.servers.iter().all(|server| server.state.circuit() == CircuitState::Disabled) {
-                    return Err(AskError::Run(anyhow!("no server answers: {}", self.problems())));
+                    return Err(AskError::Run(anyhow!("no server answers: {}", self.last_failures())));
                 }
                 if disabled {
                     tracing::warn!("{problem}; this server is not asked again");
-                    self.changed();
+                    self.notify_change();
                 }
-                Change::None
+                StateChange::None
             }
-            Class::ServerError | Class::Timeout | Class::Broken | Class::InvalidResponse | Class::Denied => {
-                state.failure(problem)
-            }
+            FailureClass::ServerError
+            | FailureClass::Timeout
+            | FailureClass::Broken
+            | FailureClass::InvalidResponse
+            | FailureClass::Denied => state.record_failure(problem),
             // The server responds; it may answer the next request.
-            Class::BrokenOff | Class::Refused | Class::Cancelled => Change::None,
+            FailureClass::BrokenOff | FailureClass::Refused | FailureClass::Cancelled => StateChange::None,
         };
-        self.follow(server, change);
+        self.apply_change(server, change);
         Ok(())
     }
 }
 
 /// Why an attempt failed.
-enum Attempt {
+enum AttemptError {
     Failed(Failure),
     /// Every request would fail the same way.
     Hopeless(anyhow::Error),

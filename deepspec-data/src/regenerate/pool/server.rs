@@ -11,18 +11,18 @@ use reqwest::{RequestBuilder, Response, Url};
 use serde_json::{Map, Value};
 use tokio::sync::Notify;
 
-use super::super::answer::{Answer, NoAnswer};
-use super::extensions::{Extensions, Fields};
+use super::super::answer::{Answer, AnswerError};
+use super::extensions::{Extensions, FieldSet};
 use super::failure::Failure;
 use super::server_state::{CircuitState, ServerState};
 
 /// Timeout for connections and for probes.
-const CONNECT: Duration = Duration::from_secs(10);
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Longest body of an answer, in bytes.
-const LONGEST_ANSWER: usize = 64 << 20;
+const MAX_ANSWER_BYTES: usize = 64 << 20;
 /// Longest body of an error response, in bytes.
-const LONGEST_REFUSAL: usize = 1 << 20;
+const MAX_ERROR_BYTES: usize = 1 << 20;
 
 /// A server with its state.
 pub struct Server {
@@ -45,7 +45,7 @@ pub fn check_urls(servers: &[String]) -> anyhow::Result<()> {
             Ok(url) => usage!("--server {server}: expected http:// or https://, found {}:", url.scheme()),
             Err(error) => usage!("--server {server}: {error}; expected a URL such as http://127.0.0.1:30000"),
         }
-        if servers[..index].iter().any(|earlier| base(earlier) == base(server)) {
+        if servers[..index].iter().any(|earlier| base_url(earlier) == base_url(server)) {
             usage!("--server {server} is given twice");
         }
     }
@@ -57,7 +57,7 @@ pub fn client(servers: &[String], timeout: Duration, connections: usize) -> anyh
     deepspec_hub::prepare_tls();
     let mut http = reqwest::Client::builder()
         .http1_only()
-        .connect_timeout(CONNECT)
+        .connect_timeout(CONNECT_TIMEOUT)
         .timeout(timeout)
         .pool_max_idle_per_host(connections)
         .tcp_nodelay(true)
@@ -75,7 +75,7 @@ impl Server {
     pub fn new(http: &reqwest::Client, url: &str, api_key: Option<String>, slots: usize) -> Self {
         Self {
             http: http.clone(),
-            base: base(url).to_string(),
+            base: base_url(url).to_string(),
             api_key,
             state: ServerState::new(slots),
             extensions: Extensions::default(),
@@ -90,9 +90,9 @@ impl Server {
 
     /// Probes the server. Any HTTP response counts, because some servers cannot list models, except
     /// a proxy's 502 to 504.
-    pub async fn look(&self) -> Result<(), String> {
+    pub async fn probe(&self) -> Result<(), String> {
         let url = format!("{}/v1/models", self.base);
-        match self.authorised(self.http.get(&url)).timeout(CONNECT).send().await {
+        match self.authorised(self.http.get(&url)).timeout(CONNECT_TIMEOUT).send().await {
             Ok(response) if matches!(response.status().as_u16(), 502..=504) => {
                 Err(format!("{url}: HTTP {}", response.status().as_u16()))
             }
@@ -102,22 +102,22 @@ impl Server {
     }
 
     /// Whether the circuit is open, so that a new request would be cancelled.
-    pub fn is_out(&self) -> bool {
+    pub fn is_circuit_open(&self) -> bool {
         self.state.circuit() == CircuitState::Open
     }
 
     /// Whether the server ever answered.
-    pub fn answered(&self) -> bool {
+    pub fn has_answered(&self) -> bool {
         self.state.stats().answered > 0
     }
 
     /// Sends one request with the optional fields `sent`. Cancels it if the circuit opens.
-    pub async fn ask_once(&self, body: &Map<String, Value>, sent: Fields) -> Result<Answer, Failure> {
+    pub async fn ask_once(&self, body: &Map<String, Value>, sent: FieldSet) -> Result<Answer, Failure> {
         let cancelled = self.cancelled.notified();
         tokio::pin!(cancelled);
         // Subscribes before checking the circuit, so that no notification is missed.
         cancelled.as_mut().enable();
-        if self.is_out() {
+        if self.is_circuit_open() {
             return Err(Failure::cancelled());
         }
         let stops = match body.get("stop") {
@@ -126,7 +126,7 @@ impl Server {
             _ => vec![],
         };
         tokio::select! {
-            answer = self.ask(Extensions::trim(body, sent), &stops) => answer,
+            answer = self.ask(Extensions::body_with_fields(body, sent), &stops) => answer,
             () = cancelled => Err(Failure::cancelled()),
         }
     }
@@ -136,18 +136,18 @@ impl Server {
         let request = self.authorised(request).header(CONTENT_TYPE, "application/json").body(body);
         let response = request.send().await.map_err(|error| Failure::transport(&error))?;
         let (status, headers) = (response.status(), response.headers().clone());
-        let most = if status.is_success() { LONGEST_ANSWER } else { LONGEST_REFUSAL };
-        let text = match text(response, most).await {
+        let most = if status.is_success() { MAX_ANSWER_BYTES } else { MAX_ERROR_BYTES };
+        let text = match read_text(response, most).await {
             Ok(text) => text,
             // An error status counts even if its body cannot be read.
             Err(_) if !status.is_success() => String::new(),
             Err(failure) => return Err(failure),
         };
         if status.is_success() {
-            Answer::read(&text, stops).map_err(|why| match why {
-                NoAnswer::Invalid(problem) => Failure::invalid_response(problem, &text),
-                NoAnswer::Empty => Failure::empty(),
-                NoAnswer::BrokenOff(reason) => Failure::broken_off(reason),
+            Answer::parse(&text, stops).map_err(|why| match why {
+                AnswerError::Invalid(problem) => Failure::invalid_response(problem, &text),
+                AnswerError::Empty => Failure::empty(),
+                AnswerError::BrokenOff(reason) => Failure::broken_off(reason),
             })
         } else {
             Err(Failure::status(status, &headers, text))
@@ -163,7 +163,7 @@ impl Server {
 }
 
 /// A body as text, if it has at most `most` bytes.
-async fn text(mut response: Response, most: usize) -> Result<String, Failure> {
+async fn read_text(mut response: Response, most: usize) -> Result<String, Failure> {
     let mut bytes = vec![];
     while let Some(chunk) = response.chunk().await.map_err(|error| Failure::transport(&error))? {
         if bytes.len() + chunk.len() > most {
@@ -177,7 +177,7 @@ async fn text(mut response: Response, most: usize) -> Result<String, Failure> {
     Ok(String::from_utf8_lossy(&bytes).into_owned())
 }
 
-fn base(url: &str) -> &str {
+fn base_url(url: &str) -> &str {
     url.trim_end_matches('/').trim_end_matches("/v1").trim_end_matches('/')
 }
 
@@ -192,8 +192,8 @@ mod tests {
 
     #[test]
     fn urls_are_checked_and_cut_to_their_base() {
-        assert_eq!(base("http://a:1/v1/"), "http://a:1");
-        assert_eq!(base("http://a:1/x"), "http://a:1/x");
+        assert_eq!(base_url("http://a:1/v1/"), "http://a:1");
+        assert_eq!(base_url("http://a:1/x"), "http://a:1/x");
         let says = |servers: &[&str], words: &str| {
             let servers: Vec<String> = servers.iter().map(ToString::to_string).collect();
             let problem = check_urls(&servers).unwrap_err().to_string();

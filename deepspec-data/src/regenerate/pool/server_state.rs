@@ -9,22 +9,22 @@ use failsafe::StateMachine;
 use failsafe::failure_policy::{ConsecutiveFailures, consecutive_failures};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
-use super::super::answer::Tokens;
-use super::failure::Class;
+use super::super::answer::TokenCounts;
+use super::failure::FailureClass;
 use super::stats::ServerStats;
 
-/// Failures in a row that open the circuit.
-const GIVEN_UP_AFTER: u32 = 5;
-/// First and longest pause of an open circuit, for [`doubling`].
-const OPEN: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(30));
-/// First and longest pause after a rate limit without `Retry-After`, for [`doubling`].
-const LIMITED: (Duration, Duration) = (Duration::from_millis(250), Duration::from_secs(30));
+/// The circuit opens after this many failures in a row.
+const MAX_CONSECUTIVE_FAILURES: u32 = 5;
+/// First and longest pause of an open circuit, for [`exponential_backoff`].
+const OPEN_PAUSES: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(30));
+/// First and longest pause after a rate limit without `Retry-After`, for [`exponential_backoff`].
+const RATE_LIMIT_PAUSES: (Duration, Duration) = (Duration::from_millis(250), Duration::from_secs(30));
 /// Upper limit on `Retry-After`.
 const MAX_RETRY_AFTER: Duration = Duration::from_secs(600);
 /// Answers after which the pauses start from the shortest again.
-const FORGOTTEN_AFTER: u32 = 20;
-/// Denials after which a server that never answered is disabled.
-const DISABLED_AFTER: u64 = 3;
+const ANSWERS_UNTIL_RESET: u32 = 20;
+/// A server that never answered is disabled after this many denials.
+const MAX_DENIALS: u64 = 3;
 
 /// State of a server's circuit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -43,7 +43,7 @@ pub enum CircuitState {
 
 /// The action that the caller takes after a change of state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Change {
+pub enum StateChange {
     /// No action.
     None,
     /// Call [`ServerState::resume`] after this time.
@@ -66,7 +66,7 @@ impl Drop for Slot {
     }
 }
 
-/// A server's circuit breaker: [`GIVEN_UP_AFTER`] failures in a row open it.
+/// A server's circuit breaker: [`MAX_CONSECUTIVE_FAILURES`] failures in a row open it.
 type Breaker = StateMachine<ConsecutiveFailures<Pauses>, ()>;
 
 /// Pauses of a circuit breaker. They keep growing after it closes, until [`Pauses::forget`].
@@ -79,7 +79,7 @@ impl Pauses {
     }
 
     fn forget(&self) {
-        *self.lock() = doubling(OPEN);
+        *self.lock() = exponential_backoff(OPEN_PAUSES);
     }
 }
 
@@ -102,8 +102,8 @@ pub struct ServerState {
 
 struct State {
     circuit: CircuitState,
-    /// Decides about failures in [`CircuitState::Closed`] and [`CircuitState::HalfOpen`]. While the
-    /// circuit is open, it decides when to probe.
+    /// Circuit breaker. It opens the circuit after repeated failures, and decides when to probe an
+    /// open circuit.
     breaker: Breaker,
     pauses: Pauses,
     /// Answers since the last failure.
@@ -122,14 +122,14 @@ struct State {
 impl ServerState {
     /// A closed circuit with `allowed` slots.
     pub fn new(allowed: usize) -> Arc<Self> {
-        let pauses = Pauses(Arc::new(Mutex::new(doubling(OPEN))));
-        let policy = consecutive_failures(GIVEN_UP_AFTER, pauses.clone());
+        let pauses = Pauses(Arc::new(Mutex::new(exponential_backoff(OPEN_PAUSES))));
+        let policy = consecutive_failures(MAX_CONSECUTIVE_FAILURES, pauses.clone());
         let state = State {
             circuit: CircuitState::Closed,
             breaker: StateMachine::new(policy, ()),
             pauses,
             calm: 0,
-            limited: doubling(LIMITED),
+            limited: exponential_backoff(RATE_LIMIT_PAUSES),
             in_flight: 0,
             limit: allowed,
             answers: 0,
@@ -210,18 +210,18 @@ impl ServerState {
     }
 
     /// Counts a failure in the statistics.
-    pub fn count(&self, class: Class) {
+    pub fn count_failure(&self, class: FailureClass) {
         self.lock().stats.fail(class);
     }
 
     /// Records an answer.
-    pub fn answer(&self, tokens: Tokens) -> Change {
+    pub fn record_answer(&self, tokens: TokenCounts) -> StateChange {
         let mut state = self.lock();
         state.stats.answered += 1;
         state.stats.tokens += tokens;
-        state.limited = doubling(LIMITED);
+        state.limited = exponential_backoff(RATE_LIMIT_PAUSES);
         state.calm += 1;
-        if state.calm == FORGOTTEN_AFTER {
+        if state.calm == ANSWERS_UNTIL_RESET {
             state.pauses.forget();
         }
         state.answers += 1;
@@ -232,35 +232,35 @@ impl ServerState {
         }
         match state.circuit {
             // The request was sent before the circuit opened.
-            CircuitState::Open => Change::None,
+            CircuitState::Open => StateChange::None,
             CircuitState::Closed | CircuitState::Paused => {
                 state.breaker.on_success();
-                Change::None
+                StateChange::None
             }
             CircuitState::HalfOpen | CircuitState::Disabled => {
                 state.breaker.on_success();
                 state.circuit = CircuitState::Closed;
-                Change::Back
+                StateChange::Back
             }
         }
     }
 
     /// Records a failure whose cause may be the request.
-    pub fn failure(&self, problem: &str) -> Change {
-        self.trouble(problem, false)
+    pub fn record_failure(&self, problem: &str) -> StateChange {
+        self.record_breaker_failure(problem, false)
     }
 
     /// Records that the server is unreachable, which opens the circuit at once.
-    pub fn unreachable(&self, problem: &str) -> Change {
-        self.trouble(problem, true)
+    pub fn record_unreachable(&self, problem: &str) -> StateChange {
+        self.record_breaker_failure(problem, true)
     }
 
-    fn trouble(&self, problem: &str, at_once: bool) -> Change {
+    fn record_breaker_failure(&self, problem: &str, at_once: bool) -> StateChange {
         let mut state = self.lock();
         state.problem = problem.into();
         state.calm = 0;
         if matches!(state.circuit, CircuitState::Open | CircuitState::Disabled) {
-            return Change::None;
+            return StateChange::None;
         }
         state.breaker.on_error();
         // A trial request has only one attempt.
@@ -268,11 +268,11 @@ impl ServerState {
             state.breaker.on_error();
         }
         if state.breaker.is_call_permitted() {
-            return Change::None;
+            return StateChange::None;
         }
         state.circuit = CircuitState::Open;
         state.stats.given_up += 1;
-        Change::Look
+        StateChange::Look
     }
 
     /// Whether the pause is over and the server may be probed.
@@ -281,7 +281,7 @@ impl ServerState {
     }
 
     /// Records the result of a probe. Returns whether the server now gets a trial request.
-    pub fn looked(&self, found: Result<(), String>) -> bool {
+    pub fn record_probe(&self, found: Result<(), String>) -> bool {
         let mut state = self.lock();
         match found {
             Ok(()) if state.circuit == CircuitState::Open => state.circuit = CircuitState::HalfOpen,
@@ -296,7 +296,7 @@ impl ServerState {
     }
 
     /// Records a rate limit, with `Retry-After` if given: reduces the slots and pauses the server.
-    pub fn limit(&self, wish: Option<Duration>, problem: &str) -> Change {
+    pub fn record_rate_limit(&self, wish: Option<Duration>, problem: &str) -> StateChange {
         let mut state = self.lock();
         state.problem = problem.into();
         let limit = state.limit.min(state.in_flight.saturating_sub(1)).max(1);
@@ -304,13 +304,13 @@ impl ServerState {
         (state.limit, state.answers) = (limit, 0);
         let change = if matches!(state.circuit, CircuitState::Closed | CircuitState::HalfOpen) {
             state.circuit = CircuitState::Paused;
-            let own = state.limited.next().unwrap_or(LIMITED.1);
+            let own = state.limited.next().unwrap_or(RATE_LIMIT_PAUSES.1);
             // Jitter of up to a fifth spreads the return of many clients. The own backoff is the
             // minimum, because a pause of 0 would repeat at once.
-            let wished = wish.map(|wish| wish.min(MAX_RETRY_AFTER).mul_f64(1.0 + 0.2 * fraction()));
-            Change::Resume(wished.map_or(own, |wished| wished.max(own)))
+            let wished = wish.map(|wish| wish.min(MAX_RETRY_AFTER).mul_f64(1.0 + 0.2 * random_fraction()));
+            StateChange::Resume(wished.map_or(own, |wished| wished.max(own)))
         } else {
-            Change::None
+            StateChange::None
         };
         drop(state);
         if cut > 0 {
@@ -335,11 +335,11 @@ impl ServerState {
     }
 
     /// Records a denial, which every request would get. Returns whether it disabled the server,
-    /// which takes [`DISABLED_AFTER`] denials and no answer.
-    pub fn deny(&self, problem: &str) -> bool {
+    /// which takes [`MAX_DENIALS`] denials and no answer.
+    pub fn record_denial(&self, problem: &str) -> bool {
         let mut state = self.lock();
         state.problem = problem.into();
-        let never = state.stats.answered == 0 && state.stats.count(Class::Denied) >= DISABLED_AFTER;
+        let never = state.stats.answered == 0 && state.stats.count(FailureClass::Denied) >= MAX_DENIALS;
         let now = never && state.circuit != CircuitState::Disabled;
         if now {
             state.circuit = CircuitState::Disabled;
@@ -349,13 +349,13 @@ impl ServerState {
 }
 
 /// A random number from 0 to 1.
-fn fraction() -> f64 {
+fn random_fraction() -> f64 {
     random_u64() as f64 / u64::MAX as f64
 }
 
 /// Pauses that double from the first to the longest; random jitter adds up to the pause's own
 /// length.
-pub fn doubling((first, longest): (Duration, Duration)) -> ExponentialBackoff {
+pub fn exponential_backoff((first, longest): (Duration, Duration)) -> ExponentialBackoff {
     let pauses = ExponentialBuilder::new().with_min_delay(first).with_max_delay(longest);
     pauses.without_max_times().with_jitter().build()
 }
@@ -365,29 +365,30 @@ mod tests {
     use super::*;
 
     fn opens(state: &ServerState) -> bool {
-        (1..GIVEN_UP_AFTER).all(|_| state.failure("x") == Change::None) && state.failure("x") == Change::Look
+        (1..MAX_CONSECUTIVE_FAILURES).all(|_| state.record_failure("x") == StateChange::None)
+            && state.record_failure("x") == StateChange::Look
     }
 
     #[tokio::test]
     async fn a_server_falls_out_is_tried_with_one_request_and_comes_back() {
         let state = ServerState::new(8);
-        assert_eq!(state.failure("x"), Change::None);
-        assert_eq!(state.answer(Tokens::default()), Change::None);
+        assert_eq!(state.record_failure("x"), StateChange::None);
+        assert_eq!(state.record_answer(TokenCounts::default()), StateChange::None);
         let early = state.try_slot();
         assert!(opens(&state) && early.is_some(), "an answer in between starts the count anew");
         assert_eq!(
-            (state.failure("x"), state.unreachable("x"), state.is_due()),
-            (Change::None, Change::None, false),
+            (state.record_failure("x"), state.record_unreachable("x"), state.is_due()),
+            (StateChange::None, StateChange::None, false),
             "it is out already"
         );
         assert_eq!((state.circuit(), state.try_slot().is_none()), (CircuitState::Open, true));
-        assert!(!state.looked(Err("y".into())));
+        assert!(!state.record_probe(Err("y".into())));
         assert_eq!((state.circuit(), state.problem().as_str()), (CircuitState::Open, "y"));
         // An earlier request is still in progress; the trial does not wait for it.
         assert!(is_tried(&state));
         let trial = state.try_slot();
         assert_eq!((trial.is_some(), state.try_slot().is_none(), state.in_flight()), (true, true, 2));
-        assert_eq!(state.answer(Tokens::default()), Change::Back);
+        assert_eq!(state.record_answer(TokenCounts::default()), StateChange::Back);
         assert_eq!((state.circuit(), state.try_slot().is_some()), (CircuitState::Closed, true));
         drop((early, trial));
         assert_eq!((state.in_flight(), state.stats().given_up), (0, 1));
@@ -398,33 +399,36 @@ mod tests {
         while !state.is_due() {
             std::thread::sleep(Duration::from_millis(20));
         }
-        state.looked(Ok(()))
+        state.record_probe(Ok(()))
     }
 
     #[tokio::test]
     async fn a_trial_that_fails_is_enough_and_pauses_grow_until_troubles_are_forgotten() {
         let state = ServerState::new(1);
-        assert_eq!(state.unreachable("x"), Change::Look);
+        assert_eq!(state.record_unreachable("x"), StateChange::Look);
         // A late answer changes nothing.
-        assert_eq!((state.answer(Tokens::default()), state.circuit()), (Change::None, CircuitState::Open));
+        assert_eq!(
+            (state.record_answer(TokenCounts::default()), state.circuit()),
+            (StateChange::None, CircuitState::Open)
+        );
         assert!(is_tried(&state));
-        assert_eq!((state.failure("x"), state.circuit()), (Change::Look, CircuitState::Open));
+        assert_eq!((state.record_failure("x"), state.circuit()), (StateChange::Look, CircuitState::Open));
         assert_eq!(state.stats().given_up, 2);
-        assert!(state.lock().pauses.next() >= Some(4 * OPEN.0), "two pauses are over");
-        for _ in 0..FORGOTTEN_AFTER {
-            state.answer(Tokens::default());
+        assert!(state.lock().pauses.next() >= Some(4 * OPEN_PAUSES.0), "two pauses are over");
+        for _ in 0..ANSWERS_UNTIL_RESET {
+            state.record_answer(TokenCounts::default());
         }
-        assert!(state.lock().pauses.next() <= Some(2 * OPEN.0));
+        assert!(state.lock().pauses.next() <= Some(2 * OPEN_PAUSES.0));
     }
 
     #[tokio::test]
     async fn a_trial_that_is_to_wait_ends_trusted() {
         let state = ServerState::new(4);
-        assert_eq!(state.unreachable("x"), Change::Look);
+        assert_eq!(state.record_unreachable("x"), StateChange::Look);
         assert!(is_tried(&state));
-        assert!(matches!(state.limit(None, "429"), Change::Resume(_)));
+        assert!(matches!(state.record_rate_limit(None, "429"), StateChange::Resume(_)));
         state.resume();
-        assert_eq!((state.failure("x"), state.circuit()), (Change::None, CircuitState::Closed));
+        assert_eq!((state.record_failure("x"), state.circuit()), (StateChange::None, CircuitState::Closed));
     }
 
     #[tokio::test]
@@ -434,7 +438,7 @@ mod tests {
         let (waits, other) = (Arc::clone(&state), Arc::clone(&state));
         let next = tokio::spawn(async move { waits.next_slot().await });
         tokio::task::yield_now().await;
-        assert!(matches!(state.limit(None, "429"), Change::Resume(_)));
+        assert!(matches!(state.record_rate_limit(None, "429"), StateChange::Resume(_)));
         drop(first);
         tokio::task::yield_now().await;
         assert!(!next.is_finished() && other.in_flight() == 0, "it is paused");
@@ -445,7 +449,7 @@ mod tests {
     async fn a_server_that_wants_less_gets_less_and_slowly_more() {
         let state = ServerState::new(8);
         let mut taken: Vec<Slot> = (0..5).map_while(|_| state.try_slot()).collect();
-        assert!(matches!(state.limit(None, "429"), Change::Resume(_)));
+        assert!(matches!(state.record_rate_limit(None, "429"), StateChange::Resume(_)));
         assert_eq!((taken.len(), state.circuit()), (5, CircuitState::Paused));
         state.resume();
         // The free slots are gone, and so is the first released one.
@@ -454,7 +458,7 @@ mod tests {
         taken.truncate(4);
         assert!(state.try_slot().is_none());
         for _ in 0..4 {
-            state.answer(Tokens::default());
+            state.record_answer(TokenCounts::default());
         }
         assert!(state.try_slot().is_some(), "a fifth one");
         taken.clear();
@@ -464,8 +468,8 @@ mod tests {
     #[tokio::test]
     async fn wishes_are_respected_within_reason() {
         let state = ServerState::new(2);
-        let paused = |wish: Option<Duration>| match state.limit(wish, "429") {
-            Change::Resume(pause) => {
+        let paused = |wish: Option<Duration>| match state.record_rate_limit(wish, "429") {
+            StateChange::Resume(pause) => {
                 state.resume();
                 pause
             }
@@ -474,14 +478,14 @@ mod tests {
         let near = |pause: Duration, wish: Duration| (wish..=wish.mul_f64(1.2)).contains(&pause);
         assert!(near(paused(Some(Duration::from_secs(7))), Duration::from_secs(7)));
         assert!(near(paused(Some(Duration::MAX)), MAX_RETRY_AFTER));
-        assert!(paused(None) >= 4 * LIMITED.0);
-        assert!(paused(Some(Duration::ZERO)) >= 8 * LIMITED.0, "no time is no pause");
-        state.answer(Tokens::default());
-        assert!(paused(None) <= 2 * LIMITED.0);
-        assert!(matches!(state.limit(None, "429"), Change::Resume(_)));
-        assert_eq!(state.limit(None, "429"), Change::None, "it is paused already");
+        assert!(paused(None) >= 4 * RATE_LIMIT_PAUSES.0);
+        assert!(paused(Some(Duration::ZERO)) >= 8 * RATE_LIMIT_PAUSES.0, "no time is no pause");
+        state.record_answer(TokenCounts::default());
+        assert!(paused(None) <= 2 * RATE_LIMIT_PAUSES.0);
+        assert!(matches!(state.record_rate_limit(None, "429"), StateChange::Resume(_)));
+        assert_eq!(state.record_rate_limit(None, "429"), StateChange::None, "it is paused already");
         for _ in 0..20 {
-            assert!(doubling(LIMITED).nth(1000) <= Some(2 * LIMITED.1));
+            assert!(exponential_backoff(RATE_LIMIT_PAUSES).nth(1000) <= Some(2 * RATE_LIMIT_PAUSES.1));
         }
     }
 
@@ -489,11 +493,11 @@ mod tests {
     async fn a_server_that_refuses_everything_is_disabled_unless_it_answers_after_all() {
         let state = ServerState::new(1);
         let denied = || {
-            state.count(Class::Denied);
-            state.deny("401")
+            state.count_failure(FailureClass::Denied);
+            state.record_denial("401")
         };
         assert_eq!([denied(), denied(), denied(), denied()], [false, false, true, false]);
-        assert_eq!(state.answer(Tokens::default()), Change::Back);
+        assert_eq!(state.record_answer(TokenCounts::default()), StateChange::Back);
         assert_eq!(state.circuit(), CircuitState::Closed);
     }
 }

@@ -2,8 +2,8 @@
 
 use serde_json::{Map, Value, json};
 
-use super::super::answer::Tokens;
-use super::failure::Class;
+use super::super::answer::TokenCounts;
+use super::failure::FailureClass;
 
 /// Statistics of one server.
 #[derive(Debug, Clone, Default)]
@@ -11,20 +11,20 @@ pub struct ServerStats {
     /// Requests answered.
     pub answered: u64,
     /// Tokens of these requests.
-    pub tokens: Tokens,
-    failures: [u64; Class::ALL.len()],
+    pub tokens: TokenCounts,
+    failures: [u64; FailureClass::ALL.len()],
     /// How often the circuit opened.
     pub given_up: u64,
 }
 
 impl ServerStats {
     /// Counts a failure.
-    pub fn fail(&mut self, class: Class) {
+    pub fn fail(&mut self, class: FailureClass) {
         self.failures[class as usize] += 1;
     }
 
     /// Failures of a class.
-    pub fn count(&self, class: Class) -> u64 {
+    pub fn count(&self, class: FailureClass) -> u64 {
         self.failures[class as usize]
     }
 
@@ -35,13 +35,13 @@ impl ServerStats {
 
     /// Number of failures by class, as text.
     pub fn classes(&self) -> String {
-        let counted = Class::ALL.iter().zip(self.failures).filter(|(_, count)| *count > 0);
+        let counted = FailureClass::ALL.iter().zip(self.failures).filter(|(_, count)| *count > 0);
         counted.map(|(class, count)| format!("{} {count}", class.name())).collect::<Vec<_>>().join(", ")
     }
 
     /// The statistics as JSON.
     pub fn to_json(&self, url: &str, dropped: &[&str]) -> Value {
-        let counted = Class::ALL.iter().zip(self.failures).filter(|(_, count)| *count > 0);
+        let counted = FailureClass::ALL.iter().zip(self.failures).filter(|(_, count)| *count > 0);
         let failures: Map<String, Value> =
             counted.map(|(class, count)| (class.name().to_string(), json!(count))).collect();
         json!({

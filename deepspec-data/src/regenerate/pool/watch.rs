@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::server_state::{Change, CircuitState, doubling};
+use super::server_state::{CircuitState, StateChange, exponential_backoff};
 use super::{Pool, Server};
 
 /// Interval between checks of servers.
@@ -11,50 +11,50 @@ const TICK: Duration = Duration::from_millis(250);
 
 impl Pool {
     /// Acts on a change of a server's state.
-    pub(super) fn follow(self: &Arc<Self>, server: &Arc<Server>, change: Change) {
+    pub(super) fn apply_change(self: &Arc<Self>, server: &Arc<Server>, change: StateChange) {
         match change {
-            Change::None => return,
-            Change::Back => {
+            StateChange::None => return,
+            StateChange::Back => {
                 tracing::info!("{} is back", server.url());
                 // Requests in progress at servers with an open circuit move to this one.
                 self.servers
                     .iter()
-                    .filter(|server| server.is_out())
+                    .filter(|server| server.is_circuit_open())
                     .for_each(|out| out.cancelled.notify_waiters());
             }
-            Change::Resume(pause) => {
+            StateChange::Resume(pause) => {
                 let (pool, server) = (Arc::clone(self), Arc::clone(server));
                 tokio::spawn(async move {
                     tokio::time::sleep(pause).await;
                     server.state.resume();
-                    pool.changed();
+                    pool.notify_change();
                 });
             }
-            Change::Look => {
+            StateChange::Look => {
                 tracing::warn!("{}; asking the other servers and trying it again", server.state.problem());
                 // If another server gets requests, the ones in progress here move there.
-                if self.serving() > 0 {
+                if self.serving_count() > 0 {
                     server.cancelled.notify_waiters();
                 }
-                tokio::spawn(Arc::clone(self).look_after(Arc::clone(server)));
+                tokio::spawn(Arc::clone(self).probe_until_up(Arc::clone(server)));
             }
         }
-        self.changed();
+        self.notify_change();
     }
 
     /// Probes a server until it responds.
-    async fn look_after(self: Arc<Self>, server: Arc<Server>) {
-        let mut ticks = doubling((TICK, TICK));
-        while server.is_out() {
+    async fn probe_until_up(self: Arc<Self>, server: Arc<Server>) {
+        let mut ticks = exponential_backoff((TICK, TICK));
+        while server.is_circuit_open() {
             tokio::time::sleep(ticks.next().unwrap_or(TICK)).await;
-            if server.state.is_due() && server.state.looked(server.look().await) {
-                return self.changed();
+            if server.state.is_due() && server.state.record_probe(server.probe().await) {
+                return self.notify_change();
             }
         }
     }
 
     /// Closes the pool if no server has answered for too long.
-    pub(super) async fn keep_watch(self: Arc<Self>) {
+    pub(super) async fn watch_servers(self: Arc<Self>) {
         let patience = Duration::from_secs(self.options.server_wait);
         let mut changes = self.changes.subscribe();
         let answered = || self.servers.iter().map(|server| server.state.stats().answered).sum::<u64>();
@@ -63,14 +63,15 @@ impl Pool {
             let circuit = server.state.circuit();
             server.state.in_flight() > 0 || matches!(circuit, CircuitState::Paused | CircuitState::HalfOpen)
         };
-        while changes.wait_for(|()| self.serving() == 0).await.is_ok() {
+        while changes.wait_for(|()| self.serving_count() == 0).await.is_ok() {
             let (before, mut pause) = (answered(), patience);
-            while tokio::time::timeout(pause, changes.wait_for(|()| self.serving() > 0)).await.is_err() {
+            while tokio::time::timeout(pause, changes.wait_for(|()| self.serving_count() > 0)).await.is_err()
+            {
                 if answered() > before {
                     break;
                 }
                 if !self.servers.iter().any(may_hope) {
-                    let all = self.problems();
+                    let all = self.last_failures();
                     return self.close(format!("no server has answered for {} s: {all}", patience.as_secs()));
                 }
                 pause = TICK;

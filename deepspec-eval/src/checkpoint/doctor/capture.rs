@@ -1,4 +1,4 @@
-//! The target's hidden states of its own answers, for all layers that a trial may need.
+//! Captures the target's hidden states for its own answers, at all layers that a trial may need.
 
 use deepspec_core::Tap;
 use deepspec_engine::{ModelInput, Target};
@@ -8,9 +8,9 @@ use tch::Tensor;
 use super::decode::PromptRun;
 
 /// The drafter's tapped layers and their neighbours, within the target's layers.
-pub fn layers(taps: &[Tap], config: &ModelConfig) -> Vec<Tap> {
+pub fn layers_to_capture(taps: &[Tap], config: &ModelConfig) -> Vec<Tap> {
     let mut layers: Vec<Tap> =
-        taps.iter().flat_map(|tap| [-1, 0, 1].map(|by| tap.moved(by))).flatten().collect();
+        taps.iter().flat_map(|tap| [-1, 0, 1].map(|by| tap.shifted_by(by))).flatten().collect();
     layers.retain(|layer| layer.is_within(config.layers.len()));
     layers.sort_unstable();
     layers.dedup();
@@ -18,7 +18,7 @@ pub fn layers(taps: &[Tap], config: &ModelConfig) -> Vec<Tap> {
 }
 
 /// One prompt with its answer, T tokens.
-pub struct Answer {
+pub struct CapturedAnswer {
     /// Token ids of prompt and answer.
     pub ids: Vec<i64>,
     /// Number of prompt tokens.
@@ -30,16 +30,16 @@ pub struct Answer {
 }
 
 /// All answers with their captured hidden states.
-pub struct Captured {
+pub struct CapturedStates {
     layers: Vec<Tap>,
     width: i64,
     /// The last decoder layer.
     top: Tap,
     /// One entry per prompt.
-    pub answers: Vec<Answer>,
+    pub answers: Vec<CapturedAnswer>,
 }
 
-impl Captured {
+impl CapturedStates {
     /// Runs the target over its answers and captures the hidden states of `layers`.
     pub fn new(target: &mut TargetModel, layers: &[Tap], asked: &PromptRun) -> Self {
         let (width, top) = (target.config().hidden_size, Tap::Layer(target.config().layers.len() as u32 - 1));
@@ -48,25 +48,25 @@ impl Captured {
             let forwarded = target.forward(&ModelInput { chunks: &[(0, ids.len())], tokens });
             target.truncate(0, 0);
             let (ids, prompt) = (ids.clone(), *prompt);
-            Answer { ids, prompt, states: forwarded.captured_states, last: forwarded.hidden }
+            CapturedAnswer { ids, prompt, states: forwarded.captured_states, last: forwarded.hidden }
         });
         let answers = answers.collect();
         Self { layers: layers.to_vec(), width, top, answers }
     }
 
     /// Whether all of `taps` were captured.
-    pub fn has(&self, taps: &[Tap]) -> bool {
+    pub fn has_layers(&self, taps: &[Tap]) -> bool {
         taps.iter().all(|tap| self.layers.contains(tap))
     }
 
     /// Whether `taps` has the last decoder layer.
-    pub fn is_top_among(&self, taps: &[Tap]) -> bool {
+    pub fn includes_last_layer(&self, taps: &[Tap]) -> bool {
         taps.contains(&self.top)
     }
 
     /// The drafter's input from the layers `taps` of an answer, `[T, m·d]`. With `normed`, the last
     /// layer is read after the final norm.
-    pub fn taps(&self, answer: &Answer, taps: &[Tap], normed: bool) -> Tensor {
+    pub fn hidden_states(&self, answer: &CapturedAnswer, taps: &[Tap], normed: bool) -> Tensor {
         let of = |tap: &Tap| {
             if normed && *tap == self.top {
                 return answer.last.shallow_clone();

@@ -25,7 +25,7 @@ pub struct PromptOptions {
 
 impl PromptOptions {
     /// Variants of these options that differ in one of them.
-    pub fn others(&self) -> Vec<Self> {
+    pub fn variants(&self) -> Vec<Self> {
         let system_prompt = match &self.system_prompt {
             Some(_) => None,
             None => Some(SYSTEM_PROMPT.to_string()),
@@ -68,8 +68,8 @@ impl PromptRun {
     }
 }
 
-/// Everything that requests are built from.
-pub struct Prompts<'a> {
+/// Builds requests from prompts and decodes them.
+pub struct PromptDecoder<'a> {
     pub args: &'a Args,
     pub tokenizer: &'a ChatTokenizer,
     pub stop_ids: &'a [i64],
@@ -80,14 +80,14 @@ pub struct Prompts<'a> {
 ///
 /// # Errors
 /// Fails if one of them cannot be loaded.
-pub fn engine(
+pub fn load_engine(
     target: &Path,
     draft: &Path,
     (device, kind): DeviceAndDtype,
     context: usize,
     draft_sampling: DraftSampling,
 ) -> anyhow::Result<Engine<TargetModel, Box<dyn Drafter>>> {
-    let drafter = deepspec_drafters::load(draft, &DrafterOptions { device, kind, slots: SLOTS })?;
+    let drafter = deepspec_drafters::load_drafter(draft, &DrafterOptions { device, kind, slots: SLOTS })?;
     let taps = drafter.taps().to_vec();
     let target = TargetModel::load(target, &TargetOptions { device, kind, slots: SLOTS, taps })?;
     let options =
@@ -95,7 +95,7 @@ pub fn engine(
     Ok(Engine::new(target, Some(drafter), options))
 }
 
-impl Prompts<'_> {
+impl PromptDecoder<'_> {
     /// Decodes all prompts with the options `prompt_options`.
     ///
     /// # Errors

@@ -10,8 +10,8 @@ use tch::{Device, Kind, Tensor};
 use super::finding;
 use super::report::{Cause, Finding};
 
-/// Result of comparing the rows of one matrix.
-struct Rows {
+/// Result of comparing one matrix of the drafter with the target's, row by row.
+struct RowComparison {
     name: &'static str,
     rows: usize,
     /// Rows that differ from the target's row of that token id.
@@ -21,16 +21,19 @@ struct Rows {
 }
 
 /// Results for embedding and LM head.
-pub struct EmbedAndHead(Vec<Rows>);
+pub struct EmbedAndHead(Vec<RowComparison>);
 
 /// Compares embedding and LM head row by row, as bfloat16.
-pub fn compare(drafter: &dyn DrafterProbe, target: &TargetModel) -> EmbedAndHead {
+pub fn compare_embed_and_head(drafter: &dyn DrafterProbe, target: &TargetModel) -> EmbedAndHead {
     let ((own_embed, own_head), (embed, head)) = (drafter.embed_and_head(), target.embed_and_head());
-    EmbedAndHead(vec![rows("embed_tokens", &own_embed, &embed), rows("lm_head", &own_head, &head)])
+    EmbedAndHead(vec![
+        compare_rows("embed_tokens", &own_embed, &embed),
+        compare_rows("lm_head", &own_head, &head),
+    ])
 }
 
-fn rows(name: &'static str, own: &Tensor, target: &Tensor) -> Rows {
-    let (own, target) = (bytes(own), bytes(target));
+fn compare_rows(name: &'static str, own: &Tensor, target: &Tensor) -> RowComparison {
+    let (own, target) = (row_bytes(own), row_bytes(target));
     let pairs = own.iter().zip(&target).filter(|(own, target)| own != target);
     let differing: Vec<&Vec<u8>> = pairs.map(|(own, _)| own).collect();
     let elsewhere = if differing.is_empty() {
@@ -39,11 +42,11 @@ fn rows(name: &'static str, own: &Tensor, target: &Tensor) -> Rows {
         let known: HashSet<u128> = target.iter().map(|row| digest::fingerprint(row)).collect();
         differing.iter().filter(|row| known.contains(&digest::fingerprint(row))).count()
     };
-    Rows { name, rows: own.len(), differing: differing.len(), elsewhere }
+    RowComparison { name, rows: own.len(), differing: differing.len(), elsewhere }
 }
 
 /// The rows of `[V, d]` as bfloat16.
-fn bytes(matrix: &Tensor) -> Vec<Vec<u8>> {
+fn row_bytes(matrix: &Tensor) -> Vec<Vec<u8>> {
     let matrix = matrix.detach().to_kind(Kind::BFloat16).to_device(Device::Cpu).contiguous();
     let mut bytes = vec![0; matrix.numel() * 2];
     matrix.copy_data_u8(&mut bytes, matrix.numel());
@@ -53,11 +56,11 @@ fn bytes(matrix: &Tensor) -> Vec<Vec<u8>> {
 
 impl EmbedAndHead {
     /// Whether any row of either matrix differs from the target's.
-    pub fn differ(&self) -> bool {
+    pub fn any_row_differs(&self) -> bool {
         self.0.iter().any(|rows| rows.differing > 0)
     }
 
-    /// Whether most differing rows are the target's under other ids, which means another
+    /// Whether most differing rows equal the target's rows of other token ids, which means another
     /// vocabulary.
     pub fn is_permuted(&self) -> bool {
         self.0.iter().any(|rows| rows.elsewhere * 2 > rows.differing && rows.differing * 100 > rows.rows)
@@ -67,7 +70,7 @@ impl EmbedAndHead {
     pub fn findings(&self) -> Vec<Finding> {
         let differing = self.0.iter().filter(|rows| rows.differing > 0);
         differing
-            .map(|&Rows { name, rows, differing, elsewhere }| {
+            .map(|&RowComparison { name, rows, differing, elsewhere }| {
                 let (cause, more) = if self.is_permuted() {
                     (Cause::Vocabulary, format!("; {elsewhere} of these are the target's under another id"))
                 } else {

@@ -23,10 +23,10 @@ use deepspec_models::{ModelConfig, TargetModel, TargetOptions};
 use deepspec_text::ChatTokenizer;
 use tch::{Device, Kind};
 
-use super::dir;
-use capture::Captured;
-use decode::{PromptOptions, PromptRun, Prompts};
-use report::{Cause, Diagnosis, Finding, Serving};
+use super::model_folder;
+use capture::CapturedStates;
+use decode::{PromptDecoder, PromptOptions, PromptRun};
+use report::{Cause, Diagnosis, Finding, ServingReport};
 
 /// Arguments of `checkpoint doctor`.
 #[derive(clap::Args)]
@@ -62,8 +62,8 @@ pub struct Args {
     /// System message of the evaluation with the low accepted length
     #[arg(long, value_name = "TEXT")]
     system_prompt: Option<String>,
-    /// Also list what this engine (vllm, sglang or llama.cpp) would misread of the unconverted checkpoint, and the accepted
-    /// length to expect there with greedy drafting
+    /// Also list settings of the unconverted checkpoint that this engine (vllm, sglang or llama.cpp) would misread. It adds
+    /// the accepted length to expect there with greedy drafting
     #[arg(long, value_name = "ENGINE")]
     engine: Option<Engine>,
     /// Where the models run: auto, cpu, cuda or cuda:N
@@ -77,7 +77,7 @@ pub struct Args {
 /// Number of sequences decoded at once.
 const SLOTS: usize = 16;
 /// Suites used if none is named.
-const SMOKE: [&str; 3] = ["smoke-math", "smoke-code", "smoke-chat"];
+const SMOKE_SUITES: [&str; 3] = ["smoke-math", "smoke-code", "smoke-chat"];
 
 impl Args {
     fn check(&self) -> anyhow::Result<()> {
@@ -92,8 +92,11 @@ impl Args {
     }
 
     fn rows(&self) -> anyhow::Result<Vec<SuiteRows>> {
-        let names =
-            if self.suites.is_empty() { SMOKE.map(String::from).to_vec() } else { self.suites.clone() };
+        let names = if self.suites.is_empty() {
+            SMOKE_SUITES.map(String::from).to_vec()
+        } else {
+            self.suites.clone()
+        };
         let folder = SuiteDir::open(&self.suites_dir)?;
         let suites = folder.select(&names, &[])?;
         suites.into_iter().map(|suite| folder.load(suite, self.seed, Some(self.limit))).collect()
@@ -113,26 +116,28 @@ type DeviceAndDtype = (Device, Kind);
 /// Usage errors, and models that cannot be loaded for a reason that the doctor does not diagnose.
 pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     args.check()?;
-    let device = match deepspec_ops::device(&args.device) {
+    let device = match deepspec_ops::parse_device(&args.device) {
         Ok(device) => device,
         Err(error) => usage!("--device: {error}"),
     };
-    let place = (device, deepspec_ops::default_kind(device));
-    let (target, draft) =
-        (dir("--target", &args.target, verbosity)?, dir("--draft", &args.draft, verbosity)?);
+    let place = (device, deepspec_ops::default_dtype(device));
+    let (target, draft) = (
+        model_folder("--target", &args.target, verbosity)?,
+        model_folder("--draft", &args.draft, verbosity)?,
+    );
     let serving = match args.engine {
-        Some(engine) => Some(Serving::examine(engine, &draft, &target, &args.target)?),
+        Some(engine) => Some(ServingReport::check_engine(engine, &draft, &target, &args.target)?),
         None => None,
     };
     let mut report = match deepspec_drafters::check_layout(&draft) {
         // A layout that only engines read is not decoded here.
-        Err(unread) if serving.is_some() => Diagnosis::unread(&unread),
-        _ => examine(args, &target, &draft, place)?,
+        Err(unread) if serving.is_some() => Diagnosis::for_unread_layout(&unread),
+        _ => diagnose(args, &target, &draft, place)?,
     };
     if let Some(mut serving) = serving {
         // A drafter that does not fit the target was not decoded with.
         if report.accepted_length.is_some() {
-            serving.expected = Some(expected(args, &target, &draft, place)?);
+            serving.expected = Some(expected_accepted_length(args, &target, &draft, place)?);
         }
         report.serving = Some(serving);
     }
@@ -140,39 +145,39 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     Ok(crate::output::print(&text)?)
 }
 
-fn examine(args: &Args, target: &Path, draft: &Path, place: DeviceAndDtype) -> anyhow::Result<Diagnosis> {
+fn diagnose(args: &Args, target: &Path, draft: &Path, place: DeviceAndDtype) -> anyhow::Result<Diagnosis> {
     let _no_grad = tch::no_grad_guard();
-    let drafter = score::open(draft, place)?;
+    let drafter = score::open_drafter(draft, place)?;
     let config = ModelConfig::load(target)?;
     if let Err(misfit) = drafter.decoder().check_fits(&config) {
-        return Ok(Diagnosis::misfit(misfit.to_string()));
+        return Ok(Diagnosis::for_misfit(misfit.to_string()));
     }
     let tokenizer = ChatTokenizer::load(target)?;
     let stop_ids = deepspec_models::stop_ids(target, tokenizer.eos_token_id())?;
-    let prompts = Prompts { args, tokenizer: &tokenizer, stop_ids: &stop_ids, config: &config };
+    let prompts = PromptDecoder { args, tokenizer: &tokenizer, stop_ids: &stop_ids, config: &config };
 
     let mut report = Diagnosis::default();
     let asked = decode_all(&prompts, args, target, draft, place)?;
     let base = asked.first().ok_or_else(|| anyhow::anyhow!("nothing was decoded"))?;
-    report.measured(base);
+    report.record_run(base);
 
     let options = TargetOptions {
         device: place.0,
         kind: place.1,
         slots: 1,
-        taps: capture::layers(&drafter.decoder().taps, &config),
+        taps: capture::layers_to_capture(&drafter.decoder().taps, &config),
     };
     let mut model = TargetModel::load(target, &options)?;
-    let embed_and_head = embed_and_lm_head::compare(drafter.as_ref(), &model);
+    let embed_and_head = embed_and_lm_head::compare_embed_and_head(drafter.as_ref(), &model);
     report.findings.extend(embed_and_head.findings());
-    let captured = Captured::new(&mut model, &options.taps, base);
-    trials::estimate(
+    let captured = CapturedStates::new(&mut model, &options.taps, base);
+    trials::run_trials(
         &mut report,
         drafter.as_ref(),
         &captured,
         &model,
         &tokenizer,
-        embed_and_head.differ(),
+        embed_and_head.any_row_differs(),
         args.temperature,
     )?;
     for other in asked.iter().skip(1) {
@@ -183,28 +188,33 @@ fn examine(args: &Args, target: &Path, draft: &Path, place: DeviceAndDtype) -> a
 }
 
 /// The accepted length with greedy drafting, the engines' default.
-fn expected(args: &Args, target: &Path, draft: &Path, place: DeviceAndDtype) -> anyhow::Result<f64> {
+fn expected_accepted_length(
+    args: &Args,
+    target: &Path,
+    draft: &Path,
+    place: DeviceAndDtype,
+) -> anyhow::Result<f64> {
     let _no_grad = tch::no_grad_guard();
     let (config, tokenizer) = (ModelConfig::load(target)?, ChatTokenizer::load(target)?);
     let stop_ids = deepspec_models::stop_ids(target, tokenizer.eos_token_id())?;
-    let prompts = Prompts { args, tokenizer: &tokenizer, stop_ids: &stop_ids, config: &config };
+    let prompts = PromptDecoder { args, tokenizer: &tokenizer, stop_ids: &stop_ids, config: &config };
     let mut engine =
-        decode::engine(target, draft, place, config.max_position_embeddings, DraftSampling::Greedy)?;
+        decode::load_engine(target, draft, place, config.max_position_embeddings, DraftSampling::Greedy)?;
     Ok(prompts.decode(&mut engine, args.prompt_options())?.accepted_length().0)
 }
 
 /// Decodes with the user's options, then with the variants of them.
 fn decode_all(
-    prompts: &Prompts,
+    prompts: &PromptDecoder,
     args: &Args,
     target: &Path,
     draft: &Path,
     place: DeviceAndDtype,
 ) -> anyhow::Result<Vec<PromptRun>> {
     let own = args.prompt_options();
-    let others = own.others();
+    let others = own.variants();
     let context = prompts.config.max_position_embeddings;
-    let mut engine = decode::engine(target, draft, place, context, DraftSampling::Probabilistic)?;
+    let mut engine = decode::load_engine(target, draft, place, context, DraftSampling::Probabilistic)?;
     std::iter::once(own).chain(others).map(|options| prompts.decode(&mut engine, options)).collect()
 }
 

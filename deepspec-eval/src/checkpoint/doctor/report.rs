@@ -13,16 +13,16 @@ use super::score::Rise;
 
 /// The least rise of the accepted length that counts, absolute and relative to the accepted drafted
 /// tokens.
-const RISE: f64 = 0.1;
-const RISE_PART: f64 = 0.2;
+const MIN_RISE: f64 = 0.1;
+const MIN_RELATIVE_RISE: f64 = 0.2;
 /// Trials within this difference are ties. The first of them, the most common cause, is named.
-const TIE: f64 = 0.05;
-/// A smaller rise, down to [`TIE`], counts if the overlap of the distributions rises by this many
-/// standard errors. Layers that are off by one cost a drafter that generalises little, but cost it
-/// on nearly every prompt.
-const CLEAR: f64 = 3.0;
-/// Two decoded accepted lengths differ if they are this many standard errors apart.
-const ERRORS: f64 = 3.0;
+const TIE_MARGIN: f64 = 0.05;
+/// A smaller rise, down to [`TIE_MARGIN`], counts if the overlap of the distributions rises by this
+/// many standard errors. If layer ids are off by one, some drafters lose little accepted length,
+/// but lose it on nearly every prompt.
+const CLEAR_RISE_STD_ERRORS: f64 = 3.0;
+/// Two accepted lengths from decoding differ clearly if they are this many standard errors apart.
+const CLEAR_DECODED_STD_ERRORS: f64 = 3.0;
 
 /// Causes of a low accepted length.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
@@ -123,9 +123,10 @@ impl Trial {
     }
 
     /// Whether the rise is larger than noise.
-    fn counts(&self) -> bool {
-        let clear = self.rise.is_some_and(|rise| rise.overlap > CLEAR * rise.error);
-        self.gain() > RISE.max(RISE_PART * (self.before - 1.0)) || (clear && self.gain() > TIE)
+    fn is_significant(&self) -> bool {
+        let clear = self.rise.is_some_and(|rise| rise.overlap > CLEAR_RISE_STD_ERRORS * rise.error);
+        self.gain() > MIN_RISE.max(MIN_RELATIVE_RISE * (self.before - 1.0))
+            || (clear && self.gain() > TIE_MARGIN)
     }
 }
 
@@ -153,25 +154,25 @@ pub struct Diagnosis {
     /// Advice on the cause.
     pub advice: String,
     /// How an engine would read the checkpoint.
-    pub serving: Option<Serving>,
+    pub serving: Option<ServingReport>,
     notes: Vec<String>,
 }
 
 /// An engine's reading of the checkpoint.
 #[derive(Debug, Serialize)]
-pub struct Serving {
+pub struct ServingReport {
     engine: Engine,
     risks: Vec<Risk>,
     /// The expected accepted length in the engine, if nothing is misread.
     pub expected: Option<f64>,
 }
 
-impl Serving {
+impl ServingReport {
     /// Compares the checkpoint with what `engine` reads; `name` is the target's name.
     ///
     /// # Errors
     /// Fails if the checkpoint or the target is broken.
-    pub fn examine(engine: Engine, draft: &Path, target: &Path, name: &str) -> anyhow::Result<Self> {
+    pub fn check_engine(engine: Engine, draft: &Path, target: &Path, name: &str) -> anyhow::Result<Self> {
         let checkpoint = open_checkpoint(draft).map_err(super::super::report)?;
         let target = Target::open(target, name).map_err(super::super::report)?;
         Ok(Self { engine, risks: risks(&checkpoint, engine, &target), expected: None })
@@ -194,23 +195,23 @@ impl Serving {
 
 impl Diagnosis {
     /// The report on a drafter that does not fit the target.
-    pub fn misfit(evidence: String) -> Self {
+    pub fn for_misfit(evidence: String) -> Self {
         let is_vocabulary = evidence.contains("vocab_size");
         let cause = if is_vocabulary { Cause::Vocabulary } else { Cause::Target };
         let mut report =
             Self { findings: vec![Finding { cause, evidence: evidence.clone() }], ..Self::default() };
-        report.blame(cause, evidence);
+        report.set_cause(cause, evidence);
         report
     }
 
     /// The report on a checkpoint layout that this program does not decode with.
-    pub fn unread(why: &ModelError) -> Self {
+    pub fn for_unread_layout(why: &ModelError) -> Self {
         let advice = "what an engine makes of its files stands below; for an accepted length examine the checkpoint that it was made of, or what `convert --to reference` makes of it";
         Self { verdict: format!("not decoded with: {why}"), advice: advice.into(), ..Self::default() }
     }
 
     /// Records the run with the user's options.
-    pub fn measured(&mut self, base: &PromptRun) {
+    pub fn record_run(&mut self, base: &PromptRun) {
         self.accepted_length = Some(base.accepted_length().0);
         self.cycles = base.cycles.len();
         self.asked = base.prompt_options.description();
@@ -219,7 +220,7 @@ impl Diagnosis {
     /// Compares a run with other options. It counts as a trial only if it is clearly better.
     pub fn compare(&mut self, base: &PromptRun, other: &PromptRun) {
         let ((before, error), (after, other_error)) = (base.accepted_length(), other.accepted_length());
-        let clear = after - before > ERRORS * error.hypot(other_error);
+        let clear = after - before > CLEAR_DECODED_STD_ERRORS * error.hypot(other_error);
         let what = format!(
             "{} instead of {}",
             other.prompt_options.description(),
@@ -228,27 +229,27 @@ impl Diagnosis {
         if clear {
             self.trials.push(Trial { cause: Cause::Template, what, before, after, rise: None });
         } else {
-            self.note(&format!("{what}: accepted length {after:.2}, not clearly above {before:.2}"));
+            self.add_note(&format!("{what}: accepted length {after:.2}, not clearly above {before:.2}"));
         }
     }
 
     /// Adds a remark on the numbers.
-    pub fn note(&mut self, text: &str) {
+    pub fn add_note(&mut self, text: &str) {
         self.notes.push(text.into());
     }
 
-    /// Names the likeliest cause. Another vocabulary comes first, since everything else follows
-    /// from it; then the trial with the largest rise.
+    /// Names the likeliest cause: first another vocabulary, because it explains everything else,
+    /// then the trial with the largest rise.
     pub fn conclude(&mut self, is_permuted: bool) {
         if is_permuted {
             let evidence = self.evidence(Cause::Vocabulary);
-            return self.blame(Cause::Vocabulary, evidence);
+            return self.set_cause(Cause::Vocabulary, evidence);
         }
-        let counted = || self.trials.iter().filter(|trial| trial.counts());
+        let counted = || self.trials.iter().filter(|trial| trial.is_significant());
         let most = counted().map(Trial::gain).fold(0.0, f64::max);
-        let likeliest = counted().find(|trial| trial.gain() >= most - TIE);
+        let likeliest = counted().find(|trial| trial.gain() >= most - TIE_MARGIN);
         if let Some(Trial { cause, what, before, after, .. }) = likeliest.cloned() {
-            return self.blame(
+            return self.set_cause(
                 cause,
                 format!("with {what} the accepted length is {after:.2} instead of {before:.2}"),
             );
@@ -258,7 +259,7 @@ impl Diagnosis {
             .find(|&cause| !self.evidence(cause).is_empty())
         {
             let evidence = self.evidence(cause);
-            return self.blame(cause, evidence);
+            return self.set_cause(cause, evidence);
         }
         self.verdict = "no misuse was found: nothing that was tried raises the accepted length".into();
         self.advice = "if it is low all the same, the drafter has learned too little, or these prompts are unlike its training".into();
@@ -270,7 +271,7 @@ impl Diagnosis {
         found.map(|finding| finding.evidence.as_str()).collect::<Vec<_>>().join("; ")
     }
 
-    fn blame(&mut self, cause: Cause, evidence: String) {
+    fn set_cause(&mut self, cause: Cause, evidence: String) {
         self.cause = Some(cause);
         self.verdict = format!("{}: {evidence}", cause.description());
         self.advice = cause.advice().into();
@@ -292,7 +293,7 @@ impl Diagnosis {
             let _ = writeln!(text, "found: {}: {evidence}", cause.description());
         }
         for trial in &self.trials {
-            let mark = if trial.counts() { "+" } else { " " };
+            let mark = if trial.is_significant() { "+" } else { " " };
             let _ = writeln!(text, "{mark} {:.2} -> {:.2}  {}", trial.before, trial.after, trial.what);
         }
         for note in &self.notes {

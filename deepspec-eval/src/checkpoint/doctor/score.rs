@@ -13,20 +13,20 @@ use serde::Serialize;
 use tch::{Kind, Tensor};
 
 use super::DeviceAndDtype;
-use super::capture::{Answer, Captured};
+use super::capture::{CapturedAnswer, CapturedStates};
 
 /// Rows whose distributions are in memory at once.
-const CHUNK: i64 = 256;
+const ROWS_PER_CHUNK: i64 = 256;
 /// Maximum number of blocks per answer.
-const ANCHORS: usize = 12;
+const MAX_ANCHORS: usize = 12;
 /// Sampling temperatures below this mean greedy decoding.
-const GREEDY: f64 = 1e-5;
+const GREEDY_BELOW: f64 = 1e-5;
 /// Number of parts that the answers are split into, for the jackknife error.
-const PARTS: usize = 8;
+const JACKKNIFE_PARTS: usize = 8;
 
 /// One change to how the drafter reads its inputs.
 #[derive(Debug, Clone, PartialEq)]
-pub enum Change {
+pub enum DrafterChange {
     /// No change.
     None,
     /// The drafter's taps are other layers.
@@ -45,21 +45,21 @@ pub enum Change {
 
 /// Sums over the answers of one part, by position.
 #[derive(Debug, Clone, Default)]
-struct Part {
+struct PartSums {
     /// Number of rows.
     rows: Vec<f64>,
     /// Sum of the acceptances at the requested temperature.
     accept: Vec<f64>,
-    /// Sum of Σ min(p^d, p^t) at temperature 1, which moves with every change of the drafter,
-    /// unlike the argmax.
+    /// Sum of Σ min(p^d, p^t) at temperature 1, which every change of the drafter affects, unlike
+    /// the argmax.
     overlap: Vec<f64>,
     /// Sum of the confidences over all positions, if the drafter has a confidence head.
     confidence: Option<f64>,
 }
 
-impl Part {
+impl PartSums {
     /// Adds the rows of the next position, `[R]` each.
-    fn push(&mut self, [accept, overlap]: [&Tensor; 2]) {
+    fn push_position(&mut self, [accept, overlap]: [&Tensor; 2]) {
         self.rows.push(accept.numel() as f64);
         self.accept.push(sum(accept));
         self.overlap.push(sum(overlap));
@@ -69,7 +69,7 @@ impl Part {
 /// Acceptances of all parts.
 #[derive(Debug, Clone)]
 pub struct Score {
-    parts: Vec<Part>,
+    parts: Vec<PartSums>,
 }
 
 /// Rise of the accepted length, computed from the overlaps of the distributions.
@@ -83,29 +83,30 @@ pub struct Rise {
 
 impl Score {
     /// Mean acceptance at each position.
-    pub fn accept(&self) -> Vec<f64> {
-        means(&self.parts, None, |part| &part.accept)
+    pub fn mean_acceptance(&self) -> Vec<f64> {
+        position_means(&self.parts, None, |part| &part.accept)
     }
 
     /// Mean confidence and mean acceptance over all positions, if the drafter has a confidence
     /// head.
     pub fn confidence(&self) -> Option<(f64, f64)> {
         let predicted = self.parts.iter().map(|part| part.confidence).sum::<Option<f64>>()?;
-        let total = |of: fn(&Part) -> &Vec<f64>| self.parts.iter().flat_map(of).sum::<f64>();
+        let total = |of: fn(&PartSums) -> &Vec<f64>| self.parts.iter().flat_map(of).sum::<f64>();
         let rows = total(|part| &part.rows);
         Some((predicted / rows, total(|part| &part.accept) / rows))
     }
 
     /// The accepted length for independent acceptances: 1 + Σ_k Π_{i≤k} a_i.
     pub fn accepted_length(&self) -> f64 {
-        length(&self.accept())
+        expected_length(&self.mean_acceptance())
     }
 
     /// Rise of the accepted length over `before`, on the same blocks; None with a single part.
     pub fn rise_over(&self, before: &Self) -> Option<Rise> {
         let parts = self.parts.len().min(before.parts.len());
         let rise = |without| {
-            let of = |score: &Self| length(&means(&score.parts, without, |part| &part.overlap));
+            let of =
+                |score: &Self| expected_length(&position_means(&score.parts, without, |part| &part.overlap));
             of(self) - of(before)
         };
         let without: Vec<f64> = (0..parts).map(|part| rise(Some(part))).collect();
@@ -118,15 +119,15 @@ impl Score {
 }
 
 /// Means at each position over the parts, without part `without`.
-fn means(parts: &[Part], without: Option<usize>, of: fn(&Part) -> &Vec<f64>) -> Vec<f64> {
+fn position_means(parts: &[PartSums], without: Option<usize>, of: fn(&PartSums) -> &Vec<f64>) -> Vec<f64> {
     let parts = || parts.iter().enumerate().filter(move |(i, _)| Some(*i) != without).map(|(_, part)| part);
     let positions = parts().map(|part| part.rows.len()).max().unwrap_or(0);
     let total =
-        |k: usize, of: fn(&Part) -> &Vec<f64>| parts().filter_map(|part| of(part).get(k)).sum::<f64>();
+        |k: usize, of: fn(&PartSums) -> &Vec<f64>| parts().filter_map(|part| of(part).get(k)).sum::<f64>();
     (0..positions).map(|k| total(k, of) / total(k, |part| &part.rows)).collect()
 }
 
-fn length(accept: &[f64]) -> f64 {
+fn expected_length(accept: &[f64]) -> f64 {
     let survival = accept.iter().scan(1.0, |survival, accept| {
         *survival *= accept;
         Some(*survival)
@@ -137,10 +138,10 @@ fn length(accept: &[f64]) -> f64 {
 /// Loads the drafter in `dir` for examination.
 ///
 /// # Errors
-/// As [`deepspec_drafters::load`], and if the drafter is a plain language model.
-pub fn open(dir: &Path, (device, kind): DeviceAndDtype) -> Result<Box<dyn DrafterProbe>, ModelError> {
-    let drafter = deepspec_drafters::load(dir, &DrafterOptions { device, kind, slots: 1 })?;
-    drafter.examined().ok_or_else(|| {
+/// As [`deepspec_drafters::load_drafter`], and if the drafter is a plain language model.
+pub fn open_drafter(dir: &Path, (device, kind): DeviceAndDtype) -> Result<Box<dyn DrafterProbe>, ModelError> {
+    let drafter = deepspec_drafters::load_drafter(dir, &DrafterOptions { device, kind, slots: 1 })?;
+    drafter.probe().ok_or_else(|| {
         ModelError::Mismatch(UsageError(format!(
             "{}: a language model reads nothing of the target that could be wrong; the doctor examines drafters that \
              were trained on a target's states",
@@ -149,19 +150,19 @@ pub fn open(dir: &Path, (device, kind): DeviceAndDtype) -> Result<Box<dyn Drafte
     })
 }
 
-/// The score of a drafter with one change; None if the answers are too short for a block.
+/// Scores a drafter with one change applied. Returns None if the answers are too short for a block.
 ///
 /// # Errors
 /// Fails if the target's layers cannot attend with the windows of the drafter's layers.
-pub fn score(
+pub fn score_change(
     drafter: &dyn DrafterProbe,
-    change: &Change,
-    captured: &Captured,
+    change: &DrafterChange,
+    captured: &CapturedStates,
     target: &TargetModel,
     temperature: f64,
 ) -> Result<Option<Score>, ModelError> {
     let taps = match change {
-        Change::Taps(taps) => taps.as_slice(),
+        DrafterChange::Taps(taps) => taps.as_slice(),
         _ => &drafter.decoder().taps,
     };
     let ends = target.embed_and_head();
@@ -170,66 +171,76 @@ pub fn score(
         drafter.decoder().model.layers.iter().map(|layer| layer.attention.window).collect();
     let like = target.config().anchored_decoder(&windows)?;
     let changed = drafter.with_overrides(&match change {
-        Change::Rope => DrafterOverrides { rope_of: Some(&like), ..DrafterOverrides::default() },
-        Change::Mask(id) => DrafterOverrides { mask_token_id: Some(*id), ..DrafterOverrides::default() },
-        Change::Slots(slots) => DrafterOverrides { slots: Some(*slots), ..DrafterOverrides::default() },
-        Change::EmbedAndHead => {
+        DrafterChange::Rope => DrafterOverrides { rope_of: Some(&like), ..DrafterOverrides::default() },
+        DrafterChange::Mask(id) => {
+            DrafterOverrides { mask_token_id: Some(*id), ..DrafterOverrides::default() }
+        }
+        DrafterChange::Slots(slots) => {
+            DrafterOverrides { slots: Some(*slots), ..DrafterOverrides::default() }
+        }
+        DrafterChange::EmbedAndHead => {
             DrafterOverrides { embed_and_head: Some((&ends.0, &ends.1)), ..DrafterOverrides::default() }
         }
         _ => DrafterOverrides::default(),
     });
-    let judge = Judge { target, temperature };
-    let parts = (0..PARTS).filter_map(|part| {
-        let answers = captured.answers.iter().skip(part).step_by(PARTS);
+    let judge = DistributionComparison { target, temperature };
+    let parts = (0..JACKKNIFE_PARTS).filter_map(|part| {
+        let answers = captured.answers.iter().skip(part).step_by(JACKKNIFE_PARTS);
         let samples = answers.map(|answer| {
-            let anchors =
-                changed.block_spec().map_or_else(Vec::new, |blocks| anchors(answer, blocks.block_size));
-            sample(answer, captured.taps(answer, taps, *change == Change::FinalNorm), anchors)
+            let anchors = changed
+                .block_spec()
+                .map_or_else(Vec::new, |blocks| spread_anchors(answer, blocks.block_size));
+            training_sample(
+                answer,
+                captured.hidden_states(answer, taps, *change == DrafterChange::FinalNorm),
+                anchors,
+            )
         });
         let predictions = changed.predict(&samples.collect::<Vec<_>>())?;
-        let mut part = Part { confidence: predictions.confidence, ..Part::default() };
-        let judged = judge.accept(&predictions);
+        let mut part = PartSums { confidence: predictions.confidence, ..PartSums::default() };
+        let judged = judge.acceptance_and_overlap(&predictions);
         let mut first = 0;
         for &count in &predictions.counts {
-            part.push(judged.each_ref().map(|rows| rows.narrow(0, first, count)).each_ref());
+            part.push_position(judged.each_ref().map(|rows| rows.narrow(0, first, count)).each_ref());
             first += count;
         }
         Some(part)
     });
-    let parts: Vec<Part> = parts.collect();
+    let parts: Vec<PartSums> = parts.collect();
     Ok((!parts.is_empty()).then_some(Score { parts }))
 }
 
 /// Compares the distributions of drafter and target.
-struct Judge<'a> {
+struct DistributionComparison<'a> {
     target: &'a TargetModel,
     temperature: f64,
 }
 
-impl Judge<'_> {
+impl DistributionComparison<'_> {
     /// Acceptance and overlap of all rows, `[R]` each.
-    fn accept(&self, Predictions { teacher, logits, .. }: &Predictions) -> [Tensor; 2] {
+    fn acceptance_and_overlap(&self, Predictions { teacher, logits, .. }: &Predictions) -> [Tensor; 2] {
         let rows = teacher.size()[0];
         let part = |start: i64| {
-            let len = CHUNK.min(rows - start);
+            let len = ROWS_PER_CHUNK.min(rows - start);
             let (own, target) = (logits(start, len), self.target.logits(&teacher.narrow(0, start, len)));
             let overlap = |temperature: f64| {
                 let softmax = |logits: &Tensor| (logits / temperature).softmax(-1, Kind::Float);
                 softmax(&own).minimum(&softmax(&target)).sum_dim_intlist(-1, false, Kind::Float)
             };
-            let accept = match self.temperature < GREEDY {
+            let accept = match self.temperature < GREEDY_BELOW {
                 true => own.argmax(-1, false).eq_tensor(&target.argmax(-1, false)).to_kind(Kind::Float),
                 false => overlap(self.temperature),
             };
             (accept, overlap(1.0))
         };
-        let (accept, overlap): (Vec<_>, Vec<_>) = (0..rows).step_by(CHUNK as usize).map(part).unzip();
+        let (accept, overlap): (Vec<_>, Vec<_>) =
+            (0..rows).step_by(ROWS_PER_CHUNK as usize).map(part).unzip();
         [accept, overlap].map(|parts| Tensor::cat(&parts, 0))
     }
 }
 
 /// A training sample in which all tokens of the answer are supervised.
-fn sample(answer: &Answer, taps: Tensor, anchors: Vec<usize>) -> TrainSample {
+fn training_sample(answer: &CapturedAnswer, taps: Tensor, anchors: Vec<usize>) -> TrainSample {
     let length = answer.ids.len();
     TrainSample {
         input_ids: answer.ids.clone(),
@@ -242,10 +253,10 @@ fn sample(answer: &Answer, taps: Tensor, anchors: Vec<usize>) -> TrainSample {
 }
 
 /// Anchors of whole blocks, whose slots all have a next token, spread evenly over the answer.
-fn anchors(answer: &Answer, block_size: usize) -> Vec<usize> {
+fn spread_anchors(answer: &CapturedAnswer, block_size: usize) -> Vec<usize> {
     let end = answer.ids.len().saturating_sub(block_size);
     let count = end.saturating_sub(answer.prompt);
-    let stride = count.div_ceil(ANCHORS).max(1);
+    let stride = count.div_ceil(MAX_ANCHORS).max(1);
     (answer.prompt..end).step_by(stride).collect()
 }
 

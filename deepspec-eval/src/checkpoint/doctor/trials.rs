@@ -1,4 +1,4 @@
-//! Trials of all possible causes on the captured answers.
+//! Runs trials on the captured answers, one for each possible cause.
 
 use deepspec_core::Tap;
 use deepspec_drafters::DrafterProbe;
@@ -6,49 +6,51 @@ use deepspec_models::{ModelConfig, TargetModel};
 use deepspec_text::ChatTokenizer;
 use serde_json::Value;
 
-use super::capture::Captured;
+use super::capture::CapturedStates;
 use super::finding;
 use super::report::{Cause, Diagnosis, Trial};
-use super::score::{Change, score};
+use super::score::{DrafterChange, score_change};
 
 /// Mask tokens of released drafters (Qwen3, Gemma 4).
-const KNOWN_MASKS: [i64; 2] = [151_669, 4];
+const KNOWN_MASK_IDS: [i64; 2] = [151_669, 4];
 /// Maximum number of mask tokens to try.
-const MASKS: usize = 24;
+const MAX_MASK_TRIALS: usize = 24;
 /// A difference of mean confidence and mean acceptance above this is reported.
-const MISCALIBRATED: f64 = 0.15;
+const MIN_CALIBRATION_GAP: f64 = 0.15;
 
-/// Estimates the accepted length without a change, and with the change of every trial that applies.
+/// Estimates the accepted length of the unchanged drafter, and then once for each applicable trial.
 ///
 /// # Errors
 /// Fails if the target's layers cannot attend with the windows of the drafter's layers.
-pub fn estimate(
+pub fn run_trials(
     report: &mut Diagnosis,
     drafter: &dyn DrafterProbe,
-    captured: &Captured,
+    captured: &CapturedStates,
     target: &TargetModel,
     tokenizer: &ChatTokenizer,
     embed_and_head_differ: bool,
     temperature: f64,
 ) -> anyhow::Result<()> {
-    let judge = |change: &Change| score(drafter, change, captured, target, temperature);
-    let Some(base) = judge(&Change::None)? else {
-        report.note(
+    let judge = |change: &DrafterChange| score_change(drafter, change, captured, target, temperature);
+    let Some(base) = judge(&DrafterChange::None)? else {
+        report.add_note(
             "the answers are too short for a block: ask for more tokens (--max-new-tokens) or other suites",
         );
         return Ok(());
     };
     let estimated = base.accepted_length();
     report.estimated = Some(estimated);
-    report.accept = base.accept();
+    report.accept = base.mean_acceptance();
     if let Some((predicted, accepted)) = base.confidence()
-        && (predicted - accepted).abs() > MISCALIBRATED
+        && (predicted - accepted).abs() > MIN_CALIBRATION_GAP
     {
         let evidence =
             format!("the confidence head predicts {predicted:.2} on average, {accepted:.2} is accepted");
         report.findings.push(finding(Cause::Confidence, evidence));
     }
-    for (cause, what, change) in suspicions(drafter, captured, target, tokenizer, embed_and_head_differ) {
+    for (cause, what, change) in
+        applicable_trials(drafter, captured, target, tokenizer, embed_and_head_differ)
+    {
         if let Some(found) = judge(&change)? {
             let (after, rise) = (found.accepted_length(), found.rise_over(&base));
             report.trials.push(Trial { cause, what, before: estimated, after, rise });
@@ -57,7 +59,7 @@ pub fn estimate(
     let own = &drafter.decoder().model.layers;
     let theirs = &target.config().layers;
     if let (Some(own), Some(theirs)) = (own.first(), theirs.first())
-        && differing_rope(drafter, target.config())
+        && rope_differs(drafter, target.config())
     {
         let evidence = format!(
             "rope_theta {} and {}, the target has rope_theta {} and {}",
@@ -69,56 +71,64 @@ pub fn estimate(
 }
 
 /// Whether the drafter's RoPE settings differ from the target's.
-fn differing_rope(drafter: &dyn DrafterProbe, target: &ModelConfig) -> bool {
+fn rope_differs(drafter: &dyn DrafterProbe, target: &ModelConfig) -> bool {
     let windows: Vec<Option<usize>> =
         drafter.decoder().model.layers.iter().map(|layer| layer.attention.window).collect();
     let like = target.anchored_decoder(&windows).map(|like| like.layers).unwrap_or_default();
     drafter.decoder().model.layers.iter().zip(&like).any(|(own, like)| own.rope != like.rope)
 }
 
-fn suspicions(
+fn applicable_trials(
     drafter: &dyn DrafterProbe,
-    captured: &Captured,
+    captured: &CapturedStates,
     target: &TargetModel,
     tokenizer: &ChatTokenizer,
     embed_and_head_differ: bool,
-) -> Vec<(Cause, String, Change)> {
+) -> Vec<(Cause, String, DrafterChange)> {
     let mut found = vec![];
     let taps = &drafter.decoder().taps;
     for by in [-1, 1] {
-        let shifted: Option<Vec<Tap>> = taps.iter().map(|tap| tap.moved(by)).collect();
-        if let Some(shifted) = shifted.filter(|shifted| captured.has(shifted)) {
+        let shifted: Option<Vec<Tap>> = taps.iter().map(|tap| tap.shifted_by(by)).collect();
+        if let Some(shifted) = shifted.filter(|shifted| captured.has_layers(shifted)) {
             let ids = Tap::layer_ids;
             let what = format!("target_layer_ids {:?} instead of {:?}", ids(&shifted), ids(taps));
-            found.push((Cause::Taps, what, Change::Taps(shifted)));
+            found.push((Cause::Taps, what, DrafterChange::Taps(shifted)));
         }
     }
-    if captured.is_top_among(taps) {
+    if captured.includes_last_layer(taps) {
         let what = "the last layer's state taken after the final norm".into();
-        found.push((Cause::FinalNorm, what, Change::FinalNorm));
+        found.push((Cause::FinalNorm, what, DrafterChange::FinalNorm));
     }
     if let Some(blocks) = drafter.block_spec() {
         let own = blocks.mask_token_id;
-        for id in masks(target.config(), tokenizer).into_iter().filter(|&id| id != own) {
-            found.push((Cause::MaskToken, format!("mask_token_id {id} instead of {own}"), Change::Mask(id)));
+        for id in candidate_mask_ids(target.config(), tokenizer).into_iter().filter(|&id| id != own) {
+            found.push((
+                Cause::MaskToken,
+                format!("mask_token_id {id} instead of {own}"),
+                DrafterChange::Mask(id),
+            ));
         }
         if drafter.chooses_slots() {
-            let other = blocks.slots.other();
-            found.push((Cause::Slots, format!("the other convention: {other}"), Change::Slots(other)));
+            let other = blocks.slots.other_convention();
+            found.push((Cause::Slots, format!("the other convention: {other}"), DrafterChange::Slots(other)));
         }
     }
-    if differing_rope(drafter, target.config()) {
-        found.push((Cause::Rope, "the target's RoPE settings".into(), Change::Rope));
+    if rope_differs(drafter, target.config()) {
+        found.push((Cause::Rope, "the target's RoPE settings".into(), DrafterChange::Rope));
     }
     if embed_and_head_differ {
-        found.push((Cause::EmbedAndHead, "the target's embedding and head".into(), Change::EmbedAndHead));
+        found.push((
+            Cause::EmbedAndHead,
+            "the target's embedding and head".into(),
+            DrafterChange::EmbedAndHead,
+        ));
     }
     found
 }
 
 /// Candidates for the mask token: ids that the target's config names, special tokens, and unused
 /// ids.
-fn masks(config: &ModelConfig, tokenizer: &ChatTokenizer) -> Vec<i64> {
+fn candidate_mask_ids(config: &ModelConfig, tokenizer: &ChatTokenizer) -> Vec<i64> {
     let vocab = config.vocab_size;
     let text = config.raw.get("text_config").and_then(Value::as_object).unwrap_or(&config.raw);
     let named = ["mask_token_id", "pad_token_id", "unk_token_id", "bos_token_id", "eos_token_id"]
@@ -129,8 +139,8 @@ fn masks(config: &ModelConfig, tokenizer: &ChatTokenizer) -> Vec<i64> {
     let unused = tokenizer.vocab_size() as i64;
     let special = (0..unused).rev().filter(|&id| tokenizer.is_special(id));
     let mut found: Vec<i64> = vec![];
-    for id in words.chain([vocab - 1, unused, unused + 1]).chain(KNOWN_MASKS).chain(named).chain(special) {
-        if (0..vocab).contains(&id) && !found.contains(&id) && found.len() < MASKS {
+    for id in words.chain([vocab - 1, unused, unused + 1]).chain(KNOWN_MASK_IDS).chain(named).chain(special) {
+        if (0..vocab).contains(&id) && !found.contains(&id) && found.len() < MAX_MASK_TRIALS {
             found.push(id);
         }
     }

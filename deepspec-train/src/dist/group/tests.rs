@@ -5,7 +5,7 @@ use std::sync::{Barrier, mpsc};
 use std::thread;
 
 use super::*;
-use crate::dist::Host;
+use crate::dist::RendezvousServer;
 
 /// Timeout of the tests. Only tests that wait for a timeout use a shorter one.
 const PATIENCE: Duration = Duration::from_secs(120);
@@ -17,8 +17,8 @@ fn stuck(
     timeout: Duration,
     other: impl Fn(ProcessGroup) -> Option<ProcessGroup> + Sync,
 ) -> (GroupError, usize) {
-    let host = Host::open(2, PATIENCE).unwrap();
-    let places = [0, 1].map(|rank| host.place(rank, 2));
+    let host = RendezvousServer::open(2, PATIENCE).unwrap();
+    let places = [0, 1].map(|rank| host.child_ranks(rank, 2));
     let abandoned = AtomicUsize::new(0);
     // Wait for both ranks: one that left during the handshake would be reported missing there.
     let met = Barrier::new(2);
@@ -102,8 +102,8 @@ fn a_rank_that_ends_before_gpus_are_connected_is_named_and_none_is_waited_for() 
 
 #[test]
 fn what_is_connected_is_handed_on_with_keys_of_its_own() {
-    let host = Host::open(2, PATIENCE).unwrap();
-    let places = [0, 1].map(|rank| host.place(rank, 2));
+    let host = RendezvousServer::open(2, PATIENCE).unwrap();
+    let places = [0, 1].map(|rank| host.child_ranks(rank, 2));
     thread::scope(|scope| {
         for place in &places {
             scope.spawn(|| {

@@ -14,7 +14,7 @@ use crate::cache::layout::Layout;
 use crate::cache::shard::{self, Geometry, Parts, Rows};
 
 /// Characters of a wrong header that are printed in a message.
-const SHOWN: usize = 200;
+const MAX_SHOWN_CHARS: usize = 200;
 
 /// A read-only memory map of a file. The file must be complete and never change. Its writer must
 /// write it under another name, move it into place, and remove it before any replacement.
@@ -31,7 +31,7 @@ impl MappedFile {
     /// Fails if the file cannot be opened or mapped.
     pub fn open(path: &Path) -> Result<Self, FileError> {
         let file = File::open(path).map_err(FileError::at("opening", path))?;
-        let map = map(&file).map_err(FileError::at("mapping", path))?;
+        let map = map_file(&file).map_err(FileError::at("mapping", path))?;
         Ok(Self { path: path.to_path_buf(), map })
     }
 
@@ -47,7 +47,7 @@ impl MappedFile {
 
     /// Unmaps all pages from this process; later accesses load them again.
     pub fn release_pages(&self) {
-        release(&self.map);
+        release_all_pages(&self.map);
     }
 }
 
@@ -63,7 +63,7 @@ impl MappedShard {
     pub fn open(dir: &Path, layout: &Layout, index: usize, entry: &ShardEntry) -> Result<Self, CacheError> {
         let path = shard::path(dir, index);
         let expected = entry.bytes;
-        let geometry = Geometry::of(layout, entry)?;
+        let geometry = Geometry::from_entry(layout, entry)?;
         let file = MappedFile::open(&path)?;
         let found = file.bytes().len() as u64;
         let geometry = geometry.filter(|_| found == expected);
@@ -72,7 +72,8 @@ impl MappedShard {
         match bytes.get(..header.len()) {
             Some(found) if found == header => Ok(Self { file, geometry }),
             found => {
-                let (found, expected) = (shown(found.unwrap_or(bytes)), shown(header));
+                let (found, expected) =
+                    (header_for_message(found.unwrap_or(bytes)), header_for_message(header));
                 Err(CacheError::ShardHeader { path, found, expected })
             }
         }
@@ -93,9 +94,9 @@ impl MappedShard {
         self.geometry.sample(rows).map(|range| self.slice(range))
     }
 
-    /// Most bytes of pages that reading a sample maps into the process.
+    /// Upper bound of the bytes that reading a sample maps into the process.
     pub fn page_bytes(&self, rows: Rows) -> u64 {
-        self.geometry.sample(rows).in_order().into_iter().map(page_bytes).sum()
+        self.geometry.sample(rows).in_file_order().into_iter().map(page_bytes).sum()
     }
 
     /// Unmaps all pages from this process; later accesses load them again.
@@ -108,21 +109,29 @@ impl MappedShard {
     }
 }
 
-/// Most bytes of pages that reading a range maps into the process. A page fault also maps
+/// Upper bound of the bytes that reading a range maps into the process. A page fault also maps
 /// neighbouring pages.
 pub fn page_bytes(range: Range<u64>) -> u64 {
     /// Aligned bytes that the kernel maps around a fault (`fault_around_bytes`).
-    const AROUND: u64 = 64 << 10;
-    if range.is_empty() { 0 } else { range.end.next_multiple_of(AROUND) - range.start / AROUND * AROUND }
+    const FAULT_AROUND_BYTES: u64 = 64 << 10;
+    if range.is_empty() {
+        0
+    } else {
+        range.end.next_multiple_of(FAULT_AROUND_BYTES) - range.start / FAULT_AROUND_BYTES * FAULT_AROUND_BYTES
+    }
 }
 
 /// A header as text, truncated.
-fn shown(header: &[u8]) -> String {
-    String::from_utf8_lossy(header.get(8..).unwrap_or_default()).trim_end().chars().take(SHOWN).collect()
+fn header_for_message(header: &[u8]) -> String {
+    String::from_utf8_lossy(header.get(8..).unwrap_or_default())
+        .trim_end()
+        .chars()
+        .take(MAX_SHOWN_CHARS)
+        .collect()
 }
 
 #[expect(unsafe_code)]
-fn map(file: &File) -> io::Result<Mmap> {
+fn map_file(file: &File) -> io::Result<Mmap> {
     // SAFETY: a map is sound while the file behind it is neither changed nor truncated. This map is
     // read-only, and this project never opens published files for writing. Shards and files of
     // tokenised samples are written under another name and moved into place. A replacement unlinks
@@ -132,7 +141,7 @@ fn map(file: &File) -> io::Result<Mmap> {
 }
 
 #[expect(unsafe_code)]
-fn release(map: &Mmap) {
+fn release_all_pages(map: &Mmap) {
     // SAFETY: the map is a shared, read-only map of a file. Released pages are loaded again from
     // the file with equal bytes, so references into them see no change.
     let released = unsafe { map.unchecked_advise(UncheckedAdvice::DontNeed) };

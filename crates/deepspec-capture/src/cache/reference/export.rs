@@ -6,8 +6,8 @@ use std::path::Path;
 use deepspec_core::atomic;
 use serde_json::{Value, json};
 
-use super::record::{RECORD, Record};
-use super::{INDEX_FILE, VERSION, file_name, sorted};
+use super::record::{RECORD_BYTES, Record};
+use super::{INDEX_FILE, VERSION, file_name, sort_keys};
 use crate::cache::error::CacheError;
 use crate::cache::identity::Identity;
 use crate::cache::layout::Encoding;
@@ -15,9 +15,9 @@ use crate::cache::manifest::{MANIFEST_FILE, Manifest};
 use crate::cache::reader::Reader;
 use deepspec_core::FinalStates;
 
-/// Writes the cache in `dir` to the folder `to` in format 2. `model` is the target's name if the
-/// cache was not imported. `progress` is called for each sample. The manifest is written last; if
-/// it exists already, nothing is written and the result is false.
+/// Converts the cache in `dir` to format 2 and writes it to the folder `to`. `model` is the
+/// target's name if the cache was not imported. `progress` is called for each sample. The manifest
+/// is written last; if it exists already, nothing is written and the result is false.
 ///
 /// # Errors
 /// Fails for encodings other than bf16, for a cache without all final states, on damage, if `to`
@@ -34,7 +34,7 @@ pub fn export(dir: &Path, to: &Path, model: &str, mut progress: impl FnMut()) ->
     }
     atomic::create_dir(to)?;
     let manifest = reader.manifest();
-    let manifest = manifest.reference.clone().unwrap_or_else(|| described(manifest, model));
+    let manifest = manifest.reference.clone().unwrap_or_else(|| format_2_manifest(manifest, model));
     let manifest_path = to.join(MANIFEST_FILE);
     if manifest_path.exists() {
         let there: Value = serde_json::from_str(&atomic::read_text(&manifest_path)?).unwrap_or_default();
@@ -44,7 +44,7 @@ pub fn export(dir: &Path, to: &Path, model: &str, mut progress: impl FnMut()) ->
         let problem = "holds another cache already; give another folder".to_string();
         return Err(CacheError::Reference { path: to.to_path_buf(), problem });
     }
-    let (mut records, mut index) = (Vec::with_capacity(reader.len() * RECORD), 0);
+    let (mut records, mut index) = (Vec::with_capacity(reader.len() * RECORD_BYTES), 0);
     for shard in 0..reader.manifest().shards.len() {
         let mut damage = None;
         let written = atomic::replace(&to.join(file_name(shard)), |file| {
@@ -84,12 +84,12 @@ pub fn export(dir: &Path, to: &Path, model: &str, mut progress: impl FnMut()) ->
 }
 
 /// The format 2 manifest of a cache that was not imported.
-fn described(manifest: &Manifest, model: &str) -> Value {
+fn format_2_manifest(manifest: &Manifest, model: &str) -> Value {
     let Identity { chat_template, taps, max_length, hidden_size, .. } = &manifest.identity;
     let shards: Vec<Value> = (0..manifest.shards.len())
         .map(|shard| json!({"file_name": file_name(shard), "shard_id": shard}))
         .collect();
-    sorted(json!({
+    sort_keys(json!({
         "version": VERSION,
         "project_name": "deepspec",
         "exp_name": "export",
@@ -103,7 +103,7 @@ fn described(manifest: &Manifest, model: &str) -> Value {
         "hidden_dtype": "bfloat16",
         "mask_dtype": "uint8",
         "token_dtype": "int32",
-        "index_record_size": RECORD,
+        "index_record_size": RECORD_BYTES,
         "num_samples": manifest.counts.samples,
         "num_shards": shards.len(),
         "shards": shards,

@@ -1,7 +1,7 @@
 //! A record of the format 2 index.
 
 /// Bytes of a record.
-pub(super) const RECORD: usize = 56;
+pub(super) const RECORD_BYTES: usize = 56;
 
 /// Location of a sample; the offsets in a record follow from it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -26,7 +26,7 @@ impl Record {
 
     /// The record as bytes; `offsets` come from [`Self::offsets`].
     pub fn bytes(self, offsets: &[u64; 6]) -> Vec<u8> {
-        let mut bytes = Vec::with_capacity(RECORD);
+        let mut bytes = Vec::with_capacity(RECORD_BYTES);
         bytes.extend(self.sample.to_le_bytes());
         bytes.extend(self.shard.to_le_bytes());
         bytes.extend(self.length.to_le_bytes());
@@ -35,7 +35,7 @@ impl Record {
     }
 
     /// Parses a record without checks.
-    pub fn read(bytes: &[u8; RECORD]) -> Self {
+    pub fn read(bytes: &[u8; RECORD_BYTES]) -> Self {
         let long = |at: usize| (0..8).fold(0, |sum, byte| sum | u64::from(bytes[at + byte]) << (8 * byte));
         let (sample, both, start) = (long(0), long(8), long(16));
         Self { sample, shard: both as u32, length: (both >> 32) as u32, start }

@@ -15,8 +15,8 @@ use deepspec_core::digest;
 use parquet::arrow::arrow_reader::ParquetRecordBatchReaderBuilder;
 use parquet::errors::ParquetError;
 
-use super::validate::{Claim, Place, RowValidator};
-use super::{BATCH_SAMPLES, SAMPLES_FILE, schema};
+use super::validate::{RowValidator, SampleLocation, StatedRow};
+use super::{MAX_BATCH_SAMPLES, SAMPLES_FILE, schema};
 use crate::cache::error::CacheError;
 use crate::cache::manifest::Manifest;
 
@@ -24,7 +24,7 @@ use crate::cache::manifest::Manifest;
 #[derive(Debug)]
 pub(crate) struct Row {
     pub id: String,
-    pub place: Place,
+    pub place: SampleLocation,
     pub checksum: u32,
     ids: Range<usize>,
     spans: Range<usize>,
@@ -32,7 +32,7 @@ pub(crate) struct Row {
 
 impl Row {
     /// The error for exponents that cannot be decompressed.
-    pub fn undecodable(&self) -> impl Fn(io::Error) -> CacheError {
+    pub fn decode_error(&self) -> impl Fn(io::Error) -> CacheError {
         |source| CacheError::Exponents { sample: self.id.clone(), source }
     }
 }
@@ -56,15 +56,15 @@ impl Table {
         }
         // The digest is checked first, so only bytes that this program wrote reach the parquet
         // decoder.
-        let found = digest::file(&path)?;
+        let found = digest::sha256_of_file(&path)?;
         if found != manifest.samples.sha256 {
             return Err(CacheError::Digest { path, found, expected: manifest.samples.sha256.clone() });
         }
         let mut table = Self::default();
         let mut validator = RowValidator::new(&path, manifest)?;
         let schema = schema(manifest.encoding);
-        for_each_batch(&path, schema, |batch| table.add(batch, &mut validator))?;
-        validator.close(table.rows.len())?;
+        for_each_batch(&path, schema, |batch| table.add_batch(batch, &mut validator))?;
+        validator.check_totals(table.rows.len())?;
         Ok(table)
     }
 
@@ -83,37 +83,37 @@ impl Table {
         &self.spans[row.spans.clone()]
     }
 
-    fn add(&mut self, batch: &RecordBatch, validator: &mut RowValidator<'_>) -> Result<(), CacheError> {
+    fn add_batch(&mut self, batch: &RecordBatch, validator: &mut RowValidator<'_>) -> Result<(), CacheError> {
         let path = validator.path;
-        let ids: &StringArray = typed(path, batch, 0)?;
-        let shards: &UInt32Array = typed(path, batch, 1)?;
-        let first_rows: &Int64Array = typed(path, batch, 2)?;
-        let first_last_rows: &Int64Array = typed(path, batch, 3)?;
-        let lengths: &Int32Array = typed(path, batch, 4)?;
-        let supervised: &Int32Array = typed(path, batch, 5)?;
-        let input_ids: &ListArray = typed(path, batch, 6)?;
-        let spans: &ListArray = typed(path, batch, 7)?;
-        let checksums: &UInt32Array = typed(path, batch, 8)?;
+        let ids: &StringArray = typed_column(path, batch, 0)?;
+        let shards: &UInt32Array = typed_column(path, batch, 1)?;
+        let first_rows: &Int64Array = typed_column(path, batch, 2)?;
+        let first_last_rows: &Int64Array = typed_column(path, batch, 3)?;
+        let lengths: &Int32Array = typed_column(path, batch, 4)?;
+        let supervised: &Int32Array = typed_column(path, batch, 5)?;
+        let input_ids: &ListArray = typed_column(path, batch, 6)?;
+        let spans: &ListArray = typed_column(path, batch, 7)?;
+        let checksums: &UInt32Array = typed_column(path, batch, 8)?;
         let exponents: Option<(&Int64Array, &Int64Array)> = match batch.num_columns() {
-            11 => Some((typed(path, batch, 9)?, typed(path, batch, 10)?)),
+            11 => Some((typed_column(path, batch, 9)?, typed_column(path, batch, 10)?)),
             _ => None,
         };
         for index in 0..batch.num_rows() {
             let (ids_from, spans_from) = (self.input_ids.len(), self.spans.len());
             let tokens = input_ids.value(index);
-            let tokens: &Int32Array = inner(path, "input_ids", &*tokens)?;
+            let tokens: &Int32Array = downcast_array(path, "input_ids", &*tokens)?;
             self.input_ids.extend_from_slice(tokens.values());
             let pairs = spans.value(index);
-            let pairs: &StructArray = inner(path, "loss_spans", &*pairs)?;
-            let starts: &Int32Array = inner(path, "loss_spans.start", &**pairs.column(0))?;
-            let ends: &Int32Array = inner(path, "loss_spans.end", &**pairs.column(1))?;
+            let pairs: &StructArray = downcast_array(path, "loss_spans", &*pairs)?;
+            let starts: &Int32Array = downcast_array(path, "loss_spans.start", &**pairs.column(0))?;
+            let ends: &Int32Array = downcast_array(path, "loss_spans.end", &**pairs.column(1))?;
             // A negative bound becomes larger than every length, which the validator rejects.
             let bound = |value: i32| u32::try_from(value).unwrap_or(u32::MAX);
             let bounds = starts.values().iter().zip(ends.values());
             self.spans.extend(bounds.map(|(&start, &end)| (bound(start), bound(end))));
             let (first_exponent, exponent_bytes) =
                 exponents.map_or((0, 0), |(first, bytes)| (first.value(index), bytes.value(index)));
-            let claim = Claim {
+            let claim = StatedRow {
                 shard: shards.value(index).into(),
                 first_row: first_rows.value(index),
                 first_last_row: first_last_rows.value(index),
@@ -123,7 +123,7 @@ impl Table {
                 exponent_bytes,
             };
             let (new_ids, new_spans) = (&self.input_ids[ids_from..], &self.spans[spans_from..]);
-            let place = validator.admit(self.rows.len(), &claim, new_ids, new_spans)?;
+            let place = validator.check_row(self.rows.len(), &claim, new_ids, new_spans)?;
             let (id, checksum) = (ids.value(index).to_string(), checksums.value(index));
             let (ids, spans) = (ids_from..self.input_ids.len(), spans_from..self.spans.len());
             self.rows.push(Row { id, place, checksum, ids, spans });
@@ -141,7 +141,7 @@ fn for_each_batch(
     let file = File::open(path).map_err(FileError::at("reading", path))?;
     let builder = ParquetRecordBatchReaderBuilder::try_new(file).map_err(parquet)?;
     check_columns(path, builder.schema(), expected)?;
-    for batch in builder.with_batch_size(BATCH_SAMPLES).build().map_err(parquet)? {
+    for batch in builder.with_batch_size(MAX_BATCH_SAMPLES).build().map_err(parquet)? {
         each(&batch.map_err(|error| parquet(ParquetError::from(error)))?)?;
     }
     Ok(())
@@ -162,15 +162,19 @@ fn check_columns(path: &Path, found: &Schema, expected: &Schema) -> Result<(), C
     Ok(())
 }
 
-fn typed<'b, A: Array + 'static>(
+fn typed_column<'b, A: Array + 'static>(
     path: &Path,
     batch: &'b RecordBatch,
     column: usize,
 ) -> Result<&'b A, CacheError> {
-    inner(path, batch.schema().field(column).name(), &**batch.column(column))
+    downcast_array(path, batch.schema().field(column).name(), &**batch.column(column))
 }
 
-fn inner<'b, A: Array + 'static>(path: &Path, name: &str, array: &'b dyn Array) -> Result<&'b A, CacheError> {
+fn downcast_array<'b, A: Array + 'static>(
+    path: &Path,
+    name: &str,
+    array: &'b dyn Array,
+) -> Result<&'b A, CacheError> {
     array.as_any().downcast_ref().ok_or_else(|| CacheError::Column {
         path: path.to_path_buf(),
         found: format!("{name} {}", array.data_type()),

@@ -1,24 +1,25 @@
 //! The rank of a Slurm `srun` task.
 
-use super::{Ranks, RanksError, number};
+use super::{Ranks, RanksError, parse_number};
 
-/// Number of tasks of the step, set for each task.
-pub const PRESENT: &str = "SLURM_STEP_NUM_TASKS";
-/// Number of ports over which steps without `MASTER_PORT` are distributed.
-const SPAN: u32 = 8192;
+/// Variable with the step's number of tasks. Only tasks that `srun` started have it.
+pub const TASK_COUNT_VARIABLE: &str = "SLURM_STEP_NUM_TASKS";
+/// Size of the port range from which steps without `MASTER_PORT` pick their port.
+const PORT_COUNT: u32 = 8192;
 /// Default start of the system's ephemeral port range.
-const EPHEMERAL: u32 = 32_768;
+const FIRST_EPHEMERAL_PORT: u32 = 32_768;
 /// Ports below this are for system services.
 const FIRST_PORT: u32 = 1024;
 
 /// The task's rank; `None` for the only task of a step without `MASTER_ADDR`, which runs alone.
 /// `range` is the ephemeral port range in `/proc/sys/net/ipv4/ip_local_port_range`.
-pub fn place(
+pub fn ranks_from_slurm(
     given: impl Fn(&str) -> Option<String>,
     range: Option<&str>,
 ) -> Result<Option<Ranks>, RanksError> {
-    let need = |name| given(name).ok_or(RanksError::Incomplete { present: PRESENT, absent: name });
-    let world_size = number(PRESENT, &need(PRESENT)?)?;
+    let need =
+        |name| given(name).ok_or(RanksError::Incomplete { present: TASK_COUNT_VARIABLE, absent: name });
+    let world_size = parse_number(TASK_COUNT_VARIABLE, &need(TASK_COUNT_VARIABLE)?)?;
     let host = match given("MASTER_ADDR") {
         Some(host) => host,
         None if world_size == 1 => return Ok(None),
@@ -31,16 +32,16 @@ pub fn place(
             })?
         }
     };
-    let job: u32 = number("SLURM_JOB_ID", &need("SLURM_JOB_ID")?)?;
-    let step: u32 = number("SLURM_STEP_ID", &need("SLURM_STEP_ID")?)?;
+    let job: u32 = parse_number("SLURM_JOB_ID", &need("SLURM_JOB_ID")?)?;
+    let step: u32 = parse_number("SLURM_STEP_ID", &need("SLURM_STEP_ID")?)?;
     let port = match given("MASTER_PORT") {
-        Some(port) => number("MASTER_PORT", &port)?,
-        None => port(job, step, range),
+        Some(port) => parse_number("MASTER_PORT", &port)?,
+        None => rendezvous_port(job, step, range),
     };
     Ok(Some(Ranks {
-        rank: number("SLURM_PROCID", &need("SLURM_PROCID")?)?,
+        rank: parse_number("SLURM_PROCID", &need("SLURM_PROCID")?)?,
         world_size,
-        local_rank: number("SLURM_LOCALID", &need("SLURM_LOCALID")?)?,
+        local_rank: parse_number("SLURM_LOCALID", &need("SLURM_LOCALID")?)?,
         host,
         port,
         is_hosted: false,
@@ -51,14 +52,16 @@ pub fn place(
 
 /// The port of a step. Steps of one job have different ports, and two jobs rarely share one. It is
 /// below the ephemeral ports, any of which may be in use.
-fn port(job: u32, step: u32, range: Option<&str>) -> u16 {
+fn rendezvous_port(job: u32, step: u32, range: Option<&str>) -> u16 {
     // Every rank computes the port itself, so all machines of a job must have the same range.
     let floor = range.and_then(|range| range.split_whitespace().next()?.parse().ok());
     // If the range leaves no space below it, any port may be in use, and the default applies.
-    let end = floor.filter(|floor| (FIRST_PORT + SPAN..EPHEMERAL).contains(floor)).unwrap_or(EPHEMERAL);
+    let end = floor
+        .filter(|floor| (FIRST_PORT + PORT_COUNT..FIRST_EPHEMERAL_PORT).contains(floor))
+        .unwrap_or(FIRST_EPHEMERAL_PORT);
     // Knuth's multiplicative hash: the highest bits of neighbouring job ids differ.
-    let spread = job.wrapping_mul(2_654_435_761) / (u32::MAX / SPAN + 1);
-    (end - 1 - spread.wrapping_add(step) % SPAN) as u16
+    let spread = job.wrapping_mul(2_654_435_761) / (u32::MAX / PORT_COUNT + 1);
+    (end - 1 - spread.wrapping_add(step) % PORT_COUNT) as u16
 }
 
 /// The first host of a Slurm list: `a` of `a,b`, `a01` of `a[01-04,07],b`, `a1b1` of
@@ -87,9 +90,9 @@ mod tests {
 
     #[test]
     fn steps_have_ports_of_their_own_below_those_of_connections() {
-        let ports: BTreeSet<u16> = (0..1000).map(|step| port(123_456, step, None)).collect();
+        let ports: BTreeSet<u16> = (0..1000).map(|step| rendezvous_port(123_456, step, None)).collect();
         assert_eq!(ports.len(), 1000);
-        let jobs: BTreeSet<u16> = (123_000..123_100).map(|job| port(job, 0, None)).collect();
+        let jobs: BTreeSet<u16> = (123_000..123_100).map(|job| rendezvous_port(job, 0, None)).collect();
         assert_eq!(jobs.len(), 100);
         for (range, within) in [
             (None, 24_576..32_768),
@@ -101,7 +104,7 @@ mod tests {
             (Some("what"), 24_576..32_768),
         ] {
             for (job, step) in [(0, 0), (u32::MAX, u32::MAX), (1, 8191), (7, 70_000)] {
-                let port = port(job, step, range);
+                let port = rendezvous_port(job, step, range);
                 assert!(within.contains(&port), "{range:?}: {port}");
             }
         }

@@ -7,7 +7,7 @@ use tch::Tensor;
 
 use super::super::args::{AdamWSettings, AdamWTensors};
 use super::super::c10d::check;
-use super::super::owned;
+use super::super::tensor_from_raw;
 
 #[repr(C)]
 struct RawTensors {
@@ -61,7 +61,7 @@ pub fn adamw(tensors: &mut [AdamWTensors<'_>], divisor: &Tensor, settings: AdamW
 pub fn square_sum(values: &Tensor) -> Option<Tensor> {
     // SAFETY: the shim reads the tensor during the call, catches every C++ exception, and returns null or a new
     // tensor.
-    unsafe { owned(ds_square_sum(values.as_ptr().cast())) }
+    unsafe { tensor_from_raw(ds_square_sum(values.as_ptr().cast())) }
 }
 
 #[cfg(test)]

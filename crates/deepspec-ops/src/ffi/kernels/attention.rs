@@ -7,7 +7,7 @@ use tch::{Kind, Tensor};
 
 use super::super::args::{AttentionPart, KeyValues, SequenceBlocks, TiledBlocks};
 use super::super::c10d::check;
-use super::super::owned;
+use super::super::tensor_from_raw;
 
 #[repr(C)]
 struct RawPart {
@@ -92,7 +92,7 @@ pub fn block_attention(
 }
 
 /// Whether [`attend_by_block`] is the faster choice for float32 heads of `dim` values on this CPU.
-pub fn attends_by_block(dim: i64) -> bool {
+pub fn has_block_attention(dim: i64) -> bool {
     // SAFETY: the shim only queries the processor.
     unsafe { ds_attends_by_block(dim) }
 }
@@ -135,7 +135,7 @@ pub fn attend_by_block(
         panic!("attention of blocks: {problem}");
     }
     // SAFETY: `out` is null or a tensor from `new` that nobody else owns.
-    unsafe { owned(out) }
+    unsafe { tensor_from_raw(out) }
 }
 
 /// The shim's plan.
@@ -158,7 +158,7 @@ unsafe extern "C" {
 }
 
 /// Whether [`TiledAttention`] supports heads of `dim` values of this dtype on the device of `like`.
-pub fn attends_in_tiles(like: &Tensor, kind: Kind, dim: i64) -> bool {
+pub fn has_tiled_attention(like: &Tensor, kind: Kind, dim: i64) -> bool {
     // SAFETY: the shim reads the tensor's device, and catches every C++ exception.
     kind == Kind::BFloat16 && unsafe { ds_attends_in_tiles(like.as_ptr().cast(), dim) }
 }

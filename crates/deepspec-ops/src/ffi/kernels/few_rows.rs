@@ -71,7 +71,7 @@ pub fn decode_product(
     residual: Option<&Tensor>,
 ) -> Tensor {
     let weights: Vec<*const c_void> = weights.iter().map(|weight| weight.as_ptr().cast()).collect();
-    let (norm, eps) = pointers(gain);
+    let (norm, eps) = norm_pointer(gain);
     let residual = residual.map_or(ptr::null(), |residual| residual.as_ptr().cast());
     let mut out = ptr::null_mut();
     // SAFETY: the tensors outlive the call, and libtorch does not reuse their memory before the stream is done with
@@ -80,7 +80,7 @@ pub fn decode_product(
     let problem = unsafe {
         ds_few_rows_product(x.as_ptr().cast(), norm, eps, weights.as_ptr(), weights.len(), residual, &mut out)
     };
-    made("a product of a few rows", problem, out)
+    tensor_or_panic("a product of a few rows", problem, out)
 }
 
 /// `silu(norm(x) Wᵍᵀ) ⊙ (norm(x) Wᵘᵀ)` for up to 8 rows `x [N, I]` and weights `[O, I]`.
@@ -88,7 +88,7 @@ pub fn decode_product(
 /// # Panics
 /// As [`decode_product`].
 pub fn decode_gated_product(x: &Tensor, gain: RmsNormParams<'_>, gate: &Tensor, up: &Tensor) -> Tensor {
-    let (norm, eps) = pointers(Some(gain));
+    let (norm, eps) = norm_pointer(Some(gain));
     let mut out = ptr::null_mut();
     // SAFETY: as above.
     let problem = unsafe {
@@ -101,7 +101,7 @@ pub fn decode_gated_product(x: &Tensor, gain: RmsNormParams<'_>, gate: &Tensor, 
             &mut out,
         )
     };
-    made("a gated product of a few rows", problem, out)
+    tensor_or_panic("a gated product of a few rows", problem, out)
 }
 
 /// `in_place_attention` for `qkv [N, (H + 2G)·D]`, up to 8 rows that are neither normed nor rotated. Every row
@@ -122,7 +122,7 @@ pub fn decode_attention(
     }
     let raw: Vec<RawChunk> = chunks.iter().map(RawChunk::of).collect();
     let ProjectedHeads { query, key_value, dim, gains, angles } = *heads;
-    let [(query_gain, eps), (key_gain, _)] = [0, 1].map(|of| pointers(gains.map(|gains| gains[of])));
+    let [(query_gain, eps), (key_gain, _)] = [0, 1].map(|of| norm_pointer(gains.map(|gains| gains[of])));
     let [cosines, sines] = angles.map(|angles| angles.as_ptr().cast());
     // 0 means no window. No KV cache is as long as a window that exceeds an i32.
     let window = window.map_or(0, |window| i32::try_from(window).map_or(0, i64::from));
@@ -143,15 +143,15 @@ pub fn decode_attention(
     // SAFETY: as above. The shim checks the pool rows and positions that it writes, which the caller owns.
     let problem =
         unsafe { ds_few_rows_attention(qkv.as_ptr().cast(), &heads, raw.as_ptr(), raw.len(), &mut out) };
-    made("attention of a few rows", problem, out)
+    tensor_or_panic("attention of a few rows", problem, out)
 }
 
-fn pointers(gain: Option<RmsNormParams<'_>>) -> (*const c_void, f64) {
+fn norm_pointer(gain: Option<RmsNormParams<'_>>) -> (*const c_void, f64) {
     gain.map_or((ptr::null(), 0.0), |gain| (gain.weights.as_ptr().cast(), gain.eps))
 }
 
 #[track_caller]
-fn made(what: &str, problem: *mut c_char, out: *mut c_void) -> Tensor {
+fn tensor_or_panic(what: &str, problem: *mut c_char, out: *mut c_void) -> Tensor {
     if let Err(problem) = check(problem) {
         panic!("{what}: {problem}");
     }

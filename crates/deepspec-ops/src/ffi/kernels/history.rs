@@ -57,7 +57,7 @@ impl RawKvRows {
     /// If shapes or dtypes do not match.
     fn of(rows: KvRows<'_>) -> Self {
         let values = |of: &Tensor| {
-            assert!(is_plain(of), "float32 of the CPU, row by row");
+            assert!(is_contiguous_cpu_float(of), "float32 of the CPU, row by row");
             of.data_ptr().cast::<f32>().cast_const()
         };
         match rows {
@@ -184,7 +184,10 @@ pub fn in_place_attention(
         let (_, [rows, capacity]) = known.filter(same).unwrap_or_else(|| {
             let [rows, capacity] = [0, 1].map(|dim| chunk.pool[0].size()[dim]);
             let size = [rows, capacity, groups, dim];
-            assert!(chunk.pool.iter().all(|pool| pool.size() == size && is_plain(pool)), "pools of {size:?}");
+            assert!(
+                chunk.pool.iter().all(|pool| pool.size() == size && is_contiguous_cpu_float(pool)),
+                "pools of {size:?}"
+            );
             (chunk.pool, [rows as usize, capacity as usize])
         });
         known = Some((chunk.pool, [rows, capacity]));
@@ -222,7 +225,7 @@ pub fn in_place_attention(
 }
 
 /// Whether a tensor is contiguous float32 on the CPU.
-fn is_plain(of: &Tensor) -> bool {
+fn is_contiguous_cpu_float(of: &Tensor) -> bool {
     of.device() == Device::Cpu && of.kind() == Kind::Float && of.is_contiguous()
 }
 

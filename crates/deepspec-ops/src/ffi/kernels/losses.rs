@@ -5,9 +5,9 @@ use std::ptr;
 
 use tch::Tensor;
 
-use super::super::args::{LogitRows, RowsMeasured, TargetProbs};
+use super::super::args::{LogitRows, RowDistances, TargetProbs};
 use super::super::c10d::check;
-use super::super::owned;
+use super::super::tensor_from_raw;
 
 unsafe extern "C" {
     fn ds_weigh_target(logits: *const c_void, entropy: bool) -> *mut c_void;
@@ -49,7 +49,7 @@ unsafe extern "C" {
 }
 
 /// Result of [`LogitRows::measure`]: one column per distance, and columns for the gradients.
-pub struct LogitsMeasured {
+pub struct MeasuredLogits {
     found: Tensor, // [n, 9] float32
 }
 
@@ -57,22 +57,22 @@ impl LogitRows<'_> {
     /// Measures the rows without changing them.
     ///
     /// None if no kernels exist: on the CPU, for other dtypes or layouts, and without a GPU driver or compiler.
-    pub fn measure(&self) -> Option<LogitsMeasured> {
+    pub fn measure(&self) -> Option<MeasuredLogits> {
         let Self { base, bias, target, source_of_row, labels, cap } = self;
         // SAFETY: the kernels read the tensors on the thread's stream, and libtorch does not reuse their memory
         // before that. Two of the pointers may be null. The caller vouches for the values of labels and sources. The
         // shim catches every C++ exception, and returns null or a new tensor.
         let found = unsafe {
-            owned(ds_measure_logits(
+            tensor_from_raw(ds_measure_logits(
                 base.as_ptr().cast(),
-                pointer(*bias),
+                optional_pointer(*bias),
                 target.as_ptr().cast(),
-                pointer(*source_of_row),
+                optional_pointer(*source_of_row),
                 labels.as_ptr().cast(),
                 cap.unwrap_or(0.0),
             ))
         };
-        found.map(|found| LogitsMeasured { found })
+        found.map(|found| MeasuredLogits { found })
     }
 
     /// Overwrites measured logits with gradients: the bias if there is one, and the base without a bias or with a
@@ -80,15 +80,15 @@ impl LogitRows<'_> {
     ///
     /// # Panics
     /// If the rows do not match the measured ones, or with the driver's message.
-    pub fn backward(self, measured: &LogitsMeasured, factors: &Tensor) {
+    pub fn backward(self, measured: &MeasuredLogits, factors: &Tensor) {
         let Self { base, bias, target, source_of_row, labels, cap } = self;
         // SAFETY: as above. Only the caller owns the rows that the kernel writes.
         let problem = unsafe {
             ds_slope_logits(
                 base.as_ptr().cast(),
-                pointer(bias),
+                optional_pointer(bias),
                 target.as_ptr().cast(),
-                pointer(source_of_row),
+                optional_pointer(source_of_row),
                 labels.as_ptr().cast(),
                 cap.unwrap_or(0.0),
                 measured.found.as_ptr().cast(),
@@ -101,11 +101,11 @@ impl LogitRows<'_> {
     }
 }
 
-impl LogitsMeasured {
+impl MeasuredLogits {
     /// The distances, always with the soft ones.
-    pub fn distances(&self) -> RowsMeasured {
+    pub fn distances(&self) -> RowDistances {
         let column = |column: i64| self.found.narrow(1, column, 1);
-        RowsMeasured { ce: column(2), l1: column(3), overlap: column(4), soft: Some((column(5), column(6))) }
+        RowDistances { ce: column(2), l1: column(3), overlap: column(4), soft: Some((column(5), column(6))) }
     }
 
     /// 1 where drafter and target have the same argmax, `[n, 1]`.
@@ -114,7 +114,7 @@ impl LogitsMeasured {
     }
 }
 
-fn pointer(tensor: Option<&Tensor>) -> *const c_void {
+fn optional_pointer(tensor: Option<&Tensor>) -> *const c_void {
     tensor.map_or(ptr::null(), |tensor| tensor.as_ptr().cast())
 }
 
@@ -126,7 +126,7 @@ fn pointer(tensor: Option<&Tensor>) -> *const c_void {
 pub fn softmax_targets(logits: &mut Tensor, entropies: bool) -> Option<Tensor> {
     // SAFETY: the shim writes to the rows, which only the caller owns, during the call. It catches every C++
     // exception, and returns null or a new tensor.
-    unsafe { owned(ds_weigh_target(logits.as_ptr().cast(), entropies)) }
+    unsafe { tensor_from_raw(ds_weigh_target(logits.as_ptr().cast(), entropies)) }
 }
 
 /// Turns drafter logits `draft [n, V]` into probabilities in place, and compares them with the target and
@@ -139,21 +139,21 @@ pub fn measure_rows(
     target: &TargetProbs,
     labels: &Tensor,
     soft: bool,
-) -> Option<RowsMeasured> {
+) -> Option<RowDistances> {
     // SAFETY: the shim writes only to the drafter's rows, and reads the other tensors during the call. One pointer
     // may be null. The shim catches every C++ exception, and returns null or a new tensor.
     let found = unsafe {
-        owned(ds_measure_rows(
+        tensor_from_raw(ds_measure_rows(
             draft.as_ptr().cast(),
             target.probabilities.as_ptr().cast(),
             target.entropies.as_ptr().cast(),
-            pointer(target.source_of_row.as_ref()),
+            optional_pointer(target.source_of_row.as_ref()),
             labels.as_ptr().cast(),
             soft,
         ))?
     };
     let column = |column: i64| found.narrow(1, column, 1);
-    Some(RowsMeasured {
+    Some(RowDistances {
         ce: column(0),
         l1: column(1),
         overlap: column(2),
@@ -190,7 +190,7 @@ pub fn logits_grad(draft: &mut Tensor, target: &TargetProbs, labels: &Tensor, fa
         ds_slope_rows(
             draft.as_ptr().cast(),
             target.probabilities.as_ptr().cast(),
-            pointer(target.source_of_row.as_ref()),
+            optional_pointer(target.source_of_row.as_ref()),
             labels.as_ptr().cast(),
             factors.as_ptr().cast(),
         )

@@ -5,7 +5,7 @@ use std::ffi::{c_char, c_void};
 use tch::Tensor;
 
 use super::super::c10d::check;
-use super::super::owned;
+use super::super::tensor_from_raw;
 
 unsafe extern "C" {
     fn ds_multiplies() -> bool;
@@ -24,17 +24,17 @@ unsafe extern "C" {
 ///
 /// False without any change: where libtorch's matmul is faster, and for tensors other than float32 matrices on the
 /// CPU.
-pub fn multiply(a: &Tensor, b: &Tensor, out: &mut Tensor, add: bool) -> bool {
-    multiplies() && try_multiply(a, b, out, add)
+pub fn matmul_into(a: &Tensor, b: &Tensor, out: &mut Tensor, add: bool) -> bool {
+    prefers_own_matmul() && try_multiply(a, b, out, add)
 }
 
 /// Whether the shim's matmuls are the faster choice on this processor.
-pub(super) fn multiplies() -> bool {
+pub(super) fn prefers_own_matmul() -> bool {
     // SAFETY: the shim only queries the processor.
     unsafe { ds_multiplies() }
 }
 
-/// [`multiply`] on any processor with AVX2; false if the shim does not support the tensors or the processor.
+/// [`matmul_into`] on any processor with AVX2; false if the shim does not support the tensors or the processor.
 fn try_multiply(a: &Tensor, b: &Tensor, out: &mut Tensor, add: bool) -> bool {
     let mut done = false;
     let [a, b, out] = [a, b, out].map(|tensor| tensor.as_ptr().cast());
@@ -52,14 +52,14 @@ fn try_multiply(a: &Tensor, b: &Tensor, out: &mut Tensor, add: bool) -> bool {
 /// required, AVX-512, or no AVX2. Double backward is not supported. The backward may add the gradient of a leaf
 /// weight to its `grad` itself, so `autograd.grad` does not return it.
 pub fn projection(x: &Tensor, weight: &Tensor) -> Option<Tensor> {
-    if multiplies() { projection_here(x, weight) } else { None }
+    if prefers_own_matmul() { projection_here(x, weight) } else { None }
 }
 
 /// [`projection`] on any processor with AVX2.
 fn projection_here(x: &Tensor, weight: &Tensor) -> Option<Tensor> {
     // SAFETY: the shim reads both tensors, and saves counted references for the backward, as libtorch's operators do.
     // It catches every C++ exception, and returns null or a new tensor.
-    unsafe { owned(ds_projection(x.as_ptr().cast(), weight.as_ptr().cast())) }
+    unsafe { tensor_from_raw(ds_projection(x.as_ptr().cast(), weight.as_ptr().cast())) }
 }
 
 #[cfg(test)]
@@ -142,7 +142,7 @@ mod tests {
         assert!(out.equal(&values(&[8, 32], 2.0)));
         // Sums of bfloat16 products are float32.
         let narrow = |tensor: &Tensor| tensor.to_kind(Kind::BFloat16);
-        crate::linear::multiply(&narrow(&a), &narrow(&b), &mut out, true);
+        crate::linear::matmul_into(&narrow(&a), &narrow(&b), &mut out, true);
         let expected = narrow(&a).mm(&narrow(&b)).to_kind(Kind::Float) + values(&[8, 32], 2.0);
         assert!(out.equal(&expected));
     }

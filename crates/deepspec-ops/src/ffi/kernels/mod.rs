@@ -10,10 +10,12 @@ mod products;
 mod rows;
 
 pub use adamw::{adamw, square_sum};
-pub use attention::{TiledAttention, attend_by_block, attends_by_block, attends_in_tiles, block_attention};
+pub use attention::{
+    TiledAttention, attend_by_block, block_attention, has_block_attention, has_tiled_attention,
+};
 pub use few_rows::{decode_attention, decode_gated_product, decode_product, has_decode_kernels};
 pub use history::{has_in_place_attention, in_place_attention};
 pub use losses::{add_to_rows, logits_grad, measure_rows, softmax_targets, sum_rows};
-pub use matrices::{multiply, projection};
+pub use matrices::{matmul_into, projection};
 pub use products::{PackedWeight, packed_gated_product, packed_product};
-pub use rows::{argmax, distributions, draw, gated_product, rms_norm, rotate, silu_times};
+pub use rows::{argmax, draw, gated_product, rms_norm, rotate, silu_times, temperature_softmax};

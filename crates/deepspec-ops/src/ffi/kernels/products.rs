@@ -10,7 +10,7 @@ use super::super::args::RmsNormParams;
 use super::super::c10d::check;
 
 /// The processor's instruction level, as the shim numbers it; 0 if the shim has no kernels for it.
-static LEVEL: LazyLock<i32> = LazyLock::new(|| {
+static INSTRUCTION_LEVEL: LazyLock<i32> = LazyLock::new(|| {
     // SAFETY: the shim only queries the processor.
     unsafe { ds_product_level() }
 });
@@ -54,7 +54,7 @@ impl PackedWeight {
     /// Packs a copy of `weight [output, input]`. None unless it is float32 on the CPU without a gradient, and without
     /// AVX2.
     pub fn new(weight: &Tensor) -> Option<Self> {
-        can_be_packed(weight).then(|| Self::for_level(*LEVEL, weight)).flatten()
+        can_be_packed(weight).then(|| Self::for_level(*INSTRUCTION_LEVEL, weight)).flatten()
     }
 
     /// [`new`](Self::new) for an instruction level that the processor supports.
@@ -81,7 +81,7 @@ impl PackedWeight {
             return 0;
         }
         // SAFETY: the function only returns a number.
-        let panel = unsafe { ds_panel(*LEVEL) };
+        let panel = unsafe { ds_panel(*INSTRUCTION_LEVEL) };
         ((outputs + panel - 1) / panel * panel * width) as u64 * size_of::<f32>() as u64
     }
 
@@ -123,7 +123,7 @@ pub fn packed_product(
     weights: &[&PackedWeight],
     residual: Option<&Tensor>,
 ) -> Tensor {
-    product_of(x, gain, weights, None, residual)
+    run_packed_product(x, gain, weights, None, residual)
 }
 
 /// `silu(norm(x) Gᵀ) ⊙ (norm(x) Wᵀ)`, without a tensor for either factor.
@@ -137,11 +137,11 @@ pub fn packed_gated_product(
     up: &PackedWeight,
 ) -> Tensor {
     assert_eq!((gate.size(), gate.level), (up.size(), up.level), "a gate of another weight");
-    product_of(x, gain, &[up], Some(gate), None)
+    run_packed_product(x, gain, &[up], Some(gate), None)
 }
 
 /// Both products above.
-fn product_of(
+fn run_packed_product(
     x: &Tensor,
     gain: Option<RmsNormParams<'_>>,
     weights: &[&PackedWeight],
@@ -150,8 +150,10 @@ fn product_of(
 ) -> Tensor {
     let is_plain = |of: &Tensor| of.device() == Device::Cpu && of.kind() == Kind::Float;
     let (size, outputs) = (x.size(), weights.iter().map(|weight| weight.outputs).sum::<i64>());
-    let (width, level) =
-        (size.last().copied().unwrap_or(0), weights.first().map_or(*LEVEL, |weight| weight.level));
+    let (width, level) = (
+        size.last().copied().unwrap_or(0),
+        weights.first().map_or(*INSTRUCTION_LEVEL, |weight| weight.level),
+    );
     assert!(!weights.is_empty(), "a product with no weight");
     for weight in weights {
         let [_, inputs] = weight.size();
@@ -188,7 +190,7 @@ fn product_of(
 }
 
 fn can_be_packed(weight: &Tensor) -> bool {
-    *LEVEL > 0
+    *INSTRUCTION_LEVEL > 0
         && weight.device() == Device::Cpu
         && weight.kind() == Kind::Float
         && weight.numel() > 0
@@ -206,7 +208,7 @@ mod tests {
 
     #[test]
     fn rows_are_multiplied_whatever_their_number() {
-        assert!(*LEVEL > 0, "this processor has no AVX2");
+        assert!(*INSTRUCTION_LEVEL > 0, "this processor has no AVX2");
         // Whole and partial panels, short and long sums.
         for [outputs, width] in [[192, 288], [96, 1024], [32, 1], [33, 7], [1, 600], [21, 48], [8, 5]] {
             let (x, weight) = (values(&[300, width]), values(&[outputs, width]));
@@ -214,7 +216,7 @@ mod tests {
             let [exact, double] = [&x, &weight].map(|tensor| tensor.to_kind(Kind::Double));
             let exact = exact.linear(&double, None::<&Tensor>);
             assert!(all.to_kind(Kind::Double).allclose(&exact, 1e-5, 1e-5, false), "{outputs} of {width}");
-            for level in 1..=*LEVEL {
+            for level in 1..=*INSTRUCTION_LEVEL {
                 let packed = PackedWeight::for_level(level, &weight).unwrap();
                 assert_eq!(packed.size(), [outputs, width]);
                 assert!(packed.unpacked().equal(&weight));
@@ -233,7 +235,7 @@ mod tests {
         for [rows, outputs, width] in [[1, 512, 192], [200, 40, 300], [17, 7, 5]] {
             let [x, gate, up] = [(rows, 0.1), (outputs, 0.2), (outputs, 0.3)]
                 .map(|(lines, shift)| (values(&[lines, width]) + shift) * 0.5);
-            for level in 1..=*LEVEL {
+            for level in 1..=*INSTRUCTION_LEVEL {
                 let [gate, up] = [&gate, &up].map(|weight| PackedWeight::for_level(level, weight).unwrap());
                 let expected = gate.product(&x).silu() * up.product(&x);
                 assert!(packed_gated_product(&x, None, &gate, &up).allclose(&expected, 1e-6, 1e-6, false));
@@ -250,7 +252,7 @@ mod tests {
             let (x, gain) = (values(&[rows, width]), values(&[width]) * 0.3 + 1.0);
             let gain = RmsNormParams { weights: &gain, eps: 1e-5 };
             let normed = super::super::rms_norm(&x, gain.weights, gain.eps).unwrap();
-            for level in 1..=*LEVEL {
+            for level in 1..=*INSTRUCTION_LEVEL {
                 let packed = outputs
                     .map(|lines| PackedWeight::for_level(level, &(values(&[lines, width]) + 0.1)).unwrap());
                 let [first, second, third] = &packed;

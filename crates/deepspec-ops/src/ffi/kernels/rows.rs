@@ -5,7 +5,7 @@ use std::ffi::c_void;
 
 use tch::Tensor;
 
-use super::super::owned;
+use super::super::tensor_from_raw;
 
 unsafe extern "C" {
     fn ds_rms_norm(x: *const c_void, weight: *const c_void, eps: f64) -> *mut c_void;
@@ -25,7 +25,7 @@ unsafe extern "C" {
 pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Option<Tensor> {
     // SAFETY: the shim reads both tensors, and saves counted references for the backward, as libtorch's operators do.
     // It catches every C++ exception, and returns null or a new tensor.
-    unsafe { owned(ds_rms_norm(x.as_ptr().cast(), weight.as_ptr().cast(), eps)) }
+    unsafe { tensor_from_raw(ds_rms_norm(x.as_ptr().cast(), weight.as_ptr().cast(), eps)) }
 }
 
 /// Argmax of each row, `[..]` int64 for `x [.., V]`; the first of equal values. Autograd records nothing.
@@ -33,16 +33,16 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Option<Tensor> {
 /// None as for `rms_norm`, and if a value is NaN.
 pub fn argmax(x: &Tensor) -> Option<Tensor> {
     // SAFETY: as above.
-    unsafe { owned(ds_argmax(x.as_ptr().cast())) }
+    unsafe { tensor_from_raw(ds_argmax(x.as_ptr().cast())) }
 }
 
 /// softmax(logits / temperature) of contiguous `logits [n, V]` with n `temperatures`. A row's bits do not depend on
 /// other rows.
 ///
 /// None as for `rms_norm`, for gradients, for empty logits, and without a temperature for each row.
-pub fn distributions(logits: &Tensor, temperatures: &Tensor) -> Option<Tensor> {
+pub fn temperature_softmax(logits: &Tensor, temperatures: &Tensor) -> Option<Tensor> {
     // SAFETY: as above.
-    unsafe { owned(ds_distributions(logits.as_ptr().cast(), temperatures.as_ptr().cast())) }
+    unsafe { tensor_from_raw(ds_distributions(logits.as_ptr().cast(), temperatures.as_ptr().cast())) }
 }
 
 /// Samples a token from each row of contiguous, non-negative `weights [n, V]` with `uniforms [n]` float64. The token
@@ -52,7 +52,7 @@ pub fn distributions(logits: &Tensor, temperatures: &Tensor) -> Option<Tensor> {
 /// None as for `rms_norm`, for gradients, for empty weights, and without a uniform for each row.
 pub fn draw(weights: &Tensor, uniforms: &Tensor) -> Option<Tensor> {
     // SAFETY: as above.
-    unsafe { owned(ds_draw(weights.as_ptr().cast(), uniforms.as_ptr().cast())) }
+    unsafe { tensor_from_raw(ds_draw(weights.as_ptr().cast(), uniforms.as_ptr().cast())) }
 }
 
 /// Rotates the planes (i, D/2 + i) of `x [N, heads, D]` by angles with these cosines and sines `[N, 1, D/2]`.
@@ -60,7 +60,7 @@ pub fn draw(weights: &Tensor, uniforms: &Tensor) -> Option<Tensor> {
 /// None as for `rms_norm`, but supports bfloat16 on a GPU if its kernels compile.
 pub fn rotate(x: &Tensor, cosines: &Tensor, sines: &Tensor) -> Option<Tensor> {
     // SAFETY: as above.
-    unsafe { owned(ds_rotate(x.as_ptr().cast(), cosines.as_ptr().cast(), sines.as_ptr().cast())) }
+    unsafe { tensor_from_raw(ds_rotate(x.as_ptr().cast(), cosines.as_ptr().cast(), sines.as_ptr().cast())) }
 }
 
 /// `silu(gate) ⊙ up`, of one shape.
@@ -68,7 +68,7 @@ pub fn rotate(x: &Tensor, cosines: &Tensor, sines: &Tensor) -> Option<Tensor> {
 /// None as for `rms_norm`, and for gradients. Supports bfloat16 on a GPU, with gradients, if its kernels compile.
 pub fn silu_times(gate: &Tensor, up: &Tensor) -> Option<Tensor> {
     // SAFETY: as above.
-    unsafe { owned(ds_silu_times(gate.as_ptr().cast(), up.as_ptr().cast())) }
+    unsafe { tensor_from_raw(ds_silu_times(gate.as_ptr().cast(), up.as_ptr().cast())) }
 }
 
 /// `(silu(gate) ⊙ up) Wᵀ` of `gate` and `up [.., d]` and `weight [outputs, d]`, for training. The backward recomputes
@@ -78,7 +78,9 @@ pub fn silu_times(gate: &Tensor, up: &Tensor) -> Option<Tensor> {
 /// None as for `rms_norm`, and if no gradient is required.
 pub fn gated_product(gate: &Tensor, up: &Tensor, weight: &Tensor) -> Option<Tensor> {
     // SAFETY: as above.
-    unsafe { owned(ds_gated_product(gate.as_ptr().cast(), up.as_ptr().cast(), weight.as_ptr().cast())) }
+    unsafe {
+        tensor_from_raw(ds_gated_product(gate.as_ptr().cast(), up.as_ptr().cast(), weight.as_ptr().cast()))
+    }
 }
 
 #[cfg(test)]
@@ -102,13 +104,13 @@ mod tests {
         for (rows, vocab) in [(1, 1), (3, 7), (4, 256), (9, 257), (6, 3000)] {
             let logits = values(&[rows, vocab]) * 5.0;
             let temperatures = Tensor::arange(rows, (Kind::Float, Device::Cpu)) * 0.3 + 0.5;
-            let found = distributions(&logits, &temperatures).unwrap();
+            let found = temperature_softmax(&logits, &temperatures).unwrap();
             let exact = (logits.to_kind(Kind::Double) / temperatures.to_kind(Kind::Double).unsqueeze(1))
                 .softmax(-1, Kind::Double);
             assert!(found.to_kind(Kind::Double).allclose(&exact, 4e-6, 1e-9, false), "{rows} of {vocab}");
             for row in 0..rows {
                 let alone =
-                    distributions(&logits.narrow(0, row, 1), &temperatures.narrow(0, row, 1)).unwrap();
+                    temperature_softmax(&logits.narrow(0, row, 1), &temperatures.narrow(0, row, 1)).unwrap();
                 assert!(alone.equal(&found.narrow(0, row, 1)), "row {row} of {rows}");
             }
             let weights = &found * found.ge(1.0 / vocab as f64).to_kind(Kind::Float);
@@ -131,8 +133,8 @@ mod tests {
         assert!(draw(&lost, &Tensor::from_slice(&[0.9f32])).is_none(), "uniforms of another kind");
         assert!(draw(&lost, &Tensor::from_slice(&[0.1, 0.2])).is_none(), "more uniforms than rows");
         let one = Tensor::from_slice(&[1.0f32]);
-        assert!(distributions(&lost, &one).unwrap().isnan().all().int64_value(&[]) != 0);
-        assert!(distributions(&lost, &one.repeat([2])).is_none(), "more temperatures than rows");
+        assert!(temperature_softmax(&lost, &one).unwrap().isnan().all().int64_value(&[]) != 0);
+        assert!(temperature_softmax(&lost, &one.repeat([2])).is_none(), "more temperatures than rows");
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! Teacher-forced predictions of a drafter for whole blocks.
+//! Teacher-forced predictions of a block drafter, for the doctor.
 
 use tch::{Kind, Tensor};
 
@@ -12,16 +12,16 @@ pub fn predict<'a, K: BlockDrafter>(
     samples: &[TrainSample],
 ) -> Option<Predictions<'a>> {
     let config = model.config();
-    let (gamma, width) = (K::blocks(config).drafted() as i64, config.model().hidden_size);
+    let (gamma, width) = (K::block_spec(config).draft_len() as i64, config.model().hidden_size);
     if gamma == 0 {
         return None;
     }
     let device = samples.first()?.taps.device();
-    let batch = BlockBatch::new(samples, K::blocks(config), false, 1.0, device, model.kind())?;
-    let hidden = model.hidden(&batch); // [A, γ, d]
+    let batch = BlockBatch::new(samples, K::block_spec(config), false, 1.0, device, model.kind())?;
+    let hidden = model.hidden_states(&batch); // [A, γ, d]
     let (embeddings, features) = model.logit_features(&hidden, &batch.previous).unzip();
     let confidence = model.confidence_logits(&hidden, embeddings.as_ref());
-    // Position after position: [γ, A, d] and [γ, A, r] as rows.
+    // Sorts rows by position: [γ, A, d] and [γ, A, r], flattened.
     let by_position = |all: &Tensor| all.transpose(0, 1).flatten(0, 1);
     let (rows, features) = (by_position(&hidden), features.as_ref().map(by_position));
     let logits = move |start, len| {
@@ -30,7 +30,7 @@ pub fn predict<'a, K: BlockDrafter>(
     };
     Some(Predictions {
         counts: vec![batch.blocks as i64; gamma as usize],
-        teacher: by_position(&batch.teacher().view([-1, gamma, width])),
+        teacher: by_position(&batch.teacher_states().view([-1, gamma, width])),
         logits: Box::new(logits),
         confidence: confidence.map(|logits| logits.sigmoid().sum(Kind::Double).double_value(&[])),
     })

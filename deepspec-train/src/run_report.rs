@@ -1,0 +1,76 @@
+//! report.html of a run: loss, accepted length and acceptance by position, drawn from metrics.jsonl.
+
+use std::io::Write as _;
+use std::path::{Path, PathBuf};
+
+use deepspec_core::jsonl::{Line, Reader};
+use deepspec_core::page::render_page;
+use deepspec_core::{atomic, cli, usage};
+use serde_json::{Value, json};
+
+use crate::reporters::METRICS_FILE;
+
+/// File of the report in a run's folder.
+const REPORT_FILE: &str = "report.html";
+
+/// Most rows that are drawn; longer runs draw every n-th row and the last one.
+const MAX_ROWS: usize = 4000;
+
+/// Draw a run's metrics as report.html
+#[derive(Debug, clap::Parser)]
+pub struct ReportArgs {
+    /// Folder of the run, which holds metrics.jsonl
+    #[arg(value_name = "DIR")]
+    dir: PathBuf,
+}
+
+impl ReportArgs {
+    /// Writes report.html.
+    ///
+    /// # Errors
+    /// A usage error if the folder holds no metrics; any I/O failure, with the path.
+    pub fn run(&self) -> anyhow::Result<()> {
+        if !self.dir.join(METRICS_FILE).is_file() {
+            usage!("{} holds no {METRICS_FILE}; name the folder of a training run", self.dir.display());
+        }
+        write_run_report(&self.dir)?;
+        tracing::info!("report in {}", self.dir.join(REPORT_FILE).display());
+        Ok(())
+    }
+}
+
+/// Writes report.html beside the metrics in `dir`.
+///
+/// # Errors
+/// Any I/O failure, with the path.
+pub fn write_run_report(dir: &Path) -> anyhow::Result<()> {
+    let mut rows = vec![];
+    for line in Reader::open(&dir.join(METRICS_FILE))? {
+        if let Line::Row(_, row) = line? {
+            rows.push(Value::Object(row));
+        }
+    }
+    let (steps, stride) =
+        (rows.last().and_then(|row| row["step"].as_u64()).unwrap_or(0), rows.len().div_ceil(MAX_ROWS).max(1));
+    let last = rows.len().saturating_sub(1);
+    let is_drawn =
+        |(place, row): &(usize, Value)| place % stride == 0 || *place == last || row.get("eval").is_some();
+    let rows: Vec<Value> = rows.into_iter().enumerate().filter(is_drawn).map(|(_, row)| row).collect();
+    let name =
+        dir.file_name().map_or_else(|| dir.display().to_string(), |name| name.to_string_lossy().into_owned());
+    let body = include_str!("run_report.html")
+        .replace("{name}", &escape_html(&name))
+        .replace("{steps}", &cli::count(steps as usize, "step"));
+    let page = render_page(
+        &format!("Training of {}", escape_html(&name)),
+        &body,
+        include_str!("run_report.js"),
+        &json!({"rows": rows}),
+    )?;
+    Ok(atomic::replace(&dir.join(REPORT_FILE), |file| file.write_all(page.as_bytes()))?)
+}
+
+/// Escapes text for HTML.
+fn escape_html(text: &str) -> String {
+    text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;")
+}
