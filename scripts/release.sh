@@ -51,6 +51,7 @@ mkdir -p "$stage/assets" "$stage/scripts"
 cp -r assets/tiny-target assets/tiny-dspark assets/demo-prompts.jsonl "$stage/assets"
 mkdir "$stage/scripts/slurm"
 cp scripts/slurm/*.sbatch scripts/slurm/common.sh "$stage/scripts/slurm"
+cp scripts/pipeline.sh scripts/stages.sh scripts/servers.sh "$stage/scripts"
 cp scripts/install-libtorch.sh "$stage"
 rm -rf "$stage"/docs/book
 

@@ -1,0 +1,75 @@
+# shellcheck shell=bash
+# The stages from prompts to a judged drafter: files and arguments of each stage. One definition for scripts/pipeline.sh, which
+# runs them on this machine, and scripts/slurm/pipeline.sbatch, which submits them as jobs.
+#
+# The caller sets: run (folder of the run), target, recipe, prompts, states (cache or online), shares (parts of the answers).
+# DEEPSPEC_{SPLIT,REGENERATE,INSPECT,CACHE,TRAIN,EVAL}_ARGS hold more arguments of a stage's program, separated by blanks.
+
+# more_arguments SPLIT|REGENERATE|… [ARGS|SBATCH]: the words of DEEPSPEC_STAGE_ARGS, in $more.
+more_arguments() {
+    local name=DEEPSPEC_$1_${2:-ARGS}
+    read -ra more <<<"${!name:-}"
+}
+
+# The answers of all shares, in $answers.
+answer_files() {
+    local share
+    answers=()
+    for ((share = 0; share < shares; share++)); do answers+=("$run/answers-$share.jsonl"); done
+}
+
+# The recipe with the target, files and folders of this run, in $recipe_args.
+recipe_arguments() {
+    recipe_args=(--config "$recipe" --set "target.model=$target" --set name=drafter --set "logging.output_dir=$run/checkpoints")
+    case $states in
+        cache) recipe_args+=(--set "data.states={\"cache\": \"$run/cache\"}") ;;
+        online)
+            answer_files
+            local list
+            printf -v list '"%s", ' "${answers[@]}"
+            recipe_args+=(--set data.states=online --set "data.input=[${list%, }]")
+            ;;
+    esac
+}
+
+# stage_arguments STAGE: the program's arguments without the program, in $arguments.
+# `{task}` in the arguments of regenerate is the number of the share.
+stage_arguments() {
+    recipe_arguments
+    answer_files
+    case $1 in
+        split)
+            more_arguments SPLIT
+            arguments=(split --dataset "$prompts" --train-output "$run/train.jsonl" --eval-output "$run/held-out.jsonl" --overwrite "${more[@]}")
+            ;;
+        regenerate)
+            more_arguments REGENERATE
+            arguments=(--model "$target" --input "$run/train.jsonl" --output "$run/answers-{task}.jsonl" "${more[@]}")
+            ;;
+        inspect)
+            more_arguments INSPECT
+            arguments=(inspect "${recipe_args[@]}" --input "${answers[@]}" "${more[@]}")
+            ;;
+        cache)
+            more_arguments CACHE
+            arguments=("${recipe_args[@]}" --input "${answers[@]}" --output-dir "$run/cache" "${more[@]}")
+            ;;
+        train)
+            more_arguments TRAIN
+            arguments=("${recipe_args[@]}" "${more[@]}")
+            ;;
+        eval)
+            more_arguments EVAL
+            arguments=(--target "$target" --draft "$run/checkpoints/drafter/step_latest" --output-dir "$run/eval" "${more[@]}")
+            ;;
+    esac
+}
+
+# has_output STAGE: whether the files that the stage publishes at its end are there.
+has_output() {
+    case $1 in
+        split) [ -f "$run/train.jsonl" ] && [ -f "$run/held-out.jsonl" ] ;;
+        cache) [ -f "$run/cache/manifest.json" ] ;;
+        eval) [ -f "$run/eval/results.json" ] ;;
+    esac
+}

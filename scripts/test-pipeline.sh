@@ -1,0 +1,137 @@
+#!/usr/bin/env bash
+# Runs scripts/pipeline.sh on the toy target, kills it with kill -9 in every stage, and compares its end with a run that nothing
+# interrupted. Needs a build.
+set -euo pipefail
+cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
+bin=${DEEPSPEC_TEST_BIN:-$PWD/target/release}
+work=$(mktemp -d)
+stop() {
+    status=$?
+    [ $status = 0 ] || tail -n 30 "$work"/log "$work"/killed-*/pipeline.state >&2 2>/dev/null || true
+    [ -z "${group:-}" ] || kill -KILL -- "-$group" 2>/dev/null || true
+    [ -n "${KEEP:-}" ] || rm -rf "$work"
+}
+trap stop EXIT
+
+export OMP_NUM_THREADS=1
+export DEEPSPEC_SPLIT_ARGS="--sample-size 240 --test-size 0.1"
+export DEEPSPEC_REGENERATE_ARGS="--temperature 1.0 --max-tokens 64 --seed 1 --disable-thinking"
+export DEEPSPEC_CACHE_ARGS="--shard-size 1 --device cpu"
+export DEEPSPEC_TRAIN_ARGS="--device cpu --set train.max_train_steps=40 --set train.local_batch_size=2 --set logging.logging_steps=1 --set logging.checkpointing_steps=10"
+export DEEPSPEC_EVAL_ARGS="--domain math --limit 12 --max-new-tokens 64 --max-num-seqs 4 --seed 1 --device cpu --no-baseline"
+
+# Programs that stop in each stage once, before they begin or in the middle of it. The public suites need the hub: the smoke suites
+# take their place.
+export DEEPSPEC_BIN=$work/bin
+mkdir "$work/bin"
+for program in data train eval; do
+    cat >"$work/bin/deepspec-$program" <<SH
+#!/usr/bin/env bash
+case "\$1 \$2" in
+    suites*) waits=suites ;;
+    split*) waits=split ;;
+    inspect*) waits=inspect ;;
+    "checkpoint convert") waits=export ;;
+esac
+if [ -n "\${waits:-}" ] && [ -d "$work/armed" ] && mkdir "$work/armed/\$waits" 2>/dev/null; then
+    sleep 600
+fi
+[ "\${waits:-}" != suites ] || exit 0
+exec "$bin/deepspec-$program" "\$@"
+SH
+    chmod +x "$work/bin/deepspec-$program"
+done
+
+pipeline() { # DIR
+    scripts/pipeline.sh --target assets/tiny-target --prompts assets/demo-prompts.jsonl --recipe configs/tiny/dspark.yaml --gpus 0 \
+        --states "$states" --out "$1"
+}
+until_true() {
+    local what=$1 attempt
+    shift
+    for ((attempt = 0; attempt < 6000; attempt++)); do
+        ! "$@" || return 0
+        if ! kill -0 "$group" 2>/dev/null; then
+            echo "pipeline test: the pipeline ended before $what" >&2
+            return 1
+        fi
+        sleep 0.01
+    done
+    echo "pipeline test: no $what" >&2
+    return 1
+}
+waits() { [ -d "$work/armed/$1" ]; }
+answered() { [ -s "$run/answers-0.jsonl" ]; }
+cached() { [ -n "$(find "$run/cache" "$run/cache.partial" -name '*.safetensors' 2>/dev/null)" ]; }
+trained() { [ -d "$run/checkpoints/drafter/step_10" ]; }
+evaluated() { [ -n "$(find "$run/eval" -name 'journal*.jsonl' -size +0 2>/dev/null)" ]; }
+
+for states in cache online; do
+    run=$work/killed-$states
+    rm -rf "$work/armed"
+    mkdir "$work/armed"
+    stages="suites:waits split:waits answers:answered inspect:waits states:cached training:trained evaluation:evaluated export:waits"
+    [ "$states" = cache ] || stages=${stages/states:cached /}
+    for each in $stages; do
+        stage=${each%%:*} reached=${each##*:}
+        export states run
+        setsid bash -c "$(declare -f pipeline); pipeline $run" >"$work/log" 2>&1 &
+        group=$!
+        until_true "progress in $stage" "$reached" "$stage"
+        kill -KILL -- "-$group"
+        wait "$group" 2>/dev/null || true
+        group=
+        awk -F '\t' -v stage="$stage" '$1 == stage { found = $2 == "running" || $2 == "done" } END { exit !found }' "$run/pipeline.state" || {
+            echo "pipeline test: the state file does not name $stage" >&2
+            exit 1
+        }
+        echo "pipeline test: $states: killed in $stage ($(awk -F '\t' '$2 == "done"' "$run/pipeline.state" | wc -l) stages done)" >&2
+    done
+    pipeline "$run" >"$work/log" 2>&1
+    rm -rf "$work/armed"
+
+    # The same without interruption: answers of one process, and training and evaluation on the data of the killed run, because
+    # rows lie in the order in which they were answered.
+    "$bin/deepspec-data" --quiet regenerate --local-model assets/tiny-target --model assets/tiny-target --device cpu \
+        --input "$run/train.jsonl" --output "$work/answers-$states.jsonl" $DEEPSPEC_REGENERATE_ARGS
+    alone=$work/alone-$states
+    (
+        target=assets/tiny-target recipe=configs/tiny/dspark.yaml prompts=assets/demo-prompts.jsonl shares=1
+        . scripts/stages.sh
+        stage_arguments train
+        "$bin/deepspec-train" --quiet "${arguments[@]}" --set name=alone --set "logging.output_dir=$alone"
+        stage_arguments eval
+        arguments=("${arguments[@]/#$run\/checkpoints\/drafter/$alone/alone}")
+        "$bin/deepspec-eval" --quiet run "${arguments[@]/#$run\/eval/$alone/eval}" >/dev/null
+    )
+done
+
+python3 - "$work" <<'PY'
+import json, sys
+work = sys.argv[1]
+def answers(file):
+    return {row["id"]: [m["content"] for m in row["conversations"]] for row in map(json.loads, open(file))}
+def losses(folder):
+    return [(row["step"], row["loss"]) for row in map(json.loads, open(f"{folder}/metrics.jsonl"))]
+def lengths(folder):
+    return {suite["name"]: suite["metrics"]["accepted_length"] for suite in json.load(open(f"{folder}/results.json"))["suites"]}
+for states in ("cache", "online"):
+    killed, alone = f"{work}/killed-{states}", f"{work}/alone-{states}"
+    asked, whole = answers(f"{killed}/answers-0.jsonl"), answers(f"{work}/answers-{states}.jsonl")
+    assert asked == whole and len(whole) > 200, f"{len(asked)} answers, {sum(asked.get(key) == whole[key] for key in whole)} equal"
+    found, expected = losses(f"{killed}/checkpoints/drafter"), losses(f"{alone}/alone")
+    assert found == expected and len(expected) == 40, "losses differ"
+    assert lengths(f"{killed}/eval") == lengths(f"{alone}/eval"), "accepted lengths differ"
+    state = [line.split("\t")[:2] for line in open(f"{killed}/pipeline.state")]
+    assert all(found == "done" for _, found in state), state
+    json.load(open(f"{killed}/export/config.json"))
+    print(f"pipeline test: {states}: {len(whole)} answers, 40 losses and {lengths(f'{alone}/eval')} as without kills; "
+          f"stages {' '.join(name for name, _ in state)}")
+PY
+# Mistakes are refused before anything runs.
+for wrong in "--target x" "--target x --prompts y --states disk" "--target x --prompts y --gpus many" "--target x --prompts y" "--unknown"; do
+    code=0
+    scripts/pipeline.sh $wrong --out "$work/wrong" >/dev/null 2>&1 || code=$?
+    [ $code = 2 ] || { echo "pipeline test: \`$wrong\` ended with $code" >&2; exit 1; }
+done
+[ ! -e "$work/wrong" ]
