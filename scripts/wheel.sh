@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# Builds a Python wheel with the three programs, which use the libtorch of the torch in the same environment.
+#
+#   scripts/wheel.sh [OUTPUT_DIR]      default target/dist
+#
+# The wheel is for Linux, any Python from 3.9, and the torch series that the programs were built with. Programs that were built for
+# GPUs (DEEPSPEC_FULL_TORCH=1 scripts/setup.sh) need torch with CUDA, which is what pip installs by default.
+set -euo pipefail
+cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
+out=${1:-target/dist}
+scripts/setup.sh
+cargo build --release --workspace --bins
+mkdir -p "$out"
+python3 scripts/wheel.py target/release "$out"
