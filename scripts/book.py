@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Keeps the book true: what programs say of themselves is written into it, and what it says is checked against them.
 
-scripts/book.py check         links, commands, flags, keys, YAML and JSON of all pages, and the pages and plots that are written
+scripts/book.py check         prose, links, commands, flags, keys, YAML and JSON of all pages, and the pages and plots that are written
 scripts/book.py write         writes those pages: docs/commands.md and docs/recipe.md
 scripts/book.py tutorial      runs the tutorial in a folder of its own and compares what it prints
 scripts/book.py tutorial write    … and writes the numbers that it printed into the page
@@ -23,6 +23,7 @@ import tempfile
 import textwrap
 
 import ablations_plots
+import prose
 
 try:
     import yaml
@@ -239,6 +240,9 @@ def check():
     for page in pages():
         text = page.read_text()
         found = [*links(page, text), *elsewhere(text)]
+        # Programs write long lines into their own pages.
+        found += [f"line {line}: {problem}" for line, problem in prose.problems(page, text)
+                  if page.name not in written or "characters in a line" not in problem]
         for code in fences(text, "json", "jsonl"):
             found += json_problems(code)
         # Other tools' settings stand in migrating.md; their sections are called like ours.

@@ -146,6 +146,8 @@ if [ $# = 0 ]; then
     part scripts/book.py check
     command -v curl >/dev/null || echo "test: the tutorial calls curl, which is missing (apt-get install curl)" >&2
     part scripts/book.py tutorial
+    part scripts/test-pipeline.sh
+    part scripts/test-wheel.sh
     if command -v slurmctld >/dev/null || { [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; }; then
         part scripts/slurm/test.sh
         part scripts/slurm/test-pipeline.sh
