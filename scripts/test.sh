@@ -24,10 +24,11 @@ while true; do
     shift
 done
 
-# What a part of the tests calls besides: the tutorial curl, the hosts ip.
+# Some tests call more programs: the tutorial curl, the hosts ip, the pages chromium.
 wanted=()
 command -v curl >/dev/null || wanted+=(curl)
 command -v ip >/dev/null || wanted+=(iproute2)
+command -v "${CHROMIUM:-chromium}" >/dev/null || wanted+=(chromium)
 if [ ${#wanted[@]} -gt 0 ] && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
     { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${wanted[@]}"; } >&2 || true
 fi
@@ -148,6 +149,12 @@ if [ $# = 0 ]; then
     part scripts/book.py tutorial
     part scripts/test-pipeline.sh
     part scripts/test-wheel.sh
+    if command -v "${CHROMIUM:-chromium}" >/dev/null; then
+        part scripts/test_pages.py
+    else
+        [ "${DEEPSPEC_FORBID_SKIPS:-}" != 1 ] || { code=1; failed+=("the pages in a browser"); }
+        echo "test: the pages are not opened in a browser: chromium is missing (apt-get install chromium)" >&2
+    fi
     if command -v slurmctld >/dev/null || { [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; }; then
         part scripts/slurm/test.sh
         part scripts/slurm/test-pipeline.sh

@@ -33,7 +33,7 @@ def shown(page, settings=""):
     assert not errors, errors
     # Nothing is loaded from elsewhere.
     assert not re.search(r'(?:src|href)="https?:', page.read_text()), "the page loads from elsewhere"
-    return done.stdout
+    return re.sub(r"(?s)<script.*?</script>", "", done.stdout)
 
 
 def data_of(page):
