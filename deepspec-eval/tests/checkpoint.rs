@@ -51,7 +51,7 @@ fn a_checkpoint_goes_there_and_back_and_is_described() {
     ok(convert(&own, "speculators", &away, &[]));
     let text = ok(deepspec_eval(&["checkpoint", "inspect", away.to_str().unwrap()]));
     for line in [
-        "dialect     speculators (DSparkSpeculator)",
+        "format      speculators (DSparkSpeculator)",
         "outputs of layers [0, 2, 4] of 6 (as speculators and vLLM count: [1, 3, 5])",
         "5 tokens in blocks of 5; slot k predicts anchor+1+k",
         "Markov head vanilla of rank 1024",
@@ -127,7 +127,7 @@ fn refusals_are_the_callers_mistakes() {
     let told = String::from_utf8_lossy(&unknown.stderr).into_owned();
     assert_eq!(unknown.status.code(), Some(2));
     assert!(
-        told.contains("`medusa` is no dialect; expected reference, speculators, specforge, z-lab, modelopt"),
+        told.contains("`medusa` is no format; expected reference, speculators, specforge, z-lab, modelopt"),
         "{told}"
     );
     let eagle3 = root.path().join("eagle3");
@@ -137,13 +137,13 @@ fn refusals_are_the_callers_mistakes() {
 }
 
 #[test]
-fn another_dialect_is_named_with_the_command_that_converts_it() {
+fn another_format_is_named_with_the_command_that_converts_it() {
     let root = tempfile::tempdir().unwrap();
     let (own, away) = (drafter(root.path()), root.path().join("away"));
     ok(convert(&own, "specforge", &away, &[]));
     let told = run(away.to_str().unwrap(), &root.path().join("results"), &["--limit", "1"]);
     let command = format!("`deepspec-eval checkpoint convert --from {} --to reference", away.display());
-    assert_refused(&told, 1, &["DSparkDraftModel is not read", "dialect specforge", &command]);
+    assert_refused(&told, 1, &["DSparkDraftModel is not read", "format of specforge", &command]);
 }
 
 #[test]

@@ -152,7 +152,7 @@ impl Job {
             (None, code) => format!("failed with exit code {}", code.unwrap_or_default()),
         };
         let said = words.trim_start().trim_start_matches(ERROR_PREFIX).trim();
-        let said = if said.is_empty() { String::new() } else { format!("; its last words: {said}") };
+        let said = if said.is_empty() { String::new() } else { format!("; its last error: {said}") };
         let text = format!("rank {rank} of {} {how}, so the others were ended{said}", self.processes);
         if status.code() == Some(USAGE_EXIT_CODE) {
             UsageError(text).into()

@@ -64,7 +64,7 @@ fn a_rank_without_memory_says_so_in_the_launchers_last_line() {
     let said = String::from_utf8_lossy(&output.stderr);
     let last = said.lines().last().unwrap_or_default();
     assert_eq!(output.status.code(), Some(1), "{said}");
-    for part in ["ERROR rank ", " of 2 was killed by signal 6 (SIGABRT)", "its last words", "no memory for "]
+    for part in ["ERROR rank ", " of 2 was killed by signal 6 (SIGABRT)", "its last error", "no memory for "]
     {
         assert!(last.contains(part), "{part} is not in: {last}");
     }

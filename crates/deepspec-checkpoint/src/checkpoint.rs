@@ -181,7 +181,7 @@ impl Checkpoint {
                 )
             }
             CheckpointFormat::Reference => return None,
-            _ => format!("it is a {kind} checkpoint of the dialect {format}"),
+            _ => format!("it is a {kind} checkpoint in the format of {format}"),
         };
         Some(match self.refusal(CheckpointFormat::Reference) {
             Some(reason) => format!("{what}, which cannot be converted: {reason}"),

@@ -177,7 +177,7 @@ impl Drafter {
             let known = self.families.iter().filter(|known| self.kind.has_layers_of(known));
             let known = known.map(|family| family.name).collect::<Vec<_>>().join(" and ");
             return Some(format!(
-                "its layers are {family}'s; only {known} draft layers mean the same in all dialects"
+                "its layers are {family}'s; only {known} draft layers mean the same in all formats"
             ));
         }
         if let (Some(layers), Some(tap)) =

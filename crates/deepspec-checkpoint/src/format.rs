@@ -91,7 +91,7 @@ impl FromStr for CheckpointFormat {
     fn from_str(name: &str) -> Result<Self, String> {
         let found = Self::ALL.into_iter().find(|format| format.name() == name);
         found.ok_or_else(|| {
-            format!("`{name}` is no dialect; expected {}", Self::ALL.map(Self::name).join(", "))
+            format!("`{name}` is no format; expected {}", Self::ALL.map(Self::name).join(", "))
         })
     }
 }

@@ -162,7 +162,7 @@ fn warn_about_changes(inputs: &[Input], found: &[SourceFindings]) {
             );
         }
         for speaker in input.roles.unused_speakers() {
-            tracing::warn!("{dataset}: --role {speaker}=…: nobody of that name speaks");
+            tracing::warn!("{dataset}: --role {speaker}=…: no message has this speaker");
         }
     }
 }

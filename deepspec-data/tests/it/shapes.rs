@@ -215,7 +215,7 @@ fn speakers_without_a_role_are_warned_of() {
     assert_eq!(ended.code, Some(0), "{ended:?}");
     let warned = |words: &str| ended.stderr.lines().any(|line| line.contains("WARN") && line.contains(words));
     assert!(warned("1 messages of speakers without a role were dropped (`critic`)"), "{ended:?}");
-    assert!(warned("--role nobody=…: nobody of that name speaks"), "{ended:?}");
+    assert!(warned("--role nobody=…: no message has this speaker"), "{ended:?}");
     assert_eq!(report(dir.path())["sources"][0]["dropped_messages"], json!({"critic": 1}));
 }
 

@@ -53,7 +53,7 @@ fn possible_conversions(checkpoint: &Checkpoint) -> Vec<(CheckpointFormat, Optio
     let own = checkpoint.format();
     let others = CheckpointFormat::ALL
         .into_iter()
-        .filter(|&dialect| dialect != own || checkpoint.lacks_embed_and_head());
+        .filter(|&format| format != own || checkpoint.lacks_embed_and_head());
     others.map(|to| (to, checkpoint.refusal(to))).collect()
 }
 
@@ -98,7 +98,7 @@ fn as_text(checkpoint: &Checkpoint) -> String {
     let mut line = |what: &str, value: String| {
         let _ = writeln!(text, "{what:<12}{value}");
     };
-    line("dialect", format!("{} ({})", checkpoint.format(), drafter.architecture));
+    line("format", format!("{} ({})", checkpoint.format(), drafter.architecture));
     let (algorithm, layers, family) = (drafter.kind.title(), drafter.layers, drafter.family);
     let (width, vocab) = (drafter.hidden_size, drafter.vocab_size);
     let layers = if layers == 1 { format!("1 {family} layer") } else { format!("{layers} {family} layers") };

@@ -109,8 +109,8 @@ fn engines_markdown(
         text,
         "What follows was simulated from `{}` on the costs of `{}`: costs of another engine or machine ask for another schedule.\n\n\
          ## SGLang\n\n\
-         Both files act with `SGLANG_RAGGED_VERIFY_MODE=compact` only; nobody ran them here.\n\n\
-         ```sh\nSGLANG_RAGGED_VERIFY_MODE=compact python -m sglang.launch_server --speculative-algorithm DSPARK \\\n  \
+         Both files act with `SGLANG_RAGGED_VERIFY_MODE=compact` only; they are untested.\n\n\
+         ```sh\nSGLANG_RAGGED_VERIFY_MODE=compact python3 -m sglang.launch_server --model-path TARGET --speculative-algorithm DSPARK \\\n  \
          --speculative-draft-model-path {path} --speculative-dspark-block-size {block} \\\n  \
          --speculative-dspark-sps-table-path {dir}/sglang-cost.json --speculative-dspark-confidence-sts-path {dir}/sglang-sts.json\n```\n\n\
          ## vLLM\n\n\

@@ -71,7 +71,7 @@ const ATTENTION_SWITCHES: [(&str, &str); 9] = [
 
 const MODE_REASON: &str = "only full attention within a block means the same elsewhere";
 const CAUSAL_REASON: &str = "slots that see only those before them; elsewhere a block sees all of itself";
-const SINKS_REASON: &str = "attention sinks have no counterpart in the other dialects";
+const SINKS_REASON: &str = "attention sinks have no counterpart in the other formats";
 
 /// Scale keys of z-lab's drafters, each with the value that has no effect.
 const NEUTRAL_SCALES: [(&str, f64); 4] = [

@@ -63,7 +63,7 @@ pub fn read(
     let foreign = kinds.iter().flat_map(|kind| kind.classes);
     let foreign = listed(foreign.map(|class| format!("{} ({})", class.name, class.tools)).collect());
     let problem = format!(
-        "\"{found}\" is no drafter of a known dialect; expected one of {own} behind one of {prefixes}, as in Qwen3DSparkModel \
+        "\"{found}\" is no drafter of a known format; expected one of {own} behind one of {prefixes}, as in Qwen3DSparkModel \
          (reference), one of {foreign}, or a speculators_model_type"
     );
     Err(fields.error("architectures", problem))

@@ -90,25 +90,25 @@ fn read_dflash_container(
     // ModelOpt names the heads' tensors without a prefix, and has a flag that SpecForge lacks.
     let flat_heads = tensors.iter().any(|(name, _)| name.starts_with("markov_w1."));
     let is_modelopt = flat_heads || inner.map.contains_key("use_confidence_head");
-    let dialect = match inner.text("projector_type")?.unwrap_or(projector) {
+    let format = match inner.text("projector_type")?.unwrap_or(projector) {
         "dflash" => CheckpointFormat::Zlab,
         "dspark" if is_modelopt => CheckpointFormat::Modelopt,
         "dspark" => CheckpointFormat::Specforge,
         other => {
             let reason = match other {
-                "domino" => "Domino's correction head (prefix_gru, embed_proj) has no counterpart in the other dialects".into(),
-                other => format!("the projector \"{other}\" has no counterpart in the other dialects"),
+                "domino" => "Domino's correction head (prefix_gru, embed_proj) has no counterpart in the other formats".into(),
+                other => format!("the projector \"{other}\" has no counterpart in the other formats"),
             };
             let incompatibility = Incompatibility { key: "dflash_config.projector_type".into(), reason };
             config.decoder.incompatibilities.insert(0, incompatibility);
             CheckpointFormat::Specforge
         }
     };
-    let slots = config.slots.unwrap_or(match dialect {
+    let slots = config.slots.unwrap_or(match format {
         CheckpointFormat::Zlab => Slots::FillIn,
         _ => Slots::AnchorPredicts,
     });
-    let (markov, confidence) = match dialect {
+    let (markov, confidence) = match format {
         CheckpointFormat::Zlab => (None, None),
         CheckpointFormat::Modelopt => {
             let has_confidence = inner.flag("use_confidence_head")?.unwrap_or(false);
@@ -121,7 +121,7 @@ fn read_dflash_container(
     let within = inner.with_map(&keys);
     let blocks = BlockSpec { slots, ..BlockSpec::read(&within, slots)? };
     let settings = validate(BlockSettings { blocks, markov, confidence }, &within, &config.decoder)?;
-    Ok((dialect, config.drafter(fields, class, settings)?))
+    Ok((format, config.drafter(fields, class, settings)?))
 }
 
 impl BlockSettings {

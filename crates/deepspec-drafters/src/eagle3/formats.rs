@@ -174,8 +174,8 @@ impl KindSettings for Eagle3Settings {
         }
     }
 
-    fn renames(&self, dialect: CheckpointFormat) -> &'static [(&'static str, &'static str)] {
-        match dialect {
+    fn renames(&self, format: CheckpointFormat) -> &'static [(&'static str, &'static str)] {
+        match format {
             CheckpointFormat::Specforge => &[("midlayer.", "layers.0.")],
             _ => &[],
         }
@@ -184,10 +184,10 @@ impl KindSettings for Eagle3Settings {
     fn own_config(
         &self,
         drafter: &Drafter,
-        dialect: CheckpointFormat,
+        format: CheckpointFormat,
         flat: &Map<String, Value>,
     ) -> Option<Map<String, Value>> {
-        if dialect != CheckpointFormat::Specforge {
+        if format != CheckpointFormat::Specforge {
             return None;
         }
         let mut map = flat.clone();

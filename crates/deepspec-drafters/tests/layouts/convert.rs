@@ -113,7 +113,7 @@ fn a_container_of_dflash_2_is_read_whole_or_refused() {
 }
 
 #[test]
-fn layer_ids_are_counted_as_each_dialect_does() {
+fn layer_ids_are_counted_as_each_format_does() {
     let (reference, target) = (golden("dspark_vanilla"), target(&golden("dspark_vanilla")));
     let config = |to| converted(&reference, to, Some(&target)).config();
     assert_eq!(reference.config()["target_layer_ids"], json!([1, 3, 4]));
@@ -178,7 +178,7 @@ fn an_eagle3_with_llama_layers_goes_to_specforge_and_back() {
 }
 
 #[test]
-fn names_and_ends_are_each_dialects_own() {
+fn tensor_names_are_each_formats_own() {
     let (reference, target) = (golden("dspark_gated"), target(&golden("dspark_gated")));
     let names = |to| -> Vec<String> {
         let folder = converted(&reference, to, Some(&target));
@@ -523,5 +523,5 @@ fn foreign_bundles_and_models_are_named() {
     let v4 = told(&|config| config["dspark_block_size"] = json!(5));
     assert!(v4.contains("dspark_block_size") && v4.contains("SGLang"), "{v4}");
     let model = told(&|config| config["architectures"] = json!(["Qwen3ForCausalLM"]));
-    assert!(model.contains("`architectures`") && model.contains("no drafter of a known dialect"), "{model}");
+    assert!(model.contains("`architectures`") && model.contains("no drafter of a known format"), "{model}");
 }

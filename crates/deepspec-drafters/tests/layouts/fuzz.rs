@@ -29,7 +29,7 @@ const WORDS: [&str; 17] = [
     "conv_group_size",
 ];
 
-fn every_dialect() -> Vec<Folder> {
+fn every_format() -> Vec<Folder> {
     let reference = golden("dspark_gated");
     let (target, source) = (target(&reference), open_checkpoint(reference.path()).unwrap());
     let target = Target::open(target.path(), "owner/target").unwrap();
@@ -85,7 +85,7 @@ fn provoke(folder: &Folder, target: &Target) -> usize {
 
 #[test]
 fn damaged_configs_are_refused_by_name() {
-    let folders = every_dialect();
+    let folders = every_format();
     let target = target(&golden("dspark_gated"));
     let target = Target::open(target.path(), "owner/target").unwrap();
     let mut dice = Fuzzer::new(7, &WORDS);

@@ -26,6 +26,8 @@ pub fn temperature_softmax(logits: &Tensor, temperatures: &Tensor) -> Tensor {
 /// Draws a token from each row by inverting the cumulative distribution: the first index whose cumulative weight exceeds
 /// uniform · total. `weights [n, V]` need not be normalised, `uniforms [n]` are float64 in [0, 1): `[n]` int64.
 pub fn sample(weights: &Tensor, uniforms: &Tensor) -> Tensor {
+    // The kernel reads rows without gaps.
+    let weights = &weights.contiguous();
     ffi::draw(weights, uniforms).unwrap_or_else(|| reference::sample(weights, uniforms))
 }
 
@@ -44,5 +46,14 @@ mod tests {
         let uniforms = Tensor::from_slice(&[0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 0.999_999]);
         assert_eq!(sample(&found, &uniforms), reference::sample(&found, &uniforms));
         assert_eq!(argmax(&logits), logits.argmax(-1, false));
+    }
+
+    #[test]
+    fn rows_of_a_narrowed_view_are_drawn_from_their_own_weights() {
+        // The second row's weight lies beyond the first row's gap.
+        let wide = Tensor::from_slice(&[0.0_f32, 1.0, 9.0, 9.0, 1.0, 0.0, 9.0, 9.0]).view([2, 4]);
+        let uniforms = Tensor::from_slice(&[0.5_f64, 0.5]);
+        let drawn = sample(&wide.narrow(1, 0, 2), &uniforms);
+        assert_eq!(Vec::<i64>::try_from(drawn).unwrap(), [1, 0]);
     }
 }
