@@ -6,23 +6,29 @@
 #
 #   --target MODEL      folder, hub id or GGUF file of the target
 #   --prompts P         prompts: a file, a folder, or a dataset's id on the hub
-#   --recipe R          recipe of the drafter; by default the one in configs/dspark that names the target
+#   --recipe R          recipe of the drafter; by default the one in configs/dspark that names the target. Other drafters:
+#                       configs/dflash, configs/eagle3
+#   --set KEY=VALUE     override a key of the recipe; may be repeated
 #   --rows N            draw N rows of the prompts; by default all
 #   --gpus N            GPUs to use; by default all that are visible, 0 for the CPU
 #   --states S          online (the target runs beside the trainer) or cache (its states are on disk); by default recommended
 #   --server URL        OpenAI-compatible server of the target for the answers; may be repeated. By default the pipeline starts one
 #                       per GPU, and answers within the program on a CPU
 #   --suites DIR        folder of the suites to judge on; by default the public ones are fetched into eval_datasets
-#   --engine E          engine to write files for: vllm, sglang or gguf; by default gguf for a GGUF target, else vllm
-#   --hardware H        accelerator of the estimate: h100, h200, … (see deepspec-train --help)
+#   --engine E          engine to write files for: vllm, sglang or llama.cpp; by default llama.cpp for a GGUF target, else vllm
+#   --hardware H        accelerator of the estimate: h100 (default with GPUs), h200, … (see deepspec-train --help)
 #   --price P           price of a GPU for an hour, for the estimate
 #   --out DIR           folder of the run (runs/pipeline)
 #   --plan              print what would run, how long it takes and what it needs, and exit
+#   --redo STAGE        run STAGE and all later stages again, and replace their results
 #
 # The command goes on where it stopped: after a failure, a signal or kill -9, give it again. DIR/pipeline.state has one line per
-# stage. DEEPSPEC_{SPLIT,REGENERATE,INSPECT,CACHE,TRAIN,EVAL}_ARGS hold more arguments of a stage's program, separated by blanks.
-# DEEPSPEC_SERVER is the kind of server to start: deepspec (default), vllm or sglang.
+# stage. Relative paths are those of the calling folder. Environment:
+#   DEEPSPEC_{SPLIT,REGENERATE,INSPECT,CACHE,TRAIN,EVAL}_ARGS   more arguments of a stage's program, separated by blanks
+#   DEEPSPEC_SERVER               server to start: deepspec (default), vllm or sglang
+#   DEEPSPEC_ACCEPT_FAILED_ROWS   1: go on without rows that could not be answered or read
 set -euo pipefail
+caller=$PWD
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
 stage=pipeline
 
@@ -30,8 +36,8 @@ usage() {
     echo "pipeline: $*; scripts/pipeline.sh --help lists the options" >&2
     exit 2
 }
-target='' prompts='' recipe='' rows='' gpus='' states='' suites='' engine='' hardware=h100 price='' run=runs/pipeline plan=
-given_urls=()
+target='' prompts='' recipe='' rows='' gpus='' states='' suites='' engine='' hardware='' price='' run=runs/pipeline plan='' redo=''
+given_urls=() overrides=()
 while [ $# -gt 0 ]; do
     case $1 in
         --help | -h)
@@ -43,7 +49,7 @@ while [ $# -gt 0 ]; do
             shift
             continue
             ;;
-        --target | --prompts | --recipe | --rows | --gpus | --states | --server | --suites | --engine | --hardware | --price | --out) ;;
+        --target | --prompts | --recipe | --set | --redo | --rows | --gpus | --states | --server | --suites | --engine | --hardware | --price | --out) ;;
         *) usage "unknown argument \`$1\`" ;;
     esac
     [ $# -ge 2 ] || usage "$1 needs a value"
@@ -51,6 +57,8 @@ while [ $# -gt 0 ]; do
         --target) target=$2 ;;
         --prompts) prompts=$2 ;;
         --recipe) recipe=$2 ;;
+        --set) overrides+=(--set "$2") ;;
+        --redo) redo=$2 ;;
         --rows) rows=$2 ;;
         --gpus) gpus=$2 ;;
         --states) states=$2 ;;
@@ -63,12 +71,26 @@ while [ $# -gt 0 ]; do
     esac
     shift 2
 done
+# Files of the calling folder, where they are there.
+for name in target prompts recipe suites; do
+    [ -z "${!name}" ] || [ ! -e "$caller/${!name}" ] || [ "$caller" = "$PWD" ] || printf -v "$name" '%s' "$caller/${!name}"
+done
+case $run in /*) ;; *) [ "$caller" = "$PWD" ] || run=$caller/$run ;; esac
 [ -n "$target" ] || usage "--target is missing"
 [ -n "$prompts" ] || usage "--prompts is missing"
 [[ ${rows:-0} =~ ^[0-9]+$ ]] || usage "--rows is \`$rows\`; expected a number"
 case $states in '' | online | cache) ;; *) usage "--states is \`$states\`; expected online or cache" ;; esac
-case ${target,,} in *.gguf) engine=${engine:-gguf} ;; *) engine=${engine:-vllm} ;; esac
-case $engine in vllm | sglang | gguf) ;; *) usage "--engine is \`$engine\`; expected vllm, sglang or gguf" ;; esac
+case ${target,,} in *.gguf) engine=${engine:-llama.cpp} ;; *) engine=${engine:-vllm} ;; esac
+case $engine in
+    vllm | sglang) export_name=$engine ;;
+    llama.cpp | gguf) engine=llama.cpp export_name=gguf ;;
+    *) usage "--engine is \`$engine\`; expected vllm, sglang or llama.cpp" ;;
+esac
+[ -z "$suites" ] || [ -d "$suites" ] || usage "--suites: $suites is no folder"
+case ${DEEPSPEC_SERVER:-deepspec} in deepspec | vllm | sglang) ;; *) usage "DEEPSPEC_SERVER is \`$DEEPSPEC_SERVER\`; expected deepspec, vllm or sglang" ;; esac
+for url in "${given_urls[@]}"; do
+    case $url in http://* | https://*) ;; *) usage "--server is \`$url\`; expected http://… or https://…" ;; esac
+done
 
 bin=target/release
 [ -d "$bin" ] || [ ! -x bin/deepspec-train ] || bin=bin
@@ -83,9 +105,13 @@ done
 # The recipe that names the target.
 if [ -z "$recipe" ]; then
     recipe=$(grep -lE "^target: *\{model: *$(printf '%s' "$target" | sed 's/[.[\*^$]/\\&/g')," configs/dspark/*.yaml | head -n 1 || true)
-    [ -n "$recipe" ] || usage "no recipe in configs/dspark is for $target; give one with --recipe. docs/drafters.md says which settings of a recipe depend on the target"
+    if [ -z "$recipe" ]; then
+        near=$(grep -liE "^target: *\{model: *[^,]*$(basename "$target" | sed 's/[.[\*^$]/\\&/g')," configs/dspark/*.yaml | head -n 1 || true)
+        [ -z "$near" ] || usage "no recipe in configs/dspark is for $target; for a copy of that model give --recipe $near"
+        usage "no recipe in configs/dspark is for $target; give one with --recipe. docs/real-model.md says which three settings depend on the target"
+    fi
 fi
-[ -f "$recipe" ] || usage "--recipe: $recipe is no file"
+[ -f "$recipe" ] || usage "--recipe: $recipe does not exist"
 
 # GPUs: the visible ones, by number.
 if [ -n "${CUDA_VISIBLE_DEVICES:-}" ]; then
@@ -108,24 +134,41 @@ shares=1
 # shellcheck source=scripts/servers.sh
 . scripts/servers.sh
 model=$target kind=${DEEPSPEC_SERVER:-deepspec}
-[ "$count" -gt 0 ] || export CUDA_VISIBLE_DEVICES=
+# All stages use the chosen devices.
+if [ "$count" = 0 ]; then
+    export CUDA_VISIBLE_DEVICES=
+elif [ ${#devices[@]} -gt 0 ]; then
+    CUDA_VISIBLE_DEVICES=$(IFS=,; echo "${devices[*]}")
+    export CUDA_VISIBLE_DEVICES
+fi
 
-# Sizes: rows of the prompts, and bytes of the states of one row of 1,200 tokens.
+# Sizes: rows of the prompts, and bytes of their states.
 known_rows=$rows
 if [ -z "$known_rows" ] && [ -f "$prompts" ]; then
     case $prompts in *.jsonl) known_rows=$(wc -l <"$prompts") ;; esac
 fi
-plan_args=(--config "$recipe" --set "target.model=$target" --plan --hardware "$hardware" --devices "$((count > 0 ? count : 1))")
-[ -z "$known_rows" ] || plan_args+=(--rows "$known_rows")
-[ -z "$price" ] || plan_args+=(--price "$price")
-estimate=$("$bin/deepspec-train" "${plan_args[@]}" --json 2>/dev/null || true)
-cache_bytes=$(python3 - "$estimate" <<'PY' || true
+plan_args=(--config "$recipe" --set "target.model=$target" "${overrides[@]}" --plan)
+[ -n "$hardware" ] || [ "$count" = 0 ] || [ -z "$known_rows" ] || hardware=h100
+if [ -n "$hardware" ]; then
+    plan_args+=(--hardware "$hardware" --devices "$((count > 0 ? count : 1))")
+    [ -z "$known_rows" ] || plan_args+=(--rows "$known_rows")
+    [ -z "$price" ] || plan_args+=(--price "$price")
+fi
+# A mistake in target or recipe is better found now than after the answers.
+code=0
+problem=$(mktemp)
+estimate=$("$bin/deepspec-train" "${plan_args[@]}" --json 2>"$problem") || code=$?
+if [ $code != 0 ]; then
+    cat "$problem" >&2
+    rm -f "$problem"
+    exit $code
+fi
+rm -f "$problem"
+cache_bytes=$(python3 - "$estimate" "${known_rows:-0}" <<'PY' || true
 import json, sys
 try:
-    plan = json.loads(sys.argv[1])
-    pipeline = plan.get("pipeline") or {}
-    tokens = pipeline.get("rows", 0) * (pipeline.get("prompt_tokens", 0) + pipeline.get("answer_tokens", 0))
-    print(int(plan["cache_bytes_per_token"] * tokens))
+    # Rows of 200 and 1,000 tokens, as in the plan.
+    print(int(json.loads(sys.argv[1])["cache_bytes_per_token"] * int(sys.argv[2]) * 1200))
 except (ValueError, KeyError, TypeError):
     print(0)
 PY
@@ -139,20 +182,30 @@ if [ -n "$states" ]; then
 elif [ -n "$(sed -n 's/^states=\(.*\)/\1/p' "$run/settings" 2>/dev/null)" ]; then
     states=$(sed -n 's/^states=\(.*\)/\1/p' "$run/settings")
     reason="as this run began"
-elif [ "${cache_bytes:-0}" -gt 0 ] && [ "$cache_bytes" -lt $((free_bytes / 2)) ]; then
+elif [ "${cache_bytes:-0}" = 0 ]; then
+    states=online
+    reason="the size of a cache is unknown before the rows are counted; --rows or --states decide"
+elif [ "$cache_bytes" -lt $((free_bytes / 2)) ]; then
     states=cache
     reason="a cache takes up to $(terabytes "$cache_bytes") of the $(terabytes "$free_bytes") that are free, and every epoch reads it"
 else
     states=online
-    reason="a cache would take up to $(terabytes "${cache_bytes:-0}") of the $(terabytes "$free_bytes") that are free; the target runs in every epoch instead"
+    reason="a cache would take up to $(terabytes "$cache_bytes") of the $(terabytes "$free_bytes") that are free; the target runs in every epoch instead"
 fi
 
+if [ -n "$suites" ]; then
+    suites_dir=$suites
+elif [ -n "${DEEPSPEC_EVAL_ARGS:-}" ] && [[ $DEEPSPEC_EVAL_ARGS == *--suite* ]]; then
+    suites_dir=eval_datasets
+else
+    suites_dir=eval_datasets fetch_suites=1
+fi
 stages=(suites split answers inspect)
 [ "$states" = online ] || stages+=(states)
 stages+=(training evaluation export)
 describe() {
     case $1 in
-        suites) echo "fetch the public suites, which training must not see" ;;
+        suites) if [ -n "${fetch_suites:-}" ]; then echo "fetch the public suites, so that their prompts stay out of training"; else echo "use the suites in $suites_dir"; fi ;;
         split) echo "split the prompts into training and held-out rows" ;;
         answers) echo "let the target answer the training prompts" ;;
         inspect) echo "check the tokens that will be trained on" ;;
@@ -169,8 +222,17 @@ if [ -n "$plan" ]; then
     echo "states      $states: $reason"
     if [ "$count" = 0 ]; then echo "devices     the CPU"; else echo "devices     $count GPU$([ "$count" = 1 ] || echo s)"; fi
     echo "folder      $run, $(terabytes "$free_bytes") free"
-    for name in "${stages[@]}"; do printf '  %-11s %s\n' "$name" "$(describe "$name")"; done
+    for name in "${stages[@]}"; do
+        is=$(awk -F '\t' -v name="$name" '$1 == name { print $2 }' "$run/pipeline.state" 2>/dev/null || true)
+        printf '  %-11s %s%s\n' "$name" "$(describe "$name")" "${is:+ ($is)}"
+    done
     echo
+    [ -n "$hardware" ] || [ "$count" = 0 ] || echo "--rows gives an estimate of the times."
+    if [ "$states" = online ]; then
+        echo "The estimate below is of a cache. With online states the target runs in every epoch: add the time of states once per"
+        echo "epoch to training, and the target's weights to the memory."
+        echo
+    fi
     "$bin/deepspec-train" "${plan_args[@]}"
     exit 0
 fi
@@ -182,8 +244,8 @@ if ! flock --nonblock 9; then
     echo "pipeline: another call still runs in $run, or programs of it do: $(fuser "$run/.lock" 2>/dev/null || true)" >&2
     exit 1
 fi
-settings=$(printf '%s\n' "target=$target" "prompts=$prompts" "recipe=$recipe" "rows=$rows" "states=$states" "engine=$engine" \
-    "suites=$suites" "arguments=${DEEPSPEC_SPLIT_ARGS:-} | ${DEEPSPEC_REGENERATE_ARGS:-} | ${DEEPSPEC_CACHE_ARGS:-} | ${DEEPSPEC_EVAL_ARGS:-}")
+# These settings decide the data of a run; the others may change from call to call.
+settings=$(printf '%s\n' "target=$target" "prompts=$prompts" "rows=$rows" "states=$states")
 if [ -f "$run/settings" ] && [ "$(cat "$run/settings")" != "$settings" ]; then
     echo "pipeline: $run was begun with other settings; give the same ones, or another --out:" >&2
     diff "$run/settings" - <<<"$settings" >&2 || true
@@ -191,6 +253,10 @@ if [ -f "$run/settings" ] && [ "$(cat "$run/settings")" != "$settings" ]; then
 fi
 printf '%s\n' "$settings" >"$run/settings.partial"
 mv "$run/settings.partial" "$run/settings"
+mkdir -p "$run/stages"
+if [ -n "$redo" ] && [[ " ${stages[*]} " != *" $redo "* ]]; then
+    usage "--redo is \`$redo\`; expected one of ${stages[*]}"
+fi
 
 # The state file: one line per stage, of name, state, time and seconds.
 declare -A state seconds since
@@ -203,6 +269,15 @@ if [ -f "$run/pipeline.state" ]; then
         state[$name]='done' since[$name]=$at seconds[$name]=$took
     done <"$run/pipeline.state"
 fi
+if [ -n "$redo" ]; then
+    again=
+    for name in "${stages[@]}"; do
+        [ "$name" != "$redo" ] || again=1
+        [ -z "$again" ] || state[$name]=waiting
+    done
+fi
+# Stages that run again replace what they wrote.
+overwrite() { [ -z "$redo" ] || echo --overwrite; }
 mark() { # STAGE STATE [SECONDS]
     local name
     state[$1]=$2 since[$1]=$(date -u +%Y-%m-%dT%H:%M:%SZ) seconds[$1]=${3:--}
@@ -222,6 +297,31 @@ finish() {
 trap finish EXIT
 trap 'exit 75' TERM INT
 
+# Runs the program of the running stage, and notes its arguments once it is done.
+run_stage() {
+    local status=0
+    run_program "$@" || status=$?
+    printf '%s\n' "$*" >"$run/stages/$running.partial"
+    [ $status != 0 ] || mv "$run/stages/$running.partial" "$run/stages/$running"
+    return $status
+}
+
+# accept_rows FILE COMMAND...: runs a command that ends with code 1 if single rows could not be used, though FILE is there. Without
+# DEEPSPEC_ACCEPT_FAILED_ROWS=1 that ends the run, and says how to go on.
+accept_rows() {
+    local file=$1 status=0
+    shift
+    "$@" || status=$?
+    [ $status = 1 ] && [ -s "$file" ] || return $status
+    if [ "${DEEPSPEC_ACCEPT_FAILED_ROWS:-}" = 1 ]; then
+        echo "pipeline: $running goes on without the rows above" >&2
+        return 0
+    fi
+    echo "pipeline: rows above could not be used; DEEPSPEC_ACCEPT_FAILED_ROWS=1 and the same command go on without them" >&2
+    [ "$running" != answers ] || echo "pipeline: DEEPSPEC_REGENERATE_ARGS=--retry-failed and the same command ask for them again" >&2
+    return 1
+}
+
 # Runs a program in the background, so that a signal reaches it and this script.
 run_program() {
     local pid status=0
@@ -233,23 +333,20 @@ run_program() {
     return $status
 }
 
-if [ -n "$suites" ]; then
-    suites_dir=$suites
-elif [ -n "${DEEPSPEC_EVAL_ARGS:-}" ] && [[ $DEEPSPEC_EVAL_ARGS == *--suite* ]]; then
-    suites_dir=eval_datasets
-else
-    suites_dir=eval_datasets fetch_suites=1
-fi
 stage_suites() {
     [ -n "${fetch_suites:-}" ] || return 0
-    run_program "$bin/deepspec-data" suites --output-dir "$suites_dir"
+    run_stage "$bin/deepspec-data" suites --output-dir "$suites_dir" || {
+        local code=$?
+        echo "pipeline: the public suites come from the hub; give a folder of suites with --suites, such as --suites eval_datasets" >&2
+        return $code
+    }
 }
 stage_split() {
     stage_arguments split
     local files=("$suites_dir"/*.jsonl)
     arguments+=(--dedup --decontaminate "${files[@]}")
     [ -z "$rows" ] || arguments+=(--sample-size "$rows")
-    run_program "$bin/deepspec-data" "${arguments[@]}"
+    run_stage "$bin/deepspec-data" "${arguments[@]}"
 }
 stage_answers() {
     stage_arguments regenerate
@@ -261,28 +358,32 @@ stage_answers() {
     else
         local on=("${devices[@]}")
         [ ${#on[@]} -gt 0 ] || on=(none)
+        if [ "$kind" = deepspec ] && [ "$count" -gt 0 ]; then
+            export DEEPSPEC_SERVER_ARGS="--max-num-seqs 64 ${DEEPSPEC_SERVER_ARGS:-}"
+            asked+=(--concurrency 64)
+        fi
         start_servers "$run/answers" "${on[@]}"
         wait_for_servers
         asked+=(--server "${urls[@]}")
     fi
-    run_program "$bin/deepspec-data" regenerate "${asked[@]}"
+    accept_rows "$run/answers-0.jsonl" run_stage "$bin/deepspec-data" regenerate "${asked[@]}" $(overwrite)
     end_servers
 }
 stage_inspect() {
     stage_arguments inspect
-    run_program "$bin/deepspec-data" "${arguments[@]}" --limit 1
+    accept_rows "$run/answers-0.jsonl" run_stage "$bin/deepspec-data" "${arguments[@]}" --limit 1
 }
 stage_states() {
     stage_arguments cache
-    run_program "$bin/deepspec-data" cache build "${arguments[@]}"
+    accept_rows "$run/cache/manifest.json" run_stage "$bin/deepspec-data" cache build "${arguments[@]}" $(overwrite)
 }
 stage_training() {
     stage_arguments train
-    run_program "$bin/deepspec-train" "${arguments[@]}"
+    run_stage "$bin/deepspec-train" "${arguments[@]}" $(overwrite)
 }
 stage_evaluation() {
     stage_arguments eval
-    arguments+=(--suites-dir "$suites_dir")
+    arguments+=(--suites-dir "$suites_dir" $(overwrite))
     if [ "$count" -gt 1 ]; then
         local worker pids=() failed=0
         for ((worker = 0; worker < count; worker++)); do
@@ -294,17 +395,17 @@ stage_evaluation() {
         trap 'exit 75' TERM INT
         [ $failed = 0 ] || return $failed
     fi
-    run_program "$bin/deepspec-eval" run "${arguments[@]}"
+    run_stage "$bin/deepspec-eval" run "${arguments[@]}"
 }
 stage_export() {
-    run_program "$bin/deepspec-eval" checkpoint convert --to "$engine" --from "$run/checkpoints/drafter/step_latest" \
+    run_stage "$bin/deepspec-eval" checkpoint convert --to "$export_name" --from "$run/checkpoints/drafter/step_latest" \
         --target "$target" --output-dir "$run/export" --overwrite
 }
 
 echo "pipeline: a drafter for $target by $recipe; states $states: $reason" >&2
 for name in "${stages[@]}"; do
     if [ "${state[$name]}" = 'done' ]; then
-        echo "== pipeline: $name: done before" >&2
+        echo "== pipeline: $name: done before; --redo $name runs it again" >&2
         continue
     fi
     echo "== pipeline: $name: $(describe "$name")" >&2

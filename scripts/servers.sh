@@ -17,7 +17,7 @@ server_command() {
         vllm) command=(vllm serve "$model" --port "$1" "${more[@]}") ;;
         sglang) command=(python3 -m sglang.launch_server --model-path "$model" --port "$1" "${more[@]}") ;;
         *)
-            echo "$stage: the server is \`$kind\`; expected deepspec, vllm, sglang or none" >&2
+            echo "$stage: the server is \`$kind\`; expected deepspec, vllm or sglang" >&2
             exit 2
             ;;
     esac

@@ -2,7 +2,8 @@
 # The stages from prompts to a judged drafter: files and arguments of each stage. One definition for scripts/pipeline.sh, which
 # runs them on this machine, and scripts/slurm/pipeline.sbatch, which submits them as jobs.
 #
-# The caller sets: run (folder of the run), target, recipe, prompts, states (cache or online), shares (parts of the answers).
+# The caller sets: run (folder of the run), target, recipe, prompts, states (cache or online), shares (parts of the answers),
+# overrides (more `--set KEY=VALUE` of the recipe).
 # DEEPSPEC_{SPLIT,REGENERATE,INSPECT,CACHE,TRAIN,EVAL}_ARGS hold more arguments of a stage's program, separated by blanks.
 
 # more_arguments SPLIT|REGENERATE|… [ARGS|SBATCH]: the words of DEEPSPEC_STAGE_ARGS, in $more.
@@ -20,7 +21,8 @@ answer_files() {
 
 # The recipe with the target, files and folders of this run, in $recipe_args.
 recipe_arguments() {
-    recipe_args=(--config "$recipe" --set "target.model=$target" --set name=drafter --set "logging.output_dir=$run/checkpoints")
+    recipe_args=(--config "$recipe" --set "target.model=$target" "${overrides[@]}" --set name=drafter
+        --set "logging.output_dir=$run/checkpoints")
     case $states in
         cache) recipe_args+=(--set "data.states={\"cache\": \"$run/cache\"}") ;;
         online)

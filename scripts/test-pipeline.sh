@@ -96,7 +96,7 @@ for states in cache online; do
         --input "$run/train.jsonl" --output "$work/answers-$states.jsonl" $DEEPSPEC_REGENERATE_ARGS
     alone=$work/alone-$states
     (
-        target=assets/tiny-target recipe=configs/tiny/dspark.yaml prompts=assets/demo-prompts.jsonl shares=1
+        target=assets/tiny-target recipe=configs/tiny/dspark.yaml prompts=assets/demo-prompts.jsonl shares=1 overrides=()
         . scripts/stages.sh
         stage_arguments train
         "$bin/deepspec-train" --quiet "${arguments[@]}" --set name=alone --set "logging.output_dir=$alone"
@@ -135,3 +135,30 @@ for wrong in "--target x" "--target x --prompts y --states disk" "--target x --p
     [ $code = 2 ] || { echo "pipeline test: \`$wrong\` ended with $code" >&2; exit 1; }
 done
 [ ! -e "$work/wrong" ]
+
+# A row that cannot be answered ends the run with code 1, which says how to go on; DEEPSPEC_ACCEPT_FAILED_ROWS=1 goes on without it.
+head -n 40 assets/demo-prompts.jsonl >"$work/some.jsonl"
+python3 -c 'import json; print(json.dumps({"conversations": [{"role": "user", "content": "too long " * 3000}]}))' >>"$work/some.jsonl"
+export DEEPSPEC_SPLIT_ARGS="--test-size 0.1" DEEPSPEC_EVAL_ARGS="${DEEPSPEC_EVAL_ARGS/--limit 12/--limit 2}"
+export DEEPSPEC_TRAIN_ARGS="${DEEPSPEC_TRAIN_ARGS/max_train_steps=40/max_train_steps=4}"
+small() {
+    scripts/pipeline.sh --target assets/tiny-target --prompts "$work/some.jsonl" --recipe configs/tiny/dspark.yaml --gpus 0 --states cache \
+        --out "$work/small" "$@"
+}
+code=0
+small >"$work/log" 2>&1 || code=$?
+[ $code = 1 ] && grep -q 'DEEPSPEC_ACCEPT_FAILED_ROWS=1 and the same command go on' "$work/log"
+DEEPSPEC_ACCEPT_FAILED_ROWS=1 small >"$work/log" 2>&1
+[ "$(grep -c 'done' "$work/small/pipeline.state")" = 8 ]
+# Training runs again for more steps, and the later stages follow.
+DEEPSPEC_TRAIN_ARGS="${DEEPSPEC_TRAIN_ARGS/max_train_steps=4/max_train_steps=6}" DEEPSPEC_ACCEPT_FAILED_ROWS=1 small --redo training >"$work/log" 2>&1
+[ -d "$work/small/checkpoints/drafter/step_6" ]
+# GPUs are those of nvidia-smi.
+cat >"$work/bin/nvidia-smi" <<'SH'
+#!/usr/bin/env bash
+printf '0\n1\n2\n'
+SH
+chmod +x "$work/bin/nvidia-smi"
+PATH=$work/bin:$PATH CUDA_VISIBLE_DEVICES='' scripts/pipeline.sh --target assets/tiny-target --prompts "$work/some.jsonl" \
+    --recipe configs/tiny/dspark.yaml --gpus 2 --plan --out "$work/gpus" | grep -q '^devices     2 GPUs$'
+echo "pipeline test: failed rows, more steps and refusals behave as documented" >&2

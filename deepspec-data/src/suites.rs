@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use deepspec_core::cli::{self, ExitWith, Verbosity, one_line};
 use deepspec_core::{atomic, digest};
 
-use deepspec_datasets::suites::{Fetcher, StoredSuite, SuiteSelection, SuiteStore};
+use deepspec_datasets::suites::{Fetcher, StoreResult, SuiteSelection, SuiteStore};
 
 /// Which suites to write, from what, and where to.
 #[derive(clap::Args)]
@@ -52,7 +52,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     let (mut written, mut kept, mut failed) = (0, 0, vec![]);
     for plan in &plans {
         match store.ensure_stored(plan, &mut fetcher) {
-            Ok(StoredSuite { entry, new }) => {
+            Ok(StoreResult { entry, new }) => {
                 *(if new { &mut written } else { &mut kept }) += 1;
                 let what = if new { "rows" } else { "rows, there already," };
                 let (name, rows, digest) = (&plan.name, entry.rows, digest::short_digest(&entry.sha256));

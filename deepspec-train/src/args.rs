@@ -37,6 +37,7 @@ impl CommandFactory for Invocation {
             .subcommand(ReportArgs::command().name("report"))
     }
 
+    // clap requires it; parsing never updates a value.
     fn command_for_update() -> Command {
         Self::command()
     }

@@ -3,7 +3,7 @@
 use deepspec_capture::cache::MAX_MAPPED_BYTES;
 use deepspec_capture::{Dataset, reader_threads, split_into_batches};
 use deepspec_core::FinalStates;
-use deepspec_core::recipe::{Precision, ShardingStrategy, States};
+use deepspec_core::recipe::{ShardingStrategy, States, TrainDtype};
 use deepspec_drafters::Recipe;
 use deepspec_drafters::{DrafterPlan, ParamCounts, SampleSize};
 use deepspec_models::ModelConfig;
@@ -123,8 +123,8 @@ impl MemoryEstimator<'_> {
         let ParamCounts { trainable, frozen } = self.weights;
         let (weights, bytes) = (trainable as u64, kind.elt_size_in_bytes() as u64);
         let (gradients, optimizer) = match train.precision {
-            Precision::Bf16 => (2 + 4, 4 + 8),
-            Precision::Fp32 => (4, 8),
+            TrainDtype::Bf16 => (2 + 4, 4 + 8),
+            TrainDtype::Fp32 => (4, 8),
         };
         // Sharding is by whole parameters, so a rank may have slightly more than its share.
         let optimizer = match train.sharding_strategy {

@@ -171,7 +171,7 @@ impl PipelineEstimate {
         let bases = Stage::ALL.map(|stage| match self.machine.rates(stage) {
             None => format!("{stage}: nothing is known"),
             Some((_, RateSource::Stated { share })) => {
-                format!("{stage}: {:.0} % of what is stated, not measured", 100.0 * share)
+                format!("{stage}: assumes {:.0} % of the maker's peak", 100.0 * share)
             }
             Some((_, RateSource::Measured { count, worst })) => {
                 format!("{stage}: by {count} measurements, at most {:.0} % off them", 100.0 * worst)

@@ -302,7 +302,7 @@ mod tests {
     use std::time::Duration;
 
     use crate::dist::RendezvousServer;
-    use deepspec_core::recipe::Backend;
+    use deepspec_core::recipe::DistBackend;
 
     use super::*;
 
@@ -328,7 +328,7 @@ mod tests {
         let host = RendezvousServer::open(2, PATIENCE).unwrap();
         let places: Vec<_> = (0..2).map(|rank| host.child_ranks(rank, 2)).collect();
         let train = |place| {
-            let group = ProcessGroup::connect(place, Device::Cpu, Backend::Auto, PATIENCE).unwrap();
+            let group = ProcessGroup::connect(place, Device::Cpu, DistBackend::Auto, PATIENCE).unwrap();
             let values = |seed: i64, shape: &[i64]| {
                 let numbers = Tensor::arange(shape.iter().product::<i64>(), (Kind::Float, Device::Cpu));
                 (numbers * 0.37 + seed as f64).sin().view(shape).to_kind(kind)

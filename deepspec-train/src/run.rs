@@ -8,8 +8,8 @@ use std::time::Duration;
 use anyhow::Context;
 use deepspec_capture::{Dataset, StateSource, StatesError, TargetRuntime, TargetSpec};
 use deepspec_core::cli::{self, ExitWith, UsageError, Verbosity};
-use deepspec_core::env::{self, Ranks};
-use deepspec_core::recipe::{Backend, ShardingStrategy, States};
+use deepspec_core::env::{self, DistributedEnv};
+use deepspec_core::recipe::{DistBackend, ShardingStrategy, States};
 use deepspec_core::{config, usage};
 use deepspec_drafters::Recipe;
 use deepspec_drafters::{DrafterPlan, TrainableDrafter, is_embed_or_head};
@@ -40,13 +40,13 @@ use crate::{dummy_run, launch, rank_check, show_plan, signals};
 /// Usage errors for recipes and inputs that do not fit together; other failures otherwise.
 pub fn run(args: &Args) -> anyhow::Result<()> {
     let recipe = deepspec_drafters::load_recipe(&args.config, &args.overrides)?;
-    let place = env::ranks().map_err(|error| UsageError(error.to_string()))?;
+    let place = env::distributed_env().map_err(|error| UsageError(error.to_string()))?;
     let backend = recipe.train.backend;
     let processes = process_count(args, place.as_ref(), backend)?;
     let trains = !args.plan && args.bench.is_none() && !args.init_only;
     let timeout = Duration::from_secs(recipe.train.timeout_s);
     let local_rank = place.as_ref().map_or(0, |place| place.local_rank);
-    let local = LocalRank { local_rank, processes, shares: backend == Backend::Gloo };
+    let local = LocalRank { local_rank, processes, shares: backend == DistBackend::Gloo };
     let device =
         deepspec_ops::rank_device(&args.device, local).map_err(|error| UsageError(error.to_string()))?;
     if trains && processes > 1 {
@@ -79,9 +79,9 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
 }
 
 /// Number of processes of the whole job.
-fn process_count(args: &Args, place: Option<&Ranks>, backend: Backend) -> anyhow::Result<usize> {
+fn process_count(args: &Args, place: Option<&DistributedEnv>, backend: DistBackend) -> anyhow::Result<usize> {
     let processes = match (args.processes.map(usize::from), place) {
-        (Some(asked), Some(Ranks { world_size, .. })) if *world_size > 1 && asked != *world_size => {
+        (Some(asked), Some(DistributedEnv { world_size, .. })) if *world_size > 1 && asked != *world_size => {
             usage!(
                 "--processes {asked}: torchrun or srun has started {world_size} processes already; leave it out"
             )
@@ -90,7 +90,7 @@ fn process_count(args: &Args, place: Option<&Ranks>, backend: Backend) -> anyhow
         (None, Some(place)) => place.world_size,
         (None, None) => deepspec_ops::shareable_gpu_count(&args.device).max(1),
     };
-    if processes > 1 && deepspec_ops::names_one_gpu(&args.device) && backend != Backend::Gloo {
+    if processes > 1 && deepspec_ops::names_one_gpu(&args.device) && backend != DistBackend::Gloo {
         usage!(
             "--device {} is one device for {processes} processes; use --device cuda, or let them share it with --set train.backend=gloo, which is slow",
             args.device
@@ -102,9 +102,9 @@ fn process_count(args: &Args, place: Option<&Ranks>, backend: Backend) -> anyhow
 /// Checks that a backend exists for the processes' tensors, before any process starts.
 fn check_comm_backend(
     args: &Args,
-    backend: Backend,
+    backend: DistBackend,
     device: Device,
-    place: Option<&Ranks>,
+    place: Option<&DistributedEnv>,
     processes: usize,
 ) -> anyhow::Result<()> {
     let comm_backend = CommBackend::new(backend, device).map_err(|error| UsageError(error.to_string()))?;
@@ -373,7 +373,8 @@ fn save_untrained(trainer: &mut Trainer, resumed: bool, first: usize) -> anyhow:
     }
 }
 
-/// Rounds frozen weights to the dtype of checkpoints, so that a resumed run has equal values.
+/// Rounds frozen weights to bfloat16, the dtype of checkpoints, so that a resumed run has equal
+/// values. The embedding and the LM head keep theirs.
 fn round_frozen(drafter: &dyn TrainableDrafter) {
     let _guard = tch::no_grad_guard();
     let learns: HashSet<&str> = drafter.parameters().iter().map(|(name, _)| name.as_str()).collect();

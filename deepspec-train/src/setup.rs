@@ -3,7 +3,7 @@
 use deepspec_capture::{Dataset, StatesError, TargetRuntime, TargetSpec};
 use deepspec_core::cli::UsageError;
 use deepspec_core::env;
-use deepspec_core::recipe::Precision;
+use deepspec_core::recipe::TrainDtype;
 use deepspec_drafters::Recipe;
 use deepspec_ops::LocalRank;
 use tch::{Device, Kind};
@@ -14,10 +14,10 @@ use crate::schedule::epoch_shuffle;
 const MAX_REJECTED_LISTED: usize = 5;
 
 /// dtype of the drafter's weights.
-pub fn weight_dtype(precision: Precision) -> Kind {
+pub fn weight_dtype(precision: TrainDtype) -> Kind {
     match precision {
-        Precision::Bf16 => Kind::BFloat16,
-        Precision::Fp32 => Kind::Float,
+        TrainDtype::Bf16 => Kind::BFloat16,
+        TrainDtype::Fp32 => Kind::Float,
     }
 }
 

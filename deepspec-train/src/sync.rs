@@ -196,7 +196,7 @@ mod tests {
     use std::time::Duration;
 
     use crate::dist::RendezvousServer;
-    use deepspec_core::recipe::Backend;
+    use deepspec_core::recipe::DistBackend;
     use tch::{Device, Kind};
 
     use super::*;
@@ -240,7 +240,8 @@ mod tests {
             for (place, starts) in places.iter().zip(starts) {
                 let (parameters, stages) = (&parameters, &stages);
                 scope.spawn(move || {
-                    let group = ProcessGroup::connect(place, Device::Cpu, Backend::Auto, PATIENCE).unwrap();
+                    let group =
+                        ProcessGroup::connect(place, Device::Cpu, DistBackend::Auto, PATIENCE).unwrap();
                     let own = |index: usize| gradient(group.rank(), index);
                     let mut sums = GradientBuckets::with_buckets(parameters, stages, (1, 8));
                     // Two steps: the first must leave no state for the second.

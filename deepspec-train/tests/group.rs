@@ -4,13 +4,13 @@ use std::sync::Barrier;
 use std::thread;
 use std::time::Duration;
 
-use deepspec_core::recipe::Backend;
+use deepspec_core::recipe::DistBackend;
 use deepspec_train::dist::{GroupError, ProcessGroup, RendezvousServer};
 use tch::{Device, Kind, Tensor};
 
 /// Long enough for any machine; only tests of a timeout wait that long.
 const PATIENCE: Duration = Duration::from_secs(120);
-const GLOO: Backend = Backend::Gloo;
+const GLOO: DistBackend = DistBackend::Gloo;
 
 /// The device of the tensors: DEEPSPEC_TEST_DEVICE, else the CPU.
 fn device() -> Device {

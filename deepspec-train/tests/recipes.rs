@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
 use deepspec_core::Tap;
-use deepspec_core::recipe::Precision;
+use deepspec_core::recipe::TrainDtype;
 use deepspec_drafters::DrafterSpec;
 use deepspec_testkit::mutate::Fuzzer;
 use serde_json::{Value, json};
@@ -85,7 +85,7 @@ fn all_of_the_reference_are_there() {
             (6e-4, 0.04, 0.0, 1.0)
         );
         assert_eq!((train.local_batch_size, train.global_batch_size, train.num_train_epochs), (1, 512, 10));
-        assert_eq!((train.precision, recipe.data.max_length), (Precision::Bf16, 4096));
+        assert_eq!((train.precision, recipe.data.max_length), (TrainDtype::Bf16, 4096));
         assert_eq!((recipe.logging.logging_steps, recipe.logging.checkpointing_steps), (10, 3000));
         assert_eq!(recipe.logging.output_dir, "~/checkpoints/deepspec");
         if algorithm != "eagle3" {

@@ -71,7 +71,8 @@ impl Capture {
         self.budget
     }
 
-    /// Starts an asynchronous copy of the states to the host.
+    /// Starts an asynchronous copy of the states to the host. Without a copy stream it returns the states
+    /// unchanged.
     pub fn download(&self, captured: Captured) -> HostCopy {
         let (Captured { taps, last }, device) = (captured, self.target.device());
         let states = [taps, last];

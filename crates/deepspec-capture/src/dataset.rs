@@ -2,22 +2,19 @@
 
 use std::borrow::Cow;
 use std::collections::HashMap;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 
-use crate::cache::{CacheTotals, Encoding, MANIFEST_FILE, Plan, PlannedSample, Reader};
+use crate::cache::{CacheTotals, Encoding, MANIFEST_FILE, Reader};
 use deepspec_core::digest::Hasher;
 use deepspec_core::recipe::States;
 use deepspec_core::{env, jsonl};
 use deepspec_drafters::Recipe;
 use deepspec_text::{ChatTokenizer, detect_trained_thinking};
 
+use crate::recorder::CacheRecorder;
 use crate::samples::{SampleMeta, Samples, open_or_tokenise};
 use crate::{RowCounts, StatesError, TargetSpec};
-
-/// Bytes of hidden states per shard of a cache that training writes. A resumed first epoch
-/// recomputes at most one shard.
-const SHARD_BYTES: u64 = 256 << 20;
 
 /// Number of samples that [`Dataset::thinking`] checks.
 const THINKING_CHECK_SAMPLES: usize = 64;
@@ -43,15 +40,6 @@ pub(crate) struct FinishedCache {
     pub reader: Arc<Reader>,
     /// Index in the cache of each sample; `None` if both orders are equal.
     pub rows: Option<Arc<Vec<usize>>>,
-}
-
-/// A cache that the first epoch writes.
-pub(crate) struct CacheRecorder {
-    pub dir: PathBuf,
-    /// The samples in the order of the first epoch, so that shards are filled one after another.
-    pub plan: Plan,
-    /// The index of each sample in the plan.
-    pub places: Arc<Vec<usize>>,
 }
 
 impl Dataset {
@@ -101,7 +89,7 @@ impl Dataset {
             States::Hybrid(dir) => {
                 let dir = env::expand_home(dir);
                 match dir.join(MANIFEST_FILE).exists() {
-                    true => Origin::Cache(FinishedCache::open_for_samples(&dir, &samples, source)?),
+                    true => Origin::Cache(FinishedCache::open_matching(&dir, &samples, source)?),
                     false => {
                         let order = first_epoch(samples.len());
                         Origin::Hybrid(Box::new(CacheRecorder::new(dir, &samples, order, source)?))
@@ -253,7 +241,7 @@ impl FinishedCache {
     }
 
     /// Opens the cache in `dir`, which must have exactly these samples, in any order.
-    fn open_for_samples(dir: &Path, samples: &Samples, source: &TargetSpec) -> Result<Self, StatesError> {
+    fn open_matching(dir: &Path, samples: &Samples, source: &TargetSpec) -> Result<Self, StatesError> {
         let stored = Self::open(dir, source)?;
         let reader = &stored.reader;
         let by_id: HashMap<&str, usize> =
@@ -283,26 +271,5 @@ impl FinishedCache {
             input_ids: Cow::Borrowed(reader.input_ids(row).unwrap_or_default()),
             spans: Cow::Borrowed(reader.spans(row).unwrap_or_default()),
         }
-    }
-}
-
-impl CacheRecorder {
-    fn new(
-        dir: PathBuf,
-        samples: &Samples,
-        order: Vec<usize>,
-        source: &TargetSpec,
-    ) -> Result<Self, StatesError> {
-        let mut places = vec![0; samples.len()];
-        for (place, &sample) in order.iter().enumerate() {
-            places[sample] = place;
-        }
-        let samples = order.into_iter().map(|index| samples.planned_sample(index)).collect();
-        let plan = Plan::new(samples, source.layout(source.final_states, Encoding::Bf16), SHARD_BYTES)?;
-        Ok(Self { dir, plan, places: Arc::new(places) })
-    }
-
-    pub fn sample(&self, index: usize) -> &PlannedSample {
-        &self.plan.samples()[self.places[index]]
     }
 }

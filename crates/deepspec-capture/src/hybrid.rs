@@ -10,8 +10,9 @@ use std::sync::Arc;
 use crate::cache::{Builder, Plan, PlannedSample, Reader, ShardWriter};
 
 use crate::capture::bytes;
-use crate::dataset::{CacheRecorder, FinishedCache};
+use crate::dataset::FinishedCache;
 use crate::online::{Online, SampleStates};
+use crate::recorder::CacheRecorder;
 use crate::stored::CachedStates;
 use crate::{StatesError, TargetSpec};
 
@@ -57,7 +58,7 @@ impl<'d> Hybrid<'d> {
     /// Begins an optimiser step: records the samples of earlier steps, publishes a complete cache, and sets the step's samples.
     pub(crate) fn begin_step(&mut self, step: usize, samples: &[usize]) -> Result<(), StatesError> {
         if self.steps_per_epoch() <= step {
-            self.publish()?;
+            self.finish_recording()?;
         }
         self.place = step * self.per_step;
         self.write_up_to(self.place)?;
@@ -89,7 +90,7 @@ impl<'d> Hybrid<'d> {
     /// Ends a run of `steps` steps, and publishes the cache after at least one epoch.
     pub(crate) fn finish(&mut self, steps: usize) -> Result<(), StatesError> {
         if self.steps_per_epoch() <= steps {
-            return self.publish();
+            return self.finish_recording();
         }
         if let Phase::First { .. } = self.phase {
             let (dir, samples) = (self.recording.dir.display(), self.recording.plan.samples().len());
@@ -106,7 +107,7 @@ impl<'d> Hybrid<'d> {
     }
 
     /// Captures the missing samples, publishes the cache, and reads from it afterwards.
-    fn publish(&mut self) -> Result<(), StatesError> {
+    fn finish_recording(&mut self) -> Result<(), StatesError> {
         self.write_up_to(self.recording.plan.samples().len())?;
         let read = || -> Result<Phase<'d>, StatesError> {
             let reader = Arc::new(Reader::open(&self.recording.dir)?);

@@ -17,6 +17,7 @@ mod error;
 mod fill;
 mod hybrid;
 mod online;
+mod recorder;
 mod rows;
 mod samples;
 mod source;

@@ -138,7 +138,7 @@ pub struct EngineSupport {
 }
 
 impl EngineSupport {
-    /// The engine loads the checkpoint, which was tested with the version in [`crate::loaders`].
+    /// The engine loads the checkpoint, which was tested with the version in [`crate::engine_compatibility`].
     pub const fn loads_tested(note: &'static str) -> Self {
         Self { loads: true, note, tried: true }
     }

@@ -134,8 +134,8 @@ impl<'a> GgufExport<'a> {
     /// that contains only such a file.
     ///
     /// # Errors
-    /// Fails if the folder exists and may not be replaced, on any I/O error, or if values of a
-    /// tensor are no floats.
+    /// Fails if the folder exists and may not be replaced, on any I/O error, or if a
+    /// tensor has a non-float dtype.
     pub fn write(&self, dir: &Path, overwrite: bool) -> Result<(), CheckpointError> {
         let data = |number, tensor: &Tensor| self.tensor_bytes(number, tensor).map_err(io::Error::other);
         folder::write_folder_atomically(

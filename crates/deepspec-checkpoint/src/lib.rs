@@ -13,6 +13,7 @@
 //! This crate does no computation with weights and does not link libtorch.
 
 mod checkpoint;
+mod compatibility;
 mod convert;
 mod drafter;
 mod engines;
@@ -26,7 +27,6 @@ pub mod gguf;
 mod gguf_export;
 mod kind;
 mod layouts;
-mod loaders;
 mod numbers;
 mod quantised;
 mod rope;
@@ -38,6 +38,7 @@ mod tensors;
 mod write;
 
 pub use checkpoint::Checkpoint;
+pub use compatibility::{EngineCompatibility, engine_compatibility};
 pub use convert::{Converted, convert};
 pub use drafter::{Drafter, Incompatibility, KindSettings, Settings, TensorShapes};
 pub use engines::convert_for_engine;
@@ -53,7 +54,6 @@ pub use layouts::{
     Decoder, DflashConfig, ExternalClass, KnownDrafters, Reader, find_unsupported_setting, read_layer_ids,
     unsupported_layout_message,
 };
-pub use loaders::{Loader, loaders};
 pub use quantised::quantised_folder_message;
 pub use serving::{Risk, risks};
 pub use shards::{MAX_SHARD_BYTES, Shard, no_weights_message, split_into_shards, write_index};

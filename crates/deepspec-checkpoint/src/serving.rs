@@ -1,7 +1,7 @@
 //! Detects settings of a checkpoint folder that a serving engine would misread.
 //!
 //! Based on the engines' sources of September 2026 and on trials with the versions in
-//! [`crate::loaders`]. Nearly all of these mistakes are silent: the drafter runs, but the engine
+//! [`crate::engine_compatibility`]. Nearly all of these mistakes are silent: the drafter runs, but the engine
 //! accepts few drafts.
 
 use std::fs;
@@ -14,7 +14,7 @@ use crate::export::Engine;
 use crate::fields::read_object;
 use crate::shapes::EMBED;
 use crate::shards::is_weights_file;
-use crate::{Checkpoint, Loader, Target, loaders, rope};
+use crate::{Checkpoint, EngineCompatibility, Target, engine_compatibility, rope};
 
 /// A problem to fix or check before serving.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
@@ -81,13 +81,13 @@ impl ServingCheck<'_> {
     }
 
     /// How the engine handles the folder; None for llama.cpp, which loads no folders.
-    fn loader(&self) -> Option<Loader> {
+    fn compatibility(&self) -> Option<EngineCompatibility> {
         let name = self.engine.to_string();
-        loaders(self.checkpoint).into_iter().find(|loader| loader.engine == name)
+        engine_compatibility(self.checkpoint).into_iter().find(|compatibility| compatibility.engine == name)
     }
 
     fn loads_as_it_is(&self) -> bool {
-        self.loader().is_some_and(|loader| loader.loads)
+        self.compatibility().is_some_and(|compatibility| compatibility.loads)
     }
 
     /// Whether the engine loads the folder at all.
@@ -109,11 +109,11 @@ impl ServingCheck<'_> {
                 },
             });
         }
-        let loader = self.loader()?;
+        let compatibility = self.compatibility()?;
         let drafter = self.checkpoint.drafter();
-        (!loader.loads).then(|| Risk {
+        (!compatibility.loads).then(|| Risk {
             subject: "layout",
-            problem: format!("it does not load: {}", loader.note),
+            problem: format!("it does not load: {}", compatibility.note),
             remedy: match drafter.kind.engine_format(self.engine, drafter) {
                 Ok(_) => self.convert_command(),
                 Err(reason) => format!("no conversion mends that: {reason}"),

@@ -77,11 +77,11 @@ impl Document {
     ///
     /// # Errors
     /// See [`ConfigError`].
-    pub fn open(path: &Path, overrides: &[String]) -> Result<Self, ConfigError> {
+    pub fn load(path: &Path, overrides: &[String]) -> Result<Self, ConfigError> {
         Self::parse(path, &atomic::read_text(path)?, overrides)
     }
 
-    /// Like [`Document::open`], for text that was read already; `path` only labels errors.
+    /// Like [`Document::load`], for text that was read already; `path` only labels errors.
     ///
     /// # Errors
     /// See [`ConfigError`].

@@ -6,7 +6,7 @@ use std::env::{var, var_os};
 use std::fs;
 use std::path::PathBuf;
 
-pub use ranks::{OMP_THREADS_VARIABLE, Ranks, RanksError, has_thread_count};
+pub use ranks::{DistributedEnv, OMP_THREADS_VARIABLE, RanksError, has_thread_count};
 use ranks::{ranks_from_torchrun, slurm};
 
 /// `RUST_LOG`: a log filter that overrides `--quiet` and `-v`.
@@ -120,11 +120,11 @@ pub fn hub_env_from(read: impl Fn(&str) -> Option<String>) -> HubEnv {
     }
 }
 
-/// The rank of this process in a job; `None` if it runs alone.
+/// Reads rank, world size and rendezvous address of this process; `None` if it runs alone.
 ///
 /// # Errors
 /// See [`RanksError`].
-pub fn ranks() -> Result<Option<Ranks>, RanksError> {
+pub fn distributed_env() -> Result<Option<DistributedEnv>, RanksError> {
     let port_range = || fs::read_to_string("/proc/sys/net/ipv4/ip_local_port_range").ok();
     ranks_from(|name| var(name).ok(), port_range)
 }
@@ -141,7 +141,7 @@ fn expand(path: &str, home: Option<impl Into<PathBuf>>) -> PathBuf {
     }
 }
 
-/// [`ranks`] with variables from `read` and the system's ephemeral port range from `port_range`.
+/// [`distributed_env`] with variables from `read` and the system's ephemeral port range from `port_range`.
 ///
 /// torchrun's variables come first: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT. The
 /// alternative is an `srun` task: SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID, and the first
@@ -154,7 +154,7 @@ fn expand(path: &str, home: Option<impl Into<PathBuf>>) -> PathBuf {
 pub fn ranks_from(
     read: impl Fn(&str) -> Option<String>,
     port_range: impl Fn() -> Option<String>,
-) -> Result<Option<Ranks>, RanksError> {
+) -> Result<Option<DistributedEnv>, RanksError> {
     let given = |name: &str| read(name).filter(|text| !text.is_empty());
     let ranks = if given("RANK").is_some() {
         Some(ranks_from_torchrun(given)?)

@@ -134,7 +134,8 @@ pub struct DataRecipe {
 /// Dtype of the working weights; masters are always float32.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
-pub enum Precision {
+#[schemars(rename = "Precision")]
+pub enum TrainDtype {
     /// bfloat16.
     Bf16,
     /// float32.
@@ -164,7 +165,8 @@ pub enum ShardingStrategy {
 /// Backend of collective operations.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
-pub enum Backend {
+#[schemars(rename = "Backend")]
+pub enum DistBackend {
     /// NCCL among GPUs, Gloo among CPUs.
     Auto,
     /// NCCL, which needs a GPU for each process.
@@ -184,7 +186,7 @@ pub struct TrainRecipe {
     /// Decoupled weight decay.
     pub weight_decay: f64,
     /// Dtype of the working weights.
-    pub precision: Precision,
+    pub precision: TrainDtype,
     /// Sequences per forward and process, at most.
     pub local_batch_size: usize,
     /// Tokens per forward and process, at most; a longer sequence has a forward of its own. Absent means any number. Refused with
@@ -204,7 +206,7 @@ pub struct TrainRecipe {
     /// Sharding of the optimiser's state among processes.
     pub sharding_strategy: ShardingStrategy,
     /// Backend of collective operations.
-    pub backend: Backend,
+    pub backend: DistBackend,
     /// Seconds that a process waits for the others before it gives up. Saving a checkpoint must fit into this time. Ten
     /// seconds of it, or a third if that is less, are reserved for error messages of the others.
     pub timeout_s: u64,
@@ -227,7 +229,7 @@ impl Default for TrainRecipe {
             lr: 6e-4,
             warmup_ratio: 0.04,
             weight_decay: 0.0,
-            precision: Precision::Bf16,
+            precision: TrainDtype::Bf16,
             local_batch_size: 1,
             max_tokens_per_batch: None,
             global_batch_size: 512,
@@ -236,7 +238,7 @@ impl Default for TrainRecipe {
             max_grad_norm: 1.0,
             loss_normalization: LossNormalization::Global,
             sharding_strategy: ShardingStrategy::NoShard,
-            backend: Backend::Auto,
+            backend: DistBackend::Auto,
             timeout_s: 600,
             init_from: None,
             freeze: vec![],

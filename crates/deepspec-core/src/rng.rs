@@ -20,7 +20,7 @@ pub enum Purpose {
     Anchor = 5,
     /// Initial weights.
     Init = 6,
-    /// Assignment of rows to the sides of a split.
+    /// Assignment of rows to the sides of a split, and draws of a replay.
     Split = 7,
     /// Selection of samples in a bootstrap resample.
     Resample = 8,

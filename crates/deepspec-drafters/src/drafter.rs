@@ -92,7 +92,7 @@ pub trait DrafterPlan: Send + Sync {
     /// Which final hidden states of the target the samples need.
     fn final_states(&self) -> FinalStates;
 
-    /// Addend of the loss denominator from this sample.
+    /// This sample's contribution to the loss denominator.
     fn loss_weight(&self, loss_mask: &[bool], anchors: &[usize]) -> f64;
 
     /// Definitions of the drafter's metrics.

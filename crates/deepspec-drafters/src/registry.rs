@@ -31,7 +31,7 @@ const DRAFTER_KINDS: [&DrafterKindInfo; 5] = [
 /// # Errors
 /// See [`ConfigError`].
 pub fn load_recipe(path: &Path, overrides: &[String]) -> Result<Recipe, ConfigError> {
-    let document = Document::open(path, overrides)?;
+    let document = Document::load(path, overrides)?;
     let recipe = deepspec_core::recipe::Recipe::read(&document)?;
     let drafter = DrafterSpec::read(&document, &recipe.drafter)?;
     let recipe = recipe.with_drafter(drafter);
@@ -46,7 +46,7 @@ pub fn load_recipe(path: &Path, overrides: &[String]) -> Result<Recipe, ConfigEr
 /// # Errors
 /// See [`ConfigError`].
 pub fn load_saved_recipe(path: &Path) -> Result<Value, ConfigError> {
-    let document = Document::open(path, &[])?;
+    let document = Document::load(path, &[])?;
     let recipe: deepspec_core::recipe::Recipe<DrafterRecipe> = document.read()?;
     Ok(match DrafterSpec::read(&document, &recipe.drafter) {
         Ok(drafter) => json!(recipe.with_drafter(drafter)),

@@ -106,8 +106,8 @@ fn a_fresh_one_is_dflash() {
     // DFlash projects the shared input of its masked slots once in the first layer, so the matmuls
     // have other shapes.
     assert_close("states", &hidden, &expected, 5e-6);
-    let (_, features) = model.logit_features(&hidden, &batch(&model).previous).unwrap();
-    let logits = model.slot_logits(&hidden.flatten(0, 1), Some(&features.flatten(0, 1)));
+    let (_, features) = model.teacher_forced_features(&hidden, &batch(&model).previous).unwrap();
+    let logits = model.teacher_forced_logits(&hidden.flatten(0, 1), Some(&features.flatten(0, 1)));
     let (best, all) = (logits.isfinite(), dflash.base_logits(&hidden.flatten(0, 1)));
     assert_eq!(best.sum(Kind::Int64).int64_value(&[]), TOP_K * best.size()[0]);
     assert!(logits.argmax(-1, false).equal(&all.argmax(-1, false)));
@@ -129,8 +129,8 @@ fn the_selector_scores_as_its_formula_says() {
     let batch = batch(&model);
     let hidden = model.hidden_states(&batch);
     let base = model.base_logits(&hidden).flatten(0, 1);
-    let (_, features) = model.logit_features(&hidden, &batch.previous).unwrap();
-    let found = model.slot_logits(&hidden.flatten(0, 1), Some(&features.flatten(0, 1)));
+    let (_, features) = model.teacher_forced_features(&hidden, &batch.previous).unwrap();
+    let found = model.teacher_forced_logits(&hidden.flatten(0, 1), Some(&features.flatten(0, 1)));
     let part = |name: &str| numbers(&model, &format!("candidate_selector.{name}"));
     let (a, b, p) =
         (part("predecessor_codebook"), part("successor_codebook"), part("hidden_projection.weight"));
@@ -206,13 +206,13 @@ fn gradients_are_autograds() {
 fn slow(model: &DFlash2, batch: &BlockBatch, recipe: &LossRecipe) -> (Tensor, Vec<(&'static str, f64)>) {
     let hidden = model.hidden_states(batch);
     let rows = |t: &Tensor| t.flatten(0, 1).index_select(0, &batch.rows);
-    let (_, features) = model.logit_features(&hidden, &batch.previous).unwrap();
+    let (_, features) = model.teacher_forced_features(&hidden, &batch.previous).unwrap();
     let logits = model.base_logits(&rows(&hidden));
     let teacher = model.base_logits(&batch.teacher_states()).detach().softmax(-1, Kind::Float);
     let labels = batch.labels.unsqueeze(1);
     let ce = -logits.log_softmax(-1, Kind::Float).gather(1, &labels, false).squeeze_dim(1);
     let l1 = (logits.softmax(-1, Kind::Float) - &teacher).abs().sum_dim_intlist(-1, false, Kind::Float);
-    let restricted = model.slot_logits(&rows(&hidden), Some(&rows(&features)));
+    let restricted = model.teacher_forced_logits(&rows(&hidden), Some(&rows(&features)));
     let q = restricted.softmax(-1, Kind::Float);
     let of_label = q.gather(1, &labels, false).squeeze_dim(1);
     let recalled = of_label.gt(0.0);
@@ -273,8 +273,8 @@ fn it_decodes_as_it_was_trained() {
             let model = proposer.model();
             let batch = model.config().batch(&[forced], 4.0, Device::Cpu, Kind::Float).unwrap();
             let hidden = model.hidden_states(&batch);
-            let (_, features) = model.logit_features(&hidden, &batch.previous).unwrap();
-            let logits = model.slot_logits(&hidden.flatten(0, 1), Some(&features.flatten(0, 1)));
+            let (_, features) = model.teacher_forced_features(&hidden, &batch.previous).unwrap();
+            let logits = model.teacher_forced_logits(&hidden.flatten(0, 1), Some(&features.flatten(0, 1)));
             if temperature > 0.0 {
                 let expected = (logits / temperature).softmax(-1, Kind::Float);
                 assert_close("q", &proposal.probs.expect("drawn at temperature 1").get(0), &expected, 1e-5);
@@ -400,8 +400,8 @@ fn speculators_computes_the_same() {
     let batch = drafter.config().batch(&[given], 4.0, Device::Cpu, Kind::Float).unwrap();
     let own = drafter.hidden_states(&batch);
     assert_close("hidden", &own, &hidden, 1e-4);
-    let (_, features) = drafter.logit_features(&own, &batch.previous).unwrap();
-    let logits = drafter.slot_logits(&own.flatten(0, 1), Some(&features.flatten(0, 1)));
+    let (_, features) = drafter.teacher_forced_features(&own, &batch.previous).unwrap();
+    let logits = drafter.teacher_forced_logits(&own.flatten(0, 1), Some(&features.flatten(0, 1)));
     let theirs = tokens.to_kind(Kind::Int64).flatten(0, 1);
     assert_close("scores", &logits.gather(1, &theirs, false), &scores.flatten(0, 1), 1e-3);
 }

@@ -193,7 +193,7 @@ fn a_layer_pattern_the_target_cannot_have_is_refused() {
     assert!(refusal(&gemma4, &[None, Some(4)]).contains("last layer of a Gemma 4"));
 }
 
-/// Decoding after token i + 1 equals column i of the training-time test if it samples the tokens
+/// Decoding after token i + 1 equals position i of the training-time test if it samples the tokens
 /// of the text.
 #[test]
 fn eagle3_decodes_as_its_training_time_test_ran() {
@@ -223,7 +223,7 @@ fn eagle3_decodes_as_its_training_time_test_ran() {
                 .map(|(s, states)| model.draft_logits(&states.index_select(0, &batch.supervised_rows(s))))
                 .map(|logits| logits.softmax(-1, Kind::Float))
                 .collect();
-            // The first supervised column of each step, and the number of supervised columns.
+            // The first supervised position of each step, and the number of supervised positions.
             let first = |s: usize| match supervise {
                 Supervise::Shifted => 5usize.saturating_sub(s),
                 Supervise::Labels => 3usize.saturating_sub(s),
@@ -232,13 +232,13 @@ fn eagle3_decodes_as_its_training_time_test_ran() {
             let model = Eagle3::fresh(model.config().clone(), &embed, &head, 11, Kind::Float);
             let mut proposer = Eagle3Proposer::new(model, 3);
             let mut seen = 0;
-            for column in [5, 6, 20, 33] {
+            for position in [5, 6, 20, 33] {
                 let expected: Vec<Tensor> =
-                    (0..steps).map(|s| trained[s].get((column - first(s)) as i64)).collect();
+                    (0..steps).map(|s| trained[s].get((position - first(s)) as i64)).collect();
                 let expected = Tensor::stack(&expected, 0);
-                let tokens = &sample.input_ids[column + 2..column + 2 + steps];
-                let context = context(&sample, seen, column + 1 - seen);
-                let anchor = Tensor::from_slice(&sample.input_ids[column + 1..column + 2]);
+                let tokens = &sample.input_ids[position + 2..position + 2 + steps];
+                let context = context(&sample, seen, position + 1 - seen);
+                let anchor = Tensor::from_slice(&sample.input_ids[position + 1..position + 2]);
                 let uniforms = common::forcing(&expected, tokens);
                 let proposal = proposer.propose(&DraftRequest {
                     context: &context,
@@ -248,9 +248,9 @@ fn eagle3_decodes_as_its_training_time_test_ran() {
                     sampling: &at_temperature_one(),
                 });
                 assert_eq!(Vec::<i64>::try_from(proposal.tokens.reshape([-1])).unwrap(), tokens);
-                let what = format!("{} {supervise:?}, column {column}", target.family);
+                let what = format!("{} {supervise:?}, position {position}", target.family);
                 assert_close(&what, &proposal.probs.expect("drawn at temperature 1").get(0), &expected, 1e-5);
-                seen = column + 1;
+                seen = position + 1;
             }
         }
     }

@@ -63,10 +63,10 @@ fn check_training(name: &str) {
     let batch = block.config().batch(&samples, decay, device(), Kind::Float).unwrap();
     let hidden = block.hidden_states(&batch);
     assert_close("output_hidden", &hidden.to_device(Device::Cpu), &kept(&case, "output_hidden"), FORWARD);
-    let features = block.logit_features(&hidden, &batch.previous);
+    let features = block.teacher_forced_features(&hidden, &batch.previous);
     let supervised = kept(&case, "eval_mask").reshape([-1]).nonzero().squeeze_dim(1);
     let rows = |t: &Tensor| t.to_device(Device::Cpu).flatten(0, 1).index_select(0, &supervised);
-    let logits = block.slot_logits(&hidden, features.as_ref().map(|(_, f)| f));
+    let logits = block.teacher_forced_logits(&hidden, features.as_ref().map(|(_, f)| f));
     assert_close("draft_logits", &rows(&logits), &rows(&kept(&case, "draft_logits")), FORWARD);
     if let Some(confidence) = block.confidence_logits(&hidden, features.as_ref().map(|(e, _)| e)) {
         assert_close("confidence_pred", &rows(&confidence), &rows(&kept(&case, "confidence_pred")), FORWARD);

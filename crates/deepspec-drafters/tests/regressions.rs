@@ -97,8 +97,8 @@ fn the_markov_head_reads_the_token_before_each_label() {
     };
     let batch = block.config().batch(&[sample], 4.0, Device::Cpu, Kind::Float).unwrap();
     let hidden = block.hidden_states(&batch);
-    let (_, features) = block.logit_features(&hidden, &batch.previous).unwrap();
-    let best = block.slot_logits(&hidden, Some(&features)).argmax(-1, false);
+    let (_, features) = block.teacher_forced_features(&hidden, &batch.previous).unwrap();
+    let best = block.teacher_forced_logits(&hidden, Some(&features)).argmax(-1, false);
     let labels = [&text[1..=GAMMA], &text[6..6 + GAMMA]].concat();
     assert_eq!(Vec::<i64>::try_from(best.reshape([-1])).unwrap(), labels);
 }

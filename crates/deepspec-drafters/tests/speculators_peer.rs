@@ -94,9 +94,9 @@ fn ours(dir: &Path, sample: TrainSample) -> Vec<(&'static str, Tensor)> {
     let block = Block::load(dir, Device::Cpu, Kind::Float).unwrap();
     let batch = block.config().batch(&samples, 1.0, Device::Cpu, Kind::Float).unwrap();
     let hidden = block.hidden_states(&batch);
-    let heads = block.logit_features(&hidden, &batch.previous);
+    let heads = block.teacher_forced_features(&hidden, &batch.previous);
     let (e, features) = (heads.as_ref().map(|(e, _)| e), heads.as_ref().map(|(_, features)| features));
-    let mut found = vec![("logits", block.slot_logits(&hidden, features))];
+    let mut found = vec![("logits", block.teacher_forced_logits(&hidden, features))];
     found.extend(block.confidence_logits(&hidden, e).map(|logits| ("confidence", logits)));
     found.push(("hidden", hidden));
     found
@@ -136,7 +136,7 @@ fn speculators_loads_converted_drafters_and_computes_the_same() {
         assert_eq!(found.len(), theirs.len(), "{case}");
         for (name, own) in found {
             let (_, other) = theirs.iter().find(|(other, _)| other == name).unwrap();
-            // Eagle3 does not compute columns without supervised tokens: the last ones.
+            // Eagle3 does not compute positions without supervised tokens: the last ones.
             let other = if own.dim() == 2 {
                 other.squeeze_dim(0).narrow(0, 0, own.size()[0])
             } else {

@@ -117,9 +117,8 @@ impl Queue {
         self.changed.notify_all();
     }
 
-    /// Takes requests for one of `workers` engines, which has `room` free slots. It takes its share
-    /// of the queue, at least one request if there are any. An idle engine blocks until there are
-    /// requests. None if the engine must stop.
+    /// Takes at most `room` requests: this engine's share of the queue, rounded up. An idle engine
+    /// waits for requests. None if the engine must stop.
     fn take_share(&self, room: usize, workers: usize, is_idle: bool) -> Option<Vec<(RequestId, Request)>> {
         let waits = |queued: &mut QueueState| is_idle && !queued.closed && queued.requests.is_empty();
         let mut queued = self.changed.wait_while(self.lock(), waits).unwrap_or_else(PoisonError::into_inner);
@@ -184,6 +183,8 @@ impl Generator for EngineReplicas {
         self.open == 0
     }
 
+    /// Submits queued requests, then waits for one replica's step.
+    ///
     /// # Panics
     /// Panics if an engine panicked. The other engines stop, and further calls panic once their
     /// remaining reports are returned.

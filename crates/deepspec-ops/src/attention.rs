@@ -17,7 +17,7 @@ pub struct Heads {
 
 impl Heads {
     /// Query heads per key/value head.
-    pub fn repeats(&self) -> i64 {
+    pub fn num_kv_groups(&self) -> i64 {
         self.query / self.key_value
     }
 }

@@ -43,7 +43,8 @@ impl NoGpuReason {
 /// # Errors
 /// [`DeviceError::Unused`].
 pub fn check_cpu_fallback(absence: &NoGpuReason, processes: usize) -> Result<(), DeviceError> {
-    let launched = || env::ranks().is_ok_and(|ranks| ranks.is_some_and(|ranks| ranks.world_size > 1));
+    let launched =
+        || env::distributed_env().is_ok_and(|ranks| ranks.is_some_and(|ranks| ranks.world_size > 1));
     warn_or_refuse(absence, env::hides_gpus(), processes > 1 || launched(), count_nvidia_smi_gpus)
 }
 

@@ -73,8 +73,8 @@ pub struct LayerWeights<'a> {
     pub fits: &'a OnceCell<bool>,
 }
 
-/// A decoder layer over `x [N, d]`, of which some rows may be `repeated`: `[N, d]`. `angles` are the cosines and sines of the
-/// rows' positions, `[N, 1, D/2]` each.
+/// Runs a decoder layer on `x [N, d]` and returns `[N, d]`. If `repeated` is given, the layer computes equal rows only once.
+/// `angles` are the cosines and sines of the rows' positions, `[N, 1, D/2]` each.
 ///
 /// Returns None if no kernel fits. The kernels need packed weights on the CPU, or a few bfloat16 rows on a GPU.
 /// The attention must support [`Attend::as_attend_projected`].
@@ -224,7 +224,7 @@ impl LayerWeightRefs<'_, Tensor> {
         };
         output.size()[0] == width
             && qkv.into_iter().chain([output, gate, up, down]).chain(norm_weights(weights)).all(fits)
-            && ffi::has_decode_kernels(gate, width, inner, weights.heads.dim, weights.heads.repeats())
+            && ffi::has_decode_kernels(gate, width, inner, weights.heads.dim, weights.heads.num_kv_groups())
     }
 }
 

@@ -86,17 +86,17 @@ fn check_answer_texts(
     let messages = &conversation.messages;
     let messages_of_ranges = messages_of_ranges(&supervised.text, &supervised.text_ranges, messages);
     for (&(start, end), owner) in supervised.text_ranges.iter().zip(&messages_of_ranges) {
-        let place = &supervised.text[start..end];
+        let span_text = &supervised.text[start..end];
         if start == end && owner.is_none_or(|owner| !messages[owner].is_trained_on()) {
             continue;
         }
         let Some(index) = *owner else {
             let why = stray_text_reason(template, messages);
-            checked.problems.push(Problem::Stray { found: excerpt(place, 0), why });
+            checked.problems.push(Problem::Stray { found: excerpt(span_text, 0), why });
             break;
         };
         if let Some(problem) =
-            compare_with_message(tokenizer, template, &messages[index], index, place, checked)
+            check_supervised_span(tokenizer, template, &messages[index], index, span_text, checked)
         {
             checked.problems.push(problem);
             break;
@@ -121,12 +121,12 @@ fn stray_text_reason(template: &ChatTemplate, messages: &[Message]) -> String {
 }
 
 /// Compares a supervised span with its message, ignoring white space around both.
-fn compare_with_message(
+fn check_supervised_span(
     tokenizer: &ChatTokenizer,
     template: &ChatTemplate,
     message: &Message,
     index: usize,
-    place: &str,
+    span_text: &str,
     checked: &mut RowFindings,
 ) -> Option<Problem> {
     let prefix =
@@ -134,9 +134,9 @@ fn compare_with_message(
     let content = message.content.strip_prefix(prefix).unwrap_or(&message.content);
     let (inline, answer) = reasoning::split_reasoning(content);
     let reasoning = message.reasoning_content.as_deref().map_or(inline, str::trim);
-    let (thought, written) = reasoning::split_reasoning(strip_end_of_turn(tokenizer, template, place));
+    let (thought, written) = reasoning::split_reasoning(strip_end_of_turn(tokenizer, template, span_text));
     let (answer, written) = (answer.trim(), written.trim());
-    if message.is_truncated() && answer.is_empty() && place.trim_end().ends_with(reasoning) {
+    if message.is_truncated() && answer.is_empty() && span_text.trim_end().ends_with(reasoning) {
         return None; // The answer was cut within its reasoning, where the mask ends.
     }
     checked.reasoning_left_out += usize::from(thought.is_empty() && !reasoning.is_empty());

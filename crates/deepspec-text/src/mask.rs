@@ -33,12 +33,12 @@ pub struct Supervised {
 /// Whether the ids come from the server or from tokenising the text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Served {
-    /// From the text: the row does not keep served ids.
+    /// The ids come from tokenising the text. The row does not keep served ids.
     #[default]
     Unknown,
-    /// From the server, and equal to the text's ids.
+    /// The ids come from the server. Tokenising the text gives the same ids.
     SameAsText,
-    /// From the server, and different from the text's ids.
+    /// The ids come from the server. Tokenising the text gives other ids.
     DiffersFromText,
 }
 

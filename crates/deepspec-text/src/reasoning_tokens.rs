@@ -29,7 +29,8 @@ impl SpecialThinkTags {
 /// The special tokens that may open or close reasoning at the current position of an answer.
 #[derive(Debug, Clone)]
 pub(crate) struct ReasoningTokens {
-    /// Opening tokens with their think tags; they count only at the start of an answer.
+    /// Ids of opening tokens, with their think tags. An opening token counts only if white space alone
+    /// precedes it in the answer.
     open: Vec<(u32, SpecialThinkTags)>,
     close: Vec<u32>,
 }

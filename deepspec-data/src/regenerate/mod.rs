@@ -236,7 +236,7 @@ fn open_backend(args: &Args, embedded: Option<(PathBuf, EngineArgs)>) -> anyhow:
             in_flight: AtomicUsize::new(0),
         }));
     }
-    let asking = Options { asks_thinking: args.sampling.asks_thinking(), ..args.asking.clone() };
+    let asking = Options { sets_thinking: args.sampling.sets_thinking(), ..args.asking.clone() };
     Ok(Backend::Servers(Arc::new(Pool::new(&args.server, asking)?)))
 }
 

@@ -53,7 +53,7 @@ pub struct Sampling {
 
 impl Sampling {
     /// Whether the user set the thinking switch.
-    pub fn asks_thinking(&self) -> bool {
+    pub fn sets_thinking(&self) -> bool {
         self.enable_thinking || self.disable_thinking
     }
 }

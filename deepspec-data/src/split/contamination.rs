@@ -174,8 +174,8 @@ fn parse_turns(row: &Map<String, Value>) -> Result<Vec<String>, String> {
     turns.iter().map(text).collect::<Option<_>>().ok_or_else(|| format!("a turn is not a string; {expected}"))
 }
 
-/// Number of words that all first turns share at the start and at the end. It is 0 if they are too
-/// few, or if they make up a whole turn.
+/// Counts the words that all first turns share at the start, and at the end. A count below
+/// `MIN_TEMPLATE_WORDS` becomes 0. Both are 0 if together they cover a whole turn.
 fn template_word_counts(prompts: &[Prompt]) -> (usize, usize) {
     let firsts: Vec<Vec<&str>> = prompts
         .iter()

@@ -180,7 +180,7 @@ impl Conversation {
             out.extend_from_slice(b"{\"role\":\"");
             out.extend_from_slice(turn.role.as_str().as_bytes());
             out.extend_from_slice(b"\",\"content\":");
-            write_text(&turn.text, out);
+            write_json_string(&turn.text, out);
             write_rest(&turn.rest, out);
             out.push(b'}');
         }
@@ -197,7 +197,7 @@ impl Conversation {
             if index > 0 {
                 out.push(b',');
             }
-            write_text(text, out);
+            write_json_string(text, out);
         }
         out.extend_from_slice(b"]}\n");
     }
@@ -233,21 +233,21 @@ impl OutputId<'_> {
         out.extend_from_slice(b"{\"id\":");
         if let Some(name) = self.renamed {
             let name = self.source.map_or_else(|| name.to_owned(), |source| format!("{source}/{name}"));
-            return write_text(&name, out);
+            return write_json_string(&name, out);
         }
         match (self.source, id) {
             (Some(source), id) => {
                 let own = id.own().map_or_else(|| self.index.to_string(), str::to_owned);
-                write_text(&format!("{source}/{own}"), out);
+                write_json_string(&format!("{source}/{own}"), out);
             }
-            (None, Id::Text(text)) => write_text(text, out),
+            (None, Id::Text(text)) => write_json_string(text, out),
             (None, Id::Number(text)) => out.extend_from_slice(text.as_bytes()),
             (None, Id::Index) => out.extend_from_slice(self.index.to_string().as_bytes()),
         }
     }
 }
 
-fn write_text(text: &str, out: &mut Vec<u8>) {
+fn write_json_string(text: &str, out: &mut Vec<u8>) {
     // Writing a string to memory cannot fail.
     let _ = serde_json::to_writer(out, text);
 }

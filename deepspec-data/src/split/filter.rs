@@ -192,7 +192,7 @@ impl<'a> RowFilter<'a> {
                 (false, false)
             }
             Ok(good) => {
-                let renamed = ids.rename(good.id.as_deref(), &found.usable);
+                let renamed = ids.deduplicate_id(good.id.as_deref(), &found.usable);
                 let as_read = renamed.is_none();
                 found.renamed.extend(renamed.map(|name| (index, name)));
                 good.dropped.into_iter().for_each(|speaker| count(&mut found.dropped, speaker));
@@ -221,7 +221,7 @@ pub struct IdRenamer {
 impl IdRenamer {
     /// A new id for the next row, if an earlier row has the same id; `usable` are the rows before
     /// it.
-    fn rename(&mut self, own: Option<&str>, usable: &UsableRows) -> Option<String> {
+    fn deduplicate_id(&mut self, own: Option<&str>, usable: &UsableRows) -> Option<String> {
         let index = usable.len();
         if own.is_some() && self.given.is_none() {
             let mut given = UniqueIds::default();

@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::fmt::Write;
 
-use deepspec_checkpoint::{Checkpoint, CheckpointFormat, loaders, torch_dtype_name};
+use deepspec_checkpoint::{Checkpoint, CheckpointFormat, engine_compatibility, torch_dtype_name};
 use deepspec_core::Tap;
 use deepspec_core::cli::Verbosity;
 use deepspec_drafters::open_checkpoint;
@@ -87,7 +87,7 @@ fn as_json(checkpoint: &Checkpoint) -> Value {
         "problem": checkpoint.check().err().map(|error| error.to_string()),
         "obstacles": drafter.incompatibilities,
         "conversions": conversions,
-        "loaders": loaders(checkpoint),
+        "loaders": engine_compatibility(checkpoint),
         "tensors": tensors,
     })
 }
@@ -133,10 +133,10 @@ fn as_text(checkpoint: &Checkpoint) -> String {
             format!("to {to}: {}", refusal.map_or_else(|| "yes".into(), |reason| format!("no, {reason}"))),
         );
     }
-    for loader in loaders(checkpoint) {
-        let loads = if loader.loads { "loads it" } else { "does not load it" };
-        let how = loader.tried.map_or("by its sources".into(), |version| format!("{version}, tried"));
-        line("engine", format!("{} ({how}) {loads}: {}", loader.engine, loader.note));
+    for compatibility in engine_compatibility(checkpoint) {
+        let loads = if compatibility.loads { "loads it" } else { "does not load it" };
+        let how = compatibility.tried.map_or("by its sources".into(), |version| format!("{version}, tried"));
+        line("engine", format!("{} ({how}) {loads}: {}", compatibility.engine, compatibility.note));
     }
     for (name, facts) in checkpoint.tensors().iter() {
         line("tensor", format!("{name} {:?} {}", facts.shape, torch_dtype_name(facts.dtype)));

@@ -332,7 +332,7 @@ impl Args {
     }
 }
 
-/// Interleaves the prompts of all suites, so that every part of a run has prompts of each.
+/// Takes one prompt of each suite in turn, until all are used. A shorter suite ends earlier.
 fn interleave_suites(suites: Vec<Vec<Prompt>>) -> Vec<Prompt> {
     let mut queues: Vec<_> = suites.into_iter().map(Vec::into_iter).collect();
     let mut prompts = vec![];

@@ -75,7 +75,7 @@ pub struct Args {
 
 /// Measured times of steps with one context length, number of requests and number of batch tokens.
 #[derive(Debug, Clone, Copy, Serialize)]
-struct MeasuredCell {
+struct StepTiming {
     context: usize,
     requests: usize,
     /// Verified tokens of the batch, including anchors.
@@ -107,8 +107,8 @@ struct Profile {
     drafter: Option<DrafterIdentity>,
     #[serde(flatten)]
     cost: MeasuredCost,
-    /// The measured cells, to which `verify` and `requests` are fitted as a sum.
-    measured: Vec<MeasuredCell>,
+    /// The measured step times. The fit writes each of them as `verify` + `requests`.
+    measured: Vec<StepTiming>,
 }
 
 /// Runs the command.
@@ -272,12 +272,12 @@ fn measure_cells<T: Target, P: Proposer>(
     requests: &[usize],
     contexts: &[usize],
     verbosity: Verbosity,
-) -> anyhow::Result<(Vec<MeasuredCell>, f64)> {
+) -> anyhow::Result<(Vec<StepTiming>, f64)> {
     let (block, vocab) = (engine.draft_len(), engine.vocab_size() as u64);
     let lengths = verified_lengths(block);
     let total = (MEASUREMENT_PASSES * requests.len() * contexts.len() * lengths.len()) as u64;
     let mut progress = Progress::new(verbosity, "profile", total, 0);
-    let (mut cells, mut prompts, mut prefill) = (BTreeMap::<_, MeasuredCell>::new(), 0, 0.0);
+    let (mut cells, mut prompts, mut prefill) = (BTreeMap::<_, StepTiming>::new(), 0, 0.0);
     for (&context, &count) in (0..MEASUREMENT_PASSES)
         .flat_map(|_| contexts.iter().flat_map(|c| requests.iter().map(move |r| (c, r))))
     {
@@ -337,7 +337,7 @@ fn time_cell<T: Target, P: Proposer>(
     context: usize,
     requests: usize,
     length: usize,
-) -> anyhow::Result<MeasuredCell> {
+) -> anyhow::Result<StepTiming> {
     let (mut verify, mut draft) = (vec![], vec![]);
     let mut started = Instant::now();
     for step in 0..WARM_UP_STEPS + 4 * MIN_TIMED_STEPS {
@@ -358,7 +358,7 @@ fn time_cell<T: Target, P: Proposer>(
             break;
         }
     }
-    Ok(MeasuredCell {
+    Ok(StepTiming {
         context,
         requests,
         batch_tokens: requests * (1 + length),
@@ -374,11 +374,11 @@ fn median(mut values: Vec<f64>) -> f64 {
 }
 
 /// Splits the cells into costs by tokens, by requests, and of drafting. Costs never fall with size.
-fn fit_cost(cells: &[MeasuredCell], plain: &[MeasuredCell], prefill: f64) -> MeasuredCost {
+fn fit_cost(cells: &[StepTiming], plain: &[StepTiming], prefill: f64) -> MeasuredCost {
     let drafted = cells.iter().any(|cell| cell.batch_tokens > cell.requests);
     let of_requests = if drafted { fit_request_cost(cells) } else { BTreeMap::new() };
     let rest =
-        |cell: &MeasuredCell| cell.verify_seconds - of_requests.get(&cell.requests).copied().unwrap_or(0.0);
+        |cell: &StepTiming| cell.verify_seconds - of_requests.get(&cell.requests).copied().unwrap_or(0.0);
     let (requests, seconds) =
         monotone_means(cells.iter().filter(|_| drafted).map(|cell| (cell.requests, cell.draft_seconds)));
     MeasuredCost {
@@ -394,8 +394,8 @@ fn fit_cost(cells: &[MeasuredCell], plain: &[MeasuredCell], prefill: f64) -> Mea
 }
 
 /// One table per context: the mean seconds of the cells with equal batch tokens.
-fn cost_by_context(cells: &[MeasuredCell], seconds: impl Fn(&MeasuredCell) -> f64) -> Vec<VerifyCost> {
-    let table = |cells: &[MeasuredCell]| {
+fn cost_by_context(cells: &[StepTiming], seconds: impl Fn(&StepTiming) -> f64) -> Vec<VerifyCost> {
+    let table = |cells: &[StepTiming]| {
         let (batch_tokens, seconds) =
             monotone_means(cells.iter().map(|cell| (cell.batch_tokens, seconds(cell))));
         VerifyCost { context: cells[0].context, batch_tokens, seconds }
@@ -415,8 +415,8 @@ fn monotone_means(values: impl Iterator<Item = (usize, f64)>) -> (Vec<usize>, Ve
 /// Seconds that a step takes longer for its number of requests, relative to the fewest requests at
 /// the same batch tokens. The parts by tokens and by requests are fitted to the cells by
 /// alternation.
-fn fit_request_cost(cells: &[MeasuredCell]) -> BTreeMap<usize, f64> {
-    let key = |cell: &MeasuredCell| (cell.context, cell.batch_tokens);
+fn fit_request_cost(cells: &[StepTiming]) -> BTreeMap<usize, f64> {
+    let key = |cell: &StepTiming| (cell.context, cell.batch_tokens);
     let mut of_requests: BTreeMap<usize, f64> = cells.iter().map(|cell| (cell.requests, 0.0)).collect();
     for _ in 0..FIT_ITERATIONS {
         let mut of_tokens = BTreeMap::<_, Vec<f64>>::new();

@@ -85,7 +85,7 @@ fn summary_paragraph(results: &Results) -> String {
     words
 }
 
-/// One row per suite and domain, and one overall.
+/// One row for each suite, one for each domain, and one overall.
 fn metric_rows(results: &Results, cells: impl Fn(&str, &Metrics) -> Vec<String>) -> Vec<Vec<String>> {
     let suites = results.suites.iter().map(|suite| (suite.name.as_str(), &suite.metrics));
     let domains = results.domains.iter().map(|domain| (domain.domain.name(), &domain.metrics));

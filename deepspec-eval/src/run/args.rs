@@ -85,8 +85,8 @@ pub struct Args {
     /// Choice of drafted tokens at temperatures above 0. Probabilistic samples from the drafter's distribution; greedy takes
     /// the likeliest token, as llama.cpp does, and vLLM by default. Auto is by kind: probabilistic for DSpark with its
     /// Markov head, Eagle3 and language models, greedy for the others. Answers follow the target's distribution either way
-    #[arg(long, value_enum, value_name = "RULE", default_value_t = DraftRule::Auto)]
-    pub draft_sampling: DraftRule,
+    #[arg(long, value_enum, value_name = "RULE", default_value_t = DraftSamplingArg::Auto)]
+    pub draft_sampling: DraftSamplingArg,
     /// Also report the accepted length of the other --draft-sampling rule, from a second pass over the samples, above
     /// temperature 0
     #[arg(long, value_enum, value_name = "ON", default_value_t = Switch::On)]
@@ -146,7 +146,7 @@ pub enum Switch {
 
 /// How drafted tokens are chosen.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-pub enum DraftRule {
+pub enum DraftSamplingArg {
     /// Default of the kind of drafter.
     Auto,
     /// Samples from the drafter's distribution.
@@ -155,7 +155,7 @@ pub enum DraftRule {
     Greedy,
 }
 
-impl DraftRule {
+impl DraftSamplingArg {
     /// The rule for `drafter`, or the default without one.
     pub fn resolve(self, drafter: Option<&dyn Drafter>) -> DraftSampling {
         match self {
@@ -299,7 +299,7 @@ impl Args {
             ("--calibration", self.calibration.is_some()),
             ("--max-draft-tokens", self.max_draft_tokens.is_some()),
             ("--no-markov", self.no_markov),
-            ("--draft-sampling", self.draft_sampling != DraftRule::Auto),
+            ("--draft-sampling", self.draft_sampling != DraftSamplingArg::Auto),
         ];
         if let Some((flag, _)) =
             needs_drafter.iter().find(|(_, given)| *given && self.drafter_name().is_none())

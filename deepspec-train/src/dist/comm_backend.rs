@@ -4,7 +4,7 @@ use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use deepspec_core::recipe::Backend;
+use deepspec_core::recipe::DistBackend;
 use tch::Device;
 
 use crate::dist::GroupError;
@@ -30,14 +30,14 @@ impl CommBackend {
     /// # Errors
     /// [`GroupError::NoNccl`] if the build has no NCCL; [`GroupError::NcclOnCpu`] for NCCL on the
     /// CPU.
-    pub fn new(backend: Backend, device: Device) -> Result<Self, GroupError> {
+    pub fn new(backend: DistBackend, device: Device) -> Result<Self, GroupError> {
         match (device, backend) {
-            (Device::Cuda(_), Backend::Gloo) => Ok(Self::Staged),
-            (Device::Cuda(index), Backend::Auto | Backend::Nccl) => {
+            (Device::Cuda(_), DistBackend::Gloo) => Ok(Self::Staged),
+            (Device::Cuda(index), DistBackend::Auto | DistBackend::Nccl) => {
                 require_nccl().map(|()| Self::Nccl(index))
             }
-            (_, Backend::Auto | Backend::Gloo) => Ok(Self::Gloo),
-            (_, Backend::Nccl) => Err(GroupError::NcclOnCpu),
+            (_, DistBackend::Auto | DistBackend::Gloo) => Ok(Self::Gloo),
+            (_, DistBackend::Nccl) => Err(GroupError::NcclOnCpu),
         }
     }
 }
@@ -92,11 +92,11 @@ mod tests {
 
     #[test]
     fn a_device_has_its_carrier() {
-        assert_eq!(CommBackend::new(Backend::Auto, Device::Cpu), Ok(CommBackend::Gloo));
-        assert_eq!(CommBackend::new(Backend::Gloo, Device::Cpu), Ok(CommBackend::Gloo));
-        assert_eq!(CommBackend::new(Backend::Nccl, Device::Cpu), Err(GroupError::NcclOnCpu));
-        assert_eq!(CommBackend::new(Backend::Gloo, Device::Cuda(1)), Ok(CommBackend::Staged));
-        for backend in [Backend::Auto, Backend::Nccl] {
+        assert_eq!(CommBackend::new(DistBackend::Auto, Device::Cpu), Ok(CommBackend::Gloo));
+        assert_eq!(CommBackend::new(DistBackend::Gloo, Device::Cpu), Ok(CommBackend::Gloo));
+        assert_eq!(CommBackend::new(DistBackend::Nccl, Device::Cpu), Err(GroupError::NcclOnCpu));
+        assert_eq!(CommBackend::new(DistBackend::Gloo, Device::Cuda(1)), Ok(CommBackend::Staged));
+        for backend in [DistBackend::Auto, DistBackend::Nccl] {
             match CommBackend::new(backend, Device::Cuda(1)) {
                 Ok(comm_backend) => assert_eq!(comm_backend, CommBackend::Nccl(1)),
                 Err(error) => assert!(error.to_string().contains("train.backend=gloo"), "{error}"),

@@ -4,8 +4,8 @@
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use deepspec_core::env::Ranks;
-use deepspec_core::recipe::Backend;
+use deepspec_core::env::DistributedEnv;
+use deepspec_core::recipe::DistBackend;
 use tch::{Device, Kind, Tensor};
 
 use crate::dist::GroupError;
@@ -44,9 +44,9 @@ impl ProcessGroup {
     /// Fails if ranks are missing after `timeout`, or if the build lacks the backend. Each later
     /// operation has this timeout too, including the exchange of error messages.
     pub fn connect(
-        ranks: &Ranks,
+        ranks: &DistributedEnv,
         device: Device,
-        backend: Backend,
+        backend: DistBackend,
         timeout: Duration,
     ) -> Result<Self, GroupError> {
         let (rank, world_size) = (ranks.rank, ranks.world_size);

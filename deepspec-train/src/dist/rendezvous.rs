@@ -3,7 +3,7 @@
 use std::net::{IpAddr, ToSocketAddrs, UdpSocket};
 use std::time::{Duration, Instant};
 
-use deepspec_core::env::Ranks;
+use deepspec_core::env::DistributedEnv;
 
 use crate::dist::GroupError;
 use deepspec_ops::c10d::Store;
@@ -52,8 +52,8 @@ impl RendezvousServer {
 
     /// Returns rank, world size and store address for one of `world_size` child processes on this
     /// machine.
-    pub fn child_ranks(&self, rank: usize, world_size: usize) -> Ranks {
-        Ranks {
+    pub fn child_ranks(&self, rank: usize, world_size: usize) -> DistributedEnv {
+        DistributedEnv {
             rank,
             world_size,
             local_rank: rank,
@@ -71,7 +71,7 @@ impl RendezvousServer {
 /// One rank's connection to the rendezvous store.
 pub(crate) struct Rendezvous {
     pub store: Store,
-    ranks: Ranks,
+    ranks: DistributedEnv,
     timeout: Duration,
 }
 
@@ -87,7 +87,7 @@ pub(crate) enum PeerStatus {
 
 impl Rendezvous {
     /// Waits until all ranks have connected.
-    pub fn open(ranks: &Ranks, timeout: Duration) -> Result<Self, GroupError> {
+    pub fn open(ranks: &DistributedEnv, timeout: Duration) -> Result<Self, GroupError> {
         let begun = Instant::now();
         let (rank, world_size) = (ranks.rank, ranks.world_size);
         let is_host = rank == 0 && !ranks.is_hosted;

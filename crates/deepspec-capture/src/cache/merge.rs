@@ -90,9 +90,9 @@ fn read_claims(dir: &Path, parts: Vec<PathBuf>) -> Result<(Vec<PathBuf>, Claim),
 fn reconstruct_plan(dir: &Path, parts: &[PathBuf], claim: &Claim) -> Result<Plan, CacheError> {
     let listed = |index: usize| {
         let vouched = |part: &&PathBuf| {
-            ShardMeta::path(part, index).exists() && ShardMeta::samples_path(part, index).exists()
+            ShardMeta::path(part, index).exists() && ShardMeta::shard_samples_path(part, index).exists()
         };
-        parts.iter().find(vouched).map(|part| ShardMeta::samples_path(part, index))
+        parts.iter().find(vouched).map(|part| ShardMeta::shard_samples_path(part, index))
     };
     let lists: Vec<Option<PathBuf>> = (0..claim.shards).map(listed).collect();
     let missing: Vec<usize> = (0..claim.shards).filter(|&index| lists[index].is_none()).collect();

@@ -187,7 +187,7 @@ impl Reader {
             self.mark_verified(index);
         } else {
             let stored = self.verified_parts(index, row)?;
-            codec::decode(&self.layout, stored, [taps, last]).map_err(row.decode_error())?;
+            codec::decode(&self.layout, stored, [taps, last]).map_err(row.decompress_error())?;
         }
         self.release_pages(row);
         Ok(())
@@ -289,7 +289,7 @@ impl<'r> Sample<'r> {
     /// # Errors
     /// Fails if the exponents cannot be decompressed.
     pub fn states(&self) -> Result<[Cow<'r, [u8]>; 2], CacheError> {
-        codec::decode_to_bf16(self.layout, self.stored).map_err(self.row.decode_error())
+        codec::decode_to_bf16(self.layout, self.stored).map_err(self.row.decompress_error())
     }
 
     /// Which positions of the sample have their final hidden state stored.

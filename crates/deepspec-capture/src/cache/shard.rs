@@ -34,7 +34,8 @@ pub(crate) fn path(dir: &Path, shard: usize) -> PathBuf {
 #[derive(Debug)]
 pub(crate) struct Geometry {
     header: Vec<u8>,
-    /// `taps`, `last`, `taps_scale`, `last_scale`, and `exponents` with rows of one byte.
+    /// The five tensors in file order: `taps`, `last`, `taps_scale`, `last_scale`, `exponents`. A row of `exponents` is one
+    /// byte.
     regions: [Region; 5],
     bytes: u64,
 }
@@ -89,7 +90,7 @@ impl<T> Parts<T> {
 
 /// Offsets and counts of a sample's rows and exponents in its shard.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Rows {
+pub(crate) struct SampleExtent {
     pub first: u64,
     pub count: u64,
     pub first_last: u64,
@@ -150,7 +151,7 @@ impl Geometry {
     }
 
     /// File ranges of a sample's rows, which must be within the shard.
-    pub fn sample(&self, rows: Rows) -> Parts<Range<u64>> {
+    pub fn sample(&self, rows: SampleExtent) -> Parts<Range<u64>> {
         let [taps, last, taps_scale, last_scale, exponents] = self.regions;
         Parts {
             taps: taps.rows(rows.first, rows.count),

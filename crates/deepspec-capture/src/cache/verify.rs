@@ -107,7 +107,7 @@ fn shard_problems(
 fn find_sample_damage(shard: &MappedShard, layout: &Layout, row: &Row) -> Option<CacheError> {
     let look = || -> Result<(), CacheError> {
         let [taps, last] =
-            codec::decode_to_bf16(layout, read_checked_parts(shard, row)?).map_err(row.decode_error())?;
+            codec::decode_to_bf16(layout, read_checked_parts(shard, row)?).map_err(row.decompress_error())?;
         match codec::first_non_finite(layout, [&taps, &last]) {
             None => Ok(()),
             Some((at, part, value)) => {

@@ -45,7 +45,7 @@ impl ShardMeta {
 
     /// Path of the list of a shard's samples. A merge, which has no plan, reads the samples from
     /// it.
-    pub fn samples_path(part: &Path, shard: usize) -> PathBuf {
+    pub fn shard_samples_path(part: &Path, shard: usize) -> PathBuf {
         part.join(format!("shard-{shard:05}.samples.jsonl"))
     }
 
@@ -85,7 +85,7 @@ impl ShardMeta {
             && sidecar.exponent_bytes.len() == compressed;
         let whole =
             |dir: &Path| fs::metadata(shard::path(dir, shard)).is_ok_and(|file| file.len() == expected);
-        let fits = fits && Self::samples_path(part, shard).exists();
+        let fits = fits && Self::shard_samples_path(part, shard).exists();
         let there = whole(part) || (!shard::path(part, shard).exists() && whole(dir));
         Ok((fits && there).then_some(sidecar))
     }
@@ -240,7 +240,7 @@ impl<'p> ShardWriter<'p> {
         let sha256 = commit().map_err(FileError::at("writing", &self.path))?;
         let (file, bytes) = (shard::file_name(self.index), geometry.bytes());
         let shard = ShardEntry { file, bytes, rows, last_rows, sha256 };
-        atomic::replace(&ShardMeta::samples_path(&self.part, self.index), |file| {
+        atomic::replace(&ShardMeta::shard_samples_path(&self.part, self.index), |file| {
             for sample in &self.plan.samples()[self.planned.samples.clone()] {
                 serde_json::to_writer(&mut *file, sample)?;
                 file.write_all(b"\n")?;

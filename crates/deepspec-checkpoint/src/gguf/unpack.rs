@@ -19,9 +19,9 @@ pub const GGUF_LINK: &str = "model.gguf";
 /// again.
 const UNPACK_VERSION: &[u8] = b"2";
 
-/// Returns the folder of the model in `path`, and creates it under `cache` if necessary. It has
-/// config.json, generation_config.json, tokenizer.json, tokenizer_config.json and [`GGUF_LINK`]. A
-/// changed GGUF gets another folder.
+/// Unpacks the GGUF file `path` into a model folder under `cache`, or returns the existing one. A
+/// changed file gets a new folder. The folder has config.json, generation_config.json,
+/// tokenizer.json, tokenizer_config.json and [`GGUF_LINK`].
 ///
 /// # Errors
 /// Fails if the file is no supported model, or if the folder cannot be written.

@@ -5,9 +5,9 @@ pub(super) mod slurm;
 use std::env::var_os;
 use std::str::FromStr;
 
-/// Rank and rendezvous of a process.
+/// Rank, world size and rendezvous address of this process.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Ranks {
+pub struct DistributedEnv {
     /// Rank of this process, from 0.
     pub rank: usize,
     /// Number of processes.
@@ -52,7 +52,7 @@ pub enum RanksError {
     },
 }
 
-impl Ranks {
+impl DistributedEnv {
     /// torchrun's variables for a child process. The launcher hosts the store if `is_hosted`.
     pub fn variables(&self) -> [(&'static str, String); 7] {
         [
@@ -77,9 +77,11 @@ pub const OMP_THREADS_VARIABLE: &str = "OMP_NUM_THREADS";
 const AGENT_STORE_VARIABLE: &str = "TORCHELASTIC_USE_AGENT_STORE";
 const RESTART_COUNT_VARIABLE: &str = "TORCHELASTIC_RESTART_COUNT";
 
-pub(super) fn ranks_from_torchrun(given: impl Fn(&str) -> Option<String>) -> Result<Ranks, RanksError> {
+pub(super) fn ranks_from_torchrun(
+    given: impl Fn(&str) -> Option<String>,
+) -> Result<DistributedEnv, RanksError> {
     let need = |name| given(name).ok_or(RanksError::Incomplete { present: "RANK", absent: name });
-    Ok(Ranks {
+    Ok(DistributedEnv {
         rank: parse_number("RANK", &need("RANK")?)?,
         world_size: parse_number("WORLD_SIZE", &need("WORLD_SIZE")?)?,
         local_rank: parse_number("LOCAL_RANK", &need("LOCAL_RANK")?)?,
@@ -102,7 +104,7 @@ mod tests {
     use super::*;
     use crate::env::ranks_from;
 
-    fn with(variables: &[(&str, &str)]) -> Result<Option<Ranks>, RanksError> {
+    fn with(variables: &[(&str, &str)]) -> Result<Option<DistributedEnv>, RanksError> {
         let read =
             |name: &str| variables.iter().find(|(key, _)| *key == name).map(|(_, value)| value.to_string());
         ranks_from(read, || None)
@@ -119,7 +121,7 @@ mod tests {
     #[test]
     fn torchruns_variables_are_read_and_written() {
         let ranks = with(&TORCHRUN).unwrap().unwrap();
-        let expected = Ranks {
+        let expected = DistributedEnv {
             rank: 3,
             world_size: 4,
             local_rank: 1,
@@ -130,7 +132,7 @@ mod tests {
             attempt: 0,
         };
         assert_eq!(ranks, expected);
-        let hosted = Ranks { is_hosted: true, attempt: 2, ..expected };
+        let hosted = DistributedEnv { is_hosted: true, attempt: 2, ..expected };
         let variables = hosted.variables();
         let written: Vec<(&str, &str)> =
             variables.iter().map(|(name, value)| (*name, value.as_str())).collect();

@@ -121,7 +121,7 @@ mod tests {
     use super::*;
     use crate::Tap;
     use crate::config::{self, Document};
-    use crate::recipe::{DrafterRecipe, Precision};
+    use crate::recipe::{DrafterRecipe, TrainDtype};
 
     const MINIMAL: &str = "
 name: tiny
@@ -135,7 +135,7 @@ data: {states: {cache: runs/cache}, chat_template: qwen}
         let path = dir.path().join("recipe.yaml");
         std::fs::write(&path, text).unwrap();
         let overrides: Vec<String> = overrides.iter().map(ToString::to_string).collect();
-        let recipe = Document::open(&path, &overrides).and_then(|document| Recipe::read(&document));
+        let recipe = Document::load(&path, &overrides).and_then(|document| Recipe::read(&document));
         recipe.map_err(|error| error.to_string())
     }
 
@@ -143,7 +143,7 @@ data: {states: {cache: runs/cache}, chat_template: qwen}
     fn a_minimal_recipe_takes_the_defaults_and_survives_a_round_trip() {
         let recipe = read(MINIMAL, &["train.lr=3e-4", "train.precision=fp32"]).unwrap();
         assert_eq!(Tap::layer_ids(&recipe.target.layer_ids), [-1, 1, 3]);
-        assert_eq!((recipe.seed, recipe.train.lr, recipe.train.precision), (42, 3e-4, Precision::Fp32));
+        assert_eq!((recipe.seed, recipe.train.lr, recipe.train.precision), (42, 3e-4, TrainDtype::Fp32));
         assert_eq!(
             (recipe.drafter.kind.as_str(), &recipe.drafter.settings["block_size"]),
             ("dspark", &7.into())

@@ -80,16 +80,16 @@ pub fn read_measured(
     let json: Value =
         serde_json::from_str(&text).map_err(|error| content(format!("not valid JSON: {error}")))?;
     let measured = if let Some(work) = json.get("work") {
-        parse_value(work, "work").map_err(content)?
+        from_json_value(work, "work").map_err(content)?
     } else if let Some(run) = json.get("this_run") {
-        let run: RegenerateReport = parse_value(run, "this_run").map_err(content)?;
+        let run: RegenerateReport = from_json_value(run, "this_run").map_err(content)?;
         if run.rows_answered < 1.0 {
             return Err(content("the run answered no row; run it over some that have no answer yet".into()));
         }
         vec![measured_answers(&run, target, value_bytes)]
     } else if json["format"] == "deepspec-results" {
-        let suites: Vec<SuiteResult> = parse_value(&json["suites"], "suites").map_err(content)?;
-        let slots: f64 = parse_value(&json["settings"]["slots"], "settings.slots").map_err(content)?;
+        let suites: Vec<SuiteResult> = from_json_value(&json["suites"], "suites").map_err(content)?;
+        let slots: f64 = from_json_value(&json["settings"]["slots"], "settings.slots").map_err(content)?;
         if json["drafter"].is_null() {
             return Err(content("of plain decoding; expected results with a drafter".into()));
         }
@@ -158,7 +158,7 @@ fn measured_evaluation(
     MeasuredWork { stage: Stage::Evaluation, work, seconds: timing.wall_s }
 }
 
-fn parse_value<T: DeserializeOwned>(json: &Value, key: &str) -> Result<T, String> {
+fn from_json_value<T: DeserializeOwned>(json: &Value, key: &str) -> Result<T, String> {
     serde_path_to_error::deserialize(json).map_err(|error| match error.path().to_string().as_str() {
         "." => format!("`{key}`: {}", error.inner()),
         inner => format!("`{key}.{inner}`: {}", error.inner()),

@@ -79,7 +79,7 @@ impl DatasetFiles {
     /// Fails if a file cannot be read.
     pub fn count_rows(&self) -> anyhow::Result<usize> {
         let count = |file: &DataFile| match file.format() {
-            Format::Parquet => Table::open(file.shared_path()).map(|table| table.rows()),
+            Format::Parquet => Table::open(file.shared_path()).map(|table| table.num_rows()),
             _ => Units::new(vec![file.clone()]).try_fold(0, |rows, unit| anyhow::Ok(rows + unit?.rows())),
         };
         self.files.iter().map(count).sum()

@@ -51,12 +51,12 @@ impl Table {
     }
 
     /// Number of rows in all groups.
-    pub fn rows(&self) -> usize {
-        (0..self.groups()).map(|group| self.group_rows(group)).sum()
+    pub fn num_rows(&self) -> usize {
+        (0..self.num_row_groups()).map(|group| self.group_rows(group)).sum()
     }
 
     /// Number of row groups.
-    pub fn groups(&self) -> usize {
+    pub fn num_row_groups(&self) -> usize {
         self.metadata.metadata().num_row_groups()
     }
 

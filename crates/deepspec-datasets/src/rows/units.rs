@@ -179,7 +179,7 @@ fn read_table_unit(
             }
             *batches = None;
         }
-        if *group == table.groups() {
+        if *group == table.num_row_groups() {
             return Ok(None);
         }
         let (this, first) = (*group, *row);

@@ -33,6 +33,6 @@ pub use prompt_conversion::{PromptConversion, RowError, Templates};
 pub use record::Origin;
 pub use requests::{RequestTemplate, TokenizedSuite};
 pub use selection::{SuiteSelection, select_plans};
-pub use store::{StoredSuite, SuiteStore, describe_origin};
+pub use store::{StoreResult, SuiteStore, describe_origin};
 pub use suite::{Domain, Suite, SuiteClass};
 pub use suite_dir::{Sample, SuiteDir, SuiteRows};

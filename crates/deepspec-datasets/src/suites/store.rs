@@ -21,7 +21,7 @@ pub struct SuiteStore<'a> {
 }
 
 /// The result of storing a suite.
-pub struct StoredSuite {
+pub struct StoreResult {
     /// The record of the suite.
     pub entry: SuiteRecord,
     /// Whether the file was written by this call.
@@ -44,14 +44,14 @@ impl<'a> SuiteStore<'a> {
     /// # Errors
     /// Fails if the suite cannot be fetched, converted or written, or if a file of its name is
     /// another suite.
-    pub fn ensure_stored(&self, plan: &SuitePlan, fetcher: &mut Fetcher) -> anyhow::Result<StoredSuite> {
+    pub fn ensure_stored(&self, plan: &SuitePlan, fetcher: &mut Fetcher) -> anyhow::Result<StoreResult> {
         let path = suite::suite_path(self.dir, &plan.name);
         let recorded = Record::read(self.dir)?.suites.remove(&plan.name);
         let there =
             if self.overwrite || !path.exists() { None } else { Some(digest::sha256_of_file(&path)?) };
         if let (Some(found), Some(entry)) = (&there, recorded) {
             check_stored(plan, &path, found, &entry)?;
-            return Ok(StoredSuite { entry, new: false });
+            return Ok(StoreResult { entry, new: false });
         }
         let (files, origin) = fetcher.fetch(plan)?;
         tracing::debug!("converting {} of {}", plan.name, describe_origin(&origin));
@@ -75,7 +75,7 @@ impl<'a> SuiteStore<'a> {
             None => atomic::replace(&path, |file| file.write_all(converted.text.as_bytes()))?,
         }
         self.add_to_record(&plan.name, &entry)?;
-        Ok(StoredSuite { entry, new: there.is_none() })
+        Ok(StoreResult { entry, new: there.is_none() })
     }
 
     /// Adds a suite to the record. A lock on the folder prevents concurrent runs from losing each

@@ -130,14 +130,14 @@ impl<K: BlockDrafter> DraftModel<K> {
         self.vocabulary().logits(hidden)
     }
 
-    /// See [`BlockDrafter::logit_features`].
-    pub fn logit_features(&self, hidden: &Tensor, previous: &Tensor) -> Option<(Tensor, Tensor)> {
-        K::logit_features(self, hidden, previous)
+    /// See [`BlockDrafter::teacher_forced_features`].
+    pub fn teacher_forced_features(&self, hidden: &Tensor, previous: &Tensor) -> Option<(Tensor, Tensor)> {
+        K::teacher_forced_features(self, hidden, previous)
     }
 
-    /// See [`BlockDrafter::slot_logits`].
-    pub fn slot_logits(&self, hidden: &Tensor, features: Option<&Tensor>) -> Tensor {
-        K::slot_logits(self, hidden, features)
+    /// See [`BlockDrafter::teacher_forced_logits`].
+    pub fn teacher_forced_logits(&self, hidden: &Tensor, features: Option<&Tensor>) -> Tensor {
+        K::teacher_forced_logits(self, hidden, features)
     }
 
     /// See [`BlockDrafter::confidence_logits`].

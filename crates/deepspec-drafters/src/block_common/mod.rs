@@ -70,7 +70,7 @@ pub trait BlockDrafter: DrafterKind {
 
     /// Float32 logits `[S, V]` of the next slot, from the LM head's logits `base`, hidden states `[S, d]` and previous tokens `[S]`.
     /// Also returns the embeddings `[S, r]` of the previous tokens, for the confidence head.
-    fn next_slot_logits(
+    fn step_logits(
         model: &DraftModel<Self>,
         base: Tensor,
         hidden: &Tensor,
@@ -80,14 +80,14 @@ pub trait BlockDrafter: DrafterKind {
 
     /// Embeddings of the previous tokens, and the features that the logits read, `[A, γ, r]` each. Both are teacher-forced, from hidden
     /// states `[A, γ, d]` and previous tokens `[A, γ]`. None if the logits depend only on hidden states.
-    fn logit_features(
+    fn teacher_forced_features(
         model: &DraftModel<Self>,
         hidden: &Tensor,
         previous: &Tensor,
     ) -> Option<(Tensor, Tensor)>;
 
     /// Float32 logits `[R, V]` from hidden states `[R, d]` and features `[R, r]`.
-    fn slot_logits(model: &DraftModel<Self>, hidden: &Tensor, features: Option<&Tensor>) -> Tensor;
+    fn teacher_forced_logits(model: &DraftModel<Self>, hidden: &Tensor, features: Option<&Tensor>) -> Tensor;
 
     /// Confidence logits `[..]` from hidden states `[.., d]` and embeddings `[.., r]`; None without a confidence head.
     fn confidence_logits(

@@ -19,14 +19,14 @@ pub fn predict<'a, K: BlockDrafter>(
     let device = samples.first()?.taps.device();
     let batch = BlockBatch::new(samples, K::block_spec(config), false, 1.0, device, model.kind())?;
     let hidden = model.hidden_states(&batch); // [A, γ, d]
-    let (embeddings, features) = model.logit_features(&hidden, &batch.previous).unzip();
+    let (embeddings, features) = model.teacher_forced_features(&hidden, &batch.previous).unzip();
     let confidence = model.confidence_logits(&hidden, embeddings.as_ref());
     // Sorts rows by position: [γ, A, d] and [γ, A, r], flattened.
     let by_position = |all: &Tensor| all.transpose(0, 1).flatten(0, 1);
     let (rows, features) = (by_position(&hidden), features.as_ref().map(by_position));
     let logits = move |start, len| {
         let features = features.as_ref().map(|features| features.narrow(0, start, len));
-        model.slot_logits(&rows.narrow(0, start, len), features.as_ref())
+        model.teacher_forced_logits(&rows.narrow(0, start, len), features.as_ref())
     };
     Some(Predictions {
         counts: vec![batch.blocks as i64; gamma as usize],

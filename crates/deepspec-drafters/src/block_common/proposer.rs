@@ -60,7 +60,7 @@ impl<K: BlockDrafter> BlockProposerOf<K> {
             (anchors.shallow_clone(), K::State::default(), vec![]);
         for k in 0..self.draft_len() as i64 {
             let (base, own) = (base.select(1, k), hidden.select(1, k));
-            let (logits, embedding) = K::next_slot_logits(&self.model, base, &own, &previous, &mut state);
+            let (logits, embedding) = K::step_logits(&self.model, base, &own, &previous, &mut state);
             embeddings.extend(embedding);
             previous = choose(k, &logits);
         }

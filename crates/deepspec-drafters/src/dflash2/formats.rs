@@ -113,15 +113,15 @@ impl KindSettings for DFlash2Settings {
 
     fn add_tensor_shapes(&self, drafter: &Drafter, shapes: &mut TensorShapes) {
         let [width, vocab] = [drafter.hidden_size, drafter.vocab_size].map(|size| size as usize);
-        let [taps, group, rank] =
+        let [kernel_size, group, rank] =
             [self.convolution.kernel_size, self.convolution.group_size, self.selector_rank]
                 .map(|size| size as usize);
         let mut put = |name: String, shape: Vec<usize>| shapes.push((name, shape));
         put("hidden_norm.weight".into(), vec![width]);
         for (layer, half) in (0..drafter.layers).flat_map(|layer| [(layer, "attention"), (layer, "mlp")]) {
             let conv = format!("layers.{layer}.{half}_conv");
-            put(format!("{conv}.base_kernel"), vec![2, taps, width]);
-            put(format!("{conv}.kernel_projection.weight"), vec![2 * taps * (width / group), width]);
+            put(format!("{conv}.base_kernel"), vec![2, kernel_size, width]);
+            put(format!("{conv}.kernel_projection.weight"), vec![2 * kernel_size * (width / group), width]);
         }
         put("candidate_selector.predecessor_codebook".into(), vec![vocab, rank]);
         put("candidate_selector.successor_codebook".into(), vec![vocab, rank]);

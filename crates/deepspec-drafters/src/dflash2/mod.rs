@@ -1,6 +1,6 @@
 //! DFlash 2 (Inco AI, z-lab, August 2026): a block drafter with convolutions in its layers and a selector over each slot's top-k tokens.
 //!
-//! Further symbols: K taps of a convolution, c channels per group, k candidates of a slot, r rank of the selector.
+//! Further symbols: K kernel size of a convolution, c channels per group, k candidates of a slot, r rank of the selector.
 
 mod formats;
 mod model;

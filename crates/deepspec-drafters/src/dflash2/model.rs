@@ -43,7 +43,7 @@ pub struct DFlash2Recipe {
     /// The selector.
     #[serde(default)]
     pub selector: Selector,
-    /// Weights of the losses of all logits; absent means the label's cross entropy.
+    /// Weights of the distillation losses on the LM head's logits; absent means cross entropy with the label.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub loss: Option<LossRecipe>,
 }
@@ -68,7 +68,7 @@ impl Default for Convolution {
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct Selector {
-    /// r.
+    /// r, rank of the pair scores; width of codebooks A and B.
     pub rank: i64,
     /// k, candidates of each slot.
     pub top_k: i64,
@@ -89,7 +89,7 @@ impl DFlash2Recipe {
         DraftLayers { count: *count, sliding_window: *sliding_window, types }
     }
 
-    /// Weights of the losses of all logits.
+    /// Weights of the distillation losses on the LM head's logits; by default cross entropy with the label.
     pub fn loss(&self) -> LossRecipe {
         self.loss.unwrap_or(LossRecipe { ce_alpha: 1.0, ..LossRecipe::NONE })
     }
@@ -215,10 +215,10 @@ impl DFlash2Settings {
     }
 }
 
-/// Convolutions before and after attention or MLP of a layer, initialised to the identity.
+/// Two causal depthwise convolutions with input-dependent kernels. The normed input determines both kernels, also the one applied after
+/// the sublayer. Both are initialised to the identity.
 ///
-/// Output of slot t: `Σ_{o<K} (base[o] + δ_t[o, group]) ⊙ x_{t−o}`, with zeros before the block. A linear projection of the normed input
-/// computes δ for both convolutions.
+/// Output of slot t: `Σ_{o<K} (base[o] + δ_t[o, group]) ⊙ x_{t−o}`, with zeros before the block. δ is a projection of the normed input.
 pub struct ConvolutionPair {
     base: Tensor,       // [2, K, d]
     projection: Linear, // d -> 2·K·d/c
@@ -259,26 +259,26 @@ impl ConvolutionPair {
     fn convolve(&self, place: i64, deltas: &Tensor, x: &Tensor) -> Tensor {
         let (size, groups) = (self.block_size, deltas.size()[4]);
         let x = x.view([-1, size, groups, self.shape.group_size]);
-        let tap = |o: i64| {
-            // Shifts by o slots: x_{t−o}, zeros before the block.
-            let read = if o == 0 {
+        let term_at = |offset: i64| {
+            // Shifts by `offset` slots: x_{t−o}, zeros before the block.
+            let read = if offset == 0 {
                 x.shallow_clone()
             } else {
-                let kept = size - o;
+                let kept = size - offset;
                 x.narrow(1, 0, kept).constant_pad_nd([0, 0, 0, 0, size - kept, 0])
             };
-            let base = self.base.get(place).get(o).view([groups, self.shape.group_size]);
-            &read * base + &read * deltas.get(place).get(o)
+            let base = self.base.get(place).get(offset).view([groups, self.shape.group_size]);
+            &read * base + &read * deltas.get(place).get(offset)
         };
-        let first = tap(0);
-        let y = (1..self.shape.kernel_size).fold(first, |sum, o| sum + tap(o));
+        let first = term_at(0);
+        let y = (1..self.shape.kernel_size).fold(first, |sum, offset| sum + term_at(offset));
         y.view([-1, groups * self.shape.group_size])
     }
 }
 
 /// Rescores the top-k tokens of a slot: `S(a, b) = U(b) + ⟨A[a] ⊙ P h, B[b]⟩` for token b after token a, with logits U and hidden state h.
 /// B is initialised to zero, so that S = U.
-pub struct PathSelector {
+pub struct CandidateSelector {
     predecessors: Tensor, // A, [V, r]
     successors: Tensor,   // B, [V, r]
     projection: Linear,   // P, d -> r
@@ -295,7 +295,7 @@ pub struct Candidates {
     pub scores: Tensor,
 }
 
-impl PathSelector {
+impl CandidateSelector {
     /// Requests the selector's parameters from the builder.
     pub fn new(b: &Builder, config: &DFlash2Config) -> Self {
         let (model, rank) = (&config.decoder.model, config.settings.selector_rank);
@@ -320,7 +320,7 @@ impl PathSelector {
     }
 
     /// `A[a] ⊙ P h`: states `[.., d]` and embeddings `[.., r]` to `[.., r]`.
-    pub fn logit_features(&self, hidden: &Tensor, embeddings: &Tensor) -> Tensor {
+    pub fn features(&self, hidden: &Tensor, embeddings: &Tensor) -> Tensor {
         self.projection.forward(hidden) * embeddings
     }
 
@@ -349,7 +349,7 @@ pub struct DFlash2Parts {
     backbone: Backbone,
     /// Convolutions of each layer.
     convolutions: Vec<LayerConvolutions>,
-    pub(super) selector: PathSelector,
+    pub(super) selector: CandidateSelector,
 }
 
 /// Convolutions around attention and around the MLP of one layer.
@@ -382,7 +382,7 @@ impl DFlash2Parts {
         Self {
             backbone: Backbone::new(b, model),
             convolutions: (0..model.layers.len()).map(convolutions).collect(),
-            selector: PathSelector::new(b, config),
+            selector: CandidateSelector::new(b, config),
         }
     }
 }
@@ -402,7 +402,7 @@ impl BlockDrafter for DFlash2Parts {
         &config.settings.blocks
     }
 
-    fn next_slot_logits(
+    fn step_logits(
         model: &DFlash2,
         base: Tensor,
         hidden: &Tensor,
@@ -410,18 +410,22 @@ impl BlockDrafter for DFlash2Parts {
         (): &mut (),
     ) -> (Tensor, Option<Tensor>) {
         let selector = &model.parts.selector;
-        let features = selector.logit_features(hidden, &selector.embed(previous));
+        let features = selector.features(hidden, &selector.embed(previous));
         (selector.mask_non_candidates(&base, &features), None)
     }
 
-    fn logit_features(model: &DFlash2, hidden: &Tensor, previous: &Tensor) -> Option<(Tensor, Tensor)> {
+    fn teacher_forced_features(
+        model: &DFlash2,
+        hidden: &Tensor,
+        previous: &Tensor,
+    ) -> Option<(Tensor, Tensor)> {
         let selector = &model.parts.selector;
         let embeddings = selector.embed(previous);
-        let features = selector.logit_features(hidden, &embeddings);
+        let features = selector.features(hidden, &embeddings);
         Some((embeddings, features))
     }
 
-    fn slot_logits(model: &DFlash2, hidden: &Tensor, features: Option<&Tensor>) -> Tensor {
+    fn teacher_forced_logits(model: &DFlash2, hidden: &Tensor, features: Option<&Tensor>) -> Tensor {
         let base = model.base_logits(hidden);
         match features {
             Some(features) => model.parts.selector.mask_non_candidates(&base, features),

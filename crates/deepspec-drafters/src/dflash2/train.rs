@@ -12,8 +12,8 @@ use deepspec_ops::{add_rows, grad_or_zeros};
 use tch::{Kind, Tensor};
 
 use super::model::{
-    Candidates, Convolution, DFlash2, DFlash2Config, DFlash2Parts, DFlash2Recipe, DFlash2Settings,
-    PathSelector,
+    CandidateSelector, Candidates, Convolution, DFlash2, DFlash2Config, DFlash2Parts, DFlash2Recipe,
+    DFlash2Settings,
 };
 use crate::block_common::sums::{WindowSums, ratio};
 use crate::block_common::{
@@ -151,11 +151,11 @@ impl DrafterKind for DFlash2Parts {
         })
     }
 
-    /// Autograd saves each convolution's input once per tap, and the coefficients.
+    /// Autograd saves each convolution's input once per kernel position, and the coefficients.
     fn pass_rows(config: &DFlash2Config, samples: &[SampleSize]) -> PassRows {
-        let taps = config.settings.convolution.kernel_size * config.decoder.model.hidden_size;
-        let own_values =
-            SUBLAYERS * (CONVOLUTIONS_PER_SUBLAYER * taps as usize + coefficients_per_sublayer(config));
+        let saved_inputs = config.settings.convolution.kernel_size * config.decoder.model.hidden_size;
+        let own_values = SUBLAYERS
+            * (CONVOLUTIONS_PER_SUBLAYER * saved_inputs as usize + coefficients_per_sublayer(config));
         PassRows { own_values, ..block_pass_rows(&config.decoder, &config.settings.blocks, samples) }
     }
 
@@ -170,7 +170,7 @@ impl DrafterKind for DFlash2Parts {
 
 /// Cross entropy of the label among the candidates, teacher-forced. A label that is not a candidate has no loss.
 struct SelectorLoss<'a> {
-    selector: &'a PathSelector,
+    selector: &'a CandidateSelector,
     batch: &'a BlockBatch,
     /// Features `A[a] ⊙ P h`, `[R, r]`.
     features: &'a Tensor,
@@ -207,6 +207,7 @@ impl AuxLoss for SelectorLoss<'_> {
         let accept = q.minimum(&p).sum_dim_intlist(-1, true, Kind::Float);
 
         let weights = span.slice_rows(&self.batch.weights).unsqueeze(1) * self.alpha;
+        // Gradient of the loss with respect to S; zero where the label is no candidate.
         let gradient = (q - label) * (&weights * &recalled * self.scale); // [n, k]
         let pair_scores_grad = gradient.unsqueeze(1); // [n, 1, k]
         span.slice_rows(&self.features_grad).copy_(&pair_scores_grad.bmm(&successors).squeeze_dim(1));
@@ -245,8 +246,8 @@ impl DFlash2 {
         let hidden = &pass.hidden; // [A, γ, d]
         // `e` is a detached leaf: autograd would allocate a dense `[V, r]` gradient of A.
         let e = tch::no_grad(|| selector.embed(&batch.previous)).set_requires_grad(true);
-        let features = select_supervised(&selector.logit_features(hidden, &e)); // [R, r]
-        let rows = select_supervised(hidden); // [R, d]
+        let features = select_supervised(&selector.features(hidden, &e)); // [R, r]
+        let supervised_hidden = select_supervised(hidden); // [R, d]
         let learns = successors.requires_grad();
         let loss = SelectorLoss {
             selector,
@@ -258,8 +259,8 @@ impl DFlash2 {
             scale,
         };
         let output = tch::no_grad(|| {
-            let rows = SupervisedRows {
-                hidden: &rows,
+            let loss_inputs = SupervisedRows {
+                hidden: &supervised_hidden,
                 bias: None,
                 teacher: &batch.teacher,
                 sources: batch.teacher_index(),
@@ -272,10 +273,10 @@ impl DFlash2 {
                 agreement: false,
                 extra: Some(&loss),
             };
-            distill_loss(&self.vocabulary().loss_head(), &rows, recipe)
+            distill_loss(&self.vocabulary().loss_head(), &loss_inputs, recipe)
         });
-        let surrogate =
-            (&rows * &output.hidden).sum(Kind::Float) + (&features * &loss.features_grad).sum(Kind::Float);
+        let surrogate = (&supervised_hidden * &output.grad_hidden).sum(Kind::Float)
+            + (&features * &loss.features_grad).sum(Kind::Float);
         pass.backward(&surrogate, on_grad_ready);
         tch::no_grad(|| {
             if let (true, Some(grad)) = (predecessors.requires_grad(), &batch.previous_grad) {

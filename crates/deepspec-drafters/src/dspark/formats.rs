@@ -170,6 +170,7 @@ impl KindSettings for BlockSettings {
         self.fills_in()
     }
 
+    /// vLLM's `method`, which depends on the slots, not on the heads.
     fn method(&self) -> &'static str {
         if self.fills_in() { "dflash" } else { "dspark" }
     }

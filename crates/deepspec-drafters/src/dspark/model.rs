@@ -288,6 +288,7 @@ pub struct MarkovHead {
 enum HeadForm {
     Vanilla,
     Gated(Linear),
+    /// `[gate, candidate, o] = joint_proj[s; e; h]`; `s' = σ(gate)⊙s + (1−σ(gate))⊙tanh(candidate)`; the features are `tanh(o)`.
     Rnn(Linear),
 }
 
@@ -335,31 +336,32 @@ impl MarkovHead {
     }
 
     /// Features `[S, r]` of one slot, from hidden states `[S, d]` and embeddings `e [S, r]`.
-    pub fn slot_features(&self, hidden: &Tensor, e: &Tensor, state: &mut MarkovState) -> Tensor {
+    pub fn step_features(&self, hidden: &Tensor, e: &Tensor, state: &mut MarkovState) -> Tensor {
         match &self.form {
             HeadForm::Vanilla => e.shallow_clone(),
             HeadForm::Gated(gate) => gate.forward(&Tensor::cat(&[hidden, e], -1)).sigmoid() * e,
             HeadForm::Rnn(joint) => {
                 let s = state.0.take().unwrap_or_else(|| e.zeros_like());
                 let parts = joint.forward(&Tensor::cat(&[&s, e, hidden], -1)).split(self.rank, -1);
-                let keep = parts[0].sigmoid();
-                let s = &keep * s + (1.0 - &keep) * parts[1].tanh();
+                let [gate, candidate, output] = &parts[..] else { unreachable!("three of rank r") };
+                let keep = gate.sigmoid();
+                let s = &keep * s + (1.0 - &keep) * candidate.tanh();
                 state.0 = Some(s);
-                parts[2].tanh()
+                output.tanh()
             }
         }
     }
 
-    /// Teacher-forced [`MarkovHead::slot_features`] over whole blocks: `hidden [A, γ, d]`, `e [A, γ, r]` to `[A, γ, r]`.
-    pub fn logit_features(&self, hidden: &Tensor, e: &Tensor) -> Tensor {
+    /// Teacher-forced [`MarkovHead::step_features`] over whole blocks: `hidden [A, γ, d]`, `e [A, γ, r]` to `[A, γ, r]`.
+    pub fn teacher_forced_features(&self, hidden: &Tensor, e: &Tensor) -> Tensor {
         match &self.form {
             HeadForm::Vanilla | HeadForm::Gated(_) => {
-                self.slot_features(hidden, e, &mut MarkovState::default())
+                self.step_features(hidden, e, &mut MarkovState::default())
             }
             HeadForm::Rnn(_) => {
                 let mut state = MarkovState::default();
                 let steps: Vec<Tensor> = (0..e.size()[1])
-                    .map(|k| self.slot_features(&hidden.select(1, k), &e.select(1, k), &mut state))
+                    .map(|k| self.step_features(&hidden.select(1, k), &e.select(1, k), &mut state))
                     .collect();
                 Tensor::stack(&steps, 1)
             }
@@ -405,7 +407,7 @@ pub struct BlockParts {
     backbone: Backbone,
     pub(super) markov: Option<MarkovHead>,
     pub(super) confidence: Option<ConfidenceHead>,
-    /// Whether the Markov bias is added to the logits.
+    /// Whether the Markov bias is added to the logits. Drafting only; `predict` always adds the bias.
     use_markov_bias: bool,
 }
 
@@ -453,7 +455,7 @@ impl BlockDrafter for BlockParts {
         self.markov.is_some()
     }
 
-    fn next_slot_logits(
+    fn step_logits(
         model: &Block,
         base: Tensor,
         hidden: &Tensor,
@@ -465,19 +467,22 @@ impl BlockDrafter for BlockParts {
         if !model.parts.use_markov_bias {
             return (base, Some(e));
         }
-        let features = markov.slot_features(hidden, &e, state);
+        let features = markov.step_features(hidden, &e, state);
         (base + markov.logit_bias(&features).to_kind(Kind::Float), Some(e))
     }
 
-    fn logit_features(model: &Block, hidden: &Tensor, previous: &Tensor) -> Option<(Tensor, Tensor)> {
-        model.parts.markov.as_ref().map(|markov| {
-            let e = markov.embed(previous);
-            let features = markov.logit_features(hidden, &e);
-            (e, features)
-        })
+    fn teacher_forced_features(
+        model: &Block,
+        hidden: &Tensor,
+        previous: &Tensor,
+    ) -> Option<(Tensor, Tensor)> {
+        let markov = model.parts.markov.as_ref()?;
+        let e = markov.embed(previous);
+        let features = markov.teacher_forced_features(hidden, &e);
+        Some((e, features))
     }
 
-    fn slot_logits(model: &Block, hidden: &Tensor, features: Option<&Tensor>) -> Tensor {
+    fn teacher_forced_logits(model: &Block, hidden: &Tensor, features: Option<&Tensor>) -> Tensor {
         let base = model.base_logits(hidden);
         match (&model.parts.markov, features) {
             (Some(markov), Some(features)) => base + markov.logit_bias(features).to_kind(Kind::Float),

@@ -236,22 +236,22 @@ impl Block {
             e.set_requires_grad(true)
         });
         let features = self.parts.markov.as_ref().zip(e.as_ref()).map(|(markov, e)| {
-            select_supervised(&markov.logit_features(hidden, e)) // [R, r]
+            select_supervised(&markov.teacher_forced_features(hidden, e)) // [R, r]
         });
         let rows = select_supervised(hidden); // [R, d]
         // 2. Losses of the LM head and the Markov head, and their gradients of `rows` and `features` in closed form.
         let output =
             tch::no_grad(|| self.head_losses(batch, &rows, features.as_ref(), &objective.loss, scale));
-        let accept = (output.column(LossColumn::L1) * -0.5 + 1.0).clamp(0.0, 1.0);
+        let accept_rate = (output.column(LossColumn::L1) * -0.5 + 1.0).clamp(0.0, 1.0);
 
-        // 3. Backward of a surrogate with the same gradients.
-        let mut surrogate = (&rows * &output.hidden).sum(Kind::Float);
-        if let Some((features, by_features)) = features.as_ref().zip(output.features.as_ref()) {
-            surrogate += (features * by_features).sum(Kind::Float);
+        // 3. Backward. d(Σ x·g)/dx = g, so this scalar backpropagates the closed-form gradients.
+        let mut surrogate = (&rows * &output.grad_hidden).sum(Kind::Float);
+        if let Some((features, grad_features)) = features.as_ref().zip(output.grad_features.as_ref()) {
+            surrogate += (features * grad_features).sum(Kind::Float);
         }
         let confidence_logits = self.confidence_logits(&rows, e.as_ref().map(&select_supervised).as_ref());
-        let bce =
-            confidence_logits.as_ref().map(|logits| batch.weighted_sum(&confidence_loss(logits, &accept)));
+        let bce = confidence_logits.as_ref().map(|logits| confidence_loss(logits, &accept_rate));
+        let bce = bce.map(|rows| batch.weighted_sum(&rows));
         if let Some(bce) = &bce {
             surrogate += bce * (objective.confidence_alpha * scale);
         }
@@ -268,12 +268,13 @@ impl Block {
             if let Some(bce) = &bce {
                 loss += bce;
             }
-            let own = Self::confidence_sums(batch, &accept, confidence_logits.as_ref());
-            batch.loss_sums(&output, &loss, &accept, own)
+            let own = Self::confidence_sums(batch, &accept_rate, confidence_logits.as_ref());
+            batch.loss_sums(&output, &loss, &accept_rate, own)
         })
     }
 
-    /// Losses of the final hidden states `rows [R, d]` without a graph. Adds to the gradient of W2.
+    /// Losses of `rows [R, d]`, and their gradients with respect to `rows` and `features`. Accumulates W2's gradient. The caller must
+    /// disable autograd.
     fn head_losses(
         &self,
         batch: &BlockBatch,
@@ -319,26 +320,26 @@ impl Block {
         output
     }
 
-    /// Values of [`BLOCK_SUMS`]; zeros without a confidence head. `accept [R]` are the accept rates.
-    fn confidence_sums(batch: &BlockBatch, accept: &Tensor, logits: Option<&Tensor>) -> [Tensor; 4] {
+    /// Values of [`BLOCK_SUMS`]; zeros without a confidence head. `accept_rate [R]` are the accept rates.
+    fn confidence_sums(batch: &BlockBatch, accept_rate: &Tensor, logits: Option<&Tensor>) -> [Tensor; 4] {
         let Some(logits) = logits else {
-            return BLOCK_SUMS.map(|_| Tensor::zeros([], (Kind::Double, accept.device())));
+            return BLOCK_SUMS.map(|_| Tensor::zeros([], (Kind::Double, accept_rate.device())));
         };
         let confidence = logits.sigmoid();
-        let error = &confidence - accept;
+        let error = &confidence - accept_rate;
         let survival = |rates: &Tensor| batch.scatter_to_blocks(rates).cumprod(1, Kind::Float);
-        let prefix = (survival(&confidence) - survival(accept)) * batch.scatter_to_blocks(&batch.weights);
+        let prefix = survival(&confidence) - survival(accept_rate);
         [
-            batch.weighted_sum(&confidence_loss(logits, accept)),
+            batch.weighted_sum(&confidence_loss(logits, accept_rate)),
             batch.weighted_sum(&error.abs()),
             batch.weighted_sum(&error),
-            prefix.sum(Kind::Float),
+            (prefix * batch.scatter_to_blocks(&batch.weights)).sum(Kind::Float),
         ]
     }
 }
 
 /// Binary cross entropy of confidence logits against accept rates, `[R]`.
-fn confidence_loss(logits: &Tensor, accept: &Tensor) -> Tensor {
+fn confidence_loss(logits: &Tensor, accept_rate: &Tensor) -> Tensor {
     let none = None::<&Tensor>;
-    logits.binary_cross_entropy_with_logits(accept, none, none, Reduction::None)
+    logits.binary_cross_entropy_with_logits(accept_rate, none, none, Reduction::None)
 }

@@ -1,6 +1,6 @@
 //! Eagle3: an autoregressive drafter that is trained on its own outputs (training-time test).
 //!
-//! Column i pairs the state of token i with the embedding of token i + 1 and predicts token i + 2. In step s of the
+//! Position i pairs the state of token i with the embedding of token i + 1 and predicts token i + 2. In step s of the
 //! training-time test the drafter's own output of step s − 1 replaces the state. The token is then i + 1 + s.
 
 mod formats;

@@ -3,7 +3,7 @@
 //! Decoder layers read a token's embedding beside the state that they continue, and draft one token after the other. In training,
 //! the drafter's own states take the place of the target's after the first step (training-time test).
 //!
-//! Shapes: n columns of a step, N columns of step 0, H heads, G key/value heads, D head dim.
+//! Shapes: n token positions of a step, N token positions of step 0, H heads, G key/value heads, D head dim.
 
 use deepspec_checkpoint::{CheckpointError, Fields};
 use deepspec_core::Tap;
@@ -167,41 +167,41 @@ impl Eagle3Parts {
     }
 }
 
-/// Maximum number of columns per attention call. It bounds the memory of attention for sequences of any length.
-pub(super) const MAX_CALL_COLUMNS: usize = 256;
+/// Maximum number of positions per attention call. It bounds the memory of attention for sequences of any length.
+pub(super) const MAX_CALL_POSITIONS: usize = 256;
 
-/// One attention call over columns of one sequence in a step.
+/// One attention call over positions of one sequence in a step.
 pub(super) struct TttCall {
-    /// Index of the call's first column among the step's n columns.
+    /// Index of the call's first position among the step's n positions.
     pub first: i64,
-    /// Number of columns of the call.
+    /// Number of positions of the call.
     pub rows: i64,
-    /// Row of the sequence's first column among the keys of step 0.
+    /// Row of the sequence's first position among the keys of step 0.
     pub first_key: i64,
-    /// Number of keys of step 0, up to the call's last column.
+    /// Number of keys of step 0, up to the call's last position.
     pub keys: i64,
-    /// Column numbers within the sequence, `[rows]`. Column i sees the keys 0..=i of step 0.
-    pub columns: UploadSlice,
+    /// Token positions within the sequence, `[rows]`. Position i sees the keys 0..=i of step 0.
+    pub token_positions: UploadSlice,
 }
 
-/// One step of the training-time test over the n columns that later steps or losses need. Its lists are slices of the batch's upload.
+/// One step of the training-time test over the n positions that later steps or losses need. Its lists are slices of the batch's upload.
 pub(super) struct TttStep {
-    /// Indices of the step's columns among the columns of the step before, `[n]`. None if the step keeps all of them.
+    /// Indices of the step's positions among the positions of the step before, `[n]`. None if the step keeps all of them.
     pub kept: Option<UploadSlice>,
-    /// Input token of each column, `[n]`.
+    /// Input token of each position, `[n]`.
     pub tokens: UploadSlice,
-    /// Rotary position of each column, `[n]`.
+    /// Rotary position of each token position, `[n]`.
     pub positions: UploadSlice,
-    /// Attention calls, which cover all columns in order.
+    /// Attention calls, which cover all positions in order.
     pub calls: Vec<TttCall>,
-    /// Supervised columns among the n, `[R]`.
+    /// Supervised positions among the n, `[R]`.
     pub rows: UploadSlice,
-    /// First supervised column of the step among those of all steps, and their number.
+    /// First supervised position of the step among those of all steps, and their number.
     pub supervised: (i64, i64),
 }
 
 impl TttStep {
-    /// Selects the step's rows from a tensor over the supervised columns of all steps.
+    /// Selects the step's rows from a tensor over the supervised positions of all steps.
     pub fn select_rows(&self, all: &Tensor) -> Tensor {
         all.narrow(0, self.supervised.0, self.supervised.1)
     }
@@ -209,42 +209,42 @@ impl TttStep {
 
 /// Tensors of one training pass over a micro-batch.
 pub struct Eagle3Batch {
-    pub(super) taps: Tensor, // [N, m·d], the columns of step 0
-    /// Steps that have columns. Later steps have fewer columns.
+    pub(super) taps: Tensor, // [N, m·d], the positions of step 0
+    /// Steps that have positions. Later steps have fewer positions.
     pub(super) steps: Vec<TttStep>,
-    /// Distinct target states that predict the labels of the supervised columns, `[S, d]`.
+    /// Distinct target states that predict the labels of the supervised positions, `[S, d]`.
     pub(super) teacher: Tensor,
-    /// Weights of the supervised columns, step after step, `[R]` float32: 1 over the sequence's length, or over the longest
+    /// Weights of the supervised positions, step after step, `[R]` float32: 1 over the sequence's length, or over the longest
     /// sequence's with `LossNormalization::MicroBatch`.
     pub(super) weights: Tensor,
-    /// Index of each supervised column's target state in `teacher`, `[R]`.
+    /// Index of each supervised position's target state in `teacher`, `[R]`.
     sources: Tensor,
-    /// The supervised columns in the order of their target states.
+    /// The supervised positions in the order of their target states.
     pub(super) ordered: TeacherOrder,
     /// Upload that the steps' lists are slices of.
     lists: Uploaded,
 }
 
-/// All steps' supervised columns in the order of their target states.
+/// All steps' supervised positions in the order of their target states.
 pub(super) struct TeacherOrder {
-    /// Index of each column in the order of the steps, `[R]`.
+    /// Index of each position in the order of the steps, `[R]`.
     pub order: Tensor,
     /// Inverse permutation of `order`, `[R]`.
     pub inverse: Tensor,
     /// Weights times the decay of their step, `[R]` float32.
     pub decayed: Tensor,
-    /// Index of each column's target state, on the host and on the device.
+    /// Index of each position's target state, on the host and on the device.
     sources: (Vec<i64>, Tensor),
 }
 
 impl TeacherOrder {
-    /// Index from these columns to target states.
+    /// Index from these positions to target states.
     pub fn teacher_index(&self) -> TeacherIndex<'_> {
         TeacherIndex { of_rows: &self.sources.0, there: &self.sources.1 }
     }
 }
 
-/// Whether column `i` is supervised at step `s`. It predicts token i + 2 + s. The target's state of token i + 1 + s gives the
+/// Whether position `i` is supervised at step `s`. It predicts token i + 2 + s. The target's state of token i + 1 + s gives the
 /// teacher's distribution.
 pub(super) fn is_supervised(supervise: Supervise, loss_mask: &[bool], i: usize, s: usize) -> bool {
     // `Shifted` leaves the last token out, because it predicts nothing.
@@ -255,19 +255,19 @@ pub(super) fn is_supervised(supervise: Supervise, loss_mask: &[bool], i: usize, 
     mask_index < limit && loss_mask[mask_index]
 }
 
-/// Columns of one sequence that step `s` of `steps` needs.
-pub(super) fn needed_columns(supervise: Supervise, loss_mask: &[bool], s: usize, steps: usize) -> Vec<usize> {
-    let later = |i: usize| (s..steps).any(|r| is_supervised(supervise, loss_mask, i, r));
-    let mut columns: Vec<usize> = (0..loss_mask.len()).filter(|&i| later(i)).collect();
-    // Step 0 needs all columns before the last one: later columns attend to them.
-    if let (0, Some(&last)) = (s, columns.last()) {
-        columns = (0..=last).collect();
+/// Positions of one sequence that step `s` of `steps` needs.
+pub(super) fn needed_positions(supervise: Supervise, mask: &[bool], s: usize, steps: usize) -> Vec<usize> {
+    let later = |i: usize| (s..steps).any(|r| is_supervised(supervise, mask, i, r));
+    let mut positions: Vec<usize> = (0..mask.len()).filter(|&i| later(i)).collect();
+    // Step 0 needs all positions before the last one: later positions attend to them.
+    if let (0, Some(&last)) = (s, positions.last()) {
+        positions = (0..=last).collect();
     }
-    columns
+    positions
 }
 
 impl Eagle3Batch {
-    /// Supervised rows of step `s` among the columns that it computes, `[R]`: sequence after sequence, in order.
+    /// Supervised rows of step `s` among the positions that it computes, `[R]`: sequence after sequence, in order.
     pub fn supervised_rows(&self, s: usize) -> Tensor {
         self.step_list(self.steps[s].rows)
     }
@@ -277,7 +277,7 @@ impl Eagle3Batch {
         self.lists.slice(slice)
     }
 
-    /// Target states that predict the labels of the step's supervised columns, `[R, d]`.
+    /// Target states that predict the labels of the step's supervised positions, `[R, d]`.
     pub fn teacher_states(&self, s: usize) -> Tensor {
         self.teacher.index_select(0, &self.steps[s].select_rows(&self.sources))
     }
@@ -296,10 +296,10 @@ impl Eagle3Batch {
         let _range = range(c"upload");
         let supervise = objective.supervise;
         let longest = samples.iter().map(|sample| sample.input_ids.len()).max()?;
-        let columns_of =
-            |sample: &TrainSample, s: usize| needed_columns(supervise, &sample.loss_mask, s, steps);
+        let positions_of =
+            |sample: &TrainSample, s: usize| needed_positions(supervise, &sample.loss_mask, s, steps);
         let used: Vec<&TrainSample> =
-            samples.iter().filter(|sample| !columns_of(sample, 0).is_empty()).collect();
+            samples.iter().filter(|sample| !positions_of(sample, 0).is_empty()).collect();
         let weight = |sample: &TrainSample| match objective.normalization {
             LossNormalization::Global => 1.0 / sample.input_ids.len() as f32,
             LossNormalization::MicroBatch => 1.0 / longest as f32,
@@ -307,7 +307,7 @@ impl Eagle3Batch {
         let source_device = used.first()?.last.device();
         let mut indices = Upload::default();
         let (mut weights, mut decayed): (Vec<f32>, Vec<f32>) = (vec![], vec![]);
-        // Sample number and row of `TrainSample::last` of each supervised column's teacher.
+        // Sample number and row of `TrainSample::last` of each supervised position's teacher.
         let mut states: Vec<(usize, i64)> = vec![];
         let mut plan = |s: usize| {
             let (mut kept, mut tokens, mut positions, mut calls) = (vec![], vec![], vec![], vec![]);
@@ -315,21 +315,21 @@ impl Eagle3Batch {
             let first = weights.len();
             let decay = objective.step_loss_decay.powi(s as i32);
             for (number, sample) in used.iter().enumerate() {
-                let columns = columns_of(sample, s);
-                let previous_columns = columns_of(sample, s.saturating_sub(1));
-                for (call, part) in columns.chunks(MAX_CALL_COLUMNS).enumerate() {
+                let token_positions = positions_of(sample, s);
+                let previous = positions_of(sample, s.saturating_sub(1));
+                for (call, part) in token_positions.chunks(MAX_CALL_POSITIONS).enumerate() {
                     calls.push(TttCall {
-                        first: (tokens.len() + call * MAX_CALL_COLUMNS) as i64,
+                        first: (tokens.len() + call * MAX_CALL_POSITIONS) as i64,
                         rows: part.len() as i64,
                         first_key,
                         keys: part[part.len() - 1] as i64 + 1,
-                        columns: indices.push(part.iter().map(|&i| i as i64)),
+                        token_positions: indices.push(part.iter().map(|&i| i as i64)),
                     });
                 }
-                first_key += columns_of(sample, 0).len() as i64;
-                for &i in &columns {
-                    // The columns of a step are among those of the step before.
-                    kept.extend(previous_columns.binary_search(&i).ok().map(|place| (before + place) as i64));
+                first_key += positions_of(sample, 0).len() as i64;
+                for &i in &token_positions {
+                    // The positions of a step are among those of the step before.
+                    kept.extend(previous.binary_search(&i).ok().map(|place| (before + place) as i64));
                     if is_supervised(supervise, &sample.loss_mask, i, s) {
                         rows.push(tokens.len() as i64);
                         states.push((number, sample.final_state_row(i + 1 + s)));
@@ -339,7 +339,7 @@ impl Eagle3Batch {
                     tokens.push(sample.input_ids[i + 1 + s]);
                     positions.push((i + s) as i64);
                 }
-                before += previous_columns.len();
+                before += previous.len();
             }
             (!tokens.is_empty()).then(|| TttStep {
                 kept: (kept.len() < before).then(|| indices.push(kept)),
@@ -369,7 +369,7 @@ impl Eagle3Batch {
         let on_device = indices.send(device);
         let on_source = if source_device == device { None } else { Some(indices.send(source_device)) };
         let on_source = on_source.as_ref().unwrap_or(&on_device);
-        let taps = used.iter().map(|sample| sample.taps.narrow(0, 0, columns_of(sample, 0).len() as i64));
+        let taps = used.iter().map(|sample| sample.taps.narrow(0, 0, positions_of(sample, 0).len() as i64));
         let taps: Vec<Tensor> = taps.collect();
         let teacher = used.iter().zip(&teacher_rows);
         let teacher: Vec<Tensor> =
@@ -391,7 +391,7 @@ impl Eagle3Batch {
     }
 }
 
-/// Keys and values of one layer, one pair `[n, G, D]` per step. Later steps have fewer columns.
+/// Keys and values of one layer, one pair `[n, G, D]` per step. Later steps have fewer positions.
 type StepKeyValues = Vec<(Tensor, Tensor)>;
 
 impl Eagle3 {
@@ -439,7 +439,7 @@ impl Eagle3 {
     }
 }
 
-/// Attention of the training-time test, `q [n, H, D]` to `[n, H·D]`. Column i sees columns 0..=i of step 0, and itself at later steps.
+/// Attention of the training-time test, `q [n, H, D]` to `[n, H·D]`. Position i sees positions 0..=i of step 0, and itself at later steps.
 fn ttt_attention(
     spec: &AttentionSpec,
     batch: &Eagle3Batch,
@@ -452,7 +452,7 @@ fn ttt_attention(
     let Some(((keys, values), later_steps)) = history.split_first() else { return q.flatten(1, 2) };
     let run_call = |call: &TttCall| {
         let own = |t: &Tensor| t.narrow(0, call.first, call.rows);
-        // Keys of step 0, then the call's own columns of each later step: [1, G, K, D].
+        // Keys of step 0, then the call's own positions of each later step: [1, G, K, D].
         let seen = |context: &Tensor, later: &dyn Fn(&(Tensor, Tensor)) -> Tensor| {
             let mut parts = vec![context.narrow(0, call.first_key, call.keys)];
             parts.extend(later_steps.iter().map(|made| own(&later(made))));
@@ -465,7 +465,7 @@ fn ttt_attention(
         let q = q.reshape([1, key_value, repeats * call.rows, dim]);
         let options = (Kind::Int64, q.device());
         let context =
-            Tensor::arange(call.keys, options).gt_tensor(&batch.step_list(call.columns).unsqueeze(1)); // [rows, keys]
+            Tensor::arange(call.keys, options).gt_tensor(&batch.step_list(call.token_positions).unsqueeze(1)); // [rows, keys]
         let others = Tensor::eye(call.rows, options).eq(0).repeat([1, later_steps.len() as i64]);
         let blocked = Tensor::cat(&[context, others], 1); // [rows, K]
         let mask =

@@ -13,7 +13,7 @@ use tch::{Kind, Tensor};
 
 use super::model::{
     Eagle3, Eagle3Batch, Eagle3Config, Eagle3Objective, Eagle3Parts, Eagle3Proposer, Eagle3Recipe,
-    Eagle3Settings, MAX_CALL_COLUMNS, Supervise, TttStep, is_supervised, needed_columns,
+    Eagle3Settings, MAX_CALL_POSITIONS, Supervise, TttStep, is_supervised, needed_positions,
 };
 use crate::block_common::{FROZEN_FACTOR, TRAINED_FACTOR};
 use crate::draft_model::{DraftDecoder, DrafterKind, PassRows, Plan, SampleSize, checkpoint_kind};
@@ -95,7 +95,7 @@ impl DrafterKind for Eagle3Parts {
         flops(&plan.config, samples, plan.objective.supervise)
     }
 
-    /// Estimates the columns of each step after the first by the number of supervised tokens.
+    /// Estimates the positions of each step after the first by the number of supervised tokens.
     fn pass_rows(config: &Eagle3Config, samples: &[SampleSize]) -> PassRows {
         let sum = |size: fn(&SampleSize) -> usize| samples.iter().map(size).sum::<usize>();
         let (tokens, supervised) = (sum(|sample| sample.tokens), sum(|sample| sample.supervised));
@@ -103,11 +103,11 @@ impl DrafterKind for Eagle3Parts {
         // Every attention call copies its keys and values, and has a mask.
         let heads = config.model().layers.iter().map(|layer| layer.attention.heads);
         let attention = |heads: Heads| {
-            let (keys, repeats) = ((heads.key_value * heads.dim) as usize, heads.repeats() as usize);
-            let step_values = |columns: usize, sample: &SampleSize, s: usize| {
-                let (calls, rows) = (columns.div_ceil(MAX_CALL_COLUMNS), MAX_CALL_COLUMNS.min(columns));
+            let (keys, repeats) = ((heads.key_value * heads.dim) as usize, heads.num_kv_groups() as usize);
+            let step_values = |count: usize, sample: &SampleSize, s: usize| {
+                let (calls, rows) = (count.div_ceil(MAX_CALL_POSITIONS), MAX_CALL_POSITIONS.min(count));
                 // On average a call reads half of the keys of step 0.
-                let seen = sample.tokens * (calls + 1) / 2 + s * columns;
+                let seen = sample.tokens * (calls + 1) / 2 + s * count;
                 seen * (2 * keys + rows * repeats)
             };
             let sample_values = |sample: &SampleSize| {
@@ -187,18 +187,18 @@ impl Eagle3 {
         let entropy = by_step(LossColumn::SOFT_CE) * &batch.weights;
         let mut sums: Vec<Tensor> = vec![];
         let mut taus = [(); 2].map(|()| Tensor::zeros([], double));
-        // τ sums the probability that all drafts up to step s are accepted, over columns supervised at step 0.
+        // τ sums the probability that all drafts up to step s are accepted, over positions supervised at step 0.
         let mut previous_accept: Option<[Tensor; 2]> = None;
         for (step, states) in batch.steps.iter().zip(&states) {
             let (correct, accept) = (step.select_rows(&correct), step.select_rows(&accept));
             let all = |rows: &Tensor| rows.sum(Kind::Double);
             let entropy = step.select_rows(&entropy);
             sums.extend([all(&entropy), all(&correct.ones_like()), all(&correct), all(&accept)]);
-            let columns = batch.step_list(step.rows);
-            let by_column = |rows: &Tensor| {
-                Tensor::zeros([states.size()[0]], (Kind::Float, rows.device())).index_add(0, &columns, rows)
+            let indices = batch.step_list(step.rows);
+            let by_position = |rows: &Tensor| {
+                Tensor::zeros([states.size()[0]], (Kind::Float, rows.device())).index_add(0, &indices, rows)
             };
-            let step_accept = [by_column(&correct), by_column(&accept)];
+            let step_accept = [by_position(&correct), by_position(&accept)];
             let chain_accept = match previous_accept.take() {
                 None => step_accept,
                 Some(before) => {
@@ -212,20 +212,20 @@ impl Eagle3 {
             taus.iter_mut().zip(&chain_accept).for_each(|(tau, accept)| *tau += all(accept));
             previous_accept = Some(chain_accept);
         }
-        let surrogate = (rows * &output.hidden).sum(Kind::Float);
+        let surrogate = (rows * &output.grad_hidden).sum(Kind::Float);
         drop(states);
         let backward = range(c"backward");
         surrogate.backward();
         drop(backward);
         let none = Tensor::zeros([], double);
         sums.resize_with(4 * self.config().settings.ttt_length, || none.shallow_clone());
-        let columns = sums[1].shallow_clone(); // supervised at step 0, where a chain of drafts begins
-        sums.extend(taus.into_iter().chain([columns, count]));
+        let positions = sums[1].shallow_clone(); // supervised at step 0, where a chain of drafts begins
+        sums.extend(taus.into_iter().chain([positions, count]));
         let sums: Vec<Tensor> = sums.iter().map(|sum| sum.to_kind(Kind::Double).reshape([1])).collect();
         Tensor::cat(&sums, 0)
     }
 
-    /// Losses of the supervised columns of all steps without a graph. `rows [R, d]` are normed states, sorted by target state.
+    /// Losses of the supervised positions of all steps without a graph. `rows [R, d]` are normed states, sorted by target state.
     fn head_losses(&self, batch: &Eagle3Batch, rows: &Tensor, scale: f64) -> LossOutput {
         // The soft cross entropy reads no labels, and every row is its own block.
         let zeros = rows.new_zeros([rows.size()[0]], (Kind::Int64, rows.device()));
@@ -251,12 +251,12 @@ impl Eagle3 {
 /// Metrics of Eagle3 over `steps` steps. The loss of step s has the weight `decay`^s.
 ///
 /// Each step has four sums: Σ w·CE, supervised rows, rows where the argmaxes of drafter and target agree, and Σ of accept rates. Four more
-/// sums follow: τ of greedy drafts, τ of sampled drafts, columns supervised at step 0, and sequences.
+/// sums follow: τ of greedy drafts, τ of sampled drafts, positions supervised at step 0, and sequences.
 pub fn metric_defs(steps: usize, decay: f64) -> Metrics {
     let compute = move |sums: &[f64], _: usize| {
         let ratio = |num: f64, den: f64| if den > 0.0 { num / den } else { 0.0 };
         let (by_step, tail) = sums.split_at(4 * steps);
-        let (columns, sequences) = (tail[2], tail[3]);
+        let (positions, sequences) = (tail[2], tail[3]);
         let per_step = |of: &dyn Fn(&[f64]) -> f64| by_step.chunks(4).map(of).collect::<Vec<_>>();
         let losses = per_step(&|step| ratio(step[0], sequences));
         let weighted = losses.iter().enumerate().map(|(s, loss)| decay.powi(s as i32) * loss);
@@ -268,8 +268,8 @@ pub fn metric_defs(steps: usize, decay: f64) -> Metrics {
             "valid_tokens": per_step(&|step| step[1]),
             "accuracy": per_step(&|step| ratio(step[2], step[1])),
             "accept_rate": per_step(&|step| ratio(step[3], step[1])),
-            "tau_greedy": 1.0 + ratio(tail[0], columns),
-            "tau_probabilistic": 1.0 + ratio(tail[1], columns),
+            "tau_greedy": 1.0 + ratio(tail[0], positions),
+            "tau_probabilistic": 1.0 + ratio(tail[1], positions),
         });
         match metrics {
             Value::Object(map) => map,
@@ -290,12 +290,12 @@ fn flops(config: &Eagle3Config, samples: &[TrainSample], supervise: Supervise) -
     let taps = config.decoder.taps.len() as f64;
     let mut multiplications = 0.0;
     for (sample, s) in samples.iter().flat_map(|sample| (0..steps).map(move |s| (sample, s))) {
-        let columns = needed_columns(supervise, &sample.loss_mask, s, steps);
+        let positions = needed_positions(supervise, &sample.loss_mask, s, steps);
         let has_loss = |i: &&usize| is_supervised(supervise, &sample.loss_mask, **i, s);
-        let rows = columns.iter().filter(has_loss).count() as f64;
-        // Column i sees i + 1 columns of step 0 and one of each later step.
-        let seen: usize = columns.iter().map(|i| i + 1 + s).sum();
-        let count = columns.len() as f64;
+        let rows = positions.iter().filter(has_loss).count() as f64;
+        // Position i sees i + 1 positions of step 0 and one of each later step.
+        let seen: usize = positions.iter().map(|i| i + 1 + s).sum();
+        let count = positions.len() as f64;
         if s == 0 {
             multiplications += FROZEN_FACTOR * count * taps * d * d; // the captured states are constant
         }

@@ -29,7 +29,7 @@ pub fn seen(
     }
     let all = |own: &Tensor, context: &Tensor| {
         let heads = Tensor::cat(&[context, own], 0).transpose(0, 1);
-        heads.repeat_interleave_self_int(spec.heads.repeats(), 0, None)
+        heads.repeat_interleave_self_int(spec.heads.num_kv_groups(), 0, None)
     };
     [all(&block.k, k), all(&block.v, v), seen]
 }

@@ -28,9 +28,9 @@ pub fn objective(
     let recipe = &objective.loss;
     let hidden = block.hidden_states(batch);
     let rows = |t: &Tensor| t.flatten(0, 1).index_select(0, &batch.rows);
-    let features = block.logit_features(&hidden, &batch.previous);
+    let features = block.teacher_forced_features(&hidden, &batch.previous);
     let (e, features) = features.map_or((None, None), |(e, f)| (Some(rows(&e)), Some(rows(&f))));
-    let logits = block.slot_logits(&rows(&hidden), features.as_ref());
+    let logits = block.teacher_forced_logits(&rows(&hidden), features.as_ref());
     let (p, log_p) = (logits.softmax(-1, Kind::Float), logits.log_softmax(-1, Kind::Float));
     let teacher = block.base_logits(&batch.teacher_states()).detach();
     let (q, log_q) = (teacher.softmax(-1, Kind::Float), teacher.log_softmax(-1, Kind::Float));

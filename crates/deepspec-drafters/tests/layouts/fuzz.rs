@@ -70,7 +70,7 @@ fn provoke(folder: &Folder, target: &Target) -> usize {
     match open_checkpoint(folder.path()) {
         Err(error) => told(error),
         Ok(checkpoint) => {
-            deepspec_checkpoint::loaders(&checkpoint);
+            deepspec_checkpoint::engine_compatibility(&checkpoint);
             for to in CheckpointFormat::ALL {
                 for target in [None, Some(target)] {
                     if let Err(error) = convert(&checkpoint, to, target).map(|_| ()) {

@@ -4,7 +4,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use crate::common::{Folder, edited, golden};
-use deepspec_checkpoint::{CheckpointFormat, Engine, Target, convert, loaders, risks};
+use deepspec_checkpoint::{CheckpointFormat, Engine, Target, convert, engine_compatibility, risks};
 use deepspec_drafters::open_checkpoint;
 use serde_json::json;
 
@@ -59,7 +59,10 @@ fn a_sound_drafter_has_to_be_served_by_the_right_flags() {
 fn what_no_other_layout_says_was_not_tried_and_is_examined_all_the_same() {
     let vllm = |folder: &Folder| {
         let checkpoint = open_checkpoint(folder.path()).unwrap();
-        loaders(&checkpoint).into_iter().find(|loader| loader.engine == "vLLM").unwrap()
+        engine_compatibility(&checkpoint)
+            .into_iter()
+            .find(|compatibility| compatibility.engine == "vLLM")
+            .unwrap()
     };
     let zlab = crate::common::fixture::zlab();
     assert!(vllm(&zlab).loads && vllm(&zlab).tried.is_some());

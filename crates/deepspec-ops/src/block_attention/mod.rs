@@ -143,7 +143,7 @@ impl BlockAttention {
     /// Attention of one sequence, in parts.
     fn attend_in_parts(&self, of: &SequenceParts, block: &Qkv, k: &Tensor, v: &Tensor) -> Tensor {
         let AttentionSpec { heads: Heads { query, key_value, dim }, scale, .. } = of.spec;
-        let (repeats, size) = (of.spec.heads.repeats(), self.block_size);
+        let (repeats, size) = (of.spec.heads.num_kv_groups(), self.block_size);
         // The query heads that share keys become further queries: [A·B, H, D] -> [G, A, repeats·B, D].
         let q = block.q.view([-1, size, key_value, repeats, dim]).permute([2, 0, 3, 1, 4]);
         let q = q.reshape([key_value, -1, repeats * size, dim]);
@@ -174,11 +174,11 @@ impl SequenceParts {
             (*spec, span);
         let masks = MaskBuilder {
             block_size: block_size as i64,
-            repeats: heads.repeats(),
+            repeats: heads.num_kv_groups(),
             window: window.map(|window| window as i64),
             kind,
         };
-        let rows = heads.repeats() * block_size as i64;
+        let rows = heads.num_kv_groups() * block_size as i64;
         let mut parts = vec![];
         for (tile, anchors) in anchors.chunks(BLOCKS_PER_PART).enumerate() {
             let first = (tile * BLOCKS_PER_PART) as i64;

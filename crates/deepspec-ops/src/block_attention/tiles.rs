@@ -80,7 +80,7 @@ pub(super) fn plan_tiled_attention(
     spans: &[SequenceAnchors],
     device: Device,
 ) -> Option<Vec<TiledAttention>> {
-    let rows = BLOCKS_PER_TILE * size * heads.repeats() as usize;
+    let rows = BLOCKS_PER_TILE * size * heads.num_kv_groups() as usize;
     let line = (heads.key_value * heads.dim) as usize * Kind::BFloat16.elt_size_in_bytes();
     // One upload carries the indices of all sequences.
     let (mut numbers, mut of_sequences) = (Upload::default(), vec![]);
@@ -109,7 +109,7 @@ pub(super) fn plan_tiled_attention(
             tiles: count as i64,
             slots: BLOCKS_PER_TILE as i64,
             size: size as i64,
-            repeats: heads.repeats(),
+            repeats: heads.num_kv_groups(),
             groups: heads.key_value,
             dim: heads.dim,
             rest: tiles.rest as i64,

@@ -35,10 +35,10 @@ const BIAS_CHUNK_TOKENS: i64 = 512;
 /// Gradients of the inputs, and measurements of each row.
 pub struct LossOutput {
     /// Gradient of the hidden states, `[R, d]`.
-    pub hidden: Tensor,
+    pub grad_hidden: Tensor,
     /// Gradient of the features, `[R, r]`; None without a Markov head. One row of a token group may hold the sum of
     /// the group.
-    pub features: Option<Tensor>,
+    pub grad_features: Option<Tensor>,
     /// One float32 column for each [`LossColumn`].
     rows: Tensor,
 }
@@ -161,8 +161,8 @@ pub fn distill_loss(head: &LossHead, rows: &SupervisedRows, recipe: &LossRecipe)
     let shared_bias = rows.bias.filter(have_it_in_common).map(|_| padded_buffer(largest, at_a_time));
     let columns = LossColumn::COUNT + rows.extra.map_or(0, AuxLoss::column_count);
     let output = LossOutput {
-        hidden: rows.hidden.empty_like(),
-        features: rows.bias.map(|bias| bias.features.empty_like()),
+        grad_hidden: rows.hidden.empty_like(),
+        grad_features: rows.bias.map(|bias| bias.features.empty_like()),
         rows: Tensor::zeros([rows.labels.size()[0], columns], (Kind::Float, device)),
     };
     for (chunk, &(first, count)) in chunks.iter().zip(&ranges) {
@@ -178,7 +178,7 @@ pub fn distill_loss(head: &LossHead, rows: &SupervisedRows, recipe: &LossRecipe)
         let (base, mut target) = (logits.narrow(0, 0, n), logits.narrow(0, n, count));
         let mut bias = rows
             .bias
-            .zip(output.features.as_ref())
+            .zip(output.grad_features.as_ref())
             .map(|(of, by_features)| ChunkBias::new(of, chunk, by_features, shared_bias.as_ref()));
         let bias_buffer = biases.as_ref().map(|biases| biases.narrow(0, 0, n));
         let both = logits.narrow(0, 0, n + count);
@@ -218,7 +218,7 @@ pub fn distill_loss(head: &LossHead, rows: &SupervisedRows, recipe: &LossRecipe)
         let by_bias = bias_buffer.as_ref().unwrap_or(&base);
         // Without a soft-cap, base and bias share one gradient, in the bias buffer.
         let by_base = if head.softcap.is_none() { by_bias } else { &base };
-        let mut by_hidden = chunk.slice_rows(&output.hidden);
+        let mut by_hidden = chunk.slice_rows(&output.grad_hidden);
         for tokens in VocabChunk::split_vocab(vocab, at_a_time) {
             let by_logits = tokens.slice_logits(by_base);
             matmul_into(&by_logits, &tokens.slice_weight(weight), &mut by_hidden, !tokens.is_first());
@@ -226,7 +226,7 @@ pub fn distill_loss(head: &LossHead, rows: &SupervisedRows, recipe: &LossRecipe)
                 bias.backward(&tokens, &tokens.slice_logits(by_bias));
             }
         }
-        if let Some((bias, by_features)) = bias.zip(output.features.as_ref()) {
+        if let Some((bias, by_features)) = bias.zip(output.grad_features.as_ref()) {
             bias.write_shared_gradients(chunk, by_features);
         }
     }

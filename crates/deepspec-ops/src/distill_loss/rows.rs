@@ -11,8 +11,9 @@ use crate::ffi::{LogitRows, TargetProbs, logits_grad, measure_rows, softmax_targ
 
 /// A tile of the logit buffers, in the dtype of the weights.
 pub(super) struct LogitsTile {
+    /// Logits of the LM head.
     pub base: Tensor,
-    /// Bias, unless the base already includes it.
+    /// Logits that the Markov head adds. None without a Markov head, or if `base` already includes them.
     pub bias: Option<Tensor>,
     /// Target logits or probabilities, one per row or per target state.
     pub target: Tensor,
@@ -75,7 +76,7 @@ impl LogitsTile {
             }
             None => copy_unless_aliased(base, by_base.as_ref().unwrap_or(&gradient)),
         }
-        judged.into_columns(extra)
+        judged.cat_columns(extra)
     }
 
     /// Measurements and gradients by the GPU kernels for bfloat16 logits; None if no kernel applies.
@@ -105,7 +106,7 @@ impl LogitsTile {
         let distances = RowStats::from_kernel(measured.distances(), agreement, needs);
         let mut judged = TileLoss::evaluate(distances, rows, span, recipe);
         logits.backward(&measured, &std::mem::take(&mut judged.coeffs).scaled(rows.scale).to_tensor(&labels));
-        Some(judged.into_columns(None))
+        Some(judged.cat_columns(None))
     }
 }
 
@@ -130,8 +131,8 @@ impl TileLoss {
         Self { distances, terms, loss, coeffs, adaptive }
     }
 
-    /// All measurements, one column each.
-    fn into_columns(self, extra: Option<AuxLossOutput>) -> Tensor {
+    /// Concatenates all measurements, one column each.
+    fn cat_columns(self, extra: Option<AuxLossOutput>) -> Tensor {
         let Self { distances: RowStats { ce, agreement, .. }, terms, loss, adaptive, .. } = self;
         let adaptive = adaptive.map(|adaptive| &ce * adaptive);
         let zero = ce.zeros_like();

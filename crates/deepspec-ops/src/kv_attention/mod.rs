@@ -66,7 +66,7 @@ impl InPlaceKernel {
                 let like = Tensor::zeros([1], (kind, device));
                 // All kernels support this width. The layers' own widths are checked with their weights.
                 let has = |heads: Heads| {
-                    has_decode_kernels(&like, PROBE_WIDTH, PROBE_WIDTH, heads.dim, heads.repeats())
+                    has_decode_kernels(&like, PROBE_WIDTH, PROBE_WIDTH, heads.dim, heads.num_kv_groups())
                 };
                 if layers.all(has) { Self::DecodeRows } else { Self::Never }
             }
@@ -114,7 +114,7 @@ impl KvCache {
         let layers: Vec<CacheLayer> = layers
             .iter()
             .map(|&spec| {
-                let view = MaskShape { repeats: spec.heads.repeats() as usize, window: spec.window };
+                let view = MaskShape { repeats: spec.heads.num_kv_groups() as usize, window: spec.window };
                 let number = mask_shapes.iter().position(|known| *known == view).unwrap_or_else(|| {
                     mask_shapes.push(view);
                     mask_shapes.len() - 1

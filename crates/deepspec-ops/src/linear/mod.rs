@@ -79,8 +79,8 @@ fn stored_linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Tensor {
     reference::linear(&both, weight, bias).narrow(0, 0, 1).reshape(size)
 }
 
-/// `a b` of `a [m, k]` and `b [k, n]` in place of `out [m, n]`, or added to it. Without gradients; sums may be float32 beside
-/// bfloat16 factors. `out` shares no memory with them.
+/// Writes `a @ b` to `out`, or adds it if `add` is set. Records no gradients. `out` may be float32 while `a` and `b` are
+/// bfloat16. It must not share memory with them.
 pub(crate) fn matmul_into(a: &Tensor, b: &Tensor, out: &mut Tensor, add: bool) {
     if !ffi::matmul_into(a, b, out, add) {
         reference::matmul_into(a, b, out, add);

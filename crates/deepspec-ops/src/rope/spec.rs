@@ -31,7 +31,8 @@ pub enum Scaling {
         /// Tokens the model was first trained for.
         original: f64,
     },
-    /// Interpolation with a ramp over the plane's index (YaRN, Peng et al. 2023).
+    /// YaRN (Peng et al. 2023): mixes interpolated and original frequencies. The mix is a linear ramp over the
+    /// dimension pairs.
     Yarn(Yarn),
 }
 

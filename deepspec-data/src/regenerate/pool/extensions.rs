@@ -129,14 +129,14 @@ impl Extensions {
         before | fields.0 != before
     }
 
-    /// Interprets the refusal of a request with the fields `sent`. `asks_thinking` says that the
+    /// Interprets the refusal of a request with the fields `sent`. `sets_thinking` says that the
     /// user, not the default, set the thinking switch.
     pub fn interpret_refusal(
         &self,
         failure: &Failure,
         body: &Map<String, Value>,
         sent: FieldSet,
-        asks_thinking: bool,
+        sets_thinking: bool,
     ) -> Refusal {
         if failure.class != FailureClass::Refused {
             return Refusal::Other;
@@ -146,10 +146,10 @@ impl Extensions {
         let mut unproven = sent.without(FieldSet(self.accepted.load(Ordering::Relaxed)));
         let switch = FieldSet::select(|name| name == TEMPLATE_KWARGS);
         let names_switch = failure.names_field(TEMPLATE_KWARGS) || failure.names_field("enable_thinking");
-        if !asks_thinking && names_switch && !unproven.without(switch).eq(&unproven) {
+        if !sets_thinking && names_switch && !unproven.without(switch).eq(&unproven) {
             return Refusal::Of(switch);
         }
-        if asks_thinking {
+        if sets_thinking {
             unproven = unproven.without(switch);
         }
         let switched = body.contains_key(TEMPLATE_KWARGS) && !self.accepted_thinking.load(Ordering::Relaxed);

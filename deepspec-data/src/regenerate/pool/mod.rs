@@ -54,9 +54,9 @@ pub struct Options {
     /// Environment variable with the servers' API key
     #[arg(long, default_value = "OPENAI_API_KEY", value_name = "NAME")]
     pub api_key_env: String,
-    /// Whether the user has said if the model is to think.
+    /// True if the user turned thinking on or off.
     #[arg(skip)]
-    pub asks_thinking: bool,
+    pub sets_thinking: bool,
 }
 
 impl Options {
@@ -303,7 +303,7 @@ impl Pool {
                 }
                 Err(failure) => failure,
             };
-            match server.extensions.interpret_refusal(&failure, body, sent, self.options.asks_thinking) {
+            match server.extensions.interpret_refusal(&failure, body, sent, self.options.sets_thinking) {
                 Refusal::OfThinking => {
                     return Err(AttemptError::Hopeless(anyhow!(
                         "{} refuses the thinking switch ({failure}); without it the answers would silently be others: ask \

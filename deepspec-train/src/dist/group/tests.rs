@@ -24,7 +24,7 @@ fn stuck(
     let met = Barrier::new(2);
     let (done, rank_0_is_done) = mpsc::channel::<()>();
     let connect = |place| {
-        let group = ProcessGroup::connect(place, Device::Cpu, Backend::Auto, PATIENCE);
+        let group = ProcessGroup::connect(place, Device::Cpu, DistBackend::Auto, PATIENCE);
         met.wait();
         group.unwrap()
     };
@@ -107,7 +107,7 @@ fn what_is_connected_is_handed_on_with_keys_of_its_own() {
     thread::scope(|scope| {
         for place in &places {
             scope.spawn(|| {
-                let group = ProcessGroup::connect(place, Device::Cpu, Backend::Auto, PATIENCE).unwrap();
+                let group = ProcessGroup::connect(place, Device::Cpu, DistBackend::Auto, PATIENCE).unwrap();
                 let rank = group.rank();
                 let open = move |store: c10d::Store| {
                     store.set(&format!("met/{rank}"), &[7])?;

@@ -11,7 +11,7 @@ use memmap2::{Mmap, UncheckedAdvice};
 use crate::cache::error::CacheError;
 use crate::cache::files::ShardEntry;
 use crate::cache::layout::Layout;
-use crate::cache::shard::{self, Geometry, Parts, Rows};
+use crate::cache::shard::{self, Geometry, Parts, SampleExtent};
 
 /// Characters of a wrong header that are printed in a message.
 const MAX_SHOWN_CHARS: usize = 200;
@@ -90,12 +90,12 @@ impl MappedShard {
     }
 
     /// The stored bytes of a sample; empty past the end, which the samples' table excludes.
-    pub fn sample(&self, rows: Rows) -> Parts<&[u8]> {
+    pub fn sample(&self, rows: SampleExtent) -> Parts<&[u8]> {
         self.geometry.sample(rows).map(|range| self.slice(range))
     }
 
     /// Upper bound of the bytes that reading a sample maps into the process.
-    pub fn page_bytes(&self, rows: Rows) -> u64 {
+    pub fn page_bytes(&self, rows: SampleExtent) -> u64 {
         self.geometry.sample(rows).in_file_order().into_iter().map(page_bytes).sum()
     }
 

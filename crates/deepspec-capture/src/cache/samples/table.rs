@@ -32,7 +32,7 @@ pub(crate) struct Row {
 
 impl Row {
     /// The error for exponents that cannot be decompressed.
-    pub fn decode_error(&self) -> impl Fn(io::Error) -> CacheError {
+    pub fn decompress_error(&self) -> impl Fn(io::Error) -> CacheError {
         |source| CacheError::Exponents { sample: self.id.clone(), source }
     }
 }

@@ -7,7 +7,7 @@ use crate::cache::identity::Identity;
 use crate::cache::layout::loss_mask;
 use crate::cache::manifest::Manifest;
 use crate::cache::sample::{count_supervised, find_bad_span, find_outside_vocab};
-use crate::cache::shard::{self, Rows};
+use crate::cache::shard::{self, SampleExtent};
 
 /// The numbers that a row of the table states. All of them follow from the previous rows, the token
 /// ids and the spans.
@@ -36,8 +36,8 @@ pub(crate) struct SampleLocation {
 
 impl SampleLocation {
     /// The sample's rows within the shard.
-    pub fn rows(&self) -> Rows {
-        Rows {
+    pub fn rows(&self) -> SampleExtent {
+        SampleExtent {
             first: self.first_row,
             count: self.length.into(),
             first_last: self.first_last_row,

@@ -1,6 +1,6 @@
 //! The rank of a Slurm `srun` task.
 
-use super::{Ranks, RanksError, parse_number};
+use super::{DistributedEnv, RanksError, parse_number};
 
 /// Variable with the step's number of tasks. Only tasks that `srun` started have it.
 pub const TASK_COUNT_VARIABLE: &str = "SLURM_STEP_NUM_TASKS";
@@ -16,7 +16,7 @@ const FIRST_PORT: u32 = 1024;
 pub fn ranks_from_slurm(
     given: impl Fn(&str) -> Option<String>,
     range: Option<&str>,
-) -> Result<Option<Ranks>, RanksError> {
+) -> Result<Option<DistributedEnv>, RanksError> {
     let need =
         |name| given(name).ok_or(RanksError::Incomplete { present: TASK_COUNT_VARIABLE, absent: name });
     let world_size = parse_number(TASK_COUNT_VARIABLE, &need(TASK_COUNT_VARIABLE)?)?;
@@ -38,7 +38,7 @@ pub fn ranks_from_slurm(
         Some(port) => parse_number("MASTER_PORT", &port)?,
         None => rendezvous_port(job, step, range),
     };
-    Ok(Some(Ranks {
+    Ok(Some(DistributedEnv {
         rank: parse_number("SLURM_PROCID", &need("SLURM_PROCID")?)?,
         world_size,
         local_rank: parse_number("SLURM_LOCALID", &need("SLURM_LOCALID")?)?,

@@ -13,7 +13,7 @@ const LLAMA_CPP_VERSION: &str = "of llama-cpp-python 0.3.36";
 
 /// Whether one engine loads a checkpoint.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-pub struct Loader {
+pub struct EngineCompatibility {
     /// The engine.
     pub engine: &'static str,
     /// Version of the engine that was tested; None if the answer comes from its sources.
@@ -25,17 +25,17 @@ pub struct Loader {
 }
 
 /// Whether vLLM, SGLang, llama.cpp and speculators load a checkpoint.
-pub fn loaders(checkpoint: &Checkpoint) -> Vec<Loader> {
+pub fn engine_compatibility(checkpoint: &Checkpoint) -> Vec<EngineCompatibility> {
     let (drafter, format) = (checkpoint.drafter(), checkpoint.format());
     // vLLM and speculators were not tried with layers without query and key norms. No engine was
     // tried with settings that only one format can express.
     let usual = drafter.family.qk_norm && drafter.reason_not_convertible().is_none();
     let known =
         |engine, version: Option<&'static str>, status: EngineSupport| match unsupported_layers(checkpoint) {
-            Some(note) => Loader { engine, tried: None, loads: false, note },
+            Some(note) => EngineCompatibility { engine, tried: None, loads: false, note },
             None => {
                 let tried = version.filter(|_| status.tried && usual);
-                Loader { engine, tried, loads: status.loads, note: status.note.into() }
+                EngineCompatibility { engine, tried, loads: status.loads, note: status.note.into() }
             }
         };
     let gguf =
@@ -51,8 +51,13 @@ pub fn loaders(checkpoint: &Checkpoint) -> Vec<Loader> {
     vec![
         known("vLLM", Some(VLLM_VERSION), drafter.kind.engine_support(Engine::Vllm, format)),
         known("SGLang", None, drafter.kind.engine_support(Engine::Sglang, format)),
-        Loader { engine: "llama.cpp", tried: gguf.is_ok().then_some(LLAMA_CPP_VERSION), loads: false, note },
-        Loader {
+        EngineCompatibility {
+            engine: "llama.cpp",
+            tried: gguf.is_ok().then_some(LLAMA_CPP_VERSION),
+            loads: false,
+            note,
+        },
+        EngineCompatibility {
             engine: "speculators",
             tried: (is_speculators && usual).then_some(SPECULATORS_VERSION),
             loads: is_speculators,
