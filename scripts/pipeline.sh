@@ -28,7 +28,7 @@
 #   DEEPSPEC_SERVER               server to start: deepspec (default), vllm or sglang
 #   DEEPSPEC_ACCEPT_FAILED_ROWS   1: go on without rows that could not be answered or read
 set -euo pipefail
-caller=$PWD
+caller=$PWD self=$(realpath "${BASH_SOURCE[0]}")
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
 stage=pipeline
 
@@ -41,7 +41,7 @@ given_urls=() overrides=()
 while [ $# -gt 0 ]; do
     case $1 in
         --help | -h)
-            sed -n '2,/^set -euo/{/^set -euo/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"
+            sed -n '2,/^set -euo/{/^set -euo/d;s/^# \{0,1\}//;p}' "$self"
             exit 0
             ;;
         --plan)
@@ -114,12 +114,13 @@ fi
 [ -f "$recipe" ] || usage "--recipe: $recipe does not exist"
 
 # GPUs: the visible ones, by number.
-if [ -n "${CUDA_VISIBLE_DEVICES:-}" ]; then
+devices=()
+if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then
     IFS=, read -ra devices <<<"$CUDA_VISIBLE_DEVICES"
-elif command -v nvidia-smi >/dev/null; then
-    mapfile -t devices < <(nvidia-smi --query-gpu=index --format=csv,noheader 2>/dev/null || true)
-else
-    devices=()
+    case ${devices[0]:-} in '' | -* | NoDevFiles) devices=() ;; esac
+elif listed=$(nvidia-smi --query-gpu=index --format=csv,noheader 2>/dev/null); then
+    mapfile -t devices < <(grep -E '^[0-9]+$' <<<"$listed" || true)
+    export CUDA_DEVICE_ORDER=PCI_BUS_ID
 fi
 if [ -n "$gpus" ]; then
     [[ $gpus =~ ^[0-9]+$ ]] || usage "--gpus is \`$gpus\`; expected a number"
@@ -195,7 +196,7 @@ fi
 
 if [ -n "$suites" ]; then
     suites_dir=$suites
-elif [ -n "${DEEPSPEC_EVAL_ARGS:-}" ] && [[ $DEEPSPEC_EVAL_ARGS == *--suite* ]]; then
+elif [[ " ${DEEPSPEC_EVAL_ARGS:-}" == *" --suite "* || " ${DEEPSPEC_EVAL_ARGS:-}" == *" --suite="* ]]; then
     suites_dir=eval_datasets
 else
     suites_dir=eval_datasets fetch_suites=1
@@ -241,7 +242,7 @@ mkdir -p "$run"
 # One run at a time: programs of an earlier call hold the lock, too.
 exec 9>"$run/.lock"
 if ! flock --nonblock 9; then
-    echo "pipeline: another call still runs in $run, or programs of it do: $(fuser "$run/.lock" 2>/dev/null || true)" >&2
+    echo "pipeline: another call still runs in $run, or programs of it do: $(fuser "$run/.lock" 2>/dev/null | sed "s/ $$\b//" || true)" >&2
     exit 1
 fi
 # These settings decide the data of a run; the others may change from call to call.
@@ -269,42 +270,65 @@ if [ -f "$run/pipeline.state" ]; then
         state[$name]='done' since[$name]=$at seconds[$name]=$took
     done <"$run/pipeline.state"
 fi
-if [ -n "$redo" ]; then
-    again=
-    for name in "${stages[@]}"; do
-        [ "$name" != "$redo" ] || again=1
-        [ -z "$again" ] || state[$name]=waiting
-    done
-fi
-# Stages that run again replace what they wrote.
-overwrite() { [ -z "$redo" ] || echo --overwrite; }
-mark() { # STAGE STATE [SECONDS]
+write_state() {
     local name
-    state[$1]=$2 since[$1]=$(date -u +%Y-%m-%dT%H:%M:%SZ) seconds[$1]=${3:--}
     for name in "${stages[@]}"; do
         printf '%s\t%s\t%s\t%s\n' "$name" "${state[$name]}" "${since[$name]}" "${seconds[$name]}"
     done >"$run/pipeline.state.partial"
     mv "$run/pipeline.state.partial" "$run/pipeline.state"
 }
+mark() { # STAGE STATE [SECONDS]
+    state[$1]=$2 since[$1]=$(date -u +%Y-%m-%dT%H:%M:%SZ) seconds[$1]=${3:--}
+    write_state
+}
+# A stage that runs again starts anew: its results and those of later stages go now, so that a call without --redo goes on.
+if [ -n "$redo" ]; then
+    again=
+    for name in "${stages[@]}"; do
+        [ "$name" != "$redo" ] || again=1
+        [ -n "$again" ] || continue
+        state[$name]=waiting since[$name]=- seconds[$name]=-
+        rm -f "$run/stages/$name"
+        case $name in
+            answers) rm -rf "$run"/answers-0.jsonl* "$run"/answers-0_* ;;
+            states) rm -rf "$run/cache" "$run"/cache.* ;;
+            training) rm -rf "$run/checkpoints/drafter" ;;
+            evaluation) rm -rf "$run/eval" ;;
+            export) rm -rf "$run/export" ;;
+        esac
+    done
+    write_state
+fi
+# What decides the result of a stage, beside the settings of the run.
+inputs_of() {
+    case $1 in
+        split) echo "suites $suites_dir, arguments ${DEEPSPEC_SPLIT_ARGS:-none}" ;;
+        answers) echo "arguments ${DEEPSPEC_REGENERATE_ARGS:-none}" | sed 's/ *--retry-failed//' ;;
+        states) echo "recipe $(sha256sum <"$recipe" | cut -c1-16) of $recipe, ${overrides[*]:-no overrides}, arguments ${DEEPSPEC_CACHE_ARGS:-none}" ;;
+        training) echo "recipe $(sha256sum <"$recipe" | cut -c1-16) of $recipe, ${overrides[*]:-no overrides}, arguments ${DEEPSPEC_TRAIN_ARGS:-none}" ;;
+        evaluation) echo "suites $suites_dir, arguments ${DEEPSPEC_EVAL_ARGS:-none}" ;;
+        export) echo "engine $engine" ;;
+        *) echo any ;;
+    esac
+}
 running=
 finish() {
     local code=$?
     trap - EXIT
-    [ -z "$running" ] || mark "$running" "$([ $code = 75 ] && echo stopped || echo "failed, exit code $code")"
     end_servers 2>/dev/null || true
+    [ -z "$running" ] || mark "$running" "$([ $code = 75 ] && echo stopped || echo "failed, exit code $code")" || true
     exit $code
 }
 trap finish EXIT
-trap 'exit 75' TERM INT
+trap 'exit 75' TERM INT HUP
 
-# Runs the program of the running stage, and notes its arguments once it is done.
+# Runs the program of the running stage, and notes its arguments.
 run_stage() {
-    local status=0
-    run_program "$@" || status=$?
-    printf '%s\n' "$*" >"$run/stages/$running.partial"
-    [ $status != 0 ] || mv "$run/stages/$running.partial" "$run/stages/$running"
-    return $status
+    printf '%s\n' "$*" >"$run/stages/$running.command"
+    run_program "$@"
 }
+# Whether the arguments of the stage have this flag already.
+has() { [[ " ${arguments[*]} " == *" $1 "* || " ${arguments[*]} " == *" $1="* ]]; }
 
 # accept_rows FILE COMMAND...: runs a command that ends with code 1 if single rows could not be used, though FILE is there. Without
 # DEEPSPEC_ACCEPT_FAILED_ROWS=1 that ends the run, and says how to go on.
@@ -313,6 +337,10 @@ accept_rows() {
     shift
     "$@" || status=$?
     [ $status = 1 ] && [ -s "$file" ] || return $status
+    # Rows that wait for an answer are no failed rows.
+    if [ "$running" = answers ] && ! "$@" --dry-run 2>&1 | grep -F -- '+ 0 to take over + 0 to ask ' >/dev/null; then
+        return 1
+    fi
     if [ "${DEEPSPEC_ACCEPT_FAILED_ROWS:-}" = 1 ]; then
         echo "pipeline: $running goes on without the rows above" >&2
         return 0
@@ -324,12 +352,14 @@ accept_rows() {
 
 # Runs a program in the background, so that a signal reaches it and this script.
 run_program() {
-    local pid status=0
-    "$@" &
+    local pid status=0 ends=()
+    # It ends with this script, even if that is killed.
+    ! command -v setpriv >/dev/null || ends=(setpriv --pdeathsig TERM --)
+    "${ends[@]}" "$@" &
     pid=$!
-    trap 'kill -TERM $pid 2>/dev/null; wait $pid; exit 75' TERM INT
+    trap 'kill -TERM $pid 2>/dev/null; wait $pid; exit 75' TERM INT HUP
     wait "$pid" || status=$?
-    trap 'exit 75' TERM INT
+    trap 'exit 75' TERM INT HUP
     return $status
 }
 
@@ -345,7 +375,7 @@ stage_split() {
     stage_arguments split
     local files=("$suites_dir"/*.jsonl)
     arguments+=(--dedup --decontaminate "${files[@]}")
-    [ -z "$rows" ] || arguments+=(--sample-size "$rows")
+    [ -z "$rows" ] || has --sample-size || arguments+=(--sample-size "$rows")
     run_stage "$bin/deepspec-data" "${arguments[@]}"
 }
 stage_answers() {
@@ -353,46 +383,47 @@ stage_answers() {
     local asked=("${arguments[@]//\{task\}/0}")
     if [ ${#given_urls[@]} -gt 0 ]; then
         asked+=(--server "${given_urls[@]}")
-    elif [ "$count" = 0 ] && [ "$kind" = deepspec ]; then
+    elif [ "$count" = 0 ] && [ "$kind" = deepspec ] && [ -z "${DEEPSPEC_TEST_SERVER:-}" ]; then
         asked+=(--local-model "$target" --device cpu)
     else
         local on=("${devices[@]}")
         [ ${#on[@]} -gt 0 ] || on=(none)
         if [ "$kind" = deepspec ] && [ "$count" -gt 0 ]; then
             export DEEPSPEC_SERVER_ARGS="--max-num-seqs 64 ${DEEPSPEC_SERVER_ARGS:-}"
-            asked+=(--concurrency 64)
+            has --concurrency || asked+=(--concurrency 64)
         fi
         start_servers "$run/answers" "${on[@]}"
         wait_for_servers
         asked+=(--server "${urls[@]}")
     fi
-    accept_rows "$run/answers-0.jsonl" run_stage "$bin/deepspec-data" regenerate "${asked[@]}" $(overwrite)
+    accept_rows "$run/answers-0.jsonl" run_stage "$bin/deepspec-data" regenerate "${asked[@]}"
     end_servers
 }
 stage_inspect() {
     stage_arguments inspect
-    accept_rows "$run/answers-0.jsonl" run_stage "$bin/deepspec-data" "${arguments[@]}" --limit 1
+    has --limit || arguments+=(--limit 1)
+    accept_rows "$run/answers-0.jsonl" run_stage "$bin/deepspec-data" "${arguments[@]}"
 }
 stage_states() {
     stage_arguments cache
-    accept_rows "$run/cache/manifest.json" run_stage "$bin/deepspec-data" cache build "${arguments[@]}" $(overwrite)
+    accept_rows "$run/cache/manifest.json" run_stage "$bin/deepspec-data" cache build "${arguments[@]}"
 }
 stage_training() {
     stage_arguments train
-    run_stage "$bin/deepspec-train" "${arguments[@]}" $(overwrite)
+    run_stage "$bin/deepspec-train" "${arguments[@]}"
 }
 stage_evaluation() {
     stage_arguments eval
-    arguments+=(--suites-dir "$suites_dir" $(overwrite))
+    has --suites-dir || arguments+=(--suites-dir "$suites_dir")
     if [ "$count" -gt 1 ]; then
         local worker pids=() failed=0
         for ((worker = 0; worker < count; worker++)); do
             CUDA_VISIBLE_DEVICES=${devices[worker]} "$bin/deepspec-eval" --quiet run "${arguments[@]}" --worker "$worker/$count" &
             pids+=($!)
         done
-        trap 'kill -TERM "${pids[@]}" 2>/dev/null; wait; exit 75' TERM INT
+        trap 'kill -TERM "${pids[@]}" 2>/dev/null; wait; exit 75' TERM INT HUP
         for worker in "${pids[@]}"; do wait "$worker" || failed=$?; done
-        trap 'exit 75' TERM INT
+        trap 'exit 75' TERM INT HUP
         [ $failed = 0 ] || return $failed
     fi
     run_stage "$bin/deepspec-eval" run "${arguments[@]}"
@@ -405,7 +436,12 @@ stage_export() {
 echo "pipeline: a drafter for $target by $recipe; states $states: $reason" >&2
 for name in "${stages[@]}"; do
     if [ "${state[$name]}" = 'done' ]; then
-        echo "== pipeline: $name: done before; --redo $name runs it again" >&2
+        before=$(cat "$run/stages/$name" 2>/dev/null || inputs_of "$name")
+        if [ "$before" != "$(inputs_of "$name")" ]; then
+            echo "pipeline: $name was done with $before, and this call asks for $(inputs_of "$name"); --redo $name runs it and the later stages again" >&2
+            exit 2
+        fi
+        echo "== pipeline: $name: done before" >&2
         continue
     fi
     echo "== pipeline: $name: $(describe "$name")" >&2
@@ -413,6 +449,7 @@ for name in "${stages[@]}"; do
     mark "$name" running
     began=$SECONDS
     "stage_$name"
+    inputs_of "$name" >"$run/stages/$name"
     mark "$name" 'done' $((SECONDS - began))
     running=
 done

@@ -45,12 +45,13 @@ def paragraphs(text):
     """(line number, text) of each paragraph, list item, heading and table cell."""
     fence, current, start = False, [], 0
     for number, line in enumerate([*text.splitlines(), ""], 1):
-        if line.lstrip().startswith("```"):
+        if line.lstrip().startswith(("```", "~~~")):
             fence = not fence
             line = ""
         elif fence:
             continue
-        starts = re.match(r"\s*([-*+]|\d+\.|#+|>|\|)\s?", line)
+        line = re.sub(r"^\s*>\s?", "", line)
+        starts = re.match(r"\s*([-*+]|\d+\.|#+|\|)\s?", line)
         if current and (not line.strip() or starts):
             yield start, " ".join(current)
             current = []

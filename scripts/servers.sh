@@ -33,6 +33,8 @@ start_servers() {
         server_command "$port"
         (
             [ "$gpu" = none ] || export CUDA_VISIBLE_DEVICES=$gpu
+            # A server ends with the script, even if that is killed.
+            ! command -v setpriv >/dev/null || command=(setpriv --pdeathsig TERM -- "${command[@]}")
             exec "${command[@]}" >"$log.server-$gpu.log" 2>&1
         ) &
         servers+=($!)
@@ -59,10 +61,10 @@ wait_for_servers() {
 
 # Ends all servers; one that ignores the signal is killed after 30 seconds.
 end_servers() {
-    [ ${#servers[@]} -eq 0 ] || kill "${servers[@]}" 2>/dev/null
+    [ ${#servers[@]} -eq 0 ] || kill "${servers[@]}" 2>/dev/null || true
     local second
     for ((second = 0; second < 30 && $(jobs -rp | wc -l) > 0; second++)); do sleep 1; done
-    [ ${#servers[@]} -eq 0 ] || kill -KILL "${servers[@]}" 2>/dev/null
-    wait
+    [ ${#servers[@]} -eq 0 ] || kill -KILL "${servers[@]}" 2>/dev/null || true
+    wait || true
     servers=() urls=()
 }

@@ -147,18 +147,28 @@ small() {
 }
 code=0
 small >"$work/log" 2>&1 || code=$?
-[ $code = 1 ] && grep -q 'DEEPSPEC_ACCEPT_FAILED_ROWS=1 and the same command go on' "$work/log"
-DEEPSPEC_ACCEPT_FAILED_ROWS=1 small >"$work/log" 2>&1
-[ "$(grep -c 'done' "$work/small/pipeline.state")" = 8 ]
-# Training runs again for more steps, and the later stages follow.
-DEEPSPEC_TRAIN_ARGS="${DEEPSPEC_TRAIN_ARGS/max_train_steps=4/max_train_steps=6}" DEEPSPEC_ACCEPT_FAILED_ROWS=1 small --redo training >"$work/log" 2>&1
+[ $code = 1 ]
+grep -q 'DEEPSPEC_ACCEPT_FAILED_ROWS=1 and the same command go on' "$work/log"
+export DEEPSPEC_ACCEPT_FAILED_ROWS=1
+small >"$work/log" 2>&1
+[ "$(awk -F '\t' '$2 == "done"' "$work/small/pipeline.state" | wc -l)" = 8 ]
+# Other settings of a stage that is done are refused, and --redo runs it and the later stages again.
+export DEEPSPEC_TRAIN_ARGS="${DEEPSPEC_TRAIN_ARGS/max_train_steps=4/max_train_steps=6}"
+code=0
+small >"$work/log" 2>&1 || code=$?
+[ $code = 2 ]
+grep -q -- '--redo training runs it and the later stages again' "$work/log"
+small --redo training >"$work/log" 2>&1
 [ -d "$work/small/checkpoints/drafter/step_6" ]
-# GPUs are those of nvidia-smi.
-cat >"$work/bin/nvidia-smi" <<'SH'
-#!/usr/bin/env bash
-printf '0\n1\n2\n'
-SH
+[ "$(awk -F '\t' '$2 == "done"' "$work/small/pipeline.state" | wc -l)" = 8 ]
+# A server of the pipeline answers, and ends.
+DEEPSPEC_SERVER_ARGS="--device cpu --max-num-seqs 4" DEEPSPEC_TEST_SERVER=1 small --redo answers >"$work/log" 2>&1
+grep -q '/health\|listening' "$work/small/answers.server-none.log"
+[ "$(awk -F '\t' '$2 == "done"' "$work/small/pipeline.state" | wc -l)" = 8 ]
+# GPUs are those of nvidia-smi; the plan names them.
+printf '#!/usr/bin/env bash\nprintf "0\\n1\\n2\\n"\n' >"$work/bin/nvidia-smi"
 chmod +x "$work/bin/nvidia-smi"
-PATH=$work/bin:$PATH CUDA_VISIBLE_DEVICES='' scripts/pipeline.sh --target assets/tiny-target --prompts "$work/some.jsonl" \
-    --recipe configs/tiny/dspark.yaml --gpus 2 --plan --out "$work/gpus" | grep -q '^devices     2 GPUs$'
-echo "pipeline test: failed rows, more steps and refusals behave as documented" >&2
+plan=$(env -u CUDA_VISIBLE_DEVICES PATH="$work/bin:$PATH" scripts/pipeline.sh --target assets/tiny-target --prompts "$work/some.jsonl" \
+    --recipe configs/tiny/dspark.yaml --plan --out "$work/gpus")
+grep -q '^devices     3 GPUs$' <<<"$plan"
+echo "pipeline test: failed rows, other settings, --redo, a server and refusals behave as documented" >&2

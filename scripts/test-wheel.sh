@@ -49,6 +49,10 @@ else
     printf 'Metadata-Version: 2.1\nName: torch\nVersion: 1.0\n' >"$site/torch-1.0.dist-info/METADATA"
     ! "$work/pip/bin/deepspec-train" --version 2>"$work/error"
     grep -q "torch 1.0 is installed, and the programs need 2\." "$work/error"
+    # So is one without libraries.
+    sed -i "s/^Version: .*/Version: $(sed -n "s/^torch==//p" scripts/requirements-test.txt)/" "$site/torch-1.0.dist-info/METADATA"
+    ! "$work/pip/bin/deepspec-train" --version 2>"$work/error"
+    grep -q "is incomplete; install it again" "$work/error"
     rm -r "$site/torch" "$site/torch-1.0.dist-info"
     "$peers" -c 'import sysconfig; print(sysconfig.get_path("purelib"))' >"$site/peers.pth"
 fi

@@ -28,10 +28,15 @@ def start(program):
     found = importlib.util.find_spec("torch")
     if found is None:
         sys.exit(f"{{program}}: torch is not installed in this environment ({{sys.prefix}}); run: pip install 'torch=={{TORCH_SERIES}}.*'")
-    version = importlib.metadata.version("torch")
+    try:
+        version = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        version = "of unknown version"
     if not version.startswith(TORCH_SERIES + "."):
         sys.exit(f"{{program}}: torch {{version}} is installed, and the programs need {{TORCH_SERIES}}; run: pip install 'torch=={{TORCH_SERIES}}.*'")
-    libraries = os.path.join(found.submodule_search_locations[0], "lib")
+    libraries = os.path.join((found.submodule_search_locations or [""])[0], "lib")
+    if not os.path.exists(os.path.join(libraries, "libtorch_cpu.so")):
+        sys.exit(f"{{program}}: torch in this environment ({{sys.prefix}}) is incomplete; install it again")
     before = os.environ.get("LD_LIBRARY_PATH")
     os.environ["LD_LIBRARY_PATH"] = libraries + (":" + before if before else "")
     binary = os.path.join(os.path.dirname(os.path.abspath(__file__)), "bin", program)

@@ -6,8 +6,9 @@
 # The wheel is for Linux, any Python from 3.9, and the torch series that the programs were built with. Programs that were built for
 # GPUs (DEEPSPEC_FULL_TORCH=1 scripts/setup.sh) need torch with CUDA, which is what pip installs by default.
 set -euo pipefail
+out=$(realpath -m "${1:-.}")
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
-out=${1:-target/dist}
+[ $# -gt 0 ] || out=target/dist
 scripts/setup.sh
 cargo build --release --workspace --bins
 mkdir -p "$out"
