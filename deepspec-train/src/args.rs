@@ -24,7 +24,7 @@ impl Invocation {
     pub fn verbosity(&self) -> Verbosity {
         match self {
             Self::Train(args) => args.verbosity(),
-            Self::Report(_) => Verbosity::Normal,
+            Self::Report(args) => args.verbosity(),
         }
     }
 }

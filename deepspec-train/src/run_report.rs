@@ -3,6 +3,7 @@
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
 
+use deepspec_core::cli::Verbosity;
 use deepspec_core::jsonl::{Line, Reader};
 use deepspec_core::page::render_page;
 use deepspec_core::{atomic, cli, usage};
@@ -22,9 +23,20 @@ pub struct ReportArgs {
     /// Folder of the run, which holds metrics.jsonl
     #[arg(value_name = "DIR")]
     dir: PathBuf,
+    /// Only warnings and errors
+    #[arg(long, short)]
+    quiet: bool,
+    /// Log more: also reasons and details
+    #[arg(long, short)]
+    verbose: bool,
 }
 
 impl ReportArgs {
+    /// How much is logged.
+    pub fn verbosity(&self) -> Verbosity {
+        Verbosity::from_flags(self.quiet, self.verbose)
+    }
+
     /// Writes report.html.
     ///
     /// # Errors
@@ -50,17 +62,20 @@ pub fn write_run_report(dir: &Path) -> anyhow::Result<()> {
             rows.push(Value::Object(row));
         }
     }
-    let (steps, stride) =
-        (rows.last().and_then(|row| row["step"].as_u64()).unwrap_or(0), rows.len().div_ceil(MAX_ROWS).max(1));
-    let last = rows.len().saturating_sub(1);
-    let is_drawn =
-        |(place, row): &(usize, Value)| place % stride == 0 || *place == last || row.get("eval").is_some();
-    let rows: Vec<Value> = rows.into_iter().enumerate().filter(is_drawn).map(|(_, row)| row).collect();
-    let name =
-        dir.file_name().map_or_else(|| dir.display().to_string(), |name| name.to_string_lossy().into_owned());
+    let steps = rows.last().and_then(|row| row["step"].as_u64()).unwrap_or(0);
+    let is_step = |row: &Value| row.get("eval").is_none();
+    let count = rows.iter().filter(|row| is_step(row)).count();
+    let (stride, mut place) = (count.div_ceil(MAX_ROWS).max(1), 0);
+    rows.retain(|row| {
+        let drawn = !is_step(row) || place % stride == 0 || place + 1 == count;
+        place += usize::from(is_step(row));
+        drawn
+    });
+    let dir_name = dir.canonicalize().unwrap_or_else(|_| dir.to_path_buf());
+    let name = dir_name.file_name().map_or_else(String::new, |name| name.to_string_lossy().into_owned());
     let body = include_str!("run_report.html")
-        .replace("{name}", &escape_html(&name))
-        .replace("{steps}", &cli::count(steps as usize, "step"));
+        .replace("{steps}", &cli::count(steps as usize, "step"))
+        .replace("{name}", &escape_html(&name));
     let page = render_page(
         &format!("Training of {}", escape_html(&name)),
         &body,

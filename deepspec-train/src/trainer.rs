@@ -155,7 +155,10 @@ impl Trainer<'_> {
         self.trace.finish();
         loader.finish()?;
         if let Some(report) = report {
-            write_run_report(self.checkpoints.dir())?;
+            // The drafter is saved; a page that cannot be written is no failure of the run.
+            if let Err(error) = write_run_report(self.checkpoints.dir()) {
+                tracing::warn!("the report of the run is not written: {error:#}");
+            }
             let checkpoint = self.checkpoints.dir().join(format!("step_{}", self.schedule.max_train_steps));
             let summary = report.summary(&checkpoint, &self.recipe.target.model, self.data.thinking);
             summary.lines().for_each(|line| tracing::info!("{line}"));

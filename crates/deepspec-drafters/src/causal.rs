@@ -7,8 +7,7 @@ use std::path::Path;
 use deepspec_core::cli::UsageError;
 use deepspec_engine::{Context, DraftRequest, DraftSampling, Proposal, Proposer, Target};
 use deepspec_models::{ModelConfig, ModelError, TargetModel, TargetOptions, families};
-use deepspec_ops::cat_row_runs;
-use deepspec_ops::kv_attention::Chunk;
+use deepspec_ops::{cat_row_runs, kv_attention::Chunk};
 use tch::Tensor;
 
 use crate::drafter::draft_autoregressively;

@@ -214,8 +214,9 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
         );
     }
     let simulation = simulate(args, &recording, &cost, &schedules, served, verbosity)?;
-    let emits = || !args.emit || args.output_dir.join("engines.md").exists();
-    if !args.overwrite && emits() && crate::output::is_already_written(&file, &simulation)? {
+    let is_whole = |name: &str| args.output_dir.join(name).exists();
+    let is_complete = is_whole(EXPLORER_FILE) && (!args.emit || is_whole("engines.md"));
+    if !args.overwrite && is_complete && crate::output::is_already_written(&file, &simulation)? {
         return Ok(());
     }
     atomic::create_dir(&args.output_dir)?;

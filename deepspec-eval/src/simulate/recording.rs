@@ -123,7 +123,8 @@ impl Recording {
         let blocks = || self.answers.iter().flat_map(|answer| &answer.blocks);
         let at_least = |accepted: usize| blocks().filter(|block| block.accepted >= accepted).count() as f64;
         let reached = (0..self.block).take_while(|&position| at_least(position) > 0.0);
-        reached.map(|position| at_least(position + 1) / at_least(position)).collect()
+        let rates: Vec<f64> = reached.map(|position| at_least(position + 1) / at_least(position)).collect();
+        if rates.is_empty() { vec![0.0] } else { rates }
     }
 
     /// Number of recorded blocks.

@@ -17,6 +17,7 @@ pub const SGLANG_REFUSAL: &str =
 /// Keys of `dflash_config`, with `block_size` added if it stands at the top level. Fails if both places have different values.
 pub fn merge_outer_block_size(outer: &Fields, inner: &Fields) -> Result<Map<String, Value>, CheckpointError> {
     let mut keys = inner.map.clone();
+    keys.retain(|key, value| key != "num_anchors" && !value.is_null()); // num_anchors is for information
     if let Some(outside) = outer.size::<u64>("block_size")? {
         let inside = keys.entry("block_size").or_insert(outside.into());
         if *inside != outside {

@@ -46,15 +46,15 @@ impl<K: DrafterKind> DraftModel<K> {
             if is_embed_or_head(&name) {
                 continue;
             }
-            if !weights.contains(&name) && transfer.may_stay_random.iter().any(|part| name.starts_with(part))
-            {
+            let may_stay_random = transfer.may_stay_random.iter().any(|part| name.starts_with(part));
+            if may_stay_random && !weights.contains(&name) {
                 fresh.push(name);
                 continue;
             }
             tensor.copy_(&weights.get(&name, &tensor.size())?);
         }
-        let unread: Vec<String> =
-            weights.unread_names().into_iter().filter(|name| !is_embed_or_head(name)).collect();
+        let mut unread = weights.unread_names();
+        unread.retain(|name| !is_embed_or_head(name));
         if unread.is_empty() {
             return Ok(fresh);
         }

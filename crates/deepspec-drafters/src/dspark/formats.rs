@@ -112,8 +112,8 @@ fn read_dflash_container(
         CheckpointFormat::Zlab => (None, None),
         CheckpointFormat::Modelopt => {
             let has_confidence = inner.flag("use_confidence_head")?.unwrap_or(false);
-            let confidence = has_confidence.then_some(Confidence { with_markov: true });
-            (BlockSettings::read_heads(inner)?.0, confidence)
+            let (markov, _) = BlockSettings::read_heads(inner)?;
+            (markov, has_confidence.then_some(Confidence { with_markov: markov.is_some() }))
         }
         _ => BlockSettings::read_heads(inner)?,
     };
