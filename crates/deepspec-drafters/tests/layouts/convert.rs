@@ -313,6 +313,19 @@ fn speculators_without_sample_from_anchor_have_z_labs_slots() {
 }
 
 #[test]
+fn nulls_and_informative_keys_within_dflash_config_change_nothing() {
+    let zlab = fixture::zlab();
+    let drafted = |folder: &Folder| open_checkpoint(folder.path()).unwrap().drafter().kind.drafted();
+    let expected = drafted(&zlab);
+    for value in [json!(0), json!("many"), json!(0.5)] {
+        let informed = edited(&zlab, |config| config["dflash_config"]["num_anchors"] = value.clone());
+        assert_eq!(drafted(&informed), expected, "num_anchors {value}");
+    }
+    let null = edited(&zlab, |config| config["dflash_config"]["block_size"] = Value::Null);
+    assert_eq!(drafted(&null), expected);
+}
+
+#[test]
 fn what_a_container_says_of_its_slots_counts() {
     let (vanilla, zlab) = (golden("dspark_vanilla"), fixture::zlab());
     let target = target(&vanilla);
