@@ -410,6 +410,9 @@ stage_states() {
 }
 stage_training() {
     stage_arguments train
+    # Training goes on from its last checkpoint after kill -9.
+    [[ "${arguments[*]}" == *checkpointing_steps* ]] || arguments+=(--set logging.checkpointing_steps=200)
+    [[ "${arguments[*]}" == *keep_checkpoints* ]] || arguments+=(--set logging.keep_checkpoints=2)
     run_stage "$bin/deepspec-train" "${arguments[@]}"
 }
 stage_evaluation() {

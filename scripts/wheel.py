@@ -92,7 +92,7 @@ def main(bin_dir, out):
     info = f"deepspec-{version}.dist-info"
     files[f"{info}/METADATA"] = (
         f"Metadata-Version: 2.1\nName: deepspec\nVersion: {version}\nSummary: Trains and judges drafters for speculative decoding\n"
-        f"License: MIT\nRequires-Python: >=3.9\nRequires-Dist: torch=={series}.*\n"
+        f"License: MIT\nRequires-Python: >=3.10\nRequires-Dist: torch=={series}.*\n"
     ).encode()
     files[f"{info}/WHEEL"] = f"Wheel-Version: 1.0\nGenerator: deepspec\nRoot-Is-Purelib: false\nTag: {tag}\n".encode()
     files[f"{info}/entry_points.txt"] = (

@@ -3,7 +3,7 @@
 #
 #   scripts/wheel.sh [OUTPUT_DIR]      default target/dist
 #
-# The wheel is for Linux, any Python from 3.9, and the torch series that the programs were built with. Programs that were built for
+# The wheel is for Linux, any Python from 3.10, and the torch series that the programs were built with. Programs that were built for
 # GPUs (DEEPSPEC_FULL_TORCH=1 scripts/setup.sh) need torch with CUDA, which is what pip installs by default.
 set -euo pipefail
 out=$(realpath -m "${1:-.}")
