@@ -11,9 +11,10 @@ use deepspec_ops::range;
 use serde_json::{Map, Value, json};
 use tch::{Kind, Tensor};
 
+use super::batch::{Eagle3Batch, MAX_CALL_POSITIONS, TttStep, is_supervised, needed_positions};
 use super::model::{
-    Eagle3, Eagle3Batch, Eagle3Config, Eagle3Objective, Eagle3Parts, Eagle3Proposer, Eagle3Recipe,
-    Eagle3Settings, MAX_CALL_POSITIONS, Supervise, TttStep, is_supervised, needed_positions,
+    Eagle3, Eagle3Config, Eagle3Objective, Eagle3Parts, Eagle3Proposer, Eagle3Recipe, Eagle3Settings,
+    Supervise,
 };
 use crate::block_common::{FROZEN_FACTOR, TRAINED_FACTOR};
 use crate::draft_model::{DraftDecoder, DrafterKind, PassRows, Plan, SampleSize, checkpoint_kind};
