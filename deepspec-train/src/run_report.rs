@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use deepspec_core::cli::Verbosity;
 use deepspec_core::jsonl::{Line, Reader};
-use deepspec_core::page::render_page;
+use deepspec_core::page::{escape_html, render_page};
 use deepspec_core::{atomic, cli, usage};
 use serde_json::{Value, json};
 
@@ -72,20 +72,15 @@ pub fn write_run_report(dir: &Path) -> anyhow::Result<()> {
         drawn
     });
     let dir_name = dir.canonicalize().unwrap_or_else(|_| dir.to_path_buf());
-    let name = dir_name.file_name().map_or_else(String::new, |name| name.to_string_lossy().into_owned());
+    let name = dir_name.file_name().map_or_else(String::new, |name| escape_html(&name.to_string_lossy()));
     let body = include_str!("run_report.html")
         .replace("{steps}", &cli::count(steps as usize, "step"))
-        .replace("{name}", &escape_html(&name));
+        .replace("{name}", &name);
     let page = render_page(
-        &format!("Training of {}", escape_html(&name)),
+        &format!("Training of {name}"),
         &body,
         include_str!("run_report.js"),
         &json!({"rows": rows}),
     )?;
     Ok(atomic::replace(&dir.join(REPORT_FILE), |file| file.write_all(page.as_bytes()))?)
-}
-
-/// Escapes text for HTML.
-fn escape_html(text: &str) -> String {
-    text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;")
 }

@@ -4,7 +4,7 @@ use std::io::Write as _;
 use std::path::Path;
 
 use deepspec_core::atomic;
-use deepspec_core::page::render_page;
+use deepspec_core::page::{escape_html, render_page};
 use serde::Serialize;
 
 /// File of the page in an output folder.
@@ -60,8 +60,7 @@ impl Explorer {
     /// # Errors
     /// Any I/O failure, with the path.
     pub fn write(&self, dir: &Path, intro: &str) -> anyhow::Result<()> {
-        let intro = intro.replace('&', "&amp;").replace('<', "&lt;");
-        let body = include_str!("page.html").replace("{intro}", &intro);
+        let body = include_str!("page.html").replace("{intro}", &escape_html(intro));
         let page = render_page("Speculation under load", &body, include_str!("page.js"), self)?;
         Ok(atomic::replace(&dir.join(EXPLORER_FILE), |file| file.write_all(page.as_bytes()))?)
     }

@@ -5,7 +5,12 @@ use serde::Serialize;
 const FRAME: &str = include_str!("frame.html");
 const CHART: &str = include_str!("chart.js");
 
-/// The HTML of a page. `body` is HTML below the heading; `script` is JavaScript that finds the page's data in `data` and draws by
+/// Escapes text for HTML.
+pub fn escape_html(text: &str) -> String {
+    text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;")
+}
+
+/// The HTML of a page. `title` and `body` are HTML, the heading and what follows it; `script` is JavaScript that finds the page's data in `data` and draws by
 /// `lineChart` of chart.js.
 ///
 /// # Errors
