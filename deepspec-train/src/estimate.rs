@@ -60,7 +60,8 @@ pub struct EstimateArgs {
     /// Sequences that a device decodes at once.
     #[arg(long, value_name = "N", default_value_t = 64, requires = "plan")]
     pub concurrency: usize,
-    /// Prompts of the evaluation; the default is that of nine public suites with the reference's caps.
+    /// Prompts of the evaluation; the default is that of nine public suites with the reference's caps. Each is decoded three times, as
+    /// by default in `deepspec-eval run`: with both rules of draft sampling, and without the drafter.
     #[arg(long, value_name = "N", default_value_t = 3030, requires = "plan")]
     pub eval_prompts: usize,
     /// Accepted length that the estimate of the evaluation assumes.
@@ -106,6 +107,7 @@ pub struct PipelineEstimate {
     rows: f64,
     prompt: f64,
     answer: f64,
+    eval_prompts: usize,
     price: Option<f64>,
     estimates: Vec<Estimate>,
     held_out: Vec<ValidationMeasurement>,
@@ -160,12 +162,13 @@ impl PipelineEstimate {
         let estimates =
             args.devices.iter().map(|&devices| of(devices).estimate_on(&machine, devices)).collect();
         let pipeline = of(1);
-        Ok(Self { machine, pipeline, rows, prompt, answer, price: args.price, estimates, held_out })
+        let (eval_prompts, price) = (args.eval_prompts, args.price);
+        Ok(Self { machine, pipeline, rows, prompt, answer, eval_prompts, price, estimates, held_out })
     }
 
     /// The estimate as text, indented below a topic.
     pub fn text(&self) -> String {
-        let Self { rows, prompt, answer, .. } = self;
+        let Self { rows, prompt, answer, eval_prompts, .. } = self;
         let mut lines =
             vec![format!("{rows} rows of {prompt:.0} + {answer:.0} tokens on {}", self.machine.name)];
         let bases = Stage::ALL.map(|stage| match self.machine.rates(stage) {
@@ -178,6 +181,9 @@ impl PipelineEstimate {
             }
         });
         lines.extend(bases);
+        lines.push(format!(
+            "evaluation decodes {eval_prompts} prompts three times: with both rules of draft sampling, and without the drafter"
+        ));
         for estimate in &self.estimates {
             let stages = estimate
                 .stages
@@ -307,6 +313,9 @@ fn build_pipeline(
     let sequences = (rows * passes / devices as f64).ceil();
     let forwards = (sequences * length as f64 / per_forward).ceil();
     let (weights, size) = (costs.weights, target.model_size());
+    let evaluated = asked(args.eval_prompts as f64);
+    let drafted =
+        speculation_work(&size, drafting, evaluated, args.accepted_length.min(drafting.length + 1.0));
     Pipeline {
         answers: decode_work(&size, asked(rows)),
         states: capture_work(&size, [(sequences, length as f64)], forwards, value_bytes),
@@ -322,12 +331,8 @@ fn build_pipeline(
             gradients: 4.0 * weights.trainable as f64,
             read: if caches { kept(last) } else { 0.0 },
         },
-        evaluation: speculation_work(
-            &size,
-            drafting,
-            asked(args.eval_prompts as f64),
-            args.accepted_length.min(drafting.length + 1.0),
-        ),
+        // One pass for each rule of draft sampling, and one without the drafter.
+        evaluation: drafted * 2.0 + decode_work(&size, evaluated),
         bytes: DiskBytes {
             states: if caches { rows * kept(last) } else { 0.0 },
             checkpoint: 2.0 * (weights.trainable + weights.frozen) as f64
