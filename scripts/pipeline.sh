@@ -148,7 +148,7 @@ known_rows=$rows
 if [ -z "$known_rows" ] && [ -f "$prompts" ]; then
     case $prompts in *.jsonl) known_rows=$(wc -l <"$prompts") ;; esac
 fi
-plan_args=(--config "$recipe" --set "target.model=$target" "${overrides[@]}" --plan)
+plan_args=(--plan)
 [ -n "$hardware" ] || [ "$count" = 0 ] || [ -z "$known_rows" ] || hardware=h100
 if [ -n "$hardware" ]; then
     plan_args+=(--hardware "$hardware" --devices "$((count > 0 ? count : 1))")
@@ -158,7 +158,7 @@ fi
 # A mistake in target or recipe is better found now than after the answers.
 code=0
 problem=$(mktemp)
-estimate=$("$bin/deepspec-train" "${plan_args[@]}" --json 2>"$problem") || code=$?
+estimate=$("$bin/deepspec-train" --config "$recipe" --set "target.model=$target" "${overrides[@]}" "${plan_args[@]}" --json 2>"$problem") || code=$?
 if [ $code != 0 ]; then
     cat "$problem" >&2
     rm -f "$problem"
@@ -228,13 +228,9 @@ if [ -n "$plan" ]; then
         printf '  %-11s %s%s\n' "$name" "$(describe "$name")" "${is:+ ($is)}"
     done
     echo
-    [ -n "$hardware" ] || [ "$count" = 0 ] || echo "--rows gives an estimate of the times."
-    if [ "$states" = online ]; then
-        echo "The estimate below is of a cache. With online states the target runs in every epoch: add the time of states once per"
-        echo "epoch to training, and the target's weights to the memory."
-        echo
-    fi
-    "$bin/deepspec-train" "${plan_args[@]}"
+    [ -n "$hardware" ] || [ "$count" = 0 ] || echo "--rows gives an estimate of the times, and counts the memory of a GPU."
+    recipe_arguments
+    "$bin/deepspec-train" "${recipe_args[@]}" "${plan_args[@]}"
     exit 0
 fi
 

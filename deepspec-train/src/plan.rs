@@ -59,13 +59,7 @@ impl Plan<'_> {
                 Some(self.data.as_ref().map_or_else(|none| format!("none yet: {none}"), PlanData::text)),
             ),
             ("states", Some(self.states_line())),
-            (
-                "target",
-                known
-                    .filter(|data| data.dataset.needs_target())
-                    .map(|data| self.target_line(data))
-                    .transpose()?,
-            ),
+            ("target", self.needs_target().then(|| self.target_line()).transpose()?),
             ("system prompt", known.map(PlanData::system_prompt)),
             ("schedule", Some(self.schedule_line())),
             ("memory", Some(self.memory_line(&self.peak_memory()?))),
@@ -93,6 +87,7 @@ impl Plan<'_> {
             "tokens": counts.map(|counts| counts.tokens),
             "supervised_tokens": counts.map(|counts| counts.supervised_tokens),
             "cache_bytes_per_token": self.bytes_per_token(),
+            "target_dtype": self.needs_target().then(|| dtype_name(self.runtime.dtype)),
             "steps": known.map(|data| data.schedule.max_train_steps).or(train.max_train_steps),
             "steps_per_epoch": known.map(|data| data.schedule.steps_per_epoch),
             "epochs": known.map(|data| data.schedule.num_train_epochs),
@@ -137,22 +132,41 @@ impl Plan<'_> {
         }
     }
 
-    fn target_line(&self, data: &PlanData) -> Result<String, ModelError> {
-        let TargetRuntime { device, dtype: kind, .. } = self.runtime;
-        let TargetForwards { tokens, forwards } = self.count_forwards(data);
-        let per_step = forwards as f64 / data.schedule.steps_per_epoch as f64;
+    /// Whether the target runs beside the trainer.
+    fn needs_target(&self) -> bool {
+        match &self.data {
+            Ok(data) => data.dataset.needs_target(),
+            Err(_) => !matches!(self.recipe().data.states, States::Cache(_)),
+        }
+    }
+
+    fn target_line(&self) -> Result<String, ModelError> {
+        let TargetRuntime { device, dtype, .. } = self.runtime;
+        let work = self.data.as_ref().map_or(String::new(), |data| {
+            let TargetForwards { tokens, forwards } = self.count_forwards(data);
+            let per_step = forwards as f64 / data.schedule.steps_per_epoch as f64;
+            format!("{tokens} tokens per epoch in {forwards} forwards ({per_step:.1} per step); ")
+        });
+        let size = |values| format_megabytes(bytes_of(values, dtype) as f64);
         Ok(format!(
-            "on {} in {}: {tokens} tokens per epoch in {forwards} forwards ({per_step:.1} per step); {} of weights, {} of keys and values",
+            "on {} in {}: {work}{} of weights, {} of keys and values",
             device_name(device),
-            dtype_name(kind),
-            format_megabytes(bytes_of(self.target_weight_count(data)?, kind) as f64),
-            format_megabytes(bytes_of(self.kv_cache_numel(data), kind) as f64),
+            dtype_name(dtype),
+            size(self.target_weight_count()?),
+            size(self.kv_cache_numel()),
         ))
     }
 
-    fn target_weight_count(&self, data: &PlanData) -> Result<usize, ModelError> {
+    /// Values of the target's weights. Without the data they are computed from the target's sizes.
+    fn target_weight_count(&self) -> Result<usize, ModelError> {
+        let Ok(data) = &self.data else { return Ok(self.costs.target.weight_count()) };
         Ok(Weights::open(&data.source.dir, "the target", self.runtime.device, self.runtime.dtype)?
             .value_count())
+    }
+
+    /// Bytes of the resident target: its weights and KV cache.
+    fn resident_target_bytes(&self) -> Result<u64, ModelError> {
+        Ok(bytes_of(self.target_weight_count()? + self.kv_cache_numel(), self.runtime.dtype))
     }
 
     /// Counts the target's tokens and forwards in the first epoch. Later epochs have about as many
@@ -162,7 +176,7 @@ impl Plan<'_> {
         let per_step = self.runtime.per_step;
         let mut order =
             SampleOrder::new(samples_per_epoch, epoch_shuffle(self.recipe().seed, data.dataset.len()));
-        let budget = self.forward_budget(data);
+        let budget = self.forward_budget();
         let mut passes = TargetForwards { tokens: 0, forwards: 0 };
         for step in 0..steps_per_epoch {
             let places = step * per_step..(step + 1) * per_step;
@@ -175,12 +189,17 @@ impl Plan<'_> {
     }
 
     /// Values in the target's KV cache if all sequences are as long as the longest sample.
-    fn kv_cache_numel(&self, data: &PlanData) -> usize {
-        self.costs.target.kv_cache_numel(self.forward_budget(data).sequences, data.dataset.longest())
+    fn kv_cache_numel(&self) -> usize {
+        self.costs.target.kv_cache_numel(self.forward_budget().sequences, self.longest_sample())
     }
 
-    fn forward_budget(&self, data: &PlanData) -> ForwardLimits {
-        ForwardLimits::new(data.dataset.longest(), self.runtime.device)
+    fn forward_budget(&self) -> ForwardLimits {
+        ForwardLimits::new(self.longest_sample(), self.runtime.device)
+    }
+
+    /// Tokens of the longest sample; without the data it is the longest possible.
+    fn longest_sample(&self) -> usize {
+        self.data.as_ref().map_or(self.recipe().data.max_length, |data| data.dataset.longest())
     }
 
     fn schedule_line(&self) -> String {
@@ -210,17 +229,14 @@ impl Plan<'_> {
         let Ok(data) = &self.data else {
             let (target, cache) = match self.recipe().data.states {
                 States::Cache(_) => (0, u64::MAX),
-                States::Online => (self.resident_target_bytes(), 0),
-                States::Hybrid(_) => (self.resident_target_bytes(), u64::MAX),
+                States::Online => (self.resident_target_bytes()?, 0),
+                States::Hybrid(_) => (self.resident_target_bytes()?, u64::MAX),
             };
             let states = if target > 0 { self.runtime.device } else { Device::Cpu };
             return Ok(self.costs.estimate_memory(&self.costs.worst_case_forwards(), states, target, cache));
         };
         let (states, target) = match data.dataset.needs_target() {
-            true => (
-                self.runtime.device,
-                bytes_of(self.target_weight_count(data)? + self.kv_cache_numel(data), self.runtime.dtype),
-            ),
+            true => (self.runtime.device, self.resident_target_bytes()?),
             false => (Device::Cpu, 0),
         };
         let kind = weight_dtype(self.recipe().train.precision);
@@ -241,14 +257,6 @@ impl Plan<'_> {
         // Decoding reuses the memory of the last training pass; count only the excess.
         let beside = asking.decoding.saturating_sub(memory.activations);
         Ok(MemoryEstimate { samples: data.dataset.sample_bytes(), target: memory.target + beside, ..memory })
-    }
-
-    /// Bytes of the resident target for samples of `data.max_length` tokens. They are computed from
-    /// the target's sizes, without opening its weights.
-    fn resident_target_bytes(&self) -> u64 {
-        let (target, longest) = (self.costs.target, self.recipe().data.max_length);
-        let sequences = ForwardLimits::new(longest, self.runtime.device).sequences;
-        bytes_of(target.weight_count() + target.kv_cache_numel(sequences, longest), self.runtime.dtype)
     }
 
     /// Whether the drafter is on a GPU.

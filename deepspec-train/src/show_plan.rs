@@ -3,14 +3,14 @@
 use std::io::Write;
 
 use anyhow::Context;
-use deepspec_capture::{StatesError, TargetSpec, check_recipe_fits};
+use deepspec_capture::{StatesError, TargetRuntime, TargetSpec, check_recipe_fits};
 use deepspec_core::cli;
 use deepspec_core::env;
 use deepspec_core::recipe::States;
 use deepspec_drafters::Recipe;
 use deepspec_ops::LocalRank;
 use serde_json::json;
-use tch::Device;
+use tch::{Device, Kind};
 
 use crate::args::Args;
 use crate::budget::MemoryEstimator;
@@ -23,15 +23,20 @@ use crate::target_shape::TargetShape;
 use crate::{dummy_run, schedule};
 
 /// Prints the plan of `recipe`. Without the data, prints only facts that follow from the target's
-/// sizes.
+/// sizes. With `--hardware` the plan is for a GPU, even if `trainer` is the CPU.
 ///
 /// # Errors
 /// Usage errors for a recipe that does not fit its target or its data; errors of damaged data.
-pub fn print_plan(args: &Args, recipe: &Recipe, device: Device, local: LocalRank) -> anyhow::Result<()> {
+pub fn print_plan(args: &Args, recipe: &Recipe, trainer: Device, local: LocalRank) -> anyhow::Result<()> {
     let processes = local.processes;
     let shape = TargetShape::resolve(&recipe.target, args.verbosity())?;
     let drafter_plan = check_recipe_fits(recipe, &shape.config).map_err(StatesError::report)?;
-    let runtime = target_runtime(recipe, device, local)?;
+    let mut runtime = target_runtime(recipe, trainer, local)?;
+    let measures = args.estimate.hardware.is_none() || trainer != Device::Cpu;
+    let device = if measures { trainer } else { Device::Cuda(0) };
+    if !measures && recipe.data.target_device.is_none() {
+        runtime = TargetRuntime { device, dtype: Kind::BFloat16, ..runtime };
+    }
     let missing = why_data_missing(recipe, &shape);
     let source =
         missing.is_none().then(|| TargetSpec::open(recipe, args.verbosity()).map_err(StatesError::report));
@@ -51,7 +56,7 @@ pub fn print_plan(args: &Args, recipe: &Recipe, device: Device, local: LocalRank
     let weights = drafter_plan.num_parameters();
     let (target, drafter_plan) = (&shape.config, drafter_plan.as_ref());
     let costs =
-        MemoryEstimator { recipe, target, drafter_plan, weights, processes, program, device, measures: true };
+        MemoryEstimator { recipe, target, drafter_plan, weights, processes, program, device, measures };
     let plan = Plan { costs, runtime, origin: shape.origin.clone(), data };
     let latest = if args.overwrite { None } else { Checkpoints::new(recipe.output_dir()).find_latest()? };
     let resumes = latest.map(|path| path.display().to_string());
@@ -84,6 +89,10 @@ fn why_data_missing(recipe: &Recipe, shape: &TargetShape) -> Option<String> {
     match &recipe.data.states {
         States::Cache(dir) => (!env::expand_home(dir).is_dir())
             .then(|| format!("no cache in {dir} (deepspec-data cache build)")),
-        States::Online | States::Hybrid(_) => None,
+        States::Online | States::Hybrid(_) => recipe
+            .inputs()
+            .iter()
+            .find(|file| !file.is_file())
+            .map(|file| format!("no answers in {} (deepspec-data regenerate)", file.display())),
     }
 }

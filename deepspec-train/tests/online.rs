@@ -151,6 +151,10 @@ fn a_plan_says_what_the_target_has_to_do() {
     for words in ["24 samples", "nothing on disk", "tokens per epoch", "per step", "MB of weights, "] {
         assert!(text.contains(words), "{words} in {text}");
     }
+    let text = plan(&[online(&bench), vec!["--set=data.input=[later.jsonl]".to_string()]].concat());
+    for words in ["none yet: no answers in later.jsonl", "target on cpu in float32: ", "MB of weights, "] {
+        assert!(text.contains(words), "{words} in {text}");
+    }
     let text = plan(&hybrid(&bench));
     assert!(text.contains("tokens per epoch") && text.contains("which writes"), "{text}");
     assert!(!bench.path("out").exists() && !bench.path("written").exists());

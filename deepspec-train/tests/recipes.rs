@@ -174,14 +174,22 @@ fn each_target_has_one_that_needs_no_cache() {
         assert_eq!(recipe, expected);
 
         let cache = tempfile::tempdir().unwrap();
-        let mut command = Command::new(env!("CARGO_BIN_EXE_deepspec-train"));
-        command.arg("--config").arg(&path).args(["--plan", "--json", "--device", "cpu"]);
-        command.env("HF_HUB_OFFLINE", "1").env("HF_HUB_CACHE", cache.path()).env("HOME", cache.path());
-        let plan = parsed(&command.output().unwrap(), target);
-        // The resident target in float32 on the CPU, plus its KV cache.
-        let resident = plan["memory"]["target"].as_f64().unwrap();
-        assert!((1.0..1.25).contains(&(resident / (4.0 * weights))), "{target}: {plan}");
-        assert_eq!(plan["memory"]["cache"], 0, "{target}: {plan}");
+        // The resident target, plus its KV cache, which is larger on a GPU: in float32 on the CPU, and in bfloat16 where
+        // a GPU is planned for.
+        let planned_for = [
+            (&[][..], "float32", 4.0, 1.25),
+            (&["--hardware", "h100", "--rows", "50000"][..], "bfloat16", 2.0, 1.75),
+        ];
+        for (hardware, dtype, bytes, most) in planned_for {
+            let mut command = Command::new(env!("CARGO_BIN_EXE_deepspec-train"));
+            command.arg("--config").arg(&path).args(["--plan", "--json", "--device", "cpu"]).args(hardware);
+            command.env("HF_HUB_OFFLINE", "1").env("HF_HUB_CACHE", cache.path()).env("HOME", cache.path());
+            let plan = parsed(&command.output().unwrap(), target);
+            let resident = plan["memory"]["target"].as_f64().unwrap();
+            assert!((1.0..most).contains(&(resident / (bytes * weights))), "{target}: {plan}");
+            assert_eq!(plan["memory"]["cache"], 0, "{target}: {plan}");
+            assert_eq!(plan["target_dtype"], dtype, "{target}: {plan}");
+        }
     }
 }
 
