@@ -36,11 +36,13 @@ pub struct Sampling {
     /// Answers per prompt; with more than one, the k-th answer to row ID becomes the row ID#k
     #[arg(long, default_value_t = 1, value_name = "N")]
     samples: usize,
-    /// Ask the chat template for answers without thinking, as `deepspec-eval run` and `load` do by default. With this flag,
-    /// a server without `enable_thinking` is an error; by default requests then omit it
+    /// Turn thinking off for a reasoning model (`enable_thinking: false` of the chat template, as in Qwen3). This is the default,
+    /// as in `deepspec-eval run` and `load`. With the flag, a server that refuses `enable_thinking` is an error; without it, such a
+    /// server is asked without the field
     #[arg(long, conflicts_with = "enable_thinking")]
     disable_thinking: bool,
-    /// Ask the chat template for thinking; drafters of such answers are measured with `deepspec-eval run --thinking on`
+    /// Turn thinking on for a reasoning model (`enable_thinking: true` of the chat template). Evaluate the drafter with
+    /// `deepspec-eval run --thinking on`, and give room for the thoughts with --max-tokens
     #[arg(long)]
     enable_thinking: bool,
     /// Whether rows keep the model's reasoning before the answer
