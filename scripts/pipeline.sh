@@ -31,6 +31,8 @@ set -euo pipefail
 caller=$PWD self=$(realpath "${BASH_SOURCE[0]}")
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
 stage=pipeline
+# shellcheck source=scripts/stages.sh
+. scripts/stages.sh
 
 usage() {
     echo "pipeline: $*; scripts/pipeline.sh --help lists the options" >&2
@@ -80,12 +82,7 @@ case $run in /*) ;; *) [ "$caller" = "$PWD" ] || run=$caller/$run ;; esac
 [ -n "$prompts" ] || usage "--prompts is missing"
 [[ ${rows:-0} =~ ^[0-9]+$ ]] || usage "--rows is \`$rows\`; expected a number"
 case $states in '' | online | cache) ;; *) usage "--states is \`$states\`; expected online or cache" ;; esac
-case ${target,,} in *.gguf) engine=${engine:-llama.cpp} ;; *) engine=${engine:-vllm} ;; esac
-case $engine in
-    vllm | sglang) export_name=$engine ;;
-    llama.cpp | gguf) engine=llama.cpp export_name=gguf ;;
-    *) usage "--engine is \`$engine\`; expected vllm, sglang or llama.cpp" ;;
-esac
+choose_engine || usage "--engine is \`$engine\`; expected vllm, sglang or llama.cpp"
 [ -z "$suites" ] || [ -d "$suites" ] || usage "--suites: $suites is no folder"
 case ${DEEPSPEC_SERVER:-deepspec} in deepspec | vllm | sglang) ;; *) usage "DEEPSPEC_SERVER is \`$DEEPSPEC_SERVER\`; expected deepspec, vllm or sglang" ;; esac
 for url in "${given_urls[@]}"; do
@@ -130,8 +127,6 @@ fi
 count=${gpus:-${#devices[@]}}
 
 shares=1
-# shellcheck source=scripts/stages.sh
-. scripts/stages.sh
 # shellcheck source=scripts/servers.sh
 . scripts/servers.sh
 model=$target kind=${DEEPSPEC_SERVER:-deepspec}
@@ -428,8 +423,8 @@ stage_evaluation() {
     run_stage "$bin/deepspec-eval" run "${arguments[@]}"
 }
 stage_export() {
-    run_stage "$bin/deepspec-eval" checkpoint convert --to "$export_name" --from "$run/checkpoints/drafter/step_latest" \
-        --target "$target" --output-dir "$run/export" --overwrite
+    stage_arguments export
+    run_stage "$bin/deepspec-eval" "${arguments[@]}"
 }
 
 echo "pipeline: a drafter for $target by $recipe; states $states: $reason" >&2

@@ -1,15 +1,25 @@
 # shellcheck shell=bash
-# The stages from prompts to a judged drafter: files and arguments of each stage. One definition for scripts/pipeline.sh, which
+# The stages from prompts to a judged drafter and the files of an engine: files and arguments of each stage. One definition for scripts/pipeline.sh, which
 # runs them on this machine, and scripts/slurm/pipeline.sbatch, which submits them as jobs.
 #
 # The caller sets: run (folder of the run), target, recipe, prompts, states (cache or online), shares (parts of the answers),
-# overrides (more `--set KEY=VALUE` of the recipe).
+# overrides (more `--set KEY=VALUE` of the recipe), engine (vllm, sglang, llama.cpp, or nothing for the target's default).
 # DEEPSPEC_{SPLIT,REGENERATE,INSPECT,CACHE,TRAIN,EVAL}_ARGS hold more arguments of a stage's program, separated by blanks.
 
 # more_arguments SPLIT|REGENERATE|… [ARGS|SBATCH]: the words of DEEPSPEC_STAGE_ARGS, in $more.
 more_arguments() {
     local name=DEEPSPEC_$1_${2:-ARGS}
     read -ra more <<<"${!name:-}"
+}
+
+# The engine of the exported files in $engine, and what `checkpoint convert --to` calls it in $export_name.
+choose_engine() {
+    case ${target,,} in *.gguf) engine=${engine:-llama.cpp} ;; *) engine=${engine:-vllm} ;; esac
+    case $engine in
+        vllm | sglang) export_name=$engine ;;
+        llama.cpp | gguf) engine=llama.cpp export_name=gguf ;;
+        *) return 1 ;;
+    esac
 }
 
 # The answers of all shares, in $answers.
@@ -64,6 +74,11 @@ stage_arguments() {
             more_arguments EVAL
             arguments=(--target "$target" --draft "$run/checkpoints/drafter/step_latest" --output-dir "$run/eval" "${more[@]}")
             ;;
+        export)
+            choose_engine
+            arguments=(checkpoint convert --to "$export_name" --from "$run/checkpoints/drafter/step_latest" --target "$target"
+                --output-dir "$run/export" --overwrite)
+            ;;
     esac
 }
 
@@ -73,5 +88,6 @@ has_output() {
         split) [ -f "$run/train.jsonl" ] && [ -f "$run/held-out.jsonl" ] ;;
         cache) [ -f "$run/cache/manifest.json" ] ;;
         eval) [ -f "$run/eval/results.json" ] ;;
+        export) [ -f "$run/export/config.json" ] || [ -f "$run/export/model.gguf" ] ;;
     esac
 }

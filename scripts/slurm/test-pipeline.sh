@@ -31,13 +31,13 @@ export DEEPSPEC_TRAIN_ARGS="--device cpu --set train.max_train_steps=40 --set tr
 export DEEPSPEC_EVAL_ARGS="--suite smoke-math --suite smoke-code --limit 24 --max-new-tokens 128 --max-num-seqs 4 --seed 1 --device cpu --no-baseline"
 here="--gpus-per-node=0 --cpus-per-task=1"
 export DEEPSPEC_REGENERATE_SBATCH=$here DEEPSPEC_CACHE_SBATCH=$here DEEPSPEC_EVAL_SBATCH=$here
-export DEEPSPEC_TRAIN_SBATCH="$here --nodes=2 --ntasks-per-node=1"
+export DEEPSPEC_TRAIN_SBATCH="$here --nodes=2 --ntasks-per-node=1" DEEPSPEC_EXPORT_SBATCH=$here
 # Both nodes are this machine, whatever they are called.
 export MASTER_ADDR=127.0.0.1
 run=$DEEPSPEC_RUN
 mkdir "$run"
 
-# The split, merge and report are over sooner than anybody could come in between: the first time each waits until it is told to stop.
+# The split, merge, report and export are over sooner than anybody could come in between: the first time each waits until it is told to stop.
 export DEEPSPEC_BIN=$work/bin
 mkdir "$work/bin"
 for program in data train eval; do
@@ -47,6 +47,7 @@ case "\$1 \$2 \$SLURM_JOB_NAME" in
     split*) waits=pipeline ;;
     "cache merge "*) waits=merge ;;
     *deepspec-report) waits=report ;;
+    *deepspec-export) waits=export ;;
 esac
 if [ -n "\${waits:-}" ] && mkdir "$work/waits-\$waits" 2>/dev/null; then
     sleep 600 &
@@ -104,6 +105,7 @@ preempt merge '' waits 1
 preempt train deepspec-train trained 1
 preempt eval 'deepspec-eval run' evaluated 2
 preempt report '' waits 1
+preempt export '' waits 1
 bash scripts/slurm/pipeline.sbatch status
 cat "$run/eval/report.md"
 
@@ -117,6 +119,8 @@ echo "== the same without Slurm" >&2
 python3 - "$run" "$work" <<'PY'
 import glob, json, sys
 run, work = sys.argv[1:]
+assert "dspark" in json.dumps(json.load(open(f"{run}/export/config.json"))).lower()
+assert glob.glob(f"{run}/export/*.safetensors")
 def rows(files):
     return {row["id"]: row["conversations"] for file in files for row in map(json.loads, open(file))}
 shared, alone = rows(sorted(glob.glob(f"{run}/answers-[0-9].jsonl"))), rows([f"{work}/answers.jsonl"])
