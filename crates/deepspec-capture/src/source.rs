@@ -61,9 +61,9 @@ impl TargetSpec {
 /// Warns if the mask token is an ordinary token, because it then also occurs in texts.
 fn warn_ordinary_mask_token(recipe: &Recipe, tokenizer: &ChatTokenizer) {
     let Some(id) = recipe.drafter.mask_token_id() else { return };
-    if let Some(token) = tokenizer.token(id).filter(|_| !tokenizer.is_special(id)) {
+    if let Some(token) = tokenizer.token(id).filter(|_| !tokenizer.is_reserved(id)) {
         tracing::warn!(
-            "`mask_token_id` {id} is the ordinary token {token:?}, which texts hold too; choose a special or an unused one"
+            "`mask_token_id` {id} is the ordinary token {token:?}, which texts hold too; choose a special or an unused one, as `deepspec-data inspect` lists them"
         );
     }
 }

@@ -42,4 +42,4 @@ pub use rules::{ChatFormat, ChatTemplate, MaskRule, TurnMarkers};
 pub use served_tokens::detect_served_thinking;
 pub use stream::IncrementalDetokenizer;
 pub use template::RenderOptions;
-pub use tokenizer::{ChatTokenizer, Encoded};
+pub use tokenizer::{ChatTokenizer, Encoded, is_reserved_name};

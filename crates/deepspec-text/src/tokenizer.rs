@@ -199,6 +199,11 @@ impl ChatTokenizer {
         self.token(id).is_some_and(|token| self.tokenizer.get_added_vocabulary().is_special_token(&token))
     }
 
+    /// Whether an id stands for nothing in ordinary texts: it has no token, a special one, or one that is reserved by its name.
+    pub fn is_reserved(&self, id: i64) -> bool {
+        self.token(id).is_none_or(|token| is_reserved_name(&token)) || self.is_special(id)
+    }
+
     /// Whether the tokenizer splits texts at this token before any other step.
     pub(crate) fn is_split_token(&self, id: i64) -> bool {
         u32::try_from(id).is_ok_and(|id| self.cuts.contains(&id))
@@ -296,6 +301,12 @@ impl ChatTokenizer {
 fn split_token_ids(tokenizer: &Tokenizer) -> HashSet<u32> {
     let added = tokenizer.get_added_tokens_decoder().into_iter();
     added.filter(|(_, token)| !token.normalized && !token.content.is_empty()).map(|(id, _)| id).collect()
+}
+
+/// Whether a token is set aside by its name, as `<mask>`, `<unused0>` and `<|reserved_special_token_0|>` are.
+pub fn is_reserved_name(token: &str) -> bool {
+    let is_marked = token.starts_with('<') && token.ends_with('>');
+    is_marked && ["mask", "reserved", "unused"].iter().any(|part| token.contains(part))
 }
 
 fn special_texts(tokenizer: &Tokenizer) -> Vec<String> {

@@ -13,7 +13,7 @@ use serde::Serialize;
 
 use super::row::{MaskedRow, RowOutcome, check_line};
 use super::settings::MaskSettings;
-use super::summary::{Lengths, Summary};
+use super::summary::{Lengths, MaskCandidate, Summary};
 
 /// Rows per batch. It limits the text in memory and the frequency of progress updates.
 const BATCH: usize = 128;
@@ -70,6 +70,7 @@ impl Inspection {
         inspection.summary.max_length = settings.max_length;
         inspection.summary.tags_agree = settings.other.as_ref().map(|_| 0);
         let (mut ids, mut lengths) = (UniqueIds::default(), Vec::new());
+        let mut unused = settings.mask_candidates.clone();
         for batch in jsonl::line_batches_of_files(files, BATCH) {
             let (file, batch) = batch?;
             let outcomes: Vec<(usize, RowOutcome)> = batch
@@ -78,12 +79,20 @@ impl Inspection {
                 .collect();
             progress.add(outcomes.len() as u64, String::new);
             for (line, outcome) in outcomes {
+                if let RowOutcome::Row(row) = &outcome {
+                    for id in &row.supervised.input_ids {
+                        unused.remove(id);
+                    }
+                }
                 inspection.add(file, line, outcome, settings, &mut ids, &mut lengths);
             }
         }
         progress.finish();
         ids.report();
         inspection.summary.lengths = Lengths::of(lengths);
+        if !settings.has_recipe || inspection.summary.with_mask_token > 0 {
+            inspection.summary.mask_candidates = MaskCandidate::likeliest(unused, &settings.tokenizer);
+        }
         Ok(inspection)
     }
 

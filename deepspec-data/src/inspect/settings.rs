@@ -1,12 +1,15 @@
 //! The tokenizer and mask rules of an inspection.
 
+use std::collections::HashSet;
+use std::path::Path;
+
 use anyhow::Context;
 use deepspec_capture::{StatesError, chat_template, check_template_tags, mask_rules};
 use deepspec_core::cli::{UsageError, Verbosity};
 use deepspec_core::recipe::{DEFAULT_MAX_LENGTH, TemplateRecipe};
 use deepspec_core::usage;
 use deepspec_hub::{HubError, model_dir};
-use deepspec_models::{ModelConfig, chat_formats};
+use deepspec_models::{ModelConfig, chat_formats, stop_ids};
 use deepspec_text::{ChatTemplate, ChatTokenizer, MaskRule};
 
 use super::args::Args;
@@ -24,6 +27,10 @@ pub struct MaskSettings {
     pub max_length: usize,
     /// The drafter's mask token, if the recipe has one.
     pub mask_token: Option<i64>,
+    /// Whether there is a recipe.
+    pub has_recipe: bool,
+    /// Reserved ids that end no answer: one that no row has may be a mask token.
+    pub mask_candidates: HashSet<i64>,
     /// Vocabulary size of the target's embedding, if its config can be read.
     pub vocab_size: Option<usize>,
 }
@@ -63,11 +70,28 @@ impl MaskSettings {
         let other =
             other.map(|other| ChatTemplate { default_system: template.default_system.clone(), ..other });
         let mask_token = recipe.as_ref().and_then(|recipe| recipe.drafter.mask_token_id());
+        let has_recipe = recipe.is_some();
         let own = recipe.map_or(DEFAULT_MAX_LENGTH, |recipe| recipe.data.max_length);
         let max_length = args.max_length.unwrap_or(own);
         let vocab_size = ModelConfig::load(&dir).ok().map(|config| config.vocab_size as usize);
-        Ok(Self { tokenizer, template, other, max_length, mask_token, vocab_size })
+        let mask_candidates = mask_candidates(&tokenizer, &dir, vocab_size);
+        Ok(Self {
+            tokenizer,
+            template,
+            other,
+            max_length,
+            mask_token,
+            has_recipe,
+            mask_candidates,
+            vocab_size,
+        })
     }
+}
+
+fn mask_candidates(tokenizer: &ChatTokenizer, dir: &Path, vocab_size: Option<usize>) -> HashSet<i64> {
+    let stops = stop_ids(dir, tokenizer.eos_token_id()).unwrap_or_default();
+    let ids = 0..vocab_size.unwrap_or(tokenizer.vocab_size()) as i64;
+    ids.filter(|id| tokenizer.is_reserved(*id) && !stops.contains(id)).collect()
 }
 
 fn template_from_name(name: &str) -> anyhow::Result<ChatTemplate> {

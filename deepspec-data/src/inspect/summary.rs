@@ -1,7 +1,13 @@
 //! Summary of all rows.
 
-use deepspec_text::MIN_SUPERVISED_TOKENS;
+use std::collections::HashSet;
+use std::fmt;
+
+use deepspec_text::{ChatTokenizer, MIN_SUPERVISED_TOKENS, is_reserved_name};
 use serde::Serialize;
+
+/// Number of candidates for the mask token that are shown.
+const SHOWN_CANDIDATES: usize = 8;
 
 /// Counts over all rows. `rows` is the sum of good, too_short, with_problems, status_error and
 /// unusable.
@@ -49,6 +55,9 @@ pub struct Summary {
     pub outside_their_prompt: usize,
     /// Rows that contain the drafter's mask token.
     pub with_mask_token: usize,
+    /// Tokens that may be the mask token; empty if the recipe's mask token is in no row.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub mask_candidates: Vec<MaskCandidate>,
     /// Rows whose markers and tags give equal masks; absent without both rules.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tags_agree: Option<usize>,
@@ -62,6 +71,37 @@ pub struct Summary {
     /// Result of the comparison with a server.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub server: Option<String>,
+}
+
+/// A token that may be a block drafter's mask token, because no row has it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct MaskCandidate {
+    /// The id.
+    pub id: i64,
+    /// The tokenizer's token; None for an id that only the embedding has.
+    pub token: Option<String>,
+}
+
+impl MaskCandidate {
+    /// The best candidates of `unused`: ids without a token, tokens that are reserved by their names,
+    /// then others.
+    pub fn likeliest(unused: HashSet<i64>, tokenizer: &ChatTokenizer) -> Vec<Self> {
+        let mut all: Vec<Self> =
+            unused.into_iter().map(|id| Self { id, token: tokenizer.token(id) }).collect();
+        let class = |token: &String| if is_reserved_name(token) { 1 } else { 2 };
+        all.sort_by_key(|candidate| (candidate.token.as_ref().map_or(0, class), candidate.id));
+        all.truncate(SHOWN_CANDIDATES);
+        all
+    }
+}
+
+impl fmt::Display for MaskCandidate {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.token {
+            Some(token) => write!(f, "{} {token}", self.id),
+            None => write!(f, "{}", self.id),
+        }
+    }
 }
 
 /// Quantiles of row lengths, in tokens.
@@ -153,6 +193,11 @@ impl Summary {
                 "rows have the drafter's mask_token_id, which should stand for nothing else: choose a token that no row has",
             ),
         ];
+        if !self.mask_candidates.is_empty() {
+            let candidates: Vec<String> = self.mask_candidates.iter().map(ToString::to_string).collect();
+            let text = format!("no row has {}: candidates for a mask_token_id", candidates.join(", "));
+            lines.push(("mask token", text));
+        }
         let notes = notes.iter().filter(|(count, _)| *count > 0);
         lines.extend(notes.map(|(count, note)| ("note", format!("{count} {note}"))));
         lines.extend(self.server.iter().map(|text| ("server", text.clone())));

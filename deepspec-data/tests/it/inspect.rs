@@ -64,6 +64,11 @@ fn rows_with_the_mask_token_are_counted() {
     }
     let ended = inspected(&["--set", &masks]);
     assert!(ended.stdout.contains("1 rows have the drafter's mask_token_id"), "{ended:?}");
+    // Candidates are listed where a mask token is still to be chosen: no ordinary token, and none of these rows.
+    let listed = "no row has 1023 <|mask|>: candidates for a mask_token_id";
+    assert!(ended.stdout.contains(listed), "{ended:?}");
+    assert!(inspect(&input, &[]).stdout.contains(listed));
+    assert!(!inspected(&[]).stdout.contains("candidates"));
 }
 
 #[test]

@@ -32,7 +32,8 @@ pub struct DFlash2Recipe {
     /// The kind of each draft layer; absent means a window in all of them where there is one, and in none elsewhere.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub layer_types: Vec<LayerType>,
-    /// A token that never occurs in text; stands for what is to be predicted.
+    /// A token that never occurs in text; stands for what is to be predicted. `deepspec-data inspect --model M --input F` lists
+    /// candidates: special tokens that no row has, and ids behind the tokenizer's last one.
     pub mask_token_id: i64,
     /// Blocks per training sequence.
     #[serde(default = "crate::block_common::default_num_anchors")]
