@@ -90,7 +90,35 @@ PY
 
 # Version of the CUDA toolkit that the torch package $1 was built with; nothing for a build without CUDA.
 toolkit_of() {
-    sed -n 's/^Requires-Dist: cuda-toolkit\[.*\]==\([0-9.]*\).*/\1/p' "$1-$torch_pin".dist-info/METADATA
+    sed -n 's/^Requires-Dist: cuda-toolkit\[.*\]==\([0-9.]*\).*/\1/p' "$1"-*.dist-info/METADATA 2>/dev/null || true
+}
+
+# The headers that crates/deepspec-ops/build.rs needs for NCCL beside the libtorch $1 and does not find in its places.
+nccl_headers_missing() {
+    local wheels toolkit=${CUDA_HOME:-/usr/local/cuda} header place
+    wheels=$(dirname "$1")/nvidia
+    for header in nccl.h cuda_runtime.h crt/host_config.h nv/target; do
+        for place in "$wheels"/{nccl,cu13}/include "$wheels/cu13/include/cccl" "$toolkit"/include{,/cccl} /usr/include; do
+            [ ! -e "$place/$header" ] || continue 2
+        done
+        echo "$header"
+    done
+}
+
+# Says whether programs that are built now can train on several GPUs.
+report_nccl() {
+    local torch missing toolkit remedy="set CUDA_HOME to a CUDA toolkit that has NCCL's headers"
+    torch=$(readlink -f .libtorch)
+    drives_gpu "$torch" || return 0
+    missing=$(nccl_headers_missing "$torch" | xargs)
+    if [ -z "$missing" ]; then
+        say "NCCL's headers are there, so the build can train on several GPUs"
+        return
+    fi
+    toolkit=$(toolkit_of "$torch")
+    [ -z "$toolkit" ] || remedy="pip install nvidia-nccl-cu13 'cuda-toolkit[cudart,crt,cccl]==$toolkit' in the environment of this torch, or $remedy"
+    say "warning: the build will have no NCCL, which training on several GPUs needs; missing headers: $missing"
+    say "for NCCL: $remedy; then cargo clean --release -p deepspec-ops && cargo build --release"
 }
 
 install_wheel() {
@@ -182,6 +210,7 @@ if [ ${#missing[@]} -gt 0 ] || ! find_libtorch; then
     link "$found"
 fi
 
+report_nccl
 for name in LIBTORCH_USE_PYTORCH LIBTORCH_INCLUDE LIBTORCH_LIB LIBTORCH_STATIC; do
     [ -z "${!name+set}" ] || say "warning: $name is set and overrides .libtorch in the build; unset it"
 done
