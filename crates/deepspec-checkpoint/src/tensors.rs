@@ -57,6 +57,20 @@ impl Tensors {
         }
     }
 
+    /// Opens the shards that are in `dir`, of which others may be missing: a target that runs
+    /// elsewhere needs no layers.
+    ///
+    /// # Errors
+    /// As [`Self::open`], and if no shard is there.
+    pub fn open_present(dir: &Path) -> Result<Self, CheckpointError> {
+        match shards::weight_paths(dir) {
+            Ok(paths) if paths.iter().any(|path| path.is_file()) => {
+                Self::from_files(dir, paths.into_iter().filter(|path| path.is_file()).collect())
+            }
+            _ => Self::open(dir),
+        }
+    }
+
     fn from_gguf(dir: &Path, model: Model) -> Self {
         let facts = model.tensors().map(|(name, stored)| {
             let dtype = match stored.kind.decoded_type() {

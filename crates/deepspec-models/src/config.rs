@@ -37,6 +37,9 @@ pub struct ModelConfig {
     pub embed_scale: f64,
     /// Soft-cap c of the logits x, which become `c·tanh(x/c)`.
     pub logit_softcap: Option<f64>,
+    /// Whether [`crate::TargetModel`] computes this architecture. If not, an engine computes its
+    /// hidden states, and `layers` are those of drafters for it.
+    pub has_forward: bool,
     /// Decoder layers, first to last.
     pub layers: Vec<LayerSpec>,
     /// The whole config.json, for fields that only some readers need.

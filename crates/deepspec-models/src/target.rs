@@ -296,19 +296,27 @@ pub fn load_embed_and_head(
     device: Device,
     kind: Kind,
 ) -> Result<(Tensor, Tensor), ModelError> {
-    let weights = Weights::open(dir, config.family.class(), device, kind)?;
-    read_embed_and_head(&weights, TensorNames::detect(&weights), config)
+    let weights = match config.has_forward {
+        true => Weights::open(dir, config.family.class(), device, kind)?,
+        false => Weights::open_unquantised_tensors(dir, config.family.class(), device)?,
+    };
+    let (embed, head) = read_embed_and_head(&weights, TensorNames::detect(&weights), config)?;
+    Ok((embed.to_kind(kind), head.to_kind(kind)))
 }
 
-fn read_embed_and_head(
+/// Embedding and head. A target without a family here also counts as tied if it has no head.
+///
+/// # Errors
+/// If a tensor is missing or of another shape.
+pub(crate) fn read_embed_and_head(
     weights: &Weights,
     names: TensorNames,
     config: &ModelConfig,
 ) -> Result<(Tensor, Tensor), ModelError> {
     let shape = [config.vocab_size, config.hidden_size];
     let embed = weights.get(&format!("{}embed_tokens.weight", names.body), &shape)?;
-    let head =
-        if config.tie_word_embeddings { embed.shallow_clone() } else { weights.get(names.head, &shape)? };
+    let is_tied = config.tie_word_embeddings || (!config.has_forward && !weights.contains(names.head));
+    let head = if is_tied { embed.shallow_clone() } else { weights.get(names.head, &shape)? };
     Ok((embed, head))
 }
 

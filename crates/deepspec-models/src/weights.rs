@@ -26,7 +26,8 @@ pub struct Weights {
     expected: String,
     unread: RefCell<Vec<String>>,
     device: Device,
-    kind: Kind,
+    /// Dtype to which floats are converted on reading; `None` keeps that of the file.
+    kind: Option<Kind>,
 }
 
 impl Weights {
@@ -45,7 +46,20 @@ impl Weights {
         {
             return Err(ModelError::NotAModel { path: dir.to_path_buf(), problem });
         }
-        Ok(Self::from_tensors(Tensors::open(dir)?, expected.into(), device, kind))
+        Ok(Self::from_tensors(Tensors::open(dir)?, expected.into(), device, Some(kind)))
+    }
+
+    /// Opens a folder whose layers may be quantised or missing, to read other tensors. Floats keep
+    /// their dtype.
+    ///
+    /// # Errors
+    /// If no weights are there, or a file is truncated or no safetensors file.
+    pub fn open_unquantised_tensors(
+        dir: &Path,
+        expected: impl Into<String>,
+        device: Device,
+    ) -> Result<Self, ModelError> {
+        Ok(Self::from_tensors(Tensors::open_present(dir)?, expected.into(), device, None))
     }
 
     /// Opens one safetensors file of any name.
@@ -58,10 +72,10 @@ impl Weights {
         device: Device,
         kind: Kind,
     ) -> Result<Self, ModelError> {
-        Ok(Self::from_tensors(Tensors::open_file(path)?, expected.into(), device, kind))
+        Ok(Self::from_tensors(Tensors::open_file(path)?, expected.into(), device, Some(kind)))
     }
 
-    fn from_tensors(tensors: Tensors, expected: String, device: Device, kind: Kind) -> Self {
+    fn from_tensors(tensors: Tensors, expected: String, device: Device, kind: Option<Kind>) -> Self {
         let unread = RefCell::new(tensors.iter().map(|(name, _)| name.to_string()).collect());
         Self { tensors, expected, unread, device, kind }
     }
@@ -131,7 +145,10 @@ impl Weights {
         let bytes = self.tensors.bytes(name)?;
         self.unread.borrow_mut().retain(|unread| unread != name);
         let tensor = Tensor::from_data_size(&bytes, shape, kind).to_device(self.device);
-        Ok(if kind == Kind::Int64 || kind == Kind::Int { tensor } else { tensor.to_kind(self.kind) })
+        Ok(match self.kind {
+            Some(wanted) if kind != Kind::Int64 && kind != Kind::Int => tensor.to_kind(wanted),
+            _ => tensor,
+        })
     }
 }
 

@@ -127,6 +127,7 @@ fn read(outer: &Fields) -> Result<ModelConfig, ModelError> {
         initializer_range: fields.number("initializer_range")?.unwrap_or(0.02),
         embed_scale: (hidden_size as f64).sqrt(),
         logit_softcap: softcap,
+        has_forward: true,
         layers: full.into_iter().enumerate().map(layer).collect::<Result<_, ModelError>>()?,
         raw: Map::new(),
     })

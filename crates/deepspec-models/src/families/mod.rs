@@ -1,5 +1,6 @@
 //! Families of targets. Each has a file of its own and an entry in `FAMILIES`.
 
+mod any;
 mod draft;
 mod gemma4;
 mod llama;
@@ -13,7 +14,7 @@ use deepspec_checkpoint::Fields;
 use deepspec_text::ChatFormat;
 use serde_json::{Map, Value};
 
-use crate::config::{Family, ModelConfig, read_json};
+use crate::config::{Family, ModelConfig, TargetFamily, read_json};
 use crate::{ModelError, Weights};
 
 const FAMILIES: [Family; 3] = [&qwen3::FAMILY, &gemma4::FAMILY, &llama::FAMILY];
@@ -43,24 +44,36 @@ impl ModelConfig {
     /// # Errors
     /// As [`ModelConfig::load`].
     pub fn parse(path: &Path, raw: Map<String, Value>) -> Result<Self, ModelError> {
-        let config = read(&Fields::new(path, &raw))?;
+        let config = read_family(&Fields::new(path, &raw))?;
         Ok(Self { raw, ..config })
     }
 }
 
 /// Reads a config.json of any known family.
-fn read(fields: &Fields) -> Result<ModelConfig, ModelError> {
+fn read_family(fields: &Fields) -> Result<ModelConfig, ModelError> {
     let found = fields.text("model_type")?;
-    let is_meant = |family: &Family| found.is_some_and(|found| family.decoder.model_types.contains(&found));
-    if let Some(family) = families().find(is_meant) {
+    if let Some(family) = TargetFamily::of_model_type(found) {
         return (family.read)(fields);
     }
     let found = found.map_or_else(|| "missing".to_string(), |other| format!("\"{other}\" is not supported"));
     let known: Vec<String> =
         families().flat_map(|family| family.decoder.model_types).map(|name| format!("\"{name}\"")).collect();
     let (last, others) = known.split_last().map_or(("", &known[..]), |(last, others)| (last, others));
-    Err(fields.error("model_type", format!("{found}; expected {} or {last}", others.join(", "))).into())
+    let problem = format!(
+        "{found}; expected {} or {last}; vLLM can compute the states of others (data.states: {{server: URL}})",
+        others.join(", ")
+    );
+    Err(fields.error("model_type", problem).into())
 }
+
+impl TargetFamily {
+    /// The family whose checkpoints have this `model_type`.
+    pub(crate) fn of_model_type(model_type: Option<&str>) -> Option<Family> {
+        families().find(|family| model_type.is_some_and(|name| family.decoder.model_types.contains(&name)))
+    }
+}
+
+pub(crate) use any::is_gemma;
 
 /// Words in the names of a multimodal model's other modules, and of modules that draft (MTP).
 const OTHER_MODULE_WORDS: [&str; 9] =

@@ -68,6 +68,7 @@ pub(super) fn read(fields: &Fields, differences: PreNormSettings) -> Result<Mode
         initializer_range: fields.number("initializer_range")?.unwrap_or(0.02),
         embed_scale: 1.0,
         logit_softcap: None,
+        has_forward: true,
         layers: windows.into_iter().map(layer).collect(),
         raw: Map::new(),
     })
