@@ -21,7 +21,7 @@ mod tls;
 pub use error::HubError;
 pub use glob::Glob;
 pub use hub::Hub;
-pub use model::model_dir;
+pub use model::{ModelFiles, model_dir, model_files};
 pub use repo::{Repo, RepoType, is_hub_id};
 pub use settings::{HubOptions, RetryPolicy};
 pub use tls::prepare_tls;

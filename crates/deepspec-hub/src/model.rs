@@ -14,6 +14,18 @@ const CONFIG_FILE: &str = "config.json";
 const SINGLE_WEIGHTS_FILE: &str = "model.safetensors";
 const INDEX_FILE: &str = "model.safetensors.index.json";
 
+/// Which files of a model are downloaded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ModelFiles {
+    /// All files that loading it needs.
+    Whole,
+    /// Configuration and tokenizer, and the shards that hold tensors outside the layers: embedding,
+    /// final norm and LM head.
+    WithoutLayers,
+    /// Configuration and tokenizer.
+    Config,
+}
+
 impl Hub {
     /// The snapshot folder of a model: its configuration, tokenizer, chat template and safetensors
     /// weights.
@@ -21,6 +33,14 @@ impl Hub {
     /// # Errors
     /// Fails as [`Hub::fetch`] does, or if the repository has no model of that form.
     pub fn model(&self, repo: &Repo) -> Result<PathBuf, HubError> {
+        self.model_files(repo, ModelFiles::Whole)
+    }
+
+    /// The snapshot folder of a model, with at least the `wanted` files.
+    ///
+    /// # Errors
+    /// As [`Hub::model`].
+    pub fn model_files(&self, repo: &Repo, wanted: ModelFiles) -> Result<PathBuf, HubError> {
         let listing = self.listing(repo)?;
         let has = |file: &str| listing.files.iter().any(|known| known == file);
         let missing = |problem: &str| match &listing.local {
@@ -38,10 +58,13 @@ impl Hub {
         for file in listing.known_files().iter().filter(|file| is_small_model_file(file)) {
             self.fetch(repo, file)?;
         }
+        if wanted == ModelFiles::Config {
+            return Ok(self.snapshot_dir(repo, &listing.commit));
+        }
         let weights = if has(INDEX_FILE) {
             let index = self.fetch(repo, INDEX_FILE)?;
-            let shards =
-                read_shard_names(&index).ok_or_else(|| missing("its safetensors index names no files"))?;
+            let shards = read_shard_names(&index, wanted)
+                .ok_or_else(|| missing("its safetensors index names no files"))?;
             let absent: Vec<String> = shards.iter().filter(|file| !has(file)).cloned().collect();
             if !absent.is_empty() {
                 let total = shards.len();
@@ -67,6 +90,20 @@ impl Hub {
 /// Fails as [`Hub::model`] does, or if `model` is none of these. Also fails if a local path is
 /// given a revision, or a file is not a supported GGUF.
 pub fn model_dir(model: &str, revision: Option<&str>, verbosity: Verbosity) -> Result<PathBuf, HubError> {
+    model_files(model, revision, ModelFiles::Whole, verbosity)
+}
+
+/// The folder of a model, as [`model_dir`] finds it. Of a hub id, only the `wanted` files are
+/// downloaded.
+///
+/// # Errors
+/// As [`model_dir`].
+pub fn model_files(
+    model: &str,
+    revision: Option<&str>,
+    wanted: ModelFiles,
+    verbosity: Verbosity,
+) -> Result<PathBuf, HubError> {
     let place = env::expand_home(model);
     if place.is_dir() || place.is_file() {
         return match revision {
@@ -81,7 +118,7 @@ pub fn model_dir(model: &str, revision: Option<&str>, verbosity: Verbosity) -> R
         };
     }
     let repo = Repo::parse(RepoType::Model, model, revision)?;
-    Hub::from_env(verbosity)?.model(&repo).map_err(|error| error.with_path_hint(model))
+    Hub::from_env(verbosity)?.model_files(&repo, wanted).map_err(|error| error.with_path_hint(model))
 }
 
 /// Whether a file is a configuration, tokenizer or chat template that loading needs.
@@ -104,10 +141,34 @@ fn is_small_model_file(file: &str) -> bool {
         || (file.starts_with("additional_chat_templates/") && file.ends_with(".jinja"))
 }
 
-/// The shards of a safetensors index, without duplicates, sorted.
-fn read_shard_names(index: &Path) -> Option<Vec<String>> {
+/// The shards of a safetensors index that hold wanted tensors, without duplicates, sorted.
+fn read_shard_names(index: &Path, wanted: ModelFiles) -> Option<Vec<String>> {
     let index: Value = serde_json::from_str(&atomic::read_text(index).ok()?).ok()?;
-    let names: Option<BTreeSet<String>> =
-        index.get("weight_map")?.as_object()?.values().map(|file| file.as_str().map(Into::into)).collect();
+    let tensors = index.get("weight_map")?.as_object()?.iter();
+    let tensors = tensors.filter(|(name, _)| wanted == ModelFiles::Whole || !is_layer_tensor(name));
+    let names: Option<BTreeSet<String>> = tensors.map(|(_, file)| file.as_str().map(Into::into)).collect();
     names.filter(|names| !names.is_empty()).map(|names| names.into_iter().collect())
+}
+
+/// Whether a tensor belongs to a numbered layer, as `model.layers.3.mlp.up_proj.weight` does.
+fn is_layer_tensor(name: &str) -> bool {
+    name.split('.').any(|part| !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_digit()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn shards_of_layers_alone_are_left_out() {
+        let dir = tempfile::tempdir().unwrap();
+        let index = dir.path().join(INDEX_FILE);
+        let map = serde_json::json!({"weight_map": {
+            "model.embed_tokens.weight": "a", "model.layers.0.mlp.up_proj.weight": "a",
+            "model.layers.1.mlp.up_proj.weight": "b", "model.norm.weight": "c", "lm_head.weight": "c",
+        }});
+        std::fs::write(&index, map.to_string()).unwrap();
+        assert_eq!(read_shard_names(&index, ModelFiles::Whole).unwrap(), ["a", "b", "c"]);
+        assert_eq!(read_shard_names(&index, ModelFiles::WithoutLayers).unwrap(), ["a", "c"]);
+    }
 }
