@@ -36,7 +36,7 @@ pub fn run(
     device: Device,
     processes: usize,
 ) -> anyhow::Result<()> {
-    let shape = TargetShape::resolve(&recipe.target, args.verbosity())?;
+    let shape = TargetShape::resolve(recipe, args.verbosity())?;
     let drafter_plan = check_recipe_fits(recipe, &shape.config).map_err(StatesError::report)?;
     let train = &recipe.train;
     // The samples of one step suffice; the run's data is not read.

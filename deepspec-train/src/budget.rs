@@ -3,7 +3,7 @@
 use deepspec_capture::cache::MAX_MAPPED_BYTES;
 use deepspec_capture::{Dataset, reader_threads, split_into_batches};
 use deepspec_core::FinalStates;
-use deepspec_core::recipe::{ShardingStrategy, States, TrainDtype};
+use deepspec_core::recipe::{ShardingStrategy, StatesStorage, TrainDtype};
 use deepspec_drafters::Recipe;
 use deepspec_drafters::{DrafterPlan, ParamCounts, SampleSize};
 use deepspec_models::ModelConfig;
@@ -107,7 +107,7 @@ impl MemoryEstimator<'_> {
         target: u64,
         cache: u64,
     ) -> MemoryEstimate {
-        let hybrid = matches!(self.recipe.data.states, States::Hybrid(_));
+        let hybrid = matches!(self.recipe.data.states.storage, StatesStorage::Hybrid(_));
         // Micro-batches on the host, in page-locked memory, and on the GPU.
         let (held, locked, staged) = match (self.device, states) {
             (Device::Cpu, _) => (MAX_MICRO_BATCHES, 0, 0),

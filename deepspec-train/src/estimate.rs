@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use deepspec_capture::ForwardLimits;
 use deepspec_core::cli::UsageError;
-use deepspec_core::recipe::States;
+use deepspec_core::recipe::StatesStorage;
 use deepspec_core::usage;
 use deepspec_cost::estimate::{
     ADAMW_BYTES_PER_WEIGHT, DecodeLoad, DiskBytes, DrafterSize, Estimate, Machine, MeasuredWork, Pipeline,
@@ -304,9 +304,9 @@ fn build_pipeline(
     let taps = recipe.target.layer_ids.len() as f64;
     let kept = |last: usize| (taps * length as f64 + last as f64) * width * 2.0;
     let last = costs.drafter_plan.final_states().kept_positions(&loss_mask).len();
-    let (caches, passes) = match recipe.data.states {
-        States::Cache(_) | States::Hybrid(_) => (true, 1.0),
-        States::Online => (false, steps * global / rows),
+    let (caches, passes) = match recipe.data.states.storage {
+        StatesStorage::Cache(_) | StatesStorage::Hybrid(_) => (true, 1.0),
+        StatesStorage::Online => (false, steps * global / rows),
     };
     let device = if args.hardware.is_some() { Device::Cuda(0) } else { plan.runtime.device };
     let per_forward = ForwardLimits::new(length, device).tokens.max(length) as f64;

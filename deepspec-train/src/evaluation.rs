@@ -58,6 +58,12 @@ impl EvalPrompts {
         if recipe.logging.eval_every.is_none() {
             return Ok(None);
         }
+        if !source.config.has_forward {
+            usage!(
+                "logging.eval_every: {} does not run in this program; leave it out, and judge checkpoints with `deepspec-eval run --server`",
+                source.model
+            );
+        }
         let eval = recipe.eval.clone().unwrap_or_default();
         let stop_ids = deepspec_models::stop_ids(&source.dir, source.tokenizer.eos_token_id())?;
         let asking = RequestTemplate {

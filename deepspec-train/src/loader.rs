@@ -11,7 +11,7 @@ use deepspec_capture::{
     Dataset, ForwardLimits, SampleMeta, StateSource, StatesError, reader_threads, split_into_batches,
 };
 use deepspec_core::cli;
-use deepspec_core::recipe::{LossNormalization, States};
+use deepspec_core::recipe::{LossNormalization, StatesStorage};
 use deepspec_drafters::Recipe;
 use deepspec_drafters::{DrafterPlan, LossDenominator, TrainSample};
 use deepspec_ops::{CudaEvent, CudaStream};
@@ -281,5 +281,5 @@ pub fn max_samples_ahead(recipe: &Recipe) -> usize {
     let train = &recipe.train;
     let ends_with_it =
         train.max_tokens_per_batch.is_none() && train.local_batch_size.is_multiple_of(reader_threads());
-    if matches!(recipe.data.states, States::Online) || ends_with_it { 0 } else { reader_threads() - 1 }
+    if recipe.data.states.storage == StatesStorage::Online || ends_with_it { 0 } else { reader_threads() - 1 }
 }

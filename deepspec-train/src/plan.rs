@@ -2,7 +2,7 @@
 
 use deepspec_capture::{Dataset, ForwardLimits, TargetRuntime, TargetSpec, split_into_batches};
 use deepspec_core::cli::{self, count};
-use deepspec_core::recipe::States;
+use deepspec_core::recipe::{StateServers, States, StatesStorage};
 use deepspec_drafters::ParamCounts;
 use deepspec_drafters::Recipe;
 use deepspec_models::{ModelError, Weights};
@@ -122,13 +122,18 @@ impl Plan<'_> {
             }
             None => format!("at most {:.1} kB per token", self.bytes_per_token() as f64 / 1e3),
         };
-        match &self.recipe().data.states {
-            States::Cache(dir) => format!("cache {dir}, {bytes}"),
-            States::Online => "online, nothing on disk".into(),
-            States::Hybrid(dir) if known.is_none_or(|data| data.dataset.needs_target()) => {
-                format!("online in the first epoch, which writes {dir}, {bytes}; then from there")
+        let States { storage, servers } = &self.recipe().data.states;
+        let origin = match servers {
+            Some(StateServers { urls, .. }) => format!("from {}", urls.join(", ")),
+            None => "online".into(),
+        };
+        match storage {
+            StatesStorage::Cache(dir) => format!("cache {dir}, {bytes}"),
+            StatesStorage::Online => format!("{origin}, nothing on disk"),
+            StatesStorage::Hybrid(dir) if known.is_none_or(|data| data.dataset.computes_states()) => {
+                format!("{origin} in the first epoch, which writes {dir}, {bytes}; then from there")
             }
-            States::Hybrid(dir) => format!("cache {dir}, {bytes}, which an earlier run has finished"),
+            StatesStorage::Hybrid(dir) => format!("cache {dir}, {bytes}, which an earlier run has finished"),
         }
     }
 
@@ -136,7 +141,7 @@ impl Plan<'_> {
     fn needs_target(&self) -> bool {
         match &self.data {
             Ok(data) => data.dataset.needs_target(),
-            Err(_) => !matches!(self.recipe().data.states, States::Cache(_)),
+            Err(_) => self.recipe().data.states.runs_target(),
         }
     }
 
@@ -227,11 +232,9 @@ impl Plan<'_> {
     /// As [`Self::text`].
     pub fn peak_memory(&self) -> anyhow::Result<MemoryEstimate> {
         let Ok(data) = &self.data else {
-            let (target, cache) = match self.recipe().data.states {
-                States::Cache(_) => (0, u64::MAX),
-                States::Online => (self.resident_target_bytes()?, 0),
-                States::Hybrid(_) => (self.resident_target_bytes()?, u64::MAX),
-            };
+            let states = &self.recipe().data.states;
+            let target = if states.runs_target() { self.resident_target_bytes()? } else { 0 };
+            let cache = if states.storage == StatesStorage::Online { 0 } else { u64::MAX };
             let states = if target > 0 { self.runtime.device } else { Device::Cpu };
             return Ok(self.costs.estimate_memory(&self.costs.worst_case_forwards(), states, target, cache));
         };

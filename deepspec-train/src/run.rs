@@ -9,7 +9,7 @@ use anyhow::Context;
 use deepspec_capture::{Dataset, StateSource, StatesError, TargetRuntime, TargetSpec};
 use deepspec_core::cli::{self, ExitWith, UsageError, Verbosity};
 use deepspec_core::env::{self, DistributedEnv};
-use deepspec_core::recipe::{DistBackend, ShardingStrategy, States};
+use deepspec_core::recipe::{DistBackend, ShardingStrategy, StatesStorage};
 use deepspec_core::{config, usage};
 use deepspec_drafters::Recipe;
 use deepspec_drafters::{DrafterPlan, TrainableDrafter, is_embed_or_head};
@@ -402,7 +402,10 @@ fn load_pretrained(
 
 /// Checks that only one process writes a hybrid cache in the first epoch.
 fn check_single_cache_writer(recipe: &Recipe, dataset: &Dataset, group: &ProcessGroup) -> anyhow::Result<()> {
-    if group.world_size() > 1 && matches!(recipe.data.states, States::Hybrid(_)) && dataset.needs_target() {
+    if group.world_size() > 1
+        && matches!(recipe.data.states.storage, StatesStorage::Hybrid(_))
+        && dataset.computes_states()
+    {
         usage!(
             "data.states: a hybrid's first epoch is written by one process; run it with --processes 1, build the cache with `deepspec-data cache build`, or take data.states: online"
         );

@@ -6,7 +6,7 @@ use anyhow::Context;
 use deepspec_capture::{StatesError, TargetRuntime, TargetSpec, check_recipe_fits};
 use deepspec_core::cli;
 use deepspec_core::env;
-use deepspec_core::recipe::States;
+use deepspec_core::recipe::StatesStorage;
 use deepspec_drafters::Recipe;
 use deepspec_ops::LocalRank;
 use serde_json::json;
@@ -29,7 +29,7 @@ use crate::{dummy_run, schedule};
 /// Usage errors for a recipe that does not fit its target or its data; errors of damaged data.
 pub fn print_plan(args: &Args, recipe: &Recipe, trainer: Device, local: LocalRank) -> anyhow::Result<()> {
     let processes = local.processes;
-    let shape = TargetShape::resolve(&recipe.target, args.verbosity())?;
+    let shape = TargetShape::resolve(recipe, args.verbosity())?;
     let drafter_plan = check_recipe_fits(recipe, &shape.config).map_err(StatesError::report)?;
     let mut runtime = target_runtime(recipe, trainer, local)?;
     let measures = args.estimate.hardware.is_none() || trainer != Device::Cpu;
@@ -86,10 +86,10 @@ fn why_data_missing(recipe: &Recipe, shape: &TargetShape) -> Option<String> {
     if !shape.has_weights {
         return Some(format!("{} is not on this machine", recipe.target.model));
     }
-    match &recipe.data.states {
-        States::Cache(dir) => (!env::expand_home(dir).is_dir())
+    match &recipe.data.states.storage {
+        StatesStorage::Cache(dir) => (!env::expand_home(dir).is_dir())
             .then(|| format!("no cache in {dir} (deepspec-data cache build)")),
-        States::Online | States::Hybrid(_) => recipe
+        StatesStorage::Online | StatesStorage::Hybrid(_) => recipe
             .inputs()
             .iter()
             .find(|file| !file.is_file())

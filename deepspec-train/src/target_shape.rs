@@ -4,7 +4,7 @@ use std::path::Path;
 
 use deepspec_core::cli::Verbosity;
 use deepspec_core::env;
-use deepspec_core::recipe::TargetRecipe;
+use deepspec_drafters::Recipe;
 use deepspec_hub::{Hub, HubError, HubOptions, Repo, RepoType, model_dir};
 use deepspec_models::{ModelConfig, ModelError, families, weights_digest};
 
@@ -32,11 +32,12 @@ impl TargetShape {
     ///
     /// # Errors
     /// Fails if no config.json is found, or if it describes an unknown architecture.
-    pub fn resolve(target: &TargetRecipe, verbosity: Verbosity) -> anyhow::Result<Self> {
+    pub fn resolve(recipe: &Recipe, verbosity: Verbosity) -> anyhow::Result<Self> {
+        let (target, runs_target) = (&recipe.target, recipe.data.states.runs_target());
         let place = env::expand_home(&target.model);
         if place.is_dir() || place.is_file() {
             let dir = model_dir(&target.model, target.revision.as_deref(), verbosity);
-            return Ok(Self::read_folder(&dir.map_err(HubError::report)?)?);
+            return Ok(Self::read_folder(&dir.map_err(HubError::report)?, runs_target)?);
         }
         let repo = Repo::parse(RepoType::Model, &target.model, target.revision.as_deref())
             .map_err(HubError::report)?;
@@ -45,7 +46,7 @@ impl TargetShape {
         let cache = Hub::new(offline);
         if let Some(dir) = cache.fetch(&repo, CONFIG_FILE).ok().as_deref().and_then(Path::parent) {
             let has_weights = cache.model(&repo).is_ok();
-            return Ok(Self { has_weights, ..Self::read_folder(dir)? });
+            return Ok(Self { has_weights, ..Self::read_folder(dir, runs_target)? });
         }
         if let Some((id, text)) = built_in_configs().find(|(id, _)| *id == target.model) {
             let map = serde_json::from_str(text)?;
@@ -54,12 +55,13 @@ impl TargetShape {
         }
         let fetched = Hub::new(settings).fetch(&repo, CONFIG_FILE);
         let path = fetched.map_err(|error| error.with_path_hint(&target.model).report())?;
-        Ok(Self::read_folder(path.parent().unwrap_or(&path))?)
+        Ok(Self::read_folder(path.parent().unwrap_or(&path), runs_target)?)
     }
 
-    fn read_folder(dir: &Path) -> Result<Self, ModelError> {
+    /// A target that runs in this program needs a family here.
+    fn read_folder(dir: &Path, runs_target: bool) -> Result<Self, ModelError> {
         Ok(Self {
-            config: ModelConfig::load(dir)?,
+            config: if runs_target { ModelConfig::load(dir)? } else { ModelConfig::load_any(dir)? },
             origin: dir.join(CONFIG_FILE).display().to_string(),
             has_weights: weights_digest(dir).is_ok(),
         })

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use crate::cache::{CacheTotals, Encoding, MANIFEST_FILE, Reader};
 use deepspec_core::digest::Hasher;
-use deepspec_core::recipe::States;
+use deepspec_core::recipe::StatesStorage;
 use deepspec_core::{env, jsonl};
 use deepspec_drafters::Recipe;
 use deepspec_text::{ChatTokenizer, detect_trained_thinking};
@@ -25,6 +25,8 @@ pub struct Dataset {
     counts: CacheTotals,
     digest: String,
     report: Option<RowCounts>,
+    /// Whether servers compute the states.
+    is_served: bool,
 }
 
 /// Origin of samples and hidden states.
@@ -56,10 +58,10 @@ impl Dataset {
         place: Option<&Path>,
         first_epoch: impl FnOnce(usize) -> Vec<usize>,
     ) -> Result<Self, StatesError> {
-        if let States::Cache(dir) = &recipe.data.states {
+        if let StatesStorage::Cache(dir) = &recipe.data.states.storage {
             let stored = FinishedCache::open(&env::expand_home(dir), source)?;
             let counts = stored.reader.manifest().counts.clone();
-            return Ok(Self::new(Origin::Cache(stored), counts, None, source));
+            return Ok(Self::new(Origin::Cache(stored), counts, None, source, false));
         }
         let files = recipe.inputs();
         if let Some(missing) = files.iter().find(|file| !file.is_file()) {
@@ -85,8 +87,8 @@ impl Dataset {
             tokens: report.tokens,
             supervised_tokens: report.supervised_tokens,
         };
-        let origin = match &recipe.data.states {
-            States::Hybrid(dir) => {
+        let origin = match &recipe.data.states.storage {
+            StatesStorage::Hybrid(dir) => {
                 let dir = env::expand_home(dir);
                 match dir.join(MANIFEST_FILE).exists() {
                     true => Origin::Cache(FinishedCache::open_matching(&dir, &samples, source)?),
@@ -98,11 +100,17 @@ impl Dataset {
             }
             _ => Origin::Online(samples),
         };
-        Ok(Self::new(origin, counts, Some(report), source))
+        Ok(Self::new(origin, counts, Some(report), source, recipe.data.states.servers.is_some()))
     }
 
-    fn new(origin: Origin, counts: CacheTotals, report: Option<RowCounts>, source: &TargetSpec) -> Self {
-        let mut dataset = Self { origin, counts, digest: String::new(), report };
+    fn new(
+        origin: Origin,
+        counts: CacheTotals,
+        report: Option<RowCounts>,
+        source: &TargetSpec,
+        is_served: bool,
+    ) -> Self {
+        let mut dataset = Self { origin, counts, digest: String::new(), report, is_served };
         dataset.digest = dataset.compute_digest(source);
         dataset
     }
@@ -182,8 +190,13 @@ impl Dataset {
         }
     }
 
-    /// Whether the target has to run during training.
+    /// Whether the target has to run in this program during training.
     pub fn needs_target(&self) -> bool {
+        self.computes_states() && !self.is_served
+    }
+
+    /// Whether states are computed during training, by the target in this program or by servers.
+    pub fn computes_states(&self) -> bool {
         match &self.origin {
             Origin::Cache(_) => false,
             Origin::Online(_) | Origin::Hybrid(_) => true,

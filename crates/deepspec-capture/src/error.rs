@@ -52,6 +52,14 @@ pub enum StatesError {
         /// The problem and the remedy.
         problem: String,
     },
+    /// vLLM servers do not return the states.
+    #[error("{problem}; this command starts a server for the recipe: {command}")]
+    Servers {
+        /// The problem, with the server's URL.
+        problem: String,
+        /// The `vllm serve` command.
+        command: String,
+    },
     /// The folder of the cache does not exist.
     #[error("{}: no such cache; build it with `deepspec-data cache build --config … --output-dir {}`", dir.display(), dir.display())]
     NoCache {

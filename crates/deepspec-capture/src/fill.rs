@@ -1,12 +1,14 @@
 //! Runs the target to fill the shards of a cache.
 
+use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::mpsc::{Receiver, sync_channel};
 use std::thread;
 
 use crate::cache::{Builder, CacheError, Encoding, FinalStates, Layout, PlannedSample, ShardWriter};
 
-use crate::capture::{Capture, HostCopy};
+use crate::capture::{Capture, HostCopy, bytes};
+use crate::served::ServedTarget;
 use crate::{StatesError, split_by_tokens, split_into_batches};
 
 /// Length of a window, in forwards with the maximum number of tokens. Samples of a window are
@@ -14,6 +16,8 @@ use crate::{StatesError, split_by_tokens, split_into_batches};
 const WINDOW_FORWARDS: usize = 4;
 /// Maximum number of windows that wait for the disk; the next forward then waits.
 const MAX_QUEUED_WINDOWS: usize = 1;
+/// Tokens of submitted samples, in multiples of the servers' tokens in flight.
+const QUEUED_CAPACITIES: usize = 2;
 
 /// Captures the states of every missing shard of `builder`. `progress` is called for each captured
 /// sample.
@@ -59,6 +63,45 @@ pub fn fill_shards(
             Err(panic) => std::panic::resume_unwind(panic),
         }
     })
+}
+
+/// As [`fill_shards`], with states from servers. Requests of the next shards begin before a shard is
+/// complete.
+///
+/// # Errors
+/// As [`fill_shards`], and if the servers return no usable states.
+pub fn fill_shards_from_servers(
+    builder: &mut Builder,
+    target: &mut ServedTarget,
+    mut progress: impl FnMut(&PlannedSample),
+) -> Result<(), StatesError> {
+    let mut open: VecDeque<ShardWriter> = VecDeque::new();
+    let mut unsent = Vec::new().into_iter();
+    // Samples that wait for room are queued, so that the servers never wait for this thread.
+    let (most, mut queued) = (QUEUED_CAPACITIES * target.capacity(), 0);
+    loop {
+        while queued < most {
+            let Some(sample): Option<&PlannedSample> = unsent.next() else {
+                let Some(shard) = builder.next_shard()? else { break };
+                unsent = shard.samples().iter().collect::<Vec<_>>().into_iter();
+                open.push_back(shard);
+                continue;
+            };
+            queued += sample.input_ids.len();
+            target.submit(sample.clone());
+        }
+        let Some(states) = target.next_states()? else { return Ok(()) };
+        let Some(shard) = open.front_mut() else { return Ok(()) };
+        let sample = &shard.samples()[shard.pushed()];
+        shard.push(&bytes(&states.taps), &bytes(&states.last))?;
+        queued -= sample.input_ids.len();
+        progress(sample);
+        if shard.pushed() == shard.samples().len()
+            && let Some(shard) = open.pop_front()
+        {
+            shard.finish()?;
+        }
+    }
 }
 
 /// The next action of the writer thread.

@@ -11,7 +11,8 @@ use crate::cache::{Builder, Plan, PlannedSample, Reader, ShardWriter};
 
 use crate::capture::bytes;
 use crate::dataset::FinishedCache;
-use crate::online::{Online, SampleStates};
+use crate::live::LiveStates;
+use crate::online::SampleStates;
 use crate::recorder::CacheRecorder;
 use crate::stored::CachedStates;
 use crate::{StatesError, TargetSpec};
@@ -27,7 +28,7 @@ pub struct Hybrid<'d> {
 }
 
 enum Phase<'d> {
-    First { online: Box<Online>, recorder: Box<Recorder<'d>> },
+    First { online: Box<LiveStates>, recorder: Box<Recorder<'d>> },
     Later(CachedStates),
 }
 
@@ -35,7 +36,7 @@ impl<'d> Hybrid<'d> {
     /// Starts or resumes the first epoch.
     pub(crate) fn start_first_epoch(
         recording: &'d CacheRecorder,
-        online: Online,
+        online: LiveStates,
         source: &TargetSpec,
         per_step: usize,
     ) -> Result<Self, StatesError> {
@@ -47,8 +48,8 @@ impl<'d> Hybrid<'d> {
         Ok(Self { recording, phase, per_step, place: 0 })
     }
 
-    /// The resident target; `None` after the first epoch.
-    pub(crate) fn online(&self) -> Option<&Online> {
+    /// The program that computes states; `None` after the first epoch.
+    pub(crate) fn live(&self) -> Option<&LiveStates> {
         match &self.phase {
             Phase::First { online, .. } => Some(online),
             Phase::Later(_) => None,

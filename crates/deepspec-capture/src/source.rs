@@ -4,24 +4,34 @@ use std::path::{Path, PathBuf};
 
 use crate::cache::{Encoding, FinalStates, Identity, Layout, Manifest};
 use deepspec_core::cli::Verbosity;
-use deepspec_core::recipe::TemplateRecipe;
+use deepspec_core::env;
+use deepspec_core::recipe::{StateServers, TemplateRecipe};
 use deepspec_drafters::DrafterPlan;
 use deepspec_drafters::Recipe;
-use deepspec_hub::model_dir;
-use deepspec_models::{ModelConfig, chat_formats, config_digest, probed_weights_digest, weights_digest};
+use deepspec_hub::{ModelFiles, model_files};
+use deepspec_models::config::read_json;
+use deepspec_models::{
+    ModelConfig, ModelError, chat_formats, config_digest, index_digest, probed_weights_digest, weights_digest,
+};
 use deepspec_text::{ChatTemplate, ChatTokenizer};
 
 use crate::StatesError;
+use crate::served::{self, ServeCommand};
+
+/// Port in [`ServeCommand`]s, the default of vLLM.
+const VLLM_PORT: u16 = 8000;
 
 /// A recipe's resolved and checked inputs for hidden states, without the target's weights.
 pub struct TargetSpec {
+    /// The target, as the recipe names it.
+    pub model: String,
     /// Folder of the target.
     pub dir: PathBuf,
     /// Tokenizer of the target.
     pub tokenizer: ChatTokenizer,
     /// Mask rules, with the recipe's default system prompt.
     pub template: ChatTemplate,
-    /// Architecture of the target.
+    /// Architecture of the target; that of drafters for it if servers compute its states.
     pub config: ModelConfig,
     /// Identity of the hidden states.
     pub identity: Identity,
@@ -39,8 +49,13 @@ impl TargetSpec {
     /// These are mistakes in the recipe or its inputs. Also fails if the hub fails.
     pub fn open(recipe: &Recipe, verbosity: Verbosity) -> Result<Self, StatesError> {
         let template = chat_template(recipe)?;
-        let dir = model_dir(&recipe.target.model, recipe.target.revision.as_deref(), verbosity)?;
-        let config = ModelConfig::load(&dir)?;
+        let dir = model_files(
+            &recipe.target.model,
+            recipe.target.revision.as_deref(),
+            needed_files(recipe),
+            verbosity,
+        )?;
+        let config = load_config(recipe, &dir)?;
         let final_states = check_recipe_fits(recipe, &config)?.final_states();
         let tokenizer = ChatTokenizer::load(&dir)?;
         check_template_tags(&template, &tokenizer)
@@ -49,12 +64,54 @@ impl TargetSpec {
         warn_ordinary_mask_token(recipe, &tokenizer);
         let mut identity = identity(recipe, &dir, &tokenizer, &template, &config)?;
         accept_older_weights_digest(&mut identity, recipe.cache_dir(), &dir)?;
-        Ok(Self { dir, tokenizer, template, config, identity, final_states })
+        Ok(Self {
+            model: recipe.target.model.clone(),
+            dir,
+            tokenizer,
+            template,
+            config,
+            identity,
+            final_states,
+        })
+    }
+
+    /// The command that starts a vLLM server for these states. `longest` is the number of tokens of
+    /// the longest sample.
+    ///
+    /// # Errors
+    /// If config.json cannot be read.
+    pub fn serve_command(&self, servers: &StateServers, longest: usize) -> Result<ServeCommand, StatesError> {
+        let (_, raw) = read_json(&self.dir)?;
+        Ok(ServeCommand {
+            model: self.model.clone(),
+            model_type: served::model_type(&raw),
+            layer_ids: served::layer_ids(&self.identity.taps, self.config.layers.len()),
+            folder: env::expand_home(servers.folder()).display().to_string(),
+            longest,
+            tensor_parallel: 1,
+            port: VLLM_PORT,
+        })
     }
 
     /// The row layout of a cache of these states.
     pub fn layout(&self, last: FinalStates, encoding: Encoding) -> Layout {
         Layout { taps: self.identity.taps.clone(), hidden_size: self.identity.hidden_size, last, encoding }
+    }
+}
+
+/// Training on states from servers needs no layers, unless it decodes with the target in between.
+fn needed_files(recipe: &Recipe) -> ModelFiles {
+    match recipe.data.states.servers.is_some() && recipe.logging.eval_every.is_none() {
+        true => ModelFiles::WithoutLayers,
+        false => ModelFiles::Whole,
+    }
+}
+
+/// The target's config. A target that runs in this program needs a family here.
+fn load_config(recipe: &Recipe, dir: &Path) -> Result<ModelConfig, ModelError> {
+    match recipe.data.states.runs_target() {
+        true => ModelConfig::load(dir),
+        false => ModelConfig::load_any(dir),
     }
 }
 
@@ -77,7 +134,10 @@ fn accept_older_weights_digest(
 ) -> Result<(), StatesError> {
     let Some(manifest) = cache.and_then(|dir| Manifest::read(&dir).ok()) else { return Ok(()) };
     let there = manifest.identity.target_weights;
-    if there != identity.target_weights && there == probed_weights_digest(target)? {
+    let is_other = there != identity.target_weights;
+    // The layers may have been downloaded since.
+    if is_other && (Some(&there) == index_digest(target)?.as_ref() || there == probed_weights_digest(target)?)
+    {
         identity.target_weights = there;
     }
     Ok(())
@@ -95,7 +155,8 @@ pub fn identity(
     template: &ChatTemplate,
     config: &ModelConfig,
 ) -> Result<Identity, StatesError> {
-    let model_type = config.raw.get("model_type").and_then(|value| value.as_str());
+    let (_, raw) = read_json(dir)?;
+    let model_type = raw.get("model_type").and_then(|value| value.as_str());
     Ok(Identity {
         model_type: model_type.unwrap_or_default().to_string(),
         target_config: config_digest(dir)?,

@@ -6,8 +6,10 @@ use tch::{Device, Kind};
 
 use crate::dataset::{Dataset, Origin};
 use crate::hybrid::Hybrid;
+use crate::live::LiveStates;
 use crate::online::{Online, SampleStates};
 use crate::samples::Samples;
+use crate::served::{ServedLimits, ServedTarget};
 use crate::stored::CachedStates;
 use crate::{Capture, StatesError, TargetSpec};
 
@@ -15,10 +17,10 @@ use crate::{Capture, StatesError, TargetSpec};
 pub enum StateSource<'d> {
     /// A finished cache.
     Cache(CachedStates),
-    /// The target, without storing its states.
+    /// The target or its servers, without storing the states.
     Online {
-        /// The running target.
-        online: Box<Online>,
+        /// The program that computes the states.
+        online: Box<LiveStates>,
         /// All samples.
         samples: &'d Samples,
     },
@@ -49,9 +51,16 @@ impl<'d> StateSource<'d> {
         runtime: TargetRuntime,
     ) -> Result<Self, StatesError> {
         let TargetRuntime { device, dtype, per_step } = runtime;
-        let online = || -> Result<Online, StatesError> {
+        let online = || -> Result<LiveStates, StatesError> {
+            if let Some(servers) = &recipe.data.states.servers {
+                let longest = dataset.longest();
+                let served =
+                    ServedTarget::connect(source, servers, longest, device, ServedLimits::default())?;
+                return Ok(LiveStates::Served(Box::new(served)));
+            }
             let capture = Capture::load(&source.dir, recipe, dataset.longest(), device, dtype)?;
-            Ok(Online::new(capture, source.identity.taps.clone(), source.final_states))
+            let online = Online::new(capture, source.identity.taps.clone(), source.final_states);
+            Ok(LiveStates::Local(Box::new(online)))
         };
         Ok(match &dataset.origin {
             Origin::Cache(stored) => Self::Cache(CachedStates::new(stored.clone())),
@@ -67,9 +76,9 @@ impl<'d> StateSource<'d> {
         let online = match self {
             Self::Cache(_) => None,
             Self::Online { online, .. } => Some(&**online),
-            Self::Hybrid(hybrid) => hybrid.online(),
+            Self::Hybrid(hybrid) => hybrid.live(),
         };
-        online.map(|online| online.capture().target())
+        online.and_then(LiveStates::target)
     }
 
     /// Sets the samples of optimiser step `step`, counted from 0, in the order in which

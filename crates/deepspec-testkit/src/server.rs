@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
 
-use serde_json::Value;
+use serde_json::{Value, json};
 use socket2::SockRef;
 
 /// A received request.
@@ -53,6 +53,8 @@ type Replies = dyn Fn(ReceivedRequest) -> Reply + Send + Sync;
 
 struct Shared {
     reply: Box<Replies>,
+    /// The answer to `GET /v1/models`.
+    models: Value,
     count: AtomicUsize,
     /// Second handles of open connections, for closing them.
     connections: Mutex<HashMap<SocketAddr, TcpStream>>,
@@ -62,10 +64,19 @@ impl Server {
     /// Starts a server that answers `GET /v1/models` itself and calls `reply` for all other
     /// requests.
     pub fn start(reply: impl Fn(ReceivedRequest) -> Reply + Send + Sync + 'static) -> Self {
+        Self::start_with_models(json!([]), reply)
+    }
+
+    /// Like [`Self::start`], for a server that lists `models`.
+    pub fn start_with_models(
+        models: Value,
+        reply: impl Fn(ReceivedRequest) -> Reply + Send + Sync + 'static,
+    ) -> Self {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a free port");
         let address = listener.local_addr().expect("the port");
         let shared = Arc::new(Shared {
             reply: Box::new(reply),
+            models: json!({"object": "list", "data": models}),
             count: AtomicUsize::new(0),
             connections: Mutex::default(),
         });
@@ -145,7 +156,7 @@ fn serve(connection: TcpStream, shared: &Shared) -> io::Result<()> {
     let mut out = connection;
     while let Some(mut ask) = read_request(&mut reader)? {
         if ask.path == "/v1/models" {
-            write_response(&mut out, 200, &[], r#"{"object":"list","data":[]}"#)?;
+            write_response(&mut out, 200, &[], &shared.models.to_string())?;
             continue;
         }
         ask.number = shared.count.fetch_add(1, Ordering::SeqCst);

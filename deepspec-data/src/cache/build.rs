@@ -8,10 +8,13 @@ use std::time::Instant;
 use anyhow::Context;
 use clap::ValueEnum;
 use deepspec_capture::cache::{
-    Builder, Encoding, FinalStates, MANIFEST_FILE, Manifest, Plan, Worker, merge, remove_existing,
+    Builder, Encoding, FinalStates, MANIFEST_FILE, Manifest, Plan, PlannedSample, Worker, merge,
+    remove_existing,
 };
+use deepspec_capture::served::{ServedLimits, ServedTarget};
 use deepspec_capture::{
-    Capture, Rejected, RowCounts, StatesError, TargetSpec, TokenisedRows, fill_shards, tokenise,
+    Capture, Rejected, RowCounts, StatesError, TargetSpec, TokenisedRows, fill_shards,
+    fill_shards_from_servers, tokenise,
 };
 use deepspec_core::atomic;
 use deepspec_core::cli::{self, ExitWith, UsageError, Verbosity, count};
@@ -86,7 +89,11 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
         remove_existing(&dir)?;
     }
     let published = dir.join(MANIFEST_FILE).exists();
-    let processes = if published { 1 } else { args.processes().min(plan.shards().len().max(1)) };
+    // Servers share the work among themselves.
+    let processes = match published || recipe.data.states.servers.is_some() {
+        true => 1,
+        false => args.processes().min(plan.shards().len().max(1)),
+    };
     let workers: Vec<Worker> = match args.worker {
         Some(worker) => vec![worker],
         None => (0..processes).filter_map(|i| Worker::new(i, processes)).collect(),
@@ -111,8 +118,8 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     let summary = match published {
         true => format!("complete already: {}", describe_cache(&builder.publish()?)),
         false => {
-            let target = &source.dir;
-            BuildRun { plan: &plan, missing, recipe: &recipe, target, device, verbosity, worker }
+            let spec = &source;
+            BuildRun { plan: &plan, missing, recipe: &recipe, spec, device, verbosity, worker }
                 .run(builder)?
         }
     };
@@ -227,8 +234,7 @@ struct BuildRun<'a> {
     /// Bytes still to write.
     missing: u64,
     recipe: &'a Recipe,
-    /// The target's folder.
-    target: &'a Path,
+    spec: &'a TargetSpec,
     device: Device,
     verbosity: Verbosity,
     worker: Worker,
@@ -262,21 +268,30 @@ impl BuildRun<'_> {
     fn capture(&self, builder: &mut Builder) -> Result<u64, StatesError> {
         let (samples, kind) = (self.plan.samples(), default_dtype(self.device));
         let longest = samples.iter().map(|sample| sample.input_ids.len()).max().unwrap_or(0);
-        let mut capture = Capture::load(self.target, self.recipe, longest, self.device, kind)?;
         let (samples, size) = (builder.samples(), mib(self.missing));
-        tracing::info!(
-            "capturing {}, {size}, on {} in {}",
-            count(samples, "sample"),
-            device_name(self.device),
-            dtype_name(kind)
-        );
+        let what = format!("capturing {}, {size},", count(samples, "sample"));
         let (started, mut tokens) = (Instant::now(), 0);
         let mut progress =
             Progress::new(self.verbosity, "samples", samples as u64, builder.done_samples() as u64);
-        fill_shards(builder, &mut capture, |sample| {
+        let count_sample = |sample: &PlannedSample| {
             tokens += u64::from(sample.length());
             progress.add(1, || format!("{:.0} tokens/s", tokens as f64 / started.elapsed().as_secs_f64()));
-        })?;
+        };
+        match &self.recipe.data.states.servers {
+            Some(servers) => {
+                let limits = ServedLimits::default();
+                let mut target = ServedTarget::connect(self.spec, servers, longest, self.device, limits)?;
+                tracing::info!("{what} from {}", servers.urls.join(", "));
+                builder.set_origin(&target.describe())?;
+                fill_shards_from_servers(builder, &mut target, count_sample)?;
+            }
+            None => {
+                let dir = &self.spec.dir;
+                let mut capture = Capture::load(dir, self.recipe, longest, self.device, kind)?;
+                tracing::info!("{what} on {} in {}", device_name(self.device), dtype_name(kind));
+                fill_shards(builder, &mut capture, count_sample)?;
+            }
+        }
         progress.finish();
         Ok(tokens)
     }

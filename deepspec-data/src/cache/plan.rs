@@ -201,7 +201,10 @@ fn predict_seconds(
         }
         return Ok(None);
     }
-    let target = ModelConfig::load(&source.dir)?;
+    let target = &source.config;
+    if !target.has_forward {
+        usage!("{} runs in an engine, whose speed is not estimated; give --rate TOKENS_PER_S", source.model);
+    }
     let device =
         deepspec_ops::parse_device(&args.job.device).map_err(|error| UsageError(error.to_string()))?;
     // The specifications of accelerators are for bfloat16.
@@ -221,7 +224,7 @@ fn predict_seconds(
         samples.iter().map(|sample| sample.input_ids.len()),
         ForwardLimits::new(longest, device),
     );
-    let work = capture_flops_and_bytes(&target, samples, runs.len(), value_bytes);
+    let work = capture_flops_and_bytes(target, samples, runs.len(), value_bytes);
     Ok(Some(rates.seconds(work) / args.devices as f64))
 }
 
@@ -275,7 +278,7 @@ fn run_trial(
     let samples = &samples[..done];
     let tokens: usize = samples.iter().map(|sample| sample.input_ids.len()).sum();
     let value_bytes = kind.elt_size_in_bytes() as f64;
-    let work = capture_flops_and_bytes(&ModelConfig::load(&source.dir)?, samples, forwards, value_bytes);
+    let work = capture_flops_and_bytes(&source.config, samples, forwards, value_bytes);
     Ok(Trial {
         tokens_per_s: tokens as f64 / seconds,
         compressed: bytes[1] as f64 / bytes[0] as f64,

@@ -21,7 +21,8 @@ use crate::cache::identity::Identity;
 use crate::cache::identity::Recipe;
 use crate::cache::manifest::{Manifest, is_not_found};
 use crate::cache::parts::{
-    CLAIM_FILE, Claim, Worker, find_leftover_files, lock_worker_dir, remove_if_present, worker_dirs,
+    CLAIM_FILE, Claim, Worker, find_leftover_files, lock_worker_dir, read_origins, remove_if_present,
+    worker_dirs, write_origin,
 };
 use crate::cache::plan::Plan;
 use crate::cache::samples::{self, WrittenSample};
@@ -103,6 +104,14 @@ impl<'p> Builder<'p> {
             }
         }
         Ok(builder)
+    }
+
+    /// Records where the states come from, for the manifest.
+    ///
+    /// # Errors
+    /// I/O failures.
+    pub fn set_origin(&self, origin: &str) -> Result<(), CacheError> {
+        write_origin(&self.part, origin)
     }
 
     /// Number of samples in all shards of this worker.
@@ -240,7 +249,8 @@ pub(crate) fn publish_shards(
     // All file names must be on disk before the manifest refers to them.
     sync_dir(dir)?;
     let shards = shards.into_iter().map(|(_, sidecar)| sidecar.shard).collect();
-    let manifest = Manifest::new(recipe, entry, shards);
+    let origin = read_origins(&worker_dirs(dir)?);
+    let manifest = Manifest::new(recipe, entry, shards, origin);
     manifest.write(dir)?;
     sync_dir(dir)?;
     remove_if_present(&parts_dir(dir))?;

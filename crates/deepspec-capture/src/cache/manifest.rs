@@ -49,6 +49,9 @@ pub struct Manifest {
     pub samples: SamplesEntry,
     /// The shards, in order.
     pub shards: Vec<ShardEntry>,
+    /// The servers that computed the states; absent if the target ran in the program that wrote the cache.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub origin: Option<String>,
     /// The manifest of the format 2 cache that was imported, with sorted keys. An export writes it
     /// back.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -58,7 +61,12 @@ pub struct Manifest {
 }
 
 impl Manifest {
-    pub(crate) fn new(recipe: &Recipe, samples: SamplesEntry, shards: Vec<ShardEntry>) -> Self {
+    pub(crate) fn new(
+        recipe: &Recipe,
+        samples: SamplesEntry,
+        shards: Vec<ShardEntry>,
+        origin: Option<String>,
+    ) -> Self {
         let Recipe { identity, encoding, last, shard_bytes, counts, input, reference } = recipe.clone();
         let (format, tool) = (FORMAT.to_string(), format!("deepspec {}", deepspec_core::VERSION));
         let mut manifest = Self {
@@ -73,6 +81,7 @@ impl Manifest {
             counts,
             samples,
             shards,
+            origin,
             reference,
             digest: String::new(),
         };
@@ -221,7 +230,7 @@ impl Plan {
             self.shards().iter().enumerate().map(shard).collect::<Result<_, CacheError>>()?;
         let entry =
             SamplesEntry { file: SAMPLES_FILE.to_string(), bytes: table, sha256: placeholder_digest() };
-        let manifest = Manifest::new(&self.recipe(identity)?, entry, shards).file_bytes();
+        let manifest = Manifest::new(&self.recipe(identity)?, entry, shards, None).file_bytes();
         Ok(self.bytes().saturating_add(table).saturating_add(manifest))
     }
 }

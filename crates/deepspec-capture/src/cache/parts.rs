@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::fs::{self, File, OpenOptions};
+use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use deepspec_core::atomic::{self, FileError};
@@ -16,6 +17,23 @@ use crate::cache::shard;
 
 /// Name of the file in a worker's folder that has the identity of its build.
 pub(crate) const CLAIM_FILE: &str = "build.json";
+
+/// Name of the file in a worker's folder that says where its states come from.
+const ORIGIN_FILE: &str = "origin.txt";
+
+/// Writes where a worker's states come from.
+pub(crate) fn write_origin(part: &Path, origin: &str) -> Result<(), CacheError> {
+    Ok(atomic::replace(&part.join(ORIGIN_FILE), |file| file.write_all(origin.as_bytes()))?)
+}
+
+/// Where the states of all workers come from; `None` for the target in this program.
+pub(crate) fn read_origins(parts: &[PathBuf]) -> Option<String> {
+    let mut origins: Vec<String> =
+        parts.iter().filter_map(|part| fs::read_to_string(part.join(ORIGIN_FILE)).ok()).collect();
+    origins.sort();
+    origins.dedup();
+    (!origins.is_empty()).then(|| origins.join("; "))
+}
 
 /// One of several processes that build a cache together without communication.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -2,6 +2,8 @@
 
 #![allow(dead_code, reason = "each test binary uses its part")]
 
+pub mod fake_vllm;
+
 use std::fs;
 use std::path::{Path, PathBuf};
 

@@ -1,6 +1,6 @@
 //! Checks of a recipe that its types cannot express.
 
-use super::{DataRecipe, LossNormalization, Recipe, States, TemplateRecipe};
+use super::{DataRecipe, LossNormalization, Recipe, StatesStorage, TemplateRecipe};
 
 /// Maximum number of draft layers.
 const MAX_DRAFT_LAYERS: usize = 1024;
@@ -98,16 +98,22 @@ impl DataRecipe {
     /// Checks that conversations and a target device are given only if hidden states are computed
     /// during training.
     fn check(&self) -> Result<(), (&'static str, String)> {
-        match (&self.states, self.input.is_empty(), &self.target_device) {
-            (States::Cache(_), false, _) => Err((
+        if self.states.servers.is_some() && self.target_device.is_some() {
+            return Err((
+                "data.target_device",
+                "no target runs here where servers compute the states; leave it out".into(),
+            ));
+        }
+        match (&self.states.storage, self.input.is_empty(), &self.target_device) {
+            (StatesStorage::Cache(_), false, _) => Err((
                 "data.input",
                 "a cache has its samples in it already; leave the files out, or take data.states: online".into(),
             )),
-            (States::Cache(_), true, Some(_)) => Err((
+            (StatesStorage::Cache(_), true, Some(_)) => Err((
                 "data.target_device",
                 "no target runs where the states come from a cache; leave it out".into(),
             )),
-            (States::Online | States::Hybrid(_), true, _) => Err((
+            (StatesStorage::Online | StatesStorage::Hybrid(_), true, _) => Err((
                 "data.input",
                 "states that are computed while training need the conversations: a list of JSONL files, such as [answers.jsonl]".into(),
             )),

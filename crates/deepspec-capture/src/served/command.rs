@@ -1,0 +1,131 @@
+//! The command line that starts a vLLM server for hidden states.
+
+use std::fmt;
+
+use serde_json::{Map, Value, json};
+
+/// Architectures whose vLLM class lacks the interface for extracting states (vLLM 0.32). vLLM's
+/// Transformers backend runs them instead.
+const WITHOUT_INTERFACE: [&str; 22] = [
+    "gemma",
+    "gemma2",
+    "gemma3",
+    "gemma3_text",
+    "glm4",
+    "glm4_moe",
+    "mixtral",
+    "olmo",
+    "olmo2",
+    "olmo3",
+    "olmoe",
+    "bailing_moe",
+    "hunyuan",
+    "hunyuan_v1_dense",
+    "hunyuan_v1_moe",
+    "exaone",
+    "exaone4",
+    "phimoe",
+    "qwen2_moe",
+    "lfm2",
+    "jamba",
+    "deepseek_v32",
+];
+
+/// A `vllm serve` command for the states of a recipe. It prints on one line.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ServeCommand {
+    /// The target, as the recipe names it.
+    pub model: String,
+    /// Its `model_type`.
+    pub model_type: String,
+    /// Layer ids, counted from the embedding.
+    pub layer_ids: Vec<u32>,
+    /// Folder of the servers' files.
+    pub folder: String,
+    /// Tokens of the longest sample.
+    pub longest: usize,
+    /// GPUs per server.
+    pub tensor_parallel: usize,
+    /// Port.
+    pub port: u16,
+}
+
+impl ServeCommand {
+    /// Arguments after `vllm`.
+    pub fn arguments(&self) -> Vec<String> {
+        let speculative = json!({
+            "method": "extract_hidden_states", "num_speculative_tokens": 1,
+            "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": self.layer_ids}},
+        });
+        let transfer = json!({
+            "kv_connector": "ExampleHiddenStatesConnector", "kv_role": "kv_producer",
+            "kv_connector_extra_config": {"shared_storage_path": self.folder},
+        });
+        // A prompt needs room for the one token that vLLM samples after it.
+        let (context, port) = ((self.longest + 1).to_string(), self.port.to_string());
+        let mut arguments: Vec<String> =
+            ["serve", &self.model, "--port", &port, "--max-model-len", &context].map(String::from).to_vec();
+        if self.tensor_parallel > 1 {
+            arguments.extend(["--tensor-parallel-size".into(), self.tensor_parallel.to_string()]);
+        }
+        arguments.extend(["--speculative-config".into(), speculative.to_string()]);
+        arguments.extend(["--kv-transfer-config".into(), transfer.to_string()]);
+        if WITHOUT_INTERFACE.contains(&self.model_type.as_str()) {
+            let class = json!({"architectures": ["TransformersForCausalLM"]});
+            arguments.extend(["--hf-overrides".into(), class.to_string()]);
+        }
+        arguments
+    }
+}
+
+impl fmt::Display for ServeCommand {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        f.write_str("vllm")?;
+        let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_./:@=".contains(c);
+        for argument in self.arguments() {
+            match argument.chars().all(is_plain) {
+                true => write!(f, " {argument}")?,
+                false => write!(f, " '{}'", argument.replace('\'', r"'\''"))?,
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The `model_type` of a config.json, of its text part if there is one.
+pub fn model_type(raw: &Map<String, Value>) -> String {
+    let name = |map: &Map<String, Value>| map.get("model_type").and_then(Value::as_str).map(String::from);
+    let text = raw.get("text_config").and_then(Value::as_object).and_then(name);
+    text.or_else(|| name(raw)).unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_command_is_one_line_for_a_shell() {
+        let command = ServeCommand {
+            model: "Qwen/Qwen3-30B-A3B".into(),
+            model_type: "qwen3_moe".into(),
+            layer_ids: vec![2, 24, 48],
+            folder: "/dev/shm/deepspec-states".into(),
+            longest: 4096,
+            tensor_parallel: 2,
+            port: 8000,
+        };
+        assert_eq!(
+            command.to_string(),
+            "vllm serve Qwen/Qwen3-30B-A3B --port 8000 --max-model-len 4097 --tensor-parallel-size 2 \
+             --speculative-config '{\"draft_model_config\":{\"hf_config\":{\"eagle_aux_hidden_state_layer_ids\":[2,24,48]}},\
+             \"method\":\"extract_hidden_states\",\"num_speculative_tokens\":1}' \
+             --kv-transfer-config '{\"kv_connector\":\"ExampleHiddenStatesConnector\",\
+             \"kv_connector_extra_config\":{\"shared_storage_path\":\"/dev/shm/deepspec-states\"},\
+             \"kv_role\":\"kv_producer\"}'"
+        );
+        let other = ServeCommand { model_type: "gemma3_text".into(), tensor_parallel: 1, ..command };
+        assert!(
+            other.to_string().ends_with(r#"--hf-overrides '{"architectures":["TransformersForCausalLM"]}'"#)
+        );
+    }
+}

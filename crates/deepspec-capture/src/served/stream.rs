@@ -1,0 +1,253 @@
+//! A served target as a source of hidden states, in the order of the samples.
+
+use std::collections::VecDeque;
+use std::fs;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use deepspec_core::Tap;
+use deepspec_core::env;
+use deepspec_core::recipe::StateServers;
+use deepspec_models::TargetHead;
+use tch::{Device, Kind, Tensor};
+use tokio::runtime::Runtime;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
+
+use super::check::{compare_log_prob, read_states};
+use super::pool::Pool;
+use super::vllm::{Served, ServerInfo, VllmServer, http_client};
+use super::{ServeCommand, ServedLimits, layer_ids, sweep_leftovers};
+use crate::cache::{FinalStates, PlannedSample};
+use crate::{SampleStates, StatesError, TargetSpec};
+
+/// Threads that send requests; checks and files have threads of their own.
+const REQUEST_THREADS: usize = 2;
+
+/// A target that vLLM servers run. Samples go in by [`Self::submit`], and their states come out in
+/// order by [`Self::next_states`].
+///
+/// Tokens in flight are limited: states that were not taken yet count, so a slow consumer slows the
+/// servers down.
+pub struct ServedTarget {
+    samples: mpsc::UnboundedSender<Job>,
+    pending: VecDeque<(String, oneshot::Receiver<Outcome>)>,
+    command: ServeCommand,
+    servers: Vec<(String, Arc<ServerInfo>)>,
+    capacity: usize,
+    /// Dropped last; its end aborts requests.
+    runtime: Option<Runtime>,
+}
+
+/// A sample, and the channel for its states.
+type Job = (PlannedSample, oneshot::Sender<Outcome>);
+/// The states, and the tokens that they hold until they are taken.
+type Outcome = Result<(SampleStates, OwnedSemaphorePermit), String>;
+
+/// Turns an answer into the states of a sample.
+struct Reader {
+    /// Locked, because a tensor may not be shared between threads.
+    head: Mutex<TargetHead>,
+    device: Device,
+    layer_ids: Vec<u32>,
+    /// Index of each tap among the layer ids.
+    tap_slots: Vec<i64>,
+    hidden_size: usize,
+    final_states: FinalStates,
+}
+
+impl ServedTarget {
+    /// Connects to the servers, and deletes old leftovers from their folder. `longest` is the
+    /// number of tokens of the longest sample, and `device` applies the norm and the LM head.
+    ///
+    /// # Errors
+    /// If the target's norm and head cannot be read, or no server answers. Fails if a server is too
+    /// old, or its `max_model_len` is too small. The message has the `vllm serve` command.
+    pub fn connect(
+        spec: &TargetSpec,
+        servers: &StateServers,
+        longest: usize,
+        device: Device,
+        limits: ServedLimits,
+    ) -> Result<Self, StatesError> {
+        let command = spec.serve_command(servers, longest)?;
+        let refuse = |problem: String| StatesError::Servers { problem, command: command.to_string() };
+        let folder: PathBuf = env::expand_home(servers.folder());
+        let head = TargetHead::load(&spec.dir, &spec.config, device)?;
+        let layer_ids = layer_ids(&spec.identity.taps, spec.config.layers.len());
+        let slot = |tap: &Tap| layer_ids.iter().position(|&id| i64::from(id) == tap.layer_id() + 1);
+        let reader = Arc::new(Reader {
+            head: Mutex::new(head),
+            device,
+            tap_slots: spec.identity.taps.iter().filter_map(slot).map(|slot| slot as i64).collect(),
+            layer_ids,
+            hidden_size: spec.identity.hidden_size,
+            final_states: spec.final_states,
+        });
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(REQUEST_THREADS)
+            .enable_all()
+            .build()
+            .map_err(|error| refuse(error.to_string()))?;
+        let http = http_client(&limits).map_err(refuse)?;
+        let members = servers.urls.iter().map(|url| VllmServer::new(&http, url, &folder, limits)).collect();
+        let pool = Arc::new(runtime.block_on(Pool::connect(members, limits)).map_err(refuse)?);
+        let infos = pool.infos();
+        for (url, info) in &infos {
+            if let Some(room) = info.max_model_len.filter(|room| *room <= longest as u64) {
+                return Err(refuse(format!(
+                    "{url}: max_model_len {room} is too small; the longest sample has {longest} tokens, and vLLM samples one more"
+                )));
+            }
+        }
+        if infos.iter().any(|(_, info)| !info.is_agent) {
+            sweep(&folder, &limits);
+        }
+        let capacity = limits.tokens_per_server * pool.len();
+        let (samples, jobs) = mpsc::unbounded_channel();
+        runtime.spawn(dispatch(jobs, pool, reader, capacity));
+        log_servers(&infos, &command);
+        Ok(Self {
+            samples,
+            pending: VecDeque::new(),
+            command,
+            servers: infos,
+            capacity,
+            runtime: Some(runtime),
+        })
+    }
+
+    /// vLLM versions and layer ids, for the manifest of a cache.
+    pub fn describe(&self) -> String {
+        let mut versions: Vec<&str> = self.servers.iter().map(|(_, info)| info.version.as_str()).collect();
+        versions.sort_unstable();
+        versions.dedup();
+        format!(
+            "vLLM {}, layer ids {:?}, the last before the final norm, which was applied here",
+            versions.join(" and "),
+            self.command.layer_ids
+        )
+    }
+
+    /// Maximum number of tokens in flight.
+    pub fn capacity(&self) -> usize {
+        self.capacity
+    }
+
+    /// Requests the states of a sample.
+    pub fn submit(&mut self, sample: PlannedSample) {
+        let (sender, receiver) = oneshot::channel();
+        self.pending.push_back((sample.id.clone(), receiver));
+        // Sending fails only after the dispatcher has ended; the receiver then reports it.
+        let _ = self.samples.send((sample, sender));
+    }
+
+    /// Number of samples that were submitted and not taken.
+    pub fn pending(&self) -> usize {
+        self.pending.len()
+    }
+
+    /// Waits for the states of the oldest submitted sample; `None` if all were taken.
+    ///
+    /// # Errors
+    /// If no server answers, or the servers return unusable states again and again.
+    pub fn next_states(&mut self) -> Result<Option<SampleStates>, StatesError> {
+        let Some((sample, receiver)) = self.pending.pop_front() else { return Ok(None) };
+        let outcome = receiver.blocking_recv().unwrap_or_else(|error| Err(error.to_string()));
+        match outcome {
+            Ok((states, _tokens)) => Ok(Some(states)),
+            Err(problem) => Err(StatesError::Servers {
+                problem: format!("sample {sample:?}: {problem}"),
+                command: self.command.to_string(),
+            }),
+        }
+    }
+
+    /// Forgets the samples that were not taken.
+    pub fn discard_pending(&mut self) {
+        self.pending.clear();
+    }
+}
+
+impl Drop for ServedTarget {
+    fn drop(&mut self) {
+        if let Some(runtime) = self.runtime.take() {
+            runtime.shutdown_background();
+        }
+    }
+}
+
+/// Starts the requests in order, each when its tokens have room.
+async fn dispatch(
+    mut jobs: mpsc::UnboundedReceiver<Job>,
+    pool: Arc<Pool>,
+    reader: Arc<Reader>,
+    capacity: usize,
+) {
+    let room = Arc::new(Semaphore::new(capacity));
+    while let Some((sample, sender)) = jobs.recv().await {
+        let tokens = sample.input_ids.len().clamp(1, capacity) as u32;
+        // The semaphore is fair, so the oldest sample always has room first.
+        let Ok(permit) = Arc::clone(&room).acquire_many_owned(tokens).await else { return };
+        if sender.is_closed() {
+            continue;
+        }
+        let (pool, reader) = (Arc::clone(&pool), Arc::clone(&reader));
+        tokio::spawn(async move {
+            let ids = sample.input_ids.clone();
+            let sample = Arc::new(sample);
+            let check = move |served: Served| reader.read(&sample, &served);
+            let outcome = pool.request(&ids, check).await.map(|states| (states, permit));
+            // The receiver is gone if its samples were discarded.
+            let _ = sender.send(outcome);
+        });
+    }
+}
+
+impl Reader {
+    fn read(&self, sample: &PlannedSample, served: &Served) -> Result<SampleStates, String> {
+        let _no_grad = tch::no_grad_guard();
+        let states = read_states(&served.file, &sample.input_ids, &self.layer_ids, self.hidden_size)?;
+        let (kind, rows) = (states.kind(), states.size()[0]);
+        let last_positions = sample.last_positions(self.final_states);
+        // The state at the prompt's end predicts the sampled token, which checks the norm and head.
+        let mut positions: Vec<i64> = last_positions.iter().map(|&position| i64::from(position)).collect();
+        positions.push(rows - 1);
+        let outputs = states.select(1, self.layer_ids.len() as i64 - 1);
+        let outputs = outputs.index_select(0, &Tensor::from_slice(&positions)).to_device(self.device);
+        let end = last_positions.len() as i64;
+        let head = self.head.lock().unwrap_or_else(PoisonError::into_inner);
+        let normed = head.normalize(&outputs);
+        let computed = head.log_prob(&normed.select(0, end), served.sampled, kind);
+        drop(head);
+        compare_log_prob(computed.map_err(|error| error.to_string())?, served.log_prob, kind)?;
+        let taps = states.index_select(1, &Tensor::from_slice(&self.tap_slots)).flatten(1, 2);
+        Ok(SampleStates {
+            taps: taps.to_kind(Kind::BFloat16),
+            last: normed.narrow(0, 0, end).to_device(Device::Cpu).to_kind(Kind::BFloat16),
+            last_positions,
+            unseen: None,
+        })
+    }
+}
+
+/// Creates the folder and deletes old leftovers.
+fn sweep(folder: &std::path::Path, limits: &ServedLimits) {
+    let swept = fs::create_dir_all(folder).and_then(|()| sweep_leftovers(folder, limits.leftover_age));
+    match swept {
+        Ok(0) => {}
+        Ok(count) => tracing::info!("{}: {count} files of earlier runs were deleted", folder.display()),
+        Err(error) => tracing::warn!("{}: {error}", folder.display()),
+    }
+}
+
+fn log_servers(infos: &[(String, Arc<ServerInfo>)], command: &ServeCommand) {
+    for (url, info) in infos {
+        let agent = if info.is_agent { " behind an agent" } else { "" };
+        tracing::info!(
+            "hidden states of layer ids {:?} from {url}{agent}: {} in vLLM {}",
+            command.layer_ids,
+            info.model,
+            info.version
+        );
+    }
+}
