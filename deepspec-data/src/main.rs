@@ -6,6 +6,7 @@ mod regenerate;
 mod rejected_rows;
 mod same_file;
 mod split;
+mod states;
 mod suites;
 mod worker;
 
@@ -48,6 +49,9 @@ enum Command {
     /// Keep the target's hidden states on disk
     #[command(subcommand)]
     Cache(cache::Command),
+    /// Take the target's hidden states from vLLM servers
+    #[command(subcommand)]
+    States(states::Command),
 }
 
 fn main() -> ExitCode {
@@ -62,5 +66,6 @@ fn main() -> ExitCode {
         Command::Regenerate(args) => regenerate::run(&args, verbosity),
         Command::Inspect(args) => inspect::run(&args, verbosity),
         Command::Cache(command) => cache::run(&command, verbosity),
+        Command::States(command) => states::run(&command, verbosity),
     })
 }
