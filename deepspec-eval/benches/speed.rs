@@ -23,7 +23,7 @@ use std::time::Instant;
 
 use anyhow::{Context as _, bail};
 use deepspec_datasets::suites::{RequestTemplate, SuiteDir};
-use deepspec_drafters::{Block, BlockProposer};
+use deepspec_drafters::{DSpark, DSparkProposer};
 use deepspec_engine::{
     AcceptanceStats, Completion, Context, DraftRequest, DraftSampling, Engine, EngineOptions, ModelInput,
     ModelOutput, Proposal, Proposer, Request, Sampling, Target,
@@ -113,7 +113,7 @@ impl<P: Proposer> Proposer for Recorded<P> {
 }
 
 /// Repeats the recorded calls of the models and nothing else; returns seconds.
-fn replay(calls: &[Call], (target, proposer): &mut (TargetModel, BlockProposer)) -> f64 {
+fn replay(calls: &[Call], (target, proposer): &mut (TargetModel, DSparkProposer)) -> f64 {
     let _no_grad = tch::no_grad_guard();
     let started = Instant::now();
     let mut hidden = Tensor::new();
@@ -179,9 +179,9 @@ impl Bench {
         Ok(Self { target, draft, requests, context })
     }
 
-    fn models(&self, slots: usize) -> anyhow::Result<(TargetModel, BlockProposer)> {
+    fn models(&self, slots: usize) -> anyhow::Result<(TargetModel, DSparkProposer)> {
         let (device, kind) = (Device::Cpu, Kind::Float);
-        let proposer = BlockProposer::new(Block::load_packed(&self.draft, device, kind)?, slots);
+        let proposer = DSparkProposer::new(DSpark::load_packed(&self.draft, device, kind)?, slots);
         let taps = proposer.model().config().decoder.taps.clone();
         Ok((TargetModel::load(&self.target, &TargetOptions { device, kind, slots, taps })?, proposer))
     }

@@ -11,7 +11,7 @@ use common::{
     write_drafter, write_eagle3,
 };
 use deepspec_core::Tap;
-use deepspec_drafters::Block;
+use deepspec_drafters::DSpark;
 use deepspec_models::{ModelConfig, load_embed_and_head, save_checkpoint};
 use serde_json::Value;
 use tch::{Device, Kind, Tensor};
@@ -79,7 +79,7 @@ fn a_checkpoint_goes_there_and_back_and_is_described() {
 fn a_checkpoint_in_shards_is_read_by_every_command() {
     let root = tempfile::tempdir().unwrap();
     let (own, shards) = (drafter(root.path()), root.path().join("shards"));
-    let block = Block::load(&own, Device::Cpu, Kind::BFloat16).unwrap();
+    let block = DSpark::load(&own, Device::Cpu, Kind::BFloat16).unwrap();
     fs::create_dir(&shards).unwrap();
     fs::copy(own.join("config.json"), shards.join("config.json")).unwrap();
     save_checkpoint(&shards, &block.checkpoint(), Kind::BFloat16, 200_000).unwrap();

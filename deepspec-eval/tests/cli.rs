@@ -13,7 +13,7 @@ use common::{
     target_dir, traces, write_bigram_drafter, write_drafter,
 };
 use deepspec_core::Tap;
-use deepspec_drafters::BlockConfig;
+use deepspec_drafters::DSparkConfig;
 use deepspec_models::ModelConfig;
 use deepspec_testkit::device_detection::{assert_misses_gpus, assert_waits_asleep};
 use deepspec_testkit::hub::{FakeHub, FakeRepo};
@@ -408,7 +408,7 @@ fn changed(model: &ModelConfig, key: &str, value: i64) -> ModelConfig {
 fn drafters_of_other_targets_are_refused() {
     let dir = tempfile::tempdir().unwrap();
     let out = dir.path().join("out");
-    let written = |name: &str, change: &dyn Fn(&mut BlockConfig)| {
+    let written = |name: &str, change: &dyn Fn(&mut DSparkConfig)| {
         let mut config = drafter_config();
         change(&mut config);
         write_drafter(&dir.path().join(name), config, |_, tensor| tensor);

@@ -14,9 +14,9 @@ use std::sync::OnceLock;
 use common::training::{GAMMA, Lessons, smoke, train};
 use common::{deepspec_eval, repository, target_dir};
 use deepspec_core::recipe::LossNormalization;
-use deepspec_core::{Slots, Tap};
+use deepspec_core::{SlotTarget, Tap};
 use deepspec_drafters::{
-    BlockConfig, BlockObjective, BlockPlan, BlockSettings, BlockSpec, DraftDecoder, Eagle3Config,
+    BlockSpec, DSparkConfig, DSparkObjective, DSparkPlan, DSparkSettings, DraftDecoder, Eagle3Config,
     Eagle3Objective, Eagle3Plan, Eagle3Settings, LossRecipe, Supervise, TrainSample, TrainableDrafter,
 };
 use deepspec_models::{ModelConfig, save};
@@ -40,7 +40,7 @@ const TOP_TAPS: [i64; 3] = [0, 2, 5];
 struct Training {
     taps: [i64; 3],
     /// The training mode of its slots.
-    slots: Slots,
+    slots: SlotTarget,
     /// Whether the last layer's state is taken after the final norm.
     normed: bool,
     /// The chat template's `enable_thinking`.
@@ -49,8 +49,13 @@ struct Training {
     rows: Range<usize>,
 }
 
-const AS_USED: Training =
-    Training { taps: TAPS, slots: Slots::AnchorPredicts, normed: false, thinking: false, rows: 0..LIMIT };
+const AS_USED: Training = Training {
+    taps: TAPS,
+    slots: SlotTarget::AnchorPredicts,
+    normed: false,
+    thinking: false,
+    rows: 0..LIMIT,
+};
 
 fn samples(training: &Training) -> Vec<TrainSample> {
     let (rows, thinking) = (training.rows.clone(), training.thinking);
@@ -66,15 +71,15 @@ fn samples(training: &Training) -> Vec<TrainSample> {
     })
 }
 
-fn block(taps: [i64; 3], slots: Slots) -> BlockPlan {
+fn block(taps: [i64; 3], slots: SlotTarget) -> DSparkPlan {
     let model = ModelConfig::load(&target_dir()).unwrap();
-    let config = BlockConfig {
+    let config = DSparkConfig {
         decoder: DraftDecoder {
             model: model.draft_decoder(&[None]).unwrap(),
             taps: Tap::from_layer_ids(taps).unwrap(),
             num_target_layers: model.layers.len(),
         },
-        settings: BlockSettings {
+        settings: DSparkSettings {
             blocks: BlockSpec {
                 block_size: GAMMA,
                 slots,
@@ -86,7 +91,7 @@ fn block(taps: [i64; 3], slots: Slots) -> BlockPlan {
         },
     };
     let loss = LossRecipe { ce_alpha: 1.0, soft_ce_alpha: 1.0, decay_gamma: 8.0, ..LossRecipe::NONE };
-    BlockPlan::new(config, BlockObjective { loss, confidence_alpha: 0.0 })
+    DSparkPlan::new(config, DSparkObjective { loss, confidence_alpha: 0.0 })
 }
 
 /// The plan of an Eagle3 drafter.
@@ -308,7 +313,7 @@ fn thinking_unlike_that_of_training_is_named_either_way() {
 
 #[test]
 fn slots_of_the_other_convention_are_named_in_either_direction() {
-    let (_root, fills_in) = written(&Training { slots: Slots::FillIn, ..AS_USED });
+    let (_root, fills_in) = written(&Training { slots: SlotTarget::FillIn, ..AS_USED });
     let flag = "sample_from_anchor";
     let (_root, dir) = changed(&fills_in, |trained| {
         assert_eq!(trained.config.as_object_mut().unwrap().remove(flag), Some(json!(false)));

@@ -8,9 +8,10 @@ use std::sync::OnceLock;
 
 use common::training::{GAMMA, Lessons, smoke, train};
 use common::{answers, deepspec_eval, repository, results};
-use deepspec_core::{Slots, Tap};
+use deepspec_core::{SlotTarget, Tap};
 use deepspec_drafters::{
-    BlockConfig, BlockObjective, BlockPlan, BlockSettings, BlockSpec, Confidence, DraftDecoder, LossRecipe,
+    BlockSpec, Confidence, DSparkConfig, DSparkObjective, DSparkPlan, DSparkSettings, DraftDecoder,
+    LossRecipe,
 };
 use deepspec_models::{ModelConfig, save};
 use deepspec_testkit::tiny;
@@ -38,16 +39,16 @@ fn bench() -> &'static Path {
         }
         tiny::gemma4(&target, 512);
         let model = ModelConfig::load(&target).unwrap();
-        let config = BlockConfig {
+        let config = DSparkConfig {
             decoder: DraftDecoder {
                 model: model.draft_decoder(&[None]).unwrap(),
                 taps: Tap::from_layer_ids([0, 2]).unwrap(),
                 num_target_layers: model.layers.len(),
             },
-            settings: BlockSettings {
+            settings: DSparkSettings {
                 blocks: BlockSpec {
                     block_size: GAMMA,
-                    slots: Slots::AnchorPredicts,
+                    slots: SlotTarget::AnchorPredicts,
                     mask_token_id: MASK,
                     num_anchors: 8,
                 },
@@ -56,7 +57,7 @@ fn bench() -> &'static Path {
             },
         };
         let loss = LossRecipe { ce_alpha: 1.0, soft_ce_alpha: 1.0, decay_gamma: 8.0, ..LossRecipe::NONE };
-        let plan = BlockPlan::new(config, BlockObjective { loss, confidence_alpha: 1.0 });
+        let plan = DSparkPlan::new(config, DSparkObjective { loss, confidence_alpha: 1.0 });
         let (suites, rows) = (smoke(), LIMIT..LEARNED);
         let lessons = Lessons { target: target.clone(), suites, rows, tokens: TOKENS, thinking: false };
         let samples =

@@ -11,8 +11,8 @@ use common::{
     answers, assert_refused, deepspec_eval, drafter_config, repository, run, run_ok, run_on, target_dir,
     write_drafter,
 };
-use deepspec_core::{Slots, Tap};
-use deepspec_drafters::BlockConfig;
+use deepspec_core::{SlotTarget, Tap};
+use deepspec_drafters::DSparkConfig;
 use deepspec_models::{ModelConfig, load_embed_and_head, save};
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
@@ -44,12 +44,12 @@ fn rewrite(dir: &Path, tensors: &[(String, Tensor)]) {
 }
 
 /// An untrained DFlash drafter in our own layout.
-fn dflash() -> BlockConfig {
+fn dflash() -> DSparkConfig {
     let mut config = drafter_config();
     (config.settings.markov, config.settings.confidence) = (None, None);
     config.decoder.taps = Tap::from_layer_ids([0, 2, 4]).unwrap();
     // As z-lab trains them, so that the drafter fits z-lab's layout.
-    config.settings.blocks.slots = Slots::FillIn;
+    config.settings.blocks.slots = SlotTarget::FillIn;
     config
 }
 

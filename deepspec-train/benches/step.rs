@@ -20,10 +20,10 @@ use std::os::unix::fs::FileExt as _;
 use std::path::Path;
 use std::process::{Child, ChildStdout, Command, Stdio};
 
-use deepspec_core::{Slots, Tap};
+use deepspec_core::{SlotTarget, Tap};
 use deepspec_drafters::{
-    Block, BlockConfig, BlockObjective, BlockSettings, BlockSpec, Confidence, DraftDecoder, LossDenominator,
-    LossRecipe, Markov, MarkovKind, TrainSample, anchor_candidates,
+    BlockSpec, Confidence, DSpark, DSparkConfig, DSparkObjective, DSparkSettings, DraftDecoder,
+    LossDenominator, LossRecipe, Markov, MarkovKind, TrainSample, anchor_candidates,
 };
 use deepspec_models::ModelConfig;
 use deepspec_train::dist::ProcessGroup;
@@ -197,7 +197,7 @@ impl Shape {
         (0..self.tokens).map(|place| at(sample * self.tokens + place) * 31 % self.vocab).collect()
     }
 
-    fn model(&self) -> Block {
+    fn model(&self) -> DSpark {
         let model = serde_json::json!({
             "model_type": "qwen3", "hidden_size": self.hidden, "intermediate_size": self.inner,
             "num_hidden_layers": self.layers, "num_attention_heads": self.heads, "num_key_value_heads": self.kv_heads,
@@ -207,16 +207,16 @@ impl Shape {
         let model = ModelConfig::parse(Path::new("config.json"), model).expect("a Qwen3 config");
         let end = || Tensor::randn([self.vocab, self.hidden], (Kind::Float, Device::Cpu)) * 0.02;
         let (embed, head) = (end(), end());
-        let config = BlockConfig {
+        let config = DSparkConfig {
             decoder: DraftDecoder {
                 model,
                 taps: Tap::from_layer_ids(0..self.taps).unwrap(),
                 num_target_layers: 16,
             },
-            settings: BlockSettings {
+            settings: DSparkSettings {
                 blocks: BlockSpec {
                     block_size: self.block,
-                    slots: Slots::AnchorPredicts,
+                    slots: SlotTarget::AnchorPredicts,
                     mask_token_id: 3,
                     num_anchors: self.anchors,
                 },
@@ -224,7 +224,7 @@ impl Shape {
                 confidence: Some(Confidence { with_markov: true }),
             },
         };
-        Block::fresh(config, &embed, &head, 1, Kind::Float)
+        DSpark::fresh(config, &embed, &head, 1, Kind::Float)
     }
 
     /// Sample number `index` of a step, with the anchors that the trainer would sample.
@@ -307,7 +307,7 @@ fn measure(shape: &Shape) {
     // being counted.
     deepspec_ops::init_runtime();
     let loss = LossRecipe { ce_alpha: 0.1, l1_alpha: 0.9, ..LossRecipe::NONE };
-    let objective = BlockObjective { loss, confidence_alpha: 1.0 };
+    let objective = DSparkObjective { loss, confidence_alpha: 1.0 };
     // Milliseconds of step number `number`, without making its data.
     let mut step = |number: usize| {
         let samples = (0..shape.samples).map(|index| shape.sample(&text, number, index));

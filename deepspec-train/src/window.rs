@@ -153,7 +153,7 @@ fn to_vec(tensor: &Tensor) -> Vec<f64> {
 mod tests {
     use std::path::Path;
 
-    use deepspec_drafters::{BLOCK_SUMS, LossSum};
+    use deepspec_drafters::{DSPARK_SUMS, LossSum};
     use deepspec_models::ModelConfig;
 
     use super::*;
@@ -188,7 +188,7 @@ data: {states: {cache: nowhere}, chat_template: qwen}
             LossSum::Count(_) => 2.0,
             other => other.name().len() as f64,
         };
-        let values: Vec<f64> = LossSum::all(GAMMA, &BLOCK_SUMS).map(value).collect();
+        let values: Vec<f64> = LossSum::all(GAMMA, &DSPARK_SUMS).map(value).collect();
         Tensor::from_slice(&values)
     }
 

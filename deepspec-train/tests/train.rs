@@ -10,7 +10,7 @@ use std::process::Command;
 
 use common::{Bench, STEPS, start_until, workspace};
 use deepspec_capture::cache::Encoding;
-use deepspec_drafters::Block;
+use deepspec_drafters::DSpark;
 use deepspec_models::save_checkpoint;
 use deepspec_testkit::hub::{FakeHub, FakeRepo};
 use deepspec_testkit::{signal, skip};
@@ -110,7 +110,7 @@ fn states_in_another_encoding_are_other_data_where_it_rounds_them() {
 
 /// Writes a checkpoint in shards, as one of more than 5 GB is written.
 fn in_shards(dir: &Path) {
-    let drafter = Block::load(dir, Device::Cpu, Kind::BFloat16).unwrap();
+    let drafter = DSpark::load(dir, Device::Cpu, Kind::BFloat16).unwrap();
     fs::remove_file(dir.join("model.safetensors")).unwrap();
     save_checkpoint(dir, &drafter.checkpoint(), Kind::BFloat16, 200_000).unwrap();
 }

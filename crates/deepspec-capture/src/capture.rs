@@ -94,7 +94,7 @@ impl Capture {
             batch.iter().enumerate().map(|(slot, sample)| (slot, sample.input_ids.len())).collect();
         let mut upload = Upload::default();
         let ids = batch.iter().flat_map(|sample| sample.input_ids.iter().map(|&id| i64::from(id)));
-        let (tokens, kept) = (upload.push(ids), upload.push(final_state_rows(batch, last)));
+        let (tokens, kept) = (upload.push(ids), upload.push(final_state_row_indices(batch, last)));
         let sent = upload.send(device);
         let (tokens, kept) = (sent.slice(tokens), sent.slice(kept));
         let forwarded = self.target.forward(&ModelInput { chunks: &chunks, tokens });
@@ -150,7 +150,7 @@ impl ForwardLimits {
 }
 
 /// Row indices in the batch of the tokens whose final hidden state is stored.
-fn final_state_rows(batch: &[PlannedSample], last: FinalStates) -> Vec<i64> {
+fn final_state_row_indices(batch: &[PlannedSample], last: FinalStates) -> Vec<i64> {
     let (mut rows, mut first) = (Vec::new(), 0);
     for sample in batch {
         rows.extend(sample.last_positions(last).into_iter().map(|position| first + i64::from(position)));

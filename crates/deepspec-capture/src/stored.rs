@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 
-use deepspec_ops::UninitTensor;
+use deepspec_ops::CpuTensorBuilder;
 use rayon::prelude::*;
 use tch::Kind;
 
@@ -57,8 +57,8 @@ fn read_states(stored: &FinishedCache, row: usize) -> Result<SampleStates, State
     let layout = reader.layout();
     let hidden = layout.hidden_size as i64;
     let tokens = i64::from(reader.length(row).unwrap_or_default());
-    let mut taps = UninitTensor::new(&[tokens, hidden * layout.taps.len() as i64], Kind::BFloat16);
-    let mut last = UninitTensor::new(&[last_positions.len() as i64, hidden], Kind::BFloat16);
+    let mut taps = CpuTensorBuilder::new(&[tokens, hidden * layout.taps.len() as i64], Kind::BFloat16);
+    let mut last = CpuTensorBuilder::new(&[last_positions.len() as i64, hidden], Kind::BFloat16);
     reader.read_into(row, taps.bytes(), last.bytes())?;
     Ok(SampleStates { taps: taps.into_tensor(), last: last.into_tensor(), last_positions, unseen: None })
 }

@@ -7,7 +7,7 @@ use std::fs;
 use std::path::Path;
 
 use common::*;
-use deepspec_capture::cache::{Builder, CacheError, FinalStates, Identity, Plan, Reader, remove_existing};
+use deepspec_capture::cache::{Builder, CacheError, FinalStates, Identity, Plan, Reader, remove_cache};
 
 fn ten_shards() -> Plan {
     let plan = plan(30, FinalStates::Supervised, 500);
@@ -151,7 +151,7 @@ fn another_plan_or_target_is_refused_by_field() {
         assert_eq!(files(dir.path()), before);
 
         let other = Identity { tokenizer: "other".into(), ..identity() };
-        remove_existing(dir.path()).unwrap();
+        remove_cache(dir.path()).unwrap();
         assert!(files(dir.path()).is_empty());
         build(dir.path(), &plan, &other).unwrap();
         Reader::open(dir.path()).unwrap().check_identity(&other).unwrap();
@@ -180,9 +180,9 @@ fn shards_without_a_manifest_are_not_taken_over_and_strangers_survive_an_overwri
     fs::write(dir.path().join("notes.txt"), "mine").unwrap();
     let text = message(Builder::open(dir.path(), &plan, &identity()).map(|_| ()));
     assert!(text.contains("samples.parquet is left over"), "{text}");
-    remove_existing(dir.path()).unwrap();
+    remove_cache(dir.path()).unwrap();
     assert_eq!(files(dir.path()), [("notes.txt".to_string(), b"mine".to_vec())]);
-    remove_existing(&dir.path().join("nowhere")).unwrap();
+    remove_cache(&dir.path().join("nowhere")).unwrap();
 }
 
 #[test]
@@ -191,7 +191,7 @@ fn two_processes_do_not_build_in_one_folder() {
     let dir = tempfile::tempdir().unwrap();
     let first = Builder::open(dir.path(), &plan, &identity()).unwrap();
     assert!(matches!(Builder::open(dir.path(), &plan, &identity()), Err(CacheError::Locked { .. })));
-    assert!(matches!(remove_existing(dir.path()), Err(CacheError::Locked { .. })));
+    assert!(matches!(remove_cache(dir.path()), Err(CacheError::Locked { .. })));
     drop(first);
     build(dir.path(), &plan, &identity()).unwrap();
 }

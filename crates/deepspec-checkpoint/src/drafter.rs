@@ -67,7 +67,7 @@ pub trait KindSettings: fmt::Debug + Send + Sync {
     fn title(&self) -> &'static str;
 
     /// Number of drafted tokens per cycle.
-    fn drafted(&self) -> u64;
+    fn draft_len(&self) -> u64;
 
     /// Mask token that fills the positions to predict, if the kind uses one.
     fn mask_token_id(&self) -> Option<u64> {

@@ -88,7 +88,7 @@ impl Engine {
 
     /// The engine's command-line arguments to serve `drafter`, which was converted to `path`.
     pub fn serve_arguments(self, drafter: &Drafter, path: &str) -> String {
-        let (method, drafted) = (drafter.kind.method(), drafter.kind.drafted());
+        let (method, drafted) = (drafter.kind.method(), drafter.kind.draft_len());
         match self {
             Self::Vllm => format!(
                 "--speculative-config '{{\"method\": \"{method}\", \"model\": \"{path}\", \"num_speculative_tokens\": {drafted}}}'"
@@ -129,26 +129,31 @@ impl FromStr for Engine {
 /// Whether an engine loads a checkpoint.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct EngineSupport {
-    /// True if it loads.
+    /// Whether the engine loads it.
     pub loads: bool,
-    /// How it loads, or why not.
+    /// Arguments with which the engine loads it, or the reason why it does not.
     pub note: &'static str,
-    /// Whether it was tested; otherwise it follows from the engine's sources.
+    /// Whether this was tried. Otherwise it follows from the engine's sources.
     pub tried: bool,
 }
 
 impl EngineSupport {
-    /// The engine loads the checkpoint, which was tested with the version in [`crate::engine_compatibility`].
-    pub const fn loads_tested(note: &'static str) -> Self {
+    /// The engine loaded the checkpoint when it was tried with the version in [`crate::engine_compatibility`].
+    pub const fn loads_as_tested(note: &'static str) -> Self {
         Self { loads: true, note, tried: true }
     }
 
-    /// The engine loads the checkpoint according to its sources.
+    /// By its sources, the engine loads the checkpoint. This was not tried.
     pub const fn loads_untested(note: &'static str) -> Self {
         Self { loads: true, note, tried: false }
     }
 
-    /// The engine does not load the checkpoint according to its sources.
+    /// The engine refused the checkpoint when it was tried with the version in [`crate::engine_compatibility`].
+    pub const fn not_loaded_as_tested(note: &'static str) -> Self {
+        Self { loads: false, note, tried: true }
+    }
+
+    /// By its sources, the engine does not load the checkpoint.
     pub const fn not_loaded(note: &'static str) -> Self {
         Self { loads: false, note, tried: false }
     }

@@ -148,14 +148,16 @@ impl<'a> Fields<'a> {
         self.required(key, self.object(key)?)
     }
 
-    /// Checks that the string `key` is absent or equal to `only`.
+    /// Checks that the string `key` is absent or equal to `expected`.
     ///
     /// # Errors
     /// Fails if it has another value.
-    pub fn require_text(&self, key: &str, only: &str) -> Result<(), CheckpointError> {
-        match self.text(key)?.filter(|&found| found != only) {
+    pub fn require_text_if_present(&self, key: &str, expected: &str) -> Result<(), CheckpointError> {
+        match self.text(key)?.filter(|&found| found != expected) {
             None => Ok(()),
-            Some(found) => Err(self.error(key, format!("\"{found}\" is not supported; expected \"{only}\""))),
+            Some(found) => {
+                Err(self.error(key, format!("\"{found}\" is not supported; expected \"{expected}\"")))
+            }
         }
     }
 
@@ -163,7 +165,7 @@ impl<'a> Fields<'a> {
     ///
     /// # Errors
     /// Fails with `problem` if it is on.
-    pub fn require_off(&self, key: &str, problem: &str) -> Result<(), CheckpointError> {
+    pub fn refuse_if_on(&self, key: &str, problem: &str) -> Result<(), CheckpointError> {
         if self.flag(key)?.unwrap_or(false) { Err(self.error(key, problem)) } else { Ok(()) }
     }
 

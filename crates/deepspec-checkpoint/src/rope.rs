@@ -8,20 +8,21 @@ use crate::shapes::Heads;
 use crate::{Checkpoint, CheckpointError};
 
 const ORIGINAL_LENGTH_KEY: &str = "original_max_position_embeddings";
-/// Default base of transformers.
+/// Default `rope_theta` of transformers.
 const DEFAULT_THETA: f64 = 10_000.0;
 
 /// RoPE settings for llama.cpp.
 pub struct LlamaCppRope {
-    /// Base.
+    /// Base of the rotary frequencies, `rope_theta`.
     pub theta: f64,
-    /// One factor per pair of dimensions, if RoPE is scaled.
+    /// Divisors of the inverse frequencies, one per dimension pair (llama.cpp's `rope_freqs`). None
+    /// without RoPE scaling.
     pub factors: Option<Vec<f32>>,
 }
 
 /// The `rope_parameters` that vLLM and SGLang read.
 pub struct RopeParameters {
-    /// Base.
+    /// Base of the rotary frequencies, `rope_theta`.
     pub theta: f64,
     /// Type of scaling, such as `llama3`; None without scaling.
     pub scaling: Option<String>,

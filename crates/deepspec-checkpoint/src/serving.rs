@@ -80,7 +80,8 @@ impl ServingCheck<'_> {
         Some(Risk { subject: "drafter", problem, remedy })
     }
 
-    /// How the engine handles the folder; None for llama.cpp, which loads no folders.
+    /// The engine's entry of [`engine_compatibility`]. llama.cpp's entry never loads, because llama.cpp
+    /// reads GGUF files.
     fn compatibility(&self) -> Option<EngineCompatibility> {
         let name = self.engine.to_string();
         engine_compatibility(self.checkpoint).into_iter().find(|compatibility| compatibility.engine == name)
@@ -281,7 +282,7 @@ impl ServingCheck<'_> {
     /// Engines do not read the number of draft tokens from the drafter.
     fn check_length(&self) -> Option<Risk> {
         let drafter = self.checkpoint.drafter();
-        let drafted = drafter.kind.drafted();
+        let drafted = drafter.kind.draft_len();
         let problem = match self.engine {
             Engine::LlamaCpp => "3 unless it is told",
             Engine::Vllm => "any number is taken, unchecked",

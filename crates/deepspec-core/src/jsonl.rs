@@ -58,15 +58,15 @@ const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
 /// A reader that skips a leading UTF-8 byte order mark.
 struct BomSkippingReader<R> {
     text: BufReader<R>,
-    /// Whether the first bytes have been checked.
-    begun: bool,
+    /// Whether the reader has already looked for a byte order mark.
+    bom_checked: bool,
     /// The first bytes of the text that the caller has not consumed yet.
     head: Vec<u8>,
 }
 
 impl<R: Read> BomSkippingReader<R> {
     fn new(text: R) -> Self {
-        Self { text: BufReader::with_capacity(BUFFER_BYTES, text), begun: false, head: vec![] }
+        Self { text: BufReader::with_capacity(BUFFER_BYTES, text), bom_checked: false, head: vec![] }
     }
 
     /// Reads the first bytes and drops them if they are a byte order mark. A stream may return them
@@ -84,14 +84,14 @@ impl<R: Read> BomSkippingReader<R> {
         if self.head == BYTE_ORDER_MARK {
             self.head.clear();
         }
-        self.begun = true;
+        self.bom_checked = true;
         Ok(())
     }
 }
 
 impl<R: Read> BufRead for BomSkippingReader<R> {
     fn fill_buf(&mut self) -> io::Result<&[u8]> {
-        if !self.begun {
+        if !self.bom_checked {
             self.skip_byte_order_mark()?;
         }
         if self.head.is_empty() { self.text.fill_buf() } else { Ok(&self.head) }

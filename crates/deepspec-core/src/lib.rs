@@ -16,11 +16,11 @@ pub mod progress;
 pub mod recipe;
 pub mod rng;
 pub mod row;
-mod slots;
+mod slot_target;
 mod tap;
 
 pub use final_states::FinalStates;
-pub use slots::Slots;
+pub use slot_target::SlotTarget;
 pub use tap::Tap;
 
 /// Version of the build and, after `+g`, the commit of a release. Written files record it.

@@ -51,7 +51,7 @@ impl Temperatures {
     ///
     /// # Errors
     /// The difference, with the file's name.
-    pub fn for_drafter(
+    pub fn into_temperatures_for(
         self,
         file: &Path,
         [config, weights]: [&str; 2],
@@ -83,7 +83,7 @@ mod tests {
         let file = dir.path().join("t.json");
         let of = |text: &str, block| {
             fs::write(&file, text).unwrap();
-            Temperatures::read(&file).and_then(|read| read.for_drafter(&file, ["a", "b"], block))
+            Temperatures::read(&file).and_then(|read| read.into_temperatures_for(&file, ["a", "b"], block))
         };
         assert_eq!(of(r#"{"temperatures": [1.0, 2], "num_samples": 9}"#, 2).unwrap(), [1.0, 2.0]);
         let ours = r#"{"temperatures": [1.5], "drafter": {"path": "p", "config_digest": "a", "weights_digest": "b"}}"#;

@@ -6,10 +6,10 @@ use std::hint::black_box;
 use std::path::Path;
 
 use criterion::{Criterion, criterion_group, criterion_main};
-use deepspec_core::{Slots, Tap};
+use deepspec_core::{SlotTarget, Tap};
 use deepspec_drafters::{
-    Block, BlockConfig, BlockObjective, BlockProposer, BlockSettings, BlockSpec, Confidence, DraftDecoder,
-    LossDenominator, LossRecipe, Markov, MarkovKind, TrainSample,
+    BlockSpec, Confidence, DSpark, DSparkConfig, DSparkObjective, DSparkProposer, DSparkSettings,
+    DraftDecoder, LossDenominator, LossRecipe, Markov, MarkovKind, TrainSample,
 };
 use deepspec_engine::{Context, DraftRequest, Proposer, Sampling, SamplingBatch};
 use deepspec_models::ModelConfig;
@@ -19,7 +19,7 @@ const TOKENS: i64 = 160;
 const TAPS: i64 = 3;
 const SLOTS: i64 = 16;
 
-fn block() -> Block {
+fn block() -> DSpark {
     let model = serde_json::json!({
         "model_type": "qwen3",
         "hidden_size": 192,
@@ -33,12 +33,12 @@ fn block() -> Block {
     let model = model.as_object().cloned().unwrap_or_default();
     let model = ModelConfig::parse(Path::new("config.json"), model).expect("a Qwen3 config");
     let ends = Tensor::randn([model.vocab_size, model.hidden_size], (Kind::Float, Device::Cpu)) * 0.02;
-    let config = BlockConfig {
+    let config = DSparkConfig {
         decoder: DraftDecoder { model, taps: Tap::from_layer_ids([1, 3, 5]).unwrap(), num_target_layers: 6 },
-        settings: BlockSettings {
+        settings: DSparkSettings {
             blocks: BlockSpec {
                 block_size: 7,
-                slots: Slots::AnchorPredicts,
+                slots: SlotTarget::AnchorPredicts,
                 mask_token_id: 1023,
                 num_anchors: 24,
             },
@@ -46,7 +46,7 @@ fn block() -> Block {
             confidence: Some(Confidence { with_markov: true }),
         },
     };
-    Block::fresh(config, &ends, &ends, 1, Kind::Float)
+    DSpark::fresh(config, &ends, &ends, 1, Kind::Float)
 }
 
 fn samples() -> Vec<TrainSample> {
@@ -69,7 +69,7 @@ fn measure(criterion: &mut Criterion, memory: &str) {
     }
     let samples = samples();
     let loss = LossRecipe { ce_alpha: 0.1, l1_alpha: 0.9, ..LossRecipe::NONE };
-    let objective = BlockObjective { loss, confidence_alpha: 1.0 };
+    let objective = DSparkObjective { loss, confidence_alpha: 1.0 };
     let mut group = criterion.benchmark_group(memory);
     group.sample_size(20);
     group.bench_function("training pass, 4 sequences", |bench| {
@@ -80,7 +80,7 @@ fn measure(criterion: &mut Criterion, memory: &str) {
         });
     });
     let _guard = tch::no_grad_guard();
-    let mut proposer = BlockProposer::new(block, SLOTS as usize);
+    let mut proposer = DSparkProposer::new(block, SLOTS as usize);
     let chunks: Vec<(usize, usize)> = (0..SLOTS as usize).map(|slot| (slot, 4)).collect();
     let context = Context {
         captured_states: Tensor::randn([4 * SLOTS, TAPS * 192], (Kind::Float, Device::Cpu)),

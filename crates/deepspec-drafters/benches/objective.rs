@@ -16,15 +16,15 @@ use std::fs;
 use std::path::Path;
 use std::process::Command;
 
-use deepspec_core::{Slots, Tap};
+use deepspec_core::{SlotTarget, Tap};
 use deepspec_drafters::{
-    Block, BlockBatch, BlockConfig, BlockObjective, BlockSettings, BlockSpec, Confidence, DraftDecoder,
+    BlockBatch, BlockSpec, Confidence, DSpark, DSparkConfig, DSparkObjective, DSparkSettings, DraftDecoder,
     LossDenominator, LossRecipe, Markov, MarkovKind, TrainSample,
 };
 use deepspec_models::ModelConfig;
 use tch::{Device, Kind, Tensor};
 
-const OBJECTIVE: BlockObjective = BlockObjective {
+const OBJECTIVE: DSparkObjective = DSparkObjective {
     loss: LossRecipe { ce_alpha: 0.1, l1_alpha: 0.9, ..LossRecipe::NONE },
     confidence_alpha: 1.0,
 };
@@ -35,7 +35,7 @@ const GAMMA: usize = 7;
 const PROCESSES: usize = 3;
 const PASSES: usize = 5;
 
-fn block(vocab: i64) -> Block {
+fn block(vocab: i64) -> DSpark {
     let model = serde_json::json!({
         "model_type": "qwen3", "hidden_size": WIDTH, "intermediate_size": WIDTH, "num_hidden_layers": 1,
         "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 64, "vocab_size": vocab,
@@ -43,12 +43,12 @@ fn block(vocab: i64) -> Block {
     let model = model.as_object().cloned().unwrap_or_default();
     let model = ModelConfig::parse(Path::new("config.json"), model).expect("a Qwen3 config");
     let ends = Tensor::randn([vocab, WIDTH], (Kind::Float, Device::Cpu)) * 0.05;
-    let config = BlockConfig {
+    let config = DSparkConfig {
         decoder: DraftDecoder { model, taps: Tap::from_layer_ids([1]).unwrap(), num_target_layers: 2 },
-        settings: BlockSettings {
+        settings: DSparkSettings {
             blocks: BlockSpec {
                 block_size: GAMMA,
-                slots: Slots::AnchorPredicts,
+                slots: SlotTarget::AnchorPredicts,
                 mask_token_id: 3,
                 num_anchors: 512,
             },
@@ -56,7 +56,7 @@ fn block(vocab: i64) -> Block {
             confidence: Some(Confidence { with_markov: true }),
         },
     };
-    let block = Block::fresh(config, &ends, &ends, 1, Kind::Float);
+    let block = DSpark::fresh(config, &ends, &ends, 1, Kind::Float);
     for (_, parameter) in block.parameters() {
         let _ = parameter.set_requires_grad(true);
     }
@@ -64,7 +64,7 @@ fn block(vocab: i64) -> Block {
 }
 
 /// One sequence with `anchors` blocks; all slots are supervised.
-fn batch(block: &Block, anchors: usize) -> BlockBatch {
+fn batch(block: &DSpark, anchors: usize) -> BlockBatch {
     let length = (anchors + GAMMA) as i64;
     let states = || Tensor::randn([length, WIDTH], (Kind::Float, Device::Cpu));
     let sample = TrainSample {
@@ -78,7 +78,7 @@ fn batch(block: &Block, anchors: usize) -> BlockBatch {
     block.config().batch(&[sample], 4.0, Device::Cpu, Kind::Float).expect("there are anchors")
 }
 
-fn pass(block: &Block, batch: &BlockBatch, variant: &str) {
+fn pass(block: &DSpark, batch: &BlockBatch, variant: &str) {
     match variant {
         "autograd" => slow::objective(block, batch, &OBJECTIVE, NORMALISER).0.backward(),
         _ => drop(block.accumulate(batch, &OBJECTIVE, NORMALISER, None)),

@@ -18,7 +18,7 @@ use crate::{Drafter, DrafterOptions};
 pub const CAUSAL_INFO: DrafterKindInfo = DrafterKindInfo {
     name: "causal",
     title: "a causal language model",
-    parts: &[],
+    param_groups: &[],
     settings: None,
     checkpoints: Some(CheckpointKind {
         classes: || families().flat_map(|family| family.classes).map(|class| class.to_string()).collect(),
@@ -60,24 +60,24 @@ impl CausalProposer {
     fn new_chunks(&self, context: &Context, slots: &[usize]) -> NewChunks {
         let committed: usize = context.chunks.iter().map(|&(_, rows)| rows).sum();
         let new = rows_by_slot(&context.chunks);
-        let (mut chunks, mut rows, mut anchors, mut end) = (vec![], vec![], vec![], 0);
+        let (mut chunks, mut row_runs, mut anchors, mut end) = (vec![], vec![], vec![], 0);
         for (i, &slot) in slots.iter().enumerate() {
             let new = new.get(&slot).cloned().unwrap_or_default();
             chunks.push(Chunk { slot, past_len: self.past_len[slot], len: new.len() + 1 });
-            rows.extend([(new.start as i64, new.len() as i64), ((committed + i) as i64, 1)]);
+            row_runs.extend([(new.start as i64, new.len() as i64), ((committed + i) as i64, 1)]);
             end += new.len() as i64 + 1;
             anchors.push((end - 1, 1));
         }
-        NewChunks { chunks, rows, anchors }
+        NewChunks { chunks, row_runs, anchors }
     }
 }
 
 /// Chunks of committed tokens that the drafter has not run, one per slot, each with the anchor at its end.
 struct NewChunks {
     chunks: Vec<Chunk>,
-    /// Runs (first row, rows) of the chunks' tokens in the concatenation of committed tokens and anchors.
-    rows: Vec<(i64, i64)>,
-    /// Runs of one row: the rows of the anchors among the chunks' tokens.
+    /// The chunks' tokens as runs (first row, number of rows) in the concatenation of committed tokens and anchors.
+    row_runs: Vec<(i64, i64)>,
+    /// The anchors as runs of one row among the chunks' tokens.
     anchors: Vec<(i64, i64)>,
 }
 
@@ -132,25 +132,25 @@ impl Proposer for CausalProposer {
     fn propose(&mut self, request: &DraftRequest) -> Proposal {
         let DraftRequest { context, slots, anchors, .. } = *request;
         let new = self.new_chunks(context, slots);
-        let drafted = |k: usize| {
+        let draft_chunks = |k: usize| {
             new.chunks
                 .iter()
                 .map(|chunk| Chunk { past_len: chunk.past_len + chunk.len + k, len: 1, ..*chunk })
                 .collect()
         };
         let mut feeds: Vec<Vec<Chunk>> = vec![new.chunks.clone()];
-        feeds.extend((0..self.draft_len.saturating_sub(1)).map(drafted));
+        feeds.extend((0..self.draft_len.saturating_sub(1)).map(draft_chunks));
         self.model.reserve(&feeds.concat());
         let tokens = match context.chunks.as_slice() {
             [] => anchors.shallow_clone(),
-            _ => cat_row_runs(&Tensor::cat(&[&context.tokens, anchors], 0), new.rows),
+            _ => cat_row_runs(&Tensor::cat(&[&context.tokens, anchors], 0), new.row_runs),
         };
         let model = &mut self.model;
         let mut states = cat_row_runs(&model.run(&feeds[0], &tokens).hidden, new.anchors);
-        let mut drafted = feeds[1..].iter();
+        let mut draft_chunks = feeds[1..].iter();
         let proposal = draft_autoregressively(request, self.draft_len, |last| {
             if let Some(token) = last
-                && let Some(chunks) = drafted.next()
+                && let Some(chunks) = draft_chunks.next()
             {
                 states = model.run(chunks, token).hidden;
             }

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use deepspec_core::{FinalStates, Slots, Tap};
+use deepspec_core::{FinalStates, SlotTarget, Tap};
 use deepspec_engine::{DraftRequest, DraftSampling, Proposal, Proposer};
 use deepspec_models::{ModelConfig, ModelError};
 use serde_json::{Map, Value};
@@ -205,7 +205,7 @@ pub struct DrafterOverrides<'a> {
     /// Another mask token.
     pub mask_token_id: Option<i64>,
     /// Another convention of the slots.
-    pub slots: Option<Slots>,
+    pub slots: Option<SlotTarget>,
     /// Another embedding and LM head, `[V, d]` each.
     pub embed_and_head: Option<(&'a Tensor, &'a Tensor)>,
 }

@@ -37,8 +37,8 @@ pub use drafter::{
     Metrics, ParamCounts, Predictions, TrainableDrafter,
 };
 pub use dspark::{
-    BLOCK_SUMS, Block, BlockConfig, BlockObjective, BlockPlan, BlockProposer, BlockRecipe, BlockSettings,
-    Confidence, ConfidenceRecipe, Markov, MarkovKind,
+    Confidence, ConfidenceRecipe, DSPARK_SUMS, DSpark, DSparkConfig, DSparkObjective, DSparkPlan,
+    DSparkProposer, DSparkRecipe, DSparkSettings, Markov, MarkovKind,
 };
 pub use eagle3::{
     Eagle3, Eagle3Batch, Eagle3Config, Eagle3Objective, Eagle3Plan, Eagle3Proposer, Eagle3Recipe,

@@ -23,7 +23,7 @@ pub struct DrafterKindInfo {
     /// Name of the kind in messages.
     pub title: &'static str,
     /// Parameter groups that `train.freeze` can name.
-    pub parts: &'static [ParamGroup],
+    pub param_groups: &'static [ParamGroup],
     /// JSON schema of the recipe section; None for models that are not trained here.
     pub settings: Option<SettingsSchema>,
     /// Checkpoints of the kind; None if another kind's entry covers them.

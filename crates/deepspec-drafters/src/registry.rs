@@ -3,8 +3,8 @@
 use std::path::Path;
 
 use deepspec_checkpoint::{
-    Checkpoint, CheckpointError, CheckpointFormat, Fields, KnownDrafters, Tensors, find_unsupported_setting,
-    unsupported_layout_message,
+    Checkpoint, CheckpointError, CheckpointFormat, Fields, Incompatibility, KnownDrafters, Tensors,
+    find_unsupported_setting, unsupported_layout_message,
 };
 use deepspec_core::cli::UsageError;
 use deepspec_core::config::{ConfigError, Document, add_nearest_name};
@@ -70,18 +70,18 @@ pub fn recipe_schema() -> Value {
 /// Prefixes of the parameters that the recipe freezes. The error names the invalid entry of `train.freeze`.
 fn frozen_prefixes(recipe: &Recipe) -> Result<Vec<&'static str>, String> {
     let kind = DRAFTER_KINDS.into_iter().find(|kind| kind.name == recipe.drafter.kind());
-    let parts = kind.map_or(&[][..], |kind| kind.parts);
+    let groups = kind.map_or(&[][..], |kind| kind.param_groups);
     let mut prefixes = vec![];
     for name in &recipe.train.freeze {
-        let Some(part) = parts.iter().find(|part| part.name == name) else {
-            let known = parts.iter().map(|part| format!("`{}`", part.name)).collect::<Vec<_>>().join(", ");
+        let Some(group) = groups.iter().find(|group| group.name == name) else {
+            let known = groups.iter().map(|group| format!("`{}`", group.name)).collect::<Vec<_>>().join(", ");
             let title = drafter_title(recipe.drafter.kind());
             return Err(add_nearest_name(
                 name,
                 &format!("{title} has no part `{name}`; expected some of {known}"),
             ));
         };
-        prefixes.extend(part.prefixes);
+        prefixes.extend(group.prefixes);
     }
     Ok(prefixes)
 }
@@ -169,8 +169,9 @@ fn find_complete_checkpoint_kind(dir: &Path) -> Result<&'static CheckpointKind, 
 
 /// Fails if config.json asks for attention that is not supported, such as causal attention within a block.
 fn check_attention(path: &Path, map: &Map<String, Value>) -> Result<(), CheckpointError> {
-    let wrong = find_unsupported_setting(map);
-    wrong.map_or(Ok(()), |(key, problem)| Err(Fields::new(path, map).error(&key, problem)))
+    let unsupported = find_unsupported_setting(map);
+    unsupported
+        .map_or(Ok(()), |Incompatibility { key, reason }| Err(Fields::new(path, map).error(&key, reason)))
 }
 
 /// Opens the drafter checkpoint in `dir`, in the layout of any known tool.

@@ -7,7 +7,7 @@ use serde::{Serialize, Serializer};
 use serde_json::json;
 
 use crate::registration::RecipeSection;
-use crate::{BlockRecipe, ConfigIssue, DFlash2Recipe, DrafterPlan, Eagle3Recipe, dflash2, dspark, eagle3};
+use crate::{ConfigIssue, DFlash2Recipe, DSparkRecipe, DrafterPlan, Eagle3Recipe, dflash2, dspark, eagle3};
 
 /// A recipe whose drafter section is parsed.
 pub type Recipe = deepspec_core::recipe::Recipe<DrafterSpec>;
@@ -16,9 +16,9 @@ pub type Recipe = deepspec_core::recipe::Recipe<DrafterSpec>;
 #[derive(Debug, Clone, PartialEq)]
 pub enum DrafterSpec {
     /// `dspark`.
-    DSpark(BlockRecipe),
+    DSpark(DSparkRecipe),
     /// `dflash`.
-    DFlash(BlockRecipe),
+    DFlash(DSparkRecipe),
     /// `dflash2`.
     DFlash2(DFlash2Recipe),
     /// `eagle3`.

@@ -2,9 +2,9 @@
 
 use std::path::Path;
 
-use deepspec_core::{Slots, Tap};
+use deepspec_core::{SlotTarget, Tap};
 use deepspec_drafters::{
-    BlockConfig, BlockSettings, BlockSpec, DraftDecoder, Eagle3Config, Eagle3Settings, Markov, MarkovKind,
+    BlockSpec, DSparkConfig, DSparkSettings, DraftDecoder, Eagle3Config, Eagle3Settings, Markov, MarkovKind,
 };
 use deepspec_models::ModelConfig;
 use deepspec_testkit::golden;
@@ -29,16 +29,16 @@ fn a_drafter_keeps_the_targets_rope_settings() {
         raw.as_object_mut().unwrap().remove("rope_parameters");
         (raw["rope_theta"], raw["rope_scaling"]) = (json!(12345.0), scaling);
         let target = parse(&raw).unwrap();
-        let config = BlockConfig {
+        let config = DSparkConfig {
             decoder: DraftDecoder {
                 model: target.draft_decoder(&[None; 2]).unwrap(),
                 taps: Tap::from_layer_ids([0, 1]).unwrap(),
                 num_target_layers: target.layers.len(),
             },
-            settings: BlockSettings {
+            settings: DSparkSettings {
                 blocks: BlockSpec {
                     block_size: 3,
-                    slots: Slots::AnchorPredicts,
+                    slots: SlotTarget::AnchorPredicts,
                     mask_token_id: 1,
                     num_anchors: 8,
                 },
@@ -48,7 +48,7 @@ fn a_drafter_keeps_the_targets_rope_settings() {
         };
         let dir = tempfile::tempdir().unwrap();
         std::fs::write(dir.path().join("config.json"), Value::Object(config.to_json()).to_string()).unwrap();
-        let loaded = BlockConfig::load(dir.path()).unwrap();
+        let loaded = DSparkConfig::load(dir.path()).unwrap();
         assert_eq!(loaded.decoder.model.layers, vec![target.layers[0].clone(); 2]);
         assert_eq!(loaded.decoder.model.max_position_embeddings, target.max_position_embeddings);
         loaded.decoder.check_fits(&target).unwrap();
@@ -72,7 +72,7 @@ fn a_drafter_keeps_the_targets_rope_settings() {
 fn a_gemma4_drafters_config_is_spelled_like_the_references() {
     let mut expected = golden_config("dspark_gemma4");
     let target = parse(&golden_config("target_gemma4")).unwrap();
-    let mut config = BlockConfig::load(&golden::dir("dspark_gemma4")).unwrap();
+    let mut config = DSparkConfig::load(&golden::dir("dspark_gemma4")).unwrap();
     config.decoder.model = target.draft_decoder(&[None; 2]).unwrap();
     let found = Value::Object(config.to_json());
     let left_out = ["transformers_version", "dtype", "vocab_size_per_layer_input"];

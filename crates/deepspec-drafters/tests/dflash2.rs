@@ -9,11 +9,11 @@ use std::process::Command;
 
 use common::{assert_close, noise};
 use deepspec_checkpoint::{CheckpointFormat, Target, convert};
-use deepspec_core::{Slots, Tap};
+use deepspec_core::{SlotTarget, Tap};
 use deepspec_drafters::{
-    Block, BlockBatch, BlockConfig, BlockSettings, BlockSpec, Convolution, DFLASH2_SUMS, DFlash2,
-    DFlash2Config, DFlash2Proposer, DFlash2Settings, DraftDecoder, LossDenominator, LossRecipe, LossSum,
-    TrainSample, open_checkpoint,
+    BlockBatch, BlockSpec, Convolution, DFLASH2_SUMS, DFlash2, DFlash2Config, DFlash2Proposer,
+    DFlash2Settings, DSpark, DSparkConfig, DSparkSettings, DraftDecoder, LossDenominator, LossRecipe,
+    LossSum, TrainSample, open_checkpoint,
 };
 use deepspec_engine::{Context, DraftRequest, Proposer, Sampling, SamplingBatch};
 use deepspec_models::{ModelConfig, Weights, save};
@@ -39,7 +39,7 @@ fn decoder() -> DraftDecoder {
 }
 
 fn blocks() -> BlockSpec {
-    BlockSpec { block_size: BLOCK, slots: Slots::FillIn, mask_token_id: 3, num_anchors: 8 }
+    BlockSpec { block_size: BLOCK, slots: SlotTarget::FillIn, mask_token_id: 3, num_anchors: 8 }
 }
 
 fn fresh(kernel_size: i64) -> DFlash2 {
@@ -93,12 +93,12 @@ fn batch(model: &DFlash2) -> BlockBatch {
 #[test]
 fn a_fresh_one_is_dflash() {
     let _guard = tch::no_grad_guard();
-    let dflash = BlockConfig {
+    let dflash = DSparkConfig {
         decoder: decoder(),
-        settings: BlockSettings { blocks: blocks(), markov: None, confidence: None },
+        settings: DSparkSettings { blocks: blocks(), markov: None, confidence: None },
     };
     let (embed, head) = (noise(7, &[VOCAB, WIDTH]), noise(8, &[VOCAB, WIDTH]));
-    let dflash = Block::fresh(dflash, &embed, &head, 11, Kind::Float);
+    let dflash = DSpark::fresh(dflash, &embed, &head, 11, Kind::Float);
     let model = fresh(2);
     let expected =
         dflash.hidden_states(&dflash.config().batch(&[sample()], 4.0, Device::Cpu, Kind::Float).unwrap());
@@ -198,14 +198,14 @@ fn gradients_are_autograds() {
         }
         // Some labels are candidates, some are not.
         let recalled = named.iter().find(|(name, _)| *name == "recalled").unwrap().1;
-        assert!(recalled > 0.0 && recalled < batch.rows.numel() as f64, "{recalled}");
+        assert!(recalled > 0.0 && recalled < batch.supervised_indices.numel() as f64, "{recalled}");
     }
 }
 
 /// The loss with its autograd graph, and sums by name.
 fn slow(model: &DFlash2, batch: &BlockBatch, recipe: &LossRecipe) -> (Tensor, Vec<(&'static str, f64)>) {
     let hidden = model.hidden_states(batch);
-    let rows = |t: &Tensor| t.flatten(0, 1).index_select(0, &batch.rows);
+    let rows = |t: &Tensor| t.flatten(0, 1).index_select(0, &batch.supervised_indices);
     let (_, features) = model.teacher_forced_features(&hidden, &batch.previous).unwrap();
     let logits = model.base_logits(&rows(&hidden));
     let teacher = model.base_logits(&batch.teacher_states()).detach().softmax(-1, Kind::Float);
@@ -222,7 +222,7 @@ fn slow(model: &DFlash2, batch: &BlockBatch, recipe: &LossRecipe) -> (Tensor, Ve
     let (ce, l1) = (weighted(&ce, &batch.weights), weighted(&l1, &batch.weights));
     let selector = weighted(&selector, &batch.weights.masked_select(&recalled));
     let loss = &ce * recipe.ce_alpha + &l1 * recipe.l1_alpha + &selector * ALPHA;
-    let first = batch.rows.remainder(BLOCK as i64 - 1).eq(0);
+    let first = batch.supervised_indices.remainder(BLOCK as i64 - 1).eq(0);
     let sums = [
         ("ce", &ce),
         ("l1", &l1),

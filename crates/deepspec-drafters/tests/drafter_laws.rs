@@ -8,9 +8,9 @@ use std::path::Path;
 
 use common::assert_close;
 use deepspec_core::recipe::LossNormalization;
-use deepspec_core::{Slots, Tap};
+use deepspec_core::{SlotTarget, Tap};
 use deepspec_drafters::{
-    Block, BlockConfig, BlockProposer, BlockSettings, BlockSpec, DraftDecoder, Eagle3, Eagle3Batch,
+    BlockSpec, DSpark, DSparkConfig, DSparkProposer, DSparkSettings, DraftDecoder, Eagle3, Eagle3Batch,
     Eagle3Config, Eagle3Objective, Eagle3Proposer, Eagle3Settings, LossDenominator, Supervise, TrainSample,
 };
 use deepspec_engine::{Context, DraftRequest, Proposer, Sampling, SamplingBatch};
@@ -74,14 +74,14 @@ fn at_temperature_one() -> SamplingBatch {
     SamplingBatch::new(vec![Sampling::new(1.0, 0)], Device::Cpu)
 }
 
-fn block(target: &ModelConfig, slots: Slots, windows: &[Option<usize>]) -> Block {
-    let config = BlockConfig {
+fn block(target: &ModelConfig, slots: SlotTarget, windows: &[Option<usize>]) -> DSpark {
+    let config = DSparkConfig {
         decoder: DraftDecoder {
             model: target.draft_decoder(windows).unwrap(),
             taps: Tap::from_layer_ids([0, 2]).unwrap(),
             num_target_layers: 4,
         },
-        settings: BlockSettings {
+        settings: DSparkSettings {
             blocks: BlockSpec { block_size: 5, slots, mask_token_id: 7, num_anchors: 4 },
             markov: None,
             confidence: None,
@@ -89,19 +89,19 @@ fn block(target: &ModelConfig, slots: Slots, windows: &[Option<usize>]) -> Block
     };
     let (embed, head) = ends();
     let dir = tempfile::tempdir().unwrap();
-    let block = Block::fresh(config, &embed, &head, 11, Kind::Float);
+    let block = DSpark::fresh(config, &embed, &head, 11, Kind::Float);
     // Saved and loaded, so that the saved config must describe the whole model.
     let json = Value::Object(block.config().to_json()).to_string();
     std::fs::write(dir.path().join("config.json"), json).unwrap();
     deepspec_models::save(&dir.path().join("model.safetensors"), &block.checkpoint(), Kind::Float).unwrap();
-    let loaded = Block::load(dir.path(), Device::Cpu, Kind::Float).unwrap();
+    let loaded = DSpark::load(dir.path(), Device::Cpu, Kind::Float).unwrap();
     assert_eq!(loaded.config().decoder.model.layers, block.config().decoder.model.layers);
     assert_eq!(loaded.config().settings.blocks, block.config().settings.blocks);
     loaded
 }
 
 /// Training probabilities `[γ, V]` of the block at each anchor.
-fn trained(block: &Block, sample: &TrainSample) -> Tensor {
+fn trained(block: &DSpark, sample: &TrainSample) -> Tensor {
     let batch = block.config().batch(std::slice::from_ref(sample), 4.0, Device::Cpu, Kind::Float);
     block.base_logits(&block.hidden_states(&batch.unwrap())).softmax(-1, Kind::Float)
 }
@@ -111,14 +111,14 @@ fn blocks_decode_as_they_were_trained_with_and_without_windows() {
     let _guard = tch::no_grad_guard();
     let sample = sample(vec![9, 10, 30]);
     for target in targets() {
-        for slots in [Slots::AnchorPredicts, Slots::FillIn] {
+        for slots in [SlotTarget::AnchorPredicts, SlotTarget::FillIn] {
             decodes_as_trained(&target, slots, &sample);
         }
     }
 }
 
-fn decodes_as_trained(target: &ModelConfig, slots: Slots, sample: &TrainSample) {
-    let gamma = slots.drafted(5) as i64;
+fn decodes_as_trained(target: &ModelConfig, slots: SlotTarget, sample: &TrainSample) {
+    let gamma = slots.draft_len(5) as i64;
     let plain = trained(&block(target, slots, &[None, None]), sample);
     assert_eq!(plain.size()[..2], [3, gamma]);
     // Windows smaller than a block, smaller than the context, and larger than everything.
@@ -129,7 +129,7 @@ fn decodes_as_trained(target: &ModelConfig, slots: Slots, sample: &TrainSample) 
             let change = (&expected - &plain).abs().max().double_value(&[]);
             assert_eq!(change > 1e-3, matters, "window {window}: {change}");
         }
-        let mut proposer = BlockProposer::new(block, 3);
+        let mut proposer = DSparkProposer::new(block, 3);
         let mut seen = 0;
         for (b, &anchor) in sample.anchors.iter().enumerate() {
             let token = Tensor::from_slice(&sample.input_ids[anchor..=anchor]);
@@ -167,7 +167,7 @@ fn a_slot_that_fills_in_learns_the_token_before() {
             block.config().batch(std::slice::from_ref(&sample), 4.0, Device::Cpu, Kind::Float).unwrap();
         (block.hidden_states(&batch), batch)
     };
-    let ((all, ours), (filled, theirs)) = (pass(Slots::AnchorPredicts), pass(Slots::FillIn));
+    let ((all, ours), (filled, theirs)) = (pass(SlotTarget::AnchorPredicts), pass(SlotTarget::FillIn));
     assert_close("states", &all.narrow(1, 1, 4), &filled, 1e-6);
     // Slot k fills in the token that slot k − 1 predicts, from the same previous token and with the
     // same weight.
@@ -220,7 +220,7 @@ fn eagle3_decodes_as_its_training_time_test_ran() {
                 .step_states(&batch)
                 .iter()
                 .enumerate()
-                .map(|(s, states)| model.draft_logits(&states.index_select(0, &batch.supervised_rows(s))))
+                .map(|(s, states)| model.draft_logits(&states.index_select(0, &batch.supervised_indices(s))))
                 .map(|logits| logits.softmax(-1, Kind::Float))
                 .collect();
             // The first supervised position of each step, and the number of supervised positions.
@@ -260,7 +260,7 @@ fn eagle3_decodes_as_its_training_time_test_ran() {
 #[test]
 fn gemma4_layer_scalars_are_saved_and_not_trained() {
     let [_, gemma4] = targets();
-    let block = block(&gemma4, Slots::AnchorPredicts, &[None, None]);
+    let block = block(&gemma4, SlotTarget::AnchorPredicts, &[None, None]);
     let scalars = |tensors: &[(String, Tensor)]| {
         tensors.iter().filter(|(name, _)| name.ends_with("layer_scalar")).count()
     };
@@ -273,7 +273,7 @@ fn gemma4_layer_scalars_are_saved_and_not_trained() {
 fn a_drafter_that_learns_is_packed_as_it_is_now() {
     let _guard = tch::no_grad_guard();
     for target in targets() {
-        let block = block(&target, Slots::AnchorPredicts, &[None, None]);
+        let block = block(&target, SlotTarget::AnchorPredicts, &[None, None]);
         block.parameters().iter().for_each(|(_, parameter)| drop(parameter.set_requires_grad(true)));
         for (_, parameter) in block.parameters() {
             let _ = parameter.shallow_clone().g_add_scalar_(0.01);
@@ -282,7 +282,7 @@ fn a_drafter_that_learns_is_packed_as_it_is_now() {
         let stored =
             packed.parameters().iter().find(|(name, _)| name.contains("proj") || name.starts_with("fc"));
         assert!(stored.is_none(), "{} is not packed", stored.unwrap().0);
-        let by_name = |of: &Block| BTreeMap::from_iter(of.checkpoint());
+        let by_name = |of: &DSpark| BTreeMap::from_iter(of.checkpoint());
         let (found, expected) = (by_name(&packed), by_name(&block));
         assert_eq!(found.keys().collect::<Vec<_>>(), expected.keys().collect::<Vec<_>>());
         assert!(found.iter().all(|(name, tensor)| tensor.equal(&expected[name])));
@@ -397,7 +397,7 @@ fn eagle3_gradients_are_autograds() {
         let found = taken();
         let mut loss = Tensor::zeros([], (Kind::Float, Device::Cpu));
         for (step, states) in model.step_states(&batch).iter().enumerate() {
-            let rows = states.index_select(0, &batch.supervised_rows(step));
+            let rows = states.index_select(0, &batch.supervised_indices(step));
             let target = batch
                 .teacher_states(step)
                 .matmul(&ends[1].tr())

@@ -6,7 +6,7 @@ use common::{assert_close, device, tensor};
 use deepspec_cost::planner::{Planner, StepLoad};
 use deepspec_cost::policy::Policy;
 use deepspec_drafters::{
-    BLOCK_SUMS, Block, BlockObjective, BlockProposer, LossDenominator, LossRecipe, LossSum, TrainSample,
+    DSPARK_SUMS, DSpark, DSparkObjective, DSparkProposer, LossDenominator, LossRecipe, LossSum, TrainSample,
     anchor_candidates, supervised_draft_count,
 };
 use deepspec_engine::{Context, DraftRequest, Proposer, Sampling, SamplingBatch};
@@ -40,7 +40,7 @@ fn alpha(case: &Case, name: &str) -> f64 {
 
 fn check_training(name: &str) {
     let case = Case::load(name);
-    let block = Block::load(&case.dir, device(), Kind::Float).unwrap_or_else(|error| panic!("{error}"));
+    let block = DSpark::load(&case.dir, device(), Kind::Float).unwrap_or_else(|error| panic!("{error}"));
     let gamma = block.config().settings.blocks.draft_len();
     for (_, parameter) in block.parameters() {
         let _ = parameter.set_requires_grad(true);
@@ -73,7 +73,7 @@ fn check_training(name: &str) {
     }
 
     let scalar = |name: &str| case.expected(name).f64s()[0];
-    let objective = BlockObjective {
+    let objective = DSparkObjective {
         loss: LossRecipe {
             ce_alpha: alpha(&case, "ce_loss_alpha"),
             l1_alpha: alpha(&case, "l1_loss_alpha"),
@@ -87,7 +87,7 @@ fn check_training(name: &str) {
     };
     let normaliser = LossDenominator(scalar("ce_loss_den"));
     let sums: Vec<f64> = Vec::try_from(block.accumulate(&batch, &objective, normaliser, None)).unwrap();
-    let names = LossSum::all(gamma, &BLOCK_SUMS).map(LossSum::name).collect::<Vec<_>>();
+    let names = LossSum::all(gamma, &DSPARK_SUMS).map(LossSum::name).collect::<Vec<_>>();
     let sum = |name: &str| sums[names.iter().position(|n| n == name).unwrap()];
     let close = |what: &str, found: f64, expected: f64, tolerance: f64| {
         assert!(
@@ -129,10 +129,10 @@ fn check_inference(name: &str) {
     let _guard = tch::no_grad_guard();
     let case = Case::load(name);
     let block =
-        Block::load_packed(&case.dir, device(), Kind::Float).unwrap_or_else(|error| panic!("{error}"));
+        DSpark::load_packed(&case.dir, device(), Kind::Float).unwrap_or_else(|error| panic!("{error}"));
     let gamma = block.config().settings.blocks.draft_len();
     // Slot 1 of 2, so that slot indexing matters.
-    let mut proposer = BlockProposer::new(block, 2);
+    let mut proposer = DSparkProposer::new(block, 2);
     let uniforms = Tensor::zeros([1, gamma as i64], (Kind::Double, device()));
     let greedy = SamplingBatch::new(vec![Sampling::new(0.0, 0)], device());
     for round in ["r1", "r2"] {

@@ -38,7 +38,7 @@ fn check_training(name: &str) {
             tensor(case.expected("position_masks")).get(s as i64).reshape([-1]).nonzero().squeeze_dim(1);
         let expected =
             |name: &str| tensor(case.expected(name)).get(s as i64).flatten(0, 1).index_select(0, &supervised);
-        let rows = states.index_select(0, &batch.supervised_rows(s));
+        let rows = states.index_select(0, &batch.supervised_indices(s));
         let close = |what: &str, found: &Tensor| {
             let found = found.detach().to_device(Device::Cpu);
             assert_close(&format!("{name}, step {s}: {what}"), &found, &expected(what), FORWARD);

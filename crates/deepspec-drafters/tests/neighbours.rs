@@ -4,7 +4,7 @@
 
 use std::path::Path;
 
-use deepspec_drafters::{Block, BlockProposer};
+use deepspec_drafters::{DSpark, DSparkProposer};
 use deepspec_engine::Context;
 use tch::{Device, Kind, Tensor};
 
@@ -15,8 +15,8 @@ const HISTORIES: [usize; 3] = [50, 9, 33_000];
 /// V]` for each.
 fn drafts(slots: &[usize]) -> Vec<[Tensor; 3]> {
     let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../assets/tiny-dspark");
-    let model = Block::load_packed(&dir, Device::Cpu, Kind::Float).unwrap_or_else(|error| panic!("{error}"));
-    let mut proposer = BlockProposer::new(model, HISTORIES.len());
+    let model = DSpark::load_packed(&dir, Device::Cpu, Kind::Float).unwrap_or_else(|error| panic!("{error}"));
+    let mut proposer = DSparkProposer::new(model, HISTORIES.len());
     let states = |slot: usize| {
         let values = deepspec_testkit::noise(slot as u64, HISTORIES[slot] * 3 * 192);
         Tensor::from_slice(&values).view([-1, 3 * 192])

@@ -6,10 +6,10 @@ mod slow;
 
 use std::path::Path;
 
-use deepspec_core::{Slots, Tap};
+use deepspec_core::{SlotTarget, Tap};
 use deepspec_drafters::{
-    BLOCK_SUMS, Block, BlockBatch, BlockConfig, BlockObjective, BlockSettings, BlockSpec, Confidence, Dpace,
-    DraftDecoder, Lk, LkForm, LossDenominator, LossRecipe, LossSum, Markov, MarkovKind, TrainSample,
+    BlockBatch, BlockSpec, Confidence, DSPARK_SUMS, DSpark, DSparkConfig, DSparkObjective, DSparkSettings,
+    Dpace, DraftDecoder, Lk, LkForm, LossDenominator, LossRecipe, LossSum, Markov, MarkovKind, TrainSample,
 };
 use deepspec_models::ModelConfig;
 use tch::{Device, Kind, Tensor};
@@ -40,7 +40,7 @@ const PLAIN: Shape = Shape {
     sureness: 1.0,
 };
 
-fn block(shape: Shape) -> Block {
+fn block(shape: Shape) -> DSpark {
     let model = serde_json::json!({
         "model_type": "qwen3", "hidden_size": 24, "intermediate_size": 48, "num_hidden_layers": 2,
         "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 12, "vocab_size": shape.vocab,
@@ -51,12 +51,12 @@ fn block(shape: Shape) -> Block {
     model.logit_softcap = shape.softcap;
     let ends = |seed| (noise(seed, [shape.vocab, 24]) * 0.3).to_kind(shape.kind);
     let (embed, head) = (ends(7), ends(8));
-    let config = BlockConfig {
+    let config = DSparkConfig {
         decoder: DraftDecoder { model, taps: Tap::from_layer_ids([1, 2]).unwrap(), num_target_layers: 4 },
-        settings: BlockSettings {
+        settings: DSparkSettings {
             blocks: BlockSpec {
                 block_size: GAMMA,
-                slots: Slots::AnchorPredicts,
+                slots: SlotTarget::AnchorPredicts,
                 mask_token_id: 3,
                 num_anchors: shape.anchors,
             },
@@ -66,7 +66,7 @@ fn block(shape: Shape) -> Block {
     };
     // With seed 11, a probability of the drafter equals the target's to the last bit. The sign of
     // their difference is then rounding noise.
-    let block = Block::fresh(config, &embed, &head, 12, shape.kind);
+    let block = DSpark::fresh(config, &embed, &head, 12, shape.kind);
     for (_, parameter) in block.parameters() {
         let _ = parameter.set_requires_grad(true);
     }
@@ -79,7 +79,7 @@ fn noise(seed: u64, shape: [i64; 2]) -> Tensor {
 }
 
 /// Two sequences whose blocks cover every number of supervised slots.
-fn batch(block: &Block, shape: Shape) -> BlockBatch {
+fn batch(block: &DSpark, shape: Shape) -> BlockBatch {
     let length = 4 * shape.anchors as i64;
     let states = |seed: i64, width: i64| noise(seed as u64, [length, width]);
     let sample = |seed: i64| TrainSample {
@@ -94,7 +94,7 @@ fn batch(block: &Block, shape: Shape) -> BlockBatch {
     block.config().batch(&samples, 4.0, Device::Cpu, shape.kind).unwrap()
 }
 
-fn gradients(block: &Block) -> Vec<(String, Tensor)> {
+fn gradients(block: &DSpark) -> Vec<(String, Tensor)> {
     let taken = |(name, parameter): &(String, Tensor)| {
         let gradient = parameter.grad();
         let gradient =
@@ -106,7 +106,7 @@ fn gradients(block: &Block) -> Vec<(String, Tensor)> {
 }
 
 /// Compares gradients within `tolerance` by norm, and sums within 1e-5 in float32.
-fn check(shape: Shape, objective: BlockObjective, tolerance: f64) {
+fn check(shape: Shape, objective: DSparkObjective, tolerance: f64) {
     let block = block(shape);
     let batch = batch(&block, shape);
     let (loss, expected) = slow::objective(&block, &batch, &objective, LossDenominator(NORMALISER));
@@ -114,7 +114,7 @@ fn check(shape: Shape, objective: BlockObjective, tolerance: f64) {
     let slow = gradients(&block);
     let sums: Vec<f64> =
         Vec::try_from(block.accumulate(&batch, &objective, LossDenominator(NORMALISER), None)).unwrap();
-    let names = LossSum::all(GAMMA, &BLOCK_SUMS).map(LossSum::name).collect::<Vec<_>>();
+    let names = LossSum::all(GAMMA, &DSPARK_SUMS).map(LossSum::name).collect::<Vec<_>>();
     for (name, expected) in expected {
         let found = sums[names.iter().position(|n| n == name).unwrap()];
         let error = (found - expected).abs() / expected.abs();
@@ -142,14 +142,14 @@ fn check(shape: Shape, objective: BlockObjective, tolerance: f64) {
     }
 }
 
-const DSPARK: BlockObjective = BlockObjective {
+const DSPARK: DSparkObjective = DSparkObjective {
     loss: LossRecipe { ce_alpha: 0.1, l1_alpha: 0.9, ..LossRecipe::NONE },
     confidence_alpha: 1.0,
 };
 
 /// This loss together with the confidence head's.
-fn only(loss: LossRecipe) -> BlockObjective {
-    BlockObjective { loss, ..DSPARK }
+fn only(loss: LossRecipe) -> DSparkObjective {
+    DSparkObjective { loss, ..DSPARK }
 }
 
 const NOTHING: LossRecipe = LossRecipe::NONE;
@@ -181,7 +181,7 @@ fn every_loss_has_the_gradients_of_autograd() {
         only(LossRecipe { lk: lk(LkForm::Hybrid, 0.8, 3.0), ..NOTHING }),
         only(LossRecipe { ce_alpha: 1.0, until_first_error: true, ..NOTHING }),
         only(LossRecipe { ce_alpha: 1.0, dpace: Some(Dpace { smoothing: 0.5 }), ..NOTHING }),
-        BlockObjective {
+        DSparkObjective {
             loss: LossRecipe {
                 ce_alpha: 0.3,
                 l1_alpha: 0.2,
@@ -273,7 +273,7 @@ fn gradients_stay_finite_at_both_ends() {
     }
     let sums = block.accumulate(
         &batch,
-        &BlockObjective { loss: LossRecipe { kl_alpha: 1.0, lk, ..DSPARK.loss }, ..DSPARK },
+        &DSparkObjective { loss: LossRecipe { kl_alpha: 1.0, lk, ..DSPARK.loss }, ..DSPARK },
         LossDenominator(NORMALISER),
         None,
     );
@@ -302,7 +302,7 @@ fn the_divergence_of_bfloat16_logits_does_not_cancel() {
         ))
         .unwrap();
         let sum =
-            |name: &str| sums[LossSum::all(GAMMA, &BLOCK_SUMS).position(|sum| sum.name() == name).unwrap()];
+            |name: &str| sums[LossSum::all(GAMMA, &DSPARK_SUMS).position(|sum| sum.name() == name).unwrap()];
         sum("kl") / sum("weight")
     };
     let (exact, found) = (kl(Kind::Float), kl(Kind::BFloat16));

@@ -3,9 +3,9 @@
 
 use std::path::Path;
 
-use deepspec_core::{Slots, Tap};
+use deepspec_core::{SlotTarget, Tap};
 use deepspec_drafters::{
-    Block, BlockConfig, BlockProposer, BlockSettings, BlockSpec, DraftDecoder, Markov, MarkovKind,
+    BlockSpec, DSpark, DSparkConfig, DSparkProposer, DSparkSettings, DraftDecoder, Markov, MarkovKind,
     TrainSample, anchor_candidates, slot_weight, supervised_draft_count,
 };
 use deepspec_engine::{Context, DraftRequest, Proposer, Sampling, SamplingBatch};
@@ -20,22 +20,22 @@ const CPU: (Kind, Device) = (Kind::Float, Device::Cpu);
 
 /// A block drafter whose backbone has no effect, so only its Markov head decides: after token i it
 /// predicts `follower(i)`.
-fn bigrams(follower: impl Fn(i64) -> i64) -> Block {
+fn bigrams(follower: impl Fn(i64) -> i64) -> DSpark {
     let raw = json!({
         "model_type": "qwen3", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2,
         "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "vocab_size": VOCAB,
     });
     let target = ModelConfig::parse(Path::new("config.json"), raw.as_object().cloned().unwrap()).unwrap();
-    let config = BlockConfig {
+    let config = DSparkConfig {
         decoder: DraftDecoder {
             model: target.draft_decoder(&[None]).unwrap(),
             taps: Tap::from_layer_ids([0]).unwrap(),
             num_target_layers: 2,
         },
-        settings: BlockSettings {
+        settings: DSparkSettings {
             blocks: BlockSpec {
                 block_size: GAMMA,
-                slots: Slots::AnchorPredicts,
+                slots: SlotTarget::AnchorPredicts,
                 mask_token_id: MASK,
                 num_anchors: 4,
             },
@@ -44,7 +44,7 @@ fn bigrams(follower: impl Fn(i64) -> i64) -> Block {
         },
     };
     let silent = Tensor::zeros([VOCAB, 16], CPU);
-    let block = Block::fresh(config, &silent, &silent, 1, Kind::Float);
+    let block = DSpark::fresh(config, &silent, &silent, 1, Kind::Float);
     let table = Tensor::zeros([VOCAB, VOCAB], CPU); // [next, previous]
     for token in 0..VOCAB {
         let _ = table.get(follower(token)).get(token).fill_(20.0);
@@ -103,7 +103,7 @@ fn the_markov_head_reads_the_token_before_each_label() {
     assert_eq!(Vec::<i64>::try_from(best.reshape([-1])).unwrap(), labels);
 }
 
-fn draft(block: Block, anchor: i64) -> Vec<i64> {
+fn draft(block: DSpark, anchor: i64) -> Vec<i64> {
     let _guard = tch::no_grad_guard();
     let context = Context {
         captured_states: Tensor::ones([3, 16], CPU),
@@ -115,7 +115,7 @@ fn draft(block: Block, anchor: i64) -> Vec<i64> {
     let greedy = SamplingBatch::new(vec![Sampling::new(0.0, 0)], Device::Cpu);
     let uniforms = Tensor::zeros([1, GAMMA as i64], (Kind::Double, Device::Cpu));
     let anchors = Tensor::from_slice(&[anchor]);
-    let proposal = BlockProposer::new(block, 1).propose(&DraftRequest {
+    let proposal = DSparkProposer::new(block, 1).propose(&DraftRequest {
         context: &context,
         slots: &[0],
         anchors: &anchors,

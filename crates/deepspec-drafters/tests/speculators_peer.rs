@@ -12,7 +12,7 @@ use common::{assert_close, noise};
 use deepspec_checkpoint::{CheckpointFormat, Target, convert};
 use deepspec_core::recipe::LossNormalization;
 use deepspec_drafters::{
-    Block, Eagle3, Eagle3Batch, Eagle3Objective, Supervise, TrainSample, open_checkpoint,
+    DSpark, Eagle3, Eagle3Batch, Eagle3Objective, Supervise, TrainSample, open_checkpoint,
 };
 use deepspec_models::{ModelConfig, Weights, save};
 use deepspec_testkit::{golden, skip};
@@ -91,7 +91,7 @@ fn ours(dir: &Path, sample: TrainSample) -> Vec<(&'static str, Tensor)> {
         let batch = Eagle3Batch::new(&samples, &objective, 1, Device::Cpu, Kind::Float).unwrap();
         return vec![("logits", model.draft_logits(&model.step_states(&batch)[0]))];
     }
-    let block = Block::load(dir, Device::Cpu, Kind::Float).unwrap();
+    let block = DSpark::load(dir, Device::Cpu, Kind::Float).unwrap();
     let batch = block.config().batch(&samples, 1.0, Device::Cpu, Kind::Float).unwrap();
     let hidden = block.hidden_states(&batch);
     let heads = block.teacher_forced_features(&hidden, &batch.previous);

@@ -35,7 +35,8 @@ pub trait Target {
     fn kv_cache_bytes(&self, _tokens: usize) -> u64 {
         0
     }
-    /// Frees memory cached for later sequences; the engine calls it when memory has run out.
+    /// Frees KV-cache memory that no sequence uses. The engine calls this after an out-of-memory
+    /// error.
     fn free_cached_memory(&mut self) {}
     /// V, the number of logits.
     fn vocab_size(&self) -> usize;
@@ -181,7 +182,8 @@ pub trait Proposer {
     fn kv_cache_bytes(&self, _tokens: usize) -> u64 {
         0
     }
-    /// Frees memory cached for later sequences; the engine calls it when memory has run out.
+    /// Frees KV-cache memory that no sequence uses. The engine calls this after an out-of-memory
+    /// error.
     fn free_cached_memory(&mut self) {}
 }
 

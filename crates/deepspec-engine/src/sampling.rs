@@ -99,7 +99,7 @@ impl SamplingBatch {
         self.rows.len()
     }
 
-    /// Whether there are no sequences.
+    /// Whether the batch has no sequences.
     pub fn is_empty(&self) -> bool {
         self.rows.is_empty()
     }

@@ -68,7 +68,7 @@ impl Repo {
     }
 }
 
-/// `model owner/name`, with `@revision` if given.
+/// `model owner/name` or `dataset owner/name`, then `@revision` if given.
 impl fmt::Display for Repo {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} {}", self.kind, self.id)?;

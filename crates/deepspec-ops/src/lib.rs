@@ -38,7 +38,7 @@ pub use device::{
 };
 pub use error::DeviceError;
 pub use ffi::{
-    CudaEvent, CudaStream, DeviceMemory, Range, StreamGuard, UninitTensor, c10d, device_memory,
+    CpuTensorBuilder, CudaEvent, CudaStream, DeviceMemory, Range, StreamGuard, c10d, device_memory,
     die_with_parent, empty_pinned, init_runtime, range, reset_device_peak, send_signal, skip_exit_cleanup,
     take_gradient,
 };

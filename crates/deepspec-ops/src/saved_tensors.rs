@@ -8,9 +8,9 @@ use crate::gated_mlp::Activation;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SavedTensorSizes {
     /// Bytes that a norm saves per value, in addition to its output.
-    pub norm: usize,
+    pub norm_bytes_per_value: usize,
     /// Tensors `[N, I]` of an MLP: gate and up, and from libtorch's operators also the activation and the product.
-    pub mlp: usize,
+    pub mlp_tensors: usize,
 }
 
 impl SavedTensorSizes {
@@ -20,8 +20,8 @@ impl SavedTensorSizes {
     pub fn new(kind: Kind, device: Device, activation: Activation) -> Self {
         let has_kernels = cfg!(feature = "kernels") && (kind, device) == (Kind::Float, Device::Cpu);
         Self {
-            norm: if has_kernels { 4 } else { 8 },
-            mlp: if has_kernels && activation == Activation::Silu { 2 } else { 4 },
+            norm_bytes_per_value: if has_kernels { 4 } else { 8 },
+            mlp_tensors: if has_kernels && activation == Activation::Silu { 2 } else { 4 },
         }
     }
 

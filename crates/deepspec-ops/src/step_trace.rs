@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use tch::Device;
 
-use crate::ffi::Profile;
+use crate::ffi::ProfileRecording;
 
 /// Steps that are skipped before the recording. They allocate memory, choose kernels and wait for data.
 const WARM_UP_STEPS: usize = 3;
@@ -18,7 +18,7 @@ pub struct StepTrace {
     path: Option<PathBuf>,
     with_gpu: bool,
     begun: usize,
-    profile: Option<Profile>,
+    profile: Option<ProfileRecording>,
 }
 
 impl StepTrace {
@@ -52,7 +52,7 @@ impl StepTrace {
         let Some(path) = &self.path else { return };
         self.begun += 1;
         if self.begun == WARM_UP_STEPS + 1 {
-            match Profile::start(self.with_gpu) {
+            match ProfileRecording::start(self.with_gpu) {
                 Ok(profile) => self.profile = Some(profile),
                 Err(problem) => {
                     tracing::warn!("--torch-profile {}: nothing is recorded: {problem}", path.display());
@@ -125,7 +125,7 @@ mod tests {
         let mut dropped = StepTrace::new(&folder.path().join("dropped.json"), Device::Cpu).unwrap();
         (0..WARM_UP_STEPS + 2).for_each(|_| dropped.begin_step());
         drop(dropped);
-        assert!(Profile::start(false).is_ok(), "the dropped one still records");
+        assert!(ProfileRecording::start(false).is_ok(), "the dropped one still records");
         let nowhere = folder.path().join("nowhere/trace.json");
         assert!(StepTrace::new(&nowhere, Device::Cpu).is_err_and(|said| said.contains("nowhere")));
         assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1, "something was left");

@@ -37,7 +37,7 @@ pub fn load_temperatures(args: &EngineArgs, dir: Option<&PathBuf>, block: usize)
     let (Some(file), Some(dir)) = (&args.calibration, dir) else { return Ok(vec![]) };
     let (config, weights) = (config_digest(dir)?, weights_digest(dir)?);
     let read = Temperatures::read(file);
-    match read.and_then(|read| read.for_drafter(file, [&config, &weights], block)) {
+    match read.and_then(|read| read.into_temperatures_for(file, [&config, &weights], block)) {
         Ok(temperatures) => Ok(temperatures),
         Err(problem) => usage!("--calibration {problem}"),
     }

@@ -50,8 +50,8 @@ pub struct ChatTokenizer {
 }
 
 impl ChatTokenizer {
-    /// Reads `tokenizer.json`, `tokenizer_config.json` and the chat templates, in the order of
-    /// transformers; see [`TokenizerConfig::chat_template`].
+    /// Loads `tokenizer.json`, `tokenizer_config.json` and the chat templates of a model folder. If
+    /// `chat_template.jinja` exists, the templates in JSON files are not read (as in transformers).
     ///
     /// # Errors
     /// If a file is missing or malformed, or a template does not compile or does not terminate.

@@ -9,7 +9,7 @@ use anyhow::Context;
 use clap::ValueEnum;
 use deepspec_capture::cache::{
     Builder, Encoding, FinalStates, MANIFEST_FILE, Manifest, Plan, PlannedSample, Worker, merge,
-    remove_existing,
+    remove_cache,
 };
 use deepspec_capture::served::{ServedLimits, ServedTarget};
 use deepspec_capture::{
@@ -86,7 +86,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     check_rows(args, &report, &recipe, &dir)?;
     let plan = Plan::new(samples, layout, args.job.shard_bytes())?;
     if args.overwrite {
-        remove_existing(&dir)?;
+        remove_cache(&dir)?;
     }
     let published = dir.join(MANIFEST_FILE).exists();
     // Servers share the work among themselves.

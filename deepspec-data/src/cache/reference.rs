@@ -3,7 +3,7 @@
 use std::io::Write;
 use std::path::PathBuf;
 
-use deepspec_capture::cache::{Identity, Reader, ReferenceCache, export as export_cache, remove_existing};
+use deepspec_capture::cache::{Identity, Reader, ReferenceCache, export as export_cache, remove_cache};
 use deepspec_capture::{StatesError, mask_rules};
 use deepspec_core::cli::{self, Verbosity};
 use deepspec_core::progress::Progress;
@@ -66,7 +66,7 @@ pub fn import(args: &ImportArgs, verbosity: Verbosity) -> anyhow::Result<()> {
     let identity = identity(args, &reference, verbosity)?;
     let dir = &args.output_dir;
     if args.overwrite {
-        remove_existing(dir)?;
+        remove_cache(dir)?;
     }
     let mut progress = Progress::new(verbosity, "samples", reference.len() as u64, 0);
     let manifest =

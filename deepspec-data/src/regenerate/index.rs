@@ -70,7 +70,9 @@ pub fn select_rows<'a>(
 ) -> impl Iterator<Item = Result<Row, FileError>> + 'a {
     usable_rows(inputs, settings).flat_map(move |row| match row {
         Err(error) => vec![Err(error)],
-        Ok(row) => row.samples(settings.samples).into_iter().filter(|row| wanted(&row.id)).map(Ok).collect(),
+        Ok(row) => {
+            row.into_samples(settings.samples).into_iter().filter(|row| wanted(&row.id)).map(Ok).collect()
+        }
     })
 }
 

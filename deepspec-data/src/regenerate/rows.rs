@@ -68,14 +68,14 @@ impl Row {
         self
     }
 
-    /// The output ids of the samples of row `id`.
-    pub fn sample_ids(id: &str, samples: usize) -> Vec<String> {
-        if samples == 1 { vec![id.into()] } else { (0..samples).map(|k| format!("{id}#{k}")).collect() }
+    /// Ids of the output rows for `count` answers to row `id`.
+    pub fn sample_ids(id: &str, count: usize) -> Vec<String> {
+        if count == 1 { vec![id.into()] } else { (0..count).map(|k| format!("{id}#{k}")).collect() }
     }
 
-    /// The row as `samples` rows with their own ids.
-    pub fn samples(self, samples: usize) -> Vec<Self> {
-        if samples == 1 {
+    /// Copies the row `count` times, once per answer to generate. Each copy gets an id from [`Self::sample_ids`].
+    pub fn into_samples(self, count: usize) -> Vec<Self> {
+        if count == 1 {
             return vec![self];
         }
         let sample = |(k, id): (usize, String)| {
@@ -86,10 +86,11 @@ impl Row {
             row.id = id;
             row
         };
-        Self::sample_ids(&self.id, samples).into_iter().enumerate().map(sample).collect()
+        Self::sample_ids(&self.id, count).into_iter().enumerate().map(sample).collect()
     }
 
-    /// Requests all answers of the row in order, each with the conversation so far.
+    /// Requests the row's answers in order, each with the conversation so far. Stops after an answer
+    /// with tool calls, because tools are not executed.
     pub async fn generate_answers(
         &self,
         backend: &Backend,
@@ -327,10 +328,10 @@ mod tests {
     fn samples_have_ids_of_their_own() {
         let row = parse(json!({"id": 3, "conversations": [{"role": "user", "content": "q"}]})).unwrap();
         let ids = |samples| -> Vec<Value> {
-            row.clone().samples(samples).iter().map(|row| row.fields["id"].clone()).collect()
+            row.clone().into_samples(samples).iter().map(|row| row.fields["id"].clone()).collect()
         };
         assert_eq!((ids(1), ids(2)), (vec![json!(3)], vec![json!("3#0"), json!("3#1")]));
-        let second = &row.clone().samples(2)[1];
+        let second = &row.clone().into_samples(2)[1];
         assert_eq!((&second.fields["prompt_id"], &second.fields["sample"]), (&json!(3), &json!(1)));
         assert_eq!(second.prompt(), row.prompt());
     }

@@ -101,8 +101,8 @@ pub struct RowFilter<'a> {
     pub examples: Vec<Vec<Example>>,
 }
 
-/// The result of checking one row alone.
-pub struct CheckedRow {
+/// Result of [`RowMatcher::hash_and_match`].
+pub struct MatchedRow {
     line: usize,
     verdict: Result<ValidRow, Problem>,
 }
@@ -117,26 +117,26 @@ struct ValidRow {
     dropped: Vec<String>,
 }
 
-/// Checks of single rows.
+/// Hashes rows and compares them with the evaluation suites, one row at a time.
 #[derive(Clone, Copy)]
-pub struct RowChecker<'a> {
+pub struct RowMatcher<'a> {
     /// Suites whose prompts are excluded.
     pub suites: &'a Suites,
     /// Whether repeated prompts are dropped.
     pub dedup: bool,
 }
 
-impl RowChecker<'_> {
-    /// Checks one row.
-    pub fn check(
+impl RowMatcher<'_> {
+    /// Hashes a row's prompt for deduplication and finds the evaluation prompt that it repeats. [`RowFilter`] decides.
+    pub fn hash_and_match(
         &self,
         line: usize,
         row: &mut Result<Conversation, Problem>,
         scratch: &mut Vec<u8>,
-    ) -> CheckedRow {
+    ) -> MatchedRow {
         let row = match row {
             Ok(row) => row,
-            Err(problem) => return CheckedRow { line, verdict: Err(problem.clone()) },
+            Err(problem) => return MatchedRow { line, verdict: Err(problem.clone()) },
         };
         let prompt = if self.dedup {
             row.write_prompt_key(scratch);
@@ -148,7 +148,7 @@ impl RowChecker<'_> {
         let asked = dedup::hash(scratch);
         let hit = self.suites.find(row, scratch);
         let dropped = std::mem::take(&mut row.dropped);
-        CheckedRow {
+        MatchedRow {
             line,
             verdict: Ok(ValidRow { id: row.id.own().map(str::to_owned), prompt, asked, hit, dropped }),
         }
@@ -157,20 +157,20 @@ impl RowChecker<'_> {
 
 impl<'a> RowFilter<'a> {
     /// A filter that has not seen any row.
-    pub fn new(checker: &RowChecker<'_>, recorder: &'a mut Recorder) -> Self {
-        let examples = checker.suites.suites().iter().map(|_| vec![]).collect();
-        Self { prompts: checker.dedup.then(HashSet64::new), recorder, examples }
+    pub fn new(matcher: &RowMatcher<'_>, recorder: &'a mut Recorder) -> Self {
+        let examples = matcher.suites.suites().iter().map(|_| vec![]).collect();
+        Self { prompts: matcher.dedup.then(HashSet64::new), recorder, examples }
     }
 
     /// Decides about the next row of a source. Returns whether the row is usable and unchanged.
     pub fn decide(
         &mut self,
         file: &Arc<Path>,
-        row: CheckedRow,
+        row: MatchedRow,
         ids: &mut IdRenamer,
         found: &mut SourceFindings,
     ) -> Result<bool, FileError> {
-        let CheckedRow { line, verdict } = row;
+        let MatchedRow { line, verdict } = row;
         let index = found.usable.len();
         let asked = verdict.as_ref().map_or(0, |good| good.asked);
         let (usable, as_read) = match verdict {

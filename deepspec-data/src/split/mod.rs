@@ -37,7 +37,7 @@ use crate::rejected_rows::{self, Recorder};
 use assign::{Quota, Share};
 use contamination::Suites;
 use deepspec_datasets::rows::{Format, Table};
-use filter::{Example, RowChecker, RowFilter, SourceFindings};
+use filter::{Example, RowFilter, RowMatcher, SourceFindings};
 use input::Input;
 use output::Outputs;
 use overlap::Overlap;
@@ -109,14 +109,14 @@ fn split(
     // A quota that is impossible with all rows is impossible with fewer.
     let hoped_for = quotas(args, inputs, &rows)?;
     let hoped: Vec<(usize, Quota)> = rows.into_iter().zip(hoped_for.iter().copied()).collect();
-    let checker = RowChecker { suites, dedup: args.dedup };
+    let matcher = RowMatcher { suites, dedup: args.dedup };
 
     let mut recorder = Recorder::new(&args.train_output);
-    let mut row_filter = RowFilter::new(&checker, &mut recorder);
+    let mut row_filter = RowFilter::new(&matcher, &mut recorder);
     let mut progress = Progress::new(verbosity, "reading", total, 0);
     let optimistic =
         FirstPass { outputs, seed: args.seed, quotas: &hoped, allows_overlap: args.allow_overlap };
-    let (found, written) = passes::first_pass(inputs, &optimistic, checker, &mut row_filter, &mut progress)?;
+    let (found, written) = passes::first_pass(inputs, &optimistic, matcher, &mut row_filter, &mut progress)?;
     progress.finish();
     let examples = row_filter.examples;
     recorder.finish()?;

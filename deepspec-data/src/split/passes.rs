@@ -13,7 +13,7 @@ use deepspec_core::progress::Progress;
 
 use super::assign::{Quota, Side, SplitAssigner};
 use super::conversation::OutputId;
-use super::filter::{CheckedRow, IdRenamer, RowChecker, RowFilter, SourceFindings};
+use super::filter::{IdRenamer, MatchedRow, RowFilter, RowMatcher, SourceFindings};
 use super::input::Input;
 use super::output::{Lines, Outputs, Writer};
 use super::overlap::Overlap;
@@ -47,7 +47,7 @@ pub struct FirstPass<'a> {
 pub fn first_pass(
     inputs: &[Input],
     optimistic: &FirstPass<'_>,
-    checker: RowChecker<'_>,
+    matcher: RowMatcher<'_>,
     row_filter: &mut RowFilter<'_>,
     progress: &mut Progress,
 ) -> anyhow::Result<(Vec<SourceFindings>, bool)> {
@@ -55,8 +55,8 @@ pub fn first_pass(
     let written = optimistic.outputs.write(|writer| {
         for (input, (rows, quota)) in inputs.iter().zip(optimistic.quotas) {
             let assigner = SplitAssigner::new(optimistic.seed, input.name.as_deref(), *rows, *quota);
-            let mut found = SourceFindings::new(checker.suites.suites().len());
-            first_pass_of_input(input, assigner, checker, &lost, |file, checked, lines, ids| {
+            let mut found = SourceFindings::new(matcher.suites.suites().len());
+            first_pass_of_input(input, assigner, matcher, &lost, |file, checked, lines, ids| {
                 progress.add(checked.len() as u64, String::new);
                 for row in checked {
                     if !row_filter.decide(&file, row, ids, &mut found)? {
@@ -88,9 +88,9 @@ pub fn first_pass(
 fn first_pass_of_input(
     input: &Input,
     mut assigner: SplitAssigner,
-    checker: RowChecker<'_>,
+    matcher: RowMatcher<'_>,
     lost: &AtomicBool,
-    mut deliver: impl FnMut(Arc<Path>, Vec<CheckedRow>, Lines, &mut IdRenamer) -> anyhow::Result<()> + Send,
+    mut deliver: impl FnMut(Arc<Path>, Vec<MatchedRow>, Lines, &mut IdRenamer) -> anyhow::Result<()> + Send,
 ) -> anyhow::Result<()> {
     let (mut units, mut ids, mut next) = (input.source.units(), IdRenamer::default(), 0);
     let read = || {
@@ -108,7 +108,7 @@ fn first_pass_of_input(
             &input.roles,
             |_| true,
             |place, mut row| {
-                checked.push(checker.check(place.line, &mut row, &mut scratch));
+                checked.push(matcher.hash_and_match(place.line, &mut row, &mut scratch));
                 match row {
                     Ok(row) if !lost.load(Ordering::Relaxed) => {
                         let name = OutputId {

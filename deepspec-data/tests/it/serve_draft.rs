@@ -3,8 +3,8 @@
 use std::fs;
 use std::path::Path;
 
-use deepspec_core::{Slots, Tap};
-use deepspec_drafters::{Block, BlockConfig, BlockSettings, BlockSpec, DraftDecoder, Markov, MarkovKind};
+use deepspec_core::{SlotTarget, Tap};
+use deepspec_drafters::{BlockSpec, DSpark, DSparkConfig, DSparkSettings, DraftDecoder, Markov, MarkovKind};
 use deepspec_models::{ModelConfig, load_embed_and_head, save};
 use deepspec_testkit::noise;
 use serde_json::{Value, json};
@@ -16,16 +16,16 @@ use crate::process::{Server, text, tiny};
 /// An untrained block drafter with the target's embeddings: it is nearly always wrong.
 fn untrained(dir: &Path) {
     let target = ModelConfig::load(tiny().as_ref()).unwrap();
-    let config = BlockConfig {
+    let config = DSparkConfig {
         decoder: DraftDecoder {
             model: target.draft_decoder(&[None; 1]).unwrap(),
             taps: Tap::from_layer_ids([-1, 2, 5]).unwrap(),
             num_target_layers: target.layers.len(),
         },
-        settings: BlockSettings {
+        settings: DSparkSettings {
             blocks: BlockSpec {
                 block_size: 4,
-                slots: Slots::AnchorPredicts,
+                slots: SlotTarget::AnchorPredicts,
                 mask_token_id: target.vocab_size - 1,
                 num_anchors: 16,
             },
@@ -35,7 +35,7 @@ fn untrained(dir: &Path) {
     };
     let (embed, head) = load_embed_and_head(tiny().as_ref(), &target, Device::Cpu, Kind::Float).unwrap();
     let json = serde_json::to_string(&config.to_json()).unwrap();
-    let block = Block::fresh(config, &embed, &head, 1, Kind::Float);
+    let block = DSpark::fresh(config, &embed, &head, 1, Kind::Float);
     save(&dir.join("model.safetensors"), &block.checkpoint(), Kind::BFloat16).unwrap();
     fs::write(dir.join("config.json"), json).unwrap();
 }

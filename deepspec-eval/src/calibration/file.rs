@@ -148,14 +148,14 @@ impl Calibration {
             usage!("{} does not exist; `deepspec-eval calibrate` writes it", file.display());
         }
         let read: Self = versioned::read(file, (FORMAT_NAME, FORMAT_VERSION), "not a calibration")?;
-        match read.find_problem() {
+        match read.describe_invalid_value() {
             Some(problem) => usage!("{}: {problem}; run `deepspec-eval calibrate` again", file.display()),
             None => Ok(read),
         }
     }
 
     /// Looks for invalid values in a file of the right layout, and describes the first one.
-    fn find_problem(&self) -> Option<String> {
+    fn describe_invalid_value(&self) -> Option<String> {
         let (found, block) = (self.temperatures.len(), self.drafter.block_size);
         if found > block {
             return Some(format!("`temperatures` has {found} values, blocks of the drafter {block} tokens"));
@@ -172,7 +172,7 @@ impl Calibration {
     ///
     /// # Errors
     /// A usage error if they were fitted for another drafter.
-    pub fn for_drafter(self, file: &Path, dir: &Path) -> anyhow::Result<Vec<f64>> {
+    pub fn into_temperatures_for(self, file: &Path, dir: &Path) -> anyhow::Result<Vec<f64>> {
         let theirs = [&self.drafter.config_digest, &self.drafter.weights_digest];
         let ours = [&config_digest(dir)?, &weights_digest(dir)?];
         for ((what, theirs), ours) in ["config", "weights"].into_iter().zip(theirs).zip(ours) {
@@ -237,7 +237,7 @@ mod tests {
                         read.temperatures.iter().all(usable)
                             && read.temperatures.len() <= read.drafter.block_size
                     );
-                    let told = read.for_drafter(&file, dir.path()).unwrap_err();
+                    let told = read.into_temperatures_for(&file, dir.path()).unwrap_err();
                     assert!(one_line(&told).contains(dir.path().to_str().unwrap()), "{told}");
                 }
                 Err(error) => {

@@ -75,7 +75,7 @@ fn as_json(checkpoint: &Checkpoint) -> Value {
         "algorithm": drafter.kind.name(),
         "family": drafter.family,
         "design": drafter.kind.to_json(),
-        "drafted_tokens": drafter.kind.drafted(),
+        "drafted_tokens": drafter.kind.draft_len(),
         "layers": drafter.layers,
         "hidden_size": drafter.hidden_size,
         "vocab_size": drafter.vocab_size,

@@ -241,7 +241,7 @@ impl Args {
                 Ok(_) if expert_parallel != 1.0 => {
                     usage!("--expert-parallel: {name} says it itself, as `expert_parallel`")
                 }
-                Ok(target) => match Target::invalid_value(&target) {
+                Ok(target) => match Target::describe_invalid_value(&target) {
                     Some(problem) => usage!("{name}: {problem}"),
                     None => Ok((target, true)),
                 },

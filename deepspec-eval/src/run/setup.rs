@@ -116,7 +116,7 @@ fn resolve_settings(
     let open = |dir: &Path| Weights::open(dir, "a model", place.device, place.kind);
     let values = folders.map(|dir| Ok(open(dir)?.value_count())).sum::<Result<usize, ModelError>>()?;
     let calibration = match (&args.calibration, draft_dir) {
-        (Some(file), Some(draft)) => Some(Calibration::read(file)?.for_drafter(file, draft)?),
+        (Some(file), Some(draft)) => Some(Calibration::read(file)?.into_temperatures_for(file, draft)?),
         _ => None,
     };
     Ok(Settings {

@@ -168,7 +168,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
         Some(file) => {
             let read = Temperatures::read(file);
             let identity = [&drafter.config_digest[..], &drafter.weights_digest];
-            match read.and_then(|read| read.for_drafter(file, identity, drafter.block_size)) {
+            match read.and_then(|read| read.into_temperatures_for(file, identity, drafter.block_size)) {
                 Ok(temperatures) => Some(temperatures),
                 Err(problem) => usage!("--calibration {problem}"),
             }

@@ -103,7 +103,7 @@ impl MetricsInterval {
 
 /// Statistics of the intervals whose number of running requests is in one range.
 #[derive(Debug, Clone, Serialize)]
-struct OccupancyGroup {
+struct RunningRequestsGroup {
     /// Minimum and maximum number of running requests.
     running: [u64; 2],
     intervals: usize,
@@ -119,7 +119,7 @@ struct WatchReport<'a> {
     format_version: u64,
     tool_version: &'static str,
     url: &'a str,
-    occupancy: Vec<OccupancyGroup>,
+    occupancy: Vec<RunningRequestsGroup>,
     intervals: Vec<MetricsInterval>,
 }
 
@@ -225,7 +225,7 @@ fn interval_line(of: &MetricsInterval) -> String {
 }
 
 /// Groups intervals by the power of two of their running requests.
-fn group_by_running(intervals: &[MetricsInterval]) -> Vec<OccupancyGroup> {
+fn group_by_running(intervals: &[MetricsInterval]) -> Vec<RunningRequestsGroup> {
     let mut groups = BTreeMap::<u32, Vec<&MetricsInterval>>::new();
     for interval in intervals {
         let running = interval.running.max(0.0).round() as u64;
@@ -235,7 +235,7 @@ fn group_by_running(intervals: &[MetricsInterval]) -> Vec<OccupancyGroup> {
         let spread = |value: fn(&MetricsInterval) -> Option<f64>| {
             Percentiles::from_values(of.iter().filter_map(|interval| value(interval)).collect())
         };
-        OccupancyGroup {
+        RunningRequestsGroup {
             running: if group == 0 { [0, 0] } else { [1 << (group - 1), (1 << group) - 1] },
             intervals: of.len(),
             accepted_length: spread(|interval| interval.accepted_length),
@@ -250,13 +250,13 @@ fn group_by_running(intervals: &[MetricsInterval]) -> Vec<OccupancyGroup> {
 const COLUMNS: [&str; 6] =
     ["running", "looks", "τ mean/p50/p95", "wasted mean/p50/p95", "tokens/s mean/p50/p95", "waiting p95"];
 
-fn table_rows(occupancy: &[OccupancyGroup]) -> Vec<Vec<String>> {
+fn table_rows(occupancy: &[RunningRequestsGroup]) -> Vec<Vec<String>> {
     let shown = |spread: Option<Percentiles>, digits: usize| {
         spread.map_or("–".into(), |s| {
             [s.mean, s.p50, s.p95].map(|value| format!("{value:.digits$}")).join(" / ")
         })
     };
-    let row = |of: &OccupancyGroup| {
+    let row = |of: &RunningRequestsGroup| {
         let [from, to] = of.running;
         vec![
             if from == to { from.to_string() } else { format!("{from}–{to}") },
@@ -270,11 +270,11 @@ fn table_rows(occupancy: &[OccupancyGroup]) -> Vec<Vec<String>> {
     occupancy.iter().map(row).collect()
 }
 
-/// Accessor of a statistic of an [`OccupancyGroup`].
-type OccupancyStatistic = fn(&OccupancyGroup) -> Option<Percentiles>;
+/// Reads one statistic of a [`RunningRequestsGroup`]; None if no interval has it.
+type GroupStatistic = fn(&RunningRequestsGroup) -> Option<Percentiles>;
 
 fn watch_document(watched: &WatchReport) -> anyhow::Result<Document> {
-    let plots: [(_, _, _, OccupancyStatistic); 3] = [
+    let plots: [(_, _, _, GroupStatistic); 3] = [
         ("accepted-length", "Accepted length by running requests", "tokens per block", |of| {
             of.accepted_length
         }),
@@ -294,12 +294,12 @@ fn watch_document(watched: &WatchReport) -> anyhow::Result<Document> {
 fn plot_statistic(
     title: &'static str,
     label: &'static str,
-    occupancy: &[OccupancyGroup],
-    of: OccupancyStatistic,
+    occupancy: &[RunningRequestsGroup],
+    of: GroupStatistic,
 ) -> anyhow::Result<Plot> {
     let looks = [BLUE, GREEN, VERMILION].map(|colour| SeriesStyle(colour, Marker::Disc));
     let keys = [("mean", looks[0]), ("p50", looks[1]), ("p95", looks[2])];
-    let point = |occupancy: &OccupancyGroup| Some((occupancy.running[0] as f64, of(occupancy)?));
+    let point = |occupancy: &RunningRequestsGroup| Some((occupancy.running[0] as f64, of(occupancy)?));
     let points: Vec<(f64, Percentiles)> = occupancy.iter().filter_map(point).collect();
     let most = points.iter().map(|(running, _)| *running).fold(1.0, f64::max);
     let highest = points.iter().flat_map(|(_, s)| [s.mean, s.p95]).fold(0.01, f64::max) * 1.05;

@@ -11,9 +11,9 @@ use std::process::{Command, Output};
 
 use arrow_array::cast::AsArray;
 use arrow_array::types::{Float32Type, Int32Type};
-use deepspec_core::{Slots, Tap};
+use deepspec_core::{SlotTarget, Tap};
 use deepspec_drafters::{
-    Block, BlockConfig, BlockSettings, BlockSpec, Confidence, DraftDecoder, Eagle3, Eagle3Config,
+    BlockSpec, Confidence, DSpark, DSparkConfig, DSparkSettings, DraftDecoder, Eagle3, Eagle3Config,
     Eagle3Settings, Markov, MarkovKind,
 };
 use deepspec_models::{ModelConfig, TargetModel, TargetOptions, load_embed_and_head, save};
@@ -99,18 +99,18 @@ pub fn target(slots: usize, taps: &[Tap]) -> TargetModel {
 }
 
 /// A DSpark drafter for the tiny target.
-pub fn drafter_config() -> BlockConfig {
+pub fn drafter_config() -> DSparkConfig {
     let target = ModelConfig::load(&target_dir()).unwrap();
-    BlockConfig {
+    DSparkConfig {
         decoder: DraftDecoder {
             model: target.draft_decoder(&[None; 1]).unwrap(),
             taps: Tap::from_layer_ids([-1, 2, 5]).unwrap(),
             num_target_layers: target.layers.len(),
         },
-        settings: BlockSettings {
+        settings: DSparkSettings {
             blocks: BlockSpec {
                 block_size: 5,
-                slots: Slots::AnchorPredicts,
+                slots: SlotTarget::AnchorPredicts,
                 mask_token_id: target.vocab_size - 1,
                 num_anchors: 16,
             },
@@ -121,12 +121,12 @@ pub fn drafter_config() -> BlockConfig {
 }
 
 /// Writes a checkpoint with fresh weights that `edit` changes.
-pub fn write_drafter(dir: &Path, config: BlockConfig, edit: impl Fn(&str, Tensor) -> Tensor) {
+pub fn write_drafter(dir: &Path, config: DSparkConfig, edit: impl Fn(&str, Tensor) -> Tensor) {
     fs::create_dir_all(dir).unwrap();
     let shape = [config.decoder.model.vocab_size, config.decoder.model.hidden_size];
     let config_json = serde_json::to_string(&config.to_json()).unwrap();
     let small = Tensor::from_slice(&noise(1, (shape[0] * shape[1]) as usize)).view(shape) * 0.02;
-    let block = Block::fresh(config, &small, &small, 1, Kind::Float);
+    let block = DSpark::fresh(config, &small, &small, 1, Kind::Float);
     let tensors: Vec<(String, Tensor)> =
         block.checkpoint().into_iter().map(|(name, tensor)| (name.clone(), edit(&name, tensor))).collect();
     save(&dir.join("model.safetensors"), &tensors, Kind::BFloat16).unwrap();

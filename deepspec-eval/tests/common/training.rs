@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use deepspec_core::Tap;
 use deepspec_datasets::suites::{RequestTemplate, SuiteDir};
-use deepspec_drafters::{BlockProposer, DrafterPlan, LossDenominator, TrainSample, TrainableDrafter};
+use deepspec_drafters::{DSparkProposer, DrafterPlan, LossDenominator, TrainSample, TrainableDrafter};
 use deepspec_engine::{DraftSampling, Engine, EngineOptions, ModelInput, ModelOutput, Sampling, Target};
 use deepspec_models::{ModelConfig, TargetModel, TargetOptions, load_embed_and_head, stop_ids};
 use deepspec_text::ChatTokenizer;
@@ -61,7 +61,7 @@ impl Lessons {
             draft_sampling: DraftSampling::default(),
             counts_overrun: false,
         };
-        let mut engine: Engine<TargetModel, BlockProposer> =
+        let mut engine: Engine<TargetModel, DSparkProposer> =
             Engine::new(self.model(SLOTS, &[]), None, options);
         let suites = repository("eval_datasets");
         let folder = SuiteDir::open(&suites).unwrap();

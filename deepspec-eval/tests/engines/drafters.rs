@@ -4,9 +4,9 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use deepspec_core::recipe::LossNormalization;
-use deepspec_core::{Slots, Tap};
+use deepspec_core::{SlotTarget, Tap};
 use deepspec_drafters::{
-    BlockConfig, BlockObjective, BlockPlan, BlockSettings, BlockSpec, DraftDecoder, DrafterPlan,
+    BlockSpec, DSparkConfig, DSparkObjective, DSparkPlan, DSparkSettings, DraftDecoder, DrafterPlan,
     Eagle3Config, Eagle3Objective, Eagle3Plan, Eagle3Settings, LossRecipe, Markov, MarkovKind, Supervise,
 };
 use deepspec_models::{ModelConfig, save};
@@ -109,13 +109,13 @@ impl RealModel {
 
     /// A briefly trained block drafter with a Markov head of this rank.
     pub fn block(&self, markov: Option<i64>) -> TempDir {
-        block(&self.folder, REAL_TAPS, UNUSED, Slots::AnchorPredicts, markov, 200)
+        block(&self.folder, REAL_TAPS, UNUSED, SlotTarget::AnchorPredicts, markov, 200)
     }
 }
 
 /// A DFlash for the tiny target with fill-in slots, as z-lab's have.
 pub fn filling_in() -> TempDir {
-    block(&target_dir(), [0, 2, 4], 1023, Slots::FillIn, None, 300)
+    block(&target_dir(), [0, 2, 4], 1023, SlotTarget::FillIn, None, 300)
 }
 
 /// A block drafter trained on this target's answers for `steps` steps.
@@ -123,26 +123,26 @@ fn block(
     target: &Path,
     taps: [i64; 3],
     mask_token_id: i64,
-    slots: Slots,
+    slots: SlotTarget,
     markov: Option<i64>,
     steps: usize,
 ) -> TempDir {
     let model = ModelConfig::load(target).unwrap();
     let taps = Tap::from_layer_ids(taps).unwrap();
-    let config = BlockConfig {
+    let config = DSparkConfig {
         decoder: DraftDecoder {
             model: model.anchored_decoder(&[None, None]).unwrap(),
             taps: taps.clone(),
             num_target_layers: model.layers.len(),
         },
-        settings: BlockSettings {
+        settings: DSparkSettings {
             blocks: BlockSpec { block_size: 5, slots, mask_token_id, num_anchors: 8 },
             markov: markov.map(|rank| Markov { kind: MarkovKind::Vanilla, rank }),
             confidence: None,
         },
     };
     let loss = LossRecipe { ce_alpha: 1.0, decay_gamma: 4.0, ..LossRecipe::NONE };
-    let plan = BlockPlan::new(config, BlockObjective { loss, confidence_alpha: 0.0 });
+    let plan = DSparkPlan::new(config, DSparkObjective { loss, confidence_alpha: 0.0 });
     taught(&plan, target, &taps, steps)
 }
 

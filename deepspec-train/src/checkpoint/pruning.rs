@@ -44,7 +44,7 @@ impl Checkpoints {
         if self.read_best()?.is_some_and(|best| best.tau >= tau) {
             return Ok(false);
         }
-        if !self.is_checkpoint(step) {
+        if !self.has_checkpoint(step) {
             bail!("{}: there is no checkpoint of step {step} to be marked", self.dir.display());
         }
         // The record is written first: if a kill follows, `recover_best` restores the link from it.
@@ -60,7 +60,7 @@ impl Checkpoints {
     /// Fails if best.json cannot be read, or on any I/O failure.
     pub fn recover_best(&self, latest: &TrainState) -> anyhow::Result<()> {
         if let Some(BestCheckpoint { step, .. }) = self.read_best()?
-            && self.is_checkpoint(step)
+            && self.has_checkpoint(step)
             && fs::read_link(self.dir.join(BEST_LINK)).ok() != Some(format!("step_{step}").into())
         {
             self.set_link(BEST_LINK, step)?;
@@ -76,7 +76,7 @@ impl Checkpoints {
     pub(super) fn prune(&self, keep: Option<usize>) -> anyhow::Result<()> {
         let Some(keep) = keep else { return Ok(()) };
         let mut steps = self.saved_steps()?;
-        steps.retain(|&step| self.is_checkpoint(step));
+        steps.retain(|&step| self.has_checkpoint(step));
         steps.reverse();
         let linked = [LATEST_LINK, BEST_LINK].map(|name| fs::read_link(self.dir.join(name)).ok());
         for step in steps.into_iter().skip(keep) {
@@ -113,7 +113,7 @@ impl Checkpoints {
         Ok(dir.map_err(FileError::at("syncing", &self.dir))?)
     }
 
-    fn is_checkpoint(&self, step: usize) -> bool {
+    fn has_checkpoint(&self, step: usize) -> bool {
         self.dir.join(format!("step_{step}")).join(TRAIN_STATE_FILE).is_file()
     }
 }

@@ -50,7 +50,7 @@ pub use inspect::{Inspection, TensorSummary, inspect};
 pub use layout::{Encoding, Layout, loss_mask};
 pub use manifest::{MANIFEST_FILE, Manifest};
 pub use merge::merge;
-pub use parts::{Worker, remove_existing};
+pub use parts::{Worker, remove_cache};
 pub use plan::{Plan, PlannedShard};
 pub use reader::map::{MappedFile, page_bytes};
 pub use reader::{MAX_MAPPED_BYTES, Reader, Sample};

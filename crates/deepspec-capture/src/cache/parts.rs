@@ -123,7 +123,7 @@ pub(crate) fn worker_dirs(dir: &Path) -> Result<Vec<PathBuf>, CacheError> {
 ///
 /// # Errors
 /// Fails on I/O failures, and if another process is building there.
-pub fn remove_existing(dir: &Path) -> Result<(), CacheError> {
+pub fn remove_cache(dir: &Path) -> Result<(), CacheError> {
     let _locks: Vec<File> =
         worker_dirs(dir)?.iter().map(|part| lock_worker_dir(part)).collect::<Result<_, _>>()?;
     remove_if_present(&manifest::manifest_path(dir))?;

@@ -125,6 +125,9 @@ pub fn flat_config(drafter: &Drafter) -> Map<String, Value> {
     map
 }
 
+/// Id of the embedding's output in layouts whose id i is the output of layer i.
+pub const EMBEDDING_LAYER_ID: i64 = -1;
+
 /// Reads the captured layers at `key`, a strictly increasing list of ids. The id `embedding` stands
 /// for the embedding's output.
 ///

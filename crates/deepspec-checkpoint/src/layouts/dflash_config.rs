@@ -2,10 +2,10 @@
 //! embedding and LM head. SpecForge and ModelOpt store DSpark in it, each in its own way. z-lab's
 //! DFlash 2 keeps all its keys in `dflash_config`.
 
-use deepspec_core::{Slots, Tap};
+use deepspec_core::{SlotTarget, Tap};
 use serde_json::{Map, Value, json};
 
-use super::common::{Decoder, read_layer_ids};
+use super::common::{Decoder, EMBEDDING_LAYER_ID, read_layer_ids};
 use crate::drafter::{Drafter, Incompatibility, Settings};
 use crate::fields::Fields;
 use crate::kind::DflashConfigKeys;
@@ -88,11 +88,11 @@ pub struct DflashConfig<'a> {
     /// The draft layers. The incompatibilities include settings that other formats cannot express.
     pub decoder: Decoder,
     /// Which token a block position predicts, if a key states it.
-    pub slots: Option<Slots>,
+    pub slots: Option<SlotTarget>,
 }
 
 impl<'a> DflashConfig<'a> {
-    /// Reads the config; `own` are the top-level keys of the kind.
+    /// Reads the config. `own` lists the top-level keys of the drafter kind.
     ///
     /// # Errors
     /// Fails if a key is missing or wrong.
@@ -100,8 +100,8 @@ impl<'a> DflashConfig<'a> {
         let inner = fields.required_object(INNER_KEY)?;
         let mut decoder = Decoder::read(fields, &[&TOP_LEVEL_KEYS, own].concat(), families)?;
         decoder.incompatibilities.extend(attention_incompatibilities(fields.map));
-        decoder.incompatibilities.extend(unknown_keys(inner.map));
-        decoder.incompatibilities.extend(find_scales(fields, &inner));
+        decoder.incompatibilities.extend(unknown_key_incompatibilities(inner.map));
+        decoder.incompatibilities.extend(scale_incompatibilities(fields, &inner));
         let slots = read_slots(fields, &inner)?;
         Ok(Self { inner, decoder, slots })
     }
@@ -111,13 +111,13 @@ impl<'a> DflashConfig<'a> {
     /// # Errors
     /// Fails if the captured layer ids are missing or wrong.
     pub fn drafter(self, fields: &Fields, class: &str, kind: Settings) -> Result<Drafter, CheckpointError> {
-        let taps = read_layer_ids(&self.inner, "target_layer_ids", -1)?;
+        let taps = read_layer_ids(&self.inner, "target_layer_ids", EMBEDDING_LAYER_ID)?;
         self.decoder.drafter(fields, class, taps, kind)
     }
 }
 
-/// Lists the scales that change the computation.
-fn find_scales(fields: &Fields, inner: &Fields) -> Vec<Incompatibility> {
+/// Lists the scale factors that are not neutral. Other layouts cannot store them.
+fn scale_incompatibilities(fields: &Fields, inner: &Fields) -> Vec<Incompatibility> {
     let scaled = |&(key, plain): &(&str, f64)| {
         let said = inner.map.get(key).or(fields.map.get(key)).and_then(Value::as_f64);
         let reason = "a scale that the other layouts cannot say".into();
@@ -129,7 +129,7 @@ fn find_scales(fields: &Fields, inner: &Fields) -> Vec<Incompatibility> {
 
 /// Reads which token a block position predicts, from ModelOpt's key or the key of newer engines;
 /// None if neither is present.
-fn read_slots(fields: &Fields, inner: &Fields) -> Result<Option<Slots>, CheckpointError> {
+fn read_slots(fields: &Fields, inner: &Fields) -> Result<Option<SlotTarget>, CheckpointError> {
     let flag = "sample_from_anchor";
     let said = [inner.flag("shift_label")?, inner.flag(flag)?, fields.flag(flag)?];
     let mut said = said.into_iter().flatten();
@@ -138,7 +138,7 @@ fn read_slots(fields: &Fields, inner: &Fields) -> Result<Option<Slots>, Checkpoi
         let problem = "it contradicts the same key, or shift_label, in dflash_config";
         return Err(fields.error(flag, problem));
     }
-    Ok(Some(if from_anchor { Slots::AnchorPredicts } else { Slots::FillIn }))
+    Ok(Some(if from_anchor { SlotTarget::AnchorPredicts } else { SlotTarget::FillIn }))
 }
 
 /// Lists the switches that are on, at the top level or in `dflash_config`, because tools write them
@@ -182,39 +182,46 @@ fn is_switched_on(value: &Value) -> bool {
     }
 }
 
-/// Finds a key whose values in `dflash_config` and at the top level differ.
-fn find_contradiction(map: &Map<String, Value>) -> Option<(String, String)> {
+/// Finds a key that `dflash_config` and the top level set to different values.
+fn find_contradiction(map: &Map<String, Value>) -> Option<Incompatibility> {
     let inner = match map.get(INNER_KEY)? {
         Value::Null => return None,
         Value::Object(inner) => inner,
-        other => return Some((INNER_KEY.into(), format!("expected an object, found {other}"))),
+        other => {
+            let reason = format!("expected an object, found {other}");
+            return Some(Incompatibility { key: INNER_KEY.into(), reason });
+        }
     };
     let differs = |(key, value): &(&String, &Value)| {
         map.get(key.as_str()).is_some_and(|outer| !outer.is_null() && !value.is_null() && outer != *value)
     };
     let (key, value) = inner.iter().filter(|(key, _)| SHARED_KEYS.contains(&key.as_str())).find(differs)?;
     let outer = &map[key];
-    Some((
-        format!("{INNER_KEY}.{key}"),
-        format!("it is {value}, and `{key}` beside `{INNER_KEY}` is {outer}"),
-    ))
+    Some(Incompatibility {
+        key: format!("{INNER_KEY}.{key}"),
+        reason: format!("it is {value}, and `{key}` beside `{INNER_KEY}` is {outer}"),
+    })
 }
 
-/// Returns the key and the reason why a config of any format is not run here. Reasons are another
-/// attention than the block drafters', an unknown key of `dflash_config`, or contradicting keys.
-pub fn find_unsupported_setting(map: &Map<String, Value>) -> Option<(String, String)> {
+/// Finds the first setting of a config that DeepSpec cannot run: attention other than the block
+/// drafters', an unknown key of `dflash_config`, or a key with contradicting values. None if
+/// DeepSpec supports all of them.
+pub fn find_unsupported_setting(map: &Map<String, Value>) -> Option<Incompatibility> {
     let attention = attention_incompatibilities(map).into_iter().next();
-    let attention = attention
-        .map(|Incompatibility { key, reason }| (key, format!("an attention that is not run here: {reason}")));
-    let unknown =
-        || map.get(INNER_KEY).and_then(Value::as_object).and_then(|inner| unknown_keys(inner).next());
-    attention
-        .or_else(|| unknown().map(|Incompatibility { key, reason }| (key, reason)))
-        .or_else(|| find_contradiction(map))
+    let attention = attention.map(|Incompatibility { key, reason }| Incompatibility {
+        key,
+        reason: format!("an attention that is not run here: {reason}"),
+    });
+    let unknown = || {
+        map.get(INNER_KEY)
+            .and_then(Value::as_object)
+            .and_then(|inner| unknown_key_incompatibilities(inner).next())
+    };
+    attention.or_else(unknown).or_else(|| find_contradiction(map))
 }
 
 /// Lists the unknown keys of `dflash_config`, each of which may change the computation.
-fn unknown_keys(inner: &Map<String, Value>) -> impl Iterator<Item = Incompatibility> {
+fn unknown_key_incompatibilities(inner: &Map<String, Value>) -> impl Iterator<Item = Incompatibility> {
     let unknown = inner.iter().filter(|(key, value)| !value.is_null() && !is_known(key));
     unknown.map(|(key, value)| Incompatibility {
         key: format!("{INNER_KEY}.{key}"),

@@ -6,7 +6,7 @@ mod reader;
 mod reference;
 mod speculators;
 
-pub use common::{Decoder, read_layer_ids};
+pub use common::{Decoder, EMBEDDING_LAYER_ID, read_layer_ids};
 pub use dflash_config::{DflashConfig, find_unsupported_setting};
 pub use reader::{ExternalClass, KnownDrafters, Reader};
 

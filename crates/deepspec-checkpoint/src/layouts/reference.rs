@@ -3,7 +3,7 @@
 use deepspec_core::Tap;
 use serde_json::{Map, Value};
 
-use super::common::{Decoder, flat_config, read_layer_ids};
+use super::common::{Decoder, EMBEDDING_LAYER_ID, flat_config, read_layer_ids};
 use super::dflash_config;
 use super::reader::{KnownDrafters, Reader};
 use crate::CheckpointError;
@@ -34,7 +34,7 @@ pub fn read(
     decoder.incompatibilities.extend(dflash_config::attention_incompatibilities(fields.map));
     let kind = (kind.reference)(fields, &decoder)?;
     fields.required_size::<u64>("num_target_layers")?;
-    let taps = read_layer_ids(fields, "target_layer_ids", -1)?;
+    let taps = read_layer_ids(fields, "target_layer_ids", EMBEDDING_LAYER_ID)?;
     decoder.drafter(fields, architecture, taps, kind)
 }
 

@@ -85,7 +85,7 @@ pub fn config(drafter: &Drafter, target: Option<&Target>) -> Map<String, Value> 
         |target| json!({"name_or_path": target.name(), "architectures": target.architectures()}),
     );
     let proposal = json!({
-        "proposal_type": "greedy", "speculative_tokens": drafter.kind.drafted(), "verifier_accept_k": 1, "accept_tolerance": 0.0,
+        "proposal_type": "greedy", "speculative_tokens": drafter.kind.draft_len(), "verifier_accept_k": 1, "accept_tolerance": 0.0,
     });
     let mut map = Map::new();
     let mut put = |key: &str, value: Value| map.insert(key.into(), value);

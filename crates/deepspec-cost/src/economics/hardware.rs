@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::{find_invalid, infinite};
+use super::{describe_invalid_value, infinite};
 
 /// An accelerator.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
@@ -23,10 +23,10 @@ pub struct Hardware {
 
 impl Hardware {
     /// The first invalid value: its key, the value, and the expected range.
-    pub fn invalid_value(&self) -> Option<String> {
+    pub fn describe_invalid_value(&self) -> Option<String> {
         let Self { bandwidth, bf16, fp8, fp4, link } = *self;
         let rates = [("bandwidth", bandwidth), ("bf16", bf16), ("fp8", fp8), ("fp4", fp4), ("link", link)];
-        find_invalid(&rates, |value| value > 0.0, "a positive number per second")
+        describe_invalid_value(&rates, |value| value > 0.0, "a positive number per second")
     }
 }
 

@@ -195,32 +195,34 @@ pub fn expected_committed_tokens(acceptance: f64, drafted: f64) -> f64 {
 
 impl Target {
     /// The first invalid value: its key, the value, and the expected range.
-    pub fn invalid_value(&self) -> Option<String> {
+    pub fn describe_invalid_value(&self) -> Option<String> {
         if self.layers.is_empty() {
             return Some("`layers` is empty; describe one kind of layer at least".into());
         }
         let sizes = [("head", self.head), ("hidden", self.hidden)];
-        let of_target =
-            find_invalid(&sizes, |value| value.is_finite() && value >= 0.0, "a number of at least 0").or(
-                find_invalid(
-                    &[("expert_parallel", self.expert_parallel)],
-                    |n| n >= 1.0 && n.is_finite(),
-                    "at least 1",
-                ),
-            );
+        let of_target = describe_invalid_value(
+            &sizes,
+            |value| value.is_finite() && value >= 0.0,
+            "a number of at least 0",
+        )
+        .or(describe_invalid_value(
+            &[("expert_parallel", self.expert_parallel)],
+            |n| n >= 1.0 && n.is_finite(),
+            "at least 1",
+        ));
         let of_layers = self.layers.iter().enumerate().find_map(|(index, layer)| {
-            layer.invalid_value().map(|problem| format!("`layers[{index}]`: {problem}"))
+            layer.describe_invalid_value().map(|problem| format!("`layers[{index}]`: {problem}"))
         });
         of_target.or(of_layers)
     }
 }
 
 impl Layer {
-    fn invalid_value(&self) -> Option<String> {
+    fn describe_invalid_value(&self) -> Option<String> {
         let sizes = [("count", self.count), ("projections", self.projections)];
-        find_invalid(&sizes, is_positive_number, "a positive number")
-            .or_else(|| self.attention.invalid_value())
-            .or_else(|| self.feed_forward.invalid_value())
+        describe_invalid_value(&sizes, is_positive_number, "a positive number")
+            .or_else(|| self.attention.describe_invalid_value())
+            .or_else(|| self.feed_forward.describe_invalid_value())
     }
 }
 
@@ -232,7 +234,11 @@ fn is_non_negative(value: f64) -> bool {
     value.is_finite() && value >= 0.0
 }
 
-fn find_invalid(values: &[(&str, f64)], holds: impl Fn(f64) -> bool, expected: &str) -> Option<String> {
+fn describe_invalid_value(
+    values: &[(&str, f64)],
+    holds: impl Fn(f64) -> bool,
+    expected: &str,
+) -> Option<String> {
     let (key, value) = values.iter().find(|(_, value)| !holds(*value))?;
     Some(format!("`{key}` is {value}; expected {expected}"))
 }

@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::{find_invalid, infinite, is_non_negative, is_positive_number, one};
+use super::{describe_invalid_value, infinite, is_non_negative, is_positive_number, one};
 
 /// Operations and bytes of a part of a layer.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -110,7 +110,7 @@ impl Attention {
     }
 
     /// The first invalid value, if there is one.
-    pub(super) fn invalid_value(&self) -> Option<String> {
+    pub(super) fn describe_invalid_value(&self) -> Option<String> {
         let (needed, allowed, limit) = match *self {
             Self::Grouped { heads, kv_heads, head_dim, kv_bytes, window } => (
                 vec![
@@ -148,9 +148,9 @@ impl Attention {
                 ("top", top),
             ),
         };
-        find_invalid(&needed, is_positive_number, "a positive number")
-            .or(find_invalid(&allowed, is_non_negative, "a number of at least 0"))
-            .or(find_invalid(&[limit], |value| value > 0.0, "a positive number"))
+        describe_invalid_value(&needed, is_positive_number, "a positive number")
+            .or(describe_invalid_value(&allowed, is_non_negative, "a number of at least 0"))
+            .or(describe_invalid_value(&[limit], |value| value > 0.0, "a positive number"))
     }
 }
 
@@ -233,20 +233,24 @@ impl FeedForward {
     }
 
     /// The first invalid value, if there is one.
-    pub(super) fn invalid_value(&self) -> Option<String> {
+    pub(super) fn describe_invalid_value(&self) -> Option<String> {
         match *self {
             Self::Dense { weights } => {
-                find_invalid(&[("weights", weights)], is_positive_number, "a positive number")
+                describe_invalid_value(&[("weights", weights)], is_positive_number, "a positive number")
             }
             Self::Experts { weights, experts, active, shared } => {
                 let sizes = [("weights", weights), ("experts", experts)];
-                find_invalid(&sizes, is_positive_number, "a positive number")
-                    .or(find_invalid(
+                describe_invalid_value(&sizes, is_positive_number, "a positive number")
+                    .or(describe_invalid_value(
                         &[("active", active)],
                         |count| count >= 1.0 && count <= experts,
                         "at least 1 and no more than `experts`",
                     ))
-                    .or(find_invalid(&[("shared", shared)], is_non_negative, "a number of at least 0"))
+                    .or(describe_invalid_value(
+                        &[("shared", shared)],
+                        is_non_negative,
+                        "a number of at least 0",
+                    ))
             }
         }
     }

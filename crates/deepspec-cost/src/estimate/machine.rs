@@ -134,7 +134,7 @@ pub fn read_hardware(name: &str) -> Result<Hardware, ScaleError> {
         return Err(ScaleError::Hardware { name: name.into(), known });
     };
     let hardware: Hardware = serde_yaml::from_str(&text).map_err(|error| content(error.to_string()))?;
-    hardware.invalid_value().map_or(Ok(hardware), |problem| Err(content(problem)))
+    hardware.describe_invalid_value().map_or(Ok(hardware), |problem| Err(content(problem)))
 }
 
 #[cfg(test)]

@@ -24,11 +24,11 @@ pub struct MeasuredWork {
 }
 
 impl MeasuredWork {
-    fn invalid_value(&self) -> Option<String> {
+    fn describe_invalid_value(&self) -> Option<String> {
         let Self { seconds, .. } = *self;
         let wrong = !(seconds > 0.0 && seconds.is_finite());
         let problem = wrong.then(|| format!("`seconds` is {seconds}; expected a positive number"));
-        problem.or_else(|| self.work.invalid_value())
+        problem.or_else(|| self.work.describe_invalid_value())
     }
 }
 
@@ -112,7 +112,7 @@ pub fn read_measured(
                 .into(),
         ));
     };
-    match measured.iter().find_map(MeasuredWork::invalid_value) {
+    match measured.iter().find_map(MeasuredWork::describe_invalid_value) {
         Some(problem) => Err(content(problem)),
         None => Ok(measured),
     }

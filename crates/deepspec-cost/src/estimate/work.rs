@@ -58,7 +58,7 @@ impl Work {
     }
 
     /// The first invalid value: its key, the value, and the expected range.
-    pub fn invalid_value(&self) -> Option<String> {
+    pub fn describe_invalid_value(&self) -> Option<String> {
         let named = [("operations", self.operations), ("bytes", self.bytes), ("passes", self.passes)];
         if let Some((key, value)) = named.iter().find(|(_, value)| !(value.is_finite() && *value >= 0.0)) {
             return Some(format!("`{key}` is {value}; expected a number of at least 0"));

@@ -122,7 +122,7 @@ pub(super) fn repeat_over_blocks(rows: &Tensor, size: i64) -> Tensor {
 impl<K: BlockDrafter> DraftModel<K> {
     /// Projects captured states `[T, m·d]` to the context `[T, d]`, which all layers read.
     pub fn context_states(&self, taps: &Tensor) -> Tensor {
-        self.parts.backbone().hidden_norm.forward(&self.fuse(taps))
+        self.modules.backbone().hidden_norm.forward(&self.fuse(taps))
     }
 
     /// Float32 logits of the target's LM head, `[.., d]` to `[.., V]`, without a Markov bias.
@@ -151,7 +151,7 @@ impl<K: BlockDrafter> DraftModel<K> {
         let (first, gamma) = (blocks.slots.first_drafting_position() as i64, blocks.draft_len() as i64);
         // Contiguous, because the norm saves its input.
         let drafting = x.view([-1, blocks.block_size as i64, width]).narrow(1, first, gamma).contiguous();
-        self.parts.backbone().norm.forward(&drafting)
+        self.modules.backbone().norm.forward(&drafting)
     }
 
     /// Hidden states `[A, γ, d]` of the drafting slots of all blocks, after the final norm.
@@ -160,7 +160,7 @@ impl<K: BlockDrafter> DraftModel<K> {
         let shared = self.shared_inputs(batch);
         let context = self.context_states(&batch.taps); // [T, d]
         let first = self.embed(&batch.block_tokens.reshape([-1])); // [A·B, d]
-        let layers = 0..self.parts.backbone().layers.len();
+        let layers = 0..self.modules.backbone().layers.len();
         let last = layers.fold(first, |x, i| self.forward_layer(i, &shared, &context, &x));
         self.draft_slot_states(&last)
     }
@@ -177,7 +177,7 @@ impl<K: BlockDrafter> DraftModel<K> {
         let leaf = context.detach().set_requires_grad(true);
         let mut layers = vec![];
         let mut x = self.embed(&batch.block_tokens.reshape([-1]));
-        for i in 0..self.parts.backbone().layers.len() {
+        for i in 0..self.modules.backbone().layers.len() {
             let input = if recompute { x } else { detached_leaf(&x, i) };
             let run = || self.forward_layer(i, &shared, &leaf, &input);
             let output = if recompute { tch::no_grad(run) } else { run() };
@@ -197,7 +197,7 @@ impl<K: BlockDrafter> DraftModel<K> {
 
     /// See [`TrainableDrafter::grad_stages`]: prefixes of the layers, last layer first.
     pub(crate) fn layer_grad_stages(&self) -> Vec<String> {
-        let layers = 0..self.parts.backbone().layers.len();
+        let layers = 0..self.modules.backbone().layers.len();
         layers.rev().map(|i| format!("{LAYER_PREFIX}{i}.")).collect()
     }
 
@@ -217,7 +217,7 @@ impl<K: BlockDrafter> DraftModel<K> {
 
     /// Runs layer `i` over the rows of all blocks, `[A·B, d]`, with the context `[T, d]`.
     fn forward_layer(&self, i: usize, shared: &SharedInputs<'_>, context: &Tensor, x: &Tensor) -> Tensor {
-        let (layer, spec) = (&self.parts.backbone().layers[i], &self.config().model().layers[i].attention);
+        let (layer, spec) = (&self.modules.backbone().layers[i], &self.config().model().layers[i].attention);
         let size = K::block_spec(self.config()).block_size;
         let (k, v) = layer.attention.project_context(context, shared.context_rotations.layer(i));
         let mut attend = |block: &Qkv| {
@@ -225,7 +225,7 @@ impl<K: BlockDrafter> DraftModel<K> {
             let (_, attention) = planned.expect("every layer has a plan");
             attention.forward(block, &k, &v)
         };
-        let (rotation, hook) = (shared.block_rotations.layer(i), self.parts.layer_hook(i));
+        let (rotation, hook) = (shared.block_rotations.layer(i), self.modules.layer_hook(i));
         if i > 0 || size == 1 || hook.is_some() {
             return layer.forward(x.into(), rotation, &mut attend, hook);
         }

@@ -42,7 +42,7 @@ pub struct BlockBatch {
     /// Scatter plan for the gradients of the embeddings of `previous`; None if the drafter embeds no previous tokens.
     pub(crate) previous_grad: Option<EmbeddingGrad>,
     /// Indices of the supervised drafts among all A·γ drafts, `[R]`.
-    pub rows: Tensor,
+    pub supervised_indices: Tensor,
     /// Labels of the supervised drafts, `[R]`.
     pub labels: Tensor,
     /// The tokens before the labels, `[R]`.
@@ -68,7 +68,7 @@ struct BatchLists {
     block_tokens: Vec<i64>,
     block_positions: Vec<i64>,
     previous: Vec<i64>,
-    rows: Vec<i64>,
+    supervised_indices: Vec<i64>,
     labels: Vec<i64>,
     tokens_before: Vec<i64>,
     weights: Vec<f32>,
@@ -94,7 +94,7 @@ impl BatchLists {
             let supervised = supervised_draft_count(&sample.loss_mask, anchor, gamma);
             self.counts.push(supervised);
             for k in 0..supervised {
-                self.rows.push((first + k) as i64);
+                self.supervised_indices.push((first + k) as i64);
                 self.labels.push(ids[anchor + 1 + k]);
                 self.tokens_before.push(ids[anchor + k]);
                 self.weights.push(slot_weight(k, decay_gamma));
@@ -140,7 +140,7 @@ impl BlockBatch {
             block_tokens,
             block_positions,
             previous,
-            rows,
+            supervised_indices,
             labels,
             tokens_before,
             weights,
@@ -149,13 +149,14 @@ impl BlockBatch {
             states: _,
         } = lists;
         let source_list = sources.clone();
-        let slices = [context_positions, block_tokens, block_positions, previous, rows, labels, sources]
-            .map(|list| indices.push(list));
+        let slices =
+            [context_positions, block_tokens, block_positions, previous, supervised_indices, labels, sources]
+                .map(|list| indices.push(list));
         let weights = indices.push_floats(&weights);
         let on_device = indices.send(device);
         let on_source = if source_device == device { None } else { Some(indices.send(source_device)) };
         let on_source = on_source.as_ref().unwrap_or(&on_device);
-        let [context_positions, block_tokens, block_positions, previous, rows, labels, sources] =
+        let [context_positions, block_tokens, block_positions, previous, supervised_indices, labels, sources] =
             slices.map(|slice| on_device.slice(slice));
 
         let spans = used.iter().zip(&of_samples).map(|(sample, (anchors, _))| SequenceAnchors {
@@ -178,7 +179,7 @@ impl BlockBatch {
             block_positions,
             previous: previous.view(by_block(shape.draft_len())),
             previous_grad: grad.map(|slices| EmbeddingGrad::new(&slices, &on_device)),
-            rows,
+            supervised_indices,
             labels,
             tokens_before,
             weights: on_device.slice_floats(weights),

@@ -1,7 +1,7 @@
 //! Shape of a drafter's blocks, read from and written to config.json.
 
 use deepspec_checkpoint::{CheckpointError, Fields};
-use deepspec_core::Slots;
+use deepspec_core::SlotTarget;
 use serde_json::{Map, Value, json};
 
 use crate::{ConfigIssue, WarmStartCheck};
@@ -24,7 +24,7 @@ pub struct BlockSpec {
     /// Slots of a block including the anchor's, B.
     pub block_size: usize,
     /// Whether a slot predicts its own position or the next one.
-    pub slots: Slots,
+    pub slots: SlotTarget,
     /// Input token of all slots except the anchor's.
     pub mask_token_id: i64,
     /// Anchors per training sequence. Inference does not read it.
@@ -34,15 +34,15 @@ pub struct BlockSpec {
 impl BlockSpec {
     /// Drafted tokens per block, γ.
     pub fn draft_len(&self) -> usize {
-        self.slots.drafted(self.block_size)
+        self.slots.draft_len(self.block_size)
     }
 
     /// Reads the block's keys. A config without `sample_from_anchor` has the `default` slots.
-    pub fn read(fields: &Fields, default: Slots) -> Result<Self, CheckpointError> {
+    pub fn read(fields: &Fields, default: SlotTarget) -> Result<Self, CheckpointError> {
         let mask = "mask_token_id";
         let slots = match fields.flag(SAMPLE_FROM_ANCHOR)? {
-            Some(true) => Slots::AnchorPredicts,
-            Some(false) => Slots::FillIn,
+            Some(true) => SlotTarget::AnchorPredicts,
+            Some(false) => SlotTarget::FillIn,
             None => default,
         };
         Ok(Self {
@@ -59,7 +59,7 @@ impl BlockSpec {
     pub fn write(&self, map: &mut Map<String, Value>) {
         map.insert("block_size".into(), json!(self.block_size));
         map.insert("mask_token_id".into(), json!(self.mask_token_id));
-        if self.slots == Slots::FillIn {
+        if self.slots == SlotTarget::FillIn {
             map.insert(SAMPLE_FROM_ANCHOR.into(), json!(false));
         }
     }

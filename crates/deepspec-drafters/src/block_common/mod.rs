@@ -1,9 +1,9 @@
 //! Block drafters: the parts that DSpark, DFlash and DFlash 2 share.
 //!
-//! B tokens `[anchor, mask, …, mask]` run through the backbone at once, and γ of the slots draft one token each ([`Slots`]). Each drafter
+//! B tokens `[anchor, mask, …, mask]` run through the backbone at once, and γ of the slots draft one token each ([`SlotTarget`]). Each drafter
 //! computes logits from hidden states in its own way.
 //!
-//! [`Slots`]: deepspec_core::Slots
+//! [`SlotTarget`]: deepspec_core::SlotTarget
 
 mod backbone;
 mod batch;

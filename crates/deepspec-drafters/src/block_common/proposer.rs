@@ -48,19 +48,19 @@ impl<K: BlockDrafter> BlockProposerOf<K> {
         anchors: &Tensor,
         mut choose: impl FnMut(i64, &Tensor) -> Tensor,
     ) -> ConfidenceInputs {
-        let taken = self.cache.chunks_to_append(&context.chunks);
-        let blocks = self.block_chunks(&taken, slots);
-        self.cache.reserve(&[taken.as_slice(), &blocks].concat());
-        if !taken.is_empty() {
-            self.append_context(context, &taken, &self.cache.plan_write(&taken));
+        let context_chunks = self.cache.chunks_to_append(&context.chunks);
+        let blocks = self.block_chunks(&context_chunks, slots);
+        self.cache.reserve(&[context_chunks.as_slice(), &blocks].concat());
+        if !context_chunks.is_empty() {
+            self.append_context(context, &context_chunks, &self.cache.plan_write(&context_chunks));
         }
         let hidden = self.block_hidden_states(&blocks, anchors); // [S, γ, d]
         let base = self.model.base_logits(&hidden); // [S, γ, V]
         let (mut previous, mut state, mut embeddings) =
             (anchors.shallow_clone(), K::State::default(), vec![]);
         for k in 0..self.draft_len() as i64 {
-            let (base, own) = (base.select(1, k), hidden.select(1, k));
-            let (logits, embedding) = K::step_logits(&self.model, base, &own, &previous, &mut state);
+            let (base, hidden) = (base.select(1, k), hidden.select(1, k));
+            let (logits, embedding) = K::step_logits(&self.model, base, &hidden, &previous, &mut state);
             embeddings.extend(embedding);
             previous = choose(k, &logits);
         }
@@ -69,13 +69,13 @@ impl<K: BlockDrafter> BlockProposerOf<K> {
     }
 
     /// Chunk of each slot's block, behind the context that is being appended.
-    fn block_chunks(&self, taken: &[Chunk], slots: &[usize]) -> Vec<Chunk> {
+    fn block_chunks(&self, context_chunks: &[Chunk], slots: &[usize]) -> Vec<Chunk> {
         let len = self.block_size();
         let block = |&slot: &usize| {
-            let taken = taken.iter().find(|chunk| chunk.slot == slot);
+            let context = context_chunks.iter().find(|chunk| chunk.slot == slot);
             Chunk {
                 slot,
-                past_len: taken.map_or_else(|| self.cache.len(slot), |chunk| chunk.past_len + chunk.len),
+                past_len: context.map_or_else(|| self.cache.len(slot), |chunk| chunk.past_len + chunk.len),
                 len,
             }
         };
@@ -86,7 +86,7 @@ impl<K: BlockDrafter> BlockProposerOf<K> {
     fn append_context(&mut self, context: &Context, chunks: &[Chunk], rows: &PooledRows) {
         let rotations = self.model.rotations(rows.positions());
         let hidden = self.model.context_states(&context.captured_states);
-        for (i, layer) in self.model.parts.backbone().layers.iter().enumerate() {
+        for (i, layer) in self.model.modules.backbone().layers.iter().enumerate() {
             let (k, v) = layer.attention.project_context(&hidden, rotations.layer(i));
             self.cache.write(i, rows, &k, &v);
         }
@@ -103,8 +103,8 @@ impl<K: BlockDrafter> BlockProposerOf<K> {
         let distinct = self.model.embed(&distinct); // [S + 1, d]
         let repeat = |rows: &Tensor| repeat_over_blocks(rows, size);
         let mut x = repeat(&distinct); // [S·B, d]
-        for (i, layer) in self.model.parts.backbone().layers.iter().enumerate() {
-            let hook = self.model.parts.layer_hook(i);
+        for (i, layer) in self.model.modules.backbone().layers.iter().enumerate() {
+            let hook = self.model.modules.layer_hook(i);
             let repeated = match i == 0 && size > 1 && hook.is_none() {
                 true => RepeatedRows::for_inference(&distinct, &repeat),
                 false => None,
@@ -135,11 +135,11 @@ impl<K: BlockDrafter> Drafter for BlockProposerOf<K> {
     }
 
     fn draft_sampling(&self) -> DraftSampling {
-        self.model.parts.draft_sampling()
+        self.model.modules.draft_sampling()
     }
 
     fn disable_markov_bias(&mut self) -> bool {
-        self.model.parts.disable_markov_bias()
+        self.model.modules.disable_markov_bias()
     }
 
     fn check_fits(&self, target: &ModelConfig) -> Result<(), ModelError> {

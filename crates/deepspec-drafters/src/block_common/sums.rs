@@ -70,7 +70,7 @@ impl BlockBatch {
     /// Scatters values of the supervised drafts `[R]` to their slots `[A, γ]`; other slots get 0.
     pub(crate) fn scatter_to_blocks(&self, rows: &Tensor) -> Tensor {
         let all = Tensor::zeros([self.previous.numel() as i64], (Kind::Float, rows.device()));
-        all.index_add(0, &self.rows, rows).view_as(&self.previous)
+        all.index_add(0, &self.supervised_indices, rows).view_as(&self.previous)
     }
 
     /// Σ of slot weight · value over the supervised drafts, `values [R]`.

@@ -7,7 +7,7 @@ use deepspec_checkpoint::{
     EngineSupport, ExternalClass, Family, Fields, GgufParts, GgufValue, KindSettings, Reader, Settings,
     Speculators, TensorShapes, json_map,
 };
-use deepspec_core::Slots;
+use deepspec_core::SlotTarget;
 use serde_json::{Map, Value, json};
 
 use super::model::{Convolution, DFlash2Settings};
@@ -43,7 +43,7 @@ const ZLAB_CLASS: &str = "DFlash2DraftModel";
 /// Reads z-lab's layout, whose keys are inside `dflash_config`.
 fn read_zlab(fields: &Fields, families: &[Family]) -> Result<(CheckpointFormat, Drafter), CheckpointError> {
     let config = DflashConfig::read(fields, &HEAD_KEYS, families)?;
-    if config.slots == Some(Slots::AnchorPredicts) {
+    if config.slots == Some(SlotTarget::AnchorPredicts) {
         return Err(fields.error("sample_from_anchor", "true; the slots of DFlash 2 fill in"));
     }
     // As with DFlash, `block_size` may be at the top level.
@@ -79,7 +79,7 @@ impl KindSettings for DFlash2Settings {
         "DFlash 2"
     }
 
-    fn drafted(&self) -> u64 {
+    fn draft_len(&self) -> u64 {
         self.blocks.draft_len() as u64
     }
 
@@ -186,15 +186,23 @@ impl KindSettings for DFlash2Settings {
     }
 
     fn engine_support(&self, engine: Engine, format: CheckpointFormat) -> EngineSupport {
-        use CheckpointFormat::{Speculators, Zlab};
+        use CheckpointFormat::{Modelopt, Reference, Specforge, Speculators, Zlab};
         use EngineSupport as S;
-        match (format, engine) {
-            (Zlab, Engine::Sglang) => S::loads_untested("--speculative-algorithm DFLASH, with PR 35371"),
-            (Speculators, Engine::Sglang) => S::not_loaded(SGLANG_REFUSAL),
-            (_, Engine::Sglang) => S::not_loaded("the class is not registered; convert to sglang"),
-            (Zlab, _) => S::loads_tested("method dflash"),
-            (Speculators, _) => S::loads_untested("method dflash, with PR 53797"),
-            (_, _) => S::not_loaded("the class is not registered; convert to vllm"),
+        match engine {
+            Engine::Sglang => match format {
+                Zlab => S::loads_untested("--speculative-algorithm DFLASH, with PR 35371"),
+                Speculators => S::not_loaded(SGLANG_REFUSAL),
+                Reference | Specforge | Modelopt => {
+                    S::not_loaded("the class is not registered; convert to sglang")
+                }
+            },
+            Engine::Vllm | Engine::LlamaCpp => match format {
+                Zlab => S::loads_as_tested("method dflash"),
+                Speculators => S::loads_untested("method dflash, with PR 53797"),
+                Reference | Specforge | Modelopt => {
+                    S::not_loaded("the class is not registered; convert to vllm")
+                }
+            },
         }
     }
 }

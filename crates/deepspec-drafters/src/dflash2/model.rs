@@ -4,7 +4,7 @@
 //! wrap attention and MLP. The selector scores each slot's top-k tokens given the token before, starting from the anchor.
 
 use deepspec_checkpoint::{CheckpointError, Fields};
-use deepspec_core::Slots;
+use deepspec_core::SlotTarget;
 use deepspec_core::recipe::require_at_least_one;
 use deepspec_models::ModelConfig;
 use deepspec_models::nn::{Builder, Init, LayerHook, Linear};
@@ -103,7 +103,7 @@ impl DFlash2Recipe {
             ("sliding_window", self.sliding_window.unwrap_or(1)),
         ])?;
         self.layers().check()?;
-        if Slots::FillIn.drafted(self.block_size) == 0 {
+        if SlotTarget::FillIn.draft_len(self.block_size) == 0 {
             return Err(("block_size", "must be at least 2: the first slot drafts nothing".into()));
         }
         if !self.selector.alpha.is_finite() || self.selector.alpha < 0.0 {
@@ -141,7 +141,7 @@ impl DrafterSettings for DFlash2Settings {
 
     fn read(fields: &Fields) -> Result<Self, CheckpointError> {
         Ok(Self {
-            blocks: BlockSpec::read(fields, Slots::FillIn)?,
+            blocks: BlockSpec::read(fields, SlotTarget::FillIn)?,
             convolution: Convolution {
                 kernel_size: fields.required_size("conv_kernel_size")?,
                 group_size: fields.required_size("conv_group_size")?,
@@ -198,7 +198,7 @@ impl DFlash2Settings {
     /// Checks the settings against each other, against the vocabulary and against the hidden size `width`.
     pub(super) fn check_sizes(&self, vocab_size: i64, width: i64) -> Result<(), ConfigIssue> {
         self.blocks.check(vocab_size)?;
-        if self.blocks.slots != Slots::FillIn {
+        if self.blocks.slots != SlotTarget::FillIn {
             return Err(("sample_from_anchor", "true; the slots of DFlash 2 fill in".into()));
         }
         let within = |key, found, most: i64| match found {
@@ -335,18 +335,18 @@ impl CandidateSelector {
         Candidates { tokens, successors, scores: unary + pairs }
     }
 
-    /// Replaces logits `[n, V]` by the candidates' scores, and all others by −∞.
-    pub fn mask_non_candidates(&self, logits: &Tensor, features: &Tensor) -> Tensor {
+    /// Returns logits `[n, V]` that are the selector's scores at the top-k candidates and −∞ at all other tokens.
+    pub fn rescore_logits(&self, logits: &Tensor, features: &Tensor) -> Tensor {
         let Candidates { tokens, scores, .. } = self.score_candidates(logits, features);
         logits.full_like(f64::NEG_INFINITY).scatter(1, &tokens, &scores)
     }
 }
 
 /// A DFlash 2 drafter.
-pub type DFlash2 = DraftModel<DFlash2Parts>;
+pub type DFlash2 = DraftModel<DFlash2Modules>;
 
-/// Parameters of DFlash 2: backbone, convolutions and selector.
-pub struct DFlash2Parts {
+/// Modules of DFlash 2: backbone, convolutions and selector.
+pub struct DFlash2Modules {
     backbone: Backbone,
     /// Convolutions of each layer.
     convolutions: Vec<LayerConvolutions>,
@@ -369,7 +369,7 @@ impl LayerHook for LayerConvolutions {
     }
 }
 
-impl DFlash2Parts {
+impl DFlash2Modules {
     /// Requests the parameters from the builder, in the order in which they are trained.
     pub(super) fn build(b: &Builder, config: &DFlash2Config) -> Self {
         let (model, size) = (&config.decoder.model, config.settings.blocks.block_size);
@@ -388,7 +388,7 @@ impl DFlash2Parts {
     }
 }
 
-impl BlockDrafter for DFlash2Parts {
+impl BlockDrafter for DFlash2Modules {
     type State = ();
 
     fn backbone(&self) -> &Backbone {
@@ -410,9 +410,9 @@ impl BlockDrafter for DFlash2Parts {
         previous: &Tensor,
         (): &mut (),
     ) -> (Tensor, Option<Tensor>) {
-        let selector = &model.parts.selector;
+        let selector = &model.modules.selector;
         let features = selector.features(hidden, &selector.embed(previous));
-        (selector.mask_non_candidates(&base, &features), None)
+        (selector.rescore_logits(&base, &features), None)
     }
 
     fn teacher_forced_features(
@@ -420,7 +420,7 @@ impl BlockDrafter for DFlash2Parts {
         hidden: &Tensor,
         previous: &Tensor,
     ) -> Option<(Tensor, Tensor)> {
-        let selector = &model.parts.selector;
+        let selector = &model.modules.selector;
         let embeddings = selector.embed(previous);
         let features = selector.features(hidden, &embeddings);
         Some((embeddings, features))
@@ -429,7 +429,7 @@ impl BlockDrafter for DFlash2Parts {
     fn teacher_forced_logits(model: &DFlash2, hidden: &Tensor, features: Option<&Tensor>) -> Tensor {
         let base = model.base_logits(hidden);
         match features {
-            Some(features) => model.parts.selector.mask_non_candidates(&base, features),
+            Some(features) => model.modules.selector.rescore_logits(&base, features),
             None => base,
         }
     }

@@ -2,7 +2,7 @@
 
 use deepspec_core::config::ConfigError;
 use deepspec_core::recipe::Recipe;
-use deepspec_core::{FinalStates, Slots};
+use deepspec_core::{FinalStates, SlotTarget};
 use deepspec_models::ModelConfig;
 use deepspec_models::nn::Builder;
 use deepspec_ops::distill_loss::{
@@ -12,7 +12,7 @@ use deepspec_ops::{add_rows, grad_or_zeros};
 use tch::{Kind, Tensor};
 
 use super::model::{
-    CandidateSelector, Candidates, Convolution, DFlash2, DFlash2Config, DFlash2Parts, DFlash2Recipe,
+    CandidateSelector, Candidates, Convolution, DFlash2, DFlash2Config, DFlash2Modules, DFlash2Recipe,
     DFlash2Settings,
 };
 use crate::block_common::sums::{WindowSums, ratio};
@@ -33,16 +33,19 @@ use crate::{
 pub const DFLASH2_INFO: DrafterKindInfo = DrafterKindInfo {
     name: "dflash2",
     title: "DFlash 2",
-    parts: &[block_common::BACKBONE, ParamGroup { name: "selector", prefixes: &["candidate_selector."] }],
+    param_groups: &[
+        block_common::BACKBONE,
+        ParamGroup { name: "selector", prefixes: &["candidate_selector."] },
+    ],
     settings: Some(|schemas| schemas.subschema_for::<DFlash2Recipe>()),
-    checkpoints: Some(checkpoint_kind::<DFlash2Parts>("DFlash 2", &super::formats::READER)),
+    checkpoints: Some(checkpoint_kind::<DFlash2Modules>("DFlash 2", &super::formats::READER)),
 };
 
 /// A DFlash 2 drafter with a KV cache.
-pub type DFlash2Proposer = BlockProposerOf<DFlash2Parts>;
+pub type DFlash2Proposer = BlockProposerOf<DFlash2Modules>;
 
 /// Architecture and objective of a DFlash 2 drafter, without weights.
-pub type DFlash2Plan = Plan<DFlash2Parts>;
+pub type DFlash2Plan = Plan<DFlash2Modules>;
 
 /// Loss weights of DFlash 2.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -72,7 +75,7 @@ pub fn build_plan<D>(
         settings: DFlash2Settings {
             blocks: BlockSpec {
                 block_size: own.block_size,
-                slots: Slots::FillIn,
+                slots: SlotTarget::FillIn,
                 mask_token_id: own.mask_token_id,
                 num_anchors: own.num_anchors,
             },
@@ -86,7 +89,7 @@ pub fn build_plan<D>(
     Ok(Box::new(DFlash2Plan::new(config, objective)))
 }
 
-impl DrafterKind for DFlash2Parts {
+impl DrafterKind for DFlash2Modules {
     type Settings = DFlash2Settings;
     type Objective = DFlash2Objective;
     const FINAL_STATES: FinalStates = FinalStates::Supervised;
@@ -239,8 +242,9 @@ impl DFlash2 {
         on_grad_ready: Option<GradReadyHook>,
     ) -> Tensor {
         let scale = normaliser.scale();
-        let select_supervised = |tensor: &Tensor| tensor.flatten(0, 1).index_select(0, &batch.rows);
-        let selector = &self.parts.selector;
+        let select_supervised =
+            |tensor: &Tensor| tensor.flatten(0, 1).index_select(0, &batch.supervised_indices);
+        let selector = &self.modules.selector;
         let (predecessors, successors) = selector.codebooks();
         let pass = self.training_pass(batch, on_grad_ready.is_some());
         let hidden = &pass.hidden; // [A, γ, d]
@@ -266,7 +270,7 @@ impl DFlash2 {
                 sources: batch.teacher_index(),
                 labels: &batch.labels,
                 weights: &batch.weights,
-                slot_index: &batch.rows,
+                slot_index: &batch.supervised_indices,
                 counts: &batch.counts,
                 gamma: self.config().settings.blocks.draft_len() as i64,
                 scale,

@@ -23,12 +23,12 @@ pub use cost::{PassRows, SampleSize};
 pub use kind::{DrafterKind, Plan, checkpoint_kind};
 pub use warm_start::WarmStartCheck;
 
-/// Model of a drafter that is trained on a target's hidden states; `parts` are the weights of its kind.
+/// A drafter that is trained on a target's hidden states. `modules` holds the layers and heads of its kind, such as DSpark's.
 pub struct DraftModel<K: DrafterKind> {
     config: DraftConfig<K::Settings>,
     vocabulary: EmbedHead, // frozen
     fc: Linear,
-    pub(crate) parts: K,
+    pub(crate) modules: K,
     ropes: RotaryEmbeddings,
     /// All tensors of a checkpoint, which share storage with the model.
     tensors: StateDict,
@@ -87,7 +87,7 @@ impl<K: DrafterKind> DraftModel<K> {
         let width = config.decoder.taps.len() as i64 * model.hidden_size;
         Self {
             fc: Linear::new(b, "fc", width, model.hidden_size),
-            parts: K::new(b, &config),
+            modules: K::new(b, &config),
             ropes: RotaryEmbeddings::new(&model.layers, device),
             tensors: checkpoint::with_embed_and_head(b.take_state_dict(), &vocabulary),
             vocabulary,

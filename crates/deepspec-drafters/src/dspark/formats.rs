@@ -7,10 +7,10 @@ use deepspec_checkpoint::{
     EngineSupport, ExternalClass, Family, Fields, GgufParts, GgufValue, Incompatibility, KindSettings,
     Reader, Settings, Speculators, TensorShapes, Tensors, json_map,
 };
-use deepspec_core::Slots;
+use deepspec_core::SlotTarget;
 use serde_json::{Map, Value, json};
 
-use super::model::{BlockSettings, Confidence, MarkovKind};
+use super::model::{Confidence, DSparkSettings, MarkovKind};
 use crate::block_common::BlockSpec;
 use crate::block_common::formats::{GGUF_ARCHITECTURE, HEAD_KEYS, SGLANG_REFUSAL, merge_outer_block_size};
 use crate::draft_model::DrafterSettings as _;
@@ -20,7 +20,7 @@ const UNTESTED_HEADS: &str = "heads beside slots that fill in are not written: n
 
 /// Reads checkpoints of DSpark and DFlash in all layouts.
 pub static READER: Reader = Reader {
-    class: BlockSettings::CLASS,
+    class: DSparkSettings::CLASS,
     keys: &[
         "block_size",
         "sample_from_anchor",
@@ -30,7 +30,7 @@ pub static READER: Reader = Reader {
         HEAD_KEYS[2],
         HEAD_KEYS[3],
     ],
-    reference: |fields, decoder| validate(BlockSettings::read(fields)?, fields, decoder),
+    reference: |fields, decoder| validate(DSparkSettings::read(fields)?, fields, decoder),
     model_types: &["dspark", "dflash"],
     speculators: read_speculators,
     classes: &[
@@ -59,7 +59,7 @@ pub static READER: Reader = Reader {
 };
 
 fn validate(
-    settings: BlockSettings,
+    settings: DSparkSettings,
     fields: &Fields,
     decoder: &Decoder,
 ) -> Result<Settings, CheckpointError> {
@@ -70,10 +70,10 @@ fn validate(
 
 fn read_speculators(fields: &Fields, decoder: &mut Decoder) -> Result<Settings, CheckpointError> {
     let has_heads = fields.text("speculators_model_type")? == Some("dspark");
-    let (markov, confidence) = if has_heads { BlockSettings::read_heads(fields)? } else { (None, None) };
+    let (markov, confidence) = if has_heads { DSparkSettings::read_heads(fields)? } else { (None, None) };
     // Checkpoints without `sample_from_anchor` are older than this key, and their slots fill in.
-    let blocks = BlockSpec::read(fields, Slots::FillIn)?;
-    validate(BlockSettings { blocks, markov, confidence }, fields, decoder)
+    let blocks = BlockSpec::read(fields, SlotTarget::FillIn)?;
+    validate(DSparkSettings { blocks, markov, confidence }, fields, decoder)
 }
 
 /// Reads the `dflash_config` layout of z-lab's DFlash, which SpecForge and ModelOpt also use for DSpark, each with other keys. `projector`
@@ -105,28 +105,28 @@ fn read_dflash_container(
         }
     };
     let slots = config.slots.unwrap_or(match format {
-        CheckpointFormat::Zlab => Slots::FillIn,
-        _ => Slots::AnchorPredicts,
+        CheckpointFormat::Zlab => SlotTarget::FillIn,
+        _ => SlotTarget::AnchorPredicts,
     });
     let (markov, confidence) = match format {
         CheckpointFormat::Zlab => (None, None),
         CheckpointFormat::Modelopt => {
             let has_confidence = inner.flag("use_confidence_head")?.unwrap_or(false);
-            let (markov, _) = BlockSettings::read_heads(inner)?;
+            let (markov, _) = DSparkSettings::read_heads(inner)?;
             (markov, has_confidence.then_some(Confidence { with_markov: markov.is_some() }))
         }
-        _ => BlockSettings::read_heads(inner)?,
+        _ => DSparkSettings::read_heads(inner)?,
     };
     let keys = merge_outer_block_size(fields, inner)?;
     let within = inner.with_map(&keys);
     let blocks = BlockSpec { slots, ..BlockSpec::read(&within, slots)? };
-    let settings = validate(BlockSettings { blocks, markov, confidence }, &within, &config.decoder)?;
+    let settings = validate(DSparkSettings { blocks, markov, confidence }, &within, &config.decoder)?;
     Ok((format, config.drafter(fields, class, settings)?))
 }
 
-impl BlockSettings {
+impl DSparkSettings {
     fn fills_in(&self) -> bool {
-        self.blocks.slots == Slots::FillIn
+        self.blocks.slots == SlotTarget::FillIn
     }
 
     fn has_heads(&self) -> bool {
@@ -149,7 +149,7 @@ impl BlockSettings {
     }
 }
 
-impl KindSettings for BlockSettings {
+impl KindSettings for DSparkSettings {
     fn name(&self) -> &'static str {
         if self.has_heads() { "dspark" } else { "dflash" }
     }
@@ -158,7 +158,7 @@ impl KindSettings for BlockSettings {
         if self.has_heads() { "DSpark" } else { "DFlash" }
     }
 
-    fn drafted(&self) -> u64 {
+    fn draft_len(&self) -> u64 {
         self.blocks.draft_len() as u64
     }
 
@@ -233,8 +233,8 @@ impl KindSettings for BlockSettings {
         let needs = match to {
             // Both formats can store either convention of the slots.
             CheckpointFormat::Reference | CheckpointFormat::Speculators => self.blocks.slots,
-            CheckpointFormat::Zlab => Slots::FillIn,
-            CheckpointFormat::Specforge | CheckpointFormat::Modelopt => Slots::AnchorPredicts,
+            CheckpointFormat::Zlab => SlotTarget::FillIn,
+            CheckpointFormat::Specforge | CheckpointFormat::Modelopt => SlotTarget::AnchorPredicts,
         };
         if self.blocks.slots != needs {
             return Some(format!(
@@ -308,10 +308,11 @@ impl KindSettings for BlockSettings {
     }
 
     fn engine_format(&self, _: Engine, _: &Drafter) -> Result<CheckpointFormat, String> {
+        if self.fills_in() {
+            return if self.has_heads() { Err(UNTESTED_HEADS.into()) } else { Ok(CheckpointFormat::Zlab) };
+        }
         match self.markov {
-            _ if self.fills_in() && self.has_heads() => Err(UNTESTED_HEADS.into()),
-            _ if self.fills_in() => Ok(CheckpointFormat::Zlab),
-            Some(markov) if !self.is_vanilla() => Err(format!(
+            Some(markov) if markov.kind != MarkovKind::Vanilla => Err(format!(
                 "this layout is for the vanilla Markov head, and not for one that is {}; SGLang reads that in the reference's layout",
                 markov.kind.name()
             )),
@@ -383,19 +384,33 @@ impl KindSettings for BlockSettings {
                 ),
             };
         }
-        let without_head =
-            S::not_loaded("it stops without a Markov head; convert to vllm, which adds one of zeros");
-        match format {
-            Zlab if self.fills_in() => S::loads_tested("method dflash"),
-            Zlab => S::not_loaded(
-                "every slot drafts, which z-lab's layout says within `dflash_config`, where vLLM refuses it; convert to vllm",
-            ),
-            Speculators if self.fills_in() && !self.has_heads() => S::loads_untested("method dflash"),
-            _ if !self.is_vanilla() => S::not_loaded("its DSpark knows the vanilla Markov head only"),
-            Modelopt => S::not_loaded("it knows the heads by the reference's names; convert to vllm"),
-            _ if !has_markov => S { tried: format == Reference && !self.fills_in(), ..without_head },
-            Reference | Speculators if !self.fills_in() => S::loads_tested("method dspark"),
-            _ => S::loads_untested("method dspark"),
+        // The first condition that holds decides.
+        if format == Zlab {
+            return if self.fills_in() {
+                S::loads_as_tested("method dflash")
+            } else {
+                S::not_loaded(
+                    "every slot drafts, which z-lab's layout says within `dflash_config`, where vLLM refuses it; convert to vllm",
+                )
+            };
         }
+        if format == Speculators && self.fills_in() && !self.has_heads() {
+            return S::loads_untested("method dflash");
+        }
+        if !self.is_vanilla() {
+            return S::not_loaded("its DSpark knows the vanilla Markov head only");
+        }
+        if format == Modelopt {
+            return S::not_loaded("it knows the heads by the reference's names; convert to vllm");
+        }
+        if !has_markov {
+            let reason = "it stops without a Markov head; convert to vllm, which adds one of zeros";
+            let was_tried = format == Reference && !self.fills_in();
+            return if was_tried { S::not_loaded_as_tested(reason) } else { S::not_loaded(reason) };
+        }
+        if matches!(format, Reference | Speculators) && !self.fills_in() {
+            return S::loads_as_tested("method dspark");
+        }
+        S::loads_untested("method dspark")
     }
 }

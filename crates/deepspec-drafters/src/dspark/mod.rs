@@ -5,9 +5,9 @@ mod model;
 mod train;
 
 pub use model::{
-    Block, BlockConfig, BlockRecipe, BlockSettings, Confidence, ConfidenceRecipe, Markov, MarkovKind,
+    Confidence, ConfidenceRecipe, DSpark, DSparkConfig, DSparkRecipe, DSparkSettings, Markov, MarkovKind,
 };
 pub use train::{
-    BLOCK_SUMS, BlockObjective, BlockPlan, BlockProposer, DFLASH_INFO, DFLASH_LOSS, DSPARK_INFO, DSPARK_LOSS,
-    build_plan, read_dflash, read_dspark,
+    DFLASH_INFO, DFLASH_LOSS, DSPARK_INFO, DSPARK_LOSS, DSPARK_SUMS, DSparkObjective, DSparkPlan,
+    DSparkProposer, build_plan, read_dflash, read_dspark,
 };

@@ -3,11 +3,12 @@
 //! A block `[anchor, mask, …]` runs through the backbone at once, and every slot drafts a token. DSpark's Markov head adds a bias to a
 //! slot's logits, given the token before it. Its confidence head predicts whether the target accepts the token. DFlash has neither head.
 //!
-//! Types: [`BlockRecipe`] is the recipe section, [`BlockSettings`] are the keys of config.json, [`BlockConfig`] adds the decoder.
-//! `BlockParts` holds the weights, [`Block`] is the whole model, and `BlockPlan` is config and objective without weights.
+//! Types of DSpark and of DFlash, which is DSpark without heads: [`DSparkRecipe`] is the recipe section. [`DSparkSettings`] holds the
+//! keys of config.json, and [`DSparkConfig`] adds the decoder. `DSparkModules` holds backbone and heads, and [`DSpark`] is the whole
+//! model. `DSparkPlan` is config and objective without weights.
 
 use deepspec_checkpoint::{CheckpointError, Fields};
-use deepspec_core::Slots;
+use deepspec_core::SlotTarget;
 use deepspec_core::recipe::require_at_least_one;
 use deepspec_engine::DraftSampling;
 use deepspec_models::ModelConfig;
@@ -26,12 +27,13 @@ use crate::draft_model::{DraftConfig, DraftModel, DrafterSettings, WarmStartChec
 /// A block drafter.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
-pub struct BlockRecipe {
-    /// B, slots of a block. All of them draft, or with `slots: fill_in` all but the first.
+pub struct DSparkRecipe {
+    /// Number of token positions in a block, B. With `slots: fill_in` the first position holds the anchor and drafts nothing; otherwise
+    /// every position drafts.
     pub block_size: usize,
     /// Tokens that the slots predict.
     #[serde(default)]
-    pub slots: Slots,
+    pub slots: SlotTarget,
     /// Decoder layers of the drafter.
     pub num_draft_layers: usize,
     /// Tokens that a draft layer with a window sees, itself included. The layers without one see everything.
@@ -65,7 +67,7 @@ pub enum MarkovKind {
     Vanilla,
     /// `W2 (σ(G[h; e] + b) ⊙ e)`.
     Gated,
-    /// `W2 tanh(o)`; `o` reads the recurrent state before its update.
+    /// `W2 tanh(o)`. A linear layer computes `o` from recurrent state, `e` and hidden state, before the state is updated.
     Rnn,
 }
 
@@ -112,7 +114,7 @@ fn default_alpha() -> f64 {
     1.0
 }
 
-impl BlockRecipe {
+impl DSparkRecipe {
     /// Settings of the draft layers.
     pub fn layers(&self) -> DraftLayers<'_> {
         let Self { num_draft_layers: count, sliding_window, layer_types: types, .. } = self;
@@ -128,7 +130,7 @@ impl BlockRecipe {
             ("sliding_window", self.sliding_window.unwrap_or(1)),
         ])?;
         self.layers().check()?;
-        if self.slots.drafted(self.block_size) == 0 {
+        if self.slots.draft_len(self.block_size) == 0 {
             return Err((
                 "block_size",
                 "must be at least 2: the first slot of fill_in drafts nothing".into(),
@@ -156,7 +158,7 @@ pub struct Confidence {
 
 /// Checkpoint settings of DSpark and DFlash.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct BlockSettings {
+pub struct DSparkSettings {
     /// Shape of the blocks.
     pub blocks: BlockSpec,
     /// Markov head, if any.
@@ -166,16 +168,16 @@ pub struct BlockSettings {
 }
 
 /// Architecture of a DSpark or DFlash drafter.
-pub type BlockConfig = DraftConfig<BlockSettings>;
+pub type DSparkConfig = DraftConfig<DSparkSettings>;
 
-impl DrafterSettings for BlockSettings {
+impl DrafterSettings for DSparkSettings {
     const CLASS: &'static str = "DSparkModel";
     const RECIPE_KEYS: &'static [(&'static str, &'static str)] =
         &[("markov_rank", "markov.rank"), ("confidence_head_with_markov", "confidence.with_markov")];
 
     fn read(fields: &Fields) -> Result<Self, CheckpointError> {
         let (markov, confidence) = Self::read_heads(fields)?;
-        Ok(Self { blocks: BlockSpec::read(fields, Slots::AnchorPredicts)?, markov, confidence })
+        Ok(Self { blocks: BlockSpec::read(fields, SlotTarget::AnchorPredicts)?, markov, confidence })
     }
 
     fn write(&self, map: &mut Map<String, Value>) {
@@ -229,7 +231,7 @@ impl DrafterSettings for BlockSettings {
     }
 }
 
-impl BlockSettings {
+impl DSparkSettings {
     /// Reads the Markov head and the confidence head.
     pub(super) fn read_heads(
         fields: &Fields,
@@ -382,8 +384,8 @@ pub struct ConfidenceHead {
 }
 
 impl ConfidenceHead {
-    pub fn new(b: &Builder, config: &BlockConfig) -> Option<Self> {
-        let BlockSettings { markov, confidence, .. } = config.settings;
+    pub fn new(b: &Builder, config: &DSparkConfig) -> Option<Self> {
+        let DSparkSettings { markov, confidence, .. } = config.settings;
         let confidence = confidence?;
         let rank = if confidence.with_markov { markov.map_or(0, |markov| markov.rank) } else { 0 };
         let proj = Linear::with_bias(b, "confidence_head.proj", config.decoder.model.hidden_size + rank, 1);
@@ -401,10 +403,10 @@ impl ConfidenceHead {
 }
 
 /// A DSpark or DFlash drafter.
-pub type Block = DraftModel<BlockParts>;
+pub type DSpark = DraftModel<DSparkModules>;
 
-/// Parameters of DSpark and DFlash: backbone and heads.
-pub struct BlockParts {
+/// Modules of DSpark and DFlash: backbone and heads.
+pub struct DSparkModules {
     backbone: Backbone,
     pub(super) markov: Option<MarkovHead>,
     pub(super) confidence: Option<ConfidenceHead>,
@@ -412,9 +414,9 @@ pub struct BlockParts {
     use_markov_bias: bool,
 }
 
-impl BlockParts {
+impl DSparkModules {
     /// Requests the parameters from the builder, in the order in which they are trained.
-    pub(super) fn build(b: &Builder, config: &BlockConfig) -> Self {
+    pub(super) fn build(b: &Builder, config: &DSparkConfig) -> Self {
         let model = &config.decoder.model;
         Self {
             backbone: Backbone::new(b, model),
@@ -428,18 +430,18 @@ impl BlockParts {
     }
 }
 
-impl BlockDrafter for BlockParts {
+impl BlockDrafter for DSparkModules {
     type State = MarkovState;
 
     fn backbone(&self) -> &Backbone {
         &self.backbone
     }
 
-    fn block_spec(config: &BlockConfig) -> &BlockSpec {
+    fn block_spec(config: &DSparkConfig) -> &BlockSpec {
         &config.settings.blocks
     }
 
-    fn has_confidence_head(config: &BlockConfig) -> bool {
+    fn has_confidence_head(config: &DSparkConfig) -> bool {
         config.settings.confidence.is_some()
     }
 
@@ -457,15 +459,15 @@ impl BlockDrafter for BlockParts {
     }
 
     fn step_logits(
-        model: &Block,
+        model: &DSpark,
         base: Tensor,
         hidden: &Tensor,
         previous: &Tensor,
         state: &mut MarkovState,
     ) -> (Tensor, Option<Tensor>) {
-        let Some(markov) = &model.parts.markov else { return (base, None) };
+        let Some(markov) = &model.modules.markov else { return (base, None) };
         let e = markov.embed(previous);
-        if !model.parts.use_markov_bias {
+        if !model.modules.use_markov_bias {
             return (base, Some(e));
         }
         let features = markov.step_features(hidden, &e, state);
@@ -473,26 +475,26 @@ impl BlockDrafter for BlockParts {
     }
 
     fn teacher_forced_features(
-        model: &Block,
+        model: &DSpark,
         hidden: &Tensor,
         previous: &Tensor,
     ) -> Option<(Tensor, Tensor)> {
-        let markov = model.parts.markov.as_ref()?;
+        let markov = model.modules.markov.as_ref()?;
         let e = markov.embed(previous);
         let features = markov.teacher_forced_features(hidden, &e);
         Some((e, features))
     }
 
-    fn teacher_forced_logits(model: &Block, hidden: &Tensor, features: Option<&Tensor>) -> Tensor {
+    fn teacher_forced_logits(model: &DSpark, hidden: &Tensor, features: Option<&Tensor>) -> Tensor {
         let base = model.base_logits(hidden);
-        match (&model.parts.markov, features) {
+        match (&model.modules.markov, features) {
             (Some(markov), Some(features)) => base + markov.logit_bias(features).to_kind(Kind::Float),
             _ => base,
         }
     }
 
-    fn confidence_logits(model: &Block, hidden: &Tensor, embeddings: Option<&Tensor>) -> Option<Tensor> {
-        let head = model.parts.confidence.as_ref();
+    fn confidence_logits(model: &DSpark, hidden: &Tensor, embeddings: Option<&Tensor>) -> Option<Tensor> {
+        let head = model.modules.confidence.as_ref();
         head.map(|head| head.forward(hidden, embeddings).to_kind(Kind::Float))
     }
 }

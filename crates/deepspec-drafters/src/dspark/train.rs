@@ -12,7 +12,7 @@ use deepspec_ops::grad_or_zeros;
 use tch::{Kind, Reduction, Tensor};
 
 use super::model::{
-    Block, BlockConfig, BlockParts, BlockRecipe, BlockSettings, Confidence, MarkovHead, MarkovKind,
+    Confidence, DSpark, DSparkConfig, DSparkModules, DSparkRecipe, DSparkSettings, MarkovHead, MarkovKind,
 };
 use crate::block_common::sums::WindowSums;
 use crate::block_common::{
@@ -39,9 +39,9 @@ const PARAM_GROUPS: &[ParamGroup] = &[
 pub const DSPARK_INFO: DrafterKindInfo = DrafterKindInfo {
     name: "dspark",
     title: "DSpark",
-    parts: PARAM_GROUPS,
-    settings: Some(|schemas| schemas.subschema_for::<BlockRecipe>()),
-    checkpoints: Some(checkpoint_kind::<BlockParts>(
+    param_groups: PARAM_GROUPS,
+    settings: Some(|schemas| schemas.subschema_for::<DSparkRecipe>()),
+    checkpoints: Some(checkpoint_kind::<DSparkModules>(
         "a block drafter (DSpark, DFlash)",
         &super::formats::READER,
     )),
@@ -51,8 +51,8 @@ pub const DSPARK_INFO: DrafterKindInfo = DrafterKindInfo {
 pub const DFLASH_INFO: DrafterKindInfo = DrafterKindInfo {
     name: "dflash",
     title: "DFlash",
-    parts: PARAM_GROUPS,
-    settings: Some(|schemas| schemas.subschema_for::<BlockRecipe>()),
+    param_groups: PARAM_GROUPS,
+    settings: Some(|schemas| schemas.subschema_for::<DSparkRecipe>()),
     checkpoints: None,
 };
 
@@ -62,13 +62,13 @@ pub const DSPARK_LOSS: LossRecipe = LossRecipe { ce_alpha: 0.1, l1_alpha: 0.9, .
 pub const DFLASH_LOSS: LossRecipe = LossRecipe { ce_alpha: 1.0, ..LossRecipe::NONE };
 
 /// Reads and checks the recipe section of DSpark. An error names the wrong key, with file and line.
-pub fn read_dspark(section: &RecipeSection<'_>) -> Result<BlockRecipe, ConfigError> {
+pub fn read_dspark(section: &RecipeSection<'_>) -> Result<DSparkRecipe, ConfigError> {
     check_recipe(section, section.read()?, DSPARK_LOSS)
 }
 
 /// Reads and checks the recipe section of DFlash, which has no heads.
-pub fn read_dflash(section: &RecipeSection<'_>) -> Result<BlockRecipe, ConfigError> {
-    let recipe: BlockRecipe = section.read()?;
+pub fn read_dflash(section: &RecipeSection<'_>) -> Result<DSparkRecipe, ConfigError> {
+    let recipe: DSparkRecipe = section.read()?;
     if recipe.markov.is_some() || recipe.confidence.is_some() {
         return Err(section.error("", "DFlash has no Markov and no confidence head; use `dspark`"));
     }
@@ -77,9 +77,9 @@ pub fn read_dflash(section: &RecipeSection<'_>) -> Result<BlockRecipe, ConfigErr
 
 fn check_recipe(
     section: &RecipeSection<'_>,
-    block: BlockRecipe,
+    block: DSparkRecipe,
     loss: LossRecipe,
-) -> Result<BlockRecipe, ConfigError> {
+) -> Result<DSparkRecipe, ConfigError> {
     let result = block.check().and_then(|()| block.loss.unwrap_or(loss).check());
     result.map_err(|(key, problem)| section.error(key, problem))?;
     Ok(block)
@@ -87,14 +87,14 @@ fn check_recipe(
 
 /// Builds the plan of a drafter for this target; `loss` are the default losses. An error names the key that does not fit.
 pub fn build_plan<D>(
-    block: &BlockRecipe,
+    block: &DSparkRecipe,
     loss: LossRecipe,
     recipe: &Recipe<D>,
     target: &ModelConfig,
 ) -> Result<Box<dyn DrafterPlan>, ConfigIssue> {
-    let config = BlockConfig {
+    let config = DSparkConfig {
         decoder: DraftDecoder::new(target.anchored_decoder(&block.layers().windows()), recipe, target)?,
-        settings: BlockSettings {
+        settings: DSparkSettings {
             blocks: BlockSpec {
                 block_size: block.block_size,
                 slots: block.slots,
@@ -107,42 +107,42 @@ pub fn build_plan<D>(
     };
     config.check_recipe()?;
     let confidence_alpha = block.confidence.map_or(0.0, |head| head.alpha);
-    let objective = BlockObjective { loss: block.loss.unwrap_or(loss), confidence_alpha };
-    Ok(Box::new(BlockPlan::new(config, objective)))
+    let objective = DSparkObjective { loss: block.loss.unwrap_or(loss), confidence_alpha };
+    Ok(Box::new(DSparkPlan::new(config, objective)))
 }
 
 /// A block drafter with a KV cache.
-pub type BlockProposer = BlockProposerOf<BlockParts>;
+pub type DSparkProposer = BlockProposerOf<DSparkModules>;
 
 /// Architecture and objective of a block drafter, without weights.
-pub type BlockPlan = Plan<BlockParts>;
+pub type DSparkPlan = Plan<DSparkModules>;
 
 /// Loss weights of DSpark or DFlash.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct BlockObjective {
+pub struct DSparkObjective {
     /// Weights of the losses and of the slots.
     pub loss: LossRecipe,
     /// Weight of the confidence head's binary cross entropy.
     pub confidence_alpha: f64,
 }
 
-impl DrafterKind for BlockParts {
-    type Settings = BlockSettings;
-    type Objective = BlockObjective;
+impl DrafterKind for DSparkModules {
+    type Settings = DSparkSettings;
+    type Objective = DSparkObjective;
     const FINAL_STATES: FinalStates = FinalStates::Supervised;
     const RECOMPUTES: bool = true;
 
-    fn new(b: &Builder, config: &BlockConfig) -> Self {
+    fn new(b: &Builder, config: &DSparkConfig) -> Self {
         Self::build(b, config)
     }
 
-    fn loss_weight(plan: &BlockPlan, loss_mask: &[bool], anchors: &[usize]) -> f64 {
+    fn loss_weight(plan: &DSparkPlan, loss_mask: &[bool], anchors: &[usize]) -> f64 {
         block_loss_weight(&plan.config.settings.blocks, plan.objective.loss.decay_gamma, loss_mask, anchors)
     }
 
     fn accumulate(
-        model: &Block,
-        objective: &BlockObjective,
+        model: &DSpark,
+        objective: &DSparkObjective,
         samples: &[TrainSample],
         normaliser: LossDenominator,
         on_grad_ready: Option<GradReadyHook>,
@@ -152,19 +152,19 @@ impl DrafterKind for BlockParts {
         Some(model.accumulate(&batch, objective, normaliser, on_grad_ready))
     }
 
-    fn grad_stages(model: &Block) -> Vec<String> {
+    fn grad_stages(model: &DSpark) -> Vec<String> {
         model.layer_grad_stages()
     }
 
-    fn metric_defs(plan: &BlockPlan) -> Metrics {
+    fn metric_defs(plan: &DSparkPlan) -> Metrics {
         let (loss, gamma) = (plan.objective.loss, plan.config.settings.blocks.draft_len());
         let compute = move |sums: &[f64], samples| {
-            let window = WindowSums { gamma, own: &BLOCK_SUMS, sums };
-            let means = BLOCK_SUMS.map(|name| (name, window.weighted_mean(window.get(LossSum::Own(name)))));
+            let window = WindowSums { gamma, own: &DSPARK_SUMS, sums };
+            let means = DSPARK_SUMS.map(|name| (name, window.weighted_mean(window.get(LossSum::Own(name)))));
             window.to_metrics(&loss, samples, ("confidence_loss", means[0].1), &means[1..])
         };
         Metrics {
-            count: LossSum::all(gamma, &BLOCK_SUMS).count(),
+            count: LossSum::all(gamma, &DSPARK_SUMS).count(),
             headline: &[
                 ("ce", "ce_loss"),
                 ("l1", "l1_loss"),
@@ -175,7 +175,7 @@ impl DrafterKind for BlockParts {
         }
     }
 
-    fn flops(plan: &BlockPlan, samples: &[TrainSample]) -> f64 {
+    fn flops(plan: &DSparkPlan, samples: &[TrainSample]) -> f64 {
         let (model, settings) = (plan.config.model(), &plan.config.settings);
         let (d, vocab) = (model.hidden_size as f64, model.vocab_size as f64);
         block_flops(&plan.config, samples, |blocks, rows| {
@@ -193,72 +193,76 @@ impl DrafterKind for BlockParts {
         })
     }
 
-    fn pass_rows(config: &BlockConfig, samples: &[SampleSize]) -> PassRows {
+    fn pass_rows(config: &DSparkConfig, samples: &[SampleSize]) -> PassRows {
         block_pass_rows(&config.decoder, &config.settings.blocks, samples)
     }
 
-    fn into_drafter(model: Block, slots: usize) -> Box<dyn Drafter> {
+    fn into_drafter(model: DSpark, slots: usize) -> Box<dyn Drafter> {
         Box::new(BlockProposerOf::new(model, slots))
     }
 
-    fn predict<'a>(model: &'a Block, samples: &[TrainSample]) -> Option<Predictions<'a>> {
+    fn predict<'a>(model: &'a DSpark, samples: &[TrainSample]) -> Option<Predictions<'a>> {
         block_common::predict(model, samples)
     }
 }
 
 /// Sums that only DSpark and DFlash have, with slot weights: the confidence's BCE, |c − c*|, c − c* and Π c − Π c*.
-pub const BLOCK_SUMS: [&str; 4] =
+pub const DSPARK_SUMS: [&str; 4] =
     ["confidence", "confidence_abs_error", "confidence_bias", "confidence_prefix_bias"];
 
-impl Block {
+impl DSpark {
     /// Runs forward and backward over a batch, and adds to the gradients of the parameters, which must require gradients. Returns every
     /// [`LossSum`], `[K]` float64, detached. `on_grad_ready` is called as in [`TrainableDrafter`](crate::TrainableDrafter).
     ///
     /// Every loss is Σ w·loss / (normaliser + 1e-6) with slot weights w over the supervised drafts. The confidence loss is the BCE against
     /// c* = clamp(1 − ½‖p^d − p^t‖₁, 0, 1). p^t and c* are constants.
     ///
-    /// Autograd differentiates only the backbone and the heads. The LM head's gradients are computed in closed form.
+    /// Autograd differentiates the backbone, the layers that compute the Markov features, and the confidence head. Gradients
+    /// through the frozen LM head, and of W2, are computed in closed form. The gradient of W1 is scattered from that of `e`.
     pub fn accumulate(
         &self,
         batch: &BlockBatch,
-        objective: &BlockObjective,
+        objective: &DSparkObjective,
         normaliser: LossDenominator,
         on_grad_ready: Option<GradReadyHook>,
     ) -> Tensor {
         let scale = normaliser.scale();
-        let select_supervised = |tensor: &Tensor| tensor.flatten(0, 1).index_select(0, &batch.rows);
+        let select_supervised =
+            |tensor: &Tensor| tensor.flatten(0, 1).index_select(0, &batch.supervised_indices);
         // 1. Forward.
         let pass = self.training_pass(batch, on_grad_ready.is_some());
         let hidden = &pass.hidden; // [A, γ, d]
         // `e` is a detached leaf: autograd would allocate a dense `[V, r]` gradient of W1.
-        let e = self.parts.markov.as_ref().map(|markov| {
+        let e = self.modules.markov.as_ref().map(|markov| {
             let e = tch::no_grad(|| markov.embed(&batch.previous));
             e.set_requires_grad(true)
         });
-        let features = self.parts.markov.as_ref().zip(e.as_ref()).map(|(markov, e)| {
+        let features = self.modules.markov.as_ref().zip(e.as_ref()).map(|(markov, e)| {
             select_supervised(&markov.teacher_forced_features(hidden, e)) // [R, r]
         });
-        let rows = select_supervised(hidden); // [R, d]
-        // 2. Losses of the LM head and the Markov head, and their gradients of `rows` and `features` in closed form.
-        let output =
-            tch::no_grad(|| self.head_losses(batch, &rows, features.as_ref(), &objective.loss, scale));
+        let supervised_hidden = select_supervised(hidden); // [R, d]
+        // 2. Losses, and their gradients with respect to `supervised_hidden` and `features`, in closed form.
+        let output = tch::no_grad(|| {
+            self.head_losses(batch, &supervised_hidden, features.as_ref(), &objective.loss, scale)
+        });
         let accept_rate = (output.column(LossColumn::L1) * -0.5 + 1.0).clamp(0.0, 1.0);
 
         // 3. Backward. d(Σ x·g)/dx = g, so this scalar backpropagates the closed-form gradients.
-        let mut surrogate = (&rows * &output.grad_hidden).sum(Kind::Float);
+        let mut surrogate = (&supervised_hidden * &output.grad_hidden).sum(Kind::Float);
         if let Some((features, grad_features)) = features.as_ref().zip(output.grad_features.as_ref()) {
             surrogate += (features * grad_features).sum(Kind::Float);
         }
-        let confidence_logits = self.confidence_logits(&rows, e.as_ref().map(&select_supervised).as_ref());
+        let confidence_logits =
+            self.confidence_logits(&supervised_hidden, e.as_ref().map(&select_supervised).as_ref());
         let bce = confidence_logits.as_ref().map(|logits| confidence_loss(logits, &accept_rate));
-        let bce = bce.map(|rows| batch.weighted_sum(&rows));
+        let bce = bce.map(|losses| batch.weighted_sum(&losses));
         if let Some(bce) = &bce {
             surrogate += bce * (objective.confidence_alpha * scale);
         }
         pass.backward(&surrogate, on_grad_ready);
         tch::no_grad(|| {
             // 4. Gradient of W1, scattered from the gradient of `e`.
-            let markov = self.parts.markov.as_ref().filter(|markov| markov.w1().requires_grad());
+            let markov = self.modules.markov.as_ref().filter(|markov| markov.w1().requires_grad());
             if let (Some(markov), Some(e), Some(grad)) = (markov, e, &batch.previous_grad) {
                 grad.add_to(&grad_or_zeros(markov.w1()), &e.grad().flatten(0, 1));
             }
@@ -273,17 +277,17 @@ impl Block {
         })
     }
 
-    /// Losses of `rows [R, d]`, and their gradients with respect to `rows` and `features`. Accumulates W2's gradient. The caller must
-    /// disable autograd.
+    /// Losses of `supervised_hidden [R, d]`, and their gradients with respect to it and to `features`. Adds to the gradient of
+    /// W2. The caller must disable autograd.
     fn head_losses(
         &self,
         batch: &BlockBatch,
-        rows: &Tensor,
+        supervised_hidden: &Tensor,
         features: Option<&Tensor>,
         loss: &LossRecipe,
         scale: f64,
     ) -> LossOutput {
-        let markov_w2 = self.parts.markov.as_ref().map(|markov| markov.w2().to_tensor());
+        let markov_w2 = self.modules.markov.as_ref().map(|markov| markov.w2().to_tensor());
         let w2 = markov_w2.as_ref().filter(|w2| w2.requires_grad()).map(|w2| {
             let gradient = grad_or_zeros(w2);
             // A narrower dtype would round the sum after every chunk.
@@ -293,20 +297,20 @@ impl Block {
             };
             (gradient, sum)
         });
-        let reads_previous_alone = self.parts.markov.as_ref().is_some_and(MarkovHead::reads_previous_alone);
+        let reads_previous_alone = self.modules.markov.as_ref().is_some_and(MarkovHead::reads_previous_alone);
         let token_group = reads_previous_alone.then_some(&batch.tokens_before[..]);
         let bias = markov_w2.as_ref().zip(features).map(|(markov_w2, features)| {
             let w2_gradient = w2.as_ref().map(|(_, sum)| sum);
             MarkovBias { features, token_group, w2: markov_w2, w2_gradient }
         });
         let supervised = SupervisedRows {
-            hidden: rows,
+            hidden: supervised_hidden,
             bias,
             teacher: &batch.teacher,
             sources: batch.teacher_index(),
             labels: &batch.labels,
             weights: &batch.weights,
-            slot_index: &batch.rows,
+            slot_index: &batch.supervised_indices,
             counts: &batch.counts,
             gamma: self.config().settings.blocks.draft_len() as i64,
             scale,
@@ -320,10 +324,10 @@ impl Block {
         output
     }
 
-    /// Values of [`BLOCK_SUMS`]; zeros without a confidence head. `accept_rate [R]` are the accept rates.
+    /// Values of [`DSPARK_SUMS`]; zeros without a confidence head. `accept_rate [R]` are the accept rates.
     fn confidence_sums(batch: &BlockBatch, accept_rate: &Tensor, logits: Option<&Tensor>) -> [Tensor; 4] {
         let Some(logits) = logits else {
-            return BLOCK_SUMS.map(|_| Tensor::zeros([], (Kind::Double, accept_rate.device())));
+            return DSPARK_SUMS.map(|_| Tensor::zeros([], (Kind::Double, accept_rate.device())));
         };
         let confidence = logits.sigmoid();
         let error = &confidence - accept_rate;

@@ -2,6 +2,8 @@
 //!
 //! Shapes: n token positions of a step, N token positions of step 0, R supervised positions of a step or of all steps.
 
+use std::ops::Range;
+
 use deepspec_core::recipe::LossNormalization;
 use deepspec_ops::distill_loss::{TeacherIndex, unique_with_inverse};
 use deepspec_ops::{Upload, UploadSlice, Uploaded, cat_to_device, range};
@@ -27,7 +29,7 @@ pub(super) struct TttCall {
     pub token_positions: UploadSlice,
 }
 
-/// One step of the training-time test over the n positions that later steps or losses need. Its lists are slices of the batch's upload.
+/// One step of the training-time test, over the n positions that its loss or a later step needs. The lists are slices of one upload.
 pub(super) struct TttStep {
     /// Indices of the step's positions among the positions of the step before, `[n]`. None if the step keeps all of them.
     pub kept: Option<UploadSlice>,
@@ -37,16 +39,17 @@ pub(super) struct TttStep {
     pub positions: UploadSlice,
     /// Attention calls, which cover all positions in order.
     pub calls: Vec<TttCall>,
-    /// Supervised positions among the n, `[R]`.
-    pub rows: UploadSlice,
-    /// First supervised position of the step among those of all steps, and their number.
-    pub supervised: (i64, i64),
+    /// Indices of the step's supervised positions among its n positions, `[R]`.
+    pub supervised_indices: UploadSlice,
+    /// Range of the step's supervised positions among the supervised positions of all steps.
+    pub supervised_range: Range<i64>,
 }
 
 impl TttStep {
-    /// Selects the step's rows from a tensor over the supervised positions of all steps.
-    pub fn select_rows(&self, all: &Tensor) -> Tensor {
-        all.narrow(0, self.supervised.0, self.supervised.1)
+    /// Selects this step's rows of a tensor over the supervised positions of all steps.
+    pub fn select_supervised(&self, all: &Tensor) -> Tensor {
+        let Range { start, end } = self.supervised_range;
+        all.narrow(0, start, end - start)
     }
 }
 
@@ -64,7 +67,7 @@ pub struct Eagle3Batch {
     sources: Tensor,
     /// The supervised positions in the order of their target states.
     pub(super) ordered: TeacherOrder,
-    /// Upload that the steps' lists are slices of.
+    /// The upload whose slices are the lists of `steps`.
     lists: Uploaded,
 }
 
@@ -87,8 +90,8 @@ impl TeacherOrder {
     }
 }
 
-/// Whether position `i` is supervised at step `s`. It predicts token i + 2 + s. The target's state of token i + 1 + s gives the
-/// teacher's distribution.
+/// Whether position `i` is supervised at step `s`, where it predicts token i + 2 + s. The teacher's distribution comes from the
+/// target's state of token i + 1 + s.
 pub(super) fn is_supervised(supervise: Supervise, loss_mask: &[bool], i: usize, s: usize) -> bool {
     // `Shifted` leaves the last token out, because it predicts nothing.
     let (mask_index, limit) = match supervise {
@@ -98,7 +101,7 @@ pub(super) fn is_supervised(supervise: Supervise, loss_mask: &[bool], i: usize, 
     mask_index < limit && loss_mask[mask_index]
 }
 
-/// Positions of one sequence that step `s` of `steps` needs.
+/// Positions of one sequence that step `s` of `steps` computes, because its loss or a later step needs them.
 pub(super) fn needed_positions(supervise: Supervise, mask: &[bool], s: usize, steps: usize) -> Vec<usize> {
     let later = |i: usize| (s..steps).any(|r| is_supervised(supervise, mask, i, r));
     let mut positions: Vec<usize> = (0..mask.len()).filter(|&i| later(i)).collect();
@@ -110,9 +113,9 @@ pub(super) fn needed_positions(supervise: Supervise, mask: &[bool], s: usize, st
 }
 
 impl Eagle3Batch {
-    /// Supervised rows of step `s` among the positions that it computes, `[R]`: sequence after sequence, in order.
-    pub fn supervised_rows(&self, s: usize) -> Tensor {
-        self.step_list(self.steps[s].rows)
+    /// Indices of the supervised positions among the positions that step `s` computes, `[R]`: sequence after sequence, in order.
+    pub fn supervised_indices(&self, s: usize) -> Tensor {
+        self.step_list(self.steps[s].supervised_indices)
     }
 
     /// Tensor of one of a step's lists.
@@ -122,7 +125,7 @@ impl Eagle3Batch {
 
     /// Target states that predict the labels of the step's supervised positions, `[R, d]`.
     pub fn teacher_states(&self, s: usize) -> Tensor {
-        self.teacher.index_select(0, &self.steps[s].select_rows(&self.sources))
+        self.teacher.index_select(0, &self.steps[s].select_supervised(&self.sources))
     }
 
     /// A batch on `device`. None if no token is supervised. The samples' hidden states may be on another device, the same for all samples.
@@ -154,7 +157,7 @@ impl Eagle3Batch {
         let mut states: Vec<(usize, i64)> = vec![];
         let mut plan = |s: usize| {
             let (mut kept, mut tokens, mut positions, mut calls) = (vec![], vec![], vec![], vec![]);
-            let (mut rows, mut before, mut first_key) = (vec![], 0, 0);
+            let (mut supervised, mut previous_first, mut first_key) = (vec![], 0, 0);
             let first = weights.len();
             let decay = objective.step_loss_decay.powi(s as i32);
             for (number, sample) in used.iter().enumerate() {
@@ -172,9 +175,9 @@ impl Eagle3Batch {
                 first_key += positions_of(sample, 0).len() as i64;
                 for &i in &token_positions {
                     // The positions of a step are among those of the step before.
-                    kept.extend(previous.binary_search(&i).ok().map(|place| (before + place) as i64));
+                    kept.extend(previous.binary_search(&i).ok().map(|place| (previous_first + place) as i64));
                     if is_supervised(supervise, &sample.loss_mask, i, s) {
-                        rows.push(tokens.len() as i64);
+                        supervised.push(tokens.len() as i64);
                         states.push((number, sample.final_state_row(i + 1 + s)));
                         weights.push(weight(sample));
                         decayed.push((f64::from(weight(sample)) * decay) as f32);
@@ -182,15 +185,15 @@ impl Eagle3Batch {
                     tokens.push(sample.input_ids[i + 1 + s]);
                     positions.push((i + s) as i64);
                 }
-                before += previous.len();
+                previous_first += previous.len();
             }
             (!tokens.is_empty()).then(|| TttStep {
-                kept: (kept.len() < before).then(|| indices.push(kept)),
+                kept: (kept.len() < previous_first).then(|| indices.push(kept)),
                 tokens: indices.push(tokens),
                 positions: indices.push(positions),
                 calls,
-                supervised: (first as i64, rows.len() as i64),
-                rows: indices.push(rows),
+                supervised_range: first as i64..(first + supervised.len()) as i64,
+                supervised_indices: indices.push(supervised),
             })
         };
         let steps: Vec<TttStep> = (0..steps).map_while(&mut plan).collect();

@@ -3,9 +3,9 @@
 use std::sync::Arc;
 
 use deepspec_checkpoint::{
-    CheckpointError, CheckpointFormat, Decoder, Drafter, Engine, EngineSupport, ExternalClass, Family,
-    Fields, GgufParts, GgufValue, Incompatibility, KindSettings, Reader, Settings, Speculators, TensorShapes,
-    json_map, read_layer_ids,
+    CheckpointError, CheckpointFormat, Decoder, Drafter, EMBEDDING_LAYER_ID, Engine, EngineSupport,
+    ExternalClass, Family, Fields, GgufParts, GgufValue, Incompatibility, KindSettings, Reader, Settings,
+    Speculators, TensorShapes, json_map, read_layer_ids,
 };
 use deepspec_core::Tap;
 use serde_json::{Map, Value, json};
@@ -36,7 +36,7 @@ const TAPS_KEY: &str = "eagle_aux_hidden_state_layer_ids";
 /// Keys of norms that other Eagle3 implementations have and DeepSpec lacks.
 const UNSUPPORTED_NORM_KEYS: [&str; 4] = ["norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"];
 
-/// Why a class with Llama's layers cannot load layers with norms on queries and keys.
+/// Why a class with Llama layers cannot load layers that have norms on queries and keys.
 const NO_QK_NORM: &str = "has no norms on queries and keys, and its loader would skip these weights silently";
 
 fn settings_with_steps(steps: u64) -> Settings {
@@ -76,7 +76,9 @@ fn read_specforge(fields: &Fields, known: &[Family]) -> Result<(CheckpointFormat
     let inner = fields.object("eagle_config")?;
     let taps = match &inner {
         // The ids name layer outputs, counted from 0.
-        Some(inner) if inner.map.contains_key(TAPS_KEY) => read_layer_ids(inner, TAPS_KEY, -1)?,
+        Some(inner) if inner.map.contains_key(TAPS_KEY) => {
+            read_layer_ids(inner, TAPS_KEY, EMBEDDING_LAYER_ID)?
+        }
         _ => {
             let reason = format!("`{TAPS_KEY}` is missing: which layers it taps is not said");
             incompatible("eagle_config", reason);
@@ -109,7 +111,7 @@ impl KindSettings for Eagle3Settings {
         "Eagle3"
     }
 
-    fn drafted(&self) -> u64 {
+    fn draft_len(&self) -> u64 {
         self.ttt_length as u64
     }
 
@@ -142,7 +144,7 @@ impl KindSettings for Eagle3Settings {
         if drafter.layers > 1 {
             let layers = drafter.layers;
             return Some(format!(
-                "it has {layers} layers; ours all read [embedding; state], those of other tools only the first"
+                "it has {layers} layers, which all read [embedding; state]; in other tools' Eagle3 only the first layer does"
             ));
         }
         match to {
@@ -247,19 +249,23 @@ impl KindSettings for Eagle3Settings {
     }
 
     fn engine_support(&self, engine: Engine, format: CheckpointFormat) -> EngineSupport {
-        use CheckpointFormat::{Reference, Speculators};
+        use CheckpointFormat::{Modelopt, Reference, Specforge, Speculators, Zlab};
         use EngineSupport as S;
-        match (format, engine) {
-            (Speculators, Engine::Sglang) => {
-                S::not_loaded("speculators_model_type was refused when read (issues 30982, 34734)")
-            }
-            (Reference, Engine::Sglang) => {
-                S::not_loaded("it loads Eagle3 as SpecForge writes it, without norms on queries and keys")
-            }
-            (_, Engine::Sglang) => S::loads_untested("--speculative-algorithm EAGLE3"),
-            (Reference, _) => S::not_loaded("the class is not registered; convert to vllm"),
-            (Speculators, _) => S::loads_tested("method eagle3"),
-            (_, _) => S::loads_untested("method eagle3"),
+        match engine {
+            Engine::Sglang => match format {
+                Speculators => {
+                    S::not_loaded("speculators_model_type was refused when read (issues 30982, 34734)")
+                }
+                Reference => {
+                    S::not_loaded("it loads Eagle3 as SpecForge writes it, without norms on queries and keys")
+                }
+                Zlab | Specforge | Modelopt => S::loads_untested("--speculative-algorithm EAGLE3"),
+            },
+            Engine::Vllm | Engine::LlamaCpp => match format {
+                Speculators => S::loads_as_tested("method eagle3"),
+                Reference => S::not_loaded("the class is not registered; convert to vllm"),
+                Zlab | Specforge | Modelopt => S::loads_untested("method eagle3"),
+            },
         }
     }
 }

@@ -1,7 +1,7 @@
 //! Eagle3: keys of recipes and checkpoints, layers, and drafting.
 //!
-//! Decoder layers read a token's embedding beside the state that they continue, and draft one token after the other. In training,
-//! the drafter's own states take the place of the target's after the first step (training-time test).
+//! The decoder layers read the state before a token and the token's embedding, and draft one token after the other. In training,
+//! the drafter's states replace the target's after the first step (training-time test).
 //!
 //! Shapes: n token positions of a step, N token positions of step 0, H heads, G key/value heads, D head dim.
 
@@ -43,7 +43,8 @@ impl Default for Eagle3Recipe {
     }
 }
 
-/// Predictions of Eagle3 that are trained.
+/// Which predictions of Eagle3 are trained. In step s, position i predicts token i + 2 + s. `shifted` masks by token i + s, as in the
+/// reference, and `labels` by the predicted token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Supervise {
@@ -144,17 +145,17 @@ impl DrafterSettings for Eagle3Settings {
 }
 
 /// An Eagle3 drafter.
-pub type Eagle3 = DraftModel<Eagle3Parts>;
+pub type Eagle3 = DraftModel<Eagle3Modules>;
 
-/// Parameters of Eagle3: draft layers and the norm before the head.
-pub struct Eagle3Parts {
+/// Modules of Eagle3: draft layers and the norm before the head.
+pub struct Eagle3Modules {
     /// Layers whose attention reads the token's embedding beside the state.
     pub(super) layers: Vec<DecoderLayer>,
     norm: RmsNorm,
 }
 
-impl Eagle3Parts {
-    /// Asks the builder for its tensors, in the order in which they are trained.
+impl Eagle3Modules {
+    /// Requests the parameters from the builder, in the order in which they are trained.
     pub(super) fn build(b: &Builder, config: &Eagle3Config) -> Self {
         let c = &config.decoder.model;
         let layers = c.layers.iter().enumerate();
@@ -167,7 +168,7 @@ impl Eagle3Parts {
     }
 }
 
-/// Keys and values of one layer, one pair `[n, G, D]` per step. Later steps have fewer positions.
+/// Keys and values of one layer, `[n, G, D]` per step. Step 0 keeps all positions; later steps are cut to the current step's positions.
 type StepKeyValues = Vec<(Tensor, Tensor)>;
 
 impl Eagle3 {
@@ -176,9 +177,9 @@ impl Eagle3 {
         self.head_logits(&self.final_norm(states))
     }
 
-    /// States after the final norm, `[.., d]`, the head's input.
+    /// Applies the norm before the LM head to states `[.., d]`.
     pub(super) fn final_norm(&self, states: &Tensor) -> Tensor {
-        self.parts.norm.forward(states)
+        self.modules.norm.forward(states)
     }
 
     /// Float32 logits `[.., V]` of normed states of the drafter or of the target.
@@ -189,18 +190,20 @@ impl Eagle3 {
     /// States `[n, d]` after each step, before the final norm.
     pub fn step_states(&self, batch: &Eagle3Batch) -> Vec<Tensor> {
         let _range = range(c"forward");
-        let mut histories: Vec<StepKeyValues> = self.parts.layers.iter().map(|_| vec![]).collect();
+        let mut histories: Vec<StepKeyValues> = self.modules.layers.iter().map(|_| vec![]).collect();
         let mut state = self.fuse(&batch.taps);
         let step = |step: &TttStep| {
             if let Some(kept) = step.kept {
                 let kept = batch.step_list(kept);
                 state = state.index_select(0, &kept);
-                let later = histories.iter_mut().flat_map(|history| history.iter_mut().skip(1));
-                later.for_each(|(k, v)| (*k, *v) = (k.index_select(0, &kept), v.index_select(0, &kept)));
+                // Attention reads all positions of step 0.
+                let later_steps = histories.iter_mut().flat_map(|history| history.iter_mut().skip(1));
+                later_steps
+                    .for_each(|(k, v)| (*k, *v) = (k.index_select(0, &kept), v.index_select(0, &kept)));
             }
             let token = self.embed(&batch.step_list(step.tokens));
             let rotations = self.rotations(&batch.step_list(step.positions));
-            for (i, (layer, history)) in self.parts.layers.iter().zip(&mut histories).enumerate() {
+            for (i, (layer, history)) in self.modules.layers.iter().zip(&mut histories).enumerate() {
                 let spec = &self.config().decoder.model.layers[i].attention;
                 let input = LayerInput { x: &state, repeated: None, embeddings: Some(&token) };
                 let mut attend = |qkv: &Qkv| {
@@ -225,25 +228,27 @@ fn ttt_attention(
 ) -> Tensor {
     let Heads { query, key_value, dim } = spec.heads;
     let repeats = query / key_value;
-    let Some(((keys, values), later_steps)) = history.split_first() else { return q.flatten(1, 2) };
+    let ((keys, values), later_steps) = (&history[0], &history[1..]);
     let run_call = |call: &TttCall| {
-        let own = |t: &Tensor| t.narrow(0, call.first, call.rows);
-        // Keys of step 0, then the call's own positions of each later step: [1, G, K, D].
-        let seen = |context: &Tensor, later: &dyn Fn(&(Tensor, Tensor)) -> Tensor| {
-            let mut parts = vec![context.narrow(0, call.first_key, call.keys)];
-            parts.extend(later_steps.iter().map(|made| own(&later(made))));
-            Tensor::cat(&parts, 0).transpose(0, 1).unsqueeze(0)
+        let call_rows = |t: &Tensor| t.narrow(0, call.first, call.rows);
+        // Keys or values: of step 0 up to the call's last position, then of the call's positions in each later step: [1, G, K, D].
+        let call_keys = |first_step: &Tensor, later: &dyn Fn(&(Tensor, Tensor)) -> Tensor| {
+            let mut steps = vec![first_step.narrow(0, call.first_key, call.keys)];
+            steps.extend(later_steps.iter().map(|made| call_rows(&later(made))));
+            Tensor::cat(&steps, 0).transpose(0, 1).unsqueeze(0)
         };
-        let (k, v) =
-            (seen(keys, &|made| made.0.shallow_clone()), seen(values, &|made| made.1.shallow_clone()));
+        let (k, v) = (
+            call_keys(keys, &|made| made.0.shallow_clone()),
+            call_keys(values, &|made| made.1.shallow_clone()),
+        );
         // Query heads that share a key head become further query rows: [1, G, repeats·rows, D].
-        let q = own(q).view([call.rows, key_value, repeats, dim]).permute([1, 2, 0, 3]);
+        let q = call_rows(q).view([call.rows, key_value, repeats, dim]).permute([1, 2, 0, 3]);
         let q = q.reshape([1, key_value, repeats * call.rows, dim]);
         let options = (Kind::Int64, q.device());
-        let context =
+        let is_future =
             Tensor::arange(call.keys, options).gt_tensor(&batch.step_list(call.token_positions).unsqueeze(1)); // [rows, keys]
-        let others = Tensor::eye(call.rows, options).eq(0).repeat([1, later_steps.len() as i64]);
-        let blocked = Tensor::cat(&[context, others], 1); // [rows, K]
+        let is_other_position = Tensor::eye(call.rows, options).eq(0).repeat([1, later_steps.len() as i64]);
+        let blocked = Tensor::cat(&[is_future, is_other_position], 1); // [rows, K]
         let mask =
             Tensor::zeros(blocked.size(), (q.kind(), q.device())).masked_fill(&blocked, f64::NEG_INFINITY);
         let mask = mask.repeat([repeats, 1]);
@@ -288,7 +293,7 @@ impl Eagle3Proposer {
     fn extend_cache(&mut self, chunks: &[Chunk], tokens: &Tensor, states: Tensor) -> Tensor {
         let plan = self.cache.plan(chunks, MaskKind::Causal);
         let (token, rotations) = (self.model.embed(tokens), self.model.planned_rotations(&plan));
-        let layers = self.model.parts.layers.iter().enumerate();
+        let layers = self.model.modules.layers.iter().enumerate();
         let states = layers.fold(states, |states, (i, layer)| {
             let input = LayerInput { x: &states, repeated: None, embeddings: Some(&token) };
             layer.forward(input, rotations.layer(i), &mut self.cache.attention(i, &plan), None)
@@ -297,18 +302,19 @@ impl Eagle3Proposer {
         states
     }
 
-    /// Chunks of the new context, and the chunks of each drafted token except the last.
+    /// Chunks of the newly committed tokens, and the chunks of each drafted token except the last, which no later draft reads.
     fn context_and_draft_chunks(&self, request: &DraftRequest) -> (Vec<Chunk>, Vec<Vec<Chunk>>) {
-        let taken = self.cache.chunks_to_append(&request.context.chunks);
-        let drafted = |k: usize| {
+        let context_chunks = self.cache.chunks_to_append(&request.context.chunks);
+        let chunks_of_draft = |k: usize| {
             let chunk = |&slot: &usize| {
-                let rows = taken.iter().find(|chunk| chunk.slot == slot).map_or(0, |chunk| chunk.len);
+                let rows =
+                    context_chunks.iter().find(|chunk| chunk.slot == slot).map_or(0, |chunk| chunk.len);
                 Chunk { slot, past_len: self.cache.len(slot) + rows + k, len: 1 }
             };
             request.slots.iter().map(chunk).collect()
         };
-        let drafted = (0..self.draft_len.saturating_sub(1)).map(drafted).collect();
-        (taken, drafted)
+        let draft_chunks = (0..self.draft_len.saturating_sub(1)).map(chunks_of_draft).collect();
+        (context_chunks, draft_chunks)
     }
 }
 
@@ -352,11 +358,12 @@ impl Proposer for Eagle3Proposer {
     }
 
     fn propose(&mut self, request: &DraftRequest) -> Proposal {
-        let (taken, drafted) = self.context_and_draft_chunks(request);
-        self.cache.reserve(&[taken.clone(), drafted.concat()].concat());
+        let (context_chunks, draft_chunks) = self.context_and_draft_chunks(request);
+        self.cache.reserve(&[context_chunks.clone(), draft_chunks.concat()].concat());
         let (context, slots) = (request.context, request.slots);
-        if !taken.is_empty() {
-            let states = self.extend_cache(&taken, &context.next, self.model.fuse(&context.captured_states));
+        if !context_chunks.is_empty() {
+            let states =
+                self.extend_cache(&context_chunks, &context.next, self.model.fuse(&context.captured_states));
             // The last committed token of every slot.
             let ends = context.chunks.iter().scan(0, |end, &(_, rows)| {
                 *end += rows as i64;
@@ -367,10 +374,10 @@ impl Proposer for Eagle3Proposer {
         }
         let past_len: Vec<usize> = slots.iter().map(|&slot| self.cache.len(slot)).collect();
         let mut states = self.states.index_select(0, &self.arange.int_tensor(slots.iter().copied())); // [S, d]
-        let mut drafted = drafted.iter();
+        let mut draft_chunks = draft_chunks.iter();
         let proposal = draft_autoregressively(request, self.draft_len, |last| {
             if let Some(token) = last
-                && let Some(chunks) = drafted.next()
+                && let Some(chunks) = draft_chunks.next()
             {
                 states = self.extend_cache(chunks, token, states.shallow_clone());
             }

@@ -13,7 +13,7 @@ use tch::{Kind, Tensor};
 
 use super::batch::{Eagle3Batch, MAX_CALL_POSITIONS, TttStep, is_supervised, needed_positions};
 use super::model::{
-    Eagle3, Eagle3Config, Eagle3Objective, Eagle3Parts, Eagle3Proposer, Eagle3Recipe, Eagle3Settings,
+    Eagle3, Eagle3Config, Eagle3Modules, Eagle3Objective, Eagle3Proposer, Eagle3Recipe, Eagle3Settings,
     Supervise,
 };
 use crate::block_common::{FROZEN_FACTOR, TRAINED_FACTOR};
@@ -27,17 +27,17 @@ use crate::{
 pub const EAGLE3_INFO: DrafterKindInfo = DrafterKindInfo {
     name: "eagle3",
     title: "Eagle3",
-    parts: &[
+    param_groups: &[
         ParamGroup { name: "fusion", prefixes: &["fc."] },
         ParamGroup { name: "layers", prefixes: &["layers."] },
         ParamGroup { name: "norm", prefixes: &["norm."] },
     ],
     settings: Some(|schemas| schemas.subschema_for::<Eagle3Recipe>()),
-    checkpoints: Some(checkpoint_kind::<Eagle3Parts>("Eagle3", &super::formats::READER)),
+    checkpoints: Some(checkpoint_kind::<Eagle3Modules>("Eagle3", &super::formats::READER)),
 };
 
 /// Architecture and objective of an Eagle3 drafter, without weights.
-pub type Eagle3Plan = Plan<Eagle3Parts>;
+pub type Eagle3Plan = Plan<Eagle3Modules>;
 
 /// Reads and checks the recipe section of Eagle3. An error names the wrong key, with file and line.
 pub fn read_recipe(section: &RecipeSection<'_>) -> Result<Eagle3Recipe, ConfigError> {
@@ -67,7 +67,7 @@ pub fn build_plan<D>(
     Ok(Box::new(Eagle3Plan::new(config, objective)))
 }
 
-impl DrafterKind for Eagle3Parts {
+impl DrafterKind for Eagle3Modules {
     type Settings = Eagle3Settings;
     type Objective = Eagle3Objective;
     const FINAL_STATES: FinalStates = FinalStates::Supervised;
@@ -141,12 +141,12 @@ impl DrafterKind for Eagle3Parts {
         let batch =
             Eagle3Batch::new(samples, &objective, model.config().settings.ttt_length, device, model.kind())?;
         let states = model.step_states(&batch);
-        let rows = |step: usize| batch.supervised_rows(step);
-        let steps: Vec<usize> = (0..states.len()).take_while(|&step| rows(step).size()[0] > 0).collect();
-        let counts: Vec<i64> = steps.iter().map(|&step| rows(step).size()[0]).collect();
+        let indices = |step: usize| batch.supervised_indices(step);
+        let steps: Vec<usize> = (0..states.len()).take_while(|&step| indices(step).size()[0] > 0).collect();
+        let counts: Vec<i64> = steps.iter().map(|&step| indices(step).size()[0]).collect();
         let teacher: Vec<Tensor> = steps.iter().map(|&step| batch.teacher_states(step)).collect();
         let states: Vec<Tensor> =
-            steps.iter().map(|&step| states[step].index_select(0, &rows(step))).collect();
+            steps.iter().map(|&step| states[step].index_select(0, &indices(step))).collect();
         if counts.is_empty() {
             return None;
         }
@@ -161,7 +161,7 @@ impl Eagle3 {
     /// token is supervised. The loss is Σ_s decay^s · Σ w·CE_s / normaliser. w is 1 over the sequence's length, or over the longest
     /// sequence's with `LossNormalization::MicroBatch`. Returns the sums for [`super::metric_defs`], float64.
     ///
-    /// Autograd differentiates only the layers. [`distill_loss`] computes the gradients of the normed states in closed form.
+    /// Autograd differentiates only the layers. [`distill_loss`] computes the gradients with respect to the normed states in closed form.
     pub fn accumulate(
         &self,
         batch: Option<&Eagle3Batch>,
@@ -176,7 +176,7 @@ impl Eagle3 {
         };
         let states = self.step_states(batch);
         let normed = |(step, states): (&TttStep, &Tensor)| {
-            self.final_norm(&states.index_select(0, &batch.step_list(step.rows)))
+            self.final_norm(&states.index_select(0, &batch.step_list(step.supervised_indices)))
         };
         // Sorted by target state, so that the logits of each target state are computed once for all steps.
         let rows = Tensor::cat(&batch.steps.iter().zip(&states).map(normed).collect::<Vec<_>>(), 0)
@@ -185,33 +185,22 @@ impl Eagle3 {
         let by_step = |column: LossColumn| output.column(column).index_select(0, &batch.ordered.inverse);
         let accept = (by_step(LossColumn::L1) * -0.5 + 1.0).clamp(0.0, 1.0); // Σ min(p^d, p^t)
         let correct = by_step(LossColumn::Agreement);
-        let entropy = by_step(LossColumn::SOFT_CE) * &batch.weights;
+        let soft_ce = by_step(LossColumn::SOFT_CE) * &batch.weights;
         let mut sums: Vec<Tensor> = vec![];
         let mut taus = [(); 2].map(|()| Tensor::zeros([], double));
-        // τ sums the probability that all drafts up to step s are accepted, over positions supervised at step 0.
-        let mut previous_accept: Option<[Tensor; 2]> = None;
+        // Probability of each chain of drafts up to the current step, if drafts are greedy and if they are sampled.
+        let mut chains: Option<[Tensor; 2]> = None;
         for (step, states) in batch.steps.iter().zip(&states) {
-            let (correct, accept) = (step.select_rows(&correct), step.select_rows(&accept));
-            let all = |rows: &Tensor| rows.sum(Kind::Double);
-            let entropy = step.select_rows(&entropy);
-            sums.extend([all(&entropy), all(&correct.ones_like()), all(&correct), all(&accept)]);
-            let indices = batch.step_list(step.rows);
-            let by_position = |rows: &Tensor| {
-                Tensor::zeros([states.size()[0]], (Kind::Float, rows.device())).index_add(0, &indices, rows)
-            };
-            let step_accept = [by_position(&correct), by_position(&accept)];
-            let chain_accept = match previous_accept.take() {
-                None => step_accept,
-                Some(before) => {
-                    let kept = before.map(|all| match step.kept {
-                        Some(kept) => all.index_select(0, &batch.step_list(kept)),
-                        None => all,
-                    });
-                    [&kept[0] * &step_accept[0], &kept[1] * &step_accept[1]]
-                }
-            };
-            taus.iter_mut().zip(&chain_accept).for_each(|(tau, accept)| *tau += all(accept));
-            previous_accept = Some(chain_accept);
+            let [soft_ce, correct, accept] =
+                [&soft_ce, &correct, &accept].map(|all| step.select_supervised(all));
+            let total = |values: &Tensor| values.sum(Kind::Double);
+            sums.extend([total(&soft_ce), total(&correct.ones_like()), total(&correct), total(&accept)]);
+            let positions = states.size()[0];
+            let accepted = [(0, &correct), (1, &accept)].map(|(i, accept)| {
+                chain_acceptance(batch, step, positions, accept, chains.as_ref().map(|chains| &chains[i]))
+            });
+            taus.iter_mut().zip(&accepted).for_each(|(tau, accepted)| *tau += total(accepted));
+            chains = Some(accepted);
         }
         let surrogate = (rows * &output.grad_hidden).sum(Kind::Float);
         drop(states);
@@ -226,7 +215,8 @@ impl Eagle3 {
         Tensor::cat(&sums, 0)
     }
 
-    /// Losses of the supervised positions of all steps without a graph. `rows [R, d]` are normed states, sorted by target state.
+    /// Losses of the supervised positions of all steps. `rows [R, d]` are their normed states, sorted by target state. The caller must
+    /// disable autograd.
     fn head_losses(&self, batch: &Eagle3Batch, rows: &Tensor, scale: f64) -> LossOutput {
         // The soft cross entropy reads no labels, and every row is its own block.
         let zeros = rows.new_zeros([rows.size()[0]], (Kind::Int64, rows.device()));
@@ -246,6 +236,26 @@ impl Eagle3 {
         };
         let recipe = LossRecipe { soft_ce_alpha: 1.0, ..LossRecipe::NONE };
         distill_loss(&self.vocabulary().loss_head(), &supervised, &recipe)
+    }
+}
+
+/// Probability per position of `step` that the target accepts the drafts of all steps up to this one, `[n]` float32.
+///
+/// `accept [R]` holds the acceptance of the step's supervised positions. `before_kept` is the result for the step before, whose positions
+/// `step.kept` selects from; None at step 0. A chain counts as 0 where the step is not supervised.
+fn chain_acceptance(
+    batch: &Eagle3Batch,
+    step: &TttStep,
+    positions: i64,
+    accept: &Tensor,
+    before_kept: Option<&Tensor>,
+) -> Tensor {
+    let indices = batch.step_list(step.supervised_indices);
+    let accept = Tensor::zeros([positions], (Kind::Float, accept.device())).index_add(0, &indices, accept);
+    let Some(before_kept) = before_kept else { return accept };
+    match step.kept {
+        Some(kept) => before_kept.index_select(0, &batch.step_list(kept)) * accept,
+        None => before_kept * accept,
     }
 }
 

@@ -1,7 +1,7 @@
 //! The objective of block drafters with autograd and whole `[R, V]` tensors; the library's closed
 //! form must match it.
 
-use deepspec_drafters::{Block, BlockBatch, BlockObjective, Dpace, Lk, LkForm, LossDenominator};
+use deepspec_drafters::{BlockBatch, DSpark, DSparkObjective, Dpace, Lk, LkForm, LossDenominator};
 use tch::{Kind, Reduction, Tensor};
 
 /// D-PACE's weights, row by row.
@@ -20,14 +20,14 @@ fn paces(dpace: Dpace, ce: &Tensor, rows: &[i64], gamma: i64) -> Tensor {
 
 /// The loss with its autograd graph, and the sums of the single losses by name.
 pub fn objective(
-    block: &Block,
+    block: &DSpark,
     batch: &BlockBatch,
-    objective: &BlockObjective,
+    objective: &DSparkObjective,
     normaliser: LossDenominator,
 ) -> (Tensor, Vec<(&'static str, f64)>) {
     let recipe = &objective.loss;
     let hidden = block.hidden_states(batch);
-    let rows = |t: &Tensor| t.flatten(0, 1).index_select(0, &batch.rows);
+    let rows = |t: &Tensor| t.flatten(0, 1).index_select(0, &batch.supervised_indices);
     let features = block.teacher_forced_features(&hidden, &batch.previous);
     let (e, features) = features.map_or((None, None), |(e, f)| (Some(rows(&e)), Some(rows(&f))));
     let logits = block.teacher_forced_logits(&rows(&hidden), features.as_ref());
@@ -49,12 +49,12 @@ pub fn objective(
         }
     });
     let paced = recipe.dpace.map(|dpace| {
-        let rows = Vec::<i64>::try_from(&batch.rows).unwrap();
+        let rows = Vec::<i64>::try_from(&batch.supervised_indices).unwrap();
         (&ce * paces(dpace, &ce.detach(), &rows, block.config().settings.blocks.draft_len() as i64))
             .sum(Kind::Float)
     });
     let until_error = recipe.until_first_error.then(|| {
-        let rows = Vec::<i64>::try_from(&batch.rows).unwrap();
+        let rows = Vec::<i64>::try_from(&batch.supervised_indices).unwrap();
         let right = Vec::<bool>::try_from(logits.argmax(-1, false).eq_tensor(&batch.labels)).unwrap();
         let gamma = block.config().settings.blocks.draft_len() as i64;
         let counts = |row: usize| {

@@ -284,7 +284,7 @@ fn fill_in_slots_go_where_they_are_known_and_back() {
     assert_eq!((&config["sample_from_anchor"], &config["block_size"]), (&json!(false), &json!(5)));
     assert_eq!(config["architectures"], json!(["Qwen3DSparkModel"]));
     for folder in [&there, &ours] {
-        assert_eq!(open_checkpoint(folder.path()).unwrap().drafter().kind.drafted(), 4);
+        assert_eq!(open_checkpoint(folder.path()).unwrap().drafter().kind.draft_len(), 4);
         assert_eq!(bytes(&converted(folder, CheckpointFormat::Zlab, Some(&target))), bytes(&zlab));
     }
     assert_eq!(bytes(&converted(&there, CheckpointFormat::Reference, Some(&target))), bytes(&ours));
@@ -315,7 +315,7 @@ fn speculators_without_sample_from_anchor_have_z_labs_slots() {
 #[test]
 fn nulls_and_informative_keys_within_dflash_config_change_nothing() {
     let zlab = fixture::zlab();
-    let drafted = |folder: &Folder| open_checkpoint(folder.path()).unwrap().drafter().kind.drafted();
+    let drafted = |folder: &Folder| open_checkpoint(folder.path()).unwrap().drafter().kind.draft_len();
     let expected = drafted(&zlab);
     for value in [json!(0), json!("many"), json!(0.5)] {
         let informed = edited(&zlab, |config| config["dflash_config"]["num_anchors"] = value.clone());
@@ -339,10 +339,10 @@ fn what_a_container_says_of_its_slots_counts() {
     for inner in [false, true] {
         for (from, flag, drafted) in [(&specforge, false, 4), (&zlab, true, 5)] {
             let from = flagged(from, flag, inner);
-            assert_eq!(open_checkpoint(from.path()).unwrap().drafter().kind.drafted(), drafted);
+            assert_eq!(open_checkpoint(from.path()).unwrap().drafter().kind.draft_len(), drafted);
             let ours = converted(&from, CheckpointFormat::Reference, Some(&target));
             assert_eq!(ours.config()["sample_from_anchor"] == json!(false), !flag);
-            assert_eq!(open_checkpoint(ours.path()).unwrap().drafter().kind.drafted(), drafted);
+            assert_eq!(open_checkpoint(ours.path()).unwrap().drafter().kind.draft_len(), drafted);
         }
     }
     let torn = flagged(&flagged(&zlab, true, true), false, false);

@@ -135,9 +135,9 @@ fn read(outer: &Fields) -> Result<ModelConfig, ModelError> {
 
 /// Refuses features of other Gemma 4 models that are not supported.
 fn refuse_unsupported(fields: &Fields, unified: bool) -> Result<(), ModelError> {
-    fields.require_text("hidden_activation", "gelu_pytorch_tanh")?;
-    fields.require_off("attention_bias", "biases in attention are not supported")?;
-    fields.require_off("enable_moe_block", "mixtures of experts are not supported")?;
+    fields.require_text_if_present("hidden_activation", "gelu_pytorch_tanh")?;
+    fields.refuse_if_on("attention_bias", "biases in attention are not supported")?;
+    fields.refuse_if_on("enable_moe_block", "mixtures of experts are not supported")?;
     // Only the plain family has per-layer embeddings, and there they are the default.
     let per_layer = fields.count("hidden_size_per_layer_input")?.unwrap_or(if unified { 0 } else { 256 });
     if per_layer > 0 {

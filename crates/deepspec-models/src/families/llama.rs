@@ -60,7 +60,7 @@ fn defaults() -> Vec<(&'static str, Json)> {
 /// # Errors
 /// As [`ModelConfig::load`].
 fn read(fields: &Fields) -> Result<ModelConfig, ModelError> {
-    fields.require_off("mlp_bias", "biases in the MLP are not supported")?;
+    fields.refuse_if_on("mlp_bias", "biases in the MLP are not supported")?;
     let windows = vec![None; layer_count(fields)?];
     pre_norm::read(fields, PreNormSettings { family: &FAMILY, qk_norm: false, longest: 2048, windows })
 }

@@ -26,8 +26,8 @@ pub(super) struct PreNormSettings {
 /// As [`ModelConfig::load`].
 pub(super) fn read(fields: &Fields, differences: PreNormSettings) -> Result<ModelConfig, ModelError> {
     let PreNormSettings { family, qk_norm, longest, windows } = differences;
-    fields.require_text("hidden_act", "silu")?;
-    fields.require_off("attention_bias", "biases in attention are not supported")?;
+    fields.require_text_if_present("hidden_act", "silu")?;
+    fields.refuse_if_on("attention_bias", "biases in attention are not supported")?;
     let size = |key: &str| fields.size(key).and_then(|value| fields.required(key, value));
     let (hidden_size, query) = (size("hidden_size")?, size("num_attention_heads")?);
     let key_value = fields.size("num_key_value_heads")?.unwrap_or(query);

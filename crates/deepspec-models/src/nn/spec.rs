@@ -5,11 +5,12 @@ use deepspec_ops::{Activation, AttentionSpec, RopeSpec, SavedTensorSizes};
 /// How a layer computes its attention values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ValueSource {
-    /// Their own projection.
+    /// The values are the output of `v_proj`.
     Projected,
-    /// Their own projection, RMS-normed per head without weights.
+    /// The values are the output of `v_proj`, RMS-normed per head without weights (Gemma 4).
     Normed,
-    /// The key projection before norm and rotation, RMS-normed per head without weights.
+    /// The values are the output of `k_proj`, before the key's norm and RoPE. Each head is RMS-normed
+    /// without weights (Gemma 4).
     SharesKey,
 }
 
@@ -18,7 +19,7 @@ pub enum ValueSource {
 pub enum NormPlacement {
     /// Before attention and before the MLP.
     Pre,
-    /// Before and after both.
+    /// Before and after attention, and before and after the MLP.
     Sandwich,
 }
 
@@ -54,19 +55,19 @@ impl LayerSpec {
         let (d, heads) = (self.hidden_size as usize, self.attention.heads);
         let queries = (heads.query * heads.dim) as usize;
         // No matmul follows these norms, so none saves their output.
-        let after = if self.norms == NormPlacement::Sandwich { 2 * saved.norm } else { 0 };
-        let head_norm = if self.qk_norm { saved.norm } else { 0 };
-        d * (2 * (saved.norm + value) + after)
+        let after = if self.norms == NormPlacement::Sandwich { 2 * saved.norm_bytes_per_value } else { 0 };
+        let head_norm = if self.qk_norm { saved.norm_bytes_per_value } else { 0 };
+        d * (2 * (saved.norm_bytes_per_value + value) + after)
             + queries * (head_norm + 3 * value)
             + self.saved_key_value_bytes(saved, value)
-            + saved.mlp * self.intermediate_size as usize * value
+            + saved.mlp_tensors * self.intermediate_size as usize * value
     }
 
-    /// Bytes that autograd saves for a row's keys and values.
+    /// Bytes that autograd saves for a row's keys and values. A value has `value` bytes.
     pub fn saved_key_value_bytes(&self, saved: SavedTensorSizes, value: usize) -> usize {
         let heads = self.attention.heads;
-        let head_norm = if self.qk_norm { saved.norm } else { 0 };
-        let value_norm = if self.value == ValueSource::Projected { 0 } else { saved.norm };
+        let head_norm = if self.qk_norm { saved.norm_bytes_per_value } else { 0 };
+        let value_norm = if self.value == ValueSource::Projected { 0 } else { saved.norm_bytes_per_value };
         (heads.key_value * heads.dim) as usize * (head_norm + value_norm + 3 * value)
     }
 }

@@ -23,7 +23,7 @@
 #include "gpu_rows.cpp"
 #include "rows.cpp"
 #include "blocks.cpp"
-#include "history.cpp"
+#include "in_place_attention.cpp"
 #include "losses.cpp"
 #include "products.cpp"
 #include "adamw.cpp"

@@ -112,12 +112,12 @@ fn even_chunk_rows(most: i64, rows: i64, gamma: i64) -> i64 {
 /// Estimated buffer bytes of [`distill_loss`] for this many rows: a chunk's logits of drafter and target, plus a
 /// tile's float32 temporaries on a GPU.
 pub fn buffer_bytes(vocab: i64, rows: usize, kind: Kind, device: Device) -> usize {
-    const LOGITS: usize = 2;
-    const TEMPORARIES: usize = 6;
+    const LOGIT_BUFFERS: usize = 2;
+    const FLOAT32_TEMPORARIES: usize = 6;
     let value = kind.elt_size_in_bytes();
     let chunk = rows.min(max_chunk_rows(vocab, false, value, device) as usize);
     let tile = if device == Device::Cpu { 0 } else { rows.min(GPU_TILE_ROWS as usize) };
-    (chunk * LOGITS * value + tile * TEMPORARIES * size_of::<f32>()) * vocab as usize
+    (chunk * LOGIT_BUFFERS * value + tile * FLOAT32_TEMPORARIES * size_of::<f32>()) * vocab as usize
 }
 
 /// Computes losses and gradients of all rows. Autograd must be off.

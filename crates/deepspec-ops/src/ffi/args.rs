@@ -142,13 +142,13 @@ pub struct ProjectedHeads<'a> {
     pub angles: [&'a Tensor; 2],
 }
 
-/// Queries, keys and values of N rows.
+/// Queries, keys and values of N rows, in one of two forms.
 #[derive(Clone, Copy)]
-pub enum KvRows<'a> {
+pub enum QkvInput<'a> {
     /// Queries `[N, H, D]`, and keys and values `[N, G, D]`, already normed and rotated.
     Separate([&'a Tensor; 3]),
     /// One tensor `[N, (H + 2G)·D]` of queries, keys and values that are neither normed nor rotated.
-    Projected(&'a Tensor, ProjectedHeads<'a>),
+    Fused(&'a Tensor, ProjectedHeads<'a>),
 }
 
 /// The weights `[d]` and ε of an RMS norm.

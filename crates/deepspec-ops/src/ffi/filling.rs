@@ -4,14 +4,15 @@ use std::slice;
 
 use tch::{Device, Kind, Tensor};
 
-/// A CPU tensor that is being filled. Nothing else can access its memory before `done`.
+/// Builds a CPU tensor from bytes that the caller writes. Nothing else can access the memory before
+/// [`Self::into_tensor`].
 #[derive(Debug)]
-pub struct UninitTensor {
+pub struct CpuTensorBuilder {
     tensor: Tensor,
     bytes: usize,
 }
 
-impl UninitTensor {
+impl CpuTensorBuilder {
     /// Allocates a tensor with uninitialised bytes.
     ///
     /// # Panics
@@ -45,7 +46,7 @@ mod tests {
 
     #[test]
     fn holds_what_was_written() {
-        let mut filling = UninitTensor::new(&[2, 3], Kind::Float);
+        let mut filling = CpuTensorBuilder::new(&[2, 3], Kind::Float);
         for (number, value) in filling.bytes().chunks_exact_mut(4).enumerate() {
             value.copy_from_slice(&(number as f32).to_le_bytes());
         }
@@ -55,6 +56,6 @@ mod tests {
 
     #[test]
     fn may_be_empty() {
-        assert!(UninitTensor::new(&[0, 8], Kind::BFloat16).bytes().is_empty());
+        assert!(CpuTensorBuilder::new(&[0, 8], Kind::BFloat16).bytes().is_empty());
     }
 }

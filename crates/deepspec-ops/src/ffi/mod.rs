@@ -28,14 +28,14 @@ use libloading::Library;
 use tch::Tensor;
 
 pub use args::{
-    AdamWSettings, AdamWTensors, AttentionPart, KeyValues, KvChunk, KvRows, KvWindow, LogitRows,
-    MAX_DECODE_ROWS, ProjectedHeads, RmsNormParams, RowDistances, SequenceBlocks, TargetProbs, TiledBlocks,
+    AdamWSettings, AdamWTensors, AttentionPart, KeyValues, KvChunk, KvWindow, LogitRows, MAX_DECODE_ROWS,
+    ProjectedHeads, QkvInput, RmsNormParams, RowDistances, SequenceBlocks, TargetProbs, TiledBlocks,
 };
-pub use filling::UninitTensor;
+pub use filling::CpuTensorBuilder;
 pub use gradient::take_gradient;
 pub use kernels::*;
 pub use memory::{DeviceMemory, device_memory, gpu_free_memory, has_bfloat16, reset_device_peak};
-pub use profile::{Profile, Range, range};
+pub use profile::{ProfileRecording, Range, range};
 pub use runtime::init_runtime;
 pub use stream::{CudaEvent, CudaStream, StreamGuard, empty_pinned};
 
@@ -51,15 +51,15 @@ pub fn load_cuda() -> Result<(), String> {
     // The library is never closed, so no registered pointer dangles.
     let opened = unsafe { Library::new(CUDA_LIBRARY) };
     // The error says only that loading failed; its source names the cause.
-    let told =
+    let cause =
         |error: libloading::Error| error.source().map_or_else(|| error.to_string(), ToString::to_string);
-    let library = opened.map_err(told)?;
+    let library = opened.map_err(cause)?;
     std::mem::forget(library);
     Ok(())
 }
 
-/// Makes a later `exit` end the process at once, with code 1. Otherwise libraries unload under threads that hang in
-/// foreign code, which may keep the process alive.
+/// Makes a later `exit` end the process at once, with code 1. Otherwise `exit` can hang, because it unloads libraries
+/// while NCCL threads still run their code.
 pub fn skip_exit_cleanup() {
     extern "C" fn leave() {
         // SAFETY: `_exit` takes a plain number and does not return.

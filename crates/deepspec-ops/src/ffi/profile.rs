@@ -17,12 +17,12 @@ unsafe extern "C" {
 }
 
 /// A recording of this thread, until it is written or dropped.
-pub struct Profile {
+pub struct ProfileRecording {
     /// A recording must end on its own thread.
     _thread: PhantomData<*const ()>,
 }
 
-impl Profile {
+impl ProfileRecording {
     /// Starts to record this thread and, with `with_gpu`, the GPU work of the process.
     ///
     /// # Errors
@@ -46,7 +46,7 @@ impl Profile {
     }
 }
 
-impl Drop for Profile {
+impl Drop for ProfileRecording {
     fn drop(&mut self) {
         // SAFETY: as in `write`, with a null path. A discarded recording has no write error.
         let _ = check(unsafe { ds_profile_stop(ptr::null()) });

@@ -72,9 +72,9 @@ fn pool_large_blocks() {}
 
 #[cfg(all(test, target_os = "linux", target_arch = "x86_64"))]
 mod tests {
-    /// MKL's processor check calls this program's function, not MKL's own.
+    /// `mkl_serv_intel_cpu_true`, by which MKL chooses its code, is the function of this program and not MKL's.
     #[test]
-    fn mkl_asks_this_program_what_the_processor_can_do() {
+    fn mkl_calls_our_cpu_check() {
         unsafe extern "C" {
             fn mkl_serv_intel_cpu_true() -> libc::c_int;
         }

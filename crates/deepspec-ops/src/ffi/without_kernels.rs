@@ -6,8 +6,8 @@ use std::convert::Infallible;
 use tch::{Kind, Tensor};
 
 use super::args::{
-    AdamWSettings, AdamWTensors, AttentionPart, KeyValues, KvChunk, KvRows, KvWindow, LogitRows,
-    ProjectedHeads, RmsNormParams, RowDistances, SequenceBlocks, TargetProbs, TiledBlocks,
+    AdamWSettings, AdamWTensors, AttentionPart, KeyValues, KvChunk, KvWindow, LogitRows, ProjectedHeads,
+    QkvInput, RmsNormParams, RowDistances, SequenceBlocks, TargetProbs, TiledBlocks,
 };
 
 /// A packed weight, which this build never creates.
@@ -151,7 +151,7 @@ pub fn has_in_place_attention(_dim: i64) -> bool {
 }
 
 /// [`has_in_place_attention`] prevents this call.
-pub fn in_place_attention(_rows: KvRows<'_>, _chunks: &[KvChunk<'_>], _window: KvWindow) -> Tensor {
+pub fn in_place_attention(_rows: QkvInput<'_>, _chunks: &[KvChunk<'_>], _window: KvWindow) -> Tensor {
     unreachable!("attention in place needs the kernels feature")
 }
 

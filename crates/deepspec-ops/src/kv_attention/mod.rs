@@ -12,7 +12,7 @@ use tch::{Device, Kind, Tensor};
 use crate::attention::{AttentionSpec, Heads, Qkv};
 use crate::decoder_layer::{Attend, AttendProjected};
 use crate::ffi::{
-    KvChunk, KvRows, KvWindow, MAX_DECODE_ROWS, ProjectedHeads, decode_attention, has_decode_kernels,
+    KvChunk, KvWindow, MAX_DECODE_ROWS, ProjectedHeads, QkvInput, decode_attention, has_decode_kernels,
     has_in_place_attention, in_place_attention,
 };
 use crate::upload::DeviceArange;
@@ -319,7 +319,7 @@ impl KvCache {
         let [q, k, v] = [&qkv.q, &qkv.k, &qkv.v].map(Tensor::contiguous);
         let sees_chunk = visibility == MaskKind::Block;
         let view = KvWindow { scale, window, sees_chunk };
-        in_place_attention(KvRows::Separate([&q, &k, &v]), &chunks, view)
+        in_place_attention(QkvInput::Separate([&q, &k, &v]), &chunks, view)
     }
 
     /// Attention of one group by SDPA: `q [S·L, H, D]` to `[S·L, H·D]`.
@@ -372,7 +372,7 @@ impl AttendProjected for KvAttention<'_> {
         match cache.in_place {
             InPlaceKernel::DecodeRows => decode_attention(qkv, &heads, &chunks, view),
             InPlaceKernel::ShortChunks | InPlaceKernel::Never => {
-                in_place_attention(KvRows::Projected(qkv, heads), &chunks, view)
+                in_place_attention(QkvInput::Fused(qkv, heads), &chunks, view)
             }
         }
     }

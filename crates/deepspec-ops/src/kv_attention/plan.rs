@@ -125,8 +125,8 @@ pub(super) struct PlacedChunk {
 }
 
 impl PlacedChunk {
-    /// The chunk's rows in the batch: the first one and their number.
-    fn batch_rows(&self) -> (i64, i64) {
+    /// The chunk's rows in the batch, as (first row, number of rows).
+    fn batch_row_run(&self) -> (i64, i64) {
         (self.first as i64, self.chunk.len as i64)
     }
 
@@ -141,7 +141,7 @@ impl KvCache {
     /// Pool rows and positions to write these chunks to, in the order of the batch. Call [`KvCache::reserve`]
     /// first.
     pub fn plan_write(&self, chunks: &[Chunk]) -> PooledRows {
-        let mut placed = self.place_chunks(chunks);
+        let mut placed = self.locate_chunks(chunks);
         placed.sort_by_key(|placed| placed.capacity);
         let order = (!is_in_batch_order(&placed)).then(|| self.gather_indices(&placed));
         let positions = self.arange.cat_runs(chunks.iter().map(position_range));
@@ -153,7 +153,7 @@ impl KvCache {
         AttentionPlan {
             positions: self.arange.cat_runs(chunks.iter().map(position_range)),
             end: chunks.iter().map(|chunk| chunk.past_len + chunk.len).max().unwrap_or(0),
-            placed: self.place_chunks(chunks),
+            placed: self.locate_chunks(chunks),
             visibility,
             in_place: self.can_attend_in_place(chunks, visibility),
             grouped: OnceCell::new(),
@@ -232,7 +232,8 @@ impl KvCache {
             && scores <= MAX_SHORT_CHUNK_SCORES
     }
 
-    fn place_chunks(&self, chunks: &[Chunk]) -> Vec<PlacedChunk> {
+    /// Finds each chunk's pool row, and its first row in the batch.
+    fn locate_chunks(&self, chunks: &[Chunk]) -> Vec<PlacedChunk> {
         let mut first = 0;
         let placed = |&chunk: &Chunk| {
             let (capacity, row) = self.pool_and_row(chunk.slot);
@@ -244,7 +245,7 @@ impl KvCache {
 
     /// Row indices that bring the batch into the order of `placed`.
     fn gather_indices(&self, placed: &[PlacedChunk]) -> Tensor {
-        self.arange.cat_runs(placed.iter().map(PlacedChunk::batch_rows))
+        self.arange.cat_runs(placed.iter().map(PlacedChunk::batch_row_run))
     }
 
     /// Row indices that bring rows in the order of `placed` back into the order of the batch.

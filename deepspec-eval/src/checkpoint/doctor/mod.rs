@@ -59,7 +59,7 @@ pub struct Args {
     /// Enable thinking, as in the evaluation with the low accepted length
     #[arg(long)]
     thinking: bool,
-    /// System message of the evaluation with the low accepted length
+    /// Put this system message before every prompt. Give the one of the evaluation whose accepted length was low
     #[arg(long, value_name = "TEXT")]
     system_prompt: Option<String>,
     /// Also list settings of the unconverted checkpoint that this engine (vllm, sglang or llama.cpp) would misread. It adds

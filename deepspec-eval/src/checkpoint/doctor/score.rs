@@ -5,7 +5,7 @@
 use std::path::Path;
 
 use deepspec_core::cli::UsageError;
-use deepspec_core::{Slots, Tap};
+use deepspec_core::{SlotTarget, Tap};
 use deepspec_drafters::{DrafterOptions, DrafterOverrides, DrafterProbe, Predictions, TrainSample};
 use deepspec_engine::Target;
 use deepspec_models::{ModelError, TargetModel};
@@ -36,7 +36,7 @@ pub enum DrafterChange {
     /// The mask token is another one.
     Mask(i64),
     /// The slots follow the other convention of positions.
-    Slots(Slots),
+    Slots(SlotTarget),
     /// The drafter uses the target's RoPE settings.
     Rope,
     /// The drafter uses the target's embedding and LM head.
@@ -101,7 +101,8 @@ impl Score {
         expected_length(&self.mean_acceptance())
     }
 
-    /// Rise of the accepted length over `before`, on the same blocks; None with a single part.
+    /// How much the accepted length is above that of `before`, which was measured on the same blocks.
+    /// None if the answers form fewer than two parts, because the jackknife error needs two.
     pub fn rise_over(&self, before: &Self) -> Option<Rise> {
         let parts = self.parts.len().min(before.parts.len());
         let rise = |without| {

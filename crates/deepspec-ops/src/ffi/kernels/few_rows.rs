@@ -7,7 +7,7 @@ use tch::Tensor;
 
 use super::super::args::{KvChunk, KvWindow, ProjectedHeads, RmsNormParams};
 use super::super::c10d::check;
-use super::history::RawChunk;
+use super::in_place_attention::RawChunk;
 
 #[repr(C)]
 struct RawHeads {

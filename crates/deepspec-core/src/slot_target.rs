@@ -5,18 +5,19 @@ use std::fmt;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-/// Which token slot k of a block predicts. Weights of one convention draft nonsense in the other.
+/// Which token slot k predicts: `anchor_predicts` anchor+1+k, `fill_in` anchor+k (its own position). Weights that were trained for one
+/// convention draft nonsense with the other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
-pub enum Slots {
-    /// The one at anchor + 1 + k: every slot drafts.
+pub enum SlotTarget {
+    /// The token at anchor + 1 + k: every slot drafts.
     #[default]
     AnchorPredicts,
-    /// The one at anchor + k: slot 0, which holds the anchor, is idle (z-lab's convention).
+    /// The token at anchor + k: slot 0 holds the anchor and drafts nothing (z-lab's convention).
     FillIn,
 }
 
-impl Slots {
+impl SlotTarget {
     /// The first block position that drafts.
     pub fn first_drafting_position(self) -> usize {
         match self {
@@ -26,7 +27,7 @@ impl Slots {
     }
 
     /// γ, the number of tokens drafted by a block of `block_size` positions.
-    pub fn drafted(self, block_size: usize) -> usize {
+    pub fn draft_len(self, block_size: usize) -> usize {
         block_size.saturating_sub(self.first_drafting_position())
     }
 
@@ -47,7 +48,7 @@ impl Slots {
     }
 }
 
-impl fmt::Display for Slots {
+impl fmt::Display for SlotTarget {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         f.write_str(match self {
             Self::AnchorPredicts => "slot k predicts anchor+1+k (all slots draft)",

@@ -5,7 +5,7 @@ use std::ptr;
 
 use tch::{Device, Kind, Tensor};
 
-use super::super::args::{KvChunk, KvRows, KvWindow, ProjectedHeads, RmsNormParams};
+use super::super::args::{KvChunk, KvWindow, ProjectedHeads, QkvInput, RmsNormParams};
 use super::super::c10d::check;
 
 #[repr(C)]
@@ -31,9 +31,9 @@ impl RawChunk {
     }
 }
 
-/// The shim's `KvRows`.
+/// The C++ struct `QkvInput`.
 #[repr(C)]
-struct RawKvRows {
+struct RawQkvInput {
     q: *const f32,
     k: *const f32,
     v: *const f32,
@@ -50,18 +50,18 @@ struct RawKvRows {
     eps: f32,
 }
 
-impl RawKvRows {
+impl RawQkvInput {
     /// Checks everything except whether kernels exist for the heads.
     ///
     /// # Panics
     /// If shapes or dtypes do not match.
-    fn of(rows: KvRows<'_>) -> Self {
+    fn of(rows: QkvInput<'_>) -> Self {
         let values = |of: &Tensor| {
             assert!(is_contiguous_cpu_float(of), "float32 of the CPU, row by row");
             of.data_ptr().cast::<f32>().cast_const()
         };
         match rows {
-            KvRows::Separate([q, k, v]) => {
+            QkvInput::Separate([q, k, v]) => {
                 let (size, [n, groups, dim]) = (q.size(), [0, 1, 2].map(|dim| k.size()[dim]));
                 let fits = size.len() == 3 && size[0] == n && size[2] == dim && size[1] % groups.max(1) == 0;
                 assert!(
@@ -91,10 +91,7 @@ impl RawKvRows {
                     eps,
                 }
             }
-            KvRows::Projected(
-                qkv,
-                ProjectedHeads { query: heads, key_value: groups, dim, gains, angles },
-            ) => {
+            QkvInput::Fused(qkv, ProjectedHeads { query: heads, key_value: groups, dim, gains, angles }) => {
                 let size = qkv.size();
                 let line = groups.checked_mul(2).and_then(|both| both.checked_add(heads)?.checked_mul(dim));
                 let are_some = heads > 0 && groups > 0 && dim > 0;
@@ -135,9 +132,9 @@ impl RawKvRows {
 }
 
 unsafe extern "C" {
-    fn ds_has_history_attention(dim: i64) -> bool;
-    fn ds_history_attention(
-        rows: *const RawKvRows,
+    fn ds_has_in_place_attention(dim: i64) -> bool;
+    fn ds_in_place_attention(
+        rows: *const RawQkvInput,
         chunks: *const RawChunk,
         count: usize,
         scale: f64,
@@ -150,7 +147,7 @@ unsafe extern "C" {
 /// Whether [`in_place_attention`] supports heads of `dim` values: multiples of 8, on x86 with AVX2.
 pub fn has_in_place_attention(dim: i64) -> bool {
     // SAFETY: the shim only queries the processor.
-    unsafe { ds_has_history_attention(dim) }
+    unsafe { ds_has_in_place_attention(dim) }
 }
 
 /// Appends the chunks' keys and values to their KV caches, and attends to both. Returns `[N, H·D]`, with zeros in
@@ -164,17 +161,17 @@ pub fn has_in_place_attention(dim: i64) -> bool {
 /// If shapes, dtypes or positions do not match, if [`has_in_place_attention`] is false, or if a tensor requires a
 /// gradient.
 pub fn in_place_attention(
-    rows: KvRows<'_>,
+    rows: QkvInput<'_>,
     chunks: &[KvChunk<'_>],
     KvWindow { scale, window, sees_chunk }: KvWindow,
 ) -> Tensor {
     let learns = match rows {
-        KvRows::Separate(parts) => parts.into_iter().any(Tensor::requires_grad),
-        KvRows::Projected(qkv, _) => qkv.requires_grad(),
+        QkvInput::Separate(parts) => parts.into_iter().any(Tensor::requires_grad),
+        QkvInput::Fused(qkv, _) => qkv.requires_grad(),
     };
-    assert!(!learns, "attention over histories has no gradient");
-    let rows = RawKvRows::of(rows);
-    let RawKvRows { rows: n, groups, dim, .. } = rows;
+    assert!(!learns, "in-place attention has no gradient");
+    let rows = RawQkvInput::of(rows);
+    let RawQkvInput { rows: n, groups, dim, .. } = rows;
     assert!(has_in_place_attention(dim), "heads of {dim} on this processor");
     // Consecutive chunks mostly share a pool, and checking a pool takes longer than attending.
     let mut known: Option<([&Tensor; 2], [usize; 2])> = None;
@@ -216,9 +213,10 @@ pub fn in_place_attention(
     let ((chunks, count), mut out) = ((raw.as_ptr(), raw.len()), ptr::null_mut());
     // SAFETY: all tensors outlive the call, and the checks above keep every access inside them. The shim catches
     // every C++ exception, and sets `out` if it returns null.
-    let problem = unsafe { ds_history_attention(&rows, chunks, count, scale, window, !sees_chunk, &mut out) };
+    let problem =
+        unsafe { ds_in_place_attention(&rows, chunks, count, scale, window, !sees_chunk, &mut out) };
     if let Err(problem) = check(problem) {
-        panic!("attention over histories: {problem}");
+        panic!("in-place attention: {problem}");
     }
     // SAFETY: without an error, `out` is a tensor from `new` that nobody else owns; tch frees it by `delete`.
     unsafe { Tensor::from_ptr(out.cast()) }
@@ -269,7 +267,7 @@ mod tests {
             });
             let view = KvWindow { scale: 0.2, window, sees_chunk };
             let attend = |chunks: &[KvChunk<'_>]| {
-                in_place_attention(KvRows::Separate([&q, &k, &v]), chunks, view).view([14, heads, dim])
+                in_place_attention(QkvInput::Separate([&q, &k, &v]), chunks, view).view([14, heads, dim])
             };
             let all = attend(&chunks);
             for chunk in &chunks {
@@ -337,7 +335,7 @@ mod tests {
             let angles = [&cosines, &sines];
             let raw = ProjectedHeads { query: heads, key_value: groups, dim, gains, angles };
             let view = KvWindow { scale: 0.2, window: Some(11), sees_chunk: !is_normed };
-            let attended = [KvRows::Separate([&q, &k, &v]), KvRows::Projected(&qkv, raw)].map(|rows| {
+            let attended = [QkvInput::Separate([&q, &k, &v]), QkvInput::Fused(&qkv, raw)].map(|rows| {
                 let pool = [0.2, 0.4].map(|seed| values(&[2, 40, groups, dim], seed));
                 let chunk = |row, past_len, len, first| KvChunk {
                     pool: [&pool[0], &pool[1]],
@@ -366,7 +364,7 @@ mod tests {
         let angles = [&angles; 2];
         let heads = ProjectedHeads { query, key_value, dim, gains: None, angles };
         let view = KvWindow { scale: 1.0, window: None, sees_chunk: false };
-        let attend = || in_place_attention(KvRows::Projected(&qkv, heads), &[], view);
+        let attend = || in_place_attention(QkvInput::Fused(&qkv, heads), &[], view);
         let words = std::panic::catch_unwind(std::panic::AssertUnwindSafe(attend)).expect_err("refused");
         words.downcast_ref::<String>().cloned().unwrap_or_default()
     }
@@ -390,7 +388,7 @@ mod tests {
         let chunks =
             [0, 1].map(|row| KvChunk { pool: [&first, &last], row, past_len: 0, len: 1, first: row });
         let view = KvWindow { scale: 1.0, window: None, sees_chunk: false };
-        let _ = in_place_attention(KvRows::Separate([&new, &new, &new]), &chunks, view);
+        let _ = in_place_attention(QkvInput::Separate([&new, &new, &new]), &chunks, view);
     }
 
     #[test]
@@ -400,7 +398,7 @@ mod tests {
         let new = values(&[2, 1, 8], 0.0);
         let chunk = |row| KvChunk { pool: [&pools[0], &pools[1]], row, past_len: 0, len: 1, first: 0 };
         let view = KvWindow { scale: 1.0, window: None, sees_chunk: false };
-        let _ = in_place_attention(KvRows::Separate([&new, &new, &new]), &[chunk(0), chunk(1)], view);
+        let _ = in_place_attention(QkvInput::Separate([&new, &new, &new]), &[chunk(0), chunk(1)], view);
     }
 
     #[test]
@@ -410,6 +408,6 @@ mod tests {
         let new = values(&[3, 1, 8], 0.0);
         let chunk = KvChunk { pool: [&pool, &pool], row: 0, past_len: 2, len: 3, first: 0 };
         let view = KvWindow { scale: 1.0, window: None, sees_chunk: false };
-        let _ = in_place_attention(KvRows::Separate([&new, &new, &new]), &[chunk], view);
+        let _ = in_place_attention(QkvInput::Separate([&new, &new, &new]), &[chunk], view);
     }
 }

@@ -25,7 +25,7 @@ struct HistoryChunk {
 };
 
 // The inputs: queries [N, H, D], keys and values [N, G, D] of all rows.
-struct HistoryRows {
+struct QkvInput {
   const float *q, *k, *v;
   int64_t rows, heads, groups, dim;
   int64_t query_line, key_line;  // floats from one row to the next of queries, and of keys and values
@@ -38,7 +38,7 @@ struct HistoryRows {
 #if DEEPSPEC_TILES
 
 // All chunks of a call and the settings of the attention.
-struct Reading : HistoryRows {
+struct Reading : QkvInput {
   float* out;  // [N, H, D]
   float scale;
   int64_t window;  // keys that a query sees; 0 for all keys before it
@@ -231,8 +231,8 @@ DEEPSPEC_AVX512 void attend_avx512(const Reading& reading, int64_t task) { readi
 
 extern "C" {
 
-// Whether this processor supports attention over KV caches for heads of `dim` values.
-bool ds_has_history_attention([[maybe_unused]] int64_t dim) {
+// Whether this processor has in-place attention for heads of `dim` values.
+bool ds_has_in_place_attention([[maybe_unused]] int64_t dim) {
 #if DEEPSPEC_TILES
   return tile_level() != kNone && dim > 0 && dim % kLength<Eight> == 0;
 #else
@@ -242,12 +242,12 @@ bool ds_has_history_attention([[maybe_unused]] int64_t dim) {
 
 // Appends keys and values to the chunks' KV caches and returns the attention output [N, H * D]; rows of no chunk are
 // zero. The caller has checked all arguments.
-char* ds_history_attention(
-    [[maybe_unused]] const HistoryRows* rows, [[maybe_unused]] const HistoryChunk* chunks, [[maybe_unused]] size_t count,
+char* ds_in_place_attention(
+    [[maybe_unused]] const QkvInput* rows, [[maybe_unused]] const HistoryChunk* chunks, [[maybe_unused]] size_t count,
     [[maybe_unused]] double scale, [[maybe_unused]] int64_t window, [[maybe_unused]] bool causal, [[maybe_unused]] at::Tensor** result) {
   return caught([&] {
 #if DEEPSPEC_TILES
-    RECORD_USER_SCOPE("history_attention");
+    RECORD_USER_SCOPE("in_place_attention");
     int64_t queries = 0;
     for (size_t i = 0; i < count; ++i) queries += chunks[i].len;
     const auto size = {rows->rows, rows->heads * rows->dim};
