@@ -87,14 +87,15 @@ impl Checkpoint {
             && [shapes::EMBED, shapes::HEAD].iter().all(|end| self.find(end).is_none())
     }
 
-    /// The reason why the checkpoint cannot be converted to the format `to`, if any.
+    /// The reason why the checkpoint cannot be converted to the format `to`; None if it can.
     pub fn refusal(&self, to: CheckpointFormat) -> Option<String> {
         self.conversion_refusal(&self.drafter, to)
     }
 
     /// Like [`Self::refusal`], for the drafter completed with the target's settings.
     pub(crate) fn conversion_refusal(&self, drafter: &Drafter, to: CheckpointFormat) -> Option<String> {
-        // A conversion to its own format makes sense only to add embedding and LM head.
+        // A conversion to the format that the checkpoint already has is useful only if it adds
+        // embedding and LM head.
         if to == self.format && !self.lacks_embed_and_head() {
             return Some(format!("it is a checkpoint of {to} already"));
         }
@@ -170,8 +171,8 @@ impl Checkpoint {
         }
     }
 
-    /// One sentence that says how to convert the checkpoint so that this project reads it; None for
-    /// the reference's format.
+    /// Tells in one sentence how to convert the checkpoint so that DeepSpec reads it. None for the
+    /// reference's format, which DeepSpec reads without a conversion.
     pub fn conversion_advice(&self) -> Option<String> {
         let (format, kind) = (self.format, self.drafter.kind.title());
         let what = match format {

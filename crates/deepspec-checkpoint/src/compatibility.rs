@@ -1,5 +1,5 @@
-//! Says which engines load a checkpoint without conversion. The answers come from tests with the
-//! versions below, otherwise from the engines' sources.
+//! Lists which engines load a checkpoint without conversion. The answers come from trials with the
+//! versions below, or else from the engines' sources.
 
 use serde::Serialize;
 
@@ -66,9 +66,9 @@ pub fn engine_compatibility(checkpoint: &Checkpoint) -> Vec<EngineCompatibility>
     ]
 }
 
-/// The reason why no engine loads a drafter with such layers, if any. No engine supports drafters
-/// with norms after attention and MLP. Other tools do not know the reference's classes without
-/// query and key norms.
+/// The reason why no engine loads a drafter with these layers; None if an engine may. No engine
+/// supports drafters with norms after attention and MLP. Other tools do not know the reference's
+/// classes without query and key norms.
 fn unsupported_layers(checkpoint: &Checkpoint) -> Option<String> {
     let family = checkpoint.drafter().family;
     if let Some((key, reason)) = checkpoint.unsupported() {

@@ -15,7 +15,7 @@ use crate::kind::{DflashConfigKeys, GgufParts, Speculators};
 /// Names and shapes of tensors.
 pub type TensorShapes = Vec<(String, Vec<usize>)>;
 
-/// A setting that only this checkpoint's own format can express.
+/// A setting of a checkpoint that no other format can express, with the reason.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Incompatibility {
     /// Config key or tensor.
@@ -29,11 +29,11 @@ pub struct Incompatibility {
 pub struct Drafter {
     /// Class name in the config.
     pub architecture: String,
-    /// Model family of its layers.
+    /// Model family of the draft layers.
     pub family: Family,
     /// All known families.
     pub families: Vec<Family>,
-    /// The decoder's own config keys; `num_hidden_layers` is the number of draft layers.
+    /// Config keys of the decoder. `num_hidden_layers` is the number of draft layers.
     pub decoder: Map<String, Value>,
     /// Hidden size d.
     pub hidden_size: u64,
@@ -69,12 +69,14 @@ pub trait KindSettings: fmt::Debug + Send + Sync {
     /// Number of drafted tokens per cycle.
     fn draft_len(&self) -> u64;
 
-    /// Mask token that fills the positions to predict, if the kind uses one.
+    /// Token that fills the positions to predict. None for kinds without a mask token, such as
+    /// Eagle3.
     fn mask_token_id(&self) -> Option<u64> {
         None
     }
 
-    /// Whether a block position predicts its own token. The anchor's position then drafts nothing.
+    /// Whether a block position predicts the token at that position instead of the next one
+    /// (z-lab's convention). The anchor's position then drafts nothing.
     fn predicts_own_position(&self) -> bool {
         false
     }
@@ -98,11 +100,11 @@ pub trait KindSettings: fmt::Debug + Send + Sync {
         1
     }
 
-    /// Adds the names and shapes of the kind's own tensors to `shapes`. `fc`, the final norm and
-    /// the common layer tensors are added by the caller.
+    /// Adds the names and shapes of the tensors that only this kind has to `shapes`. The caller
+    /// adds `fc`, the final norm and the tensors that all kinds have in a layer.
     fn add_tensor_shapes(&self, drafter: &Drafter, shapes: &mut TensorShapes);
 
-    /// The reason why `to` cannot express this drafter, if any.
+    /// The reason why the format `to` cannot express this drafter; None if it can.
     fn refusal(&self, drafter: &Drafter, to: CheckpointFormat) -> Option<String>;
 
     /// The kind's class name in the reference's format, without the family's prefix, and its config
@@ -118,8 +120,8 @@ pub trait KindSettings: fmt::Debug + Send + Sync {
         &[]
     }
 
-    /// The whole config in a format that only this kind has, if there is one; `flat` are the
-    /// decoder's keys.
+    /// The complete config, if the kind has its own layout in `format`; None if the code that all
+    /// kinds share writes the config. `flat` holds the decoder's keys.
     fn own_config(
         &self,
         _: &Drafter,
@@ -167,7 +169,7 @@ impl Drafter {
         self.taps.iter().map(|tap| tap.layer_id() + 1).collect()
     }
 
-    /// The reason why only the drafter's own format can express it, if any.
+    /// The reason why the drafter cannot be converted to any other format; None if it can.
     pub(crate) fn reason_not_convertible(&self) -> Option<String> {
         if let Some(Incompatibility { key, reason }) = self.incompatibilities.first() {
             return Some(format!("`{key}`: {reason}"));

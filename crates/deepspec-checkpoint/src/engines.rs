@@ -47,7 +47,8 @@ pub fn convert_for_engine<'a>(
 }
 
 /// Plans a conversion to the reference's format without embedding and LM head. Every position of a
-/// block drafts, including the anchor's. vLLM, SGLang and llama.cpp's converter read it alike.
+/// block drafts, including the anchor's. vLLM, SGLang and llama.cpp's converter interpret this
+/// format in the same way.
 fn plan_anchor_predicts<'a>(
     source: &'a Checkpoint,
     drafter: &Drafter,

@@ -43,8 +43,8 @@ enum ValueSource {
     Own(Vec<f32>),
     /// Values of a tensor of the checkpoint.
     Of(String),
-    /// Values of a tensor of the checkpoint. The rows of its heads (their number is given) are
-    /// reordered to RoPE pairs.
+    /// Values of the named tensor of the checkpoint, and its number of heads. The rows of each head are reordered so
+    /// that the two rows of a RoPE pair are adjacent.
     Paired(String, usize),
 }
 
@@ -211,7 +211,7 @@ fn decoder_metadata(
     Ok(sizes.into_iter().chain(floats))
 }
 
-/// llama.cpp's name of a tensor; None if it has none.
+/// Name that llama.cpp gives to a tensor of the reference's format. None if llama.cpp has no such tensor.
 fn gguf_name(reference_name: &str, parts: &GgufParts) -> Option<String> {
     let renamed = |name: &str, known: &[(&str, &str)], own: &[(&'static str, &'static str)]| {
         known.iter().chain(own).find(|(ours, _)| *ours == name).map(|(_, theirs)| theirs.to_string())

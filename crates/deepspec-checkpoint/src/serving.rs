@@ -66,7 +66,7 @@ impl ServingCheck<'_> {
         format!("deepspec-eval checkpoint convert --to {}", self.engine.export_name())
     }
 
-    /// Layers, sliding windows and layer ids that tools interpret differently.
+    /// Warns of layers, sliding windows and layer ids that tools interpret differently.
     fn check_drafter(&self) -> Option<Risk> {
         let problem = self.checkpoint.drafter().reason_not_convertible()?;
         let remedy = if self.loads_as_it_is() {
@@ -91,7 +91,7 @@ impl ServingCheck<'_> {
         self.compatibility().is_some_and(|compatibility| compatibility.loads)
     }
 
-    /// Whether the engine loads the folder at all.
+    /// Warns if the engine cannot load the folder.
     fn check_layout(&self) -> Option<Risk> {
         if self.engine == Engine::LlamaCpp {
             let drafter = self.checkpoint.drafter();
@@ -216,7 +216,7 @@ impl ServingCheck<'_> {
         Some(Risk { subject: "target's tokenizer", problem, remedy: remedy.into() })
     }
 
-    /// llama.cpp uses the drafter's own embedding as LM head if the file has no head.
+    /// Warns of a file without an LM head, for which llama.cpp uses the drafter's embedding instead.
     fn check_head(&self) -> Option<Risk> {
         let own = self.checkpoint.find(EMBED).is_some();
         let untied = self.target.head() != self.target.embed();
@@ -252,7 +252,7 @@ impl ServingCheck<'_> {
         })
     }
 
-    /// Tools count layers from 0 or 1, with or without the embedding.
+    /// Warns of layer ids that tools count differently: from 0 or 1, with or without the embedding.
     fn check_layers(&self) -> Option<Risk> {
         let taps = &self.checkpoint.drafter().taps;
         let ids: Vec<String> = taps.iter().map(|tap| tap.layer_id().to_string()).collect();

@@ -35,8 +35,8 @@ pub fn is_embed_or_head(name: &str) -> bool {
     name == EMBED || name == HEAD
 }
 
-/// Names and shapes of all tensors except embedding and LM head. None for layers of another family.
-/// `path` is used in errors.
+/// Names and shapes of all tensors except embedding and LM head. None if the layers are unlike
+/// Qwen3's and Llama's. `path` is used in errors.
 pub fn tensor_shapes(path: &Path, drafter: &Drafter) -> Result<Option<TensorShapes>, CheckpointError> {
     if !drafter.family.pre_norm {
         return Ok(None);

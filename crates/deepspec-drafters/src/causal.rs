@@ -1,4 +1,4 @@
-//! Classic speculative decoding: a smaller causal language model drafts its own continuation, token by token.
+//! Classic speculative decoding: a smaller causal language model drafts token by token.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -56,7 +56,7 @@ impl CausalProposer {
         Self { model, draft_len: DEFAULT_DRAFT_LEN, past_len: vec![0; slots] }
     }
 
-    /// Chunks to run: tokens committed since the last proposal, each slot's anchor after them.
+    /// Chunks to run, one per slot: the tokens committed since the last proposal, then the anchor.
     fn new_chunks(&self, context: &Context, slots: &[usize]) -> NewChunks {
         let committed: usize = context.chunks.iter().map(|&(_, rows)| rows).sum();
         let new = rows_by_slot(&context.chunks);

@@ -1,4 +1,4 @@
-//! Traits by which the programs train, run and examine drafters of any kind.
+//! Traits with which the programs train, run and examine drafters of any kind.
 
 use std::path::Path;
 
@@ -38,7 +38,8 @@ pub trait Drafter: Proposer + Send {
         false
     }
 
-    /// Draft sampling with the higher measured acceptance above temperature 0: greedy if a block's positions are predicted independently.
+    /// Draft sampling with the higher measured acceptance above temperature 0: greedy for drafters that predict a block's positions
+    /// independently.
     fn draft_sampling(&self) -> DraftSampling;
 
     /// Stops adding the Markov bias to the logits. Returns whether there is a Markov head.
@@ -72,7 +73,7 @@ pub trait DrafterPlan: Send + Sync {
     /// The plan with tiny sizes, and the sizes of its decoder, for dummy runs.
     fn tiny_plan(&self) -> (Box<dyn DrafterPlan>, ModelConfig);
 
-    /// Builds a drafter with random weights. It shares and freezes the target's embedding and LM head, `[V, d]` each, and their device.
+    /// Builds a drafter with random weights. It shares the target's embedding and LM head, `[V, d]` each, frozen and on their device.
     fn build(
         &self,
         embed_tokens: &Tensor,
@@ -160,7 +161,7 @@ pub trait TrainableDrafter {
     fn inference_drafter(&self, slots: usize) -> Box<dyn Drafter>;
 
     /// Loads the weights of the drafter checkpoint in `dir`. Heads that the checkpoint lacks stay random: DSpark may start from DFlash.
-    /// Returns the names of the random parameters. Embedding and LM head stay the target's.
+    /// Returns the names of the random parameters. Embedding and LM head of the target are not replaced.
     ///
     /// # Errors
     /// [`ModelError::Mismatch`] with every setting that differs; any other error if `dir` is not a whole checkpoint.
@@ -222,7 +223,8 @@ pub struct Predictions<'a> {
     pub confidence: Option<f64>,
 }
 
-/// Samples γ tokens autoregressively. `logits(token)` computes logits `[S, V]` after the last sampled token; None means the anchors.
+/// Samples γ tokens autoregressively. `logits(token)` computes logits `[S, V]` after the last sampled token, or after the anchors if
+/// `token` is None.
 pub(crate) fn draft_autoregressively(
     request: &DraftRequest,
     gamma: usize,

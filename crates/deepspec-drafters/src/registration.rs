@@ -38,7 +38,7 @@ pub struct CheckpointKind {
     pub description: &'static str,
     /// Whether the checkpoints are causal language models with their own tokenizer.
     pub are_language_models: bool,
-    /// Checks config.json as `load` does, without reading weights.
+    /// Checks config.json as `load` does: keys, types and contradictions. Does not read weights.
     pub check: fn(&Path) -> Result<(), ModelError>,
     /// Loads a checkpoint.
     pub load: LoadFn,

@@ -195,7 +195,7 @@ pub fn open_checkpoint(dir: &Path) -> Result<Checkpoint, CheckpointError> {
     Ok(checkpoint)
 }
 
-/// Checks config.json as loading does, so that all commands report the same problem.
+/// Checks config.json with the checks that loading makes, so that all commands report the same problem.
 fn check_reference_config(dir: &Path) -> Result<(), ModelError> {
     let (path, map) = read_json(dir)?;
     check_attention(&path, &map)?;

@@ -19,7 +19,7 @@ pub const MAX_LAYERS: usize = 1024;
 /// The architecture of a causal language model, from its config.json.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ModelConfig {
-    /// Its family.
+    /// Model family, such as Qwen3.
     pub family: Family,
     /// d, the width of the residual stream.
     pub hidden_size: i64,
@@ -105,8 +105,8 @@ impl ModelConfig {
         slots * row_capacity(tokens) * row
     }
 
-    /// Number of weights of embedding, head and projections. Norms are not counted: they are less than a
-    /// thousandth.
+    /// Number of weights of embedding, head and projections. Norms are not counted: they are less than a thousandth of
+    /// the weights.
     pub fn weight_count(&self) -> usize {
         let projections = |layer: &LayerSpec| {
             let Heads { query, key_value, dim } = layer.attention.heads;
@@ -146,7 +146,7 @@ pub const FULL_LAYER_TYPE: &str = "full_attention";
 /// Whether each layer has a window, by `layer_types`; None without that key.
 ///
 /// # Errors
-/// If the key holds another number of types, or an unknown one.
+/// If the number of types is not the number of layers, or a type is unknown.
 pub(crate) fn sliding_layers(fields: &Fields, layers: usize) -> Result<Option<Vec<bool>>, ModelError> {
     let Some(types) = fields.texts("layer_types")? else { return Ok(None) };
     if types.len() != layers {
@@ -178,9 +178,9 @@ pub struct TargetFamily {
     pub(crate) read: fn(&Fields) -> Result<ModelConfig, ModelError>,
     /// Makes the config.json of a draft decoder with these layers from that of a target.
     pub(crate) draft_config: fn(&RawConfig, &[LayerSpec]) -> RawConfig,
-    /// Family whose layer architecture its block drafters have; None for its own.
+    /// Family whose layers the block drafters of this target family have. None if they have this family's layers.
     pub(crate) anchored_family: Option<Family>,
-    /// The reason why draft layers cannot have these windows; None where they can.
+    /// The reason why draft layers cannot have these windows; None if they can.
     pub(crate) refuse_windows: fn(&[Option<usize>]) -> Option<&'static str>,
     /// The chat format of its models, where it has a name.
     pub chat: Option<ChatFormat>,

@@ -42,7 +42,7 @@ pub enum ModelError {
         name: String,
         /// The model that was loaded.
         expected: String,
-        /// A tensor of the checkpoint whose name ends likewise.
+        /// A tensor of the checkpoint whose name has the same ending.
         like: Option<String>,
     },
     /// A tensor has another shape than the config says.

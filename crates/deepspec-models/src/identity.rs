@@ -157,8 +157,8 @@ fn cached_file_digest(path: &Path) -> Result<String, FileError> {
     Ok(digest)
 }
 
-/// The ids that end an answer, as vLLM has them: all `eos_token_id` of generation_config.json, of config.json and of its text
-/// part, and the tokenizer's `eos_token`.
+/// The ids that end an answer in vLLM: all `eos_token_id` of generation_config.json, of config.json and of its text part, and the
+/// tokenizer's `eos_token`.
 ///
 /// # Errors
 /// If a file is broken or nothing names a stop token.

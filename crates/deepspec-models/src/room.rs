@@ -1,4 +1,4 @@
-//! Memory for the KV cache beside the models.
+//! Memory that the models leave for the KV cache.
 
 use deepspec_engine::{Proposer, Target};
 use deepspec_ops::kv_attention::MAX_SPARE_BYTES;

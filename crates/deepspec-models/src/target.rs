@@ -27,7 +27,7 @@ pub const VERIFY_BYTES_PER_LOGIT: u64 = 48;
 /// Options for loading a target.
 #[derive(Debug, Clone)]
 pub struct TargetOptions {
-    /// Its device.
+    /// Device of the weights.
     pub device: Device,
     /// Dtype of weights and activations.
     pub kind: Kind,
@@ -52,7 +52,7 @@ pub struct TargetModel {
     device: Device,
     /// Names of its tensors in the checkpoint.
     names: TensorNames,
-    /// Tensors of its layers and its norm; they share storage with the model.
+    /// Tensors of the layers and of the final norm. They share storage with the model.
     named: StateDict,
 }
 
@@ -138,12 +138,12 @@ impl TargetModel {
         self.packed_head.get_or_init(|| self.vocabulary.lm_head().share().pack())
     }
 
-    /// Its config.
+    /// Config of the model.
     pub fn config(&self) -> &ModelConfig {
         &self.config
     }
 
-    /// Its embedding and head, as [`load_embed_and_head`] loads them; they share storage with the model.
+    /// Embedding and LM head, `[V, d]` each, one tensor if they are tied. They share storage with the model.
     pub fn embed_and_head(&self) -> (Tensor, Tensor) {
         (self.vocabulary.embed_tokens().shallow_clone(), self.vocabulary.lm_head().to_tensor())
     }
@@ -214,8 +214,8 @@ impl TargetModel {
         ModelOutput { hidden: self.norm.forward(&x), captured_states: taps }
     }
 
-    /// Estimated peak bytes of a forward pass over `rows` tokens, of which the LM head reads `judged`. The packed copy of the head counts
-    /// too.
+    /// Estimated peak bytes of a forward pass over `rows` tokens, of which `judged` go through the LM head. The packed copy of the head
+    /// counts too.
     pub fn peak_forward_bytes(&self, rows: usize, judged: usize) -> u64 {
         let layer = |layer: &crate::nn::LayerSpec| {
             let heads = layer.attention.heads;
@@ -268,8 +268,8 @@ struct PassPart {
     first: i64,
 }
 
-/// Splits every chunk at multiples of [`MAX_PASS_TOKENS`] from its own start; the n-th pieces of all chunks share a pass. A chunk's pieces
-/// therefore do not depend on its batch.
+/// Splits every chunk at multiples of [`MAX_PASS_TOKENS`] from the chunk's start. The n-th pieces of all chunks share a pass. A chunk's
+/// pieces therefore do not depend on its batch.
 fn split_into_passes(chunks: &[Chunk]) -> Vec<Vec<PassPart>> {
     let mut passes: Vec<Vec<PassPart>> = vec![];
     let mut first = 0;
@@ -286,7 +286,7 @@ fn split_into_passes(chunks: &[Chunk]) -> Vec<Vec<PassPart>> {
     passes
 }
 
-/// Loads the target's embedding and head alone, `[V, d]` each; one tensor where they are tied.
+/// Loads only the target's embedding and LM head, `[V, d]` each, or one tensor if they are tied.
 ///
 /// # Errors
 /// If the folder lacks these tensors.
@@ -323,7 +323,7 @@ pub(crate) fn read_embed_and_head(
 /// Checks that captured layers exist and increase.
 ///
 /// # Errors
-/// [`ModelError::Mismatch`] with the ids found and those possible.
+/// [`ModelError::Mismatch`] with the ids found and the possible ids.
 pub fn check_taps(taps: &[Tap], layers: usize) -> Result<(), ModelError> {
     let increasing = taps.windows(2).all(|pair| pair[0] < pair[1]);
     if increasing && taps.iter().all(|tap| tap.is_within(layers)) {

@@ -34,7 +34,7 @@ impl Weights {
     /// Opens `dir/model.safetensors`, or the shards named by `dir/model.safetensors.index.json`, or `dir/model.gguf`. Floats are converted to `kind` on reading.
     ///
     /// # Errors
-    /// If no weights are there, they are quantised, or a file is truncated or no safetensors file.
+    /// If `dir` has no weights, the weights are quantised, or a file is truncated or no safetensors file.
     pub fn open(
         dir: &Path,
         expected: impl Into<String>,
@@ -90,7 +90,7 @@ impl Weights {
         self.tensors.get(name).is_some()
     }
 
-    /// Checks that no value is NaN or infinite. It reads all of them.
+    /// Reads all values and checks that none is NaN or infinite.
     ///
     /// # Errors
     /// The first tensor with such a value.

@@ -119,7 +119,7 @@ impl Model {
         })
     }
 
-    /// Its tokenizer.
+    /// The model's tokenizer.
     pub(crate) fn vocabulary(&self) -> Result<Vocabulary, GgufError> {
         Vocabulary::read(&self.file)
     }

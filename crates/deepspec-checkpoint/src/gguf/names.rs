@@ -23,7 +23,7 @@ const OUTER_NAMES: [(&str, &str); 3] = [
 ];
 
 /// Converts llama.cpp's tensor name to that of transformers, in a language model of `layers`
-/// layers. None if it has none.
+/// layers. None if transformers has no such tensor.
 pub(crate) fn to_transformers_name(name: &str, layers: u64) -> Option<String> {
     let Some(rest) = name.strip_prefix("blk.") else {
         return OUTER_NAMES.iter().find(|(_, theirs)| *theirs == name).map(|(ours, _)| ours.to_string());

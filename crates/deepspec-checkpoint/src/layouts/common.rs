@@ -16,7 +16,7 @@ pub struct Decoder {
     pub family: Family,
     /// All known families.
     pub families: Vec<Family>,
-    /// The decoder's own config keys.
+    /// Config keys of the decoder, without those of the drafter.
     pub map: Map<String, Value>,
     /// Hidden size d.
     pub hidden_size: u64,
@@ -29,8 +29,8 @@ pub struct Decoder {
 }
 
 impl Decoder {
-    /// Reads a decoder of one of `families` from `fields`. Omits the `foreign` keys, which only the
-    /// drafter's own format knows.
+    /// Reads a decoder of one of `families` from `fields`. Omits the `foreign` keys, which belong
+    /// to the drafter and not to its decoder.
     ///
     /// # Errors
     /// Fails if the family is unknown, or if a key is missing or wrong.

@@ -1,5 +1,5 @@
 //! The config of z-lab's DFlash: the decoder at the top level next to `dflash_config`, without
-//! embedding and LM head. SpecForge and ModelOpt store DSpark in it, each in its own way. z-lab's
+//! embedding and LM head. SpecForge and ModelOpt store DSpark in it, with different keys. z-lab's
 //! DFlash 2 keeps all its keys in `dflash_config`.
 
 use deepspec_core::{SlotTarget, Tap};
@@ -15,7 +15,7 @@ use crate::{CheckpointError, CheckpointFormat, Family};
 const TOP_LEVEL_KEYS: [&str; 6] =
     ["num_target_layers", "block_size", "dflash_config", "emb_dim", "is_causal", "sample_from_anchor"];
 
-/// Key of the object with a drafter's own settings.
+/// Key of the object that holds the settings of the drafter.
 const INNER_KEY: &str = "dflash_config";
 
 /// Known keys of `dflash_config`, of all kinds and tools. Each is read here or does not affect the
@@ -54,9 +54,9 @@ fn is_known(key: &str) -> bool {
         || reason_to_refuse(key).is_some()
 }
 
-/// Switches that change the computation of the layers, with the reason that each refuses a drafter.
-/// A switch is on unless it is false, 0, null or absent. `attention_mode` is on if it is not full
-/// attention.
+/// Keys that change the computation of the layers, each with the reason why a drafter that sets it
+/// is refused. A switch is on unless it is false, 0, null or absent. `attention_mode` is on if it
+/// is not full attention.
 const ATTENTION_SWITCHES: [(&str, &str); 9] = [
     ("use_swa", "draft layers with a sliding window: tools differ in who sees what within a block"),
     ("causal", CAUSAL_REASON),

@@ -121,9 +121,9 @@ pub fn config(
 }
 
 /// Extends a config in the reference's format so that vLLM, SGLang and llama.cpp's converter read
-/// it alike. Some engines read a key at the top level and others in `dflash_config`, so both have
-/// it. Every value is explicit, because the engines' defaults differ. Older versions read the RoPE
-/// base at the top level and the scaling in `rope_scaling`.
+/// the same settings. Some engines read a key at the top level and others in `dflash_config`, so
+/// both have it. Every value is explicit, because the engines' defaults differ. Older versions read
+/// the RoPE base at the top level and the scaling in `rope_scaling`.
 pub fn add_engine_keys(map: &mut Map<String, Value>, rope: RopeParameters) {
     map.insert("sample_from_anchor".into(), true.into());
     // Without this key, llama.cpp's converter would use a drafter's embedding as its LM head.

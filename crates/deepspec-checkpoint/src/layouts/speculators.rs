@@ -1,5 +1,5 @@
 //! The speculators format: the decoder in `transformer_layer_config`, layer ids counted from the
-//! embedding, the verifier named.
+//! embedding, and the verifier's name.
 
 use serde_json::{Map, Value, json};
 

@@ -10,7 +10,7 @@ use super::batch::BlockBatch;
 use crate::GradReadyHook;
 use crate::draft_model::DraftModel;
 
-/// Prefix of the names of the layers' parameters, before the layer's number.
+/// Prefix of the names of a layer's parameters, before the layer number.
 const LAYER_PREFIX: &str = "layers.";
 
 /// Draft layers, the norm of the context and the final norm.
@@ -44,7 +44,7 @@ struct SharedInputs<'a> {
 
 /// A finished forward pass, ready for [`TrainingPass::backward`].
 pub(crate) struct TrainingPass<'a, K: BlockDrafter> {
-    /// Hidden states, as [`DraftModel::hidden_states`] computes them.
+    /// Hidden states `[A, γ, d]` of the drafting slots, after the final norm.
     pub hidden: Tensor,
     /// None if autograd differentiates all layers in one backward call.
     layerwise: Option<LayerwiseBackward<'a, K>>,
@@ -55,10 +55,10 @@ struct LayerwiseBackward<'a, K: BlockDrafter> {
     model: &'a DraftModel<K>,
     shared: SharedInputs<'a>,
     context: Tensor,
-    /// Detached copy of `context` that the layers read: a leaf, which collects the gradient.
+    /// Detached copy of `context` that the layers read. It is a leaf tensor, so that its gradient accumulates over the layers.
     leaf: Tensor,
     layers: Vec<SavedLayer>,
-    /// Detached output of the last layer, a leaf.
+    /// Detached output of the last layer, a leaf tensor.
     last: Tensor,
 }
 
@@ -71,7 +71,7 @@ struct SavedLayer {
 }
 
 impl<K: BlockDrafter> TrainingPass<'_, K> {
-    /// Backpropagates `surrogate`, whose gradients are those of the losses. Calls `on_grad_ready` after each layer.
+    /// Backpropagates `surrogate`, a scalar whose gradients equal the gradients of the losses. Calls `on_grad_ready` after each layer.
     pub fn backward(self, surrogate: &Tensor, on_grad_ready: Option<GradReadyHook>) {
         let _range = range(c"backward");
         surrogate.backward();
@@ -145,7 +145,7 @@ impl<K: BlockDrafter> DraftModel<K> {
         K::confidence_logits(self, hidden, embeddings)
     }
 
-    /// Selects the slots that draft from rows of whole blocks `[N·B, d]`, and norms them: `[N, γ, d]`.
+    /// Selects the drafting slots from rows of whole blocks `[N·B, d]` and applies the final norm: `[N, γ, d]`.
     pub(super) fn draft_slot_states(&self, x: &Tensor) -> Tensor {
         let (blocks, width) = (K::block_spec(self.config()), self.config().model().hidden_size);
         let (first, gamma) = (blocks.slots.first_drafting_position() as i64, blocks.draft_len() as i64);
@@ -165,7 +165,8 @@ impl<K: BlockDrafter> DraftModel<K> {
         self.draft_slot_states(&last)
     }
 
-    /// Forward of a training pass. The backward runs layer by layer with recomputation or an `on_grad_ready` hook, else at once.
+    /// Forward of a training pass. The backward runs layer by layer if layers are recomputed or there is an `on_grad_ready` hook, and in
+    /// one call otherwise.
     pub(crate) fn training_pass<'a>(&'a self, batch: &'a BlockBatch, has_hook: bool) -> TrainingPass<'a, K> {
         let recompute = self.recomputes();
         if !(recompute || has_hook) || !self.has_trained_layers() {

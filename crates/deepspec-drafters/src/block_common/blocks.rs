@@ -10,7 +10,7 @@ use crate::{ConfigIssue, WarmStartCheck};
 const MAX_BLOCK: usize = 1024;
 /// Upper limit of a head's rank. A larger value is a mistake that would exhaust memory.
 pub const MAX_RANK: i64 = 1 << 20;
-/// Key of vLLM and SGLang that tells whether the anchor's slot drafts.
+/// Config key of vLLM and SGLang: whether the anchor's slot drafts.
 const SAMPLE_FROM_ANCHOR: &str = "sample_from_anchor";
 
 /// Default number of anchors per training sequence.
@@ -23,7 +23,7 @@ pub fn default_num_anchors() -> usize {
 pub struct BlockSpec {
     /// Slots of a block including the anchor's, B.
     pub block_size: usize,
-    /// Whether a slot predicts its own position or the next one.
+    /// Whether a slot predicts the token at its position or the next one.
     pub slots: SlotTarget,
     /// Input token of all slots except the anchor's.
     pub mask_token_id: i64,

@@ -14,7 +14,8 @@ pub const GGUF_ARCHITECTURE: &str = "dflash";
 pub const SGLANG_REFUSAL: &str =
     "speculators_model_type was refused when read (issues 30982, 34734); convert to sglang";
 
-/// Keys of `dflash_config`, with `block_size` added if it stands at the top level. Fails if both places have different values.
+/// Keys of `dflash_config`, with `block_size` added if the key is at the top level. Fails if `dflash_config` and the top level have
+/// different values.
 pub fn merge_outer_block_size(outer: &Fields, inner: &Fields) -> Result<Map<String, Value>, CheckpointError> {
     let mut keys = inner.map.clone();
     keys.retain(|key, value| key != "num_anchors" && !value.is_null()); // num_anchors is for information

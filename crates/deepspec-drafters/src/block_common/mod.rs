@@ -1,7 +1,7 @@
-//! Block drafters: the parts that DSpark, DFlash and DFlash 2 share.
+//! Code that the block drafters DSpark, DFlash and DFlash 2 share.
 //!
-//! B tokens `[anchor, mask, …, mask]` run through the backbone at once, and γ of the slots draft one token each ([`SlotTarget`]). Each drafter
-//! computes logits from hidden states in its own way.
+//! B tokens `[anchor, mask, …, mask]` run through the backbone at once, and γ of the slots draft one token each ([`SlotTarget`]). The
+//! drafters differ in how they compute logits from hidden states.
 //!
 //! [`SlotTarget`]: deepspec_core::SlotTarget
 

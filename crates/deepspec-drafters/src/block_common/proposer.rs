@@ -68,7 +68,7 @@ impl<K: BlockDrafter> BlockProposerOf<K> {
         ConfidenceInputs { hidden, embeddings }
     }
 
-    /// Chunk of each slot's block, behind the context that is being appended.
+    /// Chunk of each slot's block, after the context that is being appended.
     fn block_chunks(&self, context_chunks: &[Chunk], slots: &[usize]) -> Vec<Chunk> {
         let len = self.block_size();
         let block = |&slot: &usize| {
@@ -93,7 +93,7 @@ impl<K: BlockDrafter> BlockProposerOf<K> {
         self.cache.commit_chunks(chunks);
     }
 
-    /// Hidden states `[S, γ, d]` of blocks `[anchor, mask, …]`, after the final norm. The cache does not advance over the blocks' own keys.
+    /// Hidden states `[S, γ, d]` of blocks `[anchor, mask, …]`, after the final norm. The length of the cache does not include the blocks.
     fn block_hidden_states(&mut self, blocks: &[Chunk], anchors: &Tensor) -> Tensor {
         let plan = self.cache.plan(blocks, MaskKind::Block);
         let rotations = self.model.planned_rotations(&plan);

@@ -37,7 +37,7 @@ impl LossSum {
     /// ‖p^d − p^t‖₁.
     pub const L1: Self = Self::Term(1);
 
-    /// All sums for blocks of γ drafts, in order. The drafter's `own` sums come last.
+    /// All sums for blocks of γ drafts, in order. The sums `own`, which only this kind of drafter has, come last.
     pub fn all(gamma: usize, own: &[&'static str]) -> impl Iterator<Item = Self> {
         let terms = (0..TERMS.len()).map(Self::Term);
         [Self::Weight, Self::Loss]
@@ -78,8 +78,8 @@ impl BlockBatch {
         (values * &self.weights).sum(Kind::Float)
     }
 
-    /// Every [`LossSum`], `[K]` float64. `loss` is the numerator of the total loss, `accept [R]` are the accept rates, and `own` are the
-    /// sums that only this drafter has.
+    /// Every [`LossSum`], `[K]` float64. `loss` is the numerator of the total loss, `accept [R]` holds the accept rates, and `own` the sums
+    /// that only this kind of drafter has.
     pub(crate) fn loss_sums<const N: usize>(
         &self,
         output: &LossOutput,
@@ -117,7 +117,7 @@ impl BlockBatch {
 pub(crate) struct WindowSums<'a> {
     /// Drafted tokens per block, γ.
     pub gamma: usize,
-    /// Names of the drafter's own sums.
+    /// Names of the sums that only this kind of drafter has.
     pub own: &'a [&'static str],
     /// Values in the order of [`LossSum::all`].
     pub sums: &'a [f64],
@@ -134,7 +134,8 @@ impl WindowSums<'_> {
         ratio(weighted, self.get(LossSum::Weight))
     }
 
-    /// Metrics of block drafters. `loss` is the name and value of the drafter's own loss, and `own` are its other metrics.
+    /// Metrics of block drafters. `loss` is the name and value of the loss that only this kind has, such as the confidence loss. `own`
+    /// holds further metrics of the kind.
     pub fn to_metrics(
         &self,
         recipe: &LossRecipe,
@@ -172,7 +173,7 @@ impl WindowSums<'_> {
     }
 }
 
-/// `numerator` over `denominator`; 0 where the latter is 0.
+/// `numerator / denominator`, or 0 if the denominator is 0.
 pub(crate) fn ratio(numerator: f64, denominator: f64) -> f64 {
     if denominator > 0.0 { numerator / denominator } else { 0.0 }
 }

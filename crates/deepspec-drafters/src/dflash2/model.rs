@@ -216,8 +216,8 @@ impl DFlash2Settings {
     }
 }
 
-/// Two causal depthwise convolutions with input-dependent kernels. The normed input determines both kernels, also the one applied after
-/// the sublayer. Both are initialised to the identity.
+/// Two causal depthwise convolutions with input-dependent kernels. The normed input determines both kernels, including the kernel of the
+/// convolution after the sublayer. Both are initialised to the identity.
 ///
 /// Output of slot t: `Σ_{o<K} (base[o] + δ_t[o, group]) ⊙ x_{t−o}`, with zeros before the block. δ is a projection of the normed input.
 pub struct ConvolutionPair {

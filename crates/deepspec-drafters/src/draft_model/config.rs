@@ -50,7 +50,7 @@ pub trait DrafterSettings: Debug + Clone + Send + Sync + 'static {
         None
     }
 
-    /// Whether the drafter embeds the token before each drafted one.
+    /// Whether the drafter embeds the token before each drafted token.
     fn embeds_previous(&self) -> bool {
         true
     }
@@ -137,7 +137,7 @@ impl DraftDecoder {
     /// Combines the decoder `model` with the recipe's target layers.
     ///
     /// # Errors
-    /// A key of the recipe, and what is wrong with it.
+    /// A key of the recipe, and the problem with its value.
     pub fn new<D>(
         model: Result<ModelConfig, ModelError>,
         recipe: &Recipe<D>,

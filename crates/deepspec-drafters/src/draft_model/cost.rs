@@ -27,7 +27,7 @@ pub struct PassRows {
     pub context: usize,
     /// Rows with a loss.
     pub supervised: usize,
-    /// Values per row and layer that autograd saves for parts of this kind of drafter.
+    /// Values per row and layer that autograd saves for modules that only this kind of drafter has.
     pub own_values: usize,
     /// Values per layer that attention saves in addition to queries, keys, values and output.
     pub attention: usize,

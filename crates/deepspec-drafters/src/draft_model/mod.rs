@@ -1,4 +1,4 @@
-//! Common parts of drafters that are trained on hidden states: embedding, LM head, rotary embeddings and the projection of captured states.
+//! Code that all drafters trained on hidden states share: embedding, LM head, rotary embeddings and the projection of captured states.
 
 mod checkpoint;
 mod config;
@@ -142,7 +142,7 @@ impl<K: DrafterKind> DraftModel<K> {
         checkpoint::freeze_parameters(&mut self.tensors, prefixes);
     }
 
-    /// Trained parameters by checkpoint name; they share storage with the model. Packed weights are not among them.
+    /// Trained parameters by checkpoint name. They share storage with the model. Packed weights are not included.
     pub fn parameters(&self) -> &[(String, Tensor)] {
         &self.tensors.parameters
     }

@@ -15,7 +15,7 @@ use crate::block_common::BlockSpec;
 use crate::block_common::formats::{GGUF_ARCHITECTURE, HEAD_KEYS, SGLANG_REFUSAL, merge_outer_block_size};
 use crate::draft_model::DrafterSettings as _;
 
-/// Why checkpoints with heads and slots that fill in are not written for engines.
+/// Why checkpoints that have heads, and slots of the convention `fill_in`, are not written for engines.
 const UNTESTED_HEADS: &str = "heads beside slots that fill in are not written: no engine was tried with them";
 
 /// Reads checkpoints of DSpark and DFlash in all layouts.
@@ -71,12 +71,12 @@ fn validate(
 fn read_speculators(fields: &Fields, decoder: &mut Decoder) -> Result<Settings, CheckpointError> {
     let has_heads = fields.text("speculators_model_type")? == Some("dspark");
     let (markov, confidence) = if has_heads { DSparkSettings::read_heads(fields)? } else { (None, None) };
-    // Checkpoints without `sample_from_anchor` are older than this key, and their slots fill in.
+    // Checkpoints without `sample_from_anchor` are older than this key, and have the slot convention `fill_in`.
     let blocks = BlockSpec::read(fields, SlotTarget::FillIn)?;
     validate(DSparkSettings { blocks, markov, confidence }, fields, decoder)
 }
 
-/// Reads the `dflash_config` layout of z-lab's DFlash, which SpecForge and ModelOpt also use for DSpark, each with other keys. `projector`
+/// Reads the `dflash_config` layout of z-lab's DFlash, which SpecForge and ModelOpt also use for DSpark, with different keys. `projector`
 /// is the default of the config's `projector_type`.
 fn read_dflash_container(
     fields: &Fields,

@@ -149,7 +149,7 @@ pub type Eagle3 = DraftModel<Eagle3Modules>;
 
 /// Modules of Eagle3: draft layers and the norm before the head.
 pub struct Eagle3Modules {
-    /// Layers whose attention reads the token's embedding beside the state.
+    /// Layers whose attention reads `[embedding; state]`.
     pub(super) layers: Vec<DecoderLayer>,
     norm: RmsNorm,
 }

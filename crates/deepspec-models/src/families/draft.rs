@@ -8,8 +8,8 @@ use crate::nn::{AttentionSpec, LayerSpec};
 use crate::{ModelConfig, ModelError};
 
 impl ModelConfig {
-    /// Whether this target accepts drafters with layers of `family`: its own family, or the one that its block
-    /// drafters have.
+    /// Whether this target accepts drafters with layers of `family`: the target's family, or the family whose layers its block drafters
+    /// have.
     pub fn accepts_drafters_of(&self, family: Family) -> bool {
         self.family == family || self.family.anchored_family.is_some_and(|others| others == family)
     }
@@ -33,8 +33,8 @@ impl ModelConfig {
         Ok(decoder)
     }
 
-    /// The decoder of a drafter for this target, one layer per entry of `windows`. Layers with a window are built like the
-    /// target's sliding-window layers, the others like its full-attention layers.
+    /// The decoder of a drafter for this target, one layer per entry of `windows`. Layers with a window are built like the target's
+    /// sliding-window layers, and layers without one like its full-attention layers.
     ///
     /// # Errors
     /// [`ModelError::Mismatch`] for layers that the target's family cannot have.

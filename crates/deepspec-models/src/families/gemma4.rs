@@ -1,4 +1,4 @@
-//! Gemma 4 (dense text part). Most layers have a sliding window. The others have full attention with wider
+//! Gemma 4 (dense text part). Most layers have a sliding window. The remaining layers have full attention and wider
 //! heads.
 
 use deepspec_checkpoint::{DecoderFamily, Fields};
@@ -10,7 +10,7 @@ use crate::ModelError;
 use crate::config::{ModelConfig, TargetFamily, checked_heads, layer_count, sliding_layers};
 use crate::nn::{Activation, AttentionSpec, Heads, LayerSpec, NormPlacement, ValueSource};
 
-/// Without `layer_types`, each layer whose number is a multiple of this has full attention.
+/// Without `layer_types`, every sixth layer has full attention.
 const FULL_LAYER_INTERVAL: usize = 6;
 
 /// The text part of Gemma 4, dense.
@@ -50,7 +50,7 @@ static DECODER: DecoderFamily = DecoderFamily {
     defaults: Vec::new,
 };
 
-/// Reads the config of a Gemma 4 model: the whole model's with a `text_config`, or the text part's own.
+/// Reads the config of a Gemma 4 model: of the multimodal model, which has a `text_config`, or of the text part alone.
 ///
 /// # Errors
 /// As [`ModelConfig::load`].

@@ -1,4 +1,4 @@
-//! Families of targets. Each has a file of its own and an entry in `FAMILIES`.
+//! Families of targets. Each family has one file and an entry in `FAMILIES`.
 
 mod any;
 mod draft;
@@ -89,8 +89,8 @@ pub struct TensorNames {
 }
 
 impl TensorNames {
-    /// The names used in `weights`: those of a plain language model, or of one within a multimodal model. Tensors of other
-    /// parts are never looked at.
+    /// The names used in `weights`: those of a plain language model, or of one within a multimodal model. Tensors of vision and audio parts
+    /// are ignored.
     pub fn detect(weights: &Weights) -> Self {
         const PLAIN: TensorNames = TensorNames { body: "model.", head: "lm_head.weight" };
         let known = [

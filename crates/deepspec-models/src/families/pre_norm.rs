@@ -14,7 +14,7 @@ pub(super) struct PreNormSettings {
     pub family: Family,
     /// Whether queries and keys are RMS-normed per head.
     pub qk_norm: bool,
-    /// `max_position_embeddings` where the config has none.
+    /// Default of `max_position_embeddings`.
     pub longest: usize,
     /// The window of each layer.
     pub windows: Vec<Option<usize>>,

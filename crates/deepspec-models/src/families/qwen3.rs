@@ -66,7 +66,8 @@ fn read(fields: &Fields) -> Result<ModelConfig, ModelError> {
     pre_norm::read(fields, differences)
 }
 
-/// The window of every layer. Without `layer_types`, those from `max_window_layers` on have one.
+/// The window of every layer. Without `layer_types`, the layers from `max_window_layers` on have a
+/// window.
 fn layer_windows(fields: &Fields) -> Result<Vec<Option<usize>>, ModelError> {
     let layers = layer_count(fields)?;
     if !fields.flag("use_sliding_window")?.unwrap_or(false) {

@@ -8,14 +8,14 @@ use crate::nn::{RopeSpec, Scaling, Yarn};
 const DEFAULT_THETA: f64 = 10_000.0;
 /// Default base of Gemma 4's full-attention layers.
 const FULL_LAYER_THETA: f64 = 1_000_000.0;
-/// Default `partial_rotary_factor` of these layers.
+/// Default `partial_rotary_factor` of Gemma 4's full-attention layers.
 const FULL_ROTARY_FACTOR: f64 = 0.25;
 
 /// Settings shared by all layers: in `rope_parameters` (newer), or in `rope_theta` and `rope_scaling`. Also gives the longest
 /// sequence, which scaling beyond an explicit original length may extend past `trained_for`.
 ///
 /// # Errors
-/// A kind of scaling that is not known, or settings that do not make sense.
+/// If the type of scaling is unknown, or a setting is out of range.
 pub fn shared_rope(
     fields: &Fields,
     head_dim: i64,
@@ -96,7 +96,7 @@ impl<'a> RopeByLayerType<'a> {
     ) -> Result<RopeSpec, ModelError> {
         let settings = parameters.required(layer_type, parameters.object(layer_type)?)?;
         let theta = self.fields.number("rope_theta")?.unwrap_or(DEFAULT_THETA);
-        // transformers looks for `truncate` beside the types of layers, not within them.
+        // Transformers reads `truncate` at the level of the layer types, not inside them.
         let truncate = parameters.flag("truncate")?.unwrap_or(true);
         let reader =
             RopeReader { settings: &settings, trained_for: self.trained_for, original: None, truncate };

@@ -67,7 +67,7 @@ impl Attention {
     }
 }
 
-/// `x` after the norm, where there is one.
+/// Applies the norm to `x`. Returns `x` unchanged if there is none.
 pub(super) fn apply_optional_norm(norm: Option<&RmsNorm>, x: Tensor) -> Tensor {
     match norm {
         Some(norm) => norm.forward(&x),

@@ -47,7 +47,7 @@ pub struct StateDict {
     pub parameters: Vec<(String, Tensor)>,
     /// Tensors that are stored but not trained.
     pub buffers: Vec<(String, Tensor)>,
-    /// Weights that are packed for inference; they are in neither other list.
+    /// Weights that are packed for inference. They are neither in `parameters` nor in `buffers`.
     pub packed: Vec<(String, PackedWeight)>,
 }
 
@@ -100,7 +100,7 @@ impl<'a> Builder<'a> {
         Self::new(ParameterSource::Outline)
     }
 
-    /// Gives the parameters of another model; both models share storage.
+    /// Returns the parameters of another model instead of new ones. The two models share storage.
     ///
     /// # Panics
     /// If the other model lacks a parameter, or has it in another shape.

@@ -1,4 +1,5 @@
-//! One decoder layer: grouped-query attention and a gated MLP. A [`LayerSpec`] says what a family adds.
+//! One decoder layer: grouped-query attention and a gated MLP. A [`LayerSpec`] holds the settings in which families
+//! differ.
 
 use std::cell::OnceCell;
 
@@ -15,9 +16,9 @@ use super::{Builder, Init, Linear, RmsNorm, Rotation};
 pub struct LayerInput<'a> {
     /// The residual stream, `[N, d]`.
     pub x: &'a Tensor,
-    /// The distinct rows, where rows of `x` repeat; they are projected once.
+    /// Distinct rows of `x`, if its rows repeat. Each distinct row is projected once.
     pub repeated: Option<RepeatedRows<'a>>,
-    /// Token embeddings `[N, d]`, for a layer that reads them beside the residual stream.
+    /// Token embeddings `[N, d]`, for an Eagle3 layer, whose attention reads them in addition to `x`.
     pub embeddings: Option<&'a Tensor>,
 }
 
@@ -37,7 +38,7 @@ pub trait LayerHook {
     fn around_mlp(&self, normed: &Tensor, mlp: &mut dyn FnMut(&Tensor) -> Tensor) -> Tensor;
 }
 
-/// Attention and MLP, each between its norms and beside a residual.
+/// Attention and MLP, each with its norms and a residual connection.
 pub struct DecoderLayer {
     /// The attention projections.
     pub attention: Attention,
@@ -148,7 +149,8 @@ impl DecoderLayer {
         self.layer_scalar.as_ref().map_or_else(|| x.shallow_clone(), |scalar| &x * scalar)
     }
 
-    /// The weights of a pre-norm layer with a SiLU-gated MLP and no biases; None for a layer of another form.
+    /// The weights of a pre-norm layer with a SiLU-gated MLP and no biases. None if the layer has another form, which
+    /// the fused layer does not support.
     fn pre_norm_weights(&self) -> Option<LayerWeights<'_>> {
         let Self { attention, mlp, .. } = self;
         let is_pre_norm = self.hidden_norm.is_none()

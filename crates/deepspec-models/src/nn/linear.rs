@@ -20,7 +20,8 @@ impl Linear {
         }
     }
 
-    /// `[.., input]` to `[.., output]`, without a bias; a fresh layer gives zeros.
+    /// A layer `[.., input]` to `[.., output]` without a bias, whose weight is initialised to
+    /// zeros.
     pub fn zero_init(b: &Builder, name: &str, input: i64, output: i64) -> Self {
         Self { weight: b.linear_weight(&format!("{name}.weight"), &[output, input], Init::Zeros), bias: None }
     }
