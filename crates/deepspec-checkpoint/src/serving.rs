@@ -216,7 +216,8 @@ impl ServingCheck<'_> {
         Some(Risk { subject: "target's tokenizer", problem, remedy: remedy.into() })
     }
 
-    /// Warns of a file without an LM head, for which llama.cpp uses the drafter's embedding instead.
+    /// Warns of a folder with an embedding: llama.cpp's converter drops the folder's LM head and uses the
+    /// embedding as head.
     fn check_head(&self) -> Option<Risk> {
         let own = self.checkpoint.find(EMBED).is_some();
         let untied = self.target.head() != self.target.embed();

@@ -1,7 +1,7 @@
 //! Equal bins of [0, 1], shared by the reliability metrics and by calibration, which minimises the
 //! calibration error.
 
-/// Probabilities are clamped to [ε, 1 − ε] before they are used, as in the reference.
+/// ε. Probabilities are clamped to [ε, 1 − ε] before use, like in the reference.
 const PROBABILITY_EPS: f64 = 1e-8;
 
 /// Clamps a probability to [ε, 1 − ε].

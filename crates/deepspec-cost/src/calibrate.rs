@@ -1,9 +1,9 @@
 //! Sequential temperature scaling (STS; docs/architecture.md, Sequential temperature scaling):
 //! confidences c_k = σ(logit_k / t_k), one temperature per position.
 //!
-//! From left to right, t_k is the grid value with the least calibration error of the survival a_k =
-//! a_{k−1} · c_k. Earlier temperatures are fixed. Division by a positive temperature is monotone,
-//! so the order of the c_k of one position stays; the order of products may change.
+//! From left to right, t_k is the grid value with the least calibration error of the survival a_k = a_{k−1} · c_k.
+//! Earlier temperatures are fixed. Division by a positive temperature is monotone, so the order of the c_k of one
+//! position does not change. The order of products of c_k may change.
 
 use crate::ScheduleError;
 use crate::bins::{self, BinSums};
@@ -135,9 +135,9 @@ pub fn fit_shared_temperature(
     Ok(argmin(&search.grid, error))
 }
 
-/// Fits one temperature per position by coordinate descent, starting from the shared temperature.
-/// Each sweep sets every temperature to the grid value with the least mean calibration error, the
-/// others fixed. It ends when no temperature changes, or after `sweeps` sweeps.
+/// Fits one temperature per position by coordinate descent, starting from the shared temperature. Each sweep visits
+/// every temperature and sets it to the grid value with the least mean calibration error, while all other temperatures
+/// stay fixed. It ends when no temperature changes, or after `sweeps` sweeps.
 ///
 /// # Errors
 /// As [`fit_temperatures`].

@@ -39,8 +39,8 @@ impl StepCost {
         Ok(Self { verify, draft, requests: vec![], plain: vec![], prefill: 0.0 })
     }
 
-    /// Adds the cost of plain decoding by requests, without a drafter for which the target captures
-    /// hidden states: one curve per context, ascending.
+    /// Adds the cost of plain decoding by number of requests, with one curve per context,
+    /// ascending. The target runs without a drafter and captures no hidden states.
     ///
     /// # Errors
     /// Fails if contexts do not ascend.
@@ -61,8 +61,8 @@ impl StepCost {
         Ok(self)
     }
 
-    /// Adds the seconds per prompt token that a step prefills beside verification. By default
-    /// prefill costs nothing.
+    /// Adds the seconds per prompt token that a step prefills in addition to verification. By
+    /// default prefill costs nothing.
     #[must_use]
     pub fn with_prefill_seconds(mut self, seconds: f64) -> Self {
         self.prefill = seconds;
@@ -99,14 +99,14 @@ impl StepCost {
     }
 
     /// Seconds of a step that verifies `tokens` tokens at a context, with or without drafting for
-    /// `requests`. Beyond the curve they are extrapolated as in [`CostCurve::step_seconds`].
+    /// `requests`. [`CostCurve::step_seconds`] extrapolates beyond the largest measured batch.
     pub fn seconds(&self, requests: usize, tokens: usize, context: usize, drafted: bool) -> f64 {
         let draft = if drafted { self.draft_seconds(requests) } else { 0.0 };
         draft + interpolate(&self.requests, requests) + self.curve(context).step_seconds(tokens)
     }
 
-    /// Seconds of a plain-decoding step without a drafter: as measured, or else as a step that
-    /// drafts nothing.
+    /// Seconds of a plain-decoding step without a drafter. If this was not measured, the seconds of
+    /// a step that drafts nothing.
     pub fn plain_seconds(&self, requests: usize, context: usize) -> f64 {
         match nearest_curve(&self.plain, context) {
             Some(curve) => curve.step_seconds(requests),
@@ -147,8 +147,8 @@ fn check_times(times: &[(usize, f64)]) -> Result<(), ScheduleError> {
     }
 }
 
-/// Interpolates between measurements. Below the first one its value holds; past the last one times
-/// are proportional to the requests. 0 without measurements.
+/// Interpolates between measurements. Below the first measurement the time is constant; above the
+/// last one it is proportional to the requests. Returns 0 without measurements.
 fn interpolate(times: &[(usize, f64)], requests: usize) -> f64 {
     let at = times.partition_point(|&(of, _)| of < requests);
     match (at.checked_sub(1).map(|before| times[before]), times.get(at)) {

@@ -10,8 +10,8 @@ pub(crate) const MAX_BATCH_TOKENS: usize = 1 << 20;
 /// Target forward passes per second for every batch size from 1 token to the largest that was
 /// profiled.
 ///
-/// B counts the tokens of one verification pass over all requests: B = Σ_r (1 + l_r). SPS need not
-/// fall with B: times of real kernels are step functions.
+/// B counts the tokens of one verification pass over all requests: B = Σ_r (1 + l_r). SPS does not
+/// have to fall with B, because times of real kernels are step functions.
 #[derive(Debug, Clone, PartialEq)]
 pub struct CostCurve {
     /// SPS(1), SPS(2), …
@@ -91,8 +91,8 @@ impl CostCurve {
 }
 
 /// The non-decreasing step times nearest to the measured ones in least squares
-/// (pool-adjacent-violators). A larger batch that seemed faster was noise, which a scheduler would
-/// exploit.
+/// (pool-adjacent-violators). A larger batch that was measured as faster is noise, which would
+/// mislead a scheduler.
 pub fn isotonic_regression(seconds: &[f64]) -> Vec<f64> {
     let mut pools: Vec<(f64, usize)> = vec![];
     for &value in seconds {

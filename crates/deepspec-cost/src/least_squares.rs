@@ -4,8 +4,8 @@
 const MAX_SWEEPS: usize = 20_000;
 
 /// Finds x ≥ 0 that minimises Σ (row · x − 1)² over the rows, by coordinate descent. The first
-/// coordinate comes first, so that it gets everything that the rows cannot separate. Rows of parts
-/// divided by their total time make the errors relative.
+/// coordinate is optimised first, so that it gets the time that the rows cannot attribute to one
+/// coordinate. If each row is divided by its total time, the errors are relative.
 pub fn non_negative_least_squares<const N: usize>(rows: &[[f64; N]]) -> [f64; N] {
     let mut x = [0.0; N];
     for round in 0..MAX_SWEEPS * N {

@@ -33,7 +33,7 @@ pub struct StepLoad {
     pub context: usize,
 }
 
-/// A policy with its memory of earlier steps. The default verifies whole blocks.
+/// A policy with its statistics of earlier steps. The default verifies whole blocks.
 #[derive(Debug, Clone, Default)]
 pub struct Planner {
     policy: Policy,
@@ -42,7 +42,7 @@ pub struct Planner {
     blocks: VecDeque<Vec<f64>>,
     /// Budgets computed from the last drafted steps, each with its number of requests, newest last.
     budgets: VecDeque<(usize, usize)>,
-    /// Number of steps since the last drafted one.
+    /// Number of steps since the last step that drafted.
     idle: usize,
     /// State of the probe in this step.
     probe: ProbeState,
@@ -129,9 +129,9 @@ impl Planner {
         drafts
     }
 
-    /// Records the time of a step that decoded `load` with `tokens` verified tokens, and did
-    /// nothing else. A curve measured on another machine or load has different errors for drafting
-    /// and for plain steps. The correction decides whether to draft.
+    /// Records the time of a step that decoded `load` with `tokens` verified tokens and prefilled no prompts. If the
+    /// curve was measured on another machine or load, its errors differ between drafting and plain steps. The observed
+    /// times correct the decision whether to draft.
     pub fn observe_step(&mut self, load: StepLoad, tokens: usize, drafted: bool, seconds: f64) {
         let Some(cost) = self.cost.as_ref().filter(|_| self.policy.reads_cost()) else { return };
         // In the first drafted step after a pause the drafter catches up, which later steps need
@@ -146,7 +146,7 @@ impl Planner {
             (ratio - *mean) * if self.probe == ProbeState::Measures { PROBE_WEIGHT } else { STEP_WEIGHT };
     }
 
-    /// Predicted throughput with blocks like the last drafted ones, over that of plain decoding.
+    /// Predicted throughput with blocks like the last drafted blocks, divided by the throughput of plain decoding.
     fn predicted_speed_up(&self, cost: &StepCost, load: StepLoad) -> f64 {
         let plain = cost.plain_throughput(load.requests, load.context);
         let rows: Vec<&[f64]> = self.blocks.iter().map(Vec::as_slice).collect();
@@ -205,9 +205,9 @@ impl Planner {
     }
 }
 
-/// The number of drafted tokens with the highest expected throughput for a step with blocks like
-/// `rows`, and that throughput; `stop` selects the search. A search with `StopRule::Never` may not be
-/// applied to these very blocks.
+/// Finds the number of drafted tokens with the highest expected throughput for a step with blocks like `rows`, and that
+/// throughput. `stop` selects the search. The result of `StopRule::Never` must not be applied to `rows` themselves,
+/// only to later blocks.
 fn best_budget(rows: &[&[f64]], cost: &StepCost, load: StepLoad, stop: StopRule) -> (usize, f64) {
     let cost_at = cost.cost_at(load.requests, load.context);
     let requests = load.requests as f64;

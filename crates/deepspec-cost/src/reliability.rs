@@ -150,8 +150,8 @@ impl PositionStats {
 }
 
 /// Probability that a random accepted observation ranks above a random rejected one; a tie inside a
-/// bin counts half. It is the Mann–Whitney U over histograms of `[rejected, accepted]`; `None`
-/// unless both kinds occur.
+/// bin counts half. It is the Mann–Whitney U over histograms of `[rejected, accepted]`; `None` if
+/// all observations are accepted, or all are rejected.
 fn auroc(fine: &[[u64; 2]]) -> Option<f64> {
     let (mut rejected, mut accepted, mut above) = (0.0, 0.0, 0.0);
     for bin in fine {
@@ -202,8 +202,8 @@ fn mean_metrics(positions: &[PositionReliability]) -> Option<Metrics> {
 pub struct ReliabilityReport {
     /// One entry per position of the proposal.
     pub positions: Vec<PositionReliability>,
-    /// The means over positions, weighted by observations; the AUROC over those positions that have
-    /// one. `None` without observations.
+    /// The means over positions, weighted by observations; the AUROC is averaged over the positions
+    /// that have one. `None` without observations.
     pub summary: Option<Metrics>,
 }
 

@@ -15,7 +15,7 @@ use crate::survival::{check_confidences, survival_probabilities};
 pub struct Schedule {
     /// Number of drafted tokens l_r to verify, per request.
     pub lengths: Vec<usize>,
-    /// Batch size B in tokens: one per request, and the drafted ones.
+    /// Batch size B in tokens: one per request, and the drafted tokens.
     pub batch: usize,
     /// Expected number of committed tokens τ.
     pub expected_tokens: f64,

@@ -46,8 +46,8 @@ impl Temperatures {
         }
     }
 
-    /// The temperatures, after a check that the file does not name another drafter or longer
-    /// blocks.
+    /// Checks that the file does not name another drafter or longer blocks, and returns the
+    /// temperatures.
     ///
     /// # Errors
     /// The difference, with the file's name.

@@ -136,9 +136,8 @@ pub struct Proposal {
 }
 
 impl Proposal {
-    /// Stacks the tokens `[S]` and distributions of consecutive positions, as
-    /// [`SamplingBatch::sample`] returns them for one batch. Either all positions have
-    /// distributions or none has.
+    /// Stacks the tokens `[S]` and distributions of consecutive positions, as [`SamplingBatch::sample`] returns them
+    /// for one batch. Either every position has a distribution, or no position has one.
     ///
     /// # Panics
     /// If `draws` is empty.

@@ -18,8 +18,9 @@ pub struct VerifyOutcome {
 }
 
 impl VerifyOutcome {
-    /// Splits the values of a step's one transfer. They are a flag per row of logits; `accepted`,
-    /// `next`, drafted tokens and confidences of the decoding slots; and the prompts' first tokens.
+    /// Splits the values that a step copies to the host in one transfer. The values are a flag per
+    /// row of logits; `accepted`, `next`, drafted tokens and confidences of the decoding slots; and
+    /// the prompts' first tokens.
     pub fn new(values: &[f64], prefilling: usize, lens: &[usize], ends_at_stop_tokens: bool) -> Self {
         let (decoding, longest) = (lens.len(), lens.iter().copied().max().unwrap_or(0));
         let rows = lens.iter().map(|len| len + 1).chain(std::iter::repeat_n(1, prefilling));

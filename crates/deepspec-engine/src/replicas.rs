@@ -67,8 +67,8 @@ impl<T: Target, P: Proposer> Generator for Engine<T, P> {
 }
 
 /// Engines that share one request queue, each on its own thread with a share of the cores.
-/// Submitted requests wait for the next step, as with one engine. An answer is independent of its
-/// engine if the model's rows do not depend on the batch.
+/// Submitted requests wait for the next step. An answer is independent of its engine if the model's
+/// rows do not depend on the batch.
 pub struct EngineReplicas {
     draft_len: usize,
     vocab_size: usize,
@@ -136,8 +136,8 @@ pub fn split_evenly(whole: usize, workers: usize) -> Vec<usize> {
 }
 
 impl EngineReplicas {
-    /// Starts one thread per engine. The engines share `threads` libtorch threads; each has at
-    /// least one.
+    /// Starts one thread per engine. The engines share `threads` libtorch threads, and each engine
+    /// has at least one.
     pub fn new<T, P>(engines: Vec<Engine<T, P>>, threads: usize) -> Self
     where
         T: Target + Send + 'static,
@@ -278,7 +278,7 @@ impl<T: Target, P: Proposer> Worker<T, P> {
         events
     }
 
-    /// Replaces the engine's own request id by the request id that the caller was given.
+    /// Replaces the request id of the engine by the id that the caller got for the request.
     fn with_caller_id(&mut self, event: Event) -> Option<Event> {
         Some(match event {
             Event::Tokens(own, tokens) => Event::Tokens(*self.request_ids.get(&own)?, tokens),

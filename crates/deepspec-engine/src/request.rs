@@ -56,7 +56,7 @@ pub enum EngineError {
     TooLarge {
         /// Tokens of the prompt, the answer and a drafted block.
         tokens: usize,
-        /// Bytes of their KV cache.
+        /// Bytes of the KV cache that the request needs.
         bytes: u64,
         /// Bytes available.
         memory: u64,
@@ -97,7 +97,7 @@ pub enum Finish {
     Length,
 }
 
-/// One verification of a drafted block.
+/// Verification of one drafted block.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Cycle {
     /// Drafted tokens that were verified, up to an accepted stop token.
@@ -130,7 +130,7 @@ pub struct Completion {
     pub tokens: Vec<i64>,
     /// Why it ended.
     pub finish: Finish,
-    /// Its verification cycles; empty if the first token already was a stop token.
+    /// Verification cycles of the sequence. Empty if the first token was a stop token.
     pub cycles: Vec<Cycle>,
 }
 
@@ -161,7 +161,7 @@ pub enum DraftSampling {
 }
 
 impl DraftSampling {
-    /// The other rule.
+    /// Probabilistic for greedy, and greedy for probabilistic.
     pub fn other(self) -> Self {
         match self {
             Self::Probabilistic => Self::Greedy,
@@ -190,8 +190,8 @@ pub struct EngineOptions {
     pub max_draft_tokens: Option<usize>,
     /// How drafted tokens are chosen.
     pub draft_sampling: DraftSampling,
-    /// Runs one more cycle when exactly `max_new_tokens` are generated, as the reference's loop
-    /// does and counts.
+    /// Runs one more cycle when exactly `max_new_tokens` are generated, because the reference's
+    /// loop runs and counts such a cycle.
     pub counts_overrun: bool,
 }
 

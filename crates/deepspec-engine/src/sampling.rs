@@ -16,14 +16,14 @@ pub struct Sampling {
     pub top_p: f64,
     /// Keeps this many most likely tokens; 0 keeps all.
     pub top_k: usize,
-    /// Drops tokens less likely than this fraction of the most likely one; 0 keeps all.
+    /// Drops tokens less likely than this fraction of the most likely token's probability; 0 keeps all.
     pub min_p: f64,
     /// Seed of every draw of this sequence.
     pub seed: u64,
 }
 
 impl Sampling {
-    /// Unfiltered sampling.
+    /// Sampling without top-k, top-p and min-p.
     pub fn new(temperature: f64, seed: u64) -> Self {
         Self { temperature, top_p: 1.0, top_k: 0, min_p: 0.0, seed }
     }
@@ -33,8 +33,7 @@ impl Sampling {
         self.temperature < GREEDY_TEMPERATURE
     }
 
-    /// `[temperature, greedy flag, top_k, top_p, min_p]`. A setting that does not apply gets a
-    /// value that filters nothing.
+    /// `[temperature, greedy flag, top_k, top_p, min_p]`, in which a disabled filter has a value that keeps all tokens.
     pub(crate) fn parameters(&self) -> [f64; NUM_SAMPLING_PARAMETERS] {
         let temperature = if self.is_greedy() { 1.0 } else { self.temperature };
         let greedy = f64::from(u8::from(self.is_greedy()));
@@ -61,8 +60,8 @@ impl Sampling {
     }
 }
 
-/// Up to this top-k, `topk` selects the most likely tokens. Above it, and without top-k, the whole
-/// vocabulary is sorted. libtorch chooses the order of equal probabilities either way.
+/// Up to this top-k, `topk` selects the most likely tokens. Above it, and without top-k, the whole vocabulary is
+/// sorted. In both cases libtorch chooses the order of equal probabilities.
 const MAX_TOPK: usize = 1024;
 
 /// Length of one sequence's settings on the device; see [`Sampling::parameters`].

@@ -44,7 +44,7 @@ impl fmt::Display for AttentionSpec {
     }
 }
 
-/// Queries `[N, H, D]`, keys `[N, G, D]` and values `[N, G, D]`: projected, normed where the layer does that, and rotated.
+/// Queries `[N, H, D]`, keys `[N, G, D]` and values `[N, G, D]`: after the projections, RoPE and, in some families, a norm per head.
 pub struct Qkv {
     /// Queries.
     pub q: Tensor,

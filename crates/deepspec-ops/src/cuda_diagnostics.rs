@@ -1,5 +1,5 @@
-//! Warnings about GPUs that the machine has but libtorch cannot use. Otherwise only a slow run would reveal
-//! them.
+//! Warnings about GPUs that the machine has but libtorch cannot use. Without a warning, users would notice only that
+//! the run is slow.
 
 use std::process::Command;
 use std::sync::{Once, mpsc};

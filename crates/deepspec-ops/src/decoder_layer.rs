@@ -17,8 +17,7 @@ pub trait Attend {
     /// Attention of N rows: `[N, H·D]`.
     fn attend(&mut self, qkv: &Qkv) -> Tensor;
 
-    /// The fused attention, which applies head norms and rotation itself. None if no kernel does that for these
-    /// rows.
+    /// The fused attention, which applies head norms and rotation itself. None if no kernel fuses these steps for these rows.
     fn as_attend_projected(&mut self) -> Option<&mut dyn AttendProjected> {
         None
     }
@@ -52,7 +51,7 @@ impl<'a> RepeatedRows<'a> {
     }
 }
 
-/// Weights of a pre-norm layer with a SiLU-gated MLP and without biases, as Llama and Qwen3 have it.
+/// Weights of a pre-norm layer with a SiLU-gated MLP and without biases, such as a layer of Llama or Qwen3.
 #[derive(Clone, Copy)]
 pub struct LayerWeights<'a> {
     /// The norm before attention.

@@ -20,7 +20,7 @@ pub struct LocalRank {
 }
 
 impl LocalRank {
-    /// A process on its own.
+    /// The only process of a job.
     pub const ALONE: Self = Self { local_rank: 0, processes: 1, shares: true };
 }
 
@@ -33,8 +33,9 @@ pub fn parse_device(name: &str) -> Result<Device, DeviceError> {
     rank_device(name, LocalRank::ALONE)
 }
 
-/// The device of one process of a job. `auto` and `cuda` mean the process's own GPU, or the only GPU that the
-/// process sees. `cuda:{local_rank+N}` means the GPU with index `local_rank + N`.
+/// The device of one process of a job. `auto` and `cuda` mean the only GPU that the process sees, or else the GPU whose index is the local
+/// rank. If processes may share GPUs, the index is the local rank modulo the number of GPUs. `cuda:{local_rank+N}` means the GPU with index
+/// `local_rank + N`.
 ///
 /// # Errors
 /// See [`DeviceError`].

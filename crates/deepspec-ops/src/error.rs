@@ -6,7 +6,7 @@ pub enum DeviceError {
     /// Not a device name.
     #[error("`{0}` is no device; use auto, cpu, cuda, cuda:N or cuda:{{local_rank+N}}")]
     Unknown(String),
-    /// CUDA was asked for and is not there.
+    /// CUDA was requested but is not available.
     #[error("no CUDA device: {0}; use --device cpu")]
     NoCuda(String),
     /// The index is too high.

@@ -8,14 +8,14 @@ use crate::{Upload, UploadSlice, Uploaded};
 
 /// The gradient of an embedding: N addends of U distinct tokens, summed in float32 and in a fixed order on every device.
 ///
-/// Adding row by row in place would round every sum to the embedding's dtype, and a GPU would add in no fixed order. Less
-/// than half of a thousand equal addends would be kept in bfloat16.
+/// Adding row by row in place would round every sum to the embedding's dtype, and a GPU would add in no fixed order. In bfloat16, a sum of
+/// a thousand equal addends would lose more than half of them.
 pub struct EmbeddingGrad {
     /// Distinct tokens, `[U]`.
     tokens: Tensor,
     /// For each token its row and its addends, `[U + N]`: indices into U rows followed by N addends.
     order: Tensor,
-    /// Number of these indices per token, `[U]`.
+    /// Number of addends per token, `[U]`.
     counts: Tensor,
 }
 
@@ -61,7 +61,7 @@ impl EmbeddingGrad {
     }
 }
 
-/// The gradient of a parameter, to be added to in place; zeros where it has none yet.
+/// The gradient of a parameter, to which callers add in place. Creates zeros if the parameter has no gradient yet.
 pub fn grad_or_zeros(parameter: &Tensor) -> Tensor {
     if !parameter.grad().defined() {
         // Only a backward pass can create `grad`. A pass through the first row creates all of it, and its values

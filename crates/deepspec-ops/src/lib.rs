@@ -1,7 +1,7 @@
-//! Operators on tensors: a few functions named by their mathematics, each with a reference in libtorch's operators and kernels
-//! for CPUs and GPUs. Each operator chooses its kernel from its arguments.
+//! Operators on tensors, named by what they compute. Each has a reference in libtorch's operators, and kernels for CPUs and GPUs. Each
+//! operator chooses its kernel from its arguments.
 //!
-//! Beside them stand devices, uploads, the allocator and the shim over libtorch's c10d.
+//! The crate also has devices, uploads, the allocator and a C API over libtorch's c10d.
 //!
 //! Shapes: N rows (tokens), T context tokens, d hidden size, V vocabulary, H query heads, G key/value heads, D head dim.
 
@@ -70,7 +70,7 @@ pub mod kernels {
 /// The host, whose tensors files are written from.
 pub const HOST: tch::Device = tch::Device::Cpu;
 
-/// Why this build has no NCCL; nothing where it has.
+/// The reason why this build has no NCCL; empty if it has NCCL.
 pub const NCCL_MISSING_REASON: &str = env!("DEEPSPEC_NCCL_MISSING");
 
 /// The version of libtorch whose headers this was built with.

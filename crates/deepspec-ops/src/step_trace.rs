@@ -64,7 +64,7 @@ impl StepTrace {
         }
     }
 
-    /// Writes the recorded steps, unless they are written already. Call this after the last step.
+    /// Writes the recorded steps, if they have not been written yet. Call this after the last step.
     pub fn finish(&mut self) {
         let Some(path) = self.path.take() else { return };
         let shown = path.display();

@@ -1,8 +1,8 @@
 //! Uploads of a step's integers and floats to its device.
 //!
-//! A copy to a GPU costs about as much as a small kernel, whatever its size. The host therefore gathers a step's
-//! numbers and sends one tensor, of which readers take slices. Rows and positions in consecutive runs are slices of
-//! existing tensors ([`cat_row_runs`], [`DeviceArange`]). A step with only whole blocks uploads nothing.
+//! A copy to a GPU costs about as much as a small kernel, whatever its size. The host therefore collects all numbers of
+//! a step and sends them as one tensor, of which readers take slices. Rows and positions in consecutive runs are slices
+//! of existing tensors ([`cat_row_runs`], [`DeviceArange`]). A step with only whole blocks uploads nothing.
 
 use std::cell::RefCell;
 use std::iter::repeat_n;

@@ -107,8 +107,7 @@ impl Target {
             let attended = layer.attention.work(queries, context).seconds(hardware.bf16, hardware.bandwidth);
             let fed = layer.feed_forward.work_per_device(tokens, experts.bytes(), self.expert_parallel);
             let sent = match layer.feed_forward {
-                // Hidden states go to the experts and back in 16 bits; those for local experts are
-                // not sent.
+                // Hidden states go to the experts and back in 16 bits; hidden states for local experts are not sent.
                 FeedForward::Experts { active, .. } => {
                     2.0 * 2.0 * tokens * share * active * self.hidden * (1.0 - share) / hardware.link
                 }
@@ -136,7 +135,7 @@ impl Target {
         drafted: f64,
         context: f64,
     ) -> f64 {
-        // Every accelerator drafts for its own share of the requests.
+        // Every accelerator drafts for its share of the requests.
         let own = requests / self.expert_parallel;
         match draft {
             _ if drafted == 0.0 => 0.0,
@@ -155,7 +154,7 @@ impl Target {
         }
     }
 
-    /// Throughput over that of plain decoding, with blocks of γ tokens that are each accepted with
+    /// Throughput divided by the throughput of plain decoding, with blocks of γ tokens that are each accepted with
     /// probability α given the earlier ones.
     pub fn speed_up(&self, hardware: &Hardware, draft: &DraftCost, load: LoadPoint, drafted: f64) -> f64 {
         let plain = self.step_seconds(hardware, load.requests, 1.0, load.context);
@@ -177,8 +176,8 @@ impl Target {
         all.fold((0, 1.0), |best, of| if of.1 > best.1 { of } else { best })
     }
 
-    /// Time of one more verified token per request, over that request's share of a plain step. It
-    /// is 0 for a free token, and 1 for one as expensive as a token of plain decoding.
+    /// Time of one more verified token per request, divided by a request's share of a plain step. It is 0 if the token
+    /// is free, and 1 if it costs as much as a token of plain decoding.
     pub fn marginal_cost(&self, hardware: &Hardware, load: LoadPoint, queries: f64) -> f64 {
         let of = |queries| self.step_seconds(hardware, load.requests, queries, load.context);
         (of(queries + 1.0) - of(queries)) / of(1.0)

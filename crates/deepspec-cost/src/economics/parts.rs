@@ -97,7 +97,8 @@ impl Attention {
             } => {
                 let stored = context / compression;
                 let (operations, bytes) = (2.0 * heads * (2.0 * latent + rope), (latent + rope) * kv_bytes);
-                // The queries of one request select nearly equal vectors, so each is read once.
+                // The queries of one request select nearly the same vectors, so each vector is read
+                // once.
                 Work {
                     operations: operations * queries * stored.min(top)
                         + 2.0 * index_heads * index * queries * stored,
@@ -171,7 +172,7 @@ pub enum FeedForward {
         /// Number of weights.
         weights: f64,
     },
-    /// Mixture of experts: each token is routed to some of them.
+    /// Mixture of experts: each token is routed to some of the experts.
     Experts {
         /// Weights of one expert.
         weights: f64,
@@ -207,8 +208,8 @@ impl FeedForward {
     }
 
     /// Work of one of `devices` accelerators that share the tokens and the routed experts. It
-    /// computes its share of the tokens. It reads the dense or shared weights, and those of its own
-    /// experts that any token activates.
+    /// computes its share of the tokens. It reads the dense or shared weights, and the weights of
+    /// its experts that any token activates.
     pub fn work_per_device(&self, tokens: f64, bytes: f64, devices: f64) -> Work {
         let own = tokens / devices;
         match *self {

@@ -113,7 +113,7 @@ pub fn speculation_work(
     }
 }
 
-/// Operations of a forward over `tokens` new tokens behind `before` cached ones, without logits.
+/// Operations of a forward over `tokens` new tokens after `before` cached tokens, without logits.
 fn forward_operations(target: &ModelSize, tokens: f64, before: f64) -> f64 {
     let ends = if target.is_tied { 1.0 } else { 2.0 };
     let layers = target.weights - ends * target.embedding;
@@ -126,7 +126,7 @@ fn forward_operations(target: &ModelSize, tokens: f64, before: f64) -> f64 {
     2.0 * layers * tokens + attended.sum::<f64>()
 }
 
-/// Number of weights that a pass reads. An untied embedding is not read as a whole.
+/// Number of weights that a pass reads. Of an untied embedding, a pass reads only a few rows.
 fn weights_per_pass(target: &ModelSize) -> f64 {
     target.weights - if target.is_tied { 0.0 } else { target.embedding }
 }
@@ -136,7 +136,7 @@ fn head_operations(target: &ModelSize) -> f64 {
     2.0 * target.embedding
 }
 
-/// Total KV cache values that attention reads for `tokens` new tokens behind `before` cached ones.
+/// Total KV cache values that attention reads for `tokens` new tokens after `before` cached tokens.
 fn kv_cache_reads(target: &ModelSize, tokens: f64, before: f64) -> f64 {
     let of = |layer: &AttentionSize| {
         2.0 * (layer.key_value_heads * layer.head_dim) as f64 * attended_tokens(tokens, before, layer.window)
@@ -144,8 +144,8 @@ fn kv_cache_reads(target: &ModelSize, tokens: f64, before: f64) -> f64 {
     target.layers.iter().map(of).sum()
 }
 
-/// Total number of attended tokens of `tokens` new tokens behind `before` cached ones. Each token
-/// also attends to itself.
+/// Total number of tokens that `tokens` new tokens after `before` cached tokens attend to. Each
+/// token also attends to itself.
 fn attended_tokens(tokens: f64, before: f64, window: Option<usize>) -> f64 {
     let growing = |tokens: f64| tokens * before + tokens * (tokens + 1.0) / 2.0;
     match window.map(|window| window as f64) {

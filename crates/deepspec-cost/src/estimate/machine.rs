@@ -9,9 +9,9 @@ use serde::Serialize;
 
 use crate::estimate::{FittedRates, MeasuredWork, Rates, ScaleError, Stage};
 
-/// Assumed share of an accelerator's peak that passes over whole sequences reach.
-/// Published figures are 43.5 % for SpecForge's trainer, and as much for its capture of hidden
-/// states (H200, August 2026).
+/// Assumed share of an accelerator's peak that passes over whole sequences reach. Published figures
+/// are 43.5 % for SpecForge's trainer, and the same for its capture of hidden states (H200, August
+/// 2026).
 const SEQUENCE_PASS_SHARE: f64 = 0.43;
 /// Assumed share of peak and bandwidth that decoding reaches.
 const DECODING_SHARE: f64 = 0.5;
@@ -53,8 +53,8 @@ pub struct Link {
 }
 
 impl Link {
-    /// Seconds of a ring all-reduce of `bytes` over n devices: each sends 2 (n − 1) / n of them
-    /// (Patarasuk & Yuan 2009).
+    /// Seconds of a ring all-reduce of `bytes` over n devices: each device sends 2 (n − 1) / n of
+    /// the bytes (Patarasuk & Yuan 2009).
     pub fn reduce_seconds(&self, bytes: f64, devices: usize) -> f64 {
         let devices = devices as f64;
         2.0 * (devices - 1.0) / devices * bytes / self.bytes_per_second

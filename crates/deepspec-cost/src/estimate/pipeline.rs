@@ -9,7 +9,7 @@ use crate::estimate::{Machine, Stage, Work};
 pub struct Pipeline {
     /// Work of the target answering its share of the prompts.
     pub answers: Work,
-    /// Work of capturing hidden states: once for a cache, or in every epoch without one.
+    /// Work of capturing hidden states: once if they are cached, otherwise in every epoch.
     pub states: Work,
     /// Training of the drafter.
     pub training: TrainingWork,
@@ -75,7 +75,7 @@ impl Estimate {
 }
 
 impl TrainingWork {
-    /// Work of one device in a training step that n devices share, without the update.
+    /// Work of one device in a training step on n devices, without the optimiser update.
     pub fn work_per_device(&self, devices: usize) -> Work {
         let samples = self.samples_per_step.div_ceil(devices);
         let forwards = samples.div_ceil(self.samples_per_forward);

@@ -92,8 +92,8 @@ impl<T: Target, P: Proposer> Engine<T, P> {
     }
 }
 
-/// Concatenates the hidden states that several steps left for the drafter. The rows of a slot
-/// become contiguous and keep their order.
+/// Concatenates the hidden states that several steps saved for the drafter. The rows of each slot
+/// become contiguous and stay in order.
 fn concat_contexts(pending: &[Context]) -> Context {
     let pending: Vec<&Context> = pending.iter().filter(|context| !context.chunks.is_empty()).collect();
     let mut rows: Vec<(usize, i64)> = vec![];

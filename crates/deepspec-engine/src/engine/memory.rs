@@ -28,8 +28,8 @@ impl<T: Target, P: Proposer> Engine<T, P> {
     }
 
     /// Rolls all KV caches back to their state before a step that ran out of memory. Then ends the
-    /// sequence that frees the most memory. This is the longest prompt that was to be run, else the
-    /// longest sequence.
+    /// sequence that frees the most memory. This is the longest prompt of the step, or the longest
+    /// sequence if the step has no prompts.
     pub(super) fn fail_largest(&mut self, message: &str) -> Option<Event> {
         for slot in 0..self.slots.len() {
             let Some((target_len, drafter_len)) =

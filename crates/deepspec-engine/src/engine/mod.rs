@@ -25,7 +25,7 @@ use crate::{
 use sequence::Sequence;
 use step_inputs::{DeviceState, StepInputs};
 
-/// Prompt tokens that one step runs at most, unless a single prompt is longer.
+/// Maximum number of prompt tokens per step, unless a single prompt is longer.
 const MAX_PREFILL_TOKENS: usize = 8192;
 
 /// A batched generation engine over one target and at most one drafter.
@@ -331,7 +331,7 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         (0..self.slots.len()).filter(occupied).partition(decodes)
     }
 
-    /// Plans the step: decoding slots run anchor and drafts, the others their prompts.
+    /// Plans the step: decoding slots run anchor and drafts, and new slots run their prompts.
     fn plan_step(
         &self,
         decoding: Vec<usize>,
@@ -374,9 +374,9 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         self.slots[slot].take()
     }
 
-    /// Drops the hidden states of a slot that wait for the drafter. If there is no memory to copy
-    /// the other slots' states, they are dropped too. The drafter then drafts worse, but the
-    /// answers do not change.
+    /// Drops the hidden states of a slot that wait for the drafter. If memory does not suffice to
+    /// copy the remaining slots' states, these are dropped too. Fewer drafts are then accepted, but
+    /// the answers do not change.
     fn drop_pending(&mut self, slot: usize) {
         for context in &mut self.pending {
             context.drop_slot(slot);

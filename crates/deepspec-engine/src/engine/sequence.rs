@@ -17,7 +17,7 @@ pub struct Sequence {
     pub drafter_len: usize,
     /// Maximum bytes of its KV caches.
     pub bytes: u64,
-    /// Last committed token; None until the prompt has been run.
+    /// Last committed token. None before the prompt's forward pass.
     pub anchor: Option<i64>,
     /// Random numbers of later steps that are on the device already.
     pub uniforms: Option<UniformTable>,

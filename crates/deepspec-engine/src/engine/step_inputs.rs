@@ -11,7 +11,7 @@ use super::Engine;
 use super::uniforms::{UniformCounts, UniformSource};
 use crate::{Proposer, Sampling, SamplingBatch, Target};
 
-/// Anchors, random numbers and sampling settings of the slots that take part in a step.
+/// Anchors, random numbers and sampling settings of all slots of a step.
 pub struct StepInputs {
     /// Last committed tokens of the decoding slots, `[S]` int64.
     pub anchors: Tensor,
@@ -19,7 +19,7 @@ pub struct StepInputs {
     pub draft: Tensor,
     /// Uniforms for accepting the drafts, `[S, γ]` float64.
     pub accept: Tensor,
-    /// Uniforms for the token after the accepted ones, `[S]` float64.
+    /// Uniforms for the token after the accepted tokens, `[S]` float64.
     pub next: Tensor,
     /// Tokens of all prompts, concatenated, int64.
     pub prompts: Tensor,
@@ -57,7 +57,7 @@ impl DeviceState {
 }
 
 impl<T: Target, P: Proposer> Engine<T, P> {
-    /// The inputs of one step.
+    /// Builds the inputs of one step.
     pub(super) fn step_inputs(&mut self, decoding: &[usize], prefilling: &[usize]) -> StepInputs {
         let settings =
             |slots: &[usize]| self.sequences(slots).map(|s| s.request.sampling).collect::<Vec<_>>();

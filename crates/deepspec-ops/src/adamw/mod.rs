@@ -10,7 +10,7 @@ pub use crate::ffi::{AdamWSettings, AdamWTensors};
 /// Divides the gradients by `divisor`, a float32 scalar on their device, and takes one step of AdamW. All tensors are float32,
 /// contiguous and on one device.
 ///
-/// Kernels read and write each tensor once: libtorch's fused one on GPUs, and one of this crate on the CPU.
+/// Kernels read and write each tensor once: libtorch's fused AdamW on GPUs, and a kernel of this crate on the CPU.
 ///
 /// # Panics
 /// If the tensors of an entry differ in shape, dtype or device.

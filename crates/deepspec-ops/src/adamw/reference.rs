@@ -3,7 +3,7 @@
 use super::{AdamWSettings, AdamWTensors};
 use tch::{Kind, Tensor};
 
-/// See [`super::adamw`]: one tensor's step, after which its gradient is zero.
+/// Updates one tensor as [`super::adamw`] describes, and sets its gradient to zero.
 pub(super) fn adamw(tensors: &mut AdamWTensors<'_>, divisor: &Tensor, settings: AdamWSettings) {
     let AdamWSettings { lr, beta1, beta2, weight_decay, eps, step } = settings;
     let AdamWTensors { weights, gradient, exp_avg, exp_avg_sq } = tensors;

@@ -14,8 +14,8 @@ use crate::ffi::{
 };
 use tiles::plan_tiled_attention;
 
-/// Blocks of one [`AttentionPart`], which attend to the context together. Context before their first anchor
-/// needs no mask; context between anchors does.
+/// Maximum number of blocks in an [`AttentionPart`], whose blocks attend to the context together. Context before their first anchor needs
+/// no mask; context between anchors does.
 const BLOCKS_PER_PART: usize = 32;
 /// Ranges of context keys are rounded to multiples of this. Otherwise libraries compile and keep a kernel for every new shape.
 const KEY_RANGE_ALIGN: usize = 64;
@@ -118,7 +118,7 @@ impl BlockAttention {
         }
     }
 
-    /// Calls `attend` for each sequence; `sizes` are their blocks and tokens.
+    /// Calls `attend` for each sequence. `sizes` holds (blocks, tokens) of each sequence.
     fn attend_each_sequence(
         &self,
         sizes: &[[i64; 2]],
@@ -245,7 +245,7 @@ impl MaskBuilder {
         self.additive_mask(&hidden.unsqueeze(1)).expand(all, false).reshape([1, 1, -1, all[3]])
     }
 
-    /// The mask of a block's own keys, on the device of `like`: `[1, 1, repeats·B, B]`.
+    /// The mask of a block for the keys of the same block, on the device of `like`: `[1, 1, repeats·B, B]`.
     fn block_mask(&self, like: &Tensor) -> Tensor {
         let slots = Tensor::arange(self.block_size, (Kind::Int64, like.device()));
         let window = self.window.unwrap_or(self.block_size);

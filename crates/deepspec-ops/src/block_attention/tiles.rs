@@ -27,7 +27,7 @@ struct Tiles {
     blocks: Vec<usize>,
     /// The place of each block.
     places: Vec<usize>,
-    /// Keys after `seen` that cover what some block of a tile sees.
+    /// Maximum, over the tiles, of the number of keys after `seen` that at least one block of a tile sees, rounded up.
     rest: usize,
 }
 

@@ -43,8 +43,9 @@ struct SharedFeatures<'a> {
 }
 
 impl<'a> ChunkBias<'a> {
-    /// A `buffer` holds at least the chunk's rows and one range's columns. With it, each distinct feature row is
-    /// multiplied once; without it, every row is. Feature gradients go to `by_features [R, r]`.
+    /// `buffer` has at least the chunk's rows and the columns of one vocabulary range. With a buffer and token groups,
+    /// each distinct feature row is multiplied once; otherwise every row is multiplied. Feature gradients go to
+    /// `by_features [R, r]`.
     pub fn new(
         of: MarkovBias<'a>,
         chunk: &BlockSpan,

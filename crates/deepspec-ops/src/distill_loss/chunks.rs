@@ -122,13 +122,13 @@ pub fn buffer_bytes(vocab: i64, rows: usize, kind: Kind, device: Device) -> usiz
 
 /// Computes losses and gradients of all rows. Autograd must be off.
 ///
-/// Memory holds the buffers of one chunk and the temporaries of one tile.
+/// Memory is used for the buffers of one chunk and the temporaries of one tile.
 pub fn distill_loss(head: &LossHead, rows: &SupervisedRows, recipe: &LossRecipe) -> LossOutput {
     let _range = range(c"objective");
     let (weight, kind, device) = (&head.weight, rows.hidden.kind(), rows.hidden.device());
     let vocab = weight.size()[0];
-    // The kernels need target probabilities, computed once for all rows that share a target state. A soft-cap, a
-    // AuxLoss and the argmax need the logits of whole rows instead.
+    // The kernels need target probabilities, computed once for all rows that share a target state. A soft-cap, an
+    // `AuxLoss` and the argmax need the logits of whole rows instead.
     let is_weighed = cfg!(feature = "kernels")
         && kind == Kind::Float
         && device == Device::Cpu
@@ -173,7 +173,7 @@ pub fn distill_loss(head: &LossHead, rows: &SupervisedRows, recipe: &LossRecipe)
         } else {
             rows.teacher.index_select(0, &chunk.slice_rows(rows.sources.there))
         };
-        // Drafter and target share the head, so one matmul reads it once for both.
+        // Drafter and target share the LM head, so one matmul computes the logits of both and reads the head once.
         let states = Tensor::cat(&[chunk.slice_rows(rows.hidden), teacher], 0);
         let (base, mut target) = (logits.narrow(0, 0, n), logits.narrow(0, n, count));
         let mut bias = rows

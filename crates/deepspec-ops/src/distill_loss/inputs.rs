@@ -61,7 +61,7 @@ impl SupervisedRows<'_> {
     }
 }
 
-/// A drafter's own objective on its logits, in addition to [`TERMS`](super::TERMS).
+/// A loss on the drafter's logits that only one kind of drafter has, in addition to [`TERMS`](super::TERMS).
 pub trait AuxLoss {
     /// Number of measurements of each row.
     fn column_count(&self) -> i64;

@@ -1,4 +1,4 @@
-//! Losses of rows and their gradients by libtorch's operators.
+//! Losses of rows and their gradients, computed with libtorch's operators.
 
 use tch::{Kind, Tensor};
 
@@ -13,8 +13,8 @@ pub(super) struct RowProbs {
     labels: Tensor, // [n, 1]
 }
 
-/// Turns float32 logits of drafter and target, `[n, V]` each, into probabilities in place. Compares them with each
-/// other and with `labels [n, 1]`.
+/// Turns float32 logits of drafter and target, `[n, V]` each, into probabilities in place. Compares the two
+/// distributions with each other and with `labels [n, 1]`.
 pub(super) fn measure(
     mut draft: Tensor,
     mut target: Tensor,

@@ -158,7 +158,7 @@ enum TargetRows {
     Probabilities(TargetProbs),
 }
 
-/// Measured rows, which give their gradient once.
+/// Measured rows. Computing the gradient consumes them.
 enum MeasuredRows {
     /// A kernel's result: drafter probabilities p^d `[n, V]` float32, target probabilities, and labels `[n, 1]`.
     Kernel {

@@ -242,7 +242,8 @@ impl LossTerm for OverlapLoss {
     }
 }
 
-/// Factors of the three gradients, `[n, 1]` each; None if no loss has one.
+/// Factors of three gradients with respect to the logits, `[n, 1]` each. A factor is None if no loss needs its
+/// gradient.
 #[derive(Default)]
 pub(super) struct GradCoeffs {
     /// Factor of p^d − onehot(x*).
@@ -316,8 +317,9 @@ impl LossRecipe {
         WeightedLoss { terms, loss, coeffs }
     }
 
-    /// Cross entropy weights that follow the drafter, `[n, 1]`, constant in the gradient. None if the recipe's decay
-    /// applies. The rows form `blocks` whole blocks of γ positions; `slots` returns block · γ + position, `[n]`.
+    /// Weights of the cross entropy that depend on the drafter's probabilities, `[n, 1]`, constant in the gradient.
+    /// None if the recipe uses fixed weights that decay by position. The rows form `blocks` whole blocks of γ
+    /// positions; `slots` returns block · γ + position, `[n]`.
     pub(super) fn adaptive_ce_weights(
         &self,
         stats: &RowStats,

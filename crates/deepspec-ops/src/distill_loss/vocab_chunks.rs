@@ -40,7 +40,8 @@ const PAGE_BYTES: i64 = 4096;
 /// Float32 values of a cache line.
 const CACHE_LINE_FLOATS: i64 = 16;
 
-/// Row stride of a buffer. Rows at a stride of whole pages would compete for few sets of the L1 cache.
+/// Row stride of a buffer. Rows whose stride is a multiple of the page size would map to the same few sets of the L1
+/// cache.
 pub(super) fn padded_row_stride(width: i64) -> i64 {
     if width * size_of::<f32>() as i64 % PAGE_BYTES == 0 { width + CACHE_LINE_FLOATS } else { width }
 }

@@ -1,4 +1,4 @@
-//! Arguments and results of the kernels, which their references share.
+//! Arguments and results of the kernels. The reference implementations use the same types.
 
 use std::ops::Range;
 
@@ -7,11 +7,11 @@ use tch::Tensor;
 /// Maximum number of rows of a decoding step for the GPU kernels. A row's bits depend on its own sequence alone.
 pub const MAX_DECODE_ROWS: usize = 8;
 
-/// Tensors of one parameter's update: float32, contiguous, of one shape and device.
+/// Tensors that an AdamW step of one parameter reads and writes. All are float32, contiguous, and of one shape and device.
 pub struct AdamWTensors<'a> {
     /// The parameter.
     pub weights: &'a mut Tensor,
-    /// Its gradient. The step divides it in place; on the CPU it is zero afterwards.
+    /// Gradient of the parameter. The step divides it in place; on the CPU it is zero afterwards.
     pub gradient: &'a mut Tensor,
     /// First moment.
     pub exp_avg: &'a mut Tensor,
@@ -87,7 +87,8 @@ pub struct TiledBlocks {
     pub groups: i64,
     /// D.
     pub dim: i64,
-    /// Keys after those that all blocks of a tile see.
+    /// Maximum, over the tiles, of the number of keys that only some blocks of a tile see, rounded up. They follow the keys that all blocks
+    /// of the tile see.
     pub rest: i64,
     /// T, tokens of the context.
     pub tokens: i64,
@@ -95,7 +96,7 @@ pub struct TiledBlocks {
     pub blocks: i64,
     /// Sum of the keys that all blocks of each tile see.
     pub packed: i64,
-    /// Maximum of these keys over the tiles.
+    /// Maximum, over the tiles, of the number of keys that all blocks of a tile see.
     pub most_seen: i64,
     /// Factor on the scores.
     pub scale: f64,
@@ -108,7 +109,7 @@ pub struct KvChunk<'a> {
     pub pool: [&'a Tensor; 2],
     /// The row of the pool.
     pub row: usize,
-    /// Tokens before these.
+    /// Number of tokens in the KV cache before the chunk.
     pub past_len: usize,
     /// Tokens of the chunk.
     pub len: usize,
@@ -127,7 +128,7 @@ pub struct KvWindow {
     pub sees_chunk: bool,
 }
 
-/// Heads of projected queries, keys and values, which are columns of one tensor, with the norms and rotation to apply.
+/// Numbers of heads in a fused QKV projection, and the norms and the rotation to apply to queries and keys.
 #[derive(Clone, Copy)]
 pub struct ProjectedHeads<'a> {
     /// H, heads of queries.
@@ -154,9 +155,9 @@ pub enum QkvInput<'a> {
 /// The weights `[d]` and ε of an RMS norm.
 #[derive(Clone, Copy)]
 pub struct RmsNormParams<'a> {
-    /// Its weights.
+    /// Weights `[d]`.
     pub weights: &'a Tensor,
-    /// Its ε.
+    /// ε, added to the mean square.
     pub eps: f64,
 }
 
@@ -179,8 +180,8 @@ pub struct RowDistances {
     pub l1: Tensor,
     /// Σ min(p^d, p^t).
     pub overlap: Tensor,
-    /// −Σ p^t log p^d and Σ p^t log(p^t/p^d), if they were requested. Between equal distributions, rounding leaves the latter within
-    /// some 1e-7 of 0, also below it.
+    /// −Σ p^t log p^d and Σ p^t log(p^t/p^d), if they were requested. For equal distributions the KL divergence is within about 1e-7 of 0,
+    /// and rounding may make it negative.
     pub soft: Option<(Tensor, Tensor)>,
 }
 

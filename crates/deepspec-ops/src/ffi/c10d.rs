@@ -80,8 +80,8 @@ pub struct Store(NonNull<RawStore>);
 unsafe impl Send for Store {}
 
 impl Store {
-    /// Connects to the store at `host:port`, or hosts it there. Also returns the port: a host may pass 0 to let the
-    /// system choose. Keys get the prefix `prefix`.
+    /// Connects to the store at `host:port`, or hosts the store at that address. Also returns the port, because a host may pass 0 to let
+    /// the system choose one. Keys get the prefix `prefix`.
     pub fn open(
         host: &str,
         port: u16,
@@ -106,8 +106,8 @@ impl Store {
         Ok(Self(not_null(raw)?))
     }
 
-    /// Makes every later wait fail once the store's host has been silent for `after`, whatever the wait's timeout.
-    /// The initial limit is 15 s, or the timeout of `open` if that is less. Does nothing on systems other than Linux.
+    /// Makes every later wait fail when the store's host has not answered for `after`, even if the wait's timeout is longer. The initial
+    /// limit is 15 s, or the timeout of `open` if that is less. Does nothing on systems other than Linux.
     pub fn set_silence_timeout(&self, after: Duration) -> Outcome<()> {
         // SAFETY: the store lives until `self` is dropped.
         check(unsafe { ds_store_notice_silence(self.0.as_ptr(), to_millis(after)) })

@@ -34,7 +34,7 @@ pub fn device_memory(device: Device) -> Option<DeviceMemory> {
     Some(found)
 }
 
-/// Restarts the peaks of a GPU.
+/// Sets the peak memory counters of a GPU back to the present values.
 pub fn reset_device_peak(device: Device) {
     let Device::Cuda(index) = device else { return };
     if let Ok(index) = c_int::try_from(index) {

@@ -90,12 +90,12 @@ pub fn die_with_parent(command: &mut Command) {
     unsafe { command.pre_exec(ask) };
 }
 
-/// Other systems do not support such a request.
+/// Does nothing, because only Linux supports this request.
 #[cfg(not(target_os = "linux"))]
 pub fn die_with_parent(_command: &mut Command) {}
 
 /// # Safety
-/// `made` is null or a tensor from `new` that nobody else owns.
+/// `made` is null or a tensor from `new` that no other code owns.
 unsafe fn tensor_from_raw(made: *mut c_void) -> Option<Tensor> {
     // SAFETY: the function's contract makes this tensor ours; tch frees it by `delete`.
     (!made.is_null()).then(|| unsafe { Tensor::from_ptr(made.cast()) })

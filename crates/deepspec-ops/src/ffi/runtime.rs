@@ -51,7 +51,7 @@ fn link_omp_wait() {
     unsafe { ds_wait_asleep() };
 }
 
-/// Other systems run no code before a program's libraries.
+/// Does nothing: other systems run no code before a program's libraries.
 #[cfg(not(target_os = "linux"))]
 fn link_omp_wait() {}
 
@@ -66,7 +66,7 @@ fn pool_large_blocks() {
     unsafe { ds_pool_large_blocks() };
 }
 
-/// Other systems cannot resize a block in place.
+/// Does nothing: other systems cannot resize a block in place.
 #[cfg(not(target_os = "linux"))]
 fn pool_large_blocks() {}
 

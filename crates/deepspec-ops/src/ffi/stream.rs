@@ -23,7 +23,7 @@ unsafe extern "C" {
     fn ds_pinned(size: *const i64, dims: usize, like: *const c_void, out: *mut *mut c_void) -> *mut c_char;
 }
 
-/// A GPU stream beside the default stream.
+/// A GPU stream other than the default stream.
 #[derive(Debug, Clone, Copy)]
 pub struct CudaStream {
     index: c_int,

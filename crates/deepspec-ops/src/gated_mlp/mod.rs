@@ -19,11 +19,11 @@ pub enum Activation {
 /// Weights of a gated MLP: `gate` and `up` are `[I, d]`, `down` is `[d, I]`.
 #[derive(Clone, Copy)]
 pub struct GatedMlp<'a> {
-    /// Its gate projection.
+    /// Gate projection `[I, d]`.
     pub gate: &'a Weight,
-    /// Its up projection.
+    /// Up projection `[I, d]`.
     pub up: &'a Weight,
-    /// Its down projection.
+    /// Down projection `[d, I]`.
     pub down: &'a Weight,
     /// Activation function of the gate.
     pub activation: Activation,

@@ -24,14 +24,14 @@ pub use pool::{MAX_SPARE_BYTES, row_capacity};
 
 /// Grouped attention reads keys in whole multiples of this many tokens.
 ///
-/// The number of keys of a call changes the last bits of its sums. A sequence's own length alone decides that number, and only
-/// chunks with equal numbers share a call. A sequence's states therefore do not depend on its batch.
+/// The number of keys of a call changes the last bits of its sums. Only the length of the sequence decides that number, and only chunks
+/// with equal numbers share a call. A sequence's states therefore do not depend on its batch.
 const KV_ALIGN: usize = 256;
 
 /// Keys and values of every layer, filled from the left.
 ///
-/// Sliding-window layers also keep all tokens, so that a rollback only changes lengths. A sequence takes memory
-/// for its own length, and frees it when it is truncated to nothing.
+/// Sliding-window layers also keep all tokens, so that a rollback only changes lengths. Memory is allocated for the length of each
+/// sequence, and freed when the sequence is truncated to 0 tokens.
 pub struct KvCache {
     layers: Vec<CacheLayer>,
     mask_shapes: Vec<MaskShape>,
@@ -48,7 +48,7 @@ pub struct KvCache {
 /// Kernel that attends to the KV cache in place, without gathering keys.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum InPlaceKernel {
-    /// No kernel.
+    /// No kernel attends in place.
     Never,
     /// The CPU kernel for short chunks, in float32.
     ShortChunks,
@@ -64,7 +64,7 @@ impl InPlaceKernel {
             }
             (Kind::BFloat16, Device::Cuda(_)) => {
                 let like = Tensor::zeros([1], (kind, device));
-                // All kernels support this width. The layers' own widths are checked with their weights.
+                // All kernels support this width. The widths of the layers are checked with their weights.
                 let has = |heads: Heads| {
                     has_decode_kernels(&like, PROBE_WIDTH, PROBE_WIDTH, heads.dim, heads.num_kv_groups())
                 };
@@ -91,14 +91,14 @@ struct SequenceSlot {
     len: usize,
     /// Tokens of its row that were written since the row was taken, rejected drafts included.
     written: usize,
-    /// Capacity of its pool and its row there; None while it is empty.
+    /// Capacity of the sequence's pool, and its row in that pool. None while the sequence is empty.
     place: Option<(usize, usize)>,
 }
 
 /// New tokens of one sequence.
 #[derive(Debug, Clone, Copy)]
 pub struct Chunk {
-    /// Its slot in the cache.
+    /// Slot of the sequence in the cache.
     pub slot: usize,
     /// Tokens of the sequence before the chunk.
     pub past_len: usize,
@@ -159,7 +159,7 @@ impl KvCache {
         rows.sum::<usize>() * self.layout.token_bytes()
     }
 
-    /// Truncates the sequence in `slot` to `len` tokens. An empty one frees its memory.
+    /// Truncates the sequence in `slot` to `len` tokens. A sequence of 0 tokens frees its memory.
     pub fn truncate(&mut self, slot: usize, len: usize) {
         self.slots[slot].len = self.slots[slot].len.min(len);
         if len == 0 {
@@ -219,7 +219,7 @@ impl KvCache {
         }
         let moving: Vec<(usize, usize)> = moving.into_iter().collect();
         let bytes = moving.iter().map(|(_, capacity)| capacity).sum::<usize>() * self.layout.token_bytes();
-        // All large rows would exist twice if they moved at once.
+        // If all large rows moved at once, each would need its memory twice.
         let turns = if bytes > MAX_SPARE_BYTES { 4 } else { 1 };
         for some in moving.chunks(moving.len().div_ceil(turns).max(1)) {
             let mut wanted: BTreeMap<usize, usize> = BTreeMap::new(); // capacity to rows
@@ -336,7 +336,7 @@ impl KvCache {
         )
     }
 
-    /// Commits chunks that were written: their sequences now end with them.
+    /// Adds the lengths of written chunks to the lengths of their sequences.
     pub fn commit_chunks(&mut self, chunks: &[Chunk]) {
         for chunk in chunks {
             self.slots[chunk.slot].len = chunk.past_len + chunk.len;

@@ -1,4 +1,4 @@
-//! Rows of a batch in the KV cache, and the keys that they see.
+//! Plans where the rows of a batch are in the KV cache, and which keys each query sees.
 
 use std::cell::OnceCell;
 
@@ -13,7 +13,7 @@ use super::{Chunk, InPlaceKernel, KV_ALIGN, KvCache, MAX_DECODE_ROWS};
 const MAX_SHORT_CHUNK_TOKENS: usize = 128;
 const MAX_SHORT_CHUNK_SCORES: usize = 1 << 20;
 
-/// Which tokens of its own chunk a token attends to.
+/// Which tokens of a chunk a token of the same chunk attends to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MaskKind {
     /// Itself and the tokens before it.
@@ -52,11 +52,12 @@ pub struct AttentionPlan {
     pub(super) visibility: MaskKind,
     /// Whether one kernel call attends to all chunks in place.
     pub(super) in_place: bool,
-    /// The chunks grouped by how they attend otherwise; computed when a layer first needs them.
+    /// The chunks grouped by the way in which they attend if `in_place` is false. Computed when a layer first needs
+    /// them.
     grouped: OnceCell<ChunkGroups>,
 }
 
-/// Short chunks for the CPU kernel, and groups of the others for SDPA.
+/// Short chunks for the CPU kernel, and groups of longer chunks for SDPA.
 pub(super) struct ChunkGroups {
     pub rows: PooledRows,
     /// Short chunks.
@@ -81,7 +82,7 @@ impl AttentionPlan {
         self.in_place.then_some(self.end)
     }
 
-    /// The chunks grouped by how `cache` computes their attention. `cache` must be the one that made the plan.
+    /// The chunks grouped by how `cache` computes their attention. `cache` must be the cache that made the plan.
     pub(super) fn chunk_groups(&self, cache: &KvCache) -> &ChunkGroups {
         self.grouped.get_or_init(|| cache.group_chunks(self))
     }
@@ -263,8 +264,8 @@ impl KvCache {
         self.arange.cat_runs(places.into_iter().map(|(_, place)| place))
     }
 
-    /// Groups the rows of `placed` by pool. `placed` is sorted by pool, and `order` sorts the rows of the batch
-    /// likewise. If all rows go to one pool, they stay in the order of the batch.
+    /// Groups the rows of `placed` by pool. `placed` is sorted by pool, and `order` holds the row indices that sort the
+    /// batch by pool. If all rows go to one pool, they stay in the order of the batch.
     fn group_rows_by_pool(
         &self,
         placed: &[PlacedChunk],

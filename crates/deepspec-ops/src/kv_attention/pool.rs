@@ -1,7 +1,7 @@
 //! Memory of the KV cache: pools of rows of one capacity.
 //!
-//! A row belongs to one sequence. Sequences of about one length share a tensor, and attention reads many of them without copying.
-//! A sequence that outgrows its row moves to a pool of longer rows.
+//! A row belongs to one sequence. Sequences of similar length share a tensor, and attention reads many of them without copying. A sequence
+//! that outgrows its row moves to a pool of longer rows.
 
 use tch::{Device, Kind, Tensor};
 
@@ -69,8 +69,8 @@ impl Pool {
         [keys, values]
     }
 
-    /// Allocates memory so that `more` rows can be taken. Small rows get a few spare ones, up to `most` rows in
-    /// the pool.
+    /// Allocates memory so that `more` rows can be taken. If rows are small, it also allocates a few spare rows, up to `most` rows in the
+    /// pool.
     pub fn reserve_rows(&mut self, more: usize, most: usize, layout: &KvLayout) {
         let (used, rows) = self.used_and_total_rows();
         let needed = used + more;
@@ -79,7 +79,7 @@ impl Pool {
         }
         let spare = (needed / 2).min(MAX_SPARE_BYTES / (layout.token_bytes() * self.capacity).max(1));
         let wanted = (needed + spare).min(most.max(needed));
-        // Layer by layer: only one layer has old and new memory at a time.
+        // Layers move one by one, so that only one layer at a time has old and new memory.
         for (tensors, &heads) in self.layers.iter_mut().zip(&layout.layers) {
             for tensor in tensors {
                 let there = tensor.size()[0];

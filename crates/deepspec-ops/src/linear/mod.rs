@@ -16,7 +16,7 @@ pub enum Weight {
 }
 
 impl Weight {
-    /// The weight for inference: packed where that form exists, for float32 on the CPU, and as it is elsewhere.
+    /// Packs the weight for inference if it is float32 on the CPU. Other weights stay as they are.
     ///
     /// With a packed weight, a row's result has the same bits in every batch.
     pub fn pack(self) -> Self {

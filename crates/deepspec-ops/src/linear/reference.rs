@@ -1,4 +1,4 @@
-//! The layer by libtorch's operator.
+//! The linear layer, computed with libtorch's operator.
 
 use tch::{Kind, Tensor};
 

@@ -19,8 +19,8 @@ pub enum Scaling {
         /// Divisor.
         factor: f64,
     },
-    /// Frequencies of slow planes are divided by `factor`, and those of fast planes are kept. Frequencies
-    /// between are blended by wavelength (Llama 3).
+    /// Low frequencies are divided by `factor`, and high frequencies do not change. Frequencies between them are
+    /// blended by wavelength (Llama 3).
     Llama3 {
         /// Divisor of the slow planes.
         factor: f64,

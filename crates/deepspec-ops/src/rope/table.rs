@@ -98,9 +98,9 @@ impl Rope {
 
     /// Computes the rotation of integer positions `[N]` on the CPU, N > 0, without the cache.
     ///
-    /// Each piece fills whole vectors of the processor, and libtorch does not share a piece among threads. Cosines of values
-    /// that fill no vector differ in the last bit. Such values stand at the end of a tensor and of each thread's share. With
-    /// pieces, the rotation of a position does not depend on the other positions.
+    /// Each piece fills whole vectors of the processor, and libtorch does not share a piece among threads. Cosines of values that fill no
+    /// vector differ in the last bit. Such values are at the end of a tensor and of each thread's share. With pieces, the rotation of a
+    /// position does not depend on the other positions.
     fn compute_in_pieces(&self, positions: &Tensor, kind: Kind) -> Rotation {
         let (rows, width) = (positions.size()[0], (self.inverse_frequencies().numel() as i64).max(1));
         // This many rows fill whole vectors.
@@ -163,13 +163,13 @@ fn unscaled_frequencies(spec: &RopeSpec, device: Device) -> Tensor {
     Tensor::pow_scalar(spec.theta, &exponent).reciprocal()
 }
 
-/// Mixes two frequency tables: weight `kept` on the plain one, and 1 − `kept` on the one divided by `factor`.
+/// Returns `kept · plain + (1 − kept) · plain / factor`, per frequency.
 fn blend_frequencies(plain: &Tensor, factor: f64, kept: &Tensor) -> Tensor {
     plain * kept + (plain / factor) * (1.0 - kept)
 }
 
-/// Plane indices where YaRN's ramp starts and ends. Frequencies before the ramp are kept, and those after it are
-/// divided by `factor`.
+/// Plane indices where YaRN's ramp starts and ends. Frequencies before the ramp do not change, and frequencies after it are divided by
+/// `factor`.
 fn yarn_ramp_planes(spec: &RopeSpec, yarn: Yarn) -> (f64, f64) {
     let dim = spec.head_dim as f64;
     // Index of the plane, as a real number, that turns `turns` times within the original length.

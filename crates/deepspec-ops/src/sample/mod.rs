@@ -1,4 +1,4 @@
-//! Distributions over the vocabulary, and tokens from them.
+//! Computes distributions over the vocabulary and samples tokens from them.
 
 mod reference;
 

@@ -11,7 +11,7 @@ const RESIDUAL_FLOOR: f64 = 1e-8;
 pub struct Verification {
     /// Accepted draft tokens of each block, before stop tokens are considered: `[S]` int64.
     pub accepted: Tensor,
-    /// The token after the accepted ones: `[S]` int64, drawn as the function that returns it says.
+    /// The token after the accepted tokens, `[S]` int64. The function that returns it describes how it is drawn.
     pub next: Tensor,
 }
 
@@ -64,7 +64,7 @@ pub fn verify_greedy(target: &Tensor, tokens: &Tensor, lens: &Tensor) -> Verific
     Verification { accepted, next }
 }
 
-/// Number of tokens before the first one that does not hold, within the block lengths: `[S]` int64 of `holds [S, Γ]` and `lens [S]`.
+/// Number of leading tokens for which `holds` is true, within the block lengths: `[S]` int64 of `holds [S, Γ]` and `lens [S]`.
 fn accepted_prefix_len(holds: &Tensor, lens: &Tensor) -> Tensor {
     let offset = Tensor::arange(holds.size()[1], (Kind::Int64, holds.device())).unsqueeze(0);
     let survives = holds.logical_and(&offset.lt_tensor(&lens.unsqueeze(1)));

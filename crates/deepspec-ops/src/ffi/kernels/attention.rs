@@ -1,4 +1,4 @@
-//! Attention of draft blocks after their anchors, with its own backward, which tch cannot define.
+//! Attention of draft blocks to the context and to themselves. Its backward pass is written in C++, because tch cannot define one.
 
 use std::ffi::{c_char, c_void};
 use std::ptr::{self, NonNull};
@@ -107,7 +107,7 @@ struct RawSequence {
 /// position p sees only keys at positions above p − `window`. Rows of the sequences follow one another. `q` is
 /// `[A·B, H, D]`, `own` is `[A·B, G, D]` and `context` is `[T, G, D]`. Returns `[A·B, H·D]`; all five tensors get gradients.
 ///
-/// None on other devices, for other dtypes, if D is not a multiple of 16, and without AVX2.
+/// Returns None if the tensors are not float32 on the CPU, if D is not a multiple of 16, and without AVX2.
 ///
 /// # Panics
 /// If shapes do not match, or an anchor exceeds its context.

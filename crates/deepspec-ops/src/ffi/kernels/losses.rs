@@ -102,7 +102,7 @@ impl LogitRows<'_> {
 }
 
 impl MeasuredLogits {
-    /// The distances, always with the soft ones.
+    /// The distances of all rows, including the soft cross entropy and the KL divergence.
     pub fn distances(&self) -> RowDistances {
         let column = |column: i64| self.found.narrow(1, column, 1);
         RowDistances { ce: column(2), l1: column(3), overlap: column(4), soft: Some((column(5), column(6))) }
@@ -121,8 +121,8 @@ fn optional_pointer(tensor: Option<&Tensor>) -> *const c_void {
 /// Turns target logits `[S, V]` into probabilities, in place. Returns their entropies, `[S]` float64, or zeros
 /// without `entropies`.
 ///
-/// None without any change: on other devices, for other dtypes or layouts, for empty logits, and if a gradient is
-/// required.
+/// Returns None and changes nothing on other devices, for other dtypes or layouts, for empty logits, and if a gradient
+/// is required.
 pub fn softmax_targets(logits: &mut Tensor, entropies: bool) -> Option<Tensor> {
     // SAFETY: the shim writes to the rows, which only the caller owns, during the call. It catches every C++
     // exception, and returns null or a new tensor.
@@ -132,8 +132,8 @@ pub fn softmax_targets(logits: &mut Tensor, entropies: bool) -> Option<Tensor> {
 /// Turns drafter logits `draft [n, V]` into probabilities in place, and compares them with the target and
 /// `labels [n]`. The tensors share no memory.
 ///
-/// None without any change: as for [`softmax_targets`], if sizes do not match, or if a label or source is out of
-/// range.
+/// Returns None and changes nothing where [`softmax_targets`] returns None, if sizes do not match, or if a label or
+/// source is out of range.
 pub fn measure_rows(
     draft: &mut Tensor,
     target: &TargetProbs,
@@ -164,7 +164,7 @@ pub fn measure_rows(
 /// Overwrites row s of `sums [S, V]` with the sum of the `rows [n, V]` whose `source_of_row [n]` int64 is s. The
 /// tensors share no memory.
 ///
-/// False without any change: for other devices, dtypes or layouts, and if sizes or sources do not match.
+/// Returns false and changes nothing for other devices, dtypes or layouts, and if sizes or sources do not match.
 pub fn sum_rows(rows: &Tensor, source_of_row: &Tensor, sums: &mut Tensor) -> bool {
     // SAFETY: the shim writes only to `sums`, which only the caller owns, and reads the others during the call. It
     // catches every C++ exception.

@@ -48,9 +48,9 @@ fn try_multiply(a: &Tensor, b: &Tensor, out: &mut Tensor, add: bool) -> bool {
 
 /// `x Wᵀ` over the last dimension of `x [.., input]`, for training; `weight` is `[output, input]`.
 ///
-/// None where libtorch's matmul is the choice: other devices, dtypes or layouts, small products, no gradient
-/// required, AVX-512, or no AVX2. Double backward is not supported. The backward may add the gradient of a leaf
-/// weight to its `grad` itself, so `autograd.grad` does not return it.
+/// Returns None where libtorch's matmul is used instead: other devices, dtypes or layouts, small products, no gradient
+/// required, AVX-512, or no AVX2. Double backward is not supported. The backward may add the gradient of a leaf weight
+/// to its `grad` itself, so `autograd.grad` does not return it.
 pub fn projection(x: &Tensor, weight: &Tensor) -> Option<Tensor> {
     if prefers_own_matmul() { projection_here(x, weight) } else { None }
 }

@@ -140,7 +140,7 @@ pub fn packed_gated_product(
     run_packed_product(x, gain, &[up], Some(gate), None)
 }
 
-/// Both products above.
+/// Calls the kernel for [`packed_product`] and [`packed_gated_product`].
 fn run_packed_product(
     x: &Tensor,
     gain: Option<RmsNormParams<'_>>,

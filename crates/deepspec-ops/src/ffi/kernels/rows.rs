@@ -1,5 +1,5 @@
-//! Fused operators over float32 rows on the CPU. libtorch composes them of two to nine operators. Their call overhead
-//! dominates for few rows, and many rows keep intermediates for the backward.
+//! Fused operators over float32 rows on the CPU. libtorch would need two to nine operators for each. Their call
+//! overhead dominates for few rows, and many rows keep intermediates for the backward.
 
 use std::ffi::c_void;
 
@@ -20,7 +20,7 @@ unsafe extern "C" {
 /// `x / rms(x) · weight` over the last dimension of `x [.., d]`; `weight` is `[d]`. A row's bits do not depend on
 /// other rows.
 ///
-/// None where libtorch's operators are the choice: other devices, dtypes or layouts. Double backward is not
+/// Returns None where libtorch's operators are used instead: other devices, dtypes or layouts. Double backward is not
 /// supported.
 pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Option<Tensor> {
     // SAFETY: the shim reads both tensors, and saves counted references for the backward, as libtorch's operators do.
@@ -30,7 +30,7 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Option<Tensor> {
 
 /// Argmax of each row, `[..]` int64 for `x [.., V]`; the first of equal values. Autograd records nothing.
 ///
-/// None as for `rms_norm`, and if a value is NaN.
+/// Returns None for other devices, dtypes or layouts, and if a value is NaN.
 pub fn argmax(x: &Tensor) -> Option<Tensor> {
     // SAFETY: as above.
     unsafe { tensor_from_raw(ds_argmax(x.as_ptr().cast())) }
@@ -49,7 +49,8 @@ pub fn temperature_softmax(logits: &Tensor, temperatures: &Tensor) -> Option<Ten
 /// is the first whose cumulative weight, in float64, exceeds uniform · total; else the last. Rows with NaN give token
 /// 0. Returns `[n]` int64.
 ///
-/// None as for `rms_norm`, for gradients, for empty weights, and without a uniform for each row.
+/// Returns None for other devices, dtypes or layouts, if a gradient is required, for empty weights, and without a
+/// uniform for each row.
 pub fn draw(weights: &Tensor, uniforms: &Tensor) -> Option<Tensor> {
     // SAFETY: as above.
     unsafe { tensor_from_raw(ds_draw(weights.as_ptr().cast(), uniforms.as_ptr().cast())) }
@@ -57,7 +58,7 @@ pub fn draw(weights: &Tensor, uniforms: &Tensor) -> Option<Tensor> {
 
 /// Rotates the planes (i, D/2 + i) of `x [N, heads, D]` by angles with these cosines and sines `[N, 1, D/2]`.
 ///
-/// None as for `rms_norm`, but supports bfloat16 on a GPU if its kernels compile.
+/// Returns None for other devices, dtypes or layouts. Also supports bfloat16 on a GPU if its kernels compile.
 pub fn rotate(x: &Tensor, cosines: &Tensor, sines: &Tensor) -> Option<Tensor> {
     // SAFETY: as above.
     unsafe { tensor_from_raw(ds_rotate(x.as_ptr().cast(), cosines.as_ptr().cast(), sines.as_ptr().cast())) }
@@ -65,7 +66,8 @@ pub fn rotate(x: &Tensor, cosines: &Tensor, sines: &Tensor) -> Option<Tensor> {
 
 /// `silu(gate) ⊙ up`, of one shape.
 ///
-/// None as for `rms_norm`, and for gradients. Supports bfloat16 on a GPU, with gradients, if its kernels compile.
+/// Returns None for other devices, dtypes or layouts, and if a gradient is required. Supports bfloat16 on a GPU, with
+/// gradients, if its kernels compile.
 pub fn silu_times(gate: &Tensor, up: &Tensor) -> Option<Tensor> {
     // SAFETY: as above.
     unsafe { tensor_from_raw(ds_silu_times(gate.as_ptr().cast(), up.as_ptr().cast())) }
