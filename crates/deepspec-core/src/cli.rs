@@ -59,7 +59,7 @@ pub fn start_logging(verbosity: Verbosity) {
         // A closed pipe (`2>&1 | head`) must not end the work.
         .log_internal_errors(false)
         .without_time();
-    // A second call (tests in one process) keeps the first subscriber.
+    // If tests in one process call this twice, the first subscriber stays.
     let _ = subscriber.try_init();
 }
 
@@ -156,8 +156,8 @@ pub fn run(body: impl FnOnce() -> anyhow::Result<()>) -> ExitCode {
     }
 }
 
-/// The panic's message in one line. A libtorch error is shortened to its message without the stack
-/// trace.
+/// Formats the message of a panic in one line. A libtorch error is shortened to its message without
+/// the stack trace.
 fn panic_log_line(said: &str) -> String {
     let torch = said.split_once("value: Torch(\"").and_then(|(_, words)| {
         words.split("\\nException raised from").next().map(|words| words.trim_end_matches("\")"))
@@ -169,8 +169,8 @@ fn panic_log_line(said: &str) -> String {
 }
 
 thread_local! {
-    /// Predicate for the panics that this thread's [`catch_panic`] or [`catch_panic_if`] expects;
-    /// None outside them.
+    /// Predicate for the panics that [`catch_panic`] or [`catch_panic_if`] expects on this thread.
+    /// None while neither of them runs.
     static EXPECTED_PANIC: Cell<Option<IsExpectedPanic>> = const { Cell::new(None) };
 }
 
@@ -213,8 +213,9 @@ fn panic_message(panic: &dyn Any) -> String {
     }
 }
 
-/// The error and its causes in one line, without causes that their parents already state. Line ends
-/// become spaces. Other control characters, which may come from an input file, are escaped.
+/// The error and its causes in one line. A cause is omitted if the error above it already contains
+/// its text. Line ends become spaces. Other control characters, which may come from an input file,
+/// are escaped.
 pub fn one_line(error: &anyhow::Error) -> String {
     let mut line = String::new();
     for cause in error.chain() {

@@ -71,8 +71,8 @@ pub fn parse<T: Parser>(libtorch: &str, descriptions: &[Description]) -> T {
     T::from_arg_matches(&matches).unwrap_or_else(|error| error.exit())
 }
 
-/// The error for a renamed flag or value, if `error` was caused by one and the command that
-/// `arguments` select has its new name.
+/// Returns the error for a renamed flag or value. None if `error` has another cause, or the command
+/// in `arguments` lacks the new name.
 fn renamed_argument_error(
     command: &Command,
     arguments: &[OsString],

@@ -68,7 +68,8 @@ pub struct Document {
     path: PathBuf,
     text: String,
     value: serde_json::Value,
-    /// Keys set by overrides, which have no line, and whether the file also has them.
+    /// Keys that overrides set, and whether the file also has them. A key from an override has no
+    /// line number.
     set: Vec<(String, bool)>,
 }
 
@@ -169,8 +170,8 @@ impl Document {
     }
 }
 
-/// Adds the nearest known name to the problem, if one is similar. `problem` lists the known names
-/// in backticks after "expected".
+/// Adds the nearest known name to the problem, if a known name is similar. `problem` lists the
+/// known names in backticks after "expected".
 pub fn add_nearest_name(unknown: &str, problem: &str) -> String {
     match nearest_known_name(unknown, problem) {
         Some(near) => format!("{problem}; did you mean `{near}`?"),

@@ -4,7 +4,7 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// Which positions of a sample have their hidden state after the final norm stored.
+/// Positions of a sample whose hidden state after the final norm is stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum FinalStates {
@@ -15,14 +15,14 @@ pub enum FinalStates {
 }
 
 impl FinalStates {
-    /// The kept positions of a sample with this mask of supervised tokens, ascending.
+    /// Positions whose states are stored for a sample with this loss mask, ascending.
     pub fn kept_positions(self, mask: &[bool]) -> Vec<u32> {
         let supervised = |p: Option<usize>| p.is_some_and(|p| mask.get(p) == Some(&true));
         let needed = |p: &usize| supervised(p.checked_sub(1)) || supervised(p.checked_add(1));
         (0..mask.len()).filter(|p| self == Self::All || needed(p)).map(|p| p as u32).collect()
     }
 
-    /// Whether the kept positions include those of `needed`.
+    /// Whether the stored positions include all positions that `needed` stores.
     pub fn covers(self, needed: Self) -> bool {
         self == Self::All || self == needed
     }

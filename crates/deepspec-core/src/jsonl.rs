@@ -27,7 +27,7 @@ pub struct BadLine {
 pub enum Line {
     /// A JSON object and its 1-based line number.
     Row(usize, Map<String, Value>),
-    /// Anything else.
+    /// A line that is not a JSON object.
     Bad(BadLine),
 }
 

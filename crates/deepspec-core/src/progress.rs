@@ -26,7 +26,7 @@ pub struct Progress {
 }
 
 impl Progress {
-    /// Starts counting `total` units, where an earlier run finished `already` of them.
+    /// Starts counting `total` units, of which an earlier run finished `already`.
     pub fn new(verbosity: Verbosity, what: &'static str, total: u64, already: u64) -> Self {
         let template = "{msg:12} {wide_bar} {human_pos}/{human_len} {rate} ETA {eta}";
         Self::start(verbosity, what, total, already, template)

@@ -44,8 +44,8 @@ pub struct UniqueIds {
 }
 
 impl UniqueIds {
-    /// Assigns and returns a unique id. `own` is the row's own id if it has one, `place` is the
-    /// row's index.
+    /// Assigns and returns a unique id. `own` is the id that the row has in its file, if any.
+    /// `place` is the row's index.
     pub fn assign_id(&mut self, own: Option<&str>, place: usize) -> String {
         let id = own.map_or_else(|| place.to_string(), str::to_owned);
         let key = digest::fingerprint(id.as_bytes());

@@ -39,7 +39,7 @@ impl SlotTarget {
         }
     }
 
-    /// The other convention.
+    /// `FillIn` for `AnchorPredicts`, and `AnchorPredicts` for `FillIn`.
     pub fn other_convention(self) -> Self {
         match self {
             Self::AnchorPredicts => Self::FillIn,

@@ -1,7 +1,7 @@
-//! The cache of downloads, in the layout of the Python `huggingface_hub`, so both can share it:
-//! `models--owner--name/{blobs/ETAG, refs/REVISION, snapshots/COMMIT/PATH -> blob}`, with lock
-//! files beside it. This project adds `.deepspec/COMMIT.json`, which the Python tools ignore: the
-//! paths of all files of a commit, downloaded or not.
+//! The cache of downloads, in the layout of the Python `huggingface_hub`, so that the Python tools
+//! can use it too: `models--owner--name/{blobs/ETAG, refs/REVISION, snapshots/COMMIT/PATH ->
+//! blob}`, with lock files beside it. This project adds `.deepspec/COMMIT.json`, which the Python
+//! tools ignore: the paths of all files of a commit, downloaded or not.
 
 use std::fs::{self, File};
 use std::io;

@@ -98,7 +98,7 @@ impl Client {
     }
 
     /// Sends one HEAD and follows redirects within the hub only. A response from another server
-    /// would lack the hub's own headers.
+    /// would lack the headers that the hub sends.
     pub fn head(&self, target: &RequestTarget, url: &str) -> Result<Response<Body>, RequestError> {
         let mut at = url.to_string();
         for _ in 0..MAX_REDIRECTS {
@@ -272,8 +272,8 @@ pub fn unexpected_response(
     HubError::Unexpected { what: target.name(), url: url.into(), found: found.into(), expected }
 }
 
-/// The URL of a redirect within the same server, unless it goes from HTTPS to HTTP. None for
-/// others, because the client sends its token along.
+/// The URL of a redirect within the same server, unless it goes from HTTPS to HTTP. None for a
+/// redirect to another server, because the client sends its token with each request.
 fn same_server_redirect(from: &str, status: StatusCode, headers: &HeaderMap) -> Option<String> {
     if !status.is_redirection() {
         return None;

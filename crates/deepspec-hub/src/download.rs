@@ -220,8 +220,8 @@ impl Download<'_> {
     }
 }
 
-/// Path of a partly downloaded blob. Older Python tools use it too, so their interrupted downloads
-/// can be resumed here.
+/// Path of a partly downloaded blob. Older Python tools use the same path, so DeepSpec resumes
+/// their interrupted downloads.
 fn incomplete_path(blob: &Path) -> PathBuf {
     let mut name = blob.as_os_str().to_owned();
     name.push(".incomplete");

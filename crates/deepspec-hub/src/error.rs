@@ -8,7 +8,7 @@ use deepspec_core::cli::UsageError;
 
 use crate::{Repo, RepoType};
 
-/// Why a download failed. Every message says what was tried and what to do.
+/// Why a download failed. Every message names the failed request and a remedy.
 #[derive(Debug, thiserror::Error)]
 pub enum HubError {
     /// Text that is neither a local path nor a hub id.
@@ -121,7 +121,7 @@ pub enum HubError {
         what: String,
         /// The URL.
         url: String,
-        /// The hub's own message, with a leading `: `.
+        /// Message of the hub, with a leading `: `.
         server_message: String,
         /// Whether a token was sent.
         token: bool,
@@ -282,7 +282,7 @@ pub enum HubError {
         /// Known configurations.
         known: Vec<String>,
     },
-    /// Several configurations, and none was named.
+    /// The dataset has several configurations, and the caller named none.
     #[error("{repo} has several configurations; name one of: {}", known.join(", "))]
     WhichConfig {
         /// The repository.
@@ -302,7 +302,7 @@ pub enum HubError {
         /// Known splits.
         known: Vec<String>,
     },
-    /// Several splits without `train`, and none was named.
+    /// The dataset has several splits but no `train`, and the caller named none.
     #[error("{repo}, configuration {config}, has several splits and none is called train; name one of: {}", known.join(", "))]
     WhichSplit {
         /// The repository.
@@ -388,7 +388,7 @@ fn with_leading_comma(place: &str) -> String {
     if place.is_empty() { String::new() } else { format!(", {place}") }
 }
 
-/// Up to twelve names, and the number of the others.
+/// Up to twelve names, and the number of further names.
 fn first_few(names: &[String]) -> String {
     const MAX_NAMES_SHOWN: usize = 12;
     let mut text = names.iter().take(MAX_NAMES_SHOWN).cloned().collect::<Vec<_>>().join(", ");

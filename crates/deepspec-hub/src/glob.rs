@@ -7,7 +7,7 @@ use regex::Regex;
 pub struct Glob(Option<Regex>, String);
 
 impl Glob {
-    /// Compiles a pattern. An invalid one matches only the path that equals it.
+    /// Compiles a pattern. An invalid pattern matches only the path that equals it.
     pub fn new(pattern: &str) -> Self {
         let pattern = pattern.trim_start_matches("./");
         Self(Regex::new(&format!("(?s)^{}$", to_regex(pattern))).ok(), pattern.into())

@@ -28,7 +28,7 @@ pub(crate) struct RepoListing {
 }
 
 impl RepoListing {
-    /// All files if they are known, else the cached ones.
+    /// All files of the repository if they are known, otherwise the cached files.
     pub fn known_files(&self) -> &[String] {
         self.all.as_deref().unwrap_or(&self.files)
     }
@@ -50,7 +50,7 @@ impl Hub {
         Ok(Self::new(HubOptions::from_env(verbosity)?))
     }
 
-    /// A hub with these options.
+    /// Creates a client with these options.
     pub fn new(settings: HubOptions) -> Self {
         Self { client: Client::new(&settings), settings, listings: Mutex::default() }
     }
@@ -59,8 +59,8 @@ impl Hub {
     /// answer.
     ///
     /// # Errors
-    /// If the hub refuses; or if it cannot be reached and the cache lacks the revision or its list
-    /// of files.
+    /// If the hub refuses the request. Also if the hub cannot be reached and the cache lacks the
+    /// revision or its list of files.
     pub fn files(&self, repo: &Repo) -> Result<Vec<String>, HubError> {
         let listing = self.listing(repo)?;
         listing.all.clone().ok_or_else(|| HubError::Unlisted {

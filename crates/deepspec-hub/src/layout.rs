@@ -1,4 +1,5 @@
-//! Assigns data files of a dataset to configurations and splits, by its card or else by file names.
+//! Assigns data files of a dataset to configurations and splits, by the dataset card, or by file
+//! names if the card lists none.
 
 use serde_json::Value;
 
@@ -21,7 +22,7 @@ pub struct Config {
 }
 
 /// The configurations of a dataset with these files; `card` is its README. If the list of files is
-/// `partial`, splits of the card are kept even without a listed file.
+/// `partial`, splits of the card stay even if no listed file belongs to them.
 ///
 /// # Errors
 /// If the card is malformed, as a message.

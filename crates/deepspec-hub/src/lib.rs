@@ -1,8 +1,8 @@
 //! Downloads models and datasets by hub id into the cache that the Python tools share.
 //!
-//! Names, URLs and cache layout come from the `hf-hub` crate; requests and transfers are this
-//! crate's own. It checks size and SHA-256 of every file before the file appears, resumes
-//! interrupted transfers, and reports refusals by cause.
+//! Names, URLs and cache layout come from the `hf-hub` crate; this crate makes the requests and
+//! transfers. It checks size and SHA-256 of every file before the file appears, resumes interrupted
+//! transfers, and reports refusals by cause.
 
 mod cache;
 mod client;

@@ -18,7 +18,8 @@ pub struct HubOptions {
     pub token: Option<String>,
     /// The cache folder, with one subfolder per repository.
     pub cache: PathBuf,
-    /// The variable that forbids requests, for messages; None if they are allowed.
+    /// Name of the environment variable that forbids requests, for messages. None if requests are
+    /// allowed.
     pub offline: Option<&'static str>,
     /// Whether progress is shown.
     pub verbosity: Verbosity,

@@ -28,11 +28,11 @@ pub struct ChatRequest {
     pub template_kwargs: Map<String, Value>,
     /// Sampling settings.
     pub sampling: Sampling,
-    /// Limit of the answer in tokens; None for the rest of the context.
+    /// Maximum tokens of the answer. None allows all tokens that fit into the context.
     pub max_tokens: Option<usize>,
     /// Strings that end the answer.
     pub stop: Vec<String>,
-    /// Token ids that end the answer, besides the model's own.
+    /// Token ids that end the answer, in addition to the model's end-of-sequence tokens.
     pub stop_token_ids: Vec<i64>,
     /// Whether to ignore the model's end-of-turn tokens.
     pub ignore_eos: bool,
@@ -127,7 +127,8 @@ pub fn parse_chat_request(
                 (None, limit) => max_tokens("max_tokens", limit)?,
                 (limit, _) => max_tokens("max_completion_tokens", limit)?,
             };
-            // The model's own limit also caps larger limits of requests, as in vLLM.
+            // The limit in the model's generation config also caps larger limits of requests, as in
+            // vLLM.
             asked.into_iter().chain(defaults.max_tokens).min()
         },
         stop: parse_stop_strings(body.stop)?,

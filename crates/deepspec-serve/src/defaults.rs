@@ -6,8 +6,8 @@ use serde_json::{Map, Value};
 
 use crate::ranges::{PENALTIES, check_range, check_top_p};
 
-/// Values of fields that a request omits, from the model's `generation_config.json`, as vLLM
-/// applies them.
+/// Values for fields that a request omits. Like vLLM, the server reads them from the model's
+/// `generation_config.json`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Defaults {
     /// Divisor of the logits.
@@ -16,7 +16,7 @@ pub struct Defaults {
     pub top_p: f64,
     /// Number of most probable tokens to sample from; 0 for all.
     pub top_k: i64,
-    /// Minimum probability of a token, relative to the most probable one.
+    /// Minimum probability of a token, relative to the most probable token.
     pub min_p: f64,
     /// Limit of an answer in tokens.
     pub max_tokens: Option<usize>,

@@ -58,8 +58,8 @@ pub struct EngineArgs {
 }
 
 impl EngineArgs {
-    /// Returns the folder of `model`, which `flag` named, and these arguments with the drafter's
-    /// folder. Hub ids are downloaded, and all arguments are checked.
+    /// Resolves `model`, which `flag` named, and the drafter of these arguments to local folders. Hub ids are downloaded, and all arguments
+    /// are checked.
     ///
     /// # Errors
     /// Usage errors, and failed downloads.

@@ -16,7 +16,7 @@ pub enum ChatError {
         /// The problem and the remedy.
         problem: String,
     },
-    /// The request names another model than the served one.
+    /// The request names a model that is not served.
     #[error("the model `{wanted}` does not exist; this server has `{served}`")]
     UnknownModel {
         /// Name in the request.
@@ -77,7 +77,7 @@ impl ChatError {
         }
     }
 
-    /// The field that caused the error, if there is one.
+    /// The request field that caused the error; None if no single field caused it.
     pub fn param(&self) -> Option<&str> {
         match self {
             Self::Field { param, .. } => Some(param),
@@ -87,7 +87,7 @@ impl ChatError {
         }
     }
 
-    /// The error code of the OpenAI API, if there is one.
+    /// The error code of the OpenAI API; None if the API has no code for this error.
     pub fn code(&self) -> Option<&'static str> {
         match self {
             Self::UnknownModel { .. } => Some("model_not_found"),

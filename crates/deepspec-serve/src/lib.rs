@@ -51,7 +51,7 @@ impl ChatModel {
     /// Loads the model in `dir` and starts its engine.
     ///
     /// # Errors
-    /// Fails if a file is missing or does not fit the others.
+    /// Fails if a file is missing, or does not fit the other files.
     pub fn load(dir: &Path, args: &EngineArgs) -> anyhow::Result<Self> {
         let tokenizer = ChatTokenizer::load(dir)?;
         if let Some(draft) = &args.draft
@@ -90,7 +90,7 @@ impl ChatModel {
         &self.defaults
     }
 
-    /// Starts an answer. Dropping the reply cancels it.
+    /// Starts an answer. Dropping the returned stream cancels the request.
     ///
     /// # Errors
     /// Fails if the template rejects the messages, or if the prompt is too long.

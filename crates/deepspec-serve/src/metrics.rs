@@ -1,5 +1,5 @@
 //! Prometheus metrics of the engine. Counters of speculative decoding have the names that vLLM and
-//! llama.cpp share, with our own prefix.
+//! llama.cpp share, with a prefix of this server.
 
 use std::time::Duration;
 
@@ -10,7 +10,7 @@ use prometheus::{
 };
 
 /// Upper bounds of histogram buckets in seconds: from a millisecond to about nine minutes, each
-/// twice the previous one.
+/// twice the previous bound.
 fn latency_buckets() -> Vec<f64> {
     (0..20).map(|power| 0.001 * f64::from(1u32 << power)).collect()
 }

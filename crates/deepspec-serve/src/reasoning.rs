@@ -40,8 +40,8 @@ enum ParserState {
     Answering,
 }
 
-/// Splits streamed text. Newlines around the tags belong to neither part, because chat templates
-/// add and strip them.
+/// Splits streamed text. Newlines around the tags belong neither to the reasoning nor to the answer, because chat
+/// templates add and strip them.
 pub struct ReasoningParser {
     state: ParserState,
     pending: String,

@@ -23,7 +23,7 @@ pub struct Usage {
 /// A running answer.
 pub struct ResponseStream {
     updates: UnboundedReceiver<RequestUpdate>,
-    /// None after the stream was flushed.
+    /// Decoder of the remaining text. None after the stream was flushed.
     tokens: Option<IncrementalDetokenizer>,
     stops: StopFinder,
     reasoning: ReasoningParser,
@@ -88,12 +88,12 @@ impl ResponseStream {
         Ok(whole)
     }
 
-    /// Why the answer ended; None while it runs.
+    /// Reason why the answer ended; None while it is being generated.
     pub fn finish_reason(&self) -> Option<FinishReason> {
         self.finish
     }
 
-    /// The stop string that ended the answer, if one did.
+    /// The stop string that ended the answer; None if no stop string ended it.
     pub fn stop_string(&self) -> Option<&str> {
         self.stop.as_deref()
     }

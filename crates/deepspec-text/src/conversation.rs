@@ -34,8 +34,8 @@ impl From<Vec<Message>> for Conversation {
 }
 
 impl Conversation {
-    /// Parses the messages and `tools` of a row. A row's `finish_reason` applies to the last
-    /// answer, unless that answer has its own.
+    /// Parses the messages and `tools` of a row. The `finish_reason` of a row applies to the last
+    /// answer, unless the message of that answer has a `finish_reason`.
     ///
     /// # Errors
     /// If a field is missing or malformed, or the first non-system message is not the user's.
@@ -89,8 +89,8 @@ fn parse_tools(value: Option<&Value>) -> Result<Option<Value>, RowError> {
 }
 
 impl Message {
-    /// Whether the answer is cut: its `finish_reason` says so, or the arguments of a call are not
-    /// valid JSON.
+    /// Whether the answer is truncated, by its `finish_reason` or because the arguments of a tool
+    /// call are not valid JSON.
     pub fn is_truncated(&self) -> bool {
         let is_said = || finish::read_finish_reason(&self.extra).is_some_and(|reason| !reason.is_whole());
         let is_broken = || !self.tool_calls().iter().all(finish::has_json_arguments);
@@ -139,7 +139,7 @@ pub(crate) fn to_template_messages(messages: &[Message]) -> Cow<'_, [Message]> {
     Cow::Owned(messages)
 }
 
-/// The arguments of a call, if they are the JSON text of an object.
+/// The arguments of a tool call as an object. None if they are not the JSON text of an object.
 fn parse_arguments(call: &Value) -> Option<Value> {
     let text = call.get("function").unwrap_or(call).get("arguments")?.as_str()?;
     serde_json::from_str::<Map<String, Value>>(text).ok().map(Value::Object)

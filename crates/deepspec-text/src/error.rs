@@ -50,7 +50,7 @@ pub enum TextError {
         /// The type in the file.
         found: &'static str,
     },
-    /// The tokenizer has no chat template, or none called `default`.
+    /// The tokenizer has no chat template, or no template called `default`.
     #[error("{}: no chat template (named templates: {named:?}); put one into chat_template.jinja", dir.display())]
     NoTemplate {
         /// The tokenizer's folder.
@@ -74,7 +74,7 @@ pub enum TextError {
         /// The message of `raise_exception`.
         message: String,
     },
-    /// The chat template takes too long.
+    /// Rendering the chat template takes too long.
     #[error("the chat template of {} does not come to an end within {steps} steps; look for nested loops in it", path.display())]
     Endless {
         /// The file that holds the template.
@@ -111,7 +111,7 @@ pub enum TextError {
         dir: PathBuf,
         /// The first id whose tokens differ.
         id: i64,
-        /// Its token for that id; None if it has none.
+        /// Token that the tokenizer has for the id; None if the id is not in its vocabulary.
         own: Option<String>,
         /// The target's token for that id.
         target: Option<String>,
@@ -122,7 +122,7 @@ pub enum TextError {
         /// The template's name.
         name: String,
     },
-    /// The mask rule uses `{% generation %}` tags, and the template has none.
+    /// The mask rule needs `{% generation %}` tags, but the template has no such tags.
     #[error("the chat template of {} has no {{% generation %}} tags to take the mask from; choose a format by its name, or an entry of your own", path.display())]
     NoGenerationTags {
         /// The file that holds the template.

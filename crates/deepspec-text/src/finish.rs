@@ -116,7 +116,7 @@ impl FinishReason {
 
     /// Parses a choice of a chat completion whose request had the stop strings `stops`.
     ///
-    /// Most servers report `stop` for a stop string too. vLLM names the string in `stop_reason`,
+    /// For a stop string, most servers also report `stop`. vLLM names the string in `stop_reason`,
     /// SGLang in `matched_stop`. If a server has neither field, an answer of a request with stop
     /// strings counts as cut. Routers repeat the reason in `stop_reason`.
     pub fn from_choice(choice: &Value, stops: &[&str]) -> Self {
@@ -159,7 +159,7 @@ impl FinishReason {
         }
     }
 
-    /// Whether the answer is whole, truncated or broken, judged by this reason.
+    /// Whether an answer with this reason is whole, truncated or broken.
     pub fn completeness(self) -> Completeness {
         match self {
             Self::Stop | Self::ToolCalls => Completeness::Whole,

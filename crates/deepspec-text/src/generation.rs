@@ -1,8 +1,8 @@
 //! `{% generation %} … {% endgeneration %}`: the template tags around the assistant's tokens.
 //!
-//! The template engine does not support these tags. Each becomes one tag of a filter block, so that
-//! white space around it is trimmed alike. The filter inserts two marker characters around its text
-//! if the rendering provides them.
+//! The template engine does not support these tags. Each tag is replaced by a tag of a filter
+//! block, so that white space around it is trimmed in the same way. The filter inserts two marker
+//! characters around its text if the rendering provides them.
 
 use std::collections::HashSet;
 
@@ -108,8 +108,8 @@ pub fn pick_unused_marks(text: &str) -> Option<[char; 2]> {
 }
 
 /// Removes the markers from a rendering. Returns the text and the byte ranges between markers;
-/// nested ranges count as one. None if markers are out of order because the template rearranged its
-/// own output.
+/// nested ranges count as one. None if markers are out of order because the template rearranged
+/// text that it had rendered.
 pub fn remove_marks(marked: &str, [open, close]: [char; 2]) -> Option<(String, Vec<(usize, usize)>)> {
     let mut text = String::with_capacity(marked.len());
     let (mut spans, mut depth, mut start) = (Vec::new(), 0, 0);

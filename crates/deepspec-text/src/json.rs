@@ -1,6 +1,6 @@
 //! The `tojson` filter of transformers: Python's `json.dumps(value, ensure_ascii=False)`.
 //!
-//! The engine's own filter escapes HTML characters, which would change tool descriptions.
+//! The filter of the template engine escapes HTML characters, which would change tool descriptions.
 
 use std::io::{self, Write};
 

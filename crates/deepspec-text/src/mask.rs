@@ -26,7 +26,7 @@ pub struct Supervised {
     pub loss_mask: Vec<bool>,
     /// Number of ids before truncation.
     pub untruncated_len: usize,
-    /// Whether these are the ids that the server generated.
+    /// Whether the ids are the ids that the server generated.
     pub served: Served,
 }
 
@@ -152,7 +152,7 @@ pub(crate) fn strip_end_of_turn<'a>(
     tokenizer.trim_special_tokens(place)
 }
 
-/// Ends the spans of truncated answers where the model's own text ends.
+/// Ends the spans of truncated answers where the text that the model generated ends.
 fn trim_truncated_answers(
     text: &str,
     text_ranges: &mut [(usize, usize)],
@@ -237,7 +237,7 @@ fn mask_by_prefixes(
 /// Builds the mask of a template's tags as transformers does. A range's mask begins at the token of
 /// its first character and ends at the first token of its last character. Some tokenizers leave
 /// white space out of their offsets. If a border has no token, the mask begins or ends at the next
-/// token inside the range. Transformers masks all or nothing there.
+/// token inside the range. In this case transformers masks either the whole text or nothing.
 fn mask_by_offsets(
     tokenizer: &ChatTokenizer,
     text: String,

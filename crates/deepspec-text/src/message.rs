@@ -24,7 +24,7 @@ impl Role {
     /// Parses a role as data sets and servers name it, in any case; `None` if it is unknown.
     ///
     /// `developer` is OpenAI's newer name for system, `model` is Gemma's for assistant, `function`
-    /// is an older one for tool. The others come from ShareGPT and Llama.
+    /// is an older one for tool. Further names come from ShareGPT and Llama.
     pub fn from_speaker(name: &str) -> Option<Self> {
         Some(match name.trim().to_ascii_lowercase().as_str() {
             "system" | "developer" => Self::System,
@@ -52,7 +52,7 @@ impl fmt::Display for Role {
     }
 }
 
-/// One message. Other fields (`tool_calls`, `name`, …) are kept and reach the chat template.
+/// One message. Other fields (`tool_calls`, `name`, …) are passed to the chat template.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(try_from = "Value")]
 pub struct Message {
@@ -178,7 +178,7 @@ fn parse_calls(fields: &mut Map<String, Value>) -> Result<(), MessageError> {
     }
     match fields.get_mut(TOOL_CALLS) {
         Some(Value::Null) => drop(fields.shift_remove(TOOL_CALLS)),
-        // Arguments are the model's own JSON, in which null is a value.
+        // Arguments are JSON that the model wrote, in which null is a value.
         Some(Value::Array(calls)) => {
             calls.retain(|call| !call.is_null());
             for call in calls.iter_mut().filter_map(Value::as_object_mut) {

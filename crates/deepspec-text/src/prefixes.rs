@@ -8,7 +8,7 @@ use crate::tokenizer::{ChatTokenizer, Encoded};
 ///
 /// Tokenizers split a text at added tokens (such as `<|im_end|>`) first, and tokenise each piece
 /// alone. The ids of `text[..byte]` are therefore the text's ids up to the last added token before
-/// `byte`, then the ids of the short rest.
+/// `byte`, then the ids of the text after that token.
 ///
 /// Without added tokens, a word some words before `byte` serves as the cut. Pre-tokenizers split
 /// each piece into words from left to right, and tokens merge only within words. Some tokenizers
@@ -33,8 +33,8 @@ struct CutPoint {
     end: usize,
 }
 
-/// Number of words between a cut and the end of a prefix. The end changes how the last words are
-/// split; earlier words keep their tokens.
+/// Number of words between a cut and the end of a prefix. The end of a prefix changes how its last
+/// words are split. The tokens of earlier words do not change.
 const WORDS_BEFORE_END: usize = 8;
 
 impl<'t> PrefixTokenCounts<'t> {

@@ -14,7 +14,7 @@ pub enum Problem {
     Stray {
         /// The beginning of the text.
         found: String,
-        /// Its possible origin.
+        /// Possible origin of the problem.
         why: String,
     },
     /// An assistant message without supervised text.
@@ -76,10 +76,10 @@ pub struct RowFindings {
     /// Answers whose reasoning the template drops, as most templates do after the next user
     /// message.
     pub reasoning_left_out: usize,
-    /// Answers that consist of tool calls only, which the template does not write; nothing of them
-    /// is supervised.
+    /// Answers that consist of tool calls only and that the template does not render. None of their
+    /// tokens is supervised.
     pub calls_left_out: usize,
-    /// Supervised tool calls with recorded results, whichever model wrote them.
+    /// Supervised tool calls with recorded results. The target or another model wrote them.
     pub recorded_calls: usize,
     /// Assistant messages that are not trained on because their `weight` is 0.
     pub untrained: usize,

@@ -54,7 +54,7 @@ pub fn detect_trained_thinking(tokenizer: &ChatTokenizer, ids: &[i64]) -> Result
     };
     let forms = [(&on[common..], true), (&off[common..], false)];
     let fits = forms.into_iter().filter(|(form, _)| answer.starts_with(form));
-    // One form may be a prefix of the other.
+    // The prompt with thinking may be a prefix of the prompt without it, or the reverse.
     Ok(fits.max_by_key(|(form, _)| form.len()).map(|(_, thinking)| thinking))
 }
 
@@ -71,7 +71,7 @@ pub(crate) fn render_prompt(
     tokenizer.render(messages, &options)
 }
 
-/// The messages, with `default_system` first unless they begin with their own system message.
+/// Puts `default_system` before the messages, unless they begin with a system message.
 pub(crate) fn with_system(messages: &[Message], default_system: Option<&str>) -> Vec<Message> {
     let own = messages.first().is_some_and(|message| message.role == Role::System);
     let default = default_system.filter(|_| !own).map(|content| Message::new(Role::System, content));

@@ -11,7 +11,8 @@ pub struct ThinkTags {
     pub close: &'static str,
 }
 
-/// All known think tags. Some tokenizers have special tokens for them, others ordinary ones.
+/// All known think tags. In some tokenizers they are special tokens, in other tokenizers ordinary
+/// text.
 pub const THINK_TAGS: [ThinkTags; 4] = [
     ThinkTags { open: "<think>", label: "", close: "</think>" },
     ThinkTags { open: "<|channel>", label: "thought", close: "<channel|>" },
@@ -33,7 +34,7 @@ impl ThinkTags {
 }
 
 /// Splits an answer into its reasoning and the rest. Removes the tags, and white space around the
-/// reasoning. A closing tag without an opening one counts too, because the prompt may have the
+/// reasoning. A closing tag without an opening tag counts too, because the prompt may have the
 /// opening tag.
 pub(crate) fn split_reasoning(answer: &str) -> (&str, &str) {
     let begun = answer.trim_start();

@@ -4,8 +4,8 @@ use tokenizers::Tokenizer;
 
 use crate::reasoning::{THINK_TAGS, ThinkTags};
 
-/// Think tags of which at least one is a special token. The other may be ordinary text, or missing
-/// from the vocabulary.
+/// Think tags of which at least one is a special token. The second tag may be ordinary text, or missing from the
+/// vocabulary.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct SpecialThinkTags {
     tags: &'static ThinkTags,

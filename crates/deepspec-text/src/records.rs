@@ -8,7 +8,7 @@ use serde_json::{Map, Value, json};
 
 use crate::message::{Message, MessageError, Role};
 
-/// Fields with a list of messages. The first that holds one is read.
+/// Fields with a list of messages. The first field that holds a list is read.
 pub const MESSAGE_KEYS: [&str; 2] = ["conversations", "messages"];
 
 /// Fields of a question, fields appended to the question, and fields of the answer.
@@ -63,7 +63,8 @@ pub fn find_messages(row: &Map<String, Value>) -> Result<RawMessages, RowError> 
     Ok(found)
 }
 
-/// The system message of a row's `system`, if it is a text and the messages have none.
+/// The system message from a row's `system`. None if `system` is not a text, or if the messages
+/// have a system message.
 pub fn system_message(system: &Value, first: Option<&Value>) -> Option<Value> {
     let text = system.as_str().filter(|text| !text.trim().is_empty())?;
     let speaks = |message: &Value| ["role", "from"].iter().any(|key| message[key] == SYSTEM);
@@ -77,7 +78,7 @@ pub fn is_message(value: &Value) -> bool {
 
 fn find_messages_or_pairs(row: &Map<String, Value>) -> Result<RawMessages, RowError> {
     let mut wrong = None;
-    // Prefers a list whose entries are all messages to one with other objects.
+    // Prefers a list of messages only to a list that contains other objects.
     for fits in [|all: &[Value]| all.iter().all(is_message), |all: &[Value]| all.iter().any(Value::is_object)]
     {
         for key in MESSAGE_KEYS {

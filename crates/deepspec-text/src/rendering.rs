@@ -1,7 +1,8 @@
 //! Renders templates on a separate thread, with a time limit. A thread that exceeds it is
 //! abandoned.
 //!
-//! The template engine limits instructions, but a single one may copy or compare gigabytes.
+//! The template engine limits the number of instructions, but a single instruction may copy or
+//! compare gigabytes.
 
 use std::cell::RefCell;
 use std::fs;
@@ -28,7 +29,7 @@ struct RenderJob {
     context: Value,
 }
 
-/// A thread that renders for one other thread.
+/// A thread that renders on behalf of one caller thread.
 struct RenderThread {
     jobs: Sender<RenderJob>,
     rendered: Receiver<Result<String, Error>>,
@@ -90,7 +91,8 @@ impl RenderThread {
         Ok(Self { jobs, rendered, place })
     }
 
-    /// The result of a job. The outer error means that the worker gave none and must be dropped.
+    /// The result of a job. The outer error means that the worker returned no result and must be
+    /// dropped.
     fn render(&self, job: RenderJob) -> Result<Result<String, Error>, Error> {
         let gone = || Error::new(ErrorKind::InvalidOperation, "the rendering broke off");
         self.jobs.send(job).map_err(|_| gone())?;

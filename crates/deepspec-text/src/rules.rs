@@ -28,7 +28,7 @@ pub struct ChatTemplate {
 pub enum MaskRule {
     /// By the markers around it.
     Markers(TurnMarkers),
-    /// By the template's own `{% generation %}` tags.
+    /// The `{% generation %}` tags of the template mark what is supervised.
     Generation,
 }
 
@@ -44,7 +44,8 @@ pub struct TurnMarkers {
 }
 
 impl ChatTemplate {
-    /// Finds the rule that a config names: one of `formats`, or the model's own tags.
+    /// Finds the rule that a config names: one of `formats`, or the `{% generation %}` tags of the
+    /// template.
     pub fn from_name(name: &str, formats: &[&ChatFormat]) -> Option<Self> {
         if name == GENERATION_RULES {
             return Some(Self { name: name.into(), rule: MaskRule::Generation, default_system: None });
@@ -57,8 +58,8 @@ impl ChatTemplate {
         formats.iter().map(|format| format.name).chain([GENERATION_RULES]).collect()
     }
 
-    /// Finds the format whose markers occur in the tokenizer's rendering. If there is none, uses
-    /// the template's own tags, if it has them.
+    /// Finds the format whose markers occur in the tokenizer's rendering. Otherwise uses the
+    /// template's `{% generation %}` tags. None if the template has no tags.
     pub fn guess(tokenizer: &ChatTokenizer, formats: &[&ChatFormat]) -> Option<Self> {
         let probe = [Message::new(Role::User, "Hi"), Message::new(Role::Assistant, "Hello")];
         let text = tokenizer.render(&probe, &RenderOptions::default()).unwrap_or_default();
@@ -71,7 +72,7 @@ impl ChatTemplate {
         Self::known_names(formats).into_iter().filter_map(|name| Self::from_name(name, formats)).find(fits)
     }
 
-    /// The markers, if they are the rule.
+    /// The markers of turns. None if the rule is the template's tags.
     pub fn markers(&self) -> Option<&TurnMarkers> {
         match &self.rule {
             MaskRule::Markers(markers) => Some(markers),
@@ -79,7 +80,7 @@ impl ChatTemplate {
         }
     }
 
-    /// Checks that `tokenizer` has the tags in its template, if they are the rule.
+    /// If the rule is the template's tags, checks that the template of `tokenizer` has them.
     ///
     /// # Errors
     /// If the template has no tags.
@@ -113,7 +114,8 @@ impl ChatTemplate {
         hasher.hex_digest()
     }
 
-    /// The conversation with the default system message, unless it has one of its own.
+    /// Puts the default system message before the conversation, unless the conversation has a
+    /// system message.
     pub fn with_system(&self, conversation: &[Message]) -> Vec<Message> {
         with_system(conversation, self.default_system.as_deref())
     }
@@ -144,7 +146,7 @@ impl ChatTemplate {
 /// A named chat format that several models share.
 #[derive(Debug, PartialEq, Eq)]
 pub struct ChatFormat {
-    /// Its name.
+    /// Name of the format.
     pub name: &'static str,
     /// The text right before the assistant's text.
     pub assistant_header: &'static str,
@@ -176,9 +178,9 @@ impl From<TemplateEntry> for ChatTemplate {
 }
 
 impl TurnMarkers {
-    /// Byte ranges of the assistant's text. Each begins after a header and includes the next end of
-    /// turn; without one it ends with the text. A header that a user typed counts too: the
-    /// reference ignores roles.
+    /// Byte ranges of the assistant's text. Each range begins after a header and includes the next
+    /// end of turn. If there is no end of turn, it ends with the text. A header that a user typed
+    /// counts too, because the reference ignores roles.
     pub(crate) fn assistant_spans(&self, text: &str) -> Vec<(usize, usize)> {
         let (mut ranges, mut searched) = (Vec::new(), 0);
         while let Some(header) = text[searched..].find(&self.assistant_header) {

@@ -1,4 +1,4 @@
-//! Trains on the token ids that the server generated, if a row keeps them.
+//! Replaces a row's token ids by the ids that the server generated, if the row has them.
 //!
 //! Tokenising a target's text may not give the ids that the target generated. An answer's leading
 //! line break merges with the one before it, and sampled tokens are not always the tokenizer's

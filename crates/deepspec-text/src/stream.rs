@@ -47,8 +47,8 @@ impl IncrementalDetokenizer {
             return self.push_special(id, &token);
         }
         self.pending.push(id);
-        // With byte fallback, a run of byte tokens decodes only as a whole, so its end must be seen
-        // first.
+        // With byte fallback, a run of byte tokens decodes only as a whole, so decoding waits for
+        // its end.
         if is_byte_token(&token) {
             return Ok(None);
         }
@@ -74,7 +74,7 @@ impl IncrementalDetokenizer {
     }
 
     /// Drops a special token, unless it opens or closes reasoning here. The text after a think tag
-    /// is decoded on its own.
+    /// is decoded separately.
     fn push_special(&mut self, id: u32, token: &str) -> Result<Option<String>, TextError> {
         if !self.reasoning_tokens.contains(id) {
             return Ok(None);

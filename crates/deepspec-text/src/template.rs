@@ -1,4 +1,4 @@
-//! Renders the tokenizer's chat template as transformers does.
+//! Renders the tokenizer's chat template with the results of transformers.
 
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
@@ -29,7 +29,8 @@ pub struct RenderOptions {
     pub tools: Option<serde_json::Value>,
 }
 
-/// Name of the default template. A request with tools uses `tool_use` instead, if there is one.
+/// Name of the default template. A request with tools uses the template `tool_use` instead, if the
+/// tokenizer has it.
 pub(crate) const DEFAULT_TEMPLATE: &str = "default";
 const TOOL_USE_TEMPLATE: &str = "tool_use";
 /// Maximum number of instructions of a rendering. A conversation of ten thousand messages takes
@@ -59,12 +60,12 @@ fn limited_range(
     }
 }
 
-/// The names under which the engine's own filters are kept.
+/// Names under which the original filters of the template engine stay available.
 const UNBOUNDED_INDENT: &str = "unbounded_indent";
 const UNBOUNDED_FORMAT: &str = "unbounded_format";
 
-/// Wraps the engine's filter `own` so that widths above [`MAX_WIDTH`] are errors. A width may be a
-/// number, `width=`, or part of a format.
+/// Wraps the template engine's filter `own` so that widths above [`MAX_WIDTH`] are errors. A width
+/// may be a number, `width=`, or part of a format.
 fn limit_filter_width(
     own: &'static str,
 ) -> impl Fn(&mut State, Rest<ValueOrKwargs>) -> Result<Value, Error> + Send + Sync + 'static {
@@ -150,8 +151,8 @@ impl JinjaTemplates {
     }
 
     /// Renders `messages` and returns the text with the byte ranges between generation tags. A
-    /// second rendering with markers finds the ranges; apart from the markers it must equal the
-    /// first.
+    /// second rendering with markers finds the ranges. Without the markers, its text must equal
+    /// that of the first rendering.
     pub fn render_generations(
         &self,
         messages: &[Message],

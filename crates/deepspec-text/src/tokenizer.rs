@@ -28,7 +28,7 @@ const SPECIAL_TOKENS: [&str; 7] =
 pub struct Encoded {
     /// The ids.
     pub ids: Vec<i64>,
-    /// Byte range of each id. Ids that share a character all have that whole character's range.
+    /// Byte range of each id. Ids that share a character all have the range of the whole character.
     pub offsets: Vec<(usize, usize)>,
     /// Index of each id's word. Tokens merge only within the words of the pre-tokenizer.
     pub(crate) words: Vec<Option<u32>>,
@@ -145,7 +145,7 @@ impl ChatTokenizer {
         self.jinja.has_generation_tags()
     }
 
-    /// The largest id plus one.
+    /// Largest token id plus one.
     pub fn vocab_size(&self) -> usize {
         self.vocab_size
     }
@@ -240,8 +240,8 @@ impl ChatTokenizer {
     }
 
     /// A digest of the template's renderings of fixed conversations. Templates with equal
-    /// renderings have equal digests, whatever their source. The time for `strftime_now` is fixed,
-    /// so the digest is stable.
+    /// renderings have equal digests, even if their sources differ. The time for `strftime_now` is
+    /// fixed, so the digest is stable.
     pub fn template_digest(&self) -> String {
         let mut hasher = Hasher::default();
         for (messages, options) in probe_conversations() {
@@ -280,7 +280,7 @@ impl ChatTokenizer {
         )
     }
 
-    /// The text of a whole answer as [`IncrementalDetokenizer`] gives it, for an unknown prompt.
+    /// The text that [`IncrementalDetokenizer`] returns for a whole answer, for an unknown prompt.
     /// [`without_reasoning`](crate::without_reasoning) removes the reasoning.
     ///
     /// # Errors

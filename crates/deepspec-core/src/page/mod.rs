@@ -1,4 +1,4 @@
-//! Pages that draw their data in a browser: one HTML file with everything in it, which works offline.
+//! Pages that draw their data in a browser: one HTML file that contains all data and code, and works offline.
 
 use serde::Serialize;
 

@@ -7,7 +7,7 @@ use deepspec_core::atomic::FileError;
 use deepspec_core::jsonl::{self, MAX_LINE_BYTES, RawLine};
 
 /// Splits the text of an array at the commas between its elements. It does not validate the
-/// elements, so a malformed one fails later in the parser.
+/// elements. A malformed element fails later in the parser.
 pub struct ArrayElements {
     path: PathBuf,
     text: Box<dyn BufRead + Send>,

@@ -49,17 +49,17 @@ impl DataFile {
         Some(Self { path: path.into(), format })
     }
 
-    /// Its path.
+    /// Path of the file.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Its path, shared with the rows read from it.
+    /// Path of the file, shared with the rows read from it.
     pub fn shared_path(&self) -> Arc<Path> {
         Arc::clone(&self.path)
     }
 
-    /// Its format.
+    /// Format of the file.
     pub fn format(&self) -> Format {
         self.format
     }

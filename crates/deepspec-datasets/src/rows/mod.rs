@@ -58,7 +58,7 @@ impl DatasetFiles {
         Ok(Self { files })
     }
 
-    /// Its files, in reading order.
+    /// Files of the dataset, in reading order.
     pub fn files(&self) -> &[DataFile] {
         &self.files
     }

@@ -40,12 +40,12 @@ impl Table {
         Ok(Self { path, metadata })
     }
 
-    /// Its path.
+    /// Path of the file.
     pub fn path(&self) -> &Arc<Path> {
         &self.path
     }
 
-    /// Its schema.
+    /// Arrow schema of the rows.
     pub fn schema(&self) -> &Schema {
         self.metadata.schema()
     }

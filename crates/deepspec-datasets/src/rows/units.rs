@@ -22,14 +22,14 @@ const MAX_LINES_PER_UNIT: usize = 4096;
 pub enum Unit {
     /// Lines or array elements.
     Lines {
-        /// Their file.
+        /// File of the lines.
         file: Arc<Path>,
         /// The rows' text.
         lines: Vec<RawLine>,
     },
     /// Decoded columns.
     Batch {
-        /// Their file.
+        /// File of the rows.
         file: Arc<Path>,
         /// 1-based index of the first row.
         first: usize,
@@ -38,7 +38,7 @@ pub enum Unit {
     },
     /// A row group that is not decoded yet.
     Group {
-        /// Its file.
+        /// File with the row group.
         table: Table,
         /// Index of the row group.
         group: usize,

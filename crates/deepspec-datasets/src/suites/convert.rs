@@ -1,5 +1,5 @@
 //! Converts a dataset's files to the text of a suite. One invalid row fails the conversion, because
-//! a suite with missing rows is another suite.
+//! results on a suite with missing rows would not be comparable.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -19,7 +19,7 @@ pub struct ConvertedSuite {
     pub rows: usize,
 }
 
-/// Converts all rows of these files, in order. Memory holds the prompts, not the files.
+/// Converts all rows of these files, in order. Memory use is that of the prompts, not of the files.
 ///
 /// # Errors
 /// Fails if a file is unreadable, lacks columns or has no rows. Fails if a row gives no prompt,
@@ -114,8 +114,8 @@ fn quote_names<'a>(names: impl Iterator<Item = &'a str>) -> String {
     names.join(", ")
 }
 
-/// Appends a row with spaces after `:` and `,`. The files thus equal those of earlier published
-/// runs byte for byte.
+/// Appends a row with spaces after `:` and `,`. Files thus equal the files of published runs byte
+/// for byte.
 fn push_turns_line(text: &mut String, turns: &[String]) {
     let turns: Vec<String> = turns.iter().map(|turn| Value::from(turn.as_str()).to_string()).collect();
     text.push_str("{\"turns\": [");

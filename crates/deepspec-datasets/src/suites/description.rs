@@ -20,7 +20,7 @@ type KeyProblem = (&'static str, String);
 pub struct SuiteDescription {
     /// The suite's name.
     pub name: String,
-    /// Its domain.
+    /// Domain of the suite.
     pub domain: Domain,
     /// A dataset id on the hub, or a file.
     pub dataset: String,

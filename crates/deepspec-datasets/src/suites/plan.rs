@@ -7,9 +7,9 @@ use crate::suites::suite::Domain;
 
 /// A suite to write.
 pub struct SuitePlan {
-    /// Its name.
+    /// Name of the suite.
     pub name: String,
-    /// Its domain.
+    /// Domain of the suite.
     pub domain: Domain,
     /// Maximum number of rows to score; None scores all rows.
     pub cap: Option<usize>,
@@ -38,7 +38,7 @@ pub enum RowSource {
 
 /// Part of a hub dataset with the rows.
 pub enum DatasetPart {
-    /// A split of the named configuration, or of the only one for None.
+    /// A split of the named configuration. None means the only configuration of the dataset.
     Split(Option<String>, String),
     /// Files whose paths match these patterns, in the order of the patterns.
     Files(Vec<String>),

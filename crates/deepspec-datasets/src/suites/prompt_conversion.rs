@@ -115,7 +115,7 @@ struct RowContext {
 }
 
 impl RowContext {
-    /// Returns and clears the column that was read last; empty if there was none.
+    /// Returns and clears the name of the column that was read last; empty if no column was read.
     fn take_last_column(&self) -> String {
         mem::take(&mut self.last.lock().unwrap_or_else(PoisonError::into_inner))
     }

@@ -31,7 +31,7 @@ pub struct Record {
 /// The record of a suite.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SuiteRecord {
-    /// Its domain.
+    /// Domain of the suite.
     pub domain: Domain,
     /// Rows in the file.
     pub rows: usize,
@@ -64,7 +64,7 @@ pub enum Origin {
 /// A source file of rows.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SourceFile {
-    /// Its path as given.
+    /// Path of the file as the user gave it.
     pub path: PathBuf,
     /// SHA-256 of the file.
     pub sha256: String,

@@ -17,7 +17,7 @@ pub struct RequestTemplate<'a> {
     pub max_new_tokens: usize,
     /// The chat template's `enable_thinking`.
     pub thinking: bool,
-    /// System message of every prompt, if any.
+    /// System message of every prompt; None for prompts without one.
     pub system_prompt: Option<&'a str>,
     /// Tokens that end an answer.
     pub stop_ids: &'a [i64],
@@ -38,7 +38,7 @@ pub enum PromptError {
 
 /// A suite ready for generation.
 pub struct TokenizedSuite {
-    /// Its rows.
+    /// Rows of the suite.
     pub rows: SuiteRows,
     /// Ids of the rows to generate, in the order of the requests.
     pub ids: Vec<String>,

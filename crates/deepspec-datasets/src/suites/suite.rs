@@ -66,7 +66,7 @@ pub enum SuiteClass {
     Extra,
     /// This project's small suite for the toy target.
     Smoke,
-    /// Described by the user. At most this many rows are scored, or all rows for None.
+    /// A suite that the user describes. At most this many rows are scored, or all rows for None.
     User(Option<usize>),
     /// A JSONL file of the user in any folder; all its rows are scored.
     File(PathBuf),
@@ -75,11 +75,11 @@ pub enum SuiteClass {
 /// A suite by name.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Suite {
-    /// Its name. The file in a folder of suites is `NAME.jsonl`.
+    /// Name of the suite. The file in a folder of suites is `NAME.jsonl`.
     pub name: String,
-    /// Its domain.
+    /// Domain of the suite.
     pub domain: Domain,
-    /// Its origin.
+    /// Origin of the suite.
     pub class: SuiteClass,
 }
 
@@ -93,7 +93,7 @@ impl Suite {
         }
     }
 
-    /// Its own file, or its file in the suites folder `dir`.
+    /// File of the suite: the user's file, or `NAME.jsonl` in the suites folder `dir`.
     pub fn path(&self, dir: &Path) -> PathBuf {
         match &self.class {
             SuiteClass::File(file) => file.clone(),

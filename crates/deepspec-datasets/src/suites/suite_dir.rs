@@ -27,10 +27,10 @@ impl<'a> SuiteDir<'a> {
         Ok(Self { dir, record: Record::read(dir)? })
     }
 
-    /// Selects the suites named and the default suites of `domains`, in the order of tables.
-    /// Without names and domains it selects the default suites of all domains. Suites described by
-    /// the user follow, and run only if they are named. Files (`names` that end with .jsonl) come
-    /// last, in the given order.
+    /// Selects the suites in `names` and the default suites of `domains`, in the order of the
+    /// built-in list. Without names and domains it selects the default suites of all domains.
+    /// Suites described by the user follow, and run only if they are named. Files (`names` that end
+    /// with .jsonl) come last, in the given order.
     ///
     /// # Errors
     /// Fails with a usage error if the folder or a file does not exist, a name is unknown, or two
@@ -91,7 +91,7 @@ impl<'a> SuiteDir<'a> {
         Ok(selected)
     }
 
-    /// The suite of a file: a new one, or the known suite with this file.
+    /// The suite of a file: a new suite, or the known suite with this file.
     fn suite_of_file(&self, name: &str) -> anyhow::Result<Suite> {
         let suite = file::suite_of_file(name)?;
         let Some(known) = self.record.suite(&suite.name) else { return Ok(suite) };
@@ -151,7 +151,7 @@ pub struct Sample {
 pub struct SuiteRows {
     /// The suite.
     pub suite: Suite,
-    /// Its file.
+    /// File of the suite.
     pub path: PathBuf,
     /// SHA-256 of the file.
     pub digest: String,

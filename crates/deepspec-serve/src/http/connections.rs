@@ -22,8 +22,7 @@ use super::routes::Limits;
 const ACCEPT_RETRY_PAUSE: Duration = Duration::from_secs(1);
 
 /// Serves connections until `stopped`, then finishes the open ones. `limits` set a timeout for a
-/// request's head and for each write of an answer. Beyond the limit of connections, further ones
-/// wait.
+/// request's head and for each write of an answer. Connections beyond the limit wait.
 pub async fn serve(listener: TcpListener, router: Router, limits: Limits, stopped: impl Future<Output = ()>) {
     let mut server = http1::Builder::new();
     server.timer(TokioTimer::new()).header_read_timeout(limits.client_timeout);

@@ -50,8 +50,8 @@ pub fn ranks_from_slurm(
     }))
 }
 
-/// The port of a step. Steps of one job have different ports, and two jobs rarely share one. It is
-/// below the ephemeral ports, any of which may be in use.
+/// Rendezvous port of a job step. Steps of one job have different ports, and two jobs rarely share
+/// a port. The port is below the ephemeral ports, any of which may be in use.
 fn rendezvous_port(job: u32, step: u32, range: Option<&str>) -> u16 {
     // Every rank computes the port itself, so all machines of a job must have the same range.
     let floor = range.and_then(|range| range.split_whitespace().next()?.parse().ok());
