@@ -1,4 +1,4 @@
-//! Reports unusable input lines, and records them beside the output.
+//! Reports unusable input lines, and records them in a file next to the output.
 
 use std::fs::{self, File};
 use std::io::{self, BufWriter, Write};
@@ -23,7 +23,7 @@ pub fn with_appended_suffix(path: &Path, suffix: &str) -> PathBuf {
     PathBuf::from(name)
 }
 
-/// Prints the first rejected lines and records all. Removes an old record if there are none.
+/// Prints the first rejected lines and records all. Removes an old record if no line was rejected.
 pub fn report(rejects: &[Rejected], output: &Path) -> Result<(), FileError> {
     let mut recorder = Recorder::new(output);
     rejects.iter().try_for_each(|reject| recorder.add(reject))?;
@@ -61,8 +61,8 @@ impl Recorder {
         write(&mut self.file).map_err(FileError::at("writing", &self.path))
     }
 
-    /// Publishes the record, or removes an old one if there are no rejected lines; returns their
-    /// number.
+    /// Publishes the record, or removes an old record if no line was rejected. Returns the number
+    /// of rejected lines.
     pub fn finish(self) -> Result<usize, FileError> {
         let Some(file) = self.file else {
             return match fs::remove_file(&self.path) {

@@ -8,7 +8,7 @@ pub fn is_same_file(a: &Path, b: &Path) -> bool {
     candidate_paths(a).iter().any(|place| candidate_paths(b).contains(place))
 }
 
-/// The path's own location and, if it is a link, its target's.
+/// Location of the path itself and, if the path is a link, of the file that it points to.
 pub fn candidate_paths(path: &Path) -> Vec<PathBuf> {
     let mut paths = vec![resolve_path(path)];
     paths.extend(fs::canonicalize(path));

@@ -16,7 +16,7 @@ const NOISE_DRAWS: u64 = 200;
 /// Confidence section of a run's results.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct ConfidenceResult {
-    /// Reliability of the confidences as the run used them.
+    /// Reliability of the confidences that the run used.
     pub reliability: ReliabilityReport,
     /// Reliability of the confidence head's raw outputs, if the run calibrated them.
     pub uncalibrated: Option<ReliabilityReport>,
@@ -33,7 +33,7 @@ pub struct SweepPoint {
     pub threshold: f64,
     /// Drafted tokens that would be verified.
     pub proposed: u64,
-    /// Accepted tokens among the proposed ones.
+    /// Number of proposed tokens that were accepted.
     pub accepted: u64,
     /// Tokens that would be committed.
     pub committed: u64,
@@ -54,13 +54,13 @@ impl SweepPoint {
     }
 }
 
-/// A block as it was verified, up to the first drafted stop token. Tokens after a stop token belong
-/// to no answer, and no drafter is trained on them, so their acceptance is meaningless.
+/// The verified tokens of a block, up to the first drafted stop token. Tokens after a stop token
+/// belong to no answer, and no drafter is trained on them, so their acceptance is meaningless.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ObservedBlock {
     /// Confidence logits of the tokens up to the stop token.
     pub logits: Vec<f32>,
-    /// Number of accepted tokens among them.
+    /// Number of these tokens that were accepted.
     pub accepted: usize,
 }
 
@@ -111,7 +111,7 @@ pub fn threshold_sweep<'c>(
     (0..SWEEP_THRESHOLDS).map(point).collect()
 }
 
-/// Temperatures for all positions; missing ones are 1.
+/// Temperatures for all positions. A missing temperature is 1.
 pub fn temperatures_by_position(
     temperatures: &[f64],
     positions: usize,
@@ -174,7 +174,7 @@ fn sweep_point<'c>(
         let confidences = calibration.confidences(&cycle.confidence)?;
         let kept = confidences.iter().take_while(|&&c| c >= threshold).count() as u32;
         let accepted = cycle.accepted.min(kept);
-        // An accepted stop token that is kept leaves no bonus token, and ends the answer.
+        // An accepted stop token ends the answer, and no bonus token follows it.
         let stopped = cycle.committed == cycle.accepted && accepted == cycle.accepted;
         point.proposed += u64::from(kept);
         point.accepted += u64::from(accepted);

@@ -17,8 +17,8 @@ pub fn print(text: &str) -> io::Result<()> {
     stdout.flush()
 }
 
-/// Whether `file` already contains `found`, apart from the program version. Nothing is left to do
-/// then.
+/// Whether `file` already contains `found`, apart from the program version. The command then has
+/// nothing to do.
 ///
 /// # Errors
 /// A usage error if the file exists and holds something else; also fails if it cannot be read.
@@ -27,7 +27,8 @@ pub fn is_already_written(file: &Path, found: &impl Serialize) -> anyhow::Result
         return Ok(false);
     }
     let mut found = serde_json::to_value(found)?;
-    // Round trip through text, for numbers as the file has them.
+    // Converts `found` to text and back, so that its numbers are rounded like the numbers in the
+    // file.
     found = serde_json::from_str(&found.to_string())?;
     let mut kept: Value = serde_json::from_str(&atomic::read_text(file)?).unwrap_or_default();
     for value in [&mut found, &mut kept] {
@@ -40,8 +41,8 @@ pub fn is_already_written(file: &Path, found: &impl Serialize) -> anyhow::Result
     Ok(true)
 }
 
-/// Refuses to write `files` into `dir` if some of them exist. The file `own` marks results of the
-/// same command: only these are replaced, with `overwrite`.
+/// Refuses to write `files` into `dir` if some of them exist. The file `own` marks a folder with
+/// results of the same command. Only such results are replaced, and only with `overwrite`.
 ///
 /// # Errors
 /// A usage error that names the file.

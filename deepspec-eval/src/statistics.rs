@@ -1,15 +1,16 @@
-//! Uncertainty of accepted lengths: bootstrap over prompts (Efron 1979), single and paired.
+//! Uncertainty of accepted lengths: bootstrap over prompts (Efron 1979), for one result and for the
+//! difference of two.
 //!
 //! The cycles of one prompt are correlated, so the bootstrap resamples prompts, each with all its
 //! cycles, turns and seeds. A suite's τ is a ratio of sums over its prompts; domains and overall
 //! are means over suites. A resample gives every prompt a Poisson(1) weight (Hanley & MacGibbon
 //! 2006) that depends only on suite, sample and resample. Two results over the same prompts thus
-//! have the same resamples, and their differences are paired.
+//! have equal resamples, and their differences are paired.
 
 use deepspec_core::rng::{Purpose, Stream};
 use serde::{Deserialize, Serialize};
 
-/// Number of resamples; 50 of them lie beyond each end of a 95 % interval.
+/// Number of resamples; 50 of them are outside each end of a 95 % interval.
 pub const RESAMPLES: usize = 2000;
 /// A constant seed, so that repeated calls give equal intervals.
 const BOOTSTRAP_SEED: u64 = 1979;
@@ -148,8 +149,8 @@ impl Estimate {
     }
 
     /// [`Estimate::interval`] for a statistic that chance makes larger, such as a sum of absolute
-    /// values. The mean increase by resampling is subtracted, as the interval might lie above the
-    /// value otherwise.
+    /// values. The mean increase by resampling is subtracted. Otherwise the interval might be above
+    /// the value.
     pub fn centred_interval(&self) -> Option<Interval> {
         let (value, Interval { low, high }) = (self.value?, self.interval()?);
         let values = || self.resampled.iter().filter(|value| !value.is_nan());

@@ -16,7 +16,7 @@ const COLUMN_GAP: usize = 2;
 /// Cell of a missing value.
 const MISSING_VALUE: &str = "–";
 
-/// Rows under a header; the first column is flush left, the others flush right.
+/// Rows under a header; the first column is left-aligned, and all other columns are right-aligned.
 pub struct Table {
     header: Vec<String>,
     /// Titles over several columns: the number of columns, and the title.

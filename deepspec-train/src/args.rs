@@ -110,7 +110,7 @@ pub struct Args {
 }
 
 impl Args {
-    /// How much is said.
+    /// Amount of log output.
     pub fn verbosity(&self) -> Verbosity {
         Verbosity::from_flags(self.quiet, self.verbose)
     }

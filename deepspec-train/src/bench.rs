@@ -39,7 +39,7 @@ pub fn run(
     let shape = TargetShape::resolve(recipe, args.verbosity())?;
     let drafter_plan = check_recipe_fits(recipe, &shape.config).map_err(StatesError::report)?;
     let train = &recipe.train;
-    // The samples of one step suffice; the run's data is not read.
+    // The samples of one step suffice, so the data of the run is not read.
     schedule::from_recipe(recipe, train.global_batch_size, processes)?;
     let of_forward = schedule::samples_per_forward(train, recipe.data.max_length);
     let per_step = train.global_batch_size / processes;

@@ -30,8 +30,8 @@ const BEST_LINK: &str = "step_best";
 /// Record of the best checkpoint.
 const BEST_FILE: &str = "best.json";
 
-/// Path of the optimiser's tensors. They have their own folder, because inference engines read
-/// every safetensors file beside config.json.
+/// Path of the optimiser's tensors. They are in a separate folder, because inference engines read
+/// every safetensors file next to config.json.
 const STATE_TENSORS: &str = "train_state/optimizer.safetensors";
 /// Path of the optimiser's tensors in earlier versions.
 const EARLIER_STATE_TENSORS: &str = "train_state.safetensors";
@@ -98,7 +98,7 @@ impl TrainState {
 /// The checkpoints of one experiment.
 pub struct Checkpoints {
     dir: PathBuf,
-    /// Lock file, held while this process writes here.
+    /// Lock file, which this process keeps locked while it writes checkpoints.
     lock_file: Option<fs::File>,
 }
 
@@ -128,7 +128,7 @@ impl Checkpoints {
         Ok(())
     }
 
-    /// The checkpoint to resume from: the target of `step_latest`, else the complete checkpoint
+    /// The checkpoint to resume from: the target of `step_latest`, or else the complete checkpoint
     /// with the most steps. The link may be missing, because copying files can lose links.
     ///
     /// # Errors
@@ -155,7 +155,8 @@ impl Checkpoints {
             tracing::warn!("{} {what}; the newest whole checkpoint is {}", link.display(), path.display());
             return Ok(Some(path));
         }
-        // A copy that followed links has a folder in place of the link, and perhaps nothing else.
+        // A copy that followed links has a folder in place of the link, and possibly no other
+        // checkpoint.
         if pointed.is_none() && is_complete(&link) {
             return Ok(Some(link));
         }
@@ -340,7 +341,7 @@ pub fn restore(
 
 /// The recipe keys that must not change on resume. Paths, logging, evaluation, sharding,
 /// recomputation and the backend may change. The split of a batch into forwards may change if the
-/// result does not depend on it. The data set's digest stands for samples and target.
+/// result does not depend on it. The digest of the data set represents samples and target.
 fn without_resumable_keys(recipe: Value) -> Value {
     let mut value = without_data_locations(recipe);
     if let Some(map) = value.as_object_mut() {
@@ -359,7 +360,7 @@ fn without_resumable_keys(recipe: Value) -> Value {
     value
 }
 
-/// A recipe without the locations of data and target; the data set's digest stands for them.
+/// A recipe without the locations of data and target; the digest of the data set represents them.
 pub fn without_data_locations(mut value: Value) -> Value {
     if let Some(map) = value.as_object_mut() {
         for (part, keys) in

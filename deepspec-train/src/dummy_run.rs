@@ -66,10 +66,10 @@ pub fn measure_program_memory(
     Ok(memory::rss_bytes())
 }
 
-/// Peak bytes of one forward and backward pass over samples of these sizes, beside weights,
+/// Peak bytes of one forward and backward pass over samples of these sizes, in addition to weights,
 /// gradients and hidden states. A drafter with random weights runs it twice: the first pass
-/// allocates the gradients. None on the CPU, for a GPU that reports no memory, and with a warning
-/// for a GPU that has too little.
+/// allocates the gradients. None on the CPU and for a GPU that reports no memory. Also None, with a
+/// warning, for a GPU that has too little memory.
 pub fn measure_activations(
     recipe: &Recipe,
     target: &ModelConfig,

@@ -18,7 +18,7 @@ use tch::{Device, Kind};
 use crate::budget::bytes_of;
 use crate::dist::ProcessGroup;
 
-/// The target and the suites, kept for the whole run.
+/// The target and the suites, which stay loaded for the whole run.
 pub struct Evaluation {
     target: TargetModel,
     suites: Vec<TokenizedSuite>,
@@ -195,7 +195,7 @@ impl Evaluation {
 
 impl EvalScores {
     /// τ: the mean over suites of the mean accepted length of their cycles. Suites without a cycle
-    /// do not count.
+    /// are ignored.
     pub fn tau(&self) -> Option<f64> {
         let taus: Vec<f64> = self.suites.iter().filter_map(|suite| suite.tally.accepted_length()).collect();
         (!taus.is_empty()).then(|| taus.iter().sum::<f64>() / taus.len() as f64)

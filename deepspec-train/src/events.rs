@@ -3,7 +3,7 @@
 //! (`tensorflow/core/util/event.proto`, `framework/summary.proto`, `framework/tensor.proto`,
 //! `lib/io/record_writer.h`).
 //!
-//! The crate `tfrecord` has all of them, but its build compiles an HTTP client and a protobuf
+//! The crate `tfrecord` has all messages, but its build compiles an HTTP client and a protobuf
 //! compiler.
 
 use std::io::{self, Write};

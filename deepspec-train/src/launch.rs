@@ -1,4 +1,4 @@
-//! The launcher: one process per device of this machine. If one fails, all end.
+//! The launcher: one process per device of this machine. If one process fails, all are ended.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::io::{BufRead, BufReader, Write, stderr};
@@ -91,8 +91,8 @@ impl Job {
             .envs(self.host.child_ranks(rank, self.processes).variables())
             .stdin(Stdio::null())
             .stderr(Stdio::piped())
-            // In their own process groups, children do not get the terminal's signals; the launcher
-            // forwards each signal once.
+            // Each child has a separate process group, so it does not get the terminal's signals.
+            // The launcher forwards each signal once.
             .process_group(0);
         die_with_parent(&mut command);
         if !env::has_thread_count() {
@@ -129,8 +129,8 @@ impl Job {
                 _ => failed.push((rank, status, words)),
             }
         }
-        // If several ended, the ones that failed only because another rank failed are not the
-        // cause.
+        // If several processes ended, those that failed only because another rank failed are not
+        // the cause.
         let cause = failed.into_iter().min_by_key(|(rank, status, _)| {
             (status.signal().is_none(), self.host.failed_after_another(*rank), *rank)
         });
@@ -206,8 +206,8 @@ fn forward_stderr(errors: ChildStderr, pass: bool) -> String {
     explaining_line(kept.make_contiguous()).to_owned()
 }
 
-/// Returns the line that explains why a process ended: our own error, else the `what()` of a C++
-/// exception, else the last line.
+/// Returns the line that explains why a process ended: an error of this program, or else the
+/// `what()` of a C++ exception, or else the last line.
 fn explaining_line(lines: &[String]) -> &str {
     let own = |line: &&String| line.trim_start().starts_with(ERROR_PREFIX);
     let thrown = |line: &&String| line.trim_start().starts_with("what():");

@@ -154,7 +154,8 @@ impl AdamW {
     }
 
     /// Returns float32 masters and moments by name (`master.`, `exp_avg.`, `exp_avg_sq.` +
-    /// parameter). All ranks must call it; rank 0 gets all tensors, the others none.
+    /// parameter). All ranks must call it; rank 0 gets all tensors, and other ranks get an empty
+    /// list.
     ///
     /// # Errors
     /// Fails if another rank has failed.
@@ -169,8 +170,8 @@ impl AdamW {
                     let received = || Tensor::empty(slot.parameter.size(), slot.float_options());
                     let mut tensor = own.unwrap_or_else(received);
                     group.broadcast("collecting the optimiser's state", &mut tensor, slot.owner)?;
-                    // Moved to the CPU, because the whole optimiser state does not fit beside the
-                    // model.
+                    // The tensors move to the CPU, because the complete optimiser state does not
+                    // fit on the GPU in addition to the model.
                     Some(tensor.to_device(Device::Cpu))
                 } else {
                     own

@@ -31,7 +31,7 @@ pub struct TrainReporter {
     metrics: Appender,
     tensorboard: Option<TensorBoard>,
     total_steps: usize,
-    /// Metrics printed beside the loss: short name and key.
+    /// Metrics printed after the loss, as (short name, key).
     headline: &'static [(&'static str, &'static str)],
     totals: Totals,
 }

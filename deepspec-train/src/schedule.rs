@@ -129,7 +129,7 @@ pub fn samples_of_rank<T>(step: &[T], rank: usize, world_size: usize) -> impl It
     step.iter().skip(rank).step_by(world_size)
 }
 
-/// Most sequences and tokens of one forward.
+/// Maximum numbers of sequences and tokens per forward pass.
 pub fn forward_budget(train: &TrainRecipe) -> ForwardLimits {
     ForwardLimits {
         sequences: train.local_batch_size,

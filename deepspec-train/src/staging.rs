@@ -4,8 +4,8 @@ use deepspec_drafters::TrainSample;
 use deepspec_ops::{CudaEvent, CudaStream, empty_pinned};
 use tch::{Device, Tensor};
 
-/// Micro-batches whose hidden states are on the GPU: one in training, one waiting, one in transfer,
-/// and two that the host has queued ahead.
+/// Micro-batches whose hidden states are on the GPU: one that is being trained on, one that waits,
+/// one in transfer, and two that the host has queued ahead.
 pub const MICRO_BATCHES_ON_GPU: usize = 5;
 /// Micro-batches that wait on the GPU for the trainer.
 pub const MICRO_BATCHES_WAITING: usize = 1;
@@ -54,7 +54,8 @@ impl HostToDeviceCopier {
     }
 }
 
-/// Makes later work on the samples' device wait for their states and for `others`.
+/// Makes later work on the samples' device wait for the samples' hidden states and for the tensors
+/// `others`.
 pub fn wait_for_states<'t>(
     ready: &CudaEvent,
     samples: &'t [TrainSample],

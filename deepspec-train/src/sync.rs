@@ -7,11 +7,9 @@ use crate::dist::{GroupError, ProcessGroup, RunningAllReduce};
 use deepspec_ops::range;
 use tch::Tensor;
 
-/// Most values of a bucket: large enough to hide the fixed cost of a collective, small beside the
-/// model.
+/// Most values of a bucket: large enough to hide the fixed cost of a collective, but small compared with the model.
 const MAX_BUCKET_VALUES: usize = 8 << 20;
-/// Fewest values of a bucket that is reduced early; smaller ones cost little more than the
-/// collective's overhead.
+/// Fewest values of a bucket that is reduced early; for smaller buckets the fixed cost of a collective dominates.
 const MIN_EARLY_BUCKET_VALUES: usize = 1 << 18;
 
 /// Gradient sums over all ranks, in flat buckets. All ranks reduce the buckets in equal order, no
@@ -49,7 +47,7 @@ impl GradientBuckets {
         for stage in (0..stages.len()).map(Some).chain([None]) {
             waiting.extend((0..parameters.len()).filter(|&index| stage_of(parameters[index].0) == stage));
             let values: usize = waiting.iter().map(|&index: &usize| parameters[index].1).sum();
-            // Too few values for a bucket: they join the next stage.
+            // A stage with too few values for a bucket joins the next stage.
             if values >= least || stage.is_none() {
                 let buckets = bucket_ranges(waiting.iter().map(|&index| parameters[index].1), most);
                 sums.buckets.extend(buckets.into_iter().map(|bucket| waiting[bucket].to_vec()));

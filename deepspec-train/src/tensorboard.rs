@@ -109,8 +109,8 @@ pub fn unix_time() -> Duration {
     SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default()
 }
 
-/// The metrics of a line by tag, such as `train/loss` and `train/accept_rate/0`. Metrics in an
-/// object get its name, such as `eval/tau`.
+/// The metrics of a line by tag, such as `train/loss` and `train/accept_rate/0`. The metrics in an
+/// object get the object's name as prefix, such as `eval/tau`.
 fn scalars(row: &Map<String, Value>) -> Vec<(String, f64)> {
     let mut found = vec![];
     for (key, value) in row.iter().filter(|(key, _)| !NON_METRIC_KEYS.contains(&key.as_str())) {

@@ -127,7 +127,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     exit_if_rejected(&report, &rejects)
 }
 
-/// Exits with code 1 if lines were rejected; `rejects` is their file.
+/// Exits with code 1 if lines were rejected. `rejects` is the file that lists them.
 fn exit_if_rejected(report: &RowCounts, rejects: &Path) -> anyhow::Result<()> {
     if report.rejected.is_empty() {
         return Ok(());
@@ -206,9 +206,9 @@ fn check_rows(args: &Args, report: &RowCounts, recipe: &Recipe, dir: &Path) -> a
     Ok(())
 }
 
-/// Warns of rejected lines and writes them beside the cache; returns the file's path.
+/// Warns of rejected lines, writes them to a file in the folder that contains the cache, and returns its path.
 fn report_rejected(rejected: &[Rejected], dir: &Path) -> anyhow::Result<PathBuf> {
-    // Removes a trailing slash, so that the file is beside the folder and not inside it.
+    // Removes a trailing slash, so that the file is next to the folder and not inside it.
     let dir: PathBuf = dir.components().collect();
     if let Some(parent) = dir.parent().filter(|parent| !parent.as_os_str().is_empty()) {
         atomic::create_dir(parent)?;

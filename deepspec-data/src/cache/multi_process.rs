@@ -11,8 +11,8 @@ use deepspec_core::cli::UsageError;
 use deepspec_core::env;
 use deepspec_ops::die_with_parent;
 
-/// Flags that worker processes do not inherit, and whether a value follows. Workers get their own
-/// value, or the parent has handled the flag.
+/// Flags that worker processes do not inherit, and whether a value follows. Each worker gets a
+/// different value, or the parent has handled the flag.
 const NOT_INHERITED_FLAGS: [(&str, bool); 6] = [
     ("--processes", true),
     ("--device", true),
@@ -57,7 +57,7 @@ impl Drop for WorkerProcesses {
 /// `rejected`, exit code 1 of a worker counts as success.
 ///
 /// # Errors
-/// As soon as a worker fails; the others are then killed. Finished shards are kept.
+/// As soon as a worker fails. The remaining workers are then killed, and finished shards stay.
 pub fn build(processes: usize, device: &str, gpus: usize, rejected: bool) -> anyhow::Result<()> {
     let program = std::env::current_exe().context("finding this program")?;
     let asked: Vec<OsString> = std::env::args_os().skip(1).collect();
@@ -71,7 +71,7 @@ pub fn build(processes: usize, device: &str, gpus: usize, rejected: bool) -> any
         ]);
         let own = if gpus > 1 { format!("cuda:{}", share % gpus) } else { device.to_string() };
         command.args(["--device", &own]).stdin(Stdio::null()).stdout(Stdio::null());
-        // One worker's progress stands for all, because shards are assigned in turns.
+        // The progress of one worker represents all workers, because shards are assigned in turns.
         if share > 0 || asked.iter().any(|flag| flag == "--quiet" || flag == "-q") {
             command.arg("--quiet");
         }

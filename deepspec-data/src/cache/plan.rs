@@ -186,7 +186,7 @@ fn list_choices(
     Ok(choices)
 }
 
-/// Predicted seconds of the build on the given devices; None if none are given.
+/// Predicted seconds of the build on the given devices. None if no device is given.
 fn predict_seconds(
     args: &Args,
     source: &TargetSpec,
@@ -264,7 +264,7 @@ fn run_trial(
             let captured = capture.run(batch, FinalStates::All);
             let [taps, last] = capture.download(captured).bytes();
             bytes = [stored_bytes(&plain, &taps, &last)?, stored_bytes(&compressed, &taps, &last)?];
-            // The first batch runs again, so that a single batch is measured too.
+            // The first batch runs twice, so that a build of a single batch is measured too.
             started = Instant::now();
         }
         // Reading a value waits for the device.

@@ -50,7 +50,8 @@ pub fn write_row(out: &mut impl Write, row: &RenderedRow) -> io::Result<()> {
     for problem in &row.problems {
         writeln!(out, "<p class=\"wrong\">{}</p>", escape_html(problem))?;
     }
-    // A browser drops the first line end after `<pre>`, so this one keeps the row's own.
+    // A browser drops the first line end after `<pre>`, so this additional one keeps the line end
+    // of the row.
     writeln!(out, "<pre>")?;
     for Segment { text, supervised, special, cut } in &row.segments {
         let classes = [(*supervised, "learnt"), (*special, "special"), (*cut, "cut")];

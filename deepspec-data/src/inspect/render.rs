@@ -17,7 +17,7 @@ const BATCH: usize = 64;
 /// A piece of a row's text.
 #[derive(Serialize)]
 pub struct Segment {
-    /// Its text.
+    /// Text of the segment.
     pub text: String,
     /// Whether a drafter trains on its tokens.
     pub supervised: bool,
@@ -120,8 +120,8 @@ pub fn each_rendered_row(
     Ok(())
 }
 
-/// Splits the text where the mask or the type of token changes. Each token's text begins where the
-/// previous one ends, so white space without an offset belongs to the next token.
+/// Splits the text where the mask or the type of token changes. The text of each token begins where
+/// the text of the previous token ends, so white space without an offset belongs to the next token.
 fn segments(tokenizer: &ChatTokenizer, supervised: &Supervised) -> Result<Vec<Segment>, TextError> {
     let Supervised { text, loss_mask, input_ids, .. } = supervised;
     if supervised.served == Served::DiffersFromText {
@@ -150,7 +150,7 @@ fn segments(tokenizer: &ChatTokenizer, supervised: &Supervised) -> Result<Vec<Se
     Ok(segments)
 }
 
-/// [`segments`] for served ids that differ from the text's: decodes each run of tokens on its own.
+/// [`segments`] for served ids that differ from the text's: decodes each run of tokens separately.
 fn served_segments(tokenizer: &ChatTokenizer, supervised: &Supervised) -> Result<Vec<Segment>, TextError> {
     let kinds: Vec<(bool, bool)> = supervised
         .input_ids

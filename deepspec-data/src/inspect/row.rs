@@ -1,4 +1,4 @@
-//! Checks one row and its mask.
+//! Checks one row and its loss mask.
 
 use deepspec_capture::unknown_token;
 use deepspec_core::jsonl::Line;
@@ -16,13 +16,13 @@ pub enum RowOutcome {
     Row(Box<MaskedRow>),
     /// A row that `regenerate` could not answer.
     Failed,
-    /// A line without a usable row: its id, if any, and the reason.
+    /// A line without a usable row: the row's id, if it has one, and the reason.
     Unusable(Option<String>, String),
 }
 
 /// A row whose conversation was rendered.
 pub struct MaskedRow {
-    /// The row's own id, or the unique one from [`MaskedRow::assign_unique_id`].
+    /// The id in the row, or the unique id that [`MaskedRow::assign_unique_id`] assigned.
     pub id: Option<String>,
     /// The conversation.
     pub conversation: Conversation,
@@ -58,7 +58,7 @@ impl MaskedRow {
     }
 }
 
-/// Checks a line.
+/// Parses a line, computes its loss mask and collects the problems of both.
 pub fn check_line(settings: &MaskSettings, line: Line) -> RowOutcome {
     let fields = match line {
         Line::Row(_, fields) => fields,

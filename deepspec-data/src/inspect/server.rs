@@ -144,7 +144,7 @@ async fn request_token_ids(
 /// The first difference between two prompts.
 fn describe_difference(settings: &MaskSettings, ours: &[i64], theirs: &[i64]) -> anyhow::Result<String> {
     let at = ours.iter().zip(theirs).take_while(|(a, b)| a == b).count();
-    // The server may use another tokenizer, whose ids this one cannot decode.
+    // The server may use another tokenizer. The tokenizer of this process cannot decode its ids.
     let shown = |ids: &[i64]| match ids.get(at) {
         Some(&id) => settings
             .tokenizer

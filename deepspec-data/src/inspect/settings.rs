@@ -20,12 +20,12 @@ pub struct MaskSettings {
     pub tokenizer: ChatTokenizer,
     /// The mask rules.
     pub template: ChatTemplate,
-    /// Alternative rules for comparison: the template's own tags if the rules are markers, and the
-    /// reverse.
+    /// Alternative rules for comparison: the template's `{% generation %}` tags if the rules are
+    /// markers, and markers if the rules are tags.
     pub other: Option<ChatTemplate>,
     /// Maximal length of a row in tokens.
     pub max_length: usize,
-    /// The drafter's mask token, if the recipe has one.
+    /// The drafter's mask token. None if the recipe has no mask token.
     pub mask_token: Option<i64>,
     /// Whether there is a recipe.
     pub has_recipe: bool,

@@ -204,7 +204,7 @@ impl Summary {
         lines
     }
 
-    /// Why the command fails, as one line.
+    /// Reason why the command fails, in one line.
     pub fn failure_reason(&self) -> String {
         if self.with_problems + self.unusable == 0 {
             return format!("the server renders {} prompts otherwise than we do", self.server_differs);

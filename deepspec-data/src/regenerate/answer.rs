@@ -37,7 +37,7 @@ pub struct Answer {
     pub tool_calls: Option<Value>,
     /// The finish reason.
     pub finish: FinishReason,
-    /// The usage.
+    /// Token counts that the server reported.
     pub tokens: TokenCounts,
     /// The generated token ids, if the server returns them.
     pub token_ids: Option<Value>,
@@ -48,7 +48,7 @@ pub struct Answer {
 /// Why a request failed.
 #[derive(Debug)]
 pub enum AskError {
-    /// This row cannot be answered; others may be.
+    /// This row cannot be answered. Other rows may be.
     Row(String),
     /// The servers broke off every attempt at this row; other rows may succeed.
     BrokenOff(String, FinishReason),
@@ -59,9 +59,9 @@ pub enum AskError {
 /// Why a response has no usable answer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum AnswerError {
-    /// It is not a chat completion.
+    /// The response is not a chat completion.
     Invalid(&'static str),
-    /// It is a chat completion without text.
+    /// The response is a chat completion without text.
     Empty,
     /// The server broke off the answer.
     BrokenOff(FinishReason),

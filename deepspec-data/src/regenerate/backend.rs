@@ -42,8 +42,8 @@ impl Backend {
                 };
                 Err(match error {
                     ChatError::Internal(_) => AskError::Run(error.into()),
-                    // Non-finite logits may come from one row's text. If a short prompt gives them
-                    // too, the model is broken.
+                    // Non-finite logits may be caused by the text of one row. If a short prompt
+                    // causes them too, the model is broken.
                     ChatError::Engine(EngineError::NotFinite) if embedded.is_broken().await => AskError::Run(
                         anyhow!(error).context(format!("the model {} answers nothing", embedded.name)),
                     ),

@@ -1,5 +1,5 @@
-//! `regenerate`: replaces the assistant's answers with the target's own. Rows are keyed by id, and
-//! a run can resume at any point.
+//! `regenerate`: replaces the assistant's answers by answers of the target. Rows are keyed by id, and a run can resume
+//! at any point.
 
 mod answer;
 mod backend;
@@ -240,8 +240,7 @@ fn open_backend(args: &Args, embedded: Option<(PathBuf, EngineArgs)>) -> anyhow:
     Ok(Backend::Servers(Arc::new(Pool::new(&args.server, asking)?)))
 }
 
-/// Number of rows in progress. Servers get more than they have slots, so that no slot waits for a
-/// row.
+/// Number of rows in progress. There are more rows in progress than server slots, so that no slot waits for a row.
 fn concurrent_rows(backend: &Backend, concurrency: usize) -> usize {
     match backend {
         Backend::Servers(pool) => 2 * pool.capacity(),

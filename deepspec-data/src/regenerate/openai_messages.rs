@@ -45,7 +45,8 @@ pub fn messages(messages: &[Message]) -> Value {
     Value::Array(sent)
 }
 
-/// One call. Data sets store its arguments as an object, the API as JSON text.
+/// Converts one tool call. Data sets store the arguments as an object, but the API expects JSON
+/// text.
 fn to_openai_call(call: &Value, message: usize, place: usize) -> Value {
     // Some data sets omit the `function` wrapper.
     let function = call.get("function").unwrap_or(call);

@@ -1,4 +1,4 @@
-//! A row's own `sampling` settings, which override the run's.
+//! The `sampling` settings of a row, which override the settings of the run.
 
 use deepspec_core::jsonl::json_type_name;
 use serde_json::{Map, Value, json};
@@ -6,7 +6,8 @@ use serde_json::{Map, Value, json};
 /// The request field with arguments of the chat template, such as `enable_thinking`.
 pub const TEMPLATE_KWARGS: &str = "chat_template_kwargs";
 
-/// Numeric fields of a row's `sampling`, besides `seed`, `stop` and `enable_thinking`.
+/// Numeric fields that a row's `sampling` may have, in addition to `seed`, `stop` and
+/// `enable_thinking`.
 const NUMERIC_FIELDS: [&str; 8] = [
     "temperature",
     "top_p",
@@ -18,7 +19,7 @@ const NUMERIC_FIELDS: [&str; 8] = [
     "repetition_penalty",
 ];
 
-/// A row's `sampling` object; empty if it has none.
+/// The `sampling` object of a row; empty if the row has none.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Overrides {
     fields: Map<String, Value>,

@@ -35,7 +35,7 @@ impl RunStats {
         self.started = Instant::now();
     }
 
-    /// The text beside the progress bar: speed, requests in flight, and the servers' shares.
+    /// The text next to the progress bar: speed, requests in flight, and the servers' shares.
     pub fn progress_note(&self, backend: &Backend) -> String {
         let rate = self.tokens.completion as f64 / self.started.elapsed().as_secs_f64().max(1e-9);
         let shares = match backend {

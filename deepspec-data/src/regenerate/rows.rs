@@ -15,8 +15,7 @@ use super::settings::{Reasoning, RequestKey, RequestSettings};
 /// A usable input row, or one sample of it.
 #[derive(Debug, Clone)]
 pub struct Row {
-    /// The output row's id as text. A row without an id has an empty one until
-    /// [`Row::with_unique_id`].
+    /// The output row's id as text. The id is empty until [`Row::with_unique_id`], if the row has no id.
     pub id: String,
     /// The output row, except for its conversation.
     fields: Map<String, Value>,
@@ -97,10 +96,10 @@ impl Row {
         settings: &RequestSettings,
     ) -> Result<AnsweredRow, AskError> {
         let (mut said, mut tokens, mut turn) = (vec![], TokenCounts::default(), 0);
-        // The reason of the first answer that was cut, else of the last answer.
+        // Finish reason of the first truncated answer, or of the last answer if no answer was truncated.
         let mut finish = FinishReason::default();
-        // A conversation stays at one server if possible, because its prefix cache has the
-        // beginning.
+        // A conversation stays at one server if possible, because the prefix cache of that server has the beginning of
+        // the conversation.
         let mut home = None;
         for step in &self.plan {
             match step {
@@ -206,9 +205,8 @@ fn write_conversation(fields: &mut Map<String, Value>, conversation: Value) {
     fields.insert(MESSAGE_KEYS[0].into(), conversation);
 }
 
-/// Keeps system, user and tool messages, and plans a request for each assistant turn. Tool calls
-/// with recorded results are kept, because tools are not executed. A call without a result is
-/// generated anew.
+/// Keeps system, user and tool messages, and plans a request for each assistant turn. Tool calls with recorded results
+/// stay, because tools are not executed. A call without a result is generated anew.
 fn plan_steps(messages: Vec<Message>) -> Result<Vec<Step>, String> {
     let roles: Vec<Role> = messages.iter().map(|message| message.role).collect();
     let spliced: Vec<bool> = messages

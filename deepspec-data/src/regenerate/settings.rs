@@ -94,8 +94,7 @@ pub struct RequestSettings {
     pub worker: Worker,
 }
 
-/// Request fields that ask for token ids: the first for vLLM and deepspec-serve, the others for
-/// llama.cpp.
+/// Request fields that ask for token ids: the first field for vLLM and deepspec-serve, and the second and third for llama.cpp.
 pub const TOKEN_ID_FIELDS: [&str; 3] = ["return_token_ids", "return_tokens", "verbose"];
 
 /// The record's key for the digest of a local model's weights. Records on disk have it, so it keeps
@@ -113,7 +112,7 @@ pub struct RequestKey<'a> {
     pub id: &'a str,
     /// Index of the answer in the row, from 0.
     pub turn: usize,
-    /// The row's own sampling settings.
+    /// Sampling settings of the row, which override the settings of the run.
     pub overrides: &'a Overrides,
     /// The tools of the row.
     pub tools: Option<&'a Value>,

@@ -1,5 +1,5 @@
-//! Answers many rows concurrently: one reader, many workers and one writer, with bounded queues
-//! between.
+//! Answers many rows concurrently, with one reader, many workers and one writer. Bounded queues
+//! connect them.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -56,7 +56,7 @@ type Outcome = (Row, Result<AnsweredRow, AskError>);
 
 impl Work<'_> {
     /// Answers pending rows until all are done, no backend answers or a signal comes. Each row is
-    /// recorded as a whole, so a run may stop at any point.
+    /// recorded only when all its answers are complete, so a run may stop at any point.
     pub async fn run(mut self) -> anyhow::Result<Ending> {
         let (mut interrupt, mut terminate) =
             (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?);
@@ -154,7 +154,7 @@ impl Work<'_> {
     }
 }
 
-/// Answers one row after the other.
+/// Takes rows from the queue and answers them one after the other.
 async fn answer_rows(
     rows: &Mutex<Receiver<Row>>,
     outcomes: &Sender<anyhow::Result<Outcome>>,

@@ -1,4 +1,5 @@
-//! Assigns rows to the training or the held-out side, in exact numbers and one by one.
+//! Assigns rows one by one to the training or the held-out side, so that each side gets an exact
+//! number of rows.
 
 use deepspec_core::rng::{Purpose, Stream};
 use deepspec_core::usage;
@@ -60,9 +61,9 @@ impl SplitAssigner {
 
 /// A source's share of a mix.
 pub struct Share<'a> {
-    /// Its name; None without a mix.
+    /// Name of the source; None if the input is not a mix.
     pub name: Option<&'a str>,
-    /// Its proportion of the output, relative to the other weights.
+    /// Proportion of the output, relative to the weights of the other sources.
     pub weight: f64,
     /// Number of its usable rows.
     pub usable: usize,
@@ -71,8 +72,8 @@ pub struct Share<'a> {
 /// Divides the output among the sources: `sample_size` rows, or as many as the weights allow.
 ///
 /// # Errors
-/// With a usage error if a source has fewer rows than its weight requires. A single source gives
-/// all its rows instead.
+/// With a usage error if a source has fewer rows than its weight requires. If there is only one
+/// source, all its rows are used instead.
 pub fn quotas(
     shares: &[Share<'_>],
     test_size: f64,

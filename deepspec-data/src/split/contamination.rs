@@ -33,7 +33,7 @@ const COMMON_PHRASE_ROWS: usize = 3;
 
 /// An evaluation suite to exclude from training data.
 pub struct Suite {
-    /// Its file.
+    /// File of the suite.
     pub path: PathBuf,
     /// SHA-256 of the file, in hexadecimal.
     pub digest: String,
@@ -55,7 +55,7 @@ pub struct SuiteMatch {
 /// The type of a match.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MatchKind {
-    /// A whole turn is equal.
+    /// A user turn equals a turn of the suite, up to white space.
     Turn,
     /// Thirteen words in a row are equal.
     Words,
@@ -175,7 +175,7 @@ fn parse_turns(row: &Map<String, Value>) -> Result<Vec<String>, String> {
 }
 
 /// Counts the words that all first turns share at the start, and at the end. A count below
-/// `MIN_TEMPLATE_WORDS` becomes 0. Both are 0 if together they cover a whole turn.
+/// `MIN_TEMPLATE_WORDS` becomes 0. The two counts are 0 if together they cover a whole turn.
 fn template_word_counts(prompts: &[Prompt]) -> (usize, usize) {
     let firsts: Vec<Vec<&str>> = prompts
         .iter()

@@ -54,14 +54,14 @@ impl ProblemKind {
 pub enum Id {
     /// A string.
     Text(String),
-    /// A number, in the row's own notation.
+    /// A number, in the notation of the row.
     Number(String),
     /// No id in the row; its 0-based index in the dataset is used.
     Index,
 }
 
 impl Id {
-    /// The row's own id as text: `1` and `"1"` are equal.
+    /// The id in the row as text, so that `1` and `"1"` are equal.
     pub fn own(&self) -> Option<&str> {
         match self {
             Self::Text(id) | Self::Number(id) => Some(id),
@@ -224,7 +224,7 @@ pub struct OutputId<'a> {
     pub source: Option<&'a str>,
     /// The row's 0-based index in its source.
     pub index: usize,
-    /// A new id, if an earlier row has the same one.
+    /// A new id, if an earlier row has the same id.
     pub renamed: Option<&'a str>,
 }
 

@@ -5,7 +5,8 @@ use std::hash::{BuildHasherDefault, Hasher};
 
 use twox_hash::XxHash3_64;
 
-/// Number of sub-tables. Each grows alone, so growth never doubles the whole set.
+/// Number of sub-tables. Each sub-table grows separately, so the memory of the whole set never
+/// doubles at once.
 const SUB_TABLES: usize = 64;
 
 /// A set of 64-bit hashes.
@@ -47,8 +48,8 @@ impl HashSet64 {
         self.0[Self::part(hash)].contains(&hash)
     }
 
-    /// The index of a hash's sub-table. It depends on middle bits, because the sub-table's own
-    /// lookup uses the highest and the lowest bits.
+    /// The index of a hash's sub-table. It depends on middle bits, because the lookup in a
+    /// sub-table uses the highest and the lowest bits.
     fn part(hash: u64) -> usize {
         (hash >> 40) as usize % SUB_TABLES
     }

@@ -29,7 +29,7 @@ impl From<Map<String, Value>> for Fields<'_> {
 
 impl<'a> Fields<'a> {
     /// The fields of a row of columns, or of a struct. Nulls are dropped; if a name occurs twice,
-    /// the last one counts.
+    /// the last field counts.
     pub fn of_cells(cells: impl Iterator<Item = (&'a str, Cell<'a>)>) -> Self {
         let mut fields = Self(vec![]);
         for (name, cell) in cells.filter(|(_, cell)| !cell.is_null()) {

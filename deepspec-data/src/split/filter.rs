@@ -1,4 +1,4 @@
-//! Decides which rows are usable, and records why others are not.
+//! Decides which rows are usable, and records why the remaining rows are not.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
@@ -17,7 +17,7 @@ use deepspec_capture::Rejected;
 /// Maximum number of speakers that are counted by name. A malformed file could have one per row.
 const MAX_COUNTED_SPEAKERS: usize = 1000;
 
-/// The entry that counts all further speakers.
+/// Name under which all further speakers are counted.
 const OTHER_SPEAKERS: &str = "(others)";
 
 /// Maximum number of contaminated rows per suite in the report.
@@ -109,7 +109,7 @@ pub struct MatchedRow {
 
 /// A row that parsed as a conversation.
 struct ValidRow {
-    /// Its own id, if it has one.
+    /// The id in the row; None if the row has no id.
     id: Option<String>,
     prompt: u64,
     asked: u64,
@@ -211,8 +211,8 @@ fn count(speakers: &mut BTreeMap<String, usize>, speaker: String) {
     *speakers.entry(if full { OTHER_SPEAKERS.into() } else { speaker }).or_default() += 1;
 }
 
-/// Makes ids of a source's usable rows unique. Until a row has an own id, all ids are row indices
-/// and nothing is stored.
+/// Makes ids of a source's usable rows unique. Until a row with an id in its fields occurs, all ids are row indices and
+/// none is stored.
 #[derive(Default)]
 pub struct IdRenamer {
     given: Option<UniqueIds>,

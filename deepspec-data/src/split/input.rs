@@ -29,7 +29,7 @@ struct MixSource {
     revision: Option<String>,
     config_name: Option<String>,
     split: Option<String>,
-    /// Its proportion of the output, relative to the other weights.
+    /// Proportion of the output, relative to the weights of the other datasets.
     weight: f64,
     /// Roles of this dataset's speakers, in addition to `--role`.
     #[serde(default)]
@@ -57,17 +57,17 @@ pub struct Origin {
 
 /// One dataset to split.
 pub struct Input {
-    /// Its name in a mix.
+    /// Name of the dataset in a mix; None if there is no mix.
     pub name: Option<String>,
     /// The dataset's arguments.
     pub origin: Origin,
-    /// Its files.
+    /// Files of the dataset.
     pub source: DatasetFiles,
-    /// The roles of its speakers.
+    /// Roles of the dataset's speakers.
     pub roles: Roles,
-    /// Speaker-to-role map as the user gave it. Roles of the mix override those of `--role`.
+    /// Speaker-to-role map as the user gave it. Roles in the mix override roles of `--role`.
     pub given: BTreeMap<String, RoleTarget>,
-    /// Its proportion of the output, relative to the other weights.
+    /// Proportion of the output, relative to the weights of the other datasets.
     pub weight: f64,
 }
 

@@ -26,7 +26,7 @@ pub fn conversation(mut row: Fields, roles: &Roles) -> Result<Conversation, Prob
 /// Removes and returns the messages of a row: the first field with a list of messages, else the
 /// result of [`find_messages`].
 fn take_messages<'a>(row: &mut Fields<'a>) -> Result<(&'static str, Vec<Field<'a>>), Problem> {
-    // Values that are not lists are checked again below, with the other fields.
+    // Values that are not lists are checked again below, together with all other fields.
     let (mut rest, mut lists) = (Map::new(), vec![]);
     for key in MESSAGE_KEYS {
         let Some(found) = row.take(key).filter(|found| !found.is_null()) else { continue };
@@ -123,7 +123,8 @@ fn add_parsed_message(message: Field, roles: &Roles, out: &mut Conversation) -> 
         }
         None => None,
     };
-    // Drops a ShareGPT message's own `content`, because the output uses that name for the text.
+    // Drops the field `content` of a ShareGPT message, because the output uses that name for the
+    // text.
     message.take("content");
     out.add_message(RawMessage { shape, speaker, text, rest: message.into_json_members() }, roles)
 }

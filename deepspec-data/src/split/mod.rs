@@ -1,8 +1,8 @@
 //! `split`: turns datasets into training conversations and held-out prompts.
 //!
 //! Files are read at most twice and never loaded whole (see [`passes`]). Memory holds a few batches
-//! of rows and one bit per row. It also takes about 20 bytes for each prompt to compare and each
-//! own id of a row.
+//! of rows and one bit per row. About 20 bytes are added for each prompt to compare, and for each
+//! id in a row.
 
 mod args;
 mod assign;
@@ -143,8 +143,8 @@ fn split(
     Ok(Split { found, quotas, examples })
 }
 
-/// Warns about renamed ids and dropped messages, which are easily overlooked. Also warns about
-/// `--role` speakers that never occur.
+/// Warns about renamed ids, dropped messages and `--role` speakers that never occur, which are
+/// easily overlooked.
 fn warn_about_changes(inputs: &[Input], found: &[SourceFindings]) {
     let renamed: usize = found.iter().map(|found| found.renamed.len()).sum();
     if renamed > 0 {

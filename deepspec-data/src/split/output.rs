@@ -75,7 +75,7 @@ impl Writer<'_> {
         self.unsynced += lines.train.len() + lines.eval.len();
         if self.unsynced >= SYNC_BYTES {
             self.unsynced = 0;
-            // If the previous sync still runs, this one is skipped.
+            // If the previous sync is still running, this sync is skipped.
             let _ = self.sync.try_send(());
         }
         Ok(())
@@ -91,7 +91,8 @@ impl<'a> Outputs<'a> {
         Ok(Self { train: Output::lock(train)?, eval: Output::lock(eval)? })
     }
 
-    /// Lets `fill` write both files. Publishes them if it returns true, and returns the same.
+    /// Lets `fill` write both files. Publishes the files if `fill` returns true, and returns the
+    /// value of `fill`.
     pub fn write(&self, fill: impl FnOnce(&mut Writer<'_>) -> anyhow::Result<bool>) -> anyhow::Result<bool> {
         let Self { train, eval } = self;
         let (mut train_file, mut eval_file) =

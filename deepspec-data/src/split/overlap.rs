@@ -1,4 +1,4 @@
-//! Finds training rows with a held-out prompt, which would inflate the evaluation.
+//! Finds training rows whose prompt is also held out. They would inflate evaluation scores.
 
 use super::assign::{Side, SplitAssigner};
 use super::dedup::HashSet64;

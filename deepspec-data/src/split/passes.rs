@@ -1,9 +1,9 @@
 //! Reads the datasets once to check the rows, and a second time if some are unusable.
 //!
-//! Sides can be assigned only when the number of usable rows is known. Most datasets have only
-//! usable rows, so the first pass assumes that and writes while it reads. At the first unusable row
-//! the pass stops writing but checks the remaining rows. A second pass then writes. The outputs are
-//! equal either way.
+//! Rows can be assigned to training or evaluation only when the number of usable rows is known. In
+//! most datasets all rows are usable, so the first pass assumes this and writes while it reads. At
+//! the first unusable row the pass stops writing but checks the remaining rows. A second pass then
+//! writes. The outputs of one pass and of two passes are equal.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -22,7 +22,7 @@ use super::sampled::SampledSource;
 use super::unit::each_row;
 use deepspec_datasets::rows::Unit;
 
-/// Consecutive rows with their sides.
+/// Consecutive rows, each assigned to training or evaluation.
 struct Piece {
     unit: Unit,
     sides: Vec<Side>,

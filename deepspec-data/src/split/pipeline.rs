@@ -2,8 +2,8 @@
 
 use rayon::iter::{IntoParallelIterator, ParallelIterator};
 
-/// Maximum number of pieces in a group. One thread reads and one delivers, so more pieces would
-/// only cost memory.
+/// Maximum number of pieces in a group. One thread reads and one thread delivers, so more pieces
+/// would only use more memory.
 const MAX_GROUP_PIECES: usize = 32;
 
 /// Reads pieces, works on them in parallel and delivers the results in order.

@@ -1,4 +1,4 @@
-//! The report of a split: one line on the terminal, and a JSON file beside the output.
+//! The report of a split: one line on the terminal, and a JSON file next to the output.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};

@@ -100,8 +100,8 @@ impl Roles {
                 given.met.store(true, Ordering::Relaxed);
                 given.target.role()
             }
-            // OpenAI's tool results name their call. ShareGPT's do not, so they need an explicit
-            // role.
+            // OpenAI's tool results name their call. ShareGPT's tool results do not, so they need
+            // an explicit role.
             None => Role::from_speaker(speaker)
                 .filter(|&role| role != Role::Tool || shape == MessageShape::OpenAi),
         };

@@ -1,11 +1,11 @@
 //! Bootstrap over prompts for the mean calibration error (ECE): its interval, and the part that
 //! chance explains.
 //!
-//! The blocks of one prompt are not independent: a head that is overconfident on a prompt is so in
-//! most of its blocks. The bootstrap therefore resamples whole prompts, with all their blocks,
-//! turns and seeds. The ECE is Σ_cells |Σ a − Σ accepted| / observations; a is the predicted
-//! acceptance, and a cell is one bin of one position. Chance and resampling only make such a sum of
-//! absolute values larger.
+//! The blocks of one prompt are not independent: a head that is overconfident on a prompt is
+//! overconfident in most blocks of the prompt. The bootstrap therefore resamples whole prompts,
+//! with all their blocks, turns and seeds. The ECE is Σ_cells |Σ a − Σ accepted| / observations; a
+//! is the predicted acceptance, and a cell is one bin of one position. Chance and resampling can
+//! only increase such a sum of absolute values.
 
 use deepspec_cost::ScheduleError;
 use deepspec_cost::calibrate::Calibration;
@@ -51,7 +51,8 @@ impl CalibrationSums {
         self.gaps.iter().map(|gap| gap.abs()).sum::<f64>() / self.observations
     }
 
-    /// The error if the true gaps were those of `all`. It shows how far chance moves the error.
+    /// The error that this resample would have if the true gaps were the gaps of `all`. It shows
+    /// how far chance moves the error.
     fn ece_around(&self, all: &Self) -> f64 {
         let gaps = self.gaps.iter().zip(&all.gaps);
         gaps.map(|(gap, all)| (gap - all).abs()).sum::<f64>() / all.observations

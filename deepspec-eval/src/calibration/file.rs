@@ -48,9 +48,9 @@ pub struct Calibration {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct AlternativeFit {
     /// Method: `pooled` (one for all positions), `joint` (all positions together), or `by domain`
-    /// (as `temperatures`, for each domain).
+    /// (one list of temperatures per domain, fitted like `temperatures`).
     pub method: String,
-    /// t_1, t_2, … by domain; under the key `all` if one list is for all domains.
+    /// t_1, t_2, … by domain. The key is `all` if one list serves all domains.
     pub temperatures: BTreeMap<String, Vec<f64>>,
     /// Mean calibration error on the held-out prompts.
     pub ece: Option<f64>,
@@ -98,8 +98,8 @@ pub struct EceBootstrap {
     pub before: EceUncertainty,
     /// Error with the fitted temperatures.
     pub after: EceUncertainty,
-    /// 95 % interval of the error after less the error before, over the same resamples: below 0 the
-    /// temperatures help, above 0 they harm.
+    /// 95 % interval of the difference (error after minus error before), over the same resamples.
+    /// If it is below 0 the temperatures help, and if it is above 0 they harm.
     pub change: Option<Interval>,
 }
 
@@ -168,7 +168,7 @@ impl Calibration {
         Some(format!("`temperatures[{at}]` is {:e}, no positive number of 32 bits", self.temperatures[at]))
     }
 
-    /// The temperatures, after a check that they were fitted for the drafter in `dir`.
+    /// Checks that the temperatures were fitted for the drafter in `dir`, and returns them.
     ///
     /// # Errors
     /// A usage error if they were fitted for another drafter.

@@ -128,7 +128,7 @@ const ALL_DOMAINS: &str = "all";
 const JOINT_GRID_POINTS: usize = 81;
 const JOINT_SWEEPS: usize = 4;
 
-/// Fits by the other methods, to compare with the sequential one.
+/// Fits by the alternative methods, to compare them with the sequential fit.
 fn fit_alternatives(
     fitted: &PromptHalf,
     held_out: &PromptHalf,
@@ -142,7 +142,7 @@ fn fit_alternatives(
     let judged = |method: &str,
                   by_domain: BTreeMap<String, Temperatures>|
      -> anyhow::Result<AlternativeFit> {
-        // A domain that only held-out prompts have uses the temperatures of all domains.
+        // A domain without prompts to fit to uses the temperatures of all domains.
         let of = |prompt: &PromptBlocks| {
             by_domain.get(&domain(prompt)).or(by_domain.get(ALL_DOMAINS)).unwrap_or(sequential)
         };

@@ -110,7 +110,7 @@ fn format_interval(interval: Option<Interval>) -> String {
     interval.map_or_else(String::new, |Interval { low, high }| format!("{low:.3} … {high:.3}"))
 }
 
-/// A sentence that says whether the temperatures help on held-out prompts.
+/// Tells in one sentence whether the temperatures help on held-out prompts.
 fn conclusion(change: Option<Interval>) -> &'static str {
     match change {
         Some(Interval { low, .. }) if low > 0.0 => {

@@ -47,8 +47,9 @@ fn count_parameters(checkpoint: &Checkpoint) -> (usize, usize) {
     (trained, targets)
 }
 
-/// All formats that a conversion could write, each with the reason if it is refused. A checkpoint
-/// without embedding and head also lists its own format, because converting to it adds both.
+/// All formats that a conversion could write, each with the reason if it is refused. For a
+/// checkpoint without embedding and LM head the present format is also listed, because a conversion
+/// to it adds both.
 fn possible_conversions(checkpoint: &Checkpoint) -> Vec<(CheckpointFormat, Option<String>)> {
     let own = checkpoint.format();
     let others = CheckpointFormat::ALL

@@ -33,7 +33,7 @@ struct Delta {
     prompts: usize,
 }
 
-/// The difference of one suite, over resamples.
+/// The difference between two results in one suite, with its resamples.
 struct SuiteDelta {
     name: String,
     domain: Domain,

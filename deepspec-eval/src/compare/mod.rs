@@ -83,7 +83,7 @@ impl Comparison {
     }
 }
 
-/// Default labels: the folders' names, with as many parent folders as needed to tell them apart.
+/// Default labels: the folders' names, with as many parent folders as needed to distinguish them.
 fn default_labels(paths: &[PathBuf]) -> Vec<String> {
     let parts = |path: &PathBuf| {
         let dir = if path.is_file() { path.parent().unwrap_or(path) } else { path };
@@ -110,8 +110,8 @@ fn default_labels(paths: &[PathBuf]) -> Vec<String> {
     tried.find(are_distinct).unwrap_or_else(|| labels(&depths))
 }
 
-/// Counts of every prompt from the traces beside the results. Empty, with a warning, if the traces
-/// are of another run.
+/// Counts of every prompt from the traces in the folder of the results. Empty, with a warning, if the traces are of
+/// another run.
 fn read_prompt_counts(path: &Path, results: &Results) -> CountsBySuite {
     let mut prompts = CountsBySuite::new();
     let read = traces::read(path, |trace| {
@@ -151,7 +151,7 @@ fn unify_domains(compared: &mut [LabelledResult]) {
     }
 }
 
-/// The comparison as it is printed.
+/// The comparison in the form that is printed.
 #[derive(Serialize)]
 struct Comparison {
     suites: Vec<String>,

@@ -11,7 +11,7 @@ pub fn unread_keys(json: &Value) -> Vec<&'static str> {
         .into_iter()
         .filter(is_said)
         .collect();
-    // Keys for models in which only some layers have experts.
+    // Keys of models in which only some layers have experts.
     let all = |key: &&str| match json.get(*key) {
         Some(Value::Array(layers)) => layers.is_empty(),
         Some(step) => step.is_null() || step.as_f64() == Some(1.0),

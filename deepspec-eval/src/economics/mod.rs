@@ -105,7 +105,7 @@ struct CostPoint {
     best_length: u32,
     /// Throughput with `best_length` over that of plain decoding.
     speed_up: f64,
-    /// Cost of one more verified token per request, relative to a token of plain decoding.
+    /// Cost of one more verified token per request, divided by the cost of a token of plain decoding.
     marginal: f64,
     /// Tokens per second of plain decoding, over all requests.
     plain_tokens_per_second: f64,

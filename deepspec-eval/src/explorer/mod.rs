@@ -21,9 +21,10 @@ pub struct Explorer {
     pub step_seconds: Vec<Vec<f64>>,
     /// Seconds of drafting, by requests and drafted tokens.
     pub draft_seconds: Vec<Vec<f64>>,
-    /// Acceptance of each drafted token given those before it; the last one stands for all later ones.
+    /// Acceptance of each drafted token, given that all tokens before it were accepted. The last value also applies to
+    /// all later tokens.
     pub acceptance: Vec<f64>,
-    /// Points beside the curves: throughputs by requests.
+    /// Points to draw next to the curves: throughput by number of requests.
     pub points: Vec<ExplorerPoints>,
 }
 

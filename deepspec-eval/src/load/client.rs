@@ -106,8 +106,8 @@ impl Client {
                 value.context("OPENAI_API_KEY holds characters that no header may have")?,
             );
         }
-        // One connection per request: servers close idle connections, and a request on a closed one
-        // is lost.
+        // Each request opens a connection, because servers close idle connections and a request on
+        // a closed connection is lost.
         deepspec_hub::prepare_tls();
         let http = reqwest::Client::builder()
             .pool_max_idle_per_host(0)
@@ -144,7 +144,7 @@ impl Client {
                         while begun.elapsed() < end {
                             let prompt = &prompts[next.fetch_add(1, Ordering::Relaxed) % prompts.len()];
                             asked.push(client.send_request(prompt, begun).await);
-                            // A user whose request failed waits before the next one.
+                            // A user whose request failed waits before the next request.
                             if asked.last().is_some_and(|asked| asked.problem.is_some()) {
                                 time::sleep(Duration::from_millis(200)).await;
                             }

@@ -16,7 +16,7 @@ pub struct SseParser {
 }
 
 impl SseParser {
-    /// Parses the next bytes, and returns the data of the events that they complete.
+    /// Parses the next bytes, and returns the data of each event that is now complete.
     pub fn push(&mut self, bytes: &[u8]) -> Vec<String> {
         let mut complete = vec![];
         for &byte in bytes {

@@ -18,7 +18,7 @@ pub struct LoadSummary {
     pub level: Level,
     /// Requests sent within the measured time, failed ones included.
     pub requests: usize,
-    /// Failed requests among them.
+    /// Number of these requests that failed.
     pub failed: usize,
     /// Number of failures by reason.
     pub problems: BTreeMap<String, usize>,

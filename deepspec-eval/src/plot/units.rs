@@ -14,7 +14,7 @@ pub fn px(pixels: f64) -> i32 {
     (pixels * f64::from(UNITS_PER_PIXEL)).round() as i32
 }
 
-/// Whether a character of a text is drawn; XML forbids the others.
+/// Whether a character of a text is drawn; XML forbids all other characters.
 pub(crate) fn is_drawable_char(c: char) -> bool {
     !c.is_control() && !matches!(c, '\u{fffe}' | '\u{ffff}')
 }

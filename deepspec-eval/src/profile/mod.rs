@@ -203,7 +203,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     Ok(crate::output::print(&text)?)
 }
 
-/// Whether the file has this measurement already; a usage error if it has another one.
+/// Whether the file already has this measurement. A usage error if it has another measurement.
 fn is_measured(file: &Path, asked: &Value) -> anyhow::Result<bool> {
     if !file.exists() {
         return Ok(false);
@@ -261,8 +261,8 @@ fn verified_lengths(block: usize) -> Vec<usize> {
 
 /// Maximum number of tokens that an answer grows by while its steps are timed.
 fn max_answer_tokens(block: usize) -> usize {
-    // Fast steps are timed for [`MIN_CELL_TIME`]; more steps than these would not improve the
-    // median. The extra token keeps answers from ending with the last step.
+    // Fast steps are timed for [`MIN_CELL_TIME`]; more steps would not improve the median. The additional token
+    // prevents answers from ending with the last step.
     verified_lengths(block).len() * (WARM_UP_STEPS + 4 * MIN_TIMED_STEPS) as usize * (block + 1) + 1
 }
 

@@ -42,7 +42,7 @@ fn row_plot(
     Plot::draw(title, (width, 120 + 28 * names.len() as u32), |canvas| paint(canvas, rows))
 }
 
-/// τ by suite with intervals, beside published values.
+/// τ by suite with intervals, next to published values.
 pub fn plot_accepted_lengths(results: &Results, published: Option<PublishedLengths>) -> Result<Plot> {
     let suites = results.suites.iter().map(|suite| {
         let known = published.and_then(|published| published.tau_of_suite(&suite.name));

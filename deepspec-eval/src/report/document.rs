@@ -10,7 +10,7 @@ pub enum Block {
     Paragraph(String),
     /// Sentences, one below the other.
     List(Vec<String>),
-    /// Rows of cells; the first column is flush left, the others flush right.
+    /// Rows of cells; the first column is left-aligned, and all other columns are right-aligned.
     Table(Vec<String>, Vec<Vec<String>>),
     /// A plot with its file name, without extension.
     Plot(&'static str, Plot),
@@ -24,7 +24,7 @@ pub struct Document {
     pub blocks: Vec<Block>,
 }
 
-/// Folder of the plots beside the report.
+/// Folder of the plots, in the folder of the report.
 pub const PLOTS_DIR: &str = "plots";
 
 const CSS: &str = "body{font:15px/1.5 system-ui,sans-serif;color:#222;background:#fff;max-width:62rem;margin:2rem auto;\

@@ -36,8 +36,8 @@ pub struct Results {
     pub tool_version: String,
     /// Settings of the run.
     pub settings: Settings,
-    /// Everything that the answers depend on, including digests of models and suites. A repeated
-    /// command with equal values has nothing to do.
+    /// All settings that the answers depend on, including digests of models and suites. If a
+    /// command is repeated with equal values, the results stay as they are.
     #[serde(default)]
     pub asked: Map<String, Value>,
     /// The target model.
@@ -96,10 +96,10 @@ pub struct SuiteResult {
     pub metrics: Metrics,
 }
 
-/// Accepted lengths of the same samples under the other rule of draft sampling.
+/// Accepted lengths of the same samples under the rule of draft sampling that the run did not use.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct OtherRule {
-    /// The other rule.
+    /// The rule of draft sampling that the run did not use.
     pub draft_sampling: DraftSampling,
     /// Accepted lengths of the suites, in the order of the results.
     pub suites: Vec<RuleLength>,

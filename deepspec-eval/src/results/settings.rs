@@ -86,7 +86,7 @@ impl Settings {
 pub enum Turns {
     /// The first user message alone.
     First,
-    /// Every user message, with the model's own answers before it.
+    /// Every user message, after the answers that the model gave to earlier messages.
     All,
 }
 
@@ -95,7 +95,7 @@ pub enum Turns {
 pub struct TargetIdentity {
     /// Folder of the target, for display only.
     pub path: String,
-    /// Hub id of the target, if it was given by one.
+    /// Hub id of the target. None if the user gave a local folder.
     #[serde(default)]
     pub hub_id: Option<String>,
     /// Digest of the architecture.
@@ -115,7 +115,7 @@ pub struct TargetIdentity {
 pub struct DrafterIdentity {
     /// Folder of the drafter, for display only.
     pub path: String,
-    /// Hub id of the drafter, if it was given by one.
+    /// Hub id of the drafter. None if the user gave a local folder.
     #[serde(default)]
     pub hub_id: Option<String>,
     /// Digest of the architecture.

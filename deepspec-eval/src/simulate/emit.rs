@@ -62,7 +62,7 @@ pub fn write_engine_files(
 fn sglang_cost_table(cost: &StepCost, context: usize) -> Value {
     let most = cost.max_batch();
     let probes: Vec<usize> = std::iter::successors(Some(1), |&at| {
-        // Each probe is about an eighth larger than the one before.
+        // Each probe is about an eighth larger than the previous probe.
         Some(at + (at / 8).max(1)).filter(|&next| next < most)
     })
     .chain((most > 1).then_some(most))
@@ -79,8 +79,8 @@ fn sglang_cost_table(cost: &StepCost, context: usize) -> Value {
     })
 }
 
-/// vLLM's list of [first number of requests, last number, draft tokens]. Loads between two
-/// simulated ones use the settings of the lower one.
+/// vLLM's list of [first number of requests, last number, draft tokens]. A load between two
+/// simulated loads uses the settings of the lower load.
 fn vllm_batch_size_ranges(advice: &[Advice]) -> Vec<[usize; 3]> {
     let mut advice: Vec<&Advice> = advice.iter().collect();
     advice.sort_by_key(|advice| advice.concurrency);

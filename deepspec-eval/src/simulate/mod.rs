@@ -289,7 +289,7 @@ fn choose_schedules(args: &Args, recording: &Recording) -> anyhow::Result<Vec<Po
     if let Some(policy) = schedules.iter().find(|policy| policy.reads_confidence() && !recording.confident) {
         usage!("--schedule {policy}: the drafter has no confidence head");
     }
-    // All others are compared with plain decoding and whole blocks, so these two come first.
+    // All schedules are compared with plain decoding and whole blocks, so these two come first.
     schedules.retain(|policy| ![Policy::Plain, Policy::Whole].contains(policy));
     schedules.splice(0..0, [Policy::Plain, Policy::Whole]);
     Ok(schedules)

@@ -14,7 +14,7 @@ use crate::traces;
 pub struct RecordedBlock {
     /// Number of answer tokens before the block.
     pub start: usize,
-    /// Confidences of the block's tokens, as the run used them; 1 without a confidence head.
+    /// Confidences of the block's tokens that the run used, or 1 without a confidence head.
     pub confidences: Vec<f64>,
     /// Number of accepted tokens.
     pub accepted: usize,
@@ -46,7 +46,7 @@ pub struct Recording {
 
 impl Recording {
     /// Reads the traces of a run that verified whole blocks. `temperatures` divide the confidence
-    /// logits; without them, the confidences are those of the run.
+    /// logits; without temperatures, the confidences of the run are used.
     ///
     /// # Errors
     /// Usage errors: no run in `dir`, or one that cut its blocks or drafted nothing.
@@ -118,7 +118,8 @@ impl Recording {
         tokens / self.block_count().max(1)
     }
 
-    /// Acceptance of each position given all before it, up to the last one that was reached.
+    /// Acceptance of each position, given that all positions before it were accepted. Ends with the
+    /// last position that any block reached.
     pub fn conditional_acceptance(&self) -> Vec<f64> {
         let blocks = || self.answers.iter().flat_map(|answer| &answer.blocks);
         let at_least = |accepted: usize| blocks().filter(|block| block.accepted >= accepted).count() as f64;

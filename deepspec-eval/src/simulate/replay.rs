@@ -27,7 +27,7 @@ pub struct ReplayResult {
     pub first_tokens: u64,
     /// Number of drafted tokens that were verified.
     pub verified: u64,
-    /// Accepted tokens among the verified ones.
+    /// Number of verified tokens that were accepted.
     pub accepted: u64,
     /// Number of steps, with or without drafting.
     pub steps: u64,
@@ -95,8 +95,7 @@ pub struct Replay<'a> {
 }
 
 impl Replay<'_> {
-    /// Replays answers in a random order, `concurrency` at once. A finished answer is replaced by
-    /// the next one.
+    /// Replays answers in a random order, `concurrency` at once. The next answer replaces each finished answer.
     ///
     /// # Errors
     /// Fails if the costs do not suit the policy.
@@ -125,7 +124,7 @@ impl Replay<'_> {
         };
         let mut outcome = ReplayResult { concurrency, ..ReplayResult::default() };
         let mut slots: Vec<Option<ActiveSequence>> = (0..concurrency).map(|_| None).collect();
-        // Sequences begin at random places of their answers, as in an engine that has run for long.
+        // Sequences begin at random places of their answers, as in an engine that has been running for some time.
         let spread = |slot: usize, tokens: usize| {
             1 + (stream.uniform(slot as u64, Purpose::Init, 0) * (tokens - 1) as f64) as usize
         };
@@ -223,7 +222,7 @@ impl Replay<'_> {
         &blocks[if apart(before) < apart(behind) { before } else { behind }]
     }
 
-    /// Confidences of a block as the policy reads them.
+    /// Confidences of a block in the form that the policy reads.
     fn policy_confidences(&self, block: &RecordedBlock) -> Vec<f64> {
         if self.sharpness == 1.0 {
             return block.confidences.clone();

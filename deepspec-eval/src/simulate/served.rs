@@ -115,7 +115,7 @@ fn count_distinct<T: Ord>(all: impl Iterator<Item = T>) -> usize {
 /// The fitted overhead, and how well it describes the servers.
 #[derive(Debug, Clone, Copy, Serialize)]
 pub struct OverheadFit {
-    /// The overhead.
+    /// Fitted overhead per step.
     pub host: HostOverhead,
     /// Largest relative error of the simulated throughputs.
     pub worst: f64,

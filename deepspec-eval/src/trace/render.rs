@@ -23,11 +23,11 @@ pub struct Trace {
     accepted_length: Option<f64>,
 }
 
-/// One block and its verification. Each text is that of a single token.
+/// One block and its verification. Each text is the text of one token.
 #[derive(Debug, PartialEq, Serialize)]
 struct Cycle {
     accepted: Vec<String>,
-    /// The first text is the rejected token, the others are the tokens after it.
+    /// The first text is the rejected token, and the following texts are the tokens after it.
     rejected: Vec<String>,
     /// The bonus token, sampled by the target; None after an accepted stop token.
     bonus: Option<String>,
@@ -68,8 +68,8 @@ impl Trace {
         Ok(Self { first, cycles, tokens: tokens.len(), accepted_length })
     }
 
-    /// One line per cycle. Without colours, rejected tokens are marked as `[-…-]`, and the target's
-    /// own tokens as `{+…+}`.
+    /// One line per cycle. Without colours, rejected tokens are marked as `[-…-]`, and tokens that
+    /// the target sampled as `{+…+}`.
     pub fn render(&self, colour: bool) -> String {
         let paint = |codes: &str, [open, close]: [&str; 2], text: String| match (text.is_empty(), colour) {
             (true, _) => text,

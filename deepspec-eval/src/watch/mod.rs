@@ -81,8 +81,8 @@ impl MetricsInterval {
         let [drafts, accepted, generated] = counts;
         let tokens = more(|page| page.draft_tokens);
         let ratio = |a: Option<f64>, b: Option<f64>| a.zip(b).filter(|(_, b)| *b > 0.0).map(|(a, b)| a / b);
-        // SGLang counts verifications when requests end. Its gauges are momentary values, which
-        // keep their last value when nothing runs.
+        // SGLang counts verifications when requests end. SGLang's gauges show the present value, and keep their last
+        // value when no request runs.
         let of_verifications = ratio(generated, more(|page| page.verifications));
         let busy = after.running.is_none_or(|running| running > 0.0);
         let said = |of: Option<f64>| of.filter(|_| busy);

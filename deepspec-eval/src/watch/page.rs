@@ -4,7 +4,8 @@ use std::collections::BTreeMap;
 
 use prometheus_parse::{Scrape, Value};
 
-/// An engine's metrics of speculation and load at one time. Counters are since its start.
+/// An engine's metrics of speculation and load at one time. Counters count from the start of the
+/// engine.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct MetricsPage {
     /// Number of verified blocks.

@@ -47,7 +47,8 @@ impl Checkpoints {
         if !self.has_checkpoint(step) {
             bail!("{}: there is no checkpoint of step {step} to be marked", self.dir.display());
         }
-        // The record is written first: if a kill follows, `recover_best` restores the link from it.
+        // The record is written before the link. If the process is killed in between,
+        // `recover_best` restores the link from the record.
         atomic::write_json(&self.dir.join(BEST_FILE), &BestCheckpoint { step, tau })?;
         self.set_link(BEST_LINK, step)?;
         Ok(true)

@@ -64,7 +64,7 @@ pub fn connect_with_timeout<T: Send + 'static>(
 ) -> Result<T, String> {
     let (tell, told) = mpsc::channel();
     let worker = thread::Builder::new().name("connect".into());
-    // The receiver is gone if the connection comes too late.
+    // The receiver no longer exists if the connection is made after the timeout.
     worker.spawn(move || drop(tell.send(connect()))).map_err(|error| error.to_string())?;
     let deadline = Instant::now() + timeout;
     let problem = loop {

@@ -12,8 +12,8 @@ use deepspec_ops::c10d::Store;
 const ERROR_GRACE: Duration = Duration::from_secs(5);
 /// Timeout for reading a key that should exist already.
 const KEY_TIMEOUT: Duration = Duration::from_millis(10);
-/// Job id and attempt of jobs that our own launcher starts. They are constant, because each job has
-/// its own port and one attempt.
+/// Job id and attempt of jobs that our own launcher starts. They are constant, because each job has a different port
+/// and only one attempt.
 const LOCAL_JOB_ID: &str = "";
 const FIRST_ATTEMPT: usize = 0;
 /// A documentation address (RFC 5737), used to find the outgoing network interface. No packet is
@@ -135,8 +135,7 @@ impl Rendezvous {
         let address = way((host, self.ranks.port.max(1)));
         let is_local = host == "localhost" || host.parse().is_ok_and(|ip: IpAddr| ip.is_loopback());
         let address = match address {
-            // A host name that resolves to loopback on its own machine has another address
-            // elsewhere.
+            // A host name that resolves to a loopback address on this machine has another address on other machines.
             Some(ip) if ip.is_loopback() && !is_local => way(EXTERNAL_ADDRESS).or(Some(ip)),
             found => found,
         };
@@ -161,7 +160,7 @@ impl Rendezvous {
 
     /// Asks for the state of the other ranks after a collective has failed.
     pub fn query_peers(&self) -> PeerStatus {
-        // Rank 0, which holds the store, may be the one that is gone.
+        // Rank 0 hosts the store, and may be the rank that ended.
         let _ = self.store.set_silence_timeout(self.error_exchange_timeout());
         self.set_rank_key("end", "");
         let (deadline, mut silent) = (Instant::now() + self.error_exchange_timeout(), vec![]);

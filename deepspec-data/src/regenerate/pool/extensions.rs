@@ -8,8 +8,8 @@ use super::super::overrides::TEMPLATE_KWARGS;
 use super::super::settings::TOKEN_ID_FIELDS;
 use super::failure::{Failure, FailureClass};
 
-/// Optional fields: without them a server still answers the same prompt, with other samples or
-/// without token ids.
+/// Optional fields. If they are omitted, a server answers the same prompt, but with other samples
+/// or without token ids.
 pub const OPTIONAL_FIELDS: [&str; 8] = [
     "top_k",
     "min_p",
@@ -31,7 +31,7 @@ pub enum Refusal {
     /// The refusal names no field. The server may reject these fields, because it has never
     /// accepted them.
     Perhaps(FieldSet),
-    /// The refusal is about something else.
+    /// The refusal has another cause than these fields.
     Other,
 }
 
@@ -69,7 +69,7 @@ impl FieldSet {
         [ids, self].into_iter().filter(|fields| !fields.is_empty()).take(if ids == self { 1 } else { 2 })
     }
 
-    /// The set without `others`.
+    /// The fields that are not in `others`.
     pub fn without(self, others: Self) -> Self {
         Self(self.0 & !others.0)
     }
@@ -123,7 +123,7 @@ impl Extensions {
         }
     }
 
-    /// Omits these fields from now on; false if they were all omitted already.
+    /// Omits these fields from now on. Returns false if all of them were omitted already.
     pub fn drop(&self, fields: FieldSet) -> bool {
         let before = self.dropped.fetch_or(fields.0, Ordering::Relaxed);
         before | fields.0 != before

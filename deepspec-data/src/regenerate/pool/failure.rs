@@ -29,7 +29,7 @@ pub enum FailureClass {
     InvalidResponse,
     /// The server broke off the answer.
     BrokenOff,
-    /// The server refuses this request; it may accept others.
+    /// The server refuses this request, but may accept other requests.
     Refused,
     /// The server refuses every request: wrong address, key or model.
     Denied,
@@ -52,7 +52,7 @@ impl FailureClass {
         Self::Cancelled,
     ];
 
-    /// Its name in reports.
+    /// Name of the class in reports.
     pub fn name(self) -> &'static str {
         match self {
             Self::Unreachable => "unreachable",
@@ -78,7 +78,7 @@ pub struct Failure {
     pub problem: String,
     /// The pause that the server asks for.
     pub retry_after: Option<Duration>,
-    /// The server's whole message, to find names of fields.
+    /// The complete message of the server, which may name the rejected field.
     pub said: String,
     /// The finish reason of an answer that was broken off.
     pub finish: Option<FinishReason>,
@@ -210,7 +210,7 @@ fn shorten(text: &str) -> String {
     }
 }
 
-/// The root cause of an error. Reqwest's own message hides it, and the caller names the URL.
+/// The root cause of an error. The message of reqwest hides it, and the caller names the URL.
 fn root_cause(error: &reqwest::Error) -> String {
     if error.is_timeout() && !error.is_connect() {
         return "no answer in time".into();

@@ -1,4 +1,4 @@
-//! A pool of servers: a request goes to a free slot, and to another server if it fails.
+//! A pool of servers: a request goes to a free slot of a server, and to another server if that server fails.
 //!
 //! A request queues at all servers at once and takes the first free slot, so faster servers get
 //! more requests. When a server's circuit opens, its requests in progress move to others.
@@ -30,7 +30,7 @@ use server_state::{CircuitState, Slot, StateChange, exponential_backoff};
 const MAX_CONCURRENT_REQUESTS: usize = 65_536;
 /// First and longest pause between attempts at a row, for [`exponential_backoff`].
 const RETRY_PAUSES: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(16));
-/// Maximum number of rate limits of one request; then its row fails.
+/// Maximum number of times that one request may be rate-limited before its row fails.
 const MAX_RATE_LIMITS: u32 = 100;
 
 /// The run ends after this many refusals without any answer, because the rows cannot be the cause.
@@ -101,7 +101,7 @@ impl Pool {
         Ok(Self { servers, options, changes: watching::Sender::new(()), closed: OnceLock::new() })
     }
 
-    /// Checks that at least one server responds, and starts to probe the others.
+    /// Checks that at least one server responds, and starts to probe the remaining servers.
     pub async fn check(self: &Arc<Self>) -> anyhow::Result<()> {
         let found = join_all(self.servers.iter().map(|server| server.probe())).await;
         let down: Vec<(&Arc<Server>, String)> = self
@@ -122,8 +122,8 @@ impl Pool {
         Ok(())
     }
 
-    /// Sends a request until it is answered or cannot succeed. `home` is the preferred server; it
-    /// becomes the one that answered.
+    /// Sends a request until it is answered or cannot succeed. `home` is the preferred server. After an answer it is
+    /// the server that answered.
     pub async fn ask(
         self: &Arc<Self>,
         body: &Map<String, Value>,
@@ -266,7 +266,7 @@ impl Pool {
         self.servers.iter().filter(|server| server.state.circuit() == CircuitState::Closed).count()
     }
 
-    /// Whether many requests were refused and none was answered.
+    /// Whether many requests were refused and no request was answered.
     fn only_refusals(&self) -> bool {
         let stats: Vec<_> = self.servers.iter().map(|server| server.state.stats()).collect();
         stats.iter().map(|stats| stats.count(FailureClass::Refused)).sum::<u64>() >= MAX_REFUSALS
@@ -292,7 +292,7 @@ impl Pool {
         self.changes.send_replace(());
     }
 
-    /// One attempt, repeated without optional fields that the server rejects.
+    /// Makes one attempt, and repeats it without the optional fields that the server rejects.
     async fn attempt(&self, server: &Server, body: &Map<String, Value>) -> Result<Answer, AttemptError> {
         loop {
             let sent = server.extensions.fields_to_send(body);
@@ -320,7 +320,7 @@ impl Pool {
                                 self.drop_fields(server, suspected, &failure);
                                 return Ok(answer);
                             }
-                            // The server refuses the request without these fields too.
+                            // The server also refuses the request if these fields are omitted.
                             Err(again) if again.class == FailureClass::Refused => {}
                             // Another failure does not show whether the fields were the cause.
                             Err(again) => return Err(AttemptError::Failed(again)),

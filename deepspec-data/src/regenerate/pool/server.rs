@@ -29,7 +29,7 @@ pub struct Server {
     http: reqwest::Client,
     base: String,
     api_key: Option<String>,
-    /// Its slots and circuit breaker.
+    /// Slots and circuit breaker of the server.
     pub state: Arc<ServerState>,
     /// Optional fields that it accepts or rejects.
     pub extensions: Extensions,
@@ -83,7 +83,7 @@ impl Server {
         }
     }
 
-    /// Its base URL.
+    /// Base URL of the server.
     pub fn url(&self) -> &str {
         &self.base
     }

@@ -44,7 +44,7 @@ pub enum CircuitState {
 /// The action that the caller takes after a change of state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum StateChange {
-    /// No action.
+    /// The caller does nothing.
     None,
     /// Call [`ServerState::resume`] after this time.
     Resume(Duration),
@@ -199,7 +199,7 @@ impl ServerState {
         self.lock().in_flight
     }
 
-    /// The last failure; empty if there was none.
+    /// Message of the last failure; empty if no request failed.
     pub fn problem(&self) -> String {
         self.lock().problem.clone()
     }
@@ -305,8 +305,9 @@ impl ServerState {
         let change = if matches!(state.circuit, CircuitState::Closed | CircuitState::HalfOpen) {
             state.circuit = CircuitState::Paused;
             let own = state.limited.next().unwrap_or(RATE_LIMIT_PAUSES.1);
-            // Jitter of up to a fifth spreads the return of many clients. The own backoff is the
-            // minimum, because a pause of 0 would repeat at once.
+            // Jitter of up to a fifth spreads the return of many clients. The pause is at least the
+            // exponential backoff, because a server that asks for 0 seconds would get the next
+            // request at once.
             let wished = wish.map(|wish| wish.min(MAX_RETRY_AFTER).mul_f64(1.0 + 0.2 * random_fraction()));
             StateChange::Resume(wished.map_or(own, |wished| wished.max(own)))
         } else {
@@ -353,8 +354,8 @@ fn random_fraction() -> f64 {
     random_u64() as f64 / u64::MAX as f64
 }
 
-/// Pauses that double from the first to the longest; random jitter adds up to the pause's own
-/// length.
+/// Pauses that double from the first to the longest; random jitter adds at most the length of the
+/// pause.
 pub fn exponential_backoff((first, longest): (Duration, Duration)) -> ExponentialBackoff {
     let pauses = ExponentialBuilder::new().with_min_delay(first).with_max_delay(longest);
     pauses.without_max_times().with_jitter().build()

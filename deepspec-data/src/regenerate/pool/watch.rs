@@ -32,7 +32,8 @@ impl Pool {
             }
             StateChange::Look => {
                 tracing::warn!("{}; asking the other servers and trying it again", server.state.problem());
-                // If another server gets requests, the ones in progress here move there.
+                // If another server gets requests, the requests in progress at this server move to
+                // it.
                 if self.serving_count() > 0 {
                     server.cancelled.notify_waiters();
                 }

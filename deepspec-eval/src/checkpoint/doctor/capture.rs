@@ -1,4 +1,5 @@
-//! Captures the target's hidden states for its own answers, at all layers that a trial may need.
+//! Captures the target's hidden states for the target's answers, at all layers that a trial may
+//! need.
 
 use deepspec_core::Tap;
 use deepspec_engine::{ModelInput, Target};
@@ -59,13 +60,13 @@ impl CapturedStates {
         taps.iter().all(|tap| self.layers.contains(tap))
     }
 
-    /// Whether `taps` has the last decoder layer.
+    /// Whether `taps` contains the last decoder layer.
     pub fn includes_last_layer(&self, taps: &[Tap]) -> bool {
         taps.contains(&self.top)
     }
 
-    /// The drafter's input from the layers `taps` of an answer, `[T, m·d]`. With `normed`, the last
-    /// layer is read after the final norm.
+    /// Input of the drafter: the hidden states of an answer after the layers `taps`, `[T, m·d]`.
+    /// With `normed`, the state of the last layer is taken after the final norm.
     pub fn hidden_states(&self, answer: &CapturedAnswer, taps: &[Tap], normed: bool) -> Tensor {
         let of = |tap: &Tap| {
             if normed && *tap == self.top {

@@ -1,4 +1,4 @@
-//! Decodes the prompts: accepted length, and the target's own answers.
+//! Decodes the prompts, which gives the accepted length and the target's answers.
 
 use std::path::Path;
 
@@ -24,7 +24,7 @@ pub struct PromptOptions {
 }
 
 impl PromptOptions {
-    /// Variants of these options that differ in one of them.
+    /// Variants of these options, each of which differs in one option.
     pub fn variants(&self) -> Vec<Self> {
         let system_prompt = match &self.system_prompt {
             Some(_) => None,
@@ -55,7 +55,7 @@ pub struct PromptRun {
 }
 
 impl PromptRun {
-    /// τ and its standard error.
+    /// Accepted length τ, and its standard error.
     pub fn accepted_length(&self) -> (f64, f64) {
         let count = self.cycles.len() as f64;
         if self.cycles.is_empty() {

@@ -1,9 +1,8 @@
-//! `checkpoint doctor`: why a drafter's accepted length is low, by measurement.
+//! `checkpoint doctor`: measures why a drafter's accepted length is low.
 //!
-//! The drafter first decodes a few prompts, which gives the accepted length and the target's own
-//! answers. The target's hidden states of these answers are captured once. Each trial then runs the
-//! drafter over them, teacher-forced as in training, with one thing changed. If the accepted length
-//! rises, that thing is the likeliest cause.
+//! The drafter first decodes a few prompts, which gives the accepted length and the target's answers. The target's hidden states of these
+//! answers are captured once. Each trial then runs the drafter over them with one setting changed, teacher-forced as in training. If the
+//! accepted length rises, that setting is the likeliest cause.
 
 mod capture;
 mod decode;
@@ -76,7 +75,7 @@ pub struct Args {
 
 /// Number of sequences decoded at once.
 const SLOTS: usize = 16;
-/// Suites used if none is named.
+/// Suites that are used if the user names none.
 const SMOKE_SUITES: [&str; 3] = ["smoke-math", "smoke-code", "smoke-chat"];
 
 impl Args {
@@ -130,7 +129,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
         None => None,
     };
     let mut report = match deepspec_drafters::check_layout(&draft) {
-        // A layout that only engines read is not decoded here.
+        // DeepSpec does not decode with a layout that only engines read.
         Err(unread) if serving.is_some() => Diagnosis::for_unread_layout(&unread),
         _ => diagnose(args, &target, &draft, place)?,
     };

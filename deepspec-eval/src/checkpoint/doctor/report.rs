@@ -15,7 +15,8 @@ use super::score::Rise;
 /// tokens.
 const MIN_RISE: f64 = 0.1;
 const MIN_RELATIVE_RISE: f64 = 0.2;
-/// Trials within this difference are ties. The first of them, the most common cause, is named.
+/// Trials within this difference are ties. The report names the first of them, because trials are
+/// in the order of how common their causes are.
 const TIE_MARGIN: f64 = 0.05;
 /// A smaller rise, down to [`TIE_MARGIN`], counts if the overlap of the distributions rises by this
 /// many standard errors. If layer ids are off by one, some drafters lose little accepted length,
@@ -35,7 +36,7 @@ pub enum Cause {
     /// The drafter's embedding or LM head differs from the target's.
     #[serde(rename = "ends")]
     EmbedAndHead,
-    /// The drafter reads other layers than in training.
+    /// The drafter reads layers that it was not trained on.
     Taps,
     /// The last layer's hidden state is read on the wrong side of the final norm.
     FinalNorm,
@@ -102,7 +103,7 @@ pub struct Finding {
     pub evidence: String,
 }
 
-/// A trial: the accepted length with one thing changed.
+/// A trial: the accepted length with one setting changed.
 #[derive(Debug, Clone, Serialize)]
 pub struct Trial {
     /// The cause if the change helps.
@@ -113,7 +114,7 @@ pub struct Trial {
     pub before: f64,
     /// Accepted length with the change.
     pub after: f64,
-    /// Rise with its standard error, if both lengths are of the same blocks.
+    /// Rise with its standard error. None if the two lengths were not measured on the same blocks.
     pub rise: Option<Rise>,
 }
 
@@ -147,7 +148,7 @@ pub struct Diagnosis {
     pub findings: Vec<Finding>,
     /// Trials.
     pub trials: Vec<Trial>,
-    /// The likeliest cause, if there is one.
+    /// The likeliest cause. None if no cause was found.
     pub cause: Option<Cause>,
     /// The conclusion in words.
     pub verdict: String,
@@ -163,7 +164,7 @@ pub struct Diagnosis {
 pub struct ServingReport {
     engine: Engine,
     risks: Vec<Risk>,
-    /// The expected accepted length in the engine, if nothing is misread.
+    /// The expected accepted length in the engine if it reads all settings correctly.
     pub expected: Option<f64>,
 }
 
@@ -204,7 +205,7 @@ impl Diagnosis {
         report
     }
 
-    /// The report on a checkpoint layout that this program does not decode with.
+    /// The report on a checkpoint layout with which DeepSpec cannot decode.
     pub fn for_unread_layout(why: &ModelError) -> Self {
         let advice = "what an engine makes of its files stands below; for an accepted length examine the checkpoint that it was made of, or what `convert --to reference` makes of it";
         Self { verdict: format!("not decoded with: {why}"), advice: advice.into(), ..Self::default() }
@@ -238,8 +239,9 @@ impl Diagnosis {
         self.notes.push(text.into());
     }
 
-    /// Names the likeliest cause: first another vocabulary, because it explains everything else,
-    /// then the trial with the largest rise.
+    /// Names the likeliest cause: first a permuted vocabulary, because it explains all other
+    /// findings, then the trial with the largest rise, then a wrong embedding or head, then the
+    /// confidence.
     pub fn conclude(&mut self, is_permuted: bool) {
         if is_permuted {
             let evidence = self.evidence(Cause::Vocabulary);

@@ -1,4 +1,4 @@
-//! Scores a drafter's acceptance on the target's own answers, teacher-forced.
+//! Scores a drafter's acceptance on answers of the target, teacher-forced.
 //!
 //! Shapes: A blocks, γ slots, R rows, V vocabulary.
 
@@ -29,13 +29,13 @@ const JACKKNIFE_PARTS: usize = 8;
 pub enum DrafterChange {
     /// No change.
     None,
-    /// The drafter's taps are other layers.
+    /// The drafter reads the hidden states of these layers instead.
     Taps(Vec<Tap>),
     /// The last layer's hidden state is read after the final norm.
     FinalNorm,
-    /// The mask token is another one.
+    /// The drafter uses this mask token instead.
     Mask(i64),
-    /// The slots follow the other convention of positions.
+    /// The slots predict tokens by this convention instead.
     Slots(SlotTarget),
     /// The drafter uses the target's RoPE settings.
     Rope,
@@ -75,7 +75,7 @@ pub struct Score {
 /// Rise of the accepted length, computed from the overlaps of the distributions.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Rise {
-    /// The rise.
+    /// Rise of the accepted length.
     pub overlap: f64,
     /// Standard error of the rise over the parts of the answers (jackknife).
     pub error: f64,
@@ -253,7 +253,7 @@ fn training_sample(answer: &CapturedAnswer, taps: Tensor, anchors: Vec<usize>) -
     }
 }
 
-/// Anchors of whole blocks, whose slots all have a next token, spread evenly over the answer.
+/// Anchors of complete blocks, in which every slot has a next token. They are spread evenly over the answer.
 fn spread_anchors(answer: &CapturedAnswer, block_size: usize) -> Vec<usize> {
     let end = answer.ids.len().saturating_sub(block_size);
     let count = end.saturating_sub(answer.prompt);
