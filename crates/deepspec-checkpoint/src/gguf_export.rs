@@ -91,7 +91,7 @@ impl<'a> GgufExport<'a> {
         let taps = drafter.aux_layer_ids().into_iter().map(|id| id as i32).collect();
         writer.put(&own("target_layers"), Value::Integers(taps));
         writer.extend(parts.keys.iter().map(|(key, value)| (own(key), value.clone())));
-        writer.extend(tokenizer.entries());
+        writer.extend(tokenizer.into_entries());
         let special = target.special_ids().iter();
         writer.extend(special.map(|(name, id)| (format!("tokenizer.ggml.{name}_token_id"), Value::U32(*id))));
         if let Some(mask) = drafter.kind.mask_token_id() {

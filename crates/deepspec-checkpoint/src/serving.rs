@@ -34,23 +34,23 @@ pub struct Risk {
 /// engine needs.
 pub fn risks(checkpoint: &Checkpoint, engine: Engine, target: &Target) -> Vec<Risk> {
     let found = ServingCheck { checkpoint, engine, target };
-    let drafter = found.check_drafter();
+    let drafter = found.drafter_risk();
     if drafter.is_some() && !found.loads_as_it_is() {
         return drafter.into_iter().collect();
     }
     let all = [
         drafter,
-        found.check_layout(),
-        found.check_files(),
-        found.check_verifier_norm(),
-        found.check_target(),
-        found.check_rope(),
-        found.check_target_tokenizer(),
-        found.check_head(),
-        found.check_slots(),
-        found.check_layers(),
-        found.check_mask(),
-        found.check_length(),
+        found.layout_risk(),
+        found.files_risk(),
+        found.verifier_norm_risk(),
+        found.target_risk(),
+        found.rope_risk(),
+        found.target_tokenizer_risk(),
+        found.head_risk(),
+        found.slots_risk(),
+        found.layers_risk(),
+        found.mask_risk(),
+        found.length_risk(),
     ];
     all.into_iter().flatten().collect()
 }
@@ -67,7 +67,7 @@ impl ServingCheck<'_> {
     }
 
     /// Warns of layers, sliding windows and layer ids that tools interpret differently.
-    fn check_drafter(&self) -> Option<Risk> {
+    fn drafter_risk(&self) -> Option<Risk> {
         let problem = self.checkpoint.drafter().reason_not_convertible()?;
         let remedy = if self.loads_as_it_is() {
             format!(
@@ -92,7 +92,7 @@ impl ServingCheck<'_> {
     }
 
     /// Warns if the engine cannot load the folder.
-    fn check_layout(&self) -> Option<Risk> {
+    fn layout_risk(&self) -> Option<Risk> {
         if self.engine == Engine::LlamaCpp {
             let drafter = self.checkpoint.drafter();
             return Some(match drafter.kind.gguf_parts(drafter) {
@@ -123,7 +123,7 @@ impl ServingCheck<'_> {
     }
 
     /// vLLM reads every safetensors file of a folder without an index.
-    fn check_files(&self) -> Option<Risk> {
+    fn files_risk(&self) -> Option<Risk> {
         let dir = self.checkpoint.dir();
         if self.engine != Engine::Vllm || dir.join("model.safetensors.index.json").is_file() {
             return None;
@@ -139,7 +139,7 @@ impl ServingCheck<'_> {
         })
     }
 
-    fn check_verifier_norm(&self) -> Option<Risk> {
+    fn verifier_norm_risk(&self) -> Option<Risk> {
         let name = "verifier_norm.weight";
         let there = self.engine == Engine::Vllm && self.checkpoint.tensors().get(name).is_some();
         there.then(|| Risk {
@@ -149,14 +149,14 @@ impl ServingCheck<'_> {
         })
     }
 
-    fn check_target(&self) -> Option<Risk> {
+    fn target_risk(&self) -> Option<Risk> {
         let error = self.target.check_fits(self.checkpoint.drafter()).err()?;
         let remedy = "name the target that it was trained for; the engine does not compare them".into();
         Some(Risk { subject: "vocabulary and sizes", problem: error.to_string(), remedy })
     }
 
     /// Scaled RoPE, or a RoPE base that differs between newer and older keys.
-    fn check_rope(&self) -> Option<Risk> {
+    fn rope_risk(&self) -> Option<Risk> {
         let config = self.checkpoint.drafter();
         let rope = match self.engine {
             Engine::LlamaCpp => {
@@ -193,7 +193,7 @@ impl ServingCheck<'_> {
     }
 
     /// Whether llama.cpp's converter knows the target's tokenizer.
-    fn check_target_tokenizer(&self) -> Option<Risk> {
+    fn target_tokenizer_risk(&self) -> Option<Risk> {
         if self.engine != Engine::LlamaCpp {
             return None;
         }
@@ -218,7 +218,7 @@ impl ServingCheck<'_> {
 
     /// Warns of a folder with an embedding: llama.cpp's converter drops the folder's LM head and uses the
     /// embedding as head.
-    fn check_head(&self) -> Option<Risk> {
+    fn head_risk(&self) -> Option<Risk> {
         let own = self.checkpoint.find(EMBED).is_some();
         let untied = self.target.head() != self.target.embed();
         (self.engine == Engine::LlamaCpp && own && untied).then(|| Risk {
@@ -229,7 +229,7 @@ impl ServingCheck<'_> {
     }
 
     /// Which token a block position predicts: engines rely on an argument and do not check it.
-    fn check_slots(&self) -> Option<Risk> {
+    fn slots_risk(&self) -> Option<Risk> {
         let kind = &self.checkpoint.drafter().kind;
         // Only block drafters have block positions.
         kind.mask_token_id()?;
@@ -254,7 +254,7 @@ impl ServingCheck<'_> {
     }
 
     /// Warns of layer ids that tools count differently: from 0 or 1, with or without the embedding.
-    fn check_layers(&self) -> Option<Risk> {
+    fn layers_risk(&self) -> Option<Risk> {
         let taps = &self.checkpoint.drafter().taps;
         let ids: Vec<String> = taps.iter().map(|tap| tap.layer_id().to_string()).collect();
         (!ids.is_empty()).then(|| Risk {
@@ -269,7 +269,7 @@ impl ServingCheck<'_> {
     }
 
     /// Whether the mask token also occurs in texts, which it should not.
-    fn check_mask(&self) -> Option<Risk> {
+    fn mask_risk(&self) -> Option<Risk> {
         let id = self.checkpoint.drafter().kind.mask_token_id()?;
         let tokenizer = Tokenizer::read(self.target.dir(), self.target.vocab_size() as usize).ok()?;
         let token = tokenizer.normal_token(usize::try_from(id).ok()?)?;
@@ -281,7 +281,7 @@ impl ServingCheck<'_> {
     }
 
     /// Engines do not read the number of draft tokens from the drafter.
-    fn check_length(&self) -> Option<Risk> {
+    fn length_risk(&self) -> Option<Risk> {
         let drafter = self.checkpoint.drafter();
         let drafted = drafter.kind.draft_len();
         let problem = match self.engine {

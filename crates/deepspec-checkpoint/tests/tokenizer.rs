@@ -30,7 +30,7 @@ fn every_place_of_the_vocabulary_is_filled() {
         json["model"]["merges"] = merges;
         let read = read(&json.to_string()).unwrap();
         assert!(read.has_known_pre_tokenizer());
-        let entries = read.entries();
+        let entries = read.into_entries();
         let entry = |key: &str| {
             entries.iter().find(|(name, _)| name == &format!("tokenizer.ggml.{key}")).unwrap().1.clone()
         };

@@ -72,7 +72,7 @@ fn user_cache_dir(path: impl Fn(&str) -> Option<PathBuf>) -> Option<PathBuf> {
 }
 
 /// `NO_COLOR`: no colours, even on a terminal.
-pub fn no_color() -> bool {
+pub fn is_color_disabled() -> bool {
     var_os("NO_COLOR").is_some_and(|value| !value.is_empty())
 }
 

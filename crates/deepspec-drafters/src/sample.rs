@@ -23,7 +23,7 @@ impl TrainSample {
     ///
     /// # Panics
     /// If `last` lacks the position. Callers must provide the states that predict supervised labels.
-    pub(crate) fn final_state_row(&self, position: usize) -> i64 {
+    pub(crate) fn final_state_row_index(&self, position: usize) -> i64 {
         match self.last_positions.binary_search(&(position as u32)) {
             Ok(row) => row as i64,
             Err(_) => panic!(

@@ -176,7 +176,7 @@ fn write_gguf(folder: &Path, vocab: usize, file: &Path) {
     }
     writer.put("llama.attention.layer_norm_rms_epsilon", Entry::F32(1e-5));
     writer.put("llama.rope.freq_base", Entry::F32(10_000.0));
-    writer.extend(tokenizer.entries());
+    writer.extend(tokenizer.into_entries());
     writer.put("tokenizer.ggml.eos_token_id", Entry::U32(0));
     writer.put("tokenizer.chat_template", Entry::Text("{{ messages[0].content }}".into()));
     let square = |name: &str| (format!("blk.0.{name}.weight"), vec![8, 8]);

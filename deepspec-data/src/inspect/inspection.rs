@@ -11,12 +11,12 @@ use deepspec_text::Problem;
 use rayon::prelude::*;
 use serde::Serialize;
 
-use super::row::{MaskedRow, RowOutcome, check_line};
+use super::row::{MaskedRow, RowOutcome, inspect_line};
 use super::settings::MaskSettings;
 use super::summary::{Lengths, MaskCandidate, Summary};
 
 /// Rows per batch. It limits the text in memory and the frequency of progress updates.
-const BATCH: usize = 128;
+const LINES_PER_BATCH: usize = 128;
 
 /// A problem of a row.
 #[derive(Debug, Clone, Serialize)]
@@ -71,11 +71,11 @@ impl Inspection {
         inspection.summary.tags_agree = settings.other.as_ref().map(|_| 0);
         let (mut ids, mut lengths) = (UniqueIds::default(), Vec::new());
         let mut unused = settings.mask_candidates.clone();
-        for batch in jsonl::line_batches_of_files(files, BATCH) {
+        for batch in jsonl::line_batches_of_files(files, LINES_PER_BATCH) {
             let (file, batch) = batch?;
             let outcomes: Vec<(usize, RowOutcome)> = batch
                 .into_par_iter()
-                .map(|line| (line.number, check_line(settings, line.parse(file))))
+                .map(|line| (line.number, inspect_line(settings, line.parse(file))))
                 .collect();
             progress.add(outcomes.len() as u64, String::new);
             for (line, outcome) in outcomes {

@@ -95,7 +95,7 @@ fn print_text(args: &Args, settings: &MaskSettings, inspection: &Inspection) -> 
     let mut out = BufWriter::new(cli::stdout());
     let mut found = Vec::new();
     if args.html.is_none() {
-        let colour = io::stdout().is_terminal() && !env::no_color();
+        let colour = io::stdout().is_terminal() && !env::is_color_disabled();
         args.each_shown(settings, |row| {
             found.push(row.id.clone());
             Ok(terminal::write_row(&mut out, &row, colour)?)

@@ -8,11 +8,11 @@ use deepspec_text::{ChatTokenizer, Served, Supervised, TextError};
 use rayon::prelude::*;
 use serde::Serialize;
 
-use super::row::{MaskedRow, RowOutcome, check_line};
+use super::row::{MaskedRow, RowOutcome, inspect_line};
 use super::settings::MaskSettings;
 
 /// Rows that are rendered at once.
-const BATCH: usize = 64;
+const LINES_PER_BATCH: usize = 64;
 
 /// A piece of a row's text.
 #[derive(Serialize)]
@@ -93,11 +93,11 @@ pub fn each_rendered_row(
     mut show: impl FnMut(RenderedRow) -> anyhow::Result<()>,
 ) -> anyhow::Result<()> {
     let (mut left, mut names, mut place) = (most, UniqueIds::default(), 0);
-    for batch in jsonl::line_batches_of_files(files, BATCH) {
+    for batch in jsonl::line_batches_of_files(files, LINES_PER_BATCH) {
         let (file, lines) = batch?;
-        let check_line = |line: &RawLine| (line.number, check_line(settings, line.parse(file)));
+        let inspect_line = |line: &RawLine| (line.number, inspect_line(settings, line.parse(file)));
         let mut wanted = vec![];
-        for (line, outcome) in lines.par_iter().map(check_line).collect::<Vec<_>>() {
+        for (line, outcome) in lines.par_iter().map(inspect_line).collect::<Vec<_>>() {
             if let RowOutcome::Row(mut row) = outcome {
                 let id = row.assign_unique_id(&mut names, place);
                 if ids.is_empty() || ids.contains(&id) {

@@ -59,7 +59,7 @@ impl MaskedRow {
 }
 
 /// Parses a line, computes its loss mask and collects the problems of both.
-pub fn check_line(settings: &MaskSettings, line: Line) -> RowOutcome {
+pub fn inspect_line(settings: &MaskSettings, line: Line) -> RowOutcome {
     let fields = match line {
         Line::Row(_, fields) => fields,
         Line::Bad(bad) => return RowOutcome::Unusable(None, bad.problem),

@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 use tokio::runtime::Builder;
 
 use super::inspection::Inspection;
-use super::row::{RowOutcome, check_line};
+use super::row::{RowOutcome, inspect_line};
 use super::settings::MaskSettings;
 use crate::regenerate::openai_messages;
 
@@ -85,7 +85,7 @@ fn collect_probes(files: &[PathBuf], settings: &MaskSettings) -> anyhow::Result<
     for batch in jsonl::line_batches_of_files(files, MAX_COMPARED_ROWS) {
         let (file, lines) = batch?;
         for line in lines {
-            let RowOutcome::Row(row) = check_line(settings, line.parse(file)) else { continue };
+            let RowOutcome::Row(row) = inspect_line(settings, line.parse(file)) else { continue };
             let mut before = row.conversation;
             let last = before.messages.iter().rposition(|message| message.role == Role::Assistant);
             before.messages.truncate(last.unwrap_or(before.messages.len()));

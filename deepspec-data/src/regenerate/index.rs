@@ -16,7 +16,7 @@ use super::settings::RequestSettings;
 use deepspec_capture::Rejected;
 
 /// Number of lines per parallel batch. It limits memory, together with the longest line.
-const BATCH: usize = 1024;
+const LINES_PER_BATCH: usize = 1024;
 
 /// Ids and malformed lines of the inputs.
 #[derive(Default)]
@@ -36,7 +36,7 @@ pub fn index_inputs(inputs: &[PathBuf], settings: &RequestSettings) -> Result<In
     // Rows are assigned to workers by id, equally in all workers. Worker 0 reports malformed lines.
     let falls_here = |id: &str| settings.worker.builds(digest::fingerprint(id.as_bytes()) as usize);
     let mut names = IdAssigner::default();
-    for batch in jsonl::line_batches_of_files(inputs, BATCH) {
+    for batch in jsonl::line_batches_of_files(inputs, LINES_PER_BATCH) {
         let (file, batch) = batch?;
         for (line, row) in names.assign_ids(parse_batch(file, batch, settings)) {
             let here = row.as_ref().map_or(settings.worker.builds(0), |row| falls_here(&row.id));
@@ -82,7 +82,7 @@ pub fn usable_rows<'a>(
     settings: &'a RequestSettings,
 ) -> impl Iterator<Item = Result<Row, FileError>> + 'a {
     let mut names = IdAssigner::default();
-    jsonl::line_batches_of_files(inputs, BATCH).flat_map(move |batch| match batch {
+    jsonl::line_batches_of_files(inputs, LINES_PER_BATCH).flat_map(move |batch| match batch {
         Err(error) => vec![Err(error)],
         Ok((file, batch)) => {
             let rows = names.assign_ids(parse_batch(file, batch, settings));

@@ -62,7 +62,7 @@ impl<'a> Fields<'a> {
 
     /// Removes a field and returns its value.
     pub fn take_value(&mut self, key: &str) -> Result<Option<Value>, Problem> {
-        self.take(key).map(Field::value).transpose()
+        self.take(key).map(Field::into_value).transpose()
     }
 
     /// Returns a field's value without removing it.
@@ -71,7 +71,7 @@ impl<'a> Fields<'a> {
             Field::Value(value) => Field::Value(value.clone()),
             Field::Cell(cell) => Field::Cell(*cell),
         });
-        field.map(Field::value).transpose()
+        field.map(Field::into_value).transpose()
     }
 
     /// The object as JSON members without the braces, without null fields.
@@ -129,7 +129,7 @@ impl<'a> Field<'a> {
     ///
     /// # Errors
     /// If the value cannot be parsed, such as a number out of range.
-    pub fn value(self) -> Result<Value, Problem> {
+    pub fn into_value(self) -> Result<Value, Problem> {
         let cell = match self {
             Self::Value(value) => return Ok(value),
             Self::Cell(cell) => cell,
@@ -143,13 +143,13 @@ impl<'a> Field<'a> {
     }
 
     /// The items of a list; the value itself if it is not a list.
-    pub fn list(self) -> Result<Result<Vec<Self>, Value>, Problem> {
+    pub fn into_list(self) -> Result<Result<Vec<Self>, Value>, Problem> {
         if let Self::Cell(cell) = self
             && let Some(items) = cell.items()
         {
             return Ok(Ok(items.map(Self::Cell).collect()));
         }
-        Ok(match self.value()? {
+        Ok(match self.into_value()? {
             Value::Array(items) => Ok(items.into_iter().map(Self::Value).collect()),
             other => Err(other),
         })
@@ -162,7 +162,7 @@ impl<'a> Field<'a> {
         {
             return Ok(Ok(Fields::of_cells(fields)));
         }
-        Ok(match self.value()? {
+        Ok(match self.into_value()? {
             Value::Object(map) => Ok(map.into()),
             other => Err(other),
         })

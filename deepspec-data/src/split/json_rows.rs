@@ -30,7 +30,7 @@ fn take_messages<'a>(row: &mut Fields<'a>) -> Result<(&'static str, Vec<Field<'a
     let (mut rest, mut lists) = (Map::new(), vec![]);
     for key in MESSAGE_KEYS {
         let Some(found) = row.take(key).filter(|found| !found.is_null()) else { continue };
-        match found.list()? {
+        match found.into_list()? {
             Ok(mut items) => {
                 items.retain(|item| !item.is_null());
                 lists.push((key, items));
@@ -47,13 +47,13 @@ fn take_messages<'a>(row: &mut Fields<'a>) -> Result<(&'static str, Vec<Field<'a
             warn_about_two_fields(key, other);
         }
         if let Some(system) = row.take_value("system")? {
-            let first = messages.first().map(|first| first.clone().value()).transpose()?;
+            let first = messages.first().map(|first| first.clone().into_value()).transpose()?;
             messages.splice(0..0, system_message(&system, first.as_ref()).map(Field::Value));
         }
         return Ok((key, messages));
     }
     for (key, items) in lists {
-        let items = items.into_iter().map(Field::value).collect::<Result<_, _>>()?;
+        let items = items.into_iter().map(Field::into_value).collect::<Result<_, _>>()?;
         rest.insert(key.into(), Value::Array(items));
     }
     for name in row.names() {

@@ -98,7 +98,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     let (completion, blocks) = args.generate(&target, &draft, &tokenizer, request)?;
     let trace = Trace::new(&tokenizer, &completion, &blocks)?;
     let colour = match args.color {
-        Colour::Auto => io::stdout().is_terminal() && !env::no_color(),
+        Colour::Auto => io::stdout().is_terminal() && !env::is_color_disabled(),
         Colour::Always => true,
         Colour::Never => false,
     };

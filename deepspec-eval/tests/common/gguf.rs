@@ -47,7 +47,7 @@ fn write(file: &Path, architecture: &str) {
     writer.put(&format!("{architecture}.attention.layer_norm_rms_epsilon"), Entry::F32(eps as f32));
     let tokenizer = Tokenizer::read(&dir, config["vocab_size"].as_u64().unwrap() as usize).unwrap();
     assert!(tokenizer.has_known_pre_tokenizer());
-    writer.extend(tokenizer.entries());
+    writer.extend(tokenizer.into_entries());
     for (theirs, ours) in [("bos", "bos_token_id"), ("eos", "eos_token_id"), ("padding", "pad_token_id")] {
         let id = config[ours].get(0).unwrap_or(&config[ours]).as_u64().unwrap();
         writer.put(&format!("tokenizer.ggml.{theirs}_token_id"), Entry::U32(id as u32));

@@ -11,7 +11,7 @@ use crate::cache::files::ShardEntry;
 use crate::cache::layout::{Encoding, Layout};
 
 /// The data starts at a multiple of this, so that rows are aligned.
-const ALIGNMENT: usize = 64;
+const ALIGNMENT_BYTES: usize = 64;
 
 /// `shard-00012.safetensors`.
 pub(crate) fn file_name(shard: usize) -> String {
@@ -183,7 +183,7 @@ fn build_header(layout: &Layout, rows: [u64; 2], sizes: [u64; 5]) -> Vec<u8> {
         Encoding::Bf16z => header_text(layout, rows, [taps, last, 0, 0, u64::MAX - taps - last]).len(),
         Encoding::Bf16 | Encoding::Fp8 => text.len(),
     };
-    let padded = (8 + longest).next_multiple_of(ALIGNMENT);
+    let padded = (8 + longest).next_multiple_of(ALIGNMENT_BYTES);
     text.extend(std::iter::repeat_n(' ', padded - 8 - text.len()));
     [&(text.len() as u64).to_le_bytes(), text.as_bytes()].concat()
 }

@@ -36,4 +36,4 @@ pub use writer::{Tensor, TensorType, Value, Writer};
 
 const MAGIC: &[u8; 4] = b"GGUF";
 /// Alignment of tensor data, in bytes.
-const ALIGNMENT: u64 = 32;
+const ALIGNMENT_BYTES: u64 = 32;

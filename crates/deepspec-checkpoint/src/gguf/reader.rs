@@ -7,7 +7,7 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use crate::gguf::blocks::BlockType;
-use crate::gguf::{ALIGNMENT, GgufError, MAGIC};
+use crate::gguf::{ALIGNMENT_BYTES, GgufError, MAGIC};
 
 /// Maximum number of dimensions of a tensor.
 const MAX_DIMENSIONS: u32 = 4;
@@ -95,7 +95,7 @@ impl GgufFile {
         let mut head = HeaderReader { path, input: BufReader::new(&file), read: 0, size, values: 0, text: 0 };
         let (entries, mut tensors) = head.read()?;
         let alignment = match entries.get("general.alignment") {
-            None => ALIGNMENT,
+            None => ALIGNMENT_BYTES,
             Some(&Entry::Integer(alignment @ 1..=MAX_ALIGNMENT)) if alignment % 8 == 0 => alignment as u64,
             Some(_) => {
                 return Err(

@@ -95,7 +95,7 @@ impl Tokenizer {
     }
 
     /// Converts the tokenizer to GGUF metadata entries.
-    pub fn entries(self) -> Vec<(String, Value)> {
+    pub fn into_entries(self) -> Vec<(String, Value)> {
         let entries = [
             ("model", Value::Text("gpt2".into())),
             ("pre", Value::Text(self.pre_tokenizer.map_or("default", PreTokenizer::name).into())),

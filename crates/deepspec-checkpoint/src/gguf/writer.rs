@@ -2,7 +2,7 @@
 
 use std::io::{self, Write};
 
-use crate::gguf::{ALIGNMENT, MAGIC};
+use crate::gguf::{ALIGNMENT_BYTES, MAGIC};
 
 const VERSION: u32 = 3;
 
@@ -170,10 +170,10 @@ impl Writer {
             tensor.shape.iter().rev().for_each(|&size| head.extend((size as u64).to_le_bytes()));
             head.extend(tensor.kind.id().to_le_bytes());
             head.extend(offset.to_le_bytes());
-            offset += (tensor.bytes() as u64).next_multiple_of(ALIGNMENT);
+            offset += (tensor.bytes() as u64).next_multiple_of(ALIGNMENT_BYTES);
         }
         let length = head.len() as u64;
-        head.resize(length.next_multiple_of(ALIGNMENT) as usize, 0);
+        head.resize(length.next_multiple_of(ALIGNMENT_BYTES) as usize, 0);
         out.write_all(&head)?;
         for (number, tensor) in self.tensors.iter().enumerate() {
             let mut bytes = data(number, tensor)?;
@@ -186,7 +186,7 @@ impl Writer {
                 );
                 return Err(io::Error::new(io::ErrorKind::InvalidData, told));
             }
-            bytes.resize(bytes.len().next_multiple_of(ALIGNMENT as usize), 0);
+            bytes.resize(bytes.len().next_multiple_of(ALIGNMENT_BYTES as usize), 0);
             out.write_all(&bytes)?;
         }
         Ok(())

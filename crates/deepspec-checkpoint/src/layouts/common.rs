@@ -87,7 +87,7 @@ impl Decoder {
     ///
     /// # Errors
     /// Fails if a key has a wrong value.
-    pub fn drafter(
+    pub fn into_drafter(
         self,
         fields: &Fields,
         architecture: &str,

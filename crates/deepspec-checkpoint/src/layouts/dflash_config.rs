@@ -110,9 +110,14 @@ impl<'a> DflashConfig<'a> {
     ///
     /// # Errors
     /// Fails if the captured layer ids are missing or wrong.
-    pub fn drafter(self, fields: &Fields, class: &str, kind: Settings) -> Result<Drafter, CheckpointError> {
+    pub fn into_drafter(
+        self,
+        fields: &Fields,
+        class: &str,
+        kind: Settings,
+    ) -> Result<Drafter, CheckpointError> {
         let taps = read_layer_ids(&self.inner, "target_layer_ids", EMBEDDING_LAYER_ID)?;
-        self.decoder.drafter(fields, class, taps, kind)
+        self.decoder.into_drafter(fields, class, taps, kind)
     }
 }
 

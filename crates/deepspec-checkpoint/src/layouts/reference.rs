@@ -35,7 +35,7 @@ pub fn read(
     let kind = (kind.reference)(fields, &decoder)?;
     fields.required_size::<u64>("num_target_layers")?;
     let taps = read_layer_ids(fields, "target_layer_ids", EMBEDDING_LAYER_ID)?;
-    decoder.drafter(fields, architecture, taps, kind)
+    decoder.into_drafter(fields, architecture, taps, kind)
 }
 
 pub fn config(drafter: &Drafter) -> Map<String, Value> {

@@ -57,7 +57,7 @@ pub fn read(fields: &Fields, tensors: &Tensors, known: KnownDrafters) -> Result<
     let ids = kind.speculators_config().taps;
     // In speculators, id i is the input of layer i, which is the output of the layer before it.
     let taps = read_layer_ids(fields, ids, 0)?;
-    let drafter = decoder.drafter(fields, fields.architecture()?.unwrap_or(model_type), taps, kind)?;
+    let drafter = decoder.into_drafter(fields, fields.architecture()?.unwrap_or(model_type), taps, kind)?;
     Ok(Drafter { draft_vocab_size, ..drafter })
 }
 

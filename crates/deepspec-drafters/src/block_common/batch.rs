@@ -98,7 +98,7 @@ impl BatchLists {
                 self.labels.push(ids[anchor + 1 + k]);
                 self.tokens_before.push(ids[anchor + k]);
                 self.weights.push(slot_weight(k, decay_gamma));
-                teacher_rows.push(sample.final_state_row(anchor + k));
+                teacher_rows.push(sample.final_state_row_index(anchor + k));
             }
         }
         // Anchors increase, so the target states of consecutive blocks form one range of the distinct states.

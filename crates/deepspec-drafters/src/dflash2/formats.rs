@@ -49,7 +49,7 @@ fn read_zlab(fields: &Fields, families: &[Family]) -> Result<(CheckpointFormat, 
     // As with DFlash, `block_size` may be at the top level.
     let keys = merge_outer_block_size(fields, &config.inner)?;
     let settings = read_settings(&config.inner.with_map(&keys), &config.decoder)?;
-    Ok((CheckpointFormat::Zlab, config.drafter(fields, ZLAB_CLASS, settings)?))
+    Ok((CheckpointFormat::Zlab, config.into_drafter(fields, ZLAB_CLASS, settings)?))
 }
 
 /// Reads settings from one object that has all keys.

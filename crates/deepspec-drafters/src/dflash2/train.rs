@@ -144,7 +144,8 @@ impl DrafterKind for DFlash2Modules {
         let (model, settings) = (plan.config.model(), &plan.config.settings);
         let (d, vocab, rank) =
             (model.hidden_size as f64, model.vocab_size as f64, settings.selector_rank as f64);
-        let coefficients = (SUBLAYERS * model.layers.len() * coefficients_per_sublayer(&plan.config)) as f64;
+        let coefficients =
+            (SUBLAYERS_PER_LAYER * model.layers.len() * coefficients_per_sublayer(&plan.config)) as f64;
         let (size, gamma) = (settings.blocks.block_size as f64, settings.draft_len() as f64);
         block_flops(&plan.config, samples, |blocks, rows| {
             let pairs = rows * settings.selector_top_k as f64 * rank;
@@ -157,7 +158,7 @@ impl DrafterKind for DFlash2Modules {
     /// Autograd saves each convolution's input once per kernel position, and the coefficients.
     fn pass_rows(config: &DFlash2Config, samples: &[SampleSize]) -> PassRows {
         let saved_inputs = config.settings.convolution.kernel_size * config.decoder.model.hidden_size;
-        let own_values = SUBLAYERS
+        let own_values = SUBLAYERS_PER_LAYER
             * (CONVOLUTIONS_PER_SUBLAYER * saved_inputs as usize + coefficients_per_sublayer(config));
         PassRows { own_values, ..block_pass_rows(&config.decoder, &config.settings.blocks, samples) }
     }
@@ -303,7 +304,7 @@ impl DFlash2 {
 pub const DFLASH2_SUMS: [&str; 2] = ["selector", "recalled"];
 
 /// Sublayers of a layer that convolutions wrap: attention and MLP.
-const SUBLAYERS: usize = 2;
+const SUBLAYERS_PER_LAYER: usize = 2;
 /// Convolutions per sublayer: one before and one after.
 const CONVOLUTIONS_PER_SUBLAYER: usize = 2;
 

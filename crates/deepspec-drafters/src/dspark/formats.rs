@@ -121,7 +121,7 @@ fn read_dflash_container(
     let within = inner.with_map(&keys);
     let blocks = BlockSpec { slots, ..BlockSpec::read(&within, slots)? };
     let settings = validate(DSparkSettings { blocks, markov, confidence }, &within, &config.decoder)?;
-    Ok((format, config.drafter(fields, class, settings)?))
+    Ok((format, config.into_drafter(fields, class, settings)?))
 }
 
 impl DSparkSettings {

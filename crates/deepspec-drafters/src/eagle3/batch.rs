@@ -178,7 +178,7 @@ impl Eagle3Batch {
                     kept.extend(previous.binary_search(&i).ok().map(|place| (previous_first + place) as i64));
                     if is_supervised(supervise, &sample.loss_mask, i, s) {
                         supervised.push(tokens.len() as i64);
-                        states.push((number, sample.final_state_row(i + 1 + s)));
+                        states.push((number, sample.final_state_row_index(i + 1 + s)));
                         weights.push(weight(sample));
                         decayed.push((f64::from(weight(sample)) * decay) as f32);
                     }

@@ -98,7 +98,7 @@ fn read_specforge(fields: &Fields, known: &[Family]) -> Result<(CheckpointFormat
     // SpecForge's config has no number of drafted tokens.
     let kind = settings_with_steps(fields.size("ttt_length")?.unwrap_or(7));
     let draft_vocab_size = pruned.unwrap_or(decoder.vocab_size);
-    let drafter = decoder.drafter(fields, SPECFORGE_CLASS, taps, kind)?;
+    let drafter = decoder.into_drafter(fields, SPECFORGE_CLASS, taps, kind)?;
     Ok((CheckpointFormat::Specforge, Drafter { draft_vocab_size, ..drafter }))
 }
 

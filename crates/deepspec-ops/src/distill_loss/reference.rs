@@ -47,7 +47,7 @@ pub(super) fn measure(
 impl RowProbs {
     /// Gradient by the drafter's logits, `[n, V]`, where s is the sign of p^d − p^t:
     /// `label·(p^d − onehot) + soft·(p^d − p^t) + l1·p^d ⊙ (s − Σ p^d s)`.
-    pub(super) fn gradient(self, coeffs: &GradCoeffs) -> Tensor {
+    pub(super) fn into_gradient(self, coeffs: &GradCoeffs) -> Tensor {
         let Self { draft, mut target, mut difference, labels } = self;
         let mut factor = labels.zeros_like().to_kind(Kind::Float); // of p^d, constant along a row
         for coefficient in [&coeffs.label, &coeffs.soft].into_iter().flatten() {

@@ -61,7 +61,7 @@ impl LogitsTile {
         let needs = rows.required_stats(recipe);
         let (rows_of, distances) = MeasuredRows::measure(draft, target, &span.slice_rows(rows.labels), needs);
         let mut judged = TileLoss::evaluate(distances, rows, span, recipe);
-        let mut gradient = rows_of.gradient(&std::mem::take(&mut judged.coeffs).scaled(rows.scale));
+        let mut gradient = rows_of.into_gradient(&std::mem::take(&mut judged.coeffs).scaled(rows.scale));
         if let Some(extra) = &extra {
             let _ = gradient.scatter_add_(1, &extra.tokens, &extra.gradient);
             judged.loss += &extra.loss;
@@ -214,14 +214,14 @@ impl MeasuredRows {
     }
 
     /// Gradient by the drafter's logits, `[n, V]`; see [`reference::RowProbs::gradient`].
-    fn gradient(self, coeffs: &GradCoeffs) -> Tensor {
+    fn into_gradient(self, coeffs: &GradCoeffs) -> Tensor {
         match self {
             Self::Kernel { mut draft, target, labels } => {
                 let done = logits_grad(&mut draft, &target, &labels, &coeffs.to_tensor(&labels));
                 assert!(done, "rows that a kernel measured have no gradient");
                 draft
             }
-            Self::Reference(measured) => measured.gradient(coeffs),
+            Self::Reference(measured) => measured.into_gradient(coeffs),
         }
     }
 }
@@ -249,7 +249,7 @@ mod tests {
             let target = TargetRows::Logits(target.to_kind(kind).copy());
             let (rows, found) = MeasuredRows::measure(draft.to_kind(kind).copy(), target, &labels, needs);
             let factor = || Some(Tensor::from_slice(&[0.5f32, 1.0, 0.25, 2.0]).view([4, 1]).to_kind(kind));
-            let slopes = rows.gradient(&GradCoeffs { label: factor(), soft: factor(), l1: factor() });
+            let slopes = rows.into_gradient(&GradCoeffs { label: factor(), soft: factor(), l1: factor() });
             let (soft, kl) = found.soft.unwrap();
             [found.ce, found.l1, found.overlap.unwrap(), soft, kl, found.agreement.unwrap(), slopes]
         });

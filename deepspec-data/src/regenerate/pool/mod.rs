@@ -159,7 +159,7 @@ impl Pool {
                         return Err(AskError::Row(problem));
                     }
                 }
-                FailureClass::Refused if self.only_refusals() => {
+                FailureClass::Refused if self.has_only_refusals() => {
                     let error =
                         anyhow!("{MAX_REFUSALS} requests were refused and none was answered: {problem}");
                     return Err(AskError::Run(error));
@@ -267,7 +267,7 @@ impl Pool {
     }
 
     /// Whether many requests were refused and no request was answered.
-    fn only_refusals(&self) -> bool {
+    fn has_only_refusals(&self) -> bool {
         let stats: Vec<_> = self.servers.iter().map(|server| server.state.stats()).collect();
         stats.iter().map(|stats| stats.count(FailureClass::Refused)).sum::<u64>() >= MAX_REFUSALS
             && stats.iter().all(|stats| stats.answered == 0)

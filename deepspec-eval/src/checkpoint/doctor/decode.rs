@@ -9,7 +9,7 @@ use deepspec_engine::{DraftSampling, Engine, EngineOptions, Sampling};
 use deepspec_models::{ModelConfig, TargetModel, TargetOptions};
 use deepspec_text::ChatTokenizer;
 
-use super::{Args, DeviceAndDtype, SLOTS};
+use super::{Args, DECODE_SLOTS, DeviceAndDtype};
 
 /// System message that the released recipes add to conversations without one.
 const SYSTEM_PROMPT: &str = "You are a helpful assistant.";
@@ -87,11 +87,17 @@ pub fn load_engine(
     context: usize,
     draft_sampling: DraftSampling,
 ) -> anyhow::Result<Engine<TargetModel, Box<dyn Drafter>>> {
-    let drafter = deepspec_drafters::load_drafter(draft, &DrafterOptions { device, kind, slots: SLOTS })?;
+    let drafter =
+        deepspec_drafters::load_drafter(draft, &DrafterOptions { device, kind, slots: DECODE_SLOTS })?;
     let taps = drafter.taps().to_vec();
-    let target = TargetModel::load(target, &TargetOptions { device, kind, slots: SLOTS, taps })?;
-    let options =
-        EngineOptions { slots: SLOTS, context, max_draft_tokens: None, draft_sampling, counts_overrun: true };
+    let target = TargetModel::load(target, &TargetOptions { device, kind, slots: DECODE_SLOTS, taps })?;
+    let options = EngineOptions {
+        slots: DECODE_SLOTS,
+        context,
+        max_draft_tokens: None,
+        draft_sampling,
+        counts_overrun: true,
+    };
     Ok(Engine::new(target, Some(drafter), options))
 }
 

@@ -74,7 +74,7 @@ pub struct Args {
 }
 
 /// Number of sequences decoded at once.
-const SLOTS: usize = 16;
+const DECODE_SLOTS: usize = 16;
 /// Suites that are used if the user names none.
 const SMOKE_SUITES: [&str; 3] = ["smoke-math", "smoke-code", "smoke-chat"];
 
