@@ -7,6 +7,7 @@ mod common;
 mod drafters;
 mod llama_cpp;
 mod server;
+mod states;
 mod vllm;
 mod walk_through;
 
