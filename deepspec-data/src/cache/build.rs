@@ -8,8 +8,7 @@ use std::time::Instant;
 use anyhow::Context;
 use clap::ValueEnum;
 use deepspec_capture::cache::{
-    Builder, Encoding, FinalStates, MANIFEST_FILE, Manifest, Plan, PlannedSample, Worker, merge,
-    remove_cache,
+    Builder, Encoding, FinalStates, MANIFEST_FILE, Manifest, Plan, PlannedSample, Worker, merge, remove_cache,
 };
 use deepspec_capture::served::{ServedLimits, ServedTarget};
 use deepspec_capture::{
