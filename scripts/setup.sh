@@ -154,7 +154,10 @@ link() {
         ln -s "${to#"$root"/}" ".libtorch.$$"
         mv -T ".libtorch.$$" .libtorch
         # Objects compiled against the headers of another libtorch would be reused: their paths have not changed.
-        if [ -d target ]; then
+        if [ -L target ]; then
+            say "target is a link, so it stays as it is; if another libtorch was in use: cargo clean --release -p torch-sys -p deepspec-ops"
+        elif [ -d target ]; then
+            say "removing torch-sys and deepspec-ops from target (cargo clean), which are compiled against the headers of libtorch"
             for package in torch-sys deepspec-ops; do
                 cargo clean --quiet --offline --profile dev -p "$package" || true
                 cargo clean --quiet --offline --profile release -p "$package" || true
