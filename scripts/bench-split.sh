@@ -6,6 +6,16 @@
 #
 # PYTHON names a Python that has datasets and numpy; without it, one is set up in .venv-bench.
 set -euo pipefail
+case ${1:-} in
+    -h | --help)
+        sed -n '2,/^set -euo/{/^set -euo/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"
+        exit 0
+        ;;
+    -*)
+        echo "bench-split: unknown argument \`$1\`; --help lists what it takes" >&2
+        exit 2
+        ;;
+esac
 cd "$(dirname "$0")/.."
 rows=${1:-1000000} runs=${2:-3} folder=${3:-}
 

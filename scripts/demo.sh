@@ -3,6 +3,16 @@
 #
 #   scripts/demo.sh [OUTPUT_DIR]      default runs/demo; a second call goes on where the first one stopped
 set -euo pipefail
+case ${1:-} in
+    -h | --help)
+        sed -n '2,/^set -euo/{/^set -euo/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"
+        exit 0
+        ;;
+    -*)
+        echo "demo: unknown argument \`$1\`; --help lists what it takes" >&2
+        exit 2
+        ;;
+esac
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
 out=${1:-runs/demo}
 target=assets/tiny-target

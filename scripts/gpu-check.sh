@@ -9,6 +9,17 @@
 #
 # Python with torch and transformers is DEEPSPEC_TEST_PYTHON, else python3.
 set -euo pipefail
+case ${1:-} in
+    -h | --help)
+        sed -n '2,/^set -euo/{/^set -euo/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"
+        exit 0
+        ;;
+    --standin | --pack) ;;
+    -*)
+        echo "gpu-check: unknown argument \`$1\`; --help lists what it takes" >&2
+        exit 2
+        ;;
+esac
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
 # What is compared on the device. Attention of blocks and our own kernels are others there than on the CPU.
 tests=(--workspace --test 'golden*' --test block_attention)

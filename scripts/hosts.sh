@@ -3,6 +3,16 @@
 # ranks each; a cut cable ends the job with a named cause within the timeout; it goes on elsewhere with another number of ranks; and `regenerate` asks
 # servers on all three, one of which goes away and comes back. Needs root, iproute2 and a build (cargo build --release).
 set -euo pipefail
+case ${1:-} in
+    -h | --help)
+        sed -n '2,/^set -euo/{/^set -euo/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"
+        exit 0
+        ;;
+    ?*)
+        echo "hosts: unknown argument \`$1\`; --help says what the script does" >&2
+        exit 2
+        ;;
+esac
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
 bin=$PWD/target/release
 work=$(mktemp -d)

@@ -2,6 +2,16 @@
 # Fetches the libtorch that the programs beside this need into the folder `libtorch` here, from the wheel of torch: its CPU parts (0.6 GB to download), or,
 # for programs that were built for GPUs, where there is one, or with DEEPSPEC_FULL_TORCH=1, with its CUDA libraries too (3 GB). Needs Python 3.10 with venv.
 set -euo pipefail
+case ${1:-} in
+    -h | --help)
+        sed -n '2,/^set -euo/{/^set -euo/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"
+        exit 0
+        ;;
+    ?*)
+        echo "install-libtorch: unknown argument \`$1\`; --help says what the script does" >&2
+        exit 2
+        ;;
+esac
 cd -P "$(dirname "${BASH_SOURCE[0]}")"
 version=$(sed -n 's/^libtorch \([0-9.]*\).*/\1/p' LIBTORCH)
 python3 -m venv --clear .venv

@@ -14,6 +14,16 @@
 #   LOAD_SECONDS      4, after one that does not count
 #   LOAD_TARGET, LOAD_DRAFT, LOAD_SUITES   assets/tiny-target, assets/tiny-dspark, smoke-math smoke-code smoke-chat
 set -euo pipefail
+case ${1:-} in
+    -h | --help)
+        sed -n '2,/^set -euo/{/^set -euo/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"
+        exit 0
+        ;;
+    -*)
+        echo "load: unknown argument \`$1\`; --help lists what it takes" >&2
+        exit 2
+        ;;
+esac
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
 out=${1:-runs/load}
 read -ra schedules <<<"${LOAD_SCHEDULES:-plain whole fixed:4 prefix prefix-async}"

@@ -15,6 +15,16 @@
 #   REAL_ROUNDED  0 leaves out the other rounding, and what is compared with it; a later call may ask for more of both
 #   REAL_VLLM     0 leaves out vLLM, which takes 6 GB of disk and, with drafters, long: Triton's kernels are interpreted
 set -euo pipefail
+case ${1:-} in
+    -h | --help)
+        sed -n '2,/^set -euo/{/^set -euo/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"
+        exit 0
+        ;;
+    -*)
+        echo "real: unknown argument \`$1\`; --help lists what it takes" >&2
+        exit 2
+        ;;
+esac
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
 out=${1:-runs/real}
 rows=${REAL_ROWS:-4400} steps=${REAL_STEPS:-5000} prompts=${REAL_PROMPTS:-20} suites=${REAL_SUITES:-eval_datasets}

@@ -8,6 +8,17 @@
 #
 # Needs cargo-cyclonedx (cargo install --locked cargo-cyclonedx). The commit is written into the programs, what is not committed yet as `-dirty`.
 set -euo pipefail
+case ${1:-} in
+    -h | --help)
+        sed -n '2,/^set -euo/{/^set -euo/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"
+        exit 0
+        ;;
+    --libtorch) ;;
+    -*)
+        echo "release: unknown argument \`$1\`; --help lists what it takes" >&2
+        exit 2
+        ;;
+esac
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
 with_libtorch=
 if [ "${1:-}" = --libtorch ]; then

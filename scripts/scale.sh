@@ -7,6 +7,16 @@
 #
 # To be run beside nothing else.
 set -euo pipefail
+case ${1:-} in
+    -h | --help)
+        sed -n '2,/^set -euo/{/^set -euo/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"
+        exit 0
+        ;;
+    -*)
+        echo "scale: unknown argument \`$1\`; --help lists what it takes" >&2
+        exit 2
+        ;;
+esac
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
 out=${1:-runs/scale}
 target=assets/tiny-target draft=assets/tiny-dspark recipe=configs/tiny/dspark.yaml

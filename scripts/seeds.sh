@@ -9,6 +9,16 @@
 #
 #   DRAFTERS=dspark STATES="bf16 fp8" scripts/seeds.sh runs/demo 500
 set -euo pipefail
+case ${1:-} in
+    -h | --help)
+        sed -n '2,/^set -euo/{/^set -euo/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"
+        exit 0
+        ;;
+    -*)
+        echo "seeds: unknown argument \`$1\`; --help lists what it takes" >&2
+        exit 2
+        ;;
+esac
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
 demo=${1:-runs/demo}
 shift || true

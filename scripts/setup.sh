@@ -7,6 +7,16 @@
 #
 # Run it as often as you like: it does only what is left to do.
 set -euo pipefail
+case ${1:-} in
+    -h | --help)
+        sed -n '2,/^set -euo/{/^set -euo/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"
+        exit 0
+        ;;
+    ?*)
+        echo "setup: unknown argument \`$1\`; --help says what the script does" >&2
+        exit 2
+        ;;
+esac
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
 root=$PWD
 

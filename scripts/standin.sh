@@ -10,6 +10,16 @@
 # DEEPSPEC_STANDIN_REPORT    where to write, as the process ends, what was uploaded, downloaded and waited for, by operator, and how much
 #                            memory was used; %p in it stands for the process's number
 set -euo pipefail
+case ${1:-} in
+    -h | --help)
+        sed -n '2,/^set -euo/{/^set -euo/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"
+        exit 0
+        ;;
+    ?*)
+        echo "standin: unknown argument \`$1\`; --help says what the script does" >&2
+        exit 2
+        ;;
+esac
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
 cxx=${CXX:-c++}
 out=${CARGO_TARGET_DIR:-target}/standin

@@ -2,6 +2,16 @@
 # Runs scripts/pipeline.sh on the toy target, kills it with kill -9 in every stage, and compares its end with a run that nothing
 # interrupted. Needs a build.
 set -euo pipefail
+case ${1:-} in
+    -h | --help)
+        sed -n '2,/^set -euo/{/^set -euo/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"
+        exit 0
+        ;;
+    ?*)
+        echo "test-pipeline: unknown argument \`$1\`; --help says what the script does" >&2
+        exit 2
+        ;;
+esac
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
 bin=${DEEPSPEC_TEST_BIN:-$PWD/target/release}
 work=$(mktemp -d)

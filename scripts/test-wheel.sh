@@ -6,6 +6,17 @@
 # Without --download the environment borrows the torch of DEEPSPEC_TEST_PYTHON, and only pip is tried. --download fetches torch
 # itself, with `pip install` and with `uv tool install` (3 GB).
 set -euo pipefail
+case ${1:-} in
+    -h | --help)
+        sed -n '2,/^set -euo/{/^set -euo/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"
+        exit 0
+        ;;
+    --download) ;;
+    -*)
+        echo "test-wheel: unknown argument \`$1\`; --help lists what it takes" >&2
+        exit 2
+        ;;
+esac
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
 root=$PWD
 download=

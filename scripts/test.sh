@@ -12,6 +12,7 @@
 # Tests that are left out are counted at the end, with their reasons; with DEEPSPEC_FORBID_SKIPS=1 those fail that miss something that
 # could be installed.
 set -euo pipefail
+self=$(realpath "${BASH_SOURCE[0]}")
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
 
 engines=
@@ -19,6 +20,10 @@ while true; do
     case "${1:-}" in
         --full) engines=1; export DEEPSPEC_TEST_FULL=1 ;;
         --engines) engines=1 ;;
+        -h | --help)
+            sed -n '2,/^set -euo/{/^set -euo/d;s/^# \{0,1\}//;p}' "$self"
+            exit 0
+            ;;
         *) break ;;
     esac
     shift
