@@ -122,12 +122,13 @@ struct ValidationMeasurement {
 }
 
 impl PipelineEstimate {
-    /// Estimates the stages of a plan.
+    /// Estimates the stages of a plan; None with `--hardware` alone as long as the number of rows is
+    /// unknown, because the memory of a GPU can be planned without it.
     ///
     /// # Errors
     /// Usage errors for invalid numbers, unknown hardware, files without measurements, and missing
     /// samples.
-    pub fn from_plan(args: &EstimateArgs, plan: &Plan) -> anyhow::Result<Self> {
+    pub fn from_plan(args: &EstimateArgs, plan: &Plan) -> anyhow::Result<Option<Self>> {
         args.check()?;
         let costs = &plan.costs;
         let value_bytes = value_bytes(args, plan);
@@ -142,6 +143,9 @@ impl PipelineEstimate {
             Machine::from_measurements(args.hardware.as_deref(), &args.measured, read).map_err(usage)?;
         if let Some(link) = args.interconnect {
             machine.link.bytes_per_second = link;
+        }
+        if args.rows.is_none() && plan.data.is_err() && args.measured.is_empty() {
+            return Ok(None);
         }
         let (rows, prompt, answer) = row_and_token_counts(args, plan)?;
         if costs.recipe.data.max_length < 2 {
@@ -163,7 +167,7 @@ impl PipelineEstimate {
             args.devices.iter().map(|&devices| of(devices).estimate_on(&machine, devices)).collect();
         let pipeline = of(1);
         let (eval_prompts, price) = (args.eval_prompts, args.price);
-        Ok(Self { machine, pipeline, rows, prompt, answer, eval_prompts, price, estimates, held_out })
+        Ok(Some(Self { machine, pipeline, rows, prompt, answer, eval_prompts, price, estimates, held_out }))
     }
 
     /// The estimate as text, indented below a topic.
@@ -212,11 +216,11 @@ impl PipelineEstimate {
             (true, false) => format!(", which training reads at {}", reading.join(", ")),
             _ => String::new(),
         };
-        lines.push(format!(
-            "states at most {:.1} GB{reading}; a checkpoint {:.2} GB",
-            states / 1e9,
-            checkpoint / 1e9
-        ));
+        let states = match states > 0.0 {
+            true => format!("states at most {:.1} GB{reading}", states / 1e9),
+            false => "states take no disk".into(),
+        };
+        lines.push(format!("{states}; a checkpoint {:.2} GB", checkpoint / 1e9));
         lines.extend(self.held_out.iter().map(|ValidationMeasurement { file, measured, estimated }| {
             let (stage, took) = (measured.stage, measured.seconds);
             let name = file.display();
@@ -262,6 +266,10 @@ fn row_and_token_counts(args: &EstimateArgs, plan: &Plan) -> anyhow::Result<(f64
     let Some(rows) = args.rows.map(|rows| rows as u64).or(counts.map(|counts| counts.samples)) else {
         usage!("--rows is missing, and there are no samples yet to count");
     };
+    let batch = plan.costs.recipe.train.global_batch_size;
+    if rows < batch as u64 {
+        usage!("--rows {rows} is fewer than one step of train.global_batch_size {batch}");
+    }
     let each = |tokens: u64| counts.map(|counts| tokens as f64 / counts.samples.max(1) as f64);
     let answer = args.answer_tokens.or(counts.and_then(|counts| each(counts.supervised_tokens)));
     let prompt = counts.and_then(|counts| each(counts.tokens - counts.supervised_tokens));
@@ -298,7 +306,7 @@ fn build_pipeline(
         Ok(data) if args.rows.is_none() => data.schedule.max_train_steps as f64,
         _ => train
             .max_train_steps
-            .map_or(((rows / global).floor() * train.num_train_epochs as f64).max(1.0), |steps| steps as f64),
+            .map_or((rows / global).floor() * train.num_train_epochs as f64, |steps| steps as f64),
     };
     let width = target.hidden_size as f64;
     let taps = recipe.target.layer_ids.len() as f64;

@@ -87,6 +87,7 @@ impl Plan<'_> {
             "tokens": counts.map(|counts| counts.tokens),
             "supervised_tokens": counts.map(|counts| counts.supervised_tokens),
             "cache_bytes_per_token": self.bytes_per_token(),
+            "max_length": self.recipe().data.max_length,
             "target_dtype": self.needs_target().then(|| dtype_name(self.runtime.dtype)),
             "steps": known.map(|data| data.schedule.max_train_steps).or(train.max_train_steps),
             "steps_per_epoch": known.map(|data| data.schedule.steps_per_epoch),

@@ -7,6 +7,7 @@ use deepspec_capture::{StatesError, TargetRuntime, TargetSpec, check_recipe_fits
 use deepspec_core::cli;
 use deepspec_core::env;
 use deepspec_core::recipe::StatesStorage;
+use deepspec_cost::economics::accelerator_memory;
 use deepspec_drafters::Recipe;
 use deepspec_ops::LocalRank;
 use serde_json::json;
@@ -60,23 +61,38 @@ pub fn print_plan(args: &Args, recipe: &Recipe, trainer: Device, local: LocalRan
     let plan = Plan { costs, runtime, origin: shape.origin.clone(), data };
     let latest = if args.overwrite { None } else { Checkpoints::new(recipe.output_dir()).find_latest()? };
     let resumes = latest.map(|path| path.display().to_string());
-    let estimated = args
-        .estimate
-        .is_requested()
-        .then(|| PipelineEstimate::from_plan(&args.estimate, &plan))
-        .transpose()?;
+    let requested = args.estimate.is_requested();
+    let estimated = if requested { PipelineEstimate::from_plan(&args.estimate, &plan)? } else { None };
+    let limit = args.estimate.hardware.as_deref().and_then(|name| Some((name, accelerator_memory(name)?)));
     let text = if args.json {
         let mut json = plan.json()?;
         json["tool_version"] = json!(deepspec_core::VERSION);
         json["pipeline"] = json!(estimated.as_ref().map(PipelineEstimate::json));
         json["resumes"] = json!(resumes);
+        json["memory_limit"] = json!(limit.map(|(_, bytes)| bytes));
         serde_json::to_string_pretty(&json)?
     } else {
         let resumes = resumes.map_or("starts anew".into(), |path| format!("resumes {path}"));
-        let estimated = estimated
-            .map(|estimated| format!("\n{}", cli::wrap_paragraph("all stages", 14, &estimated.text())));
-        let checkpoints = cli::wrap_paragraph("checkpoints", 14, &resumes);
-        format!("{}\n{checkpoints}{}", plan.text()?, estimated.unwrap_or_default())
+        let estimated = match (estimated, requested) {
+            (Some(estimated), _) => Some(("all stages", estimated.text())),
+            (None, true) => {
+                Some(("all stages", "no times without --rows: there are no samples yet to count".into()))
+            }
+            (None, false) => None,
+        };
+        let memory = plan.peak_memory()?.device_bytes() as f64;
+        let excess = limit.filter(|(_, limit)| memory > *limit).map(|(name, limit)| {
+            let text = format!(
+                "{:.1} GB do not fit the {:.0} GB of an {name}; these take less: a cache in place of online states, \
+                 train.recompute, and train.sharding_strategy=shard_optimizer on several GPUs",
+                memory / 1e9,
+                limit / 1e9
+            );
+            ("warning", text)
+        });
+        let topics = [Some(("checkpoints", resumes)), estimated, excess];
+        let topics = topics.into_iter().flatten().map(|(topic, text)| cli::wrap_paragraph(topic, 14, &text));
+        format!("{}\n{}", plan.text()?, topics.collect::<Vec<_>>().join("\n"))
     };
     writeln!(cli::stdout(), "{text}").context("writing the plan")
 }

@@ -193,6 +193,23 @@ fn each_target_has_one_that_needs_no_cache() {
     }
 }
 
+/// Without rows there are no times, but the memory of a GPU; a warning says if it is too small.
+#[test]
+fn memory_is_planned_for_a_gpu_without_rows() {
+    let cache = tempfile::tempdir().unwrap();
+    for (hardware, fits) in [("h100", false), ("h200", true)] {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_deepspec-train"));
+        command.arg("--config").arg(workspace().join("configs/online/qwen3_14b.yaml"));
+        command.args(["--plan", "--device", "cpu", "--hardware", hardware]).env("HF_HUB_OFFLINE", "1");
+        command.env("HF_HUB_CACHE", cache.path()).env("HOME", cache.path());
+        let output = command.output().unwrap();
+        let text = String::from_utf8(output.stdout).unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        assert!(text.contains("per GPU") && text.contains("no times without --rows"), "{text}");
+        assert_eq!(!text.lines().any(|line| line.starts_with("warning ")), fits, "{text}");
+    }
+}
+
 #[test]
 fn each_plans_and_runs_the_bench_at_small_sizes() {
     for (algorithm, target, path) in recipes() {
@@ -311,7 +328,8 @@ fn mistakes_are_named_before_anything_is_allocated() {
     fails(&["--bench", "1", "--set", "drafter.dspark.mask_token_id=200000"], &["mask_token_id", "151935"]);
     fails(&["--bench", "1", "--set", "train.local_batch_size=3"], &["not divisible"]);
     fails(&["--hardware", "h100"], &["--plan"]);
-    fails(&["--plan", "--hardware", "h100"], &["--rows is missing"]);
+    fails(&["--plan", "--measured", "bench.json"], &["bench.json"]);
+    fails(&["--plan", "--hardware", "h100", "--rows", "500"], &["--rows 500", "global_batch_size 512"]);
     fails(&["--plan", "--hardware", "nothing"], &["--hardware nothing", "b200"]);
     fails(&["--plan", "--hardware", "h100", "--rows", "9", "--devices", "1,0"], &["--devices"]);
     fails(&["--plan", "--hardware", "h100", "--rows", "9", "--price=-1"], &["--price -1"]);

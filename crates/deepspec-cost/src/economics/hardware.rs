@@ -51,6 +51,19 @@ pub const ACCELERATORS: [(&str, Hardware); 6] = {
     ]
 };
 
+/// Bytes of memory of an accelerator of [`ACCELERATORS`], as the vendors state them. Of several
+/// sizes it is the largest.
+pub fn accelerator_memory(name: &str) -> Option<f64> {
+    let gigabytes = match name {
+        "b200" | "mi300x" => 192.0,
+        "h200" => 141.0,
+        "h100" | "a100" => 80.0,
+        "l40s" => 48.0,
+        _ => return None,
+    };
+    Some(gigabytes * 1e9)
+}
+
 /// Format in which weights are stored and multiplied.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]

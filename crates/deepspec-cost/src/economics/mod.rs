@@ -12,7 +12,7 @@ mod parts;
 
 use serde::{Deserialize, Serialize};
 
-pub use hardware::{ACCELERATORS, Hardware, Precision};
+pub use hardware::{ACCELERATORS, Hardware, Precision, accelerator_memory};
 pub use parts::{
     Attention, FeedForward, Work, experts_touched, experts_touched_by_another, mla_expansion_break_even,
 };
