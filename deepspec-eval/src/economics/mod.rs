@@ -26,7 +26,7 @@ const EXPLORER_DRAFT_LENGTH: usize = 16;
 /// Arguments of `economics`.
 #[derive(clap::Args)]
 pub struct Args {
-    /// A model's folder, config.json or hub id, or a description of its layers (.yaml; `economics --print-model` writes one to start from)
+    /// A model's folder, GGUF file, config.json or hub id, or a description of its layers (.yaml; `economics --print-model` writes one to start from)
     #[arg(value_name = "MODEL")]
     model: String,
     /// Accelerator: b200, h200, h100, a100, mi300x or l40s, or a file (.yaml) with `bandwidth`, `bf16`, `fp8`, `fp4` and `link` per second
@@ -405,6 +405,10 @@ fn print_model(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
 /// Path of a model: the given path, or the download of a hub id.
 fn local_model_path(model: &str, verbosity: Verbosity) -> anyhow::Result<PathBuf> {
     let path = env::expand_home(model);
+    if path.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("gguf")) {
+        // Its config.json, which is unpacked into a folder.
+        return model_dir(model, None, verbosity).map_err(HubError::report);
+    }
     if path.exists()
         || is_layer_description(&path)
         || path.extension().is_some_and(|extension| extension == "json")

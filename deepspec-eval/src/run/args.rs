@@ -30,8 +30,8 @@ pub struct Args {
     /// Folder, GGUF file or hub id (owner/name, owner/name@revision) of the model whose answers are generated
     #[arg(long, value_name = "M")]
     pub target: String,
-    /// Folder or hub id of a drafter checkpoint, or of a smaller language model of the same tokenizer, or `none` for plain
-    /// decoding
+    /// Folder or hub id of a drafter checkpoint, or `none` for plain decoding. A smaller language model of the same tokenizer
+    /// may be a folder, GGUF file or hub id
     #[arg(long, value_name = "D")]
     pub draft: String,
     /// Suite to score, or a JSONL file of rows like {"turns": ["…"]}; may be repeated, and adds to --domain
