@@ -401,14 +401,13 @@ stage_states() {
 }
 stage_training() {
     stage_arguments train
-    # Training goes on from its last checkpoint after kill -9.
-    [[ "${arguments[*]}" == *checkpointing_steps* ]] || arguments+=(--set logging.checkpointing_steps=200)
-    [[ "${arguments[*]}" == *keep_checkpoints* ]] || arguments+=(--set logging.keep_checkpoints=2)
     run_stage "$bin/deepspec-train" "${arguments[@]}"
 }
 stage_evaluation() {
     stage_arguments eval
     has --suites-dir || arguments+=(--suites-dir "$suites_dir")
+    # As many as the estimate assumes.
+    [ "$count" = 0 ] || has --max-num-seqs || arguments+=(--max-num-seqs 64)
     if [ "$count" -gt 1 ]; then
         local worker pids=() failed=0
         for ((worker = 0; worker < count; worker++)); do

@@ -69,6 +69,9 @@ stage_arguments() {
         train)
             more_arguments TRAIN
             arguments=("${recipe_args[@]}" "${more[@]}")
+            # A run of a few hundred steps would end before the recipe's first checkpoint.
+            [[ "${arguments[*]}" == *checkpointing_steps* ]] || arguments+=(--set logging.checkpointing_steps=200)
+            [[ "${arguments[*]}" == *keep_checkpoints* ]] || arguments+=(--set logging.keep_checkpoints=2)
             ;;
         eval)
             more_arguments EVAL
