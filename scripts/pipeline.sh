@@ -9,14 +9,14 @@
 #   --recipe R          recipe of the drafter; by default the one in configs/dspark that names the target. Other drafters:
 #                       configs/dflash, configs/eagle3
 #   --set KEY=VALUE     override a key of the recipe; may be repeated
-#   --rows N            draw N rows of the prompts; by default all
+#   --rows N            draw N rows of the prompts, of which 5 % are held out; by default all
 #   --gpus N            GPUs to use; by default all that are visible, 0 for the CPU
 #   --states S          online (the target runs beside the trainer) or cache (its states are on disk); by default recommended
 #   --server URL        OpenAI-compatible server of the target for the answers; may be repeated. By default the pipeline starts one
 #                       per GPU, and answers within the program on a CPU
 #   --suites DIR        folder of the suites to judge on; by default the public ones are fetched into eval_datasets
 #   --engine E          engine to write files for: vllm, sglang or llama.cpp; by default llama.cpp for a GGUF target, else vllm
-#   --hardware H        accelerator of the estimate: h100 (default with GPUs), h200, … (see deepspec-train --help)
+#   --hardware H        accelerator of the estimate and of the memory: h100 (default with GPUs), h200, … (see deepspec-train --help)
 #   --price P           price of a GPU for an hour, for the estimate
 #   --out DIR           folder of the run (runs/pipeline)
 #   --plan              print what would run, how long it takes and what it needs, and exit
@@ -144,7 +144,7 @@ if [ -z "$known_rows" ] && [ -f "$prompts" ]; then
     case $prompts in *.jsonl) known_rows=$(wc -l <"$prompts") ;; esac
 fi
 plan_args=(--plan)
-[ -n "$hardware" ] || [ "$count" = 0 ] || [ -z "$known_rows" ] || hardware=h100
+[ -n "$hardware" ] || [ "$count" = 0 ] || hardware=h100
 if [ -n "$hardware" ]; then
     plan_args+=(--hardware "$hardware" --devices "$((count > 0 ? count : 1))")
     [ -z "$known_rows" ] || plan_args+=(--rows "$known_rows")
@@ -160,15 +160,24 @@ if [ $code != 0 ]; then
     exit $code
 fi
 rm -f "$problem"
-cache_bytes=$(python3 - "$estimate" "${known_rows:-0}" <<'PY' || true
+sizes=$(python3 - "$estimate" "${known_rows:-0}" <<'PY' || true
 import json, sys
 try:
-    # Rows of 200 and 1,000 tokens, as in the plan.
-    print(int(json.loads(sys.argv[1])["cache_bytes_per_token"] * int(sys.argv[2]) * 1200))
+    plan = json.loads(sys.argv[1])
+    # Rows of 200 and 1,000 tokens, as in the plan; longer ones are cut.
+    print(int(plan["cache_bytes_per_token"] * int(sys.argv[2]) * min(1200, plan["max_length"])), plan["global_batch_size"])
 except (ValueError, KeyError, TypeError):
-    print(0)
+    print(0, 0)
 PY
 )
+read -r cache_bytes batch <<<"${sizes:-0 0}"
+# One step takes a whole batch; the split holds rows out of training.
+held_out=0.05
+[[ ! " ${DEEPSPEC_SPLIT_ARGS:-}" =~ \ --test-size[\ =]([0-9.]+) ]] || held_out=${BASH_REMATCH[1]}
+trained=$(awk -v rows="${known_rows:-0}" -v held="$held_out" 'BEGIN { print int(rows * (1 - held)) }')
+if [ -n "$known_rows" ] && [ "$trained" -lt "${batch:-0}" ]; then
+    usage "of $known_rows rows $trained are trained on, fewer than one step of train.global_batch_size $batch; take more rows, or --set train.global_batch_size=N"
+fi
 existing=$run
 while [ ! -d "$existing" ]; do existing=$(dirname "$existing"); done
 free_bytes=$(($(df --output=avail -k "$existing" | tail -n 1) * 1024))
@@ -223,7 +232,6 @@ if [ -n "$plan" ]; then
         printf '  %-11s %s%s\n' "$name" "$(describe "$name")" "${is:+ ($is)}"
     done
     echo
-    [ -n "$hardware" ] || [ "$count" = 0 ] || echo "--rows gives an estimate of the times, and counts the memory of a GPU."
     recipe_arguments
     "$bin/deepspec-train" "${recipe_args[@]}" "${plan_args[@]}"
     exit 0
@@ -422,8 +430,11 @@ stage_evaluation() {
     run_stage "$bin/deepspec-eval" run "${arguments[@]}"
 }
 stage_export() {
+    local status=0
     stage_arguments export
-    run_stage "$bin/deepspec-eval" "${arguments[@]}"
+    run_stage "$bin/deepspec-eval" "${arguments[@]}" 2>"$run/stages/export.log" || status=$?
+    cat "$run/stages/export.log" >&2
+    return $status
 }
 
 echo "pipeline: a drafter for $target by $recipe; states $states: $reason" >&2
@@ -447,3 +458,5 @@ for name in "${stages[@]}"; do
     running=
 done
 echo "== pipeline: done; the report is $run/eval/report.html, the drafter $run/export" >&2
+serve=$(sed -n 's/.*serve it with: //p' "$run/stages/export.log" 2>/dev/null || true)
+[ -z "$serve" ] || echo "== pipeline: serve it with: $serve" >&2
