@@ -105,7 +105,7 @@ if [ -z "$recipe" ]; then
     if [ -z "$recipe" ]; then
         near=$(grep -liE "^target: *\{model: *[^,]*$(basename "$target" | sed 's/[.[\*^$]/\\&/g')," configs/dspark/*.yaml | head -n 1 || true)
         [ -z "$near" ] || usage "no recipe in configs/dspark is for $target; for a copy of that model give --recipe $near"
-        usage "no recipe in configs/dspark is for $target; give one with --recipe. docs/real-model.md says which three settings depend on the target"
+        usage "no recipe in configs/dspark is for $target; give one with --recipe. docs/real-model.md says which settings depend on the target"
     fi
 fi
 [ -f "$recipe" ] || usage "--recipe: $recipe does not exist"
