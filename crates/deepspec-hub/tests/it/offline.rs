@@ -54,6 +54,22 @@ fn a_model_is_what_loading_it_takes() {
 }
 
 #[test]
+fn a_tokenizer_comes_without_weights() {
+    let bench = Bench::new([model()]);
+    let dir = bench.hub().model_files(&repo(), ModelFiles::Config).unwrap();
+    let expected = [
+        "chat_template.jinja",
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ];
+    assert_eq!(crate::bench::names(&dir), expected);
+    let bare = FakeRepo::model("own/tiny").file("tokenizer.json", "{}");
+    says(Bench::new([bare]).hub().model_files(&repo(), ModelFiles::Config), &["no config.json"]);
+}
+
+#[test]
 fn offline_the_cache_answers_without_a_request() {
     let bench = Bench::new([model()]);
     let dir = bench.hub().model(&repo()).unwrap();
