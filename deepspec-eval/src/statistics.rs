@@ -18,7 +18,7 @@ const BOOTSTRAP_SEED: u64 = 1979;
 const INTERVAL_TAIL: f64 = 0.025;
 
 /// Counts of one prompt, over all its turns and seeds.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PromptCounts {
     /// Number of committed tokens.
     pub committed: u64,

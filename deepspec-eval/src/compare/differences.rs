@@ -5,7 +5,7 @@ use deepspec_engine::DraftSampling;
 use serde_json::{Value, json};
 
 use super::labelled::LabelledResult;
-use crate::results::{Results, SuiteResult};
+use crate::results::{Results, Served, SuiteResult};
 
 /// All differences that make the results incomparable, one sentence each.
 pub fn list_differences(compared: &[LabelledResult]) -> Vec<String> {
@@ -13,7 +13,8 @@ pub fn list_differences(compared: &[LabelledResult]) -> Vec<String> {
     let mut sentences = vec![];
     for other in others {
         let mut compare = |what: &str, a: &Value, b: &Value, effect: &str| {
-            if a != b {
+            // An engine does not report everything.
+            if a != b && ![a, b].contains(&&json!(UNKNOWN)) {
                 let (left, right) = (&first.label, &other.label);
                 sentences.push(format!("{what} differs: {a} in {left}, {b} in {right}; {effect}"));
             }
@@ -60,6 +61,9 @@ pub fn list_differences(compared: &[LabelledResult]) -> Vec<String> {
 /// both.
 fn lengths_by_rule(compared: &[LabelledResult]) -> Vec<String> {
     let rule = |one: &LabelledResult| one.results.settings.draft_sampling;
+    if compared.iter().any(|one| one.results.served.is_some()) {
+        return vec![];
+    }
     if compared.windows(2).all(|pair| rule(&pair[0]) == rule(&pair[1])) {
         return vec![];
     }
@@ -77,6 +81,8 @@ fn lengths_by_rule(compared: &[LabelledResult]) -> Vec<String> {
     [DraftSampling::Probabilistic, DraftSampling::Greedy].into_iter().filter_map(under).collect()
 }
 
+/// Value of a fact that the engine of a run does not report.
+const UNKNOWN: &str = "unknown";
 const LENGTHS_NOTE: &str = "accepted lengths are not comparable";
 const DRAFTING_NOTE: &str = "that is part of what is compared";
 const DOMAINS_NOTE: &str = "it is averaged with the suites of the first";
@@ -90,7 +96,10 @@ fn target_facts(results: &Results) -> Vec<(String, Value)> {
         ("tokenizer", &target.tokenizer_digest),
         ("chat template", &target.template_digest),
     ];
-    let digests = digests.into_iter().map(|(name, digest)| (name.to_string(), json!(short_digest(digest))));
+    let digests = digests.into_iter().map(|(name, digest)| {
+        let is_unknown = digest.is_empty() && results.served.is_some();
+        (name.to_string(), json!(if is_unknown { UNKNOWN } else { short_digest(digest) }))
+    });
     digests.chain([("stop ids".into(), json!(target.stop_ids))]).collect()
 }
 
@@ -104,7 +113,7 @@ fn asked_facts(results: &Results) -> Vec<(String, Value)> {
         ("turns", json!(s.turns)),
         ("thinking", json!(s.thinking)),
         ("system prompt", json!(s.system_prompt)),
-        ("dtype", json!(s.dtype)),
+        ("dtype", unless_served(results, json!(s.dtype))),
     ];
     facts.map(|(name, value)| (name.to_string(), value)).to_vec()
 }
@@ -119,16 +128,23 @@ fn drafting_facts(results: &Results) -> Vec<(String, Value)> {
         ("max_draft_tokens", json!(s.max_draft_tokens)),
         ("draft_sampling", json!(s.draft_sampling)),
     ];
-    facts.map(|(name, value)| (name.to_string(), value)).to_vec()
+    facts.map(|(name, value)| (name.to_string(), unless_served(results, value))).to_vec()
+}
+
+/// The value, or that it is unknown because the engine decided it.
+fn unless_served(results: &Results, value: Value) -> Value {
+    if results.served.is_some() { json!(UNKNOWN) } else { value }
 }
 
 fn speed_facts(results: &Results) -> Vec<(String, Value)> {
     let s = &results.settings;
+    let engine = results.served.as_ref().map_or_else(|| "deepspec-eval".into(), Served::name);
     let facts = [
         ("slots", json!(s.slots)),
-        ("lanes", json!(s.lanes)),
-        ("device", json!(s.device)),
-        ("threads", json!(s.threads)),
+        ("lanes", unless_served(results, json!(s.lanes))),
+        ("engine", json!(engine)),
+        ("device", unless_served(results, json!(s.device))),
+        ("threads", unless_served(results, json!(s.threads))),
     ];
     facts.map(|(name, value)| (name.to_string(), value)).to_vec()
 }
@@ -140,5 +156,8 @@ pub fn can_pair_prompts(a: &Results, b: &Results, suite: &str) -> bool {
         let suite = results.suites.iter().find(|one| one.name == suite);
         suite.map(|suite| suite.file_digest.clone())
     };
-    target_facts(a) == target_facts(b) && digest(a) == digest(b)
+    let (a_facts, b_facts) = (target_facts(a), target_facts(b));
+    let is_same =
+        |((_, a), (_, b)): (&(String, Value), &(String, Value))| a == b || [a, b].contains(&&json!(UNKNOWN));
+    a_facts.iter().zip(&b_facts).all(is_same) && digest(a) == digest(b)
 }

@@ -110,9 +110,13 @@ fn default_labels(paths: &[PathBuf]) -> Vec<String> {
     tried.find(are_distinct).unwrap_or_else(|| labels(&depths))
 }
 
-/// Counts of every prompt from the traces in the folder of the results. Empty, with a warning, if the traces are of
-/// another run.
+/// Counts of every prompt from the results of a server, or else from the traces beside the results.
+/// Empty, with a warning, if the traces are of another run.
 fn read_prompt_counts(path: &Path, results: &Results) -> CountsBySuite {
+    if results.served.is_some() {
+        let told = results.suites.iter().filter(|suite| !suite.prompts.is_empty());
+        return told.map(|suite| (suite.name.clone(), suite.prompts.clone())).collect();
+    }
     let mut prompts = CountsBySuite::new();
     let read = traces::read(path, |trace| {
         let suite = prompts.entry(trace.suite.to_string()).or_default();

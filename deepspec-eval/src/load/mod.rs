@@ -21,6 +21,8 @@ use serde::Serialize;
 use serde_json::{Value, json};
 use tokio::runtime::Runtime;
 
+pub use events::SseParser;
+
 use client::{Arrivals, Client, Prompt, RequestOptions};
 use summary::LoadSummary;
 

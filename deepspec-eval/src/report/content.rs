@@ -10,7 +10,7 @@ use super::document::{Block, Document};
 use super::published::PublishedLengths;
 use super::terminal::{lengths_by_draft_rule, notes};
 use crate::confidence::ConfidenceResult;
-use crate::results::{Metrics, Results, Turns};
+use crate::results::{Metrics, Results, Served, Settings, Turns};
 use crate::table::{factor, number, range, rate};
 
 /// The report of a run.
@@ -44,11 +44,13 @@ pub fn run_report(results: &Results) -> Result<Document> {
         blocks.extend(reliability_section(confidence)?);
         blocks.extend(threshold_sweep_section(confidence)?);
     }
-    blocks.extend([
-        Block::Heading("Time"),
-        times_table(results),
-        Block::Plot("time", charts::plot_times(results)?),
-    ]);
+    if results.served.is_none() {
+        blocks.extend([
+            Block::Heading("Time"),
+            times_table(results),
+            Block::Plot("time", charts::plot_times(results)?),
+        ]);
+    }
     blocks.extend([Block::Heading("Notes"), Block::List(notes(results))]);
     blocks.extend([Block::Heading("What was run"), run_details(results)]);
     Ok(Document { title, blocks })
@@ -81,6 +83,9 @@ fn summary_paragraph(results: &Results) -> String {
     );
     if speed_up.is_some() {
         words += &format!(" Speed-up over plain decoding in the same run {}.", factor(*speed_up));
+    }
+    if let Some(served) = &results.served {
+        words += &format!(" {} decoded, and its own figures are shown.", served.name());
     }
     words
 }
@@ -209,21 +214,57 @@ fn run_details(results: &Results) -> Block {
     let (s, target) = (&results.settings, &results.target);
     let mut rows = vec![
         ("target", target.path.clone()),
-        ("target weights", short_digest(&target.weights_digest).to_string()),
         ("chat template", short_digest(&target.template_digest).to_string()),
     ];
+    if results.served.is_none() {
+        rows.push(("target weights", short_digest(&target.weights_digest).to_string()));
+    }
     if let Some(drafter) = &results.drafter {
         rows.push(("drafter", format!("{}, drafts {} tokens", drafter.path, drafter.block_size)));
-        rows.push(("drafter weights", short_digest(&drafter.weights_digest).to_string()));
+        if results.served.is_none() {
+            rows.push(("drafter weights", short_digest(&drafter.weights_digest).to_string()));
+        }
     }
     let turns = if s.turns == Turns::All { "all" } else { "first" };
-    let or_none = |value: Option<String>| value.unwrap_or_else(|| "none".into());
     rows.extend([
         ("temperature", s.temperature.to_string()),
         ("seeds", s.seed_list()),
         ("new tokens", format!("at most {}", s.max_new_tokens)),
         ("turns", turns.to_string()),
         ("thinking", if s.thinking { "on" } else { "off" }.to_string()),
+    ]);
+    match &results.served {
+        Some(served) => rows.extend(engine_details(served, s.slots)),
+        None => rows.extend(decoding_details(s)),
+    }
+    rows.push(("deepspec-eval", results.tool_version.clone()));
+    for suite in &results.suites {
+        rows.push((
+            "suite",
+            format!("{} ({}, {})", suite.name, count(suite.rows, "row"), short_digest(&suite.file_digest)),
+        ));
+    }
+    let rows = rows.into_iter().map(|(name, value)| vec![name.to_string(), value]).collect();
+    Block::Table(header(&["setting", "value"]), rows)
+}
+
+/// Details of an engine that decoded.
+fn engine_details(served: &Served, slots: usize) -> Vec<(&'static str, String)> {
+    let mut rows = vec![
+        ("engine", format!("{} at {}", served.name(), served.url)),
+        ("verification", served.verification.clone()),
+        ("figures", served.figures.phrase().to_string()),
+        ("requests at once", slots.to_string()),
+    ];
+    rows.extend(served.model.clone().map(|model| ("target there", model)));
+    rows.extend(served.baseline.clone().map(|baseline| ("without a drafter", baseline)));
+    rows
+}
+
+/// Details of decoding by this program.
+fn decoding_details(s: &Settings) -> Vec<(&'static str, String)> {
+    let or_none = |value: Option<String>| value.unwrap_or_else(|| "none".into());
+    vec![
         ("schedule", s.policy().to_string()),
         ("calibration", or_none(s.calibration.as_ref().map(|t| format!("{t:.2?}")))),
         ("Markov head", if s.no_markov { "left out" } else { "as trained" }.to_string()),
@@ -234,14 +275,5 @@ fn run_details(results: &Results) -> Block {
             if s.lanes > 1 { format!("{} in {} replicas", s.slots, s.lanes) } else { s.slots.to_string() },
         ),
         ("device", format!("{}, {}, {} threads", s.device, s.dtype, s.threads)),
-        ("deepspec-eval", results.tool_version.clone()),
-    ]);
-    for suite in &results.suites {
-        rows.push((
-            "suite",
-            format!("{} ({}, {})", suite.name, count(suite.rows, "row"), short_digest(&suite.file_digest)),
-        ));
-    }
-    let rows = rows.into_iter().map(|(name, value)| vec![name.to_string(), value]).collect();
-    Block::Table(header(&["setting", "value"]), rows)
+    ]
 }

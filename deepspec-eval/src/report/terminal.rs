@@ -3,7 +3,7 @@
 use deepspec_core::cli;
 use deepspec_engine::{DraftSampling, Sampling};
 
-use crate::results::{Metrics, Results, Settings, Timing};
+use crate::results::{FiguresSource, Metrics, Results, Served, Settings, Timing};
 use crate::table::{Table, factor, number, range, rate};
 
 /// Maximum number of positions for which unconditional and conditional rates are in one table.
@@ -29,6 +29,18 @@ fn run_header(results: &Results) -> String {
         Some(drafter) => format!("drafter {} (drafts {} tokens)", drafter.path, drafter.block_size),
         None => "no drafter".into(),
     };
+    if let Some(served) = &results.served {
+        let slots = cli::count(*slots, "request");
+        return format!(
+            "target {}\n{drafter}\nserved by {} at {}\nfigures {}, verification {}\n\
+             temperature {temperature}, {seeds}, {slots} at once\n",
+            results.target.path,
+            served.name(),
+            served.url,
+            served.figures.phrase(),
+            served.verification
+        );
+    }
     format!(
         "target {}, {drafter}\ntemperature {temperature}, {seeds}, {} at once, {dtype} on {device}\n",
         results.target.path,
@@ -117,7 +129,9 @@ pub fn lengths_by_draft_rule(results: &Results) -> Option<([&'static str; 5], Ve
 /// A sentence on the rule of draft sampling. None at temperature 0 or without a drafter, where both
 /// rules agree.
 fn draft_rule_note(results: &Results) -> Option<String> {
-    let one = results.drafter.is_none() || Sampling::new(results.settings.temperature, 0).is_greedy();
+    let one = results.served.is_some()
+        || results.drafter.is_none()
+        || Sampling::new(results.settings.temperature, 0).is_greedy();
     let rule = results.settings.draft_sampling;
     (!one).then(|| match rule {
         DraftSampling::Probabilistic => {
@@ -129,6 +143,27 @@ fn draft_rule_note(results: &Results) -> Option<String> {
             )
         }
     })
+}
+
+/// Notes on the figures of an engine.
+fn served_notes(served: &Served, wall: f64) -> Vec<String> {
+    let mut notes = vec![
+        "τ is (tokens − answers) ÷ cycles: the prefill computes an answer's first token, and nothing behind its end counts."
+            .to_string(),
+        format!("Time: {wall:.1} s from the first request of a suite to its last answer."),
+    ];
+    if served.figures == FiguresSource::Counters {
+        notes.push(
+            "Acceptance by position comes from counters, which also count tokens behind an end.".into(),
+        );
+    }
+    notes.extend(
+        served
+            .baseline
+            .as_ref()
+            .map(|baseline| format!("The speed-up is over {baseline}, without a drafter.")),
+    );
+    notes
 }
 
 /// Further notes, one sentence each.
@@ -143,9 +178,12 @@ pub fn notes(results: &Results) -> Vec<String> {
     let share = |part| 100.0 * sum(part) / wall.max(f64::MIN_POSITIVE);
     let (draft, verify, host) =
         (share(|timing| timing.draft_s), share(|timing| timing.verify_s), share(|timing| timing.host_s));
-    notes.push(format!(
-        "Time: {wall:.1} s, of it {draft:.0} % drafting, {verify:.0} % target, {host:.0} % host."
-    ));
+    match &results.served {
+        Some(served) => notes.extend(served_notes(served, wall)),
+        None => notes.push(format!(
+            "Time: {wall:.1} s, of it {draft:.0} % drafting, {verify:.0} % target, {host:.0} % host."
+        )),
+    }
     let behind: u64 = results
         .suites
         .iter()
@@ -167,7 +205,7 @@ pub fn notes(results: &Results) -> Vec<String> {
         .filter_map(|suite| suite.baseline.as_ref())
         .map(|plain| plain.timing.wall_s)
         .sum();
-    if baseline > 0.0 {
+    if baseline > 0.0 && results.served.is_none() {
         notes.push(format!("Plain decoding of the same samples took {baseline:.1} s."));
     }
     for suite in &results.suites {

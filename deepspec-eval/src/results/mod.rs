@@ -3,8 +3,10 @@
 mod metrics;
 #[cfg(test)]
 pub mod sample;
+mod served;
 mod settings;
 
+use std::collections::BTreeMap;
 use std::path::Path;
 
 use anyhow::Context;
@@ -15,9 +17,10 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use crate::confidence::{ConfidenceResult, SweepPoint};
-use crate::statistics::{Estimate, Interval};
+use crate::statistics::{Estimate, Interval, PromptCounts};
 use crate::versioned;
 pub use metrics::{Baseline, Metrics, Timing, mean};
+pub use served::{FiguresSource, Served};
 pub use settings::{DrafterIdentity, Settings, TargetIdentity, Turns};
 
 /// File name. The file is written last, so that its presence means that all outputs are complete.
@@ -44,6 +47,9 @@ pub struct Results {
     pub target: TargetIdentity,
     /// The drafter; None for plain decoding.
     pub drafter: Option<DrafterIdentity>,
+    /// The engine that decoded; None for this program's own.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub served: Option<Served>,
     /// One entry per suite.
     pub suites: Vec<SuiteResult>,
     /// Averages over the suites of each domain.
@@ -84,6 +90,9 @@ pub struct SuiteResult {
     pub prompt_tokens: u64,
     /// Counts that all ratios are computed from.
     pub counts: AcceptanceStats,
+    /// Counts of every prompt by sample, of a run by a server. Its traces may lack cycles.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub prompts: BTreeMap<String, PromptCounts>,
     /// Effect of confidence thresholds; empty if the run itself cut its blocks, or without a
     /// confidence head.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -152,6 +161,7 @@ impl Results {
             asked: Map::new(),
             target,
             drafter,
+            served: None,
             domains,
             overall,
             suites,

@@ -1,5 +1,7 @@
 //! Results for tests.
 
+use std::collections::BTreeMap;
+
 use deepspec_datasets::suites::Domain;
 use deepspec_engine::{AcceptanceStats, Completion, Cycle, Finish};
 use serde_json::json;
@@ -32,6 +34,7 @@ pub fn suite(name: &str, domain: Domain, accepted: &[u32]) -> ScoredSuite {
         prompt_tokens: 1,
         metrics: Metrics::new(&counts, &TIMING, baseline.as_ref()),
         counts,
+        prompts: BTreeMap::new(),
         sweep: vec![],
         timing: TIMING,
         baseline,

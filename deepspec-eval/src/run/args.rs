@@ -31,9 +31,17 @@ pub struct Args {
     #[arg(long, value_name = "M")]
     pub target: String,
     /// Folder or hub id of a drafter checkpoint, or `none` for plain decoding. A smaller language model of the same tokenizer
-    /// may be a folder, GGUF file or hub id
-    #[arg(long, value_name = "D")]
-    pub draft: String,
+    /// may be a folder, GGUF file or hub id. With --server only its name in the results
+    #[arg(long, value_name = "D", required_unless_present = "server")]
+    pub draft: Option<String>,
+    /// Decode by the engine at this address, which serves the target with a drafter: vLLM, SGLang or llama.cpp. Figures are
+    /// those of the engine. --target gives tokenizer, chat template and stop tokens, of any architecture. An API key is read
+    /// from OPENAI_API_KEY
+    #[arg(long, value_name = "URL")]
+    pub server: Option<String>,
+    /// Address of an engine that serves the same target without a drafter, for the speed-up over it
+    #[arg(long, value_name = "URL", requires = "server")]
+    pub baseline_server: Option<String>,
     /// Suite to score, or a JSONL file of rows like {"turns": ["…"]}; may be repeated, and adds to --domain
     #[arg(long = "suite", value_name = "NAME|FILE.jsonl")]
     pub suites: Vec<String>,
@@ -53,7 +61,7 @@ pub struct Args {
     /// Generate at most this many tokens per sample and turn
     #[arg(long, value_name = "N", default_value_t = 2048)]
     pub max_new_tokens: usize,
-    /// Samples decoded at once; changes speed and speed-up, not answers
+    /// Samples decoded at once, or requests to --server at once; changes speed and speed-up, not answers
     #[arg(long, value_name = "N", default_value_t = 16)]
     pub max_num_seqs: usize,
     /// Engines side by side on the CPU, which share --max-num-seqs, one copy of the weights and the threads. Changes speed, not
@@ -212,7 +220,7 @@ fn domain_parser() -> impl TypedValueParser<Value = Domain> {
 impl Args {
     /// The drafter's name; None for plain decoding.
     pub fn drafter_name(&self) -> Option<&str> {
-        (self.draft != "none").then_some(self.draft.as_str())
+        self.draft.as_deref().filter(|draft| *draft != "none")
     }
 
     /// Whether a second pass decodes the samples with the other draft-sampling rule (greedy or
@@ -249,6 +257,9 @@ impl Args {
     /// # Errors
     /// Usage errors of the arguments.
     pub fn check(&self) -> anyhow::Result<()> {
+        if self.server.is_some() {
+            self.check_flags_of_server()?;
+        }
         let counts = [
             ("--limit", self.limit),
             ("--max-new-tokens", Some(self.max_new_tokens)),
@@ -293,6 +304,54 @@ impl Args {
         {
             usage!("--confidence-threshold must be between 0 and 1, not {threshold}");
         }
+        self.check_drafting()?;
+        if self.shard.is_some() {
+            usage!(
+                "--shard is called --worker now, as in regenerate and cache build: it counts from 0, so --shard 1/4 is --worker 0/4"
+            );
+        }
+        if let Some(worker) = self.worker.filter(|_| self.overwrite) {
+            usage!(
+                "--overwrite with --worker {worker} would drop what the other workers decoded; empty the folder first"
+            );
+        }
+        Ok(())
+    }
+
+    /// Refuses flags that an engine behind `--server` decides itself.
+    fn check_flags_of_server(&self) -> anyhow::Result<()> {
+        let of_this_program = [
+            ("--dtype", self.dtype != Dtype::Auto),
+            ("--device", self.device != "auto"),
+            ("--schedule", self.schedule != Policy::Whole),
+            ("--confidence-threshold", self.confidence_threshold.is_some()),
+            ("--cost", self.cost.is_some()),
+            ("--calibration", self.calibration.is_some()),
+            ("--max-draft-tokens", self.max_draft_tokens.is_some()),
+            ("--draft-sampling", self.draft_sampling != DraftSamplingArg::Auto),
+            ("--no-markov", self.no_markov),
+            ("--replicas", self.replicas.is_some()),
+            ("--worker", self.worker.is_some()),
+            ("--torch-profile", self.torch_profile.is_some()),
+        ];
+        if let Some((flag, _)) = of_this_program.iter().find(|(_, given)| *given) {
+            usage!(
+                "{flag} is for decoding here, but --server decodes as its engine is started; leave {flag} out"
+            );
+        }
+        if self.draft.as_deref() == Some("none") {
+            usage!(
+                "--draft none: --server decodes with the drafter that its engine has loaded; leave --draft out"
+            );
+        }
+        if self.no_baseline && self.baseline_server.is_some() {
+            usage!("--no-baseline measures no speed-up, --baseline-server does; leave one of them out");
+        }
+        Ok(())
+    }
+
+    /// Checks the flags of drafting and verification.
+    fn check_drafting(&self) -> anyhow::Result<()> {
         let needs_drafter = [
             ("--confidence-threshold", self.confidence_threshold.is_some()),
             ("--schedule", self.schedule != Policy::Whole),
@@ -313,16 +372,6 @@ impl Args {
             ),
             (policy, Some(_)) if !policy.reads_cost() => usage!("--cost: --schedule {policy} reads no costs"),
             _ => {}
-        }
-        if self.shard.is_some() {
-            usage!(
-                "--shard is called --worker now, as in regenerate and cache build: it counts from 0, so --shard 1/4 is --worker 0/4"
-            );
-        }
-        if let Some(worker) = self.worker.filter(|_| self.overwrite) {
-            usage!(
-                "--overwrite with --worker {worker} would drop what the other workers decoded; empty the folder first"
-            );
         }
         Ok(())
     }

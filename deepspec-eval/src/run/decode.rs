@@ -7,16 +7,15 @@ use anyhow::Context;
 use deepspec_core::cli::Verbosity;
 use deepspec_core::progress::Progress;
 use deepspec_datasets::suites::{RequestTemplate, TokenizedSuite};
-use deepspec_engine::{
-    AcceptanceStats, Completion, Event, Finish, Generator, Request, RequestId, Sampling, StepTimes,
-};
+use deepspec_engine::{AcceptanceStats, Completion, Event, Generator, Request, RequestId, StepTimes};
 use deepspec_ops::StepTrace;
-use deepspec_text::{Message, Role, without_reasoning};
 
 use super::args::Worker;
-use super::entry::{AnswerKey, DecodeMode, JournalEntry};
+use super::entry::{DecodeMode, JournalEntry};
 use super::journal::Journal;
 use super::journal_check;
+use super::server::ServedFigures;
+use super::turns::{Following, PendingTurn};
 use crate::results::{Timing, Turns};
 
 /// Number of samples of an engine's untimed warm-up, and tokens of each.
@@ -65,6 +64,8 @@ pub struct Answer {
     pub prompt_tokens: usize,
     /// Completion that the engine returned.
     pub completion: Completion,
+    /// Counts that a server reported; None for an answer of this program.
+    pub served: Option<ServedFigures>,
 }
 
 /// Results of decoding one suite.
@@ -75,6 +76,14 @@ pub struct SuitePass {
     pub unasked: usize,
     /// Times of the suite.
     pub timing: Timing,
+}
+
+impl SuitePass {
+    /// Orders the answers by seed, sample and turn.
+    pub fn sort_answers(&mut self, plan: &DecodePlan) {
+        let order = |seed| plan.seeds.iter().position(|&other| other == seed);
+        self.answers.sort_by_key(|answer| (order(answer.seed), answer.sample, answer.turn));
+    }
 }
 
 /// Decodes the suites one after the other, each from empty slots to empty slots. Answers in
@@ -116,15 +125,6 @@ pub fn decode(
     Ok(passes)
 }
 
-/// A turn that waits for its answer.
-struct PendingTurn {
-    sample: usize,
-    seed: u64,
-    turn: usize,
-    /// Messages up to and including the turn.
-    messages: Vec<Message>,
-}
-
 /// Engine times and wall clock when the last answer ended.
 struct AnswerClock {
     times: StepTimes,
@@ -149,8 +149,7 @@ impl SuiteDecoder<'_> {
     fn run(&mut self, trace: &mut StepTrace) -> anyhow::Result<()> {
         for &seed in self.plan.seeds {
             for sample in (0..self.suite.requests.len()).filter(|&sample| self.plan.is_own_sample(sample)) {
-                let first = Message::new(Role::User, self.suite.turns[sample][0].as_str());
-                self.submit_turn(PendingTurn { sample, seed, turn: 0, messages: vec![first] })?;
+                self.submit_turn(PendingTurn::first(self.suite, sample, seed))?;
             }
         }
         self.clock = AnswerClock { times: self.engine.times(), instant: Instant::now() };
@@ -171,8 +170,7 @@ impl SuiteDecoder<'_> {
                 }
             }
         }
-        let order = |seed| self.plan.seeds.iter().position(|&other| other == seed);
-        self.pass.answers.sort_by_key(|answer| (order(answer.seed), answer.sample, answer.turn));
+        self.pass.sort_answers(self.plan);
         Ok(())
     }
 
@@ -180,8 +178,12 @@ impl SuiteDecoder<'_> {
     /// unanswered turn.
     fn submit_turn(&mut self, mut asked: PendingTurn) -> anyhow::Result<()> {
         loop {
-            let Some(request) = self.turn_request(&asked)? else {
-                return Ok(());
+            let request = match asked.request(self.plan, self.suite)? {
+                Ok(request) => request,
+                Err(unasked) => {
+                    self.pass.unasked += unasked;
+                    return Ok(());
+                }
             };
             let prompt_tokens = request.prompt.len();
             let question = journal_check::ExpectedAnswer {
@@ -189,7 +191,7 @@ impl SuiteDecoder<'_> {
                 block_size: self.engine.draft_len(),
                 vocab_size: self.engine.vocab_size(),
             };
-            let Some(entry) = self.journal.take_answer(&self.answer_key(&asked), &question) else {
+            let Some(entry) = self.journal.take_answer(&asked.key(self.suite, self.mode), &question) else {
                 let ticket = self.engine.submit(request)?;
                 self.running.insert(ticket, (asked, prompt_tokens));
                 return Ok(());
@@ -210,12 +212,13 @@ impl SuiteDecoder<'_> {
         self.clock = AnswerClock { times: self.engine.times(), instant: Instant::now() };
         self.pass.timing.add(&timing);
         self.journal.append_answer(&JournalEntry {
-            key: self.answer_key(&asked),
+            key: asked.key(self.suite, self.mode),
             prompt_tokens,
             tokens: completion.tokens.clone(),
             finish: completion.finish,
             cycles: completion.cycles.clone(),
             timing,
+            served: None,
         })?;
         match self.record_answer(asked, prompt_tokens, completion)? {
             Some(next) => self.submit_turn(next),
@@ -230,57 +233,23 @@ impl SuiteDecoder<'_> {
         prompt_tokens: usize,
         completion: Completion,
     ) -> anyhow::Result<Option<PendingTurn>> {
-        let PendingTurn { sample, seed, turn, mut messages } = asked;
+        let PendingTurn { sample, seed, turn, .. } = asked;
         self.tally.add(&completion);
         let (tally, name) = (&self.tally, &self.suite.rows.suite.name);
         self.progress.add(u64::from(turn == 0), || match tally.accepted_length() {
             Some(tau) if !tally.proposed_at.is_empty() => format!("{name}, accepted length {tau:.2}"),
             _ => name.to_string(),
         });
-        let turns = &self.suite.turns[sample];
-        let rest = if self.plan.turns == Turns::All { &turns[turn + 1..] } else { &[] };
-        let next = match rest.first() {
-            Some(_) if completion.finish == Finish::Length => {
-                self.pass.unasked += rest.len();
-                None
+        let tokenizer = self.plan.asking.tokenizer;
+        let text = || Ok(tokenizer.decode_answer(&completion.tokens)?);
+        let following = asked.following(self.plan, self.suite, completion.finish, text)?;
+        self.pass.answers.push(Answer { sample, seed, turn, prompt_tokens, completion, served: None });
+        match following {
+            Following::Turn(next) => Ok(Some(next)),
+            Following::Nothing { unasked } => {
+                self.pass.unasked += unasked;
+                Ok(None)
             }
-            Some(said) => {
-                // As clients of a server do: the answer without its thinking text.
-                let answer = self.plan.asking.tokenizer.decode_answer(&completion.tokens)?;
-                messages.push(Message::new(Role::Assistant, without_reasoning(&answer)));
-                messages.push(Message::new(Role::User, said.as_str()));
-                Some(PendingTurn { sample, seed, turn: turn + 1, messages })
-            }
-            None => None,
-        };
-        self.pass.answers.push(Answer { sample, seed, turn, prompt_tokens, completion });
-        Ok(next)
-    }
-
-    /// The request of a turn; None if the conversation has filled the context.
-    fn turn_request(&mut self, asked: &PendingTurn) -> anyhow::Result<Option<Request>> {
-        let PendingTurn { sample, seed, turn, ref messages } = *asked;
-        let first = &self.suite.requests[sample];
-        let request = match turn {
-            0 => first.clone(),
-            _ => match self.plan.asking.request(format!("{}#{}", first.id, turn + 1), messages)? {
-                Ok(request) => request,
-                Err(_) => {
-                    self.pass.unasked += self.suite.turns[sample].len() - turn;
-                    return Ok(None);
-                }
-            },
-        };
-        Ok(Some(Request { sampling: Sampling { seed, ..request.sampling }, ..request }))
-    }
-
-    fn answer_key(&self, asked: &PendingTurn) -> AnswerKey {
-        AnswerKey {
-            mode: self.mode,
-            suite: self.suite.rows.suite.name.to_string(),
-            sample: self.suite.ids[asked.sample].clone(),
-            seed: asked.seed,
-            turn: asked.turn,
         }
     }
 }

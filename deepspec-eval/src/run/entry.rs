@@ -3,6 +3,7 @@
 use deepspec_engine::{Completion, Cycle, Finish};
 use serde::{Deserialize, Serialize};
 
+use super::server::ServedFigures;
 use crate::results::Timing;
 
 /// Drafter and rule of draft sampling that an answer was decoded with.
@@ -48,6 +49,9 @@ pub struct JournalEntry {
     pub cycles: Vec<Cycle>,
     /// Time since the answer before it.
     pub timing: Timing,
+    /// Counts that a server reported; None for an answer of this program.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub served: Option<ServedFigures>,
 }
 
 impl JournalEntry {

@@ -28,7 +28,15 @@ fn cycle(proposed: u32, accepted: u32, committed: u32) -> Cycle {
 fn entry(sample: usize, tokens: &[i64], finish: Finish, cycles: Vec<Cycle>) -> JournalEntry {
     let sample = sample.to_string();
     let key = AnswerKey { mode: DecodeMode::Main, suite: "s".into(), sample, seed: 1, turn: 0 };
-    JournalEntry { key, prompt_tokens: 3, tokens: tokens.to_vec(), finish, cycles, timing: TIMING }
+    JournalEntry {
+        key,
+        prompt_tokens: 3,
+        tokens: tokens.to_vec(),
+        finish,
+        cycles,
+        timing: TIMING,
+        served: None,
+    }
 }
 
 /// Answers that an engine can return: ended by a bonus token, within a block, by the limit, beyond

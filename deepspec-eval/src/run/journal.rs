@@ -86,8 +86,17 @@ impl Journal {
     /// The journal's answer, if there is one that passes the check. An answer that fails the check
     /// is dropped with a warning that names file and line.
     pub fn take_answer(&mut self, key: &AnswerKey, asked: &ExpectedAnswer) -> Option<JournalEntry> {
+        self.take_checked(key, |entry| asked.check(entry))
+    }
+
+    /// As [`Journal::take_answer`], with another check.
+    pub fn take_checked(
+        &mut self,
+        key: &AnswerKey,
+        check: impl FnOnce(&JournalEntry) -> Result<(), String>,
+    ) -> Option<JournalEntry> {
         let (entry, file, line) = self.earlier.remove(key)?;
-        match asked.check(&entry) {
+        match check(&entry) {
             Ok(()) => Some(entry),
             Err(problem) => {
                 tracing::warn!("{}:{line}: no answer, for {problem}; it is decoded again", file.display());

@@ -10,7 +10,9 @@ mod journal_check;
 pub mod models;
 mod outputs;
 mod score;
+mod server;
 mod setup;
+mod turns;
 
 use deepspec_core::cli::{UsageError, Verbosity};
 use deepspec_core::{atomic, config, usage};
@@ -35,6 +37,9 @@ use setup::Setup;
 pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     // 1. Resolve the arguments. A bad profile path must fail before `--overwrite` deletes anything.
     args.check()?;
+    if let Some(url) = &args.server {
+        return server::run(args, url, verbosity);
+    }
     let place = models::resolve_device_and_dtype(&args.device, args.dtype)?;
     let mut trace = match &args.torch_profile {
         Some(path) => StepTrace::new(path, place.device).map_err(UsageError)?,

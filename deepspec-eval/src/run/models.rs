@@ -343,7 +343,7 @@ pub fn check_tokens(draft: &Path, tokenizer: &ChatTokenizer) -> anyhow::Result<(
 }
 
 /// Returns `name` if it is a hub id, and None if it is a local path.
-fn hub_id(name: &str) -> Option<String> {
+pub fn hub_id(name: &str) -> Option<String> {
     (!env::expand_home(name).exists()).then(|| name.to_string())
 }
 

@@ -70,14 +70,15 @@ fn output_rows<'a>(
 ) -> anyhow::Result<Vec<Row<'a>>> {
     let mut rows = vec![];
     for (suite, pass) in suites.iter().zip(passes) {
-        for Answer { sample, seed, turn, completion, .. } in &pass.answers {
+        for Answer { sample, seed, turn, completion, served, .. } in &pass.answers {
+            let served_text = served.as_ref().and_then(|served| served.text.clone());
             rows.push(Row {
                 suite: &suite.rows.suite.name,
                 id: &suite.ids[*sample],
                 seed: *seed,
                 turn: *turn,
-                text: tokenizer.decode_answer(&completion.tokens)?,
-                tokens: completion.tokens.len(),
+                text: served_text.map_or_else(|| tokenizer.decode_answer(&completion.tokens), Ok)?,
+                tokens: served.as_ref().map_or(completion.tokens.len(), |served| served.tokens as usize),
                 finish: completion.finish,
                 token_ids: &completion.tokens,
             });

@@ -83,6 +83,7 @@ fn score_suite(
         prompt_tokens: pass.answers.iter().map(|answer| answer.prompt_tokens as u64).sum(),
         metrics: Metrics::new(&counts, &pass.timing, baseline.as_ref()),
         counts,
+        prompts: BTreeMap::new(),
         sweep,
         timing: pass.timing,
         baseline,

@@ -23,7 +23,7 @@ use crate::plot::{
 use crate::report::{Block, Document, write_document};
 use crate::statistics::Percentiles;
 use crate::table::Table;
-use page::MetricsPage;
+pub use page::MetricsPage;
 
 /// Timeout of reading the metrics page.
 const READ_TIMEOUT: Duration = Duration::from_secs(10);

@@ -14,6 +14,8 @@ pub struct MetricsPage {
     pub draft_tokens: Option<f64>,
     /// Number of drafted tokens that were accepted.
     pub accepted: Option<f64>,
+    /// Accepted drafted tokens by position; empty if the engine does not count them so.
+    pub accepted_at: Vec<f64>,
     /// Number of generated tokens.
     pub generated: Option<f64>,
     /// Number of verifications, if the engine does not count blocks (SGLang).
@@ -28,6 +30,8 @@ pub struct MetricsPage {
     pub waiting: Option<f64>,
 }
 
+/// Name of the counter of accepted tokens by position.
+const PER_POSITION: &str = "spec_decode_num_accepted_tokens_per_pos";
 /// Labels of processes that all report the same values.
 const REPLICA_LABELS: [&str; 4] = ["tp_rank", "pp_rank", "moe_ep_rank", "engine_type"];
 
@@ -43,6 +47,7 @@ impl MetricsPage {
         // Values by metric name without the engine's prefix, then by the labels that distinguish
         // engines.
         let mut values: BTreeMap<String, BTreeMap<String, f64>> = BTreeMap::new();
+        let mut positions: BTreeMap<usize, f64> = BTreeMap::new();
         for sample in scrape.samples {
             let value = match sample.value {
                 Value::Counter(value) | Value::Gauge(value) | Value::Untyped(value) => value,
@@ -54,6 +59,10 @@ impl MetricsPage {
             }
             let name =
                 sample.metric.split_once(COLON_SUBSTITUTE).map_or(sample.metric.as_str(), |(_, name)| name);
+            let position = sample.labels.get("position").and_then(|position| position.parse().ok());
+            if let Some(position) = position.filter(|_| name.starts_with(PER_POSITION)) {
+                *positions.entry(position).or_default() += value;
+            }
             let mut labels: Vec<String> = sample
                 .labels
                 .iter()
@@ -72,6 +81,7 @@ impl MetricsPage {
             drafts: sum(&["spec_decode_num_drafts"]),
             draft_tokens: sum(&["spec_decode_num_draft_tokens"]),
             accepted: sum(&["spec_decode_num_accepted_tokens"]),
+            accepted_at: positions.into_values().collect(),
             generated: sum(&["generation_tokens", "tokens_predicted"]),
             verifications: sum(&["spec_verify_calls"]),
             accepted_length: mean("spec_accept_length"),
@@ -148,6 +158,7 @@ llamacpp:requests_deferred 7
             (page.drafts, page.draft_tokens, page.accepted),
             (Some(1_234_570.0), Some(70.0), Some(21.0))
         );
+        assert_eq!(page.accepted_at, [9.0]);
         assert_eq!((page.running, page.waiting, page.verifications), (Some(5.0), Some(0.0), None));
         let page = MetricsPage::parse(SGLANG).unwrap();
         assert_eq!(
