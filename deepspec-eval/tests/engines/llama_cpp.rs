@@ -28,15 +28,20 @@ pub fn llama_server() -> Option<PathBuf> {
 }
 
 /// A running llama-server.
-struct Llama(Server);
+pub struct Llama(Server);
 
 impl Llama {
     /// Starts it with these arguments and waits until it listens.
-    fn start(server: &Path, args: &[&str]) -> Self {
+    pub fn start(server: &Path, args: &[&str]) -> Self {
         let mut command = Command::new(server);
         command.args(["-t", "1", "-tb", "1", "-np", "1", "-c", "2048", "-ctk", "f32", "-ctv", "f32"]);
         command.args(["--metrics", "--jinja", "--offline", "--no-webui"]).args(args);
         Self(Server::start(command, "listening on"))
+    }
+
+    /// Its address.
+    pub fn url(&self) -> &str {
+        &self.0.url
     }
 
     fn post(&self, path: &str, body: &Value) -> Value {
@@ -72,7 +77,7 @@ impl Llama {
 
 /// Converts the drafter and starts llama.cpp with it and a target file, with the flags that the
 /// conversion prints.
-fn served(server: &Path, [target, file]: [&Path; 2], drafter: &Path, root: &Path) -> Llama {
+pub fn served(server: &Path, [target, file]: [&Path; 2], drafter: &Path, root: &Path) -> Llama {
     let out = root.join("gguf");
     let told = deepspec_eval(&[
         "checkpoint",

@@ -6,6 +6,7 @@
 mod common;
 mod drafters;
 mod llama_cpp;
+mod served;
 mod server;
 mod states;
 mod vllm;

@@ -13,7 +13,7 @@ use crate::server::Server;
 use crate::{ANSWER, ENOUGH, FEWER, LIMIT, accepted, drafting, near_tie, ours, prompts};
 
 /// Converts the drafter with `--to vllm`; returns the printed value of `--speculative-config`.
-fn converted(drafter: &Path, target: &Path, out: &Path) -> String {
+pub fn converted(drafter: &Path, target: &Path, out: &Path) -> String {
     let [from, beside, to] = [drafter, target, out].map(|path| path.to_str().unwrap());
     let convert = ["checkpoint", "convert", "--to", "vllm", "--from", from, "--target", beside];
     let converted = deepspec_eval(&[&convert[..], &["--output-dir", to]].concat());
