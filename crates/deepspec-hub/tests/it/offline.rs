@@ -2,7 +2,7 @@
 
 use std::fs;
 
-use deepspec_hub::{Hub, HubError, HubOptions, Repo};
+use deepspec_hub::{Hub, HubError, HubOptions, ModelFiles, Repo};
 use deepspec_testkit::hub::{FakeRepo, Fault};
 
 use crate::bench::{Bench, says};

@@ -6,7 +6,7 @@ use anyhow::Context;
 use deepspec_core::cli::Verbosity;
 use deepspec_datasets::suites::{RequestTemplate, SuiteDir, TokenizedSuite};
 use deepspec_engine::{DraftSampling, Sampling};
-use deepspec_hub::{HubError, tokenizer_dir};
+use deepspec_hub::{HubError, ModelFiles, model_files};
 use deepspec_models::config::read_json;
 use deepspec_models::config_digest;
 use deepspec_text::ChatTokenizer;
@@ -39,7 +39,7 @@ impl ServedSetup {
     /// Fails if the tokenizer cannot be loaded, or if no token ends an answer.
     pub fn resolve(args: &Args, verbosity: Verbosity) -> anyhow::Result<Self> {
         let target_dir =
-            tokenizer_dir(&args.target, verbosity).map_err(HubError::report).context("--target")?;
+            model_files(&args.target, None, ModelFiles::Config, verbosity).map_err(HubError::report).context("--target")?;
         let tokenizer = ChatTokenizer::load(&target_dir)?;
         let stop_ids = deepspec_models::stop_ids(&target_dir, tokenizer.eos_token_id())?;
         tokenizer.log_stop_tokens(&stop_ids);
