@@ -51,7 +51,7 @@ enum Command {
     Cache(cache::Command),
     /// Take the target's hidden states from vLLM servers
     #[command(subcommand)]
-    States(states::Command),
+    States(states::Subcommand),
 }
 
 fn main() -> ExitCode {

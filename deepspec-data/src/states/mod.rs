@@ -19,16 +19,16 @@ use deepspec_models::config::read_json;
 
 /// Subcommands of `states`.
 #[derive(clap::Subcommand)]
-pub enum Command {
+pub enum Subcommand {
     /// Print the `vllm serve` command that returns the states of a recipe
-    Command(CommandArgs),
+    VllmCommand(CommandArgs),
     /// Request the states of one prompt and check them
     Check(check::Args),
     /// Send the states of a vLLM server on this machine to machines without a shared disk
     Agent(agent::Args),
 }
 
-/// Arguments of `states command`.
+/// Arguments of `states vllm-command`.
 #[derive(clap::Args)]
 pub struct CommandArgs {
     #[command(flatten)]
@@ -70,11 +70,11 @@ impl RecipeArgs {
 ///
 /// # Errors
 /// With a usage error, or if a server fails.
-pub fn run(command: &Command, verbosity: Verbosity) -> anyhow::Result<()> {
+pub fn run(command: &Subcommand, verbosity: Verbosity) -> anyhow::Result<()> {
     match command {
-        Command::Command(args) => print_command(args, verbosity),
-        Command::Check(args) => check::run(args, verbosity),
-        Command::Agent(args) => agent::run(args),
+        Subcommand::VllmCommand(args) => print_command(args, verbosity),
+        Subcommand::Check(args) => check::run(args, verbosity),
+        Subcommand::Agent(args) => agent::run(args),
     }
 }
 
