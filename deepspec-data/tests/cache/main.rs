@@ -8,10 +8,13 @@ use serde_json::{Value, json};
 use bench::{Bench, flip, row};
 
 mod bench;
+#[path = "../../../crates/deepspec-capture/tests/common/fake_vllm.rs"]
+mod fake_vllm;
 mod kills;
 mod machine;
 mod peers;
 mod plan;
+mod served;
 mod standin;
 
 #[test]
