@@ -38,8 +38,9 @@ impl ServedSetup {
     /// # Errors
     /// Fails if the tokenizer cannot be loaded, or if no token ends an answer.
     pub fn resolve(args: &Args, verbosity: Verbosity) -> anyhow::Result<Self> {
-        let target_dir =
-            model_files(&args.target, None, ModelFiles::Config, verbosity).map_err(HubError::report).context("--target")?;
+        let target_dir = model_files(&args.target, None, ModelFiles::Config, verbosity)
+            .map_err(HubError::report)
+            .context("--target")?;
         let tokenizer = ChatTokenizer::load(&target_dir)?;
         let stop_ids = deepspec_models::stop_ids(&target_dir, tokenizer.eos_token_id())?;
         tokenizer.log_stop_tokens(&stop_ids);
