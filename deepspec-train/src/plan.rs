@@ -227,6 +227,20 @@ impl Plan<'_> {
         }
     }
 
+    /// Bytes that states from servers need: files in flight in float32, as they are and converted, and
+    /// a float32 LM head.
+    fn served_bytes(&self) -> u64 {
+        let States { storage, servers } = &self.recipe().data.states;
+        let Some(servers) = servers.as_ref().filter(|_| !matches!(storage, StatesStorage::Cache(_))) else {
+            return 0;
+        };
+        let ModelConfig { hidden_size, vocab_size, .. } = self.costs.target;
+        let layers = self.recipe().target.layer_ids.len() + 1;
+        let in_flight = servers.urls.len() * ServedLimits::default().tokens_per_server;
+        let values = 2 * in_flight * layers * *hidden_size as usize + (hidden_size * vocab_size) as usize;
+        bytes_of(values, Kind::Float)
+    }
+
     /// Peak memory of a process.
     ///
     /// # Errors
@@ -234,14 +248,14 @@ impl Plan<'_> {
     pub fn peak_memory(&self) -> anyhow::Result<MemoryEstimate> {
         let Ok(data) = &self.data else {
             let states = &self.recipe().data.states;
-            let target = if states.runs_target() { self.resident_target_bytes()? } else { 0 };
+            let target = if states.runs_target() { self.resident_target_bytes()? } else { self.served_bytes() };
             let cache = if states.storage == StatesStorage::Online { 0 } else { u64::MAX };
             let states = if target > 0 { self.runtime.device } else { Device::Cpu };
             return Ok(self.costs.estimate_memory(&self.costs.worst_case_forwards(), states, target, cache));
         };
         let (states, target) = match data.dataset.needs_target() {
             true => (self.runtime.device, self.resident_target_bytes()?),
-            false => (Device::Cpu, 0),
+            false => (Device::Cpu, self.served_bytes()),
         };
         let kind = weight_dtype(self.recipe().train.precision);
         let ParamCounts { trainable, frozen } = self.costs.weights;

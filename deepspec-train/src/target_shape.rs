@@ -5,8 +5,9 @@ use std::path::Path;
 use deepspec_core::cli::Verbosity;
 use deepspec_core::env;
 use deepspec_drafters::Recipe;
-use deepspec_hub::{Hub, HubError, HubOptions, Repo, RepoType, model_dir};
-use deepspec_models::{ModelConfig, ModelError, families, weights_digest};
+use deepspec_hub::{Hub, HubError, HubOptions, ModelFiles, Repo, RepoType, model_dir};
+use deepspec_models::{ModelConfig, ModelError, Weights, families};
+use deepspec_ops::HOST;
 
 /// Hub ids and config.json of the targets in `configs/`, from the model families; see
 /// `configs/shapes/README.md`.
@@ -34,6 +35,10 @@ impl TargetShape {
     /// Fails if no config.json is found, or if it describes an unknown architecture.
     pub fn resolve(recipe: &Recipe, verbosity: Verbosity) -> anyhow::Result<Self> {
         let (target, runs_target) = (&recipe.target, recipe.data.states.runs_target());
+        let wanted = match recipe.data.states.servers {
+            Some(_) => ModelFiles::WithoutLayers,
+            None => ModelFiles::Whole,
+        };
         let place = env::expand_home(&target.model);
         if place.is_dir() || place.is_file() {
             let dir = model_dir(&target.model, target.revision.as_deref(), verbosity);
@@ -45,7 +50,7 @@ impl TargetShape {
         let offline = HubOptions { offline: Some("looking into the cache alone"), ..settings.clone() };
         let cache = Hub::new(offline);
         if let Some(dir) = cache.fetch(&repo, CONFIG_FILE).ok().as_deref().and_then(Path::parent) {
-            let has_weights = cache.model(&repo).is_ok();
+            let has_weights = cache.model_files(&repo, wanted).is_ok();
             return Ok(Self { has_weights, ..Self::read_folder(dir, runs_target)? });
         }
         if let Some((id, text)) = built_in_configs().find(|(id, _)| *id == target.model) {
@@ -63,7 +68,7 @@ impl TargetShape {
         Ok(Self {
             config: if runs_target { ModelConfig::load(dir)? } else { ModelConfig::load_any(dir)? },
             origin: dir.join(CONFIG_FILE).display().to_string(),
-            has_weights: weights_digest(dir).is_ok(),
+            has_weights: Weights::open_unquantised_tensors(dir, "the target", HOST).is_ok(),
         })
     }
 }

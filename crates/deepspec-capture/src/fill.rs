@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 use std::ops::Range;
-use std::sync::mpsc::{Receiver, sync_channel};
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread;
 
 use crate::cache::{Builder, CacheError, Encoding, FinalStates, Layout, PlannedSample, ShardWriter};
@@ -16,6 +16,8 @@ use crate::{StatesError, split_by_tokens, split_into_batches};
 const WINDOW_FORWARDS: usize = 4;
 /// Maximum number of windows that wait for the disk; the next forward then waits.
 const MAX_QUEUED_WINDOWS: usize = 1;
+/// Maximum number of samples from servers that wait for the disk.
+const MAX_QUEUED_SAMPLES: usize = 32;
 /// Tokens of submitted samples, in multiples of the servers' tokens in flight.
 const QUEUED_CAPACITIES: usize = 2;
 
@@ -75,32 +77,62 @@ pub fn fill_shards_from_servers(
     target: &mut ServedTarget,
     mut progress: impl FnMut(&PlannedSample),
 ) -> Result<(), StatesError> {
-    let mut open: VecDeque<ShardWriter> = VecDeque::new();
-    let mut unsent = Vec::new().into_iter();
-    // Samples that wait for room are queued, so that the servers never wait for this thread.
-    let (most, mut queued) = (QUEUED_CAPACITIES * target.capacity(), 0);
+    thread::scope(|scope| {
+        let (sender, receiver) = sync_channel(MAX_QUEUED_SAMPLES);
+        let writer = scope.spawn(move || run_writer(&receiver));
+        let captured = request_shards(builder, target, &sender, &mut progress);
+        drop(sender);
+        match writer.join() {
+            Ok(written) => Ok(written.map_err(StatesError::from).and(captured)?),
+            Err(panic) => std::panic::resume_unwind(panic),
+        }
+    })
+}
+
+/// Requests the samples of all missing shards in order, and sends their states to the writer.
+fn request_shards<'p>(
+    builder: &mut Builder<'p>,
+    target: &mut ServedTarget,
+    writer: &SyncSender<WriterCommand<'p>>,
+    progress: &mut impl FnMut(&PlannedSample),
+) -> Result<(), StatesError> {
+    let (mut unsent, mut shards) = ([].iter(), VecDeque::new());
+    let (mut sent, mut queued): (VecDeque<&PlannedSample>, usize) = (VecDeque::new(), 0);
+    let (most, mut left) = (QUEUED_CAPACITIES * target.capacity(), 0);
     loop {
         while queued < most {
-            let Some(sample): Option<&PlannedSample> = unsent.next() else {
+            let Some(sample) = unsent.next() else {
                 let Some(shard) = builder.next_shard()? else { break };
-                unsent = shard.samples().iter().collect::<Vec<_>>().into_iter();
-                open.push_back(shard);
+                unsent = shard.samples().iter();
+                shards.push_back(shard);
                 continue;
             };
             queued += sample.input_ids.len();
             target.submit(sample.clone());
+            sent.push_back(sample);
         }
         let Some(states) = target.next_states()? else { return Ok(()) };
-        let Some(shard) = open.front_mut() else { return Ok(()) };
-        let sample = &shard.samples()[shard.pushed()];
-        shard.push(&bytes(&states.taps), &bytes(&states.last))?;
+        let Some(sample) = sent.pop_front() else { return Ok(()) };
+        let mut commands = Vec::with_capacity(3);
+        if left == 0
+            && let Some(shard) = shards.pop_front()
+        {
+            left = shard.samples().len();
+            commands.push(WriterCommand::Begin(Box::new(shard)));
+        }
+        commands.push(WriterCommand::Push(vec![[bytes(&states.taps), bytes(&states.last)]]));
+        left -= 1;
+        if left == 0 {
+            commands.push(WriterCommand::Finish);
+        }
+        for command in commands {
+            // Sending fails only after the writer has stopped; the writer's error is then reported.
+            if writer.send(command).is_err() {
+                return Ok(());
+            }
+        }
         queued -= sample.input_ids.len();
         progress(sample);
-        if shard.pushed() == shard.samples().len()
-            && let Some(shard) = open.pop_front()
-        {
-            shard.finish()?;
-        }
     }
 }
 

@@ -41,6 +41,9 @@ impl<'d> Hybrid<'d> {
         per_step: usize,
     ) -> Result<Self, StatesError> {
         let builder = Builder::open(&recording.dir, &recording.plan, &source.identity)?;
+        if let LiveStates::Served(served) = &online {
+            builder.set_origin(&served.describe())?;
+        }
         let phase = Phase::First {
             online: Box::new(online),
             recorder: Box::new(Recorder::new(builder, &recording.plan)?),

@@ -59,6 +59,7 @@ impl LiveStates {
         match self {
             Self::Local(online) => online.run(samples),
             Self::Served(served) => {
+                served.discard_pending();
                 samples.iter().for_each(|sample| served.submit(sample.clone()));
                 let states = samples.iter().filter_map(|_| served.next_states().transpose());
                 states.collect()

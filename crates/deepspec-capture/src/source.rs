@@ -11,7 +11,8 @@ use deepspec_drafters::Recipe;
 use deepspec_hub::{ModelFiles, model_files};
 use deepspec_models::config::read_json;
 use deepspec_models::{
-    ModelConfig, ModelError, chat_formats, config_digest, index_digest, probed_weights_digest, weights_digest,
+    ModelConfig, ModelError, chat_formats, config_digest, outer_tensors_digest, probed_weights_digest,
+    weights_digest,
 };
 use deepspec_text::{ChatTemplate, ChatTokenizer};
 
@@ -25,6 +26,8 @@ const VLLM_PORT: u16 = 8000;
 pub struct TargetSpec {
     /// The target, as the recipe names it.
     pub model: String,
+    /// Revision of the hub.
+    pub revision: Option<String>,
     /// Folder of the target.
     pub dir: PathBuf,
     /// Tokenizer of the target.
@@ -63,9 +66,10 @@ impl TargetSpec {
         tokenizer.warn_if_wider_than(config.vocab_size as usize);
         warn_ordinary_mask_token(recipe, &tokenizer);
         let mut identity = identity(recipe, &dir, &tokenizer, &template, &config)?;
-        accept_older_weights_digest(&mut identity, recipe.cache_dir(), &dir)?;
+        accept_other_weights_digest(&mut identity, recipe.cache_dir(), &dir)?;
         Ok(Self {
             model: recipe.target.model.clone(),
+            revision: recipe.target.revision.clone(),
             dir,
             tokenizer,
             template,
@@ -84,6 +88,7 @@ impl TargetSpec {
         let (_, raw) = read_json(&self.dir)?;
         Ok(ServeCommand {
             model: self.model.clone(),
+            revision: self.revision.clone(),
             model_type: served::model_type(&raw),
             layer_ids: served::layer_ids(&self.identity.taps, self.config.layers.len()),
             folder: env::expand_home(servers.folder()).display().to_string(),
@@ -125,18 +130,24 @@ fn warn_ordinary_mask_token(recipe: &Recipe, tokenizer: &ChatTokenizer) {
     }
 }
 
-/// Keeps a cache of an older version valid if it was built for this target. The function takes over
-/// the weights digest that this version wrote.
-fn accept_older_weights_digest(
+/// Keeps a cache valid that was built for this target with another digest of the weights: by an older
+/// version, or with the other one of [`weights_digest`] and [`outer_tensors_digest`]. The function
+/// takes over that digest.
+fn accept_other_weights_digest(
     identity: &mut Identity,
     cache: Option<PathBuf>,
     target: &Path,
 ) -> Result<(), StatesError> {
     let Some(manifest) = cache.and_then(|dir| Manifest::read(&dir).ok()) else { return Ok(()) };
     let there = manifest.identity.target_weights;
-    let is_other = there != identity.target_weights;
-    // The layers may have been downloaded since.
-    if is_other && (Some(&there) == index_digest(target)?.as_ref() || there == probed_weights_digest(target)?)
+    if there == identity.target_weights {
+        return Ok(());
+    }
+    // A folder with missing shards has no digest of all weights.
+    let is_same = |digest: Result<String, ModelError>| digest.is_ok_and(|digest| digest == there);
+    if is_same(outer_tensors_digest(target))
+        || is_same(weights_digest(target))
+        || is_same(probed_weights_digest(target))
     {
         identity.target_weights = there;
     }
@@ -160,7 +171,10 @@ pub fn identity(
     Ok(Identity {
         model_type: model_type.unwrap_or_default().to_string(),
         target_config: config_digest(dir)?,
-        target_weights: weights_digest(dir)?,
+        target_weights: match recipe.data.states.servers {
+            Some(_) => outer_tensors_digest(dir)?,
+            None => weights_digest(dir)?,
+        },
         tokenizer: tokenizer.tokenizer_digest().to_string(),
         template: template.digest(tokenizer, &chat_formats()),
         chat_template: template.name.clone(),
@@ -224,7 +238,9 @@ pub fn check_recipe_fits(recipe: &Recipe, config: &ModelConfig) -> Result<Box<dy
         return Err(recipe_error("target.layer_ids", problem));
     }
     let drafter = deepspec_drafters::plan_drafter(recipe, config)?;
-    let (asked, longest) = (recipe.data.max_length, config.max_position_embeddings);
+    // vLLM samples one more token.
+    let asked = recipe.data.max_length + usize::from(recipe.data.states.servers.is_some());
+    let longest = config.max_position_embeddings;
     if asked > longest {
         let problem =
             format!("{asked} tokens are more than {dir} was made for (max_position_embeddings {longest})");

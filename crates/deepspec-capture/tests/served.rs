@@ -178,6 +178,7 @@ fn a_fault_that_stays_is_a_named_error() {
             assert!(error.contains(word), "{fault:?}: {word} in {error}");
         }
         assert!(!error.contains('\n'), "{error}");
+        setting.assert_swept(0);
     }
 }
 
@@ -258,6 +259,7 @@ fn a_cache_from_servers_resumes_and_equals_that_of_the_target() {
     let mut target = setting.connect(&[&broken]).unwrap();
     assert!(fill_shards_from_servers(&mut builder, &mut target, |_| ()).is_err());
     drop((builder, target));
+    setting.assert_swept(0);
     let (server, _fake) = setting.start(|_| Fault::None);
     let mut builder = Builder::open(&served, &plan, &setting.spec.identity).unwrap();
     assert!(builder.done_samples() > 0);

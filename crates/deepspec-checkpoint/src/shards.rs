@@ -10,8 +10,7 @@ use crate::CheckpointError;
 use crate::fields::read_object;
 
 const SINGLE_FILE: &str = "model.safetensors";
-/// Name of the index of sharded weights.
-pub const INDEX_FILE: &str = "model.safetensors.index.json";
+const INDEX_FILE: &str = "model.safetensors.index.json";
 /// Maximum bytes of values in a file, the default `max_shard_size` of transformers. Only a single
 /// larger tensor makes a larger file.
 pub const MAX_SHARD_BYTES: usize = 5_000_000_000;
@@ -107,11 +106,6 @@ pub fn no_weights_message(dir: &Path) -> String {
         );
     }
     format!("the folder has neither {SINGLE_FILE} nor {INDEX_FILE}")
-}
-
-/// Whether the index of `dir` names files that are missing.
-pub fn has_missing_shards(dir: &Path) -> bool {
-    weight_paths(dir).is_ok_and(|paths| paths.iter().any(|path| !path.is_file()))
 }
 
 /// The weights files in `dir`: those in the index, or the single file.

@@ -21,7 +21,7 @@ use crate::config::{ConfigError, Document};
 use crate::env;
 
 pub use eval::EvalRecipe;
-pub use states::{DEFAULT_STATES_FOLDER, StateServers, States, StatesStorage};
+pub use states::{DEFAULT_STATES_FOLDER, StateServers, States, StatesStorage, check_server_urls};
 pub use template::{GENERATION_RULES, TemplateEntry, TemplateRecipe};
 pub use validate::require_at_least_one;
 

@@ -17,6 +17,10 @@ const HEAD_ROWS: i64 = 16_384;
 const NORM_NAMES: [&str; 4] = ["norm", "final_layernorm", "norm_f", "ln_f"];
 /// Architectures besides Gemma's whose RMS norms multiply by 1 + w.
 const ONE_PLUS_W: [&str; 2] = ["qwen3_next", "qwen3_5"];
+/// Architectures with a LayerNorm of weights 1 + w.
+const ONE_PLUS_W_LAYER: [&str; 1] = ["nemotron"];
+/// Architectures with a LayerNorm that has no bias.
+const LAYER_WITHOUT_BIAS: [&str; 1] = ["cohere"];
 /// Gemma architectures whose RMS norms multiply by w.
 const PLAIN_GEMMA: [&str; 2] = ["gemma3n", "gemma4"];
 
@@ -44,6 +48,8 @@ enum FinalNorm {
     RmsOnePlus,
     /// LayerNorm.
     Layer,
+    /// LayerNorm with weights 1 + w.
+    LayerOnePlus,
 }
 
 impl TargetHead {
@@ -71,7 +77,8 @@ impl TargetHead {
             weight,
             bias: bias.map(|bias| bias.to_kind(Kind::Float)),
             eps: config.rms_norm_eps,
-            lm_head,
+            // On a CPU the head is converted once.
+            lm_head: if device == HOST { lm_head.to_kind(Kind::Float) } else { lm_head },
             softcap: config.logit_softcap,
             scale: logit_scale(fields)?,
         })
@@ -81,8 +88,10 @@ impl TargetHead {
     pub fn normalize(&self, hidden: &Tensor) -> Tensor {
         let x = hidden.to_kind(Kind::Float);
         match self.kind {
-            FinalNorm::Layer => {
-                x.layer_norm([x.size()[1]], Some(&self.weight), self.bias.as_ref(), self.eps, false)
+            FinalNorm::Layer | FinalNorm::LayerOnePlus => {
+                let shift = f64::from(self.kind == FinalNorm::LayerOnePlus);
+                let weight = &self.weight + shift;
+                x.layer_norm([x.size()[1]], Some(&weight), self.bias.as_ref(), self.eps, false)
             }
             kind => {
                 let scaled = &x * (x.square().mean_dim(-1, true, Kind::Float) + self.eps).rsqrt();
@@ -128,7 +137,8 @@ fn final_norm(raw: &RawConfig, has_bias: bool) -> FinalNorm {
     let model_type = text.and_then(name).or_else(|| name(raw)).unwrap_or_default();
     let starts = |prefixes: &[&str]| prefixes.iter().any(|prefix| model_type.starts_with(prefix));
     match () {
-        () if has_bias => FinalNorm::Layer,
+        () if ONE_PLUS_W_LAYER.contains(&model_type.as_str()) => FinalNorm::LayerOnePlus,
+        () if has_bias || starts(&LAYER_WITHOUT_BIAS) => FinalNorm::Layer,
         () if starts(&ONE_PLUS_W) || (is_gemma(&model_type) && !starts(&PLAIN_GEMMA)) => {
             FinalNorm::RmsOnePlus
         }
@@ -136,12 +146,16 @@ fn final_norm(raw: &RawConfig, has_bias: bool) -> FinalNorm {
     }
 }
 
-/// Factor on the logits: Granite divides by `logits_scaling`, Cohere multiplies by `logit_scale`.
+/// Factor on the logits: Granite divides by `logits_scaling`, Cohere multiplies by `logit_scale`, and
+/// MiniCPM divides by `hidden_size / dim_model_base`.
 fn logit_scale(fields: &Fields) -> Result<f64, ModelError> {
     let divisor = fields.number("logits_scaling")?.filter(|divisor| *divisor > 0.0);
     Ok(match divisor {
         Some(divisor) => 1.0 / divisor,
-        None => fields.number("logit_scale")?.unwrap_or(1.0),
+        None => match (fields.number("dim_model_base")?, fields.number("hidden_size")?) {
+            (Some(base), Some(hidden)) => base / hidden,
+            _ => fields.number("logit_scale")?.unwrap_or(1.0),
+        },
     })
 }
 
@@ -163,5 +177,8 @@ mod tests {
         let hybrid = json!({"model_type": "qwen3_5", "text_config": {"model_type": "qwen3_5_text"}});
         assert_eq!(kind(hybrid), FinalNorm::RmsOnePlus);
         assert_eq!(final_norm(&RawConfig::new(), true), FinalNorm::Layer);
+        assert_eq!(kind(json!({"model_type": "cohere2"})), FinalNorm::Layer);
+        assert_eq!(kind(json!({"model_type": "nemotron"})), FinalNorm::LayerOnePlus);
+        assert_eq!(kind(json!({"model_type": "nemotron_h"})), FinalNorm::Rms);
     }
 }

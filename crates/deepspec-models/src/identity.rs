@@ -6,7 +6,7 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::time::UNIX_EPOCH;
 
-use deepspec_checkpoint::{INDEX_FILE, no_weights_message};
+use deepspec_checkpoint::{Tensors, no_weights_message};
 use deepspec_core::atomic::{self, FileError};
 use deepspec_core::digest::{self, Hasher};
 use deepspec_core::env;
@@ -43,16 +43,11 @@ pub fn config_digest(dir: &Path) -> Result<String, ModelError> {
 }
 
 /// A digest of all bytes of the weights, with the names of their files. Digests of large files are kept in the cache folder by path,
-/// size and modification time. If shards are missing, as of a target that runs elsewhere, it is [`index_digest`].
+/// size and modification time.
 ///
 /// # Errors
 /// If the folder cannot be read or holds no weights.
 pub fn weights_digest(dir: &Path) -> Result<String, ModelError> {
-    if let Some(digest) = index_digest(dir)?
-        && deepspec_checkpoint::has_missing_shards(dir)
-    {
-        return Ok(digest);
-    }
     digest_weight_files(dir, |path, len| {
         if len <= MAX_UNCACHED_BYTES {
             let mut bytes = len.to_le_bytes().to_vec();
@@ -63,16 +58,19 @@ pub fn weights_digest(dir: &Path) -> Result<String, ModelError> {
     })
 }
 
-/// A digest of the index of sharded weights; `None` without an index.
+/// A digest of the tensors outside the layers: embedding, final norm and LM head. It identifies a
+/// target whose layers run elsewhere and may be missing here.
 ///
 /// # Errors
-/// If the index cannot be read.
-pub fn index_digest(dir: &Path) -> Result<Option<String>, ModelError> {
-    let index = dir.join(INDEX_FILE);
-    if !index.is_file() {
-        return Ok(None);
+/// If the folder has no weights, or they cannot be read.
+pub fn outer_tensors_digest(dir: &Path) -> Result<String, ModelError> {
+    let tensors = Tensors::open_present(dir)?;
+    let is_layer = |name: &str| name.split('.').any(|part| part.parse::<u32>().is_ok());
+    let mut hasher = Hasher::default();
+    for (name, _) in tensors.iter().filter(|(name, _)| !is_layer(name)) {
+        hasher.update_part(name.as_bytes()).update_part(&tensors.bytes(name)?);
     }
-    Ok(Some(digest::sha256_of_bytes(atomic::read_text(&index)?.as_bytes())))
+    Ok(hasher.hex_digest())
 }
 
 /// The digest of the weights in versions before 0.2, which hashed only parts (probes) of large files.

@@ -296,10 +296,7 @@ pub fn load_embed_and_head(
     device: Device,
     kind: Kind,
 ) -> Result<(Tensor, Tensor), ModelError> {
-    let weights = match config.has_forward {
-        true => Weights::open(dir, config.family.class(), device, kind)?,
-        false => Weights::open_unquantised_tensors(dir, config.family.class(), device)?,
-    };
+    let weights = Weights::open_unquantised_tensors(dir, config.family.class(), device)?;
     let (embed, head) = read_embed_and_head(&weights, TensorNames::detect(&weights), config)?;
     Ok((embed.to_kind(kind), head.to_kind(kind)))
 }

@@ -88,7 +88,9 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
         remove_cache(&dir)?;
     }
     let published = dir.join(MANIFEST_FILE).exists();
-    // Servers share the work among themselves.
+    if let (Some(asked), Some(_)) = (args.processes, &recipe.data.states.servers) {
+        usage!("--processes {asked}: servers share the work among themselves; leave it out");
+    }
     let processes = match published || recipe.data.states.servers.is_some() {
         true => 1,
         false => args.processes().min(plan.shards().len().max(1)),

@@ -81,6 +81,11 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     if samples.is_empty() {
         anyhow::bail!("no row can be used: {}", describe_row_counts(&report, &recipe).replace('\n', "; "));
     }
+    if recipe.data.states.servers.is_some()
+        && (args.measure || args.hardware.is_some() || !args.measured.is_empty())
+    {
+        usage!("servers compute these states, and their speed is not estimated; give --rate TOKENS_PER_S");
+    }
     let trial = args.measure.then(|| run_trial(args, &recipe, &source, &samples)).transpose()?;
     let foretold = predict_seconds(args, &source, &samples)?;
     let tokens = report.tokens as f64;
@@ -202,9 +207,6 @@ fn predict_seconds(
         return Ok(None);
     }
     let target = &source.config;
-    if !target.has_forward {
-        usage!("{} runs in an engine, whose speed is not estimated; give --rate TOKENS_PER_S", source.model);
-    }
     let device =
         deepspec_ops::parse_device(&args.job.device).map_err(|error| UsageError(error.to_string()))?;
     // The specifications of accelerators are for bfloat16.

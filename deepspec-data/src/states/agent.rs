@@ -5,20 +5,23 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use anyhow::Context;
-use axum::extract::{DefaultBodyLimit, State};
-use axum::http::{HeaderMap, StatusCode, header};
+use axum::extract::{DefaultBodyLimit, Request, State};
+use axum::http::{StatusCode, header};
+use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Json, Router};
 use deepspec_capture::served::{
     AGENT_PROTOCOL, Failure, ServedLimits, TOKEN_VARIABLE, VllmServer, http_client, sweep_leftovers,
 };
+use deepspec_core::cli::UsageError;
 use deepspec_core::digest::sha256_of_bytes;
 use deepspec_core::env;
-use deepspec_core::recipe::DEFAULT_STATES_FOLDER;
+use deepspec_core::recipe::{DEFAULT_STATES_FOLDER, check_server_urls};
 use deepspec_core::usage;
 use serde::Deserialize;
 use serde_json::json;
+use tokio::signal::unix::{SignalKind, signal};
 
 /// Largest body of a request, in bytes: a prompt of a million tokens.
 const MAX_BODY_BYTES: usize = 8 << 20;
@@ -72,35 +75,65 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     std::fs::create_dir_all(&args.folder).with_context(|| args.folder.display().to_string())?;
     sweep_leftovers(&args.folder, limits.leftover_age).with_context(|| args.folder.display().to_string())?;
     let http = http_client(&limits).map_err(anyhow::Error::msg)?;
-    let server = Arc::new(VllmServer::new(&http, args.server.trim_end_matches('/'), &args.folder, limits));
+    let url = check_server_urls(vec![args.server.clone()])
+        .map_err(|problem| UsageError(format!("--server {problem}")))?
+        .remove(0);
+    let server = Arc::new(VllmServer::new(&http, &url, &args.folder, limits));
     let agent = Arc::new(Agent { server, token });
     let app = Router::new()
         .route("/version", get(version))
         .route("/v1/models", get(models))
         .route("/states", post(states))
+        .layer(middleware::from_fn_with_state(Arc::clone(&agent), check_token))
         .layer(DefaultBodyLimit::max(MAX_BODY_BYTES))
         .with_state(agent);
     let runtime = tokio::runtime::Runtime::new()?;
     listener.set_nonblocking(true)?;
+    let folder = args.folder.clone();
+    runtime.spawn(async move {
+        loop {
+            tokio::time::sleep(limits.leftover_age).await;
+            if let Err(error) = sweep_leftovers(&folder, limits.leftover_age) {
+                tracing::warn!("{}: {error}", folder.display());
+            }
+        }
+    });
     runtime.block_on(async {
         let listener = tokio::net::TcpListener::from_std(listener)?;
-        tracing::info!("listening on http://{address}, for {}", args.server);
-        let stopped = async {
-            let _ = tokio::signal::ctrl_c().await;
+        let mut terminated = signal(SignalKind::terminate())?;
+        tracing::info!("listening on http://{address}, for {url}");
+        let stopped = async move {
+            tokio::select! {
+                _ = tokio::signal::ctrl_c() => {}
+                _ = terminated.recv() => {}
+            }
         };
         axum::serve(listener, app).with_graceful_shutdown(stopped).await.context("serving")
     })
 }
 
+/// Refuses requests without the token.
+async fn check_token(State(agent): State<Arc<Agent>>, request: Request, next: Next) -> Response {
+    let sent = request.headers().get(header::AUTHORIZATION).and_then(|value| value.to_str().ok());
+    // Digests are compared, so that the time of the comparison says nothing about the token.
+    let digest = |text: &str| sha256_of_bytes(text.as_bytes());
+    match &agent.token {
+        Some(token) if sent.map(digest) != Some(digest(&format!("Bearer {token}"))) => {
+            (StatusCode::UNAUTHORIZED, "the token is missing or wrong").into_response()
+        }
+        _ => next.run(request).await,
+    }
+}
+
 async fn version(State(agent): State<Arc<Agent>>) -> Response {
-    match agent.server.probe().await {
+    match agent.server.probe(0).await {
         Ok(info) => Json(json!({"version": info.version, "deepspec_agent": AGENT_PROTOCOL})).into_response(),
         Err(failure) => failure_response(failure),
     }
 }
 
 async fn models(State(agent): State<Arc<Agent>>) -> Response {
-    match agent.server.probe().await {
+    match agent.server.probe(0).await {
         Ok(info) => {
             let model = json!({"id": info.model, "max_model_len": info.max_model_len});
             Json(json!({"object": "list", "data": [model]})).into_response()
@@ -109,17 +142,9 @@ async fn models(State(agent): State<Arc<Agent>>) -> Response {
     }
 }
 
-async fn states(State(agent): State<Arc<Agent>>, headers: HeaderMap, Json(prompt): Json<Prompt>) -> Response {
-    let sent = headers.get(header::AUTHORIZATION).and_then(|value| value.to_str().ok());
-    // Digests are compared, so that the time of the comparison says nothing about the token.
-    let digest = |text: &str| sha256_of_bytes(text.as_bytes());
-    if let Some(token) = &agent.token
-        && sent.map(digest) != Some(digest(&format!("Bearer {token}")))
-    {
-        return (StatusCode::UNAUTHORIZED, "the token is missing or wrong").into_response();
-    }
+async fn states(State(agent): State<Arc<Agent>>, Json(prompt): Json<Prompt>) -> Response {
     let request = async {
-        let info = agent.server.probe().await?;
+        let info = agent.server.probe(prompt.ids.len()).await?;
         agent.server.request(&info, &prompt.ids).await
     };
     match request.await {

@@ -8,9 +8,9 @@ use std::path::PathBuf;
 
 use anyhow::Context;
 use deepspec_capture::served::{self, ServeCommand};
-use deepspec_core::cli::{self, Verbosity};
+use deepspec_core::cli::{self, UsageError, Verbosity};
 use deepspec_core::env;
-use deepspec_core::recipe::{StateServers, States};
+use deepspec_core::recipe::{DEFAULT_STATES_FOLDER, StateServers, States, check_server_urls};
 use deepspec_core::usage;
 use deepspec_drafters::Recipe;
 use deepspec_hub::{HubError, ModelFiles, model_files};
@@ -59,7 +59,8 @@ impl RecipeArgs {
         let States { servers, .. } = &mut recipe.data.states;
         let folder = servers.as_ref().and_then(|servers| servers.folder.clone());
         if !urls.is_empty() {
-            let urls = urls.iter().map(|url| url.trim_end_matches('/').to_string()).collect();
+            let urls = check_server_urls(urls.to_vec())
+                .map_err(|problem| UsageError(format!("--server {problem}")))?;
             *servers = Some(StateServers { urls, folder });
         }
         Ok(recipe)
@@ -93,14 +94,10 @@ fn print_command(args: &CommandArgs, verbosity: Verbosity) -> anyhow::Result<()>
         );
     }
     let (_, raw) = read_json(&dir)?;
-    let folder = recipe
-        .data
-        .states
-        .servers
-        .as_ref()
-        .map_or(deepspec_core::recipe::DEFAULT_STATES_FOLDER, StateServers::folder);
+    let folder = recipe.data.states.servers.as_ref().map_or(DEFAULT_STATES_FOLDER, StateServers::folder);
     let command = ServeCommand {
-        model: target.model.clone(),
+        model: env::expand_home(&target.model).display().to_string(),
+        revision: target.revision.clone(),
         model_type: served::model_type(&raw),
         layer_ids: served::layer_ids(&target.layer_ids, layers),
         folder: env::expand_home(folder).display().to_string(),

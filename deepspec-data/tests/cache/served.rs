@@ -116,7 +116,7 @@ fn the_command_and_the_check_of_a_server() {
     let (code, said, errors) = run(&["check", "--config", "recipe.yaml", "--set", &set]);
     assert_eq!(code, Some(0), "{errors}");
     assert!(said.contains("3 layers of 192 values") && said.contains("vLLM 0.32.0"), "{said}");
-    let shifted = start_fake(&bench, |_| Fault::EarlyLayer);
+    let shifted = start_fake(&bench, |_| Fault::OtherProbability);
     let (code, _, errors) =
         run(&["check", "--config", "recipe.yaml", "--set", &states(&bench, "unused", &shifted.url())]);
     assert_eq!(code, Some(1));

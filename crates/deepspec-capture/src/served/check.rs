@@ -80,7 +80,7 @@ pub fn compare_log_prob(computed: f64, served: f64, kind: Kind) -> Result<(), St
         return Ok(());
     }
     Err(format!(
-        "the sampled token has log-probability {computed:.4} by the target's norm and head, {served:.4} by the server; it serves other weights, or its last layer id is not that of the last layer"
+        "the sampled token has log-probability {computed:.4} by the target's norm and head, {served:.4} by the server; it serves other weights, its last layer id is not that of the last layer, or the architecture scales its logits in a way that is unknown here"
     ))
 }
 

@@ -6,29 +6,28 @@ use serde_json::{Map, Value, json};
 
 /// Architectures whose vLLM class lacks the interface for extracting states (vLLM 0.32). vLLM's
 /// Transformers backend runs them instead.
-const WITHOUT_INTERFACE: [&str; 22] = [
+const WITHOUT_INTERFACE: [&str; 21] = [
+    "cohere",
+    "deepseek_v32",
+    "exaone4",
     "gemma",
     "gemma2",
     "gemma3",
     "gemma3_text",
+    "gemma3n_text",
     "glm4",
     "glm4_moe",
+    "granitemoe",
+    "hunyuan_v1_dense",
+    "hunyuan_v1_moe",
+    "jamba",
     "mixtral",
-    "olmo",
+    "nemotron",
     "olmo2",
     "olmo3",
     "olmoe",
-    "bailing_moe",
-    "hunyuan",
-    "hunyuan_v1_dense",
-    "hunyuan_v1_moe",
-    "exaone",
-    "exaone4",
-    "phimoe",
     "qwen2_moe",
-    "lfm2",
-    "jamba",
-    "deepseek_v32",
+    "stablelm",
 ];
 
 /// A `vllm serve` command for the states of a recipe. It prints on one line.
@@ -36,6 +35,8 @@ const WITHOUT_INTERFACE: [&str; 22] = [
 pub struct ServeCommand {
     /// The target, as the recipe names it.
     pub model: String,
+    /// Revision of the hub.
+    pub revision: Option<String>,
     /// Its `model_type`.
     pub model_type: String,
     /// Layer ids, counted from the embedding.
@@ -65,6 +66,9 @@ impl ServeCommand {
         let (context, port) = ((self.longest + 1).to_string(), self.port.to_string());
         let mut arguments: Vec<String> =
             ["serve", &self.model, "--port", &port, "--max-model-len", &context].map(String::from).to_vec();
+        if let Some(revision) = &self.revision {
+            arguments.extend(["--revision".into(), revision.clone()]);
+        }
         if self.tensor_parallel > 1 {
             arguments.extend(["--tensor-parallel-size".into(), self.tensor_parallel.to_string()]);
         }
@@ -107,6 +111,7 @@ mod tests {
     fn the_command_is_one_line_for_a_shell() {
         let command = ServeCommand {
             model: "Qwen/Qwen3-30B-A3B".into(),
+            revision: Some("main".into()),
             model_type: "qwen3_moe".into(),
             layer_ids: vec![2, 24, 48],
             folder: "/dev/shm/deepspec-states".into(),
@@ -114,14 +119,21 @@ mod tests {
             tensor_parallel: 2,
             port: 8000,
         };
+        // Keys of an object have no fixed order.
+        let speculative = json!({
+            "method": "extract_hidden_states", "num_speculative_tokens": 1,
+            "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": [2, 24, 48]}},
+        });
+        let transfer = json!({
+            "kv_connector": "ExampleHiddenStatesConnector", "kv_role": "kv_producer",
+            "kv_connector_extra_config": {"shared_storage_path": "/dev/shm/deepspec-states"},
+        });
         assert_eq!(
             command.to_string(),
-            "vllm serve Qwen/Qwen3-30B-A3B --port 8000 --max-model-len 4097 --tensor-parallel-size 2 \
-             --speculative-config '{\"draft_model_config\":{\"hf_config\":{\"eagle_aux_hidden_state_layer_ids\":[2,24,48]}},\
-             \"method\":\"extract_hidden_states\",\"num_speculative_tokens\":1}' \
-             --kv-transfer-config '{\"kv_connector\":\"ExampleHiddenStatesConnector\",\
-             \"kv_connector_extra_config\":{\"shared_storage_path\":\"/dev/shm/deepspec-states\"},\
-             \"kv_role\":\"kv_producer\"}'"
+            format!(
+                "vllm serve Qwen/Qwen3-30B-A3B --port 8000 --max-model-len 4097 --revision main \
+                 --tensor-parallel-size 2 --speculative-config '{speculative}' --kv-transfer-config '{transfer}'"
+            )
         );
         let other = ServeCommand { model_type: "gemma3_text".into(), tensor_parallel: 1, ..command };
         assert!(

@@ -32,7 +32,7 @@ impl StateFile {
         let is_plain = file.extension().is_some_and(|kind| kind == "safetensors");
         if !is_inside || !is_plain || file.file_name().is_none() {
             return Err(Failure::Final(format!(
-                "the server names the file {path}, which is no safetensors file in {}; start it with that folder as shared_storage_path, or set data.states.folder",
+                "the server names the file {path}, which is no safetensors file in {}; start it with that folder as shared_storage_path, or name its folder in data.states.folder",
                 folder.display()
             )));
         }
@@ -108,6 +108,14 @@ impl Drop for StateFile {
     }
 }
 
+/// Whether vLLM names files so: `cmpl-<id>-<8 hexadecimal digits>.safetensors` and the like. Weights
+/// and shards of caches have other names.
+fn is_name_of_request(name: &str) -> bool {
+    let Some(stem) = name.strip_suffix(".safetensors") else { return false };
+    let is_hex = |end: &str| end.len() == 8 && end.bytes().all(|byte| byte.is_ascii_hexdigit());
+    stem.contains("cmpl-") && stem.rsplit_once('-').is_some_and(|(_, end)| is_hex(end))
+}
+
 /// Deletes files of states and locks in `folder` that are at least `age` old: those of requests
 /// whose client was killed. Returns their number.
 ///
@@ -118,8 +126,7 @@ pub fn sweep_leftovers(folder: &Path, age: Duration) -> io::Result<usize> {
     for entry in fs::read_dir(folder)? {
         let path = entry?.path();
         let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-        let name = name.strip_suffix(".lock").unwrap_or(&name);
-        let is_ours = name.ends_with(".safetensors") && name.contains('-');
+        let is_ours = is_name_of_request(name.strip_suffix(".lock").unwrap_or(&name));
         let modified = fs::symlink_metadata(&path).and_then(|metadata| metadata.modified());
         let is_old =
             modified.is_ok_and(|time| SystemTime::now().duration_since(time).unwrap_or_default() >= age);
@@ -135,6 +142,9 @@ mod tests {
     use super::*;
 
     const LIMIT: Duration = Duration::from_secs(60);
+    /// Files of others, which no sweep deletes.
+    const KEPT: [&str; 4] =
+        ["notes.txt", "model-00001-of-00004.safetensors", "shard-00000.safetensors", "cmpl-1-0.safetensors"];
 
     fn file_in(folder: &Path) -> StateFile {
         StateFile::within(folder, &folder.join("cmpl-1-0-abcdef01.safetensors").display().to_string())
@@ -194,11 +204,13 @@ mod tests {
     #[test]
     fn only_old_files_of_servers_are_swept() {
         let folder = tempfile::tempdir().unwrap();
-        for name in ["cmpl-1-0-abcdef01.safetensors", "cmpl-1-0-abcdef01.safetensors.lock", "notes.txt"] {
+        for name in
+            ["cmpl-1-0-abcdef01.safetensors", "cmpl-1-0-abcdef01.safetensors.lock"].into_iter().chain(KEPT)
+        {
             fs::write(folder.path().join(name), b"").unwrap();
         }
         assert_eq!(sweep_leftovers(folder.path(), LIMIT).unwrap(), 0);
         assert_eq!(sweep_leftovers(folder.path(), Duration::ZERO).unwrap(), 2);
-        assert!(folder.path().join("notes.txt").exists());
+        assert!(KEPT.iter().all(|name| folder.path().join(name).exists()));
     }
 }

@@ -16,6 +16,8 @@ const POLL: Duration = Duration::from_millis(100);
 pub struct Pool {
     servers: Vec<Member>,
     limits: ServedLimits,
+    /// Tokens of the longest sample.
+    longest: usize,
 }
 
 struct Member {
@@ -42,11 +44,15 @@ impl Pool {
     ///
     /// # Errors
     /// If none of them answers, or one of them cannot serve states.
-    pub async fn connect(servers: Vec<VllmServer>, limits: ServedLimits) -> Result<Self, String> {
+    pub async fn connect(
+        servers: Vec<VllmServer>,
+        longest: usize,
+        limits: ServedLimits,
+    ) -> Result<Self, String> {
         let mut members = Vec::with_capacity(servers.len());
         let mut problems = vec![];
         for server in servers {
-            let health = match server.probe().await {
+            let health = match server.probe(longest).await {
                 Ok(info) => Health::Up(Arc::new(info)),
                 Err(Failure::Unreachable(problem) | Failure::Request(problem)) => {
                     problems.push(problem.clone());
@@ -64,7 +70,7 @@ impl Pool {
             return Err(problems.join("; "));
         }
         problems.iter().for_each(|problem| tracing::warn!("{problem}; this server is asked again later"));
-        Ok(Self { servers: members, limits })
+        Ok(Self { servers: members, limits, longest })
     }
 
     /// Facts of the servers that answer.
@@ -91,7 +97,7 @@ impl Pool {
         ids: &[i32],
         check: impl Fn(Served) -> Result<T, String> + Clone + Send + 'static,
     ) -> Result<T, String> {
-        let (mut failures, mut outage) = (0, None);
+        let (mut failures, mut losses, mut outage) = (0, 0, None);
         loop {
             let (member, info) = self.pick(&mut outage).await?;
             member.busy.fetch_add(1, Ordering::Relaxed);
@@ -109,7 +115,14 @@ impl Pool {
                 }
             };
             match failure {
-                Failure::Unreachable(problem) => member.mark_down(problem),
+                Failure::Unreachable(problem) => {
+                    // A prompt that ends every server must not end each of them for ever.
+                    losses += 1;
+                    if losses > self.limits.attempts * self.servers.len() {
+                        return Err(format!("{problem} ({losses} requests were cut off)"));
+                    }
+                    member.mark_down(&info, problem);
+                }
                 Failure::Final(problem) => return Err(problem),
                 Failure::Request(problem) => {
                     failures += 1;
@@ -117,6 +130,8 @@ impl Pool {
                         return Err(format!("{problem} ({failures} requests failed)"));
                     }
                     tracing::warn!("{problem}; it is requested again");
+                    // A dying engine answers at once.
+                    tokio::time::sleep(BACKOFF[0] * (failures as u32 - 1)).await;
                 }
             }
         }
@@ -130,7 +145,6 @@ impl Pool {
                 Health::Down { .. } => None,
             });
             if let Some(found) = up.min_by_key(|(member, _)| member.busy.load(Ordering::Relaxed)) {
-                self.revive().await?;
                 *outage = None;
                 return Ok(found);
             }
@@ -144,26 +158,26 @@ impl Pool {
                 ));
             }
             tokio::time::sleep(POLL).await;
-            self.revive().await?;
         }
     }
 
-    /// Probes the servers whose pause is over.
-    async fn revive(&self) -> Result<(), String> {
-        for member in &self.servers {
-            let Some(pause) = member.take_turn() else { continue };
-            match member.server.probe().await {
-                Ok(info) => {
-                    tracing::info!("{} answers again", member.server.url());
-                    member.set(Health::Up(Arc::new(info)));
+    /// Probes servers that are down whenever their pause is over; never returns.
+    pub async fn revive_servers(&self) {
+        loop {
+            tokio::time::sleep(POLL).await;
+            for member in &self.servers {
+                let Some(pause) = member.due_pause() else { continue };
+                match member.server.probe(self.longest).await {
+                    Ok(info) => {
+                        tracing::info!("{} answers again", member.server.url());
+                        member.set(Health::Up(Arc::new(info)));
+                    }
+                    Err(
+                        Failure::Unreachable(problem) | Failure::Request(problem) | Failure::Final(problem),
+                    ) => member.set(Health::down((2 * pause).min(BACKOFF[1]), problem)),
                 }
-                Err(Failure::Unreachable(problem) | Failure::Request(problem)) => {
-                    member.set(Health::down((2 * pause).min(BACKOFF[1]), problem));
-                }
-                Err(Failure::Final(problem)) => return Err(problem),
             }
         }
-        Ok(())
     }
 }
 
@@ -189,23 +203,20 @@ impl Member {
         }
     }
 
-    /// Leaves the server out for a while; the first failure is logged.
-    fn mark_down(&self, problem: String) {
-        if let Health::Up(_) = self.health() {
+    /// Leaves the server out for a while, unless it was probed since the request of `used`.
+    fn mark_down(&self, used: &Arc<ServerInfo>, problem: String) {
+        if let Health::Up(info) = self.health()
+            && Arc::ptr_eq(&info, used)
+        {
             tracing::warn!("{problem}; its samples go to the other servers, and it is asked again");
             self.set(Health::down(BACKOFF[0], problem));
         }
     }
 
-    /// Returns the pause of a server that is due for a probe, and postpones the next one, so that
-    /// one task probes it.
-    fn take_turn(&self) -> Option<Duration> {
-        let mut health = self.health.lock().unwrap_or_else(PoisonError::into_inner);
-        match &mut *health {
-            Health::Down { until, pause, .. } if *until <= Instant::now() => {
-                *until = Instant::now() + BACKOFF[1];
-                Some(*pause)
-            }
+    /// Returns the pause of a server that is due for a probe.
+    fn due_pause(&self) -> Option<Duration> {
+        match self.health() {
+            Health::Down { until, pause, .. } if until <= Instant::now() => Some(pause),
             _ => None,
         }
     }

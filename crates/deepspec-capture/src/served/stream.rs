@@ -4,6 +4,7 @@ use std::collections::VecDeque;
 use std::fs;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 use deepspec_core::Tap;
 use deepspec_core::env;
@@ -11,7 +12,7 @@ use deepspec_core::recipe::StateServers;
 use deepspec_models::TargetHead;
 use tch::{Device, Kind, Tensor};
 use tokio::runtime::Runtime;
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot, watch};
 
 use super::check::{compare_log_prob, read_states};
 use super::pool::Pool;
@@ -22,6 +23,8 @@ use crate::{SampleStates, StatesError, TargetSpec};
 
 /// Threads that send requests; checks and files have threads of their own.
 const REQUEST_THREADS: usize = 2;
+/// Shortest pause between two sweeps of the folder.
+const MIN_SWEEP_INTERVAL: Duration = Duration::from_secs(60);
 
 /// A target that vLLM servers run. Samples go in by [`Self::submit`], and their states come out in
 /// order by [`Self::next_states`].
@@ -29,12 +32,15 @@ const REQUEST_THREADS: usize = 2;
 /// Tokens in flight are limited: states that were not taken yet count, so a slow consumer slows the
 /// servers down.
 pub struct ServedTarget {
-    samples: mpsc::UnboundedSender<Job>,
+    /// `None` once no more samples are requested.
+    samples: Option<mpsc::UnboundedSender<Job>>,
     pending: VecDeque<(String, oneshot::Receiver<Outcome>)>,
     command: ServeCommand,
     servers: Vec<(String, Arc<ServerInfo>)>,
     capacity: usize,
-    /// Dropped last; its end aborts requests.
+    /// Number of requests in progress, which [`Drop`] waits for.
+    running: watch::Receiver<usize>,
+    limits: ServedLimits,
     runtime: Option<Runtime>,
 }
 
@@ -90,28 +96,27 @@ impl ServedTarget {
             .map_err(|error| refuse(error.to_string()))?;
         let http = http_client(&limits).map_err(refuse)?;
         let members = servers.urls.iter().map(|url| VllmServer::new(&http, url, &folder, limits)).collect();
-        let pool = Arc::new(runtime.block_on(Pool::connect(members, limits)).map_err(refuse)?);
+        let pool = Arc::new(runtime.block_on(Pool::connect(members, longest, limits)).map_err(refuse)?);
         let infos = pool.infos();
-        for (url, info) in &infos {
-            if let Some(room) = info.max_model_len.filter(|room| *room <= longest as u64) {
-                return Err(refuse(format!(
-                    "{url}: max_model_len {room} is too small; the longest sample has {longest} tokens, and vLLM samples one more"
-                )));
-            }
-        }
         if infos.iter().any(|(_, info)| !info.is_agent) {
             sweep(&folder, &limits);
+            runtime.spawn(sweep_regularly(folder.clone(), limits));
         }
+        let revived = Arc::clone(&pool);
+        runtime.spawn(async move { revived.revive_servers().await });
         let capacity = limits.tokens_per_server * pool.len();
         let (samples, jobs) = mpsc::unbounded_channel();
-        runtime.spawn(dispatch(jobs, pool, reader, capacity));
+        let (count, running) = watch::channel(0);
+        runtime.spawn(dispatch(jobs, Dispatcher { pool, reader, capacity, running: Arc::new(count) }));
         log_servers(&infos, &command);
         Ok(Self {
-            samples,
+            samples: Some(samples),
             pending: VecDeque::new(),
             command,
             servers: infos,
             capacity,
+            running,
+            limits,
             runtime: Some(runtime),
         })
     }
@@ -138,7 +143,9 @@ impl ServedTarget {
         let (sender, receiver) = oneshot::channel();
         self.pending.push_back((sample.id.clone(), receiver));
         // Sending fails only after the dispatcher has ended; the receiver then reports it.
-        let _ = self.samples.send((sample, sender));
+        if let Some(samples) = &self.samples {
+            let _ = samples.send((sample, sender));
+        }
     }
 
     /// Number of samples that were submitted and not taken.
@@ -169,20 +176,48 @@ impl ServedTarget {
 }
 
 impl Drop for ServedTarget {
+    /// Waits for requests in progress, because each of them leaves a file that nobody else deletes.
     fn drop(&mut self) {
-        if let Some(runtime) = self.runtime.take() {
-            runtime.shutdown_background();
+        self.pending.clear();
+        self.samples = None;
+        let Some(runtime) = self.runtime.take() else { return };
+        let (mut running, limit) = (self.running.clone(), self.limits.file);
+        let ended = async { running.wait_for(|running| *running == 0).await.is_ok() };
+        if runtime.block_on(async { tokio::time::timeout(limit, ended).await }).is_err() {
+            tracing::warn!("requests for states were cut off; their files are deleted by a later run");
         }
+        runtime.shutdown_background();
+    }
+}
+
+/// Starts the requests of samples.
+struct Dispatcher {
+    pool: Arc<Pool>,
+    reader: Arc<Reader>,
+    capacity: usize,
+    /// Number of requests in progress.
+    running: Arc<watch::Sender<usize>>,
+}
+
+/// Counts a request as long as it lives.
+struct RunningRequest(Arc<watch::Sender<usize>>);
+
+impl RunningRequest {
+    fn start(count: &Arc<watch::Sender<usize>>) -> Self {
+        count.send_modify(|running| *running += 1);
+        Self(Arc::clone(count))
+    }
+}
+
+impl Drop for RunningRequest {
+    fn drop(&mut self) {
+        self.0.send_modify(|running| *running -= 1);
     }
 }
 
 /// Starts the requests in order, each when its tokens have room.
-async fn dispatch(
-    mut jobs: mpsc::UnboundedReceiver<Job>,
-    pool: Arc<Pool>,
-    reader: Arc<Reader>,
-    capacity: usize,
-) {
+async fn dispatch(mut jobs: mpsc::UnboundedReceiver<Job>, dispatcher: Dispatcher) {
+    let Dispatcher { pool, reader, capacity, running } = dispatcher;
     let room = Arc::new(Semaphore::new(capacity));
     while let Some((sample, sender)) = jobs.recv().await {
         let tokens = sample.input_ids.len().clamp(1, capacity) as u32;
@@ -191,7 +226,8 @@ async fn dispatch(
         if sender.is_closed() {
             continue;
         }
-        let (pool, reader) = (Arc::clone(&pool), Arc::clone(&reader));
+        let (pool, reader, running) =
+            (Arc::clone(&pool), Arc::clone(&reader), RunningRequest::start(&running));
         tokio::spawn(async move {
             let ids = sample.input_ids.clone();
             let sample = Arc::new(sample);
@@ -199,6 +235,7 @@ async fn dispatch(
             let outcome = pool.request(&ids, check).await.map(|states| (states, permit));
             // The receiver is gone if its samples were discarded.
             let _ = sender.send(outcome);
+            drop(running);
         });
     }
 }
@@ -227,6 +264,14 @@ impl Reader {
             last_positions,
             unseen: None,
         })
+    }
+}
+
+/// Deletes leftovers of other clients as long as this one runs.
+async fn sweep_regularly(folder: PathBuf, limits: ServedLimits) {
+    loop {
+        tokio::time::sleep(limits.leftover_age.max(MIN_SWEEP_INTERVAL)).await;
+        sweep(&folder, &limits);
     }
 }
 

@@ -82,7 +82,11 @@ impl VllmServer {
     /// The server at `url`, whose files appear in `folder`.
     pub fn new(http: &Client, url: &str, folder: &Path, limits: ServedLimits) -> Self {
         let (http, url, folder) = (http.clone(), url.to_string(), folder.to_path_buf());
-        Self { http, url, folder, limits, token: env::read_secret(TOKEN_VARIABLE) }
+        let token = env::read_secret(TOKEN_VARIABLE);
+        if token.is_some() {
+            env::warn_unencrypted_key(TOKEN_VARIABLE, &url);
+        }
+        Self { http, url, folder, limits, token }
     }
 
     /// Its base URL.
@@ -90,12 +94,13 @@ impl VllmServer {
         &self.url
     }
 
-    /// Asks the server for its version and model.
+    /// Asks the server for its version and model. `longest` is the number of tokens of the longest
+    /// prompt.
     ///
     /// # Errors
-    /// [`Failure::Unreachable`] if it does not answer, [`Failure::Final`] if it is no vLLM server or
-    /// too old.
-    pub async fn probe(&self) -> Result<ServerInfo, Failure> {
+    /// [`Failure::Unreachable`] if it does not answer. [`Failure::Final`] if it is no vLLM server,
+    /// too old, or takes shorter prompts only.
+    pub async fn probe(&self, longest: usize) -> Result<ServerInfo, Failure> {
         let version = self.get("/version").await?;
         let is_agent = match version["deepspec_agent"].as_u64() {
             None => false,
@@ -128,6 +133,11 @@ impl VllmServer {
             return Err(self.fail(format!("/v1/models answers {models}, expected a model")));
         };
         let max_model_len = model["max_model_len"].as_u64();
+        if let Some(room) = max_model_len.filter(|room| *room <= longest as u64) {
+            return Err(self.fail(format!(
+                "max_model_len {room} is too small; the longest sample has {longest} tokens, and vLLM samples one more"
+            )));
+        }
         Ok(ServerInfo { version, model: name.into(), max_model_len, is_agent })
     }
 
@@ -218,11 +228,13 @@ impl VllmServer {
             StatusCode::BAD_GATEWAY | StatusCode::SERVICE_UNAVAILABLE | StatusCode::GATEWAY_TIMEOUT => {
                 Failure::Unreachable(problem)
             }
-            StatusCode::UNAUTHORIZED => {
-                Failure::Final(format!("{problem}; set {TOKEN_VARIABLE} to the agent's token"))
-            }
+            StatusCode::UNAUTHORIZED => Failure::Final(format!(
+                "{problem}; {TOKEN_VARIABLE} holds the token of the agent, or the API key of vLLM"
+            )),
             // The engine has died; the process may be restarted.
-            _ if status.is_server_error() && text.contains("EngineDead") => Failure::Unreachable(problem),
+            _ if status.is_server_error() && text.contains("EngineCore encountered") => {
+                Failure::Unreachable(problem)
+            }
             _ if status.is_server_error() || status == StatusCode::TOO_MANY_REQUESTS => {
                 Failure::Request(problem)
             }

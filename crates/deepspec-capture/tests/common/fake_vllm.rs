@@ -1,5 +1,7 @@
 //! A server that behaves like vLLM with its hidden-states connector, and fails on demand.
 
+#![allow(dead_code, reason = "each test binary uses its part")]
+
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
@@ -41,6 +43,8 @@ pub enum Fault {
     OtherTokens,
     /// The second-to-last layer in place of the last.
     EarlyLayer,
+    /// The log-probability of other weights.
+    OtherProbability,
     /// A path outside the folder.
     OutsidePath,
     /// HTTP 400.
@@ -187,7 +191,8 @@ impl FakeVllm {
         if fault == Fault::ZeroSlot {
             let _ = states.select(1, last as i64).fill_(0.0);
         }
-        (states, sampled.int64_value(&[]), log_prob.double_value(&[]))
+        let shift = if fault == Fault::OtherProbability { -0.5 } else { 0.0 };
+        (states, sampled.int64_value(&[]), log_prob.double_value(&[]) + shift)
     }
 }
 

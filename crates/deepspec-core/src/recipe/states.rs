@@ -42,7 +42,7 @@ pub enum StatesStorage {
 pub struct StateServers {
     /// Base URLs, of servers or of the agents beside them.
     pub urls: Vec<String>,
-    /// Folder of the servers' files as this machine sees it; `None` for
+    /// Folder of the servers' files, under the path that the servers have for it; `None` for
     /// [`DEFAULT_STATES_FOLDER`].
     pub folder: Option<String>,
 }
@@ -107,7 +107,7 @@ impl JsonSchema for States {
         });
         let folder = json!({
             "type": "string",
-            "description": format!("Folder of the servers' files as this machine sees it, {DEFAULT_STATES_FOLDER} by default."),
+            "description": format!("Folder of the servers' files, under the path that the servers have for it; {DEFAULT_STATES_FOLDER} by default."),
         });
         let stored = |name: &str, what: &str| {
             json!({
@@ -167,7 +167,15 @@ impl<'de> Deserialize<'de> for States {
                             }
                         }
                         "server" => urls = Some(map.next_value::<OneOrMore>()?.into_checked()?),
-                        "folder" => folder = Some(map.next_value()?),
+                        "folder" => {
+                            let found: String = map.next_value()?;
+                            if !found.starts_with(['/', '~']) {
+                                return Err(A::Error::custom(format!(
+                                    "folder: {found}: expected an absolute path"
+                                )));
+                            }
+                            folder = Some(found);
+                        }
                         "online" => return Err(A::Error::custom("online takes no value: states: online")),
                         other => return Err(A::Error::unknown_variant(other, &KEYS)),
                     }
@@ -198,31 +206,36 @@ enum OneOrMore {
 }
 
 impl OneOrMore {
-    /// The URLs without a trailing `/` or `/v1`.
     fn into_checked<E: Error>(self) -> Result<Vec<String>, E> {
         let urls = match self {
             Self::One(url) => vec![url],
             Self::More(urls) => urls,
         };
-        if urls.is_empty() {
-            return Err(E::custom("server: expected at least one URL"));
-        }
-        let mut checked: Vec<String> = Vec::with_capacity(urls.len());
-        for url in urls {
-            let host = url.strip_prefix("http://").or(url.strip_prefix("https://")).unwrap_or_default();
-            if host.trim_matches('/').is_empty() {
-                return Err(E::custom(format!(
-                    "server: {url}: expected a URL such as http://127.0.0.1:8000"
-                )));
-            }
-            let base = url.trim_end_matches('/').trim_end_matches("/v1").trim_end_matches('/').to_string();
-            if checked.contains(&base) {
-                return Err(E::custom(format!("server: {url} is named twice")));
-            }
-            checked.push(base);
-        }
-        Ok(checked)
+        check_server_urls(urls).map_err(|problem| E::custom(format!("server: {problem}")))
     }
+}
+
+/// The base URLs of servers, without a trailing `/` or `/v1`.
+///
+/// # Errors
+/// If there is none, one of them is no URL, or one is named twice.
+pub fn check_server_urls(urls: Vec<String>) -> Result<Vec<String>, String> {
+    if urls.is_empty() {
+        return Err("expected at least one URL".into());
+    }
+    let mut checked: Vec<String> = Vec::with_capacity(urls.len());
+    for url in urls {
+        let host = url.strip_prefix("http://").or(url.strip_prefix("https://")).unwrap_or_default();
+        if host.trim_matches('/').is_empty() {
+            return Err(format!("{url}: expected a URL such as http://127.0.0.1:8000"));
+        }
+        let base = url.trim_end_matches('/').trim_end_matches("/v1").trim_end_matches('/').to_string();
+        if checked.contains(&base) {
+            return Err(format!("{url} is named twice"));
+        }
+        checked.push(base);
+    }
+    Ok(checked)
 }
 
 #[cfg(test)]
@@ -294,6 +307,7 @@ mod tests {
         wrong("states: {server: [http://a, http://a/v1]}\n", &["http://a/v1 is named twice"]);
         wrong("states: {server: 3}\n", &["a URL or a list of URLs"]);
         wrong("states: {cache: a, folder: b}\n", &["server: [URL"]);
+        wrong("states: {server: http://a, folder: b}\n", &["folder: b", "absolute path"]);
         wrong("states: server\n", &["{server: [URL"]);
         wrong("states: {}\n", &["{cache: DIR}, online, {hybrid: DIR} or {server"]);
         wrong("states: 3\n", &["{cache: DIR}, online, {hybrid: DIR} or {server"]);
