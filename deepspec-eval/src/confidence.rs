@@ -81,7 +81,7 @@ pub fn measure_confidence<'c>(
     let raw = temperatures_by_position(&[], positions)?;
     let used = temperatures_by_position(temperatures.unwrap_or_default(), positions)?;
     let report = |calibration: &Calibration| {
-        let observed = cycles.clone().map(|cycle| (cycle.usable_confidence(), cycle.accepted as usize));
+        let observed = cycles.clone().map(|cycle| (cycle.confidence_until_stop(), cycle.accepted as usize));
         reliability(observed, positions, calibration)
     };
     let sweep = if cut { vec![] } else { threshold_sweep(cycles.clone(), positions, temperatures)? };
@@ -190,7 +190,7 @@ mod tests {
 
     fn cycle(logits: &[f32], accepted: u32, committed: u32) -> Cycle {
         let (proposed, confidence) = (logits.len() as u32, logits.to_vec());
-        Cycle { proposed, usable: proposed, accepted, committed, confidence }
+        Cycle { proposed, until_stop: proposed, accepted, committed, confidence }
     }
 
     #[test]
@@ -198,7 +198,8 @@ mod tests {
         // The second drafted token is the stop token: the first block accepts it, the others reject
         // it or go past it.
         let stopped = cycle(&[1.0, 0.5], 2, 2);
-        let rejected = |accepted| Cycle { usable: 2, ..cycle(&[1.0, 0.5, 4.0, 4.0], accepted, accepted + 1) };
+        let rejected =
+            |accepted| Cycle { until_stop: 2, ..cycle(&[1.0, 0.5, 4.0, 4.0], accepted, accepted + 1) };
         let cycles = [stopped, rejected(1), rejected(0), cycle(&[1.0, 0.5, 0.0, 0.0], 4, 5)];
         let found = measure_confidence(cycles.iter(), 4, None, false).unwrap().unwrap();
         let counts: Vec<u64> = found.reliability.positions.iter().map(|position| position.count).collect();

@@ -10,7 +10,7 @@ use common::training::{GAMMA, Lessons, smoke, train};
 use common::{answers, deepspec_eval, repository, results};
 use deepspec_core::{SlotTarget, Tap};
 use deepspec_drafters::{
-    BlockSpec, Confidence, DSparkConfig, DSparkObjective, DSparkPlan, DSparkSettings, DraftDecoder,
+    BlockSpec, ConfidenceSettings, DSparkConfig, DSparkObjective, DSparkPlan, DSparkSettings, DraftDecoder,
     LossRecipe,
 };
 use deepspec_models::{ModelConfig, save};
@@ -53,7 +53,7 @@ fn bench() -> &'static Path {
                     num_anchors: 8,
                 },
                 markov: None,
-                confidence: Some(Confidence { with_markov: false }),
+                confidence: Some(ConfidenceSettings { with_markov: false }),
             },
         };
         let loss = LossRecipe { ce_alpha: 1.0, soft_ce_alpha: 1.0, decay_gamma: 8.0, ..LossRecipe::NONE };

@@ -10,7 +10,7 @@ use common::{
     Answers, answers, drafter_config, repository, run_ok, target_dir, write_bigram_drafter, write_drafter,
     write_eagle3,
 };
-use deepspec_drafters::{Markov, MarkovKind};
+use deepspec_drafters::{MarkovKind, MarkovSettings};
 use deepspec_testkit::fake_gpu::{FakeGpu, Report};
 use serde_json::Value;
 
@@ -43,7 +43,7 @@ fn every_drafter_answers_as_on_the_cpu() {
     (config.settings.markov, config.settings.confidence) = (None, None);
     write_drafter(&path("dflash"), config, |_, tensor| tensor);
     let mut config = drafter_config();
-    config.settings.markov = Some(Markov { kind: MarkovKind::Rnn, rank: 16 });
+    config.settings.markov = Some(MarkovSettings { kind: MarkovKind::Rnn, rank: 16 });
     write_drafter(&path("rnn"), config, |_, tensor| tensor);
     write_eagle3(&path("eagle3"));
     std::os::unix::fs::symlink(repository("assets/tiny-dflash2"), path("dflash2")).unwrap();

@@ -22,8 +22,8 @@ use std::process::{Child, ChildStdout, Command, Stdio};
 
 use deepspec_core::{SlotTarget, Tap};
 use deepspec_drafters::{
-    BlockSpec, Confidence, DSpark, DSparkConfig, DSparkObjective, DSparkSettings, DraftDecoder,
-    LossDenominator, LossRecipe, Markov, MarkovKind, TrainSample, anchor_candidates,
+    BlockSpec, ConfidenceSettings, DSpark, DSparkConfig, DSparkObjective, DSparkSettings, DraftDecoder,
+    LossDenominator, LossRecipe, MarkovKind, MarkovSettings, TrainSample, anchor_candidates,
 };
 use deepspec_models::ModelConfig;
 use deepspec_train::dist::ProcessGroup;
@@ -220,8 +220,8 @@ impl Shape {
                     mask_token_id: 3,
                     num_anchors: self.anchors,
                 },
-                markov: Some(Markov { kind: MarkovKind::Vanilla, rank: self.rank }),
-                confidence: Some(Confidence { with_markov: true }),
+                markov: Some(MarkovSettings { kind: MarkovKind::Vanilla, rank: self.rank }),
+                confidence: Some(ConfidenceSettings { with_markov: true }),
             },
         };
         DSpark::fresh(config, &embed, &head, 1, Kind::Float)

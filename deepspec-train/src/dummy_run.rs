@@ -213,7 +213,7 @@ impl DummyPass<'_> {
                 choose_anchors(candidates, count, self.recipe.seed, pass, &index.to_string())
             };
             let anchors = self.drafter_plan.choose_anchors(&sample.loss_mask, &mut draw);
-            weight += self.drafter_plan.loss_weight(&sample.loss_mask, &anchors);
+            weight += self.drafter_plan.loss_denominator_part(&sample.loss_mask, &anchors);
             TrainSample {
                 input_ids: sample.input_ids.clone(),
                 loss_mask: sample.loss_mask.clone(),

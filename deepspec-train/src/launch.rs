@@ -88,7 +88,7 @@ impl Job {
         let mut command = Command::new(&program);
         command
             .args(std::env::args_os().skip(1))
-            .envs(self.host.child_ranks(rank, self.processes).variables())
+            .envs(self.host.child_env(rank, self.processes).variables())
             .stdin(Stdio::null())
             .stderr(Stdio::piped())
             // Each child has a separate process group, so it does not get the terminal's signals.

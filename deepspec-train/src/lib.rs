@@ -19,6 +19,7 @@ mod launch;
 pub mod loader;
 pub mod lr;
 mod memory;
+mod metrics_window;
 pub mod optimizer;
 mod plan;
 mod rank_check;
@@ -35,7 +36,6 @@ mod sync;
 mod target_shape;
 mod tensorboard;
 mod trainer;
-mod window;
 
 pub use args::{Args, Invocation};
 pub use reference::PRINTABLE_DESCRIPTIONS;

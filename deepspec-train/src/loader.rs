@@ -266,7 +266,7 @@ fn plan_sample(facts: &SampleMeta<'_>, options: LoaderOptions, draw: SampleDraw)
     let mut choose =
         |candidates: &[usize], count| choose_anchors(candidates, count, options.seed, draw.epoch, &facts.id);
     let anchors = options.drafter_plan.choose_anchors(&mask, &mut choose);
-    let weight = options.drafter_plan.loss_weight(&mask, &anchors);
+    let weight = options.drafter_plan.loss_denominator_part(&mask, &anchors);
     PlannedSample { sample: draw.sample, anchors, weight }
 }
 

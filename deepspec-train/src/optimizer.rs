@@ -327,7 +327,7 @@ mod tests {
         const PATIENCE: Duration = Duration::from_secs(120);
         let shapes = [("fc", [4_i64, 3]), ("layers.0.q", [5, 2]), ("layers.1.q", [3, 3])];
         let host = RendezvousServer::open(2, PATIENCE).unwrap();
-        let places: Vec<_> = (0..2).map(|rank| host.child_ranks(rank, 2)).collect();
+        let places: Vec<_> = (0..2).map(|rank| host.child_env(rank, 2)).collect();
         let train = |place| {
             let group = ProcessGroup::connect(place, Device::Cpu, DistBackend::Auto, PATIENCE).unwrap();
             let values = |seed: i64, shape: &[i64]| {

@@ -233,7 +233,7 @@ mod tests {
             (values + (10 * index) as f64).view(shapes[index].1) * (rank + 1) as f64
         };
         let host = RendezvousServer::open(RANKS, PATIENCE).unwrap();
-        let places: Vec<_> = (0..RANKS).map(|rank| host.child_ranks(rank, RANKS)).collect();
+        let places: Vec<_> = (0..RANKS).map(|rank| host.child_env(rank, RANKS)).collect();
         thread::scope(|scope| {
             for (place, starts) in places.iter().zip(starts) {
                 let (parameters, stages) = (&parameters, &stages);

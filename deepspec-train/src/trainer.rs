@@ -15,11 +15,11 @@ use crate::checkpoint::{Checkpoints, DataId, TrainState};
 use crate::evaluation::Evaluation;
 use crate::loader::Loader;
 use crate::lr::LrSchedule;
+use crate::metrics_window::MetricsWindow;
 use crate::optimizer::AdamW;
 use crate::reporters::TrainReporter;
 use crate::run_report::write_run_report;
 use crate::schedule::Schedule;
-use crate::window::MetricsWindow;
 
 /// Exit code of a run that a signal stopped after saving; run it again to resume.
 pub const EXIT_SAVED_EARLY: u8 = 75;

@@ -21,7 +21,7 @@ fn device() -> Device {
 /// Runs `work` as each of `ranks` ranks and returns what they return.
 fn ranks<T: Send>(ranks: usize, work: impl Fn(ProcessGroup) -> T + Sync) -> Vec<T> {
     let host = RendezvousServer::open(ranks, PATIENCE).unwrap();
-    let places: Vec<_> = (0..ranks).map(|rank| host.child_ranks(rank, ranks)).collect();
+    let places: Vec<_> = (0..ranks).map(|rank| host.child_env(rank, ranks)).collect();
     // A rank that leaves during another rank's handshake would already cause an error there.
     let met = Barrier::new(ranks);
     thread::scope(|scope| {
@@ -127,6 +127,6 @@ fn a_rank_that_goes_without_a_word_is_named() {
 #[test]
 fn a_rank_that_never_comes_is_named() {
     let host = RendezvousServer::open(2, PATIENCE).unwrap();
-    let alone = ProcessGroup::connect(&host.child_ranks(1, 2), Device::Cpu, GLOO, Duration::from_secs(1));
+    let alone = ProcessGroup::connect(&host.child_env(1, 2), Device::Cpu, GLOO, Duration::from_secs(1));
     assert!(matches!(alone, Err(GroupError::Missing { rank: 1, missing, .. }) if missing == [0]));
 }

@@ -122,7 +122,7 @@ pub trait KindSettings: fmt::Debug + Send + Sync {
 
     /// The complete config, if the kind has its own layout in `format`; None if the code that all
     /// kinds share writes the config. `flat` holds the decoder's keys.
-    fn own_config(
+    fn config_override(
         &self,
         _: &Drafter,
         _: CheckpointFormat,

@@ -8,8 +8,8 @@ use std::path::Path;
 use criterion::{Criterion, criterion_group, criterion_main};
 use deepspec_core::{SlotTarget, Tap};
 use deepspec_drafters::{
-    BlockSpec, Confidence, DSpark, DSparkConfig, DSparkObjective, DSparkProposer, DSparkSettings,
-    DraftDecoder, LossDenominator, LossRecipe, Markov, MarkovKind, TrainSample,
+    BlockSpec, ConfidenceSettings, DSpark, DSparkConfig, DSparkObjective, DSparkProposer, DSparkSettings,
+    DraftDecoder, LossDenominator, LossRecipe, MarkovKind, MarkovSettings, TrainSample,
 };
 use deepspec_engine::{Context, DraftRequest, Proposer, Sampling, SamplingBatch};
 use deepspec_models::ModelConfig;
@@ -42,8 +42,8 @@ fn block() -> DSpark {
                 mask_token_id: 1023,
                 num_anchors: 24,
             },
-            markov: Some(Markov { kind: MarkovKind::Vanilla, rank: 64 }),
-            confidence: Some(Confidence { with_markov: true }),
+            markov: Some(MarkovSettings { kind: MarkovKind::Vanilla, rank: 64 }),
+            confidence: Some(ConfidenceSettings { with_markov: true }),
         },
     };
     DSpark::fresh(config, &ends, &ends, 1, Kind::Float)

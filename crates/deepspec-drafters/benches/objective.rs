@@ -18,8 +18,8 @@ use std::process::Command;
 
 use deepspec_core::{SlotTarget, Tap};
 use deepspec_drafters::{
-    BlockBatch, BlockSpec, Confidence, DSpark, DSparkConfig, DSparkObjective, DSparkSettings, DraftDecoder,
-    LossDenominator, LossRecipe, Markov, MarkovKind, TrainSample,
+    BlockBatch, BlockSpec, ConfidenceSettings, DSpark, DSparkConfig, DSparkObjective, DSparkSettings,
+    DraftDecoder, LossDenominator, LossRecipe, MarkovKind, MarkovSettings, TrainSample,
 };
 use deepspec_models::ModelConfig;
 use tch::{Device, Kind, Tensor};
@@ -52,8 +52,8 @@ fn block(vocab: i64) -> DSpark {
                 mask_token_id: 3,
                 num_anchors: 512,
             },
-            markov: Some(Markov { kind: MarkovKind::Vanilla, rank: WIDTH }),
-            confidence: Some(Confidence { with_markov: true }),
+            markov: Some(MarkovSettings { kind: MarkovKind::Vanilla, rank: WIDTH }),
+            confidence: Some(ConfidenceSettings { with_markov: true }),
         },
     };
     let block = DSpark::fresh(config, &ends, &ends, 1, Kind::Float);

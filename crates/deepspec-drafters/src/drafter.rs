@@ -94,7 +94,7 @@ pub trait DrafterPlan: Send + Sync {
     fn final_states(&self) -> FinalStates;
 
     /// This sample's contribution to the loss denominator.
-    fn loss_weight(&self, loss_mask: &[bool], anchors: &[usize]) -> f64;
+    fn loss_denominator_part(&self, loss_mask: &[bool], anchors: &[usize]) -> f64;
 
     /// Definitions of the drafter's metrics.
     fn metric_defs(&self) -> Metrics;

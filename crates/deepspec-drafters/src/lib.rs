@@ -37,8 +37,8 @@ pub use drafter::{
     Metrics, ParamCounts, Predictions, TrainableDrafter,
 };
 pub use dspark::{
-    Confidence, ConfidenceRecipe, DSPARK_SUMS, DSpark, DSparkConfig, DSparkObjective, DSparkPlan,
-    DSparkProposer, DSparkRecipe, DSparkSettings, Markov, MarkovKind,
+    ConfidenceRecipe, ConfidenceSettings, DSPARK_SUMS, DSpark, DSparkConfig, DSparkObjective, DSparkPlan,
+    DSparkProposer, DSparkRecipe, DSparkSettings, MarkovKind, MarkovSettings,
 };
 pub use eagle3::{
     Eagle3, Eagle3Batch, Eagle3Config, Eagle3Objective, Eagle3Plan, Eagle3Proposer, Eagle3Recipe,

@@ -4,7 +4,8 @@ use std::path::Path;
 
 use deepspec_core::{SlotTarget, Tap};
 use deepspec_drafters::{
-    BlockSpec, DSparkConfig, DSparkSettings, DraftDecoder, Eagle3Config, Eagle3Settings, Markov, MarkovKind,
+    BlockSpec, DSparkConfig, DSparkSettings, DraftDecoder, Eagle3Config, Eagle3Settings, MarkovKind,
+    MarkovSettings,
 };
 use deepspec_models::ModelConfig;
 use deepspec_testkit::golden;
@@ -42,7 +43,7 @@ fn a_drafter_keeps_the_targets_rope_settings() {
                     mask_token_id: 1,
                     num_anchors: 8,
                 },
-                markov: Some(Markov { kind: MarkovKind::Vanilla, rank: 4 }),
+                markov: Some(MarkovSettings { kind: MarkovKind::Vanilla, rank: 4 }),
                 confidence: None,
             },
         };

@@ -43,7 +43,7 @@ impl<P: Proposer> Proposer for Told<P> {
         let probs = match self.lies {
             // Distributions as if every token could have been sampled.
             true => Some(
-                (proposal.distributions(proposal.tokens.size()[1], VOCAB) + 0.1) / (1.0 + 0.1 * VOCAB as f64),
+                (proposal.draft_probs(proposal.tokens.size()[1], VOCAB) + 0.1) / (1.0 + 0.1 * VOCAB as f64),
             ),
             false => proposal.probs,
         };

@@ -8,8 +8,9 @@ use std::path::Path;
 
 use deepspec_core::{SlotTarget, Tap};
 use deepspec_drafters::{
-    BlockBatch, BlockSpec, Confidence, DSPARK_SUMS, DSpark, DSparkConfig, DSparkObjective, DSparkSettings,
-    Dpace, DraftDecoder, Lk, LkForm, LossDenominator, LossRecipe, LossSum, Markov, MarkovKind, TrainSample,
+    BlockBatch, BlockSpec, ConfidenceSettings, DSPARK_SUMS, DSpark, DSparkConfig, DSparkObjective,
+    DSparkSettings, Dpace, DraftDecoder, Lk, LkForm, LossDenominator, LossRecipe, LossSum, MarkovKind,
+    MarkovSettings, TrainSample,
 };
 use deepspec_models::ModelConfig;
 use tch::{Device, Kind, Tensor};
@@ -60,8 +61,8 @@ fn block(shape: Shape) -> DSpark {
                 mask_token_id: 3,
                 num_anchors: shape.anchors,
             },
-            markov: shape.markov.map(|kind| Markov { kind, rank: 8 }),
-            confidence: shape.confidence.map(|with_markov| Confidence { with_markov }),
+            markov: shape.markov.map(|kind| MarkovSettings { kind, rank: 8 }),
+            confidence: shape.confidence.map(|with_markov| ConfidenceSettings { with_markov }),
         },
     };
     // With seed 11, a probability of the drafter equals the target's to the last bit. The sign of

@@ -5,8 +5,8 @@ use std::path::Path;
 
 use deepspec_core::{SlotTarget, Tap};
 use deepspec_drafters::{
-    BlockSpec, DSpark, DSparkConfig, DSparkProposer, DSparkSettings, DraftDecoder, Markov, MarkovKind,
-    TrainSample, anchor_candidates, slot_weight, supervised_draft_count,
+    BlockSpec, DSpark, DSparkConfig, DSparkProposer, DSparkSettings, DraftDecoder, MarkovKind,
+    MarkovSettings, TrainSample, anchor_candidates, slot_weight, supervised_draft_count,
 };
 use deepspec_engine::{Context, DraftRequest, Proposer, Sampling, SamplingBatch};
 use deepspec_models::ModelConfig;
@@ -39,7 +39,7 @@ fn bigrams(follower: impl Fn(i64) -> i64) -> DSpark {
                 mask_token_id: MASK,
                 num_anchors: 4,
             },
-            markov: Some(Markov { kind: MarkovKind::Vanilla, rank: VOCAB }),
+            markov: Some(MarkovSettings { kind: MarkovKind::Vanilla, rank: VOCAB }),
             confidence: None,
         },
     };

@@ -153,7 +153,7 @@ impl Proposal {
 
     /// Distributions of the first `drafts` tokens over a vocabulary of V, one-hot if `probs` is
     /// None: float32 `[S, drafts, V]`.
-    pub fn distributions(&self, drafts: i64, vocab: usize) -> Tensor {
+    pub fn draft_probs(&self, drafts: i64, vocab: usize) -> Tensor {
         if let Some(probs) = &self.probs {
             return probs.narrow(1, 0, drafts);
         }

@@ -54,7 +54,7 @@ impl VerifyOutcome {
         let start = i * self.longest;
         let drafts = &self.tokens[start..start + proposed];
         let first_stop = drafts.iter().position(|token| stop_ids.contains(token)).map(|at| at + 1);
-        let usable = first_stop.unwrap_or(proposed);
+        let until_stop = first_stop.unwrap_or(proposed);
         let stop = first_stop.filter(|&length| length <= self.accepted[i]);
         let ends_at = if self.ends_at_stop_tokens { first_stop } else { stop };
         let proposed = ends_at.unwrap_or(proposed);
@@ -67,8 +67,9 @@ impl VerifyOutcome {
         if stop.is_none() {
             tokens.push(self.next[i]);
         }
-        let [proposed, usable, committed] = [proposed, usable, tokens.len()].map(|count| count as u32);
-        (Cycle { proposed, usable, accepted, committed, confidence }, tokens)
+        let [proposed, until_stop, committed] =
+            [proposed, until_stop, tokens.len()].map(|count| count as u32);
+        (Cycle { proposed, until_stop, accepted, committed, confidence }, tokens)
     }
 }
 
@@ -103,15 +104,19 @@ mod tests {
         assert_eq!(outcome.finite, [true; 3]);
         let (cycle, tokens) = outcome.cycle_and_tokens(0, 3, &[STOP]);
         assert_eq!((cycle.proposed, cycle.accepted, cycle.committed, tokens), (3, 1, 2, vec![1, 7]));
-        assert_eq!((cycle.usable, &cycle.confidence), (3, &vec![0.5; 3]));
+        assert_eq!((cycle.until_stop, &cycle.confidence), (3, &vec![0.5; 3]));
         let (cycle, tokens) = outcome.cycle_and_tokens(1, 3, &[STOP]);
         assert_eq!((cycle.proposed, cycle.accepted, cycle.committed, tokens), (2, 2, 2, vec![4, STOP]));
         assert_eq!(cycle.confidence, [0.5; 2], "no drafter learns what comes after it");
-        assert_eq!(cycle.usable, 2);
+        assert_eq!(cycle.until_stop, 2);
         let (cycle, tokens) = outcome.cycle_and_tokens(2, 3, &[STOP]);
         assert_eq!((cycle.proposed, cycle.accepted, cycle.committed, tokens), (3, 1, 2, vec![6, 7]));
-        assert_eq!((cycle.usable, cycle.confidence.len()), (2, 3), "all were verified, two can be of use");
-        assert_eq!(cycle.usable_confidence(), [0.5; 2]);
+        assert_eq!(
+            (cycle.until_stop, cycle.confidence.len()),
+            (2, 3),
+            "all were verified, two can be of use"
+        );
+        assert_eq!(cycle.confidence_until_stop(), [0.5; 2]);
     }
     #[test]
     fn a_block_that_ends_at_stop_tokens_is_no_longer_for_a_rejected_one() {

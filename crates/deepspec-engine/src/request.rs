@@ -104,7 +104,8 @@ pub struct Cycle {
     pub proposed: u32,
     /// Proposed tokens up to and including the first drafted stop token, accepted or not. Tokens
     /// after a stop token can be part of no answer.
-    pub usable: u32,
+    #[serde(rename = "usable")]
+    pub until_stop: u32,
     /// Drafted tokens that were accepted.
     pub accepted: u32,
     /// Tokens that the cycle committed.
@@ -114,10 +115,10 @@ pub struct Cycle {
 }
 
 impl Cycle {
-    /// The confidence logits of the usable tokens. Drafters are not trained on tokens after a stop
+    /// The confidence logits up to the first stop token. Drafters are not trained on tokens after a stop
     /// token, so their confidence there is meaningless.
-    pub fn usable_confidence(&self) -> &[f32] {
-        &self.confidence[..self.confidence.len().min(self.usable as usize)]
+    pub fn confidence_until_stop(&self) -> &[f32] {
+        &self.confidence[..self.confidence.len().min(self.until_stop as usize)]
     }
 }
 

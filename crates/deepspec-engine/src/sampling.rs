@@ -307,7 +307,7 @@ mod tests {
             let one_hots = batch.distributions(&logits);
             assert_eq!(tokens, sample(&one_hots, &uniforms));
             let proposal = Proposal::stack(vec![(tokens, None)], None);
-            assert_eq!(proposal.distributions(1, 3), one_hots.unsqueeze(1));
+            assert_eq!(proposal.draft_probs(1, 3), one_hots.unsqueeze(1));
         }
     }
 

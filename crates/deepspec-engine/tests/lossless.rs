@@ -255,7 +255,7 @@ fn outputs_with(verify: Verify, sampling: Sampling) -> Counts {
         let lens = Tensor::from_slice(&vec![GAMMA as i64; count_of]);
         let verdict = verify(
             &Tensor::stack(&targets, 1),
-            &drafted.distributions(GAMMA as i64, V as usize),
+            &drafted.draft_probs(GAMMA as i64, V as usize),
             &drafted.tokens,
             &lens,
             &uniforms(step, Purpose::Accept, GAMMA),

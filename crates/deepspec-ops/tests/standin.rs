@@ -100,6 +100,6 @@ fn transfers_and_waits_are_counted() {
         return;
     };
     let Some(found) = report else { return };
-    let counts = ["uploads", "downloads", "waits", "peer_copies"].map(|what| found.total(what));
+    let counts = ["uploads", "downloads", "waits", "peer_copies"].map(|what| found.operation_count(what));
     assert_eq!(counts, [2, 2, 3, 1]);
 }

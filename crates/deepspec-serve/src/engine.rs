@@ -143,7 +143,7 @@ struct QueuedRequest {
 
 /// Load of the engine, readable from any thread.
 #[derive(Debug)]
-pub struct EngineLoad {
+pub struct EngineStats {
     /// Sequences in decoding.
     pub running: AtomicUsize,
     /// Sequences that wait for a slot.
@@ -169,7 +169,7 @@ impl Default for WaitHistogram {
     }
 }
 
-impl EngineLoad {
+impl EngineStats {
     fn new(slots: usize) -> Result<Self, prometheus::Error> {
         Ok(Self {
             running: AtomicUsize::default(),
@@ -197,7 +197,7 @@ impl EngineLoad {
 pub struct EngineThread {
     jobs: Option<mpsc::UnboundedSender<QueuedRequest>>,
     thread: Option<JoinHandle<()>>,
-    load: Arc<EngineLoad>,
+    stats: Arc<EngineStats>,
     context: usize,
 }
 
@@ -209,15 +209,15 @@ impl EngineThread {
     pub fn start(model: &Path, args: &EngineArgs) -> anyhow::Result<Self> {
         let (jobs, incoming) = mpsc::unbounded_channel();
         let (ready, loaded) = oneshot::channel();
-        let load = Arc::new(EngineLoad::new(args.max_num_seqs)?);
-        let (model, args, gauge) = (model.to_path_buf(), args.clone(), Arc::clone(&load));
+        let stats = Arc::new(EngineStats::new(args.max_num_seqs)?);
+        let (model, args, gauge) = (model.to_path_buf(), args.clone(), Arc::clone(&stats));
         let work = move || match load_engine(&model, &args) {
             Ok((engine, context)) => {
                 // The receiver is gone only if the starting thread is; the jobs channel is then
                 // closed too.
                 let _ = ready.send(Ok(context));
                 let counted = AcceptanceStats::default();
-                EngineLoop { engine, live: HashMap::new(), waiting: VecDeque::new(), load: gauge, counted }
+                EngineLoop { engine, live: HashMap::new(), waiting: VecDeque::new(), stats: gauge, counted }
                     .run(incoming);
             }
             Err(error) => drop(ready.send(Err(error))),
@@ -227,7 +227,7 @@ impl EngineThread {
             .spawn(work)
             .context("starting the engine's thread")?;
         let context = loaded.blocking_recv().context("the engine ended while it was loading")??;
-        Ok(Self { jobs: Some(jobs), thread: Some(thread), load, context })
+        Ok(Self { jobs: Some(jobs), thread: Some(thread), stats, context })
     }
 
     /// Queues a request; the receiver gets its updates. Dropping the receiver cancels the request.
@@ -242,8 +242,8 @@ impl EngineThread {
     }
 
     /// Load of the engine.
-    pub fn load(&self) -> &EngineLoad {
-        &self.load
+    pub fn stats(&self) -> &EngineStats {
+        &self.stats
     }
 
     /// Context length of a conversation, in tokens.
@@ -351,7 +351,7 @@ struct EngineLoop {
     live: HashMap<RequestId, LiveRequest>,
     /// Requests that wait for a slot, in queue order, with their arrival times.
     waiting: VecDeque<(RequestId, Instant)>,
-    load: Arc<EngineLoad>,
+    stats: Arc<EngineStats>,
     /// Decoding cycles that the metrics include already.
     counted: AcceptanceStats,
 }
@@ -397,7 +397,7 @@ impl EngineLoop {
         let prompt = job.request.prompt.len() as u64;
         match self.engine.submit(job.request) {
             Ok(request_id) => {
-                self.load.metrics.prompts.inc_by(prompt);
+                self.stats.metrics.prompts.inc_by(prompt);
                 self.waiting.push_back((request_id, job.since));
                 self.live
                     .insert(request_id, LiveRequest { updates: job.updates, since: job.since, last: None });
@@ -423,15 +423,15 @@ impl EngineLoop {
     fn record_waits(&mut self, started: Instant) {
         while self.waiting.len() > self.engine.queued() {
             let Some((_, since)) = self.waiting.pop_front() else { return };
-            self.load.record_wait(started.saturating_duration_since(since));
+            self.stats.record_wait(started.saturating_duration_since(since));
         }
     }
 
     fn send_update(&mut self, event: Event) {
         match event {
             Event::Tokens(request_id, tokens) => {
-                let (metrics, now) = (&self.load.metrics, Instant::now());
-                self.load.generated.fetch_add(tokens.len() as u64, Ordering::Relaxed);
+                let (metrics, now) = (&self.stats.metrics, Instant::now());
+                self.stats.generated.fetch_add(tokens.len() as u64, Ordering::Relaxed);
                 metrics.generated.inc_by(tokens.len() as u64);
                 if let Some(live) = self.live.get_mut(&request_id) {
                     match live.last.replace(now) {
@@ -458,10 +458,10 @@ impl EngineLoop {
     fn publish_load(&mut self) {
         let queued = self.engine.queued();
         let running = self.live.len().saturating_sub(queued);
-        self.load.queued.store(queued, Ordering::Relaxed);
-        self.load.running.store(running, Ordering::Relaxed);
-        self.load.metrics.set_load(running, queued);
-        self.load.metrics.add_decoding_counts(&self.counted, self.engine.counts());
+        self.stats.queued.store(queued, Ordering::Relaxed);
+        self.stats.running.store(running, Ordering::Relaxed);
+        self.stats.metrics.set_load(running, queued);
+        self.stats.metrics.add_decoding_counts(&self.counted, self.engine.counts());
         self.counted = self.engine.counts().clone();
     }
 }
@@ -472,14 +472,14 @@ mod tests {
 
     #[test]
     fn quantiles_of_waits_are_right_to_two_digits() {
-        let load = EngineLoad::new(1).unwrap();
-        assert_eq!(load.wait_quantile(0.99), None);
-        (1..=1000).for_each(|millis| load.record_wait(Duration::from_millis(millis)));
+        let stats = EngineStats::new(1).unwrap();
+        assert_eq!(stats.wait_quantile(0.99), None);
+        (1..=1000).for_each(|millis| stats.record_wait(Duration::from_millis(millis)));
         for (share, exact) in [(0.5, 0.5), (0.99, 0.99), (1.0, 1.0)] {
-            let found = load.wait_quantile(share).unwrap().as_secs_f64();
+            let found = stats.wait_quantile(share).unwrap().as_secs_f64();
             assert!((found - exact).abs() <= 0.01 * exact, "{share}: {found}");
         }
-        load.record_wait(Duration::MAX);
-        assert!(load.wait_quantile(1.0).unwrap() >= Duration::from_millis(MAX_WAIT_MS));
+        stats.record_wait(Duration::MAX);
+        assert!(stats.wait_quantile(1.0).unwrap() >= Duration::from_millis(MAX_WAIT_MS));
     }
 }

@@ -25,9 +25,9 @@ use serde_json::Value;
 
 pub use body::{ChatRequest, parse_chat_request};
 pub use defaults::Defaults;
-pub use engine::{EngineArgs, EngineLoad};
+pub use engine::{EngineArgs, EngineStats};
 pub use error::ChatError;
-pub use reasoning::Delta;
+pub use reasoning::AnswerDelta;
 pub use response_stream::{ResponseStream, Usage};
 
 use engine::EngineThread;
@@ -136,8 +136,8 @@ impl ChatModel {
     }
 
     /// Load of the engine.
-    pub fn engine_load(&self) -> &EngineLoad {
-        self.engine.load()
+    pub fn engine_stats(&self) -> &EngineStats {
+        self.engine.stats()
     }
 
     /// Context length of a conversation, in tokens.

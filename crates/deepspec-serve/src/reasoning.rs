@@ -6,14 +6,14 @@ use crate::stop::partial_match_len;
 
 /// A piece of an answer.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Delta {
+pub struct AnswerDelta {
     /// Text of the answer.
     pub content: String,
     /// Text of the reasoning.
     pub reasoning: String,
 }
 
-impl Delta {
+impl AnswerDelta {
     /// Whether both texts are empty.
     pub fn is_empty(&self) -> bool {
         self.content.is_empty() && self.reasoning.is_empty()
@@ -57,31 +57,31 @@ impl ReasoningParser {
     }
 
     /// Processes the next piece.
-    pub fn push(&mut self, piece: &str) -> Delta {
+    pub fn push(&mut self, piece: &str) -> AnswerDelta {
         self.pending.push_str(piece);
-        let mut delta = Delta::default();
+        let mut delta = AnswerDelta::default();
         while self.advance(&mut delta) {}
         delta
     }
 
     /// Returns the held-back text at the end of the stream.
-    pub fn finish(&mut self) -> Delta {
+    pub fn finish(&mut self) -> AnswerDelta {
         let pending = std::mem::take(&mut self.pending);
         match self.state {
             ParserState::Undecided | ParserState::Answering | ParserState::Closed => {
-                Delta { content: pending, ..Delta::default() }
+                AnswerDelta { content: pending, ..AnswerDelta::default() }
             }
             // Only part of the label: the reasoning did not begin.
-            ParserState::Opened(_) => Delta::default(),
+            ParserState::Opened(_) => AnswerDelta::default(),
             ParserState::Entered(_) | ParserState::Thinking(_) => {
-                Delta { reasoning: pending.trim_end_matches('\n').into(), ..Delta::default() }
+                AnswerDelta { reasoning: pending.trim_end_matches('\n').into(), ..AnswerDelta::default() }
             }
         }
     }
 
     /// Moves text out of `pending`. Returns true if the state changed, so that the rest is processed
     /// again.
-    fn advance(&mut self, delta: &mut Delta) -> bool {
+    fn advance(&mut self, delta: &mut AnswerDelta) -> bool {
         match self.state {
             ParserState::Undecided => {
                 let text = self.pending.trim_start();
@@ -141,7 +141,7 @@ mod tests {
     use super::*;
 
     fn split(prompt: &str, text: &str, size: usize) -> (String, String) {
-        let (mut parser, mut whole) = (ReasoningParser::for_prompt(prompt), Delta::default());
+        let (mut parser, mut whole) = (ReasoningParser::for_prompt(prompt), AnswerDelta::default());
         let characters: Vec<char> = text.chars().collect();
         for piece in characters.chunks(size) {
             whole.extend(&parser.push(&piece.iter().collect::<String>()));

@@ -8,7 +8,7 @@ use tokio::sync::mpsc::UnboundedReceiver;
 
 use crate::engine::RequestUpdate;
 use crate::error::ChatError;
-use crate::reasoning::{Delta, ReasoningParser};
+use crate::reasoning::{AnswerDelta, ReasoningParser};
 use crate::stop::{StopFinder, StopScan};
 
 /// Token counts of a request.
@@ -61,7 +61,7 @@ impl ResponseStream {
     ///
     /// # Errors
     /// Fails if the engine rejects the request, or if tokens cannot be decoded.
-    pub async fn next(&mut self) -> Result<Option<Delta>, ChatError> {
+    pub async fn next(&mut self) -> Result<Option<AnswerDelta>, ChatError> {
         while self.finish.is_none() {
             let delta = match self.updates.recv().await {
                 Some(RequestUpdate::Tokens(tokens)) => self.push_tokens(&tokens)?,
@@ -80,8 +80,8 @@ impl ResponseStream {
     ///
     /// # Errors
     /// As [`ResponseStream::next`].
-    pub async fn collect(&mut self) -> Result<Delta, ChatError> {
-        let mut whole = Delta::default();
+    pub async fn collect(&mut self) -> Result<AnswerDelta, ChatError> {
+        let mut whole = AnswerDelta::default();
         while let Some(delta) = self.next().await? {
             whole.extend(&delta);
         }
@@ -114,8 +114,8 @@ impl ResponseStream {
     }
 
     /// Processes tokens one by one, so that the result does not depend on how many arrive together.
-    fn push_tokens(&mut self, tokens: &[i64]) -> Result<Delta, ChatError> {
-        let mut delta = Delta::default();
+    fn push_tokens(&mut self, tokens: &[i64]) -> Result<AnswerDelta, ChatError> {
+        let mut delta = AnswerDelta::default();
         for token in tokens {
             self.generated.push(*token);
             if self.stop_ids.contains(token) {
@@ -135,7 +135,7 @@ impl ResponseStream {
     }
 
     /// Passes text on until a stop string, which ends the answer and cancels the request.
-    fn push_text(&mut self, piece: &str, delta: &mut Delta) {
+    fn push_text(&mut self, piece: &str, delta: &mut AnswerDelta) {
         match self.stops.push(piece) {
             StopScan::Text(text) => delta.extend(&self.reasoning.push(&text)),
             StopScan::Stopped(text, stop) => {
@@ -148,8 +148,8 @@ impl ResponseStream {
     }
 
     /// Flushes the held-back text.
-    fn finish_answer(&mut self, finish: Finish) -> Result<Delta, ChatError> {
-        let mut delta = Delta::default();
+    fn finish_answer(&mut self, finish: Finish) -> Result<AnswerDelta, ChatError> {
+        let mut delta = AnswerDelta::default();
         if let Some(stream) = self.tokens.take() {
             let piece = stream.finish().map_err(|error| ChatError::Internal(error.to_string()))?;
             self.push_text(&piece, &mut delta);

@@ -88,7 +88,7 @@ impl Report {
     ///
     /// # Panics
     /// Panics if the report has no such count.
-    pub fn total(&self, what: &str) -> i64 {
+    pub fn operation_count(&self, what: &str) -> i64 {
         self.0[what].as_i64().unwrap_or_else(|| panic!("the report counts no `{what}`"))
     }
 
@@ -117,6 +117,6 @@ impl Report {
                 lines.push(format!("{more} of {name}"));
             }
         }
-        (longer.total(what) - self.total(what), lines.join("\n"))
+        (longer.operation_count(what) - self.operation_count(what), lines.join("\n"))
     }
 }

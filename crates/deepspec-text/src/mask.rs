@@ -89,16 +89,16 @@ pub fn supervise(
             }
             let text = tokenizer.render(&messages, &options)?;
             let mut text_ranges = markers.assistant_spans(&text);
-            drop_untrained(&text, &mut text_ranges, &conversation.messages);
+            empty_untrained_spans(&text, &mut text_ranges, &conversation.messages);
             trim_truncated_answers(&text, &mut text_ranges, &conversation.messages, &markers.end_of_turn);
-            drop_empty_answers(tokenizer, template, &text, &mut text_ranges);
+            empty_blank_spans(tokenizer, template, &text, &mut text_ranges);
             mask_by_prefixes(tokenizer, text, text_ranges, max_length)
         }
         MaskRule::Generation => {
             let (text, mut text_ranges) = tokenizer.render_generations(&messages, &options)?;
-            drop_untrained(&text, &mut text_ranges, &conversation.messages);
+            empty_untrained_spans(&text, &mut text_ranges, &conversation.messages);
             trim_truncated_answers(&text, &mut text_ranges, &conversation.messages, "");
-            drop_empty_answers(tokenizer, template, &text, &mut text_ranges);
+            empty_blank_spans(tokenizer, template, &text, &mut text_ranges);
             mask_by_offsets(tokenizer, text, text_ranges, max_length)
         }
     }?;
@@ -106,7 +106,7 @@ pub fn supervise(
 }
 
 /// Empties the spans of messages whose `weight` is 0.
-fn drop_untrained(text: &str, text_ranges: &mut [(usize, usize)], messages: &[Message]) {
+fn empty_untrained_spans(text: &str, text_ranges: &mut [(usize, usize)], messages: &[Message]) {
     if messages.iter().all(|message| message.role != Role::Assistant || message.is_trained_on()) {
         return;
     }
@@ -123,7 +123,7 @@ const MAX_EMPTY_ANSWER_BYTES: usize = 1024;
 
 /// Empties spans without an answer, reasoning or tool calls. A lone end of turn, or special tokens
 /// in place of an answer, are not worth learning.
-fn drop_empty_answers(
+fn empty_blank_spans(
     tokenizer: &ChatTokenizer,
     template: &ChatTemplate,
     text: &str,

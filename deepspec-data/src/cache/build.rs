@@ -38,7 +38,7 @@ pub struct Args {
     /// Positions that keep the hidden state of the last layer: those that predict a supervised label, or all. By default the
     /// positions that the recipe's drafter is trained on
     #[arg(long, value_enum)]
-    final_states: Option<FinalStatesArg>,
+    final_states: Option<FinalStatePositionsArg>,
     /// Build the share of worker i of n, from 0; `cache merge` publishes when all have finished
     #[arg(long, value_name = "I/N", value_parser = parse_worker)]
     worker: Option<Worker>,
@@ -64,7 +64,7 @@ enum EncodingArg {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub(super) enum FinalStatesArg {
+pub(super) enum FinalStatePositionsArg {
     Supervised,
     All,
 }
@@ -157,8 +157,8 @@ impl Args {
 
     fn final_states(&self, needed: FinalStates) -> anyhow::Result<FinalStates> {
         let kept = match self.final_states {
-            Some(FinalStatesArg::Supervised) => FinalStates::Supervised,
-            Some(FinalStatesArg::All) => FinalStates::All,
+            Some(FinalStatePositionsArg::Supervised) => FinalStates::Supervised,
+            Some(FinalStatePositionsArg::All) => FinalStates::All,
             None => needed,
         };
         if !kept.covers(needed) {

@@ -104,7 +104,7 @@ impl Suites {
     fn add(&mut self, suite: Suite, prompts: &[Prompt]) {
         let index = self.suites.len();
         self.suites.push(suite);
-        let (front, back) = template_word_counts(prompts);
+        let (front, back) = shared_prefix_and_suffix_words(prompts);
         let mut runs: HashMap<u64, (usize, usize)> = HashMap::new();
         for prompt in prompts {
             let mut own = HashSet::new();
@@ -176,7 +176,7 @@ fn parse_turns(row: &Map<String, Value>) -> Result<Vec<String>, String> {
 
 /// Counts the words that all first turns share at the start, and at the end. A count below
 /// `MIN_TEMPLATE_WORDS` becomes 0. The two counts are 0 if together they cover a whole turn.
-fn template_word_counts(prompts: &[Prompt]) -> (usize, usize) {
+fn shared_prefix_and_suffix_words(prompts: &[Prompt]) -> (usize, usize) {
     let firsts: Vec<Vec<&str>> = prompts
         .iter()
         .filter_map(|prompt| Some(prompt.turns.first()?.split_whitespace().collect()))

@@ -4,7 +4,9 @@ use std::fs;
 use std::path::Path;
 
 use deepspec_core::{SlotTarget, Tap};
-use deepspec_drafters::{BlockSpec, DSpark, DSparkConfig, DSparkSettings, DraftDecoder, Markov, MarkovKind};
+use deepspec_drafters::{
+    BlockSpec, DSpark, DSparkConfig, DSparkSettings, DraftDecoder, MarkovKind, MarkovSettings,
+};
 use deepspec_models::{ModelConfig, load_embed_and_head, save};
 use deepspec_testkit::noise;
 use serde_json::{Value, json};
@@ -29,7 +31,7 @@ fn untrained(dir: &Path) {
                 mask_token_id: target.vocab_size - 1,
                 num_anchors: 16,
             },
-            markov: Some(Markov { kind: MarkovKind::Vanilla, rank: 16 }),
+            markov: Some(MarkovSettings { kind: MarkovKind::Vanilla, rank: 16 }),
             confidence: None,
         },
     };

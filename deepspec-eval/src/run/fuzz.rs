@@ -22,7 +22,7 @@ const TIMING: Timing = Timing { wall_s: 0.5, draft_s: 0.125, verify_s: 0.25, hos
 
 fn cycle(proposed: u32, accepted: u32, committed: u32) -> Cycle {
     let confidence = (0..proposed).map(|k| 0.5 - k as f32).collect();
-    Cycle { proposed, usable: proposed, accepted, committed, confidence }
+    Cycle { proposed, until_stop: proposed, accepted, committed, confidence }
 }
 
 fn entry(sample: usize, tokens: &[i64], finish: Finish, cycles: Vec<Cycle>) -> JournalEntry {
@@ -141,8 +141,14 @@ fn counts_beyond_the_run_are_no_answer() {
         "`cycles[1]` has committed 4294967295 for accepted 1"
     );
     assert_eq!(told(|a| a.cycles[1].committed = 1), "`cycles[1]` has committed 1 for accepted 1");
-    assert_eq!(told(|a| a.cycles[0].usable = 5), "`cycles[0]` has usable 5 of proposed 4 with accepted 4");
-    assert_eq!(told(|a| a.cycles[1].usable = 0), "`cycles[1]` has usable 0 of proposed 3 with accepted 1");
+    assert_eq!(
+        told(|a| a.cycles[0].until_stop = 5),
+        "`cycles[0]` has usable 5 of proposed 4 with accepted 4"
+    );
+    assert_eq!(
+        told(|a| a.cycles[1].until_stop = 0),
+        "`cycles[1]` has usable 0 of proposed 3 with accepted 1"
+    );
     assert_eq!(
         told(|a| a.cycles[0].confidence.truncate(3)),
         "`cycles[0]` has 3 values of confidence for proposed 4"

@@ -54,7 +54,7 @@ impl ExpectedAnswer<'_> {
 
     /// Checks one cycle. The last one lacks the bonus token if an accepted stop token ended it.
     fn check_cycle(&self, cycle: &Cycle, last: bool) -> Result<(), String> {
-        let Cycle { proposed, usable, accepted, committed, confidence } = cycle;
+        let Cycle { proposed, until_stop, accepted, committed, confidence } = cycle;
         let block = self.block_size;
         if *proposed as usize > block {
             return Err(format!("proposed {proposed}, the block has {block}"));
@@ -68,8 +68,8 @@ impl ExpectedAnswer<'_> {
         }
         // A stop token that ended the block is the first in it.
         let fewest = if stopped { *proposed } else { (*accepted).max(1).min(*proposed) };
-        if !(fewest..=*proposed).contains(usable) {
-            return Err(format!("usable {usable} of proposed {proposed} with accepted {accepted}"));
+        if !(fewest..=*proposed).contains(until_stop) {
+            return Err(format!("usable {until_stop} of proposed {proposed} with accepted {accepted}"));
         }
         let logits = confidence.len();
         if logits > 0 && logits != *proposed as usize {

@@ -102,7 +102,7 @@ fn trace_rows<'a>(
         turn: answer.turn as u32,
         cycle: index as u32,
         proposed: cycle.proposed,
-        usable: Some(cycle.usable),
+        usable: Some(cycle.until_stop),
         accepted: cycle.accepted,
         committed: cycle.committed,
         confidences: cycle.confidence.iter().enumerate().map(confidence).collect(),

@@ -13,8 +13,8 @@ use arrow_array::cast::AsArray;
 use arrow_array::types::{Float32Type, Int32Type};
 use deepspec_core::{SlotTarget, Tap};
 use deepspec_drafters::{
-    BlockSpec, Confidence, DSpark, DSparkConfig, DSparkSettings, DraftDecoder, Eagle3, Eagle3Config,
-    Eagle3Settings, Markov, MarkovKind,
+    BlockSpec, ConfidenceSettings, DSpark, DSparkConfig, DSparkSettings, DraftDecoder, Eagle3, Eagle3Config,
+    Eagle3Settings, MarkovKind, MarkovSettings,
 };
 use deepspec_models::{ModelConfig, TargetModel, TargetOptions, load_embed_and_head, save};
 use deepspec_testkit::noise;
@@ -114,8 +114,8 @@ pub fn drafter_config() -> DSparkConfig {
                 mask_token_id: target.vocab_size - 1,
                 num_anchors: 16,
             },
-            markov: Some(Markov { kind: MarkovKind::Vanilla, rank: target.vocab_size }),
-            confidence: Some(Confidence { with_markov: true }),
+            markov: Some(MarkovSettings { kind: MarkovKind::Vanilla, rank: target.vocab_size }),
+            confidence: Some(ConfidenceSettings { with_markov: true }),
         },
     }
 }

@@ -130,7 +130,7 @@ pub fn train(
                 let stride = (candidates.len() / count).max(1);
                 candidates.iter().copied().skip((step + turn) % stride).step_by(stride).take(count).collect()
             });
-            weight += plan.loss_weight(&sample.loss_mask, &sample.anchors);
+            weight += plan.loss_denominator_part(&sample.loss_mask, &sample.anchors);
             batch.push(sample);
         }
         trainee.accumulate(&batch, LossDenominator(weight), None);

@@ -7,7 +7,8 @@ use deepspec_core::recipe::LossNormalization;
 use deepspec_core::{SlotTarget, Tap};
 use deepspec_drafters::{
     BlockSpec, DSparkConfig, DSparkObjective, DSparkPlan, DSparkSettings, DraftDecoder, DrafterPlan,
-    Eagle3Config, Eagle3Objective, Eagle3Plan, Eagle3Settings, LossRecipe, Markov, MarkovKind, Supervise,
+    Eagle3Config, Eagle3Objective, Eagle3Plan, Eagle3Settings, LossRecipe, MarkovKind, MarkovSettings,
+    Supervise,
 };
 use deepspec_models::{ModelConfig, save};
 use deepspec_testkit::conversations::tokenizers;
@@ -137,7 +138,7 @@ fn block(
         },
         settings: DSparkSettings {
             blocks: BlockSpec { block_size: 5, slots, mask_token_id, num_anchors: 8 },
-            markov: markov.map(|rank| Markov { kind: MarkovKind::Vanilla, rank }),
+            markov: markov.map(|rank| MarkovSettings { kind: MarkovKind::Vanilla, rank }),
             confidence: None,
         },
     };

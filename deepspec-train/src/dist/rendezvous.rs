@@ -52,7 +52,7 @@ impl RendezvousServer {
 
     /// Returns rank, world size and store address for one of `world_size` child processes on this
     /// machine.
-    pub fn child_ranks(&self, rank: usize, world_size: usize) -> DistributedEnv {
+    pub fn child_env(&self, rank: usize, world_size: usize) -> DistributedEnv {
         DistributedEnv {
             rank,
             world_size,

@@ -189,12 +189,12 @@ impl Reader {
             let stored = self.verified_parts(index, row)?;
             codec::decode(&self.layout, stored, [taps, last]).map_err(row.decompress_error())?;
         }
-        self.release_pages(row);
+        self.release_pages_at_limit(row);
         Ok(())
     }
 
     /// Counts the pages that a copied sample has mapped, and releases all at [`MAX_MAPPED_BYTES`] bytes.
-    fn release_pages(&self, row: &Row) {
+    fn release_pages_at_limit(&self, row: &Row) {
         let mut touched = self.touched.lock().unwrap_or_else(PoisonError::into_inner);
         touched.bytes += self.shards[row.place.shard].page_bytes(row.place.rows());
         touched.shards.insert(row.place.shard);

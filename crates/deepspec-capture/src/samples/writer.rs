@@ -70,7 +70,7 @@ impl SamplesWriter {
         }
         let synced = self.file.flush().and_then(|()| self.file.get_ref().sync_all());
         synced.map_err(unwritable_error("writing", &self.path))?;
-        move_to_free_name(&self.path, path).map_err(unwritable_error("writing", path))
+        publish_if_absent(&self.path, path).map_err(unwritable_error("writing", path))
     }
 
     fn write(&mut self, bytes: &[u8]) -> Result<(), StatesError> {
@@ -94,7 +94,7 @@ fn unwritable_error(action: &'static str, path: &Path) -> impl FnOnce(io::Error)
 
 /// Moves a file to a free name. An existing file is kept, because other machines may have mapped
 /// it. On some network file systems they would lose the mapping.
-fn move_to_free_name(partial: &Path, path: &Path) -> io::Result<()> {
+fn publish_if_absent(partial: &Path, path: &Path) -> io::Result<()> {
     match fs::hard_link(partial, path) {
         Ok(()) => fs::remove_file(partial),
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => fs::remove_file(partial),

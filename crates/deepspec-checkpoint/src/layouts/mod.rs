@@ -108,11 +108,11 @@ pub fn config(
     dtype: &str,
 ) -> Map<String, Value> {
     let mut map = match format {
-        CheckpointFormat::Reference => reference::config(drafter),
+        CheckpointFormat::Reference => reference::config_json(drafter),
         CheckpointFormat::Speculators => speculators::config(drafter, target),
         CheckpointFormat::Specforge | CheckpointFormat::Zlab | CheckpointFormat::Modelopt => {
             let flat = common::flat_config(drafter);
-            let own = drafter.kind.own_config(drafter, format, &flat);
+            let own = drafter.kind.config_override(drafter, format, &flat);
             own.unwrap_or_else(|| dflash_config::config(drafter, format, flat))
         }
     };

@@ -38,7 +38,7 @@ pub fn read(
     decoder.into_drafter(fields, architecture, taps, kind)
 }
 
-pub fn config(drafter: &Drafter) -> Map<String, Value> {
+pub fn config_json(drafter: &Drafter) -> Map<String, Value> {
     let (class, keys) = drafter.kind.reference_config(drafter);
     let mut map = flat_config(drafter);
     map.insert("target_layer_ids".into(), Tap::layer_ids(&drafter.taps).into());

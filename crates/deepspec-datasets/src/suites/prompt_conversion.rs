@@ -111,13 +111,13 @@ const ROW_VARIABLE: &str = "row";
 #[derive(Debug)]
 struct RowContext {
     row: Map<String, Json>,
-    last: Mutex<String>,
+    last_read: Mutex<String>,
 }
 
 impl RowContext {
     /// Returns and clears the name of the column that was read last; empty if no column was read.
-    fn take_last_column(&self) -> String {
-        mem::take(&mut self.last.lock().unwrap_or_else(PoisonError::into_inner))
+    fn take_last_read_column(&self) -> String {
+        mem::take(&mut self.last_read.lock().unwrap_or_else(PoisonError::into_inner))
     }
 }
 
@@ -128,7 +128,7 @@ impl Object for RowContext {
         if column.is_none() && key == ROW_VARIABLE {
             return Some(Value::from_dyn_object(Arc::clone(self)));
         }
-        *self.last.lock().unwrap_or_else(PoisonError::into_inner) = key.into();
+        *self.last_read.lock().unwrap_or_else(PoisonError::into_inner) = key.into();
         column
     }
 }
@@ -182,16 +182,16 @@ impl Templates {
     }
 
     fn turns(&self, row: &Map<String, Json>) -> Result<Vec<String>, RowError> {
-        let asked = Arc::new(RowContext { row: row.clone(), last: Mutex::default() });
+        let asked = Arc::new(RowContext { row: row.clone(), last_read: Mutex::default() });
         let turn = |name: &String| {
             let template = self.environment.get_template(name);
             let filled = template.and_then(|one| one.render(Value::from_dyn_object(Arc::clone(&asked))));
             match filled {
                 Ok(turn) if turn.trim().is_empty() => {
-                    Err(row_error(&asked.take_last_column(), "the turn is blank"))
+                    Err(row_error(&asked.take_last_read_column(), "the turn is blank"))
                 }
                 Ok(turn) => {
-                    asked.take_last_column();
+                    asked.take_last_read_column();
                     Ok(turn)
                 }
                 Err(error) => {
@@ -199,7 +199,7 @@ impl Templates {
                         ErrorKind::UndefinedError => MISSING_VALUE.into(),
                         _ => error.detail().map_or_else(|| error.kind().to_string(), String::from),
                     };
-                    Err(row_error(&asked.take_last_column(), problem))
+                    Err(row_error(&asked.take_last_read_column(), problem))
                 }
             }
         };

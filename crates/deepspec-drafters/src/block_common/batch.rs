@@ -24,7 +24,12 @@ pub fn slot_weight(k: usize, decay_gamma: f64) -> f32 {
 }
 
 /// Σ of the slot weights of all supervised drafts after these anchors, an addend of the loss denominator.
-pub fn block_loss_weight(blocks: &BlockSpec, decay_gamma: f64, loss_mask: &[bool], anchors: &[usize]) -> f64 {
+pub fn sum_of_slot_weights(
+    blocks: &BlockSpec,
+    decay_gamma: f64,
+    loss_mask: &[bool],
+    anchors: &[usize],
+) -> f64 {
     let drafts =
         anchors.iter().flat_map(|&anchor| 0..supervised_draft_count(loss_mask, anchor, blocks.draft_len()));
     drafts.map(|k| f64::from(slot_weight(k, decay_gamma))).sum()
@@ -40,13 +45,13 @@ pub struct BlockBatch {
     /// Token before each draft, `[A, γ]`: the anchor, then the labels.
     pub previous: Tensor,
     /// Scatter plan for the gradients of the embeddings of `previous`; None if the drafter embeds no previous tokens.
-    pub(crate) previous_grad: Option<EmbeddingGrad>,
+    pub(crate) previous_scatter: Option<EmbeddingGrad>,
     /// Indices of the supervised drafts among all A·γ drafts, `[R]`.
     pub supervised_indices: Tensor,
     /// Labels of the supervised drafts, `[R]`.
     pub labels: Tensor,
     /// The tokens before the labels, `[R]`.
-    pub(crate) tokens_before: Vec<i64>,
+    pub(crate) supervised_previous: Vec<i64>,
     /// Loss weights exp(−k/γ_decay) of the supervised drafts, `[R]` float32.
     pub weights: Tensor,
     /// Distinct target states that predict the labels, `[S, d]`.
@@ -70,7 +75,7 @@ struct BatchLists {
     previous: Vec<i64>,
     supervised_indices: Vec<i64>,
     labels: Vec<i64>,
-    tokens_before: Vec<i64>,
+    supervised_previous: Vec<i64>,
     weights: Vec<f32>,
     counts: Vec<usize>,
     sources: Vec<i64>,
@@ -96,7 +101,7 @@ impl BatchLists {
             for k in 0..supervised {
                 self.supervised_indices.push((first + k) as i64);
                 self.labels.push(ids[anchor + 1 + k]);
-                self.tokens_before.push(ids[anchor + k]);
+                self.supervised_previous.push(ids[anchor + k]);
                 self.weights.push(slot_weight(k, decay_gamma));
                 teacher_rows.push(sample.final_state_row_index(anchor + k));
             }
@@ -142,7 +147,7 @@ impl BlockBatch {
             previous,
             supervised_indices,
             labels,
-            tokens_before,
+            supervised_previous,
             weights,
             counts,
             sources,
@@ -178,10 +183,10 @@ impl BlockBatch {
             block_tokens: block_tokens.view(by_block(shape.block_size)),
             block_positions,
             previous: previous.view(by_block(shape.draft_len())),
-            previous_grad: grad.map(|slices| EmbeddingGrad::new(&slices, &on_device)),
+            previous_scatter: grad.map(|slices| EmbeddingGrad::new(&slices, &on_device)),
             supervised_indices,
             labels,
-            tokens_before,
+            supervised_previous,
             weights: on_device.slice_floats(weights),
             teacher: cat_to_device(&teacher, source_device, device, kind),
             sources,

@@ -114,7 +114,7 @@ impl BlockBatch {
 }
 
 /// Sums of a logging window, from which metrics are computed.
-pub(crate) struct WindowSums<'a> {
+pub(crate) struct LoggedSums<'a> {
     /// Drafted tokens per block, γ.
     pub gamma: usize,
     /// Names of the sums that only this kind of drafter has.
@@ -123,7 +123,7 @@ pub(crate) struct WindowSums<'a> {
     pub sums: &'a [f64],
 }
 
-impl WindowSums<'_> {
+impl LoggedSums<'_> {
     /// Value of a sum.
     pub fn get(&self, sum: LossSum) -> f64 {
         self.sums[LossSum::all(self.gamma, self.own).take_while(|other| *other != sum).count()]
@@ -187,7 +187,7 @@ mod tests {
         let (gamma, own) = (3, ["first", "second"]);
         let all: Vec<LossSum> = LossSum::all(gamma, &own).collect();
         let sums: Vec<f64> = (0..all.len()).map(|place| place as f64).collect();
-        let window = WindowSums { gamma, own: &own, sums: &sums };
+        let window = LoggedSums { gamma, own: &own, sums: &sums };
         for (place, sum) in all.iter().enumerate() {
             assert_eq!(window.get(*sum), place as f64, "{}", sum.name());
         }

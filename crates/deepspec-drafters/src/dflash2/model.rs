@@ -246,14 +246,14 @@ impl ConvolutionPair {
         }
     }
 
-    /// Convolves `normed`, runs `run` on it and convolves the output. Rows are whole blocks, `[N·B, d]`.
-    pub fn convolve_around(&self, normed: &Tensor, run: &mut dyn FnMut(&Tensor) -> Tensor) -> Tensor {
+    /// Convolves `normed`, runs `sublayer` on it and convolves the output. Rows are whole blocks, `[N·B, d]`.
+    pub fn convolve_around(&self, normed: &Tensor, sublayer: &mut dyn FnMut(&Tensor) -> Tensor) -> Tensor {
         let Convolution { kernel_size, group_size } = self.shape;
         let groups = normed.size()[1] / group_size;
         let deltas = self.projection.forward(normed).view([-1, self.block_size, 2, kernel_size, groups, 1]);
         let deltas = deltas.permute([2, 3, 0, 1, 4, 5]); // [2, K, N, B, d/c, 1]
         let input = self.convolve(PRE_CONV, &deltas, normed);
-        self.convolve(POST_CONV, &deltas, &run(&input))
+        self.convolve(POST_CONV, &deltas, &sublayer(&input))
     }
 
     /// Applies the convolution `place` ([`PRE_CONV`] or [`POST_CONV`]) to rows of whole blocks `[N·B, d]`.
@@ -405,14 +405,14 @@ impl BlockDrafter for DFlash2Modules {
 
     fn step_logits(
         model: &DFlash2,
-        base: Tensor,
+        lm_head_logits: Tensor,
         hidden: &Tensor,
         previous: &Tensor,
         (): &mut (),
     ) -> (Tensor, Option<Tensor>) {
         let selector = &model.modules.selector;
         let features = selector.features(hidden, &selector.embed(previous));
-        (selector.rescore_logits(&base, &features), None)
+        (selector.rescore_logits(&lm_head_logits, &features), None)
     }
 
     fn teacher_forced_features(
@@ -427,10 +427,10 @@ impl BlockDrafter for DFlash2Modules {
     }
 
     fn teacher_forced_logits(model: &DFlash2, hidden: &Tensor, features: Option<&Tensor>) -> Tensor {
-        let base = model.base_logits(hidden);
+        let lm_head_logits = model.base_logits(hidden);
         match features {
-            Some(features) => model.modules.selector.rescore_logits(&base, features),
-            None => base,
+            Some(features) => model.modules.selector.rescore_logits(&lm_head_logits, features),
+            None => lm_head_logits,
         }
     }
 }

@@ -15,10 +15,10 @@ use super::model::{
     CandidateSelector, Candidates, Convolution, DFlash2, DFlash2Config, DFlash2Modules, DFlash2Recipe,
     DFlash2Settings,
 };
-use crate::block_common::sums::{WindowSums, ratio};
+use crate::block_common::sums::{LoggedSums, ratio};
 use crate::block_common::{
     BlockBatch, BlockProposerOf, BlockSpec, FROZEN_FACTOR, LossSum, TRAINED_FACTOR, block_flops,
-    block_loss_weight, block_pass_rows,
+    block_pass_rows, sum_of_slot_weights,
 };
 use crate::draft_model::{
     DraftDecoder, DrafterKind, DrafterSettings as _, PassRows, Plan, SampleSize, checkpoint_kind,
@@ -99,8 +99,8 @@ impl DrafterKind for DFlash2Modules {
         Self::build(b, config)
     }
 
-    fn loss_weight(plan: &DFlash2Plan, loss_mask: &[bool], anchors: &[usize]) -> f64 {
-        block_loss_weight(&plan.config.settings.blocks, plan.objective.loss.decay_gamma, loss_mask, anchors)
+    fn loss_denominator_part(plan: &DFlash2Plan, loss_mask: &[bool], anchors: &[usize]) -> f64 {
+        sum_of_slot_weights(&plan.config.settings.blocks, plan.objective.loss.decay_gamma, loss_mask, anchors)
     }
 
     fn accumulate(
@@ -120,16 +120,16 @@ impl DrafterKind for DFlash2Modules {
     }
 
     fn metric_defs(plan: &DFlash2Plan) -> Metrics {
-        let (loss, gamma) = (plan.objective.loss, plan.config.settings.blocks.draft_len());
+        let (loss, draft_len) = (plan.objective.loss, plan.config.settings.blocks.draft_len());
         let compute = move |sums: &[f64], samples| {
-            let window = WindowSums { gamma, own: &DFLASH2_SUMS, sums };
+            let window = LoggedSums { gamma: draft_len, own: &DFLASH2_SUMS, sums };
             let [selector, recalled] = DFLASH2_SUMS.map(|name| window.get(LossSum::Own(name)));
             let (selector, recall) =
                 (window.weighted_mean(selector), ratio(recalled, window.get(LossSum::Drafts)));
             window.to_metrics(&loss, samples, ("selector_loss", selector), &[("candidate_recall", recall)])
         };
         Metrics {
-            count: LossSum::all(gamma, &DFLASH2_SUMS).count(),
+            count: LossSum::all(draft_len, &DFLASH2_SUMS).count(),
             headline: &[
                 ("ce", "ce_loss"),
                 ("selector", "selector_loss"),
@@ -144,13 +144,13 @@ impl DrafterKind for DFlash2Modules {
         let (model, settings) = (plan.config.model(), &plan.config.settings);
         let (d, vocab, rank) =
             (model.hidden_size as f64, model.vocab_size as f64, settings.selector_rank as f64);
-        let coefficients =
+        let kernel_coefficients =
             (SUBLAYERS_PER_LAYER * model.layers.len() * coefficients_per_sublayer(&plan.config)) as f64;
-        let (size, gamma) = (settings.blocks.block_size as f64, settings.draft_len() as f64);
+        let (size, draft_len) = (settings.blocks.block_size as f64, settings.draft_len() as f64);
         block_flops(&plan.config, samples, |blocks, rows| {
             let pairs = rows * settings.selector_top_k as f64 * rank;
             let (draft_logits, target_logits) = (FROZEN_FACTOR * rows * d * vocab, rows * d * vocab);
-            let trained = blocks * (size * d * coefficients + gamma * d * rank) + pairs;
+            let trained = blocks * (size * d * kernel_coefficients + draft_len * d * rank) + pairs;
             draft_logits + target_logits + TRAINED_FACTOR * trained
         })
     }
@@ -203,16 +203,17 @@ impl AuxLoss for SelectorLoss<'_> {
     fn evaluate(&self, draft: &Tensor, target: &Tensor, span: &BlockSpan) -> AuxLossOutput {
         let features = span.slice_rows(self.features);
         let Candidates { tokens, successors, scores } = self.selector.score_candidates(draft, &features);
-        let label = tokens.eq_tensor(&span.slice_rows(&self.batch.labels).unsqueeze(1)).to_kind(Kind::Float);
-        let recalled = label.sum_dim_intlist(-1, true, Kind::Float);
+        let is_label =
+            tokens.eq_tensor(&span.slice_rows(&self.batch.labels).unsqueeze(1)).to_kind(Kind::Float);
+        let recalled = is_label.sum_dim_intlist(-1, true, Kind::Float);
         let log_q = scores.log_softmax(-1, Kind::Float);
-        let (q, ce) = (log_q.exp(), -(&log_q * &label).sum_dim_intlist(-1, true, Kind::Float));
+        let (q, ce) = (log_q.exp(), -(&log_q * &is_label).sum_dim_intlist(-1, true, Kind::Float));
         let p = (target.gather(1, &tokens, false) - target.logsumexp(-1, true)).exp();
         let accept = q.minimum(&p).sum_dim_intlist(-1, true, Kind::Float);
 
         let weights = span.slice_rows(&self.batch.weights).unsqueeze(1) * self.alpha;
         // Gradient of the loss with respect to S; zero where the label is no candidate.
-        let gradient = (q - label) * (&weights * &recalled * self.scale); // [n, k]
+        let gradient = (q - is_label) * (&weights * &recalled * self.scale); // [n, k]
         let pair_scores_grad = gradient.unsqueeze(1); // [n, 1, k]
         span.slice_rows(&self.features_grad).copy_(&pair_scores_grad.bmm(&successors).squeeze_dim(1));
         if let Some(sum) = &self.successors_grad {
@@ -249,9 +250,9 @@ impl DFlash2 {
         let (predecessors, successors) = selector.codebooks();
         let pass = self.training_pass(batch, on_grad_ready.is_some());
         let hidden = &pass.hidden; // [A, γ, d]
-        // `e` is a detached leaf: autograd would allocate a dense `[V, r]` gradient of A.
-        let e = tch::no_grad(|| selector.embed(&batch.previous)).set_requires_grad(true);
-        let features = select_supervised(&selector.features(hidden, &e)); // [R, r]
+        // `previous_embeddings` is a detached leaf: autograd would allocate a dense `[V, r]` gradient of A.
+        let previous_embeddings = tch::no_grad(|| selector.embed(&batch.previous)).set_requires_grad(true);
+        let features = select_supervised(&selector.features(hidden, &previous_embeddings)); // [R, r]
         let supervised_hidden = select_supervised(hidden); // [R, d]
         let learns = successors.requires_grad();
         let loss = SelectorLoss {
@@ -284,8 +285,8 @@ impl DFlash2 {
             + (&features * &loss.features_grad).sum(Kind::Float);
         pass.backward(&surrogate, on_grad_ready);
         tch::no_grad(|| {
-            if let (true, Some(grad)) = (predecessors.requires_grad(), &batch.previous_grad) {
-                grad.add_to(&grad_or_zeros(predecessors), &e.grad().flatten(0, 1));
+            if let (true, Some(grad)) = (predecessors.requires_grad(), &batch.previous_scatter) {
+                grad.add_to(&grad_or_zeros(predecessors), &previous_embeddings.grad().flatten(0, 1));
             }
             if let Some(sum) = &loss.successors_grad {
                 let mut gradient = grad_or_zeros(successors);

@@ -35,8 +35,8 @@ pub trait DrafterKind: Sized + Send + 'static {
     /// Requests the parameters from the builder, in the order in which they are trained.
     fn new(b: &Builder, config: &DraftConfig<Self::Settings>) -> Self;
 
-    /// See [`DrafterPlan::loss_weight`].
-    fn loss_weight(_plan: &Plan<Self>, _loss_mask: &[bool], _anchors: &[usize]) -> f64 {
+    /// See [`DrafterPlan::loss_denominator_part`].
+    fn loss_denominator_part(_plan: &Plan<Self>, _loss_mask: &[bool], _anchors: &[usize]) -> f64 {
         1.0
     }
 
@@ -152,8 +152,8 @@ impl<K: DrafterKind> DrafterPlan for Plan<K> {
         K::FINAL_STATES
     }
 
-    fn loss_weight(&self, loss_mask: &[bool], anchors: &[usize]) -> f64 {
-        K::loss_weight(self, loss_mask, anchors)
+    fn loss_denominator_part(&self, loss_mask: &[bool], anchors: &[usize]) -> f64 {
+        K::loss_denominator_part(self, loss_mask, anchors)
     }
 
     fn metric_defs(&self) -> Metrics {

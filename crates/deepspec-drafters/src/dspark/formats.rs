@@ -10,7 +10,7 @@ use deepspec_checkpoint::{
 use deepspec_core::SlotTarget;
 use serde_json::{Map, Value, json};
 
-use super::model::{Confidence, DSparkSettings, MarkovKind};
+use super::model::{ConfidenceSettings, DSparkSettings, MarkovKind};
 use crate::block_common::BlockSpec;
 use crate::block_common::formats::{GGUF_ARCHITECTURE, HEAD_KEYS, SGLANG_REFUSAL, merge_outer_block_size};
 use crate::draft_model::DrafterSettings as _;
@@ -113,7 +113,7 @@ fn read_dflash_container(
         CheckpointFormat::Modelopt => {
             let has_confidence = inner.flag("use_confidence_head")?.unwrap_or(false);
             let (markov, _) = DSparkSettings::read_heads(inner)?;
-            (markov, has_confidence.then_some(Confidence { with_markov: markov.is_some() }))
+            (markov, has_confidence.then_some(ConfidenceSettings { with_markov: markov.is_some() }))
         }
         _ => DSparkSettings::read_heads(inner)?,
     };
@@ -182,8 +182,8 @@ impl KindSettings for DSparkSettings {
         );
         let confidence = match self.confidence {
             None => "no confidence head",
-            Some(Confidence { with_markov: true }) => "confidence head on state and Markov embedding",
-            Some(Confidence { with_markov: false }) => "confidence head on the state",
+            Some(ConfidenceSettings { with_markov: true }) => "confidence head on state and Markov embedding",
+            Some(ConfidenceSettings { with_markov: false }) => "confidence head on the state",
         };
         let BlockSpec { block_size, slots, mask_token_id, .. } = self.blocks;
         vec![
@@ -222,7 +222,7 @@ impl KindSettings for DSparkSettings {
                 put(&format!("markov_head.{name}.bias"), vec![out]);
             }
         }
-        if let Some(Confidence { with_markov }) = self.confidence {
+        if let Some(ConfidenceSettings { with_markov }) = self.confidence {
             let rank = self.markov.filter(|_| with_markov).map_or(0, |markov| markov.rank as usize);
             put("confidence_head.proj.weight", vec![1, width + rank]);
             put("confidence_head.proj.bias", vec![1]);
@@ -251,7 +251,9 @@ impl KindSettings for DSparkSettings {
             CheckpointFormat::Modelopt if self.markov.is_none() => {
                 Some("ModelOpt's DSpark needs a Markov head, and its plain DFlash has z-lab's slots".into())
             }
-            CheckpointFormat::Modelopt if self.confidence == Some(Confidence { with_markov: false }) => {
+            CheckpointFormat::Modelopt
+                if self.confidence == Some(ConfidenceSettings { with_markov: false }) =>
+            {
                 Some("ModelOpt's confidence head always reads the Markov embedding, this one does not".into())
             }
             _ => None,
@@ -350,12 +352,12 @@ impl KindSettings for DSparkSettings {
             }
         }
         match self.confidence {
-            Some(Confidence { with_markov: false }) => {
+            Some(ConfidenceSettings { with_markov: false }) => {
                 return Err(
                     "llama.cpp's confidence head reads the Markov embedding too, this one does not".into()
                 );
             }
-            Some(Confidence { with_markov: true }) => parts.names.extend([
+            Some(ConfidenceSettings { with_markov: true }) => parts.names.extend([
                 ("confidence_head.proj.weight", "conf_proj.weight"),
                 ("confidence_head.proj.bias", "conf_proj.bias"),
             ]),

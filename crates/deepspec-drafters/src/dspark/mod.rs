@@ -5,7 +5,8 @@ mod model;
 mod train;
 
 pub use model::{
-    Confidence, ConfidenceRecipe, DSpark, DSparkConfig, DSparkRecipe, DSparkSettings, Markov, MarkovKind,
+    ConfidenceRecipe, ConfidenceSettings, DSpark, DSparkConfig, DSparkRecipe, DSparkSettings, MarkovKind,
+    MarkovSettings,
 };
 pub use train::{
     DFLASH_INFO, DFLASH_LOSS, DSPARK_INFO, DSPARK_LOSS, DSPARK_SUMS, DSparkObjective, DSparkPlan,

@@ -50,7 +50,7 @@ pub struct DSparkRecipe {
     pub num_anchors: usize,
     /// The Markov head; absent means none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub markov: Option<Markov>,
+    pub markov: Option<MarkovSettings>,
     /// The confidence head; absent means none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub confidence: Option<ConfidenceRecipe>,
@@ -91,7 +91,7 @@ impl MarkovKind {
 /// The Markov head: a low-rank correction of the logits by the previous token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
-pub struct Markov {
+pub struct MarkovSettings {
     /// Its form.
     #[serde(rename = "type")]
     pub kind: MarkovKind,
@@ -151,7 +151,7 @@ impl DSparkRecipe {
 
 /// Checkpoint settings of the confidence head.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Confidence {
+pub struct ConfidenceSettings {
     /// Whether the head reads the previous token's Markov embedding in addition to the hidden state.
     pub with_markov: bool,
 }
@@ -162,9 +162,9 @@ pub struct DSparkSettings {
     /// Shape of the blocks.
     pub blocks: BlockSpec,
     /// Markov head, if any.
-    pub markov: Option<Markov>,
+    pub markov: Option<MarkovSettings>,
     /// Confidence head, if any.
-    pub confidence: Option<Confidence>,
+    pub confidence: Option<ConfidenceSettings>,
 }
 
 /// Architecture of a DSpark or DFlash drafter.
@@ -204,23 +204,23 @@ impl DrafterSettings for DSparkSettings {
 
     fn shrink(&mut self) {
         self.blocks.shrink();
-        self.markov = self.markov.map(|markov| Markov { rank: 8, ..markov });
+        self.markov = self.markov.map(|markov| MarkovSettings { rank: 8, ..markov });
     }
 
     /// Heads that the checkpoint lacks keep their random weights.
     fn compare_for_warm_start(&self, from: &Self, transfer: &mut WarmStartCheck) {
         self.blocks.compare_for_warm_start(&from.blocks, transfer);
-        let markov = |head: Option<Markov>| {
+        let markov = |head: Option<MarkovSettings>| {
             head.map_or("none".into(), |head| format!("{}, rank {}", head.kind.name(), head.rank))
         };
         match from.markov {
             Some(_) => transfer.compare("markov", markov(from.markov), markov(self.markov)),
             None => transfer.may_stay_random.push("markov_head."),
         }
-        let confidence = |head: Option<Confidence>| match head {
+        let confidence = |head: Option<ConfidenceSettings>| match head {
             None => "none",
-            Some(Confidence { with_markov: true }) => "with Markov embeddings",
-            Some(Confidence { with_markov: false }) => "without Markov embeddings",
+            Some(ConfidenceSettings { with_markov: true }) => "with Markov embeddings",
+            Some(ConfidenceSettings { with_markov: false }) => "without Markov embeddings",
         };
         match from.confidence {
             Some(_) => {
@@ -235,18 +235,18 @@ impl DSparkSettings {
     /// Reads the Markov head and the confidence head.
     pub(super) fn read_heads(
         fields: &Fields,
-    ) -> Result<(Option<Markov>, Option<Confidence>), CheckpointError> {
+    ) -> Result<(Option<MarkovSettings>, Option<ConfidenceSettings>), CheckpointError> {
         let markov = match fields.count("markov_rank")?.unwrap_or(0) as i64 {
             0 => None,
             rank => {
                 let kind = MarkovKind::parse(fields.text("markov_head_type")?.unwrap_or("vanilla"));
                 let kind = kind.map_err(|problem| fields.error("markov_head_type", problem))?;
-                Some(Markov { kind, rank })
+                Some(MarkovSettings { kind, rank })
             }
         };
         let with_markov = fields.flag("confidence_head_with_markov")?.unwrap_or(false);
         let confidence = fields.flag("enable_confidence_head")?.unwrap_or(false);
-        Ok((markov, confidence.then_some(Confidence { with_markov })))
+        Ok((markov, confidence.then_some(ConfidenceSettings { with_markov })))
     }
 
     /// Writes the Markov head and the confidence head.
@@ -300,7 +300,7 @@ enum HeadForm {
 pub struct MarkovState(Option<Tensor>);
 
 impl MarkovHead {
-    pub fn new(b: &Builder, markov: Markov, vocab: i64, hidden: i64) -> Self {
+    pub fn new(b: &Builder, markov: MarkovSettings, vocab: i64, hidden: i64) -> Self {
         let rank = markov.rank;
         Self {
             w1: b.get("markov_head.markov_w1.weight", &[vocab, rank], Init::Normal),

@@ -12,12 +12,13 @@ use deepspec_ops::grad_or_zeros;
 use tch::{Kind, Reduction, Tensor};
 
 use super::model::{
-    Confidence, DSpark, DSparkConfig, DSparkModules, DSparkRecipe, DSparkSettings, MarkovHead, MarkovKind,
+    ConfidenceSettings, DSpark, DSparkConfig, DSparkModules, DSparkRecipe, DSparkSettings, MarkovHead,
+    MarkovKind,
 };
-use crate::block_common::sums::WindowSums;
+use crate::block_common::sums::LoggedSums;
 use crate::block_common::{
     BlockBatch, BlockProposerOf, BlockSpec, FROZEN_FACTOR, LossSum, TRAINED_FACTOR, block_flops,
-    block_loss_weight, block_pass_rows,
+    block_pass_rows, sum_of_slot_weights,
 };
 use crate::draft_model::{
     DraftDecoder, DrafterKind, DrafterSettings as _, PassRows, Plan, SampleSize, checkpoint_kind,
@@ -102,7 +103,7 @@ pub fn build_plan<D>(
                 num_anchors: block.num_anchors,
             },
             markov: block.markov,
-            confidence: block.confidence.map(|head| Confidence { with_markov: head.with_markov }),
+            confidence: block.confidence.map(|head| ConfidenceSettings { with_markov: head.with_markov }),
         },
     };
     config.check_recipe()?;
@@ -136,8 +137,8 @@ impl DrafterKind for DSparkModules {
         Self::build(b, config)
     }
 
-    fn loss_weight(plan: &DSparkPlan, loss_mask: &[bool], anchors: &[usize]) -> f64 {
-        block_loss_weight(&plan.config.settings.blocks, plan.objective.loss.decay_gamma, loss_mask, anchors)
+    fn loss_denominator_part(plan: &DSparkPlan, loss_mask: &[bool], anchors: &[usize]) -> f64 {
+        sum_of_slot_weights(&plan.config.settings.blocks, plan.objective.loss.decay_gamma, loss_mask, anchors)
     }
 
     fn accumulate(
@@ -159,7 +160,7 @@ impl DrafterKind for DSparkModules {
     fn metric_defs(plan: &DSparkPlan) -> Metrics {
         let (loss, gamma) = (plan.objective.loss, plan.config.settings.blocks.draft_len());
         let compute = move |sums: &[f64], samples| {
-            let window = WindowSums { gamma, own: &DSPARK_SUMS, sums };
+            let window = LoggedSums { gamma, own: &DSPARK_SUMS, sums };
             let means = DSPARK_SUMS.map(|name| (name, window.weighted_mean(window.get(LossSum::Own(name)))));
             window.to_metrics(&loss, samples, ("confidence_loss", means[0].1), &means[1..])
         };
@@ -218,7 +219,7 @@ impl DSpark {
     /// c* = clamp(1 − ½‖p^d − p^t‖₁, 0, 1). p^t and c* are constants.
     ///
     /// Autograd differentiates the backbone, the layers that compute the Markov features, and the confidence head. Gradients
-    /// through the frozen LM head, and of W2, are computed in closed form. The gradient of W1 is scattered from that of `e`.
+    /// through the frozen LM head, and of W2, are computed in closed form. The gradient of W1 is scattered from that of `previous_embeddings`.
     pub fn accumulate(
         &self,
         batch: &BlockBatch,
@@ -232,14 +233,16 @@ impl DSpark {
         // 1. Forward.
         let pass = self.training_pass(batch, on_grad_ready.is_some());
         let hidden = &pass.hidden; // [A, γ, d]
-        // `e` is a detached leaf: autograd would allocate a dense `[V, r]` gradient of W1.
-        let e = self.modules.markov.as_ref().map(|markov| {
-            let e = tch::no_grad(|| markov.embed(&batch.previous));
-            e.set_requires_grad(true)
+        // `previous_embeddings` is a detached leaf: autograd would allocate a dense `[V, r]` gradient of W1.
+        let previous_embeddings = self.modules.markov.as_ref().map(|markov| {
+            let previous_embeddings = tch::no_grad(|| markov.embed(&batch.previous));
+            previous_embeddings.set_requires_grad(true)
         });
-        let features = self.modules.markov.as_ref().zip(e.as_ref()).map(|(markov, e)| {
-            select_supervised(&markov.teacher_forced_features(hidden, e)) // [R, r]
-        });
+        let features = self.modules.markov.as_ref().zip(previous_embeddings.as_ref()).map(
+            |(markov, previous_embeddings)| {
+                select_supervised(&markov.teacher_forced_features(hidden, previous_embeddings)) // [R, r]
+            },
+        );
         let supervised_hidden = select_supervised(hidden); // [R, d]
         // 2. Losses, and their gradients with respect to `supervised_hidden` and `features`, in closed form.
         let output = tch::no_grad(|| {
@@ -252,8 +255,10 @@ impl DSpark {
         if let Some((features, grad_features)) = features.as_ref().zip(output.grad_features.as_ref()) {
             surrogate += (features * grad_features).sum(Kind::Float);
         }
-        let confidence_logits =
-            self.confidence_logits(&supervised_hidden, e.as_ref().map(&select_supervised).as_ref());
+        let confidence_logits = self.confidence_logits(
+            &supervised_hidden,
+            previous_embeddings.as_ref().map(&select_supervised).as_ref(),
+        );
         let bce = confidence_logits.as_ref().map(|logits| confidence_loss(logits, &accept_rate));
         let bce = bce.map(|losses| batch.weighted_sum(&losses));
         if let Some(bce) = &bce {
@@ -261,10 +266,12 @@ impl DSpark {
         }
         pass.backward(&surrogate, on_grad_ready);
         tch::no_grad(|| {
-            // 4. Gradient of W1, scattered from the gradient of `e`.
+            // 4. Gradient of W1, scattered from the gradient of `previous_embeddings`.
             let markov = self.modules.markov.as_ref().filter(|markov| markov.w1().requires_grad());
-            if let (Some(markov), Some(e), Some(grad)) = (markov, e, &batch.previous_grad) {
-                grad.add_to(&grad_or_zeros(markov.w1()), &e.grad().flatten(0, 1));
+            if let (Some(markov), Some(previous_embeddings), Some(grad)) =
+                (markov, previous_embeddings, &batch.previous_scatter)
+            {
+                grad.add_to(&grad_or_zeros(markov.w1()), &previous_embeddings.grad().flatten(0, 1));
             }
             // 5. Sums.
             let bce = bce.map(|bce| bce.detach() * objective.confidence_alpha);
@@ -298,10 +305,10 @@ impl DSpark {
             (gradient, sum)
         });
         let reads_previous_alone = self.modules.markov.as_ref().is_some_and(MarkovHead::reads_previous_alone);
-        let token_group = reads_previous_alone.then_some(&batch.tokens_before[..]);
+        let feature_group = reads_previous_alone.then_some(&batch.supervised_previous[..]);
         let bias = markov_w2.as_ref().zip(features).map(|(markov_w2, features)| {
             let w2_gradient = w2.as_ref().map(|(_, sum)| sum);
-            MarkovBias { features, token_group, w2: markov_w2, w2_gradient }
+            MarkovBias { features, feature_group, w2: markov_w2, w2_gradient }
         });
         let supervised = SupervisedRows {
             hidden: supervised_hidden,

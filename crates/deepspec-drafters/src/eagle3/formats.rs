@@ -183,7 +183,7 @@ impl KindSettings for Eagle3Settings {
         }
     }
 
-    fn own_config(
+    fn config_override(
         &self,
         drafter: &Drafter,
         format: CheckpointFormat,

@@ -118,7 +118,7 @@ impl<T: Target, P: Proposer> Engine<T, P> {
             let probs =
                 inputs.decoding.repeat_rows(&repeats, lengths.sequence_of_row.as_ref()).distributions(logits);
             let draft = match &step.proposal {
-                Some(proposal) => proposal.distributions(longest, self.target.vocab_size()),
+                Some(proposal) => proposal.draft_probs(longest, self.target.vocab_size()),
                 None => Tensor::zeros([0], (Kind::Float, self.target.device())),
             };
             let accept = inputs.accept.narrow(1, 0, longest);

@@ -15,7 +15,7 @@ pub struct MarkovBias<'a> {
     pub features: &'a Tensor,
     /// Group number of each row, `[R]`: rows of one group have equal features, and only the sum of their gradients is
     /// used. None if all rows may differ.
-    pub token_group: Option<&'a [i64]>,
+    pub feature_group: Option<&'a [i64]>,
     /// W2, `[V, r]`.
     pub w2: &'a Tensor,
     /// Float32 accumulator of W2's gradient, `[V, r]`. None if W2 is frozen.
@@ -43,7 +43,7 @@ struct SharedFeatures<'a> {
 }
 
 impl<'a> ChunkBias<'a> {
-    /// `buffer` has at least the chunk's rows and the columns of one vocabulary range. With a buffer and token groups,
+    /// `buffer` has at least the chunk's rows and the columns of one vocabulary range. With a buffer and feature groups,
     /// each distinct feature row is multiplied once; otherwise every row is multiplied. Feature gradients go to
     /// `by_features [R, r]`.
     pub fn new(
@@ -52,9 +52,9 @@ impl<'a> ChunkBias<'a> {
         by_features: &Tensor,
         buffer: Option<&'a Tensor>,
     ) -> Self {
-        let shared = of.token_group.zip(buffer).and_then(|(token_group, buffer)| {
+        let shared = of.feature_group.zip(buffer).and_then(|(feature_group, buffer)| {
             let first = chunk.first_row as usize;
-            let (numbers, of_rows) = unique_with_inverse(&token_group[first..first + chunk.rows as usize]);
+            let (numbers, of_rows) = unique_with_inverse(&feature_group[first..first + chunk.rows as usize]);
             let mut last_rows = vec![0; numbers.len()];
             for (row, &of) in (chunk.first_row..).zip(&of_rows) {
                 last_rows[of as usize] = row;

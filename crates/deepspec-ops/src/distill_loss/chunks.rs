@@ -157,7 +157,7 @@ pub fn distill_loss(head: &LossHead, rows: &SupervisedRows, recipe: &LossRecipe)
     let logits = buffer(largest + of_sources);
     let biases = rows.bias.filter(|_| !adds_in_place).map(|_| buffer(largest));
     let at_a_time = if adds_in_place { BIAS_CHUNK_TOKENS.min(vocab) } else { vocab };
-    let have_it_in_common = |bias: &MarkovBias| adds_in_place && bias.token_group.is_some();
+    let have_it_in_common = |bias: &MarkovBias| adds_in_place && bias.feature_group.is_some();
     let shared_bias = rows.bias.filter(have_it_in_common).map(|_| padded_buffer(largest, at_a_time));
     let columns = LossColumn::COUNT + rows.extra.map_or(0, AuxLoss::column_count);
     let output = LossOutput {

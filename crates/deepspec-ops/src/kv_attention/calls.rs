@@ -21,19 +21,19 @@ pub struct MaskShape {
 }
 
 /// One SDPA call over queries of a group.
-pub struct AttentionCall {
+pub struct SdpaSlice {
     /// Rows within every chunk.
     pub rows: Range<usize>,
     /// Key positions that the call reads.
     pub keys: Range<usize>,
-    /// The mask, if it is built in advance for all layers; see [`AttentionCall::build_mask`].
+    /// The mask, if it is built in advance for all layers; see [`SdpaSlice::build_mask`].
     pub mask: Option<Tensor>,
 }
 
 impl MaskShape {
     /// Splits chunks of `width` tokens into calls. `span` is the sequence length after the chunk, rounded up to
     /// `KV_ALIGN`. For a mask shape, only these two numbers decide which keys a call reads.
-    pub fn split_into_calls(&self, width: usize, span: usize, visibility: MaskKind) -> Vec<AttentionCall> {
+    pub fn split_into_calls(&self, width: usize, span: usize, visibility: MaskKind) -> Vec<SdpaSlice> {
         let scores = self.repeats * span;
         let most =
             if scores * width <= MAX_UNSPLIT_SCORES { width } else { (MAX_CALL_SCORES / scores).max(1) };
@@ -47,13 +47,13 @@ impl MaskShape {
                 MaskKind::Block => span,
             };
             let first = self.window.map_or(0, |window| (least_held + start + 1).saturating_sub(window));
-            AttentionCall { rows, keys: first / KV_ALIGN * KV_ALIGN..end, mask: None }
+            SdpaSlice { rows, keys: first / KV_ALIGN * KV_ALIGN..end, mask: None }
         };
         (0..width).step_by(most).map(piece).collect()
     }
 }
 
-impl AttentionCall {
+impl SdpaSlice {
     /// The additive mask, 0 or −∞, `[S, 1, repeats·rows, keys]`, for sequences of `past_len [S, 1, 1]` tokens.
     pub fn build_mask(
         &self,

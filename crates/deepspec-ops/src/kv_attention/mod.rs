@@ -189,7 +189,7 @@ impl KvCache {
             let (used, rows) = pool.used_and_total_rows();
             (rows - used) * pool.capacity * token
         };
-        self.pools.values_mut().for_each(|pool| pool.free_partial_rows(&self.layout));
+        self.pools.values_mut().for_each(|pool| pool.trim_layers_to_row_count(&self.layout));
         self.pools.retain(|_, pool| pool.used_and_total_rows().1 > 0);
         while self.pools.values().map(unused).sum::<usize>() > kept {
             let Some(pool) = self.pools.values_mut().max_by_key(|pool| unused(pool)) else { return };

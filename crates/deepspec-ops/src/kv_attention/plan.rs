@@ -4,7 +4,7 @@ use std::cell::OnceCell;
 
 use tch::{Kind, Tensor};
 
-use super::calls::{AttentionCall, MaskShape};
+use super::calls::{MaskShape, SdpaSlice};
 use super::{Chunk, InPlaceKernel, KV_ALIGN, KvCache, MAX_DECODE_ROWS};
 
 /// Maximum tokens of a chunk for the CPU kernel: draft blocks, accepted tokens and short prompts. SDPA would pad
@@ -99,7 +99,7 @@ pub(super) struct SdpaGroup {
     /// Tokens of the sequences before the chunks, `[S, 1, 1]` int64.
     pub past_len: Tensor,
     /// SDPA calls, for each mask shape of the cache.
-    pub mask_shapes: Vec<Vec<AttentionCall>>,
+    pub mask_shapes: Vec<Vec<SdpaSlice>>,
 }
 
 /// Selected rows of a pool: a range (first, count), or a tensor of row indices.
@@ -308,7 +308,7 @@ fn is_in_batch_order(placed: &[PlacedChunk]) -> bool {
 impl SdpaGroup {
     pub(super) fn call_mask(
         &self,
-        piece: &AttentionCall,
+        piece: &SdpaSlice,
         view: &MaskShape,
         visibility: MaskKind,
         kind: Kind,

@@ -138,11 +138,11 @@ impl Pool {
             moved(from, hole);
         }
         self.used.truncate(used);
-        self.free_partial_rows(layout);
+        self.trim_layers_to_row_count(layout);
     }
 
     /// Frees rows that only some layers have because memory ran out.
-    pub fn free_partial_rows(&mut self, layout: &KvLayout) {
+    pub fn trim_layers_to_row_count(&mut self, layout: &KvLayout) {
         let rows = self.used.len() as i64;
         for (tensors, heads) in self.layers.iter_mut().zip(&layout.layers) {
             for tensor in tensors {

@@ -2,7 +2,7 @@
 
 use tch::Tensor;
 
-use super::calls::{AttentionCall, MaskShape};
+use super::calls::{MaskShape, SdpaSlice};
 use super::plan::{MaskKind, PoolRowSelection, SdpaGroup};
 use crate::attention::{AttentionSpec, Heads};
 
@@ -13,7 +13,7 @@ pub(super) fn kv_attention(
     q: &Tensor,
     [keys, values]: [&Tensor; 2],
     group: &SdpaGroup,
-    calls: &[AttentionCall],
+    calls: &[SdpaSlice],
     spec: &AttentionSpec,
     visibility: MaskKind,
 ) -> Tensor {
@@ -21,7 +21,7 @@ pub(super) fn kv_attention(
     let (repeats, kind) = (query / key_value, keys.kind());
     let shape = MaskShape { repeats: repeats as usize, window };
     let q = q.view([-1, group.width, key_value, repeats, dim]).permute([0, 2, 3, 1, 4]);
-    let attend = |call: &AttentionCall| {
+    let attend = |call: &SdpaSlice| {
         let rows = (call.rows.end - call.rows.start) as i64;
         // 1. The query heads that share keys become further queries: [S, G, repeats·L, D].
         let q = q.narrow(3, call.rows.start as i64, rows).reshape([-1, key_value, repeats * rows, dim]);

@@ -12,7 +12,7 @@ use tokio::sync::OwnedSemaphorePermit;
 
 use deepspec_text::FinishReason;
 
-use crate::{ChatError, Delta, ResponseStream, Usage};
+use crate::{AnswerDelta, ChatError, ResponseStream, Usage};
 
 /// Seconds in the `Retry-After` header when the queue is full.
 const RETRY_AFTER_SECONDS: u16 = 1;
@@ -54,7 +54,7 @@ fn finish_reason(reply: &ResponseStream) -> Option<&'static str> {
 /// A complete answer. `with_ids` adds the token ids of prompt and answer under vLLM's names.
 pub fn completion_to_json(
     header: &ResponseHeader,
-    whole: &Delta,
+    whole: &AnswerDelta,
     reply: &ResponseStream,
     with_ids: bool,
 ) -> Value {
@@ -125,7 +125,7 @@ pub fn stream_response(
     Sse::new(events).keep_alive(KeepAlive::default()).into_response()
 }
 
-fn delta_to_json(delta: &Delta) -> Value {
+fn delta_to_json(delta: &AnswerDelta) -> Value {
     let mut piece = json!({});
     if !delta.reasoning.is_empty() {
         piece["reasoning_content"] = json!(delta.reasoning);

@@ -154,14 +154,14 @@ async fn check_access(State(app): State<Arc<App>>, request: Request, next: Next)
 }
 
 async fn health(State(app): State<Arc<App>>) -> Response {
-    let load = app.model.engine_load();
-    let waited = |quantile| load.wait_quantile(quantile).map(|wait| wait.as_secs_f64());
+    let stats = app.model.engine_stats();
+    let waited = |quantile| stats.wait_quantile(quantile).map(|wait| wait.as_secs_f64());
     let body = json!({
         "status": "ok",
         "slots": app.slots,
-        "running": load.running.load(Ordering::Relaxed),
-        "queued": load.queued.load(Ordering::Relaxed),
-        "generated_tokens": load.generated.load(Ordering::Relaxed),
+        "running": stats.running.load(Ordering::Relaxed),
+        "queued": stats.queued.load(Ordering::Relaxed),
+        "generated_tokens": stats.generated.load(Ordering::Relaxed),
         "queue_seconds": {"p50": waited(0.5), "p99": waited(0.99)},
     });
     Json(body).into_response()
@@ -169,7 +169,7 @@ async fn health(State(app): State<Arc<App>>) -> Response {
 
 /// The Prometheus metrics page.
 async fn metrics(State(app): State<Arc<App>>) -> Response {
-    match app.model.engine_load().metrics.render_page() {
+    match app.model.engine_stats().metrics.render_page() {
         Ok(page) => ([(CONTENT_TYPE, "text/plain; version=0.0.4")], page).into_response(),
         Err(error) => respond::bad_request_response(StatusCode::INTERNAL_SERVER_ERROR, &error.to_string()),
     }

@@ -14,7 +14,7 @@ use tokio::time::sleep;
 use super::answer::CheckedAnswer;
 use super::counters::Counters;
 use super::engine::Server;
-use super::figures::{ReportedCycles, Totals, check_entry, cycles_of};
+use super::figures::{AcceptanceCounts, ReportedCycles, check_entry, cycles_of};
 use super::score::Tally;
 use crate::results::{FiguresSource, Timing};
 use crate::run::decode::{Answer, DecodePlan, SuitePass};
@@ -277,7 +277,7 @@ impl SuiteAsker<'_> {
     }
 
     /// Growth of the counters since the last reading.
-    async fn counted_since(&mut self) -> anyhow::Result<Totals> {
+    async fn counted_since(&mut self) -> anyhow::Result<AcceptanceCounts> {
         let now = self.settled_counters().await?;
         let before = self.counters.replace(now.clone()).unwrap_or_default();
         let (generated, own) =

@@ -3,7 +3,7 @@
 use anyhow::bail;
 
 use super::engine::{Engine, Server};
-use super::figures::Totals;
+use super::figures::AcceptanceCounts;
 use crate::watch::MetricsPage;
 
 /// Counters of speculation since the engine's start.
@@ -45,14 +45,14 @@ impl Counters {
     ///
     /// # Errors
     /// A phrase, if the counters cannot have grown so.
-    pub fn since(&self, before: &Self) -> Result<Totals, String> {
+    pub fn since(&self, before: &Self) -> Result<AcceptanceCounts, String> {
         let grown = |now: f64, before: f64| (now - before).max(0.0).round() as u64;
         if self.cycles < before.cycles {
             return Err("the counters of /metrics went back, as after a restart; start this run again".into());
         }
         let at = |k: usize| before.accepted_at.get(k).copied().unwrap_or(0.0);
         let accepted_at = self.accepted_at.iter().enumerate().map(|(k, now)| grown(*now, at(k)));
-        let totals = Totals {
+        let totals = AcceptanceCounts {
             cycles: grown(self.cycles, before.cycles),
             drafted: grown(self.drafted, before.drafted),
             accepted: grown(self.accepted, before.accepted),
@@ -91,7 +91,7 @@ mod tests {
             Counters::from_page(MetricsPage::parse(&text).unwrap()).unwrap()
         };
         let (before, after) = (page(10, [8, 3]), page(14, [11, 4]));
-        let totals = Totals { cycles: 4, drafted: 0, accepted: 4, accepted_at: vec![3, 1] };
+        let totals = AcceptanceCounts { cycles: 4, drafted: 0, accepted: 4, accepted_at: vec![3, 1] };
         assert_eq!(after.since(&before), Ok(totals));
         assert!(before.since(&after).unwrap_err().contains("went back"));
         assert_eq!(Counters::from_page(MetricsPage::parse("").unwrap()), None);

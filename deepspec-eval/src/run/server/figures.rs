@@ -40,9 +40,9 @@ pub enum ReportedCycles {
     /// Every verified block in order.
     Steps(Vec<Step>),
     /// Counts of the answer.
-    Totals(Totals),
+    Totals(AcceptanceCounts),
     /// Counts of this answer and the unreported ones before it.
-    Suite(Totals),
+    Suite(AcceptanceCounts),
     /// The engine reports nothing for the answer.
     Unreported,
 }
@@ -58,7 +58,7 @@ pub struct Step {
 
 /// Counts over verified blocks.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Totals {
+pub struct AcceptanceCounts {
     /// Number of blocks.
     pub cycles: u64,
     /// Number of drafted tokens; 0 if it is not reported.
@@ -70,7 +70,7 @@ pub struct Totals {
     pub accepted_at: Vec<u64>,
 }
 
-impl Totals {
+impl AcceptanceCounts {
     /// Counts from the number of blocks by their number of accepted tokens.
     ///
     /// # Errors
@@ -150,10 +150,10 @@ pub fn cycles_of(steps: &[Step], committed: u64) -> Vec<Cycle> {
         let cut = if left < whole { left as u32 } else { u32::MAX };
         let (proposed, accepted) = (step.drafted.min(cut), step.accepted.min(cut));
         let committed = whole.min(left) as u32;
-        cycles.push(Cycle { proposed, usable: proposed, accepted, committed, confidence: vec![] });
+        cycles.push(Cycle { proposed, until_stop: proposed, accepted, committed, confidence: vec![] });
         left -= u64::from(committed);
     }
-    let undrafted = Cycle { proposed: 0, usable: 0, accepted: 0, committed: 1, confidence: vec![] };
+    let undrafted = Cycle { proposed: 0, until_stop: 0, accepted: 0, committed: 1, confidence: vec![] };
     cycles.extend(std::iter::repeat_n(undrafted, left as usize));
     cycles
 }
@@ -226,13 +226,13 @@ mod tests {
     fn tokens_without_a_draft_are_cycles() {
         assert_eq!(counted(&[(7, 2)], 5), [(7, 2, 3), (0, 0, 1), (0, 0, 1)]);
         let mut stats = AcceptanceStats::new(0);
-        Totals { cycles: 2, drafted: 14, accepted: 3, accepted_at: vec![] }.add_to(&mut stats, 7);
+        AcceptanceCounts { cycles: 2, drafted: 14, accepted: 3, accepted_at: vec![] }.add_to(&mut stats, 7);
         assert_eq!((stats.cycles, stats.committed, stats.proposed), (4, 7, 14));
     }
 
     #[test]
     fn a_histogram_gives_the_acceptance_by_position() {
-        let totals = Totals::from_histogram(&[1, 2, 0, 3], 18).unwrap();
+        let totals = AcceptanceCounts::from_histogram(&[1, 2, 0, 3], 18).unwrap();
         assert_eq!((totals.cycles, totals.accepted, totals.accepted_at.as_slice()), (6, 11, &[5, 3, 3][..]));
         let (mut stats, mut again) = (AcceptanceStats::new(0), AcceptanceStats::new(0));
         totals.add_to(&mut stats, 17);
@@ -243,8 +243,12 @@ mod tests {
 
     #[test]
     fn impossible_counts_are_refused() {
-        assert!(Totals::from_histogram(&[0, 9], 3).is_err());
-        assert!(Totals { cycles: 1, accepted_at: vec![1, 2], ..Totals::default() }.checked().is_err());
+        assert!(AcceptanceCounts::from_histogram(&[0, 9], 3).is_err());
+        assert!(
+            AcceptanceCounts { cycles: 1, accepted_at: vec![1, 2], ..AcceptanceCounts::default() }
+                .checked()
+                .is_err()
+        );
         assert!(checked_steps(steps(&[(7, 2), (1, 3)])).unwrap_err().contains("1 drafted tokens with 3"));
     }
 }

@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 
 use super::answer::{RawAnswer, ids, number};
 use super::engine::{AS_CONFIGURED, ServerInfo};
-use super::figures::{ReportedCycles, Step, Totals, checked_steps};
+use super::figures::{AcceptanceCounts, ReportedCycles, Step, checked_steps};
 use crate::load::SseParser;
 
 /// Path of the endpoint that answers token ids.
@@ -118,9 +118,9 @@ fn steps(events: &[Value]) -> Result<Option<Vec<Step>>, String> {
 }
 
 /// Counts of an answer that was not streamed. Every cycle adds a token to the accepted ones.
-fn totals(end: Timings) -> Result<Totals, String> {
+fn totals(end: Timings) -> Result<AcceptanceCounts, String> {
     let cycles = end.generated.saturating_sub(1 + end.accepted);
-    Totals { cycles, drafted: end.drafted, accepted: end.accepted, accepted_at: vec![] }.checked()
+    AcceptanceCounts { cycles, drafted: end.drafted, accepted: end.accepted, accepted_at: vec![] }.checked()
 }
 
 /// Describes the server from `/props`.
@@ -180,7 +180,7 @@ mod tests {
     fn whole_answers_have_totals() {
         let whole = json!({"content": "x", "tokens": [1, 2, 3], "stop": true, "stop_type": "limit",
             "timings": {"predicted_n": 9, "draft_n": 21, "draft_n_accepted": 5}});
-        let totals = Totals { cycles: 3, drafted: 21, accepted: 5, accepted_at: vec![] };
+        let totals = AcceptanceCounts { cycles: 3, drafted: 21, accepted: 5, accepted_at: vec![] };
         assert_eq!(parse(&whole.to_string()).unwrap().cycles, Some(ReportedCycles::Totals(totals)));
         let plain = json!({"stop": true, "stop_type": "eos", "timings": {"predicted_n": 3}});
         assert_eq!(parse(&plain.to_string()).unwrap().cycles, Some(ReportedCycles::Steps(vec![])));

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use deepspec_datasets::suites::TokenizedSuite;
 use deepspec_engine::AcceptanceStats;
 
-use super::figures::{ReportedCycles, Totals};
+use super::figures::{AcceptanceCounts, ReportedCycles};
 use crate::results::{Baseline, Metrics, ScoredSuite, SuiteResult};
 use crate::run::decode::{Answer, SuitePass};
 use crate::statistics::{Estimate, PromptCounts};
@@ -114,7 +114,7 @@ fn prompt_counts(suite: &TokenizedSuite, pass: &SuitePass) -> Option<BTreeMap<St
     Some(prompts)
 }
 
-fn cycles_of_answer(totals: &Totals, committed: u64) -> u64 {
+fn cycles_of_answer(totals: &AcceptanceCounts, committed: u64) -> u64 {
     totals.cycles + totals.undrafted(committed)
 }
 
@@ -134,7 +134,7 @@ mod tests {
 
     #[test]
     fn counters_of_a_suite_count_the_tokens_of_all_its_answers() {
-        let totals = Totals { cycles: 6, drafted: 42, accepted: 13, accepted_at: vec![5, 4] };
+        let totals = AcceptanceCounts { cycles: 6, drafted: 42, accepted: 13, accepted_at: vec![5, 4] };
         let answers = [answer(8, ReportedCycles::Suite(totals)), answer(12, ReportedCycles::Unreported)];
         let stats = Tally::of_suite(&answers).stats;
         // (tokens − requests) ÷ cycles, with one accepted token behind an end.

@@ -5,7 +5,7 @@ use serde_json::{Value, json};
 
 use super::answer::{RawAnswer, ids, number};
 use super::engine::{AS_CONFIGURED, ServerInfo};
-use super::figures::{ReportedCycles, Totals};
+use super::figures::{AcceptanceCounts, ReportedCycles};
 
 /// Path of the endpoint that answers token ids.
 pub const PATH: &str = "/generate";
@@ -69,10 +69,10 @@ fn cycles(meta: &Value, tokens: u64) -> Result<Option<ReportedCycles>, String> {
     let histogram: Option<Vec<u64>> = histogram.and_then(|counts| counts.iter().map(number).collect());
     // A histogram that counts other cycles than the verifications says nothing of these.
     if let Some(counts) = histogram.filter(|counts| counts.iter().sum::<u64>() == cycles && cycles > 0) {
-        return Ok(Some(ReportedCycles::Totals(Totals::from_histogram(&counts, drafted)?)));
+        return Ok(Some(ReportedCycles::Totals(AcceptanceCounts::from_histogram(&counts, drafted)?)));
     }
     let accepted = first(&ACCEPTED).unwrap_or_else(|| tokens.saturating_sub(1 + cycles));
-    let totals = Totals { cycles, drafted, accepted, accepted_at: vec![] }.checked()?;
+    let totals = AcceptanceCounts { cycles, drafted, accepted, accepted_at: vec![] }.checked()?;
     Ok(Some(ReportedCycles::Totals(totals)))
 }
 
@@ -114,7 +114,7 @@ mod tests {
 
     #[test]
     fn counts_are_read_by_their_names_of_every_version() {
-        let wanted = Totals { cycles: 3, drafted: 9, accepted: 4, accepted_at: vec![2, 1, 1] };
+        let wanted = AcceptanceCounts { cycles: 3, drafted: 9, accepted: 4, accepted_at: vec![2, 1, 1] };
         for (drafted, histogram) in [
             ("spec_num_proposed_drafts", "spec_correct_drafts_histogram"),
             ("spec_draft_token_num", "spec_accept_histogram"),
@@ -125,7 +125,7 @@ mod tests {
             assert_eq!((read.count, read.matched), (8, Some(9)));
         }
         let plain = parse(&answer(&json!({"spec_verify_ct": 3}))).unwrap();
-        let totals = Totals { cycles: 3, drafted: 0, accepted: 4, accepted_at: vec![] };
+        let totals = AcceptanceCounts { cycles: 3, drafted: 0, accepted: 4, accepted_at: vec![] };
         assert_eq!(plain.cycles, Some(ReportedCycles::Totals(totals)));
         assert_eq!(parse(&answer(&json!({}))).unwrap().cycles, None);
         assert!(

@@ -5,7 +5,7 @@ use serde_json::{Value, json};
 
 use super::answer::{RawAnswer, ids, number};
 use super::engine::{AS_CONFIGURED, ServerInfo};
-use super::figures::{ReportedCycles, Step, Totals, checked_steps};
+use super::figures::{AcceptanceCounts, ReportedCycles, Step, checked_steps};
 
 /// Path of the endpoint that answers token ids.
 pub const PATH: &str = "/v1/completions";
@@ -74,7 +74,7 @@ fn cycles(reported: &Value) -> Result<ReportedCycles, String> {
     let histogram = counts("acceptance_histogram")
         .ok_or("no `acceptance_histogram` in `metrics.speculative_decoding`")?;
     let drafted = number(&reported["num_draft_tokens"]).unwrap_or(0);
-    Ok(ReportedCycles::Totals(Totals::from_histogram(&histogram, drafted)?))
+    Ok(ReportedCycles::Totals(AcceptanceCounts::from_histogram(&histogram, drafted)?))
 }
 
 /// Describes the server from `/version`, `/v1/models` and, of a server in development mode,
@@ -123,7 +123,7 @@ mod tests {
         for key in ["per_step_accepted", "per_step_drafted"] {
             figures[key] = Value::Null;
         }
-        let summary = Totals { cycles: 2, drafted: 6, accepted: 3, accepted_at: vec![2, 1, 0] };
+        let summary = AcceptanceCounts { cycles: 2, drafted: 6, accepted: 3, accepted_at: vec![2, 1, 0] };
         assert_eq!(parse(&answer(&figures)).unwrap().cycles, Some(ReportedCycles::Totals(summary)));
         assert_eq!(parse(&answer(&Value::Null)).unwrap().cycles, None);
     }

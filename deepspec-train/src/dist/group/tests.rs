@@ -18,7 +18,7 @@ fn stuck(
     other: impl Fn(ProcessGroup) -> Option<ProcessGroup> + Sync,
 ) -> (GroupError, usize) {
     let host = RendezvousServer::open(2, PATIENCE).unwrap();
-    let places = [0, 1].map(|rank| host.child_ranks(rank, 2));
+    let places = [0, 1].map(|rank| host.child_env(rank, 2));
     let abandoned = AtomicUsize::new(0);
     // Wait for both ranks: one that left during the handshake would be reported missing there.
     let met = Barrier::new(2);
@@ -103,7 +103,7 @@ fn a_rank_that_ends_before_gpus_are_connected_is_named_and_none_is_waited_for() 
 #[test]
 fn what_is_connected_is_handed_on_with_keys_of_its_own() {
     let host = RendezvousServer::open(2, PATIENCE).unwrap();
-    let places = [0, 1].map(|rank| host.child_ranks(rank, 2));
+    let places = [0, 1].map(|rank| host.child_env(rank, 2));
     thread::scope(|scope| {
         for place in &places {
             scope.spawn(|| {
