@@ -66,9 +66,9 @@ pub fn engine_compatibility(checkpoint: &Checkpoint) -> Vec<EngineCompatibility>
     ]
 }
 
-/// The reason why no engine loads a drafter with these layers; None if an engine may. No engine
-/// supports drafters with norms after attention and MLP. Other tools do not know the reference's
-/// classes without query and key norms.
+/// Says why engines cannot load these layers, or why that is unknown. None if an engine may load
+/// them. No engine supports drafters whose norms follow attention and MLP. Engines do not know the
+/// reference's classes if the layers lack query and key norms.
 fn unsupported_layers(checkpoint: &Checkpoint) -> Option<String> {
     let family = checkpoint.drafter().family;
     if let Some((key, reason)) = checkpoint.unsupported() {

@@ -81,7 +81,7 @@ pub trait KindSettings: fmt::Debug + Send + Sync {
         false
     }
 
-    /// vLLM's name of the drafting method. SGLang writes it in capitals, llama.cpp after `draft-`.
+    /// vLLM's `method` for this drafter. SGLang writes it in capitals, llama.cpp after `draft-`.
     fn method(&self) -> &'static str;
 
     /// Human-readable lines, as (label, text): the drafted tokens and the parts of the drafter.

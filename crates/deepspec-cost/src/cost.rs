@@ -114,7 +114,8 @@ impl StepCost {
         }
     }
 
-    /// Cost of a drafting step by verified tokens.
+    /// Returns a step's cost as a function of the number of verified tokens. The requests and the
+    /// context are fixed, and the cost includes drafting.
     pub(crate) fn cost_at(&self, requests: usize, context: usize) -> StepCostAt<'_> {
         let fixed_seconds = self.draft_seconds(requests) + interpolate(&self.requests, requests);
         StepCostAt { curve: self.curve(context), fixed_seconds }

@@ -55,15 +55,16 @@ pub struct Planner {
     drift: [MeanTimeRatio; 2],
 }
 
-/// State of a probe. In its first step the drafter catches up on tokens that were committed without
-/// drafting; only the second step measures the time of drafting.
+/// State of a probe. A probe drafts again for two steps, to learn whether drafting pays now.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 enum ProbeState {
     #[default]
     None,
-    /// First step of a probe: fills the drafter's KV cache.
+    /// First drafting step after a run of plain steps. It fills the drafter's KV cache with the tokens
+    /// that plain steps committed, so its time is not measured.
     CatchesUp,
-    /// Second step of a probe: measures the time of drafting.
+    /// Second drafting step after a run of plain steps. The drafter's KV cache is full again, so the
+    /// planner measures the drafting time.
     Measures,
 }
 

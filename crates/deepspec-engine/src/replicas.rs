@@ -66,9 +66,9 @@ impl<T: Target, P: Proposer> Generator for Engine<T, P> {
     }
 }
 
-/// Engines that share one request queue, each on its own thread with a share of the cores.
-/// Submitted requests wait for the next step. An answer is independent of its engine if the model's
-/// rows do not depend on the batch.
+/// Several engines, each on its own thread with a share of the cores. All engines run on one device
+/// and share a queue. Submitted requests wait for the next step. An answer is independent of its
+/// engine if the model's rows do not depend on the batch.
 pub struct EngineReplicas {
     draft_len: usize,
     vocab_size: usize,

@@ -115,8 +115,8 @@ pub struct Cycle {
 }
 
 impl Cycle {
-    /// The confidence logits up to the first stop token. Drafters are not trained on tokens after a stop
-    /// token, so their confidence there is meaningless.
+    /// The confidence logits up to the first drafted stop token. Drafters are not trained on tokens
+    /// after a stop token, so their confidence there is meaningless.
     pub fn confidence_until_stop(&self) -> &[f32] {
         &self.confidence[..self.confidence.len().min(self.until_stop as usize)]
     }

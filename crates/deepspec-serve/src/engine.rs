@@ -141,7 +141,7 @@ struct QueuedRequest {
     since: Instant,
 }
 
-/// Load of the engine, readable from any thread.
+/// Figures of the engine, readable from any thread.
 #[derive(Debug)]
 pub struct EngineStats {
     /// Sequences in decoding.
@@ -241,7 +241,7 @@ impl EngineThread {
         receiver
     }
 
-    /// Load of the engine.
+    /// Figures of the engine.
     pub fn stats(&self) -> &EngineStats {
         &self.stats
     }

@@ -135,7 +135,7 @@ impl ChatModel {
         Ok(())
     }
 
-    /// Load of the engine.
+    /// Figures of the engine.
     pub fn engine_stats(&self) -> &EngineStats {
         self.engine.stats()
     }

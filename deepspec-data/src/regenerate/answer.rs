@@ -89,7 +89,7 @@ impl Answer {
         let token_ids = places.into_iter().find_map(ids);
         // In the fields of vLLM and deepspec-serve, and of SGLang.
         let prompt_token_ids = ids("/prompt_token_ids").or_else(|| ids("/choices/0/prompt_token_ids"));
-        // Reading a missing key by index gives null, but taking it would panic.
+        // `pointer_mut` returns None if there is no choice. Mutable indexing of a missing choice would panic.
         let message = completion.pointer_mut("/choices/0/message");
         let mut message = message.ok_or(AnswerError::Invalid("the answer has no choices"))?.take();
         if finish.completeness() == Completeness::Broken {

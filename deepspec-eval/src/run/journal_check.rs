@@ -66,7 +66,8 @@ impl ExpectedAnswer<'_> {
         if !(stopped || accepted.checked_add(1) == Some(*committed)) {
             return Err(format!("committed {committed} for accepted {accepted}"));
         }
-        // A stop token that ended the block is the first in it.
+        // `until_stop` ends at the first drafted stop token. An accepted stop token also ends the
+        // proposal, so both counts are equal.
         let fewest = if stopped { *proposed } else { (*accepted).max(1).min(*proposed) };
         if !(fewest..=*proposed).contains(until_stop) {
             return Err(format!("usable {until_stop} of proposed {proposed} with accepted {accepted}"));

@@ -92,13 +92,14 @@ fn unwritable_error(action: &'static str, path: &Path) -> impl FnOnce(io::Error)
     move |error| StatesError::Unwritable(at(error))
 }
 
-/// Moves a file to a free name. An existing file is kept, because other machines may have mapped
-/// it. On some network file systems they would lose the mapping.
+/// Publishes a file under a name. An existing file of this name is kept, because other machines may
+/// have mapped it, and on some network file systems they would lose the mapping. Only a file system
+/// without hard links replaces it.
 fn publish_if_absent(partial: &Path, path: &Path) -> io::Result<()> {
     match fs::hard_link(partial, path) {
         Ok(()) => fs::remove_file(partial),
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => fs::remove_file(partial),
-        // The file system does not support hard links.
+        // The file system does not support hard links. Renaming replaces an existing file.
         Err(_) => fs::rename(partial, path),
     }
 }

@@ -221,8 +221,10 @@ impl FeedForward {
         }
     }
 
-    /// B·A'(B) / (A(B) + shared): cost of the next token relative to the mean cost per token, while
-    /// reading weights dominates. It is 0 for a dense part, whose weights are read anyway.
+    /// Weight bytes that one more token reads, relative to the mean per token of a step of
+    /// B = `tokens` tokens. For experts: B·A'(B) / (A(B) + shared), with A of [`experts_touched`] and
+    /// A' of [`experts_touched_by_another`]. A dense MLP gives 0, because every step reads all its
+    /// weights.
     pub fn marginal_cost(&self, tokens: f64) -> f64 {
         match *self {
             Self::Dense { .. } => 0.0,

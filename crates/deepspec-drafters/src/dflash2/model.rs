@@ -69,7 +69,7 @@ impl Default for Convolution {
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct Selector {
-    /// r, rank of the pair scores; width of codebooks A and B.
+    /// r, rank of the pair scores; width of the predecessor and the successor codebook.
     pub rank: i64,
     /// k, candidates of each slot.
     pub top_k: i64,
@@ -277,11 +277,11 @@ impl ConvolutionPair {
     }
 }
 
-/// Rescores the top-k tokens of a slot: `S(a, b) = U(b) + ⟨A[a] ⊙ P h, B[b]⟩` for token b after token a, with logits U and hidden state h.
-/// B is initialised to zero, so that S = U.
+/// Rescores the top-k tokens of a slot: `S(a, b) = U(b) + ⟨predecessors[a] ⊙ P h, successors[b]⟩` for token b after token a, with logits U
+/// and hidden state h. The successor codebook is initialised to zero, so that S = U.
 pub struct CandidateSelector {
-    predecessors: Tensor, // A, [V, r]
-    successors: Tensor,   // B, [V, r]
+    predecessors: Tensor, // predecessor codebook, [V, r]
+    successors: Tensor,   // successor codebook, [V, r]
     projection: Linear,   // P, d -> r
     top_k: i64,
 }
@@ -290,7 +290,7 @@ pub struct CandidateSelector {
 pub struct Candidates {
     /// Token ids, `[n, k]`.
     pub tokens: Tensor,
-    /// Rows of B, `[n, k, r]` float32.
+    /// Rows of the successor codebook, `[n, k, r]` float32.
     pub successors: Tensor,
     /// Scores S, `[n, k]` float32.
     pub scores: Tensor,
@@ -310,17 +310,17 @@ impl CandidateSelector {
         }
     }
 
-    /// Codebooks A and B, `[V, r]` each.
+    /// Predecessor codebook and successor codebook, `[V, r]` each.
     pub fn codebooks(&self) -> (&Tensor, &Tensor) {
         (&self.predecessors, &self.successors)
     }
 
-    /// `A[token]`, `[.., r]`.
+    /// Rows of the predecessor codebook for tokens `previous`, `[.., r]`.
     pub fn embed(&self, previous: &Tensor) -> Tensor {
         Tensor::embedding(&self.predecessors, previous, -1, false, false)
     }
 
-    /// `A[a] ⊙ P h`: states `[.., d]` and embeddings `[.., r]` to `[.., r]`.
+    /// `predecessors[a] ⊙ P h`: states `[.., d]` and embeddings `[.., r]` to `[.., r]`.
     pub fn features(&self, hidden: &Tensor, embeddings: &Tensor) -> Tensor {
         self.projection.forward(hidden) * embeddings
     }

@@ -176,11 +176,11 @@ impl DrafterKind for DFlash2Modules {
 struct SelectorLoss<'a> {
     selector: &'a CandidateSelector,
     batch: &'a BlockBatch,
-    /// Features `A[a] ⊙ P h`, `[R, r]`.
+    /// Features of the slots, `[R, r]`; see [`CandidateSelector::features`].
     features: &'a Tensor,
     /// Output: gradient of the features, `[R, r]`.
     features_grad: Tensor,
-    /// Output: gradient of B, `[V, r]` float32; None if B is frozen.
+    /// Output: gradient of the successor codebook, `[V, r]` float32; None if the codebook is frozen.
     successors_grad: Option<Tensor>,
     /// Weight of this loss.
     alpha: f64,
@@ -212,7 +212,8 @@ impl AuxLoss for SelectorLoss<'_> {
         let accept = q.minimum(&p).sum_dim_intlist(-1, true, Kind::Float);
 
         let weights = span.slice_rows(&self.batch.weights).unsqueeze(1) * self.alpha;
-        // Gradient of the loss with respect to S; zero where the label is no candidate.
+        // dS, the gradient with respect to the scores; zero where the label is no candidate. dS is also the gradient of the top-k logits U;
+        // `distill_loss` adds it to theirs. The loss is unscaled; the gradients include `scale`.
         let gradient = (q - is_label) * (&weights * &recalled * self.scale); // [n, k]
         let pair_scores_grad = gradient.unsqueeze(1); // [n, 1, k]
         span.slice_rows(&self.features_grad).copy_(&pair_scores_grad.bmm(&successors).squeeze_dim(1));
@@ -250,7 +251,7 @@ impl DFlash2 {
         let (predecessors, successors) = selector.codebooks();
         let pass = self.training_pass(batch, on_grad_ready.is_some());
         let hidden = &pass.hidden; // [A, γ, d]
-        // `previous_embeddings` is a detached leaf: autograd would allocate a dense `[V, r]` gradient of A.
+        // `previous_embeddings` is a detached leaf: autograd would allocate a dense `[V, r]` gradient of the predecessor codebook.
         let previous_embeddings = tch::no_grad(|| selector.embed(&batch.previous)).set_requires_grad(true);
         let features = select_supervised(&selector.features(hidden, &previous_embeddings)); // [R, r]
         let supervised_hidden = select_supervised(hidden); // [R, d]
@@ -281,6 +282,7 @@ impl DFlash2 {
             };
             distill_loss(&self.vocabulary().loss_head(), &loss_inputs, recipe)
         });
+        // The gradient of this scalar equals the gradient of the losses.
         let surrogate = (&supervised_hidden * &output.grad_hidden).sum(Kind::Float)
             + (&features * &loss.features_grad).sum(Kind::Float);
         pass.backward(&surrogate, on_grad_ready);

@@ -170,7 +170,7 @@ impl KindSettings for DSparkSettings {
         self.fills_in()
     }
 
-    /// vLLM's `method`, which depends on the slots, not on the heads.
+    /// vLLM's `method` for this drafter. It depends on the slots, not on the heads.
     fn method(&self) -> &'static str {
         if self.fills_in() { "dflash" } else { "dspark" }
     }
@@ -268,8 +268,8 @@ impl KindSettings for DSparkSettings {
     }
 
     fn speculators_config(&self) -> Speculators {
-        // A DFlash whose every slot drafts is written as a DSpark without heads, whose default convention it has. A reader that ignores
-        // `sample_from_anchor` then reads it correctly.
+        // `model_type` dflash implies `fill_in`, and dspark implies `anchor_predicts`. A drafter without heads whose slots all draft is
+        // therefore written as dspark.
         let is_dflash = !self.has_heads() && self.fills_in();
         let mut keys = Map::new();
         self.blocks.write(&mut keys);

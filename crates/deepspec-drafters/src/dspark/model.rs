@@ -24,7 +24,7 @@ use crate::ConfigIssue;
 use crate::block_common::{Backbone, BlockDrafter, BlockSpec, DraftLayers, LayerType, MAX_RANK};
 use crate::draft_model::{DraftConfig, DraftModel, DrafterSettings, WarmStartCheck};
 
-/// A block drafter.
+/// Recipe section of DSpark and DFlash.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct DSparkRecipe {
@@ -446,6 +446,7 @@ impl BlockDrafter for DSparkModules {
     }
 
     fn draft_sampling(&self) -> DraftSampling {
+        // Without the bias the slots are independent, and greedy drafts were accepted more often (docs/measurements.md).
         match self.use_markov_bias && self.markov.is_some() {
             true => DraftSampling::Probabilistic,
             false => DraftSampling::Greedy,

@@ -219,7 +219,8 @@ impl DSpark {
     /// c* = clamp(1 − ½‖p^d − p^t‖₁, 0, 1). p^t and c* are constants.
     ///
     /// Autograd differentiates the backbone, the layers that compute the Markov features, and the confidence head. Gradients
-    /// through the frozen LM head, and of W2, are computed in closed form. The gradient of W1 is scattered from that of `previous_embeddings`.
+    /// through the frozen LM head, and of W2, are computed in closed form. The gradient of W1 is scattered from that of
+    /// `previous_embeddings`.
     pub fn accumulate(
         &self,
         batch: &BlockBatch,
@@ -250,7 +251,7 @@ impl DSpark {
         });
         let accept_rate = (output.column(LossColumn::L1) * -0.5 + 1.0).clamp(0.0, 1.0);
 
-        // 3. Backward. d(Σ x·g)/dx = g, so this scalar backpropagates the closed-form gradients.
+        // 3. Backward. Autograd continues from the closed-form gradients: the gradient of Σ x·g with respect to x is g.
         let mut surrogate = (&supervised_hidden * &output.grad_hidden).sum(Kind::Float);
         if let Some((features, grad_features)) = features.as_ref().zip(output.grad_features.as_ref()) {
             surrogate += (features * grad_features).sum(Kind::Float);
@@ -305,6 +306,7 @@ impl DSpark {
             (gradient, sum)
         });
         let reads_previous_alone = self.modules.markov.as_ref().is_some_and(MarkovHead::reads_previous_alone);
+        // Rows with the same previous token have equal vanilla features, so the kernel computes their bias once.
         let feature_group = reads_previous_alone.then_some(&batch.supervised_previous[..]);
         let bias = markov_w2.as_ref().zip(features).map(|(markov_w2, features)| {
             let w2_gradient = w2.as_ref().map(|(_, sum)| sum);

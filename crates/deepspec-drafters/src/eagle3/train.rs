@@ -107,9 +107,10 @@ impl DrafterKind for Eagle3Modules {
             let (keys, repeats) = ((heads.key_value * heads.dim) as usize, heads.num_kv_groups() as usize);
             let step_values = |count: usize, sample: &SampleSize, s: usize| {
                 let (calls, rows) = (count.div_ceil(MAX_CALL_POSITIONS), MAX_CALL_POSITIONS.min(count));
-                // On average a call reads half of the keys of step 0.
-                let seen = sample.tokens * (calls + 1) / 2 + s * count;
-                seen * (2 * keys + rows * repeats)
+                // A later call sees more keys of step 0: call i of `calls` sees the first i/`calls` of them. All calls together see
+                // tokens·(calls + 1)/2 of them. Each later step adds `count` keys.
+                let keys_read = sample.tokens * (calls + 1) / 2 + s * count;
+                keys_read * (2 * keys + rows * repeats)
             };
             let sample_values = |sample: &SampleSize| {
                 let later = (1..steps).map(|s| step_values(sample.supervised, sample, s));

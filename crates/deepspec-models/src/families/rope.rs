@@ -34,8 +34,9 @@ pub fn shared_rope(
     let spec = reader.read_spec(head_dim, theta.unwrap_or(DEFAULT_THETA))?;
     let explicit = original.or(settings.number("original_max_position_embeddings")?);
     let extended = match (spec.scaling, explicit) {
-        // Llama 3's configs name the extended length themselves.
+        // YaRN configs give only the original length, so it is multiplied by the factor.
         (Scaling::Yarn(Yarn { factor, .. }), Some(original)) => original * factor,
+        // Llama 3 configs give the extended length in `max_position_embeddings`.
         _ => 0.0,
     };
     Ok((spec, trained_for.max(extended as usize)))

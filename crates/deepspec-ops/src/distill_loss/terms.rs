@@ -199,8 +199,8 @@ impl LossTerm for KlDivergence {
     }
 }
 
-/// −log α of the overlap α = Σ min(p^d, p^t), or λ·KL + (1 − λ)·(1 − α). The gradient treats λ = exp(−ηα) as constant
-/// (Samarin et al. 2026, arXiv 2602.23881).
+/// LK loss of the overlap α = Σ min(p^d, p^t) (Samarin et al. 2026, arXiv 2602.23881). `LkForm::Hybrid` computes
+/// λ·KL + (1 − λ)·(1 − α), with λ = exp(−ηα) constant in the gradient. The other form computes −log α.
 struct OverlapLoss;
 
 impl LossTerm for OverlapLoss {

@@ -84,7 +84,8 @@ impl Server {
     /// Asks the server which engine it is, and for its settings.
     ///
     /// # Errors
-    /// Fails if the server cannot be reached, is of another engine, or pins acceptance.
+    /// Fails if the server cannot be reached, runs another engine, or simulates acceptance (vLLM:
+    /// `rejection_sample_method=synthetic`).
     pub async fn connect(flag: &'static str, url: &str) -> anyhow::Result<Self> {
         let client = Client::new(flag, url)?;
         let (engine, info, settings) = identify(&client).await?;
