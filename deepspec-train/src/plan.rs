@@ -1,14 +1,15 @@
 //! Describes a run before it starts, as one line per topic or as JSON.
 
+use deepspec_capture::served::ServedLimits;
 use deepspec_capture::{Dataset, ForwardLimits, TargetRuntime, TargetSpec, split_into_batches};
 use deepspec_core::cli::{self, count};
 use deepspec_core::recipe::{StateServers, States, StatesStorage};
 use deepspec_drafters::ParamCounts;
 use deepspec_drafters::Recipe;
-use deepspec_models::{ModelError, Weights};
+use deepspec_models::{ModelConfig, ModelError, Weights};
 use deepspec_ops::{device_name, dtype_name};
 use serde_json::{Value, json};
-use tch::Device;
+use tch::{Device, Kind};
 
 use crate::budget::{MemoryEstimate, MemoryEstimator, bytes_of};
 use crate::evaluation::EvalPrompts;
@@ -248,7 +249,8 @@ impl Plan<'_> {
     pub fn peak_memory(&self) -> anyhow::Result<MemoryEstimate> {
         let Ok(data) = &self.data else {
             let states = &self.recipe().data.states;
-            let target = if states.runs_target() { self.resident_target_bytes()? } else { self.served_bytes() };
+            let target =
+                if states.runs_target() { self.resident_target_bytes()? } else { self.served_bytes() };
             let cache = if states.storage == StatesStorage::Online { 0 } else { u64::MAX };
             let states = if target > 0 { self.runtime.device } else { Device::Cpu };
             return Ok(self.costs.estimate_memory(&self.costs.worst_case_forwards(), states, target, cache));

@@ -306,7 +306,7 @@ mod tests {
         wrong("states: {server: a:1}\n", &["a:1", "such as http://127.0.0.1:8000"]);
         wrong("states: {server: [http://a, http://a/v1]}\n", &["http://a/v1 is named twice"]);
         wrong("states: {server: 3}\n", &["a URL or a list of URLs"]);
-        wrong("states: {cache: a, folder: b}\n", &["server: [URL"]);
+        wrong("states: {cache: a, folder: /b}\n", &["server: [URL"]);
         wrong("states: {server: http://a, folder: b}\n", &["folder: b", "absolute path"]);
         wrong("states: server\n", &["{server: [URL"]);
         wrong("states: {}\n", &["{cache: DIR}, online, {hybrid: DIR} or {server"]);
