@@ -144,6 +144,7 @@ if [ -z "$known_rows" ] && [ -f "$prompts" ]; then
     case $prompts in *.jsonl) known_rows=$(wc -l <"$prompts") ;; esac
 fi
 plan_args=(--plan)
+named_hardware=$hardware
 [ -n "$hardware" ] || [ "$count" = 0 ] || hardware=h100
 if [ -n "$hardware" ]; then
     plan_args+=(--hardware "$hardware" --devices "$((count > 0 ? count : 1))")
@@ -197,6 +198,34 @@ else
     states=online
     reason="a cache would take up to $(terabytes "$cache_bytes") of the $(terabytes "$free_bytes") that are free; the target runs in every epoch instead"
 fi
+
+# Warns where training needs more memory than the smallest chosen GPU has, or than the assumed one if nvidia-smi shows none.
+warn_memory() {
+    local smallest='' memory
+    if [ ${#devices[@]} -gt 0 ]; then
+        smallest=$(nvidia-smi --id="$(IFS=,; echo "${devices[*]}")" --query-gpu=memory.total --format=csv,noheader,nounits 2>/dev/null |
+            grep -E '^[1-9][0-9]*$' | sort -n | head -n 1 || true)
+    fi
+    if [ -n "$plan" ]; then
+        # The plan itself compares with the assumed hardware.
+        [ -n "$smallest" ] && [ -z "$named_hardware" ] || return 0
+    fi
+    # In a folder that does not exist the plan follows from sizes alone, and reads no answers.
+    local run=/nonexistent
+    recipe_arguments
+    memory=$("$bin/deepspec-train" "${recipe_args[@]}" "${plan_args[@]}" --json 2>/dev/null) || return 0
+    python3 - "$memory" "$smallest" "$hardware" <<'PY' >&2 || true
+import json, sys
+plan, smallest, hardware = json.loads(sys.argv[1]), *sys.argv[2:]
+need, limit = plan["memory_total"], float(smallest) * 2**20 if smallest else plan["memory_limit"]
+if limit and need > limit:
+    gpu = "the smallest GPU here" if smallest else f"an {hardware}"
+    print(f"pipeline: warning: training takes about {need / 1e9:.1f} GB on a GPU, more than the {limit / 1e9:.0f} GB of {gpu};"
+          " these take less: --states cache, --set train.recompute=true,"
+          " and --set train.sharding_strategy=shard_optimizer on several GPUs")
+PY
+}
+[ "$count" = 0 ] || warn_memory
 
 if [ -n "$suites" ]; then
     suites_dir=$suites

@@ -175,10 +175,11 @@ small --redo training >"$work/log" 2>&1
 DEEPSPEC_SERVER_ARGS="--device cpu --max-num-seqs 4" DEEPSPEC_TEST_SERVER=1 small --redo answers >"$work/log" 2>&1
 grep -q '/health\|listening' "$work/small/answers.server-none.log"
 [ "$(awk -F '\t' '$2 == "done"' "$work/small/pipeline.state" | wc -l)" = 8 ]
-# GPUs are those of nvidia-smi; the plan names them.
+# GPUs are those of nvidia-smi; the plan names them, and warns where training does not fit them: here the smallest has 1 MiB.
 printf '#!/usr/bin/env bash\nprintf "0\\n1\\n2\\n"\n' >"$work/bin/nvidia-smi"
 chmod +x "$work/bin/nvidia-smi"
 plan=$(env -u CUDA_VISIBLE_DEVICES PATH="$work/bin:$PATH" scripts/pipeline.sh --target assets/tiny-target --prompts "$work/some.jsonl" \
-    --recipe configs/tiny/dspark.yaml --plan --out "$work/gpus")
+    --recipe configs/tiny/dspark.yaml --plan --out "$work/gpus" 2>"$work/log")
 grep -q '^devices     3 GPUs$' <<<"$plan"
+grep -q 'pipeline: warning: training takes .* more than the 0 GB of the smallest GPU here' "$work/log"
 echo "pipeline test: failed rows, other settings, --redo, a server and refusals behave as documented" >&2
