@@ -417,7 +417,8 @@ stage_answers() {
         local on=("${devices[@]}")
         [ ${#on[@]} -gt 0 ] || on=(none)
         if [ "$kind" = deepspec ] && [ "$count" -gt 0 ]; then
-            export DEEPSPEC_SERVER_ARGS="--max-num-seqs 64 ${DEEPSPEC_SERVER_ARGS:-}"
+            [[ " ${DEEPSPEC_SERVER_ARGS:-}" =~ \ --max-num-seqs([\ =]|$) ]] ||
+                export DEEPSPEC_SERVER_ARGS="--max-num-seqs 64 ${DEEPSPEC_SERVER_ARGS:-}"
             has --concurrency || asked+=(--concurrency 64)
         fi
         start_servers "$run/answers" "${on[@]}"
