@@ -46,7 +46,10 @@ def says(program, *arguments):
 
 def generated():
     """The pages that programs write."""
-    commands = "# Every command\n\nAs the programs' `--help` says it; `man DIR` writes the same as man pages, `completions SHELL` what a shell needs.\n"
+    commands = (
+        "# Every command\n\nThis page lists every command and its flags, as `--help` prints them. `man DIR` writes man pages of them, and\n"
+        "`completions SHELL` the completions for a shell.\n"
+    )
     for program in PROGRAMS:
         text = says(program, "reference")
         # Without the heading of a page of its own.

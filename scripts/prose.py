@@ -36,6 +36,9 @@ DEAD = {
     r"what (?:came|becomes|became) of": "the result",
     r"as told|is told|are told|were told|be told|was told": "reports, or states",
 }
+# Flags of earlier versions, which only these pages may name.
+OLD_FLAGS = re.compile(r"(?<![-\w])--(?:slots|lanes|shard|patience|attempts|embedded|link|held-out|fold|matrices|draft-in-turn)(?![-\w])")
+ABOUT_OLD_FLAGS = {"CHANGELOG.md", "migrating.md"}
 # Pages that programs write.
 WRITTEN = {"commands.md", "recipe.md"}
 BANNED_STARTS = re.compile(r"(What|Those|Of|The same)\b(?![^.]*\?)")
@@ -93,6 +96,8 @@ def problems(page, text):
                 yield start, f"\"{found[0]}\" is not the field's word; say {better}"
     fence = False
     for number, line in enumerate(text.splitlines(), 1):
+        if page.name not in ABOUT_OLD_FLAGS:
+            yield from ((number, f"{flag} is a flag of earlier versions") for flag in OLD_FLAGS.findall(line))
         if line.lstrip().startswith("```"):
             fence = not fence
         is_text = not fence and not line.lstrip().startswith(("|", "<")) and " " in re.sub(r"\]\([^)]*\)", "", line)

@@ -24,6 +24,8 @@ pub const PRINTABLE_DESCRIPTIONS: [Description; 2] = [
 
 const PAGE_INTRO: &str = "# Every key of a recipe
 
+This page lists every key of a recipe, with its values, its default and its meaning.
+
 `deepspec-train --config FILE.yaml` reads one YAML file; `--set KEY=VALUE` overrides a key of it, written with dots (`--set train.lr=3e-4`). A key that is
 not here is refused, with its line and the nearest name. `deepspec-train schema > recipe.schema.json` writes the same for editors: with
 `# yaml-language-server: $schema=recipe.schema.json` in the first line they complete and check recipes.
