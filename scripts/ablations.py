@@ -2,10 +2,11 @@
 """Compares drafters, heads, depths and block sizes on the toy target and prints the tables of docs/ablations.md.
 
     scripts/ablations.py [--demo runs/demo] [--jobs N]      by default as many runs at once as there are cores
-    scripts/ablations.py plots                              draws the tables that stand in the page, into docs/images; runs nothing
+    scripts/ablations.py plots                              draws the page's tables into docs/images; runs nothing
 
-Uses the cache that scripts/demo.sh leaves in its folder, whichever layers it taps. A run that is already there is not repeated, so a killed script goes
-on where it stopped. Every run trains on one thread and is evaluated on the 144 held-out smoke prompts at temperature 1.
+Uses the cache that scripts/demo.sh leaves in its folder, whichever layers it taps. An existing run is not repeated, so
+a killed script goes on where it stopped. Every run trains on one thread and is evaluated on the 144 held-out smoke
+prompts at temperature 1.
 """
 
 import argparse

@@ -1,4 +1,7 @@
-"""Draws tables of docs/ablations.md as SVG, in the looks of deepspec-eval's charts."""
+"""Draws tables of docs/ablations.md as SVG, in the looks of deepspec-eval's charts.
+
+A module of scripts/ablations.py; `scripts/ablations.py plots` draws them.
+"""
 
 import html
 import math
@@ -156,3 +159,7 @@ def variants(page):
 def drawings(page):
     """The plots of the page, by their files' names."""
     return {"ablations-lengths.svg": lengths(page), "ablations-variants.svg": variants(page)}
+
+
+if __name__ == "__main__":
+    print(__doc__)

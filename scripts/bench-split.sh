@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Measures `deepspec-data split` against Hugging Face's datasets on the same rows, one after the other, best of so many
-# runs each: seconds, their ratio and the most memory that either held.
+# Measures `deepspec-data split` against Hugging Face's datasets on the same rows, one after the other. It prints the
+# best seconds of several runs each, their ratio, and the most memory that either held.
 #
 #   scripts/bench-split.sh [ROWS [RUNS [FOLDER]]]     1000000 rows of about 1 kB, 3 runs, a temporary folder
 #

@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
-"""Keeps the book true: what programs say of themselves is written into it, and what it says is checked against them.
+"""Checks the book against the programs, and writes the pages that programs print.
 
-scripts/book.py check         prose, links, commands, flags, keys, YAML and JSON of all pages, and the pages and plots that are written
-scripts/book.py write         writes those pages: docs/commands.md and docs/recipe.md
-scripts/book.py tutorial      runs the tutorial in a folder of its own and compares what it prints
-scripts/book.py tutorial write    … and writes the numbers that it printed into the page
+    scripts/book.py check            checks prose, links, commands, flags, keys, YAML and JSON of all pages, the help
+                                     texts of scripts, and the pages and plots that programs write
+    scripts/book.py write            writes those pages: docs/commands.md and docs/recipe.md
+    scripts/book.py tutorial         runs the tutorial in a folder of its own and compares what it prints
+    scripts/book.py tutorial write   … and writes the numbers that it printed into the page
 
-Needs a build: cargo build --release. YAML is read by PyYAML: where this Python has none, by that of DEEPSPEC_TEST_PYTHON; without either it is not checked,
-which is told, and a failure with DEEPSPEC_FORBID_SKIPS=1. Links to elsewhere are not visited; it is only seen to it that they are well formed.
+Needs a build: cargo build --release. YAML is read by PyYAML of this Python, or of DEEPSPEC_TEST_PYTHON. Without either
+a message says that YAML is not checked, which is a failure with DEEPSPEC_FORBID_SKIPS=1. Links to other sites are
+checked for their form only, and are not visited.
 """
 
 import itertools
@@ -257,6 +259,9 @@ def check():
                 counted += "deepspec-" in command
                 found += flags(command, reference)
         problems += [f"{page.relative_to(ROOT)}: {problem}" for problem in found]
+    for script in prose.scripts():
+        found = prose.problems(script, prose.read(script))
+        problems += [f"{script.relative_to(ROOT)}: line {line}: {problem}" for line, problem in found]
     if problems:
         sys.exit("\n".join(problems))
     print(f"book: {len(pages())} pages, {counted} commands")
@@ -396,6 +401,8 @@ def main():
                 (DOCS / name).write_text(text)
         case ["tutorial", *rest] if rest in ([], ["write"]):
             tutorial(bool(rest))
+        case ["-h" | "--help"]:
+            print(__doc__)
         case _:
             sys.exit(__doc__)
 

@@ -1,11 +1,22 @@
 #!/usr/bin/env bash
-# Builds the engines that scripts/test.sh --engines tests against, into .engines, and prints where they are as shell assignments.
+# Builds the engines that scripts/test.sh --engines tests against, into .engines, and prints where they are as shell
+# assignments.
 #
 #   eval "$(scripts/engines.sh [llama.cpp|vllm]...)"       both unless some are named
 #
-# llama.cpp comes with its sources in the source package of llama-cpp-python on PyPI; building it takes about twelve minutes of one
-# core's time, once. vLLM is its build for CPUs: 6 GB on disk.
+# The sources of llama.cpp are in the source package of llama-cpp-python on PyPI. Building it takes about twelve minutes
+# of one core's time, once. vLLM is its build for CPUs: 6 GB on disk.
 set -euo pipefail
+case ${1:-} in
+    -h | --help)
+        sed -n '2,/^set -euo/{/^set -euo/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"
+        exit 0
+        ;;
+    -*)
+        echo "engines: unknown argument \`$1\`; --help lists what it takes" >&2
+        exit 2
+        ;;
+esac
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
 engines=$PWD/.engines
 mkdir -p "$engines"

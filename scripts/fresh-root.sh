@@ -1,16 +1,23 @@
 #!/usr/bin/env bash
-# The README's commands where nothing else is: a fresh Debian in a folder, with g++, Python and this machine's Rust, runs the committed tree.
+# Runs the README's commands where nothing else is: a fresh Debian in a folder, with g++, Python and this machine's
+# Rust, runs the committed tree.
 #
 #   scripts/fresh-root.sh DIR [COMMAND]...      default: scripts/demo.sh scripts/test.sh
 #
-# Needs root and debootstrap. How packages are reached (apt's and pip's settings, certificates, proxies) is taken from this machine. A root that is there is
-# used again; what the commands leave is in DIR/src.
+# Needs root and debootstrap. Settings, certificates and proxies of apt and pip are taken from this machine. An existing
+# root is used again; results of the commands are in DIR/src.
 set -euo pipefail
+case ${1:-} in
+    -h | --help)
+        sed -n '2,/^set -euo/{/^set -euo/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"
+        exit 0
+        ;;
+    '' | -*)
+        echo "fresh-root: expected a folder; --help says what the script does" >&2
+        exit 2
+        ;;
+esac
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
-if [ $# = 0 ]; then
-    sed -n '2,/^set/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2
-    exit 2
-fi
 mkdir -p "$1"
 root=$(cd "$1" && pwd)
 shift

@@ -1,13 +1,15 @@
 #!/usr/bin/env bash
-# Everything that wants a GPU, made to take less than ten minutes from built binaries: the golden suite on the device, our own kernels, groups of 1
-# and of all GPUs, training steps at full size, decoding at full size beside transformers. Weights are random; nothing is downloaded.
+# Runs everything that needs a GPU: the golden suite on the device, our own kernels, and groups of one and of all GPUs.
+# Then it times training steps at full size, and decoding at full size beside transformers. From built binaries it is
+# made to take less than ten minutes. Weights are random; nothing is downloaded.
 #
-#   scripts/gpu-check.sh [OUTPUT_DIR]              default runs/gpu-check: gpu-check.json, a table in gpu-check.md, logs
-#   scripts/gpu-check.sh --standin [OUTPUT_DIR]    the same at toy size on the GPU that is none (tests/standin), which any machine can
-#   scripts/gpu-check.sh --pack DIR                puts the programs that it runs in DIR, for a machine without Rust: there,
-#                                                  with this tree at the same path, DEEPSPEC_GPU_PROGRAMS=DIR names them
+#   scripts/gpu-check.sh [OUTPUT_DIR]              default runs/gpu-check: gpu-check.json, gpu-check.md, logs
+#   scripts/gpu-check.sh --standin [OUTPUT_DIR]    run it at toy size on the stand-in for a GPU (tests/standin)
+#   scripts/gpu-check.sh --pack DIR                put the programs that it runs into DIR, for a machine without Rust:
+#                                                  there DEEPSPEC_GPU_PROGRAMS=DIR names them, beside this tree at
+#                                                  an equal path
 #
-# Python with torch and transformers is DEEPSPEC_TEST_PYTHON, else python3.
+# DEEPSPEC_TEST_PYTHON names a Python with torch and transformers; the default is python3.
 set -euo pipefail
 case ${1:-} in
     -h | --help)

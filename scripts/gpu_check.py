@@ -1,4 +1,4 @@
-"""What scripts/gpu-check.sh does in Python: rows to train on, a random target of a shape, a loop on transformers, the report."""
+"""The Python parts of scripts/gpu-check.sh: rows to train on, a random target, a loop on transformers, the report."""
 
 import argparse
 import json

@@ -1,7 +1,10 @@
 #!/usr/bin/env bash
-# Several hosts for real: three network namespaces of this machine, each with an address of its own, joined by a switch. Two of them train with two
-# ranks each; a cut cable ends the job with a named cause within the timeout; it goes on elsewhere with another number of ranks; and `regenerate` asks
-# servers on all three, one of which goes away and comes back. Needs root, iproute2 and a build (cargo build --release).
+# Tests several hosts: three network namespaces of this machine, each with its own address, joined by a switch. Two of
+# them train with two ranks each. A cut cable ends the job with a named cause within the timeout, and the job resumes
+# elsewhere with another number of ranks. `regenerate` asks servers on all three hosts while one of them goes away and
+# comes back.
+#
+# Needs root, iproute2 and a build (cargo build --release).
 set -euo pipefail
 case ${1:-} in
     -h | --help)

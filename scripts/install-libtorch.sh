@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Fetches the libtorch that the programs beside this need into the folder `libtorch` here, from the wheel of torch: its CPU parts (0.6 GB to download), or,
-# for programs that were built for GPUs, where there is one, or with DEEPSPEC_FULL_TORCH=1, with its CUDA libraries too (3 GB). Needs Python 3.10 with venv.
+# Fetches libtorch for the programs beside this script from the wheel of torch, into the folder `libtorch` here. The CPU
+# parts are 0.6 GB to download, and 3 GB with the CUDA libraries. These come with programs that were built for GPUs,
+# where there is a GPU, or with DEEPSPEC_FULL_TORCH=1. Needs Python 3.10 with venv.
 set -euo pipefail
 case ${1:-} in
     -h | --help)

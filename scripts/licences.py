@@ -1,14 +1,19 @@
 #!/usr/bin/env python3
-"""Writes what the programs are made of, under which licences, and the licences' texts.
+"""Writes the packages that the programs are made of, with their licences and the texts of these.
 
-scripts/licences.py FILE.md
+    scripts/licences.py FILE.md
 """
+
+import sys
+
+if sys.argv[1:2] in (["-h"], ["--help"]):
+    print(__doc__)
+    sys.exit()
 
 import collections
 import json
 import pathlib
 import subprocess
-import sys
 
 PROGRAMS = {"deepspec-data", "deepspec-train", "deepspec-eval"}
 # What is in the programs and in no package, by its licence's file.

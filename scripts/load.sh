@@ -1,15 +1,17 @@
 #!/usr/bin/env bash
-# Schedules under load on the tiny target, in turns: each is served, and rounds go over all of them, so that the clock of a machine that moves
-# is the same for all. Prints the median of the rounds, tokens/s of all users together, beside what `simulate` foretells from one recorded run,
-# from what steps cost, which every round measures anew, and, where they make eight throughputs or more, from what the servers did at the
-# loads that are not held out.
+# Measures schedules under load on the tiny target. Each schedule has a server. Rounds go over all of them in turns, so
+# that a machine's changing clock affects all alike. Prints the median of the rounds: tokens/s of all users together.
+#
+# Beside it stand estimates of `simulate`. They come from one recorded run and from the cost of steps, which every round
+# measures anew. With eight measured throughputs or more, estimates are also fitted to the loads that are not held out.
 #
 #   scripts/load.sh [OUTPUT_DIR]      default runs/load
 #
 # In the environment:
+#
 #   LOAD_SCHEDULES    plain whole fixed:4 prefix prefix-async; also fixed:K and threshold:T
 #   LOAD_CONCURRENCY  1 2 4 8 16 32
-#   LOAD_HELD_OUT     loads that are measured too, but not told to `simulate`: none
+#   LOAD_HELD_OUT     loads that are measured, but that `simulate` does not know: none
 #   LOAD_ROUNDS       3
 #   LOAD_SECONDS      4, after one that does not count
 #   LOAD_TARGET, LOAD_DRAFT, LOAD_SUITES   assets/tiny-target, assets/tiny-dspark, smoke-math smoke-code smoke-chat
@@ -85,7 +87,7 @@ for round in $(seq "$rounds"); do
     done
     echo "load: round $round of $rounds" >&2
 done
-# What was measured, and in brackets what so many simulations foretold over it.
+# What was measured, and in brackets what so many simulations estimated over it.
 table() {
     python3 - "$out" "$1" "${held_out[*]-}" <<'P'
 import collections
@@ -98,14 +100,14 @@ import sys
 out, rounds, held_out = sys.argv[1], int(sys.argv[2]), [int(level) for level in sys.argv[3].split()]
 # Numbers as `simulate` writes them: threshold:0.50 is threshold:0.5.
 named = lambda schedule: re.sub(r"\d[\d.]*$", lambda number: f"{float(number[0]):g}", schedule)
-measured, foretold = collections.defaultdict(list), collections.defaultdict(list)
+measured, estimated = collections.defaultdict(list), collections.defaultdict(list)
 for file in glob.glob(f"{out}/measured/*/load.json"):
     for run in json.load(open(file))["runs"]:
         measured[named(run["server"]), run["level"]["concurrency"]].append(run["tokens_per_second"])
 for number in range(1, rounds + 1):
     for course in json.load(open(f"{out}/simulation-{number}/simulation.json"))["courses"]:
         for cell in course["outcomes"]:
-            foretold[named(course["schedule"]), cell["concurrency"]].append((cell["tokens"] + cell["first_tokens"]) / cell["seconds"])
+            estimated[named(course["schedule"]), cell["concurrency"]].append((cell["tokens"] + cell["first_tokens"]) / cell["seconds"])
 levels = sorted({level for _, level in measured})
 print("| tokens/s at | " + " | ".join(f"{level}, held out" if level in held_out else str(level) for level in levels) + " |")
 print("|---" + "|---" * len(levels) + "|")
@@ -114,17 +116,17 @@ for schedule in sorted({schedule for schedule, _ in measured}):
     cells = []
     for level in levels:
         found = statistics.median(measured[schedule, level])
-        if (schedule, level) not in foretold:
+        if (schedule, level) not in estimated:
             cells.append(f"{found:.0f}")
             continue
-        said = statistics.median(foretold[schedule, level])
+        said = statistics.median(estimated[schedule, level])
         is_held_out = level in held_out
         worst[is_held_out] = max(worst[is_held_out], (abs(said / found - 1), f"{schedule} at {level}"))
         cells.append(f"{found:.0f} ({said / found - 1:+.0%})")
     print(f"| {schedule} | " + " | ".join(cells) + " |")
 told = ", ".join(f"{'held out' if out else 'told'}: {where}, {off:.1%}" for out, (off, where) in worst.items() if where)
 if told:
-    print("in brackets what was foretold over it; furthest off " + told)
+    print("in brackets the difference of the estimate; furthest off " + told)
 P
 }
 

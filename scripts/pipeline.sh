@@ -1,31 +1,36 @@
 #!/usr/bin/env bash
-# Trains a drafter for a target on this machine by one command: suites, prompts, answers, states, training, evaluation, and the
-# files that an engine serves.
+# Trains a drafter for a target on this machine by one command: suites, prompts, answers, states, training, evaluation,
+# and the files that an engine serves.
 #
 #   scripts/pipeline.sh --target MODEL --prompts FILE|DATASET [OPTION]...
 #
 #   --target MODEL      folder, hub id or GGUF file of the target
 #   --prompts P         prompts: a file, a folder, or a dataset's id on the hub
-#   --recipe R          recipe of the drafter; by default the one in configs/dspark that names the target. Other drafters:
-#                       configs/dflash, configs/eagle3
+#   --recipe R          recipe of the drafter; by default the one in configs/dspark that names the target. Other
+#                       drafters: configs/dflash, configs/eagle3
 #   --set KEY=VALUE     override a key of the recipe; may be repeated
 #   --rows N            draw N rows of the prompts, of which 5 % are held out; by default all
 #   --gpus N            GPUs to use; by default all that are visible, 0 for the CPU
-#   --states S          online (the target runs beside the trainer) or cache (its states are on disk); by default recommended
-#   --server URL        OpenAI-compatible server of the target for the answers; may be repeated. By default the pipeline starts one
-#                       per GPU, and answers within the program on a CPU
+#   --states S          online (the target runs beside the trainer) or cache (its states are on disk); by default the
+#                       free disk decides
+#   --server URL        OpenAI-compatible server of the target for the answers; may be repeated. By default the pipeline
+#                       starts one per GPU, and answers within the program on a CPU
 #   --suites DIR        folder of the suites to judge on; by default the public ones are fetched into eval_datasets
-#   --engine E          engine to write files for: vllm, sglang or llama.cpp; by default llama.cpp for a GGUF target, else vllm
-#   --hardware H        accelerator of the estimate and of the memory: h100 (default with GPUs), h200, … (see deepspec-train --help)
+#   --engine E          engine to write files for: vllm, sglang or llama.cpp; by default llama.cpp for a GGUF target,
+#                       else vllm
+#   --hardware H        accelerator of the estimate and of the memory: h100 (default with GPUs), h200, … (see
+#                       deepspec-train --help)
 #   --price P           price of a GPU for an hour, for the estimate
 #   --out DIR           folder of the run (runs/pipeline)
 #   --plan              print what would run, how long it takes and what it needs, and exit
 #   --redo STAGE        run STAGE and all later stages again, and replace their results
 #
-# The command goes on where it stopped: after a failure, a signal or kill -9, give it again. DIR/pipeline.state has one line per
-# stage. Relative paths are those of the calling folder. Environment:
+# The command goes on where it stopped: after a failure, a signal or kill -9, give it again. DIR/pipeline.state has one
+# line per stage. Relative paths are those of the calling folder. Environment:
+#
 #   DEEPSPEC_{SPLIT,REGENERATE,INSPECT,CACHE,TRAIN,EVAL}_ARGS   more arguments of a stage's program, separated by blanks
 #   DEEPSPEC_SERVER               server to start: deepspec (default), vllm or sglang
+#   DEEPSPEC_SERVER_ARGS          more arguments of that server, separated by blanks
 #   DEEPSPEC_ACCEPT_FAILED_ROWS   1: go on without rows that could not be answered or read
 set -euo pipefail
 caller=$PWD self=$(realpath "${BASH_SOURCE[0]}")

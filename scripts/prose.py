@@ -1,12 +1,15 @@
 #!/usr/bin/env python3
 """Checks the prose of README, docs and help texts: lengths of sentences and lines, and words that only this project used.
 
-scripts/prose.py [FILE.md]...     default: README.md, CHANGELOG.md and docs/*.md
+    scripts/prose.py [FILE]...     default: README.md, CHANGELOG.md, docs/*.md and the heads of all scripts
 
-A sentence has at most 25 words, a line of text at most 120 characters. Code, tables and links do not count as words. Help
-texts are checked where docs/commands.md and docs/recipe.md print them. `scripts/book.py check` runs this check, too.
+A sentence has at most 25 words, a line of text at most 120 characters. Code, tables and links do not count as words.
+Help texts of programs are checked where docs/commands.md and docs/recipe.md print them. A script is checked only in
+the comment or docstring that its `--help` prints. `scripts/book.py check` runs this check, too.
 """
 
+import ast
+import itertools
 import pathlib
 import re
 import sys
@@ -107,12 +110,32 @@ def problems(page, text):
             yield number, f"{len(shown)} characters in a line, at most {MOST_CHARACTERS}"
 
 
+def scripts():
+    return [file for file in sorted((ROOT / "scripts").rglob("*")) if file.suffix in (".sh", ".sbatch", ".py")]
+
+
+def read(page):
+    """The text of a page, or what `--help` of a script prints, line by line at its place. Indented lines are a table."""
+    text = page.read_text()
+    if page.suffix == ".md":
+        return text
+    if page.suffix == ".py":
+        text = "\n" * (ast.parse(text).body[0].lineno - 1) + (ast.get_docstring(ast.parse(text), clean=False) or "")
+    else:
+        head = itertools.takewhile(lambda line: line.startswith("#"), text.splitlines())
+        text = "\n".join("" if re.match("#!|#SBATCH|# shellcheck", line) else line[2:] for line in head)
+    return re.sub(r"(?m)^ {2,}(.*)$", r"| \1 |", text)
+
+
 def main(arguments):
+    if arguments[:1] in (["-h"], ["--help"]):
+        print(__doc__)
+        return
     pages = [pathlib.Path(name) for name in arguments]
-    pages = pages or [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+    pages = pages or [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md")), *scripts()]
     count = 0
     for page in pages:
-        for number, problem in problems(page, page.read_text()):
+        for number, problem in problems(page, read(page)):
             print(f"{page}:{number}: {problem}")
             count += 1
     print(f"prose: {len(pages)} pages, {count} problems")

@@ -1,19 +1,26 @@
 #!/usr/bin/env python3
-"""Every step at the size of a real target: a Qwen3 of 0.6 B random weights, with the real Qwen3 tokenizer.
+"""Runs every step at the size of a real target: a Qwen3 of 0.6 B random weights, with the real Qwen3 tokenizer.
 
 usage: real-size.py TOKENIZERS [PARENT]
 
-TOKENIZERS is the folder that scripts/tokenizers.sh makes. All is written to a folder of its own in PARENT (runs), which is removed at the end. The
-target has V = 151,936, a tied head and bfloat16 weights in three files; it answers prompts, its states are cached, each drafter is trained for three
-steps, evaluated and converted for engines. At the end stands what every process took at its peak, and for training what `--plan` had said; past that by
-more than 5 % is a failure. Wants numpy, and the built binaries.
+TOKENIZERS is the folder that scripts/tokenizers.sh makes. All files go to a new folder in PARENT (runs), which is
+removed at the end. The target has V = 151,936, a tied head and bfloat16 weights in three files. It answers prompts, and
+its states are cached. Each drafter is trained for three steps, evaluated and converted for engines.
+
+At the end stands the peak memory of every process, and for training the memory that `--plan` estimated. A peak of more
+than 5 % above the estimate is a failure. Needs numpy and the built binaries.
 """
+
+import sys
+
+if sys.argv[1:2] in (["-h"], ["--help"]):
+    print(__doc__)
+    sys.exit()
 
 import json
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 

@@ -1,18 +1,20 @@
 #!/usr/bin/env bash
-# A drafter for a real model on two cores: SmolLM2-135M-Instruct in 4 bits answers prompts, drafters learn from its states, and engines that
-# nobody here wrote serve them. Beside them one more DSpark learns from the states of the same weights in another rounding: what it is worth
-# beside this target says whether drafters have to be trained on the states of the target as it is served.
+# Trains drafters for a real model on two cores. SmolLM2-135M-Instruct in 4 bits answers prompts, drafters learn from
+# its states, and engines that come from outside this project serve them. One more DSpark learns from the states of
+# equal weights in another rounding. Its accepted length shows whether drafters must learn from the target exactly as it
+# is served.
 #
 #   scripts/real.sh [OUTPUT_DIR]      default runs/real; a second call goes on where the first one stopped
 #
-# A night on two cores and more as it is. Less, with these in the environment:
+# With the defaults it takes more than a night on two cores. These variables make it shorter:
+#
 #   REAL_ROWS     training prompts (4400)
 #   REAL_STEPS    training steps of each drafter (5000)
 #   REAL_PROMPTS  prompts of each suite that are scored (20)
-#   REAL_SUITES   folder of the suites (eval_datasets); the public ones come with `deepspec-data suites`, and where none of them is there the
-#                 smoke suites are scored
+#   REAL_SUITES   folder of the suites (eval_datasets); `deepspec-data suites` fetches the public ones, and without any
+#                 of them the smoke suites are scored
 #   REAL_DRAFTERS kinds that are trained (dspark dflash dflash2)
-#   REAL_ROUNDED  0 leaves out the other rounding, and what is compared with it; a later call may ask for more of both
+#   REAL_ROUNDED  0 leaves out the other rounding and its comparison; a later call may ask for more of both
 #   REAL_VLLM     0 leaves out vLLM, which takes 6 GB of disk and, with drafters, long: Triton's kernels are interpreted
 set -euo pipefail
 case ${1:-} in

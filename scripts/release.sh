@@ -1,12 +1,15 @@
 #!/usr/bin/env bash
-# Makes a tarball that runs wherever it is unpacked: programs, completions, man pages, recipes, suites, the book, licences of everything in it,
-# and a list of its parts (CycloneDX). The programs look for libtorch in the folder `libtorch` beside `bin`: --libtorch puts that there,
-# without it `install-libtorch.sh` in the tarball fetches it. Its name ends in -cpu, or in -cuda where it was built with NCCL's headers
-# (DEEPSPEC_FULL_TORCH=1 scripts/setup.sh): programs of that kind do not start without libtorch's CUDA part.
+# Makes a tarball that runs wherever it is unpacked. It has programs, completions, man pages, recipes, suites, the book,
+# the licences of all parts, and a list of these (CycloneDX). The programs look for libtorch in the folder `libtorch`
+# beside `bin`. --libtorch puts it there; without it `install-libtorch.sh` in the tarball fetches it.
+#
+# The name ends in -cuda if the build had NCCL's headers (DEEPSPEC_FULL_TORCH=1 scripts/setup.sh), and in -cpu
+# otherwise. Programs in -cuda do not start without libtorch's CUDA part.
 #
 #   scripts/release.sh [--libtorch] [OUTPUT_DIR]      default target/dist
 #
-# Needs cargo-cyclonedx (cargo install --locked cargo-cyclonedx). The commit is written into the programs, what is not committed yet as `-dirty`.
+# Needs cargo-cyclonedx (cargo install --locked cargo-cyclonedx). The commit is written into the programs, and `-dirty`
+# if there are uncommitted changes.
 set -euo pipefail
 case ${1:-} in
     -h | --help)

@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# How near to the truth `deepspec-train --plan --measured` comes on this machine: every stage is measured at some sizes of the toy target; the plan
-# is told of some of them and foretells the others, within 15 %, or this fails. Everything is measured in two rounds, and the faster run of the two
-# counts. Then steps of training on one, two and four processes, beside what the plan says of so many devices.
+# Checks the estimates of `deepspec-train --plan --measured` on this machine. Every stage is measured at some sizes of
+# the toy target. From some of them the plan estimates the others, and more than 15 % off is a failure. Everything is
+# measured in two rounds, and the faster run of the two counts. Then it times steps of training on one, two and four
+# processes, beside the plan's estimates for these numbers of devices.
 #
-#   scripts/scale.sh [OUTPUT_DIR]      default runs/scale; what was measured before is measured anew
+#   scripts/scale.sh [OUTPUT_DIR]      default runs/scale; earlier measurements there are replaced
 #
-# To be run beside nothing else.
+# Run it beside nothing else.
 set -euo pipefail
 case ${1:-} in
     -h | --help)
@@ -123,7 +124,7 @@ import json
 import sys
 
 out = sys.argv[1]
-print("| processes | strong: 16 samples a step, s | foretold | weak: 8 samples each, s | foretold |\n|---|---|---|---|---|")
+print("| processes | strong: 16 samples a step, s | estimated | weak: 8 samples each, s | estimated |\n|---|---|---|---|---|")
 for processes in (1, 2, 4):
     cells = []
     for kind, batch in (("strong", 16), ("weak", 8 * processes)):
@@ -137,6 +138,6 @@ for processes in (1, 2, 4):
 apart = [(one["foretold_s"] / one["measured_s"] - 1, one["stage"], one["file"]) for one in json.load(open(f"{out}/plan-16.json"))["pipeline"]["held_out"]]
 far = [f"{stage} of {file}: {off:+.1%}" for off, stage, file in apart if abs(off) > 0.15]
 if far:
-    sys.exit("scale: foretold more than 15 % beside what was measured, of " + "; ".join(far))
+    sys.exit("scale: estimates are more than 15 % off for " + "; ".join(far))
 print(f"scale: {len(apart)} held out, the worst {max(abs(off) for off, *_ in apart):.1%} off")
 P

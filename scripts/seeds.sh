@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Drafters on the toy target over several seeds, training lengths and sources of states; prints one line per run: drafter,
-# seed, steps, learning rate, states, the accepted length of each suite and their mean.
+# Trains drafters on the toy target over several seeds, training lengths and sources of states. It prints one line per
+# run: drafter, seed, steps, learning rate, states, the accepted length of each suite and their mean.
 #
-#   scripts/seeds.sh [DEMO_DIR [STEPS...]]      default runs/demo 250 500 1500; uses the answers and cache of scripts/demo.sh
+#   scripts/seeds.sh [DEMO_DIR [STEPS...]]      default runs/demo 250 500 1500; uses the data of scripts/demo.sh
 #
-# These override what is compared: DRAFTERS="dspark dflash", SEEDS="1 2 3", RATES=recipe (the recipes' own), STATES=bf16. States
-# are an encoding of a cache, which is built where it is missing, or online or hybrid. What fp8 costs:
+# These variables override the comparison: DRAFTERS="dspark dflash", SEEDS="1 2 3", RATES=recipe (the recipes' own) and
+# STATES=bf16. STATES may be encodings of a cache, which is built if it is missing, `online` or `hybrid`. The cost of
+# fp8:
 #
 #   DRAFTERS=dspark STATES="bf16 fp8" scripts/seeds.sh runs/demo 500
 set -euo pipefail

@@ -3,7 +3,7 @@
 #
 #   scripts/setup.sh                         takes LIBTORCH, else the torch of python3, else installs a wheel in .venv
 #   LIBTORCH=DIR scripts/setup.sh            takes this libtorch (the directory that holds include/ and lib/)
-#   DEEPSPEC_FULL_TORCH=1 scripts/setup.sh   wants the CUDA libraries even where no GPU is seen (login node, container build)
+#   DEEPSPEC_FULL_TORCH=1 scripts/setup.sh   takes the CUDA libraries even where no GPU is seen (login node, container)
 #
 # Run it as often as you like: it does only what is left to do.
 set -euo pipefail

@@ -1,10 +1,19 @@
 # shellcheck shell=bash
-# The stages from prompts to a judged drafter and the files of an engine: files and arguments of each stage. One definition for scripts/pipeline.sh, which
-# runs them on this machine, and scripts/slurm/pipeline.sbatch, which submits them as jobs.
+# Defines files and arguments of each stage, from prompts to a judged drafter and the files of an engine. Callers are
+# scripts/pipeline.sh, which runs the stages on this machine, and scripts/slurm/pipeline.sbatch, which submits them as
+# jobs.
 #
-# The caller sets: run (folder of the run), target, recipe, prompts, states (cache or online), shares (parts of the answers),
-# overrides (more `--set KEY=VALUE` of the recipe), engine (vllm, sglang, llama.cpp, or nothing for the target's default).
-# DEEPSPEC_{SPLIT,REGENERATE,INSPECT,CACHE,TRAIN,EVAL}_ARGS hold more arguments of a stage's program, separated by blanks.
+# The caller sets:
+#
+#   run         folder of the run
+#   target, recipe, prompts
+#   states      cache or online
+#   shares      parts of the answers
+#   overrides   more `--set KEY=VALUE` of the recipe
+#   engine      vllm, sglang, llama.cpp, or nothing for the target's default
+#
+# DEEPSPEC_{SPLIT,REGENERATE,INSPECT,CACHE,TRAIN,EVAL}_ARGS hold more arguments of a stage's program, separated by
+# blanks.
 
 # more_arguments SPLIT|REGENERATE|… [ARGS|SBATCH]: the words of DEEPSPEC_STAGE_ARGS, in $more.
 more_arguments() {

@@ -1,14 +1,16 @@
 #!/usr/bin/env bash
-# Compiles the GPU that is none (tests/standin) where its sources or libtorch have changed, and prints the folder of its
+# Compiles the stand-in for a GPU (tests/standin) if its sources or libtorch have changed, and prints the folder of its
 # libtorch_cuda.so. With LD_LIBRARY_PATH on that folder, programs and tests run on `--device cuda` without a GPU:
 #
-#   LD_LIBRARY_PATH=$(scripts/standin.sh) DEEPSPEC_STANDIN_REPORT=report.json target/release/deepspec-train --device cuda ...
+#   LD_LIBRARY_PATH=$(scripts/standin.sh) target/release/deepspec-train --device cuda ...
 #
-# DEEPSPEC_STANDIN_DEVICES   how many GPUs there are, 1 if it is left out
-# DEEPSPEC_STANDIN_MEMORY    bytes of memory that each of them has, 80 GiB if it is left out
-# DEEPSPEC_STANDIN_FREE      bytes that each of them says are free, whatever is; the truth if it is left out
-# DEEPSPEC_STANDIN_REPORT    where to write, as the process ends, what was uploaded, downloaded and waited for, by operator, and how much
-#                            memory was used; %p in it stands for the process's number
+# Environment:
+#
+#   DEEPSPEC_STANDIN_DEVICES   number of GPUs, by default 1
+#   DEEPSPEC_STANDIN_MEMORY    bytes of memory of each GPU, by default 80 GiB
+#   DEEPSPEC_STANDIN_FREE      free bytes that each GPU reports, by default the true number
+#   DEEPSPEC_STANDIN_REPORT    file for a report at the end of the process: uploads, downloads and waits by operator,
+#                              and the memory used; %p in the name stands for the process's number
 set -euo pipefail
 case ${1:-} in
     -h | --help)

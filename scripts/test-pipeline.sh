@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs scripts/pipeline.sh on the toy target, kills it with kill -9 in every stage, and compares its end with a run that nothing
-# interrupted. Needs a build.
+# Runs scripts/pipeline.sh on the toy target, kills it with kill -9 in every stage, and compares its end with an
+# uninterrupted run. Needs a build.
 set -euo pipefail
 case ${1:-} in
     -h | --help)

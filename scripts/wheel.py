@@ -1,5 +1,14 @@
 #!/usr/bin/env python3
-"""Packs the built programs into a wheel: scripts/wheel.py BIN_DIR OUTPUT_DIR. See scripts/wheel.sh."""
+"""Packs the built programs into a wheel. See scripts/wheel.sh.
+
+    scripts/wheel.py BIN_DIR OUTPUT_DIR
+"""
+
+import sys
+
+if sys.argv[1:2] in (["-h"], ["--help"]):
+    print(__doc__)
+    sys.exit()
 
 import base64
 import hashlib
@@ -7,7 +16,6 @@ import pathlib
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 import zipfile
 

@@ -3,8 +3,8 @@
 #
 #   scripts/wheel.sh [OUTPUT_DIR]      default target/dist
 #
-# The wheel is for Linux, any Python from 3.10, and the torch series that the programs were built with. Programs that were built for
-# GPUs (DEEPSPEC_FULL_TORCH=1 scripts/setup.sh) need torch with CUDA, which is what pip installs by default.
+# The wheel is for Linux, any Python from 3.10, and the torch series that the programs were built with. Programs that
+# were built for GPUs (DEEPSPEC_FULL_TORCH=1 scripts/setup.sh) need torch with CUDA, which pip installs by default.
 set -euo pipefail
 case ${1:-} in
     -h | --help)

@@ -3,13 +3,18 @@
 
 usage: ask.py URL PROMPTS.jsonl MAX_TOKENS OUT.jsonl
 
-A line of PROMPTS has `suite`, `id` and `prompt`, the one turn of the user. Answers are the likeliest ones, one at a time. A line goes to OUT for
-each; lines that are there already are not asked again.
+A line of PROMPTS has `suite`, `id` and `prompt`, the user's only turn. Answers are greedy, one at a time. Each gets a
+line in OUT. Prompts whose lines are there already are not asked again.
 """
+
+import sys
+
+if sys.argv[1:2] in (["-h"], ["--help"]):
+    print(__doc__)
+    sys.exit()
 
 import json
 import os
-import sys
 import urllib.request
 
 url, prompts, most, out = sys.argv[1:]

@@ -6,9 +6,14 @@ usage: asked.py EVALUATION SUITES
 EVALUATION is a folder of `deepspec-eval run`, SUITES that of the suites' files.
 """
 
+import sys
+
+if sys.argv[1:2] in (["-h"], ["--help"]):
+    print(__doc__)
+    sys.exit()
+
 import json
 import os
-import sys
 
 evaluation, suites = sys.argv[1:]
 known = {}

@@ -3,9 +3,15 @@
 
 usage: scripts/real/prompts.py >assets/real-prompts.jsonl
 
-A third each is mathematics, code and chat. All of the text was written for this file; a fixed seed combines it. No prompt of a public suite is
-in it, and `deepspec-data split --decontaminate` looks for those all the same.
+A third each is mathematics, code and chat. All of the text was written for this file; a fixed seed combines it. It
+holds no prompt of a public suite, and `deepspec-data split --decontaminate` looks for those all the same.
 """
+
+import sys
+
+if sys.argv[1:2] in (["-h"], ["--help"]):
+    print(__doc__)
+    sys.exit()
 
 import json
 import random

@@ -3,13 +3,19 @@
 
 usage: round.py MODEL.gguf OUT.gguf
 
-Q4_0 has one scale for 32 values, and no smallest one beside it: what it rounds to is written as Q4_1, which holds it exactly. Everything else stays as it
-is. The result is another 4-bit model of the same weights, rounded twice; how far it moved is printed.
+Q4_0 has one scale for 32 values, and no smallest one beside it. Its values are written as Q4_1, which holds them
+exactly. Other tensors stay as they are. The result is another 4-bit model of these weights, rounded twice. The script
+prints how far it moved.
 """
+
+import sys
+
+if sys.argv[1:2] in (["-h"], ["--help"]):
+    print(__doc__)
+    sys.exit()
 
 import os
 import shutil
-import sys
 
 import numpy as np
 from gguf import GGMLQuantizationType as Type

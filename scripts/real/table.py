@@ -6,11 +6,16 @@ usage: table.py OUTPUT_DIR DRAFTER...
 Reads eval-DRAFTER, llama-DRAFTER.jsonl and llama-plain.jsonl of OUTPUT_DIR, and vllm-*.jsonl where they are.
 """
 
+import sys
+
+if sys.argv[1:2] in (["-h"], ["--help"]):
+    print(__doc__)
+    sys.exit()
+
 import json
 import math
 import os
 import random
-import sys
 
 folder, *drafters = sys.argv[1:]
 RESAMPLES = 2000

@@ -1,9 +1,9 @@
 # shellcheck shell=bash
-# A real Slurm on this machine alone, for tests: munged, slurmctld and slurmds that need neither systemd nor settings of their own.
-# To be sourced; installs Slurm where it may.
+# A real Slurm on this machine alone, for tests: munged, slurmctld and slurmds that need neither systemd nor settings of
+# their own. Source this file; it installs Slurm where it may.
 #
-#   start_slurm DIR NODES    NODES nodes of this machine's cores in two partitions: `all`, and `urgent`, whose jobs pre-empt those
-#                            of the first; sets SLURM_CONF and slurm_daemons, the processes to end
+#   start_slurm DIR NODES    starts NODES nodes of this machine's cores in two partitions, `all` and `urgent`, whose
+#                            jobs pre-empt those of `all`; sets SLURM_CONF and slurm_daemons, the processes to end
 
 install_slurm() {
     if command -v slurmctld >/dev/null && command -v munged >/dev/null; then return; fi

@@ -1,10 +1,10 @@
 # shellcheck shell=bash
-# What the batch scripts of the stages share; to be sourced from the folder that they were submitted from.
+# Functions and variables that the batch scripts of the stages share. They source it from the folder of `sbatch`.
 #
 # Environment:
 #   DEEPSPEC_BIN     folder of the programs (target/release; in a release bin)
-#   DEEPSPEC_STATE   file that says what was begun, stopped and done: a line each of time, stage, task, job, event
-#   DEEPSPEC_TASKS   tasks among which an array shares the work, where not all of them are submitted at once
+#   DEEPSPEC_STATE   file with a line per start, stop and end: time, stage, task, job, event
+#   DEEPSPEC_TASKS   number of tasks that share an array's work, if not all of them are submitted at once
 
 # shellcheck disable=SC2034  # the scripts use it
 bin=target/release

@@ -1,7 +1,18 @@
 #!/usr/bin/env bash
-# From prompts to a report under a real Slurm of this one machine, with each stage pre-empted by a more urgent job: the pipeline
-# goes on by itself, and ends with what runs without Slurm and interruptions end with. Installs Slurm where it may; needs a build.
+# Tests the whole pipeline under a real Slurm of this one machine, with each stage pre-empted by a more urgent job. The
+# pipeline resumes by itself. Its end must equal that of uninterrupted runs without Slurm. Installs Slurm where it may;
+# needs a build.
 set -euo pipefail
+case ${1:-} in
+    -h | --help)
+        sed -n '2,/^set -euo/{/^set -euo/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"
+        exit 0
+        ;;
+    ?*)
+        echo "slurm test: unknown argument \`$1\`; --help says what the script does" >&2
+        exit 2
+        ;;
+esac
 cd -P "$(dirname "${BASH_SOURCE[0]}")/../.."
 bin=$PWD/target/release
 work=$(mktemp -d)

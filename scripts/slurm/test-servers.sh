@@ -1,9 +1,20 @@
 #!/usr/bin/env bash
-# vLLM's server under a real Slurm of this one machine: regenerate.sbatch starts it, waits until it answers, asks, and ends it; the answers are
-# those of our own engine. Then the same with a server that ends before it answers. Installs Slurm where it may; needs a build.
+# Tests vLLM's server under a real Slurm of this one machine. regenerate.sbatch starts it, waits until it answers, asks,
+# and ends it. The answers must be those of our own engine. A second job has a server that ends before it answers.
+# Installs Slurm where it may; needs a build.
 #
 #   eval "$(scripts/engines.sh vllm)"; scripts/slurm/test-servers.sh
 set -euo pipefail
+case ${1:-} in
+    -h | --help)
+        sed -n '2,/^set -euo/{/^set -euo/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"
+        exit 0
+        ;;
+    ?*)
+        echo "slurm test: unknown argument \`$1\`; --help says what the script does" >&2
+        exit 2
+        ;;
+esac
 cd -P "$(dirname "${BASH_SOURCE[0]}")/../.."
 bin=$PWD/target/release
 : "${DEEPSPEC_VLLM_PYTHON:?eval \"\$(scripts/engines.sh vllm)\" sets it}"

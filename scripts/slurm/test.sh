@@ -1,10 +1,21 @@
 #!/usr/bin/env bash
-# Trains under a real Slurm of this one machine: two tasks take their places by Slurm's own variables (all but the address, which no node of this machine
-# has), train what one process trains, and stop with code 75 at a signal; train.sbatch then goes back to the queue and on where it stopped. regenerate.sbatch
-# asks a server on each of two GPUs, which are none. Installs Slurm where it may; needs a build (cargo build --release).
+# Tests training under a real Slurm of this one machine. Two tasks take their ranks from Slurm's own variables, except
+# the address, which no node of this machine has. They train what one process trains, and stop with code 75 at a signal.
+# The job of train.sbatch then goes back to the queue and resumes. regenerate.sbatch asks a server on each of two
+# stand-ins for GPUs. Installs Slurm where it may; needs a build (cargo build --release).
 #
-#   scripts/slurm/test.sh [CACHE_DIR]      a cache of configs/tiny/dspark.yaml; without one it is built from the demo's prompts
+#   scripts/slurm/test.sh [CACHE_DIR]      a cache of configs/tiny/dspark.yaml; by default built from the demo's prompts
 set -euo pipefail
+case ${1:-} in
+    -h | --help)
+        sed -n '2,/^set -euo/{/^set -euo/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"
+        exit 0
+        ;;
+    -*)
+        echo "slurm test: unknown argument \`$1\`; --help lists what it takes" >&2
+        exit 2
+        ;;
+esac
 cd -P "$(dirname "${BASH_SOURCE[0]}")/../.."
 bin=$PWD/target/release
 work=$(mktemp -d)

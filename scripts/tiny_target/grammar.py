@@ -5,8 +5,9 @@ Template syntax (see `Speaker.say` in generate.py):
   {a|b|c}      a random alternative
   {v=key}      expands and binds v, so that a later {v} repeats the same text
   {^...}       the expansion with its first letter in upper case
-Earlier alternatives are likelier. Most alternatives are several tokens long and are told apart by
-their first token: that is what makes a drafter with a sequential head better than a parallel one.
+
+Earlier alternatives are likelier. Most alternatives are several tokens long, and their first token tells them apart.
+That makes a drafter with a sequential head better than a parallel one.
 """
 
 RULES = {

@@ -1,7 +1,8 @@
 """Lets vLLM's hidden-states connector run on a machine without a GPU. It is used by tests only.
 
-With this folder on PYTHONPATH, vLLM loads it in every process through the entry points of the distribution beside it. The
-connector copies states on a CUDA stream to page-locked memory. Without a GPU there is neither, and the copy is a plain one.
+With this folder on PYTHONPATH, vLLM loads it in every process, by the entry points of the distribution beside it. The
+connector copies states on a CUDA stream to page-locked memory. Without a GPU there is neither, and the copy is a plain
+one.
 """
 
 import contextlib
