@@ -28,7 +28,7 @@ use decode::{DecodePlan, SuitePass};
 use entry::DecodeMode;
 use journal::Journal;
 use models::{DecodeOutput, ModelSettings};
-use setup::Setup;
+use setup::{Setup, load_suites};
 
 /// Runs the command.
 ///
@@ -46,7 +46,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
         None => StepTrace::disabled(),
     };
     let setup = Setup::resolve(args, place, verbosity)?;
-    let suites = setup.suites(args)?;
+    let suites = load_suites(args, &setup.request_template(), &setup.settings)?;
     atomic::create_dir(&args.output_dir)?;
     let target = setup.target_identity(&args.target)?;
     let facts = evaluation_inputs(&setup, &json!(target), &suites)?;

@@ -62,7 +62,6 @@ fn score_suite(
     let counts = count_acceptance(&pass.answers, block_size);
     let baseline =
         plain.map(|plain| Baseline::new(count_acceptance(&plain.answers, 0).output_tokens, plain.timing));
-    let name = suite.rows.suite.name.to_string();
     let length = accepted_length_estimate(suite, pass);
     let sweep = if settings.policy().cuts_by_confidence() {
         vec![]
@@ -71,8 +70,19 @@ fn score_suite(
         // `score_confidence` reports invalid confidences of all suites.
         confidence::threshold_sweep(cycles, block_size, settings.calibration.as_deref()).unwrap_or_default()
     };
-    let suite = SuiteResult {
-        name,
+    let suite = SuiteResult { sweep, ..suite_result(suite, pass, counts, baseline) };
+    ScoredSuite { suite, length }
+}
+
+/// Results of a suite with these counts, without a sweep or counts of its prompts.
+pub fn suite_result(
+    suite: &TokenizedSuite,
+    pass: &SuitePass,
+    counts: AcceptanceStats,
+    baseline: Option<Baseline>,
+) -> SuiteResult {
+    SuiteResult {
+        name: suite.rows.suite.name.to_string(),
         domain: suite.rows.suite.domain,
         file: suite.rows.path.display().to_string(),
         file_digest: suite.rows.digest.clone(),
@@ -84,11 +94,10 @@ fn score_suite(
         metrics: Metrics::new(&counts, &pass.timing, baseline.as_ref()),
         counts,
         prompts: BTreeMap::new(),
-        sweep,
+        sweep: vec![],
         timing: pass.timing,
         baseline,
-    };
-    ScoredSuite { suite, length }
+    }
 }
 
 fn count_acceptance(answers: &[Answer], block_size: usize) -> AcceptanceStats {

@@ -69,27 +69,8 @@ impl Setup {
 
     /// The template that turns conversations into requests.
     pub fn request_template(&self) -> RequestTemplate<'_> {
-        RequestTemplate {
-            tokenizer: &self.tokenizer,
-            sampling: Sampling::new(self.settings.temperature, self.settings.seed),
-            max_new_tokens: self.settings.max_new_tokens,
-            thinking: self.settings.thinking,
-            system_prompt: self.settings.system_prompt.as_deref(),
-            stop_ids: &self.stop_ids,
-            context: self.context,
-            vocab_size: self.vocab_size,
-        }
-    }
-
-    /// The selected suites with their tokenized prompts.
-    ///
-    /// # Errors
-    /// Usage errors for unknown suites, and suites that cannot be read.
-    pub fn suites(&self, args: &Args) -> anyhow::Result<Vec<TokenizedSuite>> {
-        let (folder, template) = (SuiteDir::open(&args.suites_dir)?, self.request_template());
-        let selected = folder.select(&args.suites, &args.domains)?.into_iter();
-        let prepare = |suite| template.prepare(folder.load(suite, self.settings.seed, args.limit)?);
-        selected.map(prepare).collect()
+        let sizes = [self.context, self.vocab_size];
+        request_template(&self.settings, &self.tokenizer, &self.stop_ids, sizes)
     }
 
     /// The drafter as a decoding pass takes it.
@@ -104,6 +85,41 @@ impl Setup {
     pub fn target_identity(&self, name: &str) -> Result<TargetIdentity, ModelError> {
         models::target_identity(name, &self.target_dir, &self.tokenizer, self.stop_ids.clone())
     }
+}
+
+/// The template that turns conversations into requests with these settings. `context` is the maximum
+/// number of tokens of a conversation; token ids are below `vocab_size`.
+pub fn request_template<'a>(
+    settings: &'a Settings,
+    tokenizer: &'a ChatTokenizer,
+    stop_ids: &'a [i64],
+    [context, vocab_size]: [usize; 2],
+) -> RequestTemplate<'a> {
+    RequestTemplate {
+        tokenizer,
+        sampling: Sampling::new(settings.temperature, settings.seed),
+        max_new_tokens: settings.max_new_tokens,
+        thinking: settings.thinking,
+        system_prompt: settings.system_prompt.as_deref(),
+        stop_ids,
+        context,
+        vocab_size,
+    }
+}
+
+/// The selected suites with their tokenized prompts.
+///
+/// # Errors
+/// Usage errors for unknown suites, and suites that cannot be read.
+pub fn load_suites(
+    args: &Args,
+    template: &RequestTemplate,
+    settings: &Settings,
+) -> anyhow::Result<Vec<TokenizedSuite>> {
+    let folder = SuiteDir::open(&args.suites_dir)?;
+    let selected = folder.select(&args.suites, &args.domains)?.into_iter();
+    let prepare = |suite| template.prepare(folder.load(suite, settings.seed, args.limit)?);
+    selected.map(prepare).collect()
 }
 
 fn resolve_settings(

@@ -1,8 +1,9 @@
 //! Counters of `/metrics`, for engines whose answers have no figures.
 
 use anyhow::bail;
+use deepspec_checkpoint::Engine;
 
-use super::engine::{Engine, Server};
+use super::engine::{Server, start_command};
 use super::figures::AcceptanceCounts;
 use crate::watch::MetricsPage;
 
@@ -65,8 +66,8 @@ impl Counters {
 /// How to start the engine so that it reports figures of every answer.
 pub fn per_request_hint(engine: Engine) -> String {
     match engine {
-        Engine::Vllm => format!("vLLM 0.29 and later report them when started by {}", engine.start()),
-        Engine::Sglang | Engine::LlamaCpp => format!("start the engine by {}", engine.start()),
+        Engine::Vllm => format!("vLLM 0.29 and later report them when started by {}", start_command(engine)),
+        Engine::Sglang | Engine::LlamaCpp => format!("start the engine by {}", start_command(engine)),
     }
 }
 

@@ -1,6 +1,7 @@
 //! The engine behind a server: which one it is, and its settings.
 
 use anyhow::bail;
+use deepspec_checkpoint::Engine;
 use deepspec_engine::Request;
 use serde_json::Value;
 
@@ -11,42 +12,20 @@ use super::{llama_cpp, sglang, vllm};
 /// The rule of verification of a server that does not report it.
 pub const AS_CONFIGURED: &str = "as the engine is configured";
 
-/// An engine.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Engine {
-    /// vLLM.
-    Vllm,
-    /// SGLang.
-    Sglang,
-    /// llama.cpp.
-    LlamaCpp,
+/// Start of a server with a drafter whose answers have figures.
+pub fn start_command(engine: Engine) -> &'static str {
+    match engine {
+        Engine::Vllm => vllm::START,
+        Engine::Sglang => sglang::START,
+        Engine::LlamaCpp => llama_cpp::START,
+    }
 }
 
-impl Engine {
-    /// Its name.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Vllm => "vLLM",
-            Self::Sglang => "SGLang",
-            Self::LlamaCpp => "llama.cpp",
-        }
-    }
-
-    /// Start of a server with a drafter whose answers have figures.
-    pub fn start(self) -> &'static str {
-        match self {
-            Self::Vllm => vllm::START,
-            Self::Sglang => sglang::START,
-            Self::LlamaCpp => llama_cpp::START,
-        }
-    }
-
-    fn parse(self, text: &str) -> Result<RawAnswer, String> {
-        match self {
-            Self::Vllm => vllm::parse(text),
-            Self::Sglang => sglang::parse(text),
-            Self::LlamaCpp => llama_cpp::parse(text),
-        }
+fn parse_answer(engine: Engine, text: &str) -> Result<RawAnswer, String> {
+    match engine {
+        Engine::Vllm => vllm::parse(text),
+        Engine::Sglang => sglang::parse(text),
+        Engine::LlamaCpp => llama_cpp::parse(text),
     }
 }
 
@@ -93,7 +72,7 @@ impl Server {
             bail!(
                 "{}: {} pins acceptance by {setting}, so that it measures no drafter; start it without this setting",
                 client.name(),
-                engine.name()
+                engine.title()
             );
         }
         Ok(Self { client, engine, info })
@@ -102,8 +81,8 @@ impl Server {
     /// Engine and version.
     pub fn name(&self) -> String {
         match &self.info.version {
-            Some(version) => format!("{} {version}", self.engine.name()),
-            None => self.engine.name().into(),
+            Some(version) => format!("{} {version}", self.engine.title()),
+            None => self.engine.title().into(),
         }
     }
 
@@ -119,7 +98,7 @@ impl Server {
             Engine::LlamaCpp => (llama_cpp::PATH, llama_cpp::body(request, seed)),
         };
         let text = self.client.post(path, &body, &request.id).await?;
-        match self.engine.parse(&text).and_then(|raw| raw.check(request)) {
+        match parse_answer(self.engine, &text).and_then(|raw| raw.check(request)) {
             Ok(answer) => Ok(answer),
             Err(problem) => bail!("{}: the answer to {}: {problem}", self.client.name(), request.id),
         }

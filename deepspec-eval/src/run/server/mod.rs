@@ -27,6 +27,7 @@ use super::args::Args;
 use super::decode::{DecodePlan, SuitePass};
 use super::entry::DecodeMode;
 use super::journal::Journal;
+use super::setup::load_suites;
 use super::{outputs, print_existing_results, print_results};
 use crate::results::{self, DrafterIdentity, FiguresSource, Results, Served};
 use answer::CheckedAnswer;
@@ -45,7 +46,7 @@ use setup::ServedSetup;
 pub fn run(args: &Args, url: &str, verbosity: Verbosity) -> anyhow::Result<()> {
     // 1. Resolve the arguments. Finished results need no server.
     let mut setup = ServedSetup::resolve(args, verbosity)?;
-    let mut suites = setup.suites(args)?;
+    let mut suites = load_suites(args, &setup.request_template(), &setup.settings)?;
     atomic::create_dir(&args.output_dir)?;
     let mut facts = setup.inputs(args, &suites)?;
     let mut asked = facts.clone();
@@ -63,7 +64,7 @@ pub fn run(args: &Args, url: &str, verbosity: Verbosity) -> anyhow::Result<()> {
         [Some(&server), baseline.as_ref()].into_iter().flatten().filter_map(|one| one.info.context);
     if let Some(context) = contexts.min().filter(|&context| context < setup.context) {
         setup.context = context;
-        suites = setup.suites(args)?;
+        suites = load_suites(args, &setup.request_template(), &setup.settings)?;
     }
     let seen = runtime.block_on(look_at(&server, &suites))?;
     facts.insert("engine".into(), json!(server.name()));
@@ -97,7 +98,7 @@ pub fn run(args: &Args, url: &str, verbosity: Verbosity) -> anyhow::Result<()> {
     let drafter = drafter_identity(args, &server, seen.block_size.unwrap_or(longest));
     let mut results = Results::new(settings.clone(), target, Some(drafter), scored);
     results.served = Some(Served {
-        engine: server.engine.name().into(),
+        engine: server.engine.title().into(),
         version: server.info.version.clone(),
         url: server.client.url().into(),
         model: server.info.model.clone(),
@@ -172,7 +173,7 @@ fn no_drafter(server: &Server) -> String {
          start it by {}",
         server.client.name(),
         server.name(),
-        server.engine.start()
+        engine::start_command(server.engine)
     )
 }
 

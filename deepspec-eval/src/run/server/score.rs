@@ -6,8 +6,9 @@ use deepspec_datasets::suites::TokenizedSuite;
 use deepspec_engine::AcceptanceStats;
 
 use super::figures::{AcceptanceCounts, ReportedCycles};
-use crate::results::{Baseline, Metrics, ScoredSuite, SuiteResult};
+use crate::results::{Baseline, ScoredSuite, SuiteResult};
 use crate::run::decode::{Answer, SuitePass};
+use crate::run::score::suite_result;
 use crate::statistics::{Estimate, PromptCounts};
 
 /// Counts of answers, of which some may be reported together.
@@ -77,23 +78,7 @@ fn score_suite(suite: &TokenizedSuite, pass: &SuitePass, plain: Option<&SuitePas
         true => Estimate::without_resamples(counts.accepted_length()),
         false => Estimate::accepted_length(&name, prompts.iter().map(|(id, counts)| (id.as_str(), *counts))),
     };
-    let suite = SuiteResult {
-        name,
-        domain: suite.rows.suite.domain,
-        file: suite.rows.path.display().to_string(),
-        file_digest: suite.rows.digest.clone(),
-        rows: suite.rows.total,
-        skipped: suite.skipped.clone(),
-        shortened: suite.shortened,
-        unasked: pass.unasked,
-        prompt_tokens: pass.answers.iter().map(|answer| answer.prompt_tokens as u64).sum(),
-        metrics: Metrics::new(&counts, &pass.timing, baseline.as_ref()),
-        counts,
-        prompts,
-        sweep: vec![],
-        timing: pass.timing,
-        baseline,
-    };
+    let suite = SuiteResult { prompts, ..suite_result(suite, pass, counts, baseline) };
     ScoredSuite { suite, length }
 }
 

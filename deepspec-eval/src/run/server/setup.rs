@@ -4,8 +4,8 @@ use std::path::PathBuf;
 
 use anyhow::Context;
 use deepspec_core::cli::Verbosity;
-use deepspec_datasets::suites::{RequestTemplate, SuiteDir, TokenizedSuite};
-use deepspec_engine::{DraftSampling, Sampling};
+use deepspec_datasets::suites::{RequestTemplate, TokenizedSuite};
+use deepspec_engine::DraftSampling;
 use deepspec_hub::{HubError, ModelFiles, model_files};
 use deepspec_models::config::read_json;
 use deepspec_models::config_digest;
@@ -15,6 +15,7 @@ use serde_json::{Map, Value, json};
 use crate::results::{Settings, TargetIdentity};
 use crate::run::args::{Args, Switch};
 use crate::run::models;
+use crate::run::setup::request_template;
 
 /// A run by a server, whose arguments are resolved.
 pub struct ServedSetup {
@@ -62,29 +63,10 @@ impl ServedSetup {
         })
     }
 
-    /// The selected suites with their tokenized prompts.
-    ///
-    /// # Errors
-    /// Usage errors for unknown suites, and suites that cannot be read.
-    pub fn suites(&self, args: &Args) -> anyhow::Result<Vec<TokenizedSuite>> {
-        let (folder, template) = (SuiteDir::open(&args.suites_dir)?, self.request_template());
-        let selected = folder.select(&args.suites, &args.domains)?.into_iter();
-        let prepare = |suite| template.prepare(folder.load(suite, self.settings.seed, args.limit)?);
-        selected.map(prepare).collect()
-    }
-
     /// The template that turns conversations into requests.
     pub fn request_template(&self) -> RequestTemplate<'_> {
-        RequestTemplate {
-            tokenizer: &self.tokenizer,
-            sampling: Sampling::new(self.settings.temperature, self.settings.seed),
-            max_new_tokens: self.settings.max_new_tokens,
-            thinking: self.settings.thinking,
-            system_prompt: self.settings.system_prompt.as_deref(),
-            stop_ids: &self.stop_ids,
-            context: self.context,
-            vocab_size: self.vocab_size,
-        }
+        let sizes = [self.context, self.vocab_size];
+        request_template(&self.settings, &self.tokenizer, &self.stop_ids, sizes)
     }
 
     /// Identity of the target. The engine's weights are unknown, so that they have no digest.
