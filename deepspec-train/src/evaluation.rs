@@ -61,7 +61,7 @@ impl EvalPrompts {
         if !source.config.has_forward {
             usage!(
                 "logging.eval_every: {} does not run in this program; leave it out, and judge checkpoints with `deepspec-eval run --server`",
-                source.model
+                source.target.model
             );
         }
         let eval = recipe.eval.clone().unwrap_or_default();

@@ -36,29 +36,37 @@ pub fn fill_shards(
     capture: &mut Capture,
     mut progress: impl FnMut(&PlannedSample),
 ) -> Result<(), StatesError> {
-    thread::scope(|scope| {
-        let (sender, receiver) = sync_channel(MAX_QUEUED_WINDOWS);
-        let writer = scope.spawn(move || run_writer(&receiver));
-        // Sending fails only after the writer has stopped; the writer's error is then reported.
-        let captured = (|| -> Result<(), StatesError> {
-            while let Some(shard) = builder.next_shard()? {
-                let (samples, layout) = (shard.samples(), shard.layout());
-                if sender.send(WriterCommand::Begin(Box::new(shard))).is_err() {
-                    return Ok(());
-                }
-                let lengths = samples.iter().map(|sample| sample.input_ids.len());
-                for window in split_by_tokens(lengths, WINDOW_FORWARDS * capture.forward_limits().tokens) {
-                    let states = capture_window(&samples[window], capture, layout, &mut progress);
-                    if sender.send(WriterCommand::Push(states)).is_err() {
-                        return Ok(());
-                    }
-                }
-                if sender.send(WriterCommand::Finish).is_err() {
+    with_writer(MAX_QUEUED_WINDOWS, |writer| {
+        while let Some(shard) = builder.next_shard()? {
+            let (samples, layout) = (shard.samples(), shard.layout());
+            if writer.send(WriterCommand::Begin(Box::new(shard))).is_err() {
+                return Ok(());
+            }
+            let lengths = samples.iter().map(|sample| sample.input_ids.len());
+            for window in split_by_tokens(lengths, WINDOW_FORWARDS * capture.forward_limits().tokens) {
+                let states = capture_window(&samples[window], capture, layout, &mut progress);
+                if writer.send(WriterCommand::Push(states)).is_err() {
                     return Ok(());
                 }
             }
-            Ok(())
-        })();
+            if writer.send(WriterCommand::Finish).is_err() {
+                return Ok(());
+            }
+        }
+        Ok(())
+    })
+}
+
+/// Runs `capture` beside a thread that executes its commands, of which `queued` may wait. Sending
+/// fails only after that thread has stopped; its error is then returned.
+fn with_writer<'p>(
+    queued: usize,
+    capture: impl FnOnce(&SyncSender<WriterCommand<'p>>) -> Result<(), StatesError>,
+) -> Result<(), StatesError> {
+    thread::scope(|scope| {
+        let (sender, receiver) = sync_channel(queued);
+        let writer = scope.spawn(move || run_writer(&receiver));
+        let captured = capture(&sender);
         drop(sender);
         match writer.join() {
             Ok(written) => Ok(written.map_err(StatesError::from).and(captured)?),
@@ -77,16 +85,7 @@ pub fn fill_shards_from_servers(
     target: &mut ServedTarget,
     mut progress: impl FnMut(&PlannedSample),
 ) -> Result<(), StatesError> {
-    thread::scope(|scope| {
-        let (sender, receiver) = sync_channel(MAX_QUEUED_SAMPLES);
-        let writer = scope.spawn(move || run_writer(&receiver));
-        let captured = request_shards(builder, target, &sender, &mut progress);
-        drop(sender);
-        match writer.join() {
-            Ok(written) => Ok(written.map_err(StatesError::from).and(captured)?),
-            Err(panic) => std::panic::resume_unwind(panic),
-        }
-    })
+    with_writer(MAX_QUEUED_SAMPLES, |writer| request_shards(builder, target, writer, &mut progress))
 }
 
 /// Requests the samples of all missing shards in order, and sends their states to the writer.
@@ -126,7 +125,6 @@ fn request_shards<'p>(
             commands.push(WriterCommand::Finish);
         }
         for command in commands {
-            // Sending fails only after the writer has stopped; the writer's error is then reported.
             if writer.send(command).is_err() {
                 return Ok(());
             }

@@ -4,8 +4,7 @@ use std::path::{Path, PathBuf};
 
 use crate::cache::{Encoding, FinalStates, Identity, Layout, Manifest};
 use deepspec_core::cli::Verbosity;
-use deepspec_core::env;
-use deepspec_core::recipe::{StateServers, TemplateRecipe};
+use deepspec_core::recipe::{StateServers, TargetRecipe, TemplateRecipe};
 use deepspec_drafters::DrafterPlan;
 use deepspec_drafters::Recipe;
 use deepspec_hub::{ModelFiles, model_files};
@@ -17,17 +16,12 @@ use deepspec_models::{
 use deepspec_text::{ChatTemplate, ChatTokenizer};
 
 use crate::StatesError;
-use crate::served::{self, ServeCommand};
-
-/// Port in [`ServeCommand`]s, the default of vLLM.
-const VLLM_PORT: u16 = 8000;
+use crate::served::ServeCommand;
 
 /// A recipe's resolved and checked inputs for hidden states, without the target's weights.
 pub struct TargetSpec {
-    /// The target, as the recipe names it.
-    pub model: String,
-    /// Revision of the hub.
-    pub revision: Option<String>,
+    /// The target, as the recipe describes it.
+    pub target: TargetRecipe,
     /// Folder of the target.
     pub dir: PathBuf,
     /// Tokenizer of the target.
@@ -67,16 +61,7 @@ impl TargetSpec {
         warn_ordinary_mask_token(recipe, &tokenizer);
         let mut identity = identity(recipe, &dir, &tokenizer, &template, &config)?;
         accept_other_weights_digest(&mut identity, recipe.cache_dir(), &dir)?;
-        Ok(Self {
-            model: recipe.target.model.clone(),
-            revision: recipe.target.revision.clone(),
-            dir,
-            tokenizer,
-            template,
-            config,
-            identity,
-            final_states,
-        })
+        Ok(Self { target: recipe.target.clone(), dir, tokenizer, template, config, identity, final_states })
     }
 
     /// The command that starts a vLLM server for these states. `longest` is the number of tokens of
@@ -85,17 +70,8 @@ impl TargetSpec {
     /// # Errors
     /// If config.json cannot be read.
     pub fn serve_command(&self, servers: &StateServers, longest: usize) -> Result<ServeCommand, StatesError> {
-        let (_, raw) = read_json(&self.dir)?;
-        Ok(ServeCommand {
-            model: self.model.clone(),
-            revision: self.revision.clone(),
-            model_type: served::model_type(&raw),
-            layer_ids: served::layer_ids(&self.identity.taps, self.config.layers.len()),
-            folder: env::expand_home(servers.folder()).display().to_string(),
-            longest,
-            tensor_parallel: 1,
-            port: VLLM_PORT,
-        })
+        let layers = self.config.layers.len();
+        Ok(ServeCommand::new(&self.target, &self.dir, layers, Some(servers), longest)?)
     }
 
     /// The row layout of a cache of these states.

@@ -56,6 +56,8 @@ pub use layouts::{
 };
 pub use quantised::quantised_folder_message;
 pub use serving::{Risk, risks};
-pub use shards::{MAX_SHARD_BYTES, Shard, no_weights_message, split_into_shards, write_index};
+pub use shards::{
+    MAX_SHARD_BYTES, Shard, is_layer_tensor, no_weights_message, split_into_shards, write_index,
+};
 pub use target::Target;
 pub use tensors::{TensorMetadata, Tensors, is_readable, quantised_dtype_message, torch_dtype_name};

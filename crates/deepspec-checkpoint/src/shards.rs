@@ -108,6 +108,11 @@ pub fn no_weights_message(dir: &Path) -> String {
     format!("the folder has neither {SINGLE_FILE} nor {INDEX_FILE}")
 }
 
+/// Whether a tensor belongs to a numbered layer, as `model.layers.3.mlp.up_proj.weight` does.
+pub fn is_layer_tensor(name: &str) -> bool {
+    name.split('.').any(|part| !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_digit()))
+}
+
 /// The weights files in `dir`: those in the index, or the single file.
 pub(crate) fn weight_paths(dir: &Path) -> Result<Vec<PathBuf>, CheckpointError> {
     let (single, index) = (dir.join(SINGLE_FILE), dir.join(INDEX_FILE));

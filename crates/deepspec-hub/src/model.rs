@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
+use deepspec_checkpoint::is_layer_tensor;
 use deepspec_core::atomic;
 use deepspec_core::cli::Verbosity;
 use deepspec_core::env;
@@ -148,11 +149,6 @@ fn read_shard_names(index: &Path, wanted: ModelFiles) -> Option<Vec<String>> {
     let tensors = tensors.filter(|(name, _)| wanted == ModelFiles::Whole || !is_layer_tensor(name));
     let names: Option<BTreeSet<String>> = tensors.map(|(_, file)| file.as_str().map(Into::into)).collect();
     names.filter(|names| !names.is_empty()).map(|names| names.into_iter().collect())
-}
-
-/// Whether a tensor belongs to a numbered layer, as `model.layers.3.mlp.up_proj.weight` does.
-fn is_layer_tensor(name: &str) -> bool {
-    name.split('.').any(|part| !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_digit()))
 }
 
 #[cfg(test)]

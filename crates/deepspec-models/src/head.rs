@@ -7,8 +7,8 @@ use deepspec_core::cli::UsageError;
 use deepspec_ops::HOST;
 use tch::{Device, Kind, Tensor};
 
-use crate::config::{RawConfig, read_json};
-use crate::families::{TensorNames, is_gemma};
+use crate::config::read_json;
+use crate::families::{TensorNames, is_gemma, text_model_type, text_part};
 use crate::{ModelConfig, ModelError, Weights};
 
 /// Rows of the LM head that are converted to float32 at a time.
@@ -60,7 +60,7 @@ impl TargetHead {
     pub fn load(dir: &Path, config: &ModelConfig, device: Device) -> Result<Self, ModelError> {
         let (path, raw) = read_json(dir)?;
         let outer = Fields::new(&path, &raw);
-        let text = outer.object("text_config")?;
+        let text = text_part(&outer)?;
         let fields = text.as_ref().unwrap_or(&outer);
         let weights = Weights::open_unquantised_tensors(dir, config.family.class(), device)?;
         let names = TensorNames::detect(&weights);
@@ -73,7 +73,7 @@ impl TargetHead {
         let bias = weights.contains(&bias).then(|| weights.get(&bias, &width)).transpose()?;
         let (_, lm_head) = super::target::read_embed_and_head(&weights, names, config)?;
         Ok(Self {
-            kind: final_norm(&raw, bias.is_some()),
+            kind: final_norm(&text_model_type(&path, &raw)?, bias.is_some()),
             weight,
             bias: bias.map(|bias| bias.to_kind(Kind::Float)),
             eps: config.rms_norm_eps,
@@ -131,17 +131,12 @@ impl TargetHead {
 }
 
 /// The kind of the final norm, by the architecture and the tensors.
-fn final_norm(raw: &RawConfig, has_bias: bool) -> FinalNorm {
-    let name = |map: &RawConfig| map.get("model_type").and_then(|name| name.as_str()).map(str::to_string);
-    let text = raw.get("text_config").and_then(|text| text.as_object());
-    let model_type = text.and_then(name).or_else(|| name(raw)).unwrap_or_default();
+fn final_norm(model_type: &str, has_bias: bool) -> FinalNorm {
     let starts = |prefixes: &[&str]| prefixes.iter().any(|prefix| model_type.starts_with(prefix));
     match () {
-        () if ONE_PLUS_W_LAYER.contains(&model_type.as_str()) => FinalNorm::LayerOnePlus,
+        () if ONE_PLUS_W_LAYER.contains(&model_type) => FinalNorm::LayerOnePlus,
         () if has_bias || starts(&LAYER_WITHOUT_BIAS) => FinalNorm::Layer,
-        () if starts(&ONE_PLUS_W) || (is_gemma(&model_type) && !starts(&PLAIN_GEMMA)) => {
-            FinalNorm::RmsOnePlus
-        }
+        () if starts(&ONE_PLUS_W) || (is_gemma(model_type) && !starts(&PLAIN_GEMMA)) => FinalNorm::RmsOnePlus,
         () => FinalNorm::Rms,
     }
 }
@@ -161,24 +156,18 @@ fn logit_scale(fields: &Fields) -> Result<f64, ModelError> {
 
 #[cfg(test)]
 mod tests {
-    use serde_json::{Value, json};
-
     use super::*;
 
     #[test]
     fn the_norm_follows_the_architecture() {
-        let kind = |config: Value| {
-            let Value::Object(raw) = config else { panic!("a config is an object") };
-            final_norm(&raw, false)
-        };
-        assert_eq!(kind(json!({"model_type": "gpt_oss"})), FinalNorm::Rms);
-        assert_eq!(kind(json!({"model_type": "gemma3_text"})), FinalNorm::RmsOnePlus);
-        assert_eq!(kind(json!({"model_type": "gemma4"})), FinalNorm::Rms);
-        let hybrid = json!({"model_type": "qwen3_5", "text_config": {"model_type": "qwen3_5_text"}});
-        assert_eq!(kind(hybrid), FinalNorm::RmsOnePlus);
-        assert_eq!(final_norm(&RawConfig::new(), true), FinalNorm::Layer);
-        assert_eq!(kind(json!({"model_type": "cohere2"})), FinalNorm::Layer);
-        assert_eq!(kind(json!({"model_type": "nemotron"})), FinalNorm::LayerOnePlus);
-        assert_eq!(kind(json!({"model_type": "nemotron_h"})), FinalNorm::Rms);
+        let kind = |model_type: &str| final_norm(model_type, false);
+        assert_eq!(kind("gpt_oss"), FinalNorm::Rms);
+        assert_eq!(kind("gemma3_text"), FinalNorm::RmsOnePlus);
+        assert_eq!(kind("gemma4"), FinalNorm::Rms);
+        assert_eq!(kind("qwen3_5_text"), FinalNorm::RmsOnePlus);
+        assert_eq!(final_norm("", true), FinalNorm::Layer);
+        assert_eq!(kind("cohere2"), FinalNorm::Layer);
+        assert_eq!(kind("nemotron"), FinalNorm::LayerOnePlus);
+        assert_eq!(kind("nemotron_h"), FinalNorm::Rms);
     }
 }

@@ -6,7 +6,7 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::time::UNIX_EPOCH;
 
-use deepspec_checkpoint::{Tensors, no_weights_message};
+use deepspec_checkpoint::{Tensors, is_layer_tensor, no_weights_message};
 use deepspec_core::atomic::{self, FileError};
 use deepspec_core::digest::{self, Hasher};
 use deepspec_core::env;
@@ -65,9 +65,8 @@ pub fn weights_digest(dir: &Path) -> Result<String, ModelError> {
 /// If the folder has no weights, or they cannot be read.
 pub fn outer_tensors_digest(dir: &Path) -> Result<String, ModelError> {
     let tensors = Tensors::open_present(dir)?;
-    let is_layer = |name: &str| name.split('.').any(|part| part.parse::<u32>().is_ok());
     let mut hasher = Hasher::default();
-    for (name, _) in tensors.iter().filter(|(name, _)| !is_layer(name)) {
+    for (name, _) in tensors.iter().filter(|(name, _)| !is_layer_tensor(name)) {
         hasher.update_part(name.as_bytes()).update_part(&tensors.bytes(name)?);
     }
     Ok(hasher.hex_digest())

@@ -7,15 +7,13 @@ use std::io::Write;
 use std::path::PathBuf;
 
 use anyhow::Context;
-use deepspec_capture::served::{self, ServeCommand};
+use deepspec_capture::served::ServeCommand;
 use deepspec_core::cli::{self, UsageError, Verbosity};
-use deepspec_core::env;
-use deepspec_core::recipe::{DEFAULT_STATES_FOLDER, StateServers, States, check_server_urls};
+use deepspec_core::recipe::{StateServers, States, check_server_urls};
 use deepspec_core::usage;
 use deepspec_drafters::Recipe;
 use deepspec_hub::{HubError, ModelFiles, model_files};
 use deepspec_models::ModelConfig;
-use deepspec_models::config::read_json;
 
 /// Subcommands of `states`.
 #[derive(clap::Subcommand)]
@@ -93,17 +91,11 @@ fn print_command(args: &CommandArgs, verbosity: Verbosity) -> anyhow::Result<()>
             layers - 1
         );
     }
-    let (_, raw) = read_json(&dir)?;
-    let folder = recipe.data.states.servers.as_ref().map_or(DEFAULT_STATES_FOLDER, StateServers::folder);
+    let (servers, longest) = (recipe.data.states.servers.as_ref(), recipe.data.max_length);
     let command = ServeCommand {
-        model: env::expand_home(&target.model).display().to_string(),
-        revision: target.revision.clone(),
-        model_type: served::model_type(&raw),
-        layer_ids: served::layer_ids(&target.layer_ids, layers),
-        folder: env::expand_home(folder).display().to_string(),
-        longest: recipe.data.max_length,
         tensor_parallel: args.tensor_parallel as usize,
         port: args.port,
+        ..ServeCommand::new(target, &dir, layers, servers, longest)?
     };
     writeln!(cli::stdout(), "{command}").context("writing the command")
 }

@@ -1,8 +1,18 @@
 //! The command line that starts a vLLM server for hidden states.
 
 use std::fmt;
+use std::path::Path;
 
-use serde_json::{Map, Value, json};
+use deepspec_core::env;
+use deepspec_core::recipe::{DEFAULT_STATES_FOLDER, StateServers, TargetRecipe};
+use deepspec_models::config::read_json;
+use deepspec_models::{ModelError, text_model_type};
+use serde_json::json;
+
+use super::layer_ids;
+
+/// Port of the server, the default of vLLM.
+const VLLM_PORT: u16 = 8000;
 
 /// Architectures whose vLLM class lacks the interface for extracting states (vLLM 0.32). vLLM's
 /// Transformers backend runs them instead.
@@ -52,6 +62,32 @@ pub struct ServeCommand {
 }
 
 impl ServeCommand {
+    /// The command for the target in `dir`, which has `layers` layers. `servers` names the folder,
+    /// and `longest` is the number of tokens of the longest sample.
+    ///
+    /// # Errors
+    /// If config.json cannot be read.
+    pub fn new(
+        target: &TargetRecipe,
+        dir: &Path,
+        layers: usize,
+        servers: Option<&StateServers>,
+        longest: usize,
+    ) -> Result<Self, ModelError> {
+        let (path, raw) = read_json(dir)?;
+        let folder = servers.map_or(DEFAULT_STATES_FOLDER, StateServers::folder);
+        Ok(Self {
+            model: env::expand_home(&target.model).display().to_string(),
+            revision: target.revision.clone(),
+            model_type: text_model_type(&path, &raw)?,
+            layer_ids: layer_ids(&target.layer_ids, layers),
+            folder: env::expand_home(folder).display().to_string(),
+            longest,
+            tensor_parallel: 1,
+            port: VLLM_PORT,
+        })
+    }
+
     /// Arguments after `vllm`.
     pub fn arguments(&self) -> Vec<String> {
         let speculative = json!({
@@ -94,13 +130,6 @@ impl fmt::Display for ServeCommand {
         }
         Ok(())
     }
-}
-
-/// The `model_type` of a config.json, of its text part if there is one.
-pub fn model_type(raw: &Map<String, Value>) -> String {
-    let name = |map: &Map<String, Value>| map.get("model_type").and_then(Value::as_str).map(String::from);
-    let text = raw.get("text_config").and_then(Value::as_object).and_then(name);
-    text.or_else(|| name(raw)).unwrap_or_default()
 }
 
 #[cfg(test)]

@@ -14,7 +14,7 @@ mod pool;
 mod stream;
 mod vllm;
 
-pub use command::{ServeCommand, model_type};
+pub use command::ServeCommand;
 pub use files::sweep_leftovers;
 pub use stream::ServedTarget;
 pub use vllm::{AGENT_PROTOCOL, MIN_VLLM_VERSION, Served, ServerInfo, VllmServer, http_client};

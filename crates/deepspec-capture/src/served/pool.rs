@@ -27,7 +27,7 @@ struct Member {
     health: Mutex<Health>,
 }
 
-/// What is known of a server.
+/// State of a server, by its last answer.
 #[derive(Clone)]
 enum Health {
     Up(Arc<ServerInfo>),

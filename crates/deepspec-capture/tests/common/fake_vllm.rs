@@ -23,7 +23,7 @@ const MAX_MODEL_LEN: usize = 2048;
 /// Number of layers of the tiny target.
 const LAYERS: u32 = 6;
 
-/// What the server does wrong.
+/// A fault of an answer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fault {
     None,

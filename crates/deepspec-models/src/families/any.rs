@@ -1,6 +1,8 @@
 //! Targets without a family here. An engine computes their hidden states; a drafter needs their
 //! sizes only, and gets dense Qwen3 layers of these sizes.
 
+use std::path::Path;
+
 use deepspec_checkpoint::Fields;
 use serde_json::{Map, Value, json};
 
@@ -29,7 +31,7 @@ impl ModelConfig {
     ///
     /// # Errors
     /// As [`ModelConfig::load`]. A config without a family must name its sizes.
-    pub fn load_any(dir: &std::path::Path) -> Result<Self, ModelError> {
+    pub fn load_any(dir: &Path) -> Result<Self, ModelError> {
         let (path, raw) = read_json(dir)?;
         Self::parse_any(&path, raw)
     }
@@ -38,7 +40,7 @@ impl ModelConfig {
     ///
     /// # Errors
     /// As [`ModelConfig::load_any`].
-    pub fn parse_any(path: &std::path::Path, raw: Map<String, Value>) -> Result<Self, ModelError> {
+    pub fn parse_any(path: &Path, raw: Map<String, Value>) -> Result<Self, ModelError> {
         let fields = Fields::new(path, &raw);
         match read_family(&fields) {
             Ok(config) => Ok(Self { raw, ..config }),
@@ -50,13 +52,32 @@ impl ModelConfig {
     }
 }
 
+/// The part of a config.json that describes the language model; `None` if that is all of it.
+///
+/// # Errors
+/// If its key is no object.
+pub(crate) fn text_part<'a>(outer: &Fields<'a>) -> Result<Option<Fields<'a>>, ModelError> {
+    Ok(TEXT_CONFIG_KEYS.iter().find_map(|key| outer.object(key).transpose()).transpose()?)
+}
+
+/// The `model_type` of a config.json, of its language model if that is a part of it; empty if it has
+/// none.
+///
+/// # Errors
+/// If a key has a wrong type.
+pub fn text_model_type(path: &Path, raw: &RawConfig) -> Result<String, ModelError> {
+    let outer = Fields::new(path, raw);
+    let inner = text_part(&outer)?.map(|text| text.text("model_type")).transpose()?.flatten();
+    Ok(inner.or(outer.text("model_type")?).unwrap_or_default().to_string())
+}
+
 /// The sizes of a config.json without a family, as the config of a Qwen3 model.
 fn read_sizes(outer: &Fields) -> Result<ModelConfig, ModelError> {
-    let text = TEXT_CONFIG_KEYS.iter().find_map(|key| outer.object(key).transpose()).transpose()?;
+    let text = text_part(outer)?;
     let fields = text.as_ref().unwrap_or(outer);
     let raw = as_qwen3_config(outer, fields)?;
     let config = (qwen3::FAMILY.read)(&Fields::new(outer.path, &raw))?;
-    let is_gemma = fields.text("model_type")?.or(outer.text("model_type")?).is_some_and(is_gemma);
+    let is_gemma = is_gemma(&text_model_type(outer.path, outer.map)?);
     let embed_scale = match fields.number("embedding_multiplier")? {
         Some(factor) => factor,
         None if is_gemma => (config.hidden_size as f64).sqrt(),

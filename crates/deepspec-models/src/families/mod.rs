@@ -73,7 +73,8 @@ impl TargetFamily {
     }
 }
 
-pub(crate) use any::is_gemma;
+pub use any::text_model_type;
+pub(crate) use any::{is_gemma, text_part};
 
 /// Words in the names of a multimodal model's other modules, and of modules that draft (MTP).
 const OTHER_MODULE_WORDS: [&str; 9] =
