@@ -124,7 +124,7 @@ impl Plan<'_> {
             }
             None => format!("at most {:.1} kB per token", self.bytes_per_token() as f64 / 1e3),
         };
-        let States { storage, servers } = &self.recipe().data.states;
+        let States { storage, servers, .. } = &self.recipe().data.states;
         let origin = match servers {
             Some(StateServers { urls, .. }) => format!("from {}", urls.join(", ")),
             None => "online".into(),
@@ -231,7 +231,7 @@ impl Plan<'_> {
     /// Bytes that states from servers need: files in flight in float32, as they are and converted, and
     /// a float32 LM head.
     fn served_bytes(&self) -> u64 {
-        let States { storage, servers } = &self.recipe().data.states;
+        let States { storage, servers, .. } = &self.recipe().data.states;
         let Some(servers) = servers.as_ref().filter(|_| !matches!(storage, StatesStorage::Cache(_))) else {
             return 0;
         };

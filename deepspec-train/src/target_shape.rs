@@ -35,9 +35,9 @@ impl TargetShape {
     /// Fails if no config.json is found, or if it describes an unknown architecture.
     pub fn resolve(recipe: &Recipe, verbosity: Verbosity) -> anyhow::Result<Self> {
         let (target, runs_target) = (&recipe.target, recipe.data.states.runs_target());
-        let wanted = match recipe.data.states.servers {
-            Some(_) => ModelFiles::WithoutLayers,
-            None => ModelFiles::Whole,
+        let wanted = match recipe.data.states.come_from_engine() {
+            true => ModelFiles::WithoutLayers,
+            false => ModelFiles::Whole,
         };
         let place = env::expand_home(&target.model);
         if place.is_dir() || place.is_file() {

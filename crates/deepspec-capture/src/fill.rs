@@ -8,8 +8,8 @@ use std::thread;
 use crate::cache::{Builder, CacheError, Encoding, FinalStates, Layout, PlannedSample, ShardWriter};
 
 use crate::capture::{Capture, HostCopy, bytes};
-use crate::served::ServedTarget;
-use crate::{StatesError, split_by_tokens, split_into_batches};
+use crate::served::{AnswerStatesReader, ServedTarget};
+use crate::{SampleStates, StatesError, split_by_tokens, split_into_batches};
 
 /// Length of a window, in forwards with the maximum number of tokens. Samples of a window are
 /// sorted by length together. Their states stay in memory until they are written in order.
@@ -88,6 +88,36 @@ pub fn fill_shards_from_servers(
     with_writer(MAX_QUEUED_SAMPLES, |writer| request_shards(builder, target, writer, &mut progress))
 }
 
+/// As [`fill_shards`], with the states that vLLM returned with the answers.
+///
+/// # Errors
+/// As [`fill_shards`], and if a file of states cannot be read or is not one of the recipe's target.
+pub fn fill_shards_from_answers(
+    builder: &mut Builder,
+    answers: &AnswerStatesReader,
+    mut progress: impl FnMut(&PlannedSample),
+) -> Result<(), StatesError> {
+    with_writer(MAX_QUEUED_SAMPLES, |writer| {
+        while let Some(shard) = builder.next_shard()? {
+            let samples = shard.samples();
+            if writer.send(WriterCommand::Begin(Box::new(shard))).is_err() {
+                return Ok(());
+            }
+            for sample in samples {
+                let states = answers.read(sample)?;
+                if writer.send(WriterCommand::push_one(&states)).is_err() {
+                    return Ok(());
+                }
+                progress(sample);
+            }
+            if writer.send(WriterCommand::Finish).is_err() {
+                return Ok(());
+            }
+        }
+        Ok(())
+    })
+}
+
 /// Requests the samples of all missing shards in order, and sends their states to the writer.
 fn request_shards<'p>(
     builder: &mut Builder<'p>,
@@ -119,7 +149,7 @@ fn request_shards<'p>(
             left = shard.samples().len();
             commands.push(WriterCommand::Begin(Box::new(shard)));
         }
-        commands.push(WriterCommand::Push(vec![[bytes(&states.taps), bytes(&states.last)]]));
+        commands.push(WriterCommand::push_one(&states));
         left -= 1;
         if left == 0 {
             commands.push(WriterCommand::Finish);
@@ -140,6 +170,13 @@ enum WriterCommand<'p> {
     /// Taps and final states of consecutive samples.
     Push(Vec<[Vec<u8>; 2]>),
     Finish,
+}
+
+impl WriterCommand<'_> {
+    /// Writes the states of one sample.
+    fn push_one(states: &SampleStates) -> Self {
+        Self::Push(vec![[bytes(&states.taps), bytes(&states.last)]])
+    }
 }
 
 fn run_writer(orders: &Receiver<WriterCommand<'_>>) -> Result<(), CacheError> {

@@ -30,7 +30,7 @@ pub use batch::{ForwardLimits, split_by_tokens, split_into_batches};
 pub use capture::{Capture, Captured};
 pub use dataset::Dataset;
 pub use error::StatesError;
-pub use fill::{fill_shards, fill_shards_from_servers};
+pub use fill::{fill_shards, fill_shards_from_answers, fill_shards_from_servers};
 pub use online::SampleStates;
 pub use rows::{Rejected, RowCounts, TokenisedRows, tokenise, unknown_token};
 pub use samples::SampleMeta;

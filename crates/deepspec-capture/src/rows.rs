@@ -244,15 +244,19 @@ fn tokenise_row(row: Parsed, source: &TargetSpec) -> Outcome {
             Outcome::Bad(problem)
         }
         Ok(found) if found.supervised_count() < MIN_SUPERVISED_TOKENS => Outcome::TooShort,
-        Ok(found) => Outcome::Kept {
-            cut: found.untruncated_len > found.input_ids.len(),
-            served: found.served,
-            sample: PlannedSample {
+        Ok(found) => {
+            let sample = PlannedSample {
                 id,
                 spans: found.spans(),
                 // Token ids are below the target's vocabulary size, as checked above.
                 input_ids: found.input_ids.iter().map(|&id| id as i32).collect(),
-            },
-        },
+            };
+            let (cut, served) = (found.untruncated_len > found.input_ids.len(), found.served);
+            let fitted = match &source.answers {
+                Some(answers) => answers.fit(sample, source.reads_last_token_state),
+                None => Ok(sample),
+            };
+            fitted.map_or_else(Outcome::Bad, |sample| Outcome::Kept { sample, cut, served })
+        }
     }
 }

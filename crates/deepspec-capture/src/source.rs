@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use crate::cache::{Encoding, FinalStates, Identity, Layout, Manifest};
 use deepspec_core::cli::Verbosity;
+use deepspec_core::env;
 use deepspec_core::recipe::{StateServers, TargetRecipe, TemplateRecipe};
 use deepspec_drafters::DrafterPlan;
 use deepspec_drafters::Recipe;
@@ -16,7 +17,7 @@ use deepspec_models::{
 use deepspec_text::{ChatTemplate, ChatTokenizer};
 
 use crate::StatesError;
-use crate::served::ServeCommand;
+use crate::served::{AnswerStates, ServeCommand};
 
 /// A recipe's resolved and checked inputs for hidden states, without the target's weights.
 pub struct TargetSpec {
@@ -34,6 +35,10 @@ pub struct TargetSpec {
     pub identity: Identity,
     /// Which final hidden states the drafter trains on.
     pub final_states: FinalStates,
+    /// The states that vLLM returned with the answers; `None` if they are computed.
+    pub answers: Option<AnswerStates>,
+    /// Whether the drafter trains on the final hidden state of a sample's last token.
+    pub reads_last_token_state: bool,
 }
 
 impl TargetSpec {
@@ -53,7 +58,9 @@ impl TargetSpec {
             verbosity,
         )?;
         let config = load_config(recipe, &dir)?;
-        let final_states = check_recipe_fits(recipe, &config)?.final_states();
+        let drafter = check_recipe_fits(recipe, &config)?;
+        let (final_states, reads_last_token_state) =
+            (drafter.final_states(), drafter.reads_last_token_state());
         let tokenizer = ChatTokenizer::load(&dir)?;
         check_template_tags(&template, &tokenizer)
             .map_err(|problem| recipe_error("data.chat_template", problem))?;
@@ -61,7 +68,19 @@ impl TargetSpec {
         warn_ordinary_mask_token(recipe, &tokenizer);
         let mut identity = identity(recipe, &dir, &tokenizer, &template, &config)?;
         accept_other_weights_digest(&mut identity, recipe.cache_dir(), &dir)?;
-        Ok(Self { target: recipe.target.clone(), dir, tokenizer, template, config, identity, final_states })
+        let answers = recipe.data.states.answers.as_deref().map(env::expand_home).map(AnswerStates::new);
+        let target = recipe.target.clone();
+        Ok(Self {
+            target,
+            dir,
+            tokenizer,
+            template,
+            config,
+            identity,
+            final_states,
+            answers,
+            reads_last_token_state,
+        })
     }
 
     /// The command that starts a vLLM server for these states. `longest` is the number of tokens of
@@ -82,7 +101,7 @@ impl TargetSpec {
 
 /// Training on states from servers needs no layers, unless it decodes with the target in between.
 fn needed_files(recipe: &Recipe) -> ModelFiles {
-    match recipe.data.states.servers.is_some() && recipe.logging.eval_every.is_none() {
+    match recipe.data.states.come_from_engine() && recipe.logging.eval_every.is_none() {
         true => ModelFiles::WithoutLayers,
         false => ModelFiles::Whole,
     }
@@ -147,9 +166,9 @@ pub fn identity(
     Ok(Identity {
         model_type: model_type.unwrap_or_default().to_string(),
         target_config: config_digest(dir)?,
-        target_weights: match recipe.data.states.servers {
-            Some(_) => outer_tensors_digest(dir)?,
-            None => weights_digest(dir)?,
+        target_weights: match recipe.data.states.come_from_engine() {
+            true => outer_tensors_digest(dir)?,
+            false => weights_digest(dir)?,
         },
         tokenizer: tokenizer.tokenizer_digest().to_string(),
         template: template.digest(tokenizer, &chat_formats()),

@@ -6,6 +6,7 @@ mod common;
 use std::fs;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Duration;
 
 use common::Bench;
 use common::fake_vllm::{FakeVllm, Fault};
@@ -26,9 +27,9 @@ const LAYER_IDS: [u32; 4] = [0, 2, 5, 6];
 /// Few tokens in flight, so that samples wait for each other.
 const LIMITS: ServedLimits = ServedLimits {
     tokens_per_server: 512,
-    request: std::time::Duration::from_secs(60),
-    file: std::time::Duration::from_secs(60),
-    outage: std::time::Duration::from_secs(60),
+    request: Duration::from_secs(60),
+    file: Duration::from_secs(60),
+    outage: Duration::from_secs(60),
     leftover_age: std::time::Duration::ZERO,
     attempts: 3,
 };
@@ -147,7 +148,10 @@ fn a_fault_that_passes_costs_one_more_request() {
 #[test]
 fn late_files_are_waited_for() {
     let setting = Setting::new();
-    let (server, fake) = setting.start(|number| if number % 3 == 0 { Fault::Late } else { Fault::None });
+    // A loaded engine was seen to write seven seconds late.
+    let late = |number| if number == 0 { Duration::from_secs(7) } else { Duration::from_millis(300) };
+    let (server, fake) =
+        setting.start(move |number| if number % 3 == 0 { Fault::Late(late(number)) } else { Fault::None });
     setting.assert_right(&setting.read(&[&server]).unwrap());
     fake.finish_writes();
     setting.assert_swept(0);

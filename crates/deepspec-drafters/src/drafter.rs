@@ -93,6 +93,9 @@ pub trait DrafterPlan: Send + Sync {
     /// Which final hidden states of the target the samples need.
     fn final_states(&self) -> FinalStates;
 
+    /// Whether the final hidden state of a sample's last token is trained on, as in Eagle3 with `shifted` supervision.
+    fn reads_last_token_state(&self) -> bool;
+
     /// This sample's contribution to the loss denominator.
     fn loss_denominator_part(&self, loss_mask: &[bool], anchors: &[usize]) -> f64;
 

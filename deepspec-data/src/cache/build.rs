@@ -10,10 +10,10 @@ use clap::ValueEnum;
 use deepspec_capture::cache::{
     Builder, Encoding, FinalStates, MANIFEST_FILE, Manifest, Plan, PlannedSample, Worker, merge, remove_cache,
 };
-use deepspec_capture::served::{ServedLimits, ServedTarget};
+use deepspec_capture::served::{AnswerStatesReader, ServedLimits, ServedTarget};
 use deepspec_capture::{
     Capture, Rejected, RowCounts, StatesError, TargetSpec, TokenisedRows, fill_shards,
-    fill_shards_from_servers, tokenise,
+    fill_shards_from_answers, fill_shards_from_servers, tokenise,
 };
 use deepspec_core::atomic;
 use deepspec_core::cli::{self, ExitWith, UsageError, Verbosity, count};
@@ -88,10 +88,13 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
         remove_cache(&dir)?;
     }
     let published = dir.join(MANIFEST_FILE).exists();
-    if let (Some(asked), Some(_)) = (args.processes, &recipe.data.states.servers) {
-        usage!("--processes {asked}: servers share the work among themselves; leave it out");
+    let from_engine = recipe.data.states.come_from_engine();
+    if let Some(asked) = args.processes.filter(|_| from_engine) {
+        usage!(
+            "--processes {asked}: an engine computes these states, and one process reads them; leave it out"
+        );
     }
-    let processes = match published || recipe.data.states.servers.is_some() {
+    let processes = match published || from_engine {
         true => 1,
         false => args.processes().min(plan.shards().len().max(1)),
     };
@@ -278,15 +281,21 @@ impl BuildRun<'_> {
             tokens += u64::from(sample.length());
             progress.add(1, || format!("{:.0} tokens/s", tokens as f64 / started.elapsed().as_secs_f64()));
         };
-        match &self.recipe.data.states.servers {
-            Some(servers) => {
+        match (&self.recipe.data.states.servers, &self.spec.answers) {
+            (Some(servers), _) => {
                 let limits = ServedLimits::default();
                 let mut target = ServedTarget::connect(self.spec, servers, longest, self.device, limits)?;
                 tracing::info!("{what} from {}", servers.urls.join(", "));
                 builder.set_origin(&target.describe())?;
                 fill_shards_from_servers(builder, &mut target, count_sample)?;
             }
-            None => {
+            (None, Some(answers)) => {
+                let reader = AnswerStatesReader::open(self.spec, answers.clone(), self.device)?;
+                tracing::info!("{what} from the answers' states in {}", answers.dir().display());
+                builder.set_origin(&reader.describe())?;
+                fill_shards_from_answers(builder, &reader, count_sample)?;
+            }
+            (None, None) => {
                 let dir = &self.spec.dir;
                 let mut capture = Capture::load(dir, self.recipe, longest, self.device, kind)?;
                 tracing::info!("{what} on {} in {}", device_name(self.device), dtype_name(kind));

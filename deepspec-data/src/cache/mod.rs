@@ -17,7 +17,7 @@ use std::sync::{Mutex, PoisonError};
 use deepspec_capture::cache::CacheError;
 use deepspec_core::cli::{UsageError, Verbosity};
 use deepspec_core::progress::Progress;
-use deepspec_core::{jsonl, usage};
+use deepspec_core::{env, jsonl, usage};
 use deepspec_drafters::Recipe;
 
 /// Arguments that `cache plan` and `cache build` share.
@@ -56,6 +56,10 @@ impl Job {
             usage!("--shard-size must be at least 1");
         }
         let recipe = deepspec_drafters::load_recipe(&self.config, &self.set)?;
+        let answers = recipe.data.states.answers.as_deref().map(env::expand_home);
+        if let Some(missing) = answers.filter(|answers| !answers.is_dir()) {
+            usage!("data.states: answers: {}: no such folder", missing.display());
+        }
         let Some(dir) = self.output_dir.clone().or_else(|| recipe.cache_dir()) else {
             usage!("--output-dir is missing, and {} names no cache (data.states)", self.config.display());
         };

@@ -81,10 +81,10 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     if samples.is_empty() {
         anyhow::bail!("no row can be used: {}", describe_row_counts(&report, &recipe).replace('\n', "; "));
     }
-    if recipe.data.states.servers.is_some()
+    if recipe.data.states.come_from_engine()
         && (args.measure || args.hardware.is_some() || !args.measured.is_empty())
     {
-        usage!("servers compute these states, and their speed is not estimated; give --rate TOKENS_PER_S");
+        usage!("an engine computes these states, and its speed is not estimated; give --rate TOKENS_PER_S");
     }
     let trial = args.measure.then(|| run_trial(args, &recipe, &source, &samples)).transpose()?;
     let foretold = predict_seconds(args, &source, &samples)?;

@@ -12,7 +12,7 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Json, Router};
 use deepspec_capture::served::{
-    AGENT_PROTOCOL, Failure, ServedLimits, TOKEN_VARIABLE, VllmServer, http_client, sweep_leftovers,
+    AGENT_PROTOCOL, Failure, ServedLimits, TOKEN_VARIABLE, VllmServer, http_client, sweep_regularly,
 };
 use deepspec_core::cli::UsageError;
 use deepspec_core::digest::sha256_of_bytes;
@@ -73,7 +73,6 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     }
     let limits = ServedLimits::default();
     std::fs::create_dir_all(&args.folder).with_context(|| args.folder.display().to_string())?;
-    sweep_leftovers(&args.folder, limits.leftover_age).with_context(|| args.folder.display().to_string())?;
     let http = http_client(&limits).map_err(anyhow::Error::msg)?;
     let url = check_server_urls(vec![args.server.clone()])
         .map_err(|problem| UsageError(format!("--server {problem}")))?
@@ -89,15 +88,7 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
         .with_state(agent);
     let runtime = tokio::runtime::Runtime::new()?;
     listener.set_nonblocking(true)?;
-    let folder = args.folder.clone();
-    runtime.spawn(async move {
-        loop {
-            tokio::time::sleep(limits.leftover_age).await;
-            if let Err(error) = sweep_leftovers(&folder, limits.leftover_age) {
-                tracing::warn!("{}: {error}", folder.display());
-            }
-        }
-    });
+    runtime.spawn(sweep_regularly(args.folder.clone(), limits.leftover_age));
     runtime.block_on(async {
         let listener = tokio::net::TcpListener::from_std(listener)?;
         let mut terminated = signal(SignalKind::terminate())?;

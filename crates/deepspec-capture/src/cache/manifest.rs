@@ -49,7 +49,7 @@ pub struct Manifest {
     pub samples: SamplesEntry,
     /// The shards, in order.
     pub shards: Vec<ShardEntry>,
-    /// The servers that computed the states; absent if the target ran in the program that wrote the cache.
+    /// The engine that computed the states; absent if the target ran in the program that wrote the cache.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub origin: Option<String>,
     /// The manifest of the format 2 cache that was imported, with sorted keys. An export writes it

@@ -1,5 +1,6 @@
 //! Checks of the states that a server returns.
 
+use safetensors::tensor::TensorView;
 use safetensors::{Dtype, SafeTensors};
 use tch::{Kind, Tensor};
 
@@ -7,43 +8,83 @@ use tch::{Kind, Tensor};
 /// logits of 16-bit models to 16 bits.
 const MAX_LOGPROB_DIFFERENCE: [f64; 2] = [5e-3, 0.35];
 
-/// Reads the states `[N, slots, d]` of a file in their dtype. `ids` are the tokens of the request,
-/// and `layer_ids` those of the slots.
-///
-/// # Errors
-/// The problem, if the file is no safetensors file, has other tokens or shapes, or has states that
-/// are not finite, all zero in a row, or equal for two layers.
-pub fn read_states(bytes: &[u8], ids: &[i32], layer_ids: &[u32], hidden: usize) -> Result<Tensor, String> {
-    let file = SafeTensors::deserialize(bytes).map_err(|error| format!("the file of states: {error}"))?;
-    let tensor = |name: &str| file.tensor(name).map_err(|error| format!("the file of states: {error}"));
-    let (tokens, states) = (tensor("token_ids")?, tensor("hidden_states")?);
-    let found = tokens.data().chunks_exact(size_of::<i64>());
-    let found = found.map(|id| i64::from_le_bytes(id.try_into().unwrap_or_default()));
-    if tokens.dtype() != Dtype::I64 || !found.eq(ids.iter().map(|&id| i64::from(id))) {
-        return Err(format!(
-            "`token_ids` {:?} {:?} of the file are not the {} tokens of the request",
-            tokens.dtype(),
-            tokens.shape(),
-            ids.len()
-        ));
+/// A file of states, as vLLM writes it.
+pub struct StatesFile<'a> {
+    file: SafeTensors<'a>,
+    ids: Vec<i64>,
+}
+
+impl<'a> StatesFile<'a> {
+    /// The file in `bytes`.
+    ///
+    /// # Errors
+    /// If it is no safetensors file, or has no token ids.
+    pub fn parse(bytes: &'a [u8]) -> Result<Self, String> {
+        let file = SafeTensors::deserialize(bytes).map_err(|error| format!("the file of states: {error}"))?;
+        let ids = {
+            let tokens = tensor(&file, "token_ids")?;
+            if tokens.dtype() != Dtype::I64 || tokens.shape().len() != 1 {
+                let (dtype, shape) = (tokens.dtype(), tokens.shape());
+                return Err(format!("`token_ids` is {dtype:?} {shape:?}, expected I64 of one dimension"));
+            }
+            let ids = tokens.data().chunks_exact(size_of::<i64>());
+            ids.map(|id| i64::from_le_bytes(id.try_into().unwrap_or_default())).collect()
+        };
+        Ok(Self { file, ids })
     }
-    let expected = [ids.len(), layer_ids.len(), hidden];
-    if states.shape() != expected {
-        return Err(format!(
-            "`hidden_states` has shape {:?}, expected {expected:?} (tokens, layers {layer_ids:?}, hidden size); start the server with these layer ids",
-            states.shape()
-        ));
+
+    /// Number of tokens.
+    pub fn len(&self) -> usize {
+        self.ids.len()
     }
-    let kind = match states.dtype() {
-        Dtype::F32 => Kind::Float,
-        Dtype::BF16 => Kind::BFloat16,
-        Dtype::F16 => Kind::Half,
-        other => return Err(format!("`hidden_states` is {other:?}, expected F32, BF16 or F16")),
-    };
-    let shape = expected.map(|size| size as i64);
-    let states = Tensor::from_data_size(states.data(), &shape, kind);
-    check_values(&states, layer_ids)?;
-    Ok(states)
+
+    /// Its token ids.
+    pub fn ids(&self) -> &[i64] {
+        &self.ids
+    }
+
+    /// Whether the file has exactly these tokens.
+    pub fn has_tokens(&self, ids: &[i32]) -> bool {
+        self.ids.iter().copied().eq(ids.iter().map(|&id| i64::from(id)))
+    }
+
+    /// The tensor `name`.
+    ///
+    /// # Errors
+    /// If the file lacks it.
+    pub fn tensor(&self, name: &str) -> Result<TensorView<'a>, String> {
+        tensor(&self.file, name)
+    }
+
+    /// The states `[N, slots, d]` in their dtype. `layer_ids` are those of the slots.
+    ///
+    /// # Errors
+    /// The problem, if the file has other shapes, or states that are not finite, all zero in a row,
+    /// or equal for two layers.
+    pub fn states(&self, layer_ids: &[u32], hidden: usize) -> Result<Tensor, String> {
+        let states = self.tensor("hidden_states")?;
+        let expected = [self.len(), layer_ids.len(), hidden];
+        if states.shape() != expected {
+            return Err(format!(
+                "`hidden_states` has shape {:?}, expected {expected:?} (tokens, layers {layer_ids:?}, hidden size); start the server with these layer ids",
+                states.shape()
+            ));
+        }
+        let kind = match states.dtype() {
+            Dtype::F32 => Kind::Float,
+            Dtype::BF16 => Kind::BFloat16,
+            Dtype::F16 => Kind::Half,
+            other => return Err(format!("`hidden_states` is {other:?}, expected F32, BF16 or F16")),
+        };
+        let shape = expected.map(|size| size as i64);
+        let states = Tensor::from_data_size(states.data(), &shape, kind);
+        check_values(&states, layer_ids)?;
+        Ok(states)
+    }
+}
+
+fn tensor<'a>(file: &SafeTensors<'a>, name: &str) -> Result<TensorView<'a>, String> {
+    file.tensor(name).map_err(|error| format!("the file of states: {error}"))
 }
 
 fn check_values(states: &Tensor, layer_ids: &[u32]) -> Result<(), String> {
@@ -87,7 +128,6 @@ pub fn compare_log_prob(computed: f64, served: f64, kind: Kind) -> Result<(), St
 #[cfg(test)]
 mod tests {
     use super::*;
-    use safetensors::tensor::TensorView;
 
     const IDS: [i32; 3] = [5, 6, 7];
 
@@ -102,13 +142,20 @@ mod tests {
         safetensors::serialize([("hidden_states", states), ("token_ids", tokens)], None).unwrap()
     }
 
+    fn read(bytes: &[u8]) -> Result<Tensor, String> {
+        StatesFile::parse(bytes)?.states(&[1, 6], 4)
+    }
+
     fn problem(bytes: &[u8]) -> String {
-        read_states(bytes, &IDS, &[1, 6], 4).unwrap_err()
+        read(bytes).unwrap_err()
     }
 
     #[test]
     fn good_states_are_read() {
-        let states = read_states(&file(|_| (), &[5, 6, 7], 2), &IDS, &[1, 6], 4).unwrap();
+        let bytes = file(|_| (), &[5, 6, 7], 2);
+        let states = read(&bytes).unwrap();
+        let file = StatesFile::parse(&bytes).unwrap();
+        assert!(file.has_tokens(&IDS) && !file.has_tokens(&[5, 6, 8]) && !file.has_tokens(&[5, 6]));
         assert_eq!(states.size(), [3, 2, 4]);
         assert_eq!(states.double_value(&[1, 0, 2]), 11.0);
     }
@@ -116,8 +163,7 @@ mod tests {
     #[test]
     fn every_fault_is_named() {
         assert!(problem(b"no file").contains("the file of states"));
-        assert!(problem(&file(|_| (), &[5, 6, 8], 2)).contains("not the 3 tokens"));
-        assert!(problem(&file(|_| (), &[5, 6], 2)).contains("not the 3 tokens"));
+        assert!(problem(&file(|_| (), &[5, 6], 2)).contains("[3, 2, 4], expected [2, 2, 4]"));
         assert!(problem(&file(|_| (), &[5, 6, 7], 3)).contains("[3, 3, 4], expected [3, 2, 4]"));
         assert!(problem(&file(|v| v[7] = f32::NAN, &[5, 6, 7], 2)).contains("NaN or infinite"));
         assert!(problem(&file(|v| v[4..8].fill(0.0), &[5, 6, 7], 2)).contains("layer id 6 are zero"));

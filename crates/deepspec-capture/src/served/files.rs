@@ -10,9 +10,23 @@ use super::Failure;
 
 /// First and longest pause between two looks for a file.
 const PAUSES: [Duration; 2] = [Duration::from_millis(1), Duration::from_millis(20)];
+/// Shortest pause between two sweeps of the folder.
+const MIN_SWEEP_INTERVAL: Duration = Duration::from_secs(60);
+
+/// Reads a file that a server names in its answer, and deletes it. Waits up to `limit` until it is
+/// written. It must lie in `folder`.
+///
+/// # Errors
+/// [`Failure::Request`] if the server writes no file. [`Failure::Final`] if the file lies elsewhere,
+/// or this user may not read it.
+pub async fn take_states(folder: &Path, path: &str, limit: Duration) -> Result<Vec<u8>, Failure> {
+    let file = StateFile::within(folder, path)?;
+    let bytes = tokio::task::spawn_blocking(move || file.read(limit)).await;
+    bytes.unwrap_or_else(|error| Err(Failure::Request(error.to_string())))
+}
 
 /// A file of states and its lock, which are deleted when this is dropped.
-pub struct StateFile {
+struct StateFile {
     path: PathBuf,
     lock: PathBuf,
 }
@@ -22,7 +36,7 @@ impl StateFile {
     ///
     /// # Errors
     /// If it lies elsewhere, or the folder cannot be read.
-    pub fn within(folder: &Path, path: &str) -> Result<Self, Failure> {
+    fn within(folder: &Path, path: &str) -> Result<Self, Failure> {
         let file = Path::new(path);
         let parent = file.parent().unwrap_or(Path::new("/"));
         let here = fs::canonicalize(folder).map_err(|error| {
@@ -47,7 +61,7 @@ impl StateFile {
     /// # Errors
     /// [`Failure::Request`] if the server released its lock without a file, or `limit` passed.
     /// [`Failure::Final`] if this user may not read the file.
-    pub fn read(&self, limit: Duration) -> Result<Vec<u8>, Failure> {
+    fn read(&self, limit: Duration) -> Result<Vec<u8>, Failure> {
         let started = Instant::now();
         let mut pause = PAUSES[0];
         loop {
@@ -121,7 +135,7 @@ fn is_name_of_request(name: &str) -> bool {
 ///
 /// # Errors
 /// If the folder cannot be listed.
-pub fn sweep_leftovers(folder: &Path, age: Duration) -> io::Result<usize> {
+fn sweep_leftovers(folder: &Path, age: Duration) -> io::Result<usize> {
     let mut swept = 0;
     for entry in fs::read_dir(folder)? {
         let path = entry?.path();
@@ -135,6 +149,23 @@ pub fn sweep_leftovers(folder: &Path, age: Duration) -> io::Result<usize> {
         }
     }
     Ok(swept)
+}
+
+/// Creates the folder, and deletes old leftovers of other clients now and as long as it is awaited.
+pub async fn sweep_regularly(folder: PathBuf, age: Duration) {
+    loop {
+        sweep(&folder, age);
+        tokio::time::sleep(age.max(MIN_SWEEP_INTERVAL)).await;
+    }
+}
+
+/// Creates the folder and deletes old leftovers.
+pub fn sweep(folder: &Path, age: Duration) {
+    match fs::create_dir_all(folder).and_then(|()| sweep_leftovers(folder, age)) {
+        Ok(0) => {}
+        Ok(count) => tracing::info!("{}: {count} files of earlier runs were deleted", folder.display()),
+        Err(error) => tracing::warn!("{}: {error}", folder.display()),
+    }
 }
 
 #[cfg(test)]

@@ -7,17 +7,22 @@
 //! Layer ids of vLLM count from the embedding: id L is the input of decoder layer L, and id N (the
 //! number of layers) is the last layer's output before the final norm.
 
+mod answers;
 mod check;
 mod command;
 mod files;
 mod pool;
+mod reader;
 mod stream;
 mod vllm;
 
+pub use answers::{AnswerStates, AnswerStatesReader, ServedAnswer};
 pub use command::ServeCommand;
-pub use files::sweep_leftovers;
+pub use files::{sweep_regularly, take_states};
 pub use stream::ServedTarget;
-pub use vllm::{AGENT_PROTOCOL, MIN_VLLM_VERSION, Served, ServerInfo, VllmServer, http_client};
+pub use vllm::{
+    AGENT_PROTOCOL, MIN_VLLM_VERSION, Served, ServerInfo, VllmServer, check_version, http_client,
+};
 
 use std::time::Duration;
 

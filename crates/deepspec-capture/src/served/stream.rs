@@ -1,30 +1,26 @@
 //! A served target as a source of hidden states, in the order of the samples.
 
 use std::collections::VecDeque;
-use std::fs;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::sync::Arc;
 
-use deepspec_core::Tap;
 use deepspec_core::env;
 use deepspec_core::recipe::StateServers;
-use deepspec_models::TargetHead;
-use tch::{Device, Kind, Tensor};
+use tch::Device;
 use tokio::runtime::Runtime;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot, watch};
 
-use super::check::{compare_log_prob, read_states};
+use super::check::StatesFile;
+use super::files::sweep;
 use super::pool::Pool;
+use super::reader::{SampledToken, StatesReader};
 use super::vllm::{Served, ServerInfo, VllmServer, http_client};
-use super::{ServeCommand, ServedLimits, layer_ids, sweep_leftovers};
-use crate::cache::{FinalStates, PlannedSample};
+use super::{ServeCommand, ServedLimits, sweep_regularly};
+use crate::cache::PlannedSample;
 use crate::{SampleStates, StatesError, TargetSpec};
 
 /// Threads that send requests; checks and files have threads of their own.
 const REQUEST_THREADS: usize = 2;
-/// Shortest pause between two sweeps of the folder.
-const MIN_SWEEP_INTERVAL: Duration = Duration::from_secs(60);
 
 /// A target that vLLM servers run. Samples go in by [`Self::submit`], and their states come out in
 /// order by [`Self::next_states`].
@@ -49,18 +45,6 @@ type Job = (PlannedSample, oneshot::Sender<Outcome>);
 /// The states, and the tokens that they hold until they are taken.
 type Outcome = Result<(SampleStates, OwnedSemaphorePermit), String>;
 
-/// Turns an answer into the states of a sample.
-struct Reader {
-    /// Locked, because a tensor may not be shared between threads.
-    head: Mutex<TargetHead>,
-    device: Device,
-    layer_ids: Vec<u32>,
-    /// Index of each tap among the layer ids.
-    tap_slots: Vec<i64>,
-    hidden_size: usize,
-    final_states: FinalStates,
-}
-
 impl ServedTarget {
     /// Connects to the servers, and deletes old leftovers from their folder. `longest` is the
     /// number of tokens of the longest sample, and `device` applies the norm and the LM head.
@@ -78,17 +62,7 @@ impl ServedTarget {
         let command = spec.serve_command(servers, longest)?;
         let refuse = |problem: String| StatesError::Servers { problem, command: command.to_string() };
         let folder: PathBuf = env::expand_home(servers.folder());
-        let head = TargetHead::load(&spec.dir, &spec.config, device)?;
-        let layer_ids = layer_ids(&spec.identity.taps, spec.config.layers.len());
-        let slot = |tap: &Tap| layer_ids.iter().position(|&id| i64::from(id) == tap.layer_id() + 1);
-        let reader = Arc::new(Reader {
-            head: Mutex::new(head),
-            device,
-            tap_slots: spec.identity.taps.iter().filter_map(slot).map(|slot| slot as i64).collect(),
-            layer_ids,
-            hidden_size: spec.identity.hidden_size,
-            final_states: spec.final_states,
-        });
+        let reader = Arc::new(StatesReader::open(spec, device)?);
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(REQUEST_THREADS)
             .enable_all()
@@ -99,8 +73,8 @@ impl ServedTarget {
         let pool = Arc::new(runtime.block_on(Pool::connect(members, longest, limits)).map_err(refuse)?);
         let infos = pool.infos();
         if infos.iter().any(|(_, info)| !info.is_agent) {
-            sweep(&folder, &limits);
-            runtime.spawn(sweep_regularly(folder.clone(), limits));
+            sweep(&folder, limits.leftover_age);
+            runtime.spawn(sweep_regularly(folder.clone(), limits.leftover_age));
         }
         let revived = Arc::clone(&pool);
         runtime.spawn(async move { revived.revive_servers().await });
@@ -193,7 +167,7 @@ impl Drop for ServedTarget {
 /// Starts the requests of samples.
 struct Dispatcher {
     pool: Arc<Pool>,
-    reader: Arc<Reader>,
+    reader: Arc<StatesReader>,
     capacity: usize,
     /// Number of requests in progress.
     running: Arc<watch::Sender<usize>>,
@@ -231,7 +205,7 @@ async fn dispatch(mut jobs: mpsc::UnboundedReceiver<Job>, dispatcher: Dispatcher
         tokio::spawn(async move {
             let ids = sample.input_ids.clone();
             let sample = Arc::new(sample);
-            let check = move |served: Served| reader.read(&sample, &served);
+            let check = move |served: Served| read_served(&reader, &sample, &served);
             let outcome = pool.request(&ids, check).await.map(|states| (states, permit));
             // The receiver is gone if its samples were discarded.
             let _ = sender.send(outcome);
@@ -240,49 +214,24 @@ async fn dispatch(mut jobs: mpsc::UnboundedReceiver<Job>, dispatcher: Dispatcher
     }
 }
 
-impl Reader {
-    fn read(&self, sample: &PlannedSample, served: &Served) -> Result<SampleStates, String> {
-        let _no_grad = tch::no_grad_guard();
-        let states = read_states(&served.file, &sample.input_ids, &self.layer_ids, self.hidden_size)?;
-        let (kind, rows) = (states.kind(), states.size()[0]);
-        let last_positions = sample.last_positions(self.final_states);
-        // The state at the prompt's end predicts the sampled token, which checks the norm and head.
-        let mut positions: Vec<i64> = last_positions.iter().map(|&position| i64::from(position)).collect();
-        positions.push(rows - 1);
-        let outputs = states.select(1, self.layer_ids.len() as i64 - 1);
-        let outputs = outputs.index_select(0, &Tensor::from_slice(&positions)).to_device(self.device);
-        let end = last_positions.len() as i64;
-        let head = self.head.lock().unwrap_or_else(PoisonError::into_inner);
-        let normed = head.normalize(&outputs);
-        let computed = head.log_prob(&normed.select(0, end), served.sampled, kind);
-        drop(head);
-        compare_log_prob(computed.map_err(|error| error.to_string())?, served.log_prob, kind)?;
-        let taps = states.index_select(1, &Tensor::from_slice(&self.tap_slots)).flatten(1, 2);
-        Ok(SampleStates {
-            taps: taps.to_kind(Kind::BFloat16),
-            last: normed.narrow(0, 0, end).to_device(Device::Cpu).to_kind(Kind::BFloat16),
-            last_positions,
-            unseen: None,
-        })
+/// The states of a sample in a server's answer. The token that the server sampled behind the prompt
+/// checks the norm and the head.
+fn read_served(
+    reader: &StatesReader,
+    sample: &PlannedSample,
+    served: &Served,
+) -> Result<SampleStates, String> {
+    let file = StatesFile::parse(&served.file)?;
+    if !file.has_tokens(&sample.input_ids) {
+        return Err(format!(
+            "`token_ids` of the file, {} of them, are not the {} tokens of the request",
+            file.len(),
+            sample.input_ids.len()
+        ));
     }
-}
-
-/// Deletes leftovers of other clients as long as this one runs.
-async fn sweep_regularly(folder: PathBuf, limits: ServedLimits) {
-    loop {
-        tokio::time::sleep(limits.leftover_age.max(MIN_SWEEP_INTERVAL)).await;
-        sweep(&folder, &limits);
-    }
-}
-
-/// Creates the folder and deletes old leftovers.
-fn sweep(folder: &std::path::Path, limits: &ServedLimits) {
-    let swept = fs::create_dir_all(folder).and_then(|()| sweep_leftovers(folder, limits.leftover_age));
-    match swept {
-        Ok(0) => {}
-        Ok(count) => tracing::info!("{}: {count} files of earlier runs were deleted", folder.display()),
-        Err(error) => tracing::warn!("{}: {error}", folder.display()),
-    }
+    let position = sample.input_ids.len() - 1;
+    let sampled = SampledToken { position, id: served.sampled, log_prob: served.log_prob };
+    reader.read(sample, &file, &[sampled])
 }
 
 fn log_servers(infos: &[(String, Arc<ServerInfo>)], command: &ServeCommand) {

@@ -8,7 +8,7 @@ use deepspec_core::env;
 use reqwest::{Client, RequestBuilder, Response, StatusCode};
 use serde_json::{Value, json};
 
-use super::files::StateFile;
+use super::files::take_states;
 use super::{Failure, ServedLimits, TOKEN_VARIABLE};
 
 /// Oldest supported version of vLLM.
@@ -114,19 +114,7 @@ impl VllmServer {
         let Some(version) = version["version"].as_str().map(String::from) else {
             return Err(self.fail(format!("/version answers {version}, expected that of a vLLM server")));
         };
-        match parse_version(&version) {
-            Some(found) if found < MIN_VLLM_VERSION => {
-                let (major, minor) = MIN_VLLM_VERSION;
-                return Err(
-                    self.fail(format!("vLLM {version}; expected {major}.{minor} or newer: {WHY_NEWER}"))
-                );
-            }
-            Some(_) => {}
-            None => tracing::warn!(
-                "{}: vLLM {version} is a build of its own; {TESTED_VERSION} was tested",
-                self.url
-            ),
-        }
+        check_version(&self.url, &version).map_err(Failure::Final)?;
         let models = self.get("/v1/models").await?;
         let model = &models["data"][0];
         let Some(name) = model["id"].as_str() else {
@@ -160,15 +148,12 @@ impl VllmServer {
                 "the answer names no file of states; start vLLM with the hidden-states connector".into(),
             ));
         };
-        let file = StateFile::within(&self.folder, path)?;
+        // Waits for the file even if the answer is wrong, so that it is deleted and not left behind.
+        let file = take_states(&self.folder, path, self.limits.file).await?;
         let choice = &answer["choices"][0];
         let echoed = choice["prompt_token_ids"].as_array().map(Vec::as_slice).unwrap_or_default();
         let sampled = choice["token_ids"][0].as_i64();
         let log_prob = choice["logprobs"]["token_logprobs"][0].as_f64();
-        let limit = self.limits.file;
-        // Waits for the file even if the answer is wrong, so that it is deleted and not left behind.
-        let bytes = tokio::task::spawn_blocking(move || file.read(limit)).await;
-        let file = bytes.unwrap_or_else(|error| Err(Failure::Request(error.to_string())))?;
         if !echoed.iter().map(Value::as_i64).eq(ids.iter().map(|&id| Some(i64::from(id)))) {
             return Err(Failure::Request(format!(
                 "{}: the answer echoes other prompt tokens than were sent",
@@ -269,6 +254,22 @@ impl Served {
 
 fn crc32(bytes: &[u8]) -> u32 {
     crc_fast::checksum(crc_fast::CrcAlgorithm::Crc32IsoHdlc, bytes) as u32
+}
+
+/// Checks that the server at `url` runs a supported version of vLLM.
+///
+/// # Errors
+/// If it is too old, with the reason.
+pub fn check_version(url: &str, version: &str) -> Result<(), String> {
+    match parse_version(version) {
+        Some(found) if found < MIN_VLLM_VERSION => {
+            let (major, minor) = MIN_VLLM_VERSION;
+            return Err(format!("{url}: vLLM {version}; expected {major}.{minor} or newer: {WHY_NEWER}"));
+        }
+        Some(_) => {}
+        None => tracing::warn!("{url}: vLLM {version} is a build of its own; {TESTED_VERSION} was tested"),
+    }
+    Ok(())
 }
 
 /// Major and minor version; `None` for a development build.

@@ -12,14 +12,17 @@ use deepspec_core::Tap;
 use deepspec_engine::{ModelInput, Target};
 use deepspec_models::{TargetModel, TargetOptions};
 use deepspec_testkit::server::{ReceivedRequest, Reply, Server};
+use deepspec_text::{ChatTokenizer, Message, generation_prompt};
 use safetensors::Dtype;
 use safetensors::tensor::TensorView;
-use serde_json::json;
+use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 
 /// Version that the fake reports.
 const VERSION: &str = "0.32.0";
 const MAX_MODEL_LEN: usize = 2048;
+/// Most tokens of an answer to a chat.
+const MAX_ANSWER: usize = 40;
 /// Number of layers of the tiny target.
 const LAYERS: u32 = 6;
 
@@ -28,7 +31,7 @@ const LAYERS: u32 = 6;
 pub enum Fault {
     None,
     /// Writes the file some time after the answer, and holds the lock until then.
-    Late,
+    Late(Duration),
     /// Releases the lock without a file, as on a full disk.
     NoFile,
     /// Resets the connection and leaves a file behind.
@@ -58,6 +61,7 @@ pub enum Fault {
 /// The state of a fake server.
 pub struct FakeVllm {
     target: Mutex<TargetModel>,
+    tokenizer: ChatTokenizer,
     folder: PathBuf,
     ids: Vec<u32>,
     faults: Box<dyn Fn(usize) -> Fault + Send + Sync>,
@@ -76,22 +80,32 @@ impl FakeVllm {
         let taps: Vec<Tap> = (-1..i64::from(LAYERS)).filter_map(Tap::from_layer_id).collect();
         let options = TargetOptions { device: Device::Cpu, kind: Kind::Float, slots: 1, taps };
         let target = Mutex::new(TargetModel::load(model, &options).unwrap());
+        let tokenizer = ChatTokenizer::load(model).unwrap();
         fs::create_dir_all(folder).unwrap();
         let (folder, ids) = (folder.to_path_buf(), ids.to_vec());
-        let fake =
-            Arc::new(Self { target, folder, ids, faults: Box::new(faults), writers: Mutex::default() });
+        let fake = Arc::new(Self {
+            target,
+            tokenizer,
+            folder,
+            ids,
+            faults: Box::new(faults),
+            writers: Mutex::default(),
+        });
         let shared = Arc::clone(&fake);
         let completions = Mutex::new(0);
         let models = json!([{"id": "tiny", "max_model_len": MAX_MODEL_LEN}]);
         let server = Server::start_with_models(models, move |request| match request.path.as_str() {
             "/version" => Reply::Json(json!({"version": VERSION})),
-            "/v1/completions" => {
+            "/v1/completions" | "/v1/chat/completions" => {
                 let number = {
                     let mut completions = completions.lock().unwrap();
                     *completions += 1;
                     *completions - 1
                 };
-                shared.complete(number, &request)
+                match request.path.contains("chat") {
+                    true => shared.chat(number, &request),
+                    false => shared.complete(number, &request),
+                }
             }
             other => Reply::Status(404, vec![], format!("no {other}")),
         });
@@ -119,23 +133,71 @@ impl FakeVllm {
             _ => {}
         }
         let (states, sampled, log_prob) = self.forward(&ids, fault);
+        let answer = json!({
+            "choices": [{"prompt_token_ids": prompt, "token_ids": [sampled], "logprobs": {"token_logprobs": [log_prob]}}],
+        });
+        self.answer_with_file(number, fault, answer, &states, ids)
+    }
+
+    /// Answers a chat by the likeliest tokens. The file has the states of prompt and answer.
+    fn chat(&self, number: usize, request: &ReceivedRequest) -> Reply {
+        let fault = (self.faults)(number);
+        if fault == Fault::Error {
+            return Reply::Status(500, vec![], "internal".into());
+        }
+        assert_eq!(request.body["kv_transfer_params"], json!({"include_output_tokens": true}));
+        let messages = request.body["messages"].as_array().unwrap().iter().cloned();
+        let messages: Vec<Message> = messages.map(|message| Message::try_from(message).unwrap()).collect();
+        let prompt = generation_prompt(&self.tokenizer, &messages, None, Some(false)).unwrap();
+        let (mut ids, mut answer, mut log_probs) = (prompt.clone(), vec![], vec![]);
+        let end = self.tokenizer.eos_token_id();
+        let states = loop {
+            let (states, sampled, log_prob) = self.forward(&ids, fault);
+            answer.push(sampled);
+            log_probs.push(json!({"logprob": log_prob}));
+            if answer.len() == MAX_ANSWER || Some(sampled) == end {
+                break states;
+            }
+            ids.push(sampled);
+        };
+        let finish = if answer.last().copied() == end { "stop" } else { "length" };
+        let content = self.tokenizer.decode(&answer, true).unwrap();
+        let reply = json!({
+            "prompt_token_ids": prompt,
+            "choices": [{
+                "message": {"role": "assistant", "content": content}, "finish_reason": finish,
+                "token_ids": answer, "logprobs": {"content": log_probs},
+            }],
+        });
+        self.answer_with_file(number, fault, reply, &states, ids)
+    }
+
+    /// Writes the states of `ids` as the fault wants it, and names the file in the answer.
+    fn answer_with_file(
+        &self,
+        number: usize,
+        fault: Fault,
+        mut answer: Value,
+        states: &Tensor,
+        ids: Vec<i64>,
+    ) -> Reply {
         let name = format!("cmpl-{number}-0-{number:08x}.safetensors");
         let path = self.folder.join(&name);
         let lock_path = self.folder.join(format!("{name}.lock"));
         let lock = File::create(&lock_path).unwrap();
         lock.lock().unwrap();
         let tokens = if fault == Fault::OtherTokens { ids.iter().map(|id| id + 1).collect() } else { ids };
-        let bytes = state_file(&states, &tokens);
+        let bytes = state_file(states, &tokens);
         let write = move |path: &Path| {
             fs::write(path.with_extension("tmp"), &bytes).unwrap();
             fs::rename(path.with_extension("tmp"), path).unwrap();
         };
         match fault {
             Fault::NoFile => drop(lock),
-            Fault::Late => {
+            Fault::Late(delay) => {
                 let path = path.clone();
                 let writer = thread::spawn(move || {
-                    thread::sleep(Duration::from_millis(300));
+                    thread::sleep(delay);
                     write(&path);
                     drop(lock);
                 });
@@ -154,10 +216,9 @@ impl FakeVllm {
             }
             _ => path.display().to_string(),
         };
-        let answer = json!({
-            "choices": [{"prompt_token_ids": prompt, "token_ids": [sampled], "logprobs": {"token_logprobs": [log_prob]}}],
-            "kv_transfer_params": if fault == Fault::NoConnector { json!(null) } else { json!({"hidden_states_path": path}) },
-        });
+        if fault != Fault::NoConnector {
+            answer["kv_transfer_params"] = json!({"hidden_states_path": path});
+        }
         match fault {
             Fault::Aborted => Reply::Reset,
             Fault::NoConnector => {

@@ -9,7 +9,7 @@ use serde::ser::SerializeMap;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use serde_json::json;
 
-const KEYS: [&str; 5] = ["cache", "online", "hybrid", "server", "folder"];
+const KEYS: [&str; 6] = ["cache", "online", "hybrid", "server", "folder", "answers"];
 const EXPECTED: &str = "{cache: DIR}, online, {hybrid: DIR} or {server: [URL, …]}";
 
 /// Default folder in which vLLM servers and this machine exchange files of hidden states. It is in
@@ -17,13 +17,17 @@ const EXPECTED: &str = "{cache: DIR}, online, {hybrid: DIR} or {server: [URL, �
 pub const DEFAULT_STATES_FOLDER: &str = "/dev/shm/deepspec-states";
 
 /// The hidden states of a run: their storage, and the servers that compute them. Written `{cache:
-/// DIR}`, `online` or `{hybrid: DIR}`; `server: [URL, …]` takes them from vLLM.
+/// DIR}`, `online` or `{hybrid: DIR}`; `server: [URL, …]` takes them from vLLM. `{cache: DIR,
+/// answers: FOLDER}` takes those that vLLM returned with the answers.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct States {
     /// Whether the states are stored, and where.
     pub storage: StatesStorage,
     /// The vLLM servers that compute the states; `None` if the target runs in this program.
     pub servers: Option<StateServers>,
+    /// Folder of the states that `regenerate --with-states` stored, from which `cache build` takes
+    /// them.
+    pub answers: Option<String>,
 }
 
 /// Whether hidden states are stored.
@@ -57,7 +61,7 @@ impl StateServers {
 impl States {
     /// States from a cache.
     pub fn cache(dir: impl Into<String>) -> Self {
-        Self { storage: StatesStorage::Cache(dir.into()), servers: None }
+        Self { storage: StatesStorage::Cache(dir.into()), servers: None, answers: None }
     }
 
     /// The folder of the cache, if there is one.
@@ -66,6 +70,11 @@ impl States {
             StatesStorage::Cache(dir) | StatesStorage::Hybrid(dir) => Some(dir),
             StatesStorage::Online => None,
         }
+    }
+
+    /// Whether an engine computes the states, now or when it gave the answers.
+    pub fn come_from_engine(&self) -> bool {
+        self.servers.is_some() || self.answers.is_some()
     }
 
     /// Whether training runs the target within this program.
@@ -90,6 +99,9 @@ impl Serialize for States {
             if let Some(folder) = folder {
                 map.serialize_entry("folder", folder)?;
             }
+        }
+        if let Some(answers) = &self.answers {
+            map.serialize_entry("answers", answers)?;
         }
         map.end()
     }
@@ -116,8 +128,14 @@ impl JsonSchema for States {
                 "required": [name], "additionalProperties": false,
             })
         };
+        let answers = json!({
+            "type": "string",
+            "description": "Folder that `deepspec-data regenerate --with-states` filled; `cache build` takes the states from there.",
+        });
+        let mut cache = stored("cache", "A folder built by `deepspec-data cache build`.");
+        cache["properties"]["answers"] = answers;
         json_schema!({"oneOf": [
-            stored("cache", "A folder built by `deepspec-data cache build`."),
+            cache,
             {"const": "online", "description": "The target itself, which runs beside the trainer; nothing is written."},
             stored("hybrid", "The target in the first epoch, which writes this folder; the folder ever after."),
             {
@@ -143,7 +161,7 @@ impl<'de> Deserialize<'de> for States {
 
             fn visit_str<E: Error>(self, name: &str) -> Result<States, E> {
                 match name {
-                    "online" => Ok(States { storage: StatesStorage::Online, servers: None }),
+                    "online" => Ok(States { storage: StatesStorage::Online, servers: None, answers: None }),
                     "cache" | "hybrid" => Err(E::custom(format!("{name} needs a folder: {{{name}: DIR}}"))),
                     "server" => Err(E::custom("server needs URLs: {server: [URL, …]}")),
                     other => Err(E::unknown_variant(other, &KEYS)),
@@ -151,7 +169,7 @@ impl<'de> Deserialize<'de> for States {
             }
 
             fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<States, A::Error> {
-                let (mut storage, mut urls, mut folder) = (None, None, None);
+                let (mut storage, mut urls, mut folder, mut answers) = (None, None, None, None);
                 while let Some(name) = map.next_key::<String>()? {
                     match name.as_str() {
                         "cache" | "hybrid" => {
@@ -176,9 +194,16 @@ impl<'de> Deserialize<'de> for States {
                             }
                             folder = Some(found);
                         }
+                        "answers" => answers = Some(map.next_value::<String>()?),
                         "online" => return Err(A::Error::custom("online takes no value: states: online")),
                         other => return Err(A::Error::unknown_variant(other, &KEYS)),
                     }
+                }
+                if answers.is_some() && (urls.is_some() || !matches!(storage, Some(StatesStorage::Cache(_))))
+                {
+                    return Err(A::Error::custom(
+                        "answers is the folder from which `cache build` takes states, without servers: {cache: DIR, answers: FOLDER}",
+                    ));
                 }
                 match (storage, urls, folder) {
                     (None, None, None) => Err(A::Error::invalid_length(0, &self)),
@@ -188,6 +213,7 @@ impl<'de> Deserialize<'de> for States {
                     (storage, urls, folder) => Ok(States {
                         storage: storage.unwrap_or(StatesStorage::Online),
                         servers: urls.map(|urls| StateServers { urls, folder }),
+                        answers,
                     }),
                 }
             }
@@ -260,7 +286,7 @@ mod tests {
     fn stored(storage: StatesStorage, urls: &[&str], folder: Option<&str>) -> States {
         let urls: Vec<String> = urls.iter().map(ToString::to_string).collect();
         let servers = (!urls.is_empty()).then(|| StateServers { urls, folder: folder.map(Into::into) });
-        States { storage, servers }
+        States { storage, servers, answers: None }
     }
 
     #[test]
@@ -278,6 +304,7 @@ mod tests {
                 "states: {cache: c, server: [http://a:1]}\n",
                 stored(StatesStorage::Cache("c".into()), &["http://a:1"], None),
             ),
+            ("states: {cache: c, answers: d}\n", States { answers: Some("d".into()), ..States::cache("c") }),
         ] {
             assert_eq!(read(text, &[]).unwrap(), states);
             let saved = config::to_yaml(&Data { states: states.clone() }).unwrap();
@@ -308,6 +335,8 @@ mod tests {
         wrong("states: {server: 3}\n", &["a URL or a list of URLs"]);
         wrong("states: {cache: a, folder: /b}\n", &["server: [URL"]);
         wrong("states: {server: http://a, folder: b}\n", &["folder: b", "absolute path"]);
+        wrong("states: {hybrid: a, answers: b}\n", &["{cache: DIR, answers: FOLDER}"]);
+        wrong("states: {cache: a, answers: b, server: http://a}\n", &["without servers"]);
         wrong("states: server\n", &["{server: [URL"]);
         wrong("states: {}\n", &["{cache: DIR}, online, {hybrid: DIR} or {server"]);
         wrong("states: 3\n", &["{cache: DIR}, online, {hybrid: DIR} or {server"]);

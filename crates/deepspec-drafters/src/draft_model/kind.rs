@@ -32,6 +32,11 @@ pub trait DrafterKind: Sized + Send + 'static {
     /// See [`DrafterPlan::enable_recompute`].
     const RECOMPUTES: bool = false;
 
+    /// See [`DrafterPlan::reads_last_token_state`].
+    fn reads_last_token_state(_objective: &Self::Objective) -> bool {
+        false
+    }
+
     /// Requests the parameters from the builder, in the order in which they are trained.
     fn new(b: &Builder, config: &DraftConfig<Self::Settings>) -> Self;
 
@@ -150,6 +155,10 @@ impl<K: DrafterKind> DrafterPlan for Plan<K> {
 
     fn final_states(&self) -> FinalStates {
         K::FINAL_STATES
+    }
+
+    fn reads_last_token_state(&self) -> bool {
+        K::reads_last_token_state(&self.objective)
     }
 
     fn loss_denominator_part(&self, loss_mask: &[bool], anchors: &[usize]) -> f64 {

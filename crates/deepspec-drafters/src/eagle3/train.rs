@@ -72,6 +72,10 @@ impl DrafterKind for Eagle3Modules {
     type Objective = Eagle3Objective;
     const FINAL_STATES: FinalStates = FinalStates::Supervised;
 
+    fn reads_last_token_state(objective: &Eagle3Objective) -> bool {
+        objective.supervise == Supervise::Shifted
+    }
+
     fn new(b: &Builder, config: &Eagle3Config) -> Self {
         Self::build(b, config)
     }
