@@ -2,6 +2,7 @@
 
 use std::ops::AddAssign;
 
+use deepspec_capture::served::ServedAnswer;
 use deepspec_text::{
     Completeness, FINISH_REASON, FinishReason, Message, PROMPT_TOKEN_IDS, REASONING_FIELDS, Role, TOKEN_IDS,
     without_reasoning,
@@ -43,6 +44,12 @@ pub struct Answer {
     pub token_ids: Option<Value>,
     /// The token ids of the prompt, if the server returns them.
     pub prompt_token_ids: Option<Value>,
+    /// The file of hidden states that the server names.
+    pub states_path: Option<String>,
+    /// Log-probabilities of the generated tokens, if the server returns them.
+    pub log_probs: Vec<f64>,
+    /// The hidden states, if the run stores them.
+    pub states: Option<ServedAnswer>,
 }
 
 /// Why a request failed.
@@ -89,6 +96,10 @@ impl Answer {
         let token_ids = places.into_iter().find_map(ids);
         // In the fields of vLLM and deepspec-serve, and of SGLang.
         let prompt_token_ids = ids("/prompt_token_ids").or_else(|| ids("/choices/0/prompt_token_ids"));
+        let states_path = completion["kv_transfer_params"]["hidden_states_path"].as_str().map(str::to_owned);
+        let tokens_said = completion.pointer("/choices/0/logprobs/content").and_then(Value::as_array);
+        let log_probs =
+            tokens_said.into_iter().flatten().filter_map(|token| token["logprob"].as_f64()).collect();
         // `pointer_mut` returns None if there is no choice. Mutable indexing of a missing choice would panic.
         let message = completion.pointer_mut("/choices/0/message");
         let mut message = message.ok_or(AnswerError::Invalid("the answer has no choices"))?.take();
@@ -118,7 +129,37 @@ impl Answer {
             Value::Null | Value::String(_) => return Err(AnswerError::Empty),
             _ => return Err(AnswerError::Invalid("the answer has no text")),
         };
-        Ok(Self { content, thoughts, tool_calls, finish, tokens, token_ids, prompt_token_ids })
+        Ok(Self {
+            content,
+            thoughts,
+            tool_calls,
+            finish,
+            tokens,
+            token_ids,
+            prompt_token_ids,
+            states_path,
+            log_probs,
+            states: None,
+        })
+    }
+
+    /// Adds the hidden states in the bytes of the server's file.
+    ///
+    /// # Errors
+    /// If the file is not one of this prompt and answer.
+    pub fn with_states(mut self, file: Vec<u8>) -> Result<Self, String> {
+        let ids = |ids: &Option<Value>| -> Vec<i64> {
+            let ids = ids.as_ref().and_then(Value::as_array).into_iter().flatten();
+            ids.filter_map(Value::as_i64).collect()
+        };
+        let (prompt, answer) = (ids(&self.prompt_token_ids), ids(&self.token_ids));
+        if prompt.is_empty() || answer.is_empty() {
+            return Err("the answer has no token ids; expected vLLM's `return_token_ids`".into());
+        }
+        let states = ServedAnswer { file, prompt, answer, log_probs: std::mem::take(&mut self.log_probs) };
+        states.check()?;
+        self.states = Some(states);
+        Ok(self)
     }
 
     /// The assistant message for the rest of the conversation.

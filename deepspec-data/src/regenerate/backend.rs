@@ -100,6 +100,7 @@ impl Embedded {
             token_ids: (request.return_token_ids && self.model.has_token_ids(reply.token_ids()))
                 .then(|| json!(reply.token_ids())),
             prompt_token_ids: request.return_token_ids.then(|| json!(reply.prompt_token_ids())),
+            ..Answer::default()
         })
     }
 }

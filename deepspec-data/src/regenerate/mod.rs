@@ -13,6 +13,7 @@ mod reuse;
 mod rows;
 mod settings;
 mod store;
+mod with_states;
 mod work;
 
 use std::fs::File;
@@ -40,6 +41,7 @@ use pool::{Options, Pool};
 use report::RunStats;
 use settings::{RequestSettings, Sampling};
 use store::{FinishedRows, ResultStore};
+use with_states::StatesArgs;
 use work::{Ending, Work};
 
 /// Exit code of an interrupted run that resumes when it is started again.
@@ -70,6 +72,8 @@ pub struct Args {
     asking: Options,
     #[command(flatten)]
     sampling: Sampling,
+    #[command(flatten)]
+    states: StatesArgs,
     /// Take over the answers of an earlier output of the same model and settings, where id and prompt are the same
     #[arg(long, num_args = 1.., value_name = "F")]
     reuse: Vec<PathBuf>,
@@ -133,8 +137,11 @@ impl Inputs {
         let embedded =
             embedded.map(|model| args.engine.resolve("--local-model", model, verbosity)).transpose()?;
         let weights = embedded.as_ref().map(|(dir, _)| weights_digest(dir)).transpose()?;
-        let settings =
-            Arc::new(RequestSettings::new(&args.input, args.model(), weights, &args.sampling, args.worker)?);
+        let settings = RequestSettings::new(&args.input, args.model(), weights, &args.sampling, args.worker)?;
+        let settings = Arc::new(match args.states.stored() {
+            Some(states) => settings.with_states(states)?,
+            None => settings,
+        });
         reuse::check(&args.reuse, &settings)?;
         let index = Arc::new(index::index_inputs(&args.input, &settings)?);
         // A worker's share of few rows may be empty.
@@ -149,6 +156,9 @@ impl Inputs {
     fn resume(&self, args: &Args) -> anyhow::Result<(ResultStore, RunStats)> {
         let Self { settings, index, .. } = self;
         let mut store = ResultStore::open(&args.output, settings, Arc::clone(index), args.overwrite)?;
+        if let Some(states) = &settings.states {
+            with_states::open_folder(states, settings)?;
+        }
         rejected_rows::report(&index.rejected, &args.output)?;
         if args.retry_failed {
             store.forget_failed()?;
@@ -236,7 +246,11 @@ fn open_backend(args: &Args, embedded: Option<(PathBuf, EngineArgs)>) -> anyhow:
             in_flight: AtomicUsize::new(0),
         }));
     }
-    let asking = Options { sets_thinking: args.sampling.sets_thinking(), ..args.asking.clone() };
+    let asking = Options {
+        sets_thinking: args.sampling.sets_thinking(),
+        states_folder: args.states.servers_folder(),
+        ..args.asking.clone()
+    };
     Ok(Backend::Servers(Arc::new(Pool::new(&args.server, asking)?)))
 }
 

@@ -101,12 +101,15 @@ impl Row {
         // A conversation stays at one server if possible, because the prefix cache of that server has the beginning of
         // the conversation.
         let mut home = None;
+        let mut states = None;
         for step in &self.plan {
             match step {
                 Step::Message(message) => said.push(settings.output_message(message)),
                 Step::Generate => {
                     let body = settings.body(&said, &self.request_key(turn));
-                    let answer = backend.ask(body, &mut home).await?;
+                    let mut answer = backend.ask(body, &mut home).await?;
+                    // The last prompt contains the earlier turns.
+                    states = answer.states.take();
                     tokens += answer.tokens;
                     if turn == 0 || finish.is_whole() {
                         finish = answer.finish;
@@ -132,6 +135,14 @@ impl Row {
                     }
                 }
             }
+        }
+        // A row is recorded only after its states are on disk.
+        if let Some((folder, answer)) = settings.states.clone().zip(states) {
+            let id = self.id.clone();
+            let stored = tokio::task::spawn_blocking(move || folder.store(&id, &answer)).await;
+            stored
+                .map_err(|error| AskError::Run(error.into()))?
+                .map_err(|error| AskError::Run(error.into()))?;
         }
         let mut fields = self.fields.clone();
         fields.shift_remove("error");

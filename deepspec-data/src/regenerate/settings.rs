@@ -4,6 +4,7 @@
 use std::path::PathBuf;
 
 use deepspec_capture::cache::Worker;
+use deepspec_capture::served::AnswerStates;
 use deepspec_core::rng::{Purpose, Stream};
 use deepspec_core::usage;
 use deepspec_text::{Message, Role, WEIGHT};
@@ -92,6 +93,8 @@ pub struct RequestSettings {
     pub recorded_calls: RecordedCalls,
     /// The worker, which answers its share of the rows.
     pub worker: Worker,
+    /// Where hidden states are stored, if they are requested.
+    pub states: Option<AnswerStates>,
 }
 
 /// Request fields that ask for token ids: the first field for vLLM and deepspec-serve, and the second and third for llama.cpp.
@@ -102,6 +105,9 @@ pub const TOKEN_ID_FIELDS: [&str; 3] = ["return_token_ids", "return_tokens", "ve
 const WEIGHTS: &str = "weights of --embedded";
 /// Name of [`WEIGHTS`] in messages.
 const WEIGHTS_SHOWN: &str = "weights of --local-model";
+
+/// Request fields that ask vLLM for hidden states of prompt and answer, and for what checks them.
+const STATES_FIELDS: [&str; 2] = ["kv_transfer_params", "logprobs"];
 
 /// The record's key for the worker.
 pub const WORKER: &str = "worker";
@@ -179,12 +185,30 @@ impl RequestSettings {
             usage!("--samples {} with --temperature 0 would ask for the same answer again", sampling.samples);
         }
         let &Sampling { seed, samples, reasoning, recorded_calls, .. } = sampling;
-        let settings = Self { record, shared, seed, samples, reasoning, recorded_calls, worker };
+        let settings =
+            Self { record, shared, seed, samples, reasoning, recorded_calls, worker, states: None };
         let none = Overrides::default();
         if let Err(problem) = settings.check_values(&none) {
             usage!("{problem}");
         }
         Ok(settings)
+    }
+
+    /// The settings of a run that stores hidden states with the answers.
+    ///
+    /// # Errors
+    /// With a usage error if rows drop the reasoning, because the states include it.
+    pub fn with_states(mut self, states: AnswerStates) -> anyhow::Result<Self> {
+        if self.reasoning == Reasoning::Drop {
+            usage!(
+                "--with-states with --reasoning drop: the states are those of the whole answer; keep the reasoning"
+            );
+        }
+        self.record.insert("with_states".into(), json!(true));
+        let values = [json!({"include_output_tokens": true}), json!(true)];
+        self.shared.extend(STATES_FIELDS.map(String::from).into_iter().zip(values));
+        self.states = Some(states);
+        Ok(self)
     }
 
     /// A message of the row as it is written to the output.
@@ -203,8 +227,13 @@ impl RequestSettings {
     pub fn check_values(&self, overrides: &Overrides) -> Result<(), String> {
         let asked = RequestKey { id: "", turn: 0, overrides, tools: None };
         let mut body = self.body(&[Message::new(Role::User, "?")], &asked);
-        // Other servers accept penalties, which deepspec-serve refuses.
-        body.retain(|name, _| !name.ends_with("_penalty"));
+        if self.states.is_some() && body.contains_key("stop") {
+            return Err(
+                "stop strings may end an answer within a token; leave them out with --with-states".into()
+            );
+        }
+        // Other servers accept penalties and requests for states, which deepspec-serve refuses.
+        body.retain(|name, _| !name.ends_with("_penalty") && !STATES_FIELDS.contains(&name.as_str()));
         let model = body["model"].as_str().unwrap_or_default().to_string();
         let bytes = Value::Object(body).to_string();
         let defaults = deepspec_serve::Defaults::default();

@@ -105,6 +105,11 @@ impl Failure {
         Self::new(FailureClass::InvalidResponse, format!("{problem}: {}", shorten(text)))
     }
 
+    /// An answer whose hidden states are missing or wrong.
+    pub fn states(problem: String) -> Self {
+        Self::new(FailureClass::InvalidResponse, problem)
+    }
+
     /// An answer that the server ended before the model did.
     pub fn broken_off(reason: FinishReason) -> Self {
         let problem = format!("the answer was broken off (finish_reason {:?})", reason.name());

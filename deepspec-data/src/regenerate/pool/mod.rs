@@ -10,10 +10,12 @@ mod server_state;
 mod stats;
 mod watch;
 
+use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use anyhow::{anyhow, bail};
+use deepspec_capture::served::{Failure as StatesFailure, ServedLimits, sweep_regularly, take_states};
 use deepspec_core::{env, usage};
 use futures::future::{BoxFuture, join_all, pending, select_all};
 use serde_json::{Map, Value};
@@ -57,6 +59,9 @@ pub struct Options {
     /// True if the user turned thinking on or off.
     #[arg(skip)]
     pub sets_thinking: bool,
+    /// Folder of the servers' files of hidden states, if they are wanted.
+    #[arg(skip)]
+    pub states_folder: Option<PathBuf>,
 }
 
 impl Options {
@@ -114,6 +119,13 @@ impl Pool {
             let problems: Vec<String> = down.into_iter().map(|(_, problem)| problem).collect();
             bail!("server down: {}", problems.join("; "));
         }
+        if let Some(folder) = self.options.states_folder.clone() {
+            let down: Vec<&str> = down.iter().map(|(server, _)| server.url()).collect();
+            for server in self.servers.iter().filter(|server| !down.contains(&server.url())) {
+                server.check_vllm_version().await.map_err(anyhow::Error::msg)?;
+            }
+            tokio::spawn(sweep_regularly(folder, ServedLimits::default().leftover_age));
+        }
         for (server, problem) in down {
             tracing::warn!("server down: {problem}; it is asked as soon as it answers");
             self.apply_change(server, server.state.record_unreachable(&problem));
@@ -134,7 +146,11 @@ impl Pool {
         loop {
             let (index, slot) = self.acquire_slot(*home, avoid).await?;
             let server = &self.servers[index];
-            let failure = match self.attempt(server, body).await {
+            let answer = match self.attempt(server, body).await {
+                Ok(answer) => self.add_states(server, answer).await,
+                Err(error) => Err(error),
+            };
+            let failure = match answer {
                 Ok(answer) => {
                     self.apply_change(server, server.state.record_answer(answer.tokens));
                     *home = Some(index);
@@ -331,6 +347,26 @@ impl Pool {
                 Refusal::Other => return Err(AttemptError::Failed(failure)),
             }
         }
+    }
+
+    /// Reads the hidden states of an answer, if they are wanted, and deletes the server's file.
+    async fn add_states(&self, server: &Server, answer: Answer) -> Result<Answer, AttemptError> {
+        let Some(folder) = &self.options.states_folder else { return Ok(answer) };
+        let hopeless = |problem: String| AttemptError::Hopeless(anyhow!(problem));
+        let Some(path) = answer.states_path.as_deref() else {
+            return Err(hopeless(format!(
+                "{}: the answer names no file of states; start vLLM by `deepspec-data states vllm-command`",
+                server.url()
+            )));
+        };
+        let states = take_states(folder, path, ServedLimits::default().file).await;
+        let file = states.map_err(|failure| match failure {
+            StatesFailure::Final(problem) => hopeless(format!("{}: {problem}", server.url())),
+            StatesFailure::Request(problem) | StatesFailure::Unreachable(problem) => {
+                AttemptError::Failed(Failure::states(problem))
+            }
+        })?;
+        answer.with_states(file).map_err(|problem| AttemptError::Failed(Failure::states(problem)))
     }
 
     fn drop_fields(&self, server: &Server, fields: FieldSet, failure: &Failure) {

@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context;
+use deepspec_capture::served::check_version;
 use deepspec_core::usage;
 use reqwest::header::CONTENT_TYPE;
 use reqwest::redirect::Policy;
@@ -98,6 +99,20 @@ impl Server {
             }
             Ok(_) => Ok(()),
             Err(error) => Err(format!("{url}: {}", Failure::transport(&error))),
+        }
+    }
+
+    /// Checks that this is a vLLM server whose hidden states are right.
+    pub async fn check_vllm_version(&self) -> Result<(), String> {
+        let url = format!("{}/version", self.base);
+        let sent = self.authorised(self.http.get(&url)).timeout(CONNECT_TIMEOUT).send().await;
+        let answer = match sent {
+            Ok(response) => response.json::<Value>().await.unwrap_or_default(),
+            Err(error) => return Err(format!("{url}: {}", Failure::transport(&error))),
+        };
+        match answer["version"].as_str() {
+            Some(version) => check_version(&self.base, version),
+            None => Err(format!("{url} is not that of a vLLM server; only vLLM returns hidden states")),
         }
     }
 
