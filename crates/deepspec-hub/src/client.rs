@@ -1,5 +1,6 @@
 //! HTTP requests to the hub: authentication, retries, and errors by status code.
 
+use std::ops::Range;
 use std::thread;
 use std::time::Duration;
 
@@ -91,6 +92,21 @@ impl Client {
         if start > 0 {
             request = request.header(header::RANGE, format!("bytes={start}-"));
         }
+        if let Some(token) = &self.token {
+            request = request.header(header::AUTHORIZATION, format!("Bearer {token}"));
+        }
+        self.check_response(target, url, request.call())
+    }
+
+    /// Sends one GET for a range of bytes, and follows redirects.
+    pub fn get_range(
+        &self,
+        target: &RequestTarget,
+        url: &str,
+        range: &Range<u64>,
+    ) -> Result<Response<Body>, RequestError> {
+        let bytes = format!("bytes={}-{}", range.start, range.end.saturating_sub(1));
+        let mut request = self.agent.get(url).header(header::RANGE, bytes);
         if let Some(token) = &self.token {
             request = request.header(header::AUTHORIZATION, format!("Bearer {token}"));
         }

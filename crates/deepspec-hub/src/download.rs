@@ -48,13 +48,7 @@ impl Download<'_> {
     /// Downloads the file unless its blob is cached, and returns its path in the snapshot.
     pub fn run(&self) -> Result<PathBuf, HubError> {
         let target = self.request_target();
-        let repo = self.repo.to_hf_repo(self.commit);
-        let url = self.client.url(&format!(
-            "{}/resolve/{}/{}",
-            repo.url(),
-            repo.url_revision(),
-            escape_percent_signs(self.file)
-        ));
+        let url = file_url(self.client, self.repo, self.commit, self.file);
         let head = self.client.with_retries(&target, &url, || self.client.head(&target, &url))?;
         let status = head.status();
         let meta = parse_metadata(&target, &url, status, head.headers())?;
@@ -229,6 +223,12 @@ fn incomplete_path(blob: &Path) -> PathBuf {
 }
 
 /// A file's path for a URL: encodes literal percent signs, before [`Client::url`] encodes the rest.
+/// The hub's URL of a file.
+pub fn file_url(client: &Client, repo: &Repo, commit: &str, file: &str) -> String {
+    let repo = repo.to_hf_repo(commit);
+    client.url(&format!("{}/resolve/{}/{}", repo.url(), repo.url_revision(), escape_percent_signs(file)))
+}
+
 fn escape_percent_signs(file: &str) -> String {
     file.replace('%', "%25")
 }
@@ -257,7 +257,8 @@ fn parse_header_number(headers: &HeaderMap, name: &str) -> Option<u64> {
 }
 
 /// The first byte and the whole size in `bytes 5-9/10`.
-fn parse_content_range(headers: &HeaderMap) -> Option<(u64, Option<u64>)> {
+/// First byte and total size of a `Content-Range`.
+pub fn parse_content_range(headers: &HeaderMap) -> Option<(u64, Option<u64>)> {
     let text = headers.get(header::CONTENT_RANGE)?.to_str().ok()?;
     let (range, total) = text.strip_prefix("bytes ")?.split_once('/')?;
     Some((range.split_once('-')?.0.trim().parse().ok()?, total.trim().parse().ok()))

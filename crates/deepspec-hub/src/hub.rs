@@ -36,8 +36,8 @@ impl RepoListing {
 
 /// Downloads files from the hub, or finds them in the cache.
 pub struct Hub {
-    settings: HubOptions,
-    client: Client,
+    pub(crate) settings: HubOptions,
+    pub(crate) client: Client,
     listings: Mutex<HashMap<Repo, Arc<RepoListing>>>,
 }
 

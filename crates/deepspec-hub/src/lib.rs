@@ -13,6 +13,7 @@ mod glob;
 mod hub;
 mod layout;
 mod model;
+mod outer_tensors;
 mod parse;
 mod repo;
 mod settings;

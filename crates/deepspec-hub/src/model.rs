@@ -12,7 +12,7 @@ use serde_json::Value;
 use crate::{Hub, HubError, Repo, RepoType};
 
 const CONFIG_FILE: &str = "config.json";
-const SINGLE_WEIGHTS_FILE: &str = "model.safetensors";
+pub(crate) const SINGLE_WEIGHTS_FILE: &str = "model.safetensors";
 const INDEX_FILE: &str = "model.safetensors.index.json";
 
 /// Which files of a model are downloaded.
@@ -20,8 +20,8 @@ const INDEX_FILE: &str = "model.safetensors.index.json";
 pub enum ModelFiles {
     /// All files that loading it needs.
     Whole,
-    /// Configuration and tokenizer, and the shards that hold tensors outside the layers: embedding,
-    /// final norm and LM head.
+    /// Configuration and tokenizer, and the tensors outside the layers: embedding, final norm and LM
+    /// head. They come by byte ranges where the server allows, else with their shards.
     WithoutLayers,
     /// Configuration and tokenizer.
     Config,
@@ -56,11 +56,19 @@ impl Hub {
             return Err(missing("it has no config.json"));
         }
         // Downloads small files first: errors in them show before gigabytes have arrived.
-        for file in listing.known_files().iter().filter(|file| is_small_model_file(file)) {
+        let small: Vec<&String> =
+            listing.known_files().iter().filter(|file| is_small_model_file(file)).collect();
+        for file in &small {
             self.fetch(repo, file)?;
         }
         if wanted == ModelFiles::Config {
             return Ok(self.snapshot_dir(repo, &listing.commit));
+        }
+        let without_layers = wanted == ModelFiles::WithoutLayers;
+        if without_layers
+            && let Some(dir) = self.outer_tensors_dir(repo, &listing.commit).filter(|dir| dir.exists())
+        {
+            return Ok(dir);
         }
         let weights = if has(INDEX_FILE) {
             let index = self.fetch(repo, INDEX_FILE)?;
@@ -77,6 +85,12 @@ impl Hub {
         } else {
             return Err(missing("it has no model.safetensors and no index of several"));
         };
+        if without_layers
+            && listing.local.is_none()
+            && let Some(dir) = self.fetch_outer_tensors(repo, &listing, &weights, &small)?
+        {
+            return Ok(dir);
+        }
         for file in &weights {
             self.fetch(repo, file)?;
         }

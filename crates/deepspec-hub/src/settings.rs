@@ -18,6 +18,9 @@ pub struct HubOptions {
     pub token: Option<String>,
     /// The cache folder, with one subfolder per repository.
     pub cache: PathBuf,
+    /// Folder for files that the Python tools do not know, such as parts of shards. None stores no
+    /// such files.
+    pub own_cache: Option<PathBuf>,
     /// Name of the environment variable that forbids requests, for messages. None if requests are
     /// allowed.
     pub offline: Option<&'static str>,
@@ -68,6 +71,7 @@ impl HubOptions {
             endpoint: variables.endpoint,
             token: token.map(|token| token.trim().to_string()).filter(|token| !token.is_empty()),
             cache,
+            own_cache: env::cache_dir(),
             offline: variables.offline,
             verbosity,
             retry: RetryPolicy::default(),

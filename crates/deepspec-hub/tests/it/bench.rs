@@ -26,6 +26,7 @@ impl Bench {
             endpoint: self.fake.url(),
             token: None,
             cache: self.dir.path().join("hub"),
+            own_cache: Some(self.dir.path().join("own")),
             offline: None,
             verbosity: Verbosity::Quiet,
             retry: RetryPolicy { attempts: 3, pause, ..RetryPolicy::default() },

@@ -1,11 +1,14 @@
 //! The content and location of fetched files, and the recovery from broken transfers.
 
 use std::fs;
+use std::ops::Range;
 use std::path::Path;
 
 use deepspec_core::digest;
-use deepspec_hub::{Hub, HubError, HubOptions, Repo, RetryPolicy};
+use deepspec_hub::{Hub, HubError, HubOptions, ModelFiles, Repo, RetryPolicy};
 use deepspec_testkit::hub::{FakeRepo, Fault};
+use safetensors::SafeTensors;
+use serde_json::{Value, json};
 
 use crate::bench::{Bench, bytes, names, says};
 
@@ -208,4 +211,76 @@ fn no_name_leads_out_of_the_cache() {
     }
     says(hub.fetch(&Repo::model("own/../tiny", None), "c"), &["owner/name"]);
     says(hub.fetch(&Repo::model("own/tiny", Some("../../x")), "c"), &["no revision ../../x"]);
+}
+
+/// A model of two shards, whose layers are much larger than the tensors around them.
+fn sharded() -> (FakeRepo, [Vec<u8>; 2]) {
+    let tensor = |name: &str, bytes: Range<usize>| {
+        (
+            name.to_string(),
+            json!({"dtype": "U8", "shape": [bytes.len()], "data_offsets": [bytes.start, bytes.end]}),
+        )
+    };
+    let shard = |tensors: Vec<(String, Value)>, count: usize, shift: usize| {
+        let header = Value::Object(tensors.into_iter().collect()).to_string();
+        let header = [&(header.len() as u64).to_le_bytes()[..], header.as_bytes()].concat();
+        [header, bytes(count + shift)[shift..].to_vec()].concat()
+    };
+    let first = vec![tensor("model.embed_tokens.weight", 0..4000), tensor("model.layers.0.a", 4000..90_000)];
+    let second = vec![tensor("model.layers.1.a", 0..70_000), tensor("model.norm.weight", 70_000..70_100)];
+    let shards = [shard(first, 90_000, 0), shard(second, 70_100, 4)];
+    let index = json!({"weight_map": {
+        "model.embed_tokens.weight": "a.safetensors", "model.layers.0.a": "a.safetensors",
+        "model.layers.1.a": "b.safetensors", "model.norm.weight": "b.safetensors",
+    }});
+    let repo = FakeRepo::model("own/large")
+        .file("config.json", "{}")
+        .file("tokenizer.json", "{ }")
+        .file("model.safetensors.index.json", index.to_string())
+        .lfs("a.safetensors", &shards[0])
+        .lfs("b.safetensors", &shards[1]);
+    (repo, shards)
+}
+
+#[test]
+fn tensors_outside_the_layers_come_without_their_shards() {
+    let (repo, shards) = sharded();
+    let bench = Bench::new([repo]);
+    let repo = Repo::model("own/large", None);
+    bench.fake.fail("/cdn/", 1, Fault::BreakAfter(5));
+    let dir = bench.hub().model_files(&repo, ModelFiles::WithoutLayers).unwrap();
+    assert_eq!(names(&dir), ["config.json", "model.safetensors", "tokenizer.json"]);
+    let file = fs::read(dir.join("model.safetensors")).unwrap();
+    let tensors = SafeTensors::deserialize(&file).unwrap();
+    let mut found = tensors.names();
+    found.sort_unstable();
+    assert_eq!(found, ["model.embed_tokens.weight", "model.norm.weight"]);
+    let behind_header = |shard: &[u8]| 8 + u64::from_le_bytes(shard[..8].try_into().unwrap()) as usize;
+    let embedding = behind_header(&shards[0]);
+    assert_eq!(
+        tensors.tensor("model.embed_tokens.weight").unwrap().data(),
+        &shards[0][embedding..embedding + 4000]
+    );
+    assert_eq!(tensors.tensor("model.norm.weight").unwrap().data(), &shards[1][shards[1].len() - 100..]);
+    assert!(bench.transfers().iter().all(|(_, range)| range.is_some()), "{:?}", bench.transfers());
+    assert_eq!(bench.blobs("models--own--large").len(), 3, "no shard is in the shared cache");
+
+    bench.fake.forget();
+    assert_eq!(bench.hub().model_files(&repo, ModelFiles::WithoutLayers).unwrap(), dir);
+    assert_eq!(bench.offline().model_files(&repo, ModelFiles::WithoutLayers).unwrap(), dir);
+    assert_eq!(bench.transfers(), []);
+    // The whole model is still to be had, and then serves for its parts.
+    let whole = bench.hub().model(&repo).unwrap();
+    assert_eq!(fs::read(whole.join("b.safetensors")).unwrap(), shards[1]);
+}
+
+#[test]
+fn a_server_without_ranges_sends_whole_shards() {
+    let (repo, shards) = sharded();
+    let bench = Bench::new([repo]);
+    bench.fake.fail("/cdn/", 1, Fault::NoRanges);
+    let repo = Repo::model("own/large", None);
+    let dir = bench.hub().model_files(&repo, ModelFiles::WithoutLayers).unwrap();
+    assert_eq!(fs::read(dir.join("a.safetensors")).unwrap(), shards[0]);
+    assert!(names(&bench.dir.path().join("own")).is_empty());
 }
