@@ -5,6 +5,7 @@ use std::path::Path;
 
 use deepspec_core::env;
 use deepspec_core::recipe::{DEFAULT_STATES_FOLDER, StateServers, TargetRecipe};
+use deepspec_hub::is_hub_id;
 use deepspec_models::config::read_json;
 use deepspec_models::{ModelError, text_model_type};
 use serde_json::json;
@@ -76,9 +77,10 @@ impl ServeCommand {
     ) -> Result<Self, ModelError> {
         let (path, raw) = read_json(dir)?;
         let folder = servers.map_or(DEFAULT_STATES_FOLDER, StateServers::folder);
+        let (model, revision) = split_revision(&target.model, target.revision.clone());
         Ok(Self {
-            model: env::expand_home(&target.model).display().to_string(),
-            revision: target.revision.clone(),
+            model,
+            revision,
             model_type: text_model_type(&path, &raw)?,
             layer_ids: layer_ids(&target.layer_ids, layers),
             folder: env::expand_home(folder).display().to_string(),
@@ -118,6 +120,14 @@ impl ServeCommand {
     }
 }
 
+/// Splits `owner/name@revision`, which vLLM does not know. A path stays as it is.
+fn split_revision(model: &str, revision: Option<String>) -> (String, Option<String>) {
+    match model.split_once('@') {
+        Some((id, inner)) if is_hub_id(model) => (id.to_string(), Some(inner.to_string())),
+        _ => (env::expand_home(model).display().to_string(), revision),
+    }
+}
+
 impl fmt::Display for ServeCommand {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         f.write_str("vllm")?;
@@ -135,6 +145,14 @@ impl fmt::Display for ServeCommand {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_revision_in_the_model_becomes_a_flag() {
+        let split = |model: &str, revision: Option<&str>| split_revision(model, revision.map(Into::into));
+        assert_eq!(split("owner/name@v1", None), ("owner/name".into(), Some("v1".into())));
+        assert_eq!(split("owner/name", Some("v2")), ("owner/name".into(), Some("v2".into())));
+        assert_eq!(split("/models/a@b", None), ("/models/a@b".into(), None));
+    }
 
     #[test]
     fn the_command_is_one_line_for_a_shell() {
