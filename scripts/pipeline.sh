@@ -15,6 +15,13 @@
 #                       free disk decides
 #   --server URL        OpenAI-compatible server of the target for the answers; may be repeated. By default the pipeline
 #                       starts one per GPU, and answers within the program on a CPU
+#   --target-server S   program that runs the target: deepspec (default), or vllm for targets that only vLLM runs
+#                       (docs/large-targets.md)
+#   --tensor-parallel N GPUs that hold one copy of the target in vLLM (1)
+#   --server-gpus G     GPUs of vLLM while the drafter trains on the others, with --states online; by default half
+#   --states-server URL vLLM server of hidden states, or agent, that runs already; may be repeated. By default the
+#                       pipeline starts them
+#   --states-folder DIR folder that these servers write to (/dev/shm/deepspec-states)
 #   --suites DIR        folder of the suites to judge on; by default the public ones are fetched into eval_datasets
 #   --engine E          engine to write files for: vllm, sglang or llama.cpp; by default llama.cpp for a GGUF target,
 #                       else vllm
@@ -44,7 +51,8 @@ usage() {
     exit 2
 }
 target='' prompts='' recipe='' rows='' gpus='' states='' suites='' engine='' hardware='' price='' run=runs/pipeline plan='' redo=''
-given_urls=() overrides=()
+target_server=deepspec tensor_parallel='' server_gpu_count='' states_folder=''
+given_urls=() overrides=() states_urls=()
 while [ $# -gt 0 ]; do
     case $1 in
         --help | -h)
@@ -57,6 +65,7 @@ while [ $# -gt 0 ]; do
             continue
             ;;
         --target | --prompts | --recipe | --set | --redo | --rows | --gpus | --states | --server | --suites | --engine | --hardware | --price | --out) ;;
+        --target-server | --tensor-parallel | --server-gpus | --states-server | --states-folder) ;;
         *) usage "unknown argument \`$1\`" ;;
     esac
     [ $# -ge 2 ] || usage "$1 needs a value"
@@ -70,6 +79,11 @@ while [ $# -gt 0 ]; do
         --gpus) gpus=$2 ;;
         --states) states=$2 ;;
         --server) given_urls+=("$2") ;;
+        --target-server) target_server=$2 ;;
+        --tensor-parallel) tensor_parallel=$2 ;;
+        --server-gpus) server_gpu_count=$2 ;;
+        --states-server) states_urls+=("$2") ;;
+        --states-folder) states_folder=$2 ;;
         --suites) suites=$2 ;;
         --engine) engine=$2 ;;
         --hardware) hardware=$2 ;;
@@ -90,9 +104,29 @@ case $states in '' | online | cache) ;; *) usage "--states is \`$states\`; expec
 choose_engine || usage "--engine is \`$engine\`; expected vllm, sglang or llama.cpp"
 [ -z "$suites" ] || [ -d "$suites" ] || usage "--suites: $suites is no folder"
 case ${DEEPSPEC_SERVER:-deepspec} in deepspec | vllm | sglang) ;; *) usage "DEEPSPEC_SERVER is \`$DEEPSPEC_SERVER\`; expected deepspec, vllm or sglang" ;; esac
-for url in "${given_urls[@]}"; do
-    case $url in http://* | https://*) ;; *) usage "--server is \`$url\`; expected http://… or https://…" ;; esac
+for url in "${given_urls[@]}" "${states_urls[@]}"; do
+    case $url in http://* | https://*) ;; *) usage "a server is \`$url\`; expected http://… or https://…" ;; esac
 done
+case $target_server in
+    deepspec) [ -z "$tensor_parallel$server_gpu_count$states_folder${states_urls[*]}" ] ||
+        usage "--tensor-parallel, --server-gpus, --states-server and --states-folder need --target-server vllm" ;;
+    vllm)
+        [ "$engine" = vllm ] || usage "--target-server vllm judges the drafter in vLLM; --engine $engine does not fit"
+        [ "${DEEPSPEC_SERVER:-vllm}" = vllm ] || usage "DEEPSPEC_SERVER is $DEEPSPEC_SERVER, and --target-server vllm answers with vLLM"
+        ;;
+    *) usage "--target-server is \`$target_server\`; expected deepspec or vllm" ;;
+esac
+tensor_parallel=${tensor_parallel:-1}
+[[ $tensor_parallel =~ ^[1-9][0-9]*$ ]] || usage "--tensor-parallel is \`$tensor_parallel\`; expected a number from 1"
+# Servers that run already have a folder of their own. Those of this run share one in memory.
+given_states=${#states_urls[@]}
+if [ "$given_states" -gt 0 ]; then
+    [ -z "$server_gpu_count" ] || usage "--server-gpus has no effect with --states-server"
+    states_folder=${states_folder:-/dev/shm/deepspec-states}
+else
+    [ -z "$states_folder" ] || usage "--states-folder needs --states-server"
+    states_folder=/dev/shm/deepspec-states-$(realpath -m "$run" | sha256sum | cut -c1-16)
+fi
 
 bin=target/release
 [ -d "$bin" ] || [ ! -x bin/deepspec-train ] || bin=bin
@@ -130,11 +164,17 @@ if [ -n "$gpus" ]; then
     devices=("${devices[@]:0:gpus}")
 fi
 count=${gpus:-${#devices[@]}}
+if [ "$tensor_parallel" -gt "$((count > 0 ? count : 1))" ]; then
+    usage "--tensor-parallel is $tensor_parallel, and there are $count GPUs"
+fi
+# Training beside vLLM's servers needs a GPU that they leave.
+online_fits=1
+if [ "$target_server" = vllm ] && [ "$given_states" = 0 ] && [ "$count" -gt 0 ] && [ "$count" -le "$tensor_parallel" ]; then online_fits=; fi
 
 shares=1
 # shellcheck source=scripts/servers.sh
 . scripts/servers.sh
-model=$target kind=${DEEPSPEC_SERVER:-deepspec}
+model=$target kind=${DEEPSPEC_SERVER:-$target_server}
 # All stages use the chosen devices.
 if [ "$count" = 0 ]; then
     export CUDA_VISIBLE_DEVICES=
@@ -159,7 +199,12 @@ fi
 # A mistake in target or recipe is better found now than after the answers.
 code=0
 problem=$(mktemp)
-estimate=$("$bin/deepspec-train" --config "$recipe" --set "target.model=$target" "${overrides[@]}" "${plan_args[@]}" --json 2>"$problem") || code=$?
+estimate_args=(--config "$recipe" --set "target.model=$target" "${overrides[@]}")
+if [ "$target_server" = vllm ]; then
+    states_setting '"cache": "/nonexistent"'
+    estimate_args+=(--set "$setting" --set "data.input=[]")
+fi
+estimate=$("$bin/deepspec-train" "${estimate_args[@]}" "${plan_args[@]}" --json 2>"$problem") || code=$?
 if [ $code != 0 ]; then
     cat "$problem" >&2
     rm -f "$problem"
@@ -193,6 +238,9 @@ if [ -n "$states" ]; then
 elif [ -n "$(sed -n 's/^states=\(.*\)/\1/p' "$run/settings" 2>/dev/null)" ]; then
     states=$(sed -n 's/^states=\(.*\)/\1/p' "$run/settings")
     reason="as this run began"
+elif [ -z "$online_fits" ]; then
+    states=cache
+    reason="vLLM takes all GPUs, so the drafter trains when the states are stored"
 elif [ "${cache_bytes:-0}" = 0 ]; then
     states=online
     reason="the size of a cache is unknown before the rows are counted; --rows or --states decide"
@@ -202,6 +250,19 @@ elif [ "$cache_bytes" -lt $((free_bytes / 2)) ]; then
 else
     states=online
     reason="a cache would take up to $(terabytes "$cache_bytes") of the $(terabytes "$free_bytes") that are free; the target runs in every epoch instead"
+fi
+if [ "$states" = online ] && [ -z "$online_fits" ]; then
+    usage "--states online trains beside vLLM, and $tensor_parallel of $count GPUs leave none; take --states cache"
+fi
+# GPUs of the servers while the drafter trains.
+if [ "$target_server" = vllm ] && [ "$states" = online ] && [ "$given_states" = 0 ] && [ "$count" -gt 0 ]; then
+    half=$((count / 2 / tensor_parallel * tensor_parallel))
+    server_gpu_count=${server_gpu_count:-$((half > 0 ? half : tensor_parallel))}
+    [[ $server_gpu_count =~ ^[1-9][0-9]*$ ]] || usage "--server-gpus is \`$server_gpu_count\`; expected a number from 1"
+    [ $((server_gpu_count % tensor_parallel)) = 0 ] || usage "--server-gpus is $server_gpu_count, no multiple of --tensor-parallel $tensor_parallel"
+    [ "$server_gpu_count" -lt "$count" ] || usage "--server-gpus is $server_gpu_count; of $count GPUs that leaves none for training"
+elif [ -n "$server_gpu_count" ]; then
+    usage "--server-gpus has no effect here: no servers run on GPUs while the drafter trains, with states $states"
 fi
 
 # Warns where training needs more memory than the smallest chosen GPU has, or than the assumed one if nvidia-smi shows none.
@@ -241,7 +302,9 @@ else
 fi
 stages=(suites split answers inspect)
 [ "$states" = online ] || stages+=(states)
-stages+=(training evaluation export)
+stages+=(training)
+# A served drafter is judged from the exported files.
+if [ "$target_server" = vllm ]; then stages+=(export evaluation); else stages+=(evaluation export); fi
 describe() {
     case $1 in
         suites) if [ -n "${fetch_suites:-}" ]; then echo "fetch the public suites, so that their prompts stay out of training"; else echo "use the suites in $suites_dir"; fi ;;
@@ -250,8 +313,20 @@ describe() {
         inspect) echo "check the tokens that will be trained on" ;;
         states) echo "cache the target's hidden states" ;;
         training) echo "train the drafter" ;;
-        evaluation) echo "measure accepted lengths on the suites" ;;
+        evaluation) echo "measure accepted lengths on the suites$([ "$target_server" = deepspec ] || echo ", in vLLM")" ;;
         export) echo "write the files that $engine loads" ;;
+    esac
+}
+# vLLM's servers of each stage.
+describe_servers() {
+    local copies=$((count > 0 ? count / tensor_parallel : 1)) parts=() judges=1
+    [ "$copies" = 1 ] || [[ " ${DEEPSPEC_EVAL_ARGS:-} " == *" --no-baseline "* ]] || judges=2
+    [ ${#given_urls[@]} -gt 0 ] || parts+=("$copies for answers")
+    [ "$given_states" -gt 0 ] || parts+=("$((server_gpu_count ? server_gpu_count / tensor_parallel : copies)) for states")
+    parts+=("$judges for evaluation")
+    printf -v parts '%s, ' "${parts[@]}"
+    case $count/$tensor_parallel in 0/*) echo "vLLM on the CPU: ${parts%, }" ;; */1) echo "vLLM on a GPU each: ${parts%, }" ;;
+        *) echo "vLLM on $tensor_parallel GPUs each: ${parts%, }" ;;
     esac
 }
 if [ -n "$plan" ]; then
@@ -259,7 +334,10 @@ if [ -n "$plan" ]; then
     echo "prompts     $prompts${known_rows:+, $known_rows rows}"
     echo "recipe      $recipe"
     echo "states      $states: $reason"
-    if [ "$count" = 0 ]; then echo "devices     the CPU"; else echo "devices     $count GPU$([ "$count" = 1 ] || echo s)"; fi
+    trains=
+    [ -z "$server_gpu_count" ] || trains=", of which $((count - server_gpu_count)) train while the others serve states"
+    if [ "$count" = 0 ]; then echo "devices     the CPU"; else echo "devices     $count GPU$([ "$count" = 1 ] || echo s)$trains"; fi
+    [ "$target_server" = deepspec ] || echo "servers     $(describe_servers)"
     echo "folder      $run, $(terabytes "$free_bytes") free"
     for name in "${stages[@]}"; do
         is=$(awk -F '\t' -v name="$name" '$1 == name { print $2 }' "$run/pipeline.state" 2>/dev/null || true)
@@ -271,6 +349,10 @@ if [ -n "$plan" ]; then
     exit 0
 fi
 
+if [ "$target_server" = vllm ] && ! command -v vllm >/dev/null; then
+    echo "pipeline: there is no command \`vllm\`; pip install vllm" >&2
+    exit 1
+fi
 mkdir -p "$run"
 # One run at a time: programs of an earlier call hold the lock, too.
 exec 9>"$run/.lock"
@@ -280,6 +362,8 @@ if ! flock --nonblock 9; then
 fi
 # These settings decide the data of a run; the others may change from call to call.
 settings=$(printf '%s\n' "target=$target" "prompts=$prompts" "rows=$rows" "states=$states")
+[ "$target_server" = deepspec ] || settings+=$'\n'"target_server=$target_server"
+[ "$tensor_parallel" = 1 ] || settings+=$'\n'"tensor_parallel=$tensor_parallel"
 if [ -f "$run/settings" ] && [ "$(cat "$run/settings")" != "$settings" ]; then
     echo "pipeline: $run was begun with other settings; give the same ones, or another --out:" >&2
     diff "$run/settings" - <<<"$settings" >&2 || true
@@ -345,10 +429,17 @@ inputs_of() {
     esac
 }
 running=
+end_all() {
+    end_servers
+    if [ "$given_states" = 0 ]; then
+        rm -rf "$states_folder"
+        states_urls=()
+    fi
+}
 finish() {
     local code=$?
     trap - EXIT
-    end_servers 2>/dev/null || true
+    end_all 2>/dev/null || true
     [ -z "$running" ] || mark "$running" "$([ $code = 75 ] && echo stopped || echo "failed, exit code $code")" || true
     exit $code
 }
@@ -419,14 +510,13 @@ stage_answers() {
     elif [ "$count" = 0 ] && [ "$kind" = deepspec ] && [ -z "${DEEPSPEC_TEST_SERVER:-}" ]; then
         asked+=(--local-model "$target" --device cpu)
     else
-        local on=("${devices[@]}")
-        [ ${#on[@]} -gt 0 ] || on=(none)
+        group_gpus "${devices[@]}"
         if [ "$kind" = deepspec ] && [ "$count" -gt 0 ]; then
             [[ " ${DEEPSPEC_SERVER_ARGS:-}" =~ \ --max-num-seqs([\ =]|$) ]] ||
                 export DEEPSPEC_SERVER_ARGS="--max-num-seqs 64 ${DEEPSPEC_SERVER_ARGS:-}"
             has --concurrency || asked+=(--concurrency 64)
         fi
-        start_servers "$run/answers" "${on[@]}"
+        start_servers "$run/answers" "${groups[@]}"
         wait_for_servers
         asked+=(--server "${urls[@]}")
     fi
@@ -438,20 +528,44 @@ stage_inspect() {
     has --limit || arguments+=(--limit 1)
     accept_rows "$run/answers-0.jsonl" run_stage "$bin/deepspec-data" "${arguments[@]}"
 }
+# serve_states GPU...: servers of hidden states for this stage, unless they run already.
+serve_states() {
+    [ "$target_server" = vllm ] && [ "$given_states" = 0 ] || return 0
+    group_gpus "$@"
+    recipe_arguments
+    start_states "$run/states" "${groups[@]}"
+    states_urls=("${urls[@]}")
+}
 stage_states() {
+    serve_states "${devices[@]}"
     stage_arguments cache
     accept_rows "$run/cache/manifest.json" run_stage "$bin/deepspec-data" cache build "${arguments[@]}"
+    end_all
 }
 stage_training() {
+    if [ "$states" = online ] && [ -n "$server_gpu_count" ]; then
+        local trains=$((count - server_gpu_count))
+        serve_states "${devices[@]:trains}"
+        local -x CUDA_VISIBLE_DEVICES
+        CUDA_VISIBLE_DEVICES=$(IFS=,; echo "${devices[*]:0:trains}")
+    elif [ "$states" = online ]; then
+        serve_states
+    fi
     stage_arguments train
     run_stage "$bin/deepspec-train" "${arguments[@]}"
+    end_all
 }
 stage_evaluation() {
     stage_arguments eval
     has --suites-dir || arguments+=(--suites-dir "$suites_dir")
     # As many as the estimate assumes.
     [ "$count" = 0 ] || has --max-num-seqs || arguments+=(--max-num-seqs 64)
-    if [ "$count" -gt 1 ]; then
+    if [ "$target_server" = vllm ]; then
+        group_gpus "${devices[@]}"
+        ! has --no-baseline || groups=("${groups[0]}")
+        start_judged "$run/evaluation" "$run/stages/export.log" "${groups[@]:0:2}"
+        arguments+=("${judged[@]}")
+    elif [ "$count" -gt 1 ]; then
         local worker pids=() failed=0
         for ((worker = 0; worker < count; worker++)); do
             CUDA_VISIBLE_DEVICES=${devices[worker]} "$bin/deepspec-eval" --quiet run "${arguments[@]}" --worker "$worker/$count" &
@@ -463,6 +577,7 @@ stage_evaluation() {
         [ $failed = 0 ] || return $failed
     fi
     run_stage "$bin/deepspec-eval" run "${arguments[@]}"
+    end_servers
 }
 stage_export() {
     local status=0

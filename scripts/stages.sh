@@ -5,12 +5,14 @@
 #
 # The caller sets:
 #
-#   run         folder of the run
+#   run             folder of the run
 #   target, recipe, prompts
-#   states      cache or online
-#   shares      parts of the answers
-#   overrides   more `--set KEY=VALUE` of the recipe
-#   engine      vllm, sglang, llama.cpp, or nothing for the target's default
+#   states          cache or online
+#   shares          parts of the answers
+#   overrides       more `--set KEY=VALUE` of the recipe
+#   engine          vllm, sglang, llama.cpp, or nothing for the target's default
+#   target_server   vllm if vLLM runs the target in all stages, else deepspec or nothing
+#   states_urls     servers of hidden states, which hand over files in states_folder
 #
 # DEEPSPEC_{SPLIT,REGENERATE,INSPECT,CACHE,TRAIN,EVAL}_ARGS hold more arguments of a stage's program, separated by
 # blanks.
@@ -38,19 +40,34 @@ answer_files() {
     for ((share = 0; share < shares; share++)); do answers+=("$run/answers-$share.jsonl"); done
 }
 
+# states_setting [STORAGE]: `data.states` of states from vLLM, in $setting. A recipe that names servers needs no layer of the target, even
+# where none is asked.
+states_setting() {
+    local list
+    printf -v list ', "%s"' "${states_urls[@]:-http://127.0.0.1:8000}"
+    setting="data.states={${1:+$1, }\"server\": [${list#, }], \"folder\": \"$states_folder\"}"
+}
+
 # The recipe with the target, files and folders of this run, in $recipe_args.
 recipe_arguments() {
     recipe_args=(--config "$recipe" --set "target.model=$target" "${overrides[@]}" --set name=drafter
         --set "logging.output_dir=$run/checkpoints")
+    local list storage='' setting=data.states=online
     case $states in
-        cache) recipe_args+=(--set "data.states={\"cache\": \"$run/cache\"}") ;;
+        cache)
+            storage="\"cache\": \"$run/cache\""
+            setting="data.states={$storage}"
+            # A cache has its samples in it.
+            recipe_args+=(--set "data.input=[]")
+            ;;
         online)
             answer_files
-            local list
             printf -v list '"%s", ' "${answers[@]}"
-            recipe_args+=(--set data.states=online --set "data.input=[${list%, }]")
+            recipe_args+=(--set "data.input=[${list%, }]")
             ;;
     esac
+    [ "${target_server:-deepspec}" = deepspec ] || states_setting "$storage"
+    recipe_args+=(--set "$setting")
 }
 
 # stage_arguments STAGE: the program's arguments without the program, in $arguments.
@@ -84,7 +101,9 @@ stage_arguments() {
             ;;
         eval)
             more_arguments EVAL
-            arguments=(--target "$target" --draft "$run/checkpoints/drafter/step_latest" --output-dir "$run/eval" "${more[@]}")
+            local draft=$run/checkpoints/drafter/step_latest
+            [ "${target_server:-deepspec}" = deepspec ] || draft=$run/export
+            arguments=(--target "$target" --draft "$draft" --output-dir "$run/eval" "${more[@]}")
             ;;
         export)
             choose_engine

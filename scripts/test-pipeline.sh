@@ -182,4 +182,32 @@ plan=$(env -u CUDA_VISIBLE_DEVICES PATH="$work/bin:$PATH" scripts/pipeline.sh --
     --recipe configs/tiny/dspark.yaml --plan --out "$work/gpus" 2>"$work/log")
 grep -q '^devices     3 GPUs$' <<<"$plan"
 grep -q 'pipeline: warning: training takes .* more than the 0 GB of the smallest GPU here' "$work/log"
-echo "pipeline test: failed rows, other settings, --redo, a server and refusals behave as documented" >&2
+# A target that vLLM runs: the plan says which GPUs serve and which train, without vLLM.
+printf '#!/usr/bin/env bash\nseq 0 7\n' >"$work/bin/nvidia-smi"
+served() {
+    env -u CUDA_VISIBLE_DEVICES -u DEEPSPEC_EVAL_ARGS PATH="$work/bin:$PATH" scripts/pipeline.sh --target assets/tiny-target \
+        --prompts "$work/some.jsonl" --recipe configs/tiny/eagle3.yaml --out "$work/served" --plan --target-server vllm "$@" 2>"$work/log"
+}
+plan=$(served --tensor-parallel 2 --states cache)
+grep -q '^servers     vLLM on 2 GPUs each: 4 for answers, 4 for states, 2 for evaluation$' <<<"$plan"
+[ "$(awk '/^  [a-z]/ { printf "%s ", $1 }' <<<"$plan")" = "suites split answers inspect states training export evaluation " ]
+plan=$(served --tensor-parallel 2 --states online)
+grep -q '^devices     8 GPUs, of which 4 train while the others serve states$' <<<"$plan"
+grep -q '^servers     vLLM on 2 GPUs each: 4 for answers, 2 for states, 2 for evaluation$' <<<"$plan"
+plan=$(served --tensor-parallel 2 --states online --server-gpus 6 --server http://127.0.0.1:1)
+grep -q '^devices     8 GPUs, of which 2 train while the others serve states$' <<<"$plan"
+grep -q '^servers     vLLM on 2 GPUs each: 3 for states, 2 for evaluation$' <<<"$plan"
+# On all GPUs vLLM leaves none to train beside it.
+plan=$(served --tensor-parallel 8)
+grep -q '^states      cache: vLLM takes all GPUs' <<<"$plan"
+for wrong in "--tensor-parallel 16" "--tensor-parallel 0" "--tensor-parallel 8 --states online" "--engine sglang" "--states-folder /tmp" \
+    "--tensor-parallel 2 --states online --server-gpus 3" "--states online --server-gpus 8" "--states cache --server-gpus 4" \
+    "--target-server other" "--target-server deepspec --tensor-parallel 2" "--states-server http://127.0.0.1:1 --server-gpus 2"; do
+    code=0
+    served $wrong >/dev/null || code=$?
+    [ $code = 2 ] || { echo "pipeline test: \`--target-server vllm $wrong\` ended with $code" >&2; exit 1; }
+done
+code=0
+DEEPSPEC_SERVER=sglang served >/dev/null || code=$?
+[ $code = 2 ]
+echo "pipeline test: failed rows, other settings, --redo, servers and refusals behave as documented" >&2

@@ -158,6 +158,7 @@ if [ $# = 0 ]; then
     command -v curl >/dev/null || echo "test: the tutorial calls curl, which is missing (apt-get install curl)" >&2
     part scripts/book.py tutorial
     part scripts/test-pipeline.sh
+    [ -z "$engines" ] || part scripts/test-target-server.sh
     part scripts/test-wheel.sh
     if command -v "${CHROMIUM:-chromium}" >/dev/null; then
         part scripts/test_pages.py

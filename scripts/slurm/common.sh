@@ -5,6 +5,9 @@
 #   DEEPSPEC_BIN     folder of the programs (target/release; in a release bin)
 #   DEEPSPEC_STATE   file with a line per start, stop and end: time, stage, task, job, event
 #   DEEPSPEC_TASKS   number of tasks that share an array's work, if not all of them are submitted at once
+#   DEEPSPEC_TARGET_SERVER     vllm: vLLM runs the target. By default it is deepspec
+#   DEEPSPEC_TENSOR_PARALLEL   GPUs that hold one copy of the target in vLLM (1)
+#   DEEPSPEC_STATES            online: train.sbatch computes states while it trains. By default it is cache
 
 # shellcheck disable=SC2034  # the scripts use it
 bin=target/release
@@ -13,6 +16,14 @@ bin=${DEEPSPEC_BIN:-$bin}
 stage=${SLURM_JOB_NAME:-deepspec-pipeline}
 stage=${stage#deepspec-}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
+
+case ${DEEPSPEC_TARGET_SERVER:-deepspec}/${DEEPSPEC_TENSOR_PARALLEL:-1}/${DEEPSPEC_STATES:-cache} in
+    deepspec/[1-9]*/cache | deepspec/[1-9]*/online | vllm/[1-9]*/cache | vllm/[1-9]*/online) ;;
+    *)
+        echo "$stage: expected DEEPSPEC_TARGET_SERVER deepspec or vllm, DEEPSPEC_TENSOR_PARALLEL from 1, DEEPSPEC_STATES cache or online" >&2
+        exit 2
+        ;;
+esac
 
 # Which share of the work this is: task I of N, or 0 of 1 outside an array.
 task=0 tasks=1
@@ -35,6 +46,70 @@ note() {
 
 # Says that the job has begun; the first thing that each does, the pipeline once it knows that it is the only one.
 begun() { note "started, restart ${SLURM_RESTART_COUNT:-0}"; }
+
+# Groups of the job's GPUs, but for the first $1, in $groups (servers.sh).
+job_gpus() {
+    local gpus first=${1:-0}
+    IFS=, read -ra gpus <<<"${CUDA_VISIBLE_DEVICES:-}"
+    if [ ${#gpus[@]} -gt 0 ] && [ "$first" -ge ${#gpus[@]} ]; then
+        echo "$stage: $first tasks leave none of ${#gpus[@]} GPUs to servers; give fewer tasks with --ntasks-per-node" >&2
+    elif group_gpus "${gpus[@]:first}"; then
+        return
+    fi
+    note "failed with code 2"
+    exit 2
+}
+
+# Runs a function of servers.sh; the job fails where a server does not answer.
+need_servers() {
+    failed_gpu=
+    "$@" && return
+    note "failed: no server on GPU $failed_gpu"
+    exit 1
+}
+
+# argument_of FLAG ARGUMENT...: prints the value of a flag.
+argument_of() {
+    local flag=$1 value='' previous=''
+    shift
+    for argument in "$@"; do
+        [ "$previous" != "$flag" ] || value=$argument
+        previous=$argument
+    done
+    printf '%s' "$value"
+}
+
+# serve_states STORAGE FIRST ARGUMENT...: starts vLLM servers of hidden states on the job's GPUs but for the first FIRST. ARGUMENTs name the
+# recipe. $setting is its `data.states` with the servers, and $servers_log the beginning of the logs' names.
+serve_states() {
+    local storage=$1 first=$2
+    states_folder=/dev/shm/deepspec-states-$SLURM_JOB_ID states_urls=() recipe_args=()
+    use_vllm
+    trap 'end_servers; rm -rf "$states_folder"' EXIT
+    shift 2
+    while [ $# -gt 1 ]; do
+        case $1 in --config | --set) recipe_args+=("$1" "$2") ;; esac
+        shift
+    done
+    states_setting "$storage"
+    recipe_args+=(--set "$setting")
+    job_gpus "$first"
+    need_servers start_states "$servers_log" "${groups[@]}"
+    states_urls=("${urls[@]}")
+    states_setting "$storage"
+}
+
+# Prepares for servers of vLLM in this job. Their logs lie beside DEEPSPEC_STATE.
+use_vllm() {
+    # shellcheck disable=SC2034  # servers.sh uses it
+    tensor_parallel=${DEEPSPEC_TENSOR_PARALLEL:-1}
+    servers_log=$(dirname "${DEEPSPEC_STATE:-.}")/$stage-$SLURM_JOB_ID
+    # shellcheck source=scripts/servers.sh
+    . scripts/servers.sh
+    # shellcheck source=scripts/stages.sh
+    . scripts/stages.sh
+    trap end_servers EXIT
+}
 
 # Runs a program as a step of the job, with a `{task}` in its arguments replaced by the task's number. Its code is in $status:
 # 75 if it was told to stop, because the time is over or somebody else needs the machine, and goes on when it is run again.

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Tests vLLM's server under a real Slurm of this one machine. regenerate.sbatch starts it, waits until it answers, asks,
 # and ends it. The answers must be those of our own engine. A second job has a server that ends before it answers.
-# Installs Slurm where it may; needs a build.
+# Then pipeline.sbatch trains and judges a drafter with vLLM as the target's server, with stored states and with states
+# during training. Installs Slurm where it may; needs a build.
 #
 #   eval "$(scripts/engines.sh vllm)"; scripts/slurm/test-servers.sh
 set -euo pipefail
@@ -16,14 +17,16 @@ case ${1:-} in
         ;;
 esac
 cd -P "$(dirname "${BASH_SOURCE[0]}")/../.."
-bin=$PWD/target/release
+bin=${DEEPSPEC_TEST_BIN:-$PWD/target/release}
+export DEEPSPEC_BIN=$bin
 : "${DEEPSPEC_VLLM_PYTHON:?eval \"\$(scripts/engines.sh vllm)\" sets it}"
 work=$(mktemp -d)
 # shellcheck source=scripts/slurm/cluster.sh
 . scripts/slurm/cluster.sh
 stop() {
     status=$?
-    [ $status = 0 ] || tail -n 20 "$work"/answers.* "$work"/broken.* >&2 2>/dev/null || true
+    [ $status = 0 ] || tail -n 20 "$work"/answers.* "$work"/broken.* "$work"/run/*.log "$work"/run/logs/* "$work"/run/pipeline.state \
+        >&2 2>/dev/null || true
     kill "${slurm_daemons[@]}" 2>/dev/null || true
     wait "${slurm_daemons[@]}" 2>/dev/null || true
     [ -n "${KEEP:-}" ] || rm -rf "$work"
@@ -31,16 +34,9 @@ stop() {
 trap stop EXIT
 start_slurm "$work" 1
 
-# In the build for CPUs `vllm serve` fails: it looks for a package called vllm.
-mkdir "$work/path"
-cat >"$work/path/vllm" <<SH
-#!/usr/bin/env bash
-model=\$2
-shift 2
-exec "$DEEPSPEC_VLLM_PYTHON" -m vllm.entrypoints.openai.api_server --model "\$model" "\$@"
-SH
-chmod +x "$work/path/vllm"
-export PATH=$work/path:$PATH VLLM_CPU_KVCACHE_SPACE=1 HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
+# shellcheck source=scripts/vllm_cpu/command.sh
+. scripts/vllm_cpu/command.sh
+vllm_on_path "$work/path"
 export DEEPSPEC_SERVER=vllm DEEPSPEC_SERVER_ARGS="--dtype float32 --max-model-len 512 --enforce-eager" DEEPSPEC_STATE=$work/jobs
 target=assets/tiny-target
 "$bin/deepspec-data" --quiet split --dataset assets/demo-prompts.jsonl --sample-size 20 --test-size 0.2 --train-output "$work/prompts.jsonl" \
@@ -48,11 +44,7 @@ target=assets/tiny-target
 asked=(--model "$target" --input "$work/prompts.jsonl" --temperature 0 --max-tokens 64 --disable-thinking)
 submit() { sbatch --parsable --wait --gpus-per-node=0 --cpus-per-task=1 --output="$work/$1.log" scripts/slurm/regenerate.sbatch "${asked[@]}" --output "$work/$1.jsonl"; }
 
-# Processes of vLLM on this machine, by their command lines or by what they call themselves.
-servers() { processes 'VLLM::|vllm\.entrypoints' | sort; }
-
 echo "== regenerate.sbatch with vLLM's server" >&2
-before=$(servers)
 submit answers
 "$bin/deepspec-data" --quiet regenerate --local-model "$target" "${asked[@]}" --output "$work/own.jsonl"
 python3 - "$work/answers.jsonl" "$work/own.jsonl" <<'PY'
@@ -64,18 +56,51 @@ print(f"slurm test: vLLM's server: {same} of {len(own)} answers are those of our
 assert served.keys() == own.keys() and len(own) == 16 and same >= 15
 PY
 # The job ends a moment before the last of its programs.
-for ((attempt = 0; attempt < 100; attempt++)); do
-    left=$(servers)
-    [ "$left" != "$before" ] || break
-    sleep 0.1
-done
-if [ "$left" != "$before" ]; then
+all_ended() {
+    local attempt left
+    for ((attempt = 0; attempt < 100; attempt++)); do
+        left=$(writers "$work")
+        [ -n "$left" ] || return 0
+        sleep 0.1
+    done
     echo "slurm test: parts of the server outlived the job: ${left//$'\n'/ }" >&2
-    exit 1
-fi
+    return 1
+}
+all_ended
 
 echo "== and with one that does not start" >&2
 DEEPSPEC_SERVER_ARGS="--no-such-flag" submit broken && { echo "slurm test: the job did not fail" >&2; exit 1; }
 grep -q 'failed: no server on GPU none' "$work/jobs"
 grep -q 'no-such-flag' "$work/broken.log"
 echo "slurm test: a server that does not start fails its job with its own words" >&2
+
+echo "== pipeline.sbatch with vLLM as the target's server" >&2
+export DEEPSPEC_RUN=$work/run DEEPSPEC_TARGET=$target DEEPSPEC_RECIPE=configs/tiny/eagle3.yaml DEEPSPEC_PROMPTS=assets/demo-prompts.jsonl
+export DEEPSPEC_TARGET_SERVER=vllm DEEPSPEC_SPLIT_ARGS="--sample-size 60 --test-size 0.1" DEEPSPEC_CACHE_ARGS="--device cpu"
+export DEEPSPEC_REGENERATE_ARGS="--temperature 1 --max-tokens 48 --seed 1 --disable-thinking"
+export DEEPSPEC_TRAIN_ARGS="--device cpu --set train.max_train_steps=20"
+export DEEPSPEC_EVAL_ARGS="--suite smoke-math --limit 4 --max-new-tokens 32 --max-num-seqs 4 --temperature 0"
+here="--gpus-per-node=0 --cpus-per-task=1"
+export DEEPSPEC_REGENERATE_SBATCH=$here DEEPSPEC_CACHE_SBATCH=$here DEEPSPEC_TRAIN_SBATCH="$here --ntasks-per-node=1"
+export DEEPSPEC_EVAL_SBATCH=$here DEEPSPEC_EXPORT_SBATCH=$here
+unset DEEPSPEC_SERVER
+for states in cache online; do
+    # The second run learns from the answers of the first.
+    rm -rf "$work"/run/{cache,checkpoints,eval,export,pipeline.state}
+    DEEPSPEC_STATES=$states bash scripts/slurm/pipeline.sbatch
+    while [ -n "$(squeue --noheader)" ]; do sleep 1; done
+    all_ended
+    python3 - "$work/run" "$states" <<'PY'
+import glob, json, sys
+run, states = sys.argv[1:]
+lines = [line.rstrip("\n").split("\t") for line in open(f"{run}/pipeline.state")]
+assert not [line for line in lines if "failed" in line[4]], lines
+done = [line[1] for line in lines if line[4] == "done"]
+assert done[-3:] == ["train", "export", "eval"] and ("cache" in done) == (states == "cache"), done
+left = [folder for line in lines for folder in glob.glob(f"/dev/shm/deepspec-states-{line[3] or 'none'}")]
+assert not left, left
+length = json.load(open(f"{run}/eval/results.json"))["suites"][0]["metrics"]["accepted_length"]
+assert length >= 1, length
+print(f"slurm test: vLLM as the target's server, {states}: {' '.join(done)}; accepted length {length:.2f}")
+PY
+done
