@@ -159,6 +159,7 @@ if [ $# = 0 ]; then
     part scripts/book.py tutorial
     part scripts/test-pipeline.sh
     [ -z "$engines" ] || part scripts/test-target-server.sh
+    [ -z "$engines" ] || part scripts/test-large-targets.sh
     part scripts/test-wheel.sh
     if command -v "${CHROMIUM:-chromium}" >/dev/null; then
         part scripts/test_pages.py
