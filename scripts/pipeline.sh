@@ -516,6 +516,8 @@ stage_answers() {
                 export DEEPSPEC_SERVER_ARGS="--max-num-seqs 64 ${DEEPSPEC_SERVER_ARGS:-}"
             has --concurrency || asked+=(--concurrency 64)
         fi
+        # A server that starts again loads the model first.
+        has --server-wait || asked+=(--server-wait "${DEEPSPEC_SERVER_WAIT:-1800}")
         start_servers "$run/answers" "${groups[@]}"
         wait_for_servers
         asked+=(--server "${urls[@]}")

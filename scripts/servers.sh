@@ -36,13 +36,19 @@ shell_words() {
 
 # server_command PORT [ARGUMENT]...: the command of a server, in $command.
 server_command() {
-    local port=$1 more line words size=()
+    local port=$1 more line words size=() served=("$model")
     shift
     read -ra more <<<"${DEEPSPEC_SERVER_ARGS:-}"
     [ "${tensor_parallel:-1}" = 1 ] || size=(--tensor-parallel-size "$tensor_parallel")
     case $kind in
         deepspec) command=("$bin/deepspec-data" --quiet serve --model "$model" --port "$port" "${more[@]}") ;;
-        vllm) command=(vllm serve "$model" --port "$port" "${size[@]}" "${more[@]}" "$@") ;;
+        vllm)
+            # vLLM does not know owner/name@revision.
+            if [[ $model == *?/*?@?* ]] && [ ! -e "$model" ]; then
+                served=("${model%%@*}" --revision "${model#*@}" --served-model-name "$model")
+            fi
+            command=(vllm serve "${served[@]}" --port "$port" "${size[@]}" "${more[@]}" "$@")
+            ;;
         sglang) command=(python3 -m sglang.launch_server --model-path "$model" --port "$port" "${more[@]}") ;;
         states)
             line=$("$bin/deepspec-data" --quiet states vllm-command "${recipe_args[@]}" --port "$port" --tensor-parallel "${tensor_parallel:-1}") || exit

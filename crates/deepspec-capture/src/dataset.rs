@@ -250,6 +250,9 @@ impl FinishedCache {
         if !kept.covers(needed) {
             return Err(StatesError::FinalStates { dir: dir.to_path_buf(), kept, needed });
         }
+        if reader.manifest().no_last_token_states && source.reads_last_token_state {
+            return Err(StatesError::LastTokenStates { dir: dir.to_path_buf() });
+        }
         Ok(Self { reader: Arc::new(reader), rows: None })
     }
 

@@ -76,6 +76,12 @@ pub enum StatesError {
         /// Which final states are needed.
         needed: FinalStates,
     },
+    /// A cache lacks the states of each sample's last token, which the drafter trains on.
+    #[error("{}: this cache was built from the states of answers for a drafter that does not read those of a sample's last token; build one with this recipe, or take supervise: labels", dir.display())]
+    LastTokenStates {
+        /// The cache.
+        dir: PathBuf,
+    },
     /// A finished cache does not have the samples of the input.
     #[error("{}: this cache has no sample {sample:?} as data.input gives it; name another folder, or the files that it was made from", dir.display())]
     OtherSamples {
@@ -104,6 +110,7 @@ impl StatesError {
             | Self::NoCache { .. }
             | Self::NoPlace
             | Self::FinalStates { .. }
+            | Self::LastTokenStates { .. }
             | Self::OtherSamples { .. }
             | Self::Cache(
                 CacheError::Mismatch { .. } | CacheError::BuildDiffers { .. } | CacheError::Leftover { .. },

@@ -256,7 +256,13 @@ fn tokenise_row(row: Parsed, source: &TargetSpec) -> Outcome {
                 Some(answers) => answers.fit(sample, source.reads_last_token_state),
                 None => Ok(sample),
             };
-            fitted.map_or_else(Outcome::Bad, |sample| Outcome::Kept { sample, cut, served })
+            match fitted {
+                Ok(sample) if (sample.supervised_count() as usize) < MIN_SUPERVISED_TOKENS => {
+                    Outcome::TooShort
+                }
+                Ok(sample) => Outcome::Kept { sample, cut, served },
+                Err(problem) => Outcome::Bad(problem),
+            }
         }
     }
 }

@@ -222,13 +222,13 @@ fn incomplete_path(blob: &Path) -> PathBuf {
     name.into()
 }
 
-/// A file's path for a URL: encodes literal percent signs, before [`Client::url`] encodes the rest.
 /// The hub's URL of a file.
 pub fn file_url(client: &Client, repo: &Repo, commit: &str, file: &str) -> String {
     let repo = repo.to_hf_repo(commit);
     client.url(&format!("{}/resolve/{}/{}", repo.url(), repo.url_revision(), escape_percent_signs(file)))
 }
 
+/// A file's path for a URL: encodes literal percent signs, before [`Client::url`] encodes the rest.
 fn escape_percent_signs(file: &str) -> String {
     file.replace('%', "%25")
 }
@@ -256,8 +256,7 @@ fn parse_header_number(headers: &HeaderMap, name: &str) -> Option<u64> {
     headers.get(name)?.to_str().ok()?.trim().parse().ok()
 }
 
-/// The first byte and the whole size in `bytes 5-9/10`.
-/// First byte and total size of a `Content-Range`.
+/// The first byte and the whole size in a `Content-Range` such as `bytes 5-9/10`.
 pub fn parse_content_range(headers: &HeaderMap) -> Option<(u64, Option<u64>)> {
     let text = headers.get(header::CONTENT_RANGE)?.to_str().ok()?;
     let (range, total) = text.strip_prefix("bytes ")?.split_once('/')?;

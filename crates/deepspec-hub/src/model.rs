@@ -65,7 +65,9 @@ impl Hub {
             return Ok(self.snapshot_dir(repo, &listing.commit));
         }
         let without_layers = wanted == ModelFiles::WithoutLayers;
+        let snapshot = self.snapshot_dir(repo, &listing.commit);
         if without_layers
+            && !has_weights(&snapshot, wanted)
             && let Some(dir) = self.outer_tensors_dir(repo, &listing.commit).filter(|dir| dir.exists())
         {
             return Ok(dir);
@@ -94,7 +96,7 @@ impl Hub {
         for file in &weights {
             self.fetch(repo, file)?;
         }
-        Ok(self.snapshot_dir(repo, &listing.commit))
+        Ok(snapshot)
     }
 }
 
@@ -154,6 +156,14 @@ fn is_small_model_file(file: &str) -> bool {
     known.contains(&file)
         || (is_tokenizer && !file.contains('/'))
         || (file.starts_with("additional_chat_templates/") && file.ends_with(".jinja"))
+}
+
+/// Whether a snapshot has the wanted weights.
+fn has_weights(snapshot: &Path, wanted: ModelFiles) -> bool {
+    match read_shard_names(&snapshot.join(INDEX_FILE), wanted) {
+        Some(shards) => shards.iter().all(|shard| snapshot.join(shard).exists()),
+        None => snapshot.join(SINGLE_WEIGHTS_FILE).exists(),
+    }
 }
 
 /// The shards of a safetensors index that hold wanted tensors, without duplicates, sorted.

@@ -68,6 +68,17 @@ impl Hub {
         if shards.iter().all(|shard| snapshot.join(shard).exists()) {
             return Ok(None);
         }
+        let _lock = match lock(&dir.with_extension("lock")) {
+            Ok(lock) => lock,
+            Err(error) => {
+                tracing::warn!("{error}; whole shards are fetched");
+                return Ok(None);
+            }
+        };
+        // Another process may have downloaded it in between.
+        if dir.exists() {
+            return Ok(Some(dir));
+        }
         let open = |file| {
             let target = RequestTarget { repo, file: Some(file), known: &listing.files };
             Shard { client: &self.client, target, url: file_url(&self.client, repo, &listing.commit, file) }
@@ -84,16 +95,16 @@ impl Hub {
         }
         let disk = |source: FileError| HubError::Disk { what: repo.to_string(), source };
         let partial = partial_path(&dir);
-        let _ = fs::remove_dir_all(&partial);
         fs::create_dir_all(&partial).map_err(FileError::at("creating", &partial)).map_err(disk)?;
         let path = partial.join(SINGLE_WEIGHTS_FILE);
         let written = |error| disk(FileError::at("writing", &path)(error));
-        let mut file = File::create(&path).map_err(written)?;
-        file.write_all(&header(&tensors)).map_err(written)?;
-        let mut progress = Progress::for_bytes(self.settings.verbosity, "fetching", bytes, 0);
-        for tensor in &tensors {
-            let shard = open(tensor.shard);
-            if !shard.copy_range(&tensor.bytes, &mut file, &path, &mut progress)? {
+        let (mut file, mut done) = begin_or_resume(&path, &header(&tensors)).map_err(written)?;
+        let mut progress = Progress::for_bytes(self.settings.verbosity, "fetching", bytes, done);
+        for OuterTensor { shard, bytes, .. } in &tensors {
+            let rest = (bytes.start + done).min(bytes.end)..bytes.end;
+            done = done.saturating_sub(bytes.end - bytes.start);
+            if !open(shard).copy_range(&rest, &mut file, &path, &mut progress)? {
+                let _ = fs::remove_dir_all(&partial);
                 return Ok(None);
             }
         }
@@ -226,6 +237,34 @@ fn header(tensors: &[OuterTensor]) -> Vec<u8> {
     let mut text = Value::Object(entries).to_string().into_bytes();
     text.resize(text.len().next_multiple_of(PREFIX_BYTES as usize), b' ');
     [&(text.len() as u64).to_le_bytes()[..], &text].concat()
+}
+
+/// Opens the file of tensors behind the bytes of an earlier process. Returns the number of these bytes
+/// behind the header.
+fn begin_or_resume(path: &Path, header: &[u8]) -> io::Result<(File, u64)> {
+    let mut file = File::options().read(true).append(true).create(true).open(path)?;
+    let mut found = vec![];
+    Read::by_ref(&mut file).take(header.len() as u64).read_to_end(&mut found)?;
+    if found != header {
+        file.set_len(0)?;
+        file.write_all(header)?;
+    }
+    let done = file.metadata()?.len() - header.len() as u64;
+    Ok((file, done))
+}
+
+/// Locks a file that is created for it. The lock ends with the returned file.
+fn lock(path: &Path) -> Result<File, FileError> {
+    let open = || -> io::Result<File> {
+        fs::create_dir_all(path.parent().unwrap_or(Path::new(".")))?;
+        let file = File::options().create(true).truncate(false).write(true).open(path)?;
+        match file.lock() {
+            // Some network file systems have no locks.
+            Err(error) if error.kind() == io::ErrorKind::Unsupported => Ok(file),
+            locked => locked.map(|()| file),
+        }
+    };
+    open().map_err(FileError::at("locking", path))
 }
 
 fn copy(from: &Path, to: &Path) -> Result<(), FileError> {

@@ -78,8 +78,9 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     let (recipe, dir) = args.job.open()?;
     let device =
         deepspec_ops::parse_device(&args.job.device).map_err(|error| UsageError(error.to_string()))?;
-    let source = TargetSpec::open(&recipe, verbosity).map_err(StatesError::report)?;
-    let layout = source.layout(args.final_states(source.final_states)?, args.encoding());
+    let mut source = TargetSpec::open(&recipe, verbosity).map_err(StatesError::report)?;
+    source.final_states = args.final_states(source.final_states)?;
+    let layout = source.layout(source.final_states, args.encoding());
 
     let TokenisedRows { samples, report } = tokenise(&args.job.input, &source, |_| ())?;
     check_rows(args, &report, &recipe, &dir)?;
@@ -293,6 +294,9 @@ impl BuildRun<'_> {
                 let reader = AnswerStatesReader::open(self.spec, answers.clone(), self.device)?;
                 tracing::info!("{what} from the answers' states in {}", answers.dir().display());
                 builder.set_origin(&reader.describe())?;
+                if !self.spec.reads_last_token_state {
+                    builder.set_no_last_token_states()?;
+                }
                 fill_shards_from_answers(builder, &reader, count_sample)?;
             }
             (None, None) => {

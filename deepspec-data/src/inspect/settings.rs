@@ -8,7 +8,7 @@ use deepspec_capture::{StatesError, chat_template, check_template_tags, mask_rul
 use deepspec_core::cli::{UsageError, Verbosity};
 use deepspec_core::recipe::{DEFAULT_MAX_LENGTH, TemplateRecipe};
 use deepspec_core::usage;
-use deepspec_hub::{HubError, model_dir};
+use deepspec_hub::{HubError, ModelFiles, model_files};
 use deepspec_models::{ModelConfig, chat_formats, stop_ids};
 use deepspec_text::{ChatTemplate, ChatTokenizer, MaskRule};
 
@@ -51,7 +51,8 @@ impl MaskSettings {
             (None, Some(recipe)) => (recipe.target.model.as_str(), recipe.target.revision.as_deref()),
             (None, None) => usage!("give --model or --config"),
         };
-        let dir = model_dir(model, revision, verbosity).map_err(HubError::report).context("the model")?;
+        let dir = model_files(model, revision, ModelFiles::Config, verbosity);
+        let dir = dir.map_err(HubError::report).context("the model")?;
         let tokenizer = ChatTokenizer::load(&dir).map_err(|error| UsageError(error.to_string()))?;
         let template = match (&recipe, &args.chat_template) {
             (Some(recipe), _) => chat_template(recipe).map_err(|error| UsageError(error.to_string()))?,
@@ -73,7 +74,7 @@ impl MaskSettings {
         let has_recipe = recipe.is_some();
         let own = recipe.map_or(DEFAULT_MAX_LENGTH, |recipe| recipe.data.max_length);
         let max_length = args.max_length.unwrap_or(own);
-        let vocab_size = ModelConfig::load(&dir).ok().map(|config| config.vocab_size as usize);
+        let vocab_size = ModelConfig::load_any(&dir).ok().map(|config| config.vocab_size as usize);
         let mask_candidates = mask_candidates(&tokenizer, &dir, vocab_size);
         Ok(Self {
             tokenizer,

@@ -155,10 +155,11 @@ impl Inputs {
     /// Opens the output, with the rows of earlier runs and of `--reuse`.
     fn resume(&self, args: &Args) -> anyhow::Result<(ResultStore, RunStats)> {
         let Self { settings, index, .. } = self;
-        let mut store = ResultStore::open(&args.output, settings, Arc::clone(index), args.overwrite)?;
+        // Before --overwrite empties the output.
         if let Some(states) = &settings.states {
             with_states::open_folder(states, settings)?;
         }
+        let mut store = ResultStore::open(&args.output, settings, Arc::clone(index), args.overwrite)?;
         rejected_rows::report(&index.rejected, &args.output)?;
         if args.retry_failed {
             store.forget_failed()?;

@@ -107,8 +107,9 @@ impl Row {
                 Step::Message(message) => said.push(settings.output_message(message)),
                 Step::Generate => {
                     let body = settings.body(&said, &self.request_key(turn));
-                    let mut answer = backend.ask(body, &mut home).await?;
                     // The last prompt contains the earlier turns.
+                    drop(states.take());
+                    let mut answer = backend.ask(body, &mut home).await?;
                     states = answer.states.take();
                     tokens += answer.tokens;
                     if turn == 0 || finish.is_whole() {

@@ -45,22 +45,26 @@ impl StatesArgs {
 /// With a usage error if it has states of answers with other settings.
 pub fn open_folder(states: &AnswerStates, settings: &RequestSettings) -> anyhow::Result<()> {
     let record = states.dir().join(RECORD_FILE);
-    if record.exists() {
-        let text = atomic::read_text(&record)?;
-        let earlier: Value =
-            serde_json::from_str(&text).with_context(|| format!("{}: not valid JSON", record.display()))?;
-        let mut differing = settings.differing_settings(&earlier);
-        // Workers share a folder.
-        differing.retain(|name| name != WORKER);
-        if !differing.is_empty() {
-            usage!(
-                "--with-states {}: it has the states of answers with other settings ({}); give another folder",
-                states.dir().display(),
-                differing.join(", ")
-            );
+    if !record.exists() {
+        atomic::create_dir(states.dir())?;
+        let written = atomic::write_json(&record, &settings.record());
+        // Another worker may have written it in between.
+        if !record.exists() {
+            written?;
         }
-        return Ok(());
     }
-    atomic::create_dir(states.dir())?;
-    Ok(atomic::write_json(&record, &settings.record())?)
+    let text = atomic::read_text(&record)?;
+    let earlier: Value =
+        serde_json::from_str(&text).with_context(|| format!("{}: not valid JSON", record.display()))?;
+    let mut differing = settings.differing_settings(&earlier);
+    // Workers share a folder.
+    differing.retain(|name| name != WORKER);
+    if !differing.is_empty() {
+        usage!(
+            "--with-states {}: it has the states of answers with other settings ({}); give another folder",
+            states.dir().display(),
+            differing.join(", ")
+        );
+    }
+    Ok(())
 }

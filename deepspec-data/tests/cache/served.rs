@@ -5,6 +5,8 @@ use std::process::{Child, Command, Stdio};
 use std::{fs, thread};
 
 use deepspec_capture::cache::Reader;
+use deepspec_capture::{Dataset, TargetSpec};
+use deepspec_core::cli::Verbosity;
 use deepspec_testkit::server::{Reply, Server};
 use deepspec_testkit::skip;
 use serde_json::json;
@@ -18,9 +20,14 @@ const TOKEN: &str = "a token of the test";
 
 /// `regenerate --with-states` of the bench's rows, with the server's files in the bench's folder.
 fn regenerate(bench: &Bench, url: &str, more: &[&str]) -> (Option<i32>, String) {
+    regenerate_into(bench, url, "stored", more)
+}
+
+/// As [`regenerate`], with the states in another folder.
+fn regenerate_into(bench: &Bench, url: &str, stored: &str, more: &[&str]) -> (Option<i32>, String) {
     let mut command = Command::new(env!("CARGO_BIN_EXE_deepspec-data"));
     command.args(["regenerate", "--model", "tiny", "--input", "rows.jsonl", "--output", "answers.jsonl"]);
-    command.args(["--temperature", "0", "--server", url, "--with-states", "stored", "--states-folder"]);
+    command.args(["--temperature", "0", "--server", url, "--with-states", stored, "--states-folder"]);
     command.arg(bench.path("states")).args(more).current_dir(bench.path("")).env_remove("RUST_LOG");
     let output = command.output().unwrap();
     (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
@@ -142,8 +149,22 @@ fn states_come_with_the_answers() {
         let known = last.len() - zeros * 192;
         assert!(zeros == 1 && own_last[..known].iter().zip(&last).all(is_close), "sample {index}");
     }
+    assert!(with_answers.manifest().no_last_token_states && !alone.manifest().no_last_token_states);
     let origin = with_answers.manifest().origin.as_deref().unwrap();
     assert!(origin.contains("layer ids [2, 4, 6]"), "{origin}");
+
+    // A drafter that reads the missing states is refused.
+    let recipe = fs::read_to_string(bench.path("recipe.yaml")).unwrap();
+    let drafter = recipe.lines().find(|line| line.starts_with("drafter:")).unwrap();
+    for (supervise, is_refused) in [("shifted", true), ("labels", false)] {
+        let other = recipe.replace(drafter, &format!("drafter: {{eagle3: {{supervise: {supervise}}}}}"));
+        bench.write("eagle3.yaml", &other.replace("cache: unused", "cache: with-answers"));
+        let set = format!("data.states.cache={}", bench.path("with-answers").display());
+        let recipe = deepspec_drafters::load_recipe(&bench.path("eagle3.yaml"), &[set]).unwrap();
+        let spec = TargetSpec::open(&recipe, Verbosity::Quiet).unwrap();
+        let problem = Dataset::open(&recipe, &spec, None, |_| vec![]).err().map(|error| error.to_string());
+        assert_eq!(problem.is_some_and(|problem| problem.contains("supervise: labels")), is_refused);
+    }
 
     // A row that was edited has no states any more, nor has one that was never answered.
     let rows = fs::read_to_string(bench.path("answers.jsonl")).unwrap();
@@ -174,12 +195,17 @@ fn requests_for_states_with_answers_that_cannot_succeed_are_refused() {
     let (code, said) = regenerate(&bench, &server.url(), &["--reasoning", "drop"]);
     assert_eq!(code, Some(2));
     assert!(said.contains("keep the reasoning"), "{said}");
+    let rows = "{\"id\": \"answered before\"}\n";
+    bench.write("answers.jsonl", rows);
     let (code, said) = regenerate(&bench, &server.url(), &["--max-tokens", "9", "--overwrite"]);
     assert_eq!(code, Some(2));
     assert!(said.contains("stored") && said.contains("other settings (max_tokens)"), "{said}");
+    assert_eq!(fs::read_to_string(bench.path("answers.jsonl")).unwrap(), rows, "answers are lost");
+    bench.write("answers.jsonl", "");
     let other = Server::start(|_| Reply::Json(json!({"engine": "another"})));
-    let (code, said) = regenerate(&bench, &other.url(), &["--with-states", "elsewhere"]);
-    assert_eq!(code, Some(2), "{said}");
+    let (code, said) = regenerate_into(&bench, &other.url(), "elsewhere", &[]);
+    assert_eq!(code, Some(1), "{said}");
+    assert!(said.contains("not that of a vLLM server"), "{said}");
     let set = ["--set", "data.states={cache: c, answers: nowhere}"];
     let missing = bench.run(&[&BUILD[..], &set].concat());
     assert_eq!(missing.code, Some(2));
@@ -252,7 +278,8 @@ fn an_agent_serves_another_machine() {
     command.args(["netns", "exec", &namespace.name, env!("CARGO_BIN_EXE_deepspec-data"), "cache"]);
     command.args(BUILD).args(["--output-dir", "direct", "--set", &set]).current_dir(bench.path(""));
     let refused = command.output().unwrap();
-    assert_eq!(refused.status.code(), Some(1));
+    let said = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert!(refused.status.code() == Some(1) && said.contains("Connection refused"), "{said}");
 }
 
 #[test]

@@ -9,7 +9,7 @@ use deepspec_core::cli::Verbosity;
 use deepspec_core::usage;
 use deepspec_drafters::open_checkpoint;
 
-use super::{model_folder, report};
+use super::{model_folder, report, target_folder};
 
 /// Arguments of `checkpoint convert`.
 #[derive(clap::Args)]
@@ -65,7 +65,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     let from = model_folder("--from", &args.from, verbosity)?;
     let source = open_checkpoint(&from).map_err(report)?;
     let target = match &args.target {
-        Some(name) => Some(Target::open(&model_folder("--target", name, verbosity)?, name).map_err(report)?),
+        Some(name) => Some(Target::open(&target_folder(name, verbosity)?, name).map_err(report)?),
         None => None,
     };
     if args.dtype.is_some() && args.to != ExportTarget::Engine(Engine::LlamaCpp) {

@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use anyhow::Context;
 use deepspec_checkpoint::CheckpointError;
 use deepspec_core::cli::{UsageError, Verbosity};
-use deepspec_hub::{HubError, model_dir};
+use deepspec_hub::{HubError, ModelFiles, model_dir, model_files};
 
 /// Subcommands of `checkpoint`.
 #[derive(clap::Subcommand)]
@@ -37,6 +37,12 @@ pub fn run(command: &Command, verbosity: Verbosity) -> anyhow::Result<()> {
 /// The folder of a model, downloaded for a hub id; `flag` is the context of errors.
 fn model_folder(flag: &'static str, model: &str, verbosity: Verbosity) -> anyhow::Result<PathBuf> {
     model_dir(model, None, verbosity).map_err(HubError::report).context(flag)
+}
+
+/// The folder of a target whose layers are not needed.
+fn target_folder(model: &str, verbosity: Verbosity) -> anyhow::Result<PathBuf> {
+    let dir = model_files(model, None, ModelFiles::WithoutLayers, verbosity);
+    dir.map_err(HubError::report).context("--target")
 }
 
 /// Maps a refusal to a usage error, and keeps all other errors.

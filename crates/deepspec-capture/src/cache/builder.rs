@@ -21,8 +21,8 @@ use crate::cache::identity::Identity;
 use crate::cache::identity::Recipe;
 use crate::cache::manifest::{Manifest, is_not_found};
 use crate::cache::parts::{
-    CLAIM_FILE, Claim, Worker, find_leftover_files, lock_worker_dir, read_origins, remove_if_present,
-    worker_dirs, write_origin,
+    CLAIM_FILE, Claim, Worker, find_leftover_files, lack_last_token, lock_worker_dir, read_origins,
+    remove_if_present, worker_dirs, write_no_last_token, write_origin,
 };
 use crate::cache::plan::Plan;
 use crate::cache::samples::{self, WrittenSample};
@@ -112,6 +112,14 @@ impl<'p> Builder<'p> {
     /// I/O failures.
     pub fn set_origin(&self, origin: &str) -> Result<(), CacheError> {
         write_origin(&self.part, origin)
+    }
+
+    /// Notes in the manifest that samples lack the states of their last token.
+    ///
+    /// # Errors
+    /// If the note cannot be written.
+    pub fn set_no_last_token_states(&self) -> Result<(), CacheError> {
+        write_no_last_token(&self.part)
     }
 
     /// Number of samples in all shards of this worker.
@@ -249,8 +257,11 @@ pub(crate) fn publish_shards(
     // All file names must be on disk before the manifest refers to them.
     sync_dir(dir)?;
     let shards = shards.into_iter().map(|(_, sidecar)| sidecar.shard).collect();
-    let origin = read_origins(&worker_dirs(dir)?);
-    let manifest = Manifest::new(recipe, entry, shards, origin);
+    let parts = worker_dirs(dir)?;
+    let mut manifest = Manifest::new(recipe, entry, shards);
+    manifest.origin = read_origins(&parts);
+    manifest.no_last_token_states = lack_last_token(&parts);
+    manifest.update_digest();
     manifest.write(dir)?;
     sync_dir(dir)?;
     remove_if_present(&parts_dir(dir))?;

@@ -52,6 +52,9 @@ pub struct Manifest {
     /// The engine that computed the states; absent if the target ran in the program that wrote the cache.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub origin: Option<String>,
+    /// Whether zeros stand for the states of each sample's last token.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub no_last_token_states: bool,
     /// The manifest of the format 2 cache that was imported, with sorted keys. An export writes it
     /// back.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -61,12 +64,7 @@ pub struct Manifest {
 }
 
 impl Manifest {
-    pub(crate) fn new(
-        recipe: &Recipe,
-        samples: SamplesEntry,
-        shards: Vec<ShardEntry>,
-        origin: Option<String>,
-    ) -> Self {
+    pub(crate) fn new(recipe: &Recipe, samples: SamplesEntry, shards: Vec<ShardEntry>) -> Self {
         let Recipe { identity, encoding, last, shard_bytes, counts, input, reference } = recipe.clone();
         let (format, tool) = (FORMAT.to_string(), format!("deepspec {}", deepspec_core::VERSION));
         let mut manifest = Self {
@@ -81,7 +79,8 @@ impl Manifest {
             counts,
             samples,
             shards,
-            origin,
+            origin: None,
+            no_last_token_states: false,
             reference,
             digest: String::new(),
         };
@@ -230,7 +229,7 @@ impl Plan {
             self.shards().iter().enumerate().map(shard).collect::<Result<_, CacheError>>()?;
         let entry =
             SamplesEntry { file: SAMPLES_FILE.to_string(), bytes: table, sha256: placeholder_digest() };
-        let manifest = Manifest::new(&self.recipe(identity)?, entry, shards, None).file_bytes();
+        let manifest = Manifest::new(&self.recipe(identity)?, entry, shards).file_bytes();
         Ok(self.bytes().saturating_add(table).saturating_add(manifest))
     }
 }

@@ -26,6 +26,20 @@ pub(crate) fn write_origin(part: &Path, origin: &str) -> Result<(), CacheError> 
     Ok(atomic::replace(&part.join(ORIGIN_FILE), |file| file.write_all(origin.as_bytes()))?)
 }
 
+/// Name of the file in a worker's folder that says that its samples lack the states of their last
+/// token.
+const NO_LAST_TOKEN_FILE: &str = "no-last-token-states";
+
+/// Notes that a worker's samples lack the states of their last token.
+pub(crate) fn write_no_last_token(part: &Path) -> Result<(), CacheError> {
+    Ok(atomic::replace(&part.join(NO_LAST_TOKEN_FILE), |_| Ok(()))?)
+}
+
+/// Whether samples of a worker lack the states of their last token.
+pub(crate) fn lack_last_token(parts: &[PathBuf]) -> bool {
+    parts.iter().any(|part| part.join(NO_LAST_TOKEN_FILE).exists())
+}
+
 /// Where the states of all workers come from; `None` for the target in this program.
 pub(crate) fn read_origins(parts: &[PathBuf]) -> Option<String> {
     let mut origins: Vec<String> =

@@ -2,8 +2,8 @@
 //!
 //! `regenerate --with-states` requests the states of prompt and answer in one request. It stores a
 //! safetensors file for each row: `hidden_states` `[N, slots, d]` and `token_ids` `[N]` as vLLM
-//! wrote them, and `log_probs` `[A]` of the answer's tokens. The last token of an answer never ran
-//! through the model, so N counts prompt and answer without it.
+//! wrote them, `log_probs` `[A]` of the answer's tokens, and `last_token` `[1]`. The last token of an
+//! answer never ran through the model, so N counts prompt and answer without it.
 
 use std::fs;
 use std::io::{self, Write};
@@ -21,6 +21,7 @@ use crate::cache::{MappedFile, PlannedSample};
 use crate::{SampleStates, StatesError, TargetSpec};
 
 const LOG_PROBS: &str = "log_probs";
+const LAST_TOKEN: &str = "last_token";
 
 /// An answer, and the file of states that the server wrote for it.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -36,7 +37,8 @@ pub struct ServedAnswer {
 }
 
 impl ServedAnswer {
-    /// Checks that the file has the tokens of the prompt and of the answer, without its last one.
+    /// Checks that the file has the tokens of the prompt and of the answer, without its last one, and
+    /// plausible states of them.
     ///
     /// # Errors
     /// The problem.
@@ -54,7 +56,7 @@ impl ServedAnswer {
             let (found, expected) = (self.log_probs.len(), self.answer.len());
             return Err(format!("{found} log-probabilities of {expected} tokens"));
         }
-        file.tensor("hidden_states").map(drop)
+        file.check_states()
     }
 }
 
@@ -120,28 +122,29 @@ impl AnswerStates {
         })?;
         let file =
             StatesFile::parse(file.bytes()).map_err(|problem| format!("{}: {problem}", path.display()))?;
-        let ids = file.ids();
-        if let Some(place) = first_difference(&sample.input_ids, ids) {
+        let mut ids = file.ids().to_vec();
+        let fed = ids.len();
+        ids.extend(last_token(&file).map_err(|problem| format!("{}: {problem}", path.display()))?);
+        if let Some(place) = first_difference(&sample.input_ids, &ids) {
             return Err(format!(
-                "row {:?}: token {place} is {}, and {} has the states of token {}; the row was edited, or its tokens are made from its text",
+                "row {:?}: token {place} is {}, and {} is of token {}; the row was edited, or its tokens are made from its text",
                 sample.id,
                 sample.input_ids[place],
                 path.display(),
                 ids[place]
             ));
         }
-        let end_of_answer = ids.len() + 1;
+        let end_of_answer = ids.len();
         // A supervised span may end with tokens that the template writes behind the answer. A span of
         // its own behind the answer is another message.
         if let Some((start, _)) = sample.spans.last().filter(|(start, _)| *start as usize >= end_of_answer) {
             return Err(format!(
-                "row {:?}: token {start} is supervised, and {} has the states of the first {}",
+                "row {:?}: token {start} is supervised, and {} has the states of the first {fed}",
                 sample.id,
-                path.display(),
-                ids.len()
+                path.display()
             ));
         }
-        let length = if reads_last_token_state { ids.len() } else { end_of_answer };
+        let length = if reads_last_token_state { fed } else { end_of_answer };
         sample.input_ids.truncate(length);
         let length = sample.length();
         sample.spans.iter_mut().for_each(|(_, end)| *end = length.min(*end));
@@ -155,12 +158,21 @@ fn serialize(answer: &ServedAnswer) -> Result<Vec<u8>, String> {
     let file = StatesFile::parse(&answer.file)?;
     let log_probs: Vec<u8> = answer.log_probs.iter().flat_map(|value| value.to_le_bytes()).collect();
     let log_probs = TensorView::new(Dtype::F64, vec![answer.log_probs.len()], &log_probs);
+    let last = answer.answer.last().copied().unwrap_or_default().to_le_bytes();
+    let last = TensorView::new(Dtype::I64, vec![1], &last);
     let tensors = [
         ("hidden_states", file.tensor("hidden_states")?),
         ("token_ids", file.tensor("token_ids")?),
         (LOG_PROBS, log_probs.map_err(|error| error.to_string())?),
+        (LAST_TOKEN, last.map_err(|error| error.to_string())?),
     ];
     safetensors::serialize(tensors, None).map_err(|error| error.to_string())
+}
+
+/// The answer's last token, which has no states.
+fn last_token(file: &StatesFile<'_>) -> Result<Option<i64>, String> {
+    let token = file.tensor(LAST_TOKEN)?;
+    Ok(token.data().try_into().ok().map(i64::from_le_bytes))
 }
 
 /// Index of the first token that differs, up to the end of the shorter list.
@@ -199,13 +211,16 @@ impl AnswerStatesReader {
     pub fn read(&self, sample: &PlannedSample) -> Result<SampleStates, StatesError> {
         let path = self.answers.path(&sample.id);
         let bytes = fs::read(&path).map_err(FileError::at("reading", &path))?;
-        self.read_file(sample, &bytes).map_err(|problem| StatesError::Samples { path, problem })
+        self.read_file(sample, &bytes).map_err(|problem| {
+            let problem = format!("row {:?}: {problem}; take the row out, or generate it anew", sample.id);
+            StatesError::Samples { path, problem }
+        })
     }
 
     fn read_file(&self, sample: &PlannedSample, bytes: &[u8]) -> Result<SampleStates, String> {
         let file = StatesFile::parse(bytes)?;
         if first_difference(&sample.input_ids, file.ids()).is_some() {
-            return Err(format!("its tokens are not those of row {:?}", sample.id));
+            return Err("its tokens are others".into());
         }
         let log_probs = file.tensor(LOG_PROBS)?;
         let log_probs: Vec<f64> = log_probs
@@ -232,12 +247,12 @@ mod tests {
     const PROMPT: [i64; 3] = [5, 6, 7];
     const ANSWER: [i64; 3] = [8, 9, 2];
 
-    /// An answer of three tokens, with states of two values for one layer.
+    /// An answer of three tokens, with states of two values for two layers.
     fn answer() -> ServedAnswer {
-        let states: Vec<u8> = (1..=10).flat_map(|i| (i as f32).to_le_bytes()).collect();
+        let states: Vec<u8> = (1..=20).flat_map(|i| (i as f32).to_le_bytes()).collect();
         let fed = [5, 6, 7, 8, 9_i64];
         let ids: Vec<u8> = fed.iter().flat_map(|id| id.to_le_bytes()).collect();
-        let states = TensorView::new(Dtype::F32, vec![5, 1, 2], &states).unwrap();
+        let states = TensorView::new(Dtype::F32, vec![5, 2, 2], &states).unwrap();
         let tokens = TensorView::new(Dtype::I64, vec![5], &ids).unwrap();
         let file = safetensors::serialize([("hidden_states", states), ("token_ids", tokens)], None).unwrap();
         ServedAnswer { file, prompt: PROMPT.into(), answer: ANSWER.into(), log_probs: vec![-0.5; 3] }
@@ -259,6 +274,13 @@ mod tests {
         assert!(problem(|answer| answer.answer.push(3)).contains("`token_ids` of the file, 5 of them"));
         assert!(problem(|answer| answer.log_probs.truncate(2)).contains("2 log-probabilities of 3 tokens"));
         assert!(problem(|answer| answer.file.truncate(9)).contains("the file of states"));
+        let end = |answer: &mut ServedAnswer, value: f32| {
+            let at = answer.file.windows(4).rposition(|bytes| bytes == 20.0_f32.to_le_bytes()).unwrap();
+            answer.file[at..at + 4].copy_from_slice(&value.to_le_bytes());
+        };
+        let mut broken = answer();
+        end(&mut broken, f32::NAN);
+        assert!(broken.check().unwrap_err().contains("NaN"));
     }
 
     #[test]
@@ -287,6 +309,8 @@ mod tests {
         let problem = |sample: PlannedSample| states.fit(sample, false).unwrap_err();
         assert!(problem(sample("other", &[5], (0, 1))).contains("row \"other\" has no hidden states"));
         assert!(problem(sample("row", &[5, 6, 3, 8], (3, 4))).contains("token 2 is 3"));
+        // An edit of the answer's end, too.
+        assert!(problem(sample("row", &[5, 6, 7, 8, 9, 4], (3, 6))).contains("token 5 is 4"));
         let longer = sample("row", &[5, 6, 7, 8, 9, 2, 13, 14], (6, 8));
         assert!(problem(longer).contains("token 6 is supervised"));
     }

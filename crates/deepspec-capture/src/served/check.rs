@@ -81,6 +81,22 @@ impl<'a> StatesFile<'a> {
         check_values(&states, layer_ids)?;
         Ok(states)
     }
+
+    /// Checks the states without a recipe: their number of tokens, and their values.
+    ///
+    /// # Errors
+    /// As [`Self::states`].
+    pub fn check_states(&self) -> Result<(), String> {
+        let shape = self.tensor("hidden_states")?.shape().to_vec();
+        let [_, slots, hidden] = shape[..] else {
+            return Err(format!(
+                "`hidden_states` has shape {shape:?}, expected tokens, layers and hidden size"
+            ));
+        };
+        // The first slot may be the embedding, which may be zero.
+        let layer_ids: Vec<u32> = (0..slots as u32).collect();
+        self.states(&layer_ids, hidden).map(drop)
+    }
 }
 
 fn tensor<'a>(file: &SafeTensors<'a>, name: &str) -> Result<TensorView<'a>, String> {

@@ -46,7 +46,7 @@ impl StateFile {
         let is_plain = file.extension().is_some_and(|kind| kind == "safetensors");
         if !is_inside || !is_plain || file.file_name().is_none() {
             return Err(Failure::Final(format!(
-                "the server names the file {path}, which is no safetensors file in {}; start it with that folder as shared_storage_path, or name its folder in data.states.folder",
+                "the server names the file {path}, which is no safetensors file in {}; start it with that folder as shared_storage_path, or name its folder (data.states.folder, or --states-folder)",
                 folder.display()
             )));
         }

@@ -54,7 +54,7 @@ impl Default for ServedLimits {
         Self {
             request: Duration::from_secs(600),
             file: Duration::from_secs(120),
-            outage: Duration::from_secs(600),
+            outage: Duration::from_secs(1800),
             attempts: 3,
             tokens_per_server: 16_384,
             leftover_age: Duration::from_secs(900),

@@ -275,6 +275,33 @@ fn tensors_outside_the_layers_come_without_their_shards() {
 }
 
 #[test]
+fn tensors_outside_the_layers_are_fetched_once_and_continued() {
+    let (repo, shards) = sharded();
+    let bench = Bench::new([repo]);
+    let repo = Repo::model("own/large", None);
+    // Four requests read the headers. Those for the embedding break off until the client gives up.
+    for _ in 0..4 {
+        bench.fake.fail("/cdn/", 1, Fault::BreakAfter(1 << 20));
+    }
+    bench.fake.fail("/cdn/", 1, Fault::BreakAfter(1000));
+    bench.fake.fail("/cdn/", 3, Fault::Closed);
+    bench.hub().model_files(&repo, ModelFiles::WithoutLayers).unwrap_err();
+    bench.fake.forget();
+    let fetched = std::thread::scope(|scope| {
+        let fetch = || bench.hub().model_files(&repo, ModelFiles::WithoutLayers).unwrap();
+        [(); 3].map(|()| scope.spawn(fetch)).map(|thread| thread.join().unwrap())
+    });
+    let file = fs::read(fetched[0].join("model.safetensors")).unwrap();
+    let tensors = SafeTensors::deserialize(&file).unwrap();
+    assert_eq!(tensors.tensor("model.norm.weight").unwrap().data(), &shards[1][shards[1].len() - 100..]);
+    assert!(fetched.iter().all(|dir| *dir == fetched[0]));
+    let header = 8 + u64::from_le_bytes(shards[0][..8].try_into().unwrap());
+    let rest = Some(format!("bytes={}-{}", header + 1000, header + 3999));
+    let of_embedding = bench.transfers().into_iter().filter(|(_, range)| *range == rest).count();
+    assert_eq!(of_embedding, 1, "{:?}", bench.transfers());
+}
+
+#[test]
 fn a_server_without_ranges_sends_whole_shards() {
     let (repo, shards) = sharded();
     let bench = Bench::new([repo]);
@@ -282,5 +309,6 @@ fn a_server_without_ranges_sends_whole_shards() {
     let repo = Repo::model("own/large", None);
     let dir = bench.hub().model_files(&repo, ModelFiles::WithoutLayers).unwrap();
     assert_eq!(fs::read(dir.join("a.safetensors")).unwrap(), shards[0]);
-    assert!(names(&bench.dir.path().join("own")).is_empty());
+    let own = bench.dir.path().join("own/outer-tensors/models--own--large");
+    assert_eq!(names(&own).len(), 1, "only the lock is left");
 }

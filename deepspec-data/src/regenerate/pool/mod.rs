@@ -353,6 +353,10 @@ impl Pool {
     async fn add_states(&self, server: &Server, answer: Answer) -> Result<Answer, AttemptError> {
         let Some(folder) = &self.options.states_folder else { return Ok(answer) };
         let hopeless = |problem: String| AttemptError::Hopeless(anyhow!(problem));
+        // A server that was down at the start was not asked for its version.
+        if !server.has_answered() {
+            server.check_vllm_version().await.map_err(hopeless)?;
+        }
         let Some(path) = answer.states_path.as_deref() else {
             return Err(hopeless(format!(
                 "{}: the answer names no file of states; start vLLM by `deepspec-data states vllm-command`",
