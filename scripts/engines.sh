@@ -76,6 +76,13 @@ EOF
         "$venv/bin/python" -c 'import vllm' >&2
         touch "$venv/installed"
     fi
+    # Its own step, which older installations get as well.
+    if [ ! -f "$venv/installed-torchvision" ]; then
+        # vLLM's Qwen3.5 imports it, for text too. What it depends on is installed.
+        "$venv/bin/pip" install --quiet --disable-pip-version-check --no-deps torchvision==0.28.0 >&2
+        "$venv/bin/python" -c 'import torchvision' >&2
+        touch "$venv/installed-torchvision"
+    fi
     printf "export DEEPSPEC_VLLM_PYTHON=%q\n" "$venv/bin/python"
 }
 

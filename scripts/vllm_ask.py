@@ -27,101 +27,31 @@ import time
 
 target, prompts, out, most, *draft = sys.argv[1:]
 method, drafter, count = draft if draft else (None, None, None)
+# vLLM finds the patches for CPUs there.
+patches = os.path.join(os.path.dirname(os.path.abspath(__file__)), "vllm_cpu")
+sys.path.insert(0, patches)
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [patches, os.environ.get("PYTHONPATH")]))
 # Blocks behind anchors run in vLLM's newer runner, whose kernels are Triton's.
-needs_triton = method in ("dspark", "dflash")
-if needs_triton:
+if method in ("dspark", "dflash"):
     # Before anything imports Triton: what is made without it stays a kernel to be compiled.
     os.environ["TRITON_INTERPRET"] = "1"
-# One process, so that what is mended here is mended where the model runs.
 os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE=os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1"))
 os.environ.update(HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1")
-
-
-def folder_of(file):
-    """A folder of what the GGUF holds, which is not made twice."""
-    import torch
-    import transformers
-
-    made = os.path.join(os.path.dirname(os.path.abspath(out)), os.path.basename(file) + ".folder")
-    if not os.path.isdir(made):
-        where, name = os.path.split(os.path.abspath(file))
-        model = transformers.AutoModelForCausalLM.from_pretrained(where, gguf_file=name, dtype=torch.float32)
-        # It takes the model for a packed one, which it would not save.
-        model.hf_quantizer = None
-        del model.config.quantization_config
-        model.save_pretrained(made + ".partial")
-        transformers.AutoTokenizer.from_pretrained(where, gguf_file=name).save_pretrained(made + ".partial")
-        os.rename(made + ".partial", made)
-    return made
-
-
-def interpret_triton():
-    """Triton compiles nothing for CPUs; its interpreter runs the kernels, if slowly."""
-    import torch
-    import triton.backends
-    from triton.backends.compiler import BaseBackend, GPUTarget
-    from triton.backends.driver import DriverBase
-
-    class Compiler(BaseBackend):
-        supports_target = staticmethod(lambda target: target.backend == "cpu")
-        hash = lambda self: "interpreted"
-        parse_options = lambda self, options: options
-        load_dialects = lambda self, context: None
-        get_module_map = lambda self: {}
-
-        def add_stages(self, stages, options):
-            raise NotImplementedError("kernels are interpreted, not compiled")
-
-    class Driver(DriverBase):
-        is_active = classmethod(lambda cls: True)
-        map_python_to_cpp_type = lambda self, kind: kind
-        get_current_target = lambda self: GPUTarget("cpu", 0, 1)
-        get_current_device = lambda self: 0
-        get_current_stream = lambda self, device=0: 0
-        get_active_torch_device = lambda self: torch.device("cpu")
-        get_device_interface = lambda self: torch.cpu
-
-        def get_benchmarker(self):
-            from triton.testing import do_bench
-
-            return do_bench
-
-    triton.backends.backends["cpu"] = triton.backends.Backend(compiler=Compiler, driver=Driver)
-
-
-def mend():
-    """What vLLM 0.32 does wrongly, or cannot do, on CPUs."""
-    import torch
-    from vllm import _custom_ops as ops
-    from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
-
-    # Its kernel norms the keys of all draft layers by the first one's weights.
-    def each_by_its_own(model, keys):
-        normed = torch.empty_like(keys)
-        for layer, weights in enumerate(model._k_norm_weights):
-            ops.rms_norm(normed[layer], keys[layer], weights, model._rms_norm_eps)
-        return normed
-
-    DFlashQwen3Model._normalize_context_k = each_by_its_own
-    if needs_triton:
-        import triton.language as tl
-        import triton.language.extra.libdevice as libdevice
-
-        # The interpreter has none of the device's own functions.
-        libdevice.log1p = lambda x: tl.log(x + 1.0)
 
 
 def main():
     with open(prompts) as file:
         asked = [json.loads(line) for line in file if line.strip()]
-    folder = folder_of(target) if target.endswith(".gguf") else target
-    if needs_triton:
-        interpret_triton()
+    folder = target
+    if target.endswith(".gguf"):
+        import gguf_folder
+
+        folder = os.path.join(os.path.dirname(os.path.abspath(out)), os.path.basename(target) + ".folder")
+        gguf_folder.write(target, folder)
     from vllm import LLM, SamplingParams
 
     settings = {}
     if method:
-        mend()
         settings["speculative_config"] = {"method": method, "model": drafter, "num_speculative_tokens": int(count)}
         settings["per_request_spec_decode_metrics"] = "detailed"
     # All of a prompt fits, and its answer.

@@ -120,5 +120,5 @@ for engine in engines:
             same = sum(row["same"] for row in samples)
             print(f"{titles[engine]}, {drafter}: {same} of {len(samples)} answers are those of the evaluation, token for token.")
 if "vllm" in engines:
-    print("vLLM's norm of keys is mended for CPUs (scripts/vllm_ask.py); as it comes, fewer drafted tokens are accepted there.")
+    print("vLLM's norm of keys is mended for CPUs (scripts/vllm_cpu); as it comes, fewer drafted tokens are accepted there.")
 print("The evaluation counts a cycle that runs past the limit of tokens, as the reference does; llama.cpp does not begin one for a single last token.")

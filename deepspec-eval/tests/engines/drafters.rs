@@ -149,4 +149,4 @@ fn block(
 
 /// Taps of the real model's drafters, and one of its tokens that occurs in no text.
 pub const REAL_TAPS: [i64; 3] = [1, 15, 27];
-const UNUSED: i64 = 7;
+pub const UNUSED: i64 = 7;

@@ -4,19 +4,22 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
+use deepspec_capture::cache::Reader;
 use deepspec_testkit::skip::{python, vllm_python};
 use safetensors::SafeTensors;
 use serde_json::Value;
 use tempfile::TempDir;
 
-use crate::common::{repository, results, target_dir};
+use crate::common::{repository, results, run_on, target_dir};
+use crate::drafters::{REAL_TAPS, RealModel, UNUSED};
 use crate::server::Server;
 use crate::vllm::converted;
 
-/// Architectures without a family here, with random weights.
+/// Architectures without a family here, with random weights. Gated DeltaNet has the only head size that
+/// vLLM takes on a CPU, and one head, because Triton's interpreter is slow.
 const FOREIGN: &str = r#"
 import shutil, sys, torch
-from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3_5TextConfig, Qwen3MoeConfig
 kind, tiny, out = sys.argv[1:]
 common = dict(vocab_size=1024, hidden_size=192, num_hidden_layers=6, num_attention_heads=6, num_key_value_heads=2, head_dim=32,
               max_position_embeddings=2048, bos_token_id=1018, eos_token_id=1020, pad_token_id=1018, tie_word_embeddings=False)
@@ -24,9 +27,11 @@ configs = {
     "qwen3_moe": lambda: Qwen3MoeConfig(**common, intermediate_size=256, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64,
                                         decoder_sparse_step=1, norm_topk_prob=True, mlp_only_layers=[]),
     "gpt_oss": lambda: GptOssConfig(**common, intermediate_size=64, num_local_experts=4, num_experts_per_tok=2, sliding_window=64),
+    "qwen3_5_text": lambda: Qwen3_5TextConfig(**common, intermediate_size=256, layer_types=["linear_attention", "full_attention", "full_attention"] * 2,
+                                              linear_num_key_heads=1, linear_num_value_heads=1, linear_key_head_dim=128, linear_value_head_dim=128),
 }
 torch.manual_seed(0)
-model = AutoModelForCausalLM.from_config(configs[kind](), dtype=torch.float32)
+model = AutoModelForCausalLM.from_config(configs[kind](), dtype=torch.bfloat16 if kind == "qwen3_5_text" else torch.float32)
 with torch.no_grad():
     for name, parameter in model.named_parameters():
         if parameter.dim() >= 2:
@@ -45,15 +50,25 @@ struct Bench {
 }
 
 impl Bench {
-    /// A folder with the toy recipe of a drafter for `target`.
-    fn new(drafter: &str, target: &Path) -> Self {
+    /// A folder with the toy recipe of a drafter for `target`, and as many conversations.
+    fn new(drafter: &str, target: &Path, rows: usize) -> Self {
         let root = tempfile::tempdir().unwrap();
         let recipe = root.path().join("recipe.yaml");
         let text = fs::read_to_string(repository(&format!("configs/tiny/{drafter}.yaml"))).unwrap();
         fs::write(&recipe, text.replace("assets/tiny-target", target.to_str().unwrap())).unwrap();
-        let rows: String = (0..24).map(|index| row(index) + "\n").collect();
+        let rows: String = (0..rows).map(|index| row(index) + "\n").collect();
         fs::write(root.path().join("answers.jsonl"), rows).unwrap();
         Self { root, recipe }
+    }
+
+    /// Replaces text of the recipe.
+    fn edit_recipe(&self, changes: &[(&str, String)]) {
+        let mut text = fs::read_to_string(&self.recipe).unwrap();
+        for (old, new) in changes {
+            assert!(text.contains(old), "{old}");
+            text = text.replace(old, new);
+        }
+        fs::write(&self.recipe, text).unwrap();
     }
 
     fn path(&self, name: &str) -> PathBuf {
@@ -62,7 +77,7 @@ impl Bench {
 
     /// Starts the server by the arguments that `states vllm-command` prints, adapted to the build for
     /// CPUs.
-    fn start_vllm(&self, python: &str) -> Server {
+    fn start_vllm(&self, python: &str, build: Build) -> Server {
         let folder = format!(
             "data.states={{cache: served, server: http://127.0.0.1:1, folder: '{}'}}",
             self.path("states").display()
@@ -71,7 +86,7 @@ impl Bench {
         let line = String::from_utf8(printed.stdout).unwrap();
         let words = shell_words(line.trim());
         assert_eq!(words[..2], ["vllm", "serve"], "{line}");
-        let mut command = vllm_command(python, &words[2]);
+        let mut command = vllm_command(python, &words[2], build);
         // The port is the test's own.
         let rest = words[3..].iter().scan(false, |skips, word| {
             let skipped = std::mem::replace(skips, word == "--port");
@@ -101,20 +116,16 @@ impl Bench {
         output
     }
 
-    /// Trains a few steps; returns the last logged loss.
-    fn train(&self, states: &str, run: &str) -> f64 {
+    /// Trains for `steps` steps; returns the last logged loss.
+    fn train(&self, states: &str, run: &str, steps: usize) -> f64 {
         let recipe = self.recipe.to_str().unwrap();
-        let name = format!("name={run}");
-        let mut args =
-            vec!["--config", recipe, "--set", states, "--set", &name, "--set", "train.max_train_steps=20"];
-        args.extend([
-            "--set",
-            "logging.logging_steps=20",
-            "--set",
-            "logging.output_dir=runs",
-            "--device",
-            "cpu",
-        ]);
+        let [name, last, logged] = [
+            format!("name={run}"),
+            format!("train.max_train_steps={steps}"),
+            format!("logging.logging_steps={steps}"),
+        ];
+        let mut args = vec!["--config", recipe, "--device", "cpu", "--set", states, "--set", &name];
+        args.extend(["--set", &last, "--set", &logged, "--set", "logging.output_dir=runs"]);
         if !states.contains("cache") {
             args.extend(["--set", "data.input=[answers.jsonl]"]);
         }
@@ -124,7 +135,43 @@ impl Bench {
         let last: Value = serde_json::from_str(metrics.lines().last().unwrap()).unwrap();
         last["loss"].as_f64().unwrap()
     }
+
+    /// Serves the drafter of the run `drafter` on `target`, and asks it; returns its accepted length.
+    fn judge(&self, python: &str, target: &Path, build: Build) -> f64 {
+        let config = converted(&self.path("runs/drafter/step_latest"), target, &self.path("vllm"));
+        let mut command = vllm_command(python, target.to_str().unwrap(), build);
+        // Drafts in blocks run there only.
+        command.env("VLLM_USE_V2_MODEL_RUNNER", if config.contains("dspark") { "1" } else { "0" });
+        command.args(["--max-model-len", "512", "--per-request-spec-decode-metrics", "detailed"]);
+        command.args(["--speculative-config", &config]);
+        let server = Server::start(command, "Application startup complete");
+        let (suites, target) = (repository("eval_datasets"), target.to_str().unwrap());
+        let run = ["run", "--server", &server.url, "--target", target, "--output-dir", "served"];
+        let args = [&run[..], &QUESTIONS, &["--suites-dir", suites.to_str().unwrap()]].concat();
+        let run = self.program("deepspec-eval", &args);
+        assert!(run.status.success(), "{target}: {}", String::from_utf8_lossy(&run.stderr));
+        accepted_length(&self.path("served"))
+    }
 }
+
+/// What a served drafter is asked.
+const QUESTIONS: [&str; 8] =
+    ["--suite", "smoke-chat", "--limit", "2", "--max-new-tokens", "24", "--temperature", "0"];
+
+fn accepted_length(run: &Path) -> f64 {
+    results(run)["suites"][0]["metrics"]["accepted_length"].as_f64().unwrap()
+}
+
+/// How vLLM's build for CPUs runs.
+#[derive(Clone, Copy)]
+struct Build {
+    dtype: &'static str,
+    /// Whether Triton's kernels are interpreted. Otherwise there are none.
+    interprets: bool,
+}
+
+const PLAIN: Build = Build { dtype: "float32", interprets: false };
+const INTERPRETED: Build = Build { dtype: "float32", interprets: true };
 
 fn row(index: usize) -> String {
     let answer: Vec<String> =
@@ -137,11 +184,14 @@ fn row(index: usize) -> String {
 }
 
 /// vLLM's server for `model` on a CPU.
-fn vllm_command(python: &str, model: &str) -> Command {
+fn vllm_command(python: &str, model: &str, build: Build) -> Command {
     let mut command = Command::new(python);
     command.env_remove("LD_LIBRARY_PATH").env("VLLM_CPU_KVCACHE_SPACE", "1").env("VLLM_NO_USAGE_STATS", "1");
     command.env("PYTHONPATH", repository("scripts/vllm_cpu")).env("HF_HUB_OFFLINE", "1");
-    command.args(["-m", "vllm.entrypoints.openai.api_server", "--enforce-eager", "--dtype", "float32"]);
+    if build.interprets {
+        command.env("TRITON_INTERPRET", "1");
+    }
+    command.args(["-m", "vllm.entrypoints.openai.api_server", "--enforce-eager", "--dtype", build.dtype]);
     command.args(["--model", model]);
     command
 }
@@ -187,21 +237,23 @@ fn cached_values(dir: &Path) -> Vec<f32> {
     values
 }
 
+/// Stores the states of a server and those of our own capture in two caches; returns their values.
+fn both_caches(bench: &Bench, server: &Server) -> [Vec<f32>; 2] {
+    let build = ["cache", "build", "--device", "cpu", "--input", "answers.jsonl", "--output-dir"];
+    bench.data(&[&build[..], &["own"]].concat());
+    let cache = bench.states(server, "cache: served, ");
+    bench.data(&[&build[..], &["served", "--set", &cache]].concat());
+    let both = ["own", "served"].map(|name| cached_values(&bench.path(name)));
+    assert_eq!(both[0].len(), both[1].len());
+    both
+}
+
 #[test]
 fn vllm_gives_the_states_of_the_tiny_target() {
     let Some(python) = vllm_python() else { return };
-    let bench = Bench::new("dspark", &target_dir());
-    let server = bench.start_vllm(&python);
-    let input = ["--input", "answers.jsonl"];
-    let own = [&["cache", "build", "--device", "cpu", "--output-dir", "own"][..], &input].concat();
-    bench.data(&own);
-    let cache = bench.states(&server, "cache: served, ");
-    let served =
-        [&["cache", "build", "--device", "cpu", "--output-dir", "served", "--set", &cache][..], &input]
-            .concat();
-    bench.data(&served);
-    let (own, served) = (cached_values(&bench.path("own")), cached_values(&bench.path("served")));
-    assert_eq!(own.len(), served.len());
+    let bench = Bench::new("dspark", &target_dir(), 24);
+    let server = bench.start_vllm(&python, PLAIN);
+    let [own, served] = both_caches(&bench, &server);
     let largest = own.iter().fold(0.0_f32, |most, value| most.max(value.abs()));
     // Float32 sums of two programs are rounded to bfloat16: now and then a value falls on the other side.
     let step = |value: f32| (value.abs() / 128.0).max(largest * 2e-6);
@@ -212,29 +264,35 @@ fn vllm_gives_the_states_of_the_tiny_target() {
     let manifest = fs::read_to_string(bench.path("served/manifest.json")).unwrap();
     assert!(manifest.contains("vLLM 0.32.0, layer ids [1, 3, 5, 6]"), "{manifest}");
 
+    let cache = bench.states(&server, "cache: served, ");
     let check = bench.data(&["states", "check", "--set", &cache]);
     let said = String::from_utf8_lossy(&check.stdout).into_owned();
     assert!(said.contains("the head gives the server's log-probability"), "{said}");
-    let own = bench.train("data.states.cache=own", "own");
-    let online = bench.train(&bench.states(&server, ""), "online");
+    let own = bench.train("data.states.cache=own", "own", 20);
+    let online = bench.train(&bench.states(&server, ""), "online", 20);
     assert!((own - online).abs() < 0.01 * own, "{own} from our cache, {online} from the server");
     assert_eq!(fs::read_dir(bench.path("states")).unwrap().count(), 0, "files are left behind");
 }
 
-/// From states to a drafter that vLLM serves, for targets that no family here reads. Drafters other
-/// than Eagle3 need Triton in the build for CPUs.
+/// From states to a drafter that vLLM serves, for targets that no family here reads.
 #[test]
 fn targets_without_a_family_are_trained_and_judged_by_vllm() {
     let (Some(vllm), Some(peers)) = (vllm_python(), python("transformers")) else { return };
-    for kind in ["qwen3_moe", "gpt_oss"] {
+    // On a CPU, Gated DeltaNet runs in bfloat16 and by Triton's kernels only.
+    let hybrid = Build { dtype: "bfloat16", interprets: true };
+    for (kind, drafter, states, judged) in [
+        ("qwen3_moe", "dspark", PLAIN, INTERPRETED),
+        ("gpt_oss", "eagle3", PLAIN, PLAIN),
+        ("qwen3_5_text", "dspark", hybrid, hybrid),
+    ] {
         let models = tempfile::tempdir().unwrap();
         let model = models.path().join(kind);
         let made =
             Command::new(&peers).args(["-c", FOREIGN, kind]).arg(target_dir()).arg(&model).output().unwrap();
         assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
-        let bench = Bench::new("eagle3", &model);
-        let server = bench.start_vllm(&vllm);
-        let loss = bench.train(&bench.states(&server, "hybrid: hybrid, "), "drafter");
+        let bench = Bench::new(drafter, &model, 8);
+        let server = bench.start_vllm(&vllm, states);
+        let loss = bench.train(&bench.states(&server, "hybrid: hybrid, "), "drafter", 20);
         assert!(loss.is_finite(), "{kind}: {loss}");
         drop(server);
         let (draft, target) = (bench.path("runs/drafter/step_latest"), model.to_str().unwrap());
@@ -242,18 +300,80 @@ fn targets_without_a_family_are_trained_and_judged_by_vllm() {
         let local = bench.program("deepspec-eval", &local);
         let said = String::from_utf8_lossy(&local.stderr).into_owned();
         assert!(!local.status.success() && said.contains(kind), "{said}");
-
-        let config = converted(&draft, &model, &bench.path("vllm"));
-        let mut command = vllm_command(&vllm, target);
-        command.args(["--per-request-spec-decode-metrics", "detailed", "--speculative-config", &config]);
-        let server = Server::start(command, "Application startup complete");
-        let suites = repository("eval_datasets");
-        let run =
-            ["run", "--server", &server.url, "--target", target, "--suite", "smoke-chat", "--limit", "2"];
-        let rest = ["--max-new-tokens", "24", "--temperature", "0", "--output-dir", "served", "--suites-dir"];
-        let run = bench.program("deepspec-eval", &[&run[..], &rest, &[suites.to_str().unwrap()]].concat());
-        assert!(run.status.success(), "{kind}: {}", String::from_utf8_lossy(&run.stderr));
-        let tau = results(&bench.path("served"))["suites"][0]["metrics"]["accepted_length"].as_f64().unwrap();
+        let tau = bench.judge(&vllm, &model, judged);
         assert!((1.0..=8.0).contains(&tau), "{kind}: {tau}");
+    }
+}
+
+/// A DSpark of a real model, from a server's states to a server's judgement.
+#[test]
+fn a_real_model_is_trained_and_judged_by_vllm() {
+    let (Some(python), Some(real)) = (vllm_python(), RealModel::new()) else { return };
+    let models = tempfile::tempdir().unwrap();
+    let model = models.path().join("smollm2");
+    let mut made = Command::new(&python);
+    made.env_remove("LD_LIBRARY_PATH").arg(repository("scripts/vllm_cpu/gguf_folder.py"));
+    let made = made.args([&real.file, &model]).output().unwrap();
+    assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
+    let bench = Bench::new("dspark", &model, 8);
+    let taps = format!("{REAL_TAPS:?}");
+    bench.edit_recipe(&[("[0, 2, 4]", taps), ("mask_token_id: 1023", format!("mask_token_id: {UNUSED}"))]);
+    let server = bench.start_vllm(&python, PLAIN);
+    let [own, served] = both_caches(&bench, &server);
+    let far = own.iter().zip(&served).filter(|(own, served)| (**own - **served).abs() > own.abs() / 64.0);
+    let far = far.count();
+    eprintln!("{far} of {} values are not within two steps of bfloat16", own.len());
+    assert!(far * 1000 < own.len(), "{far} of {} values differ", own.len());
+    let loss = bench.train(&bench.states(&server, "hybrid: hybrid, "), "drafter", 8);
+    assert!(loss.is_finite(), "{loss}");
+    drop(server);
+    let (draft, run) = (bench.path("runs/drafter/step_latest"), bench.path("run"));
+    let here = run_on(&model, draft.to_str().unwrap(), &run, &QUESTIONS);
+    assert!(here.status.success(), "{}", String::from_utf8_lossy(&here.stderr));
+    let here = accepted_length(&run);
+    let there = bench.judge(&python, &model, INTERPRETED);
+    eprintln!("accepted length: {here:.3} here, {there:.3} by vLLM");
+    // After eight steps few drafted tokens are accepted. A server that rejects all has length 1.
+    assert!(
+        there > 1.03 && (here / there - 1.0).abs() < 0.03,
+        "accepted length: {here} here, {there} by vLLM"
+    );
+}
+
+/// One request answers and returns the states of its answer. They are those of our own forward.
+#[test]
+fn vllm_gives_the_states_with_the_answers() {
+    let Some(python) = vllm_python() else { return };
+    let bench = Bench::new("dspark", &target_dir(), 24);
+    let server = bench.start_vllm(&python, PLAIN);
+    let (target, folder) = (target_dir(), bench.path("states"));
+    let (target, folder) = (target.to_str().unwrap(), folder.to_str().unwrap());
+    let asked = ["regenerate", "--model", target, "--server", &server.url, "--input", "answers.jsonl"];
+    let sampled = ["--output", "answered.jsonl", "--temperature", "0.8", "--max-tokens", "48", "--seed", "1"];
+    let stored = ["--with-states", "stored", "--states-folder", folder];
+    let output = bench.program("deepspec-data", &[&asked[..], &sampled, &stored].concat());
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    assert_eq!(fs::read_dir(folder).unwrap().count(), 0, "files are left behind");
+    for states in ["{cache: own}", "{cache: with-answers, answers: stored}"] {
+        let set = format!("data.states={states}");
+        bench.data(&["cache", "build", "--device", "cpu", "--input", "answered.jsonl", "--set", &set]);
+    }
+    let [own, found] = ["own", "with-answers"].map(|dir| Reader::open(&bench.path(dir)).unwrap());
+    assert_eq!(own.len(), found.len());
+    let values = |bytes: &[u8]| -> Vec<f32> {
+        let halves = bytes.chunks_exact(2).map(|half| u16::from_le_bytes([half[0], half[1]]));
+        halves.map(|half| f32::from_bits(u32::from(half) << 16)).collect()
+    };
+    for index in 0..found.len() {
+        let (own, found) = (own.sample(index).unwrap(), found.sample(index).unwrap());
+        assert!(own.input_ids.starts_with(found.input_ids));
+        let ([own_taps, _], [taps, _]) = (own.states().unwrap(), found.states().unwrap());
+        // The last token's states are never computed.
+        let fed = taps.len() / found.len() * (found.len() - 1);
+        let (own, found) = (values(&own_taps[..fed]), values(&taps[..fed]));
+        let largest = own.iter().fold(0.0_f32, |most, value| most.max(value.abs()));
+        let step = |value: f32| (value.abs() / 128.0).max(largest * 2e-6);
+        let off = own.iter().zip(&found).filter(|(own, found)| (**own - **found).abs() > step(**own)).count();
+        assert_eq!(off, 0, "{off} of {} values of sample {index} differ by more than a rounding", own.len());
     }
 }
