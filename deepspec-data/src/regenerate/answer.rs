@@ -74,6 +74,16 @@ pub enum AnswerError {
     BrokenOff(FinishReason),
 }
 
+/// The file of hidden states that a completion names.
+fn states_path(completion: &Value) -> Option<String> {
+    completion["kv_transfer_params"]["hidden_states_path"].as_str().map(str::to_owned)
+}
+
+/// The file of hidden states of an answer that cannot be used.
+pub fn states_path_of_unusable(text: &str) -> Option<String> {
+    states_path(&serde_json::from_str(text).ok()?)
+}
+
 impl Answer {
     /// Parses a chat completion whose request had the stop strings `stops`.
     pub fn parse(text: &str, stops: &[&str]) -> Result<Self, AnswerError> {
@@ -96,7 +106,7 @@ impl Answer {
         let token_ids = places.into_iter().find_map(ids);
         // In the fields of vLLM and deepspec-serve, and of SGLang.
         let prompt_token_ids = ids("/prompt_token_ids").or_else(|| ids("/choices/0/prompt_token_ids"));
-        let states_path = completion["kv_transfer_params"]["hidden_states_path"].as_str().map(str::to_owned);
+        let states_path = states_path(&completion);
         let tokens_said = completion.pointer("/choices/0/logprobs/content").and_then(Value::as_array);
         let log_probs =
             tokens_said.into_iter().flatten().filter_map(|token| token["logprob"].as_f64()).collect();

@@ -25,6 +25,11 @@ impl IdSet {
         self.0.contains(&id_hash(id))
     }
 
+    /// The fingerprints of the ids, in no order.
+    pub fn fingerprints(&self) -> impl Iterator<Item = u128> {
+        self.0.iter().copied()
+    }
+
     /// Number of ids.
     pub fn len(&self) -> usize {
         self.0.len()

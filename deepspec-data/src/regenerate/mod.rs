@@ -160,6 +160,9 @@ impl Inputs {
             with_states::open_folder(states, settings)?;
         }
         let mut store = ResultStore::open(&args.output, settings, Arc::clone(index), args.overwrite)?;
+        if let Some(states) = &settings.states {
+            with_states::check_answered(states, &store.done().ok)?;
+        }
         rejected_rows::report(&index.rejected, &args.output)?;
         if args.retry_failed {
             store.forget_failed()?;

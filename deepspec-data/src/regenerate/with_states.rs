@@ -10,6 +10,7 @@ use deepspec_core::recipe::DEFAULT_STATES_FOLDER;
 use deepspec_core::usage;
 use serde_json::Value;
 
+use super::ids::IdSet;
 use super::settings::{RequestSettings, WORKER};
 
 /// File in the folder of states with the settings of its answers.
@@ -37,6 +38,22 @@ impl StatesArgs {
     pub fn servers_folder(&self) -> Option<PathBuf> {
         self.with_states.as_ref().map(|_| env::expand_home(&self.states_folder))
     }
+}
+
+/// Checks that the rows that an earlier run answered have their states.
+///
+/// # Errors
+/// With a usage error that counts the rows without states.
+pub fn check_answered(states: &AnswerStates, answered: &IdSet) -> anyhow::Result<()> {
+    let missing = answered.fingerprints().filter(|&fingerprint| !states.contains(fingerprint)).count();
+    if missing > 0 {
+        usage!(
+            "--with-states {}: {missing} of {} answered rows have no states there; name the folder of the earlier run, or --overwrite to start anew",
+            states.dir().display(),
+            answered.len()
+        );
+    }
+    Ok(())
 }
 
 /// Creates the folder of states for answers of these settings.

@@ -111,7 +111,7 @@ fn a_cache_comes_from_a_server_or_from_the_agent_beside_it() {
 #[test]
 fn states_come_with_the_answers() {
     let bench = Bench::new(12);
-    let faults = [Fault::NoFile, Fault::OtherTokens, Fault::Aborted, Fault::Error];
+    let faults = [Fault::NoFile, Fault::OtherTokens, Fault::Aborted, Fault::Error, Fault::Empty];
     let server = start_fake(&bench, move |number| {
         faults.get(number / 3).copied().filter(|_| number % 3 == 1).unwrap_or(Fault::None)
     });
@@ -152,6 +152,11 @@ fn states_come_with_the_answers() {
     assert!(with_answers.manifest().no_last_token_states && !alone.manifest().no_last_token_states);
     let origin = with_answers.manifest().origin.as_deref().unwrap();
     assert!(origin.contains("layer ids [2, 4, 6]"), "{origin}");
+
+    // Answered rows need their states when the run goes on.
+    let (code, said) = regenerate_into(&bench, &server.url(), "emptied", &[]);
+    assert_eq!(code, Some(2));
+    assert!(said.contains("12 of 12 answered rows have no states"), "{said}");
 
     // A drafter that reads the missing states is refused.
     let recipe = fs::read_to_string(bench.path("recipe.yaml")).unwrap();

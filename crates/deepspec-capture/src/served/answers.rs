@@ -79,8 +79,17 @@ impl AnswerStates {
 
     /// The file of row `id`. Its name is a digest, because ids may have any characters.
     fn path(&self, id: &str) -> PathBuf {
-        let name = format!("{:032x}", digest::fingerprint(id.as_bytes()));
+        self.path_of(digest::fingerprint(id.as_bytes()))
+    }
+
+    fn path_of(&self, fingerprint: u128) -> PathBuf {
+        let name = format!("{fingerprint:032x}");
         self.dir.join(&name[..2]).join(format!("{name}.safetensors"))
+    }
+
+    /// Whether the folder has the states of the row whose id has this fingerprint.
+    pub fn contains(&self, fingerprint: u128) -> bool {
+        self.path_of(fingerprint).is_file()
     }
 
     /// Stores the states of row `id`, and replaces earlier ones.

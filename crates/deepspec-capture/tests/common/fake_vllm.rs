@@ -50,6 +50,8 @@ pub enum Fault {
     OtherProbability,
     /// A path outside the folder.
     OutsidePath,
+    /// An answer to a chat without text.
+    Empty,
     /// HTTP 400.
     Refused,
     /// HTTP 500.
@@ -161,7 +163,10 @@ impl FakeVllm {
             ids.push(sampled);
         };
         let finish = if answer.last().copied() == end { "stop" } else { "length" };
-        let content = self.tokenizer.decode(&answer, true).unwrap();
+        let content = match fault {
+            Fault::Empty => String::new(),
+            _ => self.tokenizer.decode(&answer, true).unwrap(),
+        };
         let reply = json!({
             "prompt_token_ids": prompt,
             "choices": [{

@@ -82,6 +82,8 @@ pub struct Failure {
     pub said: String,
     /// The finish reason of an answer that was broken off.
     pub finish: Option<FinishReason>,
+    /// The file of hidden states of an unusable answer, which is to be deleted.
+    pub states_path: Option<String>,
 }
 
 impl fmt::Display for Failure {
@@ -92,7 +94,7 @@ impl fmt::Display for Failure {
 
 impl Failure {
     fn new(class: FailureClass, problem: String) -> Self {
-        Self { class, problem, retry_after: None, said: String::new(), finish: None }
+        Self { class, problem, retry_after: None, said: String::new(), finish: None, states_path: None }
     }
 
     /// A request that was cancelled.
@@ -154,7 +156,7 @@ impl Failure {
         {
             problem = format!("HTTP {}: it sends us on to {to}; give that address", status.as_u16());
         }
-        Self { class, problem, retry_after, said: message_texts(text), finish: None }
+        Self { class, problem, retry_after, said: message_texts(text), finish: None, states_path: None }
     }
 
     /// Whether the server's message contains this field's name as a word.

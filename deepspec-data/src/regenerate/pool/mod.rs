@@ -161,6 +161,12 @@ impl Pool {
             };
             let problem = format!("{}: {failure}", server.url());
             tracing::debug!("{problem}");
+            if let Some((folder, path)) =
+                self.options.states_folder.as_ref().zip(failure.states_path.as_ref())
+            {
+                // Reading a file deletes it.
+                let _ = take_states(folder, path, ServedLimits::default().file).await;
+            }
             self.record_failure(server, &failure, &problem)?;
             drop(slot);
             avoid = Some(index);

@@ -12,7 +12,7 @@ use reqwest::{RequestBuilder, Response, Url};
 use serde_json::{Map, Value};
 use tokio::sync::Notify;
 
-use super::super::answer::{Answer, AnswerError};
+use super::super::answer::{Answer, AnswerError, states_path_of_unusable};
 use super::extensions::{Extensions, FieldSet};
 use super::failure::Failure;
 use super::server_state::{CircuitState, ServerState};
@@ -159,10 +159,13 @@ impl Server {
             Err(failure) => return Err(failure),
         };
         if status.is_success() {
-            Answer::parse(&text, stops).map_err(|why| match why {
-                AnswerError::Invalid(problem) => Failure::invalid_response(problem, &text),
-                AnswerError::Empty => Failure::empty(),
-                AnswerError::BrokenOff(reason) => Failure::broken_off(reason),
+            Answer::parse(&text, stops).map_err(|why| {
+                let failure = match why {
+                    AnswerError::Invalid(problem) => Failure::invalid_response(problem, &text),
+                    AnswerError::Empty => Failure::empty(),
+                    AnswerError::BrokenOff(reason) => Failure::broken_off(reason),
+                };
+                Failure { states_path: states_path_of_unusable(&text), ..failure }
             })
         } else {
             Err(Failure::status(status, &headers, text))
