@@ -44,7 +44,7 @@ server_command() {
         deepspec) command=("$bin/deepspec-data" --quiet serve --model "$model" --port "$port" "${more[@]}") ;;
         vllm)
             # vLLM does not know owner/name@revision.
-            if [[ $model == *?/*?@?* ]] && [ ! -e "$model" ]; then
+            if [[ $model == *?/*?@?* && $model != [/.~]* ]] && [ ! -e "$model" ]; then
                 served=("${model%%@*}" --revision "${model#*@}" --served-model-name "$model")
             fi
             command=(vllm serve "${served[@]}" --port "$port" "${size[@]}" "${more[@]}" "$@")

@@ -1,11 +1,11 @@
 //! Downloads the tensors outside a model's layers by byte ranges, without the rest of their shards.
 
-use std::fs::{self, File};
+use std::fs::{self, File, TryLockError};
 use std::io::{self, Read, Write};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-use deepspec_checkpoint::is_layer_tensor;
+use deepspec_checkpoint::{Tensors, is_layer_tensor};
 use deepspec_core::atomic::{FileError, partial_path};
 use deepspec_core::progress::Progress;
 use serde_json::{Map, Value, json};
@@ -98,7 +98,7 @@ impl Hub {
         fs::create_dir_all(&partial).map_err(FileError::at("creating", &partial)).map_err(disk)?;
         let path = partial.join(SINGLE_WEIGHTS_FILE);
         let written = |error| disk(FileError::at("writing", &path)(error));
-        let (mut file, mut done) = begin_or_resume(&path, &header(&tensors)).map_err(written)?;
+        let (mut file, mut done) = begin_or_resume(&path, &header(&tensors), bytes).map_err(written)?;
         let mut progress = Progress::for_bytes(self.settings.verbosity, "fetching", bytes, done);
         for OuterTensor { shard, bytes, .. } in &tensors {
             let rest = (bytes.start + done).min(bytes.end)..bytes.end;
@@ -110,6 +110,11 @@ impl Hub {
         }
         progress.finish();
         file.sync_all().map_err(written)?;
+        if let Err(problem) = check(&path) {
+            let _ = fs::remove_dir_all(&partial);
+            let (what, url) = (repo.to_string(), open(&shards[0]).url);
+            return Err(HubError::Damaged { what, url, problem });
+        }
         for name in small {
             copy(&snapshot.join(name), &partial.join(name)).map_err(disk)?;
         }
@@ -239,13 +244,18 @@ fn header(tensors: &[OuterTensor]) -> Vec<u8> {
     [&(text.len() as u64).to_le_bytes()[..], &text].concat()
 }
 
+/// Checks that the file's header fits its bytes.
+fn check(path: &Path) -> Result<(), String> {
+    Tensors::open_file(path).map(drop).map_err(|error| error.to_string())
+}
+
 /// Opens the file of tensors behind the bytes of an earlier process. Returns the number of these bytes
-/// behind the header.
-fn begin_or_resume(path: &Path, header: &[u8]) -> io::Result<(File, u64)> {
+/// behind the header, at most `bytes`.
+fn begin_or_resume(path: &Path, header: &[u8], bytes: u64) -> io::Result<(File, u64)> {
     let mut file = File::options().read(true).append(true).create(true).open(path)?;
     let mut found = vec![];
     Read::by_ref(&mut file).take(header.len() as u64).read_to_end(&mut found)?;
-    if found != header {
+    if found != header || file.metadata()?.len() > header.len() as u64 + bytes {
         file.set_len(0)?;
         file.write_all(header)?;
     }
@@ -258,11 +268,15 @@ fn lock(path: &Path) -> Result<File, FileError> {
     let open = || -> io::Result<File> {
         fs::create_dir_all(path.parent().unwrap_or(Path::new(".")))?;
         let file = File::options().create(true).truncate(false).write(true).open(path)?;
-        match file.lock() {
-            // Some network file systems have no locks.
-            Err(error) if error.kind() == io::ErrorKind::Unsupported => Ok(file),
-            locked => locked.map(|()| file),
+        match file.try_lock() {
+            Ok(()) => {}
+            Err(TryLockError::WouldBlock) => {
+                tracing::info!("another process is fetching the same tensors; waiting for it");
+                file.lock()?;
+            }
+            Err(TryLockError::Error(error)) => return Err(error),
         }
+        Ok(file)
     };
     open().map_err(FileError::at("locking", path))
 }

@@ -1,10 +1,11 @@
 //! `--with-states`: the hidden states that vLLM returns with the answers.
 
+use std::fs;
 use std::path::PathBuf;
 
 use anyhow::Context;
 use deepspec_capture::served::AnswerStates;
-use deepspec_core::atomic;
+use deepspec_core::atomic::{self, FileError};
 use deepspec_core::env;
 use deepspec_core::recipe::DEFAULT_STATES_FOLDER;
 use deepspec_core::usage;
@@ -64,10 +65,13 @@ pub fn open_folder(states: &AnswerStates, settings: &RequestSettings) -> anyhow:
     let record = states.dir().join(RECORD_FILE);
     if !record.exists() {
         atomic::create_dir(states.dir())?;
-        let written = atomic::write_json(&record, &settings.record());
-        // Another worker may have written it in between.
+        // Workers that start together each link a file of their own; the first one stays.
+        let own = states.dir().join(format!("{RECORD_FILE}.{}", std::process::id()));
+        atomic::write_json(&own, &settings.record())?;
+        let linked = fs::hard_link(&own, &record);
+        let removed = fs::remove_file(&own);
         if !record.exists() {
-            written?;
+            linked.and(removed).map_err(FileError::at("writing", &record))?;
         }
     }
     let text = atomic::read_text(&record)?;

@@ -133,7 +133,10 @@ impl AnswerStates {
             StatesFile::parse(file.bytes()).map_err(|problem| format!("{}: {problem}", path.display()))?;
         let mut ids = file.ids().to_vec();
         let fed = ids.len();
-        ids.extend(last_token(&file).map_err(|problem| format!("{}: {problem}", path.display()))?);
+        ids.extend(
+            last_token(&file)
+                .map_err(|problem| format!("{}: {problem}; generate the row anew", path.display()))?,
+        );
         if let Some(place) = first_difference(&sample.input_ids, &ids) {
             return Err(format!(
                 "row {:?}: token {place} is {}, and {} is of token {}; the row was edited, or its tokens are made from its text",

@@ -88,7 +88,8 @@ impl<'a> StatesFile<'a> {
     /// As [`Self::states`].
     pub fn check_states(&self) -> Result<(), String> {
         let shape = self.tensor("hidden_states")?.shape().to_vec();
-        let [_, slots, hidden] = shape[..] else {
+        let sizes = <[usize; 3]>::try_from(shape.as_slice()).ok().filter(|sizes| !sizes.contains(&0));
+        let Some([_, slots, hidden]) = sizes else {
             return Err(format!(
                 "`hidden_states` has shape {shape:?}, expected tokens, layers and hidden size"
             ));

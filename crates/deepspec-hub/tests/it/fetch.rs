@@ -272,6 +272,7 @@ fn tensors_outside_the_layers_come_without_their_shards() {
     // The whole model is still to be had, and then serves for its parts.
     let whole = bench.hub().model(&repo).unwrap();
     assert_eq!(fs::read(whole.join("b.safetensors")).unwrap(), shards[1]);
+    assert_eq!(bench.hub().model_files(&repo, ModelFiles::WithoutLayers).unwrap(), whole);
 }
 
 #[test]

@@ -25,13 +25,15 @@ use super::answer::{Answer, AskError};
 use extensions::{FieldSet, Refusal};
 use failure::{Failure, FailureClass};
 pub use server::check_urls;
-use server::{Server, client};
+use server::{Server, VersionProblem, client};
 use server_state::{CircuitState, Slot, StateChange, exponential_backoff};
 
 /// Upper limit on requests in flight per server.
 const MAX_CONCURRENT_REQUESTS: usize = 65_536;
 /// First and longest pause between attempts at a row, for [`exponential_backoff`].
 const RETRY_PAUSES: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(16));
+/// Maximum wait for the file of states of an unusable answer.
+const UNUSABLE_STATES_WAIT: Duration = Duration::from_secs(5);
 /// Maximum number of times that one request may be rate-limited before its row fails.
 const MAX_RATE_LIMITS: u32 = 100;
 
@@ -122,7 +124,11 @@ impl Pool {
         if let Some(folder) = self.options.states_folder.clone() {
             let down: Vec<&str> = down.iter().map(|(server, _)| server.url()).collect();
             for server in self.servers.iter().filter(|server| !down.contains(&server.url())) {
-                server.check_vllm_version().await.map_err(anyhow::Error::msg)?;
+                match server.check_vllm_version().await {
+                    Err(VersionProblem::Unsupported(problem)) => bail!("{problem}"),
+                    Err(VersionProblem::Unknown(problem)) => tracing::warn!("{problem}"),
+                    Ok(()) => {}
+                }
             }
             tokio::spawn(sweep_regularly(folder, ServedLimits::default().leftover_age));
         }
@@ -161,14 +167,14 @@ impl Pool {
             };
             let problem = format!("{}: {failure}", server.url());
             tracing::debug!("{problem}");
+            self.record_failure(server, &failure, &problem)?;
+            drop(slot);
             if let Some((folder, path)) =
                 self.options.states_folder.as_ref().zip(failure.states_path.as_ref())
             {
-                // Reading a file deletes it.
-                let _ = take_states(folder, path, ServedLimits::default().file).await;
+                // Reading a file deletes it. A sweep deletes one that comes later.
+                let _ = take_states(folder, path, UNUSABLE_STATES_WAIT).await;
             }
-            self.record_failure(server, &failure, &problem)?;
-            drop(slot);
             avoid = Some(index);
             match failure.class {
                 FailureClass::Unreachable | FailureClass::Cancelled => {}
@@ -359,10 +365,6 @@ impl Pool {
     async fn add_states(&self, server: &Server, answer: Answer) -> Result<Answer, AttemptError> {
         let Some(folder) = &self.options.states_folder else { return Ok(answer) };
         let hopeless = |problem: String| AttemptError::Hopeless(anyhow!(problem));
-        // A server that was down at the start was not asked for its version.
-        if !server.has_answered() {
-            server.check_vllm_version().await.map_err(hopeless)?;
-        }
         let Some(path) = answer.states_path.as_deref() else {
             return Err(hopeless(format!(
                 "{}: the answer names no file of states; start vLLM by `deepspec-data states vllm-command`",
@@ -376,7 +378,17 @@ impl Pool {
                 AttemptError::Failed(Failure::states(problem))
             }
         })?;
-        answer.with_states(file).map_err(|problem| AttemptError::Failed(Failure::states(problem)))
+        // A server that was down at the start was not asked for its version.
+        match server.check_vllm_version().await {
+            Ok(()) => {}
+            Err(VersionProblem::Unknown(problem)) => {
+                return Err(AttemptError::Failed(Failure::states(problem)));
+            }
+            Err(VersionProblem::Unsupported(problem)) => return Err(hopeless(problem)),
+        }
+        let checked = tokio::task::spawn_blocking(move || answer.with_states(file)).await;
+        let checked = checked.unwrap_or_else(|error| Err(error.to_string()));
+        checked.map_err(|problem| AttemptError::Failed(Failure::states(problem)))
     }
 
     fn drop_fields(&self, server: &Server, fields: FieldSet, failure: &Failure) {

@@ -1,6 +1,7 @@
 //! One OpenAI-compatible server over HTTP.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use anyhow::Context;
@@ -36,6 +37,16 @@ pub struct Server {
     pub extensions: Extensions,
     /// Cancels all requests in progress when the circuit opens.
     pub cancelled: Notify,
+    /// Whether it said that it is a vLLM server of a supported version.
+    has_supported_version: AtomicBool,
+}
+
+/// Why hidden states cannot be requested from a server.
+pub enum VersionProblem {
+    /// It did not say its version.
+    Unknown(String),
+    /// It is no vLLM server, or too old.
+    Unsupported(String),
 }
 
 /// Checks server URLs before any request.
@@ -81,6 +92,7 @@ impl Server {
             state: ServerState::new(slots),
             extensions: Extensions::default(),
             cancelled: Notify::new(),
+            has_supported_version: AtomicBool::new(false),
         }
     }
 
@@ -102,18 +114,26 @@ impl Server {
         }
     }
 
-    /// Checks that this is a vLLM server whose hidden states are right.
-    pub async fn check_vllm_version(&self) -> Result<(), String> {
-        let url = format!("{}/version", self.base);
-        let sent = self.authorised(self.http.get(&url)).timeout(CONNECT_TIMEOUT).send().await;
-        let answer = match sent {
-            Ok(response) => response.json::<Value>().await.unwrap_or_default(),
-            Err(error) => return Err(format!("{url}: {}", Failure::transport(&error))),
-        };
-        match answer["version"].as_str() {
-            Some(version) => check_version(&self.base, version),
-            None => Err(format!("{url} is not that of a vLLM server; only vLLM returns hidden states")),
+    /// Checks that this is a vLLM server whose hidden states are right. Asks until it has answered once.
+    pub async fn check_vllm_version(&self) -> Result<(), VersionProblem> {
+        if self.has_supported_version.load(Ordering::Relaxed) {
+            return Ok(());
         }
+        let url = format!("{}/version", self.base);
+        let unknown = |problem: String| VersionProblem::Unknown(format!("{url}: {problem}"));
+        let sent = self.authorised(self.http.get(&url)).timeout(CONNECT_TIMEOUT).send().await;
+        let response = sent.map_err(|error| unknown(Failure::transport(&error).to_string()))?;
+        if response.status().is_server_error() {
+            return Err(unknown(format!("HTTP {}", response.status().as_u16())));
+        }
+        let answer = response.json::<Value>().await.unwrap_or_default();
+        let Some(version) = answer["version"].as_str() else {
+            let problem = format!("{url} is not that of a vLLM server; only vLLM returns hidden states");
+            return Err(VersionProblem::Unsupported(problem));
+        };
+        check_version(&self.base, version).map_err(VersionProblem::Unsupported)?;
+        self.has_supported_version.store(true, Ordering::Relaxed);
+        Ok(())
     }
 
     /// Whether the circuit is open, so that a new request would be cancelled.

@@ -32,8 +32,12 @@ pub fn export(dir: &Path, to: &Path, model: &str, mut progress: impl FnMut()) ->
         );
         return Err(CacheError::Reference { path: dir.to_path_buf(), problem });
     }
-    atomic::create_dir(to)?;
     let manifest = reader.manifest();
+    if manifest.no_last_token_states {
+        let problem = "it lacks the states of each sample's last token, and format 2 has no place to say so: build the cache without data.states.answers".to_string();
+        return Err(CacheError::Reference { path: dir.to_path_buf(), problem });
+    }
+    atomic::create_dir(to)?;
     let manifest = manifest.reference.clone().unwrap_or_else(|| format_2_manifest(manifest, model));
     let manifest_path = to.join(MANIFEST_FILE);
     if manifest_path.exists() {
