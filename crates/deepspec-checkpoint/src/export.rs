@@ -1,7 +1,6 @@
 //! Export targets: checkpoint formats of other tools, and serving engines.
 
 use std::fmt;
-use std::path::Path;
 use std::str::FromStr;
 
 use serde::{Serialize, Serializer};
@@ -74,17 +73,19 @@ impl Engine {
         }
     }
 
-    /// The command that serves `target` with `drafter`, converted to `path`. llama.cpp serves a GGUF file of the target.
-    pub fn serve_command(self, target: &str, drafter: &Drafter, path: &str) -> String {
-        // Neither knows owner/name@revision.
-        let is_id = !target.starts_with(['/', '.', '~']) && !Path::new(target).exists();
-        let (model, revision) = match target.split_once('@').filter(|_| is_id) {
-            Some((model, revision)) => (model, format!(" --revision {revision}")),
-            None => (target, String::new()),
-        };
+    /// The command that serves `target`, at a `revision` of the hub, with `drafter`, converted to `path`. llama.cpp serves a GGUF
+    /// file of the target.
+    pub fn serve_command(
+        self,
+        target: &str,
+        revision: Option<&str>,
+        drafter: &Drafter,
+        path: &str,
+    ) -> String {
+        let revision = revision.map_or(String::new(), |revision| format!(" --revision {revision}"));
         let program = match self {
-            Self::Vllm => format!("vllm serve {model}{revision}"),
-            Self::Sglang => format!("python3 -m sglang.launch_server --model-path {model}{revision}"),
+            Self::Vllm => format!("vllm serve {target}{revision}"),
+            Self::Sglang => format!("python3 -m sglang.launch_server --model-path {target}{revision}"),
             Self::LlamaCpp if target.to_lowercase().ends_with(".gguf") => {
                 format!("llama-server --model {target}")
             }

@@ -1,7 +1,7 @@
 //! Parses hub ids from arguments and settings.
 
 use crate::HubError;
-use crate::repo::{Repo, RepoType, is_repo_name, is_safe_path, split_revision};
+use crate::repo::{Repo, RepoType, is_hub_id, is_repo_name, is_safe_path, split_revision};
 
 /// Suffixes that mark a name as a local file rather than a hub id.
 const FILE_SUFFIXES: [&str; 6] = [".gguf", ".safetensors", ".json", ".jsonl", ".parquet", ".yaml"];
@@ -24,6 +24,11 @@ impl Repo {
             }
             _ => Ok(Self { kind, id: id.into(), revision: own.or(revision).map(Into::into) }),
         }
+    }
+
+    /// The repository of a model that is named by its hub id; `None` for a path.
+    pub fn of_model_name(name: &str, revision: Option<&str>) -> Option<Self> {
+        is_hub_id(name).then(|| Self::parse(RepoType::Model, name, revision).ok()).flatten()
     }
 
     /// Refuses names that would lead outside the cache or to another URL.

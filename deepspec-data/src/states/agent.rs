@@ -12,7 +12,8 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Json, Router};
 use deepspec_capture::served::{
-    AGENT_PROTOCOL, Failure, ServedLimits, TOKEN_VARIABLE, VllmServer, http_client, sweep_regularly,
+    AGENT_PROTOCOL, Failure, ServedLimits, TOKEN_VARIABLE, VllmServer, http_client, sweep_leftovers,
+    sweep_regularly,
 };
 use deepspec_core::cli::UsageError;
 use deepspec_core::digest::sha256_of_bytes;
@@ -73,6 +74,7 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     }
     let limits = ServedLimits::default();
     std::fs::create_dir_all(&args.folder).with_context(|| args.folder.display().to_string())?;
+    sweep_leftovers(&args.folder, limits.leftover_age).with_context(|| args.folder.display().to_string())?;
     let http = http_client(&limits).map_err(anyhow::Error::msg)?;
     let url = check_server_urls(vec![args.server.clone()])
         .map_err(|problem| UsageError(format!("--server {problem}")))?

@@ -8,6 +8,7 @@ use deepspec_checkpoint::{
 use deepspec_core::cli::Verbosity;
 use deepspec_core::usage;
 use deepspec_drafters::open_checkpoint;
+use deepspec_hub::Repo;
 
 use super::{model_folder, report, target_folder};
 
@@ -123,6 +124,12 @@ fn convert_to_gguf(args: &Args, source: &Checkpoint, target: Option<&Target>) ->
 }
 
 fn log_serve_command(args: &Args, engine: Engine, source: &Checkpoint, path: &str) {
-    let target = args.target.as_deref().unwrap_or("TARGET");
-    tracing::info!("serve it with: {}", engine.serve_command(target, source.drafter(), path));
+    let name = args.target.as_deref().unwrap_or("TARGET");
+    // Engines do not know owner/name@revision.
+    let repo = Repo::of_model_name(name, None);
+    let (target, revision) = match &repo {
+        Some(repo) => (repo.id.as_str(), repo.revision.as_deref()),
+        None => (name, None),
+    };
+    tracing::info!("serve it with: {}", engine.serve_command(target, revision, source.drafter(), path));
 }

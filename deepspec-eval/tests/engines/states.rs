@@ -154,7 +154,7 @@ impl Bench {
     }
 }
 
-/// What a served drafter is asked.
+/// Arguments of `run` for a served drafter.
 const QUESTIONS: [&str; 8] =
     ["--suite", "smoke-chat", "--limit", "2", "--max-new-tokens", "24", "--temperature", "0"];
 
@@ -215,6 +215,12 @@ fn shell_words(line: &str) -> Vec<String> {
     words
 }
 
+/// Values in bfloat16, as floats.
+fn bf16_values(bytes: &[u8]) -> Vec<f32> {
+    let halves = bytes.chunks_exact(2).map(|half| u16::from_le_bytes([half[0], half[1]]));
+    halves.map(|half| f32::from_bits(u32::from(half) << 16)).collect()
+}
+
 /// The values of all shards of a cache in bfloat16, as floats.
 fn cached_values(dir: &Path) -> Vec<f32> {
     let mut shards: Vec<PathBuf> = fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path()).collect();
@@ -225,13 +231,7 @@ fn cached_values(dir: &Path) -> Vec<f32> {
         let bytes = fs::read(shard).unwrap();
         let file = SafeTensors::deserialize(&bytes).unwrap();
         for name in ["taps", "last"] {
-            let halves = file
-                .tensor(name)
-                .unwrap()
-                .data()
-                .chunks_exact(2)
-                .map(|half| u16::from_le_bytes([half[0], half[1]]));
-            values.extend(halves.map(|half| f32::from_bits(u32::from(half) << 16)));
+            values.extend(bf16_values(file.tensor(name).unwrap().data()));
         }
     }
     values
@@ -360,17 +360,13 @@ fn vllm_gives_the_states_with_the_answers() {
     }
     let [own, found] = ["own", "with-answers"].map(|dir| Reader::open(&bench.path(dir)).unwrap());
     assert_eq!(own.len(), found.len());
-    let values = |bytes: &[u8]| -> Vec<f32> {
-        let halves = bytes.chunks_exact(2).map(|half| u16::from_le_bytes([half[0], half[1]]));
-        halves.map(|half| f32::from_bits(u32::from(half) << 16)).collect()
-    };
     for index in 0..found.len() {
         let (own, found) = (own.sample(index).unwrap(), found.sample(index).unwrap());
         assert!(own.input_ids.starts_with(found.input_ids));
         let ([own_taps, _], [taps, _]) = (own.states().unwrap(), found.states().unwrap());
         // The last token's states are never computed.
         let fed = taps.len() / found.len() * (found.len() - 1);
-        let (own, found) = (values(&own_taps[..fed]), values(&taps[..fed]));
+        let (own, found) = (bf16_values(&own_taps[..fed]), bf16_values(&taps[..fed]));
         let largest = own.iter().fold(0.0_f32, |most, value| most.max(value.abs()));
         let step = |value: f32| (value.abs() / 128.0).max(largest * 2e-6);
         let off = own.iter().zip(&found).filter(|(own, found)| (**own - **found).abs() > step(**own)).count();

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use deepspec_core::env;
 use deepspec_core::recipe::{DEFAULT_STATES_FOLDER, StateServers, TargetRecipe};
-use deepspec_hub::is_hub_id;
+use deepspec_hub::Repo;
 use deepspec_models::config::read_json;
 use deepspec_models::{ModelError, text_model_type};
 use serde_json::json;
@@ -77,7 +77,7 @@ impl ServeCommand {
     ) -> Result<Self, ModelError> {
         let (path, raw) = read_json(dir)?;
         let folder = servers.map_or(DEFAULT_STATES_FOLDER, StateServers::folder);
-        let (model, revision) = split_revision(&target.model, target.revision.clone());
+        let (model, revision) = split_revision(&target.model, target.revision.as_deref());
         Ok(Self {
             model,
             revision,
@@ -121,10 +121,10 @@ impl ServeCommand {
 }
 
 /// Splits `owner/name@revision`, which vLLM does not know. A path stays as it is.
-fn split_revision(model: &str, revision: Option<String>) -> (String, Option<String>) {
-    match model.split_once('@') {
-        Some((id, inner)) if is_hub_id(model) => (id.to_string(), Some(inner.to_string())),
-        _ => (env::expand_home(model).display().to_string(), revision),
+fn split_revision(model: &str, revision: Option<&str>) -> (String, Option<String>) {
+    match Repo::of_model_name(model, revision) {
+        Some(repo) => (repo.id, repo.revision),
+        None => (env::expand_home(model).display().to_string(), revision.map(Into::into)),
     }
 }
 
@@ -148,10 +148,9 @@ mod tests {
 
     #[test]
     fn a_revision_in_the_model_becomes_a_flag() {
-        let split = |model: &str, revision: Option<&str>| split_revision(model, revision.map(Into::into));
-        assert_eq!(split("owner/name@v1", None), ("owner/name".into(), Some("v1".into())));
-        assert_eq!(split("owner/name", Some("v2")), ("owner/name".into(), Some("v2".into())));
-        assert_eq!(split("/models/a@b", None), ("/models/a@b".into(), None));
+        assert_eq!(split_revision("owner/name@v1", None), ("owner/name".into(), Some("v1".into())));
+        assert_eq!(split_revision("owner/name", Some("v2")), ("owner/name".into(), Some("v2".into())));
+        assert_eq!(split_revision("/models/a@b", None), ("/models/a@b".into(), None));
     }
 
     #[test]

@@ -135,7 +135,7 @@ fn is_name_of_request(name: &str) -> bool {
 ///
 /// # Errors
 /// If the folder cannot be listed.
-fn sweep_leftovers(folder: &Path, age: Duration) -> io::Result<usize> {
+pub fn sweep_leftovers(folder: &Path, age: Duration) -> io::Result<usize> {
     let mut swept = 0;
     for entry in fs::read_dir(folder)? {
         let path = entry?.path();

@@ -18,7 +18,7 @@ mod vllm;
 
 pub use answers::{AnswerStates, AnswerStatesReader, ServedAnswer};
 pub use command::ServeCommand;
-pub use files::{sweep_regularly, take_states};
+pub use files::{sweep_leftovers, sweep_regularly, take_states};
 pub use stream::ServedTarget;
 pub use vllm::{
     AGENT_PROTOCOL, MIN_VLLM_VERSION, Served, ServerInfo, VllmServer, check_version, http_client,
