@@ -5,7 +5,7 @@
 # The caller sets:
 #
 #   bin               folder of the programs
-#   model             the target
+#   model             the target; not read for `states`
 #   kind              deepspec, vllm, sglang, or states (vLLM with the hidden states of $recipe_args)
 #   stage             name in messages
 #   tensor_parallel   GPUs of a vLLM server (1)
@@ -36,13 +36,14 @@ shell_words() {
 
 # server_command PORT [ARGUMENT]...: the command of a server, in $command.
 server_command() {
-    local port=$1 more line words size=() served=("$model")
+    local port=$1 more line words size=() served=()
     shift
     read -ra more <<<"${DEEPSPEC_SERVER_ARGS:-}"
     [ "${tensor_parallel:-1}" = 1 ] || size=(--tensor-parallel-size "$tensor_parallel")
     case $kind in
         deepspec) command=("$bin/deepspec-data" --quiet serve --model "$model" --port "$port" "${more[@]}") ;;
         vllm)
+            served=("$model")
             # vLLM does not know owner/name@revision.
             if [[ $model == *?/*?@?* && $model != [/.~]* ]] && [ ! -e "$model" ]; then
                 served=("${model%%@*}" --revision "${model#*@}" --served-model-name "$model")
