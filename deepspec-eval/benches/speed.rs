@@ -26,7 +26,7 @@ use deepspec_datasets::suites::{RequestTemplate, SuiteDir};
 use deepspec_drafters::{DSpark, DSparkProposer};
 use deepspec_engine::{
     AcceptanceStats, Completion, Context, DraftRequest, DraftSampling, Engine, EngineOptions, ModelInput,
-    ModelOutput, Proposal, Proposer, Request, Sampling, Target,
+    ModelOutput, Proposal, Proposer, Request, Sampling, Target, VerifyRule,
 };
 use deepspec_models::{ModelConfig, TargetModel, TargetOptions, stop_ids};
 use deepspec_text::ChatTokenizer;
@@ -200,6 +200,7 @@ impl Bench {
             context: self.context,
             max_draft_tokens: None,
             draft_sampling: DraftSampling::default(),
+            verify_rule: VerifyRule::default(),
             counts_overrun: true,
         };
         let ask = |request: &Request| Request { sampling: Sampling::new(temperature, 0), ..request.clone() };

@@ -276,6 +276,7 @@ fn later_turns_follow_the_models_own_answers() {
             context: 2048,
             max_draft_tokens: None,
             draft_sampling: deepspec_engine::DraftSampling::default(),
+            verify_rule: deepspec_engine::VerifyRule::default(),
             counts_overrun: true,
         },
     );

@@ -16,7 +16,7 @@ use deepspec_cost::policy::Policy;
 use deepspec_drafters::{Drafter, DrafterOptions};
 use deepspec_engine::{
     Completion, Cycle, DraftRequest, DraftSampling, Engine, EngineOptions, ModelInput, ModelOutput, Proposal,
-    Proposer, Request, Sampling, SamplingBatch, Target,
+    Proposer, Request, Sampling, SamplingBatch, Target, VerifyRule,
 };
 use deepspec_models::TargetModel;
 use deepspec_text::{ChatTokenizer, Message, Role, generation_prompt};
@@ -49,6 +49,7 @@ fn variants() -> Vec<(Vec<&'static str>, EngineOptions, Policy)> {
         context: 2048,
         max_draft_tokens: None,
         draft_sampling: DraftSampling::default(),
+        verify_rule: VerifyRule::default(),
         counts_overrun: true,
     };
     let mut variants = vec![

@@ -10,7 +10,9 @@ use deepspec_core::{Tap, env, usage};
 use deepspec_datasets::suites::{RequestTemplate, SuiteDir, TokenizedSuite, is_file};
 use deepspec_drafters::Recipe;
 use deepspec_drafters::TrainableDrafter;
-use deepspec_engine::{AcceptanceStats, DraftSampling, Engine, EngineOptions, Sampling, Target as _};
+use deepspec_engine::{
+    AcceptanceStats, DraftSampling, Engine, EngineOptions, Sampling, Target as _, VerifyRule,
+};
 use deepspec_models::{TargetModel, TargetOptions, VERIFY_BYTES_PER_LOGIT, Weights};
 use serde_json::{Value, json};
 use tch::{Device, Kind};
@@ -148,6 +150,7 @@ impl Evaluation {
                 context: source.config.max_position_embeddings,
                 max_draft_tokens: None,
                 draft_sampling: DraftSampling::default(),
+                verify_rule: VerifyRule::default(),
                 counts_overrun: true,
             },
         })

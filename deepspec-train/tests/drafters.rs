@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use common::{Bench, STEPS};
 use deepspec_core::Tap;
 use deepspec_drafters::{Drafter, DrafterOptions};
-use deepspec_engine::{DraftSampling, Engine, EngineOptions, Request, Sampling};
+use deepspec_engine::{DraftSampling, Engine, EngineOptions, Request, Sampling, VerifyRule};
 use deepspec_models::{TargetModel, TargetOptions, Weights};
 use deepspec_testkit::golden::{Values, arrays};
 use deepspec_testkit::tiny;
@@ -348,6 +348,7 @@ fn greedy(target: &Path, drafter: Option<Box<dyn Drafter>>) -> Vec<Vec<i64>> {
         context: 256,
         max_draft_tokens: None,
         draft_sampling: DraftSampling::default(),
+        verify_rule: VerifyRule::default(),
         counts_overrun: false,
     };
     let request = |number: i64| Request {

@@ -11,7 +11,7 @@ use deepspec_capture::TargetSpec;
 use deepspec_core::cli::Verbosity;
 use deepspec_datasets::suites::{RequestTemplate, SuiteDir};
 use deepspec_drafters::DrafterOptions;
-use deepspec_engine::{AcceptanceStats, DraftSampling, Engine, EngineOptions, Sampling};
+use deepspec_engine::{AcceptanceStats, DraftSampling, Engine, EngineOptions, Sampling, VerifyRule};
 use deepspec_models::{TargetModel, TargetOptions};
 use serde_json::Value;
 use tch::{Device, Kind};
@@ -148,6 +148,7 @@ fn the_accepted_length_is_that_of_the_checkpoint_of_the_step() {
                 context,
                 max_draft_tokens: None,
                 draft_sampling: DraftSampling::default(),
+                verify_rule: VerifyRule::default(),
                 counts_overrun: true,
             };
             let mut tally = AcceptanceStats::new(5);

@@ -5,7 +5,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use deepspec_drafters::{Drafter, DrafterOptions};
-use deepspec_engine::{Completion, DraftSampling, Engine, EngineOptions, Request, Sampling};
+use deepspec_engine::{Completion, DraftSampling, Engine, EngineOptions, Request, Sampling, VerifyRule};
 use deepspec_models::{TargetModel, TargetOptions};
 use safetensors::SafeTensors;
 use serde_json::Value;
@@ -55,6 +55,7 @@ fn decode(draft: Option<&Path>, slots: usize, temperature: f64) -> Vec<Completio
         context: 256,
         max_draft_tokens: None,
         draft_sampling: DraftSampling::default(),
+        verify_rule: VerifyRule::default(),
         counts_overrun: false,
     };
     let request = |i: usize| Request {

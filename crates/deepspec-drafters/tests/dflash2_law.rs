@@ -9,7 +9,7 @@ use deepspec_drafters::{
 };
 use deepspec_engine::{
     DraftRequest, DraftSampling, Engine, EngineOptions, ModelInput, Proposal, Proposer, Request, Sampling,
-    SamplingBatch, Target,
+    SamplingBatch, Target, VerifyRule,
 };
 use deepspec_models::{ModelConfig, TargetModel, TargetOptions, load_embed_and_head};
 use deepspec_testkit::distribution::{chi_square_ratio, count_outputs};
@@ -119,6 +119,7 @@ fn the_first_tokens_have_the_targets_joint_law() {
             context: 64,
             max_draft_tokens: None,
             draft_sampling: DraftSampling::default(),
+            verify_rule: VerifyRule::default(),
             counts_overrun: false,
         };
         let proposer = Told { inner: DFlash2Proposer::new(drafter, SLOTS), lies };

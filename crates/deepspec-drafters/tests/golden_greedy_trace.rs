@@ -7,7 +7,7 @@ use common::device;
 use deepspec_cost::planner::Planner;
 use deepspec_cost::policy::Policy;
 use deepspec_drafters::DrafterOptions;
-use deepspec_engine::{AcceptanceStats, DraftSampling, Engine, EngineOptions, Request, Sampling};
+use deepspec_engine::{AcceptanceStats, DraftSampling, Engine, EngineOptions, Request, Sampling, VerifyRule};
 use deepspec_models::{TargetModel, TargetOptions};
 use deepspec_testkit::golden::Case;
 use tch::Kind;
@@ -24,6 +24,7 @@ fn run(case: &Case, drafter: &str, name: &str, threshold: f64, with_stops: bool,
         context: 256,
         max_draft_tokens: None,
         draft_sampling: DraftSampling::default(),
+        verify_rule: VerifyRule::default(),
         counts_overrun: true,
     };
     let planner = Planner::new(Policy::Threshold(threshold), None).unwrap();

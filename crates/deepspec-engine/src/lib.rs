@@ -22,6 +22,6 @@ pub use model::{Context, DraftRequest, ModelInput, ModelOutput, Proposal, Propos
 pub use replicas::{EngineReplicas, Generator, split_evenly};
 pub use request::{
     Completion, Cycle, DraftSampling, EngineError, EngineOptions, Event, Finish, Request, RequestId,
-    StepTimes,
+    StepTimes, VerifyRule,
 };
 pub use sampling::{Sampling, SamplingBatch};

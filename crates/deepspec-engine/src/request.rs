@@ -180,6 +180,29 @@ impl fmt::Display for DraftSampling {
     }
 }
 
+/// Rule that accepts drafted tokens above temperature 0. Answers follow the target's distribution under either rule; at temperature 0
+/// both rules accept the same tokens.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum VerifyRule {
+    /// Accepts token by token, up to the first rejection: [`deepspec_ops::verify`]. vLLM calls this
+    /// `rejection_sample_method: standard`; it is the only rule of SGLang and llama.cpp.
+    #[default]
+    Token,
+    /// Accepts blocks as a whole: [`deepspec_ops::verify_block`]. vLLM calls this
+    /// `rejection_sample_method: block`.
+    Block,
+}
+
+impl fmt::Display for VerifyRule {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Token => "token by token",
+            Self::Block => "as a block",
+        })
+    }
+}
+
 /// How the engine runs.
 #[derive(Debug, Clone, Copy)]
 pub struct EngineOptions {
@@ -191,6 +214,8 @@ pub struct EngineOptions {
     pub max_draft_tokens: Option<usize>,
     /// How drafted tokens are chosen.
     pub draft_sampling: DraftSampling,
+    /// How drafted tokens are accepted.
+    pub verify_rule: VerifyRule,
     /// Runs one more cycle when exactly `max_new_tokens` are generated, because the reference's
     /// loop runs and counts such a cycle.
     pub counts_overrun: bool,

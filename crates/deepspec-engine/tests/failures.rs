@@ -10,7 +10,7 @@ use std::rc::Rc;
 use common::{PROMPT, ToyDrafter, ToyTarget, V};
 use deepspec_engine::{
     Completion, DraftRequest, DraftSampling, Engine, EngineError, EngineOptions, Event, ModelInput,
-    ModelOutput, Proposal, Proposer, Request, Sampling, Target,
+    ModelOutput, Proposal, Proposer, Request, Sampling, Target, VerifyRule,
 };
 use tch::{Device, Kind, Tensor};
 
@@ -122,6 +122,7 @@ fn options(slots: usize) -> EngineOptions {
         context: 64,
         max_draft_tokens: None,
         draft_sampling: DraftSampling::default(),
+        verify_rule: VerifyRule::default(),
         counts_overrun: false,
     }
 }

@@ -18,9 +18,9 @@ use deepspec_cost::curve::CostCurve;
 use deepspec_cost::planner::Planner;
 use deepspec_engine::{
     Completion, DraftSampling, Engine, EngineOptions, ModelInput, ModelOutput, Request, Sampling,
-    SamplingBatch, Target,
+    SamplingBatch, Target, VerifyRule,
 };
-use deepspec_ops::{Verification, sample, verify};
+use deepspec_ops::{Verification, sample, verify, verify_block};
 use deepspec_testkit::distribution::{Counts, chi_square_ratio, count_outputs};
 use tch::{Device, Kind, Tensor};
 
@@ -33,6 +33,7 @@ fn options(slots: usize) -> EngineOptions {
         context: 64,
         max_draft_tokens: None,
         draft_sampling: DraftSampling::default(),
+        verify_rule: VerifyRule::default(),
         counts_overrun: true,
     }
 }
@@ -114,7 +115,10 @@ fn the_first_tokens_have_the_targets_joint_law() {
     let plain = Sampling::new(1.0, 11);
     let short = EngineOptions { max_draft_tokens: Some(2), ..options(64) };
     let greedy = EngineOptions { draft_sampling: DraftSampling::Greedy, ..options(64) };
-    let settings: [(&str, EngineOptions, Sampling, &[i64]); 7] = [
+    let block = EngineOptions { verify_rule: VerifyRule::Block, ..options(64) };
+    let short_block = EngineOptions { max_draft_tokens: Some(2), ..block };
+    let greedy_block = EngineOptions { draft_sampling: DraftSampling::Greedy, ..block };
+    let settings: [(&str, EngineOptions, Sampling, &[i64]); 12] = [
         ("temperature 1", options(64), plain, &[]),
         ("temperature 0.6", options(64), Sampling::new(0.6, 12), &[]),
         ("top-p and min-p", options(64), Sampling { top_p: 0.9, min_p: 0.05, ..Sampling::new(1.0, 13) }, &[]),
@@ -122,6 +126,11 @@ fn the_first_tokens_have_the_targets_joint_law() {
         ("shorter blocks", short, Sampling::new(1.0, 16), &[]),
         ("greedy drafts", greedy, Sampling::new(1.0, 17), &[]),
         ("greedy drafts, top-k", greedy, Sampling { top_k: 3, ..Sampling::new(0.8, 18) }, &[3]),
+        ("blocks", block, Sampling::new(1.0, 51), &[]),
+        ("blocks, top-p", block, Sampling { top_p: 0.9, ..Sampling::new(0.7, 52) }, &[]),
+        ("blocks, stop token", block, Sampling::new(1.0, 53), &[3]),
+        ("shorter blocks as a whole", short_block, Sampling::new(1.0, 54), &[]),
+        ("greedy drafts, blocks", greedy_block, Sampling::new(1.0, 55), &[]),
     ];
     for (what, options, sampling, stop_ids) in settings {
         let ratio = engine_chi_square_ratio(options, sampling, stop_ids);
@@ -142,10 +151,15 @@ fn under_every_schedule_the_first_tokens_have_the_targets_joint_law() {
         ("prefix", 0.02),
     ];
     for (seed, (policy, slope)) in (30..).zip(policies) {
-        for stop_ids in [&[][..], &[3]] {
-            let planner = planner(policy, slope);
-            let ratio = planned_chi_square_ratio(options(64), planner, Sampling::new(1.0, seed), stop_ids);
-            assert!(ratio < 1.0, "{policy}, {slope}: χ² is {ratio:.2} times its 99.9 % quantile");
+        let cases = [(VerifyRule::Token, &[][..]), (VerifyRule::Token, &[3]), (VerifyRule::Block, &[])];
+        for (verify_rule, stop_ids) in cases {
+            let options = EngineOptions { verify_rule, ..options(64) };
+            let sampling = Sampling::new(1.0, seed);
+            let ratio = planned_chi_square_ratio(options, planner(policy, slope), sampling, stop_ids);
+            assert!(
+                ratio < 1.0,
+                "{policy}, {slope}, {verify_rule}: χ² is {ratio:.2} times its 99.9 % quantile"
+            );
         }
     }
 }
@@ -295,6 +309,59 @@ fn without_ratio(
 ) -> Verification {
     let chosen = q.gather(2, &x.unsqueeze(2), false).squeeze_dim(2);
     verify(p, q, x, lens, &(accept / chosen.to_kind(Kind::Double)), next)
+}
+
+/// Block verification that draws the token after a rejection from p.
+fn block_without_residual(
+    p: &Tensor,
+    q: &Tensor,
+    x: &Tensor,
+    lens: &Tensor,
+    accept: &Tensor,
+    next: &Tensor,
+) -> Verification {
+    let right = verify_block(p, q, x, lens, accept, next);
+    let at = right.accepted.view([-1, 1, 1]).expand([-1, 1, V], false);
+    Verification { next: sample(&p.gather(1, &at, false).squeeze_dim(1), next), accepted: right.accepted }
+}
+
+/// Block verification that ends at the first rejected prefix, as token by token.
+fn block_up_to_the_first_rejection(
+    p: &Tensor,
+    q: &Tensor,
+    x: &Tensor,
+    lens: &Tensor,
+    accept: &Tensor,
+    next: &Tensor,
+) -> Verification {
+    let whole = verify_block(p, q, x, lens, accept, next).accepted;
+    // A rejected prefix is one that is not accepted when the block's later uniforms reject everything.
+    let accepted_alone = |length: i64| {
+        let behind = Tensor::arange(x.size()[1], (Kind::Int64, Device::Cpu)).ge(length);
+        verify_block(p, q, x, lens, &accept.masked_fill(&behind, 2.0), next).accepted.eq(length)
+    };
+    let mut accepted = whole.zeros_like();
+    let mut open = whole.ones_like();
+    for length in 1..=x.size()[1] {
+        open = &open * accepted_alone(length).to_kind(Kind::Int64);
+        accepted = &accepted + &open;
+    }
+    // Uniforms that reject everything behind the accepted prefix draw the token that belongs to it.
+    let position = Tensor::arange(x.size()[1], (Kind::Int64, Device::Cpu)).unsqueeze(0);
+    let behind = position.ge_tensor(&accepted.unsqueeze(1));
+    verify_block(p, q, x, lens, &accept.masked_fill(&behind, 2.0), next)
+}
+
+#[test]
+fn the_law_tells_wrong_block_verifications_apart() {
+    let sampling = Sampling::new(1.0, 22);
+    let law = exact_law(sampling, &[]);
+    let of = |verify| chi_square_ratio(&outputs_with(verify, sampling), &law);
+    let right = of(verify_block);
+    let (residual, first) = (of(block_without_residual), of(block_up_to_the_first_rejection));
+    assert!(right < 1.0, "the right verification: χ² is {right:.2} times its 99.9 % quantile");
+    assert!(residual > 1.5, "drawing from p goes unnoticed: χ² is {residual:.2} times its quantile");
+    assert!(first > 1.5, "ending at the first rejection goes unnoticed: χ² is {first:.2} times its quantile");
 }
 
 #[test]

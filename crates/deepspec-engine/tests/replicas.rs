@@ -10,7 +10,7 @@ use std::thread;
 use common::{PROMPT, ToyDrafter, ToyTarget, V};
 use deepspec_engine::{
     DraftSampling, Engine, EngineError, EngineOptions, EngineReplicas, Event, Generator, ModelInput,
-    ModelOutput, Request, RequestId, Sampling, Target, split_evenly,
+    ModelOutput, Request, RequestId, Sampling, Target, VerifyRule, split_evenly,
 };
 use tch::{Device, Tensor};
 
@@ -22,6 +22,7 @@ fn options(slots: usize) -> EngineOptions {
         context: CONTEXT,
         max_draft_tokens: None,
         draft_sampling: DraftSampling::default(),
+        verify_rule: VerifyRule::default(),
         counts_overrun: false,
     }
 }

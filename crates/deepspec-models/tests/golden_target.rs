@@ -7,7 +7,7 @@ use std::path::Path;
 use common::{assert_close, device, tensor};
 use deepspec_core::Tap;
 use deepspec_engine::{
-    DraftSampling, Engine, EngineOptions, ModelInput, Proposer, Request, Sampling, Target,
+    DraftSampling, Engine, EngineOptions, ModelInput, Proposer, Request, Sampling, Target, VerifyRule,
 };
 use deepspec_models::{TargetModel, TargetOptions};
 use deepspec_testkit::golden::Case;
@@ -122,6 +122,7 @@ fn golden_target_gemma4_in_the_engine() {
         context: 256,
         max_draft_tokens: None,
         draft_sampling: DraftSampling::default(),
+        verify_rule: VerifyRule::default(),
         counts_overrun: true,
     };
     let mut engine = Engine::new(load(&case, vec![], 3), None::<Box<dyn Proposer>>, options);

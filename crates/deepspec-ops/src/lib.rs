@@ -55,7 +55,7 @@ pub use step_trace::StepTrace;
 pub use upload::{
     DeviceArange, FloatSlice, Upload, UploadSlice, Uploaded, cat_row_runs, cat_to_device, copy_row_runs,
 };
-pub use verify::{Verification, verify, verify_greedy};
+pub use verify::{Verification, verify, verify_block, verify_greedy};
 
 /// Kernels one by one, for the tests of this crate on a GPU. Other crates call the operators.
 #[doc(hidden)]

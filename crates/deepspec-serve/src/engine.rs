@@ -15,6 +15,7 @@ use deepspec_cost::policy::Policy;
 use deepspec_drafters::{Drafter, DrafterOptions};
 use deepspec_engine::{
     AcceptanceStats, Engine, EngineError, EngineOptions, Event, Finish, Proposer, Request, RequestId,
+    VerifyRule,
 };
 use deepspec_hub::{HubError, model_dir};
 use deepspec_models::{
@@ -295,8 +296,14 @@ fn load_engine(model: &Path, args: &EngineArgs) -> anyhow::Result<(ChatEngine, u
     }
     let (context, memory) =
         fit_context(wanted, args, &target, drafter.as_ref().map(|drafter| drafter as &dyn Proposer))?;
-    let options =
-        EngineOptions { slots, context, max_draft_tokens: None, draft_sampling, counts_overrun: false };
+    let options = EngineOptions {
+        slots,
+        context,
+        max_draft_tokens: None,
+        draft_sampling,
+        verify_rule: VerifyRule::Token,
+        counts_overrun: false,
+    };
     let engine = Engine::new(target, drafter, options).with_temperatures(temperatures).with_planner(planner);
     Ok((
         match memory {

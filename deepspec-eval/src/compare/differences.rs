@@ -127,6 +127,7 @@ fn drafting_facts(results: &Results) -> Vec<(String, Value)> {
         ("no_markov", json!(s.no_markov)),
         ("max_draft_tokens", json!(s.max_draft_tokens)),
         ("draft_sampling", json!(s.draft_sampling)),
+        ("verify", json!(s.verify)),
     ];
     facts.map(|(name, value)| (name.to_string(), unless_served(results, value))).to_vec()
 }

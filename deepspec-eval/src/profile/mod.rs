@@ -16,7 +16,7 @@ use deepspec_cost::curve::isotonic_regression;
 use deepspec_cost::planner::Planner;
 use deepspec_cost::policy::Policy;
 use deepspec_drafters::{Drafter, DrafterOptions};
-use deepspec_engine::{Engine, EngineOptions, Event, Proposer, Request, Sampling, Target};
+use deepspec_engine::{Engine, EngineOptions, Event, Proposer, Request, Sampling, Target, VerifyRule};
 use deepspec_hub::{HubError, model_dir};
 use deepspec_models::{TargetModel, TargetOptions, weights_digest};
 use deepspec_text::ChatTokenizer;
@@ -168,6 +168,7 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
         context: longest,
         max_draft_tokens: None,
         draft_sampling,
+        verify_rule: VerifyRule::Token,
         counts_overrun: false,
     };
     let drafts = drafter.is_some();

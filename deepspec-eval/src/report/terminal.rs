@@ -1,7 +1,8 @@
 //! Renders results as text tables for the terminal.
 
 use deepspec_core::cli;
-use deepspec_engine::{DraftSampling, Sampling};
+use deepspec_engine::{DraftSampling, Sampling, VerifyRule};
+use serde_json::json;
 
 use crate::results::{FiguresSource, Metrics, Results, Served, Settings, Timing};
 use crate::table::{Table, factor, number, range, rate};
@@ -126,22 +127,32 @@ pub fn lengths_by_draft_rule(results: &Results) -> Option<([&'static str; 5], Ve
     Some((["suite", "τ probabilistic", "95 % interval", "τ greedy", "95 % interval"], rows.collect()))
 }
 
-/// A sentence on the rule of draft sampling. None at temperature 0 or without a drafter, where both
-/// rules agree.
+/// A sentence on how tokens were drafted and accepted, and which engines do so. None at temperature 0 or without a drafter, where
+/// all rules agree.
 fn draft_rule_note(results: &Results) -> Option<String> {
-    let one = results.served.is_some()
+    let settings = &results.settings;
+    let all_agree = results.served.is_some()
         || results.drafter.is_none()
-        || Sampling::new(results.settings.temperature, 0).is_greedy();
-    let rule = results.settings.draft_sampling;
-    (!one).then(|| match rule {
-        DraftSampling::Probabilistic => {
-            format!("Drafted tokens are {rule} (--draft-sampling probabilistic), accepted at Σ min(p, q).")
+        || Sampling::new(settings.temperature, 0).is_greedy();
+    let (sampling, rule) = (settings.draft_sampling, settings.verify);
+    let engines = match (sampling, rule) {
+        (DraftSampling::Probabilistic, VerifyRule::Token) => {
+            "vLLM serves this τ with `draft_sample_method: probabilistic`"
         }
-        DraftSampling::Greedy => {
-            format!(
-                "Drafted tokens are {rule} (--draft-sampling greedy), as in llama.cpp and vLLM by default."
-            )
+        (DraftSampling::Greedy, VerifyRule::Token) => "llama.cpp serves this τ, and vLLM by default",
+        (DraftSampling::Probabilistic, VerifyRule::Block) => {
+            "vLLM serves this τ with `rejection_sample_method: block` and `draft_sample_method: probabilistic`"
         }
+        (DraftSampling::Greedy, VerifyRule::Block) => {
+            "vLLM serves this τ with `rejection_sample_method: block`; greedy drafts gain nothing by it"
+        }
+    };
+    let values = json!([sampling, rule]);
+    let [by_sampling, by_rule] = [0, 1].map(|index| values[index].as_str().unwrap_or_default());
+    (!all_agree).then(|| {
+        format!(
+            "Drafted tokens are {sampling} (--draft-sampling {by_sampling}) and verified {rule} (--verify {by_rule}). {engines}."
+        )
     })
 }
 

@@ -1,7 +1,7 @@
 //! Settings of a run, and identities of its models.
 
 use deepspec_cost::policy::Policy;
-use deepspec_engine::DraftSampling;
+use deepspec_engine::{DraftSampling, VerifyRule};
 use serde::{Deserialize, Serialize};
 
 /// Settings of a run.
@@ -45,6 +45,9 @@ pub struct Settings {
     /// Rule of draft sampling; results of earlier versions used probabilistic drafting.
     #[serde(default)]
     pub draft_sampling: DraftSampling,
+    /// Rule of verification; results of earlier versions verified token by token.
+    #[serde(default)]
+    pub verify: VerifyRule,
     /// Number of samples decoded at once.
     pub slots: usize,
     /// Number of engines that share the slots; 1 in results of earlier versions.

@@ -9,7 +9,7 @@ use deepspec_core::usage;
 use deepspec_cost::policy::Policy;
 use deepspec_datasets::suites::Domain;
 use deepspec_drafters::Drafter;
-use deepspec_engine::{DraftSampling, Sampling};
+use deepspec_engine::{DraftSampling, Sampling, VerifyRule};
 use tch::Device;
 
 use crate::results::Turns;
@@ -95,6 +95,11 @@ pub struct Args {
     /// Markov head, Eagle3 and language models, greedy for the others. Answers follow the target's distribution either way
     #[arg(long, value_enum, value_name = "RULE", default_value_t = DraftSamplingArg::Auto)]
     pub draft_sampling: DraftSamplingArg,
+    /// Rule that accepts drafted tokens at temperatures above 0. Token accepts token by token, as SGLang and llama.cpp do, and vLLM
+    /// by default; block accepts blocks as a whole, as vLLM does with `rejection_sample_method: block`. Block accepts more of
+    /// probabilistic drafts, and as many greedy ones. Answers follow the target's distribution either way
+    #[arg(long, value_enum, value_name = "RULE", default_value_t = VerifyArg::Token)]
+    pub verify: VerifyArg,
     /// Also report the accepted length of the other --draft-sampling rule, from a second pass over the samples, above
     /// temperature 0
     #[arg(long, value_enum, value_name = "ON", default_value_t = Switch::On)]
@@ -170,6 +175,25 @@ impl DraftSamplingArg {
             Self::Auto => drafter.map(Drafter::draft_sampling).unwrap_or_default(),
             Self::Probabilistic => DraftSampling::Probabilistic,
             Self::Greedy => DraftSampling::Greedy,
+        }
+    }
+}
+
+/// How drafted tokens are accepted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum VerifyArg {
+    /// Token by token.
+    Token,
+    /// Blocks as a whole.
+    Block,
+}
+
+impl VerifyArg {
+    /// The engine's rule.
+    pub fn rule(self) -> VerifyRule {
+        match self {
+            Self::Token => VerifyRule::Token,
+            Self::Block => VerifyRule::Block,
         }
     }
 }
@@ -329,6 +353,7 @@ impl Args {
             ("--calibration", self.calibration.is_some()),
             ("--max-draft-tokens", self.max_draft_tokens.is_some()),
             ("--draft-sampling", self.draft_sampling != DraftSamplingArg::Auto),
+            ("--verify", self.verify != VerifyArg::Token),
             ("--no-markov", self.no_markov),
             ("--replicas", self.replicas.is_some()),
             ("--worker", self.worker.is_some()),
@@ -359,6 +384,7 @@ impl Args {
             ("--max-draft-tokens", self.max_draft_tokens.is_some()),
             ("--no-markov", self.no_markov),
             ("--draft-sampling", self.draft_sampling != DraftSamplingArg::Auto),
+            ("--verify", self.verify != VerifyArg::Token),
         ];
         if let Some((flag, _)) =
             needs_drafter.iter().find(|(_, given)| *given && self.drafter_name().is_none())

@@ -195,6 +195,7 @@ impl ModelSettings<'_> {
                     DecodeMode::Main | DecodeMode::Baseline => settings.draft_sampling,
                     DecodeMode::Other => settings.draft_sampling.other(),
                 },
+                verify_rule: settings.verify,
                 counts_overrun: true,
             };
             let temperatures = settings.calibration.clone().unwrap_or_default();

@@ -154,6 +154,7 @@ fn resolve_settings(
         no_markov: args.no_markov,
         max_draft_tokens: args.max_draft_tokens,
         draft_sampling: args.draft_sampling.resolve(drafter),
+        verify: args.verify.rule(),
         slots: args.max_num_seqs,
         lanes: args.replicas(place.device, tch::get_num_threads() as usize, values)?,
         device: place.device_name(),

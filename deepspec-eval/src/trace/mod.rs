@@ -12,7 +12,7 @@ use deepspec_core::{env, usage};
 use deepspec_cost::planner::Planner;
 use deepspec_cost::policy::Policy;
 use deepspec_drafters::DrafterOptions;
-use deepspec_engine::{Completion, Engine, EngineOptions, Request, Sampling};
+use deepspec_engine::{Completion, Engine, EngineOptions, Request, Sampling, VerifyRule};
 use deepspec_hub::{HubError, model_dir};
 use deepspec_models::{TargetModel, TargetOptions};
 use deepspec_text::{ChatTokenizer, Message, Role, generation_prompt};
@@ -147,6 +147,7 @@ impl Args {
             context,
             max_draft_tokens: self.max_draft_tokens,
             draft_sampling: drafter.draft_sampling(),
+            verify_rule: VerifyRule::Token,
             counts_overrun: false,
         };
         let recorder = Recorder::new(drafter);

@@ -6,7 +6,9 @@ use std::path::{Path, PathBuf};
 use deepspec_core::Tap;
 use deepspec_datasets::suites::{RequestTemplate, SuiteDir};
 use deepspec_drafters::{DSparkProposer, DrafterPlan, LossDenominator, TrainSample, TrainableDrafter};
-use deepspec_engine::{DraftSampling, Engine, EngineOptions, ModelInput, ModelOutput, Sampling, Target};
+use deepspec_engine::{
+    DraftSampling, Engine, EngineOptions, ModelInput, ModelOutput, Sampling, Target, VerifyRule,
+};
 use deepspec_models::{ModelConfig, TargetModel, TargetOptions, load_embed_and_head, stop_ids};
 use deepspec_text::ChatTokenizer;
 use tch::{Device, Kind, Tensor};
@@ -59,6 +61,7 @@ impl Lessons {
             context,
             max_draft_tokens: None,
             draft_sampling: DraftSampling::default(),
+            verify_rule: VerifyRule::default(),
             counts_overrun: false,
         };
         let mut engine: Engine<TargetModel, DSparkProposer> =

@@ -9,6 +9,7 @@ mod llama_cpp;
 mod served;
 mod server;
 mod states;
+mod verification;
 mod vllm;
 mod walk_through;
 

@@ -1,11 +1,11 @@
 //! The target's forward and the verification of the blocks.
 
-use deepspec_ops::{Verification, argmax, cat_row_runs, verify, verify_greedy};
+use deepspec_ops::{Verification, argmax, cat_row_runs, verify, verify_block, verify_greedy};
 use tch::{Kind, Tensor};
 
 use super::{Engine, StepInputs, StepPlan, to_host};
 use crate::outcome::{VerifyOutcome, padding_indices};
-use crate::{Proposer, Target};
+use crate::{Proposer, Target, VerifyRule};
 
 /// Draft lengths of a step's blocks, and the row indices that follow from them, on the device.
 pub(super) struct BlockLengths {
@@ -122,6 +122,10 @@ impl<T: Target, P: Proposer> Engine<T, P> {
                 None => Tensor::zeros([0], (Kind::Float, self.target.device())),
             };
             let accept = inputs.accept.narrow(1, 0, longest);
+            let verify = match self.options.verify_rule {
+                VerifyRule::Token => verify,
+                VerifyRule::Block => verify_block,
+            };
             verify(&by_block(probs), &draft, &tokens, &lengths.lens, &accept, &inputs.next)
         };
         let confidence = step.proposal.as_ref().and_then(|proposal| proposal.confidence.as_ref());

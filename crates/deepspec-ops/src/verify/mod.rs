@@ -1,5 +1,8 @@
 //! Exact rejection sampling of draft blocks (Leviathan et al. 2023; Chen et al. 2023).
 
+mod block;
+
+pub use block::verify_block;
 use tch::{Kind, Tensor};
 
 use crate::sample::sample;
@@ -30,28 +33,47 @@ pub fn verify(
     accept_uniforms: &Tensor,
     next_uniforms: &Tensor,
 ) -> Verification {
-    let longest = tokens.size()[1];
-    if longest == 0 {
-        return Verification {
-            accepted: lens.zeros_like(),
-            next: sample(&target.select(1, 0), next_uniforms),
-        };
+    if tokens.size()[1] == 0 {
+        return draw_without_drafts(target, lens, next_uniforms);
     }
+    let holds = accept_uniforms.lt_tensor(&chosen_ratios(target, draft, tokens));
+    let accepted = accepted_prefix_len(&holds, lens); // [S]
+    let next = draw_next(target, draft, None, &accepted, lens, next_uniforms);
+    Verification { accepted, next }
+}
+
+/// The result for blocks without drafted tokens.
+fn draw_without_drafts(target: &Tensor, lens: &Tensor, uniforms: &Tensor) -> Verification {
+    Verification { accepted: lens.zeros_like(), next: sample(&target.select(1, 0), uniforms) }
+}
+
+/// p(x)/q(x) of the drafted tokens, `[S, Γ]` float64.
+fn chosen_ratios(target: &Tensor, draft: &Tensor, tokens: &Tensor) -> Tensor {
+    let longest = tokens.size()[1];
     let chosen =
         |probs: &Tensor| probs.narrow(1, 0, longest).gather(2, &tokens.unsqueeze(2), false).squeeze_dim(2); // [S, Γ]
     // A sampled token has q > 0; the clamp avoids 0 / 0.
-    let ratio = chosen(target).to_kind(Kind::Double)
-        / chosen(draft).to_kind(Kind::Double).clamp_min(f64::MIN_POSITIVE);
-    let accepted = accepted_prefix_len(&accept_uniforms.lt_tensor(&ratio), lens); // [S]
+    chosen(target).to_kind(Kind::Double) / chosen(draft).to_kind(Kind::Double).clamp_min(f64::MIN_POSITIVE)
+}
 
+/// Draws the token after `accepted [S]` tokens: from normalise(max(scale·p − q, 0)) after a rejection, else from p. `scale [S, 1]`
+/// is float32, None for 1.
+fn draw_next(
+    target: &Tensor,
+    draft: &Tensor,
+    scale: Option<&Tensor>,
+    accepted: &Tensor,
+    lens: &Tensor,
+    uniforms: &Tensor,
+) -> Tensor {
     let blocks = Tensor::arange(target.size()[0], (Kind::Int64, target.device()));
     let at = |probs: &Tensor, places: &Tensor| probs.index(&[Some(&blocks), Some(places)]); // [S, V]
-    let p = at(target, &accepted);
-    let residual = (&p - at(draft, &accepted.clamp_max(longest - 1))).clamp_min(0.0);
+    let p = at(target, accepted);
+    let scaled = scale.map_or_else(|| p.shallow_clone(), |scale| &p * scale);
+    let residual = (scaled - at(draft, &accepted.clamp_max(draft.size()[1] - 1))).clamp_min(0.0);
     let rejected = accepted.lt_tensor(lens).unsqueeze(1);
     let usable = residual.sum_dim_intlist(1, true, Kind::Float).gt(RESIDUAL_FLOOR).logical_and(&rejected);
-    let next = sample(&residual.where_self(&usable, &p), next_uniforms);
-    Verification { accepted, next }
+    sample(&residual.where_self(&usable, &p), uniforms)
 }
 
 /// Greedy verification: accepts the longest prefix of `tokens [S, Γ]` that matches the target's argmax, `target [S, Γ+1]` int64.
@@ -77,6 +99,9 @@ mod tests {
 
     use super::*;
 
+    type Verify = fn(&Tensor, &Tensor, &Tensor, &Tensor, &Tensor, &Tensor) -> Verification;
+    const RULES: [Verify; 2] = [verify, verify_block];
+
     #[test]
     fn a_blocks_verdict_is_the_same_alone_and_cut_from_longer_drafts() {
         let (sequences, longest, vocab) = (40, 4, 7);
@@ -91,16 +116,18 @@ mod tests {
         let tokens = Tensor::arange(sequences * longest, (Kind::Int64, Device::Cpu)).remainder(vocab);
         let tokens = tokens.view([sequences, longest]);
         let lens = Tensor::arange(sequences, (Kind::Int64, Device::Cpu)).remainder(longest + 1);
-        let found = verify(&p, &q, &tokens, &lens, &uniforms, &uniforms.select(1, 0));
-        for block in 0..sequences {
-            let of = |tensor: &Tensor| tensor.narrow(0, block, 1).contiguous();
-            let next = of(&uniforms.select(1, 0));
-            let alone = verify(&of(&p), &of(&q), &of(&tokens), &of(&lens), &of(&uniforms), &next);
-            assert_eq!(alone.accepted, of(&found.accepted), "block {block}");
-            assert_eq!(alone.next, of(&found.next), "block {block}");
+        for verify in RULES {
+            let found = verify(&p, &q, &tokens, &lens, &uniforms, &uniforms.select(1, 0));
+            for block in 0..sequences {
+                let of = |tensor: &Tensor| tensor.narrow(0, block, 1).contiguous();
+                let next = of(&uniforms.select(1, 0));
+                let alone = verify(&of(&p), &of(&q), &of(&tokens), &of(&lens), &of(&uniforms), &next);
+                assert_eq!(alone.accepted, of(&found.accepted), "block {block}");
+                assert_eq!(alone.next, of(&found.next), "block {block}");
+            }
+            let counts = found.accepted.bincount::<Tensor>(None, longest + 1);
+            assert!(counts.ge(1).all().int64_value(&[]) != 0, "accepted so often: {counts}");
         }
-        let counts = found.accepted.bincount::<Tensor>(None, longest + 1);
-        assert!(counts.ge(1).all().int64_value(&[]) != 0, "accepted so often: {counts}");
     }
 
     #[test]
@@ -118,10 +145,12 @@ mod tests {
         let [p, q] = [&target, &tokens].map(|of| of.one_hot(vocab).to_kind(Kind::Float));
         for q in [q.shallow_clone(), &q * 0.79 + 0.03] {
             let uniforms = Tensor::full([sequences, longest], 0.999, (Kind::Double, Device::Cpu));
-            let expected = verify(&p, &q, &tokens, &lens, &uniforms, &uniforms.select(1, 0));
             let found = verify_greedy(&target, &tokens, &lens);
-            assert_eq!(found.accepted, expected.accepted);
-            assert_eq!(found.next, expected.next);
+            for verify in RULES {
+                let expected = verify(&p, &q, &tokens, &lens, &uniforms, &uniforms.select(1, 0));
+                assert_eq!(found.accepted, expected.accepted);
+                assert_eq!(found.next, expected.next);
+            }
             let counts = found.accepted.bincount::<Tensor>(None, longest + 1);
             assert!(counts.min().int64_value(&[]) > 0, "accepted so often: {counts}");
         }

@@ -5,7 +5,7 @@ use std::path::Path;
 use deepspec_core::usage;
 use deepspec_datasets::suites::RequestTemplate;
 use deepspec_drafters::{Drafter, DrafterOptions};
-use deepspec_engine::{DraftSampling, Engine, EngineOptions, Sampling};
+use deepspec_engine::{DraftSampling, Engine, EngineOptions, Sampling, VerifyRule};
 use deepspec_models::{ModelConfig, TargetModel, TargetOptions};
 use deepspec_text::ChatTokenizer;
 
@@ -96,6 +96,7 @@ pub fn load_engine(
         context,
         max_draft_tokens: None,
         draft_sampling,
+        verify_rule: VerifyRule::Token,
         counts_overrun: true,
     };
     Ok(Engine::new(target, Some(drafter), options))

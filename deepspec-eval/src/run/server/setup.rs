@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use anyhow::Context;
 use deepspec_core::cli::Verbosity;
 use deepspec_datasets::suites::{RequestTemplate, TokenizedSuite};
-use deepspec_engine::DraftSampling;
+use deepspec_engine::{DraftSampling, VerifyRule};
 use deepspec_hub::{HubError, ModelFiles, model_files};
 use deepspec_models::config::read_json;
 use deepspec_models::config_digest;
@@ -126,6 +126,7 @@ fn settings(args: &Args) -> Settings {
         no_markov: false,
         max_draft_tokens: None,
         draft_sampling: DraftSampling::default(),
+        verify: VerifyRule::default(),
         slots: args.max_num_seqs,
         lanes: 1,
         device: "of the engine".into(),
