@@ -41,6 +41,8 @@ struct Training {
     taps: [i64; 3],
     /// The training mode of its slots.
     slots: SlotTarget,
+    /// Whether its blocks are causal.
+    causal: bool,
     /// Whether the last layer's state is taken after the final norm.
     normed: bool,
     /// The chat template's `enable_thinking`.
@@ -52,6 +54,7 @@ struct Training {
 const AS_USED: Training = Training {
     taps: TAPS,
     slots: SlotTarget::AnchorPredicts,
+    causal: false,
     normed: false,
     thinking: false,
     rows: 0..LIMIT,
@@ -71,7 +74,7 @@ fn samples(training: &Training) -> Vec<TrainSample> {
     })
 }
 
-fn block(taps: [i64; 3], slots: SlotTarget) -> DSparkPlan {
+fn block(taps: [i64; 3], slots: SlotTarget, causal: bool) -> DSparkPlan {
     let model = ModelConfig::load(&target_dir()).unwrap();
     let config = DSparkConfig {
         decoder: DraftDecoder {
@@ -84,6 +87,7 @@ fn block(taps: [i64; 3], slots: SlotTarget) -> DSparkPlan {
                 block_size: GAMMA,
                 slots,
                 mask_token_id: model.vocab_size - 1,
+                causal,
                 num_anchors: 8,
             },
             markov: None,
@@ -127,7 +131,7 @@ fn base() -> &'static Path {
 }
 
 fn written(training: &Training) -> (TempDir, PathBuf) {
-    let plan = block(training.taps, training.slots);
+    let plan = block(training.taps, training.slots, training.causal);
     let trainee = train(&plan, &target_dir(), STEPS, samples(training));
     checkpoint(trainee.as_ref())
 }
@@ -321,6 +325,18 @@ fn slots_of_the_other_convention_are_named_in_either_direction() {
     assert_cause(&doctor(&dir, &[]), "slots", &["slot k predicts anchor+k"]);
     let (_root, dir) = misused(|trained| trained.config[flag] = json!(false));
     assert_cause(&doctor(&dir, &[]), "slots", &["slot k predicts anchor+1+k"]);
+}
+
+#[test]
+fn causal_blocks_without_a_mark_are_named_and_so_are_whole_blocks_with_one() {
+    let (_root, causal) = written(&Training { causal: true, ..AS_USED });
+    let flag = "is_causal";
+    let (_root, dir) = changed(&causal, |trained| {
+        assert_eq!(trained.config.as_object_mut().unwrap().remove(flag), Some(json!(true)));
+    });
+    assert_cause(&doctor(&dir, &[]), "block_mask", &["see only those before them"]);
+    let (_root, dir) = misused(|trained| trained.config[flag] = json!(true));
+    assert_cause(&doctor(&dir, &[]), "block_mask", &["see their whole block"]);
 }
 
 #[test]

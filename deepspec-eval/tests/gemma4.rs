@@ -50,6 +50,7 @@ fn bench() -> &'static Path {
                     block_size: GAMMA,
                     slots: SlotTarget::AnchorPredicts,
                     mask_token_id: MASK,
+                    causal: false,
                     num_anchors: 8,
                 },
                 markov: None,

@@ -140,8 +140,7 @@ fn an_attention_that_is_not_ours_is_refused_by_every_command() {
     let converted = convert(&own, "z-lab", &container);
     assert!(converted.status.success(), "{}", said(&converted));
     for (key, value) in [
-        ("causal_head", json!(true)),
-        ("causal", json!(true)),
+        ("is_semi_causal", json!(true)),
         ("attention_sinks", json!(4)),
         ("attention_mode", json!("causal")),
         ("nosuch", json!(3)),
@@ -154,11 +153,19 @@ fn an_attention_that_is_not_ours_is_refused_by_every_command() {
         let told = run(odd.to_str().unwrap(), &out, &FEW);
         assert!(!told.status.success(), "{key}: {}", said(&told));
     }
-    for key in ["causal", "is_causal", "causal_head"] {
+    for key in ["attention_sinks", "use_sinks"] {
         let odd = copy(&own, dir.path().join(format!("top-{key}")));
         edit(&odd.join("config.json"), |config| config[key] = json!(true));
         assert_all_refuse(&odd, &out, &[key]);
     }
+    // Causal blocks are run, and are shown.
+    let causal = copy(&own, dir.path().join("causal"));
+    edit(&causal.join("config.json"), |config| config["is_causal"] = json!(true));
+    let told = said(&inspect(&causal));
+    assert!(told.contains("tokens in causal blocks of"), "{told}");
+    run_ok(causal.to_str().unwrap(), &dir.path().join("causal-run"), &FEW);
+    edit(&causal.join("config.json"), |config| config["causal"] = json!(false));
+    assert_all_refuse(&causal, &out, &["causal", "is_causal is true"]);
     // Features that are switched off are accepted.
     let idle = copy(&own, dir.path().join("idle"));
     edit(&idle.join("config.json"), |config| {

@@ -218,6 +218,7 @@ impl Shape {
                     block_size: self.block,
                     slots: SlotTarget::AnchorPredicts,
                     mask_token_id: 3,
+                    causal: false,
                     num_anchors: self.anchors,
                 },
                 markov: Some(MarkovSettings { kind: MarkovKind::Vanilla, rank: self.rank }),

@@ -51,8 +51,8 @@ pub use gguf::{TensorType, Value as GgufValue};
 pub use gguf_export::GgufExport;
 pub use kind::{DflashConfigKeys, GgufParts, Speculators, json_map};
 pub use layouts::{
-    Decoder, DflashConfig, EMBEDDING_LAYER_ID, ExternalClass, KnownDrafters, Reader,
-    find_unsupported_setting, read_layer_ids, unsupported_layout_message,
+    CAUSAL_KEYS, Decoder, DflashConfig, EMBEDDING_LAYER_ID, ExternalClass, KnownDrafters, Reader,
+    find_unsupported_setting, read_causal, read_layer_ids, unsupported_layout_message,
 };
 pub use quantised::quantised_folder_message;
 pub use serving::{Risk, risks};

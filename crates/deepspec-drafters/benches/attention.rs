@@ -11,7 +11,8 @@ use std::fs;
 
 use criterion::{Criterion, criterion_group, criterion_main};
 use deepspec_models::nn::{AttentionSpec, Heads, Qkv};
-use deepspec_ops::{BlockAttention, SequenceAnchors};
+use deepspec_ops::kv_attention::MaskKind;
+use deepspec_ops::{BlockAttention, BlockShape, SequenceAnchors};
 use dense_attention::{dense_attention, seen};
 use tch::{Device, Kind, Tensor};
 
@@ -19,6 +20,7 @@ const BLOCKS: i64 = 512;
 const SIZE: i64 = 7;
 const TOKENS: i64 = 4096;
 const HEADS: Heads = Heads { query: 4, key_value: 2, dim: 64 };
+const SHAPE: BlockShape = BlockShape { size: SIZE as usize, mask: MaskKind::Block };
 const SPEC: AttentionSpec = AttentionSpec { heads: HEADS, scale: 0.125, window: None };
 
 struct Inputs {
@@ -49,18 +51,18 @@ fn inputs(blocks: i64) -> Inputs {
 }
 
 fn merged(inputs: &Inputs) {
-    let plan = BlockAttention::new(&SPEC, SIZE as usize, std::slice::from_ref(&inputs.span), Kind::Float);
+    let plan = BlockAttention::new(&SPEC, SHAPE, std::slice::from_ref(&inputs.span), Kind::Float);
     plan.forward(&inputs.block, &inputs.k, &inputs.v).sum(Kind::Float).backward();
 }
 
 fn dense(inputs: &Inputs) {
-    let y = dense_attention(&SPEC, SIZE, &inputs.span.positions, &inputs.block, &inputs.k, &inputs.v);
+    let y = dense_attention(&SPEC, SHAPE, &inputs.span.positions, &inputs.block, &inputs.k, &inputs.v);
     y.sum(Kind::Float).backward();
 }
 
 fn one_call(inputs: &Inputs) {
     let Inputs { block, k, v, span } = inputs;
-    let [k, v, seen] = seen(&SPEC, SIZE, &span.positions, block, k, v).map(|tensor| tensor.unsqueeze(0));
+    let [k, v, seen] = seen(&SPEC, SHAPE, &span.positions, block, k, v).map(|tensor| tensor.unsqueeze(0));
     let (q, seen) = (block.q.transpose(0, 1).unsqueeze(0), seen.unsqueeze(0));
     let y = Tensor::scaled_dot_product_attention(&q, &k, &v, Some(&seen), 0.0, false, SPEC.scale, false);
     y.sum(Kind::Float).backward();

@@ -40,6 +40,7 @@ fn block() -> DSpark {
                 block_size: 7,
                 slots: SlotTarget::AnchorPredicts,
                 mask_token_id: 1023,
+                causal: false,
                 num_anchors: 24,
             },
             markov: Some(MarkovSettings { kind: MarkovKind::Vanilla, rank: 64 }),

@@ -50,6 +50,7 @@ fn block(vocab: i64) -> DSpark {
                 block_size: GAMMA,
                 slots: SlotTarget::AnchorPredicts,
                 mask_token_id: 3,
+                causal: false,
                 num_anchors: 512,
             },
             markov: Some(MarkovSettings { kind: MarkovKind::Vanilla, rank: WIDTH }),

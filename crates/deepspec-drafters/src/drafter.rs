@@ -210,6 +210,8 @@ pub struct DrafterOverrides<'a> {
     pub mask_token_id: Option<i64>,
     /// Another convention of the slots.
     pub slots: Option<SlotTarget>,
+    /// Whether blocks are causal.
+    pub causal: Option<bool>,
     /// Another embedding and LM head, `[V, d]` each.
     pub embed_and_head: Option<(&'a Tensor, &'a Tensor)>,
 }

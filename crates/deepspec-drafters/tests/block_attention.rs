@@ -6,14 +6,15 @@ mod dense_attention;
 
 use common::device;
 use deepspec_models::nn::{AttentionSpec, Heads, Qkv};
-use deepspec_ops::{BlockAttention, SequenceAnchors};
+use deepspec_ops::kv_attention::MaskKind;
+use deepspec_ops::{BlockAttention, BlockShape, SequenceAnchors};
 use dense_attention::dense_attention;
 use tch::{Device, Kind, Tensor};
 
 struct Case {
     heads: Heads,
     window: Option<usize>,
-    size: usize,
+    shape: BlockShape,
     anchors: Vec<usize>,
     tokens: i64,
 }
@@ -28,7 +29,7 @@ impl Case {
     ) -> Vec<Tensor> {
         let Heads { query, key_value, dim } = self.heads;
         let spec = AttentionSpec { heads: self.heads, scale: (dim as f64).powf(-0.5), window: self.window };
-        let rows = (self.anchors.len() * self.size) as i64;
+        let rows = (self.anchors.len() * self.shape.size) as i64;
         let values = |seed: f64, shape: [i64; 3]| {
             let numbers = Tensor::arange(shape.iter().product::<i64>(), (Kind::Double, Device::Cpu));
             let values = ((numbers * 0.731 + seed).sin() * 37.0).sin() * 1.5;
@@ -53,16 +54,14 @@ impl Case {
         self.run(kind, |spec, block, k, v| {
             let (anchors, positions) = (self.anchors.clone(), positions.shallow_clone());
             let span = SequenceAnchors { tokens: self.tokens, anchors, positions };
-            BlockAttention::new(spec, self.size, &[span], kind).forward(block, k, v)
+            BlockAttention::new(spec, self.shape, &[span], kind).forward(block, k, v)
         })
     }
 
     fn dense(&self) -> Vec<Tensor> {
         let positions: Vec<i64> = self.anchors.iter().map(|&anchor| anchor as i64).collect();
         let positions = Tensor::from_slice(&positions).to_device(device());
-        self.run(Kind::Double, |spec, block, k, v| {
-            dense_attention(spec, self.size as i64, &positions, block, k, v)
-        })
+        self.run(Kind::Double, |spec, block, k, v| dense_attention(spec, self.shape, &positions, block, k, v))
     }
 }
 
@@ -87,8 +86,10 @@ fn cases() -> Vec<Case> {
         for window in [None, Some(1), Some(3), Some(7), Some(40), Some(120), Some(1000)] {
             let case = |anchors: &[usize], tokens| {
                 let anchors = anchors.to_vec();
-                Case { heads, window, size: 7, anchors, tokens }
+                Case { heads, window, shape: BlockShape { size: 7, mask: MaskKind::Block }, anchors, tokens }
             };
+            let causal = BlockShape { size: 7, mask: MaskKind::Causal };
+            cases.push(Case { shape: causal, ..case(&many, 240) });
             // Three tiles, the last of them not full. With a window of 120, the keys that all
             // blocks of a tile see lie between keys that only some see. Then one block without
             // context, and blocks that are far apart.
@@ -104,10 +105,10 @@ fn cases() -> Vec<Case> {
 fn it_is_that_of_a_mask_over_all_keys() {
     for case in cases() {
         for (name, distance) in NAMES.iter().zip(distances(&case, Kind::Float)) {
-            let Case { heads, window, anchors, .. } = &case;
+            let Case { heads, window, anchors, shape, .. } = &case;
             assert!(
                 distance < 5e-6,
-                "{name}: {distance:e}, {heads:?}, window {window:?}, {} blocks",
+                "{name}: {distance:e}, {heads:?}, {shape:?}, window {window:?}, {} blocks",
                 anchors.len()
             );
         }
@@ -153,7 +154,8 @@ fn sequences_ride_together_as_they_do_alone() {
                     SequenceAnchors { tokens: *tokens, anchors: anchors.clone(), positions }
                 })
                 .collect();
-            let y = BlockAttention::new(&spec, size, &spans, kind).forward(&block, &k, &v);
+            let y = BlockAttention::new(&spec, BlockShape { size, mask: MaskKind::Block }, &spans, kind)
+                .forward(&block, &k, &v);
             (&y * y.detach().cos()).sum(Kind::Float).backward();
             let gradients = [&block.q, &block.k, &block.v, &k, &v].map(Tensor::grad);
             [y.detach()].into_iter().chain(gradients).collect::<Vec<_>>()

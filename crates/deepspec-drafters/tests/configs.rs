@@ -41,6 +41,7 @@ fn a_drafter_keeps_the_targets_rope_settings() {
                     block_size: 3,
                     slots: SlotTarget::AnchorPredicts,
                     mask_token_id: 1,
+                    causal: false,
                     num_anchors: 8,
                 },
                 markov: Some(MarkovSettings { kind: MarkovKind::Vanilla, rank: 4 }),

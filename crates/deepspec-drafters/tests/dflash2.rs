@@ -39,7 +39,13 @@ fn decoder() -> DraftDecoder {
 }
 
 fn blocks() -> BlockSpec {
-    BlockSpec { block_size: BLOCK, slots: SlotTarget::FillIn, mask_token_id: 3, num_anchors: 8 }
+    BlockSpec {
+        block_size: BLOCK,
+        slots: SlotTarget::FillIn,
+        mask_token_id: 3,
+        causal: false,
+        num_anchors: 8,
+    }
 }
 
 fn fresh(kernel_size: i64) -> DFlash2 {

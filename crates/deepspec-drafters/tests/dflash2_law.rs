@@ -103,7 +103,13 @@ fn the_first_tokens_have_the_targets_joint_law() {
             num_target_layers: 2,
         },
         settings: DFlash2Settings {
-            blocks: BlockSpec { block_size: 4, slots: SlotTarget::FillIn, mask_token_id: 9, num_anchors: 4 },
+            blocks: BlockSpec {
+                block_size: 4,
+                slots: SlotTarget::FillIn,
+                mask_token_id: 9,
+                causal: false,
+                num_anchors: 4,
+            },
             convolution: Convolution::default(),
             selector_rank: 8,
             selector_top_k: 4,

@@ -74,7 +74,7 @@ fn at_temperature_one() -> SamplingBatch {
     SamplingBatch::new(vec![Sampling::new(1.0, 0)], Device::Cpu)
 }
 
-fn block(target: &ModelConfig, slots: SlotTarget, windows: &[Option<usize>]) -> DSpark {
+fn block(target: &ModelConfig, (slots, causal): (SlotTarget, bool), windows: &[Option<usize>]) -> DSpark {
     let config = DSparkConfig {
         decoder: DraftDecoder {
             model: target.draft_decoder(windows).unwrap(),
@@ -82,7 +82,7 @@ fn block(target: &ModelConfig, slots: SlotTarget, windows: &[Option<usize>]) -> 
             num_target_layers: 4,
         },
         settings: DSparkSettings {
-            blocks: BlockSpec { block_size: 5, slots, mask_token_id: 7, num_anchors: 4 },
+            blocks: BlockSpec { block_size: 5, slots, mask_token_id: 7, causal, num_anchors: 4 },
             markov: None,
             confidence: None,
         },
@@ -111,19 +111,23 @@ fn blocks_decode_as_they_were_trained_with_and_without_windows() {
     let _guard = tch::no_grad_guard();
     let sample = sample(vec![9, 10, 30]);
     for target in targets() {
-        for slots in [SlotTarget::AnchorPredicts, SlotTarget::FillIn] {
-            decodes_as_trained(&target, slots, &sample);
+        let slots = [SlotTarget::AnchorPredicts, SlotTarget::FillIn];
+        for blocks in slots.into_iter().flat_map(|slots| [(slots, false), (slots, true)]) {
+            decodes_as_trained(&target, blocks, &sample);
         }
     }
 }
 
-fn decodes_as_trained(target: &ModelConfig, slots: SlotTarget, sample: &TrainSample) {
+fn decodes_as_trained(target: &ModelConfig, blocks: (SlotTarget, bool), sample: &TrainSample) {
+    let (slots, causal) = blocks;
     let gamma = slots.draft_len(5) as i64;
-    let plain = trained(&block(target, slots, &[None, None]), sample);
+    let plain = trained(&block(target, blocks, &[None, None]), sample);
     assert_eq!(plain.size()[..2], [3, gamma]);
+    let other = trained(&block(target, (slots, !causal), &[None, None]), sample);
+    assert!((&other - &plain).abs().max().double_value(&[]) > 1e-3, "the mask changes nothing");
     // Windows smaller than a block, smaller than the context, and larger than everything.
     for (window, matters) in [(3, true), (12, true), (64, false)] {
-        let block = block(target, slots, &[Some(window), None]);
+        let block = block(target, blocks, &[Some(window), None]);
         let expected = trained(&block, sample);
         if target.layers[0].attention.window.is_none() {
             let change = (&expected - &plain).abs().max().double_value(&[]);
@@ -142,7 +146,7 @@ fn decodes_as_trained(target: &ModelConfig, slots: SlotTarget, sample: &TrainSam
                 uniforms: &uniforms,
                 sampling: &at_temperature_one(),
             });
-            let what = format!("{} {slots:?} window {window}, anchor {anchor}", target.family);
+            let what = format!("{} {blocks:?} window {window}, anchor {anchor}", target.family);
             assert_close(
                 &what,
                 &proposal.probs.expect("drawn at temperature 1").get(0),
@@ -162,7 +166,7 @@ fn a_slot_that_fills_in_learns_the_token_before() {
     let [target, _] = targets();
     let sample = sample(vec![9, 10, 30]);
     let pass = |slots| {
-        let block = block(&target, slots, &[None]);
+        let block = block(&target, (slots, false), &[None]);
         let batch =
             block.config().batch(std::slice::from_ref(&sample), 4.0, Device::Cpu, Kind::Float).unwrap();
         (block.hidden_states(&batch), batch)
@@ -260,7 +264,7 @@ fn eagle3_decodes_as_its_training_time_test_ran() {
 #[test]
 fn gemma4_layer_scalars_are_saved_and_not_trained() {
     let [_, gemma4] = targets();
-    let block = block(&gemma4, SlotTarget::AnchorPredicts, &[None, None]);
+    let block = block(&gemma4, (SlotTarget::AnchorPredicts, false), &[None, None]);
     let scalars = |tensors: &[(String, Tensor)]| {
         tensors.iter().filter(|(name, _)| name.ends_with("layer_scalar")).count()
     };
@@ -273,7 +277,7 @@ fn gemma4_layer_scalars_are_saved_and_not_trained() {
 fn a_drafter_that_learns_is_packed_as_it_is_now() {
     let _guard = tch::no_grad_guard();
     for target in targets() {
-        let block = block(&target, SlotTarget::AnchorPredicts, &[None, None]);
+        let block = block(&target, (SlotTarget::AnchorPredicts, false), &[None, None]);
         block.parameters().iter().for_each(|(_, parameter)| drop(parameter.set_requires_grad(true)));
         for (_, parameter) in block.parameters() {
             let _ = parameter.shallow_clone().g_add_scalar_(0.01);

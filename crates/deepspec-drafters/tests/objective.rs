@@ -59,6 +59,7 @@ fn block(shape: Shape) -> DSpark {
                 block_size: GAMMA,
                 slots: SlotTarget::AnchorPredicts,
                 mask_token_id: 3,
+                causal: false,
                 num_anchors: shape.anchors,
             },
             markov: shape.markov.map(|kind| MarkovSettings { kind, rank: 8 }),

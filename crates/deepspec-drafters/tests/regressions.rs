@@ -37,6 +37,7 @@ fn bigrams(follower: impl Fn(i64) -> i64) -> DSpark {
                 block_size: GAMMA,
                 slots: SlotTarget::AnchorPredicts,
                 mask_token_id: MASK,
+                causal: false,
                 num_anchors: 4,
             },
             markov: Some(MarkovSettings { kind: MarkovKind::Vanilla, rank: VOCAB }),

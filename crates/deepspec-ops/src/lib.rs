@@ -30,7 +30,7 @@ mod verify;
 
 pub use adamw::{AdamWSettings, AdamWTensors, adamw, square_sum};
 pub use attention::{AttentionSpec, Heads, Qkv};
-pub use block_attention::{BlockAttention, SequenceAnchors};
+pub use block_attention::{BlockAttention, BlockShape, SequenceAnchors};
 pub use decoder_layer::{Attend, LayerWeights, RepeatedRows, decoder_layer};
 pub use device::{
     LocalRank, default_dtype, device_name, dtype_name, names_one_gpu, parse_device, rank_device,

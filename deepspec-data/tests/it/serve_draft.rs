@@ -29,6 +29,7 @@ fn untrained(dir: &Path) {
                 block_size: 4,
                 slots: SlotTarget::AnchorPredicts,
                 mask_token_id: target.vocab_size - 1,
+                causal: false,
                 num_anchors: 16,
             },
             markov: Some(MarkovSettings { kind: MarkovKind::Vanilla, rank: 16 }),

@@ -112,6 +112,7 @@ pub fn drafter_config() -> DSparkConfig {
                 block_size: 5,
                 slots: SlotTarget::AnchorPredicts,
                 mask_token_id: target.vocab_size - 1,
+                causal: false,
                 num_anchors: 16,
             },
             markov: Some(MarkovSettings { kind: MarkovKind::Vanilla, rank: target.vocab_size }),

@@ -110,13 +110,18 @@ impl RealModel {
 
     /// A briefly trained block drafter with a Markov head of this rank.
     pub fn block(&self, markov: Option<i64>) -> TempDir {
-        block(&self.folder, REAL_TAPS, UNUSED, SlotTarget::AnchorPredicts, markov, 200)
+        block(&self.folder, REAL_TAPS, UNUSED, (SlotTarget::AnchorPredicts, false), markov, 200)
     }
 }
 
-/// A DFlash for the tiny target with fill-in slots, as z-lab's have.
-pub fn filling_in() -> TempDir {
-    block(&target_dir(), [0, 2, 4], 1023, SlotTarget::FillIn, None, 300)
+/// A DFlash for the tiny target with fill-in slots, as z-lab's have, and as JetSpec's have if it is causal.
+pub fn filling_in(causal: bool) -> TempDir {
+    block(&target_dir(), [0, 2, 4], 1023, (SlotTarget::FillIn, causal), None, 300)
+}
+
+/// A DSpark for the tiny target with causal blocks, without a confidence head.
+pub fn causal_dspark() -> TempDir {
+    block(&target_dir(), [0, 2, 4], 1023, (SlotTarget::AnchorPredicts, true), Some(16), 300)
 }
 
 /// A block drafter trained on this target's answers for `steps` steps.
@@ -124,7 +129,7 @@ fn block(
     target: &Path,
     taps: [i64; 3],
     mask_token_id: i64,
-    slots: SlotTarget,
+    (slots, causal): (SlotTarget, bool),
     markov: Option<i64>,
     steps: usize,
 ) -> TempDir {
@@ -137,7 +142,7 @@ fn block(
             num_target_layers: model.layers.len(),
         },
         settings: DSparkSettings {
-            blocks: BlockSpec { block_size: 5, slots, mask_token_id, num_anchors: 8 },
+            blocks: BlockSpec { block_size: 5, slots, mask_token_id, causal, num_anchors: 8 },
             markov: markov.map(|rank| MarkovSettings { kind: MarkovKind::Vanilla, rank }),
             confidence: None,
         },

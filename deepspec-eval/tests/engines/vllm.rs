@@ -8,7 +8,7 @@ use deepspec_testkit::skip::vllm_python;
 use serde_json::{Value, json};
 
 use crate::common::{deepspec_eval, repository, target_dir};
-use crate::drafters::{RealModel, dflash, eagle3, filling_in, stretched};
+use crate::drafters::{RealModel, causal_dspark, dflash, eagle3, filling_in, stretched};
 use crate::server::Server;
 use crate::{ANSWER, ENOUGH, FEWER, LIMIT, accepted, drafting, near_tie, ours, prompts};
 
@@ -98,7 +98,14 @@ fn vllm_runs_dflash_cycle_by_cycle() {
 #[test]
 fn vllm_runs_dflash_whose_slots_fill_in_cycle_by_cycle() {
     let Some(python) = vllm_python() else { return };
-    agrees_with_vllm(&python, filling_in().path(), 0);
+    agrees_with_vllm(&python, filling_in(false).path(), 0);
+}
+
+#[test]
+fn vllm_runs_causal_blocks_cycle_by_cycle() {
+    let Some(python) = vllm_python() else { return };
+    agrees_with_vllm(&python, filling_in(true).path(), 0);
+    agrees_with_vllm(&python, causal_dspark().path(), 0);
 }
 
 #[test]

@@ -12,8 +12,12 @@ use crate::kind::DflashConfigKeys;
 use crate::{CheckpointError, CheckpointFormat, Family};
 
 /// Top-level keys that drafters of every kind may have and that do not belong to the decoder.
-const TOP_LEVEL_KEYS: [&str; 6] =
-    ["num_target_layers", "block_size", "dflash_config", "emb_dim", "is_causal", "sample_from_anchor"];
+const TOP_LEVEL_KEYS: [&str; 5] =
+    ["num_target_layers", "block_size", "dflash_config", "emb_dim", "sample_from_anchor"];
+
+/// Keys by which tools mark causal blocks, at the top level or in `dflash_config`: SpecForge and vLLM, NeMo AutoModel and
+/// ModelOpt, JetSpec.
+pub const CAUSAL_KEYS: [&str; 3] = ["is_causal", "causal", "causal_head"];
 
 /// Key of the object that holds the settings of the drafter.
 const INNER_KEY: &str = "dflash_config";
@@ -50,6 +54,7 @@ const SHARED_KEYS: [&str; 5] =
 
 fn is_known(key: &str) -> bool {
     DFLASH_CONFIG_KEYS.contains(&key)
+        || CAUSAL_KEYS.contains(&key)
         || NEUTRAL_SCALES.iter().any(|(scale, _)| *scale == key)
         || reason_to_refuse(key).is_some()
 }
@@ -57,11 +62,8 @@ fn is_known(key: &str) -> bool {
 /// Keys that change the computation of the layers, each with the reason why a drafter that sets it
 /// is refused. A switch is on unless it is false, 0, null or absent. `attention_mode` is on if it
 /// is not full attention.
-const ATTENTION_SWITCHES: [(&str, &str); 9] = [
+const ATTENTION_SWITCHES: [(&str, &str); 6] = [
     ("use_swa", "draft layers with a sliding window: tools differ in who sees what within a block"),
-    ("causal", CAUSAL_REASON),
-    ("is_causal", CAUSAL_REASON),
-    ("causal_head", CAUSAL_REASON),
     ("attention_mode", MODE_REASON),
     ("attention_sink_bias", SINKS_REASON),
     ("attention_sinks", SINKS_REASON),
@@ -70,7 +72,8 @@ const ATTENTION_SWITCHES: [(&str, &str); 9] = [
 ];
 
 const MODE_REASON: &str = "only full attention within a block means the same elsewhere";
-const CAUSAL_REASON: &str = "slots that see only those before them; elsewhere a block sees all of itself";
+const CAUSAL_REASON: &str =
+    "a key about causal attention that is not known; known are is_causal, causal and causal_head";
 const SINKS_REASON: &str = "attention sinks have no counterpart in the other formats";
 
 /// Scale keys of z-lab's drafters, each with the value that has no effect.
@@ -98,7 +101,8 @@ impl<'a> DflashConfig<'a> {
     /// Fails if a key is missing or wrong.
     pub fn read(fields: &Fields<'a>, own: &[&str], families: &[Family]) -> Result<Self, CheckpointError> {
         let inner = fields.required_object(INNER_KEY)?;
-        let mut decoder = Decoder::read(fields, &[&TOP_LEVEL_KEYS, own].concat(), families)?;
+        let mut decoder =
+            Decoder::read(fields, &[TOP_LEVEL_KEYS.as_slice(), &CAUSAL_KEYS, own].concat(), families)?;
         decoder.incompatibilities.extend(attention_incompatibilities(fields.map));
         decoder.incompatibilities.extend(unknown_key_incompatibilities(inner.map));
         decoder.incompatibilities.extend(scale_incompatibilities(fields, &inner));
@@ -146,6 +150,31 @@ fn read_slots(fields: &Fields, inner: &Fields) -> Result<Option<SlotTarget>, Che
     Ok(Some(if from_anchor { SlotTarget::AnchorPredicts } else { SlotTarget::FillIn }))
 }
 
+/// Whether the blocks of a drafter are causal, by any of [`CAUSAL_KEYS`] at the top level or in `dflash_config`. A config without
+/// these keys has blocks whose slots see each other.
+///
+/// # Errors
+/// Fails if a key is neither a flag nor null, or if two keys contradict each other.
+pub fn read_causal(fields: &Fields) -> Result<bool, CheckpointError> {
+    let inner = match fields.map.get(INNER_KEY) {
+        Some(Value::Object(_)) => Some(fields.required_object(INNER_KEY)?),
+        _ => None,
+    };
+    let mut found: Option<(&str, bool)> = None;
+    for place in [Some(fields), inner.as_ref()].into_iter().flatten() {
+        for key in CAUSAL_KEYS {
+            let Some(causal) = place.flag(key)? else { continue };
+            match found {
+                Some((other, before)) if before != causal => {
+                    return Err(place.error(key, format!("{causal}, but {other} is {before}")));
+                }
+                _ => found = Some((key, causal)),
+            }
+        }
+    }
+    Ok(found.is_some_and(|(_, causal)| causal))
+}
+
 /// Lists the switches that are on, at the top level or in `dflash_config`, because tools write them
 /// in either place.
 pub(super) fn attention_incompatibilities(map: &Map<String, Value>) -> Vec<Incompatibility> {
@@ -168,6 +197,7 @@ fn reason_to_refuse(key: &str) -> Option<&'static str> {
     let known = ATTENTION_SWITCHES.iter().find(|(known, _)| *known == key).map(|&(_, reason)| reason);
     let mut words = key.split('_');
     known.or_else(|| match key {
+        _ if CAUSAL_KEYS.contains(&key) => None,
         "s_aux" => Some(SINKS_REASON),
         "attention_type" | "attn_mode" | "attn_type" | "mask_type" => Some(MODE_REASON),
         _ => words.find_map(|word| match word {

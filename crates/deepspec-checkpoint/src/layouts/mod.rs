@@ -7,7 +7,7 @@ mod reference;
 mod speculators;
 
 pub use common::{Decoder, EMBEDDING_LAYER_ID, read_layer_ids};
-pub use dflash_config::{DflashConfig, find_unsupported_setting};
+pub use dflash_config::{CAUSAL_KEYS, DflashConfig, find_unsupported_setting, read_causal};
 pub use reader::{ExternalClass, KnownDrafters, Reader};
 
 use std::path::Path;

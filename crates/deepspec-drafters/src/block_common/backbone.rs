@@ -203,12 +203,12 @@ impl<K: BlockDrafter> DraftModel<K> {
     }
 
     fn shared_inputs<'a>(&'a self, batch: &'a BlockBatch) -> SharedInputs<'a> {
-        let size = K::block_spec(self.config()).block_size;
+        let shape = K::block_spec(self.config()).shape();
         let mut planned: Vec<(AttentionSpec, BlockAttention)> = vec![];
         for spec in self.attention_specs() {
             // Layers with equal specs share a plan.
             if planned.iter().all(|(known, _)| *known != spec) {
-                let attention = BlockAttention::new(&spec, size, &batch.spans, self.kind());
+                let attention = BlockAttention::new(&spec, shape, &batch.spans, self.kind());
                 planned.push((spec, attention));
             }
         }

@@ -1,7 +1,9 @@
 //! Shape of a drafter's blocks, read from and written to config.json.
 
-use deepspec_checkpoint::{CheckpointError, Fields};
+use deepspec_checkpoint::{CheckpointError, Fields, read_causal};
 use deepspec_core::SlotTarget;
+use deepspec_ops::BlockShape;
+use deepspec_ops::kv_attention::MaskKind;
 use serde_json::{Map, Value, json};
 
 use crate::{ConfigIssue, WarmStartCheck};
@@ -12,6 +14,9 @@ const MAX_BLOCK: usize = 1024;
 pub const MAX_RANK: i64 = 1 << 20;
 /// Config key of vLLM and SGLang: whether the anchor's slot drafts.
 const SAMPLE_FROM_ANCHOR: &str = "sample_from_anchor";
+
+/// Config key of SpecForge and vLLM: whether blocks are causal.
+pub(crate) const IS_CAUSAL: &str = "is_causal";
 
 /// Default number of anchors per training sequence.
 pub fn default_num_anchors() -> usize {
@@ -27,6 +32,8 @@ pub struct BlockSpec {
     pub slots: SlotTarget,
     /// Input token of all slots except the anchor's.
     pub mask_token_id: i64,
+    /// Whether a slot sees only itself and the slots before it. Otherwise the slots of a block see each other.
+    pub causal: bool,
     /// Anchors per training sequence. Inference does not read it.
     pub num_anchors: usize,
 }
@@ -35,6 +42,12 @@ impl BlockSpec {
     /// Drafted tokens per block, γ.
     pub fn draft_len(&self) -> usize {
         self.slots.draft_len(self.block_size)
+    }
+
+    /// Number of slots, and which of them a slot sees.
+    pub fn shape(&self) -> BlockShape {
+        let mask = if self.causal { MaskKind::Causal } else { MaskKind::Block };
+        BlockShape { size: self.block_size, mask }
     }
 
     /// Reads the block's keys. A config without `sample_from_anchor` has the `default` slots.
@@ -49,18 +62,23 @@ impl BlockSpec {
             block_size: fields.required_size::<u64>("block_size")? as usize,
             slots,
             mask_token_id: fields.required(mask, fields.count(mask)?)? as i64,
+            causal: read_causal(fields)?,
             num_anchors: fields
                 .size::<i64>("num_anchors")?
                 .map_or_else(default_num_anchors, |anchors| anchors as usize),
         })
     }
 
-    /// Writes the block's keys except `num_anchors`. `sample_from_anchor` is written only if the slots fill in.
+    /// Writes the block's keys except `num_anchors`. `sample_from_anchor` is written only if the slots fill in, and `is_causal` only if it
+    /// is true.
     pub fn write(&self, map: &mut Map<String, Value>) {
         map.insert("block_size".into(), json!(self.block_size));
         map.insert("mask_token_id".into(), json!(self.mask_token_id));
         if self.slots == SlotTarget::FillIn {
             map.insert(SAMPLE_FROM_ANCHOR.into(), json!(false));
+        }
+        if self.causal {
+            map.insert(IS_CAUSAL.into(), json!(true));
         }
     }
 
@@ -88,6 +106,7 @@ impl BlockSpec {
     pub fn compare_for_warm_start(&self, from: &Self, transfer: &mut WarmStartCheck) {
         transfer.compare("block_size", from.block_size, self.block_size);
         transfer.compare("slots", from.slots.name(), self.slots.name());
+        transfer.compare("causal", from.causal, self.causal);
         transfer.compare("mask_token_id", from.mask_token_id, self.mask_token_id);
     }
 }

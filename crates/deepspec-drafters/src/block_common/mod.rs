@@ -17,6 +17,7 @@ pub(crate) mod sums;
 
 pub use backbone::Backbone;
 pub use batch::{BlockBatch, anchor_candidates, slot_weight, sum_of_slot_weights, supervised_draft_count};
+pub(crate) use blocks::IS_CAUSAL;
 pub use blocks::{BlockSpec, MAX_RANK, default_num_anchors};
 pub use cost::{FROZEN_FACTOR, TRAINED_FACTOR, block_flops, block_pass_rows};
 pub use layers::{DraftLayers, LayerType};

@@ -5,7 +5,7 @@ use deepspec_engine::{Context, DraftRequest, DraftSampling, Proposal, Proposer};
 use deepspec_models::nn::LayerInput;
 use deepspec_models::{ModelConfig, ModelError};
 use deepspec_ops::RepeatedRows;
-use deepspec_ops::kv_attention::{Chunk, KvCache, MaskKind, PooledRows};
+use deepspec_ops::kv_attention::{Chunk, KvCache, PooledRows};
 use tch::Tensor;
 
 use super::BlockDrafter;
@@ -95,7 +95,7 @@ impl<K: BlockDrafter> BlockProposerOf<K> {
 
     /// Hidden states `[S, γ, d]` of blocks `[anchor, mask, …]`, after the final norm. The length of the cache does not include the blocks.
     fn block_hidden_states(&mut self, blocks: &[Chunk], anchors: &Tensor) -> Tensor {
-        let plan = self.cache.plan(blocks, MaskKind::Block);
+        let plan = self.cache.plan(blocks, K::block_spec(self.model.config()).shape().mask);
         let rotations = self.model.planned_rotations(&plan);
         let (mask, size) = (K::block_spec(self.model.config()).mask_token_id, self.block_size() as i64);
         let distinct =

@@ -15,7 +15,7 @@ use serde_json::{Map, Value, json};
 use tch::{Kind, Tensor};
 
 use crate::ConfigIssue;
-use crate::block_common::{Backbone, BlockDrafter, BlockSpec, DraftLayers, LayerType, MAX_RANK};
+use crate::block_common::{Backbone, BlockDrafter, BlockSpec, DraftLayers, IS_CAUSAL, LayerType, MAX_RANK};
 use crate::draft_model::{DraftConfig, DraftModel, DrafterSettings, WarmStartCheck};
 
 /// A DFlash 2 drafter.
@@ -200,6 +200,9 @@ impl DFlash2Settings {
         self.blocks.check(vocab_size)?;
         if self.blocks.slots != SlotTarget::FillIn {
             return Err(("sample_from_anchor", "true; the slots of DFlash 2 fill in".into()));
+        }
+        if self.blocks.causal {
+            return Err((IS_CAUSAL, "true; DFlash 2 with causal blocks is not supported".into()));
         }
         let within = |key, found, most: i64| match found {
             found if (1..=most).contains(&found) => Ok(()),

@@ -77,6 +77,7 @@ pub fn build_plan<D>(
                 block_size: own.block_size,
                 slots: SlotTarget::FillIn,
                 mask_token_id: own.mask_token_id,
+                causal: false,
                 num_anchors: own.num_anchors,
             },
             convolution: own.convolution,

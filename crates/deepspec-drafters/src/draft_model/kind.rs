@@ -265,6 +265,7 @@ impl<K: DrafterKind> DrafterProbe for DraftModel<K> {
         if let Some(blocks) = config.settings.block_spec_mut() {
             blocks.mask_token_id = reading.mask_token_id.unwrap_or(blocks.mask_token_id);
             blocks.slots = reading.slots.unwrap_or(blocks.slots);
+            blocks.causal = reading.causal.unwrap_or(blocks.causal);
         }
         Box::new(self.share_with(config, reading.embed_and_head))
     }

@@ -3,20 +3,23 @@
 use std::sync::Arc;
 
 use deepspec_checkpoint::{
-    CheckpointError, CheckpointFormat, Decoder, DflashConfig, DflashConfigKeys, Drafter, Engine,
+    CAUSAL_KEYS, CheckpointError, CheckpointFormat, Decoder, DflashConfig, DflashConfigKeys, Drafter, Engine,
     EngineSupport, ExternalClass, Family, Fields, GgufParts, GgufValue, Incompatibility, KindSettings,
-    Reader, Settings, Speculators, TensorShapes, Tensors, json_map,
+    Reader, Settings, Speculators, TensorShapes, Tensors, json_map, read_causal,
 };
 use deepspec_core::SlotTarget;
 use serde_json::{Map, Value, json};
 
 use super::model::{ConfidenceSettings, DSparkSettings, MarkovKind};
-use crate::block_common::BlockSpec;
 use crate::block_common::formats::{GGUF_ARCHITECTURE, HEAD_KEYS, SGLANG_REFUSAL, merge_outer_block_size};
+use crate::block_common::{BlockSpec, IS_CAUSAL};
 use crate::draft_model::DrafterSettings as _;
 
 /// Why checkpoints that have heads, and slots of the convention `fill_in`, are not written for engines.
 const UNTESTED_HEADS: &str = "heads beside slots that fill in are not written: no engine was tried with them";
+
+/// Why SGLang cannot run causal blocks.
+const WHOLE_BLOCKS: &str = "SGLang's slots see their whole block, these see only the slots before them";
 
 /// Reads checkpoints of DSpark and DFlash in all layouts.
 pub static READER: Reader = Reader {
@@ -29,6 +32,9 @@ pub static READER: Reader = Reader {
         HEAD_KEYS[1],
         HEAD_KEYS[2],
         HEAD_KEYS[3],
+        CAUSAL_KEYS[0],
+        CAUSAL_KEYS[1],
+        CAUSAL_KEYS[2],
     ],
     reference: |fields, decoder| validate(DSparkSettings::read(fields)?, fields, decoder),
     model_types: &["dspark", "dflash"],
@@ -119,7 +125,7 @@ fn read_dflash_container(
     };
     let keys = merge_outer_block_size(fields, inner)?;
     let within = inner.with_map(&keys);
-    let blocks = BlockSpec { slots, ..BlockSpec::read(&within, slots)? };
+    let blocks = BlockSpec { slots, causal: read_causal(fields)?, ..BlockSpec::read(&within, slots)? };
     let settings = validate(DSparkSettings { blocks, markov, confidence }, &within, &config.decoder)?;
     Ok((format, config.into_drafter(fields, class, settings)?))
 }
@@ -185,20 +191,22 @@ impl KindSettings for DSparkSettings {
             Some(ConfidenceSettings { with_markov: true }) => "confidence head on state and Markov embedding",
             Some(ConfidenceSettings { with_markov: false }) => "confidence head on the state",
         };
-        let BlockSpec { block_size, slots, mask_token_id, .. } = self.blocks;
+        let BlockSpec { block_size, slots, mask_token_id, causal, .. } = self.blocks;
+        let blocks = if causal { "causal blocks" } else { "blocks" };
         vec![
-            ("drafts", format!("{} tokens in blocks of {block_size}; {slots}", self.blocks.draft_len())),
+            ("drafts", format!("{} tokens in {blocks} of {block_size}; {slots}", self.blocks.draft_len())),
             ("mask token", mask_token_id.to_string()),
             ("heads", format!("{markov}, {confidence}")),
         ]
     }
 
     fn to_json(&self) -> Value {
-        let BlockSpec { block_size, slots, mask_token_id, .. } = self.blocks;
+        let BlockSpec { block_size, slots, mask_token_id, causal, .. } = self.blocks;
         let markov = self.markov.map(|head| json!({"kind": head.kind, "rank": head.rank}));
         let with_markov = self.confidence.map(|head| head.with_markov);
         json!({"block": {
-            "block_size": block_size, "mask_token_id": mask_token_id, "slots": slots, "markov": markov,
+            "block_size": block_size, "mask_token_id": mask_token_id, "slots": slots, "causal": causal,
+            "markov": markov,
             "confidence_with_markov": with_markov,
         }})
     }
@@ -245,6 +253,9 @@ impl KindSettings for DSparkSettings {
         }
         match to {
             CheckpointFormat::Zlab if self.has_heads() => Some("z-lab's DFlash has no heads".into()),
+            CheckpointFormat::Speculators if self.blocks.causal => {
+                Some("speculators has no key for causal blocks".into())
+            }
             CheckpointFormat::Speculators if self.fills_in() && self.has_heads() => {
                 Some("heads beside z-lab's slots: no tool serves this".into())
             }
@@ -285,6 +296,10 @@ impl KindSettings for DSparkSettings {
     fn dflash_config(&self, to: CheckpointFormat) -> Option<DflashConfigKeys> {
         let mut top = json_map([("block_size", json!(self.blocks.block_size))]);
         let mut inner = json_map([("mask_token_id", json!(self.blocks.mask_token_id))]);
+        if self.blocks.causal {
+            top.insert(IS_CAUSAL.into(), true.into());
+            inner.extend(["causal", "causal_head"].map(|key| (key.into(), true.into())));
+        }
         let mut put = |key: &str, value: Value| inner.insert(key.into(), value);
         let class = match to {
             CheckpointFormat::Specforge => {
@@ -298,7 +313,7 @@ impl KindSettings for DSparkSettings {
             CheckpointFormat::Modelopt => {
                 put("projector_type", "dspark".into());
                 put("shift_label", true.into());
-                put("causal", false.into());
+                put("causal", self.blocks.causal.into());
                 put("use_confidence_head", self.confidence.is_some().into());
                 let heads = self.all_head_keys().into_iter();
                 inner.extend(heads.filter(|(key, _)| key.starts_with("markov")));
@@ -309,7 +324,10 @@ impl KindSettings for DSparkSettings {
         Some(DflashConfigKeys { class, top, inner })
     }
 
-    fn engine_format(&self, _: Engine, _: &Drafter) -> Result<CheckpointFormat, String> {
+    fn engine_format(&self, engine: Engine, _: &Drafter) -> Result<CheckpointFormat, String> {
+        if self.blocks.causal && engine == Engine::Sglang {
+            return Err(WHOLE_BLOCKS.into());
+        }
         if self.fills_in() {
             return if self.has_heads() { Err(UNTESTED_HEADS.into()) } else { Ok(CheckpointFormat::Zlab) };
         }
@@ -323,6 +341,11 @@ impl KindSettings for DSparkSettings {
     }
 
     fn gguf_parts(&self, drafter: &Drafter) -> Result<GgufParts, String> {
+        if self.blocks.causal {
+            return Err(
+                "llama.cpp's slots see their whole block, these see only the slots before them".into()
+            );
+        }
         let flag = |key, value| (key, GgufValue::Bool(value));
         let mut parts = GgufParts {
             keys: vec![
@@ -370,6 +393,9 @@ impl KindSettings for DSparkSettings {
         use CheckpointFormat::{Modelopt, Reference, Specforge, Speculators, Zlab};
         use EngineSupport as S;
         let has_markov = self.markov.is_some();
+        if engine == Engine::Sglang && self.blocks.causal {
+            return S::not_loaded(WHOLE_BLOCKS);
+        }
         if engine == Engine::Sglang {
             return match format {
                 Speculators => S::not_loaded(SGLANG_REFUSAL),

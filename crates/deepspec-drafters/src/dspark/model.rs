@@ -45,6 +45,9 @@ pub struct DSparkRecipe {
     /// A token that never occurs in text; stands for what is to be predicted. `deepspec-data inspect --model M --input F` lists
     /// candidates: special tokens that no row has, and ids behind the tokenizer's last one.
     pub mask_token_id: i64,
+    /// Whether a slot sees only itself and the slots before it, as in JetSpec. By default the slots of a block see each other.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub causal: bool,
     /// Blocks per training sequence.
     #[serde(default = "crate::block_common::default_num_anchors")]
     pub num_anchors: usize,

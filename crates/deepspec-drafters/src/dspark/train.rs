@@ -100,6 +100,7 @@ pub fn build_plan<D>(
                 block_size: block.block_size,
                 slots: block.slots,
                 mask_token_id: block.mask_token_id,
+                causal: block.causal,
                 num_anchors: block.num_anchors,
             },
             markov: block.markov,

@@ -11,7 +11,7 @@ use safetensors::SafeTensors;
 use serde_json::{Value, json};
 
 /// Converts a checkpoint and reads it back.
-fn converted(from: &Folder, to: CheckpointFormat, target: Option<&Folder>) -> Folder {
+pub fn converted(from: &Folder, to: CheckpointFormat, target: Option<&Folder>) -> Folder {
     try_convert(from, to, target).unwrap_or_else(|error| panic!("{to}: {error}"))
 }
 
@@ -28,7 +28,7 @@ fn try_convert(
 }
 
 /// The error message of a refused conversion.
-fn refusal(from: &Folder, to: CheckpointFormat, target: Option<&Folder>) -> String {
+pub fn refusal(from: &Folder, to: CheckpointFormat, target: Option<&Folder>) -> String {
     match try_convert(from, to, target).map(|_| ()).expect_err("a refusal") {
         error @ CheckpointError::Refused { .. } => error.to_string(),
         other => panic!("no refusal: {other}"),
@@ -431,8 +431,8 @@ fn each_refusal_names_its_reason() {
             &["projector_type", "lilicorr"],
         ),
         (inner("use_swa", json!(true)), CheckpointFormat::Reference, &["use_swa"]),
-        (inner("causal", json!(true)), CheckpointFormat::Reference, &["dflash_config.causal"]),
-        (set(&specforge, "is_causal", json!(true)), CheckpointFormat::Reference, &["`is_causal`"]),
+        (inner("causal", json!(true)), CheckpointFormat::Speculators, &["causal blocks"]),
+        (set(&specforge, "is_causal", json!(true)), CheckpointFormat::Speculators, &["causal blocks"]),
         (set(&specforge, "use_swa", json!(true)), CheckpointFormat::Reference, &["`use_swa`"]),
         (inner("attention_mode", json!("causal")), CheckpointFormat::Reference, &["attention_mode"]),
         (inner("attention_sink_bias", json!(true)), CheckpointFormat::Reference, &["attention_sink_bias"]),

@@ -37,16 +37,8 @@ fn with(folder: &Folder, key: &str, value: &Value, inner: bool) -> Folder {
     })
 }
 
-const SWITCHES: [&str; 8] = [
-    "causal_head",
-    "causal",
-    "is_causal",
-    "use_swa",
-    "attention_sink_bias",
-    "attention_sinks",
-    "use_sinks",
-    "sinks",
-];
+const SWITCHES: [&str; 6] =
+    ["semi_causal", "use_swa", "attention_sink_bias", "attention_sinks", "use_sinks", "sinks"];
 
 #[test]
 fn another_attention_is_refused_by_name_wherever_it_is_said() {

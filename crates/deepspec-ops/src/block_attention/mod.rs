@@ -1,4 +1,4 @@
-//! Attention of draft blocks: a block sees the context strictly before its anchor, and itself. No block sees another.
+//! Attention of draft blocks: a block sees the context strictly before its anchor, and itself, whole or causally. No block sees another.
 
 mod reference;
 mod tiles;
@@ -12,6 +12,7 @@ use crate::ffi::{
     AttentionPart, KeyValues, SequenceBlocks, TiledAttention, attend_by_block, block_attention,
     has_block_attention, has_tiled_attention,
 };
+use crate::kv_attention::MaskKind;
 use tiles::plan_tiled_attention;
 
 /// Maximum number of blocks in an [`AttentionPart`], whose blocks attend to the context together. Context before their first anchor needs
@@ -22,6 +23,15 @@ const KEY_RANGE_ALIGN: usize = 64;
 /// Score of masked keys, or addition to it. It is finite, so that a row without visible keys still has a finite
 /// log-sum-exp.
 const MASKED_SCORE: f64 = -1e30;
+
+/// Slots of a block, and which of them a slot sees.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct BlockShape {
+    /// B, number of slots.
+    pub size: usize,
+    /// Slots of its own block that a slot sees.
+    pub mask: MaskKind,
+}
 
 /// Length and block anchors of one sequence.
 pub struct SequenceAnchors {
@@ -57,7 +67,8 @@ struct SequenceParts {
     blocks: i64,
     tokens: i64,
     parts: Vec<AttentionPart>,
-    /// The mask within a block, where a window is shorter than a block.
+    mask: MaskKind,
+    /// The additive mask within a block; None if its slots see each other.
     block_mask: Option<Tensor>,
 }
 
@@ -67,12 +78,14 @@ fn has_cpu_block_kernel(heads: Heads, kind: Kind, device: Device) -> bool {
 }
 
 impl BlockAttention {
-    /// Plans blocks of `block_size` slots at the anchors of at least one sequence. Sorted anchors are fastest. `kind` is the dtype of the
-    /// queries.
-    pub fn new(spec: &AttentionSpec, block_size: usize, spans: &[SequenceAnchors], kind: Kind) -> Self {
+    /// Plans blocks of this shape at the anchors of at least one sequence. Sorted anchors are fastest. `kind` is the dtype of the queries.
+    /// Causal blocks are computed in parts.
+    pub fn new(spec: &AttentionSpec, shape: BlockShape, spans: &[SequenceAnchors], kind: Kind) -> Self {
         let AttentionSpec { heads, scale, window } = *spec;
         debug_assert!(!spans.is_empty(), "no sequences");
-        let by_block = spans.iter().all(|span| has_cpu_block_kernel(heads, kind, span.positions.device()));
+        let is_whole = shape.mask == MaskKind::Block;
+        let by_block =
+            is_whole && spans.iter().all(|span| has_cpu_block_kernel(heads, kind, span.positions.device()));
         let kernel = if by_block {
             let of = |span: &SequenceAnchors| SequenceBlocks {
                 tokens: span.tokens,
@@ -80,17 +93,18 @@ impl BlockAttention {
             };
             let window = window.map(|window| window as i64);
             Kernel::ByBlock { sequences: spans.iter().map(of).collect(), window }
-        } else if window.is_none()
+        } else if is_whole
+            && window.is_none()
             && has_tiled_attention(&spans[0].positions, kind, heads.dim)
             && let Some(sequences) =
-                plan_tiled_attention(heads, scale, block_size, spans, spans[0].positions.device())
+                plan_tiled_attention(heads, scale, shape.size, spans, spans[0].positions.device())
         {
             let sizes = spans.iter().map(|span| [span.anchors.len() as i64, span.tokens]).collect();
             Kernel::Tiled { sequences, sizes }
         } else {
-            Kernel::Parts(spans.iter().map(|span| SequenceParts::new(spec, block_size, span, kind)).collect())
+            Kernel::Parts(spans.iter().map(|span| SequenceParts::new(spec, shape, span, kind)).collect())
         };
-        Self { scale, block_size: block_size as i64, kernel }
+        Self { scale, block_size: shape.size as i64, kernel }
     }
 
     /// Queries, keys and values of the blocks `[ΣA·B, heads, D]`, and keys and values of the context `[ΣT, G, D]`, to `[ΣA·B, H·D]`.
@@ -153,7 +167,7 @@ impl BlockAttention {
             (KeyValues { k: &by_head[0], v: &by_head[1] }, KeyValues { k: &own_k, v: &own_v });
         let merged = block_attention(&q, &context, &own, &of.parts, of.block_mask.as_ref(), scale);
         let Some(y) = merged else {
-            return reference::block_attention(block, k, v, &of.anchors, size, &of.spec);
+            return reference::block_attention(block, k, v, &of.anchors, (size, of.mask), &of.spec);
         };
         y.view([key_value, -1, repeats, size, dim]).permute([1, 3, 0, 2, 4]).reshape([-1, query * dim])
     }
@@ -169,13 +183,15 @@ fn split_rows(whole: &Tensor, rows: &[i64]) -> Vec<Tensor> {
 }
 
 impl SequenceParts {
-    fn new(spec: &AttentionSpec, block_size: usize, span: &SequenceAnchors, kind: Kind) -> Self {
+    fn new(spec: &AttentionSpec, shape: BlockShape, span: &SequenceAnchors, kind: Kind) -> Self {
+        let BlockShape { size: block_size, mask } = shape;
         let (AttentionSpec { heads, window, .. }, SequenceAnchors { tokens, anchors, positions }) =
             (*spec, span);
         let masks = MaskBuilder {
             block_size: block_size as i64,
             repeats: heads.num_kv_groups(),
             window: window.map(|window| window as i64),
+            mask,
             kind,
         };
         let rows = heads.num_kv_groups() * block_size as i64;
@@ -193,10 +209,11 @@ impl SequenceParts {
                 });
             }
         }
-        let block_mask = window.filter(|&window| window < block_size).map(|_| masks.block_mask(positions));
+        let is_masked = mask == MaskKind::Causal || window.is_some_and(|window| window < block_size);
+        let block_mask = is_masked.then(|| masks.block_mask(positions));
         let anchors_here = positions.shallow_clone();
         let blocks = anchors.len() as i64;
-        Self { spec: *spec, anchors: anchors_here, blocks, tokens: *tokens, parts, block_mask }
+        Self { spec: *spec, anchors: anchors_here, blocks, tokens: *tokens, parts, mask, block_mask }
     }
 }
 
@@ -227,6 +244,7 @@ struct MaskBuilder {
     block_size: i64,
     repeats: i64,
     window: Option<i64>,
+    mask: MaskKind,
     kind: Kind,
 }
 
@@ -249,7 +267,10 @@ impl MaskBuilder {
     fn block_mask(&self, like: &Tensor) -> Tensor {
         let slots = Tensor::arange(self.block_size, (Kind::Int64, like.device()));
         let window = self.window.unwrap_or(self.block_size);
-        let hidden = slots.unsqueeze(0).le_tensor(&(slots.unsqueeze(1) - window)); // [B, B]
+        let mut hidden = slots.unsqueeze(0).le_tensor(&(slots.unsqueeze(1) - window)); // [B, B]
+        if self.mask == MaskKind::Causal {
+            hidden = hidden.logical_or(&slots.unsqueeze(0).gt_tensor(&slots.unsqueeze(1)));
+        }
         self.additive_mask(&hidden).repeat([1, 1, self.repeats, 1])
     }
 
@@ -300,20 +321,23 @@ mod tests {
 
     #[test]
     fn kernels_compute_what_the_reference_computes() {
-        for window in [None, Some(30), Some(2)] {
+        let masks = [MaskKind::Block, MaskKind::Causal];
+        for (mask, window) in masks.into_iter().flat_map(|mask| [None, Some(30), Some(2)].map(|w| (mask, w)))
+        {
+            let shape = BlockShape { size: 4, mask };
             let expected = run(window, |spec, span, block, k, v| {
-                reference::block_attention(block, k, v, &span.positions, 4, spec)
+                reference::block_attention(block, k, v, &span.positions, (4, mask), spec)
             });
             let found = run(window, |spec, span, block, k, v| {
-                BlockAttention::new(spec, 4, std::slice::from_ref(span), Kind::Float).forward(block, k, v)
+                BlockAttention::new(spec, shape, std::slice::from_ref(span), Kind::Float).forward(block, k, v)
             });
             let in_parts = run(window, |spec, span, block, k, v| {
-                let kernel = Kernel::Parts(vec![SequenceParts::new(spec, 4, span, Kind::Float)]);
+                let kernel = Kernel::Parts(vec![SequenceParts::new(spec, shape, span, Kind::Float)]);
                 BlockAttention { scale: spec.scale, block_size: 4, kernel }.forward(block, k, v)
             });
             for (found, expected) in found.iter().chain(&in_parts).zip(expected.iter().cycle()) {
                 let error = (found - expected).abs().max().double_value(&[]);
-                assert!(error < 1e-5, "window {window:?}: off by {error:e}");
+                assert!(error < 1e-5, "{mask:?}, window {window:?}: off by {error:e}");
             }
         }
     }

@@ -4,17 +4,18 @@ use tch::{Kind, Tensor};
 
 use super::MASKED_SCORE;
 use crate::attention::{AttentionSpec, Heads, Qkv};
+use crate::kv_attention::MaskKind;
 
 /// Attention of one sequence's blocks, see [`super::BlockAttention::forward`].
 ///
 /// `anchors` is `[A]`; the queries of `block` are `[A·B, H, D]`, its keys and values `[A·B, G, D]`. `k` and `v` of the context are
-/// `[T, G, D]`. Returns `[A·B, H·D]`.
+/// `[T, G, D]`. `mask` tells which slots of its own block a slot sees. Returns `[A·B, H·D]`.
 pub(super) fn block_attention(
     block: &Qkv,
     k: &Tensor,
     v: &Tensor,
     anchors: &Tensor,
-    block_size: i64,
+    (block_size, mask): (i64, MaskKind),
     spec: &AttentionSpec,
 ) -> Tensor {
     let AttentionSpec { heads: Heads { query, key_value, dim }, scale, window } = *spec;
@@ -26,7 +27,11 @@ pub(super) fn block_attention(
     let positions = (anchors.unsqueeze(1) + &slots).unsqueeze(2); // [A, B, 1]
     let context = Tensor::arange(tokens, options).expand([blocks, block_size, tokens], false);
     let own = (anchors.unsqueeze(1) + &slots).unsqueeze(1).expand([blocks, block_size, block_size], false);
-    let mut hidden = Tensor::cat(&[context.ge_tensor(&anchors.view([-1, 1, 1])), own.lt(0)], 2);
+    let unseen = match mask {
+        MaskKind::Block => own.lt(0),
+        MaskKind::Causal => own.gt_tensor(&positions),
+    };
+    let mut hidden = Tensor::cat(&[context.ge_tensor(&anchors.view([-1, 1, 1])), unseen], 2);
     if let Some(window) = window {
         let keys = Tensor::cat(&[context, own], 2);
         hidden = hidden.logical_or(&keys.le_tensor(&(positions - window as i64)));

@@ -44,6 +44,8 @@ pub enum Cause {
     MaskToken,
     /// The slots of a block predict other positions than in training.
     Slots,
+    /// The slots of a block see others than in training.
+    BlockMask,
     /// The RoPE settings differ from those of training.
     Rope,
     /// Thinking or the system message differs from training.
@@ -62,6 +64,7 @@ impl Cause {
             Self::FinalNorm => "state before or after the final norm",
             Self::MaskToken => "wrong mask token",
             Self::Slots => "other slot convention",
+            Self::BlockMask => "other attention within a block",
             Self::Rope => "other RoPE settings",
             Self::Template => "prompts unlike those of training",
             Self::Confidence => "confidence head off its mark",
@@ -84,6 +87,9 @@ impl Cause {
             Self::Slots => {
                 "name the other convention in its config.json: sample_from_anchor false for z-lab's (slot k predicts anchor+k), true \
                  or nothing for the other"
+            }
+            Self::BlockMask => {
+                "say in its config.json which slots a slot sees: is_causal true for those before it, false for its whole block"
             }
             Self::Rope => "give its config.json the target's RoPE settings",
             Self::Template => "evaluate as it was trained, or regenerate and train on prompts like these",

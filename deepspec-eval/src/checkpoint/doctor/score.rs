@@ -37,6 +37,8 @@ pub enum DrafterChange {
     Mask(i64),
     /// The slots predict tokens by this convention instead.
     Slots(SlotTarget),
+    /// The slots of a block see only those before them, or, if false, each other.
+    Causal(bool),
     /// The drafter uses the target's RoPE settings.
     Rope,
     /// The drafter uses the target's embedding and LM head.
@@ -178,6 +180,9 @@ pub fn score_change(
         }
         DrafterChange::Slots(slots) => {
             DrafterOverrides { slots: Some(*slots), ..DrafterOverrides::default() }
+        }
+        DrafterChange::Causal(causal) => {
+            DrafterOverrides { causal: Some(*causal), ..DrafterOverrides::default() }
         }
         DrafterChange::EmbedAndHead => {
             DrafterOverrides { embed_and_head: Some((&ends.0, &ends.1)), ..DrafterOverrides::default() }

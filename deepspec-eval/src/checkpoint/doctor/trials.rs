@@ -111,6 +111,11 @@ fn applicable_trials(
         if drafter.chooses_slots() {
             let other = blocks.slots.other_convention();
             found.push((Cause::Slots, format!("the other convention: {other}"), DrafterChange::Slots(other)));
+            let what = match blocks.causal {
+                true => "slots that see their whole block",
+                false => "slots that see only those before them",
+            };
+            found.push((Cause::BlockMask, what.into(), DrafterChange::Causal(!blocks.causal)));
         }
     }
     if rope_differs(drafter, target.config()) {
