@@ -17,6 +17,7 @@ mod registration;
 mod registry;
 mod sample;
 mod spec;
+mod token_common;
 mod train_state;
 
 pub use block_common::{

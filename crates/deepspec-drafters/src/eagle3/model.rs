@@ -6,22 +6,21 @@
 //! Shapes: n token positions of a step, N token positions of step 0, H heads, G key/value heads, D head dim.
 
 use deepspec_checkpoint::{CheckpointError, Fields};
-use deepspec_core::Tap;
 use deepspec_core::recipe::{LossNormalization, require_at_least_one};
-use deepspec_engine::{DraftRequest, DraftSampling, Proposal, Proposer};
+use deepspec_engine::Context;
+use deepspec_models::ModelConfig;
 use deepspec_models::nn::{AttentionSpec, Builder, DecoderLayer, Heads, LayerInput, Qkv, RmsNorm};
-use deepspec_models::{ModelConfig, ModelError};
-use deepspec_ops::kv_attention::{Chunk, KvCache, MaskKind};
-use deepspec_ops::{DeviceArange, cat_row_runs, range};
+use deepspec_ops::kv_attention::{AttentionPlan, KvCache};
+use deepspec_ops::range;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 use tch::{Kind, Tensor};
 
 use super::batch::{Eagle3Batch, TttCall, TttStep};
+use crate::ConfigIssue;
 use crate::draft_model::{DraftConfig, DraftModel, DrafterSettings};
-use crate::drafter::draft_autoregressively;
-use crate::{ConfigIssue, Drafter, DrafterProbe};
+use crate::token_common::{TokenDrafter, TokenProposer};
 
 /// Recipe section of Eagle3.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
@@ -259,144 +258,31 @@ fn ttt_attention(
 }
 
 /// An Eagle3 drafter with a KV cache of committed tokens.
-pub struct Eagle3Proposer {
-    model: Eagle3,
-    draft_len: usize,
-    cache: KvCache,
-    /// State after each slot's last committed token, `[slots, d]`.
-    states: Tensor,
-    /// Source of index tensors of slots.
-    arange: DeviceArange,
-}
+pub type Eagle3Proposer = TokenProposer<Eagle3Modules>;
 
-impl Eagle3Proposer {
-    /// A proposer with an empty KV cache for `slots` sequences.
-    pub fn new(model: Eagle3, slots: usize) -> Self {
-        let (kind, device) = (model.kind(), model.device());
-        let cache = KvCache::new(&model.attention_specs(), slots, kind, device);
-        let states = Tensor::zeros([slots as i64, model.config().decoder.model.hidden_size], (kind, device));
-        Self {
-            cache,
-            states,
-            arange: DeviceArange::new(device),
-            draft_len: model.config().settings.ttt_length,
-            model,
-        }
+impl TokenDrafter for Eagle3Modules {
+    const READS_HIDDEN: bool = false;
+
+    fn context_states(model: &Eagle3, context: &Context) -> Tensor {
+        model.fuse(&context.captured_states)
     }
 
-    /// The model.
-    pub fn model(&self) -> &Eagle3 {
-        &self.model
-    }
-
-    /// Runs the layers over tokens and the states before them, appends keys and values to the cache, and returns the new states.
-    fn extend_cache(&mut self, chunks: &[Chunk], tokens: &Tensor, states: Tensor) -> Tensor {
-        let plan = self.cache.plan(chunks, MaskKind::Causal);
-        let (token, rotations) = (self.model.embed(tokens), self.model.planned_rotations(&plan));
-        let layers = self.model.modules.layers.iter().enumerate();
-        let states = layers.fold(states, |states, (i, layer)| {
+    fn next_states(
+        model: &Eagle3,
+        states: &Tensor,
+        tokens: &Tensor,
+        plan: &AttentionPlan,
+        cache: &mut KvCache,
+    ) -> Tensor {
+        let (token, rotations) = (model.embed(tokens), model.planned_rotations(plan));
+        let layers = model.modules.layers.iter().enumerate();
+        layers.fold(states.shallow_clone(), |states, (i, layer)| {
             let input = LayerInput { x: &states, repeated: None, embeddings: Some(&token) };
-            layer.forward(input, rotations.layer(i), &mut self.cache.attention(i, &plan), None)
-        });
-        self.cache.commit_chunks(chunks);
-        states
+            layer.forward(input, rotations.layer(i), &mut cache.attention(i, plan), None)
+        })
     }
 
-    /// Chunks of the newly committed tokens, and the chunks of each drafted token except the last, which no later draft reads.
-    fn context_and_draft_chunks(&self, request: &DraftRequest) -> (Vec<Chunk>, Vec<Vec<Chunk>>) {
-        let context_chunks = self.cache.chunks_to_append(&request.context.chunks);
-        let chunks_of_draft = |k: usize| {
-            let chunk = |&slot: &usize| {
-                let rows =
-                    context_chunks.iter().find(|chunk| chunk.slot == slot).map_or(0, |chunk| chunk.len);
-                Chunk { slot, past_len: self.cache.len(slot) + rows + k, len: 1 }
-            };
-            request.slots.iter().map(chunk).collect()
-        };
-        let draft_chunks = (0..self.draft_len.saturating_sub(1)).map(chunks_of_draft).collect();
-        (context_chunks, draft_chunks)
-    }
-}
-
-impl Drafter for Eagle3Proposer {
-    fn share(&self, slots: usize) -> Box<dyn Drafter> {
-        Box::new(Self::new(self.model.share(), slots))
-    }
-
-    fn taps(&self) -> &[Tap] {
-        &self.model.config().decoder.taps
-    }
-
-    fn draft_sampling(&self) -> DraftSampling {
-        DraftSampling::Probabilistic
-    }
-
-    fn check_fits(&self, target: &ModelConfig) -> Result<(), ModelError> {
-        self.model.config().decoder.check_fits(target)
-    }
-
-    fn set_draft_len(&mut self, tokens: usize) {
-        self.draft_len = tokens.min(self.model.config().settings.ttt_length);
-    }
-
-    fn probe(&self) -> Option<Box<dyn DrafterProbe>> {
-        Some(Box::new(self.model.share()))
-    }
-}
-
-impl Proposer for Eagle3Proposer {
-    fn draft_len(&self) -> usize {
-        self.draft_len
-    }
-
-    fn ends_at_stop_tokens(&self) -> bool {
-        true
-    }
-
-    fn reads_hidden(&self) -> bool {
-        false
-    }
-
-    fn propose(&mut self, request: &DraftRequest) -> Proposal {
-        let (context_chunks, draft_chunks) = self.context_and_draft_chunks(request);
-        self.cache.reserve(&[context_chunks.clone(), draft_chunks.concat()].concat());
-        let (context, slots) = (request.context, request.slots);
-        if !context_chunks.is_empty() {
-            let states =
-                self.extend_cache(&context_chunks, &context.next, self.model.fuse(&context.captured_states));
-            // The last committed token of every slot.
-            let ends = context.chunks.iter().scan(0, |end, &(_, rows)| {
-                *end += rows as i64;
-                Some((*end - 1, 1))
-            });
-            let new = self.arange.int_tensor(context.chunks.iter().map(|&(slot, _)| slot));
-            let _ = self.states.index_copy_(0, &new, &cat_row_runs(&states, ends));
-        }
-        let past_len: Vec<usize> = slots.iter().map(|&slot| self.cache.len(slot)).collect();
-        let mut states = self.states.index_select(0, &self.arange.int_tensor(slots.iter().copied())); // [S, d]
-        let mut draft_chunks = draft_chunks.iter();
-        let proposal = draft_autoregressively(request, self.draft_len, |last| {
-            if let Some(token) = last
-                && let Some(chunks) = draft_chunks.next()
-            {
-                states = self.extend_cache(chunks, token, states.shallow_clone());
-            }
-            self.model.draft_logits(&states)
-        });
-        // Drafted tokens leave the cache; accepted ones return with the target's hidden states.
-        slots.iter().zip(past_len).for_each(|(&slot, past_len)| self.cache.truncate(slot, past_len));
-        proposal
-    }
-
-    fn truncate(&mut self, slot: usize, len: usize) {
-        self.cache.truncate(slot, len);
-    }
-
-    fn kv_cache_bytes(&self, tokens: usize) -> u64 {
-        self.cache.kv_cache_bytes(tokens) as u64
-    }
-
-    fn free_cached_memory(&mut self) {
-        self.cache.free_cached_memory();
+    fn state_logits(model: &Eagle3, states: &Tensor) -> Tensor {
+        model.draft_logits(states)
     }
 }

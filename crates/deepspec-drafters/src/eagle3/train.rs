@@ -8,7 +8,6 @@ use deepspec_models::config::MAX_LAYERS;
 use deepspec_models::nn::{Builder, Heads};
 use deepspec_ops::distill_loss::{LossColumn, LossOutput, LossRecipe, SupervisedRows, distill_loss};
 use deepspec_ops::range;
-use serde_json::{Map, Value, json};
 use tch::{Kind, Tensor};
 
 use super::batch::{Eagle3Batch, MAX_CALL_POSITIONS, TttStep, is_supervised, needed_positions};
@@ -19,6 +18,7 @@ use super::model::{
 use crate::block_common::{FROZEN_FACTOR, TRAINED_FACTOR};
 use crate::draft_model::{DraftDecoder, DrafterKind, PassRows, Plan, SampleSize, checkpoint_kind};
 use crate::registration::{DrafterKindInfo, ParamGroup, RecipeSection};
+use crate::token_common::{HEADLINE, STEP_SUMS, TAU_SUMS, ratio, step_metrics};
 use crate::{
     ConfigIssue, Drafter, DrafterPlan, GradReadyHook, LossDenominator, Metrics, Predictions, TrainSample,
 };
@@ -176,7 +176,8 @@ impl Eagle3 {
         let double = (Kind::Double, self.device());
         let count = Tensor::full([1], sequences as f64, double);
         let Some(batch) = batch else {
-            let empty = Tensor::zeros([4 * self.config().settings.ttt_length as i64 + 3], double);
+            let sums = STEP_SUMS * self.config().settings.ttt_length + TAU_SUMS;
+            let empty = Tensor::zeros([sums as i64], double);
             return Tensor::cat(&[empty, count], 0);
         };
         let states = self.step_states(batch);
@@ -213,7 +214,7 @@ impl Eagle3 {
         surrogate.backward();
         drop(backward);
         let none = Tensor::zeros([], double);
-        sums.resize_with(4 * self.config().settings.ttt_length, || none.shallow_clone());
+        sums.resize_with(STEP_SUMS * self.config().settings.ttt_length, || none.shallow_clone());
         let positions = sums[1].shallow_clone(); // supervised at step 0, where a chain of drafts begins
         sums.extend(taus.into_iter().chain([positions, count]));
         let sums: Vec<Tensor> = sums.iter().map(|sum| sum.to_kind(Kind::Double).reshape([1])).collect();
@@ -266,37 +267,16 @@ fn chain_acceptance(
 
 /// Metrics of Eagle3 over `steps` steps. The loss of step s has the weight `decay`^s.
 ///
-/// Each step has four sums: Σ w·CE, supervised rows, rows where the argmaxes of drafter and target agree, and Σ of accept rates. Four more
-/// sums follow: τ of greedy drafts, τ of sampled drafts, positions supervised at step 0, and sequences.
+/// Each step has [`STEP_SUMS`] with Σ w·CE, [`TAU_SUMS`] follow, and the last sum is the number of sequences.
 pub fn metric_defs(steps: usize, decay: f64) -> Metrics {
     let compute = move |sums: &[f64], _: usize| {
-        let ratio = |num: f64, den: f64| if den > 0.0 { num / den } else { 0.0 };
-        let (by_step, tail) = sums.split_at(4 * steps);
-        let (positions, sequences) = (tail[2], tail[3]);
-        let per_step = |of: &dyn Fn(&[f64]) -> f64| by_step.chunks(4).map(of).collect::<Vec<_>>();
-        let losses = per_step(&|step| ratio(step[0], sequences));
+        let (by_step, tail) = sums.split_at(STEP_SUMS * steps);
+        let sequences = tail[TAU_SUMS];
+        let losses: Vec<f64> = by_step.chunks(STEP_SUMS).map(|step| ratio(step[0], sequences)).collect();
         let weighted = losses.iter().enumerate().map(|(s, loss)| decay.powi(s as i32) * loss);
-        let metrics = json!({
-            "loss": weighted.sum::<f64>(),
-            "step_loss": losses,
-            "first_loss": losses.first(),
-            "last_loss": losses.last(),
-            "valid_tokens": per_step(&|step| step[1]),
-            "accuracy": per_step(&|step| ratio(step[2], step[1])),
-            "accept_rate": per_step(&|step| ratio(step[3], step[1])),
-            "tau_greedy": 1.0 + ratio(tail[0], positions),
-            "tau_probabilistic": 1.0 + ratio(tail[1], positions),
-        });
-        match metrics {
-            Value::Object(map) => map,
-            _ => Map::new(),
-        }
+        step_metrics(weighted.sum(), &losses, by_step, tail)
     };
-    Metrics {
-        count: 4 * steps + 4,
-        headline: &[("first", "first_loss"), ("last", "last_loss"), ("τ", "tau_probabilistic")],
-        compute: Box::new(compute),
-    }
+    Metrics { count: STEP_SUMS * steps + TAU_SUMS + 1, headline: HEADLINE, compute: Box::new(compute) }
 }
 
 /// Floating-point operations of forward and backward pass over `samples`, counted as in [`block_flops`](crate::block_common::block_flops).

@@ -1,0 +1,37 @@
+//! Code that the drafters Eagle3 and MTP-1 share, which draft one token after the other.
+//!
+//! Such a drafter keeps a state per sequence. It reads the state before a token and the token, and predicts the token behind it from
+//! the new state. States of committed tokens come from the target.
+
+mod metrics;
+mod proposer;
+
+pub use metrics::{HEADLINE, STEP_SUMS, TAU_SUMS, ratio, step_metrics};
+pub use proposer::TokenProposer;
+
+use deepspec_engine::Context;
+use deepspec_ops::kv_attention::{AttentionPlan, KvCache};
+use tch::Tensor;
+
+use crate::draft_model::{DraftModel, DrafterKind};
+
+/// A drafter that drafts one token after the other.
+pub trait TokenDrafter: DrafterKind {
+    /// See [`Proposer::reads_hidden`](deepspec_engine::Proposer::reads_hidden).
+    const READS_HIDDEN: bool;
+
+    /// States before the tokens `context.next`, from the target's states, `[C, d]`.
+    fn context_states(model: &DraftModel<Self>, context: &Context) -> Tensor;
+
+    /// States `[N, d]` after `tokens [N]`, given the states before them, `[N, d]`. Writes keys and values to `cache`.
+    fn next_states(
+        model: &DraftModel<Self>,
+        states: &Tensor,
+        tokens: &Tensor,
+        plan: &AttentionPlan,
+        cache: &mut KvCache,
+    ) -> Tensor;
+
+    /// Float32 logits `[S, V]` of states `[S, d]`.
+    fn state_logits(model: &DraftModel<Self>, states: &Tensor) -> Tensor;
+}
