@@ -42,6 +42,8 @@ pub(crate) struct FinishedCache {
     pub reader: Arc<Reader>,
     /// Index in the cache of each sample; `None` if both orders are equal.
     pub rows: Option<Arc<Vec<usize>>>,
+    /// Whether the drafter reads the taps of the cache.
+    pub reads_taps: bool,
 }
 
 impl Dataset {
@@ -245,7 +247,12 @@ impl FinishedCache {
             return Err(StatesError::NoCache { dir: dir.to_path_buf() });
         }
         let reader = Reader::open(dir)?;
-        reader.check_identity(&source.identity)?;
+        let mut wanted = source.identity.clone();
+        let reads_taps = !wanted.taps.is_empty();
+        if !reads_taps {
+            wanted.taps.clone_from(&reader.manifest().identity.taps);
+        }
+        reader.check_identity(&wanted)?;
         let (kept, needed) = (reader.layout().last, source.final_states);
         if !kept.covers(needed) {
             return Err(StatesError::FinalStates { dir: dir.to_path_buf(), kept, needed });
@@ -253,7 +260,7 @@ impl FinishedCache {
         if reader.manifest().no_last_token_states && source.reads_last_token_state {
             return Err(StatesError::LastTokenStates { dir: dir.to_path_buf() });
         }
-        Ok(Self { reader: Arc::new(reader), rows: None })
+        Ok(Self { reader: Arc::new(reader), rows: None, reads_taps })
     }
 
     /// Opens the cache in `dir`, which must have exactly these samples, in any order.

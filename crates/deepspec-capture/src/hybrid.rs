@@ -116,7 +116,7 @@ impl<'d> Hybrid<'d> {
         let read = || -> Result<Phase<'d>, StatesError> {
             let reader = Arc::new(Reader::open(&self.recording.dir)?);
             let rows = Some(Arc::clone(&self.recording.places));
-            Ok(Phase::Later(CachedStates::new(FinishedCache { reader, rows })))
+            Ok(Phase::Later(CachedStates::new(FinishedCache { reader, rows, reads_taps: true })))
         };
         if let Phase::First { recorder, .. } = &mut self.phase
             && let Some(builder) = recorder.builder.take()

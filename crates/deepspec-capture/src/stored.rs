@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 
 use deepspec_ops::CpuTensorBuilder;
 use rayon::prelude::*;
-use tch::Kind;
+use tch::{Kind, Tensor};
 
 use crate::StatesError;
 use crate::dataset::FinishedCache;
@@ -60,5 +60,9 @@ fn read_states(stored: &FinishedCache, row: usize) -> Result<SampleStates, State
     let mut taps = CpuTensorBuilder::new(&[tokens, hidden * layout.taps.len() as i64], Kind::BFloat16);
     let mut last = CpuTensorBuilder::new(&[last_positions.len() as i64, hidden], Kind::BFloat16);
     reader.read_into(row, taps.bytes(), last.bytes())?;
-    Ok(SampleStates { taps: taps.into_tensor(), last: last.into_tensor(), last_positions, unseen: None })
+    let mut taps = taps.into_tensor();
+    if !stored.reads_taps {
+        taps = Tensor::zeros([tokens, 0], (taps.kind(), taps.device()));
+    }
+    Ok(SampleStates { taps, last: last.into_tensor(), last_positions, unseen: None })
 }

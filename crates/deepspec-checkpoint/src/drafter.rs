@@ -100,6 +100,17 @@ pub trait KindSettings: fmt::Debug + Send + Sync {
         1
     }
 
+    /// Whether the drafter reads outputs of the target's layers. If not, it reads the target's final
+    /// states only.
+    fn reads_layers(&self) -> bool {
+        true
+    }
+
+    /// Input width of `fc`, as a multiple of the hidden size.
+    fn fc_inputs(&self, drafter: &Drafter) -> usize {
+        drafter.taps.len()
+    }
+
     /// Adds the names and shapes of the tensors that only this kind has to `shapes`. The caller
     /// adds `fc`, the final norm and the tensors that all kinds have in a layer.
     fn add_tensor_shapes(&self, drafter: &Drafter, shapes: &mut TensorShapes);
@@ -161,7 +172,7 @@ pub trait KindSettings: fmt::Debug + Send + Sync {
 }
 
 /// Config keys about training, which do not affect the computation.
-pub const INFORMATIVE_KEYS: [&str; 2] = ["num_anchors", "step_loss_decay"];
+pub const INFORMATIVE_KEYS: [&str; 3] = ["num_anchors", "step_loss_decay", "step_weight_beta"];
 
 impl Drafter {
     /// Captured layer ids as speculators and vLLM count them: 0 is the embedding's output.

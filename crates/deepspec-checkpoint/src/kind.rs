@@ -9,8 +9,10 @@ pub struct Speculators {
     pub model_type: &'static str,
     /// Class.
     pub class: &'static str,
-    /// Config key of the captured layer ids.
-    pub taps: &'static str,
+    /// Config key of the captured layer ids. None for a drafter that is a layer of its target (MTP): it
+    /// captures no layers, has the target's vocabulary, and its decoder is described by the target's
+    /// config, with the target's number of layers.
+    pub taps: Option<&'static str>,
     /// Config keys of the kind.
     pub keys: Map<String, Value>,
 }

@@ -52,7 +52,8 @@ pub use gguf_export::GgufExport;
 pub use kind::{DflashConfigKeys, GgufParts, Speculators, json_map};
 pub use layouts::{
     CAUSAL_KEYS, Decoder, DflashConfig, EMBEDDING_LAYER_ID, ExternalClass, KnownDrafters, Reader,
-    find_unsupported_setting, read_causal, read_layer_ids, unsupported_layout_message,
+    find_unsupported_setting, read_causal, read_layer_ids, read_speculative_tokens,
+    unsupported_layout_message,
 };
 pub use quantised::quantised_folder_message;
 pub use serving::{Risk, risks};

@@ -49,7 +49,7 @@ pub fn tensor_shapes(path: &Path, drafter: &Drafter) -> Result<Option<TensorShap
     let read = drafter.kind.layer_inputs() * width;
 
     let mut found = vec![
-        ("fc.weight".to_string(), vec![width, width * drafter.taps.len()]),
+        ("fc.weight".to_string(), vec![width, width * drafter.kind.fc_inputs(drafter)]),
         ("norm.weight".into(), vec![width]),
     ];
     for layer in 0..drafter.layers {

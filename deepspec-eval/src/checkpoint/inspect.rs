@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::fmt::Write;
 
-use deepspec_checkpoint::{Checkpoint, CheckpointFormat, engine_compatibility, torch_dtype_name};
+use deepspec_checkpoint::{Checkpoint, CheckpointFormat, Drafter, engine_compatibility, torch_dtype_name};
 use deepspec_core::Tap;
 use deepspec_core::cli::Verbosity;
 use deepspec_drafters::open_checkpoint;
@@ -93,6 +93,19 @@ fn as_json(checkpoint: &Checkpoint) -> Value {
     })
 }
 
+/// Text about the hidden states that the drafter reads.
+fn tapped_layers(drafter: &Drafter) -> String {
+    if drafter.taps.is_empty() {
+        return "none: it reads the final states".into();
+    }
+    let of = drafter.num_target_layers.map_or_else(String::new, |layers| format!(" of {layers}"));
+    format!(
+        "outputs of layers {:?}{of} (as speculators and vLLM count: {:?})",
+        Tap::layer_ids(&drafter.taps),
+        drafter.aux_layer_ids()
+    )
+}
+
 fn as_text(checkpoint: &Checkpoint) -> String {
     let drafter = checkpoint.drafter();
     let mut text = String::new();
@@ -108,15 +121,7 @@ fn as_text(checkpoint: &Checkpoint) -> String {
         line("vocabulary", format!("pruned to {} tokens", drafter.draft_vocab_size));
     }
     drafter.kind.lines().into_iter().for_each(|(what, value)| line(what, value));
-    let of = drafter.num_target_layers.map_or_else(String::new, |layers| format!(" of {layers}"));
-    line(
-        "taps",
-        format!(
-            "outputs of layers {:?}{of} (as speculators and vLLM count: {:?})",
-            Tap::layer_ids(&drafter.taps),
-            drafter.aux_layer_ids()
-        ),
-    );
+    line("taps", tapped_layers(drafter));
     let (trained, targets) = count_parameters(checkpoint);
     let dtypes: BTreeSet<String> =
         checkpoint.tensors().iter().map(|(_, facts)| torch_dtype_name(facts.dtype)).collect();

@@ -42,7 +42,7 @@ pub enum CacheError {
     EmptyPlan,
     /// Rows without values, or sizes beyond 64 bits.
     #[error(
-        "{taps} taps of {hidden_size} values and {rows} rows make no shard: each must be at least 1 and all fit 64 bits"
+        "{taps} taps of {hidden_size} values and {rows} rows make no shard: values and rows must be at least 1, and all fit 64 bits"
     )]
     BadLayout {
         /// Number of taps.

@@ -86,10 +86,10 @@ pub struct Layout {
 }
 
 impl Layout {
-    /// Bytes of one token's taps: m·d values. `None` if that is zero or exceeds 64 bits.
+    /// Bytes of one token's taps: m·d values, and 0 without taps. `None` if d is 0 or this exceeds 64 bits.
     pub(crate) fn tap_row_bytes(&self) -> Option<u64> {
         let taps = u64::try_from(self.taps.len()).ok()?;
-        self.last_row_bytes()?.checked_mul(taps).filter(|&bytes| bytes > 0)
+        self.last_row_bytes()?.checked_mul(taps)
     }
 
     /// Bytes of one final hidden state: d values. `None` if that is zero or exceeds 64 bits.

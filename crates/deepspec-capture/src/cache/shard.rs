@@ -108,7 +108,7 @@ impl Geometry {
     pub fn new(layout: &Layout, rows: u64, last_rows: u64, exponents: u64) -> Result<Self, CacheError> {
         let bad = || CacheError::BadLayout { taps: layout.taps.len(), hidden_size: layout.hidden_size, rows };
         let (tap_row, last_row) = layout.tap_row_bytes().zip(layout.last_row_bytes()).ok_or_else(bad)?;
-        let taps = tap_row.checked_mul(rows).filter(|&bytes| bytes > 0).ok_or_else(bad)?;
+        let taps = tap_row.checked_mul(rows).filter(|_| rows > 0).ok_or_else(bad)?;
         let data = layout.sample_bytes(rows, last_rows).and_then(|data| data.checked_add(exponents));
         // The parts are smaller than the sum, so they cannot overflow.
         let (taps_scale, last_scale) = (layout.tap_scales_bytes(), layout.last_scale_bytes());

@@ -82,6 +82,13 @@ impl Decoder {
         })
     }
 
+    /// Sets the number of draft layers, where the config counts those of the target.
+    pub fn set_layers(&mut self, layers: u64) {
+        self.layers = layers;
+        self.map.insert("num_hidden_layers".into(), layers.into());
+        self.map.remove("layer_types");
+    }
+
     /// Builds the drafter of these layers, with an unpruned vocabulary. Reads the remaining common
     /// keys from `fields`.
     ///

@@ -34,7 +34,10 @@ pub fn read(
     decoder.incompatibilities.extend(dflash_config::attention_incompatibilities(fields.map));
     let kind = (kind.reference)(fields, &decoder)?;
     fields.required_size::<u64>("num_target_layers")?;
-    let taps = read_layer_ids(fields, "target_layer_ids", EMBEDDING_LAYER_ID)?;
+    let taps = match kind.reads_layers() {
+        true => read_layer_ids(fields, "target_layer_ids", EMBEDDING_LAYER_ID)?,
+        false => vec![],
+    };
     decoder.into_drafter(fields, architecture, taps, kind)
 }
 

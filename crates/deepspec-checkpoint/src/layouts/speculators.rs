@@ -32,11 +32,16 @@ pub fn read(fields: &Fields, tensors: &Tensors, known: KnownDrafters) -> Result<
     }
     let nested = nested.with_map(&map);
     let mut decoder = Decoder::read(&nested, &[], known.families)?;
+    let kind = (kind.speculators)(fields, &mut decoder)?;
+    let ids = kind.speculators_config().taps;
     let mut stops = |key: &str, reason: String| {
         decoder.incompatibilities.push(Incompatibility { key: key.into(), reason })
     };
 
-    let draft_vocab_size = fields.required_size("draft_vocab_size")?;
+    let draft_vocab_size = match ids {
+        Some(_) => fields.required_size("draft_vocab_size")?,
+        None => decoder.vocab_size,
+    };
     if draft_vocab_size != decoder.vocab_size {
         let vocab = decoder.vocab_size;
         stops(
@@ -53,12 +58,22 @@ pub fn read(fields: &Fields, tensors: &Tensors, known: KnownDrafters) -> Result<
     {
         stops("target_hidden_size", format!("{width} is not the drafter's {}", decoder.hidden_size));
     }
-    let kind = (kind.speculators)(fields, &mut decoder)?;
-    let ids = kind.speculators_config().taps;
     // In speculators, id i is the input of layer i, which is the output of the layer before it.
-    let taps = read_layer_ids(fields, ids, 0)?;
+    let taps = ids.map_or_else(|| Ok(vec![]), |ids| read_layer_ids(fields, ids, 0))?;
     let drafter = decoder.into_drafter(fields, fields.architecture()?.unwrap_or(model_type), taps, kind)?;
     Ok(Drafter { draft_vocab_size, ..drafter })
+}
+
+/// Number of drafted tokens of the first proposal method.
+///
+/// # Errors
+/// Fails if `speculators_config` does not say it.
+pub fn read_speculative_tokens(fields: &Fields) -> Result<u64, CheckpointError> {
+    let outer = fields.required_object("speculators_config")?;
+    let methods = outer.map.get("proposal_methods").and_then(Value::as_array);
+    let first = methods.and_then(|methods| methods.first()).and_then(Value::as_object);
+    let tokens = first.and_then(|method| method.get("speculative_tokens")).and_then(Value::as_u64);
+    outer.required("proposal_methods", tokens.filter(|tokens| (1..1 << 31).contains(tokens)))
 }
 
 /// Name of the vocabulary map that is not the identity. A checkpoint may contain identity maps,
@@ -78,7 +93,12 @@ fn find_pruned_vocab_map(tensors: &Tensors) -> Result<Option<&'static str>, Chec
 pub fn config(drafter: &Drafter, target: Option<&Target>) -> Map<String, Value> {
     let Speculators { model_type, class, taps, keys } = drafter.kind.speculators_config();
     let mut layer = drafter.decoder.clone();
-    layer.insert("layer_types".into(), vec!["full_attention"; drafter.layers as usize].into());
+    let layers = match taps {
+        Some(_) => drafter.layers,
+        None => drafter.num_target_layers.unwrap_or(drafter.layers),
+    };
+    layer.insert("num_hidden_layers".into(), layers.into());
+    layer.insert("layer_types".into(), vec!["full_attention"; layers as usize].into());
     layer.insert("tie_word_embeddings".into(), false.into());
     let verifier = target.map_or_else(
         || json!({"name_or_path": null, "architectures": []}),
@@ -93,7 +113,6 @@ pub fn config(drafter: &Drafter, target: Option<&Target>) -> Map<String, Value> 
     put("speculators_model_type", model_type.into());
     put("speculators_version", VERSION.into());
     put("transformer_layer_config", layer.into());
-    put("draft_vocab_size", drafter.draft_vocab_size.into());
     put("tie_word_embeddings", false.into());
     put(
         "speculators_config",
@@ -101,7 +120,10 @@ pub fn config(drafter: &Drafter, target: Option<&Target>) -> Map<String, Value> 
             "algorithm": model_type, "proposal_methods": [proposal], "default_proposal_method": "greedy", "verifier": verifier,
         }),
     );
-    put(taps, drafter.aux_layer_ids().into());
+    if let Some(taps) = taps {
+        put("draft_vocab_size", drafter.draft_vocab_size.into());
+        put(taps, drafter.aux_layer_ids().into());
+    }
     // speculators ignores these keys. With them, the conversion back needs no guesses.
     if let Some(layers) = drafter.num_target_layers {
         put("num_target_layers", layers.into());

@@ -146,7 +146,12 @@ impl KindSettings for DFlash2Settings {
     fn speculators_config(&self) -> Speculators {
         let mut keys = self.config_keys();
         keys.insert("sample_from_anchor".into(), false.into());
-        Speculators { model_type: "dflash2", class: ZLAB_CLASS, taps: "aux_hidden_state_layer_ids", keys }
+        Speculators {
+            model_type: "dflash2",
+            class: ZLAB_CLASS,
+            taps: Some("aux_hidden_state_layer_ids"),
+            keys,
+        }
     }
 
     fn dflash_config(&self, _: CheckpointFormat) -> Option<DflashConfigKeys> {

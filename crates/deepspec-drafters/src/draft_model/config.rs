@@ -23,6 +23,9 @@ pub trait DrafterSettings: Debug + Clone + Send + Sync + 'static {
     /// Whether recipe and config may set `slots`.
     const CHOOSES_SLOTS: bool = true;
 
+    /// Whether the drafter reads outputs of the target's layers. If not, it reads the target's final states only.
+    const READS_LAYERS: bool = true;
+
     /// Pairs (key of config.json, key of the recipe) where the keys differ.
     const RECIPE_KEYS: &'static [(&'static str, &'static str)] = &[];
 
@@ -48,6 +51,11 @@ pub trait DrafterSettings: Debug + Clone + Send + Sync + 'static {
     /// Mutable [`Self::block_spec`].
     fn block_spec_mut(&mut self) -> Option<&mut BlockSpec> {
         None
+    }
+
+    /// Width of the input of `fc`, as a multiple of the hidden size. `taps` is the number of captured layers.
+    fn fc_inputs(taps: usize) -> usize {
+        taps
     }
 
     /// Whether the drafter embeds the token before each drafted token.
@@ -106,7 +114,7 @@ impl<S: DrafterSettings> DraftConfig<S> {
     /// # Errors
     /// A key of config.json, and the problem with its value.
     pub fn check(&self) -> Result<(), ConfigIssue> {
-        self.decoder.check()?;
+        self.decoder.check(S::READS_LAYERS)?;
         self.settings.check(self.model())
     }
 
@@ -159,14 +167,20 @@ impl DraftDecoder {
         Ok(Self { model: ModelConfig::parse(path, map.clone())?, taps, num_target_layers })
     }
 
-    /// Checks the number of layers and the captured target layers.
-    pub fn check(&self) -> Result<(), ConfigIssue> {
+    /// Checks the number of layers and the captured target layers, of which there are some if `reads_layers`, and else none.
+    fn check(&self, reads_layers: bool) -> Result<(), ConfigIssue> {
         let layers = self.model.layers.len();
         if !(1..=MAX_LAYERS).contains(&layers) {
             return Err(("num_hidden_layers", format!("{layers} is not between 1 and {MAX_LAYERS}")));
         }
-        if self.taps.is_empty() {
+        if reads_layers && self.taps.is_empty() {
             return Err(("target_layer_ids", "at least one target layer is needed".into()));
+        }
+        if !reads_layers && !self.taps.is_empty() {
+            let found = Tap::layer_ids(&self.taps);
+            let problem =
+                format!("the drafter reads final states and no layers; expected [], found {found:?}");
+            return Err(("target_layer_ids", problem));
         }
         check_taps(&self.taps, self.num_target_layers)
             .map_err(|error| ("target_layer_ids", error.to_string()))

@@ -1,4 +1,4 @@
-//! Code that all drafters trained on hidden states share: embedding, LM head, rotary embeddings and the projection of captured states.
+//! Code that all drafters trained on hidden states share: embedding, LM head, rotary embeddings and the input projection `fc`.
 
 mod checkpoint;
 mod config;
@@ -84,7 +84,7 @@ impl<K: DrafterKind> DraftModel<K> {
     ) -> Self {
         let (model, device) = (config.model(), embed_tokens.device());
         let vocabulary = EmbedHead::new(embed_tokens, lm_head, model.embed_scale, model.logit_softcap);
-        let width = config.decoder.taps.len() as i64 * model.hidden_size;
+        let width = K::Settings::fc_inputs(config.decoder.taps.len()) as i64 * model.hidden_size;
         Self {
             fc: Linear::new(b, "fc", width, model.hidden_size),
             modules: K::new(b, &config),
@@ -186,9 +186,9 @@ impl<K: DrafterKind> DraftModel<K> {
         self.ropes.at(positions, self.kind)
     }
 
-    /// Projects captured hidden states `[T, m·d]` to `[T, d]`.
-    pub(crate) fn fuse(&self, taps: &Tensor) -> Tensor {
-        self.fc.forward(taps)
+    /// Projects the inputs of `fc` to `[N, d]`: captured hidden states `[N, m·d]`, or what [`DrafterSettings::fc_inputs`] counts.
+    pub(crate) fn fuse(&self, inputs: &Tensor) -> Tensor {
+        self.fc.forward(inputs)
     }
 
     /// Token embeddings `[.., d]`.

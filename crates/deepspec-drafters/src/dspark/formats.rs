@@ -290,7 +290,7 @@ impl KindSettings for DSparkSettings {
         }
         let (model_type, class) =
             if is_dflash { ("dflash", "DFlashSpeculator") } else { ("dspark", "DSparkSpeculator") };
-        Speculators { model_type, class, taps: "aux_hidden_state_layer_ids", keys }
+        Speculators { model_type, class, taps: Some("aux_hidden_state_layer_ids"), keys }
     }
 
     fn dflash_config(&self, to: CheckpointFormat) -> Option<DflashConfigKeys> {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use deepspec_checkpoint::{
     CheckpointError, CheckpointFormat, Decoder, Drafter, EMBEDDING_LAYER_ID, Engine, EngineSupport,
     ExternalClass, Family, Fields, GgufParts, GgufValue, Incompatibility, KindSettings, Reader, Settings,
-    Speculators, TensorShapes, json_map, read_layer_ids,
+    Speculators, TensorShapes, json_map, read_layer_ids, read_speculative_tokens,
 };
 use deepspec_core::Tap;
 use serde_json::{Map, Value, json};
@@ -45,13 +45,7 @@ fn settings_with_steps(steps: u64) -> Settings {
 
 fn read_speculators(fields: &Fields, decoder: &mut Decoder) -> Result<Settings, CheckpointError> {
     note_unsupported_norms(fields, decoder)?;
-    // Number of drafted tokens of the first proposal method.
-    let outer = fields.required_object("speculators_config")?;
-    let methods = outer.map.get("proposal_methods").and_then(Value::as_array);
-    let first = methods.and_then(|methods| methods.first()).and_then(Value::as_object);
-    let tokens = first.and_then(|method| method.get("speculative_tokens")).and_then(Value::as_u64);
-    let tokens = tokens.filter(|tokens| (1..1 << 31).contains(tokens));
-    Ok(settings_with_steps(outer.required("proposal_methods", tokens)?))
+    Ok(settings_with_steps(read_speculative_tokens(fields)?))
 }
 
 /// Records each norm that DeepSpec's Eagle3 lacks as an incompatibility.
@@ -171,7 +165,7 @@ impl KindSettings for Eagle3Settings {
         Speculators {
             model_type: "eagle3",
             class: "Eagle3Speculator",
-            taps: TAPS_KEY,
+            taps: Some(TAPS_KEY),
             keys: json_map(UNSUPPORTED_NORM_KEYS.map(|flag| (flag, json!(false)))),
         }
     }

@@ -68,6 +68,9 @@ impl CapturedStates {
     /// Input of the drafter: the hidden states of an answer after the layers `taps`, `[T, m·d]`.
     /// With `normed`, the state of the last layer is taken after the final norm.
     pub fn hidden_states(&self, answer: &CapturedAnswer, taps: &[Tap], normed: bool) -> Tensor {
+        if taps.is_empty() {
+            return answer.states.narrow(1, 0, 0);
+        }
         let of = |tap: &Tap| {
             if normed && *tap == self.top {
                 return answer.last.shallow_clone();

@@ -89,7 +89,8 @@ fn applicable_trials(
     let taps = &drafter.decoder().taps;
     for by in [-1, 1] {
         let shifted: Option<Vec<Tap>> = taps.iter().map(|tap| tap.shifted_by(by)).collect();
-        if let Some(shifted) = shifted.filter(|shifted| captured.has_layers(shifted)) {
+        let is_captured = |shifted: &Vec<Tap>| !shifted.is_empty() && captured.has_layers(shifted);
+        if let Some(shifted) = shifted.filter(is_captured) {
             let ids = Tap::layer_ids;
             let what = format!("target_layer_ids {:?} instead of {:?}", ids(&shifted), ids(taps));
             found.push((Cause::Taps, what, DrafterChange::Taps(shifted)));
