@@ -66,7 +66,8 @@ pub struct TargetRecipe {
     /// Branch, tag or commit of a hub id; absent means its main branch.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub revision: Option<String>,
-    /// Layers whose raw output the drafter reads; `embedding` may stand first.
+    /// Layers whose raw output the drafter reads; `embedding` may stand first. MTP-1 reads none.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub layer_ids: Vec<Tap>,
 }
 

@@ -13,6 +13,7 @@ mod draft_model;
 mod drafter;
 mod dspark;
 mod eagle3;
+mod mtp;
 mod registration;
 mod registry;
 mod sample;
@@ -45,6 +46,7 @@ pub use eagle3::{
     Eagle3, Eagle3Batch, Eagle3Config, Eagle3Objective, Eagle3Plan, Eagle3Proposer, Eagle3Recipe,
     Eagle3Settings, Supervise, metric_defs as eagle3_metric_defs,
 };
+pub use mtp::{Mtp, MtpBatch, MtpConfig, MtpObjective, MtpPlan, MtpProposer, MtpRecipe, MtpSettings};
 pub use registry::{
     check_layout, drafter_title, is_language_model, load_drafter, load_recipe, load_saved_recipe,
     open_checkpoint, plan_drafter, recipe_schema,

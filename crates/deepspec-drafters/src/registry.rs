@@ -15,14 +15,17 @@ use schemars::{JsonSchema, SchemaGenerator};
 use serde_json::{Map, Value, json};
 
 use crate::registration::{CheckpointKind, DrafterKindInfo};
-use crate::{Drafter, DrafterOptions, DrafterPlan, DrafterSpec, Recipe, causal, dflash2, dspark, eagle3};
+use crate::{
+    Drafter, DrafterOptions, DrafterPlan, DrafterSpec, Recipe, causal, dflash2, dspark, eagle3, mtp,
+};
 
 /// All kinds of drafters, in the order of messages.
-const DRAFTER_KINDS: [&DrafterKindInfo; 5] = [
+const DRAFTER_KINDS: [&DrafterKindInfo; 6] = [
     &dspark::DSPARK_INFO,
     &dspark::DFLASH_INFO,
     &dflash2::DFLASH2_INFO,
     &eagle3::EAGLE3_INFO,
+    &mtp::MTP_INFO,
     &causal::CAUSAL_INFO,
 ];
 
@@ -34,6 +37,8 @@ pub fn load_recipe(path: &Path, overrides: &[String]) -> Result<Recipe, ConfigEr
     let document = Document::load(path, overrides)?;
     let recipe = deepspec_core::recipe::Recipe::read(&document)?;
     let drafter = DrafterSpec::read(&document, &recipe.drafter)?;
+    let layer_ids = &recipe.target.layer_ids;
+    drafter.check_layer_ids(layer_ids).map_err(|problem| document.error("target.layer_ids", problem))?;
     let recipe = recipe.with_drafter(drafter);
     frozen_prefixes(&recipe).map_err(|problem| document.error("train.freeze", problem))?;
     Ok(recipe)

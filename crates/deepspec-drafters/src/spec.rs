@@ -1,5 +1,6 @@
 //! Drafter section of a recipe, of any kind.
 
+use deepspec_core::Tap;
 use deepspec_core::config::{ConfigError, Document, add_nearest_name};
 use deepspec_core::recipe::DrafterRecipe;
 use deepspec_models::ModelConfig;
@@ -7,7 +8,11 @@ use serde::{Serialize, Serializer};
 use serde_json::json;
 
 use crate::registration::RecipeSection;
-use crate::{ConfigIssue, DFlash2Recipe, DSparkRecipe, DrafterPlan, Eagle3Recipe, dflash2, dspark, eagle3};
+use crate::registry::drafter_title;
+use crate::{
+    ConfigIssue, DFlash2Recipe, DSparkRecipe, DrafterPlan, Eagle3Recipe, MtpRecipe, dflash2, dspark, eagle3,
+    mtp,
+};
 
 /// A recipe whose drafter section is parsed.
 pub type Recipe = deepspec_core::recipe::Recipe<DrafterSpec>;
@@ -23,10 +28,12 @@ pub enum DrafterSpec {
     DFlash2(DFlash2Recipe),
     /// `eagle3`.
     Eagle3(Eagle3Recipe),
+    /// `mtp`.
+    Mtp(MtpRecipe),
 }
 
 /// Names of the kinds in recipes.
-const KIND_NAMES: [&str; 4] = ["dspark", "dflash", "dflash2", "eagle3"];
+const KIND_NAMES: [&str; 5] = ["dspark", "dflash", "dflash2", "eagle3", "mtp"];
 
 impl DrafterSpec {
     /// Reads and checks the drafter section of a recipe.
@@ -41,6 +48,7 @@ impl DrafterSpec {
             "dflash" => dspark::read_dflash(&section).map(Self::DFlash),
             "dflash2" => dflash2::read_recipe(&section).map(Self::DFlash2),
             "eagle3" => eagle3::read_recipe(&section).map(Self::Eagle3),
+            "mtp" => mtp::read_recipe(&section).map(Self::Mtp),
             _ => {
                 let names = KIND_NAMES.map(|name| format!("`{name}`")).join(", ");
                 let problem = format!("no drafter is called `{kind}`; expected one of {names}");
@@ -56,6 +64,7 @@ impl DrafterSpec {
             Self::DFlash(_) => "dflash",
             Self::DFlash2(_) => "dflash2",
             Self::Eagle3(_) => "eagle3",
+            Self::Mtp(_) => "mtp",
         }
     }
 
@@ -64,7 +73,23 @@ impl DrafterSpec {
         match self {
             Self::DSpark(block) | Self::DFlash(block) => Some(block.mask_token_id),
             Self::DFlash2(recipe) => Some(recipe.mask_token_id),
-            Self::Eagle3(_) => None,
+            Self::Eagle3(_) | Self::Mtp(_) => None,
+        }
+    }
+
+    /// Checks that the recipe captures target layers exactly if the drafter reads them.
+    ///
+    /// # Errors
+    /// The problem with `target.layer_ids`.
+    pub(crate) fn check_layer_ids(&self, layer_ids: &[Tap]) -> Result<(), String> {
+        let reads_layers = !matches!(self, Self::Mtp(_));
+        let title = drafter_title(self.kind());
+        match layer_ids.is_empty() {
+            true if reads_layers => Err(format!("{title} reads layers of the target; expected at least one")),
+            false if !reads_layers => {
+                Err(format!("{title} reads the target's final states and no layers; leave it out"))
+            }
+            _ => Ok(()),
         }
     }
 
@@ -79,6 +104,7 @@ impl DrafterSpec {
             Self::DFlash(block) => dspark::build_plan(block, dspark::DFLASH_LOSS, recipe, target),
             Self::DFlash2(own) => dflash2::build_plan(own, recipe, target),
             Self::Eagle3(own) => eagle3::build_plan(own, recipe, target),
+            Self::Mtp(own) => mtp::build_plan(own, recipe, target),
         }
     }
 }
@@ -89,6 +115,7 @@ impl Serialize for DrafterSpec {
             Self::DSpark(settings) | Self::DFlash(settings) => json!(settings),
             Self::DFlash2(settings) => json!(settings),
             Self::Eagle3(settings) => json!(settings),
+            Self::Mtp(settings) => json!(settings),
         };
         serializer.collect_map([(self.kind(), settings)])
     }

@@ -53,11 +53,10 @@ impl<D> Recipe<D> {
         if self.train.max_grad_norm.is_nan() || self.train.max_grad_norm <= 0.0 {
             return Err(("train.max_grad_norm", format!("{} is not positive", self.train.max_grad_norm)));
         }
-        if self.target.layer_ids.is_empty() || self.target.layer_ids.windows(2).any(|pair| pair[0] >= pair[1])
-        {
+        if self.target.layer_ids.windows(2).any(|pair| pair[0] >= pair[1]) {
             return Err((
                 "target.layer_ids",
-                "expected at least one layer, strictly increasing, `embedding` first".into(),
+                "expected layers that are strictly increasing, `embedding` first".into(),
             ));
         }
         if let TemplateRecipe::Entry(entry) = &self.data.chat_template {

@@ -59,6 +59,8 @@ pub enum LossColumn {
 }
 
 impl LossColumn {
+    /// −log p^d of the label.
+    pub const CE: Self = Self::Term(0);
     /// ‖p^d − p^t‖₁, always measured.
     pub const L1: Self = Self::Term(1);
     /// −Σ p^t log p^d.
@@ -256,7 +258,9 @@ mod tests {
     /// Named columns match the terms of that name, and no two columns share a place.
     #[test]
     fn every_column_is_found_where_it_was_put() {
-        for (column, name) in [(LossColumn::L1, "l1"), (LossColumn::SOFT_CE, "soft_ce")] {
+        for (column, name) in
+            [(LossColumn::CE, "ce"), (LossColumn::L1, "l1"), (LossColumn::SOFT_CE, "soft_ce")]
+        {
             let LossColumn::Term(term) = column else { panic!("{column:?} is no term") };
             assert_eq!(TERMS[term].name(), name);
         }

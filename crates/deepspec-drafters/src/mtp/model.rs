@@ -1,0 +1,243 @@
+//! MTP-1: keys of recipes and checkpoints, the layer, and drafting.
+//!
+//! `fc` projects `[pre_fc_norm_embedding(embedding) ; pre_fc_norm_hidden(state)]` to the input of one decoder layer. The layer's normed
+//! output is the new state, from which the target's head predicts. Shapes: N rows, d hidden size, V vocabulary.
+
+use deepspec_checkpoint::{CheckpointError, Fields};
+use deepspec_core::recipe::require_at_least_one;
+use deepspec_engine::Context;
+use deepspec_models::ModelConfig;
+use deepspec_models::nn::{AttentionSpec, Builder, DecoderLayer, Heads, Qkv, RmsNorm, Rotation};
+use deepspec_ops::kv_attention::{AttentionPlan, KvCache};
+use deepspec_ops::{Attend, range};
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value, json};
+use tch::Tensor;
+
+use super::batch::MtpBatch;
+use crate::ConfigIssue;
+use crate::draft_model::{DraftConfig, DraftModel, DrafterSettings};
+use crate::token_common::{TokenDrafter, TokenProposer};
+
+/// Recipe section of MTP-1.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields, default)]
+pub struct MtpRecipe {
+    /// Steps of training, K, and drafted tokens per block.
+    pub num_speculative_steps: usize,
+    /// Weight of step j in the loss is `step_weight_beta`^j over the sum of all steps' powers.
+    pub step_weight_beta: f64,
+}
+
+impl Default for MtpRecipe {
+    fn default() -> Self {
+        Self { num_speculative_steps: 3, step_weight_beta: 0.6 }
+    }
+}
+
+impl MtpRecipe {
+    /// Checks values against their ranges.
+    ///
+    /// # Errors
+    /// A key of the recipe, and the problem with its value.
+    pub fn check(&self) -> Result<(), ConfigIssue> {
+        require_at_least_one(&[("num_speculative_steps", self.num_speculative_steps)])?;
+        if self.step_weight_beta > 0.0 && self.step_weight_beta <= 1.0 {
+            return Ok(());
+        }
+        Err(("step_weight_beta", format!("{} is not in (0, 1]", self.step_weight_beta)))
+    }
+}
+
+/// The objective of an MTP-1 drafter.
+#[derive(Debug, Clone, PartialEq)]
+pub struct MtpObjective {
+    /// Weight of each step in the loss, K entries whose sum is 1.
+    pub step_weights: Vec<f64>,
+}
+
+impl MtpObjective {
+    /// Weights beta^j / Σ beta^i of `steps` steps (FastMTP, arXiv 2509.18362).
+    pub fn new(beta: f64, steps: usize) -> Self {
+        let powers: Vec<f64> = (0..steps).map(|step| beta.powi(step as i32)).collect();
+        let total: f64 = powers.iter().sum();
+        Self { step_weights: powers.into_iter().map(|power| power / total).collect() }
+    }
+}
+
+/// Upper limit of `num_speculative_steps`. A larger value is a mistake that would exhaust memory.
+const MAX_STEPS: usize = 64;
+
+/// Settings of an MTP-1 drafter.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct MtpSettings {
+    /// Steps of training, K, and drafted tokens per block.
+    pub num_speculative_steps: usize,
+    /// Weight of step j in the loss is `step_weight_beta`^j over the sum of all steps' powers. Inference does not read it.
+    pub step_weight_beta: f64,
+}
+
+impl Default for MtpSettings {
+    fn default() -> Self {
+        let MtpRecipe { num_speculative_steps, step_weight_beta } = MtpRecipe::default();
+        Self { num_speculative_steps, step_weight_beta }
+    }
+}
+
+/// An MTP-1 drafter's architecture.
+pub type MtpConfig = DraftConfig<MtpSettings>;
+
+impl DrafterSettings for MtpSettings {
+    const CLASS: &'static str = "MTPModel";
+    const READS_LAYERS: bool = false;
+
+    fn read(fields: &Fields) -> Result<Self, CheckpointError> {
+        let beta = fields.number("step_weight_beta")?.unwrap_or(Self::default().step_weight_beta);
+        Ok(Self {
+            num_speculative_steps: fields.required_size::<u64>("num_speculative_steps")? as usize,
+            step_weight_beta: beta,
+        })
+    }
+
+    fn write(&self, map: &mut Map<String, Value>) {
+        map.insert("num_speculative_steps".into(), json!(self.num_speculative_steps));
+        map.insert("step_weight_beta".into(), json!(self.step_weight_beta));
+    }
+
+    fn check(&self, model: &ModelConfig) -> Result<(), ConfigIssue> {
+        if model.layers.len() != 1 {
+            return Err(("num_hidden_layers", format!("MTP-1 has 1 layer, and not {}", model.layers.len())));
+        }
+        if model.layers[0].attention.window.is_some() {
+            return Err(("layer_types", "an MTP-1 layer with a sliding window is not supported".into()));
+        }
+        if !(1..=MAX_STEPS).contains(&self.num_speculative_steps) {
+            let found = self.num_speculative_steps;
+            return Err(("num_speculative_steps", format!("{found} is not between 1 and {MAX_STEPS}")));
+        }
+        Ok(())
+    }
+
+    fn draft_len(&self) -> usize {
+        self.num_speculative_steps
+    }
+
+    /// The token's embedding and the state.
+    fn fc_inputs(_taps: usize) -> usize {
+        2
+    }
+}
+
+/// An MTP-1 drafter.
+pub type Mtp = DraftModel<MtpModules>;
+
+/// Modules of MTP-1: the norms of its inputs, its layer, and the norm of the state.
+pub struct MtpModules {
+    pre_fc_norm_embedding: RmsNorm,
+    pre_fc_norm_hidden: RmsNorm,
+    layer: DecoderLayer,
+    norm: RmsNorm,
+}
+
+impl MtpModules {
+    /// Requests the parameters from the builder, in the order in which they are trained.
+    pub(super) fn build(b: &Builder, config: &MtpConfig) -> Self {
+        let c = config.model();
+        let norm = |name: &str| RmsNorm::new(b, name, c.hidden_size, c.rms_norm_eps);
+        Self {
+            pre_fc_norm_embedding: norm("pre_fc_norm_embedding"),
+            pre_fc_norm_hidden: norm("pre_fc_norm_hidden"),
+            layer: DecoderLayer::new(b, "layers.0", &c.layers[0]),
+            norm: norm("norm"),
+        }
+    }
+}
+
+impl Mtp {
+    /// Float32 logits `[.., V]` of states `[.., d]` of the drafter or of the target.
+    pub fn draft_logits(&self, states: &Tensor) -> Tensor {
+        self.vocabulary().logits(states)
+    }
+
+    /// States `[N, d]` after each of the K steps, normed.
+    pub fn step_states(&self, batch: &MtpBatch) -> Vec<Tensor> {
+        let _range = range(c"forward");
+        let rotations = self.rotations(&batch.row_positions());
+        let spec = &self.config().model().layers[0].attention;
+        let mut state = batch.states.shallow_clone();
+        let mut steps = Vec::with_capacity(batch.steps());
+        for step in 0..batch.steps() {
+            let mut attend = |qkv: &Qkv| causal_attention(spec, &batch.lengths, qkv);
+            state = self.renew(&state, &batch.step_tokens(step), rotations.layer(0), &mut attend);
+            steps.push(state.shallow_clone());
+        }
+        steps
+    }
+
+    /// States `[N, d]` after `tokens [N]`, given the states before them, `[N, d]`.
+    fn renew(
+        &self,
+        states: &Tensor,
+        tokens: &Tensor,
+        rotation: &Rotation,
+        attend: &mut dyn Attend,
+    ) -> Tensor {
+        let MtpModules { pre_fc_norm_embedding, pre_fc_norm_hidden, layer, norm } = &self.modules;
+        let token = pre_fc_norm_embedding.forward(&self.embed(tokens));
+        let x = self.fuse(&Tensor::cat(&[token, pre_fc_norm_hidden.forward(states)], -1));
+        norm.forward(&layer.forward((&x).into(), rotation, attend, None))
+    }
+}
+
+/// Causal attention within sequences of these lengths, `q [N, H, D]` to `[N, H·D]`. A step attends to its own keys alone.
+fn causal_attention(spec: &AttentionSpec, lengths: &[i64], qkv: &Qkv) -> Tensor {
+    let Heads { query, dim, .. } = spec.heads;
+    let repeats = spec.heads.num_kv_groups();
+    let by_sequence = |rows: &Tensor| rows.split_with_sizes(lengths, 0);
+    // Fused kernels of all devices take as many key heads as query heads: [1, H, T, D].
+    let all_heads = |keys: &Tensor| {
+        let repeated = if repeats == 1 {
+            keys.shallow_clone()
+        } else {
+            keys.repeat_interleave_self_int(repeats, 1, None)
+        };
+        repeated.transpose(0, 1).unsqueeze(0)
+    };
+    let [q, k, v] = [&qkv.q, &qkv.k, &qkv.v].map(by_sequence);
+    let attend = |((q, k), v): ((&Tensor, &Tensor), &Tensor)| {
+        let q = q.transpose(0, 1).unsqueeze(0);
+        let (k, v, none) = (all_heads(k), all_heads(v), None::<&Tensor>);
+        let y = Tensor::scaled_dot_product_attention(&q, &k, &v, none, 0.0, true, spec.scale, false);
+        y.squeeze_dim(0).transpose(0, 1).reshape([-1, query * dim])
+    };
+    Tensor::cat(&q.iter().zip(&k).zip(&v).map(attend).collect::<Vec<_>>(), 0)
+}
+
+/// An MTP-1 drafter with a KV cache of committed tokens.
+pub type MtpProposer = TokenProposer<MtpModules>;
+
+impl TokenDrafter for MtpModules {
+    const READS_HIDDEN: bool = true;
+
+    fn context_states(_model: &Mtp, context: &Context) -> Tensor {
+        let states =
+            context.hidden.as_ref().expect("the engine keeps the states that `reads_hidden` asks for");
+        states.shallow_clone()
+    }
+
+    fn next_states(
+        model: &Mtp,
+        states: &Tensor,
+        tokens: &Tensor,
+        plan: &AttentionPlan,
+        cache: &mut KvCache,
+    ) -> Tensor {
+        let rotations = model.planned_rotations(plan);
+        model.renew(states, tokens, rotations.layer(0), &mut cache.attention(0, plan))
+    }
+
+    fn state_logits(model: &Mtp, states: &Tensor) -> Tensor {
+        model.draft_logits(states)
+    }
+}

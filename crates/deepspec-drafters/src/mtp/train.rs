@@ -1,0 +1,215 @@
+//! Training of MTP-1: objective, metrics and costs.
+
+use deepspec_core::FinalStates;
+use deepspec_core::config::ConfigError;
+use deepspec_core::recipe::Recipe;
+use deepspec_models::ModelConfig;
+use deepspec_models::nn::{Builder, Heads};
+use deepspec_ops::distill_loss::{LossColumn, LossOutput, LossRecipe, SupervisedRows, distill_loss};
+use deepspec_ops::range;
+use tch::{Kind, Tensor};
+
+use super::batch::{MtpBatch, needed_positions, supervised_count};
+use super::model::{Mtp, MtpConfig, MtpModules, MtpObjective, MtpProposer, MtpRecipe, MtpSettings};
+use crate::block_common::{FROZEN_FACTOR, TRAINED_FACTOR};
+use crate::draft_model::{DraftDecoder, DrafterKind, PassRows, Plan, SampleSize, checkpoint_kind};
+use crate::registration::{DrafterKindInfo, ParamGroup, RecipeSection};
+use crate::token_common::{HEADLINE, STEP_SUMS, TAU_SUMS, ratio, step_metrics};
+use crate::{
+    ConfigIssue, Drafter, DrafterPlan, GradReadyHook, LossDenominator, Metrics, Predictions, TrainSample,
+};
+
+/// Registry entry of MTP-1.
+pub const MTP_INFO: DrafterKindInfo = DrafterKindInfo {
+    name: "mtp",
+    title: "MTP-1",
+    param_groups: &[
+        ParamGroup { name: "fusion", prefixes: &["fc.", "pre_fc_norm_embedding.", "pre_fc_norm_hidden."] },
+        ParamGroup { name: "layers", prefixes: &["layers."] },
+        ParamGroup { name: "norm", prefixes: &["norm."] },
+    ],
+    settings: Some(|schemas| schemas.subschema_for::<MtpRecipe>()),
+    checkpoints: Some(checkpoint_kind::<MtpModules>("MTP-1", &super::formats::READER)),
+};
+
+/// Architecture and objective of an MTP-1 drafter, without weights.
+pub type MtpPlan = Plan<MtpModules>;
+
+/// Reads and checks the recipe section of MTP-1. An error names the wrong key, with file and line.
+pub fn read_recipe(section: &RecipeSection<'_>) -> Result<MtpRecipe, ConfigError> {
+    let own: MtpRecipe = section.read()?;
+    own.check().map_err(|(key, problem)| section.error(key, problem))?;
+    Ok(own)
+}
+
+/// Builds the plan of a drafter for this target. An error names the key that does not fit.
+pub fn build_plan<D>(
+    own: &MtpRecipe,
+    recipe: &Recipe<D>,
+    target: &ModelConfig,
+) -> Result<Box<dyn DrafterPlan>, ConfigIssue> {
+    let MtpRecipe { num_speculative_steps, step_weight_beta } = *own;
+    let config = MtpConfig {
+        decoder: DraftDecoder::new(target.draft_decoder(&[None]), recipe, target)?,
+        settings: MtpSettings { num_speculative_steps, step_weight_beta },
+    };
+    config.check_recipe()?;
+    Ok(Box::new(MtpPlan::new(config, MtpObjective::new(step_weight_beta, num_speculative_steps))))
+}
+
+impl DrafterKind for MtpModules {
+    type Settings = MtpSettings;
+    type Objective = MtpObjective;
+    const FINAL_STATES: FinalStates = FinalStates::All;
+
+    fn new(b: &Builder, config: &MtpConfig) -> Self {
+        Self::build(b, config)
+    }
+
+    /// Weights of all supervised rows.
+    fn loss_denominator_part(plan: &MtpPlan, loss_mask: &[bool], _anchors: &[usize]) -> f64 {
+        let weights = &plan.objective.step_weights;
+        let of_step =
+            |(step, weight): (usize, &f64)| weight * supervised_count(loss_mask, step, weights.len()) as f64;
+        weights.iter().enumerate().map(of_step).sum()
+    }
+
+    fn accumulate(
+        model: &Mtp,
+        objective: &MtpObjective,
+        samples: &[TrainSample],
+        normaliser: LossDenominator,
+        _listener: Option<GradReadyHook>,
+    ) -> Option<Tensor> {
+        let batch = MtpBatch::new(samples, &objective.step_weights, model.device(), model.kind())?;
+        Some(model.accumulate(&batch, normaliser))
+    }
+
+    /// Each step has [`STEP_SUMS`] with Σ CE, and [`TAU_SUMS`] follow.
+    fn metric_defs(plan: &MtpPlan) -> Metrics {
+        let weights = plan.objective.step_weights.clone();
+        let split = STEP_SUMS * weights.len();
+        let compute = move |sums: &[f64], _: usize| {
+            let (by_step, taus) = sums.split_at(split);
+            let steps = || by_step.chunks(STEP_SUMS);
+            let losses: Vec<f64> = steps().map(|step| ratio(step[0], step[1])).collect();
+            let weighted =
+                |sum: usize| steps().zip(&weights).map(|(step, weight)| weight * step[sum]).sum::<f64>();
+            step_metrics(ratio(weighted(0), weighted(1)), &losses, by_step, taus)
+        };
+        Metrics { count: split + TAU_SUMS, headline: HEADLINE, compute: Box::new(compute) }
+    }
+
+    fn flops(plan: &MtpPlan, samples: &[TrainSample]) -> f64 {
+        samples.iter().map(|sample| sample_flops(&plan.config, sample)).sum()
+    }
+
+    /// Assumes that the steps compute all positions, as for an answer that ends with its sample.
+    fn pass_rows(config: &MtpConfig, samples: &[SampleSize]) -> PassRows {
+        let sum = |size: fn(&SampleSize) -> usize| samples.iter().map(size).sum::<usize>();
+        let (tokens, supervised) = (sum(|sample| sample.tokens), sum(|sample| sample.supervised));
+        let (model, steps) = (config.model(), config.settings.num_speculative_steps);
+        let heads = model.layers[0].attention.heads;
+        // Attention repeats keys and values for every query head.
+        let repeated = if heads.num_kv_groups() == 1 { 0 } else { 2 * heads.query * heads.dim };
+        PassRows {
+            layers: steps * tokens,
+            tokens,
+            context: 0,
+            supervised: steps * supervised,
+            // The embedding, both inputs of `fc` side by side, its output, and the state before its norm.
+            own_values: (5 * model.hidden_size + repeated) as usize,
+            attention: 0,
+        }
+    }
+
+    fn into_drafter(model: Mtp, slots: usize) -> Box<dyn Drafter> {
+        Box::new(MtpProposer::new(model, slots))
+    }
+
+    fn predict<'a>(model: &'a Mtp, samples: &[TrainSample]) -> Option<Predictions<'a>> {
+        let equal = MtpObjective::new(1.0, model.config().settings.num_speculative_steps);
+        let device = samples.first()?.last.device();
+        let batch = MtpBatch::new(samples, &equal.step_weights, device, model.kind())?;
+        let (mut counts, order, teacher) = batch.rows_by_step();
+        counts.retain(|&count| count > 0);
+        let states = Tensor::cat(&model.step_states(&batch), 0).index_select(0, &batch.rows);
+        let states = states.index_select(0, &order);
+        let logits = move |start, len| model.draft_logits(&states.narrow(0, start, len));
+        Some(Predictions { counts, teacher, logits: Box::new(logits), confidence: None })
+    }
+}
+
+impl Mtp {
+    /// Runs forward and backward over a batch, and adds to the gradients of the parameters. The loss is Σ w·CE / (normaliser + 1e-6) over
+    /// the supervised labels of all steps, where w is the weight of the step. Returns the sums of the metrics, float64.
+    ///
+    /// Autograd differentiates the layer. [`distill_loss`] computes the gradients with respect to the states in closed form.
+    pub fn accumulate(&self, batch: &MtpBatch, normaliser: LossDenominator) -> Tensor {
+        let states = Tensor::cat(&self.step_states(batch), 0); // [K·N, d]
+        let rows = states.index_select(0, &batch.rows); // [R, d]
+        let output = tch::no_grad(|| self.head_losses(batch, &rows, normaliser.scale()));
+        let surrogate = (&rows * &output.grad_hidden).sum(Kind::Float);
+        drop((states, rows));
+        let backward = range(c"backward");
+        surrogate.backward();
+        drop(backward);
+        tch::no_grad(|| step_sums(batch, &output))
+    }
+
+    /// Losses of the supervised rows, whose states are `rows [R, d]`. The caller must disable autograd.
+    fn head_losses(&self, batch: &MtpBatch, rows: &Tensor, scale: f64) -> LossOutput {
+        // Every row is its own block.
+        let slots = rows.new_zeros([rows.size()[0]], (Kind::Int64, rows.device()));
+        let supervised = SupervisedRows {
+            hidden: rows,
+            bias: None,
+            teacher: &batch.teacher,
+            sources: batch.teacher_index(),
+            labels: &batch.labels,
+            weights: &batch.weights,
+            slot_index: &slots,
+            counts: &vec![1; rows.size()[0] as usize],
+            gamma: 1,
+            scale,
+            agreement: true,
+            extra: None,
+        };
+        let recipe = LossRecipe { ce_alpha: 1.0, ..LossRecipe::NONE };
+        distill_loss(&self.vocabulary().loss_head(), &supervised, &recipe)
+    }
+}
+
+/// Sums of the metrics, `[STEP_SUMS · K + TAU_SUMS]` float64.
+fn step_sums(batch: &MtpBatch, output: &LossOutput) -> Tensor {
+    let (steps, positions) = (batch.steps() as i64, batch.positions());
+    let ce = output.column(LossColumn::CE);
+    let accept = (output.column(LossColumn::L1) * -0.5 + 1.0).clamp(0.0, 1.0); // Σ min(p^d, p^t)
+    let columns = [&ce, &ce.ones_like(), &output.column(LossColumn::Agreement), &accept];
+    let columns = Tensor::stack(&columns, 1).to_kind(Kind::Double); // [R, STEP_SUMS]
+    let all = Tensor::zeros([steps * positions, STEP_SUMS as i64], (Kind::Double, columns.device()));
+    let all = all.index_copy(0, &batch.rows, &columns).view([steps, positions, STEP_SUMS as i64]);
+    let by_step = all.sum_dim_intlist(1, false, Kind::Double); // [K, STEP_SUMS]
+    // A chain of drafts from a position ends where a draft is rejected, or where its label is not supervised.
+    let chains =
+        all.narrow(2, 2, 2).cumprod(0, Kind::Double).sum_dim_intlist([0, 1].as_slice(), false, Kind::Double);
+    let first = by_step.get(0).narrow(0, 1, 1);
+    Tensor::cat(&[by_step.flatten(0, 1), chains, first], 0)
+}
+
+/// Floating-point operations of forward and backward pass over a sample, counted as in
+/// [`block_flops`](crate::block_common::block_flops).
+fn sample_flops(config: &MtpConfig, sample: &TrainSample) -> f64 {
+    let (model, steps) = (config.model(), config.settings.num_speculative_steps);
+    let (d, vocab, layer) = (model.hidden_size as f64, model.vocab_size as f64, &model.layers[0]);
+    let positions = needed_positions(&sample.loss_mask, steps);
+    // Position t sees t + 1 positions of its step.
+    let (count, seen) = (positions as f64, (positions * (positions + 1) / 2) as f64);
+    let Heads { query, key_value, dim } = layer.attention.heads;
+    let (queries, keys) = ((query * dim) as f64, (key_value * dim) as f64);
+    let projected = d * (2.0 * d + 2.0 * queries + 2.0 * keys + 3.0 * layer.intermediate_size as f64);
+    let of_steps = TRAINED_FACTOR * steps as f64 * (count * projected + 2.0 * seen * queries);
+    let rows: usize = (0..steps).map(|step| supervised_count(&sample.loss_mask, step, steps)).sum();
+    let (draft_logits, target_logits) = (FROZEN_FACTOR * rows as f64 * d * vocab, rows as f64 * d * vocab);
+    2.0 * (of_steps + draft_logits + target_logits)
+}
