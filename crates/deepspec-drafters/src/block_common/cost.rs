@@ -21,6 +21,7 @@ pub fn block_pass_rows(decoder: &DraftDecoder, blocks: &BlockSpec, samples: &[Sa
     let tokens = samples.iter().map(|sample| sample.tokens).sum();
     PassRows {
         layers: anchors * blocks.block_size,
+        at_once: anchors * blocks.block_size,
         tokens,
         context: tokens,
         supervised: anchors * blocks.draft_len(),

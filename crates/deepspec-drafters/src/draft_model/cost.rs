@@ -21,6 +21,8 @@ pub struct SampleSize {
 pub struct PassRows {
     /// Rows that run through the layers.
     pub layers: usize,
+    /// Most of these rows that go through a layer at once; fewer than all if the pass has steps.
+    pub at_once: usize,
     /// Tokens whose captured states the pass reads.
     pub tokens: usize,
     /// Context tokens whose keys and values every layer projects.
@@ -44,7 +46,7 @@ impl PassRows {
         device: Device,
         recomputes: bool,
     ) -> usize {
-        let Self { layers: rows, tokens, context, supervised, own_values, attention } = *self;
+        let Self { layers: rows, at_once, tokens, context, supervised, own_values, attention } = *self;
         let (model, value) = (&decoder.model, kind.elt_size_in_bytes());
         let d = model.hidden_size as usize;
         let by_layer = model.layers.iter().map(|layer| {
@@ -54,8 +56,8 @@ impl PassRows {
         });
         let (kept, largest) = (by_layer.clone().sum::<usize>(), by_layer.max().unwrap_or(0));
         let of_layers = if recomputes { model.layers.len() * rows * d * value + largest } else { kept };
-        // Gradients of a layer's activations take about half of the activations' memory.
-        let gradients = largest / 2;
+        // Gradients of a layer's activations take about half of the activations' memory, step by step.
+        let gradients = largest / 2 * at_once / rows.max(1);
         let inputs = (tokens * (decoder.taps.len() + 2) + supervised * 3) * d * value;
         of_layers
             + gradients

@@ -124,6 +124,7 @@ impl DrafterKind for Eagle3Modules {
         };
         PassRows {
             layers: tokens + (steps - 1) * supervised,
+            at_once: tokens,
             tokens,
             context: 0,
             supervised: steps * supervised,

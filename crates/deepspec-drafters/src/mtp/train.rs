@@ -111,14 +111,15 @@ impl DrafterKind for MtpModules {
         let (model, steps) = (config.model(), config.settings.num_speculative_steps);
         let heads = model.layers[0].attention.heads;
         // Attention repeats keys and values for every query head.
-        let repeated = if heads.num_kv_groups() == 1 { 0 } else { 2 * heads.query * heads.dim };
+        let repeated = 2 * (heads.query - heads.key_value) * heads.dim;
         PassRows {
             layers: steps * tokens,
+            at_once: tokens,
             tokens,
             context: 0,
             supervised: steps * supervised,
-            // The embedding, both inputs of `fc` side by side, its output, and the state before its norm.
-            own_values: (5 * model.hidden_size + repeated) as usize,
+            // The embedding, both inputs of `fc` side by side, and the state before its norm.
+            own_values: (4 * model.hidden_size + repeated) as usize,
             attention: 0,
         }
     }
