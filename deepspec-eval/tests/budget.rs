@@ -6,7 +6,9 @@ mod common;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use common::{answers, repository, results, run_ok, target_dir, write_bigram_drafter, write_eagle3};
+use common::{
+    answers, repository, results, run_ok, target_dir, write_bigram_drafter, write_eagle3, write_mtp,
+};
 use deepspec_testkit::fake_gpu::{FakeGpu, Report};
 
 const LENGTHS: [&str; 2] = ["8", "30"];
@@ -83,6 +85,14 @@ fn a_step_with_eagle3_waits_once() {
     let dir = tempfile::tempdir().unwrap();
     let draft = dir.path().join("draft");
     write_eagle3(&draft);
+    within_budget(draft.to_str().unwrap(), &GREEDY, dir.path());
+}
+
+#[test]
+fn a_step_with_mtp_1_waits_once() {
+    let dir = tempfile::tempdir().unwrap();
+    let draft = dir.path().join("draft");
+    write_mtp(&draft);
     within_budget(draft.to_str().unwrap(), &GREEDY, dir.path());
 }
 

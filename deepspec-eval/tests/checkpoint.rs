@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use common::{
     answers, assert_refused, deepspec_eval, drafter_config, repository, results, run, run_ok, target_dir,
-    write_drafter, write_eagle3,
+    write_drafter, write_eagle3, write_mtp,
 };
 use deepspec_core::Tap;
 use deepspec_drafters::DSpark;
@@ -134,6 +134,37 @@ fn refusals_are_the_callers_mistakes() {
     write_eagle3(&eagle3);
     let out = root.path().join("eagle3-out");
     assert_refused(&convert(&eagle3, "speculators", &out, &[]), 2, &["layer id 5 is outside of 0 to 4"]);
+}
+
+#[test]
+fn mtp_1_is_inspected_and_goes_to_speculators_and_back() {
+    let root = tempfile::tempdir().unwrap();
+    let [own, away, back] = ["own", "away", "back"].map(|name| root.path().join(name));
+    write_mtp(&own);
+    let text = ok(deepspec_eval(&["checkpoint", "inspect", own.to_str().unwrap()]));
+    for line in [
+        "drafter     MTP-1, 1 Qwen3 layer",
+        "drafts      3 tokens, one after the other",
+        "taps        none: it reads the final states",
+        "converts    to speculators: yes",
+        "engine      vLLM (by its sources) does not load it",
+    ] {
+        assert!(text.contains(line), "{line} in {text}");
+    }
+    assert!(!text.contains("problem"), "{text}");
+    ok(convert(&own, "speculators", &away, &[]));
+    ok(convert(&away, "reference", &back, &[]));
+    assert!(fs::read(own.join("model.safetensors")).unwrap().len() > 1 << 16);
+    let measured = |drafter: &Path, name: &str| {
+        let out = root.path().join(name);
+        run_ok(
+            drafter.to_str().unwrap(),
+            &out,
+            &["--suite", "smoke-math", "--limit", "2", "--max-new-tokens", "8"],
+        );
+        (answers(&out), results(&out)["suites"][0]["counts"].clone())
+    };
+    assert_eq!(measured(&own, "one"), measured(&back, "other"));
 }
 
 #[test]

@@ -17,7 +17,8 @@ use deepspec_core::recipe::LossNormalization;
 use deepspec_core::{SlotTarget, Tap};
 use deepspec_drafters::{
     BlockSpec, DSparkConfig, DSparkObjective, DSparkPlan, DSparkSettings, DraftDecoder, Eagle3Config,
-    Eagle3Objective, Eagle3Plan, Eagle3Settings, LossRecipe, Supervise, TrainSample, TrainableDrafter,
+    Eagle3Objective, Eagle3Plan, Eagle3Settings, LossRecipe, MtpConfig, MtpObjective, MtpPlan, MtpSettings,
+    Supervise, TrainSample, TrainableDrafter,
 };
 use deepspec_models::{ModelConfig, save};
 use serde_json::{Value, json};
@@ -239,6 +240,27 @@ fn shifted_taps_of_eagle3_are_named() {
     config["target_layer_ids"] = json!([1, 3, 5]);
     fs::write(&file, config.to_string()).unwrap();
     assert_cause(&doctor(&dir, &[]), "taps", &["[0, 2, 4] instead of [1, 3, 5]"]);
+}
+
+#[test]
+fn mtp_1_in_its_place_is_found_in_order() {
+    let model = ModelConfig::load(&target_dir()).unwrap();
+    let config = MtpConfig {
+        decoder: DraftDecoder {
+            model: model.draft_decoder(&[None]).unwrap(),
+            taps: vec![],
+            num_target_layers: model.layers.len(),
+        },
+        settings: MtpSettings { num_speculative_steps: GAMMA, step_weight_beta: 0.6 },
+    };
+    let plan = MtpPlan::new(config, MtpObjective::new(0.6, GAMMA));
+    let trainee = train(&plan, &target_dir(), EAGLE3_STEPS, samples(&AS_USED));
+    let (_root, dir) = checkpoint(trainee.as_ref());
+    let report = doctor(&dir, &[]);
+    assert_eq!(report["cause"], Value::Null, "{report:#}");
+    let (real, estimated) =
+        (report["accepted_length"].as_f64().unwrap(), report["estimated"].as_f64().unwrap());
+    assert!(real > 1.3 && (real - estimated).abs() < 0.35 * real, "{real} and {estimated}");
 }
 
 #[test]

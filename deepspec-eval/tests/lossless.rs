@@ -8,7 +8,7 @@ mod common;
 use std::path::Path;
 use std::sync::OnceLock;
 
-use common::{Answers, answers, repository, run_ok, target, write_bigram_drafter, write_eagle3};
+use common::{Answers, answers, repository, run_ok, target, write_bigram_drafter, write_eagle3, write_mtp};
 use deepspec_core::jsonl::{Line, Reader};
 use deepspec_core::rng::{Purpose, Stream};
 use deepspec_cost::planner::Planner;
@@ -162,6 +162,14 @@ fn at_temperature_0_eagle3_changes_no_token() {
     changes_no_token(dir.path());
 }
 
+/// The greedy test for MTP-1, which reads the target's final states.
+#[test]
+fn at_temperature_0_mtp_1_changes_no_token() {
+    let dir = tempfile::tempdir().unwrap();
+    write_mtp(dir.path());
+    changes_no_token(dir.path());
+}
+
 /// The greedy test for DFlash 2, whose slots fill in and whose candidates are chosen sequentially.
 #[test]
 fn at_temperature_0_dflash_2_changes_no_token() {
@@ -193,13 +201,16 @@ fn changes_no_token(drafter: &Path) {
 #[test]
 fn lanes_draft_as_one_engine_does() {
     let dir = tempfile::tempdir().unwrap();
-    write_eagle3(dir.path());
+    let [eagle3, mtp] = ["eagle3", "mtp"].map(|name| dir.path().join(name));
+    write_eagle3(&eagle3);
+    write_mtp(&mtp);
     let (language_model, dspark) = (common::target_dir(), repository("assets/tiny-dspark"));
     let dflash2 = repository("assets/tiny-dflash2");
-    let drafters: [(&Path, &[&str]); 4] = [
+    let drafters: [(&Path, &[&str]); 5] = [
         (&dspark, &["--no-markov"]),
         (&dflash2, &[]),
-        (dir.path(), &["--max-draft-tokens", "3"]),
+        (&eagle3, &["--max-draft-tokens", "3"]),
+        (&mtp, &["--max-draft-tokens", "2"]),
         (&language_model, &["--max-draft-tokens", "4"]),
     ];
     for (drafter, own) in drafters {

@@ -15,10 +15,15 @@ const BF16: &str = "train.precision=bf16";
 /// Runs steps without logging in between, with these changes to the recipe.
 #[track_caller]
 fn within_budget(changes: &[&str]) {
+    within_budget_of(Bench::new, changes);
+}
+
+#[track_caller]
+fn within_budget_of(make: fn() -> Bench, changes: &[&str]) {
     let mut reports = vec![];
     for steps in STEPS {
         let Some(gpu) = gpu() else { return };
-        let bench = Bench::new().on(gpu);
+        let bench = make().on(gpu);
         let length = format!("train.max_train_steps={steps}");
         let silence: [&str; 3] = [&length, "logging.logging_steps=1000", "logging.checkpointing_steps=1000"];
         let args: Vec<&str> =
@@ -54,6 +59,12 @@ fn a_step_of_dflash_waits_for_nothing() {
 #[test]
 fn a_step_of_eagle3_waits_for_nothing() {
     within_budget(&["drafter={eagle3: {ttt_length: 3}}", BF16]);
+}
+
+#[test]
+fn a_step_of_mtp_1_waits_for_nothing() {
+    let changes = ["drafter={mtp: {}}", "target.layer_ids=[]", BF16];
+    within_budget_of(Bench::with_all_final_states, &changes);
 }
 
 #[test]

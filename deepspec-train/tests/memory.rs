@@ -58,6 +58,10 @@ fn eagle3() -> Value {
     json!({"eagle3": {"num_draft_layers": 1, "ttt_length": 7, "step_loss_decay": 0.8}})
 }
 
+fn mtp() -> Value {
+    json!({"mtp": {"num_speculative_steps": 3}})
+}
+
 /// A folder with the config.json of a medium-sized target.
 fn target(dir: &Path, gemma: bool) {
     let shape = if gemma { "gemma4_12b" } else { "qwen3_4b" };
@@ -103,9 +107,10 @@ impl Case {
     fn check(self) {
         let dir = tempfile::tempdir().unwrap();
         target(dir.path(), self.gemma);
+        let reads_layers = self.drafter.get("mtp").is_none();
         let recipe = json!({
             "name": "memory",
-            "target": {"model": dir.path(), "layer_ids": [1, 3, 5]},
+            "target": {"model": dir.path(), "layer_ids": if reads_layers { vec![1, 3, 5] } else { vec![] }},
             "drafter": self.drafter,
             "data": {
                 "states": {"cache": dir.path().join("none")},
@@ -219,6 +224,27 @@ fn eagle3_in_bfloat16() {
         return;
     }
     Case { drafter: eagle3(), gemma: false, precision: "bf16", samples: 1, tokens: 1024, recompute: false }
+        .check();
+}
+
+#[test]
+fn mtp_1_in_float32() {
+    Case { drafter: mtp(), gemma: false, precision: "fp32", samples: 2, tokens: 1024, recompute: false }
+        .check();
+}
+
+#[test]
+fn mtp_1_in_bfloat16() {
+    if !has_bfloat16_products() {
+        return;
+    }
+    Case { drafter: mtp(), gemma: false, precision: "bf16", samples: 2, tokens: 1024, recompute: false }
+        .check();
+}
+
+#[test]
+fn mtp_1_for_gemma4() {
+    Case { drafter: mtp(), gemma: true, precision: "fp32", samples: 2, tokens: 1024, recompute: false }
         .check();
 }
 

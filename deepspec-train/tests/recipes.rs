@@ -27,6 +27,7 @@ fn recipes() -> Vec<(&'static str, &'static str, PathBuf)> {
         .flat_map(|algorithm| {
             TARGETS.iter().map(move |target| (*algorithm, *target, path(algorithm, target)))
         })
+        .chain([("mtp", "qwen3_4b", path("mtp", "qwen3_4b"))])
         .collect()
 }
 
@@ -64,7 +65,7 @@ fn parsed(output: &Output, what: &str) -> Value {
 }
 
 #[test]
-fn all_of_the_reference_are_there() {
+fn all_of_the_reference_are_there_and_mtp_1() {
     for (algorithm, target, path) in recipes() {
         let recipe = deepspec_drafters::load_recipe(&path, &[]).unwrap();
         let (model, taps, mask) = match target {
@@ -73,11 +74,16 @@ fn all_of_the_reference_are_there() {
             "qwen3_14b" => ("Qwen/Qwen3-14B", [1, 10, 19, 28, 37], 151_669),
             _ => ("google/gemma-4-12B-it", [5, 17, 29, 41, 46], 4),
         };
-        let (length, seed) = if algorithm == "eagle3" { ("ttt7", 0) } else { ("block7", 42) };
+        let (length, seed) = match algorithm {
+            "eagle3" => ("ttt7", 0),
+            "mtp" => ("steps3", 0),
+            _ => ("block7", 42),
+        };
+        let taps = if algorithm == "mtp" { vec![] } else { taps.to_vec() };
         assert_eq!(recipe.name, format!("{algorithm}_{length}_{target}"));
         assert_eq!(
             (recipe.target.model.as_str(), Tap::layer_ids(&recipe.target.layer_ids), recipe.seed),
-            (model, taps.to_vec(), seed)
+            (model, taps, seed)
         );
         let train = &recipe.train;
         assert_eq!(
@@ -88,7 +94,7 @@ fn all_of_the_reference_are_there() {
         assert_eq!((train.precision, recipe.data.max_length), (TrainDtype::Bf16, 4096));
         assert_eq!((recipe.logging.logging_steps, recipe.logging.checkpointing_steps), (10, 3000));
         assert_eq!(recipe.logging.output_dir, "~/checkpoints/deepspec");
-        if algorithm != "eagle3" {
+        if algorithm.starts_with('d') {
             let (DrafterSpec::DSpark(block) | DrafterSpec::DFlash(block)) = recipe.drafter else {
                 panic!("a block drafter");
             };
@@ -224,7 +230,7 @@ fn each_plans_and_runs_the_bench_at_small_sizes() {
         .into_iter()
         .flat_map(|setting| ["--set".to_string(), setting])
         .collect();
-        if algorithm != "eagle3" {
+        if algorithm.starts_with('d') {
             for setting in ["mask_token_id=95", "num_anchors=6"] {
                 args.extend(["--set".to_string(), format!("drafter.{algorithm}.{setting}")]);
             }
@@ -302,7 +308,9 @@ fn the_tiny_ones_are_planned_and_benched_too() {
     }
     seen.sort();
     assert!(
-        ["dflash", "dflash2", "dspark"].iter().all(|name| seen.iter().any(|found| found == name)),
+        ["dflash", "dflash2", "dspark", "eagle3", "mtp"]
+            .iter()
+            .all(|name| seen.iter().any(|found| found == name)),
         "{seen:?}"
     );
 }

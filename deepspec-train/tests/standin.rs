@@ -74,6 +74,19 @@ fn every_drafter_learns_in_bfloat16_too() {
 }
 
 #[test]
+fn mtp_1_learns_as_on_the_cpu() {
+    for (precision, tolerance) in [("fp32", 1e-4), ("bf16", 2e-2)] {
+        let Some(gpu) = gpu() else { return };
+        let (cpu, bench) = (Bench::with_all_final_states(), Bench::with_all_final_states().on(gpu));
+        let precision = format!("train.precision={precision}");
+        let changes = set(&["drafter={mtp: {}}", "target.layer_ids=[]", FEW, &precision]);
+        cpu.succeeds(&[&changes[..], &["--device", "cpu"]].concat());
+        bench.succeeds(&changes);
+        assert_near(&bench.losses(), &cpu.losses(), tolerance);
+    }
+}
+
+#[test]
 fn a_killed_run_resumes_to_the_same_bytes() {
     let (Some(one), Some(other)) = (gpu(), gpu()) else { return };
     let length = set(&["train.max_train_steps=7"]);

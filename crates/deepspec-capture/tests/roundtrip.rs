@@ -80,6 +80,38 @@ fn what_was_written_is_read_from_one_shard_and_from_many() {
     }
 }
 
+/// The cache of a drafter that reads no layers.
+#[test]
+fn final_states_alone_are_a_cache() {
+    for encoding in [Encoding::Bf16, Encoding::Bf16z, Encoding::Fp8] {
+        let dir = tempfile::tempdir().unwrap();
+        let layout = Layout { taps: vec![], encoding, ..layout(FinalStates::All) };
+        let plan = Plan::new(samples(40), layout, 300).unwrap();
+        let identity = Identity { taps: vec![], ..identity() };
+        let mut builder = Builder::open(dir.path(), &plan, &identity).unwrap();
+        while let Some(mut writer) = builder.next_shard().unwrap() {
+            for sample in writer.samples() {
+                writer.push(&[], &last_of(sample, FinalStates::All)).unwrap();
+            }
+            writer.finish().unwrap();
+        }
+        builder.publish().unwrap();
+        assert!(verify(dir.path(), |_| ()).unwrap().is_empty());
+        let reader = Reader::open(dir.path()).unwrap();
+        for (index, planned) in plan.samples().iter().enumerate() {
+            let [taps, last] = reader.sample(index).unwrap().states().unwrap();
+            assert!(taps.is_empty() && (encoding.is_lossy() || *last == last_of(planned, FinalStates::All)));
+            let inspection = inspect(&reader.sample(index).unwrap()).unwrap();
+            assert_eq!(inspection.tensors.iter().map(|tensor| tensor.part).collect::<Vec<_>>(), [Part::Last]);
+        }
+        let shard = fs::read(dir.path().join("shard-00000.safetensors")).unwrap();
+        assert_eq!(
+            safetensors::SafeTensors::deserialize(&shard).unwrap().tensor("taps").unwrap().shape()[1],
+            0
+        );
+    }
+}
+
 #[test]
 fn more_samples_than_a_batch_of_the_table() {
     let dir = tempfile::tempdir().unwrap();
@@ -154,8 +186,7 @@ fn plans_that_cannot_be_built_are_refused() {
     for spans in [&[(3, 3)][..], &[(4, 6)], &[(0, 3), (2, 4)], &[(u32::MAX, u32::MAX)], &[(4, 2)]] {
         assert!(matches!(new(vec![sample("a", 5, spans)]), Err(CacheError::BadSpan { .. })), "{spans:?}");
     }
-    let mut none = layout(FinalStates::All);
-    none.taps.clear();
+    let none = Layout { hidden_size: 0, ..layout(FinalStates::All) };
     let huge = Layout { hidden_size: usize::MAX / 2, ..layout(FinalStates::All) };
     for layout in [none, huge] {
         assert!(matches!(Plan::new(vec![sample("a", 5, &[])], layout, 9), Err(CacheError::BadLayout { .. })));

@@ -24,7 +24,8 @@ fn pass(drafter: &str, factor: f64) -> (bool, Vec<Tensor>) {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("recipe.yaml");
     let text = format!(
-        "name: t\ntarget: {{model: nowhere, layer_ids: [0, 3]}}\ndrafter: {drafter}\ndata: {{states: {{cache: nowhere}}, chat_template: qwen}}\n"
+        "name: t\ntarget: {{model: nowhere, layer_ids: {}}}\ndrafter: {drafter}\ndata: {{states: {{cache: nowhere}}, chat_template: qwen}}\n",
+        if drafter.contains("mtp") { "[]" } else { "[0, 3]" }
     );
     fs::write(&path, text).unwrap();
     let config = json!({
@@ -75,6 +76,7 @@ fn only_shifted_eagle3_reads_the_states_of_the_last_token() {
             false,
         ),
         ("{eagle3: {ttt_length: 3, supervise: labels}}".into(), false),
+        ("{mtp: {}}".into(), false),
         ("{eagle3: {ttt_length: 3, supervise: shifted}}".into(), true),
     ];
     for (drafter, expected) in drafters {

@@ -49,7 +49,9 @@ fn mistakes_are_named_with_their_line_and_whole_key() {
     let kind = read(&MINIMAL.replace("dspark:", "dspork:"), &[]).unwrap_err();
     assert!(kind.contains("recipe.yaml:5: `drafter.dspork`: no drafter is called `dspork`"), "{kind}");
     assert!(
-        kind.contains("expected one of `dspark`, `dflash`, `dflash2`, `eagle3`; did you mean `dspark`?"),
+        kind.contains(
+            "expected one of `dspark`, `dflash`, `dflash2`, `eagle3`, `mtp`; did you mean `dspark`?"
+        ),
         "{kind}"
     );
     wrong("drafter.dspark.markov.rank=0", "leave `markov` out");
@@ -99,4 +101,25 @@ fn mistakes_are_named_with_their_line_and_whole_key() {
     wrong(eagle3, "`drafter.eagle3.ttt_length`: must be at least 1");
     wrong("drafter={eagle3: {step_loss_decay: 1.5}}", "not in (0, 1]");
     wrong("drafter={eagle3: {supervise: all}}", "shifted");
+    wrong("target.layer_ids=[]", "`target.layer_ids`: DSpark reads layers of the target");
+}
+
+/// MTP-1 reads no layers, so that a recipe names none.
+#[test]
+fn mtp_1_needs_no_layer_ids() {
+    let mtp = "name: t\ntarget: {model: assets/tiny-target}\ndrafter: {mtp: {}}\n\
+               data: {states: {cache: runs/cache}, chat_template: qwen}\n";
+    let recipe = read(mtp, &[]).unwrap();
+    assert!(recipe.target.layer_ids.is_empty());
+    let expected = serde_json::json!({"mtp": {"num_speculative_steps": 3, "step_weight_beta": 0.6}});
+    assert_eq!(serde_json::to_value(&recipe.drafter).unwrap(), expected);
+    assert_eq!(read(&config::to_yaml(&recipe).unwrap(), &["target.layer_ids=[]"]).unwrap(), recipe);
+    let wrong = |change: &str, hint: &str| {
+        let error = read(mtp, &[change]).unwrap_err();
+        assert!(error.contains(hint), "{change}: {error}");
+    };
+    wrong("target.layer_ids=[1]", "`target.layer_ids`: MTP-1 reads the target's final states and no layers");
+    wrong("drafter.mtp.num_speculative_steps=0", "`drafter.mtp.num_speculative_steps`: must be at least 1");
+    wrong("drafter.mtp.step_weight_beta=0", "`drafter.mtp.step_weight_beta`: 0 is not in (0, 1]");
+    wrong("drafter.mtp.num_steps=2", "`drafter.mtp.num_steps`");
 }

@@ -43,7 +43,8 @@ fn pass(drafter: &str, changes: &[&str], is_heard: bool) -> (Tensor, Vec<(String
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("recipe.yaml");
     let text = format!(
-        "name: t\ntarget: {{model: nowhere, layer_ids: [0, 3]}}\ndrafter: {drafter}\ndata: {{states: {{cache: nowhere}}, chat_template: qwen}}\n"
+        "name: t\ntarget: {{model: nowhere, layer_ids: {}}}\ndrafter: {drafter}\ndata: {{states: {{cache: nowhere}}, chat_template: qwen}}\n",
+        if drafter.contains("mtp") { "[]" } else { "[0, 3]" }
     );
     fs::write(&path, text).unwrap();
     let changes: Vec<String> = changes.iter().map(ToString::to_string).collect();
@@ -110,21 +111,28 @@ fn gradients_are_those_of_kept_activations() {
     }
 }
 
-/// Its single layer runs several times, so its gradients are complete only at the end.
+/// Their single layer runs several times, so its gradients are complete only at the end.
 #[test]
-fn eagle3_completes_nothing_early() {
-    let (_, whole) = pass("{eagle3: {}}", &[], false);
-    let (_, heard) = pass("{eagle3: {}}", &[], true);
-    assert!(!whole.is_empty() && whole == heard);
+fn eagle3_and_mtp_1_complete_nothing_early() {
+    for drafter in ["{eagle3: {}}", "{mtp: {}}"] {
+        let (_, whole) = pass(drafter, &[], false);
+        let (_, heard) = pass(drafter, &[], true);
+        assert!(!whole.is_empty() && whole == heard, "{drafter}");
+    }
 }
 
 #[test]
-fn eagle3_refuses_it() {
-    let dir = tempfile::tempdir().unwrap();
-    let path = dir.path().join("recipe.yaml");
-    let text = "name: t\ntarget: {model: nowhere, layer_ids: [0, 3]}\ndrafter: {eagle3: {}}\n\
-                data: {states: {cache: nowhere}, chat_template: qwen}\ntrain: {recompute: true}\n";
-    fs::write(&path, text).unwrap();
-    let error = plan_drafter(&load_recipe(&path, &[]).unwrap(), &target()).err().unwrap().to_string();
-    assert!(error.contains("`train.recompute`: Eagle3 keeps what its layers make"), "{error}");
+fn eagle3_and_mtp_1_refuse_it() {
+    for (layer_ids, drafter, title) in [("[0, 3]", "eagle3", "Eagle3"), ("[]", "mtp", "MTP-1")] {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("recipe.yaml");
+        let text = format!(
+            "name: t\ntarget: {{model: nowhere, layer_ids: {layer_ids}}}\ndrafter: {{{drafter}: {{}}}}\n\
+             data: {{states: {{cache: nowhere}}, chat_template: qwen}}\ntrain: {{recompute: true}}\n"
+        );
+        fs::write(&path, text).unwrap();
+        let error = plan_drafter(&load_recipe(&path, &[]).unwrap(), &target()).err().unwrap().to_string();
+        let expected = format!("`train.recompute`: {title} keeps what its layers make");
+        assert!(error.contains(&expected), "{error}");
+    }
 }

@@ -14,7 +14,7 @@ use arrow_array::types::{Float32Type, Int32Type};
 use deepspec_core::{SlotTarget, Tap};
 use deepspec_drafters::{
     BlockSpec, ConfidenceSettings, DSpark, DSparkConfig, DSparkSettings, DraftDecoder, Eagle3, Eagle3Config,
-    Eagle3Settings, MarkovKind, MarkovSettings,
+    Eagle3Settings, MarkovKind, MarkovSettings, Mtp, MtpConfig, MtpSettings,
 };
 use deepspec_models::{ModelConfig, TargetModel, TargetOptions, load_embed_and_head, save};
 use deepspec_testkit::noise;
@@ -147,6 +147,25 @@ pub fn write_eagle3(dir: &Path) {
     };
     let (embed, head) = load_embed_and_head(&target_dir(), &target, Device::Cpu, Kind::Float).unwrap();
     let model = Eagle3::fresh(config, &embed, &head, 1, Kind::Float);
+    fs::create_dir_all(dir).unwrap();
+    save(&dir.join("model.safetensors"), &model.checkpoint(), Kind::BFloat16).unwrap();
+    let config = serde_json::to_string(&model.config().to_json()).unwrap();
+    fs::write(dir.join("config.json"), config).unwrap();
+}
+
+/// Writes an untrained MTP-1 drafter for the tiny target.
+pub fn write_mtp(dir: &Path) {
+    let target = ModelConfig::load(&target_dir()).unwrap();
+    let config = MtpConfig {
+        decoder: DraftDecoder {
+            model: target.draft_decoder(&[None]).unwrap(),
+            taps: vec![],
+            num_target_layers: target.layers.len(),
+        },
+        settings: MtpSettings { num_speculative_steps: 3, step_weight_beta: 0.6 },
+    };
+    let (embed, head) = load_embed_and_head(&target_dir(), &target, Device::Cpu, Kind::Float).unwrap();
+    let model = Mtp::fresh(config, &embed, &head, 1, Kind::Float);
     fs::create_dir_all(dir).unwrap();
     save(&dir.join("model.safetensors"), &model.checkpoint(), Kind::BFloat16).unwrap();
     let config = serde_json::to_string(&model.config().to_json()).unwrap();

@@ -70,17 +70,18 @@ static MASTER: LazyLock<tempfile::TempDir> = LazyLock::new(|| {
         .collect();
     fs::write(dir.path().join("rows.jsonl"), rows.join("\n")).unwrap();
     fs::write(dir.path().join("recipe.yaml"), recipe_text(dir.path())).unwrap();
-    write_cache(dir.path(), "cache", Encoding::Bf16);
+    write_cache(dir.path(), "cache", FinalStates::Supervised, Encoding::Bf16);
+    write_cache(dir.path(), "cache-all", FinalStates::All, Encoding::Bf16);
     dir
 });
 
 /// Writes a cache of the hidden states of `rows.jsonl` into the folder `cache`.
-fn write_cache(dir: &Path, cache: &str, encoding: Encoding) {
+fn write_cache(dir: &Path, cache: &str, last: FinalStates, encoding: Encoding) {
     let recipe = deepspec_drafters::load_recipe(&dir.join("recipe.yaml"), &[]).unwrap();
     let source = TargetSpec::open(&recipe, Verbosity::Quiet).unwrap();
     let samples = tokenise(&[dir.join("rows.jsonl")], &source, |_| {}).unwrap().samples;
     let longest = samples.iter().map(|sample| sample.input_ids.len()).max().unwrap();
-    let plan = Plan::new(samples, source.layout(FinalStates::Supervised, encoding), 1 << 20).unwrap();
+    let plan = Plan::new(samples, source.layout(last, encoding), 1 << 20).unwrap();
     let mut builder = Builder::open(&dir.join(cache), &plan, &source.identity).unwrap();
     let mut capture = Capture::load(&source.dir, &recipe, longest, Device::Cpu, Kind::Float).unwrap();
     fill_shards(&mut builder, &mut capture, |_| {}).unwrap();
@@ -100,10 +101,19 @@ pub fn gpu() -> Option<FakeGpu> {
 
 impl Bench {
     pub fn new() -> Self {
+        Self::with_cache("cache")
+    }
+
+    /// Its cache holds the final states of all tokens, beside the taps.
+    pub fn with_all_final_states() -> Self {
+        Self::with_cache("cache-all")
+    }
+
+    fn with_cache(name: &str) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let cache = dir.path().join("cache");
         fs::create_dir(&cache).unwrap();
-        for entry in fs::read_dir(MASTER.path().join("cache")).unwrap() {
+        for entry in fs::read_dir(MASTER.path().join(name)).unwrap() {
             let path = entry.unwrap().path();
             if path.is_file() {
                 fs::copy(&path, cache.join(path.file_name().unwrap())).unwrap();
@@ -128,7 +138,7 @@ impl Bench {
     /// it.
     pub fn cache_as(&self, encoding: Encoding) -> String {
         let name = format!("cache-{encoding}");
-        write_cache(self.dir.path(), &name, encoding);
+        write_cache(self.dir.path(), &name, FinalStates::Supervised, encoding);
         format!("--set=data.states={{cache: '{}'}}", self.path(&name).display())
     }
 

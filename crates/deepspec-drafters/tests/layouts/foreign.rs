@@ -291,9 +291,14 @@ fn nulls_and_unknown_keys_are_used_or_refused_by_name() {
         out.within("out")
     };
     let (mut used, mut refused) = (0, 0);
-    for folder in
-        [golden("dspark_gated"), golden("eagle3_qwen3"), golden("dflash2"), fixture::zlab(), speculators]
-    {
+    for folder in [
+        golden("dspark_gated"),
+        golden("eagle3_qwen3"),
+        golden("dflash2"),
+        golden("mtp"),
+        fixture::zlab(),
+        speculators,
+    ] {
         let sound = folder.config();
         for run_number in 0..120 {
             let mut damaged = sound.clone();

@@ -9,7 +9,7 @@ use deepspec_drafters::open_checkpoint;
 use deepspec_testkit::mutate::Fuzzer;
 use serde_json::Value;
 
-const WORDS: [&str; 17] = [
+const WORDS: [&str; 19] = [
     "architectures",
     "dflash_config",
     "transformer_layer_config",
@@ -27,6 +27,8 @@ const WORDS: [&str; 17] = [
     "DFlash2DraftModel",
     "selector_rank",
     "conv_group_size",
+    "mtp",
+    "num_speculative_steps",
 ];
 
 fn every_format() -> Vec<Folder> {
@@ -43,6 +45,7 @@ fn every_format() -> Vec<Folder> {
         golden("eagle3_qwen3"),
         golden("dspark_gated"),
         golden("dflash2"),
+        golden("mtp"),
         fixture::zlab(),
         fixture::specforge_eagle3(),
     ];

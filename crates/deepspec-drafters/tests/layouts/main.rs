@@ -8,4 +8,5 @@ mod engines;
 mod foreign;
 mod fuzz;
 mod gguf;
+mod mtp;
 mod serving;

@@ -32,6 +32,10 @@ pub fn export(dir: &Path, to: &Path, model: &str, mut progress: impl FnMut()) ->
         );
         return Err(CacheError::Reference { path: dir.to_path_buf(), problem });
     }
+    if layout.taps.is_empty() {
+        let problem = "it holds no layers of the target, and format 2 needs some: build it for a drafter that reads layers".to_string();
+        return Err(CacheError::Reference { path: dir.to_path_buf(), problem });
+    }
     let manifest = reader.manifest();
     if manifest.no_last_token_states {
         let problem = "it lacks the states of each sample's last token, and format 2 has no place to say so: build the cache without data.states.answers".to_string();

@@ -80,3 +80,36 @@ pub fn dflash2() -> Folder {
     write(&folder.path().join("model.safetensors"), &tensors);
     folder
 }
+
+/// An MTP-1 in the reference's layout: the layer of the golden Eagle3, as wide as the target's.
+pub fn mtp() -> Folder {
+    let (folder, from) = (Folder::new(), golden("eagle3_qwen3"));
+    let mut config = from.config();
+    let map = config.as_object_mut().unwrap();
+    map.retain(|key, _| {
+        !["ttt_length", "step_loss_decay", "draft_num_hidden_layers"].contains(&key.as_str())
+    });
+    let own = json!({
+        "architectures": ["Qwen3MTPModel"], "target_layer_ids": [], "num_speculative_steps": 3,
+        "step_weight_beta": 0.6, "num_hidden_layers": 1, "layer_types": ["full_attention"],
+    });
+    map.extend(own.as_object().unwrap().clone());
+    folder.put(&config);
+    let width = config["hidden_size"].as_u64().unwrap() as usize;
+    let mut tensors = bytes(&from);
+    tensors.retain(|name, _| !name.contains("hidden_norm"));
+    let mut put = |name: &str, shape: Vec<usize>| {
+        let data = (0..4 * shape.iter().product::<usize>()).map(|byte| (byte % 4 * 7) as u8).collect();
+        tensors.insert(name.into(), (Dtype::F32, shape, data));
+    };
+    put("fc.weight", vec![width, 2 * width]);
+    put("pre_fc_norm_embedding.weight", vec![width]);
+    put("pre_fc_norm_hidden.weight", vec![width]);
+    for name in ["q", "k", "v"] {
+        let name = format!("layers.0.self_attn.{name}_proj.weight");
+        let rows = bytes(&from)[&name].1[0];
+        put(&name, vec![rows, width]);
+    }
+    write(&folder.path().join("model.safetensors"), &tensors);
+    folder
+}

@@ -61,8 +61,10 @@ pub fn write(path: &Path, tensors: &Bytes) {
 /// A copy of a golden checkpoint. If it taps the embedding, which some layouts cannot, another
 /// layer is tapped instead.
 pub fn golden(case: &str) -> Folder {
-    if case == "dflash2" {
-        return fixture::dflash2();
+    match case {
+        "dflash2" => return fixture::dflash2(),
+        "mtp" => return fixture::mtp(),
+        _ => {}
     }
     let (folder, from) = (Folder::new(), deepspec_testkit::golden::dir(case));
     for file in ["config.json", "model.safetensors"] {
