@@ -87,10 +87,10 @@ fn other_layouts_and_engines_are_refused() {
     let target = Target::open(target.path(), "owner/target").unwrap();
     for engine in [Engine::Vllm, Engine::Sglang] {
         let told = convert_for_engine(&source, engine, &target).err().unwrap().to_string();
-        assert!(told.contains("none with Qwen3 or Llama layers"), "{told}");
+        assert!(told.contains("none with dense Qwen3 or Llama layers"), "{told}");
     }
     let told = GgufExport::plan(&source, &target, None).err().unwrap().to_string();
-    assert!(told.contains("none with Qwen3 or Llama layers"), "{told}");
+    assert!(told.contains("none with dense Qwen3 or Llama layers"), "{told}");
     let llama = edited(&mtp, |config| {
         (config["architectures"], config["model_type"]) = (json!(["LlamaMTPModel"]), json!("llama"));
     });
