@@ -7,7 +7,7 @@ use std::path::Path;
 
 use common::{Bench, STEPS, start_until, workspace};
 use deepspec_drafters::{Drafter, DrafterOptions};
-use deepspec_engine::{DraftSampling, Engine, EngineOptions, Request, Sampling};
+use deepspec_engine::{DraftSampling, Engine, EngineOptions, Request, Sampling, VerifyRule};
 use deepspec_models::{TargetModel, TargetOptions};
 use deepspec_testkit::tiny;
 use serde_json::{Value, json};
@@ -44,6 +44,7 @@ fn greedy(target: &Path, drafter: Option<Box<dyn Drafter>>) -> Vec<Vec<i64>> {
         context: 256,
         max_draft_tokens: None,
         draft_sampling: DraftSampling::default(),
+        verify_rule: VerifyRule::default(),
         counts_overrun: false,
     };
     let request = |number: i64| Request {
