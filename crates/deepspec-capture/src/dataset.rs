@@ -249,6 +249,7 @@ impl FinishedCache {
         let reader = Reader::open(dir)?;
         let mut wanted = source.identity.clone();
         let reads_taps = !wanted.taps.is_empty();
+        // A drafter that reads no layers takes the final states of any cache.
         if !reads_taps {
             wanted.taps.clone_from(&reader.manifest().identity.taps);
         }

@@ -50,7 +50,7 @@ pub struct Args {
     /// A drafter's folder, config.json or hub id, or a description of its layers (.yaml), for its own roofline; instead of --draft-share
     #[arg(long, value_name = "MODEL", conflicts_with_all = ["draft_share", "draft_weights"])]
     draft_model: Option<String>,
-    /// The drafter of --draft-model drafts one token after the other. The config.json of Eagle3 and of whole models implies this flag
+    /// The drafter of --draft-model drafts one token after the other. The config.json of Eagle3, MTP-1 and whole models implies this flag
     #[arg(long, requires = "draft_model")]
     sequential_draft: bool,
     /// Weights of the drafter, which are read once for a block (parallel drafters); instead of --draft-share
