@@ -23,8 +23,8 @@
 #                       pipeline starts them
 #   --states-folder DIR folder that these servers write to (/dev/shm/deepspec-states)
 #   --suites DIR        folder of the suites to judge on; by default the public ones are fetched into eval_datasets
-#   --engine E          engine to write files for: vllm, sglang or llama.cpp; by default llama.cpp for a GGUF target,
-#                       else vllm
+#   --engine E          engine to write files for: vllm, sglang, llama.cpp or none; by default llama.cpp for a GGUF
+#                       target, else vllm. None is for drafters that no engine loads, such as MTP-1
 #   --hardware H        accelerator of the estimate and of the memory: h100 (default with GPUs), h200, … (see
 #                       deepspec-train --help)
 #   --price P           price of a GPU for an hour, for the estimate
@@ -101,7 +101,7 @@ case $run in /*) ;; *) [ "$caller" = "$PWD" ] || run=$caller/$run ;; esac
 [ -n "$prompts" ] || usage "--prompts is missing"
 [[ ${rows:-0} =~ ^[0-9]+$ ]] || usage "--rows is \`$rows\`; expected a number"
 case $states in '' | online | cache) ;; *) usage "--states is \`$states\`; expected online or cache" ;; esac
-choose_engine || usage "--engine is \`$engine\`; expected vllm, sglang or llama.cpp"
+[ "$engine" = none ] || choose_engine || usage "--engine is \`$engine\`; expected vllm, sglang, llama.cpp or none"
 [ -z "$suites" ] || [ -d "$suites" ] || usage "--suites: $suites is no folder"
 case ${DEEPSPEC_SERVER:-deepspec} in deepspec | vllm | sglang) ;; *) usage "DEEPSPEC_SERVER is \`$DEEPSPEC_SERVER\`; expected deepspec, vllm or sglang" ;; esac
 for url in "${given_urls[@]}" "${states_urls[@]}"; do
@@ -305,6 +305,11 @@ stages=(suites split answers inspect)
 stages+=(training)
 # A served drafter is judged from the exported files.
 if [ "$target_server" = vllm ]; then stages+=(export evaluation); else stages+=(evaluation export); fi
+if [ "$engine" = none ]; then
+    unset 'stages[-1]'
+elif grep -Eq '(^|[{ ])mtp:' "$recipe"; then
+    usage "no engine loads the MTP-1 of $recipe; --engine none writes no files for one"
+fi
 describe() {
     case $1 in
         suites) if [ -n "${fetch_suites:-}" ]; then echo "fetch the public suites, so that their prompts stay out of training"; else echo "use the suites in $suites_dir"; fi ;;
@@ -609,6 +614,8 @@ for name in "${stages[@]}"; do
     mark "$name" 'done' $((SECONDS - began))
     running=
 done
-echo "== pipeline: done; the report is $run/eval/report.html, the drafter $run/export" >&2
+drafter=$run/export
+[ "$engine" != none ] || drafter=$run/checkpoints/drafter/step_latest
+echo "== pipeline: done; the report is $run/eval/report.html, the drafter $drafter" >&2
 serve=$(sed -n 's/.*serve it with: //p' "$run/stages/export.log" 2>/dev/null || true)
 [ -z "$serve" ] || echo "== pipeline: serve it with: $serve" >&2
