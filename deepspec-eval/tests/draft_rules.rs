@@ -113,6 +113,31 @@ fn the_default_is_by_kind_and_said() {
     assert!(help.contains("Auto is by kind: probabilistic for DSpark with its Markov head"), "{help}");
 }
 
+#[test]
+fn blocks_are_verified_by_the_rule_that_is_asked_for() {
+    let dir = tempfile::tempdir().unwrap();
+    let draft = tiny("tiny-dspark");
+    let [token, block] = ["token", "block"].map(|rule| {
+        let out = dir.path().join(rule);
+        let (found, table) = evaluated(&draft, &out, &["--verify", rule, "--other-rule", "off"]);
+        let table = table.replace('\n', " ");
+        assert!(table.contains(&format!("--verify {rule}")), "{table}");
+        found
+    });
+    assert_eq!((token["settings"].get("verify"), &block["settings"]["verify"]), (None, &json!("block")));
+    let cycles = |found: &Value| found["suites"][0]["counts"]["accepted_at"].clone();
+    assert_ne!(cycles(&token), cycles(&block), "the answers do not tell the rules apart");
+    // A folder holds the results of one rule, and the one without a name is that of earlier versions.
+    let folder = dir.path().join("token");
+    let other = run(&draft, &folder, &[&SMALL[..], &["--verify", "block", "--other-rule", "off"]].concat());
+    assert_refused(&other, 2, &["verify", "is \"block\""]);
+    run_ok(&draft, &folder, &[&SMALL[..], &["--other-rule", "off"]].concat());
+    // Confidences are about tokens that are verified one by one.
+    let [whole, file] = ["block", "calibration.json"].map(|name| dir.path().join(name).display().to_string());
+    assert_refused(&deepspec_eval(&["calibrate", &whole, "--output", &file]), 2, &["--verify block"]);
+    assert_refused(&run("none", dir.path(), &["--verify", "block"]), 2, &["--verify needs a drafter"]);
+}
+
 /// An interrupted second pass is resumed, as the first one is.
 #[test]
 fn shards_hold_the_other_rule_too() {

@@ -326,6 +326,7 @@ fn flags_of_decoding_here_are_refused_by_name() {
         &["--calibration", "c.json"],
         &["--no-markov"],
         &["--draft-sampling", "greedy"],
+        &["--verify", "block"],
         &["--replicas", "2"],
     ] {
         assert_refused(&run("http://127.0.0.1:1", dir.path(), flags), 2, &[flags[0], "leave"]);

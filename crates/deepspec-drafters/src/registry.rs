@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use deepspec_checkpoint::{
-    Checkpoint, CheckpointError, CheckpointFormat, Fields, Incompatibility, KnownDrafters, Tensors,
+    Checkpoint, CheckpointError, CheckpointFormat, Fields, Incompatibility, KnownDrafters, Reader, Tensors,
     find_unsupported_setting, unsupported_layout_message,
 };
 use deepspec_core::cli::UsageError;
@@ -159,8 +159,8 @@ pub fn check_layout(dir: &Path) -> Result<(), ModelError> {
 fn find_complete_checkpoint_kind(dir: &Path) -> Result<&'static CheckpointKind, ModelError> {
     let known = find_checkpoint_kind(dir)?;
     let (path, map) = read_json(dir)?;
-    if known.layouts.is_some() {
-        check_attention(&path, &map)?;
+    if let Some(layouts) = known.layouts {
+        check_attention(&path, &map, layouts.has_causal_blocks())?;
     }
     let for_engines = open_checkpoint(dir).ok().filter(Checkpoint::lacks_embed_and_head);
     match for_engines.and_then(|checkpoint| checkpoint.conversion_advice()) {
@@ -172,9 +172,13 @@ fn find_complete_checkpoint_kind(dir: &Path) -> Result<&'static CheckpointKind, 
     }
 }
 
-/// Fails if config.json asks for attention that is not supported, such as causal attention within a block.
-fn check_attention(path: &Path, map: &Map<String, Value>) -> Result<(), CheckpointError> {
-    let unsupported = find_unsupported_setting(map);
+/// Fails if config.json asks for attention that is not supported, such as attention sinks.
+fn check_attention(
+    path: &Path,
+    map: &Map<String, Value>,
+    has_causal_blocks: bool,
+) -> Result<(), CheckpointError> {
+    let unsupported = find_unsupported_setting(map, has_causal_blocks);
     unsupported
         .map_or(Ok(()), |Incompatibility { key, reason }| Err(Fields::new(path, map).error(&key, reason)))
 }
@@ -203,9 +207,10 @@ pub fn open_checkpoint(dir: &Path) -> Result<Checkpoint, CheckpointError> {
 /// Checks config.json with the checks that loading makes, so that all commands report the same problem.
 fn check_reference_config(dir: &Path) -> Result<(), ModelError> {
     let (path, map) = read_json(dir)?;
-    check_attention(&path, &map)?;
     let found = map.get("architectures").and_then(|list| list.get(0)).and_then(Value::as_str);
-    find_kind_by_class(found).map_or(Ok(()), |known| (known.check)(dir))
+    let Some(known) = find_kind_by_class(found) else { return Ok(()) };
+    check_attention(&path, &map, known.layouts.is_some_and(Reader::has_causal_blocks))?;
+    (known.check)(dir)
 }
 
 fn all_checkpoint_kinds() -> impl Iterator<Item = &'static CheckpointKind> {

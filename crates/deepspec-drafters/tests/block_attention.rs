@@ -89,7 +89,10 @@ fn cases() -> Vec<Case> {
                 Case { heads, window, shape: BlockShape { size: 7, mask: MaskKind::Block }, anchors, tokens }
             };
             let causal = BlockShape { size: 7, mask: MaskKind::Causal };
-            cases.push(Case { shape: causal, ..case(&many, 240) });
+            // A slot that sees itself alone has no slope of q to compare with.
+            if window != Some(1) {
+                cases.push(Case { shape: causal, ..case(&many, 240) });
+            }
             // Three tiles, the last of them not full. With a window of 120, the keys that all
             // blocks of a tile see lie between keys that only some see. Then one block without
             // context, and blocks that are far apart.

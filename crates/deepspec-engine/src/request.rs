@@ -194,6 +194,13 @@ pub enum VerifyRule {
     Block,
 }
 
+impl VerifyRule {
+    /// Whether tokens are accepted one by one.
+    pub fn is_token(&self) -> bool {
+        *self == Self::Token
+    }
+}
+
 impl fmt::Display for VerifyRule {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {

@@ -54,13 +54,7 @@ pub struct Args {
 /// written.
 pub fn run(args: &Args) -> anyhow::Result<()> {
     let results = Results::read(&args.results)?;
-    let policy = results.settings.policy();
-    if policy.cuts_by_confidence() {
-        usage!(
-            "{} is of a run with --schedule {policy}, which never saw what it cut; run it without",
-            args.results.display()
-        );
-    }
+    results.settings.check_observed_tokens(&args.results)?;
     let Some(drafter) = results.drafter else {
         usage!("{} is of plain decoding; there is no confidence to calibrate", args.results.display());
     };

@@ -57,14 +57,17 @@ pub fn list_differences(compared: &[LabelledResult]) -> Vec<String> {
     sentences
 }
 
-/// The accepted lengths under each rule of draft sampling, if the results use several and all have
-/// both.
+/// The accepted lengths under each rule of draft sampling, if the results use several, all have both, and all were verified by one
+/// rule.
 fn lengths_by_rule(compared: &[LabelledResult]) -> Vec<String> {
     let rule = |one: &LabelledResult| one.results.settings.draft_sampling;
     if compared.iter().any(|one| one.results.served.is_some()) {
         return vec![];
     }
-    if compared.windows(2).all(|pair| rule(&pair[0]) == rule(&pair[1])) {
+    let verify = |one: &LabelledResult| one.results.settings.verify;
+    if compared.windows(2).all(|pair| rule(&pair[0]) == rule(&pair[1]))
+        || compared.windows(2).any(|pair| verify(&pair[0]) != verify(&pair[1]))
+    {
         return vec![];
     }
     let under = |wanted: DraftSampling| {

@@ -127,7 +127,7 @@ pub fn lengths_by_draft_rule(results: &Results) -> Option<([&'static str; 5], Ve
     Some((["suite", "τ probabilistic", "95 % interval", "τ greedy", "95 % interval"], rows.collect()))
 }
 
-/// A sentence on how tokens were drafted and accepted, and which engines do so. None at temperature 0 or without a drafter, where
+/// A sentence on how tokens were drafted and accepted, and one on which engines do so. None at temperature 0 or without a drafter, where
 /// all rules agree.
 fn draft_rule_note(results: &Results) -> Option<String> {
     let settings = &results.settings;
@@ -137,14 +137,14 @@ fn draft_rule_note(results: &Results) -> Option<String> {
     let (sampling, rule) = (settings.draft_sampling, settings.verify);
     let engines = match (sampling, rule) {
         (DraftSampling::Probabilistic, VerifyRule::Token) => {
-            "vLLM serves this τ with `draft_sample_method: probabilistic`"
+            "vLLM does so with `draft_sample_method: probabilistic`"
         }
-        (DraftSampling::Greedy, VerifyRule::Token) => "llama.cpp serves this τ, and vLLM by default",
+        (DraftSampling::Greedy, VerifyRule::Token) => "llama.cpp does so, and vLLM by default",
         (DraftSampling::Probabilistic, VerifyRule::Block) => {
-            "vLLM serves this τ with `rejection_sample_method: block` and `draft_sample_method: probabilistic`"
+            "vLLM does so with `rejection_sample_method: block` and `draft_sample_method: probabilistic`"
         }
         (DraftSampling::Greedy, VerifyRule::Block) => {
-            "vLLM serves this τ with `rejection_sample_method: block`; greedy drafts gain nothing by it"
+            "vLLM does so with `rejection_sample_method: block`; greedy drafts gain nothing by it"
         }
     };
     let values = json!([sampling, rule]);

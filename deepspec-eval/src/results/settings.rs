@@ -1,5 +1,8 @@
 //! Settings of a run, and identities of its models.
 
+use std::path::Path;
+
+use deepspec_core::usage;
 use deepspec_cost::policy::Policy;
 use deepspec_engine::{DraftSampling, VerifyRule};
 use serde::{Deserialize, Serialize};
@@ -45,8 +48,8 @@ pub struct Settings {
     /// Rule of draft sampling; results of earlier versions used probabilistic drafting.
     #[serde(default)]
     pub draft_sampling: DraftSampling,
-    /// Rule of verification; results of earlier versions verified token by token.
-    #[serde(default)]
+    /// Rule of verification. Token by token is not written, as in results of earlier versions.
+    #[serde(default, skip_serializing_if = "VerifyRule::is_token")]
     pub verify: VerifyRule,
     /// Number of samples decoded at once.
     pub slots: usize,
@@ -72,6 +75,27 @@ impl Settings {
             (Policy::Whole, Some(threshold)) => Policy::Threshold(threshold),
             (schedule, _) => schedule,
         }
+    }
+
+    /// Refuses the results in `from` if they do not show how likely each drafted token is accepted.
+    ///
+    /// # Errors
+    /// A usage error for blocks that were cut by confidence, or that were verified as a whole.
+    pub fn check_observed_tokens(&self, from: &Path) -> anyhow::Result<()> {
+        let policy = self.policy();
+        if policy.cuts_by_confidence() {
+            usage!(
+                "{} is of a run with --schedule {policy}, which never saw what it cut; run it without",
+                from.display()
+            );
+        }
+        if !self.verify.is_token() {
+            usage!(
+                "{} is of a run with --verify block; confidences are about tokens that are verified one by one; run it without",
+                from.display()
+            );
+        }
+        Ok(())
     }
 
     /// The seeds as a phrase.

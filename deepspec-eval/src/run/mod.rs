@@ -116,7 +116,7 @@ impl RunAnswers {
         let mut decode = |drafter, mode| models.decode(drafter, &plan, mode, journal, trace, verbosity);
         let drafter = setup.speculation();
         if drafter.is_some() && !template.sampling.is_greedy() {
-            tracing::info!("drafted tokens: {}", settings.draft_sampling);
+            tracing::info!("drafted tokens: {}, verified {}", settings.draft_sampling, settings.verify);
         }
         let DecodeOutput { passes: drafted, replicas } = decode(drafter, (DecodeMode::Main, settings.lanes))?;
         let wants = |wanted: bool| drafter.filter(|_| wanted);

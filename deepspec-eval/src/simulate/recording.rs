@@ -49,15 +49,9 @@ impl Recording {
     /// logits; without temperatures, the confidences of the run are used.
     ///
     /// # Errors
-    /// Usage errors: no run in `dir`, or one that cut its blocks or drafted nothing.
+    /// Usage errors: no run in `dir`, or one that cut its blocks, verified them as a whole, or drafted nothing.
     pub fn read(dir: &Path, results: &Results, temperatures: Option<&[f64]>) -> anyhow::Result<Self> {
-        let policy = results.settings.policy();
-        if policy.cuts_by_confidence() {
-            usage!(
-                "{} is of a run with --schedule {policy}, which never saw what it cut; run it without",
-                dir.display()
-            );
-        }
+        results.settings.check_observed_tokens(dir)?;
         let prompt_of = |suite: &str| {
             let found = results.suites.iter().find(|found| found.name == suite);
             found.map_or(0, |found| (found.prompt_tokens / found.counts.samples.max(1)) as usize)

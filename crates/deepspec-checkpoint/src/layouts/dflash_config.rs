@@ -92,6 +92,8 @@ pub struct DflashConfig<'a> {
     pub decoder: Decoder,
     /// Which token a block position predicts, if a key states it.
     pub slots: Option<SlotTarget>,
+    /// Whether blocks are causal.
+    pub causal: bool,
 }
 
 impl<'a> DflashConfig<'a> {
@@ -103,11 +105,11 @@ impl<'a> DflashConfig<'a> {
         let inner = fields.required_object(INNER_KEY)?;
         let mut decoder =
             Decoder::read(fields, &[TOP_LEVEL_KEYS.as_slice(), &CAUSAL_KEYS, own].concat(), families)?;
-        decoder.incompatibilities.extend(attention_incompatibilities(fields.map));
+        decoder.incompatibilities.extend(attention_incompatibilities(fields.map, true));
         decoder.incompatibilities.extend(unknown_key_incompatibilities(inner.map));
         decoder.incompatibilities.extend(scale_incompatibilities(fields, &inner));
         let slots = read_slots(fields, &inner)?;
-        Ok(Self { inner, decoder, slots })
+        Ok(Self { inner, decoder, slots, causal: read_causal(fields)? })
     }
 
     /// The drafter of this class and kind.
@@ -176,14 +178,21 @@ pub fn read_causal(fields: &Fields) -> Result<bool, CheckpointError> {
 }
 
 /// Lists the switches that are on, at the top level or in `dflash_config`, because tools write them
-/// in either place.
-pub(super) fn attention_incompatibilities(map: &Map<String, Value>) -> Vec<Incompatibility> {
+/// in either place. `has_causal_blocks` says whether the kind has blocks that may be causal.
+pub(super) fn attention_incompatibilities(
+    map: &Map<String, Value>,
+    has_causal_blocks: bool,
+) -> Vec<Incompatibility> {
     let inner = map.get(INNER_KEY).and_then(Value::as_object);
     let places = [(Some(map), String::new()), (inner, format!("{INNER_KEY}."))];
     let mut found = vec![];
     for (map, within) in &places {
         for (key, value) in map.iter().flat_map(|map| map.iter()) {
-            if let Some(reason) = reason_to_refuse(key).filter(|_| is_switched_on(value)) {
+            let reason = match CAUSAL_KEYS.contains(&key.as_str()) {
+                true => (!has_causal_blocks).then_some("drafters of this kind have no causal blocks"),
+                false => reason_to_refuse(key),
+            };
+            if let Some(reason) = reason.filter(|_| is_switched_on(value)) {
                 found.push(Incompatibility { key: format!("{within}{key}"), reason: reason.into() });
             }
         }
@@ -197,7 +206,6 @@ fn reason_to_refuse(key: &str) -> Option<&'static str> {
     let known = ATTENTION_SWITCHES.iter().find(|(known, _)| *known == key).map(|&(_, reason)| reason);
     let mut words = key.split('_');
     known.or_else(|| match key {
-        _ if CAUSAL_KEYS.contains(&key) => None,
         "s_aux" => Some(SINKS_REASON),
         "attention_type" | "attn_mode" | "attn_type" | "mask_type" => Some(MODE_REASON),
         _ => words.find_map(|word| match word {
@@ -240,9 +248,12 @@ fn find_contradiction(map: &Map<String, Value>) -> Option<Incompatibility> {
 
 /// Finds the first setting of a config that DeepSpec cannot run: attention other than the block
 /// drafters', an unknown key of `dflash_config`, or a key with contradicting values. None if
-/// DeepSpec supports all of them.
-pub fn find_unsupported_setting(map: &Map<String, Value>) -> Option<Incompatibility> {
-    let attention = attention_incompatibilities(map).into_iter().next();
+/// DeepSpec supports all of them. `has_causal_blocks` says whether the drafter's kind may have causal blocks.
+pub fn find_unsupported_setting(
+    map: &Map<String, Value>,
+    has_causal_blocks: bool,
+) -> Option<Incompatibility> {
+    let attention = attention_incompatibilities(map, has_causal_blocks).into_iter().next();
     let attention = attention.map(|Incompatibility { key, reason }| Incompatibility {
         key,
         reason: format!("an attention that is not run here: {reason}"),

@@ -1,6 +1,7 @@
 //! Readers of the settings of each drafter kind.
 
 use super::common::Decoder;
+use super::dflash_config::CAUSAL_KEYS;
 use crate::drafter::{Drafter, Settings};
 use crate::fields::Fields;
 use crate::{CheckpointError, CheckpointFormat, Family, Tensors};
@@ -21,6 +22,13 @@ pub struct Reader {
     pub speculators: fn(&Fields, &mut Decoder) -> Result<Settings, CheckpointError>,
     /// Class names of the kind in the formats of other tools.
     pub classes: &'static [ExternalClass],
+}
+
+impl Reader {
+    /// Whether drafters of this kind may have causal blocks.
+    pub fn has_causal_blocks(&self) -> bool {
+        CAUSAL_KEYS.iter().all(|key| self.keys.contains(key))
+    }
 }
 
 /// Reads a drafter with layers of one of these families, and detects its format.

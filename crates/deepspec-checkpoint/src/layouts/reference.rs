@@ -1,7 +1,7 @@
 //! The reference's own format: all keys at the top level, embedding and LM head in the checkpoint.
 
 use deepspec_core::Tap;
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 
 use super::common::{Decoder, EMBEDDING_LAYER_ID, flat_config, read_layer_ids};
 use super::dflash_config;
@@ -31,12 +31,15 @@ pub fn read(
     let of_kinds = known.kinds.iter().flat_map(|kind| kind.keys);
     let own: Vec<&str> = DRAFTER_KEYS.iter().chain(of_kinds).copied().collect();
     let mut decoder = Decoder::read(fields, &own, known.families)?;
-    decoder.incompatibilities.extend(dflash_config::attention_incompatibilities(fields.map));
+    decoder
+        .incompatibilities
+        .extend(dflash_config::attention_incompatibilities(fields.map, kind.has_causal_blocks()));
     let kind = (kind.reference)(fields, &decoder)?;
     fields.required_size::<u64>("num_target_layers")?;
     let taps = match kind.reads_layers() {
         true => read_layer_ids(fields, "target_layer_ids", EMBEDDING_LAYER_ID)?,
-        false => vec![],
+        false if fields.map.get("target_layer_ids").is_none_or(|ids| *ids == json!([])) => vec![],
+        false => return Err(fields.error("target_layer_ids", "the drafter reads no layers; expected []")),
     };
     decoder.into_drafter(fields, architecture, taps, kind)
 }

@@ -4,6 +4,7 @@
 use serde_json::{Map, Value, json};
 
 use super::common::{Decoder, read_layer_ids};
+use super::dflash_config;
 use super::reader::KnownDrafters;
 use crate::drafter::{Drafter, Incompatibility};
 use crate::fields::Fields;
@@ -32,6 +33,9 @@ pub fn read(fields: &Fields, tensors: &Tensors, known: KnownDrafters) -> Result<
     }
     let nested = nested.with_map(&map);
     let mut decoder = Decoder::read(&nested, &[], known.families)?;
+    for map in [fields.map, nested.map] {
+        decoder.incompatibilities.extend(dflash_config::attention_incompatibilities(map, false));
+    }
     let kind = (kind.speculators)(fields, &mut decoder)?;
     let ids = kind.speculators_config().taps;
     let mut stops = |key: &str, reason: String| {

@@ -11,8 +11,8 @@ use deepspec_core::SlotTarget;
 use serde_json::{Map, Value, json};
 
 use super::model::{Convolution, DFlash2Settings};
-use crate::block_common::BlockSpec;
 use crate::block_common::formats::{GGUF_ARCHITECTURE, HEAD_KEYS, SGLANG_REFUSAL, merge_outer_block_size};
+use crate::block_common::{BlockSpec, IS_CAUSAL};
 use crate::draft_model::DrafterSettings as _;
 
 /// Reads checkpoints of DFlash 2 in all layouts.
@@ -47,7 +47,10 @@ fn read_zlab(fields: &Fields, families: &[Family]) -> Result<(CheckpointFormat, 
         return Err(fields.error("sample_from_anchor", "true; the slots of DFlash 2 fill in"));
     }
     // As with DFlash, `block_size` may be at the top level.
-    let keys = merge_outer_block_size(fields, &config.inner)?;
+    let mut keys = merge_outer_block_size(fields, &config.inner)?;
+    if config.causal {
+        keys.insert(IS_CAUSAL.into(), true.into());
+    }
     let settings = read_settings(&config.inner.with_map(&keys), &config.decoder)?;
     Ok((CheckpointFormat::Zlab, config.into_drafter(fields, ZLAB_CLASS, settings)?))
 }

@@ -202,7 +202,10 @@ impl DFlash2Settings {
             return Err(("sample_from_anchor", "true; the slots of DFlash 2 fill in".into()));
         }
         if self.blocks.causal {
-            return Err((IS_CAUSAL, "true; DFlash 2 with causal blocks is not supported".into()));
+            return Err((
+                IS_CAUSAL,
+                "causal blocks of DFlash 2 are not supported (is_causal, causal or causal_head)".into(),
+            ));
         }
         let within = |key, found, most: i64| match found {
             found if (1..=most).contains(&found) => Ok(()),

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use deepspec_checkpoint::{
     CAUSAL_KEYS, CheckpointError, CheckpointFormat, Decoder, DflashConfig, DflashConfigKeys, Drafter, Engine,
     EngineSupport, ExternalClass, Family, Fields, GgufParts, GgufValue, Incompatibility, KindSettings,
-    Reader, Settings, Speculators, TensorShapes, Tensors, json_map, read_causal,
+    Reader, Settings, Speculators, TensorShapes, Tensors, json_map,
 };
 use deepspec_core::SlotTarget;
 use serde_json::{Map, Value, json};
@@ -125,7 +125,7 @@ fn read_dflash_container(
     };
     let keys = merge_outer_block_size(fields, inner)?;
     let within = inner.with_map(&keys);
-    let blocks = BlockSpec { slots, causal: read_causal(fields)?, ..BlockSpec::read(&within, slots)? };
+    let blocks = BlockSpec { slots, causal: config.causal, ..BlockSpec::read(&within, slots)? };
     let settings = validate(DSparkSettings { blocks, markov, confidence }, &within, &config.decoder)?;
     Ok((format, config.into_drafter(fields, class, settings)?))
 }
@@ -415,7 +415,12 @@ impl KindSettings for DSparkSettings {
         // The first condition that holds decides.
         if format == Zlab {
             return if self.fills_in() {
-                S::loads_as_tested("method dflash")
+                match self.blocks.causal {
+                    true => S::loads_as_tested(
+                        "method dflash, by is_causal or dflash_config.causal; vLLM does not read causal_head",
+                    ),
+                    false => S::loads_as_tested("method dflash"),
+                }
             } else {
                 S::not_loaded(
                     "every slot drafts, which z-lab's layout says within `dflash_config`, where vLLM refuses it; convert to vllm",

@@ -37,7 +37,17 @@ fn causal_blocks_are_read_in_every_spelling_and_written_for_engines() {
             assert_eq!(config["dflash_config"]["causal"] == json!(true), expected, "{to}");
         }
     }
-    let dflash2 = open_checkpoint(with(&golden("dflash2"), "is_causal", true, false).path()).map(|_| ());
-    let told = dflash2.unwrap_err().to_string();
-    assert!(told.contains("is_causal") && told.contains("not supported"), "{told}");
+    // Also z-lab's DFlash 2 does not lose the mark.
+    for inner in [false, true] {
+        let zlab =
+            with(&converted(&golden("dflash2"), CheckpointFormat::Zlab, None), "is_causal", true, inner);
+        let told = open_checkpoint(zlab.path()).map(|_| ()).unwrap_err().to_string();
+        assert!(told.contains("is_causal") && told.contains("not supported"), "{told}");
+    }
+    // speculators has no key for causal blocks, so a file that has one is not converted.
+    let foreign = converted(&golden("dspark_vanilla"), CheckpointFormat::Speculators, Some(&target));
+    let nested = edited(&foreign, |config| config["transformer_layer_config"]["is_causal"] = json!(true));
+    for foreign in [nested, with(&foreign, "is_causal", true, false)] {
+        assert!(refusal(&foreign, CheckpointFormat::Reference, Some(&target)).contains("is_causal"));
+    }
 }

@@ -5,7 +5,7 @@ use std::fs;
 use std::path::Path;
 
 use crate::common::{Bytes, Folder, bytes, edited, fixture, golden, target, write};
-use deepspec_checkpoint::{CheckpointFormat, Target, convert};
+use deepspec_checkpoint::{CAUSAL_KEYS, CheckpointFormat, Target, convert};
 use deepspec_drafters::{DrafterOptions, check_layout, load_drafter, open_checkpoint};
 use deepspec_engine::DraftSampling;
 use deepspec_testkit::mutate::Fuzzer;
@@ -57,6 +57,14 @@ fn another_attention_is_refused_by_name_wherever_it_is_said() {
                 assert!(options.contains(key), "{case}: {options}");
             }
         }
+    }
+    // Drafters without blocks have no causal ones, and DFlash 2 has none.
+    for (key, case) in
+        CAUSAL_KEYS.into_iter().flat_map(|key| ["eagle3_qwen3", "mtp", "dflash2"].map(|case| (key, case)))
+    {
+        let told = run(&with(&golden(case), key, &json!(true), false)).unwrap_err();
+        assert!(told.contains(key) && told.contains("no causal blocks"), "{case}: {told}");
+        run(&with(&golden(case), key, &json!(false), false)).unwrap();
     }
     let causal = with(&fixture::zlab(), "attention_mode", &json!("causal"), true);
     assert!(run(&causal).unwrap_err().contains("attention_mode"));
