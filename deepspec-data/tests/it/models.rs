@@ -289,8 +289,8 @@ fn drafters_that_are_not_as_they_seem_are_not_served() {
     let told = serve(&damaged);
     assert!(matches!(told.code, Some(1 | 2)), "{told:?}");
     assert!(told.stderr.contains("NaN") || told.stderr.contains("finite"), "{told:?}");
-    let causal = drafter("causal");
-    edit(&causal.join("config.json"), |file| file["causal_head"] = json!(true));
-    let told = serve(&causal);
-    assert!(matches!(told.code, Some(1 | 2)) && told.stderr.contains("causal_head"), "{told:?}");
+    let sinks = drafter("sinks");
+    edit(&sinks.join("config.json"), |file| file["attention_sinks"] = json!(true));
+    let told = serve(&sinks);
+    assert!(matches!(told.code, Some(1 | 2)) && told.stderr.contains("attention_sinks"), "{told:?}");
 }
