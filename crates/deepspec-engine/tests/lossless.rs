@@ -284,6 +284,12 @@ fn outputs_with(verify: Verify, sampling: Sampling) -> Counts {
     count_outputs(outputs.into_iter().map(|output| output.into_iter().take(LENGTH).collect()))
 }
 
+/// The verification with the next token drawn from p.
+fn next_from_target(right: Verification, p: &Tensor, next: &Tensor) -> Verification {
+    let at = right.accepted.view([-1, 1, 1]).expand([-1, 1, V], false);
+    Verification { next: sample(&p.gather(1, &at, false).squeeze_dim(1), next), accepted: right.accepted }
+}
+
 /// Draws the token after a rejection from p instead of normalise(max(p − q, 0)).
 fn without_residual(
     p: &Tensor,
@@ -293,9 +299,7 @@ fn without_residual(
     accept: &Tensor,
     next: &Tensor,
 ) -> Verification {
-    let right = verify(p, q, x, lens, accept, next);
-    let at = right.accepted.view([-1, 1, 1]).expand([-1, 1, V], false);
-    Verification { next: sample(&p.gather(1, &at, false).squeeze_dim(1), next), accepted: right.accepted }
+    next_from_target(verify(p, q, x, lens, accept, next), p, next)
 }
 
 /// Accepts with probability p(x) instead of min(1, p(x) / q(x)).
@@ -320,9 +324,7 @@ fn block_without_residual(
     accept: &Tensor,
     next: &Tensor,
 ) -> Verification {
-    let right = verify_block(p, q, x, lens, accept, next);
-    let at = right.accepted.view([-1, 1, 1]).expand([-1, 1, V], false);
-    Verification { next: sample(&p.gather(1, &at, false).squeeze_dim(1), next), accepted: right.accepted }
+    next_from_target(verify_block(p, q, x, lens, accept, next), p, next)
 }
 
 /// Block verification that ends at the first rejected prefix, as token by token.
