@@ -186,7 +186,7 @@ impl fmt::Display for DraftSampling {
 #[serde(rename_all = "lowercase")]
 pub enum VerifyRule {
     /// Accepts token by token, up to the first rejection: [`deepspec_ops::verify`]. vLLM calls this
-    /// `rejection_sample_method: standard`; it is the only rule of SGLang and llama.cpp.
+    /// `rejection_sample_method: standard`.
     #[default]
     Token,
     /// Accepts blocks as a whole: [`deepspec_ops::verify_block`]. vLLM calls this

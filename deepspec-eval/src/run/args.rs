@@ -96,8 +96,8 @@ pub struct Args {
     /// either way
     #[arg(long, value_enum, value_name = "RULE", default_value_t = DraftSamplingArg::Auto)]
     pub draft_sampling: DraftSamplingArg,
-    /// Rule that accepts drafted tokens at temperatures above 0. Token accepts token by token, as SGLang and llama.cpp do, and vLLM
-    /// by default; block accepts blocks as a whole, as vLLM does with `rejection_sample_method: block`. Block accepts as
+    /// Rule that accepts drafted tokens at temperatures above 0. Token accepts token by token, as llama.cpp does, and vLLM by
+    /// default; block accepts blocks as a whole, as vLLM does with `rejection_sample_method: block`. Block accepts as
     /// many tokens or more, and gains nothing with greedy drafts. Answers follow the target's distribution either way
     #[arg(long, value_enum, value_name = "RULE", default_value_t = VerifyArg::Token)]
     pub verify: VerifyArg,

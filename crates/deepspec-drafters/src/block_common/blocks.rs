@@ -1,6 +1,6 @@
 //! Shape of a drafter's blocks, read from and written to config.json.
 
-use deepspec_checkpoint::{CheckpointError, Fields, read_causal};
+use deepspec_checkpoint::{CAUSAL_KEYS, CheckpointError, Fields, read_causal};
 use deepspec_core::SlotTarget;
 use deepspec_ops::BlockShape;
 use deepspec_ops::kv_attention::MaskKind;
@@ -16,7 +16,7 @@ pub const MAX_RANK: i64 = 1 << 20;
 const SAMPLE_FROM_ANCHOR: &str = "sample_from_anchor";
 
 /// Config key of SpecForge and vLLM: whether blocks are causal.
-pub(crate) const IS_CAUSAL: &str = "is_causal";
+pub(crate) const IS_CAUSAL: &str = CAUSAL_KEYS[0];
 
 /// Default number of anchors per training sequence.
 pub fn default_num_anchors() -> usize {
