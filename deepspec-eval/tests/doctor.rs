@@ -108,7 +108,7 @@ fn eagle3(taps: [i64; 3]) -> Eagle3Plan {
             taps: Tap::from_layer_ids(taps).unwrap(),
             num_target_layers: model.layers.len(),
         },
-        settings: Eagle3Settings { ttt_length: GAMMA, step_loss_decay: 0.8 },
+        settings: Eagle3Settings { ttt_length: GAMMA, step_loss_decay: 0.8, ..Eagle3Settings::default() },
     };
     let objective = Eagle3Objective {
         supervise: Supervise::Shifted,

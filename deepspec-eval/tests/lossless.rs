@@ -8,7 +8,11 @@ mod common;
 use std::path::Path;
 use std::sync::OnceLock;
 
-use common::{Answers, answers, repository, run_ok, target, write_bigram_drafter, write_eagle3, write_mtp};
+use common::{
+    Answers, answers, repository, run_ok, target, write_bigram_drafter, write_eagle3,
+    write_eagle3_with_vocab, write_mtp,
+};
+use deepspec_checkpoint::DraftVocab;
 use deepspec_core::jsonl::{Line, Reader};
 use deepspec_core::rng::{Purpose, Stream};
 use deepspec_cost::planner::Planner;
@@ -159,6 +163,15 @@ fn at_temperature_0_drafting_changes_no_token() {
 fn at_temperature_0_eagle3_changes_no_token() {
     let dir = tempfile::tempdir().unwrap();
     write_eagle3(dir.path());
+    changes_no_token(dir.path());
+}
+
+/// The greedy test for Eagle3 with a reduced vocabulary, which cannot draft some of the answers' tokens.
+#[test]
+fn at_temperature_0_a_reduced_vocabulary_changes_no_token() {
+    let dir = tempfile::tempdir().unwrap();
+    let counts: Vec<u64> = (0..1024).map(|id| u64::from(id % 3 != 0)).collect();
+    write_eagle3_with_vocab(dir.path(), DraftVocab::most_frequent(&counts, 500).as_ref());
     changes_no_token(dir.path());
 }
 

@@ -198,7 +198,7 @@ fn layouts_of_other_projects_are_recognised() {
     let eagle = dir.path().join("eagle");
     write_drafter(&eagle, dflash(), |_, tensor| tensor);
     edit(&eagle.join("config.json"), |config| {
-        config["architectures"] = json!(["LlamaForCausalLM"]);
+        config["architectures"] = json!(["MistralForCausalLMEagle3"]);
         config["draft_vocab_size"] = json!(512);
     });
     let named: Vec<_> = tensors(&eagle)

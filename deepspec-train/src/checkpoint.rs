@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, bail};
 use deepspec_capture::cache::Encoding;
+use deepspec_checkpoint::D2T;
 use deepspec_core::atomic::{self, FileError};
 use deepspec_core::recipe::LossNormalization;
 use deepspec_core::{VERSION, config, usage};
@@ -339,12 +340,38 @@ pub fn restore(
     Ok(state)
 }
 
+/// Checks that a checkpoint's reduced vocabulary is that of `drafter`, whose file may have changed since.
+///
+/// # Errors
+/// A usage error if the vocabularies differ, and other errors if the checkpoint is damaged.
+pub fn check_draft_vocab(path: &Path, drafter: &dyn TrainableDrafter) -> anyhow::Result<()> {
+    let tensors = drafter.checkpoint();
+    let Some((name, own)) = tensors.iter().find(|(name, _)| name == D2T) else { return Ok(()) };
+    let weights = Weights::open(path, "drafter", Device::Cpu, Kind::Float)?;
+    if !weights.get(name, &own.size())?.equal(&own.to_device(Device::Cpu)) {
+        usage!(
+            "{} was trained with another draft_vocab; name the file that it was trained with, choose another name, or start anew with --overwrite",
+            path.display()
+        );
+    }
+    Ok(())
+}
+
 /// The recipe keys that must not change on resume. Paths, logging, evaluation, sharding,
 /// recomputation and the backend may change. The split of a batch into forwards may change if the
 /// result does not depend on it. The digest of the data set represents samples and target.
 fn without_resumable_keys(recipe: Value) -> Value {
     let mut value = without_data_locations(recipe);
     if let Some(map) = value.as_object_mut() {
+        let sections = map.get_mut("drafter").and_then(Value::as_object_mut);
+        // The vocabulary itself is compared, by `check_draft_vocab`.
+        for draft_vocab in sections
+            .into_iter()
+            .flat_map(|kinds| kinds.values_mut())
+            .filter_map(|own| own.get_mut("draft_vocab"))
+        {
+            *draft_vocab = json!("a file");
+        }
         map.remove("logging");
         map.remove("eval");
         if let Some(train) = map.get_mut("train").and_then(Value::as_object_mut) {

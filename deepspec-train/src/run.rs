@@ -21,7 +21,7 @@ use tch::{Device, Kind, Tensor};
 use crate::args::Args;
 use crate::bench;
 use crate::budget::MemoryEstimator;
-use crate::checkpoint::{Checkpoints, DataId, restore};
+use crate::checkpoint::{Checkpoints, DataId, check_draft_vocab, restore};
 use crate::dist::{CommBackend, GroupError, ProcessGroup};
 use crate::evaluation::{EvalPrompts, Evaluation};
 use crate::loader::{Loader, LoaderOptions};
@@ -217,6 +217,9 @@ impl RunInputs {
         let RankJob { args, recipe, device, kind, .. } = *job;
         let (embed, head) = embed_and_head(states, &self.source, device, kind)?;
         let drafter = self.drafter_plan.build(&embed, &head, recipe.seed, kind);
+        if let Some(latest) = &run_dir.latest {
+            check_draft_vocab(latest, drafter.as_ref())?;
+        }
         match &run_dir.latest {
             None => load_pretrained(recipe, drafter.as_ref(), args.verbosity())?,
             // Frozen weights are in the checkpoint but not in the optimiser's state.
@@ -379,7 +382,7 @@ fn round_frozen(drafter: &dyn TrainableDrafter) {
     let _guard = tch::no_grad_guard();
     let learns: HashSet<&str> = drafter.parameters().iter().map(|(name, _)| name.as_str()).collect();
     for (name, mut tensor) in drafter.checkpoint() {
-        if !learns.contains(name.as_str()) && !is_embed_or_head(&name) {
+        if !learns.contains(name.as_str()) && !is_embed_or_head(&name) && tensor.is_floating_point() {
             let rounded = tensor.to_kind(Kind::BFloat16).to_kind(tensor.kind());
             tensor.copy_(&rounded);
         }

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 
 use safetensors::Dtype;
 
+use crate::draft_vocab::{D2T, DraftVocab};
 use crate::drafter::Incompatibility;
 use crate::fields::read_object;
 use crate::shapes::{self, REBUILT_TENSORS};
@@ -144,6 +145,7 @@ impl Checkpoint {
             .iter()
             .filter(|(name, _)| {
                 self.format == CheckpointFormat::Reference && !self.lacks_embed_and_head()
+                    || *name == shapes::HEAD && self.drafter.has_reduced_vocab()
                     || self.find(name).is_some()
             })
             .map(|&(name, rows)| (name.to_string(), shape(rows)))
@@ -163,12 +165,26 @@ impl Checkpoint {
         if matches!(self.format, CheckpointFormat::Speculators | CheckpointFormat::Specforge) {
             useless.retain(|name| !REBUILT_TENSORS.contains(name));
         }
+        if self.drafter.has_reduced_vocab() {
+            self.check_draft_vocab()?;
+            useless.remove(D2T);
+        }
         match useless.first() {
             None => Ok(()),
             Some(name) => Err(self
                 .tensors
                 .error(name, "the config has no use for it; config.json and weights do not belong together")),
         }
+    }
+
+    fn check_draft_vocab(&self) -> Result<(), CheckpointError> {
+        let Drafter { vocab_size, draft_vocab_size, .. } = self.drafter;
+        let found = DraftVocab::of_tensors(&self.tensors, vocab_size as usize)?.tokens().len();
+        if found as u64 != draft_vocab_size {
+            let problem = format!("it has {found} entries, `draft_vocab_size` is {draft_vocab_size}");
+            return Err(self.tensors.error(D2T, problem));
+        }
+        Ok(())
     }
 
     /// Tells in one sentence how to convert the checkpoint so that DeepSpec reads it. None for the

@@ -6,6 +6,7 @@ use deepspec_core::atomic;
 use safetensors::Dtype;
 use serde_json::{Map, Value};
 
+use crate::draft_vocab::{D2T, DraftVocab};
 use crate::numbers::{cast, differing_rows};
 use crate::shapes::{EMBED, HEAD, REBUILT_TENSORS, is_embed_or_head};
 use crate::shards::{MAX_SHARD_BYTES, is_weights_file};
@@ -46,21 +47,29 @@ pub fn convert<'a>(
     source.check()?;
     if let Some(target) = target {
         target.check_fits(&drafter)?;
+        if drafter.taps.is_empty() && drafter.kind.reads_layers() {
+            let layers = target.layers();
+            return Err(refused(format!(
+                "config.json does not say which layers it captures, and a target of {layers} layers has no default ones"
+            )));
+        }
     }
     let Some(target) = target else {
-        return convert_without_target(source, to, &drafter)
+        return convert_without_target(source, to, &drafter)?
             .ok_or_else(|| refused(target_needed_message(to, &drafter)));
     };
-    let (mut tensors, mut dropped) = other_tensors(source, to);
+    let (mut tensors, mut dropped) = other_tensors(source, to)?;
     let mut copied_from_target = vec![];
     for (end, theirs) in [(EMBED, target.embed()), (HEAD, target.head())] {
         let own = source.find(end);
-        // Loaders of all formats except the reference's take embedding and LM head from the target.
-        if own.is_some() && to != CheckpointFormat::Reference {
+        // Loaders of all formats except the reference's take embedding and LM head from the target. The LM head of a reduced
+        // vocabulary is the drafter's in all formats.
+        let is_own = end == HEAD && drafter.has_reduced_vocab();
+        if own.is_some() && !is_own && to != CheckpointFormat::Reference {
             check_same_embed_or_head(source, end, target, &theirs, to.name())?;
         }
         match own {
-            Some((name, facts)) if to.has_embed_and_head() => {
+            Some((name, facts)) if is_own || to.has_embed_and_head() => {
                 let shape = facts.shape.clone();
                 let source = TensorSource::Copy(source.tensors(), name);
                 tensors.push(TensorToWrite { name: end.into(), dtype: facts.dtype, shape, source });
@@ -86,6 +95,9 @@ pub fn convert<'a>(
 pub(crate) fn with_target_settings(source: &Checkpoint, target: Option<&Target>) -> Drafter {
     let mut drafter = source.drafter().clone();
     drafter.num_target_layers = drafter.num_target_layers.or(target.map(Target::layers));
+    if let (true, Some(layers)) = (drafter.taps.is_empty(), drafter.num_target_layers) {
+        drafter.taps = drafter.kind.default_taps(layers);
+    }
     drafter
 }
 
@@ -95,13 +107,13 @@ fn convert_without_target<'a>(
     source: &'a Checkpoint,
     to: CheckpointFormat,
     drafter: &Drafter,
-) -> Option<Converted<'a>> {
+) -> Result<Option<Converted<'a>>, CheckpointError> {
     if to != CheckpointFormat::Reference || drafter.num_target_layers.is_none() {
-        return None;
+        return Ok(None);
     }
-    let (mut tensors, dropped) = other_tensors(source, to);
+    let (mut tensors, dropped) = other_tensors(source, to)?;
     for end in [EMBED, HEAD] {
-        let (name, facts) = source.find(end)?;
+        let Some((name, facts)) = source.find(end) else { return Ok(None) };
         let shape = facts.shape.clone();
         tensors.push(TensorToWrite {
             name: end.into(),
@@ -111,7 +123,13 @@ fn convert_without_target<'a>(
         });
     }
     let config = layouts::config(drafter, to, None, config_dtype_name(source.dtype()));
-    Some(Converted { config, tensors, dropped, copied_from_target: vec![], max_shard_bytes: MAX_SHARD_BYTES })
+    Ok(Some(Converted {
+        config,
+        tensors,
+        dropped,
+        copied_from_target: vec![],
+        max_shard_bytes: MAX_SHARD_BYTES,
+    }))
 }
 
 fn target_needed_message(to: CheckpointFormat, drafter: &Drafter) -> String {
@@ -133,14 +151,22 @@ fn target_needed_message(to: CheckpointFormat, drafter: &Drafter) -> String {
 pub(crate) fn other_tensors(
     source: &Checkpoint,
     to: CheckpointFormat,
-) -> (Vec<TensorToWrite<'_>>, Vec<String>) {
+) -> Result<(Vec<TensorToWrite<'_>>, Vec<String>), CheckpointError> {
     let (mut tensors, mut dropped) = (vec![], vec![]);
+    let drafter = source.drafter();
+    if drafter.has_reduced_vocab() {
+        tensors = DraftVocab::of_tensors(source.tensors(), drafter.vocab_size as usize)?.tensors();
+        tensors.retain(|tensor| tensor.name == D2T || to != CheckpointFormat::Reference);
+    }
     for (name, facts) in source.tensors().iter() {
         if is_embed_or_head(name) {
             continue;
         }
         if REBUILT_TENSORS.contains(&name) {
-            dropped.push(name.to_string());
+            let is_kept = |kept: &TensorToWrite| kept.name == name;
+            if !tensors.iter().any(is_kept) {
+                dropped.push(name.to_string());
+            }
             continue;
         }
         let kind = source.drafter().kind.as_ref();
@@ -153,7 +179,7 @@ pub(crate) fn other_tensors(
             source: copy,
         });
     }
-    (tensors, dropped)
+    Ok((tensors, dropped))
 }
 
 /// Copies a tensor from the target, cast to the drafter's dtype.

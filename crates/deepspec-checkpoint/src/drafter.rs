@@ -39,7 +39,7 @@ pub struct Drafter {
     pub hidden_size: u64,
     /// Vocabulary size V of the target.
     pub vocab_size: u64,
-    /// Size of the draft vocabulary, less than V if it is pruned.
+    /// Number of tokens that the drafter can draft, Vd; less than V if its vocabulary is reduced.
     pub draft_vocab_size: u64,
     /// Number of draft layers.
     pub layers: u64,
@@ -104,6 +104,16 @@ pub trait KindSettings: fmt::Debug + Send + Sync {
     /// states only.
     fn reads_layers(&self) -> bool {
         true
+    }
+
+    /// Captured layers of a target with `layers` layers, for a config that does not say which.
+    fn default_taps(&self, _layers: u64) -> Vec<Tap> {
+        vec![]
+    }
+
+    /// Whether the drafter may have a reduced vocabulary.
+    fn may_reduce_vocab(&self) -> bool {
+        false
     }
 
     /// Input width of `fc`, as a multiple of the hidden size.
@@ -175,6 +185,11 @@ pub trait KindSettings: fmt::Debug + Send + Sync {
 pub const INFORMATIVE_KEYS: [&str; 3] = ["num_anchors", "step_loss_decay", "step_weight_beta"];
 
 impl Drafter {
+    /// Whether the drafter can draft only some of the target's tokens.
+    pub fn has_reduced_vocab(&self) -> bool {
+        self.draft_vocab_size != self.vocab_size
+    }
+
     /// Captured layer ids as speculators and vLLM count them: 0 is the embedding's output.
     pub fn aux_layer_ids(&self) -> Vec<i64> {
         self.taps.iter().map(|tap| tap.layer_id() + 1).collect()

@@ -57,7 +57,7 @@ fn plan_anchor_predicts<'a>(
 ) -> Result<Converted<'a>, CheckpointError> {
     let rope = rope::engine_rope_parameters(source, to)?;
     check_target_matches(source, drafter, target, to)?;
-    let (mut tensors, mut dropped) = other_tensors(source, CheckpointFormat::Reference);
+    let (mut tensors, mut dropped) = other_tensors(source, CheckpointFormat::Reference)?;
     dropped.extend([EMBED, HEAD].into_iter().filter_map(|end| Some(source.find(end)?.0)));
     let mut config = layouts::config(
         drafter,

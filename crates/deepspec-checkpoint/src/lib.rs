@@ -15,6 +15,7 @@
 mod checkpoint;
 mod compatibility;
 mod convert;
+mod draft_vocab;
 mod drafter;
 mod engines;
 mod error;
@@ -40,6 +41,7 @@ mod write;
 pub use checkpoint::Checkpoint;
 pub use compatibility::{EngineCompatibility, engine_compatibility};
 pub use convert::{Converted, convert};
+pub use draft_vocab::{D2T, DraftVocab};
 pub use drafter::{Drafter, Incompatibility, KindSettings, Settings, TensorShapes};
 pub use engines::convert_for_engine;
 pub use error::CheckpointError;

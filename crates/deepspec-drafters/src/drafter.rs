@@ -191,8 +191,11 @@ pub trait DrafterProbe {
     /// Whether the config may set `slots`.
     fn chooses_slots(&self) -> bool;
 
-    /// Embedding and LM head, `[V, d]` each.
+    /// Embedding `[V, d]` and LM head `[V, d]`, or `[Vd, d]` with a reduced vocabulary.
     fn embed_and_head(&self) -> (Tensor, Tensor);
+
+    /// The target's id of each draft id, `[Vd]` int64; None if the drafter can draft all of the target's tokens.
+    fn draft_tokens(&self) -> Option<&Tensor>;
 
     /// A probe with the same weights and other settings.
     fn with_overrides(&self, reading: &DrafterOverrides) -> Box<dyn DrafterProbe>;

@@ -61,7 +61,7 @@ fn a_drafter_keeps_the_targets_rope_settings() {
                 taps: Tap::from_layer_ids([1]).unwrap(),
                 num_target_layers: target.layers.len(),
             },
-            settings: Eagle3Settings { ttt_length: 3, step_loss_decay: 0.8 },
+            settings: Eagle3Settings { ttt_length: 3, step_loss_decay: 0.8, ..Eagle3Settings::default() },
         };
         std::fs::write(dir.path().join("config.json"), Value::Object(config.to_json()).to_string()).unwrap();
         assert_eq!(Eagle3Config::load(dir.path()).unwrap().decoder.model.layers, [target.layers[0].clone()]);

@@ -210,7 +210,7 @@ fn eagle3_decodes_as_its_training_time_test_ran() {
                 taps: Tap::from_layer_ids([1, 3]).unwrap(),
                 num_target_layers: 4,
             },
-            settings: Eagle3Settings { ttt_length: steps, step_loss_decay: 0.8 },
+            settings: Eagle3Settings { ttt_length: steps, step_loss_decay: 0.8, ..Eagle3Settings::default() },
         };
         let (embed, head) = ends();
         let model = Eagle3::fresh(config, &embed, &head, 11, Kind::Float);
@@ -309,7 +309,7 @@ fn eagle3_gradients_add_over_sequences() {
             taps: Tap::from_layer_ids([1, 3]).unwrap(),
             num_target_layers: 4,
         },
-        settings: Eagle3Settings { ttt_length: 3, step_loss_decay: 0.8 },
+        settings: Eagle3Settings { ttt_length: 3, step_loss_decay: 0.8, ..Eagle3Settings::default() },
     };
     let objective = Eagle3Objective {
         supervise: Supervise::Labels,
@@ -368,7 +368,7 @@ fn eagle3_gradients_are_autograds() {
     let width = model.hidden_size;
     let config = Eagle3Config {
         decoder: DraftDecoder { model, taps: Tap::from_layer_ids([1, 3]).unwrap(), num_target_layers: 4 },
-        settings: Eagle3Settings { ttt_length: 3, step_loss_decay: 0.8 },
+        settings: Eagle3Settings { ttt_length: 3, step_loss_decay: 0.8, ..Eagle3Settings::default() },
     };
     let objective = Eagle3Objective {
         supervise: Supervise::Labels,

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use common::{assert_close, noise};
-use deepspec_checkpoint::{CheckpointFormat, Target, convert};
+use deepspec_checkpoint::{CheckpointFormat, DraftVocab, Target, convert};
 use deepspec_core::recipe::LossNormalization;
 use deepspec_drafters::{
     DSpark, Eagle3, Eagle3Batch, Eagle3Objective, Supervise, TrainSample, open_checkpoint,
@@ -20,14 +20,30 @@ use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 
 const FORWARD: f64 = 1e-4;
-const CASES: [&str; 5] = ["dspark_vanilla", "dspark_gated", "dspark_rnn", "dflash", "eagle3_qwen3"];
+const CASES: [&str; 7] = [
+    "dspark_vanilla",
+    "dspark_gated",
+    "dspark_rnn",
+    "dflash",
+    "eagle3_qwen3",
+    NORMED_RESIDUAL,
+    REDUCED_VOCAB,
+];
+/// The golden Eagle3 with a normed first residual.
+const NORMED_RESIDUAL: &str = "normed residual";
+/// The golden Eagle3 with a reduced vocabulary and a head of its own.
+const REDUCED_VOCAB: &str = "reduced vocabulary";
 const ANCHORS: [usize; 4] = [0, 3, 4, 11];
 const TOKENS: usize = 24;
 
 /// Writes a golden drafter with taps that speculators supports, and a target around its embedding
 /// and head, under `root`.
 fn models(root: &Path, case: &str) -> (PathBuf, PathBuf) {
-    let (from, drafter, target) = (golden::dir(case), root.join("drafter"), root.join("target"));
+    let from = match case {
+        NORMED_RESIDUAL | REDUCED_VOCAB => golden::dir("eagle3_qwen3"),
+        _ => golden::dir(case),
+    };
+    let (drafter, target) = (root.join("drafter"), root.join("target"));
     fs::create_dir_all(&drafter).unwrap();
     fs::create_dir_all(&target).unwrap();
     fs::copy(from.join("model.safetensors"), drafter.join("model.safetensors")).unwrap();
@@ -47,11 +63,36 @@ fn models(root: &Path, case: &str) -> (PathBuf, PathBuf) {
         ("model.norm.weight".into(), noise(3, &[model.hidden_size])),
     ];
     save(&target.join("model.safetensors"), &own, Kind::Float).unwrap();
+    if case == REDUCED_VOCAB {
+        reduce_vocab(&drafter, &mut config);
+    }
+    if case == NORMED_RESIDUAL {
+        config["norm_before_residual"] = json!(true);
+        fs::write(drafter.join("config.json"), config.to_string()).unwrap();
+    }
     config["architectures"] = json!(["Qwen3ForCausalLM"]);
     config["num_hidden_layers"] = config["num_target_layers"].clone();
     config.as_object_mut().unwrap().remove("layer_types");
     fs::write(target.join("config.json"), config.to_string()).unwrap();
     (drafter, target)
+}
+
+/// Reduces the drafter's vocabulary to every fourth token, with a random head.
+fn reduce_vocab(drafter: &Path, config: &mut Value) {
+    let file = drafter.join("model.safetensors");
+    let mut tensors = Tensor::read_safetensors(&file).unwrap();
+    let vocab = config["vocab_size"].as_i64().unwrap();
+    let counts: Vec<u64> = (0..vocab).map(|id| u64::from(id % 4 == 1)).collect();
+    let kept = DraftVocab::most_frequent(&counts, vocab as usize / 4).unwrap();
+    for (name, tensor) in &mut tensors {
+        if name == "lm_head.weight" {
+            *tensor = noise(8, &[vocab / 4, tensor.size()[1]]);
+        }
+    }
+    tensors.push(("d2t".into(), Tensor::from_slice(&kept.offsets())));
+    save(&file, &tensors, Kind::Float).unwrap();
+    config["draft_vocab_size"] = json!(vocab / 4);
+    fs::write(drafter.join("config.json"), config.to_string()).unwrap();
 }
 
 /// Random states for a random text; every position is a training example.
@@ -89,7 +130,10 @@ fn ours(dir: &Path, sample: TrainSample) -> Vec<(&'static str, Tensor)> {
             normalization: LossNormalization::Global,
         };
         let batch = Eagle3Batch::new(&samples, &objective, 1, Device::Cpu, Kind::Float).unwrap();
-        return vec![("logits", model.draft_logits(&model.step_states(&batch)[0]))];
+        let logits = model.draft_logits(&model.step_states(&batch)[0]);
+        // Speculators returns the logits of draft ids.
+        let of_drafts = model.draft_tokens().map(|tokens| logits.index_select(1, tokens));
+        return vec![("logits", of_drafts.unwrap_or(logits))];
     }
     let block = DSpark::load(dir, Device::Cpu, Kind::Float).unwrap();
     let batch = block.config().batch(&samples, 1.0, Device::Cpu, Kind::Float).unwrap();

@@ -164,7 +164,7 @@ fn dtype_to_kind(dtype: Dtype) -> Option<Kind> {
     })
 }
 
-/// Writes tensors as one safetensors file, atomically, in the given dtype and sorted by name. One tensor at a time is copied to the host.
+/// Writes tensors as one safetensors file, atomically, floats in the given dtype, and sorted by name. One tensor at a time is copied to the host.
 ///
 /// # Errors
 /// Any I/O failure, with the path.
@@ -201,13 +201,22 @@ fn sorted_by_name(tensors: &[(String, Tensor)]) -> Vec<&(String, Tensor)> {
 }
 
 fn tensor_bytes(tensor: &Tensor, kind: Kind) -> usize {
-    tensor.numel() * kind.elt_size_in_bytes()
+    tensor.numel() * stored_kind(tensor, kind).elt_size_in_bytes()
+}
+
+/// Dtype of a tensor in a file whose floats are `kind`: integers stay as they are.
+fn stored_kind(tensor: &Tensor, kind: Kind) -> Kind {
+    if tensor.kind() == Kind::Int64 { Kind::Int64 } else { kind }
 }
 
 fn write_safetensors(path: &Path, tensors: &[&(String, Tensor)], kind: Kind) -> Result<(), ModelError> {
-    let dtype = if kind == Kind::BFloat16 { Dtype::BF16 } else { Dtype::F32 };
     let mut end = 0;
     let info = |(name, tensor): &&(String, Tensor)| {
+        let dtype = match stored_kind(tensor, kind) {
+            Kind::Int64 => Dtype::I64,
+            Kind::BFloat16 => Dtype::BF16,
+            _ => Dtype::F32,
+        };
         let (start, shape) = (end, tensor.size().iter().map(|&n| n as usize).collect());
         end += tensor_bytes(tensor, kind);
         (name.clone(), TensorInfo { dtype, shape, data_offsets: (start, end) })
@@ -230,7 +239,8 @@ fn write_values(file: &mut impl Write, tensor: &Tensor, kind: Kind) -> io::Resul
     let flat = tensor.detach().contiguous().view(-1);
     (0..flat.numel()).step_by(VALUES_PER_WRITE).try_for_each(|first| {
         let length = VALUES_PER_WRITE.min(flat.numel() - first);
-        let piece = flat.narrow(0, first as i64, length as i64).to_device(HOST).to_kind(kind);
+        let piece =
+            flat.narrow(0, first as i64, length as i64).to_device(HOST).to_kind(stored_kind(tensor, kind));
         let mut data = vec![0; tensor_bytes(&piece, kind)];
         piece.copy_data_u8(&mut data, length);
         file.write_all(&data)

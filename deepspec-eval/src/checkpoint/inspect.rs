@@ -95,6 +95,9 @@ fn as_json(checkpoint: &Checkpoint) -> Value {
 
 /// Text about the hidden states that the drafter reads.
 fn tapped_layers(drafter: &Drafter) -> String {
+    if drafter.taps.is_empty() && drafter.kind.reads_layers() {
+        return "not named: the default layers of the target".into();
+    }
     if drafter.taps.is_empty() {
         return "none: it reads the final states".into();
     }
@@ -118,7 +121,7 @@ fn as_text(checkpoint: &Checkpoint) -> String {
     let layers = if layers == 1 { format!("1 {family} layer") } else { format!("{layers} {family} layers") };
     line("drafter", format!("{algorithm}, {layers}, hidden size {width}, vocabulary {vocab}"));
     if drafter.draft_vocab_size != vocab {
-        line("vocabulary", format!("pruned to {} tokens", drafter.draft_vocab_size));
+        line("vocabulary", format!("reduced to {} tokens (d2t)", drafter.draft_vocab_size));
     }
     drafter.kind.lines().into_iter().for_each(|(what, value)| line(what, value));
     line("taps", tapped_layers(drafter));

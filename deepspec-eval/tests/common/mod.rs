@@ -11,6 +11,7 @@ use std::process::{Command, Output};
 
 use arrow_array::cast::AsArray;
 use arrow_array::types::{Float32Type, Int32Type};
+use deepspec_checkpoint::DraftVocab;
 use deepspec_core::{SlotTarget, Tap};
 use deepspec_drafters::{
     BlockSpec, ConfidenceSettings, DSpark, DSparkConfig, DSparkSettings, DraftDecoder, Eagle3, Eagle3Config,
@@ -136,6 +137,11 @@ pub fn write_drafter(dir: &Path, config: DSparkConfig, edit: impl Fn(&str, Tenso
 
 /// Writes an untrained Eagle3 drafter of two layers for the tiny target.
 pub fn write_eagle3(dir: &Path) {
+    write_eagle3_with_vocab(dir, None);
+}
+
+/// [`write_eagle3`] with a reduced vocabulary, if one is given.
+pub fn write_eagle3_with_vocab(dir: &Path, draft_vocab: Option<&DraftVocab>) {
     let target = ModelConfig::load(&target_dir()).unwrap();
     let config = Eagle3Config {
         decoder: DraftDecoder {
@@ -143,10 +149,15 @@ pub fn write_eagle3(dir: &Path) {
             taps: Tap::from_layer_ids([0, 2, 5]).unwrap(),
             num_target_layers: target.layers.len(),
         },
-        settings: Eagle3Settings { ttt_length: 4, step_loss_decay: 0.8 },
+        settings: Eagle3Settings {
+            ttt_length: 4,
+            step_loss_decay: 0.8,
+            draft_vocab_size: draft_vocab.map(|vocab| vocab.tokens().len() as i64),
+            ..Eagle3Settings::default()
+        },
     };
     let (embed, head) = load_embed_and_head(&target_dir(), &target, Device::Cpu, Kind::Float).unwrap();
-    let model = Eagle3::fresh(config, &embed, &head, 1, Kind::Float);
+    let model = Eagle3::fresh_with_draft_vocab(config, (&embed, &head), draft_vocab, 1, Kind::Float);
     fs::create_dir_all(dir).unwrap();
     save(&dir.join("model.safetensors"), &model.checkpoint(), Kind::BFloat16).unwrap();
     let config = serde_json::to_string(&model.config().to_json()).unwrap();

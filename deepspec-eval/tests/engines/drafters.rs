@@ -3,6 +3,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use deepspec_checkpoint::DraftVocab;
 use deepspec_core::recipe::LossNormalization;
 use deepspec_core::{SlotTarget, Tap};
 use deepspec_drafters::{
@@ -56,6 +57,16 @@ pub fn stretched() -> TempDir {
 
 /// An Eagle3 trained on this target's answers.
 pub fn eagle3(target: &Path, taps: [i64; 3], steps: usize) -> TempDir {
+    eagle3_with_vocab(target, taps, steps, None)
+}
+
+/// An Eagle3 trained on this target's answers, with a reduced vocabulary if one is given.
+pub fn eagle3_with_vocab(
+    target: &Path,
+    taps: [i64; 3],
+    steps: usize,
+    draft_vocab: Option<DraftVocab>,
+) -> TempDir {
     let model = ModelConfig::load(target).unwrap();
     let taps = Tap::from_layer_ids(taps).unwrap();
     let config = Eagle3Config {
@@ -64,14 +75,19 @@ pub fn eagle3(target: &Path, taps: [i64; 3], steps: usize) -> TempDir {
             taps: taps.clone(),
             num_target_layers: model.layers.len(),
         },
-        settings: Eagle3Settings { ttt_length: 4, step_loss_decay: 0.8 },
+        settings: Eagle3Settings {
+            ttt_length: 4,
+            step_loss_decay: 0.8,
+            draft_vocab_size: draft_vocab.as_ref().map(|vocab| vocab.tokens().len() as i64),
+            ..Eagle3Settings::default()
+        },
     };
     let objective = Eagle3Objective {
         supervise: Supervise::Labels,
         step_loss_decay: 0.8,
         normalization: LossNormalization::Global,
     };
-    taught(&Eagle3Plan::new(config, objective), target, &taps, steps)
+    taught(&Eagle3Plan::new(config, objective).with_draft_vocab(draft_vocab), target, &taps, steps)
 }
 
 /// The drafter after `steps` training steps on the target's answers.

@@ -4,11 +4,12 @@ use std::fs;
 use std::path::Path;
 use std::process::Command;
 
+use deepspec_checkpoint::DraftVocab;
 use deepspec_testkit::skip::vllm_python;
 use serde_json::{Value, json};
 
 use crate::common::{deepspec_eval, repository, target_dir};
-use crate::drafters::{RealModel, causal_dspark, dflash, eagle3, filling_in, stretched};
+use crate::drafters::{RealModel, causal_dspark, dflash, eagle3, eagle3_with_vocab, filling_in, stretched};
 use crate::server::Server;
 use crate::{ANSWER, ENOUGH, FEWER, LIMIT, accepted, drafting, near_tie, ours, prompts};
 
@@ -118,6 +119,15 @@ fn vllm_runs_dflash_2_cycle_by_cycle() {
 fn vllm_runs_eagle3_cycle_by_cycle() {
     let Some(python) = vllm_python() else { return };
     agrees_with_vllm(&python, eagle3(&target_dir(), [0, 2, 4], 60).path(), 0);
+}
+
+#[test]
+fn vllm_runs_eagle3_with_a_reduced_vocabulary_cycle_by_cycle() {
+    let Some(python) = vllm_python() else { return };
+    // Every seventh token cannot be drafted, and of the rest the last ones.
+    let counts: Vec<u64> = (0..1024).map(|id| if id % 7 == 0 { 0 } else { 1024 - id }).collect();
+    let vocab = DraftVocab::most_frequent(&counts, 600).unwrap();
+    agrees_with_vllm(&python, eagle3_with_vocab(&target_dir(), [0, 2, 4], 60, Some(vocab)).path(), 0);
 }
 
 /// The server command of the engine's page, adapted to the build for CPUs. Other drafters need

@@ -89,25 +89,38 @@ impl Decoder {
         self.map.remove("layer_types");
     }
 
-    /// Builds the drafter of these layers, with an unpruned vocabulary. Reads the remaining common
-    /// keys from `fields`.
+    /// Builds the drafter of these layers. Reads the remaining common keys from `fields`.
     ///
     /// # Errors
     /// Fails if a key has a wrong value.
     pub fn into_drafter(
-        self,
+        mut self,
         fields: &Fields,
         architecture: &str,
         taps: Vec<Tap>,
         kind: Settings,
     ) -> Result<Drafter, CheckpointError> {
+        let (key, vocab) = ("draft_vocab_size", self.vocab_size);
+        // Null if the drafter has the target's vocabulary.
+        let is_null = fields.map.get(key).is_some_and(Value::is_null);
+        let draft_vocab_size = if is_null { vocab } else { fields.size(key)?.unwrap_or(vocab) };
+        if draft_vocab_size > vocab {
+            return Err(fields.error(key, format!("{draft_vocab_size} is above the vocabulary of {vocab}")));
+        }
+        if draft_vocab_size < vocab && !kind.may_reduce_vocab() {
+            let title = kind.title();
+            let reason = format!(
+                "the vocabulary is reduced to {draft_vocab_size} of {vocab} tokens (d2t); {title} is read with the target's only"
+            );
+            self.incompatibilities.push(Incompatibility { key: key.into(), reason });
+        }
         Ok(Drafter {
             architecture: architecture.into(),
             family: self.family,
             families: self.families,
             hidden_size: self.hidden_size,
             vocab_size: self.vocab_size,
-            draft_vocab_size: self.vocab_size,
+            draft_vocab_size,
             layers: self.layers,
             taps,
             num_target_layers: fields.size("num_target_layers")?,

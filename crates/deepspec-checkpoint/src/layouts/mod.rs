@@ -50,7 +50,12 @@ pub fn read(
             return Ok((CheckpointFormat::Reference, reference::read(&fields, found, kind, known)?));
         }
         let mut foreign = kinds.iter().flat_map(|kind| kind.classes);
-        if let Some(class) = foreign.find(|class| class.name == found) {
+        let is_language_model = found.ends_with("ForCausalLM");
+        let has_tensors_of = |class: &ExternalClass| {
+            let prefix = class.tensor_prefix.filter(|_| is_language_model);
+            prefix.is_some_and(|prefix| tensors.iter().any(|(name, _)| name.starts_with(prefix)))
+        };
+        if let Some(class) = foreign.find(|class| class.name == found || has_tensors_of(class)) {
             return (class.read)(&fields, tensors, families);
         }
     }

@@ -43,6 +43,8 @@ pub struct ExternalClass {
     pub tools: &'static str,
     /// Reads a drafter whose config names this class.
     pub read: ReadExternalClass,
+    /// Prefix of tensor names that only this class has. Then a config that names the class of a language model is read too.
+    pub tensor_prefix: Option<&'static str>,
 }
 
 /// The known drafter kinds and model families.

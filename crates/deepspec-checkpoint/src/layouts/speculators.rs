@@ -42,20 +42,15 @@ pub fn read(fields: &Fields, tensors: &Tensors, known: KnownDrafters) -> Result<
         decoder.incompatibilities.push(Incompatibility { key: key.into(), reason })
     };
 
-    let draft_vocab_size = match ids {
+    let vocab = decoder.vocab_size;
+    let draft_vocab_size: u64 = match ids {
         Some(_) => fields.required_size("draft_vocab_size")?,
-        None => decoder.vocab_size,
+        None => vocab,
     };
-    if draft_vocab_size != decoder.vocab_size {
-        let vocab = decoder.vocab_size;
-        stops(
-            "draft_vocab_size",
-            format!(
-                "the vocabulary is pruned to {draft_vocab_size} of {vocab} tokens (t2d, d2t); other layouts have only whole ones"
-            ),
-        );
-    } else if let Some(name) = find_pruned_vocab_map(tensors)? {
-        stops(name, "it maps a pruned vocabulary, which other layouts cannot say".into());
+    if draft_vocab_size == vocab
+        && let Some(name) = find_reduced_vocab_map(tensors)?
+    {
+        stops(name, format!("it reduces the vocabulary, but `draft_vocab_size` is {vocab}, the target's"));
     }
     if let Some(width) =
         fields.size::<u64>("target_hidden_size")?.filter(|&width| width != decoder.hidden_size)
@@ -64,8 +59,7 @@ pub fn read(fields: &Fields, tensors: &Tensors, known: KnownDrafters) -> Result<
     }
     // In speculators, id i is the input of layer i, which is the output of the layer before it.
     let taps = ids.map_or_else(|| Ok(vec![]), |ids| read_layer_ids(fields, ids, 0))?;
-    let drafter = decoder.into_drafter(fields, fields.architecture()?.unwrap_or(model_type), taps, kind)?;
-    Ok(Drafter { draft_vocab_size, ..drafter })
+    decoder.into_drafter(fields, fields.architecture()?.unwrap_or(model_type), taps, kind)
 }
 
 /// Number of drafted tokens of the first proposal method.
@@ -82,7 +76,7 @@ pub fn read_speculative_tokens(fields: &Fields) -> Result<u64, CheckpointError> 
 
 /// Name of the vocabulary map that is not the identity. A checkpoint may contain identity maps,
 /// which have no effect.
-fn find_pruned_vocab_map(tensors: &Tensors) -> Result<Option<&'static str>, CheckpointError> {
+fn find_reduced_vocab_map(tensors: &Tensors) -> Result<Option<&'static str>, CheckpointError> {
     for (name, identity) in [("t2d", 1), ("d2t", 0)] {
         if tensors.get(name).is_some() {
             let bytes = tensors.bytes(name)?;

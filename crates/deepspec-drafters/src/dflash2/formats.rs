@@ -34,6 +34,7 @@ pub static READER: Reader = Reader {
         name: ZLAB_CLASS,
         tools: "z-lab",
         read: |fields, _, families| read_zlab(fields, families),
+        tensor_prefix: None,
     }],
 };
 

@@ -58,6 +58,11 @@ pub trait DrafterSettings: Debug + Clone + Send + Sync + 'static {
         taps
     }
 
+    /// Number of tokens that the drafter can draft, Vd; None for all of the target's.
+    fn draft_vocab_size(&self) -> Option<i64> {
+        None
+    }
+
     /// Whether the drafter embeds the token before each drafted token.
     fn embeds_previous(&self) -> bool {
         true

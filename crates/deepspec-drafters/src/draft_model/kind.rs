@@ -3,7 +3,7 @@
 use std::fmt::Debug;
 use std::path::Path;
 
-use deepspec_checkpoint::Reader;
+use deepspec_checkpoint::{DraftVocab, Reader};
 use deepspec_core::FinalStates;
 use deepspec_models::nn::{Builder, LayerSpec};
 use deepspec_models::{ModelConfig, ModelError};
@@ -101,12 +101,19 @@ pub struct Plan<K: DrafterKind> {
     /// Prefixes of the names of frozen parameters.
     frozen: Vec<&'static str>,
     recomputes: bool,
+    /// A reduced vocabulary.
+    draft_vocab: Option<DraftVocab>,
 }
 
 impl<K: DrafterKind> Plan<K> {
     /// A plan without frozen parameters.
     pub fn new(config: DraftConfig<K::Settings>, objective: K::Objective) -> Self {
-        Self { config, objective, frozen: vec![], recomputes: false }
+        Self { config, objective, frozen: vec![], recomputes: false, draft_vocab: None }
+    }
+
+    /// The plan of a drafter that can draft only the tokens of `draft_vocab`, if it is given.
+    pub fn with_draft_vocab(self, draft_vocab: Option<DraftVocab>) -> Self {
+        Self { draft_vocab, ..self }
     }
 }
 
@@ -128,7 +135,10 @@ impl<K: DrafterKind> DrafterPlan for Plan<K> {
         }
         let model = model.clone();
         let (objective, frozen) = (self.objective.clone(), self.frozen.clone());
-        (Box::new(Self { config, objective, frozen, recomputes: self.recomputes }), model)
+        let size = config.settings.draft_vocab_size();
+        let counts = vec![0; model.vocab_size as usize];
+        let draft_vocab = size.and_then(|size| DraftVocab::most_frequent(&counts, size as usize));
+        (Box::new(Self { config, objective, frozen, recomputes: self.recomputes, draft_vocab }), model)
     }
 
     fn build(
@@ -138,7 +148,9 @@ impl<K: DrafterKind> DrafterPlan for Plan<K> {
         seed: u64,
         kind: Kind,
     ) -> Box<dyn TrainableDrafter> {
-        let mut model = DraftModel::<K>::fresh(self.config.clone(), embed_tokens, lm_head, seed, kind);
+        let (config, ends) = (self.config.clone(), (embed_tokens, lm_head));
+        let mut model =
+            DraftModel::<K>::fresh_with_draft_vocab(config, ends, self.draft_vocab.as_ref(), seed, kind);
         model.freeze(&self.frozen);
         model.recomputes = self.recomputes;
         Box::new(DrafterWithLoss { model, objective: self.objective.clone() })
@@ -254,6 +266,10 @@ impl<K: DrafterKind> DrafterProbe for DraftModel<K> {
 
     fn embed_and_head(&self) -> (Tensor, Tensor) {
         DraftModel::embed_and_head(self)
+    }
+
+    fn draft_tokens(&self) -> Option<&Tensor> {
+        DraftModel::draft_tokens(self)
     }
 
     fn with_overrides(&self, reading: &DrafterOverrides) -> Box<dyn DrafterProbe> {

@@ -9,6 +9,7 @@ mod warm_start;
 
 use std::path::Path;
 
+use deepspec_checkpoint::DraftVocab;
 use deepspec_models::ModelError;
 use deepspec_models::nn::{
     AttentionSpec, Builder, EmbedHead, Linear, RotaryEmbeddings, Rotations, StateDict, Weight,
@@ -17,7 +18,8 @@ use deepspec_ops::HOST;
 use deepspec_ops::kv_attention::AttentionPlan;
 use tch::{Device, Kind, Tensor};
 
-pub use checkpoint::is_embed_or_head;
+use checkpoint::CheckpointSource;
+pub use checkpoint::{Ends, is_embed_or_head};
 pub use config::{DraftConfig, DraftDecoder, DrafterSettings};
 pub use cost::{PassRows, SampleSize};
 pub use kind::{DrafterKind, Plan, checkpoint_kind};
@@ -26,7 +28,9 @@ pub use warm_start::WarmStartCheck;
 /// A drafter that is trained on a target's hidden states. `modules` holds the layers and heads of its kind, such as DSpark's.
 pub struct DraftModel<K: DrafterKind> {
     config: DraftConfig<K::Settings>,
-    vocabulary: EmbedHead, // frozen
+    vocabulary: EmbedHead, // frozen; the LM head is [Vd, d] with a reduced vocabulary
+    /// The target's id of each draft id, `[Vd]` int64; None if the drafter can draft all of the target's tokens.
+    draft_tokens: Option<Tensor>,
     fc: Linear,
     pub(crate) modules: K,
     ropes: RotaryEmbeddings,
@@ -47,8 +51,28 @@ impl<K: DrafterKind> DraftModel<K> {
         seed: u64,
         kind: Kind,
     ) -> Self {
+        Self::fresh_with_draft_vocab(config, (embed_tokens, lm_head), None, seed, kind)
+    }
+
+    /// [`Self::fresh`] with a reduced vocabulary, whose rows of the target's LM head are the drafter's LM head.
+    pub fn fresh_with_draft_vocab(
+        config: DraftConfig<K::Settings>,
+        (embed_tokens, lm_head): (&Tensor, &Tensor),
+        draft_vocab: Option<&DraftVocab>,
+        seed: u64,
+        kind: Kind,
+    ) -> Self {
         let b = Builder::random_init(seed, config.model().initializer_range, embed_tokens.device(), kind);
-        Self::build(config, &b, embed_tokens.shallow_clone(), Weight::Stored(lm_head.shallow_clone()), kind)
+        let tokens =
+            draft_vocab.map(|vocab| Tensor::from_slice(vocab.tokens()).to_device(embed_tokens.device()));
+        let head =
+            tokens.as_ref().map_or_else(|| lm_head.shallow_clone(), |tokens| lm_head.index_select(0, tokens));
+        let ends = Ends {
+            embed_tokens: embed_tokens.shallow_clone(),
+            lm_head: Weight::Stored(head),
+            draft_tokens: tokens,
+        };
+        Self::build(config, &b, ends, kind)
     }
 
     /// Loads the checkpoint in `dir`.
@@ -69,17 +93,18 @@ impl<K: DrafterKind> DraftModel<K> {
 
     fn read(dir: &Path, device: Device, kind: Kind, packs: bool) -> Result<Self, ModelError> {
         let config = DraftConfig::<K::Settings>::load(dir)?;
+        let draft_vocab_size = config.settings.draft_vocab_size();
         let (architecture, model) = (config.architecture(), config.model().clone());
-        checkpoint::load_tensors(dir, architecture, &model, (kind, device), packs, |b, embed, head| {
-            Self::build(config, b, embed, head, kind)
+        let source = CheckpointSource { dir, architecture, device, kind, packs };
+        checkpoint::load_tensors(&source, &model, draft_vocab_size, |b, ends| {
+            Self::build(config, b, ends, kind)
         })
     }
 
     fn build(
         config: DraftConfig<K::Settings>,
         b: &Builder,
-        embed_tokens: Tensor,
-        lm_head: Weight,
+        Ends { embed_tokens, lm_head, draft_tokens }: Ends,
         kind: Kind,
     ) -> Self {
         let (model, device) = (config.model(), embed_tokens.device());
@@ -89,8 +114,9 @@ impl<K: DrafterKind> DraftModel<K> {
             fc: Linear::new(b, "fc", width, model.hidden_size),
             modules: K::new(b, &config),
             ropes: RotaryEmbeddings::new(&model.layers, device),
-            tensors: checkpoint::with_embed_and_head(b.take_state_dict(), &vocabulary),
+            tensors: checkpoint::with_embed_and_head(b.take_state_dict(), &vocabulary, draft_tokens.as_ref()),
             vocabulary,
+            draft_tokens,
             config,
             kind,
             device,
@@ -100,9 +126,10 @@ impl<K: DrafterKind> DraftModel<K> {
 
     /// Names of the parameters, and meta tensors of their shapes.
     pub fn meta_parameters(config: DraftConfig<K::Settings>) -> Vec<(String, Tensor)> {
-        let ends = Tensor::empty([0, config.model().hidden_size], (Kind::BFloat16, HOST));
-        let head = Weight::Stored(ends.shallow_clone());
-        let meta = Self::build(config, &Builder::meta(), ends, head, Kind::BFloat16);
+        let none = Tensor::empty([0, config.model().hidden_size], (Kind::BFloat16, HOST));
+        let lm_head = Weight::Stored(none.shallow_clone());
+        let ends = Ends { embed_tokens: none, lm_head, draft_tokens: None };
+        let meta = Self::build(config, &Builder::meta(), ends, Kind::BFloat16);
         meta.tensors.parameters
     }
 
@@ -113,23 +140,61 @@ impl<K: DrafterKind> DraftModel<K> {
 
     /// A copy of the drafter for inference, with packed weights.
     pub fn packed(&self) -> Self {
-        let (embed, head) = (self.vocabulary.embed_tokens(), self.vocabulary.lm_head().share().pack());
         let b = Builder::from_state_dict(&self.tensors).with_packing();
-        Self::build(self.config.clone(), &b, embed.shallow_clone(), head, self.kind)
+        let ends = self.ends();
+        let ends = Ends { lm_head: ends.lm_head.pack(), ..ends };
+        Self::build(self.config.clone(), &b, ends, self.kind)
     }
 
     /// Shares the weights with another config of equal shapes. `ends` replaces embedding and LM head, `[V, d]` each.
     pub fn share_with(&self, config: DraftConfig<K::Settings>, ends: Option<(&Tensor, &Tensor)>) -> Self {
-        let (embed, head) = match ends {
-            Some((embed, head)) => (embed, Weight::Stored(head.shallow_clone())),
-            None => (self.vocabulary.embed_tokens(), self.vocabulary.lm_head().share()),
+        let own = self.ends();
+        let ends = match ends {
+            Some((embed, head)) => Ends {
+                embed_tokens: embed.shallow_clone(),
+                lm_head: Weight::Stored(self.draft_rows(head)),
+                draft_tokens: own.draft_tokens,
+            },
+            None => own,
         };
-        Self::build(config, &Builder::from_state_dict(&self.tensors), embed.shallow_clone(), head, self.kind)
+        Self::build(config, &Builder::from_state_dict(&self.tensors), ends, self.kind)
     }
 
-    /// Embedding and LM head, `[V, d]` each. The head is a copy if it is packed.
+    fn ends(&self) -> Ends {
+        Ends {
+            embed_tokens: self.vocabulary.embed_tokens().shallow_clone(),
+            lm_head: self.vocabulary.lm_head().share(),
+            draft_tokens: self.draft_tokens.as_ref().map(Tensor::shallow_clone),
+        }
+    }
+
+    /// Embedding `[V, d]` and LM head `[V, d]`, or `[Vd, d]` with a reduced vocabulary. The head is a copy if it is packed.
     pub fn embed_and_head(&self) -> (Tensor, Tensor) {
         (self.vocabulary.embed_tokens().shallow_clone(), self.vocabulary.lm_head().to_tensor())
+    }
+
+    /// The target's id of each draft id, `[Vd]` int64; None if the drafter can draft all of the target's tokens.
+    pub fn draft_tokens(&self) -> Option<&Tensor> {
+        self.draft_tokens.as_ref()
+    }
+
+    /// Rows of the target's LM head `[V, d]` for the tokens that the drafter can draft.
+    fn draft_rows(&self, head: &Tensor) -> Tensor {
+        match &self.draft_tokens {
+            Some(tokens) => head.index_select(0, tokens),
+            None => head.shallow_clone(),
+        }
+    }
+
+    /// Expands logits of draft ids `[.., Vd]` to the target's vocabulary, `[.., V]`, with −∞ elsewhere.
+    pub(crate) fn expand_logits(&self, logits: Tensor) -> Tensor {
+        let Some(tokens) = &self.draft_tokens else { return logits };
+        let mut shape = logits.size();
+        if let Some(last) = shape.last_mut() {
+            *last = self.config.model().vocab_size;
+        }
+        let expanded = Tensor::full(shape, f64::NEG_INFINITY, (logits.kind(), logits.device()));
+        expanded.index_copy(-1, tokens, &logits)
     }
 
     /// Architecture of the drafter.

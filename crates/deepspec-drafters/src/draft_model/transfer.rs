@@ -2,12 +2,13 @@
 
 use std::path::Path;
 
+use deepspec_checkpoint::D2T;
 use deepspec_core::Tap;
 use deepspec_core::cli::UsageError;
 use deepspec_models::{ModelError, Weights};
-use tch::Kind;
+use tch::{Kind, Tensor};
 
-use super::checkpoint::is_embed_or_head;
+use super::checkpoint::{HEAD_KEY, is_embed_or_head};
 use super::{DraftConfig, DraftModel, DrafterKind, DrafterSettings as _, WarmStartCheck};
 use crate::registry::find_checkpoint_kind;
 
@@ -43,6 +44,21 @@ impl<K: DrafterKind> DraftModel<K> {
         weights.check_finite()?;
         let mut fresh = vec![];
         for (name, mut tensor) in self.checkpoint() {
+            // With a reduced vocabulary, the weights belong to one set of tokens and one LM head.
+            if self.draft_tokens.is_some() && (name == D2T || name == HEAD_KEY) {
+                let there = weights.get(&name, &tensor.size())?;
+                let stored = |tensor: &Tensor| match tensor.kind() {
+                    Kind::Int64 => tensor.shallow_clone(),
+                    _ => tensor.to_kind(Kind::BFloat16),
+                };
+                if !stored(&there).equal(&stored(&tensor)) {
+                    let problem = format!(
+                        "its `{name}` is another than that of the recipe's draft_vocab and target, and is not trained here"
+                    );
+                    return Err(misfit(problem));
+                }
+                continue;
+            }
             if is_embed_or_head(&name) {
                 continue;
             }

@@ -46,6 +46,7 @@ pub static READER: Reader = Reader {
             read: |fields, tensors, families| {
                 read_dflash_container(fields, tensors, families, "DSparkDraftModel", "dspark")
             },
+            tensor_prefix: None,
         },
         ExternalClass {
             name: "DFlashDraftModel",
@@ -53,6 +54,7 @@ pub static READER: Reader = Reader {
             read: |fields, tensors, families| {
                 read_dflash_container(fields, tensors, families, "DFlashDraftModel", "dflash")
             },
+            tensor_prefix: None,
         },
         ExternalClass {
             name: "DominoDraftModel",
@@ -60,6 +62,7 @@ pub static READER: Reader = Reader {
             read: |fields, tensors, families| {
                 read_dflash_container(fields, tensors, families, "DominoDraftModel", "domino")
             },
+            tensor_prefix: None,
         },
     ],
 };

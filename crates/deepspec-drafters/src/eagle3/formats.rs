@@ -10,13 +10,13 @@ use deepspec_checkpoint::{
 use deepspec_core::Tap;
 use serde_json::{Map, Value, json};
 
-use super::model::Eagle3Settings;
+use super::model::{Eagle3Settings, read_draft_vocab_size};
 use crate::draft_model::DrafterSettings as _;
 
 /// Reads checkpoints of Eagle3 in all layouts.
 pub static READER: Reader = Reader {
     class: Eagle3Settings::CLASS,
-    keys: &["ttt_length", "draft_num_hidden_layers"],
+    keys: &["ttt_length", "draft_num_hidden_layers", "draft_vocab_size", NORM_BEFORE_RESIDUAL],
     reference: |fields, _| Ok(Arc::new(Eagle3Settings::read(fields)?)),
     model_types: &["eagle3"],
     speculators: read_speculators,
@@ -24,28 +24,40 @@ pub static READER: Reader = Reader {
         name: SPECFORGE_CLASS,
         tools: "SpecForge",
         read: |fields, _, families| read_specforge(fields, families),
+        // EAGLE's own repository names the target's class in config.json.
+        tensor_prefix: Some(MIDLAYER),
     }],
 };
 
 /// SpecForge's class.
 const SPECFORGE_CLASS: &str = "LlamaForCausalLMEagle3";
 
+/// SpecForge's prefix of the draft layer's tensors.
+const MIDLAYER: &str = "midlayer.";
+
 /// SpecForge's key of the target layers whose hidden states are captured.
 const TAPS_KEY: &str = "eagle_aux_hidden_state_layer_ids";
 
+/// Key of the flag whether the first residual is the normed state, in all formats.
+const NORM_BEFORE_RESIDUAL: &str = "norm_before_residual";
+
 /// Keys of norms that other Eagle3 implementations have and DeepSpec lacks.
-const UNSUPPORTED_NORM_KEYS: [&str; 4] = ["norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"];
+const UNSUPPORTED_NORM_KEYS: [&str; 3] = ["norm_before_fc", "fc_norm", "norm_output"];
 
 /// Why a class with Llama layers cannot load layers that have norms on queries and keys.
 const NO_QK_NORM: &str = "has no norms on queries and keys, and its loader would skip these weights silently";
 
-fn settings_with_steps(steps: u64) -> Settings {
-    Arc::new(Eagle3Settings { ttt_length: steps as usize, ..Eagle3Settings::default() })
+/// Settings of another tool's checkpoint that drafts `steps` tokens.
+fn settings(fields: &Fields, decoder: &Decoder, steps: u64) -> Result<Settings, CheckpointError> {
+    let draft_vocab_size = read_draft_vocab_size(fields, decoder.vocab_size as i64)?;
+    let norm_before_residual = fields.flag(NORM_BEFORE_RESIDUAL)?.unwrap_or(false);
+    let own = Eagle3Settings { draft_vocab_size, norm_before_residual, ..Eagle3Settings::default() };
+    Ok(Arc::new(Eagle3Settings { ttt_length: steps as usize, ..own }))
 }
 
 fn read_speculators(fields: &Fields, decoder: &mut Decoder) -> Result<Settings, CheckpointError> {
     note_unsupported_norms(fields, decoder)?;
-    Ok(settings_with_steps(read_speculative_tokens(fields)?))
+    settings(fields, decoder, read_speculative_tokens(fields)?)
 }
 
 /// Records each norm that DeepSpec's Eagle3 lacks as an incompatibility.
@@ -64,36 +76,18 @@ fn read_specforge(fields: &Fields, known: &[Family]) -> Result<(CheckpointFormat
     let mut decoder =
         Decoder::read(fields, &["eagle_config", "draft_vocab_size", "target_hidden_size"], known)?;
     note_unsupported_norms(fields, &mut decoder)?;
-    let mut incompatible = |key: &str, reason: String| {
-        decoder.incompatibilities.push(Incompatibility { key: key.into(), reason })
-    };
     let inner = fields.object("eagle_config")?;
     let taps = match &inner {
         // The ids name layer outputs, counted from 0.
         Some(inner) if inner.map.contains_key(TAPS_KEY) => {
             read_layer_ids(inner, TAPS_KEY, EMBEDDING_LAYER_ID)?
         }
-        _ => {
-            let reason = format!("`{TAPS_KEY}` is missing: which layers it taps is not said");
-            incompatible("eagle_config", reason);
-            vec![]
-        }
+        // Without ids, engines take the defaults for the target's number of layers.
+        _ => vec![],
     };
-    // Null if the drafter has the target's vocabulary.
-    let draft_vocab_size = fields.map.get("draft_vocab_size").filter(|size| !size.is_null());
-    let pruned = draft_vocab_size.and_then(Value::as_u64).filter(|&size| size != decoder.vocab_size);
-    if let Some(size) = pruned {
-        let vocab = decoder.vocab_size;
-        let reason = format!(
-            "the vocabulary is pruned to {size} of {vocab} tokens (t2d, d2t); other layouts have only whole ones"
-        );
-        incompatible("draft_vocab_size", reason);
-    }
     // SpecForge's config has no number of drafted tokens.
-    let kind = settings_with_steps(fields.size("ttt_length")?.unwrap_or(7));
-    let draft_vocab_size = pruned.unwrap_or(decoder.vocab_size);
-    let drafter = decoder.into_drafter(fields, SPECFORGE_CLASS, taps, kind)?;
-    Ok((CheckpointFormat::Specforge, Drafter { draft_vocab_size, ..drafter }))
+    let kind = settings(fields, &decoder, fields.size("ttt_length")?.unwrap_or(7))?;
+    Ok((CheckpointFormat::Specforge, decoder.into_drafter(fields, SPECFORGE_CLASS, taps, kind)?))
 }
 
 impl KindSettings for Eagle3Settings {
@@ -114,11 +108,15 @@ impl KindSettings for Eagle3Settings {
     }
 
     fn lines(&self) -> Vec<(&'static str, String)> {
-        vec![("drafts", format!("{} tokens, one after the other", self.ttt_length))]
+        let mut lines = vec![("drafts", format!("{} tokens, one after the other", self.ttt_length))];
+        if self.norm_before_residual {
+            lines.push(("residual", "the first one is the normed state".into()));
+        }
+        lines
     }
 
     fn to_json(&self) -> Value {
-        json!({"eagle3": {"steps": self.ttt_length}})
+        json!({"eagle3": {"steps": self.ttt_length, NORM_BEFORE_RESIDUAL: self.norm_before_residual}})
     }
 
     fn has_layers_of(&self, family: Family) -> bool {
@@ -127,6 +125,23 @@ impl KindSettings for Eagle3Settings {
 
     fn layer_inputs(&self) -> usize {
         2
+    }
+
+    /// Layers that SpecForge, vLLM and SGLang capture by default: the outputs of layers 1, N/2 − 1 and N − 4.
+    fn default_taps(&self, layers: u64) -> Vec<Tap> {
+        let layers = layers as i64;
+        let ids = [1, layers / 2 - 1, layers - 4];
+        let ascends = ids.windows(2).all(|pair| pair[0] < pair[1]);
+        Tap::from_layer_ids(ids.into_iter().filter(|_| ascends)).unwrap_or_default()
+    }
+
+    /// One hidden state per captured layer; three if the config does not say which.
+    fn fc_inputs(&self, drafter: &Drafter) -> usize {
+        if drafter.taps.is_empty() { 3 } else { drafter.taps.len() }
+    }
+
+    fn may_reduce_vocab(&self) -> bool {
+        true
     }
 
     fn add_tensor_shapes(&self, drafter: &Drafter, shapes: &mut TensorShapes) {
@@ -146,6 +161,9 @@ impl KindSettings for Eagle3Settings {
             CheckpointFormat::Specforge if drafter.family.qk_norm => {
                 Some(format!("{SPECFORGE_CLASS} {NO_QK_NORM}"))
             }
+            CheckpointFormat::Specforge if self.norm_before_residual => Some(format!(
+                "{SPECFORGE_CLASS} adds the state itself to attention, and this one the normed state"
+            )),
             CheckpointFormat::Specforge if drafter.taps.len() != 3 => {
                 Some(format!("{SPECFORGE_CLASS} taps 3 layers, this one {}", drafter.taps.len()))
             }
@@ -158,7 +176,9 @@ impl KindSettings for Eagle3Settings {
 
     fn reference_config(&self, drafter: &Drafter) -> (&'static str, Map<String, Value>) {
         let layers = ("draft_num_hidden_layers", json!(drafter.layers));
-        (READER.class, json_map([("ttt_length", json!(self.ttt_length)), layers]))
+        let mut map = json_map([("ttt_length", json!(self.ttt_length)), layers]);
+        self.write_architecture(&mut map);
+        (READER.class, map)
     }
 
     fn speculators_config(&self) -> Speculators {
@@ -166,13 +186,18 @@ impl KindSettings for Eagle3Settings {
             model_type: "eagle3",
             class: "Eagle3Speculator",
             taps: Some(TAPS_KEY),
-            keys: json_map(UNSUPPORTED_NORM_KEYS.map(|flag| (flag, json!(false)))),
+            keys: {
+                let mut keys = json_map(UNSUPPORTED_NORM_KEYS.map(|flag| (flag, json!(false))));
+                // vLLM takes an absent flag for true.
+                keys.insert(NORM_BEFORE_RESIDUAL.into(), json!(self.norm_before_residual));
+                keys
+            },
         }
     }
 
     fn renames(&self, format: CheckpointFormat) -> &'static [(&'static str, &'static str)] {
         match format {
-            CheckpointFormat::Specforge => &[("midlayer.", "layers.0.")],
+            CheckpointFormat::Specforge => &[(MIDLAYER, "layers.0.")],
             _ => &[],
         }
     }
@@ -193,7 +218,7 @@ impl KindSettings for Eagle3Settings {
             ("ttt_length", json!(self.ttt_length)),
             ("target_hidden_size", json!(drafter.hidden_size)),
             // Null: the drafter has the target's vocabulary and head.
-            ("draft_vocab_size", Value::Null),
+            ("draft_vocab_size", json!(self.draft_vocab_size)),
             ("eagle_config", json!({"use_aux_hidden_state": true, TAPS_KEY: Tap::layer_ids(&drafter.taps)})),
         ]));
         Some(map)
@@ -233,9 +258,18 @@ impl KindSettings for Eagle3Settings {
                 drafter.taps.len()
             ));
         }
+        if drafter.has_reduced_vocab() {
+            return Err("its vocabulary is reduced, and its own LM head is not written as GGUF".into());
+        }
         Ok(GgufParts {
             architecture: "eagle3",
-            keys: vec![("target_hidden_size", GgufValue::U32(drafter.hidden_size as u32))],
+            keys: {
+                let mut keys = vec![("target_hidden_size", GgufValue::U32(drafter.hidden_size as u32))];
+                if self.norm_before_residual {
+                    keys.push((NORM_BEFORE_RESIDUAL, GgufValue::Bool(true)));
+                }
+                keys
+            },
             layer_names: vec![("hidden_norm.weight", "attn_norm_2.weight")],
             interleaved_rope: true,
             ..GgufParts::default()

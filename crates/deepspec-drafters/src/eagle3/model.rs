@@ -5,6 +5,8 @@
 //!
 //! Shapes: n token positions of a step, N token positions of step 0, H heads, G key/value heads, D head dim.
 
+use std::path::PathBuf;
+
 use deepspec_checkpoint::{CheckpointError, Fields};
 use deepspec_core::recipe::{LossNormalization, require_at_least_one};
 use deepspec_engine::Context;
@@ -19,7 +21,7 @@ use tch::{Kind, Tensor};
 
 use super::batch::{Eagle3Batch, TttCall, TttStep};
 use crate::ConfigIssue;
-use crate::draft_model::{DraftConfig, DraftModel, DrafterSettings};
+use crate::draft_model::{DraftConfig, DraftModel, DrafterSettings, WarmStartCheck};
 use crate::token_common::{TokenDrafter, TokenProposer};
 
 /// Recipe section of Eagle3.
@@ -34,11 +36,21 @@ pub struct Eagle3Recipe {
     pub step_loss_decay: f64,
     /// Predictions that are trained.
     pub supervise: Supervise,
+    /// File with the tokens that the drafter can draft, which `deepspec-data draft-vocab` writes. If absent, it can draft all of
+    /// the target's tokens.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub draft_vocab: Option<PathBuf>,
 }
 
 impl Default for Eagle3Recipe {
     fn default() -> Self {
-        Self { num_draft_layers: 1, ttt_length: 7, step_loss_decay: 0.8, supervise: Supervise::Shifted }
+        Self {
+            num_draft_layers: 1,
+            ttt_length: 7,
+            step_loss_decay: 0.8,
+            supervise: Supervise::Shifted,
+            draft_vocab: None,
+        }
     }
 }
 
@@ -90,12 +102,17 @@ pub struct Eagle3Settings {
     pub ttt_length: usize,
     /// Weight of step s in the loss is `step_loss_decay`^s. Inference does not read it.
     pub step_loss_decay: f64,
+    /// Number of tokens that the drafter can draft, Vd; None for all of the target's.
+    pub draft_vocab_size: Option<i64>,
+    /// Whether the first layer adds its normed state to attention's output, instead of the state itself. Not trained here;
+    /// checkpoints of speculators have it.
+    pub norm_before_residual: bool,
 }
 
 impl Default for Eagle3Settings {
     fn default() -> Self {
         let Eagle3Recipe { ttt_length, step_loss_decay, .. } = Eagle3Recipe::default();
-        Self { ttt_length, step_loss_decay }
+        Self { ttt_length, step_loss_decay, draft_vocab_size: None, norm_before_residual: false }
     }
 }
 
@@ -117,6 +134,8 @@ impl DrafterSettings for Eagle3Settings {
         Ok(Self {
             ttt_length: fields.required_size::<u64>("ttt_length")? as usize,
             step_loss_decay: fields.number("step_loss_decay")?.unwrap_or(Self::default().step_loss_decay),
+            draft_vocab_size: read_draft_vocab_size(fields, fields.required_size("vocab_size")?)?,
+            norm_before_residual: fields.flag("norm_before_residual")?.unwrap_or(false),
         })
     }
 
@@ -126,6 +145,7 @@ impl DrafterSettings for Eagle3Settings {
         if let Some(layers) = map.get("num_hidden_layers").cloned() {
             map.insert("draft_num_hidden_layers".into(), layers);
         }
+        self.write_architecture(map);
     }
 
     fn check(&self, model: &ModelConfig) -> Result<(), ConfigIssue> {
@@ -140,6 +160,52 @@ impl DrafterSettings for Eagle3Settings {
 
     fn draft_len(&self) -> usize {
         self.ttt_length
+    }
+
+    fn draft_vocab_size(&self) -> Option<i64> {
+        self.draft_vocab_size
+    }
+
+    fn shrink(&mut self) {
+        self.draft_vocab_size = self.draft_vocab_size.map(|_| 32);
+    }
+
+    fn compare_for_warm_start(&self, from: &Self, transfer: &mut WarmStartCheck) {
+        let size = |own: &Self| own.draft_vocab_size.map_or("the target's".into(), |size| size.to_string());
+        transfer.compare("draft_vocab", size(from), size(self));
+        transfer.compare("norm_before_residual", from.norm_before_residual, self.norm_before_residual);
+    }
+}
+
+impl Eagle3Settings {
+    /// Writes the keys of config.json that differ from their defaults.
+    pub(super) fn write_architecture(&self, map: &mut Map<String, Value>) {
+        map.remove("draft_vocab_size");
+        map.remove("norm_before_residual");
+        if let Some(size) = self.draft_vocab_size {
+            map.insert("draft_vocab_size".into(), json!(size));
+        }
+        if self.norm_before_residual {
+            map.insert("norm_before_residual".into(), json!(true));
+        }
+    }
+}
+
+/// Reads `draft_vocab_size`; None if it is absent, null or the target's size.
+pub(super) fn read_draft_vocab_size(
+    fields: &Fields,
+    vocab_size: i64,
+) -> Result<Option<i64>, CheckpointError> {
+    let key = "draft_vocab_size";
+    if fields.map.get(key).is_some_and(Value::is_null) {
+        return Ok(None);
+    }
+    let size = fields.size::<i64>(key)?.filter(|&size| size != vocab_size);
+    match size {
+        Some(size) if size > vocab_size => {
+            Err(fields.error(key, format!("{size} is above the vocabulary of {vocab_size}")))
+        }
+        size => Ok(size),
     }
 }
 
@@ -158,10 +224,11 @@ impl Eagle3Modules {
     pub(super) fn build(b: &Builder, config: &Eagle3Config) -> Self {
         let c = &config.decoder.model;
         let layers = c.layers.iter().enumerate();
+        let norm_before_residual = config.settings.norm_before_residual;
+        let layer =
+            |(i, spec)| DecoderLayer::with_embeddings(b, &format!("layers.{i}"), spec, norm_before_residual);
         Self {
-            layers: layers
-                .map(|(i, spec)| DecoderLayer::with_embeddings(b, &format!("layers.{i}"), spec))
-                .collect(),
+            layers: layers.map(layer).collect(),
             norm: RmsNorm::new(b, "norm", c.hidden_size, c.rms_norm_eps),
         }
     }
@@ -171,9 +238,9 @@ impl Eagle3Modules {
 type StepKeyValues = Vec<(Tensor, Tensor)>;
 
 impl Eagle3 {
-    /// Float32 logits `[.., V]` of states `[.., d]`.
+    /// Float32 logits `[.., V]` of states `[.., d]`, −∞ at tokens that the drafter cannot draft.
     pub fn draft_logits(&self, states: &Tensor) -> Tensor {
-        self.head_logits(&self.final_norm(states))
+        self.expand_logits(self.head_logits(&self.final_norm(states)))
     }
 
     /// Applies the norm before the LM head to states `[.., d]`.
@@ -181,7 +248,7 @@ impl Eagle3 {
         self.modules.norm.forward(states)
     }
 
-    /// Float32 logits `[.., V]` of normed states of the drafter or of the target.
+    /// Float32 logits of normed states of the drafter or of the target: `[.., Vd]`, or `[.., V]` without a reduced vocabulary.
     pub(super) fn head_logits(&self, normed: &Tensor) -> Tensor {
         self.vocabulary().logits(normed)
     }

@@ -1,5 +1,8 @@
 //! Training of Eagle3: objective, metrics and costs.
 
+use std::path::Path;
+
+use deepspec_checkpoint::DraftVocab;
 use deepspec_core::FinalStates;
 use deepspec_core::config::ConfigError;
 use deepspec_core::recipe::{LossNormalization, Recipe};
@@ -52,11 +55,17 @@ pub fn build_plan<D>(
     recipe: &Recipe<D>,
     target: &ModelConfig,
 ) -> Result<Box<dyn DrafterPlan>, ConfigIssue> {
+    let draft_vocab = own.draft_vocab.as_deref().map(|path| read_draft_vocab(path, target)).transpose()?;
     let windows = vec![None; own.num_draft_layers.min(MAX_LAYERS + 1)];
     let config = Eagle3Config {
         decoder: DraftDecoder::new(target.draft_decoder(&windows), recipe, target)
             .map_err(|(_, problem)| ("num_draft_layers", problem))?,
-        settings: Eagle3Settings { ttt_length: own.ttt_length, step_loss_decay: own.step_loss_decay },
+        settings: Eagle3Settings {
+            ttt_length: own.ttt_length,
+            step_loss_decay: own.step_loss_decay,
+            draft_vocab_size: draft_vocab.as_ref().map(|vocab| vocab.tokens().len() as i64),
+            norm_before_residual: false,
+        },
     };
     config.check_recipe()?;
     let objective = Eagle3Objective {
@@ -64,7 +73,18 @@ pub fn build_plan<D>(
         step_loss_decay: own.step_loss_decay,
         normalization: recipe.train.loss_normalization,
     };
-    Ok(Box::new(Eagle3Plan::new(config, objective)))
+    Ok(Box::new(Eagle3Plan::new(config, objective).with_draft_vocab(draft_vocab)))
+}
+
+/// Reads the file of a reduced vocabulary. An error names the recipe's key.
+fn read_draft_vocab(path: &Path, target: &ModelConfig) -> Result<DraftVocab, ConfigIssue> {
+    let vocab = DraftVocab::read(path).map_err(|error| ("draft_vocab", error.to_string()))?;
+    if vocab.vocab_size() as i64 != target.vocab_size {
+        let (found, expected) = (vocab.vocab_size(), target.vocab_size);
+        let problem = format!("{}: it is for {found} tokens, the target has {expected}", path.display());
+        return Err(("draft_vocab", problem));
+    }
+    Ok(vocab)
 }
 
 impl DrafterKind for Eagle3Modules {
@@ -283,7 +303,8 @@ pub fn metric_defs(steps: usize, decay: f64) -> Metrics {
 /// Floating-point operations of forward and backward pass over `samples`, counted as in [`block_flops`](crate::block_common::block_flops).
 fn flops(config: &Eagle3Config, samples: &[TrainSample], supervise: Supervise) -> f64 {
     let (model, steps) = (config.model(), config.settings.ttt_length);
-    let (d, vocab) = (model.hidden_size as f64, model.vocab_size as f64);
+    let vocab = config.settings.draft_vocab_size.unwrap_or(model.vocab_size) as f64;
+    let d = model.hidden_size as f64;
     let taps = config.decoder.taps.len() as f64;
     let mut multiplications = 0.0;
     for (sample, s) in samples.iter().flat_map(|sample| (0..steps).map(move |s| (sample, s))) {

@@ -387,12 +387,12 @@ fn each_refusal_names_its_reason() {
             CheckpointFormat::Reference,
             &["draft_vocab_size", "256 of 512"],
         ),
-        (crate::common::pruned(&speculators), CheckpointFormat::Reference, &["t2d", "pruned vocabulary"]),
         (
-            set(&spec_eagle3, "norm_before_residual", json!(true)),
+            crate::common::with_vocab_map(&speculators),
             CheckpointFormat::Reference,
-            &["norm_before_residual"],
+            &["t2d", "reduces the vocabulary"],
         ),
+        (set(&spec_eagle3, "norm_before_fc", json!(true)), CheckpointFormat::Reference, &["norm_before_fc"]),
         (
             edited(&spec_eagle3, |config| config["transformer_layer_config"]["model_type"] = json!("gemma4")),
             CheckpointFormat::Reference,
@@ -436,19 +436,6 @@ fn each_refusal_names_its_reason() {
         (set(&specforge, "use_swa", json!(true)), CheckpointFormat::Reference, &["`use_swa`"]),
         (inner("attention_mode", json!("causal")), CheckpointFormat::Reference, &["attention_mode"]),
         (inner("attention_sink_bias", json!(true)), CheckpointFormat::Reference, &["attention_sink_bias"]),
-        (
-            fixture::specforge_eagle3(),
-            CheckpointFormat::Reference,
-            &["`draft_vocab_size`", "pruned to 64 of 128"],
-        ),
-        (
-            edited(&fixture::specforge_eagle3(), |config| {
-                config["draft_vocab_size"] = json!(null);
-                config["eagle_config"] = json!({});
-            }),
-            CheckpointFormat::Reference,
-            &["`eagle_config`", "which layers it taps"],
-        ),
     ];
     for (from, to, words) in cases {
         let told = refusal(&from, to, Some(&target));

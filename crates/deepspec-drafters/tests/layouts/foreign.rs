@@ -115,8 +115,8 @@ fn of_names(config: &Value, names: &[&str]) -> Folder {
 #[test]
 fn drafters_of_other_methods_are_known_by_sight() {
     let llama = |class: &str| json!({"architectures": [class], "model_type": "llama", "hidden_size": 32, "vocab_size": 128});
-    // EAGLE's own format: the class of a language model, and a reduced vocabulary.
-    let mut eagle = llama("LlamaForCausalLM");
+    // Another class than SpecForge's, and a reduced vocabulary.
+    let mut eagle = llama("MistralForCausalLMEagle3");
     eagle["draft_vocab_size"] = json!(64);
     let eagle = of_names(
         &eagle,

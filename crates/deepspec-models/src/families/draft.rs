@@ -9,9 +9,11 @@ use crate::{ModelConfig, ModelError};
 
 impl ModelConfig {
     /// Whether this target accepts drafters with layers of `family`: the target's family, or the family whose layers its block drafters
-    /// have.
+    /// have. Llama's and Qwen3's layers draft for each other's targets: most public Eagle3 drafters have Llama's.
     pub fn accepts_drafters_of(&self, family: Family) -> bool {
-        self.family == family || self.family.anchored_family.is_some_and(|others| others == family)
+        self.family == family
+            || self.family.anchored_family.is_some_and(|others| others == family)
+            || self.family.decoder.pre_norm && family.decoder.pre_norm
     }
 
     /// The decoder of a block drafter, like [`ModelConfig::draft_decoder`]. If no inference engine runs block

@@ -47,6 +47,8 @@ pub struct DecoderLayer {
     /// Norm of the residual stream, if attention also reads token embeddings (Eagle3). `input_norm` then norms
     /// the embeddings.
     hidden_norm: Option<RmsNorm>,
+    /// Whether the residual of attention is `hidden_norm(x)` instead of `x`.
+    norm_before_residual: bool,
     /// Norm after attention; only with [`NormPlacement::Sandwich`].
     attention_out_norm: Option<RmsNorm>,
     mlp_norm: RmsNorm,
@@ -64,11 +66,12 @@ impl DecoderLayer {
         Self::with_input_width(b, name, spec, spec.hidden_size)
     }
 
-    /// The layer `name` of Eagle3: attention reads `[input_layernorm(embeddings) ; hidden_norm(x)]`, 2d wide.
-    pub fn with_embeddings(b: &Builder, name: &str, spec: &LayerSpec) -> Self {
+    /// The layer `name` of Eagle3: attention reads `[input_layernorm(embeddings) ; hidden_norm(x)]`, 2d wide. Its output
+    /// is added to `x`, or to `hidden_norm(x)` with `norm_before_residual`.
+    pub fn with_embeddings(b: &Builder, name: &str, spec: &LayerSpec, norm_before_residual: bool) -> Self {
         let layer = Self::with_input_width(b, name, spec, 2 * spec.hidden_size);
         let hidden_norm = RmsNorm::new(b, &format!("{name}.hidden_norm"), spec.hidden_size, spec.eps);
-        Self { hidden_norm: Some(hidden_norm), ..layer }
+        Self { hidden_norm: Some(hidden_norm), norm_before_residual, ..layer }
     }
 
     fn with_input_width(b: &Builder, name: &str, spec: &LayerSpec, input: i64) -> Self {
@@ -93,6 +96,7 @@ impl DecoderLayer {
             mlp,
             input_norm,
             hidden_norm: None,
+            norm_before_residual: false,
             attention_out_norm,
             mlp_norm,
             mlp_out_norm,
@@ -118,9 +122,14 @@ impl DecoderLayer {
         }
         // 1. Norm: [M, d], or [M, 2d] beside the embeddings; M is N unless rows repeat.
         let rows = repeated.map_or(x, |rows| rows.distinct);
+        let mut residual = x.shallow_clone();
         let normed = match (&self.hidden_norm, embeddings) {
             (Some(norm), Some(embeddings)) => {
-                Tensor::cat(&[self.input_norm.forward(embeddings), norm.forward(rows)], -1)
+                let normed = norm.forward(rows);
+                if self.norm_before_residual {
+                    residual = normed.shallow_clone();
+                }
+                Tensor::cat(&[self.input_norm.forward(embeddings), normed], -1)
             }
             _ => self.input_norm.forward(rows),
         };
@@ -137,7 +146,8 @@ impl DecoderLayer {
         };
         drop(normed);
         // 3. Norm of a sandwich, and residual: [N, d].
-        let x = add_residual(x, apply_optional_norm(self.attention_out_norm.as_ref(), y));
+        let x = add_residual(&residual, apply_optional_norm(self.attention_out_norm.as_ref(), y));
+        drop(residual);
         // 4. Norm and MLP: [N, d] -> [N, I] -> [N, d].
         let normed = self.mlp_norm.forward(&x);
         let y = match hook {

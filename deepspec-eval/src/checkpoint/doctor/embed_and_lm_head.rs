@@ -23,13 +23,15 @@ struct RowComparison {
 /// Results for embedding and LM head.
 pub struct EmbedAndHead(Vec<RowComparison>);
 
-/// Compares embedding and LM head row by row, as bfloat16.
+/// Compares embedding and LM head row by row, as bfloat16. The LM head of a reduced vocabulary is the drafter's own and is
+/// not compared.
 pub fn compare_embed_and_head(drafter: &dyn DrafterProbe, target: &TargetModel) -> EmbedAndHead {
     let ((own_embed, own_head), (embed, head)) = (drafter.embed_and_head(), target.embed_and_head());
-    EmbedAndHead(vec![
-        compare_rows("embed_tokens", &own_embed, &embed),
-        compare_rows("lm_head", &own_head, &head),
-    ])
+    let mut compared = vec![compare_rows("embed_tokens", &own_embed, &embed)];
+    if drafter.draft_tokens().is_none() {
+        compared.push(compare_rows("lm_head", &own_head, &head));
+    }
+    EmbedAndHead(compared)
 }
 
 fn compare_rows(name: &'static str, own: &Tensor, target: &Tensor) -> RowComparison {

@@ -1,7 +1,7 @@
 //! Checkpoints as other tools write them.
 
 use safetensors::tensor::Dtype;
-use serde_json::{Value, json};
+use serde_json::json;
 
 use super::{Folder, bytes, golden, write};
 
@@ -23,17 +23,38 @@ pub fn zlab() -> Folder {
     folder
 }
 
-/// SpecForge's Eagle3, with the fields that are read.
+/// SpecForge's Eagle3 with a reduced vocabulary: every second token, and a head of its own.
 pub fn specforge_eagle3() -> Folder {
-    let (folder, from) = (Folder::new(), golden("eagle3_qwen3"));
-    let config: Value = json!({
-        "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_size": 32, "vocab_size": 128,
-        "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1,
-        "draft_vocab_size": 64, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 3, 4]},
+    let (folder, from) = (Folder::new(), llama_eagle3());
+    let mut config = from.config();
+    let map = config.as_object_mut().unwrap();
+    map.retain(|key, _| {
+        !["num_target_layers", "target_layer_ids", "draft_num_hidden_layers", "layer_types"]
+            .contains(&key.as_str())
     });
+    map.extend(
+        json!({
+            "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 64,
+            "eagle_config": {"use_aux_hidden_state": true, "eagle_aux_hidden_state_layer_ids": [1, 2, 4]},
+        })
+        .as_object()
+        .unwrap()
+        .clone(),
+    );
     folder.put(&config);
-    let renamed = |name: String| name.replace("layers.0.", "midlayer.");
-    let tensors = bytes(&from).into_iter().map(|(name, tensor)| (renamed(name), tensor)).collect();
+    let mut tensors: super::Bytes = bytes(&from)
+        .into_iter()
+        .filter(|(name, _)| name != "embed_tokens.weight")
+        .map(|(name, tensor)| (name.replace("layers.0.", "midlayer."), tensor))
+        .collect();
+    let mut put = |name: &str, dtype: Dtype, shape: &[usize], data: Vec<u8>| {
+        tensors.insert(name.into(), (dtype, shape.to_vec(), data));
+    };
+    put("fc.weight", Dtype::F32, &[32, 96], vec![7; 4 * 32 * 96]);
+    put("lm_head.weight", Dtype::F32, &[64, 32], vec![9; 4 * 64 * 32]);
+    // Draft id i stands for token 2i.
+    put("d2t", Dtype::I64, &[64], (0..64_i64).flat_map(i64::to_le_bytes).collect());
+    put("t2d", Dtype::BOOL, &[128], (0..128).map(|id| u8::from(id % 2 == 0)).collect());
     write(&folder.path().join("model.safetensors"), &tensors);
     folder
 }

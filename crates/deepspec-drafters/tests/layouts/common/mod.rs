@@ -122,7 +122,7 @@ pub fn as_bf16(from: &Folder) -> Folder {
 }
 
 /// A copy with a vocabulary map that is not the identity.
-pub fn pruned(from: &Folder) -> Folder {
+pub fn with_vocab_map(from: &Folder) -> Folder {
     let folder = copy(from);
     let mut tensors = bytes(from);
     let mut map = vec![1; 512];
