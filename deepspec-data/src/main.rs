@@ -46,6 +46,10 @@ enum Command {
     /// is unusable, or if its mask is empty or differs from the assistant's text. It is also 1 if a row's template differs
     /// from the served one.
     Inspect(inspect::Args),
+    /// Choose the tokens of a reduced draft vocabulary by their frequency
+    ///
+    /// Counts the tokens that a drafter would be trained on. An Eagle3 recipe names the file in `draft_vocab`.
+    DraftVocab(inspect::draft_vocab::Args),
     /// Keep the target's hidden states on disk
     #[command(subcommand)]
     Cache(cache::Command),
@@ -65,6 +69,7 @@ fn main() -> ExitCode {
         Command::Suites(args) => suites::run(&args, verbosity),
         Command::Regenerate(args) => regenerate::run(&args, verbosity),
         Command::Inspect(args) => inspect::run(&args, verbosity),
+        Command::DraftVocab(args) => inspect::draft_vocab::run(&args, verbosity),
         Command::Cache(command) => cache::run(&command, verbosity),
         Command::States(command) => states::run(&command, verbosity),
     })

@@ -253,6 +253,21 @@ impl Iterator for RawLines {
     }
 }
 
+/// Number of non-empty lines of the files.
+///
+/// # Errors
+/// Fails if a file cannot be read.
+pub fn count_lines(files: &[PathBuf]) -> Result<u64, FileError> {
+    let mut total = 0;
+    for file in files {
+        for line in RawLines::open(file)? {
+            line?;
+            total += 1;
+        }
+    }
+    Ok(total)
+}
+
 /// A batch with this many bytes is full. A compressed file can expand a thousandfold, so a number
 /// of lines alone does not bound memory.
 pub const BATCH_BYTES: usize = 1 << 26;

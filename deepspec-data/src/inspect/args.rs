@@ -1,10 +1,10 @@
-//! Arguments of `inspect`.
+//! Arguments of `inspect` and `draft-vocab`.
 
 use std::path::PathBuf;
 
-/// Arguments of `inspect`.
+/// Arguments that decide which tokens of a row are supervised.
 #[derive(clap::Args)]
-pub struct Args {
+pub struct MaskArgs {
     /// JSONL rows of conversations, plain, .gz or .zst
     #[arg(long, required = true, num_args = 1.., value_name = "F")]
     pub input: Vec<PathBuf>,
@@ -21,6 +21,16 @@ pub struct Args {
     /// entry. By default the rules whose marks the template writes
     #[arg(long, value_name = "NAME|FILE", conflicts_with = "config")]
     pub chat_template: Option<String>,
+    /// Tokens at which a row is cut, by default the recipe's, else 4096
+    #[arg(long, value_name = "N")]
+    pub max_length: Option<usize>,
+}
+
+/// Arguments of `inspect`.
+#[derive(clap::Args)]
+pub struct Args {
+    #[command(flatten)]
+    pub mask: MaskArgs,
     /// Show this many rows, the first ones; all rows are checked
     #[arg(long, default_value_t = 5, value_name = "N")]
     pub limit: usize,
@@ -30,9 +40,6 @@ pub struct Args {
     /// Show every row
     #[arg(long, conflicts_with_all = ["limit", "id"])]
     pub all: bool,
-    /// Tokens at which a row is cut, by default the recipe's, else 4096
-    #[arg(long, value_name = "N")]
-    pub max_length: Option<usize>,
     /// Write the rows and the findings to an HTML page
     #[arg(long, value_name = "F")]
     pub html: Option<PathBuf>,

@@ -4,7 +4,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 
 use deepspec_core::cli::Verbosity;
-use deepspec_core::jsonl::{self, RawLines};
+use deepspec_core::jsonl;
 use deepspec_core::progress::Progress;
 use deepspec_core::row::UniqueIds;
 use deepspec_text::Problem;
@@ -57,14 +57,7 @@ impl Inspection {
         settings: &MaskSettings,
         verbosity: Verbosity,
     ) -> anyhow::Result<Self> {
-        let mut total = 0;
-        for file in files {
-            for line in RawLines::open(file)? {
-                line?;
-                total += 1;
-            }
-        }
-        let mut progress = Progress::new(verbosity, "rows", total, 0);
+        let mut progress = Progress::new(verbosity, "rows", jsonl::count_lines(files)?, 0);
         let mut inspection = Self::default();
         inspection.summary.chat_template = settings.template.name.clone();
         inspection.summary.max_length = settings.max_length;

@@ -1,6 +1,7 @@
 //! `inspect`: shows the loss mask of each row, and finds rows that are unfit for training.
 
 mod args;
+pub mod draft_vocab;
 mod html;
 mod inspection;
 mod render;
@@ -19,7 +20,7 @@ use deepspec_core::cli::{self, ExitWith, Verbosity};
 use deepspec_core::{atomic, env, jsonl, usage};
 use serde_json::json;
 
-pub use args::Args;
+pub use args::{Args, MaskArgs};
 
 use crate::same_file;
 use inspection::Inspection;
@@ -36,14 +37,14 @@ const SHOWN_PROBLEMS: usize = 10;
 /// the assistant's messages, or if its served prompt differs.
 pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     check_args(args)?;
-    let settings = MaskSettings::new(args, verbosity)?;
-    let mut inspection = Inspection::check_files(&args.input, &settings, verbosity)?;
+    let settings = MaskSettings::new(&args.mask, verbosity)?;
+    let mut inspection = Inspection::check_files(&args.mask.input, &settings, verbosity)?;
     if inspection.summary.rows == 0 {
-        let files: Vec<String> = args.input.iter().map(|input| input.display().to_string()).collect();
+        let files: Vec<String> = args.mask.input.iter().map(|input| input.display().to_string()).collect();
         usage!("--input {}: no rows", files.join(" "));
     }
     if let Some(url) = &args.server {
-        server::compare(url, &args.input, &settings, &mut inspection)?;
+        server::compare(url, &args.mask.input, &settings, &mut inspection)?;
     }
     if let Some(path) = &args.html {
         write_html(path, args, &settings, &inspection)?;
@@ -61,21 +62,31 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
 }
 
 fn check_args(args: &Args) -> anyhow::Result<()> {
-    if let Some(missing) = args.input.iter().find(|input| !input.is_file()) {
-        usage!("--input {}: no such file", missing.display());
-    }
-    if let Some(problem) = args.input.iter().find_map(|input| jsonl::check_is_json_lines(input).err()) {
-        usage!("--input {problem}");
-    }
-    if args.max_length == Some(0) {
-        usage!("--max-length must be at least 1");
-    }
-    if let Some(path) =
-        args.html.as_ref().filter(|path| args.input.iter().any(|input| same_file::is_same_file(input, path)))
+    args.mask.check()?;
+    if let Some(path) = args
+        .html
+        .as_ref()
+        .filter(|path| args.mask.input.iter().any(|input| same_file::is_same_file(input, path)))
     {
         usage!("--html {} is also an input", path.display());
     }
     Ok(())
+}
+
+impl MaskArgs {
+    /// Checks that the inputs are JSONL files.
+    fn check(&self) -> anyhow::Result<()> {
+        if let Some(missing) = self.input.iter().find(|input| !input.is_file()) {
+            usage!("--input {}: no such file", missing.display());
+        }
+        if let Some(problem) = self.input.iter().find_map(|input| jsonl::check_is_json_lines(input).err()) {
+            usage!("--input {problem}");
+        }
+        if self.max_length == Some(0) {
+            usage!("--max-length must be at least 1");
+        }
+        Ok(())
+    }
 }
 
 impl Args {
@@ -86,7 +97,7 @@ impl Args {
         show: impl FnMut(RenderedRow) -> anyhow::Result<()>,
     ) -> anyhow::Result<()> {
         let most = if self.all || !self.id.is_empty() { usize::MAX } else { self.limit };
-        render::each_rendered_row(&self.input, settings, &self.id, most, show)
+        render::each_rendered_row(&self.mask.input, settings, &self.id, most, show)
     }
 }
 

@@ -12,7 +12,7 @@ use deepspec_hub::{HubError, ModelFiles, model_files};
 use deepspec_models::{ModelConfig, chat_formats, stop_ids};
 use deepspec_text::{ChatTemplate, ChatTokenizer, MaskRule};
 
-use super::args::Args;
+use super::args::MaskArgs;
 
 /// Settings that determine a row's mask.
 pub struct MaskSettings {
@@ -41,7 +41,7 @@ impl MaskSettings {
     /// # Errors
     /// With a usage error if there is no such model, or no rules for its template. Also if the hub
     /// fails.
-    pub fn new(args: &Args, verbosity: Verbosity) -> anyhow::Result<Self> {
+    pub fn new(args: &MaskArgs, verbosity: Verbosity) -> anyhow::Result<Self> {
         let recipe = match &args.config {
             Some(config) => Some(deepspec_drafters::load_recipe(config, &args.overrides)?),
             None => None,

@@ -501,3 +501,40 @@ fn real_tokenizers_are_inspected_as_transformers_reads_them() {
         assert_eq!(compared, answers.iter().filter(|answer| !answer.is_null()).count(), "{name}");
     }
 }
+
+/// The tokens of a reduced vocabulary are the most frequent supervised ones.
+#[test]
+fn a_draft_vocabulary_has_the_most_frequent_supervised_tokens() {
+    let dir = tempfile::tempdir().unwrap();
+    let input = mixed(dir.path());
+    let tokenizer = ChatTokenizer::load(Path::new(&tiny())).unwrap();
+    let out = dir.path().join("vocab.safetensors");
+    let draft_vocab = |size: &str, more: &[&str]| {
+        let (input, tiny, out) = (text(&input), tiny(), text(&out));
+        let given = ["draft-vocab", "--input", &input, "--model", &tiny, "--size", size, "--output", &out];
+        run(&[&given[..], more].concat())
+    };
+    let ended = draft_vocab("20", &[]);
+    assert_eq!(ended.code, Some(0), "{ended:?}");
+    assert!(ended.stdout.contains("20 of 1024") && ended.stdout.contains("skipped"), "{}", ended.stdout);
+    let vocab = deepspec_checkpoint::DraftVocab::read(&out).unwrap();
+    assert_eq!((vocab.tokens().len(), vocab.vocab_size()), (20, 1024));
+    // Four rows have this answer, and its digits occur in no other one.
+    let end = tokenizer.encode("<|im_end|>").unwrap()[0];
+    let [seven, prompt] = ["7", "Hi"].map(|text| tokenizer.encode(text).unwrap()[0]);
+    assert!([end, seven].iter().all(|token| vocab.tokens().contains(token)), "{vocab:?}");
+    assert!(!vocab.tokens().contains(&prompt), "prompts are not supervised");
+
+    let complete = draft_vocab("20", &[]);
+    assert!(complete.code == Some(0) && complete.stderr.contains("complete"), "{complete:?}");
+    for (size, more, words) in [
+        ("21", &[][..], "--overwrite"),
+        ("0", &["--overwrite"], "from 1 to 1023"),
+        ("1024", &["--overwrite"], "from 1 to 1023"),
+    ] {
+        let ended = draft_vocab(size, more);
+        assert!(ended.code == Some(2) && ended.stderr.contains(words), "{ended:?}");
+    }
+    assert_eq!(draft_vocab("21", &["--overwrite"]).code, Some(0));
+    assert_eq!(deepspec_checkpoint::DraftVocab::read(&out).unwrap().tokens().len(), 21);
+}
