@@ -43,8 +43,8 @@ pub use dspark::{
     DSparkProposer, DSparkRecipe, DSparkSettings, MarkovKind, MarkovSettings,
 };
 pub use eagle3::{
-    Eagle3, Eagle3Batch, Eagle3Config, Eagle3Objective, Eagle3Plan, Eagle3Proposer, Eagle3Recipe,
-    Eagle3Settings, Supervise, metric_defs as eagle3_metric_defs,
+    Eagle3, Eagle3Batch, Eagle3Config, Eagle3Norms, Eagle3Objective, Eagle3Plan, Eagle3Proposer,
+    Eagle3Recipe, Eagle3Settings, Supervise, metric_defs as eagle3_metric_defs,
 };
 pub use mtp::{Mtp, MtpBatch, MtpConfig, MtpObjective, MtpPlan, MtpProposer, MtpRecipe, MtpSettings};
 pub use registry::{

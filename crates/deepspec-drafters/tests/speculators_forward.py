@@ -44,14 +44,14 @@ def block(model, given):
 
 
 def steps(model, given):
-    """Eagle3's first step: token i + 1 beside the states of token i, logits for token i + 2."""
+    """Eagle3's first steps: in step s, token i + 1 + s beside a state of position i, logits for token i + 2 + s."""
     seen = []
     layer = model.layers[0]
     handle = layer.register_forward_hook(lambda module, args, out: seen.append(out))
     ids, length = given["input_ids"][:, 1:], given["input_ids"].shape[1] - 1
-    model(given["taps"][:, :-1], ids, torch.zeros(1, length, dtype=torch.long), ttt_steps=1)
+    model(given["taps"][:, :-1], ids, torch.zeros(1, length, dtype=torch.long), ttt_steps=3)
     handle.remove()
-    return {"logits": model.lm_head(model.norm(seen[0]))}
+    return {f"logits of step {step}": model.lm_head(model.norm(output)) for step, output in enumerate(seen)}
 
 
 def run(checkpoint, inputs, outputs):

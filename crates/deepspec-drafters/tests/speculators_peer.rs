@@ -20,17 +20,20 @@ use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 
 const FORWARD: f64 = 1e-4;
-const CASES: [&str; 7] = [
+const CASES: [&str; 8] = [
     "dspark_vanilla",
     "dspark_gated",
     "dspark_rnn",
     "dflash",
     "eagle3_qwen3",
-    NORMED_RESIDUAL,
+    NORM_BEFORE_FC,
+    NORMS,
     REDUCED_VOCAB,
 ];
-/// The golden Eagle3 with a normed first residual.
-const NORMED_RESIDUAL: &str = "normed residual";
+/// The golden Eagle3 with a norm before `fc`.
+const NORM_BEFORE_FC: &str = "norm before fc";
+/// The golden Eagle3 with the other norms that speculators has.
+const NORMS: &str = "norms";
 /// The golden Eagle3 with a reduced vocabulary and a head of its own.
 const REDUCED_VOCAB: &str = "reduced vocabulary";
 const ANCHORS: [usize; 4] = [0, 3, 4, 11];
@@ -40,7 +43,7 @@ const TOKENS: usize = 24;
 /// and head, under `root`.
 fn models(root: &Path, case: &str) -> (PathBuf, PathBuf) {
     let from = match case {
-        NORMED_RESIDUAL | REDUCED_VOCAB => golden::dir("eagle3_qwen3"),
+        NORM_BEFORE_FC | NORMS | REDUCED_VOCAB => golden::dir("eagle3_qwen3"),
         _ => golden::dir(case),
     };
     let (drafter, target) = (root.join("drafter"), root.join("target"));
@@ -66,15 +69,39 @@ fn models(root: &Path, case: &str) -> (PathBuf, PathBuf) {
     if case == REDUCED_VOCAB {
         reduce_vocab(&drafter, &mut config);
     }
-    if case == NORMED_RESIDUAL {
-        config["norm_before_residual"] = json!(true);
-        fs::write(drafter.join("config.json"), config.to_string()).unwrap();
-    }
+    let keys: &[&str] = match case {
+        NORM_BEFORE_FC => &["norm_before_fc"],
+        NORMS => &["norm_before_residual", "fc_norm", "norm_output"],
+        _ => &[],
+    };
+    add_norms(&drafter, &mut config, keys);
     config["architectures"] = json!(["Qwen3ForCausalLM"]);
     config["num_hidden_layers"] = config["num_target_layers"].clone();
     config.as_object_mut().unwrap().remove("layer_types");
     fs::write(target.join("config.json"), config.to_string()).unwrap();
     (drafter, target)
+}
+
+/// Sets these flags, and adds random norms before `fc`.
+fn add_norms(drafter: &Path, config: &mut Value, keys: &[&str]) {
+    let file = drafter.join("model.safetensors");
+    let mut tensors = Tensor::read_safetensors(&file).unwrap();
+    let (width, taps) = (
+        config["hidden_size"].as_i64().unwrap(),
+        config["target_layer_ids"].as_array().unwrap().len() as i64,
+    );
+    for &key in keys {
+        config[key] = json!(true);
+        match key {
+            "norm_before_fc" => tensors.push(("input_norm.weight".into(), noise(9, &[taps * width]) + 1.0)),
+            "fc_norm" => tensors.extend(
+                (0..taps).map(|i| (format!("fc_norm.{i}.weight"), noise(10 + i as u64, &[width]) + 1.0)),
+            ),
+            _ => {}
+        }
+    }
+    save(&file, &tensors, Kind::Float).unwrap();
+    fs::write(drafter.join("config.json"), config.to_string()).unwrap();
 }
 
 /// Reduces the drafter's vocabulary to every fourth token, with a random head.
@@ -129,11 +156,15 @@ fn ours(dir: &Path, sample: TrainSample) -> Vec<(&'static str, Tensor)> {
             step_loss_decay: 1.0,
             normalization: LossNormalization::Global,
         };
-        let batch = Eagle3Batch::new(&samples, &objective, 1, Device::Cpu, Kind::Float).unwrap();
-        let logits = model.draft_logits(&model.step_states(&batch)[0]);
-        // Speculators returns the logits of draft ids.
-        let of_drafts = model.draft_tokens().map(|tokens| logits.index_select(1, tokens));
-        return vec![("logits", of_drafts.unwrap_or(logits))];
+        let batch = Eagle3Batch::new(&samples, &objective, 3, Device::Cpu, Kind::Float).unwrap();
+        let step_logits = |states: &Tensor| {
+            let logits = model.draft_logits(states);
+            // Speculators returns the logits of draft ids.
+            let of_drafts = model.draft_tokens().map(|tokens| logits.index_select(1, tokens));
+            of_drafts.unwrap_or(logits)
+        };
+        let names = ["logits of step 0", "logits of step 1", "logits of step 2"];
+        return names.into_iter().zip(model.step_states(&batch).iter().map(step_logits)).collect();
     }
     let block = DSpark::load(dir, Device::Cpu, Kind::Float).unwrap();
     let batch = block.config().batch(&samples, 1.0, Device::Cpu, Kind::Float).unwrap();

@@ -4,19 +4,19 @@ use std::sync::Arc;
 
 use deepspec_checkpoint::{
     CheckpointError, CheckpointFormat, Decoder, Drafter, EMBEDDING_LAYER_ID, Engine, EngineSupport,
-    ExternalClass, Family, Fields, GgufParts, GgufValue, Incompatibility, KindSettings, Reader, Settings,
-    Speculators, TensorShapes, json_map, read_layer_ids, read_speculative_tokens,
+    ExternalClass, Family, Fields, GgufParts, GgufValue, KindSettings, Reader, Settings, Speculators,
+    TensorShapes, json_map, read_layer_ids, read_speculative_tokens,
 };
 use deepspec_core::Tap;
 use serde_json::{Map, Value, json};
 
-use super::model::{Eagle3Settings, read_draft_vocab_size};
+use super::model::{Eagle3Norms, Eagle3Settings, read_draft_vocab_size};
 use crate::draft_model::DrafterSettings as _;
 
 /// Reads checkpoints of Eagle3 in all layouts.
 pub static READER: Reader = Reader {
     class: Eagle3Settings::CLASS,
-    keys: &["ttt_length", "draft_num_hidden_layers", "draft_vocab_size", NORM_BEFORE_RESIDUAL],
+    keys: KEYS,
     reference: |fields, _| Ok(Arc::new(Eagle3Settings::read(fields)?)),
     model_types: &["eagle3"],
     speculators: read_speculators,
@@ -28,6 +28,17 @@ pub static READER: Reader = Reader {
         tensor_prefix: Some(MIDLAYER),
     }],
 };
+
+/// Keys of config.json that only Eagle3 has.
+const KEYS: &[&str] = &[
+    "ttt_length",
+    "draft_num_hidden_layers",
+    "draft_vocab_size",
+    NORM_BEFORE_RESIDUAL,
+    "norm_before_fc",
+    "fc_norm",
+    "norm_output",
+];
 
 /// SpecForge's class.
 const SPECFORGE_CLASS: &str = "LlamaForCausalLMEagle3";
@@ -41,41 +52,31 @@ const TAPS_KEY: &str = "eagle_aux_hidden_state_layer_ids";
 /// Key of the flag whether the first residual is the normed state, in all formats.
 const NORM_BEFORE_RESIDUAL: &str = "norm_before_residual";
 
-/// Keys of norms that other Eagle3 implementations have and DeepSpec lacks.
-const UNSUPPORTED_NORM_KEYS: [&str; 3] = ["norm_before_fc", "fc_norm", "norm_output"];
-
 /// Why a class with Llama layers cannot load layers that have norms on queries and keys.
 const NO_QK_NORM: &str = "has no norms on queries and keys, and its loader would skip these weights silently";
 
 /// Settings of another tool's checkpoint that drafts `steps` tokens.
 fn settings(fields: &Fields, decoder: &Decoder, steps: u64) -> Result<Settings, CheckpointError> {
     let draft_vocab_size = read_draft_vocab_size(fields, decoder.vocab_size as i64)?;
-    let norm_before_residual = fields.flag(NORM_BEFORE_RESIDUAL)?.unwrap_or(false);
-    let own = Eagle3Settings { draft_vocab_size, norm_before_residual, ..Eagle3Settings::default() };
+    let own =
+        Eagle3Settings { draft_vocab_size, norms: Eagle3Norms::read(fields)?, ..Eagle3Settings::default() };
     Ok(Arc::new(Eagle3Settings { ttt_length: steps as usize, ..own }))
 }
 
-fn read_speculators(fields: &Fields, decoder: &mut Decoder) -> Result<Settings, CheckpointError> {
-    note_unsupported_norms(fields, decoder)?;
-    settings(fields, decoder, read_speculative_tokens(fields)?)
+/// Keys of the norms that are set.
+fn set_norms(norms: Eagle3Norms) -> String {
+    let keys = norms.flags().into_iter().filter_map(|(key, is_set)| is_set.then_some(key));
+    keys.collect::<Vec<_>>().join(", ")
 }
 
-/// Records each norm that DeepSpec's Eagle3 lacks as an incompatibility.
-fn note_unsupported_norms(fields: &Fields, decoder: &mut Decoder) -> Result<(), CheckpointError> {
-    for key in UNSUPPORTED_NORM_KEYS {
-        if fields.flag(key)?.unwrap_or(false) {
-            let reason = "a norm that our Eagle3 does not have".into();
-            decoder.incompatibilities.push(Incompatibility { key: key.into(), reason });
-        }
-    }
-    Ok(())
+fn read_speculators(fields: &Fields, decoder: &mut Decoder) -> Result<Settings, CheckpointError> {
+    settings(fields, decoder, read_speculative_tokens(fields)?)
 }
 
 /// Reads SpecForge's layout, which SGLang loads too.
 fn read_specforge(fields: &Fields, known: &[Family]) -> Result<(CheckpointFormat, Drafter), CheckpointError> {
-    let mut decoder =
-        Decoder::read(fields, &["eagle_config", "draft_vocab_size", "target_hidden_size"], known)?;
-    note_unsupported_norms(fields, &mut decoder)?;
+    let foreign: Vec<&str> = ["eagle_config", "target_hidden_size"].iter().chain(KEYS).copied().collect();
+    let decoder = Decoder::read(fields, &foreign, known)?;
     let inner = fields.object("eagle_config")?;
     let taps = match &inner {
         // The ids name layer outputs, counted from 0.
@@ -109,14 +110,14 @@ impl KindSettings for Eagle3Settings {
 
     fn lines(&self) -> Vec<(&'static str, String)> {
         let mut lines = vec![("drafts", format!("{} tokens, one after the other", self.ttt_length))];
-        if self.norm_before_residual {
-            lines.push(("residual", "the first one is the normed state".into()));
+        if !self.norms.is_original() {
+            lines.push(("norms", set_norms(self.norms)));
         }
         lines
     }
 
     fn to_json(&self) -> Value {
-        json!({"eagle3": {"steps": self.ttt_length, NORM_BEFORE_RESIDUAL: self.norm_before_residual}})
+        json!({"eagle3": {"steps": self.ttt_length, "norms": self.norms}})
     }
 
     fn has_layers_of(&self, family: Family) -> bool {
@@ -147,6 +148,13 @@ impl KindSettings for Eagle3Settings {
     fn add_tensor_shapes(&self, drafter: &Drafter, shapes: &mut TensorShapes) {
         let norm = |layer| (format!("layers.{layer}.hidden_norm.weight"), vec![drafter.hidden_size as usize]);
         shapes.extend((0..drafter.layers).map(norm));
+        let (states, width) = (self.fc_inputs(drafter), drafter.hidden_size as usize);
+        if self.norms.before_fc {
+            shapes.push(("input_norm.weight".into(), vec![states * width]));
+        }
+        if self.norms.fc {
+            shapes.extend((0..states).map(|i| (format!("fc_norm.{i}.weight"), vec![width])));
+        }
     }
 
     fn refusal(&self, drafter: &Drafter, to: CheckpointFormat) -> Option<String> {
@@ -161,9 +169,9 @@ impl KindSettings for Eagle3Settings {
             CheckpointFormat::Specforge if drafter.family.qk_norm => {
                 Some(format!("{SPECFORGE_CLASS} {NO_QK_NORM}"))
             }
-            CheckpointFormat::Specforge if self.norm_before_residual => Some(format!(
-                "{SPECFORGE_CLASS} adds the state itself to attention, and this one the normed state"
-            )),
+            CheckpointFormat::Specforge if !self.norms.is_original() => {
+                Some(format!("{SPECFORGE_CLASS} has no further norms ({})", set_norms(self.norms)))
+            }
             CheckpointFormat::Specforge if drafter.taps.len() != 3 => {
                 Some(format!("{SPECFORGE_CLASS} taps 3 layers, this one {}", drafter.taps.len()))
             }
@@ -186,12 +194,8 @@ impl KindSettings for Eagle3Settings {
             model_type: "eagle3",
             class: "Eagle3Speculator",
             taps: Some(TAPS_KEY),
-            keys: {
-                let mut keys = json_map(UNSUPPORTED_NORM_KEYS.map(|flag| (flag, json!(false))));
-                // vLLM takes an absent flag for true.
-                keys.insert(NORM_BEFORE_RESIDUAL.into(), json!(self.norm_before_residual));
-                keys
-            },
+            // vLLM takes an absent norm_before_residual for true.
+            keys: json_map(self.norms.flags().map(|(key, is_set)| (key, json!(is_set)))),
         }
     }
 
@@ -258,6 +262,9 @@ impl KindSettings for Eagle3Settings {
                 drafter.taps.len()
             ));
         }
+        if !(Eagle3Norms { before_residual: false, ..self.norms }).is_original() {
+            return Err(format!("llama.cpp's Eagle3 has no further norms ({})", set_norms(self.norms)));
+        }
         if drafter.has_reduced_vocab() {
             return Err("its vocabulary is reduced, and its own LM head is not written as GGUF".into());
         }
@@ -265,7 +272,7 @@ impl KindSettings for Eagle3Settings {
             architecture: "eagle3",
             keys: {
                 let mut keys = vec![("target_hidden_size", GgufValue::U32(drafter.hidden_size as u32))];
-                if self.norm_before_residual {
+                if self.norms.before_residual {
                     keys.push((NORM_BEFORE_RESIDUAL, GgufValue::Bool(true)));
                 }
                 keys

@@ -40,6 +40,55 @@ pub struct Eagle3Recipe {
     /// the target's tokens.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub draft_vocab: Option<PathBuf>,
+    /// Norms beyond those of the original Eagle3.
+    #[serde(skip_serializing_if = "Eagle3Norms::is_original")]
+    pub norms: Eagle3Norms,
+}
+
+/// Norms that variants of Eagle3 have and the original lacks. The keys of config.json are those of speculators and vLLM.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields, default)]
+pub struct Eagle3Norms {
+    /// The first layer adds attention's output to the normed state instead of the state (`norm_before_residual`).
+    pub before_residual: bool,
+    /// One norm of all captured hidden states of a token before `fc` (`norm_before_fc`).
+    pub before_fc: bool,
+    /// A norm of each captured hidden state before `fc` (`fc_norm`).
+    pub fc: bool,
+    /// The drafter reads its own states after the final norm (`norm_output`), which keeps their size equal over the steps.
+    pub output: bool,
+}
+
+impl Eagle3Norms {
+    /// Whether there are only the norms of the original.
+    pub fn is_original(&self) -> bool {
+        *self == Self::default()
+    }
+
+    /// The flags by their keys in config.json.
+    pub(super) fn flags(self) -> [(&'static str, bool); 4] {
+        [
+            ("norm_before_residual", self.before_residual),
+            ("norm_before_fc", self.before_fc),
+            ("fc_norm", self.fc),
+            ("norm_output", self.output),
+        ]
+    }
+
+    /// Reads the flags; an absent one is false.
+    pub(super) fn read(fields: &Fields) -> Result<Self, CheckpointError> {
+        let flag = |key| Ok::<_, CheckpointError>(fields.flag(key)?.unwrap_or(false));
+        let [before_residual, before_fc, fc, output] = Self::default().flags().map(|(key, _)| flag(key));
+        Ok(Self { before_residual: before_residual?, before_fc: before_fc?, fc: fc?, output: output? })
+    }
+
+    /// The two norms before `fc` exclude each other.
+    fn check(self) -> Result<(), ConfigIssue> {
+        match self.before_fc && self.fc {
+            true => Err(("fc_norm", "true, and norm_before_fc too; only one of them may be".into())),
+            false => Ok(()),
+        }
+    }
 }
 
 impl Default for Eagle3Recipe {
@@ -50,6 +99,7 @@ impl Default for Eagle3Recipe {
             step_loss_decay: 0.8,
             supervise: Supervise::Shifted,
             draft_vocab: None,
+            norms: Eagle3Norms::default(),
         }
     }
 }
@@ -104,15 +154,14 @@ pub struct Eagle3Settings {
     pub step_loss_decay: f64,
     /// Number of tokens that the drafter can draft, Vd; None for all of the target's.
     pub draft_vocab_size: Option<i64>,
-    /// Whether the first layer adds its normed state to attention's output, instead of the state itself. Not trained here;
-    /// checkpoints of speculators have it.
-    pub norm_before_residual: bool,
+    /// Norms beyond those of the original Eagle3.
+    pub norms: Eagle3Norms,
 }
 
 impl Default for Eagle3Settings {
     fn default() -> Self {
         let Eagle3Recipe { ttt_length, step_loss_decay, .. } = Eagle3Recipe::default();
-        Self { ttt_length, step_loss_decay, draft_vocab_size: None, norm_before_residual: false }
+        Self { ttt_length, step_loss_decay, draft_vocab_size: None, norms: Eagle3Norms::default() }
     }
 }
 
@@ -121,6 +170,7 @@ pub type Eagle3Config = DraftConfig<Eagle3Settings>;
 
 impl DrafterSettings for Eagle3Settings {
     const CLASS: &'static str = "Eagle3Model";
+    const RECIPE_KEYS: &'static [(&'static str, &'static str)] = &[("fc_norm", "norms.fc")];
 
     fn read(fields: &Fields) -> Result<Self, CheckpointError> {
         let (own, shared) = ("draft_num_hidden_layers", "num_hidden_layers");
@@ -135,7 +185,7 @@ impl DrafterSettings for Eagle3Settings {
             ttt_length: fields.required_size::<u64>("ttt_length")? as usize,
             step_loss_decay: fields.number("step_loss_decay")?.unwrap_or(Self::default().step_loss_decay),
             draft_vocab_size: read_draft_vocab_size(fields, fields.required_size("vocab_size")?)?,
-            norm_before_residual: fields.flag("norm_before_residual")?.unwrap_or(false),
+            norms: Eagle3Norms::read(fields)?,
         })
     }
 
@@ -152,6 +202,7 @@ impl DrafterSettings for Eagle3Settings {
         if model.layers.iter().any(|layer| layer.attention.window.is_some()) {
             return Err(("layer_types", "Eagle3 layers with a sliding window are not supported".into()));
         }
+        self.norms.check()?;
         if !(1..=MAX_TTT_LENGTH).contains(&self.ttt_length) {
             return Err(("ttt_length", format!("{} is not between 1 and {MAX_TTT_LENGTH}", self.ttt_length)));
         }
@@ -173,7 +224,9 @@ impl DrafterSettings for Eagle3Settings {
     fn compare_for_warm_start(&self, from: &Self, transfer: &mut WarmStartCheck) {
         let size = |own: &Self| own.draft_vocab_size.map_or("the target's".into(), |size| size.to_string());
         transfer.compare("draft_vocab", size(from), size(self));
-        transfer.compare("norm_before_residual", from.norm_before_residual, self.norm_before_residual);
+        for ((key, there), (_, here)) in from.norms.flags().into_iter().zip(self.norms.flags()) {
+            transfer.compare(key, there, here);
+        }
     }
 }
 
@@ -181,12 +234,14 @@ impl Eagle3Settings {
     /// Writes the keys of config.json that differ from their defaults.
     pub(super) fn write_architecture(&self, map: &mut Map<String, Value>) {
         map.remove("draft_vocab_size");
-        map.remove("norm_before_residual");
         if let Some(size) = self.draft_vocab_size {
             map.insert("draft_vocab_size".into(), json!(size));
         }
-        if self.norm_before_residual {
-            map.insert("norm_before_residual".into(), json!(true));
+        for (key, is_set) in self.norms.flags() {
+            map.remove(key);
+            if is_set {
+                map.insert(key.into(), json!(true));
+            }
         }
     }
 }
@@ -217,6 +272,10 @@ pub struct Eagle3Modules {
     /// Layers whose attention reads `[embedding; state]`.
     pub(super) layers: Vec<DecoderLayer>,
     norm: RmsNorm,
+    /// Norm of all captured hidden states of a token, or one norm per captured layer; see [`Eagle3Norms`].
+    fc_norms: Vec<RmsNorm>,
+    /// Whether states are normed where they are made, and not before the LM head.
+    norms_output: bool,
 }
 
 impl Eagle3Modules {
@@ -224,12 +283,21 @@ impl Eagle3Modules {
     pub(super) fn build(b: &Builder, config: &Eagle3Config) -> Self {
         let c = &config.decoder.model;
         let layers = c.layers.iter().enumerate();
-        let norm_before_residual = config.settings.norm_before_residual;
+        let (norms, taps) = (config.settings.norms, config.decoder.taps.len());
         let layer =
-            |(i, spec)| DecoderLayer::with_embeddings(b, &format!("layers.{i}"), spec, norm_before_residual);
+            |(i, spec)| DecoderLayer::with_embeddings(b, &format!("layers.{i}"), spec, norms.before_residual);
+        let norm = |name: &str, width| RmsNorm::new(b, name, width, c.rms_norm_eps);
         Self {
             layers: layers.map(layer).collect(),
-            norm: RmsNorm::new(b, "norm", c.hidden_size, c.rms_norm_eps),
+            norm: norm("norm", c.hidden_size),
+            fc_norms: match norms {
+                Eagle3Norms { before_fc: true, .. } => vec![norm("input_norm", taps as i64 * c.hidden_size)],
+                Eagle3Norms { fc: true, .. } => {
+                    (0..taps).map(|i| norm(&format!("fc_norm.{i}"), c.hidden_size)).collect()
+                }
+                _ => vec![],
+            },
+            norms_output: norms.output,
         }
     }
 }
@@ -243,9 +311,27 @@ impl Eagle3 {
         self.expand_logits(self.head_logits(&self.final_norm(states)))
     }
 
-    /// Applies the norm before the LM head to states `[.., d]`.
+    /// Applies the norm before the LM head to states `[.., d]`, which may have been normed where they were made.
     pub(super) fn final_norm(&self, states: &Tensor) -> Tensor {
-        self.modules.norm.forward(states)
+        if self.modules.norms_output { states.shallow_clone() } else { self.modules.norm.forward(states) }
+    }
+
+    /// Projects captured hidden states `[N, m·d]` to the states before the first layer, `[N, d]`.
+    fn fuse_captured(&self, captured: &Tensor) -> Tensor {
+        match self.modules.fc_norms.as_slice() {
+            [] => self.fuse(captured),
+            norms => {
+                let chunks = captured.chunk(norms.len() as i64, -1);
+                let normed: Vec<Tensor> =
+                    norms.iter().zip(&chunks).map(|(norm, chunk)| norm.forward(chunk)).collect();
+                self.fuse(&Tensor::cat(&normed, -1))
+            }
+        }
+    }
+
+    /// The layers' output `[N, d]` as the next step and the LM head read it.
+    fn output_states(&self, states: Tensor) -> Tensor {
+        if self.modules.norms_output { self.modules.norm.forward(&states) } else { states }
     }
 
     /// Float32 logits of normed states of the drafter or of the target: `[.., Vd]`, or `[.., V]` without a reduced vocabulary.
@@ -253,11 +339,11 @@ impl Eagle3 {
         self.vocabulary().logits(normed)
     }
 
-    /// States `[n, d]` after each step, before the final norm.
+    /// States `[n, d]` after each step, before the final norm, or after it with [`Eagle3Norms::output`].
     pub fn step_states(&self, batch: &Eagle3Batch) -> Vec<Tensor> {
         let _range = range(c"forward");
         let mut histories: Vec<StepKeyValues> = self.modules.layers.iter().map(|_| vec![]).collect();
-        let mut state = self.fuse(&batch.taps);
+        let mut state = self.fuse_captured(&batch.taps);
         let step = |step: &TttStep| {
             if let Some(kept) = step.kept {
                 let kept = batch.step_list(kept);
@@ -278,6 +364,7 @@ impl Eagle3 {
                 };
                 state = layer.forward(input, rotations.layer(i), &mut attend, None);
             }
+            state = self.output_states(state.shallow_clone());
             state.shallow_clone()
         };
         batch.steps.iter().map(step).collect()
@@ -331,7 +418,7 @@ impl TokenDrafter for Eagle3Modules {
     const READS_HIDDEN: bool = false;
 
     fn context_states(model: &Eagle3, context: &Context) -> Tensor {
-        model.fuse(&context.captured_states)
+        model.fuse_captured(&context.captured_states)
     }
 
     fn next_states(
@@ -343,10 +430,11 @@ impl TokenDrafter for Eagle3Modules {
     ) -> Tensor {
         let (token, rotations) = (model.embed(tokens), model.planned_rotations(plan));
         let layers = model.modules.layers.iter().enumerate();
-        layers.fold(states.shallow_clone(), |states, (i, layer)| {
+        let states = layers.fold(states.shallow_clone(), |states, (i, layer)| {
             let input = LayerInput { x: &states, repeated: None, embeddings: Some(&token) };
             layer.forward(input, rotations.layer(i), &mut cache.attention(i, plan), None)
-        })
+        });
+        model.output_states(states)
     }
 
     fn state_logits(model: &Eagle3, states: &Tensor) -> Tensor {

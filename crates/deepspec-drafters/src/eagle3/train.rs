@@ -64,7 +64,7 @@ pub fn build_plan<D>(
             ttt_length: own.ttt_length,
             step_loss_decay: own.step_loss_decay,
             draft_vocab_size: draft_vocab.as_ref().map(|vocab| vocab.tokens().len() as i64),
-            norm_before_residual: false,
+            norms: own.norms,
         },
     };
     config.check_recipe()?;

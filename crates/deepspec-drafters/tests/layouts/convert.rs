@@ -392,7 +392,6 @@ fn each_refusal_names_its_reason() {
             CheckpointFormat::Reference,
             &["t2d", "reduces the vocabulary"],
         ),
-        (set(&spec_eagle3, "norm_before_fc", json!(true)), CheckpointFormat::Reference, &["norm_before_fc"]),
         (
             edited(&spec_eagle3, |config| config["transformer_layer_config"]["model_type"] = json!("gemma4")),
             CheckpointFormat::Reference,

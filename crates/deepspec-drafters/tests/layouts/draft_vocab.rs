@@ -94,17 +94,45 @@ fn a_damaged_vocabulary_is_named() {
 }
 
 #[test]
-fn a_normed_residual_is_kept_where_a_layout_can_say_it() {
+fn further_norms_are_kept_where_a_layout_can_say_them() {
     let target = target(&golden("eagle3_qwen3"));
-    let normed = edited(&golden("eagle3_qwen3"), |config| config["norm_before_residual"] = json!(true));
+    let normed = edited(&golden("eagle3_qwen3"), |config| {
+        (config["norm_before_residual"], config["norm_output"]) = (json!(true), json!(true));
+    });
     let speculators = converted(&normed, CheckpointFormat::Speculators, Some(&target));
-    assert_eq!(speculators.config()["norm_before_residual"], json!(true));
+    let flag = |folder: &Folder, key: &str| folder.config()[key].clone();
+    assert_eq!(flag(&speculators, "norm_before_residual"), json!(true));
+    assert_eq!(
+        (flag(&speculators, "norm_output"), flag(&speculators, "fc_norm")),
+        (json!(true), json!(false))
+    );
     let back = converted(&speculators, CheckpointFormat::Reference, Some(&target));
-    assert_eq!(back.config()["norm_before_residual"], json!(true));
+    assert_eq!(flag(&back, "norm_before_residual"), json!(true));
+    assert_eq!((flag(&back, "norm_output"), flag(&back, "fc_norm")), (json!(true), json!(null)));
     assert_eq!(bytes(&back), bytes(&normed));
     let plain = converted(&golden("eagle3_qwen3"), CheckpointFormat::Speculators, Some(&target));
-    assert_eq!(plain.config()["norm_before_residual"], json!(false), "vLLM takes an absent flag for true");
+    assert_eq!(flag(&plain, "norm_before_residual"), json!(false), "vLLM takes an absent flag for true");
     let llama = edited(&fixture::specforge_eagle3(), |config| config["norm_before_residual"] = json!(true));
     let reference = converted(&llama, CheckpointFormat::Reference, Some(&target));
-    assert!(refusal(&reference, CheckpointFormat::Specforge, Some(&target)).contains("normed state"));
+    let told = refusal(&reference, CheckpointFormat::Specforge, Some(&target));
+    assert!(told.contains("no further norms (norm_before_residual)"), "{told}");
+}
+
+/// Norms before `fc` have tensors, and only one kind of them may be set.
+#[test]
+fn a_norm_without_its_tensor_is_named() {
+    for (keys, words) in [
+        (&["norm_before_fc"][..], "input_norm.weight"),
+        (&["fc_norm"], "fc_norm.0.weight"),
+        (&["fc_norm", "norm_before_fc"], "only one of them"),
+    ] {
+        let folder = edited(&golden("eagle3_qwen3"), |config| {
+            keys.iter().for_each(|key| config[*key] = json!(true));
+        });
+        let options = DrafterOptions { device: Device::Cpu, kind: Kind::Float, slots: 1 };
+        let told = load_drafter(folder.path(), &options).err().unwrap().to_string();
+        assert!(told.contains(words), "{told}");
+        let opened = open_checkpoint(folder.path()).unwrap();
+        assert!(opened.check().unwrap_err().to_string().contains(words));
+    }
 }
