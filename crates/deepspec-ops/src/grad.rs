@@ -61,6 +61,40 @@ impl EmbeddingGrad {
     }
 }
 
+/// Float32 sum of what is added to a parameter's gradient. A narrower dtype would round the sum after every addition.
+pub struct GradSum {
+    gradient: Tensor,
+    /// The gradient itself if it is float32.
+    sum: Tensor,
+}
+
+impl GradSum {
+    /// An empty sum of the parameter's shape; None if the parameter is frozen.
+    pub fn new(parameter: &Tensor) -> Option<Self> {
+        if !parameter.requires_grad() {
+            return None;
+        }
+        let gradient = grad_or_zeros(parameter);
+        let sum = match gradient.kind() {
+            Kind::Float => gradient.shallow_clone(),
+            _ => gradient.zeros_like().to_kind(Kind::Float),
+        };
+        Some(Self { gradient, sum })
+    }
+
+    /// The sum, to which callers add in place.
+    pub fn sum(&self) -> &Tensor {
+        &self.sum
+    }
+
+    /// Adds the sum to the gradient, rounded once. Autograd must be off.
+    pub fn finish(mut self) {
+        if self.gradient.kind() != Kind::Float {
+            let _ = self.gradient.g_add_(&self.sum.to_kind(self.gradient.kind()));
+        }
+    }
+}
+
 /// The gradient of a parameter, to which callers add in place. Creates zeros if the parameter has no gradient yet.
 pub fn grad_or_zeros(parameter: &Tensor) -> Tensor {
     if !parameter.grad().defined() {

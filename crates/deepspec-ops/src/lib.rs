@@ -44,7 +44,7 @@ pub use ffi::{
 };
 pub use free_memory::free_memory;
 pub use gated_mlp::{Activation, GatedMlp, gated_mlp};
-pub use grad::{EmbeddingGrad, EmbeddingGradSlices, grad_or_zeros};
+pub use grad::{EmbeddingGrad, EmbeddingGradSlices, GradSum, grad_or_zeros};
 pub use linear::{PackedWeight, Weight, linear};
 pub use rms_norm::{RmsNormParams, rms_norm};
 pub use rope::{Rope, RopeSpec, Rotation, Scaling, Yarn, rope};

@@ -8,7 +8,7 @@ use tch::{Kind, Tensor};
 use super::BlockDrafter;
 use super::batch::BlockBatch;
 use crate::GradReadyHook;
-use crate::draft_model::DraftModel;
+use crate::draft_model::{DraftModel, DrafterSettings as _};
 
 /// Prefix of the names of a layer's parameters, before the layer number.
 const LAYER_PREFIX: &str = "layers.";
@@ -44,7 +44,7 @@ struct SharedInputs<'a> {
 
 /// A finished forward pass, ready for [`TrainingPass::backward`].
 pub(crate) struct TrainingPass<'a, K: BlockDrafter> {
-    /// Hidden states `[A, γ, d]` of the drafting slots, after the final norm.
+    /// Hidden states `[A, H, d]` of the slots that the heads read, after the final norm.
     pub hidden: Tensor,
     /// None if autograd differentiates all layers in one backward call.
     layerwise: Option<LayerwiseBackward<'a, K>>,
@@ -145,16 +145,20 @@ impl<K: BlockDrafter> DraftModel<K> {
         K::confidence_logits(self, hidden, embeddings)
     }
 
-    /// Selects the drafting slots from rows of whole blocks `[N·B, d]` and applies the final norm: `[N, γ, d]`.
-    pub(super) fn draft_slot_states(&self, x: &Tensor) -> Tensor {
+    /// Selects the slots that the heads read from rows of whole blocks `[N·B, d]` and applies the final norm: `[N, H, d]`.
+    pub(super) fn head_slot_states(&self, x: &Tensor) -> Tensor {
         let (blocks, width) = (K::block_spec(self.config()), self.config().model().hidden_size);
-        let (first, gamma) = (blocks.slots.first_drafting_position() as i64, blocks.draft_len() as i64);
+        let size = blocks.block_size as i64;
+        let first = match K::Settings::READS_ANCHOR_SLOT {
+            true => 0,
+            false => blocks.slots.first_drafting_position() as i64,
+        };
         // Contiguous, because the norm saves its input.
-        let drafting = x.view([-1, blocks.block_size as i64, width]).narrow(1, first, gamma).contiguous();
-        self.modules.backbone().norm.forward(&drafting)
+        let read = x.view([-1, size, width]).narrow(1, first, size - first).contiguous();
+        self.modules.backbone().norm.forward(&read)
     }
 
-    /// Hidden states `[A, γ, d]` of the drafting slots of all blocks, after the final norm.
+    /// Hidden states `[A, H, d]` of all blocks' slots that the heads read, after the final norm.
     pub fn hidden_states(&self, batch: &BlockBatch) -> Tensor {
         let _range = range(c"forward");
         let shared = self.shared_inputs(batch);
@@ -162,7 +166,7 @@ impl<K: BlockDrafter> DraftModel<K> {
         let first = self.embed(&batch.block_tokens.reshape([-1])); // [A·B, d]
         let layers = 0..self.modules.backbone().layers.len();
         let last = layers.fold(first, |x, i| self.forward_layer(i, &shared, &context, &x));
-        self.draft_slot_states(&last)
+        self.head_slot_states(&last)
     }
 
     /// Forward of a training pass. The backward runs layer by layer if layers are recomputed or there is an `on_grad_ready` hook, and in
@@ -186,7 +190,7 @@ impl<K: BlockDrafter> DraftModel<K> {
             layers.push(SavedLayer { input, output: (!recompute).then_some(output) });
         }
         let last = x.set_requires_grad(true);
-        let hidden = self.draft_slot_states(&last);
+        let hidden = self.head_slot_states(&last);
         let layerwise = LayerwiseBackward { model: self, shared, context, leaf, layers, last };
         TrainingPass { hidden, layerwise: Some(layerwise) }
     }

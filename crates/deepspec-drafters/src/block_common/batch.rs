@@ -42,7 +42,8 @@ pub struct BlockBatch {
     pub(super) context_positions: Tensor, // [ΣT]
     pub(super) block_tokens: Tensor,      // [A, B]: anchor, mask, …
     pub(super) block_positions: Tensor,   // [A·B]
-    /// Token before each draft, `[A, γ]`: the anchor, then the labels.
+    /// Token before each draft, `[A, γ]`: the anchor, then the labels. If the heads read the anchor's slot, `[A, B]`: first the token before
+    /// the anchor, which at the start of a text is the anchor itself.
     pub previous: Tensor,
     /// Scatter plan for the gradients of the embeddings of `previous`; None if the drafter embeds no previous tokens.
     pub(crate) previous_scatter: Option<EmbeddingGrad>,
@@ -64,6 +65,17 @@ pub struct BlockBatch {
     pub(crate) counts: Vec<usize>,
     /// Number of blocks, A.
     pub blocks: usize,
+    /// Drafted tokens per block, γ.
+    pub(crate) gamma: usize,
+}
+
+/// What the heads of a drafter read of a block.
+#[derive(Debug, Clone, Copy)]
+pub struct HeadInputs {
+    /// See [`DrafterSettings::READS_ANCHOR_SLOT`].
+    pub anchor_slot: bool,
+    /// See [`DrafterSettings::embeds_previous`].
+    pub embeds_previous: bool,
 }
 
 /// Host lists of a [`BlockBatch`], one entry per token, slot, supervised slot or block.
@@ -85,15 +97,24 @@ struct BatchLists {
 
 impl BatchLists {
     /// Adds a sample. Returns the distinct rows of its final states that predict its labels.
-    fn add_sample(&mut self, sample: &TrainSample, shape: &BlockSpec, decay_gamma: f64) -> Vec<i64> {
+    fn add_sample(
+        &mut self,
+        sample: &TrainSample,
+        shape: &BlockSpec,
+        reads_anchor_slot: bool,
+        decay_gamma: f64,
+    ) -> Vec<i64> {
         let (ids, length, gamma) = (&sample.input_ids, sample.input_ids.len(), shape.draft_len());
         self.context_positions.extend(0..length as i64);
         let mut teacher_rows = vec![];
         for &anchor in &sample.anchors {
-            let first = self.previous.len();
+            let first = self.counts.len() * gamma;
             for slot in 0..shape.block_size {
                 self.block_tokens.push(if slot == 0 { ids[anchor] } else { shape.mask_token_id });
                 self.block_positions.push((anchor + slot) as i64);
+            }
+            if reads_anchor_slot {
+                self.previous.push(ids[anchor.saturating_sub(1)]);
             }
             self.previous.extend((0..gamma).map(|k| ids[(anchor + k).min(length - 1)]));
             let supervised = supervised_draft_count(&sample.loss_mask, anchor, gamma);
@@ -117,14 +138,13 @@ impl BatchLists {
 
 impl BlockBatch {
     /// A batch on `device`. None if no sample has an anchor. The samples' states may be on another device, the same for all samples.
-    /// `embeds_previous` tells whether the drafter embeds the token before each slot.
     ///
     /// # Panics
     /// If a sample lacks the final state that predicts a supervised label.
     pub fn new(
         samples: &[TrainSample],
         shape: &BlockSpec,
-        embeds_previous: bool,
+        heads: HeadInputs,
         decay_gamma: f64,
         device: Device,
         kind: Kind,
@@ -135,11 +155,11 @@ impl BlockBatch {
         let (mut lists, mut indices) = (BatchLists::default(), Upload::default());
         let mut of_samples: Vec<(UploadSlice, UploadSlice)> = vec![]; // anchors, teacher's rows
         for sample in &used {
-            let teacher_rows = lists.add_sample(sample, shape, decay_gamma);
+            let teacher_rows = lists.add_sample(sample, shape, heads.anchor_slot, decay_gamma);
             let anchors = sample.anchors.iter().map(|&anchor| anchor as i64);
             of_samples.push((indices.push(anchors), indices.push(teacher_rows)));
         }
-        let grad = embeds_previous.then(|| EmbeddingGrad::plan(&lists.previous, &mut indices));
+        let grad = heads.embeds_previous.then(|| EmbeddingGrad::plan(&lists.previous, &mut indices));
         let BatchLists {
             context_positions,
             block_tokens,
@@ -182,7 +202,7 @@ impl BlockBatch {
             context_positions,
             block_tokens: block_tokens.view(by_block(shape.block_size)),
             block_positions,
-            previous: previous.view(by_block(shape.draft_len())),
+            previous: previous.view(by_block(shape.draft_len() + usize::from(heads.anchor_slot))),
             previous_scatter: grad.map(|slices| EmbeddingGrad::new(&slices, &on_device)),
             supervised_indices,
             labels,
@@ -193,6 +213,7 @@ impl BlockBatch {
             source_list,
             counts,
             blocks,
+            gamma: shape.draft_len(),
         })
     }
 
@@ -216,7 +237,10 @@ impl<S: DrafterSettings> DraftConfig<S> {
         device: Device,
         kind: Kind,
     ) -> Option<BlockBatch> {
-        let (blocks, embeds_previous) = (self.settings.block_spec()?, self.settings.embeds_previous());
-        BlockBatch::new(samples, blocks, embeds_previous, decay_gamma, device, kind)
+        let heads = HeadInputs {
+            anchor_slot: S::READS_ANCHOR_SLOT,
+            embeds_previous: self.settings.embeds_previous(),
+        };
+        BlockBatch::new(samples, self.settings.block_spec()?, heads, decay_gamma, device, kind)
     }
 }

@@ -26,6 +26,7 @@ pub fn block_pass_rows(decoder: &DraftDecoder, blocks: &BlockSpec, samples: &[Sa
         context: tokens,
         supervised: anchors * blocks.draft_len(),
         own_values: 0,
+        head_values: 0,
         attention: heads * samples.iter().map(scores).sum::<usize>(),
     }
 }

@@ -1,4 +1,4 @@
-//! Code that the block drafters DSpark, DFlash and DFlash 2 share.
+//! Code that the block drafters DSpark, DFlash, DFlash 2 and xPress share.
 //!
 //! B tokens `[anchor, mask, …, mask]` run through the backbone at once, and γ of the slots draft one token each ([`SlotTarget`]). The
 //! drafters differ in how they compute logits from hidden states.
@@ -9,6 +9,7 @@ mod backbone;
 mod batch;
 mod blocks;
 mod cost;
+mod drafting;
 pub(crate) mod formats;
 mod layers;
 mod predictions;
@@ -20,6 +21,7 @@ pub use batch::{BlockBatch, anchor_candidates, slot_weight, sum_of_slot_weights,
 pub(crate) use blocks::IS_CAUSAL;
 pub use blocks::{BlockSpec, MAX_RANK, default_num_anchors};
 pub use cost::{FROZEN_FACTOR, TRAINED_FACTOR, block_flops, block_pass_rows};
+pub use drafting::{BlockStates, ChooseTokens, draft_in_turn};
 pub use layers::{DraftLayers, LayerType};
 pub use predictions::predict;
 pub use proposer::{BlockProposerOf, ConfidenceInputs};
@@ -38,9 +40,6 @@ pub(crate) const BACKBONE: ParamGroup =
 
 /// A drafter that drafts all tokens of a block in one pass.
 pub trait BlockDrafter: DrafterKind {
-    /// State that one drafted slot passes to the next.
-    type State: Default;
-
     /// The drafter's backbone.
     fn backbone(&self) -> &Backbone;
 
@@ -69,18 +68,12 @@ pub trait BlockDrafter: DrafterKind {
         false
     }
 
-    /// Float32 logits `[S, V]` of the next slot, from the LM head's logits `base`, hidden states `[S, d]` and previous tokens `[S]`.
-    /// Also returns the embeddings `[S, r]` of the previous tokens, for the confidence head.
-    fn step_logits(
-        model: &DraftModel<Self>,
-        base: Tensor,
-        hidden: &Tensor,
-        previous: &Tensor,
-        state: &mut Self::State,
-    ) -> (Tensor, Option<Tensor>);
+    /// Drafts the tokens of blocks, one call of `choose` per slot. Returns the embeddings `[S, γ, r]` of the tokens before the slots, for
+    /// the confidence head.
+    fn draft(model: &DraftModel<Self>, blocks: &BlockStates, choose: ChooseTokens) -> Option<Tensor>;
 
     /// Embeddings of the previous tokens, and the features that the logits read, `[A, γ, r]` each. Both are teacher-forced, from hidden
-    /// states `[A, γ, d]` and previous tokens `[A, γ]`. None if the logits depend only on hidden states.
+    /// states `[A, H, d]` and previous tokens `[A, H]` of the slots that the heads read. None if the logits depend only on hidden states.
     fn teacher_forced_features(
         model: &DraftModel<Self>,
         hidden: &Tensor,

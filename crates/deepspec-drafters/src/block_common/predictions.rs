@@ -2,7 +2,7 @@
 
 use tch::{Kind, Tensor};
 
-use super::{BlockBatch, BlockDrafter};
+use super::BlockDrafter;
 use crate::draft_model::DraftModel;
 use crate::{Predictions, TrainSample};
 
@@ -17,9 +17,10 @@ pub fn predict<'a, K: BlockDrafter>(
         return None;
     }
     let device = samples.first()?.taps.device();
-    let batch = BlockBatch::new(samples, K::block_spec(config), false, 1.0, device, model.kind())?;
-    let hidden = model.hidden_states(&batch); // [A, γ, d]
+    let batch = config.batch(samples, 1.0, device, model.kind())?;
+    let hidden = model.hidden_states(&batch); // [A, H, d]
     let (embeddings, features) = model.teacher_forced_features(&hidden, &batch.previous).unzip();
+    let hidden = hidden.narrow(1, hidden.size()[1] - gamma, gamma); // [A, γ, d]
     let confidence = model.confidence_logits(&hidden, embeddings.as_ref());
     // Sorts rows by position: [γ, A, d] and [γ, A, r], flattened.
     let by_position = |all: &Tensor| all.transpose(0, 1).flatten(0, 1);

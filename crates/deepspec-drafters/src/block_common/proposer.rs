@@ -4,24 +4,51 @@ use deepspec_core::Tap;
 use deepspec_engine::{Context, DraftRequest, DraftSampling, Proposal, Proposer};
 use deepspec_models::nn::LayerInput;
 use deepspec_models::{ModelConfig, ModelError};
-use deepspec_ops::RepeatedRows;
 use deepspec_ops::kv_attention::{Chunk, KvCache, PooledRows};
-use tch::Tensor;
+use deepspec_ops::{DeviceArange, RepeatedRows, cat_row_runs};
+use tch::{Kind, Tensor};
 
-use super::BlockDrafter;
 use super::backbone::repeat_over_blocks;
-use crate::draft_model::DraftModel;
+use super::{BlockDrafter, BlockStates};
+use crate::draft_model::{DraftModel, DrafterSettings as _};
 use crate::{Drafter, DrafterProbe};
 
 /// A block drafter with a KV cache.
 pub struct BlockProposerOf<K: BlockDrafter> {
     model: DraftModel<K>,
     cache: KvCache,
+    /// None if the heads do not read the anchor's slot.
+    last_tokens: Option<LastTokens>,
+}
+
+/// Last context token of each slot, which is the token before its anchor.
+struct LastTokens {
+    /// `[slots]` int64.
+    tokens: Tensor,
+    /// Source of index tensors of slots.
+    arange: DeviceArange,
+}
+
+impl LastTokens {
+    /// Takes over the last token of each chunk of the context.
+    fn update(&mut self, context: &Context) {
+        let ends = context.chunks.iter().scan(0, |end, &(_, rows)| {
+            *end += rows as i64;
+            Some((*end - 1, 1))
+        });
+        let slots = self.arange.int_tensor(context.chunks.iter().map(|&(slot, _)| slot));
+        let _ = self.tokens.index_copy_(0, &slots, &cat_row_runs(&context.tokens, ends));
+    }
+
+    /// Tokens of these slots, `[S]`.
+    fn of_slots(&self, slots: &[usize]) -> Tensor {
+        self.tokens.index_select(0, &self.arange.int_tensor(slots.iter().copied()))
+    }
 }
 
 /// Inputs of the confidence head for drafted blocks.
 pub struct ConfidenceInputs {
-    /// Hidden states after the final norm, `[S, γ, d]`.
+    /// Hidden states after the final norm of the slots that the heads read, `[S, H, d]`.
     pub hidden: Tensor,
     /// Embeddings of the tokens before each slot, `[S, γ, r]`.
     pub embeddings: Option<Tensor>,
@@ -31,7 +58,11 @@ impl<K: BlockDrafter> BlockProposerOf<K> {
     /// A proposer with an empty KV cache for `slots` sequences.
     pub fn new(model: DraftModel<K>, slots: usize) -> Self {
         let cache = KvCache::new(&model.attention_specs(), slots, model.kind(), model.device());
-        Self { model, cache }
+        let last_tokens = K::Settings::READS_ANCHOR_SLOT.then(|| LastTokens {
+            tokens: Tensor::zeros([slots as i64], (Kind::Int64, model.device())),
+            arange: DeviceArange::new(model.device()),
+        });
+        Self { model, cache, last_tokens }
     }
 
     /// The model.
@@ -53,18 +84,14 @@ impl<K: BlockDrafter> BlockProposerOf<K> {
         self.cache.reserve(&[context_chunks.as_slice(), &blocks].concat());
         if !context_chunks.is_empty() {
             self.append_context(context, &context_chunks, &self.cache.plan_write(&context_chunks));
+            if let Some(last_tokens) = &mut self.last_tokens {
+                last_tokens.update(context);
+            }
         }
-        let hidden = self.block_hidden_states(&blocks, anchors); // [S, γ, d]
-        let base = self.model.base_logits(&hidden); // [S, γ, V]
-        let (mut previous, mut state, mut embeddings) =
-            (anchors.shallow_clone(), K::State::default(), vec![]);
-        for k in 0..self.draft_len() as i64 {
-            let (base, hidden) = (base.select(1, k), hidden.select(1, k));
-            let (logits, embedding) = K::step_logits(&self.model, base, &hidden, &previous, &mut state);
-            embeddings.extend(embedding);
-            previous = choose(k, &logits);
-        }
-        let embeddings = (!embeddings.is_empty()).then(|| Tensor::stack(&embeddings, 1)); // [S, γ, r]
+        let hidden = self.block_hidden_states(&blocks, anchors); // [S, H, d]
+        let before_anchors = self.last_tokens.as_ref().map(|last_tokens| last_tokens.of_slots(slots));
+        let states = BlockStates { hidden: &hidden, anchors, before_anchors: before_anchors.as_ref() };
+        let embeddings = K::draft(&self.model, &states, &mut choose);
         ConfidenceInputs { hidden, embeddings }
     }
 
@@ -93,7 +120,7 @@ impl<K: BlockDrafter> BlockProposerOf<K> {
         self.cache.commit_chunks(chunks);
     }
 
-    /// Hidden states `[S, γ, d]` of blocks `[anchor, mask, …]`, after the final norm. The length of the cache does not include the blocks.
+    /// Hidden states `[S, H, d]` of blocks `[anchor, mask, …]`, after the final norm. The length of the cache does not include the blocks.
     fn block_hidden_states(&mut self, blocks: &[Chunk], anchors: &Tensor) -> Tensor {
         let plan = self.cache.plan(blocks, K::block_spec(self.model.config()).shape().mask);
         let rotations = self.model.planned_rotations(&plan);
@@ -112,7 +139,7 @@ impl<K: BlockDrafter> BlockProposerOf<K> {
             let input = LayerInput { x: &x, repeated, embeddings: None };
             x = layer.forward(input, rotations.layer(i), &mut self.cache.attention(i, &plan), hook);
         }
-        self.model.draft_slot_states(&x)
+        self.model.head_slot_states(&x)
     }
 
     /// Slots of a block, B.

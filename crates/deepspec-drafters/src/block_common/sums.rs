@@ -69,8 +69,9 @@ impl LossSum {
 impl BlockBatch {
     /// Scatters values of the supervised drafts `[R]` to their slots `[A, γ]`; other slots get 0.
     pub(crate) fn scatter_to_blocks(&self, rows: &Tensor) -> Tensor {
-        let all = Tensor::zeros([self.previous.numel() as i64], (Kind::Float, rows.device()));
-        all.index_add(0, &self.supervised_indices, rows).view_as(&self.previous)
+        let shape = [self.blocks as i64, self.gamma as i64];
+        let all = Tensor::zeros([shape[0] * shape[1]], (Kind::Float, rows.device()));
+        all.index_add(0, &self.supervised_indices, rows).view(shape)
     }
 
     /// Σ of slot weight · value over the supervised drafts, `values [R]`.
@@ -107,7 +108,7 @@ impl BlockBatch {
             LossSum::Count(position) => supervised_at.get(position as i64),
             LossSum::Own(_) => number(0.0),
         };
-        let shared = LossSum::all(self.previous.size()[1] as usize, &[]).map(value);
+        let shared = LossSum::all(self.gamma, &[]).map(value);
         let sums = shared.chain(own).map(|sum| sum.to_kind(Kind::Double).reshape([1]));
         Tensor::cat(&sums.collect::<Vec<_>>(), 0)
     }

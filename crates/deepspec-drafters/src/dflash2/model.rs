@@ -15,7 +15,10 @@ use serde_json::{Map, Value, json};
 use tch::{Kind, Tensor};
 
 use crate::ConfigIssue;
-use crate::block_common::{Backbone, BlockDrafter, BlockSpec, DraftLayers, IS_CAUSAL, LayerType, MAX_RANK};
+use crate::block_common::{
+    Backbone, BlockDrafter, BlockSpec, BlockStates, ChooseTokens, DraftLayers, IS_CAUSAL, LayerType,
+    MAX_RANK, draft_in_turn,
+};
 use crate::draft_model::{DraftConfig, DraftModel, DrafterSettings, WarmStartCheck};
 
 /// A DFlash 2 drafter.
@@ -395,8 +398,6 @@ impl DFlash2Modules {
 }
 
 impl BlockDrafter for DFlash2Modules {
-    type State = ();
-
     fn backbone(&self) -> &Backbone {
         &self.backbone
     }
@@ -409,16 +410,12 @@ impl BlockDrafter for DFlash2Modules {
         &config.settings.blocks
     }
 
-    fn step_logits(
-        model: &DFlash2,
-        lm_head_logits: Tensor,
-        hidden: &Tensor,
-        previous: &Tensor,
-        (): &mut (),
-    ) -> (Tensor, Option<Tensor>) {
+    fn draft(model: &DFlash2, blocks: &BlockStates, choose: ChooseTokens) -> Option<Tensor> {
         let selector = &model.modules.selector;
-        let features = selector.features(hidden, &selector.embed(previous));
-        (selector.rescore_logits(&lm_head_logits, &features), None)
+        draft_in_turn(model, blocks, choose, |lm_head_logits, hidden, previous| {
+            let features = selector.features(hidden, &selector.embed(previous));
+            (selector.rescore_logits(&lm_head_logits, &features), None)
+        })
     }
 
     fn teacher_forced_features(

@@ -157,7 +157,8 @@ impl DrafterKind for DFlash2Modules {
     }
 
     /// Autograd saves each convolution's input once per kernel position, and the coefficients.
-    fn pass_rows(config: &DFlash2Config, samples: &[SampleSize]) -> PassRows {
+    fn pass_rows(plan: &DFlash2Plan, samples: &[SampleSize]) -> PassRows {
+        let config = &plan.config;
         let saved_inputs = config.settings.convolution.kernel_size * config.decoder.model.hidden_size;
         let own_values = SUBLAYERS_PER_LAYER
             * (CONVOLUTIONS_PER_SUBLAYER * saved_inputs as usize + coefficients_per_sublayer(config));
@@ -279,6 +280,7 @@ impl DFlash2 {
                 gamma: self.config().settings.blocks.draft_len() as i64,
                 scale,
                 agreement: false,
+                argmax: None,
                 extra: Some(&loss),
             };
             distill_loss(&self.vocabulary().loss_head(), &loss_inputs, recipe)

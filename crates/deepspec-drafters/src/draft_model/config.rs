@@ -26,6 +26,9 @@ pub trait DrafterSettings: Debug + Clone + Send + Sync + 'static {
     /// Whether the drafter reads outputs of the target's layers. If not, it reads the target's final states only.
     const READS_LAYERS: bool = true;
 
+    /// Whether the heads of a block drafter read the anchor's slot, although it drafts nothing, and the token before the anchor.
+    const READS_ANCHOR_SLOT: bool = false;
+
     /// Pairs (key of config.json, key of the recipe) where the keys differ.
     const RECIPE_KEYS: &'static [(&'static str, &'static str)] = &[];
 
@@ -63,7 +66,7 @@ pub trait DrafterSettings: Debug + Clone + Send + Sync + 'static {
         None
     }
 
-    /// Whether the drafter embeds the token before each drafted token.
+    /// Whether training embeds the tokens before the drafts, and adds to the gradients of their embeddings by a plan of the batch.
     fn embeds_previous(&self) -> bool {
         true
     }

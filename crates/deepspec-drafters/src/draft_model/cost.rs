@@ -31,6 +31,8 @@ pub struct PassRows {
     pub supervised: usize,
     /// Values per row and layer that autograd saves for modules that only this kind of drafter has.
     pub own_values: usize,
+    /// Values of the whole pass that autograd saves for large heads, and gradients that their losses return.
+    pub head_values: usize,
     /// Values per layer that attention saves in addition to queries, keys, values and output.
     pub attention: usize,
 }
@@ -38,7 +40,7 @@ pub struct PassRows {
 impl PassRows {
     /// Estimated peak bytes of forward and backward pass, without weights and gradients of parameters.
     ///
-    /// Counts the tensors that autograd saves, the gradients of one layer's activations and the buffers of the losses, but not the heads.
+    /// Counts the tensors that autograd saves, the gradients of one layer's activations and the buffers of the losses. Of the heads it counts `head_values`.
     pub fn activation_bytes(
         &self,
         decoder: &DraftDecoder,
@@ -46,7 +48,8 @@ impl PassRows {
         device: Device,
         recomputes: bool,
     ) -> usize {
-        let Self { layers: rows, at_once, tokens, context, supervised, own_values, attention } = *self;
+        let Self { layers: rows, at_once, tokens, context, supervised, own_values, head_values, attention } =
+            *self;
         let (model, value) = (&decoder.model, kind.elt_size_in_bytes());
         let d = model.hidden_size as usize;
         let by_layer = model.layers.iter().map(|layer| {
@@ -60,6 +63,7 @@ impl PassRows {
         let gradients = largest / 2 * at_once / rows.max(1);
         let inputs = (tokens * (decoder.taps.len() + 2) + supervised * 3) * d * value;
         of_layers
+            + head_values * value
             + gradients
             + inputs
             + distill_loss::buffer_bytes(model.vocab_size, supervised, kind, device)

@@ -66,7 +66,7 @@ pub trait DrafterKind: Sized + Send + 'static {
     fn flops(plan: &Plan<Self>, samples: &[TrainSample]) -> f64;
 
     /// Row counts of a training pass over samples of these sizes.
-    fn pass_rows(config: &DraftConfig<Self::Settings>, samples: &[SampleSize]) -> PassRows;
+    fn pass_rows(plan: &Plan<Self>, samples: &[SampleSize]) -> PassRows;
 
     /// Turns the model into a drafter for `slots` sequences.
     fn into_drafter(model: DraftModel<Self>, slots: usize) -> Box<dyn Drafter>;
@@ -186,7 +186,7 @@ impl<K: DrafterKind> DrafterPlan for Plan<K> {
     }
 
     fn activation_bytes(&self, samples: &[SampleSize], kind: Kind, device: Device) -> usize {
-        let rows = K::pass_rows(&self.config, samples);
+        let rows = K::pass_rows(self, samples);
         rows.activation_bytes(&self.config.decoder, kind, device, self.recomputes)
     }
 

@@ -21,7 +21,10 @@ use serde_json::{Map, Value, json};
 use tch::{Kind, Tensor};
 
 use crate::ConfigIssue;
-use crate::block_common::{Backbone, BlockDrafter, BlockSpec, DraftLayers, LayerType, MAX_RANK};
+use crate::block_common::{
+    Backbone, BlockDrafter, BlockSpec, BlockStates, ChooseTokens, DraftLayers, LayerType, MAX_RANK,
+    draft_in_turn,
+};
 use crate::draft_model::{DraftConfig, DraftModel, DrafterSettings, WarmStartCheck};
 
 /// Recipe section of DSpark and DFlash.
@@ -434,8 +437,6 @@ impl DSparkModules {
 }
 
 impl BlockDrafter for DSparkModules {
-    type State = MarkovState;
-
     fn backbone(&self) -> &Backbone {
         &self.backbone
     }
@@ -462,20 +463,17 @@ impl BlockDrafter for DSparkModules {
         self.markov.is_some()
     }
 
-    fn step_logits(
-        model: &DSpark,
-        base: Tensor,
-        hidden: &Tensor,
-        previous: &Tensor,
-        state: &mut MarkovState,
-    ) -> (Tensor, Option<Tensor>) {
-        let Some(markov) = &model.modules.markov else { return (base, None) };
-        let e = markov.embed(previous);
-        if !model.modules.use_markov_bias {
-            return (base, Some(e));
-        }
-        let features = markov.step_features(hidden, &e, state);
-        (base + markov.logit_bias(&features).to_kind(Kind::Float), Some(e))
+    fn draft(model: &DSpark, blocks: &BlockStates, choose: ChooseTokens) -> Option<Tensor> {
+        let mut state = MarkovState::default();
+        draft_in_turn(model, blocks, choose, |base, hidden, previous| {
+            let Some(markov) = &model.modules.markov else { return (base, None) };
+            let e = markov.embed(previous);
+            if !model.modules.use_markov_bias {
+                return (base, Some(e));
+            }
+            let features = markov.step_features(hidden, &e, &mut state);
+            (base + markov.logit_bias(&features).to_kind(Kind::Float), Some(e))
+        })
     }
 
     fn teacher_forced_features(

@@ -8,7 +8,7 @@ use deepspec_models::nn::Builder;
 use deepspec_ops::distill_loss::{
     LossColumn, LossOutput, LossRecipe, MarkovBias, SupervisedRows, distill_loss,
 };
-use deepspec_ops::grad_or_zeros;
+use deepspec_ops::{GradSum, grad_or_zeros};
 use tch::{Kind, Reduction, Tensor};
 
 use super::model::{
@@ -195,8 +195,8 @@ impl DrafterKind for DSparkModules {
         })
     }
 
-    fn pass_rows(config: &DSparkConfig, samples: &[SampleSize]) -> PassRows {
-        block_pass_rows(&config.decoder, &config.settings.blocks, samples)
+    fn pass_rows(plan: &DSparkPlan, samples: &[SampleSize]) -> PassRows {
+        block_pass_rows(&plan.config.decoder, &plan.config.settings.blocks, samples)
     }
 
     fn into_drafter(model: DSpark, slots: usize) -> Box<dyn Drafter> {
@@ -297,20 +297,12 @@ impl DSpark {
         scale: f64,
     ) -> LossOutput {
         let markov_w2 = self.modules.markov.as_ref().map(|markov| markov.w2().to_tensor());
-        let w2 = markov_w2.as_ref().filter(|w2| w2.requires_grad()).map(|w2| {
-            let gradient = grad_or_zeros(w2);
-            // A narrower dtype would round the sum after every chunk.
-            let sum = match gradient.kind() {
-                Kind::Float => gradient.shallow_clone(),
-                _ => gradient.zeros_like().to_kind(Kind::Float),
-            };
-            (gradient, sum)
-        });
+        let w2_sum = markov_w2.as_ref().and_then(GradSum::new);
         let reads_previous_alone = self.modules.markov.as_ref().is_some_and(MarkovHead::reads_previous_alone);
         // Rows with the same previous token have equal vanilla features, so the kernel computes their bias once.
         let feature_group = reads_previous_alone.then_some(&batch.supervised_previous[..]);
         let bias = markov_w2.as_ref().zip(features).map(|(markov_w2, features)| {
-            let w2_gradient = w2.as_ref().map(|(_, sum)| sum);
+            let w2_gradient = w2_sum.as_ref().map(GradSum::sum);
             MarkovBias { features, feature_group, w2: markov_w2, w2_gradient }
         });
         let supervised = SupervisedRows {
@@ -325,11 +317,12 @@ impl DSpark {
             gamma: self.config().settings.blocks.draft_len() as i64,
             scale,
             agreement: false,
+            argmax: None,
             extra: None,
         };
         let output = distill_loss(&self.vocabulary().loss_head(), &supervised, loss);
-        if let Some((mut gradient, sum)) = w2.filter(|(gradient, _)| gradient.kind() != Kind::Float) {
-            let _ = gradient.g_add_(&sum.to_kind(gradient.kind()));
+        if let Some(sum) = w2_sum {
+            sum.finish();
         }
         output
     }

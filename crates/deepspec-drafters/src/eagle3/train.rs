@@ -121,7 +121,8 @@ impl DrafterKind for Eagle3Modules {
     }
 
     /// Estimates the positions of each step after the first by the number of supervised tokens.
-    fn pass_rows(config: &Eagle3Config, samples: &[SampleSize]) -> PassRows {
+    fn pass_rows(plan: &Eagle3Plan, samples: &[SampleSize]) -> PassRows {
+        let config = &plan.config;
         let sum = |size: fn(&SampleSize) -> usize| samples.iter().map(size).sum::<usize>();
         let (tokens, supervised) = (sum(|sample| sample.tokens), sum(|sample| sample.supervised));
         let steps = config.settings.ttt_length;
@@ -149,6 +150,7 @@ impl DrafterKind for Eagle3Modules {
             context: 0,
             supervised: steps * supervised,
             own_values: 0,
+            head_values: 0,
             attention: heads.map(attention).max().unwrap_or(0),
         }
     }
@@ -259,6 +261,7 @@ impl Eagle3 {
             gamma: 1,
             scale,
             agreement: true,
+            argmax: None,
             extra: None,
         };
         let recipe = LossRecipe { soft_ce_alpha: 1.0, ..LossRecipe::NONE };

@@ -105,7 +105,8 @@ impl DrafterKind for MtpModules {
     }
 
     /// Assumes that the steps compute all positions, as for an answer that ends with its sample.
-    fn pass_rows(config: &MtpConfig, samples: &[SampleSize]) -> PassRows {
+    fn pass_rows(plan: &MtpPlan, samples: &[SampleSize]) -> PassRows {
+        let config = &plan.config;
         let sum = |size: fn(&SampleSize) -> usize| samples.iter().map(size).sum::<usize>();
         let (tokens, supervised) = (sum(|sample| sample.tokens), sum(|sample| sample.supervised));
         let (model, steps) = (config.model(), config.settings.num_speculative_steps);
@@ -120,6 +121,7 @@ impl DrafterKind for MtpModules {
             supervised: steps * supervised,
             // The embedding, both inputs of `fc` side by side, and the state before its norm.
             own_values: (4 * model.hidden_size + repeated) as usize,
+            head_values: 0,
             attention: 0,
         }
     }
@@ -174,6 +176,7 @@ impl Mtp {
             gamma: 1,
             scale,
             agreement: true,
+            argmax: None,
             extra: None,
         };
         let recipe = LossRecipe { ce_alpha: 1.0, ..LossRecipe::NONE };

@@ -51,6 +51,8 @@ pub struct SupervisedRows<'a> {
     pub scale: f64,
     /// Whether to measure where drafter and target have the same argmax.
     pub agreement: bool,
+    /// Receives the drafter's argmax of each row, `[R]` int64; None if nothing reads it.
+    pub argmax: Option<&'a Tensor>,
     /// An additional objective of the drafter.
     pub extra: Option<&'a dyn AuxLoss>,
 }

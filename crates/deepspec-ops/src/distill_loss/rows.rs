@@ -7,6 +7,7 @@ use super::recipe::LossRecipe;
 use super::reference;
 use super::span::BlockSpan;
 use super::terms::{GradCoeffs, RequiredStats, RowStats, TERMS, WeightedLoss};
+use crate::argmax;
 use crate::ffi::{LogitRows, TargetProbs, logits_grad, measure_rows, softmax_targets};
 
 /// A tile of the logit buffers, in the dtype of the weights.
@@ -33,6 +34,9 @@ impl LogitsTile {
         span: &BlockSpan,
         recipe: &LossRecipe,
     ) -> Tensor {
+        if let Some(argmax) = rows.argmax {
+            span.slice_rows(argmax).copy_(&self.draft_argmax(head));
+        }
         if let Some(found) = self.fused_backward_in_place(head, rows, span, recipe) {
             return found;
         }
@@ -77,6 +81,15 @@ impl LogitsTile {
             None => copy_unless_aliased(base, by_base.as_ref().unwrap_or(&gradient)),
         }
         judged.cat_columns(extra)
+    }
+
+    /// The drafter's argmax of each row, `[n]`.
+    fn draft_argmax(&self, head: &LossHead) -> Tensor {
+        let capped = head.apply_softcap(self.base.to_kind(Kind::Float));
+        match &self.bias {
+            Some(bias) => argmax(&(capped + bias.to_kind(Kind::Float))),
+            None => argmax(&capped),
+        }
     }
 
     /// Measurements and gradients by the GPU kernels for bfloat16 logits; None if no kernel applies.
