@@ -20,6 +20,7 @@ mod sample;
 mod spec;
 mod token_common;
 mod train_state;
+mod xpress;
 
 pub use block_common::{
     BlockBatch, BlockDrafter, BlockProposerOf, BlockSpec, ConfidenceInputs, LayerType, LossSum,
@@ -54,3 +55,7 @@ pub use registry::{
 pub use sample::{LossDenominator, TrainSample};
 pub use spec::{DrafterSpec, Recipe};
 pub use train_state::{TRAIN_STATE_FILE, trained_with_thinking};
+pub use xpress::{
+    Consistency, RefinerRecipe, XPRESS_SUMS, XPress, XPressConfig, XPressObjective, XPressPlan,
+    XPressProposer, XPressRecipe, XPressSettings,
+};

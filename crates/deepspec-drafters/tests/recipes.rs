@@ -50,7 +50,7 @@ fn mistakes_are_named_with_their_line_and_whole_key() {
     assert!(kind.contains("recipe.yaml:5: `drafter.dspork`: no drafter is called `dspork`"), "{kind}");
     assert!(
         kind.contains(
-            "expected one of `dspark`, `dflash`, `dflash2`, `eagle3`, `mtp`; did you mean `dspark`?"
+            "expected one of `dspark`, `dflash`, `dflash2`, `xpress`, `eagle3`, `mtp`; did you mean `dspark`?"
         ),
         "{kind}"
     );
@@ -102,6 +102,37 @@ fn mistakes_are_named_with_their_line_and_whole_key() {
     wrong("drafter={eagle3: {step_loss_decay: 1.5}}", "not in (0, 1]");
     wrong("drafter={eagle3: {supervise: all}}", "shifted");
     wrong("target.layer_ids=[]", "`target.layer_ids`: DSpark reads layers of the target");
+}
+
+#[test]
+fn xpress_has_its_authors_defaults() {
+    let block = "block_size: 16, num_draft_layers: 5, mask_token_id: 5";
+    let text = format!(
+        "name: t\ntarget: {{model: assets/tiny-target, layer_ids: [1, 3]}}\ndrafter: {{xpress: {{{block}}}}}\n\
+         data: {{states: {{cache: runs/cache}}, chat_template: qwen}}\n"
+    );
+    let recipe = read(&text, &[]).unwrap();
+    let expected = serde_json::json!({"xpress": {
+        "block_size": 16, "num_draft_layers": 5, "mask_token_id": 5, "num_anchors": 512,
+        "refiner": {"rank": 256, "mlp_ratio": 2, "num_passes": 6},
+        "consistency": {"alpha": 0.3, "passes": 3}, "base_alpha": 0.6,
+    }});
+    assert_eq!(serde_json::to_value(&recipe.drafter).unwrap(), expected);
+    let DrafterSpec::XPress(own) = &recipe.drafter else { panic!("xPress") };
+    // 0.9 times the total variation, which is half of the L1 norm.
+    assert_eq!((own.loss().ce_alpha, own.loss().l1_alpha, own.loss().decay_gamma), (0.1, 0.45, 4.0));
+    assert_eq!(read(&config::to_yaml(&recipe).unwrap(), &[]).unwrap(), recipe);
+    let wrong = |change: &str, hint: &str| {
+        let error = read(&text, &[&format!("drafter.xpress.{change}")]).unwrap_err();
+        assert!(error.contains(hint), "{change}: {error}");
+    };
+    wrong("block_size=1", "`drafter.xpress.block_size`: must be at least 2");
+    wrong("base_alpha=-1", "`drafter.xpress.base_alpha`: -1 is no number from 0");
+    wrong("consistency.alpha=.inf", "`drafter.xpress.consistency.alpha`");
+    wrong("consistency.passes=65", "`drafter.xpress.consistency.passes`: 65 is not between 0 and 64");
+    wrong("consistency.rounds=2", "`drafter.xpress.consistency.rounds`");
+    wrong("slots=fill_in", "`drafter.xpress.slots`");
+    wrong("loss={decay_gamma: 3}", "`drafter.xpress.loss`: all weights are 0");
 }
 
 /// MTP-1 reads no layers, so that a recipe names none.

@@ -1,11 +1,12 @@
-//! DFlash 2 does not change the output distribution: with it, the target samples as it does alone.
-//! This holds although tokens outside a slot's candidates are never drafted.
+//! DFlash 2 and xPress do not change the output distribution: with them, the target samples as it does alone. This holds although
+//! tokens outside a slot's candidates are never drafted by DFlash 2, and although xPress draws a block's tokens side by side.
 
 use std::collections::BTreeMap;
 
 use deepspec_core::{SlotTarget, Tap};
 use deepspec_drafters::{
-    BlockSpec, Convolution, DFlash2, DFlash2Config, DFlash2Proposer, DFlash2Settings, DraftDecoder,
+    BlockSpec, Convolution, DFlash2, DFlash2Proposer, DFlash2Settings, DraftConfig, DraftDecoder, DraftModel,
+    DrafterKind, XPress, XPressProposer, XPressSettings,
 };
 use deepspec_engine::{
     DraftRequest, DraftSampling, Engine, EngineOptions, ModelInput, Proposal, Proposer, Request, Sampling,
@@ -87,8 +88,12 @@ fn law(target: &mut TargetModel) -> BTreeMap<Vec<i64>, f64> {
     law
 }
 
-#[test]
-fn the_first_tokens_have_the_targets_joint_law() {
+/// χ² of outputs with drafts of `proposer(drafter)`, times its 99.9 % quantile: as it is, and with a proposer that lies about its
+/// distributions.
+fn chi_square_ratios<K: DrafterKind, P: Proposer>(
+    settings: K::Settings,
+    proposer: impl Fn(DraftModel<K>) -> P,
+) -> [f64; 2] {
     let _guard = tch::no_grad_guard();
     let dir = tempfile::tempdir().unwrap();
     tiny::qwen3(dir.path(), VOCAB);
@@ -96,27 +101,14 @@ fn the_first_tokens_have_the_targets_joint_law() {
     let taps = Tap::from_layer_ids([0, 1]).unwrap();
     let law = law(&mut target(dir.path(), &[]));
     let (embed, head) = load_embed_and_head(dir.path(), &model, Device::Cpu, Kind::Float).unwrap();
-    let config = DFlash2Config {
-        decoder: DraftDecoder {
-            model: model.draft_decoder(&[None]).unwrap(),
-            taps: taps.clone(),
-            num_target_layers: 2,
-        },
-        settings: DFlash2Settings {
-            blocks: BlockSpec {
-                block_size: 4,
-                slots: SlotTarget::FillIn,
-                mask_token_id: 9,
-                causal: false,
-                num_anchors: 4,
-            },
-            convolution: Convolution::default(),
-            selector_rank: 8,
-            selector_top_k: 4,
-        },
+    let decoder = DraftDecoder {
+        model: model.draft_decoder(&[None]).unwrap(),
+        taps: taps.clone(),
+        num_target_layers: 2,
     };
-    let chi_square_ratio = |lies: bool| {
-        let drafter = DFlash2::fresh(config.clone(), &embed, &head, 5, Kind::Float);
+    let config = DraftConfig { decoder, settings };
+    [false, true].map(|lies| {
+        let drafter = DraftModel::<K>::fresh(config.clone(), &embed, &head, 5, Kind::Float);
         for (i, (_, parameter)) in drafter.parameters().iter().enumerate() {
             let _ = parameter.shallow_clone().g_add_(&(noise_like(parameter, i as u64) * 0.2));
         }
@@ -124,11 +116,11 @@ fn the_first_tokens_have_the_targets_joint_law() {
             slots: SLOTS,
             context: 64,
             max_draft_tokens: None,
-            draft_sampling: DraftSampling::default(),
+            draft_sampling: DraftSampling::Probabilistic,
             verify_rule: VerifyRule::default(),
             counts_overrun: false,
         };
-        let proposer = Told { inner: DFlash2Proposer::new(drafter, SLOTS), lies };
+        let proposer = Told { inner: proposer(drafter), lies };
         let request = |i: usize| Request {
             id: i.to_string(),
             prompt: PROMPT.to_vec(),
@@ -141,10 +133,33 @@ fn the_first_tokens_have_the_targets_joint_law() {
         let accepted: u32 = outputs.iter().flat_map(|done| &done.cycles).map(|cycle| cycle.accepted).sum();
         assert!(accepted as usize > outputs.len() / 4, "{accepted} drafts were accepted");
         chi_square_ratio(&count_outputs(outputs.into_iter().map(|done| done.tokens[..LENGTH].to_vec())), &law)
-    };
-    let (told, lied) = (chi_square_ratio(false), chi_square_ratio(true));
+    })
+}
+
+fn blocks() -> BlockSpec {
+    BlockSpec { block_size: 4, slots: SlotTarget::FillIn, mask_token_id: 9, causal: false, num_anchors: 4 }
+}
+
+fn assert_lossless([told, lied]: [f64; 2]) {
     assert!(told < 1.0, "χ² is {told:.2} times its 99.9 % quantile");
     assert!(lied > 1.5, "a drafter that lies about its distributions is not noticed: {lied:.2}");
+}
+
+#[test]
+fn with_dflash_2_the_first_tokens_have_the_targets_joint_law() {
+    let settings = DFlash2Settings {
+        blocks: blocks(),
+        convolution: Convolution::default(),
+        selector_rank: 8,
+        selector_top_k: 4,
+    };
+    assert_lossless(chi_square_ratios(settings, |drafter: DFlash2| DFlash2Proposer::new(drafter, SLOTS)));
+}
+
+#[test]
+fn with_xpress_the_first_tokens_have_the_targets_joint_law() {
+    let settings = XPressSettings { blocks: blocks(), rank: 8, mlp_ratio: 2, num_passes: 2 };
+    assert_lossless(chi_square_ratios(settings, |drafter: XPress| XPressProposer::new(drafter, SLOTS)));
 }
 
 fn noise_like(parameter: &Tensor, seed: u64) -> Tensor {

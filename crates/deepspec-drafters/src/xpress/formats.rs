@@ -1,0 +1,204 @@
+//! Checkpoints of xPress in the layouts of other tools.
+
+use std::sync::Arc;
+
+use deepspec_checkpoint::{
+    CheckpointError, CheckpointFormat, Decoder, Drafter, Engine, EngineSupport, Fields, GgufParts,
+    KindSettings, Reader, Settings, Speculators, TensorShapes, json_map,
+};
+use deepspec_core::SlotTarget;
+use serde_json::{Map, Value, json};
+
+use super::model::{CANDIDATES, RefinerRecipe, XPressSettings};
+use crate::block_common::BlockSpec;
+use crate::draft_model::DrafterSettings as _;
+
+/// Reads checkpoints of xPress in all layouts.
+pub static READER: Reader = Reader {
+    class: XPressSettings::CLASS,
+    keys: &[
+        "block_size",
+        "sample_from_anchor",
+        "mask_token_id",
+        "xpress_rank",
+        "xpress_mlp_ratio",
+        "xpress_num_passes",
+        CANDIDATES,
+    ],
+    reference: |fields, decoder| validate(XPressSettings::read(fields)?, fields, decoder),
+    model_types: &["xpress"],
+    speculators: read_speculators,
+    classes: &[],
+};
+
+/// Key of speculators for the refiner's passes.
+const PASSES: &str = "num_jacobi_passes";
+
+/// Key with which speculators may name another backbone than DFlash.
+const BACKBONE: &str = "xpress_backbone";
+
+fn validate(
+    settings: XPressSettings,
+    fields: &Fields,
+    decoder: &Decoder,
+) -> Result<Settings, CheckpointError> {
+    let checked = settings.check_sizes(decoder.vocab_size as i64);
+    checked.map_err(|(key, problem)| fields.error(key, problem))?;
+    Ok(Arc::new(settings))
+}
+
+fn read_speculators(fields: &Fields, decoder: &mut Decoder) -> Result<Settings, CheckpointError> {
+    if let Some(found) = fields.text(BACKBONE)?.filter(|&found| found != "dflash") {
+        return Err(fields.error(BACKBONE, format!("\"{found}\" is not supported; expected dflash")));
+    }
+    // The package has the same defaults.
+    let RefinerRecipe { rank, mlp_ratio, num_passes } = RefinerRecipe::default();
+    let settings = XPressSettings {
+        blocks: BlockSpec::read(fields, SlotTarget::FillIn)?,
+        rank: fields.size("xpress_rank")?.unwrap_or(rank),
+        mlp_ratio: fields.size("xpress_mlp_ratio")?.unwrap_or(mlp_ratio),
+        num_passes: fields.size(PASSES)?.unwrap_or(num_passes),
+    };
+    validate(settings, fields, decoder)
+}
+
+impl XPressSettings {
+    /// Keys of the blocks, which all layouts share.
+    fn block_keys(&self) -> Map<String, Value> {
+        let BlockSpec { block_size, mask_token_id, .. } = self.blocks;
+        json_map([
+            ("block_size", json!(block_size)),
+            ("mask_token_id", json!(mask_token_id)),
+            ("sample_from_anchor", json!(false)),
+        ])
+    }
+}
+
+/// Why the engine does not load the drafter.
+fn no_engine(engine: Engine) -> &'static str {
+    match engine {
+        Engine::Vllm => "vLLM 0.32 has no xPress; its pull request 54448 adds it",
+        Engine::Sglang => "SGLang has no xPress",
+        Engine::LlamaCpp => "llama.cpp has no xPress",
+    }
+}
+
+impl KindSettings for XPressSettings {
+    fn name(&self) -> &'static str {
+        "xpress"
+    }
+
+    fn title(&self) -> &'static str {
+        "xPress"
+    }
+
+    fn draft_len(&self) -> u64 {
+        self.blocks.draft_len() as u64
+    }
+
+    fn mask_token_id(&self) -> Option<u64> {
+        Some(self.blocks.mask_token_id as u64)
+    }
+
+    fn predicts_own_position(&self) -> bool {
+        true
+    }
+
+    fn method(&self) -> &'static str {
+        "dflash"
+    }
+
+    fn lines(&self) -> Vec<(&'static str, String)> {
+        let Self { blocks, rank, mlp_ratio, num_passes } = self;
+        let (drafted, size, slots) = (blocks.draft_len(), blocks.block_size, blocks.slots);
+        let inner = rank * mlp_ratio;
+        vec![
+            ("drafts", format!("{drafted} tokens in blocks of {size}; {slots}")),
+            ("mask token", blocks.mask_token_id.to_string()),
+            ("refiner", format!("of rank {rank}, MLP of width {inner}, {num_passes} passes")),
+        ]
+    }
+
+    fn to_json(&self) -> Value {
+        let mut keys = self.block_keys();
+        keys.extend(self.named_sizes().map(|(key, size)| (key.into(), size.into())));
+        json!({"xpress": keys})
+    }
+
+    fn add_tensor_shapes(&self, drafter: &Drafter, shapes: &mut TensorShapes) {
+        let [width, vocab] = [drafter.hidden_size, drafter.vocab_size].map(|size| size as usize);
+        let [rank, ratio] = [self.rank, self.mlp_ratio].map(|size| size as usize);
+        let (size, inner) = (self.blocks.block_size, rank * ratio);
+        shapes.push(("hidden_norm.weight".into(), vec![width]));
+        shapes.push(("xpress_head.mix.L".into(), vec![rank, size, size]));
+        let matrices = [
+            ("w1", [vocab, rank]),
+            ("w2", [vocab, rank]),
+            ("down_h", [rank, width]),
+            ("down_g", [rank, width]),
+            ("in_proj", [rank, 3 * rank]),
+            ("mlp.gate_proj", [inner, rank]),
+            ("mlp.up_proj", [inner, rank]),
+            ("mlp.down_proj", [rank, inner]),
+        ];
+        shapes.extend(matrices.map(|(name, shape)| (format!("xpress_head.{name}.weight"), shape.to_vec())));
+    }
+
+    fn refusal(&self, _: &Drafter, to: CheckpointFormat) -> Option<String> {
+        match to {
+            CheckpointFormat::Reference | CheckpointFormat::Speculators => None,
+            CheckpointFormat::Specforge | CheckpointFormat::Zlab | CheckpointFormat::Modelopt => {
+                Some(format!("{to} has no layout for xPress"))
+            }
+        }
+    }
+
+    fn reference_config(&self, _: &Drafter) -> (&'static str, Map<String, Value>) {
+        let mut map = self.block_keys();
+        map.insert(CANDIDATES.into(), json!(0));
+        map.extend(self.named_sizes().map(|(key, size)| (key.into(), size.into())));
+        (READER.class, map)
+    }
+
+    fn speculators_config(&self) -> Speculators {
+        let mut keys = self.block_keys();
+        keys.extend(json_map([
+            ("xpress_rank", json!(self.rank)),
+            ("xpress_mlp_ratio", json!(self.mlp_ratio)),
+            (PASSES, json!(self.num_passes)),
+        ]));
+        Speculators {
+            model_type: "xpress",
+            class: "XPressSpeculator",
+            taps: Some("aux_hidden_state_layer_ids"),
+            keys,
+        }
+    }
+
+    fn renames(&self, format: CheckpointFormat) -> &'static [(&'static str, &'static str)] {
+        match format {
+            CheckpointFormat::Speculators => &[
+                ("refiner_head.token_embed.", "xpress_head.w1."),
+                ("refiner_head.readout.", "xpress_head.w2."),
+                ("refiner_head.mix_l", "xpress_head.mix.L"),
+                ("refiner_head.mlp_gate.", "xpress_head.mlp.gate_proj."),
+                ("refiner_head.mlp_up.", "xpress_head.mlp.up_proj."),
+                ("refiner_head.mlp_down.", "xpress_head.mlp.down_proj."),
+                ("refiner_head.", "xpress_head."),
+            ],
+            _ => &[],
+        }
+    }
+
+    fn engine_format(&self, engine: Engine, _: &Drafter) -> Result<CheckpointFormat, String> {
+        Err(no_engine(engine).into())
+    }
+
+    fn gguf_parts(&self, _: &Drafter) -> Result<GgufParts, String> {
+        Err(no_engine(Engine::LlamaCpp).into())
+    }
+
+    fn engine_support(&self, engine: Engine, _: CheckpointFormat) -> EngineSupport {
+        EngineSupport::not_loaded(no_engine(engine))
+    }
+}

@@ -1,0 +1,323 @@
+//! xPress: keys of recipes and checkpoints, the model, and drafting.
+//!
+//! The first slot of a block holds the anchor, and each other slot drafts the token at its own position, as in DFlash. A refiner then adds
+//! a bias to the logits of all slots at once, given the tokens before them. These are the likeliest tokens of the pass before.
+
+use deepspec_checkpoint::{CheckpointError, Fields};
+use deepspec_core::SlotTarget;
+use deepspec_core::recipe::require_at_least_one;
+use deepspec_models::ModelConfig;
+use deepspec_models::nn::Builder;
+use deepspec_ops::argmax;
+use deepspec_ops::distill_loss::LossRecipe;
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value, json};
+use tch::Tensor;
+
+use super::refiner::RefinerHead;
+use crate::ConfigIssue;
+use crate::block_common::{
+    Backbone, BlockDrafter, BlockSpec, BlockStates, ChooseTokens, DraftLayers, IS_CAUSAL, LayerType, MAX_RANK,
+};
+use crate::draft_model::{DraftConfig, DraftModel, DrafterSettings, WarmStartCheck};
+
+/// Upper limit of `num_passes` and `mlp_ratio`. A larger value is a mistake that would exhaust time or memory.
+const MAX_FACTOR: i64 = 64;
+
+/// An xPress drafter.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct XPressRecipe {
+    /// B, slots of a block; all but the first draft.
+    pub block_size: usize,
+    /// Decoder layers of the drafter.
+    pub num_draft_layers: usize,
+    /// Tokens that a draft layer with a window sees, itself included. The layers without one see everything.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub sliding_window: Option<usize>,
+    /// The kind of each draft layer; absent means a window in all of them where there is one, and in none elsewhere.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub layer_types: Vec<LayerType>,
+    /// A token that never occurs in text; stands for what is to be predicted. `deepspec-data inspect --model M --input F` lists
+    /// candidates: special tokens that no row has, and ids behind the tokenizer's last one.
+    pub mask_token_id: i64,
+    /// Blocks per training sequence.
+    #[serde(default = "crate::block_common::default_num_anchors")]
+    pub num_anchors: usize,
+    /// The refiner.
+    #[serde(default)]
+    pub refiner: RefinerRecipe,
+    /// Training on the refiner's own tokens.
+    #[serde(default)]
+    pub consistency: Consistency,
+    /// Weight of the losses of the LM head's own logits, from which the refiner starts.
+    #[serde(default = "default_base_alpha")]
+    pub base_alpha: f64,
+    /// Weights of the distillation losses; absent means 0.1 for the cross entropy with the label and 0.45 for ‖p^d − p^t‖₁, which is 0.9
+    /// times the total variation.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub loss: Option<LossRecipe>,
+}
+
+/// The refiner, which corrects all slots of a block at once.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields, default)]
+pub struct RefinerRecipe {
+    /// r, its width and the rank of its bias on the logits.
+    pub rank: i64,
+    /// Inner width of its MLP, as a multiple of the rank.
+    pub mlp_ratio: i64,
+    /// K, its passes over a drafted block.
+    pub num_passes: i64,
+}
+
+impl Default for RefinerRecipe {
+    fn default() -> Self {
+        Self { rank: 256, mlp_ratio: 2, num_passes: 6 }
+    }
+}
+
+/// Training on the refiner's own tokens: each round reads the likeliest tokens of the round before, as drafting does.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields, default)]
+pub struct Consistency {
+    /// Weight of the mean loss of the rounds.
+    pub alpha: f64,
+    /// J, number of rounds; 0 leaves them out.
+    pub passes: usize,
+}
+
+impl Default for Consistency {
+    fn default() -> Self {
+        Self { alpha: 0.3, passes: 3 }
+    }
+}
+
+fn default_base_alpha() -> f64 {
+    0.6
+}
+
+impl XPressRecipe {
+    /// Settings of the draft layers.
+    pub fn layers(&self) -> DraftLayers<'_> {
+        let Self { num_draft_layers: count, sliding_window, layer_types: types, .. } = self;
+        DraftLayers { count: *count, sliding_window: *sliding_window, types }
+    }
+
+    /// Weights of the distillation losses.
+    ///
+    /// The authors weigh cross entropy with 0.1 and total variation with 0.9. Total variation is ½‖p^d − p^t‖₁.
+    pub fn loss(&self) -> LossRecipe {
+        self.loss.unwrap_or(LossRecipe { ce_alpha: 0.1, l1_alpha: 0.45, ..LossRecipe::NONE })
+    }
+
+    /// Checks ranges and combinations of the values.
+    pub fn check(&self) -> Result<(), ConfigIssue> {
+        require_at_least_one(&[
+            ("num_draft_layers", self.num_draft_layers),
+            ("num_anchors", self.num_anchors),
+            ("sliding_window", self.sliding_window.unwrap_or(1)),
+        ])?;
+        self.layers().check()?;
+        if SlotTarget::FillIn.draft_len(self.block_size) == 0 {
+            return Err(("block_size", "must be at least 2: the first slot drafts nothing".into()));
+        }
+        for (key, alpha) in [("consistency.alpha", self.consistency.alpha), ("base_alpha", self.base_alpha)] {
+            if !alpha.is_finite() || alpha < 0.0 {
+                return Err((key, format!("{alpha} is no number from 0")));
+            }
+        }
+        if self.consistency.passes > MAX_FACTOR as usize {
+            let found = self.consistency.passes;
+            return Err(("consistency.passes", format!("{found} is not between 0 and {MAX_FACTOR}")));
+        }
+        Ok(())
+    }
+}
+
+/// Checkpoint settings of xPress.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct XPressSettings {
+    /// Shape of the blocks; the slots fill in.
+    pub blocks: BlockSpec,
+    /// Rank of the refiner, r.
+    pub rank: i64,
+    /// Inner width of the refiner's MLP, as a multiple of the rank.
+    pub mlp_ratio: i64,
+    /// Passes of the refiner over a drafted block, K.
+    pub num_passes: i64,
+}
+
+/// Architecture of an xPress drafter.
+pub type XPressConfig = DraftConfig<XPressSettings>;
+
+/// Config key of the number of candidates per slot to which the authors' refiner may be restricted; 0 means the whole vocabulary.
+pub(super) const CANDIDATES: &str = "xpress_candidate_topc";
+
+impl DrafterSettings for XPressSettings {
+    const CLASS: &'static str = "XPressModel";
+    const CHOOSES_SLOTS: bool = false;
+    const READS_ANCHOR_SLOT: bool = true;
+    const RECIPE_KEYS: &'static [(&'static str, &'static str)] = &[
+        ("xpress_rank", "refiner.rank"),
+        ("xpress_mlp_ratio", "refiner.mlp_ratio"),
+        ("xpress_num_passes", "refiner.num_passes"),
+    ];
+
+    fn read(fields: &Fields) -> Result<Self, CheckpointError> {
+        if let Some(found) = fields.count(CANDIDATES)?.filter(|&found| found > 0) {
+            let problem = format!("{found}, but only 0 is supported: the refiner reads the whole vocabulary");
+            return Err(fields.error(CANDIDATES, problem));
+        }
+        Ok(Self {
+            blocks: BlockSpec::read(fields, SlotTarget::FillIn)?,
+            rank: fields.required_size("xpress_rank")?,
+            mlp_ratio: fields.required_size("xpress_mlp_ratio")?,
+            num_passes: fields.required_size("xpress_num_passes")?,
+        })
+    }
+
+    fn write(&self, map: &mut Map<String, Value>) {
+        self.blocks.write(map);
+        map.insert("num_anchors".into(), json!(self.blocks.num_anchors));
+        map.insert(CANDIDATES.into(), json!(0));
+        map.extend(self.named_sizes().map(|(key, size)| (key.into(), size.into())));
+    }
+
+    fn check(&self, model: &ModelConfig) -> Result<(), ConfigIssue> {
+        self.check_sizes(model.vocab_size)
+    }
+
+    fn block_spec(&self) -> Option<&BlockSpec> {
+        Some(&self.blocks)
+    }
+
+    fn block_spec_mut(&mut self) -> Option<&mut BlockSpec> {
+        Some(&mut self.blocks)
+    }
+
+    /// Tokens of the free-running rounds are unknown before the forward pass.
+    fn embeds_previous(&self) -> bool {
+        false
+    }
+
+    fn shrink(&mut self) {
+        self.blocks.shrink();
+        self.rank = 8;
+    }
+
+    /// The number of passes may differ: no weight depends on it.
+    fn compare_for_warm_start(&self, from: &Self, transfer: &mut WarmStartCheck) {
+        self.blocks.compare_for_warm_start(&from.blocks, transfer);
+        transfer.compare("refiner.rank", from.rank, self.rank);
+        transfer.compare("refiner.mlp_ratio", from.mlp_ratio, self.mlp_ratio);
+    }
+}
+
+impl XPressSettings {
+    /// Keys of config.json with the sizes of the refiner, in the order of `RECIPE_KEYS`.
+    pub(super) fn named_sizes(&self) -> [(&'static str, i64); 3] {
+        [
+            ("xpress_rank", self.rank),
+            ("xpress_mlp_ratio", self.mlp_ratio),
+            ("xpress_num_passes", self.num_passes),
+        ]
+    }
+
+    /// Checks the settings against each other and against the vocabulary.
+    pub(super) fn check_sizes(&self, vocab_size: i64) -> Result<(), ConfigIssue> {
+        self.blocks.check(vocab_size)?;
+        if self.blocks.slots != SlotTarget::FillIn {
+            return Err(("sample_from_anchor", "true; the slots of xPress fill in".into()));
+        }
+        if self.blocks.causal {
+            let problem = "causal blocks of xPress are not supported (is_causal, causal or causal_head)";
+            return Err((IS_CAUSAL, problem.into()));
+        }
+        for ((key, found), most) in self.named_sizes().into_iter().zip([MAX_RANK, MAX_FACTOR, MAX_FACTOR]) {
+            if !(1..=most).contains(&found) {
+                return Err((key, format!("{found} is not between 1 and {most}")));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// An xPress drafter.
+pub type XPress = DraftModel<XPressModules>;
+
+/// Modules of xPress: backbone and refiner.
+pub struct XPressModules {
+    backbone: Backbone,
+    pub(super) refiner: RefinerHead,
+}
+
+impl XPressModules {
+    /// Requests the parameters from the builder, in the order in which they are trained.
+    pub(super) fn build(b: &Builder, config: &XPressConfig) -> Self {
+        Self { backbone: Backbone::new(b, config.model()), refiner: RefinerHead::new(b, config) }
+    }
+}
+
+impl XPress {
+    /// The rows of the drafting slots: `[N, B, ..]` to `[N, γ, ..]`.
+    pub(super) fn drafting_slots(&self, rows: &Tensor) -> Tensor {
+        let gamma = self.config().settings.draft_len() as i64;
+        rows.narrow(1, rows.size()[1] - gamma, gamma)
+    }
+}
+
+/// The tokens before all slots `[N, B]`, from those before the first two `[N, 2]` and the drafted tokens `[N, γ]`.
+pub(super) fn previous_tokens(known: &Tensor, drafted: &Tensor) -> Tensor {
+    Tensor::cat(&[known, &drafted.narrow(1, 0, drafted.size()[1] - 1)], 1)
+}
+
+impl BlockDrafter for XPressModules {
+    fn backbone(&self) -> &Backbone {
+        &self.backbone
+    }
+
+    fn block_spec(config: &XPressConfig) -> &BlockSpec {
+        &config.settings.blocks
+    }
+
+    /// K Jacobi passes: each reads the likeliest tokens of the pass before. The logits of the last pass are fixed before any token is
+    /// chosen, so tokens that are drawn from them have exactly these distributions.
+    fn draft(model: &XPress, blocks: &BlockStates, choose: ChooseTokens) -> Option<Tensor> {
+        let refiner = &model.modules.refiner;
+        let before = blocks.before_anchors.unwrap_or(blocks.anchors);
+        let known = Tensor::stack(&[before, blocks.anchors], 1); // [S, 2]
+        let base = model.base_logits(&model.drafting_slots(blocks.hidden).contiguous()); // [S, γ, V]
+        let inputs = refiner.state_inputs(blocks.hidden);
+        let mut logits = base.shallow_clone();
+        for _ in 0..model.config().settings.num_passes {
+            let previous = previous_tokens(&known, &argmax(&logits)); // [S, B]
+            let features = refiner.features(&inputs, &refiner.embed(&previous));
+            logits = refiner.logit_bias(&model.drafting_slots(&features).contiguous()) + &base;
+        }
+        for k in 0..logits.size()[1] {
+            let _ = choose(k, &logits.select(1, k));
+        }
+        None
+    }
+
+    fn teacher_forced_features(
+        model: &XPress,
+        hidden: &Tensor,
+        previous: &Tensor,
+    ) -> Option<(Tensor, Tensor)> {
+        let refiner = &model.modules.refiner;
+        let embeddings = refiner.embed(previous);
+        let features = refiner.features(&refiner.state_inputs(hidden), &embeddings);
+        Some((model.drafting_slots(&embeddings), model.drafting_slots(&features)))
+    }
+
+    fn teacher_forced_logits(model: &XPress, hidden: &Tensor, features: Option<&Tensor>) -> Tensor {
+        let base = model.base_logits(hidden);
+        match features {
+            Some(features) => base + model.modules.refiner.logit_bias(features),
+            None => base,
+        }
+    }
+}
