@@ -24,7 +24,7 @@
 #   --states-folder DIR folder that these servers write to (/dev/shm/deepspec-states)
 #   --suites DIR        folder of the suites to judge on; by default the public ones are fetched into eval_datasets
 #   --engine E          engine to write files for: vllm, sglang, llama.cpp or none; by default llama.cpp for a GGUF
-#                       target, else vllm. None is for drafters that no engine loads, such as MTP-1
+#                       target, else vllm. None is for drafters that no engine loads: MTP-1, xPress
 #   --hardware H        accelerator of the estimate and of the memory: h100 (default with GPUs), h200, … (see
 #                       deepspec-train --help)
 #   --price P           price of a GPU for an hour, for the estimate
@@ -307,8 +307,8 @@ stages+=(training)
 if [ "$target_server" = vllm ]; then stages+=(export evaluation); else stages+=(evaluation export); fi
 if [ "$engine" = none ]; then
     unset 'stages[-1]'
-elif grep -Eq '(^|[{ ])mtp:' "$recipe"; then
-    usage "no engine loads the MTP-1 of $recipe; --engine none writes no files for one"
+elif grep -Eq '(^|[{ ])(mtp|xpress):' "$recipe"; then
+    usage "no engine loads the MTP-1 or xPress of $recipe; --engine none writes no files for one"
 fi
 describe() {
     case $1 in

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use common::{
     answers, assert_refused, deepspec_eval, drafter_config, repository, results, run, run_ok, target_dir,
-    write_drafter, write_eagle3, write_mtp,
+    write_drafter, write_eagle3, write_mtp, write_xpress,
 };
 use deepspec_core::Tap;
 use deepspec_drafters::DSpark;
@@ -165,6 +165,43 @@ fn mtp_1_is_inspected_and_goes_to_speculators_and_back() {
         (answers(&out), results(&out)["suites"][0]["counts"].clone())
     };
     assert_eq!(measured(&own, "one"), measured(&back, "other"));
+}
+
+#[test]
+fn xpress_is_inspected_and_goes_to_speculators_and_back() {
+    let root = tempfile::tempdir().unwrap();
+    let [own, away, back] = ["own", "away", "back"].map(|name| root.path().join(name));
+    write_xpress(&own);
+    let text = ok(deepspec_eval(&["checkpoint", "inspect", own.to_str().unwrap()]));
+    for line in [
+        "drafter     xPress, 1 Qwen3 layer",
+        "drafts      4 tokens in blocks of 5",
+        "refiner     of rank 16, MLP of width 32, 3 passes",
+        "converts    to speculators: yes",
+        "vLLM 0.32 has no xPress",
+    ] {
+        assert!(text.contains(line), "{line} in {text}");
+    }
+    assert!(!text.contains("problem"), "{text}");
+    ok(convert(&own, "speculators", &away, &[]));
+    ok(convert(&away, "reference", &back, &[]));
+    let measured = |drafter: &Path, name: &str| {
+        let out = root.path().join(name);
+        run_ok(
+            drafter.to_str().unwrap(),
+            &out,
+            &["--suite", "smoke-math", "--limit", "2", "--max-new-tokens", "8"],
+        );
+        (answers(&out), results(&out)["suites"][0]["counts"].clone())
+    };
+    assert_eq!(measured(&own, "one"), measured(&back, "other"));
+    for (to, reason) in [
+        ("vllm", "vLLM 0.32 has no xPress"),
+        ("sglang", "SGLang has no xPress"),
+        ("gguf", "llama.cpp has no xPress"),
+    ] {
+        assert_refused(&convert(&own, to, &root.path().join(to), &[]), 2, &[reason]);
+    }
 }
 
 #[test]

@@ -16,9 +16,10 @@ use common::{deepspec_eval, repository, target_dir};
 use deepspec_core::recipe::LossNormalization;
 use deepspec_core::{SlotTarget, Tap};
 use deepspec_drafters::{
-    BlockSpec, DSparkConfig, DSparkObjective, DSparkPlan, DSparkSettings, DraftDecoder, Eagle3Config,
-    Eagle3Objective, Eagle3Plan, Eagle3Settings, LossRecipe, MtpConfig, MtpObjective, MtpPlan, MtpSettings,
-    Supervise, TrainSample, TrainableDrafter,
+    BlockSpec, Consistency, DSparkConfig, DSparkObjective, DSparkPlan, DSparkSettings, DraftDecoder,
+    Eagle3Config, Eagle3Objective, Eagle3Plan, Eagle3Settings, LossRecipe, MtpConfig, MtpObjective, MtpPlan,
+    MtpSettings, Supervise, TrainSample, TrainableDrafter, XPressConfig, XPressObjective, XPressPlan,
+    XPressSettings,
 };
 use deepspec_models::{ModelConfig, save};
 use serde_json::{Value, json};
@@ -255,6 +256,42 @@ fn mtp_1_in_its_place_is_found_in_order() {
     };
     let plan = MtpPlan::new(config, MtpObjective::new(0.6, GAMMA));
     let trainee = train(&plan, &target_dir(), EAGLE3_STEPS, samples(&AS_USED));
+    let (_root, dir) = checkpoint(trainee.as_ref());
+    let report = doctor(&dir, &[]);
+    assert_eq!(report["cause"], Value::Null, "{report:#}");
+    let (real, estimated) =
+        (report["accepted_length"].as_f64().unwrap(), report["estimated"].as_f64().unwrap());
+    assert!(real > 1.3 && (real - estimated).abs() < 0.35 * real, "{real} and {estimated}");
+}
+
+#[test]
+fn xpress_in_its_place_is_found_in_order() {
+    let model = ModelConfig::load(&target_dir()).unwrap();
+    let config = XPressConfig {
+        decoder: DraftDecoder {
+            model: model.draft_decoder(&[None]).unwrap(),
+            taps: Tap::from_layer_ids(TAPS).unwrap(),
+            num_target_layers: model.layers.len(),
+        },
+        settings: XPressSettings {
+            blocks: BlockSpec {
+                block_size: GAMMA + 1,
+                slots: SlotTarget::FillIn,
+                mask_token_id: 1023,
+                causal: false,
+                num_anchors: 24,
+            },
+            rank: 16,
+            mlp_ratio: 2,
+            num_passes: 4,
+        },
+    };
+    let objective = XPressObjective {
+        loss: LossRecipe { ce_alpha: 1.0, ..LossRecipe::NONE },
+        consistency: Consistency::default(),
+        base_alpha: 0.6,
+    };
+    let trainee = train(&XPressPlan::new(config, objective), &target_dir(), STEPS / 2, samples(&AS_USED));
     let (_root, dir) = checkpoint(trainee.as_ref());
     let report = doctor(&dir, &[]);
     assert_eq!(report["cause"], Value::Null, "{report:#}");

@@ -10,7 +10,7 @@ use std::sync::OnceLock;
 
 use common::{
     Answers, answers, repository, run_ok, target, write_bigram_drafter, write_eagle3,
-    write_eagle3_with_vocab, write_mtp,
+    write_eagle3_with_vocab, write_mtp, write_xpress,
 };
 use deepspec_checkpoint::DraftVocab;
 use deepspec_core::jsonl::{Line, Reader};
@@ -189,6 +189,14 @@ fn at_temperature_0_dflash_2_changes_no_token() {
     changes_no_token(&repository("assets/tiny-dflash2"));
 }
 
+/// The greedy test for xPress, which drafts all slots of a block at once.
+#[test]
+fn at_temperature_0_xpress_changes_no_token() {
+    let dir = tempfile::tempdir().unwrap();
+    write_xpress(dir.path());
+    changes_no_token(dir.path());
+}
+
 fn changes_no_token(drafter: &Path) {
     let tokenizer = ChatTokenizer::load(&common::target_dir()).unwrap();
     let mut target = target(1, &[]);
@@ -214,14 +222,16 @@ fn changes_no_token(drafter: &Path) {
 #[test]
 fn lanes_draft_as_one_engine_does() {
     let dir = tempfile::tempdir().unwrap();
-    let [eagle3, mtp] = ["eagle3", "mtp"].map(|name| dir.path().join(name));
+    let [eagle3, mtp, xpress] = ["eagle3", "mtp", "xpress"].map(|name| dir.path().join(name));
     write_eagle3(&eagle3);
     write_mtp(&mtp);
+    write_xpress(&xpress);
     let (language_model, dspark) = (common::target_dir(), repository("assets/tiny-dspark"));
     let dflash2 = repository("assets/tiny-dflash2");
-    let drafters: [(&Path, &[&str]); 5] = [
+    let drafters: [(&Path, &[&str]); 6] = [
         (&dspark, &["--no-markov"]),
         (&dflash2, &[]),
+        (&xpress, &["--draft-sampling", "probabilistic"]),
         (&eagle3, &["--max-draft-tokens", "3"]),
         (&mtp, &["--max-draft-tokens", "2"]),
         (&language_model, &["--max-draft-tokens", "4"]),

@@ -57,6 +57,14 @@ fn a_step_of_dflash_waits_for_nothing() {
 }
 
 #[test]
+fn a_step_of_xpress_waits_for_nothing() {
+    within_budget(&[
+        "drafter={xpress: {block_size: 5, num_draft_layers: 1, mask_token_id: 1023, num_anchors: 6, refiner: {rank: 16}}}",
+        BF16,
+    ]);
+}
+
+#[test]
 fn a_step_of_eagle3_waits_for_nothing() {
     within_budget(&["drafter={eagle3: {ttt_length: 3}}", BF16]);
 }

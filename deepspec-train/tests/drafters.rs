@@ -21,6 +21,8 @@ const DFLASH: &str =
     "drafter={dflash: {block_size: 5, num_draft_layers: 1, mask_token_id: 1023, num_anchors: 6}}";
 const DFLASH2: &str = "drafter={dflash2: {block_size: 5, num_draft_layers: 1, mask_token_id: 1023, num_anchors: 6, selector: {rank: 8}}}";
 
+const XPRESS: &str = "drafter={xpress: {block_size: 5, num_draft_layers: 1, mask_token_id: 1023, num_anchors: 6, refiner: {rank: 16}}}";
+
 fn set<'a>(changes: &[&'a str]) -> Vec<&'a str> {
     changes.iter().flat_map(|change| ["--set", change]).collect()
 }
@@ -283,6 +285,58 @@ fn dflash2_learns_drafts_and_goes_on_after_a_kill() {
     }
 }
 
+#[test]
+fn xpress_learns_drafts_and_goes_on_after_a_kill() {
+    let bench = trained(&[XPRESS]);
+    let losses = bench.losses();
+    assert!(losses[STEPS - 1] < 0.95 * losses[0], "the loss does not fall: {losses:?}");
+    let metrics = last_metrics(&bench);
+    let number = |key: &str| metrics[key].as_f64().unwrap_or_else(|| panic!("no {key} in {metrics}"));
+    let forced = 0.1 * number("ce_loss") + 0.45 * number("l1_loss");
+    let whole = forced + 0.3 * number("consistency_loss") + 0.6 * number("base_loss");
+    assert!((number("loss") - whole).abs() < 1e-5 * whole, "{metrics}");
+    for key in ["consistency_accept_rate", "base_accept_rate"] {
+        assert!(number(key) > 0.0 && number(key) < 1.0, "{key}: {metrics}");
+    }
+    let config = config(&bench, STEPS);
+    assert_eq!(config["architectures"], json!(["Qwen3XPressModel"]));
+    assert_eq!((&config["xpress_rank"], &config["xpress_num_passes"]), (&json!(16), &json!(6)));
+    let (target, drafter) = (common::workspace().join("assets/tiny-target"), loads(&bench));
+    assert_eq!(drafter.draft_len(), 4);
+    assert_eq!(greedy(&target, None), greedy(&target, Some(drafter)));
+    let killed = Bench::new();
+    let mut child = common::start_until(&killed, 4, &set(&[XPRESS]));
+    child.kill().unwrap();
+    child.wait().unwrap();
+    killed.succeeds(&set(&[XPRESS]));
+    assert!(killed.result() == bench.result());
+    // Sequences share a forward, or have one each.
+    let split = trained(&[XPRESS, "train.local_batch_size=1"]);
+    for (a, b) in losses.iter().zip(split.losses()) {
+        assert!((a - b).abs() < 1e-4 * a.abs().max(1.0), "{a} and {b}");
+    }
+    let wrong = |change: &str, hints: &[&str]| {
+        Bench::new().fails(&set(&[XPRESS, change]), 2, hints);
+    };
+    wrong("drafter.xpress.refiner.rank=0", &["drafter.xpress.refiner.rank", "0 is not between 1 and"]);
+    wrong(
+        "drafter.xpress.refiner.num_passes=65",
+        &["drafter.xpress.refiner.num_passes", "65 is not between 1 and 64"],
+    );
+    wrong("drafter.xpress.mask_token_id=5000", &["drafter.xpress.mask_token_id", "5000 is outside"]);
+    Bench::new().succeeds(&[set(&[XPRESS, "drafter.xpress.refiner.rank=100"]), vec!["--plan"]].concat());
+    // Another number of passes fits the same weights, another rank does not.
+    let init = format!("train.init_from={}", step(&bench, STEPS).display());
+    let again = Bench::new();
+    again.succeeds(&set(&[XPRESS, &init, "drafter.xpress.refiner.num_passes=2", "train.max_train_steps=1"]));
+    let other = Bench::new();
+    other.fails(
+        &set(&[XPRESS, &init, "drafter.xpress.refiner.rank=8"]),
+        2,
+        &["refiner.rank 16 there, 8 here"],
+    );
+}
+
 /// With a chat format from the recipe or the template's own marks, and with the accepted length
 /// measured during training. Drafting changes no token.
 #[test]
@@ -317,6 +371,7 @@ fn llama_targets_have_drafters() {
         (dspark, "Qwen3DSparkModel", "qwen3", marks),
         (dspark, "Qwen3DSparkModel", "qwen3", own),
         (DFLASH, "Qwen3DSparkModel", "qwen3", marks),
+        (XPRESS, "Qwen3XPressModel", "qwen3", marks),
         (EAGLE3, "LlamaEagle3Model", "llama", own),
     ] {
         bench.succeeds(&[set(&[&common[..], &[drafter, rules]].concat()), vec!["--overwrite"]].concat());
@@ -378,14 +433,17 @@ fn frozen_parts_stay_and_the_others_learn() {
     let block = trained(&["train.max_train_steps=6"]);
     let eagle3 = trained(&[EAGLE3, "train.max_train_steps=6"]);
     let dflash2 = trained(&[DFLASH2, "train.max_train_steps=6"]);
+    let xpress = trained(&[XPRESS, "train.max_train_steps=6"]);
     type Case<'a> = (&'a Bench, &'a [&'a str], &'a str, &'a [&'a str]);
-    let cases: [Case; 6] = [
+    let cases: [Case; 8] = [
         (&block, &[], "backbone", &heads),
         (&block, &["train.precision=bf16"], "backbone", &heads),
         (&block, &[], "backbone, markov", &["confidence_head."]),
         (&block, &[], "backbone, confidence", &["markov_head."]),
         (&eagle3, &[EAGLE3], "fusion, layers", &["norm."]),
         (&dflash2, &[DFLASH2], "backbone", &["candidate_selector."]),
+        (&xpress, &[XPRESS], "backbone", &["xpress_head."]),
+        (&xpress, &[XPRESS], "refiner", &["fc.", "hidden_norm.", "layers.", "norm."]),
     ];
     for (from, more, frozen, learns) in cases {
         let given = parameters(from, 6);

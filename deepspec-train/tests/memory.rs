@@ -54,6 +54,12 @@ fn dflash2() -> Value {
     json!({"dflash2": block})
 }
 
+fn xpress() -> Value {
+    let mut block = block(96, 8, 2);
+    block["refiner"] = json!({"rank": 128});
+    json!({"xpress": block})
+}
+
 fn eagle3() -> Value {
     json!({"eagle3": {"num_draft_layers": 1, "ttt_length": 7, "step_loss_decay": 0.8}})
 }
@@ -204,6 +210,12 @@ fn dflash_with_long_blocks() {
         recompute: false,
     }
     .check();
+}
+
+#[test]
+fn xpress_with_three_rounds() {
+    Case { drafter: xpress(), gemma: false, precision: "fp32", samples: 2, tokens: 768, recompute: false }
+        .check();
 }
 
 #[test]

@@ -27,7 +27,7 @@ fn recipes() -> Vec<(&'static str, &'static str, PathBuf)> {
         .flat_map(|algorithm| {
             TARGETS.iter().map(move |target| (*algorithm, *target, path(algorithm, target)))
         })
-        .chain([("mtp", "qwen3_4b", path("mtp", "qwen3_4b"))])
+        .chain(["mtp", "xpress"].map(|algorithm| (algorithm, "qwen3_4b", path(algorithm, "qwen3_4b"))))
         .collect()
 }
 
@@ -53,6 +53,10 @@ fn small_target(dir: &Path, target: &str) {
     fs::write(dir.join("config.json"), config.to_string()).unwrap();
 }
 
+fn recipe_has_blocks(algorithm: &str) -> bool {
+    !["eagle3", "mtp"].contains(&algorithm)
+}
+
 fn run(recipe: &Path, args: &[String]) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_deepspec-train"));
     command.arg("--config").arg(recipe).args(args).env("OMP_NUM_THREADS", "1").env("HF_HUB_OFFLINE", "1");
@@ -65,7 +69,7 @@ fn parsed(output: &Output, what: &str) -> Value {
 }
 
 #[test]
-fn all_of_the_reference_are_there_and_mtp_1() {
+fn all_of_the_reference_are_there_and_some_more() {
     for (algorithm, target, path) in recipes() {
         let recipe = deepspec_drafters::load_recipe(&path, &[]).unwrap();
         let (model, taps, mask) = match target {
@@ -77,6 +81,7 @@ fn all_of_the_reference_are_there_and_mtp_1() {
         let (length, seed) = match algorithm {
             "eagle3" => ("ttt7", 0),
             "mtp" => ("steps3", 0),
+            "xpress" => ("block16", 42),
             _ => ("block7", 42),
         };
         let taps = if algorithm == "mtp" { vec![] } else { taps.to_vec() };
@@ -230,7 +235,7 @@ fn each_plans_and_runs_the_bench_at_small_sizes() {
         .into_iter()
         .flat_map(|setting| ["--set".to_string(), setting])
         .collect();
-        if algorithm.starts_with('d') {
+        if recipe_has_blocks(algorithm) {
             for setting in ["mask_token_id=95", "num_anchors=6"] {
                 args.extend(["--set".to_string(), format!("drafter.{algorithm}.{setting}")]);
             }
@@ -308,7 +313,7 @@ fn the_tiny_ones_are_planned_and_benched_too() {
     }
     seen.sort();
     assert!(
-        ["dflash", "dflash2", "dspark", "eagle3", "mtp"]
+        ["dflash", "dflash2", "dspark", "eagle3", "mtp", "xpress"]
             .iter()
             .all(|name| seen.iter().any(|found| found == name)),
         "{seen:?}"

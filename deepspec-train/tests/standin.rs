@@ -74,6 +74,15 @@ fn every_drafter_learns_in_bfloat16_too() {
 }
 
 #[test]
+fn xpress_learns_as_on_the_cpu() {
+    let drafter = "drafter={xpress: {block_size: 5, num_draft_layers: 1, mask_token_id: 1023, num_anchors: 6, refiner: {rank: 16}}}";
+    for (precision, tolerance) in [("fp32", 1e-4), ("bf16", 2e-2)] {
+        let Some(gpu) = gpu() else { return };
+        as_on_the_cpu(gpu, &[drafter, FEW, &format!("train.precision={precision}")], tolerance);
+    }
+}
+
+#[test]
 fn mtp_1_learns_as_on_the_cpu() {
     for (precision, tolerance) in [("fp32", 1e-4), ("bf16", 2e-2)] {
         let Some(gpu) = gpu() else { return };

@@ -15,7 +15,8 @@ use deepspec_checkpoint::DraftVocab;
 use deepspec_core::{SlotTarget, Tap};
 use deepspec_drafters::{
     BlockSpec, ConfidenceSettings, DSpark, DSparkConfig, DSparkSettings, DraftDecoder, Eagle3, Eagle3Config,
-    Eagle3Settings, MarkovKind, MarkovSettings, Mtp, MtpConfig, MtpSettings,
+    Eagle3Settings, MarkovKind, MarkovSettings, Mtp, MtpConfig, MtpSettings, XPress, XPressConfig,
+    XPressSettings,
 };
 use deepspec_models::{ModelConfig, TargetModel, TargetOptions, load_embed_and_head, save};
 use deepspec_testkit::noise;
@@ -177,6 +178,42 @@ pub fn write_mtp(dir: &Path) {
     };
     let (embed, head) = load_embed_and_head(&target_dir(), &target, Device::Cpu, Kind::Float).unwrap();
     let model = Mtp::fresh(config, &embed, &head, 1, Kind::Float);
+    fs::create_dir_all(dir).unwrap();
+    save(&dir.join("model.safetensors"), &model.checkpoint(), Kind::BFloat16).unwrap();
+    let config = serde_json::to_string(&model.config().to_json()).unwrap();
+    fs::write(dir.join("config.json"), config).unwrap();
+}
+
+/// Writes an untrained xPress drafter for the tiny target, whose refiner changes tokens.
+pub fn write_xpress(dir: &Path) {
+    let target = ModelConfig::load(&target_dir()).unwrap();
+    let config = XPressConfig {
+        decoder: DraftDecoder {
+            model: target.draft_decoder(&[None]).unwrap(),
+            taps: Tap::from_layer_ids([0, 2, 4]).unwrap(),
+            num_target_layers: target.layers.len(),
+        },
+        settings: XPressSettings {
+            blocks: BlockSpec {
+                block_size: 5,
+                slots: SlotTarget::FillIn,
+                mask_token_id: 1023,
+                causal: false,
+                num_anchors: 8,
+            },
+            rank: 16,
+            mlp_ratio: 2,
+            num_passes: 3,
+        },
+    };
+    let (embed, head) = load_embed_and_head(&target_dir(), &target, Device::Cpu, Kind::Float).unwrap();
+    let model = XPress::fresh(config, &embed, &head, 1, Kind::Float);
+    for (seed, (name, parameter)) in model.parameters().iter().enumerate() {
+        if name.starts_with("xpress_head.") {
+            let values = Tensor::from_slice(&noise(seed as u64, parameter.numel())).view_as(parameter);
+            let _ = parameter.shallow_clone().g_add_(&(values * 0.2));
+        }
+    }
     fs::create_dir_all(dir).unwrap();
     save(&dir.join("model.safetensors"), &model.checkpoint(), Kind::BFloat16).unwrap();
     let config = serde_json::to_string(&model.config().to_json()).unwrap();

@@ -35,12 +35,12 @@ pub fn refusal(from: &Folder, to: CheckpointFormat, target: Option<&Folder>) -> 
     }
 }
 
-const DRAFTERS: [&str; 7] =
-    ["dspark_vanilla", "dspark_gated", "dspark_rnn", "dflash", "dflash2", "eagle3_qwen3", "mtp"];
+const DRAFTERS: [&str; 8] =
+    ["dspark_vanilla", "dspark_gated", "dspark_rnn", "dflash", "dflash2", "xpress", "eagle3_qwen3", "mtp"];
 
 fn allowed(case: &str) -> &'static [CheckpointFormat] {
     match case {
-        "eagle3_qwen3" | "mtp" => &[CheckpointFormat::Speculators],
+        "eagle3_qwen3" | "mtp" | "xpress" => &[CheckpointFormat::Speculators],
         "dflash2" => &[CheckpointFormat::Speculators, CheckpointFormat::Zlab],
         // Its confidence head reads only the state, which ModelOpt's cannot.
         "dspark_rnn" | "dflash" => &[CheckpointFormat::Speculators, CheckpointFormat::Specforge],

@@ -9,7 +9,7 @@ use deepspec_drafters::open_checkpoint;
 use deepspec_testkit::mutate::Fuzzer;
 use serde_json::Value;
 
-const WORDS: [&str; 19] = [
+const WORDS: [&str; 21] = [
     "architectures",
     "dflash_config",
     "transformer_layer_config",
@@ -29,6 +29,8 @@ const WORDS: [&str; 19] = [
     "conv_group_size",
     "mtp",
     "num_speculative_steps",
+    "xpress_rank",
+    "Qwen3XPressModel",
 ];
 
 fn every_format() -> Vec<Folder> {
@@ -45,6 +47,7 @@ fn every_format() -> Vec<Folder> {
         golden("eagle3_qwen3"),
         golden("dspark_gated"),
         golden("dflash2"),
+        golden("xpress"),
         golden("mtp"),
         fixture::zlab(),
         fixture::specforge_eagle3(),

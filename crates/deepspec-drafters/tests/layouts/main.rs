@@ -11,3 +11,4 @@ mod fuzz;
 mod gguf;
 mod mtp;
 mod serving;
+mod xpress;

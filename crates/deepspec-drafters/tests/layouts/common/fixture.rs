@@ -102,6 +102,42 @@ pub fn dflash2() -> Folder {
     folder
 }
 
+/// An xPress in the reference's layout: the golden DFlash, with numbers for its refiner.
+pub fn xpress() -> Folder {
+    let (folder, from) = (Folder::new(), golden("dflash"));
+    let mut config = from.config();
+    let map = config.as_object_mut().unwrap();
+    map.retain(|key, _| !["markov_rank", "enable_confidence_head"].contains(&key.as_str()));
+    let own = json!({
+        "architectures": ["Qwen3XPressModel"], "sample_from_anchor": false, "xpress_rank": 8, "xpress_mlp_ratio": 2,
+        "xpress_num_passes": 6, "xpress_candidate_topc": 0,
+    });
+    map.extend(own.as_object().unwrap().clone());
+    folder.put(&config);
+    let mut tensors = bytes(&from);
+    let [width, vocab, size] =
+        ["hidden_size", "vocab_size", "block_size"].map(|key| config[key].as_u64().unwrap() as usize);
+    let shapes = [
+        ("w1.weight", vec![vocab, 8]),
+        ("w2.weight", vec![vocab, 8]),
+        ("down_h.weight", vec![8, width]),
+        ("down_g.weight", vec![8, width]),
+        ("in_proj.weight", vec![8, 24]),
+        ("mix.L", vec![8, size, size]),
+        ("mlp.gate_proj.weight", vec![16, 8]),
+        ("mlp.up_proj.weight", vec![16, 8]),
+        ("mlp.down_proj.weight", vec![8, 16]),
+    ];
+    for (seed, (name, shape)) in shapes.into_iter().enumerate() {
+        // Every tensor has bytes of its own.
+        let count = 4 * shape.iter().product::<usize>();
+        let data = (0..count).map(|byte| if byte % 4 == 3 { 60 } else { (byte * 7 + seed) as u8 }).collect();
+        tensors.insert(format!("xpress_head.{name}"), (Dtype::F32, shape, data));
+    }
+    write(&folder.path().join("model.safetensors"), &tensors);
+    folder
+}
+
 /// An MTP-1 in the reference's layout: the layer of the golden Eagle3, as wide as the target's.
 pub fn mtp() -> Folder {
     let (folder, from) = (Folder::new(), golden("eagle3_qwen3"));

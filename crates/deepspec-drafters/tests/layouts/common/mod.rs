@@ -63,6 +63,7 @@ pub fn write(path: &Path, tensors: &Bytes) {
 pub fn golden(case: &str) -> Folder {
     match case {
         "dflash2" => return fixture::dflash2(),
+        "xpress" => return fixture::xpress(),
         "mtp" => return fixture::mtp(),
         _ => {}
     }

@@ -1,0 +1,115 @@
+//! xPress in speculators' layout, keys that are not supported, and refusals of other layouts and engines.
+
+use deepspec_checkpoint::{CheckpointFormat, Engine, GgufExport, Target, convert_for_engine};
+use deepspec_drafters::open_checkpoint;
+use serde_json::{Value, json};
+
+use crate::common::{Folder, bytes, edited, golden, target};
+use crate::convert::{converted, refusal};
+
+fn away() -> Folder {
+    let own = golden("xpress");
+    converted(&own, CheckpointFormat::Speculators, Some(&target(&own)))
+}
+
+#[test]
+fn speculators_names_and_keys_are_its_own() {
+    let there = away();
+    let config = there.config();
+    for (key, value) in [
+        ("speculators_model_type", json!("xpress")),
+        ("architectures", json!(["XPressSpeculator"])),
+        ("xpress_rank", json!(8)),
+        ("xpress_mlp_ratio", json!(2)),
+        ("num_jacobi_passes", json!(6)),
+        ("sample_from_anchor", json!(false)),
+    ] {
+        assert_eq!(config[key], value, "{key}");
+    }
+    for absent in ["xpress_num_passes", "xpress_candidate_topc"] {
+        assert_eq!(config.get(absent), None, "{absent}");
+    }
+    let names = bytes(&there).into_keys().filter(|name| name.starts_with("refiner_head."));
+    let mut expected: Vec<String> =
+        ["token_embed", "readout", "down_h", "down_g", "in_proj", "mlp_gate", "mlp_up", "mlp_down"]
+            .map(|name| format!("refiner_head.{name}.weight"))
+            .to_vec();
+    expected.push("refiner_head.mix_l".into());
+    expected.sort();
+    assert_eq!(names.collect::<Vec<_>>(), expected);
+    assert!(bytes(&there).keys().all(|name| !name.starts_with("xpress_head.")));
+    assert!(open_checkpoint(there.path()).unwrap().check().is_ok());
+}
+
+/// speculators leaves out keys that have its defaults.
+#[test]
+fn a_checkpoint_of_speculators_has_its_defaults() {
+    let written = edited(&away(), |config| {
+        let map = config.as_object_mut().unwrap();
+        map.retain(|key, _| {
+            !["num_jacobi_passes", "xpress_mlp_ratio", "sample_from_anchor"].contains(&key.as_str())
+        });
+        map.insert("xpress_backbone".into(), json!("dflash"));
+    });
+    let own = golden("xpress");
+    let back = converted(&written, CheckpointFormat::Reference, Some(&target(&own)));
+    assert_eq!(bytes(&back), bytes(&own));
+    let config = back.config();
+    assert_eq!((&config["xpress_num_passes"], &config["xpress_mlp_ratio"]), (&json!(6), &json!(2)));
+    assert_eq!((&config["sample_from_anchor"], &config["xpress_candidate_topc"]), (&json!(false), &json!(0)));
+}
+
+#[test]
+fn other_forms_are_refused_by_name() {
+    type Edit = fn(&mut Value);
+    let own: [(Edit, &str); 4] = [
+        (|config| config["xpress_candidate_topc"] = json!(8), "`xpress_candidate_topc`: 8, but only 0"),
+        (
+            |config| config["sample_from_anchor"] = json!(true),
+            "`sample_from_anchor`: true; the slots of xPress",
+        ),
+        (|config| config["xpress_num_passes"] = json!(65), "`xpress_num_passes`: 65 is not between 1 and 64"),
+        (|config| config["xpress_rank"] = Value::Null, "`xpress_rank`: missing"),
+    ];
+    let theirs: [(Edit, &str); 2] = [
+        (
+            |config| config["xpress_backbone"] = json!("dflash2"),
+            "`xpress_backbone`: \"dflash2\" is not supported",
+        ),
+        (
+            |config| config["sample_from_anchor"] = json!(true),
+            "`sample_from_anchor`: true; the slots of xPress",
+        ),
+    ];
+    let told = |folder: &Folder| {
+        let checkpoint = open_checkpoint(folder.path());
+        checkpoint.and_then(|found| found.check()).err().map(|error| error.to_string()).unwrap_or_default()
+    };
+    for (edit, hint) in own {
+        let found = told(&edited(&golden("xpress"), edit));
+        assert!(found.contains(hint), "{hint} not in: {found}");
+    }
+    for (edit, hint) in theirs {
+        let found = told(&edited(&away(), edit));
+        assert!(found.contains(hint), "{hint} not in: {found}");
+    }
+}
+
+#[test]
+fn other_layouts_and_engines_are_refused() {
+    let own = golden("xpress");
+    for to in [CheckpointFormat::Specforge, CheckpointFormat::Zlab, CheckpointFormat::Modelopt] {
+        let told = refusal(&own, to, Some(&target(&own)));
+        assert!(told.contains("has no layout for xPress"), "{told}");
+    }
+    let (source, target) = (open_checkpoint(own.path()).unwrap(), target(&own));
+    let target = Target::open(target.path(), "owner/target").unwrap();
+    for (engine, reason) in
+        [(Engine::Vllm, "vLLM 0.32 has no xPress"), (Engine::Sglang, "SGLang has no xPress")]
+    {
+        let told = convert_for_engine(&source, engine, &target).err().unwrap().to_string();
+        assert!(told.contains(reason), "{told}");
+    }
+    let told = GgufExport::plan(&source, &target, None).err().unwrap().to_string();
+    assert!(told.contains("llama.cpp has no xPress"), "{told}");
+}
