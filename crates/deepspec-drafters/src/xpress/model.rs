@@ -54,8 +54,8 @@ pub struct XPressRecipe {
     /// Weight of the losses of the LM head's own logits, from which the refiner starts.
     #[serde(default = "default_base_alpha")]
     pub base_alpha: f64,
-    /// Weights of the distillation losses; absent means 0.1 for the cross entropy with the label and 0.45 for ‖p^d − p^t‖₁, which is 0.9
-    /// times the total variation.
+    /// Weights of the distillation losses; absent means the authors': 0.1 for the cross entropy with the label, and 0.45 for ‖p^d − p^t‖₁.
+    /// Its half is the total variation, which they weigh with 0.9.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub loss: Option<LossRecipe>,
 }
