@@ -132,6 +132,7 @@ impl MemoryEstimator<'_> {
             ShardingStrategy::ShardOptimizer => weights * optimizer / self.processes as u64,
         };
         let ends = if self.target.tie_word_embeddings { 1 } else { 2 };
+        let own_head = self.drafter_plan.own_head_rows().unwrap_or(0);
         let measured = match self.measures {
             true => {
                 let (drafter, forward) = (self.drafter_plan, largest.forward.as_slice());
@@ -141,7 +142,9 @@ impl MemoryEstimator<'_> {
         };
         MemoryEstimate {
             program: self.program,
-            frozen: ends * (self.target.vocab_size * self.target.hidden_size) as u64 * bytes,
+            frozen: (ends * self.target.vocab_size as u64 + own_head as u64)
+                * self.target.hidden_size as u64
+                * bytes,
             weights: (weights + frozen as u64) * bytes,
             gradients: weights * gradients,
             optimizer,

@@ -64,6 +64,8 @@ fn a_killed_run_resumes_with_its_vocabulary_only() {
     write_vocab(&second, 7);
     killed.fails(&strings(&arguments), 2, &["trained with another draft_vocab"]);
     killed.fails(&["--set", "drafter={eagle3: {ttt_length: 3}}"], 2, &["another recipe", "draft_vocab"]);
+    DraftVocab::most_frequent(&[1; VOCAB], 100).unwrap().write(&second).unwrap();
+    killed.fails(&strings(&arguments), 2, &["trained with another draft_vocab"]);
     // The file may lie elsewhere.
     let moved = killed.path("moved.safetensors");
     write_vocab(&moved, 5);
@@ -97,4 +99,11 @@ fn mistakes_are_named() {
     bench.fails(&strings(&recipe(&file)), 2, &["drafter.eagle3.draft_vocab", "vocab.safetensors"]);
     DraftVocab::most_frequent(&[1, 2, 3], 2).unwrap().write(&file).unwrap();
     bench.fails(&strings(&recipe(&file)), 2, &["it is for 3 tokens, the target has 1024"]);
+    DraftVocab::most_frequent(&[1; VOCAB], VOCAB).unwrap().write(&file).unwrap();
+    bench.fails(&strings(&recipe(&file)), 2, &["all of the target's tokens", "leave draft_vocab out"]);
+    // A run with the whole vocabulary does not go on with a part of it.
+    bench.succeeds(&["--set", "drafter={eagle3: {ttt_length: 3}}", "--set", "train.max_train_steps=2"]);
+    write_vocab(&file, 5);
+    let more = ["train.max_train_steps=2"];
+    bench.fails(&strings(&arguments(&file, &more)), 2, &["another recipe", "draft_vocab"]);
 }

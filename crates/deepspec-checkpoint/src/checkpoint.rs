@@ -78,7 +78,8 @@ impl Checkpoint {
     /// Whether the tensor is a copy of the target's (embedding, LM head) or rebuilt from it, so
     /// that training does not change it.
     pub fn is_target_tensor(&self, name: &str) -> bool {
-        shapes::is_embed_or_head(name) || REBUILT_TENSORS.contains(&name)
+        let is_own_head = name == shapes::HEAD && self.drafter.has_reduced_vocab();
+        !is_own_head && (shapes::is_embed_or_head(name) || REBUILT_TENSORS.contains(&name))
     }
 
     /// Whether the checkpoint has the reference's format but lacks embedding and LM head, which

@@ -4,11 +4,13 @@
 //! target id = i + d2t\[i\]. `t2d [V]` says for each of the target's ids whether it can be drafted.
 
 use std::collections::BTreeSet;
+use std::io::Write;
 use std::path::Path;
 
-use safetensors::Dtype;
+use deepspec_core::atomic;
+use safetensors::tensor::{Dtype, TensorView};
 
-use crate::write::{TensorSource, TensorToWrite, write_file};
+use crate::write::{TensorSource, TensorToWrite};
 use crate::{CheckpointError, Tensors};
 
 /// Name of the offsets from draft ids to the target's ids.
@@ -93,10 +95,18 @@ impl DraftVocab {
     /// # Errors
     /// Any I/O failure, with the path.
     pub fn write(&self, path: &Path) -> Result<(), CheckpointError> {
-        let partial = deepspec_core::atomic::partial_path(path);
-        write_file(&partial, &self.tensors())?;
-        let renamed = std::fs::rename(&partial, path);
-        Ok(renamed.map_err(deepspec_core::atomic::FileError::at("writing", path))?)
+        let problem = |problem: String| CheckpointError::NotADrafter { path: path.to_path_buf(), problem };
+        let tensors = self.tensors();
+        let views: Result<Vec<_>, _> = tensors
+            .iter()
+            .map(|tensor| {
+                let TensorSource::Bytes(bytes) = &tensor.source else { unreachable!("maps are made here") };
+                let view = TensorView::new(tensor.dtype, tensor.shape.clone(), bytes);
+                view.map(|view| (tensor.name.as_str(), view)).map_err(|error| problem(error.to_string()))
+            })
+            .collect();
+        let bytes = safetensors::serialize(views?, None).map_err(|error| problem(error.to_string()))?;
+        Ok(atomic::replace(path, |file| file.write_all(&bytes))?)
     }
 
     /// The two maps as tensors to write.
@@ -159,9 +169,12 @@ mod tests {
         assert_eq!(DraftVocab::read(&path).unwrap(), vocab);
 
         let offsets = |offsets: [i64; 3]| {
-            let mut tensors = vocab.tensors();
-            tensors[0].source = TensorSource::Bytes(offsets.iter().flat_map(|o| o.to_le_bytes()).collect());
-            write_file(&path, &tensors).unwrap();
+            let bytes: Vec<u8> = offsets.iter().flat_map(|offset| offset.to_le_bytes()).collect();
+            let maps = [(D2T, Dtype::I64, 3, bytes), (T2D, Dtype::BOOL, 5, vocab.flags())];
+            let views = maps.iter().map(|(name, dtype, len, bytes)| {
+                (*name, TensorView::new(*dtype, vec![*len], bytes).unwrap())
+            });
+            std::fs::write(&path, safetensors::serialize(views, None).unwrap()).unwrap();
             DraftVocab::read(&path).unwrap_err().to_string()
         };
         assert!(offsets([0, 1, 9]).contains("token 11"), "outside of the target's vocabulary");

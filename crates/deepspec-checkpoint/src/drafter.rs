@@ -106,9 +106,15 @@ pub trait KindSettings: fmt::Debug + Send + Sync {
         true
     }
 
-    /// Captured layers of a target with `layers` layers, for a config that does not say which.
+    /// Captured layers of a target with `layers` layers, for a config that does not say which. Empty for kinds without default
+    /// layers, and for targets with too few layers.
     fn default_taps(&self, _layers: u64) -> Vec<Tap> {
         vec![]
+    }
+
+    /// Whether a config need not say which layers are captured.
+    fn has_default_taps(&self) -> bool {
+        !self.default_taps(u64::from(u16::MAX)).is_empty()
     }
 
     /// Whether the drafter may have a reduced vocabulary.

@@ -57,8 +57,7 @@ pub fn write_weights(
     Ok(write_index(dir, &shards, &names)?)
 }
 
-/// Writes one safetensors file and syncs it. The tensors must be sorted as by [`write_weights`].
-pub fn write_file(path: &Path, tensors: &[TensorToWrite]) -> Result<(), CheckpointError> {
+fn write_file(path: &Path, tensors: &[TensorToWrite]) -> Result<(), CheckpointError> {
     let (mut infos, mut end) = (vec![], 0);
     for tensor in tensors.iter() {
         let start = end;

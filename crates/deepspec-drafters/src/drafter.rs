@@ -116,6 +116,11 @@ pub trait DrafterPlan: Send + Sync {
 
     /// Numbers of parameters, without embedding and LM head.
     fn num_parameters(&self) -> ParamCounts;
+
+    /// Rows of an LM head that the drafter has beside the target's: the tokens of a reduced vocabulary; None without one.
+    fn own_head_rows(&self) -> Option<usize> {
+        None
+    }
 }
 
 /// Numbers of parameters of a drafter.

@@ -104,8 +104,7 @@ fn logits_are_the_whole_drafters_at_its_tokens_and_minus_infinity_elsewhere() {
     assert!(bool::try_from(rest.eq(f64::NEG_INFINITY).all()).unwrap());
 }
 
-/// The teacher is the target's distribution over the draft tokens, renormalised, as EAGLE-3's authors, SpecForge and speculators
-/// train it. The gradients are autograd's through plain operators.
+/// The teacher is the target's distribution over the draft tokens, renormalised, as speculators trains it. The gradients are autograd's through plain operators.
 #[test]
 fn the_loss_is_the_cross_entropy_with_the_target_over_the_draft_tokens() {
     let model = reduced();
@@ -158,6 +157,12 @@ fn checkpoints_keep_the_vocabulary_and_recipes_name_its_file() {
     let logits = |model: &Eagle3| model.draft_logits(&model.step_states(&batch(1))[0]);
     assert!(logits(&loaded).equal(&logits(&reduced())));
     assert!(loaded.config().decoder.check_fits(&target).is_ok());
+    // Most public drafters have Llama's layers, also for other targets.
+    let mut raw = target.raw.clone();
+    raw.insert("model_type".into(), json!("llama"));
+    let llama = ModelConfig::parse(Path::new("config.json"), raw).unwrap();
+    let llama = DraftDecoder { model: llama.draft_decoder(&[None]).unwrap(), ..config(None).decoder };
+    assert!(llama.check_fits(&target).is_ok());
 
     for (value, told) in [
         (json!(null), "lm_head.weight"),

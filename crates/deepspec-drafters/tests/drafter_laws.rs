@@ -11,7 +11,8 @@ use deepspec_core::recipe::LossNormalization;
 use deepspec_core::{SlotTarget, Tap};
 use deepspec_drafters::{
     BlockSpec, DSpark, DSparkConfig, DSparkProposer, DSparkSettings, DraftDecoder, Eagle3, Eagle3Batch,
-    Eagle3Config, Eagle3Objective, Eagle3Proposer, Eagle3Settings, LossDenominator, Supervise, TrainSample,
+    Eagle3Config, Eagle3Norms, Eagle3Objective, Eagle3Proposer, Eagle3Settings, LossDenominator, Supervise,
+    TrainSample,
 };
 use deepspec_engine::{Context, DraftRequest, Proposer, Sampling, SamplingBatch};
 use deepspec_models::ModelConfig;
@@ -197,20 +198,32 @@ fn a_layer_pattern_the_target_cannot_have_is_refused() {
     assert!(refusal(&gemma4, &[None, Some(4)]).contains("last layer of a Gemma 4"));
 }
 
+/// The original's norms, and those of its variants.
+const NORMS: [Eagle3Norms; 3] = [
+    Eagle3Norms { before_residual: false, before_fc: false, fc: false, output: false },
+    Eagle3Norms { before_residual: true, before_fc: false, fc: true, output: true },
+    Eagle3Norms { before_residual: false, before_fc: true, fc: false, output: false },
+];
+
 /// Decoding after token i + 1 equals position i of the training-time test if it samples the tokens
 /// of the text.
 #[test]
 fn eagle3_decodes_as_its_training_time_test_ran() {
     let _guard = tch::no_grad_guard();
     let (sample, steps) = (sample(vec![]), 4);
-    for target in targets() {
+    for (target, norms) in targets().iter().flat_map(|target| NORMS.map(|norms| (target, norms))) {
         let config = Eagle3Config {
             decoder: DraftDecoder {
                 model: target.draft_decoder(&[None, None]).unwrap(),
                 taps: Tap::from_layer_ids([1, 3]).unwrap(),
                 num_target_layers: 4,
             },
-            settings: Eagle3Settings { ttt_length: steps, step_loss_decay: 0.8, ..Eagle3Settings::default() },
+            settings: Eagle3Settings {
+                ttt_length: steps,
+                step_loss_decay: 0.8,
+                norms,
+                ..Eagle3Settings::default()
+            },
         };
         let (embed, head) = ends();
         let model = Eagle3::fresh(config, &embed, &head, 11, Kind::Float);
@@ -375,7 +388,9 @@ fn eagle3_gradients_are_autograds() {
         step_loss_decay: 0.8,
         normalization: LossNormalization::Global,
     };
-    for (kind, tolerance) in [(Kind::Float, 1e-5), (Kind::BFloat16, 3e-2)] {
+    let kinds = [(Kind::Float, 1e-5), (Kind::BFloat16, 3e-2)];
+    for ((kind, tolerance), norms) in kinds.into_iter().flat_map(|kind| NORMS.map(|norms| (kind, norms))) {
+        let config = Eagle3Config { settings: Eagle3Settings { norms, ..config.settings }, ..config.clone() };
         let ends = [41, 42].map(|seed| common::noise(seed, &[VOCAB, width]).to_kind(kind));
         let sample = TrainSample {
             input_ids: (0..LENGTH as i64).map(|i| (i * 37 + 11) % VOCAB).collect(),

@@ -11,6 +11,7 @@ use rayon::prelude::*;
 use super::MaskArgs;
 use super::row::{RowOutcome, inspect_line};
 use super::settings::MaskSettings;
+use crate::same_file;
 
 /// Rows per batch.
 const LINES_PER_BATCH: usize = 128;
@@ -46,6 +47,14 @@ struct TokenCounts {
 /// With a usage error, if the size is not below the target's vocabulary, or if the file exists and differs.
 pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     args.mask.check()?;
+    if args.mask.input.iter().any(|input| same_file::is_same_file(input, &args.output)) {
+        usage!("--output {} is also an input", args.output.display());
+    }
+    if let Some(folder) =
+        args.output.parent().filter(|folder| !folder.as_os_str().is_empty() && !folder.is_dir())
+    {
+        usage!("--output {}: there is no folder {}", args.output.display(), folder.display());
+    }
     let settings = MaskSettings::new(&args.mask, verbosity)?;
     let Some(vocab_size) = settings.vocab_size else {
         usage!("--model: its config.json gives no vocab_size");

@@ -8,8 +8,8 @@ use deepspec_core::recipe::LossNormalization;
 use deepspec_core::{SlotTarget, Tap};
 use deepspec_drafters::{
     BlockSpec, DSparkConfig, DSparkObjective, DSparkPlan, DSparkSettings, DraftDecoder, DrafterPlan,
-    Eagle3Config, Eagle3Objective, Eagle3Plan, Eagle3Settings, LossRecipe, MarkovKind, MarkovSettings,
-    Supervise,
+    Eagle3Config, Eagle3Norms, Eagle3Objective, Eagle3Plan, Eagle3Settings, LossRecipe, MarkovKind,
+    MarkovSettings, Supervise,
 };
 use deepspec_models::{ModelConfig, save};
 use deepspec_testkit::conversations::tokenizers;
@@ -57,15 +57,16 @@ pub fn stretched() -> TempDir {
 
 /// An Eagle3 trained on this target's answers.
 pub fn eagle3(target: &Path, taps: [i64; 3], steps: usize) -> TempDir {
-    eagle3_with_vocab(target, taps, steps, None)
+    eagle3_variant(target, taps, steps, None, Eagle3Norms::default())
 }
 
-/// An Eagle3 trained on this target's answers, with a reduced vocabulary if one is given.
-pub fn eagle3_with_vocab(
+/// An Eagle3 trained on this target's answers, with these norms, and with a reduced vocabulary if one is given.
+pub fn eagle3_variant(
     target: &Path,
     taps: [i64; 3],
     steps: usize,
     draft_vocab: Option<DraftVocab>,
+    norms: Eagle3Norms,
 ) -> TempDir {
     let model = ModelConfig::load(target).unwrap();
     let taps = Tap::from_layer_ids(taps).unwrap();
@@ -79,7 +80,7 @@ pub fn eagle3_with_vocab(
             ttt_length: 4,
             step_loss_decay: 0.8,
             draft_vocab_size: draft_vocab.as_ref().map(|vocab| vocab.tokens().len() as i64),
-            ..Eagle3Settings::default()
+            norms,
         },
     };
     let objective = Eagle3Objective {

@@ -5,11 +5,12 @@ use std::path::Path;
 use std::process::Command;
 
 use deepspec_checkpoint::DraftVocab;
+use deepspec_drafters::Eagle3Norms;
 use deepspec_testkit::skip::vllm_python;
 use serde_json::{Value, json};
 
 use crate::common::{deepspec_eval, repository, target_dir};
-use crate::drafters::{RealModel, causal_dspark, dflash, eagle3, eagle3_with_vocab, filling_in, stretched};
+use crate::drafters::{RealModel, causal_dspark, dflash, eagle3, eagle3_variant, filling_in, stretched};
 use crate::server::Server;
 use crate::{ANSWER, ENOUGH, FEWER, LIMIT, accepted, drafting, near_tie, ours, prompts};
 
@@ -127,7 +128,15 @@ fn vllm_runs_eagle3_with_a_reduced_vocabulary_cycle_by_cycle() {
     // Every seventh token cannot be drafted, and of the rest the last ones.
     let counts: Vec<u64> = (0..1024).map(|id| if id % 7 == 0 { 0 } else { 1024 - id }).collect();
     let vocab = DraftVocab::most_frequent(&counts, 600).unwrap();
-    agrees_with_vllm(&python, eagle3_with_vocab(&target_dir(), [0, 2, 4], 60, Some(vocab)).path(), 0);
+    let norms = Eagle3Norms::default();
+    agrees_with_vllm(&python, eagle3_variant(&target_dir(), [0, 2, 4], 60, Some(vocab), norms).path(), 0);
+}
+
+#[test]
+fn vllm_runs_eagle3_with_further_norms_cycle_by_cycle() {
+    let Some(python) = vllm_python() else { return };
+    let norms = Eagle3Norms { before_residual: true, before_fc: false, fc: true, output: true };
+    agrees_with_vllm(&python, eagle3_variant(&target_dir(), [0, 2, 4], 60, None, norms).path(), 0);
 }
 
 /// The server command of the engine's page, adapted to the build for CPUs. Other drafters need

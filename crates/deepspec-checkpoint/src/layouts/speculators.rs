@@ -57,8 +57,13 @@ pub fn read(fields: &Fields, tensors: &Tensors, known: KnownDrafters) -> Result<
     {
         stops("target_hidden_size", format!("{width} is not the drafter's {}", decoder.hidden_size));
     }
-    // In speculators, id i is the input of layer i, which is the output of the layer before it.
-    let taps = ids.map_or_else(|| Ok(vec![]), |ids| read_layer_ids(fields, ids, 0))?;
+    // In speculators, id i is the input of layer i, which is the output of the layer before it. Without ids, engines capture the
+    // default layers.
+    let taps = match ids {
+        Some(key) if kind.has_default_taps() && fields.map.get(key).is_none_or(Value::is_null) => vec![],
+        Some(key) => read_layer_ids(fields, key, 0)?,
+        None => vec![],
+    };
     decoder.into_drafter(fields, fields.architecture()?.unwrap_or(model_type), taps, kind)
 }
 

@@ -44,6 +44,7 @@ impl PassRows {
     pub fn activation_bytes(
         &self,
         decoder: &DraftDecoder,
+        vocab_size: i64,
         kind: Kind,
         device: Device,
         recomputes: bool,
@@ -66,6 +67,6 @@ impl PassRows {
             + head_values * value
             + gradients
             + inputs
-            + distill_loss::buffer_bytes(model.vocab_size, supervised, kind, device)
+            + distill_loss::buffer_bytes(vocab_size, supervised, kind, device)
     }
 }

@@ -187,7 +187,12 @@ impl<K: DrafterKind> DrafterPlan for Plan<K> {
 
     fn activation_bytes(&self, samples: &[SampleSize], kind: Kind, device: Device) -> usize {
         let rows = K::pass_rows(self, samples);
-        rows.activation_bytes(&self.config.decoder, kind, device, self.recomputes)
+        let vocab_size = self.config.settings.draft_vocab_size().unwrap_or(self.config.model().vocab_size);
+        rows.activation_bytes(&self.config.decoder, vocab_size, kind, device, self.recomputes)
+    }
+
+    fn own_head_rows(&self) -> Option<usize> {
+        self.config.settings.draft_vocab_size().map(|rows| rows as usize)
     }
 
     fn freeze(&mut self, prefixes: Vec<&'static str>) {

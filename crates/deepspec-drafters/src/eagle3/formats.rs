@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use deepspec_checkpoint::{
     CheckpointError, CheckpointFormat, Decoder, Drafter, EMBEDDING_LAYER_ID, Engine, EngineSupport,
-    ExternalClass, Family, Fields, GgufParts, GgufValue, KindSettings, Reader, Settings, Speculators,
-    TensorShapes, json_map, read_layer_ids, read_speculative_tokens,
+    ExternalClass, Family, Fields, GgufParts, GgufValue, Incompatibility, KindSettings, Reader, Settings,
+    Speculators, TensorShapes, json_map, read_layer_ids, read_speculative_tokens,
 };
 use deepspec_core::Tap;
 use serde_json::{Map, Value, json};
@@ -76,8 +76,19 @@ fn read_speculators(fields: &Fields, decoder: &mut Decoder) -> Result<Settings, 
 /// Reads SpecForge's layout, which SGLang loads too.
 fn read_specforge(fields: &Fields, known: &[Family]) -> Result<(CheckpointFormat, Drafter), CheckpointError> {
     let foreign: Vec<&str> = ["eagle_config", "target_hidden_size"].iter().chain(KEYS).copied().collect();
-    let decoder = Decoder::read(fields, &foreign, known)?;
+    let mut decoder = Decoder::read(fields, &foreign, known)?;
     let inner = fields.object("eagle_config")?;
+    for (key, value) in inner.iter().flat_map(|inner| inner.map.iter()) {
+        let reason = match key.as_str() {
+            TAPS_KEY => continue,
+            "use_aux_hidden_state" if *value == json!(true) => continue,
+            "use_aux_hidden_state" => {
+                "the drafter reads the target's final states only, as no Eagle3 here does"
+            }
+            _ => "this key is unknown",
+        };
+        decoder.incompatibilities.push(Incompatibility { key: key.clone(), reason: reason.into() });
+    }
     let taps = match &inner {
         // The ids name layer outputs, counted from 0.
         Some(inner) if inner.map.contains_key(TAPS_KEY) => {
@@ -297,9 +308,13 @@ impl KindSettings for Eagle3Settings {
                 Zlab | Specforge | Modelopt => S::loads_untested("--speculative-algorithm EAGLE3"),
             },
             Engine::Vllm | Engine::LlamaCpp => match format {
+                Speculators if !self.norms.is_original() => S::loads_untested("method eagle3"),
                 Speculators => S::loads_as_tested("method eagle3"),
                 Reference => S::not_loaded("the class is not registered; convert to vllm"),
-                Zlab | Specforge | Modelopt => S::loads_untested("method eagle3"),
+                Specforge => S::not_loaded(
+                    "it would capture the layers before those that eagle_config names; convert to vllm",
+                ),
+                Zlab | Modelopt => S::loads_untested("method eagle3"),
             },
         }
     }

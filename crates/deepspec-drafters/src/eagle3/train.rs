@@ -31,7 +31,7 @@ pub const EAGLE3_INFO: DrafterKindInfo = DrafterKindInfo {
     name: "eagle3",
     title: "Eagle3",
     param_groups: &[
-        ParamGroup { name: "fusion", prefixes: &["fc."] },
+        ParamGroup { name: "fusion", prefixes: &["fc.", "fc_norm.", "input_norm."] },
         ParamGroup { name: "layers", prefixes: &["layers."] },
         ParamGroup { name: "norm", prefixes: &["norm."] },
     ],
@@ -82,6 +82,11 @@ fn read_draft_vocab(path: &Path, target: &ModelConfig) -> Result<DraftVocab, Con
     if vocab.vocab_size() as i64 != target.vocab_size {
         let (found, expected) = (vocab.vocab_size(), target.vocab_size);
         let problem = format!("{}: it is for {found} tokens, the target has {expected}", path.display());
+        return Err(("draft_vocab", problem));
+    }
+    if vocab.tokens().len() == vocab.vocab_size() {
+        let problem =
+            format!("{}: it holds all of the target's tokens; leave draft_vocab out", path.display());
         return Err(("draft_vocab", problem));
     }
     Ok(vocab)

@@ -176,7 +176,7 @@ fn diagnose(args: &Args, target: &Path, draft: &Path, place: DeviceAndDtype) -> 
         &captured,
         &model,
         &tokenizer,
-        embed_and_head.any_row_differs(),
+        embed_and_head.any_row_differs() || drafter.draft_tokens().is_some(),
         args.temperature,
     )?;
     for other in asked.iter().skip(1) {
