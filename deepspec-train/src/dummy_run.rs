@@ -201,7 +201,7 @@ impl DummyPass<'_> {
         if let Some(ready) = &drawn.ready {
             staging::wait_for_states(ready, &drawn.samples, iter::empty());
         }
-        self.drafter.accumulate(&drawn.samples, drawn.normaliser, None);
+        self.drafter.accumulate(&drawn.samples, drawn.normaliser, 0.0, None);
     }
 
     /// Chooses new anchors for the samples of pass `pass`, and starts to copy their hidden states

@@ -62,6 +62,7 @@ impl Trainer<'_> {
             let begun = Instant::now();
             self.trace.begin_step();
             window.exclude_time(begun.elapsed());
+            let progress = step as f64 / self.schedule.max_train_steps as f64;
             loop {
                 let micro = {
                     let _range = range(c"data");
@@ -77,7 +78,7 @@ impl Trainer<'_> {
                     }
                 };
                 let listener = is_heard.then_some(&mut start as GradReadyHook);
-                let sums = self.drafter.accumulate(&micro.samples, micro.normaliser, listener);
+                let sums = self.drafter.accumulate(&micro.samples, micro.normaliser, progress, listener);
                 started?;
                 self.optimizer.accumulate();
                 window.add_micro_batch(sums.as_ref(), micro.samples.len(), micro.tokens);

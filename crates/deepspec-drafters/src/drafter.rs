@@ -154,11 +154,14 @@ pub trait TrainableDrafter {
     ///
     /// Returns the sums for [`Metrics`], float64, detached, on the drafter's device, or None if no token is supervised.
     ///
-    /// `on_grad_ready` is called for each of the [`grad_stages`](Self::grad_stages) as soon as its gradients are complete.
+    /// `progress` is the share of the run's optimizer steps that were taken before this one, from 0 to below 1, for losses whose weights
+    /// change during training. `on_grad_ready` is called for each of the [`grad_stages`](Self::grad_stages) as soon as its gradients are
+    /// complete.
     fn accumulate(
         &self,
         samples: &[TrainSample],
         normaliser: LossDenominator,
+        progress: f64,
         on_grad_ready: Option<GradReadyHook>,
     ) -> Option<Tensor>;
 

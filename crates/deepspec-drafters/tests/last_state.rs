@@ -51,7 +51,7 @@ fn pass(drafter: &str, factor: f64) -> (bool, Vec<Tensor>) {
         last,
         last_positions: (0..TOKENS as u32).collect(),
     };
-    let sums = trainee.accumulate(&[sample], LossDenominator(20.0), None).unwrap();
+    let sums = trainee.accumulate(&[sample], LossDenominator(20.0), 0.4, None).unwrap();
     let gradients = trainee.parameters().iter().map(|(_, parameter)| parameter.grad());
     let mut found = vec![sums];
     found.extend(gradients.filter(Tensor::defined));

@@ -64,7 +64,7 @@ fn pass(drafter: &str, changes: &[&str], is_heard: bool) -> (Tensor, Vec<(String
         }
     };
     let listened = is_heard.then_some(&mut on_grad_ready as GradReadyHook);
-    let sums = trainee.accumulate(&samples, LossDenominator(20.0), listened).unwrap();
+    let sums = trainee.accumulate(&samples, LossDenominator(20.0), 0.4, listened).unwrap();
     let all: Vec<usize> = (1..=stages.len()).collect();
     assert_eq!(heard, if is_heard { all } else { vec![] }, "{drafter}");
     for (name, parameter, gradient) in complete {

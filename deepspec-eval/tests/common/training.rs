@@ -136,7 +136,7 @@ pub fn train(
             weight += plan.loss_denominator_part(&sample.loss_mask, &sample.anchors);
             batch.push(sample);
         }
-        trainee.accumulate(&batch, LossDenominator(weight), None);
+        trainee.accumulate(&batch, LossDenominator(weight), step as f64 / steps as f64, None);
         all.extend(batch);
         let rate = 6e-3 * ((steps - step) as f64 / steps as f64).min((step + 1) as f64 / 10.0);
         tch::no_grad(|| adam(trainee.as_ref(), &mut moments, step + 1, rate));

@@ -109,6 +109,7 @@ impl DrafterKind for DFlash2Modules {
         objective: &DFlash2Objective,
         samples: &[TrainSample],
         normaliser: LossDenominator,
+        _progress: f64,
         on_grad_ready: Option<GradReadyHook>,
     ) -> Option<Tensor> {
         let DFlash2Objective { loss, selector_alpha } = objective;

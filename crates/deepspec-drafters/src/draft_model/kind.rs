@@ -51,6 +51,7 @@ pub trait DrafterKind: Sized + Send + 'static {
         objective: &Self::Objective,
         samples: &[TrainSample],
         normaliser: LossDenominator,
+        progress: f64,
         on_grad_ready: Option<GradReadyHook>,
     ) -> Option<Tensor>;
 
@@ -226,9 +227,10 @@ impl<K: DrafterKind> TrainableDrafter for DrafterWithLoss<K> {
         &self,
         samples: &[TrainSample],
         normaliser: LossDenominator,
+        progress: f64,
         on_grad_ready: Option<GradReadyHook>,
     ) -> Option<Tensor> {
-        K::accumulate(&self.model, &self.objective, samples, normaliser, on_grad_ready)
+        K::accumulate(&self.model, &self.objective, samples, normaliser, progress, on_grad_ready)
     }
 
     fn grad_stages(&self) -> Vec<String> {

@@ -147,6 +147,7 @@ impl DrafterKind for DSparkModules {
         objective: &DSparkObjective,
         samples: &[TrainSample],
         normaliser: LossDenominator,
+        _progress: f64,
         on_grad_ready: Option<GradReadyHook>,
     ) -> Option<Tensor> {
         let (device, kind) = (model.device(), model.kind());

@@ -110,6 +110,7 @@ impl DrafterKind for Eagle3Modules {
         objective: &Eagle3Objective,
         samples: &[TrainSample],
         normaliser: LossDenominator,
+        _progress: f64,
         _listener: Option<GradReadyHook>,
     ) -> Option<Tensor> {
         let steps = model.config().settings.ttt_length;

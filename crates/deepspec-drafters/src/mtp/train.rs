@@ -79,6 +79,7 @@ impl DrafterKind for MtpModules {
         objective: &MtpObjective,
         samples: &[TrainSample],
         normaliser: LossDenominator,
+        _progress: f64,
         _listener: Option<GradReadyHook>,
     ) -> Option<Tensor> {
         let batch = MtpBatch::new(samples, &objective.step_weights, model.device(), model.kind())?;
