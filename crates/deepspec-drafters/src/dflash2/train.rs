@@ -248,8 +248,7 @@ impl DFlash2 {
         on_grad_ready: Option<GradReadyHook>,
     ) -> Tensor {
         let scale = normaliser.scale();
-        let select_supervised =
-            |tensor: &Tensor| tensor.flatten(0, 1).index_select(0, &batch.supervised_indices);
+        let select_supervised = |tensor: &Tensor| batch.select_supervised(tensor);
         let selector = &self.modules.selector;
         let (predecessors, successors) = selector.codebooks();
         let pass = self.training_pass(batch, on_grad_ready.is_some());
@@ -269,21 +268,8 @@ impl DFlash2 {
             scale,
         };
         let output = tch::no_grad(|| {
-            let loss_inputs = SupervisedRows {
-                hidden: &supervised_hidden,
-                bias: None,
-                teacher: &batch.teacher,
-                sources: batch.teacher_index(),
-                labels: &batch.labels,
-                weights: &batch.weights,
-                slot_index: &batch.supervised_indices,
-                counts: &batch.counts,
-                gamma: self.config().settings.blocks.draft_len() as i64,
-                scale,
-                agreement: false,
-                argmax: None,
-                extra: Some(&loss),
-            };
+            let inputs = batch.loss_inputs(&supervised_hidden, None, scale);
+            let loss_inputs = SupervisedRows { extra: Some(&loss), ..inputs };
             distill_loss(&self.vocabulary().loss_head(), &loss_inputs, recipe)
         });
         // The gradient of this scalar equals the gradient of the losses.

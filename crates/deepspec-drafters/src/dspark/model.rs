@@ -14,7 +14,6 @@ use deepspec_engine::DraftSampling;
 use deepspec_models::ModelConfig;
 use deepspec_models::nn::{Builder, Init, Linear, Weight};
 use deepspec_ops::distill_loss::LossRecipe;
-use deepspec_ops::linear;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
@@ -22,7 +21,7 @@ use tch::{Kind, Tensor};
 
 use crate::ConfigIssue;
 use crate::block_common::{
-    Backbone, BlockDrafter, BlockSpec, BlockStates, ChooseTokens, DraftLayers, LayerType, MAX_RANK,
+    Backbone, BlockDrafter, BlockSpec, BlockStates, ChooseTokens, DraftLayers, LayerType, MAX_RANK, add_bias,
     draft_in_turn,
 };
 use crate::draft_model::{DraftConfig, DraftModel, DrafterSettings, WarmStartCheck};
@@ -376,11 +375,6 @@ impl MarkovHead {
             }
         }
     }
-
-    /// `W2 · features`, `[.., r]` to `[.., V]`.
-    pub fn logit_bias(&self, features: &Tensor) -> Tensor {
-        linear(features, &self.w2, None)
-    }
 }
 
 /// Confidence head: logit of the probability that the target accepts a token, given that it accepted the tokens before.
@@ -472,7 +466,7 @@ impl BlockDrafter for DSparkModules {
                 return (base, Some(e));
             }
             let features = markov.step_features(hidden, &e, &mut state);
-            (base + markov.logit_bias(&features).to_kind(Kind::Float), Some(e))
+            (add_bias(base, &features, markov.w2()), Some(e))
         })
     }
 
@@ -490,7 +484,7 @@ impl BlockDrafter for DSparkModules {
     fn teacher_forced_logits(model: &DSpark, hidden: &Tensor, features: Option<&Tensor>) -> Tensor {
         let base = model.base_logits(hidden);
         match (&model.modules.markov, features) {
-            (Some(markov), Some(features)) => base + markov.logit_bias(features).to_kind(Kind::Float),
+            (Some(markov), Some(features)) => add_bias(base, features, markov.w2()),
             _ => base,
         }
     }

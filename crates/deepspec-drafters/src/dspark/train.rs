@@ -5,19 +5,16 @@ use deepspec_core::config::ConfigError;
 use deepspec_core::recipe::Recipe;
 use deepspec_models::ModelConfig;
 use deepspec_models::nn::Builder;
-use deepspec_ops::distill_loss::{
-    LossColumn, LossOutput, LossRecipe, MarkovBias, SupervisedRows, distill_loss,
-};
-use deepspec_ops::{GradSum, grad_or_zeros};
+use deepspec_ops::distill_loss::{LossColumn, LossOutput, LossRecipe};
+use deepspec_ops::grad_or_zeros;
 use tch::{Kind, Reduction, Tensor};
 
 use super::model::{
-    ConfidenceSettings, DSpark, DSparkConfig, DSparkModules, DSparkRecipe, DSparkSettings, MarkovHead,
-    MarkovKind,
+    ConfidenceSettings, DSpark, DSparkConfig, DSparkModules, DSparkRecipe, DSparkSettings, MarkovKind,
 };
 use crate::block_common::sums::LoggedSums;
 use crate::block_common::{
-    BlockBatch, BlockProposerOf, BlockSpec, FROZEN_FACTOR, LossSum, TRAINED_FACTOR, block_flops,
+    BlockBatch, BlockProposerOf, BlockSpec, DraftBias, FROZEN_FACTOR, LossSum, TRAINED_FACTOR, block_flops,
     block_pass_rows, sum_of_slot_weights,
 };
 use crate::draft_model::{
@@ -231,8 +228,7 @@ impl DSpark {
         on_grad_ready: Option<GradReadyHook>,
     ) -> Tensor {
         let scale = normaliser.scale();
-        let select_supervised =
-            |tensor: &Tensor| tensor.flatten(0, 1).index_select(0, &batch.supervised_indices);
+        let select_supervised = |tensor: &Tensor| batch.select_supervised(tensor);
         // 1. Forward.
         let pass = self.training_pass(batch, on_grad_ready.is_some());
         let hidden = &pass.hidden; // [A, γ, d]
@@ -297,35 +293,13 @@ impl DSpark {
         loss: &LossRecipe,
         scale: f64,
     ) -> LossOutput {
-        let markov_w2 = self.modules.markov.as_ref().map(|markov| markov.w2().to_tensor());
-        let w2_sum = markov_w2.as_ref().and_then(GradSum::new);
-        let reads_previous_alone = self.modules.markov.as_ref().is_some_and(MarkovHead::reads_previous_alone);
-        // Rows with the same previous token have equal vanilla features, so the kernel computes their bias once.
-        let feature_group = reads_previous_alone.then_some(&batch.supervised_previous[..]);
-        let bias = markov_w2.as_ref().zip(features).map(|(markov_w2, features)| {
-            let w2_gradient = w2_sum.as_ref().map(GradSum::sum);
-            MarkovBias { features, feature_group, w2: markov_w2, w2_gradient }
+        let bias = self.modules.markov.as_ref().zip(features).map(|(markov, features)| DraftBias {
+            features,
+            // Rows with the same previous token have equal vanilla features, so the kernel computes their bias once.
+            feature_group: markov.reads_previous_alone().then_some(&batch.supervised_previous[..]),
+            w2: markov.w2(),
         });
-        let supervised = SupervisedRows {
-            hidden: supervised_hidden,
-            bias,
-            teacher: &batch.teacher,
-            sources: batch.teacher_index(),
-            labels: &batch.labels,
-            weights: &batch.weights,
-            slot_index: &batch.supervised_indices,
-            counts: &batch.counts,
-            gamma: self.config().settings.blocks.draft_len() as i64,
-            scale,
-            agreement: false,
-            argmax: None,
-            extra: None,
-        };
-        let output = distill_loss(&self.vocabulary().loss_head(), &supervised, loss);
-        if let Some(sum) = w2_sum {
-            sum.finish();
-        }
-        output
+        batch.losses(&self.vocabulary().loss_head(), supervised_hidden, bias, loss, scale)
     }
 
     /// Values of [`DSPARK_SUMS`]; zeros without a confidence head. `accept_rate [R]` are the accept rates.

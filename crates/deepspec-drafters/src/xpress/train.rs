@@ -6,7 +6,7 @@ use deepspec_core::{FinalStates, SlotTarget};
 use deepspec_models::ModelConfig;
 use deepspec_models::nn::Builder;
 use deepspec_ops::distill_loss::{
-    LossColumn, LossOutput, LossRecipe, MarkovBias, SupervisedRows, distill_loss,
+    LossColumn, LossOutput, LossRecipe, LowRankBias, SupervisedRows, distill_loss,
 };
 use deepspec_ops::{GradSum, add_rows};
 use tch::{Kind, Tensor};
@@ -235,22 +235,8 @@ impl XPress {
             let scale = normaliser.scale() * alpha;
             let w2_gradient = w2_sum.as_ref().map(GradSum::sum);
             let bias =
-                features.map(|features| MarkovBias { features, feature_group: None, w2: &w2, w2_gradient });
-            let rows = SupervisedRows {
-                hidden: &hidden,
-                bias,
-                teacher: &batch.teacher,
-                sources: batch.teacher_index(),
-                labels: &batch.labels,
-                weights: &batch.weights,
-                slot_index: &batch.supervised_indices,
-                counts: &batch.counts,
-                gamma: batch.gamma as i64,
-                scale,
-                agreement: false,
-                argmax,
-                extra: None,
-            };
+                features.map(|features| LowRankBias { features, feature_group: None, w2: &w2, w2_gradient });
+            let rows = SupervisedRows { argmax, ..batch.loss_inputs(&hidden, bias, scale) };
             tch::no_grad(|| distill_loss(&self.vocabulary().loss_head(), &rows, &objective.loss))
         };
         let refine = |previous: Tensor, alpha: f64, argmax: Option<&Tensor>| {

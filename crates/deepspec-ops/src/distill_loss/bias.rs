@@ -1,4 +1,4 @@
-//! The Markov bias of the logits and its gradients.
+//! The low-rank bias of the logits and its gradients.
 
 use tch::Tensor;
 
@@ -8,9 +8,9 @@ use super::vocab_chunks::VocabChunk;
 use crate::ffi;
 use crate::linear::matmul_into;
 
-/// The Markov bias of the logits, `features · W2ᵀ`.
+/// A low-rank bias of the logits, `features · W2ᵀ`: that of DSpark's Markov head, or of Domino's correction head.
 #[derive(Clone, Copy)]
-pub struct MarkovBias<'a> {
+pub struct LowRankBias<'a> {
     /// Features, `[R, r]`.
     pub features: &'a Tensor,
     /// Group number of each row, `[R]`: rows of one group have equal features, and only the sum of their gradients is
@@ -24,7 +24,7 @@ pub struct MarkovBias<'a> {
 
 /// The bias of one chunk, computed for one vocabulary range at a time.
 pub(super) struct ChunkBias<'a> {
-    of: MarkovBias<'a>,
+    of: LowRankBias<'a>,
     /// Features of the chunk's n rows, or of its distinct rows: `[n, r]`.
     features: Tensor,
     /// Gradients of `features`.
@@ -47,7 +47,7 @@ impl<'a> ChunkBias<'a> {
     /// each distinct feature row is multiplied once; otherwise every row is multiplied. Feature gradients go to
     /// `by_features [R, r]`.
     pub fn new(
-        of: MarkovBias<'a>,
+        of: LowRankBias<'a>,
         chunk: &BlockSpan,
         by_features: &Tensor,
         buffer: Option<&'a Tensor>,

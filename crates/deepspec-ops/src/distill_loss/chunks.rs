@@ -1,8 +1,8 @@
-//! The loop over chunks of supervised rows: head, Markov bias, losses and gradients.
+//! The loop over chunks of supervised rows: head, bias, losses and gradients.
 
 use tch::{Device, Kind, Tensor};
 
-use super::bias::{ChunkBias, MarkovBias};
+use super::bias::{ChunkBias, LowRankBias};
 use super::inputs::{AuxLoss, LossHead, SupervisedRows};
 use super::recipe::LossRecipe;
 use super::rows::LogitsTile;
@@ -19,7 +19,7 @@ const CHUNK_ROW_LIMITS: (i64, i64) = (64, 224);
 /// bias.
 const CHUNK_BYTES_IN_PLACE: i64 = 64 << 20;
 const CHUNK_ROW_LIMITS_IN_PLACE: (i64, i64) = (64, 448);
-/// Limits on a GPU. Each chunk reads the whole head and writes all gradients of the Markov head. At V = 151,936 and
+/// Limits on a GPU. Each chunk reads the whole head and writes all gradients of W2. At V = 151,936 and
 /// 512 rows, each matmul for these gradients took 0.5 ms on an H200.
 const GPU_CHUNK_BYTES: i64 = 544 << 20;
 const GPU_CHUNK_ROW_LIMITS: (i64, i64) = (512, 1792);
@@ -36,7 +36,7 @@ const BIAS_CHUNK_TOKENS: i64 = 512;
 pub struct LossOutput {
     /// Gradient of the hidden states, `[R, d]`.
     pub grad_hidden: Tensor,
-    /// Gradient of the features, `[R, r]`; None without a Markov head. One row of a token group may hold the sum of
+    /// Gradient of the features, `[R, r]`; None without a bias. One row of a token group may hold the sum of
     /// the group.
     pub grad_features: Option<Tensor>,
     /// One float32 column for each [`LossColumn`].
@@ -159,7 +159,7 @@ pub fn distill_loss(head: &LossHead, rows: &SupervisedRows, recipe: &LossRecipe)
     let logits = buffer(largest + of_sources);
     let biases = rows.bias.filter(|_| !adds_in_place).map(|_| buffer(largest));
     let at_a_time = if adds_in_place { BIAS_CHUNK_TOKENS.min(vocab) } else { vocab };
-    let have_it_in_common = |bias: &MarkovBias| adds_in_place && bias.feature_group.is_some();
+    let have_it_in_common = |bias: &LowRankBias| adds_in_place && bias.feature_group.is_some();
     let shared_bias = rows.bias.filter(have_it_in_common).map(|_| padded_buffer(largest, at_a_time));
     let columns = LossColumn::COUNT + rows.extra.map_or(0, AuxLoss::column_count);
     let output = LossOutput {

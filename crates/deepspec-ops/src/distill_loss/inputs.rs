@@ -2,7 +2,7 @@
 
 use tch::Tensor;
 
-use super::bias::MarkovBias;
+use super::bias::LowRankBias;
 use super::recipe::LossRecipe;
 use super::sources::TeacherIndex;
 use super::span::BlockSpan;
@@ -31,8 +31,8 @@ impl LossHead {
 pub struct SupervisedRows<'a> {
     /// Hidden states of the drafter after the final norm, `[R, d]`.
     pub hidden: &'a Tensor,
-    /// Markov bias of the logits; None without a Markov head.
-    pub bias: Option<MarkovBias<'a>>,
+    /// Bias of the logits; None for the logits of the LM head alone.
+    pub bias: Option<LowRankBias<'a>>,
     /// Hidden states of the target after the final norm that predict the labels, `[S, d]`.
     pub teacher: &'a Tensor,
     /// Index of each row's target state.

@@ -15,7 +15,7 @@ mod span;
 mod terms;
 mod vocab_chunks;
 
-pub use bias::MarkovBias;
+pub use bias::LowRankBias;
 pub use chunks::{LossColumn, LossOutput, buffer_bytes, distill_loss};
 pub use inputs::{AuxLoss, AuxLossOutput, LossHead, SupervisedRows};
 pub use recipe::{Dpace, Lk, LkForm, LossRecipe};

@@ -14,7 +14,7 @@ use crate::ffi::{LogitRows, TargetProbs, logits_grad, measure_rows, softmax_targ
 pub(super) struct LogitsTile {
     /// Logits of the LM head.
     pub base: Tensor,
-    /// Logits that the Markov head adds. None without a Markov head, or if `base` already includes them.
+    /// Bias that is added to the logits. None without a bias, or if `base` already includes them.
     pub bias: Option<Tensor>,
     /// Target logits or probabilities, one per row or per target state.
     pub target: Tensor,

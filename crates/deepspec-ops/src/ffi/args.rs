@@ -189,7 +189,7 @@ pub struct RowDistances {
 pub struct LogitRows<'a> {
     /// The drafter's `[n, V]`, before a bias and a cap.
     pub base: &'a Tensor,
-    /// Bias of a Markov head, `[n, V]`.
+    /// Bias of the logits, `[n, V]`.
     pub bias: Option<&'a Tensor>,
     /// The target's `[n, V]`, or `[S, V]` if rows share S target states, before a cap.
     pub target: &'a Tensor,
