@@ -68,7 +68,7 @@ export DEEPSPEC_TEST_PYTHON
 if [ -z "${DEEPSPEC_SPECULATORS_PYTHON:-}" ]; then
     venv=.venv-speculators
     if ! cmp -s scripts/requirements-speculators.txt "$venv/installed.txt" || ! "$venv/bin/python" -c 'import torch'; then
-        echo "test: installing speculators and SGLang in $venv (90 MB to download)" >&2
+        echo "test: installing speculators, SpecForge and SGLang in $venv (90 MB to download)" >&2
         "$DEEPSPEC_TEST_PYTHON" -m venv --clear "$venv"
         place=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
         "$DEEPSPEC_TEST_PYTHON" -c 'import sysconfig; print(sysconfig.get_path("purelib"))' >"$place/peers.pth"

@@ -138,8 +138,11 @@ pub trait KindSettings: fmt::Debug + Send + Sync {
     /// keys.
     fn reference_config(&self, drafter: &Drafter) -> (&'static str, Map<String, Value>);
 
-    /// Class and config keys of the kind in the format of the speculators package.
-    fn speculators_config(&self) -> Speculators;
+    /// Class and config keys of the kind in the format of the speculators package; None if it has no
+    /// such format.
+    fn speculators_config(&self) -> Option<Speculators> {
+        None
+    }
 
     /// Tensor name prefixes that this kind renames, as (prefix in the given format, prefix in the
     /// reference's format).

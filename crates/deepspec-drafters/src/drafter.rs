@@ -199,6 +199,9 @@ pub trait DrafterProbe {
     /// Whether the config may set `slots`.
     fn chooses_slots(&self) -> bool;
 
+    /// Whether the drafter may have causal blocks.
+    fn may_be_causal(&self) -> bool;
+
     /// Embedding `[V, d]` and LM head `[V, d]`, or `[Vd, d]` with a reduced vocabulary.
     fn embed_and_head(&self) -> (Tensor, Tensor);
 

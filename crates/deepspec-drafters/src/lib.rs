@@ -9,6 +9,7 @@
 mod block_common;
 mod causal;
 mod dflash2;
+mod domino;
 mod draft_model;
 mod drafter;
 mod dspark;
@@ -30,6 +31,10 @@ pub use deepspec_ops::distill_loss::{Dpace, Lk, LkForm, LossRecipe};
 pub use dflash2::{
     Convolution, DFLASH2_SUMS, DFlash2, DFlash2Config, DFlash2Objective, DFlash2Plan, DFlash2Proposer,
     DFlash2Recipe, DFlash2Settings, Selector,
+};
+pub use domino::{
+    DOMINO_SUMS, Domino, DominoConfig, DominoObjective, DominoPlan, DominoProposer, DominoRecipe,
+    DominoSettings, GruSettings, LambdaBase,
 };
 pub use draft_model::{
     DraftConfig, DraftDecoder, DraftModel, DrafterKind, DrafterSettings, PassRows, Plan, SampleSize,

@@ -10,8 +10,8 @@ use serde_json::json;
 use crate::registration::RecipeSection;
 use crate::registry::drafter_title;
 use crate::{
-    ConfigIssue, DFlash2Recipe, DSparkRecipe, DrafterPlan, Eagle3Recipe, MtpRecipe, XPressRecipe, dflash2,
-    dspark, eagle3, mtp, xpress,
+    ConfigIssue, DFlash2Recipe, DSparkRecipe, DominoRecipe, DrafterPlan, Eagle3Recipe, MtpRecipe,
+    XPressRecipe, dflash2, domino, dspark, eagle3, mtp, xpress,
 };
 
 /// A recipe whose drafter section is parsed.
@@ -26,6 +26,8 @@ pub enum DrafterSpec {
     DFlash(DSparkRecipe),
     /// `dflash2`.
     DFlash2(DFlash2Recipe),
+    /// `domino`.
+    Domino(DominoRecipe),
     /// `xpress`.
     XPress(XPressRecipe),
     /// `eagle3`.
@@ -35,7 +37,7 @@ pub enum DrafterSpec {
 }
 
 /// Names of the kinds in recipes.
-const KIND_NAMES: [&str; 6] = ["dspark", "dflash", "dflash2", "xpress", "eagle3", "mtp"];
+const KIND_NAMES: [&str; 7] = ["dspark", "dflash", "dflash2", "domino", "xpress", "eagle3", "mtp"];
 
 impl DrafterSpec {
     /// Reads and checks the drafter section of a recipe.
@@ -49,6 +51,7 @@ impl DrafterSpec {
             "dspark" => dspark::read_dspark(&section).map(Self::DSpark),
             "dflash" => dspark::read_dflash(&section).map(Self::DFlash),
             "dflash2" => dflash2::read_recipe(&section).map(Self::DFlash2),
+            "domino" => domino::read_recipe(&section).map(Self::Domino),
             "xpress" => xpress::read_recipe(&section).map(Self::XPress),
             "eagle3" => eagle3::read_recipe(&section).map(Self::Eagle3),
             "mtp" => mtp::read_recipe(&section).map(Self::Mtp),
@@ -66,6 +69,7 @@ impl DrafterSpec {
             Self::DSpark(_) => "dspark",
             Self::DFlash(_) => "dflash",
             Self::DFlash2(_) => "dflash2",
+            Self::Domino(_) => "domino",
             Self::XPress(_) => "xpress",
             Self::Eagle3(_) => "eagle3",
             Self::Mtp(_) => "mtp",
@@ -77,6 +81,7 @@ impl DrafterSpec {
         match self {
             Self::DSpark(block) | Self::DFlash(block) => Some(block.mask_token_id),
             Self::DFlash2(recipe) => Some(recipe.mask_token_id),
+            Self::Domino(recipe) => Some(recipe.mask_token_id),
             Self::XPress(recipe) => Some(recipe.mask_token_id),
             Self::Eagle3(_) | Self::Mtp(_) => None,
         }
@@ -108,6 +113,7 @@ impl DrafterSpec {
             Self::DSpark(block) => dspark::build_plan(block, dspark::DSPARK_LOSS, recipe, target),
             Self::DFlash(block) => dspark::build_plan(block, dspark::DFLASH_LOSS, recipe, target),
             Self::DFlash2(own) => dflash2::build_plan(own, recipe, target),
+            Self::Domino(own) => domino::build_plan(own, recipe, target),
             Self::XPress(own) => xpress::build_plan(own, recipe, target),
             Self::Eagle3(own) => eagle3::build_plan(own, recipe, target),
             Self::Mtp(own) => mtp::build_plan(own, recipe, target),
@@ -120,6 +126,7 @@ impl Serialize for DrafterSpec {
         let settings = match self {
             Self::DSpark(settings) | Self::DFlash(settings) => json!(settings),
             Self::DFlash2(settings) => json!(settings),
+            Self::Domino(settings) => json!(settings),
             Self::XPress(settings) => json!(settings),
             Self::Eagle3(settings) => json!(settings),
             Self::Mtp(settings) => json!(settings),

@@ -1,12 +1,13 @@
-//! DFlash 2 and xPress do not change the output distribution: with them, the target samples as it does alone. This holds although
-//! tokens outside a slot's candidates are never drafted by DFlash 2, and although xPress draws a block's tokens side by side.
+//! DFlash 2, Domino and xPress do not change the output distribution: with them, the target samples as it does alone. This holds
+//! although DFlash 2 drafts candidates only, and although xPress draws a block's tokens side by side.
 
 use std::collections::BTreeMap;
 
 use deepspec_core::{SlotTarget, Tap};
 use deepspec_drafters::{
-    BlockSpec, Convolution, DFlash2, DFlash2Proposer, DFlash2Settings, DraftConfig, DraftDecoder, DraftModel,
-    DrafterKind, XPress, XPressProposer, XPressSettings,
+    BlockProposerOf, BlockSpec, Convolution, DFlash2, DFlash2Proposer, DFlash2Settings, Domino,
+    DominoSettings, DraftConfig, DraftDecoder, DraftModel, DrafterKind, GruSettings, XPress, XPressProposer,
+    XPressSettings,
 };
 use deepspec_engine::{
     DraftRequest, DraftSampling, Engine, EngineOptions, ModelInput, Proposal, Proposer, Request, Sampling,
@@ -136,8 +137,8 @@ fn chi_square_ratios<K: DrafterKind, P: Proposer>(
     })
 }
 
-fn blocks() -> BlockSpec {
-    BlockSpec { block_size: 4, slots: SlotTarget::FillIn, mask_token_id: 9, causal: false, num_anchors: 4 }
+fn blocks(slots: SlotTarget) -> BlockSpec {
+    BlockSpec { block_size: 4, slots, mask_token_id: 9, causal: false, num_anchors: 4 }
 }
 
 fn assert_lossless([told, lied]: [f64; 2]) {
@@ -148,7 +149,7 @@ fn assert_lossless([told, lied]: [f64; 2]) {
 #[test]
 fn with_dflash_2_the_first_tokens_have_the_targets_joint_law() {
     let settings = DFlash2Settings {
-        blocks: blocks(),
+        blocks: blocks(SlotTarget::FillIn),
         convolution: Convolution::default(),
         selector_rank: 8,
         selector_top_k: 4,
@@ -157,8 +158,16 @@ fn with_dflash_2_the_first_tokens_have_the_targets_joint_law() {
 }
 
 #[test]
+fn with_domino_the_first_tokens_have_the_targets_joint_law() {
+    let gru = GruSettings { hidden_size: 8, rank: 8 };
+    let settings = DominoSettings { blocks: blocks(SlotTarget::AnchorPredicts), gru };
+    assert_lossless(chi_square_ratios(settings, |drafter: Domino| BlockProposerOf::new(drafter, SLOTS)));
+}
+
+#[test]
 fn with_xpress_the_first_tokens_have_the_targets_joint_law() {
-    let settings = XPressSettings { blocks: blocks(), rank: 8, mlp_ratio: 2, num_passes: 2 };
+    let settings =
+        XPressSettings { blocks: blocks(SlotTarget::FillIn), rank: 8, mlp_ratio: 2, num_passes: 2 };
     assert_lossless(chi_square_ratios(settings, |drafter: XPress| XPressProposer::new(drafter, SLOTS)));
 }
 

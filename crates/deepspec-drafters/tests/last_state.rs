@@ -76,6 +76,7 @@ fn only_shifted_eagle3_reads_the_states_of_the_last_token() {
             false,
         ),
         (format!("{{xpress: {{{BLOCKS}, refiner: {{rank: 8}}}}}}"), false),
+        (format!("{{domino: {{{BLOCKS}, gru: {{hidden_size: 12, rank: 8}}}}}}"), false),
         ("{eagle3: {ttt_length: 3, supervise: labels}}".into(), false),
         ("{mtp: {}}".into(), false),
         ("{eagle3: {ttt_length: 3, supervise: shifted}}".into(), true),

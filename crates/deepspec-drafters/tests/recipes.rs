@@ -50,7 +50,7 @@ fn mistakes_are_named_with_their_line_and_whole_key() {
     assert!(kind.contains("recipe.yaml:5: `drafter.dspork`: no drafter is called `dspork`"), "{kind}");
     assert!(
         kind.contains(
-            "expected one of `dspark`, `dflash`, `dflash2`, `xpress`, `eagle3`, `mtp`; did you mean `dspark`?"
+            "expected one of `dspark`, `dflash`, `dflash2`, `domino`, `xpress`, `eagle3`, `mtp`; did you mean `dspark`?"
         ),
         "{kind}"
     );
@@ -133,6 +133,35 @@ fn xpress_has_its_authors_defaults() {
     wrong("consistency.rounds=2", "`drafter.xpress.consistency.rounds`");
     wrong("slots=fill_in", "`drafter.xpress.slots`");
     wrong("loss={decay_gamma: 3}", "`drafter.xpress.loss`: all weights are 0");
+}
+
+#[test]
+fn domino_has_the_published_sizes_and_names_its_mistakes() {
+    let domino = "name: t\ntarget: {model: assets/tiny-target, layer_ids: [1]}\n\
+                  drafter: {domino: {block_size: 16, num_draft_layers: 5, mask_token_id: 7}}\n\
+                  data: {states: {cache: runs/cache}, chat_template: qwen}\n";
+    let recipe = read(domino, &[]).unwrap();
+    let expected = serde_json::json!({"domino": {
+        "block_size": 16, "slots": "anchor_predicts", "num_draft_layers": 5, "mask_token_id": 7, "num_anchors": 512,
+        "gru": {"hidden_size": 1024, "rank": 256}, "lambda_base": {"start": 1.0, "decay_ratio": 1.0},
+    }});
+    assert_eq!(serde_json::to_value(&recipe.drafter).unwrap(), expected);
+    let DrafterSpec::Domino(own) = &recipe.drafter else { panic!("a Domino") };
+    assert_eq!((own.loss().ce_alpha, own.loss().decay_gamma), (1.0, 7.0));
+    assert_eq!(read(&config::to_yaml(&recipe).unwrap(), &[]).unwrap(), recipe);
+    let wrong = |change: &str, hint: &str| {
+        let error = read(domino, &[change]).unwrap_err();
+        assert!(error.contains(hint), "{change}: {error}");
+    };
+    wrong("drafter.domino.lambda_base.start=1.5", "`drafter.domino.lambda_base.start`: 1.5 is not in [0, 1]");
+    wrong(
+        "drafter.domino.lambda_base.decay_ratio=0",
+        "`drafter.domino.lambda_base.decay_ratio`: 0 is not in (0, 1]",
+    );
+    wrong("drafter.domino.num_anchors=0", "`drafter.domino.num_anchors`: must be at least 1");
+    wrong("drafter.domino.loss={decay_gamma: 7}", "`drafter.domino.loss`: all weights are 0");
+    wrong("drafter.domino.gru.hidden=8", "`drafter.domino.gru.hidden`");
+    wrong("drafter.domino.causal=true", "`drafter.domino.causal`");
 }
 
 /// MTP-1 reads no layers, so that a recipe names none.

@@ -1,5 +1,5 @@
 //! The config of z-lab's DFlash: the decoder at the top level next to `dflash_config`, without
-//! embedding and LM head. SpecForge and ModelOpt store DSpark in it, with different keys. z-lab's
+//! embedding and LM head. SpecForge and ModelOpt store DSpark in it, with different keys, and Domino. z-lab's
 //! DFlash 2 keeps all its keys in `dflash_config`.
 
 use deepspec_core::{SlotTarget, Tap};
@@ -42,15 +42,14 @@ const DFLASH_CONFIG_KEYS: [&str; 20] = [
     "selector_top_k",
     "num_anchors",
     "swa_window_size",
-    // Domino's keys; Domino drafters are refused as a whole.
     "emb_dim",
     "gru_hidden_dim",
     "pure_draft_prefix_len",
 ];
 
 /// Keys whose values must agree if both `dflash_config` and the top level have them.
-const SHARED_KEYS: [&str; 5] =
-    ["block_size", "target_layer_ids", "mask_token_id", "markov_rank", "markov_head_type"];
+const SHARED_KEYS: [&str; 6] =
+    ["block_size", "target_layer_ids", "mask_token_id", "markov_rank", "markov_head_type", "emb_dim"];
 
 fn is_known(key: &str) -> bool {
     DFLASH_CONFIG_KEYS.contains(&key)

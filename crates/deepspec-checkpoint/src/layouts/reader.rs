@@ -15,7 +15,7 @@ pub struct Reader {
     pub keys: &'static [&'static str],
     /// Reads the settings from these checkpoints.
     pub reference: fn(&Fields, &Decoder) -> Result<Settings, CheckpointError>,
-    /// Model types of the kind in the speculators package.
+    /// Model types of the kind in the speculators package; empty if it does not know the kind.
     pub model_types: &'static [&'static str],
     /// Reads the settings of the speculators format, and adds settings that no other format can
     /// express to the decoder's incompatibilities.

@@ -37,7 +37,7 @@ pub fn read(fields: &Fields, tensors: &Tensors, known: KnownDrafters) -> Result<
         decoder.incompatibilities.extend(dflash_config::attention_incompatibilities(map, false));
     }
     let kind = (kind.speculators)(fields, &mut decoder)?;
-    let ids = kind.speculators_config().taps;
+    let ids = kind.speculators_config().and_then(|config| config.taps);
     let mut stops = |key: &str, reason: String| {
         decoder.incompatibilities.push(Incompatibility { key: key.into(), reason })
     };
@@ -94,7 +94,9 @@ fn find_reduced_vocab_map(tensors: &Tensors) -> Result<Option<&'static str>, Che
 }
 
 pub fn config(drafter: &Drafter, target: Option<&Target>) -> Map<String, Value> {
-    let Speculators { model_type, class, taps, keys } = drafter.kind.speculators_config();
+    let Some(Speculators { model_type, class, taps, keys }) = drafter.kind.speculators_config() else {
+        return Map::new();
+    };
     let mut layer = drafter.decoder.clone();
     let layers = match taps {
         Some(_) => drafter.layers,

@@ -1,4 +1,4 @@
-//! Code that the block drafters DSpark, DFlash, DFlash 2 and xPress share.
+//! Code that the block drafters DSpark, DFlash, DFlash 2, Domino and xPress share.
 //!
 //! B tokens `[anchor, mask, …, mask]` run through the backbone at once, and γ of the slots draft one token each ([`SlotTarget`]). The
 //! drafters differ in how they compute logits from hidden states.

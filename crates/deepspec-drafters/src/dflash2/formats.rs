@@ -147,15 +147,15 @@ impl KindSettings for DFlash2Settings {
         (READER.class, map)
     }
 
-    fn speculators_config(&self) -> Speculators {
+    fn speculators_config(&self) -> Option<Speculators> {
         let mut keys = self.config_keys();
         keys.insert("sample_from_anchor".into(), false.into());
-        Speculators {
+        Some(Speculators {
             model_type: "dflash2",
             class: ZLAB_CLASS,
             taps: Some("aux_hidden_state_layer_ids"),
             keys,
-        }
+        })
     }
 
     fn dflash_config(&self, _: CheckpointFormat) -> Option<DflashConfigKeys> {

@@ -23,6 +23,9 @@ pub trait DrafterSettings: Debug + Clone + Send + Sync + 'static {
     /// Whether recipe and config may set `slots`.
     const CHOOSES_SLOTS: bool = true;
 
+    /// Whether the drafter may have causal blocks.
+    const MAY_BE_CAUSAL: bool = false;
+
     /// Whether the drafter reads outputs of the target's layers. If not, it reads the target's final states only.
     const READS_LAYERS: bool = true;
 

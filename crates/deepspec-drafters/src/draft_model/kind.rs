@@ -271,6 +271,10 @@ impl<K: DrafterKind> DrafterProbe for DraftModel<K> {
         self.block_spec().is_some() && K::Settings::CHOOSES_SLOTS
     }
 
+    fn may_be_causal(&self) -> bool {
+        K::Settings::MAY_BE_CAUSAL
+    }
+
     fn embed_and_head(&self) -> (Tensor, Tensor) {
         DraftModel::embed_and_head(self)
     }

@@ -13,6 +13,7 @@ use serde_json::{Map, Value, json};
 use super::model::{ConfidenceSettings, DSparkSettings, MarkovKind};
 use crate::block_common::formats::{GGUF_ARCHITECTURE, HEAD_KEYS, SGLANG_REFUSAL, merge_outer_block_size};
 use crate::block_common::{BlockSpec, IS_CAUSAL};
+use crate::domino;
 use crate::draft_model::DrafterSettings as _;
 
 /// Why checkpoints that have heads, and slots of the convention `fill_in`, are not written for engines.
@@ -56,14 +57,6 @@ pub static READER: Reader = Reader {
             },
             tensor_prefix: None,
         },
-        ExternalClass {
-            name: "DominoDraftModel",
-            tools: "SpecForge",
-            read: |fields, tensors, families| {
-                read_dflash_container(fields, tensors, families, "DominoDraftModel", "domino")
-            },
-            tensor_prefix: None,
-        },
     ],
 };
 
@@ -96,18 +89,20 @@ fn read_dflash_container(
 ) -> Result<(CheckpointFormat, Drafter), CheckpointError> {
     let mut config = DflashConfig::read(fields, &HEAD_KEYS, families)?;
     let inner = &config.inner;
+    let projector = inner.text("projector_type")?.unwrap_or(projector);
+    // Domino's published files have the class of DFlash.
+    if class == "DFlashDraftModel" && domino::PROJECTORS.contains(&projector) {
+        return domino::read_container(fields, tensors, families, class);
+    }
     // ModelOpt names the heads' tensors without a prefix, and has a flag that SpecForge lacks.
     let flat_heads = tensors.iter().any(|(name, _)| name.starts_with("markov_w1."));
     let is_modelopt = flat_heads || inner.map.contains_key("use_confidence_head");
-    let format = match inner.text("projector_type")?.unwrap_or(projector) {
+    let format = match projector {
         "dflash" => CheckpointFormat::Zlab,
         "dspark" if is_modelopt => CheckpointFormat::Modelopt,
         "dspark" => CheckpointFormat::Specforge,
         other => {
-            let reason = match other {
-                "domino" => "Domino's correction head (prefix_gru, embed_proj) has no counterpart in the other formats".into(),
-                other => format!("the projector \"{other}\" has no counterpart in the other formats"),
-            };
+            let reason = format!("the projector \"{other}\" has no counterpart in the other formats");
             let incompatibility = Incompatibility { key: "dflash_config.projector_type".into(), reason };
             config.decoder.incompatibilities.insert(0, incompatibility);
             CheckpointFormat::Specforge
@@ -281,7 +276,7 @@ impl KindSettings for DSparkSettings {
         (READER.class, map)
     }
 
-    fn speculators_config(&self) -> Speculators {
+    fn speculators_config(&self) -> Option<Speculators> {
         // `model_type` dflash implies `fill_in`, and dspark implies `anchor_predicts`. A drafter without heads whose slots all draft is
         // therefore written as dspark.
         let is_dflash = !self.has_heads() && self.fills_in();
@@ -293,7 +288,7 @@ impl KindSettings for DSparkSettings {
         }
         let (model_type, class) =
             if is_dflash { ("dflash", "DFlashSpeculator") } else { ("dspark", "DSparkSpeculator") };
-        Speculators { model_type, class, taps: Some("aux_hidden_state_layer_ids"), keys }
+        Some(Speculators { model_type, class, taps: Some("aux_hidden_state_layer_ids"), keys })
     }
 
     fn dflash_config(&self, to: CheckpointFormat) -> Option<DflashConfigKeys> {

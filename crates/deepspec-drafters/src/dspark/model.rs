@@ -177,6 +177,7 @@ pub type DSparkConfig = DraftConfig<DSparkSettings>;
 
 impl DrafterSettings for DSparkSettings {
     const CLASS: &'static str = "DSparkModel";
+    const MAY_BE_CAUSAL: bool = true;
     const RECIPE_KEYS: &'static [(&'static str, &'static str)] =
         &[("markov_rank", "markov.rank"), ("confidence_head_with_markov", "confidence.with_markov")];
 

@@ -200,14 +200,14 @@ impl KindSettings for Eagle3Settings {
         (READER.class, map)
     }
 
-    fn speculators_config(&self) -> Speculators {
-        Speculators {
+    fn speculators_config(&self) -> Option<Speculators> {
+        Some(Speculators {
             model_type: "eagle3",
             class: "Eagle3Speculator",
             taps: Some(TAPS_KEY),
             // vLLM takes an absent norm_before_residual for true.
             keys: json_map(self.norms.flags().map(|(key, is_set)| (key, json!(is_set)))),
-        }
+        })
     }
 
     fn renames(&self, format: CheckpointFormat) -> &'static [(&'static str, &'static str)] {

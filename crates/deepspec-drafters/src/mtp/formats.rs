@@ -91,13 +91,13 @@ impl KindSettings for MtpSettings {
         (READER.class, json_map([steps]))
     }
 
-    fn speculators_config(&self) -> Speculators {
-        Speculators {
+    fn speculators_config(&self) -> Option<Speculators> {
+        Some(Speculators {
             model_type: "mtp",
             class: "MTPDraftModel",
             taps: None,
             keys: json_map([(LAYERS_KEY, json!(1))]),
-        }
+        })
     }
 
     fn renames(&self, format: CheckpointFormat) -> &'static [(&'static str, &'static str)] {

@@ -160,19 +160,19 @@ impl KindSettings for XPressSettings {
         (READER.class, map)
     }
 
-    fn speculators_config(&self) -> Speculators {
+    fn speculators_config(&self) -> Option<Speculators> {
         let mut keys = self.block_keys();
         keys.extend(json_map([
             ("xpress_rank", json!(self.rank)),
             ("xpress_mlp_ratio", json!(self.mlp_ratio)),
             (PASSES, json!(self.num_passes)),
         ]));
-        Speculators {
+        Some(Speculators {
             model_type: "xpress",
             class: "XPressSpeculator",
             taps: Some("aux_hidden_state_layer_ids"),
             keys,
-        }
+        })
     }
 
     fn renames(&self, format: CheckpointFormat) -> &'static [(&'static str, &'static str)] {

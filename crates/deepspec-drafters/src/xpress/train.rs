@@ -115,6 +115,7 @@ impl DrafterKind for XPressModules {
         objective: &XPressObjective,
         samples: &[TrainSample],
         normaliser: LossDenominator,
+        _progress: f64,
         on_grad_ready: Option<GradReadyHook>,
     ) -> Option<Tensor> {
         let (device, kind) = (model.device(), model.kind());

@@ -35,13 +35,23 @@ pub fn refusal(from: &Folder, to: CheckpointFormat, target: Option<&Folder>) -> 
     }
 }
 
-const DRAFTERS: [&str; 8] =
-    ["dspark_vanilla", "dspark_gated", "dspark_rnn", "dflash", "dflash2", "xpress", "eagle3_qwen3", "mtp"];
+const DRAFTERS: [&str; 9] = [
+    "dspark_vanilla",
+    "dspark_gated",
+    "dspark_rnn",
+    "dflash",
+    "dflash2",
+    "domino",
+    "xpress",
+    "eagle3_qwen3",
+    "mtp",
+];
 
 fn allowed(case: &str) -> &'static [CheckpointFormat] {
     match case {
         "eagle3_qwen3" | "mtp" | "xpress" => &[CheckpointFormat::Speculators],
         "dflash2" => &[CheckpointFormat::Speculators, CheckpointFormat::Zlab],
+        "domino" => &[CheckpointFormat::Specforge, CheckpointFormat::Modelopt],
         // Its confidence head reads only the state, which ModelOpt's cannot.
         "dspark_rnn" | "dflash" => &[CheckpointFormat::Speculators, CheckpointFormat::Specforge],
         _ => &[CheckpointFormat::Speculators, CheckpointFormat::Specforge, CheckpointFormat::Modelopt],
@@ -422,7 +432,7 @@ fn each_refusal_names_its_reason() {
         (
             inner("projector_type", json!("domino")),
             CheckpointFormat::Reference,
-            &["projector_type", "Domino"],
+            &["projector_type", "the projector \"domino\" has no counterpart"],
         ),
         (
             inner("projector_type", json!("lilicorr")),

@@ -58,10 +58,10 @@ fn another_attention_is_refused_by_name_wherever_it_is_said() {
             }
         }
     }
-    // Drafters without blocks have no causal ones, and DFlash 2 and xPress have none.
+    // Drafters without blocks have no causal ones, and DFlash 2, Domino and xPress have none.
     for (key, case) in CAUSAL_KEYS
         .into_iter()
-        .flat_map(|key| ["eagle3_qwen3", "mtp", "dflash2", "xpress"].map(|case| (key, case)))
+        .flat_map(|key| ["eagle3_qwen3", "mtp", "dflash2", "domino", "xpress"].map(|case| (key, case)))
     {
         let told = run(&with(&golden(case), key, &json!(true), false)).unwrap_err();
         assert!(told.contains(key) && told.contains("no causal blocks"), "{case}: {told}");
@@ -256,6 +256,7 @@ fn each_kind_knows_by_which_rule_more_of_it_is_accepted() {
         ("dspark_rnn", Probabilistic),
         ("dflash", Greedy),
         ("xpress", Greedy),
+        ("domino", Probabilistic),
         ("eagle3_qwen3", Probabilistic),
     ] {
         assert_eq!(rule(golden(case).path()), expected, "{case}");
@@ -306,6 +307,7 @@ fn nulls_and_unknown_keys_are_used_or_refused_by_name() {
         golden("eagle3_qwen3"),
         golden("dflash2"),
         golden("xpress"),
+        golden("domino"),
         golden("mtp"),
         fixture::zlab(),
         speculators,

@@ -9,7 +9,7 @@ use deepspec_drafters::open_checkpoint;
 use deepspec_testkit::mutate::Fuzzer;
 use serde_json::Value;
 
-const WORDS: [&str; 21] = [
+const WORDS: [&str; 25] = [
     "architectures",
     "dflash_config",
     "transformer_layer_config",
@@ -27,6 +27,10 @@ const WORDS: [&str; 21] = [
     "DFlash2DraftModel",
     "selector_rank",
     "conv_group_size",
+    "domino",
+    "DominoDraftModel",
+    "gru_hidden_dim",
+    "pure_draft_prefix_len",
     "mtp",
     "num_speculative_steps",
     "xpress_rank",
@@ -43,16 +47,20 @@ fn every_format() -> Vec<Folder> {
             convert(&source, to, Some(&target)).unwrap().write(&folder.path().join("out"), false).unwrap();
             folder.within("out")
         });
+    let domino = golden("domino");
+    let public =
+        crate::convert::converted(&domino, CheckpointFormat::Modelopt, Some(&crate::common::target(&domino)));
     let others = [
         golden("eagle3_qwen3"),
         golden("dspark_gated"),
         golden("dflash2"),
         golden("xpress"),
+        golden("domino"),
         golden("mtp"),
         fixture::zlab(),
         fixture::specforge_eagle3(),
     ];
-    away.into_iter().chain(others).collect()
+    away.into_iter().chain(others).chain([public]).collect()
 }
 
 /// Opens the folder and converts it to every layout; every error names a path in it or in the

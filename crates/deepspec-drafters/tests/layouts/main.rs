@@ -4,6 +4,7 @@
 mod causal_blocks;
 mod common;
 mod convert;
+mod domino;
 mod draft_vocab;
 mod engines;
 mod foreign;

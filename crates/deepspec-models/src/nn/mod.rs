@@ -2,6 +2,7 @@
 
 mod attention;
 mod builder;
+mod gru;
 mod layer;
 mod linear;
 mod mlp;
@@ -11,6 +12,7 @@ mod vocabulary;
 
 pub use builder::{Builder, Init, StateDict};
 pub use deepspec_ops::{Activation, AttentionSpec, Heads, Qkv, RopeSpec, Rotation, Scaling, Weight, Yarn};
+pub use gru::Gru;
 pub use layer::{DecoderLayer, LayerHook, LayerInput};
 pub use linear::{Linear, RmsNorm};
 pub use rope::{RotaryEmbeddings, Rotations};

@@ -112,6 +112,8 @@ fn applicable_trials(
         if drafter.chooses_slots() {
             let other = blocks.slots.other_convention();
             found.push((Cause::Slots, format!("the other convention: {other}"), DrafterChange::Slots(other)));
+        }
+        if drafter.may_be_causal() {
             let what = match blocks.causal {
                 true => "slots that see their whole block",
                 false => "slots that see only those before them",

@@ -102,6 +102,31 @@ pub fn dflash2() -> Folder {
     folder
 }
 
+/// A Domino in the reference's layout: the golden DFlash, with other numbers for the correction head.
+pub fn domino() -> Folder {
+    let (folder, from) = (Folder::new(), golden("dflash"));
+    let mut config = from.config();
+    let map = config.as_object_mut().unwrap();
+    map.retain(|key, _| !["markov_rank", "enable_confidence_head"].contains(&key.as_str()));
+    let own = json!({
+        "architectures": ["Qwen3DominoModel"], "gru_hidden_dim": 12, "emb_dim": 8, "pure_draft_prefix_len": 1,
+    });
+    map.extend(own.as_object().unwrap().clone());
+    folder.put(&config);
+    let mut tensors = bytes(&from);
+    let [width, vocab] = ["hidden_size", "vocab_size"].map(|key| config[key].as_u64().unwrap() as usize);
+    let mut put = |name: &str, shape: Vec<usize>| {
+        let data = (0..4 * shape.iter().product::<usize>()).map(|byte| (byte % 4 * 7) as u8).collect();
+        tensors.insert(name.into(), (Dtype::F32, shape, data));
+    };
+    put("prefix_gru.weight_ih_l0", vec![3 * 12, width]);
+    put("prefix_gru.weight_hh_l0", vec![3 * 12, 12]);
+    put("embed_proj.0.weight", vec![8, width + 12]);
+    put("embed_proj.2.weight", vec![vocab, 8]);
+    write(&folder.path().join("model.safetensors"), &tensors);
+    folder
+}
+
 /// An xPress in the reference's layout: the golden DFlash, with numbers for its refiner.
 pub fn xpress() -> Folder {
     let (folder, from) = (Folder::new(), golden("dflash"));

@@ -64,6 +64,7 @@ pub fn golden(case: &str) -> Folder {
     match case {
         "dflash2" => return fixture::dflash2(),
         "xpress" => return fixture::xpress(),
+        "domino" => return fixture::domino(),
         "mtp" => return fixture::mtp(),
         _ => {}
     }
