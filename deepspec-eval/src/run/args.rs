@@ -92,8 +92,8 @@ pub struct Args {
     pub max_draft_tokens: Option<usize>,
     /// Choice of drafted tokens at temperatures above 0. Probabilistic samples from the drafter's distribution; greedy takes
     /// the likeliest token, as llama.cpp does, and vLLM by default. Auto is by kind: probabilistic for DSpark with its
-    /// Markov head, Eagle3, MTP-1 and language models, greedy for the others. Answers follow the target's distribution
-    /// either way
+    /// Markov head, Domino, Eagle3, MTP-1 and language models, greedy for the others. Answers follow the target's
+    /// distribution either way
     #[arg(long, value_enum, value_name = "RULE", default_value_t = DraftSamplingArg::Auto)]
     pub draft_sampling: DraftSamplingArg,
     /// Rule that accepts drafted tokens at temperatures above 0. Token accepts token by token, as llama.cpp does, and vLLM by
