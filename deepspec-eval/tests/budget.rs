@@ -7,8 +7,8 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use common::{
-    answers, repository, results, run_ok, target_dir, write_bigram_drafter, write_eagle3, write_mtp,
-    write_xpress,
+    answers, repository, results, run_ok, target_dir, write_bigram_drafter, write_domino, write_eagle3,
+    write_mtp, write_xpress,
 };
 use deepspec_testkit::fake_gpu::{FakeGpu, Report};
 
@@ -79,6 +79,14 @@ fn a_step_with_a_block_drafter_waits_once() {
     write_bigram_drafter(&draft, answers(&corpus).values());
     within_budget(draft.to_str().unwrap(), &GREEDY, dir.path());
     within_budget(draft.to_str().unwrap(), &["--temperature", "1", "--other-rule", "off"], dir.path());
+}
+
+#[test]
+fn a_step_with_domino_waits_once() {
+    let dir = tempfile::tempdir().unwrap();
+    let draft = dir.path().join("draft");
+    write_domino(&draft);
+    within_budget(draft.to_str().unwrap(), &GREEDY, dir.path());
 }
 
 #[test]

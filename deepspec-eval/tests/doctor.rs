@@ -16,10 +16,10 @@ use common::{deepspec_eval, repository, target_dir};
 use deepspec_core::recipe::LossNormalization;
 use deepspec_core::{SlotTarget, Tap};
 use deepspec_drafters::{
-    BlockSpec, Consistency, DSparkConfig, DSparkObjective, DSparkPlan, DSparkSettings, DraftDecoder,
-    Eagle3Config, Eagle3Objective, Eagle3Plan, Eagle3Settings, LossRecipe, MtpConfig, MtpObjective, MtpPlan,
-    MtpSettings, Supervise, TrainSample, TrainableDrafter, XPressConfig, XPressObjective, XPressPlan,
-    XPressSettings,
+    BlockSpec, Consistency, DSparkConfig, DSparkObjective, DSparkPlan, DSparkSettings, DominoConfig,
+    DominoObjective, DominoPlan, DominoSettings, DraftDecoder, Eagle3Config, Eagle3Objective, Eagle3Plan,
+    Eagle3Settings, GruSettings, LambdaBase, LossRecipe, MtpConfig, MtpObjective, MtpPlan, MtpSettings,
+    Supervise, TrainSample, TrainableDrafter, XPressConfig, XPressObjective, XPressPlan, XPressSettings,
 };
 use deepspec_models::{ModelConfig, save};
 use serde_json::{Value, json};
@@ -402,4 +402,43 @@ fn causal_blocks_without_a_mark_are_named_and_so_are_whole_blocks_with_one() {
 fn a_state_after_the_final_norm_is_named() {
     let (_root, dir) = written(&Training { taps: TOP_TAPS, normed: true, ..AS_USED });
     assert_cause(&doctor(&dir, &[]), "final_norm", &["after the final norm"]);
+}
+
+#[test]
+fn domino_in_its_place_is_found_in_order_and_other_slots_are_named() {
+    let model = ModelConfig::load(&target_dir()).unwrap();
+    let config = DominoConfig {
+        decoder: DraftDecoder {
+            model: model.draft_decoder(&[None]).unwrap(),
+            taps: Tap::from_layer_ids(TAPS).unwrap(),
+            num_target_layers: model.layers.len(),
+        },
+        settings: DominoSettings {
+            blocks: BlockSpec {
+                block_size: GAMMA,
+                slots: SlotTarget::AnchorPredicts,
+                mask_token_id: 1023,
+                causal: false,
+                num_anchors: 8,
+            },
+            gru: GruSettings { hidden_size: 32, rank: 16 },
+        },
+    };
+    let loss = LossRecipe { ce_alpha: 1.0, decay_gamma: 4.0, ..LossRecipe::NONE };
+    let lambda_base = LambdaBase { start: 1.0, decay_ratio: 0.5 };
+    let plan = DominoPlan::new(config, DominoObjective { loss, lambda_base });
+    let trainee = train(&plan, &target_dir(), STEPS, samples(&AS_USED));
+    let (_root, dir) = checkpoint(trainee.as_ref());
+    let report = doctor(&dir, &[]);
+    assert_eq!(report["cause"], Value::Null, "{report:#}");
+    let (real, estimated) =
+        (report["accepted_length"].as_f64().unwrap(), report["estimated"].as_f64().unwrap());
+    assert!(real > 1.2 && (real - estimated).abs() < 0.35 * real, "{real} and {estimated}");
+    // It may not have causal blocks, so that they are not tried.
+    assert!(!report.to_string().contains("block_mask"), "{report:#}");
+    let file = dir.join("config.json");
+    let mut config: Value = serde_json::from_str(&fs::read_to_string(&file).unwrap()).unwrap();
+    config["sample_from_anchor"] = json!(false);
+    fs::write(&file, config.to_string()).unwrap();
+    assert_cause(&doctor(&dir, &[]), "slots", &["the other convention"]);
 }

@@ -9,7 +9,7 @@ use std::path::Path;
 use std::sync::OnceLock;
 
 use common::{
-    Answers, answers, repository, run_ok, target, write_bigram_drafter, write_eagle3,
+    Answers, answers, repository, run_ok, target, write_bigram_drafter, write_domino, write_eagle3,
     write_eagle3_with_vocab, write_mtp, write_xpress,
 };
 use deepspec_checkpoint::DraftVocab;
@@ -183,6 +183,14 @@ fn at_temperature_0_mtp_1_changes_no_token() {
     changes_no_token(dir.path());
 }
 
+/// The greedy test for Domino, whose logits depend on the tokens drafted before.
+#[test]
+fn at_temperature_0_domino_changes_no_token() {
+    let dir = tempfile::tempdir().unwrap();
+    write_domino(dir.path());
+    changes_no_token(dir.path());
+}
+
 /// The greedy test for DFlash 2, whose slots fill in and whose candidates are chosen sequentially.
 #[test]
 fn at_temperature_0_dflash_2_changes_no_token() {
@@ -222,15 +230,18 @@ fn changes_no_token(drafter: &Path) {
 #[test]
 fn lanes_draft_as_one_engine_does() {
     let dir = tempfile::tempdir().unwrap();
-    let [eagle3, mtp, xpress] = ["eagle3", "mtp", "xpress"].map(|name| dir.path().join(name));
+    let [domino, eagle3, mtp, xpress] =
+        ["domino", "eagle3", "mtp", "xpress"].map(|name| dir.path().join(name));
+    write_domino(&domino);
     write_eagle3(&eagle3);
     write_mtp(&mtp);
     write_xpress(&xpress);
     let (language_model, dspark) = (common::target_dir(), repository("assets/tiny-dspark"));
     let dflash2 = repository("assets/tiny-dflash2");
-    let drafters: [(&Path, &[&str]); 6] = [
+    let drafters: [(&Path, &[&str]); 7] = [
         (&dspark, &["--no-markov"]),
         (&dflash2, &[]),
+        (&domino, &[]),
         (&xpress, &["--draft-sampling", "probabilistic"]),
         (&eagle3, &["--max-draft-tokens", "3"]),
         (&mtp, &["--max-draft-tokens", "2"]),

@@ -57,6 +57,13 @@ fn a_step_of_dflash_waits_for_nothing() {
 }
 
 #[test]
+fn a_step_of_domino_waits_for_nothing() {
+    let blocks = "block_size: 5, num_draft_layers: 1, mask_token_id: 1023, num_anchors: 6";
+    let drafter = format!("drafter={{domino: {{{blocks}, gru: {{hidden_size: 16, rank: 8}}}}}}");
+    within_budget(&[&drafter, BF16]);
+}
+
+#[test]
 fn a_step_of_xpress_waits_for_nothing() {
     within_budget(&[
         "drafter={xpress: {block_size: 5, num_draft_layers: 1, mask_token_id: 1023, num_anchors: 6, refiner: {rank: 16}}}",

@@ -54,6 +54,12 @@ fn dflash2() -> Value {
     json!({"dflash2": block})
 }
 
+fn domino(anchors: usize, block_size: usize) -> Value {
+    let mut block = block(anchors, block_size, 2);
+    block["gru"] = json!({"hidden_size": 1024, "rank": 256});
+    json!({"domino": block})
+}
+
 fn xpress() -> Value {
     let mut block = block(96, 8, 2);
     block["refiner"] = json!({"rank": 128});
@@ -222,6 +228,18 @@ fn xpress_with_three_rounds() {
 fn dflash2_with_six_taps() {
     Case { drafter: dflash2(), gemma: false, precision: "fp32", samples: 2, tokens: 768, recompute: false }
         .check();
+}
+
+#[test]
+fn domino_in_float32() {
+    let drafter = domino(64, 16);
+    Case { drafter, gemma: false, precision: "fp32", samples: 2, tokens: 768, recompute: false }.check();
+}
+
+#[test]
+fn domino_that_recomputes_its_layers() {
+    let drafter = domino(96, 16);
+    Case { drafter, gemma: false, precision: "fp32", samples: 2, tokens: 768, recompute: true }.check();
 }
 
 #[test]

@@ -7,9 +7,9 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
-use deepspec_core::Tap;
 use deepspec_core::recipe::TrainDtype;
-use deepspec_drafters::DrafterSpec;
+use deepspec_core::{SlotTarget, Tap};
+use deepspec_drafters::{DominoRecipe, DrafterSpec, GruSettings, LambdaBase};
 use deepspec_testkit::mutate::Fuzzer;
 use serde_json::{Value, json};
 
@@ -27,7 +27,9 @@ fn recipes() -> Vec<(&'static str, &'static str, PathBuf)> {
         .flat_map(|algorithm| {
             TARGETS.iter().map(move |target| (*algorithm, *target, path(algorithm, target)))
         })
-        .chain(["mtp", "xpress"].map(|algorithm| (algorithm, "qwen3_4b", path(algorithm, "qwen3_4b"))))
+        .chain(
+            ["domino", "mtp", "xpress"].map(|algorithm| (algorithm, "qwen3_4b", path(algorithm, "qwen3_4b"))),
+        )
         .collect()
 }
 
@@ -81,6 +83,7 @@ fn all_of_the_reference_are_there_and_some_more() {
         let (length, seed) = match algorithm {
             "eagle3" => ("ttt7", 0),
             "mtp" => ("steps3", 0),
+            "domino" => ("block16", 42),
             "xpress" => ("block16", 42),
             _ => ("block7", 42),
         };
@@ -99,7 +102,12 @@ fn all_of_the_reference_are_there_and_some_more() {
         assert_eq!((train.precision, recipe.data.max_length), (TrainDtype::Bf16, 4096));
         assert_eq!((recipe.logging.logging_steps, recipe.logging.checkpointing_steps), (10, 3000));
         assert_eq!(recipe.logging.output_dir, "~/checkpoints/deepspec");
-        if algorithm.starts_with('d') {
+        if let DrafterSpec::Domino(domino) = &recipe.drafter {
+            assert_eq!((domino.block_size, domino.num_draft_layers, domino.num_anchors), (16, 5, 256));
+            assert_eq!((domino.mask_token_id, domino.slots), (mask, SlotTarget::AnchorPredicts));
+            assert_eq!((domino.gru, domino.lambda_base), (GruSettings::default(), LambdaBase::default()));
+            assert_eq!(domino.loss(), DominoRecipe { loss: None, ..domino.clone() }.loss());
+        } else if algorithm.starts_with('d') {
             let (DrafterSpec::DSpark(block) | DrafterSpec::DFlash(block)) = recipe.drafter else {
                 panic!("a block drafter");
             };
@@ -313,7 +321,7 @@ fn the_tiny_ones_are_planned_and_benched_too() {
     }
     seen.sort();
     assert!(
-        ["dflash", "dflash2", "dspark", "eagle3", "mtp", "xpress"]
+        ["dflash", "dflash2", "domino", "dspark", "eagle3", "mtp", "xpress"]
             .iter()
             .all(|name| seen.iter().any(|found| found == name)),
         "{seen:?}"

@@ -11,6 +11,7 @@ use deepspec_testkit::fake_gpu::{FakeGpu, Report};
 const DSPARK: &str = "name=t";
 const DFLASH: &str =
     "drafter={dflash: {block_size: 5, num_draft_layers: 1, mask_token_id: 1023, num_anchors: 6}}";
+const DOMINO: &str = "drafter={domino: {block_size: 5, num_draft_layers: 1, mask_token_id: 1023, num_anchors: 6, gru: {hidden_size: 16, rank: 8}}}";
 const EAGLE3: &str = "drafter={eagle3: {ttt_length: 3}}";
 const FEW: &str = "train.max_train_steps=5";
 
@@ -59,7 +60,7 @@ fn as_on_the_cpu(gpu: FakeGpu, changes: &[&str], tolerance: f64) -> Report {
 
 #[test]
 fn every_drafter_learns_as_on_the_cpu() {
-    for drafter in [DSPARK, DFLASH, EAGLE3] {
+    for drafter in [DSPARK, DFLASH, DOMINO, EAGLE3] {
         let Some(gpu) = gpu() else { return };
         as_on_the_cpu(gpu, &[drafter, FEW], 1e-4);
     }
@@ -67,7 +68,7 @@ fn every_drafter_learns_as_on_the_cpu() {
 
 #[test]
 fn every_drafter_learns_in_bfloat16_too() {
-    for drafter in [DSPARK, DFLASH, EAGLE3] {
+    for drafter in [DSPARK, DFLASH, DOMINO, EAGLE3] {
         let Some(gpu) = gpu() else { return };
         as_on_the_cpu(gpu, &[drafter, FEW, "train.precision=bf16"], 2e-2);
     }

@@ -14,9 +14,9 @@ use arrow_array::types::{Float32Type, Int32Type};
 use deepspec_checkpoint::DraftVocab;
 use deepspec_core::{SlotTarget, Tap};
 use deepspec_drafters::{
-    BlockSpec, ConfidenceSettings, DSpark, DSparkConfig, DSparkSettings, DraftDecoder, Eagle3, Eagle3Config,
-    Eagle3Settings, MarkovKind, MarkovSettings, Mtp, MtpConfig, MtpSettings, XPress, XPressConfig,
-    XPressSettings,
+    BlockSpec, ConfidenceSettings, DSpark, DSparkConfig, DSparkSettings, Domino, DominoConfig,
+    DominoSettings, DraftDecoder, Eagle3, Eagle3Config, Eagle3Settings, GruSettings, MarkovKind,
+    MarkovSettings, Mtp, MtpConfig, MtpSettings, XPress, XPressConfig, XPressSettings,
 };
 use deepspec_models::{ModelConfig, TargetModel, TargetOptions, load_embed_and_head, save};
 use deepspec_testkit::noise;
@@ -159,6 +159,26 @@ pub fn write_eagle3_with_vocab(dir: &Path, draft_vocab: Option<&DraftVocab>) {
     };
     let (embed, head) = load_embed_and_head(&target_dir(), &target, Device::Cpu, Kind::Float).unwrap();
     let model = Eagle3::fresh_with_draft_vocab(config, (&embed, &head), draft_vocab, 1, Kind::Float);
+    fs::create_dir_all(dir).unwrap();
+    save(&dir.join("model.safetensors"), &model.checkpoint(), Kind::BFloat16).unwrap();
+    let config = serde_json::to_string(&model.config().to_json()).unwrap();
+    fs::write(dir.join("config.json"), config).unwrap();
+}
+
+/// Writes an untrained Domino drafter for the tiny target.
+pub fn write_domino(dir: &Path) {
+    let DSparkConfig { decoder, settings } = drafter_config();
+    let gru = GruSettings { hidden_size: 24, rank: 16 };
+    let config = DominoConfig { decoder, settings: DominoSettings { blocks: settings.blocks, gru } };
+    let target = ModelConfig::load(&target_dir()).unwrap();
+    let (embed, head) = load_embed_and_head(&target_dir(), &target, Device::Cpu, Kind::Float).unwrap();
+    let model = Domino::fresh(config, &embed, &head, 1, Kind::Float);
+    // A head that corrects much more than an untrained one does.
+    for (name, parameter) in model.parameters() {
+        if name.starts_with("prefix_gru.") || name.starts_with("embed_proj.") {
+            let _ = tch::no_grad(|| parameter.shallow_clone().g_mul_scalar_(10.0));
+        }
+    }
     fs::create_dir_all(dir).unwrap();
     save(&dir.join("model.safetensors"), &model.checkpoint(), Kind::BFloat16).unwrap();
     let config = serde_json::to_string(&model.config().to_json()).unwrap();

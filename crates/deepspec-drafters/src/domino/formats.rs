@@ -21,7 +21,7 @@ const SPECFORGE_CLASS: &str = "DominoDraftModel";
 const DFLASH_CLASS: &str = "DFlashDraftModel";
 /// Names of Domino in `projector_type` of `dflash_config`. The first is written.
 pub const PROJECTORS: [&str; 2] = ["domino", "causal_v5"];
-/// Prefix of the head's tensors in files that SpecForge wrote before August 2026.
+/// Prefix of the head's tensors in early files of SpecForge.
 const OLD_PREFIX: &str = "logit_head.";
 /// Renamed prefixes of such files: theirs and ours.
 const OLD_NAMES: &[(&str, &str)] =
