@@ -45,7 +45,7 @@ fn model(num_passes: i64) -> XPress {
             taps: Tap::from_layer_ids([1, 2]).unwrap(),
             num_target_layers: 4,
         },
-        settings: XPressSettings { blocks, rank: 8, mlp_ratio: 3, num_passes },
+        settings: XPressSettings { blocks, rank: 5, mlp_ratio: 3, num_passes },
     };
     config.check().unwrap();
     let ends = [7, 8].map(|seed| noise(seed, &[VOCAB, WIDTH]) * 0.3);

@@ -69,7 +69,7 @@ pub struct BlockBatch {
     pub(crate) gamma: usize,
 }
 
-/// What the heads of a drafter read of a block.
+/// Inputs that the heads of a drafter read of a block.
 #[derive(Debug, Clone, Copy)]
 pub struct HeadInputs {
     /// See [`DrafterSettings::READS_ANCHOR_SLOT`].

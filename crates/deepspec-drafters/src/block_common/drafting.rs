@@ -19,8 +19,8 @@ pub struct BlockStates<'a> {
 /// Picks the tokens `[S]` of drafted slot k from its float32 logits `[S, V]`. It is called once per slot, in order.
 pub type ChooseTokens<'a> = &'a mut dyn FnMut(i64, &Tensor) -> Tensor;
 
-/// Drafts one slot after the other: see [`BlockDrafter::draft`]. `step(base, hidden, previous)` computes the logits `[S, V]` of the next
-/// slot, and the embeddings `[S, r]` of the previous tokens `[S]`. `base` are the LM head's logits of the hidden states `[S, d]`.
+/// Drafts one slot after the other: see [`BlockDrafter::draft`]. `step(base, hidden, previous)` returns the logits `[S, V]` of the next
+/// slot and the embeddings `[S, r]` of the previous tokens `[S]`. `base` are the LM head's logits of the hidden states `[S, d]`.
 pub fn draft_in_turn<K: BlockDrafter>(
     model: &DraftModel<K>,
     blocks: &BlockStates,

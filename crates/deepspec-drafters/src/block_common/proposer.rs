@@ -21,6 +21,9 @@ pub struct BlockProposerOf<K: BlockDrafter> {
     last_tokens: Option<LastTokens>,
 }
 
+/// Stands for the token before an anchor that is the first token.
+const UNKNOWN: i64 = -1;
+
 /// Last context token of each slot, which is the token before its anchor.
 struct LastTokens {
     /// `[slots]` int64.
@@ -40,9 +43,15 @@ impl LastTokens {
         let _ = self.tokens.index_copy_(0, &slots, &cat_row_runs(&context.tokens, ends));
     }
 
-    /// Tokens of these slots, `[S]`.
-    fn of_slots(&self, slots: &[usize]) -> Tensor {
-        self.tokens.index_select(0, &self.arange.int_tensor(slots.iter().copied()))
+    /// Tokens of these slots, `[S]`, and the slot's anchor where a sequence has none.
+    fn of_slots(&self, slots: &[usize], anchors: &Tensor) -> Tensor {
+        let tokens = self.tokens.index_select(0, &self.arange.int_tensor(slots.iter().copied()));
+        tokens.where_self(&tokens.ge(0), anchors)
+    }
+
+    /// Forgets the token of a slot that another sequence takes.
+    fn forget(&mut self, slot: usize) {
+        let _ = self.tokens.narrow(0, slot as i64, 1).fill_(UNKNOWN);
     }
 }
 
@@ -59,7 +68,7 @@ impl<K: BlockDrafter> BlockProposerOf<K> {
     pub fn new(model: DraftModel<K>, slots: usize) -> Self {
         let cache = KvCache::new(&model.attention_specs(), slots, model.kind(), model.device());
         let last_tokens = K::Settings::READS_ANCHOR_SLOT.then(|| LastTokens {
-            tokens: Tensor::zeros([slots as i64], (Kind::Int64, model.device())),
+            tokens: Tensor::full([slots as i64], UNKNOWN, (Kind::Int64, model.device())),
             arange: DeviceArange::new(model.device()),
         });
         Self { model, cache, last_tokens }
@@ -71,7 +80,7 @@ impl<K: BlockDrafter> BlockProposerOf<K> {
     }
 
     /// Appends the context to the cache and runs one block per anchor, `anchors [S]`. For each slot k, `choose(k, logits)` picks tokens
-    /// `[S]` from float32 logits `[S, V]`, and slot k + 1 continues from them.
+    /// `[S]` from float32 logits `[S, V]`. Drafters that draft one slot after the other continue from them.
     pub fn forward(
         &mut self,
         context: &Context,
@@ -89,7 +98,8 @@ impl<K: BlockDrafter> BlockProposerOf<K> {
             }
         }
         let hidden = self.block_hidden_states(&blocks, anchors); // [S, H, d]
-        let before_anchors = self.last_tokens.as_ref().map(|last_tokens| last_tokens.of_slots(slots));
+        let before_anchors =
+            self.last_tokens.as_ref().map(|last_tokens| last_tokens.of_slots(slots, anchors));
         let states = BlockStates { hidden: &hidden, anchors, before_anchors: before_anchors.as_ref() };
         let embeddings = K::draft(&self.model, &states, &mut choose);
         ConfidenceInputs { hidden, embeddings }
@@ -201,6 +211,9 @@ impl<K: BlockDrafter> Proposer for BlockProposerOf<K> {
 
     fn truncate(&mut self, slot: usize, len: usize) {
         self.cache.truncate(slot, len);
+        if let Some(last_tokens) = &mut self.last_tokens {
+            last_tokens.forget(slot);
+        }
     }
 
     fn kv_cache_bytes(&self, tokens: usize) -> u64 {

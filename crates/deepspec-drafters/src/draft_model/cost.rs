@@ -40,7 +40,8 @@ pub struct PassRows {
 impl PassRows {
     /// Estimated peak bytes of forward and backward pass, without weights and gradients of parameters.
     ///
-    /// Counts the tensors that autograd saves, the gradients of one layer's activations and the buffers of the losses. Of the heads it counts `head_values`.
+    /// Counts the tensors that autograd saves, the gradients of one layer's activations and the buffers of the losses. Of the heads it
+    /// counts `head_values`.
     pub fn activation_bytes(
         &self,
         decoder: &DraftDecoder,

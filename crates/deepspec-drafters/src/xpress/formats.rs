@@ -9,7 +9,7 @@ use deepspec_checkpoint::{
 use deepspec_core::SlotTarget;
 use serde_json::{Map, Value, json};
 
-use super::model::{CANDIDATES, RefinerRecipe, XPressSettings};
+use super::model::{CANDIDATES, RefinerRecipe, XPressSettings, check_backbone};
 use crate::block_common::BlockSpec;
 use crate::draft_model::DrafterSettings as _;
 
@@ -34,9 +34,6 @@ pub static READER: Reader = Reader {
 /// Key of speculators for the refiner's passes.
 const PASSES: &str = "num_jacobi_passes";
 
-/// Key with which speculators may name another backbone than DFlash.
-const BACKBONE: &str = "xpress_backbone";
-
 fn validate(
     settings: XPressSettings,
     fields: &Fields,
@@ -48,9 +45,7 @@ fn validate(
 }
 
 fn read_speculators(fields: &Fields, decoder: &mut Decoder) -> Result<Settings, CheckpointError> {
-    if let Some(found) = fields.text(BACKBONE)?.filter(|&found| found != "dflash") {
-        return Err(fields.error(BACKBONE, format!("\"{found}\" is not supported; expected dflash")));
-    }
+    check_backbone(fields)?;
     // The package has the same defaults.
     let RefinerRecipe { rank, mlp_ratio, num_passes } = RefinerRecipe::default();
     let settings = XPressSettings {

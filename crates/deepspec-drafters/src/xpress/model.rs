@@ -54,8 +54,8 @@ pub struct XPressRecipe {
     /// Weight of the losses of the LM head's own logits, from which the refiner starts.
     #[serde(default = "default_base_alpha")]
     pub base_alpha: f64,
-    /// Weights of the distillation losses; absent means the authors': 0.1 for the cross entropy with the label, and 0.45 for ‖p^d − p^t‖₁.
-    /// Its half is the total variation, which they weigh with 0.9.
+    /// Weights of the distillation losses. Absent means the authors' weights: 0.1 for the cross entropy, here with the label, and 0.45 for
+    /// ‖p^d − p^t‖₁. Half of that norm is the total variation, which they weigh with 0.9.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub loss: Option<LossRecipe>,
 }
@@ -155,6 +155,24 @@ pub type XPressConfig = DraftConfig<XPressSettings>;
 /// Config key of the number of candidates per slot to which the authors' refiner may be restricted; 0 means the whole vocabulary.
 pub(super) const CANDIDATES: &str = "xpress_candidate_topc";
 
+/// Key with which a checkpoint may name another backbone than DFlash.
+const BACKBONE: &str = "xpress_backbone";
+/// Key of the selector of DFlash 2's backbone.
+const SELECTOR: &str = "xpress_selector";
+
+/// Refuses another backbone than DFlash.
+pub(super) fn check_backbone(fields: &Fields) -> Result<(), CheckpointError> {
+    if let Some(found) = fields.text(BACKBONE)?.filter(|&found| found != "dflash") {
+        return Err(fields.error(BACKBONE, format!("\"{found}\" is not supported; expected dflash")));
+    }
+    match fields.map.get(SELECTOR).filter(|value| !value.is_null() && **value != json!(false)) {
+        Some(_) => {
+            Err(fields.error(SELECTOR, "a selector is not supported; it belongs to the backbone of DFlash 2"))
+        }
+        None => Ok(()),
+    }
+}
+
 impl DrafterSettings for XPressSettings {
     const CLASS: &'static str = "XPressModel";
     const CHOOSES_SLOTS: bool = false;
@@ -166,6 +184,7 @@ impl DrafterSettings for XPressSettings {
     ];
 
     fn read(fields: &Fields) -> Result<Self, CheckpointError> {
+        check_backbone(fields)?;
         if let Some(found) = fields.count(CANDIDATES)?.filter(|&found| found > 0) {
             let problem = format!("{found}, but only 0 is supported: the refiner reads the whole vocabulary");
             return Err(fields.error(CANDIDATES, problem));

@@ -1,7 +1,7 @@
 //! The causal refiner: a low-rank bias on the logits of a block's slots, given a guess of the token before each slot.
 
 use deepspec_models::nn::{Builder, Init, Linear, Weight};
-use deepspec_ops::linear;
+use deepspec_ops::{Activation, GatedMlp, gated_mlp, linear};
 use tch::{Device, Kind, Tensor};
 
 use super::model::XPressConfig;
@@ -76,8 +76,13 @@ impl RefinerHead {
     pub fn features(&self, state_inputs: &Tensor, embeddings: &Tensor) -> Tensor {
         let x = self.in_proj.forward(&Tensor::cat(&[state_inputs, embeddings], -1));
         let y = &x + self.mix_slots(&x);
-        let inner = self.gate_proj.forward(&y).silu() * self.up_proj.forward(&y);
-        y + self.down_proj.forward(&inner)
+        let mlp = GatedMlp {
+            gate: self.gate_proj.weight(),
+            up: self.up_proj.weight(),
+            down: self.down_proj.weight(),
+            activation: Activation::Silu,
+        };
+        &y + gated_mlp(&y.flatten(0, 1), mlp).view_as(&y)
     }
 
     /// `Σ_{j ≤ k} L[:, k, j] ⊙ x_j` of all slots k, `[N, B, r]` of `[N, B, r]`.

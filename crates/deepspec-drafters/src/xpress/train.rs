@@ -154,14 +154,14 @@ impl DrafterKind for XPressModules {
         }
     }
 
-    /// Each part of the objective computes the logits of drafter and target.
+    /// The parts of the objective share the logits of drafter and target, which count once although each part computes them.
     fn flops(plan: &XPressPlan, samples: &[TrainSample]) -> f64 {
         let (model, settings) = (plan.config.model(), &plan.config.settings);
         let (d, vocab) = (model.hidden_size as f64, model.vocab_size as f64);
         let (rank, size) = (settings.rank as f64, settings.blocks.block_size as f64);
         let refinements = (1 + plan.objective.rounds()) as f64;
         block_flops(&plan.config, samples, |blocks, rows| {
-            let logits = (refinements + 1.0) * (FROZEN_FACTOR + 1.0) * rows * d * vocab;
+            let logits = (FROZEN_FACTOR + 1.0) * rows * d * vocab;
             let of_states = blocks * (size + 1.0) * d * rank;
             let of_slot = rank * (3.0 * rank + (size + 1.0) / 2.0 + 3.0 * rank * settings.mlp_ratio as f64);
             let refiner = of_states + refinements * (blocks * size * of_slot + rows * rank * vocab);
@@ -191,8 +191,8 @@ impl DrafterKind for XPressModules {
     }
 }
 
-/// Sums that only xPress has: the losses of the free-running rounds (mean over the rounds) and of the LM head's own logits, with slot
-/// weights, and the accept rates of the last round and of the LM head. All other sums are those of the refiner after the true tokens.
+/// Sums that only xPress has: the mean loss of the free-running rounds and that of the LM head's own logits, with slot weights. The
+/// accept rates of the last round and of the LM head follow. All other sums are those of the refiner after the true tokens.
 pub const XPRESS_SUMS: [&str; 4] = ["consistency", "base", "consistency_accept", "base_accept"];
 
 /// A pass of the refiner over all blocks.
@@ -210,7 +210,7 @@ impl XPress {
     /// Runs forward and backward over a batch, and adds to the gradients of the parameters, which must require gradients. Returns every
     /// [`LossSum`], `[K]` float64, detached. `on_grad_ready` is called as in [`TrainableDrafter`](crate::TrainableDrafter).
     ///
-    /// With ℓ = Σ w·loss / (normaliser + 1e-6) over the supervised drafts, the objective is
+    /// ℓ is Σ w·loss / (normaliser + 1e-6) over the supervised drafts. The objective is
     /// `ℓ(true tokens) + consistency.alpha · mean_j ℓ(tokens of round j − 1) + base_alpha · ℓ(LM head)`. Round 0 is the LM head. No gradient
     /// flows through the choice of tokens.
     ///
@@ -248,9 +248,10 @@ impl XPress {
         };
         let mut refinements = vec![refine(batch.previous.shallow_clone(), 1.0, None)];
         let base = losses(None, objective.base_alpha, Some(&drafted));
-        for _ in 0..rounds {
+        for round in 0..rounds {
             let previous = tch::no_grad(|| batch.previous_after(&drafted));
-            refinements.push(refine(previous, objective.consistency.alpha / rounds as f64, Some(&drafted)));
+            let argmax = (round + 1 < rounds).then_some(&drafted);
+            refinements.push(refine(previous, objective.consistency.alpha / rounds as f64, argmax));
         }
 
         // 3. Backward. Autograd continues from the closed-form gradients: the gradient of Σ x·g with respect to x is g.

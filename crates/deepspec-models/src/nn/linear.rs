@@ -38,7 +38,7 @@ impl Linear {
     }
 
     /// The weight of a layer without a bias.
-    pub(super) fn weight(&self) -> &Weight {
+    pub fn weight(&self) -> &Weight {
         debug_assert!(self.bias.is_none(), "projections of decoder layers have no bias");
         &self.weight
     }
