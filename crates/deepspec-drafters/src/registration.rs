@@ -75,7 +75,8 @@ impl RecipeSection<'_> {
     }
 }
 
-/// Class names of a drafter for each known model family: the family's prefix and `behind_prefix`.
+/// Class names of a drafter for each family of draft layers: the family's prefix and `behind_prefix`.
 pub fn drafter_classes(behind_prefix: &str) -> Vec<String> {
-    families().map(|family| format!("{}{behind_prefix}", family.decoder.prefix)).collect()
+    let families = families().filter(|family| family.has_drafters());
+    families.map(|family| format!("{}{behind_prefix}", family.decoder.prefix)).collect()
 }

@@ -193,7 +193,8 @@ fn check_attention(
 pub fn open_checkpoint(dir: &Path) -> Result<Checkpoint, CheckpointError> {
     let kinds: Vec<_> =
         DRAFTER_KINDS.into_iter().filter_map(|kind| kind.checkpoints.as_ref()?.layouts).collect();
-    let families: Vec<_> = families().map(|family| family.decoder).collect();
+    let families: Vec<_> =
+        families().filter(|family| family.has_drafters()).map(|family| family.decoder).collect();
     let mut checkpoint = Checkpoint::open(dir, KnownDrafters { kinds: &kinds, families: &families })?;
     if checkpoint.format() == CheckpointFormat::Reference
         && let Err(error) = check_reference_config(dir)

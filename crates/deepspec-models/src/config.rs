@@ -11,7 +11,8 @@ use deepspec_text::ChatFormat;
 use serde_json::{Map, Value};
 
 use crate::ModelError;
-use crate::nn::{self, Heads, LayerSpec};
+use crate::nn::{self, Heads, LayerSpec, NormWeight};
+use crate::weights::FusedTensor;
 
 /// Maximum number of decoder layers. A larger number is a mistake in the config, and would exhaust memory.
 pub const MAX_LAYERS: usize = 1024;
@@ -33,8 +34,13 @@ pub struct ModelConfig {
     pub tie_word_embeddings: bool,
     /// Standard deviation of random weights.
     pub initializer_range: f64,
+    /// How the final norm uses its weight.
+    pub norm_weight: NormWeight,
     /// Factor on embeddings.
     pub embed_scale: f64,
+    /// Factor on logits. The final norm multiplies its output by it, so that the LM head is used as it is stored:
+    /// drafters share the head, and engines give it no factor.
+    pub logit_scale: f64,
     /// Soft-cap c of the logits x, which become `c·tanh(x/c)`.
     pub logit_softcap: Option<f64>,
     /// Whether [`crate::TargetModel`] computes this architecture. If not, an engine computes its
@@ -176,22 +182,45 @@ pub struct TargetFamily {
     pub classes: &'static [&'static str],
     /// Reads a config.json.
     pub(crate) read: fn(&Fields) -> Result<ModelConfig, ModelError>,
-    /// Makes the config.json of a draft decoder with these layers from that of a target.
-    pub(crate) draft_config: fn(&RawConfig, &[LayerSpec]) -> RawConfig,
-    /// Family whose layers the block drafters of this target family have. None if they have this family's layers.
-    pub(crate) anchored_family: Option<Family>,
-    /// The reason why draft layers cannot have these windows; None if they can.
-    pub(crate) refuse_windows: fn(&[Option<usize>]) -> Option<&'static str>,
+    /// Tensors of a layer that hold several weights; None if each weight has its own tensor.
+    pub(crate) fused: Option<fn(&LayerSpec) -> Vec<FusedTensor>>,
+    /// Layers of the drafters for targets of this family.
+    pub(crate) drafts: DraftLayers,
     /// The chat format of its models, where it has a name.
     pub chat: Option<ChatFormat>,
     /// Hub ids of models whose sizes are built in, with their config.json.
     pub shapes: &'static [(&'static str, &'static str)],
 }
 
+/// Layers of the drafters for a family of targets.
+pub(crate) enum DraftLayers {
+    /// Drafters have layers of this family.
+    Own {
+        /// Makes the config.json of a draft decoder with these layers from that of a target.
+        config: fn(&RawConfig, &[LayerSpec]) -> RawConfig,
+        /// The reason why draft layers cannot have these windows; None if they can.
+        refuse_windows: fn(&[Option<usize>]) -> Option<&'static str>,
+        /// Family whose layers the block drafters have; None if they have this family's.
+        blocks: Option<Family>,
+    },
+    /// No engine runs drafters with layers of this family. Drafters have layers of another one, of the target's sizes.
+    Other {
+        /// Family of block drafters.
+        blocks: Family,
+        /// Family of the drafters that draft token by token.
+        tokens: Family,
+    },
+}
+
 /// One of [`crate::families`].
 pub type Family = &'static TargetFamily;
 
 impl TargetFamily {
+    /// Whether drafters may have layers of this family.
+    pub fn has_drafters(&self) -> bool {
+        matches!(self.drafts, DraftLayers::Own { .. })
+    }
+
     /// Names of the supported checkpoint classes, for messages.
     pub fn class(&self) -> String {
         self.classes.join(" or ")

@@ -35,7 +35,7 @@ pub struct TargetHead {
     eps: f64,
     lm_head: Tensor,
     softcap: Option<f64>,
-    /// Factor on the logits.
+    /// Factor on the logits, which the normed states carry.
     scale: f64,
 }
 
@@ -84,8 +84,14 @@ impl TargetHead {
         })
     }
 
-    /// Normed states `[K, d]`, in float32, of the last layer's outputs `[K, d]` in any dtype.
+    /// Normed states `[K, d]`, in float32, of the last layer's outputs `[K, d]` in any dtype. They include the factor
+    /// on the logits, as those of [`crate::TargetModel`] do.
     pub fn normalize(&self, hidden: &Tensor) -> Tensor {
+        let normed = self.norm(hidden);
+        if self.scale == 1.0 { normed } else { normed * self.scale }
+    }
+
+    fn norm(&self, hidden: &Tensor) -> Tensor {
         let x = hidden.to_kind(Kind::Float);
         match self.kind {
             FinalNorm::Layer | FinalNorm::LayerOnePlus => {
@@ -122,7 +128,7 @@ impl TargetHead {
                 rows.to_kind(Kind::Float).mv(&state)
             })
             .collect();
-        let mut logits = Tensor::cat(&parts, 0) * self.scale;
+        let mut logits = Tensor::cat(&parts, 0);
         if let Some(cap) = self.softcap {
             logits = (logits / cap).tanh() * cap;
         }

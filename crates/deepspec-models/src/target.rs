@@ -67,7 +67,10 @@ impl TargetModel {
         let config = ModelConfig::load(dir)?;
         check_taps(&options.taps, config.layers.len())?;
         let (kind, device) = (options.kind, options.device);
-        let weights = Weights::open(dir, config.family.class(), device, kind)?;
+        let mut weights = Weights::open(dir, config.family.class(), device, kind)?;
+        if let (Some(fused), Some(layer)) = (config.family.fused, config.layers.first()) {
+            weights.split_fused(fused(layer));
+        }
         let names = TensorNames::detect(&weights);
         let (embed, head) = read_embed_and_head(&weights, names, &config)?;
         let is_tied = config.tie_word_embeddings;
@@ -116,7 +119,9 @@ impl TargetModel {
             .enumerate()
             .map(|(i, spec)| DecoderLayer::new(b, &format!("{}layers.{i}", names.body), spec))
             .collect::<Vec<_>>();
-        let norm = RmsNorm::new(b, &format!("{}norm", names.body), config.hidden_size, config.rms_norm_eps);
+        let (size, eps, form) = (config.hidden_size, config.rms_norm_eps, config.norm_weight);
+        let norm = RmsNorm::with_weight(b, &format!("{}norm", names.body), size, eps, form);
+        let norm = norm.scaled(config.logit_scale);
         let attentions: Vec<AttentionSpec> = config.layers.iter().map(|layer| layer.attention).collect();
         Self {
             vocabulary: EmbedHead::new(embed, Weight::Stored(head), config.embed_scale, config.logit_softcap),

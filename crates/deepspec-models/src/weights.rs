@@ -2,6 +2,7 @@
 
 use std::cell::RefCell;
 use std::io::{self, Write};
+use std::ops::Range;
 use std::path::Path;
 
 use deepspec_checkpoint::{
@@ -19,6 +20,24 @@ use crate::config::read_json;
 /// Number of values per write.
 const VALUES_PER_WRITE: usize = 4 << 20;
 
+/// A tensor `[rows, input]` per layer that holds several weights, one behind the other.
+pub(crate) struct FusedTensor {
+    /// Name within the layer.
+    pub name: &'static str,
+    /// The weights, in order.
+    pub parts: Vec<Part>,
+}
+
+/// A weight within a [`FusedTensor`].
+pub(crate) struct Part {
+    /// Name within the layer.
+    pub name: &'static str,
+    /// Number of rows.
+    pub rows: i64,
+    /// Order in which the rows of every block of this many rows are read; None keeps the order.
+    pub block_order: Option<Vec<i64>>,
+}
+
 /// Tensors of a checkpoint, read one by one on request.
 pub struct Weights {
     tensors: Tensors,
@@ -28,6 +47,7 @@ pub struct Weights {
     device: Device,
     /// Dtype to which floats are converted on reading; `None` keeps that of the file.
     kind: Option<Kind>,
+    fused: Vec<FusedTensor>,
 }
 
 impl Weights {
@@ -77,7 +97,28 @@ impl Weights {
 
     fn from_tensors(tensors: Tensors, expected: String, device: Device, kind: Option<Kind>) -> Self {
         let unread = RefCell::new(tensors.iter().map(|(name, _)| name.to_string()).collect());
-        Self { tensors, expected, unread, device, kind }
+        Self { tensors, expected, unread, device, kind, fused: vec![] }
+    }
+
+    /// Lets [`Weights::get`] find the parts of fused tensors by name.
+    pub(crate) fn split_fused(&mut self, fused: Vec<FusedTensor>) {
+        self.fused = fused;
+    }
+
+    /// The fused tensor that holds the weight `name`: its name, its shape, the first row of the part, and the part. None if
+    /// the weight has its own tensor, or there is no fused one.
+    fn find_fused(&self, name: &str, shape: &[i64]) -> Option<(String, [i64; 2], i64, &Part)> {
+        if self.contains(name) {
+            return None;
+        }
+        self.fused.iter().find_map(|fused| {
+            let index = fused.parts.iter().position(|part| name.ends_with(part.name))?;
+            let part = &fused.parts[index];
+            let whole = format!("{}{}", name.strip_suffix(part.name)?, fused.name);
+            let rows = |parts: &[Part]| parts.iter().map(|part| part.rows).sum::<i64>();
+            let size = [rows(&fused.parts), *shape.get(1)?];
+            self.contains(&whole).then(|| (whole, size, rows(&fused.parts[..index]), part))
+        })
     }
 
     /// Number of values of all tensors.
@@ -120,6 +161,21 @@ impl Weights {
     /// # Errors
     /// If it is missing, has another shape or dtype, or cannot be read.
     pub fn get(&self, name: &str, shape: &[i64]) -> Result<Tensor, ModelError> {
+        let Some((whole, size, first, part)) = self.find_fused(name, shape) else {
+            return self.get_stored(name, shape, 0..shape.first().copied().unwrap_or(1));
+        };
+        let own = self.get_stored(&whole, &size, first..first + part.rows)?;
+        Ok(match &part.block_order {
+            Some(order) => {
+                let blocks = own.view([-1, order.len() as i64, size[1]]);
+                blocks.index_select(1, &Tensor::from_slice(order).to_device(own.device())).view_as(&own)
+            }
+            None => own,
+        })
+    }
+
+    /// Reads the `rows` of a tensor of the given shape, along its first dimension.
+    fn get_stored(&self, name: &str, shape: &[i64], rows: Range<i64>) -> Result<Tensor, ModelError> {
         let path = || self.tensors.dir().to_path_buf();
         let missing = || ModelError::MissingTensor {
             path: path(),
@@ -144,7 +200,14 @@ impl Weights {
         })?;
         let bytes = self.tensors.bytes(name)?;
         self.unread.borrow_mut().retain(|unread| unread != name);
-        let tensor = Tensor::from_data_size(&bytes, shape, kind).to_device(self.device);
+        let mut size = shape.to_vec();
+        let mut bytes = &bytes[..];
+        if let Some(count) = size.first_mut().filter(|count| **count != rows.end - rows.start) {
+            let row = bytes.len() / *count as usize;
+            bytes = &bytes[rows.start as usize * row..rows.end as usize * row];
+            *count = rows.end - rows.start;
+        }
+        let tensor = Tensor::from_data_size(bytes, &size, kind).to_device(self.device);
         Ok(match self.kind {
             Some(wanted) if kind != Kind::Int64 && kind != Kind::Int => tensor.to_kind(wanted),
             _ => tensor,

@@ -1,19 +1,27 @@
-//! Decoders built like a target's, for drafters.
+//! Decoders of drafters, made for a target.
 
+use std::path::Path;
+
+use deepspec_checkpoint::Fields;
 use deepspec_core::cli::UsageError;
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 
-use crate::config::{FULL_LAYER_TYPE, Family, SLIDING_LAYER_TYPE};
-use crate::nn::{AttentionSpec, LayerSpec};
+use crate::config::{DraftLayers, FULL_LAYER_TYPE, Family, RawConfig, SLIDING_LAYER_TYPE};
+use crate::nn::{AttentionSpec, LayerSpec, Scaling, Yarn};
 use crate::{ModelConfig, ModelError};
 
+/// Keys that the config of a drafter with another family's layers takes over from the target's.
+const TOKEN_KEYS: [&str; 3] = ["bos_token_id", "eos_token_id", "pad_token_id"];
+
 impl ModelConfig {
-    /// Whether this target accepts drafters with layers of `family`: the target's family, or the family whose layers its block drafters
-    /// have. Llama's and Qwen3's layers draft for each other's targets: most public Eagle3 drafters have Llama's.
+    /// Whether drafters for this target may have layers of `family`. Llama's and Qwen3's layers draft for each other's targets: most
+    /// public Eagle3 drafters have Llama's.
     pub fn accepts_drafters_of(&self, family: Family) -> bool {
-        self.family == family
-            || self.family.anchored_family.is_some_and(|others| others == family)
-            || self.family.decoder.pre_norm && family.decoder.pre_norm
+        let is_declared = match self.family.drafts {
+            DraftLayers::Own { blocks, .. } => self.family == family || blocks == Some(family),
+            DraftLayers::Other { blocks, tokens } => blocks == family || tokens == family,
+        };
+        is_declared || self.family.decoder.pre_norm && family.decoder.pre_norm
     }
 
     /// The decoder of a block drafter, like [`ModelConfig::draft_decoder`]. If no inference engine runs block
@@ -22,7 +30,11 @@ impl ModelConfig {
     /// # Errors
     /// As [`ModelConfig::draft_decoder`].
     pub fn anchored_decoder(&self, windows: &[Option<usize>]) -> Result<Self, ModelError> {
-        let Some(family) = self.family.anchored_family else { return self.draft_decoder(windows) };
+        let family = match self.family.drafts {
+            DraftLayers::Own { blocks: None, .. } => return self.draft_decoder(windows),
+            DraftLayers::Own { blocks: Some(family), .. } => family,
+            DraftLayers::Other { blocks, .. } => return self.with_layers_of(blocks)?.draft_decoder(windows),
+        };
         let qk_norm = family.decoder.qk_norm;
         let layers = self.layers.iter().map(|own| LayerSpec { qk_norm, ..own.clone() }).collect();
         let mut decoder = Self { family, layers, ..self.clone() }.draft_decoder(windows)?;
@@ -42,13 +54,17 @@ impl ModelConfig {
     /// [`ModelError::Mismatch`] for layers that the target's family cannot have.
     pub fn draft_decoder(&self, windows: &[Option<usize>]) -> Result<Self, ModelError> {
         let misfit = |problem: &str| ModelError::Mismatch(UsageError(problem.into()));
+        let (config, refuse_windows) = match self.family.drafts {
+            DraftLayers::Own { config, refuse_windows, .. } => (config, refuse_windows),
+            DraftLayers::Other { tokens, .. } => return self.with_layers_of(tokens)?.draft_decoder(windows),
+        };
         let mut sizes = windows.iter().flatten();
         if let Some(first) = sizes.next()
             && sizes.any(|window| window != first)
         {
             return Err(misfit("draft layers with windows must share one size"));
         }
-        if let Some(problem) = (self.family.refuse_windows)(windows) {
+        if let Some(problem) = refuse_windows(windows) {
             return Err(misfit(problem));
         }
         let layer = |&window: &Option<usize>| {
@@ -59,13 +75,73 @@ impl ModelConfig {
             Ok(LayerSpec { attention: AttentionSpec { window, ..own.attention }, ..own.clone() })
         };
         let layers = windows.iter().map(layer).collect::<Result<Vec<_>, ModelError>>()?;
-        let raw = (self.family.draft_config)(&self.raw, &layers);
-        Ok(Self { layers, raw, ..self.clone() })
+        // The config of a target without a family here describes its drafters, which read embeddings as they are stored.
+        let embed_scale = if self.has_forward { self.embed_scale } else { 1.0 };
+        Ok(Self { raw: config(&self.raw, &layers), layers, embed_scale, ..self.clone() })
+    }
+
+    /// A model of this target's sizes and rotary settings with layers of `family`. It has no biases, windows and
+    /// multipliers. Drafters read embeddings as they are stored, because engines give them no factor.
+    fn with_layers_of(&self, family: Family) -> Result<Self, ModelError> {
+        let full = self.layers.iter().find(|layer| layer.attention.window.is_none());
+        let Some(layer) = full.or(self.layers.first()) else {
+            return Err(ModelError::Mismatch(UsageError("the target has no layers".into())));
+        };
+        let heads = layer.attention.heads;
+        let keys = json!({
+            "model_type": family.decoder.model_types[0],
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": layer.intermediate_size,
+            "num_hidden_layers": self.layers.len(),
+            "num_attention_heads": heads.query,
+            "num_key_value_heads": heads.key_value,
+            "head_dim": heads.dim,
+            "max_position_embeddings": self.max_position_embeddings,
+            "rms_norm_eps": self.rms_norm_eps,
+            "initializer_range": self.initializer_range,
+            "tie_word_embeddings": self.tie_word_embeddings,
+            "hidden_act": "silu",
+            "attention_bias": false,
+            "rope_theta": layer.rope.theta,
+        });
+        let Value::Object(mut raw) = keys else { unreachable!("an object") };
+        if let Some(scaling) = scaling_json(layer.rope.scaling) {
+            raw.insert("rope_scaling".into(), scaling);
+        }
+        let text = self.raw.get("text_config").and_then(Value::as_object);
+        for key in TOKEN_KEYS {
+            let found = text.and_then(|text| text.get(key)).or(self.raw.get(key));
+            if let Some(value) = found.filter(|value| !value.is_null()) {
+                raw.insert(key.into(), value.clone());
+            }
+        }
+        let config = (family.read)(&Fields::new(Path::new("config.json"), &raw))?;
+        Ok(Self { raw, ..config })
+    }
+}
+
+/// `rope_scaling` of a config.json; None without scaling. Settings that rotate a part of each head have no key in
+/// other families, and are left out.
+fn scaling_json(scaling: Scaling) -> Option<Value> {
+    match scaling {
+        Scaling::None | Scaling::Proportional { .. } => None,
+        Scaling::Linear { factor } => Some(json!({"rope_type": "linear", "factor": factor})),
+        Scaling::Llama3 { factor, low_freq_factor, high_freq_factor, original } => Some(json!({
+            "rope_type": "llama3", "factor": factor, "low_freq_factor": low_freq_factor,
+            "high_freq_factor": high_freq_factor, "original_max_position_embeddings": original,
+        })),
+        Scaling::Yarn(Yarn { factor, attention_factor, beta_fast, beta_slow, original, truncate }) => {
+            Some(json!({
+                "rope_type": "yarn", "factor": factor, "attention_factor": attention_factor, "beta_fast": beta_fast,
+                "beta_slow": beta_slow, "original_max_position_embeddings": original, "truncate": truncate,
+            }))
+        }
     }
 }
 
 /// Sets `layer_types`, `num_hidden_layers` and `sliding_window`.
-pub(super) fn set_layer_keys(map: &mut Map<String, Value>, layers: &[LayerSpec]) {
+pub(super) fn set_layer_keys(map: &mut RawConfig, layers: &[LayerSpec]) {
     let types = layers
         .iter()
         .map(|layer| if layer.attention.window.is_some() { SLIDING_LAYER_TYPE } else { FULL_LAYER_TYPE });

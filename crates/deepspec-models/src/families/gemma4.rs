@@ -7,8 +7,8 @@ use serde_json::{Map, Value as Json, json};
 
 use super::{draft, rope};
 use crate::ModelError;
-use crate::config::{ModelConfig, TargetFamily, checked_heads, layer_count, sliding_layers};
-use crate::nn::{Activation, AttentionSpec, Heads, LayerSpec, NormPlacement, ValueSource};
+use crate::config::{DraftLayers, ModelConfig, TargetFamily, checked_heads, layer_count, sliding_layers};
+use crate::nn::{Activation, AttentionSpec, Heads, LayerSpec, NormPlacement, NormWeight, ValueSource};
 
 /// Without `layer_types`, every sixth layer has full attention.
 const FULL_LAYER_INTERVAL: usize = 6;
@@ -22,13 +22,16 @@ pub(super) const FAMILY: TargetFamily = TargetFamily {
         "Gemma4UnifiedForConditionalGeneration",
     ],
     read,
-    draft_config,
-    anchored_family: None,
-    refuse_windows: |windows| {
-        let last = windows.last().is_some_and(Option::is_some);
-        last.then_some(
-            "layer_types: the last layer of a Gemma 4 model has no window; make the last one full_attention",
-        )
+    fused: None,
+    drafts: DraftLayers::Own {
+        config: draft_config,
+        refuse_windows: |windows| {
+            let last = windows.last().is_some_and(Option::is_some);
+            last.then_some(
+                "layer_types: the last layer of a Gemma 4 model has no window; make the last one full_attention",
+            )
+        },
+        blocks: None,
     },
     chat: Some(ChatFormat {
         name: "gemma4",
@@ -103,6 +106,9 @@ fn read(outer: &Fields) -> Result<ModelConfig, ModelError> {
             value,
             norms: NormPlacement::Sandwich,
             qk_norm: true,
+            qkv_bias: false,
+            norm_weight: NormWeight::Plain,
+            residual_scale: 1.0,
             eps,
             activation: Activation::GeluTanh,
             scaled: true,
@@ -125,7 +131,9 @@ fn read(outer: &Fields) -> Result<ModelConfig, ModelError> {
         max_position_embeddings: trained_for,
         tie_word_embeddings: tied,
         initializer_range: fields.number("initializer_range")?.unwrap_or(0.02),
+        norm_weight: NormWeight::Plain,
         embed_scale: (hidden_size as f64).sqrt(),
+        logit_scale: 1.0,
         logit_softcap: softcap,
         has_forward: true,
         layers: full.into_iter().enumerate().map(layer).collect::<Result<_, ModelError>>()?,

@@ -7,8 +7,7 @@ use serde_json::{Map, Value as Json, json};
 use super::pre_norm::{self, PreNormSettings};
 use super::{draft, qwen3};
 use crate::ModelError;
-use crate::config::ModelConfig;
-use crate::config::{TargetFamily, layer_count};
+use crate::config::{DraftLayers, ModelConfig, TargetFamily, layer_count};
 use crate::nn::LayerSpec;
 
 /// Llama 2 and 3, and models of their architecture.
@@ -16,12 +15,15 @@ pub(super) const FAMILY: TargetFamily = TargetFamily {
     decoder: &DECODER,
     classes: &["LlamaForCausalLM"],
     read,
-    draft_config,
-    // Inference engines run block drafters only with norms on queries and keys.
-    anchored_family: Some(&qwen3::FAMILY),
-    refuse_windows: |windows| {
-        let any = windows.iter().any(Option::is_some);
-        any.then_some("sliding_window: a Llama layer has no window; leave it out")
+    fused: None,
+    drafts: DraftLayers::Own {
+        config: draft_config,
+        refuse_windows: |windows| {
+            let any = windows.iter().any(Option::is_some);
+            any.then_some("sliding_window: a Llama layer has no window; leave it out")
+        },
+        // Inference engines run block drafters only with norms on queries and keys.
+        blocks: Some(&qwen3::FAMILY),
     },
     chat: Some(ChatFormat {
         name: "llama3",
@@ -62,7 +64,7 @@ fn defaults() -> Vec<(&'static str, Json)> {
 fn read(fields: &Fields) -> Result<ModelConfig, ModelError> {
     fields.refuse_if_on("mlp_bias", "biases in the MLP are not supported")?;
     let windows = vec![None; layer_count(fields)?];
-    pre_norm::read(fields, PreNormSettings { family: &FAMILY, qk_norm: false, longest: 2048, windows })
+    pre_norm::read(fields, PreNormSettings { longest: 2048, ..PreNormSettings::new(&FAMILY, windows) })
 }
 
 fn draft_config(target: &Map<String, Json>, layers: &[LayerSpec]) -> Map<String, Json> {

@@ -17,7 +17,11 @@ use serde_json::{Map, Value};
 use crate::config::{Family, ModelConfig, TargetFamily, read_json};
 use crate::{ModelError, Weights};
 
-const FAMILIES: [Family; 3] = [&qwen3::FAMILY, &gemma4::FAMILY, &llama::FAMILY];
+const FAMILIES: [Family; 3] = [
+    &qwen3::FAMILY,
+    &gemma4::FAMILY,
+    &llama::FAMILY,
+];
 
 /// All known families.
 pub fn families() -> impl Iterator<Item = Family> {

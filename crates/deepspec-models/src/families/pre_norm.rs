@@ -1,4 +1,5 @@
-//! Common parts of Qwen3 and Llama: equal layers with norms before attention and MLP, and one rotary embedding.
+//! Common parts of Qwen3, Llama and families like them: equal layers with norms before attention and MLP, and one
+//! rotary embedding.
 
 use deepspec_checkpoint::Fields;
 use serde_json::Map;
@@ -6,7 +7,7 @@ use serde_json::Map;
 use super::{Family, rope};
 use crate::ModelError;
 use crate::config::{ModelConfig, checked_heads};
-use crate::nn::{Activation, AttentionSpec, Heads, LayerSpec, NormPlacement, ValueSource};
+use crate::nn::{Activation, AttentionSpec, Heads, LayerSpec, NormPlacement, NormWeight, ValueSource};
 
 /// Settings in which the pre-norm families differ.
 pub(super) struct PreNormSettings {
@@ -14,18 +15,48 @@ pub(super) struct PreNormSettings {
     pub family: Family,
     /// Whether queries and keys are RMS-normed per head.
     pub qk_norm: bool,
+    /// Whether the projections of queries, keys and values have biases.
+    pub qkv_bias: bool,
     /// Default of `max_position_embeddings`.
     pub longest: usize,
+    /// Default of `rms_norm_eps`.
+    pub eps: f64,
     /// The window of each layer.
     pub windows: Vec<Option<usize>>,
+    /// Factor on attention scores; None for `head_dim^-0.5`.
+    pub attention_scale: Option<f64>,
+    /// Factor on the outputs of attention and MLP.
+    pub residual_scale: f64,
+    /// Factor on embeddings.
+    pub embed_scale: f64,
+    /// Factor on logits.
+    pub logit_scale: f64,
 }
 
-/// Reads the config of a Qwen3 or Llama model.
+impl PreNormSettings {
+    /// Layers without biases, head norms and multipliers.
+    pub fn new(family: Family, windows: Vec<Option<usize>>) -> Self {
+        Self {
+            family,
+            qk_norm: false,
+            qkv_bias: false,
+            longest: 4096,
+            eps: 1e-6,
+            windows,
+            attention_scale: None,
+            residual_scale: 1.0,
+            embed_scale: 1.0,
+            logit_scale: 1.0,
+        }
+    }
+}
+
+/// Reads the config of a model with such layers.
 ///
 /// # Errors
 /// As [`ModelConfig::load`].
 pub(super) fn read(fields: &Fields, differences: PreNormSettings) -> Result<ModelConfig, ModelError> {
-    let PreNormSettings { family, qk_norm, longest, windows } = differences;
+    let PreNormSettings { family, qk_norm, qkv_bias, longest, windows, .. } = differences;
     fields.require_text_if_present("hidden_act", "silu")?;
     fields.refuse_if_on("attention_bias", "biases in attention are not supported")?;
     let size = |key: &str| fields.size(key).and_then(|value| fields.required(key, value));
@@ -44,16 +75,20 @@ pub(super) fn read(fields: &Fields, differences: PreNormSettings) -> Result<Mode
     let trained_for =
         fields.size::<i64>("max_position_embeddings")?.map_or(longest, |longest| longest as usize);
     let (rope, longest) = rope::shared_rope(fields, dim, trained_for)?;
-    let eps = fields.number("rms_norm_eps")?.unwrap_or(1e-6);
+    let eps = fields.number("rms_norm_eps")?.unwrap_or(differences.eps);
     let intermediate_size = size("intermediate_size")?;
+    let scale = differences.attention_scale.unwrap_or((dim as f64).powf(-0.5));
     let layer = |window| LayerSpec {
         hidden_size,
         intermediate_size,
-        attention: AttentionSpec { heads, scale: (dim as f64).powf(-0.5), window },
+        attention: AttentionSpec { heads, scale, window },
         rope,
         value: ValueSource::Projected,
         norms: NormPlacement::Pre,
         qk_norm,
+        qkv_bias,
+        norm_weight: NormWeight::Plain,
+        residual_scale: differences.residual_scale,
         eps,
         activation: Activation::Silu,
         scaled: false,
@@ -66,7 +101,9 @@ pub(super) fn read(fields: &Fields, differences: PreNormSettings) -> Result<Mode
         max_position_embeddings: longest,
         tie_word_embeddings: fields.flag("tie_word_embeddings")?.unwrap_or(false),
         initializer_range: fields.number("initializer_range")?.unwrap_or(0.02),
-        embed_scale: 1.0,
+        norm_weight: NormWeight::Plain,
+        embed_scale: differences.embed_scale,
+        logit_scale: differences.logit_scale,
         logit_softcap: None,
         has_forward: true,
         layers: windows.into_iter().map(layer).collect(),

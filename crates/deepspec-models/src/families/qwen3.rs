@@ -7,7 +7,7 @@ use serde_json::{Map, Value as Json, json};
 use super::draft;
 use super::pre_norm::{self, PreNormSettings};
 use crate::ModelError;
-use crate::config::{ModelConfig, TargetFamily, layer_count, sliding_layers};
+use crate::config::{DraftLayers, ModelConfig, TargetFamily, layer_count, sliding_layers};
 use crate::nn::LayerSpec;
 
 /// Qwen3, dense.
@@ -15,9 +15,8 @@ pub(super) const FAMILY: TargetFamily = TargetFamily {
     decoder: &DECODER,
     classes: &["Qwen3ForCausalLM"],
     read,
-    draft_config,
-    anchored_family: None,
-    refuse_windows: |_| None,
+    fused: None,
+    drafts: DraftLayers::Own { config: draft_config, refuse_windows: |_| None, blocks: None },
     chat: Some(ChatFormat {
         name: "qwen",
         assistant_header: "<|im_start|>assistant\n",
@@ -61,14 +60,14 @@ fn defaults() -> Vec<(&'static str, Json)> {
 /// # Errors
 /// As [`ModelConfig::load`].
 fn read(fields: &Fields) -> Result<ModelConfig, ModelError> {
-    let differences =
-        PreNormSettings { family: &FAMILY, qk_norm: true, longest: 4096, windows: layer_windows(fields)? };
-    pre_norm::read(fields, differences)
+    let windows = layer_windows(fields)?;
+    let own = PreNormSettings { qk_norm: true, longest: 4096, ..PreNormSettings::new(&FAMILY, windows) };
+    pre_norm::read(fields, own)
 }
 
 /// The window of every layer. Without `layer_types`, the layers from `max_window_layers` on have a
 /// window.
-fn layer_windows(fields: &Fields) -> Result<Vec<Option<usize>>, ModelError> {
+pub(super) fn layer_windows(fields: &Fields) -> Result<Vec<Option<usize>>, ModelError> {
     let layers = layer_count(fields)?;
     if !fields.flag("use_sliding_window")?.unwrap_or(false) {
         return Ok(vec![None; layers]);

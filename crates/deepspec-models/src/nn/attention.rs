@@ -24,9 +24,18 @@ impl Attention {
     pub(super) fn new(b: &Builder, name: &str, spec: &LayerSpec, input: i64) -> Self {
         let (d, heads) = (spec.hidden_size, spec.attention.heads);
         let (wide, narrow) = (heads.query * heads.dim, heads.key_value * heads.dim);
-        let projection = |part: &str, output| Linear::new(b, &format!("{name}.{part}"), input, output);
+        let projection = |part: &str, output| {
+            let name = format!("{name}.{part}");
+            if spec.qkv_bias {
+                Linear::with_bias(b, &name, input, output)
+            } else {
+                Linear::new(b, &name, input, output)
+            }
+        };
         let v_proj = (spec.value != ValueSource::SharesKey).then(|| projection("v_proj", narrow));
-        let norm = |part: &str| RmsNorm::new(b, &format!("{name}.{part}"), heads.dim, spec.eps);
+        let norm = |part: &str| {
+            RmsNorm::with_weight(b, &format!("{name}.{part}"), heads.dim, spec.eps, spec.norm_weight)
+        };
         let norm = |part| spec.qk_norm.then(|| norm(part));
         Self {
             q_proj: projection("q_proj", wide),
@@ -38,6 +47,12 @@ impl Attention {
             v_norm: (spec.value != ValueSource::Projected).then_some(spec.eps),
             heads,
         }
+    }
+
+    /// Whether a projection has a bias.
+    pub(super) fn has_bias(&self) -> bool {
+        let projections = [&self.q_proj, &self.k_proj, &self.o_proj];
+        projections.into_iter().chain(&self.v_proj).any(Linear::has_bias)
     }
 
     /// Queries, keys and values of `x [M, input]`, normed and rotated. `repeat` expands M rows to N rows before

@@ -56,6 +56,8 @@ pub struct DecoderLayer {
     mlp_out_norm: Option<RmsNorm>,
     /// Factor on the layer's output, `[1]`.
     layer_scalar: Option<Tensor>,
+    /// Factor on the outputs of attention and MLP.
+    residual_scale: f64,
     /// Whether the weights fit the kernels of a fused layer.
     fits: OnceCell<bool>,
 }
@@ -75,7 +77,8 @@ impl DecoderLayer {
     }
 
     fn with_input_width(b: &Builder, name: &str, spec: &LayerSpec, input: i64) -> Self {
-        let norm = |part: &str| RmsNorm::new(b, &format!("{name}.{part}"), spec.hidden_size, spec.eps);
+        let (size, eps, form) = (spec.hidden_size, spec.eps, spec.norm_weight);
+        let norm = |part: &str| RmsNorm::with_weight(b, &format!("{name}.{part}"), size, eps, form);
         let attention = Attention::new(b, &format!("{name}.self_attn"), spec, input);
         let mlp = Mlp::new(b, &format!("{name}.mlp"), spec);
         let input_norm = norm("input_layernorm");
@@ -101,6 +104,7 @@ impl DecoderLayer {
             mlp_norm,
             mlp_out_norm,
             layer_scalar,
+            residual_scale: spec.residual_scale,
             fits: OnceCell::new(),
         }
     }
@@ -146,7 +150,7 @@ impl DecoderLayer {
         };
         drop(normed);
         // 3. Norm of a sandwich, and residual: [N, d].
-        let x = add_residual(&residual, apply_optional_norm(self.attention_out_norm.as_ref(), y));
+        let x = self.add_branch(&residual, apply_optional_norm(self.attention_out_norm.as_ref(), y));
         drop(residual);
         // 4. Norm and MLP: [N, d] -> [N, I] -> [N, d].
         let normed = self.mlp_norm.forward(&x);
@@ -155,18 +159,26 @@ impl DecoderLayer {
             None => self.mlp.forward(&normed),
         };
         // 5. Norm of a sandwich, residual, and scale: [N, d].
-        let x = add_residual(&x, apply_optional_norm(self.mlp_out_norm.as_ref(), y));
+        let x = self.add_branch(&x, apply_optional_norm(self.mlp_out_norm.as_ref(), y));
         self.layer_scalar.as_ref().map_or_else(|| x.shallow_clone(), |scalar| &x * scalar)
     }
 
-    /// The weights of a pre-norm layer with a SiLU-gated MLP and no biases. None if the layer has another form, which
-    /// the fused layer does not support.
+    /// `x + residual_scale · y`, where `y` is the output of attention or MLP.
+    fn add_branch(&self, x: &Tensor, y: Tensor) -> Tensor {
+        let y = if self.residual_scale == 1.0 { y } else { y * self.residual_scale };
+        add_residual(x, y)
+    }
+
+    /// The weights of a pre-norm layer with a SiLU-gated MLP, without biases and without a factor on its branches.
+    /// None if the layer has another form, which the fused layer does not support.
     fn pre_norm_weights(&self) -> Option<LayerWeights<'_>> {
         let Self { attention, mlp, .. } = self;
         let is_pre_norm = self.hidden_norm.is_none()
             && self.attention_out_norm.is_none()
             && self.mlp_out_norm.is_none()
             && self.layer_scalar.is_none()
+            && self.residual_scale == 1.0
+            && !attention.has_bias()
             && attention.v_norm.is_none()
             && attention.q_norm.is_some() == attention.k_norm.is_some()
             && mlp.activation == Activation::Silu;

@@ -1,9 +1,9 @@
 //! Linear layers and norms with their weights.
 
 use deepspec_ops::{RmsNormParams, Weight, linear, rms_norm};
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
-use super::{Builder, Init};
+use super::{Builder, Init, NormWeight};
 
 /// `y = x Wᵀ (+ b)`.
 pub struct Linear {
@@ -32,6 +32,11 @@ impl Linear {
         Self { bias, ..Self::new(b, name, input, output) }
     }
 
+    /// Whether the layer has a bias.
+    pub(super) fn has_bias(&self) -> bool {
+        self.bias.is_some()
+    }
+
     /// Applies the layer to the last dimension.
     pub fn forward(&self, x: &Tensor) -> Tensor {
         linear(x, &self.weight, self.bias.as_ref())
@@ -39,21 +44,43 @@ impl Linear {
 
     /// The weight of a layer without a bias.
     pub fn weight(&self) -> &Weight {
-        debug_assert!(self.bias.is_none(), "projections of decoder layers have no bias");
+        debug_assert!(self.bias.is_none(), "the layer has a bias");
         &self.weight
     }
 }
 
 /// `x / rms(x) · w` over the last dimension.
 pub struct RmsNorm {
+    /// The factor of each channel.
     weight: Tensor,
     eps: f64,
+    /// Whether the weight is float32 in a model of any dtype. The product is then rounded once.
+    in_float32: bool,
 }
 
 impl RmsNorm {
     /// A norm over `size` channels.
     pub fn new(b: &Builder, name: &str, size: i64, eps: f64) -> Self {
-        Self { weight: b.get(&format!("{name}.weight"), &[size], Init::Ones), eps }
+        Self { weight: b.get(&format!("{name}.weight"), &[size], Init::Ones), eps, in_float32: false }
+    }
+
+    /// A norm over `size` channels whose stored weight w is used as `form` says.
+    pub fn with_weight(b: &Builder, name: &str, size: i64, eps: f64, form: NormWeight) -> Self {
+        match form {
+            NormWeight::Plain => Self::new(b, name, size, eps),
+            NormWeight::OnePlus => {
+                let stored = b.get(&format!("{name}.weight"), &[size], Init::Zeros);
+                Self { weight: stored.to_kind(Kind::Float) + 1.0, eps, in_float32: true }
+            }
+        }
+    }
+
+    /// The norm with its output multiplied by `factor`.
+    pub fn scaled(self, factor: f64) -> Self {
+        if factor == 1.0 {
+            return self;
+        }
+        Self { weight: self.weight.to_kind(Kind::Float) * factor, in_float32: true, ..self }
     }
 
     /// Weight and ε.
@@ -61,8 +88,37 @@ impl RmsNorm {
         RmsNormParams { weights: &self.weight, eps: self.eps }
     }
 
-    /// Norms the last dimension.
+    /// Norms the last dimension. The result has the dtype of `x`.
     pub fn forward(&self, x: &Tensor) -> Tensor {
+        if self.in_float32 {
+            return rms_norm(&x.to_kind(Kind::Float), self.params()).to_kind(x.kind());
+        }
         rms_norm(x, self.params())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The products of a bfloat16 model are computed in float32 and rounded once.
+    #[test]
+    fn float32_weights_are_not_rounded_to_the_models_dtype() {
+        let values = |seed: u64| Tensor::from_slice(&deepspec_testkit::noise(seed, 64));
+        let x = values(1).to_kind(Kind::BFloat16);
+        let weight = values(2) + 1.0;
+        let norm = RmsNorm { weight: weight.shallow_clone(), eps: 1e-6, in_float32: true };
+        let wide = x.to_kind(Kind::Float);
+        let rms = (wide.square().mean(Kind::Float) + 1e-6).sqrt();
+        let expected = (&wide / rms * &weight).to_kind(Kind::BFloat16);
+        let found = norm.forward(&x);
+        assert_eq!(found.kind(), Kind::BFloat16);
+        let off = (found.to_kind(Kind::Float) - expected.to_kind(Kind::Float)).abs();
+        // Another order of sums may move a value over a border between two bfloat16 numbers.
+        assert!(off.le_tensor(&(expected.to_kind(Kind::Float).abs() / 128.0)).all().int64_value(&[]) == 1);
+        assert!(off.gt(0.0).sum(Kind::Int64).int64_value(&[]) <= 2);
+        // The factor on logits is part of the same product.
+        let scaled = RmsNorm { weight, eps: 1e-6, in_float32: true }.scaled(0.125);
+        assert!(scaled.forward(&x).equal(&(found * 0.125)));
     }
 }

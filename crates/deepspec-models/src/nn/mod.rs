@@ -16,5 +16,5 @@ pub use gru::Gru;
 pub use layer::{DecoderLayer, LayerHook, LayerInput};
 pub use linear::{Linear, RmsNorm};
 pub use rope::{RotaryEmbeddings, Rotations};
-pub use spec::{LayerSpec, NormPlacement, ValueSource};
+pub use spec::{LayerSpec, NormPlacement, NormWeight, ValueSource};
 pub use vocabulary::EmbedHead;

@@ -23,6 +23,15 @@ pub enum NormPlacement {
     Sandwich,
 }
 
+/// How an RMS norm uses its weight w.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum NormWeight {
+    /// The norm multiplies by w.
+    Plain,
+    /// The norm multiplies by 1 + w, in float32 (Gemma 3).
+    OnePlus,
+}
+
 /// One decoder layer.
 #[derive(Debug, Clone, PartialEq)]
 pub struct LayerSpec {
@@ -40,6 +49,12 @@ pub struct LayerSpec {
     pub norms: NormPlacement,
     /// Whether queries and keys are RMS-normed per head.
     pub qk_norm: bool,
+    /// Whether the projections of queries, keys and values have biases.
+    pub qkv_bias: bool,
+    /// How the norms use their weights.
+    pub norm_weight: NormWeight,
+    /// Factor on the outputs of attention and MLP before they are added to the residual stream.
+    pub residual_scale: f64,
     /// ε of all norms.
     pub eps: f64,
     /// Activation function of the MLP's gate.
