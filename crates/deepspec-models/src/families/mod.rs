@@ -5,6 +5,7 @@ mod draft;
 mod gemma4;
 mod llama;
 mod pre_norm;
+mod qwen2;
 mod qwen3;
 mod rope;
 
@@ -14,14 +15,19 @@ use deepspec_checkpoint::Fields;
 use deepspec_text::ChatFormat;
 use serde_json::{Map, Value};
 
-use crate::config::{Family, ModelConfig, TargetFamily, read_json};
+use crate::config::{DraftLayers, Family, ModelConfig, TargetFamily, read_json};
 use crate::{ModelError, Weights};
 
-const FAMILIES: [Family; 3] = [
+const FAMILIES: [Family; 4] = [
     &qwen3::FAMILY,
     &gemma4::FAMILY,
     &llama::FAMILY,
+    &qwen2::FAMILY,
 ];
+
+/// Layers of drafters for targets whose own layers no engine runs in a drafter: block drafters have those of Qwen3,
+/// others those of Llama.
+const QWEN3_OR_LLAMA: DraftLayers = DraftLayers::Other { blocks: &qwen3::FAMILY, tokens: &llama::FAMILY };
 
 /// All known families.
 pub fn families() -> impl Iterator<Item = Family> {
