@@ -4,6 +4,7 @@ mod any;
 mod draft;
 mod gemma4;
 mod llama;
+mod mistral;
 mod pre_norm;
 mod qwen2;
 mod qwen3;
@@ -18,11 +19,12 @@ use serde_json::{Map, Value};
 use crate::config::{DraftLayers, Family, ModelConfig, TargetFamily, read_json};
 use crate::{ModelError, Weights};
 
-const FAMILIES: [Family; 4] = [
+const FAMILIES: [Family; 5] = [
     &qwen3::FAMILY,
     &gemma4::FAMILY,
     &llama::FAMILY,
     &qwen2::FAMILY,
+    &mistral::FAMILY,
 ];
 
 /// Layers of drafters for targets whose own layers no engine runs in a drafter: block drafters have those of Qwen3,
