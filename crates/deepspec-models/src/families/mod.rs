@@ -3,6 +3,7 @@
 mod any;
 mod draft;
 mod gemma4;
+mod granite;
 mod llama;
 mod mistral;
 mod pre_norm;
@@ -19,12 +20,13 @@ use serde_json::{Map, Value};
 use crate::config::{DraftLayers, Family, ModelConfig, TargetFamily, read_json};
 use crate::{ModelError, Weights};
 
-const FAMILIES: [Family; 5] = [
+const FAMILIES: [Family; 6] = [
     &qwen3::FAMILY,
     &gemma4::FAMILY,
     &llama::FAMILY,
     &qwen2::FAMILY,
     &mistral::FAMILY,
+    &granite::FAMILY,
 ];
 
 /// Layers of drafters for targets whose own layers no engine runs in a drafter: block drafters have those of Qwen3,
