@@ -2,6 +2,7 @@
 
 mod any;
 mod draft;
+mod gemma3;
 mod gemma4;
 mod granite;
 mod llama;
@@ -20,13 +21,14 @@ use serde_json::{Map, Value};
 use crate::config::{DraftLayers, Family, ModelConfig, TargetFamily, read_json};
 use crate::{ModelError, Weights};
 
-const FAMILIES: [Family; 6] = [
+const FAMILIES: [Family; 7] = [
     &qwen3::FAMILY,
     &gemma4::FAMILY,
     &llama::FAMILY,
     &qwen2::FAMILY,
     &mistral::FAMILY,
     &granite::FAMILY,
+    &gemma3::FAMILY,
 ];
 
 /// Layers of drafters for targets whose own layers no engine runs in a drafter: block drafters have those of Qwen3,

@@ -6,7 +6,7 @@ use crate::ModelError;
 use crate::nn::{RopeSpec, Scaling, Yarn};
 
 const DEFAULT_THETA: f64 = 10_000.0;
-/// Default base of Gemma 4's full-attention layers.
+/// Default base of Gemma's full-attention layers.
 const FULL_LAYER_THETA: f64 = 1_000_000.0;
 /// Default `partial_rotary_factor` of Gemma 4's full-attention layers.
 const FULL_ROTARY_FACTOR: f64 = 0.25;
@@ -46,16 +46,33 @@ pub fn shared_rope(
 pub struct RopeByLayerType<'a> {
     fields: &'a Fields<'a>,
     parameters: Option<Fields<'a>>,
+    /// Scaling of the full-attention layers in older keys, which Gemma 3 has.
+    scaling: Option<Fields<'a>>,
+    is_gemma3: bool,
     trained_for: usize,
 }
 
 impl<'a> RopeByLayerType<'a> {
-    /// The settings in `fields`.
+    /// The settings of a Gemma 4 in `fields`.
     ///
     /// # Errors
     /// If `rope_parameters` is no object.
     pub fn new(fields: &'a Fields<'a>, trained_for: usize) -> Result<Self, ModelError> {
-        Ok(Self { parameters: fields.object("rope_parameters")?, fields, trained_for })
+        let parameters = fields.object("rope_parameters")?;
+        Ok(Self { parameters, scaling: None, is_gemma3: false, fields, trained_for })
+    }
+
+    /// The settings of a Gemma 3 in `fields`.
+    ///
+    /// # Errors
+    /// If `rope_parameters` or `rope_scaling` is no object, or both are there.
+    pub fn of_gemma3(fields: &'a Fields<'a>, trained_for: usize) -> Result<Self, ModelError> {
+        let (parameters, scaling) = (fields.object("rope_parameters")?, fields.object("rope_scaling")?);
+        if parameters.is_some() && scaling.is_some() {
+            let problem = "rope_parameters is there, too; expected one of them";
+            return Err(fields.error("rope_scaling", problem).into());
+        }
+        Ok(Self { parameters, scaling, is_gemma3: true, fields, trained_for })
     }
 
     /// Rotary settings of the full-attention layers.
@@ -65,6 +82,16 @@ impl<'a> RopeByLayerType<'a> {
     pub fn full(&self, head_dim: i64) -> Result<RopeSpec, ModelError> {
         match &self.parameters {
             Some(parameters) => self.for_layer_type(parameters, "full_attention", head_dim),
+            None if self.is_gemma3 => {
+                let theta = self.fields.number("rope_theta")?.unwrap_or(FULL_LAYER_THETA);
+                match &self.scaling {
+                    Some(settings) => self.reader(settings, true).read_spec(head_dim, theta),
+                    None => {
+                        let theta = require_positive(self.fields, "rope_theta", theta)?;
+                        Ok(RopeSpec { theta, head_dim, scaling: Scaling::None })
+                    }
+                }
+            }
             None => {
                 let theta = self.fields.number("rope_theta")?.unwrap_or(FULL_LAYER_THETA);
                 let part = self.fields.number("partial_rotary_factor")?.unwrap_or(FULL_ROTARY_FACTOR);
@@ -96,12 +123,20 @@ impl<'a> RopeByLayerType<'a> {
         head_dim: i64,
     ) -> Result<RopeSpec, ModelError> {
         let settings = parameters.required(layer_type, parameters.object(layer_type)?)?;
-        let theta = self.fields.number("rope_theta")?.unwrap_or(DEFAULT_THETA);
+        // A Gemma 3 has a key and a default for each type.
+        let (key, default) = match (self.is_gemma3, layer_type) {
+            (true, "sliding_attention") => ("rope_local_base_freq", DEFAULT_THETA),
+            (true, _) => ("rope_theta", FULL_LAYER_THETA),
+            (false, _) => ("rope_theta", DEFAULT_THETA),
+        };
+        let theta = self.fields.number(key)?.unwrap_or(default);
         // Transformers reads `truncate` at the level of the layer types, not inside them.
         let truncate = parameters.flag("truncate")?.unwrap_or(true);
-        let reader =
-            RopeReader { settings: &settings, trained_for: self.trained_for, original: None, truncate };
-        reader.read_spec(head_dim, theta)
+        self.reader(&settings, truncate).read_spec(head_dim, theta)
+    }
+
+    fn reader<'b>(&self, settings: &'b Fields<'b>, truncate: bool) -> RopeReader<'b> {
+        RopeReader { settings, trained_for: self.trained_for, original: None, truncate }
     }
 }
 
