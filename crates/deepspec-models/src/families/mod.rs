@@ -7,6 +7,7 @@ mod gemma4;
 mod granite;
 mod llama;
 mod mistral;
+mod phi3;
 mod pre_norm;
 mod qwen2;
 mod qwen3;
@@ -21,7 +22,7 @@ use serde_json::{Map, Value};
 use crate::config::{DraftLayers, Family, ModelConfig, TargetFamily, read_json};
 use crate::{ModelError, Weights};
 
-const FAMILIES: [Family; 7] = [
+const FAMILIES: [Family; 8] = [
     &qwen3::FAMILY,
     &gemma4::FAMILY,
     &llama::FAMILY,
@@ -29,6 +30,7 @@ const FAMILIES: [Family; 7] = [
     &mistral::FAMILY,
     &granite::FAMILY,
     &gemma3::FAMILY,
+    &phi3::FAMILY,
 ];
 
 /// Layers of drafters for targets whose own layers no engine runs in a drafter: block drafters have those of Qwen3,
