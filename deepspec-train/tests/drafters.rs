@@ -390,6 +390,50 @@ fn llama_targets_have_drafters() {
     }
 }
 
+/// Targets of families whose own layers no engine runs in a drafter. Block drafters have layers of Qwen3, others those
+/// of Llama. Drafting changes no token.
+#[test]
+fn targets_of_other_families_have_drafters_that_engines_run() {
+    for family in tiny::OTHER_FAMILIES {
+        let bench = Bench::new();
+        let dir = bench.path(family);
+        fs::create_dir(&dir).unwrap();
+        tiny::target(&dir, family);
+        let target = format!("target.model={}", dir.display());
+        let input = format!("data.input=['{}']", bench.path("rows.jsonl").display());
+        let marks = "data.chat_template={name: mine, assistant_header: \"<|im_start|>assistant\\n\", end_of_turn: \"<|im_end|>\\n\"}";
+        let common = [
+            target.as_str(),
+            input.as_str(),
+            marks,
+            "target.layer_ids=[embedding, 1]",
+            "data.states=online",
+            "train.max_train_steps=4",
+        ];
+        let plain = greedy(&dir, None);
+        for (drafter, class, model_type) in [
+            ("drafter.dspark.num_anchors=6", "Qwen3DSparkModel", "qwen3"),
+            (EAGLE3, "LlamaEagle3Model", "llama"),
+        ] {
+            let changes = set(&[&common[..], &[drafter]].concat());
+            bench.succeeds(&[&changes[..], &["--plan"]].concat());
+            bench.succeeds(&[&changes[..], &["--overwrite"]].concat());
+            assert!(bench.losses().iter().all(|loss| loss.is_finite()));
+            let saved = config(&bench, 4);
+            assert_eq!(
+                (&saved["architectures"], &saved["model_type"]),
+                (&json!([class]), &json!(model_type)),
+                "{family}"
+            );
+            // Engines give no factor to a drafter's embeddings and logits.
+            for key in ["embedding_multiplier", "logits_scaling", "text_config"] {
+                assert!(saved.get(key).is_none(), "{family}: {key}");
+            }
+            assert_eq!(plain, greedy(&dir, Some(loads(&bench))), "{family}: {class}");
+        }
+    }
+}
+
 /// Greedy answers of a target to some prompts, with any drafter.
 fn greedy(target: &Path, drafter: Option<Box<dyn Drafter>>) -> Vec<Vec<i64>> {
     let taps = drafter.as_ref().map_or_else(Vec::new, |drafter| drafter.taps().to_vec());

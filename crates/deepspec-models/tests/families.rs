@@ -3,6 +3,7 @@
 
 use std::path::Path;
 
+use deepspec_models::nn::Scaling;
 use deepspec_models::{ModelConfig, stop_ids};
 use deepspec_testkit::golden;
 use serde_json::{Map, Value, json};
@@ -149,7 +150,7 @@ fn what_is_not_computed_is_refused_by_name() {
             "text_config.hidden_size",
         ),
         (json!({"model_type": "gemma4_unified", "text_config": 3}), "text_config"),
-        (with(&qwen3, "model_type", json!("gemma3")), "\"gemma3\" is not supported"),
+        (with(&qwen3, "model_type", json!("cohere2")), "\"cohere2\" is not supported"),
         (with(&qwen3, "model_type", Value::Null), "missing"),
         (with(&qwen3, "use_sliding_window", json!(true)), "sliding"),
         (with(&qwen3, "rope_parameters", json!({"rope_type": "longrope"})), "\"longrope\" is not supported"),
@@ -233,11 +234,152 @@ fn llama_configs_are_read_as_transformers_reads_them() {
         ("attention_bias", json!(true), "biases in attention"),
         ("hidden_act", json!("gelu"), "expected \"silu\""),
         ("num_attention_heads", json!(5), "5 does not divide the hidden size 64"),
-        ("model_type", json!("mistral"), "\"mistral\" is not supported; expected \"qwen3\", "),
+        ("model_type", json!("olmo2"), "\"olmo2\" is not supported; expected \"qwen3\", "),
     ] {
         let mut wrong = raw.clone();
         wrong[key] = value;
         let told = parse(&wrong).unwrap_err();
         assert!(told.contains(key) && told.contains(hint), "{told}");
+    }
+}
+
+/// Sizes that all families of this test share.
+fn sized(model_type: &str, own: Value) -> Value {
+    let mut raw = json!({"model_type": model_type, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 96,
+        "max_position_embeddings": 4096, "eos_token_id": 5});
+    for (key, value) in own.as_object().into_iter().flatten() {
+        raw[key] = value.clone();
+    }
+    raw
+}
+
+#[test]
+fn keys_of_more_families_are_read() {
+    let windows =
+        |found: &ModelConfig| found.layers.iter().map(|layer| layer.attention.window).collect::<Vec<_>>();
+    let qwen2 = parse(&sized("qwen2", json!({"sliding_window": 9, "max_window_layers": 4}))).unwrap();
+    assert!(qwen2.layers[0].qkv_bias && !qwen2.layers[0].qk_norm);
+    assert_eq!(windows(&qwen2), [None; 6]);
+    let mistral = |own: Value| windows(&parse(&sized("mistral", own)).unwrap());
+    assert_eq!(mistral(json!({})), [Some(4096); 6]);
+    assert_eq!(mistral(json!({"sliding_window": null})), [None; 6]);
+    assert_eq!(mistral(json!({"sliding_window": 9})), [Some(9); 6]);
+    let multipliers = json!({"embedding_multiplier": 12, "attention_multiplier": 0.015625,
+        "residual_multiplier": 0.22, "logits_scaling": 8});
+    let granite = parse(&sized("granite", multipliers)).unwrap();
+    let layer = &granite.layers[0];
+    assert_eq!((layer.attention.scale, layer.residual_scale), (0.015625, 0.22));
+    assert_eq!((granite.embed_scale, granite.logit_scale), (12.0, 0.125));
+    let phi3 = parse(&sized("phi3", json!({"partial_rotary_factor": 0.75, "rope_theta": 1e4}))).unwrap();
+    let rope = phi3.layers[0].rope;
+    assert_eq!(rope.scaling, Scaling::Proportional { planes: 12, factor: 1.0 });
+    // The base of 24 of 32 channels.
+    assert!((rope.theta.powf(-2.0 / 32.0) - 1e4f64.powf(-2.0 / 24.0)).abs() < 1e-12);
+    assert_eq!(phi3.rms_norm_eps, 1e-5);
+}
+
+/// The published configs leave out most keys of the text part.
+#[test]
+fn gemma3_in_all_its_spellings() {
+    let text = json!({"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10_240,
+        "num_hidden_layers": 34, "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024});
+    let nested = json!({"model_type": "gemma3", "text_config": text, "vision_config": {"hidden_size": 7}});
+    let found = architecture(&nested);
+    assert_eq!(architecture(&text), found);
+    assert_eq!((found.layers.len(), found.vocab_size, found.tie_word_embeddings), (34, 262_208, true));
+    let (local, full) = (&found.layers[0], &found.layers[5]);
+    let heads = local.attention.heads;
+    assert_eq!((heads.query, heads.key_value, heads.dim), (8, 4, 256));
+    assert_eq!((local.attention.window, full.attention.window), (Some(1024), None));
+    assert_eq!((local.rope.theta, local.rope.scaling), (1e4, Scaling::None));
+    assert_eq!((full.rope.theta, full.rope.scaling), (1e6, Scaling::Linear { factor: 8.0 }));
+    assert_eq!(full.attention.scale, 256f64.powf(-0.5));
+    assert_eq!(found.embed_scale, 2560f64.sqrt());
+    let mut newer = text.clone();
+    newer.as_object_mut().unwrap().remove("rope_scaling");
+    newer["rope_parameters"] = json!({"full_attention": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_attention": {"rope_type": "default"}});
+    newer["layer_types"] =
+        (1..=34).map(|layer| if layer % 6 == 0 { "full_attention" } else { "sliding_attention" }).collect();
+    assert_eq!(architecture(&newer), found);
+    let mut older = text;
+    (older["rope_theta"], older["rope_local_base_freq"]) = (json!(1e6), json!(1e4));
+    older["sliding_window_pattern"] = json!(6);
+    assert_eq!(architecture(&older), found);
+}
+
+#[test]
+fn unsupported_keys_of_more_families_are_refused_by_name() {
+    let longrope = json!({"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]});
+    let full = json!({"full_attention": {"rope_type": "default"}});
+    for (model_type, key, value, hint) in [
+        ("qwen2", "attention_bias", json!(true), "biases in attention"),
+        ("qwen2", "num_key_value_heads", Value::Null, "missing"),
+        ("qwen2", "hidden_act", json!("gelu"), "expected \"silu\""),
+        ("mistral", "layer_types", json!(["full_attention"]), "one kind of layer"),
+        ("mistral", "sliding_window", json!(0), "sliding_window"),
+        ("mistral", "num_key_value_heads", Value::Null, "missing"),
+        ("granite", "attention_bias", json!(true), "biases in attention"),
+        ("granite", "mlp_bias", json!(true), "biases in the MLP"),
+        ("granite", "logits_scaling", json!(0), "not a positive number"),
+        ("granite", "residual_multiplier", json!("x"), "a number"),
+        ("gemma3_text", "attention_bias", json!(true), "biases in attention"),
+        ("gemma3_text", "final_logit_softcapping", json!(30), "soft-caps"),
+        ("gemma3_text", "attn_logit_softcapping", json!(50), "soft-caps"),
+        ("gemma3_text", "use_bidirectional_attention", json!(true), "later tokens"),
+        ("gemma3_text", "query_pre_attn_scalar", json!(0), "not a positive number"),
+        ("gemma3_text", "hidden_activation", json!("silu"), "gelu_pytorch_tanh"),
+        ("gemma3_text", "rope_parameters", full, "sliding_attention"),
+        ("phi3", "rope_scaling", longrope, "\"longrope\" (LongRoPE in this family) is not supported"),
+        ("phi3", "rope_parameters", json!({"rope_type": "yarn"}), "\"yarn\" (LongRoPE"),
+        ("phi3", "partial_rotary_factor", json!(1.5), "no even number"),
+    ] {
+        let told = parse(&sized(model_type, json!({ key: value }))).map(|_| ()).unwrap_err();
+        assert!(told.contains(key) && told.contains(hint), "{model_type}: {told}");
+    }
+    // An engine computes the states of a model that is refused here, and its drafters have layers of Qwen3.
+    let longrope = sized("phi3", json!({"rope_scaling": {"type": "longrope"}}));
+    let raw = longrope.as_object().cloned().unwrap();
+    assert!(!ModelConfig::parse_any(Path::new("config.json"), raw).unwrap().has_forward);
+}
+
+/// Drafters of these families have plain layers of other families, which their saved config describes completely.
+#[test]
+fn drafters_of_more_families_have_plain_layers() {
+    let multipliers = json!({"embedding_multiplier": 12, "attention_multiplier": 0.1, "residual_multiplier": 0.2,
+        "logits_scaling": 8});
+    let llama3 = json!({"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 512});
+    let yarn = json!({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048});
+    for (model_type, own) in [
+        ("qwen2", json!({"rope_theta": 1e6, "rope_scaling": yarn})),
+        ("mistral", json!({"sliding_window": 9, "rope_scaling": llama3})),
+        ("granite", multipliers),
+        ("gemma3_text", json!({"rope_scaling": {"rope_type": "linear", "factor": 8.0}})),
+        ("phi3", json!({"partial_rotary_factor": 0.75})),
+    ] {
+        let target = parse(&sized(model_type, own)).unwrap();
+        let drafters = [
+            (target.anchored_decoder(&[None, Some(7)]).unwrap(), "Qwen3", true),
+            (target.draft_decoder(&[None]).unwrap(), "Llama", false),
+        ];
+        for (drafter, name, qk_norm) in drafters {
+            let again = parse(&Value::Object(drafter.raw.clone())).unwrap();
+            assert_eq!(again, drafter, "{model_type}");
+            assert_eq!(drafter.family.decoder.name, name);
+            assert!(target.accepts_drafters_of(drafter.family) && !target.accepts_drafters_of(target.family));
+            assert_eq!((drafter.embed_scale, drafter.logit_scale, drafter.logit_softcap), (1.0, 1.0, None));
+            let full = target.layers.iter().find(|layer| layer.attention.window.is_none());
+            let (layer, theirs) = (&drafter.layers[0], full.unwrap_or(&target.layers[0]));
+            assert_eq!(layer.attention.heads, theirs.attention.heads);
+            assert_eq!(layer.attention.scale, 32f64.powf(-0.5));
+            assert_eq!(layer.rope.theta, theirs.rope.theta);
+            assert!(model_type == "phi3" || layer.rope == theirs.rope, "{model_type}");
+            assert_eq!((layer.qk_norm, layer.qkv_bias, layer.residual_scale), (qk_norm, false, 1.0));
+            assert_eq!(drafter.max_position_embeddings, target.max_position_embeddings);
+            assert_eq!(drafter.raw["eos_token_id"], 5);
+        }
+        assert!(target.draft_decoder(&[Some(7)]).is_err(), "a Llama layer has no window");
     }
 }

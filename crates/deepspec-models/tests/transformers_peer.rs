@@ -1,5 +1,5 @@
 //! Compares targets with transformers in float32: taps, final-normed states and logits of whole
-//! sequences.
+//! sequences, and logits of decoding token by token with a KV cache.
 //!
 //! Runs only if `DEEPSPEC_TEST_PYTHON` names a Python with torch and transformers.
 
@@ -13,23 +13,25 @@ use std::process::Command;
 use common::{assert_close, device, max_abs, tensor};
 use deepspec_core::Tap;
 use deepspec_engine::{ModelInput, Target};
-use deepspec_models::{ModelConfig, TargetModel, TargetOptions};
+use deepspec_models::{ModelConfig, TargetHead, TargetModel, TargetOptions};
 use deepspec_testkit::golden::{self, Array};
 use deepspec_testkit::skip;
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 
 const FORWARD: f64 = 1e-4;
+/// Last tokens of a sequence that are decoded one by one.
+const DECODED: usize = 12;
 
 const SCRIPT: &str = r#"
 import json, sys, torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-model_dir, output = sys.argv[1:3]
-if len(sys.argv) > 3:
+model_dir, output, decoded = sys.argv[1], sys.argv[2], int(sys.argv[3])
+if len(sys.argv) > 4:
     # A random model of the given config, and random ids of the given lengths.
-    kind, settings, lengths = sys.argv[3], json.loads(sys.argv[4]), json.loads(sys.argv[5])
+    kind, settings, lengths = sys.argv[4], json.loads(sys.argv[5]), json.loads(sys.argv[6])
     torch.manual_seed(5)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **settings), attn_implementation="eager").float().eval()
     with torch.no_grad():
@@ -65,19 +67,28 @@ for index, ids in enumerate(sequences):
         body = model.model(ids, output_hidden_states=True)
         [hook.remove() for hook in hooks]
         logits = model(ids).logits
+        # The last tokens one by one, behind the others in a KV cache.
+        keep = max(1, ids.shape[1] - decoded)
+        out = model(ids[:, :keep], use_cache=True)
+        steps = [out.logits[0, -1:]]
+        for at in range(keep, ids.shape[1]):
+            out = model(ids[:, at : at + 1], past_key_values=out.past_key_values, use_cache=True)
+            steps.append(out.logits[0])
     taps = torch.cat([body.hidden_states[0][0]] + raw, dim=-1)
-    values = {"ids": ids[0].int(), "taps": taps, "hidden": body.last_hidden_state[0], "logits": logits[0]}
+    values = {"ids": ids[0].int(), "taps": taps, "logits": logits[0], "steps": torch.cat(steps)}
+    values["hidden"] = body.last_hidden_state[0] / getattr(model.config, "logits_scaling", 1)
     tensors |= {f"{name}{index}": value.contiguous().clone() for name, value in values.items()}
 save_file(tensors, output)
 "#;
 
-/// Runs the script with these arguments. None without a Python that can run it; the test is then
-/// skipped.
-fn reference(arguments: &[&OsStr], output: &Path) -> Option<BTreeMap<String, Array>> {
+/// Runs the script for the model in `dir`. `made` makes it first: `model_type`, keys of its config, and the lengths of
+/// its sequences. None without a Python that can run it; the test is then skipped.
+fn reference(dir: &Path, output: &Path, made: &[&str]) -> Option<BTreeMap<String, Array>> {
     let python = skip::python("torch and transformers")?;
     let run = Command::new(python)
         .args(["-c", SCRIPT])
-        .args(arguments)
+        .args([dir.as_os_str(), output.as_os_str(), OsStr::new(&DECODED.to_string())])
+        .args(made)
         .env("HF_HUB_OFFLINE", "1")
         .output()
         .unwrap();
@@ -120,6 +131,29 @@ fn check(dir: &Path, arrays: &BTreeMap<String, Array>, batches: &[&[usize]]) {
             target.truncate(slot, 0);
         }
     }
+    let head = TargetHead::load(dir, target.config(), device()).unwrap();
+    for index in batches.iter().flat_map(|batch| batch.iter().copied()) {
+        let ids = of("ids", index).to_device(device());
+        let length = ids.numel();
+        let keep = length.saturating_sub(DECODED).max(1);
+        let mut run = |first: usize, count: usize| {
+            let tokens = ids.narrow(0, first as i64, count as i64);
+            let out = target.forward(&ModelInput { chunks: &[(0, count)], tokens });
+            (target.logits(&out.hidden.narrow(0, count as i64 - 1, 1)), out)
+        };
+        let mut steps = vec![run(0, keep).0];
+        steps.extend((keep..length).map(|at| run(at, 1).0));
+        target.truncate(0, 0);
+        let (found, expected) = (Tensor::cat(&steps, 0).to_device(Device::Cpu), of("steps", index));
+        let off = max_abs(&(&found - &expected));
+        eprintln!("steps of {index}: up to {:.1}, off by {off:.1e}", max_abs(&expected));
+        assert_close("steps", &found, &expected, FORWARD * max_abs(&expected).max(1.0));
+        // The final norm of a target whose layers run elsewhere gives the same states.
+        let (taps, hidden) = (of("taps", index), of("hidden", index));
+        let last = taps.narrow(1, taps.size()[1] - hidden.size()[1], hidden.size()[1]);
+        let normed = head.normalize(&last.to_device(device())).to_device(Device::Cpu);
+        assert_close("normed", &normed, &hidden, FORWARD * max_abs(&hidden).max(1.0));
+    }
 }
 
 #[test]
@@ -127,7 +161,7 @@ fn the_tiny_target_computes_what_transformers_computes() {
     let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../assets/tiny-target");
     let scratch = tempfile::tempdir().unwrap();
     let output = scratch.path().join("reference.safetensors");
-    if let Some(arrays) = reference(&[dir.as_os_str(), output.as_os_str()], &output) {
+    if let Some(arrays) = reference(&dir, &output, &[]) {
         // Each conversation alone, then all in one ragged batch.
         check(&dir, &arrays, &[&[0], &[1], &[2], &[2, 0, 1]]);
     }
@@ -161,17 +195,60 @@ fn random_targets_compute_what_transformers_computes() {
         ("gemma4_unified_text", normed, [310, 700, 1]),
         ("qwen3", qwen3, [4500, 3, 90]),
     ];
+    check_random(&sizes, &cases);
+}
+
+/// Compares random models of these `model_type`s, keys beside `sizes`, and lengths of sequences.
+fn check_random(sizes: &Value, cases: &[(&str, Value, [usize; 3])]) {
     for (kind, own, lengths) in cases {
+        eprintln!("{kind} {own}");
         let mut settings = sizes.as_object().cloned().unwrap();
         settings.extend(own.as_object().cloned().unwrap());
         let scratch = tempfile::tempdir().unwrap();
         let (dir, output) = (scratch.path().join("model"), scratch.path().join("reference.safetensors"));
         let (settings, lengths) = (Value::Object(settings).to_string(), json!(lengths).to_string());
-        let own = [kind, &settings, &lengths].map(OsStr::new);
-        let Some(arrays) = reference(&[&[dir.as_os_str(), output.as_os_str()], &own[..]].concat(), &output)
-        else {
-            return;
-        };
+        let Some(arrays) = reference(&dir, &output, &[kind, &settings, &lengths]) else { return };
         check(&dir, &arrays, &[&[0], &[1, 2, 0]]);
     }
+}
+
+/// Random models of the families whose drafters have other layers. Windows are shorter than the sequences.
+#[test]
+fn more_random_targets_compute_what_transformers_computes() {
+    let sizes = json!({
+        "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 8192, "pad_token_id": 0,
+    });
+    let windows = json!({"use_sliding_window": true, "sliding_window": 6, "max_window_layers": 2});
+    let yarn = json!({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0,
+        "original_max_position_embeddings": 256}, "tie_word_embeddings": true});
+    let multipliers = json!({"embedding_multiplier": 12.0, "attention_multiplier": 0.07, "residual_multiplier": 0.22,
+        "logits_scaling": 8.0, "tie_word_embeddings": true});
+    let odd = json!({"logits_scaling": 3.7, "attention_multiplier": 0.3, "rms_norm_eps": 1e-5});
+    let local = json!({"num_hidden_layers": 7, "head_dim": 16, "sliding_window": 6, "query_pre_attn_scalar": 24,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }});
+    let untied = json!({"head_dim": 8, "sliding_window": 300, "tie_word_embeddings": false,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]});
+    let part = |part: f64| {
+        json!({"head_dim": 8, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4,
+            "partial_rotary_factor": part}, "sliding_window": 9})
+    };
+    let cases = [
+        ("qwen2", json!({"rms_norm_eps": 1e-5}), [700, 3, 90]),
+        ("qwen2", windows, [40, 7, 300]),
+        ("qwen2", yarn, [700, 3, 90]),
+        ("mistral", json!({"head_dim": 16, "sliding_window": 6}), [40, 7, 300]),
+        ("mistral", json!({"sliding_window": null}), [40, 3, 90]),
+        ("granite", multipliers, [700, 3, 90]),
+        ("granite", odd, [40, 7, 300]),
+        ("gemma3_text", local, [40, 7, 300]),
+        ("gemma3_text", untied, [310, 700, 1]),
+        ("phi3", json!({"rms_norm_eps": 1e-5}), [700, 3, 90]),
+        ("phi3", part(0.75), [40, 7, 300]),
+        ("phi3", part(0.5), [40, 7, 300]),
+    ];
+    check_random(&sizes, &cases);
 }

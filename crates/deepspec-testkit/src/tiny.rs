@@ -88,6 +88,72 @@ pub fn llama(dir: &Path) {
             "original_max_position_embeddings": 256},
     });
     write_model(dir, &config, &pre_norm_tensors(4, TOKENS, false));
+    copy_tiny_tokenizer(dir);
+}
+
+/// `model_type`s of [`target`].
+pub const OTHER_FAMILIES: [&str; 5] = ["qwen2", "mistral", "granite", "gemma3_text", "phi3"];
+
+/// Writes a random target of one of [`OTHER_FAMILIES`] to `dir`, with the sizes and the tokenizer of [`llama`].
+///
+/// # Panics
+/// Panics if the family is another one.
+pub fn target(dir: &Path, model_type: &str) {
+    const TOKENS: usize = 1024;
+    let (class, own) = match model_type {
+        "qwen2" => ("Qwen2ForCausalLM", json!({"rope_theta": 1e6})),
+        "mistral" => ("MistralForCausalLM", json!({"rope_theta": 1e6, "sliding_window": 24})),
+        "granite" => (
+            "GraniteForCausalLM",
+            json!({"embedding_multiplier": 12.0, "attention_multiplier": 0.1, "residual_multiplier": 0.5,
+                "logits_scaling": 4.0}),
+        ),
+        "gemma3_text" => (
+            "Gemma3ForCausalLM",
+            json!({"sliding_window": 24, "query_pre_attn_scalar": 16, "hidden_activation": "gelu_pytorch_tanh",
+                "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+                "rope_scaling": {"rope_type": "linear", "factor": 8.0}}),
+        ),
+        "phi3" => ("Phi3ForCausalLM", json!({"rope_theta": 250_000.0, "partial_rotary_factor": 0.5})),
+        other => panic!("{other} is none of {OTHER_FAMILIES:?}"),
+    };
+    let mut config = json!({
+        "architectures": [class],
+        "model_type": model_type,
+        "hidden_size": HIDDEN_SIZE, "intermediate_size": INTERMEDIATE_SIZE, "vocab_size": TOKENS, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-5, "tie_word_embeddings": false, "eos_token_id": [1, 6],
+    });
+    for (key, value) in own.as_object().into_iter().flatten() {
+        config[key] = value.clone();
+    }
+    let mut tensors = pre_norm_tensors(4, TOKENS, model_type == "gemma3_text");
+    for layer in 0..4 {
+        let name = |part: &str| format!("model.layers.{layer}.{part}");
+        match model_type {
+            "qwen2" => tensors.extend(
+                [("q", 64), ("k", 32), ("v", 32)]
+                    .map(|(part, rows)| (name(&format!("self_attn.{part}_proj.bias")), vec![rows])),
+            ),
+            "gemma3_text" => tensors.extend(
+                ["pre", "post"]
+                    .map(|part| (name(&format!("{part}_feedforward_layernorm.weight")), vec![HIDDEN_SIZE])),
+            ),
+            "phi3" => {
+                let parts = [".q_proj", ".k_proj", ".v_proj", ".gate_proj", ".up_proj"];
+                tensors.retain(|(tensor, _)| !parts.iter().any(|part| tensor.contains(part)));
+                tensors.push((name("self_attn.qkv_proj.weight"), vec![64 + 2 * 32, HIDDEN_SIZE]));
+                tensors.push((name("mlp.gate_up_proj.weight"), vec![2 * INTERMEDIATE_SIZE, HIDDEN_SIZE]));
+            }
+            _ => {}
+        }
+    }
+    write_model(dir, &config, &tensors);
+    copy_tiny_tokenizer(dir);
+}
+
+/// Copies tokenizer and template of the embedded target.
+fn copy_tiny_tokenizer(dir: &Path) {
     let target = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../assets/tiny-target");
     for (name, bytes) in folder::files(&target) {
         if name.starts_with("tokenizer") || name.contains("template") {
