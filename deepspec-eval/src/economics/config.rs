@@ -1,11 +1,12 @@
 //! Reads a model's config.json as the layers of a roofline.
 
 use deepspec_cost::economics::{Attention, FeedForward, Layer, Precision, Target};
+use deepspec_models::config::MAX_LAYERS;
 use serde_json::Value;
 
 /// Keys of layer types that this program does not read.
 pub fn unread_keys(json: &Value) -> Vec<&'static str> {
-    let json = text_config(json);
+    let json = &text_config(json);
     let is_said = |key: &&str| json.get(*key).is_some_and(|value| !value.is_null());
     let mut unread: Vec<_> = ["compress_ratios", "hc_mult", "layers_block_type", "linear_num_value_heads"]
         .into_iter()
@@ -35,10 +36,40 @@ pub fn drafts_blocks(json: &Value) -> bool {
     [json, &json["dflash_config"]].into_iter().any(|keys| keys.get("block_size").is_some())
 }
 
-/// The text model's config, which multimodal models nest in `text_config`.
-fn text_config(json: &Value) -> &Value {
-    json.get("text_config").filter(|inner| inner.is_object()).unwrap_or(json)
+/// The text model's config, which multimodal models nest in `text_config`. A Gemma 3 gets the keys that published
+/// configs leave to transformers' defaults.
+fn text_config(json: &Value) -> Value {
+    let mut text = json.get("text_config").filter(|inner| inner.is_object()).unwrap_or(json).clone();
+    let kind = text.get("model_type").or(json.get("model_type")).and_then(Value::as_str);
+    if !matches!(kind, Some("gemma3" | "gemma3_text")) {
+        return text;
+    }
+    let Some(keys) = text.as_object_mut() else { return text };
+    for (key, value) in GEMMA3_DEFAULTS {
+        keys.entry(key).or_insert_with(|| value.into());
+    }
+    let number = |key: &str| keys.get(key).and_then(Value::as_u64);
+    let (layers, interval) = (number("num_hidden_layers"), number("sliding_window_pattern").unwrap_or(6));
+    if let Some(layers) = layers.filter(|layers| *layers <= MAX_LAYERS as u64 && interval > 0) {
+        let kind = |number: u64| {
+            if number.is_multiple_of(interval) { "full_attention" } else { "sliding_attention" }
+        };
+        keys.entry("layer_types").or_insert_with(|| (1..=layers).map(kind).collect());
+    }
+    text
 }
+
+/// Defaults of transformers for missing keys of a Gemma 3's text part.
+const GEMMA3_DEFAULTS: [(&str, u64); 8] = [
+    ("hidden_size", 2304),
+    ("intermediate_size", 9216),
+    ("num_hidden_layers", 26),
+    ("num_attention_heads", 8),
+    ("num_key_value_heads", 4),
+    ("head_dim", 256),
+    ("vocab_size", 262_208),
+    ("sliding_window", 4096),
+];
 
 /// Reads the keys that transformers' model families share: Llama, Qwen, Gemma, Mixtral, Qwen-MoE,
 /// DeepSeek and similar ones. Keys listed by [`unread_keys`] are ignored or read in part.
@@ -46,7 +77,7 @@ fn text_config(json: &Value) -> &Value {
 /// # Errors
 /// Names the key that is missing, not a number, or below 1; also more active experts than experts.
 pub fn read_target(json: &Value, weights: Precision, expert_parallel: f64) -> Result<Target, String> {
-    let json = text_config(json);
+    let json = &text_config(json);
     let find = |keys: &[&str]| keys.iter().find_map(|key| json.get(*key).and_then(Value::as_f64));
     let need = |keys: &[&str]| match find(keys) {
         Some(value) if value.is_finite() && value >= 1.0 => Ok(value),
@@ -202,5 +233,24 @@ mod tests {
         assert!(read_target(&json, Precision::Fp8, 1.0).unwrap_err().contains("`intermediate_size`"));
         json["text_config"]["hidden_size"] = json!(0);
         assert!(read_target(&json, Precision::Fp8, 1.0).unwrap_err().contains("`hidden_size` is 0"));
+    }
+
+    /// A published config of Gemma 3 names neither heads nor vocabulary nor layer types.
+    #[test]
+    fn gemma3_has_the_defaults_of_transformers() {
+        let json = json!({"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", "hidden_size": 2560,
+            "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}});
+        assert!(unread_keys(&json).is_empty());
+        let found = read_target(&json, Precision::Bf16, 1.0).unwrap();
+        assert_eq!(found.layers.iter().map(|layer| layer.count).collect::<Vec<_>>(), [5.0, 29.0]);
+        let heads = |layer: &Layer| match layer.attention {
+            Attention::Grouped { heads, kv_heads, head_dim, window, .. } => {
+                (heads, kv_heads, head_dim, window)
+            }
+            Attention::Latent { .. } => panic!("Gemma 3 has plain heads"),
+        };
+        assert_eq!(heads(&found.layers[0]), (8.0, 4.0, 256.0, f64::INFINITY));
+        assert_eq!(heads(&found.layers[1]), (8.0, 4.0, 256.0, 1024.0));
+        assert_eq!(found.head, 262_208.0 * 2560.0);
     }
 }
