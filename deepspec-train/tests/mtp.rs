@@ -145,21 +145,22 @@ fn mistakes_are_named() {
     bench.succeeds(&with(&[&init, &frozen("fusion, layers"), "train.max_train_steps=2"]));
 }
 
-/// A Gemma 4 and a Llama target that compute their states while their drafters train.
+/// A Gemma 4, a Llama and a Granite target that compute their states while their drafters train.
 #[test]
 fn other_families_have_drafters() {
-    for family in ["gemma4", "llama"] {
+    for family in ["gemma4", "llama", "granite"] {
         let bench = Bench::new();
         let dir = bench.path(family);
         fs::create_dir(&dir).unwrap();
         match family {
             "llama" => tiny::llama(&dir),
+            "granite" => tiny::target(&dir, family),
             _ => tiny::gemma4(&dir, 512),
         }
         let target = format!("target={{model: {}}}", dir.display());
         let input = format!("data.input=['{}']", bench.path("rows.jsonl").display());
         let marks = "data.chat_template={name: mine, assistant_header: \"<|im_start|>assistant\\n\", end_of_turn: \"<|im_end|>\\n\"}";
-        let template = if family == "llama" { marks } else { "data.chat_template=gemma4" };
+        let template = if family == "gemma4" { "data.chat_template=gemma4" } else { marks };
         let changes = [
             &target,
             "drafter={mtp: {}}",
@@ -170,7 +171,7 @@ fn other_families_have_drafters() {
             "train.max_train_steps=4",
         ];
         bench.succeeds(&changes.iter().flat_map(|change| ["--set", change]).collect::<Vec<_>>());
-        let class = if family == "llama" { "LlamaMTPModel" } else { "Gemma4MTPModel" };
+        let class = if family == "gemma4" { "Gemma4MTPModel" } else { "LlamaMTPModel" };
         assert_eq!(config(&bench)["architectures"], json!([class]));
         assert_eq!(greedy(&dir, None), greedy(&dir, Some(loads(&bench))), "{family}");
     }
