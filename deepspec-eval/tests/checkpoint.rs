@@ -8,12 +8,12 @@ use std::path::{Path, PathBuf};
 
 use common::{
     answers, assert_refused, deepspec_eval, drafter_config, repository, results, run, run_ok, target_dir,
-    write_drafter, write_eagle3, write_mtp, write_xpress,
+    write_domino, write_drafter, write_eagle3, write_mtp, write_xpress,
 };
 use deepspec_core::Tap;
 use deepspec_drafters::DSpark;
 use deepspec_models::{ModelConfig, load_embed_and_head, save_checkpoint};
-use serde_json::Value;
+use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 
 /// An untrained DSpark with the tiny target's own embedding and head.
@@ -134,6 +134,53 @@ fn refusals_are_the_callers_mistakes() {
     write_eagle3(&eagle3);
     let out = root.path().join("eagle3-out");
     assert_refused(&convert(&eagle3, "speculators", &out, &[]), 2, &["layer id 5 is outside of 0 to 4"]);
+}
+
+#[test]
+fn domino_is_inspected_and_goes_to_its_layouts_and_back() {
+    let root = tempfile::tempdir().unwrap();
+    let [written, own] = ["written", "own"].map(|name| root.path().join(name));
+    write_domino(&written);
+    let inspected = |dir: &Path| ok(deepspec_eval(&["checkpoint", "inspect", dir.to_str().unwrap()]));
+    let text = inspected(&written);
+    for line in [
+        "drafter     Domino, 1 Qwen3 layer",
+        "drafts      5 tokens in blocks of 5; slot k predicts anchor+1+k (all slots draft)",
+        "correction  of rank 16, by a GRU of 24 values; not of the first draft",
+        "converts    to specforge: no, layer id -1",
+        "engine      vLLM (by its sources) does not load it: it has no correction head of Domino",
+    ] {
+        assert!(text.contains(line), "{line} in {text}");
+    }
+    // Layers whose states mean the same everywhere.
+    fs::create_dir(&own).unwrap();
+    fs::copy(written.join("model.safetensors"), own.join("model.safetensors")).unwrap();
+    let config = fs::read_to_string(written.join("config.json")).unwrap();
+    let mut config: Value = serde_json::from_str(&config).unwrap();
+    config["target_layer_ids"] = json!([0, 2, 4]);
+    fs::write(own.join("config.json"), config.to_string()).unwrap();
+    let measured = |drafter: &Path, name: &str| {
+        let out = root.path().join(name);
+        run_ok(
+            drafter.to_str().unwrap(),
+            &out,
+            &["--suite", "smoke-math", "--limit", "2", "--max-new-tokens", "8"],
+        );
+        (answers(&out), results(&out)["suites"][0]["counts"].clone())
+    };
+    let expected = measured(&own, "results");
+    for format in ["specforge", "modelopt", "sglang"] {
+        let [away, back] = ["away", "back"].map(|name| root.path().join(format!("{format}-{name}")));
+        ok(convert(&own, format, &away, &[]));
+        let text = inspected(&away);
+        assert!(!text.contains("problem"), "{text}");
+        let loads = "SGLang (by its sources) loads it: --speculative-algorithm DFLASH";
+        assert_eq!(text.contains(loads), format != "specforge", "{text}");
+        ok(convert(&away, "reference", &back, &[]));
+        assert_eq!(measured(&back, &format!("{format}-results")), expected);
+    }
+    let out = root.path().join("vllm");
+    assert_refused(&convert(&own, "vllm", &out, &[]), 2, &["vLLM does not run it", "only SGLang has one"]);
 }
 
 #[test]

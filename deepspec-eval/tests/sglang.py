@@ -2,7 +2,8 @@
 
 usage: sglang.py costs COST.json TEMPERATURES.json REQUESTS:BUDGET...    seconds of steps, and the temperatures
        sglang.py table PROBES.json                                       the table of rates that its profiler writes for [[tokens, steps/s], ...]
-       sglang.py draft CONFIG.json                                       what it takes for the drafter's settings
+       sglang.py draft CONFIG.json                                       what it takes for the settings of a DSpark
+       sglang.py block CONFIG.json                                       what it takes for those of a DFlash or a Domino
 """
 
 import importlib
@@ -55,6 +56,14 @@ if what == "costs":
     print(json.dumps({"seconds": seconds, "temperatures": sts.load_sts_calibration_from_path(arguments[1]).temperatures}))
 elif what == "table":
     print(sps.profile_sps_table(probes=json.load(open(arguments[0]))).to_json())
+elif what == "block":
+    read = json.load(open(arguments[0]))
+    of = utils.parse_dflash_draft_config(draft_hf_config=read)
+    print(json.dumps({
+        "domino": of.is_domino, "block_size": of.block_size, "target_layer_ids": of.target_layer_ids, "mask_token_id": of.mask_token_id,
+        "shift_label": of.shift_label, "gru_hidden_dim": of.gru_hidden_dim, "emb_dim": of.emb_dim, "layers": of.num_hidden_layers,
+        "target_layers": of.num_target_layers,
+    }))
 else:
     read = json.load(open(arguments[0]))
     of = config.parse_dspark_draft_config(draft_hf_config=read)

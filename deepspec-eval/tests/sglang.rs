@@ -6,7 +6,7 @@ use std::fs;
 use std::path::Path;
 use std::process::Command;
 
-use common::{deepspec_eval, repository, run_ok, target_dir};
+use common::{deepspec_eval, repository, run_ok, target_dir, write_domino};
 use deepspec_testkit::skip;
 use serde_json::{Value, json};
 use tempfile::tempdir;
@@ -87,4 +87,31 @@ fn its_reader_of_drafters_finds_what_was_converted() {
         assert_eq!(found[its], ours[key], "{key}: {found}");
     }
     assert_eq!(found["sample_from_anchor"], true, "{found}");
+}
+
+#[test]
+fn its_reader_of_block_drafters_finds_a_converted_domino() {
+    let Some(python) = skip::speculators_python("sglang") else { return };
+    let dir = tempdir().unwrap();
+    let [own, out] = ["own", "out"].map(|name| dir.path().join(name));
+    write_domino(&own);
+    let mut ours: Value = serde_json::from_slice(&fs::read(own.join("config.json")).unwrap()).unwrap();
+    ours["target_layer_ids"] = json!([0, 2, 4]);
+    fs::write(own.join("config.json"), ours.to_string()).unwrap();
+    let target = target_dir();
+    let [from, target, to] = [&own, &target, &out].map(|path| path.to_str().unwrap());
+    ok(&["checkpoint", "convert", "--from", from, "--to", "sglang", "--target", target, "--output-dir", to]);
+    let found = sglang(&python, &["block", out.join("config.json").to_str().unwrap()]);
+    for (its, key) in [
+        ("block_size", "block_size"),
+        ("target_layer_ids", "target_layer_ids"),
+        ("mask_token_id", "mask_token_id"),
+        ("gru_hidden_dim", "gru_hidden_dim"),
+        ("emb_dim", "emb_dim"),
+        ("layers", "num_hidden_layers"),
+        ("target_layers", "num_target_layers"),
+    ] {
+        assert_eq!(found[its], ours[key], "{key}: {found}");
+    }
+    assert_eq!((&found["domino"], &found["shift_label"]), (&json!(true), &json!(true)), "{found}");
 }
