@@ -340,6 +340,46 @@ pub fn restore(
     Ok(state)
 }
 
+/// Keys of a drafter's config.json by which versions of this program may build it differently for one recipe.
+const ARCHITECTURE_KEYS: [&str; 8] = [
+    "architectures",
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "rope_theta",
+];
+
+/// Checks that a checkpoint's drafter has the layers of `drafter`, which another version may have built.
+///
+/// # Errors
+/// A usage error that names the keys of config.json that differ.
+pub fn check_architecture(path: &Path, drafter: &dyn TrainableDrafter) -> anyhow::Result<()> {
+    let file = path.join("config.json");
+    let saved: Value = serde_json::from_str(&atomic::read_text(&file)?)
+        .with_context(|| format!("{}: no JSON", file.display()))?;
+    let own = drafter.config_json();
+    let same = |there: &Value, here: &Value| match (there.as_f64(), here.as_f64()) {
+        (Some(there), Some(here)) => there == here,
+        _ => there == here,
+    };
+    let pairs = ARCHITECTURE_KEYS.iter().filter_map(|&key| Some((key, saved.get(key)?, own.get(key)?)));
+    let differing: Vec<String> = pairs
+        .filter(|(_, there, here)| !same(there, here))
+        .map(|(key, there, here)| format!("{key} {there} there, {here} here"))
+        .collect();
+    if !differing.is_empty() {
+        usage!(
+            "{} holds another drafter than this version builds for the recipe: {}; choose another name, or start anew with --overwrite",
+            path.display(),
+            differing.join(", ")
+        );
+    }
+    Ok(())
+}
+
 /// Checks that a checkpoint's reduced vocabulary is that of `drafter`, whose file may have changed since.
 ///
 /// # Errors

@@ -21,7 +21,7 @@ use tch::{Device, Kind, Tensor};
 use crate::args::Args;
 use crate::bench;
 use crate::budget::MemoryEstimator;
-use crate::checkpoint::{Checkpoints, DataId, check_draft_vocab, restore};
+use crate::checkpoint::{Checkpoints, DataId, check_architecture, check_draft_vocab, restore};
 use crate::dist::{CommBackend, GroupError, ProcessGroup};
 use crate::evaluation::{EvalPrompts, Evaluation};
 use crate::loader::{Loader, LoaderOptions};
@@ -354,6 +354,7 @@ fn resume(trainer: &mut Trainer, latest: Option<&Path>) -> anyhow::Result<usize>
     let Some(path) = latest else { return Ok(0) };
     let processes = trainer.group.world_size();
     let state = restore(path, trainer.recipe, &trainer.data, processes, &mut trainer.optimizer)?;
+    check_architecture(path, trainer.drafter.as_ref())?;
     tracing::info!("resuming from {}", path.display());
     if trainer.group.is_leader() {
         trainer.checkpoints.recover_best(&state)?;

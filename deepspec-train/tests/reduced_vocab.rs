@@ -90,6 +90,23 @@ fn weights_are_taken_over_for_one_vocabulary() {
     next.succeeds(&strings(&arguments(&file, &[&from, "train.max_train_steps=2"])));
 }
 
+/// Another version may build a drafter with other layers for the same recipe.
+#[test]
+fn a_run_resumes_only_with_its_architecture() {
+    let bench = Bench::new();
+    let more = ["--set", "drafter={eagle3: {ttt_length: 3}}", "--set", "train.max_train_steps=2"];
+    bench.succeeds(&more);
+    let file = bench.path("out/t/step_latest/config.json");
+    let mut config: Value = serde_json::from_slice(&fs::read(&file).unwrap()).unwrap();
+    config["architectures"] = json!(["LlamaEagle3Model"]);
+    fs::write(&file, config.to_string()).unwrap();
+    bench.fails(
+        &more,
+        2,
+        &["another drafter than this version builds", "LlamaEagle3Model", "Qwen3Eagle3Model"],
+    );
+}
+
 #[test]
 fn mistakes_are_named() {
     let bench = Bench::new();

@@ -11,8 +11,8 @@ use deepspec_drafters::Recipe;
 use deepspec_hub::{ModelFiles, model_files};
 use deepspec_models::config::read_json;
 use deepspec_models::{
-    ModelConfig, ModelError, chat_formats, config_digest, outer_tensors_digest, probed_weights_digest,
-    weights_digest,
+    ModelConfig, ModelError, chat_formats, config_digest, final_state_factor, outer_tensors_digest,
+    probed_weights_digest, weights_digest,
 };
 use deepspec_text::{ChatTemplate, ChatTokenizer};
 
@@ -167,7 +167,7 @@ pub fn identity(
         model_type: model_type.unwrap_or_default().to_string(),
         target_config: config_digest(dir)?,
         target_weights: match recipe.data.states.come_from_engine() {
-            true => outer_tensors_digest(dir)?,
+            true => served_digest(dir)?,
             false => weights_digest(dir)?,
         },
         tokenizer: tokenizer.tokenizer_digest().to_string(),
@@ -179,6 +179,13 @@ pub fn identity(
         hidden_size: config.hidden_size as usize,
         vocab_size: config.vocab_size as usize,
     })
+}
+
+/// Digest of the tensors that make an engine's states to final states, and of the factor on the logits, which earlier versions left
+/// out of the states.
+fn served_digest(dir: &Path) -> Result<String, ModelError> {
+    let (tensors, factor) = (outer_tensors_digest(dir)?, final_state_factor(dir)?);
+    Ok(if factor == 1.0 { tensors } else { format!("{tensors}-times-{factor}") })
 }
 
 /// The mask rules of a recipe, with the recipe's default system prompt.

@@ -147,6 +147,17 @@ fn final_norm(model_type: &str, has_bias: bool) -> FinalNorm {
     }
 }
 
+/// Factor on the logits of the target in `dir`, which its final states include here.
+///
+/// # Errors
+/// If config.json cannot be read, or the key has no number.
+pub fn final_state_factor(dir: &Path) -> Result<f64, ModelError> {
+    let (path, raw) = read_json(dir)?;
+    let outer = Fields::new(&path, &raw);
+    let text = text_part(&outer)?;
+    logit_scale(text.as_ref().unwrap_or(&outer))
+}
+
 /// Factor on the logits: Granite divides by `logits_scaling`, Cohere multiplies by `logit_scale`, and
 /// MiniCPM divides by `hidden_size / dim_model_base`.
 fn logit_scale(fields: &Fields) -> Result<f64, ModelError> {

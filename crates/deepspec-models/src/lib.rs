@@ -17,7 +17,7 @@ pub use config::{Family, ModelConfig, TargetFamily};
 pub use deepspec_checkpoint::MAX_SHARD_BYTES;
 pub use error::ModelError;
 pub use families::{chat_formats, families, text_model_type};
-pub use head::TargetHead;
+pub use head::{TargetHead, final_state_factor};
 pub use identity::{config_digest, outer_tensors_digest, probed_weights_digest, stop_ids, weights_digest};
 pub use room::{MemoryFit, check_memory_fit, kv_cache_budget, kv_cache_bytes};
 pub use target::{TargetModel, TargetOptions, VERIFY_BYTES_PER_LOGIT, check_taps, load_embed_and_head};

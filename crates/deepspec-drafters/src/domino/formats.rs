@@ -102,8 +102,11 @@ pub fn read_container(
     let own = DominoSettings::read_with_slots(&within, slots)?;
     let own = DominoSettings { blocks: BlockSpec { slots, ..own.blocks }, ..own };
     let has_old_names = tensors.iter().any(|(name, _)| name.starts_with(OLD_PREFIX));
-    // Only SpecForge wrote the old names, under either class.
-    let format = match class == SPECFORGE_CLASS || has_old_names {
+    // Only SpecForge wrote the old names, the old projector and configs without `shift_label`, under either class. SGLang reads none
+    // of them.
+    let projector = inner.text("projector_type")?;
+    let is_complete = projector == Some("domino") && config.slots.is_some();
+    let format = match class == SPECFORGE_CLASS || has_old_names || !is_complete {
         true => CheckpointFormat::Specforge,
         false => CheckpointFormat::Modelopt,
     };

@@ -138,14 +138,14 @@ impl DrafterKind for DominoModules {
         }
     }
 
-    /// Both logits are computed from states of drafter and target.
+    /// The corrected and the plain losses share the logits of drafter and target, which count once although both compute them.
     fn flops(plan: &DominoPlan, samples: &[TrainSample]) -> f64 {
         let (model, settings) = (plan.config.model(), &plan.config.settings);
         let [d, vocab, state, rank] =
             [model.hidden_size, model.vocab_size, settings.gru.hidden_size, settings.gru.rank]
                 .map(|size| size as f64);
         block_flops(&plan.config, samples, |blocks, rows| {
-            let logits = 2.0 * (FROZEN_FACTOR + 1.0) * rows * d * vocab;
+            let logits = (FROZEN_FACTOR + 1.0) * rows * d * vocab;
             let drafts = blocks * settings.draft_len() as f64;
             let gru = drafts * 3.0 * state * (FROZEN_FACTOR * d + TRAINED_FACTOR * state);
             logits + gru + TRAINED_FACTOR * (drafts * (d + state) * rank + rows * rank * vocab)
@@ -155,8 +155,9 @@ impl DrafterKind for DominoModules {
     fn pass_rows(plan: &DominoPlan, samples: &[SampleSize]) -> PassRows {
         let config = &plan.config;
         let GruSettings { hidden_size, rank } = config.settings.gru;
-        // Autograd saves the embedding, the input of W1, and the gates and their parts of every step.
-        let head_values = 2 * config.model().hidden_size + SAVED_STATES * hidden_size + SAVED_RANKS * rank;
+        // Autograd saves the embedding, the input of W1, and the gates and their parts of every step. The losses of both logits have
+        // gradients of the hidden states.
+        let head_values = 4 * config.model().hidden_size + SAVED_STATES * hidden_size + SAVED_RANKS * rank;
         let rows = block_pass_rows(&config.decoder, &config.settings.blocks, samples);
         PassRows { head_values: rows.supervised * head_values as usize, ..rows }
     }

@@ -172,6 +172,13 @@ fn only_sglang_gets_files() {
     for folder in [&own, &away(CheckpointFormat::Specforge)] {
         assert!(!sglang(folder).loads && sglang(folder).note.contains("convert to sglang"));
     }
+    // SGLang does not know the old projector, and asks for the slots' convention.
+    for (key, value) in [("projector_type", json!("causal_v5")), ("shift_label", json!(null))] {
+        let old = edited(&out, |config| config["dflash_config"][key] = value.clone());
+        assert!(!sglang(&old).loads && sglang(&old).note.contains("convert to sglang"), "{key}");
+        let opened = open_checkpoint(old.path()).unwrap();
+        assert!(convert_for_engine(&opened, Engine::Sglang, &target).is_ok(), "{key}");
+    }
     let refused = [
         convert_for_engine(&source, Engine::Vllm, &target).map(|_| ()),
         GgufExport::plan(&source, &target, None).map(|_| ()),

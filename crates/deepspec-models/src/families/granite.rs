@@ -4,7 +4,7 @@ use deepspec_checkpoint::{DecoderFamily, Fields};
 use deepspec_text::ChatFormat;
 
 use super::QWEN3_OR_LLAMA;
-use super::pre_norm::{self, PreNormSettings};
+use super::pre_norm::{self, PreNormSettings, refuse_keys};
 use crate::ModelError;
 use crate::config::{ModelConfig, TargetFamily, layer_count};
 
@@ -41,6 +41,11 @@ static DECODER: DecoderFamily = DecoderFamily {
 /// As [`ModelConfig::load`].
 fn read(fields: &Fields) -> Result<ModelConfig, ModelError> {
     fields.refuse_if_on("mlp_bias", "biases in the MLP are not supported")?;
+    refuse_keys(
+        fields,
+        &["layer_types", "sliding_window", "layer_rope_theta", "attention_sinks"],
+        "a Granite model has one kind of layer here, which sees all tokens",
+    )?;
     let multiplier = |key: &str| {
         let value = fields.number(key)?.unwrap_or(1.0);
         if value > 0.0 && value.is_finite() {

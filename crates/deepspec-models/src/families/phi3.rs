@@ -4,7 +4,7 @@ use deepspec_checkpoint::{DecoderFamily, Fields};
 use deepspec_text::ChatFormat;
 
 use super::QWEN3_OR_LLAMA;
-use super::pre_norm::{self, PreNormSettings};
+use super::pre_norm::{self, PreNormSettings, refuse_keys};
 use crate::ModelError;
 use crate::config::{ModelConfig, TargetFamily, layer_count};
 use crate::nn::{Heads, LayerSpec, RopeSpec, Scaling};
@@ -42,6 +42,7 @@ static DECODER: DecoderFamily = DecoderFamily {
 /// # Errors
 /// As [`ModelConfig::load`].
 fn read(fields: &Fields) -> Result<ModelConfig, ModelError> {
+    refuse_keys(fields, &["layer_types"], "a Phi model has one kind of layer here")?;
     let (scaling, newer) = (fields.object("rope_scaling")?, fields.object("rope_parameters")?);
     let (key, settings) = match &scaling {
         Some(settings) => ("rope_scaling", Some(settings)),

@@ -2,12 +2,27 @@
 //! rotary embedding.
 
 use deepspec_checkpoint::Fields;
-use serde_json::Map;
+use serde_json::{Map, Value};
 
 use super::{Family, rope};
 use crate::ModelError;
-use crate::config::{ModelConfig, checked_heads};
+use crate::config::{FULL_LAYER_TYPE, ModelConfig, checked_heads};
 use crate::nn::{Activation, AttentionSpec, Heads, LayerSpec, NormPlacement, NormWeight, ValueSource};
+
+/// Refuses keys that would change the model. A null, and layers that all have full attention, change nothing.
+///
+/// # Errors
+/// Names the first key that is set, with `problem`.
+pub(super) fn refuse_keys(fields: &Fields, keys: &[&str], problem: &str) -> Result<(), ModelError> {
+    let is_plain = |value: &Value| {
+        let types = value.as_array().filter(|types| !types.is_empty());
+        value.is_null() || types.is_some_and(|types| types.iter().all(|kind| kind == FULL_LAYER_TYPE))
+    };
+    match keys.iter().find(|key| fields.map.get(**key).is_some_and(|value| !is_plain(value))) {
+        Some(key) => Err(fields.error(key, problem).into()),
+        None => Ok(()),
+    }
+}
 
 /// Settings in which the pre-norm families differ.
 pub(super) struct PreNormSettings {

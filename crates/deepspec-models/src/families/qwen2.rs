@@ -3,7 +3,7 @@
 use deepspec_checkpoint::{DecoderFamily, Fields};
 use deepspec_text::ChatFormat;
 
-use super::pre_norm::{self, PreNormSettings};
+use super::pre_norm::{self, PreNormSettings, refuse_keys};
 use super::{QWEN3_OR_LLAMA, qwen3};
 use crate::ModelError;
 use crate::config::{ModelConfig, TargetFamily};
@@ -43,6 +43,7 @@ static DECODER: DecoderFamily = DecoderFamily {
 fn read(fields: &Fields) -> Result<ModelConfig, ModelError> {
     // Transformers' default is 32, whatever the number of query heads.
     fields.required_size::<u64>("num_key_value_heads")?;
+    refuse_keys(fields, &["dual_chunk_attention_config"], "attention in two chunks is not supported")?;
     let windows = qwen3::layer_windows(fields)?;
     let own = PreNormSettings { qkv_bias: true, longest: 32_768, ..PreNormSettings::new(&FAMILY, windows) };
     pre_norm::read(fields, own)
