@@ -87,8 +87,9 @@ pub fn no_weights_message(dir: &Path) -> String {
     let is_pickle = |name: &&String| [".bin", ".pt", ".pth"].iter().any(|end| name.ends_with(end));
     if let Some(pickle) = names.iter().filter(is_pickle).min() {
         return format!(
-            "the weights are in {pickle}, a pickle file, which is not read because loading one runs code; write safetensors in Python: \
-             safetensors.torch.save_file(torch.load(\"{pickle}\", weights_only=True), \"model.safetensors\")"
+            "the weights are in {pickle}, a pickle file, which is not read because loading one runs code; write safetensors with \
+             transformers: AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR, safe_serialization=True); a drafter that \
+             transformers does not know: safetensors.torch.save_file(torch.load(\"{pickle}\", weights_only=True), \"model.safetensors\")"
         );
     }
     if let Some(gguf) = names.iter().filter(|name| name.ends_with(".gguf")).min() {

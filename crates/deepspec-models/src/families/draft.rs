@@ -6,6 +6,7 @@ use deepspec_checkpoint::Fields;
 use deepspec_core::cli::UsageError;
 use serde_json::{Value, json};
 
+use super::{llama, qwen3};
 use crate::config::{DraftLayers, FULL_LAYER_TYPE, Family, RawConfig, SLIDING_LAYER_TYPE};
 use crate::nn::{AttentionSpec, LayerSpec, Scaling, Yarn};
 use crate::{ModelConfig, ModelError};
@@ -21,7 +22,8 @@ impl ModelConfig {
             DraftLayers::Own { blocks, .. } => self.family == family || blocks == Some(family),
             DraftLayers::Other { blocks, tokens } => blocks == family || tokens == family,
         };
-        is_declared || self.family.decoder.pre_norm && family.decoder.pre_norm
+        let is_usual = family == &qwen3::FAMILY || family == &llama::FAMILY;
+        is_declared || self.family.decoder.pre_norm && is_usual
     }
 
     /// The decoder of a block drafter, like [`ModelConfig::draft_decoder`]. If no inference engine runs block
