@@ -1,9 +1,10 @@
 //! `draft-vocab`: chooses the tokens of a reduced vocabulary by their frequency in the training data.
 
+use std::io::Write;
 use std::path::PathBuf;
 
 use deepspec_checkpoint::DraftVocab;
-use deepspec_core::cli::Verbosity;
+use deepspec_core::cli::{self, Verbosity};
 use deepspec_core::progress::Progress;
 use deepspec_core::{jsonl, usage};
 use rayon::prelude::*;
@@ -80,11 +81,12 @@ pub fn run(args: &Args, verbosity: Verbosity) -> anyhow::Result<()> {
     }
     let covered: u64 = vocab.tokens().iter().map(|&token| counts[token as usize]).sum();
     let seen = counts.iter().filter(|&&count| count > 0).count();
-    println!("tokens    {} of {vocab_size}; {seen} occur", args.size);
-    println!("covered   {:.2} % of {total} supervised tokens", 100.0 * covered as f64 / total as f64);
-    println!("rows      {rows} counted, {skipped} skipped");
-    println!("file      {}", args.output.display());
-    Ok(())
+    let mut out = cli::stdout();
+    writeln!(out, "tokens    {} of {vocab_size}; {seen} occur", args.size)?;
+    writeln!(out, "covered   {:.2} % of {total} supervised tokens", 100.0 * covered as f64 / total as f64)?;
+    writeln!(out, "rows      {rows} counted, {skipped} skipped")?;
+    writeln!(out, "file      {}", args.output.display())?;
+    Ok(out.flush()?)
 }
 
 fn count_tokens(

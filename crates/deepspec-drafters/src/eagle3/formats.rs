@@ -308,7 +308,6 @@ impl KindSettings for Eagle3Settings {
                 Zlab | Specforge | Modelopt => S::loads_untested("--speculative-algorithm EAGLE3"),
             },
             Engine::Vllm | Engine::LlamaCpp => match format {
-                Speculators if !self.norms.is_original() => S::loads_untested("method eagle3"),
                 Speculators => S::loads_as_tested("method eagle3"),
                 Reference => S::not_loaded("the class is not registered; convert to vllm"),
                 Specforge => S::not_loaded(
