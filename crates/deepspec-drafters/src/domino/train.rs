@@ -155,9 +155,8 @@ impl DrafterKind for DominoModules {
     fn pass_rows(plan: &DominoPlan, samples: &[SampleSize]) -> PassRows {
         let config = &plan.config;
         let GruSettings { hidden_size, rank } = config.settings.gru;
-        // Autograd saves the embedding, the input of W1, and the gates and their parts of every step. The losses of both logits have
-        // gradients of the hidden states.
-        let head_values = 4 * config.model().hidden_size + SAVED_STATES * hidden_size + SAVED_RANKS * rank;
+        // Autograd saves the embedding, the input of W1, and the gates and their parts of every step.
+        let head_values = 2 * config.model().hidden_size + SAVED_STATES * hidden_size + SAVED_RANKS * rank;
         let rows = block_pass_rows(&config.decoder, &config.settings.blocks, samples);
         PassRows { head_values: rows.supervised * head_values as usize, ..rows }
     }

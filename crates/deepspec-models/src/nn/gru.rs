@@ -33,8 +33,8 @@ impl Gru {
     pub fn forward(&self, x: &Tensor) -> Tensor {
         let gates = linear(x, &self.input, None); // [S, T, 3·H]
         let mut states: Vec<Tensor> = vec![];
-        for gates in gates.unbind(1) {
-            states.push(self.update(&gates, states.last()));
+        for step in 0..x.size()[1] {
+            states.push(self.update(&gates.select(1, step), states.last()));
         }
         Tensor::stack(&states, 1)
     }
