@@ -96,13 +96,12 @@ impl DraftVocab {
     /// Any I/O failure, with the path.
     pub fn write(&self, path: &Path) -> Result<(), CheckpointError> {
         let problem = |problem: String| CheckpointError::NotADrafter { path: path.to_path_buf(), problem };
-        let tensors = self.tensors();
-        let views: Result<Vec<_>, _> = tensors
+        let maps = self.maps();
+        let views: Result<Vec<_>, _> = maps
             .iter()
-            .map(|tensor| {
-                let TensorSource::Bytes(bytes) = &tensor.source else { unreachable!("maps are made here") };
-                let view = TensorView::new(tensor.dtype, tensor.shape.clone(), bytes);
-                view.map(|view| (tensor.name.as_str(), view)).map_err(|error| problem(error.to_string()))
+            .map(|(name, dtype, length, bytes)| {
+                let view = TensorView::new(*dtype, vec![*length], bytes);
+                view.map(|view| (*name, view)).map_err(|error| problem(error.to_string()))
             })
             .collect();
         let bytes = safetensors::serialize(views?, None).map_err(|error| problem(error.to_string()))?;
@@ -111,17 +110,19 @@ impl DraftVocab {
 
     /// The two maps as tensors to write.
     pub(crate) fn tensors(&self) -> Vec<TensorToWrite<'static>> {
-        let offsets = self.offsets().iter().flat_map(|offset| offset.to_le_bytes()).collect();
-        let tensor = |name: &str, dtype, length, bytes| TensorToWrite {
+        let tensor = |(name, dtype, length, bytes): (&str, _, _, _)| TensorToWrite {
             name: name.into(),
             dtype,
             shape: vec![length],
             source: TensorSource::Bytes(bytes),
         };
-        vec![
-            tensor(D2T, Dtype::I64, self.tokens.len(), offsets),
-            tensor(T2D, Dtype::BOOL, self.vocab_size, self.flags()),
-        ]
+        self.maps().into_iter().map(tensor).collect()
+    }
+
+    /// Name, dtype, length and bytes of both maps.
+    fn maps(&self) -> [(&'static str, Dtype, usize, Vec<u8>); 2] {
+        let offsets = self.offsets().iter().flat_map(|offset| offset.to_le_bytes()).collect();
+        [(D2T, Dtype::I64, self.tokens.len(), offsets), (T2D, Dtype::BOOL, self.vocab_size, self.flags())]
     }
 
     /// The target's id of each draft id.

@@ -54,7 +54,7 @@ pub use gguf_export::GgufExport;
 pub use kind::{DflashConfigKeys, GgufParts, Speculators, json_map};
 pub use layouts::{
     CAUSAL_KEYS, Decoder, DflashConfig, EMBEDDING_LAYER_ID, ExternalClass, KnownDrafters, Reader,
-    find_unsupported_setting, read_causal, read_layer_ids, read_speculative_tokens,
+    find_unsupported_setting, read_causal, read_draft_vocab_size, read_layer_ids, read_speculative_tokens,
     unsupported_layout_message,
 };
 pub use quantised::quantised_folder_message;

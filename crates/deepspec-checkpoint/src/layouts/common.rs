@@ -100,19 +100,14 @@ impl Decoder {
         taps: Vec<Tap>,
         kind: Settings,
     ) -> Result<Drafter, CheckpointError> {
-        let (key, vocab) = ("draft_vocab_size", self.vocab_size);
-        // Null if the drafter has the target's vocabulary.
-        let is_null = fields.map.get(key).is_some_and(Value::is_null);
-        let draft_vocab_size = if is_null { vocab } else { fields.size(key)?.unwrap_or(vocab) };
-        if draft_vocab_size > vocab {
-            return Err(fields.error(key, format!("{draft_vocab_size} is above the vocabulary of {vocab}")));
-        }
-        if draft_vocab_size < vocab && !kind.may_reduce_vocab() {
+        let vocab = self.vocab_size;
+        let reduced = read_draft_vocab_size(fields, vocab)?;
+        if let Some(size) = reduced.filter(|_| !kind.may_reduce_vocab()) {
             let title = kind.title();
             let reason = format!(
-                "the vocabulary is reduced to {draft_vocab_size} of {vocab} tokens (d2t); {title} is read with the target's only"
+                "the vocabulary is reduced to {size} of {vocab} tokens (d2t); {title} is read with the target's only"
             );
-            self.incompatibilities.push(Incompatibility { key: key.into(), reason });
+            self.incompatibilities.push(Incompatibility { key: DRAFT_VOCAB_SIZE.into(), reason });
         }
         Ok(Drafter {
             architecture: architecture.into(),
@@ -120,7 +115,7 @@ impl Decoder {
             families: self.families,
             hidden_size: self.hidden_size,
             vocab_size: self.vocab_size,
-            draft_vocab_size,
+            draft_vocab_size: reduced.unwrap_or(vocab),
             layers: self.layers,
             taps,
             num_target_layers: fields.size("num_target_layers")?,
@@ -129,6 +124,26 @@ impl Decoder {
             incompatibilities: self.incompatibilities,
             decoder: self.map,
         })
+    }
+}
+
+/// Key of the number of tokens that a drafter can draft.
+const DRAFT_VOCAB_SIZE: &str = "draft_vocab_size";
+
+/// Reads `draft_vocab_size` of a drafter for a target with `vocab_size` tokens. None if the key is absent, null or the
+/// target's size.
+///
+/// # Errors
+/// Fails if the value is no size, or above the target's.
+pub fn read_draft_vocab_size(fields: &Fields, vocab_size: u64) -> Result<Option<u64>, CheckpointError> {
+    if fields.map.get(DRAFT_VOCAB_SIZE).is_some_and(Value::is_null) {
+        return Ok(None);
+    }
+    match fields.size::<u64>(DRAFT_VOCAB_SIZE)?.filter(|&size| size != vocab_size) {
+        Some(size) if size > vocab_size => {
+            Err(fields.error(DRAFT_VOCAB_SIZE, format!("{size} is above the vocabulary of {vocab_size}")))
+        }
+        size => Ok(size),
     }
 }
 

@@ -6,7 +6,7 @@ mod reader;
 mod reference;
 mod speculators;
 
-pub use common::{Decoder, EMBEDDING_LAYER_ID, read_layer_ids};
+pub use common::{Decoder, EMBEDDING_LAYER_ID, read_draft_vocab_size, read_layer_ids};
 pub use dflash_config::{CAUSAL_KEYS, DflashConfig, find_unsupported_setting, read_causal};
 pub use reader::{ExternalClass, KnownDrafters, Reader};
 pub use speculators::read_speculative_tokens;

@@ -5,12 +5,12 @@ use std::sync::Arc;
 use deepspec_checkpoint::{
     CheckpointError, CheckpointFormat, Decoder, Drafter, EMBEDDING_LAYER_ID, Engine, EngineSupport,
     ExternalClass, Family, Fields, GgufParts, GgufValue, Incompatibility, KindSettings, Reader, Settings,
-    Speculators, TensorShapes, json_map, read_layer_ids, read_speculative_tokens,
+    Speculators, TensorShapes, json_map, read_draft_vocab_size, read_layer_ids, read_speculative_tokens,
 };
 use deepspec_core::Tap;
 use serde_json::{Map, Value, json};
 
-use super::model::{Eagle3Norms, Eagle3Settings, read_draft_vocab_size};
+use super::model::{Eagle3Norms, Eagle3Settings};
 use crate::draft_model::DrafterSettings as _;
 
 /// Reads checkpoints of Eagle3 in all layouts.
@@ -57,7 +57,7 @@ const NO_QK_NORM: &str = "has no norms on queries and keys, and its loader would
 
 /// Settings of another tool's checkpoint that drafts `steps` tokens.
 fn settings(fields: &Fields, decoder: &Decoder, steps: u64) -> Result<Settings, CheckpointError> {
-    let draft_vocab_size = read_draft_vocab_size(fields, decoder.vocab_size as i64)?;
+    let draft_vocab_size = read_draft_vocab_size(fields, decoder.vocab_size)?.map(|size| size as i64);
     let own =
         Eagle3Settings { draft_vocab_size, norms: Eagle3Norms::read(fields)?, ..Eagle3Settings::default() };
     Ok(Arc::new(Eagle3Settings { ttt_length: steps as usize, ..own }))

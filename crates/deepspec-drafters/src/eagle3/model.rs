@@ -7,7 +7,7 @@
 
 use std::path::PathBuf;
 
-use deepspec_checkpoint::{CheckpointError, Fields};
+use deepspec_checkpoint::{CheckpointError, Fields, read_draft_vocab_size};
 use deepspec_core::recipe::{LossNormalization, require_at_least_one};
 use deepspec_engine::Context;
 use deepspec_models::ModelConfig;
@@ -184,7 +184,8 @@ impl DrafterSettings for Eagle3Settings {
         Ok(Self {
             ttt_length: fields.required_size::<u64>("ttt_length")? as usize,
             step_loss_decay: fields.number("step_loss_decay")?.unwrap_or(Self::default().step_loss_decay),
-            draft_vocab_size: read_draft_vocab_size(fields, fields.required_size("vocab_size")?)?,
+            draft_vocab_size: read_draft_vocab_size(fields, fields.required_size("vocab_size")?)?
+                .map(|size| size as i64),
             norms: Eagle3Norms::read(fields)?,
         })
     }
@@ -243,24 +244,6 @@ impl Eagle3Settings {
                 map.insert(key.into(), json!(true));
             }
         }
-    }
-}
-
-/// Reads `draft_vocab_size`; None if it is absent, null or the target's size.
-pub(super) fn read_draft_vocab_size(
-    fields: &Fields,
-    vocab_size: i64,
-) -> Result<Option<i64>, CheckpointError> {
-    let key = "draft_vocab_size";
-    if fields.map.get(key).is_some_and(Value::is_null) {
-        return Ok(None);
-    }
-    let size = fields.size::<i64>(key)?.filter(|&size| size != vocab_size);
-    match size {
-        Some(size) if size > vocab_size => {
-            Err(fields.error(key, format!("{size} is above the vocabulary of {vocab_size}")))
-        }
-        size => Ok(size),
     }
 }
 
