@@ -4,13 +4,12 @@
 mod common;
 
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
+use common::decoding::{greedy, loads};
 use common::{Bench, STEPS};
 use deepspec_core::Tap;
-use deepspec_drafters::{Drafter, DrafterOptions};
-use deepspec_engine::{DraftSampling, Engine, EngineOptions, Request, Sampling, VerifyRule};
-use deepspec_models::{TargetModel, TargetOptions, Weights};
+use deepspec_models::Weights;
 use deepspec_testkit::golden::{Values, arrays};
 use deepspec_testkit::tiny;
 use serde_json::{Value, json};
@@ -44,13 +43,6 @@ fn config(bench: &Bench, at: usize) -> Value {
 fn last_metrics(bench: &Bench) -> Value {
     let text = fs::read_to_string(bench.path("out/t/metrics.jsonl")).unwrap();
     serde_json::from_str(text.lines().last().unwrap()).unwrap()
-}
-
-/// Loads the saved drafter as an evaluation does.
-fn loads(bench: &Bench) -> Box<dyn Drafter> {
-    let options = DrafterOptions { device: Device::Cpu, kind: Kind::Float, slots: 1 };
-    deepspec_drafters::load_drafter(&bench.path("out/t/step_latest"), &options)
-        .unwrap_or_else(|error| panic!("{error}"))
 }
 
 #[test]
@@ -432,33 +424,6 @@ fn targets_of_other_families_have_drafters_that_engines_run() {
             assert_eq!(plain, greedy(&dir, Some(loads(&bench))), "{family}: {class}");
         }
     }
-}
-
-/// Greedy answers of a target to some prompts, with any drafter.
-fn greedy(target: &Path, drafter: Option<Box<dyn Drafter>>) -> Vec<Vec<i64>> {
-    let taps = drafter.as_ref().map_or_else(Vec::new, |drafter| drafter.taps().to_vec());
-    let options = TargetOptions { device: Device::Cpu, kind: Kind::Float, slots: 1, taps };
-    let target = TargetModel::load(target, &options).unwrap();
-    if let Some(drafter) = &drafter {
-        drafter.check_fits(target.config()).unwrap();
-    }
-    let options = EngineOptions {
-        slots: 1,
-        context: 256,
-        max_draft_tokens: None,
-        draft_sampling: DraftSampling::default(),
-        verify_rule: VerifyRule::default(),
-        counts_overrun: false,
-    };
-    let request = |number: i64| Request {
-        id: number.to_string(),
-        prompt: (0..20).map(|i| (37 * i + number) % 900).collect(),
-        sampling: Sampling::new(0.0, 1),
-        max_new_tokens: 24,
-        stop_ids: vec![],
-    };
-    let answers = Engine::new(target, drafter, options).run((0..3).map(request).collect(), |_| {}).unwrap();
-    answers.into_iter().map(|answer| answer.tokens).collect()
 }
 
 /// All parameters of a checkpoint except the target's embedding and head: names and values.

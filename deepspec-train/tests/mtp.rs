@@ -3,15 +3,11 @@
 mod common;
 
 use std::fs;
-use std::path::Path;
 
+use common::decoding::{greedy, loads};
 use common::{Bench, STEPS, start_until, workspace};
-use deepspec_drafters::{Drafter, DrafterOptions};
-use deepspec_engine::{DraftSampling, Engine, EngineOptions, Request, Sampling, VerifyRule};
-use deepspec_models::{TargetModel, TargetOptions};
 use deepspec_testkit::tiny;
 use serde_json::{Value, json};
-use tch::{Device, Kind};
 
 const MTP: [&str; 4] = ["--set", "drafter={mtp: {}}", "--set", "target.layer_ids=[]"];
 
@@ -27,35 +23,6 @@ fn trained(changes: &[&str]) -> Bench {
 
 fn config(bench: &Bench) -> Value {
     serde_json::from_slice(&fs::read(bench.path("out/t/step_latest/config.json")).unwrap()).unwrap()
-}
-
-fn loads(bench: &Bench) -> Box<dyn Drafter> {
-    let options = DrafterOptions { device: Device::Cpu, kind: Kind::Float, slots: 1 };
-    deepspec_drafters::load_drafter(&bench.path("out/t/step_latest"), &options)
-        .unwrap_or_else(|error| panic!("{error}"))
-}
-
-/// Greedy answers of a target to some prompts, with any drafter.
-fn greedy(target: &Path, drafter: Option<Box<dyn Drafter>>) -> Vec<Vec<i64>> {
-    let options = TargetOptions { device: Device::Cpu, kind: Kind::Float, slots: 1, taps: vec![] };
-    let target = TargetModel::load(target, &options).unwrap();
-    let options = EngineOptions {
-        slots: 1,
-        context: 256,
-        max_draft_tokens: None,
-        draft_sampling: DraftSampling::default(),
-        verify_rule: VerifyRule::default(),
-        counts_overrun: false,
-    };
-    let request = |number: i64| Request {
-        id: number.to_string(),
-        prompt: (0..20).map(|i| (37 * i + number) % 600).collect(),
-        sampling: Sampling::new(0.0, 1),
-        max_new_tokens: 24,
-        stop_ids: vec![],
-    };
-    let answers = Engine::new(target, drafter, options).run((0..3).map(request).collect(), |_| {}).unwrap();
-    answers.into_iter().map(|answer| answer.tokens).collect()
 }
 
 #[test]

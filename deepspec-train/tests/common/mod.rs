@@ -3,6 +3,8 @@
 
 #![allow(dead_code, reason = "each test binary uses its part")]
 
+pub mod decoding;
+
 use std::fs;
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
