@@ -321,7 +321,7 @@ fn the_tiny_ones_are_planned_and_benched_too() {
     }
     seen.sort();
     assert!(
-        ["dflash", "dflash2", "domino", "dspark", "eagle3", "mtp", "xpress"]
+        ["dflash", "dflash2", "domino", "dspark", "eagle3", "jetspec", "mtp", "xpress"]
             .iter()
             .all(|name| seen.iter().any(|found| found == name)),
         "{seen:?}"

@@ -27,7 +27,7 @@ pub use block_common::{
     BlockBatch, BlockDrafter, BlockProposerOf, BlockSpec, ConfidenceInputs, LayerType, LossSum,
     anchor_candidates, slot_weight, supervised_draft_count,
 };
-pub use deepspec_ops::distill_loss::{Dpace, Lk, LkForm, LossRecipe};
+pub use deepspec_ops::distill_loss::{BlockVerification, Dpace, Lk, LkForm, LossRecipe};
 pub use dflash2::{
     Convolution, DFLASH2_SUMS, DFlash2, DFlash2Config, DFlash2Objective, DFlash2Plan, DFlash2Proposer,
     DFlash2Recipe, DFlash2Settings, Selector,

@@ -8,9 +8,9 @@ use std::path::Path;
 
 use deepspec_core::{SlotTarget, Tap};
 use deepspec_drafters::{
-    BlockBatch, BlockSpec, ConfidenceSettings, DSPARK_SUMS, DSpark, DSparkConfig, DSparkObjective,
-    DSparkSettings, Dpace, DraftDecoder, Lk, LkForm, LossDenominator, LossRecipe, LossSum, MarkovKind,
-    MarkovSettings, TrainSample,
+    BlockBatch, BlockSpec, BlockVerification, ConfidenceSettings, DSPARK_SUMS, DSpark, DSparkConfig,
+    DSparkObjective, DSparkSettings, Dpace, DraftDecoder, Lk, LkForm, LossDenominator, LossRecipe, LossSum,
+    MarkovKind, MarkovSettings, TrainSample,
 };
 use deepspec_models::ModelConfig;
 use tch::{Device, Kind, Tensor};
@@ -174,6 +174,7 @@ fn every_head_has_the_gradients_of_autograd() {
 #[test]
 fn every_loss_has_the_gradients_of_autograd() {
     let lk = |form, alpha, eta| Some(Lk { form, alpha, eta });
+    let bv = |alpha, beta| Some(BlockVerification { alpha, beta });
     let losses = [
         only(LossRecipe { ce_alpha: 1.0, ..NOTHING }),
         only(LossRecipe { l1_alpha: 0.7, ..NOTHING }),
@@ -181,6 +182,8 @@ fn every_loss_has_the_gradients_of_autograd() {
         only(LossRecipe { kl_alpha: 1.3, ..NOTHING }),
         only(LossRecipe { lk: lk(LkForm::LogAcceptance, 0.8, 3.0), ..NOTHING }),
         only(LossRecipe { lk: lk(LkForm::Hybrid, 0.8, 3.0), ..NOTHING }),
+        only(LossRecipe { block_verification: bv(0.6, 0.0), ..NOTHING }),
+        only(LossRecipe { ce_alpha: 0.1, block_verification: bv(0.9, 0.7), ..NOTHING }),
         only(LossRecipe { ce_alpha: 1.0, until_first_error: true, ..NOTHING }),
         only(LossRecipe { ce_alpha: 1.0, dpace: Some(Dpace { smoothing: 0.5 }), ..NOTHING }),
         DSparkObjective {

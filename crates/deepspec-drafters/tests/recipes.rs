@@ -76,6 +76,12 @@ fn mistakes_are_named_with_their_line_and_whole_key() {
         "drafter.dspark.loss={l1_alpha: 1, until_first_error: true}",
         "`drafter.dspark.loss.until_first_error`: it weighs the cross entropy",
     );
+    wrong("drafter.dspark.loss={block_verification: {alpha: 0}}", "`drafter.dspark.loss`: all weights are 0");
+    wrong(
+        "drafter.dspark.loss={block_verification: {beta: -1}}",
+        "`drafter.dspark.loss.block_verification.beta`",
+    );
+    wrong("drafter.dspark.loss={block_verification: {gamma: 1}}", "unknown field `gamma`");
     wrong("drafter.dspark.loss={lk: {type: hybird}}", "hybird");
     wrong("drafter.dspark.loss={lk: {type: hybrid, eta: -1}}", "`drafter.dspark.loss.lk.eta`");
     let dflash = MINIMAL.replace("dspark:", "dflash:");

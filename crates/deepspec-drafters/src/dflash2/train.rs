@@ -109,12 +109,12 @@ impl DrafterKind for DFlash2Modules {
         objective: &DFlash2Objective,
         samples: &[TrainSample],
         normaliser: LossDenominator,
-        _progress: f64,
+        progress: f64,
         on_grad_ready: Option<GradReadyHook>,
     ) -> Option<Tensor> {
         let DFlash2Objective { loss, selector_alpha } = objective;
         let batch = model.config().batch(samples, loss.decay_gamma, model.device(), model.kind())?;
-        Some(model.accumulate(&batch, loss, *selector_alpha, normaliser, on_grad_ready))
+        Some(model.accumulate(&batch, &loss.at(progress), *selector_alpha, normaliser, on_grad_ready))
     }
 
     fn grad_stages(model: &DFlash2) -> Vec<String> {

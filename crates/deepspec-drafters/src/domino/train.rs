@@ -108,7 +108,7 @@ impl DrafterKind for DominoModules {
         let (device, kind) = (model.device(), model.kind());
         let batch = model.config().batch(samples, objective.loss.decay_gamma, device, kind)?;
         let lambda = objective.lambda_base.at(progress);
-        Some(model.accumulate(&batch, &objective.loss, lambda, normaliser, on_grad_ready))
+        Some(model.accumulate(&batch, &objective.loss.at(progress), lambda, normaliser, on_grad_ready))
     }
 
     fn grad_stages(model: &Domino) -> Vec<String> {

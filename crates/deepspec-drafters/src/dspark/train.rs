@@ -144,12 +144,13 @@ impl DrafterKind for DSparkModules {
         objective: &DSparkObjective,
         samples: &[TrainSample],
         normaliser: LossDenominator,
-        _progress: f64,
+        progress: f64,
         on_grad_ready: Option<GradReadyHook>,
     ) -> Option<Tensor> {
         let (device, kind) = (model.device(), model.kind());
         let batch = model.config().batch(samples, objective.loss.decay_gamma, device, kind)?;
-        Some(model.accumulate(&batch, objective, normaliser, on_grad_ready))
+        let objective = DSparkObjective { loss: objective.loss.at(progress), ..*objective };
+        Some(model.accumulate(&batch, &objective, normaliser, on_grad_ready))
     }
 
     fn grad_stages(model: &DSpark) -> Vec<String> {

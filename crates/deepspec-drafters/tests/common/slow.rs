@@ -18,6 +18,44 @@ fn paces(dpace: Dpace, ce: &Tensor, rows: &[i64], gamma: i64) -> Tensor {
     Tensor::from_slice(&(0..rows.len()).map(weight).collect::<Vec<_>>())
 }
 
+/// The loss of block verification of each row's block, `[R]`, from log probabilities `[R, V]`, row by row.
+fn block_verification(
+    beta: f64,
+    log_p: &Tensor,
+    log_q: &Tensor,
+    labels: &Tensor,
+    rows: &[i64],
+    gamma: i64,
+) -> Tensor {
+    let zero = || Tensor::zeros([], (Kind::Float, log_p.device()));
+    let mut losses: Vec<Tensor> = vec![];
+    for block in rows.chunk_by(|a, b| a / gamma == b / gamma) {
+        let first = losses.len();
+        let (mut sum, mut least, mut scores) = (zero(), zero(), vec![]);
+        let in_order = block.iter().enumerate().take_while(|(place, row)| **row % gamma == *place as i64);
+        for (place, _) in in_order {
+            let row = (first + place) as i64;
+            let (log_p, log_q) = (log_p.get(row), log_q.get(row));
+            scores.push((&least + &log_p).minimum(&(&sum + &log_q)).logsumexp([0], false));
+            let label = labels.get(row).int64_value(&[]);
+            sum = &sum + log_q.get(label) - log_p.get(label);
+            least = least.minimum(&sum);
+        }
+        let loss = match scores.is_empty() {
+            true => zero(),
+            false => {
+                let scores = Tensor::stack(&scores, 0);
+                match beta {
+                    0.0 => -scores.mean(Kind::Float),
+                    beta => -(scores * beta).exp().mean(Kind::Float).log() / beta,
+                }
+            }
+        };
+        losses.extend(block.iter().map(|_| loss.shallow_clone()));
+    }
+    Tensor::stack(&losses, 0)
+}
+
 /// The loss with its autograd graph, and the sums of the single losses by name.
 pub fn objective(
     block: &DSpark,
@@ -64,6 +102,12 @@ pub fn objective(
         let counted = Tensor::from_slice(&(0..rows.len()).map(counts).collect::<Vec<_>>());
         (&ce * &batch.weights * counted).sum(Kind::Float)
     });
+    let block_verification = recipe.block_verification.map(|bv| {
+        let rows = Vec::<i64>::try_from(&batch.supervised_indices).unwrap();
+        let gamma = block.config().settings.blocks.draft_len() as i64;
+        let of_blocks = block_verification(bv.beta, &log_p, &log_q, &batch.labels, &rows, gamma);
+        weighted(&of_blocks)
+    });
     let adaptive = paced.or(until_error);
     let adaptive_ce = adaptive.as_ref().map(|adaptive| ("adaptive_ce", adaptive.detach()));
     let mut loss = adaptive.unwrap_or_else(|| weighted(&ce)) * recipe.ce_alpha
@@ -72,6 +116,9 @@ pub fn objective(
         + weighted(&kl) * recipe.kl_alpha;
     if let Some((lk, value)) = recipe.lk.zip(lk.as_ref()) {
         loss += weighted(value) * lk.alpha;
+    }
+    if let Some((bv, value)) = recipe.block_verification.zip(block_verification.as_ref()) {
+        loss += value * bv.alpha;
     }
     let accept = (l1.detach() * -0.5 + 1.0).clamp(0.0, 1.0);
     let mut sums = vec![("ce", weighted(&ce)), ("l1", weighted(&l1))];
@@ -85,6 +132,7 @@ pub fn objective(
         sums.extend([("soft_ce", weighted(&soft_ce)), ("kl", weighted(&kl))]);
     }
     sums.extend(adaptive_ce);
+    sums.extend(block_verification.map(|loss| ("block_verification", loss)));
     sums.extend(lk.map(|lk| ("lk", weighted(&lk))));
     sums.push(("loss", loss.shallow_clone()));
     (

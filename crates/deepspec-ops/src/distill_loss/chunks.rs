@@ -130,13 +130,14 @@ pub fn distill_loss(head: &LossHead, rows: &SupervisedRows, recipe: &LossRecipe)
     let (weight, kind, device) = (&head.weight, rows.hidden.kind(), rows.hidden.device());
     let vocab = weight.size()[0];
     // The kernels need target probabilities, computed once for all rows that share a target state. A soft-cap, an
-    // `AuxLoss` and the argmax need the logits of whole rows instead.
+    // `AuxLoss`, block verification and the argmax need the logits of whole rows instead.
     let is_weighed = cfg!(feature = "kernels")
         && kind == Kind::Float
         && device == Device::Cpu
         && head.softcap.is_none()
         && rows.extra.is_none()
-        && !rows.agreement;
+        && !rows.agreement
+        && recipe.block_verification.is_none();
     // With the kernels, the bias is added to the logits in place, and both share one gradient. Elsewhere the bias has
     // a buffer per row. GPU sums over shared rows would depend on thread order, a soft-cap applies to the base alone,
     // and bfloat16 would round twice.

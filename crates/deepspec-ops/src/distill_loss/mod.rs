@@ -5,6 +5,7 @@
 //! rows in chunks. The tests compare with the formulas under autograd.
 
 mod bias;
+mod block_verification;
 mod chunks;
 mod inputs;
 mod recipe;
@@ -18,7 +19,7 @@ mod vocab_chunks;
 pub use bias::LowRankBias;
 pub use chunks::{LossColumn, LossOutput, buffer_bytes, distill_loss};
 pub use inputs::{AuxLoss, AuxLossOutput, LossHead, SupervisedRows};
-pub use recipe::{Dpace, Lk, LkForm, LossRecipe};
+pub use recipe::{BlockVerification, Dpace, Lk, LkForm, LossRecipe};
 pub use sources::TeacherIndex;
 pub use sources::unique_with_inverse;
 pub use span::BlockSpan;

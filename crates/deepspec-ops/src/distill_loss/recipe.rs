@@ -25,6 +25,9 @@ pub struct LossRecipe {
     /// A loss of the overlap of p^d and p^t; absent means none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub lk: Option<Lk>,
+    /// A loss of the tokens that block verification accepts; absent means none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub block_verification: Option<BlockVerification>,
     /// Position weights of the cross entropy with the label that follow the drafter's confidence; absent means those of
     /// `decay_gamma`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -64,6 +67,19 @@ pub struct Lk {
     pub eta: f64,
 }
 
+/// A loss of the tokens that block verification accepts (BV, arXiv 2609.34832). A block with scores s_k loses
+/// −1/β · log mean_k e^{β s_k} and weighs as the sum of its position weights.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct BlockVerification {
+    /// Its weight.
+    #[serde(default = "default_block_verification_alpha")]
+    pub alpha: f64,
+    /// β at the end of training, which grows linearly from 0. Larger values weigh positions that are accepted already.
+    #[serde(default = "default_block_verification_beta")]
+    pub beta: f64,
+}
+
 /// Dynamic position weights (D-PACE, arXiv 2605.18810), constant in the gradient. Position j has weight Σ_{m ≥ j}
 /// Π_{i ≤ m} ((1 − s)·q_i + s), where q_i is the drafter's probability of label i. The denominator stays that of
 /// `decay_gamma`, which is known before any forward.
@@ -83,10 +99,18 @@ impl LossRecipe {
         soft_ce_alpha: 0.0,
         kl_alpha: 0.0,
         lk: None,
+        block_verification: None,
         dpace: None,
         until_first_error: false,
         decay_gamma: DECAY_GAMMA,
     };
+
+    /// The losses at `progress` of training, from 0 to 1.
+    pub fn at(&self, progress: f64) -> Self {
+        let block_verification =
+            self.block_verification.map(|bv| BlockVerification { beta: bv.beta * progress, ..bv });
+        Self { block_verification, ..*self }
+    }
 
     /// Checks that weights are finite and not negative, and that at least one is positive.
     pub fn check(&self) -> Result<(), (&'static str, String)> {
@@ -94,6 +118,7 @@ impl LossRecipe {
             return Err(("loss.decay_gamma", "must be positive".into()));
         }
         let (lk_alpha, lk_eta) = self.lk.map_or((0.0, 0.0), |lk| (lk.alpha, lk.eta));
+        let (bv_alpha, bv_beta) = self.block_verification.map_or((0.0, 0.0), |bv| (bv.alpha, bv.beta));
         let from_zero = [
             ("loss.ce_alpha", self.ce_alpha),
             ("loss.l1_alpha", self.l1_alpha),
@@ -101,17 +126,20 @@ impl LossRecipe {
             ("loss.kl_alpha", self.kl_alpha),
             ("loss.lk.alpha", lk_alpha),
             ("loss.lk.eta", lk_eta),
+            ("loss.block_verification.alpha", bv_alpha),
+            ("loss.block_verification.beta", bv_beta),
         ];
         if let Some((key, found)) = from_zero.iter().find(|(_, value)| !value.is_finite() || *value < 0.0) {
             return Err((key, format!("{found} is no number from 0")));
         }
-        if [self.ce_alpha, self.l1_alpha, self.soft_ce_alpha, self.kl_alpha, lk_alpha]
+        if [self.ce_alpha, self.l1_alpha, self.soft_ce_alpha, self.kl_alpha, lk_alpha, bv_alpha]
             .iter()
             .all(|&a| a == 0.0)
         {
             return Err((
                 "loss",
-                "all weights are 0; give at least one of ce_alpha, l1_alpha, soft_ce_alpha, kl_alpha and lk"
+                "all weights are 0; give at least one of ce_alpha, l1_alpha, soft_ce_alpha, kl_alpha, \
+                 lk and block_verification"
                     .into(),
             ));
         }
@@ -147,6 +175,14 @@ fn default_lk_alpha() -> f64 {
 
 fn default_lk_eta() -> f64 {
     3.0
+}
+
+fn default_block_verification_alpha() -> f64 {
+    1.0
+}
+
+fn default_block_verification_beta() -> f64 {
+    1.0
 }
 
 fn default_dpace_smoothing() -> f64 {

@@ -39,6 +39,7 @@ pub(super) fn measure(
         soft,
         agreement: None,
         correct: None,
+        block_verification: None,
         overlap: needs.overlap.then(|| row_sum(&draft.minimum(&target))),
     };
     (RowProbs { draft, target, difference, labels }, stats)

@@ -2,6 +2,7 @@
 
 use tch::{Kind, Tensor};
 
+use super::block_verification::{BlockRows, BlockVerificationLoss, block_verification_loss};
 use super::inputs::{AuxLossOutput, LossHead, SupervisedRows};
 use super::recipe::LossRecipe;
 use super::reference;
@@ -47,7 +48,7 @@ impl LogitsTile {
             Some(bias) => bias.to_kind(Kind::Float).g_add_(&capped),
             None => capped,
         };
-        let mut extra = None;
+        let (mut extra, mut block_verification) = (None, None);
         let target = match entropies {
             Some(entropies) => {
                 TargetRows::Probabilities(TargetProbs { probabilities: target, entropies, source_of_row })
@@ -59,13 +60,22 @@ impl LogitsTile {
                 };
                 let target = head.apply_softcap(of_rows(&target).to_kind(Kind::Float));
                 extra = rows.extra.map(|extra| extra.evaluate(&draft, &target, span));
+                block_verification = block_verification_of(rows, span, recipe, &draft, &target);
                 TargetRows::Logits(target)
             }
         };
         let needs = rows.required_stats(recipe);
-        let (rows_of, distances) = MeasuredRows::measure(draft, target, &span.slice_rows(rows.labels), needs);
+        let (rows_of, mut distances) =
+            MeasuredRows::measure(draft, target, &span.slice_rows(rows.labels), needs);
+        let block_gradient = block_verification.map(|BlockVerificationLoss { value, gradient }| {
+            distances.block_verification = Some(value);
+            gradient
+        });
         let mut judged = TileLoss::evaluate(distances, rows, span, recipe);
         let mut gradient = rows_of.into_gradient(&std::mem::take(&mut judged.coeffs).scaled(rows.scale));
+        if let Some((block_gradient, bv)) = block_gradient.zip(recipe.block_verification) {
+            gradient += block_gradient * (bv.alpha * rows.scale);
+        }
         if let Some(extra) = &extra {
             let _ = gradient.scatter_add_(1, &extra.tokens, &extra.gradient);
             judged.loss += &extra.loss;
@@ -101,8 +111,8 @@ impl LogitsTile {
         recipe: &LossRecipe,
     ) -> Option<Tensor> {
         let needs = rows.required_stats(recipe);
-        // The kernels do not return the drafter's argmax.
-        if rows.extra.is_some() || self.entropies.is_some() || needs.correct {
+        // The kernels return neither the drafter's argmax nor whole rows of log probabilities.
+        if rows.extra.is_some() || self.entropies.is_some() || needs.correct || needs.block_verification {
             return None;
         }
         let labels = span.slice_rows(rows.labels);
@@ -123,6 +133,25 @@ impl LogitsTile {
     }
 }
 
+/// Loss of block verification of the blocks of `span`; None if the recipe has none.
+fn block_verification_of(
+    rows: &SupervisedRows,
+    span: &BlockSpan,
+    recipe: &LossRecipe,
+    draft: &Tensor,
+    target: &Tensor,
+) -> Option<BlockVerificationLoss> {
+    let beta = recipe.block_verification?.beta;
+    let blocks = BlockRows {
+        labels: &span.slice_rows(rows.labels),
+        weights: &span.slice_rows(rows.weights),
+        slots: &span.slots_of_rows(rows),
+        blocks: span.blocks as i64,
+        gamma: rows.gamma,
+    };
+    Some(block_verification_loss(draft, target, &blocks, beta))
+}
+
 /// Losses of measured rows.
 struct TileLoss {
     distances: RowStats,
@@ -136,7 +165,7 @@ struct TileLoss {
 impl TileLoss {
     fn evaluate(distances: RowStats, rows: &SupervisedRows, span: &BlockSpan, recipe: &LossRecipe) -> Self {
         let weights = span.slice_rows(rows.weights).unsqueeze(1);
-        let slots = || span.slice_rows(rows.slot_index) - span.first_block as i64 * rows.gamma;
+        let slots = || span.slots_of_rows(rows);
         let adaptive =
             recipe.adaptive_ce_weights(&distances, &weights, slots, span.blocks as i64, rows.gamma);
         let WeightedLoss { terms, loss, coeffs } =
@@ -257,7 +286,13 @@ mod tests {
         // The last row has the target's argmax.
         let preferred = target.get(3).argmax(-1, false).int64_value(&[]);
         let _ = draft.get(3).get(preferred).fill_(100.0);
-        let needs = RequiredStats { soft: true, overlap: true, agreement: true, correct: true };
+        let needs = RequiredStats {
+            soft: true,
+            overlap: true,
+            agreement: true,
+            correct: true,
+            block_verification: false,
+        };
         let measured = [Kind::Float, Kind::Double].map(|kind| {
             let target = TargetRows::Logits(target.to_kind(kind).copy());
             let (rows, found) = MeasuredRows::measure(draft.to_kind(kind).copy(), target, &labels, needs);

@@ -2,6 +2,8 @@
 
 use tch::Tensor;
 
+use super::inputs::SupervisedRows;
+
 /// Consecutive blocks and their rows.
 #[derive(Clone, Copy)]
 pub struct BlockSpan {
@@ -15,6 +17,11 @@ impl BlockSpan {
     /// Rows of `tensor` in this range.
     pub fn slice_rows(&self, tensor: &Tensor) -> Tensor {
         tensor.narrow(0, self.first_row, self.rows)
+    }
+
+    /// Slot of each row, block · γ + position, counted from the first block of this range.
+    pub(super) fn slots_of_rows(&self, rows: &SupervisedRows) -> Tensor {
+        self.slice_rows(rows.slot_index) - self.first_block as i64 * rows.gamma
     }
 }
 

@@ -9,7 +9,8 @@ use crate::ffi::RowDistances;
 const MIN_OVERLAP: f64 = 1e-8;
 
 /// All terms, in the order of their columns.
-pub const TERMS: [&dyn LossTerm; 5] = [&CrossEntropy, &L1, &SoftCrossEntropy, &KlDivergence, &OverlapLoss];
+pub const TERMS: [&dyn LossTerm; 6] =
+    [&CrossEntropy, &L1, &SoftCrossEntropy, &KlDivergence, &OverlapLoss, &BlockVerificationTerm];
 
 /// Measurements of some rows, `[n, 1]` float32 each.
 pub struct RowStats {
@@ -25,6 +26,8 @@ pub struct RowStats {
     pub agreement: Option<Tensor>,
     /// 1 where the drafter's argmax is the label, if a loss needs it.
     pub correct: Option<Tensor>,
+    /// Loss of the row's block under block verification, if the recipe has one.
+    pub block_verification: Option<Tensor>,
 }
 
 impl RowStats {
@@ -32,7 +35,7 @@ impl RowStats {
     pub(super) fn from_kernel(found: RowDistances, agreement: Option<Tensor>, needs: RequiredStats) -> Self {
         let RowDistances { ce, l1, overlap, soft } = found;
         let soft = soft.filter(|_| needs.soft);
-        Self { ce, l1, soft, overlap: Some(overlap), agreement, correct: None }
+        Self { ce, l1, soft, overlap: Some(overlap), agreement, correct: None, block_verification: None }
     }
 }
 
@@ -74,6 +77,8 @@ pub struct RequiredStats {
     pub agreement: bool,
     /// Whether the drafter's argmax is the label.
     pub correct: bool,
+    /// Loss of the row's block under block verification.
+    pub block_verification: bool,
 }
 
 /// The gradient of a term by the drafter's logits, as factors of three gradients that all terms share.
@@ -242,6 +247,32 @@ impl LossTerm for OverlapLoss {
     }
 }
 
+/// Loss of a block under block verification. Its gradient is no multiple of the three that the other terms share, so
+/// [`block_verification_loss`](super::block_verification::block_verification_loss) computes it.
+struct BlockVerificationTerm;
+
+impl LossTerm for BlockVerificationTerm {
+    fn name(&self) -> &'static str {
+        "block_verification"
+    }
+
+    fn alpha(&self, recipe: &LossRecipe) -> f64 {
+        recipe.block_verification.map_or(0.0, |bv| bv.alpha)
+    }
+
+    fn is_reported(&self, recipe: &LossRecipe) -> bool {
+        recipe.block_verification.is_some()
+    }
+
+    fn required_stats(&self, recipe: &LossRecipe) -> RequiredStats {
+        RequiredStats { block_verification: recipe.block_verification.is_some(), ..RequiredStats::default() }
+    }
+
+    fn evaluate(&self, distances: &RowStats, _: &LossRecipe) -> Option<(Tensor, TermGradient)> {
+        Some((distances.block_verification.as_ref()?.shallow_clone(), TermGradient::default()))
+    }
+}
+
 /// Factors of three gradients with respect to the logits, `[n, 1]` each. A factor is None if no loss needs its
 /// gradient.
 #[derive(Default)]
@@ -298,6 +329,7 @@ impl LossRecipe {
             overlap: all.overlap || needs.overlap,
             agreement: all.agreement || needs.agreement,
             correct: all.correct || needs.correct,
+            block_verification: all.block_verification || needs.block_verification,
         })
     }
 
