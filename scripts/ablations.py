@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compares drafters, heads, depths and block sizes on the toy target and prints the tables of docs/ablations.md.
+"""Compares drafters, heads, depths, block sizes and objectives on the toy target. Prints the tables of docs/ablations.md.
 
     scripts/ablations.py [--demo runs/demo] [--jobs N]      by default as many runs at once as there are cores
     scripts/ablations.py plots                              draws the page's tables into docs/images; runs nothing
@@ -14,9 +14,11 @@ import itertools
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import tempfile
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -26,15 +28,22 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 SEEDS = (1, 2, 3)
 RATES = ("2.5e-3", "5e-3", "1e-2")
-LENGTHS = (250, 500, 1000, 2000)
-# Steps of the runs that choose learning rates, of those that vary one thing, and of the two whose difference times a step.
+LENGTHS = (250, 500, 1000)
+# Steps of the runs that compare kinds, of those that vary one thing, and of the two whose difference times a step.
 SHORT = 500
 VARIED = 250
 TIMED = (20, 70)
-DRAFTERS = ("dspark", "dflash", "eagle3")
-# Eagle3's steps take several times as long: it is compared at these lengths and in the time that DSpark takes for the last.
-EQUAL_STEPS = (250, 500)
-EQUAL_TIME = (1000,)
+KINDS = {
+    "dspark": "DSpark",
+    "dflash": "DFlash",
+    "jetspec": "JetSpec (causal DFlash)",
+    "dflash2": "DFlash 2",
+    "xpress": "xPress",
+    "domino": "Domino",
+    "eagle3": "Eagle3",
+    "peagle": "P-EAGLE",
+    "mtp": "MTP-1",
+}
 # Two-sided 95 % quantile of Student's t with len(SEEDS) - 1 = 2 degrees of freedom.
 T_QUANTILE = 4.303
 BLOCK = "drafter.dspark"
@@ -50,6 +59,23 @@ VARIANTS = {
     "γ 16": [f"{BLOCK}.block_size=16"],
 }
 
+# Objectives of SHORT steps, by drafter. The first of each drafter is its recipe's.
+BLOCK_VERIFICATION = "block_verification: {alpha: 0.9}"
+OBJECTIVES = {
+    "dspark": {
+        "0.1 CE + 0.9 L1": [],
+        "0.1 CE + 0.9 BV": [f"drafter.dspark.loss={{ce_alpha: 0.1, {BLOCK_VERIFICATION}, decay_gamma: 4.0}}"],
+    },
+    "dflash": {
+        "CE": [],
+        "CE up to the first error (Spec-AUF)": [
+            "drafter.dflash.loss={ce_alpha: 1.0, until_first_error: true, decay_gamma: 4.0}"
+        ],
+        "0.1 CE + 0.9 L1": ["drafter.dflash.loss={ce_alpha: 0.1, l1_alpha: 0.9, decay_gamma: 4.0}"],
+        "0.1 CE + 0.9 BV": [f"drafter.dflash.loss={{ce_alpha: 0.1, {BLOCK_VERIFICATION}, decay_gamma: 4.0}}"],
+    },
+}
+
 
 class Bench:
     """Trains and evaluates, each run once."""
@@ -59,20 +85,30 @@ class Bench:
         self.out.mkdir(parents=True, exist_ok=True)
         self.taps = json.loads((demo / "cache" / "manifest.json").read_text())["identity"]["taps"]
         self.pool = ThreadPoolExecutor(jobs)
+        self.lock, self.locks = threading.Lock(), {}
         self.env = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 
-    def submit(self, drafter, seed, steps, rate, sets=(), label="recipe"):
-        name = f"{drafter}-{label}-steps{steps}-lr{rate}-seed{seed}".replace("γ", "gamma").replace(" ", "-")
-        return self.pool.submit(self.run, name, drafter, seed, steps, rate, sets)
+    def submit(self, drafter, seed, steps, rate, sets=(), label="recipe", verify="token"):
+        name = re.sub(r"[^A-Za-z0-9.+_-]+", "-", f"{drafter}-{label.replace('γ', 'gamma')}-steps{steps}-lr{rate}-seed{seed}")
+        return self.pool.submit(self.run, name, drafter, seed, steps, rate, sets, verify)
 
-    def run(self, name, drafter, seed, steps, rate, sets):
-        results = self.out / f"{name}.eval" / "results.json"
+    def run(self, name, drafter, seed, steps, rate, sets, verify):
+        suffix = "" if verify == "token" else f"-{verify}"
+        results = self.out / f"{name}.eval{suffix}" / "results.json"
+        with self.lock:
+            lock = self.locks.setdefault(name, threading.Lock())
+        with lock:  # two tables may want one run
+            return self.run_alone(name, drafter, seed, steps, rate, sets, verify, results)
+
+    def run_alone(self, name, drafter, seed, steps, rate, sets, verify, results):
         if not results.is_file():
-            self.call("deepspec-train", *self.training(drafter, name, seed, steps, f"train.lr={rate}", *sets))
+            if not (self.out / name / "step_latest").exists():
+                self.call("deepspec-train", *self.training(drafter, name, seed, steps, f"train.lr={rate}", *sets))
             suites = [f"--suite=smoke-{domain}" for domain in ("math", "code", "chat")]
             self.call(
                 "deepspec-eval", "run", "--quiet", "--no-baseline", "--target", "assets/tiny-target", *suites,
-                "--draft", self.out / name / "step_latest", "--max-new-tokens", "256", "--output-dir", results.parent,
+                "--draft", self.out / name / "step_latest", "--max-new-tokens", "256", "--verify", verify,
+                "--output-dir", results.parent,
             )
             print(f"{name} done", file=sys.stderr, flush=True)
         return accepted_length(results)
@@ -85,10 +121,16 @@ class Bench:
             kept.write_text(str((more - few) / (TIMED[1] - TIMED[0])))
         return float(kept.read_text())
 
+    def weights(self, drafter):
+        """Number of trained weights, by the plan."""
+        command = [ROOT / "target" / "release" / "deepspec-train", "--config", f"configs/tiny/{drafter}.yaml", "--plan", "--json"]
+        plan = subprocess.run(command, cwd=ROOT, env=self.env, capture_output=True, text=True, check=True)
+        return json.loads(plan.stdout)["trainable_weights"]
+
     def training(self, drafter, name, seed, steps, *sets):
         overrides = [
             f"data.states.cache={self.demo}/cache",
-            f"target.layer_ids={self.taps}",
+            *([] if drafter == "mtp" else [f"target.layer_ids={self.taps}"]),
             f"logging.output_dir={self.out}",
             f"name={name}",
             f"seed={seed}",
@@ -133,22 +175,44 @@ def collect(futures):
 
 
 def best_rates(bench):
-    """The best of the same learning rates for each drafter, at SHORT steps with the first seed."""
-    futures = {
-        (drafter, rate): [bench.submit(drafter, SEEDS[0], SHORT, rate)] for drafter in DRAFTERS for rate in RATES
-    }
+    """The best of the learning rates for each kind, at SHORT steps with the first seed."""
+    futures = {(drafter, rate): [bench.submit(drafter, SEEDS[0], SHORT, rate)] for drafter in KINDS for rate in RATES}
     taus = {key: of[0] for key, of in collect(futures).items()}
-    best = {drafter: max(RATES, key=lambda rate: taus[drafter, rate]) for drafter in DRAFTERS}
+    best = {drafter: max(RATES, key=lambda rate: taus[drafter, rate]) for drafter in KINDS}
     lines = [
         f"## Learning rates\n\nAccepted length after {SHORT} steps with seed {SEEDS[0]}; the best of each row is used below.\n",
         "| drafter | " + " | ".join(RATES) + " |",
         "|---|" + "---|" * len(RATES),
     ]
-    for drafter in DRAFTERS:
+    for drafter, title in KINDS.items():
         cells = (f"{taus[drafter, rate]:.2f}" for rate in RATES)
         cells = (f"**{cell}**" if rate == best[drafter] else cell for cell, rate in zip(cells, RATES))
-        lines.append(f"| {drafter} | " + " | ".join(cells) + " |")
+        lines.append(f"| {title} | " + " | ".join(cells) + " |")
     return best, lines
+
+
+def all_kinds(bench, best):
+    """All kinds at equal steps, and in the time that DSpark takes for as many steps."""
+    seconds = {drafter: bench.step_seconds(drafter) for drafter in KINDS}
+    steps = {drafter: round(SHORT * seconds["dspark"] / seconds[drafter]) for drafter in KINDS}
+    futures = {
+        (drafter, column): [bench.submit(drafter, seed, count, best[drafter]) for seed in SEEDS]
+        for drafter in KINDS
+        for column, count in (("steps", SHORT), ("time", steps[drafter]))
+    }
+    runs = collect(futures)
+    lines = [
+        "## All kinds\n",
+        f"After {SHORT} steps, and in the processor time that DSpark takes for {SHORT} steps. Means over {len(SEEDS)} seeds, ± is the half "
+        "width of the 95 % interval (Student's t).\n",
+        f"| drafter | weights | τ at {SHORT} steps | s per step | steps in equal time | τ in equal time |",
+        "|---|---|---|---|---|---|",
+    ]
+    for drafter, title in KINDS.items():
+        cells = [f"{mean(taus):.2f} ± {interval(taus):.2f}" for taus in (runs[drafter, "steps"], runs[drafter, "time"])]
+        weights = f"{bench.weights(drafter) / 1e6:.2f} M"
+        lines.append(f"| {title} | {weights} | {cells[0]} | {seconds[drafter]:.3f} | {steps[drafter]} | {cells[1]} |")
+    return lines
 
 
 def by_length(bench, best):
@@ -166,31 +230,6 @@ def by_length(bench, best):
         "|---|---|---|---|---|",
     ]
     lines += [f"| {steps} | {versus(runs['dspark', steps], runs['dflash', steps])} |" for steps in LENGTHS]
-    return lines
-
-
-def against_eagle3(bench, best):
-    """DSpark against Eagle3 at equal steps and at equal training time."""
-    dspark_s, eagle3_s = bench.step_seconds("dspark"), bench.step_seconds("eagle3")
-    slower = eagle3_s / dspark_s
-    pairs = [(steps, steps) for steps in EQUAL_STEPS] + [(steps, round(steps / slower)) for steps in EQUAL_TIME]
-    futures = {
-        (drafter, steps): [bench.submit(drafter, seed, steps, best[drafter]) for seed in SEEDS]
-        for pair in pairs
-        for drafter, steps in zip(("dspark", "eagle3"), pair)
-    }
-    runs = collect(futures)
-    lines = [
-        "## DSpark and Eagle3\n",
-        f"At equal steps, then at equal training time: a step takes {dspark_s:.3f} s of processor time with DSpark and {eagle3_s:.3f} s "
-        f"with Eagle3, {slower:.2f} times as long. Otherwise as above.\n",
-        "| | steps DSpark / Eagle3 | DSpark τ | Eagle3 τ | difference | in proportion |",
-        "|---|---|---|---|---|---|",
-    ]
-    for steps, others in pairs:
-        dspark, eagle3 = runs["dspark", steps], runs["eagle3", others]
-        kind = "equal steps" if steps == others else "equal time"
-        lines.append(f"| {kind} | {steps} / {others} | {versus(dspark, eagle3)} |")
     return lines
 
 
@@ -222,6 +261,35 @@ def variants(bench, best):
     return lines
 
 
+def objectives(bench, best):
+    """Objectives of one drafter each, verified token by token and block by block."""
+    rules = ("token", "block")
+    futures = {
+        (drafter, label, verify): [
+            bench.submit(drafter, seed, SHORT, best[drafter], sets, label if sets else "recipe", verify) for seed in SEEDS
+        ]
+        for verify in rules
+        for drafter, labels in OBJECTIVES.items()
+        for label, sets in labels.items()
+    }
+    runs = collect(futures)
+    lines = [
+        f"## Objectives\n\nAfter {SHORT} steps, {len(SEEDS)} seeds. Differences from the recipe's objective are paired by seed.\n",
+        "| drafter | objective | τ | difference | τ by block verification | difference |",
+        "|---|---|---|---|---|---|",
+    ]
+    for drafter, labels in OBJECTIVES.items():
+        recipe = next(iter(labels))
+        for label in labels:
+            cells = [KINDS[drafter], label]
+            for verify in rules:
+                of, base = runs[drafter, label, verify], runs[drafter, recipe, verify]
+                pairs = [tau - b for tau, b in zip(of, base)]
+                cells += [f"{mean(of):.2f}", f"{mean(pairs):+.2f} ± {interval(pairs):.2f}" if labels[label] else ""]
+            lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="?", choices=["plots"], help=argparse.SUPPRESS)
@@ -236,7 +304,7 @@ def main():
         sys.exit(f"{args.demo}/cache is no cache; run scripts/demo.sh {args.demo} first")
     bench = Bench(args.demo, args.jobs)
     best, rates = best_rates(bench)
-    sections = [rates, by_length(bench, best), against_eagle3(bench, best), variants(bench, best)]
+    sections = [rates, all_kinds(bench, best), by_length(bench, best), variants(bench, best), objectives(bench, best)]
     print("\n\n".join("\n".join(section) for section in sections))
 
 
