@@ -304,7 +304,7 @@ def main():
         sys.exit(f"{args.demo}/cache is no cache; run scripts/demo.sh {args.demo} first")
     bench = Bench(args.demo, args.jobs)
     best, rates = best_rates(bench)
-    sections = [rates, all_kinds(bench, best), by_length(bench, best), variants(bench, best), objectives(bench, best)]
+    sections = [rates, all_kinds(bench, best), objectives(bench, best), variants(bench, best), by_length(bench, best)]
     print("\n\n".join("\n".join(section) for section in sections))
 
 

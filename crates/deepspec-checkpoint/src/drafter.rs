@@ -11,6 +11,7 @@ use crate::CheckpointFormat;
 use crate::export::{Engine, EngineSupport};
 use crate::families::Family;
 use crate::kind::{DflashConfigKeys, GgufParts, Speculators};
+use crate::shapes::ATTENTION_SINK_BIAS;
 
 /// Names and shapes of tensors.
 pub type TensorShapes = Vec<(String, Vec<usize>)>;
@@ -53,6 +54,13 @@ pub struct Drafter {
     pub informative_keys: Map<String, Value>,
     /// Settings that prevent a conversion to any other format.
     pub incompatibilities: Vec<Incompatibility>,
+}
+
+impl Drafter {
+    /// Whether the layers have attention sinks.
+    pub fn has_attention_sinks(&self) -> bool {
+        self.decoder.get(ATTENTION_SINK_BIAS) == Some(&Value::Bool(true))
+    }
 }
 
 /// The settings of a drafter kind.

@@ -54,11 +54,12 @@ pub use gguf_export::GgufExport;
 pub use kind::{DflashConfigKeys, GgufParts, Speculators, json_map};
 pub use layouts::{
     CAUSAL_KEYS, Decoder, DflashConfig, EMBEDDING_LAYER_ID, ExternalClass, KnownDrafters, Reader,
-    find_unsupported_setting, read_causal, read_draft_vocab_size, read_layer_ids, read_speculative_tokens,
-    unsupported_layout_message,
+    find_unsupported_setting, read_attention_sinks, read_causal, read_draft_vocab_size, read_layer_ids,
+    read_speculative_tokens, unsupported_layout_message,
 };
 pub use quantised::quantised_folder_message;
 pub use serving::{Risk, risks};
+pub use shapes::{ADD_SWA_ATTENTION_SINK_BIAS, ATTENTION_SINK_BIAS};
 pub use shards::{
     MAX_SHARD_BYTES, Shard, is_layer_tensor, no_weights_message, split_into_shards, write_index,
 };

@@ -7,6 +7,10 @@ use crate::CheckpointError;
 use crate::drafter::{Drafter, TensorShapes};
 use crate::fields::Fields;
 
+/// Config key of attention sinks, and the name of a layer's sinks `[H]` below `self_attn`. vLLM reads the key in `dflash_config`.
+pub const ATTENTION_SINK_BIAS: &str = "attention_sink_bias";
+/// Config key of attention sinks that vLLM reads without `dflash_config`.
+pub const ADD_SWA_ATTENTION_SINK_BIAS: &str = "add_swa_attention_sink_bias";
 pub const EMBED: &str = "embed_tokens.weight";
 pub const HEAD: &str = "lm_head.weight";
 /// Names of the tensors that speculators may store but rebuilds itself.
@@ -68,6 +72,9 @@ pub fn tensor_shapes(path: &Path, drafter: &Drafter) -> Result<Option<TensorShap
         put("mlp.down_proj", vec![width, inner]);
         put("input_layernorm", vec![width]);
         put("post_attention_layernorm", vec![width]);
+        if drafter.has_attention_sinks() {
+            found.push((format!("layers.{layer}.self_attn.{ATTENTION_SINK_BIAS}"), vec![heads]));
+        }
     }
     drafter.kind.add_tensor_shapes(drafter, &mut found);
     Ok(Some(found))

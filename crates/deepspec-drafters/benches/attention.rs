@@ -21,7 +21,7 @@ const SIZE: i64 = 7;
 const TOKENS: i64 = 4096;
 const HEADS: Heads = Heads { query: 4, key_value: 2, dim: 64 };
 const SHAPE: BlockShape = BlockShape { size: SIZE as usize, mask: MaskKind::Block };
-const SPEC: AttentionSpec = AttentionSpec { heads: HEADS, scale: 0.125, window: None };
+const SPEC: AttentionSpec = AttentionSpec { heads: HEADS, scale: 0.125, window: None, sinks: false };
 
 struct Inputs {
     block: Qkv,
@@ -43,6 +43,7 @@ fn inputs(blocks: i64) -> Inputs {
             q: values(rows, HEADS.query),
             k: values(rows, HEADS.key_value),
             v: values(rows, HEADS.key_value),
+            sinks: None,
         },
         k: values(tokens, HEADS.key_value),
         v: values(tokens, HEADS.key_value),

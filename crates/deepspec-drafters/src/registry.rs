@@ -163,7 +163,7 @@ fn find_complete_checkpoint_kind(dir: &Path) -> Result<&'static CheckpointKind, 
     let known = find_checkpoint_kind(dir)?;
     let (path, map) = read_json(dir)?;
     if let Some(layouts) = known.layouts {
-        check_attention(&path, &map, layouts.has_causal_blocks())?;
+        check_attention(&path, &map, layouts.has_block_options())?;
     }
     let for_engines = open_checkpoint(dir).ok().filter(Checkpoint::lacks_embed_and_head);
     match for_engines.and_then(|checkpoint| checkpoint.conversion_advice()) {
@@ -179,9 +179,9 @@ fn find_complete_checkpoint_kind(dir: &Path) -> Result<&'static CheckpointKind, 
 fn check_attention(
     path: &Path,
     map: &Map<String, Value>,
-    has_causal_blocks: bool,
+    has_block_options: bool,
 ) -> Result<(), CheckpointError> {
-    let unsupported = find_unsupported_setting(map, has_causal_blocks);
+    let unsupported = find_unsupported_setting(map, has_block_options);
     unsupported
         .map_or(Ok(()), |Incompatibility { key, reason }| Err(Fields::new(path, map).error(&key, reason)))
 }
@@ -213,7 +213,7 @@ fn check_reference_config(dir: &Path) -> Result<(), ModelError> {
     let (path, map) = read_json(dir)?;
     let found = map.get("architectures").and_then(|list| list.get(0)).and_then(Value::as_str);
     let Some(known) = find_kind_by_class(found) else { return Ok(()) };
-    check_attention(&path, &map, known.layouts.is_some_and(Reader::has_causal_blocks))?;
+    check_attention(&path, &map, known.layouts.is_some_and(Reader::has_block_options))?;
     (known.check)(dir)
 }
 

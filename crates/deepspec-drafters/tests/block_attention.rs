@@ -28,7 +28,12 @@ impl Case {
         attend: impl Fn(&AttentionSpec, &Qkv, &Tensor, &Tensor) -> Tensor,
     ) -> Vec<Tensor> {
         let Heads { query, key_value, dim } = self.heads;
-        let spec = AttentionSpec { heads: self.heads, scale: (dim as f64).powf(-0.5), window: self.window };
+        let spec = AttentionSpec {
+            heads: self.heads,
+            scale: (dim as f64).powf(-0.5),
+            window: self.window,
+            sinks: false,
+        };
         let rows = (self.anchors.len() * self.shape.size) as i64;
         let values = |seed: f64, shape: [i64; 3]| {
             let numbers = Tensor::arange(shape.iter().product::<i64>(), (Kind::Double, Device::Cpu));
@@ -39,6 +44,7 @@ impl Case {
             q: values(0.1, [rows, query, dim]),
             k: values(0.2, [rows, key_value, dim]),
             v: values(0.3, [rows, key_value, dim]),
+            sinks: None,
         };
         let [k, v] = [0.4, 0.5].map(|seed| values(seed, [self.tokens, key_value, dim]));
         let y = attend(&spec, &block, &k, &v);
@@ -132,7 +138,7 @@ fn in_bfloat16_it_is_as_close_as_bfloat16_can_be() {
 #[test]
 fn sequences_ride_together_as_they_do_alone() {
     let heads = Heads { query: 4, key_value: 2, dim: 32 };
-    let spec = AttentionSpec { heads, scale: 0.2, window: None };
+    let spec = AttentionSpec { heads, scale: 0.2, window: None, sinks: false };
     let (size, spans) = (3, [(50, vec![4_usize, 9, 40]), (400, vec![0, 300, 310, 311, 399])]);
     for kind in [Kind::Float, Kind::BFloat16] {
         let run = |spans: &[&(i64, Vec<usize>)], of: [usize; 2]| {
@@ -147,7 +153,7 @@ fn sequences_ride_together_as_they_do_alone() {
             };
             let [first_row, first_token] = of;
             let of_rows = |seed, heads| values(seed, heads, 24, first_row, rows);
-            let block = Qkv { q: of_rows(0.1, 4), k: of_rows(0.2, 2), v: of_rows(0.3, 2) };
+            let block = Qkv { q: of_rows(0.1, 4), k: of_rows(0.2, 2), v: of_rows(0.3, 2), sinks: None };
             let [k, v] = [0.4, 0.5].map(|seed| values(seed, 2, 450, first_token, tokens));
             let spans: Vec<SequenceAnchors> = spans
                 .iter()

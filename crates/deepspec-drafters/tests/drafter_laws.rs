@@ -7,6 +7,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use common::assert_close;
+use deepspec_checkpoint::ATTENTION_SINK_BIAS;
 use deepspec_core::recipe::LossNormalization;
 use deepspec_core::{SlotTarget, Tap};
 use deepspec_drafters::{
@@ -75,13 +76,14 @@ fn at_temperature_one() -> SamplingBatch {
     SamplingBatch::new(vec![Sampling::new(1.0, 0)], Device::Cpu)
 }
 
-fn block(target: &ModelConfig, (slots, causal): (SlotTarget, bool), windows: &[Option<usize>]) -> DSpark {
+fn block(target: &ModelConfig, blocks: (SlotTarget, bool), windows: &[Option<usize>]) -> DSpark {
+    block_of(target.draft_decoder(windows).unwrap(), blocks)
+}
+
+/// A block drafter with the layers of `model`. Attention sinks are not zero.
+fn block_of(model: ModelConfig, (slots, causal): (SlotTarget, bool)) -> DSpark {
     let config = DSparkConfig {
-        decoder: DraftDecoder {
-            model: target.draft_decoder(windows).unwrap(),
-            taps: Tap::from_layer_ids([0, 2]).unwrap(),
-            num_target_layers: 4,
-        },
+        decoder: DraftDecoder { model, taps: Tap::from_layer_ids([0, 2]).unwrap(), num_target_layers: 4 },
         settings: DSparkSettings {
             blocks: BlockSpec { block_size: 5, slots, mask_token_id: 7, causal, num_anchors: 4 },
             markov: None,
@@ -94,7 +96,12 @@ fn block(target: &ModelConfig, (slots, causal): (SlotTarget, bool), windows: &[O
     // Saved and loaded, so that the saved config must describe the whole model.
     let json = Value::Object(block.config().to_json()).to_string();
     std::fs::write(dir.path().join("config.json"), json).unwrap();
-    deepspec_models::save(&dir.path().join("model.safetensors"), &block.checkpoint(), Kind::Float).unwrap();
+    let mut tensors = block.checkpoint();
+    for (name, sinks) in tensors.iter_mut().filter(|(name, _)| name.ends_with(ATTENTION_SINK_BIAS)) {
+        assert_eq!(sinks.abs().max().double_value(&[]), 0.0, "{name}");
+        *sinks = Tensor::arange(sinks.size()[0], (Kind::Float, Device::Cpu)) - 1.0;
+    }
+    deepspec_models::save(&dir.path().join("model.safetensors"), &tensors, Kind::Float).unwrap();
     let loaded = DSpark::load(dir.path(), Device::Cpu, Kind::Float).unwrap();
     assert_eq!(loaded.config().decoder.model.layers, block.config().decoder.model.layers);
     assert_eq!(loaded.config().settings.blocks, block.config().settings.blocks);
@@ -134,27 +141,50 @@ fn decodes_as_trained(target: &ModelConfig, blocks: (SlotTarget, bool), sample: 
             let change = (&expected - &plain).abs().max().double_value(&[]);
             assert_eq!(change > 1e-3, matters, "window {window}: {change}");
         }
-        let mut proposer = DSparkProposer::new(block, 3);
-        let mut seen = 0;
-        for (b, &anchor) in sample.anchors.iter().enumerate() {
-            let token = Tensor::from_slice(&sample.input_ids[anchor..=anchor]);
-            let uniforms = Tensor::zeros([1, gamma], (Kind::Double, Device::Cpu));
-            let context = context(sample, seen, anchor - seen);
-            let proposal = proposer.propose(&DraftRequest {
-                context: &context,
-                slots: &[2],
-                anchors: &token,
-                uniforms: &uniforms,
-                sampling: &at_temperature_one(),
-            });
-            let what = format!("{} {blocks:?} window {window}, anchor {anchor}", target.family);
-            assert_close(
-                &what,
-                &proposal.probs.expect("drawn at temperature 1").get(0),
-                &expected.get(b as i64),
-                1e-5,
-            );
-            seen = anchor;
+        let what = format!("{} {blocks:?} window {window}", target.family);
+        proposes_as_trained(block, gamma, &expected, sample, &what);
+    }
+}
+
+/// The proposals at temperature 1 have the probabilities `expected [A, γ, V]` of training.
+fn proposes_as_trained(block: DSpark, gamma: i64, expected: &Tensor, sample: &TrainSample, what: &str) {
+    let mut proposer = DSparkProposer::new(block, 3);
+    let mut seen = 0;
+    for (b, &anchor) in sample.anchors.iter().enumerate() {
+        let token = Tensor::from_slice(&sample.input_ids[anchor..=anchor]);
+        let uniforms = Tensor::zeros([1, gamma], (Kind::Double, Device::Cpu));
+        let context = context(sample, seen, anchor - seen);
+        let proposal = proposer.propose(&DraftRequest {
+            context: &context,
+            slots: &[2],
+            anchors: &token,
+            uniforms: &uniforms,
+            sampling: &at_temperature_one(),
+        });
+        assert_close(
+            &format!("{what}, anchor {anchor}"),
+            &proposal.probs.expect("drawn at temperature 1").get(0),
+            &expected.get(b as i64),
+            1e-5,
+        );
+        seen = anchor;
+    }
+}
+
+#[test]
+fn blocks_with_attention_sinks_decode_as_they_were_trained() {
+    let _guard = tch::no_grad_guard();
+    let (sample, [target, gemma]) = (sample(vec![9, 10, 30]), targets());
+    assert!(gemma.draft_decoder(&[None]).unwrap().with_attention_sinks().is_none());
+    for (slots, causal) in [(SlotTarget::AnchorPredicts, false), (SlotTarget::FillIn, true)] {
+        for windows in [[None, None], [Some(12), None]] {
+            let decoder = target.draft_decoder(&windows).unwrap();
+            let plain = trained(&block_of(decoder.clone(), (slots, causal)), &sample);
+            let block = block_of(decoder.with_attention_sinks().unwrap(), (slots, causal));
+            let expected = trained(&block, &sample);
+            assert!((&plain - &expected).abs().max().double_value(&[]) > 1e-3, "the sinks change nothing");
+            let what = format!("sinks, {slots:?}, causal {causal}, windows {windows:?}");
+            proposes_as_trained(block, slots.draft_len(5) as i64, &expected, &sample, &what);
         }
     }
 }

@@ -31,6 +31,8 @@ pub struct AttentionSpec {
     pub scale: f64,
     /// Sliding window: number of tokens that a query sees, itself included. None means no window.
     pub window: Option<usize>,
+    /// Whether each query head has an attention sink: a learned score that joins the softmax and has no value.
+    pub sinks: bool,
 }
 
 impl fmt::Display for AttentionSpec {
@@ -38,13 +40,15 @@ impl fmt::Display for AttentionSpec {
         let Heads { query, key_value, dim } = self.heads;
         write!(f, "{query} query heads and {key_value} key/value heads of {dim}, scale {}", self.scale)?;
         match self.window {
-            Some(window) => write!(f, ", sliding_window {window}"),
-            None => write!(f, ", full attention"),
+            Some(window) => write!(f, ", sliding_window {window}")?,
+            None => write!(f, ", full attention")?,
         }
+        if self.sinks { write!(f, ", attention sinks") } else { Ok(()) }
     }
 }
 
-/// Queries `[N, H, D]`, keys `[N, G, D]` and values `[N, G, D]`: after the projections, RoPE and, in some families, a norm per head.
+/// Queries `[N, H, D]`, keys `[N, G, D]` and values `[N, G, D]`: after the projections, RoPE and, in some families, a norm per head. Beside
+/// them are the layer's attention sinks.
 pub struct Qkv {
     /// Queries.
     pub q: Tensor,
@@ -52,4 +56,6 @@ pub struct Qkv {
     pub k: Tensor,
     /// Values.
     pub v: Tensor,
+    /// Attention sinks, `[H]`; None if the layer has none.
+    pub sinks: Option<Tensor>,
 }

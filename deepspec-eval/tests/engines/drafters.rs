@@ -127,18 +127,26 @@ impl RealModel {
 
     /// A briefly trained block drafter with a Markov head of this rank.
     pub fn block(&self, markov: Option<i64>) -> TempDir {
-        block(&self.folder, REAL_TAPS, UNUSED, (SlotTarget::AnchorPredicts, false), markov, 200)
+        let options = BlockOptions::default();
+        block(&self.folder, REAL_TAPS, UNUSED, (SlotTarget::AnchorPredicts, options), markov, 200)
     }
 }
 
-/// A DFlash for the tiny target with fill-in slots, as z-lab's have, and as JetSpec's have if it is causal.
-pub fn filling_in(causal: bool) -> TempDir {
-    block(&target_dir(), [0, 2, 4], 1023, (SlotTarget::FillIn, causal), None, 300)
+/// Attention of a block drafter.
+#[derive(Clone, Copy, Default)]
+pub struct BlockOptions {
+    pub causal: bool,
+    pub sinks: bool,
 }
 
-/// A DSpark for the tiny target with causal blocks, without a confidence head.
-pub fn causal_dspark() -> TempDir {
-    block(&target_dir(), [0, 2, 4], 1023, (SlotTarget::AnchorPredicts, true), Some(16), 300)
+/// A DFlash for the tiny target with fill-in slots, as z-lab's have, and as JetSpec's have if it is causal.
+pub fn filling_in(options: BlockOptions) -> TempDir {
+    block(&target_dir(), [0, 2, 4], 1023, (SlotTarget::FillIn, options), None, 300)
+}
+
+/// A DSpark for the tiny target without a confidence head.
+pub fn dspark(options: BlockOptions) -> TempDir {
+    block(&target_dir(), [0, 2, 4], 1023, (SlotTarget::AnchorPredicts, options), Some(16), 300)
 }
 
 /// A block drafter trained on this target's answers for `steps` steps.
@@ -146,15 +154,16 @@ fn block(
     target: &Path,
     taps: [i64; 3],
     mask_token_id: i64,
-    (slots, causal): (SlotTarget, bool),
+    (slots, BlockOptions { causal, sinks }): (SlotTarget, BlockOptions),
     markov: Option<i64>,
     steps: usize,
 ) -> TempDir {
     let model = ModelConfig::load(target).unwrap();
     let taps = Tap::from_layer_ids(taps).unwrap();
+    let layers = model.anchored_decoder(&[None, None]).unwrap();
     let config = DSparkConfig {
         decoder: DraftDecoder {
-            model: model.anchored_decoder(&[None, None]).unwrap(),
+            model: if sinks { layers.with_attention_sinks().unwrap() } else { layers },
             taps: taps.clone(),
             num_target_layers: model.layers.len(),
         },

@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 use crate::common::gguf::{llama_gguf, target_gguf};
 use crate::common::training::smoke;
 use crate::common::{deepspec_eval, repository, run_ok, target_dir, traces};
-use crate::drafters::{REAL_TAPS, RealModel, dflash, eagle3, edited, filling_in, stretched};
+use crate::drafters::{BlockOptions, REAL_TAPS, RealModel, dflash, eagle3, edited, filling_in, stretched};
 use crate::server::Server;
 use crate::{ANSWER, ENOUGH, FEWER, LIMIT, near_tie, ours, prompts};
 
@@ -175,7 +175,7 @@ fn llama_cpp_runs_dflash_cycle_by_cycle() {
 #[test]
 fn llama_cpp_runs_dflash_whose_slots_fill_in_cycle_by_cycle() {
     let Some(server) = llama_server() else { return };
-    agrees(&server, filling_in(false).path(), 0);
+    agrees(&server, filling_in(BlockOptions::default()).path(), 0);
 }
 
 #[test]

@@ -10,7 +10,9 @@ use deepspec_testkit::skip::vllm_python;
 use serde_json::{Value, json};
 
 use crate::common::{deepspec_eval, repository, target_dir};
-use crate::drafters::{RealModel, causal_dspark, dflash, eagle3, eagle3_variant, filling_in, stretched};
+use crate::drafters::{
+    BlockOptions, RealModel, dflash, dspark, eagle3, eagle3_variant, filling_in, stretched,
+};
 use crate::server::Server;
 use crate::{ANSWER, ENOUGH, FEWER, LIMIT, accepted, drafting, near_tie, ours, prompts};
 
@@ -100,14 +102,23 @@ fn vllm_runs_dflash_cycle_by_cycle() {
 #[test]
 fn vllm_runs_dflash_whose_slots_fill_in_cycle_by_cycle() {
     let Some(python) = vllm_python() else { return };
-    agrees_with_vllm(&python, filling_in(false).path(), 0);
+    agrees_with_vllm(&python, filling_in(BlockOptions::default()).path(), 0);
 }
 
 #[test]
 fn vllm_runs_causal_blocks_cycle_by_cycle() {
     let Some(python) = vllm_python() else { return };
-    agrees_with_vllm(&python, filling_in(true).path(), 0);
-    agrees_with_vllm(&python, causal_dspark().path(), 0);
+    let options = BlockOptions { causal: true, sinks: false };
+    agrees_with_vllm(&python, filling_in(options).path(), 0);
+    agrees_with_vllm(&python, dspark(options).path(), 0);
+}
+
+#[test]
+fn vllm_runs_attention_sinks_cycle_by_cycle() {
+    let Some(python) = vllm_python() else { return };
+    let options = BlockOptions { causal: false, sinks: true };
+    agrees_with_vllm(&python, filling_in(options).path(), 0);
+    agrees_with_vllm(&python, dspark(options).path(), 0);
 }
 
 #[test]

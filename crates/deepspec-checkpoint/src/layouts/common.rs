@@ -3,8 +3,10 @@
 use deepspec_core::Tap;
 use serde_json::{Map, Value};
 
+use super::block_options::{SINK_KEYS, read_attention_sinks};
 use crate::drafter::{Drafter, INFORMATIVE_KEYS, Incompatibility, Settings};
 use crate::fields::Fields;
+use crate::shapes::{ADD_SWA_ATTENTION_SINK_BIAS, ATTENTION_SINK_BIAS};
 use crate::{CheckpointError, Family};
 
 /// Maximum number of draft layers.
@@ -55,8 +57,12 @@ impl Decoder {
         map.retain(|key, _| {
             !shared.contains(&key.as_str())
                 && !foreign.contains(&key.as_str())
+                && !SINK_KEYS.contains(&key.as_str())
                 && !INFORMATIVE_KEYS.contains(&key.as_str())
         });
+        if read_attention_sinks(fields)? {
+            map.insert(ATTENTION_SINK_BIAS.into(), true.into());
+        }
         let slides = fields.texts("layer_types")?.is_some_and(|types| types.contains(&"sliding_attention"));
         let mut incompatibilities = vec![];
         if slides || fields.flag("use_sliding_window")?.unwrap_or(false) {
@@ -153,6 +159,9 @@ pub fn flat_config(drafter: &Drafter) -> Map<String, Value> {
     let types = vec!["full_attention"; drafter.layers as usize];
     map.insert("layer_types".into(), types.into());
     map.insert("tie_word_embeddings".into(), false.into());
+    if drafter.has_attention_sinks() {
+        map.insert(ADD_SWA_ATTENTION_SINK_BIAS.into(), true.into());
+    }
     if let Some(layers) = drafter.num_target_layers {
         map.insert("num_target_layers".into(), layers.into());
     }

@@ -5,22 +5,17 @@
 use deepspec_core::{SlotTarget, Tap};
 use serde_json::{Map, Value, json};
 
+use super::block_options::{CAUSAL_KEYS, INNER_KEY, SINK_KEYS, read_causal};
 use super::common::{Decoder, EMBEDDING_LAYER_ID, read_layer_ids};
 use crate::drafter::{Drafter, Incompatibility, Settings};
 use crate::fields::Fields;
 use crate::kind::DflashConfigKeys;
+use crate::shapes::ATTENTION_SINK_BIAS;
 use crate::{CheckpointError, CheckpointFormat, Family};
 
 /// Top-level keys that drafters of every kind may have and that do not belong to the decoder.
 const TOP_LEVEL_KEYS: [&str; 5] =
     ["num_target_layers", "block_size", "dflash_config", "emb_dim", "sample_from_anchor"];
-
-/// Keys by which tools mark causal blocks, at the top level or in `dflash_config`: SpecForge and vLLM, NeMo AutoModel and
-/// ModelOpt, JetSpec.
-pub const CAUSAL_KEYS: [&str; 3] = ["is_causal", "causal", "causal_head"];
-
-/// Key of the object that holds the settings of the drafter.
-const INNER_KEY: &str = "dflash_config";
 
 /// Known keys of `dflash_config`, of all kinds and tools. Each is read here or does not affect the
 /// computation.
@@ -54,6 +49,7 @@ const SHARED_KEYS: [&str; 6] =
 fn is_known(key: &str) -> bool {
     DFLASH_CONFIG_KEYS.contains(&key)
         || CAUSAL_KEYS.contains(&key)
+        || SINK_KEYS.contains(&key)
         || NEUTRAL_SCALES.iter().any(|(scale, _)| *scale == key)
         || reason_to_refuse(key).is_some()
 }
@@ -61,10 +57,9 @@ fn is_known(key: &str) -> bool {
 /// Keys that change the computation of the layers, each with the reason why a drafter that sets it
 /// is refused. A switch is on unless it is false, 0, null or absent. `attention_mode` is on if it
 /// is not full attention.
-const ATTENTION_SWITCHES: [(&str, &str); 6] = [
+const ATTENTION_SWITCHES: [(&str, &str); 5] = [
     ("use_swa", "draft layers with a sliding window: tools differ in who sees what within a block"),
     ("attention_mode", MODE_REASON),
-    ("attention_sink_bias", SINKS_REASON),
     ("attention_sinks", SINKS_REASON),
     ("use_sinks", SINKS_REASON),
     ("sinks", SINKS_REASON),
@@ -73,7 +68,7 @@ const ATTENTION_SWITCHES: [(&str, &str); 6] = [
 const MODE_REASON: &str = "only full attention within a block means the same elsewhere";
 const CAUSAL_REASON: &str =
     "a key about causal attention that is not known; known are is_causal, causal and causal_head";
-const SINKS_REASON: &str = "attention sinks have no counterpart in the other formats";
+const SINKS_REASON: &str = "a key about attention sinks that is not known; known are attention_sink_bias and add_swa_attention_sink_bias";
 
 /// Scale keys of z-lab's drafters, each with the value that has no effect.
 const NEUTRAL_SCALES: [(&str, f64); 4] = [
@@ -151,45 +146,25 @@ fn read_slots(fields: &Fields, inner: &Fields) -> Result<Option<SlotTarget>, Che
     Ok(Some(if from_anchor { SlotTarget::AnchorPredicts } else { SlotTarget::FillIn }))
 }
 
-/// Whether the blocks of a drafter are causal, by any of [`CAUSAL_KEYS`] at the top level or in `dflash_config`. A config without
-/// these keys has blocks whose slots see each other.
-///
-/// # Errors
-/// Fails if a key is neither a flag nor null, or if two keys contradict each other.
-pub fn read_causal(fields: &Fields) -> Result<bool, CheckpointError> {
-    let inner = match fields.map.get(INNER_KEY) {
-        Some(Value::Object(_)) => Some(fields.required_object(INNER_KEY)?),
-        _ => None,
-    };
-    let mut found: Option<(&str, bool)> = None;
-    for place in [Some(fields), inner.as_ref()].into_iter().flatten() {
-        for key in CAUSAL_KEYS {
-            let Some(causal) = place.flag(key)? else { continue };
-            match found {
-                Some((other, before)) if before != causal => {
-                    return Err(place.error(key, format!("{causal}, but {other} is {before}")));
-                }
-                _ => found = Some((key, causal)),
-            }
-        }
-    }
-    Ok(found.is_some_and(|(_, causal)| causal))
-}
-
 /// Lists the switches that are on, at the top level or in `dflash_config`, because tools write them
-/// in either place. `has_causal_blocks` says whether the kind has blocks that may be causal.
+/// in either place. `has_block_options` says whether the kind's blocks may be causal and its layers may have attention sinks.
 pub(super) fn attention_incompatibilities(
     map: &Map<String, Value>,
-    has_causal_blocks: bool,
+    has_block_options: bool,
 ) -> Vec<Incompatibility> {
     let inner = map.get(INNER_KEY).and_then(Value::as_object);
     let places = [(Some(map), String::new()), (inner, format!("{INNER_KEY}."))];
     let mut found = vec![];
     for (map, within) in &places {
         for (key, value) in map.iter().flat_map(|map| map.iter()) {
-            let reason = match CAUSAL_KEYS.contains(&key.as_str()) {
-                true => (!has_causal_blocks).then_some("drafters of this kind have no causal blocks"),
-                false => reason_to_refuse(key),
+            let reason = match key.as_str() {
+                key if CAUSAL_KEYS.contains(&key) => {
+                    (!has_block_options).then_some("drafters of this kind have no causal blocks")
+                }
+                key if SINK_KEYS.contains(&key) => {
+                    (!has_block_options).then_some("drafters of this kind have no attention sinks")
+                }
+                key => reason_to_refuse(key),
             };
             if let Some(reason) = reason.filter(|_| is_switched_on(value)) {
                 found.push(Incompatibility { key: format!("{within}{key}"), reason: reason.into() });
@@ -247,12 +222,12 @@ fn find_contradiction(map: &Map<String, Value>) -> Option<Incompatibility> {
 
 /// Finds the first setting of a config that DeepSpec cannot run: attention other than the block
 /// drafters', an unknown key of `dflash_config`, or a key with contradicting values. None if
-/// DeepSpec supports all of them. `has_causal_blocks` says whether the drafter's kind may have causal blocks.
+/// DeepSpec supports all of them. `has_block_options` says whether the drafter's kind may have causal blocks and attention sinks.
 pub fn find_unsupported_setting(
     map: &Map<String, Value>,
-    has_causal_blocks: bool,
+    has_block_options: bool,
 ) -> Option<Incompatibility> {
-    let attention = attention_incompatibilities(map, has_causal_blocks).into_iter().next();
+    let attention = attention_incompatibilities(map, has_block_options).into_iter().next();
     let attention = attention.map(|Incompatibility { key, reason }| Incompatibility {
         key,
         reason: format!("an attention that is not run here: {reason}"),
@@ -283,6 +258,9 @@ pub fn config(
         return map;
     };
     inner.insert("target_layer_ids".into(), Tap::layer_ids(&drafter.taps).into());
+    if drafter.has_attention_sinks() {
+        inner.insert(ATTENTION_SINK_BIAS.into(), true.into());
+    }
     map.insert("architectures".into(), json!([class]));
     map.extend(top);
     map.insert(INNER_KEY.into(), inner.into());

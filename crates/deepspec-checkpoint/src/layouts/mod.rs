@@ -1,13 +1,15 @@
 //! Reads and writes a drafter's config.json in each format.
 
+mod block_options;
 mod common;
 mod dflash_config;
 mod reader;
 mod reference;
 mod speculators;
 
+pub use block_options::{CAUSAL_KEYS, read_attention_sinks, read_causal};
 pub use common::{Decoder, EMBEDDING_LAYER_ID, read_draft_vocab_size, read_layer_ids};
-pub use dflash_config::{CAUSAL_KEYS, DflashConfig, find_unsupported_setting, read_causal};
+pub use dflash_config::{DflashConfig, find_unsupported_setting};
 pub use reader::{ExternalClass, KnownDrafters, Reader};
 pub use speculators::read_speculative_tokens;
 

@@ -1,7 +1,7 @@
 //! Readers of the settings of each drafter kind.
 
+use super::block_options::CAUSAL_KEYS;
 use super::common::Decoder;
-use super::dflash_config::CAUSAL_KEYS;
 use crate::drafter::{Drafter, Settings};
 use crate::fields::Fields;
 use crate::{CheckpointError, CheckpointFormat, Family, Tensors};
@@ -26,7 +26,7 @@ pub struct Reader {
 
 impl Reader {
     /// Whether drafters of this kind may have causal blocks.
-    pub fn has_causal_blocks(&self) -> bool {
+    pub fn has_block_options(&self) -> bool {
         CAUSAL_KEYS.iter().all(|key| self.keys.contains(key))
     }
 }

@@ -33,7 +33,7 @@ pub fn read(
     let mut decoder = Decoder::read(fields, &own, known.families)?;
     decoder
         .incompatibilities
-        .extend(dflash_config::attention_incompatibilities(fields.map, kind.has_causal_blocks()));
+        .extend(dflash_config::attention_incompatibilities(fields.map, kind.has_block_options()));
     let kind = (kind.reference)(fields, &decoder)?;
     fields.required_size::<u64>("num_target_layers")?;
     let taps = match kind.reads_layers() {

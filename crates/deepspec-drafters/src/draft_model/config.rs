@@ -3,7 +3,7 @@
 use std::fmt::Debug;
 use std::path::Path;
 
-use deepspec_checkpoint::{CheckpointError, Fields};
+use deepspec_checkpoint::{ATTENTION_SINK_BIAS, CheckpointError, Fields};
 use deepspec_core::Tap;
 use deepspec_core::cli::UsageError;
 use deepspec_core::recipe::Recipe;
@@ -126,6 +126,10 @@ impl<S: DrafterSettings> DraftConfig<S> {
     /// A key of config.json, and the problem with its value.
     pub fn check(&self) -> Result<(), ConfigIssue> {
         self.decoder.check(S::READS_LAYERS)?;
+        let has_sinks = self.model().layers.iter().any(|layer| layer.attention.sinks);
+        if has_sinks && self.settings.block_spec().is_none() {
+            return Err((ATTENTION_SINK_BIAS, "only block drafters have attention sinks".into()));
+        }
         self.settings.check(self.model())
     }
 

@@ -235,7 +235,7 @@ impl KindSettings for DSparkSettings {
         }
     }
 
-    fn refusal(&self, _: &Drafter, to: CheckpointFormat) -> Option<String> {
+    fn refusal(&self, drafter: &Drafter, to: CheckpointFormat) -> Option<String> {
         let needs = match to {
             // Both formats can store either convention of the slots.
             CheckpointFormat::Reference | CheckpointFormat::Speculators => self.blocks.slots,
@@ -251,6 +251,9 @@ impl KindSettings for DSparkSettings {
         }
         match to {
             CheckpointFormat::Zlab if self.has_heads() => Some("z-lab's DFlash has no heads".into()),
+            CheckpointFormat::Speculators if drafter.has_attention_sinks() => {
+                Some("speculators has no attention sinks".into())
+            }
             CheckpointFormat::Speculators if self.blocks.causal => {
                 Some("speculators has no key for causal blocks".into())
             }
@@ -339,6 +342,9 @@ impl KindSettings for DSparkSettings {
     }
 
     fn gguf_parts(&self, drafter: &Drafter) -> Result<GgufParts, String> {
+        if drafter.has_attention_sinks() {
+            return Err("attention sinks are not written to GGUF".into());
+        }
         if self.blocks.causal {
             return Err(
                 "llama.cpp's slots see their whole block, these see only the slots before them".into()

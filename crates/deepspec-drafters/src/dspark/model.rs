@@ -50,6 +50,9 @@ pub struct DSparkRecipe {
     /// Whether a slot sees only itself and the slots before it, as in JetSpec. By default the slots of a block see each other.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub causal: bool,
+    /// Whether each query head of the draft layers has an attention sink: a learned score that takes a share of the attention.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub attention_sinks: bool,
     /// Blocks per training sequence.
     #[serde(default = "crate::block_common::default_num_anchors")]
     pub num_anchors: usize,

@@ -90,8 +90,14 @@ pub fn build_plan<D>(
     recipe: &Recipe<D>,
     target: &ModelConfig,
 ) -> Result<Box<dyn DrafterPlan>, ConfigIssue> {
+    let mut decoder = DraftDecoder::new(target.anchored_decoder(&block.layers().windows()), recipe, target)?;
+    if block.attention_sinks {
+        let family = decoder.model.family;
+        let problem = || ("attention_sinks", format!("draft layers of {family} have no attention sinks"));
+        decoder.model = decoder.model.with_attention_sinks().ok_or_else(problem)?;
+    }
     let config = DSparkConfig {
-        decoder: DraftDecoder::new(target.anchored_decoder(&block.layers().windows()), recipe, target)?,
+        decoder,
         settings: DSparkSettings {
             blocks: BlockSpec {
                 block_size: block.block_size,

@@ -444,7 +444,6 @@ fn each_refusal_names_its_reason() {
         (set(&specforge, "is_causal", json!(true)), CheckpointFormat::Speculators, &["causal blocks"]),
         (set(&specforge, "use_swa", json!(true)), CheckpointFormat::Reference, &["`use_swa`"]),
         (inner("attention_mode", json!("causal")), CheckpointFormat::Reference, &["attention_mode"]),
-        (inner("attention_sink_bias", json!(true)), CheckpointFormat::Reference, &["attention_sink_bias"]),
     ];
     for (from, to, words) in cases {
         let told = refusal(&from, to, Some(&target));

@@ -5,7 +5,9 @@ use std::fs;
 use std::path::Path;
 
 use crate::common::{Bytes, Folder, bytes, edited, fixture, golden, target, write};
-use deepspec_checkpoint::{CAUSAL_KEYS, CheckpointFormat, Target, convert};
+use deepspec_checkpoint::{
+    ADD_SWA_ATTENTION_SINK_BIAS, ATTENTION_SINK_BIAS, CAUSAL_KEYS, CheckpointFormat, Target, convert,
+};
 use deepspec_drafters::{DrafterOptions, check_layout, load_drafter, open_checkpoint};
 use deepspec_engine::DraftSampling;
 use deepspec_testkit::mutate::Fuzzer;
@@ -37,8 +39,7 @@ fn with(folder: &Folder, key: &str, value: &Value, inner: bool) -> Folder {
     })
 }
 
-const SWITCHES: [&str; 6] =
-    ["semi_causal", "use_swa", "attention_sink_bias", "attention_sinks", "use_sinks", "sinks"];
+const SWITCHES: [&str; 5] = ["semi_causal", "use_swa", "attention_sinks", "use_sinks", "sinks"];
 
 #[test]
 fn another_attention_is_refused_by_name_wherever_it_is_said() {
@@ -66,6 +67,13 @@ fn another_attention_is_refused_by_name_wherever_it_is_said() {
         let told = run(&with(&golden(case), key, &json!(true), false)).unwrap_err();
         assert!(told.contains(key) && told.contains("no causal blocks"), "{case}: {told}");
         run(&with(&golden(case), key, &json!(false), false)).unwrap();
+    }
+    for (key, case) in [ATTENTION_SINK_BIAS, ADD_SWA_ATTENTION_SINK_BIAS]
+        .into_iter()
+        .flat_map(|key| ["eagle3_qwen3", "mtp", "dflash2", "domino", "xpress"].map(|case| (key, case)))
+    {
+        let told = run(&with(&golden(case), key, &json!(true), false)).unwrap_err();
+        assert!(told.contains(key) && told.contains("no attention sinks"), "{case}: {told}");
     }
     let causal = with(&fixture::zlab(), "attention_mode", &json!("causal"), true);
     assert!(run(&causal).unwrap_err().contains("attention_mode"));

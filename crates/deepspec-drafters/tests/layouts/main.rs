@@ -1,7 +1,7 @@
 //! Drafter checkpoints in the layouts of several tools, as each kind of drafter reads and writes
 //! them.
 
-mod causal_blocks;
+mod block_options;
 mod common;
 mod convert;
 mod domino;

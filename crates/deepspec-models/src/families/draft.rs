@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use deepspec_checkpoint::Fields;
+use deepspec_checkpoint::{ADD_SWA_ATTENTION_SINK_BIAS, ATTENTION_SINK_BIAS, Fields};
 use deepspec_core::cli::UsageError;
 use serde_json::{Value, json};
 
@@ -80,6 +80,16 @@ impl ModelConfig {
         // The config of a target without a family here describes its drafters, which read embeddings as they are stored.
         let embed_scale = if self.has_forward { self.embed_scale } else { 1.0 };
         Ok(Self { raw: config(&self.raw, &layers), layers, embed_scale, ..self.clone() })
+    }
+
+    /// The decoder with attention sinks in all layers; None if layers of this family have none.
+    pub fn with_attention_sinks(mut self) -> Option<Self> {
+        self.family.decoder.pre_norm.then_some(())?;
+        self.layers.iter_mut().for_each(|layer| layer.attention.sinks = true);
+        for key in [ATTENTION_SINK_BIAS, ADD_SWA_ATTENTION_SINK_BIAS] {
+            self.raw.insert(key.into(), true.into());
+        }
+        Some(self)
     }
 
     /// A model of this target's sizes and rotary settings with layers of `family`. It has no biases, windows and

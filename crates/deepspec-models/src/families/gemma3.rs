@@ -67,7 +67,12 @@ fn read(outer: &Fields) -> Result<ModelConfig, ModelError> {
     let layer = |sliding: bool| LayerSpec {
         hidden_size,
         intermediate_size,
-        attention: AttentionSpec { heads, scale: scalar.powf(-0.5), window: sliding.then_some(window) },
+        attention: AttentionSpec {
+            heads,
+            scale: scalar.powf(-0.5),
+            window: sliding.then_some(window),
+            sinks: false,
+        },
         rope: if sliding { local } else { full },
         value: ValueSource::Projected,
         norms: NormPlacement::Sandwich,

@@ -1,7 +1,7 @@
 //! Common parts of Qwen3, Llama and families like them: equal layers with norms before attention and MLP, and one
 //! rotary embedding.
 
-use deepspec_checkpoint::Fields;
+use deepspec_checkpoint::{Fields, read_attention_sinks};
 use serde_json::{Map, Value};
 
 use super::{Family, rope};
@@ -93,10 +93,11 @@ pub(super) fn read(fields: &Fields, differences: PreNormSettings) -> Result<Mode
     let eps = fields.number("rms_norm_eps")?.unwrap_or(differences.eps);
     let intermediate_size = size("intermediate_size")?;
     let scale = differences.attention_scale.unwrap_or((dim as f64).powf(-0.5));
+    let sinks = read_attention_sinks(fields)?;
     let layer = |window| LayerSpec {
         hidden_size,
         intermediate_size,
-        attention: AttentionSpec { heads, scale, window },
+        attention: AttentionSpec { heads, scale, window, sinks },
         rope,
         value: ValueSource::Projected,
         norms: NormPlacement::Pre,

@@ -1,10 +1,11 @@
 //! Projections of grouped-query attention.
 
+use deepspec_checkpoint::ATTENTION_SINK_BIAS;
 use deepspec_ops::{Heads, Qkv};
 use tch::Tensor;
 
 use super::spec::{LayerSpec, ValueSource};
-use super::{Builder, Linear, RmsNorm, Rotation};
+use super::{Builder, Init, Linear, RmsNorm, Rotation};
 
 /// Projections of grouped-query attention, and the norms of its heads.
 pub struct Attention {
@@ -16,6 +17,8 @@ pub struct Attention {
     pub(super) k_norm: Option<RmsNorm>,
     /// ε of the values' norm; None if values are not normed.
     pub(super) v_norm: Option<f64>,
+    /// Attention sinks, `[H]`; None if there are none.
+    pub(super) sinks: Option<Tensor>,
     pub(super) heads: Heads,
 }
 
@@ -45,6 +48,10 @@ impl Attention {
             q_norm: norm("q_norm"),
             k_norm: norm("k_norm"),
             v_norm: (spec.value != ValueSource::Projected).then_some(spec.eps),
+            sinks: spec
+                .attention
+                .sinks
+                .then(|| b.get(&format!("{name}.{ATTENTION_SINK_BIAS}"), &[heads.query], Init::Zeros)),
             heads,
         }
     }
@@ -61,7 +68,8 @@ impl Attention {
         let q = self.q_proj.forward(x).view([-1, self.heads.query, self.heads.dim]);
         let q = apply_optional_norm(self.q_norm.as_ref(), q);
         let (k, v) = self.project_keys_values(x);
-        Qkv { q: rotation.rotate(&repeat(&q)), k: rotation.rotate(&repeat(&k)), v: repeat(&v) }
+        let sinks = self.sinks.as_ref().map(Tensor::shallow_clone);
+        Qkv { q: rotation.rotate(&repeat(&q)), k: rotation.rotate(&repeat(&k)), v: repeat(&v), sinks }
     }
 
     /// Keys and values `[N, G, D]` of a context `x [N, input]`, normed and rotated.

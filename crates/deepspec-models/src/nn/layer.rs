@@ -169,7 +169,7 @@ impl DecoderLayer {
         add_residual(x, y)
     }
 
-    /// The weights of a pre-norm layer with a SiLU-gated MLP, without biases and without a factor on its branches.
+    /// The weights of a pre-norm layer with a SiLU-gated MLP, without biases, attention sinks and a factor on its branches.
     /// None if the layer has another form, which the fused layer does not support.
     fn pre_norm_weights(&self) -> Option<LayerWeights<'_>> {
         let Self { attention, mlp, .. } = self;
@@ -180,6 +180,7 @@ impl DecoderLayer {
             && self.residual_scale == 1.0
             && !attention.has_bias()
             && attention.v_norm.is_none()
+            && attention.sinks.is_none()
             && attention.q_norm.is_some() == attention.k_norm.is_some()
             && mlp.activation == Activation::Silu;
         is_pre_norm.then_some(())?;

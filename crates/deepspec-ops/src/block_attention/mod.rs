@@ -9,7 +9,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::attention::{AttentionSpec, Heads, Qkv};
 use crate::ffi::{
-    AttentionPart, KeyValues, SequenceBlocks, TiledAttention, attend_by_block, block_attention,
+    AttentionPart, BlockMasks, KeyValues, SequenceBlocks, TiledAttention, attend_by_block, block_attention,
     has_block_attention, has_tiled_attention,
 };
 use crate::kv_attention::MaskKind;
@@ -79,13 +79,15 @@ fn has_cpu_block_kernel(heads: Heads, kind: Kind, device: Device) -> bool {
 
 impl BlockAttention {
     /// Plans blocks of this shape at the anchors of at least one sequence. Sorted anchors are fastest. `kind` is the dtype of the queries.
-    /// Causal blocks are computed in parts.
+    /// Causal blocks and attention sinks are computed in parts.
     pub fn new(spec: &AttentionSpec, shape: BlockShape, spans: &[SequenceAnchors], kind: Kind) -> Self {
-        let AttentionSpec { heads, scale, window } = *spec;
+        let AttentionSpec { heads, scale, window, sinks } = *spec;
         debug_assert!(!spans.is_empty(), "no sequences");
         let is_whole = shape.mask == MaskKind::Block;
-        let by_block =
-            is_whole && spans.iter().all(|span| has_cpu_block_kernel(heads, kind, span.positions.device()));
+        // Only the merge of parts has sinks.
+        let by_block = !sinks
+            && is_whole
+            && spans.iter().all(|span| has_cpu_block_kernel(heads, kind, span.positions.device()));
         let kernel = if by_block {
             let of = |span: &SequenceAnchors| SequenceBlocks {
                 tokens: span.tokens,
@@ -93,7 +95,8 @@ impl BlockAttention {
             };
             let window = window.map(|window| window as i64);
             Kernel::ByBlock { sequences: spans.iter().map(of).collect(), window }
-        } else if is_whole
+        } else if !sinks
+            && is_whole
             && window.is_none()
             && has_tiled_attention(&spans[0].positions, kind, heads.dim)
             && let Some(sequences) =
@@ -144,7 +147,12 @@ impl BlockAttention {
         let tokens: Vec<i64> = sizes.iter().map(|[_, tokens]| *tokens).collect();
         let [q, own_k, own_v] = [&block.q, &block.k, &block.v].map(|whole| split_rows(whole, &rows));
         let [k, v] = [k, v].map(|whole| split_rows(whole, &tokens));
-        let own = q.into_iter().zip(own_k).zip(own_v).map(|((q, k), v)| Qkv { q, k, v });
+        let own = q.into_iter().zip(own_k).zip(own_v).map(|((q, k), v)| Qkv {
+            q,
+            k,
+            v,
+            sinks: block.sinks.as_ref().map(Tensor::shallow_clone),
+        });
         let mut outputs: Vec<Tensor> = (own.zip(k.iter().zip(&v)).enumerate())
             .map(|(at, (block, (k, v)))| attend(at, &block, k, v))
             .collect();
@@ -165,7 +173,13 @@ impl BlockAttention {
         let (by_head, own_k, own_v) = ([k, v].map(|t| t.transpose(0, 1)), own(&block.k), own(&block.v));
         let (context, own) =
             (KeyValues { k: &by_head[0], v: &by_head[1] }, KeyValues { k: &own_k, v: &own_v });
-        let merged = block_attention(&q, &context, &own, &of.parts, of.block_mask.as_ref(), scale);
+        // The sinks of the query heads that share keys: [H] -> [G, 1, repeats·B].
+        let sinks = block.sinks.as_ref().map(|sinks| {
+            let by_head = sinks.view([key_value, 1, repeats, 1]).expand([key_value, 1, repeats, size], false);
+            by_head.reshape([key_value, 1, repeats * size])
+        });
+        let masks = BlockMasks { parts: &of.parts, own: of.block_mask.as_ref() };
+        let merged = block_attention(&q, &context, &own, &masks, sinks.as_ref(), scale);
         let Some(y) = merged else {
             return reference::block_attention(block, k, v, &of.anchors, (size, of.mask), &of.spec);
         };
@@ -300,10 +314,11 @@ mod tests {
     /// Outputs of blocks of 4 slots at 40 anchors of 90 tokens, and gradients of all inputs.
     fn run(
         window: Option<usize>,
+        sinks: bool,
         attend: impl Fn(&AttentionSpec, &SequenceAnchors, &Qkv, &Tensor, &Tensor) -> Tensor,
     ) -> Vec<Tensor> {
         let heads = Heads { query: 4, key_value: 2, dim: 16 };
-        let spec = AttentionSpec { heads, scale: 0.25, window };
+        let spec = AttentionSpec { heads, scale: 0.25, window, sinks };
         let anchors: Vec<usize> = (0..40).map(|block| 2 * block + 5).collect();
         let positions: Vec<i64> = anchors.iter().map(|&anchor| anchor as i64).collect();
         let span = SequenceAnchors { tokens: 90, anchors, positions: Tensor::from_slice(&positions) };
@@ -311,33 +326,44 @@ mod tests {
             let noise = deepspec_testkit::noise(seed, (rows * heads * 16) as usize);
             Tensor::from_slice(&noise).view([rows, heads, 16]).set_requires_grad(true)
         };
-        let block = Qkv { q: values(160, 4, 1), k: values(160, 2, 2), v: values(160, 2, 3) };
+        let biases = Tensor::from_slice(&[-1.0_f32, 0.5, 2.0, 0.0]).set_requires_grad(true);
+        let block = Qkv {
+            q: values(160, 4, 1),
+            k: values(160, 2, 2),
+            v: values(160, 2, 3),
+            sinks: sinks.then(|| biases.shallow_clone()),
+        };
         let (k, v) = (values(90, 2, 4), values(90, 2, 5));
         let y = attend(&spec, &span, &block, &k, &v);
         (&y * y.sin()).sum(Kind::Float).backward();
         let inputs = [&block.q, &block.k, &block.v, &k, &v];
-        [y.detach()].into_iter().chain(inputs.map(Tensor::grad)).collect()
+        let by_sinks = sinks.then(|| biases.grad());
+        [y.detach()].into_iter().chain(inputs.map(Tensor::grad)).chain(by_sinks).collect()
     }
 
     #[test]
     fn kernels_compute_what_the_reference_computes() {
         let masks = [MaskKind::Block, MaskKind::Causal];
-        for (mask, window) in masks.into_iter().flat_map(|mask| [None, Some(30), Some(2)].map(|w| (mask, w)))
-        {
+        let windows = [None, Some(30), Some(2)];
+        let cases = masks.into_iter().flat_map(|mask| windows.map(|window| (mask, window)));
+        for ((mask, window), sinks) in cases.flat_map(|case| [(case, false), (case, true)]) {
             let shape = BlockShape { size: 4, mask };
-            let expected = run(window, |spec, span, block, k, v| {
+            let expected = run(window, sinks, |spec, span, block, k, v| {
                 reference::block_attention(block, k, v, &span.positions, (4, mask), spec)
             });
-            let found = run(window, |spec, span, block, k, v| {
+            let found = run(window, sinks, |spec, span, block, k, v| {
                 BlockAttention::new(spec, shape, std::slice::from_ref(span), Kind::Float).forward(block, k, v)
             });
-            let in_parts = run(window, |spec, span, block, k, v| {
+            let in_parts = run(window, sinks, |spec, span, block, k, v| {
                 let kernel = Kernel::Parts(vec![SequenceParts::new(spec, shape, span, Kind::Float)]);
                 BlockAttention { scale: spec.scale, block_size: 4, kernel }.forward(block, k, v)
             });
+            assert_eq!(expected.len(), 6 + usize::from(sinks));
             for (found, expected) in found.iter().chain(&in_parts).zip(expected.iter().cycle()) {
-                let error = (found - expected).abs().max().double_value(&[]);
-                assert!(error < 1e-5, "{mask:?}, window {window:?}: off by {error:e}");
+                // The gradient of a sink is a sum over all blocks.
+                let scale = expected.abs().max().double_value(&[]).max(1.0);
+                let error = (found - expected).abs().max().double_value(&[]) / scale;
+                assert!(error < 1e-5, "{mask:?}, window {window:?}, sinks {sinks}: off by {error:e}");
             }
         }
     }

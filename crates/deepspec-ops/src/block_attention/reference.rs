@@ -18,7 +18,7 @@ pub(super) fn block_attention(
     (block_size, mask): (i64, MaskKind),
     spec: &AttentionSpec,
 ) -> Tensor {
-    let AttentionSpec { heads: Heads { query, key_value, dim }, scale, window } = *spec;
+    let AttentionSpec { heads: Heads { query, key_value, dim }, scale, window, .. } = *spec;
     let (blocks, tokens) = (anchors.size()[0], k.size()[0]);
     let wide = if block.q.kind() == Kind::Double { Kind::Double } else { Kind::Float };
     let options = (Kind::Int64, anchors.device());
@@ -50,7 +50,15 @@ pub(super) fn block_attention(
     let scores =
         Tensor::cat(&[q.matmul(&k.transpose(-1, -2)), q.matmul(&own_k.transpose(-1, -2))], -1) * scale;
     let scores = scores.masked_fill(&hidden.unsqueeze(1).unsqueeze(1), MASKED_SCORE);
-    // 3. Probabilities and values: [A·B, H·D].
+    // 3. Probabilities and values: [A·B, H·D]. A sink takes a share of the probability and has no value.
+    let scores = match &block.sinks {
+        Some(sinks) => {
+            let sinks = sinks.to_kind(wide).view([1, key_value, query / key_value, 1, 1]);
+            let column = [blocks, key_value, query / key_value, block_size, 1];
+            Tensor::cat(&[scores, sinks.expand(column, false)], -1)
+        }
+        None => scores,
+    };
     let probs = scores.softmax(-1, wide);
     let [by_context, by_own] = [(0, tokens), (tokens, block_size)].map(|(at, n)| probs.narrow(-1, at, n));
     let y = by_context.matmul(&v) + by_own.matmul(&own_v);

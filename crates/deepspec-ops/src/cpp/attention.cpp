@@ -40,6 +40,8 @@ std::optional<Tensor> given(const Tensor& mask) {
   return mask.defined() ? std::optional<Tensor>(mask) : std::nullopt;
 }
 
+std::optional<Tensor> given_if(const Tensor* tensor) { return tensor ? std::optional<Tensor>(*tensor) : std::nullopt; }
+
 // a [.., R, D] times b [.., D, K] with equal leading sizes. The result is float32 and is never rounded to half
 // precision, as in fused kernels.
 Tensor product(const Tensor& a, const Tensor& b) {
@@ -91,14 +93,16 @@ Tensor rows_of(const Tensor& tensor, const Part& part) { return tensor.narrow(2,
 Tensor keys_of(const Tensor& tensor, const Part& part) { return tensor.narrow(2, part.first_key, part.keys); }
 
 struct Attention : torch::autograd::Function<Attention> {
-  // q [G, A, r, D], k and v [G, T, D], own_k and own_v [G, A, B, D]; returns [G, A, r, D].
+  // q [G, A, r, D], k and v [G, T, D], own_k and own_v [G, A, B, D]; returns [G, A, r, D]. `sinks` [G, 1, r] are further
+  // scores of each row without a value, or none: a part with this log-sum-exp and an output of zeros.
   static Tensor forward(AutogradContext* ctx, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& own_k,
-                        const Tensor& own_v, const c10::intrusive_ptr<Plan>& plan) {
+                        const Tensor& own_v, const std::optional<Tensor>& sinks, const c10::intrusive_ptr<Plan>& plan) {
     const int64_t groups = q.size(0), rows = q.size(1) * q.size(2);
     const auto wide = q.options().dtype(at::toOpMathType(q.scalar_type()));
     const Tensor queries = q.reshape({1, groups, rows, q.size(3)}), keys = k.unsqueeze(0), values = v.unsqueeze(0);
     Tensor out = at::zeros(queries.sizes(), wide);
     Tensor lse = at::full({1, groups, rows}, -std::numeric_limits<double>::infinity(), wide);
+    if (sinks) lse.view({groups, q.size(1), q.size(2)}).copy_(sinks->expand({groups, q.size(1), q.size(2)}));
     for (const Part& part : plan->parts) {
       auto seen = attend(rows_of(queries, part), keys_of(keys, part), keys_of(values, part), part.mask, plan->scale);
       merge(rows_of(out, part), rows_of(lse, part), seen);
@@ -107,14 +111,15 @@ struct Attention : torch::autograd::Function<Attention> {
     const auto own = attend(q.transpose(0, 1), own_k.transpose(0, 1), own_v.transpose(0, 1), plan->block_mask, plan->scale);
     merge(by_block(out), lse.view({groups, q.size(1), q.size(2)}).transpose(0, 1), own);
     out = out.view_as(q).to(q.scalar_type());
-    ctx->save_for_backward({q, k, v, own_k, own_v, out, lse});
+    ctx->save_for_backward({q, k, v, own_k, own_v, out, lse, sinks.value_or(Tensor())});
     ctx->saved_data["plan"] = c10::IValue::make_capsule(plan);
     return out;
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {
     const auto saved = ctx->get_saved_variables();
-    const Tensor &q = saved[0], &k = saved[1], &v = saved[2], &own_k = saved[3], &own_v = saved[4], &out = saved[5], &lse = saved[6];
+    const Tensor &q = saved[0], &k = saved[1], &v = saved[2], &own_k = saved[3], &own_v = saved[4], &out = saved[5], &lse = saved[6],
+                 &sinks = saved[7];
     const auto plan = c10::static_intrusive_pointer_cast<Plan>(ctx->saved_data["plan"].toCapsule());
     const int64_t groups = q.size(0), rows = q.size(1) * q.size(2);
     const auto flat = [&](const Tensor& of_blocks) { return of_blocks.reshape({1, groups, rows, q.size(3)}); };
@@ -137,7 +142,13 @@ struct Attention : torch::autograd::Function<Attention> {
       keys_of(dv, part).add_(part_dv);
     }
     const auto as = [](const Tensor& sum, const Tensor& like) { return sum.view(like.sizes()).to(like.scalar_type()); };
-    return {as(dq, q), as(dk, k), as(dv, v), across(own_dk), across(own_dv), Tensor()};
+    // A sink with probability p lowers the output by p times itself.
+    Tensor by_sinks;
+    if (sinks.defined()) {
+      const Tensor inner = (gradients[0].to(wide.dtype()) * out.to(wide.dtype())).sum(-1);
+      by_sinks = (sinks.to(wide.dtype()) - own_lse).exp_().mul_(inner).sum(1, /*keepdim=*/true).neg_().to(sinks.scalar_type());
+    }
+    return {as(dq, q), as(dk, k), as(dv, v), across(own_dk), across(own_dv), by_sinks, Tensor()};
   }
 };
 
@@ -152,7 +163,8 @@ struct AttentionPart {
 
 // See `Attention`; the result is a new tensor in `*out`.
 char* ds_block_attention(const Tensor* q, const Tensor* k, const Tensor* v, const Tensor* own_k, const Tensor* own_v,
-                         const AttentionPart* parts, size_t count, const Tensor* block_mask, double scale, Tensor** out) {
+                         const AttentionPart* parts, size_t count, const Tensor* block_mask, const Tensor* sinks, double scale,
+                         Tensor** out) {
   return caught([&] {
     // The kernels do not check this.
     for (const Tensor* each : {q, k, v, own_k, own_v}) TORCH_CHECK(each->stride(-1) == 1, "values of a head do not lie side by side");
@@ -163,7 +175,7 @@ char* ds_block_attention(const Tensor* q, const Tensor* k, const Tensor* v, cons
     }
     if (block_mask) plan->block_mask = *block_mask;
     plan->scale = scale;
-    *out = new Tensor(Attention::apply(*q, *k, *v, *own_k, *own_v, plan));
+    *out = new Tensor(Attention::apply(*q, *k, *v, *own_k, *own_v, given_if(sinks), plan));
   });
 }
 }

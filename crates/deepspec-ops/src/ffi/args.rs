@@ -48,6 +48,14 @@ pub struct AttentionPart {
     pub mask: Option<Tensor>,
 }
 
+/// Which keys the rows of draft blocks see.
+pub struct BlockMasks<'a> {
+    /// Context keys that rows see.
+    pub parts: &'a [AttentionPart],
+    /// Additive mask of the scores within a block, `[1, 1, r, B]`; None if all slots of a block see each other.
+    pub own: Option<&'a Tensor>,
+}
+
 /// Keys and values of a context or of blocks.
 pub struct KeyValues<'a> {
     /// Keys.

@@ -28,8 +28,9 @@ use libloading::Library;
 use tch::Tensor;
 
 pub use args::{
-    AdamWSettings, AdamWTensors, AttentionPart, KeyValues, KvChunk, KvWindow, LogitRows, MAX_DECODE_ROWS,
-    ProjectedHeads, QkvInput, RmsNormParams, RowDistances, SequenceBlocks, TargetProbs, TiledBlocks,
+    AdamWSettings, AdamWTensors, AttentionPart, BlockMasks, KeyValues, KvChunk, KvWindow, LogitRows,
+    MAX_DECODE_ROWS, ProjectedHeads, QkvInput, RmsNormParams, RowDistances, SequenceBlocks, TargetProbs,
+    TiledBlocks,
 };
 pub use filling::CpuTensorBuilder;
 pub use gradient::take_gradient;

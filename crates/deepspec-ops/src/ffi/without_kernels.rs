@@ -6,7 +6,7 @@ use std::convert::Infallible;
 use tch::{Kind, Tensor};
 
 use super::args::{
-    AdamWSettings, AdamWTensors, AttentionPart, KeyValues, KvChunk, KvWindow, LogitRows, ProjectedHeads,
+    AdamWSettings, AdamWTensors, BlockMasks, KeyValues, KvChunk, KvWindow, LogitRows, ProjectedHeads,
     QkvInput, RmsNormParams, RowDistances, SequenceBlocks, TargetProbs, TiledBlocks,
 };
 
@@ -108,8 +108,8 @@ pub fn block_attention(
     _q: &Tensor,
     _context: &KeyValues<'_>,
     _own: &KeyValues<'_>,
-    _parts: &[AttentionPart],
-    _block_mask: Option<&Tensor>,
+    _masks: &BlockMasks<'_>,
+    _sinks: Option<&Tensor>,
     _scale: f64,
 ) -> Option<Tensor> {
     None

@@ -57,7 +57,11 @@ enum InPlaceKernel {
 }
 
 impl InPlaceKernel {
-    fn for_layers(mut layers: impl Iterator<Item = Heads>, kind: Kind, device: Device) -> Self {
+    fn for_layers(specs: impl Iterator<Item = AttentionSpec> + Clone, kind: Kind, device: Device) -> Self {
+        if specs.clone().any(|spec| spec.sinks) {
+            return Self::Never;
+        }
+        let mut layers = specs.map(|spec| spec.heads);
         match (kind, device) {
             (Kind::Float, Device::Cpu) if layers.all(|heads| has_in_place_attention(heads.dim)) => {
                 Self::ShortChunks
@@ -122,7 +126,7 @@ impl KvCache {
                 CacheLayer { spec, view: number }
             })
             .collect();
-        let in_place = InPlaceKernel::for_layers(layers.iter().map(|layer| layer.spec.heads), kind, device);
+        let in_place = InPlaceKernel::for_layers(layers.iter().map(|layer| layer.spec), kind, device);
         let slots = vec![SequenceSlot::default(); slots];
         let (options, arange) = ((kind, device), DeviceArange::new(device));
         Self { layers, mask_shapes, layout, pools: BTreeMap::new(), slots, options, in_place, arange }
@@ -291,7 +295,7 @@ impl KvCache {
         let (mut outputs, mut row) = (Vec::with_capacity(grouped.groups.len()), 0);
         for group in &grouped.groups {
             let q = q.narrow(0, row, group.rows);
-            outputs.push(self.attend_group(layer, group, plan.visibility, &q));
+            outputs.push(self.attend_group(layer, group, plan.visibility, &q, qkv.sinks.as_ref()));
             row += group.rows;
         }
         let y = if let [only] = outputs.as_slice() { only.shallow_clone() } else { Tensor::cat(&outputs, 0) };
@@ -322,8 +326,15 @@ impl KvCache {
         in_place_attention(QkvInput::Separate([&q, &k, &v]), &chunks, view)
     }
 
-    /// Attention of one group by SDPA: `q [S·L, H, D]` to `[S·L, H·D]`.
-    fn attend_group(&self, layer: usize, group: &SdpaGroup, visibility: MaskKind, q: &Tensor) -> Tensor {
+    /// Attention of one group by SDPA: `q [S·L, H, D]` to `[S·L, H·D]`. `sinks` is `[H]`.
+    fn attend_group(
+        &self,
+        layer: usize,
+        group: &SdpaGroup,
+        visibility: MaskKind,
+        q: &Tensor,
+        sinks: Option<&Tensor>,
+    ) -> Tensor {
         let Some(pool) = self.pools.get(&group.capacity) else { return q.flatten(1, 2) };
         let CacheLayer { spec, view } = &self.layers[layer];
         reference::kv_attention(
@@ -333,6 +344,7 @@ impl KvCache {
             &group.mask_shapes[*view],
             spec,
             visibility,
+            sinks,
         )
     }
 
@@ -392,7 +404,12 @@ mod tests {
     /// One layer, 8 KB per token.
     fn cache(slots: usize) -> KvCache {
         let heads = Heads { query: 8, key_value: 8, dim: 128 };
-        KvCache::new(&[AttentionSpec { heads, scale: 0.1, window: None }], slots, Kind::Float, Device::Cpu)
+        KvCache::new(
+            &[AttentionSpec { heads, scale: 0.1, window: None, sinks: false }],
+            slots,
+            Kind::Float,
+            Device::Cpu,
+        )
     }
 
     /// Appends tokens with these keys and values to a slot, and what their queries see.
@@ -401,7 +418,7 @@ mod tests {
         cache.reserve(&chunks);
         let plan = cache.plan(&chunks, MaskKind::Causal);
         let [q, k, v] = [0.1, 0.2, 0.3].map(|scale| states * scale);
-        let y = cache.attention(0, &plan).attend(&Qkv { q, k, v });
+        let y = cache.attention(0, &plan).attend(&Qkv { q, k, v, sinks: None });
         cache.commit_chunks(&chunks);
         y
     }

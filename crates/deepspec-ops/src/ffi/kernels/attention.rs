@@ -5,7 +5,7 @@ use std::ptr::{self, NonNull};
 
 use tch::{Kind, Tensor};
 
-use super::super::args::{AttentionPart, KeyValues, SequenceBlocks, TiledBlocks};
+use super::super::args::{BlockMasks, KeyValues, SequenceBlocks, TiledBlocks};
 use super::super::c10d::check;
 use super::super::tensor_from_raw;
 
@@ -28,6 +28,7 @@ unsafe extern "C" {
         parts: *const RawPart,
         count: usize,
         block_mask: *const c_void,
+        sinks: *const c_void,
         scale: f64,
         out: *mut *mut c_void,
     ) -> *mut c_char;
@@ -52,7 +53,7 @@ unsafe extern "C" {
 
 /// Attention of `q [G, A, r, D]`, which are A blocks of r query rows. Each block attends to its own keys
 /// `[G, A, B, D]`. Each row also attends to the context keys, of `[G, T, D]`, that `parts` list for it. Returns `[G, A, r, D]`;
-/// all five tensors get gradients.
+/// all tensors get gradients. `sinks` are further scores of each row of a block, `[G, 1, r]`, without a value.
 ///
 /// libtorch's fused kernels compute the parts on the CPU, and matmuls elsewhere.
 ///
@@ -62,12 +63,13 @@ pub fn block_attention(
     q: &Tensor,
     context: &KeyValues<'_>,
     own: &KeyValues<'_>,
-    parts: &[AttentionPart],
-    block_mask: Option<&Tensor>,
+    masks: &BlockMasks<'_>,
+    sinks: Option<&Tensor>,
     scale: f64,
 ) -> Option<Tensor> {
     let pointer = |mask: Option<&Tensor>| mask.map_or(ptr::null(), |mask| mask.as_ptr().cast());
-    let raw: Vec<RawPart> = parts
+    let raw: Vec<RawPart> = masks
+        .parts
         .iter()
         .map(|part| RawPart {
             first_row: part.rows.start,
@@ -79,11 +81,13 @@ pub fn block_attention(
         .collect();
     let [q, k, v, own_k, own_v] =
         [q, context.k, context.v, own.k, own.v].map(|tensor| tensor.as_ptr().cast());
-    let (parts, mask, mut out) = (raw.as_ptr(), pointer(block_mask), ptr::null_mut());
+    let (parts, mask, mut out) = (raw.as_ptr(), pointer(masks.own), ptr::null_mut());
+    let (count, sinks) = (raw.len(), pointer(sinks));
     // SAFETY: the shim takes counted references to all tensors, which outlive the call, and reads `raw.len()` parts.
     // It catches every C++ exception, and sets `out` if it returns null.
-    let outcome =
-        check(unsafe { ds_block_attention(q, k, v, own_k, own_v, parts, raw.len(), mask, scale, &mut out) });
+    let outcome = check(unsafe {
+        ds_block_attention(q, k, v, own_k, own_v, parts, count, mask, sinks, scale, &mut out)
+    });
     if let Err(problem) = outcome {
         panic!("attention of blocks: {problem}");
     }
@@ -212,6 +216,7 @@ impl Drop for TiledAttention {
 mod tests {
     use tch::{Device, Kind};
 
+    use super::super::super::args::AttentionPart;
     use super::*;
 
     fn values(shape: &[i64], seed: f64) -> Tensor {
@@ -240,15 +245,14 @@ mod tests {
     fn by_parts(
         (q, context, own): (&Tensor, &KeyValues<'_>, &KeyValues<'_>),
         size: i64,
-        parts: &[AttentionPart],
-        own_mask: &Tensor,
+        masks: &BlockMasks<'_>,
     ) -> Tensor {
         let dim = q.size()[2];
         let rows = q.view([-1, size, 2, 3, dim]).permute([2, 0, 3, 1, 4]).reshape([2, -1, 3 * size, dim]);
         let [own_k, own_v] = [own.k, own.v].map(|own| own.view([-1, size, 2, dim]).permute([2, 0, 1, 3]));
         let (k, v) = (context.k.transpose(0, 1), context.v.transpose(0, 1));
         let (context, own) = (KeyValues { k: &k, v: &v }, KeyValues { k: &own_k, v: &own_v });
-        let y = block_attention(&rows, &context, &own, parts, Some(own_mask), 0.2).unwrap();
+        let y = block_attention(&rows, &context, &own, masks, None, 0.2).unwrap();
         y.view([2, -1, 3, size, dim]).permute([1, 3, 0, 2, 4]).reshape([-1, 6 * dim])
     }
 
@@ -281,9 +285,9 @@ mod tests {
                 let blocks = anchors.len() as i64;
                 let part =
                     AttentionPart { rows: 0..blocks * 3 * size, keys: 0..tokens, mask: Some(context_mask) };
-                let parts = [part];
+                let masks = BlockMasks { parts: &[part], own: Some(&own_mask) };
                 let expected = run(blocks, size, tokens, dim, |q, context, own| {
-                    by_parts((q, context, own), size, &parts, &own_mask)
+                    by_parts((q, context, own), size, &masks)
                 });
                 let sequences = [SequenceBlocks { tokens, anchors: anchors.to_vec() }];
                 let found = run(blocks, size, tokens, dim, |q, context, own| {

@@ -1,10 +1,12 @@
-//! The keys by which tools mark causal blocks.
+//! The keys by which tools mark causal blocks and attention sinks.
 
-use deepspec_checkpoint::{CAUSAL_KEYS, CheckpointFormat};
-use deepspec_drafters::open_checkpoint;
+use deepspec_checkpoint::{ADD_SWA_ATTENTION_SINK_BIAS, ATTENTION_SINK_BIAS, CAUSAL_KEYS, CheckpointFormat};
+use deepspec_drafters::{DrafterOptions, load_drafter, open_checkpoint};
+use safetensors::Dtype;
 use serde_json::json;
+use tch::{Device, Kind};
 
-use crate::common::{Folder, edited, fixture, golden, target};
+use crate::common::{Folder, bytes, edited, fixture, golden, target, write};
 use crate::convert::{converted, refusal};
 
 #[test]
@@ -53,5 +55,49 @@ fn causal_blocks_are_read_in_every_spelling_and_written_for_engines() {
     let nested = edited(&foreign, |config| config["transformer_layer_config"]["is_causal"] = json!(true));
     for foreign in [nested, with(&foreign, "is_causal", true, false)] {
         assert!(refusal(&foreign, CheckpointFormat::Reference, Some(&target)).contains("is_causal"));
+    }
+}
+
+/// The drafter with a sink of 0 for each query head, which its config does not say.
+fn with_sinks(from: &Folder) -> Folder {
+    let (folder, mut tensors) = (edited(from, |_| {}), bytes(from));
+    let heads = from.config()["num_attention_heads"].as_u64().unwrap() as usize;
+    for layer in 0..from.config()["num_hidden_layers"].as_u64().unwrap() {
+        let name = format!("layers.{layer}.self_attn.{ATTENTION_SINK_BIAS}");
+        tensors.insert(name, (Dtype::F32, vec![heads], vec![0; 4 * heads]));
+    }
+    write(&folder.path().join("model.safetensors"), &tensors);
+    folder
+}
+
+#[test]
+fn attention_sinks_are_read_in_both_spellings_and_written_for_engines() {
+    let target = target(&golden("dspark_vanilla"));
+    let zlab = with_sinks(&fixture::zlab());
+    for (key, inner) in [ATTENTION_SINK_BIAS, ADD_SWA_ATTENTION_SINK_BIAS]
+        .into_iter()
+        .flat_map(|key| [(key, false), (key, true)])
+    {
+        let zlab = edited(&zlab, |config| {
+            let place = if inner { &mut config["dflash_config"] } else { config };
+            place[key] = json!(true);
+        });
+        let reference = converted(&zlab, CheckpointFormat::Reference, Some(&target));
+        for key in [ATTENTION_SINK_BIAS, ADD_SWA_ATTENTION_SINK_BIAS] {
+            assert_eq!(reference.config()[key], true, "{key}");
+        }
+        let options = DrafterOptions { device: Device::Cpu, kind: Kind::Float, slots: 1 };
+        assert!(load_drafter(reference.path(), &options).is_ok());
+        let back = converted(&reference, CheckpointFormat::Zlab, Some(&target));
+        assert_eq!(back.config()["dflash_config"][ATTENTION_SINK_BIAS], true);
+        assert_eq!(bytes(&back), bytes(&zlab));
+        let told = refusal(&zlab, CheckpointFormat::Speculators, Some(&target));
+        assert!(told.contains("speculators has no attention sinks"), "{told}");
+    }
+    // Tensors without the key, and the key without tensors.
+    let keyed = edited(&fixture::zlab(), |config| config["dflash_config"][ATTENTION_SINK_BIAS] = json!(true));
+    for folder in [zlab, keyed] {
+        let told = open_checkpoint(folder.path()).and_then(|opened| opened.check()).unwrap_err().to_string();
+        assert!(told.contains("layers.0.self_attn.attention_sink_bias"), "{told}");
     }
 }

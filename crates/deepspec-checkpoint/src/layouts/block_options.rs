@@ -1,0 +1,55 @@
+//! Options of draft blocks that tools store at the top level of a config or in `dflash_config`.
+
+use serde_json::Value;
+
+use crate::CheckpointError;
+use crate::fields::Fields;
+use crate::shapes::{ADD_SWA_ATTENTION_SINK_BIAS, ATTENTION_SINK_BIAS};
+
+/// Keys by which tools mark causal blocks, at the top level or in `dflash_config`: SpecForge and vLLM, NeMo AutoModel and
+/// ModelOpt, JetSpec.
+pub const CAUSAL_KEYS: [&str; 3] = ["is_causal", "causal", "causal_head"];
+
+/// Keys by which tools mark attention sinks, at the top level or in `dflash_config`: ModelOpt and vLLM, MiMo's config.
+pub const SINK_KEYS: [&str; 2] = [ATTENTION_SINK_BIAS, ADD_SWA_ATTENTION_SINK_BIAS];
+
+/// Key of the object that holds the settings of the drafter.
+pub const INNER_KEY: &str = "dflash_config";
+
+/// Whether the blocks of a drafter are causal, by any of [`CAUSAL_KEYS`] at the top level or in `dflash_config`. A config without
+/// these keys has blocks whose slots see each other.
+///
+/// # Errors
+/// Fails if a key is neither a flag nor null, or if two keys contradict each other.
+pub fn read_causal(fields: &Fields) -> Result<bool, CheckpointError> {
+    read_shared_flag(fields, &CAUSAL_KEYS)
+}
+
+/// Whether the draft layers have attention sinks, by a key at the top level or in `dflash_config`.
+///
+/// # Errors
+/// Fails if a key is neither a flag nor null, or if two keys contradict each other.
+pub fn read_attention_sinks(fields: &Fields) -> Result<bool, CheckpointError> {
+    read_shared_flag(fields, &SINK_KEYS)
+}
+
+/// The flag that any of `keys` sets, at the top level or in `dflash_config`; false without these keys.
+fn read_shared_flag(fields: &Fields, keys: &[&'static str]) -> Result<bool, CheckpointError> {
+    let inner = match fields.map.get(INNER_KEY) {
+        Some(Value::Object(_)) => Some(fields.required_object(INNER_KEY)?),
+        _ => None,
+    };
+    let mut found: Option<(&str, bool)> = None;
+    for place in [Some(fields), inner.as_ref()].into_iter().flatten() {
+        for &key in keys {
+            let Some(value) = place.flag(key)? else { continue };
+            match found {
+                Some((other, before)) if before != value => {
+                    return Err(place.error(key, format!("{value}, but {other} is {before}")));
+                }
+                _ => found = Some((key, value)),
+            }
+        }
+    }
+    Ok(found.is_some_and(|(_, value)| value))
+}
