@@ -2,6 +2,7 @@
 """Compares drafters, heads, depths, block sizes and objectives on the toy target. Prints the tables of docs/ablations.md.
 
     scripts/ablations.py [--demo runs/demo] [--jobs N]      by default as many runs at once as there are cores
+    scripts/ablations.py --rates recipe                     with the learning rates of configs/tiny, without a search
     scripts/ablations.py plots                              draws the page's tables into docs/images; runs nothing
 
 Uses the cache that scripts/demo.sh leaves in its folder, whichever layers it taps. An existing run is not repeated, so
@@ -28,6 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 SEEDS = (1, 2, 3)
 RATES = ("2.5e-3", "5e-3", "1e-2")
+RECIPE = "recipe"
 LENGTHS = (250, 500, 1000)
 # Steps of the runs that compare kinds, of those that vary one thing, and of the two whose difference times a step.
 SHORT = 500
@@ -103,7 +105,8 @@ class Bench:
     def run_alone(self, name, drafter, seed, steps, rate, sets, verify, results):
         if not results.is_file():
             if not (self.out / name / "step_latest").exists():
-                self.call("deepspec-train", *self.training(drafter, name, seed, steps, f"train.lr={rate}", *sets))
+                own_rate = [] if rate == RECIPE else [f"train.lr={rate}"]
+                self.call("deepspec-train", *self.training(drafter, name, seed, steps, *own_rate, *sets))
             suites = [f"--suite=smoke-{domain}" for domain in ("math", "code", "chat")]
             self.call(
                 "deepspec-eval", "run", "--quiet", "--no-baseline", "--target", "assets/tiny-target", *suites,
@@ -196,9 +199,9 @@ def all_kinds(bench, best):
     seconds = {drafter: bench.step_seconds(drafter) for drafter in KINDS}
     steps = {drafter: round(SHORT * seconds["dspark"] / seconds[drafter]) for drafter in KINDS}
     futures = {
-        (drafter, column): [bench.submit(drafter, seed, count, best[drafter]) for seed in SEEDS]
+        (drafter, column): [bench.submit(drafter, seed, counts[drafter], best[drafter]) for seed in SEEDS]
+        for column, counts in (("steps", dict.fromkeys(KINDS, SHORT)), ("time", steps))
         for drafter in KINDS
-        for column, count in (("steps", SHORT), ("time", steps[drafter]))
     }
     runs = collect(futures)
     lines = [
@@ -243,6 +246,7 @@ def versus(ours, theirs):
 def variants(bench, best):
     """One change of the DSpark recipe at a time."""
     rate = best["dspark"]
+    rate_text = "the recipe's learning rate" if rate == RECIPE else f"learning rate {rate}"
     futures = {
         label: [bench.submit("dspark", seed, VARIED, rate, sets, label if sets else "recipe") for seed in SEEDS]
         for label, sets in VARIANTS.items()
@@ -250,7 +254,7 @@ def variants(bench, best):
     runs = collect(futures)
     base = next(iter(runs.values()))
     lines = [
-        f"## One change at a time\n\nDSpark, {VARIED} steps, learning rate {rate}, {len(SEEDS)} seeds; differences from the first row are paired by seed.\n",
+        f"## One change at a time\n\nDSpark, {VARIED} steps, {rate_text}, {len(SEEDS)} seeds; differences from the first row are paired by seed.\n",
         "| variant | τ | difference |",
         "|---|---|---|",
     ]
@@ -294,6 +298,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="?", choices=["plots"], help=argparse.SUPPRESS)
     parser.add_argument("--demo", type=Path, default=Path("runs/demo"))
+    parser.add_argument("--rates", choices=["search", RECIPE], default="search")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     args = parser.parse_args()
     if args.what == "plots":
@@ -303,8 +308,8 @@ def main():
     if not (ROOT / args.demo / "cache" / "manifest.json").is_file():
         sys.exit(f"{args.demo}/cache is no cache; run scripts/demo.sh {args.demo} first")
     bench = Bench(args.demo, args.jobs)
-    best, rates = best_rates(bench)
-    sections = [rates, all_kinds(bench, best), objectives(bench, best), variants(bench, best), by_length(bench, best)]
+    best, rates = best_rates(bench) if args.rates == "search" else ({drafter: RECIPE for drafter in KINDS}, None)
+    sections = [*filter(None, [rates]), all_kinds(bench, best), objectives(bench, best), variants(bench, best), by_length(bench, best)]
     print("\n\n".join("\n".join(section) for section in sections))
 
 
