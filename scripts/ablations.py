@@ -104,9 +104,8 @@ class Bench:
 
     def run_alone(self, name, drafter, seed, steps, rate, sets, verify, results):
         if not results.is_file():
-            if not (self.out / name / "step_latest").exists():
-                own_rate = [] if rate == RECIPE else [f"train.lr={rate}"]
-                self.call("deepspec-train", *self.training(drafter, name, seed, steps, *own_rate, *sets))
+            own_rate = [] if rate == RECIPE else [f"train.lr={rate}"]
+            self.call("deepspec-train", *self.training(drafter, name, seed, steps, *own_rate, *sets))
             suites = [f"--suite=smoke-{domain}" for domain in ("math", "code", "chat")]
             self.call(
                 "deepspec-eval", "run", "--quiet", "--no-baseline", "--target", "assets/tiny-target", *suites,

@@ -3,6 +3,7 @@
 
 use serde::Serialize;
 
+use crate::drafter::SGLANG_HAS_NO_SINKS;
 use crate::export::{Engine, EngineSupport};
 use crate::{Checkpoint, CheckpointFormat};
 
@@ -48,9 +49,13 @@ pub fn engine_compatibility(checkpoint: &Checkpoint) -> Vec<EngineCompatibility>
         false if converts => "convert to speculators",
         false => "its layout cannot say this drafter",
     };
+    let sglang = match drafter.has_attention_sinks() {
+        true => EngineSupport::not_loaded(SGLANG_HAS_NO_SINKS),
+        false => drafter.kind.engine_support(Engine::Sglang, format),
+    };
     vec![
         known("vLLM", Some(VLLM_VERSION), drafter.kind.engine_support(Engine::Vllm, format)),
-        known("SGLang", None, drafter.kind.engine_support(Engine::Sglang, format)),
+        known("SGLang", None, sglang),
         EngineCompatibility {
             engine: "llama.cpp",
             tried: gguf.is_ok().then_some(LLAMA_CPP_VERSION),

@@ -156,6 +156,15 @@ fn only(loss: LossRecipe) -> DSparkObjective {
 
 const NOTHING: LossRecipe = LossRecipe::NONE;
 
+const BV: DSparkObjective = DSparkObjective {
+    loss: LossRecipe {
+        ce_alpha: 0.1,
+        block_verification: Some(BlockVerification { alpha: 0.9, beta: 0.7 }),
+        ..NOTHING
+    },
+    ..DSPARK
+};
+
 #[test]
 fn every_head_has_the_gradients_of_autograd() {
     let heads = [None, Some(MarkovKind::Vanilla), Some(MarkovKind::Gated), Some(MarkovKind::Rnn)];
@@ -174,7 +183,6 @@ fn every_head_has_the_gradients_of_autograd() {
 #[test]
 fn every_loss_has_the_gradients_of_autograd() {
     let lk = |form, alpha, eta| Some(Lk { form, alpha, eta });
-    let bv = |alpha, beta| Some(BlockVerification { alpha, beta });
     let losses = [
         only(LossRecipe { ce_alpha: 1.0, ..NOTHING }),
         only(LossRecipe { l1_alpha: 0.7, ..NOTHING }),
@@ -182,8 +190,8 @@ fn every_loss_has_the_gradients_of_autograd() {
         only(LossRecipe { kl_alpha: 1.3, ..NOTHING }),
         only(LossRecipe { lk: lk(LkForm::LogAcceptance, 0.8, 3.0), ..NOTHING }),
         only(LossRecipe { lk: lk(LkForm::Hybrid, 0.8, 3.0), ..NOTHING }),
-        only(LossRecipe { block_verification: bv(0.6, 0.0), ..NOTHING }),
-        only(LossRecipe { ce_alpha: 0.1, block_verification: bv(0.9, 0.7), ..NOTHING }),
+        only(LossRecipe { block_verification: Some(BlockVerification { alpha: 0.6, beta: 0.0 }), ..NOTHING }),
+        BV,
         only(LossRecipe { ce_alpha: 1.0, until_first_error: true, ..NOTHING }),
         only(LossRecipe { ce_alpha: 1.0, dpace: Some(Dpace { smoothing: 0.5 }), ..NOTHING }),
         DSparkObjective {
@@ -236,6 +244,7 @@ fn bfloat16_is_as_close_as_its_rounding() {
         let confidence = markov.map(|_| true);
         check(Shape { markov, confidence, softcap, kind: Kind::BFloat16, ..PLAIN }, DSPARK, 2e-2);
     }
+    check(Shape { kind: Kind::BFloat16, ..PLAIN }, BV, 2e-2);
 }
 
 /// Every slot follows the same token, so its row of W1 gets all gradients. A bfloat16 sum of them
@@ -276,15 +285,13 @@ fn gradients_stay_finite_at_both_ends() {
         // Logits in the thousands: both distributions are one-hot, at different tokens.
         let _ = tch::no_grad(|| parameter.shallow_clone().g_mul_scalar_(300.0));
     }
-    let sums = block.accumulate(
-        &batch,
-        &DSparkObjective { loss: LossRecipe { kl_alpha: 1.0, lk, ..DSPARK.loss }, ..DSPARK },
-        LossDenominator(NORMALISER),
-        None,
-    );
-    assert!(sums.isfinite().all().int64_value(&[]) == 1, "{sums:?}");
-    for (name, gradient) in gradients(&block) {
-        assert!(gradient.isfinite().all().int64_value(&[]) == 1, "{name}");
+    let kl = DSparkObjective { loss: LossRecipe { kl_alpha: 1.0, lk, ..DSPARK.loss }, ..DSPARK };
+    for objective in [kl, BV] {
+        let sums = block.accumulate(&batch, &objective, LossDenominator(NORMALISER), None);
+        assert!(sums.isfinite().all().int64_value(&[]) == 1, "{sums:?}");
+        for (name, gradient) in gradients(&block) {
+            assert!(gradient.isfinite().all().int64_value(&[]) == 1, "{name}");
+        }
     }
 }
 

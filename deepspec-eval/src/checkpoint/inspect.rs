@@ -76,6 +76,7 @@ fn as_json(checkpoint: &Checkpoint) -> Value {
         "algorithm": drafter.kind.name(),
         "family": drafter.family,
         "design": drafter.kind.to_json(),
+        "attention_sinks": drafter.has_attention_sinks(),
         "drafted_tokens": drafter.kind.draft_len(),
         "layers": drafter.layers,
         "hidden_size": drafter.hidden_size,
@@ -124,6 +125,9 @@ fn as_text(checkpoint: &Checkpoint) -> String {
         line("vocabulary", format!("reduced to {} tokens (d2t)", drafter.draft_vocab_size));
     }
     drafter.kind.lines().into_iter().for_each(|(what, value)| line(what, value));
+    if drafter.has_attention_sinks() {
+        line("attention", "with a sink for each query head".into());
+    }
     line("taps", tapped_layers(drafter));
     let (trained, targets) = count_parameters(checkpoint);
     let dtypes: BTreeSet<String> =

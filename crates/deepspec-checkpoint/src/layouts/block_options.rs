@@ -25,11 +25,18 @@ pub fn read_causal(fields: &Fields) -> Result<bool, CheckpointError> {
     read_shared_flag(fields, &CAUSAL_KEYS)
 }
 
-/// Whether the draft layers have attention sinks, by a key at the top level or in `dflash_config`.
+/// Whether the draft layers have attention sinks. `dflash_config.attention_sink_bias` decides if it is present, as in vLLM, and
+/// else any of [`SINK_KEYS`].
 ///
 /// # Errors
 /// Fails if a key is neither a flag nor null, or if two keys contradict each other.
 pub fn read_attention_sinks(fields: &Fields) -> Result<bool, CheckpointError> {
+    if let Some(Value::Object(_)) = fields.map.get(INNER_KEY) {
+        let inner = fields.required_object(INNER_KEY)?;
+        if inner.map.contains_key(ATTENTION_SINK_BIAS) {
+            return Ok(inner.flag(ATTENTION_SINK_BIAS)?.unwrap_or(false));
+        }
+    }
     read_shared_flag(fields, &SINK_KEYS)
 }
 

@@ -25,7 +25,7 @@ pub struct Reader {
 }
 
 impl Reader {
-    /// Whether drafters of this kind may have causal blocks.
+    /// Whether drafters of this kind may have causal blocks and attention sinks.
     pub fn has_block_options(&self) -> bool {
         CAUSAL_KEYS.iter().all(|key| self.keys.contains(key))
     }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use deepspec_checkpoint::{
     CAUSAL_KEYS, CheckpointError, CheckpointFormat, Decoder, DflashConfig, DflashConfigKeys, Drafter, Engine,
     EngineSupport, ExternalClass, Family, Fields, GgufParts, GgufValue, Incompatibility, KindSettings,
-    Reader, Settings, Speculators, TensorShapes, Tensors, json_map,
+    Reader, SGLANG_HAS_NO_SINKS, Settings, Speculators, TensorShapes, Tensors, json_map,
 };
 use deepspec_core::SlotTarget;
 use serde_json::{Map, Value, json};
@@ -325,7 +325,10 @@ impl KindSettings for DSparkSettings {
         Some(DflashConfigKeys { class, top, inner })
     }
 
-    fn engine_format(&self, engine: Engine, _: &Drafter) -> Result<CheckpointFormat, String> {
+    fn engine_format(&self, engine: Engine, drafter: &Drafter) -> Result<CheckpointFormat, String> {
+        if drafter.has_attention_sinks() && engine == Engine::Sglang {
+            return Err(SGLANG_HAS_NO_SINKS.into());
+        }
         if self.blocks.causal && engine == Engine::Sglang {
             return Err(WHOLE_BLOCKS.into());
         }
@@ -343,7 +346,7 @@ impl KindSettings for DSparkSettings {
 
     fn gguf_parts(&self, drafter: &Drafter) -> Result<GgufParts, String> {
         if drafter.has_attention_sinks() {
-            return Err("attention sinks are not written to GGUF".into());
+            return Err("attention sinks are not written to GGUF files".into());
         }
         if self.blocks.causal {
             return Err(

@@ -1,6 +1,8 @@
 //! The keys by which tools mark causal blocks and attention sinks.
 
-use deepspec_checkpoint::{ADD_SWA_ATTENTION_SINK_BIAS, ATTENTION_SINK_BIAS, CAUSAL_KEYS, CheckpointFormat};
+use deepspec_checkpoint::{
+    ADD_SWA_ATTENTION_SINK_BIAS, ATTENTION_SINK_BIAS, CAUSAL_KEYS, CheckpointFormat, engine_compatibility,
+};
 use deepspec_drafters::{DrafterOptions, load_drafter, open_checkpoint};
 use safetensors::Dtype;
 use serde_json::json;
@@ -94,6 +96,15 @@ fn attention_sinks_are_read_in_both_spellings_and_written_for_engines() {
         let told = refusal(&zlab, CheckpointFormat::Speculators, Some(&target));
         assert!(told.contains("speculators has no attention sinks"), "{told}");
     }
+    // vLLM reads the outer key only without the inner one.
+    let both = edited(&zlab, |config| {
+        config["dflash_config"][ATTENTION_SINK_BIAS] = json!(true);
+        config[ADD_SWA_ATTENTION_SINK_BIAS] = json!(false);
+    });
+    let opened = open_checkpoint(both.path()).unwrap();
+    opened.check().unwrap();
+    let sglang = engine_compatibility(&opened).into_iter().find(|engine| engine.engine == "SGLang").unwrap();
+    assert!(!sglang.loads && sglang.note.contains("attention sinks"), "{}", sglang.note);
     // Tensors without the key, and the key without tensors.
     let keyed = edited(&fixture::zlab(), |config| config["dflash_config"][ATTENTION_SINK_BIAS] = json!(true));
     for folder in [zlab, keyed] {

@@ -74,12 +74,17 @@ impl ModelConfig {
             // A target may have layers of one kind only. They are then the same with and without a window.
             let own = self.layers.iter().find(like).or(self.layers.first());
             let own = own.ok_or_else(|| misfit("the target has no layers"))?;
-            Ok(LayerSpec { attention: AttentionSpec { window, ..own.attention }, ..own.clone() })
+            Ok(LayerSpec {
+                attention: AttentionSpec { window, sinks: false, ..own.attention },
+                ..own.clone()
+            })
         };
         let layers = windows.iter().map(layer).collect::<Result<Vec<_>, ModelError>>()?;
         // The config of a target without a family here describes its drafters, which read embeddings as they are stored.
         let embed_scale = if self.has_forward { self.embed_scale } else { 1.0 };
-        Ok(Self { raw: config(&self.raw, &layers), layers, embed_scale, ..self.clone() })
+        let mut raw = config(&self.raw, &layers);
+        raw.retain(|key, _| ![ATTENTION_SINK_BIAS, ADD_SWA_ATTENTION_SINK_BIAS].contains(&key.as_str()));
+        Ok(Self { raw, layers, embed_scale, ..self.clone() })
     }
 
     /// The decoder with attention sinks in all layers; None if layers of this family have none.

@@ -1,6 +1,6 @@
 //! Loss of a block that block verification accepts, with its gradient.
 
-use tch::{Kind, Tensor};
+use tch::Tensor;
 
 /// Below this β the loss is computed as its limit at β = 0, because 1/β would amplify rounding.
 const MIN_BETA: f64 = 1e-3;
@@ -17,6 +17,19 @@ pub(super) struct BlockRows<'a> {
     pub blocks: i64,
     /// γ, slots of a block.
     pub gamma: i64,
+}
+
+impl BlockRows<'_> {
+    /// Values of the rows `[n]` in their slots, zeros elsewhere: `[blocks, γ]`.
+    fn to_grid(&self, of_rows: &Tensor) -> Tensor {
+        let grid = Tensor::zeros([self.blocks * self.gamma], (of_rows.kind(), of_rows.device()));
+        grid.index_copy(0, self.slots, of_rows).view([self.blocks, self.gamma])
+    }
+
+    /// Values of the slots `[blocks, γ]` that have rows: `[n, 1]`.
+    fn to_rows(&self, grid: &Tensor) -> Tensor {
+        grid.reshape([-1]).index_select(0, self.slots).unsqueeze(1)
+    }
 }
 
 /// Loss of some blocks, and its gradient.
@@ -42,35 +55,35 @@ pub(super) fn block_verification_loss(
     tch::with_grad(|| {
         let logits = draft.detach().set_requires_grad(true);
         let loss = block_losses(&logits, target, rows, beta); // [blocks]
-        let block_of_row = rows.slots.divide_scalar_mode(rows.gamma, "floor");
-        let value = loss.index_select(0, &block_of_row);
-        let total = (&value * rows.weights).sum(Kind::Float);
+        // Sums over the slots of a block add in a fixed order, also on a GPU.
+        let weights = rows.to_grid(&rows.weights.to_kind(logits.kind())).sum_dim_intlist(1, false, None);
+        let total = (&loss * weights).sum(None);
         let gradient = Tensor::run_backward(&[total], &[&logits], false, false).remove(0);
-        BlockVerificationLoss { value: value.detach().unsqueeze(1), gradient }
+        let block_of_row = rows.slots.divide_scalar_mode(rows.gamma, "floor");
+        let value = loss.detach().index_select(0, &block_of_row);
+        BlockVerificationLoss { value: value.unsqueeze(1), gradient }
     })
 }
 
 /// Loss of each block, `[blocks]`.
 fn block_losses(draft: &Tensor, target: &Tensor, rows: &BlockRows, beta: f64) -> Tensor {
-    let (blocks, gamma) = (rows.blocks, rows.gamma);
     let kind = draft.kind();
-    let to_grid = |of_rows: &Tensor| {
-        let grid = Tensor::zeros([blocks * gamma], (kind, draft.device()));
-        grid.index_copy(0, rows.slots, of_rows).view([blocks, gamma])
-    };
-    let to_rows = |grid: &Tensor| grid.reshape([-1]).index_select(0, rows.slots).unsqueeze(1);
     // 1. Log probabilities of all tokens and of the labels.
     let (log_p, log_q) = (draft.log_softmax(-1, kind), target.to_kind(kind).log_softmax(-1, kind)); // [n, V]
     let of_labels = |log: &Tensor| log.gather(1, &rows.labels.unsqueeze(1), false).squeeze_dim(1);
     // 2. r and a before each position.
-    let ratio = to_grid(&(of_labels(&log_q) - of_labels(&log_p))); // [blocks, γ]
-    let sum = ratio.cumsum(1, kind);
-    let least = sum.cummin(1).0.clamp_max(0.0);
-    let shift = |grid: &Tensor| grid.narrow(1, 0, gamma - 1).constant_pad_nd([1, 0]);
-    let (sum, least) = (to_rows(&shift(&sum)), to_rows(&shift(&least))); // [n, 1]
+    let ratio = rows.to_grid(&(of_labels(&log_q) - of_labels(&log_p))); // [blocks, γ]
+    let zero = Tensor::zeros([rows.blocks], (kind, draft.device()));
+    let (mut sums, mut minima) = (vec![zero.shallow_clone()], vec![zero]);
+    for position in 0..rows.gamma - 1 {
+        let sum = &sums[position as usize] + ratio.select(1, position);
+        minima.push(minima[position as usize].minimum(&sum));
+        sums.push(sum);
+    }
+    let [sum, least] = [sums, minima].map(|columns| rows.to_rows(&Tensor::stack(&columns, 1))); // [n, 1]
     // 3. Scores, and their mean over the slots before the first one without a label.
-    let score = to_grid(&(least + log_p).minimum(&(sum + log_q)).logsumexp([-1], false));
-    let counted = to_grid(&rows.weights.ones_like().to_kind(kind)).cumprod(1, kind);
+    let score = rows.to_grid(&(least + log_p).minimum(&(sum + log_q)).logsumexp([-1], false));
+    let counted = rows.to_grid(&rows.weights.ones_like().to_kind(kind)).cumprod(1, kind);
     let count = counted.sum_dim_intlist(1, false, kind).clamp_min(1.0);
     if beta < MIN_BETA {
         return -(score * counted).sum_dim_intlist(1, false, kind) / count;
@@ -85,7 +98,7 @@ fn block_losses(draft: &Tensor, target: &Tensor, rows: &BlockRows, beta: f64) ->
 
 #[cfg(test)]
 mod tests {
-    use tch::Device;
+    use tch::{Device, Kind};
 
     use super::*;
 

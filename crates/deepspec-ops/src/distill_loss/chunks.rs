@@ -23,7 +23,7 @@ const CHUNK_ROW_LIMITS_IN_PLACE: (i64, i64) = (64, 448);
 /// 512 rows, each matmul for these gradients took 0.5 ms on an H200.
 const GPU_CHUNK_BYTES: i64 = 544 << 20;
 const GPU_CHUNK_ROW_LIMITS: (i64, i64) = (512, 1792);
-/// Rows of a tile on a GPU, where losses need temporaries.
+/// Rows of a tile on a GPU, where losses need temporaries. The loss of block verification needs twice as many.
 const GPU_TILE_ROWS: i64 = 512;
 /// Bytes of a tile on a CPU. The losses read a tile a few times, and caches should hold it.
 const TILE_BYTES: i64 = 1 << 19;
@@ -97,9 +97,10 @@ fn max_chunk_rows(vocab: i64, adds_in_place: bool, value: usize, device: Device)
 }
 
 /// Maximum rows of a tile.
-fn max_tile_rows(vocab: i64, device: Device) -> i64 {
+fn max_tile_rows(vocab: i64, device: Device, recipe: &LossRecipe) -> i64 {
     match device {
         Device::Cpu => TILE_BYTES / (4 * vocab),
+        _ if recipe.block_verification.is_some() => GPU_TILE_ROWS / 2,
         _ => GPU_TILE_ROWS,
     }
 }
@@ -150,7 +151,8 @@ pub fn distill_loss(head: &LossHead, rows: &SupervisedRows, recipe: &LossRecipe)
     let range_of =
         |chunk: &BlockSpan| if are_shared { rows.sources.state_range(chunk) } else { (0, chunk.rows) };
     let ranges: Vec<(i64, i64)> = chunks.iter().map(range_of).collect();
-    let tile = if is_weighed { TILE_BYTES_IN_PLACE / (4 * vocab) } else { max_tile_rows(vocab, device) };
+    let tile =
+        if is_weighed { TILE_BYTES_IN_PLACE / (4 * vocab) } else { max_tile_rows(vocab, device, recipe) };
     let of_sources = ranges.iter().map(|(_, count)| *count).max().unwrap_or(0);
     let largest = chunks.iter().map(|chunk| chunk.rows).max().unwrap_or(0);
     let buffer = |rows: i64| match is_weighed {

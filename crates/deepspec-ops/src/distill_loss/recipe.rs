@@ -68,7 +68,8 @@ pub struct Lk {
 }
 
 /// A loss of the tokens that block verification accepts (BV, arXiv 2609.34832). A block with scores s_k loses
-/// −1/β · log mean_k e^{β s_k} and weighs as the sum of its position weights.
+/// −1/β · log mean_k e^{β s_k} and weighs as the sum of its position weights. Its positions end before the first one without
+/// a label.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct BlockVerification {
@@ -187,4 +188,20 @@ fn default_block_verification_beta() -> f64 {
 
 fn default_dpace_smoothing() -> f64 {
     0.5
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn beta_grows_with_training() {
+        let block_verification = Some(BlockVerification { alpha: 0.9, beta: 2.0 });
+        let recipe = LossRecipe { ce_alpha: 0.1, block_verification, ..LossRecipe::NONE };
+        for (progress, beta) in [(0.0, 0.0), (0.5, 1.0), (1.0, 2.0)] {
+            let found = recipe.at(progress);
+            assert_eq!(found.block_verification, Some(BlockVerification { alpha: 0.9, beta }));
+            assert_eq!(LossRecipe { block_verification, ..found }, recipe);
+        }
+    }
 }

@@ -63,7 +63,8 @@ fn attend_with_sinks(
     sinks: &Tensor,
 ) -> Tensor {
     let wide = if q.kind() == Kind::Double { Kind::Double } else { Kind::Float };
-    let scores = (q.matmul(&k.transpose(-1, -2)).to_kind(wide) * scale) + mask;
+    // Products of bfloat16 would round the scores.
+    let scores = q.to_kind(wide).matmul(&k.to_kind(wide).transpose(-1, -2)) * scale + mask;
     let mut column = scores.size();
     let keys = std::mem::replace(&mut column[3], 1);
     let all = Tensor::cat(&[scores, sinks.to_kind(wide).expand(column, false)], -1);

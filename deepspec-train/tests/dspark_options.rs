@@ -1,4 +1,4 @@
-//! The built binary with draft layers that have attention sinks.
+//! The built binary with options of DSpark: attention sinks and the loss of block verification.
 
 mod common;
 
@@ -45,4 +45,26 @@ fn a_killed_run_resumes_with_its_sinks() {
         2,
         &["another recipe", "attention_sinks"],
     );
+}
+
+/// β grows with the progress of training, so a resumed run must know how far it is.
+#[test]
+fn a_killed_run_resumes_with_the_loss_of_block_verification() {
+    let annealed = ["--set", "drafter.dspark.loss={ce_alpha: 0.1, block_verification: {alpha: 0.9}}"];
+    let fixed = ["--set", "drafter.dspark.loss={ce_alpha: 0.1, block_verification: {alpha: 0.9, beta: 0}}"];
+    let [whole, killed, other] = [(); 3].map(|()| Bench::new());
+    whole.succeeds(&annealed);
+    let reported = |bench: &Bench| {
+        let losses = bench.metrics().into_iter().filter_map(|row| row["block_verification_loss"].as_f64());
+        losses.collect::<Vec<_>>()
+    };
+    let losses = reported(&whole);
+    assert!(losses.len() > 1 && losses[losses.len() - 1] < losses[0], "{losses:?}");
+    let mut child = start_until(&killed, STEPS / 2, &annealed);
+    child.kill().unwrap();
+    child.wait().unwrap();
+    killed.succeeds(&annealed);
+    assert_eq!(whole.result(), killed.result());
+    other.succeeds(&fixed);
+    assert_ne!(reported(&other), losses, "β is not annealed");
 }
