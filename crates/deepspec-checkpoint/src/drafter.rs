@@ -106,8 +106,8 @@ pub trait KindSettings: fmt::Debug + Send + Sync {
         family.pre_norm && family.qk_norm
     }
 
-    /// Input width of a layer's attention, as a multiple of the hidden size.
-    fn layer_inputs(&self) -> usize {
+    /// Input width of the attention of layer `layer`, as a multiple of the hidden size.
+    fn layer_inputs(&self, _layer: u64) -> usize {
         1
     }
 

@@ -50,13 +50,13 @@ pub fn tensor_shapes(path: &Path, drafter: &Drafter) -> Result<Option<TensorShap
     let inner = fields.required_size::<u64>("intermediate_size")? as usize;
     let heads = Heads::of(&fields, drafter)?;
     let [heads, groups, dim] = [heads.query, heads.key_value, heads.dim].map(|size| size as usize);
-    let read = drafter.kind.layer_inputs() * width;
 
     let mut found = vec![
         ("fc.weight".to_string(), vec![width, width * drafter.kind.fc_inputs(drafter)]),
         ("norm.weight".into(), vec![width]),
     ];
     for layer in 0..drafter.layers {
+        let read = drafter.kind.layer_inputs(layer) * width;
         let mut put =
             |name: &str, shape: Vec<usize>| found.push((format!("layers.{layer}.{name}.weight"), shape));
         put("self_attn.q_proj", vec![heads * dim, read]);

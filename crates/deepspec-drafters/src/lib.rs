@@ -41,16 +41,16 @@ pub use draft_model::{
     WarmStartCheck, is_embed_or_head,
 };
 pub use drafter::{
-    ConfigIssue, Drafter, DrafterOptions, DrafterOverrides, DrafterPlan, DrafterProbe, GradReadyHook,
-    Metrics, ParamCounts, Predictions, TrainableDrafter,
+    ConfigIssue, Drafter, DrafterOptions, DrafterOverrides, DrafterPlan, DrafterProbe,
+    GradReadyHook, Metrics, ParamCounts, Predictions, TrainableDrafter,
 };
 pub use dspark::{
     ConfidenceRecipe, ConfidenceSettings, DSPARK_SUMS, DSpark, DSparkConfig, DSparkObjective, DSparkPlan,
     DSparkProposer, DSparkRecipe, DSparkSettings, MarkovKind, MarkovSettings,
 };
 pub use eagle3::{
-    Eagle3, Eagle3Batch, Eagle3Config, Eagle3Norms, Eagle3Objective, Eagle3Plan, Eagle3Proposer,
-    Eagle3Recipe, Eagle3Settings, Supervise, metric_defs as eagle3_metric_defs,
+    Eagle3, Eagle3Batch, Eagle3Config, Eagle3Objective, Eagle3Plan, Eagle3Proposer, Eagle3Recipe,
+    Eagle3Settings, Supervise, metric_defs as eagle3_metric_defs,
 };
 pub use mtp::{Mtp, MtpBatch, MtpConfig, MtpObjective, MtpPlan, MtpProposer, MtpRecipe, MtpSettings};
 pub use registry::{
@@ -59,6 +59,7 @@ pub use registry::{
 };
 pub use sample::{LossDenominator, TrainSample};
 pub use spec::{DrafterSpec, Recipe};
+pub use token_common::Eagle3Norms;
 pub use train_state::{TRAIN_STATE_FILE, trained_with_thinking};
 pub use xpress::{
     Consistency, RefinerRecipe, XPRESS_SUMS, XPress, XPressConfig, XPressObjective, XPressPlan,

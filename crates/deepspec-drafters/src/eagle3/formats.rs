@@ -10,8 +10,11 @@ use deepspec_checkpoint::{
 use deepspec_core::Tap;
 use serde_json::{Map, Value, json};
 
-use super::model::{Eagle3Norms, Eagle3Settings};
+use super::model::Eagle3Settings;
 use crate::draft_model::DrafterSettings as _;
+use crate::token_common::{
+    Eagle3Norms, TAPS_KEY, add_fusion_norm_shapes, captured_layers, default_taps, write_vocab_and_norms,
+};
 
 /// Reads checkpoints of Eagle3 in all layouts.
 pub static READER: Reader = Reader {
@@ -46,9 +49,6 @@ const SPECFORGE_CLASS: &str = "LlamaForCausalLMEagle3";
 /// SpecForge's prefix of the draft layer's tensors.
 const MIDLAYER: &str = "midlayer.";
 
-/// SpecForge's key of the target layers whose hidden states are captured.
-const TAPS_KEY: &str = "eagle_aux_hidden_state_layer_ids";
-
 /// Key of the flag whether the first residual is the normed state, in all formats.
 const NORM_BEFORE_RESIDUAL: &str = "norm_before_residual";
 
@@ -61,12 +61,6 @@ fn settings(fields: &Fields, decoder: &Decoder, steps: u64) -> Result<Settings, 
     let own =
         Eagle3Settings { draft_vocab_size, norms: Eagle3Norms::read(fields)?, ..Eagle3Settings::default() };
     Ok(Arc::new(Eagle3Settings { ttt_length: steps as usize, ..own }))
-}
-
-/// Keys of the norms that are set.
-fn set_norms(norms: Eagle3Norms) -> String {
-    let keys = norms.flags().into_iter().filter_map(|(key, is_set)| is_set.then_some(key));
-    keys.collect::<Vec<_>>().join(", ")
 }
 
 fn read_speculators(fields: &Fields, decoder: &mut Decoder) -> Result<Settings, CheckpointError> {
@@ -122,7 +116,7 @@ impl KindSettings for Eagle3Settings {
     fn lines(&self) -> Vec<(&'static str, String)> {
         let mut lines = vec![("drafts", format!("{} tokens, one after the other", self.ttt_length))];
         if !self.norms.is_original() {
-            lines.push(("norms", set_norms(self.norms)));
+            lines.push(("norms", self.norms.set_keys()));
         }
         lines
     }
@@ -135,21 +129,16 @@ impl KindSettings for Eagle3Settings {
         family.pre_norm
     }
 
-    fn layer_inputs(&self) -> usize {
+    fn layer_inputs(&self, _layer: u64) -> usize {
         2
     }
 
-    /// Layers that SpecForge, vLLM and SGLang capture by default: the outputs of layers 1, N/2 − 1 and N − 4.
     fn default_taps(&self, layers: u64) -> Vec<Tap> {
-        let layers = layers as i64;
-        let ids = [1, layers / 2 - 1, layers - 4];
-        let ascends = ids.windows(2).all(|pair| pair[0] < pair[1]);
-        Tap::from_layer_ids(ids.into_iter().filter(|_| ascends)).unwrap_or_default()
+        default_taps(layers)
     }
 
-    /// One hidden state per captured layer; three if the config does not say which.
     fn fc_inputs(&self, drafter: &Drafter) -> usize {
-        if drafter.taps.is_empty() { 3 } else { drafter.taps.len() }
+        captured_layers(drafter)
     }
 
     fn may_reduce_vocab(&self) -> bool {
@@ -159,13 +148,7 @@ impl KindSettings for Eagle3Settings {
     fn add_tensor_shapes(&self, drafter: &Drafter, shapes: &mut TensorShapes) {
         let norm = |layer| (format!("layers.{layer}.hidden_norm.weight"), vec![drafter.hidden_size as usize]);
         shapes.extend((0..drafter.layers).map(norm));
-        let (states, width) = (self.fc_inputs(drafter), drafter.hidden_size as usize);
-        if self.norms.before_fc {
-            shapes.push(("input_norm.weight".into(), vec![states * width]));
-        }
-        if self.norms.fc {
-            shapes.extend((0..states).map(|i| (format!("fc_norm.{i}.weight"), vec![width])));
-        }
+        add_fusion_norm_shapes(self.norms, drafter, shapes);
     }
 
     fn refusal(&self, drafter: &Drafter, to: CheckpointFormat) -> Option<String> {
@@ -181,7 +164,7 @@ impl KindSettings for Eagle3Settings {
                 Some(format!("{SPECFORGE_CLASS} {NO_QK_NORM}"))
             }
             CheckpointFormat::Specforge if !self.norms.is_original() => {
-                Some(format!("{SPECFORGE_CLASS} has no further norms ({})", set_norms(self.norms)))
+                Some(format!("{SPECFORGE_CLASS} has no further norms ({})", self.norms.set_keys()))
             }
             CheckpointFormat::Specforge if drafter.taps.len() != 3 => {
                 Some(format!("{SPECFORGE_CLASS} taps 3 layers, this one {}", drafter.taps.len()))
@@ -196,7 +179,7 @@ impl KindSettings for Eagle3Settings {
     fn reference_config(&self, drafter: &Drafter) -> (&'static str, Map<String, Value>) {
         let layers = ("draft_num_hidden_layers", json!(drafter.layers));
         let mut map = json_map([("ttt_length", json!(self.ttt_length)), layers]);
-        self.write_architecture(&mut map);
+        write_vocab_and_norms(&mut map, self.draft_vocab_size, self.norms);
         (READER.class, map)
     }
 
@@ -274,7 +257,7 @@ impl KindSettings for Eagle3Settings {
             ));
         }
         if !(Eagle3Norms { before_residual: false, ..self.norms }).is_original() {
-            return Err(format!("llama.cpp's Eagle3 has no further norms ({})", set_norms(self.norms)));
+            return Err(format!("llama.cpp's Eagle3 has no further norms ({})", self.norms.set_keys()));
         }
         if drafter.has_reduced_vocab() {
             return Err("its vocabulary is reduced, and its own LM head is not written as GGUF".into());

@@ -10,7 +10,6 @@ mod train;
 
 pub use batch::Eagle3Batch;
 pub use model::{
-    Eagle3, Eagle3Config, Eagle3Norms, Eagle3Objective, Eagle3Proposer, Eagle3Recipe, Eagle3Settings,
-    Supervise,
+    Eagle3, Eagle3Config, Eagle3Objective, Eagle3Proposer, Eagle3Recipe, Eagle3Settings, Supervise,
 };
 pub use train::{EAGLE3_INFO, Eagle3Plan, build_plan, metric_defs, read_recipe};

@@ -11,7 +11,7 @@ use deepspec_checkpoint::{CheckpointError, Fields, read_draft_vocab_size};
 use deepspec_core::recipe::{LossNormalization, require_at_least_one};
 use deepspec_engine::Context;
 use deepspec_models::ModelConfig;
-use deepspec_models::nn::{AttentionSpec, Builder, DecoderLayer, Heads, LayerInput, Qkv, RmsNorm};
+use deepspec_models::nn::{AttentionSpec, Builder, DecoderLayer, LayerInput, Qkv, RmsNorm};
 use deepspec_ops::kv_attention::{AttentionPlan, KvCache};
 use deepspec_ops::range;
 use schemars::JsonSchema;
@@ -22,7 +22,10 @@ use tch::{Kind, Tensor};
 use super::batch::{Eagle3Batch, TttCall, TttStep};
 use crate::ConfigIssue;
 use crate::draft_model::{DraftConfig, DraftModel, DrafterSettings, WarmStartCheck};
-use crate::token_common::{TokenDrafter, TokenProposer};
+use crate::token_common::{
+    Eagle3Norms, FusionNorms, TokenDrafter, TokenProposer, additive_mask, masked_attention,
+    write_vocab_and_norms,
+};
 
 /// Recipe section of Eagle3.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
@@ -43,52 +46,6 @@ pub struct Eagle3Recipe {
     /// Norms beyond those of the original Eagle3.
     #[serde(skip_serializing_if = "Eagle3Norms::is_original")]
     pub norms: Eagle3Norms,
-}
-
-/// Norms that variants of Eagle3 have and the original lacks. The keys of config.json are those of speculators and vLLM.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-#[serde(deny_unknown_fields, default)]
-pub struct Eagle3Norms {
-    /// The first layer adds attention's output to the normed state instead of the state (`norm_before_residual`).
-    pub before_residual: bool,
-    /// One norm of all captured hidden states of a token before `fc` (`norm_before_fc`).
-    pub before_fc: bool,
-    /// A norm of each captured hidden state before `fc` (`fc_norm`).
-    pub fc: bool,
-    /// The drafter reads its own states after the final norm (`norm_output`), which keeps their size equal over the steps.
-    pub output: bool,
-}
-
-impl Eagle3Norms {
-    /// Whether there are only the norms of the original.
-    pub fn is_original(&self) -> bool {
-        *self == Self::default()
-    }
-
-    /// The flags by their keys in config.json.
-    pub(super) fn flags(self) -> [(&'static str, bool); 4] {
-        [
-            ("norm_before_residual", self.before_residual),
-            ("norm_before_fc", self.before_fc),
-            ("fc_norm", self.fc),
-            ("norm_output", self.output),
-        ]
-    }
-
-    /// Reads the flags; an absent one is false.
-    pub(super) fn read(fields: &Fields) -> Result<Self, CheckpointError> {
-        let flag = |key| Ok::<_, CheckpointError>(fields.flag(key)?.unwrap_or(false));
-        let [before_residual, before_fc, fc, output] = Self::default().flags().map(|(key, _)| flag(key));
-        Ok(Self { before_residual: before_residual?, before_fc: before_fc?, fc: fc?, output: output? })
-    }
-
-    /// The two norms before `fc` exclude each other.
-    fn check(self) -> Result<(), ConfigIssue> {
-        match self.before_fc && self.fc {
-            true => Err(("fc_norm", "true, and norm_before_fc too; only one of them may be".into())),
-            false => Ok(()),
-        }
-    }
 }
 
 impl Default for Eagle3Recipe {
@@ -196,7 +153,7 @@ impl DrafterSettings for Eagle3Settings {
         if let Some(layers) = map.get("num_hidden_layers").cloned() {
             map.insert("draft_num_hidden_layers".into(), layers);
         }
-        self.write_architecture(map);
+        write_vocab_and_norms(map, self.draft_vocab_size, self.norms);
     }
 
     fn check(&self, model: &ModelConfig) -> Result<(), ConfigIssue> {
@@ -231,22 +188,6 @@ impl DrafterSettings for Eagle3Settings {
     }
 }
 
-impl Eagle3Settings {
-    /// Writes the keys of config.json that differ from their defaults.
-    pub(super) fn write_architecture(&self, map: &mut Map<String, Value>) {
-        map.remove("draft_vocab_size");
-        if let Some(size) = self.draft_vocab_size {
-            map.insert("draft_vocab_size".into(), json!(size));
-        }
-        for (key, is_set) in self.norms.flags() {
-            map.remove(key);
-            if is_set {
-                map.insert(key.into(), json!(true));
-            }
-        }
-    }
-}
-
 /// An Eagle3 drafter.
 pub type Eagle3 = DraftModel<Eagle3Modules>;
 
@@ -255,8 +196,7 @@ pub struct Eagle3Modules {
     /// Layers whose attention reads `[embedding; state]`.
     pub(super) layers: Vec<DecoderLayer>,
     norm: RmsNorm,
-    /// Norm of all captured hidden states of a token, or one norm per captured layer; see [`Eagle3Norms`].
-    fc_norms: Vec<RmsNorm>,
+    fusion_norms: FusionNorms,
     /// Whether states are normed where they are made, and not before the LM head.
     norms_output: bool,
 }
@@ -269,17 +209,10 @@ impl Eagle3Modules {
         let (norms, taps) = (config.settings.norms, config.decoder.taps.len());
         let layer =
             |(i, spec)| DecoderLayer::with_embeddings(b, &format!("layers.{i}"), spec, norms.before_residual);
-        let norm = |name: &str, width| RmsNorm::new(b, name, width, c.rms_norm_eps);
         Self {
             layers: layers.map(layer).collect(),
-            norm: norm("norm", c.hidden_size),
-            fc_norms: match norms {
-                Eagle3Norms { before_fc: true, .. } => vec![norm("input_norm", taps as i64 * c.hidden_size)],
-                Eagle3Norms { fc: true, .. } => {
-                    (0..taps).map(|i| norm(&format!("fc_norm.{i}"), c.hidden_size)).collect()
-                }
-                _ => vec![],
-            },
+            norm: RmsNorm::new(b, "norm", c.hidden_size, c.rms_norm_eps),
+            fusion_norms: FusionNorms::new(b, norms, taps, c),
             norms_output: norms.output,
         }
     }
@@ -301,15 +234,7 @@ impl Eagle3 {
 
     /// Projects captured hidden states `[N, m·d]` to the states before the first layer, `[N, d]`.
     fn fuse_captured(&self, captured: &Tensor) -> Tensor {
-        match self.modules.fc_norms.as_slice() {
-            [] => self.fuse(captured),
-            norms => {
-                let chunks = captured.chunk(norms.len() as i64, -1);
-                let normed: Vec<Tensor> =
-                    norms.iter().zip(&chunks).map(|(norm, chunk)| norm.forward(chunk)).collect();
-                self.fuse(&Tensor::cat(&normed, -1))
-            }
-        }
+        self.fuse(&self.modules.fusion_norms.forward(captured))
     }
 
     /// The layers' output `[N, d]` as the next step and the LM head read it.
@@ -362,34 +287,25 @@ fn ttt_attention(
     history: &StepKeyValues,
     q: &Tensor,
 ) -> Tensor {
-    let Heads { query, key_value, dim } = spec.heads;
-    let repeats = query / key_value;
     let ((keys, values), later_steps) = (&history[0], &history[1..]);
     let run_call = |call: &TttCall| {
         let call_rows = |t: &Tensor| t.narrow(0, call.first, call.rows);
-        // Keys or values: of step 0 up to the call's last position, then of the call's positions in each later step: [1, G, K, D].
+        // Keys or values: of step 0 up to the call's last position, then of the call's positions in each later step: [K, G, D].
         let call_keys = |first_step: &Tensor, later: &dyn Fn(&(Tensor, Tensor)) -> Tensor| {
             let mut steps = vec![first_step.narrow(0, call.first_key, call.keys)];
             steps.extend(later_steps.iter().map(|made| call_rows(&later(made))));
-            Tensor::cat(&steps, 0).transpose(0, 1).unsqueeze(0)
+            Tensor::cat(&steps, 0)
         };
         let (k, v) = (
             call_keys(keys, &|made| made.0.shallow_clone()),
             call_keys(values, &|made| made.1.shallow_clone()),
         );
-        // Query heads that share a key head become further query rows: [1, G, repeats·rows, D].
-        let q = call_rows(q).view([call.rows, key_value, repeats, dim]).permute([1, 2, 0, 3]);
-        let q = q.reshape([1, key_value, repeats * call.rows, dim]);
         let options = (Kind::Int64, q.device());
         let is_future =
             Tensor::arange(call.keys, options).gt_tensor(&batch.step_list(call.token_positions).unsqueeze(1)); // [rows, keys]
         let is_other_position = Tensor::eye(call.rows, options).eq(0).repeat([1, later_steps.len() as i64]);
         let blocked = Tensor::cat(&[is_future, is_other_position], 1); // [rows, K]
-        let mask =
-            Tensor::zeros(blocked.size(), (q.kind(), q.device())).masked_fill(&blocked, f64::NEG_INFINITY);
-        let mask = mask.repeat([repeats, 1]);
-        let y = Tensor::scaled_dot_product_attention(&q, &k, &v, Some(&mask), 0.0, false, spec.scale, false);
-        y.view([key_value, repeats, call.rows, dim]).permute([2, 0, 1, 3]).reshape([call.rows, query * dim])
+        masked_attention(spec, &call_rows(q), [&k, &v], &additive_mask(spec, &blocked, q.kind()))
     };
     Tensor::cat(&step.calls.iter().map(run_call).collect::<Vec<_>>(), 0)
 }

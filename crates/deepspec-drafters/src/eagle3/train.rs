@@ -1,8 +1,5 @@
 //! Training of Eagle3: objective, metrics and costs.
 
-use std::path::Path;
-
-use deepspec_checkpoint::DraftVocab;
 use deepspec_core::FinalStates;
 use deepspec_core::config::ConfigError;
 use deepspec_core::recipe::{LossNormalization, Recipe};
@@ -21,7 +18,7 @@ use super::model::{
 use crate::block_common::{FROZEN_FACTOR, TRAINED_FACTOR};
 use crate::draft_model::{DraftDecoder, DrafterKind, PassRows, Plan, SampleSize, checkpoint_kind};
 use crate::registration::{DrafterKindInfo, ParamGroup, RecipeSection};
-use crate::token_common::{HEADLINE, STEP_SUMS, TAU_SUMS, ratio, step_metrics};
+use crate::token_common::{HEADLINE, STEP_SUMS, TAU_SUMS, ratio, read_draft_vocab, step_metrics};
 use crate::{
     ConfigIssue, Drafter, DrafterPlan, GradReadyHook, LossDenominator, Metrics, Predictions, TrainSample,
 };
@@ -74,22 +71,6 @@ pub fn build_plan<D>(
         normalization: recipe.train.loss_normalization,
     };
     Ok(Box::new(Eagle3Plan::new(config, objective).with_draft_vocab(draft_vocab)))
-}
-
-/// Reads the file of a reduced vocabulary. An error names the recipe's key.
-fn read_draft_vocab(path: &Path, target: &ModelConfig) -> Result<DraftVocab, ConfigIssue> {
-    let vocab = DraftVocab::read(path).map_err(|error| ("draft_vocab", error.to_string()))?;
-    if vocab.vocab_size() as i64 != target.vocab_size {
-        let (found, expected) = (vocab.vocab_size(), target.vocab_size);
-        let problem = format!("{}: it is for {found} tokens, the target has {expected}", path.display());
-        return Err(("draft_vocab", problem));
-    }
-    if vocab.tokens().len() == vocab.vocab_size() {
-        let problem =
-            format!("{}: it holds all of the target's tokens; leave draft_vocab out", path.display());
-        return Err(("draft_vocab", problem));
-    }
-    Ok(vocab)
 }
 
 impl DrafterKind for Eagle3Modules {

@@ -7,7 +7,7 @@ use deepspec_checkpoint::{CheckpointError, Fields};
 use deepspec_core::recipe::require_at_least_one;
 use deepspec_engine::Context;
 use deepspec_models::ModelConfig;
-use deepspec_models::nn::{AttentionSpec, Builder, DecoderLayer, Heads, Qkv, RmsNorm, Rotation};
+use deepspec_models::nn::{Builder, DecoderLayer, Qkv, RmsNorm, Rotation};
 use deepspec_ops::kv_attention::{AttentionPlan, KvCache};
 use deepspec_ops::{Attend, range};
 use schemars::JsonSchema;
@@ -18,7 +18,7 @@ use tch::Tensor;
 use super::batch::MtpBatch;
 use crate::ConfigIssue;
 use crate::draft_model::{DraftConfig, DraftModel, DrafterSettings};
-use crate::token_common::{TokenDrafter, TokenProposer};
+use crate::token_common::{TokenDrafter, TokenProposer, causal_attention};
 
 /// Recipe section of MTP-1.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
@@ -168,6 +168,7 @@ impl Mtp {
         let mut state = batch.states.shallow_clone();
         let mut steps = Vec::with_capacity(batch.steps());
         for step in 0..batch.steps() {
+            // A step attends to its own keys alone.
             let mut attend = |qkv: &Qkv| causal_attention(spec, &batch.lengths, qkv);
             state = self.renew(&state, &batch.step_tokens(step), rotations.layer(0), &mut attend);
             steps.push(state.shallow_clone());
@@ -188,30 +189,6 @@ impl Mtp {
         let x = self.fuse(&Tensor::cat(&[token, pre_fc_norm_hidden.forward(states)], -1));
         norm.forward(&layer.forward((&x).into(), rotation, attend, None))
     }
-}
-
-/// Causal attention within sequences of these lengths, `q [N, H, D]` to `[N, H·D]`. A step attends to its own keys alone.
-fn causal_attention(spec: &AttentionSpec, lengths: &[i64], qkv: &Qkv) -> Tensor {
-    let Heads { query, dim, .. } = spec.heads;
-    let repeats = spec.heads.num_kv_groups();
-    let by_sequence = |rows: &Tensor| rows.split_with_sizes(lengths, 0);
-    // Fused kernels of all devices take as many key heads as query heads: [1, H, T, D].
-    let all_heads = |keys: &Tensor| {
-        let repeated = if repeats == 1 {
-            keys.shallow_clone()
-        } else {
-            keys.repeat_interleave_self_int(repeats, 1, None)
-        };
-        repeated.transpose(0, 1).unsqueeze(0)
-    };
-    let [q, k, v] = [&qkv.q, &qkv.k, &qkv.v].map(by_sequence);
-    let attend = |((q, k), v): ((&Tensor, &Tensor), &Tensor)| {
-        let q = q.transpose(0, 1).unsqueeze(0);
-        let (k, v, none) = (all_heads(k), all_heads(v), None::<&Tensor>);
-        let y = Tensor::scaled_dot_product_attention(&q, &k, &v, none, 0.0, true, spec.scale, false);
-        y.squeeze_dim(0).transpose(0, 1).reshape([-1, query * dim])
-    };
-    Tensor::cat(&q.iter().zip(&k).zip(&v).map(attend).collect::<Vec<_>>(), 0)
 }
 
 /// An MTP-1 drafter with a KV cache of committed tokens.

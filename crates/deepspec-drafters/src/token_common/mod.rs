@@ -1,11 +1,19 @@
-//! Code that the drafters Eagle3 and MTP-1 share, which draft one token after the other.
+//! Code that Eagle3, P-EAGLE and MTP-1 share, which read tokens beside the target's states.
 //!
-//! Such a drafter keeps a state per sequence. It reads the state before a token and the token, and predicts the token behind it from
-//! the new state. States of committed tokens come from the target.
+//! Such a drafter reads the state before a token and the token, and predicts the token behind it from the new state. States of
+//! committed tokens come from the target. Eagle3 and MTP-1 draft one token after the other ([`TokenDrafter`]).
 
+mod attention;
+mod formats;
+mod fusion;
+mod last_states;
 mod metrics;
 mod proposer;
 
+pub use attention::{additive_mask, causal_attention, masked_attention};
+pub use formats::{TAPS_KEY, add_fusion_norm_shapes, captured_layers, default_taps};
+pub use fusion::{Eagle3Norms, FusionNorms, read_draft_vocab, write_vocab_and_norms};
+pub use last_states::LastStates;
 pub use metrics::{HEADLINE, STEP_SUMS, TAU_SUMS, ratio, step_metrics};
 pub use proposer::TokenProposer;
 

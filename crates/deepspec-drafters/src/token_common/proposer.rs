@@ -4,10 +4,9 @@ use deepspec_core::Tap;
 use deepspec_engine::{DraftRequest, DraftSampling, Proposal, Proposer};
 use deepspec_models::{ModelConfig, ModelError};
 use deepspec_ops::kv_attention::{Chunk, KvCache, MaskKind};
-use deepspec_ops::{DeviceArange, cat_row_runs};
 use tch::Tensor;
 
-use super::TokenDrafter;
+use super::{LastStates, TokenDrafter};
 use crate::draft_model::{DraftModel, DrafterSettings as _};
 use crate::drafter::draft_autoregressively;
 use crate::{Drafter, DrafterProbe};
@@ -17,10 +16,7 @@ pub struct TokenProposer<K: TokenDrafter> {
     model: DraftModel<K>,
     draft_len: usize,
     cache: KvCache,
-    /// State after each slot's last committed token, `[slots, d]`.
-    states: Tensor,
-    /// Source of index tensors of slots.
-    arange: DeviceArange,
+    last: LastStates,
 }
 
 impl<K: TokenDrafter> TokenProposer<K> {
@@ -28,14 +24,8 @@ impl<K: TokenDrafter> TokenProposer<K> {
     pub fn new(model: DraftModel<K>, slots: usize) -> Self {
         let (kind, device) = (model.kind(), model.device());
         let cache = KvCache::new(&model.attention_specs(), slots, kind, device);
-        let states = Tensor::zeros([slots as i64, model.config().model().hidden_size], (kind, device));
-        Self {
-            cache,
-            states,
-            arange: DeviceArange::new(device),
-            draft_len: model.config().settings.draft_len(),
-            model,
-        }
+        let last = LastStates::new(slots, model.config().model().hidden_size, kind, device);
+        Self { cache, last, draft_len: model.config().settings.draft_len(), model }
     }
 
     /// The model.
@@ -113,16 +103,10 @@ impl<K: TokenDrafter> Proposer for TokenProposer<K> {
         if !context_chunks.is_empty() {
             let states = K::context_states(&self.model, context);
             let states = self.extend_cache(&context_chunks, &context.next, &states);
-            // The last committed token of every slot.
-            let ends = context.chunks.iter().scan(0, |end, &(_, rows)| {
-                *end += rows as i64;
-                Some((*end - 1, 1))
-            });
-            let new = self.arange.int_tensor(context.chunks.iter().map(|&(slot, _)| slot));
-            let _ = self.states.index_copy_(0, &new, &cat_row_runs(&states, ends));
+            self.last.update(context, &states);
         }
         let past_len: Vec<usize> = slots.iter().map(|&slot| self.cache.len(slot)).collect();
-        let mut states = self.states.index_select(0, &self.arange.int_tensor(slots.iter().copied())); // [S, d]
+        let mut states = self.last.of_slots(slots); // [S, d]
         let mut draft_chunks = draft_chunks.iter();
         let proposal = draft_autoregressively(request, self.draft_len, |last| {
             if let Some(token) = last
