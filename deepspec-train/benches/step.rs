@@ -28,7 +28,7 @@ use deepspec_drafters::{
 use deepspec_models::ModelConfig;
 use deepspec_train::dist::ProcessGroup;
 use deepspec_train::optimizer::AdamW;
-use deepspec_train::schedule::choose_anchors;
+use deepspec_train::schedule::AnchorDraws;
 use serde::Serialize;
 use tch::{Device, Kind, Tensor};
 
@@ -237,12 +237,10 @@ impl Shape {
             taps: states(self.taps * self.hidden),
             last: states(self.hidden),
             last_positions: (0..self.tokens as u32).collect(),
-            anchors: choose_anchors(
+            anchors: AnchorDraws { seed: 1, epoch: step, id: &index.to_string() }.choose(
                 &anchor_candidates(&loss_mask),
                 self.anchors,
-                1,
-                step,
-                &index.to_string(),
+                0,
             ),
             loss_mask,
         }

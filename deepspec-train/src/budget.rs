@@ -172,7 +172,8 @@ impl MemoryEstimator<'_> {
     }
 
     fn sample_size(&self, mask: &[bool]) -> SampleSize {
-        let mut first = |candidates: &[usize], count: usize| candidates.iter().copied().take(count).collect();
+        let mut first =
+            |candidates: &[usize], count: usize, _| candidates.iter().copied().take(count).collect();
         SampleSize {
             tokens: mask.len(),
             supervised: mask.iter().filter(|&&supervised| supervised).count(),

@@ -12,7 +12,7 @@ use tch::{Device, Kind, Tensor};
 use crate::dist::ProcessGroup;
 use crate::dummy_data::{random_sample, random_samples};
 use crate::optimizer::AdamW;
-use crate::schedule::choose_anchors;
+use crate::schedule::AnchorDraws;
 use crate::setup::weight_dtype;
 use crate::staging::{self, HostToDeviceCopier};
 use crate::{gpu_info, memory};
@@ -209,10 +209,9 @@ impl DummyPass<'_> {
     fn prepare_pass(&self, pass: usize, samples: &[TrainSample], forwards: usize) -> PreparedPass {
         let mut weight = 0.0;
         let drawn = samples.iter().enumerate().map(|(index, sample)| {
-            let mut draw = |candidates: &[usize], count| {
-                choose_anchors(candidates, count, self.recipe.seed, pass, &index.to_string())
-            };
-            let anchors = self.drafter_plan.choose_anchors(&sample.loss_mask, &mut draw);
+            let draws = AnchorDraws { seed: self.recipe.seed, epoch: pass, id: &index.to_string() };
+            let mut choose = |candidates: &[usize], count, draw| draws.choose(candidates, count, draw);
+            let anchors = self.drafter_plan.choose_anchors(&sample.loss_mask, &mut choose);
             weight += self.drafter_plan.loss_denominator_part(&sample.loss_mask, &anchors);
             TrainSample {
                 input_ids: sample.input_ids.clone(),

@@ -357,7 +357,7 @@ fn embed_and_head_values(plan: &Plan) -> f64 {
 
 /// A sample without hidden states, enough to count operations.
 fn sample_without_states(plan: &Plan, loss_mask: &[bool]) -> TrainSample {
-    let mut first = |candidates: &[usize], count: usize| candidates.iter().copied().take(count).collect();
+    let mut first = |candidates: &[usize], count: usize, _| candidates.iter().copied().take(count).collect();
     let empty = || Tensor::empty([0, 0], (weight_dtype(plan.costs.recipe.train.precision), Device::Cpu));
     TrainSample {
         input_ids: vec![0; loss_mask.len()],

@@ -17,7 +17,7 @@ use deepspec_drafters::{DrafterPlan, LossDenominator, TrainSample};
 use deepspec_ops::{CudaEvent, CudaStream};
 use tch::{Device, Tensor};
 
-use crate::schedule::{SampleDraw, SampleOrder, Schedule, choose_anchors, epoch_shuffle, samples_of_rank};
+use crate::schedule::{AnchorDraws, SampleDraw, SampleOrder, Schedule, epoch_shuffle, samples_of_rank};
 use crate::staging::{self, HostToDeviceCopier, MICRO_BATCHES_WAITING};
 
 /// Micro-batches queued for the trainer.
@@ -263,8 +263,8 @@ struct PlannedSample {
 /// states.
 fn plan_sample(facts: &SampleMeta<'_>, options: LoaderOptions, draw: SampleDraw) -> PlannedSample {
     let mask = sample_loss_mask(facts);
-    let mut choose =
-        |candidates: &[usize], count| choose_anchors(candidates, count, options.seed, draw.epoch, &facts.id);
+    let draws = AnchorDraws { seed: options.seed, epoch: draw.epoch, id: &facts.id };
+    let mut choose = |candidates: &[usize], count, draw| draws.choose(candidates, count, draw);
     let anchors = options.drafter_plan.choose_anchors(&mask, &mut choose);
     let weight = options.drafter_plan.loss_denominator_part(&mask, &anchors);
     PlannedSample { sample: draw.sample, anchors, weight }

@@ -184,18 +184,53 @@ pub fn epoch_shuffle(seed: u64, dataset_size: usize) -> impl Fn(usize) -> Vec<us
     move |epoch| Stream::new(seed, &format!("epoch-{epoch}")).permutation(dataset_size, Purpose::Shuffle)
 }
 
-/// Chooses at most `count` anchor candidates of a sample, sorted. They depend only on seed, epoch
-/// and sample id.
-pub fn choose_anchors(candidates: &[usize], count: usize, seed: u64, epoch: usize, id: &str) -> Vec<usize> {
-    let mut chosen =
-        Stream::new(seed, &format!("anchors-{epoch}-{id}")).choose(candidates, count, Purpose::Anchor);
-    chosen.sort_unstable();
-    chosen
+/// The draws of a sample's anchors. They depend only on seed, epoch and sample id.
+#[derive(Clone, Copy)]
+pub struct AnchorDraws<'a> {
+    /// Seed of the run.
+    pub seed: u64,
+    /// Epoch.
+    pub epoch: usize,
+    /// Id of the sample.
+    pub id: &'a str,
+}
+
+impl AnchorDraws<'_> {
+    /// Chooses at most `count` of the candidates, sorted. Samples of different numbers `draw` are independent.
+    pub fn choose(self, candidates: &[usize], count: usize, draw: usize) -> Vec<usize> {
+        let Self { seed, epoch, id } = self;
+        let name = match draw {
+            0 => format!("anchors-{epoch}-{id}"),
+            draw => format!("draw-{draw}-of-anchors-{epoch}-{id}"),
+        };
+        let mut chosen = Stream::new(seed, &name).choose(candidates, count, Purpose::Anchor);
+        chosen.sort_unstable();
+        chosen
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn draws_of_anchors_are_repeatable_and_independent() {
+        let candidates: Vec<usize> = (0..100).collect();
+        let draws = |epoch| AnchorDraws { seed: 1, epoch, id: "a" };
+        let first = draws(0).choose(&candidates, 50, 0);
+        assert!(first.is_sorted() && first.len() == 50);
+        assert_eq!(first, draws(0).choose(&candidates, 50, 0));
+        let others = [
+            draws(0).choose(&candidates, 50, 1),
+            draws(0).choose(&candidates, 50, 2),
+            draws(1).choose(&candidates, 50, 0),
+        ];
+        for (at, other) in others.iter().enumerate() {
+            // About half of them are also among those of an independent draw.
+            let shared = other.iter().filter(|anchor| first.contains(anchor)).count();
+            assert!((15..36).contains(&shared), "draw {at}: {shared}");
+        }
+    }
 
     #[test]
     fn forwards_are_bounded_by_samples_and_by_tokens() {

@@ -62,6 +62,10 @@ pub trait Drafter: Proposer + Send {
     }
 }
 
+/// Samples positions of a training sequence: `choose(candidates, count, draw)` returns at most `count` candidates, sorted. Samples of
+/// different numbers `draw` are independent.
+pub type ChoosePositions<'a> = &'a mut dyn FnMut(&[usize], usize, usize) -> Vec<usize>;
+
 /// A key of a drafter's settings, and the problem with its value.
 pub type ConfigIssue = (&'static str, String);
 
@@ -82,13 +86,9 @@ pub trait DrafterPlan: Send + Sync {
         kind: Kind,
     ) -> Box<dyn TrainableDrafter>;
 
-    /// Anchors of a sample, ascending. `choose(candidates, count)` samples at most `count` candidates. Empty for drafters without blocks.
+    /// Anchors of a sample, ascending. Empty for drafters that train all positions. P-EAGLE repeats an anchor once per sampled depth.
     /// Anchors depend only on the loss mask, so that the loss denominator is known before the forward pass.
-    fn choose_anchors(
-        &self,
-        loss_mask: &[bool],
-        choose: &mut dyn FnMut(&[usize], usize) -> Vec<usize>,
-    ) -> Vec<usize>;
+    fn choose_anchors(&self, loss_mask: &[bool], choose: ChoosePositions) -> Vec<usize>;
 
     /// Which final hidden states of the target the samples need.
     fn final_states(&self) -> FinalStates;
@@ -193,8 +193,11 @@ pub trait DrafterProbe {
     /// Decoder and captured target layers.
     fn decoder(&self) -> &DraftDecoder;
 
-    /// Shape of the blocks; None for an autoregressive drafter.
+    /// Shape of the blocks; None for a drafter without blocks.
     fn block_spec(&self) -> Option<&BlockSpec>;
+
+    /// Token that stands for tokens to predict; None for a drafter without one.
+    fn mask_token_id(&self) -> Option<i64>;
 
     /// Whether the config may set `slots`.
     fn chooses_slots(&self) -> bool;

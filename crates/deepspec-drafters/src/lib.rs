@@ -41,7 +41,7 @@ pub use draft_model::{
     WarmStartCheck, is_embed_or_head,
 };
 pub use drafter::{
-    ConfigIssue, Drafter, DrafterOptions, DrafterOverrides, DrafterPlan, DrafterProbe,
+    ChoosePositions, ConfigIssue, Drafter, DrafterOptions, DrafterOverrides, DrafterPlan, DrafterProbe,
     GradReadyHook, Metrics, ParamCounts, Predictions, TrainableDrafter,
 };
 pub use dspark::{

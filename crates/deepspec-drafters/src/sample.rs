@@ -14,7 +14,7 @@ pub struct TrainSample {
     pub last: Tensor,
     /// Positions of the rows of `last`, ascending.
     pub last_positions: Vec<u32>,
-    /// Anchor positions of this pass, ascending, among the anchor candidates.
+    /// Anchor positions of this pass, ascending; see [`DrafterPlan::choose_anchors`](crate::DrafterPlan::choose_anchors).
     pub anchors: Vec<usize>,
 }
 

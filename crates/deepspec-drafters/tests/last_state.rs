@@ -45,7 +45,7 @@ fn pass(drafter: &str, factor: f64) -> (bool, Vec<Tensor>) {
     }
     let sample = TrainSample {
         input_ids: (0..TOKENS).map(|i| (i * 7) % VOCAB).collect(),
-        anchors: plan.choose_anchors(&loss_mask, &mut |candidates, _| candidates.to_vec()),
+        anchors: plan.choose_anchors(&loss_mask, &mut |candidates, _, _| candidates.to_vec()),
         loss_mask,
         taps,
         last,

@@ -129,7 +129,7 @@ pub fn train(
         let mut weight = 0.0;
         for turn in 0..4.min(all.len()) {
             let mut sample = all.remove(0);
-            sample.anchors = plan.choose_anchors(&sample.loss_mask, &mut |candidates, count| {
+            sample.anchors = plan.choose_anchors(&sample.loss_mask, &mut |candidates, count, _| {
                 let stride = (candidates.len() / count).max(1);
                 candidates.iter().copied().skip((step + turn) % stride).step_by(stride).take(count).collect()
             });

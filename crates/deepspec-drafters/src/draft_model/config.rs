@@ -49,7 +49,7 @@ pub trait DrafterSettings: Debug + Clone + Send + Sync + 'static {
         self.block_spec().map_or(0, BlockSpec::draft_len)
     }
 
-    /// Shape of the blocks; None for an autoregressive drafter.
+    /// Shape of the blocks; None for a drafter without blocks.
     fn block_spec(&self) -> Option<&BlockSpec> {
         None
     }
@@ -57,6 +57,11 @@ pub trait DrafterSettings: Debug + Clone + Send + Sync + 'static {
     /// Mutable [`Self::block_spec`].
     fn block_spec_mut(&mut self) -> Option<&mut BlockSpec> {
         None
+    }
+
+    /// Token that stands for tokens to predict, mutable; None for a drafter without one.
+    fn mask_token_id_mut(&mut self) -> Option<&mut i64> {
+        self.block_spec_mut().map(|blocks| &mut blocks.mask_token_id)
     }
 
     /// Width of the input of `fc`, as a multiple of the hidden size. `taps` is the number of captured layers.

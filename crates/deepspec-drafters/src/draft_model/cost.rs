@@ -12,7 +12,7 @@ pub struct SampleSize {
     pub tokens: usize,
     /// Number of supervised tokens.
     pub supervised: usize,
-    /// Number of blocks; 0 for autoregressive drafters.
+    /// Number of anchors that the plan of the drafter chooses; see [`DrafterPlan::choose_anchors`](crate::DrafterPlan::choose_anchors).
     pub anchors: usize,
 }
 

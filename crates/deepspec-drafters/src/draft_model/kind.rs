@@ -14,8 +14,8 @@ use super::{DraftConfig, DraftDecoder, DraftModel, DrafterSettings, PassRows, Sa
 use crate::block_common::{BlockSpec, anchor_candidates};
 use crate::registration::{CheckpointKind, drafter_classes};
 use crate::{
-    Drafter, DrafterOptions, DrafterOverrides, DrafterPlan, DrafterProbe, GradReadyHook, LossDenominator,
-    Metrics, ParamCounts, Predictions, TrainSample, TrainableDrafter,
+    ChoosePositions, Drafter, DrafterOptions, DrafterOverrides, DrafterPlan, DrafterProbe, GradReadyHook,
+    LossDenominator, Metrics, ParamCounts, Predictions, TrainSample, TrainableDrafter,
 };
 
 /// A kind of drafter that is trained on a target's hidden states. The type holds the weights of this kind. [`DraftModel`] holds embedding,
@@ -39,6 +39,12 @@ pub trait DrafterKind: Sized + Send + 'static {
 
     /// Requests the parameters from the builder, in the order in which they are trained.
     fn new(b: &Builder, config: &DraftConfig<Self::Settings>) -> Self;
+
+    /// See [`DrafterPlan::choose_anchors`]. By default, anchors of blocks.
+    fn choose_anchors(plan: &Plan<Self>, loss_mask: &[bool], choose: ChoosePositions) -> Vec<usize> {
+        let blocks = plan.config.settings.block_spec();
+        blocks.map_or_else(Vec::new, |blocks| choose(&anchor_candidates(loss_mask), blocks.num_anchors, 0))
+    }
 
     /// See [`DrafterPlan::loss_denominator_part`].
     fn loss_denominator_part(_plan: &Plan<Self>, _loss_mask: &[bool], _anchors: &[usize]) -> f64 {
@@ -157,13 +163,8 @@ impl<K: DrafterKind> DrafterPlan for Plan<K> {
         Box::new(DrafterWithLoss { model, objective: self.objective.clone() })
     }
 
-    fn choose_anchors(
-        &self,
-        loss_mask: &[bool],
-        choose: &mut dyn FnMut(&[usize], usize) -> Vec<usize>,
-    ) -> Vec<usize> {
-        let blocks = self.config.settings.block_spec();
-        blocks.map_or_else(Vec::new, |blocks| choose(&anchor_candidates(loss_mask), blocks.num_anchors))
+    fn choose_anchors(&self, loss_mask: &[bool], choose: ChoosePositions) -> Vec<usize> {
+        K::choose_anchors(self, loss_mask, choose)
     }
 
     fn final_states(&self) -> FinalStates {
@@ -267,6 +268,10 @@ impl<K: DrafterKind> DrafterProbe for DraftModel<K> {
         self.config().settings.block_spec()
     }
 
+    fn mask_token_id(&self) -> Option<i64> {
+        self.config().settings.clone().mask_token_id_mut().copied()
+    }
+
     fn chooses_slots(&self) -> bool {
         self.block_spec().is_some() && K::Settings::CHOOSES_SLOTS
     }
@@ -289,8 +294,10 @@ impl<K: DrafterKind> DrafterProbe for DraftModel<K> {
             let turn = |(own, like): (&mut LayerSpec, &LayerSpec)| own.rope = like.rope;
             config.decoder.model.layers.iter_mut().zip(&like.layers).for_each(turn);
         }
+        if let (Some(own), Some(other)) = (config.settings.mask_token_id_mut(), reading.mask_token_id) {
+            *own = other;
+        }
         if let Some(blocks) = config.settings.block_spec_mut() {
-            blocks.mask_token_id = reading.mask_token_id.unwrap_or(blocks.mask_token_id);
             blocks.slots = reading.slots.unwrap_or(blocks.slots);
             blocks.causal = reading.causal.unwrap_or(blocks.causal);
         }

@@ -100,8 +100,7 @@ fn applicable_trials(
         let what = "the last layer's state taken after the final norm".into();
         found.push((Cause::FinalNorm, what, DrafterChange::FinalNorm));
     }
-    if let Some(blocks) = drafter.block_spec() {
-        let own = blocks.mask_token_id;
+    if let Some(own) = drafter.mask_token_id() {
         for id in candidate_mask_ids(target.config(), tokenizer).into_iter().filter(|&id| id != own) {
             found.push((
                 Cause::MaskToken,
@@ -109,6 +108,8 @@ fn applicable_trials(
                 DrafterChange::Mask(id),
             ));
         }
+    }
+    if let Some(blocks) = drafter.block_spec() {
         if drafter.chooses_slots() {
             let other = blocks.slots.other_convention();
             found.push((Cause::Slots, format!("the other convention: {other}"), DrafterChange::Slots(other)));
