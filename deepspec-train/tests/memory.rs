@@ -74,6 +74,10 @@ fn mtp() -> Value {
     json!({"mtp": {"num_speculative_steps": 3}})
 }
 
+fn peagle(segments: usize) -> Value {
+    json!({"peagle": {"num_draft_layers": 2, "mask_token_id": VOCAB - 1, "segments": segments}})
+}
+
 /// A folder with the config.json of a medium-sized target.
 fn target(dir: &Path, gemma: bool) {
     let shape = if gemma { "gemma4_12b" } else { "qwen3_4b" };
@@ -254,6 +258,27 @@ fn eagle3_in_bfloat16() {
         return;
     }
     Case { drafter: eagle3(), gemma: false, precision: "bf16", samples: 1, tokens: 1024, recompute: false }
+        .check();
+}
+
+#[test]
+fn p_eagle_in_float32() {
+    Case { drafter: peagle(1), gemma: false, precision: "fp32", samples: 2, tokens: 768, recompute: false }
+        .check();
+}
+
+#[test]
+fn p_eagle_in_segments() {
+    Case { drafter: peagle(3), gemma: false, precision: "fp32", samples: 2, tokens: 1024, recompute: false }
+        .check();
+}
+
+#[test]
+fn p_eagle_in_bfloat16() {
+    if !has_bfloat16_products() {
+        return;
+    }
+    Case { drafter: peagle(1), gemma: false, precision: "bf16", samples: 2, tokens: 1024, recompute: false }
         .check();
 }
 

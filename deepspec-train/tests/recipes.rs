@@ -28,7 +28,8 @@ fn recipes() -> Vec<(&'static str, &'static str, PathBuf)> {
             TARGETS.iter().map(move |target| (*algorithm, *target, path(algorithm, target)))
         })
         .chain(
-            ["domino", "mtp", "xpress"].map(|algorithm| (algorithm, "qwen3_4b", path(algorithm, "qwen3_4b"))),
+            ["domino", "mtp", "peagle", "xpress"]
+                .map(|algorithm| (algorithm, "qwen3_4b", path(algorithm, "qwen3_4b"))),
         )
         .collect()
 }
@@ -56,7 +57,7 @@ fn small_target(dir: &Path, target: &str) {
 }
 
 fn recipe_has_blocks(algorithm: &str) -> bool {
-    !["eagle3", "mtp"].contains(&algorithm)
+    !["eagle3", "mtp", "peagle"].contains(&algorithm)
 }
 
 fn run(recipe: &Path, args: &[String]) -> Output {
@@ -83,6 +84,7 @@ fn all_of_the_reference_are_there_and_some_more() {
         let (length, seed) = match algorithm {
             "eagle3" => ("ttt7", 0),
             "mtp" => ("steps3", 0),
+            "peagle" => ("depths8", 0),
             "domino" => ("block16", 42),
             "xpress" => ("block16", 42),
             _ => ("block7", 42),
@@ -102,6 +104,10 @@ fn all_of_the_reference_are_there_and_some_more() {
         assert_eq!((train.precision, recipe.data.max_length), (TrainDtype::Bf16, 4096));
         assert_eq!((recipe.logging.logging_steps, recipe.logging.checkpointing_steps), (10, 3000));
         assert_eq!(recipe.logging.output_dir, "~/checkpoints/deepspec");
+        if let DrafterSpec::PEagle(peagle) = &recipe.drafter {
+            assert_eq!((peagle.num_draft_layers, peagle.num_depths, peagle.mask_token_id), (4, 8, mask));
+            assert_eq!((peagle.down_sample_ratio, peagle.down_sample_ratio_min), (0.7, 0.2));
+        }
         if let DrafterSpec::Domino(domino) = &recipe.drafter {
             assert_eq!((domino.block_size, domino.num_draft_layers, domino.num_anchors), (16, 5, 256));
             assert_eq!((domino.mask_token_id, domino.slots), (mask, SlotTarget::AnchorPredicts));
@@ -243,10 +249,13 @@ fn each_plans_and_runs_the_bench_at_small_sizes() {
         .into_iter()
         .flat_map(|setting| ["--set".to_string(), setting])
         .collect();
-        if recipe_has_blocks(algorithm) {
-            for setting in ["mask_token_id=95", "num_anchors=6"] {
-                args.extend(["--set".to_string(), format!("drafter.{algorithm}.{setting}")]);
-            }
+        let smaller: &[&str] = match algorithm {
+            "peagle" => &["mask_token_id=95"],
+            _ if recipe_has_blocks(algorithm) => &["mask_token_id=95", "num_anchors=6"],
+            _ => &[],
+        };
+        for setting in smaller {
+            args.extend(["--set".to_string(), format!("drafter.{algorithm}.{setting}")]);
         }
         args.push("--json".into());
         let with =

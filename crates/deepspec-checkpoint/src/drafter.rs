@@ -86,6 +86,16 @@ pub trait KindSettings: fmt::Debug + Send + Sync {
         None
     }
 
+    /// Whether the tokens to predict fill the slots of a block. If not, a drafter with a mask token appends it to the tokens (P-EAGLE).
+    fn has_slots(&self) -> bool {
+        self.mask_token_id().is_some()
+    }
+
+    /// Whether vLLM must be told to draft all tokens in one pass.
+    fn drafts_in_parallel(&self) -> bool {
+        false
+    }
+
     /// Whether a block position predicts the token at that position instead of the next one
     /// (z-lab's convention). The anchor's position then drafts nothing.
     fn predicts_own_position(&self) -> bool {

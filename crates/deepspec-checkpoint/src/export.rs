@@ -98,9 +98,13 @@ impl Engine {
     pub fn serve_arguments(self, drafter: &Drafter, path: &str) -> String {
         let (method, drafted) = (drafter.kind.method(), drafter.kind.draft_len());
         match self {
-            Self::Vllm => format!(
-                "--speculative-config '{{\"method\": \"{method}\", \"model\": \"{path}\", \"num_speculative_tokens\": {drafted}}}'"
-            ),
+            Self::Vllm => {
+                let parallel =
+                    if drafter.kind.drafts_in_parallel() { ", \"parallel_drafting\": true" } else { "" };
+                format!(
+                    "--speculative-config '{{\"method\": \"{method}\", \"model\": \"{path}\", \"num_speculative_tokens\": {drafted}{parallel}}}'"
+                )
+            }
             Self::Sglang => {
                 let own = drafter.kind.sglang_arguments();
                 let algorithm = method.to_uppercase();

@@ -48,6 +48,7 @@ pub fn risks(checkpoint: &Checkpoint, engine: Engine, target: &Target) -> Vec<Ri
         found.target_tokenizer_risk(),
         found.head_risk(),
         found.slots_risk(),
+        found.parallel_risk(),
         found.layers_risk(),
         found.mask_risk(),
         found.length_risk(),
@@ -231,8 +232,7 @@ impl ServingCheck<'_> {
     /// Which token a block position predicts: engines rely on an argument and do not check it.
     fn slots_risk(&self) -> Option<Risk> {
         let kind = &self.checkpoint.drafter().kind;
-        // Only block drafters have block positions.
-        kind.mask_token_id()?;
+        kind.has_slots().then_some(())?;
         let method = kind.method();
         let flag = match self.engine {
             Engine::LlamaCpp => {
@@ -250,6 +250,17 @@ impl ServingCheck<'_> {
             subject: "slots",
             problem: format!("{problem}; read the other way the accepted length is 1.0, without a word"),
             remedy: format!("serve it with {flag}"),
+        })
+    }
+
+    /// vLLM drafts one token after the other unless it is told otherwise, and leaves the learnt states of masked positions out.
+    fn parallel_risk(&self) -> Option<Risk> {
+        let drafter = self.checkpoint.drafter();
+        (self.engine == Engine::Vllm && drafter.kind.drafts_in_parallel()).then(|| Risk {
+            subject: "parallel drafting",
+            problem: "without parallel_drafting it drafts one token after the other, and the accepted length falls without a word"
+                .into(),
+            remedy: self.engine.serve_arguments(drafter, "DRAFTER"),
         })
     }
 

@@ -15,6 +15,7 @@ mod drafter;
 mod dspark;
 mod eagle3;
 mod mtp;
+mod peagle;
 mod registration;
 mod registry;
 mod sample;
@@ -53,6 +54,10 @@ pub use eagle3::{
     Eagle3Settings, Supervise, metric_defs as eagle3_metric_defs,
 };
 pub use mtp::{Mtp, MtpBatch, MtpConfig, MtpObjective, MtpPlan, MtpProposer, MtpRecipe, MtpSettings};
+pub use peagle::{
+    DownSampling, PEagle, PEagleBatch, PEagleConfig, PEagleObjective, PEaglePlan, PEagleProposer,
+    PEagleRecipe, PEagleSettings,
+};
 pub use registry::{
     check_layout, drafter_title, is_language_model, load_drafter, load_recipe, load_saved_recipe,
     open_checkpoint, plan_drafter, recipe_schema,

@@ -17,17 +17,18 @@ use serde_json::{Map, Value, json};
 use crate::registration::{CheckpointKind, DrafterKindInfo};
 use crate::{
     Drafter, DrafterOptions, DrafterPlan, DrafterSpec, Recipe, causal, dflash2, domino, dspark, eagle3, mtp,
-    xpress,
+    peagle, xpress,
 };
 
 /// All kinds of drafters, in the order of messages.
-const DRAFTER_KINDS: [&DrafterKindInfo; 8] = [
+const DRAFTER_KINDS: [&DrafterKindInfo; 9] = [
     &dspark::DSPARK_INFO,
     &dspark::DFLASH_INFO,
     &dflash2::DFLASH2_INFO,
     &domino::DOMINO_INFO,
     &xpress::XPRESS_INFO,
     &eagle3::EAGLE3_INFO,
+    &peagle::PEAGLE_INFO,
     &mtp::MTP_INFO,
     &causal::CAUSAL_INFO,
 ];

@@ -11,7 +11,7 @@ use crate::registration::RecipeSection;
 use crate::registry::drafter_title;
 use crate::{
     ConfigIssue, DFlash2Recipe, DSparkRecipe, DominoRecipe, DrafterPlan, Eagle3Recipe, MtpRecipe,
-    XPressRecipe, dflash2, domino, dspark, eagle3, mtp, xpress,
+    PEagleRecipe, XPressRecipe, dflash2, domino, dspark, eagle3, mtp, peagle, xpress,
 };
 
 /// A recipe whose drafter section is parsed.
@@ -32,12 +32,14 @@ pub enum DrafterSpec {
     XPress(XPressRecipe),
     /// `eagle3`.
     Eagle3(Eagle3Recipe),
+    /// `peagle`.
+    PEagle(PEagleRecipe),
     /// `mtp`.
     Mtp(MtpRecipe),
 }
 
 /// Names of the kinds in recipes.
-const KIND_NAMES: [&str; 7] = ["dspark", "dflash", "dflash2", "domino", "xpress", "eagle3", "mtp"];
+const KIND_NAMES: [&str; 8] = ["dspark", "dflash", "dflash2", "domino", "xpress", "eagle3", "peagle", "mtp"];
 
 impl DrafterSpec {
     /// Reads and checks the drafter section of a recipe.
@@ -54,6 +56,7 @@ impl DrafterSpec {
             "domino" => domino::read_recipe(&section).map(Self::Domino),
             "xpress" => xpress::read_recipe(&section).map(Self::XPress),
             "eagle3" => eagle3::read_recipe(&section).map(Self::Eagle3),
+            "peagle" => peagle::read_recipe(&section).map(Self::PEagle),
             "mtp" => mtp::read_recipe(&section).map(Self::Mtp),
             _ => {
                 let names = KIND_NAMES.map(|name| format!("`{name}`")).join(", ");
@@ -72,17 +75,19 @@ impl DrafterSpec {
             Self::Domino(_) => "domino",
             Self::XPress(_) => "xpress",
             Self::Eagle3(_) => "eagle3",
+            Self::PEagle(_) => "peagle",
             Self::Mtp(_) => "mtp",
         }
     }
 
-    /// Mask token of a block drafter.
+    /// Mask token of a drafter that has one.
     pub fn mask_token_id(&self) -> Option<i64> {
         match self {
             Self::DSpark(block) | Self::DFlash(block) => Some(block.mask_token_id),
             Self::DFlash2(recipe) => Some(recipe.mask_token_id),
             Self::Domino(recipe) => Some(recipe.mask_token_id),
             Self::XPress(recipe) => Some(recipe.mask_token_id),
+            Self::PEagle(recipe) => Some(recipe.mask_token_id),
             Self::Eagle3(_) | Self::Mtp(_) => None,
         }
     }
@@ -116,6 +121,7 @@ impl DrafterSpec {
             Self::Domino(own) => domino::build_plan(own, recipe, target),
             Self::XPress(own) => xpress::build_plan(own, recipe, target),
             Self::Eagle3(own) => eagle3::build_plan(own, recipe, target),
+            Self::PEagle(own) => peagle::build_plan(own, recipe, target),
             Self::Mtp(own) => mtp::build_plan(own, recipe, target),
         }
     }
@@ -129,6 +135,7 @@ impl Serialize for DrafterSpec {
             Self::Domino(settings) => json!(settings),
             Self::XPress(settings) => json!(settings),
             Self::Eagle3(settings) => json!(settings),
+            Self::PEagle(settings) => json!(settings),
             Self::Mtp(settings) => json!(settings),
         };
         serializer.collect_map([(self.kind(), settings)])

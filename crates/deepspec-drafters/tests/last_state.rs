@@ -79,6 +79,7 @@ fn only_shifted_eagle3_reads_the_states_of_the_last_token() {
         (format!("{{domino: {{{BLOCKS}, gru: {{hidden_size: 12, rank: 8}}}}}}"), false),
         ("{eagle3: {ttt_length: 3, supervise: labels}}".into(), false),
         ("{mtp: {}}".into(), false),
+        ("{peagle: {num_depths: 4, num_draft_layers: 2, mask_token_id: 7}}".into(), false),
         ("{eagle3: {ttt_length: 3, supervise: shifted}}".into(), true),
     ];
     for (drafter, expected) in drafters {

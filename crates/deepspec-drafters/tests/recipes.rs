@@ -50,7 +50,7 @@ fn mistakes_are_named_with_their_line_and_whole_key() {
     assert!(kind.contains("recipe.yaml:5: `drafter.dspork`: no drafter is called `dspork`"), "{kind}");
     assert!(
         kind.contains(
-            "expected one of `dspark`, `dflash`, `dflash2`, `domino`, `xpress`, `eagle3`, `mtp`; did you mean `dspark`?"
+            "expected one of `dspark`, `dflash`, `dflash2`, `domino`, `xpress`, `eagle3`, `peagle`, `mtp`; did you mean `dspark`?"
         ),
         "{kind}"
     );
@@ -168,6 +168,35 @@ fn domino_has_the_published_sizes_and_names_its_mistakes() {
     wrong("drafter.domino.loss={decay_gamma: 7}", "`drafter.domino.loss`: all weights are 0");
     wrong("drafter.domino.gru.hidden=8", "`drafter.domino.gru.hidden`");
     wrong("drafter.domino.causal=true", "`drafter.domino.causal`");
+}
+
+#[test]
+fn p_eagle_has_the_published_settings_and_names_its_mistakes() {
+    let peagle = "name: t\ntarget: {model: assets/tiny-target, layer_ids: [1]}\n\
+                  drafter: {peagle: {mask_token_id: 7}}\ndata: {states: {cache: runs/cache}, chat_template: qwen}\n";
+    let recipe = read(peagle, &[]).unwrap();
+    let expected = serde_json::json!({"peagle": {
+        "num_draft_layers": 4, "num_depths": 8, "mask_token_id": 7, "down_sample_ratio": 0.7,
+        "down_sample_ratio_min": 0.2, "segments": 1,
+    }});
+    assert_eq!(serde_json::to_value(&recipe.drafter).unwrap(), expected);
+    assert_eq!(recipe.drafter.mask_token_id(), Some(7));
+    assert_eq!(read(&config::to_yaml(&recipe).unwrap(), &[]).unwrap(), recipe);
+    let wrong = |change: &str, hint: &str| {
+        let error = read(peagle, &[change]).unwrap_err();
+        assert!(error.contains(hint), "{change}: {error}");
+    };
+    wrong("drafter.peagle.num_depths=1", "`drafter.peagle.num_depths`: must be at least 2");
+    wrong("drafter.peagle.segments=0", "`drafter.peagle.segments`: must be at least 1");
+    wrong("drafter.peagle.down_sample_ratio=0", "`drafter.peagle.down_sample_ratio`: 0 is not in (0, 1]");
+    wrong(
+        "drafter.peagle.down_sample_ratio_min=1.5",
+        "`drafter.peagle.down_sample_ratio_min`: 1.5 is not in (0, 1]",
+    );
+    wrong("drafter.peagle.ttt_length=7", "`drafter.peagle.ttt_length`");
+    wrong("target.layer_ids=[]", "`target.layer_ids`: P-EAGLE reads layers of the target");
+    let error = read(peagle, &["train.freeze=[heads]", "train.init_from=there"]).unwrap_err();
+    assert!(error.contains("expected some of `fusion`, `mask_hidden`, `layers`, `norm`"), "{error}");
 }
 
 /// MTP-1 reads no layers, so that a recipe names none.

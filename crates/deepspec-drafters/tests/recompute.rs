@@ -113,10 +113,10 @@ fn gradients_are_those_of_kept_activations() {
     }
 }
 
-/// Their single layer runs several times, so its gradients are complete only at the end.
+/// Autograd differentiates all their layers in one call, so that gradients are complete only at the end.
 #[test]
-fn eagle3_and_mtp_1_complete_nothing_early() {
-    for drafter in ["{eagle3: {}}", "{mtp: {}}"] {
+fn drafters_that_read_tokens_complete_nothing_early() {
+    for drafter in ["{eagle3: {}}", "{peagle: {mask_token_id: 7}}", "{mtp: {}}"] {
         let (_, whole) = pass(drafter, &[], false);
         let (_, heard) = pass(drafter, &[], true);
         assert!(!whole.is_empty() && whole == heard, "{drafter}");
@@ -124,12 +124,17 @@ fn eagle3_and_mtp_1_complete_nothing_early() {
 }
 
 #[test]
-fn eagle3_and_mtp_1_refuse_it() {
-    for (layer_ids, drafter, title) in [("[0, 3]", "eagle3", "Eagle3"), ("[]", "mtp", "MTP-1")] {
+fn drafters_that_read_tokens_refuse_it() {
+    let kinds = [
+        ("[0, 3]", "eagle3: {}", "Eagle3"),
+        ("[0, 3]", "peagle: {mask_token_id: 7}", "P-EAGLE"),
+        ("[]", "mtp: {}", "MTP-1"),
+    ];
+    for (layer_ids, drafter, title) in kinds {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("recipe.yaml");
         let text = format!(
-            "name: t\ntarget: {{model: nowhere, layer_ids: {layer_ids}}}\ndrafter: {{{drafter}: {{}}}}\n\
+            "name: t\ntarget: {{model: nowhere, layer_ids: {layer_ids}}}\ndrafter: {{{drafter}}}\n\
              data: {{states: {{cache: nowhere}}, chat_template: qwen}}\ntrain: {{recompute: true}}\n"
         );
         fs::write(&path, text).unwrap();

@@ -35,7 +35,7 @@ pub fn refusal(from: &Folder, to: CheckpointFormat, target: Option<&Folder>) -> 
     }
 }
 
-const DRAFTERS: [&str; 9] = [
+const DRAFTERS: [&str; 10] = [
     "dspark_vanilla",
     "dspark_gated",
     "dspark_rnn",
@@ -45,11 +45,12 @@ const DRAFTERS: [&str; 9] = [
     "xpress",
     "eagle3_qwen3",
     "mtp",
+    "peagle",
 ];
 
 fn allowed(case: &str) -> &'static [CheckpointFormat] {
     match case {
-        "eagle3_qwen3" | "mtp" | "xpress" => &[CheckpointFormat::Speculators],
+        "eagle3_qwen3" | "mtp" | "peagle" | "xpress" => &[CheckpointFormat::Speculators],
         "dflash2" => &[CheckpointFormat::Speculators, CheckpointFormat::Zlab],
         "domino" => &[CheckpointFormat::Specforge, CheckpointFormat::Modelopt],
         // Its confidence head reads only the state, which ModelOpt's cannot.

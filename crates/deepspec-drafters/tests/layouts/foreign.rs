@@ -60,10 +60,9 @@ fn another_attention_is_refused_by_name_wherever_it_is_said() {
         }
     }
     // Drafters without blocks have no causal ones, and DFlash 2, Domino and xPress have none.
-    for (key, case) in CAUSAL_KEYS
-        .into_iter()
-        .flat_map(|key| ["eagle3_qwen3", "mtp", "dflash2", "domino", "xpress"].map(|case| (key, case)))
-    {
+    for (key, case) in CAUSAL_KEYS.into_iter().flat_map(|key| {
+        ["eagle3_qwen3", "mtp", "peagle", "dflash2", "domino", "xpress"].map(|case| (key, case))
+    }) {
         let told = run(&with(&golden(case), key, &json!(true), false)).unwrap_err();
         assert!(told.contains(key) && told.contains("no causal blocks"), "{case}: {told}");
         run(&with(&golden(case), key, &json!(false), false)).unwrap();
@@ -317,6 +316,7 @@ fn nulls_and_unknown_keys_are_used_or_refused_by_name() {
         golden("xpress"),
         golden("domino"),
         golden("mtp"),
+        golden("peagle"),
         fixture::zlab(),
         speculators,
     ] {

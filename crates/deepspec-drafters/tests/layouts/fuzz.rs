@@ -9,7 +9,7 @@ use deepspec_drafters::open_checkpoint;
 use deepspec_testkit::mutate::Fuzzer;
 use serde_json::Value;
 
-const WORDS: [&str; 25] = [
+const WORDS: [&str; 27] = [
     "architectures",
     "dflash_config",
     "transformer_layer_config",
@@ -32,6 +32,8 @@ const WORDS: [&str; 25] = [
     "gru_hidden_dim",
     "pure_draft_prefix_len",
     "mtp",
+    "peagle",
+    "num_depths",
     "num_speculative_steps",
     "xpress_rank",
     "Qwen3XPressModel",
@@ -57,6 +59,7 @@ fn every_format() -> Vec<Folder> {
         golden("xpress"),
         golden("domino"),
         golden("mtp"),
+        golden("peagle"),
         fixture::zlab(),
         fixture::specforge_eagle3(),
     ];

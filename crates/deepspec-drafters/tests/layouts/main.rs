@@ -11,5 +11,6 @@ mod foreign;
 mod fuzz;
 mod gguf;
 mod mtp;
+mod peagle;
 mod serving;
 mod xpress;

@@ -15,6 +15,8 @@ use crate::{ModelError, Weights};
 pub enum Init {
     /// N(0, initializer_range²).
     Normal,
+    /// N(0, 1).
+    StandardNormal,
     /// All ones, for norms.
     Ones,
     /// All zeros, for biases.
@@ -167,8 +169,9 @@ impl<'a> Builder<'a> {
                     let _ = kernel.narrow(-2, 0, 1).fill_(1.0);
                     kernel
                 }
-                Init::Normal => {
+                Init::Normal | Init::StandardNormal => {
                     let seed = Stream::new(seed, name).bits(0, Purpose::Init, 0) as i64;
+                    let std = if let Init::Normal = init { std } else { 1.0 };
                     (seeded_randn(shape, seed) * std).to_kind(kind).to_device(device)
                 }
             },

@@ -65,6 +65,8 @@ impl LossColumn {
     pub const L1: Self = Self::Term(1);
     /// −Σ p^t log p^d.
     pub const SOFT_CE: Self = Self::Term(2);
+    /// Σ p^t log(p^t/p^d).
+    pub const KL: Self = Self::Term(3);
     const COUNT: i64 = TERMS.len() as i64 + 3;
 
     fn column_index(self) -> i64 {

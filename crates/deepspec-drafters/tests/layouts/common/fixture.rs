@@ -199,3 +199,36 @@ pub fn mtp() -> Folder {
     write(&folder.path().join("model.safetensors"), &tensors);
     folder
 }
+
+/// A P-EAGLE in the reference's layout: the layer of the golden Eagle3, and an ordinary one behind it.
+pub fn peagle() -> Folder {
+    let (folder, from) = (Folder::new(), golden("eagle3_qwen3"));
+    let mut config = from.config();
+    let map = config.as_object_mut().unwrap();
+    map.retain(|key, _| {
+        !["ttt_length", "step_loss_decay", "draft_num_hidden_layers"].contains(&key.as_str())
+    });
+    let own = json!({
+        "architectures": ["Qwen3PEagleModel"], "num_depths": 5, "mask_token_id": 7, "num_hidden_layers": 2,
+        "layer_types": ["full_attention", "full_attention"],
+    });
+    map.extend(own.as_object().unwrap().clone());
+    folder.put(&config);
+    let width = config["hidden_size"].as_u64().unwrap() as usize;
+    let taps = config["target_layer_ids"].as_array().unwrap().len();
+    let mut tensors = bytes(&from);
+    let mut put = |name: String, shape: Vec<usize>| {
+        let data = (0..4 * shape.iter().product::<usize>()).map(|byte| (byte % 4 * 7) as u8).collect();
+        tensors.insert(name, (Dtype::F32, shape, data));
+    };
+    put("mask_hidden".into(), vec![1, 1, taps * width]);
+    for (name, (_, shape, _)) in bytes(&from) {
+        let Some(part) = name.strip_prefix("layers.0.").filter(|part| *part != "hidden_norm.weight") else {
+            continue;
+        };
+        let is_wide = ["q_proj", "k_proj", "v_proj"].iter().any(|wide| part.contains(wide));
+        put(format!("layers.1.{part}"), if is_wide { vec![shape[0], width] } else { shape });
+    }
+    write(&folder.path().join("model.safetensors"), &tensors);
+    folder
+}

@@ -66,6 +66,7 @@ pub fn golden(case: &str) -> Folder {
         "xpress" => return fixture::xpress(),
         "domino" => return fixture::domino(),
         "mtp" => return fixture::mtp(),
+        "peagle" => return fixture::peagle(),
         _ => {}
     }
     let (folder, from) = (Folder::new(), deepspec_testkit::golden::dir(case));

@@ -1,0 +1,181 @@
+//! Drafting of P-EAGLE: all tokens of a block in one pass.
+//!
+//! Behind the rows of newly committed tokens, a pass has γ − 1 masked rows per sequence. The last committed token's row drafts the first
+//! token, and each masked row one more. Shapes: C committed rows, S slots, γ drafts, d hidden size.
+
+use deepspec_core::Tap;
+use deepspec_engine::{DraftRequest, DraftSampling, Proposal, Proposer};
+use deepspec_models::{ModelConfig, ModelError};
+use deepspec_ops::kv_attention::{Chunk, KvCache, MaskKind};
+use tch::Tensor;
+
+use super::model::PEagle;
+use crate::draft_model::DrafterSettings as _;
+use crate::token_common::LastStates;
+use crate::{Drafter, DrafterProbe};
+
+/// A P-EAGLE drafter with a KV cache of committed tokens.
+pub struct PEagleProposer {
+    model: PEagle,
+    draft_len: usize,
+    cache: KvCache,
+    last: LastStates,
+}
+
+/// Rows of a pass. Committed rows and one masked row are the distinct ones; the numbers index them.
+#[derive(Default)]
+struct PassRows {
+    chunks: Vec<Chunk>,
+    /// Distinct row of each row of the pass.
+    distinct: Vec<i64>,
+    /// Rows of the pass that are committed, in the order of the context.
+    committed: Vec<i64>,
+    /// Masked rows of each slot of the request, in its order.
+    masked: Vec<i64>,
+}
+
+impl PEagleProposer {
+    /// A proposer with an empty KV cache for `slots` sequences.
+    pub fn new(model: PEagle, slots: usize) -> Self {
+        let (kind, device) = (model.kind(), model.device());
+        Self {
+            draft_len: model.config().settings.draft_len(),
+            cache: KvCache::new(&model.attention_specs(), slots, kind, device),
+            last: LastStates::new(slots, model.config().model().hidden_size, kind, device),
+            model,
+        }
+    }
+
+    /// The model.
+    pub fn model(&self) -> &PEagle {
+        &self.model
+    }
+
+    /// Rows of the pass: the committed rows of each slot, and its masked rows if it drafts.
+    fn pass_rows(&self, request: &DraftRequest) -> PassRows {
+        let context = self.cache.chunks_to_append(&request.context.chunks);
+        let count: usize = context.iter().map(|chunk| chunk.len).sum();
+        let masked_len = self.draft_len.saturating_sub(1);
+        let idle = |slot: &&usize| context.iter().all(|chunk| chunk.slot != **slot);
+        let without_context = request.slots.iter().filter(idle);
+        let without_context =
+            without_context.map(|&slot| Chunk { slot, past_len: self.cache.len(slot), len: 0 });
+        let mut rows = PassRows::default();
+        let mut first_masked = vec![0; request.slots.len()];
+        let mut committed = 0..count as i64;
+        for mut chunk in context.iter().copied().chain(without_context) {
+            let first = rows.distinct.len() as i64;
+            rows.committed.extend(first..first + chunk.len as i64);
+            rows.distinct.extend(committed.by_ref().take(chunk.len));
+            if let Some(at) = request.slots.iter().position(|&slot| slot == chunk.slot) {
+                first_masked[at] = rows.distinct.len() as i64;
+                rows.distinct.extend(vec![count as i64; masked_len]);
+                chunk.len += masked_len;
+            }
+            if chunk.len > 0 {
+                rows.chunks.push(chunk);
+            }
+        }
+        rows.masked = first_masked.iter().flat_map(|&first| first..first + masked_len as i64).collect();
+        rows
+    }
+
+    /// States of the pass's rows, `[N, d]`, before the final norm. Writes keys and values to the cache.
+    fn run(&mut self, request: &DraftRequest, rows: &PassRows) -> Tensor {
+        let model = &self.model;
+        let mask = Tensor::from_slice(&[model.config().settings.mask_token_id]).to_device(model.device());
+        let distinct = self.last.arange().int_tensor(rows.distinct.iter().map(|&row| row as usize));
+        let (mut states, mut tokens) = (vec![], vec![]);
+        if !rows.committed.is_empty() {
+            states.push(model.fuse_captured(&request.context.captured_states));
+            tokens.push(request.context.next.shallow_clone());
+        }
+        states.push(model.masked_state());
+        tokens.push(mask);
+        let states = Tensor::cat(&states, 0).index_select(0, &distinct);
+        let embeddings = model.embed(&Tensor::cat(&tokens, 0)).index_select(0, &distinct);
+        let plan = self.cache.plan(&rows.chunks, MaskKind::Causal);
+        let rotations = model.planned_rotations(&plan);
+        let layers = 0..model.config().model().layers.len();
+        layers.fold(states, |states, i| {
+            let mut attention = self.cache.attention(i, &plan);
+            model.forward_layer(i, &states, &embeddings, rotations.layer(i), &mut attention)
+        })
+    }
+}
+
+impl Drafter for PEagleProposer {
+    fn share(&self, slots: usize) -> Box<dyn Drafter> {
+        Box::new(Self::new(self.model.share(), slots))
+    }
+
+    fn taps(&self) -> &[Tap] {
+        &self.model.config().decoder.taps
+    }
+
+    /// The drafts of a pass do not depend on each other.
+    fn draft_sampling(&self) -> DraftSampling {
+        DraftSampling::Greedy
+    }
+
+    fn check_fits(&self, target: &ModelConfig) -> Result<(), ModelError> {
+        self.model.config().decoder.check_fits(target)
+    }
+
+    fn set_draft_len(&mut self, tokens: usize) {
+        self.draft_len = tokens.min(self.model.config().settings.draft_len());
+    }
+
+    fn probe(&self) -> Option<Box<dyn DrafterProbe>> {
+        Some(Box::new(self.model.share()))
+    }
+}
+
+impl Proposer for PEagleProposer {
+    fn draft_len(&self) -> usize {
+        self.draft_len
+    }
+
+    fn reads_hidden(&self) -> bool {
+        false
+    }
+
+    fn propose(&mut self, request: &DraftRequest) -> Proposal {
+        let rows = self.pass_rows(request);
+        self.cache.reserve(&rows.chunks);
+        let context_chunks = self.cache.chunks_to_append(&request.context.chunks);
+        let index =
+            |this: &Self, rows: &[i64]| this.last.arange().int_tensor(rows.iter().map(|&row| row as usize));
+        let slots = request.slots.len() as i64;
+        let mut masked = None;
+        if !rows.chunks.is_empty() {
+            let states = self.run(request, &rows);
+            // Masked rows leave the cache, whose lengths count committed tokens only.
+            self.cache.commit_chunks(&context_chunks);
+            if !rows.committed.is_empty() {
+                let committed = states.index_select(0, &index(self, &rows.committed));
+                self.last.update(request.context, &committed);
+            }
+            let width = states.size()[1];
+            masked = (!rows.masked.is_empty())
+                .then(|| states.index_select(0, &index(self, &rows.masked)).view([slots, -1, width]));
+        }
+        let mut states = vec![self.last.of_slots(request.slots).unsqueeze(1)];
+        states.extend(masked);
+        let logits = self.model.draft_logits(&Tensor::cat(&states, 1)); // [S, γ, V]
+        let draw = |k: i64| request.sampling.sample(&logits.select(1, k), &request.uniforms.select(1, k));
+        Proposal::stack((0..self.draft_len as i64).map(draw).collect(), None)
+    }
+
+    fn truncate(&mut self, slot: usize, len: usize) {
+        self.cache.truncate(slot, len);
+    }
+
+    fn kv_cache_bytes(&self, tokens: usize) -> u64 {
+        self.cache.kv_cache_bytes(tokens) as u64
+    }
+
+    fn free_cached_memory(&mut self) {
+        self.cache.free_cached_memory();
+    }
+}
