@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Has vLLM's build for CPUs answer prompts, with or without a drafter, and writes what every cycle accepted.
 
-usage: vllm_ask.py TARGET PROMPTS.jsonl OUT.jsonl MAX_TOKENS [METHOD DRAFTER COUNT]
+usage: vllm_ask.py TARGET PROMPTS.jsonl OUT.jsonl MAX_TOKENS [METHOD DRAFTER COUNT [parallel_drafting]]
 
 TARGET is a folder, or a GGUF file, which transformers converts to a folder beside OUT. A line of PROMPTS has `suite`,
 `id` and `prompt`, the user's only turn. Lines of OUT come in that order and have these keys:
@@ -12,7 +12,7 @@ TARGET is a folder, or a GGUF file, which transformers converts to a folder besi
     accepted     drafted tokens accepted in each cycle; null without a drafter
     seconds      this answer's share of the time of all
 
-Answers are greedy, in float32.
+Answers are greedy, in float32. With `parallel_drafting` the drafter drafts all tokens in one pass.
 """
 
 import sys
@@ -26,7 +26,9 @@ import os
 import time
 
 target, prompts, out, most, *draft = sys.argv[1:]
-method, drafter, count = draft if draft else (None, None, None)
+method, drafter, count, *parallel = draft if draft else (None, None, None)
+if parallel not in ([], ["parallel_drafting"]):
+    sys.exit(f"vllm_ask: {parallel[0]} is unknown; expected parallel_drafting or nothing")
 # vLLM finds the patches for CPUs there.
 patches = os.path.join(os.path.dirname(os.path.abspath(__file__)), "vllm_cpu")
 sys.path.insert(0, patches)
@@ -53,6 +55,8 @@ def main():
     settings = {}
     if method:
         settings["speculative_config"] = {"method": method, "model": drafter, "num_speculative_tokens": int(count)}
+        if parallel:
+            settings["speculative_config"]["parallel_drafting"] = True
         settings["per_request_spec_decode_metrics"] = "detailed"
     # All of a prompt fits, and its answer.
     with open(os.path.join(folder, "config.json")) as file:

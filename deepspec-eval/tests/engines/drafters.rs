@@ -7,9 +7,9 @@ use deepspec_checkpoint::DraftVocab;
 use deepspec_core::recipe::LossNormalization;
 use deepspec_core::{SlotTarget, Tap};
 use deepspec_drafters::{
-    BlockSpec, DSparkConfig, DSparkObjective, DSparkPlan, DSparkSettings, DraftDecoder, DrafterPlan,
-    Eagle3Config, Eagle3Norms, Eagle3Objective, Eagle3Plan, Eagle3Settings, LossRecipe, MarkovKind,
-    MarkovSettings, Supervise,
+    BlockSpec, DSparkConfig, DSparkObjective, DSparkPlan, DSparkSettings, DownSampling, DraftDecoder,
+    DrafterPlan, Eagle3Config, Eagle3Norms, Eagle3Objective, Eagle3Plan, Eagle3Settings, LossRecipe,
+    MarkovKind, MarkovSettings, PEagleConfig, PEagleObjective, PEaglePlan, PEagleSettings, Supervise,
 };
 use deepspec_models::{ModelConfig, save};
 use deepspec_testkit::conversations::tokenizers;
@@ -89,6 +89,28 @@ pub fn eagle3_variant(
         normalization: LossNormalization::Global,
     };
     taught(&Eagle3Plan::new(config, objective).with_draft_vocab(draft_vocab), target, &taps, steps)
+}
+
+/// A P-EAGLE trained on the tiny target's answers, with these norms, and with a reduced vocabulary if one is given.
+pub fn peagle(draft_vocab: Option<DraftVocab>, norms: Eagle3Norms) -> TempDir {
+    let model = ModelConfig::load(&target_dir()).unwrap();
+    let taps = Tap::from_layer_ids([0, 2, 4]).unwrap();
+    let config = PEagleConfig {
+        decoder: DraftDecoder {
+            model: model.draft_decoder(&[None, None]).unwrap(),
+            taps: taps.clone(),
+            num_target_layers: model.layers.len(),
+        },
+        settings: PEagleSettings {
+            num_depths: 5,
+            mask_token_id: 1023,
+            draft_vocab_size: draft_vocab.as_ref().map(|vocab| vocab.tokens().len() as i64),
+            norms,
+        },
+    };
+    let sampling = DownSampling { depths: 5, ratio: 0.8, least_ratio: 0.2 };
+    let plan = PEaglePlan::new(config, PEagleObjective { sampling, segments: 1 });
+    taught(&plan.with_draft_vocab(draft_vocab), &target_dir(), &taps, 200)
 }
 
 /// The drafter after `steps` training steps on the target's answers.

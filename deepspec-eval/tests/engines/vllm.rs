@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 
 use crate::common::{deepspec_eval, repository, target_dir};
 use crate::drafters::{
-    BlockOptions, RealModel, dflash, dspark, eagle3, eagle3_variant, filling_in, stretched,
+    BlockOptions, RealModel, dflash, dspark, eagle3, eagle3_variant, filling_in, peagle, stretched,
 };
 use crate::server::Server;
 use crate::{ANSWER, ENOUGH, FEWER, LIMIT, accepted, drafting, near_tie, ours, prompts};
@@ -52,7 +52,11 @@ fn agrees_with_vllm_on(python: &str, target: [&Path; 2], drafter: &Path, limit: 
     command.env_remove("LD_LIBRARY_PATH").arg(repository("scripts/vllm_ask.py"));
     command.arg(target[1]).args([&asked, &told]).arg(ANSWER.to_string());
     let [method, model] = ["method", "model"].map(|key| named[key].as_str().unwrap());
-    let ran = command.args([method, model, &named["num_speculative_tokens"].to_string()]).output().unwrap();
+    command.args([method, model, &named["num_speculative_tokens"].to_string()]);
+    if named["parallel_drafting"] == true {
+        command.arg("parallel_drafting");
+    }
+    let ran = command.output().unwrap();
     let log = String::from_utf8_lossy(&ran.stderr);
     assert!(ran.status.success(), "{log}");
     let (mut differing, mut cycles, mut tokens) = (vec![], 0, 0);
@@ -148,6 +152,21 @@ fn vllm_runs_eagle3_with_further_norms_cycle_by_cycle() {
     let Some(python) = vllm_python() else { return };
     let norms = Eagle3Norms { before_residual: true, before_fc: false, fc: true, output: true };
     agrees_with_vllm(&python, eagle3_variant(&target_dir(), [0, 2, 4], 60, None, norms).path(), 0);
+}
+
+#[test]
+fn vllm_runs_p_eagle_cycle_by_cycle() {
+    let Some(python) = vllm_python() else { return };
+    agrees_with_vllm(&python, peagle(None, Eagle3Norms::default()).path(), 0);
+}
+
+#[test]
+fn vllm_runs_p_eagle_with_a_reduced_vocabulary_and_further_norms_cycle_by_cycle() {
+    let Some(python) = vllm_python() else { return };
+    let counts: Vec<u64> = (0..1024).map(|id| if id % 7 == 0 { 0 } else { 1024 - id }).collect();
+    let vocab = DraftVocab::most_frequent(&counts, 600).unwrap();
+    let norms = Eagle3Norms { before_residual: true, before_fc: true, fc: false, output: false };
+    agrees_with_vllm(&python, peagle(Some(vocab), norms).path(), 0);
 }
 
 /// The server command of the engine's page, adapted to the build for CPUs. Other drafters need
