@@ -8,7 +8,7 @@ use std::process::Command;
 
 use common::{
     answers, repository, results, run_ok, target_dir, write_bigram_drafter, write_domino, write_eagle3,
-    write_mtp, write_xpress,
+    write_mtp, write_peagle, write_xpress,
 };
 use deepspec_testkit::fake_gpu::{FakeGpu, Report};
 
@@ -102,6 +102,14 @@ fn a_step_with_eagle3_waits_once() {
     let dir = tempfile::tempdir().unwrap();
     let draft = dir.path().join("draft");
     write_eagle3(&draft);
+    within_budget(draft.to_str().unwrap(), &GREEDY, dir.path());
+}
+
+#[test]
+fn a_step_with_p_eagle_waits_once() {
+    let dir = tempfile::tempdir().unwrap();
+    let draft = dir.path().join("draft");
+    write_peagle(&draft);
     within_budget(draft.to_str().unwrap(), &GREEDY, dir.path());
 }
 

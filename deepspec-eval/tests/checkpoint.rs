@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use common::{
     answers, assert_refused, deepspec_eval, drafter_config, repository, results, run, run_ok, target_dir,
-    write_domino, write_drafter, write_eagle3, write_mtp, write_xpress,
+    write_domino, write_drafter, write_eagle3, write_mtp, write_peagle, write_xpress,
 };
 use deepspec_core::Tap;
 use deepspec_drafters::DSpark;
@@ -212,6 +212,54 @@ fn mtp_1_is_inspected_and_goes_to_speculators_and_back() {
         (answers(&out), results(&out)["suites"][0]["counts"].clone())
     };
     assert_eq!(measured(&own, "one"), measured(&back, "other"));
+}
+
+#[test]
+fn p_eagle_is_inspected_and_goes_to_speculators_and_vllm_and_back() {
+    let root = tempfile::tempdir().unwrap();
+    let own = root.path().join("own");
+    write_peagle(&own);
+    let inspected = |dir: &Path| ok(deepspec_eval(&["checkpoint", "inspect", dir.to_str().unwrap()]));
+    let text = inspected(&own);
+    for line in [
+        "drafter     P-EAGLE, 2 Qwen3 layers",
+        "drafts      4 tokens in one pass",
+        "mask token  1023",
+        "converts    to speculators: yes",
+        "converts    to specforge: no",
+        "SGLang (by its sources) does not load it: it has no P-EAGLE",
+        "llama.cpp has no P-EAGLE",
+    ] {
+        assert!(text.contains(line), "{line} in {text}");
+    }
+    assert!(!text.contains("problem"), "{text}");
+    let measured = |drafter: &Path, name: &str| {
+        let out = root.path().join(name);
+        run_ok(
+            drafter.to_str().unwrap(),
+            &out,
+            &["--suite", "smoke-math", "--limit", "2", "--max-new-tokens", "8"],
+        );
+        (answers(&out), results(&out)["suites"][0]["counts"].clone())
+    };
+    let expected = measured(&own, "results");
+    for format in ["speculators", "vllm"] {
+        let [away, back] = ["away", "back"].map(|name| root.path().join(format!("{format}-{name}")));
+        let converted = convert(&own, format, &away, &[]);
+        let told = String::from_utf8_lossy(&converted.stderr).into_owned();
+        ok(converted);
+        assert_eq!(told.contains("\"parallel_drafting\": true"), format == "vllm", "{told}");
+        let text = inspected(&away);
+        assert!(!text.contains("problem"), "{text}");
+        assert!(
+            text.contains("vLLM (0.32.0, tried) loads it: method eagle3 with parallel_drafting"),
+            "{text}"
+        );
+        ok(convert(&away, "reference", &back, &[]));
+        assert_eq!(measured(&back, &format!("{format}-results")), expected);
+    }
+    let out = root.path().join("sglang");
+    assert_refused(&convert(&own, "sglang", &out, &[]), 2, &["SGLang does not load it", "no P-EAGLE"]);
 }
 
 #[test]

@@ -17,9 +17,10 @@ use deepspec_core::recipe::LossNormalization;
 use deepspec_core::{SlotTarget, Tap};
 use deepspec_drafters::{
     BlockSpec, Consistency, DSparkConfig, DSparkObjective, DSparkPlan, DSparkSettings, DominoConfig,
-    DominoObjective, DominoPlan, DominoSettings, DraftDecoder, Eagle3Config, Eagle3Objective, Eagle3Plan,
-    Eagle3Settings, GruSettings, LambdaBase, LossRecipe, MtpConfig, MtpObjective, MtpPlan, MtpSettings,
-    Supervise, TrainSample, TrainableDrafter, XPressConfig, XPressObjective, XPressPlan, XPressSettings,
+    DominoObjective, DominoPlan, DominoSettings, DownSampling, DraftDecoder, Eagle3Config, Eagle3Norms,
+    Eagle3Objective, Eagle3Plan, Eagle3Settings, GruSettings, LambdaBase, LossRecipe, MtpConfig,
+    MtpObjective, MtpPlan, MtpSettings, PEagleConfig, PEagleObjective, PEaglePlan, PEagleSettings, Supervise,
+    TrainSample, TrainableDrafter, XPressConfig, XPressObjective, XPressPlan, XPressSettings,
 };
 use deepspec_models::{ModelConfig, save};
 use serde_json::{Value, json};
@@ -262,6 +263,38 @@ fn mtp_1_in_its_place_is_found_in_order() {
     let (real, estimated) =
         (report["accepted_length"].as_f64().unwrap(), report["estimated"].as_f64().unwrap());
     assert!(real > 1.3 && (real - estimated).abs() < 0.35 * real, "{real} and {estimated}");
+}
+
+#[test]
+fn p_eagle_in_its_place_is_found_in_order_and_another_mask_token_is_named() {
+    let model = ModelConfig::load(&target_dir()).unwrap();
+    let config = PEagleConfig {
+        decoder: DraftDecoder {
+            model: model.draft_decoder(&[None]).unwrap(),
+            taps: Tap::from_layer_ids(TAPS).unwrap(),
+            num_target_layers: model.layers.len(),
+        },
+        settings: PEagleSettings {
+            num_depths: GAMMA,
+            mask_token_id: 1023,
+            draft_vocab_size: None,
+            norms: Eagle3Norms::default(),
+        },
+    };
+    let sampling = DownSampling { depths: GAMMA, ratio: 0.8, least_ratio: 0.2 };
+    let plan = PEaglePlan::new(config, PEagleObjective { sampling, segments: 1 });
+    let trainee = train(&plan, &target_dir(), STEPS, samples(&AS_USED));
+    let (_root, dir) = checkpoint(trainee.as_ref());
+    let report = doctor(&dir, &[]);
+    assert_eq!(report["cause"], Value::Null, "{report:#}");
+    let (real, estimated) =
+        (report["accepted_length"].as_f64().unwrap(), report["estimated"].as_f64().unwrap());
+    assert!(real > 1.3 && (real - estimated).abs() < 0.35 * real, "{real} and {estimated}");
+    let file = dir.join("config.json");
+    let mut config: Value = serde_json::from_str(&fs::read_to_string(&file).unwrap()).unwrap();
+    config["mask_token_id"] = json!(300);
+    fs::write(&file, config.to_string()).unwrap();
+    assert_cause(&doctor(&dir, &[]), "mask_token", &["mask_token_id 1023 instead of 300"]);
 }
 
 #[test]

@@ -10,7 +10,7 @@ use std::sync::OnceLock;
 
 use common::{
     Answers, answers, repository, run_ok, target, write_bigram_drafter, write_domino, write_eagle3,
-    write_eagle3_with_vocab, write_mtp, write_xpress,
+    write_eagle3_with_vocab, write_mtp, write_peagle, write_xpress,
 };
 use deepspec_checkpoint::DraftVocab;
 use deepspec_core::jsonl::{Line, Reader};
@@ -183,6 +183,14 @@ fn at_temperature_0_mtp_1_changes_no_token() {
     changes_no_token(dir.path());
 }
 
+/// The greedy test for P-EAGLE, whose masked rows share a pass with those of committed tokens.
+#[test]
+fn at_temperature_0_p_eagle_changes_no_token() {
+    let dir = tempfile::tempdir().unwrap();
+    write_peagle(dir.path());
+    changes_no_token(dir.path());
+}
+
 /// The greedy test for Domino, whose logits depend on the tokens drafted before.
 #[test]
 fn at_temperature_0_domino_changes_no_token() {
@@ -230,21 +238,23 @@ fn changes_no_token(drafter: &Path) {
 #[test]
 fn lanes_draft_as_one_engine_does() {
     let dir = tempfile::tempdir().unwrap();
-    let [domino, eagle3, mtp, xpress] =
-        ["domino", "eagle3", "mtp", "xpress"].map(|name| dir.path().join(name));
+    let [domino, eagle3, mtp, peagle, xpress] =
+        ["domino", "eagle3", "mtp", "peagle", "xpress"].map(|name| dir.path().join(name));
     write_domino(&domino);
     write_eagle3(&eagle3);
     write_mtp(&mtp);
+    write_peagle(&peagle);
     write_xpress(&xpress);
     let (language_model, dspark) = (common::target_dir(), repository("assets/tiny-dspark"));
     let dflash2 = repository("assets/tiny-dflash2");
-    let drafters: [(&Path, &[&str]); 7] = [
+    let drafters: [(&Path, &[&str]); 8] = [
         (&dspark, &["--no-markov"]),
         (&dflash2, &[]),
         (&domino, &[]),
         (&xpress, &["--draft-sampling", "probabilistic"]),
         (&eagle3, &["--max-draft-tokens", "3"]),
         (&mtp, &["--max-draft-tokens", "2"]),
+        (&peagle, &["--max-draft-tokens", "3", "--draft-sampling", "probabilistic"]),
         (&language_model, &["--max-draft-tokens", "4"]),
     ];
     for (drafter, own) in drafters {

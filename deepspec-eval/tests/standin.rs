@@ -8,7 +8,7 @@ use std::process::Command;
 
 use common::{
     Answers, answers, drafter_config, repository, run_ok, target_dir, write_bigram_drafter, write_domino,
-    write_drafter, write_eagle3, write_mtp, write_xpress,
+    write_drafter, write_eagle3, write_mtp, write_peagle, write_xpress,
 };
 use deepspec_drafters::{MarkovKind, MarkovSettings};
 use deepspec_testkit::fake_gpu::{FakeGpu, Report};
@@ -47,13 +47,15 @@ fn every_drafter_answers_as_on_the_cpu() {
     write_drafter(&path("rnn"), config, |_, tensor| tensor);
     write_eagle3(&path("eagle3"));
     write_mtp(&path("mtp"));
+    write_peagle(&path("peagle"));
     write_domino(&path("domino"));
     write_xpress(&path("xpress"));
     std::os::unix::fs::symlink(repository("assets/tiny-dflash2"), path("dflash2")).unwrap();
     // A language model: the target itself.
     std::os::unix::fs::symlink(target_dir(), path("causal")).unwrap();
-    for draft in ["none", "dspark", "dflash", "rnn", "dflash2", "domino", "xpress", "eagle3", "mtp", "causal"]
-    {
+    for draft in [
+        "none", "dspark", "dflash", "rnn", "dflash2", "domino", "xpress", "eagle3", "peagle", "mtp", "causal",
+    ] {
         let drafter = path(draft).display().to_string();
         let named = if draft == "none" { draft } else { &drafter };
         let Some((found, report)) = on_gpu(named, &path(&format!("{draft}-gpu")), "float32") else { return };

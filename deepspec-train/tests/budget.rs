@@ -77,6 +77,11 @@ fn a_step_of_eagle3_waits_for_nothing() {
 }
 
 #[test]
+fn a_step_of_p_eagle_waits_for_nothing() {
+    within_budget(&["drafter={peagle: {num_draft_layers: 2, num_depths: 3, mask_token_id: 1023}}", BF16]);
+}
+
+#[test]
 fn a_step_of_mtp_1_waits_for_nothing() {
     let changes = ["drafter={mtp: {}}", "target.layer_ids=[]", BF16];
     within_budget_of(Bench::with_all_final_states, &changes);

@@ -84,6 +84,15 @@ fn xpress_learns_as_on_the_cpu() {
 }
 
 #[test]
+fn p_eagle_learns_as_on_the_cpu() {
+    let drafter = "drafter={peagle: {num_draft_layers: 2, num_depths: 3, mask_token_id: 1023, segments: 2}}";
+    for (precision, tolerance) in [("fp32", 1e-4), ("bf16", 2e-2)] {
+        let Some(gpu) = gpu() else { return };
+        as_on_the_cpu(gpu, &[drafter, FEW, &format!("train.precision={precision}")], tolerance);
+    }
+}
+
+#[test]
 fn mtp_1_learns_as_on_the_cpu() {
     for (precision, tolerance) in [("fp32", 1e-4), ("bf16", 2e-2)] {
         let Some(gpu) = gpu() else { return };

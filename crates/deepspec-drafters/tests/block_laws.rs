@@ -1,13 +1,13 @@
-//! DFlash 2, Domino and xPress do not change the output distribution: with them, the target samples as it does alone. This holds
-//! although DFlash 2 drafts candidates only, and although xPress draws a block's tokens side by side.
+//! DFlash 2, Domino, xPress and P-EAGLE do not change the output distribution: with them, the target samples as it does alone. This
+//! holds although DFlash 2 drafts candidates only, and although xPress and P-EAGLE draw a block's tokens side by side.
 
 use std::collections::BTreeMap;
 
 use deepspec_core::{SlotTarget, Tap};
 use deepspec_drafters::{
     BlockProposerOf, BlockSpec, Convolution, DFlash2, DFlash2Proposer, DFlash2Settings, Domino,
-    DominoSettings, DraftConfig, DraftDecoder, DraftModel, DrafterKind, GruSettings, XPress, XPressProposer,
-    XPressSettings,
+    DominoSettings, DraftConfig, DraftDecoder, DraftModel, DrafterKind, Eagle3Norms, GruSettings, PEagle,
+    PEagleProposer, PEagleSettings, XPress, XPressProposer, XPressSettings,
 };
 use deepspec_engine::{
     DraftRequest, DraftSampling, Engine, EngineOptions, ModelInput, Proposal, Proposer, Request, Sampling,
@@ -169,6 +169,13 @@ fn with_xpress_the_first_tokens_have_the_targets_joint_law() {
     let settings =
         XPressSettings { blocks: blocks(SlotTarget::FillIn), rank: 8, mlp_ratio: 2, num_passes: 2 };
     assert_lossless(chi_square_ratios(settings, |drafter: XPress| XPressProposer::new(drafter, SLOTS)));
+}
+
+#[test]
+fn with_p_eagle_the_first_tokens_have_the_targets_joint_law() {
+    let norms = Eagle3Norms::default();
+    let settings = PEagleSettings { num_depths: 4, mask_token_id: 9, draft_vocab_size: None, norms };
+    assert_lossless(chi_square_ratios(settings, |drafter: PEagle| PEagleProposer::new(drafter, SLOTS)));
 }
 
 fn noise_like(parameter: &Tensor, seed: u64) -> Tensor {

@@ -15,8 +15,9 @@ use deepspec_checkpoint::DraftVocab;
 use deepspec_core::{SlotTarget, Tap};
 use deepspec_drafters::{
     BlockSpec, ConfidenceSettings, DSpark, DSparkConfig, DSparkSettings, Domino, DominoConfig,
-    DominoSettings, DraftDecoder, Eagle3, Eagle3Config, Eagle3Settings, GruSettings, MarkovKind,
-    MarkovSettings, Mtp, MtpConfig, MtpSettings, XPress, XPressConfig, XPressSettings,
+    DominoSettings, DraftDecoder, Eagle3, Eagle3Config, Eagle3Norms, Eagle3Settings, GruSettings, MarkovKind,
+    MarkovSettings, Mtp, MtpConfig, MtpSettings, PEagle, PEagleConfig, PEagleSettings, XPress, XPressConfig,
+    XPressSettings,
 };
 use deepspec_models::{ModelConfig, TargetModel, TargetOptions, load_embed_and_head, save};
 use deepspec_testkit::noise;
@@ -179,6 +180,30 @@ pub fn write_domino(dir: &Path) {
             let _ = tch::no_grad(|| parameter.shallow_clone().g_mul_scalar_(10.0));
         }
     }
+    fs::create_dir_all(dir).unwrap();
+    save(&dir.join("model.safetensors"), &model.checkpoint(), Kind::BFloat16).unwrap();
+    let config = serde_json::to_string(&model.config().to_json()).unwrap();
+    fs::write(dir.join("config.json"), config).unwrap();
+}
+
+/// Writes an untrained P-EAGLE drafter of two layers for the tiny target.
+pub fn write_peagle(dir: &Path) {
+    let target = ModelConfig::load(&target_dir()).unwrap();
+    let config = PEagleConfig {
+        decoder: DraftDecoder {
+            model: target.draft_decoder(&[None, None]).unwrap(),
+            taps: Tap::from_layer_ids([0, 2, 4]).unwrap(),
+            num_target_layers: target.layers.len(),
+        },
+        settings: PEagleSettings {
+            num_depths: 4,
+            mask_token_id: 1023,
+            draft_vocab_size: None,
+            norms: Eagle3Norms::default(),
+        },
+    };
+    let (embed, head) = load_embed_and_head(&target_dir(), &target, Device::Cpu, Kind::Float).unwrap();
+    let model = PEagle::fresh(config, &embed, &head, 1, Kind::Float);
     fs::create_dir_all(dir).unwrap();
     save(&dir.join("model.safetensors"), &model.checkpoint(), Kind::BFloat16).unwrap();
     let config = serde_json::to_string(&model.config().to_json()).unwrap();

@@ -41,7 +41,7 @@ const KEYS: &[&str] = &[
 const MASK_KEY: &str = "mask_token_id";
 
 /// Why vLLM does not load a drafter with a norm per captured layer.
-const NO_FC_NORM: &str = "vLLM drops fc_norm from the config of a P-EAGLE, and would leave these norms out";
+const NO_FC_NORM: &str = "it drops fc_norm from the config of a P-EAGLE, and would leave these norms out";
 
 fn read_speculators(fields: &Fields, decoder: &mut Decoder) -> Result<Settings, CheckpointError> {
     // A pass never reads the drafter's own states, so that norm_output changes nothing.
@@ -58,8 +58,8 @@ fn read_speculators(fields: &Fields, decoder: &mut Decoder) -> Result<Settings, 
 fn unknown_to(engine: Engine) -> &'static str {
     match engine {
         Engine::Vllm => NO_FC_NORM,
-        Engine::Sglang => "SGLang has no P-EAGLE: its Eagle3 drafts one token after the other",
-        Engine::LlamaCpp => "llama.cpp has no P-EAGLE: its Eagle3 drafts one token after the other",
+        Engine::Sglang => "it has no P-EAGLE, its Eagle3 drafts one token after the other",
+        Engine::LlamaCpp => "llama.cpp has no P-EAGLE, its Eagle3 drafts one token after the other",
     }
 }
 
@@ -93,7 +93,10 @@ impl KindSettings for PEagleSettings {
     }
 
     fn lines(&self) -> Vec<(&'static str, String)> {
-        let mut lines = vec![("drafts", format!("{} tokens in one pass", self.num_depths))];
+        let mut lines = vec![
+            ("drafts", format!("{} tokens in one pass", self.num_depths)),
+            ("mask token", self.mask_token_id.to_string()),
+        ];
         if !self.norms.is_original() {
             lines.push(("norms", self.norms.set_keys()));
         }

@@ -1,13 +1,15 @@
 //! Drafting of P-EAGLE: all tokens of a block in one pass.
 //!
 //! Behind the rows of newly committed tokens, a pass has γ − 1 masked rows per sequence. The last committed token's row drafts the first
-//! token, and each masked row one more. Shapes: C committed rows, S slots, γ drafts, d hidden size.
+//! token, and each masked row one more. Shapes: C committed rows, N rows of
+//! the pass, S slots, γ drafts, d hidden size.
 
 use deepspec_core::Tap;
 use deepspec_engine::{DraftRequest, DraftSampling, Proposal, Proposer};
 use deepspec_models::{ModelConfig, ModelError};
+use deepspec_ops::cat_row_runs;
 use deepspec_ops::kv_attention::{Chunk, KvCache, MaskKind};
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
 use super::model::PEagle;
 use crate::draft_model::DrafterSettings as _;
@@ -22,16 +24,28 @@ pub struct PEagleProposer {
     last: LastStates,
 }
 
-/// Rows of a pass. Committed rows and one masked row are the distinct ones; the numbers index them.
+/// Rows of a pass, as runs (first row, count).
 #[derive(Default)]
 struct PassRows {
     chunks: Vec<Chunk>,
-    /// Distinct row of each row of the pass.
-    distinct: Vec<i64>,
-    /// Rows of the pass that are committed, in the order of the context.
-    committed: Vec<i64>,
+    /// Number of rows.
+    count: i64,
+    /// Input of each row: among the C committed rows, and γ − 1 equal masked rows behind them.
+    inputs: Vec<(i64, i64)>,
+    /// Committed rows of the pass, in the order of the context.
+    committed: Vec<(i64, i64)>,
     /// Masked rows of each slot of the request, in its order.
-    masked: Vec<i64>,
+    masked: Vec<(i64, i64)>,
+}
+
+impl PassRows {
+    /// Appends rows with these inputs, and returns their run in the pass.
+    fn push(&mut self, inputs: (i64, i64)) -> (i64, i64) {
+        let run = (self.count, inputs.1);
+        self.count += inputs.1;
+        self.inputs.push(inputs);
+        run
+    }
 }
 
 impl PEagleProposer {
@@ -60,40 +74,40 @@ impl PEagleProposer {
         let without_context = request.slots.iter().filter(idle);
         let without_context =
             without_context.map(|&slot| Chunk { slot, past_len: self.cache.len(slot), len: 0 });
-        let mut rows = PassRows::default();
-        let mut first_masked = vec![0; request.slots.len()];
-        let mut committed = 0..count as i64;
+        let mut rows = PassRows { masked: vec![(0, 0); request.slots.len()], ..PassRows::default() };
+        let mut first = 0;
         for mut chunk in context.iter().copied().chain(without_context) {
-            let first = rows.distinct.len() as i64;
-            rows.committed.extend(first..first + chunk.len as i64);
-            rows.distinct.extend(committed.by_ref().take(chunk.len));
+            if chunk.len > 0 {
+                let run = rows.push((first, chunk.len as i64));
+                rows.committed.push(run);
+                first += chunk.len as i64;
+            }
             if let Some(at) = request.slots.iter().position(|&slot| slot == chunk.slot) {
-                first_masked[at] = rows.distinct.len() as i64;
-                rows.distinct.extend(vec![count as i64; masked_len]);
+                rows.masked[at] = rows.push((count as i64, masked_len as i64));
                 chunk.len += masked_len;
             }
             if chunk.len > 0 {
                 rows.chunks.push(chunk);
             }
         }
-        rows.masked = first_masked.iter().flat_map(|&first| first..first + masked_len as i64).collect();
         rows
     }
 
     /// States of the pass's rows, `[N, d]`, before the final norm. Writes keys and values to the cache.
     fn run(&mut self, request: &DraftRequest, rows: &PassRows) -> Tensor {
-        let model = &self.model;
-        let mask = Tensor::from_slice(&[model.config().settings.mask_token_id]).to_device(model.device());
-        let distinct = self.last.arange().int_tensor(rows.distinct.iter().map(|&row| row as usize));
+        let (model, masked_len) = (&self.model, self.draft_len as i64 - 1);
+        let mask_token_id = model.config().settings.mask_token_id;
+        let mask = Tensor::full([1], mask_token_id, (Kind::Int64, model.device()));
         let (mut states, mut tokens) = (vec![], vec![]);
         if !rows.committed.is_empty() {
             states.push(model.fuse_captured(&request.context.captured_states));
             tokens.push(request.context.next.shallow_clone());
         }
-        states.push(model.masked_state());
-        tokens.push(mask);
-        let states = Tensor::cat(&states, 0).index_select(0, &distinct);
-        let embeddings = model.embed(&Tensor::cat(&tokens, 0)).index_select(0, &distinct);
+        states.push(model.masked_state().repeat([masked_len, 1]));
+        tokens.push(mask.repeat([masked_len]));
+        let inputs = |of: &Tensor| cat_row_runs(of, rows.inputs.iter().copied());
+        let states = inputs(&Tensor::cat(&states, 0));
+        let embeddings = inputs(&model.embed(&Tensor::cat(&tokens, 0)));
         let plan = self.cache.plan(&rows.chunks, MaskKind::Causal);
         let rotations = model.planned_rotations(&plan);
         let layers = 0..model.config().model().layers.len();
@@ -144,21 +158,17 @@ impl Proposer for PEagleProposer {
         let rows = self.pass_rows(request);
         self.cache.reserve(&rows.chunks);
         let context_chunks = self.cache.chunks_to_append(&request.context.chunks);
-        let index =
-            |this: &Self, rows: &[i64]| this.last.arange().int_tensor(rows.iter().map(|&row| row as usize));
-        let slots = request.slots.len() as i64;
         let mut masked = None;
-        if !rows.chunks.is_empty() {
+        if rows.count > 0 {
             let states = self.run(request, &rows);
             // Masked rows leave the cache, whose lengths count committed tokens only.
             self.cache.commit_chunks(&context_chunks);
+            let select = |runs: &[(i64, i64)]| cat_row_runs(&states, runs.iter().copied());
             if !rows.committed.is_empty() {
-                let committed = states.index_select(0, &index(self, &rows.committed));
-                self.last.update(request.context, &committed);
+                self.last.update(request.context, &select(&rows.committed));
             }
-            let width = states.size()[1];
-            masked = (!rows.masked.is_empty())
-                .then(|| states.index_select(0, &index(self, &rows.masked)).view([slots, -1, width]));
+            let shape = [request.slots.len() as i64, self.draft_len as i64 - 1, states.size()[1]];
+            masked = Some(select(&rows.masked).view(shape));
         }
         let mut states = vec![self.last.of_slots(request.slots).unsqueeze(1)];
         states.extend(masked);

@@ -19,11 +19,6 @@ impl LastStates {
         Self { states, arange: DeviceArange::new(device) }
     }
 
-    /// Source of index tensors.
-    pub fn arange(&self) -> &DeviceArange {
-        &self.arange
-    }
-
     /// Takes over the last state of every slot of the context, of which `states [C, d]` holds one row per token.
     pub fn update(&mut self, context: &Context, states: &Tensor) {
         let ends = context.chunks.iter().scan(0, |end, &(_, rows)| {

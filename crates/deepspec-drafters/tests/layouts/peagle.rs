@@ -111,7 +111,7 @@ fn vllm_is_told_to_draft_in_parallel() {
     let normed = edited(&peagle, |config| config["fc_norm"] = json!(true));
     let normed = open_checkpoint(normed.path()).unwrap();
     let told = convert_for_engine(&normed, Engine::Vllm, &target).err().unwrap().to_string();
-    assert!(told.contains("vLLM drops fc_norm"), "{told}");
+    assert!(told.contains("vLLM does not load it: it drops fc_norm"), "{told}");
 }
 
 #[test]
@@ -128,7 +128,7 @@ fn other_layouts_and_engines_are_refused() {
     let (source, target) = (open_checkpoint(peagle.path()).unwrap(), target(&peagle));
     let target = Target::open(target.path(), "owner/target").unwrap();
     let told = convert_for_engine(&source, Engine::Sglang, &target).err().unwrap().to_string();
-    assert!(told.contains("SGLang has no P-EAGLE"), "{told}");
+    assert!(told.contains("SGLang does not load it: it has no P-EAGLE"), "{told}");
     let told = GgufExport::plan(&source, &target, None).err().unwrap().to_string();
     assert!(told.contains("llama.cpp has no P-EAGLE"), "{told}");
     // Llama's layers are written too.
