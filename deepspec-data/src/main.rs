@@ -48,7 +48,7 @@ enum Command {
     Inspect(inspect::Args),
     /// Choose the tokens of a reduced draft vocabulary by their frequency
     ///
-    /// Counts the tokens that a drafter would be trained on. An Eagle3 recipe names the file in `draft_vocab`.
+    /// Counts the tokens that a drafter would be trained on. A recipe of Eagle3 or P-EAGLE names the file in `draft_vocab`.
     DraftVocab(inspect::draft_vocab::Args),
     /// Keep the target's hidden states on disk
     #[command(subcommand)]

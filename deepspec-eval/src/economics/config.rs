@@ -31,9 +31,10 @@ pub fn unread_keys(json: &Value) -> Vec<&'static str> {
     unread
 }
 
-/// Whether the model is a drafter that runs whole blocks through its layers at once.
+/// Whether the model is a drafter that runs whole blocks through its layers at once. P-EAGLE has depths.
 pub fn drafts_blocks(json: &Value) -> bool {
-    [json, &json["dflash_config"]].into_iter().any(|keys| keys.get("block_size").is_some())
+    json.get("num_depths").is_some()
+        || [json, &json["dflash_config"]].into_iter().any(|keys| keys.get("block_size").is_some())
 }
 
 /// The text model's config, which multimodal models nest in `text_config`. A Gemma 3 gets the keys that published

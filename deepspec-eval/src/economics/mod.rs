@@ -57,7 +57,7 @@ pub struct Args {
     #[arg(long, value_name = "N", conflicts_with = "draft_share")]
     draft_weights: Option<f64>,
     /// Share of a plain step that drafting a token costs, of drafters that run once per token. For those that draft a block at once (DSpark,
-    /// DFlash, DFlash 2, Domino, xPress) give --draft-model or --draft-weights
+    /// DFlash, DFlash 2, Domino, xPress, P-EAGLE) give --draft-model or --draft-weights
     #[arg(long, value_name = "SHARE", default_value_t = 0.1)]
     draft_share: f64,
     /// Folder for economics.json, report.md, report.html, explorer.html (a page with sliders) and plots
