@@ -83,7 +83,14 @@ pub fn unsupported_layout_message(map: &Map<String, Value>, tensors: &Tensors) -
     let class =
         map.get("architectures").and_then(|list| list.get(0)).and_then(Value::as_str).unwrap_or("no class");
     let has = |part: &str| tensors.iter().any(|(name, _)| name.contains(part));
-    let of_eagle = class.to_ascii_lowercase().contains("eagle") && !class.ends_with("Eagle3Model");
+    if class == "PEagleDraftModel" {
+        return Some(format!(
+            "{class}: a P-EAGLE as SpecForge writes it, whose config.json has neither mask token nor captured layers; \
+             `deepspec-train` with `drafter: {{peagle: …}}` trains one that is read here"
+        ));
+    }
+    let is_own = ["Eagle3Model", "PEagleModel"].iter().any(|own| class.ends_with(own));
+    let of_eagle = class.to_ascii_lowercase().contains("eagle") && !is_own;
     // EAGLE-1 and EAGLE-2 name the class of a language model, which has no `fc`; their drafters
     // have no final norm.
     let lacks_norm = tensors.get("norm.weight").is_none();

@@ -4,7 +4,7 @@ use deepspec_checkpoint::{
     Checkpoint, CheckpointError, CheckpointFormat, Engine, GgufExport, Target, convert, convert_for_engine,
     engine_compatibility, risks,
 };
-use deepspec_drafters::open_checkpoint;
+use deepspec_drafters::{check_layout, open_checkpoint};
 use serde_json::json;
 
 use crate::common::{Bytes, Folder, bytes, edited, golden, target, write};
@@ -112,6 +112,25 @@ fn vllm_is_told_to_draft_in_parallel() {
     let normed = open_checkpoint(normed.path()).unwrap();
     let told = convert_for_engine(&normed, Engine::Vllm, &target).err().unwrap().to_string();
     assert!(told.contains("vLLM does not load it: it drops fc_norm"), "{told}");
+}
+
+/// SpecForge keeps mask token and captured layers in its own settings.
+#[test]
+fn a_checkpoint_that_specforge_wrote_is_named() {
+    let written = edited(&golden("peagle"), |config| {
+        config["architectures"] = json!(["PEagleDraftModel"]);
+        (config["model_type"], config["target_layer_ids"]) = (json!("llama"), json!(null));
+    });
+    let told = [
+        open_checkpoint(written.path()).err().unwrap().to_string(),
+        check_layout(written.path()).err().unwrap().to_string(),
+    ];
+    for told in told {
+        assert!(
+            told.contains("a P-EAGLE as SpecForge writes it") && told.contains("drafter: {peagle:"),
+            "{told}"
+        );
+    }
 }
 
 #[test]
