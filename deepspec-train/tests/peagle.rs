@@ -7,9 +7,10 @@ use std::fs;
 use common::decoding::{greedy, loads};
 use common::{Bench, STEPS, start_until, workspace};
 use deepspec_checkpoint::DraftVocab;
+use deepspec_models::save;
 use deepspec_testkit::tiny;
 use serde_json::{Value, json};
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
 const PEAGLE: &str = "drafter={peagle: {num_draft_layers: 2, num_depths: 4, mask_token_id: 1023}}";
 
@@ -125,6 +126,17 @@ fn parts_are_frozen_and_mistakes_are_named() {
         &["drafter.peagle.norms.fc", "only one of them"],
     );
     wrong(&["train.recompute=true"], &["train.recompute", "P-EAGLE keeps what its layers make"]);
+    // An embedding of its own, as speculators trains it.
+    let own = bench.path("own");
+    fs::create_dir(&own).unwrap();
+    let saved = from.path("out/t/step_3");
+    fs::copy(saved.join("config.json"), own.join("config.json")).unwrap();
+    let mut all = Tensor::read_safetensors(saved.join("model.safetensors")).unwrap();
+    let embed = all.iter_mut().find(|(name, _)| name == "embed_tokens.weight").unwrap();
+    embed.1 = &embed.1 * 2.0;
+    save(&own.join("model.safetensors"), &all, Kind::BFloat16).unwrap();
+    let own = format!("train.init_from={}", own.display());
+    wrong(&[&own], &["train.init_from", "`embed_tokens.weight` is another than that of"]);
     // The number of depths may change.
     Bench::new().succeeds(&set(&[PEAGLE, &init, "drafter.peagle.num_depths=6", "train.max_train_steps=2"]));
 }

@@ -64,7 +64,8 @@ pub fn convert<'a>(
         let own = source.find(end);
         // Loaders of all formats except the reference's take embedding and LM head from the target. The LM head of a reduced
         // vocabulary is the drafter's in all formats.
-        let is_own = end == HEAD && drafter.has_reduced_vocab();
+        let is_own = end == HEAD && drafter.has_reduced_vocab()
+            || to == CheckpointFormat::Speculators && drafter.kind.owns_embed_and_head();
         if own.is_some() && !is_own && to != CheckpointFormat::Reference {
             check_same_embed_or_head(source, end, target, &theirs, to.name())?;
         }

@@ -143,6 +143,11 @@ pub trait KindSettings: fmt::Debug + Send + Sync {
         false
     }
 
+    /// Whether drafters of speculators train an embedding and an LM head of their own, which its loaders read.
+    fn owns_embed_and_head(&self) -> bool {
+        false
+    }
+
     /// Input width of `fc`, as a multiple of the hidden size.
     fn fc_inputs(&self, drafter: &Drafter) -> usize {
         drafter.taps.len()

@@ -32,6 +32,9 @@ pub trait DrafterSettings: Debug + Clone + Send + Sync + 'static {
     /// Whether the heads of a block drafter read the anchor's slot, although it drafts nothing, and the token before the anchor.
     const READS_ANCHOR_SLOT: bool = false;
 
+    /// Whether checkpoints of other tools may have an embedding and an LM head of their own.
+    const MAY_OWN_EMBED_AND_HEAD: bool = false;
+
     /// Pairs (key of config.json, key of the recipe) where the keys differ.
     const RECIPE_KEYS: &'static [(&'static str, &'static str)] = &[];
 

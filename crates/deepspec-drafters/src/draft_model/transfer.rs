@@ -44,8 +44,9 @@ impl<K: DrafterKind> DraftModel<K> {
         weights.check_finite()?;
         let mut fresh = vec![];
         for (name, mut tensor) in self.checkpoint() {
-            // With a reduced vocabulary, the weights belong to one set of tokens and one LM head.
-            if self.draft_tokens.is_some() && (name == D2T || name == HEAD_KEY) {
+            // The weights belong to one embedding, and with a reduced vocabulary to one set of tokens and one LM head.
+            let of_vocab = self.draft_tokens.is_some() && (name == D2T || name == HEAD_KEY);
+            if of_vocab || K::Settings::MAY_OWN_EMBED_AND_HEAD && is_embed_or_head(&name) {
                 let there = weights.get(&name, &tensor.size())?;
                 let stored = |tensor: &Tensor| match tensor.kind() {
                     Kind::Int64 => tensor.shallow_clone(),

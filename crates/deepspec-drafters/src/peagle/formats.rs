@@ -128,6 +128,10 @@ impl KindSettings for PEagleSettings {
         true
     }
 
+    fn owns_embed_and_head(&self) -> bool {
+        Self::MAY_OWN_EMBED_AND_HEAD
+    }
+
     fn add_tensor_shapes(&self, drafter: &Drafter, shapes: &mut TensorShapes) {
         let width = drafter.hidden_size as usize;
         shapes.push(("layers.0.hidden_norm.weight".into(), vec![width]));

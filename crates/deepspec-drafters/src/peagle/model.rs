@@ -126,6 +126,7 @@ pub type PEagleConfig = DraftConfig<PEagleSettings>;
 
 impl DrafterSettings for PEagleSettings {
     const CLASS: &'static str = "PEagleModel";
+    const MAY_OWN_EMBED_AND_HEAD: bool = true;
     const RECIPE_KEYS: &'static [(&'static str, &'static str)] =
         &[("fc_norm", "norms.fc"), ("norm_output", "norms.output")];
 

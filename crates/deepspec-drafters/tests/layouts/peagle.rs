@@ -7,7 +7,7 @@ use deepspec_checkpoint::{
 use deepspec_drafters::{check_layout, open_checkpoint};
 use serde_json::json;
 
-use crate::common::{Bytes, Folder, bytes, edited, golden, target, write};
+use crate::common::{Bytes, Folder, bytes, changed, edited, golden, target, write};
 
 fn converted(from: &Folder, to: CheckpointFormat) -> Result<Folder, CheckpointError> {
     let (source, target) = (open_checkpoint(from.path())?, target(&golden("peagle")));
@@ -57,6 +57,19 @@ fn a_checkpoint_that_speculators_wrote_is_read() {
     let without = edited(&written, |config| drop(config.as_object_mut().unwrap().remove("mask_token_id")));
     let told = open_checkpoint(without.path()).err().unwrap().to_string();
     assert!(told.contains("`mask_token_id`"), "{told}");
+}
+
+/// speculators trains the drafter's embedding, and loaders read it from the file.
+#[test]
+fn an_embedding_of_its_own_is_kept() {
+    for name in ["embed_tokens.weight", "lm_head.weight"] {
+        let own = changed(&golden("peagle"), name, 3);
+        let there = converted(&own, CheckpointFormat::Speculators).unwrap();
+        assert!(
+            bytes(&there)[name] == bytes(&own)[name] && bytes(&own)[name] != bytes(&golden("peagle"))[name]
+        );
+        assert_eq!(bytes(&converted(&there, CheckpointFormat::Reference).unwrap()), bytes(&own));
+    }
 }
 
 /// Shapes of the first layer, of the others and of the learnt state are checked.
