@@ -330,7 +330,7 @@ fn the_tiny_ones_are_planned_and_benched_too() {
     }
     seen.sort();
     assert!(
-        ["dflash", "dflash2", "domino", "dspark", "eagle3", "jetspec", "mtp", "xpress"]
+        ["dflash", "dflash2", "domino", "dspark", "eagle3", "jetspec", "mtp", "peagle", "xpress"]
             .iter()
             .all(|name| seen.iter().any(|found| found == name)),
         "{seen:?}"

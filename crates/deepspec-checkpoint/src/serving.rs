@@ -258,7 +258,7 @@ impl ServingCheck<'_> {
         let drafter = self.checkpoint.drafter();
         (self.engine == Engine::Vllm && drafter.kind.drafts_in_parallel()).then(|| Risk {
             subject: "parallel drafting",
-            problem: "without parallel_drafting it drafts one token after the other, and the accepted length falls without a word"
+            problem: "without parallel_drafting it drafts one token after the other, and the accepted length falls; it only warns of mask_hidden"
                 .into(),
             remedy: self.engine.serve_arguments(drafter, "DRAFTER"),
         })

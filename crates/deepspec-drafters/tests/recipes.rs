@@ -188,6 +188,7 @@ fn p_eagle_has_the_published_settings_and_names_its_mistakes() {
     };
     wrong("drafter.peagle.num_depths=1", "`drafter.peagle.num_depths`: must be at least 2");
     wrong("drafter.peagle.segments=0", "`drafter.peagle.segments`: must be at least 1");
+    wrong("drafter.peagle.segments=2000", "`drafter.peagle.segments`: 2000 is above 1024");
     wrong("drafter.peagle.down_sample_ratio=0", "`drafter.peagle.down_sample_ratio`: 0 is not in (0, 1]");
     wrong(
         "drafter.peagle.down_sample_ratio_min=1.5",

@@ -142,9 +142,10 @@ impl KindSettings for PEagleSettings {
     fn refusal(&self, _: &Drafter, to: CheckpointFormat) -> Option<String> {
         match to {
             CheckpointFormat::Reference | CheckpointFormat::Speculators => None,
-            CheckpointFormat::Specforge => {
-                Some("SpecForge's config of P-EAGLE has no place for mask token and captured layers".into())
-            }
+            CheckpointFormat::Specforge => Some(
+                "SpecForge's files need not say mask token and captured layers, so they are not written"
+                    .into(),
+            ),
             CheckpointFormat::Zlab | CheckpointFormat::Modelopt => Some(format!("{to} has no P-EAGLE")),
         }
     }

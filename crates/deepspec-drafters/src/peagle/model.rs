@@ -43,7 +43,7 @@ pub struct PEagleRecipe {
     #[serde(default = "default_down_sample_ratio_min")]
     pub down_sample_ratio_min: f64,
     /// Passes that compute the loss of a micro-batch one after the other, each for a part of the masked positions. More passes take less
-    /// memory and more time; the gradients stay the same.
+    /// memory and more time; the gradients stay the same up to rounding.
     #[serde(default = "default_segments")]
     pub segments: usize,
     /// File with the tokens that the drafter can draft, which `deepspec-data draft-vocab` writes. If absent, it can draft all of
@@ -82,6 +82,9 @@ impl PEagleRecipe {
     /// A key of the recipe, and the problem with its value.
     pub fn check(&self) -> Result<(), ConfigIssue> {
         require_at_least_one(&[("num_draft_layers", self.num_draft_layers), ("segments", self.segments)])?;
+        if self.segments > MAX_SEGMENTS {
+            return Err(("segments", format!("{} is above {MAX_SEGMENTS}", self.segments)));
+        }
         if self.num_depths < 2 {
             return Err(("num_depths", "must be at least 2: depth 0 has no masked position".into()));
         }
@@ -104,6 +107,9 @@ pub struct PEagleObjective {
     /// Passes per micro-batch.
     pub segments: usize,
 }
+
+/// Upper limit of `segments`. A larger value is a mistake that would take forever.
+const MAX_SEGMENTS: usize = 1024;
 
 /// Upper limit of `num_depths`. A larger value is a mistake that would exhaust memory.
 const MAX_DEPTHS: usize = 64;
@@ -279,7 +285,12 @@ impl PEagle {
                 let (k, v) = (keys(&k[0], &by_call[1][i]), keys(&v[0], &by_call[2][i]));
                 masked_attention(spec, &by_call[0][i], [&k, &v], &masks[i])
             };
-            let first = Qkv { q: q[0].shallow_clone(), k: k[0].shallow_clone(), v: v[0].shallow_clone() };
+            let first = Qkv {
+                q: q[0].shallow_clone(),
+                k: k[0].shallow_clone(),
+                v: v[0].shallow_clone(),
+                sinks: None,
+            };
             let mut outputs = vec![causal_attention(spec, &batch.lengths, &first)];
             outputs.extend(batch.calls.iter().enumerate().map(attend_call));
             Tensor::cat(&outputs, 0)

@@ -40,8 +40,8 @@ pub const PEAGLE_INFO: DrafterKindInfo = DrafterKindInfo {
 /// Architecture and objective of a P-EAGLE drafter, without weights.
 pub type PEaglePlan = Plan<PEagleModules>;
 
-/// Sums of a depth behind its [`STEP_SUMS`]: Σ over chains of the probability that all drafts up to this depth are accepted, of greedy
-/// and of sampled drafts, and the number of chains.
+/// Sums of a depth behind its [`STEP_SUMS`]: two sums over chains and the number of chains. The sums add the probability that all drafts
+/// up to this depth are accepted, of greedy and of sampled drafts.
 const CHAIN_SUMS: usize = 3;
 
 /// Reads and checks the recipe section of P-EAGLE. An error names the wrong key, with file and line.
@@ -132,7 +132,7 @@ impl DrafterKind for PEagleModules {
     }
 
     fn flops(plan: &PEaglePlan, samples: &[TrainSample]) -> f64 {
-        samples.iter().map(|sample| sample_flops(&plan.config, sample)).sum()
+        samples.iter().map(|sample| sample_flops(&plan.config, plan.objective.segments, sample)).sum()
     }
 
     /// Assumes a segment with all positions, as the last one of an answer that ends with its sample.
@@ -259,21 +259,26 @@ fn metric_sums(batch: &PEagleBatch, output: &LossOutput, depths: i64) -> Tensor 
     Tensor::cat(&[by_depth.flatten(0, 1), chains.flatten(0, 1)], 0)
 }
 
-/// Floating-point operations of forward and backward pass over a sample in one segment, counted as in
-/// [`block_flops`](crate::block_common::block_flops).
-fn sample_flops(config: &PEagleConfig, sample: &TrainSample) -> f64 {
+/// Floating-point operations of forward and backward pass over a sample, counted as in [`block_flops`](crate::block_common::block_flops).
+/// Segment i of S is taken to read the first i/S of the positions.
+fn sample_flops(config: &PEagleConfig, segments: usize, sample: &TrainSample) -> f64 {
     let model = config.model();
     let (d, taps) = (model.hidden_size as f64, config.decoder.taps.len() as f64);
     let vocab = config.settings.draft_vocab_size.unwrap_or(model.vocab_size) as f64;
     let supervised: Vec<usize> = supervised_positions(&sample.loss_mask).collect();
     let last = supervised.last().copied().max(sample.anchors.last().copied());
-    let positions = last.map_or(0, |last| last + 1);
-    // A position sees the positions up to itself, and a masked row those up to its anchor and the rows of its chain up to itself.
+    let positions = last.map_or(0.0, |last| (last + 1) as f64);
+    let segments = segments as f64;
+    // Σ i/S and Σ (i/S)² over the segments.
+    let read = positions * (segments + 1.0) / 2.0;
+    let pairs =
+        (positions * positions * (segments + 1.0) * (2.0 * segments + 1.0) / (6.0 * segments) + read) / 2.0;
+    // A position sees the positions up to itself. A masked row sees those up to its anchor, and its chain up to itself.
     let behind: usize =
         chains(&sample.anchors).map(|(anchor, len)| len * (anchor + 1) + len * (len + 1) / 2).sum();
-    let seen = (positions * (positions + 1) / 2 + behind) as f64;
-    let rows = (positions + sample.anchors.len()) as f64;
-    let mut multiplications = FROZEN_FACTOR * positions as f64 * taps * d * d; // the captured states are constant
+    let seen = pairs + behind as f64;
+    let rows = read + sample.anchors.len() as f64;
+    let mut multiplications = FROZEN_FACTOR * read * taps * d * d; // the captured states are constant
     for (i, layer) in model.layers.iter().enumerate() {
         let Heads { query, key_value, dim } = layer.attention.heads;
         let (queries, keys) = ((query * dim) as f64, (key_value * dim) as f64);
