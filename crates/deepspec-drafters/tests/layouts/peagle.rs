@@ -150,7 +150,7 @@ fn a_checkpoint_that_specforge_wrote_is_named() {
 fn other_layouts_and_engines_are_refused() {
     let peagle = golden("peagle");
     for (to, words) in [
-        (CheckpointFormat::Specforge, "no place for mask token and captured layers"),
+        (CheckpointFormat::Specforge, "need not say mask token and captured layers"),
         (CheckpointFormat::Zlab, "has no P-EAGLE"),
         (CheckpointFormat::Modelopt, "has no P-EAGLE"),
     ] {
