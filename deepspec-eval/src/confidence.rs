@@ -190,7 +190,7 @@ mod tests {
 
     fn cycle(logits: &[f32], accepted: u32, committed: u32) -> Cycle {
         let (proposed, confidence) = (logits.len() as u32, logits.to_vec());
-        Cycle { proposed, until_stop: proposed, accepted, committed, confidence }
+        Cycle { proposed, nodes: 0, until_stop: proposed, accepted, committed, confidence }
     }
 
     #[test]

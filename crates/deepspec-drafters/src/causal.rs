@@ -129,6 +129,12 @@ impl Proposer for CausalProposer {
         false
     }
 
+    fn tree_refusal(&self) -> Option<&'static str> {
+        Some(
+            "a language model drafts one token after the other, and every node of a tree would take a pass of it",
+        )
+    }
+
     fn propose(&mut self, request: &DraftRequest) -> Proposal {
         let DraftRequest { context, slots, anchors, .. } = *request;
         let new = self.new_chunks(context, slots);

@@ -15,8 +15,11 @@ pub struct AcceptanceStats {
     /// Tokens that cycles committed: the accepted drafts plus one bonus token. There is no bonus
     /// token if an accepted stop token ended the sequence.
     pub committed: u64,
-    /// Drafted tokens that were verified.
+    /// Drafted tokens that were verified. Of trees it is the sum of their depths.
     pub proposed: u64,
+    /// Nodes of trees that were verified; 0 if blocks were.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub nodes: u64,
     /// Drafted tokens that were accepted.
     pub accepted: u64,
     /// Generated tokens after truncation to the limit.
@@ -51,6 +54,7 @@ impl AcceptanceStats {
         self.cycles += 1;
         self.committed += u64::from(cycle.committed);
         self.proposed += u64::from(cycle.proposed);
+        self.nodes += u64::from(cycle.nodes);
         self.accepted += u64::from(cycle.accepted);
         self.grow_positions(proposed);
         for k in 0..proposed {
@@ -75,6 +79,7 @@ impl AcceptanceStats {
         self.cycles += other.cycles;
         self.committed += other.committed;
         self.proposed += other.proposed;
+        self.nodes += other.nodes;
         self.accepted += other.accepted;
         self.output_tokens += other.output_tokens;
         let pairs = [
@@ -94,14 +99,19 @@ impl AcceptanceStats {
         ratio(self.committed, self.cycles)
     }
 
+    /// Drafted tokens that the target ran: nodes of trees, or tokens of blocks.
+    pub fn verified(&self) -> u64 {
+        if self.nodes > 0 { self.nodes } else { self.proposed }
+    }
+
     /// Committed tokens per token that the target had to verify (drafts plus one anchor per cycle).
     pub fn verify_rate(&self) -> Option<f64> {
-        ratio(self.committed, self.proposed + self.cycles)
+        ratio(self.committed, self.verified() + self.cycles)
     }
 
     /// Fraction of verified draft tokens that were thrown away.
     pub fn rejected_fraction(&self) -> Option<f64> {
-        ratio(self.proposed - self.accepted, self.proposed)
+        ratio(self.verified() - self.accepted, self.verified())
     }
 
     /// Fraction of blocks longer than k that accepted position k (0-based), over all such blocks.
@@ -113,6 +123,10 @@ impl AcceptanceStats {
     pub fn conditional_acceptance_rates(&self) -> Vec<Option<f64>> {
         self.accepted_at.iter().zip(&self.reached_at).map(|(&n, &d)| ratio(n, d)).collect()
     }
+}
+
+fn is_zero(count: &u64) -> bool {
+    *count == 0
 }
 
 fn ratio(num: u64, den: u64) -> Option<f64> {

@@ -1,9 +1,10 @@
 //! The interfaces that the engine calls on a target model and on a drafter.
 
+use deepspec_ops::DraftTree;
 use tch::{Device, Tensor};
 
-use crate::SamplingBatch;
 use crate::sampling::one_hot;
+use crate::{SamplingBatch, TreeBudget};
 
 /// Tokens to append to the KV caches of some slots.
 pub struct ModelInput<'a> {
@@ -42,6 +43,20 @@ pub trait Target {
     fn vocab_size(&self) -> usize;
     /// Device of the tensors.
     fn device(&self) -> Device;
+    /// The target's verification of trees; None if it verifies chains only.
+    fn as_tree_target(&mut self) -> Option<&mut dyn TreeTarget> {
+        None
+    }
+}
+
+/// A target that verifies trees.
+pub trait TreeTarget {
+    /// Appends one tree per chunk to the slots' KV caches, and returns the hidden states of exactly these rows. The tokens of chunk i are
+    /// the anchor and the nodes of `trees[i]`. A row attends to the context and to its path, at the position of its depth.
+    fn forward_trees(&mut self, input: &ModelInput, trees: &[DraftTree]) -> ModelOutput;
+    /// Keeps only some rows of the tree that was appended to `slot` behind `past_len` tokens. The rows are runs (first row, number of
+    /// rows) within the tree's chunk, and lie on one path. The sequence then ends behind them.
+    fn keep_rows(&mut self, slot: usize, past_len: usize, runs: &[(i64, i64)]);
 }
 
 /// Lets an engine borrow its target from a caller that uses the target again later.
@@ -72,6 +87,10 @@ impl<T: Target> Target for &mut T {
 
     fn device(&self) -> Device {
         (**self).device()
+    }
+
+    fn as_tree_target(&mut self) -> Option<&mut dyn TreeTarget> {
+        (**self).as_tree_target()
     }
 }
 
@@ -175,6 +194,20 @@ pub trait Proposer {
     /// Appends the hidden states of newly committed tokens to the context, then drafts a block
     /// after each slot's anchor.
     fn propose(&mut self, request: &DraftRequest) -> Proposal;
+    /// Why the drafter grows no trees, as a clause; None if it grows them.
+    fn tree_refusal(&self) -> Option<&'static str> {
+        Some("it drafts chains only")
+    }
+    /// Appends the context as [`Proposer::propose`] does, then grows a tree after each slot's anchor, of depth `max_depth` and γ at most.
+    /// Trees do not depend on `request.uniforms`. A drafter with a [`Proposer::tree_refusal`] drafts nothing.
+    fn propose_trees(
+        &mut self,
+        request: &DraftRequest,
+        _budget: TreeBudget,
+        _max_depth: usize,
+    ) -> Vec<DraftTree> {
+        vec![DraftTree::default(); request.slots.len()]
+    }
     /// Cuts the slot's context to its first `len` tokens and discards unfinished drafts.
     fn truncate(&mut self, slot: usize, len: usize);
     /// Bytes of the context cache of a sequence of up to `tokens` tokens.
@@ -201,6 +234,19 @@ impl<P: Proposer + ?Sized> Proposer for Box<P> {
 
     fn propose(&mut self, request: &DraftRequest) -> Proposal {
         (**self).propose(request)
+    }
+
+    fn tree_refusal(&self) -> Option<&'static str> {
+        (**self).tree_refusal()
+    }
+
+    fn propose_trees(
+        &mut self,
+        request: &DraftRequest,
+        budget: TreeBudget,
+        max_depth: usize,
+    ) -> Vec<DraftTree> {
+        (**self).propose_trees(request, budget, max_depth)
     }
 
     fn truncate(&mut self, slot: usize, len: usize) {

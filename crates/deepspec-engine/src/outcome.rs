@@ -1,5 +1,7 @@
 //! The result of a step, copied to the host.
 
+use deepspec_ops::{AcceptedPath, DraftTree};
+
 use crate::Cycle;
 
 /// Values that the host reads back after a step.
@@ -15,6 +17,18 @@ pub struct VerifyOutcome {
     longest: usize,
     /// See [`crate::Proposer::ends_at_stop_tokens`].
     ends_at_stop_tokens: bool,
+    /// Accepted paths of the trees; empty if blocks were verified.
+    pub paths: Vec<AcceptedPath>,
+}
+
+/// Result of verifying one tree.
+pub struct TreeVerdict {
+    /// The cycle's counts.
+    pub cycle: Cycle,
+    /// Tokens to commit.
+    pub tokens: Vec<i64>,
+    /// Rows of the tree's chunk that stay, the anchor's first, as runs (first row, number of rows).
+    pub kept: Vec<(i64, i64)>,
 }
 
 impl VerifyOutcome {
@@ -23,16 +37,8 @@ impl VerifyOutcome {
     /// the prompts' first tokens.
     pub fn new(values: &[f64], prefilling: usize, lens: &[usize], ends_at_stop_tokens: bool) -> Self {
         let (decoding, longest) = (lens.len(), lens.iter().copied().max().unwrap_or(0));
-        let rows = lens.iter().map(|len| len + 1).chain(std::iter::repeat_n(1, prefilling));
-        let (mut flags, values) = values.split_at(rows.clone().sum());
-        let mut all_set = |rows: usize| {
-            let (own, rest) = flags.split_at(rows);
-            flags = rest;
-            own.iter().all(|&flag| flag == 1.0)
-        };
-        let finite = rows.map(&mut all_set).collect();
+        let (finite, values) = split_flags(values, prefilling, lens.iter().copied());
         let (head, first) = values.split_at(values.len() - prefilling);
-        let ids = |part: &[f64]| part.iter().map(|&v| v as i64).collect();
         let (accepted, rest) = head.split_at(decoding);
         let (next, rest) = rest.split_at(decoding);
         let (tokens, confidence) = rest.split_at(decoding * longest);
@@ -45,7 +51,58 @@ impl VerifyOutcome {
             first: ids(first),
             longest,
             ends_at_stop_tokens,
+            paths: vec![],
         }
+    }
+
+    /// Splits the values that a step with trees copies to the host: a flag per row of logits, the target's tokens behind every row of the
+    /// trees, and the prompts' first tokens.
+    pub fn of_trees(values: &[f64], prefilling: usize, trees: &[DraftTree]) -> Self {
+        let (finite, values) = split_flags(values, prefilling, trees.iter().map(DraftTree::len));
+        let (mut drawn, first) = values.split_at(values.len() - prefilling);
+        let mut accept = |tree: &DraftTree| {
+            let (own, rest) = drawn.split_at(1 + tree.len());
+            drawn = rest;
+            tree.accept(&ids(own))
+        };
+        Self {
+            finite,
+            accepted: vec![],
+            next: vec![],
+            tokens: vec![],
+            confidence: vec![],
+            first: ids(first),
+            longest: 0,
+            ends_at_stop_tokens: false,
+            paths: trees.iter().map(&mut accept).collect(),
+        }
+    }
+
+    /// The counts of tree `i`, the tokens to commit, and the rows to keep. An accepted stop token ends the path, and the tree at its
+    /// depth, without a bonus token.
+    pub fn tree_verdict(&self, i: usize, tree: &DraftTree, stop_ids: &[i64]) -> TreeVerdict {
+        let AcceptedPath { rows, next } = &self.paths[i];
+        let token = |row: &usize| tree.tokens()[row - 1];
+        let stop = rows.iter().position(|row| stop_ids.contains(&token(row))).map(|at| at + 1);
+        let accepted = &rows[..stop.unwrap_or(rows.len())];
+        let mut tokens: Vec<i64> = accepted.iter().map(token).collect();
+        if stop.is_none() {
+            tokens.push(*next);
+        }
+        let depth = stop.unwrap_or_else(|| tree.max_depth());
+        let until_stop = depth_until_stop(tree, stop_ids).min(depth);
+        let nodes = tree.depths().iter().filter(|&&of| of <= depth).count();
+        let mut kept = vec![(0, 1)];
+        for &row in accepted {
+            match kept.last_mut() {
+                Some((first, count)) if *first + *count == row as i64 => *count += 1,
+                _ => kept.push((row as i64, 1)),
+            }
+        }
+        let [proposed, nodes, until_stop, accepted, committed] =
+            [depth, nodes, until_stop, accepted.len(), tokens.len()].map(|count| count as u32);
+        let cycle = Cycle { proposed, nodes, until_stop, accepted, committed, confidence: vec![] };
+        TreeVerdict { cycle, tokens, kept }
     }
 
     /// The counts of block `i` and the tokens to commit. An accepted stop token ends the block and
@@ -69,8 +126,42 @@ impl VerifyOutcome {
         }
         let [proposed, until_stop, committed] =
             [proposed, until_stop, tokens.len()].map(|count| count as u32);
-        (Cycle { proposed, until_stop, accepted, committed, confidence }, tokens)
+        (Cycle { proposed, nodes: 0, until_stop, accepted, committed, confidence }, tokens)
     }
+}
+
+fn ids(values: &[f64]) -> Vec<i64> {
+    values.iter().map(|&value| value as i64).collect()
+}
+
+/// Takes a flag per row of logits from the front of `values`: those of chunks of 1 + `lens` rows, and one per prompt. Returns whether all
+/// flags of a chunk are set, and the other values.
+fn split_flags(
+    values: &[f64],
+    prefilling: usize,
+    lens: impl Iterator<Item = usize> + Clone,
+) -> (Vec<bool>, &[f64]) {
+    let rows = lens.map(|len| len + 1).chain(std::iter::repeat_n(1, prefilling));
+    let (mut flags, values) = values.split_at(rows.clone().sum());
+    let mut all_set = |rows: usize| {
+        let (own, rest) = flags.split_at(rows);
+        flags = rest;
+        own.iter().all(|&flag| flag == 1.0)
+    };
+    (rows.map(&mut all_set).collect(), values)
+}
+
+/// Depth of the deepest node without a stop token above it.
+fn depth_until_stop(tree: &DraftTree, stop_ids: &[i64]) -> usize {
+    let mut ended = vec![false; 1 + tree.len()];
+    let mut deepest = 0;
+    for (node, (&token, &parent)) in tree.tokens().iter().zip(tree.parents()).enumerate() {
+        if !ended[parent] {
+            deepest = deepest.max(tree.depths()[node]);
+        }
+        ended[node + 1] = ended[parent] || stop_ids.contains(&token);
+    }
+    deepest
 }
 
 /// Indices that expand ragged blocks `[Σ(1+γ')]` to `[S, Γ+1]`. A shorter block repeats its last
@@ -134,5 +225,38 @@ mod tests {
         let read = [flags.as_slice(), &[0.0; 2], &[5.0; 2], &[1.0; 4], &[2.0, 3.0]].concat();
         let outcome = VerifyOutcome::new(&read, 2, &[1, 2], false);
         assert_eq!((outcome.finite, outcome.first), (vec![true, false, true, false], vec![2, 3]));
+    }
+
+    #[test]
+    fn a_trees_counts_are_those_of_its_depths() {
+        const STOP: i64 = 9;
+        // The anchor has the children 4 and 5. Behind 4 come 6 and the stop token, behind them 7 and 8.
+        let mut tree = DraftTree::default();
+        for (parent, token) in [(0, 4), (0, 5), (1, 6), (1, STOP), (3, 7), (4, 8)] {
+            tree.add(parent, token);
+        }
+        let verdict = |drawn: [f64; 7]| {
+            let read = [[1.0; 8].as_slice(), &drawn, &[3.0]].concat();
+            let outcome = VerifyOutcome::of_trees(&read, 1, std::slice::from_ref(&tree));
+            assert_eq!((&outcome.finite, &outcome.first), (&vec![true; 2], &vec![3]));
+            let TreeVerdict { cycle, tokens, kept } = outcome.tree_verdict(0, &tree, &[STOP]);
+            let Cycle { proposed, nodes, until_stop, accepted, committed, .. } = cycle;
+            ([proposed, nodes, until_stop, accepted, committed], tokens, kept)
+        };
+        assert_eq!(
+            verdict([4.0, 6.0, 0.0, 7.0, 0.0, 2.0, 0.0]),
+            ([3, 6, 3, 3, 4], vec![4, 6, 7, 2], vec![(0, 2), (3, 1), (5, 1)])
+        );
+        assert_eq!(
+            verdict([5.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0]),
+            ([3, 6, 3, 1, 2], vec![5, 1], vec![(0, 1), (2, 1)])
+        );
+        assert_eq!(verdict([0.0; 7]), ([3, 6, 3, 0, 1], vec![0], vec![(0, 1)]));
+        // An accepted stop token ends answer and tree.
+        assert_eq!(
+            verdict([4.0, 9.0, 0.0, 0.0, 8.0, 0.0, 0.0]),
+            ([2, 4, 2, 2, 2], vec![4, STOP], vec![(0, 2), (4, 1)])
+        );
+        assert_eq!(depth_until_stop(&tree, &[6, STOP]), 2);
     }
 }

@@ -1,11 +1,12 @@
 //! Requests to the engine, and its events, completions and errors.
 
 use std::fmt;
+use std::str::FromStr;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use crate::Sampling;
+use crate::{Sampling, TreeBudget};
 
 /// One sequence to generate.
 #[derive(Debug, Clone)]
@@ -71,6 +72,9 @@ pub enum EngineError {
         /// The first line of the allocator's message.
         message: String,
     },
+    /// Trees are to be verified, but a model cannot do so.
+    #[error("trees cannot be verified: {0}")]
+    NoTrees(&'static str),
     /// A token id outside the vocabulary.
     #[error(
         "prompt token {token} is outside the target's vocabulary of {vocab}; is this the target's own tokenizer?"
@@ -97,13 +101,16 @@ pub enum Finish {
     Length,
 }
 
-/// Verification of one drafted block.
+/// Verification of one drafted block or tree.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Cycle {
-    /// Drafted tokens that were verified, up to an accepted stop token.
+    /// Drafted tokens that were verified, up to an accepted stop token. Of a tree it is the depth.
     pub proposed: u32,
+    /// Nodes of the tree that were verified, down to the depth `proposed`; 0 for a block.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub nodes: u32,
     /// Proposed tokens up to and including the first drafted stop token, accepted or not. Tokens
-    /// after a stop token can be part of no answer.
+    /// after a stop token can be part of no answer. Of a tree it is the depth of the longest such path.
     #[serde(rename = "usable")]
     pub until_stop: u32,
     /// Drafted tokens that were accepted.
@@ -114,7 +121,16 @@ pub struct Cycle {
     pub confidence: Vec<f32>,
 }
 
+fn is_zero(count: &u32) -> bool {
+    *count == 0
+}
+
 impl Cycle {
+    /// Drafted tokens that the target ran: the nodes of a tree, or the proposed tokens of a block.
+    pub fn verified(&self) -> u32 {
+        if self.nodes > 0 { self.nodes } else { self.proposed }
+    }
+
     /// The confidence logits up to the first drafted stop token. Drafters are not trained on tokens
     /// after a stop token, so their confidence there is meaningless.
     pub fn confidence_until_stop(&self) -> &[f32] {
@@ -180,10 +196,10 @@ impl fmt::Display for DraftSampling {
     }
 }
 
-/// Rule that accepts drafted tokens above temperature 0. Answers follow the target's distribution under either rule; at temperature 0
-/// both rules accept the same tokens.
+/// Rule that accepts drafted tokens. Answers follow the target's distribution under every rule. At temperature 0 the rules of blocks accept
+/// the same tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
+#[serde(try_from = "String", into = "String")]
 pub enum VerifyRule {
     /// Accepts token by token, up to the first rejection: [`deepspec_ops::verify`]. vLLM calls this
     /// `rejection_sample_method: standard`.
@@ -192,6 +208,8 @@ pub enum VerifyRule {
     /// Accepts blocks as a whole: [`deepspec_ops::verify_block`]. vLLM calls this
     /// `rejection_sample_method: block`.
     Block,
+    /// Verifies a tree of the drafter's likeliest tokens: [`deepspec_ops::DraftTree::accept`].
+    Tree(TreeBudget),
 }
 
 impl VerifyRule {
@@ -199,14 +217,67 @@ impl VerifyRule {
     pub fn is_token(&self) -> bool {
         *self == Self::Token
     }
+
+    /// Limits of the trees; None if blocks are verified.
+    pub fn tree_budget(&self) -> Option<TreeBudget> {
+        if let Self::Tree(budget) = self { Some(*budget) } else { None }
+    }
+
+    /// Most drafted tokens of a sequence that a step verifies, with a drafter of blocks of `draft_len` tokens; 0 without a drafter.
+    pub fn max_drafted(&self, draft_len: usize) -> usize {
+        match self.tree_budget() {
+            Some(budget) if draft_len > 0 => budget.nodes.max(draft_len),
+            _ => draft_len,
+        }
+    }
+
+    /// The rule in words, as in "verified …".
+    pub fn phrase(&self) -> String {
+        match self {
+            Self::Token => "token by token".into(),
+            Self::Block => "as a block".into(),
+            Self::Tree(TreeBudget { nodes, width }) => {
+                format!("as trees of at most {nodes} nodes and {width} children of a node")
+            }
+        }
+    }
 }
 
+impl FromStr for VerifyRule {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text.split_once(':') {
+            None if text == "token" => Ok(Self::Token),
+            None if text == "block" => Ok(Self::Block),
+            Some(("tree", budget)) => budget.parse().map(Self::Tree),
+            _ => Err("expected token, block, tree:N or tree:N:W".into()),
+        }
+    }
+}
+
+/// The name that [`FromStr`] reads.
 impl fmt::Display for VerifyRule {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Token => "token by token",
-            Self::Block => "as a block",
-        })
+        match self {
+            Self::Token => f.write_str("token"),
+            Self::Block => f.write_str("block"),
+            Self::Tree(budget) => write!(f, "tree:{budget}"),
+        }
+    }
+}
+
+impl TryFrom<String> for VerifyRule {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<Self, String> {
+        text.parse()
+    }
+}
+
+impl From<VerifyRule> for String {
+    fn from(rule: VerifyRule) -> Self {
+        rule.to_string()
     }
 }
 

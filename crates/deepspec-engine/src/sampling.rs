@@ -98,6 +98,12 @@ impl SamplingBatch {
         self.rows.len()
     }
 
+    /// Temperature at which a row's tree ranks tokens: the sequence's own, or 1 if it samples greedily.
+    pub fn ranking_temperature(&self, row: usize) -> f64 {
+        let sampling = self.rows[row];
+        if sampling.is_greedy() { 1.0 } else { sampling.temperature }
+    }
+
     /// Whether the batch has no sequences.
     pub fn is_empty(&self) -> bool {
         self.rows.is_empty()

@@ -5,12 +5,11 @@
 
 mod common;
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use common::law::{LENGTH, exact_law, options, requests, samples};
 use common::{
-    GAMMA, PROMPT, ToyDrafter, ToyTarget, V, extended, logits_of, prefixes, prompt_prefix, propose,
-    target_logits,
+    GAMMA, ToyDrafter, ToyTarget, V, extended, logits_of, prefixes, prompt_prefix, propose, target_logits,
 };
 use deepspec_core::rng::{Purpose, Stream};
 use deepspec_cost::cost::StepCost;
@@ -23,20 +22,6 @@ use deepspec_engine::{
 use deepspec_ops::{Verification, sample, verify, verify_block};
 use deepspec_testkit::distribution::{Counts, chi_square_ratio, count_outputs};
 use tch::{Device, Kind, Tensor};
-
-/// The number of tokens whose joint distribution is checked: at most V³ outcomes.
-const LENGTH: usize = 3;
-
-fn options(slots: usize) -> EngineOptions {
-    EngineOptions {
-        slots,
-        context: 64,
-        max_draft_tokens: None,
-        draft_sampling: DraftSampling::default(),
-        verify_rule: VerifyRule::default(),
-        counts_overrun: true,
-    }
-}
 
 fn run(options: EngineOptions, drafted: bool, requests: Vec<Request>) -> Vec<Completion> {
     run_planned(options, drafted.then(Planner::default), requests)
@@ -55,40 +40,6 @@ fn planner(policy: &str, slope: f64) -> Planner {
     let curve = CostCurve::new((1..=64 * (GAMMA + 1)).map(|batch| 1.0 / seconds(batch)).collect()).unwrap();
     let cost = StepCost::new(vec![(1, curve)], vec![(1, 0.0)]).unwrap();
     Planner::new(policy.parse().unwrap(), Some(Arc::new(cost))).unwrap()
-}
-
-fn requests(count: usize, sampling: Sampling, max_new_tokens: usize, stop_ids: &[i64]) -> Vec<Request> {
-    let request = |i: usize| Request {
-        id: format!("sample-{i}"),
-        prompt: PROMPT.to_vec(),
-        sampling,
-        max_new_tokens,
-        stop_ids: stop_ids.to_vec(),
-    };
-    (0..count).map(request).collect()
-}
-
-/// The probability of every output of up to [`LENGTH`] tokens under the target alone.
-fn exact_law(sampling: Sampling, stop_ids: &[i64]) -> BTreeMap<Vec<i64>, f64> {
-    let mut law = BTreeMap::new();
-    let mut open = vec![(vec![], prompt_prefix(), 1.0)];
-    while let Some((output, prefix, probability)) = open.pop() {
-        if output.len() == LENGTH || output.last().is_some_and(|token| stop_ids.contains(token)) {
-            law.insert(output, probability);
-            continue;
-        }
-        let logits = logits_of([prefix].into_iter(), target_logits);
-        let step = SamplingBatch::new(vec![sampling], Device::Cpu).distributions(&logits).squeeze();
-        for token in 0..V {
-            let longer = output.iter().copied().chain([token]).collect();
-            open.push((longer, extended(prefix, token), probability * step.double_value(&[token])));
-        }
-    }
-    law
-}
-
-fn samples() -> usize {
-    if std::env::var_os("DEEPSPEC_TEST_FULL").is_some() { 400_000 } else { 20_000 }
 }
 
 /// The misfit of the engine's outputs for a setting.

@@ -11,15 +11,10 @@ const MAX_PROMPT_TOKENS: usize = 8192;
 const USABLE_TENTHS: u64 = 9;
 
 /// Bytes that the KV caches of all sequences may use: free memory minus the peak of a step in each of `engines`
-/// engines. None if the device does not report its free memory.
-pub fn kv_cache_budget(
-    target: &TargetModel,
-    drafter: Option<&dyn Proposer>,
-    slots: usize,
-    engines: usize,
-) -> Option<u64> {
+/// engines. A step verifies up to `drafted` tokens of each sequence. None if the device does not report its free memory.
+pub fn kv_cache_budget(target: &TargetModel, drafted: usize, slots: usize, engines: usize) -> Option<u64> {
     let free = deepspec_ops::free_memory(target.device())?;
-    let judged = slots.div_ceil(engines.max(1)) * (1 + drafter.map_or(0, |drafter| drafter.draft_len()));
+    let judged = slots.div_ceil(engines.max(1)) * (1 + drafted);
     let working = target.peak_forward_bytes(MAX_PROMPT_TOKENS + judged, judged);
     let (kept, layers) = (2 * MAX_SPARE_BYTES as u64, target.config().layers.len() as u64);
     let left = (free / 10 * USABLE_TENTHS).saturating_sub(engines as u64 * (working + kept));
@@ -27,9 +22,14 @@ pub fn kv_cache_budget(
     Some(left / (layers + 1) * layers)
 }
 
-/// Bytes of a sequence of `tokens` and a drafted block in the KV caches of both models.
-pub fn kv_cache_bytes(target: &TargetModel, drafter: Option<&dyn Proposer>, tokens: usize) -> u64 {
-    let tokens = tokens + drafter.map_or(0, |drafter| drafter.draft_len());
+/// Bytes of a sequence of `tokens` and `drafted` tokens in the KV caches of both models.
+pub fn kv_cache_bytes(
+    target: &TargetModel,
+    drafter: Option<&dyn Proposer>,
+    drafted: usize,
+    tokens: usize,
+) -> u64 {
+    let tokens = tokens + drafted;
     target.kv_cache_bytes(tokens) + drafter.map_or(0, |drafter| drafter.kv_cache_bytes(tokens))
 }
 

@@ -5,9 +5,9 @@ use std::path::Path;
 
 use deepspec_core::Tap;
 use deepspec_core::cli::UsageError;
-use deepspec_engine::{ModelInput, ModelOutput, Target};
-use deepspec_ops::kv_attention::{Chunk, KvCache, MaskKind};
-use deepspec_ops::{PackedWeight, cat_row_runs};
+use deepspec_engine::{ModelInput, ModelOutput, Target, TreeTarget};
+use deepspec_ops::kv_attention::{AttentionPlan, Chunk, KvCache, MaskKind};
+use deepspec_ops::{DraftTree, PackedWeight, cat_row_runs};
 use tch::{Device, Kind, Tensor};
 
 use crate::families::TensorNames;
@@ -198,14 +198,19 @@ impl TargetModel {
     /// Runs one pass over all rows.
     fn run_pass(&mut self, chunks: &[Chunk], tokens: &Tensor) -> ModelOutput {
         let plan = self.cache.plan(chunks, MaskKind::Causal);
-        let rotations = self.ropes.for_plan(&plan, self.kind);
+        self.run_plan(&plan, chunks, tokens)
+    }
+
+    /// Runs one pass over the rows of a plan, and appends the chunks to their sequences.
+    fn run_plan(&mut self, plan: &AttentionPlan, chunks: &[Chunk], tokens: &Tensor) -> ModelOutput {
+        let rotations = self.ropes.for_plan(plan, self.kind);
         let mut x = self.vocabulary.embed(tokens); // [N, d]
         let mut captured = Vec::with_capacity(self.taps.len());
         if self.taps.first() == Some(&Tap::Embedding) {
             captured.push(x.shallow_clone());
         }
         for (i, layer) in self.layers.iter().enumerate() {
-            x = layer.forward((&x).into(), rotations.layer(i), &mut self.cache.attention(i, &plan), None);
+            x = layer.forward((&x).into(), rotations.layer(i), &mut self.cache.attention(i, plan), None);
             if self.taps.contains(&Tap::Layer(i as u32)) {
                 captured.push(x.shallow_clone());
             }
@@ -263,6 +268,24 @@ impl Target for TargetModel {
 
     fn device(&self) -> Device {
         self.device
+    }
+
+    fn as_tree_target(&mut self) -> Option<&mut dyn TreeTarget> {
+        Some(self)
+    }
+}
+
+impl TreeTarget for TargetModel {
+    /// Attention runs by libtorch's operators with an explicit mask.
+    fn forward_trees(&mut self, input: &ModelInput, trees: &[DraftTree]) -> ModelOutput {
+        let chunks = self.chunks_to_append(input.chunks);
+        self.reserve(&chunks);
+        let plan = self.cache.plan_trees(&chunks, trees);
+        self.run_plan(&plan, &chunks, &input.tokens)
+    }
+
+    fn keep_rows(&mut self, slot: usize, past_len: usize, runs: &[(i64, i64)]) {
+        self.cache.keep_rows(slot, past_len, runs);
     }
 }
 

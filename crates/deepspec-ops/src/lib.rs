@@ -12,6 +12,7 @@ mod cuda_diagnostics;
 mod decoder_layer;
 mod device;
 pub mod distill_loss;
+mod draft_tree;
 mod error;
 mod ffi;
 mod free_memory;
@@ -36,6 +37,7 @@ pub use device::{
     LocalRank, default_dtype, device_name, dtype_name, names_one_gpu, parse_device, rank_device,
     shareable_gpu_count,
 };
+pub use draft_tree::{AcceptedPath, DraftTree, tree_attention_mask};
 pub use error::DeviceError;
 pub use ffi::{
     CpuTensorBuilder, CudaEvent, CudaStream, DeviceMemory, Range, StreamGuard, c10d, device_memory,

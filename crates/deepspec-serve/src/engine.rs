@@ -323,10 +323,11 @@ fn fit_context(
     target: &TargetModel,
     drafter: Option<&dyn Proposer>,
 ) -> anyhow::Result<(usize, Option<u64>)> {
-    let Some(memory) = kv_cache_budget(target, drafter, args.max_num_seqs, 1) else {
+    let drafted = drafter.map_or(0, |drafter| drafter.draft_len());
+    let Some(memory) = kv_cache_budget(target, drafted, args.max_num_seqs, 1) else {
         return Ok((wanted, None));
     };
-    let bytes = |tokens: usize| kv_cache_bytes(target, drafter, tokens);
+    let bytes = |tokens: usize| kv_cache_bytes(target, drafter, drafted, tokens);
     match check_memory_fit(args.max_num_seqs, wanted, memory, bytes) {
         MemoryFit::All => Ok((wanted, Some(memory))),
         MemoryFit::Fewer { told } => {

@@ -110,7 +110,7 @@ fn engine_status(error: &EngineError) -> u16 {
         | EngineError::TooLong { .. }
         | EngineError::TooLarge { .. }
         | EngineError::UnknownToken { .. } => 400,
-        EngineError::NotFinite => 500,
+        EngineError::NotFinite | EngineError::NoTrees(_) => 500,
         EngineError::OutOfMemory { .. } => 503,
     }
 }

@@ -270,7 +270,7 @@ fn decoding_details(s: &Settings) -> Vec<(&'static str, String)> {
         ("Markov head", if s.no_markov { "left out" } else { "as trained" }.to_string()),
         ("limit of drafted tokens", or_none(s.max_draft_tokens.map(|n| n.to_string()))),
         ("drafted tokens", s.draft_sampling.to_string()),
-        ("verification", s.verify.to_string()),
+        ("verification", s.verify.phrase()),
         (
             "sequences at once",
             if s.lanes > 1 { format!("{} in {} replicas", s.slots, s.lanes) } else { s.slots.to_string() },

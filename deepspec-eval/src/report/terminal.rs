@@ -127,10 +127,13 @@ pub fn lengths_by_draft_rule(results: &Results) -> Option<([&'static str; 5], Ve
     Some((["suite", "τ probabilistic", "95 % interval", "τ greedy", "95 % interval"], rows.collect()))
 }
 
-/// A sentence on how tokens were drafted and accepted, and one on which engines do so. None at temperature 0 or without a drafter, where
-/// all rules agree.
+/// A sentence on how tokens were drafted and accepted, and one on which engines do so. None without a drafter. None for blocks at
+/// temperature 0, where all their rules agree.
 fn draft_rule_note(results: &Results) -> Option<String> {
     let settings = &results.settings;
+    if results.served.is_none() && results.drafter.is_some() && settings.verify.tree_budget().is_some() {
+        return Some(tree_note(results));
+    }
     let all_agree = results.served.is_some()
         || results.drafter.is_none()
         || Sampling::new(settings.temperature, 0).is_greedy();
@@ -146,14 +149,29 @@ fn draft_rule_note(results: &Results) -> Option<String> {
         (DraftSampling::Greedy, VerifyRule::Block) => {
             "vLLM does so with `rejection_sample_method: block`; greedy drafts gain nothing by it"
         }
+        (_, VerifyRule::Tree(_)) => return None,
     };
     let values = json!([sampling, rule]);
     let [by_sampling, by_rule] = [0, 1].map(|index| values[index].as_str().unwrap_or_default());
     (!all_agree).then(|| {
         format!(
-            "Drafted tokens are {sampling} (--draft-sampling {by_sampling}) and verified {rule} (--verify {by_rule}). {engines}."
+            "Drafted tokens are {sampling} (--draft-sampling {by_sampling}) and verified {} (--verify {by_rule}). {engines}.",
+            rule.phrase()
         )
     })
+}
+
+/// Sentences on the verification of trees.
+fn tree_note(results: &Results) -> String {
+    let rule = results.settings.verify;
+    let nodes: u64 = results.suites.iter().map(|suite| suite.counts.nodes).sum();
+    let cycles: u64 = results.suites.iter().map(|suite| suite.counts.cycles).sum();
+    format!(
+        "Drafted tokens are verified {} (--verify {rule}), {:.1} nodes per cycle. Positions are depths. \
+         vLLM, SGLang and llama.cpp verify blocks only, so this τ is a research figure and not one of serving.",
+        rule.phrase(),
+        nodes as f64 / cycles.max(1) as f64
+    )
 }
 
 /// Notes on the figures of an engine.

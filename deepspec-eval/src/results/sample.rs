@@ -15,7 +15,7 @@ const TIMING: Timing = Timing { wall_s: 2.0, draft_s: 0.5, verify_s: 1.0, host_s
 pub fn suite(name: &str, domain: Domain, accepted: &[u32]) -> ScoredSuite {
     let cycle = |&accepted: &u32| {
         let (proposed, committed, confidence) = (2, accepted + 1, vec![]);
-        Cycle { proposed, until_stop: proposed, accepted, committed, confidence }
+        Cycle { proposed, nodes: 0, until_stop: proposed, accepted, committed, confidence }
     };
     let cycles: Vec<Cycle> = accepted.iter().map(cycle).collect();
     let mut counts = AcceptanceStats::new(2);

@@ -80,7 +80,7 @@ impl Settings {
     /// Refuses the results in `from` if they do not show how likely each drafted token is accepted.
     ///
     /// # Errors
-    /// A usage error for blocks that were cut by confidence, or that were verified as a whole.
+    /// A usage error for blocks that were cut by confidence, or that were verified as a whole or as trees.
     pub fn check_observed_tokens(&self, from: &Path) -> anyhow::Result<()> {
         let policy = self.policy();
         if policy.cuts_by_confidence() {
@@ -91,8 +91,9 @@ impl Settings {
         }
         if !self.verify.is_token() {
             usage!(
-                "{} is of a run with --verify block; confidences are about tokens that are verified one by one; run it without",
-                from.display()
+                "{} is of a run with --verify {}; confidences are about tokens that are verified one by one; run it without",
+                from.display(),
+                self.verify
             );
         }
         Ok(())

@@ -86,8 +86,8 @@ pub struct Args {
     /// Divide the confidence logits by the temperatures that `deepspec-eval calibrate` found for this drafter
     #[arg(long, value_name = "FILE")]
     pub calibration: Option<PathBuf>,
-    /// Verify at most this many drafted tokens per cycle; a language model as drafter drafts exactly this many (7 by
-    /// default)
+    /// Verify at most this many drafted tokens per cycle, or paths of a tree up to this depth; a language model as drafter
+    /// drafts exactly this many (7 by default)
     #[arg(long, value_name = "N")]
     pub max_draft_tokens: Option<usize>,
     /// Choice of drafted tokens at temperatures above 0. Probabilistic samples from the drafter's distribution; greedy takes
@@ -96,11 +96,13 @@ pub struct Args {
     /// distribution either way
     #[arg(long, value_enum, value_name = "RULE", default_value_t = DraftSamplingArg::Auto)]
     pub draft_sampling: DraftSamplingArg,
-    /// Rule that accepts drafted tokens at temperatures above 0. Token accepts token by token, as llama.cpp does, and vLLM by
-    /// default; block accepts blocks as a whole, as vLLM does with `rejection_sample_method: block`. Block accepts as
-    /// many tokens or more, and gains nothing with greedy drafts. Answers follow the target's distribution either way
-    #[arg(long, value_enum, value_name = "RULE", default_value_t = VerifyArg::Token)]
-    pub verify: VerifyArg,
+    /// Rule that accepts drafted tokens. Token accepts token by token, as llama.cpp does, and vLLM by default; block accepts
+    /// blocks as a whole, as vLLM does with `rejection_sample_method: block`. Block accepts as many tokens or more, and gains
+    /// nothing with greedy drafts. Both agree at temperature 0. tree:N verifies a tree of the drafter's N likeliest nodes in
+    /// one pass, tree:N:W with at most W children of a node (8 by default); no engine named here serves trees. Answers follow
+    /// the target's distribution under every rule
+    #[arg(long, value_name = "token|block|tree:N", default_value_t = VerifyRule::Token)]
+    pub verify: VerifyRule,
     /// Also report the accepted length of the other --draft-sampling rule, from a second pass over the samples, above
     /// temperature 0
     #[arg(long, value_enum, value_name = "ON", default_value_t = Switch::On)]
@@ -170,31 +172,13 @@ pub enum DraftSamplingArg {
 }
 
 impl DraftSamplingArg {
-    /// The rule for `drafter`, or the default without one.
-    pub fn resolve(self, drafter: Option<&dyn Drafter>) -> DraftSampling {
+    /// The rule for `drafter`, or the default without one. The nodes of trees are the likeliest tokens.
+    pub fn resolve(self, drafter: Option<&dyn Drafter>, verify: VerifyRule) -> DraftSampling {
         match self {
+            Self::Auto if drafter.is_some() && verify.tree_budget().is_some() => DraftSampling::Greedy,
             Self::Auto => drafter.map(Drafter::draft_sampling).unwrap_or_default(),
             Self::Probabilistic => DraftSampling::Probabilistic,
             Self::Greedy => DraftSampling::Greedy,
-        }
-    }
-}
-
-/// How drafted tokens are accepted.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-pub enum VerifyArg {
-    /// Token by token.
-    Token,
-    /// Blocks as a whole.
-    Block,
-}
-
-impl VerifyArg {
-    /// The engine's rule.
-    pub fn rule(self) -> VerifyRule {
-        match self {
-            Self::Token => VerifyRule::Token,
-            Self::Block => VerifyRule::Block,
         }
     }
 }
@@ -249,9 +233,11 @@ impl Args {
     }
 
     /// Whether a second pass decodes the samples with the other draft-sampling rule (greedy or
-    /// probabilistic). At temperature 0 the rules agree, so there is no second pass.
+    /// probabilistic). At temperature 0 the rules agree, and trees have no such rule, so there is no second pass.
     pub fn reports_other_rule(&self) -> bool {
-        self.other_rule == Switch::On && !Sampling::new(self.temperature, 0).is_greedy()
+        self.other_rule == Switch::On
+            && !Sampling::new(self.temperature, 0).is_greedy()
+            && self.verify.tree_budget().is_none()
     }
 
     /// The schedule that decides how much of each block is verified.
@@ -354,7 +340,7 @@ impl Args {
             ("--calibration", self.calibration.is_some()),
             ("--max-draft-tokens", self.max_draft_tokens.is_some()),
             ("--draft-sampling", self.draft_sampling != DraftSamplingArg::Auto),
-            ("--verify", self.verify != VerifyArg::Token),
+            ("--verify", !self.verify.is_token()),
             ("--no-markov", self.no_markov),
             ("--replicas", self.replicas.is_some()),
             ("--worker", self.worker.is_some()),
@@ -376,6 +362,36 @@ impl Args {
         Ok(())
     }
 
+    /// Refuses flags of chains beside `--verify tree:N`.
+    fn check_trees(&self) -> anyhow::Result<()> {
+        if self.verify.tree_budget().is_none() {
+            return Ok(());
+        }
+        let of_chains = [
+            (
+                "--draft-sampling probabilistic",
+                self.draft_sampling == DraftSamplingArg::Probabilistic,
+                "nodes are the drafter's likeliest tokens and not drawn",
+            ),
+            (
+                "--confidence-threshold",
+                self.confidence_threshold.is_some(),
+                "confidences are about the tokens of one block",
+            ),
+            (
+                "--schedule",
+                self.schedule != Policy::Whole,
+                "schedules cut blocks, and trees have a budget of nodes",
+            ),
+            ("--cost", self.cost.is_some(), "costs are of steps that verify blocks"),
+            ("--calibration", self.calibration.is_some(), "trees read no confidences"),
+        ];
+        if let Some((flag, _, reason)) = of_chains.iter().find(|(_, given, _)| *given) {
+            usage!("{flag} is not for --verify {}: {reason}; leave one of them out", self.verify);
+        }
+        Ok(())
+    }
+
     /// Checks the flags of drafting and verification.
     fn check_drafting(&self) -> anyhow::Result<()> {
         let needs_drafter = [
@@ -385,13 +401,14 @@ impl Args {
             ("--max-draft-tokens", self.max_draft_tokens.is_some()),
             ("--no-markov", self.no_markov),
             ("--draft-sampling", self.draft_sampling != DraftSamplingArg::Auto),
-            ("--verify", self.verify != VerifyArg::Token),
+            ("--verify", !self.verify.is_token()),
         ];
         if let Some((flag, _)) =
             needs_drafter.iter().find(|(_, given)| *given && self.drafter_name().is_none())
         {
             usage!("{flag} needs a drafter, but --draft is none");
         }
+        self.check_trees()?;
         match (self.policy(), &self.cost) {
             (Policy::Plain, _) => usage!("--schedule plain drafts nothing; --draft none measures that"),
             (policy, None) if policy.reads_cost() => usage!(

@@ -22,7 +22,7 @@ const TIMING: Timing = Timing { wall_s: 0.5, draft_s: 0.125, verify_s: 0.25, hos
 
 fn cycle(proposed: u32, accepted: u32, committed: u32) -> Cycle {
     let confidence = (0..proposed).map(|k| 0.5 - k as f32).collect();
-    Cycle { proposed, until_stop: proposed, accepted, committed, confidence }
+    Cycle { proposed, nodes: 0, until_stop: proposed, accepted, committed, confidence }
 }
 
 fn entry(sample: usize, tokens: &[i64], finish: Finish, cycles: Vec<Cycle>) -> JournalEntry {

@@ -1,7 +1,7 @@
 //! Checks that a line of a journal can be the answer to its request. A damaged line would spoil the
 //! results, and unbounded counts could exhaust memory.
 
-use deepspec_engine::{Cycle, Finish, Request};
+use deepspec_engine::{Cycle, Finish, MAX_TREE_NODES, Request};
 
 use super::entry::JournalEntry;
 
@@ -54,10 +54,14 @@ impl ExpectedAnswer<'_> {
 
     /// Checks one cycle. The last one lacks the bonus token if an accepted stop token ended it.
     fn check_cycle(&self, cycle: &Cycle, last: bool) -> Result<(), String> {
-        let Cycle { proposed, until_stop, accepted, committed, confidence } = cycle;
+        let Cycle { proposed, nodes, until_stop, accepted, committed, confidence } = cycle;
         let block = self.block_size;
         if *proposed as usize > block {
             return Err(format!("proposed {proposed}, the block has {block}"));
+        }
+        // A tree of this depth has a node at every depth.
+        if *nodes > 0 && !(*proposed..=MAX_TREE_NODES as u32).contains(nodes) {
+            return Err(format!("{nodes} nodes for proposed {proposed}"));
         }
         if accepted > proposed {
             return Err(format!("accepted {accepted} of proposed {proposed}"));

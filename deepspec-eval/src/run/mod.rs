@@ -115,8 +115,12 @@ impl RunAnswers {
             ModelSettings { target: &setup.target_dir, place: setup.place, context: setup.context, settings };
         let mut decode = |drafter, mode| models.decode(drafter, &plan, mode, journal, trace, verbosity);
         let drafter = setup.speculation();
-        if drafter.is_some() && !template.sampling.is_greedy() {
-            tracing::info!("drafted tokens: {}, verified {}", settings.draft_sampling, settings.verify);
+        if drafter.is_some() && (!template.sampling.is_greedy() || settings.verify.tree_budget().is_some()) {
+            tracing::info!(
+                "drafted tokens: {}, verified {}",
+                settings.draft_sampling,
+                settings.verify.phrase()
+            );
         }
         let DecodeOutput { passes: drafted, replicas } = decode(drafter, (DecodeMode::Main, settings.lanes))?;
         let wants = |wanted: bool| drafter.filter(|_| wanted);

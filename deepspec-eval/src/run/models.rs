@@ -173,7 +173,9 @@ impl ModelSettings<'_> {
         let proposer = loaded.drafter.as_ref().map(|drafter| drafter as &dyn Proposer);
         let shares = self.replicas_that_fit(replicas, plan, &loaded.target, proposer);
         if let Some(memory) = shares.memory {
-            warn_memory_limit(self.settings.slots, plan, memory, &loaded.target, proposer);
+            let drafted = self.max_drafted(proposer);
+            let bytes = |tokens: usize| kv_cache_bytes(&loaded.target, proposer, drafted, tokens);
+            warn_memory_limit(self.settings.slots, plan, memory, bytes);
         }
         shares
     }
@@ -229,13 +231,12 @@ impl ModelSettings<'_> {
         let longest = if turns == Turns::All { self.context } else { longest };
         let of = |replicas| EngineShares {
             slots: split_evenly(slots, replicas),
-            memory: kv_cache_budget(target, drafter, slots, replicas),
+            memory: kv_cache_budget(target, self.max_drafted(drafter), slots, replicas),
         };
         let fits = |shares: &EngineShares| {
             let least = shares.slots.last().copied().unwrap_or(0) as u64;
-            shares
-                .memory
-                .is_none_or(|all| all / slots as u64 * least >= kv_cache_bytes(target, drafter, longest))
+            let needed = kv_cache_bytes(target, drafter, self.max_drafted(drafter), longest);
+            shares.memory.is_none_or(|all| all / slots as u64 * least >= needed)
         };
         let found = (2..=wanted).rev().map(of).find(fits).unwrap_or_else(|| of(1));
         let replicas = found.slots.len();
@@ -245,6 +246,11 @@ impl ModelSettings<'_> {
             );
         }
         found
+    }
+
+    /// Most drafted tokens of a sequence that a step verifies.
+    fn max_drafted(&self, drafter: Option<&dyn Proposer>) -> usize {
+        self.settings.verify.max_drafted(drafter.map_or(0, |drafter| drafter.draft_len()))
     }
 
     /// A copy of the drafter for `slots` slots, set up as the run's settings say.
@@ -269,6 +275,9 @@ pub fn load_drafter(
     let mut drafter =
         deepspec_drafters::load_drafter(dir, &DrafterOptions { device, kind, slots: args.max_num_seqs })?;
     configure_drafter(drafter.as_mut(), args.max_draft_tokens, args.no_markov)?;
+    if let (Some(_), Some(reason)) = (args.verify.tree_budget(), drafter.tree_refusal()) {
+        usage!("--verify {} with the drafter {}: {reason}", args.verify, dir.display());
+    }
     Ok(drafter)
 }
 
@@ -300,14 +309,7 @@ fn load_planner(settings: &Settings, weights: WeightDigests) -> anyhow::Result<P
 
 /// Warns if memory limits the number of concurrent conversations. The engine itself refuses a
 /// conversation that never fits.
-fn warn_memory_limit(
-    slots: usize,
-    plan: &DecodePlan,
-    memory: u64,
-    target: &TargetModel,
-    drafter: Option<&dyn Proposer>,
-) {
-    let bytes = |tokens: usize| kv_cache_bytes(target, drafter, tokens);
+fn warn_memory_limit(slots: usize, plan: &DecodePlan, memory: u64, bytes: impl Fn(usize) -> u64) {
     let (conversations, longest) = plan.count_and_longest();
     if let MemoryFit::Fewer { told } = check_memory_fit(slots.min(conversations), longest, memory, bytes) {
         tracing::warn!("{told}; the others wait");

@@ -1,5 +1,9 @@
-//! Drafting the tokens of blocks from the backbone's hidden states.
+//! Drafting blocks and trees of tokens from the backbone's hidden states.
 
+use std::collections::BTreeMap;
+
+use deepspec_engine::{TreeBudget, grow_tree, likeliest_tokens};
+use deepspec_ops::DraftTree;
 use tch::Tensor;
 
 use super::BlockDrafter;
@@ -19,20 +23,117 @@ pub struct BlockStates<'a> {
 /// Picks the tokens `[S]` of drafted slot k from its float32 logits `[S, V]`. It is called once per slot, in order.
 pub type ChooseTokens<'a> = &'a mut dyn FnMut(i64, &Tensor) -> Tensor;
 
-/// Drafts one slot after the other: see [`BlockDrafter::draft`]. `step(base, hidden, previous)` returns the logits `[S, V]` of the next
-/// slot and the embeddings `[S, r]` of the previous tokens `[S]`. `base` are the LM head's logits of the hidden states `[S, d]`.
-pub fn draft_in_turn<K: BlockDrafter>(
+/// Recurrent state of the tokens behind an anchor, `[S, r]`; None before the first slot, and for drafters without such a state.
+pub type PrefixState = Option<Tensor>;
+
+/// One slot of S blocks, and the tokens before it.
+pub struct SlotInputs<'a> {
+    /// Drafting slot k, from 0.
+    pub slot: i64,
+    /// Logits of [`BlockDrafter::slot_logits`], `[S, V]`.
+    pub base: Tensor,
+    /// Hidden states of the slot, `[S, d]`, unless the heads read the anchor's slot.
+    pub hidden: &'a Tensor,
+    /// The tokens before the slot, `[S]`: anchors for slot 0.
+    pub previous: &'a Tensor,
+}
+
+/// Drafts the tokens of blocks, one slot after the other. Returns the embeddings `[S, γ, r]` of the tokens before the slots, for the
+/// confidence head.
+pub fn draft<K: BlockDrafter>(
     model: &DraftModel<K>,
     blocks: &BlockStates,
     choose: ChooseTokens,
-    mut step: impl FnMut(Tensor, &Tensor, &Tensor) -> (Tensor, Option<Tensor>),
 ) -> Option<Tensor> {
-    let base = model.base_logits(blocks.hidden); // [S, γ, V]
-    let (mut previous, mut embeddings) = (blocks.anchors.shallow_clone(), vec![]);
+    let base = K::slot_logits(model, blocks); // [S, γ, V]
+    let (mut previous, mut state, mut embeddings) = (blocks.anchors.shallow_clone(), None, vec![]);
     for k in 0..base.size()[1] {
-        let (logits, embedding) = step(base.select(1, k), &blocks.hidden.select(1, k), &previous);
+        let hidden = blocks.hidden.select(1, k);
+        let slot = SlotInputs { slot: k, base: base.select(1, k), hidden: &hidden, previous: &previous };
+        let (logits, embedding) = K::step(model, slot, &mut state);
         embeddings.extend(embedding);
         previous = choose(k, &logits);
     }
     (!embeddings.is_empty()).then(|| Tensor::stack(&embeddings, 1))
+}
+
+/// Grows a tree behind each anchor. `temperature(s)` divides the logits of sequence s for the ranking of its nodes.
+pub fn grow_trees<K: BlockDrafter>(
+    model: &DraftModel<K>,
+    blocks: &BlockStates,
+    budget: TreeBudget,
+    max_depth: usize,
+    temperature: impl Fn(usize) -> f64,
+) -> Vec<DraftTree> {
+    let base = K::slot_logits(model, blocks); // [S, γ, V]
+    let max_depth = max_depth.min(base.size()[1] as usize);
+    let sequences = 0..base.size()[0] as usize;
+    sequences
+        .map(|s| {
+            let one = |rows: &Tensor| rows.narrow(0, s as i64, 1);
+            let sequence = SequenceBlock {
+                model,
+                base: one(&base),
+                hidden: one(blocks.hidden),
+                anchor: one(blocks.anchors),
+                temperature: temperature(s),
+                width: budget.width,
+            };
+            if model.modules.reads_prefix() {
+                sequence.grow_by_prefix(budget, max_depth)
+            } else {
+                sequence.grow_by_slot(budget, max_depth)
+            }
+        })
+        .collect()
+}
+
+/// The block of one sequence, from which a tree grows.
+struct SequenceBlock<'a, K: BlockDrafter> {
+    model: &'a DraftModel<K>,
+    /// `[1, γ, V]`.
+    base: Tensor,
+    /// `[1, H, d]`.
+    hidden: Tensor,
+    /// `[1]`.
+    anchor: Tensor,
+    temperature: f64,
+    /// Most children of a node.
+    width: usize,
+}
+
+impl<K: BlockDrafter> SequenceBlock<'_, K> {
+    /// Grows a tree over the slots' own distributions. All nodes of a depth have the same children.
+    fn grow_by_slot(&self, budget: TreeBudget, max_depth: usize) -> DraftTree {
+        let children = likeliest_tokens(&self.base.squeeze_dim(0), self.temperature, self.width);
+        grow_tree(budget, max_depth, |row| children[row.depth].clone())
+    }
+
+    /// Grows a tree over distributions that depend on the tokens of a node's path.
+    fn grow_by_prefix(&self, budget: TreeBudget, max_depth: usize) -> DraftTree {
+        // State behind every row's prefix. Rows that are never scored have none.
+        let mut states: BTreeMap<usize, PrefixState> = BTreeMap::new();
+        grow_tree(budget, max_depth, |row| {
+            let slot = row.depth as i64;
+            let mut state = match row.token {
+                Some(_) => {
+                    states.get(&row.parent).and_then(|state| state.as_ref().map(Tensor::shallow_clone))
+                }
+                None => None,
+            };
+            let previous = match row.token {
+                Some(token) => Tensor::from_slice(&[token]).to_device(self.anchor.device()),
+                None => self.anchor.shallow_clone(),
+            };
+            let inputs = SlotInputs {
+                slot,
+                base: self.base.select(1, slot),
+                hidden: &self.hidden.select(1, slot),
+                previous: &previous,
+            };
+            let (logits, _) = K::step(self.model, inputs, &mut state);
+            states.insert(row.row, state);
+            likeliest_tokens(&logits, self.temperature, self.width).remove(0)
+        })
+    }
 }

@@ -22,7 +22,7 @@ pub use batch::{BlockBatch, anchor_candidates, slot_weight, sum_of_slot_weights,
 pub(crate) use blocks::IS_CAUSAL;
 pub use blocks::{BlockSpec, MAX_RANK, default_num_anchors};
 pub use cost::{FROZEN_FACTOR, TRAINED_FACTOR, block_flops, block_pass_rows};
-pub use drafting::{BlockStates, ChooseTokens, draft_in_turn};
+pub use drafting::{BlockStates, PrefixState, SlotInputs};
 pub use layers::{DraftLayers, LayerType};
 pub use losses::{DraftBias, add_bias};
 pub use predictions::predict;
@@ -70,9 +70,24 @@ pub trait BlockDrafter: DrafterKind {
         false
     }
 
-    /// Drafts the tokens of blocks, one call of `choose` per slot. Returns the embeddings `[S, γ, r]` of the tokens before the slots, for
-    /// the confidence head.
-    fn draft(model: &DraftModel<Self>, blocks: &BlockStates, choose: ChooseTokens) -> Option<Tensor>;
+    /// Float32 logits of the drafting slots before any token is chosen, `[S, γ, V]`: by default the LM head's.
+    fn slot_logits(model: &DraftModel<Self>, blocks: &BlockStates) -> Tensor {
+        model.base_logits(blocks.hidden)
+    }
+
+    /// Whether a slot's logits depend on the tokens that were drafted before it, as [`BlockDrafter::step`] computes them.
+    fn reads_prefix(&self) -> bool;
+
+    /// Float32 logits `[S, V]` of a slot, given the tokens before it. `state` holds the tokens before
+    /// `slot.previous`, and then those up to it. Also returns the embeddings `[S, r]` of the tokens before the slot, for the confidence head.
+    /// Chains and trees are drafted by these logits.
+    fn step(
+        _model: &DraftModel<Self>,
+        slot: SlotInputs,
+        _state: &mut PrefixState,
+    ) -> (Tensor, Option<Tensor>) {
+        (slot.base, None)
+    }
 
     /// Embeddings of the previous tokens, and the features that the logits read, `[A, γ, r]` each. Both are teacher-forced, from hidden
     /// states `[A, H, d]` and previous tokens `[A, H]` of the slots that the heads read. None if the logits depend only on hidden states.

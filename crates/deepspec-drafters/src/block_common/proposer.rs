@@ -1,14 +1,15 @@
 //! Drafting with block drafters. Keys and values of the context are projected once per committed token, and cached.
 
 use deepspec_core::Tap;
-use deepspec_engine::{Context, DraftRequest, DraftSampling, Proposal, Proposer};
+use deepspec_engine::{Context, DraftRequest, DraftSampling, Proposal, Proposer, TreeBudget};
 use deepspec_models::nn::LayerInput;
 use deepspec_models::{ModelConfig, ModelError};
 use deepspec_ops::kv_attention::{Chunk, KvCache, PooledRows};
-use deepspec_ops::{DeviceArange, RepeatedRows, cat_row_runs};
+use deepspec_ops::{DeviceArange, DraftTree, RepeatedRows, cat_row_runs};
 use tch::{Kind, Tensor};
 
 use super::backbone::repeat_over_blocks;
+use super::drafting::{draft, grow_trees};
 use super::{BlockDrafter, BlockStates};
 use crate::draft_model::{DraftModel, DrafterSettings as _};
 use crate::{Drafter, DrafterProbe};
@@ -88,6 +89,19 @@ impl<K: BlockDrafter> BlockProposerOf<K> {
         anchors: &Tensor,
         mut choose: impl FnMut(i64, &Tensor) -> Tensor,
     ) -> ConfidenceInputs {
+        let (hidden, before_anchors) = self.forward_blocks(context, slots, anchors);
+        let states = BlockStates { hidden: &hidden, anchors, before_anchors: before_anchors.as_ref() };
+        let embeddings = draft(&self.model, &states, &mut choose);
+        ConfidenceInputs { hidden, embeddings }
+    }
+
+    /// Appends the context to the cache and runs one block per anchor. Returns `hidden` and `before_anchors` of [`BlockStates`].
+    fn forward_blocks(
+        &mut self,
+        context: &Context,
+        slots: &[usize],
+        anchors: &Tensor,
+    ) -> (Tensor, Option<Tensor>) {
         let context_chunks = self.cache.chunks_to_append(&context.chunks);
         let blocks = self.block_chunks(&context_chunks, slots);
         self.cache.reserve(&[context_chunks.as_slice(), &blocks].concat());
@@ -100,9 +114,7 @@ impl<K: BlockDrafter> BlockProposerOf<K> {
         let hidden = self.block_hidden_states(&blocks, anchors); // [S, H, d]
         let before_anchors =
             self.last_tokens.as_ref().map(|last_tokens| last_tokens.of_slots(slots, anchors));
-        let states = BlockStates { hidden: &hidden, anchors, before_anchors: before_anchors.as_ref() };
-        let embeddings = K::draft(&self.model, &states, &mut choose);
-        ConfidenceInputs { hidden, embeddings }
+        (hidden, before_anchors)
     }
 
     /// Chunk of each slot's block, after the context that is being appended.
@@ -207,6 +219,22 @@ impl<K: BlockDrafter> Proposer for BlockProposerOf<K> {
         });
         let confidence = self.model.confidence_logits(&hidden, embeddings.as_ref());
         Proposal::stack(draws, confidence)
+    }
+
+    fn tree_refusal(&self) -> Option<&'static str> {
+        None
+    }
+
+    fn propose_trees(
+        &mut self,
+        request: &DraftRequest,
+        budget: TreeBudget,
+        max_depth: usize,
+    ) -> Vec<DraftTree> {
+        let DraftRequest { context, slots, anchors, sampling, .. } = *request;
+        let (hidden, before_anchors) = self.forward_blocks(context, slots, anchors);
+        let states = BlockStates { hidden: &hidden, anchors, before_anchors: before_anchors.as_ref() };
+        grow_trees(&self.model, &states, budget, max_depth, |row| sampling.ranking_temperature(row))
     }
 
     fn truncate(&mut self, slot: usize, len: usize) {

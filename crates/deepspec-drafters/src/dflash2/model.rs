@@ -16,8 +16,7 @@ use tch::{Kind, Tensor};
 
 use crate::ConfigIssue;
 use crate::block_common::{
-    Backbone, BlockDrafter, BlockSpec, BlockStates, ChooseTokens, DraftLayers, IS_CAUSAL, LayerType,
-    MAX_RANK, draft_in_turn,
+    Backbone, BlockDrafter, BlockSpec, DraftLayers, IS_CAUSAL, LayerType, MAX_RANK, PrefixState, SlotInputs,
 };
 use crate::draft_model::{DraftConfig, DraftModel, DrafterSettings, WarmStartCheck};
 
@@ -410,12 +409,14 @@ impl BlockDrafter for DFlash2Modules {
         &config.settings.blocks
     }
 
-    fn draft(model: &DFlash2, blocks: &BlockStates, choose: ChooseTokens) -> Option<Tensor> {
+    fn reads_prefix(&self) -> bool {
+        true
+    }
+
+    fn step(model: &DFlash2, slot: SlotInputs, _state: &mut PrefixState) -> (Tensor, Option<Tensor>) {
         let selector = &model.modules.selector;
-        draft_in_turn(model, blocks, choose, |lm_head_logits, hidden, previous| {
-            let features = selector.features(hidden, &selector.embed(previous));
-            (selector.rescore_logits(&lm_head_logits, &features), None)
-        })
+        let features = selector.features(slot.hidden, &selector.embed(slot.previous));
+        (selector.rescore_logits(&slot.base, &features), None)
     }
 
     fn teacher_forced_features(

@@ -17,8 +17,8 @@ use tch::Tensor;
 
 use crate::ConfigIssue;
 use crate::block_common::{
-    Backbone, BlockDrafter, BlockSpec, BlockStates, ChooseTokens, DraftLayers, IS_CAUSAL, LayerType,
-    MAX_RANK, add_bias, draft_in_turn,
+    Backbone, BlockDrafter, BlockSpec, DraftLayers, IS_CAUSAL, LayerType, MAX_RANK, PrefixState, SlotInputs,
+    add_bias,
 };
 use crate::draft_model::{DraftConfig, DraftModel, DrafterSettings, WarmStartCheck};
 
@@ -314,19 +314,20 @@ impl BlockDrafter for DominoModules {
         DraftSampling::Probabilistic
     }
 
-    fn draft(model: &Domino, blocks: &BlockStates, choose: ChooseTokens) -> Option<Tensor> {
+    fn reads_prefix(&self) -> bool {
+        true
+    }
+
+    /// `state` is that of the GRU, `[S, H]`.
+    fn step(model: &Domino, slot: SlotInputs, state: &mut PrefixState) -> (Tensor, Option<Tensor>) {
         let head = &model.modules.head;
-        // State of the GRU, `[S, H]`, and the number of tokens that it has read.
-        let (mut state, mut read) = (None, 0);
-        draft_in_turn(model, blocks, choose, |base, hidden, previous| {
-            let next = head.gru.step(&model.embed(previous), state.as_ref());
-            let logits = match read < PURE_DRAFTS {
-                true => base,
-                false => add_bias(base, &head.features(hidden, &next), &head.w2),
-            };
-            (state, read) = (Some(next), read + 1);
-            (logits, None)
-        })
+        let next = head.gru.step(&model.embed(slot.previous), state.as_ref());
+        let logits = match slot.slot < PURE_DRAFTS as i64 {
+            true => slot.base,
+            false => add_bias(slot.base, &head.features(slot.hidden, &next), &head.w2),
+        };
+        *state = Some(next);
+        (logits, None)
     }
 
     fn teacher_forced_features(

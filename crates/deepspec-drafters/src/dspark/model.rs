@@ -21,8 +21,7 @@ use tch::{Kind, Tensor};
 
 use crate::ConfigIssue;
 use crate::block_common::{
-    Backbone, BlockDrafter, BlockSpec, BlockStates, ChooseTokens, DraftLayers, LayerType, MAX_RANK, add_bias,
-    draft_in_turn,
+    Backbone, BlockDrafter, BlockSpec, DraftLayers, LayerType, MAX_RANK, PrefixState, SlotInputs, add_bias,
 };
 use crate::draft_model::{DraftConfig, DraftModel, DrafterSettings, WarmStartCheck};
 
@@ -304,10 +303,6 @@ enum HeadForm {
     Rnn(Linear),
 }
 
-/// Recurrent state `[S, r]`; None before the first slot, and for other kinds than Rnn.
-#[derive(Default)]
-pub struct MarkovState(Option<Tensor>);
-
 impl MarkovHead {
     pub fn new(b: &Builder, markov: MarkovSettings, vocab: i64, hidden: i64) -> Self {
         let rank = markov.rank;
@@ -348,17 +343,17 @@ impl MarkovHead {
     }
 
     /// Features `[S, r]` of one slot, from hidden states `[S, d]` and embeddings `e [S, r]`.
-    pub fn step_features(&self, hidden: &Tensor, e: &Tensor, state: &mut MarkovState) -> Tensor {
+    pub fn step_features(&self, hidden: &Tensor, e: &Tensor, state: &mut PrefixState) -> Tensor {
         match &self.form {
             HeadForm::Vanilla => e.shallow_clone(),
             HeadForm::Gated(gate) => gate.forward(&Tensor::cat(&[hidden, e], -1)).sigmoid() * e,
             HeadForm::Rnn(joint) => {
-                let s = state.0.take().unwrap_or_else(|| e.zeros_like());
+                let s = state.take().unwrap_or_else(|| e.zeros_like());
                 let parts = joint.forward(&Tensor::cat(&[&s, e, hidden], -1)).split(self.rank, -1);
                 let [gate, candidate, output] = &parts[..] else { unreachable!("three of rank r") };
                 let keep = gate.sigmoid();
                 let s = &keep * s + (1.0 - &keep) * candidate.tanh();
-                state.0 = Some(s);
+                *state = Some(s);
                 output.tanh()
             }
         }
@@ -367,11 +362,9 @@ impl MarkovHead {
     /// Teacher-forced [`MarkovHead::step_features`] over whole blocks: `hidden [A, γ, d]`, `e [A, γ, r]` to `[A, γ, r]`.
     pub fn teacher_forced_features(&self, hidden: &Tensor, e: &Tensor) -> Tensor {
         match &self.form {
-            HeadForm::Vanilla | HeadForm::Gated(_) => {
-                self.step_features(hidden, e, &mut MarkovState::default())
-            }
+            HeadForm::Vanilla | HeadForm::Gated(_) => self.step_features(hidden, e, &mut None),
             HeadForm::Rnn(_) => {
-                let mut state = MarkovState::default();
+                let mut state = None;
                 let steps: Vec<Tensor> = (0..e.size()[1])
                     .map(|k| self.step_features(&hidden.select(1, k), &e.select(1, k), &mut state))
                     .collect();
@@ -449,7 +442,7 @@ impl BlockDrafter for DSparkModules {
 
     fn draft_sampling(&self) -> DraftSampling {
         // Without the bias the slots are independent, and greedy drafts were accepted more often (docs/measurements.md).
-        match self.use_markov_bias && self.markov.is_some() {
+        match self.reads_prefix() {
             true => DraftSampling::Probabilistic,
             false => DraftSampling::Greedy,
         }
@@ -461,17 +454,18 @@ impl BlockDrafter for DSparkModules {
         self.markov.is_some()
     }
 
-    fn draft(model: &DSpark, blocks: &BlockStates, choose: ChooseTokens) -> Option<Tensor> {
-        let mut state = MarkovState::default();
-        draft_in_turn(model, blocks, choose, |base, hidden, previous| {
-            let Some(markov) = &model.modules.markov else { return (base, None) };
-            let e = markov.embed(previous);
-            if !model.modules.use_markov_bias {
-                return (base, Some(e));
-            }
-            let features = markov.step_features(hidden, &e, &mut state);
-            (add_bias(base, &features, markov.w2()), Some(e))
-        })
+    fn reads_prefix(&self) -> bool {
+        self.use_markov_bias && self.markov.is_some()
+    }
+
+    fn step(model: &DSpark, slot: SlotInputs, state: &mut PrefixState) -> (Tensor, Option<Tensor>) {
+        let Some(markov) = &model.modules.markov else { return (slot.base, None) };
+        let e = markov.embed(slot.previous);
+        if !model.modules.use_markov_bias {
+            return (slot.base, Some(e));
+        }
+        let features = markov.step_features(slot.hidden, &e, state);
+        (add_bias(slot.base, &features, markov.w2()), Some(e))
     }
 
     fn teacher_forced_features(

@@ -96,6 +96,10 @@ impl<K: TokenDrafter> Proposer for TokenProposer<K> {
         K::READS_HIDDEN
     }
 
+    fn tree_refusal(&self) -> Option<&'static str> {
+        Some("it drafts one token after the other, and every node of a tree would take a pass of the drafter")
+    }
+
     fn propose(&mut self, request: &DraftRequest) -> Proposal {
         let (context_chunks, draft_chunks) = self.context_and_draft_chunks(request);
         self.cache.reserve(&[context_chunks.clone(), draft_chunks.concat()].concat());

@@ -18,7 +18,7 @@ use tch::Tensor;
 use super::refiner::RefinerHead;
 use crate::ConfigIssue;
 use crate::block_common::{
-    Backbone, BlockDrafter, BlockSpec, BlockStates, ChooseTokens, DraftLayers, IS_CAUSAL, LayerType, MAX_RANK,
+    Backbone, BlockDrafter, BlockSpec, BlockStates, DraftLayers, IS_CAUSAL, LayerType, MAX_RANK,
 };
 use crate::draft_model::{DraftConfig, DraftModel, DrafterSettings, WarmStartCheck};
 
@@ -303,7 +303,7 @@ impl BlockDrafter for XPressModules {
 
     /// K Jacobi passes: each reads the likeliest tokens of the pass before. The logits of the last pass are fixed before any token is
     /// chosen, so tokens that are drawn from them have exactly these distributions.
-    fn draft(model: &XPress, blocks: &BlockStates, choose: ChooseTokens) -> Option<Tensor> {
+    fn slot_logits(model: &XPress, blocks: &BlockStates) -> Tensor {
         let refiner = &model.modules.refiner;
         let before = blocks.before_anchors.unwrap_or(blocks.anchors);
         let known = Tensor::stack(&[before, blocks.anchors], 1); // [S, 2]
@@ -315,10 +315,11 @@ impl BlockDrafter for XPressModules {
             let features = refiner.features(&inputs, &refiner.embed(&previous));
             logits = refiner.logit_bias(&model.drafting_slots(&features).contiguous()) + &base;
         }
-        for k in 0..logits.size()[1] {
-            let _ = choose(k, &logits.select(1, k));
-        }
-        None
+        logits
+    }
+
+    fn reads_prefix(&self) -> bool {
+        false
     }
 
     fn teacher_forced_features(

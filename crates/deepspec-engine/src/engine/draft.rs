@@ -1,20 +1,16 @@
 //! Drafting, and the number of drafted tokens to verify.
 
 use deepspec_cost::planner::StepLoad;
-use deepspec_ops::cat_row_runs;
+use deepspec_ops::{DraftTree, cat_row_runs};
 use tch::{Kind, Tensor};
 
-use super::{Engine, MAX_PREFILL_TOKENS, StepInputs, to_host};
+use super::{Drafts, Engine, MAX_PREFILL_TOKENS, StepInputs, to_host};
 use crate::{Context, DraftRequest, DraftSampling, Proposal, Proposer, Target};
 
 impl<T: Target, P: Proposer> Engine<T, P> {
-    /// Drafts blocks for all decoding slots and returns how many tokens of each to verify. None if
+    /// Drafts blocks or trees for all decoding slots and returns how many tokens of each to verify. None if
     /// there is no drafter or no decoding slot, or if the planner expects no gain from drafting.
-    pub(super) fn draft_blocks(
-        &mut self,
-        decoding: &[usize],
-        inputs: &StepInputs,
-    ) -> Option<(Proposal, Vec<usize>)> {
+    pub(super) fn draft(&mut self, decoding: &[usize], inputs: &StepInputs) -> Option<(Drafts, Vec<usize>)> {
         let block = self.draft_len();
         if decoding.is_empty() || block == 0 {
             return None;
@@ -35,25 +31,40 @@ impl<T: Target, P: Proposer> Engine<T, P> {
             DraftSampling::Greedy => Some(inputs.decoding.to_greedy()),
             DraftSampling::Probabilistic => None,
         };
-        let mut proposal = proposer.propose(&DraftRequest {
+        let request = DraftRequest {
             context,
             slots: decoding,
             anchors: &inputs.anchors,
             uniforms: &inputs.draft,
-            sampling: greedy.as_ref().unwrap_or(&inputs.decoding),
-        });
+            sampling: &inputs.decoding,
+        };
+        let drafts =
+            match self.options.verify_rule.tree_budget() {
+                Some(budget) => Drafts::Trees(proposer.propose_trees(&request, budget, block)),
+                None => Drafts::Blocks(proposer.propose(&DraftRequest {
+                    sampling: greedy.as_ref().unwrap_or(&inputs.decoding),
+                    ..request
+                })),
+            };
         for (slot, rows) in self.pending.drain(..).flat_map(|context| context.chunks) {
             if let Some(sequence) = &mut self.slots[slot] {
                 sequence.drafter_len += rows;
             }
         }
+        let mut proposal = match drafts {
+            Drafts::Blocks(proposal) => proposal,
+            Drafts::Trees(trees) => {
+                let lens = trees.iter().map(DraftTree::len).collect();
+                return Some((Drafts::Trees(trees), lens));
+            }
+        };
         if block < full_block {
             proposal.tokens = proposal.tokens.narrow(1, 0, block as i64);
             proposal.probs = proposal.probs.map(|probs| probs.narrow(1, 0, block as i64));
             proposal.confidence = proposal.confidence.map(|c| c.narrow(1, 0, block as i64));
         }
         let lens = self.planner.verify_lengths(load, block, self.confidences(&proposal, block));
-        Some((proposal, lens))
+        Some((Drafts::Blocks(proposal), lens))
     }
 
     /// Calibrated confidences of the blocks if the policy reads them. The host needs them before

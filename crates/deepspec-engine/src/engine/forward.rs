@@ -36,14 +36,17 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         if step.decoding.is_empty() {
             return prompts.shallow_clone();
         }
-        let blocks = self.block_tokens(step, inputs);
+        let blocks = match step.trees() {
+            Some(trees) => self.tree_tokens(trees, inputs),
+            None => self.block_tokens(step, inputs),
+        };
         if step.prefilling.is_empty() { blocks } else { Tensor::cat(&[&blocks, prompts], 0) }
     }
 
     /// `anchor, drafts…` of each decoding slot, concatenated: `[Σ(1+γ')]`.
     fn block_tokens(&self, step: &StepPlan, inputs: &StepInputs) -> Tensor {
         let anchors = &inputs.anchors;
-        let Some(proposal) = &step.proposal else { return anchors.shallow_clone() };
+        let Some(proposal) = step.proposal() else { return anchors.shallow_clone() };
         let blocks = Tensor::cat(&[anchors.unsqueeze(1), proposal.tokens.shallow_clone()], 1); // [S, 1+Γ]
         let width = blocks.size()[1];
         cat_row_runs(
@@ -62,9 +65,6 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         hidden: &Tensor,
     ) -> (VerifyOutcome, Tensor) {
         let (mut parts, mut finite, mut drawn) = (vec![], vec![], vec![]);
-        // The sum of a row is finite if all its logits are, because logits are far below the
-        // float32 limit.
-        let rows_finite = |logits: &Tensor| logits.sum_dim_intlist(-1, false, Kind::Float).isfinite();
         if !step.decoding.is_empty() {
             let logits = self.target.logits(&hidden.narrow(0, 0, step.verified_rows() as i64));
             finite.push(rows_finite(&logits));
@@ -72,11 +72,8 @@ impl<T: Target, P: Proposer> Engine<T, P> {
             drawn.push(verification.next.shallow_clone());
             parts.extend([verification.accepted, verification.next].into_iter().chain(more));
         }
-        if !step.prefilling.is_empty() {
-            let logits = self.target.logits(&cat_row_runs(hidden, step.prompt_ends().map(|end| (end, 1))));
-            finite.push(rows_finite(&logits));
-            let sampling = &inputs.prefilling;
-            let (first, _) = sampling.sample(&logits, &inputs.first);
+        if let Some((rows, first)) = self.draw_first_tokens(step, inputs, hidden) {
+            finite.push(rows);
             drawn.push(first.shallow_clone());
             parts.push(first);
         }
@@ -86,6 +83,21 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         let outcome = VerifyOutcome::new(&read, step.prefilling.len(), &step.lens, ends_at_stop_tokens);
         let drawn = if let [only] = drawn.as_slice() { only.shallow_clone() } else { Tensor::cat(&drawn, 0) };
         (outcome, drawn)
+    }
+
+    /// Draws the prompts' first tokens. Returns whether their logits are finite, and the tokens, `[P]` each. None without prompts.
+    pub(super) fn draw_first_tokens(
+        &self,
+        step: &StepPlan,
+        inputs: &StepInputs,
+        hidden: &Tensor,
+    ) -> Option<(Tensor, Tensor)> {
+        if step.prefilling.is_empty() {
+            return None;
+        }
+        let logits = self.target.logits(&cat_row_runs(hidden, step.prompt_ends().map(|end| (end, 1))));
+        let (first, _) = inputs.prefilling.sample(&logits, &inputs.first);
+        Some((rows_finite(&logits), first))
     }
 
     /// Verifies all blocks; `logits [Σ(1+γ'), V]`. Also returns the drafted tokens and, if there
@@ -98,7 +110,7 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         logits: &Tensor,
     ) -> (Verification, Vec<Tensor>) {
         let (sequences, longest) = (step.decoding.len() as i64, step.max_draft_len() as i64);
-        let tokens = match &step.proposal {
+        let tokens = match step.proposal() {
             Some(proposal) => proposal.tokens.narrow(1, 0, longest),
             None => Tensor::zeros([sequences, 0], (Kind::Int64, self.target.device())),
         };
@@ -117,19 +129,26 @@ impl<T: Target, P: Proposer> Engine<T, P> {
             let repeats: Vec<usize> = step.lens.iter().map(|len| len + 1).collect();
             let probs =
                 inputs.decoding.repeat_rows(&repeats, lengths.sequence_of_row.as_ref()).distributions(logits);
-            let draft = match &step.proposal {
+            let draft = match step.proposal() {
                 Some(proposal) => proposal.draft_probs(longest, self.target.vocab_size()),
                 None => Tensor::zeros([0], (Kind::Float, self.target.device())),
             };
             let accept = inputs.accept.narrow(1, 0, longest);
             let verify = match self.options.verify_rule {
-                VerifyRule::Token => verify,
                 VerifyRule::Block => verify_block,
+                // Without drafts all rules draw from the target's distribution.
+                VerifyRule::Token | VerifyRule::Tree(_) => verify,
             };
             verify(&by_block(probs), &draft, &tokens, &lengths.lens, &accept, &inputs.next)
         };
-        let confidence = step.proposal.as_ref().and_then(|proposal| proposal.confidence.as_ref());
+        let confidence = step.proposal().and_then(|proposal| proposal.confidence.as_ref());
         let confidence = confidence.map(|logits| logits.narrow(1, 0, longest).reshape([-1]));
         (verification, [tokens.reshape([-1])].into_iter().chain(confidence).collect())
     }
+}
+
+/// Whether all logits of each row are finite, `[R]` bool of `[R, V]`. The sum of a row is finite if all its logits are, because logits
+/// are far below the float32 limit.
+pub(super) fn rows_finite(logits: &Tensor) -> Tensor {
+    logits.sum_dim_intlist(-1, false, Kind::Float).isfinite()
 }

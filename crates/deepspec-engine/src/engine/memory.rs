@@ -12,11 +12,12 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         self
     }
 
-    /// Maximum tokens of a request (prompt, answer and one drafted block), and the bytes of their
+    /// Maximum tokens of a request (prompt, answer and one drafted block or tree), and the bytes of their
     /// KV caches.
     pub(super) fn kv_cache_needed(&self, request: &Request) -> (usize, u64) {
-        let block = self.proposer.as_ref().map_or(0, Proposer::draft_len);
-        let tokens = request.prompt.len().saturating_add(request.max_new_tokens).saturating_add(block);
+        let drafted =
+            self.options.verify_rule.max_drafted(self.proposer.as_ref().map_or(0, Proposer::draft_len));
+        let tokens = request.prompt.len().saturating_add(request.max_new_tokens).saturating_add(drafted);
         let drafter = self.proposer.as_ref().map_or(0, |proposer| proposer.kv_cache_bytes(tokens));
         (tokens, self.target.kv_cache_bytes(tokens).saturating_add(drafter))
     }

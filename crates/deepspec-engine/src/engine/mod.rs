@@ -7,6 +7,7 @@ mod guard;
 mod memory;
 mod sequence;
 mod step_inputs;
+mod tree;
 mod uniforms;
 
 pub use guard::catch_out_of_memory;
@@ -15,7 +16,7 @@ use std::time::Instant;
 
 use deepspec_cost::planner::Planner;
 use deepspec_cost::policy::Policy;
-use deepspec_ops::range;
+use deepspec_ops::{DraftTree, range};
 use tch::{Device, Tensor};
 
 use crate::{
@@ -60,15 +61,33 @@ struct StepPlan {
     decoding: Vec<usize>,
     /// Slots whose prompts are run.
     prefilling: Vec<usize>,
-    /// Blocks of the decoding slots; None if each slot runs only its anchor.
-    proposal: Option<Proposal>,
-    /// γ' of each decoding slot.
+    /// Drafts of the decoding slots; None if each slot runs only its anchor.
+    drafts: Option<Drafts>,
+    /// γ' of each decoding slot, or the number of its tree's nodes.
     lens: Vec<usize>,
     /// (slot, number of tokens to run), the decoding slots first.
     chunks: Vec<(usize, usize)>,
 }
 
+/// Drafts of a step's decoding slots.
+enum Drafts {
+    /// A block per slot.
+    Blocks(Proposal),
+    /// A tree per slot.
+    Trees(Vec<DraftTree>),
+}
+
 impl StepPlan {
+    /// Blocks of the decoding slots.
+    fn proposal(&self) -> Option<&Proposal> {
+        if let Some(Drafts::Blocks(proposal)) = &self.drafts { Some(proposal) } else { None }
+    }
+
+    /// Trees of the decoding slots.
+    fn trees(&self) -> Option<&[DraftTree]> {
+        if let Some(Drafts::Trees(trees)) = &self.drafts { Some(trees) } else { None }
+    }
+
     /// Rows of the decoding slots, Σ(1+γ').
     fn verified_rows(&self) -> usize {
         self.lens.iter().map(|len| len + 1).sum()
@@ -154,6 +173,7 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         if prompt.saturating_add(max_new_tokens) > context {
             return Err(EngineError::TooLong { prompt, max_new_tokens, context });
         }
+        self.check_trees()?;
         let vocab = self.target.vocab_size();
         if let Some(&token) = request.prompt.iter().find(|&&token| token < 0 || token >= vocab as i64) {
             return Err(EngineError::UnknownToken { token, vocab });
@@ -288,7 +308,7 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         let drafting = Instant::now();
         let drafted = {
             let _range = range(c"draft");
-            self.draft_blocks(&decoding, &inputs)
+            self.draft(&decoding, &inputs)
         };
         if let (true, Device::Cuda(index)) = (self.exact_times, self.target.device()) {
             tch::Cuda::synchronize(index as i64);
@@ -300,9 +320,16 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         let lengths = self.block_lengths(&step, &inputs);
         let verify = range(c"verify");
         let tokens = self.input_tokens(&step, &inputs);
-        let forwarded =
-            self.target.forward(&ModelInput { chunks: &step.chunks, tokens: tokens.shallow_clone() });
-        let (outcome, drawn) = self.verify_step(&step, &inputs, &lengths, &forwarded.hidden);
+        let (forwarded, (outcome, drawn)) = if let Some(trees) = step.trees() {
+            let forwarded = self.forward_trees(&step, trees, &tokens);
+            let verified = self.verify_trees(&step, trees, &inputs, &forwarded.hidden);
+            (forwarded, verified)
+        } else {
+            let input = ModelInput { chunks: &step.chunks, tokens: tokens.shallow_clone() };
+            let forwarded = self.target.forward(&input);
+            let verified = self.verify_step(&step, &inputs, &lengths, &forwarded.hidden);
+            (forwarded, verified)
+        };
         drop(verify);
         let committing = Instant::now();
         let _range = range(c"commit");
@@ -315,7 +342,7 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         let events = self.commit(updates);
         if step.prefilling.is_empty() {
             let seconds = started.elapsed().as_secs_f64();
-            self.planner.observe_step(load, step.verified_rows(), step.proposal.is_some(), seconds);
+            self.planner.observe_step(load, step.verified_rows(), step.drafts.is_some(), seconds);
         }
         self.times.draft += verifying - drafting;
         self.times.verify += committing - verifying;
@@ -336,14 +363,14 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         &self,
         decoding: Vec<usize>,
         prefilling: Vec<usize>,
-        drafted: Option<(Proposal, Vec<usize>)>,
+        drafted: Option<(Drafts, Vec<usize>)>,
     ) -> StepPlan {
-        let (proposal, lens) = drafted.unzip();
+        let (drafts, lens) = drafted.unzip();
         let lens = lens.unwrap_or_else(|| vec![0; decoding.len()]);
         let blocks = decoding.iter().zip(&lens).map(|(&slot, len)| (slot, 1 + len));
         let prompts = self.sequences(&prefilling).map(|sequence| sequence.request.prompt.len());
         let chunks = blocks.chain(prefilling.iter().copied().zip(prompts)).collect();
-        StepPlan { decoding, prefilling, proposal, lens, chunks }
+        StepPlan { decoding, prefilling, drafts, lens, chunks }
     }
 
     /// Moves queued requests to free slots while prompt tokens and memory allow it.
@@ -389,7 +416,7 @@ impl<T: Target, P: Proposer> Engine<T, P> {
 }
 
 /// Copies a float64 vector to the host.
-fn to_host(tensor: &Tensor) -> Vec<f64> {
+pub(crate) fn to_host(tensor: &Tensor) -> Vec<f64> {
     let mut values = vec![0.0; tensor.numel()];
     tensor.copy_data(&mut values, tensor.numel());
     values

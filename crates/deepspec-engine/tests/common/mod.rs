@@ -3,8 +3,16 @@
 //! per token.
 #![allow(dead_code, reason = "each test binary uses its part")]
 
+pub mod law;
+
+use std::collections::BTreeMap;
+
 use deepspec_core::rng::{Purpose, Stream};
-use deepspec_engine::{DraftRequest, ModelInput, ModelOutput, Proposal, Proposer, SamplingBatch, Target};
+use deepspec_engine::{
+    DraftRequest, ModelInput, ModelOutput, Proposal, Proposer, SamplingBatch, Target, TreeBudget, TreeTarget,
+    grow_tree,
+};
+use deepspec_ops::DraftTree;
 use tch::{Device, Kind, Tensor};
 
 pub const V: i64 = 4;
@@ -81,6 +89,37 @@ impl Target for ToyTarget {
     fn device(&self) -> Device {
         Device::Cpu
     }
+
+    fn as_tree_target(&mut self) -> Option<&mut dyn TreeTarget> {
+        Some(self)
+    }
+}
+
+impl TreeTarget for ToyTarget {
+    fn forward_trees(&mut self, input: &ModelInput, trees: &[DraftTree]) -> ModelOutput {
+        let mut tokens = prefixes(&input.tokens).into_iter();
+        let mut rows = vec![];
+        for (&(slot, count), tree) in input.chunks.iter().zip(trees) {
+            let first = rows.len();
+            for (row, token) in tokens.by_ref().take(count).enumerate() {
+                let before = match row {
+                    0 => self.slots[slot].last().copied().unwrap_or(1),
+                    _ => rows[first + tree.parents()[row - 1]],
+                };
+                rows.push(extended(before, token));
+            }
+            assert_eq!(rows.len() - first, 1 + tree.len());
+            self.slots[slot].extend(&rows[first..]);
+        }
+        let hidden = Tensor::from_slice(&rows).unsqueeze(1);
+        ModelOutput { captured_states: hidden.copy(), hidden }
+    }
+
+    fn keep_rows(&mut self, slot: usize, past_len: usize, runs: &[(i64, i64)]) {
+        let rows = self.slots[slot].split_off(past_len);
+        let kept = runs.iter().flat_map(|&(first, count)| &rows[first as usize..(first + count) as usize]);
+        self.slots[slot].extend(kept);
+    }
 }
 
 /// Knows each slot's committed prefix from the captured states alone. It checks that the final
@@ -109,7 +148,37 @@ impl Proposer for ToyDrafter {
     }
 
     fn propose(&mut self, request: &DraftRequest) -> Proposal {
-        let DraftRequest { context, slots, anchors, uniforms, sampling } = *request;
+        propose(self.take_context(request), request.uniforms, request.sampling)
+    }
+
+    fn tree_refusal(&self) -> Option<&'static str> {
+        None
+    }
+
+    fn propose_trees(
+        &mut self,
+        request: &DraftRequest,
+        budget: TreeBudget,
+        max_depth: usize,
+    ) -> Vec<DraftTree> {
+        let starts = self.take_context(request).into_iter().enumerate();
+        let depth = max_depth.min(GAMMA);
+        starts
+            .map(|(row, start)| grow(start, budget, depth, request.sampling.ranking_temperature(row)))
+            .collect()
+    }
+
+    fn truncate(&mut self, slot: usize, len: usize) {
+        self.taken[slot].truncate(len);
+        self.slots[slot] = self.taken[slot].last().copied().unwrap_or(1);
+        self.announced[slot] = None;
+    }
+}
+
+impl ToyDrafter {
+    /// Reads the context, and returns the prefix up to each slot's anchor.
+    fn take_context(&mut self, request: &DraftRequest) -> Vec<i64> {
+        let DraftRequest { context, slots, anchors, .. } = *request;
         if !context.chunks.is_empty() {
             assert_eq!(context.hidden.as_ref(), Some(&context.captured_states));
             let mut rows = prefixes(&context.captured_states).into_iter();
@@ -137,14 +206,27 @@ impl Proposer for ToyDrafter {
                 "the anchor is not what was said to follow"
             );
         }
-        propose(starts, uniforms, sampling)
+        starts
     }
+}
 
-    fn truncate(&mut self, slot: usize, len: usize) {
-        self.taken[slot].truncate(len);
-        self.slots[slot] = self.taken[slot].last().copied().unwrap_or(1);
-        self.announced[slot] = None;
-    }
+/// The tree behind a prefix, by the drafter's own distributions along every path.
+pub fn grow(start: i64, budget: TreeBudget, depth: usize, temperature: f64) -> DraftTree {
+    let mut rows = BTreeMap::new();
+    grow_tree(budget, depth, |row| {
+        let prefix = row.token.map_or(start, |token| extended(rows[&row.parent], token));
+        rows.insert(row.row, prefix);
+        ranked_tokens(prefix, temperature)
+    })
+}
+
+/// The drafter's tokens behind a prefix, the likeliest first, and their log probabilities.
+fn ranked_tokens(prefix: i64, temperature: f64) -> Vec<(i64, f64)> {
+    let logits = draft_logits(prefix).map(|logit| f64::from(logit) / temperature);
+    let total = logits.iter().map(|logit| logit.exp()).sum::<f64>().ln();
+    let mut ranked: Vec<(i64, f64)> = (0..).zip(logits.map(|logit| logit - total)).collect();
+    ranked.sort_by(|a, b| b.1.total_cmp(&a.1));
+    ranked
 }
 
 pub fn propose(mut prefixes_now: Vec<i64>, uniforms: &Tensor, sampling: &SamplingBatch) -> Proposal {

@@ -5,6 +5,7 @@ use std::cell::OnceCell;
 use tch::{Kind, Tensor};
 
 use super::calls::{MaskShape, SdpaSlice};
+use super::tree::TreePlan;
 use super::{Chunk, InPlaceKernel, KV_ALIGN, KvCache, MAX_DECODE_ROWS};
 
 /// Maximum tokens of a chunk for the CPU kernel: draft blocks, accepted tokens and short prompts. SDPA would pad
@@ -55,6 +56,8 @@ pub struct AttentionPlan {
     /// The chunks grouped by the way in which they attend if `in_place` is false. Computed when a layer first needs
     /// them.
     grouped: OnceCell<ChunkGroups>,
+    /// Set if the rows are those of drafted trees.
+    pub(super) trees: Option<TreePlan>,
 }
 
 /// Short chunks for the CPU kernel, and groups of longer chunks for SDPA.
@@ -71,6 +74,12 @@ pub(super) struct ChunkGroups {
 }
 
 impl AttentionPlan {
+    /// A plan for the rows of trees at these positions, `[N]` int64.
+    pub(super) fn of_trees(positions: Tensor, placed: Vec<PlacedChunk>, trees: TreePlan) -> Self {
+        let (visibility, grouped) = (MaskKind::Causal, OnceCell::new());
+        Self { positions, end: 0, placed, visibility, in_place: false, grouped, trees: Some(trees) }
+    }
+
     /// Absolute position of every row, `[N]` int64.
     pub fn positions(&self) -> &Tensor {
         &self.positions
@@ -158,6 +167,7 @@ impl KvCache {
             visibility,
             in_place: self.can_attend_in_place(chunks, visibility),
             grouped: OnceCell::new(),
+            trees: None,
         }
     }
 
@@ -234,7 +244,7 @@ impl KvCache {
     }
 
     /// Finds each chunk's pool row, and its first row in the batch.
-    fn locate_chunks(&self, chunks: &[Chunk]) -> Vec<PlacedChunk> {
+    pub(super) fn locate_chunks(&self, chunks: &[Chunk]) -> Vec<PlacedChunk> {
         let mut first = 0;
         let placed = |&chunk: &Chunk| {
             let (capacity, row) = self.pool_and_row(chunk.slot);

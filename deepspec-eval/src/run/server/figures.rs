@@ -150,10 +150,18 @@ pub fn cycles_of(steps: &[Step], committed: u64) -> Vec<Cycle> {
         let cut = if left < whole { left as u32 } else { u32::MAX };
         let (proposed, accepted) = (step.drafted.min(cut), step.accepted.min(cut));
         let committed = whole.min(left) as u32;
-        cycles.push(Cycle { proposed, until_stop: proposed, accepted, committed, confidence: vec![] });
+        cycles.push(Cycle {
+            proposed,
+            nodes: 0,
+            until_stop: proposed,
+            accepted,
+            committed,
+            confidence: vec![],
+        });
         left -= u64::from(committed);
     }
-    let undrafted = Cycle { proposed: 0, until_stop: 0, accepted: 0, committed: 1, confidence: vec![] };
+    let undrafted =
+        Cycle { proposed: 0, nodes: 0, until_stop: 0, accepted: 0, committed: 1, confidence: vec![] };
     cycles.extend(std::iter::repeat_n(undrafted, left as usize));
     cycles
 }

@@ -1,0 +1,203 @@
+//! Attention of drafted trees over the KV cache, by libtorch's operators alone.
+//!
+//! A tree's rows are stored behind the sequence in the order of the tree. A row's position is that of its depth. After verification
+//! [`KvCache::keep_rows`] moves the accepted rows together.
+
+use tch::Tensor;
+
+use super::calls::MaskShape;
+use super::plan::{PlacedChunk, PooledRows};
+use super::{AttentionPlan, Chunk, KV_ALIGN, KvCache};
+use crate::attention::{AttentionSpec, Heads, Qkv};
+use crate::draft_tree::{DraftTree, tree_attention_mask};
+
+/// Rows of trees in the cache, and their masks. All layers share one plan.
+pub(super) struct TreePlan {
+    /// Pool rows to write the trees' rows to.
+    rows: PooledRows,
+    chunks: Vec<TreeChunk>,
+}
+
+/// Rows of one tree.
+struct TreeChunk {
+    placed: PlacedChunk,
+    /// Keys that the chunk reads: its sequence, its rows, and padding.
+    keys: i64,
+    /// The additive mask `[1, 1, repeats·rows, keys]` for every mask shape of the cache.
+    masks: Vec<Tensor>,
+}
+
+impl KvCache {
+    /// Plans the attention of trees. Chunk i holds the rows of `trees[i]`. Call [`KvCache::reserve`] first.
+    pub fn plan_trees(&self, chunks: &[Chunk], trees: &[DraftTree]) -> AttentionPlan {
+        let placed = self.locate_chunks(chunks);
+        let tree_chunk = |(placed, tree): (&PlacedChunk, &DraftTree)| {
+            let Chunk { past_len, len, .. } = placed.chunk;
+            // As many keys as a chain of this length reads; see [`KV_ALIGN`].
+            let keys = (past_len + len).next_multiple_of(KV_ALIGN).min(placed.capacity);
+            let mask = |shape: &MaskShape| {
+                let (kind, device) = self.options;
+                let mask = tree_attention_mask(tree, past_len, keys, shape.window, kind, device);
+                mask.repeat([shape.repeats as i64, 1]).unsqueeze(0).unsqueeze(0)
+            };
+            TreeChunk {
+                placed: *placed,
+                keys: keys as i64,
+                masks: self.mask_shapes.iter().map(mask).collect(),
+            }
+        };
+        let plan = TreePlan {
+            rows: self.plan_write(chunks),
+            chunks: placed.iter().zip(trees).map(tree_chunk).collect(),
+        };
+        let positions = chunks
+            .iter()
+            .zip(trees)
+            .flat_map(|(chunk, tree)| tree.row_depths().map(|depth| chunk.past_len + depth));
+        AttentionPlan::of_trees(self.arange.int_tensor(positions), placed, plan)
+    }
+
+    /// Stores the rows of trees, and attends from their queries to their sequences and ancestors: `[N, H·D]`.
+    pub(super) fn attend_trees(&mut self, layer: usize, plan: &TreePlan, qkv: &Qkv) -> Tensor {
+        self.write(layer, &plan.rows, &qkv.k, &qkv.v);
+        let outputs: Vec<Tensor> =
+            plan.chunks.iter().filter_map(|chunk| self.attend_tree(layer, chunk, &qkv.q)).collect();
+        Tensor::cat(&outputs, 0)
+    }
+
+    /// Attention of one tree's rows among the queries `q [N, H, D]`: `[rows, H·D]`.
+    fn attend_tree(&self, layer: usize, chunk: &TreeChunk, q: &Tensor) -> Option<Tensor> {
+        let PlacedChunk { chunk: Chunk { len, .. }, capacity, row, first } = chunk.placed;
+        let AttentionSpec { heads: Heads { query, key_value, dim }, scale, .. } = self.layers[layer].spec;
+        let (repeats, len) = (query / key_value, len as i64);
+        // 1. The query heads that share keys become further queries: [1, G, repeats·L, D].
+        let q = q.narrow(0, first as i64, len).view([len, key_value, repeats, dim]).permute([1, 2, 0, 3]);
+        let q = q.reshape([1, key_value, repeats * len, dim]);
+        // 2. Keys and values of the sequence and the tree: [1, G, keys, D].
+        let [k, v] = self
+            .pools
+            .get(&capacity)?
+            .layer_keys_values(layer)
+            .map(|pool| pool.narrow(0, row as i64, 1).narrow(1, 0, chunk.keys).transpose(1, 2));
+        // 3. Attention with the mask: [L, G, repeats, D].
+        let mask = &chunk.masks[self.layers[layer].view];
+        let y = Tensor::scaled_dot_product_attention(&q, &k, &v, Some(mask), 0.0, false, scale, false);
+        Some(y.view([key_value, repeats, len, dim]).permute([2, 0, 1, 3]).reshape([len, query * dim]))
+    }
+
+    /// Keeps some rows of the last chunk of `slot`, which began behind `past_len` tokens. The kept rows, runs (first, count) within the
+    /// chunk, move together. The sequence then ends behind them.
+    pub fn keep_rows(&mut self, slot: usize, past_len: usize, runs: &[(i64, i64)]) {
+        let kept: Vec<i64> = runs.iter().flat_map(|&(first, count)| first..first + count).collect();
+        let (count, past) = (kept.len() as i64, past_len as i64);
+        // Rows in front stay where they are.
+        let still = kept.iter().zip(0..).take_while(|&(&row, place)| row == place).count();
+        self.slots[slot].len = past_len + kept.len();
+        let (capacity, row) = self.pool_and_row(slot);
+        let Some(pool) = self.pools.get(&capacity).filter(|_| still < kept.len()) else { return };
+        let moved = self.arange.cat_runs(kept[still..].iter().map(|&from| (past + from, 1)));
+        for layer in 0..self.layers.len() {
+            for tensor in pool.layer_keys_values(layer) {
+                let tokens = tensor.get(row as i64);
+                let rows = tokens.index_select(0, &moved);
+                tokens.narrow(0, past + still as i64, count - still as i64).copy_(&rows);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tch::{Device, Kind};
+
+    use super::super::MaskKind;
+    use super::*;
+    use crate::decoder_layer::Attend;
+
+    const HEADS: Heads = Heads { query: 4, key_value: 2, dim: 16 };
+    const PAST: usize = 300;
+
+    /// A cache of two layers, one of them with a window, and `PAST` tokens in slot 1.
+    fn cache() -> KvCache {
+        let spec = |window| AttentionSpec { heads: HEADS, scale: 0.3, window, sinks: false };
+        let mut cache = KvCache::new(&[spec(None), spec(Some(5))], 2, Kind::Float, Device::Cpu);
+        let _ = append(&mut cache, &(0..PAST as i64).collect::<Vec<_>>());
+        cache
+    }
+
+    /// Queries, keys and values of rows that each have a number.
+    fn qkv(rows: &[i64]) -> Qkv {
+        let of = |heads: i64, seed: f64| {
+            let rows = Tensor::from_slice(rows).to_kind(Kind::Float).view([-1, 1, 1]);
+            let inner =
+                Tensor::arange(heads * HEADS.dim, (Kind::Float, Device::Cpu)).view([1, heads, HEADS.dim]);
+            ((rows + 1.0) * (inner + seed)).sin()
+        };
+        Qkv { q: of(HEADS.query, 0.3), k: of(HEADS.key_value, 1.7), v: of(HEADS.key_value, 2.9), sinks: None }
+    }
+
+    fn append(cache: &mut KvCache, rows: &[i64]) -> [Tensor; 2] {
+        let chunks = cache.chunks_to_append(&[(1, rows.len())]);
+        cache.reserve(&chunks);
+        let plan = cache.plan(&chunks, MaskKind::Causal);
+        let outputs = [0, 1].map(|layer| cache.attention(layer, &plan).attend(&qkv(rows)));
+        cache.commit_chunks(&chunks);
+        outputs
+    }
+
+    /// Two paths behind the anchor 1000: 1001 then 1003 then 1004, and 1002 then 1005.
+    fn tree() -> DraftTree {
+        let mut tree = DraftTree::default();
+        for (parent, token) in [(0, 1001), (0, 1002), (1, 1003), (3, 1004), (2, 1005)] {
+            tree.add(parent, token);
+        }
+        tree
+    }
+
+    fn run_tree(cache: &mut KvCache) -> [Tensor; 2] {
+        let chunks = cache.chunks_to_append(&[(1, 6)]);
+        cache.reserve(&chunks);
+        let plan = cache.plan_trees(&chunks, &[tree()]);
+        let positions: Vec<i64> = Vec::try_from(plan.positions()).unwrap();
+        assert_eq!(positions, [0, 1, 1, 2, 3, 2].map(|depth| depth + PAST as i64));
+        let rows: Vec<i64> = (1000..1006).collect();
+        let outputs = [0, 1].map(|layer| cache.attention(layer, &plan).attend(&qkv(&rows)));
+        cache.commit_chunks(&chunks);
+        outputs
+    }
+
+    #[test]
+    fn every_path_attends_as_it_does_alone() {
+        let of_tree = run_tree(&mut cache());
+        for (path, rows) in
+            [(vec![1000, 1001, 1003, 1004], [0, 1, 3, 4].as_slice()), (vec![1000, 1002, 1005], &[0, 2, 5])]
+        {
+            let alone = append(&mut cache(), &path);
+            for (tree, alone) in of_tree.iter().zip(&alone) {
+                let tree = tree.index_select(
+                    0,
+                    &Tensor::from_slice(&rows.iter().map(|&row| row as i64).collect::<Vec<_>>()),
+                );
+                assert!(tree.allclose(alone, 1e-5, 1e-6, false), "path {path:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn kept_rows_are_the_sequence() {
+        for (runs, path) in [
+            ([(0, 2), (3, 2)].as_slice(), vec![1000, 1001, 1003, 1004]),
+            (&[(0, 1), (2, 1), (5, 1)], vec![1000, 1002, 1005]),
+            (&[(0, 2)], vec![1000, 1001]),
+        ] {
+            let (mut kept, mut alone) = (cache(), cache());
+            let _ = run_tree(&mut kept);
+            kept.keep_rows(1, PAST, runs);
+            let _ = append(&mut alone, &path);
+            assert_eq!(kept.len(1), PAST + path.len());
+            for (kept, alone) in append(&mut kept, &[7, 8]).iter().zip(append(&mut alone, &[7, 8])) {
+                assert!(kept.allclose(&alone, 1e-6, 1e-7, false), "path {path:?}");
+            }
+        }
+    }
+}
