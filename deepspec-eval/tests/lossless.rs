@@ -8,6 +8,9 @@ mod common;
 use std::path::Path;
 use std::sync::OnceLock;
 
+use common::greedy::{
+    TIE, assert_rare, changes_no_token, gap_of_best, generate, last_logits, parted, parting, prompt,
+};
 use common::{
     Answers, answers, repository, run_ok, target, write_bigram_drafter, write_domino, write_eagle3,
     write_eagle3_with_vocab, write_mtp, write_peagle, write_xpress,
@@ -23,14 +26,14 @@ use deepspec_engine::{
     Proposer, Request, Sampling, SamplingBatch, Target, VerifyRule,
 };
 use deepspec_models::TargetModel;
-use deepspec_text::{ChatTokenizer, Message, Role, generation_prompt};
+use deepspec_text::ChatTokenizer;
 use serde_json::Value;
 use tch::{Device, Kind, Tensor};
 use tempfile::TempDir;
 
-/// A decision within this margin may go either way.
-const TIE: f64 = 1e-4;
 const SEED: u64 = 980_406;
+/// Runs of [`changes_no_token`].
+const CHAINS: [(usize, &[&str]); 2] = [(3, &[]), (16, &[])];
 
 /// A folder with a drafter that contains the target's bigrams.
 fn drafter() -> &'static Path {
@@ -76,58 +79,6 @@ fn slots() -> &'static [usize] {
     if std::env::var_os("DEEPSPEC_TEST_FULL").is_some() { &[1, 4, 16] } else { &[1, 16] }
 }
 
-fn generate(draft: Option<&Path>, slots: usize, temperature: &str, more: &[&str]) -> Answers {
-    let dir = tempfile::tempdir().unwrap();
-    let slots = slots.to_string();
-    let mut args = vec!["--no-baseline", "--temperature", temperature, "--max-num-seqs", &slots];
-    args.extend(more);
-    run_ok(draft.map_or("none", |dir| dir.to_str().unwrap()), dir.path(), &args);
-    answers(dir.path())
-}
-
-/// Ids whose answers differ; both runs must have answered the same samples.
-fn parted<'a>(a: &'a Answers, b: &Answers) -> Vec<&'a str> {
-    assert!(a.len() >= 120, "the smoke suites hold at least 40 prompts each");
-    assert!(a.keys().eq(b.keys()));
-    a.iter().filter(|(id, tokens)| b[*id] != **tokens).map(|(id, _)| id.as_str()).collect()
-}
-
-/// Index of the first token that differs.
-fn parting(a: &[i64], b: &[i64]) -> usize {
-    a.iter().zip(b).take_while(|(a, b)| a == b).count()
-}
-
-/// At most one sample in a thousand may differ.
-fn assert_rare(parted: usize, compared: usize) {
-    eprintln!("{parted} of {compared} samples parted, all at ties");
-    assert!(parted * 1000 <= compared, "that is too many");
-}
-
-/// The prompt of `suite/row` as in the evaluation.
-fn prompt(tokenizer: &ChatTokenizer, id: &str) -> Vec<i64> {
-    let (suite, row) = id.split_once('/').unwrap();
-    let mut lines = Reader::open(&repository(&format!("eval_datasets/{suite}.jsonl"))).unwrap();
-    let text = lines.find_map(|line| match line.unwrap() {
-        Line::Row(_, fields) if fields["id"] == row => Some(fields["turns"][0].as_str().unwrap().to_string()),
-        _ => None,
-    });
-    generation_prompt(tokenizer, &[Message::new(Role::User, text.unwrap())], None, Some(false)).unwrap()
-}
-
-/// The target's logits after each of the last `count` of `ids`, from one forward.
-fn last_logits(target: &mut TargetModel, ids: &[i64], count: usize) -> Tensor {
-    target.truncate(0, 0);
-    let fed = ModelInput { chunks: &[(0, ids.len())], tokens: Tensor::from_slice(ids) };
-    let hidden = tch::no_grad(|| target.forward(&fed)).hidden;
-    target.logits(&hidden.narrow(0, (ids.len() - count) as i64, count as i64))
-}
-
-/// The difference of the two largest values of `logits [V]`.
-fn gap_of_best(logits: &Tensor) -> f64 {
-    let best = logits.topk(2, -1, true, true).0;
-    best.double_value(&[0]) - best.double_value(&[1])
-}
-
 #[test]
 fn at_temperature_0_drafting_changes_no_token() {
     let tokenizer = ChatTokenizer::load(&common::target_dir()).unwrap();
@@ -163,7 +114,7 @@ fn at_temperature_0_drafting_changes_no_token() {
 fn at_temperature_0_eagle3_changes_no_token() {
     let dir = tempfile::tempdir().unwrap();
     write_eagle3(dir.path());
-    changes_no_token(dir.path());
+    changes_no_token(dir.path(), &CHAINS);
 }
 
 /// The greedy test for Eagle3 with a reduced vocabulary, which cannot draft some of the answers' tokens.
@@ -172,7 +123,7 @@ fn at_temperature_0_a_reduced_vocabulary_changes_no_token() {
     let dir = tempfile::tempdir().unwrap();
     let counts: Vec<u64> = (0..1024).map(|id| u64::from(id % 3 != 0)).collect();
     write_eagle3_with_vocab(dir.path(), DraftVocab::most_frequent(&counts, 500).as_ref());
-    changes_no_token(dir.path());
+    changes_no_token(dir.path(), &CHAINS);
 }
 
 /// The greedy test for MTP-1, which reads the target's final states.
@@ -180,7 +131,7 @@ fn at_temperature_0_a_reduced_vocabulary_changes_no_token() {
 fn at_temperature_0_mtp_1_changes_no_token() {
     let dir = tempfile::tempdir().unwrap();
     write_mtp(dir.path());
-    changes_no_token(dir.path());
+    changes_no_token(dir.path(), &CHAINS);
 }
 
 /// The greedy test for P-EAGLE, whose masked rows share a pass with those of committed tokens.
@@ -196,13 +147,13 @@ fn at_temperature_0_p_eagle_changes_no_token() {
 fn at_temperature_0_domino_changes_no_token() {
     let dir = tempfile::tempdir().unwrap();
     write_domino(dir.path());
-    changes_no_token(dir.path());
+    changes_no_token(dir.path(), &CHAINS);
 }
 
 /// The greedy test for DFlash 2, whose slots fill in and whose candidates are chosen sequentially.
 #[test]
 fn at_temperature_0_dflash_2_changes_no_token() {
-    changes_no_token(&repository("assets/tiny-dflash2"));
+    changes_no_token(&repository("assets/tiny-dflash2"), &CHAINS);
 }
 
 /// The greedy test for xPress, which drafts all slots of a block at once.
@@ -210,28 +161,7 @@ fn at_temperature_0_dflash_2_changes_no_token() {
 fn at_temperature_0_xpress_changes_no_token() {
     let dir = tempfile::tempdir().unwrap();
     write_xpress(dir.path());
-    changes_no_token(dir.path());
-}
-
-fn changes_no_token(drafter: &Path) {
-    let tokenizer = ChatTokenizer::load(&common::target_dir()).unwrap();
-    let mut target = target(1, &[]);
-    // With an untrained drafter, every token needs a whole cycle.
-    let short = ["--max-new-tokens", "64"];
-    let plain = generate(None, 1, "0", &short);
-    let (mut compared, mut ties) = (0, 0);
-    for slots in [3, 16] {
-        let found = generate(Some(drafter), slots, "0", &short);
-        compared += plain.len();
-        for id in parted(&plain, &found) {
-            let at = parting(&plain[id], &found[id]);
-            let common = [prompt(&tokenizer, id), plain[id][..at].to_vec()].concat();
-            let gap = gap_of_best(&last_logits(&mut target, &common, 1).get(0));
-            assert!(gap < TIE, "{slots} slots: {id} parts at token {at}, the best two are {gap:.2e} apart");
-            ties += 1;
-        }
-    }
-    assert_rare(ties, compared);
+    changes_no_token(dir.path(), &CHAINS);
 }
 
 /// Every kind of drafter is shared by the engines, including the changes that a run makes to it.

@@ -2,6 +2,7 @@
 #![allow(dead_code, reason = "each test binary uses its part")]
 
 pub mod gguf;
+pub mod greedy;
 pub mod training;
 
 use std::collections::BTreeMap;

@@ -3,6 +3,7 @@
 
 #[path = "../../../deepspec-models/tests/common/mod.rs"]
 mod arrays;
+pub mod laws;
 
 use deepspec_drafters::TrainSample;
 use deepspec_testkit::golden::Case;
