@@ -2,8 +2,9 @@
 //!
 //! Rows are in the order of `outputs.jsonl`. The columns `suite`, `sample`, `seed` and `turn`
 //! identify the answer, and `cycle` counts from 0 within a turn. The counts `proposed`, `accepted`
-//! and `committed` end at an accepted stop token. `usable` counts the proposed tokens up to the
-//! first drafted stop token, accepted or not; traces of earlier versions lack it. `confidences`
+//! and `committed` end at an accepted stop token; of a tree, `proposed` is the depth. `usable` counts
+//! the proposed tokens up to the first drafted stop token, accepted or not; traces of earlier versions
+//! lack it. `confidences`
 //! holds the calibrated confidences of the proposed tokens, and `confidence_logits` the outputs of
 //! the confidence head. Both lists are empty without a confidence head.
 

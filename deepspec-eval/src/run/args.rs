@@ -86,8 +86,8 @@ pub struct Args {
     /// Divide the confidence logits by the temperatures that `deepspec-eval calibrate` found for this drafter
     #[arg(long, value_name = "FILE")]
     pub calibration: Option<PathBuf>,
-    /// Verify at most this many drafted tokens per cycle, or paths of a tree up to this depth; a language model as drafter
-    /// drafts exactly this many (7 by default)
+    /// Verify at most this many drafted tokens per cycle, or trees of this depth. A language model as drafter drafts exactly
+    /// this many (7 by default)
     #[arg(long, value_name = "N")]
     pub max_draft_tokens: Option<usize>,
     /// Choice of drafted tokens at temperatures above 0. Probabilistic samples from the drafter's distribution; greedy takes
@@ -96,12 +96,11 @@ pub struct Args {
     /// distribution either way
     #[arg(long, value_enum, value_name = "RULE", default_value_t = DraftSamplingArg::Auto)]
     pub draft_sampling: DraftSamplingArg,
-    /// Rule that accepts drafted tokens. Token accepts token by token, as llama.cpp does, and vLLM by default; block accepts
-    /// blocks as a whole, as vLLM does with `rejection_sample_method: block`. Block accepts as many tokens or more, and gains
-    /// nothing with greedy drafts. Both agree at temperature 0. tree:N verifies a tree of the drafter's N likeliest nodes in
-    /// one pass, tree:N:W with at most W children of a node (8 by default); no engine named here serves trees. Answers follow
-    /// the target's distribution under every rule
-    #[arg(long, value_name = "token|block|tree:N", default_value_t = VerifyRule::Token)]
+    /// Rule that accepts drafted tokens. Token accepts token by token, as llama.cpp does, and vLLM by default. Block accepts
+    /// blocks as a whole, as vLLM does with `rejection_sample_method: block`: as many tokens or more, and no more with greedy
+    /// drafts. Trees of the N likeliest paths are verified in one pass by tree:N. A node has at most 8 children, or W with
+    /// tree:N:W. No engine that is named here serves trees. Answers follow the target's distribution under every rule
+    #[arg(long, value_name = "RULE", default_value_t = VerifyRule::Token)]
     pub verify: VerifyRule,
     /// Also report the accepted length of the other --draft-sampling rule, from a second pass over the samples, above
     /// temperature 0
