@@ -135,6 +135,8 @@ fn counts_beyond_the_run_are_no_answer() {
         told(|a| a.cycles[0].proposed = u32::MAX),
         "`cycles[0]` has proposed 4294967295, the block has 4"
     );
+    assert_eq!(told(|a| a.cycles[0].nodes = 3), "`cycles[0]` has 3 nodes for proposed 4");
+    assert_eq!(told(|a| a.cycles[0].nodes = 1025), "`cycles[0]` has 1025 nodes for proposed 4");
     assert_eq!(told(|a| a.cycles[1].accepted = 4), "`cycles[1]` has accepted 4 of proposed 3");
     assert_eq!(
         told(|a| a.cycles[1].committed = u32::MAX),
