@@ -285,9 +285,6 @@ impl KvCache {
 
     /// Stores the planned rows, and attends from their queries to their sequences: `[N, H·D]`.
     fn attend(&mut self, layer: usize, plan: &AttentionPlan, qkv: &Qkv) -> Tensor {
-        if let Some(trees) = &plan.trees {
-            return self.attend_trees(layer, trees, qkv);
-        }
         let grouped = plan.chunk_groups(self);
         let in_place = (!grouped.few.is_empty())
             .then(|| self.attend_in_place(layer, &grouped.few, plan.visibility, qkv));

@@ -5,7 +5,6 @@ use std::cell::OnceCell;
 use tch::{Kind, Tensor};
 
 use super::calls::{MaskShape, SdpaSlice};
-use super::tree::TreePlan;
 use super::{Chunk, InPlaceKernel, KV_ALIGN, KvCache, MAX_DECODE_ROWS};
 
 /// Maximum tokens of a chunk for the CPU kernel: draft blocks, accepted tokens and short prompts. SDPA would pad
@@ -45,9 +44,9 @@ pub(super) struct PoolSegment {
 /// Rows of a batch of chunks, and what their queries see. All layers share one plan.
 pub struct AttentionPlan {
     /// Absolute position of every row, `[N]` int64.
-    positions: Tensor,
+    pub(super) positions: Tensor,
     /// One more than the largest position.
-    end: usize,
+    pub(super) end: usize,
     /// The chunks in the order of the batch.
     pub(super) placed: Vec<PlacedChunk>,
     pub(super) visibility: MaskKind,
@@ -55,9 +54,7 @@ pub struct AttentionPlan {
     pub(super) in_place: bool,
     /// The chunks grouped by the way in which they attend if `in_place` is false. Computed when a layer first needs
     /// them.
-    grouped: OnceCell<ChunkGroups>,
-    /// Set if the rows are those of drafted trees.
-    pub(super) trees: Option<TreePlan>,
+    pub(super) grouped: OnceCell<ChunkGroups>,
 }
 
 /// Short chunks for the CPU kernel, and groups of longer chunks for SDPA.
@@ -74,12 +71,6 @@ pub(super) struct ChunkGroups {
 }
 
 impl AttentionPlan {
-    /// A plan for the rows of trees at these positions, `[N]` int64.
-    pub(super) fn of_trees(positions: Tensor, placed: Vec<PlacedChunk>, trees: TreePlan) -> Self {
-        let (visibility, grouped) = (MaskKind::Causal, OnceCell::new());
-        Self { positions, end: 0, placed, visibility, in_place: false, grouped, trees: Some(trees) }
-    }
-
     /// Absolute position of every row, `[N]` int64.
     pub fn positions(&self) -> &Tensor {
         &self.positions
@@ -167,7 +158,6 @@ impl KvCache {
             visibility,
             in_place: self.can_attend_in_place(chunks, visibility),
             grouped: OnceCell::new(),
-            trees: None,
         }
     }
 

@@ -1,88 +1,59 @@
-//! Attention of drafted trees over the KV cache, by libtorch's operators alone.
+//! Attention of drafted trees over the KV cache, by libtorch's operators alone: every tree is a group of one row with a mask.
 //!
 //! A tree's rows are stored behind the sequence in the order of the tree. A row's position is that of its depth. After verification
 //! [`KvCache::keep_rows`] moves the accepted rows together.
 
-use tch::Tensor;
+use std::cell::OnceCell;
 
-use super::calls::MaskShape;
-use super::plan::{PlacedChunk, PooledRows};
+use super::calls::{MaskShape, SdpaSlice};
+use super::plan::{ChunkGroups, MaskKind, PlacedChunk, PoolRowSelection, SdpaGroup};
 use super::{AttentionPlan, Chunk, KV_ALIGN, KvCache};
-use crate::attention::{AttentionSpec, Heads, Qkv};
 use crate::draft_tree::{DraftTree, tree_attention_mask};
-
-/// Rows of trees in the cache, and their masks. All layers share one plan.
-pub(super) struct TreePlan {
-    /// Pool rows to write the trees' rows to.
-    rows: PooledRows,
-    chunks: Vec<TreeChunk>,
-}
-
-/// Rows of one tree.
-struct TreeChunk {
-    placed: PlacedChunk,
-    /// Keys that the chunk reads: its sequence, its rows, and padding.
-    keys: i64,
-    /// The additive mask `[1, 1, repeats·rows, keys]` for every mask shape of the cache.
-    masks: Vec<Tensor>,
-}
 
 impl KvCache {
     /// Plans the attention of trees. Chunk i holds the rows of `trees[i]`. Call [`KvCache::reserve`] first.
     pub fn plan_trees(&self, chunks: &[Chunk], trees: &[DraftTree]) -> AttentionPlan {
         let placed = self.locate_chunks(chunks);
-        let tree_chunk = |(placed, tree): (&PlacedChunk, &DraftTree)| {
-            let Chunk { past_len, len, .. } = placed.chunk;
-            // As many keys as a chain of this length reads; see [`KV_ALIGN`].
-            let keys = (past_len + len).next_multiple_of(KV_ALIGN).min(placed.capacity);
-            let mask = |shape: &MaskShape| {
-                let (kind, device) = self.options;
-                let mask = tree_attention_mask(tree, past_len, keys, shape.window, kind, device);
-                mask.repeat([shape.repeats as i64, 1]).unsqueeze(0).unsqueeze(0)
-            };
-            TreeChunk {
-                placed: *placed,
-                keys: keys as i64,
-                masks: self.mask_shapes.iter().map(mask).collect(),
-            }
-        };
-        let plan = TreePlan {
+        let groups = ChunkGroups {
             rows: self.plan_write(chunks),
-            chunks: placed.iter().zip(trees).map(tree_chunk).collect(),
+            few: vec![],
+            order: None,
+            back: None,
+            groups: placed.iter().zip(trees).map(|(placed, tree)| self.tree_group(placed, tree)).collect(),
         };
         let positions = chunks
             .iter()
             .zip(trees)
             .flat_map(|(chunk, tree)| tree.row_depths().map(|depth| chunk.past_len + depth));
-        AttentionPlan::of_trees(self.arange.int_tensor(positions), placed, plan)
+        AttentionPlan {
+            positions: self.arange.int_tensor(positions),
+            end: 0,
+            placed,
+            visibility: MaskKind::Causal,
+            in_place: false,
+            grouped: OnceCell::from(groups),
+        }
     }
 
-    /// Stores the rows of trees, and attends from their queries to their sequences and ancestors: `[N, H·D]`.
-    pub(super) fn attend_trees(&mut self, layer: usize, plan: &TreePlan, qkv: &Qkv) -> Tensor {
-        self.write(layer, &plan.rows, &qkv.k, &qkv.v);
-        let outputs: Vec<Tensor> =
-            plan.chunks.iter().filter_map(|chunk| self.attend_tree(layer, chunk, &qkv.q)).collect();
-        Tensor::cat(&outputs, 0)
-    }
-
-    /// Attention of one tree's rows among the queries `q [N, H, D]`: `[rows, H·D]`.
-    fn attend_tree(&self, layer: usize, chunk: &TreeChunk, q: &Tensor) -> Option<Tensor> {
-        let PlacedChunk { chunk: Chunk { len, .. }, capacity, row, first } = chunk.placed;
-        let AttentionSpec { heads: Heads { query, key_value, dim }, scale, .. } = self.layers[layer].spec;
-        let (repeats, len) = (query / key_value, len as i64);
-        // 1. The query heads that share keys become further queries: [1, G, repeats·L, D].
-        let q = q.narrow(0, first as i64, len).view([len, key_value, repeats, dim]).permute([1, 2, 0, 3]);
-        let q = q.reshape([1, key_value, repeats * len, dim]);
-        // 2. Keys and values of the sequence and the tree: [1, G, keys, D].
-        let [k, v] = self
-            .pools
-            .get(&capacity)?
-            .layer_keys_values(layer)
-            .map(|pool| pool.narrow(0, row as i64, 1).narrow(1, 0, chunk.keys).transpose(1, 2));
-        // 3. Attention with the mask: [L, G, repeats, D].
-        let mask = &chunk.masks[self.layers[layer].view];
-        let y = Tensor::scaled_dot_product_attention(&q, &k, &v, Some(mask), 0.0, false, scale, false);
-        Some(y.view([key_value, repeats, len, dim]).permute([2, 0, 1, 3]).reshape([len, query * dim]))
+    /// One tree's rows as a group of their own, with the tree's masks.
+    fn tree_group(&self, placed: &PlacedChunk, tree: &DraftTree) -> SdpaGroup {
+        let PlacedChunk { chunk: Chunk { past_len, len, .. }, capacity, row, .. } = *placed;
+        // As many keys as a chain of this length reads; see [`KV_ALIGN`].
+        let keys = (past_len + len).next_multiple_of(KV_ALIGN).min(capacity);
+        let call = |shape: &MaskShape| {
+            let (kind, device) = self.options;
+            let mask = tree_attention_mask(tree, past_len, keys, shape.window, kind, device);
+            let mask = mask.repeat([shape.repeats as i64, 1]).unsqueeze(0).unsqueeze(0); // [1, 1, repeats·L, keys]
+            vec![SdpaSlice { rows: 0..len, keys: 0..keys, mask: Some(mask) }]
+        };
+        SdpaGroup {
+            capacity,
+            rows: len as i64,
+            slots: PoolRowSelection::Range(row as i64, 1),
+            width: len as i64,
+            past_len: self.arange.int_tensor([past_len]).view([1, 1, 1]),
+            mask_shapes: self.mask_shapes.iter().map(call).collect(),
+        }
     }
 
     /// Keeps some rows of the last chunk of `slot`, which began behind `past_len` tokens. The kept rows, runs (first, count) within the
@@ -108,39 +79,41 @@ impl KvCache {
 
 #[cfg(test)]
 mod tests {
-    use tch::{Device, Kind};
+    use tch::{Device, Kind, Tensor};
 
-    use super::super::MaskKind;
     use super::*;
+    use crate::attention::{AttentionSpec, Heads, Qkv};
     use crate::decoder_layer::Attend;
 
     const HEADS: Heads = Heads { query: 4, key_value: 2, dim: 16 };
     const PAST: usize = 300;
 
-    /// A cache of two layers, one of them with a window, and `PAST` tokens in slot 1.
-    fn cache() -> KvCache {
-        let spec = |window| AttentionSpec { heads: HEADS, scale: 0.3, window, sinks: false };
+    /// A cache of two layers, one of them with a window, and `PAST` tokens in slot 1. Both layers have attention sinks, or none has.
+    fn cache(sinks: bool) -> KvCache {
+        let spec = |window| AttentionSpec { heads: HEADS, scale: 0.3, window, sinks };
         let mut cache = KvCache::new(&[spec(None), spec(Some(5))], 2, Kind::Float, Device::Cpu);
         let _ = append(&mut cache, &(0..PAST as i64).collect::<Vec<_>>());
         cache
     }
 
     /// Queries, keys and values of rows that each have a number.
-    fn qkv(rows: &[i64]) -> Qkv {
+    fn qkv(rows: &[i64], sinks: bool) -> Qkv {
         let of = |heads: i64, seed: f64| {
             let rows = Tensor::from_slice(rows).to_kind(Kind::Float).view([-1, 1, 1]);
             let inner =
                 Tensor::arange(heads * HEADS.dim, (Kind::Float, Device::Cpu)).view([1, heads, HEADS.dim]);
             ((rows + 1.0) * (inner + seed)).sin()
         };
-        Qkv { q: of(HEADS.query, 0.3), k: of(HEADS.key_value, 1.7), v: of(HEADS.key_value, 2.9), sinks: None }
+        let sinks = sinks.then(|| Tensor::from_slice(&[0.5f32, -1.0, 2.0, 1.0]));
+        Qkv { q: of(HEADS.query, 0.3), k: of(HEADS.key_value, 1.7), v: of(HEADS.key_value, 2.9), sinks }
     }
 
     fn append(cache: &mut KvCache, rows: &[i64]) -> [Tensor; 2] {
         let chunks = cache.chunks_to_append(&[(1, rows.len())]);
         cache.reserve(&chunks);
         let plan = cache.plan(&chunks, MaskKind::Causal);
-        let outputs = [0, 1].map(|layer| cache.attention(layer, &plan).attend(&qkv(rows)));
+        let rows = qkv(rows, cache.layers[0].spec.sinks);
+        let outputs = [0, 1].map(|layer| cache.attention(layer, &plan).attend(&rows));
         cache.commit_chunks(&chunks);
         outputs
     }
@@ -160,25 +133,26 @@ mod tests {
         let plan = cache.plan_trees(&chunks, &[tree()]);
         let positions: Vec<i64> = Vec::try_from(plan.positions()).unwrap();
         assert_eq!(positions, [0, 1, 1, 2, 3, 2].map(|depth| depth + PAST as i64));
-        let rows: Vec<i64> = (1000..1006).collect();
-        let outputs = [0, 1].map(|layer| cache.attention(layer, &plan).attend(&qkv(&rows)));
+        let rows = qkv(&(1000..1006).collect::<Vec<_>>(), cache.layers[0].spec.sinks);
+        let outputs = [0, 1].map(|layer| cache.attention(layer, &plan).attend(&rows));
         cache.commit_chunks(&chunks);
         outputs
     }
 
     #[test]
     fn every_path_attends_as_it_does_alone() {
-        let of_tree = run_tree(&mut cache());
-        for (path, rows) in
-            [(vec![1000, 1001, 1003, 1004], [0, 1, 3, 4].as_slice()), (vec![1000, 1002, 1005], &[0, 2, 5])]
+        let paths = [
+            ([1000, 1001, 1003, 1004].as_slice(), [0i64, 1, 3, 4].as_slice()),
+            (&[1000, 1002, 1005], &[0, 2, 5]),
+        ];
+        for (sinks, (path, rows)) in
+            [false, true].into_iter().flat_map(|sinks| paths.map(|path| (sinks, path)))
         {
-            let alone = append(&mut cache(), &path);
+            let of_tree = run_tree(&mut cache(sinks));
+            let alone = append(&mut cache(sinks), path);
             for (tree, alone) in of_tree.iter().zip(&alone) {
-                let tree = tree.index_select(
-                    0,
-                    &Tensor::from_slice(&rows.iter().map(|&row| row as i64).collect::<Vec<_>>()),
-                );
-                assert!(tree.allclose(alone, 1e-5, 1e-6, false), "path {path:?}");
+                let tree = tree.index_select(0, &Tensor::from_slice(rows));
+                assert!(tree.allclose(alone, 1e-5, 1e-6, false), "path {path:?}, sinks: {sinks}");
             }
         }
     }
@@ -190,7 +164,7 @@ mod tests {
             (&[(0, 1), (2, 1), (5, 1)], vec![1000, 1002, 1005]),
             (&[(0, 2)], vec![1000, 1001]),
         ] {
-            let (mut kept, mut alone) = (cache(), cache());
+            let (mut kept, mut alone) = (cache(false), cache(false));
             let _ = run_tree(&mut kept);
             kept.keep_rows(1, PAST, runs);
             let _ = append(&mut alone, &path);
