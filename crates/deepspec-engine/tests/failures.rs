@@ -10,8 +10,9 @@ use std::rc::Rc;
 use common::{PROMPT, ToyDrafter, ToyTarget, V};
 use deepspec_engine::{
     Completion, DraftRequest, DraftSampling, Engine, EngineError, EngineOptions, Event, ModelInput,
-    ModelOutput, Proposal, Proposer, Request, Sampling, Target, VerifyRule,
+    ModelOutput, Proposal, Proposer, Request, Sampling, Target, TreeBudget, TreeTarget, VerifyRule,
 };
+use deepspec_ops::DraftTree;
 use tch::{Device, Kind, Tensor};
 
 /// More memory than any machine has.
@@ -31,13 +32,23 @@ struct Weak {
     most_tokens: usize,
     /// The first prompt token after which the hidden states become NaN.
     poison: Option<i64>,
+    /// Moves of accepted rows so far, and the number of the move that runs out of memory.
+    moves: usize,
+    fails_at_move: usize,
     /// The number of slots of each successful forward.
     log: Rc<RefCell<Vec<usize>>>,
 }
 
 impl Weak {
     fn new(slots: usize) -> Self {
-        Self { toy: ToyTarget::new(slots), most_tokens: usize::MAX, poison: None, log: Rc::default() }
+        Self {
+            toy: ToyTarget::new(slots),
+            most_tokens: usize::MAX,
+            poison: None,
+            moves: 0,
+            fails_at_move: usize::MAX,
+            log: Rc::default(),
+        }
     }
 }
 
@@ -83,6 +94,24 @@ impl Target for Weak {
 
     fn device(&self) -> Device {
         Device::Cpu
+    }
+
+    fn as_tree_target(&mut self) -> Option<&mut dyn TreeTarget> {
+        Some(self)
+    }
+}
+
+impl TreeTarget for Weak {
+    fn forward_trees(&mut self, input: &ModelInput, trees: &[DraftTree]) -> ModelOutput {
+        self.toy.forward_trees(input, trees)
+    }
+
+    fn keep_rows(&mut self, slot: usize, past_len: usize, runs: &[(i64, i64)]) {
+        self.toy.keep_rows(slot, past_len, runs);
+        self.moves += 1;
+        if self.moves == self.fails_at_move {
+            run_out_of_memory();
+        }
     }
 }
 
@@ -207,6 +236,26 @@ fn a_drafter_without_memory_takes_its_context_in_again() {
         let (done, failed) = drain(&mut Engine::new(Weak::new(3), Some(drafter), options(3)), &requests);
         assert_eq!((done.len(), failed.len()), (5, 1));
         assert_same(&done, &undisturbed(&requests));
+    }
+}
+
+/// The failed step changes no sequence, also if some accepted rows had moved. The toy panics if a drafter's context is doubled.
+#[test]
+fn a_step_without_memory_to_move_rows_is_repeated() {
+    let requests: Vec<Request> = (0..6).map(|i| request(i, &PROMPT)).collect();
+    let trees = |slots| EngineOptions {
+        verify_rule: VerifyRule::Tree(TreeBudget { nodes: 12, width: 3 }),
+        ..options(slots)
+    };
+    let run = |slots, fails_at_move| {
+        let target = Weak { fails_at_move, ..Weak::new(slots) };
+        drain(&mut Engine::new(target, Some(ToyDrafter::new(slots)), trees(slots)), &requests)
+    };
+    let (expected, _) = run(1, usize::MAX);
+    for fails_at_move in 1..6 {
+        let (done, failed) = run(3, fails_at_move);
+        assert_eq!((done.len(), failed.len()), (5, 1));
+        assert_same(&done, &expected);
     }
 }
 

@@ -119,12 +119,23 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         })
     }
 
+    /// Moves the accepted rows of trees together in the target's KV cache. The moves take memory, so that they come before any other
+    /// change: [`Engine::fail_largest`] cuts the rows off again.
+    pub(super) fn keep_accepted_rows(&mut self, updates: &[SlotUpdate]) {
+        let Some(target) = self.target.as_tree_target() else { return };
+        for SlotUpdate { slot, kept, end, .. } in updates {
+            if let (SlotEnd::Continues, Some(sequence), 2..) = (end, &self.slots[*slot], kept.len()) {
+                target.keep_rows(*slot, sequence.target_len, kept);
+            }
+        }
+    }
+
     /// Applies the updates to the sequences and returns their events.
     pub(super) fn commit(&mut self, updates: Vec<SlotUpdate>) -> Vec<Event> {
         let mut events = vec![];
         for update in updates {
             let rows = update.rows();
-            let SlotUpdate { slot, tokens, cycle, kept, end } = update;
+            let SlotUpdate { slot, tokens, cycle, end, .. } = update;
             let Some(sequence) = self.slots[slot].as_mut() else { continue };
             if let SlotEnd::NotFinite = end {
                 events.push(Event::Failed(sequence.request_id, EngineError::NotFinite));
@@ -139,7 +150,6 @@ impl<T: Target, P: Proposer> Engine<T, P> {
             if !visible.is_empty() {
                 events.push(Event::Tokens(sequence.request_id, visible));
             }
-            let past_len = sequence.target_len;
             sequence.target_len += rows;
             match end {
                 SlotEnd::Finished(finish) => {
@@ -148,11 +158,6 @@ impl<T: Target, P: Proposer> Engine<T, P> {
                         .extend(done.map(|done| Event::Done(done.request_id, done.into_completion(finish))));
                 }
                 SlotEnd::Continues | SlotEnd::NotFinite => {
-                    if kept.len() > 1
-                        && let Some(target) = self.target.as_tree_target()
-                    {
-                        target.keep_rows(slot, past_len, &kept);
-                    }
                     self.target.truncate(slot, sequence.target_len);
                 }
             }

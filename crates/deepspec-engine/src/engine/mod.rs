@@ -317,7 +317,6 @@ impl<T: Target, P: Proposer> Engine<T, P> {
 
         let load = self.step_load(&decoding);
         let step = self.plan_step(decoding, prefilling, drafted);
-        let lengths = self.block_lengths(&step, &inputs);
         let verify = range(c"verify");
         let tokens = self.input_tokens(&step, &inputs);
         let (forwarded, (outcome, drawn)) = if let Some(trees) = step.trees() {
@@ -325,6 +324,7 @@ impl<T: Target, P: Proposer> Engine<T, P> {
             let verified = self.verify_trees(&step, trees, &inputs, &forwarded.hidden);
             (forwarded, verified)
         } else {
+            let lengths = self.block_lengths(&step, &inputs);
             let input = ModelInput { chunks: &step.chunks, tokens: tokens.shallow_clone() };
             let forwarded = self.target.forward(&input);
             let verified = self.verify_step(&step, &inputs, &lengths, &forwarded.hidden);
@@ -335,9 +335,9 @@ impl<T: Target, P: Proposer> Engine<T, P> {
         let _range = range(c"commit");
 
         let updates = self.slot_updates(&step, &outcome);
-        if let Some(context) = self.drafter_context(&step, &updates, &tokens, &drawn, &forwarded) {
-            self.pending.push(context);
-        }
+        let context = self.drafter_context(&step, &updates, &tokens, &drawn, &forwarded);
+        self.keep_accepted_rows(&updates);
+        self.pending.extend(context);
         self.device_state.last_tokens = Some((step.chunks.iter().map(|&(slot, _)| slot).collect(), drawn));
         let events = self.commit(updates);
         if step.prefilling.is_empty() {
