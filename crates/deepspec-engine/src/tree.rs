@@ -84,7 +84,7 @@ struct Candidate {
 }
 
 impl Ord for Candidate {
-    /// The larger score is greater. Of equal scores the earlier candidate is greater.
+    /// The larger score is greater. If scores are equal, the earlier candidate is greater.
     fn cmp(&self, other: &Self) -> Ordering {
         self.score.total_cmp(&other.score).then(other.number.cmp(&self.number))
     }
@@ -106,8 +106,9 @@ impl Eq for Candidate {}
 
 /// Grows a tree best first: the next node is the one whose path has the largest cumulative log probability, until the budget is spent.
 ///
-/// `children` returns tokens and log probabilities behind a row, the likeliest first. It is called once for every row above `max_depth`,
-/// in the order of the rows. Only its first `budget.width` entries count, and only finite ones. The result does not depend on chance.
+/// `children` returns tokens and log probabilities behind a row, the likeliest first. It is called at most once for every row above
+/// `max_depth`, in the order of the rows, and not for the node that spends the budget. Only its first `budget.width` entries count, and
+/// only finite ones. The result does not depend on chance.
 pub fn grow_tree(
     budget: TreeBudget,
     max_depth: usize,
@@ -115,7 +116,7 @@ pub fn grow_tree(
 ) -> DraftTree {
     let (mut tree, mut heap, mut scores, mut found) = (DraftTree::default(), BinaryHeap::new(), vec![0.0], 0);
     let mut newest = GrownRow { row: 0, parent: 0, token: None, depth: 0 };
-    loop {
+    while tree.len() < budget.nodes {
         if newest.depth < max_depth {
             let parent = newest.row;
             for (token, log_prob) in children(newest).into_iter().take(budget.width) {
@@ -125,14 +126,12 @@ pub fn grow_tree(
                 }
             }
         }
-        if tree.len() == budget.nodes {
-            return tree;
-        }
-        let Some(Candidate { score, parent, token, .. }) = heap.pop() else { return tree };
+        let Some(Candidate { score, parent, token, .. }) = heap.pop() else { break };
         let row = tree.add(parent, token);
         scores.push(score);
         newest = GrownRow { row, parent, token: Some(token), depth: tree.depths()[row - 1] };
     }
+    tree
 }
 
 /// The likeliest tokens of every row of float32 `logits [n, V]`, and their log probabilities at `temperature`, the likeliest first. The first
@@ -196,12 +195,19 @@ mod tests {
             vec![(7, -0.1), (8, -0.2)]
         });
         assert_eq!(rows[0], GrownRow { row: 0, parent: 0, token: None, depth: 0 });
-        let expected: Vec<usize> = (0..=6).filter(|&row| row == 0 || tree.depths()[row - 1] < 2).collect();
+        let expected: Vec<usize> = (0..6).filter(|&row| row == 0 || tree.depths()[row - 1] < 2).collect();
         assert_eq!(rows.iter().map(|row| row.row).collect::<Vec<_>>(), expected);
         for row in &rows[1..] {
             assert_eq!(row.token, Some(tree.tokens()[row.row - 1]));
             assert_eq!(row.parent, tree.parents()[row.row - 1]);
         }
+        // The node that spends the budget needs no children.
+        let mut scored = vec![];
+        grow_tree(TreeBudget::new(2), 3, |row| {
+            scored.push(row.row);
+            vec![(7, -0.1)]
+        });
+        assert_eq!(scored, [0, 1]);
     }
 
     #[test]
