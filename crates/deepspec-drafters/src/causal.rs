@@ -14,6 +14,11 @@ use crate::drafter::draft_autoregressively;
 use crate::registration::{CheckpointKind, DrafterKindInfo};
 use crate::{Drafter, DrafterOptions};
 
+/// See [`Proposer::tree_refusal`].
+const TREE_REFUSAL: Option<&str> = Some(
+    "a language model drafts one token after the other, and every node of a tree would take a pass of it",
+);
+
 /// Registry entry of causal language models, which draft for targets with the same vocabulary.
 pub const CAUSAL_INFO: DrafterKindInfo = DrafterKindInfo {
     name: "causal",
@@ -24,6 +29,7 @@ pub const CAUSAL_INFO: DrafterKindInfo = DrafterKindInfo {
         classes: || families().flat_map(|family| family.classes).map(|class| class.to_string()).collect(),
         description: "a causal language model",
         are_language_models: true,
+        tree_refusal: TREE_REFUSAL,
         check: |dir| ModelConfig::load(dir).map(drop),
         load: |dir, options| Ok(Box::new(CausalProposer::load(dir, options)?)),
         layouts: None,
@@ -130,9 +136,7 @@ impl Proposer for CausalProposer {
     }
 
     fn tree_refusal(&self) -> Option<&'static str> {
-        Some(
-            "a language model drafts one token after the other, and every node of a tree would take a pass of it",
-        )
+        TREE_REFUSAL
     }
 
     fn propose(&mut self, request: &DraftRequest) -> Proposal {

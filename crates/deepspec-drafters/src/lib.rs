@@ -60,7 +60,7 @@ pub use peagle::{
 };
 pub use registry::{
     check_layout, drafter_title, is_language_model, load_drafter, load_recipe, load_saved_recipe,
-    open_checkpoint, plan_drafter, recipe_schema,
+    open_checkpoint, plan_drafter, recipe_schema, tree_refusal,
 };
 pub use sample::{LossDenominator, TrainSample};
 pub use spec::{DrafterSpec, Recipe};

@@ -38,6 +38,8 @@ pub struct CheckpointKind {
     pub description: &'static str,
     /// Whether the checkpoints are causal language models with their own tokenizer.
     pub are_language_models: bool,
+    /// See [`Proposer::tree_refusal`](deepspec_engine::Proposer::tree_refusal).
+    pub tree_refusal: Option<&'static str>,
     /// Checks config.json as `load` does: keys, types and contradictions. Does not read weights.
     pub check: fn(&Path) -> Result<(), ModelError>,
     /// Loads a checkpoint.

@@ -236,6 +236,14 @@ pub fn load_drafter(dir: &Path, options: &DrafterOptions) -> Result<Box<dyn Draf
     (find_complete_checkpoint_kind(dir)?.load)(dir, options)
 }
 
+/// Why the drafter in `dir` grows no trees, as a clause; None if it grows them. Reads no weights.
+///
+/// # Errors
+/// If the folder is no drafter checkpoint of a known kind.
+pub fn tree_refusal(dir: &Path) -> Result<Option<&'static str>, ModelError> {
+    Ok(find_complete_checkpoint_kind(dir)?.tree_refusal)
+}
+
 /// Whether the checkpoint in `dir` is a causal language model with its own tokenizer.
 ///
 /// # Errors

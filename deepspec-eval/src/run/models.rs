@@ -264,7 +264,8 @@ impl ModelSettings<'_> {
 /// Loads the drafter in `dir` and sets it up as the arguments say.
 ///
 /// # Errors
-/// Fails if it cannot be loaded, or if it is a language model with another tokenizer.
+/// Fails if it cannot be loaded, or if it is a language model with another tokenizer. Fails too, before its weights are read, if it is
+/// to grow trees and cannot.
 pub fn load_drafter(
     dir: &Path,
     args: &Args,
@@ -272,12 +273,14 @@ pub fn load_drafter(
     DeviceAndDtype { device, kind }: DeviceAndDtype,
 ) -> anyhow::Result<Box<dyn Drafter>> {
     check_tokens(dir, tokenizer)?;
+    if args.verify.tree_budget().is_some()
+        && let Some(reason) = deepspec_drafters::tree_refusal(dir)?
+    {
+        usage!("--verify {} with the drafter {}: {reason}", args.verify, dir.display());
+    }
     let mut drafter =
         deepspec_drafters::load_drafter(dir, &DrafterOptions { device, kind, slots: args.max_num_seqs })?;
     configure_drafter(drafter.as_mut(), args.max_draft_tokens, args.no_markov)?;
-    if let (Some(_), Some(reason)) = (args.verify.tree_budget(), drafter.tree_refusal()) {
-        usage!("--verify {} with the drafter {}: {reason}", args.verify, dir.display());
-    }
     Ok(drafter)
 }
 

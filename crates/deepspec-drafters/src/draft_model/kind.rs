@@ -32,6 +32,9 @@ pub trait DrafterKind: Sized + Send + 'static {
     /// See [`DrafterPlan::enable_recompute`].
     const RECOMPUTES: bool = false;
 
+    /// See [`Proposer::tree_refusal`](deepspec_engine::Proposer::tree_refusal).
+    const TREE_REFUSAL: Option<&'static str> = None;
+
     /// See [`DrafterPlan::reads_last_token_state`].
     fn reads_last_token_state(_objective: &Self::Objective) -> bool {
         false
@@ -91,6 +94,7 @@ pub const fn checkpoint_kind<K: DrafterKind>(
         classes: || drafter_classes(K::Settings::CLASS),
         description,
         are_language_models: false,
+        tree_refusal: K::TREE_REFUSAL,
         check: |dir| DraftConfig::<K::Settings>::load(dir).map(drop),
         load: |dir, &DrafterOptions { device, kind, slots }| {
             Ok(K::into_drafter(DraftModel::load_packed(dir, device, kind)?, slots))

@@ -77,6 +77,7 @@ impl DrafterKind for Eagle3Modules {
     type Settings = Eagle3Settings;
     type Objective = Eagle3Objective;
     const FINAL_STATES: FinalStates = FinalStates::Supervised;
+    const TREE_REFUSAL: Option<&'static str> = crate::token_common::TREE_REFUSAL;
 
     fn reads_last_token_state(objective: &Eagle3Objective) -> bool {
         objective.supervise == Supervise::Shifted

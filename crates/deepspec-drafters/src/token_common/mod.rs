@@ -23,6 +23,10 @@ use tch::Tensor;
 
 use crate::draft_model::{DraftModel, DrafterKind};
 
+/// See [`DrafterKind::TREE_REFUSAL`].
+pub const TREE_REFUSAL: Option<&str> =
+    Some("it drafts one token after the other, and every node of a tree would take a pass of the drafter");
+
 /// A drafter that drafts one token after the other.
 pub trait TokenDrafter: DrafterKind {
     /// See [`Proposer::reads_hidden`](deepspec_engine::Proposer::reads_hidden).

@@ -97,7 +97,7 @@ impl<K: TokenDrafter> Proposer for TokenProposer<K> {
     }
 
     fn tree_refusal(&self) -> Option<&'static str> {
-        Some("it drafts one token after the other, and every node of a tree would take a pass of the drafter")
+        K::TREE_REFUSAL
     }
 
     fn propose(&mut self, request: &DraftRequest) -> Proposal {
